@@ -1,0 +1,103 @@
+"""Validation of public arguments: shapes, dtypes, devices. One exception type, one sentence per fault."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class FdoraError(ValueError):
+    """Bad input to a public function of fdora: says what was wanted, what came and what to do."""
+
+
+def fail(fn: str, arg: str, want: str, have: object, remedy: str) -> FdoraError:
+    """The one template of every message."""
+    return FdoraError(f"fdora.{fn}: `{arg}` must be {want}, got {have}. {remedy}")
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_shapes(fn: str, spec: dict[str, str], tensors: dict[str, Tensor | None]) -> dict[str, int]:
+    """Match each tensor against its axes, e.g. ``{"W": "N K", "x": "... K"}``; the first to name an axis defines it."""
+    sizes: dict[str, int] = {}
+    owner: dict[str, str] = {}
+    for arg, axes_text in spec.items():
+        t = tensors[arg]
+        if t is None:
+            continue
+        if not isinstance(t, Tensor):
+            raise fail(fn, arg, "a torch.Tensor", f"a {type(t).__name__}", "Wrap it with torch.as_tensor.")
+        if type(t).__name__ == "DTensor":
+            raise fail(fn, arg, "a plain tensor", "a DTensor", "Call .full_tensor() on it, or .to_local() on a replica.")
+        axes = axes_text.split()
+        ragged = axes[0] == "..."
+        named = axes[1:] if ragged else axes
+        shape = tuple(t.shape)
+        tail = shape[len(shape) - len(named) :] if ragged else shape
+        known = [(a, n) for a, n in zip(named, tail, strict=False) if a in sizes]
+        if len(tail) != len(named) or any(sizes[a] != n for a, n in known):
+            want = "(" + ", ".join(axes) + ("," if len(axes) == 1 else "") + ")"
+            given = [f"{a}={sizes[a]} (from `{owner[a]}`)" for a in named if a in sizes]
+            want += " with " + ", ".join(given) if given else ""
+            raise fail(fn, arg, want, shape, _shape_remedy(arg, named, shape, sizes))
+        for a, n in zip(named, tail, strict=True):
+            if a not in sizes:
+                sizes[a], owner[a] = n, arg
+    return sizes
+
+
+def _shape_remedy(arg: str, named: list[str], shape: tuple[int, ...], sizes: dict[str, int]) -> str:
+    if arg == "norm" or arg == "base_sqnorm":
+        maker = "dora_norm(W, A, B, s=s)" if arg == "norm" else "dora_base_sqnorm(W)"
+        return f"It was computed for another weight: compute it again with {maker}."
+    if len(named) == len(shape) == 2 and all(sizes.get(a, n) == n for a, n in zip(named, shape[::-1], strict=True)):
+        return f"Did you pass {arg} transposed? Pass {arg}.T."
+    return f"Pass the {arg} that belongs to this layer, in nn.Linear layout."
+
+
+def check_device(fn: str, like: str, tensors: dict[str, Tensor | None]) -> None:
+    """All tensors live where ``like`` does."""
+    ref = tensors[like]
+    assert ref is not None
+    for arg, t in tensors.items():
+        if t is not None and t.device != ref.device:
+            raise fail(
+                fn, arg, f"on {ref.device} (the device of `{like}`)", t.device, f"Move it with {arg}.to('{ref.device}')."
+            )
+
+
+def check_dtype(fn: str, arg: str, t: Tensor | None, allowed: tuple[torch.dtype, ...], remedy: str = "") -> None:
+    """``t`` has one of the allowed dtypes."""
+    if t is None or t.dtype in allowed:
+        return
+    want = " or ".join(dict.fromkeys(name(d) for d in allowed))
+    raise fail(fn, arg, want, name(t.dtype), remedy or f"Cast it, for example with {arg}.to(torch.{name(allowed[0])}).")
+
+
+def check_rank(fn: str, r: int) -> None:
+    if r < 1:
+        raise fail(fn, "r", "at least 1", r, "A layer without an adapter is torch.nn.functional.linear.")
+
+
+def check_s(fn: str, s: float) -> None:
+    """``s`` is a finite Python number; tensors would hide a gradient that is never computed."""
+    if isinstance(s, Tensor):
+        raise fail(fn, "s", "a finite Python number", "a Tensor", "Pass alpha / r as a float, for example s.item().")
+    if not isinstance(s, (int, float, torch.SymFloat)) or isinstance(s, bool):
+        raise fail(fn, "s", "a finite Python number", f"a {type(s).__name__}", "Pass alpha / r.")
+    if not math.isfinite(s):
+        raise fail(fn, "s", "a finite Python number", s, "Pass alpha / r, or alpha / sqrt(r) for rsLoRA.")
+
+
+def check_frozen(fn: str, arg: str, t: Tensor | None) -> None:
+    """No gradient is ever computed for a frozen argument, so one that asks for it is a mistake."""
+    if t is not None and t.requires_grad and torch.is_grad_enabled():
+        raise fail(
+            fn, arg, "frozen", "requires_grad=True", f"Call {arg}.requires_grad_(False) on the layer, or pass {arg}.detach()."
+        )

@@ -1,0 +1,71 @@
+"""Which backend runs, and why: a pure rule, one context and one environment variable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+import torch
+
+from fdora._check import FdoraError
+
+Backend = Literal["auto", "eager", "triton"]
+NAMES = ("auto", "eager", "triton")
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class BackendChoice(NamedTuple):
+    """What runs and the reason, in words."""
+
+    name: str
+    reason: str
+
+
+def _named(name: str, where: str) -> str:
+    if name not in NAMES:
+        raise FdoraError(
+            f"fdora.backend: `{where}` must be one of {', '.join(NAMES)}, got {name!r}. Use 'auto' unless you compare backends."
+        )
+    return name
+
+
+# One process-wide name. A ContextVar would be per thread, but Dynamo cannot trace it and does not guard threading.local
+# (both tried on torch 2.13): a compiled function would keep the backend it was traced with.
+_forced = _named(os.environ.get("FDORA_BACKEND", "auto"), "FDORA_BACKEND")
+
+
+@contextmanager
+def backend(name: Backend) -> Iterator[None]:
+    """Run the block with one backend: ``with fdora.backend("eager"): ...``. Process-wide, for tests and comparisons.
+
+    Raises:
+      FdoraError: the name is not "auto", "eager" or "triton".
+    """
+    global _forced
+    previous, _forced = _forced, _named(name, "name")
+    try:
+        yield
+    finally:
+        _forced = previous
+
+
+def choose(device: str, dtype: torch.dtype, requested: str, available: tuple[str, ...]) -> BackendChoice:
+    """The ladder of :func:`fdora.functional.select_backend`, on plain values."""
+    _named(requested, "backend")
+    wish, origin = (requested, "the backend= argument") if requested != "auto" else (_forced, "fdora.backend or FDORA_BACKEND")
+    if wish != "auto":
+        if wish not in available:
+            raise FdoraError(
+                f"fdora.select_backend: `backend` must be one of {', '.join(available)} here, got {wish!r} "
+                f"(from {origin}). Pass backend='auto'."
+            )
+        return BackendChoice(wish, f"asked for by {origin}")
+    if "triton" not in available:
+        return BackendChoice("eager", "this installation has no Triton kernels")
+    if device != "cuda":
+        return BackendChoice("eager", f"the tensors are on {device}, Triton kernels need a GPU")
+    if dtype not in TRITON_DTYPES:
+        return BackendChoice("eager", f"{dtype} has no Triton kernel")
+    return BackendChoice("triton", f"{dtype} on {device}")

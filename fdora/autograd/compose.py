@@ -1,0 +1,49 @@
+"""Autograd of compose and delta."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fdora.autograd._ops import OPS, no_second_derivative, only, spread
+
+
+class Compose(torch.autograd.Function):
+    """Keeps base, lora and g."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(base, lora, g, bias, s, delta, backend):
+        return OPS[backend].compose.compose_fwd(base, lora, g, bias, s, delta)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs, output):
+        base, lora, g, bias, ctx.s, ctx.delta, ctx.backend = inputs
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(base, lora, g)
+
+    @staticmethod
+    def backward(ctx: Any, dy):
+        needs = tuple(ctx.needs_input_grad[:4])
+        grads = ComposeBwd.apply(dy, *ctx.saved_tensors, ctx.s, ctx.delta, needs, ctx.backend)
+        dbase, dlora, dg, dbias = spread(grads, needs)
+        #      base   lora   g   bias                                              s     delta backend
+        return dbase, dlora, dg, dbias if dbias is None else dbias.to(ctx.bias_dtype), None, None, None
+
+
+class ComposeBwd(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(dy, base, lora, g, s, delta, needs, backend):
+        return only(OPS[backend].compose.compose_bwd(dy, base, lora, g, s, delta, needs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_):
+        raise no_second_derivative("dora_compose and dora_delta")

@@ -1,0 +1,59 @@
+"""Autograd of the whole layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fdora.autograd._ops import OPS, autocast_off, no_second_derivative, only, spread
+
+
+class Linear(torch.autograd.Function):
+    """Keeps x, h and, for the gradient of m, the output itself or inner; W, A, B, m, c are the caller's."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, W, A, B, m, c, bias, seed, s, p, mode, keep, backend):
+        with autocast_off(x):
+            return OPS[backend].linear.linear_fwd(x, W, A, B, m, c, bias, seed, s, p, mode, keep)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs, output):
+        x, W, A, B, m, c, bias, seed, ctx.s, ctx.p, ctx.mode, keep, ctx.backend = inputs
+        y, h, *inner = output
+        ctx.kept_inner = bool(inner)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(h, *inner)
+        kept = None if keep == "nothing" else inner[0] if inner else y
+        ctx.save_for_backward(x, W, A, B, m, c, h, kept, seed)
+
+    @staticmethod
+    def backward(ctx: Any, dy, *_):
+        need_x, _, need_A, need_B, need_m, need_c, need_bias = ctx.needs_input_grad[:7]
+        needs = (need_x, need_A, need_B, need_m, need_c, need_bias)
+        grads = LinearBwd.apply(dy, *ctx.saved_tensors, ctx.s, ctx.p, ctx.mode, ctx.kept_inner, needs, ctx.backend)
+        dx, dA, dB, dm, dc, dbias = spread(grads, needs)
+        if dbias is not None:
+            dbias = dbias.to(ctx.bias_dtype)
+        #      x   W     A   B   m   c   bias   seed  s     p     mode  keep  backend
+        return dx, None, dA, dB, dm, dc, dbias, None, None, None, None, None, None
+
+
+class LinearBwd(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(dy, x, W, A, B, m, c, h, kept, seed, s, p, mode, kept_inner, needs, backend):
+        with autocast_off(x):
+            bwd = OPS[backend].linear.linear_bwd
+            return only(bwd(dy, x, W, A, B, m, c, h, kept, seed, s, p, mode, kept_inner, needs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_):
+        raise no_second_derivative("dora_linear")

@@ -1,0 +1,67 @@
+"""Autograd of the row norm; W and its squared norm are frozen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdora.autograd._ops import OPS, autocast_off, no_second_derivative, only, spread
+from fdora.eager.norm import EPS as EPS
+from fdora.eager.norm import scale as scale
+from fdora.eager.norm import smallest_bytes as smallest_bytes
+
+
+def row_norm(
+    W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None, detach: bool, backend: str
+) -> Tensor:
+    if not detach:
+        return Norm.apply(W, A, B, base_sqnorm, s, max_bytes, backend)
+    with torch.no_grad(), autocast_off(W):
+        return OPS[backend].norm.norm_fwd(W, A, B, base_sqnorm, s, max_bytes)
+
+
+def base_sqnorm(W: Tensor, max_bytes: int | None, backend: str) -> Tensor:
+    with torch.no_grad(), autocast_off(W):
+        return OPS[backend].norm.base_sqnorm(W, max_bytes)
+
+
+class Norm(torch.autograd.Function):
+    """Keeps W, A, B and c."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(W, A, B, base_sqnorm, s, max_bytes, backend):
+        with autocast_off(W):
+            return OPS[backend].norm.norm_fwd(W, A, B, base_sqnorm, s, max_bytes)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs, output):
+        W, A, B, _, ctx.s, _, ctx.backend = inputs
+        ctx.save_for_backward(W, A, B, output)
+
+    @staticmethod
+    def backward(ctx: Any, dc):
+        needs = tuple(ctx.needs_input_grad[1:3])
+        dA, dB = spread(NormBwd.apply(dc, *ctx.saved_tensors, ctx.s, needs, ctx.backend), needs)
+        #      W     A   B   base  s     bytes backend
+        return None, dA, dB, None, None, None, None
+
+
+class NormBwd(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(dc, W, A, B, c, s, needs, backend):
+        with autocast_off(W):
+            return only(OPS[backend].norm.norm_bwd(dc, W, A, B, c, s, needs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_):
+        raise no_second_derivative("dora_norm")

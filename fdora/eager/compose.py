@@ -1,0 +1,34 @@
+"""Compose the output from its two halves: ``y = g (base + s lora) + bias``, or the part a framework adds to base.
+
+With h = g for the whole output and h = g - 1 for the delta, both are ``out = h base + g s lora (+ bias)``, in acc_dtype,
+rounded once. g - 1 is formed in acc_dtype: in bf16 it would be 0 for most rows of a real adapter (|g - 1| ~ 0.0015).
+
+Backward:   d base = h dout     d lora = g s dout     dg = sum_t dout (base + s lora)     dbias = sum_t dout
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fdora.eager._matmul import acc_dtype
+
+
+def compose_fwd(base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, s: float, delta: bool) -> Tensor:
+    """(M, N), (M, N), (N,), (N,) or None -> (M, N) in the dtype of base."""
+    acc = acc_dtype(base.dtype)
+    wide_base, wide_lora = base.to(acc), s * lora.to(acc)
+    out = (g - 1) * wide_base + g * wide_lora if delta else g * (wide_base + wide_lora)
+    return (out if bias is None else out + bias.to(acc)).to(base.dtype)
+
+
+def compose_bwd(
+    dy: Tensor, base: Tensor, lora: Tensor, g: Tensor, s: float, delta: bool, needs: tuple[bool, bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """dbase, dlora, dg, dbias (the last in acc_dtype); each only when needed."""
+    acc = acc_dtype(base.dtype)
+    wide = dy.to(acc)
+    dbase = (wide * (g - 1 if delta else g)).to(base.dtype) if needs[0] else None
+    dlora = (wide * (s * g)).to(lora.dtype) if needs[1] else None
+    dg = (wide * (base.to(acc) + s * lora.to(acc))).sum(0) if needs[2] else None
+    dbias = wide.sum(0) if needs[3] else None
+    return dbase, dlora, dg, dbias

@@ -1,0 +1,40 @@
+"""Dropout as a pure function of a seed and an element's position: same mask on recomputation, on every device.
+
+keep[t, k] = hash(seed, t, k) >= p * 2**32, with a two-constant xor-multiply hash. No generator state is read or moved,
+so it works under vmap, torch.compile and checkpointing, and a kernel can draw the mask again instead of reading it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+
+
+def _mix(v: Tensor) -> Tensor:
+    """A bijection of 32-bit words (held in int64) in which every output bit depends on every input bit.
+
+    Both multipliers are below 2**31, so a product stays below 2**63: no signed overflow, on any device.
+    """
+    v = v ^ (v >> 16)
+    v = (v * 0x21F0AAAD) & _MASK
+    v = v ^ (v >> 15)
+    v = (v * 0x735A2D97) & _MASK
+    return v ^ (v >> 15)
+
+
+def keep_mask(M: int, K: int, seed: Tensor, p: float) -> Tensor:
+    """(M, K) bool, True where an element survives. ``seed``: int64, no axes."""
+    t = torch.arange(M, device=seed.device)
+    k = torch.arange(K, device=seed.device)
+    key = _mix((seed & _MASK) ^ _mix((seed >> 32) & _MASK))
+    row = _mix(((t + 1) & _MASK) ^ key) ^ _mix(t >> 32)
+    return _mix(row[:, None] ^ ((k * 0x1E3779B1) & _MASK)) >= int(p * 2**32)
+
+
+def drop(x: Tensor, seed: Tensor | None, p: float) -> Tensor:
+    """x with its elements zeroed with probability p and the rest scaled by 1 / (1 - p); x itself when seed is None."""
+    if seed is None:
+        return x
+    return torch.where(keep_mask(x.shape[0], x.shape[1], seed, p), x * (1 / (1 - p)), 0).to(x.dtype)

@@ -1,0 +1,32 @@
+"""The public functions: stateless, no module hierarchy. Validate, choose a backend, call; no arithmetic of their own.
+
+W is (N, K), A (r, K), B (N, r), m (N,); s is alpha / r; c = ||W + s B A|| per row and g = m / c:
+
+    y = g * (x W^T + s (x A^T) B^T) + bias            (Liu et al., DoRA, 2024, arXiv:2402.09353)
+"""
+
+from fdora.functional.backend import select_backend as select_backend
+from fdora.functional.compose import dora_compose as dora_compose
+from fdora.functional.compose import dora_delta as dora_delta
+from fdora.functional.linear import dora_linear as dora_linear
+from fdora.functional.merge import dora_merge as dora_merge
+from fdora.functional.merge import dora_unmerge as dora_unmerge
+from fdora.functional.norm import dora_base_sqnorm as dora_base_sqnorm
+from fdora.functional.norm import dora_norm as dora_norm
+from fdora.functional.norm import dora_scale as dora_scale
+from fdora.functional.params import DoraParams as DoraParams
+from fdora.functional.params import dora_init as dora_init
+
+__all__ = [
+    "DoraParams",
+    "dora_base_sqnorm",
+    "dora_compose",
+    "dora_delta",
+    "dora_init",
+    "dora_linear",
+    "dora_merge",
+    "dora_norm",
+    "dora_scale",
+    "dora_unmerge",
+    "select_backend",
+]

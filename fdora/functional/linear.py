@@ -1,0 +1,117 @@
+"""The whole layer in one call."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fdora._check import FLOATS, check_device, check_dtype, check_shapes, fail
+from fdora._dispatch import Backend
+from fdora.autograd.linear import Linear
+from fdora.autograd.norm import row_norm
+from fdora.functional.backend import select_backend
+from fdora.functional.norm import WIDE, check_weights
+
+
+def dora_linear(
+    x: Tensor,
+    W: Tensor,
+    A: Tensor,
+    B: Tensor,
+    m: Tensor,
+    *,
+    s: float,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_mode: Literal["lora", "peft"] = "lora",
+    seed: int | Tensor | None = None,
+    keep_inner: bool = False,
+    backend: Backend = "auto",
+) -> Tensor:
+    """A DoRA layer: ``y = g * (x @ W.T + s * (x @ A.T) @ B.T) + bias`` with ``g = m / ||W + s * B @ A||`` per row.
+
+    Products run in the dtype of x with float32 accumulation; g, bias and the sum are float32, rounded once. Under
+    torch.autocast x is cast to the autocast dtype first, and y has that dtype.
+
+    Args:
+      x: (..., K), float16, bfloat16, float32 or float64.
+      W: (N, K) frozen weight, in the dtype of x (any, under autocast).
+      A: (r, K), float32 or the dtype of W.
+      B: (N, r), float32 or the dtype of W.
+      m: (N,) magnitude, float32 or the dtype of W.
+      s: LoRA scaling, usually alpha / r. Not differentiated.
+      bias: (N,), added after g, as PEFT does.
+      norm: (N,) float32 (or float64), c of :func:`dora_norm` for these W, A, B and s; None computes it, detached. A norm
+        that was computed with ``detach=False`` passes its gradient on.
+      dropout_p: probability in [0, 1) that an element of x is dropped; pass 0 in evaluation.
+      dropout_mode: "lora" drops the adapter's input only: ``g * (x W^T + s D(x) A^T B^T) + bias``. "peft" drops it for
+        the correction of the base too: ``x W^T + (g - 1) D(x) W^T + g s D(x) A^T B^T + bias``.
+      seed: int, or int64 tensor without axes, that alone decides the mask. None draws one from torch's generator.
+        Under vmap, map over a tensor of seeds; one shared seed gives every mapped element the same mask.
+      keep_inner: keep ``base + s * lora`` for the gradient of m even where the output would do. Needed when you change y
+        in place before backward (autograd says so).
+      backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
+
+    Returns:
+      (..., N), dtype and device of x. Gradients reach x, A, B, m, bias and a given norm, each in its own dtype, and only
+      those that need one are computed.
+
+    Raises:
+      FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, dropout_p is outside [0, 1).
+      NotImplementedError: a second derivative is asked for.
+
+    Memory: keeps x, x @ A.T (M, r) and, for m, y itself. With a bias, dropout_mode "peft", rows where m is 0 or tiny, on
+    a GPU or in traced code it keeps one more (M, N) tensor in the dtype of x. Derivation: ``fdora/eager/linear.py``.
+    References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3 (c is detached).
+    """
+    fn = "dora_linear"
+    weights = {"W": W, "A": A, "B": B, "m": m, "bias": bias, "norm": norm}
+    check_weights(fn, weights, s)
+    check_shapes(fn, {"W": "N K", "x": "... K"}, {"W": W, "x": x})
+    check_device(fn, "W", {"W": W, "x": x})
+    check_dtype(fn, "x", x, FLOATS, "Cast it to the dtype of W.")
+    check_dtype(fn, "bias", bias, FLOATS)
+    check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
+    x = _autocast(x)
+    if x.dtype != W.dtype and not torch.is_autocast_enabled(x.device.type):
+        check_dtype(fn, "x", x, (W.dtype,), f"Cast it with x.to({W.dtype}), or run under torch.autocast.")
+    if dropout_mode not in ("lora", "peft"):
+        raise fail(fn, "dropout_mode", "'lora' or 'peft'", repr(dropout_mode), "PEFT's lora_dropout is 'peft'.")
+    if not 0 <= dropout_p < 1:
+        raise fail(fn, "dropout_p", "in [0, 1)", dropout_p, "Pass the probability that an element is dropped.")
+
+    choice = select_backend(x, backend=backend)
+    c = row_norm(W, A, B, None, float(s), None, True, choice.name) if norm is None else norm
+    c = c.to(torch.promote_types(x.dtype, torch.float32))
+    mask_seed = _seed(fn, seed, x.device) if dropout_p else None
+    mode = dropout_mode if dropout_p else "lora"
+    wants_dm = torch.is_grad_enabled() and (m.requires_grad or c.requires_grad)
+    keep = "nothing" if not wants_dm else "inner" if keep_inner else "output"
+    K, N = W.shape[1], W.shape[0]
+    y, *_ = Linear.apply(x.reshape(-1, K), W, A, B, m, c, bias, mask_seed, float(s), float(dropout_p), mode, keep, choice.name)
+    return y.reshape(*x.shape[:-1], N)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """x as torch.autocast would hand it to a matrix product."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
+def _seed(fn: str, seed: int | Tensor | None, device: torch.device) -> Tensor:
+    """The seed as a tensor without axes: made by a fill or a draw on the device, neither of which waits for it."""
+    if seed is None:
+        return torch.randint(2**62, (), device=device)
+    if isinstance(seed, Tensor):
+        check_shapes(fn, {"seed": ""}, {"seed": seed})
+        check_dtype(fn, "seed", seed, (torch.int64,))
+        check_device(fn, "seed", {"seed": seed})
+        return seed
+    if not 0 <= seed < 2**63:
+        raise fail(fn, "seed", "in [0, 2**63)", seed, "Pass a non-negative int.")
+    return torch.full((), seed, dtype=torch.int64, device=device)

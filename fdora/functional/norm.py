@@ -1,0 +1,128 @@
+"""The row norm, the squared norm of the base that it can reuse, and the scale g."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, fail
+from fdora._dispatch import Backend
+from fdora.autograd.norm import EPS as EPS
+from fdora.autograd.norm import base_sqnorm as _base_sqnorm
+from fdora.autograd.norm import row_norm, scale, smallest_bytes
+from fdora.functional.backend import select_backend
+
+WIDE = (torch.float32, torch.float64)
+
+
+def dora_norm(
+    W: Tensor,
+    A: Tensor,
+    B: Tensor,
+    *,
+    s: float,
+    base_sqnorm: Tensor | None = None,
+    detach: bool = True,
+    max_bytes: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Row norm of the adapted weight: ``c = ||W + s * B @ A||`` along K.
+
+    Equivalent to ``torch.linalg.vector_norm(W.float() + s * B.float() @ A.float(), dim=1)`` without an (N, K) temporary.
+    A and B change once per optimizer step: compute c once and pass it to every call in between as ``norm=c``.
+
+    Args:
+      W: (N, K) frozen weight, float16, bfloat16, float32 or float64; any strides.
+      A: (r, K), float32 or the dtype of W.
+      B: (N, r), float32 or the dtype of W.
+      s: LoRA scaling, usually alpha / r. Not differentiated.
+      base_sqnorm: (N,) from :func:`dora_base_sqnorm`, when W is frozen and you keep it. c is the same with or without it.
+      detach: True treats c as a constant, as DoRA does to save memory. False lets gradients reach A and B through c.
+      max_bytes: most workspace in bytes beside the inputs; None is 8 MiB on a CPU and 256 MiB elsewhere. Under vmap it
+        holds for each mapped element.
+      backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
+
+    Returns:
+      (N,), float32 (float64 for a float64 W), never rounded below that. A row with a NaN is NaN; the others are not.
+
+    Raises:
+      FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, max_bytes is too small to honour.
+      NotImplementedError: a second derivative is asked for.
+
+    Memory: keeps nothing for backward when detached, else W, A, B and c. Derivation: ``fdora/eager/norm.py``.
+    References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3; Scaling DoRA, arXiv:2603.22276, eq. 3.
+    """
+    fn = "dora_norm"
+    check_weights(fn, {"W": W, "A": A, "B": B, "base_sqnorm": base_sqnorm}, s)
+    check_dtype(fn, "base_sqnorm", base_sqnorm, WIDE, "Keep it as dora_base_sqnorm(W) returns it.")
+    check_frozen(fn, "base_sqnorm", base_sqnorm)
+    if max_bytes is not None:
+        need = smallest_bytes(W, A, B, base_sqnorm is not None)
+        if max_bytes < need:
+            raise fail(fn, "max_bytes", f"at least {need} for these shapes", max_bytes, "Raise it, or pass None.")
+    choice = select_backend(W, backend=backend)
+    return row_norm(W, A, B, base_sqnorm, float(s), max_bytes, detach, choice.name)
+
+
+def dora_base_sqnorm(W: Tensor, *, max_bytes: int | None = None, backend: Backend = "auto") -> Tensor:
+    """Squared row norm of the frozen weight: ``||W||^2`` along K, to be reused by :func:`dora_norm`.
+
+    Args:
+      W: (N, K) frozen weight, float16, bfloat16, float32 or float64.
+      max_bytes: most workspace in bytes, as for :func:`dora_norm`. A float32 or float64 W needs none.
+      backend: "auto", "eager" or "triton".
+
+    Returns:
+      (N,), float32 (float64 for a float64 W). Detached.
+
+    Raises:
+      FdoraError: W is not a floating matrix, or requires grad.
+
+    Memory: keeps nothing for backward.
+    References: Scaling DoRA, arXiv:2603.22276, eq. 3 (base term).
+    """
+    fn = "dora_base_sqnorm"
+    check_shapes(fn, {"W": "N K"}, {"W": W})
+    check_dtype(fn, "W", W, FLOATS, "Dequantise it first.")
+    check_frozen(fn, "W", W)
+    return _base_sqnorm(W, max_bytes, select_backend(W, backend=backend).name)
+
+
+def dora_scale(m: Tensor, c: Tensor) -> Tensor:
+    """Scale of each output row: ``g = m / max(c, 1e-12)``.
+
+    Args:
+      m: (N,) magnitude, float16, bfloat16, float32 or float64. Differentiable.
+      c: (N,) float32 or float64 norm, see :func:`dora_norm`. Differentiable.
+
+    Returns:
+      (N,) in the dtype of c: g is never half precision (|g - 1| is about 0.0015 in practice, bf16 would round it away).
+      A row of zeros gets g = m / 1e-12, never 0 / 0; a NaN row stays NaN.
+
+    Raises:
+      FdoraError: shapes or devices disagree, or c is half precision.
+
+    Memory: as ``m / c`` in torch: keeps m and c.
+    References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
+    """
+    fn = "dora_scale"
+    check_shapes(fn, {"m": "N", "c": "N"}, {"m": m, "c": c})
+    check_dtype(fn, "m", m, FLOATS)
+    check_dtype(fn, "c", c, WIDE, "Keep it as dora_norm returns it.")
+    check_device(fn, "m", {"m": m, "c": c})
+    return scale(m, c)
+
+
+def check_weights(fn: str, tensors: dict[str, Tensor | None], s: float) -> None:
+    """What every function that takes W, A, B (and perhaps more, each with one axis N) asks of them."""
+    axes = {"W": "N K", "A": "r K", "B": "N r"}
+    sizes = check_shapes(fn, {arg: axes.get(arg, "N") for arg in tensors}, tensors)
+    check_rank(fn, sizes["r"])
+    W = tensors["W"]
+    assert W is not None
+    check_device(fn, "W", tensors)
+    check_dtype(fn, "W", W, FLOATS, "Dequantise or cast it first.")
+    for arg in ("A", "B", "m"):
+        check_dtype(fn, arg, tensors.get(arg), (torch.float32, W.dtype))
+    check_frozen(fn, "W", W)
+    check_s(fn, s)

@@ -1,0 +1,1 @@
+"""Home of the Triton kernels, with the file names and signatures of :mod:`fdora.eager`. This release has none yet."""
