@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -36,7 +34,7 @@ def check_shapes(fn: str, spec: dict[str, str], tensors: dict[str, Tensor | None
         if type(t).__name__ == "DTensor":
             raise fail(fn, arg, "a plain tensor", "a DTensor", "Call .full_tensor() on it, or .to_local() on a replica.")
         axes = axes_text.split()
-        ragged = axes[0] == "..."
+        ragged = axes[:1] == ["..."]
         named = axes[1:] if ragged else axes
         shape = tuple(t.shape)
         tail = shape[len(shape) - len(named) :] if ragged else shape
@@ -56,6 +54,8 @@ def _shape_remedy(arg: str, named: list[str], shape: tuple[int, ...], sizes: dic
     if arg == "norm" or arg == "base_sqnorm":
         maker = "dora_norm(W, A, B, s=s)" if arg == "norm" else "dora_base_sqnorm(W)"
         return f"It was computed for another weight: compute it again with {maker}."
+    if not named:
+        return f"Pass a tensor without axes, for example {arg}[0]."
     if len(named) == len(shape) == 2 and all(sizes.get(a, n) == n for a, n in zip(named, shape[::-1], strict=True)):
         return f"Did you pass {arg} transposed? Pass {arg}.T."
     return f"Pass the {arg} that belongs to this layer, in nn.Linear layout."
@@ -91,7 +91,7 @@ def check_s(fn: str, s: float) -> None:
         raise fail(fn, "s", "a finite Python number", "a Tensor", "Pass alpha / r as a float, for example s.item().")
     if not isinstance(s, (int, float, torch.SymFloat)) or isinstance(s, bool):
         raise fail(fn, "s", "a finite Python number", f"a {type(s).__name__}", "Pass alpha / r.")
-    if not math.isfinite(s):
+    if s - s != 0:  # inf or NaN; math.isfinite breaks the graph where torch.compile makes s symbolic
         raise fail(fn, "s", "a finite Python number", s, "Pass alpha / r, or alpha / sqrt(r) for rsLoRA.")
 
 

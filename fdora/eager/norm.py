@@ -28,7 +28,8 @@ from fdora.eager._matmul import acc_dtype, is_plain
 
 EPS = 1e-12  # floor of c in g = m / c: a row of zeros gets g = m / EPS, never 0 / 0
 
-# A row is repeated when its terms add up to less than this share of their size: the sum is then good to 4 x 3e-7 / 2.
+# A row is repeated when its terms add up to less than this share of the first: the others are then nearly its negative,
+# and float32 sums that are good to 3e-7 of it leave 3e-7 / 0.25 / 2 of c.
 CANCELLED = 0.25
 
 
@@ -39,7 +40,7 @@ def scale(m: Tensor, c: Tensor) -> Tensor:
 
 def default_bytes(device: torch.device) -> int:
     """Tiles that stay in a CPU's cache are the fastest there; elsewhere, and in traced code, few large ones."""
-    return 8 << 20 if device.type == "cpu" and not torch.compiler.is_compiling() else 256 << 20
+    return 24 << 20 if device.type == "cpu" and not torch.compiler.is_compiling() else 256 << 20
 
 
 def smallest_bytes(W: Tensor, A: Tensor, B: Tensor, factored: bool) -> int:
@@ -55,8 +56,8 @@ def norm_fwd(W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: flo
         rows, cols = _tile(W, A, B, False, budget)
         return _direct(W, A, B, s, rows, cols)
     rows, cols = _tile(W, A, B, True, budget)
-    sq, size = _factored(W, A, B, base_sqnorm, s, rows, cols)
-    lost = (sq < CANCELLED * size).nonzero().squeeze(1)  # NaN compares false: the row keeps its NaN
+    sq = _factored(W, A, B, base_sqnorm, s, rows, cols)
+    lost = (sq < CANCELLED * base_sqnorm).nonzero().squeeze(1)  # NaN compares false: the row keeps its NaN
     c = sq.clamp_min_(0).sqrt_()
     rows, cols = _tile(W, A, B, False, budget // 2)  # the other half holds the gathered rows of W
     rows = max(1, min(rows, budget // (2 * W.element_size() * max(1, W.shape[1]))))
@@ -111,14 +112,14 @@ def _direct(W: Tensor, A: Tensor, B: Tensor, s: float, rows: int, cols: int) -> 
     return torch.cat(c)
 
 
-def _factored(W: Tensor, A: Tensor, B: Tensor, base: Tensor, s: float, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-    """c^2, and the size of the terms it is the sum of."""
+def _factored(W: Tensor, A: Tensor, B: Tensor, base: Tensor, s: float, rows: int, cols: int) -> Tensor:
+    """c^2, negative where rounding leaves less than nothing."""
     acc, (N, K), r = acc_dtype(W.dtype), W.shape, A.shape[0]
     G = A.new_zeros((r, r), dtype=acc)
     for k, l in blocks(K, cols):
         a = A[:, k:l].to(acc)
         G.addmm_(a, a.T)
-    sq, size = base.to(acc, copy=True), base.to(acc, copy=True)
+    sq = base.to(acc, copy=True)
     for i, j in blocks(N, rows):
         b = B[i:j].to(acc)
         U = W.new_zeros((j - i, r), dtype=acc)
@@ -126,8 +127,7 @@ def _factored(W: Tensor, A: Tensor, B: Tensor, base: Tensor, s: float, rows: int
             U.addmm_(W[i:j, k:l].to(acc), A[:, k:l].to(acc).T)
         quad = (b @ G).mul_(b).sum(1).mul_(s * s)
         sq[i:j] += U.mul_(b).sum(1).mul_(2 * s).add_(quad)
-        size[i:j] += quad
-    return sq, size
+    return sq
 
 
 def blocks(n: int, step: int) -> list[tuple[int, int]]:

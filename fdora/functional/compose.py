@@ -79,5 +79,5 @@ def _compose(
     check_s(fn, s)
     N = base.shape[-1]
     choice = select_backend(base, backend=backend)
-    y = Compose.apply(base.reshape(-1, N), lora.reshape(-1, N), g, bias, float(s), delta, choice.name)
+    y = Compose.apply(base.reshape(-1, N), lora.reshape(-1, N), g, bias, s, delta, choice.name)
     return y.reshape(base.shape)

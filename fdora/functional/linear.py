@@ -84,14 +84,14 @@ def dora_linear(
         raise fail(fn, "dropout_p", "in [0, 1)", dropout_p, "Pass the probability that an element is dropped.")
 
     choice = select_backend(x, backend=backend)
-    c = row_norm(W, A, B, None, float(s), None, True, choice.name) if norm is None else norm
+    c = row_norm(W, A, B, None, s, None, True, choice.name) if norm is None else norm
     c = c.to(torch.promote_types(x.dtype, torch.float32))
     mask_seed = _seed(fn, seed, x.device) if dropout_p else None
     mode = dropout_mode if dropout_p else "lora"
     wants_dm = torch.is_grad_enabled() and (m.requires_grad or c.requires_grad)
     keep = "nothing" if not wants_dm else "inner" if keep_inner else "output"
     K, N = W.shape[1], W.shape[0]
-    y, *_ = Linear.apply(x.reshape(-1, K), W, A, B, m, c, bias, mask_seed, float(s), float(dropout_p), mode, keep, choice.name)
+    y, *_ = Linear.apply(x.reshape(-1, K), W, A, B, m, c, bias, mask_seed, s, dropout_p, mode, keep, choice.name)
     return y.reshape(*x.shape[:-1], N)
 
 

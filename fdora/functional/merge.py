@@ -43,9 +43,9 @@ def dora_merge(
     check_weights(fn, {"W": W, "A": A, "B": B, "m": m, "norm": norm}, s)
     check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
     choice = select_backend(W, backend=backend)
-    c = row_norm(W, A, B, None, float(s), None, True, choice.name) if norm is None else norm
+    c = row_norm(W, A, B, None, s, None, True, choice.name) if norm is None else norm
     with autocast_off(W):
-        return OPS[choice.name].merge.merge_fwd(W, A, B, m, c, float(s))
+        return OPS[choice.name].merge.merge_fwd(W, A, B, m, c, s)
 
 
 @torch.no_grad()
@@ -79,4 +79,4 @@ def dora_unmerge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, norm: 
         )
     choice = select_backend(W, backend=backend)
     with autocast_off(W):
-        return OPS[choice.name].merge.unmerge_fwd(W, A, B, m, norm, float(s))
+        return OPS[choice.name].merge.unmerge_fwd(W, A, B, m, norm, s)

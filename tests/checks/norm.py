@@ -1,0 +1,114 @@
+"""What dora_norm, dora_base_sqnorm and dora_scale promise. Each check raises when the promise is broken."""
+
+import itertools
+
+import torch
+from torch.autograd import gradcheck
+
+from fdora.functional import dora_base_sqnorm, dora_norm, dora_scale
+from tests import reference
+from tests.close import assert_exact
+from tests.make import KINDS, grads, tensors, tracked
+
+SHAPES = ((6, 5, 2), (1, 1, 1), (33, 17, 24), (7, 130, 8), (130, 7, 1))
+
+
+def matches_the_truth():
+    for (N, K, r), kind, s in itertools.product(SHAPES, KINDS, (0.7, 0.0, -1.3)):
+        t = tensors(N, K, r, kind=kind, s=s)
+        truth = reference.norm(t["W"], t["A"], t["B"], s)
+        base = dora_base_sqnorm(t["W"])
+        assert_exact(base, t["W"].square().sum(1), "base")
+        for extra in ({}, {"base_sqnorm": base}):
+            got = dora_norm(t["W"], t["A"], t["B"], s=s, **extra)
+            assert got.dtype == torch.float64 and not got.requires_grad
+            torch.testing.assert_close(got, truth, rtol=1e-9, atol=1e-12, msg=lambda m: f"{N, K, r, kind, s, *extra}: {m}")
+
+
+def is_float32_accurate():
+    """1e-6 relative for half and float32 weights and adapters, in both forms, near-cancelling rows included."""
+    for dtype, adapter, kind in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float16), (torch.float32, None), ("plain", "cancelling")
+    ):
+        t = tensors(64, 768, 24, dtype=dtype, adapter=adapter, kind=kind)
+        truth = reference.norm(t["W"], t["A"], t["B"], t["s"])
+        for extra in ({}, {"base_sqnorm": dora_base_sqnorm(t["W"])}):
+            c = dora_norm(t["W"], t["A"], t["B"], s=t["s"], **extra)
+            assert c.dtype == torch.float32
+            worst = ((c.double() - truth) / truth).abs().max().item()
+            assert worst <= 1e-6, f"{dtype} {adapter} {kind} {list(extra)}: {worst:.2g}"
+
+
+def holds_its_budget_in_any_tile():
+    """Small budgets cut rows and columns; the number stays."""
+    t = tensors(130, 300, 24, dtype=torch.float32)
+    truth = reference.norm(t["W"], t["A"], t["B"], t["s"])
+    for extra, budget in itertools.product(({}, {"base_sqnorm": dora_base_sqnorm(t["W"])}), (24_000, 60_000, 10**6)):
+        c = dora_norm(t["W"], t["A"], t["B"], s=t["s"], max_bytes=budget, **extra)
+        torch.testing.assert_close(c.double(), truth, rtol=1e-6, atol=0)
+    for dtype in (torch.float32, torch.bfloat16):
+        W = t["W"].to(dtype)
+        torch.testing.assert_close(dora_base_sqnorm(W, max_bytes=5000), W.float().square().sum(1), rtol=1e-6, atol=0)
+
+
+def takes_any_strides():
+    t = tensors(40, 30, 8, dtype=torch.float32)
+    want = dora_norm(t["W"], t["A"], t["B"], s=0.7)
+    for extra in ({}, {"base_sqnorm": dora_base_sqnorm(t["W"])}):
+        odd = {n: torch.stack([t[n], t[n]], 2)[..., 1] for n in ("W", "A", "B")}
+        turned = {n: t[n].T.contiguous().T for n in ("W", "A", "B")}
+        for args in (odd, turned):
+            torch.testing.assert_close(dora_norm(**args, s=0.7, **extra), want, rtol=1e-6, atol=0)
+
+
+def keeps_nan_in_its_row():
+    t = tensors(8, 5, 2)
+    t["W"][3, 1] = float("nan")
+    for extra in ({}, {"base_sqnorm": dora_base_sqnorm(t["W"])}):
+        assert dora_norm(t["W"], t["A"], t["B"], s=0.7, **extra).isnan().nonzero().flatten().tolist() == [3]
+        t["B"][5, 0] = float("nan")
+        assert dora_norm(t["W"], t["A"], t["B"], s=0.7, **extra).isnan().nonzero().flatten().tolist() == [3, 5]
+        t["B"][5, 0] = 0
+
+
+def gradients_are_right():
+    for kind, with_base, (need_A, need_B) in itertools.product(
+        ("plain", "cancelling"), (False, True), ((True, True), (True, False), (False, True))
+    ):
+        t = tensors(kind=kind)
+        base = dora_base_sqnorm(t["W"]) if with_base else None
+        A, B = t["A"].requires_grad_(need_A), t["B"].requires_grad_(need_B)
+        gradcheck(lambda A, B: dora_norm(t["W"], A, B, s=0.7, base_sqnorm=base, detach=False), (A, B))
+
+
+def zero_rows_have_no_gradient():
+    t = tracked(tensors(kind="zero_rows"), "A", "B")
+    c = dora_norm(t["W"], t["A"], t["B"], s=0.7, detach=False)
+    d = grads(c, torch.ones_like(c), A=t["A"], B=t["B"])
+    assert (d["B"][::2] == 0).all() and d["A"].isfinite().all() and (d["B"][1::2] != 0).any()
+
+
+def scale_divides_once_in_float32():
+    m = torch.tensor([2.0, 0.0, 1.0, -3.0, 1.0]).bfloat16()
+    c = torch.tensor([3.0, 0.0, 0.0, 2.0, float("nan")])
+    g = dora_scale(m, c)
+    assert g.dtype == torch.float32
+    torch.testing.assert_close(g, torch.tensor([2 / 3, 0.0, 1e12, -1.5, float("nan")]), rtol=1e-6, atol=0, equal_nan=True)
+    assert dora_scale(m.double(), c).dtype == torch.float32
+    tiny = torch.tensor([1e-9], dtype=torch.float64)  # above the floor nothing is added to c
+    torch.testing.assert_close(dora_scale(tiny, tiny), torch.ones_like(tiny), rtol=1e-12, atol=0)
+    t = tensors()
+    m, c = t["m"].requires_grad_(), reference.norm(t["W"], t["A"], t["B"], 0.7).requires_grad_()
+    gradcheck(dora_scale, (m, c))
+
+
+CHECKS = [
+    matches_the_truth,
+    is_float32_accurate,
+    holds_its_budget_in_any_tile,
+    takes_any_strides,
+    keeps_nan_in_its_row,
+    gradients_are_right,
+    zero_rows_have_no_gradient,
+    scale_divides_once_in_float32,
+]

@@ -1,0 +1,3 @@
+"""The device under test, set once from --device."""
+
+NAME = "cpu"

@@ -1,0 +1,78 @@
+"""The mask is a function of the seed and the position, and a fair one."""
+
+import torch
+
+from fdora.eager.dropout import drop, keep_mask
+from fdora.functional import dora_linear
+from tests import device
+from tests.make import tensors
+
+P = 0.3
+
+
+def mask(M, K, seed, p=P):
+    return keep_mask(M, K, torch.tensor(seed, device=device.NAME), p)
+
+
+def test_known_bits():
+    """Frozen: the kernels must draw this very mask, and so must the next release."""
+    assert mask(2, 8, 0).int().tolist() == KNOWN[0]
+    assert mask(2, 8, (5 << 32) + 7).int().tolist() == KNOWN[1]
+
+
+KNOWN = [
+    [[1, 0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 1, 1]],
+    [[0, 0, 0, 1, 0, 1, 1, 1], [1, 0, 0, 0, 1, 0, 1, 0]],
+]
+
+
+def test_rate_and_independence():
+    M, K = 1000, 700
+    a, b = mask(M, K, 1).double(), mask(M, K, 2).double()
+    sigma = (P * (1 - P)) ** 0.5
+    n = M * K
+    assert abs(a.mean().item() - (1 - P)) < 4 * sigma / n**0.5
+    assert (a.mean(0) - (1 - P)).abs().max() < 5 * sigma / M**0.5  # no column, no row is special
+    assert (a.mean(1) - (1 - P)).abs().max() < 5 * sigma / K**0.5
+
+    def correlation(u, v):
+        return ((u - (1 - P)) * (v - (1 - P))).mean().item() / sigma**2
+
+    for other in (b, a.roll(1, 0), a.roll(1, 1), a.roll((1, 1), (0, 1)), a.flip(1)):
+        assert abs(correlation(a, other)) < 5 / n**0.5
+    seeds = torch.stack([mask(1, 64, s)[0] for s in range(1000)]).double()  # neighbouring seeds
+    assert (seeds.mean(0) - (1 - P)).abs().max() < 5 * sigma / 1000**0.5
+    assert abs(correlation(seeds[1:], seeds[:-1])) < 5 / 63e3**0.5
+
+
+def test_high_word_of_the_seed_counts():
+    assert not torch.equal(mask(4, 64, 1), mask(4, 64, 1 + (1 << 32)))
+
+
+def test_drop_keeps_the_mean_and_dtype():
+    x = torch.ones(500, 400, device=device.NAME).bfloat16()
+    y = drop(x, torch.tensor(3, device=device.NAME), P)
+    assert y.dtype == torch.bfloat16 and abs(y.float().mean() - 1) < 0.01
+    assert drop(x, None, P) is x
+    x[0, 0] = float("inf")  # a dropped inf is 0, not NaN
+    assert not drop(x, torch.tensor(3, device=device.NAME), 0.999).isnan().any()
+
+
+def test_seed_rules():
+    t = tensors(6, 50, 2, (8,))
+    args = [t[n] for n in ("x", "W", "A", "B", "m")]
+
+    def call(seed, mode="lora"):
+        return dora_linear(*args, s=2.0, dropout_p=P, dropout_mode=mode, seed=seed)
+
+    for mode in ("lora", "peft"):
+        state = torch.get_rng_state()
+        assert torch.equal(call(5, mode), call(torch.tensor(5, device=device.NAME), mode))
+        assert not torch.equal(call(5, mode), call(6, mode))
+        assert torch.equal(state, torch.get_rng_state())  # a given seed leaves torch's generator alone
+        assert not torch.equal(call(None, mode), call(None, mode))  # no seed: a new mask each call ...
+        torch.manual_seed(1)
+        first = call(None, mode)
+        torch.manual_seed(1)
+        assert torch.equal(first, call(None, mode))  # ... from torch's generator
+    assert torch.equal(dora_linear(*args, s=2.0, dropout_p=0.0, dropout_mode="peft"), dora_linear(*args, s=2.0))

@@ -1,0 +1,98 @@
+"""DoraParams and dora_init: a start that changes nothing, a pytree everywhere."""
+
+import copy
+import math
+import pickle
+
+import jax
+import optree
+import pytest
+import safetensors.torch
+import torch
+from torch.nn.functional import linear
+
+from fdora.functional import DoraParams, dora_init, dora_linear, dora_norm, dora_scale
+from tests import device
+from tests.make import tensors
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("N", "K", "r"), [(6, 5, 2), (384, 1536, 16), (1, 3, 1), (65, 64, 100)])
+def test_start_is_an_exact_no_op(dtype, N, K, r):
+    t = tensors(N, K, dtype=dtype)
+    p = dora_init(t["W"], r)
+    assert (dora_scale(p.m, dora_norm(t["W"], p.A, p.B, s=2.0)) == 1).all()
+    y, want = dora_linear(t["x"], t["W"], *p, s=2.0, bias=t["bias"]), linear(t["x"], t["W"], t["bias"])
+    if dtype in (torch.float32, torch.float64):
+        # bias may be fused into the product by F.linear: compare the same two steps
+        want = linear(t["x"], t["W"]) + t["bias"]
+        assert torch.equal(y, want)
+    torch.testing.assert_close(y, want)
+
+
+def test_zero_rows_start_finite():
+    W = tensors()["W"]
+    W[2] = 0
+    p = dora_init(W, 2)
+    assert p.m[2] == 0 and dora_linear(tensors()["x"], W, *p, s=1.0).isfinite().all()
+
+
+def test_the_draw_is_pefts():
+    W = torch.randn(6, 50, device=device.NAME)
+    torch.manual_seed(3)
+    p = dora_init(W, 4)
+    torch.manual_seed(3)
+    want = torch.nn.init.kaiming_uniform_(torch.empty(4, 50, device=device.NAME), a=math.sqrt(5))
+    assert torch.equal(p.A, want) and (p.B == 0).all()
+    assert p.A.abs().max() <= 50**-0.5
+
+
+def test_generator_and_dtype():
+    W = torch.randn(6, 50, device=device.NAME).bfloat16()
+    draw = [dora_init(W, 4, dtype=torch.bfloat16, generator=torch.Generator(device.NAME).manual_seed(7)) for _ in range(2)]
+    assert torch.equal(draw[0].A, draw[1].A) and draw[0].A.dtype == draw[0].B.dtype == torch.bfloat16
+    assert draw[0].m.dtype == torch.float32
+    assert {t.dtype for t in dora_init(W, 4)} == {torch.float32}
+    assert {t.dtype for t in dora_init(W.double(), 4)} == {torch.float64}
+    assert not any(t.requires_grad for t in dora_init(torch.nn.Parameter(W), 4))
+
+
+def test_pytree_everywhere():
+    p = dora_init(torch.randn(6, 5), 2)
+    for tree_map in (optree.tree_map, torch.utils._pytree.tree_map, jax.tree_util.tree_map):
+        twice = tree_map(lambda t: 2 * t, p)
+        assert type(twice) is DoraParams and torch.equal(twice.m, 2 * p.m)
+    assert DoraParams._fields == ("A", "B", "m")
+
+
+def test_copies_and_files(tmp_path):
+    p = dora_init(torch.randn(6, 5), 2)
+    p = p._replace(B=torch.randn(6, 2).bfloat16())
+    for other in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
+        assert type(other) is DoraParams
+        assert all(torch.equal(a, b) and a.dtype == b.dtype and a is not b for a, b in zip(p, other, strict=True))
+    file = tmp_path / "adapter.safetensors"
+    safetensors.torch.save_file({f"q_proj.{k}": t for k, t in p._asdict().items()}, file)
+    loaded = safetensors.torch.load_file(file)
+    back = DoraParams(**{k: loaded[f"q_proj.{k}"] for k in DoraParams._fields})
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(p, back, strict=True))
+
+
+def test_state_dict_of_a_module_that_holds_them(tmp_path):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(5, 6).requires_grad_(False)
+            self.dora = torch.nn.ParameterDict(dora_init(self.linear.weight, 2)._asdict())
+
+        def forward(self, x):
+            return dora_linear(x, self.linear.weight, **self.dora, s=2.0, bias=self.linear.bias)
+
+    one, two, x = Layer(), Layer(), torch.randn(3, 5)
+    torch.nn.init.normal_(one.dora["B"])
+    safetensors.torch.save_file(one.state_dict(), tmp_path / "layer.safetensors")
+    assert not torch.equal(one(x), two(x))
+    two.load_state_dict(safetensors.torch.load_file(tmp_path / "layer.safetensors"))
+    assert torch.equal(one(x), two(x))

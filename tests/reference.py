@@ -1,0 +1,30 @@
+"""The truth: naive float64 DoRA over the full (N, K) weight. Shares no code with fdora."""
+
+import torch
+from torch.nn.functional import linear
+
+
+def norm(W, A, B, s):
+    return (W.double() + s * B.double() @ A.double()).square().sum(1).sqrt()
+
+
+def scale(m, c):
+    return m.double() / torch.where(c.double() < 1e-12, 1e-12, c.double())
+
+
+def dora(x, W, A, B, m, s, bias=None, c=None, dropped=None, mode="lora"):
+    """y in float64; differentiable by autograd in every tensor. c is detached unless given; dropped is D(x)."""
+    x, W, A, B = (t.double() for t in (x, W, A, B))
+    g = scale(m, norm(W, A, B, s).detach() if c is None else c)
+    xd = x if dropped is None else dropped(x)
+    lora = s * (xd @ A.T) @ B.T
+    y = x @ W.T + (g - 1) * (xd @ W.T) + g * lora if mode == "peft" else g * (x @ W.T + lora)
+    return y if bias is None else y + bias.double()
+
+
+def naive(x, W, A, B, m, s, bias=None):
+    """What a framework would write in the dtype of x: the error that any implementation in that dtype may have."""
+    A, B = A.to(x.dtype), B.to(x.dtype)
+    c = torch.linalg.vector_norm(W + s * (B @ A), dim=1).detach()
+    y = (m.to(x.dtype) / c) * (linear(x, W) + s * linear(linear(x, A), B))
+    return y if bias is None else y + bias.to(x.dtype)

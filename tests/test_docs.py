@@ -1,0 +1,105 @@
+"""The README keeps its word: its programs run and do what they say, its commands exist."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+def run(number):
+    space = {"__name__": "readme"}
+    exec(compile(PROGRAMS[number - 1], f"README.md program {number}", "exec"), space)
+    return space
+
+
+def test_there_are_four():
+    assert [p.split(".")[0] for p in PROGRAMS] == ["# 1", "# 2", "# 3", "# 4"]
+
+
+def test_program_1_changes_nothing_at_the_start():
+    out = run(1)
+    assert torch.equal(out["y"], out["x"] @ out["W"].T)
+
+
+def test_program_2_gives_a_gradient_per_token_and_a_loss_per_adapter():
+    out = run(2)
+    whole = torch.func.grad(out["loss"])(out["params"], out["x"], out["t"])
+    for k, p in whole.items():
+        for d, ds in zip(p, out["per_sample"][k], strict=True):
+            torch.testing.assert_close(ds.mean(0), d)
+    assert out["losses"].shape == (2,) and out["losses"][0] == out["losses"][1]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_program_3_is_pefts_model(bias):
+    from peft import LoraConfig, get_peft_model
+
+    model = torch.nn.Sequential(torch.nn.Linear(12, 20, bias=bias), torch.nn.ReLU(), torch.nn.Linear(20, 6, bias=bias))
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["0", "2"], use_dora=True))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    x = torch.randn(5, 12)
+    before, keys = model(x), set(model.state_dict())
+    space = run(3)
+    variant = space["FdoraLinearVariant"]
+    assert space["use_fdora"](model) is model
+    assert sum(isinstance(v, variant) for m in model.modules() for v in getattr(m, "lora_variant", {}).values()) == 2
+    torch.testing.assert_close(model(x), before)
+    assert set(model.state_dict()) == keys
+
+
+PROGRAM_4 = """
+import torch
+from torchtune.modules.peft import DoRALinear
+
+{program}
+
+for bias in (False, True):
+    torch.manual_seed(0)
+    stock = DoRALinear(12, 20, rank=4, alpha=8.0, use_bias=bias)
+    for p in stock.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    ours = FdoraLinear(12, 20, rank=4, alpha=8.0, use_bias=bias)
+    ours.load_state_dict(stock.state_dict())
+    for layer in (stock, ours):
+        layer.weight.requires_grad_(False)
+    x = torch.randn(5, 12)
+    torch.testing.assert_close(ours(x), stock(x))
+    assert not torch.equal(ours(x), torch.nn.functional.linear(x, stock.weight, stock.bias))
+print("same")
+"""
+
+
+def test_program_4_is_torchtunes_layer():
+    """In a process of its own: PEFT refuses to share one with the torchao that torchtune needs."""
+    folder = Path(sys.prefix) / "torchtune"
+    if not folder.exists():
+        pytest.skip(f"`make test` installs torchtune into {folder}; this environment was made otherwise")
+    code = PROGRAM_4.format(program=PROGRAMS[3])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.strip().endswith("same"), done.stderr
+
+
+def test_commands_exist():
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
+    for command in re.findall(r"^make (\w+)", README, re.M):
+        assert command in targets
+    for module in re.findall(r"python -m ([\w.]+)", README):
+        assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
+
+
+def test_every_public_name_is_in_the_readme():
+    import fdora.functional
+
+    assert [n for n in fdora.functional.__all__ if f"`{n}`" not in README] == []

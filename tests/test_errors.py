@@ -1,0 +1,130 @@
+"""Every message, word for word: function, argument, what was wanted, what came, what to do."""
+
+import pytest
+import torch
+
+import fdora
+import fdora.functional as F
+from fdora import FdoraError
+
+N, K, r = 6, 5, 2
+nan = float("nan")
+
+
+def good(dtype=torch.float32):
+    return {
+        "x": torch.randn(3, K, dtype=dtype),
+        "W": torch.randn(N, K, dtype=dtype),
+        "A": torch.randn(r, K, dtype=dtype),
+        "B": torch.randn(N, r, dtype=dtype),
+        "m": torch.rand(N, dtype=dtype),
+        "s": 2.0,
+    }
+
+
+def linear(**change):
+    return F.dora_linear(**(good() | change))
+
+
+def norm(**change):
+    return F.dora_norm(**({n: good()[n] for n in ("W", "A", "B", "s")} | change))
+
+
+def compose(**change):
+    return F.dora_compose(**({"base": torch.randn(3, N), "lora": torch.randn(3, N), "g": torch.rand(N), "s": 2.0} | change))
+
+
+def wiped():
+    t = good()
+    t.pop("x")
+    t["m"][3] = 0
+    c = F.dora_norm(t["W"], t["A"], t["B"], s=2.0)
+    return F.dora_unmerge(F.dora_merge(**t, norm=c), *(t[n] for n in "ABm"), s=2.0, norm=c)
+
+
+MESSAGES = [
+    # shapes
+    (lambda: linear(A=torch.randn(K, r)), "fdora.dora_linear: `A` must be (r, K) with K=5 (from `W`), got (5, 2). Did you pass A transposed? Pass A.T."),
+    (lambda: linear(B=torch.randn(r, N)), "fdora.dora_linear: `B` must be (N, r) with N=6 (from `W`), r=2 (from `A`), got (2, 6). Did you pass B transposed? Pass B.T."),
+    (lambda: linear(m=torch.rand(N, 1)), "fdora.dora_linear: `m` must be (N,) with N=6 (from `W`), got (6, 1). Pass the m that belongs to this layer, in nn.Linear layout."),
+    (lambda: linear(x=torch.randn(3, 7)), "fdora.dora_linear: `x` must be (..., K) with K=5 (from `W`), got (3, 7). Pass the x that belongs to this layer, in nn.Linear layout."),
+    (lambda: linear(x=torch.tensor(1.0)), "fdora.dora_linear: `x` must be (..., K) with K=5 (from `W`), got (). Pass the x that belongs to this layer, in nn.Linear layout."),
+    (lambda: linear(bias=torch.randn(4)), "fdora.dora_linear: `bias` must be (N,) with N=6 (from `W`), got (4,). Pass the bias that belongs to this layer, in nn.Linear layout."),
+    (lambda: linear(norm=torch.rand(4)), "fdora.dora_linear: `norm` must be (N,) with N=6 (from `W`), got (4,). It was computed for another weight: compute it again with dora_norm(W, A, B, s=s)."),
+    (lambda: norm(base_sqnorm=torch.rand(4)), "fdora.dora_norm: `base_sqnorm` must be (N,) with N=6 (from `W`), got (4,). It was computed for another weight: compute it again with dora_base_sqnorm(W)."),
+    (lambda: norm(W=torch.randn(N)), "fdora.dora_norm: `W` must be (N, K), got (6,). Pass the W that belongs to this layer, in nn.Linear layout."),
+    (lambda: compose(lora=torch.randn(2, N)), "fdora.dora_compose: `lora` must be (3, 6) (the shape of `base`), got (2, 6). Compute both from the same x."),
+    (lambda: compose(g=torch.rand(3, 1)), "fdora.dora_compose: `g` must be (N,) with N=6 (from `base`), got (3, 1). Pass the g that belongs to this layer, in nn.Linear layout."),
+    (lambda: linear(A=torch.randn(0, K), B=torch.randn(N, 0)), "fdora.dora_linear: `r` must be at least 1, got 0. A layer without an adapter is torch.nn.functional.linear."),
+    (lambda: F.dora_init(torch.randn(N, K), 0), "fdora.dora_init: `r` must be at least 1, got 0. A layer without an adapter is torch.nn.functional.linear."),
+    # types and dtypes
+    (lambda: linear(W=[[1.0]]), "fdora.dora_linear: `W` must be a torch.Tensor, got a list. Wrap it with torch.as_tensor."),
+    (lambda: linear(W=torch.ones(N, K, dtype=torch.int8)), "fdora.dora_linear: `W` must be float16 or bfloat16 or float32 or float64, got int8. Dequantise or cast it first."),
+    (lambda: linear(x=torch.ones(3, K, dtype=torch.int64)), "fdora.dora_linear: `x` must be float16 or bfloat16 or float32 or float64, got int64. Cast it to the dtype of W."),
+    (lambda: linear(x=torch.randn(3, K).bfloat16()), "fdora.dora_linear: `x` must be float32, got bfloat16. Cast it with x.to(torch.float32), or run under torch.autocast."),
+    (lambda: linear(A=torch.randn(r, K).half()), "fdora.dora_linear: `A` must be float32, got float16. Cast it, for example with A.to(torch.float32)."),
+    (lambda: F.dora_linear(**(good(torch.bfloat16) | {"B": torch.randn(N, r).half()})), "fdora.dora_linear: `B` must be float32 or bfloat16, got float16. Cast it, for example with B.to(torch.float32)."),
+    (lambda: linear(norm=torch.rand(N).bfloat16()), "fdora.dora_linear: `norm` must be float32 or float64, got bfloat16. Keep it as dora_norm returns it."),
+    (lambda: compose(g=torch.rand(N).bfloat16()), "fdora.dora_compose: `g` must be float32, got bfloat16. Keep it as dora_scale(m, c) returns it."),
+    (lambda: compose(base=torch.ones(3, N, dtype=torch.int32)), "fdora.dora_compose: `base` must be float16 or bfloat16 or float32 or float64, got int32. Cast it to a floating dtype."),
+    (lambda: F.dora_scale(torch.rand(N), torch.rand(N).half()), "fdora.dora_scale: `c` must be float32 or float64, got float16. Keep it as dora_norm returns it."),
+    (lambda: F.dora_base_sqnorm(torch.ones(N, K, dtype=torch.uint8)), "fdora.dora_base_sqnorm: `W` must be float16 or bfloat16 or float32 or float64, got uint8. Dequantise it first."),
+    # devices
+    (lambda: linear(A=torch.empty(r, K, device="meta")), "fdora.dora_linear: `A` must be on cpu (the device of `W`), got meta. Move it with A.to('cpu')."),
+    (lambda: linear(x=torch.empty(3, K, device="meta")), "fdora.dora_linear: `x` must be on cpu (the device of `W`), got meta. Move it with x.to('cpu')."),
+    (lambda: compose(g=torch.empty(N, device="meta")), "fdora.dora_compose: `g` must be on cpu (the device of `base`), got meta. Move it with g.to('cpu')."),
+    # frozen
+    (lambda: linear(W=torch.randn(N, K).requires_grad_()), "fdora.dora_linear: `W` must be frozen, got requires_grad=True. Call W.requires_grad_(False) on the layer, or pass W.detach()."),
+    (lambda: norm(W=torch.randn(N, K).requires_grad_()), "fdora.dora_norm: `W` must be frozen, got requires_grad=True. Call W.requires_grad_(False) on the layer, or pass W.detach()."),
+    (lambda: norm(base_sqnorm=torch.rand(N).requires_grad_()), "fdora.dora_norm: `base_sqnorm` must be frozen, got requires_grad=True. Call base_sqnorm.requires_grad_(False) on the layer, or pass base_sqnorm.detach()."),
+    (lambda: torch.func.grad(lambda W: linear(W=W).sum())(torch.randn(N, K)), "fdora.dora_linear: `W` must be frozen, got requires_grad=True. Call W.requires_grad_(False) on the layer, or pass W.detach()."),
+    # numbers
+    (lambda: linear(s=nan), "fdora.dora_linear: `s` must be a finite Python number, got nan. Pass alpha / r, or alpha / sqrt(r) for rsLoRA."),
+    (lambda: norm(s=float("-inf")), "fdora.dora_norm: `s` must be a finite Python number, got -inf. Pass alpha / r, or alpha / sqrt(r) for rsLoRA."),
+    (lambda: compose(s=torch.tensor(2.0)), "fdora.dora_compose: `s` must be a finite Python number, got a Tensor. Pass alpha / r as a float, for example s.item()."),
+    (lambda: linear(s="2"), "fdora.dora_linear: `s` must be a finite Python number, got a str. Pass alpha / r."),
+    (lambda: linear(dropout_p=1.0), "fdora.dora_linear: `dropout_p` must be in [0, 1), got 1.0. Pass the probability that an element is dropped."),
+    (lambda: linear(dropout_p=nan), "fdora.dora_linear: `dropout_p` must be in [0, 1), got nan. Pass the probability that an element is dropped."),
+    (lambda: linear(dropout_p=0.1, dropout_mode="both"), "fdora.dora_linear: `dropout_mode` must be 'lora' or 'peft', got 'both'. PEFT's lora_dropout is 'peft'."),
+    (lambda: linear(dropout_p=0.1, seed=-1), "fdora.dora_linear: `seed` must be in [0, 2**63), got -1. Pass a non-negative int."),
+    (lambda: linear(dropout_p=0.1, seed=torch.tensor(1.0)), "fdora.dora_linear: `seed` must be int64, got float32. Cast it, for example with seed.to(torch.int64)."),
+    (lambda: linear(dropout_p=0.1, seed=torch.tensor([1])), "fdora.dora_linear: `seed` must be (), got (1,). Pass a tensor without axes, for example seed[0]."),
+    (lambda: norm(max_bytes=100), "fdora.dora_norm: `max_bytes` must be at least 240 for these shapes, got 100. Raise it, or pass None."),
+    (wiped, "fdora.dora_unmerge: `m` must not be 0 in a row that is to come back, got 0 in row 3. The merge wiped it out: restore it from a copy."),
+    # backends
+    (lambda: linear(backend="cuda"), "fdora.backend: `backend` must be one of auto, eager, triton, got 'cuda'. Use 'auto' unless you compare backends."),
+    (lambda: linear(backend="triton"), "fdora.select_backend: `backend` must be one of eager here, got 'triton' (from the backend= argument). Pass backend='auto'."),
+    (lambda: fdora.backend("fast").__enter__(), "fdora.backend: `name` must be one of auto, eager, triton, got 'fast'. Use 'auto' unless you compare backends."),
+    (lambda: F.select_backend("cpu"), "fdora.select_backend: `dtype` must be a torch.dtype when `x` is a device, got None. Pass dtype=."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "text"), MESSAGES, ids=[text.split(",")[0][6:60] for _, text in MESSAGES])
+def test_message(call, text):
+    with pytest.raises(FdoraError) as caught:
+        call()
+    assert str(caught.value) == text
+    assert isinstance(caught.value, ValueError)
+
+
+def test_dtensor_is_refused_by_name():
+    class DTensor(torch.Tensor):
+        pass
+
+    with pytest.raises(FdoraError, match=r"`W` must be a plain tensor, got a DTensor. Call .full_tensor\(\) on it"):
+        linear(W=torch.randn(N, K).as_subclass(DTensor))
+
+
+def test_a_weight_that_requires_grad_is_fine_where_no_gradient_flows():
+    W = torch.nn.Parameter(torch.randn(N, K))
+    with torch.no_grad():
+        linear(W=W), norm(W=W)
+    F.dora_init(W, r)
+    F.dora_merge(W, *(good()[n] for n in "ABm"), s=2.0)
+
+
+def test_nothing_to_do_is_not_an_error():
+    assert linear(x=torch.randn(0, K)).shape == (0, N)
+    assert linear(x=torch.randn(2, 0, 3, K)).shape == (2, 0, 3, N)
+    assert norm(W=torch.randn(0, K), B=torch.randn(0, r)).shape == (0,)
+    assert linear(s=2).dtype == torch.float32  # a whole number is a number

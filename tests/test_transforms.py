@@ -1,0 +1,306 @@
+"""Every op under torch.func, torch.compile, checkpointing and autocast equals the plain call."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.func import functional_call, grad, vmap
+from torch.utils.checkpoint import checkpoint
+
+import fdora.functional as F
+from tests import device, reference
+from tests.close import assert_exact, rel_l2
+from tests.make import tensors
+
+S = 0.7
+
+
+class Op(NamedTuple):
+    """A call in terms of named tensors; which of them are trained, and which have one row per token."""
+
+    call: object
+    trained: tuple
+    per_token: tuple
+
+
+def linear(x, W, A, B, m, bias, **extra):
+    return F.dora_linear(x, W, A, B, m, s=S, bias=bias, **extra)
+
+
+def own_norm(x, W, A, B, m, bias):
+    return linear(x, W, A, B, m, bias, norm=F.dora_norm(W, A, B, s=S, detach=False))
+
+
+def dropped(mode):
+    return lambda x, W, A, B, m, bias, seed: linear(x, W, A, B, m, bias, dropout_p=0.4, dropout_mode=mode, seed=seed)
+
+
+ADAPTER = ("A", "B", "m")
+OPS = {
+    "norm": Op(lambda W, A, B: F.dora_norm(W, A, B, s=S, detach=False), ("A", "B"), ()),
+    "norm_given_base": Op(
+        lambda W, A, B: F.dora_norm(W, A, B, s=S, base_sqnorm=F.dora_base_sqnorm(W), detach=False), ("A", "B"), ()
+    ),
+    "norm_detached": Op(lambda W, A, B: F.dora_norm(W, A, B, s=S), (), ()),
+    "scale": Op(lambda m, c: F.dora_scale(m, c), ("m", "c"), ()),
+    "compose": Op(
+        lambda base, lora, g, bias: F.dora_compose(base, lora, g, s=S, bias=bias),
+        ("base", "lora", "g", "bias"),
+        ("base", "lora"),
+    ),
+    "delta": Op(lambda base, lora, g: F.dora_delta(base, lora, g, s=S), ("base", "lora", "g"), ("base", "lora")),
+    "linear": Op(lambda x, W, A, B, m: linear(x, W, A, B, m, None), ("x", *ADAPTER), ("x",)),
+    "linear_bias": Op(linear, ("x", *ADAPTER, "bias"), ("x",)),
+    "linear_own_norm": Op(own_norm, ("x", *ADAPTER, "bias"), ("x",)),
+    "linear_dropout": Op(dropped("lora"), ("x", *ADAPTER, "bias"), ("x", "seed")),
+    "linear_dropout_peft": Op(dropped("peft"), ("x", *ADAPTER, "bias"), ("x", "seed")),
+    "merge": Op(lambda W, A, B, m: F.dora_merge(W, A, B, m, s=S), (), ()),
+}
+GRAD = [n for n, op in OPS.items() if op.trained]
+TOKENS = [n for n, op in OPS.items() if op.per_token]
+
+
+def inputs(op, M=5, dtype=torch.float64, seed=0):
+    t = tensors(6, 5, 2, (M,), dtype, seed=seed)
+    c = reference.norm(t["W"], t["A"], t["B"], S).to(torch.promote_types(dtype, torch.float32))
+    rand = torch.Generator().manual_seed(seed)
+    base, lora = (torch.randn(M, 6, generator=rand).to(t["x"]) for _ in range(2))
+    t |= {"c": c, "g": (t["m"] / c), "base": base, "lora": lora, "seed": torch.tensor(seed + 3, device=device.NAME)}
+    names = op.call.__code__.co_varnames[: op.call.__code__.co_argcount]
+    return {n: t[n] for n in names}
+
+
+def loss_of(op):
+    def loss(trained, rest):
+        y = op.call(**trained, **rest)
+        weight = torch.arange(1, y.shape[-1] + 1, device=y.device, dtype=y.dtype)
+        return (y * weight).square().sum()
+
+    return loss
+
+
+def split(op, t):
+    trained = {n: t[n] for n in op.trained}
+    return trained, {n: v for n, v in t.items() if n not in trained}
+
+
+def plain_grad(op, t):
+    trained, rest = split(op, t)
+    trained = {n: v.detach().clone().requires_grad_() for n, v in trained.items()}
+    return dict(zip(trained, torch.autograd.grad(loss_of(op)(trained, rest), list(trained.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", GRAD)
+def test_func_grad(name):
+    op = OPS[name]
+    t = inputs(op)
+    got, want = grad(loss_of(op))(*split(op, t)), plain_grad(op, t)
+    for n in op.trained:
+        assert want[n].abs().max() > 0, f"d{n} of the plain call is zero: the test would prove nothing"
+        assert_exact(got[n], want[n], n)
+
+
+def one_token_at_a_time(op, M=5):
+    t = inputs(op, M)
+    if "seed" in t:
+        t["seed"] = torch.arange(M, device=device.NAME)
+    return t, {n: 0 if n in op.per_token else None for n in t}
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_vmap_over_tokens(name):
+    op = OPS[name]
+    t, dims = one_token_at_a_time(op)
+    got = vmap(lambda t: op.call(**t), in_dims=(dims,))(t)
+    for i in range(5):
+        assert_exact(got[i], op.call(**{n: v[i] if n in op.per_token else v for n, v in t.items()}))
+    if "seed" not in t:
+        assert_exact(got, op.call(**t))
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_gradient_per_token(name):
+    op = OPS[name]
+    t, dims = one_token_at_a_time(op)
+    trained, rest = split(op, t)
+    got = vmap(grad(loss_of(op)), in_dims=tuple({n: dims[n] for n in part} for part in (trained, rest)))(trained, rest)
+    for i in range(5):
+        want = plain_grad(op, {n: v[i] if n in op.per_token else v for n, v in t.items()})
+        for n in op.trained:
+            assert_exact(got[n][i], want[n], n)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_vmap_over_a_bank_of_adapters(name):
+    """x and W are shared; everything an adapter brings has one more axis. Values and gradients."""
+    op = OPS[name]
+    many = [inputs(op, seed=i) for i in range(3)]
+    shared = [n for n in many[0] if n in ("x", "W", "bias", "seed", "base")]
+    t = {n: many[0][n] if n in shared else torch.stack([one[n] for one in many]) for n in many[0]}
+    dims = {n: None if n in shared else 0 for n in t}
+    singles = [{n: t[n] if n in shared else t[n][i] for n in t} for i in range(3)]
+    got = vmap(lambda t: op.call(**t), in_dims=(dims,))(t)
+    for i in range(3):
+        assert_exact(got[i], op.call(**singles[i]))
+    if op.trained:
+        trained, rest = split(op, t)
+        d = vmap(grad(loss_of(op)), in_dims=tuple({n: dims[n] for n in part} for part in (trained, rest)))(trained, rest)
+        for i, n in ((i, n) for i in range(3) for n in op.trained):
+            assert_exact(d[n][i], plain_grad(op, singles[i])[n], n)
+
+
+def test_vmap_draws_only_when_told_how():
+    op = OPS["linear"]
+    t = inputs(op)
+
+    def draw(x):
+        return F.dora_linear(x, *(t[n] for n in "WABm"), s=S, dropout_p=0.5)
+
+    x = t["x"][:1].expand(5, 5)
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(draw)(x)
+    different = vmap(draw, randomness="different")(x)
+    assert not torch.equal(different[0], different[1])
+
+
+class Layer(torch.nn.Module):
+    """Frozen weight as a buffer, adapter as parameters; every op takes part."""
+
+    def __init__(self):
+        super().__init__()
+        t = tensors()
+        self.register_buffer("W", t["W"])
+        for n in ("A", "B", "m", "bias"):
+            self.register_parameter(n, torch.nn.Parameter(t[n]))
+
+    def forward(self, x):
+        c = F.dora_norm(self.W, self.A, self.B, s=S, base_sqnorm=F.dora_base_sqnorm(self.W))
+        y = F.dora_linear(x, self.W, self.A, self.B, self.m, s=S, bias=self.bias, norm=c)
+        base, lora, g = x @ self.W.T, x @ self.A.T @ self.B.T, F.dora_scale(self.m, c)
+        z = F.dora_compose(base, lora, g, s=S, bias=self.bias)
+        return (
+            y + 2 * z + 3 * (base + F.dora_delta(base, lora, g, s=S)) + x @ F.dora_merge(self.W, self.A, self.B, self.m, s=S).T
+        )
+
+
+def test_functional_call():
+    layer = Layer()
+    x = tensors()["x"]
+    new = {n: p.detach() * 1.1 for n, p in layer.named_parameters()}
+    got = grad(lambda p: functional_call(layer, p, (x,)).square().sum())(new)
+    layer.load_state_dict(new, strict=False)
+    layer(x).square().sum().backward()
+    for n, p in layer.named_parameters():
+        assert_exact(got[n], p.grad, n)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", GRAD)
+def test_checkpoint(name, reentrant):
+    op = OPS[name]
+    t = inputs(op)
+    trained, rest = split(op, t)
+    leaves = {n: v.clone().requires_grad_() for n, v in trained.items()}
+    y = checkpoint(
+        lambda *args: loss_of(op)(dict(zip(leaves, args, strict=True)), rest), *leaves.values(), use_reentrant=reentrant
+    )
+    y.backward()
+    for n, leaf in leaves.items():
+        assert_exact(leaf.grad, plain_grad(op, t)[n], n)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_redraws_the_same_mask_without_a_seed(reentrant):
+    op = OPS["linear"]
+    t = inputs(op, M=50)
+    x = t["x"].requires_grad_()
+
+    def f(x):
+        return F.dora_linear(x, *(t[n] for n in "WABm"), s=S, dropout_p=0.5).sum()
+
+    torch.manual_seed(1)
+    (want,) = torch.autograd.grad(f(x), x)
+    torch.manual_seed(1)
+    y = checkpoint(f, x, use_reentrant=reentrant)
+    torch.manual_seed(99)
+    y.backward()
+    assert torch.equal(x.grad, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("base_dtype", [torch.float32, None], ids=["fp32_base", "half_base"])
+def test_autocast(dtype, base_dtype):
+    """x is cast as for F.linear; the norm, g and the gradients of float32 parameters stay float32."""
+    t = tensors(48, 64, 8, (128,), torch.float32, spread=0.0015)
+    t["W"] = t["W"].to(base_dtype or dtype)
+    leaves = {n: t[n].requires_grad_() for n in ("x", "A", "B", "m", "bias")}
+    want = reference.dora(t["x"], t["W"], t["A"], t["B"], t["m"], S, t["bias"])
+    with torch.autocast(device.NAME, dtype):
+        c = F.dora_norm(t["W"], t["A"], t["B"], s=S)
+        y = F.dora_linear(t["x"], t["W"], t["A"], t["B"], t["m"], s=S, bias=t["bias"])
+        same = torch.nn.functional.linear(t["x"], t["W"])
+        dy = torch.randn_like(y)
+        inside = torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=True)
+    outside = torch.autograd.grad(y, list(leaves.values()), dy)
+    limit = 4e-3 if dtype == torch.bfloat16 else 5e-4
+    assert y.dtype == same.dtype == dtype and c.dtype == torch.float32
+    assert rel_l2(c, reference.norm(t["W"], t["A"], t["B"], S)) <= 1e-6
+    assert rel_l2(y, want) <= limit
+    truth = torch.autograd.grad(want, list(leaves.values()), dy.double())
+    for n, a, b, d in zip(leaves, inside, outside, truth, strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b), n
+        assert rel_l2(a, d) <= 2 * limit, n
+
+
+def test_autocast_leaves_float64_and_the_other_ops_alone():
+    for name, op in OPS.items():
+        t = inputs(op)
+        with torch.autocast(device.NAME, torch.bfloat16):
+            inside = op.call(**t)
+        assert_exact(inside, op.call(**t), name)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_compile(name):
+    """fullgraph through inductor, forward and backward, any number of tokens with one compilation."""
+    op = OPS[name]
+    torch._dynamo.reset()
+    step = torch.compile(lambda trained, rest: loss_of(op)(trained, rest), fullgraph=True, dynamic=True)
+    value = torch.compile(op.call, fullgraph=True, dynamic=True)
+    for M in (5, 7, 12) if op.per_token else (5,):
+        t = inputs(op, M)
+        if op.per_token:
+            for n in set(op.per_token) - {"seed"}:
+                torch._dynamo.mark_dynamic(t[n], 0)
+        with torch._dynamo.config.patch(error_on_recompile=M != 5):
+            assert_exact(value(**t), op.call(**t), f"M={M}")
+            if op.trained:
+                trained, rest = split(op, t)
+                leaves = {n: v.detach().clone().requires_grad_() for n, v in trained.items()}
+                for n in set(op.per_token) & set(leaves):
+                    torch._dynamo.mark_dynamic(leaves[n], 0)
+                d = torch.autograd.grad(step(leaves, rest), list(leaves.values()))
+                for n, got in zip(leaves, d, strict=True):
+                    assert_exact(got, plain_grad(op, t)[n], f"M={M} d{n}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_compiled_half_precision_is_at_the_rounding_floor(dtype):
+    torch._dynamo.reset()
+    t = tensors(256, 384, 16, (128,), dtype, torch.float32, spread=0.0015)
+    t["m"] = t["m"].float()
+    args = [t[n] for n in ("x", "W", "A", "B", "m")]
+    y = torch.compile(lambda *a: F.dora_linear(*a, s=S), fullgraph=True)(*args)
+    limit = {torch.bfloat16: 1.7e-3, torch.float16: 2.2e-4, torch.float32: 1e-6}[dtype]
+    assert rel_l2(y, reference.dora(*args, S)) <= limit
+
+
+def test_compiled_autocast():
+    torch._dynamo.reset()
+    t = tensors(48, 64, 8, (128,), torch.float32)
+
+    def f(x):
+        with torch.autocast(device.NAME, torch.bfloat16):
+            return F.dora_linear(x, t["W"], t["A"], t["B"], t["m"], s=S)
+
+    torch.testing.assert_close(torch.compile(f, fullgraph=True)(t["x"]), f(t["x"]))
