@@ -1,11 +1,13 @@
 """The truth: naive float64 DoRA over the full (N, K) weight. Shares no code with fdora."""
 
 import torch
+from einops import einsum
 from torch.nn.functional import linear
 
 
 def norm(W, A, B, s):
-    return (W.double() + s * B.double() @ A.double()).square().sum(1).sqrt()
+    V = W.double() + s * einsum(B.double(), A.double(), "N r, r K -> N K")
+    return einsum(V, V, "N K, N K -> N").sqrt()
 
 
 def scale(m, c):
@@ -17,8 +19,9 @@ def dora(x, W, A, B, m, s, bias=None, c=None, dropped=None, mode="lora"):
     x, W, A, B = (t.double() for t in (x, W, A, B))
     g = scale(m, norm(W, A, B, s).detach() if c is None else c)
     xd = x if dropped is None else dropped(x)
-    lora = s * (xd @ A.T) @ B.T
-    y = x @ W.T + (g - 1) * (xd @ W.T) + g * lora if mode == "peft" else g * (x @ W.T + lora)
+    base = einsum(x, W, "... K, N K -> ... N")
+    lora = s * einsum(xd, A, B, "... K, r K, N r -> ... N")
+    y = base + (g - 1) * einsum(xd, W, "... K, N K -> ... N") + g * lora if mode == "peft" else g * (base + lora)
     return y if bias is None else y + bias.double()
 
 

@@ -50,6 +50,8 @@ def layers(draw):
         "A": make(r, K, std=K**-0.5, dtype=adapter),
         "B": make(N, r, std=0.1 * r**-0.5, dtype=adapter),
     }
+    if lead and lead[0] and draw(st.booleans()):
+        t["x"] = t["x"][:1].expand(*lead, K)  # one axis of many copies
     c = reference.norm(t["W"], t["A"], t["B"], s)
     t["m"] = (c * (1 + 0.01 * torch.randn(N, generator=rand).to(device.NAME))).to(
         draw(st.sampled_from((adapter, torch.float32)))
@@ -71,21 +73,35 @@ def test_norm_and_merge(t):
     assert_within(merged, want.to(merged.dtype), want, "merged")
 
 
+def magnitude(t, names, dy):
+    """Sum of the absolute terms of y and of each gradient: what an error is measured against, element by element."""
+    c = reference.norm(t["W"], t["A"], t["B"], t["s"])
+    absolute = {n: v.detach().double().abs() for n, v in t.items() if isinstance(v, torch.Tensor)}
+    leaves = {n: absolute[n].requires_grad_() for n in names}
+    args = [absolute.get(n) for n in ("x", "W", "A", "B", "m")]
+    y = reference.dora(*args, abs(t["s"]), absolute.get("bias"), c)
+    return {"y": y.detach()} | grads(y, dy.double().abs(), **leaves)
+
+
 @given(layers())
 def test_linear(t):
+    torch.manual_seed(0)
     names = [n for n in ("x", "A", "B", "m", "bias") if t[n] is not None]
     leaves = {n: t[n].detach().requires_grad_() for n in names}
     t = t | leaves
     args = [t[n] for n in ("x", "W", "A", "B", "m", "s", "bias")]
-    y = dora_linear(*args[:5], s=t["s"], bias=t["bias"])
-    want, naive = reference.dora(*args), reference.naive(*args)
+    y, want = dora_linear(*args[:5], s=t["s"], bias=t["bias"]), reference.dora(*args)
     assert y.shape == (*t["x"].shape[:-1], t["W"].shape[0]) and y.dtype == t["x"].dtype
-    assert_within(y, naive, want, "y")
     dy = torch.randn_like(y)
-    got, eager, ref = grads(y, dy, **leaves), grads(naive, dy, **leaves), grads(want, dy.double(), **leaves)
-    for n, leaf in leaves.items():
-        assert got[n].dtype == leaf.dtype and got[n].shape == leaf.shape
-        assert_within(got[n], eager[n], ref[n].double(), f"d{n}")
+    got = {"y": y} | grads(y, dy, **leaves)
+    ref = {"y": want} | grads(want, dy.double(), **leaves)
+    size = magnitude(t, names, dy)
+    # Four values may be rounded to the dtype of x on the way to a gradient: an adapter, h or dz, dz B, and the result.
+    info = torch.finfo(t["x"].dtype)
+    for n, value in got.items():
+        assert n == "y" or (value.dtype == leaves[n].dtype and value.shape == leaves[n].shape)
+        error = (value.double() - ref[n].double()).abs()
+        assert (error <= 4 * info.eps * size[n] + info.tiny).all(), f"d{n}: {(error / size[n]).max().item() / info.eps:.2f} eps"
 
 
 @given(leads, sizes, halves, halves, scalings, layouts, st.integers(0, 10**6))

@@ -54,6 +54,8 @@ OPS = {
     "linear_own_norm": Op(own_norm, ("x", *ADAPTER, "bias"), ("x",)),
     "linear_dropout": Op(dropped("lora"), ("x", *ADAPTER, "bias"), ("x", "seed")),
     "linear_dropout_peft": Op(dropped("peft"), ("x", *ADAPTER, "bias"), ("x", "seed")),
+    "base_sqnorm": Op(lambda W: F.dora_base_sqnorm(W), (), ()),
+    "unmerge": Op(lambda W, A, B, m, c: F.dora_unmerge(W, A, B, m, s=S, norm=c), (), ()),
     "merge": Op(lambda W, A, B, m: F.dora_merge(W, A, B, m, s=S), (), ()),
 }
 GRAD = [n for n, op in OPS.items() if op.trained]
@@ -135,7 +137,7 @@ def test_vmap_over_a_bank_of_adapters(name):
     """x and W are shared; everything an adapter brings has one more axis. Values and gradients."""
     op = OPS[name]
     many = [inputs(op, seed=i) for i in range(3)]
-    shared = [n for n in many[0] if n in ("x", "W", "bias", "seed", "base")]
+    shared = [n for n in many[0] if n in ("x", "W", "bias", "seed", "base") and len(many[0]) > 1]
     t = {n: many[0][n] if n in shared else torch.stack([one[n] for one in many]) for n in many[0]}
     dims = {n: None if n in shared else 0 for n in t}
     singles = [{n: t[n] if n in shared else t[n][i] for n in t} for i in range(3)]

@@ -23,7 +23,7 @@ class Linear(torch.autograd.Function):
     def setup_context(ctx: Any, inputs, output):
         x, W, A, B, m, c, bias, seed, ctx.s, ctx.p, ctx.mode, keep, ctx.backend = inputs
         y, h, *inner = output
-        ctx.kept_inner = bool(inner)
+        ctx.kept_inner = len(inner) > 0
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(h, *inner)
         kept = None if keep == "nothing" else inner[0] if inner else y

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fdora.autograd._ops import OPS, autocast_off, no_second_derivative, only, spread
+from fdora.eager._matmul import is_real as is_real
 from fdora.eager.norm import EPS as EPS
 from fdora.eager.norm import scale as scale
 from fdora.eager.norm import smallest_bytes as smallest_bytes

@@ -19,11 +19,25 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def is_plain(t: Tensor) -> bool:
-    """Whether Python may read the values of ``t`` at no cost: a real CPU tensor, not traced, mapped or on a GPU."""
-    if torch.compiler.is_compiling() or t.device.type != "cpu":
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t.to(dtype)`` for a result: no node in a traced graph where there is nothing to cast.
+
+    torch 2.11 compiles a Function whose output is also the input of a no-op ``.to`` into gradients of zero, silently
+    (pytorch issue 180642: the alias becomes a second output and takes over the gradient edge).
+    """
+    return t if t.dtype == dtype else t.to(dtype)
+
+
+def is_real(t: Tensor) -> bool:
+    """Whether ``t`` has values Python may read: not traced by a compiler, not wrapped by torch.func."""
+    if torch.compiler.is_compiling():
         return False
     return type(t) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
+def is_plain(t: Tensor) -> bool:
+    """Whether reading them is free: on a GPU it would wait for the device."""
+    return t.device.type == "cpu" and is_real(t)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

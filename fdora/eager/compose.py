@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fdora.eager._matmul import acc_dtype
+from fdora.eager._matmul import acc_dtype, cast
 
 
 def compose_fwd(base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, s: float, delta: bool) -> Tensor:
@@ -18,7 +18,7 @@ def compose_fwd(base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, s: f
     acc = acc_dtype(base.dtype)
     wide_base, wide_lora = base.to(acc), s * lora.to(acc)
     out = (g - 1) * wide_base + g * wide_lora if delta else g * (wide_base + wide_lora)
-    return (out if bias is None else out + bias.to(acc)).to(base.dtype)
+    return cast(out if bias is None else out + bias.to(acc), base.dtype)
 
 
 def compose_bwd(
@@ -27,8 +27,8 @@ def compose_bwd(
     """dbase, dlora, dg, dbias (the last in acc_dtype); each only when needed."""
     acc = acc_dtype(base.dtype)
     wide = dy.to(acc)
-    dbase = (wide * (g - 1 if delta else g)).to(base.dtype) if needs[0] else None
-    dlora = (wide * (s * g)).to(lora.dtype) if needs[1] else None
+    dbase = cast(wide * (g - 1 if delta else g), base.dtype) if needs[0] else None
+    dlora = cast(wide * (s * g), lora.dtype) if needs[1] else None
     dg = (wide * (base.to(acc) + s * lora.to(acc))).sum(0) if needs[2] else None
     dbias = wide.sum(0) if needs[3] else None
     return dbase, dlora, dg, dbias

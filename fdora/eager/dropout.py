@@ -37,4 +37,4 @@ def drop(x: Tensor, seed: Tensor | None, p: float) -> Tensor:
     """x with its elements zeroed with probability p and the rest scaled by 1 / (1 - p); x itself when seed is None."""
     if seed is None:
         return x
-    return torch.where(keep_mask(x.shape[0], x.shape[1], seed, p), x * (1 / (1 - p)), 0).to(x.dtype)
+    return torch.where(keep_mask(x.shape[0], x.shape[1], seed, p), x * (1 / (1 - p)), 0)

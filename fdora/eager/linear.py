@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fdora.eager._matmul import acc_dtype, is_plain, matmul
+from fdora.eager._matmul import acc_dtype, cast, is_plain, matmul
 from fdora.eager.dropout import drop
 from fdora.eager.norm import EPS, scale
 
@@ -58,10 +58,10 @@ def linear_fwd(
     else:
         inner = matmul(x, w) + s * lora
         out = inner * g
-    y = (out if bias is None else out + bias.to(acc)).to(t)
+    y = cast(out if bias is None else out + bias.to(acc), t)
     if keep == "nothing" or (keep == "output" and bias is None and not both_dropped and _recoverable(g, t)):
         return y, h
-    return y, h, inner.to(t)
+    return y, h, cast(inner, t)
 
 
 def linear_bwd(
@@ -99,19 +99,19 @@ def linear_bwd(
             dx = matmul(dy, w) + drop(matmul((wide_dz - wide).to(t), w), seed, p) + through_A
         else:
             dx = matmul(dz, w) + through_A
-        dx = dx.to(t)
+        dx = cast(dx, t)
     if need_A:
         assert dh is not None
-        dA = (s * matmul(dh.T, drop(x, seed, p))).to(A.dtype)
+        dA = cast(s * matmul(dh.T, drop(x, seed, p)), A.dtype)
     if need_B:
-        dB = (s * matmul(dz.T, h)).to(B.dtype)
+        dB = cast(s * matmul(dz.T, h), B.dtype)
     if need_m or need_c:
         assert kept is not None
         dg = (wide * kept.to(acc)).sum(0)
         if not kept_inner:
             dg = dg / g  # |g| is bounded away from 0 here, see _recoverable
         wide_dm = dg / c.clamp_min(EPS)
-        dm = wide_dm.to(m.dtype) if need_m else None
+        dm = cast(wide_dm, m.dtype) if need_m else None
         dc = torch.where(c > EPS, -wide_dm * g, 0) if need_c else None
     return dx, dA, dB, dm, dc, wide.sum(0) if need_bias else None
 

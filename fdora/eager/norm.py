@@ -24,7 +24,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fdora.eager._matmul import acc_dtype, is_plain
+from fdora.eager._matmul import acc_dtype, cast, is_plain
 
 EPS = 1e-12  # floor of c in g = m / c: a row of zeros gets g = m / EPS, never 0 / 0
 
@@ -40,7 +40,7 @@ def scale(m: Tensor, c: Tensor) -> Tensor:
 
 def default_bytes(device: torch.device) -> int:
     """Tiles that stay in a CPU's cache are the fastest there; elsewhere, and in traced code, few large ones."""
-    return 24 << 20 if device.type == "cpu" and not torch.compiler.is_compiling() else 256 << 20
+    return 24 << 20 if device.type == "cpu" and not torch.compiler.is_compiling() else 64 << 20
 
 
 def smallest_bytes(W: Tensor, A: Tensor, B: Tensor, factored: bool) -> int:
@@ -89,10 +89,10 @@ def norm_bwd(
     dA = dB = None
     if needs[0]:
         parts = [ub[i:j].T @ W[i:j].to(acc) for i, j in blocks(W.shape[0], rows)]
-        dA = (s * (sum(parts[1:], parts[0]) + s * ((ub.T @ b) @ a))).to(A.dtype)
+        dA = cast(s * (sum(parts[1:], parts[0]) + s * ((ub.T @ b) @ a)), A.dtype)
     if needs[1]:
         U = torch.cat([W[i:j].to(acc) @ a.T for i, j in blocks(W.shape[0], rows)])
-        dB = (s * u * (U + s * (b @ (a @ a.T)))).to(B.dtype)
+        dB = cast(s * u * (U + s * (b @ (a @ a.T))), B.dtype)
     return dA, dB
 
 

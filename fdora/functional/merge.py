@@ -8,7 +8,7 @@ from torch import Tensor
 from fdora._check import FdoraError, check_dtype
 from fdora._dispatch import Backend
 from fdora.autograd._ops import OPS, autocast_off
-from fdora.autograd.norm import row_norm, scale
+from fdora.autograd.norm import is_real, row_norm, scale
 from fdora.functional.backend import select_backend
 from fdora.functional.norm import WIDE, check_weights
 
@@ -63,7 +63,8 @@ def dora_unmerge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, norm: 
       for bit, keep a copy.
 
     Raises:
-      FdoraError: as :func:`dora_merge`; or a row has m = 0, so that the merge wiped it out.
+      FdoraError: as :func:`dora_merge`; or a row has m = 0, so that the merge wiped it out. In traced or mapped code,
+        where values cannot be looked at, such a row comes back as NaN instead.
 
     Memory: the result and one block of rows; keeps nothing for backward.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5, solved for W.
@@ -71,7 +72,8 @@ def dora_unmerge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, norm: 
     fn = "dora_unmerge"
     check_weights(fn, {"W": W, "A": A, "B": B, "m": m, "norm": norm}, s)
     check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm(W, A, B, s=s) returned it before the merge.")
-    lost = ((scale(m, norm) == 0) & (norm > 0)).nonzero().flatten().tolist()
+    wiped = (scale(m, norm) == 0) & (norm > 0)
+    lost = wiped.nonzero().flatten().tolist() if is_real(wiped) else []
     if lost:
         raise FdoraError(
             f"fdora.{fn}: `m` must not be 0 in a row that is to come back, got 0 in row {lost[0]}"

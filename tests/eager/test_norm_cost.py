@@ -21,6 +21,8 @@ def dense(W, A, B):
 
 
 def test_a_quarter_of_the_dense_memory():
+    if device.NAME != "cpu":
+        pytest.skip("the promise is about the CPU; runs with --device cpu")
     args = weights(4096, 4096, 384)
     base = dora_base_sqnorm(args[0])
     limit = peak_bytes(lambda: dense(*args), device.NAME) / 4
