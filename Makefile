@@ -10,6 +10,7 @@ DEMO ?=
 
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest $(TESTS)
+	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest tests/triton
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

@@ -1,9 +1,10 @@
-"""Compare the ways to get the row norm: dense product, the factored form of the literature, tiles (what fdora does).
+"""Compare the ways to get the row norm: dense product, the factored form of the literature, tiles, and the kernel.
 
     python -m bench.norm_forms [--device cuda] [--json FILE]
 
-Times are medians of runs taken in turns; memory is the allocator's peak beside the inputs; error is the worst row against
-float64. ``factored`` is fdora's with ``base_sqnorm=``, ``tiles`` without.
+Times are medians of runs taken in turns, on a GPU of replayed CUDA graphs (GPU time, no launch overhead); memory is the
+allocator's peak beside the inputs; error is the worst row against float64. On a GPU the roof is printed too: the larger of
+W's bytes over a measured copy and the product's flops over a measured cuBLAS product.
 """
 
 from __future__ import annotations
@@ -12,33 +13,105 @@ import argparse
 import json
 import platform
 import statistics
+import subprocess
 import time
 from pathlib import Path
 
 import torch
 
-from fdora.functional import dora_base_sqnorm, dora_norm
+from fdora.functional import dora_base_sqnorm, dora_norm, select_backend
 from tests.memory import peak_bytes
 
-SHAPES = ((4096, 4096, 384), (4096, 4096, 16), (1024, 4096, 64), (14336, 4096, 64))
+SHAPES = ((4096, 4096, 16), (4096, 4096, 384), (1024, 4096, 64), (14336, 4096, 64), (8192, 8192, 384))
 S = 2.0
+LAUNCHES = 10  # in one graph
 
 
 def dense(W, A, B):
     return torch.linalg.vector_norm(W + S * (B @ A), dim=1)
 
 
-def measure(fns, device, runs):
-    """Median ms of each, in turns."""
-    times = {name: [] for name in fns}
-    for _ in range(runs + 1):  # the first turn warms up
-        for name, fn in fns.items():
-            start = time.perf_counter()
+def on_cpu(fn):
+    def timed():
+        start = time.perf_counter()
+        fn()
+        return 1e3 * (time.perf_counter() - start)
+
+    return timed
+
+
+def on_gpu(fn):
+    fn()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(LAUNCHES):
             fn()
-            if device != "cpu":
-                torch.cuda.synchronize()
-            times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(t[1:]) for name, t in times.items()}
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def timed():
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / LAUNCHES
+
+    return timed
+
+
+def medians(fns, device, runs):
+    """Median ms of each, in turns; the first turn warms up."""
+    timers = {name: (on_cpu if device == "cpu" else on_gpu)(fn) for name, fn in fns.items()}
+    turns = [{name: timer() for name, timer in timers.items()} for _ in range(runs + 1)]
+    return {name: statistics.median(turn[name] for turn in turns[1:]) for name in fns}
+
+
+def roofs(device):
+    """Measured bytes/ms of a copy (read and written) and flops/ms of a bf16 product."""
+    big = torch.randn(2**28, device=device).bfloat16()
+    other = torch.empty_like(big)
+    a, b = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))
+    ms = medians({"copy": lambda: other.copy_(big), "mm": lambda: a @ b}, device, 9)
+    return {"bytes_per_ms": 2 * big.nbytes / ms["copy"], "flops_per_ms": 2 * 8192**3 / ms["mm"]}
+
+
+def about(device, commit):
+    def output(*command):
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+
+    facts = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit}
+    if device == "cpu":
+        return facts | {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    import triton
+
+    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return facts | {"gpu": torch.cuda.get_device_name(), "driver": driver, "triton": triton.__version__} | roofs(device)
+
+
+def rows_of(N, K, r, dtype, device, runs, facts):
+    torch.manual_seed(0)
+    W, A = (torch.randn(*shape, device=device).mul_(K**-0.5).to(dtype) for shape in ((N, K), (r, K)))
+    B = torch.randn(N, r, device=device).mul_(0.05 * r**-0.5).to(dtype)
+    blocks = zip(W.split(512), B.split(512), strict=True)
+    truth = torch.cat([(w.double() + S * b.double() @ A.double()).norm(dim=1) for w, b in blocks])
+    base = dora_base_sqnorm(W)
+    fns = {
+        "dense": lambda: dense(W, A, B),
+        "factored": lambda: dora_norm(W, A, B, s=S, base_sqnorm=base, backend="eager"),
+        "tiles": lambda: dora_norm(W, A, B, s=S, backend="eager"),
+    }
+    if device != "cpu":
+        fns.pop("factored")  # eager takes it where it may look at values
+    if select_backend(W).name == "triton":
+        fns["triton"] = lambda: dora_norm(W, A, B, s=S)
+    ms = medians(fns, device, runs)
+    for name, fn in fns.items():
+        error = ((fn().double() - truth).abs() / truth).max().item()
+        assert name == "dense" or error <= 1e-6, f"{name} is wrong by {error:.1e}"
+        row = {"form": name, "N": N, "K": K, "r": r, "dtype": str(dtype).removeprefix("torch."), "ms": round(ms[name], 4)}
+        row |= {"peak_mb": round(peak_bytes(fn, device) / 2**20, 2), "error": float(f"{error:.1e}")}
+        if device != "cpu" and dtype == torch.bfloat16:
+            row["roof_ms"] = round(max(W.nbytes / facts["bytes_per_ms"], 2 * N * K * r / facts["flops_per_ms"]), 4)
+        yield row
 
 
 def main():
@@ -46,56 +119,26 @@ def main():
     options.add_argument("--device", default="cpu")
     options.add_argument("--runs", type=int, default=9)
     options.add_argument("--json", type=Path)
+    options.add_argument("--commit", help="recorded in the JSON")
     options = options.parse_args()
-    device = options.device
-    rows = []
-    for (N, K, r), dtype in ((shape, dtype) for shape in SHAPES for dtype in (torch.float32, torch.bfloat16)):
-        torch.manual_seed(0)
-        W, A = (torch.randn(*shape, device=device).mul_(K**-0.5).to(dtype) for shape in ((N, K), (r, K)))
-        B = torch.randn(N, r, device=device).mul_(0.05 * r**-0.5).to(dtype)
-        base = dora_base_sqnorm(W)
-        truth = torch.cat(
-            [(w.double() + S * b.double() @ A.double()).norm(dim=1) for w, b in zip(W.split(512), B.split(512), strict=True)]
-        )
-        fns = {
-            "dense": lambda: dense(W, A, B),
-            "factored": lambda: dora_norm(W, A, B, s=S, base_sqnorm=base),
-            "tiles": lambda: dora_norm(W, A, B, s=S),
-        }
-        ms = measure(fns, device, options.runs)
-        for name, fn in fns.items():
-            rows.append(
-                {
-                    "form": name,
-                    "N": N,
-                    "K": K,
-                    "r": r,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "ms": round(ms[name], 2),
-                    "peak_mb": round(peak_bytes(fn, device) / 2**20, 1),
-                    "error": float(f"{((fn().double() - truth).abs() / truth).max().item():.1e}"),
-                }
-            )
-    print("| N x K, r, dtype | " + " | ".join(f"{f}: ms / MB / error" for f in ("dense", "factored", "tiles")) + " |")
-    print("|---|---|---|---|")
-    for i in range(0, len(rows), 3):
-        head = "{N} x {K}, {r}, {dtype}".format(**rows[i])
-        print(
-            f"| {head} | "
-            + " | ".join("{ms:.1f} / {peak_mb:.0f} / {error:.0e}".format(**row) for row in rows[i : i + 3])
-            + " |"
-        )
+    device, digits = options.device, 1 if options.device == "cpu" else 3
+    facts = about(device, options.commit)
+    print(facts, "\n")
+    rows, head = [], None
+    for shape in SHAPES[:4] if device == "cpu" else SHAPES:
+        for dtype in (torch.float32, torch.bfloat16):
+            new = list(rows_of(*shape, dtype, device, options.runs, facts))
+            if head is None:
+                head = [row["form"] for row in new]
+                print("| N x K, r, dtype | " + " | ".join(f"{form}: ms / MB / error" for form in head) + " | roof ms |")
+                print("|---" * (len(head) + 2) + "|")
+            cells = ["{N} x {K}, {r}, {dtype}".format(**new[0])]
+            cells += [f"{row['ms']:.{digits}f} / {row['peak_mb']:.0f} / {row['error']:.0e}" for row in new]
+            print("| " + " | ".join([*cells, str(new[0].get("roof_ms", ""))]) + " |", flush=True)
+            rows += new
     if options.json:
-        gpu = torch.cuda.get_device_name() if device != "cpu" else None
-        about = {
-            "torch": torch.__version__,
-            "cpu": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-        }
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(
-            json.dumps({"about": about | {"gpu": gpu, "runs": options.runs}, "rows": rows}, indent=1) + "\n"
-        )
+        options.json.write_text(json.dumps({"about": facts, "runs": options.runs, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from fdora._check import FdoraError
 
 Backend = Literal["auto", "eager", "triton"]
 NAMES = ("auto", "eager", "triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -61,6 +62,11 @@ def choose(device: str, dtype: torch.dtype, requested: str, available: tuple[str
                 f"fdora.select_backend: `backend` must be one of {', '.join(available)} here, got {wish!r} "
                 f"(from {origin}). Pass backend='auto'."
             )
+        if wish == "triton" and device != "cuda" and not INTERPRETED:
+            raise FdoraError(
+                f"fdora.select_backend: `backend` must be eager for tensors on {device}, got 'triton' (from {origin}). "
+                "Move them to a GPU, or pass backend='auto'."
+            )
         return BackendChoice(wish, f"asked for by {origin}")
     if "triton" not in available:
         return BackendChoice("eager", "this installation has no Triton kernels")
@@ -68,4 +74,4 @@ def choose(device: str, dtype: torch.dtype, requested: str, available: tuple[str
         return BackendChoice("eager", f"the tensors are on {device}, Triton kernels need a GPU")
     if dtype not in TRITON_DTYPES:
         return BackendChoice("eager", f"{dtype} has no Triton kernel")
-    return BackendChoice("triton", f"{dtype} on {device}")
+    return BackendChoice("triton", f"{dtype} on {device}; what has no kernel yet runs eager")

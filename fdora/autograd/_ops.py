@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +15,23 @@ from fdora import eager
 
 # name -> package with the modules norm, compose, linear and merge. Filled at import: a lazy import inside a forward
 # breaks torch.compile(fullgraph=True).
-OPS: dict[str, ModuleType] = {"eager": eager}
+OPS: dict[str, Any] = {"eager": eager}
+
+
+def _with_kernels(kernels: ModuleType) -> SimpleNamespace:
+    """The eager package with each function replaced that has a kernel."""
+    merged = SimpleNamespace()
+    for name in ("norm", "compose", "linear", "merge"):
+        functions = vars(getattr(eager, name)) | vars(getattr(kernels, name, SimpleNamespace()))
+        setattr(merged, name, SimpleNamespace(**{n: f for n, f in functions.items() if callable(f) and n[0] != "_"}))
+    return merged
+
+
+# A torch without CUDA or HIP has no use for kernels, except to interpret them in tests.
+if (torch.version.cuda or torch.version.hip or os.environ.get("TRITON_INTERPRET") == "1") and find_spec("triton"):
+    from fdora import triton
+
+    OPS["triton"] = _with_kernels(triton)
 
 
 def autocast_off(t: Tensor) -> AbstractContextManager[None]:

@@ -16,7 +16,8 @@ def select_backend(
     """Which backend runs for tensors like ``x``, and why. The first line that applies decides:
 
     1. ``backend=``, unless "auto";  2. ``with fdora.backend(name)``;  3. the environment variable ``FDORA_BACKEND``;
-    4. "eager" without Triton kernels, off the GPU, or for float64;  5. "triton".
+    4. "eager" without Triton kernels, off the GPU, or for float64;  5. "triton", whose ops without a kernel run eager:
+    so far the norm has one.
 
     Args:
       x: a tensor like the one you would pass, or a device.

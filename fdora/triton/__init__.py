@@ -1,1 +1,3 @@
-"""Home of the Triton kernels, with the file names and signatures of :mod:`fdora.eager`. This release has none yet."""
+"""The Triton backend: kernels behind the file names and signatures of :mod:`fdora.eager`. So far the norm has one."""
+
+from fdora.triton import norm as norm

@@ -15,11 +15,11 @@ BOTH = ("eager", "triton")
 
 
 def test_the_ladder():
-    assert choose("cuda", torch.bfloat16, "auto", BOTH) == ("triton", "torch.bfloat16 on cuda")
+    assert choose("cuda", torch.bfloat16, "auto", BOTH).name == "triton"
     assert choose("cpu", torch.bfloat16, "auto", BOTH).name == "eager"
     assert choose("cuda", torch.float64, "auto", BOTH).name == "eager"
     assert choose("cuda", torch.bfloat16, "auto", ("eager",)) == ("eager", "this installation has no Triton kernels")
-    assert choose("cpu", torch.float32, "triton", BOTH) == ("triton", "asked for by the backend= argument")
+    assert choose("cuda", torch.float32, "triton", BOTH) == ("triton", "asked for by the backend= argument")
 
 
 def test_public_call():

@@ -1,0 +1,33 @@
+"""Which tile a kernel uses: a table as data, chosen by a pure function of the shape and the GPU. Nothing is timed at run time.
+
+Measured on an H100 in bf16 (`python -m bench.norm_forms --device cuda`; results in bench/results). Up to r = 64 tiles of
+128 x 128 with 4 warps won: two programs share a multiprocessor, and one's squares hide behind the other's products. Above,
+128 x 256 with 8 warps: each slab that comes through L2 feeds twice the products (8192 x 8192, r = 384: 125 us against 134).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class NormConfig(NamedTuple):
+    """Tile of W, slab of the rank, and how a program runs."""
+
+    BLOCK_N: int
+    BLOCK_K: int
+    BLOCK_R: int
+    PRECISION: str
+    num_warps: int
+    num_stages: int
+
+
+def norm_config(r: int, half: bool, capability: int) -> NormConfig:
+    """``half``: both operands of the product are float16 or bfloat16. ``capability``: 90 for an H100, 0 if not NVIDIA."""
+    if not half:  # float32 digits: three tf32 products, and registers to split the operands
+        return NormConfig(64, 64, 32, "tf32x3" if capability else "ieee", 4, 2)
+    # Hopper and data-centre Blackwell multiply out of shared memory; others hold the operands in registers too, and
+    # 4 warps would spill.
+    from_shared = 90 <= capability < 120
+    if from_shared and r > 64:
+        return NormConfig(128, 256, 64, "ieee", 8, 3)
+    return NormConfig(128, 128, 16 if r <= 16 else 32, "ieee", 4 if from_shared else 8, 3)

@@ -1,0 +1,59 @@
+"""Every shipped kernel builds for every GPU we name, without one: shared memory under the limit, no spills on NVIDIA."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from fdora.triton.configs import norm_config  # noqa: E402
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+
+SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
+TARGETS = [*SHARED, "gfx942"]
+RANKS = (8, 64, 384)
+
+
+def build(kernel, target, signature, constants, aligned, num_warps, num_stages):
+    gpu = GPUTarget("hip", target, 64) if isinstance(target, str) else GPUTarget("cuda", target, 32)
+    names = kernel.arg_names
+    attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
+    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attrs)
+    return triton.compile(source, target=gpu, options={"num_warps": num_warps, "num_stages": num_stages})
+
+
+def stack_bytes(cubin, tmp_path):
+    """Local memory of the kernel as the bundled cuobjdump reports it: anything but 0 is a spill."""
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    out = subprocess.run([tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True).stdout
+    return sum(map(int, re.findall(r"\b(?:STACK|LOCAL):(\d+)", out)))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("r", RANKS)
+@pytest.mark.parametrize("adapter", ["bf16", "fp32"])
+def test_norm(target, r, adapter, tmp_path):
+    from fdora.triton.norm import GROUP, _norm_kernel
+
+    capability = target if isinstance(target, int) else 0
+    block_n, block_k, block_r, precision, warps, stages = norm_config(r, adapter == "bf16", capability)
+    pointers = {"W": "*bf16", "A": f"*{adapter}", "B": f"*{adapter}", "partial": "*fp32"}
+    sizes = {n: "i32" for n in ("N", "K", "R", "stride_wn", "stride_ar", "stride_bn")}
+    constants = {"stride_wk": 1, "stride_ak": 1, "stride_br": 1}
+    constants |= {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP, "EVEN": True}
+    constants |= {"PRECISION": precision}
+    signature = {n: (pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in _norm_kernel.arg_names}
+    built = build(_norm_kernel, target, signature, constants, [*pointers, *sizes], warps, stages)
+    if isinstance(target, int):
+        assert built.metadata.shared <= SHARED[target]
+        assert stack_bytes(built.asm["cubin"], tmp_path) == 0
+    else:
+        assert built.metadata.shared <= 65_536 and built.asm["hsaco"]

@@ -1,0 +1,126 @@
+"""The norm kernel against the truth: interpreted on a CPU (TRITON_INTERPRET=1), or for real with --device cuda."""
+
+import itertools
+import os
+
+import pytest
+import torch
+
+from fdora.functional import dora_base_sqnorm, dora_init, dora_norm, dora_scale
+from tests import device, reference
+from tests.make import tensors
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    "device.NAME == 'cpu' and not INTERPRETED",
+    reason="needs --device cuda or TRITON_INTERPRET=1; `make test` runs both ways it can",
+)
+# The interpreter of Triton 3.6 multiplies bf16 wrongly; a GPU does not.
+DTYPES = (torch.float16, torch.float32) if INTERPRETED else (torch.bfloat16, torch.float16, torch.float32)
+SHAPES = ((1, 1, 1), (5, 3, 2), (130, 257, 24), (128, 256, 16), (64, 384, 48), (200, 129, 130))
+
+
+def triton_norm(t, **extra):
+    return dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="triton", **extra)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_the_truth(shape, dtype):
+    for adapter, kind, s in itertools.product({dtype, torch.float32}, ("plain", "zero_rows", "cancelling"), (0.7, 0.0, -2.0)):
+        t = tensors(*shape, dtype=dtype, adapter=adapter, kind=kind, s=s)
+        got, truth = triton_norm(t), reference.norm(t["W"], t["A"], t["B"], s)
+        assert got.dtype == torch.float32
+        # What is left of a row that cancels has lost the digits that W and s B A shared.
+        size = truth + (reference.norm(t["W"], t["A"], t["B"], 0.0) if kind == "cancelling" else 0)
+        worst = ((got.double() - truth).abs() / size.clamp_min(1e-30)).max().item()
+        assert worst <= 1e-6, f"{adapter} {kind} {s}: {worst:.2g}"
+
+
+def test_mixed_adapters_nan_rows_and_strides():
+    t = tensors(40, 70, 20, dtype=torch.float16)
+    want = reference.norm(t["W"], t["A"], t["B"], t["s"])
+    turned = t | {n: t[n].T.contiguous().T for n in "WAB"}
+    odd = t | {n: torch.stack([t[n], torch.full_like(t[n], float("nan"))], -1)[..., 0] for n in "WAB"}
+    for other in (turned, odd, t | {"A": t["A"].float()}, t | {"B": t["B"].float()}):
+        torch.testing.assert_close(triton_norm(other).double(), want, rtol=1e-6, atol=0)
+    t["W"][7, 3] = t["B"][9, 1] = float("nan")
+    assert triton_norm(t).isnan().nonzero().flatten().tolist() == [7, 9]
+
+
+def test_every_partial_is_written_and_bits_repeat():
+    t = tensors(300, 500, 40, dtype=torch.float16)
+    first = triton_norm(t)
+    junk = [torch.full((k, 300), float("nan"), device=device.NAME) for k in range(1, 9)]  # poison what the allocator hands back
+    del junk
+    assert torch.equal(triton_norm(t), first)
+    for max_bytes in (2000, 5000):  # fewer rows at a time, the same sums
+        assert torch.equal(triton_norm(t, max_bytes=max(max_bytes, 25_000)), first)
+
+
+def test_base_sqnorm_and_empty():
+    t = tensors(40, 70, 20, dtype=torch.float16)
+    assert torch.equal(triton_norm(t, base_sqnorm=dora_base_sqnorm(t["W"])), triton_norm(t))
+    W, A, B = t["W"], t["A"], t["B"]
+    assert dora_norm(W[:0], A, B[:0], s=1.0, backend="triton").shape == (0,)
+    assert (dora_norm(W[:, :0], A[:, :0], B, s=1.0, backend="triton") == 0).all()
+
+
+def test_a_bank_of_adapters():
+    many = [tensors(40, 70, 20, dtype=torch.float16, seed=i) for i in range(3)]
+    A, B = (torch.stack([t[n] for t in many]) for n in "AB")
+    W = many[0]["W"]
+    got = torch.func.vmap(lambda A, B: dora_norm(W, A, B, s=0.7, backend="triton"))(A, B)
+    assert all(torch.equal(got[i], dora_norm(W, A[i], B[i], s=0.7, backend="triton")) for i in range(3))
+
+
+def test_gradients_reach_through_it():
+    t = tensors(20, 30, 4, dtype=torch.float32)
+    A, B = t["A"].requires_grad_(), t["B"].requires_grad_()
+    got = torch.autograd.grad(dora_norm(t["W"], A, B, s=0.7, detach=False, backend="triton").sum(), (A, B))
+    want = torch.autograd.grad(reference.norm(t["W"], A, B, 0.7).sum(), (A, B))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_opcheck():
+    from fdora.triton.norm import row_norm
+
+    t = tensors(40, 70, 20, dtype=torch.float16)
+    torch.library.opcheck(row_norm, (t["W"], t["A"], t["B"], 0.7, None))
+
+
+@pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda")
+def test_start_is_an_exact_no_op_on_the_gpu():
+    for dtype in DTYPES:
+        W = torch.randn(384, 1536, device=device.NAME).to(dtype)
+        p = dora_init(W, 16)
+        assert (dora_scale(p.m, dora_norm(W, p.A, p.B, s=2.0)) == 1).all()
+
+
+@pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda")
+def test_past_two_to_the_31_elements():
+    N, K = 70_000, 32_768
+    W = torch.zeros((N, K), device=device.NAME, dtype=torch.bfloat16)
+    W[-300:] = torch.randn(300, K, device=device.NAME)
+    A, B = torch.randn(8, K, device=device.NAME).bfloat16() / 181, torch.randn(N, 8, device=device.NAME).bfloat16()
+    got = dora_norm(W, A, B, s=0.5)[-300:]
+    torch.testing.assert_close(got.double(), reference.norm(W[-300:], A, B[-300:], 0.5), rtol=1e-6, atol=0)
+
+
+@pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda")
+def test_cuda_graph_and_side_stream():
+    t = tensors(300, 500, 40, dtype=torch.bfloat16)
+    want = triton_norm(t)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = triton_norm(t)
+    t["B"].mul_(2)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(got, triton_norm(t)) and not torch.equal(got, want)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        side = triton_norm(t)
+    stream.synchronize()
+    assert torch.equal(side, got)
