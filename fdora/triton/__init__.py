@@ -1,3 +1,4 @@
-"""The Triton backend: kernels behind the file names and signatures of :mod:`fdora.eager`. So far the norm has one."""
+"""The Triton backend: kernels behind the file names and signatures of :mod:`fdora.eager`. So far norm and compose."""
 
+from fdora.triton import compose as compose
 from fdora.triton import norm as norm

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fdora.triton._launch import column_sums, loop_over_batch
 from fdora.triton.configs import NormConfig, norm_config
 
 GROUP = 8  # rows of tiles that run together, so that their slabs of A and B meet in L2
-SUM_N, SUM_T = 32, 32
 
 
 @triton.jit
@@ -57,17 +57,6 @@ def _norm_kernel(
     tl.store(partial + tile_k.to(tl.int64) * N + n, tl.sum(v * v, axis=1), mask=in_n)
 
 
-@triton.jit
-def _sum_kernel(partial, c, N, tiles, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    t = tl.arange(0, BLOCK_T)
-    acc = tl.zeros((BLOCK_N,), tl.float32)
-    for t0 in range(0, tiles, BLOCK_T):
-        mask = (t0 + t < tiles)[:, None] & (n < N)[None, :]
-        acc += tl.sum(tl.load(partial + (t0 + t)[:, None].to(tl.int64) * N + n[None, :], mask=mask, other=0.0), axis=0)
-    tl.store(c + n, tl.sqrt_rn(acc), mask=n < N)
-
-
 def norm_fwd(W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None) -> Tensor:
     """(N, K), (r, K), (N, r) -> c (N,) float32. W is read once whether its squared norm is known or not."""
     return row_norm(W, A, B, s, max_bytes)
@@ -95,11 +84,7 @@ def _(W, A, B, s, max_bytes):
     return W.new_empty(W.shape[0], dtype=torch.float32)
 
 
-@row_norm.register_vmap
-def _(info, in_dims, W, A, B, s, max_bytes):
-    """One launch per mapped element."""
-    mapped = [t.unbind(d) if d is not None else [t] * info.batch_size for t, d in zip((W, A, B), in_dims[:3], strict=True)]
-    return torch.stack([row_norm(*one, s, max_bytes) for one in zip(*mapped, strict=True)]), 0
+loop_over_batch(row_norm)
 
 
 def _launch(W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, tiles: int, config: NormConfig) -> None:
@@ -114,8 +99,7 @@ def _launch(W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, tiles: int, co
             EVEN=N % block_n == 0 and K % block_k == 0 and R % block_r == 0,
             PRECISION=precision, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
-    if N:
-        _sum_kernel[(triton.cdiv(N, SUM_N),)](partial, c, N, tiles, BLOCK_N=SUM_N, BLOCK_T=SUM_T)
+    column_sums(partial, c, sqrt=True)
 
 
 def _capability(t: Tensor) -> int:

@@ -57,3 +57,25 @@ def test_norm(target, r, adapter, tmp_path):
         assert stack_bytes(built.asm["cubin"], tmp_path) == 0
     else:
         assert built.metadata.shared <= 65_536 and built.asm["hsaco"]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("lora", ["bf16", "fp32"])
+@pytest.mark.parametrize("which", ["fwd", "bwd"])
+def test_compose(target, lora, which, tmp_path):
+    from fdora.triton import compose
+
+    tensors = {"base": "*bf16", "lora": f"*{lora}", "dbase": "*bf16", "dlora": f"*{lora}", "dy": "*bf16", "y": "*bf16"}
+    tensors |= {n: "*fp32" for n in ("g", "bias", "partial_g", "partial_bias")}
+    sizes = {n: "i32" for n in ("M", "N", "stride_base", "stride_lora", "stride_y", "stride_dy")}
+    kernel = getattr(compose, f"_compose_{which}_kernel")
+    constants = {"DELTA": False, "HAS_BIAS": True, "BLOCK_M": compose.BLOCK_M, "BLOCK_N": compose.BLOCK_N}
+    if which == "bwd":
+        constants = {"DELTA": False, "BLOCK_M": compose.BWD_M, "BLOCK_N": compose.BWD_N, "ROWS": compose.ROWS}
+        constants |= {f"NEED_{n}": True for n in ("BASE", "LORA", "G", "BIAS")}
+    signature = {n: (tensors | sizes | {"s": "fp32"}).get(n, "constexpr") for n in kernel.arg_names}
+    aligned = [n for n in kernel.arg_names if n in tensors or n in sizes]
+    built = build(kernel, target, signature, constants, aligned, 4, 1)
+    if isinstance(target, int):
+        assert built.metadata.shared <= SHARED[target]
+        assert stack_bytes(built.asm["cubin"], tmp_path) == 0

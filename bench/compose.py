@@ -1,0 +1,74 @@
+"""Time compose and delta: the kernels, eager fdora, and the formula as a framework writes it.
+
+    python -m bench.compose [--device cuda] [--json FILE]
+
+Forward, and forward with backward, in GPU time (replayed CUDA graphs) or CPU wall time; medians of turns. ``copy`` is the time
+that the fewest possible bytes take at measured copy speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from bench.norm_forms import about, medians
+from fdora.functional import dora_compose, dora_delta, select_backend
+
+SHAPES = ((4096, 4096), (4096, 14336), (16, 4096), (16384, 4096))
+S = 2.0
+
+
+def plain(base, lora, g, delta):
+    g = g.to(base.dtype)
+    return (g - 1) * base + g * (S * lora) if delta else g * (base + S * lora)
+
+
+def case(M, N, delta, device, runs, facts):
+    torch.manual_seed(0)
+    base, lora, dy = (torch.randn(M, N, device=device).bfloat16() for _ in range(3))
+    g = 1 + 0.0015 * torch.randn(N, device=device)
+    leaves = [t.requires_grad_() for t in (base, lora, g)]
+    op = dora_delta if delta else dora_compose
+    ways = {"plain": lambda: plain(*leaves, delta), "eager": lambda: op(*leaves, s=S, backend="eager")}
+    if select_backend(base).name == "triton":
+        ways["triton"] = lambda: op(*leaves, s=S)
+    truth = ((g.double() - int(delta)) * base.double() + g.double() * S * lora.double()).detach()
+    for name, way in ways.items():
+        error = ((way().detach().double() - truth).norm() / truth.norm()).item()
+        assert name == "plain" or error <= 1.7e-3, f"{name} is wrong by {error:.1e}"
+
+    def both(way):
+        return lambda: torch.autograd.grad(way(), leaves, dy)
+
+    row = {"op": op.__name__, "M": M, "N": N}
+    for mode, fns in (("fwd", ways), ("fwd_bwd", {n: both(w) for n, w in ways.items()})):
+        row |= {f"{mode}_{name}_ms": round(ms, 4) for name, ms in medians(fns, device, runs).items()}
+        if "bytes_per_ms" in facts:  # 2 reads, 1 write; then 3 reads, 2 writes
+            row[f"{mode}_copy_ms"] = round((3 if mode == "fwd" else 8) * base.nbytes / facts["bytes_per_ms"], 4)
+    return row
+
+
+def main():
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--device", default="cpu")
+    options.add_argument("--runs", type=int, default=9)
+    options.add_argument("--json", type=Path)
+    options.add_argument("--commit", help="recorded in the JSON")
+    options = options.parse_args()
+    facts = about(options.device, options.commit)
+    print(facts, "\n")
+    shapes = SHAPES[2:3] if options.device == "cpu" else SHAPES
+    rows = [case(*shape, delta, options.device, options.runs, facts) for shape in shapes for delta in (False, True)]
+    print("| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|")
+    for row in rows:
+        print("| " + " | ".join(map(str, row.values())) + " |")
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"about": facts, "runs": options.runs, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

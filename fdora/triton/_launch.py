@@ -1,0 +1,54 @@
+"""What every kernel file needs around its launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SUM_N, SUM_T = 32, 32
+
+
+def rows_of(t: Tensor) -> Tensor:
+    """(M, N) with its columns next to each other in memory, as the kernels read it; rows may be any distance apart."""
+    return t if t.stride(-1) == 1 or (t.shape[-1] == 1 and t.stride(-1) == 0) else t.contiguous()
+
+
+@triton.jit
+def _sum_kernel(partial, out, N, strips, SQRT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.arange(0, BLOCK_T)
+    acc = tl.zeros((BLOCK_N,), tl.float32)
+    for t0 in range(0, strips, BLOCK_T):
+        mask = (t0 + t < strips)[:, None] & (n < N)[None, :]
+        acc += tl.sum(tl.load(partial + (t0 + t)[:, None].to(tl.int64) * N + n[None, :], mask=mask, other=0.0), axis=0)
+    tl.store(out + n, tl.sqrt_rn(acc) if SQRT else acc, mask=n < N)
+
+
+def column_sums(partial: Tensor, out: Tensor | None = None, sqrt: bool = False) -> Tensor:
+    """(strips, N) float32 -> (N,), added in the same order every time; optionally the root."""
+    strips, N = partial.shape
+    out = torch.empty(N, device=partial.device, dtype=torch.float32) if out is None else out
+    if N:
+        _sum_kernel[(triton.cdiv(N, SUM_N),)](partial, out, N, strips, SQRT=sqrt, BLOCK_N=SUM_N, BLOCK_T=SUM_T)
+    return out
+
+
+def loop_over_batch(op: Any) -> None:
+    """Teach an op torch.func.vmap: one call per mapped element, the results stacked."""
+
+    def rule(info: Any, in_dims: tuple, *args: Any) -> tuple:
+        def one(i: int) -> Any:
+            return op(
+                *(a if d is None or not isinstance(a, Tensor) else a.select(d, i) for a, d in zip(args, in_dims, strict=True))
+            )
+
+        results = [one(i) for i in range(info.batch_size)]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        return [torch.stack(column) for column in zip(*results, strict=True)], [0] * len(results[0])
+
+    op.register_vmap(rule)
