@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from fdora.autograd._ops import OPS, no_second_derivative, only, spread
+from fdora.autograd._ops import OPS, no_second_derivative, only, signed, spread
 
 
+@signed
 class Compose(torch.autograd.Function):
     """Keeps base, lora and g."""
 
@@ -33,6 +34,7 @@ class Compose(torch.autograd.Function):
         return dbase, dlora, dg, dbias if dbias is None else dbias.to(ctx.bias_dtype), None, None, None
 
 
+@signed
 class ComposeBwd(torch.autograd.Function):
     generate_vmap_rule = True
 

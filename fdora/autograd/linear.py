@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from fdora.autograd._ops import OPS, autocast_off, no_second_derivative, only, spread
+from fdora.autograd._ops import OPS, autocast_off, no_second_derivative, only, signed, spread
 
 
+@signed
 class Linear(torch.autograd.Function):
     """Keeps x, h and, for the gradient of m, the output itself or inner; W, A, B, m, c are the caller's."""
 
@@ -41,6 +42,7 @@ class Linear(torch.autograd.Function):
         return dx, None, dA, dB, dm, dc, dbias, None, None, None, None, None, None
 
 
+@signed
 class LinearBwd(torch.autograd.Function):
     generate_vmap_rule = True
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora.autograd._ops import OPS, autocast_off, no_second_derivative, only, spread
+from fdora.autograd._ops import OPS, autocast_off, no_second_derivative, only, signed, spread
 from fdora.eager._matmul import is_real as is_real
 from fdora.eager.norm import EPS as EPS
 from fdora.eager.norm import scale as scale
@@ -28,6 +28,7 @@ def base_sqnorm(W: Tensor, max_bytes: int | None, backend: str) -> Tensor:
         return OPS[backend].norm.base_sqnorm(W, max_bytes)
 
 
+@signed
 class Norm(torch.autograd.Function):
     """Keeps W, A, B and c."""
 
@@ -51,6 +52,7 @@ class Norm(torch.autograd.Function):
         return None, dA, dB, None, None, None, None
 
 
+@signed
 class NormBwd(torch.autograd.Function):
     generate_vmap_rule = True
 

@@ -1,6 +1,7 @@
 """The whole layer: ``y = g (x W^T + s h B^T) + bias`` with ``h = x A^T`` and ``g = m / c``.
 
 Forward. Products run in x's dtype and come back unrounded (see _matmul); g and bias are applied there, one rounding.
+s goes with B, the smallest factor: lora below is s h B^T, and dh is s dz B.
 Dropout D(x) has two meanings: "lora" drops the input of the adapter only, h = D(x) A^T; "peft" drops it for the
 correction of the base as well:  y = x W^T + (g - 1) D(x) W^T + g s D(x) A^T B^T + bias.
 
@@ -48,17 +49,18 @@ def linear_fwd(
     g = scale(m, c)
     xd = drop(x, seed, p)
     h = xd @ A.to(t).T
-    lora = matmul(h, B.to(t).T)
+    lora = matmul(h, _scaled(B, s, t).T)
     w = W.to(t).T
     both_dropped = seed is not None and mode == "peft"
     if both_dropped:
         base = matmul(xd, w)
-        inner = base + s * lora
-        out = matmul(x, w) + ((g - 1) * base + (s * g) * lora)
+        inner = base + lora
+        out = matmul(x, w) + ((g - 1) * base + g * lora)
+        out = out if bias is None else out + bias.to(acc)
     else:
-        inner = matmul(x, w) + s * lora
-        out = inner * g
-    y = cast(out if bias is None else out + bias.to(acc), t)
+        inner = matmul(x, w) + lora
+        out = inner * g if bias is None else torch.addcmul(bias.to(acc), inner, g)
+    y = cast(out, t)
     if keep == "nothing" or (keep == "output" and bias is None and not both_dropped and _recoverable(g, t)):
         return y, h
     return y, h, cast(inner, t)
@@ -90,11 +92,11 @@ def linear_bwd(
     dz = wide_dz.to(t)
     dx = dA = dB = dm = dc = None
 
-    dh = dz @ B.to(t) if need_x or need_A else None
+    dh = dz @ _scaled(B, s, t) if need_x or need_A else None
     if need_x:
         assert dh is not None
         w = W.to(t)
-        through_A = drop(s * matmul(dh, A.to(t)), seed, p)
+        through_A = drop(matmul(dh, A.to(t)), seed, p)
         if seed is not None and mode == "peft":
             dx = matmul(dy, w) + drop(matmul((wide_dz - wide).to(t), w), seed, p) + through_A
         else:
@@ -102,7 +104,7 @@ def linear_bwd(
         dx = cast(dx, t)
     if need_A:
         assert dh is not None
-        dA = cast(s * matmul(dh.T, drop(x, seed, p)), A.dtype)
+        dA = cast(matmul(dh.T, drop(x, seed, p)), A.dtype)
     if need_B:
         dB = cast(s * matmul(dz.T, h), B.dtype)
     if need_m or need_c:
@@ -114,6 +116,11 @@ def linear_bwd(
         dm = cast(wide_dm, m.dtype) if need_m else None
         dc = torch.where(c > EPS, -wide_dm * g, 0) if need_c else None
     return dx, dA, dB, dm, dc, wide.sum(0) if need_bias else None
+
+
+def _scaled(B: Tensor, s: float, dtype: torch.dtype) -> Tensor:
+    """s B for a product in ``dtype``: scaling the (N, r) factor saves a pass over the (M, N) product."""
+    return cast(s * B.to(acc_dtype(dtype)), dtype)
 
 
 def _recoverable(g: Tensor, dtype: torch.dtype) -> bool:

@@ -40,7 +40,7 @@ def scale(m: Tensor, c: Tensor) -> Tensor:
 
 def default_bytes(device: torch.device) -> int:
     """Tiles that stay in a CPU's cache are the fastest there; elsewhere, and in traced code, few large ones."""
-    return 24 << 20 if device.type == "cpu" and not torch.compiler.is_compiling() else 64 << 20
+    return 12 << 20 if device.type == "cpu" and not torch.compiler.is_compiling() else 64 << 20
 
 
 def smallest_bytes(W: Tensor, A: Tensor, B: Tensor, factored: bool) -> int:

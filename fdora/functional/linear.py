@@ -68,10 +68,7 @@ def dora_linear(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3 (c is detached).
     """
     fn = "dora_linear"
-    weights = {"W": W, "A": A, "B": B, "m": m, "bias": bias, "norm": norm}
-    check_weights(fn, weights, s)
-    check_shapes(fn, {"W": "N K", "x": "... K"}, {"W": W, "x": x})
-    check_device(fn, "W", {"W": W, "x": x})
+    check_weights(fn, {"W": W, "A": A, "B": B, "m": m, "bias": bias, "norm": norm, "x": x}, s)
     check_dtype(fn, "x", x, FLOATS, "Cast it to the dtype of W.")
     check_dtype(fn, "bias", bias, FLOATS)
     check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")

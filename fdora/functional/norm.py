@@ -38,7 +38,7 @@ def dora_norm(
       s: LoRA scaling, usually alpha / r. Not differentiated.
       base_sqnorm: (N,) from :func:`dora_base_sqnorm`, when W is frozen and you keep it. c is the same with or without it.
       detach: True treats c as a constant, as DoRA does to save memory. False lets gradients reach A and B through c.
-      max_bytes: most workspace in bytes beside the inputs; None is 24 MiB on a CPU and 64 MiB elsewhere. Under vmap it
+      max_bytes: most workspace in bytes beside the inputs; None is 12 MiB on a CPU and 64 MiB elsewhere. Under vmap it
         holds for each mapped element.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
@@ -114,8 +114,8 @@ def dora_scale(m: Tensor, c: Tensor) -> Tensor:
 
 
 def check_weights(fn: str, tensors: dict[str, Tensor | None], s: float) -> None:
-    """What every function that takes W, A, B (and perhaps more, each with one axis N) asks of them."""
-    axes = {"W": "N K", "A": "r K", "B": "N r"}
+    """What every function that takes W, A, B (and perhaps x and more, each with one axis N) asks of them."""
+    axes = {"W": "N K", "A": "r K", "B": "N r", "x": "... K"}
     sizes = check_shapes(fn, {arg: axes.get(arg, "N") for arg in tensors}, tensors)
     check_rank(fn, sizes["r"])
     W = tensors["W"]
