@@ -1,5 +1,6 @@
 """The README keeps its word: its programs run and do what they say, its commands exist."""
 
+import json
 import os
 import re
 import subprocess
@@ -103,3 +104,23 @@ def test_every_public_name_is_in_the_readme():
     import fdora.functional
 
     assert [n for n in fdora.functional.__all__ if f"`{n}`" not in README] == []
+
+
+def test_the_figures_are_the_committed_results():
+    """Every row of the two cost tables, and the line on compose, is read off bench/results."""
+    cpu, gpu, compose = (
+        json.loads((ROOT / "bench/results" / name).read_text())["rows"]
+        for name in ("cpu/norm_forms.json", "h100/norm_forms.json", "h100/compose.json")
+    )
+    found = re.findall(r"^\| (\d+) x (\d+), (\d+), (\w+) \| (.*) \|$", README, re.M)
+    assert len(found) == 9
+    for i, (N, K, r, dtype, cells) in enumerate(found):
+        rows, forms, digits = (cpu, ("dense", "tiles", "factored"), 1) if i < 4 else (gpu, ("dense", "triton"), 3)
+        case = [x for x in rows if (x["N"], x["K"], x["r"], x["dtype"]) == (int(N), int(K), int(r), dtype)]
+        for cell, form in zip(cells.split(" | "), forms, strict=False):
+            (x,) = (x for x in case if x["form"] == form)
+            assert cell == f"{x['ms']:.{digits}f} / {x['peak_mb']:.0f} / {x['error']:.0e}"
+    (x,) = (x for x in compose if (x["op"], x["M"], x["N"]) == ("dora_compose", 4096, 14336))
+    line = next(line for line in README.splitlines() if line.startswith("`dora_compose` on the same H100"))
+    wanted = [f"{x[f'{mode}_{way}_ms']:.3f}" for way in ("triton", "plain", "copy") for mode in ("fwd", "fwd_bwd")]
+    assert re.findall(r"\d\.\d{3}", line) == wanted
