@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,6 +36,26 @@ def column_sums(partial: Tensor, out: Tensor | None = None, sqrt: bool = False) 
     if N:
         _sum_kernel[(triton.cdiv(N, SUM_N),)](partial, out, N, strips, SQRT=sqrt, BLOCK_N=SUM_N, BLOCK_T=SUM_T)
     return out
+
+
+def traced(t: Tensor) -> bool:
+    """Whether torch must see an op: under a compiler, torch.func or a tensor subclass.
+
+    Otherwise the launcher is called as plain Python. The op costs 60 us more by itself, and 1 ms in a training loop, where
+    it takes the interpreter lock again while the autograd thread still holds it (H100 host, torch 2.11).
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return type(t) not in (Tensor, torch.nn.Parameter)
+
+
+@lru_cache
+def capability(device: torch.device) -> int:
+    """90 for an H100; 0 for what is not an NVIDIA GPU."""
+    if device.type != "cuda" or torch.version.hip:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def loop_over_batch(op: Any) -> None:

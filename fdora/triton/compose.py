@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fdora.triton._launch import column_sums, loop_over_batch, rows_of
+from fdora.triton._launch import column_sums, loop_over_batch, rows_of, traced
 
 BLOCK_M, BLOCK_N = 4, 512
 BWD_M, BWD_N, ROWS = 32, 128, 128
@@ -70,19 +70,18 @@ def _compose_bwd_kernel(
 
 def compose_fwd(base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, s: float, delta: bool) -> Tensor:
     """(M, N), (M, N), (N,), (N,) or None -> (M, N) in the dtype of base."""
-    return compose(base, lora, g, bias, s, delta)
+    return (compose if traced(base) else _compose)(base, lora, g, bias, s, delta)
 
 
 def compose_bwd(
     dy: Tensor, base: Tensor, lora: Tensor, g: Tensor, s: float, delta: bool, needs: tuple[bool, bool, bool, bool]
 ) -> tuple[Tensor | None, ...]:
     """dbase, dlora, dg, dbias (the last in float32); each only when needed."""
-    grads = iter(compose_backward(dy, base, lora, g, s, delta, list(needs)))
+    grads = iter((compose_backward if traced(dy) else _compose_backward)(dy, base, lora, g, s, delta, list(needs)))
     return tuple(next(grads) if need else None for need in needs)
 
 
-@torch.library.custom_op("fdora::compose", mutates_args=())
-def compose(base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, s: float, delta: bool) -> Tensor:
+def _compose(base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, s: float, delta: bool) -> Tensor:
     base, lora = rows_of(base), rows_of(lora)
     M, N = base.shape
     y = torch.empty((M, N), device=base.device, dtype=base.dtype)
@@ -97,13 +96,15 @@ def compose(base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, s: float
     return y
 
 
+compose = torch.library.custom_op("fdora::compose", _compose, mutates_args=())
+
+
 @compose.register_fake
 def _(base, lora, g, bias, s, delta):
     return torch.empty(base.shape, device=base.device, dtype=base.dtype)
 
 
-@torch.library.custom_op("fdora::compose_backward", mutates_args=())
-def compose_backward(
+def _compose_backward(
     dy: Tensor, base: Tensor, lora: Tensor, g: Tensor, s: float, delta: bool, needs: list[bool]
 ) -> list[Tensor]:
     dy, base, lora = rows_of(dy), rows_of(base), rows_of(lora)
@@ -124,6 +125,9 @@ def compose_backward(
                 BLOCK_M=BWD_M, BLOCK_N=BWD_N, ROWS=ROWS, num_warps=4,
             )  # fmt: skip
         return [d for d in (dbase, dlora) if d is not None] + [column_sums(p) for p in sums if p is not None]
+
+
+compose_backward = torch.library.custom_op("fdora::compose_backward", _compose_backward, mutates_args=())
 
 
 @compose_backward.register_fake

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fdora.triton._launch import column_sums, loop_over_batch
+from fdora.triton._launch import capability, column_sums, loop_over_batch, traced
 from fdora.triton.configs import NormConfig, norm_config
 
 GROUP = 8  # rows of tiles that run together, so that their slabs of A and B meet in L2
@@ -59,24 +59,25 @@ def _norm_kernel(
 
 def norm_fwd(W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None) -> Tensor:
     """(N, K), (r, K), (N, r) -> c (N,) float32. W is read once whether its squared norm is known or not."""
-    return row_norm(W, A, B, s, max_bytes)
+    return (row_norm if traced(W) else _row_norm)(W, A, B, s, max_bytes)
 
 
-@torch.library.custom_op("fdora::row_norm", mutates_args=())
-def row_norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None) -> Tensor:
-    """The op torch sees. max_bytes bounds the partials: fewer rows at a time where they would not fit."""
+def _row_norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None) -> Tensor:
+    """max_bytes bounds the partials: fewer rows at a time where they would not fit."""
     N, K = W.shape
     if A.dtype != B.dtype:  # products want one dtype; both hold the values exactly in the wider
         A, B = A.float(), B.float()
     c = torch.empty(N, device=W.device, dtype=torch.float32)
-    capability = _capability(W)
-    config = norm_config(A.shape[0], A.element_size() == 2, capability)
+    config = norm_config(A.shape[0], A.element_size() == 2, capability(W.device))
     tiles = triton.cdiv(K, config.BLOCK_K)
     rows = N if max_bytes is None else max(config.BLOCK_N, max_bytes // (4 * max(1, tiles)))
     with torch.cuda.device_of(W):
         for i in range(0, N, max(1, rows)):
             _launch(W[i : i + rows], A, B[i : i + rows], c[i : i + rows], s, tiles, config)
     return c
+
+
+row_norm = torch.library.custom_op("fdora::row_norm", _row_norm, mutates_args=())
 
 
 @row_norm.register_fake
@@ -100,10 +101,3 @@ def _launch(W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, tiles: int, co
             PRECISION=precision, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     column_sums(partial, c, sqrt=True)
-
-
-def _capability(t: Tensor) -> int:
-    if t.device.type != "cuda" or torch.version.hip:
-        return 0
-    major, minor = torch.cuda.get_device_capability(t.device)
-    return 10 * major + minor
