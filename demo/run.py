@@ -19,9 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would print its own comings and goings
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "PASSIVE"
-    )  # threads that spin while they wait crawl on a machine shared with others
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads crawl where they share the cores with others
     try:
         return compare(options)
     except KeyboardInterrupt:
