@@ -16,7 +16,7 @@ from demo.model import embed
 class Settings:
     steps: int = 100
     batch_size: int = 32
-    max_tokens: int = 48
+    max_tokens: int = 32
     r: int = 8
     alpha: float = 16.0
     lr: float = 3e-3
