@@ -1,13 +1,16 @@
 """Which tile a kernel uses: a table as data, chosen by a pure function of the shape and the GPU. Nothing is timed at run time.
 
-Measured on an H100 in bf16 (`python -m bench.norm_forms --device cuda`; results in bench/results). Up to r = 64 tiles of
-128 x 128 with 4 warps won: two programs share a multiprocessor, and one's squares hide behind the other's products. Above,
+The norm, measured on an H100 in bf16 (`python -m bench.norm_forms --device cuda`; results in bench/results). Up to r = 64
+tiles of 128 x 128 with 4 warps won: two programs share a multiprocessor, and one's squares hide behind the other's products. Above,
 128 x 256 with 8 warps: each slab that comes through L2 feeds twice the products (8192 x 8192, r = 384: 125 us against 134).
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
+
+from fdora.triton.table import GEMM, SCALE, SMALL
 
 
 class NormConfig(NamedTuple):
@@ -31,3 +34,71 @@ def norm_config(r: int, half: bool, capability: int) -> NormConfig:
     if from_shared and r > 64:
         return NormConfig(128, 256, 64, "ieee", 8, 3)
     return NormConfig(128, 128, 16 if r <= 16 else 32, "ieee", 4 if from_shared else 8, 3)
+
+
+class GemmConfig(NamedTuple):
+    """Tile of the result, step along K, and how programs run. ``halves``: the tile leaves through shared memory in two."""
+
+    tma: bool
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP: int
+    halves: bool
+    persistent: bool
+    num_warps: int
+    num_stages: int
+
+
+def gemm_config(M: int, N: int, K: int, r: int, w_rows: bool, extra: bool, capability: int) -> GemmConfig:
+    """``w_rows``: the columns of W are contiguous (forward). ``extra``: one more tile is read or written at the end."""
+    if not 90 <= capability < 120:
+        narrow = M <= 64 or N <= 64
+        return GemmConfig(False, 64 if narrow else 128, 64 if narrow else 128, 32, 8, False, False, 4 if narrow else 8, 3)
+    config = GemmConfig(*nearest(GEMM[w_rows], (M, N, K, r)))
+    # The 128 x 256 tile leaves room in shared memory for four stages or for another tile.
+    return (
+        config._replace(num_stages=min(3, config.num_stages)) if extra and config.BLOCK_M * config.BLOCK_N > 16384 else config
+    )
+
+
+class ScaleConfig(NamedTuple):
+    """Tile and strip of backward's elementwise pass; ``rank``: the padded rank whose dB rides along, 0 for none."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    ROWS: int
+    rank: int
+    num_warps: int
+
+
+def scale_config(M: int, N: int, r: int, half: bool) -> ScaleConfig:
+    if M <= 64:
+        return ScaleConfig(max(16, 1 << max(0, M - 1).bit_length()), 64, 64, _rank(r, half), 4)
+    BLOCK_M, BLOCK_N, ROWS, rides, num_warps = nearest(SCALE, (M, N, r))
+    return ScaleConfig(BLOCK_M, BLOCK_N, ROWS, _rank(r, half) if rides else 0, num_warps)
+
+
+def _rank(r: int, half: bool) -> int:
+    return max(16, 1 << (r - 1).bit_length()) if half and r <= 64 else 0
+
+
+class SmallConfig(NamedTuple):
+    """Columns and step along K for up to 64 tokens."""
+
+    BLOCK_N: int
+    BLOCK_K: int
+    num_warps: int
+    num_stages: int
+
+
+def small_config(rows: int, N: int, K: int, columns: bool, capability: int) -> SmallConfig:
+    """``rows``: tokens, padded. ``columns``: neighbours in memory are columns of W (backward)."""
+    if capability < 80:
+        return SmallConfig(32, 64, 4, 2)
+    return SmallConfig(*nearest(SMALL[columns], (rows, N, K)))
+
+
+def nearest(table: dict[tuple, tuple], shape: tuple[int, ...]) -> tuple:
+    """The entry whose shape is closest, in factors of two summed over the axes; the first of equals."""
+    return min(table.items(), key=lambda entry: sum(abs(math.log2(a / b)) for a, b in zip(entry[0], shape, strict=True)))[1]

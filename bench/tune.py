@@ -1,0 +1,177 @@
+"""Search the tiles of the layer's kernels on this GPU, and write the table they are chosen from.
+
+    python -m bench.tune [--ops gemm,scale,small] [--write fdora/triton/table.py] [--json FILE] [--commit H]
+
+Every candidate is checked against float32 torch on the same inputs, then timed in replayed CUDA graphs, all candidates of a
+shape in turns; the fastest is written. Nothing is ever timed outside this command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pprint
+from pathlib import Path
+
+import torch
+
+from bench.norm_forms import about, medians
+from fdora.triton.configs import GemmConfig, ScaleConfig, SmallConfig
+from fdora.triton.gemm import Epilogue, gemm
+from fdora.triton.scale import scale_backward
+from fdora.triton.small import small_down, small_up
+
+# (M, N, K, r): the linears of 8B to 70B models, few and many tokens, small and large ranks
+GEMM_SHAPES = [
+    (128, 4096, 4096, 16), (512, 1024, 4096, 16), (512, 4096, 4096, 16), (512, 14336, 4096, 64), (512, 4096, 14336, 64),
+    (2048, 1024, 4096, 64), (2048, 4096, 4096, 64), (4096, 1024, 4096, 16), (4096, 4096, 4096, 16), (4096, 4096, 4096, 384),
+    (4096, 14336, 4096, 64), (4096, 4096, 14336, 64), (4096, 8192, 8192, 384), (4096, 28672, 8192, 64),
+    (4096, 8192, 28672, 64), (16384, 1024, 4096, 64), (16384, 4096, 4096, 64), (16384, 14336, 4096, 16),
+    (16384, 4096, 14336, 16),
+]  # fmt: skip
+GEMM_CANDIDATES = [
+    GemmConfig(True, bm, bn, bk, group, halves, persistent, warps, stages)
+    for bm, bn, bk, halves, warps, stages in (
+        (128, 256, 64, True, 8, 4), (128, 256, 64, True, 8, 3), (256, 128, 64, True, 8, 4), (128, 128, 64, False, 8, 4),
+        (128, 128, 64, True, 4, 4), (128, 64, 64, False, 4, 4), (64, 128, 64, False, 4, 4), (64, 64, 128, False, 4, 4),
+    )
+    for group, persistent in ((8, True), (16, True), (8, False))
+]  # fmt: skip
+SCALE_SHAPES = [
+    (512, 4096, 16), (4096, 1024, 16), (4096, 4096, 8), (4096, 4096, 16), (4096, 4096, 64), (4096, 4096, 384),
+    (4096, 14336, 16), (4096, 14336, 64), (4096, 8192, 384), (16384, 4096, 16), (16384, 4096, 64), (16384, 4096, 384),
+]  # fmt: skip
+SCALE_CANDIDATES = [
+    (bm, bn, rows, rides, warps)
+    for bm, bn, warps in ((64, 128, 4), (64, 64, 4), (128, 128, 8), (64, 128, 8), (128, 64, 4), (32, 128, 4), (32, 64, 4))
+    for rows in (128, 256, 512, 1024)
+    for rides in (False, True)
+]
+SMALL_SHAPES = [(tokens, N, K) for tokens in (16, 64) for N, K in ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336),
+                (8192, 8192), (512, 512))]  # fmt: skip
+SMALL_CANDIDATES = [
+    SmallConfig(bn, bk, warps, stages)
+    for bn, bk in ((16, 256), (16, 512), (32, 128), (32, 256), (32, 512), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128))
+    for warps, stages in ((4, 3), (4, 5), (8, 3), (2, 5))
+]
+
+
+def randn(*shape, std=1.0):
+    return torch.randn(*shape, device="cuda").mul_(std).bfloat16()
+
+
+def fastest(make, candidates, check, flops):
+    """The median ms of every candidate that runs and is right, fastest first."""
+    runs = {}
+    for config in candidates:
+        try:
+            fn = make(config)
+            check(fn())
+            runs[config] = fn
+        except AssertionError:
+            raise
+        except Exception as error:  # too much shared memory, too many registers: not a candidate on this GPU
+            print(f"    {tuple(config)}: {type(error).__name__}", flush=True)
+    medians(runs, "cuda", 1)
+    ms = medians(runs, "cuda", 5)
+    return sorted(ms.items(), key=lambda item: item[1])
+
+
+def close(got, want, what):
+    error = ((got.float() - want).norm() / want.norm()).item()
+    assert error <= 5e-3, f"{what} is wrong by {error:.1e}"
+
+
+def tune_gemm(shapes):
+    for forward in (True, False):
+        for M, N, K, r in shapes:
+            if not forward and M * N > 2**28:
+                continue
+            x, h, W = randn(M, K), randn(M, r), randn(N, K, std=K**-0.5) if forward else randn(K, N, std=K**-0.5)
+            b = randn(N, r, std=r**-0.5) if forward else randn(r, N, std=r**-0.5)
+            w, b = (W.T, b.T) if forward else (W, b)
+            m, c = torch.rand(N, device="cuda") + 1, torch.ones(N, device="cuda")
+            epilogue = Epilogue("scale", m, c) if forward else Epilogue()
+            rows = slice(0, None, max(1, M // 128))
+            want = (x[rows].float() @ w.float() + h[rows].float() @ b.float()) * (m if forward else 1)
+            make = lambda config: lambda: gemm(x, w, h, b, epilogue, config=config)[0]  # noqa: E731
+            results = fastest(make, GEMM_CANDIDATES, lambda y: close(y[rows], want, "gemm"), 2 * M * N * K)
+            bare = medians({"bare": lambda: x @ w}, "cuda", 5)["bare"]
+            yield forward, (M, N, K, r), results, bare
+
+
+def tune_scale(shapes):
+    for M, N, r in shapes:
+        K = 64
+        dy, y, x, W, h, B = randn(M, N), randn(M, N), randn(M, K), randn(N, K), randn(M, r), randn(N, r)
+        m, c = torch.rand(N, device="cuda") + 1, torch.ones(N, device="cuda")
+        want = (dy.float() * m).bfloat16().float().T @ h.float()
+
+        def make(config):
+            rank = max(16, 1 << (r - 1).bit_length()) if config[3] else 0
+            scale = ScaleConfig(*config[:3], rank, config[4])
+
+            def run():
+                out = scale_backward(dy, y, x, W, h, B, m, c, False, True, False, True, False, False, True, config=scale)
+                return out.dB if rank else torch.mm(out.dz.T, h)
+
+            return run
+
+        candidates = [t for t in SCALE_CANDIDATES if t[2] <= M and (r <= 64 or not t[3])]
+        yield None, (M, N, r), fastest(make, candidates, lambda dB: close(dB, want, "scale"), 1), 3 * dy.nbytes / 3e9
+
+
+def tune_small(shapes):
+    for columns in (False, True):
+        for M, N, K in shapes:
+            x, A, W = randn(M, K), randn(16, K, std=K**-0.5), randn(K, N, std=K**-0.5) if columns else randn(N, K, std=K**-0.5)
+            b = randn(16, N) if columns else randn(N, 16).T
+            w = W if columns else W.T
+            want = x.float() @ w.float() + (x @ A.T).float() @ b.float()
+            make = lambda config: lambda: small_up(x, w, small_down(x, A, 1.0), b, after_down=True, config=config)[0]  # noqa: E731
+            results = fastest(make, SMALL_CANDIDATES, lambda y: close(y, want, "small"), 1)
+            yield columns, (M, N, K), results, medians({"bare": lambda: x @ w}, "cuda", 5)["bare"]
+
+
+OPS = {"gemm": (tune_gemm, GEMM_SHAPES), "scale": (tune_scale, SCALE_SHAPES), "small": (tune_small, SMALL_SHAPES)}
+HEAD = '"""Written by `python -m bench.tune --write`: shape -> fastest config, the fields of configs.py in their order."""\n'
+NOTES = {
+    "gemm": "# (M, N, K, r) -> GemmConfig, by whether the columns of W are contiguous\nGEMM: dict[bool, dict[tuple, tuple]]",
+    "scale": "# (M, N, r) -> BLOCK_M, BLOCK_N, ROWS, whether dB rides along, num_warps\nSCALE: dict[tuple, tuple]",
+    "small": "# (tokens, N, K) -> SmallConfig, by whether neighbours in memory are columns of W\n"
+    "SMALL: dict[bool, dict[tuple, tuple]]",
+}
+
+
+def main():
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--ops", default="gemm,scale,small")
+    options.add_argument("--write", type=Path)
+    options.add_argument("--json", type=Path)
+    options.add_argument("--commit", help="recorded in the JSON")
+    options = options.parse_args()
+    from fdora.triton import table
+
+    facts = about("cuda", options.commit)
+    tables = {"gemm": table.GEMM, "scale": table.SCALE, "small": table.SMALL}
+    rows = []
+    for op in options.ops.split(","):
+        search, shapes = OPS[op]
+        new: dict = {}
+        for half, shape, results, bare in search(shapes):
+            best, ms = results[0]
+            (new if half is None else new.setdefault(half, {}))[shape] = tuple(best)
+            line = {"op": op, "side": half, "shape": shape, "bare_ms": round(bare, 4), "best": tuple(best), "ms": round(ms, 4)}
+            line["next"] = [(tuple(config), round(ms, 4)) for config, ms in results[1:4]]
+            rows.append(line)
+            print(op, half, shape, f"bare {bare:.4f}", *(f"{tuple(c)} {ms:.4f}" for c, ms in results[:3]), sep="  ", flush=True)
+        tables[op] = new
+    if options.json:
+        options.json.write_text(json.dumps({"about": facts, "rows": rows}, indent=1) + "\n")
+    if options.write:
+        body = [f"\n{NOTES[op]} = {pprint.pformat(tables[op], width=120, sort_dicts=False)}\n" for op in OPS]
+        options.write.write_text(HEAD + "".join(body))
+
+
+if __name__ == "__main__":
+    main()

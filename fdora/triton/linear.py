@@ -1,0 +1,193 @@
+"""The whole layer: which kernels run, in which order. Signatures of :mod:`fdora.eager.linear`.
+
+Half precision. Forward: h = s x A^T, then one product with the low-rank term, g and bias inside (gemm.py; small.py for up to 64
+tokens). Backward: one pass for dz and the sums over tokens (scale.py), dh = s dz B, one product for dx; dA = dh^T x and
+dB = dz^T h. s is applied where h and dh are rounded, so no other factor is scaled or rounded again.
+
+"peft" dropout, y = x W^T + (g - 1) inner + s x' A^T B^T + bias with inner = D(x) W^T + s D(x) A^T B^T: two such products, the
+first writes inner, the second adds (g - 1) inner. Its backward is one product: (dz - dy) W and dh A masked, then dy W.
+
+float32: products by cuBLAS in the precision that torch.set_float32_matmul_precision asks for; g and bias in one pass.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fdora.triton._launch import loop_over_batch, rows_of, traced
+from fdora.triton.dropout import drop
+from fdora.triton.gemm import Dropped, Epilogue, gemm
+from fdora.triton.scale import scale_backward, scale_tile
+from fdora.triton.small import is_small, small_down, small_up
+
+BLOCK_M, BLOCK_N = 4, 512
+
+
+def linear_fwd(
+    x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, bias: Tensor | None, seed: Tensor | None,
+    s: float, p: float, mode: str, keep: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """x (M, K) -> y (M, N), s x A^T (M, r) and, with a bias or "peft" dropout, inner (M, N)."""
+    return tuple((linear if traced(x) else _linear)(x, W, A, B, m, c, bias, seed, s, p, mode, keep))
+
+
+def linear_bwd(
+    dy: Tensor, x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, h: Tensor, kept: Tensor | None,
+    seed: Tensor | None, s: float, p: float, mode: str, kept_inner: bool, needs: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """dx, dA, dB, dm, dc, dbias (float32); each only when ``needs``, in that order, asks for it."""
+    op = linear_backward if traced(dy) else _linear_backward
+    grads = iter(op(dy, x, W, A, B, m, c, h, kept, seed, s, p, mode, kept_inner, list(needs)))
+    return tuple(next(grads) if need else None for need in needs)
+
+
+def _linear(
+    x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, bias: Tensor | None, seed: Tensor | None,
+    s: float, p: float, mode: str, keep: str,
+) -> list[Tensor]:  # fmt: skip
+    t = x.dtype
+    W, m, c = W.to(t), m.contiguous(), c.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    with torch.cuda.device_of(x):
+        inner_kept = _keeps_inner(t, bias, seed, mode, keep)
+        if t == torch.float32:
+            out = _linear_float32(x, W, A, B, m, c, bias, seed, s, p, mode, inner_kept)
+        elif seed is None and is_small(x):
+            h = small_down(x, A, s)
+            out = (*small_up(x, W.T, h, B.T, m, c, bias, inner_kept, after_down=True), h)
+        else:
+            xd = drop(x, seed, p)
+            h = _product(xd, A.to(t).T, s)
+            B = B.to(t)
+            if seed is not None and mode == "peft":
+                inner, _ = gemm(xd, W.T, h, B.T)
+                y, _ = gemm(x, W.T, h, B.T, Epilogue("add", m, c, bias, inner))
+                out = (y, inner if inner_kept else None, h)
+            else:
+                out = (*gemm(x, W.T, h, B.T, Epilogue("scale", m, c, bias), keep_inner=inner_kept), h)
+    y, inner, h = out
+    return [y, h] if inner is None else [y, h, inner]
+
+
+def _keeps_inner(dtype: torch.dtype, bias: Tensor | None, seed: Tensor | None, mode: str, keep: str) -> bool:
+    """Whether y cannot stand in for inner. Rows with g near 0 can, in half precision: backward forms their products again."""
+    exact = bias is None and (seed is None or mode != "peft") and dtype != torch.float32
+    return keep == "inner" or (keep == "output" and not exact)
+
+
+def _linear_backward(
+    dy: Tensor, x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, h: Tensor, kept: Tensor | None,
+    seed: Tensor | None, s: float, p: float, mode: str, kept_inner: bool, needs: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    need_x, need_A, need_B, need_m, need_c, need_bias = needs
+    t = x.dtype
+    dy, W, m, c = rows_of(dy), W.to(t), m.contiguous(), c.contiguous()
+    peft = seed is not None and mode == "peft"
+    with torch.cuda.device_of(x):
+        need_dz = need_x or need_A or need_B
+        dz, dz_less, dm, dc, dbias, dB = scale_backward(
+            dy, kept, x, W, h, B, m, c, kept_inner, need_dz, peft and need_x, need_m, need_c, need_bias, need_B
+        )
+        dx = dA = dh = None
+        if need_x or need_A:
+            assert dz is not None
+            dh = _product(dz, B.to(t), s)
+        if need_x:
+            assert dz is not None and dh is not None
+            if t == torch.float32:
+                dx = _dx_float32(dy, dz, dz_less, W, A, dh, seed, p)
+            elif seed is None and is_small(x):
+                dx, _ = small_up(dz, W, dh, A)
+            elif peft:
+                dx, _ = gemm(dy, W, dh, A.to(t), drop=Dropped(seed, p, dz_less))
+            else:
+                dx, _ = gemm(dz, W, dh, A.to(t), drop=Dropped(seed, p))
+        if need_A:
+            assert dh is not None
+            dA = _gradient(dh.T, drop(x, seed, p), A.dtype)
+        if need_B and dB is None:
+            assert dz is not None
+            dB = _gradient(dz.T, h, B.dtype)
+    return [d for d in (dx, dA, dB, dm, dc, dbias) if d is not None]
+
+
+def _product(a: Tensor, b: Tensor, s: float) -> Tensor:
+    """s a b, rounded once. (alpha is safe here: a compiler sees the whole op or nothing.)"""
+    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=s)
+
+
+def _gradient(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b in ``dtype``, straight from the accumulator."""
+    if dtype == a.dtype:
+        return a @ b
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
+
+
+@triton.jit
+def _epilogue_kernel(
+    v, inner, out, m, c, bias, M, N, ADD: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask = (t < M)[:, None] & (n < N)[None, :]
+    at = t[:, None].to(tl.int64) * N + n[None, :]
+    g = scale_tile(m, c, n, N)[None, :]
+    y = tl.load(v + at, mask=mask)
+    y = y + (g - 1) * tl.load(inner + at, mask=mask) if ADD else g * y
+    if HAS_BIAS:
+        y += tl.load(bias + n, mask=n < N).to(tl.float32)[None, :]
+    tl.store(out + at, y, mask=mask)
+
+
+def _linear_float32(
+    x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, bias: Tensor | None, seed: Tensor | None,
+    s: float, p: float, mode: str, keep_inner: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    xd = drop(x, seed, p)
+    h, B = _product(xd, A.to(x.dtype).T, s), B.to(x.dtype)
+    v = (x @ W.T).addmm_(h, B.T)
+    peft = seed is not None and mode == "peft"
+    inner = (xd @ W.T).addmm_(h, B.T) if peft else v
+    y = torch.empty_like(v) if keep_inner and not peft else v
+    M, N = v.shape
+    if M and N:
+        _epilogue_kernel[(triton.cdiv(M, BLOCK_M), triton.cdiv(N, BLOCK_N))](
+            v, inner, y, m, c, bias, M, N, ADD=peft, HAS_BIAS=bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=4
+        )
+    return y, inner if keep_inner else None, h
+
+
+def _dx_float32(
+    dy: Tensor, dz: Tensor, dz_less: Tensor | None, W: Tensor, A: Tensor, dh: Tensor, seed: Tensor | None, p: float
+) -> Tensor:
+    A = A.to(dy.dtype)
+    if seed is None:
+        return (dz @ W).addmm_(dh, A)
+    if dz_less is None:
+        return (dz @ W).add_(drop(dh @ A, seed, p))
+    return (dy @ W).add_(drop((dz_less @ W).addmm_(dh, A), seed, p))
+
+
+linear = torch.library.custom_op("fdora::linear", _linear, mutates_args=())
+linear_backward = torch.library.custom_op("fdora::linear_backward", _linear_backward, mutates_args=())
+
+
+@linear.register_fake
+def _(x, W, A, B, m, c, bias, seed, s, p, mode, keep):
+    shape = (x.shape[0], W.shape[0])
+    y, h = x.new_empty(shape), x.new_empty((x.shape[0], A.shape[0]))
+    return [y, h, x.new_empty(shape)] if _keeps_inner(x.dtype, bias, seed, mode, keep) else [y, h]
+
+
+@linear_backward.register_fake
+def _(dy, x, W, A, B, m, c, h, kept, seed, s, p, mode, kept_inner, needs):
+    wide = torch.float32
+    like = ((x, x.dtype), (A, A.dtype), (B, B.dtype), (m, m.dtype), (m, wide), (m, wide))
+    return [torch.empty(t.shape, device=x.device, dtype=d) for (t, d), need in zip(like, needs, strict=True) if need]
+
+
+loop_over_batch(linear)
+loop_over_batch(linear_backward)

@@ -1,0 +1,134 @@
+"""The same product for a handful of tokens (decoding): bound by reading W once, so tiles are narrow and many.
+
+    h = s x A^T                      one program per slab of the rank, all of K
+    out = g (x W + h B) + bias       one program per few columns, all of K, then all of r
+
+On sm_90 and later the second kernel starts while the first one runs (programmatic dependent launch): it streams its part of
+W and waits for h only before the products with B, so h costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fdora.triton._launch import capability
+from fdora.triton.configs import SmallConfig, small_config
+from fdora.triton.scale import scale_tile
+
+try:  # Triton 3.5 and later
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    HAS_PDL = True
+except ImportError:
+    HAS_PDL = False
+
+_config = lru_cache(4096)(small_config)
+
+LIMIT = 64  # tokens; from there on the tiles of gemm.py are better filled
+
+
+@triton.jit
+def _down_kernel(
+    x, a, h, s, M, K, R, stride_xm, stride_xk, stride_ar, stride_ak, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    t, r, k = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+    at_x = x + t[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk
+    at_a = a + r[None, :].to(tl.int64) * stride_ar + k[:, None].to(tl.int64) * stride_ak
+    acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        xt = tl.load(at_x, mask=(t < M)[:, None] & (k < K - k0)[None, :], other=0.0)
+        wt = tl.load(at_a, mask=(k < K - k0)[:, None] & (r < R)[None, :], other=0.0)
+        acc = tl.dot(xt, wt.to(xt.dtype), acc)
+        at_x += BLOCK_K * stride_xk
+        at_a += BLOCK_K * stride_ak
+    tl.store(h + t[:, None] * R + r[None, :], (s * acc).to(h.dtype.element_ty), mask=(t < M)[:, None] & (r < R)[None, :])
+
+
+@triton.jit
+def _small_kernel(
+    x, w, h, b, out, inner, m, c, bias, M, N, K, R,
+    stride_xm, stride_xk, stride_wk, stride_wn, stride_br, stride_bn,
+    SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_INNER: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    t, n, k = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    at_x = x + t[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk
+    at_w = w + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        xt = tl.load(at_x, mask=(t < M)[:, None] & (k < K - k0)[None, :], other=0.0)
+        wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0)
+        acc = tl.dot(xt, wt, acc)
+        at_x += BLOCK_K * stride_xk
+        at_w += BLOCK_K * stride_wk
+    if PDL:
+        gdc_wait()
+    r = tl.arange(0, BLOCK_R)
+    for r0 in range(0, R, BLOCK_R):
+        in_r = r < R - r0
+        ht = tl.load(h + t[:, None] * R + (r0 + r)[None, :], mask=(t < M)[:, None] & in_r[None, :], other=0.0)
+        at = b + (r0 + r)[:, None].to(tl.int64) * stride_br + n[None, :].to(tl.int64) * stride_bn
+        acc = tl.dot(ht, tl.load(at, mask=in_r[:, None] & (n < N)[None, :], other=0.0).to(ht.dtype), acc)
+    mask = (t < M)[:, None] & (n < N)[None, :]
+    at = t[:, None].to(tl.int64) * N + n[None, :]
+    if STORE_INNER:
+        tl.store(inner + at, acc.to(inner.dtype.element_ty), mask=mask)
+    if SCALE:
+        acc = acc * scale_tile(m, c, n, N)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+def is_small(x: Tensor) -> bool:
+    return x.shape[0] <= LIMIT
+
+
+def small_down(x: Tensor, A: Tensor, s: float) -> Tensor:
+    """(M, K), (r, K) -> s x A^T (M, r) in the dtype of x."""
+    (M, K), r = x.shape, A.shape[0]
+    h = torch.empty((M, r), device=x.device, dtype=x.dtype)
+    if M:
+        block_r, block_k = 16, min(512, max(16, triton.next_power_of_2(K)))
+        _down_kernel[(triton.cdiv(r, block_r),)](
+            x, A, h, s, M, K, r, *x.stride(), *A.stride(), PDL=_overlaps(x), BLOCK_M=_rows(M), BLOCK_R=block_r,
+            BLOCK_K=block_k if _rows(M) < 64 else min(128, block_k), num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return h
+
+
+def small_up(
+    x: Tensor, w: Tensor, h: Tensor, b: Tensor, m: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None,
+    keep_inner: bool = False, after_down: bool = False, config: SmallConfig | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(M, K) (K, N) (M, r) (r, N) -> out and inner. ``after_down``: h comes from small_down, the launch just before."""
+    (M, K), N, r = x.shape, w.shape[1], h.shape[1]
+    out = torch.empty((M, N), device=x.device, dtype=x.dtype)
+    inner = torch.empty_like(out) if keep_inner else None
+    if M and N:
+        config = config or _config(_rows(M), N, K, w.stride(1) == 1, capability(x.device))
+        block_n, block_k, warps, stages = config
+        pdl = after_down and _overlaps(x)
+        _small_kernel[(triton.cdiv(N, block_n),)](
+            x, w, h, b, out, inner, m, c, bias, M, N, K, r, *x.stride(), *w.stride(), *b.stride(),
+            SCALE=m is not None, HAS_BIAS=bias is not None, STORE_INNER=keep_inner, PDL=pdl, BLOCK_M=_rows(M),
+            BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=min(64, max(16, triton.next_power_of_2(r))), num_warps=warps,
+            num_stages=stages, **({"launch_pdl": True} if pdl else {}),
+        )  # fmt: skip
+    return out, inner
+
+
+def _rows(M: int) -> int:
+    return max(16, triton.next_power_of_2(M))
+
+
+def _overlaps(t: Tensor) -> bool:
+    return HAS_PDL and capability(t.device) >= 90

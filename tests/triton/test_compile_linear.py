@@ -1,0 +1,113 @@
+"""The layer's kernels build for every GPU we name, in the shipped configs: shared memory under the limit, no spills."""
+
+import os
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+
+from fdora.triton.configs import gemm_config, scale_config, small_config  # noqa: E402
+from tests.triton.test_compile import SHARED, TARGETS, build, stack_bytes  # noqa: E402
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+
+MODES = {
+    "scale": dict(EPILOGUE="scale", HAS_BIAS=False, STORE_INNER=False, DROP=False, HAS_X0=False),
+    "inner": dict(EPILOGUE="scale", HAS_BIAS=True, STORE_INNER=True, DROP=False, HAS_X0=False),
+    "add": dict(EPILOGUE="add", HAS_BIAS=True, STORE_INNER=False, DROP=False, HAS_X0=False),
+    "dropped": dict(EPILOGUE="none", HAS_BIAS=False, STORE_INNER=False, DROP=True, HAS_X0=False),
+    "dropped twice": dict(EPILOGUE="none", HAS_BIAS=False, STORE_INNER=False, DROP=True, HAS_X0=True),
+}
+
+
+def check(kernel, target, tensors, sizes, constants, warps, stages, tmp_path, more=()):
+    """``constants`` may name None arguments; every tensor is 16-byte aligned, every size divisible by 16."""
+    types = tensors | {n: "i32" for n in sizes} | dict(more)
+    signature = {n: "constexpr" if n in constants else types.get(n, "constexpr") for n in kernel.arg_names}
+    constants = {n: constants.get(n) for n, kind in signature.items() if kind == "constexpr"}
+    aligned = [n for n, kind in signature.items() if kind[0] == "*" or n in sizes]
+    built = build(kernel, target, signature, constants, aligned, warps, stages)
+    if isinstance(target, int):
+        assert built.metadata.shared <= SHARED[target]
+        assert stack_bytes(built.asm["cubin"], tmp_path) == 0
+    else:
+        assert built.metadata.shared <= 65_536 and built.asm["hsaco"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tokens", [512, 4096])
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_gemm(target, tokens, mode, tmp_path):
+    from fdora.triton import gemm
+
+    flags, capability = MODES[mode], target if isinstance(target, int) else 0
+    for w_rows in (True, False):
+        config = gemm_config(tokens, 4096, 4096, 64, w_rows, flags["STORE_INNER"] or flags["EPILOGUE"] == "add", capability)
+        bm, bn, bk = config.BLOCK_M, config.BLOCK_N, config.BLOCK_K
+        vectors = {n: "*fp32" for n in ("m", "c")} | {"bias": "*bf16", "seed": "*i64"}
+        scalars = {"threshold": "i64", "keep_scale": "fp32"}
+        constants = flags | dict(BLOCK_M=bm, BLOCK_N=bn, BLOCK_K=bk, GROUP=config.GROUP)
+        absent = [] if flags["STORE_INNER"] else ["inner"]
+        absent += [] if flags["EPILOGUE"] == "add" else ["add"]
+        absent += [] if flags["HAS_X0"] else ["x0"]
+        constants |= dict.fromkeys(absent)
+        if config.tma:
+            width = bn // 2 if config.halves else bn
+            right = [bn, bk] if w_rows else [bk, bn]
+            blocks = {n: [bm, bk] for n in ("x", "x0", "h")} | {n: right for n in "wb"}
+            blocks |= {n: [bm, width] for n in ("out", "inner", "add")}
+            tensors = {n: f"tensordesc<bf16{list(shape)}>" for n, shape in blocks.items()}
+            constants |= dict(W_ROWS=w_rows, HALVES=config.halves, FLATTEN=config.persistent and not flags["DROP"])
+            kernel, sizes = gemm._gemm_tma_kernel, ("M", "N", "K", "R", "PROGRAMS")
+        else:
+            tensors = {n: "*bf16" for n in ("x", "x0", "w", "h", "b", "out", "inner", "add")}
+            unit = ("stride_wk", "stride_br") if w_rows else ("stride_wn", "stride_bn")
+            constants |= dict.fromkeys(("stride_xk", "stride_hr", *unit), 1) | {"BLOCK_R": config.BLOCK_K}
+            kernel = gemm._gemm_pointer_kernel
+            sizes = ["M", "N", "K", "R", *(n for n in kernel.arg_names if n.startswith("stride_") and n not in constants)]
+        check(kernel, target, tensors | vectors, sizes, constants, config.num_warps, config.num_stages, tmp_path, scalars)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("r", [16, 64, 384])
+@pytest.mark.parametrize("tokens", [16, 4096])
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_scale(target, tokens, r, dtype, tmp_path):
+    from fdora.triton import scale
+
+    config = scale_config(tokens, 4096, r, dtype == "bf16")
+    half = {n: f"*{dtype}" for n in ("dy", "kept", "x", "w", "h", "b", "dz", "dz_less")}
+    wide = {n: "*fp32" for n in ("m", "c", "partial_m", "partial_bias", "partial_B", "dm", "dc", "dbias", "dB")}
+    flags = dict(
+        NEED_DZ=True, NEED_LESS=False, NEED_M=True, NEED_C=True, NEED_BIAS=True, RANK=config.rank, KEPT_INNER=dtype == "fp32"
+    )
+    flags |= dict(SINGLE=tokens == 16, BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, ROWS=config.ROWS)
+    units = dict.fromkeys(("stride_xk", "stride_wk", "stride_hr", "stride_br"), 1)
+    for kernel, extra in (
+        (scale._scale_kernel, {}),
+        (scale._finish_kernel, dict(BLOCK_N=scale.FINISH_N, BLOCK_T=scale.FINISH_T)),
+    ):
+        strides = [n for n in kernel.arg_names if n.startswith("stride_") and n not in units]
+        sizes = ["M", "N", "K", "R", *strides]
+        warps = config.num_warps if kernel is scale._scale_kernel else 4
+        more = {"tiny": "fp32", "strips": "i32"}
+        check(kernel, target, half | wide, sizes, flags | units | extra, warps, 3, tmp_path, more)
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_small(target, tokens, tmp_path):
+    from fdora.triton import small
+
+    rows, pdl = small._rows(tokens), isinstance(target, int) and target >= 90
+    tensors = {n: "*bf16" for n in ("x", "w", "a", "h", "b", "out", "inner", "bias")} | {"m": "*fp32", "c": "*fp32"}
+    for columns in (False, True):
+        block_n, block_k, warps, stages = small_config(rows, 4096, 4096, columns, target if isinstance(target, int) else 0)
+        units = dict.fromkeys(("stride_xk", *(("stride_wn", "stride_bn") if columns else ("stride_wk", "stride_br"))), 1)
+        constants = units | dict(SCALE=True, HAS_BIAS=True, STORE_INNER=True, PDL=pdl)
+        constants |= dict(BLOCK_M=rows, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=64)
+        sizes = ["N", "K", "R", *(n for n in small._small_kernel.arg_names if n.startswith("stride_") and n not in units)]
+        check(small._small_kernel, target, tensors, sizes, constants, warps, stages, tmp_path, {"M": "i32"})
+    constants = dict(stride_xk=1, stride_ak=1, PDL=pdl, BLOCK_M=rows, BLOCK_R=16, BLOCK_K=512 if rows < 64 else 128)
+    check(small._down_kernel, target, tensors, ["K", "R", "stride_xm", "stride_ar"], constants, 4, 3, tmp_path,
+          {"M": "i32", "s": "fp32"})  # fmt: skip

@@ -1,0 +1,167 @@
+"""The layer's kernels: every check of the functional layer, on the Triton backend, and what only kernels can get wrong."""
+
+import os
+
+import pytest
+import torch
+
+from fdora.functional import dora_linear, dora_norm
+from tests import device, reference
+from tests.close import assert_within, rel_l2
+from tests.make import grads, tensors, tracked
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    "device.NAME == 'cpu' and not INTERPRETED",
+    reason="needs --device cuda or TRITON_INTERPRET=1; `make test` runs both ways it can",
+)
+# The interpreter of Triton 3.6 multiplies bf16 wrongly; a GPU does not.
+HALF = (torch.float16,) if INTERPRETED else (torch.bfloat16, torch.float16)
+DROPOUT = {
+    "none": {},
+    "lora": dict(dropout_p=0.3, dropout_mode="lora", seed=5),
+    "peft": dict(dropout_p=0.3, dropout_mode="peft", seed=5),
+}
+# tokens 1, 3 and 64 take the small kernel, the rest tiles; K, r not divisible by 8 cannot travel by TMA
+SHAPES = ((1, 33, 1, 1), (3, 40, 70, 20), (70, 137, 260, 5), (150, 264, 144, 130))
+
+
+def forward_and_back(t, mode="none", backend="triton", names=("x", "A", "B", "m"), dy=None, **extra):
+    t = tracked(t, *names)
+    y = dora_linear(t["x"], t["W"], t["A"], t["B"], t["m"], s=t["s"], backend=backend, **DROPOUT[mode], **extra)
+    torch.manual_seed(1)
+    dy = torch.randn(y.shape, device=y.device).to(y.dtype) if dy is None else dy
+    return {"y": y.detach()} | grads(y, dy, **{n: t[n] for n in names})
+
+
+@pytest.mark.parametrize("mode", DROPOUT)
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_as_the_eager_backend(shape, dtype, mode):
+    """Against eager in float64 on the same rounded inputs (itself proved against the reference), within a budget that the
+    eager backend in this dtype sets."""
+    M, N, K, r = shape
+    for adapter in {dtype, torch.float32}:
+        for bias in (False, True):
+            t = tensors(N, K, r, (M,), dtype, adapter)
+            names = ("x", "A", "B", "m", "bias") if bias else ("x", "A", "B", "m")
+            wide = {n: v.double() if isinstance(v, torch.Tensor) else v for n, v in t.items()}
+            torch.manual_seed(1)
+            dy = torch.randn(M, N, device=device.NAME).to(dtype)
+            c = dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="eager")
+
+            def run(t, backend, dy, c):
+                t = tracked(t, *names)
+                extra = {"bias": t["bias"]} if bias else {}
+                y = dora_linear(t["x"], *(t[n] for n in "WABm"), s=t["s"], norm=c, backend=backend, **DROPOUT[mode], **extra)
+                return {"y": y.detach()} | grads(y, dy, **{n: t[n] for n in names})
+
+            got, eager, truth = run(t, "triton", dy, c), run(t, "eager", dy, c), run(wide, "eager", dy.double(), c.double())
+            # dm reads y or inner back, rounded once more: the noise that this leaves in a sum over tokens
+            inner = truth["y"] - (wide["bias"] if bias else 0)
+            noise = torch.finfo(dtype).eps * (dy.double() * inner).norm(dim=0) / wide["m"].abs()
+            eager["m"] = truth["m"] + noise + (eager["m"].double() - truth["m"]).abs()
+            for n, v in got.items():
+                assert v.dtype == t[n].dtype if n != "y" else v.dtype == dtype
+                assert_within(v, eager[n], truth[n], f"{adapter} bias={bias} {n}")
+
+
+def test_rows_without_magnitude_keep_their_gradient():
+    """m = 0 leaves nothing in y: those columns form their products again, one strip (small M) or many."""
+    for M in (40, 200):
+        for dtype in (*HALF, torch.float32):
+            t = tensors(48, 64, 8, (M,), dtype, torch.float32, kind="zero_m")
+            got = forward_and_back(t, names=("m",))
+            ref = forward_and_back({n: v.double() if isinstance(v, torch.Tensor) else v for n, v in t.items()}, backend="eager",
+                                   names=("m",), dy=None)  # fmt: skip
+            torch.manual_seed(1)
+            dy = torch.randn(M, 48, device=device.NAME).to(dtype).double()
+            wide = tracked({n: v.double() if isinstance(v, torch.Tensor) else v for n, v in t.items()}, "m")
+            y = reference.dora(*(wide[n] for n in "xWABms"))
+            (ref,) = torch.autograd.grad(y, wide["m"], dy)
+            assert rel_l2(got["m"][::3], ref[::3]) <= 5e-3, (M, dtype)
+            assert rel_l2(got["m"], ref) <= 5e-3, (M, dtype)
+
+
+def test_every_subset_of_gradients():
+    t = tensors(40, 72, 16, (70,), HALF[0], torch.float32)
+    c = dora_norm(t["W"], t["A"], t["B"], s=t["s"])
+    whole = forward_and_back(t, names=("x", "A", "B", "m"), norm=c)
+    for names in (("x",), ("A",), ("B",), ("m",), ("A", "B"), ("x", "m")):
+        part = forward_and_back(t, names=names, norm=c)
+        assert all(torch.equal(v, whole[n]) for n, v in part.items()), names
+
+
+def test_strides():
+    for M in (9, 70):
+        t = tensors(40, 72, 16, (M,), HALF[0])
+        want = forward_and_back(t)
+        turned = {n: t[n].T.contiguous().T for n in ("x", "W", "A", "B")}
+        odd = {n: torch.stack([t[n], t[n]], -1)[..., 1] for n in ("x", "W", "A", "B", "m")}
+        shifted = {n: torch.nn.functional.pad(t[n], (1, 0))[..., 1:] for n in ("x", "W", "A", "B")}
+        for other in (turned, odd, shifted):
+            for n, v in forward_and_back(t | other).items():
+                torch.testing.assert_close(v, want[n], rtol=2e-3, atol=2e-3)
+        dy = torch.ones((), device=device.NAME, dtype=HALF[0]).expand(M, 40)
+        for n, v in forward_and_back(t, dy=dy).items():
+            torch.testing.assert_close(v, forward_and_back(t, dy=dy.contiguous())[n], rtol=0, atol=0)
+
+
+def test_no_tokens():
+    for mode in DROPOUT:
+        for dtype in (HALF[0], torch.float32):
+            t = tensors(24, 16, 4, (0,), dtype)
+            got = forward_and_back(t, mode)
+            assert got["y"].shape == (0, 24) and all((got[n] == 0).all() for n in "ABm")
+
+
+def test_bits_repeat_and_every_element_is_written():
+    for M in (20, 150):
+        t = tensors(136, 80, 24, (M,), HALF[0], torch.float32)
+        first = forward_and_back(t, "lora", bias=t["bias"])
+        junk = [torch.full((k, 128), float("nan"), device=device.NAME) for k in range(1, 20)]
+        del junk
+        again = forward_and_back(t, "lora", bias=t["bias"])
+        assert all(torch.equal(v, again[n]) and not v.isnan().any() for n, v in first.items())
+
+
+def test_the_mask_is_the_eager_mask():
+    from fdora.eager.dropout import drop as eager
+    from fdora.triton.dropout import drop
+
+    x = torch.randn(37, 300, device=device.NAME, dtype=HALF[0])
+    for seed in (0, 5, 2**31, 2**62 - 1):
+        seed = torch.tensor(seed, device=device.NAME)
+        for p in (0.1, 0.5, 0.9):
+            assert torch.equal(drop(x, seed, p), eager(x, seed, p))
+
+
+def test_opcheck():
+    from fdora.triton.linear import linear, linear_backward
+
+    t = tensors(40, 72, 16, (9,), HALF[0])
+    c = dora_norm(t["W"], t["A"], t["B"], s=t["s"])
+    args = (*(t[n] for n in "xWABm"), c, None, None, 0.7, 0.0, "lora", "output")
+    torch.library.opcheck(linear, args)
+    y, h = linear(*args)
+    backward = (torch.randn_like(y), *args[:6], h, y, None, 0.7, 0.0, "lora", False, [True] * 5 + [False])
+    torch.library.opcheck(linear_backward, backward)
+
+
+@pytest.mark.skipif("device.NAME != 'cpu'", reason="a GPU chooses TMA by itself; this is for the interpreter")
+@pytest.mark.parametrize("mode", DROPOUT)
+@pytest.mark.parametrize("tokens", [70, 1300])
+def test_tiles_by_tma(tokens, mode, monkeypatch):
+    """The kernel of Hopper, interpreted: both tile shapes, ragged in every axis, several tiles a program."""
+    from fdora.triton import gemm
+
+    t = tensors(264, 144, 24, (tokens,), HALF[0])
+    want = forward_and_back(t, mode, bias=t["bias"])
+    launched = []
+    real = gemm._launch_tma
+    monkeypatch.setattr(gemm, "capability", lambda device: 90)
+    monkeypatch.setattr(gemm, "_launch_tma", lambda *args: (launched.append(args[-1]), real(*args)))
+    got = forward_and_back(t, mode, bias=t["bias"])
+    assert launched
+    for n, v in got.items():
+        torch.testing.assert_close(v, want[n], rtol=4e-3, atol=4e-3)
