@@ -1,4 +1,6 @@
-"""The Triton backend: kernels behind the file names and signatures of :mod:`fdora.eager`. So far norm and compose."""
+"""The Triton backend: kernels behind the file names and signatures of :mod:`fdora.eager`. So far norm, compose and
+merge."""
 
 from fdora.triton import compose as compose
+from fdora.triton import merge as merge
 from fdora.triton import norm as norm

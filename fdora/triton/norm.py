@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fdora.triton._launch import capability, column_sums, loop_over_batch, traced
+from fdora.triton._tile import GROUP, tile_at, weight_and_product
 from fdora.triton.configs import NormConfig, norm_config
-
-GROUP = 8  # rows of tiles that run together, so that their slabs of A and B meet in L2
 
 
 @triton.jit
@@ -27,34 +26,13 @@ def _norm_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    tiles_n, tiles_k = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
-    group = pid // (GROUP * tiles_k)
-    height = min(tiles_n - group * GROUP, GROUP)
-    tile_n = group * GROUP + (pid % (GROUP * tiles_k)) % height
-    tile_k = (pid % (GROUP * tiles_k)) // height
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    r = tl.arange(0, BLOCK_R)
-    in_n, in_k = n < N, k < K
-
-    at_w = W + n[:, None].to(tl.int64) * stride_wn + k[None, :].to(tl.int64) * stride_wk
-    at_b = B + n[:, None].to(tl.int64) * stride_bn + r[None, :].to(tl.int64) * stride_br
-    at_a = A + r[:, None].to(tl.int64) * stride_ar + k[None, :].to(tl.int64) * stride_ak
-    # EVEN: every tile and slab is whole. Masks would keep the loads from being pipelined at full width.
-    w = tl.load(at_w) if EVEN else tl.load(at_w, mask=in_n[:, None] & in_k[None, :], other=0.0)
-    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for r0 in range(0, R, BLOCK_R):
-        if EVEN:
-            b, a = tl.load(at_b), tl.load(at_a)
-        else:
-            b = tl.load(at_b, mask=in_n[:, None] & (r[None, :] < R - r0), other=0.0)
-            a = tl.load(at_a, mask=in_k[None, :] & (r[:, None] < R - r0), other=0.0)
-        acc = tl.dot(b, a, acc, input_precision=PRECISION)
-        at_b += BLOCK_R * stride_br
-        at_a += BLOCK_R * stride_ar
-    v = w.to(tl.float32) + s * acc
-    tl.store(partial + tile_k.to(tl.int64) * N + n, tl.sum(v * v, axis=1), mask=in_n)
+    tile_n, tile_k = tile_at(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, GROUP)
+    n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    w, acc = weight_and_product(
+        W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION
+    )
+    v = w + s * acc
+    tl.store(partial + tile_k.to(tl.int64) * N + n, tl.sum(v * v, axis=1), mask=n < N)
 
 
 def norm_fwd(W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None) -> Tensor:

@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton", reason="needs Triton; `make test` install
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from fdora.triton.configs import norm_config  # noqa: E402
+from fdora.triton.configs import merge_config, norm_config  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -52,6 +52,29 @@ def test_norm(target, r, adapter, tmp_path):
     constants |= {"PRECISION": precision}
     signature = {n: (pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in _norm_kernel.arg_names}
     built = build(_norm_kernel, target, signature, constants, [*pointers, *sizes], warps, stages)
+    if isinstance(target, int):
+        assert built.metadata.shared <= SHARED[target]
+        assert stack_bytes(built.asm["cubin"], tmp_path) == 0
+    else:
+        assert built.metadata.shared <= 65_536 and built.asm["hsaco"]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("r", RANKS)
+@pytest.mark.parametrize(("weight", "adapter"), [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")])
+@pytest.mark.parametrize("undo", [False, True])
+def test_merge(target, r, weight, adapter, undo, tmp_path):
+    from fdora.triton.merge import GROUP, _merge_kernel
+
+    capability = target if isinstance(target, int) else 0
+    block_n, block_k, block_r, precision, warps, stages = merge_config(r, adapter == "bf16", capability)
+    pointers = {"W": f"*{weight}", "A": f"*{adapter}", "B": f"*{adapter}", "m": "*fp32", "c": "*fp32", "out": f"*{weight}"}
+    sizes = {n: "i32" for n in ("N", "K", "R", "stride_wn", "stride_ar", "stride_bn")}
+    constants = {"stride_wk": 1, "stride_ak": 1, "stride_br": 1, "UNDO": undo}
+    constants |= {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP, "EVEN": True}
+    constants |= {"PRECISION": precision}
+    signature = {n: (pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in _merge_kernel.arg_names}
+    built = build(_merge_kernel, target, signature, constants, [*pointers, *sizes], warps, stages)
     if isinstance(target, int):
         assert built.metadata.shared <= SHARED[target]
         assert stack_bytes(built.asm["cubin"], tmp_path) == 0
