@@ -58,6 +58,12 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """How many; a few where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
 def loop_over_batch(op: Any) -> None:
     """Teach an op torch.func.vmap: one call per mapped element, the results stacked."""
 

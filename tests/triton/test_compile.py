@@ -40,14 +40,17 @@ def stack_bytes(cubin, tmp_path):
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize("r", RANKS)
 @pytest.mark.parametrize("adapter", ["bf16", "fp32"])
-def test_norm(target, r, adapter, tmp_path):
-    from fdora.triton.norm import GROUP, _norm_kernel
+@pytest.mark.parametrize("guarded", [False, True])
+def test_norm(target, r, adapter, guarded, tmp_path):
+    from fdora.triton.norm import GROUP, WORDS, _norm_kernel
 
     capability = target if isinstance(target, int) else 0
     block_n, block_k, block_r, precision, warps, stages = norm_config(r, adapter == "bf16", capability)
     pointers = {"W": "*bf16", "A": f"*{adapter}", "B": f"*{adapter}", "partial": "*fp32"}
+    pointers |= {"seen": "*i64", "now": "*i64"} if guarded else {}
     sizes = {n: "i32" for n in ("N", "K", "R", "stride_wn", "stride_ar", "stride_bn")}
-    constants = {"stride_wk": 1, "stride_ak": 1, "stride_br": 1}
+    constants = {"stride_wk": 1, "stride_ak": 1, "stride_br": 1, "GUARDED": guarded, "WORDS": WORDS}
+    constants |= {} if guarded else {"seen": None, "now": None}
     constants |= {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP, "EVEN": True}
     constants |= {"PRECISION": precision}
     signature = {n: (pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in _norm_kernel.arg_names}
@@ -102,3 +105,30 @@ def test_compose(target, lora, which, tmp_path):
     if isinstance(target, int):
         assert built.metadata.shared <= SHARED[target]
         assert stack_bytes(built.asm["cubin"], tmp_path) == 0
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_fingerprint(target, tmp_path):
+    from fdora.triton import _fingerprint
+    from fdora.triton.norm import SUM_N, SUM_T, WORDS, _choose_kernel
+
+    pointers = {"A": "*i64", "B": "*i64", "out": "*i64"}
+    sizes = {n: "i32" for n in ("count_a", "count_b", "cols_a", "cols_b", "stride_ar", "stride_bn")}
+    constants = {
+        "stride_ak": 1,
+        "stride_br": 1,
+        "PACKED_A": True,
+        "PACKED_B": True,
+        "BLOCK": _fingerprint.BLOCK,
+        "KIND": 1,
+        "WORDS": 256,
+    }
+    kernel = _fingerprint._fingerprint_kernel
+    signature = {n: (pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in kernel.arg_names}
+    built = [build(kernel, target, signature, constants, [*pointers, *sizes], 8, 3)]
+    pointers = {"partial": "*fp32", "c": "*fp32", "out": "*fp32", "seen": "*i64", "now": "*i64"}
+    signature = {n: (pointers | {"N": "i32", "strips": "i32"}).get(n, "constexpr") for n in _choose_kernel.arg_names}
+    constants = {"WORDS": WORDS, "BLOCK_N": SUM_N, "BLOCK_T": SUM_T}
+    built.append(build(_choose_kernel, target, signature, constants, [*pointers, "N"], 4, 3))
+    for kernel in built:
+        assert not isinstance(target, int) or stack_bytes(kernel.asm["cubin"], tmp_path) == 0
