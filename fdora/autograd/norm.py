@@ -24,6 +24,13 @@ def row_norm(
         return OPS[backend].norm.norm_fwd(W, A, B, base_sqnorm, s, max_bytes)
 
 
+def row_sqnorm(
+    W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None, backend: str
+) -> Tensor:
+    with torch.no_grad(), autocast_off(W):
+        return OPS[backend].norm.sqnorm_fwd(W, A, B, base_sqnorm, s, max_bytes)
+
+
 def guarded_norm(
     W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None,
     c: Tensor, seen: Tensor, backend: str,

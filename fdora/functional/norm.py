@@ -10,7 +10,7 @@ from torch import Tensor
 from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, fail, name
 from fdora._dispatch import Backend
 from fdora.autograd.norm import EPS as EPS
-from fdora.autograd.norm import WORDS, guarded_norm, row_norm, scale, smallest_bytes
+from fdora.autograd.norm import WORDS, guarded_norm, row_norm, row_sqnorm, scale, smallest_bytes
 from fdora.autograd.norm import base_sqnorm as _base_sqnorm
 from fdora.functional.backend import select_backend
 
@@ -49,12 +49,12 @@ def dora_norm_state(W: Tensor) -> NormState:
 @overload
 def dora_norm(
     W: Tensor, A: Tensor, B: Tensor, *, s: float, base_sqnorm: Tensor | None = ..., detach: bool = ...,
-    max_bytes: int | None = ..., state: None = ..., backend: Backend = ...,
+    max_bytes: int | None = ..., state: None = ..., squared: bool = ..., backend: Backend = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def dora_norm(
     W: Tensor, A: Tensor, B: Tensor, *, s: float, base_sqnorm: Tensor | None = ..., detach: bool = ...,
-    max_bytes: int | None = ..., state: NormState, backend: Backend = ...,
+    max_bytes: int | None = ..., state: NormState, squared: bool = ..., backend: Backend = ...,
 ) -> NormState: ...  # fmt: skip
 def dora_norm(
     W: Tensor,
@@ -66,6 +66,7 @@ def dora_norm(
     detach: bool = True,
     max_bytes: int | None = None,
     state: NormState | None = None,
+    squared: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | NormState:
     """Row norm of the adapted weight: ``c = ||W + s * B @ A||`` along K.
@@ -92,6 +93,8 @@ def dora_norm(
         GPU without waiting for it; eager code saves work on a CPU only. Nothing is mutated: a captured CUDA graph must end
         with ``for a, b in zip(old, new): a.copy_(b)``. W is not looked at: another W, or one that changed, needs a new
         state. Only with detach=True.
+      squared: True returns ``c ** 2``, for a weight sharded along K: add those of the shards, then take the root, as in
+        ``torch.sqrt(all_reduce(dora_norm(W_k, A_k, B, s=s, squared=True)))``. Only with detach=True, without a state.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
@@ -100,7 +103,7 @@ def dora_norm(
 
     Raises:
       FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, max_bytes is too small to honour, the
-        state is of another weight or meets detach=False.
+        state is of another weight, or state or squared meets detach=False or each other.
       NotImplementedError: a second derivative is asked for.
 
     Memory: keeps nothing for backward when detached, else W, A, B and c. Derivation: ``fdora/eager/norm.py``.
@@ -115,6 +118,11 @@ def dora_norm(
         if max_bytes < need:
             raise fail(fn, "max_bytes", f"at least {need} for these shapes", max_bytes, "Raise it, or pass None.")
     choice = select_backend(W, backend=backend)
+    if squared:
+        if state is not None or not detach:
+            have = "True with detach=False" if state is None else "True with a state"
+            raise fail(fn, "squared", "False there", have, "Square the norm, or take the root, yourself.")
+        return row_sqnorm(W, A, B, base_sqnorm, s, max_bytes, choice.name)
     if state is not None:
         check_state(fn, W, state, detach)
         return NormState(*guarded_norm(W, A, B, base_sqnorm, s, max_bytes, *state, choice.name))

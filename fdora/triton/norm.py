@@ -85,7 +85,12 @@ class Guard(NamedTuple):
 
 def norm_fwd(W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None) -> Tensor:
     """(N, K), (r, K), (N, r) -> c (N,) float32. W is read once whether its squared norm is known or not."""
-    return (row_norm if traced(W) else _row_norm)(W, A, B, s, max_bytes)
+    return (row_norm if traced(W) else _row_norm)(W, A, B, s, max_bytes, False)
+
+
+def sqnorm_fwd(W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None) -> Tensor:
+    """c^2 (N,), to be added to that of other columns."""
+    return (row_norm if traced(W) else _row_norm)(W, A, B, s, max_bytes, True)
 
 
 def norm_guarded(
@@ -96,7 +101,11 @@ def norm_guarded(
     return new, now
 
 
-def _row_norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, guard: Guard | None = None) -> Tensor:
+def _row_norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squared: bool) -> Tensor:
+    return _norm(W, A, B, s, max_bytes, squared, None)
+
+
+def _norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squared: bool, guard: Guard | None) -> Tensor:
     """max_bytes bounds the partials: fewer rows at a time where they would not fit."""
     N, K = W.shape
     if A.dtype != B.dtype:  # products want one dtype; both hold the values exactly in the wider
@@ -108,7 +117,7 @@ def _row_norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, 
     with torch.cuda.device_of(W):
         for i in range(0, N, max(1, rows)):
             part = None if guard is None else guard._replace(c=guard.c[i : i + rows])
-            _launch(W[i : i + rows], A, B[i : i + rows], c[i : i + rows], s, tiles, config, part)
+            _launch(W[i : i + rows], A, B[i : i + rows], c[i : i + rows], s, squared, tiles, config, part)
     return c
 
 
@@ -116,19 +125,15 @@ def _row_norm_guarded(
     W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, c: Tensor, seen: Tensor
 ) -> list[Tensor]:
     now = fingerprint(A, B, s)
-    return [_row_norm(W, A, B, s, max_bytes, Guard(c.contiguous(), seen.contiguous(), now)), now]
+    return [_norm(W, A, B, s, max_bytes, False, Guard(c.contiguous(), seen.contiguous(), now)), now]
 
 
-def _plain_row_norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None) -> Tensor:
-    return _row_norm(W, A, B, s, max_bytes)
-
-
-row_norm = torch.library.custom_op("fdora::row_norm", _plain_row_norm, mutates_args=())
+row_norm = torch.library.custom_op("fdora::row_norm", _row_norm, mutates_args=())
 row_norm_guarded = torch.library.custom_op("fdora::row_norm_guarded", _row_norm_guarded, mutates_args=())
 
 
 @row_norm.register_fake
-def _(W, A, B, s, max_bytes):
+def _(W, A, B, s, max_bytes, squared):
     return W.new_empty(W.shape[0], dtype=torch.float32)
 
 
@@ -141,7 +146,9 @@ loop_over_batch(row_norm)
 loop_over_batch(row_norm_guarded)
 
 
-def _launch(W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, tiles: int, config: NormConfig, guard: Guard | None) -> None:
+def _launch(
+    W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, squared: bool, tiles: int, config: NormConfig, guard: Guard | None
+) -> None:
     (N, K), R = W.shape, A.shape[0]
     block_n, block_k, block_r, precision, num_warps, num_stages = config
     partial = torch.empty((tiles, N), device=W.device, dtype=torch.float32)
@@ -157,7 +164,7 @@ def _launch(W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, tiles: int, co
             PRECISION=precision, GUARDED=guard is not None, WORDS=WORDS, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     if guard is None:
-        column_sums(partial, c, sqrt=True)
+        column_sums(partial, c, sqrt=not squared)
     else:
         _choose_kernel[(triton.cdiv(N, SUM_N),)](
             partial, before, seen, now, c, N, tiles, WORDS=WORDS, BLOCK_N=SUM_N, BLOCK_T=SUM_T

@@ -66,6 +66,18 @@ def test_base_sqnorm_and_empty():
     assert (dora_norm(W[:, :0], A[:, :0], B, s=1.0, backend="triton") == 0).all()
 
 
+def test_squares_of_shards_add_up():
+    t = tensors(70, 300, 24, dtype=torch.float16)
+    parts = [
+        triton_norm(t | {"W": W, "A": A}, squared=True) for W, A in zip(t["W"].split(130, 1), t["A"].split(130, 1), strict=True)
+    ]
+    want = reference.norm(t["W"], t["A"], t["B"], t["s"])
+    torch.testing.assert_close(sum(parts).sqrt().double(), want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(triton_norm(t, squared=True), triton_norm(t).square(), rtol=1e-6, atol=0)
+    mapped = torch.func.vmap(lambda A: dora_norm(t["W"], A, t["B"], s=t["s"], squared=True, backend="triton"))(t["A"][None])
+    assert torch.equal(mapped[0], triton_norm(t, squared=True))
+
+
 def test_a_bank_of_adapters():
     many = [tensors(40, 70, 20, dtype=torch.float16, seed=i) for i in range(3)]
     A, B = (torch.stack([t[n] for t in many]) for n in "AB")
@@ -87,7 +99,7 @@ def test_opcheck():
     from fdora.triton.norm import row_norm
 
     t = tensors(40, 70, 20, dtype=torch.float16)
-    torch.library.opcheck(row_norm, (t["W"], t["A"], t["B"], 0.7, None))
+    torch.library.opcheck(row_norm, (t["W"], t["A"], t["B"], 0.7, None, False))
 
 
 @pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda")
