@@ -57,7 +57,9 @@ def _merge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float, undo
     if A.dtype != B.dtype:  # products want one dtype; both hold the values exactly in the wider
         A, B = A.float(), B.float()
     out = torch.empty((N, K), device=W.device, dtype=W.dtype)
-    block_n, block_k, block_r, precision, num_warps, num_stages = merge_config(R, A.element_size() == 2, capability(W.device))
+    block_n, block_k, block_r, precision, num_warps, num_stages, _ = merge_config(
+        R, A.element_size() == 2, capability(W.device)
+    )
     if N and K:
         with torch.cuda.device_of(W):
             _merge_kernel[(triton.cdiv(N, block_n) * triton.cdiv(K, block_k),)](

@@ -18,10 +18,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fdora.triton._fingerprint import WORDS, fingerprint, unchanged
 from fdora.triton._launch import SUM_N, SUM_T, capability, column_sums, loop_over_batch, multiprocessors, traced
-from fdora.triton._tile import GROUP, tile_at, weight_and_product
+from fdora.triton._tile import GROUP, tile_at, weight_and_product, weight_and_product_tma
 from fdora.triton.configs import NormConfig, norm_config
 
 
@@ -29,13 +30,16 @@ from fdora.triton.configs import NormConfig, norm_config
 def _norm_tile(
     i, W, A, B, partial, s, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tile_n, tile_k = tile_at(i, N, K, BLOCK_N, BLOCK_K, GROUP)
     n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    w, acc = weight_and_product(
-        W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION
-    )
+    if TMA:
+        w, acc = weight_and_product_tma(W, A, B, tile_n * BLOCK_N, tile_k * BLOCK_K, R, BLOCK_N, BLOCK_K, BLOCK_R)
+    else:
+        w, acc = weight_and_product(
+            W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION
+        )
     v = w + s * acc
     tl.store(partial + tile_k.to(tl.int64) * N + n, tl.sum(v * v, axis=1), mask=n < N)
 
@@ -45,19 +49,19 @@ def _norm_kernel(
     W, A, B, partial, seen, now, s, N, K, R,
     stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, GUARDED: tl.constexpr, WORDS: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, GUARDED: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     if GUARDED:
         tiles = 0 if unchanged(seen, now, WORDS) else tl.cdiv(N, BLOCK_N) * tl.cdiv(K, BLOCK_K)
         for i in range(tl.program_id(0), tiles, tl.num_programs(0)):
             _norm_tile(
                 i, W, A, B, partial, s, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
-                BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION,
+                BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA,
             )  # fmt: skip
     else:
         _norm_tile(
             tl.program_id(0), W, A, B, partial, s, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
-            BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION,
+            BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA,
         )  # fmt: skip
 
 
@@ -111,7 +115,8 @@ def _norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squa
     if A.dtype != B.dtype:  # products want one dtype; both hold the values exactly in the wider
         A, B = A.float(), B.float()
     c = torch.empty(N, device=W.device, dtype=torch.float32)
-    config = norm_config(A.shape[0], A.element_size() == 2, capability(W.device))
+    aligned = W.element_size() == 2 and all(_for_tma(t) for t in (W, A, B))
+    config = norm_config(A.shape[0], A.element_size() == 2, capability(W.device), aligned)
     tiles = triton.cdiv(K, config.BLOCK_K)
     rows = N if max_bytes is None else max(config.BLOCK_N, max_bytes // (4 * max(1, tiles)))
     with torch.cuda.device_of(W):
@@ -146,22 +151,33 @@ loop_over_batch(row_norm)
 loop_over_batch(row_norm_guarded)
 
 
+def _for_tma(t: Tensor) -> bool:
+    """What the copy engine asks of a matrix in global memory."""
+    return t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
+
+
 def _launch(
     W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, squared: bool, tiles: int, config: NormConfig, guard: Guard | None
 ) -> None:
     (N, K), R = W.shape, A.shape[0]
-    block_n, block_k, block_r, precision, num_warps, num_stages = config
+    block_n, block_k, block_r, precision, num_warps, num_stages, tma = config
     partial = torch.empty((tiles, N), device=W.device, dtype=torch.float32)
     programs = triton.cdiv(N, block_n) * tiles
     before, seen, now = guard or (None, None, None)
     if guard is not None:
         programs = min(programs, 2 * multiprocessors(W.device))
     if programs:
+        tensors: tuple = (W, A, B)
+        strides: tuple = (*W.stride(), *A.stride(), *B.stride())
+        if tma:
+            blocks = ((block_n, block_k), (block_r, block_k), (block_n, block_r))
+            tensors = tuple(TensorDescriptor.from_tensor(t, list(b)) for t, b in zip(tensors, blocks, strict=True))
+            strides = (None,) * 6
         _norm_kernel[(programs,)](
-            W, A, B, partial, seen, now, s, N, K, R, *W.stride(), *A.stride(), *B.stride(),
+            *tensors, partial, seen, now, s, N, K, R, *strides,
             BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=block_r, GROUP=GROUP,
-            EVEN=N % block_n == 0 and K % block_k == 0 and R % block_r == 0,
-            PRECISION=precision, GUARDED=guard is not None, WORDS=WORDS, num_warps=num_warps, num_stages=num_stages,
+            EVEN=N % block_n == 0 and K % block_k == 0 and R % block_r == 0, PRECISION=precision, TMA=tma,
+            GUARDED=guard is not None, WORDS=WORDS, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     if guard is None:
         column_sums(partial, c, sqrt=not squared)

@@ -45,11 +45,11 @@ def test_norm(target, r, adapter, guarded, tmp_path):
     from fdora.triton.norm import GROUP, WORDS, _norm_kernel
 
     capability = target if isinstance(target, int) else 0
-    block_n, block_k, block_r, precision, warps, stages = norm_config(r, adapter == "bf16", capability)
+    block_n, block_k, block_r, precision, warps, stages, _ = norm_config(r, adapter == "bf16", capability)
     pointers = {"W": "*bf16", "A": f"*{adapter}", "B": f"*{adapter}", "partial": "*fp32"}
     pointers |= {"seen": "*i64", "now": "*i64"} if guarded else {}
     sizes = {n: "i32" for n in ("N", "K", "R", "stride_wn", "stride_ar", "stride_bn")}
-    constants = {"stride_wk": 1, "stride_ak": 1, "stride_br": 1, "GUARDED": guarded, "WORDS": WORDS}
+    constants = {"stride_wk": 1, "stride_ak": 1, "stride_br": 1, "GUARDED": guarded, "WORDS": WORDS, "TMA": False}
     constants |= {} if guarded else {"seen": None, "now": None}
     constants |= {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP, "EVEN": True}
     constants |= {"PRECISION": precision}
@@ -62,6 +62,28 @@ def test_norm(target, r, adapter, guarded, tmp_path):
         assert built.metadata.shared <= 65_536 and built.asm["hsaco"]
 
 
+@pytest.mark.parametrize("target", [90, 100], ids=str)
+@pytest.mark.parametrize("guarded", [False, True])
+def test_norm_from_descriptors(target, guarded, tmp_path):
+    from fdora.triton.norm import GROUP, WORDS, _norm_kernel
+
+    block_n, block_k, block_r, precision, warps, stages, tma = norm_config(384, True, target, aligned=True)
+    assert tma
+    pointers = {"partial": "*fp32"} | ({"seen": "*i64", "now": "*i64"} if guarded else {})
+    blocks = {"W": [block_n, block_k], "A": [block_r, block_k], "B": [block_n, block_r]}
+    descriptors = {n: f"tensordesc<bf16{block}>" for n, block in blocks.items()}
+    sizes = {n: "i32" for n in ("N", "K", "R")}
+    constants = {n: None for n in _norm_kernel.arg_names if n.startswith("stride")}
+    constants |= {"GUARDED": guarded, "WORDS": WORDS, "TMA": True} | ({} if guarded else {"seen": None, "now": None})
+    constants |= {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP, "EVEN": True}
+    constants |= {"PRECISION": precision}
+    signature = {n: (descriptors | pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in _norm_kernel.arg_names}
+    built = build(_norm_kernel, target, signature, constants, [*pointers, *sizes], warps, stages)
+    assert 2 * built.metadata.shared <= SHARED[target], "two programs do not fit on a multiprocessor"
+    assert stack_bytes(built.asm["cubin"], tmp_path) == 0
+    assert "cp.async.bulk.tensor" in built.asm["ptx"]
+
+
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize("r", RANKS)
 @pytest.mark.parametrize(("weight", "adapter"), [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")])
@@ -70,7 +92,7 @@ def test_merge(target, r, weight, adapter, undo, tmp_path):
     from fdora.triton.merge import GROUP, _merge_kernel
 
     capability = target if isinstance(target, int) else 0
-    block_n, block_k, block_r, precision, warps, stages = merge_config(r, adapter == "bf16", capability)
+    block_n, block_k, block_r, precision, warps, stages, _ = merge_config(r, adapter == "bf16", capability)
     pointers = {"W": f"*{weight}", "A": f"*{adapter}", "B": f"*{adapter}", "m": "*fp32", "c": "*fp32", "out": f"*{weight}"}
     sizes = {n: "i32" for n in ("N", "K", "R", "stride_wn", "stride_ar", "stride_bn")}
     constants = {"stride_wk": 1, "stride_ak": 1, "stride_br": 1, "UNDO": undo}

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from fdora.functional import dora_base_sqnorm, dora_init, dora_norm, dora_scale
+from fdora.functional import dora_base_sqnorm, dora_init, dora_norm, dora_norm_state, dora_scale
 from tests import device, reference
 from tests.make import tensors
 
@@ -64,6 +64,33 @@ def test_base_sqnorm_and_empty():
     W, A, B = t["W"], t["A"], t["B"]
     assert dora_norm(W[:0], A, B[:0], s=1.0, backend="triton").shape == (0,)
     assert (dora_norm(W[:, :0], A[:, :0], B, s=1.0, backend="triton") == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(130, 264, 72), (128, 256, 128), (200, 136, 136)], ids=str)
+def test_descriptors_and_pointers_agree(shape, monkeypatch):
+    """What TMA takes over above r = 64 on Hopper, and what it must leave alone."""
+    from fdora.triton import norm
+
+    if device.NAME == "cpu" or torch.cuda.get_device_capability()[0] in (9, 10):
+        monkeypatch.setattr(norm, "capability", lambda device: 90)
+    launched = []
+    launch = norm._launch
+    monkeypatch.setattr(norm, "_launch", lambda *args: launched.append(args[-2].TMA) or launch(*args))
+    t = tensors(*shape, dtype=torch.float16)
+    wide = {n: torch.zeros(t[n].shape[0], t[n].shape[1] + 1, device=t[n].device, dtype=t[n].dtype) for n in "WAB"}
+    shifted = {n: wide[n][:, 1:].copy_(t[n]) for n in "WAB"}
+    want = reference.norm(t["W"], t["A"], t["B"], t["s"])
+    t["W"][5] = float("nan")
+    for one in ({}, {"W": shifted["W"]}, {"A": shifted["A"]}, {"B": shifted["B"]}, {"B": t["B"].T.contiguous().T}):
+        got = triton_norm(t | one)
+        assert got[5].isnan() or "W" in one
+        got[5] = want[5]
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
+    if device.NAME == "cpu":
+        assert launched == [True, False, False, False, False]
+    state = dora_norm_state(t["W"])
+    state = dora_norm(t["W"], t["A"], t["B"], s=t["s"], state=state, backend="triton")
+    assert torch.equal(state.c.nan_to_num(), triton_norm(t).nan_to_num())
 
 
 def test_squares_of_shards_add_up():
