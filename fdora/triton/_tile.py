@@ -51,3 +51,10 @@ def weight_and_product_tma(W, A, B, first_n, first_k, R, BLOCK_N: tl.constexpr, 
     for r0 in range(0, R, BLOCK_R):
         acc = tl.dot(B.load([first_n, r0]), A.load([r0, first_k]), acc)
     return w.to(tl.float32), acc
+
+
+@triton.jit
+def unscaled(acc, scale_n, scale_k, n, k, N, K):
+    """The product of factors that _split scaled."""
+    by_k = tl.load(scale_k + k, mask=k < K, other=0.0)
+    return acc * by_k[None, :] * tl.load(scale_n + n, mask=n < N, other=0.0)[:, None]

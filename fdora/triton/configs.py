@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+MAX_N, MIN_K = 128, 64  # the tallest and the narrowest tile of any norm
+
 
 class NormConfig(NamedTuple):
     """Tile of W, slab of the rank, and how a program runs."""
@@ -23,14 +25,16 @@ class NormConfig(NamedTuple):
     TMA: bool = False
 
 
-def norm_config(r: int, half: bool, capability: int, aligned: bool = False) -> NormConfig:
+def norm_config(r: int, half: bool, capability: int, aligned: bool = False, half_weight: bool = True) -> NormConfig:
     """``half``: both operands of the product are float16 or bfloat16. ``capability``: 90 for an H100, 0 if not NVIDIA.
-    ``aligned``: W, A and B are half precision and lie as TMA wants them."""
+    ``aligned``: W, A and B are half precision and lie as TMA wants them. ``half_weight``: W is half precision."""
     if not half:  # float32 digits: three tf32 products, and registers to split the operands
         return NormConfig(64, 64, 32, "tf32x3" if capability else "ieee", 4, 2)
     # Hopper and data-centre Blackwell multiply out of shared memory; others hold the operands in registers too, and
     # 4 warps would spill.
     from_shared = 90 <= capability < 120
+    if not half_weight:  # twice the registers for the tile of W
+        return NormConfig(128, 128, 64 if from_shared and r > 64 else 32, "ieee", 8, 3)
     if from_shared and r > 64 and aligned:
         return NormConfig(128, 128, 64, "ieee", 4, 3, TMA=True)
     if from_shared and r > 64:

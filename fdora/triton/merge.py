@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fdora.triton._launch import capability, loop_over_batch, traced
-from fdora.triton._tile import GROUP, tile_at, weight_and_product
+from fdora.triton._split import rows_at_a_time, split_A, split_B
+from fdora.triton._tile import GROUP, tile_at, unscaled, weight_and_product
 from fdora.triton.configs import merge_config
 
 EPS = tl.constexpr(1e-12)  # the floor of c in g = m / c, as in fdora/eager/norm.py
@@ -22,16 +23,18 @@ EPS = tl.constexpr(1e-12)  # the floor of c in g = m / c, as in fdora/eager/norm
 
 @triton.jit
 def _merge_kernel(
-    W, A, B, m, c, out, s, N, K, R,
+    W, A, B, scale_n, scale_k, m, c, out, s, N, K, R,
     stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
     UNDO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     tile_n, tile_k = tile_at(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, GROUP)
     n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     w, acc = weight_and_product(
         W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION
     )
+    if SCALED:
+        acc = unscaled(acc, scale_n, scale_k, n, k, N, K)
     cn = tl.load(c + n, mask=n < N, other=1.0).to(tl.float32)
     # A comparison with NaN is false: the row keeps it.
     g = tl.div_rn(tl.load(m + n, mask=n < N, other=1.0).to(tl.float32), tl.where(cn < EPS, EPS, cn))[:, None]
@@ -56,19 +59,32 @@ def _merge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float, undo
     (N, K), R = W.shape, A.shape[0]
     if A.dtype != B.dtype:  # products want one dtype; both hold the values exactly in the wider
         A, B = A.float(), B.float()
-    out = torch.empty((N, K), device=W.device, dtype=W.dtype)
-    block_n, block_k, block_r, precision, num_warps, num_stages, _ = merge_config(
-        R, A.element_size() == 2, capability(W.device)
-    )
-    if N and K:
-        with torch.cuda.device_of(W):
-            _merge_kernel[(triton.cdiv(N, block_n) * triton.cdiv(K, block_k),)](
-                W, A, B, m.contiguous(), c.contiguous(), out, s, N, K, R, *W.stride(), *A.stride(), *B.stride(),
-                UNDO=undo, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=block_r, GROUP=GROUP,
-                EVEN=N % block_n == 0 and K % block_k == 0 and R % block_r == 0,
-                PRECISION=precision, num_warps=num_warps, num_stages=num_stages,
-            )  # fmt: skip
+    out, m, c = torch.empty((N, K), device=W.device, dtype=W.dtype), m.contiguous(), c.contiguous()
+    rows = 0 if A.element_size() == 2 else rows_at_a_time(N, K, R, None, 0)
+    split = rows > 0
+    with torch.cuda.device_of(W):
+        a, by_k = split_A(A) if split else (A, None)
+        for i in range(0, N, rows or max(1, N)):
+            part = slice(i, i + (rows or N))
+            b, by_n = split_B(B[part]) if split else (B, None)
+            _launch(W[part], a, b, by_n, by_k, m[part], c[part], out[part], s, undo)
     return out
+
+
+def _launch(
+    W: Tensor, A: Tensor, B: Tensor, by_n: Tensor | None, by_k: Tensor | None, m: Tensor, c: Tensor, out: Tensor,
+    s: float, undo: bool,
+) -> None:  # fmt: skip
+    (N, K), R = W.shape, A.shape[0]
+    config = merge_config(R, A.element_size() == 2, capability(W.device))
+    block_n, block_k, block_r, precision, num_warps, num_stages, _ = config
+    if N and K:
+        _merge_kernel[(triton.cdiv(N, block_n) * triton.cdiv(K, block_k),)](
+            W, A, B, by_n, by_k, m, c, out, s, N, K, R, *W.stride(), *A.stride(), *B.stride(),
+            UNDO=undo, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=block_r, GROUP=GROUP,
+            EVEN=N % block_n == 0 and K % block_k == 0 and R % block_r == 0,
+            PRECISION=precision, SCALED=by_n is not None, num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip
 
 
 merge = torch.library.custom_op("fdora::merge", _merge, mutates_args=())

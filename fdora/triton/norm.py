@@ -22,15 +22,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fdora.triton._fingerprint import WORDS, fingerprint, unchanged
 from fdora.triton._launch import SUM_N, SUM_T, capability, column_sums, loop_over_batch, multiprocessors, traced
-from fdora.triton._tile import GROUP, tile_at, weight_and_product, weight_and_product_tma
-from fdora.triton.configs import NormConfig, norm_config
+from fdora.triton._split import rows_at_a_time, split_A, split_B
+from fdora.triton._tile import GROUP, tile_at, unscaled, weight_and_product, weight_and_product_tma
+from fdora.triton.configs import MAX_N, MIN_K, norm_config
 
 
 @triton.jit
 def _norm_tile(
-    i, W, A, B, partial, s, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
+    i, W, A, B, scale_n, scale_k, partial, s, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     tile_n, tile_k = tile_at(i, N, K, BLOCK_N, BLOCK_K, GROUP)
     n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -40,28 +41,32 @@ def _norm_tile(
         w, acc = weight_and_product(
             W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION
         )
+    if SCALED:
+        acc = unscaled(acc, scale_n, scale_k, n, k, N, K)
     v = w + s * acc
     tl.store(partial + tile_k.to(tl.int64) * N + n, tl.sum(v * v, axis=1), mask=n < N)
 
 
 @triton.jit
 def _norm_kernel(
-    W, A, B, partial, seen, now, s, N, K, R,
+    W, A, B, scale_n, scale_k, partial, seen, now, s, N, K, R,
     stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, GUARDED: tl.constexpr, WORDS: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     if GUARDED:
         tiles = 0 if unchanged(seen, now, WORDS) else tl.cdiv(N, BLOCK_N) * tl.cdiv(K, BLOCK_K)
         for i in range(tl.program_id(0), tiles, tl.num_programs(0)):
             _norm_tile(
-                i, W, A, B, partial, s, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
-                BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA,
+                i, W, A, B, scale_n, scale_k, partial, s, N, K, R,
+                stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
+                BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA, SCALED,
             )  # fmt: skip
     else:
         _norm_tile(
-            tl.program_id(0), W, A, B, partial, s, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
-            BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA,
+            tl.program_id(0), W, A, B, scale_n, scale_k, partial, s, N, K, R,
+            stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
+            BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA, SCALED,
         )  # fmt: skip
 
 
@@ -110,19 +115,23 @@ def _row_norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, 
 
 
 def _norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squared: bool, guard: Guard | None) -> Tensor:
-    """max_bytes bounds the partials: fewer rows at a time where they would not fit."""
-    N, K = W.shape
+    """max_bytes bounds the partials and the split factors: fewer rows at a time where they would not fit."""
+    (N, K), R = W.shape, A.shape[0]
     if A.dtype != B.dtype:  # products want one dtype; both hold the values exactly in the wider
         A, B = A.float(), B.float()
     c = torch.empty(N, device=W.device, dtype=torch.float32)
-    aligned = W.element_size() == 2 and all(_for_tma(t) for t in (W, A, B))
-    config = norm_config(A.shape[0], A.element_size() == 2, capability(W.device), aligned)
-    tiles = triton.cdiv(K, config.BLOCK_K)
-    rows = N if max_bytes is None else max(config.BLOCK_N, max_bytes // (4 * max(1, tiles)))
+    row_bytes = 4 * max(1, triton.cdiv(K, MIN_K))
+    rows = 0 if A.element_size() == 2 else rows_at_a_time(N, K, R, max_bytes, row_bytes)
+    split = rows > 0
+    if not split:
+        rows = N if max_bytes is None else max(MAX_N, max_bytes // row_bytes)
+    hashes = None if guard is None else (guard.seen, guard.now)
     with torch.cuda.device_of(W):
+        a, by_k = split_A(A, hashes) if split else (A, None)
         for i in range(0, N, max(1, rows)):
-            part = None if guard is None else guard._replace(c=guard.c[i : i + rows])
-            _launch(W[i : i + rows], A, B[i : i + rows], c[i : i + rows], s, squared, tiles, config, part)
+            w, part = W[i : i + rows], None if guard is None else guard._replace(c=guard.c[i : i + rows])
+            b, by_n = split_B(B[i : i + rows], hashes) if split else (B[i : i + rows], None)
+            _launch(w, a, b, by_n, by_k, c[i : i + rows], s, squared, part)
     return c
 
 
@@ -153,14 +162,19 @@ loop_over_batch(row_norm_guarded)
 
 def _for_tma(t: Tensor) -> bool:
     """What the copy engine asks of a matrix in global memory."""
-    return t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
+    row = t.stride(0) * t.element_size()
+    return t.stride(1) == 1 and row > 0 and row % 16 == 0 and t.data_ptr() % 16 == 0
 
 
 def _launch(
-    W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, squared: bool, tiles: int, config: NormConfig, guard: Guard | None
-) -> None:
-    (N, K), R = W.shape, A.shape[0]
+    W: Tensor, A: Tensor, B: Tensor, by_n: Tensor | None, by_k: Tensor | None, c: Tensor, s: float, squared: bool,
+    guard: Guard | None,
+) -> None:  # fmt: skip
+    (N, K), R, half = W.shape, A.shape[0], W.element_size() == 2
+    aligned = half and all(_for_tma(t) for t in (W, A, B))
+    config = norm_config(R, A.element_size() == 2, capability(W.device), aligned, half)
     block_n, block_k, block_r, precision, num_warps, num_stages, tma = config
+    tiles = triton.cdiv(K, block_k)
     partial = torch.empty((tiles, N), device=W.device, dtype=torch.float32)
     programs = triton.cdiv(N, block_n) * tiles
     before, seen, now = guard or (None, None, None)
@@ -174,10 +188,10 @@ def _launch(
             tensors = tuple(TensorDescriptor.from_tensor(t, list(b)) for t, b in zip(tensors, blocks, strict=True))
             strides = (None,) * 6
         _norm_kernel[(programs,)](
-            *tensors, partial, seen, now, s, N, K, R, *strides,
+            *tensors, by_n, by_k, partial, seen, now, s, N, K, R, *strides,
             BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=block_r, GROUP=GROUP,
             EVEN=N % block_n == 0 and K % block_k == 0 and R % block_r == 0, PRECISION=precision, TMA=tma,
-            GUARDED=guard is not None, WORDS=WORDS, num_warps=num_warps, num_stages=num_stages,
+            SCALED=by_n is not None, GUARDED=guard is not None, WORDS=WORDS, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     if guard is None:
         column_sums(partial, c, sqrt=not squared)
