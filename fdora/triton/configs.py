@@ -39,11 +39,11 @@ def norm_config(r: int, half: bool, capability: int, aligned: bool = False, half
         return NormConfig(128, 128, 64, "ieee", 4, 3, TMA=True)
     if from_shared and r > 64:
         return NormConfig(128, 256, 64, "ieee", 8, 3)
-    return NormConfig(128, 128, 16 if r <= 16 else 32, "ieee", 4 if from_shared else 8, 3)
+    return NormConfig(128, 128, 16 if r <= 16 else 32, "ieee", 4 if 90 <= capability < 100 else 8, 3)
 
 
-def merge_config(r: int, half: bool, capability: int) -> NormConfig:
+def merge_config(r: int, half: bool, capability: int, half_weight: bool = True) -> NormConfig:
     """The tile of the norm up to r = 64, for any r: the bytes of the result weigh more than those of A and B. With 4 warps
     the stores spill."""
     config = norm_config(min(r, 64), half, capability)  # never TMA
-    return config._replace(num_warps=8) if half else config
+    return config._replace(num_warps=8, BLOCK_K=128 if half_weight else 64) if half else config

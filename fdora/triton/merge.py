@@ -39,7 +39,7 @@ def _merge_kernel(
     # A comparison with NaN is false: the row keeps it.
     g = tl.div_rn(tl.load(m + n, mask=n < N, other=1.0).to(tl.float32), tl.where(cn < EPS, EPS, cn))[:, None]
     if UNDO:  # a row with c = 0 was -s B A itself
-        w = tl.where((cn <= EPS)[:, None], 0.0, tl.div_rn(w, tl.broadcast_to(g, w.shape)))
+        w = tl.where((cn <= EPS)[:, None], 0.0, w / g)
     v = w - s * acc if UNDO else g * (w + s * acc)
     at = out + n[:, None].to(tl.int64) * K + k[None, :]
     tl.store(at, v.to(out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
@@ -76,7 +76,7 @@ def _launch(
     s: float, undo: bool,
 ) -> None:  # fmt: skip
     (N, K), R = W.shape, A.shape[0]
-    config = merge_config(R, A.element_size() == 2, capability(W.device))
+    config = merge_config(R, A.element_size() == 2, capability(W.device), W.element_size() == 2)
     block_n, block_k, block_r, precision, num_warps, num_stages, _ = config
     if N and K:
         _merge_kernel[(triton.cdiv(N, block_n) * triton.cdiv(K, block_k),)](

@@ -111,7 +111,7 @@ def test_merge(target, r, weight, adapter, scaled, undo, tmp_path):
 
     capability = target if isinstance(target, int) else 0
     block_n, block_k, block_r, precision, warps, stages, _ = merge_config(
-        split_rank(r) if scaled else r, adapter != "fp32", capability
+        split_rank(r) if scaled else r, adapter != "fp32", capability, weight != "fp32"
     )
     pointers = {"W": f"*{weight}", "A": f"*{adapter}", "B": f"*{adapter}", "m": "*fp32", "c": "*fp32", "out": f"*{weight}"}
     sizes = {n: "i32" for n in ("N", "K", "R", "stride_wn", "stride_ar", "stride_bn")}
