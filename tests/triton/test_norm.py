@@ -74,20 +74,33 @@ def test_descriptors_and_pointers_agree(shape, monkeypatch):
     if device.NAME == "cpu" or torch.cuda.get_device_capability()[0] in (9, 10):
         monkeypatch.setattr(norm, "capability", lambda device: 90)
     launched = []
-    launch = norm._launch
-    monkeypatch.setattr(norm, "_launch", lambda *args: launch(*args))
+    choose = norm.norm_config
+
+    def choosing(*args):
+        launched.append(choose(*args).TMA)
+        return choose(*args)
+
+    monkeypatch.setattr(norm, "norm_config", choosing)
     t = tensors(*shape, dtype=torch.float16)
     wide = {n: torch.zeros(t[n].shape[0], t[n].shape[1] + 1, device=t[n].device, dtype=t[n].dtype) for n in "WAB"}
     shifted = {n: wide[n][:, 1:].copy_(t[n]) for n in "WAB"}
+    uneven = torch.cat([t["B"], t["B"][:, :1]], 1)[:, :-1]  # begins at 16 bytes, its rows do not
     want = reference.norm(t["W"], t["A"], t["B"], t["s"])
     t["W"][5] = float("nan")
-    for one in ({}, {"W": shifted["W"]}, {"A": shifted["A"]}, {"B": shifted["B"]}, {"B": t["B"].T.contiguous().T}):
+    for one in (
+        {},
+        {"W": shifted["W"]},
+        {"A": shifted["A"]},
+        {"B": shifted["B"]},
+        {"B": t["B"].T.contiguous().T},
+        {"B": uneven},
+    ):
         got = triton_norm(t | one)
         assert got[5].isnan() or "W" in one
         got[5] = want[5]
         torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
     if device.NAME == "cpu":
-        assert launched == [True, False, False, False, False]
+        assert launched == [True, False, False, False, False, False]
     state = dora_norm_state(t["W"])
     state = dora_norm(t["W"], t["A"], t["B"], s=t["s"], state=state, backend="triton")
     assert torch.equal(state.c.nan_to_num(), triton_norm(t).nan_to_num())
