@@ -90,6 +90,11 @@ MESSAGES = [
     (lambda: linear(dropout_p=0.1, seed=torch.tensor(1.0)), "fdora.dora_linear: `seed` must be int64, got float32. Cast it, for example with seed.to(torch.int64)."),
     (lambda: linear(dropout_p=0.1, seed=torch.tensor([1])), "fdora.dora_linear: `seed` must be (), got (1,). Pass a tensor without axes, for example seed[0]."),
     (lambda: norm(max_bytes=100), "fdora.dora_norm: `max_bytes` must be at least 240 for these shapes, got 100. Raise it, or pass None."),
+    (lambda: norm(state=F.dora_norm_state(torch.randn(N, K)), detach=False), "fdora.dora_norm: `state` must be None with detach=False, got a NormState. A norm that is reused has no gradient: detach it."),
+    (lambda: norm(squared=True, detach=False), "fdora.dora_norm: `squared` must be False there, got True with detach=False. Square the norm, or take the root, yourself."),
+    (lambda: norm(squared=True, state=F.dora_norm_state(torch.randn(N, K))), "fdora.dora_norm: `squared` must be False there, got True with a state. Square the norm, or take the root, yourself."),
+    (lambda: norm(state=torch.zeros(N)), "fdora.dora_norm: `state` must be a NormState, got a Tensor. Start with dora_norm_state(W)."),
+    (lambda: norm(state=F.dora_norm_state(torch.randn(N + 1, K))), f"fdora.dora_norm: `state.c` must be ({N},) float32 on cpu, got ({N + 1},) float32 on cpu. Start with dora_norm_state(W)."),
     (wiped, "fdora.dora_unmerge: `m` must not be 0 in a row that is to come back, got 0 in row 3. The merge wiped it out: restore it from a copy."),
     # backends
     (lambda: linear(backend="cuda"), "fdora.backend: `backend` must be one of auto, eager, triton, got 'cuda'. Use 'auto' unless you compare backends."),

@@ -10,6 +10,7 @@ from torch import Tensor
 from fdora.autograd._ops import OPS, autocast_off, no_second_derivative, only, signed, spread
 from fdora.eager._matmul import is_real as is_real
 from fdora.eager.norm import EPS as EPS
+from fdora.eager.norm import WORDS as WORDS
 from fdora.eager.norm import scale as scale
 from fdora.eager.norm import smallest_bytes as smallest_bytes
 
@@ -21,6 +22,21 @@ def row_norm(
         return Norm.apply(W, A, B, base_sqnorm, s, max_bytes, backend)
     with torch.no_grad(), autocast_off(W):
         return OPS[backend].norm.norm_fwd(W, A, B, base_sqnorm, s, max_bytes)
+
+
+def row_sqnorm(
+    W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None, backend: str
+) -> Tensor:
+    with torch.no_grad(), autocast_off(W):
+        return OPS[backend].norm.sqnorm_fwd(W, A, B, base_sqnorm, s, max_bytes)
+
+
+def guarded_norm(
+    W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None,
+    c: Tensor, seen: Tensor, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    with torch.no_grad(), autocast_off(W):
+        return OPS[backend].norm.norm_guarded(W, A, B, base_sqnorm, s, max_bytes, c, seen)
 
 
 def base_sqnorm(W: Tensor, max_bytes: int | None, backend: str) -> Tensor:

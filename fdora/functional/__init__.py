@@ -11,14 +11,17 @@ from fdora.functional.compose import dora_delta as dora_delta
 from fdora.functional.linear import dora_linear as dora_linear
 from fdora.functional.merge import dora_merge as dora_merge
 from fdora.functional.merge import dora_unmerge as dora_unmerge
+from fdora.functional.norm import NormState as NormState
 from fdora.functional.norm import dora_base_sqnorm as dora_base_sqnorm
 from fdora.functional.norm import dora_norm as dora_norm
+from fdora.functional.norm import dora_norm_state as dora_norm_state
 from fdora.functional.norm import dora_scale as dora_scale
 from fdora.functional.params import DoraParams as DoraParams
 from fdora.functional.params import dora_init as dora_init
 
 __all__ = [
     "DoraParams",
+    "NormState",
     "dora_base_sqnorm",
     "dora_compose",
     "dora_delta",
@@ -26,6 +29,7 @@ __all__ = [
     "dora_linear",
     "dora_merge",
     "dora_norm",
+    "dora_norm_state",
     "dora_scale",
     "dora_unmerge",
     "select_backend",

@@ -17,7 +17,7 @@ def select_backend(
 
     1. ``backend=``, unless "auto";  2. ``with fdora.backend(name)``;  3. the environment variable ``FDORA_BACKEND``;
     4. "eager" without Triton kernels, off the GPU, or for float64;  5. "triton", whose ops without a kernel run eager:
-    so far norm, compose and delta have kernels.
+    so far norm, merge, compose and delta have kernels.
 
     Args:
       x: a tensor like the one you would pass, or a device.

@@ -36,7 +36,7 @@ def dora_merge(
     Raises:
       FdoraError: shapes, dtypes or devices disagree, or s is not finite.
 
-    Memory: the result and one block of rows; keeps nothing for backward.
+    Memory: the result and one block of rows (Triton: the result alone); keeps nothing for backward.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
     """
     fn = "dora_merge"
@@ -66,7 +66,7 @@ def dora_unmerge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, norm: 
       FdoraError: as :func:`dora_merge`; or a row has m = 0, so that the merge wiped it out. In traced or mapped code,
         where values cannot be looked at, such a row comes back as NaN instead.
 
-    Memory: the result and one block of rows; keeps nothing for backward.
+    Memory: the result and one block of rows (Triton: the result alone); keeps nothing for backward.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5, solved for W.
     """
     fn = "dora_unmerge"

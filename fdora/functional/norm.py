@@ -2,19 +2,60 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple, overload
+
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, fail
+from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, fail, name
 from fdora._dispatch import Backend
 from fdora.autograd.norm import EPS as EPS
+from fdora.autograd.norm import WORDS, guarded_norm, row_norm, row_sqnorm, scale, smallest_bytes
 from fdora.autograd.norm import base_sqnorm as _base_sqnorm
-from fdora.autograd.norm import row_norm, scale, smallest_bytes
 from fdora.functional.backend import select_backend
 
 WIDE = (torch.float32, torch.float64)
 
 
+class NormState(NamedTuple):
+    """A norm and what it was computed from: the value that ``dora_norm(state=)`` takes and returns."""
+
+    c: Tensor
+    fingerprint: Tensor
+
+
+def dora_norm_state(W: Tensor) -> NormState:
+    """The state to start with: it matches nothing, so that the first ``dora_norm(W, A, B, s=s, state=state)`` computes.
+
+    Args:
+      W: (N, K) frozen weight, float16, bfloat16, float32 or float64. Its values are not read; the state belongs to it alone.
+
+    Returns:
+      ``NormState(c, fingerprint)``: (N,) float32 (float64 for a float64 W) and (256,) int64, on the device of W.
+
+    Raises:
+      FdoraError: W is not a floating matrix.
+
+    Memory: N numbers and 2 KiB; keeps nothing for backward.
+    References: none; it is bookkeeping of this library.
+    """
+    fn = "dora_norm_state"
+    check_shapes(fn, {"W": "N K"}, {"W": W})
+    check_dtype(fn, "W", W, FLOATS, "Dequantise it first.")
+    c = torch.zeros(W.shape[0], device=W.device, dtype=torch.promote_types(W.dtype, torch.float32))
+    return NormState(c, torch.zeros(WORDS, device=W.device, dtype=torch.int64))
+
+
+@overload
+def dora_norm(
+    W: Tensor, A: Tensor, B: Tensor, *, s: float, base_sqnorm: Tensor | None = ..., detach: bool = ...,
+    max_bytes: int | None = ..., state: None = ..., squared: bool = ..., backend: Backend = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def dora_norm(
+    W: Tensor, A: Tensor, B: Tensor, *, s: float, base_sqnorm: Tensor | None = ..., detach: bool = ...,
+    max_bytes: int | None = ..., state: NormState, squared: bool = ..., backend: Backend = ...,
+) -> NormState: ...  # fmt: skip
 def dora_norm(
     W: Tensor,
     A: Tensor,
@@ -24,12 +65,20 @@ def dora_norm(
     base_sqnorm: Tensor | None = None,
     detach: bool = True,
     max_bytes: int | None = None,
+    state: NormState | None = None,
+    squared: bool = False,
     backend: Backend = "auto",
-) -> Tensor:
+) -> Tensor | NormState:
     """Row norm of the adapted weight: ``c = ||W + s * B @ A||`` along K.
 
     Equivalent to ``torch.linalg.vector_norm(W.float() + s * B.float() @ A.float(), dim=1)`` without an (N, K) temporary.
-    A and B change once per optimizer step: compute c once and pass it to every call in between as ``norm=c``.
+    A and B change once per optimizer step: compute c once and pass it to every call in between as ``norm=c``. Where no one
+    can say when they change, keep a state and ask every time: the bits of A, B and s decide, so c is never stale.
+
+        state = dora_norm_state(W)
+        state = dora_norm(W, A, B, s=s, state=state)  # computes
+        state = dora_norm(W, A, B, s=s, state=state)  # reads A and B, not W
+        y = dora_linear(x, W, A, B, m, s=s, norm=state.c)
 
     Args:
       W: (N, K) frozen weight, float16, bfloat16, float32 or float64; any strides.
@@ -40,13 +89,21 @@ def dora_norm(
       detach: True treats c as a constant, as DoRA does to save memory. False lets gradients reach A and B through c.
       max_bytes: most workspace in bytes beside the inputs; None is 12 MiB on a CPU and 64 MiB elsewhere. Under vmap it
         holds for each mapped element.
+      state: None, or what the call before returned for this W; :func:`dora_norm_state` starts. The kernels decide on the
+        GPU without waiting for it; eager code saves work on a CPU only. Nothing is mutated: a captured CUDA graph must end
+        with ``for a, b in zip(old, new): a.copy_(b)``. W is not looked at: another W, or one that changed, needs a new
+        state. Only with detach=True.
+      squared: True returns ``c ** 2``, for a weight sharded along K: add those of the shards, then take the root, as in
+        ``torch.sqrt(all_reduce(dora_norm(W_k, A_k, B, s=s, squared=True)))``. Only with detach=True, without a state.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
       (N,), float32 (float64 for a float64 W), never rounded below that. A row with a NaN is NaN; the others are not.
+      With a state: ``NormState(c, fingerprint)``, c the same bit for bit.
 
     Raises:
-      FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, max_bytes is too small to honour.
+      FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, max_bytes is too small to honour, the
+        state is of another weight, or state or squared meets detach=False or each other.
       NotImplementedError: a second derivative is asked for.
 
     Memory: keeps nothing for backward when detached, else W, A, B and c. Derivation: ``fdora/eager/norm.py``.
@@ -61,6 +118,14 @@ def dora_norm(
         if max_bytes < need:
             raise fail(fn, "max_bytes", f"at least {need} for these shapes", max_bytes, "Raise it, or pass None.")
     choice = select_backend(W, backend=backend)
+    if squared:
+        if state is not None or not detach:
+            have = "True with detach=False" if state is None else "True with a state"
+            raise fail(fn, "squared", "False there", have, "Square the norm, or take the root, yourself.")
+        return row_sqnorm(W, A, B, base_sqnorm, s, max_bytes, choice.name)
+    if state is not None:
+        check_state(fn, W, state, detach)
+        return NormState(*guarded_norm(W, A, B, base_sqnorm, s, max_bytes, *state, choice.name))
     return row_norm(W, A, B, base_sqnorm, s, max_bytes, detach, choice.name)
 
 
@@ -126,3 +191,17 @@ def check_weights(fn: str, tensors: dict[str, Tensor | None], s: float) -> None:
         check_dtype(fn, arg, tensors.get(arg), (torch.float32, W.dtype))
     check_frozen(fn, "W", W)
     check_s(fn, s)
+
+
+def check_state(fn: str, W: Tensor, state: NormState, detach: bool) -> None:
+    """A state of this W's shape, dtype and device."""
+    start = "Start with dora_norm_state(W)."
+    if not isinstance(state, tuple) or len(state) != 2:
+        raise fail(fn, "state", "a NormState", f"a {type(state).__name__}", start)
+    if not detach:
+        raise fail(fn, "state", "None with detach=False", "a NormState", "A norm that is reused has no gradient: detach it.")
+    like = {"c": ((W.shape[0],), torch.promote_types(W.dtype, torch.float32)), "fingerprint": ((WORDS,), torch.int64)}
+    for (part, (shape, dtype)), t in zip(like.items(), state, strict=True):
+        if tuple(t.shape) != shape or t.dtype != dtype or t.device != W.device:
+            have = f"{tuple(t.shape)} {name(t.dtype)} on {t.device}"
+            raise fail(fn, f"state.{part}", f"{shape} {name(dtype)} on {W.device}", have, start)

@@ -2,4 +2,5 @@
 
 from fdora.triton import compose as compose
 from fdora.triton import linear as linear
+from fdora.triton import merge as merge
 from fdora.triton import norm as norm

@@ -60,7 +60,8 @@ def capability(device: torch.device) -> int:
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    """How many; a few where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def loop_over_batch(op: Any) -> None:

@@ -50,6 +50,7 @@ def _linear(
 ) -> list[Tensor]:  # fmt: skip
     t = x.dtype
     W, m, c = W.to(t), m.contiguous(), c.contiguous()
+    inner: Tensor | None
     bias = None if bias is None else bias.contiguous()
     with torch.cuda.device_of(x):
         inner_kept = _keeps_inner(t, bias, seed, mode, keep)
@@ -63,7 +64,7 @@ def _linear(
             h = _product(xd, A.to(t).T, s)
             B = B.to(t)
             if seed is not None and mode == "peft":
-                inner, _ = gemm(xd, W.T, h, B.T)
+                inner = gemm(xd, W.T, h, B.T)[0]
                 y, _ = gemm(x, W.T, h, B.T, Epilogue("add", m, c, bias, inner))
                 out = (y, inner if inner_kept else None, h)
             else:

@@ -5,99 +5,199 @@ partial sum per row; a second kernel adds the partials of a row in a fixed order
 
 Roof at 8192 x 8192, r = 384 in bf16 on an H100: 51.5 GFLOP of products (67 us) beside 134 MB of W (45 us). The tile of W
 is loaded before the products, so its latency hides behind them.
+
+float32 factors run as float16 ones of three times the rank (_split.py). Above r = 64 TMA fetches the tiles where it can.
+
+With a norm of before and the fingerprint it belongs to, each program compares that with the fingerprint of now and has
+nothing to do where they agree; a few programs share the tiles then, so that doing nothing takes no time.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fdora.triton._launch import capability, column_sums, loop_over_batch, traced
-from fdora.triton.configs import NormConfig, norm_config
+from fdora.triton._fingerprint import WORDS, fingerprint, unchanged
+from fdora.triton._launch import SUM_N, SUM_T, capability, column_sums, loop_over_batch, multiprocessors, traced
+from fdora.triton._split import rows_at_a_time, split_A, split_B
+from fdora.triton._tile import GROUP, tile_at, unscaled, weight_and_product, weight_and_product_tma
+from fdora.triton.configs import MAX_N, MIN_K, norm_config
 
-GROUP = 8  # rows of tiles that run together, so that their slabs of A and B meet in L2
+
+@triton.jit
+def _norm_tile(
+    i, W, A, B, scale_n, scale_k, partial, s, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    tile_n, tile_k = tile_at(i, N, K, BLOCK_N, BLOCK_K, GROUP)
+    n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    if TMA:
+        w, acc = weight_and_product_tma(W, A, B, tile_n * BLOCK_N, tile_k * BLOCK_K, R, BLOCK_N, BLOCK_K, BLOCK_R)
+    else:
+        w, acc = weight_and_product(
+            W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION
+        )
+    if SCALED:
+        acc = unscaled(acc, scale_n, scale_k, n, k, N, K)
+    v = w + s * acc
+    tl.store(partial + tile_k.to(tl.int64) * N + n, tl.sum(v * v, axis=1), mask=n < N)
 
 
 @triton.jit
 def _norm_kernel(
-    W, A, B, partial, s, N, K, R,
+    W, A, B, scale_n, scale_k, partial, seen, now, s, N, K, R,
     stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    tiles_n, tiles_k = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
-    group = pid // (GROUP * tiles_k)
-    height = min(tiles_n - group * GROUP, GROUP)
-    tile_n = group * GROUP + (pid % (GROUP * tiles_k)) % height
-    tile_k = (pid % (GROUP * tiles_k)) // height
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    r = tl.arange(0, BLOCK_R)
-    in_n, in_k = n < N, k < K
+    if GUARDED:
+        tiles = 0 if unchanged(seen, now, WORDS) else tl.cdiv(N, BLOCK_N) * tl.cdiv(K, BLOCK_K)
+        for i in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            _norm_tile(
+                i, W, A, B, scale_n, scale_k, partial, s, N, K, R,
+                stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
+                BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA, SCALED,
+            )  # fmt: skip
+    else:
+        _norm_tile(
+            tl.program_id(0), W, A, B, scale_n, scale_k, partial, s, N, K, R,
+            stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
+            BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA, SCALED,
+        )  # fmt: skip
 
-    at_w = W + n[:, None].to(tl.int64) * stride_wn + k[None, :].to(tl.int64) * stride_wk
-    at_b = B + n[:, None].to(tl.int64) * stride_bn + r[None, :].to(tl.int64) * stride_br
-    at_a = A + r[:, None].to(tl.int64) * stride_ar + k[None, :].to(tl.int64) * stride_ak
-    # EVEN: every tile and slab is whole. Masks would keep the loads from being pipelined at full width.
-    w = tl.load(at_w) if EVEN else tl.load(at_w, mask=in_n[:, None] & in_k[None, :], other=0.0)
-    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for r0 in range(0, R, BLOCK_R):
-        if EVEN:
-            b, a = tl.load(at_b), tl.load(at_a)
-        else:
-            b = tl.load(at_b, mask=in_n[:, None] & (r[None, :] < R - r0), other=0.0)
-            a = tl.load(at_a, mask=in_k[None, :] & (r[:, None] < R - r0), other=0.0)
-        acc = tl.dot(b, a, acc, input_precision=PRECISION)
-        at_b += BLOCK_R * stride_br
-        at_a += BLOCK_R * stride_ar
-    v = w.to(tl.float32) + s * acc
-    tl.store(partial + tile_k.to(tl.int64) * N + n, tl.sum(v * v, axis=1), mask=in_n)
+
+@triton.jit
+def _choose_kernel(partial, c, seen, now, out, N, strips, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
+    """The root of the column sums, added as in _launch._sum_kernel; or c as it was."""
+    same = unchanged(seen, now, WORDS)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.arange(0, BLOCK_T)
+    acc = tl.zeros((BLOCK_N,), tl.float32)
+    for t0 in range(0, 0 if same else strips, BLOCK_T):
+        mask = (t0 + t < strips)[:, None] & (n < N)[None, :]
+        acc += tl.sum(tl.load(partial + (t0 + t)[:, None].to(tl.int64) * N + n[None, :], mask=mask, other=0.0), axis=0)
+    before = tl.load(c + n, mask=n < N, other=0.0)
+    tl.store(out + n, tl.where(same, before, tl.sqrt_rn(acc)), mask=n < N)
+
+
+class Guard(NamedTuple):
+    """A norm of before, the fingerprint it belongs to, and that of now."""
+
+    c: Tensor
+    seen: Tensor
+    now: Tensor
 
 
 def norm_fwd(W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None) -> Tensor:
     """(N, K), (r, K), (N, r) -> c (N,) float32. W is read once whether its squared norm is known or not."""
-    return (row_norm if traced(W) else _row_norm)(W, A, B, s, max_bytes)
+    return (row_norm if traced(W) else _row_norm)(W, A, B, s, max_bytes, False)
 
 
-def _row_norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None) -> Tensor:
-    """max_bytes bounds the partials: fewer rows at a time where they would not fit."""
-    N, K = W.shape
+def sqnorm_fwd(W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None) -> Tensor:
+    """c^2 (N,), to be added to that of other columns."""
+    return (row_norm if traced(W) else _row_norm)(W, A, B, s, max_bytes, True)
+
+
+def norm_guarded(
+    W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None, c: Tensor, seen: Tensor
+) -> tuple[Tensor, Tensor]:
+    """c and the fingerprint of A, B, s. The c given is returned where the fingerprint given is theirs."""
+    new, now = (row_norm_guarded if traced(W) else _row_norm_guarded)(W, A, B, s, max_bytes, c, seen)
+    return new, now
+
+
+def _row_norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squared: bool) -> Tensor:
+    return _norm(W, A, B, s, max_bytes, squared, None)
+
+
+def _norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squared: bool, guard: Guard | None) -> Tensor:
+    """max_bytes bounds the partials and the split factors: fewer rows at a time where they would not fit."""
+    (N, K), R = W.shape, A.shape[0]
     if A.dtype != B.dtype:  # products want one dtype; both hold the values exactly in the wider
         A, B = A.float(), B.float()
     c = torch.empty(N, device=W.device, dtype=torch.float32)
-    config = norm_config(A.shape[0], A.element_size() == 2, capability(W.device))
-    tiles = triton.cdiv(K, config.BLOCK_K)
-    rows = N if max_bytes is None else max(config.BLOCK_N, max_bytes // (4 * max(1, tiles)))
+    row_bytes = 4 * max(1, triton.cdiv(K, MIN_K))
+    rows = 0 if A.element_size() == 2 else rows_at_a_time(N, K, R, max_bytes, row_bytes)
+    split = rows > 0
+    if not split:
+        rows = N if max_bytes is None else max(MAX_N, max_bytes // row_bytes)
+    hashes = None if guard is None else (guard.seen, guard.now)
     with torch.cuda.device_of(W):
+        a, by_k = split_A(A, hashes) if split else (A, None)
         for i in range(0, N, max(1, rows)):
-            _launch(W[i : i + rows], A, B[i : i + rows], c[i : i + rows], s, tiles, config)
+            w, part = W[i : i + rows], None if guard is None else guard._replace(c=guard.c[i : i + rows])
+            b, by_n = split_B(B[i : i + rows], hashes) if split else (B[i : i + rows], None)
+            _launch(w, a, b, by_n, by_k, c[i : i + rows], s, squared, part)
     return c
 
 
+def _row_norm_guarded(
+    W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, c: Tensor, seen: Tensor
+) -> list[Tensor]:
+    now = fingerprint(A, B, s)
+    return [_norm(W, A, B, s, max_bytes, False, Guard(c.contiguous(), seen.contiguous(), now)), now]
+
+
 row_norm = torch.library.custom_op("fdora::row_norm", _row_norm, mutates_args=())
+row_norm_guarded = torch.library.custom_op("fdora::row_norm_guarded", _row_norm_guarded, mutates_args=())
 
 
 @row_norm.register_fake
-def _(W, A, B, s, max_bytes):
+def _(W, A, B, s, max_bytes, squared):
     return W.new_empty(W.shape[0], dtype=torch.float32)
 
 
+@row_norm_guarded.register_fake
+def _(W, A, B, s, max_bytes, c, seen):
+    return [W.new_empty(W.shape[0], dtype=torch.float32), W.new_empty(WORDS, dtype=torch.int64)]
+
+
 loop_over_batch(row_norm)
+loop_over_batch(row_norm_guarded)
 
 
-def _launch(W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, tiles: int, config: NormConfig) -> None:
-    (N, K), R = W.shape, A.shape[0]
-    block_n, block_k, block_r, precision, num_warps, num_stages = config
+def _for_tma(t: Tensor) -> bool:
+    """What the copy engine asks of a matrix in global memory."""
+    row = t.stride(0) * t.element_size()
+    return t.stride(1) == 1 and row > 0 and row % 16 == 0 and t.data_ptr() % 16 == 0
+
+
+def _launch(
+    W: Tensor, A: Tensor, B: Tensor, by_n: Tensor | None, by_k: Tensor | None, c: Tensor, s: float, squared: bool,
+    guard: Guard | None,
+) -> None:  # fmt: skip
+    (N, K), R, half = W.shape, A.shape[0], W.element_size() == 2
+    aligned = half and all(_for_tma(t) for t in (W, A, B))
+    config = norm_config(R, A.element_size() == 2, capability(W.device), aligned, half)
+    block_n, block_k, block_r, precision, num_warps, num_stages, tma = config
+    tiles = triton.cdiv(K, block_k)
     partial = torch.empty((tiles, N), device=W.device, dtype=torch.float32)
     programs = triton.cdiv(N, block_n) * tiles
+    before, seen, now = guard or (None, None, None)
+    if guard is not None:
+        programs = min(programs, 2 * multiprocessors(W.device))
     if programs:
+        tensors: tuple = (W, A, B)
+        strides: tuple = (*W.stride(), *A.stride(), *B.stride())
+        if tma:
+            blocks = ((block_n, block_k), (block_r, block_k), (block_n, block_r))
+            tensors = tuple(TensorDescriptor.from_tensor(t, list(b)) for t, b in zip(tensors, blocks, strict=True))
+            strides = (None,) * 6
         _norm_kernel[(programs,)](
-            W, A, B, partial, s, N, K, R, *W.stride(), *A.stride(), *B.stride(),
+            *tensors, by_n, by_k, partial, seen, now, s, N, K, R, *strides,
             BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=block_r, GROUP=GROUP,
-            EVEN=N % block_n == 0 and K % block_k == 0 and R % block_r == 0,
-            PRECISION=precision, num_warps=num_warps, num_stages=num_stages,
+            EVEN=N % block_n == 0 and K % block_k == 0 and R % block_r == 0, PRECISION=precision, TMA=tma,
+            SCALED=by_n is not None, GUARDED=guard is not None, WORDS=WORDS, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
-    column_sums(partial, c, sqrt=True)
+    if guard is None:
+        column_sums(partial, c, sqrt=not squared)
+    else:
+        _choose_kernel[(triton.cdiv(N, SUM_N),)](
+            partial, before, seen, now, c, N, tiles, WORDS=WORDS, BLOCK_N=SUM_N, BLOCK_T=SUM_T
+        )

@@ -11,7 +11,8 @@ triton = pytest.importorskip("triton", reason="needs Triton; `make test` install
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from fdora.triton.configs import norm_config  # noqa: E402
+from fdora.triton._split import split_rank  # noqa: E402
+from fdora.triton.configs import merge_config, norm_config  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -37,21 +38,90 @@ def stack_bytes(cubin, tmp_path):
     return sum(map(int, re.findall(r"\b(?:STACK|LOCAL):(\d+)", out)))
 
 
+# W, A and B, and whether A and B stand for float32 ones, as fdora.triton._split makes them
+MIXES = [
+    ("bf16", "bf16", False),
+    ("bf16", "fp32", False),
+    ("bf16", "fp16", True),
+    ("fp32", "fp16", True),
+    ("fp32", "fp32", False),
+]
+
+
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize("r", RANKS)
-@pytest.mark.parametrize("adapter", ["bf16", "fp32"])
-def test_norm(target, r, adapter, tmp_path):
-    from fdora.triton.norm import GROUP, _norm_kernel
+@pytest.mark.parametrize(("weight", "adapter", "scaled"), MIXES)
+@pytest.mark.parametrize("guarded", [False, True])
+def test_norm(target, r, weight, adapter, scaled, guarded, tmp_path):
+    from fdora.triton.norm import GROUP, WORDS, _norm_kernel
 
     capability = target if isinstance(target, int) else 0
-    block_n, block_k, block_r, precision, warps, stages = norm_config(r, adapter == "bf16", capability)
-    pointers = {"W": "*bf16", "A": f"*{adapter}", "B": f"*{adapter}", "partial": "*fp32"}
+    r = split_rank(r) if scaled else r
+    config = norm_config(r, adapter != "fp32", capability, half_weight=weight != "fp32")
+    block_n, block_k, block_r, precision, warps, stages, _ = config
+    pointers = {"W": f"*{weight}", "A": f"*{adapter}", "B": f"*{adapter}", "partial": "*fp32"}
+    pointers |= {"seen": "*i64", "now": "*i64"} if guarded else {}
+    pointers |= {"scale_n": "*fp32", "scale_k": "*fp32"} if scaled else {}
     sizes = {n: "i32" for n in ("N", "K", "R", "stride_wn", "stride_ar", "stride_bn")}
-    constants = {"stride_wk": 1, "stride_ak": 1, "stride_br": 1}
+    constants = {n: None for n in ("seen", "now", "scale_n", "scale_k") if n not in pointers}
+    constants |= {"stride_wk": 1, "stride_ak": 1, "stride_br": 1, "GUARDED": guarded, "WORDS": WORDS, "TMA": False}
     constants |= {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP, "EVEN": True}
-    constants |= {"PRECISION": precision}
+    constants |= {"PRECISION": precision, "SCALED": scaled}
     signature = {n: (pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in _norm_kernel.arg_names}
     built = build(_norm_kernel, target, signature, constants, [*pointers, *sizes], warps, stages)
+    if isinstance(target, int):
+        assert built.metadata.shared <= SHARED[target]
+        assert stack_bytes(built.asm["cubin"], tmp_path) == 0
+    else:
+        assert built.metadata.shared <= 65_536 and built.asm["hsaco"]
+
+
+@pytest.mark.parametrize("target", [90, 100], ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_norm_from_descriptors(target, guarded, scaled, tmp_path):
+    from fdora.triton.norm import GROUP, WORDS, _norm_kernel
+
+    block_n, block_k, block_r, precision, warps, stages, tma = norm_config(384, True, target, aligned=True)
+    assert tma
+    pointers = {"partial": "*fp32"} | ({"seen": "*i64", "now": "*i64"} if guarded else {})
+    pointers |= {"scale_n": "*fp32", "scale_k": "*fp32"} if scaled else {}
+    half = "fp16" if scaled else "bf16"
+    blocks = {"W": [block_n, block_k], "A": [block_r, block_k], "B": [block_n, block_r]}
+    descriptors = {n: f"tensordesc<{'bf16' if n == 'W' else half}{block}>" for n, block in blocks.items()}
+    sizes = {n: "i32" for n in ("N", "K", "R")}
+    constants = {n: None for n in _norm_kernel.arg_names if n.startswith("stride")}
+    constants |= {"GUARDED": guarded, "WORDS": WORDS, "TMA": True, "SCALED": scaled}
+    constants |= {n: None for n in ("seen", "now", "scale_n", "scale_k") if n not in pointers}
+    constants |= {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP, "EVEN": True}
+    constants |= {"PRECISION": precision}
+    signature = {n: (descriptors | pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in _norm_kernel.arg_names}
+    built = build(_norm_kernel, target, signature, constants, [*pointers, *sizes], warps, stages)
+    assert 2 * built.metadata.shared <= SHARED[target], "two programs do not fit on a multiprocessor"
+    assert stack_bytes(built.asm["cubin"], tmp_path) == 0
+    assert "cp.async.bulk.tensor" in built.asm["ptx"]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("r", RANKS)
+@pytest.mark.parametrize(("weight", "adapter", "scaled"), MIXES)
+@pytest.mark.parametrize("undo", [False, True])
+def test_merge(target, r, weight, adapter, scaled, undo, tmp_path):
+    from fdora.triton.merge import GROUP, _merge_kernel
+
+    capability = target if isinstance(target, int) else 0
+    block_n, block_k, block_r, precision, warps, stages, _ = merge_config(
+        split_rank(r) if scaled else r, adapter != "fp32", capability, weight != "fp32"
+    )
+    pointers = {"W": f"*{weight}", "A": f"*{adapter}", "B": f"*{adapter}", "m": "*fp32", "c": "*fp32", "out": f"*{weight}"}
+    sizes = {n: "i32" for n in ("N", "K", "R", "stride_wn", "stride_ar", "stride_bn")}
+    constants = {"stride_wk": 1, "stride_ak": 1, "stride_br": 1, "UNDO": undo, "SCALED": scaled}
+    pointers |= {"scale_n": "*fp32", "scale_k": "*fp32"} if scaled else {}
+    constants |= {n: None for n in ("scale_n", "scale_k") if n not in pointers}
+    constants |= {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP, "EVEN": True}
+    constants |= {"PRECISION": precision}
+    signature = {n: (pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in _merge_kernel.arg_names}
+    built = build(_merge_kernel, target, signature, constants, [*pointers, *sizes], warps, stages)
     if isinstance(target, int):
         assert built.metadata.shared <= SHARED[target]
         assert stack_bytes(built.asm["cubin"], tmp_path) == 0
@@ -79,3 +149,47 @@ def test_compose(target, lora, which, tmp_path):
     if isinstance(target, int):
         assert built.metadata.shared <= SHARED[target]
         assert stack_bytes(built.asm["cubin"], tmp_path) == 0
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_fingerprint(target, tmp_path):
+    from fdora.triton import _fingerprint
+    from fdora.triton.norm import SUM_N, SUM_T, WORDS, _choose_kernel
+
+    pointers = {"A": "*i64", "B": "*i64", "out": "*i64"}
+    sizes = {n: "i32" for n in ("count_a", "count_b", "cols_a", "cols_b", "stride_ar", "stride_bn")}
+    constants = {
+        "stride_ak": 1,
+        "stride_br": 1,
+        "PACKED_A": True,
+        "PACKED_B": True,
+        "BLOCK": _fingerprint.BLOCK,
+        "KIND": 1,
+        "WORDS": 256,
+    }
+    kernel = _fingerprint._fingerprint_kernel
+    signature = {n: (pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in kernel.arg_names}
+    built = [build(kernel, target, signature, constants, [*pointers, *sizes], 8, 3)]
+    pointers = {"partial": "*fp32", "c": "*fp32", "out": "*fp32", "seen": "*i64", "now": "*i64"}
+    signature = {n: (pointers | {"N": "i32", "strips": "i32"}).get(n, "constexpr") for n in _choose_kernel.arg_names}
+    constants = {"WORDS": WORDS, "BLOCK_N": SUM_N, "BLOCK_T": SUM_T}
+    built.append(build(_choose_kernel, target, signature, constants, [*pointers, "N"], 4, 3))
+    for kernel in built:
+        assert not isinstance(target, int) or stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("which", ["A", "B"])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_split(target, which, guarded, tmp_path):
+    from fdora.triton import _split
+
+    pointers = {"x": "*fp32", "out": "*fp16", "scale": "*fp32"} | ({"seen": "*i64", "now": "*i64"} if guarded else {})
+    sizes = {n: "i32" for n in ("P", "R", "R3", *(f"stride_{t}{'r' if which == 'A' else 'p'}" for t in "xo"))}
+    kernel = _split._split_kernel
+    constants = {f"stride_{t}{'p' if which == 'A' else 'r'}": 1 for t in "xo"} | {"LO_FIRST": which == "A"}
+    constants |= {"GUARDED": guarded, "WORDS": _split.WORDS, "BLOCK_P": _split.BLOCK_P, "BLOCK_R": _split.BLOCK_R}
+    constants |= {n: None for n in ("seen", "now") if n not in pointers}
+    signature = {n: (pointers | sizes).get(n, "constexpr") for n in kernel.arg_names}
+    built = build(kernel, target, signature, constants, [*pointers, *sizes], 4, 3)
+    assert not isinstance(target, int) or stack_bytes(built.asm["cubin"], tmp_path) == 0

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from fdora.functional import dora_base_sqnorm, dora_init, dora_norm, dora_scale
+from fdora.functional import dora_base_sqnorm, dora_init, dora_norm, dora_norm_state, dora_scale
 from tests import device, reference
 from tests.make import tensors
 
@@ -66,6 +66,58 @@ def test_base_sqnorm_and_empty():
     assert (dora_norm(W[:, :0], A[:, :0], B, s=1.0, backend="triton") == 0).all()
 
 
+@pytest.mark.parametrize("shape", [(130, 264, 72), (128, 256, 128), (200, 136, 136)], ids=str)
+def test_descriptors_and_pointers_agree(shape, monkeypatch):
+    """What TMA takes over above r = 64 on Hopper, and what it must leave alone."""
+    from fdora.triton import norm
+
+    if device.NAME == "cpu" or torch.cuda.get_device_capability()[0] in (9, 10):
+        monkeypatch.setattr(norm, "capability", lambda device: 90)
+    launched = []
+    choose = norm.norm_config
+
+    def choosing(*args):
+        launched.append(choose(*args).TMA)
+        return choose(*args)
+
+    monkeypatch.setattr(norm, "norm_config", choosing)
+    t = tensors(*shape, dtype=torch.float16)
+    wide = {n: torch.zeros(t[n].shape[0], t[n].shape[1] + 1, device=t[n].device, dtype=t[n].dtype) for n in "WAB"}
+    shifted = {n: wide[n][:, 1:].copy_(t[n]) for n in "WAB"}
+    uneven = torch.cat([t["B"], t["B"][:, :1]], 1)[:, :-1]  # begins at 16 bytes, its rows do not
+    want = reference.norm(t["W"], t["A"], t["B"], t["s"])
+    t["W"][5] = float("nan")
+    for one in (
+        {},
+        {"W": shifted["W"]},
+        {"A": shifted["A"]},
+        {"B": shifted["B"]},
+        {"B": t["B"].T.contiguous().T},
+        {"B": uneven},
+    ):
+        got = triton_norm(t | one)
+        assert got[5].isnan() or "W" in one
+        got[5] = want[5]
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
+    if device.NAME == "cpu":
+        assert launched == [True, False, False, False, False, False]
+    state = dora_norm_state(t["W"])
+    state = dora_norm(t["W"], t["A"], t["B"], s=t["s"], state=state, backend="triton")
+    assert torch.equal(state.c.nan_to_num(), triton_norm(t).nan_to_num())
+
+
+def test_squares_of_shards_add_up():
+    t = tensors(70, 300, 24, dtype=torch.float16)
+    parts = [
+        triton_norm(t | {"W": W, "A": A}, squared=True) for W, A in zip(t["W"].split(130, 1), t["A"].split(130, 1), strict=True)
+    ]
+    want = reference.norm(t["W"], t["A"], t["B"], t["s"])
+    torch.testing.assert_close(sum(parts).sqrt().double(), want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(triton_norm(t, squared=True), triton_norm(t).square(), rtol=1e-6, atol=0)
+    mapped = torch.func.vmap(lambda A: dora_norm(t["W"], A, t["B"], s=t["s"], squared=True, backend="triton"))(t["A"][None])
+    assert torch.equal(mapped[0], triton_norm(t, squared=True))
+
+
 def test_a_bank_of_adapters():
     many = [tensors(40, 70, 20, dtype=torch.float16, seed=i) for i in range(3)]
     A, B = (torch.stack([t[n] for t in many]) for n in "AB")
@@ -87,7 +139,7 @@ def test_opcheck():
     from fdora.triton.norm import row_norm
 
     t = tensors(40, 70, 20, dtype=torch.float16)
-    torch.library.opcheck(row_norm, (t["W"], t["A"], t["B"], 0.7, None))
+    torch.library.opcheck(row_norm, (t["W"], t["A"], t["B"], 0.7, None, False))
 
 
 @pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda")

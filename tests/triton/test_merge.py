@@ -1,0 +1,133 @@
+"""The merge kernel against the truth: interpreted on a CPU (TRITON_INTERPRET=1), or for real with --device cuda."""
+
+import itertools
+import os
+
+import pytest
+import torch
+
+from fdora.functional import dora_merge, dora_norm, dora_unmerge
+from tests import device, reference
+from tests.checks.merge import CHECKS, round_trip
+from tests.close import rel_l2
+from tests.make import tensors
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    "device.NAME == 'cpu' and not INTERPRETED",
+    reason="needs --device cuda or TRITON_INTERPRET=1; `make test` runs both ways it can",
+)
+# The interpreter of Triton 3.6 multiplies bf16 wrongly; a GPU does not.
+DTYPES = (torch.float16, torch.float32) if INTERPRETED else (torch.bfloat16, torch.float16, torch.float32)
+SHAPES = ((1, 1, 1), (5, 3, 2), (130, 257, 24), (128, 256, 16), (64, 384, 48), (200, 129, 130))
+
+
+def truth(t):
+    g = reference.scale(t["m"], reference.norm(t["W"], t["A"], t["B"], t["s"]))
+    return g[:, None] * (t["W"].double() + t["s"] * t["B"].double() @ t["A"].double())
+
+
+def triton_merge(t, **extra):
+    return dora_merge(t["W"], t["A"], t["B"], t["m"], s=t["s"], backend="triton", **extra)
+
+
+def triton_unmerge(W, t, c):
+    return dora_unmerge(W, t["A"], t["B"], t["m"], s=t["s"], norm=c, backend="triton")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_the_truth(shape, dtype):
+    kinds = ("plain", "zero_rows", "zero_m", "negative_m")
+    for adapter, kind, s in itertools.product({dtype, torch.float32}, kinds, (0.7, 0.0, -2.0)):
+        t = tensors(*shape, dtype=dtype, adapter=adapter, kind=kind, s=s)
+        got, want = triton_merge(t), truth(t)
+        assert got.dtype == dtype and got.is_contiguous()
+        # One rounding of each element, and 1e-6 of its row for the sums behind it.
+        limit = torch.finfo(dtype).eps / 2 * want.abs() + 1e-6 * want.norm(dim=1, keepdim=True) + torch.finfo(dtype).tiny * 1e-3
+        over = ((got.double() - want).abs() / limit).max().item()
+        assert over <= 1, f"{adapter} {kind} {s}: {over:.2g} of the limit"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_rounding_from_the_eager_backend(dtype):
+    for adapter, kind in itertools.product({dtype, torch.float32}, ("plain", "zero_rows", "cancelling")):
+        t = tensors(70, 130, 24, dtype=dtype, adapter=adapter, kind=kind)
+        c = dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="eager")
+        other = dora_merge(t["W"], t["A"], t["B"], t["m"], s=t["s"], norm=c, backend="eager")
+        assert rel_l2(triton_merge(t, norm=c), other) <= max(2e-6, torch.finfo(dtype).eps)
+        back = dora_unmerge(other, t["A"], t["B"], t["m"], s=t["s"], norm=c, backend="eager")
+        assert rel_l2(triton_unmerge(other, t, c), back) <= max(2e-6, torch.finfo(dtype).eps)
+
+
+def test_round_trip_zero_rows_and_lost_rows():
+    limits = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+    for dtype, kind in itertools.product(DTYPES, ("plain", "zero_rows", "negative_m")):
+        t = tensors(40, 33, 8, dtype=dtype, adapter=torch.float32, kind=kind)
+        c = dora_norm(t["W"], t["A"], t["B"], s=t["s"])
+        assert rel_l2(triton_unmerge(triton_merge(t, norm=c), t, c), t["W"]) <= limits[dtype], (dtype, kind)
+    t = tensors(6, 5, 2, dtype=torch.float32)
+    t["W"][1] = t["B"][1] = t["m"][1] = 0
+    c = dora_norm(t["W"], t["A"], t["B"], s=t["s"])
+    assert (triton_unmerge(triton_merge(t, norm=c), t, c)[1] == 0).all()
+    t["m"][1], t["B"][1], c[1] = 1, 3, 0  # a row that had cancelled to nothing was -s B A, whatever stands there now
+    want = -t["s"] * (t["B"] @ t["A"])[1]
+    torch.testing.assert_close(triton_unmerge(torch.ones_like(t["W"]), t, c)[1], want, rtol=1e-5, atol=1e-6)
+    from fdora.triton.merge import unmerge_fwd
+
+    t = tensors(6, 5, 2, dtype=torch.float32, kind="zero_m")  # past the check of the public function
+    c = dora_norm(t["W"], t["A"], t["B"], s=t["s"])
+    lost = unmerge_fwd(triton_merge(t, norm=c), t["A"], t["B"], t["m"], c, t["s"])
+    assert lost.isnan().all(1).tolist() == [True, False, False] * 2
+
+
+def test_mixed_adapters_nan_rows_strides_and_nothing_at_all():
+    t = tensors(40, 70, 20, dtype=torch.float16)
+    want = triton_merge(t)
+    turned = t | {n: t[n].T.contiguous().T for n in "WAB"}
+    odd = t | {n: torch.stack([t[n], torch.full_like(t[n], float("nan"))], -1)[..., 0] for n in "WABm"}
+    for other in (turned, odd, t | {"A": t["A"].float()}, t | {"B": t["B"].float()}, t | {"m": t["m"].float()}):
+        got = triton_merge(other)
+        assert got.is_contiguous() and rel_l2(got, want) <= 1e-5
+    assert triton_merge(t | {"W": t["W"][:0], "B": t["B"][:0], "m": t["m"][:0]}).shape == (0, 70)
+    t["W"][7, 3] = t["B"][9, 1] = float("nan")
+    assert triton_merge(t).isnan().any(1).nonzero().flatten().tolist() == [7, 9]
+
+
+def test_the_start_comes_back_bit_for_bit():
+    """B = 0 and m = c: g is exactly one."""
+    for dtype in DTYPES:
+        t = tensors(130, 200, 8, dtype=dtype, adapter=torch.float32)
+        t["B"].zero_()
+        t["m"] = dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="triton")
+        assert torch.equal(triton_merge(t), t["W"])
+
+
+def test_a_bank_of_adapters_and_opcheck():
+    from fdora.triton.merge import merge
+
+    many = [tensors(40, 70, 20, dtype=torch.float16, seed=i) for i in range(3)]
+    A, B, m = (torch.stack([t[n] for t in many]) for n in "ABm")
+    W = many[0]["W"]
+    got = torch.func.vmap(lambda A, B, m: dora_merge(W, A, B, m, s=0.7, backend="triton"))(A, B, m)
+    assert all(torch.equal(got[i], triton_merge({**many[i], "W": W})) for i in range(3))
+    torch.library.opcheck(merge, (W, A[0], B[0], m[0], m[0].float(), 0.7, False))
+
+
+@pytest.mark.skipif("device.NAME == 'cpu'", reason="the promises in full, in float64 too, need both backends on one device")
+@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
+def test_promises_on_the_gpu(check):
+    if check is not round_trip:
+        check()
+
+
+@pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda")
+def test_past_two_to_the_31_elements():
+    N, K = 70_000, 32_768
+    W = torch.zeros((N, K), device=device.NAME, dtype=torch.bfloat16)
+    W[-300:] = torch.randn(300, K, device=device.NAME)
+    A, B = torch.randn(8, K, device=device.NAME).bfloat16() / 181, torch.randn(N, 8, device=device.NAME).bfloat16()
+    m = torch.ones(N, device=device.NAME)
+    got = dora_merge(W, A, B, m, s=0.5)[-300:]
+    t = dict(W=W[-300:], A=A, B=B[-300:], m=m[-300:], s=0.5)
+    assert rel_l2(got, truth(t)) <= 4e-3

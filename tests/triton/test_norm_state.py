@@ -1,0 +1,48 @@
+"""Every promise of tests/checks/norm_state.py of the kernels: interpreted (TRITON_INTERPRET=1), or for real with --device cuda."""
+
+import os
+
+import pytest
+import torch
+
+from fdora.functional import dora_norm, dora_norm_state
+from tests import device  # noqa: F401 (read by the condition below)
+from tests.checks.norm_state import CHECKS, S, inputs, moved
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    "device.NAME == 'cpu' and not INTERPRETED",
+    reason="needs --device cuda or TRITON_INTERPRET=1; `make test` runs both ways it can",
+)
+DTYPES = (torch.float16, torch.float32) if INTERPRETED else (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
+def test_norm_state(check, dtype):
+    check("triton", dtype)
+
+
+def test_a_state_of_the_other_backend_matches_nothing():
+    W, A, B = inputs(torch.float16)
+    for first, then in (("eager", "triton"), ("triton", "eager")):
+        state = dora_norm(W, A, B, s=S, state=dora_norm_state(W), backend=first)
+        assert moved(W, A, B, state, then)[1]
+
+
+def test_more_tiles_than_programs_and_wide_words():
+    """Each program of a guarded norm walks over several tiles, and each of the hash over several blocks."""
+    W, A, B = inputs(torch.float16, 700, 600, 200)
+    state, seen = moved(W, A, B, dora_norm_state(W), "triton")
+    assert seen and not moved(W, A, B, state, "triton")[1]
+    for t in (A, B):
+        t[-1, -1] += 1
+        state, seen = moved(W, A, B, state, "triton")
+        assert seen
+
+
+def test_opcheck():
+    from fdora.triton.norm import row_norm_guarded
+
+    W, A, B = inputs(torch.float16)
+    torch.library.opcheck(row_norm_guarded, (W, A, B, S, None, *dora_norm_state(W)))
