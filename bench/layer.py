@@ -24,8 +24,9 @@ import torch
 
 from bench.clock import anchor_graph, medians, timer, wall_timer
 from bench.norm_forms import about
+from bench.table import line, table
 from bench.truth import Truth
-from bench.ways import RIVALS, WAYS, Inputs, S, build
+from bench.ways import ADAPTERS, RIVALS, WAYS, Inputs, S, build
 from tests.memory import peak_bytes
 
 MODELS = {  # K x N of q/o, k/v, gate/up, down
@@ -38,7 +39,6 @@ QUICK = [(f"{shape}", 4096, r) for shape, r in (
     ("4096x4096", 16), ("4096x4096", 384), ("4096x1024", 64), ("4096x14336", 64), ("14336x4096", 64), ("8192x8192", 384),
     ("5120x27648", 16), ("28672x8192", 128),
 )] + [("4096x4096", 16384, 16), ("4096x14336", 16384, 128), ("4096x4096", 16, 16), ("4096x14336", 16, 64)]  # fmt: skip
-ADAPTERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TOLERANCE = 5e-3  # relative L2; one rounding to bf16 is 1.7e-3, and at most three follow one another
 MODES = tuple(product(("fwd", "fwd_bwd"), ("given", "inside")))
 
@@ -153,11 +153,6 @@ def summarize(rows: list[dict]) -> dict:
     return {"geometric_means": means, "not_beaten": lost, "failed": failed, "cases": len(rows) // len(MODES)}
 
 
-def table(head: list[str], lines: list[list]) -> str:
-    rows = [head, ["---"] * len(head), *lines]
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
-
-
 def report(summary: dict) -> str:
     parts = [f"\nGeometric means over {summary['cases']} cases:\n"]
     pairs = list(dict.fromkeys(pair for values in summary["geometric_means"].values() for pair in values))
@@ -166,7 +161,7 @@ def report(summary: dict) -> str:
     parts.append("\nWhere a rival is not beaten:\n")
     lost = summary["not_beaten"]
     parts.append(table(list(lost[0]), [list(row.values()) for row in lost]) if lost else "nowhere")
-    return "\n".join([*parts, *(f"\nfailed: {line}" for line in summary["failed"])])
+    return "\n".join([*parts, *(f"\nfailed: {reason}" for reason in summary["failed"])])
 
 
 def cases(options) -> list[tuple]:
@@ -221,7 +216,7 @@ def main(argv=None):
         for row in new:
             worst = max(row["error"].get("fdora", {"": math.nan}).values())
             label = "{M}, {K} x {N}, {r}, {adapter}, {mode}, {norm}".format(**row)
-            print("|", " | ".join([label, *(str(row["ms"].get(n, "")) for n in names), f"{worst:.1e}"]), "|", flush=True)
+            print(line([label, *(row["ms"].get(n, "") for n in names), f"{worst:.1e}"]), flush=True)
         rows += new
         summary = summarize(rows) | {"skipped": skipped}
         if options.json:
@@ -232,7 +227,7 @@ def main(argv=None):
     print(report(summarize(rows)))
     if skipped:
         print(f"\n{len(skipped)} cases not started in {options.seconds:.0f} s: {skipped}")
-    if mine := [line for line in summarize(rows)["failed"] if line.startswith("fdora")]:
+    if mine := [reason for reason in summarize(rows)["failed"] if reason.startswith("fdora")]:
         raise SystemExit("\n".join(["fdora failed:", *mine]))
 
 

@@ -21,6 +21,7 @@ from fdora.functional import dora_linear, dora_norm
 
 S = 2.0
 BF16 = torch.bfloat16
+ADAPTERS = {"bf16": BF16, "fp32": torch.float32}
 RIVALS = ("peft_lora", "peft_dora", "peft_dora_compiled", "factored", "dorafactors")
 WAYS = ("frozen", "bare", *RIVALS, "fdora", "fdora_inside", "fdora_compiled", "fdora_inside_compiled")
 
