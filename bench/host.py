@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bench.attempt import Failures
 from bench.clock import medians, wall_timer
 from bench.norm_forms import about
 from bench.table import table
@@ -66,19 +67,15 @@ def first_call(sizes: tuple[int, ...], device: str) -> list[dict]:
 def per_call(options) -> list[dict]:
     """us per call of each way, forward without a graph and forward with backward."""
     inputs = Inputs.random(options.M, options.K, options.N, options.r, ADAPTERS[options.adapter], options.device)
+    failed = Failures()
+    ways = failed.attempt(options.ways.split(","), lambda name: build(name, inputs))
     rows = {name: {"way": name} for name in options.ways.split(",")}
-    ways = {}
-    for name, row in rows.items():
-        try:
-            ways[name] = build(name, inputs)
-        except Exception as problem:  # a rival that cannot run must not end the run
-            row["failed"] = f"{type(problem).__name__}: {problem}".splitlines()[0]
     for mode in ("fwd", "fwd_bwd"):
         fns = {name: way.forward if mode == "fwd" else way.both for name, way in ways.items()}
-        timers = {name: wall_timer(fn, options.device, options.loop_ms) for name, fn in fns.items()}
+        timers = failed.attempt(fns, lambda name: wall_timer(fns[name], options.device, options.loop_ms))
         for name, ms in medians(timers, options.runs).items():
             rows[name][f"{mode}_us"] = round(1e3 * ms, 1)
-    return list(rows.values())
+    return [row | ({"failed": failed[name]} if name in failed else {}) for name, row in rows.items()]
 
 
 def main(argv=None):

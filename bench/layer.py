@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from bench.attempt import Failures
 from bench.clock import anchor_graph, medians, timer, wall_timer
 from bench.norm_forms import about
 from bench.table import line, table
@@ -68,15 +69,7 @@ def case(M: int, K: int, N: int, r: int, adapter: str, options) -> list[dict]:
     torch._dynamo.reset()
     i = Inputs.random(M, K, N, r, ADAPTERS[adapter], device)
     truth = truths(i)
-    failed, error, peak, ways = {}, {}, {}, {}
-
-    def attempt(name, step):
-        try:
-            return step()
-        except Exception as problem:  # a rival's failure must not end the run; fdora's is reported at the end
-            failed[name] = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
-            print(f"{name} failed: {failed[name]}", flush=True)
-            return None
+    failed, error, peak = Failures(), {}, {}
 
     def prepare(name):
         way = build(name, i, options.rival_path, options.peft_autocast)
@@ -84,16 +77,13 @@ def case(M: int, K: int, N: int, r: int, adapter: str, options) -> list[dict]:
         peak[name] = round(peak_bytes(way.both, device) / 2**20, 2)
         return way
 
-    for name in options.ways:
-        way = attempt(name, lambda: prepare(name))
-        if way is not None:
-            ways[name] = way
+    ways = failed.attempt(options.ways, prepare)
     rows = []
     free(device)
     anchor = None if device == "cpu" else anchor_graph()
     for direction in ("fwd", "fwd_bwd"):
         fns = {name: way.forward if direction == "fwd" else way.both for name, way in ways.items()}
-        timers = {name: t for name, fn in fns.items() if (t := attempt(name, lambda: timer(fn, device, anchor)))}
+        timers = failed.attempt(fns, lambda name: timer(fns[name], device, anchor))
         ms = medians(timers, options.runs)
         wall = {}
         if options.wall:
