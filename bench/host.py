@@ -1,0 +1,111 @@
+"""Host time: wall time per call where the GPU has nothing to do, and what the first call costs a fresh process.
+
+    python -m bench.host --device cuda --first-call --json FILE
+
+Medians of many loops of calls, taken in turns, each loop waiting once at its end. The first call is timed in a process of its
+own, from the end of ``import torch``, with an empty Triton cache and again with the cache that the first process left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.attempt import Failures
+from bench.clock import medians, wall_timer
+from bench.norm_forms import about
+from bench.table import table
+from bench.ways import ADAPTERS, Inputs, build
+
+ROOT = Path(__file__).parent.parent
+WAYS = ("frozen", "peft_lora", "peft_dora", "fdora", "fdora_inside")
+FIRST = """
+import sys, time, torch
+device, (M, K, N, r) = sys.argv[1], map(int, sys.argv[2:])
+start = time.perf_counter()
+x, W, dy, A, B = (torch.randn(*shape, device=device).bfloat16() for shape in ((M, K), (N, K), (M, N), (r, K), (N, r)))
+m = W.float().norm(dim=1)
+inputs = [t.requires_grad_() for t in (x, A, B, m)]
+wait = torch.cuda.synchronize if device != "cpu" else lambda: None
+wait()
+context = time.perf_counter()
+from fdora.functional import dora_linear
+imported = time.perf_counter()
+def call():
+    torch.autograd.grad(dora_linear(x, W, A, B, m, s=2.0), inputs, dy)
+    wait()
+call()
+first = time.perf_counter()
+call()
+second = time.perf_counter()
+print(*(1e3 * t for t in (first - start, context - start, imported - context, first - imported, second - first)))
+"""
+
+
+def first_call(sizes: tuple[int, ...], device: str) -> list[dict]:
+    """ms until the first forward and backward is done, and its parts; with an empty cache of kernels, then a full one."""
+    fields = ("total_ms", "device_and_inputs_ms", "import_fdora_ms", "first_call_ms", "second_call_ms")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for cache in ("empty", "warm"):
+            command = [sys.executable, "-c", FIRST, device, *map(str, sizes)]
+            env = os.environ | {"TRITON_CACHE_DIR": folder}
+            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+            if done.returncode:
+                rows.append({"cache": cache, "failed": done.stderr.strip().splitlines()[-1]})
+                continue
+            times = map(float, done.stdout.split()[-len(fields) :])
+            rows.append({"cache": cache} | {field: round(ms, 2) for field, ms in zip(fields, times, strict=True)})
+    return rows
+
+
+def per_call(options) -> list[dict]:
+    """us per call of each way, forward without a graph and forward with backward."""
+    inputs = Inputs.random(options.M, options.K, options.N, options.r, ADAPTERS[options.adapter], options.device)
+    failed = Failures()
+    ways = failed.attempt(options.ways.split(","), lambda name: build(name, inputs))
+    rows = {name: {"way": name} for name in options.ways.split(",")}
+    for mode in ("fwd", "fwd_bwd"):
+        fns = {name: way.forward if mode == "fwd" else way.both for name, way in ways.items()}
+        timers = failed.attempt(fns, lambda name: wall_timer(fns[name], options.device, options.loop_ms))
+        for name, ms in medians(timers, options.runs).items():
+            rows[name][f"{mode}_us"] = round(1e3 * ms, 1)
+    return [row | ({"failed": failed[name]} if name in failed else {}) for name, row in rows.items()]
+
+
+def main(argv=None):
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--device", default="cpu")
+    for name, size in (("M", 16), ("K", 512), ("N", 512), ("r", 16)):
+        options.add_argument(f"--{name}", type=int, default=size)
+    options.add_argument("--adapter", choices=("bf16", "fp32"), default="bf16")
+    options.add_argument("--ways", default=",".join(WAYS))
+    options.add_argument("--first-call", action="store_true")
+    options.add_argument("--runs", type=int, default=31)
+    options.add_argument("--loop-ms", type=float, default=20.0, help="about the length of one loop")
+    options.add_argument("--json", type=Path)
+    options.add_argument("--commit", help="recorded in the JSON")
+    options = options.parse_args(argv)
+    facts = about(options.device, options.commit)
+    sizes = (options.M, options.K, options.N, options.r)
+    print(facts, "\n\nM, K, N, r =", sizes, options.adapter, flush=True)
+    result = {"about": facts, "sizes": sizes, "adapter": options.adapter, "rows": per_call(options)}
+    head = ["way", "fwd_us", "fwd_bwd_us", "failed"]
+    print(table(head, [[row.get(field, "") for field in head] for row in result["rows"]]), flush=True)
+    if options.first_call:
+        result["first_call"] = first_call(sizes, options.device)
+        print("\nFirst call of a process, ms:\n")
+        for row in result["first_call"]:
+            print(row)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

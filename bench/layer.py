@@ -1,0 +1,226 @@
+"""One adapted linear against its rivals: frozen layer, bare products, PEFT LoRA and DoRA (eager, compiled), the paper's form.
+
+    python -m bench.layer --device cuda --quick --json FILE
+    python -m bench.layer --device cuda --shapes llama8b,qwen8b --M 4096 --r 16,384 --adapter bf16,fp32 --json FILE
+
+bf16 x and W. GPU time by CUDA graph (wall time on a CPU), ways in turns in one run, medians; ``--wall`` adds wall time per call
+with the host in it. ``fwd`` runs under no_grad, ``fwd_bwd`` takes gradients of x and the adapters; rivals have no way to be
+given a norm, so their times stand in the rows of both. Every way is compared with float64 samples before it is timed; one
+that cannot run is listed with its reason, and a wrong fdora fails the command at its end. ``factored`` is our writing of the
+paper's data flow, ``dorafactors`` its own code where ``--rival-path`` holds it. The JSON is rewritten after every case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import time
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from bench.attempt import Failures
+from bench.clock import anchor_graph, medians, timer, wall_timer
+from bench.norm_forms import about
+from bench.table import line, table
+from bench.truth import Truth
+from bench.ways import ADAPTERS, RIVALS, WAYS, Inputs, S, Way, build
+from tests.memory import peak_bytes
+
+MODELS = {  # K x N of q/o, k/v, gate/up, down
+    "llama8b": ("4096x4096", "4096x1024", "4096x14336", "14336x4096"),
+    "qwen8b": ("4096x4096", "4096x1024", "4096x12288", "12288x4096"),
+    "qwen32b": ("5120x5120", "5120x1024", "5120x27648", "27648x5120"),
+    "llama70b": ("8192x8192", "8192x1024", "8192x28672", "28672x8192"),
+}
+QUICK = (
+    *(("4096x4096", 4096, 16), ("4096x4096", 4096, 384), ("4096x1024", 4096, 64), ("4096x14336", 4096, 64)),
+    *(("14336x4096", 4096, 64), ("8192x8192", 4096, 384), ("5120x27648", 4096, 16), ("28672x8192", 4096, 128)),
+    *(("4096x4096", 16384, 16), ("4096x14336", 16384, 128), ("4096x4096", 16, 16), ("4096x14336", 16, 64)),
+)
+TOLERANCE = 5e-3  # relative L2; one rounding to bf16 is 1.7e-3, and at most three follow one another
+MODES = tuple(product(("fwd", "fwd_bwd"), ("given", "inside")))
+
+
+def truths(i: Inputs) -> dict[str, Truth]:
+    x, A, B, m = (t.detach() for t in (i.x, i.A, i.B, i.m))
+    kinds = {"dora": (m, S), "lora": (None, S), "frozen": (None, 0.0)}
+    return {kind: Truth(x, i.W, A, B, magnitude, s, i.dy) for kind, (magnitude, s) in kinds.items()}
+
+
+def errors(way: Way, truth: dict[str, Truth]) -> dict[str, float]:
+    """Relative L2 of the output, with and without a graph, and of each gradient."""
+    results, forward = way.both(), way.forward()
+    if way.truth is None:
+        return {}
+    found = truth[way.truth].errors(results)
+    found["y_no_grad"] = truth[way.truth].errors({"y": forward})["y"]
+    return {key: float(f"{error:.2e}") for key, error in found.items()}
+
+
+def case(M: int, K: int, N: int, r: int, adapter: str, options) -> list[dict]:
+    """Four rows: forward or both directions, norm given or computed inside."""
+    device = options.device
+    torch._dynamo.reset()
+    i = Inputs.random(M, K, N, r, ADAPTERS[adapter], device)
+    truth = truths(i)
+    failed, error, peak = Failures(), {}, {}
+
+    def prepare(name):
+        way = build(name, i, options.rival_path, options.peft_autocast)
+        error[name] = errors(way, truth)
+        if name.startswith("fdora"):
+            wrong = ", ".join(f"{key} by {e:.1e}" for key, e in error[name].items() if not e <= TOLERANCE)
+            assert not wrong, f"{name} is wrong: {wrong}"
+        peak[name] = round(peak_bytes(way.both, device) / 2**20, 2)
+        return way
+
+    ways = failed.attempt(options.ways, prepare)
+    rows = []
+    free(device)
+    anchor = None if device == "cpu" else anchor_graph()
+    for direction in ("fwd", "fwd_bwd"):
+        fns = {name: way.forward if direction == "fwd" else way.both for name, way in ways.items()}
+        timers = failed.attempt(fns, lambda name: timer(fns[name], device, anchor))
+        ms = medians(timers, options.runs)
+        wall = {}
+        if options.wall:
+            timers = failed.attempt(ms, lambda name: wall_timer(fns[name], device))
+            wall = medians(timers, min(options.runs, 5))
+        for norm in ("given", "inside"):
+            row = {"M": M, "K": K, "N": N, "r": r, "adapter": adapter, "mode": direction, "norm": norm}
+            row |= {"ms": select(ms, norm), "peak_mb": select(peak, norm), "error": select(error, norm)}
+            row |= {"ratio": ratios(row["ms"]), "failed": select(failed, norm)}
+            if wall:
+                row["wall_ms"] = select(wall, norm)
+            rows.append(row)
+    return rows
+
+
+def free(device: str) -> None:
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
+
+
+def select(by_way: dict, norm: str) -> dict:
+    """Only the fdora of this norm, under the plain name."""
+    mine = {name: value for name, value in by_way.items() if not name.startswith("fdora")}
+    for name, value in by_way.items():
+        if name.startswith("fdora") and ("inside" in name) == (norm == "inside"):
+            mine[name.replace("_inside", "")] = value
+    return {name: round(value, 5) if isinstance(value, float) else value for name, value in mine.items()}
+
+
+def ratios(ms: dict[str, float]) -> dict[str, float]:
+    """fdora over the floors (small is good), rivals over fdora (large is good)."""
+    pairs = [("fdora", floor) for floor in ("frozen", "bare", "peft_lora")]
+    pairs += [(rival, "fdora") for rival in (*RIVALS[1:], "fdora_compiled")] + [("peft_dora_compiled", "fdora_compiled")]
+    return {f"{a}/{b}": round(ms[a] / ms[b], 3) for a, b in pairs if a in ms and b in ms}
+
+
+def summarize(rows: list[dict]) -> dict:
+    means: dict = {}
+    for mode, norm in MODES:
+        values: dict = {}
+        for row in rows:
+            if (row["mode"], row["norm"]) == (mode, norm):
+                for pair, ratio in row["ratio"].items():
+                    values.setdefault(pair, []).append(ratio)
+        means[f"{mode}, norm {norm}"] = {
+            pair: round(math.exp(sum(map(math.log, each)) / len(each)), 3) for pair, each in values.items()
+        }
+    where = ("M", "K", "N", "r", "adapter", "mode", "norm")
+    lost = [
+        {key: row[key] for key in where} | {"rival": rival, "rival/fdora": round(row["ms"][rival] / row["ms"]["fdora"], 3)}
+        for row in rows
+        for rival in RIVALS
+        if rival in row["ms"] and "fdora" in row["ms"] and row["ms"][rival] <= row["ms"]["fdora"]
+    ]
+    failed = sorted({f"{name}: {reason}" for row in rows for name, reason in row["failed"].items()})
+    return {"geometric_means": means, "not_beaten": lost, "failed": failed, "cases": len(rows) // len(MODES)}
+
+
+def report(summary: dict) -> str:
+    parts = [f"\nGeometric means over {summary['cases']} cases:\n"]
+    pairs = list(dict.fromkeys(pair for values in summary["geometric_means"].values() for pair in values))
+    means = [[mode, *(values.get(p, "") for p in pairs)] for mode, values in summary["geometric_means"].items()]
+    parts.append(table(["mode", *pairs], means))
+    parts.append("\nWhere a rival is not beaten:\n")
+    lost = summary["not_beaten"]
+    parts.append(table(list(lost[0]), [list(row.values()) for row in lost]) if lost else "nowhere")
+    return "\n".join([*parts, *(f"\nfailed: {reason}" for reason in summary["failed"])])
+
+
+def cases(options) -> list[tuple]:
+    if options.quick:
+        picked = QUICK
+    else:
+        names = MODELS if options.shapes == "all" else options.shapes.split(",")
+        shapes = dict.fromkeys(shape for name in names for shape in MODELS.get(name, (name,)))
+        picked = product(shapes, map(int, options.M.split(",")), map(int, options.r.split(",")))
+    return [(M, *map(int, shape.split("x")), r, a) for shape, M, r in picked for a in options.adapter.split(",")]
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shapes", default="llama8b", help=f"of {', '.join(MODELS)}, all, or KxN")
+    parser.add_argument("--M", default="4096")
+    parser.add_argument("--r", default="16,64,384")
+    parser.add_argument("--adapter", default="bf16", help="bf16,fp32")
+    parser.add_argument("--quick", action="store_true", help="12 cases instead of --shapes, --M and --r")
+    parser.add_argument("--ways", default=",".join(WAYS), help="comma separated; -NAME leaves one out")
+    parser.add_argument("--rival-path", type=Path, help="a folder that holds the paper's dora.py and dora_fused.py")
+    parser.add_argument("--peft-autocast", action="store_true", help="PEFT's layers under bf16 autocast, as trainers run them")
+    parser.add_argument("--wall", action="store_true")
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="recorded in the JSON")
+    options = parser.parse_args(argv)
+    named = options.ways.split(",")
+    dropped = {name[1:] for name in named if name.startswith("-")}
+    options.ways = [w for w in (WAYS if dropped else named) if w not in dropped]
+    if unknown := (set(options.ways) | dropped) - set(WAYS):
+        parser.error(f"unknown ways: {', '.join(sorted(unknown))}")
+    return options
+
+
+def main(argv=None):
+    options = parse(argv)
+    start = time.perf_counter()
+    facts = about(options.device, options.commit)
+    print(facts, "\n")
+    rows: list[dict] = []
+    names = [w for w in options.ways if "_inside" not in w]
+    print(table(["M, K x N, r, adapter, mode, norm", *(f"{name} ms" for name in names), "fdora's worst error"], []))
+    skipped = []
+    for M, K, N, r, adapter in cases(options):
+        if time.perf_counter() - start > options.seconds:
+            skipped.append([M, K, N, r, adapter])
+            continue
+        new = case(M, K, N, r, adapter, options)
+        for row in new:
+            worst = max(row["error"].get("fdora", {"": math.nan}).values())
+            label = "{M}, {K} x {N}, {r}, {adapter}, {mode}, {norm}".format(**row)
+            print(line([label, *(row["ms"].get(n, "") for n in names), f"{worst:.1e}"]), flush=True)
+        rows += new
+        summary = summarize(rows) | {"skipped": skipped}
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            result = {"about": facts, "runs": options.runs, "rows": rows, "summary": summary}
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+        free(options.device)
+    print(report(summarize(rows)))
+    if skipped:
+        print(f"\n{len(skipped)} cases not started in {options.seconds:.0f} s: {skipped}")
+    if mine := [reason for reason in summarize(rows)["failed"] if reason.startswith("fdora")]:
+        raise SystemExit("\n".join(["fdora failed:", *mine]))
+
+
+if __name__ == "__main__":
+    main()

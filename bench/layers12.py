@@ -1,0 +1,233 @@
+"""Twelve decoder layers in the shape of Qwen3-8B, all seven linears adapted: what a forward and a training step cost.
+
+    python -m bench.layers12 --device cuda --r 384 --json FILE
+
+One sequence of 4096 tokens, loss on its last 1024. Inference (no_grad) and gradient (of x and all adapters; ``frozen``: of x
+alone), also with activation checkpointing per layer, eager and with torch.compile per layer. Ways share the weights and
+have equal adapters, away from their start. ``fdora`` is given its norms, computed once per optimizer step (``norms_ms``, for
+all layers, is in no other time); ``fdora_inside`` computes them in every call. Wall time until the GPU is done, median of
+turns; peak memory above weights and adapters. fdora's output and gradients are compared with those of PEFT's DoRA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import types
+import warnings
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bench.attempt import Failures
+from bench.clock import medians, wall_timer
+from bench.decoder import LINEARS, Sizes, angles, decoder
+from bench.norm_forms import about
+from bench.rivals import fill
+from bench.table import line
+from bench.ways import S
+from fdora.functional import dora_linear, dora_norm
+from tests.memory import peak_bytes
+
+WAYS = ("frozen", "peft_lora", "peft_dora", "fdora", "fdora_inside")
+MODES = ("inference", "gradient", "gradient_checkpointing")
+TINY = Sizes(hidden=64, heads=4, kv_heads=2, head=16, intermediate=96)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+MOST_APART = {"bf16": 0.1, "fp32": 1e-3}  # relative L2 of fdora against PEFT: all layers round, and PEFT rounds more
+
+
+class Adapted(nn.Module):
+    """A linear that calls dora_linear; ``c`` is its norm, None to have it computed in the call."""
+
+    def __init__(self, W: Tensor, A: Tensor, B: Tensor, m: Tensor, inside: bool):
+        super().__init__()
+        self.W, self.A, self.B, self.m = W, *(nn.Parameter(t.clone()) for t in (A, B, m))
+        self.c = None
+        if not inside:
+            self.refresh()
+
+    def refresh(self) -> None:
+        self.c = dora_norm(self.W, self.A, self.B, s=S)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dora_linear(x, self.W, self.A, self.B, self.m, s=S, norm=self.c)
+
+
+def linears(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in LINEARS}
+
+
+def adapters(model: nn.Module, r: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    values = {}
+    for name, layer in linears(model).items():
+        W = layer.weight
+        A = torch.randn(r, W.shape[1], device=W.device).mul_(W.shape[1] ** -0.5).to(dtype)
+        B = torch.randn(W.shape[0], r, device=W.device).mul_(0.05 * r**-0.5).to(dtype)
+        norm = dora_norm(W, A, B, s=S, backend="eager")
+        values[name] = (A, B, (norm * (1 + 0.0015 * torch.randn_like(norm))).to(dtype))
+    return values
+
+
+def adapt(way: str, base: nn.ModuleList, values: dict) -> tuple[nn.ModuleList, dict[str, Tensor]]:
+    """A model of this way around the same weights, and its leaves."""
+    model = copy.deepcopy(base, {id(p): p for p in base.parameters()})
+    if way == "frozen":
+        return model, {}
+    if way.startswith("peft"):
+        from peft import LoraConfig, inject_adapter_in_model
+
+        r, dora = next(iter(values.values()))[0].shape[0], way == "peft_dora"
+        config = LoraConfig(r=r, lora_alpha=S * r, lora_dropout=0.0, use_dora=dora, target_modules=list(LINEARS))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            inject_adapter_in_model(config, model)
+        found = {name: fill(model.get_submodule(name), A, B, m if dora else None) for name, (A, B, m) in values.items()}
+    else:
+        for name, value in values.items():
+            parent, _, child = name.rpartition(".")
+            W = model.get_submodule(name).weight
+            setattr(model.get_submodule(parent), child, Adapted(W, *value, inside=way == "fdora_inside"))
+        found = {name: dict(model.get_submodule(name).named_parameters()) for name in values}
+        found = {name: {part: p for part, p in parts.items() if part != "W"} for name, parts in found.items()}
+    return model, {f"{part} of {name}": p for name, parts in found.items() for part, p in parts.items()}
+
+
+def call(layer, x, cos, sin):
+    return layer(x, cos, sin)
+
+
+class Step:
+    """One way's model: ``inference()`` and ``gradient()`` on given inputs."""
+
+    def __init__(self, way: str, base: nn.ModuleList, values: dict, x: Tensor, target: Tensor, head: int):
+        self.model, self.leaves = adapt(way, base, values)
+        self.x, self.target = x, target
+        self.angles = angles(x.shape[1], head, x.dtype, x.device)
+        self.call = call
+        # A code object of its own: Dynamo keeps what it compiled there, so no way walks past the guards of others.
+        self.own = types.FunctionType(call.__code__.replace(co_name=f"call_{way}"), globals())
+
+    def compile(self) -> Step:
+        self.call = torch.compile(self.own, dynamic=False)
+        return self
+
+    def run(self, checkpointing: bool = False) -> Tensor:
+        x = self.x
+        for layer in self.model:
+            one = partial(self.call, layer)
+            x = checkpoint(one, x, *self.angles, use_reentrant=False) if checkpointing else one(x, *self.angles)
+        return x
+
+    @torch.no_grad()
+    def inference(self) -> Tensor:
+        return self.run()
+
+    def gradient(self, checkpointing: bool = False) -> tuple[Tensor, ...]:
+        last = self.run(checkpointing)[:, -self.target.shape[1] :]
+        loss = (last.float() - self.target).square().mean()
+        return torch.autograd.grad(loss, [self.x, *self.leaves.values()])
+
+    def gradient_checkpointing(self) -> tuple[Tensor, ...]:
+        return self.gradient(True)
+
+    def refresh(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, Adapted):
+                module.refresh()
+
+
+def agreement(mine: Step, theirs: Step) -> dict:
+    """Relative L2 difference, cosine and largest difference of outputs and of the gradients of all A, all B, all m, and x."""
+    names = ["x", *mine.leaves]
+    gradients = [dict(zip(names, step.gradient(), strict=True)) for step in (mine, theirs)]
+    pairs = {"y": (mine.inference(), theirs.inference())}
+    for part in "xABm":
+        both = (torch.cat([t.flatten() for name, t in g.items() if name[0] == part]) for g in gradients)
+        pairs[f"d{part}"] = tuple(both)
+    result = {}
+    for name, (a, b) in pairs.items():
+        a, b = a.double().flatten(), b.double().flatten()
+        result[name] = {"relative": ((a - b).norm() / b.norm()).item(), "cosine": (a @ b / (a.norm() * b.norm())).item()}
+        result[name] |= {"max_difference": (a - b).abs().max().item(), "max": b.abs().max().item()}
+    return result
+
+
+def measure(steps: dict[str, Step], compiled: bool, options, failures: Failures) -> list[dict]:
+    if compiled:
+        steps = {name: step.compile() for name, step in steps.items()}
+    rows = {name: {"way": name, "compiled": compiled, "r": options.r} for name in steps}
+    for mode in options.modes.split(","):
+        tag = {name: f"{name}, {'compiled ' if compiled else ''}{mode}" for name in steps}
+        fns = {tag[name]: getattr(step, mode) for name, step in steps.items()}
+        peaks = failures.attempt(fns, lambda key: peak_bytes(fns[key], options.device) / 2**20)
+        timers = failures.attempt(peaks, lambda key: wall_timer(fns[key], options.device, 0))
+        ms = medians(timers, options.runs)
+        for name, row in rows.items():
+            if tag[name] in ms:
+                row |= {f"{mode}_ms": round(ms[tag[name]], 3), f"{mode}_peak_mb": round(peaks[tag[name]], 2)}
+    for row in rows.values():
+        cells = [f"{row.get(f'{mode}_ms', '')} / {row.get(f'{mode}_peak_mb', '')}" for mode in MODES]
+        print(line([row["way"], "compiled" if compiled else "eager", *cells]), flush=True)
+    return list(rows.values())
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--r", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--loss-tokens", type=int, default=1024)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations")
+    parser.add_argument("--adapter", choices=DTYPES, default="bf16", help="of A, B and m")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--no-eager", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="recorded in the JSON")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    options = parse(argv)
+    device, dtype = options.device, DTYPES[options.dtype]
+    facts, failures = about(device, options.commit), Failures()
+    sizes = TINY if options.tiny else Sizes()
+    print(facts, "\n", flush=True)
+    torch._dynamo.config.recompile_limit = 64
+    torch.manual_seed(0)
+    base = decoder(options.layers, sizes, dtype, device)
+    values = adapters(base, options.r, DTYPES[options.adapter])
+    x = torch.randn(1, options.seq, sizes.hidden, device=device, dtype=dtype).requires_grad_()
+    target = torch.randn(1, min(options.loss_tokens, options.seq), sizes.hidden, device=device)
+    steps = failures.attempt(options.ways.split(","), lambda way: Step(way, base, values, x, target, sizes.head))
+    result = {"about": facts, "layers": options.layers, "seq": options.seq, "sizes": vars(sizes), "dtype": options.dtype}
+    result |= {"adapter": options.adapter, "r": options.r, "runs": options.runs, "rows": [], "failed": failures}
+    if "fdora" in steps and "peft_dora" in steps:
+        result["fdora_against_peft_dora"] = agreement(steps["fdora"], steps["peft_dora"])
+        for name, comparison in result["fdora_against_peft_dora"].items():
+            print(name, {key: float(f"{value:.6g}") for key, value in comparison.items()}, flush=True)
+    if "fdora" in steps:
+        result["norms_ms"] = round(medians({"norms": wall_timer(steps["fdora"].refresh, device, 0)}, options.runs)["norms"], 3)
+        print("all norms, once:", result["norms_ms"], "ms\n")
+    print(line(["way", "", *(f"{mode}: ms / MB" for mode in MODES)]) + "\n|" + "---|" * (2 + len(MODES)), flush=True)
+    for compiled in (*([] if options.no_eager else [False]), *([] if options.no_compile else [True])):
+        result["rows"] += measure(steps, compiled, options, failures)
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+    most = MOST_APART[options.dtype]
+    wrong = [n for n, v in result.get("fdora_against_peft_dora", {}).items() if not v["relative"] <= most]
+    if wrong or any(name.startswith("fdora") for name in failures):
+        raise SystemExit(f"fdora parts from PEFT's DoRA in {wrong}, or could not run: {dict(failures)}")
+
+
+if __name__ == "__main__":
+    main()

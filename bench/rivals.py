@@ -1,0 +1,109 @@
+"""One linear layer as others adapt it: PEFT's LoRA and DoRA, and the factored form of "Scaling DoRA" (arXiv:2603.22276).
+
+The paper's own code is not installable. :func:`paper_layer` loads it from a folder, if you have one, into stock PEFT;
+:func:`factored` is our own writing of its formula and data flow: the norm from base, cross and Gram terms in float32,
+chunked along K under 256 MB, rounded to the weight's dtype; g in the activations' dtype; a fused delta added to the base.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fdora.functional import dora_delta
+
+CHUNK_BYTES = 2**28
+
+
+def peft_layer(W: Tensor, A: Tensor, B: Tensor, m: Tensor | None, s: float) -> tuple[nn.Module, dict[str, Tensor]]:
+    """PEFT's layer around W with copies of these adapters (DoRA if m is given), and its leaves by our names."""
+    from peft import LoraConfig, get_peft_model
+
+    linear = nn.Linear(W.shape[1], W.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(W, requires_grad=False)
+    r = A.shape[0]
+    config = LoraConfig(r=r, lora_alpha=s * r, lora_dropout=0.0, use_dora=m is not None, target_modules=["0"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = get_peft_model(nn.Sequential(linear), config).base_model.model[0]
+    return layer, fill(layer, A, B, m)
+
+
+def fill(layer: nn.Module, A: Tensor, B: Tensor, m: Tensor | None) -> dict[str, Tensor]:
+    """Put copies of these values, in their dtype, into PEFT's layer."""
+    parts = {"A": (layer.lora_A, A), "B": (layer.lora_B, B)}
+    if m is not None:
+        parts["m"] = (layer.lora_magnitude_vector, m)
+    for modules, value in parts.values():
+        modules["default"].weight = nn.Parameter(value.detach().clone())
+    return {name: modules["default"].weight for name, (modules, _) in parts.items()}
+
+
+@contextmanager
+def paper_code(folder: Path):
+    """Inside, PEFT builds its DoRA layers from the paper's class (fused forward and backward forced, as its benchmark does)."""
+    import peft.tuners.lora.variants as variants
+
+    source = next(folder.rglob("dora_fused.py"), None)
+    if source is None:
+        raise FileNotFoundError(f"no dora_fused.py under {folder}")
+    os.environ |= {"PEFT_DORA_FUSED": "1", "PEFT_DORA_FUSED_BACKWARD": "1"}
+    _load("peft.tuners.lora.dora_fused", source)
+    theirs = _load("paper_dora", source.with_name("dora.py")).DoraLinearLayer
+
+    class Layer(theirs):  # type: ignore[misc, valid-type]
+        def forward(self, *args, adapter_name=None, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    stock = variants.DoraLinearLayer
+    variants.DoraLinearLayer = Layer
+    try:
+        yield
+    finally:
+        variants.DoraLinearLayer = stock
+
+
+def _load(name: str, path: Path):
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def paper_layer(folder: Path | None, W, A, B, m, s) -> tuple[nn.Module, dict[str, Tensor]]:
+    if folder is None:
+        raise FileNotFoundError("no --rival-path: the paper's code is not installable")
+    with paper_code(folder):
+        layer, leaves = peft_layer(W, A, B, m, s)
+    assert type(layer.lora_magnitude_vector["default"]).__module__ == __name__, "PEFT built its own layer"
+    return layer, leaves
+
+
+@torch.no_grad()
+def factored_norm(W: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
+    (N, K), r, B = W.shape, A.shape[0], B.float()
+    base, U, gram = W.new_zeros(N, dtype=torch.float32), B.new_zeros(N, r), B.new_zeros(r, r)
+    step = max(64, (CHUNK_BYTES // 4 - N * r - r * r) // (N + r) // 64 * 64)
+    for w, a in zip(W.split(min(step, K), 1), A.split(min(step, K), 1), strict=True):
+        w, a = w.float(), a.float()
+        base += (w * w).sum(1)
+        U.addmm_(w, a.mT)
+        gram.addmm_(a, a.mT)
+    sq = base + 2 * s * (B * U).sum(1) + s * s * ((B @ gram) * B).sum(1)
+    return sq.clamp_min(0).sqrt().to(W.dtype)
+
+
+def factored(x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, s: float) -> Tensor:
+    base = F.linear(x, W)
+    lora = F.linear(F.linear(x.to(A.dtype), A), B).to(x.dtype)
+    g = (m / factored_norm(W, A, B, s).clamp_min(1e-6)).to(x.dtype)
+    return base + dora_delta(base, lora, g.float(), s=s)

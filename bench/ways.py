@@ -1,0 +1,119 @@
+"""The ways to run one adapted linear that bench.layer compares, on the same inputs.
+
+A way has ``forward()`` (no graph) and ``both()`` (forward and backward from a random contiguous dy; gradients by name).
+``bare`` is the eight matrix products alone, each writing its own output, with adapters already in x's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.rivals import factored, paper_layer, peft_layer
+from fdora.functional import dora_linear, dora_norm
+
+S = 2.0
+BF16 = torch.bfloat16
+ADAPTERS = {"bf16": BF16, "fp32": torch.float32}
+RIVALS = ("peft_lora", "peft_dora", "peft_dora_compiled", "factored", "dorafactors")
+WAYS = ("frozen", "bare", *RIVALS, "fdora", "fdora_inside", "fdora_compiled", "fdora_inside_compiled")
+
+
+@dataclass
+class Inputs:
+    """bf16 x, W and dy; A, B and m in the adapters' dtype, away from their start: B is not 0, g is spread by 0.0015."""
+
+    x: Tensor
+    W: Tensor
+    A: Tensor
+    B: Tensor
+    m: Tensor
+    norm: Tensor
+    dy: Tensor
+
+    @classmethod
+    def random(cls, M: int, K: int, N: int, r: int, adapter: torch.dtype, device: str) -> Inputs:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int, std: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=device, dtype=dtype).mul_(std)
+
+        x, W, dy = normal(M, K), normal(N, K, std=K**-0.5), normal(M, N)
+        A, B = normal(r, K, std=K**-0.5, dtype=adapter), normal(N, r, std=0.05 * r**-0.5, dtype=adapter)
+        norm = dora_norm(W, A, B, s=S, backend="eager")
+        m = (norm * (1 + normal(N, std=0.0015, dtype=torch.float32))).to(adapter)
+        return cls(x.requires_grad_(), W, A.requires_grad_(), B.requires_grad_(), m.requires_grad_(), norm, dy)
+
+
+@dataclass
+class Way:
+    forward: Callable[[], object]
+    both: Callable[[], object]
+    truth: str | None = "dora"  # which formula it must agree with
+
+
+def trained(layer: Callable[[Tensor], Tensor], i: Inputs, leaves: dict[str, Tensor], truth: str, context=nullcontext) -> Way:
+    leaves = {"x": i.x, **leaves}
+
+    def forward():
+        with torch.no_grad(), context():
+            return layer(i.x)
+
+    def both():
+        with context():
+            y = layer(i.x)
+        grads = torch.autograd.grad(y, list(leaves.values()), i.dy)
+        return {"y": y, **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
+
+    return Way(forward, both, truth)
+
+
+def bare(i: Inputs) -> Way:
+    x, A, B = i.x.detach(), i.A.detach().to(i.x.dtype), i.B.detach().to(i.x.dtype)
+
+    def forward():
+        h = x @ A.mT
+        return x @ i.W.mT, h, h @ B.mT
+
+    def both():
+        base, h, lora = forward()
+        dh = i.dy @ B
+        return base, lora, i.dy @ i.W, dh @ A, dh.mT @ x, i.dy.mT @ h
+
+    return Way(forward, both, None)
+
+
+def fdora(i: Inputs, norm: Tensor | None, compiled: bool) -> Way:
+    def layer(x: Tensor, A: Tensor, B: Tensor, m: Tensor) -> Tensor:
+        return dora_linear(x, i.W, A, B, m, s=S, norm=norm)
+
+    call = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
+    return trained(lambda x: call(x, i.A, i.B, i.m), i, {"A": i.A, "B": i.B, "m": i.m}, "dora")
+
+
+def build(name: str, i: Inputs, rival_path: Path | None = None, autocast: bool = False) -> Way:
+    """The way of this name; raises where it cannot run here. ``autocast`` puts PEFT's layers under bf16 autocast."""
+    context = partial(torch.autocast, i.x.device.type, BF16) if autocast else nullcontext
+    adapters = (i.A, i.B, i.m)
+    if name == "frozen":
+        return trained(lambda x: F.linear(x, i.W), i, {}, "frozen")
+    if name == "bare":
+        return bare(i)
+    if name.startswith("fdora"):
+        return fdora(i, None if "inside" in name else i.norm, name.endswith("compiled"))
+    if name == "factored":
+        return trained(lambda x: factored(x, i.W, *adapters, S), i, {"A": i.A, "B": i.B, "m": i.m}, "dora")
+    if name == "dorafactors":
+        layer, leaves = paper_layer(rival_path, i.W, *adapters, S)
+    else:
+        layer, leaves = peft_layer(i.W, i.A, i.B, None if name == "peft_lora" else i.m, S)
+    if name.endswith("compiled"):
+        layer = torch.compile(layer, dynamic=False)
+    return trained(layer, i, leaves, "lora" if name == "peft_lora" else "dora", context)

@@ -1,0 +1,178 @@
+"""The benchmark commands in small, on the CPU: what they write, and that they see a wrong result and outlive a rival's failure."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+from bench import host, layer, layers12, ways
+from bench.attempt import Failures
+from bench.truth import Truth
+from fdora.functional import dora_linear
+
+LAYER = "--shapes 48x32 --M 8 --r 4 --runs 1 "
+TWELVE = "--tiny --layers 1 --seq 16 --loss-tokens 4 --r 4 --runs 1 "
+
+
+def run(command, tmp_path, options):
+    path = tmp_path / "result.json"
+    command.main([*options.split(), "--json", str(path), "--commit", "abc"])
+    result = json.loads(path.read_text())
+    assert result["about"]["commit"] == "abc"
+    return result
+
+
+def doubled(*args, s, **options):
+    return dora_linear(*args, s=2 * s, **options)
+
+
+# layer
+
+
+def test_layer(tmp_path, capsys):
+    slow = "--ways=-peft_dora_compiled,-fdora_compiled,-fdora_inside_compiled"
+    result = run(layer, tmp_path, LAYER + f"--adapter bf16,fp32 {slow}")
+    assert len(result["rows"]) == 8 and result["summary"]["cases"] == 2
+    ran = {"frozen", "bare", "peft_lora", "peft_dora", "factored", "fdora"}
+    for row in result["rows"]:
+        assert row["M"] == 8 and row["K"] == 48 and row["N"] == 32 and row["r"] == 4
+        assert set(row["ms"]) == set(row["peak_mb"]) == ran
+        assert set(row["error"]["fdora"]) == set(row["error"]["peft_dora"]) == {"y", "y_no_grad", "dx", "dA", "dB", "dm"}
+        assert "dm" not in row["error"]["peft_lora"] and max(row["error"]["fdora"].values()) < 5e-3
+        assert row["ratio"]["fdora/bare"] == pytest.approx(row["ms"]["fdora"] / row["ms"]["bare"], rel=0.02, abs=2e-3)
+        assert list(row["failed"]) == ["dorafactors"] and "--rival-path" in row["failed"]["dorafactors"]
+    assert {(row["mode"], row["norm"]) for row in result["rows"]} == set(layer.MODES)
+    for row in result["summary"]["not_beaten"]:
+        assert row["rival"] in ways.RIVALS and row["rival/fdora"] <= 1
+    out = capsys.readouterr().out
+    assert "Geometric means over 2 cases" in out and "Where a rival is not beaten" in out
+
+
+def test_layer_compiled(tmp_path):
+    result = run(layer, tmp_path, LAYER + "--ways fdora,fdora_compiled")
+    assert "fdora_compiled/fdora" in result["rows"][0]["ratio"] and result["summary"]["failed"] == []
+
+
+def test_layer_sees_a_wrong_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(ways, "dora_linear", doubled)
+    with pytest.raises(SystemExit, match=r"fdora is wrong: .*dA by 1.*dB by 1"):
+        run(layer, tmp_path, LAYER + "--ways frozen,fdora")
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert all("fdora" not in row["ms"] and "frozen" in row["ms"] for row in rows)  # no time for a wrong result
+    assert rows[0]["error"]["fdora"]["dA"] > 0.9
+
+
+def test_layer_outlives_a_rival(tmp_path, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(ways, "factored", broken)
+    result = run(layer, tmp_path, LAYER + "--ways factored,fdora --wall")
+    assert result["summary"]["failed"] == ["factored: RuntimeError: out of luck"]
+    for row in result["rows"]:
+        assert set(row["ms"]) == set(row["wall_ms"]) == ({"fdora"} if row["norm"] == "given" else set())
+
+
+def test_layer_runs_code_of_the_paper_from_a_folder(tmp_path, monkeypatch):
+    import sys
+
+    for name in ("PEFT_DORA_FUSED", "PEFT_DORA_FUSED_BACKWARD"):
+        monkeypatch.setenv(name, "0")
+    for name in ("peft.tuners.lora.dora_fused", "paper_dora"):
+        monkeypatch.setitem(sys.modules, name, None)  # put back afterwards
+        del sys.modules[name]
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/dora_fused.py").write_text("")
+    (tmp_path / "src/dora.py").write_text("""
+import peft.tuners.lora.dora as stock
+class DoraLinearLayer(stock.DoraLinearLayer):
+    def forward(self, x, *, lora_A, lora_B, scaling, base_layer, base_result=None):
+        return 0 * super().forward(x, lora_A=lora_A, lora_B=lora_B, scaling=scaling, base_layer=base_layer)
+""")
+    result = run(layer, tmp_path, LAYER + f"--ways peft_dora,dorafactors --rival-path {tmp_path}")
+    errors = result["rows"][0]["error"]
+    assert errors["peft_dora"]["dB"] < 0.01 and errors["dorafactors"]["dB"] == 1  # it ran that class, and only there
+
+
+def test_cases():
+    assert len(layer.cases(layer.parse(["--quick"]))) == 12
+    everything = layer.cases(layer.parse(["--shapes=all", "--M=16,4096", "--r=16", "--adapter=bf16,fp32"]))
+    assert len(everything) == len(set(everything)) == 14 * 4
+    assert layer.cases(layer.parse(["--shapes=48x32", "--M=8", "--r=4"])) == [(8, 48, 32, 4, "bf16")]
+    with pytest.raises(SystemExit):
+        layer.parse(["--ways", "fdroa"])
+
+
+# what the layers are compared with
+
+
+@pytest.mark.parametrize("kind", ["dora", "lora", "frozen"])
+def test_truth(kind):
+    M, K, N, r, s = 40, 48, 33, 5, 0.0 if kind == "frozen" else 1.5
+    x, W, A, B, dy = (torch.randn(*shape).double() for shape in ((M, K), (N, K), (r, K), (N, r), (M, N)))
+    m = torch.rand(N).double() + 0.5
+    for t in (x, A, B, m):
+        t.requires_grad_()
+    adapted = W + s * B @ A
+    y = x @ adapted.T
+    if kind == "dora":
+        y = y * (m / adapted.detach().norm(dim=1))
+    leaves = {"dx": x, "dA": A, "dB": B} | ({"dm": m} if kind == "dora" else {})
+    got = {"y": y, **dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))}
+    if kind == "frozen":
+        got = {name: got[name] for name in ("y", "dx")}
+    truth = Truth(x.detach(), W, A.detach(), B.detach(), m.detach() if kind == "dora" else None, s, dy)
+    assert max(truth.errors(got).values()) < 1e-12
+    for name in got:
+        assert truth.errors(got | {name: 1.01 * got[name]})[name] == pytest.approx(0.01)
+
+
+# host
+
+
+def test_host(tmp_path, monkeypatch):
+    def broken(*args):
+        raise RuntimeError
+
+    monkeypatch.setattr(ways, "peft_layer", broken)
+    sizes = "--M 4 --K 32 --N 48 --r 4 --runs 1 --loop-ms 1 "
+    result = run(host, tmp_path, sizes + "--ways frozen,peft_dora,fdora,fdora_inside --first-call")
+    rows = {row.pop("way"): row for row in result["rows"]}
+    assert rows["peft_dora"] == {"failed": "RuntimeError: "}
+    assert all(rows[name]["fwd_bwd_us"] > 0 and rows[name]["fwd_us"] > 0 for name in ("frozen", "fdora", "fdora_inside"))
+    assert [row["cache"] for row in result["first_call"]] == ["empty", "warm"]
+    assert all(row["total_ms"] >= row["first_call_ms"] > row["second_call_ms"] > 0 for row in result["first_call"])
+
+
+# decoder layers
+
+
+def test_layers12(tmp_path):
+    result = run(layers12, tmp_path, TWELVE + "--no-compile")
+    assert [row["way"] for row in result["rows"]] == list(layers12.WAYS) and result["failed"] == {}
+    for row in result["rows"]:
+        assert all(row[f"{mode}_ms"] > 0 and row[f"{mode}_peak_mb"] > 0 for mode in layers12.MODES)
+    assert result["norms_ms"] > 0
+    few = "--no-compile --ways peft_dora,fdora --modes inference "
+    exact = run(layers12, tmp_path, TWELVE + few + "--dtype fp32 --adapter fp32")
+    assert set(exact["fdora_against_peft_dora"]) == {"y", "dx", "dA", "dB", "dm"}
+    assert max(each["relative"] for each in exact["fdora_against_peft_dora"].values()) < 1e-5
+
+
+def test_layers12_compiled(tmp_path):
+    result = run(layers12, tmp_path, TWELVE + "--no-eager --ways fdora --modes inference")
+    assert result["rows"][0]["compiled"] and result["rows"][0]["inference_ms"] > 0
+
+
+def test_layers12_sees_a_wrong_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(layers12, "dora_linear", doubled)
+    with pytest.raises(SystemExit, match="'dA', 'dB'"):
+        run(layers12, tmp_path, TWELVE + "--no-compile --ways peft_dora,fdora --modes inference")
+
+
+def test_failures_keep_the_reason(capsys):
+    failures = Failures()
+    results = failures.attempt(("a", "b"), lambda name: {"a": 1}[name])
+    assert results == {"a": 1} and failures == {"b": "KeyError: 'b'"}
+    assert capsys.readouterr().out == "b failed: KeyError: 'b'\n"
