@@ -42,7 +42,7 @@ def norm_config(r: int, half: bool, capability: int, aligned: bool = False, half
         return NormConfig(128, 128, 64, "ieee", 4, 3, TMA=True)
     if from_shared and r > 64:
         return NormConfig(128, 256, 64, "ieee", 8, 3)
-    return NormConfig(128, 128, 16 if r <= 16 else 32, "ieee", 4 if from_shared else 8, 3)
+    return NormConfig(128, 128, 16 if r <= 16 else 32, "ieee", 4 if 90 <= capability < 100 else 8, 3)
 
 
 class GemmConfig(NamedTuple):
@@ -111,7 +111,6 @@ def small_config(rows: int, N: int, K: int, columns: bool, capability: int) -> S
 def nearest(table: dict[tuple, tuple], shape: tuple[int, ...]) -> tuple:
     """The entry whose shape is closest, in factors of two summed over the axes; the first of equals."""
     return min(table.items(), key=lambda entry: sum(abs(math.log2(a / b)) for a, b in zip(entry[0], shape, strict=True)))[1]
-    return NormConfig(128, 128, 16 if r <= 16 else 32, "ieee", 4 if 90 <= capability < 100 else 8, 3)
 
 
 def merge_config(r: int, half: bool, capability: int, half_weight: bool = True) -> NormConfig:
