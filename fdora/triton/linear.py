@@ -21,7 +21,7 @@ from fdora.triton._launch import loop_over_batch, rows_of, traced
 from fdora.triton.dropout import drop
 from fdora.triton.gemm import Dropped, Epilogue, gemm
 from fdora.triton.scale import scale_backward, scale_tile
-from fdora.triton.small import is_small, small_down, small_up
+from fdora.triton.small import is_small, small_backward, small_forward
 
 BLOCK_M, BLOCK_N = 4, 512
 
@@ -57,8 +57,7 @@ def _linear(
         if t == torch.float32:
             out = _linear_float32(x, W, A, B, m, c, bias, seed, s, p, mode, inner_kept)
         elif seed is None and is_small(x):
-            h = small_down(x, A, s)
-            out = (*small_up(x, W.T, h, B.T, m, c, bias, inner_kept, after_down=True), h)
+            out = small_forward(x, W, A, B, m, c, bias, s, inner_kept)
         else:
             xd = drop(x, seed, p)
             h = _product(xd, A.to(t).T, s)
@@ -101,7 +100,7 @@ def _linear_backward(
             if t == torch.float32:
                 dx = _dx_float32(dy, dz, dz_less, W, A, dh, seed, p)
             elif seed is None and is_small(x):
-                dx, _ = small_up(dz, W, dh, A)
+                dx = small_backward(dz, W, dh, A)
             elif peft:
                 dx, _ = gemm(dy, W, dh, A.to(t), drop=Dropped(seed, p, dz_less))
             else:
