@@ -65,6 +65,19 @@ class _Bound(inspect.BoundArguments):
         """There are none."""
 
 
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``, past what ``Function.apply`` does for the sake of torch.func and of default arguments."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    unwrap = torch._C._functorch.unwrap_if_dead  # a tensor that outlived its transform
+    return super(torch.autograd.Function, function).apply(*(unwrap(a) if isinstance(a, Tensor) else a for a in args))  # type: ignore[misc]
+
+
+def no_graph() -> bool:
+    """Whether a backward runs for its values only: then the Function that refuses second derivatives can be left out."""
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+
+
 def autocast_off(t: Tensor) -> AbstractContextManager[None]:
     """Ops choose their own precision; an active autocast would round their float32 products to half."""
     device = t.device.type

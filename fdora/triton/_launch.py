@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 SUM_N, SUM_T = 32, 32
 
@@ -16,6 +18,60 @@ SUM_N, SUM_T = 32, 32
 def rows_of(t: Tensor) -> Tensor:
     """(M, N) with its columns next to each other in memory, as the kernels read it; rows may be any distance apart."""
     return t if t.stride(-1) == 1 or (t.shape[-1] == 1 and t.stride(-1) == 0) else t.contiguous()
+
+
+_built: dict[tuple, tuple] = {}
+DIRECT = torch.version.cuda is not None and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+def launch(kernel: Any, grid: tuple[int, ...], args: tuple, consts: tuple, num_warps: int, num_stages: int = 3,
+           pdl: bool = False) -> None:  # fmt: skip
+    """``kernel[grid](*args, *consts)``, with what Triton looks up on every call remembered.
+
+    ``consts`` are the kernel's last parameters, all constexpr; ``args`` the ones before. Triton binds by name, specialises and
+    hashes on each launch: 27 us for a kernel with 17 arguments on the host of an H100, half of it before the driver is called.
+    The key below tells apart everything Triton tells apart: dtypes, 16-byte alignment, integers that are 1, divisible
+    by 16 or wide. Pointers go in as integers, which spares a query to the driver for each.
+    """
+    if not DIRECT or _hooked():
+        return _launch_by_name(kernel, grid, args, consts, num_warps, num_stages, pdl)
+    device = torch.cuda.current_device()
+    key: list = [kernel, device, consts, num_warps, num_stages, pdl]
+    values: list = []
+    for a in args:
+        if isinstance(a, Tensor):
+            pointer = a.data_ptr()
+            key.append((a.dtype, pointer & 15 == 0))
+            values.append(pointer)
+            continue
+        values.append(a)
+        if isinstance(a, int):
+            key.append(1 if a == 1 else (a & 15 == 0, a > 0x7FFFFFFF))
+        elif isinstance(a, TensorDescriptor):
+            key.append(a.base.dtype)
+        else:
+            key.append(a is None)
+    found = _built.get(tuple(key))
+    if found is None:
+        built = _launch_by_name(kernel, grid, args, consts, num_warps, num_stages, pdl)
+        _built[tuple(key)] = (built.run, built.function, built.packed_metadata)
+        return
+    run, function, metadata = found
+    x, y, z = (*grid, 1, 1)[:3]
+    run(x, y, z, torch._C._cuda_getCurrentRawStream(device), function, metadata, None, None, None, *values, *consts)
+
+
+def _launch_by_name(
+    kernel: Any, grid: tuple[int, ...], args: tuple, consts: tuple, num_warps: int, num_stages: int, pdl: bool
+) -> Any:
+    extra = {"launch_pdl": True} if pdl else {}
+    return kernel[grid](*args, *consts, num_warps=num_warps, num_stages=num_stages, **extra)
+
+
+def _hooked() -> bool:
+    """A profiler listens to launches: it gets them the ordinary way."""
+    runtime = triton.knobs.runtime
+    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
 
 
 @triton.jit
@@ -34,7 +90,7 @@ def column_sums(partial: Tensor, out: Tensor | None = None, sqrt: bool = False) 
     strips, N = partial.shape
     out = torch.empty(N, device=partial.device, dtype=torch.float32) if out is None else out
     if N:
-        _sum_kernel[(triton.cdiv(N, SUM_N),)](partial, out, N, strips, SQRT=sqrt, BLOCK_N=SUM_N, BLOCK_T=SUM_T)
+        launch(_sum_kernel, (triton.cdiv(N, SUM_N),), (partial, out, N, strips), (sqrt, SUM_N, SUM_T), 4)
     return out
 
 

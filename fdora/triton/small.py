@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fdora.triton._launch import capability
+from fdora.triton._launch import capability, launch
 from fdora.triton.configs import SmallConfig, small_config
 from fdora.triton.scale import scale_tile
 
@@ -119,9 +119,9 @@ def small_forward(
     if M:
         span = triton.cdiv(triton.cdiv(K, parts), 16) * 16
         block_k = min(512 if rows < 64 else 128, max(16, triton.next_power_of_2(span)))
-        _down_kernel[(triton.cdiv(r, block_r), parts)](
-            x, A, part, M, K, r, span, *x.stride(), *A.stride(), PDL=pdl, BLOCK_M=rows, BLOCK_R=block_r, BLOCK_K=block_k,
-            num_warps=4, num_stages=3,
+        launch(
+            _down_kernel, (triton.cdiv(r, block_r), parts), (x, A, part, M, K, r, span, *x.stride(), *A.stride()),
+            (pdl, rows, block_r, block_k), 4, 3,
         )  # fmt: skip
     return (*_launch(x, W.T, part, h, B.T, m, c, bias, s, keep_inner, parts, pdl, config), h)
 
@@ -140,11 +140,11 @@ def _launch(
     inner = torch.empty_like(out) if keep_inner else None
     if M and N:
         block_n, block_k, warps, stages = config or _config(_rows(M), N, K, w.stride(1) == 1, capability(x.device))
-        _small_kernel[(triton.cdiv(N, block_n),)](
-            x, w, part, h, b, out, inner, m, c, bias, s, M, N, K, r, *x.stride(), *w.stride(), *b.stride(), PARTS=parts,
-            SCALE=m is not None, HAS_BIAS=bias is not None, STORE_INNER=keep_inner, PDL=pdl, BLOCK_M=_rows(M),
-            BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=min(64, max(16, triton.next_power_of_2(r))), num_warps=warps,
-            num_stages=stages, **({"launch_pdl": True} if pdl else {}),
+        launch(
+            _small_kernel, (triton.cdiv(N, block_n),),
+            (x, w, part, h, b, out, inner, m, c, bias, s, M, N, K, r, *x.stride(), *w.stride(), *b.stride()),
+            (parts, m is not None, bias is not None, keep_inner, pdl, _rows(M), block_n, block_k,
+             min(64, max(16, triton.next_power_of_2(r)))), warps, stages, pdl,
         )  # fmt: skip
     return out, inner
 
