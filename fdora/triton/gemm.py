@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fdora.triton._launch import capability, launch, multiprocessors
+from fdora.triton._launch import capability, cdiv, launch, multiprocessors, power_of_two
 from fdora.triton.configs import GemmConfig, gemm_config
 from fdora.triton.dropout import keep_tile, threshold
 from fdora.triton.scale import scale_tile
@@ -214,7 +214,7 @@ def _launch_tma(
     bm, bn, bk = config.BLOCK_M, config.BLOCK_N, config.BLOCK_K
     width = bn // 2 if config.halves else bn
     right = [bn, bk] if w_rows else [bk, bn]
-    tiles = triton.cdiv(out.shape[0], bm) * triton.cdiv(out.shape[1], bn)
+    tiles = cdiv(out.shape[0], bm) * cdiv(out.shape[1], bn)
     programs = min(tiles, multiprocessors(x.device)) if config.persistent else tiles
     dropped = flags[3]
     launch(
@@ -235,12 +235,12 @@ def _launch_pointers(
         x, x0 = x.contiguous(), x0.contiguous()
     if config.tma:
         config = _config(*out.shape, x.shape[1], h.shape[1], False, False, 0)
-    tiles = triton.cdiv(out.shape[0], config.BLOCK_M) * triton.cdiv(out.shape[1], config.BLOCK_N)
+    tiles = cdiv(out.shape[0], config.BLOCK_M) * cdiv(out.shape[1], config.BLOCK_N)
     launch(
         _gemm_pointer_kernel, (tiles,),
         (x, x0, w, h, b, out, inner, add, *vectors, *x.stride(), *w.stride(), *h.stride(), *b.stride()),
         (*flags, config.BLOCK_M, config.BLOCK_N, config.BLOCK_K,
-         min(config.BLOCK_K, max(16, triton.next_power_of_2(h.shape[1]))), config.GROUP),
+         min(config.BLOCK_K, power_of_two(h.shape[1])), config.GROUP),
         config.num_warps, config.num_stages,
     )  # fmt: skip
 

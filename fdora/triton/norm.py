@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fdora.triton._fingerprint import WORDS, fingerprint, unchanged
-from fdora.triton._launch import SUM_N, SUM_T, capability, column_sums, launch, loop_over_batch, multiprocessors, traced
+from fdora.triton._launch import SUM_N, SUM_T, capability, cdiv, column_sums, launch, loop_over_batch, multiprocessors, traced
 from fdora.triton._split import rows_at_a_time, split_A, split_B
 from fdora.triton._tile import GROUP, tile_at, unscaled, weight_and_product, weight_and_product_tma
 from fdora.triton.configs import MAX_N, MIN_K, norm_config
@@ -125,7 +125,7 @@ def _norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squa
     if A.dtype != B.dtype:  # products want one dtype; both hold the values exactly in the wider
         A, B = A.float(), B.float()
     c = torch.empty(N, device=W.device, dtype=torch.float32)
-    row_bytes = 4 * max(1, triton.cdiv(K, MIN_K))
+    row_bytes = 4 * max(1, cdiv(K, MIN_K))
     rows = 0 if A.element_size() == 2 else rows_at_a_time(N, K, R, max_bytes, row_bytes)
     split = rows > 0
     if not split:
@@ -179,9 +179,9 @@ def _launch(
     aligned = half and all(_for_tma(t) for t in (W, A, B))
     config = norm_config(R, A.element_size() == 2, capability(W.device), aligned, half)
     block_n, block_k, block_r, precision, num_warps, num_stages, tma = config
-    tiles = triton.cdiv(K, block_k)
+    tiles = cdiv(K, block_k)
     partial = torch.empty((tiles, N), device=W.device, dtype=torch.float32)
-    programs = triton.cdiv(N, block_n) * tiles
+    programs = cdiv(N, block_n) * tiles
     before, seen, now = guard or (None, None, None)
     if guard is not None or tma:
         programs = min(programs, (1 if tma else 2) * multiprocessors(W.device))
@@ -200,4 +200,4 @@ def _launch(
     if guard is None:
         column_sums(partial, c, sqrt=not squared)
     else:
-        launch(_choose_kernel, (triton.cdiv(N, SUM_N),), (partial, before, seen, now, c, N, tiles), (WORDS, SUM_N, SUM_T), 4)
+        launch(_choose_kernel, (cdiv(N, SUM_N),), (partial, before, seen, now, c, N, tiles), (WORDS, SUM_N, SUM_T), 4)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fdora.triton._launch import launch
+from fdora.triton._launch import cdiv, launch
 from fdora.triton.configs import ScaleConfig, scale_config
 
 _config = lru_cache(4096)(scale_config)
@@ -190,7 +190,7 @@ def scale_backward(
     (M, N), K, r = dy.shape, W.shape[1], h.shape[1]
     config = config or _config(M, N, r, dy.dtype != torch.float32)
     rank = config.rank if need_B else 0
-    strips = triton.cdiv(M, config.ROWS)
+    strips = cdiv(M, config.ROWS)
     needs_m = need_m or need_c
 
     def new(need: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -213,7 +213,7 @@ def scale_backward(
     strides = (*x.stride(), *W.stride(), *h.stride(), *B.stride())
     tiny = info.tiny / info.eps  # below it y = g inner is subnormal where inner is not small
     launch(
-        _scale_kernel, (triton.cdiv(N, config.BLOCK_N), strips),
+        _scale_kernel, (cdiv(N, config.BLOCK_N), strips),
         (dy, kept, *operands, out.dz, out.dz_less, partial_m, partial_bias, partial_B, *results, M, N, K, r, tiny,
          dy.stride(0), 0 if kept is None else kept.stride(0), *strides),
         (need_dz, need_less, need_m, need_c, need_bias, rank, kept_inner, single, config.BLOCK_M, config.BLOCK_N, config.ROWS),
@@ -221,7 +221,7 @@ def scale_backward(
     )  # fmt: skip
     if not single and (needs_m or need_bias or rank):
         launch(
-            _finish_kernel, (triton.cdiv(N, FINISH_N),),
+            _finish_kernel, (cdiv(N, FINISH_N),),
             (dy, *operands, partial_m, partial_bias, partial_B, *results, M, N, K, r, strips, tiny, dy.stride(0), *strides),
             (need_m, need_c, need_bias, rank, kept_inner, FINISH_N, FINISH_T), 4,
         )  # fmt: skip

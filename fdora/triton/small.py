@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fdora.triton._launch import capability, launch
+from fdora.triton._launch import capability, cdiv, launch, power_of_two
 from fdora.triton.configs import SmallConfig, small_config
 from fdora.triton.scale import scale_tile
 
@@ -117,10 +117,10 @@ def small_forward(
     part = torch.empty((parts, M, r), device=x.device, dtype=torch.float32)
     pdl = HAS_PDL and capability(x.device) >= 90
     if M:
-        span = triton.cdiv(triton.cdiv(K, parts), 16) * 16
-        block_k = min(512 if rows < 64 else 128, max(16, triton.next_power_of_2(span)))
+        span = cdiv(cdiv(K, parts), 16) * 16
+        block_k = min(512 if rows < 64 else 128, power_of_two(span))
         launch(
-            _down_kernel, (triton.cdiv(r, block_r), parts), (x, A, part, M, K, r, span, *x.stride(), *A.stride()),
+            _down_kernel, (cdiv(r, block_r), parts), (x, A, part, M, K, r, span, *x.stride(), *A.stride()),
             (pdl, rows, block_r, block_k), 4, 3,
         )  # fmt: skip
     return (*_launch(x, W.T, part, h, B.T, m, c, bias, s, keep_inner, parts, pdl, config), h)
@@ -141,13 +141,13 @@ def _launch(
     if M and N:
         block_n, block_k, warps, stages = config or _config(_rows(M), N, K, w.stride(1) == 1, capability(x.device))
         launch(
-            _small_kernel, (triton.cdiv(N, block_n),),
+            _small_kernel, (cdiv(N, block_n),),
             (x, w, part, h, b, out, inner, m, c, bias, s, M, N, K, r, *x.stride(), *w.stride(), *b.stride()),
             (parts, m is not None, bias is not None, keep_inner, pdl, _rows(M), block_n, block_k,
-             min(64, max(16, triton.next_power_of_2(r)))), warps, stages, pdl,
+             min(64, power_of_two(r))), warps, stages, pdl,
         )  # fmt: skip
     return out, inner
 
 
 def _rows(M: int) -> int:
-    return max(16, triton.next_power_of_2(M))
+    return power_of_two(M)
