@@ -128,15 +128,15 @@ def tune_small(shapes):
         for M, N, K in shapes:
             shape = (K, N) if columns else (N, K)
             Ws = [randn(*shape, std=K**-0.5) for _ in range(max(2, 2**28 // (2 * N * K)))]
-            x, A, B, h, a = randn(M, K), randn(16, K, std=K**-0.5), randn(N, 16), randn(M, 16), randn(16, N)
+            x, A, B, h, a = randn(M, K), randn(16, K, std=K**-0.5), randn(N, 16), randn(K, 16, std=K**-0.5), randn(16, N)
             m = c = torch.ones(N, device="cuda")
-            w, low = (Ws[0], h.float() @ a.float()) if columns else (Ws[0].T, (x @ A.T).float() @ B.T.float())
+            w, low = (Ws[0], (x @ h).float() @ a.float()) if columns else (Ws[0].T, (x @ A.T).float() @ B.T.float())
             want = x.float() @ w.float() + low
 
             def make(config):
                 turns = itertools.cycle(Ws[1:] + Ws[:1])
                 if columns:
-                    return lambda: small_backward(x, next(turns), h, a, config=config)
+                    return lambda: small_backward(x, next(turns), a, h, x, 1.0, False, config=config)[0]
                 return lambda: small_forward(x, next(turns), A, B, m, c, None, 1.0, False, config=config)[0]
 
             def bare():

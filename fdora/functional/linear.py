@@ -85,14 +85,15 @@ def dora_linear(
 
     choice = select_backend(x, backend=backend)
     c = row_norm(W, A, B, None, s, None, True, choice.name) if norm is None else norm
-    c = c.to(torch.promote_types(x.dtype, torch.float32))
+    c = c if c.dtype == torch.float32 and x.dtype != torch.float64 else c.to(torch.promote_types(x.dtype, torch.float32))
     mask_seed = _seed(fn, seed, x.device) if dropout_p else None
     mode = dropout_mode if dropout_p else "lora"
     wants_dm = torch.is_grad_enabled() and (m.requires_grad or c.requires_grad)
     keep = "nothing" if not wants_dm else "inner" if keep_inner else "output"
     K, N = W.shape[1], W.shape[0]
-    y = linear(x.reshape(-1, K), W, A, B, m, c, bias, mask_seed, s, dropout_p, mode, keep, choice.name)
-    return y.reshape(*x.shape[:-1], N)
+    flat = x if x.dim() == 2 else x.reshape(-1, K)  # a view is two more nodes for autograd to walk
+    y = linear(flat, W, A, B, m, c, bias, mask_seed, s, dropout_p, mode, keep, choice.name)
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], N)
 
 
 def _autocast(x: Tensor) -> Tensor:

@@ -91,23 +91,22 @@ def _linear_backward(
         dz, dz_less, dm, dc, dbias, dB = scale_backward(
             dy, kept, x, W, h, B, m, c, kept_inner, need_dz, peft and need_x, need_m, need_c, need_bias, need_B
         )
-        dx = dA = dh = None
-        if need_x or need_A:
+        dx = dA = None
+        if need_x and seed is None and is_small(x) and t != torch.float32:
+            assert dz is not None
+            dx, dA = small_backward(dz, W, A, B, x, s, need_A)
+        elif need_x or need_A:
             assert dz is not None
             dh = _product(dz, B.to(t), s)
-        if need_x:
-            assert dz is not None and dh is not None
-            if t == torch.float32:
-                dx = _dx_float32(dy, dz, dz_less, W, A, dh, seed, p)
-            elif seed is None and is_small(x):
-                dx = small_backward(dz, W, dh, A)
-            elif peft:
-                dx, _ = gemm(dy, W, dh, A.to(t), drop=Dropped(seed, p, dz_less))
-            else:
-                dx, _ = gemm(dz, W, dh, A.to(t), drop=Dropped(seed, p))
-        if need_A:
-            assert dh is not None
-            dA = _gradient(dh.T, drop(x, seed, p), A.dtype)
+            if need_x:
+                if t == torch.float32:
+                    dx = _dx_float32(dy, dz, dz_less, W, A, dh, seed, p)
+                elif peft:
+                    dx, _ = gemm(dy, W, dh, A.to(t), drop=Dropped(seed, p, dz_less))
+                else:
+                    dx, _ = gemm(dz, W, dh, A.to(t), drop=Dropped(seed, p))
+            if need_A:
+                dA = _gradient(dh.T, drop(x, seed, p), A.dtype)
         if need_B and dB is None:
             assert dz is not None
             dB = _gradient(dz.T, h, B.dtype)

@@ -56,9 +56,10 @@ def _down_kernel(
 
 @triton.jit
 def _small_kernel(
-    x, w, part, h, b, out, inner, m, c, bias, s, M, N, K, R,
-    stride_xm, stride_xk, stride_wk, stride_wn, stride_br, stride_bn,
-    PARTS: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_INNER: tl.constexpr, PDL: tl.constexpr,
+    x, w, part, h, b, out, inner, m, c, bias, u, dA, s, M, N, K, R,
+    stride_xm, stride_xk, stride_wk, stride_wn, stride_br, stride_bn, stride_um, stride_un,
+    PARTS: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_INNER: tl.constexpr, STORE_H: tl.constexpr,
+    NEED_A: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     t, n, k = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -78,15 +79,18 @@ def _small_kernel(
         in_r = r < R - r0
         mask_h = (t < M)[:, None] & in_r[None, :]
         at_h = t[:, None] * R + (r0 + r)[None, :]
-        if PARTS > 0:  # the sums over parts of K, always in the same order
-            sums = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-            for i in tl.static_range(PARTS):
-                sums += tl.load(part + i * M * R + at_h, mask=mask_h, other=0.0)
-            ht = (s * sums).to(x.dtype.element_ty)
+        sums = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+        for i in tl.static_range(PARTS):  # always in the same order
+            sums += tl.load(part + i * M * R + at_h, mask=mask_h, other=0.0)
+        ht = (s * sums).to(x.dtype.element_ty)
+        if STORE_H:  # noqa: SIM102  h is None where this is False, and must not be looked at
             if tl.program_id(0) == 0:
                 tl.store(h + at_h, ht, mask=mask_h)
-        else:
-            ht = tl.load(h + at_h, mask=mask_h, other=0.0)
+        if NEED_A:  # the columns of u = x that belong to this program
+            at = u + t[:, None].to(tl.int64) * stride_um + n[None, :].to(tl.int64) * stride_un
+            ut = tl.load(at, mask=(t < M)[:, None] & (n < N)[None, :], other=0.0)
+            at = dA + (r0 + r)[:, None].to(tl.int64) * N + n[None, :]
+            tl.store(at, tl.dot(tl.trans(ht), ut).to(dA.dtype.element_ty), mask=in_r[:, None] & (n < N)[None, :])
         at = b + (r0 + r)[:, None].to(tl.int64) * stride_br + n[None, :].to(tl.int64) * stride_bn
         acc = tl.dot(ht, tl.load(at, mask=in_r[:, None] & (n < N)[None, :], other=0.0).to(ht.dtype), acc)
     mask = (t < M)[:, None] & (n < N)[None, :]
@@ -109,45 +113,49 @@ def small_forward(
     config: SmallConfig | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """(M, K) (N, K) (r, K) (N, r) -> y, inner (M, N) and s x A^T (M, r). ``config`` overrides the table, for the search."""
-    (M, K), r = x.shape, A.shape[0]
-    h = torch.empty((M, r), device=x.device, dtype=x.dtype)
-    rows, block_r = _rows(M), 16
+    h = x.new_empty((x.shape[0], A.shape[0]))
+    y, inner, _ = _small(x, W.T, A.T, B.T, s, config, h=h, m=m, c=c, bias=bias, keep_inner=keep_inner)
+    return y, inner, h
+
+
+def small_backward(
+    dz: Tensor, W: Tensor, A: Tensor, B: Tensor, x: Tensor, s: float, need_A: bool, config: SmallConfig | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(M, N) (N, K) (r, K) (N, r) (M, K) -> dx = dz W + s dz B A and dA = (s dz B)^T x."""
+    dx, _, dA = _small(dz, W, B, A, s, config, u=x if need_A else None)
+    return dx, dA
+
+
+def _small(
+    x: Tensor, w: Tensor, a: Tensor, b: Tensor, s: float, config: SmallConfig | None, h: Tensor | None = None,
+    m: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None, keep_inner: bool = False,
+    u: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """(M, K) (K, N) (K, r) (r, N): x w + s x a b, and what comes with it."""
+    (M, K), N, r = x.shape, w.shape[1], a.shape[1]
+    out = x.new_empty((M, N))
+    inner = x.new_empty((M, N)) if keep_inner else None
+    dA = None if u is None else b.new_empty((r, N))
+    if M == 0 or N == 0:
+        return out, inner, None if dA is None else dA.zero_()
+    rows, cap = power_of_two(M), capability(x.device)
     # Few slabs of a small rank: K is split as well, so that more than one multiprocessor works and nobody loops for long.
     parts = max(1, min(8 if r <= 64 else 4 if r <= 128 else 2, K // 256))
     part = torch.empty((parts, M, r), device=x.device, dtype=torch.float32)
-    pdl = HAS_PDL and capability(x.device) >= 90
-    if M:
-        span = cdiv(cdiv(K, parts), 16) * 16
-        block_k = min(512 if rows < 64 else 128, power_of_two(span))
-        launch(
-            _down_kernel, (cdiv(r, block_r), parts), (x, A, part, M, K, r, span, *x.stride(), *A.stride()),
-            (pdl, rows, block_r, block_k), 4, 3,
-        )  # fmt: skip
-    return (*_launch(x, W.T, part, h, B.T, m, c, bias, s, keep_inner, parts, pdl, config), h)
-
-
-def small_backward(dz: Tensor, W: Tensor, dh: Tensor, A: Tensor, config: SmallConfig | None = None) -> Tensor:
-    """(M, N) (N, K) (M, r) (r, K) -> dx = dz W + dh A."""
-    return _launch(dz, W, None, dh, A, None, None, None, 1.0, False, 0, False, config)[0]
-
-
-def _launch(
-    x: Tensor, w: Tensor, part: Tensor | None, h: Tensor, b: Tensor, m: Tensor | None, c: Tensor | None, bias: Tensor | None,
-    s: float, keep_inner: bool, parts: int, pdl: bool, config: SmallConfig | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    (M, K), N, r = x.shape, w.shape[1], h.shape[1]
-    out = torch.empty((M, N), device=x.device, dtype=x.dtype)
-    inner = torch.empty_like(out) if keep_inner else None
-    if M and N:
-        block_n, block_k, warps, stages = config or _config(_rows(M), N, K, w.stride(1) == 1, capability(x.device))
-        launch(
-            _small_kernel, (cdiv(N, block_n),),
-            (x, w, part, h, b, out, inner, m, c, bias, s, M, N, K, r, *x.stride(), *w.stride(), *b.stride()),
-            (parts, m is not None, bias is not None, keep_inner, pdl, _rows(M), block_n, block_k,
-             min(64, power_of_two(r))), warps, stages, pdl,
-        )  # fmt: skip
-    return out, inner
-
-
-def _rows(M: int) -> int:
-    return power_of_two(M)
+    pdl = HAS_PDL and cap >= 90
+    span = cdiv(cdiv(K, parts), 16) * 16
+    block_k = min(512 if rows < 64 else 128, power_of_two(span))
+    stride_ak, stride_ar = a.stride()
+    launch(
+        _down_kernel, (cdiv(r, 16), parts), (x, a, part, M, K, r, span, *x.stride(), stride_ar, stride_ak),
+        (pdl, rows, 16, block_k), 4, 3,
+    )  # fmt: skip
+    block_n, block_k, warps, stages = config or _config(rows, N, K, w.stride(1) == 1, cap)
+    launch(
+        _small_kernel, (cdiv(N, block_n),),
+        (x, w, part, h, b, out, inner, m, c, bias, u, dA, s, M, N, K, r, *x.stride(), *w.stride(), *b.stride(),
+         *((1, 1) if u is None else u.stride())),
+        (parts, m is not None, bias is not None, keep_inner, h is not None, u is not None, pdl, rows, block_n, block_k,
+         min(64, power_of_two(r))), warps, stages, pdl,
+    )  # fmt: skip
+    return out, inner, dA

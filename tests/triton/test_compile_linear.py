@@ -6,6 +6,7 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
+from fdora.triton._launch import power_of_two  # noqa: E402
 from fdora.triton.configs import gemm_config, scale_config, small_config  # noqa: E402
 from tests.triton.test_compile import SHARED, TARGETS, build, stack_bytes  # noqa: E402
 
@@ -99,13 +100,17 @@ def test_scale(target, tokens, r, dtype, tmp_path):
 def test_small(target, tokens, tmp_path):
     from fdora.triton import small
 
-    rows, pdl = small._rows(tokens), isinstance(target, int) and target >= 90
-    tensors = {n: "*bf16" for n in ("x", "w", "a", "h", "b", "out", "inner", "bias")}
+    rows, pdl = power_of_two(tokens), isinstance(target, int) and target >= 90
+    tensors = {n: "*bf16" for n in ("x", "w", "a", "h", "b", "out", "inner", "bias", "u", "dA")}
     tensors |= {n: "*fp32" for n in ("m", "c", "part")}
     for columns in (False, True):
         block_n, block_k, warps, stages = small_config(rows, 4096, 4096, columns, target if isinstance(target, int) else 0)
-        units = dict.fromkeys(("stride_xk", *(("stride_wn", "stride_bn") if columns else ("stride_wk", "stride_br"))), 1)
-        constants = units | dict(PARTS=8, SCALE=True, HAS_BIAS=True, STORE_INNER=True, PDL=pdl)
+        units = dict.fromkeys(
+            ("stride_xk", "stride_un", *(("stride_wn", "stride_bn") if columns else ("stride_wk", "stride_br"))), 1
+        )
+        constants = units | dict(
+            PARTS=8, SCALE=True, HAS_BIAS=True, STORE_INNER=True, PDL=pdl, STORE_H=not columns, NEED_A=columns
+        )
         constants |= dict(BLOCK_M=rows, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=64)
         sizes = ["N", "K", "R", *(n for n in small._small_kernel.arg_names if n.startswith("stride_") and n not in units)]
         more = {"M": "i32", "s": "fp32"}
