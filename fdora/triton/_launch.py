@@ -109,6 +109,12 @@ def traced(t: Tensor) -> bool:
     return type(t) not in (Tensor, torch.nn.Parameter)
 
 
+def fits_tma(t: Tensor) -> bool:
+    """What the copy engine asks of a matrix: adjacent columns, and 16 bytes as the unit of its address and of its rows."""
+    pitch = t.stride(0) * t.element_size()
+    return t.stride(1) == 1 and pitch % 16 == 0 and t.data_ptr() % 16 == 0 and t.stride(0) >= t.shape[1]
+
+
 def cdiv(a: int, b: int) -> int:
     """Tiles of b in a. (Triton's own went through four Python calls, for 1.5 us.)"""
     return -(-a // b)

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fdora.triton._launch import capability, cdiv, launch, multiprocessors, power_of_two
+from fdora.triton._launch import capability, cdiv, fits_tma, launch, multiprocessors, power_of_two
 from fdora.triton.configs import GemmConfig, gemm_config
 from fdora.triton.dropout import keep_tile, threshold
 from fdora.triton.scale import scale_tile
@@ -200,7 +200,7 @@ def gemm(
     config = config or _config(M, N, K, r, w_rows, extra, capability(x.device))
     vectors = (m, c, bias, seed, threshold(p), 1 / (1 - p), M, N, K, r)
     flags = (kind, bias is not None, keep_inner, seed is not None, x0 is not None)
-    if config.tma and all(t is None or _fits_tma(t) for t in (x, x0, out, w.T if w_rows else w)):
+    if config.tma and all(t is None or fits_tma(t) for t in (x, x0, out, w.T if w_rows else w)):
         _launch_tma(x, x0, w, h, b, out, inner, add, vectors, flags, w_rows, config)
     else:
         _launch_pointers(x, x0, w, h, b, out, inner, add, vectors, flags, config)
@@ -245,15 +245,9 @@ def _launch_pointers(
     )  # fmt: skip
 
 
-def _fits_tma(t: Tensor) -> bool:
-    """Rows next to each other in memory, 16 bytes aligned: what the copy engine can address."""
-    pitch = t.stride(0) * t.element_size()
-    return t.stride(1) == 1 and pitch % 16 == 0 and t.data_ptr() % 16 == 0 and t.stride(0) >= t.shape[1]
-
-
 def _fit(t: Tensor) -> Tensor:
     """A factor of the adapter as TMA takes it: itself, or a copy with padded rows (small beside W)."""
-    if _fits_tma(t):
+    if fits_tma(t):
         return t
     copy = t.new_empty((t.shape[0], -(-t.shape[1] // 8) * 8))[:, : t.shape[1]]
     return copy.copy_(t)

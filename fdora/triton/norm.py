@@ -23,7 +23,18 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fdora.triton._fingerprint import WORDS, fingerprint, unchanged
-from fdora.triton._launch import SUM_N, SUM_T, capability, cdiv, column_sums, launch, loop_over_batch, multiprocessors, traced
+from fdora.triton._launch import (
+    SUM_N,
+    SUM_T,
+    capability,
+    cdiv,
+    column_sums,
+    fits_tma,
+    launch,
+    loop_over_batch,
+    multiprocessors,
+    traced,
+)
 from fdora.triton._split import rows_at_a_time, split_A, split_B
 from fdora.triton._tile import GROUP, tile_at, unscaled, weight_and_product, weight_and_product_tma
 from fdora.triton.configs import MAX_N, MIN_K, norm_config
@@ -165,18 +176,12 @@ loop_over_batch(row_norm)
 loop_over_batch(row_norm_guarded)
 
 
-def _for_tma(t: Tensor) -> bool:
-    """What the copy engine asks of a matrix in global memory."""
-    row = t.stride(0) * t.element_size()
-    return t.stride(1) == 1 and row > 0 and row % 16 == 0 and t.data_ptr() % 16 == 0
-
-
 def _launch(
     W: Tensor, A: Tensor, B: Tensor, by_n: Tensor | None, by_k: Tensor | None, c: Tensor, s: float, squared: bool,
     guard: Guard | None,
 ) -> None:  # fmt: skip
     (N, K), R, half = W.shape, A.shape[0], W.element_size() == 2
-    aligned = half and all(_for_tma(t) for t in (W, A, B))
+    aligned = half and all(fits_tma(t) for t in (W, A, B))
     config = norm_config(R, A.element_size() == 2, capability(W.device), aligned, half)
     block_n, block_k, block_r, precision, num_warps, num_stages, tma = config
     tiles = cdiv(K, block_k)
