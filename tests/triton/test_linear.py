@@ -23,7 +23,7 @@ DROPOUT = {
     "peft": dict(dropout_p=0.3, dropout_mode="peft", seed=5),
 }
 # tokens 1, 3 and 64 take the small kernel, the rest tiles; K, r not divisible by 8 cannot travel by TMA
-SHAPES = ((1, 33, 1, 1), (3, 40, 70, 20), (70, 137, 260, 5), (150, 264, 144, 130))
+SHAPES = ((1, 33, 1, 1), (3, 40, 70, 20), (70, 137, 68, 5), (130, 136, 72, 70))
 
 
 def forward_and_back(t, mode="none", backend="triton", names=("x", "A", "B", "m"), dy=None, **extra):
@@ -61,6 +61,10 @@ def test_as_the_eager_backend(shape, dtype, mode):
             inner = truth["y"] - (wide["bias"] if bias else 0)
             noise = torch.finfo(dtype).eps * (dy.double() * inner).norm(dim=0) / wide["m"].abs()
             eager["m"] = truth["m"] + noise + (eager["m"].double() - truth["m"]).abs()
+            # and dB reads h, rounded too: with one token its error is that of one number, where eager may be lucky
+            h = t["s"] * wide["x"] @ wide["A"].T
+            noise = torch.finfo(dtype).eps / 2 * ((wide["m"] / c.double()) * dy.double()).square().T.mm(h.square()).sqrt()
+            eager["B"] = truth["B"] + noise + (eager["B"].double() - truth["B"]).abs()
             for n, v in got.items():
                 assert v.dtype == t[n].dtype if n != "y" else v.dtype == dtype
                 assert_within(v, eager[n], truth[n], f"{adapter} bias={bias} {n}")
@@ -150,12 +154,12 @@ def test_opcheck():
 
 @pytest.mark.skipif("device.NAME != 'cpu'", reason="a GPU chooses TMA by itself; this is for the interpreter")
 @pytest.mark.parametrize("mode", DROPOUT)
-@pytest.mark.parametrize("tokens", [70, 1300])
+@pytest.mark.parametrize("tokens", [70, 1030])
 def test_tiles_by_tma(tokens, mode, monkeypatch):
     """The kernel of Hopper, interpreted: both tile shapes, ragged in every axis, several tiles a program."""
     from fdora.triton import gemm
 
-    t = tensors(264, 144, 24, (tokens,), HALF[0])
+    t = tensors(136, 80, 24, (tokens,), HALF[0])
     want = forward_and_back(t, mode, bias=t["bias"])
     launched = []
     real = gemm._launch_tma
