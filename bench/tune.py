@@ -9,6 +9,7 @@ shape in turns; the fastest is written. Nothing is ever timed outside this comma
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import pprint
 from pathlib import Path
@@ -19,7 +20,7 @@ from bench.norm_forms import about, medians
 from fdora.triton.configs import GemmConfig, ScaleConfig, SmallConfig
 from fdora.triton.gemm import Epilogue, gemm
 from fdora.triton.scale import scale_backward
-from fdora.triton.small import small_down, small_up
+from fdora.triton.small import small_backward, small_forward
 
 # (M, N, K, r): the linears of 8B to 70B models, few and many tokens, small and large ranks
 GEMM_SHAPES = [
@@ -60,7 +61,7 @@ def randn(*shape, std=1.0):
     return torch.randn(*shape, device="cuda").mul_(std).bfloat16()
 
 
-def fastest(make, candidates, check, flops):
+def fastest(make, candidates, check):
     """The median ms of every candidate that runs and is right, fastest first."""
     runs = {}
     for config in candidates:
@@ -95,7 +96,7 @@ def tune_gemm(shapes):
             rows = slice(0, None, max(1, M // 128))
             want = (x[rows].float() @ w.float() + h[rows].float() @ b.float()) * (m if forward else 1)
             make = lambda config: lambda: gemm(x, w, h, b, epilogue, config=config)[0]  # noqa: E731
-            results = fastest(make, GEMM_CANDIDATES, lambda y: close(y[rows], want, "gemm"), 2 * M * N * K)
+            results = fastest(make, GEMM_CANDIDATES, lambda y: close(y[rows], want, "gemm"))
             bare = medians({"bare": lambda: x @ w}, "cuda", 5)["bare"]
             yield forward, (M, N, K, r), results, bare
 
@@ -118,19 +119,34 @@ def tune_scale(shapes):
             return run
 
         candidates = [t for t in SCALE_CANDIDATES if t[2] <= M and (r <= 64 or not t[3])]
-        yield None, (M, N, r), fastest(make, candidates, lambda dB: close(dB, want, "scale"), 1), 3 * dy.nbytes / 3e9
+        yield None, (M, N, r), fastest(make, candidates, lambda dB: close(dB, want, "scale")), 3 * dy.nbytes / 3e9
 
 
 def tune_small(shapes):
+    """Weights in turn from a set larger than the cache: a decoding model reads each layer's W from memory."""
     for columns in (False, True):
         for M, N, K in shapes:
-            x, A, W = randn(M, K), randn(16, K, std=K**-0.5), randn(K, N, std=K**-0.5) if columns else randn(N, K, std=K**-0.5)
-            b = randn(16, N) if columns else randn(N, 16).T
-            w = W if columns else W.T
-            want = x.float() @ w.float() + (x @ A.T).float() @ b.float()
-            make = lambda config: lambda: small_up(x, w, small_down(x, A, 1.0), b, after_down=True, config=config)[0]  # noqa: E731
-            results = fastest(make, SMALL_CANDIDATES, lambda y: close(y, want, "small"), 1)
-            yield columns, (M, N, K), results, medians({"bare": lambda: x @ w}, "cuda", 5)["bare"]
+            shape = (K, N) if columns else (N, K)
+            Ws = [randn(*shape, std=K**-0.5) for _ in range(max(2, 2**28 // (2 * N * K)))]
+            x, A, B, h, a = randn(M, K), randn(16, K, std=K**-0.5), randn(N, 16), randn(K, 16, std=K**-0.5), randn(16, N)
+            m = c = torch.ones(N, device="cuda")
+            w, low = (Ws[0], (x @ h).float() @ a.float()) if columns else (Ws[0].T, (x @ A.T).float() @ B.T.float())
+            want = x.float() @ w.float() + low
+
+            def make(config):
+                turns = itertools.cycle(Ws[1:] + Ws[:1])
+                if columns:
+                    return lambda: small_backward(x, next(turns), a, h, x, 1.0, False, config=config)[0]
+                return lambda: small_forward(x, next(turns), A, B, m, c, None, 1.0, False, config=config)[0]
+
+            def bare():
+                turns = itertools.cycle(Ws)
+                return lambda: x @ (next(turns) if columns else next(turns).T)
+
+            first = make(SMALL_CANDIDATES[0])
+            close([first() for _ in Ws][-1], want, "small")
+            results = fastest(make, SMALL_CANDIDATES, lambda y: None)
+            yield columns, (M, N, K), results, medians({"bare": bare()}, "cuda", 5)["bare"]
 
 
 OPS = {"gemm": (tune_gemm, GEMM_SHAPES), "scale": (tune_scale, SCALE_SHAPES), "small": (tune_small, SMALL_SHAPES)}

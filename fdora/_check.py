@@ -101,3 +101,37 @@ def check_frozen(fn: str, arg: str, t: Tensor | None) -> None:
         raise fail(
             fn, arg, "frozen", "requires_grad=True", f"Call {arg}.requires_grad_(False) on the layer, or pass {arg}.detach()."
         )
+
+
+_passed: set[tuple] = set()
+
+
+def _shape_of_call(fn: str, tensors: dict[str, Tensor | None]) -> tuple:
+    """All that the checks look at, but for the leading axes of x and the values of W.requires_grad and s."""
+    facts: list = [fn]
+    for t in tensors.values():
+        facts.append(None if t is None else (t.shape, t.dtype, t.device, type(t)))
+    if "x" in tensors:
+        shape, *rest = facts[-1]
+        facts[-1] = (shape[-1], *rest)
+    return tuple(facts)
+
+
+def seen_before(fn: str, tensors: dict[str, Tensor | None], s: float) -> bool:
+    """Whether the checks of shapes, dtypes and devices passed for such arguments already: they are a third of the host time
+    of a small layer. Never under a compiler, which runs them once, while it traces. x, if any, comes last."""
+    if torch.compiler.is_compiling() or type(s) not in (float, int) or s - s != 0:
+        return False
+    try:
+        if tensors["W"].requires_grad and torch.is_grad_enabled():  # type: ignore[union-attr]
+            return False
+        return _shape_of_call(fn, tensors) in _passed
+    except (AttributeError, TypeError, IndexError):  # not tensors, or without axes: the checks say it better
+        return False
+
+
+def remember(fn: str, tensors: dict[str, Tensor | None]) -> None:
+    if not torch.compiler.is_compiling():
+        if len(_passed) > 4096:
+            _passed.clear()
+        _passed.add(_shape_of_call(fn, tensors))

@@ -92,12 +92,26 @@ class _Bound(inspect.BoundArguments):
         """There are none."""
 
 
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``, past what ``Function.apply`` does for the sake of torch.func and of default arguments."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def no_graph() -> bool:
+    """Whether a backward runs for its values only: then the Function that refuses second derivatives can be left out."""
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+
+
+def autocast_on(t: Tensor) -> bool:
+    device = t.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
 def autocast_off(t: Tensor) -> AbstractContextManager[None]:
     """Ops choose their own precision; an active autocast would round their float32 products to half."""
-    device = t.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return nullcontext()
-    return torch.autocast(device, enabled=False)
+    return torch.autocast(t.device.type, enabled=False) if autocast_on(t) else nullcontext()
 
 
 def no_second_derivative(op: str) -> NotImplementedError:

@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 
-from fdora.autograd._ops import OPS, autocast_off, no_second_derivative, only, signed, spread
+from fdora.autograd._ops import OPS, apply, autocast_off, autocast_on, no_graph, no_second_derivative, only, signed, spread
+
+
+def linear(*args: Any) -> torch.Tensor:
+    """y; the arguments of Linear.forward."""
+    return apply(Linear, *args)[0]
 
 
 @signed
@@ -17,8 +22,11 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(x, W, A, B, m, c, bias, seed, s, p, mode, keep, backend):
+        fwd = OPS[backend].linear.linear_fwd
+        if not autocast_on(x):
+            return fwd(x, W, A, B, m, c, bias, seed, s, p, mode, keep)
         with autocast_off(x):
-            return OPS[backend].linear.linear_fwd(x, W, A, B, m, c, bias, seed, s, p, mode, keep)
+            return fwd(x, W, A, B, m, c, bias, seed, s, p, mode, keep)
 
     @staticmethod
     def setup_context(ctx: Any, inputs, output):
@@ -34,8 +42,11 @@ class Linear(torch.autograd.Function):
     def backward(ctx: Any, dy, *_):
         need_x, _, need_A, need_B, need_m, need_c, need_bias = ctx.needs_input_grad[:7]
         needs = (need_x, need_A, need_B, need_m, need_c, need_bias)
-        grads = LinearBwd.apply(dy, *ctx.saved_tensors, ctx.s, ctx.p, ctx.mode, ctx.kept_inner, needs, ctx.backend)
-        dx, dA, dB, dm, dc, dbias = spread(grads, needs)
+        args = (dy, *ctx.saved_tensors, ctx.s, ctx.p, ctx.mode, ctx.kept_inner, needs)
+        if no_graph() and not autocast_on(dy):
+            dx, dA, dB, dm, dc, dbias = OPS[ctx.backend].linear.linear_bwd(*args)
+        else:
+            dx, dA, dB, dm, dc, dbias = spread(LinearBwd.apply(*args, ctx.backend), needs)
         if dbias is not None:
             dbias = dbias.to(ctx.bias_dtype)
         #      x   W     A   B   m   c   bias   seed  s     p     mode  keep  backend

@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_shapes, fail
+from fdora._check import FLOATS, check_device, check_dtype, check_shapes, fail, remember, seen_before
 from fdora._dispatch import Backend
-from fdora.autograd.linear import Linear
+from fdora.autograd.linear import linear
 from fdora.autograd.norm import row_norm
 from fdora.functional.backend import select_backend
 from fdora.functional.norm import WIDE, check_weights
@@ -68,10 +68,13 @@ def dora_linear(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3 (c is detached).
     """
     fn = "dora_linear"
-    check_weights(fn, {"W": W, "A": A, "B": B, "m": m, "bias": bias, "norm": norm, "x": x}, s)
-    check_dtype(fn, "x", x, FLOATS, "Cast it to the dtype of W.")
-    check_dtype(fn, "bias", bias, FLOATS)
-    check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
+    tensors = {"W": W, "A": A, "B": B, "m": m, "bias": bias, "norm": norm, "x": x}
+    if not seen_before(fn, tensors, s):
+        check_weights(fn, tensors, s)
+        check_dtype(fn, "x", x, FLOATS, "Cast it to the dtype of W.")
+        check_dtype(fn, "bias", bias, FLOATS)
+        check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
+        remember(fn, tensors)
     x = _autocast(x)
     if x.dtype != W.dtype and not torch.is_autocast_enabled(x.device.type):
         check_dtype(fn, "x", x, (W.dtype,), f"Cast it with x.to({W.dtype}), or run under torch.autocast.")
@@ -82,14 +85,15 @@ def dora_linear(
 
     choice = select_backend(x, backend=backend)
     c = row_norm(W, A, B, None, s, None, True, choice.name) if norm is None else norm
-    c = c.to(torch.promote_types(x.dtype, torch.float32))
+    c = c if c.dtype == torch.float32 and x.dtype != torch.float64 else c.to(torch.promote_types(x.dtype, torch.float32))
     mask_seed = _seed(fn, seed, x.device) if dropout_p else None
     mode = dropout_mode if dropout_p else "lora"
     wants_dm = torch.is_grad_enabled() and (m.requires_grad or c.requires_grad)
     keep = "nothing" if not wants_dm else "inner" if keep_inner else "output"
     K, N = W.shape[1], W.shape[0]
-    y, *_ = Linear.apply(x.reshape(-1, K), W, A, B, m, c, bias, mask_seed, s, dropout_p, mode, keep, choice.name)
-    return y.reshape(*x.shape[:-1], N)
+    flat = x if x.dim() == 2 else x.reshape(-1, K)  # a view is two more nodes for autograd to walk
+    y = linear(flat, W, A, B, m, c, bias, mask_seed, s, dropout_p, mode, keep, choice.name)
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], N)
 
 
 def _autocast(x: Tensor) -> Tensor:

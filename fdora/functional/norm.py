@@ -7,7 +7,19 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, fail, name
+from fdora._check import (
+    FLOATS,
+    check_device,
+    check_dtype,
+    check_frozen,
+    check_rank,
+    check_s,
+    check_shapes,
+    fail,
+    name,
+    remember,
+    seen_before,
+)
 from fdora._dispatch import Backend
 from fdora.autograd.norm import EPS as EPS
 from fdora.autograd.norm import WORDS, guarded_norm, row_norm, row_sqnorm, scale, smallest_bytes
@@ -110,9 +122,12 @@ def dora_norm(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3; Scaling DoRA, arXiv:2603.22276, eq. 3.
     """
     fn = "dora_norm"
-    check_weights(fn, {"W": W, "A": A, "B": B, "base_sqnorm": base_sqnorm}, s)
-    check_dtype(fn, "base_sqnorm", base_sqnorm, WIDE, "Keep it as dora_base_sqnorm(W) returns it.")
-    check_frozen(fn, "base_sqnorm", base_sqnorm)
+    tensors = {"W": W, "A": A, "B": B, "base_sqnorm": base_sqnorm}
+    if base_sqnorm is not None or not seen_before(fn, tensors, s):
+        check_weights(fn, tensors, s)
+        check_dtype(fn, "base_sqnorm", base_sqnorm, WIDE, "Keep it as dora_base_sqnorm(W) returns it.")
+        check_frozen(fn, "base_sqnorm", base_sqnorm)
+        remember(fn, tensors)
     if max_bytes is not None:
         need = smallest_bytes(W, A, B, base_sqnorm is not None)
         if max_bytes < need:

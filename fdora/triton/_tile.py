@@ -46,11 +46,10 @@ def weight_and_product(
 @triton.jit
 def weight_and_product_tma(W, A, B, first_n, first_k, R, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr):
     """The same from tensor descriptors: the copy engine fetches the tiles and fills with zeros outside."""
-    w = W.load([first_n, first_k])
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for r0 in range(0, R, BLOCK_R):
         acc = tl.dot(B.load([first_n, r0]), A.load([r0, first_k]), acc)
-    return w.to(tl.float32), acc
+    return W.load([first_n, first_k]).to(tl.float32), acc
 
 
 @triton.jit

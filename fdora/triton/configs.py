@@ -39,7 +39,7 @@ def norm_config(r: int, half: bool, capability: int, aligned: bool = False, half
     if not half_weight:  # twice the registers for the tile of W
         return NormConfig(128, 128, 64 if from_shared and r > 64 else 32, "ieee", 8, 3)
     if from_shared and r > 64 and aligned:
-        return NormConfig(128, 128, 64, "ieee", 4, 3, TMA=True)
+        return NormConfig(128, 256, 64, "ieee", 8, 3, TMA=True)
     if from_shared and r > 64:
         return NormConfig(128, 256, 64, "ieee", 8, 3)
     return NormConfig(128, 128, 16 if r <= 16 else 32, "ieee", 4 if 90 <= capability < 100 else 8, 3)

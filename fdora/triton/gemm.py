@@ -16,7 +16,7 @@ bench/NOTES.md); two loops after each other lose 5 to 10 %. Elsewhere, and where
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fdora.triton._launch import capability, multiprocessors
+from fdora.triton._launch import capability, cdiv, launch, multiprocessors, power_of_two
 from fdora.triton.configs import GemmConfig, gemm_config
 from fdora.triton.dropout import keep_tile, threshold
 from fdora.triton.scale import scale_tile
@@ -199,8 +199,7 @@ def gemm(
     extra = keep_inner or add is not None
     config = config or _config(M, N, K, r, w_rows, extra, capability(x.device))
     vectors = (m, c, bias, seed, threshold(p), 1 / (1 - p), M, N, K, r)
-    flags = {"EPILOGUE": kind, "HAS_BIAS": bias is not None, "STORE_INNER": keep_inner, "DROP": seed is not None}
-    flags["HAS_X0"] = x0 is not None
+    flags = (kind, bias is not None, keep_inner, seed is not None, x0 is not None)
     if config.tma and all(t is None or _fits_tma(t) for t in (x, x0, out, w.T if w_rows else w)):
         _launch_tma(x, x0, w, h, b, out, inner, add, vectors, flags, w_rows, config)
     else:
@@ -210,36 +209,39 @@ def gemm(
 
 def _launch_tma(
     x: Tensor, x0: Tensor | None, w: Tensor, h: Tensor, b: Tensor, out: Tensor, inner: Tensor | None, add: Tensor | None,
-    vectors: tuple, flags: dict[str, Any], w_rows: bool, config: GemmConfig,
+    vectors: tuple, flags: tuple, w_rows: bool, config: GemmConfig,
 ) -> None:  # fmt: skip
     bm, bn, bk = config.BLOCK_M, config.BLOCK_N, config.BLOCK_K
     width = bn // 2 if config.halves else bn
     right = [bn, bk] if w_rows else [bk, bn]
-    tiles = triton.cdiv(out.shape[0], bm) * triton.cdiv(out.shape[1], bn)
+    tiles = cdiv(out.shape[0], bm) * cdiv(out.shape[1], bn)
     programs = min(tiles, multiprocessors(x.device)) if config.persistent else tiles
-    _gemm_tma_kernel[(programs,)](
-        _tiles(x, [bm, bk]), _tiles(x0, [bm, bk]), _tiles(w.T if w_rows else w, right), _tiles(_fit(h), [bm, bk]),
-        _tiles(_fit(b.T if w_rows else b), right), _tiles(out, [bm, width]), _tiles(inner, [bm, width]),
-        _tiles(add, [bm, width]), *vectors, programs, W_ROWS=w_rows, **flags, BLOCK_M=bm, BLOCK_N=bn, BLOCK_K=bk,
-        HALVES=config.halves, FLATTEN=config.persistent and not flags["DROP"], GROUP=config.GROUP,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+    dropped = flags[3]
+    launch(
+        _gemm_tma_kernel, (programs,),
+        (_tiles(x, [bm, bk]), _tiles(x0, [bm, bk]), _tiles(w.T if w_rows else w, right), _tiles(_fit(h), [bm, bk]),
+         _tiles(_fit(b.T if w_rows else b), right), _tiles(out, [bm, width]), _tiles(inner, [bm, width]),
+         _tiles(add, [bm, width]), *vectors, programs),
+        (w_rows, *flags, bm, bn, bk, config.halves, config.persistent and not dropped, config.GROUP),
+        config.num_warps, config.num_stages,
     )  # fmt: skip
 
 
 def _launch_pointers(
     x: Tensor, x0: Tensor | None, w: Tensor, h: Tensor, b: Tensor, out: Tensor, inner: Tensor | None, add: Tensor | None,
-    vectors: tuple, flags: dict[str, Any], config: GemmConfig,
+    vectors: tuple, flags: tuple, config: GemmConfig,
 ) -> None:  # fmt: skip
     if x0 is not None and x0.stride() != x.stride():
         x, x0 = x.contiguous(), x0.contiguous()
     if config.tma:
         config = _config(*out.shape, x.shape[1], h.shape[1], False, False, 0)
-    tiles = triton.cdiv(out.shape[0], config.BLOCK_M) * triton.cdiv(out.shape[1], config.BLOCK_N)
-    _gemm_pointer_kernel[(tiles,)](
-        x, x0, w, h, b, out, inner, add, *vectors, *x.stride(), *w.stride(), *h.stride(), *b.stride(), **flags,
-        BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, BLOCK_K=config.BLOCK_K,
-        BLOCK_R=min(config.BLOCK_K, max(16, triton.next_power_of_2(h.shape[1]))), GROUP=config.GROUP,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+    tiles = cdiv(out.shape[0], config.BLOCK_M) * cdiv(out.shape[1], config.BLOCK_N)
+    launch(
+        _gemm_pointer_kernel, (tiles,),
+        (x, x0, w, h, b, out, inner, add, *vectors, *x.stride(), *w.stride(), *h.stride(), *b.stride()),
+        (*flags, config.BLOCK_M, config.BLOCK_N, config.BLOCK_K,
+         min(config.BLOCK_K, power_of_two(h.shape[1])), config.GROUP),
+        config.num_warps, config.num_stages,
     )  # fmt: skip
 
 

@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fdora.triton._launch import loop_over_batch, rows_of, traced
+from fdora.triton._launch import cdiv, loop_over_batch, rows_of, traced
 from fdora.triton.dropout import drop
 from fdora.triton.gemm import Dropped, Epilogue, gemm
 from fdora.triton.scale import scale_backward, scale_tile
-from fdora.triton.small import is_small, small_down, small_up
+from fdora.triton.small import is_small, small_backward, small_forward
 
 BLOCK_M, BLOCK_N = 4, 512
 
@@ -57,8 +57,7 @@ def _linear(
         if t == torch.float32:
             out = _linear_float32(x, W, A, B, m, c, bias, seed, s, p, mode, inner_kept)
         elif seed is None and is_small(x):
-            h = small_down(x, A, s)
-            out = (*small_up(x, W.T, h, B.T, m, c, bias, inner_kept, after_down=True), h)
+            out = small_forward(x, W, A, B, m, c, bias, s, inner_kept)
         else:
             xd = drop(x, seed, p)
             h = _product(xd, A.to(t).T, s)
@@ -92,23 +91,22 @@ def _linear_backward(
         dz, dz_less, dm, dc, dbias, dB = scale_backward(
             dy, kept, x, W, h, B, m, c, kept_inner, need_dz, peft and need_x, need_m, need_c, need_bias, need_B
         )
-        dx = dA = dh = None
-        if need_x or need_A:
+        dx = dA = None
+        if need_x and seed is None and is_small(x) and t != torch.float32:
+            assert dz is not None
+            dx, dA = small_backward(dz, W, A, B, x, s, need_A)
+        elif need_x or need_A:
             assert dz is not None
             dh = _product(dz, B.to(t), s)
-        if need_x:
-            assert dz is not None and dh is not None
-            if t == torch.float32:
-                dx = _dx_float32(dy, dz, dz_less, W, A, dh, seed, p)
-            elif seed is None and is_small(x):
-                dx, _ = small_up(dz, W, dh, A)
-            elif peft:
-                dx, _ = gemm(dy, W, dh, A.to(t), drop=Dropped(seed, p, dz_less))
-            else:
-                dx, _ = gemm(dz, W, dh, A.to(t), drop=Dropped(seed, p))
-        if need_A:
-            assert dh is not None
-            dA = _gradient(dh.T, drop(x, seed, p), A.dtype)
+            if need_x:
+                if t == torch.float32:
+                    dx = _dx_float32(dy, dz, dz_less, W, A, dh, seed, p)
+                elif peft:
+                    dx, _ = gemm(dy, W, dh, A.to(t), drop=Dropped(seed, p, dz_less))
+                else:
+                    dx, _ = gemm(dz, W, dh, A.to(t), drop=Dropped(seed, p))
+            if need_A:
+                dA = _gradient(dh.T, drop(x, seed, p), A.dtype)
         if need_B and dB is None:
             assert dz is not None
             dB = _gradient(dz.T, h, B.dtype)
@@ -155,7 +153,7 @@ def _linear_float32(
     y = torch.empty_like(v) if keep_inner and not peft else v
     M, N = v.shape
     if M and N:
-        _epilogue_kernel[(triton.cdiv(M, BLOCK_M), triton.cdiv(N, BLOCK_N))](
+        _epilogue_kernel[(cdiv(M, BLOCK_M), cdiv(N, BLOCK_N))](
             v, inner, y, m, c, bias, M, N, ADD=peft, HAS_BIAS=bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=4
         )
     return y, inner if keep_inner else None, h

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fdora.triton._fingerprint import WORDS, fingerprint, unchanged
-from fdora.triton._launch import SUM_N, SUM_T, capability, column_sums, loop_over_batch, multiprocessors, traced
+from fdora.triton._launch import SUM_N, SUM_T, capability, cdiv, column_sums, launch, loop_over_batch, multiprocessors, traced
 from fdora.triton._split import rows_at_a_time, split_A, split_B
 from fdora.triton._tile import GROUP, tile_at, unscaled, weight_and_product, weight_and_product_tma
 from fdora.triton.configs import MAX_N, MIN_K, norm_config
@@ -56,9 +56,12 @@ def _norm_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    if GUARDED:
-        tiles = 0 if unchanged(seen, now, WORDS) else tl.cdiv(N, BLOCK_N) * tl.cdiv(K, BLOCK_K)
-        for i in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    if GUARDED or TMA:
+        tiles = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, BLOCK_K)
+        if GUARDED:
+            tiles = tl.where(unchanged(seen, now, WORDS), 0, tiles)
+        # Flattened, the copies of the next tile start under the last products and the squares of this one.
+        for i in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=TMA):
             _norm_tile(
                 i, W, A, B, scale_n, scale_k, partial, s, N, K, R,
                 stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
@@ -122,7 +125,7 @@ def _norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squa
     if A.dtype != B.dtype:  # products want one dtype; both hold the values exactly in the wider
         A, B = A.float(), B.float()
     c = torch.empty(N, device=W.device, dtype=torch.float32)
-    row_bytes = 4 * max(1, triton.cdiv(K, MIN_K))
+    row_bytes = 4 * max(1, cdiv(K, MIN_K))
     rows = 0 if A.element_size() == 2 else rows_at_a_time(N, K, R, max_bytes, row_bytes)
     split = rows > 0
     if not split:
@@ -176,12 +179,12 @@ def _launch(
     aligned = half and all(_for_tma(t) for t in (W, A, B))
     config = norm_config(R, A.element_size() == 2, capability(W.device), aligned, half)
     block_n, block_k, block_r, precision, num_warps, num_stages, tma = config
-    tiles = triton.cdiv(K, block_k)
+    tiles = cdiv(K, block_k)
     partial = torch.empty((tiles, N), device=W.device, dtype=torch.float32)
-    programs = triton.cdiv(N, block_n) * tiles
+    programs = cdiv(N, block_n) * tiles
     before, seen, now = guard or (None, None, None)
-    if guard is not None:
-        programs = min(programs, 2 * multiprocessors(W.device))
+    if guard is not None or tma:
+        programs = min(programs, (1 if tma else 2) * multiprocessors(W.device))
     if programs:
         tensors: tuple = (W, A, B)
         strides: tuple = (*W.stride(), *A.stride(), *B.stride())
@@ -189,15 +192,12 @@ def _launch(
             blocks = ((block_n, block_k), (block_r, block_k), (block_n, block_r))
             tensors = tuple(TensorDescriptor.from_tensor(t, list(b)) for t, b in zip(tensors, blocks, strict=True))
             strides = (None,) * 6
-        _norm_kernel[(programs,)](
-            *tensors, by_n, by_k, partial, seen, now, s, N, K, R, *strides,
-            BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=block_r, GROUP=GROUP,
-            EVEN=N % block_n == 0 and K % block_k == 0 and R % block_r == 0, PRECISION=precision, TMA=tma,
-            SCALED=by_n is not None, GUARDED=guard is not None, WORDS=WORDS, num_warps=num_warps, num_stages=num_stages,
+        launch(
+            _norm_kernel, (programs,), (*tensors, by_n, by_k, partial, seen, now, s, N, K, R, *strides),
+            (block_n, block_k, block_r, GROUP, N % block_n == 0 and K % block_k == 0 and R % block_r == 0, precision, tma,
+             by_n is not None, guard is not None, WORDS), num_warps, num_stages,
         )  # fmt: skip
     if guard is None:
         column_sums(partial, c, sqrt=not squared)
     else:
-        _choose_kernel[(triton.cdiv(N, SUM_N),)](
-            partial, before, seen, now, c, N, tiles, WORDS=WORDS, BLOCK_N=SUM_N, BLOCK_T=SUM_T
-        )
+        launch(_choose_kernel, (cdiv(N, SUM_N),), (partial, before, seen, now, c, N, tiles), (WORDS, SUM_N, SUM_T), 4)

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fdora.triton._launch import cdiv, launch
 from fdora.triton.configs import ScaleConfig, scale_config
 
 _config = lru_cache(4096)(scale_config)
@@ -189,7 +190,7 @@ def scale_backward(
     (M, N), K, r = dy.shape, W.shape[1], h.shape[1]
     config = config or _config(M, N, r, dy.dtype != torch.float32)
     rank = config.rank if need_B else 0
-    strips = triton.cdiv(M, config.ROWS)
+    strips = cdiv(M, config.ROWS)
     needs_m = need_m or need_c
 
     def new(need: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -210,16 +211,18 @@ def scale_backward(
     info = torch.finfo(dy.dtype)
     operands, results = (x, W, h, B, m, c), (out.dm, out.dc, out.dbias, out.dB)
     strides = (*x.stride(), *W.stride(), *h.stride(), *B.stride())
-    flags = {"NEED_M": need_m, "NEED_C": need_c, "NEED_BIAS": need_bias, "RANK": rank, "KEPT_INNER": kept_inner}
     tiny = info.tiny / info.eps  # below it y = g inner is subnormal where inner is not small
-    _scale_kernel[(triton.cdiv(N, config.BLOCK_N), strips)](
-        dy, kept, *operands, out.dz, out.dz_less, partial_m, partial_bias, partial_B, *results, M, N, K, r, tiny,
-        dy.stride(0), 0 if kept is None else kept.stride(0), *strides, **flags, NEED_DZ=need_dz, NEED_LESS=need_less,
-        SINGLE=single, BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, ROWS=config.ROWS, num_warps=config.num_warps,
+    launch(
+        _scale_kernel, (cdiv(N, config.BLOCK_N), strips),
+        (dy, kept, *operands, out.dz, out.dz_less, partial_m, partial_bias, partial_B, *results, M, N, K, r, tiny,
+         dy.stride(0), 0 if kept is None else kept.stride(0), *strides),
+        (need_dz, need_less, need_m, need_c, need_bias, rank, kept_inner, single, config.BLOCK_M, config.BLOCK_N, config.ROWS),
+        config.num_warps,
     )  # fmt: skip
     if not single and (needs_m or need_bias or rank):
-        _finish_kernel[(triton.cdiv(N, FINISH_N),)](
-            dy, *operands, partial_m, partial_bias, partial_B, *results, M, N, K, r, strips, tiny, dy.stride(0), *strides,
-            **flags, BLOCK_N=FINISH_N, BLOCK_T=FINISH_T, num_warps=4,
+        launch(
+            _finish_kernel, (cdiv(N, FINISH_N),),
+            (dy, *operands, partial_m, partial_bias, partial_B, *results, M, N, K, r, strips, tiny, dy.stride(0), *strides),
+            (need_m, need_c, need_bias, rank, kept_inner, FINISH_N, FINISH_T), 4,
         )  # fmt: skip
     return out

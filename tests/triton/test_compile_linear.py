@@ -6,6 +6,7 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
+from fdora.triton._launch import power_of_two  # noqa: E402
 from fdora.triton.configs import gemm_config, scale_config, small_config  # noqa: E402
 from fdora.triton.table import GEMM  # noqa: E402
 from tests.triton.test_compile import SHARED, TARGETS, build, stack_bytes  # noqa: E402
@@ -118,16 +119,28 @@ def test_scale(target, tokens, r, dtype, tmp_path):
 def test_small(target, tokens, tmp_path):
     from fdora.triton import small
 
-    rows, pdl = small._rows(tokens), isinstance(target, int) and target >= 90
-    tensors = {n: "*bf16" for n in ("x", "w", "a", "h", "b", "out", "inner", "bias")} | {"m": "*fp32", "c": "*fp32"}
+    rows, pdl = power_of_two(tokens), isinstance(target, int) and target >= 90
+    tensors = {n: "*bf16" for n in ("x", "w", "a", "h", "b", "out", "inner", "bias", "u", "dA")}
+    tensors |= {n: "*fp32" for n in ("m", "c", "part")}
     for columns in (False, True):
         block_n, block_k, warps, stages = small_config(rows, 4096, 4096, columns, target if isinstance(target, int) else 0)
-        units = dict.fromkeys(("stride_xk", *(("stride_wn", "stride_bn") if columns else ("stride_wk", "stride_br"))), 1)
-        constants = units | dict(SCALE=not columns, HAS_BIAS=not columns, STORE_INNER=not columns, PDL=pdl)
-        constants |= dict.fromkeys(("m", "c", "bias", "inner") if columns else ())
+        units = dict.fromkeys(
+            ("stride_xk", "stride_un", *(("stride_wn", "stride_bn") if columns else ("stride_wk", "stride_br"))), 1
+        )
+        constants = units | dict(
+            PARTS=8,
+            SCALE=not columns,
+            HAS_BIAS=not columns,
+            STORE_INNER=not columns,
+            PDL=pdl,
+            STORE_H=not columns,
+            NEED_A=columns,
+        )
+        constants |= dict.fromkeys(("m", "c", "bias", "inner") if columns else ("u", "dA"))
         constants |= dict(BLOCK_M=rows, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=64)
         sizes = ["N", "K", "R", *(n for n in small._small_kernel.arg_names if n.startswith("stride_") and n not in units)]
-        check(small._small_kernel, target, tensors, sizes, constants, warps, stages, tmp_path, {"M": "i32"})
+        more = {"M": "i32", "s": "fp32"}
+        check(small._small_kernel, target, tensors, sizes, constants, warps, stages, tmp_path, more)
     constants = dict(stride_xk=1, stride_ak=1, PDL=pdl, BLOCK_M=rows, BLOCK_R=16, BLOCK_K=512 if rows < 64 else 128)
-    check(small._down_kernel, target, tensors, ["K", "R", "stride_xm", "stride_ar"], constants, 4, 3, tmp_path,
-          {"M": "i32", "s": "fp32"})  # fmt: skip
+    sizes = ["K", "R", "span", "stride_xm", "stride_ar"]
+    check(small._down_kernel, target, tensors, sizes, constants, 4, 3, tmp_path, {"M": "i32"})

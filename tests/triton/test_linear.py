@@ -61,10 +61,8 @@ def test_as_the_eager_backend(shape, dtype, mode):
             inner = truth["y"] - (wide["bias"] if bias else 0)
             noise = torch.finfo(dtype).eps * (dy.double() * inner).norm(dim=0) / wide["m"].abs()
             eager["m"] = truth["m"] + noise + (eager["m"].double() - truth["m"]).abs()
-            # and dB reads h, rounded too: with one token its error is that of one number, where eager may be lucky
-            h = t["s"] * wide["x"] @ wide["A"].T
-            noise = torch.finfo(dtype).eps / 2 * ((wide["m"] / c.double()) * dy.double()).square().T.mm(h.square()).sqrt()
-            eager["B"] = truth["B"] + noise + (eager["B"].double() - truth["B"]).abs()
+            for n in "AB":  # products of two rounded factors; one that eager happens to round well sets no budget
+                eager[n] = truth[n] + torch.finfo(dtype).eps * truth[n].abs() + (eager[n].double() - truth[n]).abs()
             for n, v in got.items():
                 assert v.dtype == t[n].dtype if n != "y" else v.dtype == dtype
                 assert_within(v, eager[n], truth[n], f"{adapter} bias={bias} {n}")
