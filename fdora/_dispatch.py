@@ -52,15 +52,22 @@ def backend(name: Backend) -> Iterator[None]:
         _forced = previous
 
 
-def choose(device: str, dtype: torch.dtype, requested: str, available: tuple[str, ...]) -> BackendChoice:
-    """The ladder of :func:`fdora.functional.select_backend`, on plain values."""
+def forced() -> str:
+    """The name that the context or the environment variable asks for."""
+    return _forced
+
+
+def choose(
+    device: str, dtype: torch.dtype, requested: str, forced: str, available: tuple[str, ...], obstacle: str = ""
+) -> BackendChoice:
+    """The ladder of :func:`fdora.functional.select_backend`, on plain values. ``obstacle``: why kernels cannot run there."""
     _named(requested, "backend")
-    wish, origin = (requested, "the backend= argument") if requested != "auto" else (_forced, "fdora.backend or FDORA_BACKEND")
+    wish, origin = (requested, "the backend= argument") if requested != "auto" else (forced, "fdora.backend or FDORA_BACKEND")
     if wish != "auto":
         if wish not in available:
             raise FdoraError(
                 f"fdora.select_backend: `backend` must be one of {', '.join(available)} here, got {wish!r} "
-                f"(from {origin}). Pass backend='auto'."
+                f"(from {origin}). {obstacle[:1].upper()}{obstacle[1:]}{'. ' if obstacle else ''}Pass backend='auto'."
             )
         if wish == "triton" and device != "cuda" and not INTERPRETED:
             raise FdoraError(
@@ -68,10 +75,10 @@ def choose(device: str, dtype: torch.dtype, requested: str, available: tuple[str
                 "Move them to a GPU, or pass backend='auto'."
             )
         return BackendChoice(wish, f"asked for by {origin}")
-    if "triton" not in available:
-        return BackendChoice("eager", "this installation has no Triton kernels")
     if device != "cuda":
-        return BackendChoice("eager", f"the tensors are on {device}, Triton kernels need a GPU")
+        return BackendChoice("eager", f"the tensors are on {device}, Triton kernels need an NVIDIA or AMD GPU")
     if dtype not in TRITON_DTYPES:
         return BackendChoice("eager", f"{dtype} has no Triton kernel")
+    if obstacle or "triton" not in available:
+        return BackendChoice("eager", obstacle or "this installation has no Triton kernels")
     return BackendChoice("triton", f"{dtype} on {device}; what has no kernel yet runs eager")

@@ -6,6 +6,7 @@ import torch
 import fdora
 import fdora.functional as F
 from fdora import FdoraError
+from fdora._dispatch import choose
 
 N, K, r = 6, 5, 2
 nan = float("nan")
@@ -98,7 +99,8 @@ MESSAGES = [
     (wiped, "fdora.dora_unmerge: `m` must not be 0 in a row that is to come back, got 0 in row 3. The merge wiped it out: restore it from a copy."),
     # backends
     (lambda: linear(backend="cuda"), "fdora.backend: `backend` must be one of auto, eager, triton, got 'cuda'. Use 'auto' unless you compare backends."),
-    (lambda: linear(backend="triton"), "fdora.select_backend: `backend` must be one of eager here, got 'triton' (from the backend= argument). Pass backend='auto'."),
+    (lambda: choose("cuda", torch.float32, "triton", "auto", ("eager",), "this or that"), "fdora.select_backend: `backend` must be one of eager here, got 'triton' (from the backend= argument). This or that. Pass backend='auto'."),
+    (lambda: choose("cpu", torch.float32, "auto", "triton", ("eager", "triton")), "fdora.select_backend: `backend` must be eager for tensors on cpu, got 'triton' (from fdora.backend or FDORA_BACKEND). Move them to a GPU, or pass backend='auto'."),
     (lambda: fdora.backend("fast").__enter__(), "fdora.backend: `name` must be one of auto, eager, triton, got 'fast'. Use 'auto' unless you compare backends."),
     (lambda: F.select_backend("cpu"), "fdora.select_backend: `dtype` must be a torch.dtype when `x` is a device, got None. Pass dtype=."),
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from fdora import eager
 # name -> package with the modules norm, compose, linear and merge. Filled at import: a lazy import inside a forward
 # breaks torch.compile(fullgraph=True).
 OPS: dict[str, Any] = {"eager": eager}
+OLDEST = (8, 0)  # the first NVIDIA GPU whose tensor cores multiply bfloat16
 
 
 def _with_kernels(kernels: ModuleType) -> SimpleNamespace:
@@ -28,11 +29,37 @@ def _with_kernels(kernels: ModuleType) -> SimpleNamespace:
     return merged
 
 
-# A torch without CUDA or HIP has no use for kernels, except to interpret them in tests.
-if (torch.version.cuda or torch.version.hip or os.environ.get("TRITON_INTERPRET") == "1") and find_spec("triton"):
-    from fdora import triton
+def _load() -> str:
+    """Add the kernels to the table, or say why there are none. Whatever Triton raises at import is a reason, not a crash."""
+    # A torch without CUDA or HIP has no use for kernels, except to interpret them in tests.
+    if not (torch.version.cuda or torch.version.hip or os.environ.get("TRITON_INTERPRET") == "1"):
+        return "this torch was built without CUDA and HIP"
+    try:
+        if find_spec("triton") is None:
+            return "Triton is not installed"
+        from fdora import triton
 
-    OPS["triton"] = _with_kernels(triton)
+        OPS["triton"] = _with_kernels(triton)
+    except Exception as error:
+        text = str(error).strip().partition("\n")[0]
+        return f"Triton cannot be used ({type(error).__name__}{': ' if text else ''}{text})"
+    return ""
+
+
+NO_KERNELS = _load()
+
+
+def obstacle(device: torch.device) -> str:
+    """Why Triton kernels cannot run on this GPU; empty where they can. Asks the driver: for a GPU that exists only."""
+    if NO_KERNELS or torch.version.hip:
+        return NO_KERNELS
+    if not torch.cuda.is_available():
+        return "this machine has no GPU"
+    have = torch.cuda.get_device_capability(device)
+    if have < OLDEST:
+        need, has = (".".join(map(str, c)) for c in (OLDEST, have))
+        return f"{torch.cuda.get_device_name(device)} has compute capability {has}, Triton kernels need {need}"
+    return ""
 
 
 def signed(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:

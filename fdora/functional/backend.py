@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from fdora._check import FdoraError
-from fdora._dispatch import Backend, BackendChoice, choose
-from fdora.autograd._ops import OPS
+from fdora._dispatch import Backend, BackendChoice, choose, forced
+from fdora.autograd._ops import OPS, obstacle
+
+QUIET = ("cpu", "meta")  # devices where eager is the normal backend
+_warned: set[str] = set()
 
 
 def select_backend(
@@ -16,8 +22,12 @@ def select_backend(
     """Which backend runs for tensors like ``x``, and why. The first line that applies decides:
 
     1. ``backend=``, unless "auto";  2. ``with fdora.backend(name)``;  3. the environment variable ``FDORA_BACKEND``;
-    4. "eager" without Triton kernels, off the GPU, or for float64;  5. "triton", whose ops without a kernel run eager:
-    so far norm, merge, compose and delta have kernels.
+    4. "eager" off the GPU or for float64;  5. "eager" where Triton is missing, broken or older than 3.4, or the GPU older
+    than compute capability 8.0;  6. "triton", whose ops without a kernel run eager: so far norm, merge, compose, delta and
+    the layer have kernels.
+
+    Tensors on an accelerator that get no kernels (5, or a device that is no NVIDIA or AMD GPU) raise one ``RuntimeWarning``
+    per process and reason, at the first call. On a CPU eager is the normal backend: no warning there, nor for a bare device.
 
     Args:
       x: a tensor like the one you would pass, or a device.
@@ -31,7 +41,30 @@ def select_backend(
       FdoraError: the backend asked for is unknown or not available here.
     """
     if isinstance(x, Tensor):
-        return choose(x.device.type, x.dtype, backend, tuple(OPS))
+        return _for_tensor(x.device, x.dtype, backend, forced())
     if dtype is None:
         raise FdoraError("fdora.select_backend: `dtype` must be a torch.dtype when `x` is a device, got None. Pass dtype=.")
-    return choose(torch.device(x).type, dtype, backend, tuple(OPS))
+    return _choose(torch.device(x), dtype, backend, forced())
+
+
+def _for_tensor(device: torch.device, dtype: torch.dtype, requested: str, forced: str) -> BackendChoice:
+    return _remembered(device, dtype, requested, forced)
+
+
+# Dynamo calls it while it traces and keeps the answer; guards hold the arguments. torch.compiler.assume_constant_result does
+# no more than this line, but imports all of Dynamo (1 s).
+_for_tensor._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache
+def _remembered(device: torch.device, dtype: torch.dtype, requested: str, forced: str) -> BackendChoice:
+    choice = _choose(device, dtype, requested, forced)
+    wanted = choice.name == "eager" and requested == forced == "auto" and dtype != torch.float64
+    if wanted and device.type not in QUIET and choice.reason not in _warned:
+        _warned.add(choice.reason)
+        warnings.warn(f"fdora: the eager backend runs, not the kernels: {choice.reason}.", RuntimeWarning, stacklevel=5)
+    return choice
+
+
+def _choose(device: torch.device, dtype: torch.dtype, requested: str, forced: str) -> BackendChoice:
+    return choose(device.type, dtype, requested, forced, tuple(OPS), obstacle(device) if device.type == "cuda" else "")

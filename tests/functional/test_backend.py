@@ -1,25 +1,40 @@
 """Who runs, and why: the argument, the context, the environment variable, then the rule."""
 
+import importlib
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 
 import fdora
 from fdora._dispatch import choose
-from fdora.functional import dora_norm, select_backend
+from fdora.autograd import _ops
+from fdora.functional import dora_linear, dora_norm, select_backend
+from tests import device
+from tests.make import tensors
 
 BOTH = ("eager", "triton")
+module = importlib.import_module("fdora.functional.backend")
 
 
 def test_the_ladder():
-    assert choose("cuda", torch.bfloat16, "auto", BOTH).name == "triton"
-    assert choose("cpu", torch.bfloat16, "auto", BOTH).name == "eager"
-    assert choose("cuda", torch.float64, "auto", BOTH).name == "eager"
-    assert choose("cuda", torch.bfloat16, "auto", ("eager",)) == ("eager", "this installation has no Triton kernels")
-    assert choose("cuda", torch.float32, "triton", BOTH) == ("triton", "asked for by the backend= argument")
+    def rule(device, dtype, requested="auto", forced="auto", available=BOTH, obstacle=""):
+        return choose(device, dtype, requested, forced, available, obstacle)
+
+    assert rule("cuda", torch.bfloat16).name == "triton"
+    assert rule("cpu", torch.bfloat16).name == "eager"
+    assert rule("cuda", torch.float64).name == "eager"
+    assert rule("cuda", torch.bfloat16, available=("eager",)).name == "eager"
+    assert rule("cuda", torch.bfloat16, obstacle="too old") == ("eager", "too old")
+    assert rule("cuda", torch.float64, obstacle="too old").reason == "torch.float64 has no Triton kernel"
+    assert "tensors are on cpu" in rule("cpu", torch.float32, obstacle="too old").reason
+    assert rule("cuda", torch.float32, "triton") == ("triton", "asked for by the backend= argument")
+    assert rule("cuda", torch.float32, "triton", obstacle="too old").name == "triton"  # whoever asks may try
+    assert rule("cuda", torch.float32, "triton", forced="eager").name == "triton"
+    assert rule("cuda", torch.float32, forced="eager") == ("eager", "asked for by fdora.backend or FDORA_BACKEND")
 
 
 def test_public_call():
@@ -37,11 +52,6 @@ def test_context_nests_and_restores():
             1 / 0
         assert "asked" in select_backend("cuda", torch.float32).reason
     assert "asked" not in select_backend("cuda", torch.float32).reason
-
-
-def test_argument_beats_context():
-    with fdora.backend("eager"):
-        assert choose("cuda", torch.float32, "triton", BOTH).name == "triton"
 
 
 def test_environment():
@@ -66,3 +76,117 @@ def test_compiled_code_follows_the_context():
     with fdora.backend("eager"):
         f(W)
     assert len(seen) == 2
+
+
+@pytest.fixture
+def like_a_gpu(monkeypatch):
+    """Tensors of this machine count as tensors on a GPU; yields what tells select_backend why kernels cannot run there."""
+
+    def forget():
+        module._remembered.cache_clear()
+        module._warned.clear()
+
+    forget()
+    real = module.choose
+    monkeypatch.setattr(module, "choose", lambda device, dtype, *rest: real("cuda", dtype, *rest[:-1], module.obstacle(None)))
+    monkeypatch.setattr(module, "OPS", {"eager": None, "triton": None})
+    monkeypatch.setattr(module, "obstacle", lambda device: "Tesla T4 has compute capability 7.5")
+    monkeypatch.setattr(module, "QUIET", ())
+    yield lambda reason: (monkeypatch.setattr(module, "obstacle", lambda device: reason), module._remembered.cache_clear())
+    forget()
+
+
+def heard(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [w for w in caught if "fdora" in str(w.message)]
+
+
+def layer(dtype=torch.float32, call=dora_linear, **extra):
+    t = tensors(dtype=dtype)
+    return call(t["x"], *(t[n] for n in "WABm"), s=0.7, **extra)
+
+
+def test_one_warning_where_kernels_cannot_run(like_a_gpu):
+    assert not heard(lambda: layer(torch.float64)) and not heard(lambda: layer(backend="eager"))
+    first = heard(layer)
+    assert [w.category for w in first] == [RuntimeWarning] and first[0].filename == __file__
+    assert "the eager backend runs, not the kernels: Tesla T4 has compute capability 7.5." in str(first[0].message)
+    assert select_backend(torch.ones(1)) == ("eager", "Tesla T4 has compute capability 7.5")
+    W, A, B = torch.eye(3), torch.ones(1, 3), torch.ones(3, 1)
+    for call in (layer, lambda: layer(torch.bfloat16), lambda: dora_norm(W, A, B, s=1.0)):
+        assert not heard(call)
+    like_a_gpu("Triton is not installed")
+    assert len(heard(layer)) == 1 and not heard(layer)
+
+
+def test_one_warning_under_compile_too(like_a_gpu):
+    torch._dynamo.reset()
+    call = torch.compile(lambda *args, s: dora_linear(*args, s=s), fullgraph=True, backend="eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert len(heard(lambda: layer(call=call))) == 1
+        assert not heard(lambda: layer(call=call)) and not heard(layer)
+
+
+def test_no_warning_on_a_cpu_or_for_a_question():
+    module._remembered.cache_clear()
+    module._warned.clear()
+    cpu = torch.ones(1)
+    assert not heard(lambda: select_backend(cpu)) and not heard(lambda: select_backend(cpu.to("meta")))
+    for name in ("cpu", "cuda", "cuda:0", "xpu"):
+        assert not heard(lambda: select_backend(name, torch.float32))
+
+
+def test_obstacles(monkeypatch):
+    monkeypatch.setattr(_ops, "NO_KERNELS", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    for capability, hip, want in (
+        ((7, 5), None, "Tesla T4 has compute capability 7.5, Triton kernels need 8.0"),
+        ((8, 0), None, ""),
+        ((12, 1), None, ""),
+        ((7, 5), "6.4", ""),
+    ):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        assert _ops.obstacle(torch.device("cuda:0")) == want
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert _ops.obstacle(torch.device("cuda")) == "this machine has no GPU"
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ("raise ImportError('libcuda.so.1: cannot open')", "Triton cannot be used (ImportError: libcuda.so.1: cannot open)"),
+        ("raise OSError", "Triton cannot be used (OSError)"),
+        ("", "Triton cannot be used (AttributeError: "),  # an empty package
+        ("__version__ = '3.3.1'", "Triton cannot be used (ImportError: version 3.3.1 is too old, fdora needs 3.4)"),
+        ("__version__ = '3.9.0'", "Triton cannot be used ("),
+        (None, "Triton is not installed"),
+    ],
+)
+def test_no_crash_at_import_of_a_broken_triton(broken, reason, tmp_path):
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton/__init__.py").write_text(broken or "")
+    hide = "sys.modules['triton'] = None" if broken is None else f"sys.path.insert(0, {str(tmp_path)!r})"
+    code = (
+        f"import sys; {hide}\n"
+        "import torch; torch.version.cuda = '13.0'  # as a torch for GPUs\n"
+        "import fdora.functional as F\n"
+        "W, A, B = torch.eye(3), torch.ones(1, 3), torch.ones(3, 1)\n"
+        "print(F.dora_linear(torch.ones(3), W, A, B, torch.ones(3), s=1.0).shape, F.select_backend('cuda', torch.float32))"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FDORA_BACKEND")}
+    run = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert "torch.Size([3])" in run.stdout and reason in run.stdout and "name='eager'" in run.stdout
+
+
+@pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda")
+def test_a_gpu_with_kernels_is_silent():
+    module._remembered.cache_clear()
+    assert not heard(layer) and select_backend(torch.ones(1, device=device.NAME)).name == "triton"

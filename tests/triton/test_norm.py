@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 # The interpreter of Triton 3.6 multiplies bf16 wrongly; a GPU does not.
 DTYPES = (torch.float16, torch.float32) if INTERPRETED else (torch.bfloat16, torch.float16, torch.float32)
-SHAPES = ((1, 1, 1), (5, 3, 2), (130, 257, 24), (128, 256, 16), (64, 384, 48), (200, 129, 130))
+SHAPES = ((1, 1, 1), (5, 3, 2), (130, 257, 24), (128, 256, 16), (64, 260, 48), (140, 129, 70))
 
 
 def triton_norm(t, **extra):
@@ -27,7 +27,8 @@ def triton_norm(t, **extra):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_the_truth(shape, dtype):
-    for adapter, kind, s in itertools.product({dtype, torch.float32}, ("plain", "zero_rows", "cancelling"), (0.7, 0.0, -2.0)):
+    cases = [*((kind, s) for kind in ("plain", "cancelling") for s in (0.7, -2.0)), ("plain", 0.0), ("zero_rows", 0.7)]
+    for adapter, (kind, s) in itertools.product({dtype, torch.float32}, cases):
         t = tensors(*shape, dtype=dtype, adapter=adapter, kind=kind, s=s)
         got, truth = triton_norm(t), reference.norm(t["W"], t["A"], t["B"], s)
         assert got.dtype == torch.float32

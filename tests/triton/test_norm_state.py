@@ -32,7 +32,7 @@ def test_a_state_of_the_other_backend_matches_nothing():
 
 def test_more_tiles_than_programs_and_wide_words():
     """Each program of a guarded norm walks over several tiles, and each of the hash over several blocks."""
-    W, A, B = inputs(torch.float16, 700, 600, 200)
+    W, A, B = inputs(torch.float16, 400, 300, 200)
     state, seen = moved(W, A, B, dora_norm_state(W), "triton")
     assert seen and not moved(W, A, B, state, "triton")[1]
     for t in (A, B):

@@ -1,0 +1,430 @@
+"""The kernels at home in torch: compiled, captured, on streams and threads, forked, past 2^31 elements, checkpointed, mapped.
+
+What needs no GPU runs interpreted too (TRITON_INTERPRET=1); the rest with --device cuda.
+"""
+
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from fdora.functional import dora_linear, dora_merge, dora_norm, dora_norm_state, select_backend
+from tests import device, reference
+from tests.close import rel_l2
+from tests.make import tensors
+from tests.memory import peak_bytes
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+either = pytest.mark.skipif(
+    "device.NAME == 'cpu' and not INTERPRETED",
+    reason="needs --device cuda or TRITON_INTERPRET=1; `make test` runs both ways it can",
+)
+gpu = pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda")
+HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter of Triton 3.6 multiplies bf16 wrongly
+BACKEND = {"backend": "triton"} if INTERPRETED else {}  # on a GPU "auto" must get there by itself
+TRAINED = ("x", "A", "B", "m", "bias")
+S = 0.7
+# how a layer is called: is the norm given, and what is dropped
+CALLS = {
+    "norm given": dict(given=True),
+    "norm inside": dict(given=False),
+    "dropout": dict(given=False, dropout_p=0.3, dropout_mode="lora"),
+    "peft dropout": dict(given=True, dropout_p=0.3, dropout_mode="peft"),
+}
+SMALL, TILED = 40, 200  # tokens: the kernel for few of them, and tiles
+
+
+def inputs(M, seed=0, N=136, K=80, r=8, adapter=torch.float32):
+    """x, W, A, B, m, bias, dy and the dropout seed, on the device under test."""
+    t = tensors(N, K, r, (M,), HALF, adapter, s=S, seed=seed)
+    del t["s"]
+    t["dy"] = torch.randn(M, N, generator=torch.Generator().manual_seed(seed)).to(t["x"])
+    return t | {"seed": torch.tensor(seed + 3, device=device.NAME)}
+
+
+def forward(x, W, A, B, m, bias, seed, given=False, **extra):
+    c = dora_norm(W, A, B, s=S, **BACKEND) if given else None
+    return dora_linear(x, W, A, B, m, s=S, bias=bias, norm=c, **({"seed": seed} if extra else {}), **extra, **BACKEND)
+
+
+def step(t, call, forward=forward):
+    """y and the gradients of x, A, B, m and bias."""
+    leaves = {n: t[n].detach().requires_grad_() for n in TRAINED}
+    y = forward(**{n: leaves.get(n, v) for n, v in t.items() if n != "dy"}, **call)
+    return [y.detach(), *torch.autograd.grad(y, list(leaves.values()), t["dy"])]
+
+
+def assert_near(got, want, limit=1e-3):
+    for n, a, b in zip(("y", *TRAINED), got, want, strict=True):
+        assert a.dtype == b.dtype and rel_l2(a, b) <= limit, f"{n}: {rel_l2(a, b):.2g}"
+
+
+def assert_same(got, want):
+    for n, a, b in zip(("y", *TRAINED), got, want, strict=True):
+        assert torch.equal(a, b), f"{n}: {rel_l2(a, b):.2g}"
+
+
+MODES = ("aot_eager",) * 2 if INTERPRETED else ("default", "max-autotune-no-cudagraphs")
+
+
+def compiled(f, mode, **more):
+    torch._dynamo.reset()
+    return torch.compile(f, fullgraph=True, **({"backend": mode} if mode == "aot_eager" else {"mode": mode}), **more)
+
+
+@gpu
+def test_kernels_are_chosen():
+    assert select_backend(inputs(1)["x"]).name == "triton"
+
+
+@either
+@pytest.mark.parametrize(("call", "mode"), list(zip(CALLS, MODES * 2, strict=True)))
+def test_compiled(call, mode):
+    """Forward and backward; the number of tokens changes, which costs one compilation more and then none."""
+    layer = compiled(forward, mode)
+    for i, M in enumerate((TILED, 96, 130, SMALL)):
+        t = inputs(M, seed=i)
+        with torch._dynamo.config.patch(error_on_recompile=i > 1):
+            assert_near(step(t, CALLS[call], layer), step(t, CALLS[call]))
+
+
+@either
+@pytest.mark.parametrize("mode", dict.fromkeys(MODES))
+def test_compiled_norm_and_merge(mode):
+    t = inputs(1)
+    args = [t[n] for n in "WABm"]
+    both = compiled(lambda W, A, B, m: (dora_norm(W, A, B, s=S, **BACKEND), dora_merge(W, A, B, m, s=S, **BACKEND)), mode)
+    c, merged = both(*args)
+    assert rel_l2(c, reference.norm(*args[:3], S)) <= 1e-6
+    assert torch.equal(merged, dora_merge(*args, s=S, **BACKEND))
+
+
+@gpu
+@pytest.mark.parametrize("M", [SMALL, TILED])
+@pytest.mark.parametrize("call", CALLS)
+def test_captured_in_a_graph(call, M):
+    """The graph computes from the values that stand there when it is replayed, the seed of the mask among them."""
+    call, t = CALLS[call], inputs(M)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            first = step(t, call)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(t, call)
+    for seed in (1, 2):
+        for n, v in inputs(M, seed).items():
+            t[n].copy_(v)
+        for v in out:
+            v.fill_(float("nan"))
+        graph.replay()
+        want = step(t, call)
+        assert_near(out, want)
+        assert rel_l2(first[0], want[0]) > 0.1
+
+
+@gpu
+def test_each_replay_draws_another_mask_without_a_seed():
+    t = inputs(TILED)
+    args = [t[n] for n in ("x", *"WABm")]
+    dora_linear(*args, s=S, dropout_p=0.5)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = dora_linear(*args, s=S, dropout_p=0.5)
+    graph.replay()
+    one = y.clone()
+    graph.replay()
+    assert not torch.equal(one, y)
+
+
+@gpu
+@pytest.mark.parametrize("M", [SMALL, TILED])
+def test_side_stream(M):
+    """The input arrives late on that stream: a launch on another one would read what stood there before."""
+    t = inputs(M)
+    want = step(t, CALLS["dropout"])
+    late, x = t["x"].clone(), t["x"].zero_()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(40_000_000)
+        x.copy_(late)
+        got = step(t, CALLS["dropout"])
+    stream.synchronize()
+    assert_same(got, want)
+
+
+@gpu
+def test_current_device_and_stream_stay():
+    before = torch.cuda.current_device(), torch.cuda.current_stream()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(inputs(TILED), CALLS["peft dropout"])
+        assert torch.cuda.current_stream() == stream
+    assert (torch.cuda.current_device(), torch.cuda.current_stream()) == before
+
+
+@gpu
+@pytest.mark.skipif(
+    "not torch.cuda.is_available() or torch.cuda.device_count() < 2", reason="needs two GPUs; runs where there are"
+)
+def test_a_device_that_is_not_the_current_one():
+    for call in CALLS.values():
+        for M in (SMALL, TILED):
+            t = inputs(M)
+            want = step(t, call)
+            got = step({n: v.to("cuda:1") for n, v in t.items()}, call)
+            assert torch.cuda.current_device() == 0 and all(v.device.index == 1 for v in got)
+            assert_same([v.to("cuda:0") for v in got], want)
+
+
+@gpu
+def test_threads_at_once():
+    """Each on a stream of its own; they also compile the kernels together, for no other test has this shape."""
+    jobs = [inputs(M, seed=i, N=264, K=96, r=24) for i, M in enumerate((SMALL, TILED, 130, TILED))]
+    torch.cuda.synchronize()
+    start = threading.Barrier(len(jobs))
+
+    def work(t, call):
+        start.wait()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            runs = [step(t, call) for _ in range(10)]
+            torch.cuda.current_stream().synchronize()
+        return runs
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        results = list(pool.map(work, jobs, CALLS.values()))
+    for t, call, runs in zip(jobs, CALLS.values(), results, strict=True):
+        want = step(t, call)
+        for got in runs:
+            assert_same(got, want)
+
+
+@gpu
+def test_a_forked_child_may_use_the_cpu():
+    """Forward only: torch refuses any backward in a child whose parent has run one on a GPU."""
+    step(inputs(TILED), CALLS["dropout"])
+    t = {n: v.cpu() for n, v in inputs(5).items()}
+    want = dora_linear(*(t[n] for n in ("x", *"WABm")), s=S)
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.set_num_threads(1)  # libgomp does not survive a fork
+            with torch.no_grad():
+                got = dora_linear(*(t[n] for n in ("x", *"WABm")), s=S)
+                dora_merge(*(t[n] for n in "WABm"), s=S)
+            os._exit(0 if rel_l2(got, want) <= 1e-2 else 1)
+        except BaseException:
+            os._exit(2)
+    for _ in range(600):
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        status = -1
+    assert status == 0
+    step(inputs(TILED), CALLS["dropout"])  # and the parent goes on
+
+
+CHILDREN = """
+import multiprocessing, sys, torch
+from fdora.functional import dora_linear, dora_norm, select_backend
+
+def run(device, back):
+    x, W, A, B, m = (torch.ones(*shape, device=device, requires_grad=shape != (48, 32))
+                     for shape in ((70, 32), (48, 32), (8, 32), (48, 8), (48,)))
+    y = dora_linear(x, W, A, B, m, s=1.0, norm=dora_norm(W, A, B, s=1.0))
+    if back:
+        y.sum().backward()
+        assert x.grad is not None
+    assert select_backend(x).name == ("eager" if device == "cpu" else "triton")
+    assert torch.allclose(y, torch.full_like(y, 32**0.5), rtol=1e-2)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # libgomp does not survive a fork
+    run("cpu", False)  # a backward starts threads of torch's that do not survive a fork
+    assert not torch.cuda.is_initialized()
+    children = [multiprocessing.get_context(how).Process(target=run, args=("cuda", True), daemon=True) for how in ("fork", "spawn")]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(120)
+    sys.exit(any(child.exitcode != 0 for child in children))
+"""
+
+
+@gpu
+def test_children_may_use_the_gpu_after_the_parent_used_the_cpu(tmp_path):
+    """Forked or spawned: importing and using the library on a CPU does not start CUDA."""
+    (tmp_path / "children.py").write_text(CHILDREN)
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    done = subprocess.run(
+        [sys.executable, tmp_path / "children.py"], env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@gpu
+@pytest.mark.parametrize("mode", ["plain", "peft dropout and bias"])
+def test_past_two_to_the_31_elements(mode):
+    """Only the last rows, whose offsets need 64 bits, hold anything. (W itself past 2^31: test_norm.py and test_merge.py.)"""
+    from fdora.eager.dropout import drop
+
+    M, K, N, tail, p = 270_000, 64, 8192, 300, 0.3
+    assert (M - tail) * N > 2**31
+    if torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB of free GPU memory; runs on a larger GPU")
+    t = inputs(tail, N=N, K=K)
+    big = {n: torch.zeros(M, t[n].shape[1], device=device.NAME, dtype=HALF) for n in ("x", "dy")}
+    for n, v in big.items():
+        v[-tail:] = t[n]
+    call, masked, names = {}, None, TRAINED[:4]
+    if mode != "plain":
+        call, names = dict(dropout_p=p, dropout_mode="peft"), TRAINED
+        kept = drop(torch.ones_like(big["x"], dtype=torch.float64), t["seed"], p)[-tail:]
+        masked = lambda x: x * kept  # noqa: E731
+    leaves = {n: (big if n == "x" else t)[n].detach().requires_grad_() for n in names}
+    args = [leaves["x"], t["W"], *(leaves[n] for n in "ABm")]
+    y = dora_linear(*args, s=S, bias=leaves.get("bias"), **({"seed": t["seed"]} if call else {}), **call)
+    got = dict(zip(names, torch.autograd.grad(y, list(leaves.values()), big["dy"]), strict=True))
+    wide = {n: t[n].double().requires_grad_() for n in names}
+    args = [wide["x"], t["W"], *(wide[n] for n in "ABm")]
+    want = reference.dora(*args, S, wide.get("bias"), dropped=masked, mode="peft" if call else "lora")
+    truth = dict(zip(names, torch.autograd.grad(want, list(wide.values()), t["dy"].double()), strict=True))
+    assert rel_l2(y[-tail:], want.detach()) <= 4e-3
+    assert rel_l2(got["x"][-tail:], truth["x"]) <= 6e-3 and not got["x"][:tail].any()
+    for n in names[1:]:
+        assert rel_l2(got[n], truth[n]) <= 6e-3, n
+
+
+def samples():
+    """Arguments of every custom op, by name."""
+    t = inputs(9)
+    W, A, B, m, x, bias, dy, seed = (t[n] for n in ("W", "A", "B", "m", "x", "bias", "dy", "seed"))
+    c = dora_norm(W, A, B, s=S, **BACKEND)
+    h, all_six = torch.zeros(9, 8, device=x.device, dtype=HALF), [True] * 6
+    back = (x, W, A, B, m, c, h, dy)
+    return {
+        "row_norm": [(W, A, B, S, None, squared) for squared in (False, True)],
+        "row_norm_guarded": [(W, A, B, S, None, *dora_norm_state(W))],
+        "merge": [(W, A, B, m, c, S, undo) for undo in (False, True)],
+        "compose": [(dy, dy, m, bias, S, False), (dy, dy, m, None, S, True)],
+        "compose_backward": [(dy, dy, dy, m, S, delta, [True, False, True, not delta]) for delta in (False, True)],
+        "linear": [
+            (x, W, A, B, m, c, None, None, S, 0.0, "lora", "output"),
+            (x, W, A, B, m, c, bias, seed, S, 0.3, "lora", "inner"),
+            (x, W, A, B, m, c, None, seed, S, 0.3, "peft", "nothing"),
+            (x.float(), W.float(), A, B, m, c, bias, seed, S, 0.3, "peft", "output"),
+        ],
+        "linear_backward": [
+            (dy, *back, None, S, 0.0, "lora", False, [True] * 5 + [False]),
+            (dy, *back, seed, S, 0.3, "lora", True, all_six),
+            (dy, *back, seed, S, 0.3, "peft", True, all_six),
+            (dy, *back[:-1], None, None, S, 0.0, "lora", False, [True, False, True, False, False, True]),
+        ],
+    }  # fmt: skip
+
+
+def custom_ops():
+    package = importlib.import_module("fdora.triton")
+    modules = [importlib.import_module(f"fdora.triton.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
+    ops = [v for module in modules for v in vars(module).values() if isinstance(v, torch._library.custom_ops.CustomOpDef)]
+    return {op._name: op for op in ops}
+
+
+@either
+def test_every_custom_op_passes_opcheck():
+    """Schema, fake tensors, static and dynamic tracing. A new op must bring its arguments above."""
+    ops, arguments = custom_ops(), samples()
+    assert set(ops) == set(arguments)
+    for name, op in ops.items():
+        for args in arguments[name]:
+            torch.library.opcheck(op, args)
+
+
+@either
+@pytest.mark.parametrize("dropout_mode", ["lora", "peft"])
+def test_checkpoint_draws_the_same_mask_again(dropout_mode):
+    def plain(x, W, A, B, m, bias, seed):
+        return dora_linear(x, W, A, B, m, s=S, bias=bias, dropout_p=0.4, dropout_mode=dropout_mode, **BACKEND)
+
+    def again(**named):
+        return checkpoint(plain, *(named[n] for n in ("x", *"WABm", "bias", "seed")), use_reentrant=False)
+
+    t, runs = inputs(TILED), []
+    for f, seed in ((plain, 1), (again, 1), (plain, 2)):
+        torch.manual_seed(seed)
+        runs.append(step(t, {}, f))
+    assert_same(runs[0], runs[1])
+    assert not torch.equal(runs[0][0], runs[2][0])
+
+
+@either
+@pytest.mark.parametrize("base", ["float32 base", "half base"])
+def test_autocast(base):
+    t = inputs(TILED)
+    t |= {"x": t["x"].float(), "W": t["W"].float() if base == "float32 base" else t["W"]}
+    with torch.autocast(device.NAME, HALF):
+        got = step(t, CALLS["norm inside"])
+    wide = {n: t[n].double().requires_grad_() for n in TRAINED}
+    y = reference.dora(wide["x"], t["W"], *(wide[n] for n in "ABm"), S, wide["bias"])
+    truth = torch.autograd.grad(y, list(wide.values()), t["dy"].double())
+    assert [v.dtype for v in got] == [HALF, *([torch.float32] * 4), HALF]
+    for n, a, b in zip(("y", *TRAINED), got, (y.detach(), *truth), strict=True):
+        assert rel_l2(a, b) <= 8e-3, n
+
+
+@either
+@pytest.mark.parametrize("M", [SMALL, TILED])
+def test_a_bank_of_adapters(M):
+    many = [inputs(M, seed=i) for i in range(3)]
+    x, W, dy = (many[0][n] for n in ("x", "W", "dy"))
+    bank = [torch.stack([t[n] for t in many]) for n in "ABm"]
+
+    def loss(A, B, m):
+        y = dora_linear(x, W, A, B, m, s=S, **BACKEND)
+        return (y * dy).float().sum(), y
+
+    got, ys = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2), has_aux=True))(*bank)
+    for i in range(3):
+        one = [t[i].detach().requires_grad_() for t in bank]
+        value, y = loss(*one)
+        assert torch.equal(ys[i], y)
+        for a, b in zip(got, torch.autograd.grad(value, one), strict=True):
+            assert torch.equal(a[i], b)
+
+
+@gpu
+def test_nothing_of_size_m_n_is_kept_beside_y():
+    M, N, K, r = 8192, 4096, 512, 16
+    t = inputs(M, N=N, K=K, r=r, adapter=HALF)
+    leaves = [t[n].requires_grad_() for n in ("x", *"ABm")]
+    args = [t[n] for n in ("x", *"WABm")]
+    c = dora_norm(*(v.detach() for v in args[1:4]), s=S)
+    whole, slack = 2 * M * N, 2 * M * N // 2  # half of one more tensor of that size
+
+    def both():
+        return torch.autograd.grad(dora_linear(*args, s=S, norm=c), leaves, t["dy"])
+
+    with torch.no_grad():
+        assert peak_bytes(lambda: dora_linear(*args, s=S, norm=c), "cuda") <= whole + 2 * M * r + slack
+    # backward: y, dz and dx; dy is the caller's
+    assert peak_bytes(both, "cuda") <= 2 * whole + 2 * M * K + slack
+    before = torch.cuda.memory_allocated()
+    y = dora_linear(*args, s=S, norm=c)
+    kept = torch.cuda.memory_allocated() - before
+    assert y.requires_grad and kept <= whole + 2 * M * r + (1 << 20), kept
