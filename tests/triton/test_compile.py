@@ -48,9 +48,13 @@ MIXES = [
 ]
 
 
+# every config in every mix of dtypes; the guard, around the tile, with plain and with split factors
+NORMS = [*((*MIXES[0], r, False) for r in RANKS), *((*mix, RANKS[-1], False) for mix in MIXES[1:])]
+NORMS += [(*MIXES[3], RANKS[0], False), *((*MIXES[i], RANKS[-1], True) for i in (0, 2))]
+
+
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-@pytest.mark.parametrize(("weight", "adapter", "scaled"), MIXES)
-@pytest.mark.parametrize(("r", "guarded"), [*((r, False) for r in RANKS), (RANKS[-1], True)])
+@pytest.mark.parametrize(("weight", "adapter", "scaled", "r", "guarded"), NORMS)
 def test_norm(target, r, weight, adapter, scaled, guarded, tmp_path):
     from fdora.triton.norm import GROUP, WORDS, _norm_kernel
 
@@ -101,9 +105,12 @@ def test_norm_from_descriptors(target, guarded, scaled, tmp_path):
     assert "cp.async.bulk.tensor" in built.asm["ptx"]
 
 
+# above 64 runs the config of 64
+MERGES = [*((*mix, 64, False) for mix in MIXES), (*MIXES[0], 8, False), *((*MIXES[i], 64, True) for i in (0, 3))]
+
+
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-@pytest.mark.parametrize(("weight", "adapter", "scaled"), MIXES)
-@pytest.mark.parametrize(("r", "undo"), [(8, False), (64, False), (64, True)])  # above 64 runs the config of 64
+@pytest.mark.parametrize(("weight", "adapter", "scaled", "r", "undo"), MERGES)
 def test_merge(target, r, weight, adapter, scaled, undo, tmp_path):
     from fdora.triton.merge import GROUP, _merge_kernel
 
