@@ -81,9 +81,11 @@ class ScaleConfig(NamedTuple):
     num_warps: int
 
 
-def scale_config(M: int, N: int, r: int, half: bool) -> ScaleConfig:
+def scale_config(M: int, N: int, r: int, half: bool, capability: int) -> ScaleConfig:
     if M <= 64:
-        return ScaleConfig(max(16, 1 << max(0, M - 1).bit_length()), 64, 64, _rank(r, half), 4)
+        return ScaleConfig(max(16, 1 << max(0, M - 1).bit_length()), 64 if half else 32, 64, _rank(r, half), 4)
+    if not half or not 90 <= capability < 120:  # twice the registers, or half of them left: a small tile, and dB apart
+        return ScaleConfig(32, 64, 128, 0, 4)
     BLOCK_M, BLOCK_N, ROWS, rides, num_warps = nearest(SCALE, (M, N, r))
     return ScaleConfig(BLOCK_M, BLOCK_N, ROWS, _rank(r, half) if rides else 0, num_warps)
 
@@ -105,6 +107,8 @@ def small_config(rows: int, N: int, K: int, columns: bool, capability: int) -> S
     """``rows``: tokens, padded. ``columns``: neighbours in memory are columns of W (backward)."""
     if capability < 80:
         return SmallConfig(32, 64, 4, 2)
+    if not 90 <= capability < 120:  # less shared memory than where the table was measured
+        return SmallConfig(32, 64, 4, 3)
     return SmallConfig(*nearest(SMALL[columns], (rows, N, K)))
 
 

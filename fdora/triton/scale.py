@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fdora.triton._launch import cdiv, launch
+from fdora.triton._launch import capability, cdiv, launch
 from fdora.triton.configs import ScaleConfig, scale_config
 
 _config = lru_cache(4096)(scale_config)
@@ -188,7 +188,7 @@ def scale_backward(
 ) -> Sums:  # fmt: skip
     """dy, kept (M, N) with adjacent columns. h is s x A^T. dB comes back only where r is small enough to ride along."""
     (M, N), K, r = dy.shape, W.shape[1], h.shape[1]
-    config = config or _config(M, N, r, dy.dtype != torch.float32)
+    config = config or _config(M, N, r, dy.dtype != torch.float32, capability(dy.device))
     rank = config.rank if need_B else 0
     strips = cdiv(M, config.ROWS)
     needs_m = need_m or need_c

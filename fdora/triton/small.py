@@ -75,7 +75,8 @@ def _small_kernel(
     if PDL:
         gdc_wait()
     r = tl.arange(0, BLOCK_R)
-    for r0 in range(0, R, BLOCK_R):
+    # With many parts a second stage of this loop would hold twice as many tiles in shared memory as there is.
+    for r0 in tl.range(0, R, BLOCK_R, num_stages=1 if PARTS > 2 else 2):
         in_r = r < R - r0
         mask_h = (t < M)[:, None] & in_r[None, :]
         at_h = t[:, None] * R + (r0 + r)[None, :]

@@ -93,7 +93,7 @@ def test_gemm(target, tmp_path):
 def test_scale(target, tokens, r, dtype, tmp_path):
     from fdora.triton import scale
 
-    config = scale_config(tokens, 4096, r, dtype == "bf16")
+    config = scale_config(tokens, 4096, r, dtype == "bf16", target if isinstance(target, int) else 0)
     half = {n: f"*{dtype}" for n in ("dy", "kept", "x", "w", "h", "b", "dz", "dz_less")}
     wide = {n: "*fp32" for n in ("m", "c", "partial_m", "partial_bias", "partial_B", "dm", "dc", "dbias", "dB")}
     flags = dict(

@@ -23,7 +23,7 @@ DROPOUT = {
     "peft": dict(dropout_p=0.3, dropout_mode="peft", seed=5),
 }
 # tokens 1, 3 and 64 take the small kernel, the rest tiles; K, r not divisible by 8 cannot travel by TMA
-SHAPES = ((1, 33, 1, 1), (3, 40, 70, 20), (70, 137, 68, 5), (130, 136, 72, 70))
+SHAPES = ((1, 33, 1, 1), (3, 40, 70, 20), (64, 40, 520, 64), (70, 137, 68, 5), (130, 136, 72, 70))
 
 
 def forward_and_back(t, mode="none", backend="triton", names=("x", "A", "B", "m"), dy=None, **extra):
