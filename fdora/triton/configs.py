@@ -28,9 +28,12 @@ class NormConfig(NamedTuple):
     TMA: bool = False
 
 
-def norm_config(r: int, half: bool, capability: int, aligned: bool = False, half_weight: bool = True) -> NormConfig:
+def norm_config(
+    r: int, half: bool, capability: int, aligned: bool = False, half_weight: bool = True, scaled: bool = False
+) -> NormConfig:
     """``half``: both operands of the product are float16 or bfloat16. ``capability``: 90 for an H100, 0 if not NVIDIA.
-    ``aligned``: W, A and B are half precision and lie as TMA wants them. ``half_weight``: W is half precision."""
+    ``aligned``: W, A and B are half precision and lie as TMA wants them. ``half_weight``: W is half precision.
+    ``scaled``: A and B are split float32 factors, with a scale for each row and column."""
     if not half:  # float32 digits: three tf32 products, and registers to split the operands
         return NormConfig(64, 64, 32, "tf32x3" if capability else "ieee", 4, 2)
     # Hopper and data-centre Blackwell multiply out of shared memory; others hold the operands in registers too, and
@@ -39,7 +42,8 @@ def norm_config(r: int, half: bool, capability: int, aligned: bool = False, half
     if not half_weight:  # twice the registers for the tile of W
         return NormConfig(128, 128, 64 if from_shared and r > 64 else 32, "ieee", 8, 3)
     if from_shared and r > 64 and aligned:
-        return NormConfig(128, 256, 64, "ieee", 8, 3, TMA=True)
+        # The scales of a tile twice as wide spill.
+        return NormConfig(128, 128 if scaled else 256, 64, "ieee", 8, 4 if scaled else 3, TMA=True)
     if from_shared and r > 64:
         return NormConfig(128, 256, 64, "ieee", 8, 3)
     return NormConfig(128, 128, 16 if r <= 16 else 32, "ieee", 4 if 90 <= capability < 100 else 8, 3)
@@ -65,10 +69,12 @@ def gemm_config(M: int, N: int, K: int, r: int, w_rows: bool, extra: bool, capab
         narrow = M <= 64 or N <= 64
         return GemmConfig(False, 64 if narrow else 128, 64 if narrow else 128, 32, 8, False, False, 4 if narrow else 8, 3)
     config = GemmConfig(*nearest(GEMM[w_rows], (M, N, K, r)))
-    # The 128 x 256 tile leaves room in shared memory for four stages or for another tile.
-    return (
-        config._replace(num_stages=min(3, config.num_stages)) if extra and config.BLOCK_M * config.BLOCK_N > 16384 else config
-    )
+    if not extra or config.BLOCK_M * config.BLOCK_N <= 16384:
+        return config
+    if capability >= 100:  # it would spill there
+        return GemmConfig(True, 128, 128, 64, 8, False, True, 8, 4)
+    # A tile of 128 x 256 leaves room in shared memory for four stages or for another tile.
+    return config._replace(num_stages=min(3, config.num_stages))
 
 
 class ScaleConfig(NamedTuple):
@@ -107,14 +113,18 @@ def small_config(rows: int, N: int, K: int, columns: bool, capability: int) -> S
     """``rows``: tokens, padded. ``columns``: neighbours in memory are columns of W (backward)."""
     if capability < 80:
         return SmallConfig(32, 64, 4, 2)
-    if not 90 <= capability < 120:  # less shared memory than where the table was measured
+    if not 90 <= capability < 100:  # less shared memory, or fewer registers left, than where the table was measured
         return SmallConfig(32, 64, 4, 3)
     return SmallConfig(*nearest(SMALL[columns], (rows, N, K)))
 
 
 def nearest(table: dict[tuple, tuple], shape: tuple[int, ...]) -> tuple:
     """The entry whose shape is closest, in factors of two summed over the axes; the first of equals."""
-    return min(table.items(), key=lambda entry: sum(abs(math.log2(a / b)) for a, b in zip(entry[0], shape, strict=True)))[1]
+
+    def distance(entry: tuple[tuple, tuple]) -> float:
+        return sum(abs(math.log2(a / max(1, b))) for a, b in zip(entry[0], shape, strict=True))
+
+    return min(table.items(), key=distance)[1]
 
 
 def merge_config(r: int, half: bool, capability: int, half_weight: bool = True) -> NormConfig:

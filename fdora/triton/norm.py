@@ -182,7 +182,7 @@ def _launch(
 ) -> None:  # fmt: skip
     (N, K), R, half = W.shape, A.shape[0], W.element_size() == 2
     aligned = half and all(fits_tma(t) for t in (W, A, B))
-    config = norm_config(R, A.element_size() == 2, capability(W.device), aligned, half)
+    config = norm_config(R, A.element_size() == 2, capability(W.device), aligned, half, by_n is not None)
     block_n, block_k, block_r, precision, num_warps, num_stages, tma = config
     tiles = cdiv(K, block_k)
     partial = torch.empty((tiles, N), device=W.device, dtype=torch.float32)
