@@ -124,3 +124,31 @@ def test_the_figures_are_the_committed_results():
     line = next(line for line in README.splitlines() if line.startswith("`dora_compose` on the same H100"))
     wanted = [f"{x[f'{mode}_{way}_ms']:.3f}" for way in ("triton", "plain", "copy") for mode in ("fwd", "fwd_bwd")]
     assert re.findall(r"\d\.\d{3}", line) == wanted
+
+
+def test_the_layers_are_the_committed_results():
+    """The table of whole layers and that of twelve layers, and the host's microseconds."""
+    quick = results("layer_quick")
+    found = re.findall(r"^\| (\d+), (\d+) x (\d+), (\d+) \| ([\d. |]*) \|$", README, re.M)
+    assert len(found) == 7
+    ways = ("frozen", "bare", "peft_lora", "peft_dora", "peft_dora_compiled", "dorafactors", "fdora")
+    for *sizes, cells in found:
+        case = [x for x in quick if [x[n] for n in ("M", "K", "N", "r")] == list(map(int, sizes)) and x["mode"] == "fwd_bwd"]
+        ms = {x["norm"]: x["ms"] for x in case}
+        want = [ms["inside"][way] for way in ways] + [ms["given"]["fdora"]]
+        assert cells.split(" | ") == [f"{v:.3f}" for v in want]
+    found = re.findall(r"^\| (384|16|384, compiled) \| ([\d./ |]*) \|$", README, re.M)
+    assert len(found) == 3
+    for label, cells in found:
+        rows = {x["way"]: x for x in results(f"layers12_r{label.split(',')[0]}_{'compiled' if ',' in label else 'eager'}")}
+        for cell, way in zip(cells.split(" | "), ("frozen", "peft_lora", "peft_dora", "fdora"), strict=True):
+            fields = ("inference_ms", "gradient_ms", "gradient_checkpointing_ms")
+            assert cell == " / ".join(f"{rows[way][field]:.1f}" for field in fields)
+    rows = {x["way"]: x for x in results("host")}
+    line = re.search(r"forward (\d+) us against LoRA's (\d+), with backward (\d+) against (\d+), DoRA's (\d+)", README)
+    want = [rows[w][f] for f in ("fwd_us", "fwd_bwd_us") for w in ("fdora", "peft_lora")] + [rows["peft_dora"]["fwd_bwd_us"]]
+    assert list(line.groups()) == [f"{v:.0f}" for v in want]
+
+
+def results(name):
+    return json.loads((ROOT / f"bench/results/h100/{name}.json").read_text())["rows"]

@@ -63,8 +63,9 @@ def dora_linear(
       FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, dropout_p is outside [0, 1).
       NotImplementedError: a second derivative is asked for.
 
-    Memory: keeps x, x @ A.T (M, r) and, for m, y itself. With a bias, dropout_mode "peft", rows where m is 0 or tiny, on
-    a GPU or in traced code it keeps one more (M, N) tensor in the dtype of x. Derivation: ``fdora/eager/linear.py``.
+    Memory: keeps x, x @ A.T (M, r) and, for m, y itself. With a bias, dropout_mode "peft" or float32 on a GPU it keeps one
+    more (M, N) tensor in the dtype of x; the eager backend also for rows where m is 0 or tiny, on a GPU and in traced code.
+    Derivation: ``fdora/eager/linear.py``, kernels: ``fdora/triton/linear.py``.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3 (c is detached).
     """
     fn = "dora_linear"

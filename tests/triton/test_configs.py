@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
-from fdora.triton.configs import gemm_config, nearest, scale_config, small_config  # noqa: E402
-from fdora.triton.table import GEMM, SCALE, SMALL  # noqa: E402
+from fdora.triton.configs import gemm_config, nearest, scale_config, small_config
+from fdora.triton.table import GEMM, SCALE, SMALL
 
 
 def test_measured_shapes_get_what_was_measured():
