@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,8 @@ def fingerprint(A: Tensor, B: Tensor, s: float, max_bytes: int) -> Tensor:
 def _hash(t: Tensor, max_bytes: int) -> Tensor:
     """The wrapping sum of a bijection of each element and its position, splitmix64's finaliser."""
     rows, cols = t.shape
-    bits, total = t.view(_BITS[t.element_size()]), torch.zeros((), device=t.device, dtype=torch.int64)
+    total = torch.zeros((), device=t.device, dtype=torch.int64)
+    bits = Bits.apply(t) if torch._C._are_functorch_transforms_active() else t.view(_BITS[t.element_size()])
     step = max(1, max_bytes // (40 * max(1, cols)))  # rows at a time: five words for each element
     for i in range(0, rows, step):
         part = bits[i : i + step].to(torch.int64)
@@ -31,6 +34,22 @@ def _hash(t: Tensor, max_bytes: int) -> Tensor:
         z = (z ^ _right(z, 27)) * -0x6B2FB644ECCEEE15
         total = total + (z ^ _right(z, 31)).sum()
     return total
+
+
+class Bits(torch.autograd.Function):
+    """The bits of a float tensor as integers, under torch.func.vmap, where torch before 2.13 cannot view."""
+
+    @staticmethod
+    def forward(t: Tensor) -> Tensor:
+        return t.view(_BITS[t.element_size()])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, t: Tensor) -> tuple[Tensor, int | None]:
+        return Bits.apply(t), in_dims[0]
 
 
 def _right(z: Tensor, n: int) -> Tensor:
