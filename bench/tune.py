@@ -62,7 +62,7 @@ def randn(*shape, std=1.0):
 
 
 def fastest(make, candidates, check, calls=1):
-    """The median ms of every candidate that runs and is right, fastest first; ``check`` looks at the result of call ``calls``."""
+    """The median ms of every candidate that runs and is right, fastest first. ``check`` gets the result of call ``calls``."""
     runs = {}
     for config in candidates:
         try:
