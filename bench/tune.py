@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from bench.norm_forms import about, medians
-from fdora.triton.configs import GemmConfig, ScaleConfig, SmallConfig
+from fdora.triton.configs import GemmConfig, ScaleConfig, SmallConfig, power_of_two
 from fdora.triton.gemm import Epilogue, gemm
 from fdora.triton.scale import scale_backward
 from fdora.triton.small import small_backward, small_forward
@@ -109,7 +109,7 @@ def tune_scale(shapes):
         want = (dy.float() * m).bfloat16().float().T @ h.float()
 
         def make(config):
-            rank = max(16, 1 << (r - 1).bit_length()) if config[3] else 0
+            rank = power_of_two(r) if config[3] else 0
             scale = ScaleConfig(*config[:3], rank, config[4])
 
             def run():

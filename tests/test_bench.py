@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("peft")
+pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
 from bench import host, layer, layers12, ways
 from bench.attempt import Failures
 from bench.truth import Truth

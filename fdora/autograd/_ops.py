@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
@@ -62,38 +61,12 @@ def obstacle(device: torch.device) -> str:
     return ""
 
 
-def signed(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """Spare each apply from binding its arguments by name.
-
-    For a Function with setup_context torch asks inspect for the signature of ``forward``, binds, and reads the positional
-    arguments back, on every apply: half of the host time of a small layer. Ours are all positional, with no defaults.
-    """
-    parameters = inspect.signature(function.forward).parameters.values()
-    function.forward.__signature__ = _Positional(list(parameters))  # type: ignore[attr-defined]
-    return function
-
-
-class _Positional(inspect.Signature):
-    """A signature whose binding hands positional arguments through."""
-
-    def bind(self, *args: Any, **kwargs: Any) -> Any:
-        return _Bound(self, args) if len(args) == len(self.parameters) and not kwargs else super().bind(*args, **kwargs)
-
-
-class _Bound(inspect.BoundArguments):
-    def __init__(self, signature: inspect.Signature, args: tuple) -> None:
-        super().__init__(signature, dict(zip(signature.parameters, args, strict=True)))
-        self.all = args
-
-    args = property(lambda self: self.all)
-    kwargs = property(lambda self: {})
-
-    def apply_defaults(self) -> None:
-        """There are none."""
-
-
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)``, past what ``Function.apply`` does for the sake of torch.func and of default arguments."""
+    """``function.apply(*args)``, past what ``Function.apply`` does for the sake of torch.func and of default arguments.
+
+    For a Function with setup_context that is to ask inspect for the signature of ``forward`` and bind by name, on every
+    apply: half of the host time of a small layer. Ours are all positional, with no defaults.
+    """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]

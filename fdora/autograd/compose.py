@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 
-from fdora.autograd._ops import OPS, no_second_derivative, only, signed, spread
+from fdora.autograd._ops import OPS, apply, no_second_derivative, only, spread
 
 
-@signed
+def compose(*args: Any) -> torch.Tensor:
+    """y or the delta; the arguments of Compose.forward."""
+    return apply(Compose, *args)
+
+
 class Compose(torch.autograd.Function):
     """Keeps base, lora and g."""
 
@@ -28,13 +32,12 @@ class Compose(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy):
         needs = tuple(ctx.needs_input_grad[:4])
-        grads = ComposeBwd.apply(dy, *ctx.saved_tensors, ctx.s, ctx.delta, needs, ctx.backend)
+        grads = apply(ComposeBwd, dy, *ctx.saved_tensors, ctx.s, ctx.delta, needs, ctx.backend)
         dbase, dlora, dg, dbias = spread(grads, needs)
         #      base   lora   g   bias                                              s     delta backend
         return dbase, dlora, dg, dbias if dbias is None else dbias.to(ctx.bias_dtype), None, None, None
 
 
-@signed
 class ComposeBwd(torch.autograd.Function):
     generate_vmap_rule = True
 

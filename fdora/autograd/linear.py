@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fdora.autograd._ops import OPS, apply, autocast_off, autocast_on, no_graph, no_second_derivative, only, signed, spread
+from fdora.autograd._ops import OPS, apply, autocast_off, autocast_on, no_graph, no_second_derivative, only, spread
 
 
 def linear(*args: Any) -> torch.Tensor:
@@ -14,7 +14,6 @@ def linear(*args: Any) -> torch.Tensor:
     return apply(Linear, *args)[0]
 
 
-@signed
 class Linear(torch.autograd.Function):
     """Keeps x, h and, for the gradient of m, the output itself or inner; W, A, B, m, c are the caller's."""
 
@@ -46,14 +45,13 @@ class Linear(torch.autograd.Function):
         if no_graph() and not autocast_on(dy):
             dx, dA, dB, dm, dc, dbias = OPS[ctx.backend].linear.linear_bwd(*args)
         else:
-            dx, dA, dB, dm, dc, dbias = spread(LinearBwd.apply(*args, ctx.backend), needs)
+            dx, dA, dB, dm, dc, dbias = spread(apply(LinearBwd, *args, ctx.backend), needs)
         if dbias is not None:
             dbias = dbias.to(ctx.bias_dtype)
         #      x   W     A   B   m   c   bias   seed  s     p     mode  keep  backend
         return dx, None, dA, dB, dm, dc, dbias, None, None, None, None, None, None
 
 
-@signed
 class LinearBwd(torch.autograd.Function):
     generate_vmap_rule = True
 

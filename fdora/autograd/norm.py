@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora.autograd._ops import OPS, autocast_off, no_second_derivative, only, signed, spread
+from fdora.autograd._ops import OPS, apply, autocast_off, no_second_derivative, only, spread
 from fdora.eager._matmul import is_real as is_real
 from fdora.eager.norm import EPS as EPS
 from fdora.eager.norm import WORDS as WORDS
@@ -19,7 +19,7 @@ def row_norm(
     W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None, detach: bool, backend: str
 ) -> Tensor:
     if not detach:
-        return Norm.apply(W, A, B, base_sqnorm, s, max_bytes, backend)
+        return apply(Norm, W, A, B, base_sqnorm, s, max_bytes, backend)
     with torch.no_grad(), autocast_off(W):
         return OPS[backend].norm.norm_fwd(W, A, B, base_sqnorm, s, max_bytes)
 
@@ -44,7 +44,6 @@ def base_sqnorm(W: Tensor, max_bytes: int | None, backend: str) -> Tensor:
         return OPS[backend].norm.base_sqnorm(W, max_bytes)
 
 
-@signed
 class Norm(torch.autograd.Function):
     """Keeps W, A, B and c."""
 
@@ -63,12 +62,11 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dc):
         needs = tuple(ctx.needs_input_grad[1:3])
-        dA, dB = spread(NormBwd.apply(dc, *ctx.saved_tensors, ctx.s, needs, ctx.backend), needs)
+        dA, dB = spread(apply(NormBwd, dc, *ctx.saved_tensors, ctx.s, needs, ctx.backend), needs)
         #      W     A   B   base  s     bytes backend
         return None, dA, dB, None, None, None, None
 
 
-@signed
 class NormBwd(torch.autograd.Function):
     generate_vmap_rule = True
 

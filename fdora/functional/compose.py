@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fdora._check import FLOATS, check_device, check_dtype, check_s, check_shapes, fail
 from fdora._dispatch import Backend
-from fdora.autograd.compose import Compose
+from fdora.autograd.compose import compose
 from fdora.functional.backend import select_backend
 
 
@@ -79,5 +79,5 @@ def _compose(
     check_s(fn, s)
     N = base.shape[-1]
     choice = select_backend(base, backend=backend)
-    y = Compose.apply(base.reshape(-1, N), lora.reshape(-1, N), g, bias, s, delta, choice.name)
+    y = compose(base.reshape(-1, N), lora.reshape(-1, N), g, bias, s, delta, choice.name)
     return y.reshape(base.shape)

@@ -120,11 +120,6 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def power_of_two(n: int) -> int:
-    """The next one, at least 16: what tl.dot asks of its axes."""
-    return max(16, 1 << (n - 1).bit_length()) if n > 1 else 16
-
-
 @lru_cache
 def capability(device: torch.device) -> int:
     """90 for an H100; 0 for what is not an NVIDIA GPU."""

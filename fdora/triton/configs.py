@@ -16,6 +16,11 @@ from fdora.triton.table import GEMM, SCALE, SMALL
 MAX_N, MIN_K = 128, 64  # the tallest and the narrowest tile of any norm
 
 
+def power_of_two(n: int) -> int:
+    """The next one, at least 16: what tl.dot asks of its axes."""
+    return max(16, 1 << (n - 1).bit_length()) if n > 1 else 16
+
+
 class NormConfig(NamedTuple):
     """Tile of W, slab of the rank, and how a program runs."""
 
@@ -89,7 +94,7 @@ class ScaleConfig(NamedTuple):
 
 def scale_config(M: int, N: int, r: int, half: bool, capability: int) -> ScaleConfig:
     if M <= 64:
-        return ScaleConfig(max(16, 1 << max(0, M - 1).bit_length()), 64 if half else 32, 64, _rank(r, half), 4)
+        return ScaleConfig(power_of_two(M), 64 if half else 32, 64, _rank(r, half), 4)
     if not half or not 90 <= capability < 120:  # twice the registers, or half of them left: a small tile, and dB apart
         return ScaleConfig(32, 64, 128, 0, 4)
     BLOCK_M, BLOCK_N, ROWS, rides, num_warps = nearest(SCALE, (M, N, r))
@@ -97,7 +102,7 @@ def scale_config(M: int, N: int, r: int, half: bool, capability: int) -> ScaleCo
 
 
 def _rank(r: int, half: bool) -> int:
-    return max(16, 1 << (r - 1).bit_length()) if half and r <= 64 else 0
+    return power_of_two(r) if half and r <= 64 else 0
 
 
 class SmallConfig(NamedTuple):

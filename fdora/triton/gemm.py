@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fdora.triton._launch import capability, cdiv, fits_tma, launch, multiprocessors, power_of_two
-from fdora.triton.configs import GemmConfig, gemm_config
+from fdora.triton._launch import capability, cdiv, fits_tma, launch, multiprocessors
+from fdora.triton.configs import GemmConfig, gemm_config, power_of_two
 from fdora.triton.dropout import keep_tile, threshold
 from fdora.triton.scale import scale_tile
 

@@ -87,9 +87,8 @@ def _linear_backward(
     dy, W, m, c = rows_of(dy), W.to(t), m.contiguous(), c.contiguous()
     peft = seed is not None and mode == "peft"
     with torch.cuda.device_of(x):
-        need_dz = need_x or need_A or need_B
         dz, dz_less, dm, dc, dbias, dB = scale_backward(
-            dy, kept, x, W, h, B, m, c, kept_inner, need_dz, peft and need_x, need_m, need_c, need_bias, need_B
+            dy, kept, x, W, h, B, m, c, kept_inner, need_x or need_A, peft and need_x, need_m, need_c, need_bias, need_B
         )
         dx = dA = None
         if need_x and seed is None and is_small(x) and t != torch.float32:

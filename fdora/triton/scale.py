@@ -186,10 +186,12 @@ def scale_backward(
     need_dz: bool, need_less: bool, need_m: bool, need_c: bool, need_bias: bool, need_B: bool,
     config: ScaleConfig | None = None,
 ) -> Sums:  # fmt: skip
-    """dy, kept (M, N) with adjacent columns. h is s x A^T. dB comes back only where r is small enough to ride along."""
+    """dy, kept (M, N) with adjacent columns. h is s x A^T. dB comes back only where r is small enough to ride along;
+    where it does not, dz comes back for it."""
     (M, N), K, r = dy.shape, W.shape[1], h.shape[1]
     config = config or _config(M, N, r, dy.dtype != torch.float32, capability(dy.device))
     rank = config.rank if need_B else 0
+    need_dz = need_dz or (need_B and not rank)
     strips = cdiv(M, config.ROWS)
     needs_m = need_m or need_c
 

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fdora.triton._launch import capability, cdiv, launch, power_of_two
-from fdora.triton.configs import SmallConfig, small_config
+from fdora.triton._launch import capability, cdiv, launch
+from fdora.triton.configs import SmallConfig, power_of_two, small_config
 from fdora.triton.scale import scale_tile
 
 try:  # Triton 3.5 and later

@@ -29,6 +29,15 @@ def build(kernel, target, signature, constants, aligned, num_warps, num_stages):
     return triton.compile(source, target=gpu, options={"num_warps": num_warps, "num_stages": num_stages})
 
 
+def assert_fits(built, target, tmp_path):
+    """Shared memory under the limit, and on NVIDIA nothing spilled."""
+    if isinstance(target, int):
+        assert built.metadata.shared <= SHARED[target]
+        assert stack_bytes(built.asm["cubin"], tmp_path) == 0
+    else:
+        assert built.metadata.shared <= 65_536 and built.asm["hsaco"]
+
+
 def stack_bytes(cubin, tmp_path):
     """Local memory of the kernel as the bundled cuobjdump reports it: anything but 0 is a spill."""
     file = tmp_path / "kernel.cubin"
@@ -72,11 +81,7 @@ def test_norm(target, r, weight, adapter, scaled, guarded, tmp_path):
     constants |= {"PRECISION": precision, "SCALED": scaled}
     signature = {n: (pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in _norm_kernel.arg_names}
     built = build(_norm_kernel, target, signature, constants, [*pointers, *sizes], warps, stages)
-    if isinstance(target, int):
-        assert built.metadata.shared <= SHARED[target]
-        assert stack_bytes(built.asm["cubin"], tmp_path) == 0
-    else:
-        assert built.metadata.shared <= 65_536 and built.asm["hsaco"]
+    assert_fits(built, target, tmp_path)
 
 
 @pytest.mark.parametrize("target", [90, 100], ids=str)
@@ -127,11 +132,7 @@ def test_merge(target, r, weight, adapter, scaled, undo, tmp_path):
     constants |= {"PRECISION": precision}
     signature = {n: (pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in _merge_kernel.arg_names}
     built = build(_merge_kernel, target, signature, constants, [*pointers, *sizes], warps, stages)
-    if isinstance(target, int):
-        assert built.metadata.shared <= SHARED[target]
-        assert stack_bytes(built.asm["cubin"], tmp_path) == 0
-    else:
-        assert built.metadata.shared <= 65_536 and built.asm["hsaco"]
+    assert_fits(built, target, tmp_path)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)

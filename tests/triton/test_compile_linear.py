@@ -6,10 +6,9 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
-from fdora.triton._launch import power_of_two  # noqa: E402
-from fdora.triton.configs import gemm_config, scale_config, small_config  # noqa: E402
+from fdora.triton.configs import gemm_config, power_of_two, scale_config, small_config  # noqa: E402
 from fdora.triton.table import GEMM  # noqa: E402
-from tests.triton.test_compile import SHARED, TARGETS, build, stack_bytes  # noqa: E402
+from tests.triton.test_compile import TARGETS, assert_fits, build  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -49,11 +48,7 @@ def check(kernel, target, tensors, sizes, constants, warps, stages, tmp_path, mo
     constants = {n: constants.get(n) for n, kind in signature.items() if kind == "constexpr"}
     aligned = [n for n, kind in signature.items() if kind[0] == "*" or n in sizes]
     built = build(kernel, target, signature, constants, aligned, warps, stages)
-    if isinstance(target, int):
-        assert built.metadata.shared <= SHARED[target]
-        assert stack_bytes(built.asm["cubin"], tmp_path) == 0
-    else:
-        assert built.metadata.shared <= 65_536 and built.asm["hsaco"]
+    assert_fits(built, target, tmp_path)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)

@@ -1,7 +1,6 @@
 """The compose kernels against the truth: interpreted on a CPU (TRITON_INTERPRET=1), or for real with --device cuda."""
 
 import itertools
-import os
 
 import pytest
 import torch
@@ -11,12 +10,9 @@ from tests import device
 from tests.checks.compose import inputs, truth
 from tests.close import assert_within, rel_l2
 from tests.make import grads
+from tests.triton.marks import INTERPRETED, needs_gpu, needs_kernels
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    "device.NAME == 'cpu' and not INTERPRETED",
-    reason="needs --device cuda or TRITON_INTERPRET=1; `make test` runs both ways it can",
-)
+pytestmark = needs_kernels
 MIXES = [(torch.float32, None), (torch.float16, None), (torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
 MIXES += [(torch.bfloat16, None)]
 
@@ -112,7 +108,7 @@ def test_opcheck():
     torch.library.opcheck(compose_backward, (base, base, lora, g, 0.7, True, [True, False, True, False]))
 
 
-@pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda")
+@needs_gpu
 def test_past_two_to_the_31_elements():
     M, N = 70_000, 32_768
     base = torch.zeros((M, N), device=device.NAME, dtype=torch.bfloat16)

@@ -21,13 +21,10 @@ from tests import device, reference
 from tests.close import rel_l2
 from tests.make import tensors
 from tests.memory import peak_bytes
+from tests.triton.marks import INTERPRETED, needs_gpu, needs_kernels
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-either = pytest.mark.skipif(
-    "device.NAME == 'cpu' and not INTERPRETED",
-    reason="needs --device cuda or TRITON_INTERPRET=1; `make test` runs both ways it can",
-)
-gpu = pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda")
+either = needs_kernels
+gpu = needs_gpu
 HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter of Triton 3.6 multiplies bf16 wrongly
 BACKEND = {"backend": "triton"} if INTERPRETED else {}  # on a GPU "auto" must get there by itself
 TRAINED = ("x", "A", "B", "m", "bias")

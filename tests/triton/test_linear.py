@@ -1,7 +1,5 @@
 """The layer's kernels: every check of the functional layer, on the Triton backend, and what only kernels can get wrong."""
 
-import os
-
 import pytest
 import torch
 
@@ -9,14 +7,9 @@ from fdora.functional import dora_linear, dora_norm
 from tests import device, reference
 from tests.close import assert_within, rel_l2
 from tests.make import grads, tensors, tracked
+from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    "device.NAME == 'cpu' and not INTERPRETED",
-    reason="needs --device cuda or TRITON_INTERPRET=1; `make test` runs both ways it can",
-)
-# The interpreter of Triton 3.6 multiplies bf16 wrongly; a GPU does not.
-HALF = (torch.float16,) if INTERPRETED else (torch.bfloat16, torch.float16)
+pytestmark = needs_kernels
 DROPOUT = {
     "none": {},
     "lora": dict(dropout_p=0.3, dropout_mode="lora", seed=5),
@@ -74,8 +67,6 @@ def test_rows_without_magnitude_keep_their_gradient():
         for dtype in (*HALF, torch.float32):
             t = tensors(48, 64, 8, (M,), dtype, torch.float32, kind="zero_m")
             got = forward_and_back(t, names=("m",))
-            ref = forward_and_back({n: v.double() if isinstance(v, torch.Tensor) else v for n, v in t.items()}, backend="eager",
-                                   names=("m",), dy=None)  # fmt: skip
             torch.manual_seed(1)
             dy = torch.randn(M, 48, device=device.NAME).to(dtype).double()
             wide = tracked({n: v.double() if isinstance(v, torch.Tensor) else v for n, v in t.items()}, "m")

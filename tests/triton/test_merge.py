@@ -1,7 +1,6 @@
 """The merge kernel against the truth: interpreted on a CPU (TRITON_INTERPRET=1), or for real with --device cuda."""
 
 import itertools
-import os
 
 import pytest
 import torch
@@ -11,14 +10,9 @@ from tests import device, reference
 from tests.checks.merge import CHECKS, round_trip
 from tests.close import rel_l2
 from tests.make import tensors
+from tests.triton.marks import DTYPES, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    "device.NAME == 'cpu' and not INTERPRETED",
-    reason="needs --device cuda or TRITON_INTERPRET=1; `make test` runs both ways it can",
-)
-# The interpreter of Triton 3.6 multiplies bf16 wrongly; a GPU does not.
-DTYPES = (torch.float16, torch.float32) if INTERPRETED else (torch.bfloat16, torch.float16, torch.float32)
+pytestmark = needs_kernels
 SHAPES = ((1, 1, 1), (5, 3, 2), (130, 257, 24), (128, 256, 16), (64, 260, 48), (140, 129, 70))
 
 
@@ -122,7 +116,7 @@ def test_promises_on_the_gpu(check):
         check()
 
 
-@pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda")
+@needs_gpu
 def test_past_two_to_the_31_elements():
     N, K = 70_000, 32_768
     W = torch.zeros((N, K), device=device.NAME, dtype=torch.bfloat16)

@@ -1,7 +1,6 @@
 """The norm kernel against the truth: interpreted on a CPU (TRITON_INTERPRET=1), or for real with --device cuda."""
 
 import itertools
-import os
 
 import pytest
 import torch
@@ -9,14 +8,9 @@ import torch
 from fdora.functional import dora_base_sqnorm, dora_init, dora_norm, dora_norm_state, dora_scale
 from tests import device, reference
 from tests.make import tensors
+from tests.triton.marks import DTYPES, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    "device.NAME == 'cpu' and not INTERPRETED",
-    reason="needs --device cuda or TRITON_INTERPRET=1; `make test` runs both ways it can",
-)
-# The interpreter of Triton 3.6 multiplies bf16 wrongly; a GPU does not.
-DTYPES = (torch.float16, torch.float32) if INTERPRETED else (torch.bfloat16, torch.float16, torch.float32)
+pytestmark = needs_kernels
 SHAPES = ((1, 1, 1), (5, 3, 2), (130, 257, 24), (128, 256, 16), (64, 260, 48), (140, 129, 70))
 
 
@@ -143,7 +137,7 @@ def test_opcheck():
     torch.library.opcheck(row_norm, (t["W"], t["A"], t["B"], 0.7, None, False))
 
 
-@pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda")
+@needs_gpu
 def test_start_is_an_exact_no_op_on_the_gpu():
     for dtype in DTYPES:
         W = torch.randn(384, 1536, device=device.NAME).to(dtype)
@@ -151,7 +145,7 @@ def test_start_is_an_exact_no_op_on_the_gpu():
         assert (dora_scale(p.m, dora_norm(W, p.A, p.B, s=2.0)) == 1).all()
 
 
-@pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda")
+@needs_gpu
 def test_past_two_to_the_31_elements():
     N, K = 70_000, 32_768
     W = torch.zeros((N, K), device=device.NAME, dtype=torch.bfloat16)
@@ -161,7 +155,7 @@ def test_past_two_to_the_31_elements():
     torch.testing.assert_close(got.double(), reference.norm(W[-300:], A, B[-300:], 0.5), rtol=1e-6, atol=0)
 
 
-@pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda")
+@needs_gpu
 def test_cuda_graph_and_side_stream():
     t = tensors(300, 500, 40, dtype=torch.bfloat16)
     want = triton_norm(t)

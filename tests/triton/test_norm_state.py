@@ -1,20 +1,14 @@
 """Every promise of tests/checks/norm_state.py of the kernels: interpreted (TRITON_INTERPRET=1), or for real with --device cuda."""
 
-import os
-
 import pytest
 import torch
 
 from fdora.functional import dora_norm, dora_norm_state
 from tests import device  # noqa: F401 (read by the condition below)
 from tests.checks.norm_state import CHECKS, S, inputs, moved
+from tests.triton.marks import DTYPES, INTERPRETED, needs_kernels  # noqa: F401
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    "device.NAME == 'cpu' and not INTERPRETED",
-    reason="needs --device cuda or TRITON_INTERPRET=1; `make test` runs both ways it can",
-)
-DTYPES = (torch.float16, torch.float32) if INTERPRETED else (torch.bfloat16, torch.float16, torch.float32)
+pytestmark = needs_kernels
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,19 +1,14 @@
 """float32 factors as scaled float16 ones: what comes back, over the whole range of float32."""
 
-import os
-
 import pytest
 import torch
 
 from fdora.functional import dora_norm
 from tests import device, reference
 from tests.make import tensors
+from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    "device.NAME == 'cpu' and not INTERPRETED",
-    reason="needs --device cuda or TRITON_INTERPRET=1; `make test` runs both ways it can",
-)
+pytestmark = needs_kernels
 
 
 def split(A, B):
