@@ -102,7 +102,8 @@ def test_import_is_light_and_patches_nothing():
         "import fdora.functional\n"
         "assert ({n: id(v) for n, v in vars(torch).items()}, {n: id(v) for n, v in vars(torch.nn.functional).items()}) == before\n"
         "new = {m.split('.')[0] for m in set(sys.modules) - loaded}\n"
-        "assert not new & {'triton', 'transformers', 'peft', 'einops', 'optree', 'numpy'}, new\n"
+        "kernels = {'triton'} if torch.version.cuda or torch.version.hip else set()\n"  # loaded where a GPU may come to be used
+        "assert not (new - kernels) & {'triton', 'transformers', 'peft', 'einops', 'optree', 'numpy'}, new\n"
         "print(seconds)"
     )
     assert float(out) < 0.3

@@ -9,6 +9,7 @@ from torch import Tensor
 
 WORDS = 256  # the shape of a kernel's; here one says which code wrote it, then A, B and s, and the rest is 0
 KIND = 2
+FLIP = 0x5A
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -28,7 +29,8 @@ def _hash(t: Tensor, max_bytes: int) -> Tensor:
     step = max(1, max_bytes // (40 * max(1, cols)))  # rows at a time: five words for each element
     for i in range(0, rows, step):
         part = bits[i : i + step].to(torch.int64)
-        at = torch.arange(i * cols, i * cols + part.numel(), device=t.device).view(part.shape)
+        # The xor makes data of it: Inductor would write a multiple of an index as a literal that Triton takes for 32 bits.
+        at = torch.arange(i * cols, i * cols + part.numel(), device=t.device).view(part.shape) ^ FLIP
         z = part + at * -0x61C8864680B583EB
         z = (z ^ _right(z, 30)) * -0x40A7B892E31B1A47
         z = (z ^ _right(z, 27)) * -0x6B2FB644ECCEEE15

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fdora.triton._launch import cdiv, gdc_launch_dependents, launch, overlaps
+
 WORDS = 256  # as in fdora/eager/_fingerprint.py: the first names the kind and s, each other belongs to a program
 BLOCK = 2048
 KIND = 1  # the eager backend has another: its words never match these
@@ -41,7 +43,10 @@ def _hash(t, count, cols, stride_row, stride_col, first, PACKED: tl.constexpr, B
 def _fingerprint_kernel(
     A, B, out, s, count_a, count_b, cols_a, cols_b, stride_ar, stride_ak, stride_bn, stride_br,
     PACKED_A: tl.constexpr, PACKED_B: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     word = _hash(A, count_a, cols_a, stride_ar, stride_ak, 0, PACKED_A, BLOCK)
     word += _hash(B, count_b, cols_b, stride_bn, stride_br, 1 << 40, PACKED_B, BLOCK)
     for i in range(1 + tl.program_id(0), WORDS, tl.num_programs(0)):  # small factors have fewer programs than words
@@ -62,11 +67,12 @@ def fingerprint(A: Tensor, B: Tensor, s: float) -> Tensor:
     out = torch.empty(WORDS, device=A.device, dtype=torch.int64)
     (a, packed_a), (b, packed_b) = _words(A), _words(B)
     kind = KIND + 16 * A.element_size() + 256 * B.element_size()
-    programs = min(WORDS - 1, triton.cdiv(max(a.numel(), b.numel(), 1), BLOCK))
+    programs = min(WORDS - 1, cdiv(max(a.numel(), b.numel(), 1), BLOCK))
+    strides = (a.stride(0), a.stride(-1), b.stride(0), b.stride(-1))
     with torch.cuda.device_of(A):
-        _fingerprint_kernel[(programs,)](
-            a, b, out, s, a.numel(), b.numel(), a.shape[-1], b.shape[-1], a.stride(0), a.stride(-1),
-            b.stride(0), b.stride(-1), PACKED_A=packed_a, PACKED_B=packed_b, BLOCK=BLOCK, KIND=kind, WORDS=WORDS, num_warps=8,
+        launch(
+            _fingerprint_kernel, (programs,), (a, b, out, s, a.numel(), b.numel(), a.shape[-1], b.shape[-1], *strides),
+            (packed_a, packed_b, BLOCK, kind, WORDS, overlaps(A.device)), 16,
         )  # fmt: skip
     return out
 

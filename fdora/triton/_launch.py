@@ -12,6 +12,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+try:  # Triton 3.5 and later
+    from triton.language.extra.cuda import gdc_launch_dependents as gdc_launch_dependents
+    from triton.language.extra.cuda import gdc_wait as gdc_wait
+
+    HAS_PDL = True
+except ImportError:
+    HAS_PDL, gdc_launch_dependents, gdc_wait = False, None, None
+
 SUM_N, SUM_T = 32, 32
 
 
@@ -127,6 +135,12 @@ def capability(device: torch.device) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+@lru_cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel may start before the one ahead of it ends, and wait inside (programmatic dependent launch)."""
+    return HAS_PDL and capability(device) >= 90
 
 
 @lru_cache

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fdora.triton._fingerprint import WORDS, unchanged
+from fdora.triton._launch import cdiv, launch
 
 BLOCK_P, BLOCK_R = 32, 64
 BUDGET = 64 << 20  # most bytes of split factors where the caller sets no limit
@@ -53,7 +54,7 @@ def _split_kernel(
 
 def split_rank(R: int) -> int:
     """3 R, filled up so that the slabs of the product are whole."""
-    return triton.cdiv(3 * R, 32) * 32 if 3 * R <= 64 else triton.cdiv(3 * R, 64) * 64
+    return cdiv(3 * R, 32) * 32 if 3 * R <= 64 else cdiv(3 * R, 64) * 64
 
 
 def rows_at_a_time(N: int, K: int, R: int, max_bytes: int | None, row_bytes: int) -> int:
@@ -83,13 +84,13 @@ def _split(x: Tensor, out: Tensor, lo_first: bool, guard: tuple[Tensor, Tensor] 
     scale = torch.empty(P, device=x.device, dtype=torch.float32)
     seen, now = guard or (None, None)
     if P:
-        _split_kernel[(triton.cdiv(P, BLOCK_P),)](
-            x, out, scale, seen, now, P, R, out.shape[1], *x.stride(), *out.stride(), LO_FIRST=lo_first,
-            GUARDED=guard is not None, WORDS=WORDS, BLOCK_P=BLOCK_P, BLOCK_R=BLOCK_R, num_warps=4,
+        launch(
+            _split_kernel, (cdiv(P, BLOCK_P),), (x, out, scale, seen, now, P, R, out.shape[1], *x.stride(), *out.stride()),
+            (lo_first, guard is not None, WORDS, BLOCK_P, BLOCK_R), 4,
         )  # fmt: skip
     return scale
 
 
 def _padded(K: int) -> int:
     """Rows that begin at 16 bytes, for TMA."""
-    return triton.cdiv(K, 8) * 8
+    return cdiv(K, 8) * 8

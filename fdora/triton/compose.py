@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fdora.triton._launch import column_sums, loop_over_batch, rows_of, traced
+from fdora.triton._launch import cdiv, column_sums, launch, loop_over_batch, rows_of, traced
 
 BLOCK_M, BLOCK_N = 4, 512
 BWD_M, BWD_N, ROWS = 32, 128, 128
@@ -85,13 +85,13 @@ def _compose(base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, s: floa
     base, lora = rows_of(base), rows_of(lora)
     M, N = base.shape
     y = torch.empty((M, N), device=base.device, dtype=base.dtype)
-    grid = (triton.cdiv(M, BLOCK_M), triton.cdiv(N, BLOCK_N))
+    g, bias = g.contiguous(), None if bias is None else bias.contiguous()
     if M and N:
         with torch.cuda.device_of(base):
-            _compose_fwd_kernel[grid](
-                base, lora, g.contiguous(), None if bias is None else bias.contiguous(), y, s, M, N,
-                base.stride(0), lora.stride(0), N, DELTA=delta, HAS_BIAS=bias is not None,
-                BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=4,
+            launch(
+                _compose_fwd_kernel, (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)),
+                (base, lora, g, bias, y, s, M, N, base.stride(0), lora.stride(0), N),
+                (delta, bias is not None, BLOCK_M, BLOCK_N), 4,
             )  # fmt: skip
     return y
 
@@ -107,10 +107,10 @@ def _(base, lora, g, bias, s, delta):
 def _compose_backward(
     dy: Tensor, base: Tensor, lora: Tensor, g: Tensor, s: float, delta: bool, needs: list[bool]
 ) -> list[Tensor]:
-    dy, base, lora = rows_of(dy), rows_of(base), rows_of(lora)
+    dy, base, lora, g = rows_of(dy), rows_of(base), rows_of(lora), g.contiguous()
     M, N = base.shape
     need_base, need_lora, need_g, need_bias = needs
-    strips = triton.cdiv(M, ROWS)
+    strips = cdiv(M, ROWS)
 
     def new(need: bool, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         return torch.empty(shape, device=base.device, dtype=dtype) if need else None
@@ -119,10 +119,10 @@ def _compose_backward(
     sums = [new(need, (strips, N), torch.float32) for need in (need_g, need_bias)]
     with torch.cuda.device_of(base):
         if M and N:
-            _compose_bwd_kernel[(triton.cdiv(N, BWD_N), strips)](
-                dy, base, lora, g.contiguous(), dbase, dlora, *sums, s, M, N, dy.stride(0), base.stride(0), lora.stride(0),
-                DELTA=delta, NEED_BASE=need_base, NEED_LORA=need_lora, NEED_G=need_g, NEED_BIAS=need_bias,
-                BLOCK_M=BWD_M, BLOCK_N=BWD_N, ROWS=ROWS, num_warps=4,
+            launch(
+                _compose_bwd_kernel, (cdiv(N, BWD_N), strips),
+                (dy, base, lora, g, dbase, dlora, *sums, s, M, N, dy.stride(0), base.stride(0), lora.stride(0)),
+                (delta, need_base, need_lora, need_g, need_bias, BWD_M, BWD_N, ROWS), 4,
             )  # fmt: skip
         return [d for d in (dbase, dlora) if d is not None] + [column_sums(p) for p in sums if p is not None]
 

@@ -132,8 +132,14 @@ def nearest(table: dict[tuple, tuple], shape: tuple[int, ...]) -> tuple:
     return min(table.items(), key=distance)[1]
 
 
-def merge_config(r: int, half: bool, capability: int, half_weight: bool = True) -> NormConfig:
-    """The tile of the norm up to r = 64, for any r: the bytes of the result weigh more than those of A and B. With 4 warps
-    the stores spill."""
-    config = norm_config(min(r, 64), half, capability)  # never TMA
+def merge_config(
+    r: int, half: bool, capability: int, aligned: bool = False, half_weight: bool = True, plain: bool = True
+) -> NormConfig:
+    """With pointers the tile of the norm up to r = 64, for any r: the bytes of the result weigh more than those of A and B.
+    With 4 warps the stores spill. ``plain``: no split factors, nothing undone."""
+    if half and aligned and half_weight and 90 <= capability < 120:
+        # us on an H100 (pointers): 8192 x 8192, r = 384 163 (264); 14336 x 4096, r = 64 98 (120); 4096 x 4096, r = 16 32 (36)
+        wide = r <= 64 and capability < 100 and plain  # it spills elsewhere
+        return NormConfig(128, 256 if wide else 128, 32 if wide else 64, "ieee", 8, 3 if wide else 4, TMA=True)
+    config = norm_config(min(r, 64), half, capability)
     return config._replace(num_warps=8, BLOCK_K=128 if half_weight else 64) if half else config

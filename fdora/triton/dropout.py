@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fdora.triton._launch import cdiv, launch
+
 BLOCK_M, BLOCK_K = 16, 256
 
 
@@ -56,9 +58,9 @@ def drop(x: Tensor, seed: Tensor | None, p: float) -> Tensor:
         return x
     M, K = x.shape
     out = torch.empty((M, K), device=x.device, dtype=x.dtype)
-    grid = (triton.cdiv(M, BLOCK_M), triton.cdiv(K, BLOCK_K))
     if M and K:
-        _drop_kernel[grid](
-            x, out, seed, threshold(p), 1 / (1 - p), M, K, *x.stride(), BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, num_warps=4
-        )
+        launch(
+            _drop_kernel, (cdiv(M, BLOCK_M), cdiv(K, BLOCK_K)),
+            (x, out, seed, threshold(p), 1 / (1 - p), M, K, *x.stride()), (BLOCK_M, BLOCK_K), 4,
+        )  # fmt: skip
     return out

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fdora.triton._launch import cdiv, loop_over_batch, rows_of, traced
+from fdora.triton._launch import cdiv, launch, loop_over_batch, rows_of, traced
 from fdora.triton.dropout import drop
 from fdora.triton.gemm import Dropped, Epilogue, gemm
 from fdora.triton.scale import scale_backward, scale_tile
@@ -152,9 +152,10 @@ def _linear_float32(
     y = torch.empty_like(v) if keep_inner and not peft else v
     M, N = v.shape
     if M and N:
-        _epilogue_kernel[(cdiv(M, BLOCK_M), cdiv(N, BLOCK_N))](
-            v, inner, y, m, c, bias, M, N, ADD=peft, HAS_BIAS=bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=4
-        )
+        launch(
+            _epilogue_kernel, (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)), (v, inner, y, m, c, bias, M, N),
+            (peft, bias is not None, BLOCK_M, BLOCK_N), 4,
+        )  # fmt: skip
     return y, inner if keep_inner else None, h
 
 

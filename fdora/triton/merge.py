@@ -12,27 +12,30 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fdora.triton._launch import capability, loop_over_batch, traced
+from fdora.triton._launch import capability, cdiv, fits_tma, launch, loop_over_batch, multiprocessors, traced
 from fdora.triton._split import rows_at_a_time, split_A, split_B
-from fdora.triton._tile import GROUP, tile_at, unscaled, weight_and_product
+from fdora.triton._tile import GROUP, tile_at, unscaled, weight_and_product, weight_and_product_tma
 from fdora.triton.configs import merge_config
 
 EPS = tl.constexpr(1e-12)  # the floor of c in g = m / c, as in fdora/eager/norm.py
 
 
 @triton.jit
-def _merge_kernel(
-    W, A, B, scale_n, scale_k, m, c, out, s, N, K, R,
-    stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
+def _merge_tile(
+    i, W, A, B, scale_n, scale_k, m, c, out, s, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
     UNDO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, SCALED: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    tile_n, tile_k = tile_at(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, GROUP)
+    tile_n, tile_k = tile_at(i, N, K, BLOCK_N, BLOCK_K, GROUP)
     n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    w, acc = weight_and_product(
-        W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION
-    )
+    if TMA:
+        w, acc = weight_and_product_tma(W, A, B, tile_n * BLOCK_N, tile_k * BLOCK_K, R, BLOCK_N, BLOCK_K, BLOCK_R)
+    else:
+        w, acc = weight_and_product(
+            W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION
+        )
     if SCALED:
         acc = unscaled(acc, scale_n, scale_k, n, k, N, K)
     cn = tl.load(c + n, mask=n < N, other=1.0).to(tl.float32)
@@ -41,8 +44,33 @@ def _merge_kernel(
     if UNDO:  # a row with c = 0 was -s B A itself
         w = tl.where((cn <= EPS)[:, None], 0.0, w / g)
     v = w - s * acc if UNDO else g * (w + s * acc)
-    at = out + n[:, None].to(tl.int64) * K + k[None, :]
-    tl.store(at, v.to(out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
+    if TMA:
+        out.store([tile_n * BLOCK_N, tile_k * BLOCK_K], v.to(out.dtype))
+    else:
+        at = out + n[:, None].to(tl.int64) * K + k[None, :]
+        tl.store(at, v.to(out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def _merge_kernel(
+    W, A, B, scale_n, scale_k, m, c, out, s, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
+    UNDO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    if TMA:
+        # Flattened, the copies of the next tile run under the last products and the stores of this one.
+        for i in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_N) * tl.cdiv(K, BLOCK_K), tl.num_programs(0), flatten=True):
+            _merge_tile(
+                i, W, A, B, scale_n, scale_k, m, c, out, s, N, K, R,
+                stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
+                UNDO, BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA, SCALED,
+            )  # fmt: skip
+    else:
+        _merge_tile(
+            tl.program_id(0), W, A, B, scale_n, scale_k, m, c, out, s, N, K, R,
+            stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
+            UNDO, BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA, SCALED,
+        )  # fmt: skip
 
 
 def merge_fwd(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float) -> Tensor:
@@ -76,14 +104,24 @@ def _launch(
     s: float, undo: bool,
 ) -> None:  # fmt: skip
     (N, K), R = W.shape, A.shape[0]
-    config = merge_config(R, A.element_size() == 2, capability(W.device), W.element_size() == 2)
-    block_n, block_k, block_r, precision, num_warps, num_stages, _ = config
-    if N and K:
-        _merge_kernel[(triton.cdiv(N, block_n) * triton.cdiv(K, block_k),)](
-            W, A, B, by_n, by_k, m, c, out, s, N, K, R, *W.stride(), *A.stride(), *B.stride(),
-            UNDO=undo, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=block_r, GROUP=GROUP,
-            EVEN=N % block_n == 0 and K % block_k == 0 and R % block_r == 0,
-            PRECISION=precision, SCALED=by_n is not None, num_warps=num_warps, num_stages=num_stages,
+    aligned = W.element_size() == 2 and all(fits_tma(t) for t in (W, A, B, out))
+    plain = by_n is None and not undo
+    config = merge_config(R, A.element_size() == 2, capability(W.device), aligned, W.element_size() == 2, plain)
+    block_n, block_k, block_r, precision, num_warps, num_stages, tma = config
+    programs = cdiv(N, block_n) * cdiv(K, block_k)
+    if programs:
+        tensors: tuple = (W, A, B)
+        strides: tuple = (*W.stride(), *A.stride(), *B.stride())
+        result: Any = out
+        if tma:
+            programs = min(programs, multiprocessors(W.device))
+            blocks = ((block_n, block_k), (block_r, block_k), (block_n, block_r))
+            tensors = tuple(TensorDescriptor.from_tensor(t, list(b)) for t, b in zip(tensors, blocks, strict=True))
+            result, strides = TensorDescriptor.from_tensor(out, [block_n, block_k]), (None,) * 6
+        launch(
+            _merge_kernel, (programs,), (*tensors, by_n, by_k, m, c, result, s, N, K, R, *strides),
+            (undo, block_n, block_k, block_r, GROUP, N % block_n == 0 and K % block_k == 0 and R % block_r == 0, precision,
+             tma, by_n is not None), num_warps, num_stages,
         )  # fmt: skip
 
 

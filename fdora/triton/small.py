@@ -16,16 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fdora.triton._launch import capability, cdiv, launch
+from fdora.triton._launch import capability, cdiv, gdc_launch_dependents, gdc_wait, launch, overlaps
 from fdora.triton.configs import SmallConfig, power_of_two, small_config
 from fdora.triton.scale import scale_tile
-
-try:  # Triton 3.5 and later
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-    HAS_PDL = True
-except ImportError:
-    HAS_PDL = False
 
 _config = lru_cache(4096)(small_config)
 
@@ -143,7 +136,7 @@ def _small(
     # Few slabs of a small rank: K is split as well, so that more than one multiprocessor works and nobody loops for long.
     parts = max(1, min(8 if r <= 64 else 4 if r <= 128 else 2, K // 256))
     part = torch.empty((parts, M, r), device=x.device, dtype=torch.float32)
-    pdl = HAS_PDL and cap >= 90
+    pdl = overlaps(x.device)
     span = cdiv(cdiv(K, parts), 16) * 16
     block_k = min(512 if rows < 64 else 128, power_of_two(span))
     stride_ak, stride_ar = a.stride()

@@ -78,7 +78,7 @@ def test_norm(target, r, weight, adapter, scaled, guarded, tmp_path):
     constants = {n: None for n in ("seen", "now", "scale_n", "scale_k") if n not in pointers}
     constants |= {"stride_wk": 1, "stride_ak": 1, "stride_br": 1, "GUARDED": guarded, "WORDS": WORDS, "TMA": False}
     constants |= {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP, "EVEN": True}
-    constants |= {"PRECISION": precision, "SCALED": scaled}
+    constants |= {"PRECISION": precision, "SCALED": scaled, "PDL": guarded and capability >= 90}
     signature = {n: (pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in _norm_kernel.arg_names}
     built = build(_norm_kernel, target, signature, constants, [*pointers, *sizes], warps, stages)
     assert_fits(built, target, tmp_path)
@@ -99,7 +99,7 @@ def test_norm_from_descriptors(target, guarded, scaled, tmp_path):
     descriptors = {n: f"tensordesc<{'bf16' if n == 'W' else half}{block}>" for n, block in blocks.items()}
     sizes = {n: "i32" for n in ("N", "K", "R")}
     constants = {n: None for n in _norm_kernel.arg_names if n.startswith("stride")}
-    constants |= {"GUARDED": guarded, "WORDS": WORDS, "TMA": True, "SCALED": scaled}
+    constants |= {"GUARDED": guarded, "WORDS": WORDS, "TMA": True, "SCALED": scaled, "PDL": guarded}
     constants |= {n: None for n in ("seen", "now", "scale_n", "scale_k") if n not in pointers}
     constants |= {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP, "EVEN": True}
     constants |= {"PRECISION": precision}
@@ -121,7 +121,7 @@ def test_merge(target, r, weight, adapter, scaled, undo, tmp_path):
 
     capability = target if isinstance(target, int) else 0
     block_n, block_k, block_r, precision, warps, stages, _ = merge_config(
-        split_rank(r) if scaled else r, adapter != "fp32", capability, weight != "fp32"
+        split_rank(r) if scaled else r, adapter != "fp32", capability, half_weight=weight != "fp32"
     )
     pointers = {"W": f"*{weight}", "A": f"*{adapter}", "B": f"*{adapter}", "m": "*fp32", "c": "*fp32", "out": f"*{weight}"}
     sizes = {n: "i32" for n in ("N", "K", "R", "stride_wn", "stride_ar", "stride_bn")}
@@ -129,8 +129,32 @@ def test_merge(target, r, weight, adapter, scaled, undo, tmp_path):
     pointers |= {"scale_n": "*fp32", "scale_k": "*fp32"} if scaled else {}
     constants |= {n: None for n in ("scale_n", "scale_k") if n not in pointers}
     constants |= {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP, "EVEN": True}
-    constants |= {"PRECISION": precision}
+    constants |= {"PRECISION": precision, "TMA": False}
     signature = {n: (pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in _merge_kernel.arg_names}
+    built = build(_merge_kernel, target, signature, constants, [*pointers, *sizes], warps, stages)
+    assert_fits(built, target, tmp_path)
+
+
+@pytest.mark.parametrize("target", [90, 100], ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("r", "undo"), [(8, False), (64, False), (64, True), (384, False), (384, True)])
+def test_merge_from_descriptors(target, r, scaled, undo, tmp_path):
+    from fdora.triton.merge import GROUP, _merge_kernel
+
+    block_n, block_k, block_r, precision, warps, stages, tma = merge_config(
+        r, True, target, aligned=True, plain=not (scaled or undo)
+    )
+    assert tma
+    half = "fp16" if scaled else "bf16"
+    blocks = {"W": [block_n, block_k], "A": [block_r, block_k], "B": [block_n, block_r], "out": [block_n, block_k]}
+    descriptors = {n: f"tensordesc<{half if n in 'AB' else 'bf16'}{block}>" for n, block in blocks.items()}
+    pointers = {"m": "*fp32", "c": "*fp32"} | ({"scale_n": "*fp32", "scale_k": "*fp32"} if scaled else {})
+    sizes = {n: "i32" for n in ("N", "K", "R")}
+    constants = {n: None for n in _merge_kernel.arg_names if n.startswith("stride")}
+    constants |= {n: None for n in ("scale_n", "scale_k") if n not in pointers}
+    constants |= {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP, "EVEN": True}
+    constants |= {"PRECISION": precision, "TMA": True, "SCALED": scaled, "UNDO": undo}
+    signature = {n: (descriptors | pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in _merge_kernel.arg_names}
     built = build(_merge_kernel, target, signature, constants, [*pointers, *sizes], warps, stages)
     assert_fits(built, target, tmp_path)
 
@@ -151,7 +175,7 @@ def test_compose(target, lora, which, tmp_path):
         constants |= {f"NEED_{n}": True for n in ("BASE", "LORA", "G", "BIAS")}
     signature = {n: (tensors | sizes | {"s": "fp32"}).get(n, "constexpr") for n in kernel.arg_names}
     aligned = [n for n in kernel.arg_names if n in tensors or n in sizes]
-    built = build(kernel, target, signature, constants, aligned, 4, 1)
+    built = build(kernel, target, signature, constants, aligned, 4, 3)
     if isinstance(target, int):
         assert built.metadata.shared <= SHARED[target]
         assert stack_bytes(built.asm["cubin"], tmp_path) == 0
@@ -172,13 +196,14 @@ def test_fingerprint(target, tmp_path):
         "BLOCK": _fingerprint.BLOCK,
         "KIND": 1,
         "WORDS": 256,
+        "PDL": target in (90, 100, 120),
     }
     kernel = _fingerprint._fingerprint_kernel
     signature = {n: (pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in kernel.arg_names}
-    built = [build(kernel, target, signature, constants, [*pointers, *sizes], 8, 3)]
+    built = [build(kernel, target, signature, constants, [*pointers, *sizes], 16, 3)]
     pointers = {"partial": "*fp32", "c": "*fp32", "out": "*fp32", "seen": "*i64", "now": "*i64"}
     signature = {n: (pointers | {"N": "i32", "strips": "i32"}).get(n, "constexpr") for n in _choose_kernel.arg_names}
-    constants = {"WORDS": WORDS, "BLOCK_N": SUM_N, "BLOCK_T": SUM_T}
+    constants = {"WORDS": WORDS, "BLOCK_N": SUM_N, "BLOCK_T": SUM_T, "PDL": target in (90, 100, 120)}
     built.append(build(_choose_kernel, target, signature, constants, [*pointers, "N"], 4, 3))
     for kernel in built:
         assert not isinstance(target, int) or stack_bytes(kernel.asm["cubin"], tmp_path) == 0
