@@ -33,12 +33,9 @@ class NormConfig(NamedTuple):
     TMA: bool = False
 
 
-def norm_config(
-    r: int, half: bool, capability: int, aligned: bool = False, half_weight: bool = True, scaled: bool = False
-) -> NormConfig:
+def norm_config(r: int, half: bool, capability: int, aligned: bool = False, half_weight: bool = True) -> NormConfig:
     """``half``: both operands of the product are float16 or bfloat16. ``capability``: 90 for an H100, 0 if not NVIDIA.
-    ``aligned``: W, A and B are half precision and lie as TMA wants them. ``half_weight``: W is half precision.
-    ``scaled``: A and B are split float32 factors, with a scale for each row and column."""
+    ``aligned``: W, A and B are half precision and lie as TMA wants them. ``half_weight``: W is half precision."""
     if not half:  # float32 digits: three tf32 products, and registers to split the operands
         return NormConfig(64, 64, 32, "tf32x3" if capability else "ieee", 4, 2)
     # Hopper and data-centre Blackwell multiply out of shared memory; others hold the operands in registers too, and
@@ -46,11 +43,8 @@ def norm_config(
     from_shared = 90 <= capability < 120
     if not half_weight:  # twice the registers for the tile of W
         return NormConfig(128, 128, 64 if from_shared and r > 64 else 32, "ieee", 8, 3)
-    if from_shared and r > 64 and aligned:
-        # The scales of a tile twice as wide spill.
-        return NormConfig(128, 128 if scaled else 256, 64, "ieee", 8, 4 if scaled else 3, TMA=True)
     if from_shared and r > 64:
-        return NormConfig(128, 256, 64, "ieee", 8, 3)
+        return NormConfig(128, 256, 64, "ieee", 8, 3, TMA=aligned)
     return NormConfig(128, 128, 16 if r <= 16 else 32, "ieee", 4 if 90 <= capability < 100 else 8, 3)
 
 
@@ -73,7 +67,7 @@ def gemm_config(M: int, N: int, K: int, r: int, w_rows: bool, extra: bool, capab
     if not 90 <= capability < 120:
         narrow = M <= 64 or N <= 64
         return GemmConfig(False, 64 if narrow else 128, 64 if narrow else 128, 32, 8, False, False, 4 if narrow else 8, 3)
-    config = GemmConfig(*nearest(GEMM[w_rows], (M, N, K, r)))
+    config = GemmConfig(*nearest(GEMM[w_rows], (M, N, K, r), (1, 1, 1, 0.25)))
     if not extra or config.BLOCK_M * config.BLOCK_N <= 16384:
         return config
     if capability >= 100:  # it would spill there
@@ -123,11 +117,11 @@ def small_config(rows: int, N: int, K: int, columns: bool, capability: int) -> S
     return SmallConfig(*nearest(SMALL[columns], (rows, N, K)))
 
 
-def nearest(table: dict[tuple, tuple], shape: tuple[int, ...]) -> tuple:
-    """The entry whose shape is closest, in factors of two summed over the axes; the first of equals."""
+def nearest(table: dict[tuple, tuple], shape: tuple[int, ...], weights: tuple[float, ...] = (1, 1, 1)) -> tuple:
+    """The entry whose shape is closest, in weighted factors of two summed over the axes; the first of equals."""
 
     def distance(entry: tuple[tuple, tuple]) -> float:
-        return sum(abs(math.log2(a / max(1, b))) for a, b in zip(entry[0], shape, strict=True))
+        return sum(w * abs(math.log2(a / max(1, b))) for w, a, b in zip(weights, entry[0], shape, strict=True))
 
     return min(table.items(), key=distance)[1]
 

@@ -57,10 +57,18 @@ def _norm_tile(
         w, acc = weight_and_product(
             W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION
         )
-    if SCALED:
-        acc = unscaled(acc, scale_n, scale_k, n, k, N, K)
-    v = w + s * acc
-    tl.store(partial + tile_k.to(tl.int64) * N + n, tl.sum(v * v, axis=1), mask=n < N)
+    if SCALED and TMA:  # a half of the columns at a time: the scales of 256 would spill
+        low, high = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N, 2, BLOCK_K // 2)), (0, 2, 1)))
+        w_low, w_high = tl.split(tl.permute(tl.reshape(w, (BLOCK_N, 2, BLOCK_K // 2)), (0, 2, 1)))
+        k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K // 2)
+        v = w_low + s * unscaled(low, scale_n, scale_k, n, k, N, K)
+        squares = tl.sum(v * v, axis=1)
+        v = w_high + s * unscaled(high, scale_n, scale_k, n, k + BLOCK_K // 2, N, K)
+        squares += tl.sum(v * v, axis=1)
+    else:
+        v = w + s * (unscaled(acc, scale_n, scale_k, n, k, N, K) if SCALED else acc)
+        squares = tl.sum(v * v, axis=1)
+    tl.store(partial + tile_k.to(tl.int64) * N + n, squares, mask=n < N)
 
 
 @triton.jit
@@ -193,7 +201,7 @@ def _launch(
 ) -> None:  # fmt: skip
     (N, K), R, half = W.shape, A.shape[0], W.element_size() == 2
     aligned = half and all(fits_tma(t) for t in (W, A, B))
-    config = norm_config(R, A.element_size() == 2, capability(W.device), aligned, half, by_n is not None)
+    config = norm_config(R, A.element_size() == 2, capability(W.device), aligned, half)
     block_n, block_k, block_r, precision, num_warps, num_stages, tma = config
     tiles = cdiv(K, block_k)
     partial = torch.empty((tiles, N), device=W.device, dtype=torch.float32)

@@ -32,5 +32,7 @@ def test_any_shape_on_any_gpu():
 
 def test_the_nearest_in_factors_of_two():
     table = {(16, 16): "small", (1024, 16): "tall"}
-    assert nearest(table, (100, 16)) == "small" and nearest(table, (200, 16)) == "tall"
-    assert nearest(table, (128, 16)) == "small"  # equals: the first
+    assert nearest(table, (100, 16), (1, 1)) == "small" and nearest(table, (200, 16), (1, 1)) == "tall"
+    assert nearest(table, (128, 16), (1, 1)) == "small"  # equals: the first
+    table = {(512, 16): "few tokens", (2048, 64): "large rank"}
+    assert nearest(table, (600, 128), (1, 1)) == "large rank" and nearest(table, (600, 128), (1, 0.25)) == "few tokens"
