@@ -1,14 +1,16 @@
 """Search the tiles of the layer's kernels on this GPU, and write the table they are chosen from.
 
-    python -m bench.tune [--ops gemm,scale,small] [--write fdora/triton/table.py] [--json FILE] [--commit H]
+    python -m bench.tune [--ops gemm,scale,small] [--missing] [--write fdora/triton/table.py] [--json FILE] [--commit H]
 
 Every candidate is checked against float32 torch on the same inputs, then timed in replayed CUDA graphs, all candidates of a
-shape in turns; the fastest is written. Nothing is ever timed outside this command.
+shape in turns; the fastest is written. ``--missing`` keeps what the table has and searches the other shapes. Nothing is ever
+timed outside this command.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import pprint
@@ -24,11 +26,11 @@ from fdora.triton.small import small_backward, small_forward
 
 # (M, N, K, r): the linears of 8B to 70B models, few and many tokens, small and large ranks
 GEMM_SHAPES = [
-    (128, 4096, 4096, 16), (512, 1024, 4096, 16), (512, 4096, 4096, 16), (512, 14336, 4096, 64), (512, 4096, 14336, 64),
-    (2048, 1024, 4096, 64), (2048, 4096, 4096, 64), (4096, 1024, 4096, 16), (4096, 4096, 4096, 16), (4096, 4096, 4096, 384),
-    (4096, 14336, 4096, 64), (4096, 4096, 14336, 64), (4096, 8192, 8192, 384), (4096, 28672, 8192, 64),
-    (4096, 8192, 28672, 64), (16384, 1024, 4096, 64), (16384, 4096, 4096, 64), (16384, 14336, 4096, 16),
-    (16384, 4096, 14336, 16),
+    (128, 4096, 4096, 16), (128, 14336, 4096, 64), (128, 4096, 14336, 64), (512, 1024, 4096, 16), (512, 4096, 4096, 16),
+    (512, 14336, 4096, 64), (512, 4096, 14336, 64), (1024, 4096, 4096, 64), (2048, 1024, 4096, 64), (2048, 4096, 4096, 64),
+    (4096, 1024, 4096, 16), (4096, 4096, 4096, 16), (4096, 4096, 4096, 384), (4096, 14336, 4096, 64),
+    (4096, 4096, 14336, 64), (4096, 8192, 8192, 384), (4096, 28672, 8192, 64), (4096, 8192, 28672, 64),
+    (16384, 1024, 4096, 64), (16384, 4096, 4096, 64), (16384, 14336, 4096, 16), (16384, 4096, 14336, 16),
 ]  # fmt: skip
 GEMM_CANDIDATES = [
     GemmConfig(True, bm, bn, bk, group, halves, persistent, warps, stages)
@@ -83,9 +85,9 @@ def close(got, want, what):
     assert error <= 5e-3, f"{what} is wrong by {error:.1e}"
 
 
-def tune_gemm(shapes):
+def tune_gemm(shapes, known):
     for forward in (True, False):
-        for M, N, K, r in shapes:
+        for M, N, K, r in (shape for shape in shapes if shape not in known.get(forward, {})):
             if not forward and M * N > 2**28:
                 continue
             x, h, W = randn(M, K), randn(M, r), randn(N, K, std=K**-0.5) if forward else randn(K, N, std=K**-0.5)
@@ -101,8 +103,8 @@ def tune_gemm(shapes):
             yield forward, (M, N, K, r), results, bare
 
 
-def tune_scale(shapes):
-    for M, N, r in shapes:
+def tune_scale(shapes, known):
+    for M, N, r in (shape for shape in shapes if shape not in known):
         K = 64
         dy, y, x, W, h, B = randn(M, N), randn(M, N), randn(M, K), randn(N, K), randn(M, r), randn(N, r)
         m, c = torch.rand(N, device="cuda") + 1, torch.ones(N, device="cuda")
@@ -122,10 +124,10 @@ def tune_scale(shapes):
         yield None, (M, N, r), fastest(make, candidates, lambda dB: close(dB, want, "scale")), 3 * dy.nbytes / 3e9
 
 
-def tune_small(shapes):
+def tune_small(shapes, known):
     """Weights in turn from a set larger than the cache: a decoding model reads each layer's W from memory."""
     for columns in (False, True):
-        for M, N, K in shapes:
+        for M, N, K in (shape for shape in shapes if shape not in known.get(columns, {})):
             shape = (K, N) if columns else (N, K)
             Ws = [randn(*shape, std=K**-0.5) for _ in range(max(2, 2**28 // (2 * N * K)))]
             x, A, B, h, a = randn(M, K), randn(16, K, std=K**-0.5), randn(N, 16), randn(K, 16, std=K**-0.5), randn(16, N)
@@ -160,6 +162,7 @@ NOTES = {
 def main():
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--ops", default="gemm,scale,small")
+    options.add_argument("--missing", action="store_true", help="only shapes that the table lacks")
     options.add_argument("--write", type=Path)
     options.add_argument("--json", type=Path)
     options.add_argument("--commit", help="recorded in the JSON")
@@ -171,8 +174,8 @@ def main():
     rows = []
     for op in options.ops.split(","):
         search, shapes = OPS[op]
-        new: dict = {}
-        for half, shape, results, bare in search(shapes):
+        new: dict = copy.deepcopy(tables[op]) if options.missing else {}
+        for half, shape, results, bare in search(shapes, new):
             best, ms = results[0]
             (new if half is None else new.setdefault(half, {}))[shape] = tuple(best)
             line = {"op": op, "side": half, "shape": shape, "bare_ms": round(bare, 4), "best": tuple(best), "ms": round(ms, 4)}

@@ -67,7 +67,8 @@ def gemm_config(M: int, N: int, K: int, r: int, w_rows: bool, extra: bool, capab
     if not 90 <= capability < 120:
         narrow = M <= 64 or N <= 64
         return GemmConfig(False, 64 if narrow else 128, 64 if narrow else 128, 32, 8, False, False, 4 if narrow else 8, 3)
-    config = GemmConfig(*nearest(GEMM[w_rows], (M, N, K, r), (1, 1, 1, 0.25)))
+    tiles = {shape: tile for shape, tile in GEMM[w_rows].items() if tile[1] <= max(64, power_of_two(M))}  # none taller than x
+    config = GemmConfig(*nearest(tiles, (M, N, K, r), (1, 1, 1, 0.25)))
     if not extra or config.BLOCK_M * config.BLOCK_N <= 16384:
         return config
     if capability >= 100:  # it would spill there
