@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fdora import eager
 
-# name -> package with the modules norm, compose, linear and merge. Filled at import: a lazy import inside a forward
+# name -> package with the modules norm, compose, linear, act and merge. Filled at import: a lazy import inside a forward
 # breaks torch.compile(fullgraph=True).
 OPS: dict[str, Any] = {"eager": eager}
 OLDEST = (8, 0)  # the first NVIDIA GPU whose tensor cores multiply bfloat16
@@ -22,7 +22,7 @@ OLDEST = (8, 0)  # the first NVIDIA GPU whose tensor cores multiply bfloat16
 def _with_kernels(kernels: ModuleType) -> SimpleNamespace:
     """The eager package with each function replaced that has a kernel."""
     merged = SimpleNamespace()
-    for name in ("norm", "compose", "linear", "merge"):
+    for name in ("norm", "compose", "linear", "act", "merge"):
         functions = vars(getattr(eager, name)) | vars(getattr(kernels, name, SimpleNamespace()))
         setattr(merged, name, SimpleNamespace(**{n: f for n, f in functions.items() if callable(f) and n[0] != "_"}))
     return merged
