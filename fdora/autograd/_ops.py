@@ -67,7 +67,11 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     For a Function with setup_context that is to ask inspect for the signature of ``forward`` and bind by name, on every
     apply: half of the host time of a small layer. Ours are all positional, with no defaults.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
+        # Without a graph to build Dynamo would hand a forward that takes *args its ctx as well (torch 2.13): do without apply.
+        wanted = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        return function.apply(*args) if wanted else function.forward(*args)
+    if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +31,13 @@ def layers_of(flat: Any) -> list[Layer]:
     return [Layer(*flat[i : i + SIZE]) for i in range(0, len(flat), SIZE)]
 
 
+def flat_of(layers: list[Layer]) -> list[Any]:
+    return [value for la in layers for value in la]
+
+
 def group(x: Tensor, layers: list[Layer], *options: Any) -> tuple[Tensor, ...]:
     """One y for each layer; the options of Group.forward."""
-    return apply(Group, x, *options, *chain(*layers))[: len(layers)]
+    return apply(Group, x, *options, *flat_of(layers))[: len(layers)]
 
 
 def layers_fwd(ops: Any, x: Tensor, layers: list[Layer], p: float, mode: str) -> tuple[list[Tensor], Tensor, list[Tensor]]:
@@ -121,7 +124,7 @@ class Group(torch.autograd.Function):
             inner if has else y if la.keep != "nothing" else None
             for y, inner, has, la in zip(ys, inners, ctx.kept_inner, layers, strict=True)
         ]
-        ctx.save_for_backward(x, h, *kept, *chain(*(la[:TENSORS] for la in layers)))
+        ctx.save_for_backward(x, h, *kept, *(t for la in layers for t in la[:TENSORS]))
 
     @staticmethod
     def backward(ctx: Any, *dys):
@@ -136,8 +139,8 @@ class Group(torch.autograd.Function):
             args = (list(dys[:n]), x, layers, h, kept, ctx.kept_inner, ctx.p, ctx.mode, need_x, needs)
             dx, *grads = layers_bwd(OPS[ctx.backend].linear, *args)
         else:
-            flags = (need_x, *chain(*needs))
-            args = (ctx.p, ctx.mode, ctx.backend, ctx.kept_inner, need_x, needs, x, h, *dys[:n], *kept, *chain(*layers))
+            flags = (need_x, *(need for each in needs for need in each))
+            args = (ctx.p, ctx.mode, ctx.backend, ctx.kept_inner, need_x, needs, x, h, *dys[:n], *kept, *flat_of(layers))
             dx, *grads = spread(apply(GroupBwd, *args), flags)
         #      x   p     mode  backend
         return dx, None, None, None, *to_inputs(grads, layers)

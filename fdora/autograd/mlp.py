@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fdora.autograd._ops import OPS, apply, autocast_off, autocast_on, no_graph, no_second_derivative, only, spread
-from fdora.autograd.group import TENSORS, Layer, layers_bwd, layers_fwd, layers_of, of_layers, to_inputs
+from fdora.autograd.group import TENSORS, Layer, flat_of, layers_bwd, layers_fwd, layers_of, of_layers, to_inputs
 from fdora.eager.act import ACTS as ACTS
 
 
@@ -19,8 +18,9 @@ def mlp(x: Tensor, gate: Layer, up: Layer, down: Layer, *options: Any) -> Tensor
 
 
 def mlp_bwd(
-    ops: Any, dy: Tensor, x: Tensor, h: Tensor, h_down: Tensor, ys: tuple[Tensor | None, ...], inners: tuple[Tensor | None, ...],
-    layers: list[Layer], act: str, p: float, mode: str, need_x: bool, needs: list[tuple[bool, ...]],
+    ops: Any, dy: Tensor, x: Tensor, h: Tensor, h_down: Tensor, ys: tuple[Tensor | None, ...],
+    inners: tuple[Tensor | None, ...], layers: list[Layer], act: str, p: float, mode: str, need_x: bool,
+    needs: list[tuple[bool, ...]],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """dx, then dA, dB, dm, dc, dbias (in acc_dtype) of gate, up and down."""
 
@@ -33,7 +33,7 @@ def mlp_bwd(
         ops.linear.output(inner, la.m, la.c, la.bias) if y is None else y
         for y, inner, la in zip(ys[:2], inners[:2], layers[:2], strict=True)
     )
-    need_a = need_x or any(chain(*needs[:2]))
+    need_a = need_x or any(map(any, needs[:2]))
     da, *of_down = bwd([dy], ops.act.act_fwd(gate, up, act), slice(2, 3), h_down, need_a)
     if not need_a:
         return None, *[None] * 10, *of_down
@@ -71,7 +71,7 @@ class Mlp(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         gate, up, *inners = (None if t.dim() == 1 else t for t in kept)
         y = y if inners[2] is None and layers[2].keep != "nothing" else None
-        ctx.save_for_backward(x, h, h_down, gate, up, y, *inners, *chain(*(la[:TENSORS] for la in layers)))
+        ctx.save_for_backward(x, h, h_down, gate, up, y, *inners, *(t for la in layers for t in la[:TENSORS]))
 
     @staticmethod
     def backward(ctx: Any, dy, *_):
@@ -85,8 +85,8 @@ class Mlp(torch.autograd.Function):
             args = (dy, x, h, h_down, kept[:3], kept[3:], layers, ctx.act, ctx.p, ctx.mode, need_x, needs)
             dx, *grads = mlp_bwd(OPS[ctx.backend], *args)
         else:
-            args = (ctx.act, ctx.p, ctx.mode, ctx.backend, need_x, needs, dy, *saved, *chain(*layers))
-            dx, *grads = spread(apply(MlpBwd, *args), (need_x, *chain(*needs)))
+            args = (ctx.act, ctx.p, ctx.mode, ctx.backend, need_x, needs, dy, *saved, *flat_of(layers))
+            dx, *grads = spread(apply(MlpBwd, *args), (need_x, *(need for each in needs for need in each)))
         #      x   act   p     mode  backend
         return dx, None, None, None, None, *to_inputs(grads, layers)
 

@@ -7,7 +7,8 @@ dB = dz^T h. s is applied where h and dh are rounded, so no other factor is scal
 "peft" dropout, y = x W^T + (g - 1) inner + s x' A^T B^T + bias with inner = D(x) W^T + s D(x) A^T B^T: two such products, the
 first writes inner, the second adds (g - 1) inner. Its backward is one product: (dz - dy) W and dh A masked, then dy W.
 
-Layers that share x share the product for h (``down``), and each adds its dx to that of the one before (``onto``) where dx is stored.
+Layers that share x share the product for h (``down``), and each adds its dx to that of the one before where it is stored
+(``onto``).
 
 float32: products by cuBLAS in the precision that torch.set_float32_matmul_precision asks for; g and bias in one pass.
 """
@@ -48,8 +49,8 @@ def linear_bwd(
     if not traced(dy):
         return _backward(*args, needs, onto)
     found = iter(linear_backward(*args, list(needs)))
-    grads = tuple(next(found) if need else None for need in needs)
-    return grads if onto is None or not needs[0] else (onto + grads[0], *grads[1:])
+    dx, *grads = (next(found) if need else None for need in needs)
+    return (dx if dx is None or onto is None else onto + dx, *grads)
 
 
 def down(x: Tensor, As: Sequence[Tensor], s: Sequence[float]) -> Tensor | None:
