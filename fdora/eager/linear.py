@@ -134,10 +134,9 @@ def down(x: Tensor, As: Sequence[Tensor], s: Sequence[float]) -> Tensor | None:
 
 
 def output(inner: Tensor, m: Tensor, c: Tensor, bias: Tensor | None) -> Tensor:
-    """y again from inner, without "peft" dropout."""
-    acc = acc_dtype(inner.dtype)
-    out = inner.to(acc) * scale(m, c)
-    return cast(out if bias is None else out + bias.to(acc), inner.dtype)
+    """y again from inner, without "peft" dropout: the same bits where inner was not rounded."""
+    g, wide = scale(m, c), inner.to(acc_dtype(inner.dtype))
+    return cast(wide * g if bias is None else torch.addcmul(bias.to(wide.dtype), wide, g), inner.dtype)
 
 
 def frozen_fwd(x: Tensor, W: Tensor, bias: Tensor | None) -> Tensor:
