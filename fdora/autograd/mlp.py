@@ -77,7 +77,8 @@ class Mlp(torch.autograd.Function):
     def backward(ctx: Any, dy, *_):
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
-        saved, flat = ctx.saved_tensors[:9], ctx.saved_tensors[9:]
+        tensors = ctx.saved_tensors  # once: checkpoint forms them again when they are asked for
+        saved, flat = tensors[:9], tensors[9:]
         layers = [Layer(*flat[TENSORS * i : TENSORS * (i + 1)], *ctx.plain[i]) for i in range(3)]
         need_x, needs = ctx.needs_input_grad[0], of_layers(ctx.needs_input_grad[5:])
         if no_graph() and not autocast_on(dy):

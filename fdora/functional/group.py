@@ -81,6 +81,7 @@ def dora_linear_group(
     if not layers:
         raise fail(fn, "layers", "at least one DoraLayer", "none", "Pass the layers that read x.")
     for i, layer in enumerate(layers):
+        check_is_layer(f"{fn}: layers[{i}]", layer)
         check_member(f"{fn}: layers[{i}]", x, layer)
     check_dropout(fn, dropout_p, dropout_mode)
     x = cast_x(fn, x, layers[0].W)
@@ -91,9 +92,12 @@ def dora_linear_group(
     return ys if x.dim() == 2 else tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys)
 
 
-def check_member(fn: str, x: Tensor, layer: DoraLayer) -> None:
+def check_is_layer(fn: str, layer: object) -> None:
     if not isinstance(layer, DoraLayer):
         raise fail(fn, "layer", "a DoraLayer", f"a {type(layer).__name__}", "Write DoraLayer(W, A, B, m, s=s).")
+
+
+def check_member(fn: str, x: Tensor, layer: DoraLayer) -> None:
     W, A, B, m, s, bias, norm = layer
     if A is not None and B is not None and m is not None:
         check_layer(fn, x, W, A, B, m, s, bias, norm)  # type: ignore[arg-type]  # it says what is wrong with s

@@ -11,7 +11,7 @@ from fdora._check import check_shapes, fail
 from fdora._dispatch import Backend
 from fdora.autograd.mlp import ACTS, mlp
 from fdora.functional.backend import select_backend
-from fdora.functional.group import DoraLayer, check_member, prepared, seeds_for
+from fdora.functional.group import DoraLayer, check_is_layer, check_member, prepared, seeds_for
 from fdora.functional.linear import cast_x, check_dropout
 
 
@@ -61,19 +61,19 @@ def dora_mlp(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5; Shazeer, GLU Variants, 2020, arXiv:2002.05202.
     """
     fn = "dora_mlp"
-    for label, layer in (("gate", gate), ("up", up)):
-        check_member(f"{fn}: {label}", x, layer)
-    F, K = check_shapes(fn, {"gate.W": "F K", "up.W": "F K"}, {"gate.W": gate.W, "up.W": up.W}).values()
-    check_member(f"{fn}: down", x.new_empty((0, F)), down)
+    layers = {"gate": gate, "up": up, "down": down}
+    for label, layer in layers.items():
+        check_is_layer(f"{fn}: {label}", layer)
+    axes = {"gate.W": "F K", "up.W": "F K", "down.W": "N F"}
+    sizes = check_shapes(fn, axes, {f"{label}.W": layer.W for label, layer in layers.items()})
+    for label, layer in layers.items():
+        check_member(f"{fn}: {label}", x.new_empty((0, sizes["F"])) if layer is down else x, layer)
     if act not in ACTS:
         raise fail(fn, "act", f"one of {', '.join(ACTS)}", repr(act), "Other activations need dora_linear for each layer.")
     check_dropout(fn, dropout_p, dropout_mode)
     x = cast_x(fn, x, gate.W)
     name = select_backend(x, backend=backend).name
     seeds = seeds_for(fn, seed, 3, dropout_p, x)
-    ready = [
-        prepared(x, layer, s, keep, name)
-        for layer, s, keep in zip((gate, up, down), seeds, (False, False, keep_inner), strict=True)
-    ]
-    y = mlp(x.reshape(-1, K), *ready, act, dropout_p, dropout_mode if dropout_p else "lora", name)
+    ready = [prepared(x, la, s, keep_inner and la is down, name) for la, s in zip(layers.values(), seeds, strict=True)]
+    y = mlp(x.reshape(-1, x.shape[-1]), *ready, act, dropout_p, dropout_mode if dropout_p else "lora", name)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])

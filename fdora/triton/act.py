@@ -45,14 +45,15 @@ def _act_bwd_kernel(da, gate, up, dgate, dup, count, ACT: tl.constexpr, BLOCK: t
     u = tl.load(up + at, mask=at < count).to(tl.float32)
     d = tl.load(da + at, mask=at < count).to(tl.float32)
     share = _share(z, ACT)
+    f = z * share
     if ACT == "silu":
-        slope = share * (1 + z * (1 - share))
+        slope = share + f * (1 - share)
     elif ACT == "gelu":
         slope = share + z * tl.exp(-0.5 * z * z) * DENSITY_0
     else:
-        slope = share * (1 + z * (1 - share) * TWICE_ROOT_2_OVER_PI * (1 + 3 * CUBIC * z * z))
+        slope = share + f * (1 - share) * TWICE_ROOT_2_OVER_PI * (1 + 3 * CUBIC * z * z)
     tl.store(dgate + at, (d * u * slope).to(dgate.dtype.element_ty), mask=at < count)
-    tl.store(dup + at, (d * z * share).to(dup.dtype.element_ty), mask=at < count)
+    tl.store(dup + at, (d * f).to(dup.dtype.element_ty), mask=at < count)
 
 
 def act_fwd(gate: Tensor, up: Tensor, act: str) -> Tensor:

@@ -165,7 +165,10 @@ def extreme_gates_stay_finite():
     big = DoraLayer(*(t[0][n] for n in "WABm"), 0.7, torch.tensor([-1e4, -100, 0, 100, 1e4, 88, -88, 1e-30, 5.0]).to(t[0]["x"]))
     for act in ACTS:
         x = t[0]["x"].detach().float().requires_grad_()
-        members = [DoraLayer(*(v.float() if isinstance(v, torch.Tensor) else v for v in la)) for la in (big, packed(t[1]), packed(t[2]))]
+        members = [
+            DoraLayer(*(v.float() if isinstance(v, torch.Tensor) else v for v in la))
+            for la in (big, packed(t[1]), packed(t[2]))
+        ]
         y = dora_mlp(x, *members, act=act)
         (dx,) = torch.autograd.grad(y.sum(), x)
         assert y.isfinite().all() and dx.isfinite().all(), act
