@@ -25,9 +25,9 @@ def _share(z, ACT: tl.constexpr):
     if ACT == "silu":
         return tl.sigmoid(z)
     elif ACT == "gelu":
-        return 0.5 * (1 + tl.erf(z * ROOT_HALF))
+        return 0.5 + 0.5 * tl.erf(z * ROOT_HALF)
     else:
-        return tl.sigmoid(TWICE_ROOT_2_OVER_PI * (z + CUBIC * z * z * z))
+        return tl.sigmoid((z + z * z * z * CUBIC) * TWICE_ROOT_2_OVER_PI)
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _act_bwd_kernel(da, gate, up, dgate, dup, count, ACT: tl.constexpr, BLOCK: t
     elif ACT == "gelu":
         slope = share + z * tl.exp(-0.5 * z * z) * DENSITY_0
     else:
-        slope = share + f * (1 - share) * TWICE_ROOT_2_OVER_PI * (1 + 3 * CUBIC * z * z)
+        slope = share + f * (1 - share) * (1 + z * z * CUBIC * 3) * TWICE_ROOT_2_OVER_PI
     tl.store(dgate + at, (d * u * slope).to(dgate.dtype.element_ty), mask=at < count)
     tl.store(dup + at, (d * f).to(dup.dtype.element_ty), mask=at < count)
 
