@@ -70,22 +70,17 @@ def grouped(**options):
     return f
 
 
-SHAPES = {"odd": ((33, 70, 5), (40, 70, 20), (17, 70, 3)), "even": ((136, 72, 24), (40, 72, 8), (72, 72, 64))}
+SHAPES = {"odd": ((33, 70, 5), (40, 70, 20), (17, 70, 3)), "even": ((40, 72, 8), (72, 72, 24), (72, 72, 64))}
 
 
 @pytest.mark.parametrize("mode", DROPOUT)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("M", [1, 40, 70])
+@pytest.mark.parametrize("M", [3, 70])
 def test_a_group_as_the_eager_backend(M, dtype, mode):
     """Few tokens and many, h in one product and (unequal s, dropout) not, a layer without an adapter first or last."""
     seeds = {} if mode == "none" else {"seed": [1, 2, 3]}
-    for s, adapter, frozen in (
-        ((0.7,) * 3, dtype, ()),
-        ((0.7, -1.5, 2.0), torch.float32, ()),
-        ((0.7,) * 3, dtype, (0,)),
-        ((0.7,) * 3, dtype, (2,)),
-    ):
-        layers = inputs(M, dtype, adapter, SHAPES["odd" if frozen else "even"], s)
+    for s, adapter, frozen in (((0.7, 0.7, 0.7), dtype, (0,)), ((0.7, -1.5, 2.0), torch.float32, (2,))):
+        layers = inputs(M, dtype, adapter, SHAPES["even" if frozen == (0,) else "odd"], s)
         close_to_eager(grouped(**DROPOUT[mode], **seeds), layers, dtype, f"{s} {frozen}", frozen=frozen)
 
 
@@ -100,9 +95,9 @@ def mlp(**options):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("M", [3, 70])
 def test_the_mlp_as_the_eager_backend(M, dtype, act):
-    for mode in DROPOUT if act == "silu" else ("none",):
+    for mode in ("none", "peft") if act == "silu" else ("none",):
         seeds = {} if mode == "none" else {"seed": [1, 2, 3]}
-        layers = inputs(M, dtype, dtype, ((136, 72, 24), (136, 72, 8), (40, 136, 16)))
+        layers = inputs(M, dtype, dtype, ((72, 40, 24), (72, 40, 8), (40, 72, 16)))
         close_to_eager(mlp(act=act, **DROPOUT[mode], **seeds), layers, dtype, mode)
 
 
@@ -179,8 +174,8 @@ def test_adding_onto_tiles_by_tma(monkeypatch):
     """The kernel of Hopper, interpreted: dx of the second layer on that of the first, ragged, several tiles a program."""
     from fdora.triton import gemm
 
-    layers = inputs(70, HALF[0], HALF[0], ((136, 80, 24), (40, 80, 8), (64, 80, 8)))
-    for mode in DROPOUT:
+    layers = inputs(70, HALF[0], HALF[0], ((72, 80, 24), (40, 80, 8), (64, 80, 8)))
+    for mode in ("none", "peft"):
         f = grouped(**DROPOUT[mode], **({} if mode == "none" else {"seed": [1, 2, 3]}))
         want, launched, real = run(f, layers, "triton"), [], gemm._launch_tma
         with monkeypatch.context() as patch:
