@@ -55,12 +55,13 @@ def linear_bwd(
 
 def down(x: Tensor, As: Sequence[Tensor], s: Sequence[float]) -> Tensor | None:
     """s x A^T of several layers side by side, (M, sum of r): one product reads x once. None for few tokens, where x is small
-    and the product hides behind that with W."""
+    and the product hides behind that with W; a compiler should not have to ask for their number."""
     t = x.dtype
-    if is_small(x) and t != torch.float32:
-        return None
-    if not traced(x) and len(set(s)) == 1:
-        return _product(x, torch.cat([A.to(t) for A in As]).T, s[0])
+    if not traced(x):
+        if is_small(x) and t != torch.float32:
+            return None
+        if len(set(s)) == 1:
+            return _product(x, torch.cat([A.to(t) for A in As]).T, s[0])
     return x @ torch.cat([(si * A.float()).to(t) for A, si in zip(As, s, strict=True)]).T
 
 
@@ -77,7 +78,7 @@ def _linear(
         inner_kept = _keeps_inner(t, bias, seed, mode, keep)
         if t == torch.float32:
             out = _linear_float32(x, W, A, B, m, c, bias, seed, s, p, mode, inner_kept, h)
-        elif seed is None and is_small(x) and h is None:
+        elif seed is None and is_small(x):  # it forms h in passing, faster than it could read one
             out = small_forward(x, W, A, B, m, c, bias, s, inner_kept)
         else:
             xd = drop(x, seed, p)

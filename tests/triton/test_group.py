@@ -9,7 +9,8 @@ from tests.checks.group import joined, named
 from tests.checks.mlp import ACTS
 from tests.close import assert_within, rel_l2
 from tests.make import grads, tensors, tracked
-from tests.triton.marks import DTYPES, HALF, INTERPRETED, needs_kernels  # noqa: F401
+from tests.memory import peak_bytes
+from tests.triton.marks import DTYPES, HALF, INTERPRETED, needs_gpu, needs_kernels
 
 pytestmark = needs_kernels
 DROPOUT = {"none": {}, "lora": dict(dropout_p=0.3, dropout_mode="lora"), "peft": dict(dropout_p=0.3, dropout_mode="peft")}
@@ -138,19 +139,6 @@ def test_the_activation(act, dtype):
     assert kernels.act_fwd(gate[:0], up[:0], act).shape == (0, 131)
 
 
-def test_opcheck():
-    from fdora.triton.act import activation, activation_backward
-    from fdora.triton.linear import linear
-
-    gate, up, da = (torch.randn(6, 40, device=device.NAME) for _ in range(3))
-    torch.library.opcheck(activation, (gate, up, "silu"))
-    torch.library.opcheck(activation_backward, (da, gate, up, "gelu"))
-    t = tensors(40, 72, 16, (70,), HALF[0])
-    c = dora_norm(t["W"], t["A"], t["B"], s=t["s"])
-    h = t["x"] @ t["A"].T
-    torch.library.opcheck(linear, (*(t[n] for n in "xWABm"), c, None, None, 0.7, 0.0, "lora", "inner", h))
-
-
 def test_under_transforms():
     """Where ops are opaque dx is added outside of them: the same numbers, for each token by itself too."""
     layers = inputs(5, torch.float32, torch.float32, ((40, 24, 4), (40, 24, 4), (16, 40, 4)), (0.7, 0.5, 2.0))
@@ -167,6 +155,72 @@ def test_under_transforms():
         each = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(0, None))(x[:, None], m)
         torch.testing.assert_close(each[0][:, 0], want[0], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(each[1].sum(0), want[1], rtol=1e-4, atol=1e-4)
+
+
+def both_ways(x, As, layers):
+    members = [packed(t | {"A": A}, True) for t, A in zip(layers, As, strict=True)]
+    return dora_mlp(x, *members, backend="triton"), *dora_linear_group(x, members[:2], backend="triton")
+
+
+def step(f, x, As, layers):
+    x, *As = (v.detach().requires_grad_() for v in (x, *As))
+    ys = f(x, As, layers)
+    return [*(y.detach() for y in ys), *torch.autograd.grad([y.sum() for y in ys], [x, *As])]
+
+
+def test_compiled():
+    """Another number of tokens, few ones too, costs one compilation more and then none."""
+    torch._dynamo.reset()
+    through = "aot_eager" if INTERPRETED else "inductor"
+    f = torch.compile(both_ways, fullgraph=True, backend=through)
+    for i, M in enumerate((70, 90, 40)):
+        layers = inputs(M, HALF[0], HALF[0], ((40, 24, 8), (40, 24, 8), (16, 40, 8)))
+        args = layers[0]["x"], [t["A"] for t in layers], layers
+        with torch._dynamo.config.patch(error_on_recompile=i > 1):
+            for got, want in zip(step(f, *args), step(both_ways, *args), strict=True):
+                assert got.dtype == want.dtype and rel_l2(got, want) <= 2e-3
+
+
+@needs_gpu
+@pytest.mark.parametrize("M", [40, 200])
+def test_captured_in_a_graph(M):
+    layers = inputs(M, HALF[0], HALF[0], ((136, 72, 24), (136, 72, 24), (40, 136, 16)))
+    args = layers[0]["x"], [t["A"] for t in layers], layers
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step(both_ways, *args)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(both_ways, *args)
+    layers[0]["x"].mul_(-0.5)
+    for v in out:
+        v.fill_(float("nan"))
+    graph.replay()
+    for got, want in zip(out, step(both_ways, *args), strict=True):
+        assert rel_l2(got, want) <= 1e-3
+
+
+@needs_gpu
+def test_the_memory_of_an_mlp():
+    """Kept: gate, up, y and the h. At the peak of backward: gate, up, their gradients, one dz, and what has the size of x."""
+    M, K, width, r = 8192, 512, 4096, 16
+    layers = inputs(M, HALF[0], HALF[0], ((width, K, r), (width, K, r), (K, width, r)))
+    members = [packed(t, False) for t in layers]
+    leaves = [t.requires_grad_() for t in (layers[0]["x"], *(v for la in members for v in la[1:4]))]
+    dy = torch.randn(M, K, device=device.NAME, dtype=HALF[0])
+    wide, narrow = 2 * M * width, 2 * M * K
+
+    def both():
+        return torch.autograd.grad(dora_mlp(leaves[0], *members), leaves, dy)
+
+    assert peak_bytes(both, "cuda") <= 5 * wide + 4 * narrow + wide // 2
+    before = torch.cuda.memory_allocated()
+    y = dora_mlp(leaves[0], *members)
+    kept = torch.cuda.memory_allocated() - before
+    assert y.requires_grad and kept <= 2 * wide + narrow + 2 * M * 3 * r + (1 << 20), kept
 
 
 @pytest.mark.skipif("device.NAME != 'cpu'", reason="a GPU chooses TMA by itself; this is for the interpreter")
