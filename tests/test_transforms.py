@@ -272,6 +272,34 @@ def test_autocast(dtype, base_dtype):
         assert rel_l2(a, d) <= 2 * limit, n
 
 
+@pytest.mark.parametrize("name", ["group", "mlp"])
+def test_autocast_of_layers_together(name):
+    """As for one layer: the dtype of autocast out, gradients of float32 parameters in float32, the same inside and outside."""
+    op, t = OPS[name], inputs(OPS[name], 128, torch.float32)
+    leaves = {n: t[n].requires_grad_() for n in op.trained}
+    want = op.call(**{n: v.double() for n, v in t.items()})
+    with torch.autocast(device.NAME, torch.bfloat16):
+        y = op.call(**t)
+        dy = torch.randn_like(y)
+        inside = torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=True)
+    outside = torch.autograd.grad(y, list(leaves.values()), dy)
+    truth = torch.autograd.grad(want, list(leaves.values()), dy.double())
+    assert y.dtype == torch.bfloat16 and rel_l2(y, want) <= 1e-2
+    for n, a, b, d in zip(leaves, inside, outside, truth, strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b) and rel_l2(a, d) <= 2e-2, (n, rel_l2(a, d))
+
+
+@pytest.mark.parametrize("name", ["group", "mlp"])
+def test_compiled_without_a_graph(name):
+    """Nothing requires grad, or grad mode is off: Dynamo takes another road there."""
+    op, t = OPS[name], inputs(OPS[name])
+    torch._dynamo.reset()
+    f = torch.compile(op.call, fullgraph=True, backend="aot_eager")
+    assert_exact(f(**t), op.call(**t))
+    with torch.no_grad():
+        assert_exact(f(**(t | {"x": t["x"].clone().requires_grad_()})), op.call(**t))
+
+
 def test_autocast_leaves_float64_and_the_other_ops_alone():
     for name, op in OPS.items():
         t = inputs(op)

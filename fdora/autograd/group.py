@@ -43,7 +43,7 @@ def group(x: Tensor, layers: list[Layer], *options: Any) -> tuple[Tensor, ...]:
 def layers_fwd(ops: Any, x: Tensor, layers: list[Layer], p: float, mode: str) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     """Each y; h of all, side by side; each inner, or an empty vector (a Function has no other way to say None to vmap)."""
     As, s = [la.A for la in layers if la.A is not None], [la.s for la in layers if la.A is not None]
-    shared = ops.down(x, As, s) if As and not p else None
+    shared = ops.down(x, As, s) if len(As) > 1 and not p else None
     given = iter([None] * len(As) if shared is None else shared.split([A.shape[0] for A in As], 1))
     ys, hs, inners = [], [], []
     for la in layers:
@@ -55,7 +55,7 @@ def layers_fwd(ops: Any, x: Tensor, layers: list[Layer], p: float, mode: str) ->
         ys.append(y)
         inners.append(inner[0] if inner else x.new_empty(0))
     if shared is None:
-        shared = torch.cat(hs, 1) if hs else x.new_empty((x.shape[0], 0))
+        shared = hs[0] if len(hs) == 1 else torch.cat(hs, 1) if hs else x.new_empty((x.shape[0], 0))
     return ys, shared, inners
 
 

@@ -65,6 +65,15 @@ def test_changing_the_output_in_place_is_an_error_or_allowed():
     y = dora_linear(*args, s=0.7, keep_inner=True)
     y += 1
     y.sum().backward()
+    for keep_inner in (False, True) if device.NAME == "cpu" else (True,):
+        mlp = [layer(F_IN, K), layer(F_IN, K), layer(K, F_IN)]
+        for ys in (dora_linear_group(t["x"], mlp[:2], keep_inner=keep_inner), [dora_mlp(t["x"], *mlp, keep_inner=keep_inner)]):
+            ys[0].add_(1)
+            if keep_inner:
+                ys[0].sum().backward()
+            else:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    ys[0].sum().backward()
 
 
 def kept_for_backward(f, *given):
