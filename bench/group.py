@@ -193,7 +193,6 @@ def run(model: str, part: str, M: int, r: int, adapter: str, options) -> list[di
         if name in ("separate", "fdora"):
             wrong = ", ".join(f"{key} by {e:.1e}" for key, e in error[name].items() if not e <= TOLERANCE[part])
             assert not wrong, f"{name} is wrong: {wrong}"
-        free(device)
         peak[name] = round(peak_bytes(way.both, device) / 2**20, 2)
         size = kept_bytes(way)
         if size is not None:
