@@ -8,6 +8,7 @@ import fdora
 import fdora.functional as F
 
 SIGNATURES = {
+    "DoraLayer": "(W, A=None, B=None, m=None, s=None, bias=None, norm=None)",
     "DoraParams": "(A, B, m)",
     "NormState": "(c, fingerprint)",
     "dora_base_sqnorm": "(W, *, max_bytes=None, backend='auto')",
@@ -16,7 +17,10 @@ SIGNATURES = {
     "dora_init": "(W, r, *, dtype=None, generator=None)",
     "dora_linear": "(x, W, A, B, m, *, s, bias=None, norm=None, dropout_p=0.0, dropout_mode='lora', seed=None, "
     "keep_inner=False, backend='auto')",
+    "dora_linear_group": "(x, layers, *, dropout_p=0.0, dropout_mode='lora', seed=None, keep_inner=False, backend='auto')",
     "dora_merge": "(W, A, B, m, *, s, norm=None, backend='auto')",
+    "dora_mlp": "(x, gate, up, down, *, act='silu', dropout_p=0.0, dropout_mode='lora', seed=None, keep_inner=False, "
+    "backend='auto')",
     "dora_norm": "(W, A, B, *, s, base_sqnorm=None, detach=True, max_bytes=None, state=None, squared=False, backend='auto')",
     "dora_norm_state": "(W)",
     "dora_scale": "(m, c)",

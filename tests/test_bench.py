@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
-from bench import host, layer, layers12, ways
+from bench import group, host, layer, layers12, ways
 from bench.attempt import Failures
 from bench.truth import Truth
 from fdora.functional import dora_linear
@@ -102,6 +102,36 @@ def test_cases():
     assert layer.cases(layer.parse(["--shapes=48x32", "--M=8", "--r=4"])) == [(8, 48, 32, 4, "bf16")]
     with pytest.raises(SystemExit):
         layer.parse(["--ways", "fdroa"])
+
+
+# layers that share their input
+
+GROUP = "--models tiny --M 24 --r 4 --runs 1 "
+
+
+def test_group(tmp_path):
+    rows = run(group, tmp_path, GROUP + "--parts qkv,gate_up --ways fdora")["rows"]
+    rows += run(group, tmp_path, GROUP + "--parts mlp")["rows"]
+    assert [(row["part"], row["mode"]) for row in rows] == [(p, m) for p in group.PARTS for m in ("fwd", "fwd_bwd")]
+    for row in rows:
+        names = group.WAYS if row["part"] == "mlp" else ("fdora",)
+        assert set(row["ms"]) == set(row["peak_mb"]) == set(names) and row["failed"] == {}
+        assert set(row["ratio"]) == {f"fdora/{n}" for n in names} - {"fdora/fdora"}
+        layers, outputs = {"qkv": (3, 3), "gate_up": (2, 2), "mlp": (3, 1)}[row["part"]]
+        assert len(row["error"]["fdora"]) == 1 + 3 * layers + 2 * outputs
+        assert max(row["error"]["fdora"].values()) < group.TOLERANCE[row["part"]]
+    kept = rows[-1]["kept_mb"]
+    assert kept["fdora"] == round(24 * 2 * (2 * 96 + 3 * 4 + 64) / 2**20, 2) < kept["separate"]
+
+
+def test_group_sees_a_wrong_result(tmp_path, monkeypatch):
+    from fdora.functional import dora_mlp
+
+    monkeypatch.setattr(group, "dora_mlp", lambda x, gate, up, down: dora_mlp(x, gate, up, down._replace(s=4.0)))
+    with pytest.raises(SystemExit, match=r"fdora is wrong: .*dA2 by "):
+        run(group, tmp_path, GROUP + "--parts mlp --ways separate,fdora")
+    row = json.loads((tmp_path / "result.json").read_text())["rows"][0]
+    assert "fdora" not in row["ms"] and "separate" in row["ms"]
 
 
 # what the layers are compared with

@@ -35,6 +35,19 @@ def compose(**change):
     return F.dora_compose(**({"base": torch.randn(3, N), "lora": torch.randn(3, N), "g": torch.rand(N), "s": 2.0} | change))
 
 
+def layer(**change):
+    return F.DoraLayer(**({n: good()[n] for n in ("W", "A", "B", "m", "s")} | change))
+
+
+def group(*layers, **extra):
+    return F.dora_linear_group(good()["x"], layers, **extra)
+
+
+def mlp(gate=None, up=None, down=None, **extra):
+    back = layer(W=torch.randn(4, N), A=torch.randn(r, N), B=torch.randn(4, r), m=torch.rand(4))
+    return F.dora_mlp(good()["x"], gate or layer(), up or layer(), back if down is None else down, **extra)
+
+
 def wiped():
     t = good()
     t.pop("x")
@@ -97,6 +110,25 @@ MESSAGES = [
     (lambda: norm(state=torch.zeros(N)), "fdora.dora_norm: `state` must be a NormState, got a Tensor. Start with dora_norm_state(W)."),
     (lambda: norm(state=F.dora_norm_state(torch.randn(N + 1, K))), f"fdora.dora_norm: `state.c` must be ({N},) float32 on cpu, got ({N + 1},) float32 on cpu. Start with dora_norm_state(W)."),
     (wiped, "fdora.dora_unmerge: `m` must not be 0 in a row that is to come back, got 0 in row 3. The merge wiped it out: restore it from a copy."),
+    # several layers
+    (lambda: group(), "fdora.dora_linear_group: `layers` must be at least one DoraLayer, got none. Pass the layers that read x."),
+    (lambda: group(layer(), tuple(layer())), "fdora.dora_linear_group: layers[1]: `layer` must be a DoraLayer, got a tuple. Write DoraLayer(W, A, B, m, s=s)."),
+    (lambda: group(layer(), layer(A=torch.randn(K, r))), "fdora.dora_linear_group: layers[1]: `A` must be (r, K) with K=5 (from `W`), got (5, 2). Did you pass A transposed? Pass A.T."),
+    (lambda: group(layer(), F.DoraLayer(torch.randn(N, 7))), "fdora.dora_linear_group: layers[1]: `x` must be (..., K) with K=7 (from `W`), got (3, 5). Pass the x that belongs to this layer, in nn.Linear layout."),
+    (lambda: group(layer(m=None)), "fdora.dora_linear_group: layers[0]: `m` must be a Tensor, as other parts of the adapter are given, got None. Leave out A, B, m and norm, or none."),
+    (lambda: group(F.DoraLayer(torch.randn(N, K), norm=torch.rand(N))), "fdora.dora_linear_group: layers[0]: `A` must be a Tensor, as other parts of the adapter are given, got None. Leave out A, B, m and norm, or none."),
+    (lambda: group(layer(s=None)), "fdora.dora_linear_group: layers[0]: `s` must be a finite Python number, got a NoneType. Pass alpha / r."),
+    (lambda: group(layer(W=torch.randn(N, K).requires_grad_())), "fdora.dora_linear_group: layers[0]: `W` must be frozen, got requires_grad=True. Call W.requires_grad_(False) on the layer, or pass W.detach()."),
+    (lambda: group(F.DoraLayer(torch.randn(N, K).requires_grad_())), "fdora.dora_linear_group: layers[0]: `W` must be frozen, got requires_grad=True. Call W.requires_grad_(False) on the layer, or pass W.detach()."),
+    (lambda: group(layer(), F.DoraLayer(torch.randn(N, K).double())), "fdora.dora_linear_group: layers[1]: `x` must be float64, got float32. Cast it with x.to(torch.float64), or run under torch.autocast."),
+    (lambda: group(layer(), dropout_p=1.0), "fdora.dora_linear_group: `dropout_p` must be in [0, 1), got 1.0. Pass the probability that an element is dropped."),
+    (lambda: group(layer(), layer(), dropout_p=0.5, seed=3), "fdora.dora_linear_group: `seed` must be a list of 2 seeds, one for each layer, got a int. Layers that share a mask share a seed."),
+    (lambda: group(layer(), dropout_p=0.5, seed=[1, 2]), "fdora.dora_linear_group: `seed` must be a list of 1 seeds, one for each layer, got 2. Layers that share a mask share a seed."),
+    (lambda: mlp(up=layer(W=torch.randn(8, K), B=torch.randn(8, r), m=torch.rand(8))), "fdora.dora_mlp: `up.W` must be (F, K) with F=6 (from `gate.W`), K=5 (from `gate.W`), got (8, 5). Pass the up.W that belongs to this layer, in nn.Linear layout."),
+    (lambda: mlp(down=layer()), "fdora.dora_mlp: `down.W` must be (N, F) with F=6 (from `gate.W`), got (6, 5). Did you pass down.W transposed? Pass down.W.T."),
+    (lambda: mlp(down=layer().W), "fdora.dora_mlp: down: `layer` must be a DoraLayer, got a Tensor. Write DoraLayer(W, A, B, m, s=s)."),
+    (lambda: mlp(gate=layer(B=torch.randn(r, N))), "fdora.dora_mlp: gate: `B` must be (N, r) with N=6 (from `W`), r=2 (from `A`), got (2, 6). Did you pass B transposed? Pass B.T."),
+    (lambda: mlp(act="relu"), "fdora.dora_mlp: `act` must be one of silu, gelu, gelu_tanh, got 'relu'. Other activations need dora_linear for each layer."),
     # backends
     (lambda: linear(backend="cuda"), "fdora.backend: `backend` must be one of auto, eager, triton, got 'cuda'. Use 'auto' unless you compare backends."),
     (lambda: choose("cuda", torch.float32, "triton", "auto", ("eager",), "this or that"), "fdora.select_backend: `backend` must be one of eager here, got 'triton' (from the backend= argument). This or that. Pass backend='auto'."),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import device  # noqa: F401 (read by the condition below)
-from tests.checks import compose, linear, merge, norm
+from tests.checks import compose, group, linear, merge, mlp, norm
 from tests.eager import test_dropout
 
 DROPOUT = [
@@ -81,6 +81,19 @@ FAULTS = [
     ("linear", "-wide_dm * g", "wide_dm * g", linear),
     ("linear", "torch.where(c > EPS, -wide_dm * g, 0)", "-wide_dm * g / (c > EPS)", linear),
     ("linear", "wide.sum(0) if need_bias", "wide_dz.sum(0) if need_bias", linear),
+    ("linear", "return total.add_(part) if", "return total.sub_(part) if", group),
+    ("linear", "return total.add_(part) if is_real(total) and is_real(part) else cast(total + part, dtype)", "return cast(part, dtype)", group),
+    ("linear", "onto.addmm_(dy, w)", "dy @ w", group),
+    ("linear", "None if bias is None else bias.to(x.dtype)", "None", group),
+    ("linear", "dy.to(acc_dtype(dy.dtype)).sum(0)", "dy.sum()", group),
+    ("linear", "torch.addcmul(bias.to(wide.dtype), wide, g)", "wide * g", mlp),
+    ("linear", "wide * g if bias is None", "wide if bias is None", mlp),
+    ("linear", "_plus(onto, dy @ w, dy.dtype)", "dy @ (2 * w)", mlp),
+    ("act", "cast(_f(gate.to(acc), act) * up.to(acc), gate.dtype)", "cast(_f(up.to(acc), act) * gate.to(acc), gate.dtype)", mlp),
+    ("act", "cast(_f(gate.to(acc), act) * up.to(acc), gate.dtype)", "_f(gate, act) * up / 1.001", mlp),
+    ("act", "_slope_times(da.to(acc) * up.to(acc), gate.to(acc), act)", "_slope_times(da.to(acc) * gate.to(acc), up.to(acc), act)", mlp),
+    ("act", "cast(da.to(acc) * _f(gate.to(acc), act), t)", "cast(da.to(acc) * gate.to(acc), t)", mlp),
+    ("act", '"tanh" if act == "gelu_tanh"', '"none" if act == "gelu_tanh"', mlp),
     ("merge", "(g[i:j] * torch.addmm", "(torch.addmm", merge),
     ("merge", "s * B[i:j].to(acc), A.to(acc))).to", "B[i:j].to(acc), A.to(acc))).to", merge),
     ("merge", "-s * B[i:j]", "s * B[i:j]", merge),
@@ -121,6 +134,6 @@ def test_fault_is_caught(monkeypatch, name, old, new, checks):
     assert caught_by(getattr(checks, "CHECKS", checks)), "no check noticed"
 
 
-@pytest.mark.parametrize("checks", [norm, compose, linear, merge], ids=lambda m: m.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("checks", [norm, compose, linear, merge, group, mlp], ids=lambda m: m.__name__.rpartition(".")[2])
 def test_the_sound_code_passes(checks):
     assert caught_by(checks.CHECKS) is None

@@ -35,6 +35,21 @@ def dropped(mode):
     return lambda x, W, A, B, m, bias, seed: linear(x, W, A, B, m, bias, dropout_p=0.4, dropout_mode=mode, seed=seed)
 
 
+def grouped(x, W, A, B, m, bias, **extra):
+    """Two layers with an adapter and one without."""
+    two = F.DoraLayer(W, A, B, m, S, bias), F.DoraLayer(W.flip(0), -A, 0.5 * B, 2 * m, 2 * S)
+    return torch.cat(F.dora_linear_group(x, [*two, F.DoraLayer(W + 1)], **extra), -1)
+
+
+def mlp(x, W, A, B, m, bias, **extra):
+    gate, up = F.DoraLayer(W, A, B, m, S, bias), F.DoraLayer(W.flip(0), -A, 0.5 * B, 2 * m, 2 * S)
+    return F.dora_mlp(x, gate, up, F.DoraLayer(W.T, B.T, A.T, m[:-1], S), **extra)
+
+
+def mlp_dropped(x, W, A, B, m, bias, seed):
+    return mlp(x, W, A, B, m, bias, dropout_p=0.4, dropout_mode="peft", seed=[seed, seed + 1, seed + 2])
+
+
 ADAPTER = ("A", "B", "m")
 OPS = {
     "norm": Op(lambda W, A, B: F.dora_norm(W, A, B, s=S, detach=False), ("A", "B"), ()),
@@ -54,6 +69,9 @@ OPS = {
     "linear_own_norm": Op(own_norm, ("x", *ADAPTER, "bias"), ("x",)),
     "linear_dropout": Op(dropped("lora"), ("x", *ADAPTER, "bias"), ("x", "seed")),
     "linear_dropout_peft": Op(dropped("peft"), ("x", *ADAPTER, "bias"), ("x", "seed")),
+    "group": Op(lambda x, W, A, B, m, bias: grouped(x, W, A, B, m, bias), ("x", *ADAPTER, "bias"), ("x",)),
+    "mlp": Op(lambda x, W, A, B, m, bias: mlp(x, W, A, B, m, bias), ("x", *ADAPTER, "bias"), ("x",)),
+    "mlp_dropout": Op(mlp_dropped, ("x", *ADAPTER, "bias"), ("x", "seed")),
     "base_sqnorm": Op(lambda W: F.dora_base_sqnorm(W), (), ()),
     "unmerge": Op(lambda W, A, B, m, c: F.dora_unmerge(W, A, B, m, s=S, norm=c), (), ()),
     "merge": Op(lambda W, A, B, m: F.dora_merge(W, A, B, m, s=S), (), ()),
@@ -254,6 +272,34 @@ def test_autocast(dtype, base_dtype):
         assert rel_l2(a, d) <= 2 * limit, n
 
 
+@pytest.mark.parametrize("name", ["group", "mlp"])
+def test_autocast_of_layers_together(name):
+    """As for one layer: the dtype of autocast out, gradients of float32 parameters in float32, the same inside and outside."""
+    op, t = OPS[name], inputs(OPS[name], 128, torch.float32)
+    leaves = {n: t[n].requires_grad_() for n in op.trained}
+    want = op.call(**{n: v.double() for n, v in t.items()})
+    with torch.autocast(device.NAME, torch.bfloat16):
+        y = op.call(**t)
+        dy = torch.randn_like(y)
+        inside = torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=True)
+    outside = torch.autograd.grad(y, list(leaves.values()), dy)
+    truth = torch.autograd.grad(want, list(leaves.values()), dy.double())
+    assert y.dtype == torch.bfloat16 and rel_l2(y, want) <= 1e-2
+    for n, a, b, d in zip(leaves, inside, outside, truth, strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b) and rel_l2(a, d) <= 2e-2, (n, rel_l2(a, d))
+
+
+@pytest.mark.parametrize("name", ["group", "mlp"])
+def test_compiled_without_a_graph(name):
+    """Nothing requires grad, or grad mode is off: Dynamo takes another road there."""
+    op, t = OPS[name], inputs(OPS[name])
+    torch._dynamo.reset()
+    f = torch.compile(op.call, fullgraph=True, backend="aot_eager")
+    assert_exact(f(**t), op.call(**t))
+    with torch.no_grad():
+        assert_exact(f(**(t | {"x": t["x"].clone().requires_grad_()})), op.call(**t))
+
+
 def test_autocast_leaves_float64_and_the_other_ops_alone():
     for name, op in OPS.items():
         t = inputs(op)
@@ -262,13 +308,14 @@ def test_autocast_leaves_float64_and_the_other_ops_alone():
         assert_exact(inside, op.call(**t), name)
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [n for n in OPS if n != "mlp_dropout"])
 def test_compile(name):
     """fullgraph through inductor, forward and backward, any number of tokens with one compilation."""
     op = OPS[name]
     torch._dynamo.reset()
-    step = torch.compile(lambda trained, rest: loss_of(op)(trained, rest), fullgraph=True, dynamic=True)
-    value = torch.compile(op.call, fullgraph=True, dynamic=True)
+    through = "aot_eager" if name == "mlp" else "inductor"  # what inductor makes of it are the ops of linear: 15 s more
+    step = torch.compile(lambda trained, rest: loss_of(op)(trained, rest), fullgraph=True, dynamic=True, backend=through)
+    value = torch.compile(op.call, fullgraph=True, dynamic=True, backend=through)
     for M in (5, 7, 12) if op.per_token else (5,):
         t = inputs(op, M)
         if op.per_token:

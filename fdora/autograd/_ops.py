@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fdora import eager
 
-# name -> package with the modules norm, compose, linear and merge. Filled at import: a lazy import inside a forward
+# name -> package with the modules norm, compose, linear, act and merge. Filled at import: a lazy import inside a forward
 # breaks torch.compile(fullgraph=True).
 OPS: dict[str, Any] = {"eager": eager}
 OLDEST = (8, 0)  # the first NVIDIA GPU whose tensor cores multiply bfloat16
@@ -22,7 +22,7 @@ OLDEST = (8, 0)  # the first NVIDIA GPU whose tensor cores multiply bfloat16
 def _with_kernels(kernels: ModuleType) -> SimpleNamespace:
     """The eager package with each function replaced that has a kernel."""
     merged = SimpleNamespace()
-    for name in ("norm", "compose", "linear", "merge"):
+    for name in ("norm", "compose", "linear", "act", "merge"):
         functions = vars(getattr(eager, name)) | vars(getattr(kernels, name, SimpleNamespace()))
         setattr(merged, name, SimpleNamespace(**{n: f for n, f in functions.items() if callable(f) and n[0] != "_"}))
     return merged
@@ -67,7 +67,11 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     For a Function with setup_context that is to ask inspect for the signature of ``forward`` and bind by name, on every
     apply: half of the host time of a small layer. Ours are all positional, with no defaults.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
+        # Without a graph to build Dynamo would hand a forward that takes *args its ctx as well (torch 2.13): do without apply.
+        wanted = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        return function.apply(*args) if wanted else function.forward(*args)
+    if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 

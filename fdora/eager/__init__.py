@@ -4,6 +4,7 @@ No op here uses ``alpha=`` or ``beta=``: Inductor drops them without a word. ``t
 on a CPU computes u + a @ b (torch 2.13), and addmm before a pointwise op loses both on a GPU (pytorch issue 167313).
 """
 
+from fdora.eager import act as act
 from fdora.eager import compose as compose
 from fdora.eager import linear as linear
 from fdora.eager import merge as merge

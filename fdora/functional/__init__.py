@@ -8,9 +8,12 @@ W is (N, K), A (r, K), B (N, r), m (N,); s is alpha / r; c = ||W + s B A|| per r
 from fdora.functional.backend import select_backend as select_backend
 from fdora.functional.compose import dora_compose as dora_compose
 from fdora.functional.compose import dora_delta as dora_delta
+from fdora.functional.group import DoraLayer as DoraLayer
+from fdora.functional.group import dora_linear_group as dora_linear_group
 from fdora.functional.linear import dora_linear as dora_linear
 from fdora.functional.merge import dora_merge as dora_merge
 from fdora.functional.merge import dora_unmerge as dora_unmerge
+from fdora.functional.mlp import dora_mlp as dora_mlp
 from fdora.functional.norm import NormState as NormState
 from fdora.functional.norm import dora_base_sqnorm as dora_base_sqnorm
 from fdora.functional.norm import dora_norm as dora_norm
@@ -20,6 +23,7 @@ from fdora.functional.params import DoraParams as DoraParams
 from fdora.functional.params import dora_init as dora_init
 
 __all__ = [
+    "DoraLayer",
     "DoraParams",
     "NormState",
     "dora_base_sqnorm",
@@ -27,7 +31,9 @@ __all__ = [
     "dora_delta",
     "dora_init",
     "dora_linear",
+    "dora_linear_group",
     "dora_merge",
+    "dora_mlp",
     "dora_norm",
     "dora_norm_state",
     "dora_scale",

@@ -69,6 +69,24 @@ def dora_linear(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3 (c is detached).
     """
     fn = "dora_linear"
+    check_layer(fn, x, W, A, B, m, s, bias, norm)
+    x = cast_x(fn, x, W)
+    check_dropout(fn, dropout_p, dropout_mode)
+
+    choice = select_backend(x, backend=backend)
+    c = norm_for(x, W, A, B, s, norm, choice.name)
+    mask_seed = seed_tensor(fn, seed, x.device) if dropout_p else None
+    mode = dropout_mode if dropout_p else "lora"
+    keep = what_to_keep(m, c, keep_inner)
+    K, N = W.shape[1], W.shape[0]
+    flat = x if x.dim() == 2 else x.reshape(-1, K)  # a view is two more nodes for autograd to walk
+    y = linear(flat, W, A, B, m, c, bias, mask_seed, s, dropout_p, mode, keep, choice.name)
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], N)
+
+
+def check_layer(
+    fn: str, x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, s: float, bias: Tensor | None, norm: Tensor | None
+) -> None:
     tensors = {"W": W, "A": A, "B": B, "m": m, "bias": bias, "norm": norm, "x": x}
     if not seen_before(fn, tensors, s):
         check_weights(fn, tensors, s)
@@ -76,36 +94,38 @@ def dora_linear(
         check_dtype(fn, "bias", bias, FLOATS)
         check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
         remember(fn, tensors)
-    x = _autocast(x)
-    if x.dtype != W.dtype and not torch.is_autocast_enabled(x.device.type):
-        check_dtype(fn, "x", x, (W.dtype,), f"Cast it with x.to({W.dtype}), or run under torch.autocast.")
-    if dropout_mode not in ("lora", "peft"):
-        raise fail(fn, "dropout_mode", "'lora' or 'peft'", repr(dropout_mode), "PEFT's lora_dropout is 'peft'.")
-    if not 0 <= dropout_p < 1:
-        raise fail(fn, "dropout_p", "in [0, 1)", dropout_p, "Pass the probability that an element is dropped.")
-
-    choice = select_backend(x, backend=backend)
-    c = row_norm(W, A, B, None, s, None, True, choice.name) if norm is None else norm
-    c = c if c.dtype == torch.float32 and x.dtype != torch.float64 else c.to(torch.promote_types(x.dtype, torch.float32))
-    mask_seed = _seed(fn, seed, x.device) if dropout_p else None
-    mode = dropout_mode if dropout_p else "lora"
-    wants_dm = torch.is_grad_enabled() and (m.requires_grad or c.requires_grad)
-    keep = "nothing" if not wants_dm else "inner" if keep_inner else "output"
-    K, N = W.shape[1], W.shape[0]
-    flat = x if x.dim() == 2 else x.reshape(-1, K)  # a view is two more nodes for autograd to walk
-    y = linear(flat, W, A, B, m, c, bias, mask_seed, s, dropout_p, mode, keep, choice.name)
-    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], N)
 
 
-def _autocast(x: Tensor) -> Tensor:
-    """x as torch.autocast would hand it to a matrix product."""
+def cast_x(fn: str, x: Tensor, W: Tensor) -> Tensor:
+    """x as torch.autocast would hand it to a matrix product; without autocast it has the dtype of W already."""
     device = x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        if x.dtype != W.dtype:
+            check_dtype(fn, "x", x, (W.dtype,), f"Cast it with x.to({W.dtype}), or run under torch.autocast.")
         return x
-    return x.to(torch.get_autocast_dtype(device))
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device))
 
 
-def _seed(fn: str, seed: int | Tensor | None, device: torch.device) -> Tensor:
+def check_dropout(fn: str, p: float, mode: str) -> None:
+    if mode not in ("lora", "peft"):
+        raise fail(fn, "dropout_mode", "'lora' or 'peft'", repr(mode), "PEFT's lora_dropout is 'peft'.")
+    if not 0 <= p < 1:
+        raise fail(fn, "dropout_p", "in [0, 1)", p, "Pass the probability that an element is dropped.")
+
+
+def norm_for(x: Tensor, W: Tensor, A: Tensor, B: Tensor, s: float, norm: Tensor | None, backend: str) -> Tensor:
+    c = row_norm(W, A, B, None, s, None, True, backend) if norm is None else norm
+    return c if c.dtype == torch.float32 and x.dtype != torch.float64 else c.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def what_to_keep(m: Tensor, c: Tensor, inner: bool) -> str:
+    """For the gradients of m and c; see :mod:`fdora.eager.linear`."""
+    if not (torch.is_grad_enabled() and (m.requires_grad or c.requires_grad)):
+        return "nothing"
+    return "inner" if inner else "output"
+
+
+def seed_tensor(fn: str, seed: int | Tensor | None, device: torch.device) -> Tensor:
     """The seed as a tensor without axes: made by a fill or a draw on the device, neither of which waits for it."""
     if seed is None:
         return torch.randint(2**62, (), device=device)

@@ -1,11 +1,12 @@
 """One matrix product with the low-rank term and everything elementwise inside: nothing of size (M, N) but the result.
 
     out = epilogue( x W + mask( x0 W + h B ) )      x, x0 (M, K), W (K, N), h (M, r), B (r, N)
-    epilogue(v) = v | g v + bias | v + (g - 1) add + bias          g = m / max(c, EPS), one value per column
+    epilogue(v) = v | g v + bias | v + (g - 1) add + bias | v + add          g = m / max(c, EPS), one value per column
 
 Forward: W and B are the transposed weights, h = s x A^T. Backward: x is dz, W the weight as it is, h = s dz B, B is A.
 The mask (dropout of the adapter's input) belongs to the low-rank term only, so that term is accumulated first and masked in
-registers. The kernels accumulate in float32 and round once.
+registers. The kernels accumulate in float32 and round once. In the last epilogue ``add`` is ``out`` itself: a program reads a
+tile before it writes it, and no other program touches it.
 
 On Hopper and data-centre Blackwell tiles travel by TMA. Both products then run in *one* loop of K / BLOCK_K + r / BLOCK_K
 steps that picks its pair of descriptors by a select, and that loop is flattened into the loop over tiles: the copies of the
@@ -66,6 +67,8 @@ def _store_tma(
     if EPILOGUE == "add":
         correction = (scale_tile(m, c, n, N) - 1)[None, :] * add.load([row, col]).to(tl.float32)
         acc = acc + correction + _bias_tile(bias, n, N, HAS_BIAS)
+    if EPILOGUE == "onto":
+        acc = acc + add.load([row, col]).to(tl.float32)
     out.store([row, col], acc.to(out.dtype))
 
 
@@ -156,11 +159,13 @@ def _gemm_pointer_kernel(
     if EPILOGUE == "add":
         correction = (scale_tile(m, c, n, N) - 1)[None, :] * tl.load(add + at, mask=mask, other=0.0).to(tl.float32)
         acc = acc + correction + _bias_tile(bias, n, N, HAS_BIAS)
+    if EPILOGUE == "onto":
+        acc = acc + tl.load(add + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
 class Epilogue(NamedTuple):
-    """What happens to the accumulator: nothing, "scale" or "add"."""
+    """What happens to the accumulator: nothing, "scale", "add" or "onto"."""
 
     kind: str = "none"
     m: Tensor | None = None
@@ -182,18 +187,19 @@ PLAIN, KEPT = Epilogue(), Dropped()
 
 def gemm(
     x: Tensor, w: Tensor, h: Tensor, b: Tensor, epilogue: Epilogue = PLAIN, drop: Dropped = KEPT,
-    keep_inner: bool = False, config: GemmConfig | None = None,
+    keep_inner: bool = False, config: GemmConfig | None = None, onto: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(M, K) (K, N) (M, r) (r, N), float16 or bfloat16, any strides -> out and inner (M, N) contiguous.
 
+    ``onto``: a contiguous (M, N) that the result is added to in place; it is ``out`` then, and the epilogue must be "none".
     ``config`` overrides the table, for the search that writes it.
     """
     (M, K), N, r = x.shape, w.shape[1], h.shape[1]
-    out = torch.empty((M, N), device=x.device, dtype=x.dtype)
+    out = torch.empty((M, N), device=x.device, dtype=x.dtype) if onto is None else onto
     inner = torch.empty_like(out) if keep_inner else None
     if out.numel() == 0:
         return out, inner
-    kind, m, c, bias, add = epilogue
+    kind, m, c, bias, add = epilogue if onto is None else Epilogue("onto", add=onto)
     seed, p, x0 = drop
     w_rows = w.stride(0) == 1 and w.stride(1) != 1
     extra = keep_inner or add is not None

@@ -7,10 +7,15 @@ dB = dz^T h. s is applied where h and dh are rounded, so no other factor is scal
 "peft" dropout, y = x W^T + (g - 1) inner + s x' A^T B^T + bias with inner = D(x) W^T + s D(x) A^T B^T: two such products, the
 first writes inner, the second adds (g - 1) inner. Its backward is one product: (dz - dy) W and dh A masked, then dy W.
 
+Layers that share x share the product for h (``down``), and each adds its dx to that of the one before where it is stored
+(``onto``).
+
 float32: products by cuBLAS in the precision that torch.set_float32_matmul_precision asks for; g and bias in one pass.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -28,39 +33,56 @@ BLOCK_M, BLOCK_N = 4, 512
 
 def linear_fwd(
     x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, bias: Tensor | None, seed: Tensor | None,
-    s: float, p: float, mode: str, keep: str,
+    s: float, p: float, mode: str, keep: str, h: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """x (M, K) -> y (M, N), s x A^T (M, r) and, with a bias or "peft" dropout, inner (M, N)."""
-    return tuple((linear if traced(x) else _linear)(x, W, A, B, m, c, bias, seed, s, p, mode, keep))
+    y, *rest = (linear if traced(x) else _linear)(x, W, A, B, m, c, bias, seed, s, p, mode, keep, h)
+    return (y, *rest) if h is None else (y, h, *rest)
 
 
 def linear_bwd(
     dy: Tensor, x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, h: Tensor, kept: Tensor | None,
-    seed: Tensor | None, s: float, p: float, mode: str, kept_inner: bool, needs: tuple[bool, ...],
+    seed: Tensor | None, s: float, p: float, mode: str, kept_inner: bool, needs: tuple[bool, ...], onto: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """dx, dA, dB, dm, dc, dbias (float32); each only when ``needs``, in that order, asks for it."""
-    op = linear_backward if traced(dy) else _linear_backward
-    grads = iter(op(dy, x, W, A, B, m, c, h, kept, seed, s, p, mode, kept_inner, list(needs)))
-    return tuple(next(grads) if need else None for need in needs)
+    """dx, dA, dB, dm, dc, dbias (float32); each only when ``needs``, in that order, asks for it. dx is added to ``onto``."""
+    args = (dy, x, W, A, B, m, c, h, kept, seed, s, p, mode, kept_inner)
+    if not traced(dy):
+        return _backward(*args, needs, onto)
+    found = iter(linear_backward(*args, list(needs)))
+    dx, *grads = (next(found) if need else None for need in needs)
+    return (dx if dx is None or onto is None else onto + dx, *grads)
+
+
+def down(x: Tensor, As: Sequence[Tensor], s: Sequence[float]) -> Tensor | None:
+    """s x A^T of several layers side by side, (M, sum of r): one product reads x once. None for few tokens, where x is small
+    and the product hides behind that with W; a compiler should not have to ask for their number."""
+    t = x.dtype
+    if not traced(x):
+        if is_small(x) and t != torch.float32:
+            return None
+        if len(set(s)) == 1:
+            return _product(x, torch.cat([A.to(t) for A in As]).T, s[0])
+    return x @ torch.cat([(si * A.float()).to(t) for A, si in zip(As, s, strict=True)]).T
 
 
 def _linear(
     x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, bias: Tensor | None, seed: Tensor | None,
-    s: float, p: float, mode: str, keep: str,
+    s: float, p: float, mode: str, keep: str, h: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    t = x.dtype
+    """y; h, if none was given; inner, where it is kept."""
+    t, given = x.dtype, h is not None
     W, m, c = W.to(t), m.contiguous(), c.contiguous()
     inner: Tensor | None
     bias = None if bias is None else bias.contiguous()
     with torch.cuda.device_of(x):
         inner_kept = _keeps_inner(t, bias, seed, mode, keep)
         if t == torch.float32:
-            out = _linear_float32(x, W, A, B, m, c, bias, seed, s, p, mode, inner_kept)
-        elif seed is None and is_small(x):
+            out = _linear_float32(x, W, A, B, m, c, bias, seed, s, p, mode, inner_kept, h)
+        elif seed is None and is_small(x):  # it forms h in passing, faster than it could read one
             out = small_forward(x, W, A, B, m, c, bias, s, inner_kept)
         else:
             xd = drop(x, seed, p)
-            h = _product(xd, A.to(t).T, s)
+            h = _product(xd, A.to(t).T, s) if h is None else h
             B = B.to(t)
             if seed is not None and mode == "peft":
                 inner = gemm(xd, W.T, h, B.T)[0]
@@ -69,7 +91,7 @@ def _linear(
             else:
                 out = (*gemm(x, W.T, h, B.T, Epilogue("scale", m, c, bias), keep_inner=inner_kept), h)
     y, inner, h = out
-    return [y, h] if inner is None else [y, h, inner]
+    return [y, *([] if given else [h]), *([] if inner is None else [inner])]
 
 
 def _keeps_inner(dtype: torch.dtype, bias: Tensor | None, seed: Tensor | None, mode: str, keep: str) -> bool:
@@ -82,6 +104,14 @@ def _linear_backward(
     dy: Tensor, x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, h: Tensor, kept: Tensor | None,
     seed: Tensor | None, s: float, p: float, mode: str, kept_inner: bool, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
+    grads = _backward(dy, x, W, A, B, m, c, h, kept, seed, s, p, mode, kept_inner, needs, None)
+    return [d for d in grads if d is not None]
+
+
+def _backward(
+    dy: Tensor, x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, h: Tensor, kept: Tensor | None,
+    seed: Tensor | None, s: float, p: float, mode: str, kept_inner: bool, needs: Sequence[bool], onto: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     need_x, need_A, need_B, need_m, need_c, need_bias = needs
     t = x.dtype
     dy, W, m, c = rows_of(dy), W.to(t), m.contiguous(), c.contiguous()
@@ -94,22 +124,23 @@ def _linear_backward(
         if need_x and seed is None and is_small(x) and t != torch.float32:
             assert dz is not None
             dx, dA = small_backward(dz, W, A, B, x, s, need_A)
+            dx = dx if onto is None else onto.add_(dx)
         elif need_x or need_A:
             assert dz is not None
             dh = _product(dz, B.to(t), s)
             if need_x:
                 if t == torch.float32:
-                    dx = _dx_float32(dy, dz, dz_less, W, A, dh, seed, p)
+                    dx = _dx_float32(dy, dz, dz_less, W, A, dh, seed, p, onto)
                 elif peft:
-                    dx, _ = gemm(dy, W, dh, A.to(t), drop=Dropped(seed, p, dz_less))
+                    dx, _ = gemm(dy, W, dh, A.to(t), drop=Dropped(seed, p, dz_less), onto=onto)
                 else:
-                    dx, _ = gemm(dz, W, dh, A.to(t), drop=Dropped(seed, p))
+                    dx, _ = gemm(dz, W, dh, A.to(t), drop=Dropped(seed, p), onto=onto)
             if need_A:
                 dA = _gradient(dh.T, drop(x, seed, p), A.dtype)
         if need_B and dB is None:
             assert dz is not None
             dB = _gradient(dz.T, h, B.dtype)
-    return [d for d in (dx, dA, dB, dm, dc, dbias) if d is not None]
+    return dx, dA, dB, dm, dc, dbias
 
 
 def _product(a: Tensor, b: Tensor, s: float) -> Tensor:
@@ -142,10 +173,10 @@ def _epilogue_kernel(
 
 def _linear_float32(
     x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, bias: Tensor | None, seed: Tensor | None,
-    s: float, p: float, mode: str, keep_inner: bool,
+    s: float, p: float, mode: str, keep_inner: bool, h: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     xd = drop(x, seed, p)
-    h, B = _product(xd, A.to(x.dtype).T, s), B.to(x.dtype)
+    h, B = _product(xd, A.to(x.dtype).T, s) if h is None else h, B.to(x.dtype)
     v = (x @ W.T).addmm_(h, B.T)
     peft = seed is not None and mode == "peft"
     inner = (xd @ W.T).addmm_(h, B.T) if peft else v
@@ -160,14 +191,14 @@ def _linear_float32(
 
 
 def _dx_float32(
-    dy: Tensor, dz: Tensor, dz_less: Tensor | None, W: Tensor, A: Tensor, dh: Tensor, seed: Tensor | None, p: float
-) -> Tensor:
-    A = A.to(dy.dtype)
+    dy: Tensor, dz: Tensor, dz_less: Tensor | None, W: Tensor, A: Tensor, dh: Tensor, seed: Tensor | None, p: float,
+    onto: Tensor | None,
+) -> Tensor:  # fmt: skip
+    A, d = A.to(dy.dtype), dz if dz_less is None else dy
+    dx = d @ W if onto is None else onto.addmm_(d, W)
     if seed is None:
-        return (dz @ W).addmm_(dh, A)
-    if dz_less is None:
-        return (dz @ W).add_(drop(dh @ A, seed, p))
-    return (dy @ W).add_(drop((dz_less @ W).addmm_(dh, A), seed, p))
+        return dx.addmm_(dh, A)
+    return dx.add_(drop(dh @ A if dz_less is None else (dz_less @ W).addmm_(dh, A), seed, p))
 
 
 linear = torch.library.custom_op("fdora::linear", _linear, mutates_args=())
@@ -175,10 +206,10 @@ linear_backward = torch.library.custom_op("fdora::linear_backward", _linear_back
 
 
 @linear.register_fake
-def _(x, W, A, B, m, c, bias, seed, s, p, mode, keep):
+def _(x, W, A, B, m, c, bias, seed, s, p, mode, keep, h=None):
     shape = (x.shape[0], W.shape[0])
-    y, h = x.new_empty(shape), x.new_empty((x.shape[0], A.shape[0]))
-    return [y, h, x.new_empty(shape)] if _keeps_inner(x.dtype, bias, seed, mode, keep) else [y, h]
+    made = [x.new_empty(shape)] if h is not None else [x.new_empty(shape), x.new_empty((x.shape[0], A.shape[0]))]
+    return [*made, x.new_empty(shape)] if _keeps_inner(x.dtype, bias, seed, mode, keep) else made
 
 
 @linear_backward.register_fake

@@ -2,11 +2,21 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fdora.functional import dora_compose, dora_delta, dora_linear, dora_norm
+from fdora.functional import (
+    DoraLayer,
+    dora_compose,
+    dora_delta,
+    dora_linear,
+    dora_linear_group,
+    dora_mlp,
+    dora_norm,
+)
 from tests import device
 from tests.make import tensors, tracked
+from tests.memory import peak_bytes
 
 M, N, K, r = 64, 48, 40, 8
 NAMES = ("x", "A", "B", "m")
@@ -55,6 +65,123 @@ def test_changing_the_output_in_place_is_an_error_or_allowed():
     y = dora_linear(*args, s=0.7, keep_inner=True)
     y += 1
     y.sum().backward()
+    for keep_inner in (False, True) if device.NAME == "cpu" else (True,):
+        mlp = [layer(F_IN, K), layer(F_IN, K), layer(K, F_IN)]
+        for ys in (dora_linear_group(t["x"], mlp[:2], keep_inner=keep_inner), [dora_mlp(t["x"], *mlp, keep_inner=keep_inner)]):
+            ys[0].add_(1)
+            if keep_inner:
+                ys[0].sum().backward()
+            else:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    ys[0].sum().backward()
+
+
+def kept_for_backward(f, *given):
+    """The result of f() and the shapes of what autograd keeps for it, once for each piece of memory, beside ``given``."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda v: saved.append(v) or v, lambda v: v):
+        out = f()
+    outs = out if isinstance(out, tuple) else (out,)
+    theirs = {t.untyped_storage().data_ptr() for t in given}
+    mine = {v.untyped_storage().data_ptr(): v for v in saved if v.numel()}
+    names = {y.untyped_storage().data_ptr(): f"y{i}" for i, y in enumerate(outs)}
+    for at, v in mine.items():
+        assert at in theirs or v.untyped_storage().nbytes() == v.numel() * v.element_size(), "a view keeps more than it shows"
+    return sorted(str(names.get(at, tuple(v.shape))) for at, v in mine.items() if at not in theirs)
+
+
+def layer(n, k, rank=r, kind="plain", biased=False, trained=("A", "B", "m", "bias")):
+    t = tracked(tensors(n, k, rank, (1,), torch.float32, kind=kind), *trained)
+    norm = dora_norm(t["W"], t["A"].detach(), t["B"].detach(), s=t["s"])
+    return DoraLayer(t["W"], t["A"], t["B"], t["m"], t["s"], t["bias"] if biased else None, norm)
+
+
+def parts(layers):
+    return [t for la in layers for t in la if isinstance(t, torch.Tensor)]
+
+
+F_IN = 56  # the width inside the MLP
+
+on_cpu = pytest.mark.skipif("device.NAME != 'cpu'", reason="what eager code keeps on a GPU is inner; runs with --device cpu")
+
+
+@on_cpu
+def test_a_group_keeps_its_input_once_one_h_and_its_outputs():
+    x = torch.randn(M, K).requires_grad_()
+    layers = [layer(48, K), layer(44, K, 4), layer(52, K)]
+    kept = kept_for_backward(lambda: dora_linear_group(x, layers), x, *parts(layers))
+    assert kept == [f"({M}, {8 + 4 + 8})", "y0", "y1", "y2"]
+    layers = [layer(48, K, biased=True), layer(44, K, 4, kind="zero_m"), layer(52, K), DoraLayer(layers[0].W)]
+    kept = kept_for_backward(lambda: dora_linear_group(x, layers), x, *parts(layers))
+    assert kept == [f"({M}, 20)", f"({M}, 44)", f"({M}, 48)", "y2"]
+    frozen = [la._replace(m=la.m.detach()) for la in layers[:3]]
+    assert kept_for_backward(lambda: dora_linear_group(x, frozen), x, *parts(frozen)) == [f"({M}, 20)"]
+
+
+@on_cpu
+@pytest.mark.parametrize("kind", ["plain", "biased", "zero_m", "no_dm"])
+def test_an_mlp_keeps_two_tensors_of_its_width(kind):
+    """What LoRA needs (x, gate, up), h of each layer and the output: nothing else, whether gate and up or their inner."""
+    x = torch.randn(M, K).requires_grad_()
+    make = dict(kind="zero_m" if kind == "zero_m" else "plain", biased=kind == "biased")
+    layers = [layer(F_IN, K, **make), layer(F_IN, K, **make), layer(K, F_IN, **make)]
+    if kind == "no_dm":
+        layers = [la._replace(m=la.m.detach()) for la in layers]
+    kept = kept_for_backward(lambda: dora_mlp(x, *layers), x, *parts(layers))
+    last = {"plain": ["y0"], "no_dm": []}.get(kind, [f"({M}, {K})"])
+    assert kept == sorted([f"({M}, {2 * r})", f"({M}, {r})", *[f"({M}, {F_IN})"] * 2, *last])
+
+
+@on_cpu
+def test_peft_dropout_keeps_two_more_in_the_mlp():
+    x = torch.randn(M, K).requires_grad_()
+    layers = [layer(F_IN, K), layer(F_IN, K), layer(K, F_IN)]
+    kept = kept_for_backward(lambda: dora_mlp(x, *layers, dropout_p=0.5, dropout_mode="peft"), x, *parts(layers))
+    assert kept == sorted(["()"] * 3 + [f"({M}, {2 * r})", f"({M}, {r})", *[f"({M}, {F_IN})"] * 4, f"({M}, {K})"])
+
+
+@on_cpu
+def test_an_mlp_needs_less_at_its_peak_than_three_layers():
+    """Two tensors of its width are kept where three layers and the activation keep four. At the peak eager code wins one of
+    them: a gradient of each and what the last layer to be differentiated makes."""
+    x = torch.randn(256, 64).requires_grad_()
+    layers = [layer(512, 64), layer(512, 64), layer(64, 512)]
+    leaves = [x, *(t for la in layers for t in la[1:4])]
+
+    def apart():
+        gate, up = (dora_linear(x, *la[:4], s=la.s, norm=la.norm) for la in layers[:2])
+        a = torch.nn.functional.silu(gate) * up
+        torch.autograd.grad(dora_linear(a, *layers[2][:4], s=0.7, norm=layers[2].norm).sum(), leaves)
+
+    def together():
+        torch.autograd.grad(dora_mlp(x, *layers).sum(), leaves)
+
+    width = 4 * 256 * 512
+    assert peak_bytes(together) + width / 2 <= peak_bytes(apart)
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
+def test_an_output_nobody_uses_costs_no_product(used):
+    x = torch.randn(M, K, device=device.NAME).requires_grad_()
+    ys = dora_linear_group(x, [layer(N, K, trained=()), layer(N, K, trained=())])
+    with FlopCounterMode(display=False) as counter:
+        torch.autograd.grad([ys[i] for i in used], [x], [torch.ones_like(ys[i]) for i in used])
+    assert counter.get_total_flops() == len(used) * (2 * M * N * K + 2 * M * N * r + 2 * M * r * K)
+
+
+def test_a_group_forms_h_in_one_product():
+    layers, shapes = [layer(N, K, trained=()), layer(N, K, 4, trained=())], []
+    x = torch.randn(M, K, device=device.NAME)
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.mm.default:
+                shapes.append((tuple(args[0].shape), tuple(args[1].shape)))
+            return func(*args, **(kwargs or {}))
+
+    with Products():
+        dora_linear_group(x, layers, backend="eager")
+    assert ((M, K), (K, r + 4)) in shapes and ((M, K), (K, r)) not in shapes and ((M, K), (K, 4)) not in shapes
 
 
 def flops(t, wanted, **extra):
@@ -92,6 +219,18 @@ def test_second_derivatives_raise():
     base, lora, g = torch.randn(3, 4), torch.randn(3, 4), torch.rand(4)
     cases = {
         "dora_linear": (lambda A: dora_linear(t["x"], t["W"], A, t["B"], t["m"], s=0.7), t["A"]),
+        "dora_linear_group": (
+            lambda A: torch.cat(dora_linear_group(t["x"], [DoraLayer(t["W"], A, t["B"], t["m"], 0.7), DoraLayer(t["W"])]), -1),
+            t["A"],
+        ),
+        "dora_mlp": (
+            lambda A: dora_mlp(
+                t["x"],
+                *[DoraLayer(t["W"], A, t["B"], t["m"], 0.7)] * 2,
+                DoraLayer(t["W"].T, t["B"].T, t["A"].T, t["m"][:5], 0.7),
+            ),
+            t["A"],
+        ),
         "dora_norm": (lambda A: dora_norm(t["W"], A, t["B"], s=0.7, detach=False), t["A"]),
         "dora_compose": (lambda v: dora_compose(v, lora, g, s=0.7), base),
         "dora_delta": (lambda v: dora_delta(v, lora, g, s=0.7), base),

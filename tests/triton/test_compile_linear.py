@@ -20,8 +20,15 @@ MODES = {
         "inner": OFF | dict(EPILOGUE="scale", HAS_BIAS=True, STORE_INNER=True),
         "add": OFF | dict(EPILOGUE="add", HAS_BIAS=True),
     },
-    False: {"plain": OFF, "dropped": OFF | dict(DROP=True), "dropped twice": OFF | dict(DROP=True, HAS_X0=True)},
+    False: {
+        "plain": OFF,
+        "dropped": OFF | dict(DROP=True),
+        "dropped twice": OFF | dict(DROP=True, HAS_X0=True),
+        "onto": OFF | dict(EPILOGUE="onto"),
+        "onto, dropped twice": OFF | dict(EPILOGUE="onto", DROP=True, HAS_X0=True),
+    },
 }
+ADDING = ("add", "onto")
 LARGE = 128 * 256  # a tile that fills registers and shared memory
 
 
@@ -34,7 +41,7 @@ def gemms(target):
     for w_rows, modes in MODES.items():
         for number, (mode, flags) in enumerate(modes.items()):
             for shape in shapes[w_rows]:
-                config = gemm_config(*shape, w_rows, flags["STORE_INNER"] or flags["EPILOGUE"] == "add", capability)
+                config = gemm_config(*shape, w_rows, flags["STORE_INNER"] or flags["EPILOGUE"] in ADDING, capability)
                 large = config.persistent and config.BLOCK_M * config.BLOCK_N == LARGE if config.tma else shape[0] > 64
                 if large or (number == 0 and target != 100):
                     seen[w_rows, mode, config._replace(GROUP=8)] = None
@@ -62,7 +69,7 @@ def test_gemm(target, tmp_path):
         scalars = {"threshold": "i64", "keep_scale": "fp32"}
         constants = flags | dict(BLOCK_M=bm, BLOCK_N=bn, BLOCK_K=bk, GROUP=config.GROUP)
         absent = [] if flags["STORE_INNER"] else ["inner"]
-        absent += [] if flags["EPILOGUE"] == "add" else ["add"]
+        absent += [] if flags["EPILOGUE"] in ADDING else ["add"]
         absent += [] if flags["HAS_X0"] else ["x0"]
         constants |= dict.fromkeys(absent)
         if config.tma:
@@ -80,6 +87,17 @@ def test_gemm(target, tmp_path):
             kernel = gemm._gemm_pointer_kernel
             sizes = ["M", "N", "K", "R", *(n for n in kernel.arg_names if n.startswith("stride_") and n not in constants)]
         check(kernel, target, tensors | vectors, sizes, constants, config.num_warps, config.num_stages, tmp_path, scalars)
+
+
+@pytest.mark.parametrize("which", ["fwd", "bwd"])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_act(target, name, which, tmp_path):
+    from fdora.triton import act
+
+    kernel = getattr(act, f"_act_{which}_kernel")
+    tensors = {n: "*bf16" for n in ("a", "da", "gate", "up", "dgate", "dup")}
+    check(kernel, target, tensors, ["count"], dict(ACT=name, BLOCK=act.BLOCK), 4, 3, tmp_path)
 
 
 @pytest.mark.parametrize(("r", "dtype"), [(16, "bf16"), (64, "bf16"), (384, "bf16"), (16, "fp32")])  # float32: any r

@@ -326,6 +326,7 @@ def samples():
             (x, W, A, B, m, c, bias, seed, S, 0.3, "lora", "inner"),
             (x, W, A, B, m, c, None, seed, S, 0.3, "peft", "nothing"),
             (x.float(), W.float(), A, B, m, c, bias, seed, S, 0.3, "peft", "output"),
+            (x, W, A, B, m, c, bias, None, S, 0.0, "lora", "output", h),
         ],
         "linear_backward": [
             (dy, *back, None, S, 0.0, "lora", False, [True] * 5 + [False]),
@@ -333,6 +334,8 @@ def samples():
             (dy, *back, seed, S, 0.3, "peft", True, all_six),
             (dy, *back[:-1], None, None, S, 0.0, "lora", False, [True, False, True, False, False, True]),
         ],
+        "activation": [(dy, dy + 1, act) for act in ("silu", "gelu", "gelu_tanh")],
+        "activation_backward": [(dy, dy - 1, dy + 1, act) for act in ("silu", "gelu_tanh")],
     }  # fmt: skip
 
 

@@ -1,0 +1,265 @@
+"""Layers that share their input: q/k/v, gate/up and the whole MLP, each as one call, as separate calls, as PEFT's LoRA layers.
+
+    python -m bench.group --device cuda --json FILE
+    python -m bench.group --device cuda --quick
+
+bf16 x and W, norms given. GPU time by CUDA graph (wall time on a CPU), ways in turns in one run, medians. ``fwd`` runs under
+no_grad, ``fwd_bwd`` takes gradients of x and the adapters. ``bare`` is the eight matrix products of each layer, each writing
+its own output, and nothing elementwise. Every way is compared with float64 before it is timed; one that cannot run is listed
+with its reason, and a wrong fdora fails the command at its end. ``kept_mb`` is what autograd keeps between the two directions
+beside x and the parameters (the output of the call included, where it is kept). The JSON is rewritten after every case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.attempt import Failures
+from bench.clock import anchor_graph, medians, timer
+from bench.layer import free
+from bench.norm_forms import about
+from bench.rivals import peft_layer
+from bench.table import line, table
+from bench.truth import rel_l2
+from bench.ways import ADAPTERS, Inputs, S
+from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp
+from tests.memory import peak_bytes
+
+MODELS = {  # hidden size, N of q, k and v, width of the MLP
+    "llama8b": (4096, (4096, 1024, 1024), 14336),
+    "qwen8b": (4096, (4096, 1024, 1024), 12288),
+    "tiny": (64, (64, 32, 32), 96),
+}
+PARTS = ("qkv", "gate_up", "mlp")
+WAYS = ("bare", "peft_lora", "separate", "fdora")
+TOLERANCE = {"qkv": 5e-3, "gate_up": 5e-3, "mlp": 1.5e-2}  # relative L2; in the MLP each layer reads what another rounded
+
+
+class Case(NamedTuple):
+    """One Inputs for each layer (x and dy of the first ones are the case's), and what is to be differentiated."""
+
+    part: str
+    x: Tensor
+    layers: list[Inputs]
+    dys: list[Tensor]
+
+    @classmethod
+    def random(cls, model: str, part: str, M: int, r: int, adapter: str, device: str) -> Case:
+        K, qkv, width = MODELS[model]
+        shapes = {"qkv": [(K, n) for n in qkv], "gate_up": [(K, width)] * 2, "mlp": [(K, width), (K, width), (width, K)]}[part]
+        layers = [Inputs.random(M, k, n, r, ADAPTERS[adapter], device) for k, n in shapes]
+        for i, layer in enumerate(layers):  # not three times the same: other rows first
+            with torch.no_grad():
+                for t in (layer.W, layer.B, layer.m, layer.norm):
+                    t.copy_(t.roll(7 * i, 0))
+        return cls(part, layers[0].x, layers, [layers[-1].dy] if part == "mlp" else [layer.dy for layer in layers])
+
+    def leaves(self) -> dict[str, Tensor]:
+        named = {f"{n}{i}": getattr(layer, n) for i, layer in enumerate(self.layers) for n in ("A", "B", "m")}
+        return {"x": self.x, **named}
+
+
+class Way(NamedTuple):
+    forward: Callable[[], object]
+    both: Callable[[], dict[str, Tensor]]
+    call: Callable[[], list[Tensor]] | None = None
+    truth: str | None = None
+    given: tuple[Tensor, ...] = ()  # x and the parameters
+
+
+def trained(case: Case, call: Callable[[], list[Tensor]], leaves: dict[str, Tensor], truth: str) -> Way:
+    def forward():
+        with torch.no_grad():
+            return call()
+
+    def both():
+        ys = call()
+        grads = torch.autograd.grad(ys, list(leaves.values()), case.dys)
+        ys = {f"y{i}": y for i, y in enumerate(ys)}
+        return {**ys, **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
+
+    frozen = (t for i in case.layers for t in (i.W, i.norm))
+    return Way(forward, both, call, truth, (*leaves.values(), *frozen))
+
+
+def by_layers(case: Case, layers: list[Callable[[Tensor], Tensor]]) -> list[Tensor]:
+    if case.part != "mlp":
+        return [layer(case.x) for layer in layers]
+    gate, up, down = layers
+    return [down(F.silu(gate(case.x)) * up(case.x))]
+
+
+def bare(case: Case) -> Way:
+    inputs = [layer.x.detach() if layer.x.shape[1] != case.x.shape[1] else case.x.detach() for layer in case.layers]
+    pairs = [(i, x, i.A.detach().to(x.dtype), i.B.detach().to(x.dtype)) for i, x in zip(case.layers, inputs, strict=True)]
+
+    def forward():
+        return [(x @ i.W.mT, h := x @ A.mT, h @ B.mT) for i, x, A, B in pairs]
+
+    def both():
+        kept = forward()
+        out = []
+        for (_, h, _), (i, x, A, B) in zip(kept, pairs, strict=True):
+            dh = i.dy @ B
+            out += [i.dy @ i.W, dh @ A, dh.mT @ x, i.dy.mT @ h]
+        return dict(enumerate(out))
+
+    return Way(forward, both)
+
+
+def build(name: str, case: Case) -> Way:
+    if name == "bare":
+        return bare(case)
+    if name == "peft_lora":
+        built = [peft_layer(i.W, i.A, i.B, None, S) for i in case.layers]
+        leaves = {f"{n}{i}": t for i, (_, own) in enumerate(built) for n, t in own.items()}
+        return trained(case, lambda: by_layers(case, [layer for layer, _ in built]), {"x": case.x, **leaves}, "lora")
+    if name == "separate":
+
+        def one(i: Inputs) -> Callable[[Tensor], Tensor]:
+            return lambda x: dora_linear(x, i.W, i.A, i.B, i.m, s=S, norm=i.norm)
+
+        return trained(case, lambda: by_layers(case, [one(i) for i in case.layers]), case.leaves(), "dora")
+    members = [DoraLayer(i.W, i.A, i.B, i.m, S, norm=i.norm) for i in case.layers]
+    if case.part == "mlp":
+        return trained(case, lambda: [dora_mlp(case.x, *members)], case.leaves(), "dora")
+    return trained(case, lambda: list(dora_linear_group(case.x, members)), case.leaves(), "dora")
+
+
+def truth(case: Case, kind: str) -> dict[str, Tensor]:
+    """Outputs and gradients in float64 by autograd, from the formula with the dense B A."""
+    leaves = {n: t.detach().double().requires_grad_() for n, t in case.leaves().items() if kind == "dora" or n[0] != "m"}
+
+    def one(k: int) -> Callable[[Tensor], Tensor]:
+        whole = case.layers[k].W.double() + S * leaves[f"B{k}"] @ leaves[f"A{k}"]
+        g = leaves[f"m{k}"] / whole.detach().norm(dim=1) if kind == "dora" else 1
+        return lambda x: g * (x @ whole.mT)
+
+    ys = by_layers(case._replace(x=leaves["x"]), [one(k) for k in range(len(case.layers))])
+    grads = torch.autograd.grad(ys, list(leaves.values()), [dy.double() for dy in case.dys])
+    found = {f"y{i}": y.detach() for i, y in enumerate(ys)} | {f"d{n}": d for n, d in zip(leaves, grads, strict=True)}
+    return {n: t.cpu() for n, t in found.items()}
+
+
+def errors(way: Way, truths: dict[str, dict[str, Tensor]]) -> dict[str, float]:
+    """Relative L2 of every output and gradient."""
+    results, forward = way.both(), way.forward()
+    if way.truth is None:
+        return {}
+    want = truths[way.truth]
+    assert set(want) == set(results)
+    found = {n: rel_l2(t.detach(), want[n].to(t.device)) for n, t in results.items()}
+    found |= {f"y{i}_no_grad": rel_l2(y, want[f"y{i}"].to(y.device)) for i, y in enumerate(forward)}
+    return {n: float(f"{error:.2e}") for n, error in found.items()}
+
+
+def kept_bytes(way: Way) -> int | None:
+    """What autograd keeps for backward: each piece of memory once, without x and the parameters."""
+    if way.call is None:
+        return None
+    kept: dict[int, int] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        ys = way.call()  # held, so that no address comes twice
+    known = {t.untyped_storage().data_ptr() for t in way.given}
+    del ys
+    return sum(size for at, size in kept.items() if at not in known)
+
+
+def run(model: str, part: str, M: int, r: int, adapter: str, options) -> list[dict]:
+    """Two rows: forward, and both directions."""
+    device = options.device
+    case = Case.random(model, part, M, r, adapter, device)
+    truths = {kind: truth(case, kind) for kind in ("dora", "lora")}
+    free(device)
+    failed, error, peak, kept = Failures(), {}, {}, {}
+
+    def prepare(name: str) -> Way:
+        way = build(name, case)
+        error[name] = errors(way, truths)
+        if name in ("separate", "fdora"):
+            wrong = ", ".join(f"{key} by {e:.1e}" for key, e in error[name].items() if not e <= TOLERANCE[part])
+            assert not wrong, f"{name} is wrong: {wrong}"
+        peak[name] = round(peak_bytes(way.both, device) / 2**20, 2)
+        size = kept_bytes(way)
+        if size is not None:
+            kept[name] = round(size / 2**20, 2)
+        free(device)
+        return way
+
+    ways = failed.attempt(options.ways, prepare)
+    rows = []
+    anchor = None if device == "cpu" else anchor_graph()
+    for mode in ("fwd", "fwd_bwd"):
+        fns = {name: way.forward if mode == "fwd" else way.both for name, way in ways.items()}
+        timers = failed.attempt(fns, lambda name: timer(fns[name], device, anchor))
+        ms = {name: round(value, 5) for name, value in medians(timers, options.runs).items()}
+        row = {"model": model, "part": part, "M": M, "r": r, "adapter": adapter, "mode": mode, "ms": ms}
+        row |= {"ratio": {f"fdora/{n}": round(ms["fdora"] / v, 3) for n, v in ms.items() if n != "fdora" and "fdora" in ms}}
+        rows.append(row | {"peak_mb": peak, "kept_mb": kept, "error": error, "failed": dict(failed)})
+    return rows
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--models", default="llama8b,qwen8b", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--M", default="4096")
+    parser.add_argument("--r", default="16,384")
+    parser.add_argument("--adapter", default="bf16", help="bf16,fp32")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--quick", action="store_true", help="llama8b only, r 16 and 384, three runs")
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="recorded in the JSON")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.models, options.runs = "llama8b", 3
+    for name, known in (("models", MODELS), ("parts", PARTS), ("ways", WAYS), ("adapter", ADAPTERS)):
+        setattr(options, name, getattr(options, name).split(","))
+        if unknown := set(getattr(options, name)) - set(known):
+            parser.error(f"unknown {name}: {', '.join(sorted(unknown))}")
+    return options
+
+
+def main(argv=None):
+    options = parse(argv)
+    facts = about(options.device, options.commit)
+    print(facts, "\n")
+    rows: list[dict] = []
+    heads = [f"{name} {what}" for what in ("ms", "peak MB", "kept MB") for name in options.ways]
+    print(table(["model, part, M, r, adapter, mode", *heads, "fdora's worst error"], []))
+    sizes = (list(map(int, text.split(","))) for text in (options.M, options.r))
+    for model, part, M, r, adapter in product(options.models, options.parts, *sizes, options.adapter):
+        for row in run(model, part, M, r, adapter, options):
+            worst = max(row["error"].get("fdora", {"": float("nan")}).values())
+            cells = [row[what].get(n, "") for what in ("ms", "peak_mb", "kept_mb") for n in options.ways]
+            label = "{model}, {part}, {M}, {r}, {adapter}, {mode}".format(**row)
+            print(line([label, *cells, f"{worst:.1e}"]), flush=True)
+            rows.append(row)
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps({"about": facts, "runs": options.runs, "rows": rows}, indent=1) + "\n")
+        free(options.device)
+    failed = sorted({f"{name}: {reason}" for row in rows for name, reason in row["failed"].items()})
+    print("".join(f"\nfailed: {reason}" for reason in failed))
+    if mine := [reason for reason in failed if reason.startswith(("fdora", "separate"))]:
+        raise SystemExit("\n".join(["fdora failed:", *mine]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Several layers that read the same input, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_shapes, fail
+from fdora._dispatch import Backend
+from fdora.autograd.group import Layer, group
+from fdora.functional.backend import select_backend
+from fdora.functional.linear import cast_x, check_dropout, check_layer, norm_for, seed_tensor, what_to_keep
+
+
+class DoraLayer(NamedTuple):
+    """One layer of a call that takes several: what :func:`dora_linear` takes beside x, by the same names.
+
+    ``DoraLayer(W, *params, s=s)`` with :class:`DoraParams`; ``DoraLayer(W)`` or ``DoraLayer(W, bias=bias)`` is a frozen
+    layer without an adapter, ``y = x @ W.T + bias``. Made for the call: gradients are those of the tensors in it.
+    """
+
+    W: Tensor
+    """(N, K) frozen weight."""
+    A: Tensor | None = None
+    """(r, K)."""
+    B: Tensor | None = None
+    """(N, r)."""
+    m: Tensor | None = None
+    """(N,)."""
+    s: float | None = None
+    """LoRA scaling; it must be given with an adapter."""
+    bias: Tensor | None = None
+    """(N,)."""
+    norm: Tensor | None = None
+    """(N,) c of :func:`dora_norm`; None computes it."""
+
+
+def dora_linear_group(
+    x: Tensor,
+    layers: Sequence[DoraLayer],
+    *,
+    dropout_p: float = 0.0,
+    dropout_mode: Literal["lora", "peft"] = "lora",
+    seed: Sequence[int | Tensor] | None = None,
+    keep_inner: bool = False,
+    backend: Backend = "auto",
+) -> tuple[Tensor, ...]:
+    """DoRA layers on the same x (q, k and v; gate and up): ``y_i = g_i * (x @ W_i.T + s_i * (x @ A_i.T) @ B_i.T) + bias_i``.
+
+    Equivalent to one :func:`dora_linear` for each layer, as one node of the graph: all ``x @ A_i.T`` are one product, x is
+    kept once, and each layer adds its part of dx in place to that of the layer before. N, r, s, bias, norm and dtypes of the
+    adapters may differ from layer to layer; some may have no adapter.
+
+        q, k, v = dora_linear_group(x, [DoraLayer(W, *p, s=2.0) for W, p in zip(Ws, params)])
+
+    Args:
+      x: (..., K), as for :func:`dora_linear`.
+      layers: at least one :class:`DoraLayer`, every W with the same K.
+      dropout_p: probability in [0, 1) that an element of x is dropped, in each adapted layer with a mask of its own.
+      dropout_mode: "lora" or "peft", as for :func:`dora_linear`.
+      seed: one int or int64 tensor without axes for each layer; each alone decides the mask of its layer. None draws them.
+      keep_inner: as for :func:`dora_linear`, for every layer.
+      backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
+
+    Returns:
+      One (..., N_i) for each layer, dtype and device of x. Gradients as for :func:`dora_linear`; an output that nobody uses
+      costs nothing in backward.
+
+    Raises:
+      FdoraError: as for :func:`dora_linear`, with the number of the layer; an adapter is incomplete; no layer or not one seed
+        for each.
+      NotImplementedError: a second derivative is asked for.
+
+    Memory: keeps x, all x @ A_i.T in one (M, sum of r) tensor and, for each m, y_i or one more (M, N_i) tensor, by the rules of
+    :func:`dora_linear`. dx is rounded once for each layer. Derivation: ``fdora/eager/linear.py``.
+    References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3.
+    """
+    fn = "dora_linear_group"
+    if not layers:
+        raise fail(fn, "layers", "at least one DoraLayer", "none", "Pass the layers that read x.")
+    for i, layer in enumerate(layers):
+        check_is_layer(f"{fn}: layers[{i}]", layer)
+        check_member(f"{fn}: layers[{i}]", x, layer)
+    check_dropout(fn, dropout_p, dropout_mode)
+    x = cast_x(fn, x, layers[0].W)
+    name = select_backend(x, backend=backend).name
+    seeds = seeds_for(fn, seed, len(layers), dropout_p, x)
+    ready = [prepared(x, layer, s, keep_inner, name) for layer, s in zip(layers, seeds, strict=True)]
+    ys = group(x.reshape(-1, x.shape[-1]), ready, dropout_p, dropout_mode if dropout_p else "lora", name)
+    return ys if x.dim() == 2 else tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys)
+
+
+def check_is_layer(fn: str, layer: object) -> None:
+    if not isinstance(layer, DoraLayer):
+        raise fail(fn, "layer", "a DoraLayer", f"a {type(layer).__name__}", "Write DoraLayer(W, A, B, m, s=s).")
+
+
+def check_member(fn: str, x: Tensor, layer: DoraLayer) -> None:
+    W, A, B, m, s, bias, norm = layer
+    if A is not None and B is not None and m is not None:
+        check_layer(fn, x, W, A, B, m, s, bias, norm)  # type: ignore[arg-type]  # it says what is wrong with s
+    elif not (A is B is m is norm is None):
+        arg = "A" if A is None else "B" if B is None else "m"
+        raise fail(fn, arg, "a Tensor, as other parts of the adapter are given", "None", "Leave out A, B, m and norm, or none.")
+    else:
+        tensors = {"W": W, "bias": bias, "x": x}
+        check_shapes(fn, {"W": "N K", "bias": "N", "x": "... K"}, tensors)
+        check_device(fn, "W", tensors)
+        for arg, t in tensors.items():
+            check_dtype(fn, arg, t, FLOATS)
+        check_frozen(fn, "W", W)
+    cast_x(fn, x, W)  # may raise
+
+
+def seeds_for(fn: str, seed: Sequence[int | Tensor] | None, count: int, p: float, x: Tensor) -> list[Tensor | None]:
+    if not p:
+        return [None] * count
+    if seed is not None and (not isinstance(seed, (list, tuple)) or len(seed) != count):
+        have = f"{len(seed)}" if isinstance(seed, (list, tuple)) else f"a {type(seed).__name__}"
+        raise fail(fn, "seed", f"a list of {count} seeds, one for each layer", have, "Layers that share a mask share a seed.")
+    return [seed_tensor(fn, s, x.device) for s in (seed or [None] * count)]
+
+
+def prepared(x: Tensor, layer: DoraLayer, seed: Tensor | None, keep_inner: bool, backend: str) -> Layer:
+    W, A, B, m, s, bias, norm = layer
+    if A is None or B is None or m is None or s is None:
+        return Layer(W, None, None, None, None, bias, None, 1.0, "nothing")
+    c = norm_for(x, W, A, B, s, norm, backend)
+    return Layer(W, A, B, m, c, bias, seed, s, what_to_keep(m, c, keep_inner))

@@ -1,0 +1,79 @@
+"""A gated MLP in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from fdora._check import check_shapes, fail
+from fdora._dispatch import Backend
+from fdora.autograd.mlp import ACTS, mlp
+from fdora.functional.backend import select_backend
+from fdora.functional.group import DoraLayer, check_is_layer, check_member, prepared, seeds_for
+from fdora.functional.linear import cast_x, check_dropout
+
+
+def dora_mlp(
+    x: Tensor,
+    gate: DoraLayer,
+    up: DoraLayer,
+    down: DoraLayer,
+    *,
+    act: Literal["silu", "gelu", "gelu_tanh"] = "silu",
+    dropout_p: float = 0.0,
+    dropout_mode: Literal["lora", "peft"] = "lora",
+    seed: Sequence[int | Tensor] | None = None,
+    keep_inner: bool = False,
+    backend: Backend = "auto",
+) -> Tensor:
+    """A gated MLP of DoRA layers: ``y = down(f(gate(x)) * up(x))``, each layer as in :func:`dora_linear`.
+
+    SwiGLU for ``f(z) = z * sigmoid(z)``, GeGLU for ``f(z) = z * P(Z <= z)`` of the normal law or its tanh form. f and the
+    product with up run in float32 (float64 for float64), rounded once. One node of the graph.
+
+        y = dora_mlp(x, *(DoraLayer(W[n], *params[n], s=2.0) for n in ("gate", "up", "down")))
+
+    Args:
+      x: (..., K), as for :func:`dora_linear`.
+      gate: :class:`DoraLayer` with W (F, K); it may have no adapter, as the others may.
+      up: :class:`DoraLayer` with W (F, K).
+      down: :class:`DoraLayer` with W (N, F).
+      act: "silu", "gelu" (exact) or "gelu_tanh".
+      dropout_p: probability in [0, 1) that an element of a layer's input is dropped, each layer with a mask of its own.
+      dropout_mode: "lora" or "peft", as for :func:`dora_linear`.
+      seed: three ints or int64 tensors without axes, of gate, up and down. None draws them.
+      keep_inner: as for :func:`dora_linear`, for down.
+      backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
+
+    Returns:
+      (..., N), dtype and device of x. Gradients as for :func:`dora_linear`.
+
+    Raises:
+      FdoraError: as for :func:`dora_linear`, with the name of the layer; sizes do not fit each other, act is unknown, not three
+        seeds.
+      NotImplementedError: a second derivative is asked for.
+
+    Memory: keeps x, one (M, F) tensor for each of gate and up (two under "peft" dropout), x @ A.T of each layer and, for the m
+    of down, y itself or one more (M, N) tensor, by the rules of :func:`dora_linear`. f(gate) * up is formed again in backward.
+    Derivation: ``fdora/eager/act.py`` and ``fdora/eager/linear.py``.
+    References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5; Shazeer, GLU Variants, 2020, arXiv:2002.05202.
+    """
+    fn = "dora_mlp"
+    layers = {"gate": gate, "up": up, "down": down}
+    for label, layer in layers.items():
+        check_is_layer(f"{fn}: {label}", layer)
+    axes = {"gate.W": "F K", "up.W": "F K", "down.W": "N F"}
+    sizes = check_shapes(fn, axes, {f"{label}.W": layer.W for label, layer in layers.items()})
+    for label, layer in layers.items():
+        check_member(f"{fn}: {label}", x.new_empty((0, sizes["F"])) if layer is down else x, layer)
+    if act not in ACTS:
+        raise fail(fn, "act", f"one of {', '.join(ACTS)}", repr(act), "Other activations need dora_linear for each layer.")
+    check_dropout(fn, dropout_p, dropout_mode)
+    x = cast_x(fn, x, gate.W)
+    name = select_backend(x, backend=backend).name
+    seeds = seeds_for(fn, seed, 3, dropout_p, x)
+    ready = [prepared(x, la, s, keep_inner and la is down, name) for la, s in zip(layers.values(), seeds, strict=True)]
+    y = mlp(x.reshape(-1, x.shape[-1]), *ready, act, dropout_p, dropout_mode if dropout_p else "lora", name)
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])

@@ -1,0 +1,191 @@
+"""What dora_linear_group promises."""
+
+import itertools
+
+import torch
+
+from fdora.eager.dropout import drop
+from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_norm
+from tests import device, reference
+from tests.close import assert_exact, assert_within, rel_l2
+from tests.make import KINDS, grads, tensors, tracked
+
+P = 0.4
+SIZES = ((9, 3, 0.7), (6, 1, -1.5), (12, 4, 2.0))  # N, r and s of each layer
+MODES = {"none": {}, "lora": dict(dropout_p=P, dropout_mode="lora"), "peft": dict(dropout_p=P, dropout_mode="peft")}
+
+
+def many(K=7, lead=(2, 4), dtype=torch.float64, adapter=None, kind="plain", sizes=SIZES, spread=0.05):
+    """Inputs of some layers, all with the x of the first."""
+    layers = [tensors(N, K, r, lead, dtype, adapter, kind, s, spread, seed=i) for i, (N, r, s) in enumerate(sizes)]
+    return [t | {"x": layers[0]["x"]} for t in layers]
+
+
+def named(layers, names, x=True):
+    """Fresh leaves: the layers with them, and all of them by name."""
+    shared = {"x": layers[0]["x"].detach().clone().requires_grad_(x)}
+    layers = [tracked(t, *names) | shared for t in layers]
+    leaves = {f"{n}{i}": t[n] for i, t in enumerate(layers) for n in names}
+    return layers, (shared if x else {}) | leaves
+
+
+def packed(t, biased=True, **extra):
+    return DoraLayer(t["W"], t["A"], t["B"], t["m"], t["s"], t["bias"] if biased else None, **extra)
+
+
+def one(t, biased, mode="none", seed=None):
+    """The layer alone."""
+    args = (t[n] for n in ("x", "W", "A", "B", "m"))
+    return dora_linear(*args, s=t["s"], bias=t["bias"] if biased else None, seed=seed, **MODES[mode])
+
+
+def masked(seed):
+    return lambda x: drop(x.reshape(-1, x.shape[-1]), torch.tensor(seed, device=x.device), P).reshape(x.shape)
+
+
+def truth(t, biased, mode="none", seed=None):
+    dropped = None if mode == "none" else masked(seed)
+    return reference.dora(*(t[n] for n in "xWABms"), t["bias"] if biased else None, None, dropped, mode)
+
+
+def joined(ys):
+    return torch.cat([y.reshape(-1) for y in ys])
+
+
+def matches_the_truth_and_layers_by_themselves():
+    """Layers of different N, r and s, every other one with a bias, a frozen one among them."""
+    for kind, mode in itertools.product(KINDS, MODES):
+        layers, leaves = named(many(kind=kind), ("A", "B", "m", "bias"))
+        del leaves["bias1"]
+        plain = torch.randn(5, 7, dtype=torch.float64, device=device.NAME)
+        shift = torch.randn(5, dtype=torch.float64, device=device.NAME).requires_grad_()
+        leaves["shift"], x = shift, leaves["x"]
+        members = [packed(t, i != 1) for i, t in enumerate(layers)]
+        members.insert(1, DoraLayer(plain, bias=shift))
+        seeds = [3, 0, 4, 5]
+        got = dora_linear_group(x, members, seed=seeds if mode != "none" else None, **MODES[mode])
+        assert isinstance(got, tuple) and len(got) == 4
+        dy = torch.randn_like(joined(got))
+        d = grads(joined(got), dy, **leaves)
+        for alone in (one, truth):
+            own = [None] * 3 if mode == "none" else (3, 4, 5)
+            want = [alone(t, i != 1, mode, own[i]) for i, t in enumerate(layers)]
+            want.insert(1, x @ plain.T + shift)
+            for y, ref in zip(got, want, strict=True):
+                assert_exact(y, ref, f"{kind} {mode} y")
+            ref = grads(joined(want), dy, **leaves)
+            for n in leaves:
+                assert_exact(d[n], ref[n], f"{kind} {mode} d{n}")
+
+
+def any_shape():
+    for lead in ((), (0,), (1,), (2, 0, 3), (3, 1, 2)):
+        layers, leaves = named(many(lead=lead), ("A", "B", "m"))
+        got = dora_linear_group(leaves["x"], [packed(t, False) for t in layers])
+        want = [truth(t, False) for t in layers]
+        for y, ref in zip(got, want, strict=True):
+            assert_exact(y, ref, f"{lead}")
+        ones = torch.ones_like(joined(got))
+        for d, ref in zip(*(grads(joined(v), ones, **leaves).values() for v in (got, want)), strict=True):
+            assert_exact(d, ref, f"{lead}")
+
+
+def only_what_is_asked_for():
+    """Any frozen part, x too, and outputs nobody uses: the rest is the same bit for bit."""
+    layers, leaves = named(many(), ("A", "B", "m", "bias"))
+    whole = None
+    for frozen in ((), ("x",), ("A",), ("B",), ("m",), ("bias",), ("x", "A"), ("A", "B"), ("x", "B", "m", "bias")):
+        for n, leaf in leaves.items():
+            leaf.requires_grad_(n.rstrip("012") not in frozen)
+        ys = dora_linear_group(leaves["x"], [packed(t) for t in layers])
+        wanted = {n: leaf for n, leaf in leaves.items() if leaf.requires_grad}
+        dy = torch.linspace(-1, 1, joined(ys).numel(), dtype=torch.float64, device=device.NAME)
+        got = grads(joined(ys), dy, **wanted)
+        whole = whole or got
+        assert all(torch.equal(d, whole[n]) for n, d in got.items()), frozen
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    for used in ((1,), (0, 2)):
+        ys = dora_linear_group(leaves["x"], [packed(t) for t in layers])
+        want = [one(t, True) for t in layers]
+        all_of = list(leaves.values())
+        sums = (joined([v[i] for i in used]).sum() for v in (ys, want))
+        for d, ref in zip(*(torch.autograd.grad(v, all_of, allow_unused=True) for v in sums), strict=True):
+            assert (d is None) == (ref is None)
+            if d is not None:
+                assert_exact(d, ref, f"{used}")
+
+
+def mixed_dtypes_are_within_budget():
+    """Each output and gradient as close to the truth as dora_linear must come; dx is one rounding a layer."""
+    half = (torch.bfloat16, torch.float16)
+    for dtype, adapter in [(d, a) for d in half for a in (d, torch.float32)] + [(torch.float32,) * 2]:
+        for biased in (False, True):
+            names = ("A", "B", "m", "bias") if biased else ("A", "B", "m")
+            sizes = ((40, 8, 0.7), (24, 4, 0.7), (56, 16, 2.0))
+            layers, leaves = named(many(64, (33,), dtype, adapter, sizes=sizes, spread=0.0015), names)
+            got = dora_linear_group(leaves["x"], [packed(t, biased) for t in layers])
+            naive = [reference.naive(*(t[n] for n in "xWABms"), t["bias"] if biased else None) for t in layers]
+            want = [truth(t, biased) for t in layers]
+            dys = [torch.randn(y.shape, device=device.NAME).to(dtype) for y in got]
+            for i, parts in enumerate(zip(got, naive, want, strict=True)):
+                assert_within(*parts, f"{dtype} {adapter} y{i}")
+            d, eager, ref = (grads(joined(ys), joined(dys).to(ys[0].dtype), **leaves) for ys in (got, naive, want))
+            for n, leaf in leaves.items():
+                assert d[n].dtype == leaf.dtype
+                assert_within(d[n], eager[n].to(leaf.dtype), ref[n].double(), f"{dtype} {adapter} bias={biased} d{n}")
+
+
+def dm_survives_the_two_traps():
+    """Rows with m = 0 and a bias of hundreds, in different layers of one group."""
+    sizes = ((48, 8, 0.7), (32, 8, 0.7))
+    layers, leaves = named(many(64, (128,), torch.bfloat16, torch.float32, "zero_m", sizes), ("m",))
+    layers[1]["bias"] = (layers[1]["bias"].float() + 300).bfloat16()
+    got = dora_linear_group(leaves["x"], [packed(t, i == 1) for i, t in enumerate(layers)])
+    want = [truth(t, i == 1) for i, t in enumerate(layers)]
+    dy = torch.randn_like(joined(got))
+    d, ref = grads(joined(got), dy, **leaves), grads(joined(want), dy.double(), **leaves)
+    for n in ("m0", "m1"):
+        assert rel_l2(d[n], ref[n]) <= 5e-3 and rel_l2(d[n][::3], ref[n][::3]) <= 5e-3, n
+
+
+def a_given_norm_is_used_and_gets_its_gradient():
+    layers, _ = named(many(sizes=SIZES[:2]), ())
+    norms = [dora_norm(*(t[n] for n in "WAB"), s=t["s"]).mul_(1.25).requires_grad_() for t in layers]
+    got = dora_linear_group(layers[0]["x"], [packed(t, norm=c) for t, c in zip(layers, norms, strict=True)])
+    want = [reference.dora(*(t[n] for n in "xWABms"), t["bias"], c) for t, c in zip(layers, norms, strict=True)]
+    for y, ref in zip(got, want, strict=True):
+        assert_exact(y, ref)
+    for d, ref in zip(*(torch.autograd.grad(joined(v).sum(), norms) for v in (got, want)), strict=True):
+        assert_exact(d, ref)
+
+
+def masks_are_drawn_for_each_layer():
+    (t,) = many(lead=(60,), sizes=SIZES[:1])
+    a, b, c = dora_linear_group(t["x"], [packed(t)] * 3, seed=[1, 2, 1], **MODES["lora"])
+    assert torch.equal(a, c) and not torch.equal(a, b)
+    torch.manual_seed(0)
+    a, b = dora_linear_group(t["x"], [packed(t)] * 2, **MODES["lora"])
+    torch.manual_seed(0)
+    c, _ = dora_linear_group(t["x"], [packed(t)] * 2, **MODES["lora"])
+    assert torch.equal(a, c) and not torch.equal(a, b)
+
+
+def graphs_can_be_kept():
+    """A second backward through the same graph: nothing kept was overwritten."""
+    layers, leaves = named(many(), ("A", "B", "m", "bias"))
+    ys = joined(dora_linear_group(leaves["x"], [packed(t) for t in layers]))
+    runs = [torch.autograd.grad(ys.square().sum(), list(leaves.values()), retain_graph=True) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+CHECKS = [
+    matches_the_truth_and_layers_by_themselves,
+    any_shape,
+    only_what_is_asked_for,
+    mixed_dtypes_are_within_budget,
+    dm_survives_the_two_traps,
+    a_given_norm_is_used_and_gets_its_gradient,
+    masks_are_drawn_for_each_layer,
+    graphs_can_be_kept,
+]

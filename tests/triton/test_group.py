@@ -1,0 +1,240 @@
+"""Layers that share their input, and the activation between them, on the Triton backend."""
+
+import pytest
+import torch
+
+from fdora.functional import DoraLayer, dora_linear_group, dora_mlp, dora_norm
+from tests import device, reference
+from tests.checks.group import joined, named
+from tests.checks.mlp import ACTS
+from tests.close import assert_within, rel_l2
+from tests.make import grads, tensors, tracked
+from tests.memory import peak_bytes
+from tests.triton.marks import DTYPES, HALF, INTERPRETED, needs_gpu, needs_kernels
+
+pytestmark = needs_kernels
+DROPOUT = {"none": {}, "lora": dict(dropout_p=0.3, dropout_mode="lora"), "peft": dict(dropout_p=0.3, dropout_mode="peft")}
+
+
+def wide(t):
+    return {n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in t.items()}
+
+
+def inputs(M, dtype, adapter, shapes, s=(0.7, 0.7, 0.7), kind="plain"):
+    layers = [
+        tensors(N, K, r, (M,), dtype, adapter, kind, si, seed=i)
+        for i, ((N, K, r), si) in enumerate(zip(shapes, s, strict=True))
+    ]
+    for t in layers:
+        t["c"] = dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="eager")
+    return [t | {"x": layers[0]["x"]} for t in layers]
+
+
+def packed(t, biased):
+    return DoraLayer(t["W"], t["A"], t["B"], t["m"], t["s"], t["bias"] if biased else None, t["c"])
+
+
+def run(f, layers, backend, dy=None, biased=(False, True, False), frozen=()):
+    """y and all gradients of ``f(x, members, backend)``."""
+    layers, leaves = named(layers, ("A", "B", "m", "bias"))
+    for i, yes in enumerate(biased):
+        if not yes:
+            del leaves[f"bias{i}"]
+    for i in frozen:
+        for n in "ABm":
+            del leaves[f"{n}{i}"]
+    members = [
+        DoraLayer(t["W"], bias=t["bias"] if yes else None) if i in frozen else packed(t, yes)
+        for i, (t, yes) in enumerate(zip(layers, biased, strict=True))
+    ]
+    y = f(leaves["x"], members, backend)
+    torch.manual_seed(1)
+    dy = torch.randn(y.shape, device=y.device).to(y.dtype) if dy is None else dy
+    return {"y": y.detach()} | grads(y, dy.to(y.dtype), **leaves)
+
+
+def close_to_eager(f, layers, dtype, what, **more):
+    """As in test_linear: eager in float64 is the truth, eager in this dtype sets the budget, a rounding of products at least."""
+    got = run(f, layers, "triton", **more)
+    torch.manual_seed(1)
+    dy = torch.randn(got["y"].shape, device=device.NAME).to(dtype)
+    eager, truth = run(f, layers, "eager", dy, **more), run(f, [wide(t) for t in layers], "eager", dy.double(), **more)
+    for n, v in got.items():
+        floor = torch.finfo(dtype).eps * (truth[n].abs() + truth[n].square().mean().sqrt())
+        assert_within(v, truth[n] + (eager[n].double() - truth[n]).abs() + floor, truth[n], f"{what} {n}")
+
+
+def grouped(**options):
+    def f(x, members, backend):
+        return joined(dora_linear_group(x, members, backend=backend, **options))
+
+    return f
+
+
+CASES = [*((M, dtype) for M in (3, 70) for dtype in HALF), (70, torch.float32)]  # few tokens have a kernel, but in float32
+SHAPES = {"odd": ((33, 70, 5), (40, 70, 20), (17, 70, 3)), "even": ((40, 72, 8), (72, 72, 24), (72, 72, 64))}
+
+
+@pytest.mark.parametrize("mode", DROPOUT)
+@pytest.mark.parametrize(("M", "dtype"), CASES, ids=str)
+def test_a_group_as_the_eager_backend(M, dtype, mode):
+    """Few tokens and many, h in one product and (unequal s, dropout) not, a layer without an adapter first or last."""
+    seeds = {} if mode == "none" else {"seed": [1, 2, 3]}
+    for s, adapter, frozen in (((0.7, 0.7, 0.7), dtype, (0,)), ((0.7, -1.5, 2.0), torch.float32, (2,))):
+        layers = inputs(M, dtype, adapter, SHAPES["even" if frozen == (0,) else "odd"], s)
+        close_to_eager(grouped(**DROPOUT[mode], **seeds), layers, dtype, f"{s} {frozen}", frozen=frozen)
+
+
+def mlp(**options):
+    def f(x, members, backend):
+        return dora_mlp(x, *members, backend=backend, **options)
+
+    return f
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize(("M", "dtype"), CASES, ids=str)
+def test_the_mlp_as_the_eager_backend(M, dtype, act):
+    for mode in ("none", "peft") if act == "silu" else ("none",):
+        seeds = {} if mode == "none" else {"seed": [1, 2, 3]}
+        layers = inputs(M, dtype, dtype, ((72, 40, 24), (72, 40, 8), (40, 72, 16)))
+        close_to_eager(mlp(act=act, **DROPOUT[mode], **seeds), layers, dtype, mode)
+
+
+def test_rows_without_magnitude_keep_their_gradient():
+    layers = inputs(70, HALF[0], torch.float32, ((40, 64, 8), (40, 64, 8), (48, 40, 8)), kind="zero_m")
+    layers[1]["m"] = layers[1]["c"].clone()  # where gate and up both have none, neither gets a gradient
+    got = run(mlp(), layers, "triton", biased=(False,) * 3)
+    torch.manual_seed(1)
+    dy = torch.randn(70, 48, device=device.NAME).to(HALF[0]).double()
+    leaves = [tracked(wide(t), "m") for t in layers]
+
+    def one(t, x):
+        return reference.dora(x, *(t[n] for n in "WABms"))
+
+    x = layers[0]["x"].double()
+    y = one(leaves[2], torch.nn.functional.silu(one(leaves[0], x)) * one(leaves[1], x))
+    for i, ref in enumerate(torch.autograd.grad(y, [t["m"] for t in leaves], dy)):
+        rows = slice(int(i == 1), None, 3)  # a gate of 0 lets nothing through to up
+        assert rel_l2(got[f"m{i}"], ref) <= 5e-3 and rel_l2(got[f"m{i}"][rows], ref[rows]) <= 5e-3, i
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("act", ACTS)
+def test_the_activation(act, dtype):
+    """One rounding of float64's result, forward and backward, in any strides; the last also in the place of da."""
+    from fdora.eager import act as eager
+    from fdora.triton import act as kernels
+
+    gate, up, da = (3 * torch.randn(37, 131, device=device.NAME).to(dtype) for _ in range(3))
+    gate[0, :4] = torch.tensor([0.0, -300, 300, -1e-7])
+    want = [eager.act_fwd(gate.double(), up.double(), act), *eager.act_bwd(da.double(), gate.double(), up.double(), act)]
+    for turn in (lambda t: t.clone(), lambda t: t.T.contiguous().T):
+        mine = [turn(t) for t in (gate, up, da)]
+        got = [kernels.act_fwd(mine[0], mine[1], act), *kernels.act_bwd(mine[2], mine[0], mine[1], act)]
+        for v, ref, of in zip(got, want, ("a", "dgate", "dup"), strict=True):
+            near = dict(rtol=max(4e-6, torch.finfo(dtype).eps), atol=4e-6)
+            torch.testing.assert_close(v.double(), ref, **near, msg=lambda m: f"{of}: {m}")
+    assert kernels.act_fwd(gate[:0], up[:0], act).shape == (0, 131)
+
+
+def test_under_transforms():
+    """Where ops are opaque dx is added outside of them: the same numbers, for each token by itself too."""
+    layers = inputs(5, torch.float32, torch.float32, ((40, 24, 4), (40, 24, 4), (16, 40, 4)), (0.7, 0.5, 2.0))
+    x, m, members = layers[0]["x"], layers[0]["m"], [packed(t, True) for t in layers]
+    for f, count in ((grouped(), 2), (mlp(), 3)):
+
+        def loss(x, m, f=f, count=count):
+            return f(x, [members[0]._replace(m=m), *members[1:count]], "triton").square().sum()
+
+        leaves = x.clone().requires_grad_(), m.clone().requires_grad_()
+        want = torch.autograd.grad(loss(*leaves), leaves)
+        for got, ref in zip(torch.func.grad(loss, argnums=(0, 1))(x, m), want, strict=True):
+            torch.testing.assert_close(got, ref, rtol=1e-4, atol=1e-4)
+        each = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(0, None))(x[:, None], m)
+        torch.testing.assert_close(each[0][:, 0], want[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(each[1].sum(0), want[1], rtol=1e-4, atol=1e-4)
+
+
+def both_ways(x, As, layers):
+    members = [packed(t | {"A": A}, True) for t, A in zip(layers, As, strict=True)]
+    return dora_mlp(x, *members, backend="triton"), *dora_linear_group(x, members[:2], backend="triton")
+
+
+def step(f, x, As, layers):
+    x, *As = (v.detach().requires_grad_() for v in (x, *As))
+    ys = f(x, As, layers)
+    return [*(y.detach() for y in ys), *torch.autograd.grad([y.sum() for y in ys], [x, *As])]
+
+
+def test_compiled():
+    """Another number of tokens, few ones too, costs one compilation more and then none."""
+    torch._dynamo.reset()
+    through = "aot_eager" if INTERPRETED else "inductor"
+    f = torch.compile(both_ways, fullgraph=True, backend=through)
+    for i, M in enumerate((70, 90, 40)):
+        layers = inputs(M, HALF[0], HALF[0], ((40, 24, 8), (40, 24, 8), (16, 40, 8)))
+        args = layers[0]["x"], [t["A"] for t in layers], layers
+        with torch._dynamo.config.patch(error_on_recompile=i > 1):
+            for got, want in zip(step(f, *args), step(both_ways, *args), strict=True):
+                assert got.dtype == want.dtype and rel_l2(got, want) <= 2e-3
+
+
+@needs_gpu
+@pytest.mark.parametrize("M", [40, 200])
+def test_captured_in_a_graph(M):
+    layers = inputs(M, HALF[0], HALF[0], ((136, 72, 24), (136, 72, 24), (40, 136, 16)))
+    args = layers[0]["x"], [t["A"] for t in layers], layers
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step(both_ways, *args)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(both_ways, *args)
+    layers[0]["x"].mul_(-0.5)
+    for v in out:
+        v.fill_(float("nan"))
+    graph.replay()
+    for got, want in zip(out, step(both_ways, *args), strict=True):
+        assert rel_l2(got, want) <= 1e-3
+
+
+@needs_gpu
+def test_the_memory_of_an_mlp():
+    """Kept: gate, up, y and the h. At the peak of backward: gate, up, their gradients, one dz, and what has the size of x."""
+    M, K, width, r = 8192, 512, 4096, 16
+    layers = inputs(M, HALF[0], HALF[0], ((width, K, r), (width, K, r), (K, width, r)))
+    members = [packed(t, False) for t in layers]
+    leaves = [t.requires_grad_() for t in (layers[0]["x"], *(v for la in members for v in la[1:4]))]
+    dy = torch.randn(M, K, device=device.NAME, dtype=HALF[0])
+    wide, narrow = 2 * M * width, 2 * M * K
+
+    def both():
+        return torch.autograd.grad(dora_mlp(leaves[0], *members), leaves, dy)
+
+    assert peak_bytes(both, "cuda") <= 5 * wide + 4 * narrow + wide // 2
+    before = torch.cuda.memory_allocated()
+    y = dora_mlp(leaves[0], *members)
+    kept = torch.cuda.memory_allocated() - before
+    assert y.requires_grad and kept <= 2 * wide + narrow + 2 * M * 3 * r + (1 << 20), kept
+
+
+@pytest.mark.skipif("device.NAME != 'cpu'", reason="a GPU chooses TMA by itself; this is for the interpreter")
+def test_adding_onto_tiles_by_tma(monkeypatch):
+    """The kernel of Hopper, interpreted: dx of the second layer on that of the first, ragged, several tiles a program."""
+    from fdora.triton import gemm
+
+    layers = inputs(70, HALF[0], HALF[0], ((72, 80, 24), (40, 80, 8), (64, 80, 8)))
+    for mode in ("none", "peft"):
+        f = grouped(**DROPOUT[mode], **({} if mode == "none" else {"seed": [1, 2, 3]}))
+        want, launched, real = run(f, layers, "triton"), [], gemm._launch_tma
+        with monkeypatch.context() as patch:
+            patch.setattr(gemm, "capability", lambda device: 90)
+            patch.setattr(gemm, "_launch_tma", lambda *args: (launched.append(args[9][0]), real(*args)))
+            got = run(f, layers, "triton")
+        assert launched.count("onto") == 2
+        for n, v in got.items():
+            torch.testing.assert_close(v, want[n], rtol=4e-3, atol=4e-3)
