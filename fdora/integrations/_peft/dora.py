@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,8 @@ from fdora.functional import NormState, dora_norm, dora_norm_state
 
 PLAIN = (Tensor, nn.Parameter)
 EPS = 1e-12  # dora_scale's floor of c
-COMPOSED, FUSED = "composed", "fused"
+FUSED, COMPOSED = "fused", "composed"  # the layer in one call; the base layer, then its correction
+SMALL = 1 << 18  # elements of W below which its norm is computed sooner than A and B are compared
 
 
 class Weights:
@@ -28,10 +29,12 @@ class Weights:
 
 
 class Dora:
-    """Shared by all kinds of layers: the norm that is reused, the counters, the way back."""
+    """Goes into ``layer.lora_variant[adapter]`` in the place of PEFT's, which it keeps and falls back to.
+
+    It carries a norm and counters, so one object belongs to one adapter of one layer. A copy or a pickle starts without them.
+    """
 
     STOCK: type
-    weights: Callable[[Any, str], Weights | str]  # of one adapter of a module, or why fdora cannot serve it
 
     def __init__(self, stock: Any = None):
         self.stock = self.STOCK() if stock is None else stock
@@ -41,17 +44,19 @@ class Dora:
         self.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy starts to count and to remember anew."""
         return {"stock": self.stock, "keep_inner": self.keep_inner}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["stock"])  # type: ignore[misc]
         self.keep_inner = state["keep_inner"]
 
+    def weights(self, module: Any, adapter: str) -> Weights | str:
+        """The tensors of one adapter, or why fdora cannot take them."""
+        raise NotImplementedError
+
     def forget(self) -> None:
         """The base weight may have changed: the next norm is computed."""
-        self._state: NormState | None = None
-        self._of: tuple[Any, ...] = ()
+        self._memo: tuple[Any, Any, NormState] | None = None
 
     def count(self, path: str) -> None:
         if not torch.compiler.is_compiling():
@@ -59,22 +64,22 @@ class Dora:
 
     def norm(self, w: Weights, s: float) -> Tensor:
         """c (N,), computed again only when the bits of A, B or s changed. Traced and mapped code computes it every time."""
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            return dora_norm(w.W, w.A, w.B, s=s)
-        of = (id(w.owner), w.W.dtype, w.W.device, w.W.shape, torch.is_inference_mode_enabled())
-        state = self._state
-        if state is None or self._of[1:] != of or self._of[0]() is not w.owner:
-            state = dora_norm_state(w.W)
-            self._of = (weakref.ref(w.owner), *of)
-        new = dora_norm(w.W, w.A, w.B, s=s, state=state)
-        if w.W.is_cuda and torch.cuda.is_current_stream_capturing():
-            for old, now in zip(state, new, strict=True):  # a replay reads and writes the memory from before the capture
-                old.copy_(now)
-            new = NormState(new.c, state.fingerprint)
-            self._state = state
+        W = w.W
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or W.numel() < SMALL:
+            return dora_norm(W, w.A, w.B, s=s)
+        key = (W.dtype, W.device, W.shape, torch.is_inference_mode_enabled())
+        memo = self._memo  # read and written as a whole: the replicas of DataParallel share it
+        if memo is None or memo[0] != key or memo[1]() is not w.owner:
+            memo = (key, weakref.ref(w.owner), dora_norm_state(W))
+        before = memo[2]
+        after = dora_norm(W, w.A, w.B, s=s, state=before)
+        if W.is_cuda and torch.cuda.is_current_stream_capturing():
+            for old, new in zip(before, after, strict=True):  # a replay reads and writes the memory from before the capture
+                old.copy_(new)
+            self._memo = memo
         else:
-            self._state = new
-        return new.c
+            self._memo = (*memo[:2], after)
+        return after.c
 
     def fall_back(self, why: str, module: Any, adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
         self.count(f"stock: {why}")
@@ -92,8 +97,18 @@ class Dora:
             self.stock.merge_unsafe(module, active_adapter, orig_weight)
 
     def unmerge(self, module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
+        norm = module._caches[f"{active_adapter}-weight_norm"]
         with merging(module, active_adapter):
-            return self.stock.unmerge(module, active_adapter, orig_weight)
+            weight = self.stock.unmerge(module, active_adapter, orig_weight)
+        if bool((norm <= EPS).any()):  # W + s B A was 0 there, and W' / g is 0 / 0 where m is 0, too
+            dead = self.rows(module, norm <= EPS, weight)
+            weight = torch.where(dead, -module.get_delta_weight(active_adapter).to(weight.dtype), weight)
+        return weight
+
+    def rows(self, module: Any, v: Tensor, weight: Tensor) -> Tensor:
+        """v, one value for each output, shaped to be broadcast against the base weight."""
+        along = (1, -1) if getattr(module, "fan_in_fan_out", False) else (-1, *[1] * (weight.dim() - 1))
+        return v.view(along)
 
 
 def forget(module: Any) -> None:
@@ -104,9 +119,10 @@ def forget(module: Any) -> None:
 
 @contextmanager
 def merging(module: Any, adapter: str) -> Iterator[None]:
-    """The base weight changes: no norm of before holds. Rows of zeros get dora_scale's g, not 0 / 0."""
+    """PEFT's merge, with dora_scale's floor under its norm: a row of zeros is no 0 / 0. No norm of before holds after it."""
     layer = module.lora_magnitude_vector[adapter]
-    layer.get_weight_norm = lambda *args, **kwargs: type(layer).get_weight_norm(layer, *args, **kwargs).clamp_min(EPS)
+    weight_norm = layer.get_weight_norm
+    layer.get_weight_norm = lambda *args, **kwargs: weight_norm(*args, **kwargs).clamp_min(EPS)
     try:
         yield
     finally:
@@ -123,18 +139,23 @@ def obstacle(*tensors: Any) -> str:
             return f"a {type(t).__name__} among the parameters"
         if t.device != device:
             return "parameters on several devices"
-        if not traced and t.numel() and not t.is_meta and t.untyped_storage().size() == 0:
+        if not traced and device.type != "meta" and t.untyped_storage().size() == 0:
             return "parameters without storage (sharded)"
     return "meta tensors" if device.type == "meta" else ""
 
 
 def dtypes(W: Tensor, A: Tensor, B: Tensor, m: Tensor) -> str:
-    if not W.is_floating_point() or W.requires_grad:
-        return "the base weight requires grad" if W.requires_grad else f"a {W.dtype} base weight"
-    allowed = (torch.float32, W.dtype)
-    return "" if all(t.dtype in allowed for t in (A, B, m)) else "adapters neither in float32 nor in the base weight's dtype"
+    """The same for what dora_linear asks of its weights beside that."""
+    if W.requires_grad:
+        return "the base weight requires grad"
+    if not W.is_floating_point() or W.element_size() == 1:
+        return f"a {W.dtype} base weight"
+    for t in (A, B, m):
+        if t.dtype not in (torch.float32, W.dtype):
+            return f"a {t.dtype} adapter on a {W.dtype} base weight"
+    return ""
 
 
 def reused(module: Any) -> bool:
-    """Whether every merge passes through us. A plain LoRA adapter beside ours merges on its own."""
+    """Whether every merge passes through a variant. A plain LoRA adapter beside ours changes the base weight on its own."""
     return len(module.lora_variant) == len(module.scaling)

@@ -1,7 +1,7 @@
-"""A whole DoRA layer in one call of :func:`fdora.functional.dora_linear`, instead of base layer, then correction.
+"""A whole DoRA layer in one call of :func:`fdora.functional.dora_linear`, instead of the base layer and then a correction.
 
 The layer's class is exchanged for a subclass, and back: nothing is added to the instance, so deepcopy, pickle, DataParallel
-and torch.compile see an ordinary module. Whatever the one call does not serve runs PEFT's forward, and so our variant.
+and torch.compile see an ordinary module. What the one call does not serve runs PEFT's forward, and so our variant.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import layer as lora
+from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
 from fdora.functional import dora_linear, select_backend
-from fdora.integrations._peft.dora import FUSED, Dora, Weights, forget
+from fdora.integrations._peft.dora import FUSED, PLAIN, Dora, Weights, dtypes, forget
 
 
 class Linear(lora.Linear):
@@ -22,22 +23,22 @@ class Linear(lora.Linear):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or self.disable_adapters or self.merged:
             return super().forward(x, *args, **kwargs)
-        names = [name for name in self.active_adapters if name in self.lora_A]
+        adapters = self._modules["lora_A"]._modules
+        names = [name for name in self.active_adapters if name in adapters]
         variant = self.lora_variant.get(names[0]) if len(names) == 1 else None
         if not isinstance(variant, Dora):
             for name in names:
                 note(self.lora_variant.get(name), "several active adapters")
             return super().forward(x)
-        name = names[0]
-        w = plan(self, variant, name, x)
+        name, dropout = names[0], self._modules["lora_dropout"]._modules[names[0]]
+        p = dropout.p if self.training and type(dropout) is nn.Dropout and dropout.training else 0.0
+        w, bias = plan(self, name, dropout, x)
         if isinstance(w, str):
             note(variant, w)
             return super().forward(x)
         variant.count(FUSED)
-        s, dropout = self.scaling[name], self.lora_dropout[name]
-        p = dropout.p if self.training and dropout.training and type(dropout) is nn.Dropout else 0.0
+        s = self.scaling[name]
         c = variant.norm(w, s)
-        bias = self.base_layer.bias
         return dora_linear(
             x, w.W, w.A, w.B, w.m, s=s, bias=bias, norm=c, dropout_p=p, dropout_mode="peft", keep_inner=variant.keep_inner
         )
@@ -60,40 +61,55 @@ def note(variant: Any, why: str) -> None:
         variant.why_not_fused = why
 
 
-def hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
+def plan(module: Any, name: str, dropout: nn.Module, x: Tensor) -> tuple[Weights | str, Tensor | None]:
+    """The tensors of the one call, and the bias; or why it is not made."""
+    parts = module._modules  # an attribute of a module costs ten times a look into its dict
+    base, lora_A, lora_B, magnitude = (
+        parts["base_layer"],
+        parts["lora_A"]._modules[name],
+        parts["lora_B"]._modules[name],
+        parts["lora_magnitude_vector"]._modules[name],
     )
-
-
-def plan(module: Any, variant: Dora, name: str, x: Tensor) -> Weights | str:
-    """The tensors of the one call, or why it is not made."""
-    base = module.base_layer
-    for part, what in ((base, "base layer"), (module.lora_A[name], "lora_A"), (module.lora_B[name], "lora_B")):
-        if type(part) is not nn.Linear:
-            return f"the {what} is a {type(part).__name__}"
+    for part in (base, lora_A, lora_B):
+        if type(part) is not nn.Linear:  # a quantised layer, a wrapper that shards
+            return f"a {type(part).__name__} in the place of a torch.nn.Linear", None
         if hooked(part):
-            return f"the {what} has hooks"
-    if type(x) not in (Tensor, nn.Parameter):
-        return f"the input is a {type(x).__name__}"
-    dropout = module.lora_dropout[name]
-    dropped = module.training and not isinstance(dropout, nn.Identity)
-    if dropped and (type(dropout) is not nn.Dropout or select_backend(x).name != "triton"):
-        return "dropout"
-    if module.lora_B[name].bias is not None:
-        return "lora_bias"
-    w = variant.weights(module, name)
-    if isinstance(w, str):
-        return w
-    if x.device != w.W.device:
-        return "the input is on another device"
-    if x.dtype != w.W.dtype and not torch.is_autocast_enabled(x.device.type):
-        return f"a {x.dtype} input for a {w.W.dtype} base weight"
-    return w
+            return "hooks on the layer's parts", None
+    if type(magnitude) is not DoraLinearLayer or hooked(magnitude):
+        return "hooks on the layer's parts", None
+    if type(x) not in PLAIN:
+        return f"the input is a {type(x).__name__}", None
+    if module.training and not isinstance(dropout, nn.Identity) and not draws(dropout, x):
+        return "dropout with torch's mask", None
+    W, bias = base.weight, base.bias
+    A, B, m = lora_A.weight, lora_B.weight, magnitude.weight
+    device = W.device
+    for t in (W, A, B, m):
+        if type(t) not in PLAIN or t.device != device:
+            return "sharded parameters, or on several devices", None
+    if x.device != device or device.type == "meta":
+        return "the input is on another device, or meta tensors", None
+    if module.fan_in_fan_out or W.dim() != 2 or lora_B.bias is not None:
+        return "another layout", None
+    why = dtypes(W, A, B, m)
+    if why:
+        return why, None
+    if x.dtype != W.dtype and not torch.is_autocast_enabled(device.type):
+        return f"a {x.dtype} input for a {W.dtype} base weight", None
+    return Weights(W, W, A, B, m), bias
+
+
+def draws(dropout: nn.Module, x: Tensor) -> bool:
+    """Whether kernels draw the mask: no dropped copy of x, no stored mask. Elsewhere PEFT's own module is the faster way."""
+    return type(dropout) is nn.Dropout and dropout.p < 1 and not hooked(dropout) and select_backend(x).name == "triton"
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether calling the module does more than its class's forward."""
+    d = module.__dict__
+    return bool(
+        d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"] or d["_backward_pre_hooks"] or "forward" in d
+    )
 
 
 def fuse(module: Any) -> None:

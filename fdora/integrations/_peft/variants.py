@@ -120,6 +120,9 @@ class EmbeddingVariant(Dora, variants.DoraEmbeddingVariant):
             lora = lora * scale.to(lora.dtype)
         return dora_compose(result, lora, g, s=s)
 
+    def rows(self, module: Any, v: Tensor, weight: Tensor) -> Tensor:
+        return v.view(1, -1)
+
 
 class Conv(Dora):
     """nn.Conv1d, 2d, 3d: the linear layer of the flattened kernel. g lies along axis 1."""
