@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from peft.tuners.lora import dora
 from torch import Tensor, nn
 
 from fdora.functional import NormState, dora_norm, dora_norm_state
@@ -53,6 +54,9 @@ class Dora:
     def weights(self, module: Any, adapter: str) -> Weights | str:
         """The tensors of one adapter, or why fdora cannot take them."""
         raise NotImplementedError
+
+    def ready(self, module: Any, adapter: str) -> Weights | str:
+        return caching(module.lora_magnitude_vector[adapter]) or self.weights(module, adapter)
 
     def forget(self) -> None:
         """The base weight may have changed: the next norm is computed."""
@@ -142,6 +146,15 @@ def obstacle(*tensors: Any) -> str:
         if not traced and device.type != "meta" and t.untyped_storage().size() == 0:
             return "parameters without storage (sharded)"
     return "meta tensors" if device.type == "meta" else ""
+
+
+def caching(magnitude: Any) -> str:
+    """Whether peft.helpers.DoraCaching is on. Once it is not, what it kept is dropped, as PEFT's own forward would."""
+    if getattr(dora, "ENABLE_DORA_CACHING", False):  # 0.18 has none
+        return "DoraCaching is on"
+    if magnitude.__dict__.get("_dora_cache"):
+        magnitude._cache_clear()
+    return ""
 
 
 def dtypes(W: Tensor, A: Tensor, B: Tensor, m: Tensor) -> str:

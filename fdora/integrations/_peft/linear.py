@@ -14,7 +14,7 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
 from fdora.functional import dora_linear, select_backend
-from fdora.integrations._peft.dora import FUSED, PLAIN, Dora, Weights, dtypes, forget
+from fdora.integrations._peft.dora import FUSED, PLAIN, Dora, Weights, caching, dtypes, forget
 
 
 class Linear(lora.Linear):
@@ -91,11 +91,14 @@ def plan(module: Any, name: str, dropout: nn.Module, x: Tensor) -> tuple[Weights
         return "the input is on another device, or meta tensors", None
     if module.fan_in_fan_out or W.dim() != 2 or lora_B.bias is not None:
         return "another layout", None
-    why = dtypes(W, A, B, m)
+    why = caching(magnitude) or dtypes(W, A, B, m)
     if why:
         return why, None
-    if x.dtype != W.dtype and not torch.is_autocast_enabled(device.type):
-        return f"a {x.dtype} input for a {W.dtype} base weight", None
+    if not torch.is_autocast_enabled(device.type):
+        if x.dtype != W.dtype:
+            return f"a {x.dtype} input for a {W.dtype} base weight", None
+        if bias is not None and x.dtype == torch.float32 and select_backend(x).name == "eager":
+            return "float32 with a bias, eager: the base layer's own sum keeps a fresh adapter an exact no-op", None
     return Weights(W, W, A, B, m), bias
 
 

@@ -56,7 +56,7 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
         return why or Weights(owner, W, A, B, m)
 
     def forward(self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
-        w = self.weights(module, active_adapter)
+        w = self.ready(module, active_adapter)
         if isinstance(w, str):
             return self.fall_back(w, module, active_adapter, x, result, **kwargs)
         self.count(COMPOSED)
@@ -108,7 +108,7 @@ class EmbeddingVariant(Dora, variants.DoraEmbeddingVariant):
         return why or Weights(W, W.T, A, B, m)
 
     def forward(self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
-        w = self.weights(module, active_adapter)
+        w = self.ready(module, active_adapter)
         if isinstance(w, str):
             return self.fall_back(w, module, active_adapter, x, result, **kwargs)
         self.count(COMPOSED)
@@ -137,7 +137,7 @@ class Conv(Dora):
         return why or Weights(W, W.flatten(1), A.flatten(1), B.flatten(1), m.flatten())
 
     def forward(self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
-        w = self.weights(module, active_adapter)
+        w = self.ready(module, active_adapter)
         if isinstance(w, str):
             return self.fall_back(w, module, active_adapter, x, result, **kwargs)
         self.count(COMPOSED)
