@@ -1,4 +1,4 @@
-"""What ran where, as a table."""
+"""What ran where, as rows and as a table."""
 
 from __future__ import annotations
 
@@ -11,40 +11,47 @@ from fdora.integrations._peft.variants import OURS
 
 
 class Row(NamedTuple):
-    """One adapter of one layer."""
+    """One DoRA adapter of one layer."""
 
     module: str
     adapter: str
-    shape: tuple[int, ...]
+    shape: tuple[int, int]
+    """(N, K); a convolution's kernel is flattened, an embedding's table transposed."""
     r: int
     backend: str
+    """"eager" or "triton", or "stock" where :func:`use_fdora` was not called."""
     why: str
     fused: int
+    """Calls of the whole layer at once."""
     composed: int
-    fallbacks: dict[str, int]
+    """Calls of the base layer and then of its correction."""
     why_not_fused: str
+    fallbacks: dict[str, int]
+    """Calls that PEFT's own code served, by reason."""
     saved: int
-    """Bytes of dense temporaries that one stock forward makes and ours does not: B A, s B A, W + s B A."""
+    """Bytes that each stock forward takes for B A, s B A, W + s B A and, in linear layers, the identity; and ours does not."""
 
 
 class Report(list[Row]):
-    """Rows of a model; ``print`` it."""
+    """One row for each DoRA adapter of a model. ``print`` it."""
 
     def __str__(self) -> str:
-        lines = [
-            "module  adapter  shape  r  backend  fused  composed  stock  saved MB  notes",
-        ]
-        for row in self:
-            shape = "x".join(map(str, row.shape))
-            stock = sum(row.fallbacks.values())
-            notes = [f"{why} ({n})" for why, n in row.fallbacks.items()]
-            if row.backend == "stock":
-                notes.append(row.why)
-            elif row.composed:
-                notes.append(f"not fused: {row.why_not_fused}")
-            cells = (row.module, row.adapter, shape, row.r, row.backend, row.fused, row.composed, stock)
-            lines.append("  ".join(map(str, cells)) + f"  {row.saved / 1e6:.1f}  " + "; ".join(notes))
-        return "\n".join(lines)
+        head = ("module", "adapter", "N x K", "r", "backend", "fused", "composed", "stock", "saved/call", "")
+        table = [head, *map(cells, self)]
+        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+        reasons = dict.fromkeys(f"{row.backend}: {row.why}" for row in self)
+        return "\n".join(
+            ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table] + list(reasons)
+        )
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    notes = [f"stock {n}x: {why}" for why, n in row.fallbacks.items()]
+    if row.composed and row.why_not_fused:
+        notes.insert(0, f"not fused: {row.why_not_fused}")
+    counts = (row.fused, row.composed, sum(row.fallbacks.values()))
+    shape, saved = "x".join(map(str, row.shape)), f"{row.saved / 1e6:.1f} MB"
+    return (row.module, row.adapter, shape, str(row.r), row.backend, *map(str, counts), saved, "; ".join(notes))
 
 
 def rows(layers: Iterable[tuple[str, Any]]) -> list[Row]:
@@ -57,15 +64,17 @@ def rows(layers: Iterable[tuple[str, Any]]) -> list[Row]:
 
 
 def row(name: str, layer: Any, adapter: str, variant: Any) -> Row:
-    base = layer.get_base_layer()
-    weight = getattr(base, "weight", None)
-    shape = tuple(weight.shape) if weight is not None else (layer.out_features, layer.in_features)
     m = layer.lora_magnitude_vector[adapter].weight
+    linear = adapter in layer.lora_A
+    A = layer.lora_A[adapter].weight if linear else layer.lora_embedding_A[adapter]
+    N, K = shape = m.numel(), A[0].numel()
     r = layer.r[adapter]
     if not isinstance(variant, Dora):
-        return Row(name, adapter, shape, r, "stock", "use_fdora was not called on it", 0, 0, {}, "", 0)
+        return Row(name, adapter, shape, r, "stock", "use_fdora was not called, or not since", 0, 0, "", {}, 0)
     backend, why = select_backend(m)
-    fallbacks = {k.removeprefix("stock: "): n for k, n in variant.calls.items() if k.startswith("stock: ")}
-    calls = variant.calls
-    saved = 3 * m.numel() * (weight.numel() // max(1, m.numel())) * m.element_size() if weight is not None else 0
-    return Row(name, adapter, shape, r, backend, why, calls[FUSED], calls[COMPOSED], fallbacks, variant.why_not_fused, saved)
+    eye = K * K if linear and A.dim() == 2 else 0
+    fallbacks = {path.removeprefix("stock: "): n for path, n in variant.calls.items() if path not in (FUSED, COMPOSED)}
+    return Row(
+        name, adapter, shape, r, backend, why, variant.calls[FUSED], variant.calls[COMPOSED], variant.why_not_fused,
+        fallbacks, (3 * N * K + eye) * A.element_size(),
+    )  # fmt: skip
