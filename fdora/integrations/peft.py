@@ -114,7 +114,7 @@ def report(model: nn.Module) -> Report:
 
 @torch.no_grad()
 def init_magnitude(model: Model) -> Model:
-    """Set m to ``||W + s B A||`` computed in float32, so that the adapted layer is the base layer exactly.
+    """Set m to ``||W + s B A||`` computed in float32, so that g is exactly 1 at the start.
 
     PEFT computes m in the dtype of a half-precision base and is off by up to 0.35 % per row. Only for adapters that have not
     been trained: m is overwritten, so the checkpoint is another one than PEFT would have started from.

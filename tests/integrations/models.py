@@ -4,10 +4,11 @@ import copy
 
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import layer as lora
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-N, K = 12, 10
+N, K = 40, 24
 
 
 class Quantised(nn.Linear):
@@ -26,6 +27,11 @@ class Quantised(nn.Linear):
 
     def forward(self, x):
         return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)
+
+
+def old_peft():
+    """Before 0.19 unmerging a DoRA Conv1D raised, and half-precision adapters stayed so unless asked."""
+    return not hasattr(lora.LoraLayer, "lora_variants")
 
 
 KINDS = {

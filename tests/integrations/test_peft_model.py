@@ -11,6 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from peft.tuners.lora import layer as lora
 from peft.tuners.lora import variants
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fdora.eager.norm
@@ -155,13 +156,13 @@ def test_adapters_that_come_later():
 
 
 def test_half_precision_plain_adapters_beside_ours_still_get_their_float32_input():
-    base = nn.Sequential(nn.Linear(10, 12)).bfloat16()
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=["0"], use_dora=True))
+    model = build("linear", dtype=torch.bfloat16)
     model.add_adapter("plain", LoraConfig(r=2, target_modules=["0"]))
     use_fdora(model)
     model.set_adapter("plain")
-    assert layer(model).lora_A["plain"].weight.dtype == torch.float32
-    assert model(torch.randn(3, 10).bfloat16()).dtype == torch.bfloat16
+    for part in (layer(model).lora_A, layer(model).lora_B):
+        part["plain"].float()
+    assert model(inputs("linear", torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_registry():
@@ -289,7 +290,7 @@ def test_norm_follows_its_inputs(kind, reuse):
     with torch.inference_mode():
         step(1)
     step(1)
-    if kind != "quantised":
+    if kind != "quantised" and not (kind == "Conv1D" and models.old_peft()):
         model.merge_adapter()
         model.unmerge_adapter()
         step(1)
@@ -407,13 +408,38 @@ def test_report():
     pair = nn.ModuleList([model, other])
     model(inputs("linear"))
     first, second = report(pair)
-    assert first[:5] == ("0.base_model.model.0", "default", (12, 10), 4, "eager")
+    assert first[:5] == ("0.base_model.model.0", "default", (40, 24), 4, "eager")
     assert "cpu" in first.why
     assert (first.fused, first.composed, first.fallbacks) == (1, 0, {})
-    assert first.saved == (3 * 120 + 100) * 8
-    assert (second.shape, second.backend, second.saved) == ((12, 10), "stock", 0)
+    assert first.saved == (3 * 40 * 24 + 24 * 24) * 8
+    assert (second.shape, second.backend, second.saved) == ((40, 24), "stock", 0)
     text = str(report(pair)).splitlines()
     assert len(text) == 3 + 2
-    assert text[1].split()[:5] == ["0.base_model.model.0", "default", "12x10", "4", "eager"]
+    assert text[1].split()[:5] == ["0.base_model.model.0", "default", "40x24", "4", "eager"]
     use_fdora(other)
-    assert report(pair)[1].saved == 3 * 120 * 8
+    assert report(pair)[1].saved == 3 * 40 * 24 * 8
+
+
+@pytest.fixture
+def mesh():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_fsdp2(mesh):
+    """Sharded as a layer: plain weights inside its forward. Sharded part by part: DTensors, which only PEFT's calls gather."""
+    x, built = inputs("no_bias"), build("no_bias")
+    want = built(x)
+    for parts in (False, True):
+        model = use_fdora(copy.deepcopy(built))
+        module = layer(model)
+        for part in (module.lora_A, module.lora_B, module.lora_magnitude_vector) if parts else ():
+            fully_shard(part["default"], mesh=mesh)
+        fully_shard(module, mesh=mesh)
+        assert_exact(model(x), want)
+        row = report(model)[0]
+        assert row.fallbacks == ({"a DTensor among the parameters": 1} if parts else {})
+        assert row.fused == (not parts)
+        assert_exact(restore(model)(x), want)
+        assert len(report(model)[0].fallbacks) == 0

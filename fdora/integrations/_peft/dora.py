@@ -148,6 +148,20 @@ def obstacle(*tensors: Any) -> str:
     return "meta tensors" if device.type == "meta" else ""
 
 
+def served(owner: Any, W: Tensor, A: Tensor, B: Tensor, m: Tensor) -> Weights | str:
+    """The weights, if they are what dora_linear wants. Sharded ones come as pieces, of any shape."""
+    why = dtypes(W, A, B, m)
+    if why:
+        return why
+    if not (W.dim() == A.dim() == B.dim() == 2) or (m.shape, A.shape, B.shape) != (
+        (W.shape[0],),
+        (B.shape[1], W.shape[1]),
+        (W.shape[0], A.shape[0]),
+    ):
+        return "parameters of other shapes (sharded)"
+    return Weights(owner, W, A, B, m)
+
+
 def caching(magnitude: Any) -> str:
     """Whether peft.helpers.DoraCaching is on. Once it is not, what it kept is dropped, as PEFT's own forward would."""
     if getattr(dora, "ENABLE_DORA_CACHING", False):  # 0.18 has none

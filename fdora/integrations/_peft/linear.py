@@ -14,7 +14,7 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
 from fdora.functional import dora_linear, select_backend
-from fdora.integrations._peft.dora import FUSED, PLAIN, Dora, Weights, caching, dtypes, forget
+from fdora.integrations._peft.dora import FUSED, PLAIN, Dora, Weights, caching, forget, served
 
 
 class Linear(lora.Linear):
@@ -89,17 +89,17 @@ def plan(module: Any, name: str, dropout: nn.Module, x: Tensor) -> tuple[Weights
             return "sharded parameters, or on several devices", None
     if x.device != device or device.type == "meta":
         return "the input is on another device, or meta tensors", None
-    if module.fan_in_fan_out or W.dim() != 2 or lora_B.bias is not None:
+    if module.fan_in_fan_out or lora_B.bias is not None:
         return "another layout", None
-    why = caching(magnitude) or dtypes(W, A, B, m)
-    if why:
-        return why, None
+    w = caching(magnitude) or served(W, W, A, B, m)
+    if isinstance(w, str):
+        return w, None
     if not torch.is_autocast_enabled(device.type):
         if x.dtype != W.dtype:
             return f"a {x.dtype} input for a {W.dtype} base weight", None
         if bias is not None and x.dtype == torch.float32 and select_backend(x).name == "eager":
             return "float32 with a bias, eager: the base layer's own sum keeps a fresh adapter an exact no-op", None
-    return Weights(W, W, A, B, m), bias
+    return w, bias
 
 
 def draws(dropout: nn.Module, x: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -67,7 +68,7 @@ def row(name: str, layer: Any, adapter: str, variant: Any) -> Row:
     m = layer.lora_magnitude_vector[adapter].weight
     linear = adapter in layer.lora_A
     A = layer.lora_A[adapter].weight if linear else layer.lora_embedding_A[adapter]
-    N, K = shape = m.numel(), A[0].numel()
+    N, K = shape = m.numel(), math.prod(A.shape[1:])  # indexing a sharded parameter would communicate
     r = layer.r[adapter]
     if not isinstance(variant, Dora):
         return Row(name, adapter, shape, r, "stock", "use_fdora was not called, or not since", 0, 0, "", {}, 0)

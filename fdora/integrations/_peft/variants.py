@@ -18,7 +18,7 @@ from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
 from fdora.functional import dora_compose, dora_delta, dora_scale
-from fdora.integrations._peft.dora import COMPOSED, PLAIN, Dora, Weights, dtypes, obstacle, reused
+from fdora.integrations._peft.dora import COMPOSED, PLAIN, Dora, Weights, obstacle, reused, served
 from fdora.integrations._peft.linear import fuse
 
 BITSANDBYTES = ("Params4bit", "Int8Params")
@@ -48,12 +48,8 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
         why = obstacle(W, A, B, m)
         if why:
             return why
-        if W.dim() != 2:
-            return "a base weight that is no matrix (sharded)"
-        if getattr(module, "fan_in_fan_out", False):
-            W = W.T
-        why = dtypes(W, A, B, m)
-        return why or Weights(owner, W, A, B, m)
+        transposed = getattr(module, "fan_in_fan_out", False) and W.dim() == 2
+        return served(owner, W.T if transposed else W, A, B, m)
 
     def forward(self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
         w = self.ready(module, active_adapter)
@@ -104,8 +100,7 @@ class EmbeddingVariant(Dora, variants.DoraEmbeddingVariant):
         W = module.get_base_layer().weight
         A, B = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]
         m = module.lora_magnitude_vector[adapter].weight
-        why = obstacle(W, A, B, m) or dtypes(W, A, B, m)
-        return why or Weights(W, W.T, A, B, m)
+        return obstacle(W, A, B, m) or served(W, W.T if W.dim() == 2 else W, A, B, m)
 
     def forward(self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
         w = self.ready(module, active_adapter)
@@ -133,8 +128,10 @@ class Conv(Dora):
             return "grouped convolution: PEFT's norm is of another weight"
         W, A, B = base.weight, module.lora_A[adapter].weight, module.lora_B[adapter].weight
         m = module.lora_magnitude_vector[adapter].weight
-        why = obstacle(W, A, B, m) or dtypes(W, A, B, m)
-        return why or Weights(W, W.flatten(1), A.flatten(1), B.flatten(1), m.flatten())
+        why = obstacle(W, A, B, m)
+        if why or not W.dim() == A.dim() == B.dim():
+            return why or "parameters of other shapes (sharded)"
+        return served(W, W.flatten(1), A.flatten(1), B.flatten(1), m.flatten())
 
     def forward(self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
         w = self.ready(module, active_adapter)
