@@ -6,6 +6,9 @@
 
 or, before the model is made, ``enable()`` for every DoRA layer to come. Parameters, checkpoint keys and merges stay PEFT's;
 nothing of PEFT is patched but, by ``enable``, five names in its registry. ``print(report(model))`` says what ran.
+
+lora_dropout means what it means in PEFT. Where kernels run they draw the mask themselves, from a seed that torch's generator
+gives: the same formula with another mask than stock. Elsewhere PEFT's own module draws it, bit for bit the stock one.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ def use_fdora(model: Model, *, keep_inner: bool = False) -> Model:
     """Run the DoRA layers of this model through fdora. In place; nothing enters its state dict. Idempotent.
 
     Layers that are added later run stock until it is called again; :func:`report` shows them. It also makes every layer
-    compute its norm anew: call it after you change base weights in place (adapters may change as they like).
+    compute its norm anew: call it after you change base weights in place (adapters may change as they like). A pickle of the
+    whole model needs fdora to be read; a state dict does not.
 
     Args:
       model: a PeftModel, or any module with PEFT layers in it.

@@ -301,8 +301,32 @@ def test_norm_follows_its_inputs(kind, reuse):
         use_fdora(model)
         step(1)
     if kind in ("linear", "no_bias"):
-        model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
+        model.load_state_dict({k: v * (0.5 if "base_layer" in k else 1) for k, v in model.state_dict().items()})
         step(1)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+def test_a_plain_adapter_that_merges_beside_ours(kind, reuse):
+    """Its merge changes the base weight by rounding, and no variant hears of it."""
+    model, x = build(kind), inputs(kind)
+    model.add_adapter("plain", LoraConfig(r=2, target_modules=["0"]))
+    use_fdora(model)
+    model(x)
+    model.set_adapter("plain")
+    model.merge_adapter()
+    model.unmerge_adapter()
+    model.set_adapter("default")
+    model(x)
+    assert len(reuse) == 2
+    model(x)
+    assert len(reuse) == (2 if kind == "linear" else 3)  # without a class of our own nothing is reused beside it
+
+
+def test_bound_methods_outlive_restore():
+    """Accelerate's hooks keep the forward they replace."""
+    model, x = use_fdora(build("linear")), inputs("linear")
+    kept, module = layer(model).forward, layer(restore(model))
+    assert torch.equal(kept(x), module(x))
 
 
 def test_a_norm_does_not_keep_the_weight_alive(reuse):
@@ -381,6 +405,14 @@ def test_emptied_storage_is_seen():
     assert "storage" in dora.obstacle(A, W)
 
 
+def test_pieces_are_seen():
+    """With use_orig_params=True FSDP leaves a rank's flat piece in the place of a parameter."""
+    W, A, B, m = torch.randn(6, 4), torch.randn(2, 4), torch.randn(6, 2), torch.randn(6)
+    assert isinstance(dora.served(W, W, A, B, m), dora.Weights)
+    for pieces in ((W.flatten(), A, B, m), (W, A[0], B, m), (W, A, B[:3], m), (W, A, B, m[:3]), (W, A[:, :2], B, m)):
+        assert "sharded" in dora.served(W, *pieces)
+
+
 def test_mixed_batches_raise_as_before():
     model, x = use_fdora(build("linear")).eval(), inputs("linear")
     with pytest.raises(ValueError, match="Cannot pass `adapter_names` when DoRA is enabled"):
@@ -418,6 +450,7 @@ def test_report():
     assert text[1].split()[:5] == ["0.base_model.model.0", "default", "40x24", "4", "eager"]
     use_fdora(other)
     assert report(pair)[1].saved == 3 * 40 * 24 * 8
+    assert report(use_fdora(build("conv2d")))[0][2] == (6, 4 * 3 * 2)
 
 
 @pytest.fixture
