@@ -44,11 +44,8 @@ class Linear(lora.Linear):
         )
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
+        """The base weight will not come back bit for bit, whichever adapter it was."""
         super().merge(*args, **kwargs)
-        forget(self)
-
-    def unmerge(self) -> None:
-        super().unmerge()
         forget(self)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
