@@ -17,7 +17,8 @@ SIGNATURES = {
     "dora_linear": "(x, W, A, B, m, *, s, bias=None, norm=None, dropout_p=0.0, dropout_mode='lora', seed=None, "
     "keep_inner=False, backend='auto')",
     "dora_merge": "(W, A, B, m, *, s, norm=None, backend='auto')",
-    "dora_norm": "(W, A, B, *, s, base_sqnorm=None, detach=True, max_bytes=None, state=None, squared=False, backend='auto')",
+    "dora_norm": "(W, A, B, *, s, norm_axis=1, base_sqnorm=None, detach=True, max_bytes=None, state=None, squared=False, "
+    "backend='auto')",
     "dora_norm_state": "(W)",
     "dora_scale": "(m, c)",
     "dora_unmerge": "(W, A, B, m, *, s, norm, backend='auto')",
