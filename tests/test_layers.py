@@ -14,6 +14,8 @@ PACKAGE = ROOT / "fdora"
 # layer -> layers of fdora that it may import, beside itself. Data flows down this list, nothing points up.
 MAY = {
     "root": {"_check", "_dispatch"},
+    "integrations": {"_check", "functional"},
+    "convert": {"_check", "functional"},
     "functional": {"_check", "_dispatch", "autograd"},
     "autograd": {"eager", "triton"},
     "eager": set(),
@@ -21,7 +23,12 @@ MAY = {
     "_check": set(),
     "_dispatch": {"_check"},
 }
-FOREIGN = {"eager": {"torch"}, "triton": {"torch", "triton"}}  # the rest may import torch and the standard library
+FOREIGN = {
+    "eager": {"torch"},
+    "triton": {"torch", "triton"},
+    "convert": {"torch", "safetensors"},
+    "integrations": {"torch", "torchtune"},
+}  # the rest may import torch and the standard library
 
 
 def layer_of(parts):
@@ -74,6 +81,10 @@ def test_no_arrow_points_up():
         ("eager", "import triton"),
         ("functional", "import transformers"),
         ("root", "from fdora.functional import dora_norm"),
+        ("functional", "from fdora.convert import merge"),
+        ("convert", "from fdora.eager.norm import blocks"),
+        ("convert", "import numpy"),
+        ("integrations", "from fdora.autograd.norm import row_norm"),
     ],
 )
 def test_the_walk_sees_red(layer, line):
