@@ -14,7 +14,7 @@ PACKAGE = ROOT / "fdora"
 # layer -> layers of fdora that it may import, beside itself. Data flows down this list, nothing points up.
 MAY = {
     "root": {"_check", "_dispatch"},
-    "integrations": {"_check", "functional"},
+    "integrations": {"root", "functional"},
     "convert": {"_check", "functional"},
     "functional": {"_check", "_dispatch", "autograd"},
     "autograd": {"eager", "triton"},
@@ -27,7 +27,7 @@ FOREIGN = {
     "eager": {"torch"},
     "triton": {"torch", "triton"},
     "convert": {"torch", "safetensors"},
-    "integrations": {"torch", "torchtune"},
+    "integrations": {"torch", "torchao", "torchtune"},
 }  # the rest may import torch and the standard library
 
 
