@@ -182,6 +182,11 @@ def test_one_norm_for_each_change(monkeypatch):
     assert norms() == 1
     model.load_state_dict({"weight": torch.randn(N, K)}, strict=False)  # adapters as before, another base
     assert norms() == 1
+    for p in (model.lora_a.weight, model.lora_b.weight):
+        p.data = p.data.bfloat16().float()
+    assert norms() == 1
+    model.bfloat16().float()  # of these, only W has lost digits
+    assert norms() == 1
     model.double()
     assert norms() == 1
     model.weight = nn.Parameter(torch.randn_like(model.weight), requires_grad=False)
