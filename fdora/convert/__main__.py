@@ -1,5 +1,5 @@
-"""Conversions from the command line. MODEL is a safetensors file or a folder of them; an adapter is a folder (PEFT, torchtune)
-or one file (kohya).
+"""Conversions from the command line. MODEL is a safetensors file or a folder of them; an adapter is a folder (PEFT) or one file
+(kohya). torchtune's names and rows depend on the model: see ``fdora.convert.llama``.
 
     python -m fdora.convert combine MODEL OUT one=0.7 other=0.3 [--r 16] [--max-error 0.1]
     python -m fdora.convert lora    MODEL OUT ADAPTER --r 64 [--max-error 0.1]
@@ -25,8 +25,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("adapters", nargs="+", help="folder, file, or folder=weight")
     parser.add_argument("--r", type=int)
     parser.add_argument("--max-error", type=float)
-    parser.add_argument("--of", default="peft", choices=("peft", "torchtune", "kohya"))
-    parser.add_argument("--to", default="peft", choices=("peft", "torchtune", "kohya"))
+    parser.add_argument("--of", default="peft", choices=("peft", "kohya"))
+    parser.add_argument("--to", default="peft", choices=("peft", "kohya"))
     parser.add_argument("--prefix", default="lora_unet")
     a = parser.parse_args(argv)
     if a.command == "lora" and a.r is None:

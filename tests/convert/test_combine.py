@@ -186,6 +186,8 @@ def test_where_peft_does_not_reproduce_one_adapter():
     load("d", p)
     x = torch.randn(7, 20)
     want = model(x)
+    torch.testing.assert_close(inside.get_delta_weight("d"), p.s * p.B @ p.A)  # no m in it: not the change, by far
+    assert missed(W, W + inside.get_delta_weight("d"), merged(W, p)) > 0.1
     model.add_weighted_adapter(["d"], [1.0], "theirs")
     model.set_adapter("theirs")
     theirs = (model(x) - want).abs().max()

@@ -1,6 +1,5 @@
 """Files, the command line, and g for a server."""
 
-import json
 import subprocess
 import sys
 
@@ -100,9 +99,8 @@ def test_the_command_line(model, capsys):
     assert len(load_file(folder / "g")) == 2
 
     main(["keys", args[0], str(folder / "kohya"), f"{folder}/first", "--to", "kohya"])
-    main(["keys", args[0], str(folder / "tune"), str(folder / "kohya"), "--of", "kohya", "--to", "torchtune"])
-    same(read(folder / "tune", "torchtune"), first)
-    assert json.loads((folder / "tune" / "adapter_config.json").read_text()) == {"r": 3, "lora_alpha": pytest.approx(2.1)}
+    main(["keys", args[0], str(folder / "back"), str(folder / "kohya"), "--of", "kohya"])
+    same(read(folder / "back"), first)
     for wrong in (["lora", *args, "a"], ["keys", *args, "a", "b"]):
         with pytest.raises(SystemExit):
             main(wrong)
