@@ -51,6 +51,17 @@ def test_docstrings_have_every_part_in_order(name):
         assert f"{parameter}:" in doc or f"{parameter}," in doc or f", {parameter}" in doc, f"{parameter} is not described"
 
 
+def test_names_of_conversion():
+    import fdora.convert as convert
+
+    public = {n for n, v in vars(convert).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    assert public == set(convert.__all__) == {
+        "Adapter", "Weights", "adapter_scale", "combine", "from_kohya", "from_peft", "from_torchtune", "kohya_names",
+        "llama_from_torchtune", "llama_to_torchtune", "merge", "read", "to_kohya", "to_lora", "to_peft", "to_torchtune", "write",
+        "write_scales",
+    }  # fmt: skip
+
+
 def test_typed():
     from pathlib import Path
 

@@ -10,8 +10,6 @@ of full rank by its first term. That is why adding up factors, or dropping m, is
 from fdora.convert.adapter import Adapter as Adapter
 from fdora.convert.adapter import adapter_scale as adapter_scale
 from fdora.convert.adapter import merge as merge
-from fdora.convert.combine import combine as combine
-from fdora.convert.combine import to_lora as to_lora
 from fdora.convert.files import Weights as Weights
 from fdora.convert.files import read as read
 from fdora.convert.files import write as write
@@ -25,6 +23,8 @@ from fdora.convert.keys import to_peft as to_peft
 from fdora.convert.keys import to_torchtune as to_torchtune
 from fdora.convert.llama import llama_from_torchtune as llama_from_torchtune
 from fdora.convert.llama import llama_to_torchtune as llama_to_torchtune
+from fdora.convert.lowrank import combine as combine
+from fdora.convert.lowrank import to_lora as to_lora
 
 __all__ = [
     "Adapter",

@@ -12,9 +12,9 @@ from __future__ import annotations
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 from fdora._check import FdoraError
-from fdora.convert.combine import combine, to_lora
 from fdora.convert.files import Weights, read, write, write_scales
 from fdora.convert.keys import kohya_names
+from fdora.convert.lowrank import combine, to_lora
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -47,7 +47,7 @@ def use_fdora(model: Model) -> Model:
 
 
 def restore(model: Model) -> Model:
-    """Undo :func:`use_fdora`: every layer runs torchtune's own code again. Idempotent."""
+    """Undo :func:`use_fdora`: every layer runs torchtune's own code again, but for those sharded one by one since."""
     for layer in model.modules():
         if type(layer) is FdoraLinear:
             layer.__class__ = DoRALinear
