@@ -24,14 +24,13 @@ from fdora.functional import NormState, dora_compose, dora_linear, dora_norm, do
 
 __all__ = ["FdoraLinear", "report", "restore", "use_fdora"]
 Model = TypeVar("Model", bound=nn.Module)
-PLAIN = (Tensor, nn.Parameter)
 
 
 def use_fdora(model: Model) -> Model:
     """Run the DoRA layers of this model through fdora. In place and idempotent; nothing enters the state dict.
 
-    It also makes every layer compute its norm anew: call it again after you change a frozen weight in place (loading a state
-    dict and moving the model are noticed, and adapters may change as they like).
+    Call it again after you change a frozen weight in place: norms are then computed anew. (Adapters may change as they like,
+    and load_state_dict and moving the model are noticed.)
 
     Raises:
       FdoraError: there is no DoRALinear in it.
@@ -84,11 +83,10 @@ class _Run:
         if self.memo is None or self.memo[0] != key or self.memo[1]() is not owner:
             self.memo = (key, weakref.ref(owner), dora_norm_state(W))
         new = dora_norm(W, A, B, s=s, state=self.memo[2])
-        if W.is_cuda and torch.cuda.is_current_stream_capturing():
-            self.memo[2].c.copy_(new.c)  # a replay reads and writes the memory from before the capture
-            self.memo[2].fingerprint.copy_(new.fingerprint)
-        else:
+        if not (W.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.memo = (*self.memo[:2], new)
+        else:  # a replay reads and writes the memory from before the capture
+            torch._foreach_copy_(list(self.memo[2]), list(new))
         return new.c
 
 
@@ -131,7 +129,7 @@ def _obstacle(layer: FdoraLinear, x: Tensor) -> str:
     """Why fdora's functions cannot take this layer; empty where they can."""
     W, A, B, m = layer.weight, layer.lora_a.weight, layer.lora_b.weight, layer.magnitude
     for t in (A, B, m, x) if isinstance(W, NF4Tensor) else (W, A, B, m, x):
-        if type(t) not in PLAIN:
+        if type(t) not in (Tensor, nn.Parameter):
             return f"a {type(t).__name__} among the tensors"
         if t.device != W.device or t.is_meta:
             return "tensors on several devices, or on meta"
