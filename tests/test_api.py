@@ -21,7 +21,8 @@ SIGNATURES = {
     "dora_merge": "(W, A, B, m, *, s, norm=None, backend='auto')",
     "dora_mlp": "(x, gate, up, down, *, act='silu', dropout_p=0.0, dropout_mode='lora', seed=None, keep_inner=False, "
     "backend='auto')",
-    "dora_norm": "(W, A, B, *, s, base_sqnorm=None, detach=True, max_bytes=None, state=None, squared=False, backend='auto')",
+    "dora_norm": "(W, A, B, *, s, norm_axis=1, base_sqnorm=None, detach=True, max_bytes=None, state=None, squared=False, "
+    "backend='auto')",
     "dora_norm_state": "(W)",
     "dora_scale": "(m, c)",
     "dora_unmerge": "(W, A, B, m, *, s, norm, backend='auto')",
@@ -52,6 +53,17 @@ def test_docstrings_have_every_part_in_order(name):
     assert -1 not in at and at == sorted(at), dict(zip(SECTIONS, at, strict=True))
     for parameter in inspect.signature(getattr(F, name)).parameters:
         assert f"{parameter}:" in doc or f"{parameter}," in doc or f", {parameter}" in doc, f"{parameter} is not described"
+
+
+def test_names_of_conversion():
+    import fdora.convert as convert
+
+    public = {n for n, v in vars(convert).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    assert public == set(convert.__all__) == {
+        "Adapter", "Weights", "adapter_scale", "combine", "from_kohya", "from_peft", "from_torchtune", "kohya_names",
+        "llama_from_torchtune", "llama_to_torchtune", "merge", "read", "to_kohya", "to_lora", "to_peft", "to_torchtune", "write",
+        "write_scales",
+    }  # fmt: skip
 
 
 def test_typed():

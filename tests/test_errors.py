@@ -105,6 +105,8 @@ MESSAGES = [
     (lambda: linear(dropout_p=0.1, seed=torch.tensor([1])), "fdora.dora_linear: `seed` must be (), got (1,). Pass a tensor without axes, for example seed[0]."),
     (lambda: norm(max_bytes=100), "fdora.dora_norm: `max_bytes` must be at least 240 for these shapes, got 100. Raise it, or pass None."),
     (lambda: norm(state=F.dora_norm_state(torch.randn(N, K)), detach=False), "fdora.dora_norm: `state` must be None with detach=False, got a NormState. A norm that is reused has no gradient: detach it."),
+    (lambda: norm(norm_axis=2), "fdora.dora_norm: `norm_axis` must be 1 (a norm for each output row) or 0 (for each input column), got 2. DoRA's is 1."),
+    (lambda: norm(A=torch.randn(K, r), norm_axis=0), "fdora.dora_norm: `A` must be (r, K) with K=5 (from `W`), got (5, 2). Did you pass A transposed? Pass A.T."),
     (lambda: norm(squared=True, detach=False), "fdora.dora_norm: `squared` must be False there, got True with detach=False. Square the norm, or take the root, yourself."),
     (lambda: norm(squared=True, state=F.dora_norm_state(torch.randn(N, K))), "fdora.dora_norm: `squared` must be False there, got True with a state. Square the norm, or take the root, yourself."),
     (lambda: norm(state=torch.zeros(N)), "fdora.dora_norm: `state` must be a NormState, got a Tensor. Start with dora_norm_state(W)."),

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "fdora"
 MAY = {
     "root": {"_check", "_dispatch"},
     "integrations": {"root", "functional"},
+    "convert": {"_check", "functional"},
     "functional": {"_check", "_dispatch", "autograd"},
     "autograd": {"eager", "triton"},
     "eager": set(),
@@ -25,7 +26,8 @@ MAY = {
 FOREIGN = {
     "eager": {"torch"},
     "triton": {"torch", "triton"},
-    "integrations": {"torch", "peft"},
+    "convert": {"torch", "safetensors"},
+    "integrations": {"torch", "peft", "torchao", "torchtune"},
 }  # the rest may import torch and the standard library
 
 
@@ -81,6 +83,10 @@ def test_no_arrow_points_up():
         ("root", "from fdora.functional import dora_norm"),
         ("functional", "from fdora.integrations.peft import use_fdora"),
         ("integrations", "from fdora.autograd.linear import linear"),
+        ("functional", "from fdora.convert import merge"),
+        ("convert", "from fdora.eager.norm import blocks"),
+        ("convert", "import numpy"),
+        ("integrations", "from fdora.autograd.norm import row_norm"),
     ],
 )
 def test_the_walk_sees_red(layer, line):

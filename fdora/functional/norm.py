@@ -60,12 +60,12 @@ def dora_norm_state(W: Tensor) -> NormState:
 
 @overload
 def dora_norm(
-    W: Tensor, A: Tensor, B: Tensor, *, s: float, base_sqnorm: Tensor | None = ..., detach: bool = ...,
+    W: Tensor, A: Tensor, B: Tensor, *, s: float, norm_axis: int = ..., base_sqnorm: Tensor | None = ..., detach: bool = ...,
     max_bytes: int | None = ..., state: None = ..., squared: bool = ..., backend: Backend = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def dora_norm(
-    W: Tensor, A: Tensor, B: Tensor, *, s: float, base_sqnorm: Tensor | None = ..., detach: bool = ...,
+    W: Tensor, A: Tensor, B: Tensor, *, s: float, norm_axis: int = ..., base_sqnorm: Tensor | None = ..., detach: bool = ...,
     max_bytes: int | None = ..., state: NormState, squared: bool = ..., backend: Backend = ...,
 ) -> NormState: ...  # fmt: skip
 def dora_norm(
@@ -74,6 +74,7 @@ def dora_norm(
     B: Tensor,
     *,
     s: float,
+    norm_axis: int = 1,
     base_sqnorm: Tensor | None = None,
     detach: bool = True,
     max_bytes: int | None = None,
@@ -81,7 +82,7 @@ def dora_norm(
     squared: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | NormState:
-    """Row norm of the adapted weight: ``c = ||W + s * B @ A||`` along K.
+    """Row norm of the adapted weight: ``c = ||W + s * B @ A||`` along K (with ``norm_axis=0`` along N).
 
     Equivalent to ``torch.linalg.vector_norm(W.float() + s * B.float() @ A.float(), dim=1)`` without an (N, K) temporary.
     A and B change once per optimizer step: compute c once and pass it to every call in between as ``norm=c``. Where no one
@@ -97,6 +98,9 @@ def dora_norm(
       A: (r, K), float32 or the dtype of W.
       B: (N, r), float32 or the dtype of W.
       s: LoRA scaling, usually alpha / r. Not differentiated.
+      norm_axis: the axis that is summed away. 1 is DoRA's: c_n of each output row, ``y = g * (...)``. 0 is LyCORIS's default:
+        c_k of each input column, where g scales the input instead, ``y = (g * x) @ W.T + s * ((g * x) @ A.T) @ B.T + bias``.
+        Columns are the rows of W.T: base_sqnorm and state are then made from W.T, and shards lie along N.
       base_sqnorm: (N,) from :func:`dora_base_sqnorm`, when W is frozen and you keep it. c is the same with or without it.
       detach: True treats c as a constant, as DoRA does to save memory. False lets gradients reach A and B through c.
       max_bytes: most workspace in bytes beside the inputs; None is 12 MiB on a CPU and 64 MiB elsewhere. Under vmap it
@@ -110,18 +114,24 @@ def dora_norm(
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
-      (N,), float32 (float64 for a float64 W), never rounded below that. A row with a NaN is NaN; the others are not.
+      (N,), for norm_axis=0 (K,), float32 (float64 for a float64 W), never rounded below that. A row with a NaN is
+      NaN; the others are not.
       With a state: ``NormState(c, fingerprint)``, c the same bit for bit.
 
     Raises:
-      FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, max_bytes is too small to honour, the
-        state is of another weight, or state or squared meets detach=False or each other.
+      FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, norm_axis is neither 0 nor 1,
+        max_bytes is too small to honour, the state is of another weight, or state or squared meets detach=False or each other.
       NotImplementedError: a second derivative is asked for.
 
     Memory: keeps nothing for backward when detached, else W, A, B and c. Derivation: ``fdora/eager/norm.py``.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3; Scaling DoRA, arXiv:2603.22276, eq. 3.
     """
     fn = "dora_norm"
+    if norm_axis == 0:
+        check_weights(fn, {"W": W, "A": A, "B": B}, s)  # here, where they still have their names
+        W, A, B = W.T, B.T, A.T
+    elif norm_axis != 1:
+        raise fail(fn, "norm_axis", "1 (a norm for each output row) or 0 (for each input column)", norm_axis, "DoRA's is 1.")
     tensors = {"W": W, "A": A, "B": B, "base_sqnorm": base_sqnorm}
     if base_sqnorm is not None or not seen_before(fn, tensors, s):
         check_weights(fn, tensors, s)

@@ -5,7 +5,7 @@ import itertools
 import torch
 from torch.autograd import gradcheck
 
-from fdora.functional import dora_base_sqnorm, dora_norm, dora_scale
+from fdora.functional import dora_base_sqnorm, dora_norm, dora_norm_state, dora_scale
 from tests import device, reference
 from tests.close import assert_exact
 from tests.make import KINDS, grads, tensors, tracked
@@ -64,6 +64,29 @@ def takes_any_strides():
         turned = {n: t[n].T.contiguous().T for n in ("W", "A", "B")}
         for args in (odd, turned):
             torch.testing.assert_close(dora_norm(**args, s=0.7, **extra), want, rtol=1e-6, atol=0)
+
+
+def columns_on_request():
+    """norm_axis=0, against the truth: W, A and B transposed, in every form, with gradients."""
+    for dtype, (N, K, r) in itertools.product((torch.float64, torch.bfloat16), ((33, 130, 8), (40, 40, 3))):
+        t = tensors(N, K, r, dtype=dtype)
+        W, A, B, s = (t[n] for n in ("W", "A", "B", "s"))
+        truth = reference.norm(W.T, B.T, A.T, s)
+        limit = 1e-9 if dtype == torch.float64 else 1e-6
+        for extra in ({}, {"base_sqnorm": dora_base_sqnorm(W.T)}):
+            got = dora_norm(W, A, B, s=s, norm_axis=0, **extra)
+            assert got.shape == (K,)
+            torch.testing.assert_close(got.double(), truth, rtol=limit, atol=0)
+        sq = sum(dora_norm(W[h], A, B[h], s=s, norm_axis=0, squared=True) for h in (slice(0, 20), slice(20, N)))
+        torch.testing.assert_close(sq.sqrt().double(), truth, rtol=limit, atol=0)
+        rows = dora_norm(W, A, B, s=s, norm_axis=1)
+        assert torch.equal(rows, dora_norm(W, A, B, s=s)) and not torch.equal(rows[:K], got[:N])
+        state = dora_norm(W, A, B, s=s, norm_axis=0, state=dora_norm_state(W.T))
+        again = dora_norm(W, A, B, s=s, norm_axis=0, state=state)
+        torch.testing.assert_close(state.c.double(), truth, rtol=limit, atol=0)
+        assert torch.equal(again.c, state.c) and torch.equal(again.fingerprint, state.fingerprint)
+    t = tracked(tensors(), "A", "B")
+    gradcheck(lambda A, B: dora_norm(t["W"], A, B, s=0.7, norm_axis=0, detach=False), (t["A"], t["B"]))
 
 
 def keeps_nan_in_its_row():
@@ -128,6 +151,7 @@ CHECKS = [
     is_float32_accurate,
     holds_its_budget_in_any_tile,
     takes_any_strides,
+    columns_on_request,
     keeps_nan_in_its_row,
     squares_of_shards_add_up,
     gradients_are_right,

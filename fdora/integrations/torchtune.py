@@ -1,0 +1,149 @@
+"""torchtune's DoRA through fdora's functions: one line to go, one line to come back. For torchtune 0.6.1.
+
+    use_fdora(model)     # after the builder; restore(model) is the way back
+
+torchtune's layer is ``y = g * (x W^T + bias + s D(x) A^T B^T)``: g scales the bias, dropout is on the adapter's input alone.
+That is dora_linear with ``bias=g * bias``, through which the bias's part of dm comes by the chain rule. Parameters, state-dict
+keys, ``disabled`` and ``adapter_params`` stay torchtune's. The layer's class is exchanged for a subclass, and back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchao.dtypes.nf4tensor import NF4Tensor, linear_nf4
+from torchtune.modules.peft import DoRALinear
+
+from fdora import FdoraError
+from fdora.functional import NormState, dora_compose, dora_linear, dora_norm, dora_norm_state, dora_scale, select_backend
+
+__all__ = ["FdoraLinear", "report", "restore", "use_fdora"]
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def use_fdora(model: Model) -> Model:
+    """Run the DoRA layers of this model through fdora. In place and idempotent; nothing enters the state dict.
+
+    Call it again after you change a frozen weight in place: norms are then computed anew. (Adapters may change as they like,
+    and load_state_dict and moving the model are noticed.)
+
+    Raises:
+      FdoraError: there is no DoRALinear in it.
+    """
+    layers = [m for m in model.modules() if type(m) in (DoRALinear, FdoraLinear)]
+    if not layers:
+        remedy = "Build it with use_dora=True, and call this before the layers themselves are sharded or wrapped."
+        raise FdoraError(f"fdora.use_fdora: `model` must have a DoRALinear of torchtune, got none. {remedy}")
+    for layer in layers:
+        layer.__class__ = FdoraLinear
+        layer.__dict__.setdefault("_fdora", _Run()).memo = None
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Undo :func:`use_fdora`: every layer runs torchtune's own code again, but for those sharded one by one since."""
+    for layer in model.modules():
+        if type(layer) is FdoraLinear:
+            layer.__class__ = DoRALinear
+            del layer.__dict__["_fdora"]
+    return model
+
+
+def report(model: nn.Module) -> dict[str, dict[str, int]]:
+    """``{layer: {path: calls}}``: "fused" is one call of dora_linear, "composed" torchtune's products and dora_compose,
+    "stock: why" torchtune's own code. A layer that use_fdora has not seen is empty. Compiled calls are not counted."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, DoRALinear)}
+    return {name: dict(m._fdora.calls) if isinstance(m, FdoraLinear) else {} for name, m in layers.items()}
+
+
+class _Run:
+    """Counters and the last norm of one layer. A copy or a pickle of the layer starts without them."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.memo: tuple[Any, Any, NormState] | None = None
+
+    def __reduce__(self) -> tuple[type[_Run], tuple[()]]:
+        return _Run, ()
+
+    def count(self, path: str) -> None:
+        if not torch.compiler.is_compiling():
+            self.calls[path] += 1
+
+    def norm(self, owner: Tensor, W: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
+        """c, computed again only when the bits of A, B or s changed. owner is the parameter that W is, or was made from."""
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return dora_norm(W, A, B, s=s)
+        key = (W.dtype, W.device, W.shape, torch.is_inference_mode_enabled())
+        if self.memo is None or self.memo[0] != key or self.memo[1]() is not owner:
+            self.memo = (key, weakref.ref(owner), dora_norm_state(W))
+        new = dora_norm(W, A, B, s=s, state=self.memo[2])
+        if not (W.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.memo = (*self.memo[:2], new)
+        else:  # a replay reads and writes the memory from before the capture
+            torch._foreach_copy_(list(self.memo[2]), list(new))
+        return new.c
+
+
+class FdoraLinear(DoRALinear):
+    """torchtune's DoRALinear, same parameters, computed by fdora. Made by :func:`use_fdora` only."""
+
+    _fdora: _Run
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.disabled:
+            return super().forward(x)
+        if why := _obstacle(self, x):
+            self._fdora.count(f"stock: {why}")
+            return super().forward(x)
+        A, B, m, s = self.lora_a.weight, self.lora_b.weight, self.magnitude, self.scaling
+        nf4 = isinstance(self.weight, NF4Tensor)
+        W = self.weight.detach().to(self.weight.dtype) if nf4 else self.weight  # of NF4, that dequantises
+        c = self._fdora.norm(self.weight, W, A, B, s)
+        p = self.dropout.p if isinstance(self.dropout, nn.Dropout) and self.dropout.training else 0.0
+        called = nf4 or _hooked(self.lora_a) or _hooked(self.lora_b)  # NF4: linear_nf4 keeps no dense W for backward
+        if not called and (p == 0 or (p < 1 and select_backend(x).name == "triton")):
+            self._fdora.count("fused")
+            bias = None if self.bias is None else dora_scale(m, c) * self.bias
+            return dora_linear(x, W, A, B, m, s=s, bias=bias, norm=c, dropout_p=p)
+        self._fdora.count("composed")  # so is dropout in plain torch, with torchtune's own mask
+        base = linear_nf4(input=x, weight=self.weight) if nf4 else F.linear(x, W, self.bias)
+        base = base + self.bias if nf4 and self.bias is not None else base
+        return dora_compose(base, self.lora_b(self.lora_a(self.dropout(x))), dora_scale(m, c), s=s)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._fdora.memo = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._fdora.memo = None
+        return super()._apply(*args, **kwargs)
+
+
+def _obstacle(layer: FdoraLinear, x: Tensor) -> str:
+    """Why fdora's functions cannot take this layer; empty where they can."""
+    W, A, B, m = layer.weight, layer.lora_a.weight, layer.lora_b.weight, layer.magnitude
+    for t in (A, B, m, x) if isinstance(W, NF4Tensor) else (W, A, B, m, x):
+        if type(t) not in (Tensor, nn.Parameter):
+            return f"a {type(t).__name__} among the tensors"
+        if t.device != W.device or t.is_meta:
+            return "tensors on several devices, or on meta"
+    if A.shape != (A.shape[0], W.shape[1]) or B.shape != (W.shape[0], A.shape[0]) or m.shape != (W.shape[0],):
+        return "parameters of other shapes (sharded)"
+    if W.requires_grad and torch.is_grad_enabled():
+        return "the base weight requires grad"
+    if any(t.dtype not in (torch.float32, W.dtype) for t in (A, B, m)):
+        return f"adapters neither float32 nor {W.dtype}"
+    if x.dtype != W.dtype and not torch.is_autocast_enabled(x.device.type):
+        return f"a {x.dtype} input for a {W.dtype} base weight"
+    return "" if type(layer.dropout) in (nn.Identity, nn.Dropout) else f"a {type(layer.dropout).__name__} for dropout"
+
+
+def _hooked(m: nn.Module) -> bool:
+    """Whether calling a part of the layer does more than its weight says."""
+    return type(m) is not nn.Linear or bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks)
