@@ -14,6 +14,7 @@ PACKAGE = ROOT / "fdora"
 # layer -> layers of fdora that it may import, beside itself. Data flows down this list, nothing points up.
 MAY = {
     "root": {"_check", "_dispatch"},
+    "integrations": {"root", "functional"},
     "functional": {"_check", "_dispatch", "autograd"},
     "autograd": {"eager", "triton"},
     "eager": set(),
@@ -21,7 +22,11 @@ MAY = {
     "_check": set(),
     "_dispatch": {"_check"},
 }
-FOREIGN = {"eager": {"torch"}, "triton": {"torch", "triton"}}  # the rest may import torch and the standard library
+FOREIGN = {
+    "eager": {"torch"},
+    "triton": {"torch", "triton"},
+    "integrations": {"torch", "peft"},
+}  # the rest may import torch and the standard library
 
 
 def layer_of(parts):
@@ -74,6 +79,8 @@ def test_no_arrow_points_up():
         ("eager", "import triton"),
         ("functional", "import transformers"),
         ("root", "from fdora.functional import dora_norm"),
+        ("functional", "from fdora.integrations.peft import use_fdora"),
+        ("integrations", "from fdora.autograd.linear import linear"),
     ],
 )
 def test_the_walk_sees_red(layer, line):

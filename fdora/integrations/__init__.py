@@ -1,0 +1,1 @@
+"""Frameworks that can run DoRA through fdora, one file each. Nothing here is imported by ``fdora`` itself."""

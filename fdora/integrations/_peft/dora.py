@@ -1,0 +1,188 @@
+"""What every kind of layer shares: the norm that is reused, the counters, the way back, and what cannot be served."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners.lora import dora
+from torch import Tensor, nn
+
+from fdora.functional import NormState, dora_norm, dora_norm_state
+
+PLAIN = (Tensor, nn.Parameter)
+EPS = 1e-12  # dora_scale's floor of c
+FUSED, COMPOSED = "fused", "composed"  # the layer in one call; the base layer, then its correction
+SMALL = 1 << 18  # elements of W below which its norm is computed sooner than A and B are compared
+
+
+class Weights:
+    """Views in nn.Linear's layout: W (N, K), A (r, K), B (N, r), m (N,). owner is the parameter that W was made from."""
+
+    __slots__ = ("A", "B", "W", "m", "owner")
+
+    def __init__(self, owner: Any, W: Tensor, A: Tensor, B: Tensor, m: Tensor):
+        self.owner, self.W, self.A, self.B, self.m = owner, W, A, B, m
+
+
+class Dora:
+    """Goes into ``layer.lora_variant[adapter]`` in the place of PEFT's, which it keeps and falls back to.
+
+    It carries a norm and counters, so one object belongs to one adapter of one layer. A copy or a pickle starts without them.
+    """
+
+    STOCK: type
+
+    def __init__(self, stock: Any = None):
+        self.stock = self.STOCK() if stock is None else stock
+        self.keep_inner = False
+        self.calls: Counter[str] = Counter()
+        self.why_not_fused = ""
+        self.forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"stock": self.stock, "keep_inner": self.keep_inner}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["stock"])  # type: ignore[misc]
+        self.keep_inner = state["keep_inner"]
+
+    def weights(self, module: Any, adapter: str) -> Weights | str:
+        """The tensors of one adapter, or why fdora cannot take them."""
+        raise NotImplementedError
+
+    def ready(self, module: Any, adapter: str) -> Weights | str:
+        return caching(module.lora_magnitude_vector[adapter]) or self.weights(module, adapter)
+
+    def forget(self) -> None:
+        """The base weight may have changed: the next norm is computed."""
+        self._memo: tuple[Any, Any, NormState] | None = None
+
+    def count(self, path: str) -> None:
+        if not torch.compiler.is_compiling():
+            self.calls[path] += 1
+
+    def norm(self, w: Weights, s: float) -> Tensor:
+        """c (N,), computed again only when the bits of A, B or s changed. Traced and mapped code computes it every time."""
+        W = w.W
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or W.numel() < SMALL:
+            return dora_norm(W, w.A, w.B, s=s)
+        key = (W.dtype, W.device, W.shape, torch.is_inference_mode_enabled())
+        memo = self._memo  # read and written as a whole: the replicas of DataParallel share it
+        if memo is None or memo[0] != key or memo[1]() is not w.owner:
+            memo = (key, weakref.ref(w.owner), dora_norm_state(W))
+        before = memo[2]
+        after = dora_norm(W, w.A, w.B, s=s, state=before)
+        if W.is_cuda and torch.cuda.is_current_stream_capturing():
+            for old, new in zip(before, after, strict=True):  # a replay reads and writes the memory from before the capture
+                old.copy_(new)
+            self._memo = memo
+        else:
+            self._memo = (*memo[:2], after)
+        return after.c
+
+    def fall_back(self, why: str, module: Any, adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
+        self.count(f"stock: {why}")
+        return self.stock.forward(module, active_adapter=adapter, x=x, result=result, **kwargs).to(result.dtype)
+
+    def init(self, module: Any, adapter_name: str, **kwargs: Any) -> None:
+        self.stock.init(module, adapter_name=adapter_name, **kwargs)
+
+    def merge_safe(self, module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
+        with merging(module, active_adapter):
+            return self.stock.merge_safe(module, active_adapter, orig_weight)
+
+    def merge_unsafe(self, module: Any, active_adapter: str, orig_weight: Tensor) -> None:
+        with merging(module, active_adapter):
+            self.stock.merge_unsafe(module, active_adapter, orig_weight)
+
+    def unmerge(self, module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
+        norm = module._caches[f"{active_adapter}-weight_norm"]
+        with merging(module, active_adapter):
+            weight = self.stock.unmerge(module, active_adapter, orig_weight)
+        if bool((norm <= EPS).any()):  # W + s B A was 0 there, and W' / g is 0 / 0 where m is 0, too
+            dead = self.rows(module, norm <= EPS, weight)
+            weight = torch.where(dead, -module.get_delta_weight(active_adapter).to(weight.dtype), weight)
+        return weight
+
+    def rows(self, module: Any, v: Tensor, weight: Tensor) -> Tensor:
+        """v, one value for each output, shaped to be broadcast against the base weight."""
+        along = (1, -1) if getattr(module, "fan_in_fan_out", False) else (-1, *[1] * (weight.dim() - 1))
+        return v.view(along)
+
+
+def forget(module: Any) -> None:
+    for variant in module.lora_variant.values():
+        if isinstance(variant, Dora):
+            variant.forget()
+
+
+@contextmanager
+def merging(module: Any, adapter: str) -> Iterator[None]:
+    """PEFT's merge, with dora_scale's floor under its norm: a row of zeros is no 0 / 0. No norm of before holds after it."""
+    layer = module.lora_magnitude_vector[adapter]
+    weight_norm = layer.get_weight_norm
+    layer.get_weight_norm = lambda *args, **kwargs: weight_norm(*args, **kwargs).clamp_min(EPS)
+    try:
+        yield
+    finally:
+        del layer.get_weight_norm
+        forget(module)
+
+
+def obstacle(*tensors: Any) -> str:
+    """Why fdora's functions cannot take these parameters; empty where they can."""
+    traced = torch.compiler.is_compiling()
+    device = tensors[0].device
+    for t in tensors:
+        if type(t) not in PLAIN:
+            return f"a {type(t).__name__} among the parameters"
+        if t.device != device:
+            return "parameters on several devices"
+        if not traced and device.type != "meta" and t.untyped_storage().size() == 0:
+            return "parameters without storage (sharded)"
+    return "meta tensors" if device.type == "meta" else ""
+
+
+def served(owner: Any, W: Tensor, A: Tensor, B: Tensor, m: Tensor) -> Weights | str:
+    """The weights, if they are what dora_linear wants. Sharded ones come as pieces, of any shape."""
+    why = dtypes(W, A, B, m)
+    if why:
+        return why
+    if not (W.dim() == A.dim() == B.dim() == 2) or (m.shape, A.shape, B.shape) != (
+        (W.shape[0],),
+        (B.shape[1], W.shape[1]),
+        (W.shape[0], A.shape[0]),
+    ):
+        return "parameters of other shapes (sharded)"
+    return Weights(owner, W, A, B, m)
+
+
+def caching(magnitude: Any) -> str:
+    """Whether peft.helpers.DoraCaching is on. Once it is not, what it kept is dropped, as PEFT's own forward would."""
+    if getattr(dora, "ENABLE_DORA_CACHING", False):  # 0.18 has none
+        return "DoraCaching is on"
+    if magnitude.__dict__.get("_dora_cache"):
+        magnitude._cache_clear()
+    return ""
+
+
+def dtypes(W: Tensor, A: Tensor, B: Tensor, m: Tensor) -> str:
+    """The same for what dora_linear asks of its weights beside that."""
+    if W.requires_grad:
+        return "the base weight requires grad"
+    if not W.is_floating_point() or W.element_size() == 1:
+        return f"a {W.dtype} base weight"
+    for t in (A, B, m):
+        if t.dtype not in (torch.float32, W.dtype):
+            return f"a {t.dtype} adapter on a {W.dtype} base weight"
+    return ""
+
+
+def reused(module: Any) -> bool:
+    """Whether every merge passes through a variant. A plain LoRA adapter beside ours changes the base weight on its own."""
+    return len(module.lora_variant) == len(module.scaling)

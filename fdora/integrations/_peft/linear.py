@@ -1,0 +1,125 @@
+"""A whole DoRA layer in one call of :func:`fdora.functional.dora_linear`, instead of the base layer and then a correction.
+
+The layer's class is exchanged for a subclass, and back: nothing is added to the instance, so deepcopy, pickle, DataParallel
+and torch.compile see an ordinary module. What the one call does not serve runs PEFT's forward, and so our variant.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora import layer as lora
+from peft.tuners.lora.dora import DoraLinearLayer
+from torch import Tensor, nn
+
+from fdora.functional import dora_linear, select_backend
+from fdora.integrations._peft.dora import FUSED, PLAIN, Dora, Weights, caching, forget, served
+
+
+class Linear(lora.Linear):
+    """PEFT's ``lora.Linear``, same name, same parameters, with the short way first."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or self.disable_adapters or self.merged:
+            return lora.Linear.forward(self, x, *args, **kwargs)  # not super(): bound methods outlive unfuse
+        adapters = self._modules["lora_A"]._modules
+        names = [name for name in self.active_adapters if name in adapters]
+        variant = self.lora_variant.get(names[0]) if len(names) == 1 else None
+        if not isinstance(variant, Dora):
+            for name in names:
+                note(self.lora_variant.get(name), "several active adapters")
+            return lora.Linear.forward(self, x)
+        name, dropout = names[0], self._modules["lora_dropout"]._modules[names[0]]
+        p = dropout.p if self.training and type(dropout) is nn.Dropout and dropout.training else 0.0
+        w, bias = plan(self, name, dropout, x)
+        if isinstance(w, str):
+            note(variant, w)
+            return lora.Linear.forward(self, x)
+        variant.count(FUSED)
+        s = self.scaling[name]
+        c = variant.norm(w, s)
+        return dora_linear(
+            x, w.W, w.A, w.B, w.m, s=s, bias=bias, norm=c, dropout_p=p, dropout_mode="peft", keep_inner=variant.keep_inner
+        )
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        super().merge(*args, **kwargs)
+        forget(self)
+
+    def unmerge(self) -> None:
+        super().unmerge()
+        forget(self)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        forget(self)
+
+
+def note(variant: Any, why: str) -> None:
+    if isinstance(variant, Dora) and not torch.compiler.is_compiling():
+        variant.why_not_fused = why
+
+
+def plan(module: Any, name: str, dropout: nn.Module, x: Tensor) -> tuple[Weights | str, Tensor | None]:
+    """The tensors of the one call, and the bias; or why it is not made."""
+    parts = module._modules  # an attribute of a module costs ten times a look into its dict
+    base, lora_A, lora_B, magnitude = (
+        parts["base_layer"],
+        parts["lora_A"]._modules[name],
+        parts["lora_B"]._modules[name],
+        parts["lora_magnitude_vector"]._modules[name],
+    )
+    for part in (base, lora_A, lora_B):
+        if type(part) is not nn.Linear:  # a quantised layer, a wrapper that shards
+            return f"a {type(part).__name__} in the place of a torch.nn.Linear", None
+        if hooked(part):
+            return "hooks on the layer's parts", None
+    if type(magnitude) is not DoraLinearLayer or hooked(magnitude):
+        return "hooks on the layer's parts", None
+    if type(x) not in PLAIN:
+        return f"the input is a {type(x).__name__}", None
+    if module.training and not isinstance(dropout, nn.Identity) and not draws(dropout, x):
+        return "dropout with torch's mask", None
+    W, bias = base.weight, base.bias
+    A, B, m = lora_A.weight, lora_B.weight, magnitude.weight
+    device = W.device
+    for t in (W, A, B, m):
+        if type(t) not in PLAIN or t.device != device:
+            return "sharded parameters, or on several devices", None
+    if x.device != device or device.type == "meta":
+        return "the input is on another device, or meta tensors", None
+    if module.fan_in_fan_out:
+        return "a transposed base weight", None
+    w = caching(magnitude) or served(W, W, A, B, m)
+    if isinstance(w, str):
+        return w, None
+    if not torch.is_autocast_enabled(device.type):
+        if x.dtype != W.dtype:
+            return f"a {x.dtype} input for a {W.dtype} base weight", None
+        if bias is not None and x.dtype == torch.float32 and select_backend(x).name == "eager":
+            return "float32 with a bias, eager: the base layer's own sum keeps a fresh adapter an exact no-op", None
+    return w, bias
+
+
+def draws(dropout: nn.Module, x: Tensor) -> bool:
+    """Whether kernels draw the mask: no dropped copy of x, no stored mask. Elsewhere PEFT's own module is the faster way."""
+    return type(dropout) is nn.Dropout and dropout.p < 1 and not hooked(dropout) and select_backend(x).name == "triton"
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether calling the module does more than its class's forward."""
+    d = module.__dict__
+    return bool(
+        d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"] or d["_backward_pre_hooks"] or "forward" in d
+    )
+
+
+def fuse(module: Any) -> None:
+    if type(module) is lora.Linear:
+        module.__class__ = Linear
+
+
+def unfuse(module: Any) -> None:
+    if type(module) is Linear:
+        module.__class__ = lora.Linear

@@ -1,0 +1,81 @@
+"""What ran where, as rows and as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from fdora.functional import select_backend
+from fdora.integrations._peft.dora import COMPOSED, FUSED, Dora
+from fdora.integrations._peft.variants import OURS
+
+
+class Row(NamedTuple):
+    """One DoRA adapter of one layer."""
+
+    module: str
+    adapter: str
+    shape: tuple[int, int]
+    """(N, K); a convolution's kernel is flattened, an embedding's table transposed."""
+    r: int
+    backend: str
+    """"eager" or "triton", or "stock" where :func:`use_fdora` was not called."""
+    why: str
+    fused: int
+    """Calls of the whole layer at once."""
+    composed: int
+    """Calls of the base layer and then of its correction."""
+    why_not_fused: str
+    fallbacks: dict[str, int]
+    """Calls that PEFT's own code served, by reason."""
+    saved: int
+    """Bytes that each stock forward takes for B A, s B A, W + s B A and, in linear layers, the identity; and ours does not."""
+
+
+class Report(list[Row]):
+    """One row for each DoRA adapter of a model. ``print`` it."""
+
+    def __str__(self) -> str:
+        head = ("module", "adapter", "N x K", "r", "backend", "fused", "composed", "stock", "saved/call", "")
+        table = [head, *map(cells, self)]
+        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+        reasons = dict.fromkeys(f"{row.backend}: {row.why}" for row in self)
+        return "\n".join(
+            ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table] + list(reasons)
+        )
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    notes = [f"stock {n}x: {why}" for why, n in row.fallbacks.items()]
+    if row.composed and row.why_not_fused:
+        notes.insert(0, f"not fused: {row.why_not_fused}")
+    counts = (row.fused, row.composed, sum(row.fallbacks.values()))
+    shape, saved = "x".join(map(str, row.shape)), f"{row.saved / 1e6:.1f} MB"
+    return (row.module, row.adapter, shape, str(row.r), row.backend, *map(str, counts), saved, "; ".join(notes))
+
+
+def rows(layers: Iterable[tuple[str, Any]]) -> list[Row]:
+    return [
+        row(name, layer, adapter, variant)
+        for name, layer in layers
+        for adapter, variant in layer.lora_variant.items()
+        if isinstance(variant, Dora) or type(variant) in OURS
+    ]
+
+
+def row(name: str, layer: Any, adapter: str, variant: Any) -> Row:
+    m = layer.lora_magnitude_vector[adapter].weight
+    linear = adapter in layer.lora_A
+    A = layer.lora_A[adapter].weight if linear else layer.lora_embedding_A[adapter]
+    N, K = shape = m.numel(), math.prod(A.shape[1:])  # indexing a sharded parameter would communicate
+    r = layer.r[adapter]
+    if not isinstance(variant, Dora):
+        return Row(name, adapter, shape, r, "stock", "use_fdora was not called, or not since", 0, 0, "", {}, 0)
+    backend, why = select_backend(m)
+    eye = K * K if linear and A.dim() == 2 else 0
+    fallbacks = {path.removeprefix("stock: "): n for path, n in variant.calls.items() if path not in (FUSED, COMPOSED)}
+    return Row(
+        name, adapter, shape, r, backend, why, variant.calls[FUSED], variant.calls[COMPOSED], variant.why_not_fused,
+        fallbacks, (3 * N * K + eye) * A.element_size(),
+    )  # fmt: skip

@@ -1,0 +1,170 @@
+"""What one DoRA adapter adds to one layer, in PEFT's own slot for that: ``layer.lora_variant[adapter]``.
+
+PEFT hands over ``result``, the base layer's output with its bias. With h = g (1 - g for the bias) that is enough:
+
+    y = g (result - bias) + bias + g s lora = compose(result, lora, g, s, (1 - g) bias)
+
+Initialisation, merge and checkpoint keys stay PEFT's. What cannot be served goes to the stock variant, and is counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft.tuners.lora import variants
+from peft.utils.integrations import dequantize_module_weight
+from torch import Tensor, nn
+
+from fdora.functional import dora_compose, dora_delta, dora_scale
+from fdora.integrations._peft.dora import COMPOSED, PLAIN, Dora, Weights, obstacle, reused, served
+from fdora.integrations._peft.linear import fuse
+
+BITSANDBYTES = ("Params4bit", "Int8Params")
+
+
+class LinearVariant(Dora, variants.DoraLinearVariant):
+    """nn.Linear, Conv1D, bitsandbytes, HQQ, torchao."""
+
+    STOCK = variants.DoraLinearVariant
+
+    def init(self, module: Any, adapter_name: str, **kwargs: Any) -> None:
+        super().init(module, adapter_name, **kwargs)
+        fuse(module)
+
+    def weights(self, module: Any, adapter: str) -> Weights | str:
+        base = module.get_base_layer()
+        A, B = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        m = module.lora_magnitude_vector[adapter].weight
+        if quantised(base):
+            owner = base.W_q if hasattr(base, "W_q") else base.weight
+            why = obstacle(A, B, m)
+            if why:
+                return why
+            W = dequantize_module_weight(base).detach()
+        else:
+            owner = W = base.weight
+        why = obstacle(W, A, B, m)
+        if why:
+            return why
+        transposed = getattr(module, "fan_in_fan_out", False) and W.dim() == 2
+        return served(owner, W.T if transposed else W, A, B, m)
+
+    def forward(self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
+        w = self.ready(module, active_adapter)
+        if isinstance(w, str):
+            return self.fall_back(w, module, active_adapter, x, result, **kwargs)
+        self.count(COMPOSED)
+        s, base = module.scaling[active_adapter], module.get_base_layer()
+        lora_A, lora_B, dropout = (part[active_adapter] for part in (module.lora_A, module.lora_B, module.lora_dropout))
+        g, bias = scale_and_bias(self, module, w, s, result, base.bias)
+        if isinstance(dropout, nn.Identity) or not module.training:
+            return dora_compose(result, lora_B(lora_A(x)), g, s=s, bias=bias)
+        x = dropout(x)
+        lora, x = lora_B(lora_A(x)), x.to(result.dtype)
+        if quantised(base):  # F.linear would keep the dequantised weight until backward
+            delta = dora_delta(base(x), lora, g, s=s)
+            return result + (delta if bias is None else delta + bias.to(delta.dtype))
+        return result + dora_delta(F.linear(x, w.W), lora, g, s=s)
+
+
+def scale_and_bias(
+    variant: Dora, module: Any, w: Weights, s: float, result: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """g, and (1 - g) bias: what is left to add where result has the bias in it already."""
+    if not reused(module):
+        variant.forget()
+    c = variant.norm(w, s)
+    g = dora_scale(w.m, c).to(torch.promote_types(result.dtype, torch.float32))
+    if bias is None:
+        return g, None
+    g = torch.where(c == 0, 0, g)  # such a row is its bias; a large g would cancel against 1 - g
+    return g, (1 - g) * bias
+
+
+def quantised(base: nn.Module) -> bool:
+    """Whether PEFT's helper has a way to dequantise it."""
+    if hasattr(base, "W_q"):
+        return True
+    kind = type(base.weight)
+    return kind not in PLAIN and (kind.__name__ in BITSANDBYTES or kind.__module__.startswith("torchao."))
+
+
+class EmbeddingVariant(Dora, variants.DoraEmbeddingVariant):
+    """nn.Embedding: W is (V, d) and the norm runs along V, so this is the linear layer of the transposed weight."""
+
+    STOCK = variants.DoraEmbeddingVariant
+
+    def weights(self, module: Any, adapter: str) -> Weights | str:
+        W = module.get_base_layer().weight
+        A, B = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]
+        m = module.lora_magnitude_vector[adapter].weight
+        return obstacle(W, A, B, m) or served(W, W.T if W.dim() == 2 else W, A, B, m)
+
+    def forward(self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
+        w = self.ready(module, active_adapter)
+        if isinstance(w, str):
+            return self.fall_back(w, module, active_adapter, x, result, **kwargs)
+        self.count(COMPOSED)
+        s = module.scaling[active_adapter]
+        g, _ = scale_and_bias(self, module, w, s, result, None)
+        lora = module._embed(x, w.A.T) @ w.B.T
+        scale = module._get_embed_scale()  # Gemma's embeddings multiply their output
+        if scale is not None:
+            lora = lora * scale.to(lora.dtype)
+        return dora_compose(result, lora, g, s=s)
+
+    def rows(self, module: Any, v: Tensor, weight: Tensor) -> Tensor:
+        return v.view(1, -1)
+
+
+class Conv(Dora):
+    """nn.Conv1d, 2d, 3d: the linear layer of the flattened kernel. g lies along axis 1."""
+
+    def weights(self, module: Any, adapter: str) -> Weights | str:
+        base = module.get_base_layer()
+        if base.groups > 1:
+            return "grouped convolution: PEFT's norm is of another weight"
+        W, A, B = base.weight, module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        m = module.lora_magnitude_vector[adapter].weight
+        why = obstacle(W, A, B, m)
+        if why or not W.dim() == A.dim() == B.dim():
+            return why or "parameters of other shapes (sharded)"
+        return served(W, W.flatten(1), A.flatten(1), B.flatten(1), m.flatten())
+
+    def forward(self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
+        w = self.ready(module, active_adapter)
+        if isinstance(w, str):
+            return self.fall_back(w, module, active_adapter, x, result, **kwargs)
+        self.count(COMPOSED)
+        s, base = module.scaling[active_adapter], module.get_base_layer()
+        lora_A, lora_B, dropout = (part[active_adapter] for part in (module.lora_A, module.lora_B, module.lora_dropout))
+        g, bias = scale_and_bias(self, module, w, s, result, base.bias)
+        along = (1, -1, *[1] * (result.dim() - 2))
+        g = g.view(along)
+        if isinstance(dropout, nn.Identity) or not module.training:
+            y = g * result + (s * g) * lora_B(lora_A(x))
+            return (y if bias is None else y + bias.view(along)).to(result.dtype)
+        x = dropout(x)
+        lora, x = lora_B(lora_A(x)), x.to(result.dtype)
+        conv = getattr(F, f"conv{result.dim() - 2}d")
+        base_result = conv(x, base.weight, None, base.stride, base.padding, base.dilation, base.groups)
+        return (result + (g - 1) * base_result + (s * g) * lora).to(result.dtype)
+
+
+class Conv1dVariant(Conv, variants.DoraConv1dVariant):
+    STOCK = variants.DoraConv1dVariant
+
+
+class Conv2dVariant(Conv, variants.DoraConv2dVariant):
+    STOCK = variants.DoraConv2dVariant
+
+
+class Conv3dVariant(Conv, variants.DoraConv3dVariant):
+    STOCK = variants.DoraConv3dVariant
+
+
+OURS: dict[type, type] = {
+    kind.STOCK: kind for kind in (LinearVariant, EmbeddingVariant, Conv1dVariant, Conv2dVariant, Conv3dVariant)
+}

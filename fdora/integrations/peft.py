@@ -1,0 +1,149 @@
+"""PEFT's DoRA through fdora's functions: one line to go, one line to come back. For PEFT 0.18 to 0.21.
+
+    model = get_peft_model(base, LoraConfig(use_dora=True, ...))
+    use_fdora(model)     # the layers that are there now; again after add_adapter, load_adapter or a change of base weights
+    restore(model)       # as if nothing had been
+
+or, before the model is made, ``enable()`` for every DoRA layer to come. Parameters, checkpoint keys and merges stay PEFT's;
+nothing of PEFT is patched but, by ``enable``, five names in its registry. ``print(report(model))`` says what ran.
+
+lora_dropout means what it means in PEFT. Where kernels run they draw the mask themselves, from a seed that torch's generator
+gives: the same formula with another mask than stock. Elsewhere PEFT's own module draws it, bit for bit the stock one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from peft.tuners.lora import variants
+from peft.tuners.lora.layer import LoraLayer
+from torch import nn
+
+from fdora import FdoraError
+from fdora.functional import dora_norm
+from fdora.integrations._peft.dora import Dora
+from fdora.integrations._peft.linear import fuse, unfuse
+from fdora.integrations._peft.report import Report, rows
+from fdora.integrations._peft.variants import OURS
+
+__all__ = ["disable", "enable", "enabled", "init_magnitude", "report", "restore", "use_fdora"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def use_fdora(model: Model, *, keep_inner: bool = False) -> Model:
+    """Run the DoRA layers of this model through fdora. In place; nothing enters its state dict. Idempotent.
+
+    Layers that are added later run stock until it is called again; :func:`report` shows them. It also makes every layer
+    compute its norm anew: call it after you change base weights in place (adapters may change as they like). A pickle of the
+    whole model needs fdora to be read; a state dict does not.
+
+    Args:
+      model: a PeftModel, or any module with PEFT layers in it.
+      keep_inner: keep one more activation per layer without bias. Needed where the model changes the layer's output in
+        place before backward, as ``nn.ReLU(inplace=True)`` does (autograd says so).
+
+    Returns:
+      The model.
+
+    Raises:
+      FdoraError: there is no DoRA adapter in it.
+    """
+    found = False
+    for _, layer in _layers("use_fdora", model):
+        for name, variant in list(layer.lora_variant.items()):
+            if type(variant) in OURS:
+                variant = layer.lora_variant[name] = OURS[type(variant)](variant)
+            if isinstance(variant, Dora):
+                found = True
+                variant.keep_inner = keep_inner
+                variant.forget()
+                fuse(layer)
+    if not found:
+        raise FdoraError(
+            "fdora.use_fdora: `model` must have a DoRA adapter of PEFT, got none. "
+            "Make it with LoraConfig(use_dora=True), and call this after get_peft_model or load_adapter."
+        )
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Undo :func:`use_fdora` and, on this model, :func:`enable`: every layer runs PEFT's own code again. Idempotent."""
+    for _, layer in _layers("restore", model):
+        for name, variant in list(layer.lora_variant.items()):
+            if isinstance(variant, Dora):
+                layer.lora_variant[name] = variant.stock
+        unfuse(layer)
+    return model
+
+
+def enable() -> None:
+    """Every DoRA layer that PEFT makes from now on, in this process, runs through fdora. Idempotent.
+
+    Five names of ``peft.tuners.lora.variants``, which PEFT looks up when it makes a layer, stand for ours until
+    :func:`disable`. Models that exist already do not change, here or there.
+    """
+    for stock, ours in OURS.items():
+        setattr(variants, stock.__name__, ours)
+
+
+def disable() -> None:
+    """Undo :func:`enable`. Models made meanwhile keep running through fdora: :func:`restore` them one by one."""
+    for stock in OURS:
+        setattr(variants, stock.__name__, stock)
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """:func:`enable` for a block: ``with enabled(): model = PeftModel.from_pretrained(base, path)``."""
+    before = {stock.__name__: getattr(variants, stock.__name__) for stock in OURS}
+    enable()
+    try:
+        yield
+    finally:
+        for name, variant in before.items():
+            setattr(variants, name, variant)
+
+
+def report(model: nn.Module) -> Report:
+    """What ran in each DoRA layer, how often and why; printable, and a list of rows.
+
+    Calls are counted outside of torch.compile only: compiled code counts the calls that were not compiled.
+    """
+    return Report(rows(_layers("report", model)))
+
+
+@torch.no_grad()
+def init_magnitude(model: Model) -> Model:
+    """Set m to ``||W + s B A||`` computed in float32, so that g is exactly 1 at the start.
+
+    PEFT computes m in the dtype of a half-precision base and is off by up to 0.35 % per row. Only for adapters that have not
+    been trained: m is overwritten, so the checkpoint is another one than PEFT would have started from.
+
+    Raises:
+      FdoraError: a DoRA layer is not run by fdora (call :func:`use_fdora` first), or cannot be (sharded, on meta).
+    """
+    for name, layer in _layers("init_magnitude", model):
+        for adapter, variant in layer.lora_variant.items():
+            if type(variant) in OURS:
+                raise _no_magnitude(name, "use_fdora(model) first, this layer is stock")
+            if isinstance(variant, Dora):
+                w: Any = variant.weights(layer, adapter)
+                if isinstance(w, str):
+                    raise _no_magnitude(name, w)
+                m = layer.lora_magnitude_vector[adapter].weight
+                m.copy_(dora_norm(w.W, w.A, w.B, s=layer.scaling[adapter]).view(m.shape))
+    return model
+
+
+def _no_magnitude(name: str, why: str) -> FdoraError:
+    return FdoraError(f"fdora.init_magnitude: `model` must have DoRA layers that fdora runs, got {name}: {why}.")
+
+
+def _layers(fn: str, model: nn.Module) -> list[tuple[str, Any]]:
+    if not isinstance(model, nn.Module):
+        raise FdoraError(f"fdora.{fn}: `model` must be a torch.nn.Module, got a {type(model).__name__}. Pass the PEFT model.")
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]

@@ -1,0 +1,291 @@
+"""The same numbers as stock PEFT, layer by layer, and no worse ones where it rounds."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fdora.eager.dropout import drop
+from fdora.functional import dora_norm
+from fdora.integrations._peft import linear
+from fdora.integrations.peft import init_magnitude, report, use_fdora
+from tests import reference
+from tests.close import assert_exact, assert_within
+from tests.integrations import models
+from tests.integrations.models import FUSED, KINDS, STOCK, build, inputs, layer, run
+
+
+def both(model, x, train=True):
+    model.train(train)
+    stock = run(model, x)
+    return stock, run(use_fdora(model), x)
+
+
+def same(got, want, what=""):
+    assert got.keys() == want.keys()
+    for name in want:
+        assert_exact(got[name], want[name], f"{what} {name}")
+
+
+def path(model):
+    (row,) = report(model)
+    return "fused" if row.fused else "composed" if row.composed else "stock"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["train", "dropout", "eval"])
+def test_output_and_every_gradient(kind, how):
+    dropout = 0.4 if how == "dropout" and inputs(kind).is_floating_point() else 0.0
+    model, x = build(kind, dropout=dropout), inputs(kind)
+    stock, ours = both(model, x, how != "eval")
+    same(ours, stock)
+    plain = layer(model).base_layer(x)
+    assert not torch.allclose(ours["y"], plain)
+    assert path(model) == ("stock" if kind in STOCK else "fused" if kind in FUSED and not dropout else "composed")
+    assert ["grouped" in why for why in report(model)[0].fallbacks] == [True] * (kind in STOCK)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"use_rslora": True},
+        {"rank_pattern": {"0": 2}, "alpha_pattern": {"0": 5}},
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "orthogonal"},
+        {"init_lora_weights": False},
+        {"bias": "all"},
+    ],
+    ids=str,
+)
+def test_configurations(config):
+    model, x = build("linear", dtype=torch.float32, **config), inputs("linear")
+    stock, ours = both(model.double(), x)
+    same(ours, stock)
+    assert path(model) == "fused"
+
+
+@pytest.mark.parametrize("second", [True, False], ids=["dora", "plain"])
+@pytest.mark.parametrize("how", ["train", "dropout", "eval"])
+@pytest.mark.parametrize("kind", ["linear", "Conv1D", "quantised", "embedding", "conv2d"])
+def test_several_active_adapters_as_peft_means_them(kind, second, how):
+    p = 0.4 if how == "dropout" and kind != "embedding" else 0.0
+    model, x = build(kind, dropout=p), inputs(kind)
+    config = copy.deepcopy(model.peft_config["default"])
+    config.use_dora, config.r = second, 2
+    model.add_adapter("other", config)
+    models.perturb(model, 0.5)
+    for names in (["default", "other"], ["other", "default"], ["other"]):
+        model.base_model.set_adapter(names)
+        stock, ours = both(model, x, how != "eval")
+        same(ours, stock, names)
+    assert report(model)[0].composed >= 2
+
+
+def test_dropout_where_kernels_draw_the_mask(monkeypatch):
+    """The whole layer in one call, with PEFT's formula and a mask that follows torch's seed; here on the eager backend."""
+    monkeypatch.setattr(linear, "draws", lambda dropout, x: True)
+    model, x = use_fdora(build("linear", dropout=0.4)), inputs("linear")
+    got = run(model, x, seed=3)
+    assert path(model) == "fused"
+    torch.manual_seed(3)
+    seed = torch.randint(2**62, ())
+    module = layer(model)
+    W, bias = module.base_layer.weight, module.base_layer.bias
+    A, B = module.lora_A["default"].weight, module.lora_B["default"].weight
+    m = module.lora_magnitude_vector["default"].weight
+
+    def dropped(x):
+        return drop(x.reshape(-1, x.shape[-1]), seed, 0.4).reshape(x.shape)
+
+    assert_exact(got["y"], reference.dora(x, W, A, B, m, 1.5, bias, dropped=dropped, mode="peft").detach())
+    module.training = False  # its dropout still drops; PEFT asks the layer
+    assert_exact(model(x), reference.dora(x, W, A, B, m, 1.5, bias))
+
+
+DTYPES = {
+    "bf16, fp32 adapters": (torch.bfloat16, torch.float32, None),
+    "bf16, fp32 adapters, autocast": (torch.bfloat16, torch.float32, torch.bfloat16),
+    "bf16": (torch.bfloat16, torch.bfloat16, None),
+    "bf16, autocast": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    "fp16, fp32 adapters": (torch.float16, torch.float32, None),
+    "fp32, autocast": (torch.float32, torch.float32, torch.bfloat16),
+    "fp32": (torch.float32, torch.float32, None),
+}
+
+
+@pytest.mark.parametrize("case", DTYPES)
+@pytest.mark.parametrize("kind", ["linear", "no_bias", "Conv1D", "quantised", "embedding", "conv2d", "dropout"])
+def test_dtypes(kind, case):
+    base, adapter, autocast = DTYPES[case]
+    p, kind = (0.4, "linear") if kind == "dropout" else (0.0, kind)
+    model = build(kind, dtype=torch.float32, dropout=p).to(base)
+    for name, param in model.named_parameters():
+        if "lora_" in name:
+            param.data = param.data.to(adapter)
+    exact, rounded, x = models.twin(model).double(), models.twin(model), inputs(kind, base)
+    wide = x.detach().double().requires_grad_() if x.is_floating_point() else x
+    truth = run(exact, wide)
+    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        stock, ours = both(model, x)
+    added = case == "fp32" and kind == "linear"
+    assert path(model) == ("fused" if kind in FUSED and not p and not added else "composed")
+    if base != adapter and autocast is None and kind in FUSED:  # ours multiplies in the base's dtype, as autocast does
+        with torch.autocast("cpu", dtype=base):
+            naive = run(rounded, x)
+    else:
+        naive = stock
+    for name in stock:
+        assert ours[name].dtype == stock[name].dtype, name
+        if not p:  # the mask is drawn in another dtype for the truth
+            assert_within(ours[name], naive[name], truth[name], f"{kind}, {case}: {name}")
+        else:
+            torch.testing.assert_close(ours[name].float(), stock[name].float(), rtol=0.05, atol=0.05)
+
+
+def test_no_float32_copy_of_the_input():
+    model, x = build("no_bias", dtype=torch.float32).to(torch.bfloat16), inputs("no_bias", torch.bfloat16)
+    for name, param in model.named_parameters():
+        if "lora_" in name:
+            param.data = param.data.float()
+
+    def kept():
+        found = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append((t.dtype, tuple(t.shape))) or t, lambda t: t):
+            model(x)
+        return found
+
+    assert (torch.float32, tuple(x.shape)) in kept()
+    use_fdora(model)
+    assert (torch.float32, tuple(x.shape)) not in kept()
+
+
+def test_a_quantised_base_gives_back_its_own_dtype_under_autocast():
+    """PEFT's bitsandbytes layers return float32 there; the same variant, called as they call it."""
+    model, x = use_fdora(build("quantised", dtype=torch.float32)), torch.randn(3, models.K).bfloat16()
+    variant, module = layer(model).lora_variant["default"], layer(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = module.base_layer(x)
+        stock = variant.stock.forward(module, active_adapter="default", x=x, result=result)
+        ours = variant.forward(module, active_adapter="default", x=x, result=result)
+        variant.weights = lambda *_: "the test says so"
+        fallen = variant.forward(module, active_adapter="default", x=x, result=result)
+    assert (stock.dtype, ours.dtype, fallen.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("m", [0.0, 0.5], ids=["m0", "moved"])
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in (*STOCK, "quantised")])
+def test_rows_of_zeros(kind, m):
+    """0 / 0 in stock PEFT: forward, merge and unmerge."""
+    model, x = build(kind), inputs(kind)
+    base, dora = layer(model).base_layer, layer(model)
+    column = kind in ("embedding", "scaled", "Conv1D")
+    with torch.no_grad():
+        (base.weight[:, 1] if column else base.weight[1]).zero_()
+        B = dora.lora_B["default"].weight if "default" in dora.lora_B else dora.lora_embedding_B["default"]
+        B[1] = 0
+        dora.lora_magnitude_vector["default"].weight.view(-1)[1] = m
+    before = base.weight.detach().clone()
+    with torch.no_grad():
+        assert model(x).isnan().any()
+        y = use_fdora(model)(x)
+        assert y.isfinite().all()
+        line = y.select(1 if kind.startswith("conv") else -1, 1)
+        bias = getattr(base, "bias", None)
+        assert_exact(line, torch.zeros_like(line) if bias is None else bias[1].expand_as(line))
+        model.merge_adapter(safe_merge=True)
+        assert_exact(model(x), y)
+        if kind == "Conv1D" and models.old_peft():
+            return
+        model.unmerge_adapter()
+        assert_exact(base.weight, before)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in (*STOCK, "quantised")])
+def test_merges_are_pefts(kind):
+    model, x = build(kind).eval(), inputs(kind)
+    theirs = models.twin(model)
+    want = theirs(x)
+    use_fdora(model)
+    with model.disable_adapter():
+        assert_exact(model(x), layer(model).base_layer(x))
+    for m in (model, theirs):
+        m.merge_adapter()
+    assert torch.equal(layer(model).base_layer.weight, layer(theirs).base_layer.weight)
+    assert_exact(model(x), want)
+    if kind == "Conv1D" and models.old_peft():
+        return
+    with model.disable_adapter():
+        assert_exact(model(x), layer(model).base_layer(x))
+    for m in (model, theirs):
+        if m.base_model.model[0].merged:
+            m.unmerge_adapter()
+    assert_exact(model(x), want)
+    assert_exact(model.merge_and_unload()(x), want)
+
+
+def test_init_magnitude_makes_the_start_exact():
+    model = build("linear", dtype=torch.float32).to(torch.bfloat16)
+    config = copy.deepcopy(model.peft_config["default"])
+    model.add_adapter("fresh", config)
+    model.set_adapter("fresh")
+    dora = layer(model)
+    W = dora.base_layer.weight
+    exact = torch.linalg.vector_norm(W.detach().double(), dim=1)
+    m = dora.lora_magnitude_vector["fresh"].float().weight
+    assert not torch.allclose(m.double(), exact, rtol=1e-4)
+    init_magnitude(use_fdora(model))
+    torch.testing.assert_close(m.detach().double(), exact, rtol=1e-6, atol=0)
+    x = torch.randn(50, models.K, dtype=torch.bfloat16)
+    truth = x.double() @ W.double().T + dora.base_layer.bias.double()
+    assert_within(model(x).detach(), dora.base_layer(x).detach(), truth.detach())
+    c = dora_norm(W, dora.lora_A["fresh"].weight, dora.lora_B["fresh"].weight, s=1.5)
+    assert torch.equal(m.detach(), c)
+
+
+@pytest.mark.parametrize("kind", ["embedding", "conv2d", "quantised", "Conv1D"])
+def test_init_magnitude_of_every_kind(kind):
+    model = use_fdora(build(kind))
+    with torch.no_grad():
+        init_magnitude(model)
+        m = layer(model).lora_magnitude_vector["default"].weight.clone()
+        stock = layer(model).lora_variant["default"].stock
+        stock.init(layer(model), "default", config=model.peft_config["default"])
+    assert_exact(m, layer(model).lora_magnitude_vector["default"].weight)
+
+
+def test_inner_is_kept_for_models_that_write_over_the_output():
+    model, x = build("no_bias"), inputs("no_bias")
+    whole = nn.Sequential(model, nn.ReLU(inplace=True))
+    want = torch.autograd.grad(whole(x).sum(), x)[0]
+    use_fdora(model)
+    with pytest.raises(RuntimeError, match="inplace"):
+        torch.autograd.grad(whole(x).sum(), x)
+    use_fdora(model, keep_inner=True)
+    for kept in (whole, copy.deepcopy(whole)):
+        assert_exact(torch.autograd.grad(kept(x).sum(), x)[0], want)
+
+
+def test_a_transposed_weight_in_a_plain_linear():
+    """PEFT corrects the flag for nn.Linear; a layer made by hand may have it."""
+    model, x = build("linear"), inputs("linear")
+    dora = layer(model)
+    weight = dora.base_layer.weight
+    dora.base_layer.weight = nn.Parameter(weight.detach().T.contiguous(), requires_grad=False)
+    dora.base_layer.forward = lambda x: nn.functional.linear(x, dora.base_layer.weight.T, dora.base_layer.bias)
+    dora.fan_in_fan_out = dora.lora_magnitude_vector["default"].fan_in_fan_out = True
+    stock, ours = both(model, x)
+    same(ours, stock)
+    del dora.base_layer.forward
+    assert linear.plan(dora, "default", dora.lora_dropout["default"], x)[0] == "a transposed base weight"
+
+
+def test_a_wrong_input_is_the_base_layers_error():
+    model, x = build("no_bias"), inputs("no_bias", torch.float32)
+    with pytest.raises(RuntimeError) as stock:
+        model(x)
+    with pytest.raises(RuntimeError) as ours:
+        use_fdora(model)(x)
+    assert str(ours.value) == str(stock.value)
