@@ -5,8 +5,10 @@
 One sequence of 4096 tokens, loss on its last 1024. Inference (no_grad) and gradient (of x and all adapters; ``frozen``: of x
 alone), also with activation checkpointing per layer, eager and with torch.compile per layer. Ways share the weights and
 have equal adapters, away from their start. ``fdora`` is given its norms, computed once per optimizer step (``norms_ms``, for
-all layers, is in no other time); ``fdora_inside`` computes them in every call. Wall time until the GPU is done, median of
-turns; peak memory above weights and adapters. fdora's output and gradients are compared with those of PEFT's DoRA.
+all layers, is in no other time); ``fdora_inside`` computes them in every call. ``peft_fdora`` is PEFT's DoRA after
+``use_fdora``: eager it asks in every call whether its norm still holds, compiled it computes it. Wall time until the GPU is
+done, median of turns; peak memory above weights and adapters. Outputs and gradients of ``fdora`` and ``peft_fdora`` are
+compared with those of PEFT's DoRA.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from bench.attempt import Failures
 from bench.clock import medians, wall_timer
 from bench.decoder import LINEARS, Sizes, angles, decoder
 from bench.norm_forms import about
-from bench.rivals import fill
+from bench.rivals import fill, paths
 from bench.table import line
 from bench.ways import S
 from fdora.functional import dora_linear, dora_norm
 from tests.memory import peak_bytes
 
-WAYS = ("frozen", "peft_lora", "peft_dora", "fdora", "fdora_inside")
+WAYS = ("frozen", "peft_lora", "peft_dora", "peft_fdora", "fdora", "fdora_inside")
 MODES = ("inference", "gradient", "gradient_checkpointing")
 TINY = Sizes(hidden=64, heads=4, kv_heads=2, head=16, intermediate=96)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -80,12 +82,16 @@ def adapt(way: str, base: nn.ModuleList, values: dict) -> tuple[nn.ModuleList, d
     if way.startswith("peft"):
         from peft import LoraConfig, inject_adapter_in_model
 
-        r, dora = next(iter(values.values()))[0].shape[0], way == "peft_dora"
+        r, dora = next(iter(values.values()))[0].shape[0], way != "peft_lora"
         config = LoraConfig(r=r, lora_alpha=S * r, lora_dropout=0.0, use_dora=dora, target_modules=list(LINEARS))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             inject_adapter_in_model(config, model)
         found = {name: fill(model.get_submodule(name), A, B, m if dora else None) for name, (A, B, m) in values.items()}
+        if way == "peft_fdora":
+            from fdora.integrations.peft import use_fdora
+
+            use_fdora(model)
     else:
         for name, value in values.items():
             parent, _, child = name.rpartition(".")
@@ -210,10 +216,15 @@ def main(argv=None):
     steps = failures.attempt(options.ways.split(","), lambda way: Step(way, base, values, x, target, sizes.head))
     result = {"about": facts, "layers": options.layers, "seq": options.seq, "sizes": vars(sizes), "dtype": options.dtype}
     result |= {"adapter": options.adapter, "r": options.r, "runs": options.runs, "rows": [], "failed": failures}
-    if "fdora" in steps and "peft_dora" in steps:
-        result["fdora_against_peft_dora"] = agreement(steps["fdora"], steps["peft_dora"])
-        for name, comparison in result["fdora_against_peft_dora"].items():
-            print(name, {key: float(f"{value:.6g}") for key, value in comparison.items()}, flush=True)
+    apart = {}
+    for way in ("fdora", "peft_fdora") if "peft_dora" in steps else ():
+        if way in steps:
+            apart[way] = result[f"{way}_against_peft_dora"] = agreement(steps[way], steps["peft_dora"])
+            for name, comparison in apart[way].items():
+                print(way, name, {key: float(f"{value:.6g}") for key, value in comparison.items()}, flush=True)
+    if "peft_fdora" in steps:
+        result["peft_fdora_ran"] = paths(steps["peft_fdora"].model)
+        print("calls through PEFT:", result["peft_fdora_ran"], flush=True)
     if "fdora" in steps:
         result["norms_ms"] = round(medians({"norms": wall_timer(steps["fdora"].refresh, device, 0)}, options.runs)["norms"], 3)
         print("all norms, once:", result["norms_ms"], "ms\n")
@@ -224,9 +235,10 @@ def main(argv=None):
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(result, indent=1) + "\n")
     most = MOST_APART[options.dtype]
-    wrong = [n for n, v in result.get("fdora_against_peft_dora", {}).items() if not v["relative"] <= most]
-    if wrong or any(name.startswith("fdora") for name in failures):
-        raise SystemExit(f"fdora parts from PEFT's DoRA in {wrong}, or could not run: {dict(failures)}")
+    wrong = [f"{n} of {way}" for way, parts in apart.items() for n, v in parts.items() if not v["relative"] <= most]
+    ran = result.get("peft_fdora_ran", {})
+    if wrong or any("fdora" in name for name in failures) or not set(ran) <= {"fused"}:
+        raise SystemExit(f"fdora parts from PEFT's DoRA in {wrong}, or did not run: {dict(failures)}, calls through PEFT {ran}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 import warnings
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,6 +46,16 @@ def fill(layer: nn.Module, A: Tensor, B: Tensor, m: Tensor | None) -> dict[str, 
     for modules, value in parts.values():
         modules["default"].weight = nn.Parameter(value.detach().clone())
     return {name: modules["default"].weight for name, (modules, _) in parts.items()}
+
+
+def paths(model: nn.Module) -> dict[str, int]:
+    """How many calls of a model's layers each path of the PEFT integration served; compiled calls are not counted."""
+    from fdora.integrations.peft import report
+
+    rows, counts = report(model), Counter[str]()
+    for row in rows:
+        counts.update({"fused": row.fused, "composed": row.composed, **row.fallbacks})
+    return dict(+counts)
 
 
 @contextmanager

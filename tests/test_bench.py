@@ -183,22 +183,31 @@ def test_layers12(tmp_path):
     assert [row["way"] for row in result["rows"]] == list(layers12.WAYS) and result["failed"] == {}
     for row in result["rows"]:
         assert all(row[f"{mode}_ms"] > 0 and row[f"{mode}_peak_mb"] > 0 for mode in layers12.MODES)
-    assert result["norms_ms"] > 0
-    few = "--no-compile --ways peft_dora,fdora --modes inference "
+    assert result["norms_ms"] > 0 and list(result["peft_fdora_ran"]) == ["fused"]
+    few = "--no-compile --ways peft_dora,fdora,peft_fdora --modes inference "
     exact = run(layers12, tmp_path, TWELVE + few + "--dtype fp32 --adapter fp32")
-    assert set(exact["fdora_against_peft_dora"]) == {"y", "dx", "dA", "dB", "dm"}
-    assert max(each["relative"] for each in exact["fdora_against_peft_dora"].values()) < 1e-5
+    for way in ("fdora", "peft_fdora"):
+        apart = exact[f"{way}_against_peft_dora"]
+        assert set(apart) == {"y", "dx", "dA", "dB", "dm"} and 0 < max(each["relative"] for each in apart.values()) < 1e-5
 
 
 def test_layers12_compiled(tmp_path):
-    result = run(layers12, tmp_path, TWELVE + "--no-eager --ways fdora --modes inference")
-    assert result["rows"][0]["compiled"] and result["rows"][0]["inference_ms"] > 0
+    result = run(layers12, tmp_path, TWELVE + "--no-eager --ways fdora,peft_fdora --modes inference")
+    assert [row["compiled"] and row["inference_ms"] > 0 for row in result["rows"]] == [True, True]
 
 
 def test_layers12_sees_a_wrong_result(tmp_path, monkeypatch):
     monkeypatch.setattr(layers12, "dora_linear", doubled)
-    with pytest.raises(SystemExit, match="'dA', 'dB'"):
+    with pytest.raises(SystemExit, match="'dA of fdora', 'dB of fdora'"):
         run(layers12, tmp_path, TWELVE + "--no-compile --ways peft_dora,fdora --modes inference")
+
+
+def test_layers12_sees_calls_that_peft_served(tmp_path, monkeypatch):
+    from fdora.integrations._peft import linear
+
+    monkeypatch.setattr(linear, "plan", lambda *_: ("no reason", None))
+    with pytest.raises(SystemExit, match=r"calls through PEFT .*composed"):
+        run(layers12, tmp_path, TWELVE + "--no-compile --ways peft_dora,peft_fdora --modes inference")
 
 
 def test_failures_keep_the_reason(capsys):
