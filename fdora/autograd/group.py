@@ -87,15 +87,12 @@ def of_layers(flags: Any) -> list[tuple[bool, ...]]:
     return [tuple(flags[i + 1 : i + 6]) for i in range(0, len(flags), SIZE)]
 
 
-def to_inputs(grads: Any, layers: list[Layer]) -> list[Tensor | None]:
-    """The gradients of layers_bwd, dx left out, in the places of the inputs they belong to."""
+def to_inputs(grads: list[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of layers_bwd, dx left out, in the places of the inputs they belong to; autograd casts dbias."""
     out: list[Tensor | None] = []
-    for i, la in enumerate(layers):
-        dA, dB, dm, dc, dbias = grads[5 * i : 5 * i + 5]
-        if dbias is not None and la.bias is not None:
-            dbias = dbias.to(la.bias.dtype)
-        #       W     A   B   m   c   bias   seed  s     keep
-        out += [None, dA, dB, dm, dc, dbias, None, None, None]
+    for i in range(0, len(grads), 5):
+        #       W     A B m c bias        seed  s     keep
+        out += [None, *grads[i : i + 5], None, None, None]
     return out
 
 
@@ -143,7 +140,7 @@ class Group(torch.autograd.Function):
             args = (ctx.p, ctx.mode, ctx.backend, ctx.kept_inner, need_x, needs, x, h, *dys[:n], *kept, *flat_of(layers))
             dx, *grads = spread(apply(GroupBwd, *args), flags)
         #      x   p     mode  backend
-        return dx, None, None, None, *to_inputs(grads, layers)
+        return dx, None, None, None, *to_inputs(grads)
 
 
 class GroupBwd(torch.autograd.Function):

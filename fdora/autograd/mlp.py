@@ -89,7 +89,7 @@ class Mlp(torch.autograd.Function):
             args = (ctx.act, ctx.p, ctx.mode, ctx.backend, need_x, needs, dy, *saved, *flat_of(layers))
             dx, *grads = spread(apply(MlpBwd, *args), (need_x, *(need for each in needs for need in each)))
         #      x   act   p     mode  backend
-        return dx, None, None, None, None, *to_inputs(grads, layers)
+        return dx, None, None, None, None, *to_inputs(grads)
 
 
 class MlpBwd(torch.autograd.Function):
