@@ -93,6 +93,12 @@ def test_use_fdora_says_what_it_needs():
         restore({})
     with pytest.raises(FdoraError, match="use_fdora"):
         init_magnitude(build("linear"))
+    both = nn.ModuleList([use_fdora(build("linear")), use_fdora(build("linear")).to("meta")])
+    m = layer(both[0]).lora_magnitude_vector["default"].weight
+    before = m.detach().clone()
+    with pytest.raises(FdoraError, match=r"got `1\.base_model\.model\.0`: meta tensors"):
+        init_magnitude(both)
+    assert torch.equal(m, before)
 
 
 @pytest.mark.parametrize("kind", ["linear", "no_bias", "embedding", "conv2d"])
@@ -327,6 +333,23 @@ def test_bound_methods_outlive_restore():
     model, x = use_fdora(build("linear")), inputs("linear")
     kept, module = layer(model).forward, layer(restore(model))
     assert torch.equal(kept(x), module(x))
+
+
+def test_a_captured_graph_reads_and_writes_the_memory_from_before(reuse, monkeypatch):
+    """A replay finds nothing else there. CUDA is not needed to see which tensors are kept."""
+    model, x = use_fdora(build("no_bias")), inputs("no_bias").detach()
+    variant, module = layer(model).lora_variant["default"], layer(model)
+    with torch.no_grad():
+        model(x)
+        kept, now = variant._memo[2], [t.clone() for t in variant._memo[2]]
+        monkeypatch.setattr(dora, "capturing", lambda t: True)
+        module.lora_B["default"].weight.mul_(2)
+        assert_exact(model(x), restore(copy.deepcopy(model))(x))
+    assert all(a is b for a, b in zip(variant._memo[2], kept, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+    assert len(reuse) == 2
+    model(x)
+    assert len(reuse) == 2
 
 
 def test_a_norm_does_not_keep_the_weight_alive(reuse):
