@@ -170,7 +170,7 @@ def kept_bytes(way: Way) -> int | None:
 
     def keep(t: Tensor) -> Tensor:
         kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
+        return t.detach()  # a node that held its own output would never go
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         ys = way.call()  # held, so that no address comes twice

@@ -50,7 +50,7 @@ def layers_fwd(ops: Any, x: Tensor, layers: list[Layer], p: float, mode: str) ->
         if la.A is None:
             y, inner = ops.frozen_fwd(x, la.W, la.bias), []
         else:
-            y, h, *inner = ops.linear_fwd(x, *la[:TENSORS], la.s, p, mode, la.keep, next(given))
+            y, h, *inner = ops.linear_fwd(x, *tuple(la)[:TENSORS], la.s, p, mode, la.keep, next(given))
             hs.append(h)
         ys.append(y)
         inners.append(inner[0] if inner else x.new_empty(0))
@@ -76,7 +76,7 @@ def layers_bwd(
             dx, dbias = ops.frozen_bwd(dy, la.W, (need_x, needs[i][-1]), dx)
             grads += [None, None, None, None, dbias]
         else:
-            args = (dy, x, *la[:5], hi, kept[i], la.seed, la.s, p, mode, kept_inner[i], (need_x, *needs[i]))
+            args = (dy, x, *tuple(la)[:5], hi, kept[i], la.seed, la.s, p, mode, kept_inner[i], (need_x, *needs[i]))
             dx, *rest = ops.linear_bwd(*args, dx)
             grads += rest
     return dx, *grads
@@ -121,7 +121,7 @@ class Group(torch.autograd.Function):
             inner if has else y if la.keep != "nothing" else None
             for y, inner, has, la in zip(ys, inners, ctx.kept_inner, layers, strict=True)
         ]
-        ctx.save_for_backward(x, h, *kept, *(t for la in layers for t in la[:TENSORS]))
+        ctx.save_for_backward(x, h, *kept, *(t for la in layers for t in tuple(la)[:TENSORS]))
 
     @staticmethod
     def backward(ctx: Any, *dys):
@@ -131,7 +131,7 @@ class Group(torch.autograd.Function):
         layers = [Layer(*flat[TENSORS * i : TENSORS * (i + 1)], *ctx.plain[i]) for i in range(n)]
         need_x = ctx.needs_input_grad[0] and any(dy is not None for dy in dys[:n])
         asked = of_layers(ctx.needs_input_grad[4:])
-        needs = [(False,) * 5 if dy is None else each for dy, each in zip(dys, asked, strict=False)]
+        needs = [(False,) * 5 if dy is None else each for dy, each in zip(dys[:n], asked, strict=True)]
         if no_graph() and not autocast_on(x):
             args = (list(dys[:n]), x, layers, h, kept, ctx.kept_inner, ctx.p, ctx.mode, need_x, needs)
             dx, *grads = layers_bwd(OPS[ctx.backend].linear, *args)

@@ -34,11 +34,14 @@ class Linear(torch.autograd.Function):
         ctx.kept_inner = len(inner) > 0
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(h, *inner)
+        ctx.set_materialize_grads(False)  # else torch fills zeros for h and inner on every backward
         kept = None if keep == "nothing" else inner[0] if inner else y
         ctx.save_for_backward(x, W, A, B, m, c, h, kept, seed)
 
     @staticmethod
     def backward(ctx: Any, dy, *_):
+        if dy is None:
+            return (None,) * 13
         need_x, _, need_A, need_B, need_m, need_c, need_bias = ctx.needs_input_grad[:7]
         needs = (need_x, need_A, need_B, need_m, need_c, need_bias)
         args = (dy, *ctx.saved_tensors, ctx.s, ctx.p, ctx.mode, ctx.kept_inner, needs)

@@ -71,7 +71,7 @@ class Mlp(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         gate, up, *inners = (None if t.dim() == 1 else t for t in kept)
         y = y if inners[2] is None and layers[2].keep != "nothing" else None
-        ctx.save_for_backward(x, h, h_down, gate, up, y, *inners, *(t for la in layers for t in la[:TENSORS]))
+        ctx.save_for_backward(x, h, h_down, gate, up, y, *inners, *(t for la in layers for t in tuple(la)[:TENSORS]))
 
     @staticmethod
     def backward(ctx: Any, dy, *_):

@@ -67,7 +67,7 @@ def dora_mlp(
     axes = {"gate.W": "F K", "up.W": "F K", "down.W": "N F"}
     sizes = check_shapes(fn, axes, {f"{label}.W": layer.W for label, layer in layers.items()})
     for label, layer in layers.items():
-        check_member(f"{fn}: {label}", x.new_empty((0, sizes["F"])) if layer is down else x, layer)
+        check_member(f"{fn}: {label}", x.new_empty((0, sizes["F"])) if label == "down" else x, layer)
     if act not in ACTS:
         raise fail(fn, "act", f"one of {', '.join(ACTS)}", repr(act), "Other activations need dora_linear for each layer.")
     check_dropout(fn, dropout_p, dropout_mode)
