@@ -39,23 +39,21 @@ def test_program_2_gives_a_gradient_per_token_and_a_loss_per_adapter():
     assert out["losses"].shape == (2,) and out["losses"][0] == out["losses"][1]
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_program_3_is_pefts_model(bias):
-    from peft import LoraConfig, get_peft_model
+def test_program_3_is_pefts_model(capsys):
+    from fdora.integrations.peft import report, use_fdora
 
-    model = torch.nn.Sequential(torch.nn.Linear(12, 20, bias=bias), torch.nn.ReLU(), torch.nn.Linear(20, 6, bias=bias))
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["0", "2"], use_dora=True))
+    space = run(3)
+    model = space["model"]
+    table = capsys.readouterr().out
+    assert "base_model.model.0" in table and "48x64" in table and "eager" in table
+    assert all(row.backend == "stock" for row in report(model))
     for name, p in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.1)
-    x = torch.randn(5, 12)
-    before, keys = model(x), set(model.state_dict())
-    space = run(3)
-    variant = space["FdoraLinearVariant"]
-    assert space["use_fdora"](model) is model
-    assert sum(isinstance(v, variant) for m in model.modules() for v in getattr(m, "lora_variant", {}).values()) == 2
-    torch.testing.assert_close(model(x), before)
-    assert set(model.state_dict()) == keys
+    x, keys = torch.randn(5, 64), set(model.state_dict())
+    stock = model(x)
+    torch.testing.assert_close(use_fdora(model)(x), stock)
+    assert set(model.state_dict()) == keys and sum(row.fused + row.composed for row in report(model)) == 2
 
 
 PROGRAM_4 = """
@@ -141,7 +139,7 @@ def test_the_layers_are_the_committed_results():
     assert len(found) == 3
     for label, cells in found:
         rows = {x["way"]: x for x in results(f"layers12_r{label.split(',')[0]}_{'compiled' if ',' in label else 'eager'}")}
-        for cell, way in zip(cells.split(" | "), ("frozen", "peft_lora", "peft_dora", "fdora"), strict=True):
+        for cell, way in zip(cells.split(" | "), ("frozen", "peft_lora", "peft_dora", "peft_fdora", "fdora"), strict=True):
             fields = ("inference_ms", "gradient_ms", "gradient_checkpointing_ms")
             assert cell == " / ".join(f"{rows[way][field]:.1f}" for field in fields)
     rows = {x["way"]: x for x in results("host")}
