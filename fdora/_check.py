@@ -123,7 +123,8 @@ def seen_before(fn: str, tensors: dict[str, Tensor | None], s: float) -> bool:
     if torch.compiler.is_compiling() or type(s) not in (float, int) or s - s != 0:
         return False
     try:
-        if tensors["W"].requires_grad and torch.is_grad_enabled():  # type: ignore[union-attr]
+        W = tensors.get("W")
+        if W is not None and W.requires_grad and torch.is_grad_enabled():
             return False
         return _shape_of_call(fn, tensors) in _passed
     except (AttributeError, TypeError, IndexError):  # not tensors, or without axes: the checks say it better

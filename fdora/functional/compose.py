@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_s, check_shapes, fail
+from fdora._check import FLOATS, check_device, check_dtype, check_s, check_shapes, fail, remember, seen_before
 from fdora._dispatch import Backend
 from fdora.autograd.compose import compose
 from fdora.functional.backend import select_backend
@@ -69,14 +69,17 @@ def _compose(
     fn: str, base: Tensor, lora: Tensor, g: Tensor, s: float, bias: Tensor | None, delta: bool, backend: Backend
 ) -> Tensor:
     tensors = {"base": base, "lora": lora, "g": g, "bias": bias}
-    check_shapes(fn, {"base": "... N", "lora": "... N", "g": "N", "bias": "N"}, tensors)
-    if lora.shape != base.shape:
-        raise fail(fn, "lora", f"{tuple(base.shape)} (the shape of `base`)", tuple(lora.shape), "Compute both from the same x.")
-    check_device(fn, "base", tensors)
-    for arg in ("base", "lora", "bias"):
-        check_dtype(fn, arg, tensors[arg], FLOATS, "Cast it to a floating dtype.")
-    check_dtype(fn, "g", g, (torch.promote_types(base.dtype, torch.float32),), "Keep it as dora_scale(m, c) returns it.")
-    check_s(fn, s)
+    if not seen_before(fn, tensors, s):
+        check_shapes(fn, {"base": "... N", "lora": "... N", "g": "N", "bias": "N"}, tensors)
+        if lora.shape != base.shape:
+            have = tuple(lora.shape)
+            raise fail(fn, "lora", f"{tuple(base.shape)} (the shape of `base`)", have, "Compute both from the same x.")
+        check_device(fn, "base", tensors)
+        for arg in ("base", "lora", "bias"):
+            check_dtype(fn, arg, tensors[arg], FLOATS, "Cast it to a floating dtype.")
+        check_dtype(fn, "g", g, (torch.promote_types(base.dtype, torch.float32),), "Keep it as dora_scale(m, c) returns it.")
+        check_s(fn, s)
+        remember(fn, tensors)
     N = base.shape[-1]
     choice = select_backend(base, backend=backend)
     y = compose(base.reshape(-1, N), lora.reshape(-1, N), g, bias, s, delta, choice.name)
