@@ -58,14 +58,16 @@ def main() -> None:
     """
     from llamafactory.extras.misc import get_device_count, is_env_enabled
 
-    train, v1, worker = sys.argv[1:2] == ["train"], is_env_enabled("USE_V1"), "LOCAL_RANK" in os.environ
+    v1, worker = is_env_enabled("USE_V1"), "LOCAL_RANK" in os.environ
+    train = sys.argv[1] in ("train", "sft", "dpo", "rm") if len(sys.argv) > 1 else False
     if train and is_env_enabled("USE_RAY"):
         raise FdoraError(
             "fdora.integrations.llamafactory: `USE_RAY` must be off, its workers are processes without fdora. Use torchrun."
         )
-    if train and not worker and (is_env_enabled("FORCE_TORCHRUN") or get_device_count() > 1):
+    several = is_env_enabled("FORCE_TORCHRUN") or (get_device_count() > 1 and not is_env_enabled("USE_KT"))
+    if train and several and not worker:
         raise FdoraError(
-            f"fdora.integrations.llamafactory: training on {get_device_count()} devices must be started by torchrun, got one process. "
+            "fdora.integrations.llamafactory: training on several devices must be started by torchrun, got one process. "
             "torchrun --nproc-per-node N -m fdora.integrations.llamafactory train config.yaml, or show it one device."
         )
     enable()
