@@ -140,15 +140,44 @@ def test_processes_without_fdora_are_refused(env, message, monkeypatch):
         shim.main()
 
 
-def test_as_a_command_alone_and_under_torchrun(files, tmp_path):
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    module = [sys.executable, "-m", "fdora.integrations.llamafactory"]
-    done = subprocess.run([*module, "version"], env=env, capture_output=True, text=True)
+COUNTED = """
+from collections import Counter
+from fdora.integrations._peft.dora import Dora
+from fdora.integrations.llamafactory import main
+
+calls = Counter()
+Dora.count = lambda self, path: calls.update([path])
+main()
+print("calls", dict(calls))
+"""
+
+
+def test_the_first_version_under_torchrun(files, tmp_path):
+    (tmp_path / "config.yaml").write_text(yaml.dump(v0(files, tmp_path / "out")))
+    (tmp_path / "counted.py").write_text(COUNTED)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", tmp_path / "counted.py", "train", tmp_path / "config.yaml"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and (tmp_path / "out" / "adapter_model.safetensors").exists(), done.stderr[-3000:]
+    assert done.stdout.count(f"calls {{'fused': {STEPS * tiny.LAYERS}}}") == 2, done.stdout[-3000:]
+
+
+def test_the_second_version_under_torchrun(monkeypatch):
+    """No training: under torchrun it synchronises an accelerator, and there is none. What its workers' entry point gets."""
+    from llamafactory.v1 import launcher
+
+    got = []
+    monkeypatch.setattr(launcher, "main", lambda: got.append((sys.argv[1:], "fdora" in PeftPlugin._registry)))
+    for name in ("USE_V1", "LOCAL_RANK", "FORCE_TORCHRUN"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(sys, "argv", ["-m", "sft", "config.yaml"])
+    shim.main()
+    shim.disable()
+    shim.unregister()
+    assert got == [(["sft", "config.yaml"], True)]
+
+
+def test_as_a_command():
+    done = subprocess.run([sys.executable, "-m", "fdora.integrations.llamafactory", "version"], capture_output=True, text=True)
     assert done.returncode == 0 and "Welcome to LLaMA Factory" in done.stdout, done.stderr
-    for version, config in (("0", v0(files, tmp_path / "0")), ("1", v1(files, tmp_path / "1", "fdora"))):
-        (tmp_path / "config.yaml").write_text(yaml.dump(config))
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fdora.integrations.llamafactory"]
-        done = subprocess.run(
-            [*torchrun, "train", str(tmp_path / "config.yaml")], env=env | {"USE_V1": version}, capture_output=True, text=True
-        )
-        assert done.returncode == 0 and (tmp_path / version / "adapter_model.safetensors").exists(), done.stderr[-3000:]
