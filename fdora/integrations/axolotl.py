@@ -38,13 +38,18 @@ Model = TypeVar("Model", bound=nn.Module)
 class FdoraPlugin(BasePlugin):
     """Listed under ``plugins:`` as ``fdora.integrations.axolotl.FdoraPlugin``."""
 
+    to_tell = False
+
     def post_model_load(self, cfg: Any, model: nn.Module) -> None:
         if cfg.adapter and not isinstance(model, PeftModel):
             return  # the reference model of preference training has no adapter
         use_fdora(model)
+        self.to_tell = True
 
     def post_train(self, cfg: Any, model: nn.Module) -> None:
-        print(report(model))
+        if self.to_tell:  # Axolotl calls this twice
+            print(report(model))
+        self.to_tell = False
 
 
 def use_fdora(model: Model) -> Model:
