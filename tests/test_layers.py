@@ -25,7 +25,7 @@ MAY = {
 FOREIGN = {
     "eager": {"torch"},
     "triton": {"torch", "triton"},
-    "integrations": {"torch", "peft"},
+    "integrations": {"torch", "packaging", "peft", "axolotl", "llamafactory", "swift"},
 }  # the rest may import torch and the standard library
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import metadata
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from packaging.version import Version
@@ -16,12 +16,13 @@ _KEPT = "_fdora_set_aside"
 def need(integration: str, package: str, least: str) -> None:
     """Raise unless the package is installed and not older than that. Imports nothing."""
     try:
-        have = metadata.version(package)
-    except metadata.PackageNotFoundError:
+        have = version(package)
+    except PackageNotFoundError:
         have = ""
     if not have or Version(have) < Version(least):
+        got = have or "none, it is not installed"
         raise FdoraError(
-            f"fdora.integrations.{integration}: `{package}` must be {least} or newer, got {have or 'none, it is not installed'}. "
+            f"fdora.integrations.{integration}: `{package}` must be {least} or newer, got {got}. "
             f"pip install '{package}>={least}'."
         )
 

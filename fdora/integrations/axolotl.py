@@ -61,8 +61,8 @@ def use_fdora(model: Model) -> Model:
     peft.use_fdora(model)
     for module in model.modules():
         for name, instead in _INSTEAD.items():
-            method = module.__dict__.get(name)
-            if _fused(method) and any(map(_adapted, (method.__self__, *method.__self__.children()))):
+            method: Any = module.__dict__.get(name)
+            if _is_kernel(method) and any(map(_adapted, (method.__self__, *method.__self__.children()))):
                 set_aside(module, name, None if instead is None else types.MethodType(instead, module))
     return model
 
@@ -73,7 +73,7 @@ def restore(model: Model) -> Model:
     return peft.restore(model)
 
 
-def _fused(method: Any) -> bool:
+def _is_kernel(method: Any) -> bool:
     """Whether Axolotl bound one of its kernels. Its ``original_apply_*`` call the layers, as they should."""
     if not isinstance(method, types.MethodType):
         return False

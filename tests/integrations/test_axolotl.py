@@ -25,7 +25,6 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from fdora import FdoraError
 from fdora.integrations import axolotl as shim
-from fdora.integrations._peft.dora import Dora
 from fdora.integrations.peft import report
 from tests.integrations import tiny
 from tests.integrations.models import perturb
@@ -135,7 +134,11 @@ def test_restore_leaves_no_trace(files):
     torch.testing.assert_close(other(IDS).logits, want)
     assert [row.fused + row.composed for row in report(other)] == served
     for module in other.modules():
-        assert all(m.__self__ is module for name, m in module.__dict__.items() if name in shim._INSTEAD and isinstance(m, types.MethodType))
+        assert all(
+            m.__self__ is module
+            for name, m in module.__dict__.items()
+            if name in shim._INSTEAD and isinstance(m, types.MethodType)
+        )
 
 
 def test_kernels_of_lora_layers_stay(files):

@@ -9,7 +9,9 @@ from collections import Counter
 import pytest
 import torch
 
-pytest.importorskip("llamafactory", reason="LLaMA-Factory is not installed; tests/acceptance/frameworks.py runs this file with it")
+pytest.importorskip(
+    "llamafactory", reason="LLaMA-Factory is not installed; tests/acceptance/frameworks.py runs this file with it"
+)
 
 import yaml
 from llamafactory.cli import main as their_main
@@ -36,7 +38,9 @@ def files(tmp_path_factory):
     pairs = list(zip(*[iter(tiny.lines(40, 48))] * 2, strict=True))
     (folder / "data.json").write_text(json.dumps([{"instruction": a, "input": "", "output": b} for a, b in pairs]))
     (folder / "dataset_info.json").write_text(json.dumps({"readme": {"file_name": "data.json"}}))
-    said = [[(role, [{"type": "text", "value": t}]) for role, t in zip(("user", "assistant"), pair, strict=True)] for pair in pairs]
+    said = [
+        [(role, [{"type": "text", "value": t}]) for role, t in zip(("user", "assistant"), pair, strict=True)] for pair in pairs
+    ]
     rows = [{"messages": [{"role": role, "content": content} for role, content in talk]} for talk in said]
     (folder / "v1.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder

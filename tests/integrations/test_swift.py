@@ -6,7 +6,9 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("swift.tuner_plugin", reason="ms-swift is not installed; tests/acceptance/frameworks.py runs this file with it")
+pytest.importorskip(
+    "swift.tuner_plugin", reason="ms-swift is not installed; tests/acceptance/frameworks.py runs this file with it"
+)
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -30,12 +32,20 @@ def files(tmp_path_factory):
     model = tiny.checkpoint(folder / "model")
     torch.manual_seed(1)
     perturb(get_peft_model(tiny.llama(), LoraConfig(use_dora=True, **tiny.LORA))).save_pretrained(folder / "adapter")
-    rows = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in zip(*[iter(tiny.lines(40, 48))] * 2, strict=True)]
+    rows = [
+        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
+        for a, b in zip(*[iter(tiny.lines(40, 48))] * 2, strict=True)
+    ]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "plugin").mkdir()
     code = shim.__doc__.split("\n\n")[2]
     (folder / "plugin" / "fdora_plugin.py").write_text("\n".join(line.strip() for line in code.splitlines()))
-    yield {"model": model, "adapter": str(folder / "adapter"), "data": str(folder / "data.jsonl"), "plugin": str(folder / "plugin" / "fdora_plugin.py")}
+    yield {
+        "model": model,
+        "adapter": str(folder / "adapter"),
+        "data": str(folder / "data.jsonl"),
+        "plugin": str(folder / "plugin" / "fdora_plugin.py"),
+    }
     shim.unregister()
 
 
@@ -103,7 +113,9 @@ def test_a_fresh_adapter_is_swifts(files, made, tmp_path):
 def test_restore_leaves_no_trace(files):
     model = PeftModel.from_pretrained(tiny.llama(), files["adapter"])
     before = snapshot(model)
-    assert any("forward" in state for _, _, state in before.values()), "SWIFT binds no forward any more: set_aside is not needed"
+    assert any("forward" in state for _, _, state in before.values()), (
+        "SWIFT binds no forward any more: set_aside is not needed"
+    )
     ids = torch.arange(3, 35)[None]
     want = model(ids).logits
     assert shim.use_fdora(shim.use_fdora(model)) is model

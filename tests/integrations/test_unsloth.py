@@ -18,7 +18,7 @@ from datasets import Dataset
 from trl import SFTConfig
 
 from fdora import FdoraError
-from fdora.integrations._framework import metadata as shim_metadata
+from fdora.integrations import _framework
 from fdora.integrations.peft import report
 from fdora.integrations.unsloth import restore, use_fdora
 from tests.integrations import tiny
@@ -95,7 +95,7 @@ def test_generate_and_restore(folder):
 
 
 def test_an_older_one_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(shim_metadata, "version", lambda name: "2026.8.19")
+    monkeypatch.setattr(_framework, "version", lambda name: "2026.8.19")
     with pytest.raises(
         FdoraError, match=r"`unsloth` must be 2026.10.9 or newer, got 2026.8.19. pip install 'unsloth>=2026.10.9'"
     ):
@@ -136,8 +136,8 @@ print("heeded")
 """
 
 
-def test_its_fused_functions_call_the_layers():
+def test_its_fused_functions_call_the_layers(tmp_path):
     """Its test-only switch imports the GPU's code on the CPU. Each function that Unsloth binds or decodes with must call the layer."""
-    env = os.environ | {"UNSLOTH_ALLOW_CPU": "1"}
+    env = os.environ | {"UNSLOTH_ALLOW_CPU": "1", "UNSLOTH_COMPILE_LOCATION": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, "-c", FUSED], env=env, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip().endswith("heeded"), done.stderr[-3000:]
