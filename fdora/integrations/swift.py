@@ -8,7 +8,7 @@ A plugin file of your own, in a folder of its own, with two lines:
     swift sft --external_plugins fdora_plugin.py --tuner_type fdora --lora_rank 16 ...
 
 It is SWIFT's ``--tuner_type lora --use_dora true`` (same options, same checkpoints, same defaults: a ``lora_dropout`` of 0.05
-is one of them), and then :func:`use_fdora`. To merge or serve a checkpoint, or to train on without fdora: ``--tuner_type lora``.
+is one of them), and then :func:`use_fdora`. To merge or serve a checkpoint, or train on without fdora: ``--tuner_type lora``.
 """
 
 from __future__ import annotations
