@@ -5,8 +5,9 @@ VENV ?= .venv
 VENV_FLAGS ?=
 TESTS ?=
 DEMO ?=
+ACCEPTANCE ?=
 
-.PHONY: test lint demo clean
+.PHONY: test lint demo acceptance clean
 
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest $(TESTS)
@@ -19,6 +20,10 @@ lint: $(VENV)/.dev
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/python -m demo.run $(DEMO)
+
+# PEFT's own DoRA tests through fdora, in an environment of their own (4 min, 2 cores). ACCEPTANCE="--peft 0.18.1 -n 4"
+acceptance:
+	$(PYTHON) -m tests.acceptance.peft_suite --venv $(VENV)-peft $(ACCEPTANCE)
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)

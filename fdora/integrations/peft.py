@@ -6,6 +6,9 @@
 
 or, before the model is made, ``enable()`` for every DoRA layer to come. Parameters, checkpoint keys and merges stay PEFT's;
 nothing of PEFT is patched but, by ``enable``, five names in its registry. ``print(report(model))`` says what ran.
+
+lora_dropout means what it means in PEFT. Where kernels run they draw the mask themselves, from a seed that torch's generator
+gives: the same formula with another mask than stock. Elsewhere PEFT's own module draws it, bit for bit the stock one.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ def use_fdora(model: Model, *, keep_inner: bool = False) -> Model:
     """Run the DoRA layers of this model through fdora. In place; nothing enters its state dict. Idempotent.
 
     Layers that are added later run stock until it is called again; :func:`report` shows them. It also makes every layer
-    compute its norm anew: call it after you change base weights in place (adapters may change as they like).
+    compute its norm anew: call it after you change base weights in place (adapters may change as they like). A pickle of the
+    whole model needs fdora to be read; a state dict does not.
 
     Args:
       model: a PeftModel, or any module with PEFT layers in it.
@@ -122,21 +126,23 @@ def init_magnitude(model: Model) -> Model:
     Raises:
       FdoraError: a DoRA layer is not run by fdora (call :func:`use_fdora` first), or cannot be (sharded, on meta).
     """
+    norms = []
     for name, layer in _layers("init_magnitude", model):
         for adapter, variant in layer.lora_variant.items():
             if type(variant) in OURS:
-                raise _no_magnitude(name, "use_fdora(model) first, this layer is stock")
+                raise _no_magnitude(name, "it is stock. Call use_fdora(model) first")
             if isinstance(variant, Dora):
-                w: Any = variant.weights(layer, adapter)
+                w = variant.weights(layer, adapter)
                 if isinstance(w, str):
-                    raise _no_magnitude(name, w)
-                m = layer.lora_magnitude_vector[adapter].weight
-                m.copy_(dora_norm(w.W, w.A, w.B, s=layer.scaling[adapter]).view(m.shape))
+                    raise _no_magnitude(name, f"{w}. Call this before the model is sharded or moved to meta")
+                norms.append((layer.lora_magnitude_vector[adapter].weight, dora_norm(w.W, w.A, w.B, s=layer.scaling[adapter])))
+    for m, c in norms:
+        m.copy_(c.view(m.shape))
     return model
 
 
 def _no_magnitude(name: str, why: str) -> FdoraError:
-    return FdoraError(f"fdora.init_magnitude: `model` must have DoRA layers that fdora runs, got {name}: {why}.")
+    return FdoraError(f"fdora.init_magnitude: `model` must have DoRA layers that fdora runs, got `{name}`: {why}.")
 
 
 def _layers(fn: str, model: nn.Module) -> list[tuple[str, Any]]:

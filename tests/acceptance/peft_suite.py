@@ -41,6 +41,15 @@ def environment(folder, version):
     return python
 
 
+def check(python, version):
+    """An interpreter that was given has what the tests need."""
+    modules = "accelerate, datasets, diffusers, parameterized, peft, pytest_timeout, scipy, sklearn, transformers, xdist"
+    done = subprocess.run([python, "-c", f"import {modules}; print(peft.__version__)"], capture_output=True, text=True)
+    if done.stdout.strip() != version:
+        have = f"PEFT {done.stdout.strip()}" if done.stdout else done.stderr.strip().rpartition("\n")[2]
+        raise SystemExit(f"{python} must have PEFT {version} and what its tests import, got {have}. Pass --venv FOLDER.")
+
+
 def sources(python, folder, version):
     """PEFT's tests, unpacked beside its pyproject.toml. Nothing of the archive is built or installed."""
     there = folder / f"peft-{version}-tests"
@@ -107,6 +116,7 @@ def main():
     options = parser.parse_args()
     python = environment(options.venv.absolute(), options.peft) if options.venv else Path(sys.executable)
     folder = (options.work or options.venv or Path(".venv-peft")).absolute()
+    check(python, options.peft)
     folder.mkdir(parents=True, exist_ok=True)
     there = sources(python, folder, options.peft)
 

@@ -34,12 +34,24 @@ def old_peft():
     return not hasattr(lora.LoraLayer, "lora_variants")
 
 
+class Scaled(nn.Embedding):
+    """Gemma's embedding."""
+
+    def __init__(self, num_embeddings, embedding_dim):
+        super().__init__(num_embeddings, embedding_dim)
+        self.register_buffer("embed_scale", torch.tensor(3.0), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x) * self.embed_scale.to(self.weight.dtype)
+
+
 KINDS = {
     "linear": (lambda: nn.Linear(K, N), (3, 5, K)),
     "no_bias": (lambda: nn.Linear(K, N, bias=False), (7, K)),
     "Conv1D": (lambda: Conv1D(N, K), (3, 5, K)),
     "quantised": (lambda: Quantised(K, N), (3, 5, K)),
     "embedding": (lambda: nn.Embedding(K, N), None),
+    "scaled": (lambda: Scaled(K, N), None),
     "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=1), (2, 4, 9)),
     "conv2d": (lambda: nn.Conv2d(4, 6, (3, 2), stride=2, bias=False), (2, 4, 7, 6)),
     "conv3d": (lambda: nn.Conv3d(2, 6, 2), (2, 2, 4, 3, 5)),

@@ -93,6 +93,12 @@ def test_use_fdora_says_what_it_needs():
         restore({})
     with pytest.raises(FdoraError, match="use_fdora"):
         init_magnitude(build("linear"))
+    both = nn.ModuleList([use_fdora(build("linear")), use_fdora(build("linear")).to("meta")])
+    m = layer(both[0]).lora_magnitude_vector["default"].weight
+    before = m.detach().clone()
+    with pytest.raises(FdoraError, match=r"got `1\.base_model\.model\.0`: meta tensors"):
+        init_magnitude(both)
+    assert torch.equal(m, before)
 
 
 @pytest.mark.parametrize("kind", ["linear", "no_bias", "embedding", "conv2d"])
@@ -301,8 +307,49 @@ def test_norm_follows_its_inputs(kind, reuse):
         use_fdora(model)
         step(1)
     if kind in ("linear", "no_bias"):
-        model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
+        model.load_state_dict({k: v * (0.5 if "base_layer" in k else 1) for k, v in model.state_dict().items()})
         step(1)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+def test_a_plain_adapter_that_merges_beside_ours(kind, reuse):
+    """Its merge changes the base weight by rounding, and no variant hears of it."""
+    model, x = build(kind), inputs(kind)
+    model.add_adapter("plain", LoraConfig(r=2, target_modules=["0"]))
+    use_fdora(model)
+    model(x)
+    model.set_adapter("plain")
+    model.merge_adapter()
+    model.unmerge_adapter()
+    model.set_adapter("default")
+    model(x)
+    assert len(reuse) == 2
+    model(x)
+    assert len(reuse) == (2 if kind == "linear" else 3)  # without a class of our own nothing is reused beside it
+
+
+def test_bound_methods_outlive_restore():
+    """Accelerate's hooks keep the forward they replace."""
+    model, x = use_fdora(build("linear")), inputs("linear")
+    kept, module = layer(model).forward, layer(restore(model))
+    assert torch.equal(kept(x), module(x))
+
+
+def test_a_captured_graph_reads_and_writes_the_memory_from_before(reuse, monkeypatch):
+    """A replay finds nothing else there. CUDA is not needed to see which tensors are kept."""
+    model, x = use_fdora(build("no_bias")), inputs("no_bias").detach()
+    variant, module = layer(model).lora_variant["default"], layer(model)
+    with torch.no_grad():
+        model(x)
+        kept, now = variant._memo[2], [t.clone() for t in variant._memo[2]]
+        monkeypatch.setattr(dora, "capturing", lambda t: True)
+        module.lora_B["default"].weight.mul_(2)
+        assert_exact(model(x), restore(copy.deepcopy(model))(x))
+    assert all(a is b for a, b in zip(variant._memo[2], kept, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+    assert len(reuse) == 2
+    model(x)
+    assert len(reuse) == 2
 
 
 def test_a_norm_does_not_keep_the_weight_alive(reuse):
@@ -378,7 +425,17 @@ def test_emptied_storage_is_seen():
     W, A = torch.randn(6, 4), torch.randn(2, 4)
     assert dora.obstacle(W, A) == ""
     W.untyped_storage().resize_(0)
-    assert "storage" in dora.obstacle(A, W)
+    why = dora.obstacle(A, W)
+    del W  # no message may print it
+    assert "storage" in why
+
+
+def test_pieces_are_seen():
+    """With use_orig_params=True FSDP leaves a rank's flat piece in the place of a parameter."""
+    W, A, B, m = torch.randn(6, 4), torch.randn(2, 4), torch.randn(6, 2), torch.randn(6)
+    assert isinstance(dora.served(W, W, A, B, m), dora.Weights)
+    for pieces in ((W.flatten(), A, B, m), (W, A[0], B, m), (W, A, B[:3], m), (W, A, B, m[:3]), (W, A[:, :2], B, m)):
+        assert "sharded" in dora.served(W, *pieces)
 
 
 def test_mixed_batches_raise_as_before():
@@ -418,6 +475,7 @@ def test_report():
     assert text[1].split()[:5] == ["0.base_model.model.0", "default", "40x24", "4", "eager"]
     use_fdora(other)
     assert report(pair)[1].saved == 3 * 40 * 24 * 8
+    assert report(use_fdora(build("conv2d")))[0][2] == (6, 4 * 3 * 2)
 
 
 @pytest.fixture

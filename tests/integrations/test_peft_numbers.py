@@ -36,13 +36,14 @@ def path(model):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["train", "dropout", "eval"])
 def test_output_and_every_gradient(kind, how):
-    dropout = 0.4 if how == "dropout" and kind != "embedding" else 0.0
+    dropout = 0.4 if how == "dropout" and inputs(kind).is_floating_point() else 0.0
     model, x = build(kind, dropout=dropout), inputs(kind)
     stock, ours = both(model, x, how != "eval")
     same(ours, stock)
     plain = layer(model).base_layer(x)
     assert not torch.allclose(ours["y"], plain)
     assert path(model) == ("stock" if kind in STOCK else "fused" if kind in FUSED and not dropout else "composed")
+    assert ["grouped" in why for why in report(model)[0].fallbacks] == [True] * (kind in STOCK)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_dropout_where_kernels_draw_the_mask(monkeypatch):
         return drop(x.reshape(-1, x.shape[-1]), seed, 0.4).reshape(x.shape)
 
     assert_exact(got["y"], reference.dora(x, W, A, B, m, 1.5, bias, dropped=dropped, mode="peft").detach())
-    model.eval()
+    module.training = False  # its dropout still drops; PEFT asks the layer
     assert_exact(model(x), reference.dora(x, W, A, B, m, 1.5, bias))
 
 
@@ -169,7 +170,9 @@ def test_a_quantised_base_gives_back_its_own_dtype_under_autocast():
         result = module.base_layer(x)
         stock = variant.stock.forward(module, active_adapter="default", x=x, result=result)
         ours = variant.forward(module, active_adapter="default", x=x, result=result)
-    assert (stock.dtype, ours.dtype) == (torch.float32, torch.bfloat16)
+        variant.weights = lambda *_: "the test says so"
+        fallen = variant.forward(module, active_adapter="default", x=x, result=result)
+    assert (stock.dtype, ours.dtype, fallen.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("m", [0.0, 0.5], ids=["m0", "moved"])
@@ -178,10 +181,10 @@ def test_rows_of_zeros(kind, m):
     """0 / 0 in stock PEFT: forward, merge and unmerge."""
     model, x = build(kind), inputs(kind)
     base, dora = layer(model).base_layer, layer(model)
-    column = kind in ("embedding", "Conv1D")
+    column = kind in ("embedding", "scaled", "Conv1D")
     with torch.no_grad():
         (base.weight[:, 1] if column else base.weight[1]).zero_()
-        B = dora.lora_embedding_B["default"] if kind == "embedding" else dora.lora_B["default"].weight
+        B = dora.lora_B["default"].weight if "default" in dora.lora_B else dora.lora_embedding_B["default"]
         B[1] = 0
         dora.lora_magnitude_vector["default"].weight.view(-1)[1] = m
     before = base.weight.detach().clone()
@@ -206,6 +209,8 @@ def test_merges_are_pefts(kind):
     theirs = models.twin(model)
     want = theirs(x)
     use_fdora(model)
+    with model.disable_adapter():
+        assert_exact(model(x), layer(model).base_layer(x))
     for m in (model, theirs):
         m.merge_adapter()
     assert torch.equal(layer(model).base_layer.weight, layer(theirs).base_layer.weight)
@@ -259,4 +264,28 @@ def test_inner_is_kept_for_models_that_write_over_the_output():
     with pytest.raises(RuntimeError, match="inplace"):
         torch.autograd.grad(whole(x).sum(), x)
     use_fdora(model, keep_inner=True)
-    assert_exact(torch.autograd.grad(whole(x).sum(), x)[0], want)
+    for kept in (whole, copy.deepcopy(whole)):
+        assert_exact(torch.autograd.grad(kept(x).sum(), x)[0], want)
+
+
+def test_a_transposed_weight_in_a_plain_linear():
+    """PEFT corrects the flag for nn.Linear; a layer made by hand may have it."""
+    model, x = build("linear"), inputs("linear")
+    dora = layer(model)
+    weight = dora.base_layer.weight
+    dora.base_layer.weight = nn.Parameter(weight.detach().T.contiguous(), requires_grad=False)
+    dora.base_layer.forward = lambda x: nn.functional.linear(x, dora.base_layer.weight.T, dora.base_layer.bias)
+    dora.fan_in_fan_out = dora.lora_magnitude_vector["default"].fan_in_fan_out = True
+    stock, ours = both(model, x)
+    same(ours, stock)
+    del dora.base_layer.forward
+    assert linear.plan(dora, "default", dora.lora_dropout["default"], x)[0] == "a transposed base weight"
+
+
+def test_a_wrong_input_is_the_base_layers_error():
+    model, x = build("no_bias"), inputs("no_bias", torch.float32)
+    with pytest.raises(RuntimeError) as stock:
+        model(x)
+    with pytest.raises(RuntimeError) as ours:
+        use_fdora(model)(x)
+    assert str(ours.value) == str(stock.value)

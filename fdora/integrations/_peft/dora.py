@@ -77,7 +77,7 @@ class Dora:
             memo = (key, weakref.ref(w.owner), dora_norm_state(W))
         before = memo[2]
         after = dora_norm(W, w.A, w.B, s=s, state=before)
-        if W.is_cuda and torch.cuda.is_current_stream_capturing():
+        if capturing(W):
             for old, new in zip(before, after, strict=True):  # a replay reads and writes the memory from before the capture
                 old.copy_(new)
             self._memo = memo
@@ -113,6 +113,11 @@ class Dora:
         """v, one value for each output, shaped to be broadcast against the base weight."""
         along = (1, -1) if getattr(module, "fan_in_fan_out", False) else (-1, *[1] * (weight.dim() - 1))
         return v.view(along)
+
+
+def capturing(t: Tensor) -> bool:
+    """Whether what runs on t now goes into a CUDA graph."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def forget(module: Any) -> None:

@@ -22,20 +22,20 @@ class Linear(lora.Linear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or self.disable_adapters or self.merged:
-            return super().forward(x, *args, **kwargs)
+            return lora.Linear.forward(self, x, *args, **kwargs)  # not super(): bound methods outlive unfuse
         adapters = self._modules["lora_A"]._modules
         names = [name for name in self.active_adapters if name in adapters]
         variant = self.lora_variant.get(names[0]) if len(names) == 1 else None
         if not isinstance(variant, Dora):
             for name in names:
                 note(self.lora_variant.get(name), "several active adapters")
-            return super().forward(x)
+            return lora.Linear.forward(self, x)
         name, dropout = names[0], self._modules["lora_dropout"]._modules[names[0]]
         p = dropout.p if self.training and type(dropout) is nn.Dropout and dropout.training else 0.0
         w, bias = plan(self, name, dropout, x)
         if isinstance(w, str):
             note(variant, w)
-            return super().forward(x)
+            return lora.Linear.forward(self, x)
         variant.count(FUSED)
         s = self.scaling[name]
         c = variant.norm(w, s)
@@ -44,11 +44,8 @@ class Linear(lora.Linear):
         )
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
+        """The base weight will not come back bit for bit, whichever adapter it was."""
         super().merge(*args, **kwargs)
-        forget(self)
-
-    def unmerge(self) -> None:
-        super().unmerge()
         forget(self)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -89,8 +86,8 @@ def plan(module: Any, name: str, dropout: nn.Module, x: Tensor) -> tuple[Weights
             return "sharded parameters, or on several devices", None
     if x.device != device or device.type == "meta":
         return "the input is on another device, or meta tensors", None
-    if module.fan_in_fan_out or lora_B.bias is not None:
-        return "another layout", None
+    if module.fan_in_fan_out:
+        return "a transposed base weight", None
     w = caching(magnitude) or served(W, W, A, B, m)
     if isinstance(w, str):
         return w, None
