@@ -27,7 +27,7 @@ FOREIGN = {
     "eager": {"torch"},
     "triton": {"torch", "triton"},
     "convert": {"torch", "safetensors"},
-    "integrations": {"torch", "peft", "torchao", "torchtune"},
+    "integrations": {"torch", "packaging", "peft", "torchao", "torchtune", "axolotl", "llamafactory", "swift"},
 }  # the rest may import torch and the standard library
 
 

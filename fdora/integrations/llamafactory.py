@@ -1,0 +1,89 @@
+"""LLaMA-Factory's DoRA through fdora's functions: another name for the command. For LLaMA-Factory 0.9.4 and newer.
+
+    python -m fdora.integrations.llamafactory train config.yaml          # instead of llamafactory-cli train config.yaml
+    torchrun --nproc-per-node 8 -m fdora.integrations.llamafactory train config.yaml
+
+with ``use_dora: true`` in the file. Every DoRA layer that this process makes runs through fdora, then LLaMA-Factory's own
+``main`` takes over: same options, same checkpoints. Nothing of it is patched; the original command runs the original code.
+
+Its second version (``USE_V1=1``) has plugins: under ``peft_config`` write ``name: fdora`` instead of ``name: lora`` and
+``use_dora: true``. This command registers the name; in a script of your own call :func:`register`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from torch import nn
+
+from fdora import FdoraError
+from fdora.integrations._framework import need
+from fdora.integrations.peft import disable, enable, report, restore, use_fdora
+
+__all__ = ["disable", "enable", "main", "register", "report", "restore", "unregister", "use_fdora"]
+
+need("llamafactory", "llamafactory", "0.9.4")
+
+
+def register() -> None:
+    """``PeftPlugin("fdora")`` of the second version: its "lora" with ``use_dora``, and then :func:`use_fdora`."""
+    from llamafactory.v1.plugins.model_plugins.peft import PeftPlugin, get_lora_model
+
+    def fdora(model: nn.Module, config: dict[str, Any], is_train: bool = False) -> nn.Module:
+        if any(p.is_meta for p in model.parameters()):  # LLaMA-Factory refuses it by the name "lora"
+            raise FdoraError(
+                "fdora.integrations.llamafactory: `model` must have its weights, got one on meta. Use another init_config."
+            )
+        adapted = get_lora_model(model, {**config, "use_dora": True}, is_train)
+        merged = bool(config.get("adapter_name_or_path")) and not is_train
+        return adapted if merged else use_fdora(adapted)
+
+    PeftPlugin("fdora").register()(fdora)
+
+
+def unregister() -> None:
+    """Undo :func:`register`. Models made meanwhile keep running through fdora: :func:`restore` them one by one."""
+    from llamafactory.v1.plugins.model_plugins.peft import PeftPlugin
+
+    PeftPlugin._registry.pop("fdora", None)
+
+
+def main() -> None:
+    """LLaMA-Factory's command line in this process, with fdora in it.
+
+    Raises:
+      FdoraError: the command would train in processes that LLaMA-Factory starts by itself, without fdora.
+    """
+    from llamafactory.extras.misc import get_device_count, is_env_enabled
+
+    v1, worker = is_env_enabled("USE_V1"), "LOCAL_RANK" in os.environ
+    train = sys.argv[1] in ("train", "sft", "dpo", "rm") if len(sys.argv) > 1 else False
+    if train and is_env_enabled("USE_RAY"):
+        raise FdoraError(
+            "fdora.integrations.llamafactory: `USE_RAY` must be off, its workers are processes without fdora. Use torchrun."
+        )
+    several = is_env_enabled("FORCE_TORCHRUN") or (get_device_count() > 1 and not is_env_enabled("USE_KT"))
+    if train and several and not worker:
+        raise FdoraError(
+            "fdora.integrations.llamafactory: training on several devices must be started by torchrun, got one process. "
+            "torchrun --nproc-per-node N -m fdora.integrations.llamafactory train config.yaml, or show it one device."
+        )
+    enable()
+    if v1:
+        register()
+    if train and worker:  # what their command's own workers call
+        if v1:
+            from llamafactory.v1.launcher import main as run
+        else:
+            from llamafactory.train.tuner import run_exp as run
+
+            del sys.argv[1]
+    else:
+        from llamafactory.cli import main as run
+    run()
+
+
+if __name__ == "__main__":
+    main()

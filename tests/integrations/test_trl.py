@@ -1,0 +1,95 @@
+"""TRL needs no file of its own: its trainers take a PEFT model. Here its SFTTrainer trains one, stock and through fdora."""
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="TRL is not installed; `make test` installs it")
+
+from datasets import Dataset
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+
+from fdora.integrations.peft import enabled, report, restore, use_fdora
+from tests.integrations import tiny
+from tests.integrations.models import perturb
+
+
+class Losses(SFTTrainer):
+    """The loss of every forward; the log rounds it."""
+
+    def compute_loss(self, *args, **kwargs):
+        out = super().compute_loss(*args, **kwargs)
+        self.losses.append((out[0] if isinstance(out, tuple) else out).item())
+        return out
+
+
+def trainer(folder, steps, dropout=0.0, model=None, **config):
+    config = {"per_device_train_batch_size": 2, "gradient_checkpointing": False, "learning_rate": 1e-3} | config
+    config = SFTConfig(
+        output_dir=str(folder), max_steps=steps, max_length=64, use_cpu=True, bf16=False, report_to=[], save_strategy="no",
+        logging_steps=10**6, disable_tqdm=True, seed=0, **config,
+    )  # fmt: skip
+    made = Losses(
+        model=model or tiny.llama(), args=config, processing_class=tiny.tokenizer(), train_dataset=Dataset.from_dict({"text": tiny.lines(40)}),
+        peft_config=LoraConfig(use_dora=True, lora_dropout=dropout, task_type="CAUSAL_LM", **tiny.LORA),
+    )  # fmt: skip
+    made.losses = []
+    torch.manual_seed(1)
+    perturb(made.model)
+    return made
+
+
+def trained(made):
+    made.train()
+    return torch.tensor(made.losses), {n: p.detach().clone() for n, p in made.model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"gradient_accumulation_steps": 4, "gradient_checkpointing": True}],
+    ids=["plain", "accumulation and checkpointing"],
+)
+def test_fifty_steps_are_pefts(config, tmp_path):
+    wanted, want = trained(trainer(tmp_path, 50, **config))
+    ours = trainer(tmp_path, 50, **config)
+    use_fdora(ours.model)
+    losses, got = trained(ours)
+    torch.testing.assert_close(losses, wanted, rtol=0, atol=1e-5)
+    assert losses[-10:].mean() < 0.98 * losses[:10].mean()
+    for name, p in want.items():
+        torch.testing.assert_close(got[name], p, rtol=0, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+    rows = report(ours.model)
+    assert len(rows) == tiny.LAYERS
+    twice = 2 if "gradient_checkpointing" in config else 1
+    assert all(row.fused == twice * len(losses) and not row.fallbacks for row in rows), rows
+
+
+def test_enabled_before_the_trainer_makes_the_model(tmp_path):
+    with enabled():
+        ours = trainer(tmp_path, 2)
+    assert all(row.fused == 0 and row.backend == "eager" for row in report(ours.model))
+    ours.train()
+    assert all(row.fused == 2 for row in report(ours.model))
+
+
+def test_dropout_is_pefts(tmp_path):
+    wanted, _ = trained(trainer(tmp_path, 5, dropout=0.1))
+    ours = trainer(tmp_path, 5, dropout=0.1)
+    use_fdora(ours.model)
+    losses, _ = trained(ours)
+    torch.testing.assert_close(losses, wanted, rtol=0, atol=1e-5)
+    assert all(row.composed == 5 for row in report(ours.model))
+
+
+def test_saved_by_the_trainer_and_restored(tmp_path):
+    ours = trainer(tmp_path, 2)
+    use_fdora(ours.model)
+    ours.train()
+    ours.save_model(tmp_path / "adapter")
+    restore(ours.model)
+    ids = torch.arange(3, 35)[None]
+    from peft import PeftModel
+
+    again = PeftModel.from_pretrained(tiny.llama(), tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, ours.model.eval()(ids).logits)
