@@ -2,7 +2,10 @@
 
 import json
 import math
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from bench import host, layer, layers12, model, ways
 from bench.attempt import Failures
 from bench.truth import Truth
 from fdora.functional import dora_linear
+
+ROOT = Path(__file__).parent.parent
 
 LAYER = "--shapes 48x32 --M 8 --r 4 --runs 1 "
 TWELVE = "--tiny --layers 1 --seq 16 --loss-tokens 4 --r 4 --runs 1 "
@@ -263,6 +268,41 @@ def test_model_sees_a_wrong_result(tmp_path, monkeypatch):
     monkeypatch.setattr(linear, "dora_linear", doubled)
     with pytest.raises(SystemExit, match=r"'dA \(bf16 adapters\)', 'dB \(bf16 adapters\)'"):
         run(model, tmp_path, MODEL + "--no-compile --adapter bf16 --modes inference")
+
+
+# the pytest-benchmark suite
+
+
+def suite(tmp_path, *options):
+    command = [sys.executable, "-m", "pytest", "-o", "python_files=bench_*.py", "--rounds=2", "-p", "no:cacheprovider"]
+    return subprocess.run([*command, f"--benchmark-storage={tmp_path}", *options], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_suite_and_its_gate(tmp_path):
+    done = suite(tmp_path, "bench", "--benchmark-save=before", "--commit=abc")
+    assert done.returncode == 0, done.stdout
+    (path,) = tmp_path.rglob("*_before.json")
+    saved = json.loads(path.read_text())
+    assert {each["extra_info"]["op"] for each in saved["benchmarks"]} == {"norm", "dora_compose", "dora_delta", "linear"}
+    for each in saved["benchmarks"]:
+        facts = {"torch", "commit", "dtype", "backend", "mode", "bytes", "flops", "peak_mb", "wall_ms"}
+        assert facts <= set(each["extra_info"]) and each["extra_info"]["commit"] == "abc"
+        assert each["stats"]["rounds"] == 2 and 0 < each["stats"]["median"] < 1
+    for factor, red in ((0.01, True), (1e4, False)):  # as if it had been faster, as if it had been slower
+        for each in saved["benchmarks"]:
+            each["stats"]["median"] *= factor
+        path.write_text(json.dumps(saved))
+        gate = suite(tmp_path, "bench/bench_norm.py", "--benchmark-compare", "--benchmark-compare-fail=median:10%")
+        assert (gate.returncode != 0) == red, gate.stdout
+        assert not red or "Performance has regressed" in gate.stdout + gate.stderr
+
+
+def test_suite_sees_a_wrong_result(tmp_path):
+    (tmp_path / "wrong.py").write_text(
+        "import fdora.functional as f\nright = f.dora_norm\nf.dora_norm = lambda *a, s, **o: right(*a, s=1.01 * s, **o)\n"
+    )
+    done = suite(tmp_path, "bench/bench_norm.py", "-p", "wrong", "-k", "0-bf16", "-o", f"pythonpath={ROOT} {tmp_path}")
+    assert done.returncode == 1 and "Tensor-likes are not close" in done.stdout
 
 
 def test_failures_keep_the_reason(capsys):
