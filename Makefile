@@ -6,8 +6,9 @@ VENV_FLAGS ?=
 TESTS ?=
 DEMO ?=
 ACCEPTANCE ?=
+BENCH ?=
 
-.PHONY: test lint demo acceptance clean
+.PHONY: test lint demo bench acceptance clean
 
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest $(TESTS)
@@ -20,6 +21,11 @@ lint: $(VENV)/.dev
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/python -m demo.run $(DEMO)
+
+# Checked against float64, then timed. On a GPU: BENCH="--device cuda --benchmark-save before"; what got 10 % slower than the
+# last that was saved makes BENCH="--device cuda --benchmark-compare --benchmark-compare-fail=median:10%" fail.
+bench: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest bench -o python_files='bench_*.py' $(BENCH)
 
 # PEFT's own DoRA tests through fdora, in an environment of their own (4 min, 2 cores). ACCEPTANCE="--peft 0.18.1 -n 4"
 acceptance:

@@ -154,12 +154,13 @@ def agreement(mine: Step, theirs: Step) -> dict:
     for part in "xABm":
         both = (torch.cat([t.flatten() for name, t in g.items() if name[0] == part]) for g in gradients)
         pairs[f"d{part}"] = tuple(both)
-    result = {}
-    for name, (a, b) in pairs.items():
-        a, b = a.double().flatten(), b.double().flatten()
-        result[name] = {"relative": ((a - b).norm() / b.norm()).item(), "cosine": (a @ b / (a.norm() * b.norm())).item()}
-        result[name] |= {"max_difference": (a - b).abs().max().item(), "max": b.abs().max().item()}
-    return result
+    return {name: apart(a, b) for name, (a, b) in pairs.items()}
+
+
+def apart(a: Tensor, b: Tensor) -> dict[str, float]:
+    a, b = a.double().flatten(), b.double().flatten()
+    found = {"relative": ((a - b).norm() / b.norm()).item(), "cosine": (a @ b / (a.norm() * b.norm())).item()}
+    return found | {"max_difference": (a - b).abs().max().item(), "max": b.abs().max().item()}
 
 
 def measure(steps: dict[str, Step], compiled: bool, options, failures: Failures) -> list[dict]:
@@ -216,11 +217,11 @@ def main(argv=None):
     steps = failures.attempt(options.ways.split(","), lambda way: Step(way, base, values, x, target, sizes.head))
     result = {"about": facts, "layers": options.layers, "seq": options.seq, "sizes": vars(sizes), "dtype": options.dtype}
     result |= {"adapter": options.adapter, "r": options.r, "runs": options.runs, "rows": [], "failed": failures}
-    apart = {}
+    compared = {}
     for way in ("fdora", "peft_fdora") if "peft_dora" in steps else ():
         if way in steps:
-            apart[way] = result[f"{way}_against_peft_dora"] = agreement(steps[way], steps["peft_dora"])
-            for name, comparison in apart[way].items():
+            compared[way] = result[f"{way}_against_peft_dora"] = agreement(steps[way], steps["peft_dora"])
+            for name, comparison in compared[way].items():
                 print(way, name, {key: float(f"{value:.6g}") for key, value in comparison.items()}, flush=True)
     if "peft_fdora" in steps:
         result["peft_fdora_ran"] = paths(steps["peft_fdora"].model)
@@ -235,7 +236,7 @@ def main(argv=None):
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(result, indent=1) + "\n")
     most = MOST_APART[options.dtype]
-    wrong = [f"{n} of {way}" for way, parts in apart.items() for n, v in parts.items() if not v["relative"] <= most]
+    wrong = [f"{n} of {way}" for way, parts in compared.items() for n, v in parts.items() if not v["relative"] <= most]
     ran = result.get("peft_fdora_ran", {})
     if wrong or any("fdora" in name for name in failures) or not set(ran) <= {"fused"}:
         raise SystemExit(f"fdora parts from PEFT's DoRA in {wrong}, or did not run: {dict(failures)}, calls through PEFT {ran}")

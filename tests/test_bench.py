@@ -1,15 +1,22 @@
 """The benchmark commands in small, on the CPU: what they write, and that they see a wrong result and outlive a rival's failure."""
 
 import json
+import math
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
-from bench import group, host, layer, layers12, ways
+from bench import group, host, layer, layers12, model, ways
 from bench.attempt import Failures
 from bench.truth import Truth
 from fdora.functional import dora_linear
+
+ROOT = Path(__file__).parent.parent
 
 LAYER = "--shapes 48x32 --M 8 --r 4 --runs 1 "
 TWELVE = "--tiny --layers 1 --seq 16 --loss-tokens 4 --r 4 --runs 1 "
@@ -208,6 +215,124 @@ def test_layers12_sees_calls_that_peft_served(tmp_path, monkeypatch):
     monkeypatch.setattr(linear, "plan", lambda *_: ("no reason", None))
     with pytest.raises(SystemExit, match=r"calls through PEFT .*composed"):
         run(layers12, tmp_path, TWELVE + "--no-compile --ways peft_dora,peft_fdora --modes inference")
+
+
+# whole models
+
+MODEL = "--tiny --layers 1 --seq 16 --loss-tokens 4 --r 4 --runs 1 "
+
+
+def test_model_sizes():
+    """Parameters of the whole networks, in units of 1e7, as their makers count them (Gemma's head is its embedding)."""
+    options = model.parse(["--device", "meta"])
+    counts = {}
+    for options.model, (_, sizes) in model.ARCHITECTURES.items():
+        parameters = model.network(options, sizes["num_hidden_layers"]).named_parameters()
+        tied = {"lm_head.weight"} if options.model.startswith("gemma") else set()
+        counts[options.model] = round(sum(p.numel() for name, p in parameters if name not in tied) / 1e7)
+    known = {"qwen3-8b": 819, "llama-3.1-8b": 803, "gemma-3-12b": 1177, "qwen2.5-32b": 3276, "mistral-small-24b": 2357}
+    assert counts == known
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "gemma-3-12b", "qwen2.5-32b"])
+def test_model(tmp_path, name):
+    options = f"--model {name} --dtype fp32 --adapter fp32 --no-compile --modes gradient,step_8_checkpointing"
+    result = run(model, tmp_path, MODEL + options)
+    assert [row["way"] for row in result["rows"]] == 2 * list(model.WAYS) and result["failed"] == {}
+    for row in result["rows"]:
+        tokens = 16 * (8 if row["mode"].startswith("step_8") else 1)
+        assert row["tokens_per_s"] == pytest.approx(1e3 * tokens / row["ms"], rel=0.01) and row["peak_mb"] > 0
+    found = result["agreement"]["fp32"]
+    for parts in (found["against_peft_dora"], *found["one_layer_against_float32"].values()):
+        assert set(parts) == {"logits", "dA", "dB", "dm"}
+        assert all(part["relative"] < 1e-5 and part["cosine"] > 1 - 1e-9 for part in parts.values())
+    assert found["against_peft_dora"]["dA"]["relative"] > 0
+    biased = {"composed"} if name == "qwen2.5-32b" else set()  # float32 with a bias, on a CPU
+    assert set(result["paths"]["fp32"]) == {"fused"} | biased
+
+
+def test_model_compiled_and_out_of_time(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(model.torch, "compile", partial(torch.compile, backend="aot_eager"))  # Inductor takes a minute
+    result = run(model, tmp_path, MODEL + "--quick --no-eager --modes gradient_checkpointing --ways peft_fdora")
+    (row,) = result["rows"]
+    assert row["compiled"] and row["adapter"] == "bf16"
+    assert f"| {row['ms']:.1f} / {row['tokens_per_s']} / {row['peak_mb']:.0f} |" in capsys.readouterr().out
+    late = run(model, tmp_path, MODEL + "--no-compile --modes gradient --ways peft_lora --seconds 0 --adapter fp32")
+    assert late["rows"] == [] and [case["mode"] for case in late["skipped"]] == ["gradient"]
+
+
+def test_model_autocasts_float32_adapters(tmp_path):
+    options = model.parse([*MODEL.split(), "--adapter", "fp32"])
+    step = model.Bench(options).prepare("fp32", 4, 16, 1)["peft_fdora"]
+    assert all(p.dtype == torch.float32 for p in step.leaves.values()) and step.logits().dtype == torch.bfloat16
+    assert all(p.dtype == torch.bfloat16 for p in step.model.parameters() if not p.requires_grad)
+
+
+def test_model_steps(tmp_path):
+    """A step is the mean of its micro-batches, by every adapter."""
+    options = model.parse([*MODEL.split(), "--dtype", "fp32", "--adapter", "fp32"])
+    step = model.Bench(options).prepare("fp32", 4, 16, 1)["peft_fdora"]
+    step.optimizer = torch.optim.SGD(step.leaves.values(), lr=1.0)
+    before, gradients = [p.detach().clone() for p in step.leaves.values()], step.gradients()
+    step.of("step_8_checkpointing")()
+    for p, old, gradient in zip(step.leaves.values(), before, gradients, strict=True):
+        assert gradient.any() and p.grad is None
+        torch.testing.assert_close(p.detach(), old - gradient)
+
+
+@pytest.mark.parametrize("what", list(model.SWEEPS))
+def test_model_sweep(tmp_path, what):
+    values = {"r": "2,4", "S": "16,32", "width": "32,64"}[what]
+    result = run(model, tmp_path, MODEL + f"--sweep {what} --values {values} --adapter bf16 --modes gradient --ways peft_fdora")
+    field = {"S": "seq"}.get(what, what)
+    assert ",".join(str(row[field]) for row in result["rows"]) == values
+    a, b = (row["peak_mb"] for row in result["rows"])
+    fitted = result["sweep"]["exponents"]["gradient, peft_fdora"]["peak_mb"]
+    assert fitted == pytest.approx(math.log2(b / a), abs=0.05)  # of rounded sizes
+    assert model.slope([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
+
+
+def test_model_sees_a_wrong_result(tmp_path, monkeypatch):
+    from fdora.integrations._peft import linear
+
+    monkeypatch.setattr(linear, "dora_linear", doubled)
+    with pytest.raises(SystemExit, match=r"'dA \(bf16 adapters\)', 'dB \(bf16 adapters\)'"):
+        run(model, tmp_path, MODEL + "--no-compile --adapter bf16 --modes inference")
+
+
+# the pytest-benchmark suite
+
+
+def suite(tmp_path, *options):
+    command = [sys.executable, "-m", "pytest", "-o", "python_files=bench_*.py", "--rounds=2", "-p", "no:cacheprovider"]
+    return subprocess.run([*command, f"--benchmark-storage={tmp_path}", *options], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_suite_and_its_gate(tmp_path):
+    done = suite(tmp_path, "bench", "--benchmark-save=before", "--commit=abc")
+    assert done.returncode == 0, done.stdout
+    (path,) = tmp_path.rglob("*_before.json")
+    saved = json.loads(path.read_text())
+    assert {each["extra_info"]["op"] for each in saved["benchmarks"]} == {"norm", "dora_compose", "dora_delta", "linear"}
+    for each in saved["benchmarks"]:
+        facts = {"torch", "commit", "dtype", "backend", "mode", "bytes", "flops", "peak_mb", "wall_ms"}
+        assert facts <= set(each["extra_info"]) and each["extra_info"]["commit"] == "abc"
+        assert each["stats"]["rounds"] == 2 and 0 < each["stats"]["median"] < 1
+    for factor, red in ((0.01, True), (1e4, False)):  # as if it had been faster, as if it had been slower
+        for each in saved["benchmarks"]:
+            each["stats"]["median"] *= factor
+        path.write_text(json.dumps(saved))
+        gate = suite(tmp_path, "bench/bench_norm.py", "--benchmark-compare", "--benchmark-compare-fail=median:10%")
+        assert (gate.returncode != 0) == red, gate.stdout
+        assert not red or "Performance has regressed" in gate.stdout + gate.stderr
+
+
+def test_suite_sees_a_wrong_result(tmp_path):
+    (tmp_path / "wrong.py").write_text(
+        "import fdora.functional as f\nright = f.dora_norm\nf.dora_norm = lambda *a, s, **o: right(*a, s=1.01 * s, **o)\n"
+    )
+    done = suite(tmp_path, "bench/bench_norm.py", "-p", "wrong", "-k", "0-bf16", "-o", f"pythonpath={ROOT} {tmp_path}")
+    assert done.returncode == 1 and "Tensor-likes are not close" in done.stdout
 
 
 def test_failures_keep_the_reason(capsys):

@@ -1,0 +1,381 @@
+"""A whole causal language model with PEFT's LoRA, PEFT's DoRA, and PEFT's DoRA after ``use_fdora``: time, memory, agreement.
+
+    python -m bench.model --model qwen3-8b --layers 4 --device cuda --json FILE
+    python -m bench.model --sweep r --device cuda --json FILE
+
+The architecture is transformers' own with random weights, as many of its layers as fit; all seven linears of a layer are
+adapted, away from their start (B is not 0, g is spread by 0.0015), and the ways share weights and have equal adapters. One
+sequence, loss on its last tokens. Modes: inference; gradient of all adapters; an optimizer step (fused AdamW) after 1 or 8
+micro-batches; each of these but the first also with gradient checkpointing. Eager, then torch.compile per decoder layer.
+float32 adapters run under bf16 autocast, as trainers run them. Wall time until the GPU is done, median of turns; peak memory
+above weights, adapters and optimizer. Before it is timed, fdora's logits and gradients are compared with those of PEFT's
+DoRA, and for one layer both with a float32 run. ``--sweep`` varies one size and fits the exponent of its growth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import math
+import time
+import types
+import warnings
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.attempt import Failures
+from bench.clock import medians, wall_timer
+from bench.decoder import LINEARS
+from bench.layers12 import DTYPES, MOST_APART, adapters, apart
+from bench.norm_forms import about
+from bench.rivals import fill, paths
+from bench.table import table
+from bench.ways import S
+from tests.memory import peak_bytes
+
+# From the published config.json of each model.
+ROPE_LLAMA = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ARCHITECTURES: dict[str, tuple[str, dict]] = {
+    "qwen3-8b": (
+        "Qwen3Config",
+        dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8)
+        | dict(head_dim=128, vocab_size=151936, rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=40960),
+    ),
+    "llama-3.1-8b": (
+        "LlamaConfig",
+        dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+        | dict(head_dim=128, vocab_size=128256, rms_norm_eps=1e-5, rope_theta=5e5, max_position_embeddings=131072)
+        | dict(rope_scaling=ROPE_LLAMA | {"original_max_position_embeddings": 8192}),
+    ),
+    "gemma-3-12b": (
+        "Gemma3TextConfig",
+        dict(hidden_size=3840, intermediate_size=15360, num_hidden_layers=48, num_attention_heads=16, num_key_value_heads=8)
+        | dict(head_dim=256, vocab_size=262208, rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=131072)
+        | dict(sliding_window=1024, query_pre_attn_scalar=256, rope_scaling={"rope_type": "linear", "factor": 8.0}),
+    ),
+    "qwen2.5-32b": (
+        "Qwen2Config",
+        dict(hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8)
+        | dict(vocab_size=152064, rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=32768),
+    ),
+    "mistral-small-24b": (
+        "MistralConfig",
+        dict(hidden_size=5120, intermediate_size=32768, num_hidden_layers=40, num_attention_heads=32, num_key_value_heads=8)
+        | dict(head_dim=128, vocab_size=131072, rms_norm_eps=1e-5, rope_theta=1e8, max_position_embeddings=32768)
+        | dict(sliding_window=None),
+    ),
+}
+TINY = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=128)
+WAYS = ("peft_lora", "peft_dora", "peft_fdora")
+KINDS = ("gradient", "step", "step_8")
+MODES = ("inference", *KINDS, *(f"{kind}_checkpointing" for kind in KINDS))
+QUICK = ("inference", "gradient", "step_8", "step_checkpointing")
+SWEEPS = {"r": (8, 16, 32, 64, 128, 256, 384), "S": (512, 1024, 2048, 4096, 8192), "width": (1024, 2048, 4096, 8192)}
+
+
+def network(options, layers: int, width: int | None = None) -> nn.Module:
+    """The base model, frozen, with biases (where it has any) that are not 0."""
+    import transformers
+
+    kind, sizes = ARCHITECTURES[options.model]
+    sizes = sizes | dict(num_hidden_layers=layers, tie_word_embeddings=False)
+    if options.tiny:
+        sizes |= TINY
+    if width:
+        head = sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
+        heads = max(1, width // head)
+        wide = round(width * sizes["intermediate_size"] / sizes["hidden_size"])
+        sizes |= dict(hidden_size=width, num_attention_heads=heads, intermediate_size=wide, num_key_value_heads=-(-heads // 4))
+    config = getattr(transformers, kind)(**sizes)
+    config._attn_implementation = "sdpa"
+    with torch.device(options.device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[options.dtype])
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(p)
+    return model.requires_grad_(False)
+
+
+def adapted(way: str, base: nn.Module, values: dict) -> tuple[nn.Module, dict[str, Tensor]]:
+    """PEFT's model of this way around the same weights, and its leaves."""
+    from peft import LoraConfig, get_peft_model
+
+    from fdora.integrations.peft import use_fdora
+
+    model = copy.deepcopy(base, {id(p): p for p in base.parameters()})
+    r, dora = next(iter(values.values()))[0].shape[0], way != "peft_lora"
+    config = LoraConfig(r=r, lora_alpha=S * r, use_dora=dora, target_modules=list(LINEARS), task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    leaves = {}
+    for name, (A, B, m) in values.items():
+        parts = fill(model.get_submodule(f"base_model.model.{name}"), A, B, m if dora else None)
+        leaves |= {f"{part} of {name}": p for part, p in parts.items()}
+    return (use_fdora(model) if way == "peft_fdora" else model).train(), leaves
+
+
+def call(layer, *args, **kwargs):
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+class Run:
+    """One way's model; ``of(mode)`` is what is timed."""
+
+    def __init__(self, way: str, base: nn.Module, values: dict, ids: Tensor, loss_tokens: int, autocast: bool):
+        self.way, self.ids = way, ids
+        self.model, self.leaves = adapted(way, base, values)
+        self.target = ids.roll(-1, 1)[:, -loss_tokens:]
+        self.optimizer = torch.optim.AdamW(self.leaves.values(), lr=1e-5, fused=True)
+        self.context = partial(torch.autocast, ids.device.type, torch.bfloat16) if autocast else nullcontext
+
+    def compile(self) -> None:
+        # A code object of its own: Dynamo keeps what it compiled there, so no way walks past the guards of others.
+        own = types.FunctionType(call.__code__.replace(co_name=f"call_{self.way}"), globals())
+        compiled = torch.compile(own, dynamic=False)
+        for layer in self.model.get_base_model().model.layers:
+            layer.forward = partial(compiled, layer)
+
+    def logits(self) -> Tensor:
+        with self.context():
+            return self.model(input_ids=self.ids, logits_to_keep=self.target.shape[1], use_cache=False).logits
+
+    def loss(self) -> Tensor:
+        return F.cross_entropy(self.logits().flatten(0, 1).float(), self.target.flatten())
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self.loss(), list(self.leaves.values()))
+
+    def step(self, micro_batches: int) -> None:
+        for _ in range(micro_batches):
+            (self.loss() / micro_batches).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def of(self, mode: str):
+        if mode.endswith("checkpointing"):
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            self.model.gradient_checkpointing_disable()
+        kind = mode.removesuffix("_checkpointing")
+        if kind == "gradient":
+            return self.gradients
+        return torch.no_grad()(self.logits) if kind == "inference" else lambda: self.step(micro_batches(mode))
+
+
+def micro_batches(mode: str) -> int:
+    return 8 if mode.startswith("step_8") else 1
+
+
+def results(run: Run) -> dict[str, Tensor]:
+    """Logits, and the gradients of all A, all B, all m."""
+    gradients = dict(zip(run.leaves, run.of("gradient")(), strict=True))
+    parts = {f"d{part}": torch.cat([t.flatten() for name, t in gradients.items() if name[0] == part]) for part in "ABm"}
+    return {"logits": run.of("inference")(), **parts}
+
+
+def compare(run: Run, truth: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+    return {name: apart(t, truth[name]) for name, t in results(run).items()}
+
+
+def one_layer(options, adapter: str, ids: Tensor) -> dict[str, dict]:
+    """PEFT's DoRA and fdora in their dtype against PEFT's DoRA in float32, in a model of one layer."""
+    base = network(options, 1)
+    values = adapters(base, options.r, DTYPES[adapter])
+    exact = {name: tuple(t.float() for t in parts) for name, parts in values.items()}
+    truth = results(Run("peft_dora", copy.deepcopy(base).float(), exact, ids, options.loss_tokens, False))
+    ways = ("peft_dora", "peft_fdora")
+    return {way: compare(Run(way, base, values, ids, options.loss_tokens, autocast(options, adapter)), truth) for way in ways}
+
+
+def autocast(options, adapter: str) -> bool:
+    return options.dtype == "bf16" and adapter == "fp32"
+
+
+def free(device: str) -> None:
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
+
+
+class Bench:
+    """Rows of one command; the JSON is rewritten after every case."""
+
+    def __init__(self, options):
+        self.options, self.start = options, time.perf_counter()
+        self.failures = Failures()
+        self.result = {"about": about(options.device, options.commit), "model": options.model, "tiny": options.tiny}
+        self.result |= {"dtype": options.dtype, "loss_tokens": options.loss_tokens, "runs": options.runs, "rows": []}
+        self.result |= {"agreement": {}, "paths": {}, "failed": self.failures, "skipped": []}
+
+    def write(self) -> None:
+        if self.options.json:
+            self.options.json.parent.mkdir(parents=True, exist_ok=True)
+            self.options.json.write_text(json.dumps(self.result, indent=1) + "\n")
+
+    def prepare(self, adapter: str, r: int, seq: int, layers: int, width: int | None = None) -> dict[str, Run]:
+        options = self.options
+        torch.manual_seed(0)
+        base = network(options, layers, width)
+        values = adapters(base, r, DTYPES[adapter])
+        ids = torch.randint(base.config.vocab_size, (1, seq), device=options.device)
+        arguments = base, values, ids, min(options.loss_tokens, seq), autocast(options, adapter)
+        return self.failures.attempt(options.ways, lambda way: Run(way, *arguments))
+
+    def measure(self, runs: dict[str, Run], mode: str, where: dict) -> None:
+        """One row per way. What comes before the time limit is measured, what comes after is listed as skipped."""
+        options = self.options
+        if time.perf_counter() - self.start > options.seconds:
+            self.result["skipped"].append(where | {"mode": mode})
+            return
+        tag = {way: ", ".join([way, mode, *(f"{key} {value}" for key, value in where.items())]) for way in runs}
+        fns = {tag[way]: run.of(mode) for way, run in runs.items()}
+        peaks = self.failures.attempt(fns, lambda key: peak_bytes(fns[key], options.device) / 2**20)
+        free(options.device)  # what a way that ran out of memory has left
+        timers = self.failures.attempt(peaks, lambda key: wall_timer(fns[key], options.device, 0))
+        ms = medians(timers, options.runs)
+        for way, run in runs.items():
+            if tag[way] in ms:
+                row = where | {"mode": mode, "way": way, "ms": round(ms[tag[way]], 3), "peak_mb": round(peaks[tag[way]], 3)}
+                row["tokens_per_s"] = round(1e3 * run.ids.numel() * micro_batches(mode) / ms[tag[way]])
+                self.result["rows"].append(row)
+                print(row, flush=True)
+        self.write()
+
+    def agree(self, runs: dict[str, Run], adapter: str) -> None:
+        """Before any optimizer step: the adapters are equal."""
+        if {"peft_dora", "peft_fdora"} <= set(runs):
+            found = {"against_peft_dora": compare(runs["peft_fdora"], results(runs["peft_dora"]))}
+            found["one_layer_against_float32"] = one_layer(self.options, adapter, runs["peft_fdora"].ids)
+            self.result["agreement"][adapter] = found
+            self.result["paths"][adapter] = paths(runs["peft_fdora"].model)
+            print(json.dumps(found), self.result["paths"], flush=True)
+            self.write()
+        free(self.options.device)
+
+    def all_modes(self) -> None:
+        options = self.options
+        for adapter in options.adapter.split(","):
+            runs = self.prepare(adapter, options.r, options.seq, options.layers)
+            self.agree(runs, adapter)
+            for compiled in (*([] if options.no_eager else [False]), *([] if options.no_compile else [True])):
+                if compiled:
+                    torch._dynamo.reset()
+                    for run in runs.values():
+                        run.compile()
+                where = {"layers": options.layers, "seq": options.seq, "r": options.r, "adapter": adapter}
+                for mode in options.modes:
+                    self.measure(runs, mode, where | {"compiled": compiled})
+            del runs
+            free(options.device)
+
+    def sweep(self) -> None:
+        options = self.options
+        what, adapter = options.sweep, options.adapter.split(",")[0]
+        for value in options.values:
+            sizes = {"r": options.r, "seq": options.seq} | {{"S": "seq"}.get(what, what): value}
+            if time.perf_counter() - self.start <= options.seconds:
+                runs = self.prepare(adapter, layers=options.layers, **sizes)
+                for mode in options.modes:
+                    self.measure(runs, mode, {"layers": options.layers, "adapter": adapter, "compiled": False} | sizes)
+                del runs
+                free(options.device)
+            else:
+                self.result["skipped"].append(sizes)
+            self.result["sweep"] = {"over": what, "exponents": exponents(self.result["rows"], {"S": "seq"}.get(what, what))}
+            self.write()
+
+
+def exponents(rows: list[dict], over: str) -> dict[str, dict[str, float]]:
+    """p in value ~ size^p, least squares of logarithms, by mode and way."""
+    found: dict = {}
+    for mode, way in dict.fromkeys((row["mode"], row["way"]) for row in rows):
+        points = [row for row in rows if (row["mode"], row["way"]) == (mode, way)]
+        if len(points) > 1:
+            found[f"{mode}, {way}"] = {
+                field: round(slope([row[over] for row in points], [row[field] for row in points]), 3)
+                for field in ("ms", "peak_mb")
+            }
+    return found
+
+
+def slope(x: list[float], y: list[float]) -> float:
+    u, v = ([math.log(each) for each in values] for values in (x, y))
+    middle = sum(u) / len(u)
+    return sum((a - middle) * b for a, b in zip(u, v, strict=True)) / sum((a - middle) ** 2 for a in u)
+
+
+def markdown(result: dict) -> str:
+    """One line per case; of each way ms, tokens/s and MB."""
+    rows = result["rows"]
+    cases: dict = {}
+    for row in rows:
+        own = ("way", "ms", "peak_mb", "tokens_per_s")
+        label = ", ".join(f"{k} {v}" for k, v in row.items() if k not in own)
+        cases.setdefault(label, {})[row["way"]] = f"{row['ms']:.1f} / {row['tokens_per_s']} / {row['peak_mb']:.0f}"
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    return table(
+        ["", *(f"{way}: ms / tokens/s / MB" for way in ways)], [[c, *(v.get(w, "") for w in ways)] for c, v in cases.items()]
+    )
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", choices=ARCHITECTURES, default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--r", type=int, default=64)
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--loss-tokens", type=int, default=1024)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations")
+    parser.add_argument("--adapter", default="bf16,fp32", help="of A, B and m; one after the other, a sweep takes the first")
+    parser.add_argument("--ways", type=lambda s: s.split(","), default=list(WAYS))
+    parser.add_argument("--modes", type=lambda s: s.split(","))
+    parser.add_argument("--sweep", choices=SWEEPS)
+    parser.add_argument("--values", type=lambda s: [int(v) for v in s.split(",")], help="of the sweep")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--no-eager", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="bf16 adapters, four modes, three runs")
+    parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="recorded in the JSON")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.adapter, options.runs, options.modes = "bf16", 3, options.modes or list(QUICK)
+    options.modes = options.modes or (["inference", "gradient"] if options.sweep else list(MODES))
+    options.values = options.values or SWEEPS.get(options.sweep)
+    if unknown := (set(options.modes) - set(MODES)) | (set(options.ways) - set(WAYS)):
+        parser.error(f"unknown modes or ways: {', '.join(sorted(unknown))}")
+    return options
+
+
+def main(argv=None):
+    options = parse(argv)
+    torch._dynamo.config.recompile_limit = 64
+    bench = Bench(options)
+    print(bench.result["about"], "\n", flush=True)
+    bench.sweep() if options.sweep else bench.all_modes()
+    result = bench.result
+    print("\n" + markdown(result))
+    for name, fit in result.get("sweep", {}).get("exponents", {}).items():
+        print(f"{name}: time ~ {options.sweep}^{fit['ms']}, memory ~ {options.sweep}^{fit['peak_mb']}")
+    bench.write()
+    most = MOST_APART[options.dtype]
+    wrong = [f"{n} ({adapter} adapters)" for adapter, found in result["agreement"].items()
+             for n, v in found["against_peft_dora"].items() if not v["relative"] <= most]  # fmt: skip
+    stock = {a: p for a, p in result["paths"].items() if not set(p) <= {"fused", "composed"}}
+    if wrong or stock or any("fdora" in name for name in bench.failures):
+        raise SystemExit(f"fdora parts from PEFT's DoRA in {wrong}, or did not run: {dict(bench.failures)}, calls {stock}")
+
+
+if __name__ == "__main__":
+    main()

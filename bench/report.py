@@ -1,0 +1,360 @@
+"""Tables and figures from the committed results, and from nothing else.
+
+    python -m bench.report            # docs/benchmarks.md and docs/benchmarks/*.png
+    python -m bench.report --readme   # the same, and the marked tables of README.md
+
+Every number in them is read off ``bench/results/<machine>/*.json``. In README a table stands between ``<!-- name -->`` and
+``<!-- /name -->``; the functions below that are called ``readme_<name>`` write what is between. What fdora loses is
+computed too: every time and every peak of every file is compared with every rival's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.table import table
+from bench.ways import RIVALS
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench/results"
+PAGE = ROOT / "docs/benchmarks.md"
+MODES12 = ("inference", "gradient", "gradient_checkpointing")
+NAMES = {
+    "frozen": "frozen",
+    "bare": "products",
+    "peft_lora": "PEFT LoRA",
+    "peft_dora": "PEFT DoRA",
+    "peft_dora_compiled": "PEFT DoRA, compiled",
+    "factored": "factored",
+    "dorafactors": "paper",
+    "fdora": "fdora",
+    "fdora_inside": "fdora, norm inside",
+    "fdora_compiled": "fdora, compiled",
+    "peft_fdora": "PEFT with use_fdora",
+}
+
+
+def load(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def names(prefix: str = "") -> list[str]:
+    """Committed results by machine and file: ``h100/layer_all``, ..."""
+    found = sorted(path.relative_to(RESULTS).with_suffix("").as_posix() for path in RESULTS.glob("*/*.json"))
+    return [name for name in found if name.split("/")[1].startswith(prefix)]
+
+
+def pick(rows: list[dict], **wanted) -> dict:
+    (row,) = (row for row in rows if all(row.get(key) == value for key, value in wanted.items()))
+    return row
+
+
+# Where fdora loses
+
+
+class Duel(NamedTuple):
+    """One measurement of fdora and of a rival; the smaller is the better."""
+
+    file: str
+    what: str
+    rival: str
+    case: str
+    theirs: float
+    mine: float
+
+
+def duels() -> Iterator[Duel]:
+    for name in names():
+        family = name.split("/")[1].split("_")[0]
+        if family in DUELS:
+            yield from (Duel(name, *each) for each in DUELS[family](load(name)))
+
+
+def layer_duels(result: dict) -> Iterator[tuple]:
+    for row in result["rows"]:
+        case = "{M}, {K} x {N}, {r}".format(**row)
+        fields = [("ms", f"{row['mode']}, norm {row['norm']}")]
+        if row["mode"] == "fwd_bwd":
+            fields.append(("peak_mb", f"peak memory, norm {row['norm']}"))
+        for field, what in fields:
+            values = row[field]
+            for rival in RIVALS:
+                mine = "fdora_compiled" if rival == "peft_dora_compiled" else "fdora"
+                if rival in values and mine in values and (field == "ms" or values[rival] >= gradients_mb(row)):
+                    yield what, rival, case, values[rival], values[mine]
+
+
+def gradients_mb(row: dict) -> float:
+    """What dx, dA and dB take: a peak below it was not seen by the allocator's counter (one rival, 1 token, r = 384)."""
+    M, K, N, r = (row[size] for size in ("M", "K", "N", "r"))
+    return 2 * (M * K + r * K + N * r) / 2**20 - 0.005
+
+
+def ways_duels(rows: list[dict], fields: dict[str, str], case, group) -> Iterator[tuple]:
+    """Rows of one way each: those of PEFT against those of fdora with the same ``group``."""
+    for row in rows:
+        for other in rows:
+            if "fdora" in row["way"] and other["way"] in ("peft_lora", "peft_dora") and group(row) == group(other):
+                for field, what in fields.items():
+                    if field in row and field in other:
+                        yield f"{what}: {NAMES[row['way']]}", other["way"], case(row), other[field], row[field]
+
+
+def layers12_duels(result: dict) -> Iterator[tuple]:
+    fields = {f"{mode}_{unit}": mode.replace("_", " ") + extra for mode in MODES12 for unit, extra in UNITS.items()}
+    case = "r {r}, {how}".format
+    yield from ways_duels(
+        result["rows"], fields, lambda row: case(r=row["r"], how=how(row)), lambda row: (row["r"], row["compiled"])
+    )
+
+
+UNITS = {"ms": "", "peak_mb": ", peak memory"}
+
+
+def how(row: dict) -> str:
+    return "compiled" if row["compiled"] else "eager"
+
+
+def model_duels(result: dict) -> Iterator[tuple]:
+    def where(row: dict) -> str:
+        return ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("way", "ms", "peak_mb", "tokens_per_s"))
+
+    yield from ways_duels(result["rows"], {unit: f"model{extra}" for unit, extra in UNITS.items()}, where, where)
+
+
+def host_duels(result: dict) -> Iterator[tuple]:
+    M, K, N, r = result["sizes"]
+    fields = {"fwd_us": "host, fwd", "fwd_bwd_us": "host, fwd_bwd"}
+    yield from ways_duels(result["rows"], fields, lambda row: f"{M}, {K} x {N}, {r}", lambda row: 0)
+
+
+def norm_duels(result: dict) -> Iterator[tuple]:
+    cases = dict.fromkeys((row["N"], row["K"], row["r"], row["dtype"]) for row in result["rows"])
+    for N, K, r, dtype in cases:
+        rows = {x["form"]: x for x in result["rows"] if (x["N"], x["K"], x["r"], x["dtype"]) == (N, K, r, dtype)}
+        mine = rows.get("triton", rows["tiles"])
+        for field, what in {"ms": "norm", "peak_mb": "norm, peak memory"}.items():
+            yield what, "dense", f"{N} x {K}, {r}, {dtype}", rows["dense"][field], mine[field]
+
+
+def compose_duels(result: dict) -> Iterator[tuple]:
+    for row in result["rows"]:
+        for mode in ("fwd", "fwd_bwd"):
+            if f"{mode}_triton_ms" in row:
+                case = "{M} x {N}".format(**row)
+                yield f"{row['op']}, {mode}", "plain torch", case, row[f"{mode}_plain_ms"], row[f"{mode}_triton_ms"]
+
+
+def demo_duels(result: dict) -> Iterator[tuple]:
+    for field, what in {"step_seconds_median": "demo, step", "peak_bytes_of_a_step": "demo, peak memory"}.items():
+        yield what, "peft_dora", f"{result['adapted_layers']} layers", result[field]["peft"], result[field]["fdora"]
+
+
+DUELS = {"layer": layer_duels, "layers12": layers12_duels, "model": model_duels, "host": host_duels}
+DUELS |= {"norm": norm_duels, "compose": compose_duels, "demo": demo_duels}
+
+
+def losses() -> str:
+    groups: dict[tuple, list[Duel]] = {}
+    for duel in duels():
+        groups.setdefault((duel.file, duel.what, duel.rival), []).append(duel)
+    lines = []
+    for (file, what, rival), each in groups.items():
+        lost = [duel for duel in each if duel.theirs < duel.mine]
+        if lost:
+            worst = max(lost, key=lambda duel: duel.mine / duel.theirs)
+            lines.append(
+                [file, what, NAMES.get(rival, rival), f"{len(lost)} of {len(each)}", f"{worst.mine / worst.theirs:.2f}"]
+            )
+            lines[-1].append(worst.case)
+    total = sum(map(len, groups.values()))
+    lost = total - sum(duel.theirs >= duel.mine for each in groups.values() for duel in each)
+    head = ["results", "what", "against", "lost", "worst, times the rival's", "there: tokens, K x N, r"]
+    return f"{lost} of {total} comparisons of a time or a peak with a rival's are lost, these:\n\n{table(head, lines)}"
+
+
+# README
+
+
+def readme_norm_cpu() -> str:
+    cases = [(4096, 384, "float32"), (4096, 16, "float32"), (14336, 64, "float32"), (4096, 384, "bfloat16")]
+    head = ["N x K, r, dtype", "dense `B A`: ms / MB / error", "`dora_norm`", "`dora_norm(base_sqnorm=)`"]
+    return norm_table(load("cpu/norm_forms")["rows"], cases, ("dense", "tiles", "factored"), head, 1)
+
+
+def readme_norm_gpu() -> str:
+    cases = [(8192, 384, "bfloat16"), (4096, 16, "bfloat16"), (14336, 64, "bfloat16"), (4096, 384, "bfloat16")]
+    head = ["N x K, r, dtype", "dense `B A`: ms / MB / error", "`dora_norm`", "roof, ms"]
+    return norm_table(load("h100/norm_forms")["rows"], [*cases, (4096, 384, "float32")], ("dense", "triton"), head, 3)
+
+
+def norm_table(rows: list[dict], cases: list[tuple], forms: tuple, head: list[str], digits: int) -> str:
+    lines = []
+    for N, r, dtype in cases:
+        found = [pick(rows, N=N, r=r, dtype=dtype, form=form) for form in forms]
+        cells = [f"{x['ms']:.{digits}f} / {x['peak_mb']:.0f} / {x['error']:.0e}" for x in found]
+        roof = [found[0].get("roof_ms", "")] if len(head) > len(forms) + 1 else []
+        lines.append([f"{N} x {found[0]['K']}, {r}, {dtype}", *cells, *roof])
+    return table(head, lines)
+
+
+def readme_compose() -> str:
+    x = pick(load("h100/compose")["rows"], op="dora_compose", M=4096, N=14336)
+    fused, plain, copy = (
+        [f"{x[f'{mode}_{way}_ms']:.3f}" for mode in ("fwd", "fwd_bwd")] for way in ("triton", "plain", "copy")
+    )
+    return (
+        f"`dora_compose` on the same H100 (4096 x 14336, bf16), in ms: {fused[0]} forward, {fused[1]} with backward; "
+        f"the formula in plain torch {plain[0]} and {plain[1]}; a copy of the same bytes {copy[0]} and {copy[1]}."
+    )
+
+
+LAYER_WAYS = ("frozen", "bare", "peft_lora", "peft_dora", "peft_dora_compiled", "dorafactors", "fdora")
+
+
+def readme_layer() -> str:
+    cases = [(4096, 4096, 4096, 16), (4096, 4096, 4096, 384), (4096, 4096, 14336, 64), (4096, 14336, 4096, 64)]
+    cases += [(4096, 8192, 8192, 384), (4096, 5120, 27648, 16), (16384, 4096, 4096, 16)]
+    rows, lines = load("h100/layer_quick")["rows"], []
+    for M, K, N, r in cases:
+        given, inside = (pick(rows, M=M, K=K, N=N, r=r, mode="fwd_bwd", norm=n)["ms"] for n in ("given", "inside"))
+        lines.append([f"{M}, {K} x {N}, {r}", *(f"{ms:.3f}" for ms in [*(inside[w] for w in LAYER_WAYS), given["fdora"]])])
+    ways = ["frozen", "products", "PEFT LoRA", "PEFT DoRA", "compiled", "paper", "`dora_linear`", "`norm=` given"]
+    return table(["tokens, K x N, r", *ways], lines)
+
+
+def readme_layers12() -> str:
+    ways, lines = ("frozen", "peft_lora", "peft_dora", "peft_fdora", "fdora"), []
+    for r, kind in ((384, "eager"), (16, "eager"), (384, "compiled")):
+        rows = load(f"h100/layers12_r{r}_{kind}")["rows"]
+        cells = [" / ".join(f"{pick(rows, way=way)[f'{mode}_ms']:.1f}" for mode in MODES12) for way in ways]
+        lines.append([f"{r}, compiled" if kind == "compiled" else r, *cells])
+    return table(["r", *(NAMES[way] for way in ways)], lines)
+
+
+def readme_host() -> str:
+    rows = load("h100/host")["rows"]
+    us = {way: {f: f"{pick(rows, way=way)[f'{f}_us']:.0f}" for f in ("fwd", "fwd_bwd")} for way in ("fdora", *RIVALS[:2])}
+    return (
+        f"forward {us['fdora']['fwd']} us against LoRA's {us['peft_lora']['fwd']}, with backward "
+        f"{us['fdora']['fwd_bwd']} against {us['peft_lora']['fwd_bwd']}, DoRA's {us['peft_dora']['fwd_bwd']}"
+    )
+
+
+def readme(text: str) -> str:
+    """README with what these functions write today between its marks. Each stands there once."""
+    blocks = {name.removeprefix("readme_"): write for name, write in globals().items() if name.startswith("readme_")}
+    marked = re.findall(r"<!-- /(\w+) -->", text)
+    if sorted(marked) != sorted(blocks):
+        raise SystemExit(f"README marks {sorted(marked)}, and there is {sorted(blocks)} to write")
+    for name, write in blocks.items():
+        body = write()
+        space = "\n" if "\n" in body else ""
+        marks = re.compile(rf"<!-- {name} -->.*?<!-- /{name} -->", re.S)
+        text = marks.sub(lambda _, name=name, body=f"{space}{body}{space}": f"<!-- {name} -->{body}<!-- /{name} -->", text)
+    return text
+
+
+# docs/benchmarks.md
+
+
+def means() -> str:
+    """Geometric means over the cases of each file: the rival's time over fdora's."""
+    lines = []
+    for name in names("layer_"):
+        result = load(name)
+        for mode, pairs in result["summary"]["geometric_means"].items():
+            values = {}
+            for pair, value in pairs.items():
+                a, b = pair.split("/")
+                values |= {a: f"{value:.2f}"} if b == "fdora" else {b: f"{1 / value:.2f}"} if a == "fdora" else {}
+            if values:
+                lines.append([name, result["summary"]["cases"], mode, *(values.get(way, "") for way in MEANS)])
+    return table(["results", "cases", "mode", *(NAMES[way] for way in MEANS)], lines)
+
+
+MEANS = ("frozen", "bare", *RIVALS)
+
+
+def layers12() -> str:
+    lines = []
+    for name in names("layers12_"):
+        for row in load(name)["rows"]:
+            cells = [f"{row.get(f'{mode}_ms', '')} / {row.get(f'{mode}_peak_mb', '')}" for mode in MODES12]
+            lines.append([name.split("/")[0], row["r"], how(row), NAMES[row["way"]], *cells])
+    return table(["machine", "r", "", "way", *(f"{mode.replace('_', ', ')}: ms / MB" for mode in MODES12)], lines)
+
+
+def models() -> str:
+    from bench.model import markdown
+
+    parts = []
+    for name in names("model_"):
+        result = load(name)
+        parts += [f"### {name}: {result['model']}", markdown(result)]
+        for adapter, found in result["agreement"].items():
+            against = {"PEFT's DoRA": found["against_peft_dora"]}
+            against |= {f"float32, {NAMES[way]}": each for way, each in found["one_layer_against_float32"].items()}
+            lines = [
+                [label, part, f"{v['relative']:.1e}", f"{v['cosine']:.6f}", f"{v['max_difference']:.2e}", f"{v['max']:.2e}"]
+                for label, each in against.items()
+                for part, v in each.items()
+            ]
+            parts += [f"Agreement, {adapter} adapters:", table(AGREEMENT, lines)]
+        if fits := result.get("sweep"):
+            lines = [[mode, f"{fit['ms']:.2f}", f"{fit['peak_mb']:.2f}"] for mode, fit in fits["exponents"].items()]
+            parts += [f"Growth with {fits['over']}, exponents:", table(["mode, way", "time", "peak memory"], lines)]
+    return "\n\n".join(parts)
+
+
+AGREEMENT = ["against", "of", "relative L2", "cosine", "largest difference", "largest value"]
+
+
+def sources() -> str:
+    lines = []
+    for name in names():
+        about = load(name).get("about", {})
+        machine = about.get("gpu") or about.get("cpu", "")
+        lines.append([name, machine, *(about.get(key) or "" for key in ("driver", "torch", "triton", "commit"))])
+    return table(["results", "machine", "driver", "torch", "triton", "commit"], lines)
+
+
+def figure(name: str, title: str) -> str:
+    return f"![{title}](benchmarks/{name}.png)"
+
+
+def document() -> str:
+    parts = ["# Benchmarks", "Written by `python -m bench.report` from `bench/results`. `bench/NOTES.md` says why."]
+    parts += ["## Where fdora loses", losses()]
+    parts += ["## One layer", "The other's time over fdora's, geometric means (above 1: fdora is faster)."]
+    parts += [figure("speedup", "The rivals' time over fdora's"), means(), figure("rank", "Time against the rank")]
+    parts += ["Forward and backward, in ms:", readme_layer()]
+    parts += ["## The norm", figure("roofline", "Roofline of the norm"), readme_norm_gpu(), readme_norm_cpu()]
+    parts += ["## Compose", readme_compose(), "## Twelve decoder layers", layers12()]
+    if names("model_"):
+        parts += ["## Whole models", models()]
+    parts += ["## The host", f"16 tokens, 512 x 512: {readme_host()}.", "## Sources", sources()]
+    return "\n\n".join(parts) + "\n"
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--readme", action="store_true", help="also rewrite the marked tables of README.md")
+    options = parser.parse_args(argv)
+    from bench.figures import draw
+
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(document())
+    draw(PAGE.with_suffix(""))
+    if options.readme:
+        path = ROOT / "README.md"
+        path.write_text(readme(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
