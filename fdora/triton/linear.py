@@ -54,15 +54,17 @@ def linear_bwd(
 
 
 def down(x: Tensor, As: Sequence[Tensor], s: Sequence[float]) -> Tensor | None:
-    """s x A^T of several layers side by side, (M, sum of r): one product reads x once. None for few tokens, where x is small
-    and the product hides behind that with W; a compiler should not have to ask for their number."""
-    t = x.dtype
-    if not traced(x):
-        if is_small(x) and t != torch.float32:
-            return None
-        if len(set(s)) == 1:
-            return _product(x, torch.cat([A.to(t) for A in As]).T, s[0])
-    return x @ torch.cat([(si * A.float()).to(t) for A, si in zip(As, s, strict=True)]).T
+    """s x A^T of several layers side by side, (M, sum of r): one product reads x once. None where each layer does better
+    alone: another s for each would have to be folded into A, and round it; few tokens are cheap to read, and the product
+    hides behind that with W (a compiler should not have to ask for their number)."""
+    t, compiled = x.dtype, traced(x)
+    if any(each != s[0] for each in s) or (not compiled and is_small(x) and t != torch.float32):
+        return None
+    return (down_projection if compiled else _down)(x, torch.cat([A.to(t) for A in As]), s[0])
+
+
+def _down(x: Tensor, A: Tensor, s: float) -> Tensor:
+    return _product(x, A.T, s)
 
 
 def _linear(
@@ -203,6 +205,12 @@ def _dx_float32(
 
 linear = torch.library.custom_op("fdora::linear", _linear, mutates_args=())
 linear_backward = torch.library.custom_op("fdora::linear_backward", _linear_backward, mutates_args=())
+down_projection = torch.library.custom_op("fdora::down_projection", _down, mutates_args=())
+
+
+@down_projection.register_fake
+def _(x, A, s):
+    return x.new_empty((x.shape[0], A.shape[0]))
 
 
 @linear.register_fake
@@ -219,5 +227,6 @@ def _(dy, x, W, A, B, m, c, h, kept, seed, s, p, mode, kept_inner, needs):
     return [torch.empty(t.shape, device=x.device, dtype=d) for (t, d), need in zip(like, needs, strict=True) if need]
 
 
+loop_over_batch(down_projection)
 loop_over_batch(linear)
 loop_over_batch(linear_backward)

@@ -334,6 +334,7 @@ def samples():
             (dy, *back, seed, S, 0.3, "peft", True, all_six),
             (dy, *back[:-1], None, None, S, 0.0, "lora", False, [True, False, True, False, False, True]),
         ],
+        "down_projection": [(x, A.to(x.dtype), S), (x.float(), A.float(), S)],
         "activation": [(dy, dy + 1, act) for act in ("silu", "gelu", "gelu_tanh")],
         "activation_backward": [(dy, dy - 1, dy + 1, act) for act in ("silu", "gelu_tanh")],
     }  # fmt: skip
