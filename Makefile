@@ -6,8 +6,9 @@ VENV_FLAGS ?=
 TESTS ?=
 DEMO ?=
 ACCEPTANCE ?=
+FRAMEWORKS ?=
 
-.PHONY: test lint demo acceptance clean
+.PHONY: test lint demo acceptance frameworks clean
 
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest $(TESTS)
@@ -24,6 +25,10 @@ demo: $(VENV)/.demo
 # PEFT's own DoRA tests through fdora, in an environment of their own (4 min, 2 cores). ACCEPTANCE="--peft 0.18.1 -n 4"
 acceptance:
 	$(PYTHON) -m tests.acceptance.peft_suite --venv $(VENV)-peft $(ACCEPTANCE)
+
+# Axolotl, SWIFT, LLaMA-Factory, Unsloth and TRL, each in an environment of its own. FRAMEWORKS="axolotl swift"
+frameworks:
+	$(PYTHON) -m tests.acceptance.frameworks --work $(VENV)-frameworks $(FRAMEWORKS)
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)

@@ -19,9 +19,37 @@ RECIPES = {
     "trl": (["trl==1.16.0", "peft==0.21.2", "transformers==5.23.0"], []),
     "axolotl": (
         [
-            *("peft==0.20.0", "transformers==5.16.1", "trl==1.9.0", "datasets==4.8.4", "accelerate==1.13.0", "huggingface_hub==1.17.0"),
-            *("pydantic==2.12.5", "bitsandbytes==0.50.2", "posthog==6.7.11", "python-dotenv==1.0.1", "addict", "art", "colorama"),
-            *("einops", "evaluate", "fastcore", "fire", "numba", "pillow", "requests", "scipy", "sentencepiece", "triton", "typer", "wandb"),
+            *(
+                "peft==0.20.0",
+                "transformers==5.16.1",
+                "trl==1.9.0",
+                "datasets==4.8.4",
+                "accelerate==1.13.0",
+                "huggingface_hub==1.17.0",
+            ),
+            *(
+                "pydantic==2.12.5",
+                "bitsandbytes==0.50.2",
+                "posthog==6.7.11",
+                "python-dotenv==1.0.1",
+                "addict",
+                "art",
+                "colorama",
+            ),
+            *(
+                "einops",
+                "evaluate",
+                "fastcore",
+                "fire",
+                "numba",
+                "pillow",
+                "requests",
+                "scipy",
+                "sentencepiece",
+                "triton",
+                "typer",
+                "wandb",
+            ),
         ],
         # its pins for quantisation, cloud storage and evaluation are left out
         ["axolotl==0.19.0", "axolotl-contribs-lgpl==0.0.7", "axolotl-contribs-mit==0.0.6", "torchao==0.17.0"],
@@ -29,16 +57,56 @@ RECIPES = {
     "swift": (["ms-swift==4.6.0"], []),
     "llamafactory": (
         [
-            *("peft==0.18.1", "transformers<=5.6.0", "trl<=0.24.0", "datasets<=4.0.0", "accelerate<=1.11.0", "tyro<0.9", "av", "einops"),
-            *("fastapi", "fire", "hf-transfer", "matplotlib", "modelscope", "omegaconf", "pandas", "protobuf", "pydantic", "pyyaml"),
+            *(
+                "peft==0.18.1",
+                "transformers<=5.6.0",
+                "trl<=0.24.0",
+                "datasets<=4.0.0",
+                "accelerate<=1.11.0",
+                "tyro<0.9",
+                "av",
+                "einops",
+            ),
+            *(
+                "fastapi",
+                "fire",
+                "hf-transfer",
+                "matplotlib",
+                "modelscope",
+                "omegaconf",
+                "pandas",
+                "protobuf",
+                "pydantic",
+                "pyyaml",
+            ),
             *("scipy", "sentencepiece", "sse-starlette", "tiktoken", "uvicorn"),
         ],
         ["llamafactory==0.9.5", "torchdata==0.11.0"],
     ),
     "unsloth": (
         [
-            *("peft>=0.18", "transformers<=5.17.0", "trl<=1.15.0", "datasets<5", "accelerate", "bitsandbytes", "diffusers", "einops"),
-            *("hf_transfer", "json5", "msgspec", "nest-asyncio", "pillow", "protobuf", "psutil", "regex", "sentencepiece", "structlog"),
+            *(
+                "peft>=0.18",
+                "transformers<=5.17.0",
+                "trl<=1.15.0",
+                "datasets<5",
+                "accelerate",
+                "bitsandbytes",
+                "diffusers",
+                "einops",
+            ),
+            *(
+                "hf_transfer",
+                "json5",
+                "msgspec",
+                "nest-asyncio",
+                "pillow",
+                "protobuf",
+                "psutil",
+                "regex",
+                "sentencepiece",
+                "structlog",
+            ),
             *("torchao", "triton", "typer", "tyro", "wheel"),
         ],
         ["unsloth==2026.10.9", "unsloth_zoo==2026.10.9", "cut_cross_entropy"],  # not: xformers, torchvision
@@ -82,7 +150,17 @@ def main():
         python = environment(name, options.work.absolute())
         env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         print(f"== {name}: {', '.join(RECIPES[name][1] or RECIPES[name][0])}", flush=True)
-        command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "-rs", f"tests/integrations/test_{name}.py"]
+        command = [
+            python,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "ignore",
+            "-rs",
+            f"tests/integrations/test_{name}.py",
+        ]
         done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         said = done.stdout.strip()
         print(said if done.returncode else said.splitlines()[-1], flush=True)
