@@ -129,6 +129,7 @@ def test_the_peft_snippet(capsys):
 TORCHTUNE = """
 import torch, torchtune.models.llama3_2 as llamas
 from torchtune.models.llama3_2 import lora_llama3_2
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 def small(attention, apply_lora_to_mlp, lora_rank, use_dora):
     return lora_llama3_2(attention, apply_lora_to_mlp, vocab_size=64, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=32, max_seq_len=64,
@@ -139,6 +140,7 @@ from tests.snippets import execute
 space = execute("torchtune")
 for p in space["model"].parameters():
     torch.nn.init.normal_(p, std=0.1)
+set_trainable_params(space["model"], get_adapter_params(space["model"]))  # as its recipes do
 ids = torch.arange(20)[None]
 y = space["model"](ids)
 rows = space["report"](space["model"])
