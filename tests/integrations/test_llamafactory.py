@@ -135,13 +135,16 @@ def test_registered_and_not():
 
 
 @pytest.mark.parametrize(
-    ("env", "message"),
-    [({"FORCE_TORCHRUN": "1"}, "must be started by torchrun, got one process"), ({"USE_RAY": "1"}, "`USE_RAY` must be off")],
+    ("command", "env", "message"),
+    [
+        ("train", "FORCE_TORCHRUN", "must be started by torchrun, got one process"),
+        ("train", "USE_RAY", "must happen in this process, got USE_RAY"),
+        ("webui", "USE_KT", "must happen in this process, got webui"),
+    ],
 )
-def test_processes_without_fdora_are_refused(env, message, monkeypatch):
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", "train", "config.yaml"])
+def test_processes_without_fdora_are_refused(command, env, message, monkeypatch):
+    monkeypatch.setenv(env, "1")
+    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", command, "config.yaml"])
     with pytest.raises(FdoraError, match=message):
         shim.main()
 
