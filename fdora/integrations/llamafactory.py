@@ -63,8 +63,8 @@ def main() -> None:
     elsewhere = "webui" if command == "webui" else "USE_RAY" if train and is_env_enabled("USE_RAY") else ""
     if elsewhere:
         raise FdoraError(
-            f"fdora.integrations.llamafactory: training must happen in this process, got {elsewhere}, which starts others without "
-            "fdora. Use train, under torchrun for several devices."
+            f"fdora.integrations.llamafactory: training must happen in this process, got {elsewhere}, which starts others. "
+            "Use train, under torchrun for several devices."
         )
     several = is_env_enabled("FORCE_TORCHRUN") or (get_device_count() > 1 and not is_env_enabled("USE_KT"))
     if train and several and not worker:
