@@ -7,8 +7,9 @@ TESTS ?=
 DEMO ?=
 ACCEPTANCE ?=
 BENCH ?=
+FRAMEWORKS ?=
 
-.PHONY: test lint demo bench acceptance clean
+.PHONY: test lint demo bench acceptance frameworks clean
 
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest $(TESTS)
@@ -30,6 +31,10 @@ bench: $(VENV)/.dev
 # PEFT's own DoRA tests through fdora, in an environment of their own (4 min, 2 cores). ACCEPTANCE="--peft 0.18.1 -n 4"
 acceptance:
 	$(PYTHON) -m tests.acceptance.peft_suite --venv $(VENV)-peft $(ACCEPTANCE)
+
+# Axolotl, SWIFT, LLaMA-Factory, Unsloth and TRL, each in an environment of its own. FRAMEWORKS="axolotl swift"
+frameworks:
+	$(PYTHON) -m tests.acceptance.frameworks --work $(VENV)-frameworks $(FRAMEWORKS)
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)

@@ -1,4 +1,4 @@
-"""The README keeps its word: its programs run and do what they say, its commands exist."""
+"""The README and docs/integrations.md keep their word: their programs run and do what they say, their commands exist."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bench import report
+from tests.snippets import PAGE, SNIPPETS, execute
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -92,11 +93,79 @@ def test_program_4_is_torchtunes_layer():
     assert done.returncode == 0 and done.stdout.strip().endswith("same"), done.stderr
 
 
+# (section of docs/integrations.md, language) -> the test that runs it
+RUN_BY = {
+    ("PEFT", "python"): "test_docs.py",
+    ("TRL", "python"): "integrations/test_trl.py",
+    ("Axolotl", "yaml"): "integrations/test_axolotl.py",
+    ("ms-swift", "python"): "integrations/test_swift.py",
+    ("ms-swift", "sh"): "integrations/test_swift.py",
+    ("LLaMA-Factory", "sh"): "integrations/test_llamafactory.py",
+    ("LLaMA-Factory", "yaml"): "integrations/test_llamafactory.py",
+    ("Unsloth", "python"): "integrations/test_unsloth.py",
+    ("torchtune", "python"): "test_docs.py",
+}
+
+
+def test_every_snippet_is_run_by_a_test():
+    assert SNIPPETS.keys() == RUN_BY.keys() and len(SNIPPETS) == PAGE.count("```") // 2
+    for (section, language), file in RUN_BY.items():
+        code = (ROOT / "tests" / file).read_text()
+        call = f'execute("{section}"' if language == "python" else f'snippet("{section}", "{language}")'
+        assert call in code or f'snippet("{section}", "{language}")' in code, f"{file} does not run {section}'s {language}"
+
+
+def test_the_peft_snippet(capsys):
+    space = execute("PEFT")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and all(re.search(r"8  eager +1 +0 +0 ", line) for line in lines[1:3])
+    from peft.tuners.lora.variants import DoraLinearVariant
+
+    variants = [v for m in space["model"].modules() for v in getattr(m, "lora_variant", {}).values()]
+    assert [type(v) for v in variants] == 2 * [DoraLinearVariant]
+
+
+TORCHTUNE = """
+import torch, torchtune.models.llama3_2 as llamas
+from torchtune.models.llama3_2 import lora_llama3_2
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
+
+def small(attention, apply_lora_to_mlp, lora_rank, use_dora):
+    return lora_llama3_2(attention, apply_lora_to_mlp, vocab_size=64, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=32, max_seq_len=64,
+                         intermediate_dim=48, lora_rank=lora_rank, lora_alpha=8, use_dora=use_dora)
+
+llamas.lora_llama3_2_1b = small
+from tests.snippets import execute
+space = execute("torchtune")
+for p in space["model"].parameters():
+    torch.nn.init.normal_(p, std=0.1)
+set_trainable_params(space["model"], get_adapter_params(space["model"]))  # as its recipes do
+ids = torch.arange(20)[None]
+y = space["model"](ids)
+rows = space["report"](space["model"])
+assert len(rows) == 12 and all(row == {"fused": 1} for row in rows.values()), rows
+torch.testing.assert_close(space["restore"](space["model"])(ids), y)
+print("same")
+"""
+
+
+def test_the_torchtune_snippet():
+    """In a process of its own, on a model that is smaller than the one it names."""
+    folder = Path(sys.prefix) / "torchtune"
+    if not folder.exists():
+        pytest.skip(f"`make test` installs torchtune into {folder}; this environment was made otherwise")
+    if not (ROOT / "fdora" / "integrations" / "torchtune.py").exists():
+        pytest.skip("this checkout has no fdora/integrations/torchtune.py")
+    env = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", TORCHTUNE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip().endswith("same"), done.stderr
+
+
 def test_commands_exist():
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
-    for command in re.findall(r"^make (\w+)", README, re.M):
+    for command in re.findall(r"^make (\w+)", README, re.M) + re.findall(r"`make (\w+)`", PAGE):
         assert command in targets
-    for module in re.findall(r"python -m ([\w.]+)", README):
+    for module in re.findall(r"python -m ([\w.]+)", README + PAGE):
         assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
 
 

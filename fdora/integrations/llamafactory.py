@@ -1,4 +1,4 @@
-"""LLaMA-Factory's DoRA through fdora's functions: another name for the command. For LLaMA-Factory 0.9.4 and newer.
+"""LLaMA-Factory's DoRA through fdora's functions: another name for the command. For LLaMA-Factory 0.9.5 and newer.
 
     python -m fdora.integrations.llamafactory train config.yaml          # instead of llamafactory-cli train config.yaml
     torchrun --nproc-per-node 8 -m fdora.integrations.llamafactory train config.yaml
@@ -24,7 +24,7 @@ from fdora.integrations.peft import disable, enable, report, restore, use_fdora
 
 __all__ = ["disable", "enable", "main", "register", "report", "restore", "unregister", "use_fdora"]
 
-need("llamafactory", "llamafactory", "0.9.4")
+need("llamafactory", "llamafactory", "0.9.5")
 
 
 def register() -> None:
@@ -58,11 +58,13 @@ def main() -> None:
     """
     from llamafactory.extras.misc import get_device_count, is_env_enabled
 
-    v1, worker = is_env_enabled("USE_V1"), "LOCAL_RANK" in os.environ
-    train = sys.argv[1] in ("train", "sft", "dpo", "rm") if len(sys.argv) > 1 else False
-    if train and is_env_enabled("USE_RAY"):
+    command = sys.argv[1] if len(sys.argv) > 1 else "help"
+    train, v1, worker = command in ("train", "sft", "dpo", "rm"), is_env_enabled("USE_V1"), "LOCAL_RANK" in os.environ
+    elsewhere = "webui" if command == "webui" else "USE_RAY" if train and is_env_enabled("USE_RAY") else ""
+    if elsewhere:
         raise FdoraError(
-            "fdora.integrations.llamafactory: `USE_RAY` must be off, its workers are processes without fdora. Use torchrun."
+            f"fdora.integrations.llamafactory: training must happen in this process, got {elsewhere}, which starts others. "
+            "Use train, under torchrun for several devices."
         )
     several = is_env_enabled("FORCE_TORCHRUN") or (get_device_count() > 1 and not is_env_enabled("USE_KT"))
     if train and several and not worker:

@@ -2,7 +2,7 @@
 
 Makes one environment for each framework, with a torch for the CPU and the versions below, and runs tests/integrations/test_NAME.py
 in it. Heavy frameworks come without the dependencies that these tests do not touch or that fight a CPU: see RECIPES. About ten
-minutes and 8 GB for all; an environment, once made, is used again. ``python -m tests.acceptance.frameworks axolotl`` runs one.
+minutes and 12 GB for all; an environment, once made, is used again. ``python -m tests.acceptance.frameworks axolotl`` runs one.
 """
 
 import argparse

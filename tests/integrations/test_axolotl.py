@@ -29,10 +29,11 @@ from fdora.integrations.peft import report
 from tests.integrations import tiny
 from tests.integrations.models import perturb
 from tests.integrations.test_peft_model import snapshot
+from tests.snippets import snippet
 
 STEPS = 12
 KERNELS = dict.fromkeys(("lora_qkv_kernel", "lora_o_kernel", "lora_mlp_kernel"), True)
-PLUGIN = {"plugins": ["fdora.integrations.axolotl.FdoraPlugin"]}
+PLUGIN = yaml.safe_load(snippet("Axolotl", "yaml"))
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from fdora.integrations import llamafactory as shim
 from fdora.integrations._peft.dora import Dora
 from tests.integrations import tiny
 from tests.integrations.models import perturb
+from tests.snippets import snippet
 
 STEPS = 8
 
@@ -57,7 +58,7 @@ def v0(files, out, **more):
 
 def v1(files, out, name, **peft):
     return {
-        "model": str(files / "model"), "template": "chatml", "peft_config": {"name": name, "r": 4, **peft}, "train_dataset": str(files / "v1.jsonl"),
+        "model": str(files / "model"), "template": "chatml", "peft_config": {"r": 4, "name": name, **peft}, "train_dataset": str(files / "v1.jsonl"),
         "output_dir": str(out), "max_steps": STEPS, "learning_rate": 3e-3, "micro_batch_size": 2, "cutoff_len": 256, "bf16": False,
         "batching_workers": 0, "enable_activation_checkpointing": False, "seed": 0,
     }  # fmt: skip
@@ -103,7 +104,8 @@ def test_the_first_version(start, files, command, tmp_path):
 def test_the_second_version(dropout, files, command, tmp_path, monkeypatch):
     monkeypatch.setenv("USE_V1", "1")
     want, none = command(their_main, v1(files, tmp_path / "stock", "lora", use_dora=True, lora_dropout=dropout))
-    got, calls = command(shim.main, v1(files, tmp_path / "fdora", "fdora", lora_dropout=dropout))
+    documented = yaml.safe_load(snippet("LLaMA-Factory", "yaml"))["peft_config"]
+    got, calls = command(shim.main, v1(files, tmp_path / "fdora", **documented | {"r": 4}, lora_dropout=dropout))
     assert not none and calls == {"composed" if dropout else "fused": STEPS * tiny.LAYERS}
     close(got, want)
 
@@ -133,13 +135,16 @@ def test_registered_and_not():
 
 
 @pytest.mark.parametrize(
-    ("env", "message"),
-    [({"FORCE_TORCHRUN": "1"}, "must be started by torchrun, got one process"), ({"USE_RAY": "1"}, "`USE_RAY` must be off")],
+    ("command", "env", "message"),
+    [
+        ("train", "FORCE_TORCHRUN", "must be started by torchrun, got one process"),
+        ("train", "USE_RAY", "must happen in this process, got USE_RAY"),
+        ("webui", "USE_KT", "must happen in this process, got webui"),
+    ],
 )
-def test_processes_without_fdora_are_refused(env, message, monkeypatch):
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", "train", "config.yaml"])
+def test_processes_without_fdora_are_refused(command, env, message, monkeypatch):
+    monkeypatch.setenv(env, "1")
+    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", command, "config.yaml"])
     with pytest.raises(FdoraError, match=message):
         shim.main()
 
@@ -159,8 +164,11 @@ print("calls", dict(calls))
 def test_the_first_version_under_torchrun(files, tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.dump(v0(files, tmp_path / "out")))
     (tmp_path / "counted.py").write_text(COUNTED)
+    _, line = snippet("LLaMA-Factory", "sh").splitlines()
+    line = line.replace("torchrun", "-m torch.distributed.run").replace("-node 8", "-node 2")
+    words = line.replace("-m fdora.integrations.llamafactory", str(tmp_path / "counted.py")).split()
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", tmp_path / "counted.py", "train", tmp_path / "config.yaml"],
+        [sys.executable, *words], cwd=tmp_path,
         env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0 and (tmp_path / "out" / "adapter_model.safetensors").exists(), done.stderr[-3000:]
@@ -182,6 +190,10 @@ def test_the_second_version_under_torchrun(monkeypatch):
     assert got == [(["sft", "config.yaml"], True)]
 
 
-def test_as_a_command():
-    done = subprocess.run([sys.executable, "-m", "fdora.integrations.llamafactory", "version"], capture_output=True, text=True)
-    assert done.returncode == 0 and "Welcome to LLaMA Factory" in done.stdout, done.stderr
+def test_as_a_command(files, tmp_path):
+    (tmp_path / "config.yaml").write_text(yaml.dump(v0(files, tmp_path / "out")))
+    line, _ = snippet("LLaMA-Factory", "sh").splitlines()
+    python, *words = line.split()
+    assert python == "python"
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "out" / "adapter_model.safetensors").exists(), done.stderr[-3000:]

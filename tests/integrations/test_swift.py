@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shlex
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from fdora.integrations.peft import report
 from tests.integrations import tiny
 from tests.integrations.models import perturb
 from tests.integrations.test_peft_model import snapshot
+from tests.snippets import snippet
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +40,7 @@ def files(tmp_path_factory):
     ]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "plugin").mkdir()
-    code = shim.__doc__.split("\n\n")[2]
-    (folder / "plugin" / "fdora_plugin.py").write_text("\n".join(line.strip() for line in code.splitlines()))
+    (folder / "plugin" / "fdora_plugin.py").write_text(snippet("ms-swift", "python"))
     yield {
         "model": model,
         "adapter": str(folder / "adapter"),
@@ -51,7 +52,7 @@ def files(tmp_path_factory):
 
 def command(files, out, *more):
     return [
-        *("--model", files["model"], "--model_type", "llama", "--template", "default", "--dataset", files["data"], "--output_dir", str(out)),
+        *("--model", files["model"], "--dataset", files["data"], "--model_type", "llama", "--template", "default", "--output_dir", str(out)),
         *("--torch_dtype", "float32", "--max_steps", "12", "--learning_rate", "3e-3", "--per_device_train_batch_size", "2", "--max_length", "400"),
         *("--report_to", "none", "--split_dataset_ratio", "0", "--gradient_checkpointing", "false", "--check_model", "false", "--use_hf", "true"),
         *("--gradient_accumulation_steps", "1", "--lora_rank", "4", "--add_version", "false", "--logging_steps", "1", "--data_seed", "0", "--seed", "0", *more),
@@ -61,6 +62,15 @@ def command(files, out, *more):
 def trained(files, out, *more):
     sft_main(command(files, out, *more))
     return load_file(out / "checkpoint-12" / "adapter_model.safetensors")
+
+
+def documented(files):
+    """The options of the documentation, but for the model and the data."""
+    program, verb, *words = shlex.split(snippet("ms-swift", "sh"))
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    assert (program, verb) == ("swift", "sft") and options.keys() >= {"--model", "--dataset"}
+    options["--external_plugins"] = files["plugin"]
+    return [w for name, value in options.items() if name not in ("--model", "--dataset") for w in (name, value)]
 
 
 @pytest.fixture
@@ -76,7 +86,7 @@ def made(monkeypatch):
 def test_its_command_trains_the_same_adapter(start, dropout, files, made, tmp_path):
     more = ["--lora_dropout", dropout] + (["--adapters", files["adapter"]] if start == "adapter" else [])
     want = trained(files, tmp_path / "stock", "--tuner_type", "lora", "--use_dora", "true", *more)
-    got = trained(files, tmp_path / "fdora", "--tuner_type", "fdora", "--external_plugins", files["plugin"], *more)
+    got = trained(files, tmp_path / "fdora", *documented(files), *more)
     assert got.keys() == want.keys() and len(want) == 3 * tiny.LAYERS
     for name, p in want.items():
         torch.testing.assert_close(got[name], p, rtol=0, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")

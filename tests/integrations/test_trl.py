@@ -12,6 +12,7 @@ from trl import SFTConfig, SFTTrainer
 from fdora.integrations.peft import enabled, report, restore, use_fdora
 from tests.integrations import tiny
 from tests.integrations.models import perturb
+from tests.snippets import execute
 
 
 class Losses(SFTTrainer):
@@ -93,3 +94,13 @@ def test_saved_by_the_trainer_and_restored(tmp_path):
     again = PeftModel.from_pretrained(tiny.llama(), tmp_path / "adapter")
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, ours.model.eval()(ids).logits)
+
+
+def test_the_snippet(tmp_path):
+    args = SFTConfig(
+        output_dir=str(tmp_path), max_steps=1, max_length=64, use_cpu=True, bf16=False, report_to=[], save_strategy="no"
+    )
+    data = Dataset.from_dict({"text": tiny.lines(8)})
+    space = execute("TRL", model=tiny.llama(), args=args, data=data, tokenizer=tiny.tokenizer())
+    rows = report(space["trainer"].model)
+    assert rows and all(row.fused for row in rows)

@@ -24,6 +24,7 @@ from fdora.integrations.unsloth import restore, use_fdora
 from tests.integrations import tiny
 from tests.integrations.models import perturb
 from tests.integrations.test_peft_model import snapshot
+from tests.snippets import execute
 
 STEPS = 10
 
@@ -92,6 +93,12 @@ def test_generate_and_restore(folder):
     assert all(row.fused == 12 for row in report(model)), str(report(model))
     restore(restore(model))
     assert snapshot(model) == before
+
+
+def test_the_snippet(folder):
+    model = execute("Unsloth", name=folder)["model"]
+    model(torch.arange(3, 19)[None])
+    assert report(model) and all(row.fused or row.composed for row in report(model)), str(report(model))
 
 
 def test_an_older_one_is_refused(folder, monkeypatch):
