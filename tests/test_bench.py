@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
-from bench import host, layer, layers12, model, ways
+from bench import converge, host, layer, layers12, model, ways
 from bench.attempt import Failures
 from bench.truth import Truth
 from fdora.functional import dora_linear
@@ -268,6 +268,43 @@ def test_model_sees_a_wrong_result(tmp_path, monkeypatch):
     monkeypatch.setattr(linear, "dora_linear", doubled)
     with pytest.raises(SystemExit, match=r"'dA \(bf16 adapters\)', 'dB \(bf16 adapters\)'"):
         run(model, tmp_path, MODEL + "--no-compile --adapter bf16 --modes inference")
+
+
+# convergence
+
+CONVERGE = "--tiny --layers 1 --eval 2 --batch 4 --seq 32 --r 4 "
+
+
+def test_converge(tmp_path, capsys):
+    result = run(converge, tmp_path, CONVERGE + "--steps 21 --pretrain 40 --seeds 0,1")
+    kinds = ["adamw", *(["muon"] if hasattr(torch.optim, "Muon") else [])]
+    assert [(row["seed"], row["optimizer"]) for row in result["rows"]] == [(seed, k) for seed in (0, 1) for k in kinds]
+    assert result["pretraining_loss"][-1] < result["pretraining_loss"][0] - 0.5
+    for row in result["rows"]:
+        assert list(row["paths"]) == ["fused"] and all(len(loss) == 2 for loss in row["loss"].values())
+        start = {way: loss[0] for way, loss in row["loss"].items()}
+        apart = row["difference"]["fdora, peft"]
+        assert abs(start["fdora"] - start["peft"]) <= apart["worst"] + 1e-6 and 0 < apart["mean"] <= apart["worst"] < 5e-3
+        assert all(row["held_out"][way] < row["held_out_before"][way] for way in converge.WAYS)
+        assert row["held_out_before"]["float32"] == result["rows"][0]["held_out_before"]["float32"]  # B = 0
+    losses = [row["loss"]["float32"] for row in result["rows"]]
+    assert len({tuple(loss) for loss in losses}) == len(losses)  # neither seed nor optimizer is without effect
+    assert f"{result['rows'][-1]['held_out']['fdora']:.4f}" in capsys.readouterr().out
+
+
+def test_converge_sees_a_wrong_result(tmp_path, monkeypatch):
+    from fdora.integrations._peft import linear
+
+    monkeypatch.setattr(linear, "dora_linear", lambda x, W, A, B, m, **options: dora_linear(x, W, A, B, 30 * m, **options))
+    with pytest.raises(SystemExit, match="farther from float32"):
+        run(converge, tmp_path, CONVERGE + "--steps 2 --pretrain 40 --seeds 0 --optimizers adamw --adapter bf16")
+
+
+def test_converge_learns_and_is_asked_different_texts():
+    source, reference, rest = converge.corpora()
+    assert len(source) > 1e6 and len(reference) > 1e5 and len(rest) > 1e4
+    windows = {reference[i : i + 200] for i in range(len(reference) - 200)}
+    assert not any(rest[i : i + 200] in windows for i in range(len(rest) - 200))
 
 
 # the pytest-benchmark suite
