@@ -173,6 +173,11 @@ def test_layers12_compiled(tmp_path):
     assert [row["compiled"] and row["inference_ms"] > 0 for row in result["rows"]] == [True, True]
 
 
+def test_layers12_out_of_time(tmp_path):
+    result = run(layers12, tmp_path, TWELVE + "--no-compile --ways frozen --modes inference --seconds 0")
+    assert result["failed"] == {"inference, eager": "not started within 0 s"}
+
+
 def test_layers12_sees_a_wrong_result(tmp_path, monkeypatch):
     monkeypatch.setattr(layers12, "dora_linear", doubled)
     with pytest.raises(SystemExit, match="'dA of fdora', 'dB of fdora'"):
@@ -352,6 +357,7 @@ def test_converge_learns_and_is_asked_different_texts():
 
 
 def suite(tmp_path, *options):
+    pytest.importorskip("pytest_benchmark")
     command = [sys.executable, "-m", "pytest", "-o", "python_files=bench_*.py", "--rounds=2", "-p", "no:cacheprovider"]
     return subprocess.run([*command, f"--benchmark-storage={tmp_path}", *options], cwd=ROOT, capture_output=True, text=True)
 
