@@ -9,7 +9,7 @@ sequence, loss on its last tokens. Modes: inference; gradient of all adapters; a
 micro-batches; each of these but the first also with gradient checkpointing. Eager, then torch.compile per decoder layer.
 float32 adapters run under bf16 autocast, as trainers run them. Wall time until the GPU is done, median of turns; peak memory
 above weights, adapters and optimizer. Before it is timed, fdora's logits and gradients are compared with those of PEFT's
-DoRA, and for one layer both with a float32 run. ``--sweep`` varies one size and fits the exponent of its growth.
+DoRA, and for one layer both with a float32 run. ``--sweep`` varies one size, eager, and fits the exponent of its growth.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ def parse(argv):
     parser.add_argument("--values", type=lambda s: [int(v) for v in s.split(",")], help="of the sweep")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--no-eager", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="bf16 adapters, four modes, three runs")
+    parser.add_argument("--quick", action="store_true", help="bf16 adapters, four modes, three turns")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
@@ -350,8 +350,9 @@ def parse(argv):
     parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     if options.quick:
-        options.adapter, options.runs, options.modes = "bf16", 3, options.modes or list(QUICK)
-    options.modes = options.modes or (["inference", "gradient"] if options.sweep else list(MODES))
+        options.adapter, options.runs = "bf16", 3
+    usual = ("inference", "gradient") if options.sweep else QUICK if options.quick else MODES
+    options.modes = options.modes or list(usual)
     options.values = options.values or SWEEPS.get(options.sweep)
     if unknown := (set(options.modes) - set(MODES)) | (set(options.ways) - set(WAYS)):
         parser.error(f"unknown modes or ways: {', '.join(sorted(unknown))}")
@@ -372,7 +373,7 @@ def main(argv=None):
     most = MOST_APART[options.dtype]
     wrong = [f"{n} ({adapter} adapters)" for adapter, found in result["agreement"].items()
              for n, v in found["against_peft_dora"].items() if not v["relative"] <= most]  # fmt: skip
-    stock = {a: p for a, p in result["paths"].items() if not set(p) <= {"fused", "composed"}}
+    stock = {a: p for a, p in result["paths"].items() if set(p) - {"composed"} != {"fused"}}
     if wrong or stock or any("fdora" in name for name in bench.failures):
         raise SystemExit(f"fdora parts from PEFT's DoRA in {wrong}, or did not run: {dict(bench.failures)}, calls {stock}")
 

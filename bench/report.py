@@ -312,6 +312,17 @@ def models() -> str:
     return "\n\n".join(parts)
 
 
+def convergence() -> str:
+    from bench.converge import markdown
+
+    parts = []
+    for name in names("converge"):
+        result = load(name)
+        settings = ", ".join(f"{key} {value}" for key, value in result["settings"].items())
+        parts += [f"### {name}", f"{settings}.", markdown(result["rows"])]
+    return "\n\n".join(parts)
+
+
 AGREEMENT = ["against", "of", "relative L2", "cosine", "largest difference", "largest value"]
 
 
@@ -338,6 +349,8 @@ def document() -> str:
     parts += ["## Compose", readme_compose(), "## Twelve decoder layers", layers12()]
     if names("model_"):
         parts += ["## Whole models", models()]
+    if names("converge"):
+        parts += ["## Fine-tuning, step by step", convergence()]
     parts += ["## The host", f"16 tokens, 512 x 512: {readme_host()}.", "## Sources", sources()]
     return "\n\n".join(parts) + "\n"
 

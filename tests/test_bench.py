@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
-from bench import group, host, layer, layers12, model, ways
+from bench import converge, group, host, layer, layers12, model, ways
 from bench.attempt import Failures
 from bench.truth import Truth
 from fdora.functional import dora_linear
@@ -203,6 +203,11 @@ def test_layers12_compiled(tmp_path):
     assert [row["compiled"] and row["inference_ms"] > 0 for row in result["rows"]] == [True, True]
 
 
+def test_layers12_out_of_time(tmp_path):
+    result = run(layers12, tmp_path, TWELVE + "--no-compile --ways frozen --modes inference --seconds 0")
+    assert result["failed"] == {"inference, eager": "not started within 0 s"}
+
+
 def test_layers12_sees_a_wrong_result(tmp_path, monkeypatch):
     monkeypatch.setattr(layers12, "dora_linear", doubled)
     with pytest.raises(SystemExit, match="'dA of fdora', 'dB of fdora'"):
@@ -219,6 +224,7 @@ def test_layers12_sees_calls_that_peft_served(tmp_path, monkeypatch):
 
 # whole models
 
+CONVERGE = "--tiny --layers 1 --eval 2 --batch 4 --seq 32 --r 4 "
 MODEL = "--tiny --layers 1 --seq 16 --loss-tokens 4 --r 4 --runs 1 "
 
 
@@ -253,7 +259,10 @@ def test_model(tmp_path, name):
 
 def test_model_compiled_and_out_of_time(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(model.torch, "compile", partial(torch.compile, backend="aot_eager"))  # Inductor takes a minute
+    torch._dynamo.utils.counters.clear()
     result = run(model, tmp_path, MODEL + "--quick --no-eager --modes gradient_checkpointing --ways peft_fdora")
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] > 0 and not counters["graph_break"]
     (row,) = result["rows"]
     assert row["compiled"] and row["adapter"] == "bf16"
     assert f"| {row['ms']:.1f} / {row['tokens_per_s']} / {row['peak_mb']:.0f} |" in capsys.readouterr().out
@@ -261,14 +270,20 @@ def test_model_compiled_and_out_of_time(tmp_path, capsys, monkeypatch):
     assert late["rows"] == [] and [case["mode"] for case in late["skipped"]] == ["gradient"]
 
 
-def test_model_autocasts_float32_adapters(tmp_path):
+def test_model_autocasts_float32_adapters():
     options = model.parse([*MODEL.split(), "--adapter", "fp32"])
     step = model.Bench(options).prepare("fp32", 4, 16, 1)["peft_fdora"]
-    assert all(p.dtype == torch.float32 for p in step.leaves.values()) and step.logits().dtype == torch.bfloat16
+    assert all(p.dtype == torch.float32 for p in step.leaves.values())
+    seen = []
+    step.model.get_base_model().model.layers[0].mlp.register_forward_hook(
+        lambda *_: seen.append(torch.is_autocast_enabled("cpu"))
+    )
+    step.gradients()
+    assert seen == [True]
     assert all(p.dtype == torch.bfloat16 for p in step.model.parameters() if not p.requires_grad)
 
 
-def test_model_steps(tmp_path):
+def test_model_steps():
     """A step is the mean of its micro-batches, by every adapter."""
     options = model.parse([*MODEL.split(), "--dtype", "fp32", "--adapter", "fp32"])
     step = model.Bench(options).prepare("fp32", 4, 16, 1)["peft_fdora"]
@@ -280,7 +295,17 @@ def test_model_steps(tmp_path):
         torch.testing.assert_close(p.detach(), old - gradient)
 
 
-@pytest.mark.parametrize("what", list(model.SWEEPS))
+def test_model_checkpointing_runs_a_layer_twice():
+    step = model.Bench(model.parse(MODEL.split())).prepare("bf16", 4, 16, 1)["peft_fdora"]
+    calls = []
+    step.model.get_base_model().model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    for mode, wanted in (("gradient_checkpointing", 2), ("gradient", 1), ("step_8", 8), ("step_8_checkpointing", 16)):
+        calls.clear()
+        step.of(mode)()
+        assert len(calls) == wanted, mode
+
+
+@pytest.mark.parametrize("what", ["S", "width"])
 def test_model_sweep(tmp_path, what):
     values = {"r": "2,4", "S": "16,32", "width": "32,64"}[what]
     result = run(model, tmp_path, MODEL + f"--sweep {what} --values {values} --adapter bf16 --modes gradient --ways peft_fdora")
@@ -292,6 +317,18 @@ def test_model_sweep(tmp_path, what):
     assert model.slope([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
 
 
+def test_stock_layers_are_seen(tmp_path, monkeypatch):
+    from fdora.integrations import peft
+
+    monkeypatch.setattr(peft, "use_fdora", lambda model: model)
+    with pytest.raises(SystemExit, match="did not run"):
+        run(model, tmp_path, MODEL + "--no-compile --adapter bf16 --modes inference")
+    with pytest.raises(SystemExit, match="did not run"):
+        run(layers12, tmp_path, TWELVE + "--no-compile --ways peft_dora,peft_fdora --modes inference")
+    with pytest.raises(SystemExit, match="did not run"):
+        run(converge, tmp_path, CONVERGE + "--steps 2 --pretrain 2 --seeds 0 --optimizers adamw")
+
+
 def test_model_sees_a_wrong_result(tmp_path, monkeypatch):
     from fdora.integrations._peft import linear
 
@@ -300,10 +337,57 @@ def test_model_sees_a_wrong_result(tmp_path, monkeypatch):
         run(model, tmp_path, MODEL + "--no-compile --adapter bf16 --modes inference")
 
 
+# convergence
+
+
+def test_converge(tmp_path, capsys):
+    result = run(converge, tmp_path, CONVERGE + "--steps 21 --pretrain 40 --seeds 0,1")
+    kinds = ["adamw", *(["muon"] if hasattr(torch.optim, "Muon") else [])]
+    assert [(row["seed"], row["optimizer"]) for row in result["rows"]] == [(seed, k) for seed in (0, 1) for k in kinds]
+    assert result["pretraining_loss"][-1] < result["pretraining_loss"][0] - 0.5
+    for row in result["rows"]:
+        assert list(row["paths"]) == ["fused"] and all(len(loss) == 2 for loss in row["loss"].values())
+        start = {way: loss[0] for way, loss in row["loss"].items()}
+        apart = row["difference"]["fdora, peft"]
+        assert abs(start["fdora"] - start["peft"]) <= apart["worst"] + 1e-6 and 0 < apart["mean"] <= apart["worst"] < 5e-3
+        assert all(row["held_out"][way] < row["held_out_before"][way] for way in converge.WAYS)
+        assert row["held_out_before"]["float32"] == result["rows"][0]["held_out_before"]["float32"]  # B = 0
+    losses = [row["loss"]["float32"] for row in result["rows"]]
+    assert len({tuple(loss) for loss in losses}) == len(losses)  # neither seed nor optimizer is without effect
+    assert f"{result['rows'][-1]['held_out']['fdora']:.4f}" in capsys.readouterr().out
+
+
+def test_converge_starts_everywhere_from_the_same_adapters():
+    options = converge.parse([*CONVERGE.split(), "--pretrain", "1"])
+    base, _ = converge.pretrained(bytes(range(256)) * 9, options)
+    for seed in (0, 1):
+        models = {way: dict(converge.adapted(way, base, options, seed).named_parameters()) for way in converge.WAYS}
+        for name, p in models["float32"].items():
+            for way in ("peft", "fdora"):
+                q = models[way][name]
+                assert q.dtype == (torch.float32 if p.requires_grad else torch.bfloat16) and torch.equal(p, q.float())
+
+
+def test_converge_sees_a_wrong_result(tmp_path, monkeypatch):
+    from fdora.integrations._peft import linear
+
+    monkeypatch.setattr(linear, "dora_linear", lambda x, W, A, B, m, **options: dora_linear(x, W, A, B, 30 * m, **options))
+    with pytest.raises(SystemExit, match="farther from float32"):
+        run(converge, tmp_path, CONVERGE + "--steps 2 --pretrain 40 --seeds 0 --optimizers adamw --adapter bf16")
+
+
+def test_converge_learns_and_is_asked_different_texts():
+    source, reference, rest = converge.corpora()
+    assert len(source) > 1e6 and len(reference) > 1e5 and len(rest) > 1e4
+    windows = {reference[i : i + 200] for i in range(len(reference) - 200)}
+    assert not any(rest[i : i + 200] in windows for i in range(len(rest) - 200))
+
+
 # the pytest-benchmark suite
 
 
 def suite(tmp_path, *options):
+    pytest.importorskip("pytest_benchmark")
     command = [sys.executable, "-m", "pytest", "-o", "python_files=bench_*.py", "--rounds=2", "-p", "no:cacheprovider"]
     return subprocess.run([*command, f"--benchmark-storage={tmp_path}", *options], cwd=ROOT, capture_output=True, text=True)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -220,6 +221,37 @@ def test_losses_are_counted(file, norm):
     lost = f"{sum(each > 1 for each in times)} of {len(times)} | {max(times):.2f}"
     assert f"| h100/{file} | fwd_bwd, norm {norm} | PEFT LoRA | {lost} |" in report.losses()
     assert report.document().index("Where fdora loses") < 200
+
+
+def test_models_and_convergence_enter_the_page(tmp_path, monkeypatch):
+    """Committed results get their sections, and a model's losses are counted with the others."""
+    row = {"layers": 1, "seq": 8, "r": 4, "adapter": "bf16", "compiled": False, "mode": "step"}
+    ways = {"peft_lora": (1.0, 9.0), "peft_dora": (4.0, 9.0), "peft_fdora": (2.5, 7.0)}
+    rows = [row | {"way": way, "ms": ms, "peak_mb": mb, "tokens_per_s": 8} for way, (ms, mb) in ways.items()]
+    part = {"logits": {"relative": 0.0123, "cosine": 0.99999, "max_difference": 0.5, "max": 3.0}}
+    agreement = {"bf16": {"against_peft_dora": part, "one_layer_against_float32": {"peft_dora": part, "peft_fdora": part}}}
+    fit = {"over": "r", "exponents": {"step, peft_fdora": {"ms": 0.25, "peak_mb": 0.125}}}
+    model = {"about": {}, "model": "qwen3-8b", "rows": rows, "agreement": agreement, "sweep": fit}
+    numbers = dict.fromkeys(("peft", "fdora", "float32"), 1.2345)
+    apart = {pair: {"mean": 1e-3, "worst": 2e-3} for pair in ("fdora, peft", "peft, float32", "fdora, float32")}
+    seed = {
+        "seed": 7,
+        "optimizer": "muon",
+        "difference": apart,
+        "held_out": numbers,
+        "held_out_before": numbers,
+        "seconds": numbers,
+    }
+    shutil.copytree(report.RESULTS, tmp_path / "results")
+    for name, result in {"model_qwen3": model, "converge": {"about": {}, "settings": {"r": 16}, "rows": [seed]}}.items():
+        (tmp_path / f"results/h100/{name}.json").write_text(json.dumps(result))
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    page = report.document()
+    assert "| 1.0 / 8 / 9 | 4.0 / 8 / 9 | 2.5 / 8 / 7 |" in page and "| step, peft_fdora | 0.25 | 0.12 |" in page
+    assert "| float32, PEFT with use_fdora | logits | 1.2e-02 | 0.999990 | 5.00e-01 | 3.00e+00 |" in page
+    assert "| h100/model_qwen3 | model: PEFT with use_fdora | PEFT LoRA | 1 of 1 | 2.50 |" in page
+    assert "model: PEFT with use_fdora | PEFT DoRA" not in page and "model, peak memory" not in page
+    assert "| 7 | muon | 1.0e-03 / 2.0e-03 |" in page
 
 
 def test_a_mark_that_is_missing_is_an_error():

@@ -1,0 +1,241 @@
+"""The same fine-tuning through PEFT and through fdora, step by step, and both beside a float32 run.
+
+    python -m bench.converge --device cuda --json FILE
+    python -m bench.converge --device cuda --seeds 0 --optimizers muon --json FILE
+
+A small causal language model of bytes learns the standard library's source (top-level modules), in float32. DoRA then adapts
+all its linears to another text, the language reference that pydoc carries, of which every tenth topic is held out. A seed
+draws the adapters and the order of the data. Three ways from the same start: PEFT's DoRA and ``use_fdora`` on the bf16 base,
+and PEFT's DoRA in float32 on the same weights. float32 adapters run under bf16 autocast; ``--adapter bf16`` without. AdamW, or
+Muon for A and B with AdamW for m. Reported: mean and worst difference of the loss of a step, and the held-out loss at the
+end. It fails where fdora ends farther from float32 than twice PEFT's distance and 0.01.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import sysconfig
+import time
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.decoder import LINEARS
+from bench.norm_forms import about
+from bench.rivals import paths
+from bench.table import line, table
+
+WAYS = ("peft", "fdora", "float32")
+PAIRS = (("fdora", "peft"), ("peft", "float32"), ("fdora", "float32"))
+SIZES = dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4)
+TINY = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PRETRAIN_LR, LR = 1e-3, 1e-3
+EVERY = 20  # steps between the losses that the JSON keeps
+SLACK = 0.01
+
+
+def corpora() -> tuple[bytes, bytes, bytes]:
+    """Source to learn, reference to adapt to, and the held-out part of that."""
+    from pydoc_data.topics import topics
+
+    source = b"\n".join(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
+    texts = [topics[name] for name in sorted(topics)]
+    held_out = [paragraph for text in texts[::10] for paragraph in text.split("\n\n")]
+    del texts[::10]
+    known = {paragraph for text in texts for paragraph in text.split("\n\n")}  # topics repeat one another
+    new = [paragraph for paragraph in held_out if paragraph not in known]
+    return source, "\n\n".join(texts).encode(), "\n\n".join(new).encode()
+
+
+def batches(text: bytes, steps: int, options, seed: int) -> list[Tensor]:
+    """``steps`` batches of windows, one byte longer than the model reads."""
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    starts = torch.randint(
+        len(data) - options.seq - 1, (steps, options.batch, 1), generator=torch.Generator().manual_seed(seed)
+    )
+    return list(data[starts + torch.arange(options.seq + 1)].to(options.device).long())
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def train(model: nn.Module, data: list[Tensor], optimizers: list[torch.optim.Optimizer], context) -> Tensor:
+    """The loss of every step. The rate of learning falls to a tenth along a line."""
+    decay = [torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.1, len(data)) for o in optimizers]
+    losses = []
+    for batch in data:
+        with context:
+            loss = loss_of(model, batch)
+        loss.backward()
+        for optimizer, schedule in zip(optimizers, decay, strict=True):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            schedule.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).double().cpu()
+
+
+@torch.no_grad()
+def held_out(model: nn.Module, data: list[Tensor], context) -> float:
+    with context:
+        return torch.stack([loss_of(model, batch) for batch in data]).double().mean().item()
+
+
+def pretrained(text: bytes, options) -> tuple[nn.Module, Tensor]:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = TINY if options.tiny else SIZES
+    config = transformers.LlamaConfig(vocab_size=256, num_hidden_layers=options.layers, tie_word_embeddings=False, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(options.device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PRETRAIN_LR, fused=True)
+    losses = train(model, batches(text, options.pretrain, options, -1), [optimizer], nullcontext())
+    return model.requires_grad_(False).to(torch.bfloat16), losses
+
+
+def adapted(way: str, base: nn.Module, options, seed: int) -> nn.Module:
+    """PEFT's DoRA on the bf16 base, or on the same weights in float32; adapters of one seed are the same everywhere."""
+    from peft import LoraConfig, get_peft_model
+
+    from fdora.integrations.peft import use_fdora
+
+    def build(model: nn.Module) -> nn.Module:
+        torch.manual_seed(seed)
+        config = LoraConfig(r=options.r, lora_alpha=2 * options.r, use_dora=True, target_modules=list(LINEARS))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return get_peft_model(model, config, autocast_adapter_dtype=False).train()
+
+    exact = build(copy.deepcopy(base).float())
+    if way == "float32":
+        return exact
+    model, start = build(copy.deepcopy(base)), dict(exact.named_parameters())
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            p.data = start[name].data.to(DTYPES[options.adapter])
+    return use_fdora(model) if way == "fdora" else model
+
+
+def optimizers_of(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim == 2] if kind == "muon" else []
+    vectors = [p for p in trained if not any(p is each for each in matrices)]
+    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(vectors, lr=LR, weight_decay=0.01, fused=True)]
+    if matrices:
+        found.append(torch.optim.Muon(matrices, lr=LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+    return found
+
+
+def case(base: nn.Module, seed: int, kind: str, texts: tuple[bytes, bytes], options) -> dict:
+    data, last = batches(texts[0], options.steps, options, seed), batches(texts[1], options.eval, options, 0)
+    row: dict = {"seed": seed, "optimizer": kind, "held_out_before": {}, "held_out": {}, "seconds": {}, "loss": {}}
+    losses = {}
+    for way in WAYS:
+        model = adapted(way, base, options, seed)
+        mixed = way != "float32" and options.adapter == "fp32"
+        context = torch.autocast(options.device, torch.bfloat16) if mixed else nullcontext()
+        row["held_out_before"][way] = round(held_out(model, last, context), 6)
+        start = time.perf_counter()
+        losses[way] = train(model, data, optimizers_of(kind, model), context)
+        row["seconds"][way] = round(time.perf_counter() - start, 2)
+        row["held_out"][way] = round(held_out(model, last, context), 6)
+        row["loss"][way] = [round(each, 6) for each in losses[way][::EVERY].tolist()]
+        if way == "fdora":
+            row["paths"] = paths(model)
+    row["difference"] = {}
+    for a, b in PAIRS:
+        apart = (losses[a] - losses[b]).abs()
+        row["difference"][f"{a}, {b}"] = {"mean": apart.mean().item(), "worst": apart.max().item()}
+    return row
+
+
+def markdown(rows: list[dict]) -> str:
+    """Loss of a step, mean / worst difference; held-out loss before and after; seconds."""
+    head = ["seed", "optimizer", *(f"{a} - {b}: mean / worst" for a, b in PAIRS), "held out before"]
+    head += [*(f"{way} after" for way in WAYS), "seconds: " + " / ".join(WAYS)]
+    lines = []
+    for row in rows:
+        apart = [f"{v['mean']:.1e} / {v['worst']:.1e}" for v in row["difference"].values()]
+        after = [f"{row['held_out'][way]:.4f}" for way in WAYS]
+        seconds = " / ".join(f"{row['seconds'][way]:.0f}" for way in WAYS)
+        lines.append([row["seed"], row["optimizer"], *apart, f"{row['held_out_before']['float32']:.4f}", *after, seconds])
+    return table(head, lines)
+
+
+def worse(row: dict) -> bool:
+    """Whether fdora ended farther from float32 than twice PEFT's distance, and some."""
+    mine, theirs = (abs(row["held_out"][way] - row["held_out"]["float32"]) for way in ("fdora", "peft"))
+    return not mine <= 2 * theirs + SLACK
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seeds", type=lambda s: [int(v) for v in s.split(",")], default=[0, 1, 2])
+    kinds = ["adamw", *(["muon"] if hasattr(torch.optim, "Muon") else [])]
+    parser.add_argument("--optimizers", type=lambda s: s.split(","), default=kinds)
+    parser.add_argument("--adapter", choices=DTYPES, default="fp32")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--pretrain", type=int, default=2000, help="steps")
+    parser.add_argument("--eval", type=int, default=16, help="held-out batches")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--r", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument("--quick", action="store_true", help="one seed, 200 steps")
+    parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="recorded in the JSON")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.seeds, options.steps, options.pretrain = [0], 200, 200
+    return options
+
+
+def main(argv=None):
+    options = parse(argv)
+    start = time.perf_counter()
+    facts = about(options.device, options.commit)
+    print(facts, "\n", flush=True)
+    source, reference, rest = corpora()
+    base, losses = pretrained(source, options)
+    sizes = {key: getattr(options, key) for key in ("adapter", "steps", "pretrain", "layers", "r", "batch", "seq")}
+    result: dict = {
+        "about": facts,
+        "settings": sizes | (TINY if options.tiny else SIZES) | {"lr": LR},
+        "rows": [],
+        "skipped": [],
+    }
+    result["bytes"] = {"source": len(source), "reference": len(reference), "held_out": len(rest)}
+    result["pretraining_loss"] = [round(each, 4) for each in losses[:: max(1, len(losses) // 20)].tolist()]
+    print(line(["pretraining, loss", *result["pretraining_loss"]]), flush=True)
+    for seed in options.seeds:
+        for kind in options.optimizers:
+            if time.perf_counter() - start > options.seconds:
+                result["skipped"].append([seed, kind])
+                continue
+            result["rows"].append(case(base, seed, kind, (reference, rest), options))
+            print(markdown(result["rows"][-1:]), flush=True)
+            if options.json:
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                options.json.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n" + markdown(result["rows"]))
+    if far := [(row["seed"], row["optimizer"], row["held_out"]) for row in result["rows"] if worse(row)]:
+        raise SystemExit(f"fdora ends farther from float32 than PEFT: {far}")
+    if other := [row["paths"] for row in result["rows"] if set(row["paths"]) != {"fused"}]:
+        raise SystemExit(f"fdora did not run every layer: {other}")
+
+
+if __name__ == "__main__":
+    main()
