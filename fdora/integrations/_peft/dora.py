@@ -40,6 +40,7 @@ class Dora:
     def __init__(self, stock: Any = None):
         self.stock = self.STOCK() if stock is None else stock
         self.keep_inner = False
+        self.shared: Any = None  # with the layers that read the same x, see blocks.py
         self.calls: Counter[str] = Counter()
         self.why_not_fused = ""
         self.forget()

@@ -6,7 +6,7 @@ and torch.compile see an ordinary module. What the one call does not serve runs 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import layer as lora
@@ -21,27 +21,24 @@ class Linear(lora.Linear):
     """PEFT's ``lora.Linear``, same name, same parameters, with the short way first."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or self.disable_adapters or self.merged:
-            return lora.Linear.forward(self, x, *args, **kwargs)  # not super(): bound methods outlive unfuse
-        adapters = self._modules["lora_A"]._modules
-        names = [name for name in self.active_adapters if name in adapters]
-        variant = self.lora_variant.get(names[0]) if len(names) == 1 else None
-        if not isinstance(variant, Dora):
-            for name in names:
-                note(self.lora_variant.get(name), "several active adapters")
+        if args or kwargs:
+            return lora.Linear.forward(self, x, *args, **kwargs)  # not super(): bound methods outlive unfuse_layer
+        found = active(self)
+        if found is None:
             return lora.Linear.forward(self, x)
-        name, dropout = names[0], self._modules["lora_dropout"]._modules[names[0]]
-        p = dropout.p if self.training and type(dropout) is nn.Dropout and dropout.training else 0.0
-        w, bias = plan(self, name, dropout, x)
-        if isinstance(w, str):
-            note(variant, w)
+        shared = found[1].shared
+        if shared is not None and not torch.compiler.is_compiling():
+            y = shared.output(self, x)
+            if y is not None:
+                return y
+        call = call_of(self, x, *found)
+        if call is None:
             return lora.Linear.forward(self, x)
-        variant.count(FUSED)
-        s = self.scaling[name]
-        c = variant.norm(w, s)
+        w, c = call.weights, call.counted_norm()
         return dora_linear(
-            x, w.W, w.A, w.B, w.m, s=s, bias=bias, norm=c, dropout_p=p, dropout_mode="peft", keep_inner=variant.keep_inner
-        )
+            x, w.W, w.A, w.B, w.m, s=call.s, bias=call.bias, norm=c, dropout_p=call.p, dropout_mode="peft",
+            keep_inner=call.variant.keep_inner,
+        )  # fmt: skip
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         """The base weight will not come back bit for bit, whichever adapter it was."""
@@ -51,6 +48,45 @@ class Linear(lora.Linear):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         forget(self)
+
+
+class Call(NamedTuple):
+    """What one call of dora_linear takes."""
+
+    variant: Dora
+    weights: Weights
+    bias: Tensor | None
+    s: float
+    p: float
+
+    def counted_norm(self) -> Tensor:
+        self.variant.count(FUSED)
+        return self.variant.norm(self.weights, self.s)
+
+
+def active(module: Any) -> tuple[str, Dora] | None:
+    """The one adapter that is active, and its variant; None where PEFT's forward has to run."""
+    if module.disable_adapters or module.merged:
+        return None
+    adapters = module._modules["lora_A"]._modules
+    names = [name for name in module.active_adapters if name in adapters]
+    variant = module.lora_variant.get(names[0]) if len(names) == 1 else None
+    if not isinstance(variant, Dora):
+        for name in names:
+            note(module.lora_variant.get(name), "several active adapters")
+        return None
+    return names[0], variant
+
+
+def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | None:
+    """The one call, or None where PEFT's forward has to run."""
+    dropout = module._modules["lora_dropout"]._modules[name]
+    p = dropout.p if module.training and type(dropout) is nn.Dropout and dropout.training else 0.0
+    w, bias = plan(module, name, dropout, x)
+    if isinstance(w, str):
+        note(variant, w)
+        return None
+    return Call(variant, w, bias, module.scaling[name], p)
 
 
 def note(variant: Any, why: str) -> None:
@@ -112,11 +148,11 @@ def hooked(module: nn.Module) -> bool:
     )
 
 
-def fuse(module: Any) -> None:
+def fuse_layer(module: Any) -> None:
     if type(module) is lora.Linear:
         module.__class__ = Linear
 
 
-def unfuse(module: Any) -> None:
+def unfuse_layer(module: Any) -> None:
     if type(module) is Linear:
         module.__class__ = lora.Linear

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fdora.functional import dora_compose, dora_delta, dora_scale
 from fdora.integrations._peft.dora import COMPOSED, PLAIN, Dora, Weights, obstacle, reused, served
-from fdora.integrations._peft.linear import fuse
+from fdora.integrations._peft.linear import fuse_layer
 
 BITSANDBYTES = ("Params4bit", "Int8Params")
 
@@ -31,7 +31,7 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
 
     def init(self, module: Any, adapter_name: str, **kwargs: Any) -> None:
         super().init(module, adapter_name, **kwargs)
-        fuse(module)
+        fuse_layer(module)
 
     def weights(self, module: Any, adapter: str) -> Weights | str:
         base = module.get_base_layer()
