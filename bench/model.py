@@ -1,4 +1,4 @@
-"""A whole causal language model with PEFT's LoRA, PEFT's DoRA, and PEFT's DoRA after ``use_fdora``: time, memory, agreement.
+"""A whole causal language model with PEFT's LoRA, its DoRA, and that after ``use_fdora`` (``fuse=True`` too): time, memory.
 
     python -m bench.model --model qwen3-8b --layers 4 --device cuda --json FILE
     python -m bench.model --sweep r --device cuda --json FILE
@@ -73,7 +73,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     ),
 }
 TINY = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=128)
-WAYS = ("peft_lora", "peft_dora", "peft_fdora")
+WAYS = ("peft_lora", "peft_dora", "peft_fdora", "peft_fdora_fused")
 KINDS = ("gradient", "step", "step_8")
 MODES = ("inference", *KINDS, *(f"{kind}_checkpointing" for kind in KINDS))
 QUICK = ("inference", "gradient", "step_8", "step_checkpointing")
@@ -119,7 +119,9 @@ def adapted(way: str, base: nn.Module, values: dict) -> tuple[nn.Module, dict[st
     for name, (A, B, m) in values.items():
         parts = fill(model.get_submodule(f"base_model.model.{name}"), A, B, m if dora else None)
         leaves |= {f"{part} of {name}": p for part, p in parts.items()}
-    return (use_fdora(model) if way == "peft_fdora" else model).train(), leaves
+    if way.startswith("peft_fdora"):
+        use_fdora(model, fuse=way == "peft_fdora_fused")
+    return model.train(), leaves
 
 
 def call(layer, *args, **kwargs):
@@ -253,6 +255,8 @@ class Bench:
         """Before any optimizer step: the adapters are equal."""
         if {"peft_dora", "peft_fdora"} <= set(runs):
             found = {"against_peft_dora": compare(runs["peft_fdora"], results(runs["peft_dora"]))}
+            if "peft_fdora_fused" in runs:
+                found["fused_against_peft_dora"] = compare(runs["peft_fdora_fused"], results(runs["peft_dora"]))
             found["one_layer_against_float32"] = one_layer(self.options, adapter, runs["peft_fdora"].ids)
             self.result["agreement"][adapter] = found
             self.result["paths"][adapter] = paths(runs["peft_fdora"].model)

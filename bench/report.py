@@ -36,6 +36,7 @@ NAMES = {
     "fdora_inside": "fdora, norm inside",
     "fdora_compiled": "fdora, compiled",
     "peft_fdora": "PEFT with use_fdora",
+    "peft_fdora_fused": "PEFT with use_fdora(fuse=True)",
 }
 
 
