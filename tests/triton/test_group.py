@@ -177,7 +177,8 @@ def test_compiled():
         args = layers[0]["x"], [t["A"] for t in layers], layers
         with torch._dynamo.config.patch(error_on_recompile=i > 1):
             for got, want in zip(step(f, *args), step(both_ways, *args), strict=True):
-                assert got.dtype == want.dtype and rel_l2(got, want) <= 2e-3
+                # A compiler adds the dx of the layers out of place: one more rounding for each than the kernel's.
+                assert got.dtype == want.dtype and rel_l2(got, want) <= 0.6 * torch.finfo(got.dtype).eps
 
 
 @needs_gpu
