@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import layer as lora
+from peft.tuners.lora import torchao
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
 from fdora.functional import dora_linear, select_backend
 from fdora.integrations._peft.dora import FUSED, PLAIN, Dora, Weights, caching, forget, served
+from fdora.integrations._peft.torchao import TorchaoLoraLinear
 
 
 class Linear(lora.Linear):
@@ -149,10 +151,11 @@ def hooked(module: nn.Module) -> bool:
 
 
 def fuse_layer(module: Any) -> None:
-    if type(module) is lora.Linear:
-        module.__class__ = Linear
+    module.__class__ = OURS.get(type(module), type(module))
 
 
 def unfuse_layer(module: Any) -> None:
-    if type(module) is Linear:
-        module.__class__ = lora.Linear
+    module.__class__ = {ours: stock for stock, ours in OURS.items()}.get(type(module), type(module))
+
+
+OURS: dict[type, Any] = {lora.Linear: Linear, torchao.TorchaoLoraLinear: TorchaoLoraLinear}
