@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from fdora.eager.dropout import drop
@@ -13,7 +15,7 @@ from fdora.integrations.peft import init_magnitude, report, use_fdora
 from tests import reference
 from tests.close import assert_exact, assert_within
 from tests.integrations import models
-from tests.integrations.models import FUSED, KINDS, STOCK, build, inputs, layer, run
+from tests.integrations.models import FUSED, KINDS, STOCK, K, N, build, inputs, layer, run
 
 
 def both(model, x, train=True):
@@ -289,3 +291,26 @@ def test_a_wrong_input_is_the_base_layers_error():
     with pytest.raises(RuntimeError) as ours:
         use_fdora(model)(x)
     assert str(ours.value) == str(stock.value)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_forward_is_merge(count):
+    """For one adapter in every PEFT; for several since 0.21.2, where each takes the norm of the weight before any merge."""
+    if count > 1 and not hasattr(LoraLayer, "_unmerged_base_weight"):
+        pytest.skip("this PEFT merges several DoRA adapters into another weight than its forward has")
+    names = ["default", "second", "third"][:count]
+    config = LoraConfig(r=4, use_dora=True, target_modules=["0"], init_lora_weights=False)
+    model = get_peft_model(nn.Sequential(nn.Linear(K, N)), config)
+    for name in names[1:]:
+        model.add_adapter(name, config)
+    model.base_model.set_adapter(names)
+    for magnitude in model.base_model.model[0].lora_magnitude_vector.values():
+        magnitude.weight.data.mul_(1 + 0.1 * torch.randn(N))
+    use_fdora(model.eval())
+    x = torch.randn(7, K)
+    y = model(x)
+    assert (y - model.base_model.model[0].base_layer(x)).norm() > 0.1 * y.norm()
+    model.merge_adapter()
+    torch.testing.assert_close(model(x), y, rtol=1e-5, atol=1e-5)
+    model.unmerge_adapter()
+    torch.testing.assert_close(model(x), y, rtol=1e-5, atol=1e-5)
