@@ -145,6 +145,9 @@ def test_a_value_that_waits_belongs_to_one_x():
     assert k(x).requires_grad
     q(x), k(x), v(x)
     assert all(layer.lora_variant["default"].shared.waiting is None for layer in (q, k, v))
+    replica = k._replicate_for_data_parallel()  # it shares the variant, and is none of the three
+    replica._modules = dict(k._modules)
+    torch.testing.assert_close(replica(x), want["k"][1])
 
 
 def test_dropout_draws_one_mask_for_each_layer_from_torchs_generator():

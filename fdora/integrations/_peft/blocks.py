@@ -36,7 +36,9 @@ class Shared:
 
     def output(self, layer: Any, x: Tensor) -> Tensor | None:
         """This layer's y; None where it is to be computed alone."""
-        place = next(i for i, each in enumerate(self.layers) if each is layer)
+        place = next((i for i, each in enumerate(self.layers) if each is layer), None)
+        if place is None:  # a replica of DataParallel
+            return None
         waiting, self.waiting = self.waiting, None
         if waiting is not None and waiting[0] is x and waiting[1] == torch.is_grad_enabled() and place in waiting[2]:
             y = waiting[2].pop(place)
