@@ -167,6 +167,9 @@ def step(f, x, As, layers):
     return [*(y.detach() for y in ys), *torch.autograd.grad([y.sum() for y in ys], [x, *As])]
 
 
+DX = 3  # the place of dx in what step returns: after y of the MLP, q and k
+
+
 def test_compiled():
     """Another number of tokens, few ones too, costs one compilation more and then none."""
     torch._dynamo.reset()
@@ -176,9 +179,11 @@ def test_compiled():
         layers = inputs(M, HALF[0], HALF[0], ((40, 24, 8), (40, 24, 8), (16, 40, 8)))
         args = layers[0]["x"], [t["A"] for t in layers], layers
         with torch._dynamo.config.patch(error_on_recompile=i > 1):
-            for got, want in zip(step(f, *args), step(both_ways, *args), strict=True):
-                # A compiler adds the dx of the layers out of place: one more rounding for each than the kernel's.
-                assert got.dtype == want.dtype and rel_l2(got, want) <= 0.6 * torch.finfo(got.dtype).eps
+            for place, (got, want) in enumerate(zip(step(f, *args), step(both_ways, *args), strict=True)):
+                # A compiler adds the dx of the layers, and dx alone, out of place: one more rounding for each than the kernel's
+                # (0.44 eps apart in float16, 0.46 in bfloat16).
+                limit = 0.6 * torch.finfo(got.dtype).eps if place == DX else 0.25 * torch.finfo(got.dtype).eps
+                assert got.dtype == want.dtype and rel_l2(got, want) <= limit, place
 
 
 @needs_gpu
