@@ -6,9 +6,8 @@ One sequence of 4096 tokens, loss on its last 1024. Inference (no_grad) and grad
 alone), also with activation checkpointing per layer, eager and with torch.compile per layer. Ways share the weights and
 have equal adapters, away from their start. ``fdora`` is given its norms, computed once per optimizer step (``norms_ms``, for
 all layers, is in no other time); ``fdora_inside`` computes them in every call. ``peft_fdora`` is PEFT's DoRA after
-``use_fdora``: eager it asks in every call whether its norm still holds, compiled it computes it. Wall time until the GPU is
-done, median of turns; peak memory above weights and adapters. Outputs and gradients of ``fdora`` and ``peft_fdora`` are
-compared with those of PEFT's DoRA.
+``use_fdora``, which asks in every call whether its norm still holds. Wall time until the GPU is done, median of turns; peak
+memory above weights and adapters. Outputs and gradients of ``fdora`` and ``peft_fdora`` are compared with those of PEFT's DoRA.
 """
 
 from __future__ import annotations

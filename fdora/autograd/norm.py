@@ -39,6 +39,12 @@ def guarded_norm(
         return OPS[backend].norm.norm_guarded(W, A, B, base_sqnorm, s, max_bytes, c, seen)
 
 
+def kept_norm(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, seen: Tensor) -> Tensor:
+    """:func:`guarded_norm` by kernels in compiled code: c and seen, which nobody else holds, are written in place."""
+    with torch.no_grad(), autocast_off(W):
+        return OPS["triton"].norm.norm_kept(W, A, B, s, c, seen)
+
+
 def base_sqnorm(W: Tensor, max_bytes: int | None, backend: str) -> Tensor:
     with torch.no_grad(), autocast_off(W):
         return OPS[backend].norm.base_sqnorm(W, max_bytes)

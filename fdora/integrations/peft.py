@@ -64,7 +64,7 @@ def use_fdora(model: Model, *, fuse: bool = False, keep_inner: bool = False) -> 
             if isinstance(variant, Dora):
                 found = True
                 variant.keep_inner = keep_inner
-                variant.forget()
+                variant.keep(layer)
                 fuse_layer(layer)
     if not found:
         raise FdoraError(

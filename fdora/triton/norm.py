@@ -103,9 +103,10 @@ def _norm_kernel(
 
 @triton.jit
 def _choose_kernel(
-    partial, c, seen, now, out, N, strips, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr
+    partial, c, seen, now, out, N, strips,
+    KEEP: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The root of the column sums, added as in _launch._sum_kernel; or c as it was."""
+    """The root of the column sums, added as in _launch._sum_kernel; or c as it was. KEEP writes it over c, too."""
     if PDL:
         gdc_wait()
     same = unchanged(seen, now, WORDS)
@@ -116,7 +117,10 @@ def _choose_kernel(
         mask = (t0 + t < strips)[:, None] & (n < N)[None, :]
         acc += tl.sum(tl.load(partial + (t0 + t)[:, None].to(tl.int64) * N + n[None, :], mask=mask, other=0.0), axis=0)
     before = tl.load(c + n, mask=n < N, other=0.0)
-    tl.store(out + n, tl.where(same, before, tl.sqrt_rn(acc)), mask=n < N)
+    after = tl.where(same, before, tl.sqrt_rn(acc))
+    tl.store(out + n, after, mask=n < N)
+    if KEEP:
+        tl.store(c + n, after, mask=n < N)
 
 
 class Guard(NamedTuple):
@@ -125,6 +129,7 @@ class Guard(NamedTuple):
     c: Tensor
     seen: Tensor
     now: Tensor
+    keep: bool  # the norm of now takes the place of c
 
 
 def norm_fwd(W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None) -> Tensor:
@@ -143,6 +148,11 @@ def norm_guarded(
     """c and the fingerprint of A, B, s. The c given is returned where the fingerprint given is theirs."""
     new, now = (row_norm_guarded if traced(W) else _row_norm_guarded)(W, A, B, s, max_bytes, c, seen)
     return new, now
+
+
+def norm_kept(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, seen: Tensor) -> Tensor:
+    """A copy of c, after c and seen were brought up to date."""
+    return (row_norm_kept if traced(W) else _row_norm_kept)(W, A, B, s, c, seen)
 
 
 def _row_norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squared: bool) -> Tensor:
@@ -174,11 +184,33 @@ def _row_norm_guarded(
     W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, c: Tensor, seen: Tensor
 ) -> list[Tensor]:
     now = fingerprint(A, B, s)
-    return [_norm(W, A, B, s, max_bytes, False, Guard(c.contiguous(), seen.contiguous(), now)), now]
+    return [_norm(W, A, B, s, max_bytes, False, Guard(c.contiguous(), seen.contiguous(), now, False)), now]
+
+
+_made_from: dict[int, tuple[int, int]] = {}  # address of seen -> address and version of the W that c is of
+
+
+def _row_norm_kept(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, seen: Tensor) -> Tensor:
+    """Writes c and seen, and says so neither to the compiler nor to autograd's version counters.
+
+    A checkpoint computes this again from the c and seen of its forward. Were the write declared, a second forward before that
+    would make autograd refuse the backward. The write needs no order: whatever pair c and seen hold, also after a call was
+    repeated or left out, the result is the norm of these W, A, B and s.
+    """
+    c, seen = c.data, seen.data
+    made_from = (W.data_ptr(), 0 if W.is_inference() else W._version)
+    if _made_from.get(seen.data_ptr()) != made_from:
+        seen.zero_()  # which matches nothing
+        _made_from[seen.data_ptr()] = made_from
+    now = fingerprint(A, B, s)
+    out = _norm(W, A, B, s, None, False, Guard(c, seen, now, True))
+    seen.copy_(now)
+    return out
 
 
 row_norm = torch.library.custom_op("fdora::row_norm", _row_norm, mutates_args=())
 row_norm_guarded = torch.library.custom_op("fdora::row_norm_guarded", _row_norm_guarded, mutates_args=())
+row_norm_kept = torch.library.custom_op("fdora::row_norm_kept", _row_norm_kept, mutates_args=())
 
 
 @row_norm.register_fake
@@ -189,6 +221,11 @@ def _(W, A, B, s, max_bytes, squared):
 @row_norm_guarded.register_fake
 def _(W, A, B, s, max_bytes, c, seen):
     return [W.new_empty(W.shape[0], dtype=torch.float32), W.new_empty(WORDS, dtype=torch.int64)]
+
+
+@row_norm_kept.register_fake
+def _(W, A, B, s, c, seen):
+    return W.new_empty(W.shape[0], dtype=torch.float32)
 
 
 loop_over_batch(row_norm)
@@ -206,7 +243,7 @@ def _launch(
     tiles = cdiv(K, block_k)
     partial = torch.empty((tiles, N), device=W.device, dtype=torch.float32)
     programs = cdiv(N, block_n) * tiles
-    before, seen, now = guard or (None, None, None)
+    before, seen, now, keep = guard or (None, None, None, False)
     # Each of the three kernels of a guarded call is resident before the one ahead of it ends: 2 us less where nothing changed.
     pdl = guard is not None and overlaps(W.device)
     if guard is not None or tma:
@@ -226,6 +263,5 @@ def _launch(
     if guard is None:
         column_sums(partial, c, sqrt=not squared)
     else:
-        launch(
-            _choose_kernel, (cdiv(N, SUM_N),), (partial, before, seen, now, c, N, tiles), (WORDS, SUM_N, SUM_T, pdl), 4, 3, pdl
-        )
+        args = (partial, before, seen, now, c, N, tiles)
+        launch(_choose_kernel, (cdiv(N, SUM_N),), args, (keep, WORDS, SUM_N, SUM_T, pdl), 4, 3, pdl)

@@ -203,7 +203,7 @@ def test_fingerprint(target, tmp_path):
     built = [build(kernel, target, signature, constants, [*pointers, *sizes], 16, 3)]
     pointers = {"partial": "*fp32", "c": "*fp32", "out": "*fp32", "seen": "*i64", "now": "*i64"}
     signature = {n: (pointers | {"N": "i32", "strips": "i32"}).get(n, "constexpr") for n in _choose_kernel.arg_names}
-    constants = {"WORDS": WORDS, "BLOCK_N": SUM_N, "BLOCK_T": SUM_T, "PDL": target in (90, 100, 120)}
+    constants = {"KEEP": True, "WORDS": WORDS, "BLOCK_N": SUM_N, "BLOCK_T": SUM_T, "PDL": target in (90, 100, 120)}
     built.append(build(_choose_kernel, target, signature, constants, [*pointers, "N"], 4, 3))
     for kernel in built:
         assert not isinstance(target, int) or stack_bytes(kernel.asm["cubin"], tmp_path) == 0

@@ -12,7 +12,8 @@ import torch
 from peft.tuners.lora import dora
 from torch import Tensor, nn
 
-from fdora.functional import NormState, dora_norm, dora_norm_state
+from fdora.autograd.norm import kept_norm
+from fdora.functional import NormState, dora_norm, dora_norm_state, select_backend
 
 PLAIN = (Tensor, nn.Parameter)
 EPS = 1e-12  # dora_scale's floor of c
@@ -43,7 +44,7 @@ class Dora:
         self.shared: Any = None  # with the layers that read the same x, see blocks.py
         self.calls: Counter[str] = Counter()
         self.why_not_fused = ""
-        self.forget()
+        self.keep(None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"stock": self.stock, "keep_inner": self.keep_inner}
@@ -62,17 +63,27 @@ class Dora:
     def forget(self) -> None:
         """The base weight may have changed: the next norm is computed."""
         self._memo: tuple[Any, Any, NormState] | None = None
+        if self._kept is not None:
+            self._kept[2].zero_()
+
+    def keep(self, module: Any) -> None:
+        """Forget, and where compiled code can keep a norm, make room for it: it fills tensors, but makes none that stay."""
+        self._kept: tuple[Any, Tensor, Tensor] | None = None
+        self.forget()
 
     def count(self, path: str) -> None:
         if not torch.compiler.is_compiling():
             self.calls[path] += 1
 
     def norm(self, w: Weights, s: float) -> Tensor:
-        """c (N,), computed again only when the bits of A, B or s changed. Traced and mapped code computes it every time."""
+        """c (N,), computed again only when the bits of A, B or s changed. Mapped code computes it every time."""
         W = w.W
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or W.numel() < SMALL:
-            return dora_norm(W, w.A, w.B, s=s)
-        key = (W.dtype, W.device, W.shape, torch.is_inference_mode_enabled())
+            kept = self._kept
+            if kept is None or not keeps(W) or kept[0]() is not w.owner or kept[1].device != W.device:
+                return dora_norm(W, w.A, w.B, s=s)
+            return kept_norm(W, w.A, w.B, s, kept[1], kept[2])
+        key = (W.dtype, W.device, W.shape, torch.is_inference_mode_enabled(), version(w.owner))
         memo = self._memo  # read and written as a whole: the replicas of DataParallel share it
         if memo is None or memo[0] != key or memo[1]() is not w.owner:
             memo = (key, weakref.ref(w.owner), dora_norm_state(W))
@@ -85,6 +96,17 @@ class Dora:
         else:
             self._memo = (*memo[:2], after)
         return after.c
+
+    def compose(self, module: Any, active_adapter: str, w: Weights, x: Tensor, result: Tensor) -> Tensor:
+        """The layer's output, from that of its base layer."""
+        raise NotImplementedError
+
+    def forward(self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
+        w = self.ready(module, active_adapter)
+        if isinstance(w, str):
+            return self.fall_back(w, module, active_adapter, x, result, **kwargs)
+        self.count(COMPOSED)
+        return self.compose(module, active_adapter, w, x, result)
 
     def fall_back(self, why: str, module: Any, adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
         self.count(f"stock: {why}")
@@ -114,6 +136,17 @@ class Dora:
         """v, one value for each output, shaped to be broadcast against the base weight."""
         along = (1, -1) if getattr(module, "fan_in_fan_out", False) else (-1, *[1] * (weight.dim() - 1))
         return v.view(along)
+
+
+def keeps(W: Tensor) -> bool:
+    """Whether compiled code calls kernels here, and for one adapter, not for a mapped bank of them."""
+    mapped = torch._C._are_functorch_transforms_active()
+    return torch.compiler.is_compiling() and not mapped and select_backend(W).name == "triton"
+
+
+def version(t: Tensor) -> int:
+    """Moves with most changes in place. Adapters are compared by their bits; of W only this is looked at."""
+    return 0 if t.is_inference() else t._version
 
 
 def capturing(t: Tensor) -> bool:

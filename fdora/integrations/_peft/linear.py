@@ -51,6 +51,14 @@ class Linear(lora.Linear):
         super()._load_from_state_dict(*args, **kwargs)
         forget(self)
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """The weight may be elsewhere now, or another: ``model.to``."""
+        super()._apply(*args, **kwargs)
+        for variant in self.lora_variant.values():
+            if isinstance(variant, Dora):
+                variant.keep(self)
+        return self
+
 
 class Call(NamedTuple):
     """What one call of dora_linear takes."""

@@ -9,6 +9,7 @@ Initialisation, merge and checkpoint keys stay PEFT's. What cannot be served goe
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from peft.tuners.lora import variants
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
-from fdora.functional import dora_compose, dora_delta, dora_scale
-from fdora.integrations._peft.dora import COMPOSED, PLAIN, Dora, Weights, obstacle, reused, served
+from fdora.functional import dora_compose, dora_delta, dora_norm, dora_norm_state, dora_scale, select_backend
+from fdora.integrations._peft.dora import PLAIN, SMALL, Dora, Weights, obstacle, reused, served
 from fdora.integrations._peft.linear import fuse_layer
 
 BITSANDBYTES = ("Params4bit", "Int8Params")
@@ -32,6 +33,15 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
     def init(self, module: Any, adapter_name: str, **kwargs: Any) -> None:
         super().init(module, adapter_name, **kwargs)
         fuse_layer(module)
+        self.keep(module)
+
+    def keep(self, module: Any) -> None:
+        super().keep(module)
+        W: Any = None if module is None else getattr(module.get_base_layer(), "weight", None)
+        plain = type(W) in PLAIN and W.is_floating_point() and W.element_size() > 1 and not W.is_meta
+        if plain and W.numel() >= SMALL and not module.fan_in_fan_out and select_backend(W).name == "triton":
+            with torch.inference_mode(False):  # else nobody outside of it could write there
+                self._kept = (weakref.ref(W), *dora_norm_state(W.detach()))
 
     def weights(self, module: Any, adapter: str) -> Weights | str:
         base = module.get_base_layer()
@@ -51,11 +61,7 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
         transposed = getattr(module, "fan_in_fan_out", False) and W.dim() == 2
         return served(owner, W.T if transposed else W, A, B, m)
 
-    def forward(self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
-        w = self.ready(module, active_adapter)
-        if isinstance(w, str):
-            return self.fall_back(w, module, active_adapter, x, result, **kwargs)
-        self.count(COMPOSED)
+    def compose(self, module: Any, active_adapter: str, w: Weights, x: Tensor, result: Tensor) -> Tensor:
         s, base = module.scaling[active_adapter], module.get_base_layer()
         lora_A, lora_B, dropout = (part[active_adapter] for part in (module.lora_A, module.lora_B, module.lora_dropout))
         g, bias = scale_and_bias(self, module, w, s, result, base.bias)
@@ -73,9 +79,12 @@ def scale_and_bias(
     variant: Dora, module: Any, w: Weights, s: float, result: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """g, and (1 - g) bias: what is left to add where result has the bias in it already."""
-    if not reused(module):
-        variant.forget()
-    c = variant.norm(w, s)
+    if reused(module):
+        c = variant.norm(w, s)
+    else:
+        c = dora_norm(w.W, w.A, w.B, s=s)
+        if not torch.compiler.is_compiling():
+            variant.forget()
     g = dora_scale(w.m, c).to(torch.promote_types(result.dtype, torch.float32))
     if bias is None:
         return g, None
@@ -102,11 +111,7 @@ class EmbeddingVariant(Dora, variants.DoraEmbeddingVariant):
         m = module.lora_magnitude_vector[adapter].weight
         return obstacle(W, A, B, m) or served(W, W.T if W.dim() == 2 else W, A, B, m)
 
-    def forward(self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
-        w = self.ready(module, active_adapter)
-        if isinstance(w, str):
-            return self.fall_back(w, module, active_adapter, x, result, **kwargs)
-        self.count(COMPOSED)
+    def compose(self, module: Any, active_adapter: str, w: Weights, x: Tensor, result: Tensor) -> Tensor:
         s = module.scaling[active_adapter]
         g, _ = scale_and_bias(self, module, w, s, result, None)
         lora = module._embed(x, w.A.T) @ w.B.T
@@ -133,11 +138,7 @@ class Conv(Dora):
             return why or "parameters of other shapes (sharded)"
         return served(W, W.flatten(1), A.flatten(1), B.flatten(1), m.flatten())
 
-    def forward(self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
-        w = self.ready(module, active_adapter)
-        if isinstance(w, str):
-            return self.fall_back(w, module, active_adapter, x, result, **kwargs)
-        self.count(COMPOSED)
+    def compose(self, module: Any, active_adapter: str, w: Weights, x: Tensor, result: Tensor) -> Tensor:
         s, base = module.scaling[active_adapter], module.get_base_layer()
         lora_A, lora_B, dropout = (part[active_adapter] for part in (module.lora_A, module.lora_B, module.lora_dropout))
         g, bias = scale_and_bias(self, module, w, s, result, base.bias)

@@ -1,0 +1,175 @@
+"""The norm that compiled code keeps: by itself, and through PEFT with and without checkpointing."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fdora import _dispatch
+from fdora.functional import dora_norm, dora_norm_state
+from tests import device
+from tests.checks.norm_state import S, inputs
+from tests.triton.marks import DTYPES, HALF, INTERPRETED, needs_kernels  # noqa: F401
+
+pytestmark = needs_kernels
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_norm_is_kept_until_something_changes(dtype):
+    from fdora.triton.norm import row_norm_kept
+
+    W, A, B = inputs(dtype)
+    c, seen = dora_norm_state(W)
+    versions = c._version, seen._version
+    s = S
+    changes = [lambda: None, lambda: A[3, 5].add_(1), lambda: B.data.mul_(2), lambda: W.mul_(2), lambda: seen.data.zero_()]
+    for change in changes:
+        change()
+        with torch.no_grad():
+            first = row_norm_kept(W, A, B, s, c, seen)
+        assert torch.equal(first, dora_norm(W, A, B, s=s, backend="triton")) and torch.equal(first, c)
+        assert first.data_ptr() != c.data_ptr()
+        c.data.fill_(-7)
+        assert (row_norm_kept(W, A, B, s, c, seen) == -7).all()  # nothing was computed
+        c.data.copy_(first)
+    assert torch.equal(row_norm_kept(W, A, B, -s, c, seen), dora_norm(W, A, B, s=-s, backend="triton"))
+    other = W + 1
+    assert torch.equal(row_norm_kept(other, A, B, -s, c, seen), dora_norm(other, A, B, s=-s, backend="triton"))
+    assert (c._version, seen._version) == versions  # else autograd would refuse a backward that reads them
+
+
+def test_many_chunks_of_rows(monkeypatch):
+    """float32 adapters are split some rows at a time: all are compared before any fingerprint is replaced."""
+    from fdora.triton import norm
+
+    monkeypatch.setattr(norm, "rows_at_a_time", lambda *_: 128)
+    W, A, B = inputs(HALF[0], N=300, adapter=torch.float32)
+    c, seen = dora_norm_state(W)
+    for _ in range(2):
+        assert torch.equal(norm.row_norm_kept(W, A, B, S, c, seen), dora_norm(W, A, B, s=S, backend="triton"))
+        B[-1, 0] += 1
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """Two DoRA layers of PEFT that fdora runs, adapters away from their start, and whatever size worth a norm that is kept."""
+    pytest.importorskip("peft", reason="needs PEFT; `make test` installs it")
+    from peft import LoraConfig, get_peft_model
+
+    from fdora.integrations._peft import dora, variants
+    from fdora.integrations.peft import use_fdora
+
+    for module in (dora, variants):
+        monkeypatch.setattr(module, "SMALL", 0)
+    monkeypatch.setattr(_dispatch, "_forced", "triton")
+    base = nn.Sequential(nn.Linear(48, 64, dtype=HALF[0]), nn.Linear(64, 48, dtype=HALF[0])).to(device.NAME)
+    config = LoraConfig(r=4, use_dora=True, target_modules=["0", "1"])
+    made = use_fdora(get_peft_model(base, config, autocast_adapter_dtype=False))
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            if "lora" in name:
+                p.add_(torch.randn_like(p), alpha=0.1)
+    torch._dynamo.reset()
+    return made
+
+
+def variants_of(model):
+    return [layer.lora_variant["default"] for layer in model.base_model.model]
+
+
+def poison(model, factor):
+    for variant in variants_of(model):
+        variant._kept[1].data.mul_(factor)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_through_peft(model, checkpointing):
+    def run(x):
+        return checkpoint(model, x, use_reentrant=False) if checkpointing else model(x)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    x = torch.randn(5, 48, device=device.NAME, dtype=HALF[0], requires_grad=True)
+    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
+
+    def both(f):
+        y = f(x)
+        return y.detach(), *torch.autograd.grad(y.float().square().sum(), leaves)
+
+    def agrees():
+        for got, want in zip(both(compiled), both(model), strict=True):
+            torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+
+    agrees()
+    poison(model, 2)  # g is halved in each layer, where the bias is not scaled
+    assert not torch.allclose(compiled(x), model(x), rtol=0.1)
+    poison(model, 0.5)
+    agrees()
+    with torch.no_grad():
+        for p in leaves[1:]:
+            p.data.mul_(1.25)
+    agrees()
+    first = model.base_model.model[0]
+
+    def another_at_the_same_address():
+        old = first.base_layer.weight
+        old.data.mul_(3)
+        first.base_layer.weight = nn.Parameter(old.data, requires_grad=False)
+        while first.base_layer.weight._version < old._version:
+            first.base_layer.weight.add_(0)
+        assert (old.data_ptr(), old._version) == (first.base_layer.weight.data_ptr(), first.base_layer.weight._version)
+
+    for change in (
+        another_at_the_same_address,
+        lambda: [model.merge_adapter(), first.base_layer.weight.data.mul_(2), model.unmerge_adapter()],
+        lambda: first.base_layer.load_state_dict({n: 2 * p for n, p in first.base_layer.state_dict().items()}),
+        lambda: model.float().to(HALF[0]),
+        lambda: setattr(first.base_layer, "weight", nn.Parameter(3 * first.base_layer.weight, requires_grad=False)),
+    ):
+        with torch.no_grad():
+            change()
+        leaves[1:] = [p for p in model.parameters() if p.requires_grad]
+        agrees()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_forwards_before_their_backwards(model, checkpointing):
+    """A checkpoint computes the norm again from what is kept, which the second forward was free to write."""
+
+    def run(x):
+        return checkpoint(model, x, use_reentrant=False) if checkpointing else model(x)
+
+    def gradients(f):
+        x = torch.full((5, 48), 0.5, device=device.NAME, dtype=HALF[0], requires_grad=True)
+        first, second = f(x), f(2 * x)
+        return [torch.autograd.grad(y.float().square().sum(), x)[0] for y in (second, first)]
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        for got, want in zip(gradients(compiled), gradients(model), strict=True):
+            torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+        for name, p in model.named_parameters():
+            if "lora_A" in name:
+                p.data.mul_(1.5)
+
+
+def test_room_for_it(model):
+    """Where kernels can run: made anew when the model moves; a copy gets it from its own use_fdora."""
+    import copy
+
+    assert all(variant._kept for variant in variants_of(model))
+    for variant in variants_of(model):
+        variant._kept[2].fill_(5)
+        variant.forget()
+        assert not variant._kept[2].any()
+    assert not any(variant._kept for variant in variants_of(model.to("meta")))
+    assert not any(variant._kept for variant in variants_of(copy.deepcopy(model)))
+
+
+def test_exported_code_sees_a_change(model):
+    x = torch.randn(5, 48, device=device.NAME, dtype=HALF[0])
+    program = torch.export.export(model, (x,), strict=True)
+    for _ in range(2):
+        torch.testing.assert_close(program.module()(x), model(x), rtol=2e-3, atol=2e-3)
+        for name, p in model.named_parameters():
+            if "lora_A" in name:
+                p.data.mul_(1.5)
