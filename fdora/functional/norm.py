@@ -24,6 +24,7 @@ from fdora._dispatch import Backend
 from fdora.autograd.norm import EPS as EPS
 from fdora.autograd.norm import WORDS, guarded_norm, row_norm, row_sqnorm, scale, smallest_bytes
 from fdora.autograd.norm import base_sqnorm as _base_sqnorm
+from fdora.autograd.norm import kept_norm as kept_norm
 from fdora.functional.backend import select_backend
 
 WIDE = (torch.float32, torch.float64)

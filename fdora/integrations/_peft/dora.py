@@ -12,8 +12,8 @@ import torch
 from peft.tuners.lora import dora
 from torch import Tensor, nn
 
-from fdora.autograd.norm import kept_norm
 from fdora.functional import NormState, dora_norm, dora_norm_state, select_backend
+from fdora.functional.norm import kept_norm
 
 PLAIN = (Tensor, nn.Parameter)
 EPS = 1e-12  # dora_scale's floor of c
