@@ -9,7 +9,6 @@ keys, ``disabled`` and ``adapter_params`` stay torchtune's. The layer's class is
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from typing import Any, TypeVar
 
@@ -20,7 +19,8 @@ from torchao.dtypes.nf4tensor import NF4Tensor, linear_nf4
 from torchtune.modules.peft import DoRALinear
 
 from fdora import FdoraError
-from fdora.functional import NormState, dora_compose, dora_linear, dora_norm, dora_norm_state, dora_scale, select_backend
+from fdora.functional import dora_compose, dora_linear, dora_scale, select_backend
+from fdora.integrations._norm import KeptNorm
 
 __all__ = ["FdoraLinear", "report", "restore", "use_fdora"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -41,7 +41,7 @@ def use_fdora(model: Model) -> Model:
         raise FdoraError(f"fdora.use_fdora: `model` must have a DoRALinear of torchtune, got none. {remedy}")
     for layer in layers:
         layer.__class__ = FdoraLinear
-        layer.__dict__.setdefault("_fdora", _Run()).memo = None
+        layer.__dict__.setdefault("_fdora", _Run()).kept.make_room(layer.weight)
     return model
 
 
@@ -62,11 +62,11 @@ def report(model: nn.Module) -> dict[str, dict[str, int]]:
 
 
 class _Run:
-    """Counters and the last norm of one layer. A copy or a pickle of the layer starts without them."""
+    """Counters and the norm of one layer. A copy or a pickle of the layer starts without them."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
-        self.memo: tuple[Any, Any, NormState] | None = None
+        self.kept = KeptNorm()
 
     def __reduce__(self) -> tuple[type[_Run], tuple[()]]:
         return _Run, ()
@@ -74,20 +74,6 @@ class _Run:
     def count(self, path: str) -> None:
         if not torch.compiler.is_compiling():
             self.calls[path] += 1
-
-    def norm(self, owner: Tensor, W: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
-        """c, computed again only when the bits of A, B or s changed. owner is the parameter that W is, or was made from."""
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            return dora_norm(W, A, B, s=s)
-        key = (W.dtype, W.device, W.shape, torch.is_inference_mode_enabled())
-        if self.memo is None or self.memo[0] != key or self.memo[1]() is not owner:
-            self.memo = (key, weakref.ref(owner), dora_norm_state(W))
-        new = dora_norm(W, A, B, s=s, state=self.memo[2])
-        if not (W.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self.memo = (*self.memo[:2], new)
-        else:  # a replay reads and writes the memory from before the capture
-            torch._foreach_copy_(list(self.memo[2]), list(new))
-        return new.c
 
 
 class FdoraLinear(DoRALinear):
@@ -104,7 +90,7 @@ class FdoraLinear(DoRALinear):
         A, B, m, s = self.lora_a.weight, self.lora_b.weight, self.magnitude, self.scaling
         nf4 = isinstance(self.weight, NF4Tensor)
         W = self.weight.detach().to(self.weight.dtype) if nf4 else self.weight  # of NF4, that dequantises
-        c = self._fdora.norm(self.weight, W, A, B, s)
+        c = self._fdora.kept.of(self.weight, W, A, B, s)
         p = self.dropout.p if isinstance(self.dropout, nn.Dropout) and self.dropout.training else 0.0
         called = nf4 or _hooked(self.lora_a) or _hooked(self.lora_b)  # NF4: linear_nf4 keeps no dense W for backward
         if not called and (p == 0 or (p < 1 and select_backend(x).name == "triton")):
@@ -117,12 +103,13 @@ class FdoraLinear(DoRALinear):
         return dora_compose(base, self.lora_b(self.lora_a(self.dropout(x))), dora_scale(m, c), s=s)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._fdora.memo = None
+        self._fdora.kept.forget()
         super()._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._fdora.memo = None
-        return super()._apply(*args, **kwargs)
+        super()._apply(*args, **kwargs)
+        self._fdora.kept.make_room(self.weight)
+        return self
 
 
 def _obstacle(layer: FdoraLinear, x: Tensor) -> str:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fdora.eager.norm
 from fdora import FdoraError
+from fdora.integrations import _norm
 from fdora.integrations._peft import dora
 from fdora.integrations.peft import disable, enable, enabled, init_magnitude, report, restore, use_fdora
 from tests.close import assert_exact
@@ -28,7 +29,7 @@ STOCK = {name: getattr(variants, name) for name in dir(variants) if name.startsw
 @pytest.fixture
 def reuse(monkeypatch):
     """Norms are reused in small layers, too; and counted."""
-    monkeypatch.setattr(dora, "SMALL", 0)
+    monkeypatch.setattr(_norm, "SMALL", 0)
     computed = []
     norm_fwd = fdora.eager.norm.norm_fwd
     monkeypatch.setattr(fdora.eager.norm, "norm_fwd", lambda *args: computed.append(1) or norm_fwd(*args))
@@ -108,7 +109,7 @@ def test_copies_are_their_own(kind, reuse):
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         variant = layer(other).lora_variant["default"]
         assert variant is not layer(model).lora_variant["default"]
-        assert (variant._memo, dict(variant.calls)) == (None, {})
+        assert (variant.kept.memo, dict(variant.calls)) == (None, {})
         assert type(layer(other)) is type(layer(model))
         assert_exact(other(x), want)
         assert sum(variant.calls.values()) == 1
@@ -341,11 +342,11 @@ def test_a_captured_graph_reads_and_writes_the_memory_from_before(reuse, monkeyp
     variant, module = layer(model).lora_variant["default"], layer(model)
     with torch.no_grad():
         model(x)
-        kept, now = variant._memo[2], [t.clone() for t in variant._memo[2]]
-        monkeypatch.setattr(dora, "capturing", lambda t: True)
+        kept, now = variant.kept.memo[2], [t.clone() for t in variant.kept.memo[2]]
+        monkeypatch.setattr(_norm, "capturing", lambda t: True)
         module.lora_B["default"].weight.mul_(2)
         assert_exact(model(x), restore(copy.deepcopy(model))(x))
-    assert all(a is b for a, b in zip(variant._memo[2], kept, strict=True))
+    assert all(a is b for a, b in zip(variant.kept.memo[2], kept, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
     assert len(reuse) == 2
     model(x)

@@ -56,11 +56,10 @@ def model(monkeypatch):
     pytest.importorskip("peft", reason="needs PEFT; `make test` installs it")
     from peft import LoraConfig, get_peft_model
 
-    from fdora.integrations._peft import dora, variants
+    from fdora.integrations import _norm
     from fdora.integrations.peft import use_fdora
 
-    for module in (dora, variants):
-        monkeypatch.setattr(module, "SMALL", 0)
+    monkeypatch.setattr(_norm, "SMALL", 0)
     monkeypatch.setattr(_dispatch, "_forced", "triton")
     base = nn.Sequential(nn.Linear(48, 64, dtype=HALF[0]), nn.Linear(64, 48, dtype=HALF[0])).to(device.NAME)
     config = LoraConfig(r=4, use_dora=True, target_modules=["0", "1"])
@@ -79,7 +78,7 @@ def variants_of(model):
 
 def poison(model, factor):
     for variant in variants_of(model):
-        variant._kept[1].data.mul_(factor)
+        variant.kept.room[1].data.mul_(factor)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -156,13 +155,13 @@ def test_room_for_it(model):
     """Where kernels can run: made anew when the model moves; a copy gets it from its own use_fdora."""
     import copy
 
-    assert all(variant._kept for variant in variants_of(model))
+    assert all(variant.kept.room for variant in variants_of(model))
     for variant in variants_of(model):
-        variant._kept[2].fill_(5)
-        variant.forget()
-        assert not variant._kept[2].any()
-    assert not any(variant._kept for variant in variants_of(model.to("meta")))
-    assert not any(variant._kept for variant in variants_of(copy.deepcopy(model)))
+        variant.kept.room[2].fill_(5)
+        variant.kept.forget()
+        assert not variant.kept.room[2].any()
+    assert not any(variant.kept.room for variant in variants_of(model.to("meta")))
+    assert not any(variant.kept.room for variant in variants_of(copy.deepcopy(model)))
 
 
 def test_exported_code_sees_a_change(model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,15 +9,12 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import dora
-from torch import Tensor, nn
+from torch import Tensor
 
-from fdora.functional import NormState, dora_norm, dora_norm_state, select_backend
-from fdora.functional.norm import kept_norm
+from fdora.integrations._norm import PLAIN, KeptNorm
 
-PLAIN = (Tensor, nn.Parameter)
 EPS = 1e-12  # dora_scale's floor of c
 FUSED, COMPOSED = "fused", "composed"  # the layer in one call; the base layer, then its correction
-SMALL = 1 << 18  # elements of W below which its norm is computed sooner than A and B are compared
 
 
 class Weights:
@@ -44,7 +40,7 @@ class Dora:
         self.shared: Any = None  # with the layers that read the same x, see blocks.py
         self.calls: Counter[str] = Counter()
         self.why_not_fused = ""
-        self.keep(None)
+        self.kept = KeptNorm()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"stock": self.stock, "keep_inner": self.keep_inner}
@@ -60,42 +56,16 @@ class Dora:
     def ready(self, module: Any, adapter: str) -> Weights | str:
         return caching(module.lora_magnitude_vector[adapter]) or self.weights(module, adapter)
 
-    def forget(self) -> None:
-        """The base weight may have changed: the next norm is computed."""
-        self._memo: tuple[Any, Any, NormState] | None = None
-        if self._kept is not None:
-            self._kept[2].zero_()
-
     def keep(self, module: Any) -> None:
-        """Forget, and where compiled code can keep a norm, make room for it: it fills tensors, but makes none that stay."""
-        self._kept: tuple[Any, Tensor, Tensor] | None = None
-        self.forget()
+        """The base weight may be another: make room for its norm."""
+        self.kept.make_room(None)
 
     def count(self, path: str) -> None:
         if not torch.compiler.is_compiling():
             self.calls[path] += 1
 
     def norm(self, w: Weights, s: float) -> Tensor:
-        """c (N,), computed again only when the bits of A, B or s changed. Mapped code computes it every time."""
-        W = w.W
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or W.numel() < SMALL:
-            kept = self._kept
-            if kept is None or not keeps(W) or kept[0]() is not w.owner or kept[1].device != W.device:
-                return dora_norm(W, w.A, w.B, s=s)
-            return kept_norm(W, w.A, w.B, s, kept[1], kept[2])
-        key = (W.dtype, W.device, W.shape, torch.is_inference_mode_enabled(), version(w.owner))
-        memo = self._memo  # read and written as a whole: the replicas of DataParallel share it
-        if memo is None or memo[0] != key or memo[1]() is not w.owner:
-            memo = (key, weakref.ref(w.owner), dora_norm_state(W))
-        before = memo[2]
-        after = dora_norm(W, w.A, w.B, s=s, state=before)
-        if capturing(W):
-            for old, new in zip(before, after, strict=True):  # a replay reads and writes the memory from before the capture
-                old.copy_(new)
-            self._memo = memo
-        else:
-            self._memo = (*memo[:2], after)
-        return after.c
+        return self.kept.of(w.owner, w.W, w.A, w.B, s)
 
     def compose(self, module: Any, active_adapter: str, w: Weights, x: Tensor, result: Tensor) -> Tensor:
         """The layer's output, from that of its base layer."""
@@ -138,26 +108,10 @@ class Dora:
         return v.view(along)
 
 
-def keeps(W: Tensor) -> bool:
-    """Whether compiled code calls kernels here, and for one adapter, not for a mapped bank of them."""
-    mapped = torch._C._are_functorch_transforms_active()
-    return torch.compiler.is_compiling() and not mapped and select_backend(W).name == "triton"
-
-
-def version(t: Tensor) -> int:
-    """Moves with most changes in place. Adapters are compared by their bits; of W only this is looked at."""
-    return 0 if t.is_inference() else t._version
-
-
-def capturing(t: Tensor) -> bool:
-    """Whether what runs on t now goes into a CUDA graph."""
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def forget(module: Any) -> None:
     for variant in module.lora_variant.values():
         if isinstance(variant, Dora):
-            variant.forget()
+            variant.kept.forget()
 
 
 @contextmanager

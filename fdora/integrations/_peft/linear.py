@@ -15,7 +15,8 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
 from fdora.functional import dora_linear, select_backend
-from fdora.integrations._peft.dora import FUSED, PLAIN, Dora, Weights, caching, forget, served
+from fdora.integrations._norm import PLAIN
+from fdora.integrations._peft.dora import FUSED, Dora, Weights, caching, forget, served
 from fdora.integrations._peft.torchao import TorchaoLoraLinear
 
 

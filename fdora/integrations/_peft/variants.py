@@ -9,7 +9,6 @@ Initialisation, merge and checkpoint keys stay PEFT's. What cannot be served goe
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ from peft.tuners.lora import variants
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
-from fdora.functional import dora_compose, dora_delta, dora_norm, dora_norm_state, dora_scale, select_backend
-from fdora.integrations._peft.dora import PLAIN, SMALL, Dora, Weights, obstacle, reused, served
+from fdora.functional import dora_compose, dora_delta, dora_norm, dora_scale
+from fdora.integrations._norm import PLAIN
+from fdora.integrations._peft.dora import Dora, Weights, obstacle, reused, served
 from fdora.integrations._peft.linear import fuse_layer
 
 BITSANDBYTES = ("Params4bit", "Int8Params")
@@ -36,12 +36,8 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
         self.keep(module)
 
     def keep(self, module: Any) -> None:
-        super().keep(module)
-        W: Any = None if module is None else getattr(module.get_base_layer(), "weight", None)
-        plain = type(W) in PLAIN and W.is_floating_point() and W.element_size() > 1 and not W.is_meta
-        if plain and W.numel() >= SMALL and not module.fan_in_fan_out and select_backend(W).name == "triton":
-            with torch.inference_mode(False):  # else nobody outside of it could write there
-                self._kept = (weakref.ref(W), *dora_norm_state(W.detach()))
+        base = module.get_base_layer()
+        self.kept.make_room(None if module.fan_in_fan_out else getattr(base, "weight", None))
 
     def weights(self, module: Any, adapter: str) -> Weights | str:
         base = module.get_base_layer()
@@ -84,7 +80,7 @@ def scale_and_bias(
     else:
         c = dora_norm(w.W, w.A, w.B, s=s)
         if not torch.compiler.is_compiling():
-            variant.forget()
+            variant.kept.forget()
     g = dora_scale(w.m, c).to(torch.promote_types(result.dtype, torch.float32))
     if bias is None:
         return g, None
