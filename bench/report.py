@@ -93,7 +93,7 @@ def layer_duels(result: dict) -> Iterator[tuple]:
 def gradients_mb(row: dict) -> float:
     """What dx, dA and dB take: a peak below it hid what an earlier call freed late (one rival, 1 token, r = 384).
 
-    `peak_bytes` refuses such a peak today; layer_few.json of 1fe6347 still holds one.
+    `peak_bytes` refuses such a peak; results that are older than that may hold one.
     """
     M, K, N, r = (row[size] for size in ("M", "K", "N", "r"))
     return 2 * (M * K + r * K + N * r) / 2**20 - 0.005
