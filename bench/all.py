@@ -73,28 +73,26 @@ UNTIMED = ("bench.norm_forms", "bench.compose", "bench.host", "bench.launches", 
 def arguments(name: str, out: Path, options, left: float) -> list[str]:
     """``out`` is the JSON; the demo takes a folder."""
     module, *given = TABLE[name].command.split()
-    command = [sys.executable, "-m", module, *given, "--device", options.device]
+    command = [sys.executable, "-m", module, *given, f"--device={options.device}"]
     if module == "demo.run":
-        return [*command, "--out", str(out)]
-    command += ["--json", str(out), *(["--commit", options.commit] if options.commit else [])]
+        return [*command, f"--out={out}"]
+    command += [f"--json={out}", *([f"--commit={options.commit}"] if options.commit else [])]
     if module not in UNTIMED and left < math.inf:
-        command += ["--seconds", str(max(0, int(left - LAST_CASE)))]
-    if module == "bench.layer":
-        command += [each for folder in options.rival_path for each in ("--rival-path", str(folder))]
-    return command
+        command.append(f"--seconds={max(0, int(left - LAST_CASE))}")
+    return command + [f"--rival-path={folder}" for folder in options.rival_path if module == "bench.layer"]
 
 
 def watch(command: list[str], left: float) -> tuple[int | None, str]:
     """Its exit status, None if it had to be killed, and its last lines."""
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        child = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        child = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, preexec_fn=os.setpgrp)
         try:
             code = child.wait(None if left == math.inf else left)
         except subprocess.TimeoutExpired:
             code = None
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # and a compiler's workers
+                os.killpg(child.pid, signal.SIGKILL)  # with a compiler's workers: its group is its own
             child.wait()
         log.seek(0)
         return code, "".join(log.readlines()[-15:])
@@ -141,7 +139,7 @@ def folders(text: str) -> list[Path]:
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default=Path("bench/results/new"), help="folder of the JSONs")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the JSONs")
     parser.add_argument("--commit", help="recorded in the JSONs")
     parser.add_argument("--seconds", type=float, default=math.inf, help="for everything together")
     parser.add_argument("--only", type=lambda s: s.split(","), default=list(TABLE), help="names, in any order")

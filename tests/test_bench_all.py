@@ -95,7 +95,9 @@ def test_real_commands(tmp_path, capsys):
 
 def test_the_demo_gets_what_the_others_have(tmp_path, monkeypatch):
     def watch(command, left):
-        (everything.Path(command[-1]) / "report.json").write_text('{"device": "a chip", "versions": {"torch": "2"}, "loss": 1}')
+        (everything.Path(command[-1].removeprefix("--out=")) / "report.json").write_text(
+            '{"device": "a chip", "versions": {"torch": "2"}, "loss": 1}'
+        )
         return 0, ""
 
     monkeypatch.setattr(everything, "watch", watch)
