@@ -45,8 +45,8 @@ TABLE = {
     "host": Entry(60, "bench.host --first-call"),
     "launches": Entry(40, "bench.launches"),
     "suite": Entry(300, "pytest bench -o python_files=bench_*.py -p no:cacheprovider"),
-    "layer_quick": Entry(420, "bench.layer --quick"),
-    "layer_fp32": Entry(420, "bench.layer --quick --adapter fp32 --peft-autocast"),
+    "layer_quick": Entry(500, "bench.layer --quick"),
+    "layer_fp32": Entry(500, "bench.layer --quick --adapter fp32 --peft-autocast"),
     "layer_all": Entry(
         300,
         "bench.layer --shapes all --M 4096,16384 --r 16,384 --runs 5 --ways frozen,bare,peft_lora,peft_dora,dorafactors,fdora",

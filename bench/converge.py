@@ -203,10 +203,10 @@ def parse(argv):
     return options
 
 
-def write(result: dict, options) -> None:
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+def write(path: Path | None, result: dict) -> None:
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main(argv=None):
@@ -233,8 +233,8 @@ def main(argv=None):
                 continue
             result["rows"].append(case(base, seed, kind, (reference, rest), options))
             print(markdown(result["rows"][-1:]), flush=True)
-            write(result, options)
-    write(result, options)  # what was skipped
+            write(options.json, result)
+    write(options.json, result)
     print("\n" + markdown(result["rows"]))
     if far := [(row["seed"], row["optimizer"], row["held_out"]) for row in result["rows"] if worse(row)]:
         raise SystemExit(f"fdora ends farther from float32 than PEFT: {far}")

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -226,7 +225,7 @@ def parse(argv=None):
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--quick", action="store_true", help="llama8b only, r 16 and 384, three runs")
     parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this time")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
@@ -248,7 +247,7 @@ def write(facts: dict, rows: list[dict], skipped: list[tuple], options) -> None:
 
 def main(argv=None):
     options = parse(argv)
-    start = time.perf_counter()
+    start = perf_counter()
     facts = about(options.device, options.commit)
     print(facts, "\n")
     rows: list[dict] = []
@@ -257,7 +256,7 @@ def main(argv=None):
     print(table(["model, part, M, r, adapter, mode", *heads, "fdora's worst error"], []))
     sizes = (list(map(int, text.split(","))) for text in (options.M, options.r))
     for model, part, M, r, adapter in product(options.models, options.parts, *sizes, options.adapter):
-        if time.perf_counter() - start > options.seconds:
+        if perf_counter() - start > options.seconds:
             skipped.append((model, part, M, r, adapter))
             continue
         for row in run(model, part, M, r, adapter, options):
