@@ -131,13 +131,6 @@ def test_group(tmp_path):
     assert kept["fdora"] == round(24 * 2 * (2 * 96 + 3 * 4 + 64) / 2**20, 2) < kept["separate"]
 
 
-def test_what_was_not_started_is_in_the_result(tmp_path):
-    assert run(group, tmp_path, GROUP + "--parts qkv --seconds 0")["skipped"] == [["tiny", "qkv", 24, 4, "bf16"]]
-    assert run(layer, tmp_path, LAYER + "--seconds 0")["summary"]["skipped"] == [[8, 48, 32, 4, "bf16"]]
-    late = run(converge, tmp_path, CONVERGE + "--seeds 7 --optimizers adamw --pretrain 1 --seconds 0")
-    assert late["skipped"] == [[7, "adamw"]] and late["rows"] == []
-
-
 def test_group_sees_a_wrong_result(tmp_path, monkeypatch):
     from fdora.functional import dora_mlp
 
@@ -470,3 +463,10 @@ def test_failures_keep_the_reason(capsys):
     results = failures.attempt(("a", "b"), lambda name: {"a": 1}[name])
     assert results == {"a": 1} and failures == {"b": "KeyError: 'b'"}
     assert capsys.readouterr().out == "b failed: KeyError: 'b'\n"
+
+
+def test_what_was_not_started_is_in_the_result(tmp_path):
+    assert run(group, tmp_path, GROUP + "--parts qkv --seconds 0")["skipped"] == [["tiny", "qkv", 24, 4, "bf16"]]
+    assert run(layer, tmp_path, LAYER + "--seconds 0")["summary"]["skipped"] == [[8, 48, 32, 4, "bf16"]]
+    late = run(converge, tmp_path, CONVERGE + "--seeds 7 --optimizers adamw --pretrain 1 --seconds 0")
+    assert late["skipped"] == [[7, "adamw"]] and late["rows"] == []
