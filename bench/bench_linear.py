@@ -38,6 +38,6 @@ def test_linear(measure, device, backend, case, adapter, norm, mode):
         size += 2 * i.x.nbytes + i.W.nbytes + 2 * i.dy.nbytes + 2 * adapters
     if norm == "inside":
         products += 2 * N * K * r
-    what = {"M": M, "K": K, "N": N, "r": r, "adapter": str(adapter), "norm": norm, "mode": mode}
+    what = {"M": M, "K": K, "N": N, "r": r, "adapter": str(adapter).removeprefix("torch."), "norm": norm, "mode": mode}
     fn = no_grad if mode == "fwd" else both
     measure(fn, bytes=size, flops=products, op="linear", dtype=i.x.dtype, backend=backend, **what)

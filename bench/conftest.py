@@ -5,13 +5,17 @@
     make bench BENCH="--device cuda --benchmark-compare --benchmark-compare-fail=median:10%"   # red if slower than the last
 
 The time in the table is GPU time: one launch of a CUDA graph after a write of more than the L2 cache holds, which also
-hides the launch from the clock. On a CPU it is wall time. ``--commit`` is recorded.
+hides the launch from the clock. On a CPU it is wall time. ``--commit`` is recorded. ``-k triton`` leaves plain torch out.
+``--json FILE`` writes what the other commands write, after every case; no result names the machine it ran on.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +38,7 @@ class Clock:
 
 
 CLOCK = Clock()
+START = time.perf_counter()
 ANCHOR: list[torch.cuda.CUDAGraph] = []
 
 
@@ -41,11 +46,17 @@ def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="cpu or cuda")
     parser.addoption("--commit", help="recorded in extra_info")
     parser.addoption("--rounds", type=int, default=30)
+    parser.addoption("--seconds", type=float, default=math.inf, help="start no case after this time")
+    parser.addoption("--json", type=Path)
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker(pytest.mark.benchmark(timer=CLOCK))
+
+
+def pytest_benchmark_generate_machine_info():
+    return {}  # it would name the host; extra_info says what matters
 
 
 @pytest.fixture(scope="session")
@@ -58,9 +69,29 @@ def facts(request, device) -> dict:
     return about(device, request.config.getoption("--commit"))
 
 
+@pytest.fixture(scope="session")
+def result(request, facts) -> dict:
+    return {"about": facts, "rounds": request.config.getoption("--rounds"), "rows": [], "skipped": []}
+
+
+def write(result: dict, path: Path | None) -> None:
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 @pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
+def _seed(result):
+    torch.manual_seed(0)  # after the facts, which draw numbers
+
+
+@pytest.fixture
+def in_time(request, result) -> None:
+    options = request.config.option
+    if time.perf_counter() - START > options.seconds:
+        result["skipped"].append(request.node.name)
+        write(result, options.json)
+        pytest.skip(f"not started within {options.seconds:.0f} s")
 
 
 def cpu_round(fn: Callable[[], object]) -> Callable[[], float]:
@@ -94,30 +125,39 @@ def gpu_round(fn: Callable[[], object]) -> Callable[[], float]:
 
 
 @pytest.fixture
-def measure(benchmark, device, facts, request):
-    """``measure(fn, bytes=, flops=, **what)``: what the fewest bytes and the products take is its roof, where measured."""
+def measure(benchmark, device, facts, result, request):
+    """``measure(fn, bytes=, flops=, **what)``: its roof is what the fewest bytes take, or in bf16 the products if that is more.
+
+    The roofs are measured. float32 products have none of their own: here they run as several in half precision.
+    """
+    options = request.config.option
 
     def run(fn: Callable[[], object], *, bytes: int, flops: int, **what) -> None:
-        rounds = request.config.getoption("--rounds")
         one_round = (cpu_round if device == "cpu" else gpu_round)(fn)
 
         def target() -> None:
             CLOCK.now += one_round()
 
-        benchmark.pedantic(target, rounds=rounds, warmup_rounds=max(1, rounds // 5), iterations=1)
+        benchmark.pedantic(target, rounds=options.rounds, warmup_rounds=max(1, options.rounds // 5), iterations=1)
+        if benchmark.stats is None:  # --benchmark-disable
+            return
         what["dtype"] = str(what["dtype"]).removeprefix("torch.")
-        info = facts | what | {"bytes": bytes, "flops": flops, "peak_mb": round(peak_bytes(fn, device) / 2**20, 3)}
-        info["wall_ms"] = round(medians({"": wall_timer(fn, device, 0)}, 5)[""], 5)
-        if "bytes_per_ms" in facts and what["dtype"] == "bfloat16" and benchmark.stats:
-            info["roof_ms"] = round(max(bytes / facts["bytes_per_ms"], flops / facts["flops_per_ms"]), 5)
-            info["of_roof"] = round(info["roof_ms"] / (1e3 * benchmark.stats.stats.median), 3)
-        benchmark.extra_info.update(info)
+        row = what | {"bytes": bytes, "flops": flops, "peak_mb": round(peak_bytes(fn, device) / 2**20, 3)}
+        ms = 1e3 * benchmark.stats.stats.median
+        row |= {"ms": round(ms, 5), "wall_ms": round(medians({"": wall_timer(fn, device, 0)}, 5)[""], 5)}
+        if "bytes_per_ms" in facts:
+            products = flops / facts["flops_per_ms"] if what["dtype"] == "bfloat16" else 0.0
+            row["roof_ms"] = round(max(bytes / facts["bytes_per_ms"], products), 5)
+            row["of_roof"] = round(row["roof_ms"] / ms, 3)
+        benchmark.extra_info.update(facts | row)
+        result["rows"].append(row)
+        write(result, options.json)
 
     return run
 
 
 @pytest.fixture(params=["eager", "triton"])
-def backend(request, device) -> str:
+def backend(request, device, in_time) -> str:
     choice = select_backend(torch.empty(0, device=device))
     if request.param == "triton" and choice.name != "triton":
         pytest.skip(choice.reason)

@@ -17,6 +17,7 @@ import json
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -224,6 +225,7 @@ def parse(argv=None):
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--quick", action="store_true", help="llama8b only, r 16 and 384, three runs")
     parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this time")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
@@ -236,25 +238,38 @@ def parse(argv=None):
     return options
 
 
+def write(facts: dict, rows: list[dict], skipped: list[tuple], options) -> None:
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        result = {"about": facts, "runs": options.runs, "rows": rows, "skipped": skipped}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main(argv=None):
     options = parse(argv)
+    start = perf_counter()
     facts = about(options.device, options.commit)
     print(facts, "\n")
     rows: list[dict] = []
+    skipped: list[tuple] = []
     heads = [f"{name} {what}" for what in ("ms", "peak MB", "kept MB") for name in options.ways]
     print(table(["model, part, M, r, adapter, mode", *heads, "fdora's worst error"], []))
     sizes = (list(map(int, text.split(","))) for text in (options.M, options.r))
     for model, part, M, r, adapter in product(options.models, options.parts, *sizes, options.adapter):
+        if perf_counter() - start > options.seconds:
+            skipped.append((model, part, M, r, adapter))
+            continue
         for row in run(model, part, M, r, adapter, options):
             worst = max(row["error"].get("fdora", {"": float("nan")}).values())
             cells = [row[what].get(n, "") for what in ("ms", "peak_mb", "kept_mb") for n in options.ways]
             label = "{model}, {part}, {M}, {r}, {adapter}, {mode}".format(**row)
             print(line([label, *cells, f"{worst:.1e}"]), flush=True)
             rows.append(row)
-        if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps({"about": facts, "runs": options.runs, "rows": rows}, indent=1) + "\n")
+        write(facts, rows, skipped, options)
         free(options.device)
+    if skipped:
+        write(facts, rows, skipped, options)
+        print(f"\n{len(skipped)} cases not started in {options.seconds:.0f} s: {skipped}")
     failed = sorted({f"{name}: {reason}" for row in rows for name, reason in row["failed"].items()})
     print("".join(f"\nfailed: {reason}" for reason in failed))
     if mine := [reason for reason in failed if reason.startswith(("fdora", "separate"))]:

@@ -89,6 +89,7 @@ def pieces():
 
 def main():
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--device", choices=["cuda"], default="cuda")
     options.add_argument("--runs", type=int, default=15)
     options.add_argument("--json", type=Path)
     options.add_argument("--commit", help="recorded in the JSON")
@@ -97,6 +98,7 @@ def main():
     us = {name: round(1e3 * ms, 1) for name, ms in medians(timers, options.runs).items()}
     print(table(["piece", "us"], us.items()))
     if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"about": about("cuda", options.commit), "us": us}, indent=1) + "\n")
 
 

@@ -190,6 +190,13 @@ def parse(argv=None):
     return options
 
 
+def write(facts: dict, rows: list[dict], skipped: list[list], options) -> None:
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        result = {"about": facts, "runs": options.runs, "rows": rows, "summary": summarize(rows) | {"skipped": skipped}}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main(argv=None):
     options = parse(argv)
     start = time.perf_counter()
@@ -209,14 +216,11 @@ def main(argv=None):
             label = "{M}, {K} x {N}, {r}, {adapter}, {mode}, {norm}".format(**row)
             print(line([label, *(row["ms"].get(n, "") for n in names), f"{worst:.1e}"]), flush=True)
         rows += new
-        summary = summarize(rows) | {"skipped": skipped}
-        if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            result = {"about": facts, "runs": options.runs, "rows": rows, "summary": summary}
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
+        write(facts, rows, skipped, options)
         free(options.device)
     print(report(summarize(rows)))
     if skipped:
+        write(facts, rows, skipped, options)
         print(f"\n{len(skipped)} cases not started in {options.seconds:.0f} s: {skipped}")
     if mine := [reason for reason in summarize(rows)["failed"] if reason.startswith("fdora")]:
         raise SystemExit("\n".join(["fdora failed:", *mine]))

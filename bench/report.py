@@ -91,7 +91,10 @@ def layer_duels(result: dict) -> Iterator[tuple]:
 
 
 def gradients_mb(row: dict) -> float:
-    """What dx, dA and dB take: a peak below it was not seen by the allocator's counter (one rival, 1 token, r = 384)."""
+    """What dx, dA and dB take: a peak below it hid what an earlier call freed late (one rival, 1 token, r = 384).
+
+    `peak_bytes` refuses such a peak; results that are older than that may hold one.
+    """
     M, K, N, r = (row[size] for size in ("M", "K", "N", "r"))
     return 2 * (M * K + r * K + N * r) / 2**20 - 0.005
 
@@ -324,15 +327,36 @@ def convergence() -> str:
     return "\n\n".join(parts)
 
 
+def suites() -> str:
+    """One launch out of a cold cache; bf16 throughout."""
+    parts = []
+    for name in names("suite"):
+        cases: dict[tuple, dict] = {}
+        for row in load(name)["rows"]:
+            if {row["dtype"], row.get("adapter", row["dtype"])} == {"bfloat16"}:
+                case = (row["op"], *(row.get(key, "") for key in SUITE), row["mode"])
+                cell = f"{row['ms']:.3f} / {row['wall_ms']:.3f} / {row.get('of_roof', '')}"
+                cases.setdefault(case, {})[row["backend"]] = cell
+        head = ["op", *SUITE, "mode", *(f"{backend}: GPU ms / wall ms / of the roof" for backend in BACKENDS)]
+        lines = [[*case, *(cells.get(backend, "") for backend in BACKENDS)] for case, cells in cases.items()]
+        parts += [f"### {name}", table(head, lines)]
+    return "\n\n".join(parts)
+
+
+SUITE = ("M", "K", "N", "r", "norm")
+BACKENDS = ("eager", "triton")
 AGREEMENT = ["against", "of", "relative L2", "cosine", "largest difference", "largest value"]
 
 
 def sources() -> str:
     lines = []
     for name in names():
-        about = load(name).get("about", {})
+        result = load(name)
+        about = result.get("about", {})
         machine = about.get("gpu") or about.get("cpu", "")
         lines.append([name, machine, *(about.get(key) or "" for key in ("driver", "torch", "triton", "commit"))])
+        if "problem" in result:  # bench.all's word for what did not end well
+            lines[-1][-1] += f", {result['problem']}"
     return table(["results", "machine", "driver", "torch", "triton", "commit"], lines)
 
 
@@ -347,7 +371,10 @@ def document() -> str:
     parts += [figure("speedup", "The rivals' time over fdora's"), means(), figure("rank", "Time against the rank")]
     parts += ["Forward and backward, in ms:", readme_layer()]
     parts += ["## The norm", figure("roofline", "Roofline of the norm"), readme_norm_gpu(), readme_norm_cpu()]
-    parts += ["## Compose", readme_compose(), "## Twelve decoder layers", layers12()]
+    parts += ["## Compose", readme_compose()]
+    if names("suite"):
+        parts += ["## One launch out of a cold cache", suites()]
+    parts += ["## Twelve decoder layers", layers12()]
     if names("model_"):
         parts += ["## Whole models", models()]
     if names("converge"):

@@ -1,24 +1,53 @@
 """Peak memory as the allocator sees it, temporaries inside ops included."""
 
+import gc
+
 import torch
+from torch.utils._pytree import tree_leaves
 
 
 def peak_bytes(fn, device="cpu"):
-    """Most bytes alive at once during fn() beyond those alive before it."""
-    fn()
-    if device != "cpu":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        fn()
-        return torch.cuda.max_memory_allocated() - before
+    """Most bytes alive at once during fn() beyond those alive before it.
+
+    Whatever an earlier call left and this one frees would hide as many bytes. So no cycle is collected meanwhile, and the
+    first call's result is held: autograd's thread on a GPU may let go of its share late, after fn has returned.
+    """
+    first = fn()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        peak, result = (_cpu if device == "cpu" else _cuda)(fn)
+    finally:
+        if collecting:
+            gc.enable()
+    known = _storages(first, device)
+    new = sum(size for at, size in _storages(result, device).items() if at not in known)
+    assert peak >= new, f"a peak of {peak} bytes, but the result alone takes {new}: fn freed what was alive before it"
+    return peak
+
+
+def _cuda(fn):
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = fn()
+    return torch.cuda.max_memory_allocated() - before, result
+
+
+def _cpu(fn):
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as prof:
-        fn()
+        result = fn()
     events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert events, "the profiler saw no allocation"
     alive = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         alive += event.nbytes()
         peak = max(peak, alive)
-    return peak
+    return peak, result
+
+
+def _storages(result, device):
+    """Bytes by address of the tensors in a result, each piece of memory once."""
+    tensors = (t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.device.type == torch.device(device).type)
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

@@ -393,12 +393,18 @@ def suite(tmp_path, *options):
 
 
 def test_suite_and_its_gate(tmp_path):
-    done = suite(tmp_path, "bench", "--benchmark-save=before", "--commit=abc")
+    done = suite(tmp_path, "bench", "--benchmark-save=before", "--commit=abc", f"--json={tmp_path}/suite.json")
     assert done.returncode == 0, done.stdout
+    ours = json.loads((tmp_path / "suite.json").read_text())
+    (tmp_path / "suite.json").unlink()
     (path,) = tmp_path.rglob("*_before.json")
     saved = json.loads(path.read_text())
+    assert saved["machine_info"] == {}  # no name of a host
     assert {each["extra_info"]["op"] for each in saved["benchmarks"]} == {"norm", "dora_compose", "dora_delta", "linear"}
+    assert ours["about"]["commit"] == "abc" and ours["skipped"] == [] and ours["rounds"] == 2
+    assert [ours["about"] | row for row in ours["rows"]] == [each["extra_info"] for each in saved["benchmarks"]]
     for each in saved["benchmarks"]:
+        assert each["extra_info"]["ms"] == pytest.approx(1e3 * each["stats"]["median"], abs=1e-5)
         facts = {"torch", "commit", "dtype", "backend", "mode", "bytes", "flops", "peak_mb", "wall_ms"}
         assert facts <= set(each["extra_info"]) and each["extra_info"]["commit"] == "abc"
         assert each["stats"]["rounds"] == 2 and 0 < each["stats"]["median"] < 1
@@ -409,6 +415,39 @@ def test_suite_and_its_gate(tmp_path):
         gate = suite(tmp_path, "bench/bench_norm.py", "--benchmark-compare", "--benchmark-compare-fail=median:10%")
         assert (gate.returncode != 0) == red, gate.stdout
         assert not red or "Performance has regressed" in gate.stdout + gate.stderr
+
+
+def test_suite_knows_its_roofs_and_its_time(tmp_path, monkeypatch):
+    """In this process."""
+    pytest.importorskip("pytest_benchmark")
+    from bench import conftest
+
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # beside which nothing is measured
+    measured = {"bytes_per_ms": 1e3, "flops_per_ms": 1e3}
+    monkeypatch.setattr(conftest, "about", lambda *_: {"commit": "abc"} | measured)
+
+    def norms(*options):
+        fixed = [
+            "-o",
+            "python_files=bench_*.py",
+            "-p",
+            "no:cacheprovider",
+            "--benchmark-enable",
+            "--rounds=2",
+            "-k",
+            "eager-0",
+            *options,
+        ]
+        assert pytest.main([f"{ROOT}/bench/bench_norm.py", f"--rootdir={ROOT}", f"--json={tmp_path}/suite.json", *fixed]) == 0
+        return json.loads((tmp_path / "suite.json").read_text())
+
+    half, single = norms()["rows"]
+    assert half["roof_ms"] == half["flops"] / 1e3 > half["bytes"] / 1e3
+    assert single["roof_ms"] == single["bytes"] / 1e3 < single["flops"] / 1e3
+    for row in (half, single):
+        assert row["of_roof"] == pytest.approx(row["roof_ms"] / row["ms"], rel=1e-3)
+    late = norms("--seconds=0")
+    assert late["rows"] == [] and late["skipped"] == ["test_norm[eager-0-bf16]", "test_norm[eager-0-fp32]"]
 
 
 def test_suite_sees_a_wrong_result(tmp_path):
@@ -424,3 +463,10 @@ def test_failures_keep_the_reason(capsys):
     results = failures.attempt(("a", "b"), lambda name: {"a": 1}[name])
     assert results == {"a": 1} and failures == {"b": "KeyError: 'b'"}
     assert capsys.readouterr().out == "b failed: KeyError: 'b'\n"
+
+
+def test_what_was_not_started_is_in_the_result(tmp_path):
+    assert run(group, tmp_path, GROUP + "--parts qkv --seconds 0")["skipped"] == [["tiny", "qkv", 24, 4, "bf16"]]
+    assert run(layer, tmp_path, LAYER + "--seconds 0")["summary"]["skipped"] == [[8, 48, 32, 4, "bf16"]]
+    late = run(converge, tmp_path, CONVERGE + "--seeds 7 --optimizers adamw --pretrain 1 --seconds 0")
+    assert late["skipped"] == [[7, "adamw"]] and late["rows"] == []

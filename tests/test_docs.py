@@ -252,6 +252,24 @@ def test_models_and_convergence_enter_the_page(tmp_path, monkeypatch):
     assert "| 7 | muon | 1.0e-03 / 2.0e-03 |" in page
 
 
+def test_the_suite_enters_the_page(tmp_path, monkeypatch):
+    """bf16 alone, both backends in one line."""
+    sizes = {"op": "linear", "M": 16, "K": 48, "N": 32, "r": 4, "norm": "given", "mode": "fwd", "dtype": "bfloat16"}
+    rows = [
+        sizes | {"adapter": adapter, "backend": backend, "ms": ms, "wall_ms": 2 * ms} | ({} if ms > 4 else {"of_roof": 0.5})
+        for adapter, backend, ms in (("bfloat16", "triton", 1.5), ("bfloat16", "eager", 4.25), ("float32", "triton", 7.125))
+    ]
+    shutil.copytree(report.RESULTS, tmp_path / "results", ignore=shutil.ignore_patterns("suite*"))
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    assert "cold cache" not in report.document()
+    (tmp_path / "results/h100/suite.json").write_text(
+        json.dumps({"about": {"commit": "abc"}, "rows": rows, "problem": "cut off"})
+    )
+    page = report.document()
+    assert "| linear | 16 | 48 | 32 | 4 | given | fwd | 4.250 / 8.500 /  | 1.500 / 3.000 / 0.5 |\n" in page
+    assert "7.125" not in page and re.search(r"^\| h100/suite \|.*\| abc, cut off \|$", page, re.M)
+
+
 def test_a_mark_that_is_missing_is_an_error():
     with pytest.raises(SystemExit, match="README marks"):
         report.readme(README.replace("<!-- /host -->", ""))

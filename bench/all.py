@@ -1,0 +1,185 @@
+"""Every committed result by one command, each in a process of its own, in the order of the table below.
+
+    python -m bench.all --device cuda --out bench/results/h100 --commit HASH
+    python -m bench.all --device cuda --out bench/results/h100 --commit HASH --seconds 570 --missing
+    python -m bench.all --list
+
+In slices: ``--seconds`` starts nothing that would not fit (by the table's rough seconds on an H100), hands what is left to the
+commands and kills what outlives it; ``--missing`` runs what has no whole result of this commit yet, ``--only`` what is named.
+What fails is reported with its last lines while the others go on, and makes the exit status 1 at the end. A command writes
+its JSON after every case, so one that was cut off leaves the cases it finished, with a "problem" that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.table import table
+
+ROOT = Path(__file__).parent.parent
+LAST_CASE = 60  # seconds: a command starts no case when less is left
+UNREADABLE = "unreadable"
+
+
+class Entry(NamedTuple):
+    seconds: int  # on an H100, roughly
+    command: str
+
+
+MODELS = ("llama-3.1-8b", "gemma-3-12b", "qwen2.5-32b", "mistral-small-24b", "qwen3-vl-8b")
+FLOORS = "--ways frozen,bare,peft_lora,fdora,fdora_inside"
+TABLE = {
+    "norm_forms": Entry(60, "bench.norm_forms --runs 15"),
+    "compose": Entry(40, "bench.compose"),
+    "host": Entry(60, "bench.host --first-call"),
+    "launches": Entry(40, "bench.launches"),
+    "suite": Entry(300, "pytest bench -o python_files=bench_*.py -p no:cacheprovider"),
+    "layer_quick": Entry(500, "bench.layer --quick"),
+    "layer_fp32": Entry(500, "bench.layer --quick --adapter fp32 --peft-autocast"),
+    "layer_all": Entry(
+        300,
+        "bench.layer --shapes all --M 4096,16384 --r 16,384 --runs 5 --ways frozen,bare,peft_lora,peft_dora,dorafactors,fdora",
+    ),
+    "layer_few": Entry(180, f"bench.layer --M 1,16,64,128,512 --r 16,128,384 {FLOORS}"),
+    "layer_ranks": Entry(90, f"bench.layer --r 8,64,128,768 {FLOORS}"),
+    "group": Entry(180, "bench.group"),
+    "layers12_r384_eager": Entry(90, "bench.layers12 --r 384 --no-compile"),
+    "layers12_r16_eager": Entry(90, "bench.layers12 --r 16 --no-compile"),
+    "layers12_r384_compiled": Entry(400, "bench.layers12 --r 384 --no-eager"),
+    "layers12_r16_compiled": Entry(400, "bench.layers12 --r 16 --no-eager"),
+    "model_qwen3-8b": Entry(450, "bench.model --model qwen3-8b --adapter bf16"),
+    "model_qwen3-8b_fp32": Entry(450, "bench.model --model qwen3-8b --adapter fp32"),
+    **{f"model_{model}": Entry(260, f"bench.model --model {model} --quick") for model in MODELS},
+    "model_qwen3-8b_sweep_r": Entry(150, "bench.model --sweep r"),
+    "model_qwen3-8b_sweep_S": Entry(200, "bench.model --sweep S"),
+    "model_qwen3-8b_sweep_width": Entry(200, "bench.model --sweep width"),
+    **{f"converge_s{seed}": Entry(360, f"bench.converge --seeds {seed}") for seed in range(3)},
+    "demo": Entry(60, "demo.run"),
+}
+UNTIMED = ("bench.norm_forms", "bench.compose", "bench.host", "bench.launches", "demo.run")  # no --seconds of their own
+
+
+def arguments(name: str, out: Path, options, left: float) -> list[str]:
+    """``out`` is the JSON; the demo takes a folder."""
+    module, *given = TABLE[name].command.split()
+    command = [sys.executable, "-m", module, *given, f"--device={options.device}"]
+    if module == "demo.run":
+        return [*command, f"--out={out}"]
+    command += [f"--json={out}", *([f"--commit={options.commit}"] if options.commit else [])]
+    if module not in UNTIMED and left < math.inf:
+        command.append(f"--seconds={max(0, int(left - LAST_CASE))}")
+    return command + [f"--rival-path={folder}" for folder in options.rival_path if module == "bench.layer"]
+
+
+def watch(command: list[str], left: float) -> tuple[int | None, str]:
+    """Its exit status, None if it had to be killed, and its last lines."""
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        child = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, preexec_fn=os.setpgrp)
+        try:
+            code = child.wait(None if left == math.inf else left)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # with a compiler's workers: its group is its own
+            child.wait()
+        log.seek(0)
+        return code, "".join(log.readlines()[-15:])
+
+
+def run(name: str, path: Path, options, left: float) -> tuple[int | None, str]:
+    """Exit status, and what is wrong with the result: nothing where it is whole."""
+    before = path.read_bytes() if path.exists() else b""
+    with tempfile.TemporaryDirectory() as folder:
+        demo = Path(folder) / "report.json"
+        code, last = watch(arguments(name, Path(folder) if name == "demo" else path, options, left), left)
+        if demo.exists():
+            result = json.loads(demo.read_text())
+            machine = {"cpu" if options.device == "cpu" else "gpu": result["device"], "torch": result["versions"]["torch"]}
+            path.write_text(json.dumps({"about": machine | {"commit": options.commit}} | result, indent=1) + "\n")
+    if code == 0:
+        return code, lacking(path, options.commit)
+    problem = "cut off by --seconds" if code is None else f"exit status {code}"
+    if path.exists() and path.read_bytes() != before and lacking(path, options.commit) != UNREADABLE:
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"problem": problem}, indent=1) + "\n")
+    return code, problem if code is None else f"{problem}, its last lines:\n{last}"
+
+
+def lacking(path: Path, commit: str | None) -> str:
+    """Why this is no whole result of this commit; empty where it is."""
+    if not path.exists():
+        return "no result"
+    try:
+        result = json.loads(path.read_text())
+    except ValueError:  # killed while it wrote
+        return UNREADABLE
+    if result.get("about", {}).get("commit") != commit:
+        return "of another commit"
+    late = [reason for reason in result.get("failed", {}).values() if reason.startswith("not started")]
+    if late or result.get("skipped") or result.get("summary", {}).get("skipped"):
+        return "some cases were not started"
+    return result.get("problem", "")
+
+
+def folders(text: str) -> list[Path]:
+    return [Path(folder).resolve() for folder in text.split(",")]
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the JSONs")
+    parser.add_argument("--commit", help="recorded in the JSONs")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="for everything together")
+    parser.add_argument("--only", type=lambda s: s.split(","), default=list(TABLE), help="names, in any order")
+    parser.add_argument("--missing", action="store_true", help="only what has no whole result of this commit")
+    parser.add_argument("--rival-path", type=folders, action="extend", default=[], help="for bench.layer; comma separated")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args(argv)
+    if unknown := set(options.only) - set(TABLE):
+        parser.error(f"unknown results: {', '.join(sorted(unknown))}; there are {', '.join(TABLE)}")
+    options.out = options.out.resolve()
+    return options
+
+
+def main(argv=None):
+    options, start = parse(argv), time.perf_counter()
+    reasons = {name: lacking(options.out / f"{name}.json", options.commit) for name in TABLE if name in options.only}
+    chosen = [name for name, reason in reasons.items() if reason or not options.missing]
+    if options.list:
+        print(table(["result", "about s", "python -m", "lacking"], [[n, *TABLE[n], reasons[n]] for n in chosen]))
+        print(f"\nabout {sum(TABLE[name].seconds for name in chosen)} s together")
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    failed, not_run = [], {}
+    for name in chosen:
+        left = options.seconds - (time.perf_counter() - start)
+        if TABLE[name].seconds > left:
+            not_run[name] = f"takes about {TABLE[name].seconds} s, {left:.0f} were left"
+            continue
+        begin = time.perf_counter()
+        code, problem = run(name, options.out / f"{name}.json", options, left)
+        print(f"{name}: {time.perf_counter() - begin:.0f} s{problem and ', ' + problem}", flush=True)
+        if code:
+            failed.append(name)
+        elif problem:
+            not_run[name] = problem
+    for name, why in not_run.items():
+        print(f"not run: {name} ({why})")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

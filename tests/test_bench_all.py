@@ -1,0 +1,134 @@
+"""bench.all: which results it makes, that one failure stops nothing, and that a slice leaves what it finished."""
+
+import importlib
+import json
+import re
+
+import pytest
+
+from bench import all as everything
+from bench.all import Entry
+
+ROOT = everything.ROOT
+FAKE = """
+import argparse, json, sys, time
+parser = argparse.ArgumentParser()
+for name in ("--device", "--json", "--commit", "--seconds", "--do"):
+    parser.add_argument(name)
+options = parser.parse_args()
+def write(**result):
+    with open(options.json, "w") as file:
+        json.dump({"about": {"commit": options.commit}, "seconds": options.seconds} | result, file)
+if options.do == "broken":
+    print("on the way")
+    raise RuntimeError("out of luck")
+write(rows=[1], skipped=[2] if options.do == "late" else [])
+if options.do == "slow":
+    time.sleep(60)
+if options.do == "wrong":
+    raise SystemExit("fdora is wrong")
+"""
+
+
+@pytest.fixture
+def fakes(tmp_path, monkeypatch):
+    """Entries that do what their name says, run as everything.main runs the real ones."""
+    (tmp_path / "fake_bench.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    table = {name: Entry(0, f"fake_bench --do {name}") for name in ("broken", "good", "wrong", "late", "slow")}
+    monkeypatch.setattr(everything, "TABLE", table | {"long": Entry(99, "fake_bench --do good")})
+    monkeypatch.setattr(everything, "LAST_CASE", 1)
+    out = tmp_path / "out"
+
+    def main(*arguments, names):
+        everything.main(["--out", str(out), "--commit", "abc", "--only", names, *arguments])
+
+    main.result = lambda name: json.loads((out / f"{name}.json").read_text())
+    main.files = lambda: sorted(path.stem for path in out.iterdir())
+    return main
+
+
+def test_what_fails_is_reported_and_the_rest_goes_on(fakes, capsys):
+    with pytest.raises(SystemExit, match=r"failed: broken, wrong$"):
+        fakes(names="wrong,good,broken")
+    out = capsys.readouterr().out
+    assert re.search(r"broken: \d+ s, exit status 1, its last lines:\non the way\n(.*\n)*RuntimeError: out of luck\n", out)
+    assert "good: 0 s\n" in out and "fdora is wrong" in out and "not run" not in out
+    assert fakes.files() == ["good", "wrong"]
+    assert fakes.result("good") == {"about": {"commit": "abc"}, "seconds": None, "rows": [1], "skipped": []}
+    assert fakes.result("wrong")["problem"] == "exit status 1"
+
+
+def test_a_slice_keeps_what_it_finished_and_the_next_takes_the_rest(fakes, capsys):
+    fakes("--seconds", "3", names="good,late,slow,long")
+    out = capsys.readouterr().out
+    assert "not run: late (some cases were not started)" in out and "not run: slow (cut off by --seconds)" in out
+    assert "not run: long (takes about 99 s, " in out and "not run: good" not in out
+    assert fakes.files() == ["good", "late", "slow"] and re.search(r"^slow: \d s,", out, re.M)
+    assert fakes.result("good")["seconds"] in ("1", "2")  # of 3, less LAST_CASE
+    slow = fakes.result("slow")
+    assert slow["rows"] == [1] and slow["problem"] == "cut off by --seconds"
+    fakes("--missing", "--list", names="good,late,slow,long")
+    rows = re.findall(r"^\| (\w+) \| \d.*\| ([\w -]*) \|$", capsys.readouterr().out, re.M)
+    assert dict(rows) == {"late": "some cases were not started", "slow": "cut off by --seconds", "long": "no result"}
+    fakes("--missing", "--commit", "def", "--list", names="good")
+    assert "| of another commit |" in capsys.readouterr().out
+
+
+def test_a_failure_leaves_an_older_result_alone(fakes):
+    fakes(names="good")
+    everything.TABLE["good"] = Entry(0, "fake_bench --do broken")
+    with pytest.raises(SystemExit, match="failed: good"):
+        fakes(names="good")
+    assert "problem" not in fakes.result("good")
+
+
+def test_real_commands(tmp_path, capsys):
+    """One that runs on a CPU, and one that cannot."""
+    with pytest.raises(SystemExit, match="failed: launches"):
+        everything.main(["--out", str(tmp_path), "--commit", "abc", "--only", "launches,compose", "--seconds", "200"])
+    assert "invalid choice: 'cpu'" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["compose.json"]
+    result = json.loads((tmp_path / "compose.json").read_text())
+    assert result["about"]["commit"] == "abc" and len(result["rows"]) == 2
+
+
+def test_the_demo_gets_what_the_others_have(tmp_path, monkeypatch):
+    def watch(command, left):
+        (everything.Path(command[-1].removeprefix("--out=")) / "report.json").write_text(
+            '{"device": "a chip", "versions": {"torch": "2"}, "loss": 1}'
+        )
+        return 0, ""
+
+    monkeypatch.setattr(everything, "watch", watch)
+    everything.main(["--device", "cuda", "--out", str(tmp_path), "--commit", "abc", "--only", "demo"])
+    result = json.loads((tmp_path / "demo.json").read_text())
+    assert result.pop("about") == {"gpu": "a chip", "torch": "2", "commit": "abc"} and result["loss"] == 1
+
+
+def test_every_committed_result_has_its_command():
+    committed = {path.stem for path in (ROOT / "bench/results").glob("*/*.json")}
+    assert committed and committed <= set(everything.TABLE)
+    with pytest.raises(SystemExit):
+        everything.parse(["--only", "norm_form"])
+
+
+def test_commands_take_their_arguments(tmp_path, monkeypatch):
+    """Those that can be asked: nothing is run."""
+    pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
+    from bench import model
+
+    monkeypatch.setattr(model, "ARCHITECTURES", {"qwen3-vl-8b": None} | model.ARCHITECTURES)
+    options = everything.parse(["--device", "cuda", "--commit", "abc", "--rival-path", f"{tmp_path},{tmp_path}"])
+    asked = {}
+    for name, entry in everything.TABLE.items():
+        parse = getattr(importlib.import_module(entry.command.split()[0]), "parse", None)
+        if parse:
+            command = everything.arguments(name, tmp_path / "x.json", options, 500.0)
+            asked[name] = parse(command[3:])
+            assert asked[name].device == "cuda"
+            assert name == "demo" or (asked[name].commit, asked[name].json) == ("abc", tmp_path / "x.json")
+    assert asked["group"].seconds == asked["layer_few"].seconds == asked["converge_s1"].seconds == 500 - everything.LAST_CASE
+    assert str(tmp_path) in str(asked["layer_quick"].rival_path) and asked["converge_s2"].seeds == [2]
+    assert {each.model for name, each in asked.items() if name.startswith("model_")} == set(model.ARCHITECTURES)
+    assert {each.sweep for name, each in asked.items() if name.startswith("model_")} == {None, *model.SWEEPS}
