@@ -7,11 +7,12 @@ The architecture is transformers' own with random weights, as many of its layers
 away from their start (B is not 0, g is spread by 0.0015), and the ways share weights and have equal adapters. One sequence,
 loss on its last tokens; Qwen3-VL sees one image, a quarter of the tokens, and its vision tower is adapted, too. Modes:
 inference; gradient of all adapters; an optimizer step (fused AdamW) after 1 or 8 micro-batches; each of these but the first
-also with gradient checkpointing. Eager, then torch.compile per decoder layer (a vision tower stays eager: its attention reads the
-image's size on the host). float32 adapters run under bf16 autocast, as trainers run them. Wall time until the GPU is done, median of turns; peak memory above weights, adapters and optimizer. Before it is
-timed, fdora's logits and gradients are compared with those of PEFT's DoRA, and for one layer all with a float32 run; and the
-norms that the 8 micro-batches of one step compute are counted. ``--sweep`` varies one size, eager, and fits the exponent of
-its growth. There the vocabulary is small: the head, which has no adapter, would be most of a narrow or a short model.
+also with gradient checkpointing. Eager, then torch.compile per decoder layer (a vision tower stays eager: its attention reads
+the image's size on the host). float32 adapters run under bf16 autocast, as trainers run them. Wall time until the GPU is done,
+median of turns; peak memory above weights, adapters and optimizer. Before it is timed, fdora's logits and gradients are
+compared with those of PEFT's DoRA, and for one layer all with a float32 run; and the norms that the 8 micro-batches of one
+step compute are counted. ``--sweep`` varies one size, eager, and fits the exponent of its growth. There the vocabulary is
+small: the head, which has no adapter, would be most of a narrow or a short model.
 """
 
 from __future__ import annotations
