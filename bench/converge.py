@@ -204,6 +204,12 @@ def parse(argv):
     return options
 
 
+def write(path: Path | None, result: dict) -> None:
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main(argv=None):
     options = parse(argv)
     start = time.perf_counter()
@@ -232,9 +238,8 @@ def main(argv=None):
                 continue
             result["rows"].append(case(base, seed, kind, (reference, rest), options))
             print(markdown(result["rows"][-1:]), flush=True)
-            if options.json:
-                options.json.parent.mkdir(parents=True, exist_ok=True)
-                options.json.write_text(json.dumps(result, indent=1) + "\n")
+            write(options.json, result)
+    write(options.json, result)
     print("\n" + markdown(result["rows"]))
     if far := [(row["seed"], row["optimizer"], row["held_out"]) for row in result["rows"] if worse(row)]:
         raise SystemExit(f"fdora ends farther from float32 than PEFT: {far}")

@@ -110,7 +110,7 @@ def models(axes, panel: tuple[str, str]) -> None:
         bars = axes.barh([k + 0.2 * (i - 1.5) for k in range(len(cases))], values, 0.2, label=label)
         axes.bar_label(bars, fmt="%.2f", fontsize=6)
     axes.set_yticks(range(len(cases)), list(cases), fontsize=7)
-    axes.invert_yaxis()
+    axes.set_ylim(len(cases) - 0.5, -0.5)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xlabel(f"time over fdora's; {mode}, {where}")
     axes.legend(fontsize=6, ncols=2, loc="lower center", bbox_to_anchor=(0.4, 1))

@@ -345,6 +345,7 @@ def converged() -> dict[tuple[str, str], list[dict]]:
         rows += result["rows"]
         if len({(row["seed"], row["optimizer"]) for row in rows}) < len(rows):
             raise SystemExit(f"{name} measures a seed that another file of this machine and these settings has, too")
+        rows.sort(key=lambda row: (row["optimizer"], row["seed"]))
     return found
 
 

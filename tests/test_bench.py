@@ -308,6 +308,7 @@ def test_model_steps():
     options = model.parse([*MODEL.split(), "--dtype", "fp32", "--adapter", "fp32"])
     step = model.Bench(options).prepare("fp32", 4, 16, 1)["peft_fdora"]
     step.optimizer = torch.optim.SGD(step.leaves.values(), lr=1.0)
+    assert step.of("inference")().shape[:2] == (1, 4)  # logits of the tokens with a loss, and no others
     before, gradients = [p.detach().clone() for p in step.leaves.values()], step.gradients()
     step.of("step_8_checkpointing")()
     for p, old, gradient in zip(step.leaves.values(), before, gradients, strict=True):
@@ -446,6 +447,15 @@ def test_converge(tmp_path, capsys):
     losses = [row["loss"]["float32"] for row in result["rows"]]
     assert len({tuple(loss) for loss in losses}) == len(losses)  # neither seed nor optimizer is without effect
     assert f"{result['rows'][-1]['held_out']['fdora']:.4f}" in capsys.readouterr().out
+
+
+def test_converge_says_what_it_leaves_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    short = CONVERGE + "--steps 2 --pretrain 2 --seeds 3 "
+    result = run(converge, tmp_path, short)
+    assert [row["optimizer"] for row in result["rows"]] == ["adamw"] and result["skipped"] == [[3, "muon"]]
+    assert "muon is skipped: torch" in capsys.readouterr().out
+    assert run(converge, tmp_path, short + "--optimizers adamw --seconds 0")["skipped"] == [[3, "adamw"]]
 
 
 def test_converge_starts_everywhere_from_the_same_adapters():
