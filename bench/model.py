@@ -10,9 +10,9 @@ inference; gradient of all adapters; an optimizer step (fused AdamW) after 1 or 
 also with gradient checkpointing. Eager, then torch.compile per decoder layer (a vision tower stays eager: its attention reads
 the image's size on the host). float32 adapters run under bf16 autocast, as trainers run them. Wall time until the GPU is done,
 median of turns; peak memory above weights, adapters and optimizer. Before it is timed, fdora's logits and gradients are
-compared with those of PEFT's DoRA, and for one layer all with a float32 run; and the norms that the 8 micro-batches of one
-step compute are counted. ``--sweep`` varies one size, eager, and fits the exponent of its growth. There the vocabulary is
-small: the head, which has no adapter, would be most of a narrow or a short model.
+compared with those of PEFT's DoRA, for one layer all with a float32 run, and compiled with eager; the norms that the 8
+micro-batches of one step compute are counted. ``--sweep`` varies one size, eager, and fits the exponent of its growth. There
+the vocabulary is small: the head, which has no adapter, would be most of a narrow or a short model.
 """
 
 from __future__ import annotations
@@ -354,6 +354,16 @@ class Bench:
             self.write()
         free(self.options.device)
 
+    def compile(self, runs: dict[str, Run], adapter: str) -> None:
+        """From here on, for good. Steps have moved each way's adapters by now: fdora is compared with itself, eager."""
+        eager = {way: results(run) for way, run in runs.items() if "fdora" in way and not self.late()}
+        torch._dynamo.reset()
+        for run in runs.values():
+            run.compile()
+        found = self.attempt(eager, {"adapter": adapter, "compiled": True}, lambda way: compare(runs[way], eager[way]))
+        self.result["agreement"].setdefault(adapter, {})["compiled_against_eager"] = found
+        self.write()
+
     def all_modes(self) -> None:
         options = self.options
         for adapter in options.adapter:
@@ -361,9 +371,7 @@ class Bench:
             self.agree(runs, adapter)
             for compiled in options.compiled:
                 if compiled:
-                    torch._dynamo.reset()
-                    for run in runs.values():
-                        run.compile()
+                    self.compile(runs, adapter)
                 where = {"layers": options.layers, "seq": options.seq, "r": options.r, "adapter": adapter}
                 for mode in options.modes:
                     self.measure(runs, mode, where | {"compiled": compiled})
@@ -383,6 +391,13 @@ class Bench:
             free(options.device)
             self.result["sweep"] = {"over": options.sweep, "exponents": exponents(self.result["rows"], over)}
             self.write()
+
+
+def fdoras(agreement: dict) -> dict[str, dict]:
+    """What fdora is compared with in one dtype, beside the float32 run: the comparisons by name."""
+    names = {"against_peft_dora": "PEFT's DoRA", "fused_against_peft_dora": "PEFT's DoRA, fuse=True"}
+    found = {names[key]: parts for key, parts in agreement.items() if key in names}
+    return found | {f"eager, compiled {way}": parts for way, parts in agreement.get("compiled_against_eager", {}).items()}
 
 
 def exponents(rows: list[dict], over: str) -> dict[str, dict]:
@@ -474,8 +489,7 @@ def main(argv=None):
     bench.write()
     most = MOST_APART[options.dtype]
     wrong = [f"{n} ({adapter} adapters)" for adapter, found in result["agreement"].items()
-             for against in ("against_peft_dora", "fused_against_peft_dora")
-             for n, v in found.get(against, {}).items() if not v["relative"] <= most]  # fmt: skip
+             for parts in fdoras(found).values() for n, v in parts.items() if not v["relative"] <= most]  # fmt: skip
     stock = {a: p for a, p in result["paths"].items() if set(p) - {"composed"} != {"fused"}}
     if wrong or stock or any("fdora" in name for name in bench.failures):
         raise SystemExit(f"fdora parts from PEFT's DoRA in {wrong}, or did not run: {dict(bench.failures)}, calls {stock}")

@@ -292,7 +292,7 @@ def layers12() -> str:
 
 
 def models() -> str:
-    from bench.model import markdown
+    from bench.model import fdoras, markdown
 
     parts = [figure("models", "PEFT's time over fdora's")]
     parts += [figure(f"sweep_{size}", f"Time and memory against {size}") for size in SIZES]
@@ -303,10 +303,8 @@ def models() -> str:
         if skipped := result.get("skipped"):
             parts.append(f"Out of time: {len(skipped)} cases, from {described(skipped[0])} on.")
         for adapter, found in result["agreement"].items():
-            against = {"PEFT's DoRA": found["against_peft_dora"]}
-            if "fused_against_peft_dora" in found:
-                against["PEFT's DoRA, fuse=True"] = found["fused_against_peft_dora"]
-            against |= {f"float32, {NAMES[way]}": each for way, each in found["one_layer_against_float32"].items()}
+            exact = found.get("one_layer_against_float32", {})
+            against = fdoras(found) | {f"float32, {NAMES[way]}": each for way, each in exact.items()}
             lines = [
                 [label, part, f"{v['relative']:.1e}", f"{v['cosine']:.6f}", f"{v['max_difference']:.2e}", f"{v['max']:.2e}"]
                 for label, each in against.items()

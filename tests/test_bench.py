@@ -285,6 +285,8 @@ def test_model_compiled_and_out_of_time(tmp_path, capsys, monkeypatch):
     assert counters["stats"]["unique_graphs"] > 0 and not counters["graph_break"]
     (row,) = result["rows"]
     assert row["compiled"] and row["adapter"] == "bf16"
+    compared = result["agreement"]["bf16"]["compiled_against_eager"]["peft_fdora"]
+    assert set(compared) == {"logits", "dA", "dB", "dm"} and all(part["relative"] < 0.05 for part in compared.values())
     assert f"| {row['ms']:.1f} / {row['tokens_per_s']} / {row['peak_mb']:.0f} |" in capsys.readouterr().out
     late = run(model, tmp_path, MODEL + "--no-compile --modes gradient --ways peft_lora --seconds 0 --adapter fp32")
     assert late["rows"] == [] and [case["mode"] for case in late["skipped"]] == ["gradient"]
@@ -420,6 +422,13 @@ def test_stock_layers_are_seen(tmp_path, monkeypatch):
         run(layers12, tmp_path, TWELVE + "--no-compile --ways peft_dora,peft_fdora --modes inference")
     with pytest.raises(SystemExit, match="did not run"):
         run(converge, tmp_path, CONVERGE + "--steps 2 --pretrain 2 --seeds 0 --optimizers adamw")
+
+
+def test_model_sees_what_a_compiler_spoils(tmp_path, monkeypatch):
+    sound = model.call
+    monkeypatch.setattr(model.torch, "compile", lambda *_, **__: lambda *args, **kwargs: sound(*args, **kwargs).flip(-1))
+    with pytest.raises(SystemExit, match=r"'logits \(bf16 adapters\)', 'dA"):
+        run(model, tmp_path, MODEL + "--no-eager --adapter bf16 --modes inference --ways peft_fdora")
 
 
 def test_model_sees_a_wrong_result(tmp_path, monkeypatch):

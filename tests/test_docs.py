@@ -236,6 +236,7 @@ def made_up(folder, gpu="h100"):
 
     part = {"logits": {"relative": 0.0123, "cosine": 0.99999, "max_difference": 0.5, "max": 3.0}}
     agreement = {"against_peft_dora": part, "fused_against_peft_dora": {"logits": part["logits"] | {"relative": 0.0456}}}
+    agreement |= {"compiled_against_eager": {"peft_fdora": {"logits": part["logits"] | {"relative": 0.0789}}}}
     agreement |= {"one_layer_against_float32": {"peft_dora": part, "peft_fdora": part}}
     model = {"about": {"gpu": gpu}, "model": "qwen3-8b", "rows": [*rows("step_8"), *rows("gradient", 3)]}
     model |= {"agreement": {"bf16": agreement}, "norms": {"bf16": {"layers": 28, "asked": 224, "computed": 28}}}
@@ -276,6 +277,7 @@ def test_models_and_convergence_enter_the_page(elsewhere):
     assert "mode step_8 | 1.0 / 8 / 9 | 4.0 / 8 / 9 | 2.5 / 8 / 7 |" in page
     assert "| gradient, peft_fdora | 8 to 768 | 0.25 | 0.12 | 128 to 768 | 0.50 | 0.12 |" in page
     assert "| PEFT's DoRA, fuse=True | logits | 4.6e-02 |" in page
+    assert "| eager, compiled peft_fdora | logits | 7.9e-02 |" in page
     assert "| float32, PEFT with use_fdora | logits | 1.2e-02 | 0.999990 | 5.00e-01 | 3.00e+00 |" in page
     assert "bf16 adapters: 224 asked for, 28 computed, of 28 layers." in page
     assert "Did not run: peft_dora, r 768 (OutOfMemoryError: CUDA)." in page
