@@ -356,11 +356,12 @@ class Bench:
 
     def compile(self, runs: dict[str, Run], adapter: str) -> None:
         """From here on, for good. Steps have moved each way's adapters by now: fdora is compared with itself, eager."""
-        eager = {way: results(run) for way, run in runs.items() if "fdora" in way and not self.late()}
+        where, ways = {"adapter": adapter, "compiled": True}, [way for way in runs if "fdora" in way and not self.late()]
+        eager = self.attempt(ways, where | {"compiled": False}, lambda way: results(runs[way]))
         torch._dynamo.reset()
         for run in runs.values():
             run.compile()
-        found = self.attempt(eager, {"adapter": adapter, "compiled": True}, lambda way: compare(runs[way], eager[way]))
+        found = self.attempt(eager, where, lambda way: compare(runs[way], eager[way]))
         self.result["agreement"].setdefault(adapter, {})["compiled_against_eager"] = found
         self.write()
 
@@ -368,7 +369,7 @@ class Bench:
         options = self.options
         for adapter in options.adapter:
             runs = self.prepare(adapter, options.r, options.seq, options.layers)
-            self.agree(runs, adapter)
+            self.attempt(["agreement"], {"adapter": adapter}, lambda _, r=runs, a=adapter: self.agree(r, a))
             for compiled in options.compiled:
                 if compiled:
                     self.compile(runs, adapter)
@@ -491,7 +492,7 @@ def main(argv=None):
     wrong = [f"{n} ({adapter} adapters)" for adapter, found in result["agreement"].items()
              for parts in fdoras(found).values() for n, v in parts.items() if not v["relative"] <= most]  # fmt: skip
     stock = {a: p for a, p in result["paths"].items() if set(p) - {"composed"} != {"fused"}}
-    if wrong or stock or any("fdora" in name for name in bench.failures):
+    if wrong or stock or any("fdora" in name or "agreement" in name for name in bench.failures):
         raise SystemExit(f"fdora parts from PEFT's DoRA in {wrong}, or did not run: {dict(bench.failures)}, calls {stock}")
 
 

@@ -379,6 +379,10 @@ def test_model_sweep_outlives_what_does_not_fit(tmp_path, monkeypatch, capsys):
     result = run(model, tmp_path, options + "--sweep width --values 96,64")
     assert result["failed"] == {"width 96": "OutOfMemoryError: CUDA out of memory."}
     assert [row["width"] for row in result["rows"]] == [64, 64]
+    with pytest.raises(SystemExit, match="'agreement, adapter bf16': 'OutOfMemoryError"):
+        run(model, tmp_path, MODEL + "--seq 32 --adapter bf16 --modes inference --no-compile --ways peft_dora,peft_fdora")
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert [row["way"] for row in rows] == ["peft_dora", "peft_fdora"]
     late = run(model, tmp_path, options + "--sweep width --values 32,64 --seconds 0")
     assert [case["width"] for case in late["skipped"]] == [32, 64] and late["rows"] == []
 
