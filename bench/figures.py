@@ -1,19 +1,40 @@
-"""The figures of docs/benchmarks.md, from committed results: speed-up bars, time against rank, roofline of the norm."""
+"""The figures of docs/benchmarks.md, from committed results. A figure has a panel per machine that measured it, or several."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
 
-from bench.report import MEANS, NAMES, load
+from bench.converge import EVERY, PAIRS, TARGET, WAYS
+from bench.report import MEANS, NAMES, SIZES, converged, how, load, names
 from bench.ways import RIVALS
 
 COLOURS = {"frozen": "0.7", "bare": "0.45", "peft_lora": "tab:orange", "peft_dora": "tab:red", "dense": "tab:red"}
 COLOURS |= {"fdora": "tab:blue", "inside": "tab:cyan", "triton": "tab:blue", "tiles": "tab:cyan"}
+COLOURS |= {"peft_fdora": "tab:blue", "peft_fdora_fused": "tab:cyan", "peft": "tab:red", "float32": "0.8"}
+COLOURS |= {"fdora - peft": "black", "peft - float32": "tab:red", "fdora - float32": "tab:blue"}
+WINDOW = 5
 
 
-def speedup(axes) -> None:
+class Figure(NamedTuple):
+    """``panels()`` says what there is to draw, ``paint(axes, panel)`` draws one of them."""
+
+    panels: Callable[[], list]
+    paint: Callable[[Any, Any], None]
+
+
+def on(file: str) -> list[str]:
+    """This file of each machine that has a GPU."""
+    return [name for name in names(file) if name.endswith(f"/{file}") and "gpu" in load(name)["about"]]
+
+
+def speedup(axes, name: str) -> None:
     """Geometric means of layer_quick: one group per rival, one bar per mode."""
-    modes = load("h100/layer_quick")["summary"]["geometric_means"]
+    modes = load(name)["summary"]["geometric_means"]
     rivals = [rival for rival in MEANS if rival in RIVALS]
     for i, (mode, pairs) in enumerate(modes.items()):
         values = [pairs.get(f"{rival}/fdora") or 1 / pairs[f"fdora/{rival}"] for rival in rivals]
@@ -22,13 +43,17 @@ def speedup(axes) -> None:
     axes.set_yticks(range(len(rivals)), [NAMES[rival] for rival in rivals])
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xlabel("time over fdora's; one layer, mean of 12 cases, bf16, H100")
+    axes.set_xlabel(f"time over fdora's; one layer, mean of 12 cases, bf16, {machine(name)}")
     axes.legend(fontsize=7)
 
 
-def rank(axes) -> None:
+def machine(name: str) -> str:
+    return name.split("/")[0].upper()
+
+
+def rank(axes, name: str) -> None:
     """4096 x 4096, 4096 tokens, forward and backward; one run."""
-    rows = [x for x in load("h100/layer_ranks")["rows"] if (x["K"], x["N"], x["mode"]) == (4096, 4096, "fwd_bwd")]
+    rows = [x for x in load(name)["rows"] if (x["K"], x["N"], x["mode"]) == (4096, 4096, "fwd_bwd")]
     for way in ("frozen", "bare", "peft_lora", "fdora", "inside"):
         norm, key = ("inside", "fdora") if way == "inside" else ("given", way)
         points = sorted((x["r"], x["ms"][key]) for x in rows if x["norm"] == norm)
@@ -37,13 +62,13 @@ def rank(axes) -> None:
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("r")
-    axes.set_ylabel("ms, 4096 tokens, 4096 x 4096, H100")
+    axes.set_ylabel(f"ms, 4096 tokens, 4096 x 4096, {machine(name)}")
     axes.legend(fontsize=7)
 
 
-def roofline(axes) -> None:
+def roofline(axes, name: str) -> None:
     """The product's flops over W's bytes is r in bf16; roofs are the copy and the cuBLAS product of the same run."""
-    result = load("h100/norm_forms")
+    result = load(name)
     per_byte, most = result["about"]["bytes_per_ms"] / 1e9, result["about"]["flops_per_ms"] / 1e9
     ranks = [8, most / per_byte, 1024]
     axes.plot(ranks, [min(per_byte * r, most) for r in ranks], color="black", label="copy, cuBLAS")
@@ -54,22 +79,126 @@ def roofline(axes) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("flops per byte of W (= r)")
-    axes.set_ylabel("TFLOP/s of the norm, bf16, H100")
+    axes.set_ylabel(f"TFLOP/s of the norm, bf16, {machine(name)}")
     axes.legend(fontsize=7)
 
 
-FIGURES = {"speedup": speedup, "rank": rank, "roofline": roofline}
+def measured(sweep: str | None) -> list[str]:
+    """Files of bench.model that vary this size, or none."""
+    return [name for name in names("model_") if load(name).get("sweep", {}).get("over") == sweep]
+
+
+def model_panels() -> list[tuple[str, str]]:
+    machines = dict.fromkeys(machine(name) for name in measured(None))
+    return [(each, mode) for each in machines for mode in ("gradient", "step_8")]
+
+
+def models(axes, panel: tuple[str, str]) -> None:
+    """One group per model, adapter and compilation, whichever files they come from; one bar per rival and way of ours."""
+    where, mode = panel
+    cases: dict[str, dict[str, float]] = {}
+    for name in measured(None):
+        result = load(name)
+        for row in result["rows"]:
+            if (machine(name), row["mode"]) == panel:
+                label = f"{result['model']}, {row['layers']} layers\n{how(row)}, {row['adapter']} adapters"
+                cases.setdefault(label, {})[row["way"]] = row["ms"]
+    pairs = [(rival, mine) for rival in ("peft_lora", "peft_dora") for mine in ("peft_fdora", "peft_fdora_fused")]
+    for i, (rival, mine) in enumerate(pairs):
+        values = [case.get(rival, math.nan) / case.get(mine, math.nan) for case in cases.values()]
+        label = f"{NAMES[rival]} over {NAMES[mine].removeprefix('PEFT with ')}"
+        bars = axes.barh([k + 0.2 * (i - 1.5) for k in range(len(cases))], values, 0.2, label=label)
+        axes.bar_label(bars, fmt="%.2f", fontsize=6)
+    axes.set_yticks(range(len(cases)), list(cases), fontsize=7)
+    axes.set_ylim(len(cases) - 0.5, -0.5)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlabel(f"time over fdora's; {mode}, {where}")
+    axes.legend(fontsize=6, ncols=2, loc="lower center", bbox_to_anchor=(0.4, 1))
+    axes.figure.set_figheight(max(axes.figure.get_figheight(), 1 + 0.6 * len(cases)))
+
+
+def sweep_panels(size: str) -> list[tuple[str, str]]:
+    return [(name, field) for name in measured(size) for field in ("ms", "peak_mb")]
+
+
+def sweep(axes, panel: tuple[str, str]) -> None:
+    """Gradient as lines, inference dashed; fewer points where a way did not fit."""
+    name, field = panel
+    result = load(name)
+    size = result["sweep"]["over"]
+    for mode, way in dict.fromkeys((row["mode"], row["way"]) for row in result["rows"]):
+        rows = [row for row in result["rows"] if (row["mode"], row["way"]) == (mode, way)]
+        points = sorted((row["seq" if size == "S" else size], row[field]) for row in rows)
+        style = {"linestyle": "--" if mode == "inference" else "-", "label": None if mode == "inference" else NAMES[way]}
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=COLOURS[way], **style)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel(f"{size}; {result['model']}, {result['rows'][0]['layers']} layers, {machine(name)}")
+    axes.set_ylabel({"ms": "ms", "peak_mb": "peak memory, MB"}[field])
+    axes.legend(fontsize=6, title="gradient; inference dashed", title_fontsize=6)
+
+
+def loss_panels() -> list[tuple]:
+    """Losses, means over the seeds; and absolute differences, means over the seeds and over WINDOW of the losses kept."""
+    panels: list[tuple] = []
+    for (where, settings), rows in converged().items():
+        for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
+            seeds = [row["loss"] for row in rows if row["optimizer"] == optimizer]
+            label = f"{optimizer}, {settings.split(',')[0]}, seeds: {len(seeds)}, {where.upper()}"
+            loss = {way: average(seed[way] for seed in seeds) for way in WAYS[::-1]}
+            apart = {}
+            for a, b in PAIRS:
+                steps = average([abs(u - v) for u, v in zip(seed[a], seed[b], strict=True)] for seed in seeds)
+                apart[f"{a} - {b}"] = [mean(steps[i : i + WINDOW]) for i in range(0, len(steps), WINDOW)]
+            panels += [(label, "loss", EVERY, loss), (label, "difference", EVERY * WINDOW, apart)]
+    return panels
+
+
+def average(seeds: Iterable[list[float]]) -> list[float]:
+    return [mean(step) for step in zip(*seeds, strict=True)]
+
+
+def losses(axes, panel: tuple) -> None:
+    label, what, every, curves = panel
+    for name, values in curves.items():
+        width = 3 if name == "float32" else 1  # the others lie on it
+        axes.plot(range(0, every * len(values), every), values, color=COLOURS[name], linewidth=width, label=name)
+    if what == "difference":
+        axes.axhline(TARGET, color="black", linewidth=0.8, linestyle=":", label=f"target of fdora - peft, {TARGET:.1e}")
+        axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"step; {label}")
+    axes.set_ylabel(what)
+    axes.legend(fontsize=7)
+
+
+FIGURES = {
+    "speedup": Figure(partial(on, "layer_quick"), speedup),
+    "rank": Figure(partial(on, "layer_ranks"), rank),
+    "roofline": Figure(partial(on, "norm_forms"), roofline),
+    "models": Figure(model_panels, models),
+    **{f"sweep_{size}": Figure(partial(sweep_panels, size), sweep) for size in SIZES},
+    "losses": Figure(loss_panels, losses),
+}
 
 
 def draw(folder: Path) -> None:
+    """Those that have something to draw; what an earlier run left is deleted."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     folder.mkdir(exist_ok=True)
-    for name, paint in FIGURES.items():
-        picture, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
-        paint(axes)
-        picture.savefig(folder / f"{name}.png", dpi=100, metadata={"Software": None})
-        pyplot.close(picture)
+    for old in folder.glob("*.png"):
+        old.unlink()
+    for name, (find, paint) in FIGURES.items():
+        if panels := find():
+            rows, columns = math.ceil(len(panels) / 2), min(len(panels), 2)
+            size = (6.4 if columns == 1 else 11, 3.6 * rows)
+            picture, grid = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+            for axes, panel in zip(grid.flat, panels, strict=False):
+                paint(axes, panel)
+            for axes in grid.flat[len(panels) :]:
+                axes.remove()
+            picture.savefig(folder / f"{name}.png", dpi=100, metadata={"Software": None})
+            pyplot.close(picture)

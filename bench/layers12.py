@@ -61,7 +61,8 @@ class Adapted(nn.Module):
 
 
 def linears(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in LINEARS}
+    """All but a language model's head."""
+    return {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) and name != "lm_head"}
 
 
 def adapters(model: nn.Module, r: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:

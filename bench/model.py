@@ -3,13 +3,16 @@
     python -m bench.model --model qwen3-8b --layers 4 --device cuda --json FILE
     python -m bench.model --sweep r --device cuda --json FILE
 
-The architecture is transformers' own with random weights, as many of its layers as fit; all seven linears of a layer are
-adapted, away from their start (B is not 0, g is spread by 0.0015), and the ways share weights and have equal adapters. One
-sequence, loss on its last tokens. Modes: inference; gradient of all adapters; an optimizer step (fused AdamW) after 1 or 8
-micro-batches; each of these but the first also with gradient checkpointing. Eager, then torch.compile per decoder layer.
-float32 adapters run under bf16 autocast, as trainers run them. Wall time until the GPU is done, median of turns; peak memory
-above weights, adapters and optimizer. Before it is timed, fdora's logits and gradients are compared with those of PEFT's
-DoRA, and for one layer both with a float32 run. ``--sweep`` varies one size, eager, and fits the exponent of its growth.
+The architecture is transformers' own with random weights, as many of its layers as fit; all linears but the head are adapted,
+away from their start (B is not 0, g is spread by 0.0015), and the ways share weights and have equal adapters. One sequence,
+loss on its last tokens; Qwen3-VL sees one image, a quarter of the tokens, and its vision tower is adapted, too. Modes:
+inference; gradient of all adapters; an optimizer step (fused AdamW) after 1 or 8 micro-batches; each of these but the first
+also with gradient checkpointing. Eager, then torch.compile per decoder layer (a vision tower stays eager: its attention reads
+the image's size on the host). float32 adapters run under bf16 autocast, as trainers run them. Wall time until the GPU is done,
+median of turns; peak memory above weights, adapters and optimizer. Before it is timed, fdora's logits and gradients are
+compared with those of PEFT's DoRA, for one layer all with a float32 run, and compiled with eager; the norms that the 8
+micro-batches of one step compute are counted. ``--sweep`` varies one size, eager, and fits the exponent of its growth. There
+the vocabulary is small: the head, which has no adapter, would be most of a narrow or a short model.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import math
 import time
 import types
 import warnings
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -32,9 +35,9 @@ from torch import Tensor, nn
 
 from bench.attempt import Failures
 from bench.clock import medians, wall_timer
-from bench.decoder import LINEARS
 from bench.layers12 import DTYPES, MOST_APART, adapters, apart
 from bench.norm_forms import about
+from bench.progress import Progress
 from bench.rivals import fill, paths
 from bench.table import table
 from bench.ways import S
@@ -65,6 +68,12 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         dict(hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8)
         | dict(vocab_size=152064, rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=32768),
     ),
+    "qwen3-vl-8b": (
+        "Qwen3VLConfig",
+        dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8)
+        | dict(head_dim=128, vocab_size=151936, rms_norm_eps=1e-6, max_position_embeddings=262144)
+        | dict(rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}),
+    ),
     "mistral-small-24b": (
         "MistralConfig",
         dict(hidden_size=5120, intermediate_size=32768, num_hidden_layers=40, num_attention_heads=32, num_key_value_heads=8)
@@ -72,12 +81,19 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         | dict(sliding_window=None),
     ),
 }
+VISION = dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, deepstack_visual_indexes=[8, 16, 24])
 TINY = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=128)
+TINY_VISION = dict(hidden_size=64, intermediate_size=96, num_heads=4)
 WAYS = ("peft_lora", "peft_dora", "peft_fdora", "peft_fdora_fused")
 KINDS = ("gradient", "step", "step_8")
 MODES = ("inference", *KINDS, *(f"{kind}_checkpointing" for kind in KINDS))
 QUICK = ("inference", "gradient", "step_8", "step_checkpointing")
-SWEEPS = {"r": (8, 16, 32, 64, 128, 256, 384), "S": (512, 1024, 2048, 4096, 8192), "width": (1024, 2048, 4096, 8192)}
+SWEEPS = {
+    "r": (8, 16, 32, 64, 128, 256, 384, 512, 768),
+    "S": (512, 1024, 2048, 4096, 8192, 16384, 32768),
+    "width": (1024, 2048, 4096, 8192, 16384, 28672),
+}
+SWEEP_VOCABULARY = 1024
 
 
 def network(options, layers: int, width: int | None = None) -> nn.Module:
@@ -88,19 +104,54 @@ def network(options, layers: int, width: int | None = None) -> nn.Module:
     sizes = sizes | dict(num_hidden_layers=layers, tie_word_embeddings=False)
     if options.tiny:
         sizes |= TINY
+    if options.sweep:
+        sizes |= dict(vocab_size=SWEEP_VOCABULARY)
     if width:
         head = sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
         heads = max(1, width // head)
         wide = round(width * sizes["intermediate_size"] / sizes["hidden_size"])
         sizes |= dict(hidden_size=width, num_attention_heads=heads, intermediate_size=wide, num_key_value_heads=-(-heads // 4))
+    family = transformers.AutoModelForCausalLM
+    if kind == "Qwen3VLConfig":
+        family, sizes = transformers.AutoModelForImageTextToText, with_vision(sizes, options)
     config = getattr(transformers, kind)(**sizes)
     config._attn_implementation = "sdpa"
     with torch.device(options.device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[options.dtype])
+        model = family.from_config(config, dtype=DTYPES[options.dtype])
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(p)
     return model.requires_grad_(False)
+
+
+def with_vision(text: dict, options) -> dict:
+    """Qwen3-VL around this text model. The tower is cut like the text; what it hands over on the way stays at its share."""
+    share = text["num_hidden_layers"] / ARCHITECTURES[options.model][1]["num_hidden_layers"]
+    depth = max(1, round(share * VISION["depth"]))
+    taps = sorted({i * depth // VISION["depth"] for i in VISION["deepstack_visual_indexes"]})
+    vision = VISION | (TINY_VISION if options.tiny else {})
+    vision |= dict(depth=depth, deepstack_visual_indexes=taps, out_hidden_size=text["hidden_size"])
+    own = dict(image_token_id=text["vocab_size"] - 1, tie_word_embeddings=False)
+    return dict(text_config=text, vision_config=vision) | own
+
+
+def inputs_for(base: nn.Module, seq: int) -> dict[str, Tensor]:
+    """Random tokens; a square image takes the first quarter of them, if the model can see."""
+    device, last = base.lm_head.weight.device, base.lm_head.out_features - 1
+    ids = torch.randint(last, (1, seq), device=device)  # the last is Qwen3-VL's token of an image
+    vision = getattr(base.config, "vision_config", None)
+    if vision is None:
+        return {"input_ids": ids}
+    side = math.isqrt(seq // 4)
+    ids[:, : side * side] = base.config.image_token_id
+    patches = side * vision.spatial_merge_size
+    pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return {
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == base.config.image_token_id).int(),
+        "image_grid_thw": torch.tensor([[1, patches, patches]], device=device),
+        "pixel_values": torch.randn(patches * patches, pixels, device=device),
+    }
 
 
 def adapted(way: str, base: nn.Module, values: dict) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -111,7 +162,7 @@ def adapted(way: str, base: nn.Module, values: dict) -> tuple[nn.Module, dict[st
 
     model = copy.deepcopy(base, {id(p): p for p in base.parameters()})
     r, dora = next(iter(values.values()))[0].shape[0], way != "peft_lora"
-    config = LoraConfig(r=r, lora_alpha=S * r, use_dora=dora, target_modules=list(LINEARS), task_type="CAUSAL_LM")
+    config = LoraConfig(r=r, lora_alpha=S * r, use_dora=dora, target_modules="all-linear", task_type="CAUSAL_LM")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = get_peft_model(model, config, autocast_adapter_dtype=False)
@@ -131,23 +182,23 @@ def call(layer, *args, **kwargs):
 class Run:
     """One way's model; ``of(mode)`` is what is timed."""
 
-    def __init__(self, way: str, base: nn.Module, values: dict, ids: Tensor, loss_tokens: int, autocast: bool):
-        self.way, self.ids = way, ids
+    def __init__(self, way: str, base: nn.Module, values: dict, inputs: dict[str, Tensor], loss_tokens: int, autocast: bool):
+        self.way, self.inputs, self.tokens = way, inputs, inputs["input_ids"].numel()
         self.model, self.leaves = adapted(way, base, values)
-        self.target = ids.roll(-1, 1)[:, -loss_tokens:]
+        self.target = inputs["input_ids"].roll(-1, 1)[:, -loss_tokens:]
         self.optimizer = torch.optim.AdamW(self.leaves.values(), lr=1e-5, fused=True)
-        self.context = partial(torch.autocast, ids.device.type, torch.bfloat16) if autocast else nullcontext
+        self.context = partial(torch.autocast, self.target.device.type, torch.bfloat16) if autocast else nullcontext
 
     def compile(self) -> None:
         # A code object of its own: Dynamo keeps what it compiled there, so no way walks past the guards of others.
         own = types.FunctionType(call.__code__.replace(co_name=f"call_{self.way}"), globals())
         compiled = torch.compile(own, dynamic=False)
-        for layer in self.model.get_base_model().model.layers:
+        for layer in self.model.get_base_model().get_decoder().layers:
             layer.forward = partial(compiled, layer)
 
     def logits(self) -> Tensor:
         with self.context():
-            return self.model(input_ids=self.ids, logits_to_keep=self.target.shape[1], use_cache=False).logits
+            return self.model(**self.inputs, logits_to_keep=self.target.shape[1], use_cache=False).logits
 
     def loss(self) -> Tensor:
         return F.cross_entropy(self.logits().flatten(0, 1).float(), self.target.flatten())
@@ -187,14 +238,43 @@ def compare(run: Run, truth: dict[str, Tensor]) -> dict[str, dict[str, float]]:
     return {name: apart(t, truth[name]) for name, t in results(run).items()}
 
 
-def one_layer(options, adapter: str, ids: Tensor) -> dict[str, dict]:
-    """PEFT's DoRA and fdora in their dtype against PEFT's DoRA in float32, in a model of one layer."""
+@contextmanager
+def norms_counted():
+    """What eager layers ask of dora_norm inside: with a state it computes where the fingerprint changes."""
+    from fdora.integrations._peft import dora
+
+    counts, stock = {"asked": 0, "computed": 0}, dora.dora_norm
+
+    def counting(*args, state=None, **options):
+        after = stock(*args, state=state, **options)
+        counts["asked"] += 1
+        counts["computed"] += state is None or not torch.equal(state.fingerprint, after.fingerprint)
+        return after
+
+    dora.dora_norm = counting
+    try:
+        yield counts
+    finally:
+        dora.dora_norm = stock
+
+
+def norms_of_a_step(run: Run) -> dict[str, int]:
+    """Of 8 micro-batches, after a step that changed every adapter."""
+    run.of("step")()
+    with norms_counted() as counts:
+        run.of("step_8")()
+    return {"layers": len(run.leaves) // 3} | counts
+
+
+def one_layer(options, adapter: str, seq: int) -> dict[str, dict]:
+    """The ways of DoRA in their dtype against PEFT's in float32, in a model of one layer."""
     base = network(options, 1)
     values = adapters(base, options.r, DTYPES[adapter])
     exact = {name: tuple(t.float() for t in parts) for name, parts in values.items()}
-    truth = results(Run("peft_dora", copy.deepcopy(base).float(), exact, ids, options.loss_tokens, False))
-    ways = ("peft_dora", "peft_fdora")
-    return {way: compare(Run(way, base, values, ids, options.loss_tokens, autocast(options, adapter)), truth) for way in ways}
+    inputs, last = inputs_for(base, seq), options.loss_tokens
+    truth = results(Run("peft_dora", copy.deepcopy(base).float(), exact, inputs, last, False))
+    ways = [way for way in options.ways if "dora" in way]
+    return {way: compare(Run(way, base, values, inputs, last, autocast(options, adapter)), truth) for way in ways}
 
 
 def autocast(options, adapter: str) -> bool:
@@ -215,65 +295,84 @@ class Bench:
         self.failures = Failures()
         self.result = {"about": about(options.device, options.commit), "model": options.model, "tiny": options.tiny}
         self.result |= {"dtype": options.dtype, "loss_tokens": options.loss_tokens, "runs": options.runs, "rows": []}
-        self.result |= {"agreement": {}, "paths": {}, "failed": self.failures, "skipped": []}
+        self.result |= {"agreement": {}, "norms": {}, "paths": {}, "failed": self.failures, "skipped": []}
+        repeats = len(options.values) if options.sweep else len(options.adapter) * len(options.compiled)
+        self.progress = Progress(repeats * len(options.modes))
 
     def write(self) -> None:
         if self.options.json:
             self.options.json.parent.mkdir(parents=True, exist_ok=True)
             self.options.json.write_text(json.dumps(self.result, indent=1) + "\n")
 
+    def late(self) -> bool:
+        return time.perf_counter() - self.start > self.options.seconds
+
+    def attempt(self, ways, where: dict, step) -> dict:
+        """``step(way)`` for each, without those that raise: their reason is kept with where it was."""
+        label = ", ".join(f"{key} {value}" for key, value in where.items())
+        tags = {f"{way}, {label}": way for way in ways}
+        return {tags[tag]: each for tag, each in self.failures.attempt(tags, lambda tag: step(tags[tag])).items()}
+
     def prepare(self, adapter: str, r: int, seq: int, layers: int, width: int | None = None) -> dict[str, Run]:
-        options = self.options
+        options, where = self.options, {"r": r, "seq": seq, "width": width, "adapter": adapter}
         torch.manual_seed(0)
         base = network(options, layers, width)
         values = adapters(base, r, DTYPES[adapter])
-        ids = torch.randint(base.config.vocab_size, (1, seq), device=options.device)
-        arguments = base, values, ids, min(options.loss_tokens, seq), autocast(options, adapter)
-        return self.failures.attempt(options.ways, lambda way: Run(way, *arguments))
+        arguments = base, values, inputs_for(base, seq), min(options.loss_tokens, seq), autocast(options, adapter)
+        return self.attempt(options.ways, where, lambda way: Run(way, *arguments))
 
     def measure(self, runs: dict[str, Run], mode: str, where: dict) -> None:
         """One row per way. What comes before the time limit is measured, what comes after is listed as skipped."""
-        options = self.options
-        if time.perf_counter() - self.start > options.seconds:
-            self.result["skipped"].append(where | {"mode": mode})
+        options, where = self.options, where | {"mode": mode}
+        if self.late():
+            self.result["skipped"].append(where)
             return
-        tag = {way: ", ".join([way, mode, *(f"{key} {value}" for key, value in where.items())]) for way in runs}
-        fns = {tag[way]: run.of(mode) for way, run in runs.items()}
-        peaks = self.failures.attempt(fns, lambda key: peak_bytes(fns[key], options.device) / 2**20)
+        fns = {way: run.of(mode) for way, run in runs.items()}
+        peaks = self.attempt(fns, where, lambda way: peak_bytes(fns[way], options.device) / 2**20)
         free(options.device)  # what a way that ran out of memory has left
-        timers = self.failures.attempt(peaks, lambda key: wall_timer(fns[key], options.device, 0))
-        ms = medians(timers, options.runs)
-        for way, run in runs.items():
-            if tag[way] in ms:
-                row = where | {"mode": mode, "way": way, "ms": round(ms[tag[way]], 3), "peak_mb": round(peaks[tag[way]], 3)}
-                row["tokens_per_s"] = round(1e3 * run.ids.numel() * micro_batches(mode) / ms[tag[way]])
-                self.result["rows"].append(row)
-                print(row, flush=True)
+        ms = medians(self.attempt(peaks, where, lambda way: wall_timer(fns[way], options.device, 0)), options.runs)
+        for way in ms:
+            row = where | {"way": way, "ms": round(ms[way], 3), "peak_mb": round(peaks[way], 3)}
+            row["tokens_per_s"] = round(1e3 * runs[way].tokens * micro_batches(mode) / ms[way])
+            self.result["rows"].append(row)
+            print(row, flush=True)
         self.write()
+        self.progress.done()
 
     def agree(self, runs: dict[str, Run], adapter: str) -> None:
         """Before any optimizer step: the adapters are equal."""
         if {"peft_dora", "peft_fdora"} <= set(runs):
-            found = {"against_peft_dora": compare(runs["peft_fdora"], results(runs["peft_dora"]))}
-            if "peft_fdora_fused" in runs:
-                found["fused_against_peft_dora"] = compare(runs["peft_fdora_fused"], results(runs["peft_dora"]))
-            found["one_layer_against_float32"] = one_layer(self.options, adapter, runs["peft_fdora"].ids)
+            truth, fused = results(runs["peft_dora"]), runs.get("peft_fdora_fused")
+            found = {"against_peft_dora": compare(runs["peft_fdora"], truth)}
+            if fused:
+                found["fused_against_peft_dora"] = compare(fused, truth)
+            found["one_layer_against_float32"] = one_layer(self.options, adapter, runs["peft_dora"].tokens)
             self.result["agreement"][adapter] = found
             self.result["paths"][adapter] = paths(runs["peft_fdora"].model)
-            print(json.dumps(found), self.result["paths"], flush=True)
+            self.result["norms"][adapter] = norms_of_a_step(runs["peft_fdora"])
+            print(json.dumps(found), self.result["paths"], self.result["norms"], flush=True)
             self.write()
         free(self.options.device)
 
+    def compile(self, runs: dict[str, Run], adapter: str) -> None:
+        """From here on, for good. Steps have moved each way's adapters by now: fdora is compared with itself, eager."""
+        where, ways = {"adapter": adapter, "compiled": True}, [way for way in runs if "fdora" in way and not self.late()]
+        eager = self.attempt(ways, where | {"compiled": False}, lambda way: results(runs[way]))
+        torch._dynamo.reset()
+        for run in runs.values():
+            run.compile()
+        found = self.attempt(eager, where, lambda way: compare(runs[way], eager[way]))
+        self.result["agreement"].setdefault(adapter, {})["compiled_against_eager"] = found
+        self.write()
+
     def all_modes(self) -> None:
         options = self.options
-        for adapter in options.adapter.split(","):
+        for adapter in options.adapter:
             runs = self.prepare(adapter, options.r, options.seq, options.layers)
-            self.agree(runs, adapter)
-            for compiled in (*([] if options.no_eager else [False]), *([] if options.no_compile else [True])):
+            self.attempt(["agreement"], {"adapter": adapter}, lambda _, r=runs, a=adapter: self.agree(r, a))
+            for compiled in options.compiled:
                 if compiled:
-                    torch._dynamo.reset()
-                    for run in runs.values():
-                        run.compile()
+                    self.compile(runs, adapter)
                 where = {"layers": options.layers, "seq": options.seq, "r": options.r, "adapter": adapter}
                 for mode in options.modes:
                     self.measure(runs, mode, where | {"compiled": compiled})
@@ -282,32 +381,44 @@ class Bench:
 
     def sweep(self) -> None:
         options = self.options
-        what, adapter = options.sweep, options.adapter.split(",")[0]
+        over, adapter = {"S": "seq"}.get(options.sweep, options.sweep), options.adapter[0]
         for value in options.values:
-            sizes = {"r": options.r, "seq": options.seq} | {{"S": "seq"}.get(what, what): value}
-            if time.perf_counter() - self.start <= options.seconds:
-                runs = self.prepare(adapter, layers=options.layers, **sizes)
-                for mode in options.modes:
-                    self.measure(runs, mode, {"layers": options.layers, "adapter": adapter, "compiled": False} | sizes)
-                del runs
-                free(options.device)
-            else:
-                self.result["skipped"].append(sizes)
-            self.result["sweep"] = {"over": what, "exponents": exponents(self.result["rows"], {"S": "seq"}.get(what, what))}
+            sizes = {"layers": options.layers, "seq": options.seq, "r": options.r} | {over: value}
+            label = f"{options.sweep} {value}"
+            built = {} if self.late() else self.failures.attempt([label], lambda _, s=sizes: self.prepare(adapter, **s))
+            for mode in options.modes:
+                self.measure(built.get(label, {}), mode, sizes | {"adapter": adapter, "compiled": False})
+            del built
+            free(options.device)
+            self.result["sweep"] = {"over": options.sweep, "exponents": exponents(self.result["rows"], over)}
             self.write()
 
 
-def exponents(rows: list[dict], over: str) -> dict[str, dict[str, float]]:
-    """p in value ~ size^p, least squares of logarithms, by mode and way."""
+def fdoras(agreement: dict) -> dict[str, dict]:
+    """What fdora is compared with in one dtype, beside the float32 run: the comparisons by name."""
+    names = {"against_peft_dora": "PEFT's DoRA", "fused_against_peft_dora": "PEFT's DoRA, fuse=True"}
+    found = {names[key]: parts for key, parts in agreement.items() if key in names}
+    return found | {f"eager, compiled {way}": parts for way, parts in agreement.get("compiled_against_eager", {}).items()}
+
+
+def exponents(rows: list[dict], over: str) -> dict[str, dict]:
+    """p in value ~ size^p, least squares of logarithms, by mode and way, and from which size to which.
+
+    ``upper`` is the same of the larger half of the sizes: at small ones the launches weigh, and what does not grow.
+    """
     found: dict = {}
     for mode, way in dict.fromkeys((row["mode"], row["way"]) for row in rows):
-        points = [row for row in rows if (row["mode"], row["way"]) == (mode, way)]
+        points = sorted((row for row in rows if (row["mode"], row["way"]) == (mode, way)), key=lambda row: row[over])
         if len(points) > 1:
-            found[f"{mode}, {way}"] = {
-                field: round(slope([row[over] for row in points], [row[field] for row in points]), 3)
-                for field in ("ms", "peak_mb")
-            }
+            upper = points[-max(2, math.ceil(len(points) / 2)) :]
+            found[f"{mode}, {way}"] = fit(points, over) | {"upper": fit(upper, over)}
     return found
+
+
+def fit(points: list[dict], over: str) -> dict:
+    sizes = [row[over] for row in points]
+    slopes = {field: round(slope(sizes, [row[field] for row in points]), 3) for field in ("ms", "peak_mb")}
+    return {"from": sizes[0], "to": sizes[-1]} | slopes
 
 
 def slope(x: list[float], y: list[float]) -> float:
@@ -339,7 +450,7 @@ def parse(argv):
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--loss-tokens", type=int, default=1024)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations")
-    parser.add_argument("--adapter", default="bf16,fp32", help="of A, B and m; one after the other, a sweep takes the first")
+    parser.add_argument("--adapter", type=lambda s: s.split(","), help="of A, B and m: bf16,fp32; a sweep takes the first")
     parser.add_argument("--ways", type=lambda s: s.split(","), default=list(WAYS))
     parser.add_argument("--modes", type=lambda s: s.split(","))
     parser.add_argument("--sweep", choices=SWEEPS)
@@ -354,7 +465,9 @@ def parse(argv):
     parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     if options.quick:
-        options.adapter, options.runs = "bf16", 3
+        options.runs = 3
+    options.adapter = options.adapter or (["bf16"] if options.quick else ["bf16", "fp32"])
+    options.compiled = [compiled for compiled in (False, True) if not (options.no_compile if compiled else options.no_eager)]
     usual = ("inference", "gradient") if options.sweep else QUICK if options.quick else MODES
     options.modes = options.modes or list(usual)
     options.values = options.values or SWEEPS.get(options.sweep)
@@ -371,14 +484,15 @@ def main(argv=None):
     bench.sweep() if options.sweep else bench.all_modes()
     result = bench.result
     print("\n" + markdown(result))
-    for name, fit in result.get("sweep", {}).get("exponents", {}).items():
-        print(f"{name}: time ~ {options.sweep}^{fit['ms']}, memory ~ {options.sweep}^{fit['peak_mb']}")
+    for name, p in result.get("sweep", {}).get("exponents", {}).items():
+        for part in (p, p["upper"]):
+            print(f"{name}, {part['from']} to {part['to']}: time ~ {options.sweep}^{part['ms']}, memory ^{part['peak_mb']}")
     bench.write()
     most = MOST_APART[options.dtype]
     wrong = [f"{n} ({adapter} adapters)" for adapter, found in result["agreement"].items()
-             for n, v in found["against_peft_dora"].items() if not v["relative"] <= most]  # fmt: skip
+             for parts in fdoras(found).values() for n, v in parts.items() if not v["relative"] <= most]  # fmt: skip
     stock = {a: p for a, p in result["paths"].items() if set(p) - {"composed"} != {"fused"}}
-    if wrong or stock or any("fdora" in name for name in bench.failures):
+    if wrong or stock or any("fdora" in name or "agreement" in name for name in bench.failures):
         raise SystemExit(f"fdora parts from PEFT's DoRA in {wrong}, or did not run: {dict(bench.failures)}, calls {stock}")
 
 

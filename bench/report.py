@@ -295,36 +295,78 @@ def layers12() -> str:
 
 
 def models() -> str:
-    from bench.model import markdown
+    from bench.model import fdoras, markdown
 
-    parts = []
+    parts = [figure("models", "PEFT's time over fdora's")]
+    parts += [figure(f"sweep_{size}", f"Time and memory against {size}") for size in SIZES]
     for name in names("model_"):
         result = load(name)
         parts += [f"### {name}: {result['model']}", markdown(result)]
+        parts += [f"Did not run: {where} ({why})." for where, why in result.get("failed", {}).items()]
+        if skipped := result.get("skipped"):
+            parts.append(f"Out of time: {len(skipped)} cases, from {described(skipped[0])} on.")
         for adapter, found in result["agreement"].items():
-            against = {"PEFT's DoRA": found["against_peft_dora"]}
-            against |= {f"float32, {NAMES[way]}": each for way, each in found["one_layer_against_float32"].items()}
+            exact = found.get("one_layer_against_float32", {})
+            against = fdoras(found) | {f"float32, {NAMES[way]}": each for way, each in exact.items()}
             lines = [
                 [label, part, f"{v['relative']:.1e}", f"{v['cosine']:.6f}", f"{v['max_difference']:.2e}", f"{v['max']:.2e}"]
                 for label, each in against.items()
                 for part, v in each.items()
             ]
             parts += [f"Agreement, {adapter} adapters:", table(AGREEMENT, lines)]
+        for adapter, norms in result.get("norms", {}).items():
+            parts.append(
+                "Norms of an optimizer step of 8 micro-batches, {} adapters: {asked} asked for, {computed} computed, of "
+                "{layers} layers.".format(adapter, **norms)
+            )
         if fits := result.get("sweep"):
-            lines = [[mode, f"{fit['ms']:.2f}", f"{fit['peak_mb']:.2f}"] for mode, fit in fits["exponents"].items()]
-            parts += [f"Growth with {fits['over']}, exponents:", table(["mode, way", "time", "peak memory"], lines)]
-    return "\n\n".join(parts)
+            lines = [[name, *growth(fit), *growth(fit["upper"])] for name, fit in fits["exponents"].items()]
+            parts += [f"Growth with {fits['over']}, exponents, of all sizes and of the larger half:", table(GROWTH, lines)]
+    return "\n\n".join(filter(None, parts))
+
+
+SIZES = ("r", "S", "width")
+GROWTH = ["mode, way", *(2 * ["sizes", "time", "peak memory"])]
+
+
+def described(where: dict) -> str:
+    return ", ".join(f"{key} {value}" for key, value in where.items())
+
+
+def growth(fit: dict) -> list[str]:
+    return [f"{fit['from']} to {fit['to']}", f"{fit['ms']:.2f}", f"{fit['peak_mb']:.2f}"]
+
+
+def converged() -> dict[tuple[str, str], list[dict]]:
+    """The rows of all ``converge*`` files by machine and settings: seeds and optimizers may come in slices."""
+    found: dict[tuple[str, str], list[dict]] = {}
+    for name in names("converge"):
+        result = load(name)
+        rows = found.setdefault((name.split("/")[0], described(result["settings"])), [])
+        rows += result["rows"]
+        if len({(row["seed"], row["optimizer"]) for row in rows}) < len(rows):
+            raise SystemExit(f"{name} measures a seed that another file of this machine and these settings has, too")
+        rows.sort(key=lambda row: (row["optimizer"], row["seed"]))
+    return found
 
 
 def convergence() -> str:
-    from bench.converge import markdown
+    from bench.converge import PAIRS, TARGET, markdown
 
-    parts = []
-    for name in names("converge"):
-        result = load(name)
-        settings = ", ".join(f"{key} {value}" for key, value in result["settings"].items())
-        parts += [f"### {name}", f"{settings}.", markdown(result["rows"])]
-    return "\n\n".join(parts)
+    parts = [figure("losses", "Loss of a step, and differences")]
+    for (machine, settings), rows in converged().items():
+        parts += [f"### {machine}", f"{settings}.", markdown(rows)]
+        for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
+            mine = [row["difference"] for row in rows if row["optimizer"] == optimizer]
+            mean = {pair: sum(each[", ".join(pair)]["mean"] for each in mine) / len(mine) for pair in PAIRS}
+            apart, worst = mean["fdora", "peft"], max(each["fdora, peft"]["worst"] for each in mine)
+            fdora, peft = mean["fdora", "float32"], mean["peft", "float32"]
+            parts.append(
+                f"{optimizer}, {len(mine)} of 3 seeds: a step's loss through fdora is {apart:.1e} from PEFT's in the mean "
+                f"(target {TARGET:.1e}: {'met' if apart <= TARGET else 'missed'}), {worst:.1e} at worst. From the float32 run "
+                f"fdora is {fdora:.1e} away, PEFT {peft:.1e}: the larger error is {'fdora' if fdora > peft else 'PEFT'}'s."
+            )
+    return "\n\n".join(filter(None, parts))
 
 
 def suites() -> str:
@@ -361,7 +403,10 @@ def sources() -> str:
 
 
 def figure(name: str, title: str) -> str:
-    return f"![{title}](benchmarks/{name}.png)"
+    """Empty where there is nothing to draw."""
+    from bench.figures import FIGURES
+
+    return f"![{title}](benchmarks/{name}.png)" if FIGURES[name].panels() else ""
 
 
 def document() -> str:

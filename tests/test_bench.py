@@ -237,23 +237,43 @@ def test_model_sizes():
         tied = {"lm_head.weight"} if options.model.startswith("gemma") else set()
         counts[options.model] = round(sum(p.numel() for name, p in parameters if name not in tied) / 1e7)
     known = {"qwen3-8b": 819, "llama-3.1-8b": 803, "gemma-3-12b": 1177, "qwen2.5-32b": 3276, "mistral-small-24b": 2357}
-    assert counts == known
+    assert counts == known | {"qwen3-vl-8b": 877}
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "gemma-3-12b", "qwen2.5-32b"])
-def test_model(tmp_path, name):
-    options = f"--model {name} --dtype fp32 --adapter fp32 --no-compile --modes gradient,step_8_checkpointing"
-    result = run(model, tmp_path, MODEL + options)
-    assert [row["way"] for row in result["rows"]] == 2 * list(model.WAYS) and result["failed"] == {}
+def test_model_sees_the_image():
+    """Every part of the picture reaches the logits, through the tower's end and through each of its taps, and only behind it."""
+    options = model.parse([*MODEL.split(), "--model", "qwen3-vl-8b", "--dtype", "fp32", "--layers", "4"])
+    base = model.network(options, 4)
+    assert base.config.vision_config.depth == 3 and base.config.vision_config.deepstack_visual_indexes == [0, 1, 2]
+    inputs = model.inputs_for(base, 40)
+    assert (inputs["input_ids"] == base.config.image_token_id).flatten().tolist() == 9 * [True] + 31 * [False]
+    embeds = [base.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])]
+    assert [len(each) for each in (embeds[0].deepstack_features, embeds[0].pooler_output)] == [3, 1]
+    step = model.Run("peft_dora", base, model.adapters(base, 4, torch.float32), inputs, 31, False)
+    assert {name.split(".")[1] for name in step.leaves} == {"visual", "language_model"}
+    assert len(step.leaves) == 3 * (4 * 7 + 3 * 4 + 2 * 4)  # text layers, blocks of the tower, its end and three taps
+    inputs["pixel_values"].requires_grad_()
+    moved = torch.autograd.grad(step.loss(), inputs["pixel_values"])[0]
+    assert moved.abs().amin(dim=1).all()
+    assert all(gradient.any() for gradient in step.gradients())
+
+
+@pytest.mark.parametrize(
+    "name, mode", [("qwen3-vl-8b", "gradient_checkpointing"), ("gemma-3-12b", "step_8_checkpointing"), ("qwen2.5-32b", "step")]
+)
+def test_model(tmp_path, name, mode):
+    result = run(model, tmp_path, MODEL + f"--model {name} --dtype fp32 --adapter fp32 --no-compile --modes {mode}")
+    assert [row["way"] for row in result["rows"]] == list(model.WAYS) and result["failed"] == {}
     for row in result["rows"]:
         tokens = 16 * (8 if row["mode"].startswith("step_8") else 1)
         assert row["tokens_per_s"] == pytest.approx(1e3 * tokens / row["ms"], rel=0.01) and row["peak_mb"] > 0
     found = result["agreement"]["fp32"]
-    for parts in (found["against_peft_dora"], *found["one_layer_against_float32"].values()):
+    assert list(found["one_layer_against_float32"]) == list(model.WAYS[1:])
+    for parts in (found["against_peft_dora"], found["fused_against_peft_dora"], *found["one_layer_against_float32"].values()):
         assert set(parts) == {"logits", "dA", "dB", "dm"}
         assert all(part["relative"] < 1e-5 and part["cosine"] > 1 - 1e-9 for part in parts.values())
     assert found["against_peft_dora"]["dA"]["relative"] > 0
-    biased = {"composed"} if name == "qwen2.5-32b" else set()  # float32 with a bias, on a CPU
+    biased = set() if name.startswith("gemma") else {"composed"}  # float32 with a bias, on a CPU
     assert set(result["paths"]["fp32"]) == {"fused"} | biased
 
 
@@ -265,6 +285,8 @@ def test_model_compiled_and_out_of_time(tmp_path, capsys, monkeypatch):
     assert counters["stats"]["unique_graphs"] > 0 and not counters["graph_break"]
     (row,) = result["rows"]
     assert row["compiled"] and row["adapter"] == "bf16"
+    compared = result["agreement"]["bf16"]["compiled_against_eager"]["peft_fdora"]
+    assert set(compared) == {"logits", "dA", "dB", "dm"} and all(part["relative"] < 0.05 for part in compared.values())
     assert f"| {row['ms']:.1f} / {row['tokens_per_s']} / {row['peak_mb']:.0f} |" in capsys.readouterr().out
     late = run(model, tmp_path, MODEL + "--no-compile --modes gradient --ways peft_lora --seconds 0 --adapter fp32")
     assert late["rows"] == [] and [case["mode"] for case in late["skipped"]] == ["gradient"]
@@ -288,6 +310,7 @@ def test_model_steps():
     options = model.parse([*MODEL.split(), "--dtype", "fp32", "--adapter", "fp32"])
     step = model.Bench(options).prepare("fp32", 4, 16, 1)["peft_fdora"]
     step.optimizer = torch.optim.SGD(step.leaves.values(), lr=1.0)
+    assert step.of("inference")().shape[:2] == (1, 4)  # logits of the tokens with a loss, and no others
     before, gradients = [p.detach().clone() for p in step.leaves.values()], step.gradients()
     step.of("step_8_checkpointing")()
     for p, old, gradient in zip(step.leaves.values(), before, gradients, strict=True):
@@ -305,6 +328,19 @@ def test_model_checkpointing_runs_a_layer_twice():
         assert len(calls) == wanted, mode
 
 
+def test_model_computes_a_norm_once_per_step(monkeypatch):
+    """Of 8 micro-batches the first computes it; where small layers are not asked whether A and B changed, each does."""
+    from fdora.integrations._peft import dora
+
+    step = model.Bench(model.parse(MODEL.split())).prepare("bf16", 4, 16, 1)["peft_fdora"]
+    assert model.norms_of_a_step(step) == {"layers": 7, "asked": 56, "computed": 56}
+    monkeypatch.setattr(dora, "SMALL", 0)
+    step.gradients()  # its norms hold until a step
+    stock = dora.dora_norm
+    assert model.norms_of_a_step(step) == {"layers": 7, "asked": 56, "computed": 7}
+    assert dora.dora_norm is stock
+
+
 @pytest.mark.parametrize("what", ["S", "width"])
 def test_model_sweep(tmp_path, what):
     values = {"r": "2,4", "S": "16,32", "width": "32,64"}[what]
@@ -314,7 +350,70 @@ def test_model_sweep(tmp_path, what):
     a, b = (row["peak_mb"] for row in result["rows"])
     fitted = result["sweep"]["exponents"]["gradient, peft_fdora"]["peak_mb"]
     assert fitted == pytest.approx(math.log2(b / a), abs=0.05)  # of rounded sizes
-    assert model.slope([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
+
+
+def test_model_sweep_outlives_what_does_not_fit(tmp_path, monkeypatch, capsys):
+    """A way that fails at one size is listed with it; the others, and the other sizes, are measured. So is a base that fails."""
+    sound, network = model.Run.gradients, model.network
+
+    def gradients(run):
+        if run.way == "peft_dora" and run.tokens == 32:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return sound(run)
+
+    def small(options, layers, width=None):
+        if width == 96:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return network(options, layers, width)
+
+    monkeypatch.setattr(model.Run, "gradients", gradients)
+    monkeypatch.setattr(model, "network", small)
+    options = MODEL + "--adapter bf16 --modes gradient --ways peft_lora,peft_dora "
+    result = run(model, tmp_path, options + "--sweep S --values 16,32")
+    where = "peft_dora, layers 1, seq 32, r 4, adapter bf16, compiled False, mode gradient"
+    assert result["failed"] == {where: "OutOfMemoryError: CUDA out of memory."}
+    measured = [(row["way"], row["seq"]) for row in result["rows"]]
+    assert measured == [("peft_lora", 16), ("peft_dora", 16), ("peft_lora", 32)]
+    assert list(result["sweep"]["exponents"]) == ["gradient, peft_lora"]
+    assert capsys.readouterr().err.count("of 2 cases") == 2
+    result = run(model, tmp_path, options + "--sweep width --values 96,64")
+    assert result["failed"] == {"width 96": "OutOfMemoryError: CUDA out of memory."}
+    assert [row["width"] for row in result["rows"]] == [64, 64]
+    with pytest.raises(SystemExit, match="'agreement, adapter bf16': 'OutOfMemoryError"):
+        run(model, tmp_path, MODEL + "--seq 32 --adapter bf16 --modes inference --no-compile --ways peft_dora,peft_fdora")
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert [row["way"] for row in rows] == ["peft_dora", "peft_fdora"]
+    late = run(model, tmp_path, options + "--sweep width --values 32,64 --seconds 0")
+    assert [case["width"] for case in late["skipped"]] == [32, 64] and late["rows"] == []
+
+
+def test_model_exponents():
+    """10 + size^2 is not size^2 before the size is large; the upper half of the sizes is nearer, whatever their order."""
+    rows = [{"mode": "step", "way": "w", "r": r, "ms": 10 + r**2, "peak_mb": 3 * r**1.5} for r in (64, 1, 16, 4)]
+    (found,) = model.exponents([*rows, rows[0] | {"way": "alone"}], "r").values()
+    assert (found["from"], found["to"], found["peak_mb"]) == (1, 64, 1.5)
+    u, v = ([math.log2(f(row)) for row in rows] for f in (lambda row: row["r"], lambda row: row["ms"]))
+    covariance = sum((a - 3) * (b - sum(v) / 4) for a, b in zip(u, v, strict=True))  # 3: the mean of 0, 2, 4, 6
+    assert found["ms"] == pytest.approx(covariance / 20, abs=1e-3)
+    upper = {"from": 16, "to": 64, "ms": round(math.log2(4106 / 266) / 2, 3), "peak_mb": 1.5}
+    assert found["upper"] == upper and found["ms"] < 1.5 < upper["ms"] < 2
+
+
+def test_progress(capsys, monkeypatch):
+    from bench import progress
+
+    clock = iter([100.0, 110.0, 120.0, 130.0])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
+    shown = progress.Progress(3)
+    shown.done()
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    shown.done()
+    shown.done()
+    assert capsys.readouterr().err == (
+        "[########................] 1 of 3 cases, 10 s, about 20 s to go\n"
+        "[################........] 2 of 3 cases, 20 s, about 10 s to go\r"
+        "[########################] 3 of 3 cases, 30 s, done\n"
+    )
 
 
 def test_stock_layers_are_seen(tmp_path, monkeypatch):
@@ -327,6 +426,13 @@ def test_stock_layers_are_seen(tmp_path, monkeypatch):
         run(layers12, tmp_path, TWELVE + "--no-compile --ways peft_dora,peft_fdora --modes inference")
     with pytest.raises(SystemExit, match="did not run"):
         run(converge, tmp_path, CONVERGE + "--steps 2 --pretrain 2 --seeds 0 --optimizers adamw")
+
+
+def test_model_sees_what_a_compiler_spoils(tmp_path, monkeypatch):
+    sound = model.call
+    monkeypatch.setattr(model.torch, "compile", lambda *_, **__: lambda *args, **kwargs: sound(*args, **kwargs).flip(-1))
+    with pytest.raises(SystemExit, match=r"'logits \(bf16 adapters\)', 'dA"):
+        run(model, tmp_path, MODEL + "--no-eager --adapter bf16 --modes inference --ways peft_fdora")
 
 
 def test_model_sees_a_wrong_result(tmp_path, monkeypatch):
@@ -355,6 +461,15 @@ def test_converge(tmp_path, capsys):
     losses = [row["loss"]["float32"] for row in result["rows"]]
     assert len({tuple(loss) for loss in losses}) == len(losses)  # neither seed nor optimizer is without effect
     assert f"{result['rows'][-1]['held_out']['fdora']:.4f}" in capsys.readouterr().out
+
+
+def test_converge_says_what_it_leaves_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    short = CONVERGE + "--steps 2 --pretrain 2 --seeds 3 "
+    result = run(converge, tmp_path, short)
+    assert [row["optimizer"] for row in result["rows"]] == ["adamw"] and result["skipped"] == [[3, "muon"]]
+    assert "muon is skipped: torch" in capsys.readouterr().out
+    assert run(converge, tmp_path, short + "--optimizers adamw --seconds 0")["skipped"] == [[3, "adamw"]]
 
 
 def test_converge_starts_everywhere_from_the_same_adapters():
