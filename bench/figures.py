@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.report import MEANS, NAMES, load
+from bench.report import NAMES, load, over_fdora
 from bench.ways import RIVALS
 
 COLOURS = {"frozen": "0.7", "bare": "0.45", "peft_lora": "tab:orange", "peft_dora": "tab:red", "dense": "tab:red"}
@@ -14,10 +14,10 @@ COLOURS |= {"fdora": "tab:blue", "inside": "tab:cyan", "triton": "tab:blue", "ti
 def speedup(axes) -> None:
     """Geometric means of layer_quick: one group per rival, one bar per mode."""
     modes = load("h100/layer_quick")["summary"]["geometric_means"]
-    rivals = [rival for rival in MEANS if rival in RIVALS]
+    rivals = [rival for rival in RIVALS if any(over_fdora(pairs, rival) for pairs in modes.values())]
     for i, (mode, pairs) in enumerate(modes.items()):
-        values = [pairs.get(f"{rival}/fdora") or 1 / pairs[f"fdora/{rival}"] for rival in rivals]
-        bars = axes.barh([k + 0.2 * (i - 1.5) for k in range(len(rivals))], values, 0.2, label=mode)
+        values = {k + 0.2 * (i - 1.5): value for k, rival in enumerate(rivals) if (value := over_fdora(pairs, rival))}
+        bars = axes.barh(list(values), list(values.values()), 0.2, label=mode)
         axes.bar_label(bars, fmt="%.2f", fontsize=6)
     axes.set_yticks(range(len(rivals)), [NAMES[rival] for rival in rivals])
     axes.invert_yaxis()
