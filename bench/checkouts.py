@@ -1,13 +1,13 @@
-"""The fused LoRA and DoRA of Axolotl, Unsloth and LoRAFusion, run from an installed package or from a folder that holds these files.
+"""The fused LoRA and DoRA of Axolotl, Unsloth and LoRAFusion, from an installed package or a folder that holds these files.
 
     axolotl-ai-cloud/axolotl  axolotl/kernels/ (in src): lora, dora, quantize, geglu, swiglu, op_registry, utils
     unslothai/unsloth         unsloth/: bnb_availability; unsloth/kernels/: fast_lora, utils, geglu, swiglu
-    CentML/lorafusion         lorafusion/utils/common; lorafusion/ops/lora_v1; lorafusion/ops/triton_ops/: config, dropout,
-                              fused_dropout_matmul, fused_lora_xw_sb, fused_lora_dys_dyb, fused_lora_dyw_dsa (the last
-                              three but dys_dyb also with _tma), tma_utils, utils
+    CentML/lorafusion         lorafusion/utils/common, lorafusion/ops/lora_v1; lorafusion/ops/triton_ops/: config, utils,
+                              fused_lora_xw_sb, fused_lora_dys_dyb, fused_lora_dyw_dsa
 
 Only these modules run, none of the ``__init__`` above them. What they import beside torch, Triton and numpy serves quantised
-weights, logging or their own benchmarks; :func:`stand_ins` answers for it. A checkout of each repository will do as well.
+weights, dropout, logging, their own benchmarks, or the tensor descriptors that Triton had up to 3.3 (LoRAFusion's variant with
+TMA); :func:`stand_ins` answers for it. A checkout of each repository will do as well.
 
 One projection each: Axolotl's ``LoRA_O`` (LoRA and DoRA), Unsloth's ``LoRA_W``, LoRAFusion's ``FusedLinearLoRA`` without
 dropout. Layers that share their input: Axolotl's ``LoRA_QKV``, ``LoRA_FusedProj``, ``LoRA_MLP``; Unsloth's ``LoRA_QKV``,
@@ -34,6 +34,8 @@ import torch
 from torch import Tensor
 
 Linear = Callable[[Tensor], Tensor]
+Layer = tuple[Tensor, Tensor, Tensor, "Tensor | None"]  # W, A, B, m
+Group = Callable[[Tensor], "list[Tensor]"]
 
 
 def folders(text: str) -> list[Path]:
@@ -67,6 +69,7 @@ def stand_ins() -> dict[str, dict[str, ModuleType]]:
     bnb = module("bitsandbytes.functional", QuantState=MagicMock, get_ptr=None, lib=MagicMock())
     device = {"DEVICE_TYPE": "cuda", "DEVICE_TYPE_TORCH": "cuda", "DEVICE_COUNT": torch.cuda.device_count()}
     device |= {"is_hip": lambda: False, "get_device_type": lambda: "cuda", "ALLOW_PREQUANTIZED_MODELS": False}
+    ops = "lorafusion.ops.triton_ops"
     found = {
         "axolotl": [
             module("bitsandbytes", functional=bnb),
@@ -80,6 +83,9 @@ def stand_ins() -> dict[str, dict[str, ModuleType]]:
         ],
         "lorafusion": [
             module("loguru", logger=logging.getLogger("lorafusion")),
+            *(module(f"{ops}.{name}", **{name: None}) for name in ("fused_lora_xw_sb_tma", "fused_lora_dyw_dsa_tma")),
+            *(module(f"{ops}.dropout", seeded_dropout=None), module(f"{ops}.tma_utils", HAS_TMA_DESC=False)),
+            module(f"{ops}.fused_dropout_matmul", fused_dropout_matmul=None),
             module("lorafusion.utils.benchmark", benchmark=None, set_warmup_and_number=identity),
             module("lorafusion.utils.testing", assert_verbose_allclose_two_rounds=None),
         ],
@@ -95,7 +101,7 @@ def find(name: str, folders: Sequence[Path]) -> Path:
         for path in sorted(folder.rglob(parts[-1] + ".py")):
             if path.parts[-len(parts) :] == file.parts:
                 return path.parents[len(parts) - 2]
-    spec = None if package in sys.modules else find_spec(package)
+    spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError(f"no {file}: {package} is not installed, and no --rival-path has it")
     return Path(spec.submodule_search_locations[0])
@@ -139,19 +145,13 @@ def unsloth(folders: Sequence[Path]) -> ModuleType:
     return load("unsloth.kernels.fast_lora", folders)
 
 
-def forget_norms(magnitudes: Sequence[Tensor | None]) -> None:
-    """Axolotl keeps the norm on the magnitude until A or B are written: as after an optimizer's step."""
-    for m in magnitudes:
-        if hasattr(m, "_dora_cache"):
-            del m._dora_cache
-
-
-def axolotl_linear(folders: Sequence[Path], W: Tensor, A: Tensor, B: Tensor, m: Tensor | None, s: float, inside=False) -> Linear:
+def axolotl_linear(folders: Sequence[Path], W: Tensor, A: Tensor, B: Tensor, m: Tensor | None, s: float, keep=True) -> Linear:
+    """``keep``: the norm, as they keep it on m until A or B are written; otherwise it is computed in every call."""
     apply = axolotl(folders).LoRA_O.apply
 
     def layer(x: Tensor) -> Tensor:
-        if inside:
-            forget_norms([m])
+        if not keep and hasattr(m, "_dora_cache"):
+            del m._dora_cache  # as if A and B had been written
         return apply(x.unsqueeze(0), None, W, None, None, A, B, s, None, m).squeeze(0)
 
     return layer
@@ -160,6 +160,35 @@ def axolotl_linear(folders: Sequence[Path], W: Tensor, A: Tensor, B: Tensor, m: 
 def unsloth_linear(folders: Sequence[Path], W: Tensor, A: Tensor, B: Tensor, s: float) -> Linear:
     apply = unsloth(folders).LoRA_W.apply
     return lambda x: apply(x.unsqueeze(0), W, None, A, B, s).squeeze(0)
+
+
+def axolotl_group(folders: Sequence[Path], part: str, layers: Sequence[Layer], s: float) -> Group:
+    """Their functions for q/k/v, for layers of one input, and for the MLP."""
+    code = axolotl(folders)
+    flat = [each for W, A, B, m in layers for each in (W, None, None, A, B, s, None, m)]
+    if part == "qkv":
+        return lambda x: squeezed(code.LoRA_QKV.apply(x.unsqueeze(0), None, *flat, False))
+    if part == "mlp":
+        silu = (code.swiglu_forward, code.swiglu_backward)
+        return lambda x: squeezed([code.LoRA_MLP.apply(x.unsqueeze(0), None, *flat, *silu, False)])
+    flat = [each for W, A, B, m in layers for each in (W, None, A, B, None, m)]
+    scales, plain = (s,) * len(layers), (None,) * len(layers)
+    return lambda x: squeezed(code.LoRA_FusedProj.apply(scales, plain, x.unsqueeze(0), None, *flat))
+
+
+def unsloth_group(folders: Sequence[Path], part: str, layers: Sequence[Layer], s: float) -> Group:
+    code = unsloth(folders)
+    flat = [each for W, A, B, _ in layers for each in (W, None, A, B, s)]
+    if part == "qkv":
+        return lambda x: squeezed(code.LoRA_QKV.apply(x.unsqueeze(0), *flat, False))
+    if part == "mlp":
+        silu = (code.swiglu_fg_kernel, code.swiglu_DWf_DW_dfg_kernel)
+        return lambda x: squeezed([code.LoRA_MLP.apply(x.unsqueeze(0), *flat, *silu, False)])
+    raise NotImplementedError("Unsloth has no function for gate and up alone")
+
+
+def squeezed(ys: Sequence[Tensor]) -> list[Tensor]:
+    return [y.squeeze(0) for y in ys]
 
 
 def lorafusion_linear(folders: Sequence[Path], W: Tensor, A: Tensor, B: Tensor, s: float) -> Linear:

@@ -1,4 +1,4 @@
-"""One adapted linear against its rivals: frozen layer, bare products, LoRA and DoRA of PEFT, Axolotl, Unsloth, LoRAFusion, the paper.
+"""One adapted linear against its rivals: frozen, bare products, LoRA and DoRA of PEFT and others, the paper's form.
 
     python -m bench.layer --device cuda --quick --json FILE
     python -m bench.layer --device cuda --shapes llama8b,qwen8b --M 4096 --r 16,384 --adapter bf16,fp32 --json FILE
@@ -16,7 +16,7 @@ every call, stands for a step of training in the rows of a norm inside. ``peft_d
 
 ``factored`` is our writing of the paper's data flow, ``dorafactors`` its own code. That and the code of Axolotl, Unsloth and
 LoRAFusion come from ``--rival-path`` (which files: bench/rivals.py, bench/checkouts.py) or, but for the paper's, from an
-installed package. With float32 adapters theirs are cast to bf16 in every call, as they do it themselves (LoRAFusion does not).
+installed package. float32 adapters are cast to bf16 in every call there, which all but LoRAFusion do themselves.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def select(by_way: dict, norm: str) -> dict:
 
 def ratios(ms: dict[str, float]) -> dict[str, float]:
     """fdora over the floors (small is good), rivals over fdora (large is good)."""
-    pairs = [("fdora", floor) for floor in ("frozen", "bare", *LORA)] + [(rival, "fdora") for rival in (*DORA, "fdora_compiled")]
-    pairs += [("fdora_compiled", "peft_lora_compiled")]
+    pairs = [("fdora", floor) for floor in ("frozen", "bare", *LORA)]
+    pairs += [(rival, "fdora") for rival in (*DORA, "fdora_compiled")] + [("fdora_compiled", "peft_lora_compiled")]
     pairs += [(rival, opponent(rival)) for rival in DORA if opponent(rival) != "fdora"]
     return {f"{a}/{b}": round(ms[a] / ms[b], 3) for a, b in pairs if a in ms and b in ms}
 
@@ -154,7 +154,19 @@ def summarize(rows: list[dict]) -> dict:
         if rival in row["ms"] and "fdora" in row["ms"] and row["ms"][rival] <= row["ms"]["fdora"]
     ]
     failed = sorted({f"{name}: {reason}" for row in rows for name, reason in row["failed"].items()})
-    return {"geometric_means": means, "not_beaten": lost, "failed": failed, "cases": len(rows) // len(MODES)}
+    summary = {"geometric_means": means, "not_beaten": lost, "failed": failed, "wrong": wrong(rows)}
+    return summary | {"cases": len(rows) // len(MODES)}
+
+
+def wrong(rows: list[dict]) -> list[str]:
+    """Ways beyond the tolerance, with the worst error of each kind."""
+    worst: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        for name, found in row["error"].items():
+            for key, error in found.items():
+                if not error <= TOLERANCE:
+                    worst.setdefault((name, key), []).append(error)
+    return [f"{name}: {key} by {max(each):.1e}" for (name, key), each in worst.items()]
 
 
 def report(summary: dict) -> str:
@@ -165,7 +177,7 @@ def report(summary: dict) -> str:
     parts.append("\nWhere a rival is not beaten:\n")
     lost = summary["not_beaten"]
     parts.append(table(list(lost[0]), [list(row.values()) for row in lost]) if lost else "nowhere")
-    return "\n".join([*parts, *(f"\nfailed: {reason}" for reason in summary["failed"])])
+    return "\n".join([*parts, *(f"\n{kind}: {each}" for kind in ("failed", "wrong") for each in summary[kind])])
 
 
 def cases(options) -> list[tuple]:

@@ -115,7 +115,7 @@ def addmm_lora(x: Tensor, W: Tensor, A: Tensor, B: Tensor) -> Tensor:
 
 
 def dense(x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor) -> Tensor:
-    """W' = m / ||W + s B A|| (W + s B A), the norm detached as in DoRA's paper; the product in x's dtype, the rest in float32."""
+    """x W'^T, W' = m / ||W + s B A|| (W + s B A), the norm detached. B A is a product in x's dtype, the rest float32."""
     whole = W.float() + S * (B.to(x.dtype) @ A.to(x.dtype)).float()
     g = m.float() / torch.linalg.vector_norm(whole.detach(), dim=1)
     return F.linear(x, (g[:, None] * whole).to(x.dtype))
@@ -155,7 +155,7 @@ def build(name: str, i: Inputs, rival_path: Sequence[Path] = (), autocast: bool 
         return trained(lambda x: addmm_lora(x, i.W, i.A, i.B), i, lora, "lora")
     if name.startswith("axolotl_dora"):
         m = i.m.detach().clone().requires_grad_()  # it keeps the norm, each way its own
-        layer = axolotl_linear(rival_path, i.W, i.A, i.B, m, S, inside="inside" in name)
+        layer = axolotl_linear(rival_path, i.W, i.A, i.B, m, S, keep="inside" not in name)
         return trained(layer, i, {**lora, "m": m}, "dora")
     if name == "axolotl_lora":
         return trained(axolotl_linear(rival_path, i.W, i.A, i.B, None, S), i, lora, "lora")
