@@ -77,7 +77,8 @@ def test_layer_compiled_rivals(tmp_path, monkeypatch):
     for row in result["rows"]:
         assert set(row["ratio"]) >= (compiled if row["norm"] == "given" else set())
         assert all(0 < error < 5e-3 for rival in rivals for error in row["error"][rival].values())
-    assert "dm" in result["rows"][0]["error"]["dense_compiled"]
+    errors = result["rows"][0]["error"]
+    assert "dm" in errors["dense_compiled"] and "dm" not in errors["peft_lora_compiled"]
     met = {(rival, mine) for _, rival, _, _, mine in report.layer_duels({"rows": result["rows"][:1]})}
     assert met == {(rival, result["rows"][0]["ms"]["fdora_compiled"]) for rival in rivals}
 
@@ -259,13 +260,19 @@ def test_layer_runs_code_of_others_from_folders(tmp_path, rivals):
             assert set(row["error"][way]) == {"y", "y_no_grad", "dx", "dA", "dB"} | ({"dm"} if "dora" in way else set())
             assert 0 < max(row["error"][way].values()) < 1e-2
     inputs, norms = ways.Inputs.random(8, 48, 32, 4, torch.bfloat16, "cpu"), sys.modules["axolotl.kernels.lora"].norms
-    for name, wanted in {"axolotl_dora": 1, "axolotl_dora_inside": 3}.items():
+    for name, wanted in {"axolotl_dora_inside": 3, "axolotl_dora": 1}.items():
         norms.clear()
         way = ways.build(name, inputs)
         way.forward(), way.both(), way.forward()
         assert len(norms) == wanted
     for name in ("bitsandbytes", "loguru", "unsloth_zoo.utils"):
         assert not isinstance(sys.modules.get(name), type(sys)) or sys.modules[name].__spec__  # nothing is left of a stand-in
+
+
+def test_a_kept_norm_and_a_computed_one_share_no_row():
+    values = {"peft_dora": 1, "axolotl_dora": 2, "axolotl_dora_inside": 3, "peft_dora_cached": 4, "fdora_inside_compiled": 5}
+    assert layer.select(values, "given") == {"peft_dora": 1, "axolotl_dora": 2, "peft_dora_cached": 4}
+    assert layer.select(values, "inside") == {"peft_dora": 1, "axolotl_dora": 3, "fdora_compiled": 5}
 
 
 def test_layer_times_and_lists_a_wrong_rival(tmp_path, rivals, capsys):
@@ -327,7 +334,7 @@ def test_group_runs_code_of_others_from_folders(tmp_path, rivals):
     (_, row) = run(group, tmp_path, GROUP + "--parts qkv --ways axolotl_dora,fdora")["rows"]
     assert "--rival-path" in row["failed"]["axolotl_dora"] and set(row["ms"]) == {"fdora"}
     (_, row) = run(group, tmp_path, rivals + GROUP + "--parts gate_up --ways unsloth_lora,axolotl_dora")["rows"]
-    assert list(row["failed"]) == ["unsloth_lora"] and "dm1" in row["error"]["axolotl_dora"]
+    assert "Unsloth has no function" in row["failed"]["unsloth_lora"] and "dm1" in row["error"]["axolotl_dora"]
     for part in group.PARTS:
         case = group.Case.random("tiny", part, 24, 4, "fp32", "cpu")
         for name in group.RIVALS[1:] if part != "gate_up" else ("axolotl_lora", "axolotl_dora"):
