@@ -148,10 +148,10 @@ def summarize(rows: list[dict]) -> dict:
         }
     where = ("M", "K", "N", "r", "adapter", "mode", "norm")
     lost = [
-        {key: row[key] for key in where} | {"rival": rival, "rival/fdora": round(row["ms"][rival] / row["ms"]["fdora"], 3)}
+        {key: row[key] for key in where} | {"rival": rival, "rival/fdora": round(row["ms"][rival] / row["ms"][mine], 3)}
         for row in rows
         for rival in RIVALS
-        if rival in row["ms"] and "fdora" in row["ms"] and row["ms"][rival] <= row["ms"]["fdora"]
+        if rival in row["ms"] and (mine := opponent(rival)) in row["ms"] and row["ms"][rival] <= row["ms"][mine]
     ]
     failed = sorted({f"{name}: {reason}" for row in rows for name, reason in row["failed"].items()})
     summary = {"geometric_means": means, "not_beaten": lost, "failed": failed, "wrong": wrong(rows)}
