@@ -29,7 +29,7 @@ NAMES = {
     "bare": "products",
     "peft_lora": "PEFT LoRA",
     "peft_lora_compiled": "PEFT LoRA, compiled",
-    "addmm_lora": "`addmm` LoRA",
+    "addmm_lora": "addmm LoRA",
     "axolotl_lora": "Axolotl LoRA",
     "unsloth_lora": "Unsloth LoRA",
     "lorafusion": "LoRAFusion",

@@ -37,7 +37,7 @@ def doubled(*args, s, **options):
 # layer
 
 
-def test_layer(tmp_path, capsys):
+def test_layer(tmp_path, capsys, monkeypatch):
     slow = ",".join(f"-{way}" for way in ways.WAYS if way.endswith("compiled"))
     result = run(layer, tmp_path, LAYER + f"--adapter bf16,fp32 --ways={slow}")
     assert len(result["rows"]) == 8 and result["summary"]["cases"] == 2
@@ -62,6 +62,13 @@ def test_layer(tmp_path, capsys):
     assert "Geometric means over 2 cases" in out and "Where a rival is not beaten" in out
     cached = {what for what, rival, *_ in report.layer_duels(result) if rival == "peft_dora_cached"}
     assert cached == {"fwd, norm given"}
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/layer_small.json").write_text(json.dumps(result))
+    head, _, *lines = report.means().splitlines()
+    assert "| addmm LoRA | PEFT DoRA | PEFT DoRA, cached | factored |" in head and "Axolotl" not in head
+    mean = result["summary"]["geometric_means"]["fwd_bwd, norm given"]["fdora/addmm_lora"]
+    assert f"| {1 / mean:.2f} |" in lines[2] and set(ways.RIVALS) <= set(report.NAMES)
 
 
 def test_layer_compiled(tmp_path):
