@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from bench.converge import EVERY, PAIRS, TARGET, WAYS
-from bench.report import MEANS, NAMES, SIZES, converged, how, load, names
+from bench.report import NAMES, SIZES, converged, how, load, names, over_fdora
 from bench.ways import RIVALS
 
 COLOURS = {"frozen": "0.7", "bare": "0.45", "peft_lora": "tab:orange", "peft_dora": "tab:red", "dense": "tab:red"}
@@ -35,10 +35,10 @@ def on(file: str) -> list[str]:
 def speedup(axes, name: str) -> None:
     """Geometric means of layer_quick: one group per rival, one bar per mode."""
     modes = load(name)["summary"]["geometric_means"]
-    rivals = [rival for rival in MEANS if rival in RIVALS]
+    rivals = [rival for rival in RIVALS if any(over_fdora(pairs, rival) for pairs in modes.values())]
     for i, (mode, pairs) in enumerate(modes.items()):
-        values = [pairs.get(f"{rival}/fdora") or 1 / pairs[f"fdora/{rival}"] for rival in rivals]
-        bars = axes.barh([k + 0.2 * (i - 1.5) for k in range(len(rivals))], values, 0.2, label=mode)
+        values = {k + 0.2 * (i - 1.5): value for k, rival in enumerate(rivals) if (value := over_fdora(pairs, rival))}
+        bars = axes.barh(list(values), list(values.values()), 0.2, label=mode)
         axes.bar_label(bars, fmt="%.2f", fontsize=6)
     axes.set_yticks(range(len(rivals)), [NAMES[rival] for rival in rivals])
     axes.invert_yaxis()

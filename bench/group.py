@@ -1,11 +1,13 @@
-"""Layers that share their input: q/k/v, gate/up and the whole MLP, each as one call, as separate calls, as PEFT's LoRA layers.
+"""Layers that share their input: q/k/v, gate/up and the whole MLP, each as one call, as separate calls, as others adapt them.
 
     python -m bench.group --device cuda --json FILE
     python -m bench.group --device cuda --quick
 
 bf16 x and W, norms given. GPU time by CUDA graph (wall time on a CPU), ways in turns in one run, medians. ``fwd`` runs under
 no_grad, ``fwd_bwd`` takes gradients of x and the adapters. ``bare`` is the eight matrix products of each layer, each writing
-its own output, and nothing elementwise. Every way is compared with float64 before it is timed; one that cannot run is listed
+its own output, and nothing elementwise. ``axolotl_*`` and ``unsloth_lora`` are their functions for such layers, from
+``--rival-path`` or installed (bench/checkouts.py); Axolotl's DoRA keeps the norms from call to call, as they are given here.
+Every way is compared with float64 before it is timed; one that cannot run is listed
 with its reason, and a wrong fdora fails the command at its end. ``kept_mb`` is what autograd keeps between the two directions
 beside x and the parameters (the output of the call included, where it is kept). The JSON is rewritten after every case.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from time import perf_counter
@@ -25,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.attempt import Failures
+from bench.checkouts import add_rival_path, axolotl_group, unsloth_group
 from bench.clock import anchor_graph, medians, timer
 from bench.layer import free
 from bench.norm_forms import about
@@ -41,7 +44,8 @@ MODELS = {  # hidden size, N of q, k and v, width of the MLP
     "tiny": (64, (64, 32, 32), 96),
 }
 PARTS = ("qkv", "gate_up", "mlp")
-WAYS = ("bare", "peft_lora", "separate", "fdora")
+RIVALS = ("peft_lora", "unsloth_lora", "axolotl_lora", "axolotl_dora")
+WAYS = ("bare", *RIVALS, "separate", "fdora")
 TOLERANCE = {"qkv": 5e-3, "gate_up": 5e-3, "mlp": 1.5e-2}  # relative L2; in the MLP each layer reads what another rounded
 
 
@@ -117,9 +121,16 @@ def bare(case: Case) -> Way:
     return Way(forward, both)
 
 
-def build(name: str, case: Case) -> Way:
+def build(name: str, case: Case, rival_path: Sequence[Path] = ()) -> Way:
     if name == "bare":
         return bare(case)
+    if name in ("unsloth_lora", "axolotl_lora", "axolotl_dora"):
+        of, truth = name.split("_")
+        own = {f"m{k}": i.m.detach().clone().requires_grad_() for k, i in enumerate(case.layers)}  # norms are kept on them
+        leaves = {n: own.get(n, t) for n, t in case.leaves().items() if truth == "dora" or n[0] != "m"}
+        layers = [(i.W, i.A, i.B, leaves.get(f"m{k}")) for k, i in enumerate(case.layers)]
+        call = {"unsloth": unsloth_group, "axolotl": axolotl_group}[of](rival_path, case.part, layers, S)
+        return trained(case, lambda: call(case.x), leaves, truth)
     if name == "peft_lora":
         built = [peft_layer(i.W, i.A, i.B, None, S) for i in case.layers]
         leaves = {f"{n}{i}": t for i, (_, own) in enumerate(built) for n, t in own.items()}
@@ -189,7 +200,7 @@ def run(model: str, part: str, M: int, r: int, adapter: str, options) -> list[di
     failed, error, peak, kept = Failures(), {}, {}, {}
 
     def prepare(name: str) -> Way:
-        way = build(name, case)
+        way = build(name, case, options.rival_path)
         error[name] = errors(way, truths)
         if name in ("separate", "fdora"):
             wrong = ", ".join(f"{key} by {e:.1e}" for key, e in error[name].items() if not e <= TOLERANCE[part])
@@ -223,6 +234,7 @@ def parse(argv=None):
     parser.add_argument("--r", default="16,384")
     parser.add_argument("--adapter", default="bf16", help="bf16,fp32")
     parser.add_argument("--ways", default=",".join(WAYS))
+    add_rival_path(parser)
     parser.add_argument("--quick", action="store_true", help="llama8b only, r 16 and 384, three runs")
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this time")

@@ -71,7 +71,7 @@ def per_call(options) -> list[dict]:
     ways = failed.attempt(options.ways.split(","), lambda name: build(name, inputs))
     rows = {name: {"way": name} for name in options.ways.split(",")}
     for mode in ("fwd", "fwd_bwd"):
-        fns = {name: way.forward if mode == "fwd" else way.both for name, way in ways.items()}
+        fns = {name: fn for name, way in ways.items() if (fn := way.forward if mode == "fwd" else way.both)}
         timers = failed.attempt(fns, lambda name: wall_timer(fns[name], options.device, options.loop_ms))
         for name, ms in medians(timers, options.runs).items():
             rows[name][f"{mode}_us"] = round(1e3 * ms, 1)

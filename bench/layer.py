@@ -1,13 +1,22 @@
-"""One adapted linear against its rivals: frozen layer, bare products, PEFT LoRA and DoRA (eager, compiled), the paper's form.
+"""One adapted linear against its rivals: frozen, bare products, LoRA and DoRA of PEFT and others, the paper's form.
 
     python -m bench.layer --device cuda --quick --json FILE
     python -m bench.layer --device cuda --shapes llama8b,qwen8b --M 4096 --r 16,384 --adapter bf16,fp32 --json FILE
 
 bf16 x and W. GPU time by CUDA graph (wall time on a CPU), ways in turns in one run, medians; ``--wall`` adds wall time per call
-with the host in it. ``fwd`` runs under no_grad, ``fwd_bwd`` takes gradients of x and the adapters; rivals have no way to be
-given a norm, so their times stand in the rows of both. Every way is compared with float64 samples before it is timed; one
-that cannot run is listed with its reason, and a wrong fdora fails the command at its end. ``factored`` is our writing of the
-paper's data flow, ``dorafactors`` its own code where ``--rival-path`` holds it. The JSON is rewritten after every case.
+with the host in it. ``fwd`` runs under no_grad, ``fwd_bwd`` takes gradients of x and the adapters. Every way is compared with
+float64 samples before it is timed; one that cannot run is listed with its reason, a wrong rival with its error, and a wrong
+fdora fails the command at its end. The JSON is rewritten after every case.
+
+Which row a way stands in: what has no norm, or computes it in every call and knows no other way, in the rows of both norms.
+``peft_dora_cached`` and ``axolotl_dora`` keep the norm from call to call, as ``fdora`` does where it is given, so they stand
+in the rows of a given norm alone. Axolotl's goes stale when A or B are written: ``axolotl_dora_inside``, which computes it in
+every call, stands for a step of training in the rows of a norm inside. ``peft_dora_cached`` is for inference and has no
+``fwd_bwd``. LoRA computes less than DoRA: fdora's time over LoRA's is a price, a DoRA's over fdora's a gain.
+
+``factored`` is our writing of the paper's data flow, ``dorafactors`` its own code. That and the code of Axolotl, Unsloth and
+LoRAFusion come from ``--rival-path`` (which files: bench/rivals.py, bench/checkouts.py) or, but for the paper's, from an
+installed package. float32 adapters are cast to bf16 in every call there, which all but LoRAFusion do themselves.
 """
 
 from __future__ import annotations
@@ -23,11 +32,12 @@ from pathlib import Path
 import torch
 
 from bench.attempt import Failures
+from bench.checkouts import add_rival_path
 from bench.clock import anchor_graph, medians, timer, wall_timer
 from bench.norm_forms import about
 from bench.table import line, table
 from bench.truth import Truth
-from bench.ways import ADAPTERS, RIVALS, WAYS, Inputs, S, Way, build
+from bench.ways import ADAPTERS, DORA, KEEP_NORM, LORA, RIVALS, WAYS, Inputs, S, Way, build, opponent
 from tests.memory import peak_bytes
 
 MODELS = {  # K x N of q/o, k/v, gate/up, down
@@ -53,7 +63,7 @@ def truths(i: Inputs) -> dict[str, Truth]:
 
 def errors(way: Way, truth: dict[str, Truth]) -> dict[str, float]:
     """Relative L2 of the output, with and without a graph, and of each gradient."""
-    results, forward = way.both(), way.forward()
+    results, forward = way.both() if way.both else {}, way.forward()
     if way.truth is None:
         return {}
     found = truth[way.truth].errors(results)
@@ -75,7 +85,8 @@ def case(M: int, K: int, N: int, r: int, adapter: str, options) -> list[dict]:
         if name.startswith("fdora"):
             wrong = ", ".join(f"{key} by {e:.1e}" for key, e in error[name].items() if not e <= TOLERANCE)
             assert not wrong, f"{name} is wrong: {wrong}"
-        peak[name] = round(peak_bytes(way.both, device) / 2**20, 2)
+        if way.both:
+            peak[name] = round(peak_bytes(way.both, device) / 2**20, 2)
         return way
 
     ways = failed.attempt(options.ways, prepare)
@@ -83,7 +94,7 @@ def case(M: int, K: int, N: int, r: int, adapter: str, options) -> list[dict]:
     free(device)
     anchor = None if device == "cpu" else anchor_graph()
     for direction in ("fwd", "fwd_bwd"):
-        fns = {name: way.forward if direction == "fwd" else way.both for name, way in ways.items()}
+        fns = {name: fn for name, way in ways.items() if (fn := way.forward if direction == "fwd" else way.both)}
         timers = failed.attempt(fns, lambda name: timer(fns[name], device, anchor))
         ms = medians(timers, options.runs)
         wall = {}
@@ -107,18 +118,20 @@ def free(device: str) -> None:
 
 
 def select(by_way: dict, norm: str) -> dict:
-    """Only the fdora of this norm, under the plain name."""
-    mine = {name: value for name, value in by_way.items() if not name.startswith("fdora")}
+    """Of the ways that keep the norm or compute it, as asked, only those of this norm, under the plain name."""
+    mine = {}
     for name, value in by_way.items():
-        if name.startswith("fdora") and ("inside" in name) == (norm == "inside"):
-            mine[name.replace("_inside", "")] = value
-    return {name: round(value, 5) if isinstance(value, float) else value for name, value in mine.items()}
+        plain = name.replace("_inside", "")
+        if plain not in KEEP_NORM or ("inside" in name) == (norm == "inside"):
+            mine[plain] = round(value, 5) if isinstance(value, float) else value
+    return mine
 
 
 def ratios(ms: dict[str, float]) -> dict[str, float]:
     """fdora over the floors (small is good), rivals over fdora (large is good)."""
-    pairs = [("fdora", floor) for floor in ("frozen", "bare", "peft_lora")]
-    pairs += [(rival, "fdora") for rival in (*RIVALS[1:], "fdora_compiled")] + [("peft_dora_compiled", "fdora_compiled")]
+    pairs = [("fdora", floor) for floor in ("frozen", "bare", *LORA)]
+    pairs += [(rival, "fdora") for rival in (*DORA, "fdora_compiled")] + [("fdora_compiled", "peft_lora_compiled")]
+    pairs += [(rival, opponent(rival)) for rival in DORA if opponent(rival) != "fdora"]
     return {f"{a}/{b}": round(ms[a] / ms[b], 3) for a, b in pairs if a in ms and b in ms}
 
 
@@ -135,13 +148,25 @@ def summarize(rows: list[dict]) -> dict:
         }
     where = ("M", "K", "N", "r", "adapter", "mode", "norm")
     lost = [
-        {key: row[key] for key in where} | {"rival": rival, "rival/fdora": round(row["ms"][rival] / row["ms"]["fdora"], 3)}
+        {key: row[key] for key in where} | {"rival": rival, "rival/fdora": round(row["ms"][rival] / row["ms"][mine], 3)}
         for row in rows
         for rival in RIVALS
-        if rival in row["ms"] and "fdora" in row["ms"] and row["ms"][rival] <= row["ms"]["fdora"]
+        if rival in row["ms"] and (mine := opponent(rival)) in row["ms"] and row["ms"][rival] <= row["ms"][mine]
     ]
     failed = sorted({f"{name}: {reason}" for row in rows for name, reason in row["failed"].items()})
-    return {"geometric_means": means, "not_beaten": lost, "failed": failed, "cases": len(rows) // len(MODES)}
+    summary = {"geometric_means": means, "not_beaten": lost, "failed": failed, "wrong": wrong(rows)}
+    return summary | {"cases": len(rows) // len(MODES)}
+
+
+def wrong(rows: list[dict]) -> list[str]:
+    """Ways beyond the tolerance, with the worst error of each kind."""
+    worst: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        for name, found in row["error"].items():
+            for key, error in found.items():
+                if not error <= TOLERANCE:
+                    worst.setdefault((name, key), []).append(error)
+    return [f"{name}: {key} by {max(each):.1e}" for (name, key), each in worst.items()]
 
 
 def report(summary: dict) -> str:
@@ -152,7 +177,7 @@ def report(summary: dict) -> str:
     parts.append("\nWhere a rival is not beaten:\n")
     lost = summary["not_beaten"]
     parts.append(table(list(lost[0]), [list(row.values()) for row in lost]) if lost else "nowhere")
-    return "\n".join([*parts, *(f"\nfailed: {reason}" for reason in summary["failed"])])
+    return "\n".join([*parts, *(f"\n{kind}: {each}" for kind in ("failed", "wrong") for each in summary[kind])])
 
 
 def cases(options) -> list[tuple]:
@@ -174,7 +199,7 @@ def parse(argv=None):
     parser.add_argument("--adapter", default="bf16", help="bf16,fp32")
     parser.add_argument("--quick", action="store_true", help="12 cases instead of --shapes, --M and --r")
     parser.add_argument("--ways", default=",".join(WAYS), help="comma separated; -NAME leaves one out")
-    parser.add_argument("--rival-path", type=Path, help="a folder that holds the paper's dora.py and dora_fused.py")
+    add_rival_path(parser)
     parser.add_argument("--peft-autocast", action="store_true", help="PEFT's layers under bf16 autocast, as trainers run them")
     parser.add_argument("--wall", action="store_true")
     parser.add_argument("--runs", type=int, default=9)

@@ -241,9 +241,9 @@ def compare(run: Run, truth: dict[str, Tensor]) -> dict[str, dict[str, float]]:
 @contextmanager
 def norms_counted():
     """What eager layers ask of dora_norm inside: with a state it computes where the fingerprint changes."""
-    from fdora.integrations._peft import dora
+    from fdora.integrations import _norm
 
-    counts, stock = {"asked": 0, "computed": 0}, dora.dora_norm
+    counts, stock = {"asked": 0, "computed": 0}, _norm.dora_norm
 
     def counting(*args, state=None, **options):
         after = stock(*args, state=state, **options)
@@ -251,11 +251,11 @@ def norms_counted():
         counts["computed"] += state is None or not torch.equal(state.fingerprint, after.fingerprint)
         return after
 
-    dora.dora_norm = counting
+    _norm.dora_norm = counting
     try:
         yield counts
     finally:
-        dora.dora_norm = stock
+        _norm.dora_norm = stock
 
 
 def norms_of_a_step(run: Run) -> dict[str, int]:

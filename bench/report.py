@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.table import table
-from bench.ways import RIVALS
+from bench.ways import RIVALS, opponent
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench/results"
@@ -28,10 +28,18 @@ NAMES = {
     "frozen": "frozen",
     "bare": "products",
     "peft_lora": "PEFT LoRA",
+    "peft_lora_compiled": "PEFT LoRA, compiled",
+    "addmm_lora": "addmm LoRA",
+    "axolotl_lora": "Axolotl LoRA",
+    "unsloth_lora": "Unsloth LoRA",
+    "lorafusion": "LoRAFusion",
     "peft_dora": "PEFT DoRA",
     "peft_dora_compiled": "PEFT DoRA, compiled",
+    "peft_dora_cached": "PEFT DoRA, cached",
+    "dense_compiled": "dense, compiled",
     "factored": "factored",
     "dorafactors": "paper",
+    "axolotl_dora": "Axolotl DoRA",
     "fdora": "fdora",
     "fdora_inside": "fdora, norm inside",
     "fdora_compiled": "fdora, compiled",
@@ -85,7 +93,7 @@ def layer_duels(result: dict) -> Iterator[tuple]:
         for field, what in fields:
             values = row[field]
             for rival in RIVALS:
-                mine = "fdora_compiled" if rival == "peft_dora_compiled" else "fdora"
+                mine = opponent(rival)
                 if rival in values and mine in values and (field == "ms" or values[rival] >= gradients_mb(row)):
                     yield what, rival, case, values[rival], values[mine]
 
@@ -241,9 +249,12 @@ def readme_layers12() -> str:
     return table(["r", *(NAMES[way] for way in ways)], lines)
 
 
+HOST_WAYS = ("fdora", "peft_lora", "peft_dora")
+
+
 def readme_host() -> str:
     rows = load("h100/host")["rows"]
-    us = {way: {f: f"{pick(rows, way=way)[f'{f}_us']:.0f}" for f in ("fwd", "fwd_bwd")} for way in ("fdora", *RIVALS[:2])}
+    us = {way: {f: f"{pick(rows, way=way)[f'{f}_us']:.0f}" for f in ("fwd", "fwd_bwd")} for way in HOST_WAYS}
     return (
         f"forward {us['fdora']['fwd']} us against LoRA's {us['peft_lora']['fwd']}, with backward "
         f"{us['fdora']['fwd_bwd']} against {us['peft_lora']['fwd_bwd']}, DoRA's {us['peft_dora']['fwd_bwd']}"
@@ -267,22 +278,28 @@ def readme(text: str) -> str:
 # docs/benchmarks.md
 
 
+def over_fdora(pairs: dict[str, float], way: str) -> float | None:
+    """The way's time over fdora's, where it was compared."""
+    floor = pairs.get(f"fdora/{way}")
+    return 1 / floor if floor else pairs.get(f"{way}/fdora")
+
+
 def means() -> str:
     """Geometric means over the cases of each file: the rival's time over fdora's."""
-    lines = []
+    lines, ways = [], means_ways()
     for name in names("layer_"):
         result = load(name)
         for mode, pairs in result["summary"]["geometric_means"].items():
-            values = {}
-            for pair, value in pairs.items():
-                a, b = pair.split("/")
-                values |= {a: f"{value:.2f}"} if b == "fdora" else {b: f"{1 / value:.2f}"} if a == "fdora" else {}
+            values = {way: f"{value:.2f}" for way in ways if (value := over_fdora(pairs, way))}
             if values:
-                lines.append([name, result["summary"]["cases"], mode, *(values.get(way, "") for way in MEANS)])
-    return table(["results", "cases", "mode", *(NAMES[way] for way in MEANS)], lines)
+                lines.append([name, result["summary"]["cases"], mode, *(values.get(way, "") for way in ways)])
+    return table(["results", "cases", "mode", *(NAMES[way] for way in ways)], lines)
 
 
-MEANS = ("frozen", "bare", *RIVALS)
+def means_ways() -> list[str]:
+    """The ways that a committed result knows: a column each."""
+    known = {way for name in names("layer_") for row in load(name)["rows"] for way in row["ms"]}
+    return [way for way in ("frozen", "bare", *RIVALS) if way in known]
 
 
 def layers12() -> str:

@@ -1,6 +1,7 @@
 """One linear layer as others adapt it: PEFT's LoRA and DoRA, and the factored form of "Scaling DoRA" (arXiv:2603.22276).
 
-The paper's own code is not installable. :func:`paper_layer` loads it from a folder, if you have one, into stock PEFT;
+The paper's own code is not installable. :func:`paper_layer` loads its ``dora.py`` and ``dora_fused.py`` (in
+``code/peft_patched/src/peft/tuners/lora`` of sockeye44/dorafactors) from a folder, if you have one, into stock PEFT;
 :func:`factored` is our own writing of its formula and data flow: the norm from base, cross and Gram terms in float32,
 chunked along K under 256 MB, rounded to the weight's dtype; g in the activations' dtype; a fused delta added to the base.
 """
@@ -12,6 +13,7 @@ import os
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,13 +61,13 @@ def paths(model: nn.Module) -> dict[str, int]:
 
 
 @contextmanager
-def paper_code(folder: Path):
+def paper_code(folders: Sequence[Path]):
     """Inside, PEFT builds its DoRA layers from the paper's class (fused forward and backward forced, as its benchmark does)."""
     import peft.tuners.lora.variants as variants
 
-    source = next(folder.rglob("dora_fused.py"), None)
+    source = next((path for folder in folders for path in sorted(folder.rglob("dora_fused.py"))), None)
     if source is None:
-        raise FileNotFoundError(f"no dora_fused.py under {folder}")
+        raise FileNotFoundError("no --rival-path has dora_fused.py: the paper's code is not installable")
     os.environ |= {"PEFT_DORA_FUSED": "1", "PEFT_DORA_FUSED_BACKWARD": "1"}
     _load("peft.tuners.lora.dora_fused", source)
     theirs = _load("paper_dora", source.with_name("dora.py")).DoraLinearLayer
@@ -90,10 +92,8 @@ def _load(name: str, path: Path):
     return sys.modules[name]
 
 
-def paper_layer(folder: Path | None, W, A, B, m, s) -> tuple[nn.Module, dict[str, Tensor]]:
-    if folder is None:
-        raise FileNotFoundError("no --rival-path: the paper's code is not installable")
-    with paper_code(folder):
+def paper_layer(folders: Sequence[Path], W, A, B, m, s) -> tuple[nn.Module, dict[str, Tensor]]:
+    with paper_code(folders):
         layer, leaves = peft_layer(W, A, B, m, s)
     assert type(layer.lora_magnitude_vector["default"]).__module__ == __name__, "PEFT built its own layer"
     return layer, leaves

@@ -1,12 +1,13 @@
 """The ways to run one adapted linear that bench.layer compares, on the same inputs.
 
-A way has ``forward()`` (no graph) and ``both()`` (forward and backward from a random contiguous dy; gradients by name).
-``bare`` is the eight matrix products alone, each writing its own output, with adapters already in x's dtype.
+A way has ``forward()`` (no graph) and ``both()`` (forward and backward from a random contiguous dy; gradients by name), None
+where it is for inference alone. ``bare`` is the eight matrix products alone, each writing its own output, with adapters
+already in x's dtype; ``addmm_lora`` is LoRA as torch has it, ``dense`` DoRA by way of the whole adapted weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,14 +17,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.checkouts import axolotl_linear, lorafusion_linear, unsloth_linear
 from bench.rivals import factored, paper_layer, peft_layer
 from fdora.functional import dora_linear, dora_norm
 
 S = 2.0
 BF16 = torch.bfloat16
 ADAPTERS = {"bf16": BF16, "fp32": torch.float32}
-RIVALS = ("peft_lora", "peft_dora", "peft_dora_compiled", "factored", "dorafactors")
-WAYS = ("frozen", "bare", *RIVALS, "fdora", "fdora_inside", "fdora_compiled", "fdora_inside_compiled")
+LORA = ("peft_lora", "peft_lora_compiled", "addmm_lora", "axolotl_lora", "unsloth_lora", "lorafusion")
+DORA = ("peft_dora", "peft_dora_compiled", "peft_dora_cached", "dense_compiled", "factored", "dorafactors", "axolotl_dora")
+RIVALS = LORA + DORA
+FDORA = ("fdora", "fdora_inside", "fdora_compiled", "fdora_inside_compiled")
+WAYS = ("frozen", "bare", *RIVALS, "axolotl_dora_inside", *FDORA)
+# These keep the norm from call to call, and NAME_inside computes it in each: a time without a norm is compared with no other.
+KEEP_NORM = ("fdora", "fdora_compiled", "peft_dora_cached", "axolotl_dora")
+
+
+def opponent(rival: str) -> str:
+    """The fdora that meets it: compiled against compiled."""
+    return "fdora_compiled" if rival.endswith("compiled") else "fdora"
 
 
 @dataclass
@@ -55,7 +67,7 @@ class Inputs:
 @dataclass
 class Way:
     forward: Callable[[], object]
-    both: Callable[[], object]
+    both: Callable[[], object] | None
     truth: str | None = "dora"  # which formula it must agree with
 
 
@@ -98,10 +110,36 @@ def fdora(i: Inputs, norm: Tensor | None, compiled: bool) -> Way:
     return trained(lambda x: call(x, i.A, i.B, i.m), i, {"A": i.A, "B": i.B, "m": i.m}, "dora")
 
 
-def build(name: str, i: Inputs, rival_path: Path | None = None, autocast: bool = False) -> Way:
+def addmm_lora(x: Tensor, W: Tensor, A: Tensor, B: Tensor) -> Tensor:
+    return (x @ W.mT).addmm_(x @ A.to(x.dtype).mT, B.to(x.dtype).mT, alpha=S)
+
+
+def dense(x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor) -> Tensor:
+    """x W'^T, W' = m / ||W + s B A|| (W + s B A), the norm detached. B A is a product in x's dtype, the rest float32."""
+    whole = W.float() + S * (B.to(x.dtype) @ A.to(x.dtype)).float()
+    g = m.float() / torch.linalg.vector_norm(whole.detach(), dim=1)
+    return F.linear(x, (g[:, None] * whole).to(x.dtype))
+
+
+def peft_dora_cached(i: Inputs, context=nullcontext) -> Way:
+    """PEFT's cache of the norm and of B A, which works in eval mode alone and knows nothing of a backward."""
+    from peft.helpers import DoraCaching
+
+    layer, _ = peft_layer(i.W, i.A, i.B, i.m, S)
+    layer.eval()
+
+    def forward():
+        with torch.no_grad(), context(), DoraCaching():
+            return layer(i.x)
+
+    return Way(forward, None)
+
+
+def build(name: str, i: Inputs, rival_path: Sequence[Path] = (), autocast: bool = False) -> Way:
     """The way of this name; raises where it cannot run here. ``autocast`` puts PEFT's layers under bf16 autocast."""
     context = partial(torch.autocast, i.x.device.type, BF16) if autocast else nullcontext
     adapters = (i.A, i.B, i.m)
+    lora = {"A": i.A, "B": i.B}
     if name == "frozen":
         return trained(lambda x: F.linear(x, i.W), i, {}, "frozen")
     if name == "bare":
@@ -109,11 +147,29 @@ def build(name: str, i: Inputs, rival_path: Path | None = None, autocast: bool =
     if name.startswith("fdora"):
         return fdora(i, None if "inside" in name else i.norm, name.endswith("compiled"))
     if name == "factored":
-        return trained(lambda x: factored(x, i.W, *adapters, S), i, {"A": i.A, "B": i.B, "m": i.m}, "dora")
+        return trained(lambda x: factored(x, i.W, *adapters, S), i, {**lora, "m": i.m}, "dora")
+    if name == "dense_compiled":
+        call = torch.compile(dense, fullgraph=True, dynamic=False)
+        return trained(lambda x: call(x, i.W, *adapters), i, {**lora, "m": i.m}, "dora")
+    if name == "addmm_lora":
+        return trained(lambda x: addmm_lora(x, i.W, i.A, i.B), i, lora, "lora")
+    if name.startswith("axolotl_dora"):
+        m = i.m.detach().clone().requires_grad_()  # it keeps the norm, each way its own
+        layer = axolotl_linear(rival_path, i.W, i.A, i.B, m, S, keep="inside" not in name)
+        return trained(layer, i, {**lora, "m": m}, "dora")
+    if name == "axolotl_lora":
+        return trained(axolotl_linear(rival_path, i.W, i.A, i.B, None, S), i, lora, "lora")
+    if name == "unsloth_lora":
+        return trained(unsloth_linear(rival_path, i.W, i.A, i.B, S), i, lora, "lora")
+    if name == "lorafusion":
+        return trained(lorafusion_linear(rival_path, i.W, i.A, i.B, S), i, lora, "lora")
+    if name == "peft_dora_cached":
+        return peft_dora_cached(i, context)
+    truth = "lora" if name.startswith("peft_lora") else "dora"
     if name == "dorafactors":
         layer, leaves = paper_layer(rival_path, i.W, *adapters, S)
     else:
-        layer, leaves = peft_layer(i.W, i.A, i.B, None if name == "peft_lora" else i.m, S)
+        layer, leaves = peft_layer(i.W, i.A, i.B, i.m if truth == "dora" else None, S)
     if name.endswith("compiled"):
         layer = torch.compile(layer, dynamic=False)
-    return trained(layer, i, leaves, "lora" if name == "peft_lora" else "dora", context)
+    return trained(layer, i, leaves, truth, context)

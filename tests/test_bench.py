@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from functools import partial
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
-from bench import converge, group, host, layer, layers12, model, ways
+from bench import checkouts, converge, group, host, layer, layers12, model, report, ways
 from bench.attempt import Failures
 from bench.truth import Truth
 from fdora.functional import dora_linear
@@ -37,28 +38,57 @@ def doubled(*args, s, **options):
 # layer
 
 
-def test_layer(tmp_path, capsys):
-    slow = "--ways=-peft_dora_compiled,-fdora_compiled,-fdora_inside_compiled"
-    result = run(layer, tmp_path, LAYER + f"--adapter bf16,fp32 {slow}")
+def test_layer(tmp_path, capsys, monkeypatch):
+    slow = ",".join(f"-{way}" for way in ways.WAYS if way.endswith("compiled"))
+    result = run(layer, tmp_path, LAYER + f"--adapter bf16,fp32 --ways={slow}")
     assert len(result["rows"]) == 8 and result["summary"]["cases"] == 2
-    ran = {"frozen", "bare", "peft_lora", "peft_dora", "factored", "fdora"}
+    ran = {"frozen", "bare", "peft_lora", "addmm_lora", "peft_dora", "factored", "fdora"}
     for row in result["rows"]:
         assert row["M"] == 8 and row["K"] == 48 and row["N"] == 32 and row["r"] == 4
-        assert set(row["ms"]) == set(row["peak_mb"]) == ran
+        cached = {"peft_dora_cached"} if row["norm"] == "given" else set()  # no norm of its own, and no backward
+        assert set(row["peak_mb"]) == ran and set(row["error"]) == ran | cached
+        assert set(row["ms"]) == ran | (cached if row["mode"] == "fwd" else set())
+        assert not cached or set(row["error"]["peft_dora_cached"]) == {"y_no_grad"}
+        assert all(error < 5e-3 for way in cached | {"addmm_lora"} for error in row["error"][way].values())
+        assert set(row["error"]["addmm_lora"]) == set(row["error"]["peft_lora"])
         assert set(row["error"]["fdora"]) == set(row["error"]["peft_dora"]) == {"y", "y_no_grad", "dx", "dA", "dB", "dm"}
         assert "dm" not in row["error"]["peft_lora"] and max(row["error"]["fdora"].values()) < 5e-3
         assert row["ratio"]["fdora/bare"] == pytest.approx(row["ms"]["fdora"] / row["ms"]["bare"], rel=0.02, abs=2e-3)
-        assert list(row["failed"]) == ["dorafactors"] and "--rival-path" in row["failed"]["dorafactors"]
+        elsewhere = {"dorafactors", "axolotl_lora", "axolotl_dora", "unsloth_lora", "lorafusion"}
+        assert set(row["failed"]) == elsewhere and all("--rival-path" in reason for reason in row["failed"].values())
     assert {(row["mode"], row["norm"]) for row in result["rows"]} == set(layer.MODES)
     for row in result["summary"]["not_beaten"]:
         assert row["rival"] in ways.RIVALS and row["rival/fdora"] <= 1
     out = capsys.readouterr().out
     assert "Geometric means over 2 cases" in out and "Where a rival is not beaten" in out
+    cached = {what for what, rival, *_ in report.layer_duels(result) if rival == "peft_dora_cached"}
+    assert cached == {"fwd, norm given"}
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/layer_small.json").write_text(json.dumps(result))
+    head, _, *lines = report.means().splitlines()
+    assert "| addmm LoRA | PEFT DoRA | PEFT DoRA, cached | factored |" in head and "Axolotl" not in head
+    mean = result["summary"]["geometric_means"]["fwd_bwd, norm given"]["fdora/addmm_lora"]
+    assert f"| {1 / mean:.2f} |" in lines[2] and set(ways.RIVALS) <= set(report.NAMES)
 
 
 def test_layer_compiled(tmp_path):
     result = run(layer, tmp_path, LAYER + "--ways fdora,fdora_compiled")
     assert "fdora_compiled/fdora" in result["rows"][0]["ratio"] and result["summary"]["failed"] == []
+
+
+def test_layer_compiled_rivals(tmp_path, monkeypatch):
+    monkeypatch.setattr(ways.torch, "compile", partial(torch.compile, backend="aot_eager"))  # Inductor takes long
+    rivals = ["peft_lora_compiled", "dense_compiled"]
+    result = run(layer, tmp_path, LAYER + f"--ways fdora,fdora_compiled,{','.join(rivals)}")
+    compiled = {"fdora_compiled/peft_lora_compiled", "dense_compiled/fdora_compiled"}
+    for row in result["rows"]:
+        assert set(row["ratio"]) >= (compiled if row["norm"] == "given" else set())
+        assert all(0 < error < 5e-3 for rival in rivals for error in row["error"][rival].values())
+    errors = result["rows"][0]["error"]
+    assert "dm" in errors["dense_compiled"] and "dm" not in errors["peft_lora_compiled"]
+    met = {(rival, mine) for _, rival, _, _, mine in report.layer_duels({"rows": result["rows"][:1]})}
+    assert met == {(rival, result["rows"][0]["ms"]["fdora_compiled"]) for rival in rivals}
 
 
 def test_layer_sees_a_wrong_result(tmp_path, monkeypatch):
@@ -102,6 +132,182 @@ class DoraLinearLayer(stock.DoraLinearLayer):
     assert errors["peft_dora"]["dB"] < 0.01 and errors["dorafactors"]["dB"] == 1  # it ran that class, and only there
 
 
+# Each package's own __init__ would fail; its functions take what the real ones take, in that order.
+CHECKOUTS = {
+    "axolotl/__init__.py": "raise ImportError",
+    "axolotl/kernels/lora.py": """
+import bitsandbytes as bnb
+from bitsandbytes.functional import QuantState
+from axolotl.utils.logging import get_logger
+from .swiglu import swiglu_forward, swiglu_backward
+get_logger(__name__), QuantState | None, bnb.functional.lib.cdequantize_blockwise_fp32
+norms = []
+def one(x, W, b, quant, A, B, s, lora_bias, m):
+    assert b is None and quant is None and lora_bias is None
+    y = x @ W.mT + s * (x @ A.to(x.dtype).mT) @ B.to(x.dtype).mT
+    if m is None:
+        return y
+    if not hasattr(m, "_dora_cache"):
+        m._dora_cache = (W.double() + s * B.double() @ A.double()).norm(dim=1).detach()
+        norms.append(1)
+    return y * (m / m._dora_cache).to(x.dtype)
+class LoRA_O:
+    def apply(x, x_drop, *layer):
+        assert x.dim() == 3 and x_drop is None
+        return one(x, *layer)
+class LoRA_QKV:
+    def apply(x, x_drop, *layers):
+        assert x.dim() == 3 and x_drop is None and layers[24:] == (False,)
+        return tuple(one(x, *layers[i : i + 8]) for i in (0, 8, 16))
+class LoRA_MLP:
+    def apply(x, x_drop, *layers):
+        assert x.dim() == 3 and x_drop is None and layers[24:] == (swiglu_forward, swiglu_backward, False)
+        return one(swiglu_forward(one(x, *layers[:8]), one(x, *layers[8:16])), *layers[16:24])
+class LoRA_FusedProj:
+    def apply(scales, quants, x, x_drop, *flat):
+        layers = [flat[i : i + 6] for i in range(0, len(flat), 6)]
+        return tuple(one(x, W, b, q, A, B, s, *o) for (W, b, A, B, *o), s, q in zip(layers, scales, quants, strict=True))
+""",
+    "axolotl/kernels/swiglu.py": """
+import torch
+def swiglu_forward(gate, up): return torch.nn.functional.silu(gate) * up
+def swiglu_backward(): pass
+""",
+    "unsloth/__init__.py": "raise ImportError",
+    "unsloth/kernels/__init__.py": "raise ImportError",
+    "unsloth/kernels/fast_lora.py": """
+from unsloth_zoo.utils import Version
+from ..device_type import is_hip, DEVICE_TYPE, DEVICE_COUNT
+from .fp8 import weight_dequant, fp8_linear
+import torch
+assert Version(torch.__version__) > Version("2.4.0")
+FACTOR = 1
+def swiglu_fg_kernel(e, g): return torch.nn.functional.silu(e) * g
+def swiglu_DWf_DW_dfg_kernel(): pass
+def one(x, W, quant, A, B, s):
+    assert quant is None
+    return x @ W.mT + FACTOR * s * (x @ A.to(x.dtype).mT) @ B.to(x.dtype).mT
+class LoRA_W:
+    def apply(x, *layer):
+        assert x.dim() == 3
+        return one(x, *layer)
+class LoRA_QKV:
+    def apply(x, *layers):
+        assert x.dim() == 3 and layers[15:] == (False,)
+        return tuple(one(x, *layers[i : i + 5]) for i in (0, 5, 10))
+class LoRA_MLP:
+    def apply(x, *layers):
+        assert x.dim() == 3 and layers[15:] == (swiglu_fg_kernel, swiglu_DWf_DW_dfg_kernel, False)
+        return one(swiglu_fg_kernel(one(x, *layers[:5]), one(x, *layers[5:10])), *layers[10:15])
+""",
+    "lorafusion/__init__.py": "raise ImportError",
+    "lorafusion/ops/lora_v1.py": """
+import torch
+from loguru import logger
+from lorafusion.ops.triton_ops.config import H100_CONFIG
+from lorafusion.ops.triton_ops.dropout import seeded_dropout
+from lorafusion.ops.triton_ops.fused_dropout_matmul import fused_dropout_matmul
+from lorafusion.ops.triton_ops.fused_lora_xw_sb_tma import fused_lora_xw_sb_tma
+from lorafusion.ops.triton_ops.tma_utils import HAS_TMA_DESC
+def fused_lora_dyw_dsa(dy, w, ds, a, dropout_p, dropout_mask):
+    assert (dy.shape[0], w.shape[1]) == dropout_mask.shape and dropout_p == 0
+    return dy @ w + ds @ a
+fused_lora_dyw_dsa_func = fused_lora_dyw_dsa
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, W, A, B, s):
+        ctx.save_for_backward(x, W, A, B)
+        ctx.s = s
+        return (x @ W.mT + s * (x @ A.mT) @ B.mT)[None]
+    @staticmethod
+    def backward(ctx, dy):
+        x, W, A, B = ctx.saved_tensors
+        (dy,), s = dy, ctx.s
+        dh = s * dy @ B
+        dx = fused_lora_dyw_dsa_func(dy=dy, w=W, ds=dh, a=A, dropout_p=0.0, dropout_mask=None)
+        return dx, None, dh.mT @ x, s * dy.mT @ (x @ A.mT), None
+def fused_linear_lora(x, linear_w, lora_a, lora_b, alpha, seed=None, dropout_p=0.0, linear_bias=None):
+    assert x.dtype == lora_a.dtype == lora_b.dtype and HAS_TMA_DESC is False
+    return Function.apply(x.squeeze(0), linear_w, lora_a, lora_b, alpha)
+""",
+    "lorafusion/ops/triton_ops/config.py": """
+from dataclasses import dataclass
+@dataclass(frozen=True)
+class Tile: block_size_m: int; block_size_n: int; block_size_k: int; num_stages: int
+@dataclass
+class Config: fused_lora_xw_sb: Tile; fused_lora_dyw_dsa: Tile
+H100_CONFIG = Config(Tile(128, 256, 64, 4), Tile(128, 256, 64, 3))
+HARDWARE_CONFIGS = {"h100": H100_CONFIG}
+def get_device_short_name(): return "h200"
+""",
+}
+
+
+@pytest.fixture
+def rivals(tmp_path, monkeypatch):
+    """--rival-path with two folders, and nothing installed."""
+    for name, text in CHECKOUTS.items():
+        path = tmp_path / ("a/deep/src" if name.startswith("axolotl") else "b") / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(checkouts, "find_spec", lambda name: None)
+    yield f"--rival-path {tmp_path / 'a'} --rival-path {tmp_path / 'b'},{tmp_path / 'b'} "
+    for name in [name for name in sys.modules if name.split(".")[0] in ("axolotl", "unsloth", "lorafusion")]:
+        del sys.modules[name]
+
+
+def test_layer_runs_code_of_others_from_folders(tmp_path, rivals):
+    ran = ["axolotl_lora", "unsloth_lora", "lorafusion", "axolotl_dora"]
+    named = ",".join(["fdora", "fdora_inside", *ran, "axolotl_dora_inside"])
+    result = run(layer, tmp_path, rivals + f"--shapes 48x32 --M 8 --r 16 --runs 1 --adapter bf16,fp32 --ways {named}")
+    assert result["summary"]["failed"] == [] == result["summary"]["wrong"]
+    for row in result["rows"]:
+        assert set(row["ms"]) == {"fdora", *ran} == set(row["peak_mb"])
+        assert {"axolotl_dora/fdora", "fdora/lorafusion", "fdora/unsloth_lora", "fdora/axolotl_lora"} <= set(row["ratio"])
+        for way in ran:
+            assert set(row["error"][way]) == {"y", "y_no_grad", "dx", "dA", "dB"} | ({"dm"} if "dora" in way else set())
+            assert 0 < max(row["error"][way].values()) < 1e-2
+    inputs, norms = ways.Inputs.random(8, 48, 32, 4, torch.bfloat16, "cpu"), sys.modules["axolotl.kernels.lora"].norms
+    for name, wanted in {"axolotl_dora_inside": 3, "axolotl_dora": 1}.items():
+        norms.clear()
+        way = ways.build(name, inputs)
+        way.forward(), way.both(), way.forward()
+        assert len(norms) == wanted
+    for name in ("bitsandbytes", "loguru", "unsloth_zoo.utils"):
+        assert not isinstance(sys.modules.get(name), type(sys)) or sys.modules[name].__spec__  # nothing is left of a stand-in
+
+
+def test_a_kept_norm_and_a_computed_one_share_no_row():
+    values = {"peft_dora": 1, "axolotl_dora": 2, "axolotl_dora_inside": 3, "peft_dora_cached": 4, "fdora_inside_compiled": 5}
+    assert layer.select(values, "given") == {"peft_dora": 1, "axolotl_dora": 2, "peft_dora_cached": 4}
+    assert layer.select(values, "inside") == {"peft_dora": 1, "axolotl_dora": 3, "fdora_compiled": 5}
+
+
+def test_layer_times_and_lists_a_wrong_rival(tmp_path, rivals, capsys):
+    checkouts.unsloth(checkouts.folders(rivals.split()[-1])).FACTOR = 2
+    result = run(layer, tmp_path, rivals + LAYER + "--ways fdora,unsloth_lora,lorafusion")
+    (reason,) = result["summary"]["failed"]
+    assert reason == "lorafusion: ValueError: LoRAFusion's kernels take ranks that are powers of two from 16 on, got 4"
+    assert "unsloth_lora: dA by 1.0e+00" in result["summary"]["wrong"] and "unsloth_lora" in result["rows"][0]["ms"]
+    assert "\nwrong: unsloth_lora: dA by 1.0e+00" in capsys.readouterr().out
+
+
+def test_lorafusion_on_other_hopper_chips_and_ranks(rivals):
+    """Its table knows one H100 and r = 16: 227 KiB of shared memory hold fewer stages beside a larger rank's factors."""
+    config = checkouts.load("lorafusion.ops.triton_ops.config", checkouts.folders(rivals.split()[-1]))
+    for r, stages in {16: (4, 3), 64: (3, 3), 128: (2, 2), 512: (1, 1)}.items():
+        checkouts.fit_lorafusion(r)
+        fitted = config.HARDWARE_CONFIGS["h200"]
+        assert (fitted.fused_lora_xw_sb.num_stages, fitted.fused_lora_dyw_dsa.num_stages) == stages
+
+
+def test_rival_path_is_a_folder(tmp_path):
+    with pytest.raises(SystemExit):
+        layer.parse(["--rival-path", str(tmp_path / "none")])
+    options = group.parse(["--rival-path", f"{tmp_path},{tmp_path.parent}", "--rival-path", str(tmp_path)])
+    assert options.rival_path == [tmp_path, tmp_path.parent, tmp_path] and layer.parse([]).rival_path == []
+
+
 def test_cases():
     assert len(layer.cases(layer.parse(["--quick"]))) == 12
     everything = layer.cases(layer.parse(["--shapes=all", "--M=16,4096", "--r=16", "--adapter=bf16,fp32"]))
@@ -118,17 +324,32 @@ GROUP = "--models tiny --M 24 --r 4 --runs 1 "
 
 def test_group(tmp_path):
     rows = run(group, tmp_path, GROUP + "--parts qkv,gate_up --ways fdora")["rows"]
-    rows += run(group, tmp_path, GROUP + "--parts mlp")["rows"]
+    names = ("bare", "peft_lora", "separate", "fdora")
+    rows += run(group, tmp_path, GROUP + f"--parts mlp --ways {','.join(names)}")["rows"]
     assert [(row["part"], row["mode"]) for row in rows] == [(p, m) for p in group.PARTS for m in ("fwd", "fwd_bwd")]
     for row in rows:
-        names = group.WAYS if row["part"] == "mlp" else ("fdora",)
-        assert set(row["ms"]) == set(row["peak_mb"]) == set(names) and row["failed"] == {}
-        assert set(row["ratio"]) == {f"fdora/{n}" for n in names} - {"fdora/fdora"}
+        ran = names if row["part"] == "mlp" else ("fdora",)
+        assert set(row["ms"]) == set(row["peak_mb"]) == set(ran) and row["failed"] == {}
+        assert set(row["ratio"]) == {f"fdora/{n}" for n in ran} - {"fdora/fdora"}
         layers, outputs = {"qkv": (3, 3), "gate_up": (2, 2), "mlp": (3, 1)}[row["part"]]
         assert len(row["error"]["fdora"]) == 1 + 3 * layers + 2 * outputs
         assert max(row["error"]["fdora"].values()) < group.TOLERANCE[row["part"]]
     kept = rows[-1]["kept_mb"]
     assert kept["fdora"] == round(24 * 2 * (2 * 96 + 3 * 4 + 64) / 2**20, 2) < kept["separate"]
+
+
+def test_group_runs_code_of_others_from_folders(tmp_path, rivals):
+    (_, row) = run(group, tmp_path, GROUP + "--parts qkv --ways axolotl_dora,fdora")["rows"]
+    assert "--rival-path" in row["failed"]["axolotl_dora"] and set(row["ms"]) == {"fdora"}
+    (_, row) = run(group, tmp_path, rivals + GROUP + "--parts gate_up --ways unsloth_lora,axolotl_dora")["rows"]
+    assert "Unsloth has no function" in row["failed"]["unsloth_lora"] and "dm1" in row["error"]["axolotl_dora"]
+    for part in group.PARTS:
+        case = group.Case.random("tiny", part, 24, 4, "fp32", "cpu")
+        for name in group.RIVALS[1:] if part != "gate_up" else ("axolotl_lora", "axolotl_dora"):
+            kind = name.split("_")[1]
+            way = group.build(name, case)
+            errors = group.errors(way, {kind: group.truth(case, kind)})
+            assert ("dm0" in errors) == (kind == "dora") and 0 < max(errors.values()) < group.TOLERANCE[part], name
 
 
 def test_group_sees_a_wrong_result(tmp_path, monkeypatch):
@@ -330,15 +551,15 @@ def test_model_checkpointing_runs_a_layer_twice():
 
 def test_model_computes_a_norm_once_per_step(monkeypatch):
     """Of 8 micro-batches the first computes it; where small layers are not asked whether A and B changed, each does."""
-    from fdora.integrations._peft import dora
+    from fdora.integrations import _norm
 
     step = model.Bench(model.parse(MODEL.split())).prepare("bf16", 4, 16, 1)["peft_fdora"]
     assert model.norms_of_a_step(step) == {"layers": 7, "asked": 56, "computed": 56}
-    monkeypatch.setattr(dora, "SMALL", 0)
+    monkeypatch.setattr(_norm, "SMALL", 0)
     step.gradients()  # its norms hold until a step
-    stock = dora.dora_norm
+    stock = _norm.dora_norm
     assert model.norms_of_a_step(step) == {"layers": 7, "asked": 56, "computed": 7}
-    assert dora.dora_norm is stock
+    assert _norm.dora_norm is stock
 
 
 @pytest.mark.parametrize("what", ["S", "width"])
@@ -504,7 +725,9 @@ def test_converge_learns_and_is_asked_different_texts():
 def suite(tmp_path, *options):
     pytest.importorskip("pytest_benchmark")
     command = [sys.executable, "-m", "pytest", "-o", "python_files=bench_*.py", "--rounds=2", "-p", "no:cacheprovider"]
-    return subprocess.run([*command, f"--benchmark-storage={tmp_path}", *options], cwd=ROOT, capture_output=True, text=True)
+    command += [f"--benchmark-storage={tmp_path}", *options]
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=alone)
 
 
 def test_suite_and_its_gate(tmp_path):
