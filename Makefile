@@ -4,6 +4,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 VENV_FLAGS ?=
 TESTS ?=
+JOBS ?= 2
 DEMO ?=
 ACCEPTANCE ?=
 BENCH ?=
@@ -12,8 +13,8 @@ FRAMEWORKS ?=
 .PHONY: test lint demo bench acceptance frameworks clean
 
 test: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest $(TESTS)
-	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest tests/triton
+	$(VENV)/bin/python -m pytest -n $(JOBS) $(TESTS)
+	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -n $(JOBS) tests/triton
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
