@@ -13,8 +13,8 @@ FRAMEWORKS ?=
 .PHONY: test lint demo bench acceptance frameworks clean
 
 test: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -n $(JOBS) $(TESTS)
-	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -n $(JOBS) tests/triton
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) $(TESTS)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -n $(JOBS) tests/triton
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
