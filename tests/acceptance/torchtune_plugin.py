@@ -21,6 +21,9 @@ def count(self, path):
 def init(self, *args, **kwargs):
     _init(self, *args, **kwargs)
     shim.use_fdora(self)
+    self.weight.requires_grad_(
+        False
+    )  # as in every model whose adapters are trained; torchtune's tests of the layer leave it on
 
 
 shim._Run.count = count
