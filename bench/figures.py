@@ -45,6 +45,7 @@ def speedup(axes, name: str) -> None:
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xlabel(f"time over fdora's; one layer, mean of 12 cases, bf16, {machine(name)}")
     axes.legend(fontsize=7)
+    axes.figure.set_figheight(max(axes.figure.get_figheight(), 1 + 0.45 * len(rivals)))
 
 
 def machine(name: str) -> str:
