@@ -240,22 +240,23 @@ def compare(run: Run, truth: dict[str, Tensor]) -> dict[str, dict[str, float]]:
 
 @contextmanager
 def norms_counted():
-    """What eager layers ask of dora_norm inside: with a state it computes where the fingerprint changes."""
-    from fdora.integrations import _norm
+    """How often eager layers ask for their norm inside, and compute it: no fingerprint is kept, or another."""
+    from fdora.integrations._norm import KeptNorm
 
-    counts, stock = {"asked": 0, "computed": 0}, _norm.dora_norm
+    counts, stock = {"asked": 0, "computed": 0}, KeptNorm.of
 
-    def counting(*args, state=None, **options):
-        after = stock(*args, state=state, **options)
+    def counting(self, *args):
+        before = self.memo
+        c = stock(self, *args)
         counts["asked"] += 1
-        counts["computed"] += state is None or not torch.equal(state.fingerprint, after.fingerprint)
-        return after
+        counts["computed"] += before is None or not torch.equal(before[2].fingerprint, self.memo[2].fingerprint)
+        return c
 
-    _norm.dora_norm = counting
+    KeptNorm.of = counting
     try:
         yield counts
     finally:
-        _norm.dora_norm = stock
+        KeptNorm.of = stock
 
 
 def norms_of_a_step(run: Run) -> dict[str, int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fdora.functional import NormState, dora_norm, dora_norm_state, select_backend
-from fdora.functional.norm import kept_norm
+from fdora.functional.norm import guarded_norm, kept_norm
 
 PLAIN = (Tensor, nn.Parameter)
 SMALL = 1 << 18  # elements of W below which its norm is computed sooner than A and B are compared
@@ -50,10 +50,11 @@ class KeptNorm:
         memo = self.memo  # read and written as a whole: the replicas of DataParallel share it
         if memo is None or memo[0] != key or memo[1]() is not owner:
             memo = (key, weakref.ref(owner), dora_norm_state(W))
-        before = memo[2]
-        after = dora_norm(W, A, B, s=s, state=before)
+            after = dora_norm(W, A, B, s=s, state=memo[2])
+        else:  # of the same W: what dora_norm would check has been checked
+            after = NormState(*guarded_norm(W, A, B, None, s, None, *memo[2], select_backend(W).name))
         if capturing(W):
-            for old, new in zip(before, after, strict=True):  # a replay reads and writes the memory from before the capture
+            for old, new in zip(memo[2], after, strict=True):  # a replay reads and writes the memory from before the capture
                 old.copy_(new)
             self.memo = memo
         else:

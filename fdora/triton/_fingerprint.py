@@ -68,10 +68,12 @@ def fingerprint(A: Tensor, B: Tensor, s: float) -> Tensor:
     (a, packed_a), (b, packed_b) = _words(A), _words(B)
     kind = KIND + 16 * A.element_size() + 256 * B.element_size()
     programs = min(WORDS - 1, cdiv(max(a.numel(), b.numel(), 1), BLOCK))
-    strides = (a.stride(0), a.stride(-1), b.stride(0), b.stride(-1))
+    cols_a, row_a, col_a = (1, 1, 1) if packed_a else (a.shape[1], *a.stride())  # where packed nobody reads them
+    cols_b, row_b, col_b = (1, 1, 1) if packed_b else (b.shape[1], *b.stride())
     with torch.cuda.device_of(A):
         launch(
-            _fingerprint_kernel, (programs,), (a, b, out, s, a.numel(), b.numel(), a.shape[-1], b.shape[-1], *strides),
+            _fingerprint_kernel, (programs,),
+            (a, b, out, s, a.numel(), b.numel(), cols_a, cols_b, row_a, col_a, row_b, col_b),
             (packed_a, packed_b, BLOCK, kind, WORDS, overlaps(A.device)), 16,
         )  # fmt: skip
     return out
@@ -80,5 +82,5 @@ def fingerprint(A: Tensor, B: Tensor, s: float) -> Tensor:
 def _words(t: Tensor) -> tuple[Tensor, bool]:
     """As 64-bit words where memory allows it, else one word for each element."""
     if t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0:
-        return t.view(-1).view(torch.int64), True
+        return (t.view(-1) if t.shape[1] * t.element_size() % 8 else t).view(torch.int64), True
     return t.view(_BITS[t.element_size()]), False
