@@ -25,6 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.save import save
 from bench.table import table
 
 ROOT = Path(__file__).parent.parent
@@ -110,12 +111,12 @@ def run(name: str, path: Path, options, left: float) -> tuple[int | None, str]:
         if demo.exists():
             result = json.loads(demo.read_text())
             machine = {"cpu" if options.device == "cpu" else "gpu": result["device"], "torch": result["versions"]["torch"]}
-            path.write_text(json.dumps({"about": machine | {"commit": options.commit}} | result, indent=1) + "\n")
+            save(path, {"about": machine | {"commit": options.commit}} | result)
     if code == 0:
         return code, lacking(path, options.commit)
     problem = "cut off by --seconds" if code is None else f"exit status {code}"
     if path.exists() and path.read_bytes() != before and lacking(path, options.commit) != UNREADABLE:
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"problem": problem}, indent=1) + "\n")
+        save(path, json.loads(path.read_text()) | {"problem": problem})
     return code, problem if code is None else f"{problem}, its last lines:\n{last}"
 
 

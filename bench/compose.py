@@ -9,12 +9,12 @@ that the fewest possible bytes take at measured copy speed.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
 
 from bench.norm_forms import about, medians
+from bench.save import save
 from fdora.functional import dora_compose, dora_delta, select_backend
 
 SHAPES = ((4096, 4096), (4096, 14336), (16, 4096), (16384, 4096))
@@ -65,9 +65,7 @@ def main():
     print("| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|")
     for row in rows:
         print("| " + " | ".join(map(str, row.values())) + " |")
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"about": facts, "runs": options.runs, "rows": rows}, indent=1) + "\n")
+    save(options.json, {"about": facts, "runs": options.runs, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ hides the launch from the clock. On a CPU it is wall time. ``--commit`` is recor
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch
 
 from bench.clock import anchor_graph, capture, medians, wall_timer
 from bench.norm_forms import about
+from bench.save import save
 from fdora.functional import select_backend
 from tests.memory import peak_bytes
 
@@ -74,12 +74,6 @@ def result(request, facts) -> dict:
     return {"about": facts, "rounds": request.config.getoption("--rounds"), "rows": [], "skipped": []}
 
 
-def write(result: dict, path: Path | None) -> None:
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-
-
 @pytest.fixture(autouse=True)
 def _seed(result):
     torch.manual_seed(0)  # after the facts, which draw numbers
@@ -90,7 +84,7 @@ def in_time(request, result) -> None:
     options = request.config.option
     if time.perf_counter() - START > options.seconds:
         result["skipped"].append(request.node.name)
-        write(result, options.json)
+        save(options.json, result)
         pytest.skip(f"not started within {options.seconds:.0f} s")
 
 
@@ -151,7 +145,7 @@ def measure(benchmark, device, facts, result, request):
             row["of_roof"] = round(row["roof_ms"] / ms, 3)
         benchmark.extra_info.update(facts | row)
         result["rows"].append(row)
-        write(result, options.json)
+        save(options.json, result)
 
     return run
 
@@ -160,5 +154,5 @@ def measure(benchmark, device, facts, result, request):
 def backend(request, device, in_time) -> str:
     choice = select_backend(torch.empty(0, device=device))
     if request.param == "triton" and choice.name != "triton":
-        pytest.skip(choice.reason)
+        pytest.skip(f"{choice.reason}; runs with --device cuda")
     return request.param

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import sysconfig
 import time
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from bench.decoder import LINEARS
 from bench.norm_forms import about
 from bench.rivals import paths
+from bench.save import save
 from bench.table import line, table
 
 WAYS = ("peft", "fdora", "float32")
@@ -204,12 +204,6 @@ def parse(argv):
     return options
 
 
-def write(path: Path | None, result: dict) -> None:
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-
-
 def main(argv=None):
     options = parse(argv)
     start = time.perf_counter()
@@ -238,8 +232,8 @@ def main(argv=None):
                 continue
             result["rows"].append(case(base, seed, kind, (reference, rest), options))
             print(markdown(result["rows"][-1:]), flush=True)
-            write(options.json, result)
-    write(options.json, result)
+            save(options.json, result)
+    save(options.json, result)
     print("\n" + markdown(result["rows"]))
     if far := [(row["seed"], row["optimizer"], row["held_out"]) for row in result["rows"] if worse(row)]:
         raise SystemExit(f"fdora ends farther from float32 than PEFT: {far}")

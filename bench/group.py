@@ -15,7 +15,6 @@ beside x and the parameters (the output of the call included, where it is kept).
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -32,6 +31,7 @@ from bench.clock import anchor_graph, medians, timer
 from bench.layer import free
 from bench.norm_forms import about
 from bench.rivals import peft_layer
+from bench.save import save
 from bench.table import line, table
 from bench.truth import rel_l2
 from bench.ways import ADAPTERS, Inputs, S
@@ -251,10 +251,8 @@ def parse(argv=None):
 
 
 def write(facts: dict, rows: list[dict], skipped: list[tuple], options) -> None:
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        result = {"about": facts, "runs": options.runs, "rows": rows, "skipped": skipped}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"about": facts, "runs": options.runs, "rows": rows, "skipped": skipped}
+    save(options.json, result)
 
 
 def main(argv=None):

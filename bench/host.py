@@ -9,7 +9,6 @@ own, from the end of ``import torch``, with an empty Triton cache and again with
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from bench.attempt import Failures
 from bench.clock import medians, wall_timer
 from bench.norm_forms import about
+from bench.save import save
 from bench.table import table
 from bench.ways import ADAPTERS, Inputs, build
 
@@ -102,9 +102,7 @@ def main(argv=None):
         print("\nFirst call of a process, ms:\n")
         for row in result["first_call"]:
             print(row)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    save(options.json, result)
 
 
 if __name__ == "__main__":

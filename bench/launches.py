@@ -9,7 +9,6 @@ inside a triton_op; descriptors built for each launch or kept; torch's own calls
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bench.clock import medians, wall_timer
 from bench.norm_forms import about
+from bench.save import save
 from bench.table import table
 from fdora.triton import _launch
 from fdora.triton.gemm import gemm
@@ -97,9 +97,7 @@ def main():
     timers = {name: wall_timer(fn, "cuda", 20.0) for name, fn in pieces().items()}
     us = {name: round(1e3 * ms, 1) for name, ms in medians(timers, options.runs).items()}
     print(table(["piece", "us"], us.items()))
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"about": about("cuda", options.commit), "us": us}, indent=1) + "\n")
+    save(options.json, {"about": about("cuda", options.commit), "us": us})
 
 
 if __name__ == "__main__":

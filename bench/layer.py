@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import time
 from itertools import product
@@ -35,6 +34,7 @@ from bench.attempt import Failures
 from bench.checkouts import add_rival_path
 from bench.clock import anchor_graph, medians, timer, wall_timer
 from bench.norm_forms import about
+from bench.save import save
 from bench.table import line, table
 from bench.truth import Truth
 from bench.ways import ADAPTERS, DORA, KEEP_NORM, LORA, RIVALS, WAYS, Inputs, S, Way, build, opponent
@@ -216,10 +216,8 @@ def parse(argv=None):
 
 
 def write(facts: dict, rows: list[dict], skipped: list[list], options) -> None:
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        result = {"about": facts, "runs": options.runs, "rows": rows, "summary": summarize(rows) | {"skipped": skipped}}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"about": facts, "runs": options.runs, "rows": rows, "summary": summarize(rows) | {"skipped": skipped}}
+    save(options.json, result)
 
 
 def main(argv=None):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import time
 import types
@@ -31,6 +30,7 @@ from bench.clock import medians, wall_timer
 from bench.decoder import LINEARS, Sizes, angles, decoder
 from bench.norm_forms import about
 from bench.rivals import fill, paths
+from bench.save import save
 from bench.table import line
 from bench.ways import S
 from fdora.functional import dora_linear, dora_norm
@@ -243,9 +243,7 @@ def main(argv=None):
     print(line(["way", "", *(f"{mode}: ms / MB" for mode in MODES)]) + "\n|" + "---|" * (2 + len(MODES)), flush=True)
     for compiled in (*([] if options.no_eager else [False]), *([] if options.no_compile else [True])):
         result["rows"] += measure(steps, compiled, options, failures)
-        if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
+        save(options.json, result)
     most = MOST_APART[options.dtype]
     wrong = [f"{n} of {way}" for way, parts in compared.items() for n, v in parts.items() if not v["relative"] <= most]
     ran = result.get("peft_fdora_ran", {})

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import json
 import math
 import time
@@ -35,10 +34,12 @@ from torch import Tensor, nn
 
 from bench.attempt import Failures
 from bench.clock import medians, wall_timer
+from bench.layer import free
 from bench.layers12 import DTYPES, MOST_APART, adapters, apart
 from bench.norm_forms import about
 from bench.progress import Progress
 from bench.rivals import fill, paths
+from bench.save import save
 from bench.table import table
 from bench.ways import S
 from tests.memory import peak_bytes
@@ -282,12 +283,6 @@ def autocast(options, adapter: str) -> bool:
     return options.dtype == "bf16" and adapter == "fp32"
 
 
-def free(device: str) -> None:
-    gc.collect()
-    if device != "cpu":
-        torch.cuda.empty_cache()
-
-
 class Bench:
     """Rows of one command; the JSON is rewritten after every case."""
 
@@ -301,9 +296,7 @@ class Bench:
         self.progress = Progress(repeats * len(options.modes))
 
     def write(self) -> None:
-        if self.options.json:
-            self.options.json.parent.mkdir(parents=True, exist_ok=True)
-            self.options.json.write_text(json.dumps(self.result, indent=1) + "\n")
+        save(self.options.json, self.result)
 
     def late(self) -> bool:
         return time.perf_counter() - self.start > self.options.seconds

@@ -10,7 +10,6 @@ W's bytes over a measured copy and the product's flops over a measured cuBLAS pr
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from bench.save import save
 from fdora.functional import dora_base_sqnorm, dora_norm, select_backend
 from tests.memory import peak_bytes
 
@@ -136,9 +136,7 @@ def main():
             cells += [f"{row['ms']:.{digits}f} / {row['peak_mb']:.0f} / {row['error']:.0e}" for row in new]
             print("| " + " | ".join([*cells, str(new[0].get("roof_ms", ""))]) + " |", flush=True)
             rows += new
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"about": facts, "runs": options.runs, "rows": rows}, indent=1) + "\n")
+    save(options.json, {"about": facts, "runs": options.runs, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -426,6 +426,12 @@ def figure(name: str, title: str) -> str:
     return f"![{title}](benchmarks/{name}.png)" if FIGURES[name].panels() else ""
 
 
+SINCE = (
+    "Each figure is of the commit that stands beside its file under Sources. `fdora/triton` may have changed since: "
+    "`bench/NOTES.md` says what did, and was not measured again."
+)
+
+
 def document() -> str:
     parts = ["# Benchmarks", "Written by `python -m bench.report` from `bench/results`. `bench/NOTES.md` says why."]
     parts += ["## Where fdora loses", losses()]
@@ -441,7 +447,7 @@ def document() -> str:
         parts += ["## Whole models", models()]
     if names("converge"):
         parts += ["## Fine-tuning, step by step", convergence()]
-    parts += ["## The host", f"16 tokens, 512 x 512: {readme_host()}.", "## Sources", sources()]
+    parts += ["## The host", f"16 tokens, 512 x 512: {readme_host()}.", "## Sources", SINCE, sources()]
     return "\n\n".join(parts) + "\n"
 
 

@@ -723,7 +723,7 @@ def test_converge_learns_and_is_asked_different_texts():
 
 
 def suite(tmp_path, *options):
-    pytest.importorskip("pytest_benchmark")
+    pytest.importorskip("pytest_benchmark", reason="needs pytest-benchmark; `make test` installs it")
     command = [sys.executable, "-m", "pytest", "-o", "python_files=bench_*.py", "--rounds=2", "-p", "no:cacheprovider"]
     command += [f"--benchmark-storage={tmp_path}", *options]
     alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
@@ -757,7 +757,7 @@ def test_suite_and_its_gate(tmp_path):
 
 def test_suite_knows_its_roofs_and_its_time(tmp_path, monkeypatch):
     """In this process."""
-    pytest.importorskip("pytest_benchmark")
+    pytest.importorskip("pytest_benchmark", reason="needs pytest-benchmark; `make test` installs it")
     from bench import conftest
 
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # beside which nothing is measured

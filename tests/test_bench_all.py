@@ -3,11 +3,13 @@
 import importlib
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from bench import all as everything
 from bench.all import Entry
+from bench.save import save
 
 ROOT = everything.ROOT
 FAKE = """
@@ -132,3 +134,18 @@ def test_commands_take_their_arguments(tmp_path, monkeypatch):
     assert str(tmp_path) in str(asked["layer_quick"].rival_path) and asked["converge_s12"].seeds == [1, 2]
     assert {each.model for name, each in asked.items() if name.startswith("model_")} == set(model.ARCHITECTURES)
     assert {each.sweep for name, each in asked.items() if name.startswith("model_")} == {None, *model.SWEEPS}
+
+
+def test_a_result_is_whole_or_the_one_before(tmp_path, monkeypatch):
+    save(tmp_path / "a" / "x.json", {"rows": [1]})
+    whole = Path.write_text
+
+    def killed(path, text):
+        whole(path, text[:5])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path / "a" / "x.json", {"rows": [1, 2]})
+    assert json.loads((tmp_path / "a" / "x.json").read_text()) == {"rows": [1]}
+    save(None, {"rows": []})

@@ -67,7 +67,8 @@ def main(argv=None):
     differ = [name for name in sorted(stock.keys() | ours.keys()) if stock.get(name) != ours.get(name)]
     for name in differ:
         print(f"  {name}: stock {stock.get(name)}, fdora {ours.get(name)}")
-    differ = [name for name in differ if not name.endswith(ROUNDS_LESS)]
+    rounded = [n for n in differ if n.endswith(ROUNDS_LESS) and (stock.get(n), ours.get(n)) == ("passed", "failure")]
+    differ = [name for name in differ if name not in rounded]
     if differ or served < ENOUGH:
         raise SystemExit(f"{len(differ)} tests differ, {served} calls served by fdora (at least {ENOUGH} wanted)")
 

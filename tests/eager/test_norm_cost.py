@@ -78,7 +78,7 @@ def test_merge_and_init_make_no_dense_product():
 
 def test_faster_than_dense():
     if device.NAME != "cpu":
-        pytest.skip("the claim is about the CPU; the GPU's kernels have benchmarks of their own")
+        pytest.skip("the claim is about the CPU; runs with --device cpu")
     # CPU time of one thread: another process on the cores must not decide. `python -m bench.norm_forms` times the wall.
     args = weights(4096, 4096, 384)
     threads = torch.get_num_threads()

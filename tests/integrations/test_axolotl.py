@@ -10,7 +10,7 @@ os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"
 import pytest
 import torch
 
-pytest.importorskip("axolotl", reason="Axolotl is not installed; tests/acceptance/frameworks.py runs this file with it")
+pytest.importorskip("axolotl", reason="Axolotl is not installed; `make frameworks` runs this file with it")
 
 import yaml
 from axolotl.cli.args import TrainerCliArgs

@@ -9,9 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-pytest.importorskip(
-    "llamafactory", reason="LLaMA-Factory is not installed; tests/acceptance/frameworks.py runs this file with it"
-)
+pytest.importorskip("llamafactory", reason="LLaMA-Factory is not installed; `make frameworks` runs this file with it")
 
 import yaml
 from llamafactory.cli import main as their_main

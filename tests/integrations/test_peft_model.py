@@ -446,9 +446,10 @@ def test_mixed_batches_raise_as_before():
 
 
 def test_dora_caching_stays_pefts():
-    helpers = pytest.importorskip("peft.helpers")
+    from peft import helpers
+
     if not hasattr(helpers, "DoraCaching"):
-        pytest.skip("this PEFT has no DoraCaching")
+        pytest.skip("this PEFT has no DoraCaching; runs with PEFT 0.21, which `make test` installs")
     model, x = use_fdora(build("linear")).eval(), inputs("linear")
     magnitude = layer(model).lora_magnitude_vector["default"]
     want = model(x)

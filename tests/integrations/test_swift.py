@@ -7,9 +7,7 @@ import shlex
 import pytest
 import torch
 
-pytest.importorskip(
-    "swift.tuner_plugin", reason="ms-swift is not installed; tests/acceptance/frameworks.py runs this file with it"
-)
+pytest.importorskip("swift.tuner_plugin", reason="ms-swift is not installed; `make frameworks` runs this file with it")
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file

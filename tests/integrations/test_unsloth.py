@@ -10,7 +10,7 @@ import pytest
 try:
     metadata.version("unsloth")
 except metadata.PackageNotFoundError:
-    pytest.skip("Unsloth is not installed; tests/acceptance/frameworks.py runs this file with it", allow_module_level=True)
+    pytest.skip("Unsloth is not installed; `make frameworks` runs this file with it", allow_module_level=True)
 
 import torch
 import unsloth  # before transformers, trl and peft, it asks

@@ -14,7 +14,9 @@ from triton.compiler import ASTSource  # noqa: E402
 from fdora.triton._split import split_rank  # noqa: E402
 from fdora.triton.configs import merge_config, norm_config  # noqa: E402
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing; runs without TRITON_INTERPRET"
+)
 
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
 TARGETS = [*SHARED, "gfx942"]

@@ -10,7 +10,9 @@ from fdora.triton.configs import gemm_config, power_of_two, scale_config, small_
 from fdora.triton.table import GEMM  # noqa: E402
 from tests.triton.test_compile import TARGETS, assert_fits, build  # noqa: E402
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing; runs without TRITON_INTERPRET"
+)
 
 OFF = dict(EPILOGUE="none", HAS_BIAS=False, STORE_INNER=False, DROP=False, HAS_X0=False)
 # what forward asks for (the columns of W are contiguous), and backward

@@ -228,7 +228,7 @@ def test_the_memory_of_an_mlp():
     assert y.requires_grad and kept <= 2 * wide + narrow + 2 * M * 3 * r + (1 << 20), kept
 
 
-@pytest.mark.skipif("device.NAME != 'cpu'", reason="a GPU chooses TMA by itself; this is for the interpreter")
+@pytest.mark.skipif("device.NAME != 'cpu'", reason="a GPU chooses TMA by itself; runs on a CPU with TRITON_INTERPRET=1")
 def test_adding_onto_tiles_by_tma(monkeypatch):
     """The kernel of Hopper, interpreted: dx of the second layer on that of the first, ragged, several tiles a program."""
     from fdora.triton import gemm

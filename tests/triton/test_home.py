@@ -174,7 +174,8 @@ def test_current_device_and_stream_stay():
 
 @gpu
 @pytest.mark.skipif(
-    "not torch.cuda.is_available() or torch.cuda.device_count() < 2", reason="needs two GPUs; runs where there are"
+    "not torch.cuda.is_available() or torch.cuda.device_count() < 2",
+    reason="needs two GPUs; runs on a machine with two and --device cuda",
 )
 def test_a_device_that_is_not_the_current_one():
     for call in CALLS.values():
@@ -284,7 +285,7 @@ def test_past_two_to_the_31_elements(mode):
     M, K, N, tail, p = 270_000, 64, 8192, 300, 0.3
     assert (M - tail) * N > 2**31
     if torch.cuda.mem_get_info()[0] < 40 << 30:
-        pytest.skip("needs 40 GiB of free GPU memory; runs on a larger GPU")
+        pytest.skip("needs 40 GiB of free GPU memory; an H100 has it")
     t = inputs(tail, N=N, K=K)
     big = {n: torch.zeros(M, t[n].shape[1], device=device.NAME, dtype=HALF) for n in ("x", "dy")}
     for n, v in big.items():

@@ -141,7 +141,7 @@ def test_opcheck():
     torch.library.opcheck(linear_backward, backward)
 
 
-@pytest.mark.skipif("device.NAME != 'cpu'", reason="a GPU chooses TMA by itself; this is for the interpreter")
+@pytest.mark.skipif("device.NAME != 'cpu'", reason="a GPU chooses TMA by itself; runs on a CPU with TRITON_INTERPRET=1")
 @pytest.mark.parametrize("mode", DROPOUT)
 @pytest.mark.parametrize("tokens", [70, 1030])
 def test_tiles_by_tma(tokens, mode, monkeypatch):

@@ -109,7 +109,10 @@ def test_a_bank_of_adapters_and_opcheck():
     torch.library.opcheck(merge, (W, A[0], B[0], m[0], m[0].float(), 0.7, False))
 
 
-@pytest.mark.skipif("device.NAME == 'cpu'", reason="the promises in full, in float64 too, need both backends on one device")
+@pytest.mark.skipif(
+    "device.NAME == 'cpu'",
+    reason="the promises in full, in float64 too, need both backends on one device; runs with --device cuda",
+)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
 def test_promises_on_the_gpu(check):
     if check is not round_trip:
