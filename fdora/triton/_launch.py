@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +22,7 @@ except ImportError:
     HAS_PDL, gdc_launch_dependents, gdc_wait = False, None, None
 
 SUM_N, SUM_T = 32, 32
+_runtime = triton.knobs.runtime
 
 
 def rows_of(t: Tensor) -> Tensor:
@@ -29,20 +31,26 @@ def rows_of(t: Tensor) -> Tensor:
 
 
 _built: dict[tuple, tuple] = {}
-DIRECT = torch.version.cuda is not None and os.environ.get("TRITON_INTERPRET") != "1"
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+DIRECT = torch.version.cuda is not None and not INTERPRET
+writing = threading.local()  # .program: where _repeat.py writes down what an op does, while it runs for the first time
 
 
 def launch(kernel: Any, grid: tuple[int, ...], args: tuple, consts: tuple, num_warps: int, num_stages: int = 3,
-           pdl: bool = False) -> None:  # fmt: skip
+           pdl: bool = False) -> tuple | None:  # fmt: skip
     """``kernel[grid](*args, *consts)``, with what Triton looks up on every call remembered.
 
     ``consts`` are the kernel's last parameters, all constexpr; ``args`` the ones before. Triton binds by name, specialises and
     hashes on each launch: 27 us for a kernel with 17 arguments on the host of an H100, half of it before the driver is called.
     The key below tells apart everything Triton tells apart: dtypes, 16-byte alignment, integers that are 1, divisible
-    by 16 or wide. Pointers go in as integers, which spares a query to the driver for each.
+    by 16 or wide. Pointers go in as integers, which spares a query to the driver for each. Returns what it remembers.
     """
-    if not DIRECT or _hooked():
-        return _launch_by_name(kernel, grid, args, consts, num_warps, num_stages, pdl)
+    program = getattr(writing, "program", None)
+    if program is not None:
+        return program.launch(kernel, grid, args, consts, num_warps, num_stages, pdl)
+    if not DIRECT or hooked():
+        launch_by_name(kernel, grid, args, consts, num_warps, num_stages, pdl)
+        return None
     device = torch.cuda.current_device()
     key: list = [kernel, device, consts, num_warps, num_stages, pdl]
     values: list = []
@@ -65,25 +73,26 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, consts: tuple, num_w
             value(pointer)
     found = _built.get(tuple(key))
     if found is None:
-        built = _launch_by_name(kernel, grid, args, consts, num_warps, num_stages, pdl)
-        _built[tuple(key)] = (built.run, built.function, built.packed_metadata)
-        return
+        built = launch_by_name(kernel, grid, args, consts, num_warps, num_stages, pdl)
+        found = _built[tuple(key)] = (built.run, built.function, built.packed_metadata)
+        return found
     run, function, metadata = found
     x, y, z = (*grid, 1, 1)[:3]
     run(x, y, z, torch._C._cuda_getCurrentRawStream(device), function, metadata, None, None, None, *values, *consts)
+    return found
 
 
-def _launch_by_name(
+def launch_by_name(
     kernel: Any, grid: tuple[int, ...], args: tuple, consts: tuple, num_warps: int, num_stages: int, pdl: bool
 ) -> Any:
     extra = {"launch_pdl": True} if pdl else {}
     return kernel[grid](*args, *consts, num_warps=num_warps, num_stages=num_stages, **extra)
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """A profiler listens to launches: it gets them the ordinary way."""
-    runtime = triton.knobs.runtime
-    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 @triton.jit
@@ -147,20 +156,3 @@ def overlaps(device: torch.device) -> bool:
 def multiprocessors(device: torch.device) -> int:
     """How many; a few where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def loop_over_batch(op: Any) -> None:
-    """Teach an op torch.func.vmap: one call per mapped element, the results stacked."""
-
-    def rule(info: Any, in_dims: tuple, *args: Any) -> tuple:
-        def one(i: int) -> Any:
-            return op(
-                *(a if d is None or not isinstance(a, Tensor) else a.select(d, i) for a, d in zip(args, in_dims, strict=True))
-            )
-
-        results = [one(i) for i in range(info.batch_size)]
-        if isinstance(results[0], Tensor):
-            return torch.stack(results), 0
-        return [torch.stack(column) for column in zip(*results, strict=True)], [0] * len(results[0])
-
-    op.register_vmap(rule)

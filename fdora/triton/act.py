@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fdora.triton._launch import cdiv, launch, loop_over_batch, traced
+from fdora.triton._launch import cdiv, launch, traced
+from fdora.triton._op import op
 
 BLOCK = 2048
 CUBIC = tl.constexpr(0.044715)
@@ -95,19 +96,13 @@ def _backward(da: Tensor, gate: Tensor, up: Tensor, dup: Tensor, act: str) -> tu
     return dgate, dup
 
 
-activation = torch.library.custom_op("fdora::activation", _act, mutates_args=())
-activation_backward = torch.library.custom_op("fdora::activation_backward", _act_backward, mutates_args=())
-
-
-@activation.register_fake
-def _(gate, up, act):
+def _fake_activation(gate, up, act):
     return torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
 
 
-@activation_backward.register_fake
-def _(da, gate, up, act):
+def _fake_activation_backward(da, gate, up, act):
     return [torch.empty(gate.shape, device=gate.device, dtype=gate.dtype) for _ in range(2)]
 
 
-loop_over_batch(activation)
-loop_over_batch(activation_backward)
+activation = op("activation", _act, _fake_activation)
+activation_backward = op("activation_backward", _act_backward, _fake_activation_backward)

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fdora.triton._launch import cdiv, column_sums, launch, loop_over_batch, rows_of, traced
+from fdora.triton._launch import cdiv, column_sums, launch, rows_of, traced
+from fdora.triton._op import op
 
 BLOCK_M, BLOCK_N = 4, 512
 BWD_M, BWD_N, ROWS = 32, 128, 128
@@ -96,11 +97,7 @@ def _compose(base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, s: floa
     return y
 
 
-compose = torch.library.custom_op("fdora::compose", _compose, mutates_args=())
-
-
-@compose.register_fake
-def _(base, lora, g, bias, s, delta):
+def _fake_compose(base, lora, g, bias, s, delta):
     return torch.empty(base.shape, device=base.device, dtype=base.dtype)
 
 
@@ -127,14 +124,10 @@ def _compose_backward(
         return [d for d in (dbase, dlora) if d is not None] + [column_sums(p) for p in sums if p is not None]
 
 
-compose_backward = torch.library.custom_op("fdora::compose_backward", _compose_backward, mutates_args=())
-
-
-@compose_backward.register_fake
-def _(dy, base, lora, g, s, delta, needs):
+def _fake_compose_backward(dy, base, lora, g, s, delta, needs):
     shapes = ((base.shape, base.dtype), (base.shape, lora.dtype), (g.shape, torch.float32), (g.shape, torch.float32))
     return [torch.empty(sh, device=base.device, dtype=t) for (sh, t), need in zip(shapes, needs, strict=True) if need]
 
 
-loop_over_batch(compose)
-loop_over_batch(compose_backward)
+compose = op("compose", _compose, _fake_compose)
+compose_backward = op("compose_backward", _compose_backward, _fake_compose_backward)

@@ -26,6 +26,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fdora.triton._launch import capability, cdiv, fits_tma, launch, multiprocessors
+from fdora.triton._repeat import repeatable
 from fdora.triton.configs import GemmConfig, gemm_config, power_of_two
 from fdora.triton.dropout import keep_tile, threshold
 from fdora.triton.scale import scale_tile
@@ -187,20 +188,30 @@ PLAIN, KEPT = Epilogue(), Dropped()
 
 def gemm(
     x: Tensor, w: Tensor, h: Tensor, b: Tensor, epilogue: Epilogue = PLAIN, drop: Dropped = KEPT,
-    keep_inner: bool = False, config: GemmConfig | None = None, onto: Tensor | None = None,
+    keep_inner: bool = False, config: GemmConfig | None = None, onto: Tensor | None = None, turned: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(M, K) (K, N) (M, r) (r, N), float16 or bfloat16, any strides -> out and inner (M, N) contiguous.
 
+    ``turned``: w and b are (N, K) and (N, r).
     ``onto``: a contiguous (M, N) that the result is added to in place; it is ``out`` then, and the epilogue must be "none".
     ``config`` overrides the table, for the search that writes it.
     """
+    return _gemm(x, w, h, b, *(epilogue if onto is None else Epilogue("onto", add=onto)), *drop, keep_inner, config, turned)
+
+
+@repeatable
+def _gemm(
+    x: Tensor, w: Tensor, h: Tensor, b: Tensor, kind: str, m: Tensor | None, c: Tensor | None, bias: Tensor | None,
+    add: Tensor | None, seed: Tensor | None, p: float, x0: Tensor | None, keep_inner: bool, config: GemmConfig | None,
+    turned: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    w, b = (w.T, b.T) if turned else (w, b)
     (M, K), N, r = x.shape, w.shape[1], h.shape[1]
-    out = torch.empty((M, N), device=x.device, dtype=x.dtype) if onto is None else onto
+    out = torch.empty((M, N), device=x.device, dtype=x.dtype) if kind != "onto" else add
+    assert out is not None
     inner = torch.empty_like(out) if keep_inner else None
     if out.numel() == 0:
         return out, inner
-    kind, m, c, bias, add = epilogue if onto is None else Epilogue("onto", add=onto)
-    seed, p, x0 = drop
     w_rows = w.stride(0) == 1 and w.stride(1) != 1
     extra = keep_inner or add is not None
     config = config or _config(M, N, K, r, w_rows, extra, capability(x.device))

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fdora.triton._launch import capability, cdiv, fits_tma, launch, loop_over_batch, multiprocessors, traced
+from fdora.triton._launch import capability, cdiv, fits_tma, launch, multiprocessors, traced
+from fdora.triton._op import op
 from fdora.triton._split import rows_at_a_time, split_A, split_B
 from fdora.triton._tile import GROUP, tile_at, unscaled, weight_and_product, weight_and_product_tma
 from fdora.triton.configs import merge_config
@@ -125,12 +126,8 @@ def _launch(
         )  # fmt: skip
 
 
-merge = torch.library.custom_op("fdora::merge", _merge, mutates_args=())
-
-
-@merge.register_fake
-def _(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float, undo: bool) -> Any:
+def _fake_merge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float, undo: bool) -> Any:
     return torch.empty(W.shape, device=W.device, dtype=W.dtype)
 
 
-loop_over_batch(merge)
+merge = op("merge", _merge, _fake_merge)

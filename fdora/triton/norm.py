@@ -33,11 +33,12 @@ from fdora.triton._launch import (
     gdc_launch_dependents,
     gdc_wait,
     launch,
-    loop_over_batch,
     multiprocessors,
     overlaps,
     traced,
 )
+from fdora.triton._op import op
+from fdora.triton._repeat import repeatable
 from fdora.triton._split import rows_at_a_time, split_A, split_B
 from fdora.triton._tile import GROUP, tile_at, unscaled, weight_and_product, weight_and_product_tma
 from fdora.triton.configs import MAX_N, MIN_K, norm_config
@@ -155,6 +156,7 @@ def norm_kept(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, seen: Tensor
     return (row_norm_kept if traced(W) else _row_norm_kept)(W, A, B, s, c, seen)
 
 
+@repeatable
 def _row_norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squared: bool) -> Tensor:
     return _norm(W, A, B, s, max_bytes, squared, None)
 
@@ -173,9 +175,6 @@ def _norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squa
     hashes = None if guard is None else (guard.seen, guard.now)
     with torch.cuda.device_of(W):
         a, by_k = split_A(A, hashes) if split else (A, None)
-        if 0 < N <= rows and not split:  # without four slices, which are a fourth of what this takes on the host
-            _launch(W, A, B, None, None, c, s, squared, guard)
-            return c
         for i in range(0, N, max(1, rows)):
             w, part = W[i : i + rows], None if guard is None else guard._replace(c=guard.c[i : i + rows])
             b, by_n = split_B(B[i : i + rows], hashes) if split else (B[i : i + rows], None)
@@ -183,11 +182,18 @@ def _norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squa
     return c
 
 
+@repeatable
+def _guarded(
+    W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, c: Tensor, seen: Tensor, keep: bool
+) -> list[Tensor]:
+    now = fingerprint(A, B, s)
+    return [_norm(W, A, B, s, max_bytes, False, Guard(c.contiguous(), seen.contiguous(), now, keep)), now]
+
+
 def _row_norm_guarded(
     W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, c: Tensor, seen: Tensor
 ) -> list[Tensor]:
-    now = fingerprint(A, B, s)
-    return [_norm(W, A, B, s, max_bytes, False, Guard(c.contiguous(), seen.contiguous(), now, False)), now]
+    return _guarded(W, A, B, s, max_bytes, c, seen, False)
 
 
 _made_from: dict[int, tuple[int, int]] = {}  # address of seen -> address and version of the W that c is of
@@ -205,34 +211,21 @@ def _row_norm_kept(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, seen: T
     if _made_from.get(seen.data_ptr()) != made_from:
         seen.zero_()  # which matches nothing
         _made_from[seen.data_ptr()] = made_from
-    now = fingerprint(A, B, s)
-    out = _norm(W, A, B, s, None, False, Guard(c, seen, now, True))
+    out, now = _guarded(W, A, B, s, None, c, seen, True)
     seen.copy_(now)
     return out
 
 
-row_norm = torch.library.custom_op("fdora::row_norm", _row_norm, mutates_args=())
-row_norm_guarded = torch.library.custom_op("fdora::row_norm_guarded", _row_norm_guarded, mutates_args=())
-row_norm_kept = torch.library.custom_op("fdora::row_norm_kept", _row_norm_kept, mutates_args=())
-
-
-@row_norm.register_fake
-def _(W, A, B, s, max_bytes, squared):
+def _fake_row_norm(W, A, B, s, max_bytes, squared):
     return W.new_empty(W.shape[0], dtype=torch.float32)
 
 
-@row_norm_guarded.register_fake
-def _(W, A, B, s, max_bytes, c, seen):
+def _fake_row_norm_guarded(W, A, B, s, max_bytes, c, seen):
     return [W.new_empty(W.shape[0], dtype=torch.float32), W.new_empty(WORDS, dtype=torch.int64)]
 
 
-@row_norm_kept.register_fake
-def _(W, A, B, s, c, seen):
+def _fake_row_norm_kept(W, A, B, s, c, seen):
     return W.new_empty(W.shape[0], dtype=torch.float32)
-
-
-loop_over_batch(row_norm)
-loop_over_batch(row_norm_guarded)
 
 
 def _launch(
@@ -268,3 +261,8 @@ def _launch(
     else:
         args = (partial, before, seen, now, c, N, tiles)
         launch(_choose_kernel, (cdiv(N, SUM_N),), args, (keep, WORDS, SUM_N, SUM_T, pdl), 4, 3, pdl)
+
+
+row_norm = op("row_norm", _row_norm, _fake_row_norm)
+row_norm_guarded = op("row_norm_guarded", _row_norm_guarded, _fake_row_norm_guarded)
+row_norm_kept = op("row_norm_kept", _row_norm_kept, _fake_row_norm_kept, mapped=False)

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fdora.triton._launch import capability, cdiv, launch
+from fdora.triton._repeat import repeatable
 from fdora.triton.configs import ScaleConfig, scale_config
 
 _config = lru_cache(4096)(scale_config)
@@ -181,6 +182,7 @@ class Sums(NamedTuple):
     dB: Tensor | None
 
 
+@repeatable
 def scale_backward(
     dy: Tensor, kept: Tensor | None, x: Tensor, W: Tensor, h: Tensor, B: Tensor, m: Tensor, c: Tensor, kept_inner: bool,
     need_dz: bool, need_less: bool, need_m: bool, need_c: bool, need_bias: bool, need_B: bool,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fdora.triton._launch import capability, cdiv, gdc_launch_dependents, gdc_wait, launch, overlaps
+from fdora.triton._repeat import repeatable
 from fdora.triton.configs import SmallConfig, power_of_two, small_config
 from fdora.triton.scale import scale_tile
 
@@ -102,6 +103,7 @@ def is_small(x: Tensor) -> bool:
     return x.shape[0] <= LIMIT
 
 
+@repeatable
 def small_forward(
     x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, bias: Tensor | None, s: float, keep_inner: bool,
     config: SmallConfig | None = None,
@@ -112,6 +114,7 @@ def small_forward(
     return y, inner, h
 
 
+@repeatable
 def small_backward(
     dz: Tensor, W: Tensor, A: Tensor, B: Tensor, x: Tensor, s: float, need_A: bool, config: SmallConfig | None = None
 ) -> tuple[Tensor, Tensor | None]:

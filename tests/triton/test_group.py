@@ -229,9 +229,9 @@ def test_the_memory_of_an_mlp():
 
 
 @pytest.mark.skipif("device.NAME != 'cpu'", reason="a GPU chooses TMA by itself; runs on a CPU with TRITON_INTERPRET=1")
-def test_adding_onto_tiles_by_tma(monkeypatch):
+def test_adding_onto_tiles_by_tma(monkeypatch, chosen_anew):
     """The kernel of Hopper, interpreted: dx of the second layer on that of the first, ragged, several tiles a program."""
-    from fdora.triton import gemm
+    from fdora.triton import _repeat, gemm
 
     layers = inputs(70, HALF[0], HALF[0], ((72, 80, 24), (40, 80, 8), (64, 80, 8)))
     for mode in ("none", "peft"):
@@ -240,6 +240,7 @@ def test_adding_onto_tiles_by_tma(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(gemm, "capability", lambda device: 90)
             patch.setattr(gemm, "_launch_tma", lambda *args: (launched.append(args[9][0]), real(*args)))
+            _repeat._programs.clear()
             got = run(f, layers, "triton")
         assert launched.count("onto") == 2
         for n, v in got.items():

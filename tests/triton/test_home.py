@@ -345,8 +345,8 @@ def samples():
 def custom_ops():
     package = importlib.import_module("fdora.triton")
     modules = [importlib.import_module(f"fdora.triton.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
-    ops = [v for module in modules for v in vars(module).values() if isinstance(v, torch._library.custom_ops.CustomOpDef)]
-    return {op._name: op for op in ops}
+    ops = [v for module in modules for v in vars(module).values() if isinstance(v, torch._ops.OpOverload)]
+    return {op._schema.name.removeprefix("fdora::"): op for op in ops}
 
 
 @either

@@ -38,7 +38,7 @@ def test_a_norm_is_kept_until_something_changes(dtype):
     assert (c._version, seen._version) == versions  # else autograd would refuse a backward that reads them
 
 
-def test_many_chunks_of_rows(monkeypatch):
+def test_many_chunks_of_rows(monkeypatch, chosen_anew):
     """float32 adapters are split some rows at a time: all are compared before any fingerprint is replaced."""
     from fdora.triton import norm
 

@@ -35,7 +35,7 @@ def key_of(args, monkeypatch, consts=(), num_warps=4):
     memory = Recorder()
     monkeypatch.setattr(_launch, "_built", memory)
     built = SimpleNamespace(run=None, function=None, packed_metadata=None)
-    monkeypatch.setattr(_launch, "_launch_by_name", lambda *a: built)
+    monkeypatch.setattr(_launch, "launch_by_name", lambda *a: built)
     _launch.launch("kernel", (1,), args, consts, num_warps)
     return memory.asked
 
@@ -77,7 +77,7 @@ def test_the_second_launch_goes_straight_to_the_driver(monkeypatch):
     calls, built = [], []
     handle = SimpleNamespace(run=lambda *a: calls.append(a), function="function", packed_metadata="metadata")
     monkeypatch.setattr(_launch, "_built", {})
-    monkeypatch.setattr(_launch, "_launch_by_name", lambda *a: built.append(a) or handle)
+    monkeypatch.setattr(_launch, "launch_by_name", lambda *a: built.append(a) or handle)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
     t = tensor(torch.float32, True)
     for _ in range(3):
@@ -88,7 +88,7 @@ def test_the_second_launch_goes_straight_to_the_driver(monkeypatch):
 
 def test_a_profiler_gets_every_launch_by_name(monkeypatch):
     built = []
-    monkeypatch.setattr(_launch, "_launch_by_name", lambda *a: built.append(a))
+    monkeypatch.setattr(_launch, "launch_by_name", lambda *a: built.append(a))
     for hook in ("launch_enter_hook", "launch_exit_hook"):
         with monkeypatch.context() as patch:
             patch.setattr(triton.knobs.runtime, hook, SimpleNamespace(calls=[print]))

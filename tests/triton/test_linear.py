@@ -144,14 +144,15 @@ def test_opcheck():
 @pytest.mark.skipif("device.NAME != 'cpu'", reason="a GPU chooses TMA by itself; runs on a CPU with TRITON_INTERPRET=1")
 @pytest.mark.parametrize("mode", DROPOUT)
 @pytest.mark.parametrize("tokens", [70, 1030])
-def test_tiles_by_tma(tokens, mode, monkeypatch):
+def test_tiles_by_tma(tokens, mode, monkeypatch, chosen_anew):
     """The kernel of Hopper, interpreted: both tile shapes, ragged in every axis, several tiles a program."""
-    from fdora.triton import gemm
+    from fdora.triton import _repeat, gemm
 
     t = tensors(136, 80, 24, (tokens,), HALF[0])
     want = forward_and_back(t, mode, bias=t["bias"])
     launched = []
     real = gemm._launch_tma
+    _repeat._programs.clear()
     monkeypatch.setattr(gemm, "capability", lambda device: 90)
     monkeypatch.setattr(gemm, "_launch_tma", lambda *args: (launched.append(args[-1]), real(*args)))
     got = forward_and_back(t, mode, bias=t["bias"])

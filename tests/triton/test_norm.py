@@ -71,7 +71,7 @@ def test_base_sqnorm_and_empty():
 
 
 @pytest.mark.parametrize("shape", [(130, 264, 72), (128, 256, 128), (200, 136, 136)], ids=str)
-def test_descriptors_and_pointers_agree(shape, monkeypatch):
+def test_descriptors_and_pointers_agree(shape, monkeypatch, chosen_anew):
     """What TMA takes over above r = 64 on Hopper, and what it must leave alone."""
     from fdora.triton import norm
 

@@ -1,0 +1,212 @@
+"""An op that runs again for tensors that look the same: its allocations and its launches, without the code that chose them.
+
+The first call of a kind runs as it is written and is written down: what it allocates, and which kernels it starts on what.
+Later calls of that kind read this off. The code that chooses tiles, looks at alignment, makes descriptors and finds kernels
+takes longer on the host than the launches do, and on a slow host the GPU waited for it.
+
+A kind is all that such code may look at: shapes, strides and dtypes of tensors, other arguments by value, the device; and
+pointers are multiples of 16. A call that does more than allocate, view and launch is not written down: it runs as it is
+written every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fdora.triton import _launch
+from fdora.triton._launch import hooked, launch, launch_by_name, writing
+
+MOST = 4096  # sequences of any length make new kinds: start over
+PLAIN = (Tensor, torch.nn.Parameter)  # what the launchers get: traced() sends subclasses through torch's dispatcher
+_EMPTY = ("aten::empty.memory_format", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
+_programs: dict[tuple, Program | None] = {}
+
+
+class Launch:
+    """One kernel. ``slots`` say which of the program's tensors go where among its arguments."""
+
+    def __init__(self, found: tuple | None, kernel: Any, grid: tuple, args: tuple, consts: tuple, rest: tuple, slots: dict):
+        self.found, self.grid = found, (*grid, 1, 1)[:3]
+        self.by_name = (kernel, grid, len(args), rest)
+        self.values = [None if i in slots else a for i, a in enumerate((*args, *consts))]
+        self.slots = [(i, k, vars(args[i]) | {"base": None} if isinstance(args[i], TensorDescriptor) else None)
+                      for i, k in slots.items()]  # fmt: skip
+        self.views = {i: (args[i].dtype, args[i].shape, args[i].stride()) for i, _, d in self.slots if d is None}
+
+    def run(self, tensors: list[Tensor], pointers: list[int], stream: int) -> None:
+        values = self.values.copy()
+        for i, k, described in self.slots:
+            values[i] = pointers[k] if described is None else _described(described, tensors[k])
+        assert self.found is not None
+        run, function, metadata = self.found
+        x, y, z = self.grid
+        run(x, y, z, stream, function, metadata, None, None, None, *values)
+
+    def interpret(self, tensors: list[Tensor]) -> None:
+        values = self.values.copy()
+        for i, k, described in self.slots:
+            values[i] = _seen_as(tensors[k], *self.views[i]) if described is None else _described(described, tensors[k])
+        kernel, grid, n, rest = self.by_name
+        launch_by_name(kernel, grid, tuple(values[:n]), tuple(values[n:]), *rest)
+
+
+def _described(fields: dict[str, Any], base: Tensor) -> TensorDescriptor:
+    """Past the checks of its constructor, which passed for one that looks the same."""
+    tile = TensorDescriptor.__new__(TensorDescriptor)
+    tile.__dict__.update(fields)
+    tile.base = base
+    return tile
+
+
+def _seen_as(t: Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    at = t.storage_offset() * t.element_size() // dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=t.device).set_(t.untyped_storage(), at, shape, stride)
+
+
+class Program:
+    """Allocations and launches in their order, and which tensors are the result."""
+
+    def __init__(self, device: int):
+        self.device = device
+        self.steps: list[tuple | Launch] = []
+        self.results: list[int | None] = []
+        self.pack: Callable[[list], Any] = list
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        """NotImplemented where a pointer is not aligned or another device is the current one."""
+        pointers, bits = [], 0
+        for t in tensors:
+            pointer = t.data_ptr()
+            pointers.append(pointer)
+            bits |= pointer
+        if bits & 15:
+            return NotImplemented
+        stream = 0
+        if _launch.DIRECT:
+            if torch.cuda.current_device() != self.device:
+                return NotImplemented
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+        for step in self.steps:
+            if type(step) is tuple:
+                shape, stride, dtype, device = step
+                t = torch.empty_strided(shape, stride, dtype=dtype, device=device)  # a third faster than torch.empty
+                tensors.append(t)
+                pointers.append(t.data_ptr())
+            elif _launch.DIRECT:
+                step.run(tensors, pointers, stream)  # type: ignore[union-attr]
+            else:
+                step.interpret(tensors)  # type: ignore[union-attr]
+        return self.pack([None if k is None else tensors[k] for k in self.results])
+
+
+class _Writer(TorchDispatchMode):
+    """Sees every allocation and every launch of a call, and whatever else it does, which spoils the program."""
+
+    def __init__(self, tensors: list[Tensor]):
+        super().__init__()
+        self.program = Program(tensors[0].get_device())
+        self.tensors = list(tensors)  # alive, so that no address is taken twice
+        self.places = {t.data_ptr(): k for k, t in enumerate(tensors)}
+        self.spoilt = self.launching = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.launching or func.is_view:
+            return out
+        if func.name() in _EMPTY and out.numel():
+            self.program.steps.append((out.shape, out.stride(), out.dtype, out.device))
+            self.places[out.data_ptr()] = len(self.tensors)
+            self.tensors.append(out)
+        else:
+            self.spoilt = True
+        return out
+
+    def launch(self, kernel: Any, grid: tuple, args: tuple, consts: tuple, *rest: Any) -> tuple | None:
+        writing.program, self.launching = None, True
+        try:
+            found = launch(kernel, grid, args, consts, *rest)
+        finally:
+            writing.program, self.launching = self, False
+        bases = {i: a.base if isinstance(a, TensorDescriptor) else a for i, a in enumerate(args)}
+        slots = {i: self.places.get(t.data_ptr()) for i, t in bases.items() if isinstance(t, Tensor)}
+        if None in slots.values() or (_launch.DIRECT and found is None):
+            self.spoilt = True
+        else:
+            self.program.steps.append(Launch(found, kernel, grid, args, consts, rest, slots))
+        return found
+
+    def finish(self, result: Any) -> Program | None:
+        """The program, if it says all that the call did."""
+        for t in [result] if isinstance(result, Tensor) else result:
+            k = None if t is None else self.places.get(t.data_ptr())
+            self.program.results.append(k)
+            self.spoilt |= t is not None and (k is None or _looks(t) != _looks(self.tensors[k]))
+        if isinstance(result, Tensor):
+            self.program.pack = _only
+        elif not isinstance(result, list):
+            self.program.pack = getattr(type(result), "_make", type(result))
+        return None if self.spoilt else self.program
+
+
+def _only(found: list) -> Any:
+    return found[0]
+
+
+def _looks(t: Tensor) -> tuple:
+    return t.shape, t.stride(), t.dtype
+
+
+def repeatable(op: Callable) -> Callable:
+    """For an op of positional arguments that returns a tensor, or a tuple, list or NamedTuple of tensors and None.
+
+    A keyword is for a search that tries other launches: never written down.
+    """
+
+    @wraps(op)
+    def call(*args: Any, **search: Any) -> Any:
+        possible = _launch.DIRECT or _launch.INTERPRET
+        if search or not possible or getattr(writing, "program", None) is not None or hooked():
+            with torch.cuda.device_of(args[0]):
+                return op(*args, **search)
+        key: list = [op]
+        tensors: list[Tensor] = []
+        for a in args:
+            if type(a) in PLAIN:
+                tensors.append(a)
+                key += (a.shape, a.stride(), a.dtype)
+            else:
+                key.append(a)
+        key.append(tensors[0].get_device())
+        kind = tuple(key)
+        program = _programs.get(kind)
+        if program is not None:
+            result = program(tensors)
+            if result is not NotImplemented:
+                return result
+        with torch.cuda.device_of(tensors[0]):
+            return op(*args) if kind in _programs else _written_down(kind, op, args, tensors)
+
+    return call
+
+
+def _written_down(kind: tuple, op: Callable, args: tuple, tensors: list[Tensor]) -> Any:
+    addresses = {t.data_ptr() for t in tensors}
+    if len(addresses) < len(tensors) or any(at & 15 for at in addresses):
+        return op(*args)  # two arguments at one address: another call of this kind may tell them apart
+    writer = writing.program = _Writer(tensors)
+    try:
+        with writer:
+            result = op(*args)
+    finally:
+        writing.program = None
+    if len(_programs) >= MOST:
+        _programs.clear()
+    _programs[kind] = writer.finish(result)
+    return result

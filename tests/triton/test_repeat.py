@@ -1,0 +1,239 @@
+"""Ops that are read off from their first call: the same bits for other tensors of the same kind, and what ends a kind."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests import device
+from tests.triton.marks import HALF, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401, the marks read them
+
+pytestmark = needs_kernels
+
+
+@pytest.fixture(autouse=True)
+def programs(chosen_anew):
+    from fdora.triton import _repeat
+
+    return _repeat._programs
+
+
+@pytest.fixture
+def sums():
+    """A small op: the column sums of a matrix, in a second launch over that as one row. Counts its own runs."""
+    from fdora.triton._launch import column_sums
+    from fdora.triton._repeat import repeatable
+
+    def op(x, note=0):
+        runs.append(note)
+        once = column_sums(x)
+        return [once, column_sums(once[None])]
+
+    runs = []
+    return repeatable(op), runs
+
+
+def rand(*shape, dtype=HALF[0]):
+    return torch.randn(shape, device=device.NAME).to(dtype)
+
+
+def calls(seed=0):
+    """Every op that can be read off, with arguments of each kind of call: as training makes them."""
+    from fdora.functional import dora_norm_state
+    from fdora.triton.gemm import _gemm
+    from fdora.triton.norm import _guarded, _row_norm
+    from fdora.triton.scale import scale_backward
+    from fdora.triton.small import small_backward, small_forward
+
+    torch.manual_seed(seed)
+    M, N, K, r = 96, 80, 64, 8
+    x, W, A, B, dy, y, add = (rand(*s) for s in ((M, K), (N, K), (r, K), (N, r), (M, N), (M, N), (M, N)))
+    m, c, bias, h, mask = rand(N), rand(N).float().abs() + 1, rand(N), rand(M, r), torch.tensor(7 + seed, device=device.NAME)
+    few, few_y = rand(8, K), rand(8, N)
+    empty = dora_norm_state(W)
+    back = (dy, y, x, W, h, B, m, c)
+    yield _row_norm, (W, A, B, 2.0, None, False)
+    yield _row_norm, (W, A.float(), B.float(), 2.0, None, False)  # as terms in half precision
+    yield _guarded, (W, A, B, 2.0, None, empty.c + seed, empty.fingerprint, False)
+    yield _guarded, (W, A.float(), B.float(), 2.0, None, empty.c, empty.fingerprint, False)
+    yield _gemm, (x, W, h, B, "scale", m, c, None, None, None, 0.0, None, False, None, True)
+    yield _gemm, (x, W, h, B, "scale", m.float(), c, bias, None, None, 0.0, None, True, None, True)
+    yield _gemm, (x, W, h, B, "add", m, c, bias, add, None, 0.0, None, False, None, True)
+    yield _gemm, (dy, W, h, A, "none", None, None, None, None, None, 0.0, None, False, None, False)
+    yield _gemm, (dy, W, h, A, "none", None, None, None, None, mask, 0.4, dy + 1, False, None, False)
+    yield scale_backward, (*back, False, True, False, True, False, False, True)
+    yield scale_backward, (*back, True, True, True, True, True, True, False)
+    yield small_forward, (few, W, A, B, m, c, bias, 2.0, False)
+    yield small_backward, (few_y, W, A, B, few, 2.0, True)
+
+
+def leaves(result):
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+@pytest.mark.parametrize("k", range(13))
+def test_the_same_bits_as_the_code_it_was_read_off(k, programs, monkeypatch):
+    from fdora.triton import _repeat
+
+    for seed in range(3):
+        op, args = list(calls(seed))[k]
+        if seed == 1:  # from here on nothing may run as it is written
+            assert [p is not None for p in programs.values()] == [True]
+            monkeypatch.setattr(_repeat, "_written_down", None)
+        got = op(*args)
+        want = op.__wrapped__(*args)
+        assert type(got) is type(want)
+        for a, b in zip(leaves(got), leaves(want), strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert a.dtype == b.dtype and a.stride() == b.stride()
+                torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_added_onto_in_place(programs):
+    from fdora.triton.gemm import _gemm
+
+    for _ in range(2):
+        x, w, h, b, onto = (rand(*s) for s in ((96, 64), (64, 80), (96, 8), (8, 80), (96, 80)))
+        args = (x, w, h, b, "onto", None, None, None)
+        tail = (None, 0.0, None, False, None, False)
+        want = _gemm.__wrapped__(*args, onto.clone(), *tail)[0]
+        got = _gemm(*args, onto, *tail)[0]
+        assert got is onto
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert len(programs) == 1
+
+
+def test_the_second_call_runs_none_of_its_code(sums):
+    op, runs = sums
+    for _ in range(3):
+        x = rand(40, 24, dtype=torch.float32)
+        once, total = op(x)
+        torch.testing.assert_close(once, x.sum(0))
+        torch.testing.assert_close(total, x.sum(0))
+    assert len(runs) == 1
+
+
+def test_what_its_code_may_look_at_makes_another_kind(sums):
+    """Shape, strides, dtype, other arguments."""
+    op, runs = sums
+    x = rand(40, 24, dtype=torch.float32)
+    wide = rand(40, 48, dtype=torch.float32)
+    for i, args in enumerate(((x,), (x[:39].clone(),), (x.half(),), (x, 1), (wide[:, :24],)), 1):
+        for _ in range(2):
+            once, _ = op(*args)
+        if i < 5:  # the kernel wants adjacent rows
+            torch.testing.assert_close(once, args[0].float().sum(0), rtol=2e-2, atol=2e-2)
+        assert len(runs) == i
+
+
+def test_a_pointer_that_is_not_aligned_runs_the_code(sums, programs):
+    op, runs = sums
+    store = rand(40 * 24 + 1, dtype=torch.float32)
+    for i, start in enumerate((1, 0, 0, 1, 1), 1):
+        x = store[start : start + 960].view(40, 24)
+        torch.testing.assert_close(op(x)[0], x.sum(0))
+        assert len(runs) == (i if i < 3 else i - 1)
+    assert len(programs) == 1
+
+
+def test_one_tensor_twice_is_not_read_off():
+    """The next call of this kind may have two."""
+    from fdora.triton.scale import scale_backward
+
+    for twice in (True, False):
+        op, args = next(each for each in calls() if each[0] is scale_backward)
+        args = (args[1], *args[1:]) if twice else args
+        for a, b in zip(op(*args), op.__wrapped__(*args), strict=True):
+            assert a is b is None or torch.equal(a, b)
+
+
+def test_more_than_launches_runs_every_time(programs):
+    from fdora.triton._launch import column_sums
+    from fdora.triton._repeat import repeatable
+
+    more = {
+        "a fill": lambda x: [column_sums(x).zero_()],
+        "arithmetic": lambda x: [column_sums(x * 2)],
+        "a copy": lambda x: [column_sums(x.t().contiguous())],
+        "a view as the result": lambda x: [column_sums(x)[1:]],
+        "a part of an argument": lambda x: [column_sums(x[1:])],
+        "memory of another": lambda x: [column_sums(held)],
+    }
+    held = rand(8, 8, dtype=torch.float32)
+    for what, f in more.items():
+        programs.clear()
+        op = repeatable(f)
+        for _ in range(2):
+            x = rand(8, 8, dtype=torch.float32)
+            assert torch.equal(op(x)[0], f(x)[0]), what
+        assert list(programs.values()) == [None], what
+
+
+def test_a_profiler_sees_the_code_run(sums, monkeypatch):
+    import triton
+
+    op, runs = sums
+    x = rand(40, 24, dtype=torch.float32)
+    op(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda *_: None)
+        op(x)
+    op(x)
+    assert len(runs) == 2
+
+
+def test_kinds_do_not_pile_up(sums, programs, monkeypatch):
+    from fdora.triton import _repeat
+
+    monkeypatch.setattr(_repeat, "MOST", 3)
+    op, _ = sums
+    for rows in range(1, 12):
+        x = rand(rows, 16, dtype=torch.float32)
+        torch.testing.assert_close(op(x)[0], x.sum(0))
+        assert len(programs) <= 3
+
+
+@needs_gpu  # the interpreter is for one thread
+def test_threads_do_not_write_into_one_another(sums):
+    op, _ = sums
+
+    def many(rows):
+        for i in range(20):
+            x = rand(rows, 16 + i % 4, dtype=torch.float32)
+            torch.testing.assert_close(op(x)[0], x.sum(0))
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(many, rows) for rows in (3, 4, 3, 5)]:
+            done.result()
+
+
+def test_inference_mode(sums):
+    op, runs = sums
+    x = rand(40, 24, dtype=torch.float32)
+    with torch.inference_mode():
+        assert op(x)[0].is_inference()
+    once = op(x)[0]
+    assert not once.is_inference() and len(runs) == 1
+    torch.testing.assert_close(once, x.sum(0))
+
+
+@needs_gpu
+def test_the_current_stream_and_graphs(sums):
+    op, runs = sums
+    x = rand(400, 240, dtype=torch.float32)
+    op(x)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.add_(1)
+        once = op(x)[0]
+    torch.cuda.current_stream().wait_stream(side)
+    torch.testing.assert_close(once, x.sum(0))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once = op(x)[0]
+    x.mul_(2)
+    graph.replay()
+    torch.testing.assert_close(once, x.sum(0))
+    assert len(runs) == 1
