@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,81 +30,62 @@ _EMPTY = ("aten::empty.memory_format", "aten::new_empty", "aten::empty_like", "a
 _programs: dict[tuple, Program | None] = {}
 
 
-class Launch:
-    """One kernel. ``slots`` say which of the program's tensors go where among its arguments."""
+class Launch(NamedTuple):
+    """One kernel. ``places`` say where in the program's table each of its arguments lies."""
 
-    def __init__(self, found: tuple | None, kernel: Any, grid: tuple, args: tuple, consts: tuple, rest: tuple, slots: dict):
-        self.found, self.grid = found, (*grid, 1, 1)[:3]
-        self.by_name = (kernel, grid, len(args), rest)
-        self.values = [None if i in slots else a for i, a in enumerate((*args, *consts))]
-        self.slots = [(i, k, vars(args[i]) | {"base": None} if isinstance(args[i], TensorDescriptor) else None)
-                      for i, k in slots.items()]  # fmt: skip
-        self.views = {i: (args[i].dtype, args[i].shape, args[i].stride()) for i, _, d in self.slots if d is None}
-
-    def run(self, tensors: list[Tensor], pointers: list[int], stream: int) -> None:
-        values = self.values.copy()
-        for i, k, described in self.slots:
-            values[i] = pointers[k] if described is None else _described(described, tensors[k])
-        assert self.found is not None
-        run, function, metadata = self.found
-        x, y, z = self.grid
-        run(x, y, z, stream, function, metadata, None, None, None, *values)
-
-    def interpret(self, tensors: list[Tensor]) -> None:
-        values = self.values.copy()
-        for i, k, described in self.slots:
-            values[i] = _seen_as(tensors[k], *self.views[i]) if described is None else _described(described, tensors[k])
-        kernel, grid, n, rest = self.by_name
-        launch_by_name(kernel, grid, tuple(values[:n]), tuple(values[n:]), *rest)
-
-
-def _described(fields: dict[str, Any], base: Tensor) -> TensorDescriptor:
-    """Past the checks of its constructor, which passed for one that looks the same."""
-    tile = TensorDescriptor.__new__(TensorDescriptor)
-    tile.__dict__.update(fields)
-    tile.base = base
-    return tile
-
-
-def _seen_as(t: Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    at = t.storage_offset() * t.element_size() // dtype.itemsize
-    return torch.empty(0, dtype=dtype, device=t.device).set_(t.untyped_storage(), at, shape, stride)
+    run: Any
+    grid: tuple[int, int, int]
+    function: Any
+    metadata: Any
+    described: list[tuple[int, dict[str, Any], int]]  # where a descriptor goes, its fields, the tensor it is of
+    arguments: Callable[[list], tuple]
+    by_name: Any
 
 
 class Program:
-    """Allocations and launches in their order, and which tensors are the result."""
+    """Allocations and launches in their order, and which tensors are the result.
+
+    The table holds a pointer for each tensor, arguments first, then a place for each descriptor, then all that stays the same.
+    """
 
     def __init__(self, device: int):
         self.device = device
+        self.table: list = []
         self.steps: list[tuple | Launch] = []
         self.results: list[int | None] = []
         self.pack: Callable[[list], Any] = list
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         """NotImplemented where a pointer is not aligned or another device is the current one."""
-        pointers, bits = [], 0
+        direct = _launch.DIRECT
+        if direct and torch.cuda.current_device() != self.device:
+            return NotImplemented
+        stream = torch._C._cuda_getCurrentRawStream(self.device) if direct else 0
+        table, bits, k = self.table.copy(), 0, 0
         for t in tensors:
-            pointer = t.data_ptr()
-            pointers.append(pointer)
+            table[k] = pointer = t.data_ptr()
             bits |= pointer
+            k += 1
         if bits & 15:
             return NotImplemented
-        stream = 0
-        if _launch.DIRECT:
-            if torch.cuda.current_device() != self.device:
-                return NotImplemented
-            stream = torch._C._cuda_getCurrentRawStream(self.device)
         for step in self.steps:
-            if type(step) is tuple:
+            if len(step) == 4:
                 shape, stride, dtype, device = step
                 t = torch.empty_strided(shape, stride, dtype=dtype, device=device)  # a third faster than torch.empty
+                table[k] = t.data_ptr()
                 tensors.append(t)
-                pointers.append(t.data_ptr())
-            elif _launch.DIRECT:
-                step.run(tensors, pointers, stream)  # type: ignore[union-attr]
+                k += 1
+                continue
+            run, (x, y, z), function, metadata, described, arguments, by_name = step
+            for place, fields, i in described:
+                table[place] = tile = TensorDescriptor.__new__(TensorDescriptor)  # its checks passed for the first
+                tile.__dict__.update(fields)
+                tile.base = tensors[i]
+            if direct:
+                run(x, y, z, stream, function, metadata, None, None, None, *arguments(table))
             else:
-                step.interpret(tensors)  # type: ignore[union-attr]
-        return self.pack([None if k is None else tensors[k] for k in self.results])
+                by_name(arguments(table), tensors)
+        return self.pack([None if i is None else tensors[i] for i in self.results])
 
 
 class _Writer(TorchDispatchMode):
@@ -115,6 +97,7 @@ class _Writer(TorchDispatchMode):
         self.tensors = list(tensors)  # alive, so that no address is taken twice
         self.places = {t.data_ptr(): k for k, t in enumerate(tensors)}
         self.spoilt = self.launching = False
+        self.launches: dict[int, tuple] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -139,20 +122,56 @@ class _Writer(TorchDispatchMode):
         if None in slots.values() or (_launch.DIRECT and found is None):
             self.spoilt = True
         else:
-            self.program.steps.append(Launch(found, kernel, grid, args, consts, rest, slots))
+            self.launches[len(self.program.steps)] = (found, kernel, grid, args, consts, rest, slots)
+            self.program.steps.append(())
         return found
 
     def finish(self, result: Any) -> Program | None:
         """The program, if it says all that the call did."""
+        program = self.program
         for t in [result] if isinstance(result, Tensor) else result:
             k = None if t is None else self.places.get(t.data_ptr())
-            self.program.results.append(k)
+            program.results.append(k)
             self.spoilt |= t is not None and (k is None or _looks(t) != _looks(self.tensors[k]))
         if isinstance(result, Tensor):
-            self.program.pack = _only
+            program.pack = _only
         elif not isinstance(result, list):
-            self.program.pack = getattr(type(result), "_make", type(result))
-        return None if self.spoilt else self.program
+            program.pack = getattr(type(result), "_make", type(result))
+        if self.spoilt:
+            return None
+        program.table = [None] * len(self.tensors)
+        for at, each in self.launches.items():
+            program.steps[at] = self.step(*each)
+        return program
+
+    def step(
+        self, found: tuple | None, kernel: Any, grid: tuple, args: tuple, consts: tuple, rest: tuple, slots: dict
+    ) -> Launch:
+        table, places, described = self.program.table, [], []
+        for i, a in enumerate((*args, *consts)):
+            if i in slots and isinstance(a, Tensor):
+                places.append(slots[i])
+                continue
+            places.append(len(table))
+            if i in slots:
+                described.append((len(table), vars(a) | {"base": None}, slots[i]))
+            table.append(None if i in slots else a)
+        arguments = itemgetter(*places) if len(places) > 1 else lambda table: (table[places[0]],)
+        run, function, metadata = found or (None, None, None)
+        plain = {i: (k, _looks(args[i])) for i, k in slots.items() if isinstance(args[i], Tensor)}
+
+        def by_name(values: tuple, tensors: list[Tensor]) -> None:  # the interpreter wants tensors
+            named = list(values)
+            for i, (k, looks) in plain.items():
+                named[i] = _seen_as(tensors[k], *looks)
+            launch_by_name(kernel, grid, tuple(named[: len(args)]), consts, *rest)
+
+        return Launch(run, (*grid, 1, 1)[:3], function, metadata, described, arguments, by_name)
+
+
+def _seen_as(t: Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    at = t.storage_offset() * t.element_size() // dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=t.device).set_(t.untyped_storage(), at, shape, stride)
 
 
 def _only(found: list) -> Any:
