@@ -140,16 +140,14 @@ def optimizers_of(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
 
 def case(base: nn.Module, seed: int, kind: str, texts: tuple[bytes, bytes], options) -> dict:
     data, last = batches(texts[0], options.steps, options, seed), batches(texts[1], options.eval, options, 0)
-    row: dict = {"seed": seed, "optimizer": kind, "held_out_before": {}, "held_out": {}, "seconds": {}, "loss": {}}
+    row: dict = {"seed": seed, "optimizer": kind, "held_out_before": {}, "held_out": {}, "loss": {}}
     losses = {}
     for way in WAYS:
         model = adapted(way, base, options, seed)
         mixed = way != "float32" and options.adapter == "fp32"
         context = torch.autocast(options.device, torch.bfloat16) if mixed else nullcontext()
         row["held_out_before"][way] = round(held_out(model, last, context), 6)
-        start = time.perf_counter()
         losses[way] = train(model, data, optimizers_of(kind, model), context)
-        row["seconds"][way] = round(time.perf_counter() - start, 2)
         row["held_out"][way] = round(held_out(model, last, context), 6)
         row["loss"][way] = [round(each, 6) for each in losses[way][::EVERY].tolist()]
         if way == "fdora":
@@ -162,15 +160,14 @@ def case(base: nn.Module, seed: int, kind: str, texts: tuple[bytes, bytes], opti
 
 
 def markdown(rows: list[dict]) -> str:
-    """Loss of a step, mean / worst difference; held-out loss before and after; seconds."""
+    """Loss of a step, mean / worst difference; held-out loss before and after. (Seeds may share a GPU: no times.)"""
     head = ["seed", "optimizer", *(f"{a} - {b}: mean / worst" for a, b in PAIRS), "held out before"]
-    head += [*(f"{way} after" for way in WAYS), "seconds: " + " / ".join(WAYS)]
+    head += [f"{way} after" for way in WAYS]
     lines = []
     for row in rows:
         apart = [f"{v['mean']:.1e} / {v['worst']:.1e}" for v in row["difference"].values()]
         after = [f"{row['held_out'][way]:.4f}" for way in WAYS]
-        seconds = " / ".join(f"{row['seconds'][way]:.0f}" for way in WAYS)
-        lines.append([row["seed"], row["optimizer"], *apart, f"{row['held_out_before']['float32']:.4f}", *after, seconds])
+        lines.append([row["seed"], row["optimizer"], *apart, f"{row['held_out_before']['float32']:.4f}", *after])
     return table(head, lines)
 
 
