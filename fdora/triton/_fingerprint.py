@@ -70,12 +70,11 @@ def fingerprint(A: Tensor, B: Tensor, s: float) -> Tensor:
     programs = min(WORDS - 1, cdiv(max(a.numel(), b.numel(), 1), BLOCK))
     cols_a, row_a, col_a = (1, 1, 1) if packed_a else (a.shape[1], *a.stride())  # where packed nobody reads them
     cols_b, row_b, col_b = (1, 1, 1) if packed_b else (b.shape[1], *b.stride())
-    with torch.cuda.device_of(A):
-        launch(
-            _fingerprint_kernel, (programs,),
-            (a, b, out, s, a.numel(), b.numel(), cols_a, cols_b, row_a, col_a, row_b, col_b),
-            (packed_a, packed_b, BLOCK, kind, WORDS, overlaps(A.device)), 16,
-        )  # fmt: skip
+    launch(
+        _fingerprint_kernel, (programs,),
+        (a, b, out, s, a.numel(), b.numel(), cols_a, cols_b, row_a, col_a, row_b, col_b),
+        (packed_a, packed_b, BLOCK, kind, WORDS, overlaps(A.device)), 16,
+    )  # fmt: skip
     return out
 
 

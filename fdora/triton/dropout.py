@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fdora.triton._launch import cdiv, launch
+from fdora.triton._repeat import repeatable
 
 BLOCK_M, BLOCK_K = 16, 256
 
@@ -54,8 +55,11 @@ def threshold(p: float) -> int:
 
 def drop(x: Tensor, seed: Tensor | None, p: float) -> Tensor:
     """x with its elements zeroed with probability p and the rest scaled by 1 / (1 - p); x itself when seed is None."""
-    if seed is None:
-        return x
+    return x if seed is None else _drop(x, seed, p)
+
+
+@repeatable
+def _drop(x: Tensor, seed: Tensor, p: float) -> Tensor:
     M, K = x.shape
     out = torch.empty((M, K), device=x.device, dtype=x.dtype)
     if M and K:

@@ -173,12 +173,11 @@ def _norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squa
     if not split:
         rows = N if max_bytes is None else max(MAX_N, max_bytes // row_bytes)
     hashes = None if guard is None else (guard.seen, guard.now)
-    with torch.cuda.device_of(W):
-        a, by_k = split_A(A, hashes) if split else (A, None)
-        for i in range(0, N, max(1, rows)):
-            w, part = W[i : i + rows], None if guard is None else guard._replace(c=guard.c[i : i + rows])
-            b, by_n = split_B(B[i : i + rows], hashes) if split else (B[i : i + rows], None)
-            _launch(w, a, b, by_n, by_k, c[i : i + rows], s, squared, part)
+    a, by_k = split_A(A, hashes) if split else (A, None)
+    for i in range(0, N, max(1, rows)):
+        w, part = W[i : i + rows], None if guard is None else guard._replace(c=guard.c[i : i + rows])
+        b, by_n = split_B(B[i : i + rows], hashes) if split else (B[i : i + rows], None)
+        _launch(w, a, b, by_n, by_k, c[i : i + rows], s, squared, part)
     return c
 
 

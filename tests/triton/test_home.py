@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fdora.functional import dora_linear, dora_merge, dora_norm, dora_norm_state, select_backend
+from fdora.functional import dora_compose, dora_linear, dora_merge, dora_norm, dora_norm_state, select_backend
 from tests import device, reference
 from tests.close import rel_l2
 from tests.make import tensors
@@ -185,6 +185,47 @@ def test_a_device_that_is_not_the_current_one():
             got = step({n: v.to("cuda:1") for n, v in t.items()}, call)
             assert torch.cuda.current_device() == 0 and all(v.device.index == 1 for v in got)
             assert_same([v.to("cuda:0") for v in got], want)
+
+
+@either
+def test_every_launch_is_made_on_the_device_of_its_tensors(monkeypatch, chosen_anew):
+    """Without a second GPU: each is inside a torch.cuda.device_of."""
+    from fdora.triton import _launch
+    from fdora.triton.act import act_bwd, act_fwd
+
+    inside, outside, seen, real = [], [], set(), _launch.launch_by_name
+
+    class DeviceOf:
+        def __init__(self, t):
+            assert isinstance(t, torch.Tensor)
+
+        def __enter__(self):
+            inside.append(1)
+
+        def __exit__(self, *_):
+            inside.pop()
+
+    def launch(kernel, *args):
+        seen.add(kernel.fn.__name__)
+        if not inside:
+            outside.append(kernel.fn.__name__)
+        return real(kernel, *args)
+
+    monkeypatch.setattr(torch.cuda, "device_of", DeviceOf)
+    monkeypatch.setattr(_launch, "launch_by_name", launch)
+    monkeypatch.setattr(_launch, "_built", {})
+    for M in (SMALL, TILED):
+        t = inputs(M)
+        for call in CALLS.values():
+            step(t, call)
+            step({n: v.float() if v.is_floating_point() else v for n, v in t.items()}, call)
+    W, A, B, m, x, dy = (t[n] for n in ("W", "A", "B", "m", "x", "dy"))
+    dora_merge(W, A, B, m, s=S, **BACKEND)
+    dora_norm(W, A, B, s=S, state=dora_norm_state(W), **BACKEND)
+    g = m.float().requires_grad_()
+    dora_compose(dy, dy, g, s=S, **BACKEND).sum().backward()
+    act_bwd(act_fwd(x, x, "silu"), x, x, "silu")
+    assert len(seen) >= 14 and not outside, f"{outside} of {seen}"
 
 
 @gpu

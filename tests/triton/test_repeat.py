@@ -1,6 +1,7 @@
 """Ops that are read off from their first call: the same bits for other tensors of the same kind, and what ends a kind."""
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -216,6 +217,34 @@ def test_inference_mode(sums):
     once = op(x)[0]
     assert not once.is_inference() and len(runs) == 1
     torch.testing.assert_close(once, x.sum(0))
+
+
+def test_straight_to_the_driver(sums, monkeypatch):
+    """As on a GPU, with a driver that notes down: pointers, the current stream, and nothing on another device."""
+    from fdora.triton import _launch
+
+    def driver(*args):
+        asked.append(args)
+
+    op, runs = sums
+    asked, built = [], SimpleNamespace(run=driver, function="function", packed_metadata="metadata")
+    x = rand(40, 24, dtype=torch.float32)
+    monkeypatch.setattr(_launch, "DIRECT", True)
+    monkeypatch.setattr(_launch, "_built", {})
+    monkeypatch.setattr(_launch, "launch_by_name", lambda *args: built)
+    current = x.get_device()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: f"stream of {device}", raising=False)
+    op(x)
+    once, total = op(x)
+    assert len(runs) == 1
+    numbers = (40, False, 32, 32)
+    head = ("function", "metadata", None, None, None)
+    first = (1, 1, 1, f"stream of {current}", *head, x.data_ptr(), once.data_ptr(), 24, *numbers)
+    assert asked[-2:] == [first, (*first[:9], once.data_ptr(), total.data_ptr(), 24, 1, *numbers[1:])]
+    current += 1
+    op(x)
+    assert len(runs) == 2
 
 
 @needs_gpu
