@@ -83,7 +83,7 @@ def about(device, commit):
         return facts | {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     import triton
 
-    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]  # a line for each GPU
     return facts | {"gpu": torch.cuda.get_device_name(), "driver": driver, "triton": triton.__version__} | roofs(device)
 
 

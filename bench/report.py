@@ -40,6 +40,7 @@ NAMES = {
     "factored": "factored",
     "dorafactors": "paper",
     "axolotl_dora": "Axolotl DoRA",
+    "separate": "fdora, separate calls",
     "fdora": "fdora",
     "fdora_inside": "fdora, norm inside",
     "fdora_compiled": "fdora, compiled",
@@ -162,13 +163,35 @@ def compose_duels(result: dict) -> Iterator[tuple]:
                 yield f"{row['op']}, {mode}", "plain torch", case, row[f"{mode}_plain_ms"], row[f"{mode}_triton_ms"]
 
 
+def group_duels(result: dict) -> Iterator[tuple]:
+    from bench.group import RIVALS
+
+    for row in result["rows"]:
+        case = "{part} of {model}, {M}, r {r}".format(**row)
+        for field, what in {"ms": f"shared input, {row['mode']}", "peak_mb": "shared input, peak memory"}.items():
+            for rival in RIVALS if (field, row["mode"]) != ("peak_mb", "fwd") else ():
+                if rival in row[field] and "fdora" in row[field]:
+                    yield what, rival, case, row[field][rival], row[field]["fdora"]
+
+
+def converge_duels(result: dict) -> Iterator[tuple]:
+    """Not a time: how far the loss of a step is from PEFT's, against the target, and from float32, against PEFT's."""
+    from bench.converge import TARGET
+
+    for row in result["rows"]:
+        case = "{optimizer}, seed {seed}".format(**row)
+        mean = {pair: found["mean"] for pair, found in row["difference"].items()}
+        yield "loss of a step, distance from PEFT's", "the target", case, TARGET, mean["fdora, peft"]
+        yield "loss of a step, distance from float32", "peft_dora", case, mean["peft, float32"], mean["fdora, float32"]
+
+
 def demo_duels(result: dict) -> Iterator[tuple]:
     for field, what in {"step_seconds_median": "demo, step", "peak_bytes_of_a_step": "demo, peak memory"}.items():
         yield what, "peft_dora", f"{result['adapted_layers']} layers", result[field]["peft"], result[field]["fdora"]
 
 
 DUELS = {"layer": layer_duels, "layers12": layers12_duels, "model": model_duels, "host": host_duels}
-DUELS |= {"norm": norm_duels, "compose": compose_duels, "demo": demo_duels}
+DUELS |= {"norm": norm_duels, "compose": compose_duels, "demo": demo_duels, "group": group_duels, "converge": converge_duels}
 
 
 def losses() -> str:
@@ -187,7 +210,9 @@ def losses() -> str:
     total = sum(map(len, groups.values()))
     lost = total - sum(duel.theirs >= duel.mine for each in groups.values() for duel in each)
     head = ["results", "what", "against", "lost", "worst, times the rival's", "there: tokens, K x N, r"]
-    return f"{lost} of {total} comparisons of a time or a peak with a rival's are lost, these:\n\n{table(head, lines)}"
+    return (
+        f"{lost} of {total} comparisons of a time, a peak or an error with a rival's are lost, these:\n\n{table(head, lines)}"
+    )
 
 
 # README
@@ -242,18 +267,62 @@ def readme_layer() -> str:
 
 def readme_layers12() -> str:
     ways, lines = ("frozen", "peft_lora", "peft_dora", "peft_fdora", "fdora"), []
-    for r, kind in ((384, "eager"), (16, "eager"), (384, "compiled")):
-        rows = load(f"h100/layers12_r{r}_{kind}")["rows"]
+    cases = (("h100", 384, "eager"), ("h100", 384, "compiled"), ("h200", 384, "eager"), ("h200", 16, "eager"))
+    for machine, r, kind in (*cases, ("h200", 384, "compiled")):
+        rows = load(f"{machine}/layers12_r{r}_{kind}")["rows"]
         cells = [" / ".join(f"{pick(rows, way=way)[f'{mode}_ms']:.1f}" for mode in MODES12) for way in ways]
-        lines.append([f"{r}, compiled" if kind == "compiled" else r, *cells])
-    return table(["r", *(NAMES[way] for way in ways)], lines)
+        lines.append([f"{machine.upper()}, {r}{', compiled' if kind == 'compiled' else ''}", *cells])
+    return table(["GPU, r", *(NAMES[way] for way in ways)], lines)
+
+
+MODEL_WAYS = ("peft_lora", "peft_dora", "peft_fdora", "peft_fdora_fused")
+MODELS = {
+    "llama-3.1-8b": "Llama-3.1-8B", "gemma-3-12b": "Gemma-3-12B", "qwen2.5-32b": "Qwen2.5-32B",
+    "mistral-small-24b": "Mistral-Small-24B", "qwen3-vl-8b": "Qwen3-VL-8B",
+}  # fmt: skip
+
+
+def readme_models() -> str:
+    lines = []
+    for model, name in MODELS.items():
+        rows = load(f"h200/model_{model}")["rows"]
+        found = [pick(rows, way=way, mode="step_8", compiled=False) for way in MODEL_WAYS]
+        cells = [f"{x['ms'] / 8:.1f} / {x['peak_mb'] / 1024:.2f}" for x in found]
+        lines.append([f"{name}, {found[0]['layers']} layers", *cells])
+    return table(["", *(NAMES[way] for way in MODEL_WAYS)], lines)
+
+
+def readme_short() -> str:
+    rows = load("h200/model_qwen3-8b_sweep_S")["rows"]
+    ms = {S: {way: pick(rows, way=way, seq=S, mode="gradient")["ms"] for way in MODEL_WAYS} for S in (512, 2048, 4096)}
+    parts = [f"{S} tokens {ms[S]['peft_fdora']:.1f} ms against LoRA's {ms[S]['peft_lora']:.1f}" for S in ms]
+    return f"four layers of Qwen3-8B on an H200, a gradient: {', '.join(parts)}"
+
+
+def readme_converge() -> str:
+    from bench.converge import TARGET
+
+    rows = [row for name in names("converge") if name.startswith("h200/") for row in load(name)["rows"]]
+    parts = []
+    for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
+        mine = [row["difference"] for row in rows if row["optimizer"] == optimizer]
+        mean = {pair: sum(each[pair]["mean"] for each in mine) / len(mine) for pair in mine[0]}
+        parts.append(
+            f"{ {'adamw': 'AdamW', 'muon': 'Muon'}[optimizer] }: {mean['fdora, peft']:.1e} from PEFT's "
+            f"(target {TARGET:.1e}), {mean['fdora, float32']:.1e} from a float32 run where PEFT is {mean['peft, float32']:.1e}"
+        )
+    return "; ".join(parts)
 
 
 HOST_WAYS = ("fdora", "peft_lora", "peft_dora")
 
 
 def readme_host() -> str:
-    rows = load("h100/host")["rows"]
+    return f"H100: {host('h100')}; H200: {host('h200')}"
+
+
+def host(machine: str) -> str:
+    rows = load(f"{machine}/host")["rows"]
     us = {way: {f: f"{pick(rows, way=way)[f'{f}_us']:.0f}" for f in ("fwd", "fwd_bwd")} for way in HOST_WAYS}
     return (
         f"forward {us['fdora']['fwd']} us against LoRA's {us['peft_lora']['fwd']}, with backward "
@@ -386,6 +455,16 @@ def convergence() -> str:
     return "\n\n".join(filter(None, parts))
 
 
+def groups() -> str:
+    """Forward and backward; what could not run is in the files."""
+    lines, ways = [], ("bare", "peft_lora", "unsloth_lora", "axolotl_lora", "axolotl_dora", "separate", "fdora")
+    for name in names("group"):
+        for row in load(name)["rows"]:
+            cells = [f"{row['ms'][way]:.2f} / {row['peak_mb'][way]:.0f}" if way in row["ms"] else "" for way in ways]
+            lines.append([name.split("/")[0], row["model"], row["part"], row["r"], row["mode"], *cells])
+    return table(["machine", "model", "layers", "r", "mode", *(f"{NAMES[way]}: ms / MB" for way in ways)], lines)
+
+
 def suites() -> str:
     """One launch out of a cold cache; bf16 throughout."""
     parts = []
@@ -442,6 +521,7 @@ def document() -> str:
     parts += ["## Compose", readme_compose()]
     if names("suite"):
         parts += ["## One launch out of a cold cache", suites()]
+    parts += ["## Layers that share their input", "4096 tokens, norms given.", groups()]
     parts += ["## Twelve decoder layers", layers12()]
     if names("model_"):
         parts += ["## Whole models", models()]

@@ -183,7 +183,7 @@ def test_the_figures_are_the_committed_results():
     assert report.document() == report.PAGE.read_text(), "run: python -m bench.report"
     marked = "".join(body for _, body in re.findall(r"<!-- (\w+) -->(.*?)<!-- /\1 -->", README, re.S))
     outside = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", README, flags=re.S)
-    assert len(re.findall(r"^\| .*\d+\.\d+", marked, re.M)) == 4 + 5 + 7 + 3
+    assert len(re.findall(r"^\| .*\d+\.\d+", marked, re.M)) == 4 + 5 + 7 + 5 + 5
     assert not re.findall(
         r"^\| .*\d\.\d+ [|/]|\d+ us\b|(?<!\d)\d\.\d{3}(?!\d)", outside, re.M
     )  # no measured number stands outside
@@ -204,11 +204,20 @@ def test_each_table_shows_its_own_measurements():
     assert f"| {compiled:.3f} | {paper:.3f} | {inside:.3f} | {ms['given']['fdora']:.3f} |" in README
     (x,) = (x for x in rows("h100/layers12_r384_compiled") if x["way"] == "fdora")
     cell = f"{x['inference_ms']:.1f} / {x['gradient_ms']:.1f} / {x['gradient_checkpointing_ms']:.1f}"
-    assert re.search(rf"^\| 384, compiled \| .* \| {cell} \|$", README, re.M)
+    assert re.search(rf"^\| H100, 384, compiled \| .* \| {cell} \|$", README, re.M)
     (x,) = (x for x in rows("h100/compose") if (x["op"], x["M"], x["N"]) == ("dora_compose", 4096, 14336))
     assert f"{x['fwd_triton_ms']:.3f} forward, {x['fwd_bwd_triton_ms']:.3f} with backward" in README
     (x,) = (x for x in rows("h100/host") if x["way"] == "peft_dora")
-    assert f"DoRA's {x['fwd_bwd_us']:.0f}<!-- /host -->" in README
+    assert f"DoRA's {x['fwd_bwd_us']:.0f}; H200: " in README
+    (x,) = (x for x in rows("h200/model_gemma-3-12b") if (x["mode"], x["way"]) == ("step_8", "peft_fdora"))
+    assert re.search(
+        rf"^\| Gemma-3-12B, 6 layers \|.*\| {x['ms'] / 8:.1f} / {x['peak_mb'] / 1024:.2f} \|[^|]*\|$", README, re.M
+    )
+    wanted = {"seq": 512, "mode": "gradient", "way": "peft_fdora"}
+    (x,) = (x for x in rows("h200/model_qwen3-8b_sweep_S") if wanted.items() <= x.items())
+    assert f"a gradient: 512 tokens {x['ms']:.1f} ms" in README
+    apart = [rows(f"h200/converge_muon_s{seed}")[0]["difference"]["fdora, peft"]["mean"] for seed in range(3)]
+    assert f"Muon: {sum(apart) / 3:.1e} from PEFT's" in README
 
 
 @pytest.mark.parametrize("file, norm", [("layer_few", "given"), ("layer_ranks", "inside")])
@@ -219,6 +228,23 @@ def test_losses_are_counted(file, norm):
     lost = f"{sum(each > 1 for each in times)} of {len(times)} | {max(times):.2f}"
     assert f"| h100/{file} | fwd_bwd, norm {norm} | PEFT LoRA | {lost} |" in report.losses()
     assert report.document().index("Where fdora loses") < 200
+
+
+def test_errors_and_shared_inputs_are_lost_and_won_too():
+    """Against counts that share no code: the convergence target, PEFT's own distance from float32, and q, k, v as LoRA."""
+    load = lambda name: json.loads((ROOT / f"bench/results/{name}.json").read_text())["rows"]  # noqa: E731
+    (far,) = load("h200/converge_s2")
+    mean = {pair: each["mean"] for pair, each in far["difference"].items()}
+    assert mean["fdora, peft"] > 7.1e-4 and mean["fdora, float32"] > mean["peft, float32"]
+    losses = report.losses()
+    worst = mean["fdora, peft"] / 7.1e-4
+    assert f"| h200/converge_s2 | loss of a step, distance from PEFT's | the target | 1 of 1 | {worst:.2f} |" in losses
+    worst = mean["fdora, float32"] / mean["peft, float32"]
+    assert f"| h200/converge_s2 | loss of a step, distance from float32 | PEFT DoRA | 1 of 1 | {worst:.2f} |" in losses
+    assert "h200/converge_muon_s0 |" not in losses
+    peaks = [x["peak_mb"]["fdora"] / x["peak_mb"]["peft_lora"] for x in load("h100/group") if x["mode"] == "fwd_bwd"]
+    lost = f"{sum(each > 1 for each in peaks)} of {len(peaks)} | {max(peaks):.2f}"
+    assert f"| h100/group | shared input, peak memory | PEFT LoRA | {lost} |" in losses
 
 
 def made_up(folder, gpu="h100"):
@@ -293,6 +319,7 @@ def test_models_and_convergence_enter_the_page(elsewhere):
 def test_figures_have_a_panel_per_machine(elsewhere, tmp_path):
     from bench import figures
 
+    shutil.rmtree(elsewhere / "h200")
     shutil.copytree(elsewhere / "h100", elsewhere / "h200")
     for gpu in ("h100", "h200"):
         made_up(elsewhere / gpu)
