@@ -158,15 +158,21 @@ class _Writer(TorchDispatchMode):
             table.append(None if i in slots else a)
         arguments = itemgetter(*places) if len(places) > 1 else lambda table: (table[places[0]],)
         run, function, metadata = found or (None, None, None)
-        plain = {i: (k, _looks(args[i])) for i, k in slots.items() if isinstance(args[i], Tensor)}
-
-        def by_name(values: tuple, tensors: list[Tensor]) -> None:  # the interpreter wants tensors
-            named = list(values)
-            for i, (k, looks) in plain.items():
-                named[i] = _seen_as(tensors[k], *looks)
-            launch_by_name(kernel, grid, tuple(named[: len(args)]), consts, *rest)
-
+        by_name = None if found else _by_name(kernel, grid, len(args), consts, rest, slots, args)
         return Launch(run, (*grid, 1, 1)[:3], function, metadata, described, arguments, by_name)
+
+
+def _by_name(kernel: Any, grid: tuple, n: int, consts: tuple, rest: tuple, slots: dict[int, int], args: tuple) -> Callable:
+    """For the interpreter, which wants tensors where the driver takes pointers."""
+    looks = {i: (k, _looks(args[i])) for i, k in slots.items() if isinstance(args[i], Tensor)}
+
+    def launch(values: tuple, tensors: list[Tensor]) -> None:
+        named = list(values[:n])
+        for i, (k, looked) in looks.items():
+            named[i] = _seen_as(tensors[k], *looked)
+        launch_by_name(kernel, grid, tuple(named), consts, *rest)
+
+    return launch
 
 
 def _seen_as(t: Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:

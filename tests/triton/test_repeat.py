@@ -1,5 +1,7 @@
 """Ops that are read off from their first call: the same bits for other tensors of the same kind, and what ends a kind."""
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -47,7 +49,7 @@ def calls(seed=0):
     from fdora.triton.small import small_backward, small_forward
 
     torch.manual_seed(seed)
-    M, N, K, r = 96, 80, 64, 8
+    M, N, K, r = 96, 80, 64, 16
     x, W, A, B, dy, y, add = (rand(*s) for s in ((M, K), (N, K), (r, K), (N, r), (M, N), (M, N), (M, N)))
     m, c, bias, h, mask = rand(N), rand(N).float().abs() + 1, rand(N), rand(M, r), torch.tensor(7 + seed, device=device.NAME)
     few, few_y = rand(8, K), rand(8, N)
@@ -94,11 +96,26 @@ def test_the_same_bits_as_the_code_it_was_read_off(k, hopper, programs, monkeypa
                 torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("k", range(13))
+def test_no_tensor_outlives_its_call(k, hopper, programs, monkeypatch):
+    """Neither what was passed to a first call nor what it made."""
+    from fdora.triton import gemm
+
+    if hopper:
+        monkeypatch.setattr(gemm, "capability", lambda _: 90)
+    op, args = list(calls())[k]
+    refs = [weakref.ref(t) for t in (*args, *leaves(op(*args))) if isinstance(t, torch.Tensor)]
+    del args
+    gc.collect()
+    assert len(programs) == 1 and not [ref() for ref in refs if ref() is not None]
+
+
 def test_added_onto_in_place(programs):
     from fdora.triton.gemm import _gemm
 
     for _ in range(2):
-        x, w, h, b, onto = (rand(*s) for s in ((96, 64), (64, 80), (96, 8), (8, 80), (96, 80)))
+        x, w, h, b, onto = (rand(*s) for s in ((96, 64), (64, 80), (96, 16), (16, 80), (96, 80)))
         args = (x, w, h, b, "onto", None, None, None)
         tail = (None, 0.0, None, False, None, False)
         want = _gemm.__wrapped__(*args, onto.clone(), *tail)[0]
@@ -245,6 +262,10 @@ def test_straight_to_the_driver(sums, monkeypatch):
     head = ("function", "metadata", None, None, None)
     first = (1, 1, 1, f"stream of {current}", *head, x.data_ptr(), once.data_ptr(), 24, *numbers)
     assert asked[-2:] == [first, (*first[:9], once.data_ptr(), total.data_ptr(), 24, 1, *numbers[1:])]
+    kept = [weakref.ref(t) for t in (once, total)]
+    del once, total
+    gc.collect()
+    assert not [ref() for ref in kept if ref() is not None]
     current += 1
     op(x)
     assert len(runs) == 2
