@@ -456,13 +456,15 @@ def convergence() -> str:
 
 
 def groups() -> str:
-    """Forward and backward; what could not run is in the files."""
     lines, ways = [], ("bare", "peft_lora", "unsloth_lora", "axolotl_lora", "axolotl_dora", "separate", "fdora")
+    missing: set[str] = set()
     for name in names("group"):
         for row in load(name)["rows"]:
             cells = [f"{row['ms'][way]:.2f} / {row['peak_mb'][way]:.0f}" if way in row["ms"] else "" for way in ways]
             lines.append([name.split("/")[0], row["model"], row["part"], row["r"], row["mode"], *cells])
-    return table(["machine", "model", "layers", "r", "mode", *(f"{NAMES[way]}: ms / MB" for way in ways)], lines)
+            missing |= {f"Did not run, {name}: {NAMES[way]} ({why})." for way, why in row["failed"].items()}
+    head = ["machine", "model", "layers", "r", "mode", *(f"{NAMES[way]}: ms / MB" for way in ways)]
+    return "\n\n".join([table(head, lines), *sorted(missing)])
 
 
 def suites() -> str:
