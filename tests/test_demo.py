@@ -33,6 +33,7 @@ def test_ctrl_c_leaves_no_file(tmp_path):
     process = subprocess.Popen(
         [*COMMAND, "--steps", "500", "--out", str(tmp_path)],
         cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell ignores it for what it runs in the background
     )  # fmt: skip
     time.sleep(12)  # importing takes about 6 s; by now it reads, embeds or trains
     assert process.poll() is None, process.stdout.read()

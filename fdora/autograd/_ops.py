@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fdora import eager
 
@@ -77,8 +78,9 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def no_graph() -> bool:
-    """Whether a backward runs for its values only: then the Function that refuses second derivatives can be left out."""
-    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    """Whether code runs for its values only: then the Function, which refuses what it cannot differentiate, can be left out."""
+    watched = torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return not watched and forward_ad._current_level < 0
 
 
 def autocast_on(t: Tensor) -> bool:

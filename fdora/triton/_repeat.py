@@ -6,7 +6,8 @@ takes longer on the host than the launches do, and on a slow host the GPU waited
 
 A kind is all that such code may look at: shapes, strides and dtypes of tensors, other arguments by value, the device; and
 pointers are multiples of 16. A call that does more than allocate, view and launch is not written down: it runs as it is
-written every time.
+written every time. So does one that somebody watches: selective checkpointing counts the ops of a forward and of its
+recomputation, which must be the same ones.
 """
 
 from __future__ import annotations
@@ -197,7 +198,8 @@ def repeatable(op: Callable) -> Callable:
     @wraps(op)
     def call(*args: Any, **search: Any) -> Any:
         possible = _launch.DIRECT or _launch.INTERPRET
-        if search or not possible or getattr(writing, "program", None) is not None or hooked():
+        watched = getattr(writing, "program", None) is not None or torch._C._len_torch_dispatch_stack() or hooked()
+        if search or not possible or watched:
             with torch.cuda.device_of(args[0]):
                 return op(*args, **search)
         key: list = [op]
@@ -206,6 +208,9 @@ def repeatable(op: Callable) -> Callable:
             if type(a) in PLAIN:
                 tensors.append(a)
                 key += (a.shape, a.stride(), a.dtype)
+            elif isinstance(a, Tensor):  # a subclass that dispatches like a tensor
+                with torch.cuda.device_of(a):
+                    return op(*args)
             else:
                 key.append(a)
         key.append(tensors[0].get_device())

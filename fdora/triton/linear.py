@@ -16,7 +16,6 @@ float32: products by cuBLAS in the precision that torch.set_float32_matmul_preci
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
@@ -151,13 +150,7 @@ def _in(dtype: torch.dtype, t: Tensor) -> Tensor:
 
 def _product(a: Tensor, b: Tensor, s: float) -> Tensor:
     """s a b, rounded once. (alpha is safe here: a compiler sees the whole op or nothing.)"""
-    return torch.addmm(_nothing(a.dtype, a.device), a, b, beta=0, alpha=s)
-
-
-@lru_cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What addmm adds 0 times."""
-    return torch.empty((), dtype=dtype, device=device)
+    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=s)
 
 
 def _gradient(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,11 @@
 """Ops that are read off from their first call: the same bits for other tensors of the same kind, and what ends a kind."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -290,3 +293,83 @@ def test_the_current_stream_and_graphs(sums):
     graph.replay()
     torch.testing.assert_close(once, x.sum(0))
     assert len(runs) == 1
+
+
+def layer(M=96):
+    """dora_linear with its norm given, by kernels, on leaves."""
+    from fdora.functional import dora_linear, dora_norm
+
+    x, W, A, B, m = rand(M, 64), rand(80, 64), rand(16, 64), rand(80, 16), rand(80)
+    c = dora_norm(W, A, B, s=2.0, backend="triton")
+    leaves = [t.requires_grad_() for t in (x, A, B, m)]
+    return leaves, lambda x, A, B, m: dora_linear(x, W, A, B, m, s=2.0, norm=c, backend="triton")
+
+
+def test_selective_checkpointing():
+    """It numbers the ops of a forward, and looks for each again when it computes it anew: on every call, and every shape."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    aten = torch.ops.aten
+    saved = (aten.mm.default, aten.addmm.default)
+
+    def policy(_, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    for M in (96, 112):
+        for _ in range(3):
+            leaves, f = layer(M)
+            want = torch.autograd.grad(f(*leaves).float().sum(), leaves)
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            y = checkpoint(f, *leaves, use_reentrant=False, context_fn=contexts)
+            for a, b in zip(torch.autograd.grad(y.float().sum(), leaves), want, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("M", [96, 8])
+@pytest.mark.parametrize("dtype", [HALF[0], torch.float32])
+def test_forward_mode_is_refused_without_a_graph_too(M, dtype):
+    """Kernels would write past the tangents."""
+    from torch.autograd import forward_ad
+
+    leaves, f = layer(M)
+    with torch.no_grad(), forward_ad.dual_level(), pytest.raises(NotImplementedError):
+        f(forward_ad.make_dual(leaves[0].detach(), torch.ones_like(leaves[0])), *leaves[1:])
+
+
+def test_subclasses_run_the_code_and_are_let_go(programs):
+    from fdora.functional import dora_norm
+
+    class Mine(torch.Tensor):
+        pass
+
+    for M in (96, 8):
+        leaves, f = layer(M)
+        want = f(*leaves)
+        x = leaves[0].detach().as_subclass(Mine)
+        with torch.no_grad():
+            torch.testing.assert_close(f(x, *leaves[1:]).as_subclass(torch.Tensor), want.detach(), rtol=0, atol=0)
+        ref = weakref.ref(x)
+        del x
+        gc.collect()
+        assert ref() is None
+    W, A, B = rand(80, 64), rand(16, 64), rand(80, 16)
+    want = dora_norm(W, A, B, s=2.0, backend="triton")
+    got = dora_norm(*(t.as_subclass(Mine) for t in (W, A, B)), s=2.0, backend="triton")
+    torch.testing.assert_close(got.as_subclass(torch.Tensor), want, rtol=0, atol=0)
+    assert all(not isinstance(each, torch.Tensor) for kind in programs for each in kind)
+
+
+def test_a_second_import_takes_the_place_of_the_first():
+    code = """
+import importlib, sys, torch
+import fdora.triton.act
+importlib.reload(fdora.triton.act)
+for name in [n for n in sys.modules if n.split(".")[0] == "fdora"]:
+    del sys.modules[name]
+from fdora.autograd._ops import NO_KERNELS, OPS
+assert not NO_KERNELS and "triton" in OPS, NO_KERNELS
+x = torch.randn(4, 8, device=sys.argv[1])
+assert torch.allclose(torch.ops.fdora.activation(x, x, "silu"), torch.nn.functional.silu(x) * x, atol=1e-5)
+"""
+    done = subprocess.run([sys.executable, "-c", code, device.NAME], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
