@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from time import perf_counter
@@ -67,6 +68,13 @@ class Case(NamedTuple):
                 for t in (layer.W, layer.B, layer.m, layer.norm):
                     t.copy_(t.roll(7 * i, 0))
         return cls(part, layers[0].x, layers, [layers[-1].dy] if part == "mlp" else [layer.dy for layer in layers])
+
+    def fresh(self) -> Case:
+        """The same memory under leaves of their own. A leaf's node remembers the stream it was made on, and lives as long as a
+        graph that a way leaves behind: another way's CUDA graph would have to wait for that stream, which spoils it."""
+        anew = {id(t): t.detach().requires_grad_() for i in self.layers for t in (i.x, i.A, i.B, i.m)}
+        layers = [replace(i, **{n: anew[id(getattr(i, n))] for n in ("x", "A", "B", "m")}) for i in self.layers]
+        return self._replace(x=anew[id(self.x)], layers=layers)
 
     def leaves(self) -> dict[str, Tensor]:
         named = {f"{n}{i}": getattr(layer, n) for i, layer in enumerate(self.layers) for n in ("A", "B", "m")}
@@ -122,6 +130,7 @@ def bare(case: Case) -> Way:
 
 
 def build(name: str, case: Case, rival_path: Sequence[Path] = ()) -> Way:
+    case = case.fresh()
     if name == "bare":
         return bare(case)
     if name in ("unsloth_lora", "axolotl_lora", "axolotl_dora"):

@@ -322,6 +322,17 @@ def test_cases():
 GROUP = "--models tiny --M 24 --r 4 --runs 1 "
 
 
+def test_ways_of_a_group_share_memory_and_no_leaf():
+    """A leaf's node remembers its stream: what one way leaves behind is in no other's way."""
+    for part in group.PARTS:
+        case = group.Case.random("tiny", part, 5, 4, "bf16", "cpu")
+        one, two = case.fresh(), case.fresh()
+        assert one.x is one.layers[0].x
+        for mine, other, own in zip(one.leaves().values(), two.leaves().values(), case.leaves().values(), strict=True):
+            assert mine.is_leaf and mine.requires_grad and len({id(mine), id(other), id(own)}) == 3
+            assert mine.data_ptr() == other.data_ptr() == own.data_ptr()
+
+
 def test_group(tmp_path):
     rows = run(group, tmp_path, GROUP + "--parts qkv,gate_up --ways fdora")["rows"]
     names = ("bare", "peft_lora", "separate", "fdora")
