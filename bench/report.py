@@ -275,7 +275,6 @@ def readme_layers12() -> str:
     return table(["GPU, r", *(NAMES[way] for way in ways)], lines)
 
 
-MODEL_WAYS = ("peft_lora", "peft_dora", "peft_fdora", "peft_fdora_fused")
 MODELS = {
     "llama-3.1-8b": "Llama-3.1-8B", "gemma-3-12b": "Gemma-3-12B", "qwen2.5-32b": "Qwen2.5-32B",
     "mistral-small-24b": "Mistral-Small-24B", "qwen3-vl-8b": "Qwen3-VL-8B",
@@ -283,18 +282,23 @@ MODELS = {
 
 
 def readme_models() -> str:
+    from bench.model import WAYS
+
     lines = []
     for model, name in MODELS.items():
         rows = load(f"h200/model_{model}")["rows"]
-        found = [pick(rows, way=way, mode="step_8", compiled=False) for way in MODEL_WAYS]
+        found = [pick(rows, way=way, mode="step_8", compiled=False) for way in WAYS]
         cells = [f"{x['ms'] / 8:.1f} / {x['peak_mb'] / 1024:.2f}" for x in found]
         lines.append([f"{name}, {found[0]['layers']} layers", *cells])
-    return table(["", *(NAMES[way] for way in MODEL_WAYS)], lines)
+    return table(["", *(NAMES[way] for way in WAYS)], lines)
 
 
 def readme_short() -> str:
     rows = load("h200/model_qwen3-8b_sweep_S")["rows"]
-    ms = {S: {way: pick(rows, way=way, seq=S, mode="gradient")["ms"] for way in MODEL_WAYS} for S in (512, 2048, 4096)}
+    ms = {
+        S: {way: pick(rows, way=way, seq=S, mode="gradient")["ms"] for way in ("peft_lora", "peft_fdora")}
+        for S in (512, 2048, 4096)
+    }
     parts = [f"{S} tokens {ms[S]['peft_fdora']:.1f} ms against LoRA's {ms[S]['peft_lora']:.1f}" for S in ms]
     return f"four layers of Qwen3-8B on an H200, a gradient: {', '.join(parts)}"
 
@@ -302,16 +306,15 @@ def readme_short() -> str:
 def readme_converge() -> str:
     from bench.converge import TARGET
 
-    rows = [row for name in names("converge") if name.startswith("h200/") for row in load(name)["rows"]]
-    parts = []
-    for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
-        mine = [row["difference"] for row in rows if row["optimizer"] == optimizer]
-        mean = {pair: sum(each[pair]["mean"] for each in mine) / len(mine) for pair in mine[0]}
-        parts.append(
-            f"{ {'adamw': 'AdamW', 'muon': 'Muon'}[optimizer] }: {mean['fdora, peft']:.1e} from PEFT's "
-            f"(target {TARGET:.1e}), {mean['fdora, float32']:.1e} from a float32 run where PEFT is {mean['peft, float32']:.1e}"
-        )
-    return "; ".join(parts)
+    ((_, rows),) = (each for each in converged().items() if each[0][0] == "h200")
+    return "; ".join(
+        f"{OPTIMIZERS[optimizer]}: {mean['fdora, peft']:.1e} from PEFT's (target {TARGET:.1e}), "
+        f"{mean['fdora, float32']:.1e} from a float32 run where PEFT is {mean['peft, float32']:.1e}"
+        for optimizer, mean in distances(rows).items()
+    )
+
+
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 
 
 HOST_WAYS = ("fdora", "peft_lora", "peft_dora")
@@ -436,17 +439,25 @@ def converged() -> dict[tuple[str, str], list[dict]]:
     return found
 
 
+def distances(rows: list[dict]) -> dict[str, dict[str, float]]:
+    """By optimizer, the mean over its seeds of each pair's mean difference."""
+    found: dict[str, dict[str, float]] = {}
+    for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
+        mine = [row["difference"] for row in rows if row["optimizer"] == optimizer]
+        found[optimizer] = {pair: sum(each[pair]["mean"] for each in mine) / len(mine) for pair in mine[0]}
+    return found
+
+
 def convergence() -> str:
-    from bench.converge import PAIRS, TARGET, markdown
+    from bench.converge import TARGET, markdown
 
     parts = [figure("losses", "Loss of a step, and differences")]
     for (machine, settings), rows in converged().items():
         parts += [f"### {machine}", f"{settings}.", markdown(rows)]
-        for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
+        for optimizer, mean in distances(rows).items():
             mine = [row["difference"] for row in rows if row["optimizer"] == optimizer]
-            mean = {pair: sum(each[", ".join(pair)]["mean"] for each in mine) / len(mine) for pair in PAIRS}
-            apart, worst = mean["fdora", "peft"], max(each["fdora, peft"]["worst"] for each in mine)
-            fdora, peft = mean["fdora", "float32"], mean["peft", "float32"]
+            apart, worst = mean["fdora, peft"], max(each["fdora, peft"]["worst"] for each in mine)
+            fdora, peft = mean["fdora, float32"], mean["peft, float32"]
             parts.append(
                 f"{optimizer}, {len(mine)} of 3 seeds: a step's loss through fdora is {apart:.1e} from PEFT's in the mean "
                 f"(target {TARGET:.1e}: {'met' if apart <= TARGET else 'missed'}), {worst:.1e} at worst. From the float32 run "

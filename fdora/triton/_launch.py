@@ -22,6 +22,7 @@ except ImportError:
     HAS_PDL, gdc_launch_dependents, gdc_wait = False, None, None
 
 SUM_N, SUM_T = 32, 32
+PLAIN = (Tensor, torch.nn.Parameter)
 _runtime = triton.knobs.runtime
 
 
@@ -123,7 +124,7 @@ def traced(t: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
-    return type(t) not in (Tensor, torch.nn.Parameter)
+    return type(t) not in PLAIN
 
 
 def fits_tma(t: Tensor) -> bool:

@@ -23,12 +23,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fdora.triton import _launch
-from fdora.triton._launch import hooked, launch, launch_by_name, writing
+from fdora.triton._launch import PLAIN, hooked, launch, launch_by_name, writing
 
 MOST = 4096  # sequences of any length make new kinds: start over
-PLAIN = (Tensor, torch.nn.Parameter)  # what the launchers get: traced() sends subclasses through torch's dispatcher
 _EMPTY = ("aten::empty.memory_format", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
 _programs: dict[tuple, Program | None] = {}
+
+
+class Empty(NamedTuple):
+    """One allocation."""
+
+    shape: Sequence[int]
+    stride: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Launch(NamedTuple):
@@ -52,7 +60,7 @@ class Program:
     def __init__(self, device: int):
         self.device = device
         self.table: list = []
-        self.steps: list[tuple | Launch] = []
+        self.steps: list[Any] = []  # Empty or Launch
         self.results: list[int | None] = []
         self.pack: Callable[[list], Any] = list
 
@@ -70,7 +78,7 @@ class Program:
         if bits & 15:
             return NotImplemented
         for step in self.steps:
-            if len(step) == 4:
+            if type(step) is Empty:
                 shape, stride, dtype, device = step
                 t = torch.empty_strided(shape, stride, dtype=dtype, device=device)  # a third faster than torch.empty
                 table[k] = t.data_ptr()
@@ -105,7 +113,7 @@ class _Writer(TorchDispatchMode):
         if self.launching or func.is_view:
             return out
         if func.name() in _EMPTY and out.numel():
-            self.program.steps.append((out.shape, out.stride(), out.dtype, out.device))
+            self.program.steps.append(Empty(out.shape, out.stride(), out.dtype, out.device))
             self.places[out.data_ptr()] = len(self.tensors)
             self.tensors.append(out)
         else:

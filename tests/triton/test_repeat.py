@@ -147,7 +147,8 @@ def test_what_its_code_may_look_at_makes_another_kind(sums):
         for _ in range(2):
             once, _ = op(*args)
         if i < 5:  # the kernel wants adjacent rows
-            torch.testing.assert_close(once, args[0].float().sum(0), rtol=2e-2, atol=2e-2)
+            limit = 2e-2 if args[0].dtype == torch.float16 else 1e-5  # halves are added as halves
+            torch.testing.assert_close(once, args[0].float().sum(0), rtol=limit, atol=limit)
         assert len(runs) == i
 
 
