@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fdora._facts import facts
+from fdora._torch import functorch_active
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -104,35 +107,37 @@ def check_frozen(fn: str, arg: str, t: Tensor | None) -> None:
 
 
 _passed: set[tuple] = set()
+MAX_PASSED = 8192
 
 
-def _shape_of_call(fn: str, tensors: dict[str, Tensor | None]) -> tuple:
-    """All that the checks look at, but for the leading axes of x and the values of W.requires_grad and s."""
-    facts: list = [fn]
-    for t in tensors.values():
-        facts.append(None if t is None else (t.shape, t.dtype, t.device, type(t)))
-    if "x" in tensors:
-        shape, *rest = facts[-1]
-        facts[-1] = (shape[-1], *rest)
-    return tuple(facts)
-
-
-def seen_before(fn: str, tensors: dict[str, Tensor | None], s: float) -> bool:
-    """Whether the checks of shapes, dtypes and devices passed for such arguments already: they are a third of the host time
-    of a small layer. Never under a compiler, which runs them once, while it traces. x, if any, comes last."""
-    if torch.compiler.is_compiling() or type(s) not in (float, int) or s - s != 0:
-        return False
+def key_of(fn: str, tensors: tuple[Tensor | None, ...], *scalars: float | None) -> tuple | None:
+    """What names such a call, for :func:`passed`; None where it must be checked every time: under a compiler or torch.func, for
+    tensors that are not plain ones, and for an s that is not a finite number.
+    """
+    if torch.compiler.is_compiling() or functorch_active():
+        return None
+    for s in scalars:
+        if (type(s) is not float and type(s) is not int) or s - s != 0:
+            return None
     try:
-        W = tensors.get("W")
-        if W is not None and W.requires_grad and torch.is_grad_enabled():
-            return False
-        return _shape_of_call(fn, tensors) in _passed
-    except (AttributeError, TypeError, IndexError):  # not tensors, or without axes: the checks say it better
-        return False
+        found = facts(tensors)
+    except (
+        AttributeError,
+        TypeError,
+        RuntimeError,
+        NotImplementedError,
+    ):  # not tensors, or without storage: the checks say it better
+        return None
+    return None if found is None else (fn, found)
 
 
-def remember(fn: str, tensors: dict[str, Tensor | None]) -> None:
-    if not torch.compiler.is_compiling():
-        if len(_passed) > 4096:
+def passed(key: tuple | None) -> bool:
+    """Whether the checks of shapes, dtypes and devices passed for such a call already: a third of a small layer's host time."""
+    return key is not None and key in _passed  # a compiler that reads the set compiles anew whenever it grew
+
+
+def remember(key: tuple | None) -> None:
+    if key is not None:
+        if len(_passed) >= MAX_PASSED:
             _passed.clear()
-        _passed.add(_shape_of_call(fn, tensors))
+        _passed.add(key)

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from fdora._check import FdoraError
+from fdora._check import FdoraError, fail
 
 Backend = Literal["auto", "eager", "triton"]
 NAMES = ("auto", "eager", "triton")
@@ -34,7 +34,7 @@ def _named(name: str, where: str) -> str:
 
 # One process-wide name. A ContextVar would be per thread, but Dynamo cannot trace it and does not guard threading.local
 # (both tried on torch 2.13): a compiled function would keep the backend it was traced with.
-_forced = _named(os.environ.get("FDORA_BACKEND", "auto"), "FDORA_BACKEND")
+_forced = _named(os.environ.get("FDORA_BACKEND") or "auto", "FDORA_BACKEND")
 
 
 @contextmanager
@@ -74,6 +74,9 @@ def choose(
                 f"fdora.select_backend: `backend` must be eager for tensors on {device}, got 'triton' (from {origin}). "
                 "Move them to a GPU, or pass backend='auto'."
             )
+        if wish == "triton" and dtype not in TRITON_DTYPES:
+            remedy = "The kernels compute in float32: cast the tensors, or pass backend='auto'."
+            raise fail("select_backend", "backend", f"eager for {dtype} tensors", f"'triton' (from {origin})", remedy)
         return BackendChoice(wish, f"asked for by {origin}")
     if device != "cuda":
         return BackendChoice("eager", f"the tensors are on {device}, Triton kernels need an NVIDIA or AMD GPU")

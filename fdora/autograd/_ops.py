@@ -3,50 +3,130 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fdora import eager
+from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved, SavedMlp
 
-# name -> package with the modules norm, compose, linear, act and merge. Filled at import: a lazy import inside a forward
-# breaks torch.compile(fullgraph=True).
-OPS: dict[str, Any] = {"eager": eager}
+Layers = Sequence[Operands]
+AllOptions = Sequence[Options]
+
 OLDEST = (8, 0)  # the first NVIDIA GPU whose tensor cores multiply bfloat16
 
 
-def _with_kernels(kernels: ModuleType) -> SimpleNamespace:
-    """The eager package with each function replaced that has a kernel."""
-    merged = SimpleNamespace()
-    for name in ("norm", "compose", "linear", "act", "merge"):
-        functions = vars(getattr(eager, name)) | vars(getattr(kernels, name, SimpleNamespace()))
-        setattr(merged, name, SimpleNamespace(**{n: f for n, f in functions.items() if callable(f) and n[0] != "_"}))
-    return merged
+@dataclass(frozen=True)
+class Backend:
+    """What a backend implements. Every op is named where a backend is listed, so one that is missing fails at import."""
+
+    norm_fwd: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, int | None], Tensor]
+    sqnorm_fwd: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, int | None], Tensor]
+    norm_guarded: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, int | None, Tensor, Tensor], tuple[Tensor, Tensor]]
+    norm_bwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, tuple[bool, bool]], tuple[Tensor | None, Tensor | None]]
+    base_sqnorm: Callable[[Tensor, int | None], Tensor]
+    compose_fwd: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, bool], Tensor]
+    compose_bwd: Callable[
+        [Tensor, Tensor, Tensor, Tensor, float, bool, tuple[bool, bool, bool, bool]], tuple[Tensor | None, ...]
+    ]
+    layers_fwd: Callable[[Tensor, Layers, AllOptions, Dropout], tuple[list[Tensor], Saved]]
+    layers_bwd: Callable[
+        [Sequence[Tensor | None], Tensor, Layers, AllOptions, Dropout, Saved, bool, Sequence[Needs]],
+        tuple[Tensor | None, list[Grads]],
+    ]
+    mlp_fwd: Callable[[Tensor, Layers, AllOptions, Dropout, Any], tuple[Tensor, SavedMlp]]
+    mlp_bwd: Callable[
+        [Tensor, Tensor, Layers, AllOptions, Dropout, Any, SavedMlp, bool, Sequence[Needs]],
+        tuple[Tensor | None, list[Grads]],
+    ]
+    merge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
+    unmerge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
+    tree_layers: Callable[..., Any]  # what norms of many layers are made with
+    norm_kept: Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor], Tensor] | None = None
+    give_norm: Callable[[Tensor, Any], None] | None = None
+    norms_kept: Callable[..., Any] | None = None  # of all layers of a model, in compiled code
+    forget_norms: Callable[[], None] | None = None
 
 
-def _load() -> str:
-    """Add the kernels to the table, or say why there are none. Whatever Triton raises at import is a reason, not a crash."""
+# Filled at import: a lazy import inside a forward breaks torch.compile(fullgraph=True).
+OPS: dict[str, Backend] = {
+    "eager": Backend(
+        norm_fwd=eager.norm.norm_fwd,
+        sqnorm_fwd=eager.norm.sqnorm_fwd,
+        norm_guarded=eager.norm.norm_guarded,
+        norm_bwd=eager.norm.norm_bwd,
+        base_sqnorm=eager.norm.base_sqnorm,
+        compose_fwd=eager.compose.compose_fwd,
+        compose_bwd=eager.compose.compose_bwd,
+        layers_fwd=eager.linear.layers_fwd,
+        layers_bwd=eager.linear.layers_bwd,
+        mlp_fwd=eager.mlp.mlp_fwd,
+        mlp_bwd=eager.mlp.mlp_bwd,
+        merge_fwd=eager.merge.merge_fwd,
+        unmerge_fwd=eager.merge.unmerge_fwd,
+        tree_layers=eager.tree.Layers,
+    )
+}
+
+
+def kernels(triton: Any) -> Backend:
+    """The Triton backend. What it has no kernel for, plain torch computes on the GPU: these two lines say which."""
+    return Backend(
+        norm_fwd=triton.norm.norm_fwd,
+        sqnorm_fwd=triton.norm.sqnorm_fwd,
+        norm_guarded=triton.norm.norm_guarded,
+        norm_bwd=eager.norm.norm_bwd,
+        base_sqnorm=eager.norm.base_sqnorm,
+        compose_fwd=triton.compose.compose_fwd,
+        compose_bwd=triton.compose.compose_bwd,
+        layers_fwd=triton.linear.layers_fwd,
+        layers_bwd=triton.linear.layers_bwd,
+        mlp_fwd=triton.mlp.mlp_fwd,
+        mlp_bwd=triton.mlp.mlp_bwd,
+        merge_fwd=triton.merge.merge_fwd,
+        unmerge_fwd=triton.merge.unmerge_fwd,
+        tree_layers=triton.tree.Layers,
+        norm_kept=triton.norm.norm_kept,
+        give_norm=triton.norm.give_norm,
+        norms_kept=triton.tree.norms_kept,
+        forget_norms=triton.tree.forget_norms,
+    )
+
+
+def _import_triton() -> tuple[Any, str]:
+    """fdora.triton, or why there are no kernels. Whatever Triton raises at import is a reason, not a crash."""
     # A torch without CUDA or HIP has no use for kernels, except to interpret them in tests.
     if not (torch.version.cuda or torch.version.hip or os.environ.get("TRITON_INTERPRET") == "1"):
-        return "this torch was built without CUDA and HIP"
+        return None, "this torch was built without CUDA and HIP"
     try:
         if find_spec("triton") is None:
-            return "Triton is not installed"
+            return None, "Triton is not installed"
         from fdora import triton
-
-        OPS["triton"] = _with_kernels(triton)
     except Exception as error:
         text = str(error).strip().partition("\n")[0]
-        return f"Triton cannot be used ({type(error).__name__}{': ' if text else ''}{text})"
-    return ""
+        return None, f"Triton cannot be used ({type(error).__name__}{': ' if text else ''}{text})"
+    return triton, ""
 
 
-NO_KERNELS = _load()
+def import_explain() -> tuple[Any, str]:
+    """fdora.triton.explain, or why not: it needs Triton, but no GPU."""
+    try:
+        if find_spec("triton") is None:
+            return None, "Triton is not installed"
+        from fdora.triton import explain
+    except Exception as error:
+        return None, f"Triton cannot be used ({type(error).__name__}: {error})"
+    return explain, ""
+
+
+_triton, NO_KERNELS = _import_triton()
+if _triton is not None:
+    OPS["triton"] = kernels(_triton)
 
 
 def obstacle(device: torch.device) -> str:
@@ -60,27 +140,6 @@ def obstacle(device: torch.device) -> str:
         need, has = (".".join(map(str, c)) for c in (OLDEST, have))
         return f"{torch.cuda.get_device_name(device)} has compute capability {has}, Triton kernels need {need}"
     return ""
-
-
-def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)``, past what ``Function.apply`` does for the sake of torch.func and of default arguments.
-
-    For a Function with setup_context that is to ask inspect for the signature of ``forward`` and bind by name, on every
-    apply: half of the host time of a small layer. Ours are all positional, with no defaults.
-    """
-    if torch.compiler.is_compiling():
-        # Without a graph to build Dynamo would hand a forward that takes *args its ctx as well (torch 2.13): do without apply.
-        wanted = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
-        return function.apply(*args) if wanted else function.forward(*args)
-    if torch._C._are_functorch_transforms_active():
-        return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
-
-
-def no_graph() -> bool:
-    """Whether code runs for its values only: then the Function, which refuses what it cannot differentiate, can be left out."""
-    watched = torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return not watched and forward_ad._current_level < 0
 
 
 def autocast_on(t: Tensor) -> bool:
@@ -100,12 +159,25 @@ def no_second_derivative(op: str) -> NotImplementedError:
     )
 
 
-def only(grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+def reread(ctx: Any, op: str) -> Any:
+    """What the Function saved. Where its output was changed in place since, the error says what to do."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace operation" not in str(error) or f" of {type(ctx).__name__.removesuffix('Backward')}" not in str(error):
+            raise
+        raise RuntimeError(
+            f"fdora.{op}: `y` must be left as it is until backward, got a tensor that was changed in place. "
+            f"Pass keep_inner=True (in PEFT: use_fdora(model, keep_inner=True)), or write `y = c * y`. (torch: {error})"
+        ) from error
+
+
+def drop_none(grads: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
     """The gradients that were asked for: vmap cannot carry a None out of a Function."""
     return tuple(d for d in grads if d is not None)
 
 
-def spread(grads: tuple[Tensor, ...], needs: tuple[bool, ...]) -> list[Tensor | None]:
-    """Undo :func:`only`."""
+def restore_none(grads: Iterable[Tensor], needs: Iterable[bool]) -> list[Tensor | None]:
+    """Undo :func:`drop_none`."""
     rest = iter(grads)
     return [next(rest) if need else None for need in needs]

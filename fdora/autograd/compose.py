@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from fdora.autograd._ops import OPS, apply, no_second_derivative, only, spread
+from fdora._torch import apply
+from fdora.autograd._ops import OPS, drop_none, no_second_derivative, restore_none
 
 
 def compose(*args: Any) -> torch.Tensor:
@@ -21,7 +22,7 @@ class Compose(torch.autograd.Function):
 
     @staticmethod
     def forward(base, lora, g, bias, s, delta, backend):
-        return OPS[backend].compose.compose_fwd(base, lora, g, bias, s, delta)
+        return OPS[backend].compose_fwd(base, lora, g, bias, s, delta)
 
     @staticmethod
     def setup_context(ctx: Any, inputs, output):
@@ -33,7 +34,7 @@ class Compose(torch.autograd.Function):
     def backward(ctx: Any, dy):
         needs = tuple(ctx.needs_input_grad[:4])
         grads = apply(ComposeBwd, dy, *ctx.saved_tensors, ctx.s, ctx.delta, needs, ctx.backend)
-        dbase, dlora, dg, dbias = spread(grads, needs)
+        dbase, dlora, dg, dbias = restore_none(grads, needs)
         #      base   lora   g   bias                                              s     delta backend
         return dbase, dlora, dg, dbias if dbias is None else dbias.to(ctx.bias_dtype), None, None, None
 
@@ -43,7 +44,7 @@ class ComposeBwd(torch.autograd.Function):
 
     @staticmethod
     def forward(dy, base, lora, g, s, delta, needs, backend):
-        return only(OPS[backend].compose.compose_bwd(dy, base, lora, g, s, delta, needs))
+        return drop_none(OPS[backend].compose_bwd(dy, base, lora, g, s, delta, needs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs, output):

@@ -1,73 +1,129 @@
-"""Autograd of the whole layer."""
+"""Autograd of linear layers that read the same x: one node. A single layer is a group of one."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from fdora.autograd._ops import OPS, apply, autocast_off, autocast_on, no_graph, no_second_derivative, only, spread
+from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved
+from fdora._torch import apply, no_graph
+from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
+
+WIDTH = len(Operands._fields)
 
 
-def linear(*args: Any) -> torch.Tensor:
-    """y; the arguments of Linear.forward."""
-    return Linear.forward(*args)[0] if no_graph() else apply(Linear, *args)[0]
+class Call(NamedTuple):
+    """What is no tensor in a call of several layers."""
+
+    options: tuple[Options, ...]
+    drop: Dropout
+    backend: str
+
+
+def linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[Tensor]:
+    """One y for each layer."""
+    if no_graph() and not autocast_on(x):
+        return OPS[call.backend].layers_fwd(x, layers, call.options, call.drop)[0]
+    return apply(Linear, x, call, *(t for la in layers for t in la))[: len(layers)]
+
+
+def layers_of(flat: Sequence[Any]) -> list[Operands]:
+    if len(flat) == WIDTH:
+        return [Operands._make(flat)]
+    return [Operands(*flat[i : i + WIDTH]) for i in range(0, len(flat), WIDTH)]
+
+
+def needs_of(flags: Sequence[bool]) -> list[Needs]:
+    """From needs_input_grad of the flat operands: A, B, m, c, bias of each layer."""
+    return [Needs(*flags[i + 1 : i + 6]) for i in range(0, len(flags), WIDTH)]
+
+
+def to_inputs(grads: Sequence[Grads]) -> list[Tensor | None]:
+    """The gradients in the places of the flat operands they belong to; autograd casts that of bias."""
+    #              W     A B m c bias  seed
+    return [d for each in grads for d in (None, *each, None)]
 
 
 class Linear(torch.autograd.Function):
-    """Keeps x, h and, for the gradient of m, the output itself or inner; W, A, B, m, c are the caller's."""
+    """Saves x, h and, for the gradient of each m, the output itself or the value before g; the operands are the caller's."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, W, A, B, m, c, bias, seed, s, p, mode, keep, backend):
-        fwd = OPS[backend].linear.linear_fwd
-        if not autocast_on(x):
-            return fwd(x, W, A, B, m, c, bias, seed, s, p, mode, keep)
-        with autocast_off(x):
-            return fwd(x, W, A, B, m, c, bias, seed, s, p, mode, keep)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs, output):
-        x, W, A, B, m, c, bias, seed, ctx.s, ctx.p, ctx.mode, keep, ctx.backend = inputs
-        y, h, *inner = output
-        ctx.kept_inner = len(inner) > 0
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(h, *inner)
-        ctx.set_materialize_grads(False)  # else torch fills zeros for h and inner on every backward
-        kept = None if keep == "nothing" else inner[0] if inner else y
-        ctx.save_for_backward(x, W, A, B, m, c, h, kept, seed)
-
-    @staticmethod
-    def backward(ctx: Any, dy, *_):
-        if dy is None:
-            return (None,) * 13
-        need_x, _, need_A, need_B, need_m, need_c, need_bias = ctx.needs_input_grad[:7]
-        needs = (need_x, need_A, need_B, need_m, need_c, need_bias)
-        args = (dy, *ctx.saved_tensors, ctx.s, ctx.p, ctx.mode, ctx.kept_inner, needs)
-        if no_graph() and not autocast_on(dy):
-            dx, dA, dB, dm, dc, dbias = OPS[ctx.backend].linear.linear_bwd(*args)
+    def forward(x: Tensor, call: Call, *flat: Tensor | None) -> Any:
+        fwd = OPS[call.backend].layers_fwd
+        if autocast_on(x):
+            with autocast_off(x):
+                ys, (h, kept, pre_scale) = fwd(x, layers_of(flat), call.options, call.drop)
         else:
-            dx, dA, dB, dm, dc, dbias = spread(apply(LinearBwd, *args, ctx.backend), needs)
-        if dbias is not None:
-            dbias = dbias.to(ctx.bias_dtype)
-        #      x   W     A   B   m   c   bias   seed  s     p     mode  keep  backend
-        return dx, None, dA, dB, dm, dc, dbias, None, None, None, None, None, None
+            ys, (h, kept, pre_scale) = fwd(x, layers_of(flat), call.options, call.drop)
+        out = [*ys] if h is None else [*ys, h]
+        if True in pre_scale:  # vmap carries no None out of a Function: an empty vector says it
+            out += [t if has and t is not None else x.new_empty(0) for t, has in zip(kept, pre_scale, strict=True)]
+        return tuple(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, call, *flat = inputs
+        n = len(call.options)
+        rest = output[n:]
+        ctx.mark_non_differentiable(*rest)
+        ctx.set_materialize_grads(False)  # else torch fills zeros for h and the like on every backward
+        h, before = None, rest
+        if any([A is not None for A in flat[1::WIDTH]]):
+            h, *before = rest
+        kept = [None if o.save == "nothing" else y for o, y in zip(call.options, output, strict=False)]
+        ctx.pre_scale = (False,) * n
+        if before:
+            ctx.pre_scale = tuple(t.dim() == 2 for t in before)
+            kept = [v if has else y for v, has, y in zip(before, ctx.pre_scale, kept, strict=True)]
+        ctx.call = call
+        ctx.save_for_backward(x, h, *kept, *flat)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> Any:
+        call, n = ctx.call, len(ctx.pre_scale)
+        dys = dys[:n]
+        if all([dy is None for dy in dys]):
+            return (None,) * len(ctx.needs_input_grad)
+        # once: checkpoint forms them again when they are asked for
+        x, h, *rest = reread(ctx, "dora_linear" if n == 1 else "dora_linear_group")
+        kept, flat = tuple(rest[:n]), rest[n:]
+        need_x, needs = ctx.needs_input_grad[0], needs_of(ctx.needs_input_grad[2:])
+        if no_graph() and not autocast_on(x):
+            saved = Saved(h, kept, ctx.pre_scale)
+            bwd = OPS[call.backend].layers_bwd
+            dx, grads = bwd(dys, x, layers_of(flat), call.options, call.drop, saved, need_x, needs)
+        else:
+            none = Needs(False, False, False, False, False)
+            needs = [none if dy is None else each for dy, each in zip(dys, needs, strict=True)]
+            flags = (need_x, *(need for each in needs for need in each))
+            found = restore_none(apply(LinearBwd, call, ctx.pre_scale, flags, x, h, *dys, *kept, *flat), flags)
+            dx, grads = found[0], [Grads(*found[i : i + 5]) for i in range(1, len(found), 5)]
+        #      x   call
+        return dx, None, *to_inputs(grads)
 
 
 class LinearBwd(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(dy, x, W, A, B, m, c, h, kept, seed, s, p, mode, kept_inner, needs, backend):
+    def forward(call: Call, pre_scale: tuple[bool, ...], flags: tuple[bool, ...], x: Tensor, h: Tensor, *rest: Any) -> Any:
+        n = len(pre_scale)
+        dys, kept, layers = rest[:n], rest[n : 2 * n], layers_of(rest[2 * n :])
+        needs = [Needs(*flags[i : i + 5]) for i in range(1, len(flags), 5)]
         with autocast_off(x):
-            bwd = OPS[backend].linear.linear_bwd
-            return only(bwd(dy, x, W, A, B, m, c, h, kept, seed, s, p, mode, kept_inner, needs))
+            bwd = OPS[call.backend].layers_bwd
+            dx, grads = bwd(dys, x, layers, call.options, call.drop, Saved(h, kept, pre_scale), flags[0], needs)
+        return drop_none((dx, *(d for each in grads for d in each)))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs, output):
-        pass
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.fn = "dora_linear" if len(inputs[1]) == 1 else "dora_linear_group"
 
     @staticmethod
-    def backward(ctx: Any, *_):
-        raise no_second_derivative("dora_linear")
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise no_second_derivative(ctx.fn)

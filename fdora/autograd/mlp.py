@@ -1,110 +1,96 @@
-"""Autograd of a gated MLP, ``y = down(f(gate(x)) up(x))``: what backward can form again is not kept."""
+"""Autograd of a gated MLP, ``y = down(f(gate(x)) up(x))``: one node, which saves what SavedMlp says."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fdora.autograd._ops import OPS, apply, autocast_off, autocast_on, no_graph, no_second_derivative, only, spread
-from fdora.autograd.group import TENSORS, Layer, flat_of, layers_bwd, layers_fwd, layers_of, of_layers, to_inputs
+from fdora._records import Dropout, Grads, Needs, Operands, Options, SavedMlp
+from fdora._torch import apply, no_graph
+from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
+from fdora.autograd.linear import layers_of, needs_of, to_inputs
 from fdora.eager.act import ACTS as ACTS
 
-
-def mlp(x: Tensor, gate: Layer, up: Layer, down: Layer, *options: Any) -> Tensor:
-    """y; the options of Mlp.forward."""
-    return apply(Mlp, x, *options, *gate, *up, *down)[0]
+NOTHING = nullcontext()
+PARTS = len(SavedMlp._fields)
 
 
-def mlp_bwd(
-    ops: Any, dy: Tensor, x: Tensor, h: Tensor, h_down: Tensor, ys: tuple[Tensor | None, ...],
-    inners: tuple[Tensor | None, ...], layers: list[Layer], act: str, p: float, mode: str, need_x: bool,
-    needs: list[tuple[bool, ...]],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """dx, then dA, dB, dm, dc, dbias (in acc_dtype) of gate, up and down."""
+class Call(NamedTuple):
+    """What is no tensor in a call."""
 
-    def bwd(dys, x, part, h, need_x):
-        kept = [y if inner is None else inner for y, inner in zip(ys[part], inners[part], strict=True)]
-        kept_inner = [inner is not None for inner in inners[part]]
-        return layers_bwd(ops.linear, dys, x, layers[part], h, kept, kept_inner, p, mode, need_x, needs[part])
+    options: tuple[Options, ...]
+    drop: Dropout
+    act: str
+    backend: str
 
-    gate, up = (
-        ops.linear.output(inner, la.m, la.c, la.bias) if y is None else y
-        for y, inner, la in zip(ys[:2], inners[:2], layers[:2], strict=True)
-    )
-    need_a = need_x or any(map(any, needs[:2]))
-    da, *of_down = bwd([dy], ops.act.act_fwd(gate, up, act), slice(2, 3), h_down, need_a)
-    if not need_a:
-        return None, *[None] * 10, *of_down
-    pair = list(ops.act.act_bwd(da, gate, up, act))
-    del da, gate, up
-    return *bwd(pair, x, slice(0, 2), h, need_x), *of_down
+
+def mlp(x: Tensor, layers: Sequence[Operands], call: Call) -> Tensor:
+    """y; gate, up and down in this order."""
+    if no_graph() and not autocast_on(x):
+        return OPS[call.backend].mlp_fwd(x, layers, call.options, call.drop, call.act)[0]
+    return apply(Mlp, x, call, *(t for la in layers for t in la))[0]
 
 
 class Mlp(torch.autograd.Function):
-    """Keeps x, h of gate and up, h of down, one tensor each for gate and up, and for the m of down its output or inner.
-
-    The tensor of gate and up is their output, which the activation's backward needs anyway and dm reads too; or, where the
-    output will not do for dm, inner, from which the output follows. Only under "peft" dropout both are kept.
-    """
-
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, act, p, mode, backend, *flat):
-        ops, layers = OPS[backend], layers_of(flat)
-        with autocast_off(x):
-            pair, h, inners = layers_fwd(ops.linear, x, layers[:2], p, mode)
-            (y,), h_down, (inner_down,) = layers_fwd(ops.linear, ops.act.act_fwd(*pair, act), layers[2:], p, mode)
-        if mode != "peft":
-            pair = [x.new_empty(0) if inner.dim() == 2 else v for v, inner in zip(pair, inners, strict=True)]
-        return y, h, h_down, *pair, *inners, inner_down
+    def forward(x: Tensor, call: Call, *flat: Tensor | None) -> Any:
+        with autocast_off(x) if autocast_on(x) else NOTHING:
+            y, saved = OPS[call.backend].mlp_fwd(x, layers_of(flat), call.options, call.drop, call.act)
+        # vmap carries no None out of a Function: an empty vector says it. y is there already; values before g are rarely kept.
+        h, h_down, gate, up, _, *before = saved
+        parts = (h, h_down, gate, up) if before == [None] * 3 else (h, h_down, gate, up, *before)
+        return y, *(x.new_empty(0) if t is None else t for t in parts)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs, output):
-        x, ctx.act, ctx.p, ctx.mode, ctx.backend, *flat = inputs
-        layers = layers_of(flat)
-        ctx.plain = [(la.s, la.keep) for la in layers]
-        y, h, h_down, *kept = output
-        ctx.mark_non_differentiable(h, h_down, *kept)
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.call, *flat = inputs
+        y, *rest = output
+        ctx.mark_non_differentiable(*rest)
         ctx.set_materialize_grads(False)
-        gate, up, *inners = (None if t.dim() == 1 else t for t in kept)
-        y = y if inners[2] is None and layers[2].keep != "nothing" else None
-        ctx.save_for_backward(x, h, h_down, gate, up, y, *inners, *(t for la in layers for t in tuple(la)[:TENSORS]))
+        h, h_down, gate, up, *before = (None if t.dim() == 1 else t for t in rest)
+        before = before or [None] * 3
+        kept = y if before[2] is None and ctx.call.options[2].save != "nothing" else None
+        saved = SavedMlp(h, h_down, gate, up, kept, *before)
+        ctx.save_for_backward(x, *saved, *flat)
 
     @staticmethod
-    def backward(ctx: Any, dy, *_):
+    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
-        tensors = ctx.saved_tensors  # once: checkpoint forms them again when they are asked for
-        saved, flat = tensors[:9], tensors[9:]
-        layers = [Layer(*flat[TENSORS * i : TENSORS * (i + 1)], *ctx.plain[i]) for i in range(3)]
-        need_x, needs = ctx.needs_input_grad[0], of_layers(ctx.needs_input_grad[5:])
+        call, (x, *rest) = ctx.call, reread(ctx, "dora_mlp")  # once: checkpoint forms them again when they are asked for
+        need_x, needs = ctx.needs_input_grad[0], needs_of(ctx.needs_input_grad[2:])
         if no_graph() and not autocast_on(dy):
-            x, h, h_down, *kept = saved
-            args = (dy, x, h, h_down, kept[:3], kept[3:], layers, ctx.act, ctx.p, ctx.mode, need_x, needs)
-            dx, *grads = mlp_bwd(OPS[ctx.backend], *args)
+            bwd, layers, saved = OPS[call.backend].mlp_bwd, layers_of(rest[PARTS:]), SavedMlp(*rest[:PARTS])
+            dx, grads = bwd(dy, x, layers, call.options, call.drop, call.act, saved, need_x, needs)
         else:
-            args = (ctx.act, ctx.p, ctx.mode, ctx.backend, need_x, needs, dy, *saved, *flat_of(layers))
-            dx, *grads = spread(apply(MlpBwd, *args), (need_x, *(need for each in needs for need in each)))
-        #      x   act   p     mode  backend
-        return dx, None, None, None, None, *to_inputs(grads)
+            flags = (need_x, *(need for each in needs for need in each))
+            found = restore_none(apply(MlpBwd, call, flags, dy, x, *rest), flags)
+            dx, grads = found[0], [Grads(*found[i : i + 5]) for i in range(1, len(found), 5)]
+        #      x   call
+        return dx, None, *to_inputs(grads)
 
 
 class MlpBwd(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(act, p, mode, backend, need_x, needs, dy, x, h, h_down, *rest):
-        args = (dy, x, h, h_down, rest[:3], rest[3:6], layers_of(rest[6:]), act, p, mode, need_x, needs)
+    def forward(call: Call, flags: tuple[bool, ...], dy: Tensor, x: Tensor, *rest: Any) -> Any:
+        needs = [Needs(*flags[i : i + 5]) for i in range(1, len(flags), 5)]
+        bwd, layers, saved = OPS[call.backend].mlp_bwd, layers_of(rest[PARTS:]), SavedMlp(*rest[:PARTS])
         with autocast_off(x):
-            return only(mlp_bwd(OPS[backend], *args))
+            dx, grads = bwd(dy, x, layers, call.options, call.drop, call.act, saved, flags[0], needs)
+        return drop_none((dx, *(d for each in grads for d in each)))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *_):
+    def backward(ctx: Any, *_: Any) -> Any:
         raise no_second_derivative("dora_mlp")

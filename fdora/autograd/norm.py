@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora.autograd._ops import OPS, apply, autocast_off, no_second_derivative, only, spread
+from fdora._torch import apply, detached
+from fdora.autograd._ops import OPS, autocast_off, drop_none, no_second_derivative, restore_none
 from fdora.eager._matmul import is_real as is_real
-from fdora.eager.norm import EPS as EPS
 from fdora.eager.norm import WORDS as WORDS
 from fdora.eager.norm import scale as scale
 from fdora.eager.norm import smallest_bytes as smallest_bytes
@@ -20,34 +20,47 @@ def row_norm(
 ) -> Tensor:
     if not detach:
         return apply(Norm, W, A, B, base_sqnorm, s, max_bytes, backend)
+    W, A, B, base_sqnorm = detached(W, A, B, base_sqnorm)
     with torch.no_grad(), autocast_off(W):
-        return OPS[backend].norm.norm_fwd(W, A, B, base_sqnorm, s, max_bytes)
+        return OPS[backend].norm_fwd(W, A, B, base_sqnorm, s, max_bytes)
 
 
 def row_sqnorm(
     W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None, backend: str
 ) -> Tensor:
+    W, A, B, base_sqnorm = detached(W, A, B, base_sqnorm)
     with torch.no_grad(), autocast_off(W):
-        return OPS[backend].norm.sqnorm_fwd(W, A, B, base_sqnorm, s, max_bytes)
+        return OPS[backend].sqnorm_fwd(W, A, B, base_sqnorm, s, max_bytes)
 
 
 def guarded_norm(
     W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None,
     c: Tensor, seen: Tensor, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    W, A, B, base_sqnorm, c, seen = detached(W, A, B, base_sqnorm, c, seen)
     with torch.no_grad(), autocast_off(W):
-        return OPS[backend].norm.norm_guarded(W, A, B, base_sqnorm, s, max_bytes, c, seen)
+        return OPS[backend].norm_guarded(W, A, B, base_sqnorm, s, max_bytes, c, seen)
 
 
 def kept_norm(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, seen: Tensor) -> Tensor:
     """:func:`guarded_norm` by kernels in compiled code: c and seen, which nobody else holds, are written in place."""
+    kernel = OPS["triton"].norm_kept
+    assert kernel is not None
     with torch.no_grad(), autocast_off(W):
-        return OPS["triton"].norm.norm_kept(W, A, B, s, c, seen)
+        return kernel(W, A, B, s, c, seen)
+
+
+def give_norm(seen: Tensor, giver: Any) -> None:
+    """:func:`kept_norm` with this ``seen`` asks ``giver.given(W, A, B, s)`` first. Holds nothing."""
+    give = OPS["triton"].give_norm
+    assert give is not None
+    give(seen, giver)
 
 
 def base_sqnorm(W: Tensor, max_bytes: int | None, backend: str) -> Tensor:
+    (W,) = detached(W)
     with torch.no_grad(), autocast_off(W):
-        return OPS[backend].norm.base_sqnorm(W, max_bytes)
+        return OPS[backend].base_sqnorm(W, max_bytes)
 
 
 class Norm(torch.autograd.Function):
@@ -58,7 +71,7 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def forward(W, A, B, base_sqnorm, s, max_bytes, backend):
         with autocast_off(W):
-            return OPS[backend].norm.norm_fwd(W, A, B, base_sqnorm, s, max_bytes)
+            return OPS[backend].norm_fwd(W, A, B, base_sqnorm, s, max_bytes)
 
     @staticmethod
     def setup_context(ctx: Any, inputs, output):
@@ -68,7 +81,7 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dc):
         needs = tuple(ctx.needs_input_grad[1:3])
-        dA, dB = spread(apply(NormBwd, dc, *ctx.saved_tensors, ctx.s, needs, ctx.backend), needs)
+        dA, dB = restore_none(apply(NormBwd, dc, *ctx.saved_tensors, ctx.s, needs, ctx.backend), needs)
         #      W     A   B   base  s     bytes backend
         return None, dA, dB, None, None, None, None
 
@@ -79,7 +92,7 @@ class NormBwd(torch.autograd.Function):
     @staticmethod
     def forward(dc, W, A, B, c, s, needs, backend):
         with autocast_off(W):
-            return only(OPS[backend].norm.norm_bwd(dc, W, A, B, c, s, needs))
+            return drop_none(OPS[backend].norm_bwd(dc, W, A, B, c, s, needs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs, output):

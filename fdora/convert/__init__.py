@@ -1,10 +1,10 @@
-"""Adapters from one place to another: combined, as plain LoRA, in another framework's file, with g for serving.
+"""Combine adapters, turn them into plain LoRA, write them for another framework, and compute g for serving.
 
 An adapter of a layer is ``Adapter(A, B, m, s)``; what it does to the weight is, exactly,
 
     W' - W = diag(g - 1) W + s diag(g) B A,      g = m / ||W + s B A|| per row
 
-of full rank by its first term. That is why adding up factors, or dropping m, is not a conversion.
+The first term has full rank, so neither adding up factors nor dropping m gives the same layer.
 """
 
 from fdora.convert.adapter import Adapter as Adapter

@@ -5,58 +5,115 @@
     python -m fdora.convert lora    MODEL OUT ADAPTER --r 64 [--max-error 0.1]
     python -m fdora.convert scales  MODEL OUT.safetensors ADAPTER
     python -m fdora.convert keys    MODEL OUT ADAPTER --of peft --to kohya [--prefix lora_unet]
+
+An adapter of combine is split into path and weight at its last "=", if a number follows and no file or folder has the whole
+name; without one its weight is 1. A bad argument or file gives a sentence on stderr and exit status 2, and nothing is written.
 """
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+import math
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
+from typing import Any
 
-from fdora._check import FdoraError
+from fdora._check import FdoraError, fail
+from fdora.convert.adapter import Adapter
 from fdora.convert.files import Weights, read, write, write_scales
 from fdora.convert.keys import kohya_names
 from fdora.convert.lowrank import combine, to_lora
 
+FORMATS = ("peft", "kohya")
 
-def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser("python -m fdora.convert", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("combine", "lora", "scales", "keys"))
-    parser.add_argument("model")
-    parser.add_argument("out")
-    parser.add_argument("adapters", nargs="+", help="folder, file, or folder=weight")
-    parser.add_argument("--r", type=int)
-    parser.add_argument("--max-error", type=float)
-    parser.add_argument("--of", default="peft", choices=("peft", "kohya"))
-    parser.add_argument("--to", default="peft", choices=("peft", "kohya"))
-    parser.add_argument("--prefix", default="lora_unet")
-    a = parser.parse_args(argv)
-    if a.command == "lora" and a.r is None:
-        parser.error("lora needs --r")
-    if a.command != "combine" and len(a.adapters) > 1:
-        parser.error(f"{a.command} takes one adapter")
 
+def finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ArgumentTypeError(f"{text} is not a finite number")
+    return value
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--r": {"type": int, "help": "rank of the result"},
+    "--max-error": {"type": finite, "help": "largest relative error of a weight's change to accept"},
+    "--of": {"default": "peft", "choices": FORMATS, "help": "format of the adapters"},
+    "--to": {"default": "peft", "choices": FORMATS, "help": "format of the result"},
+    "--prefix": {"default": "lora_unet", "help": "of kohya's names"},
+}
+COMMANDS = {
+    "combine": ("--r", "--max-error", "--of", "--to", "--prefix"),
+    "lora": ("--r", "--max-error", "--of", "--to", "--prefix"),
+    "scales": ("--of", "--prefix"),
+    "keys": ("--of", "--to", "--prefix"),
+}
+
+
+def parser() -> ArgumentParser:
+    top = ArgumentParser("python -m fdora.convert", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    commands = top.add_subparsers(dest="command", required=True)
+    for name, options in COMMANDS.items():
+        command = commands.add_parser(name)
+        command.add_argument("model")
+        command.add_argument("out")
+        if name == "combine":
+            command.add_argument("adapters", nargs="+", help="folder, file, or either with =weight")
+        else:
+            command.add_argument("adapters", nargs=1, metavar="adapter", help="folder or file")
+        for option in options:
+            command.add_argument(option, **OPTIONS[option], required=(name, option) == ("lora", "--r"))
+    return top
+
+
+def weighted(given: str) -> tuple[str, float]:
+    """An argument of combine: ``path=weight``, or a path alone."""
+    path, _, tail = given.rpartition("=")
+    try:
+        weight = float(tail)
+    except ValueError:
+        return given, 1.0
+    if not path or Path(given).exists():
+        return given, 1.0
+    if not math.isfinite(weight):
+        raise fail("convert", given, "an adapter with a finite weight", tail, "Give it a number, as in folder=0.5.")
+    return path, weight
+
+
+def convert(a: Namespace) -> None:
+    sources = [weighted(given) for given in a.adapters] if a.command == "combine" else [(a.adapters[0], 1.0)]
     weights = Weights(a.model)
-    names = kohya_names(weights, a.prefix) if "kohya" in (a.of, a.to) else None
-    sources = [(path, float(w or 1)) for path, _, w in (given.partition("=") for given in a.adapters)]
-    loaded = [(read(path, a.of, names=names), w) for path, w in sources]
+    names = kohya_names(weights, a.prefix) if "kohya" in (a.of, getattr(a, "to", None)) else None
+    loaded = [(read(path, a.of, names=names), weight) for path, weight in sources]
+    first = loaded[0][0]
     if a.command == "scales":
-        return write_scales(a.out, weights, loaded[0][0])
-    out, errors = {}, {}
+        return write_scales(a.out, weights, first)
+    if a.command == "keys":
+        return write(a.out, first, a.to, names=names)
+    out: dict[str, Adapter] = {}
+    errors: dict[str, float] = {}
     for layer in dict.fromkeys(layer for adapters, _ in loaded for layer in adapters):
-        here = [(adapters[layer], w) for adapters, w in loaded if layer in adapters]
-        if a.command == "keys":
-            out[layer] = here[0][0]
-            continue
+        here, numbers = zip(*((adapters[layer], weight) for adapters, weight in loaded if layer in adapters), strict=True)
         try:
             if a.command == "combine":
-                out[layer], errors[layer] = combine(weights[layer], *zip(*here, strict=True), r=a.r, max_error=a.max_error)
+                out[layer], errors[layer] = combine(weights[layer], here, numbers, r=a.r, max_error=a.max_error)
             else:
-                out[layer], errors[layer] = to_lora(weights[layer], here[0][0], r=a.r, max_error=a.max_error)
+                out[layer], errors[layer] = to_lora(weights[layer], here[0], r=a.r, max_error=a.max_error)
         except FdoraError as error:
             raise FdoraError(f"{layer}: {error}") from error
     write(a.out, out, a.to, names=names)
-    if errors:
-        worst = max(errors, key=errors.__getitem__)
-        print(f"{len(out)} layers; largest error of a weight's change: {errors[worst]:.3g}, {worst}")
+    worst = max(errors, key=errors.__getitem__)
+    print(f"{len(out)} layers; largest error of a weight's change: {errors[worst]:.3g}, {worst}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    top = parser()
+    try:
+        convert(top.parse_args(argv))
+    except FdoraError as error:
+        top.exit(2, f"{error}\n")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "safetensors":
+            raise
+        top.exit(2, 'fdora.convert: files need safetensors. Install it with pip install "fdora[convert]".\n')
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ class Adapter(NamedTuple):
     """LoRA scaling: alpha / r, or alpha / sqrt(r) for rsLoRA."""
     norm_axis: int = 1
     """1: m is over the norm of each output row, DoRA. 0: of each input column, LyCORIS's default."""
+    fan_in_fan_out: bool = False
+    """True: W is stored (K, N), as in the Conv1D of GPT-2. A, B and m are as for (N, K)."""
 
 
 @torch.no_grad()
@@ -34,7 +36,7 @@ def adapter_scale(W: Tensor, p: Adapter) -> Tensor:
     torchtune multiplies the bias by g too: to move a biased layer out of torchtune, multiply its bias by g, once.
 
     Args:
-      W: (N, K) weight, or (N, K, kh, kw); float16, bfloat16, float32 or float64.
+      W: (N, K) weight, (K, N) with fan_in_fan_out, or (N, K, kh, kw); float16, bfloat16, float32 or float64.
       p: the adapter.
 
     Returns:
@@ -55,7 +57,7 @@ def merge(W: Tensor, p: Adapter) -> Tensor:
     """One weight that does what the adapted layer does: ``W' = diag(g) (W + s B A)``; ``(W + s B A) diag(g)`` for norm_axis=0.
 
     Args:
-      W: (N, K) weight, or (N, K, kh, kw); float16, bfloat16, float32 or float64.
+      W: (N, K) weight, (K, N) with fan_in_fan_out, or (N, K, kh, kw); float16, bfloat16, float32 or float64.
       p: the adapter.
 
     Returns:
@@ -68,20 +70,22 @@ def merge(W: Tensor, p: Adapter) -> Tensor:
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5; LyCORIS, ``LoConModule`` (norm_axis=0).
     """
     c = _norm(W, p)
-    V, A, B = rows(W, p)
+    V, A, B = to_rows(W, p)
     m = c if p.m is None else p.m.detach().flatten().to(c.dtype)
     merged = dora_merge(V, A, B, m, s=p.s, norm=c)
-    return (merged if p.norm_axis else merged.T.contiguous()).view(W.shape)
+    turned = p.fan_in_fan_out == (p.norm_axis == 1)  # V is W.T
+    return (merged.T if turned else merged).reshape(W.shape).contiguous()
 
 
-def rows(W: Tensor, p: Adapter) -> tuple[Tensor, Tensor, Tensor]:
+def to_rows(W: Tensor, p: Adapter) -> tuple[Tensor, Tensor, Tensor]:
     """W, A and B as matrices whose rows are what m is about (norm_axis=0: transposed); A and B at least float32."""
     wide = torch.promote_types(W.dtype, torch.float32)
     V, A, B = W.detach().flatten(1), p.A.detach().flatten(1).to(wide), p.B.detach().flatten(1).to(wide)
+    V = V.T if p.fan_in_fan_out else V
     return (V, A, B) if p.norm_axis else (V.T, B.T, A.T)
 
 
-def unrows(A: Tensor, B: Tensor, like: Adapter) -> tuple[Tensor, Tensor]:
+def from_rows(A: Tensor, B: Tensor, like: Adapter) -> tuple[Tensor, Tensor]:
     """The way back, for an A (r, K) and B (N, r) of another rank: the axes of ``like``."""
     if like.norm_axis == 0:
         A, B = B.T, A.T
@@ -94,5 +98,9 @@ def _norm(W: Tensor, p: Adapter) -> Tensor:
             raise fail("convert", arg, "a matrix, or a kernel of a convolution", tuple(t.shape), "Pass one layer's tensors.")
     if p.norm_axis == 0 and W.dim() > 2:
         raise fail("convert", "norm_axis", "1 for a convolution", 0, "Its input columns are no rows of a matrix product.")
-    V, A, B = rows(W, p._replace(norm_axis=1))
+    stored = (p.A.shape[1], len(p.B)) if p.fan_in_fan_out else (len(p.B), p.A.shape[1])
+    if W.dim() == 2 and W.shape != stored and W.shape == stored[::-1]:
+        remedy = f"The model stores this weight the other way: pass p._replace(fan_in_fan_out={not p.fan_in_fan_out})."
+        raise fail("convert", "W", f"{stored} with fan_in_fan_out={p.fan_in_fan_out}", tuple(W.shape), remedy)
+    V, A, B = to_rows(W, p._replace(norm_axis=1))
     return dora_norm(V, A, B, s=p.s, norm_axis=p.norm_axis)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fdora.convert.adapter import Adapter, adapter_scale, rows
+from fdora.convert.adapter import Adapter, adapter_scale, to_rows
 
 BLOCK = 1 << 21  # elements of W that are looked at together
 
@@ -26,7 +26,7 @@ class Change(NamedTuple):
 
 def change_of(W: Tensor, p: Adapter) -> Change:
     g = adapter_scale(W, p)
-    _, A, B = rows(W, p)
+    _, A, B = to_rows(W, p)
     return Change(g - 1, p.s * g[:, None] * B, A)
 
 
@@ -39,7 +39,7 @@ def weighted_sum(changes: list[Change], weights: list[float]) -> Change:
     )
 
 
-def missed(V: Tensor, got: Change, want: Change) -> float:
+def relative_error(V: Tensor, got: Change, want: Change) -> float:
     """How much of a change another one misses: ``||got - want|| / ||want||``, 0 where there is nothing to miss."""
     size = _frobenius(V, want)
     return _frobenius(V, weighted_sum([got, want], [1.0, -1.0])) / size if size else 0.0

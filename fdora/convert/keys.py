@@ -14,6 +14,7 @@ nothing is ever lost in silence.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from fdora._check import FdoraError, fail
 from fdora.convert.adapter import Adapter
+from fdora.convert.config import check_config, number, scaling
 
 State = Mapping[str, Tensor]
 PEFT, PEFT_PARTS = "base_model.model.", {"A": ".lora_A.weight", "B": ".lora_B.weight", "m": ".lora_magnitude_vector"}
@@ -32,21 +34,27 @@ KOHYA_PARTS = {"A": ".lora_down.weight", "B": ".lora_up.weight", "m": ".dora_sca
 
 
 def from_peft(state: State, config: Mapping[str, Any]) -> dict[str, Adapter]:
-    """PEFT's ``adapter_model.safetensors`` with its ``adapter_config.json``: ranks, alphas, their patterns and rsLoRA count.
+    """PEFT's ``adapter_model.safetensors`` with its ``adapter_config.json``, every field of it: see ``fdora.convert.config``.
+
+    PEFT takes fan_in_fan_out from each layer's class; its config keeps that of the last layer. Where a model mixes both kinds,
+    use ``p._replace(fan_in_fan_out=...)``: merging a weight that is not square says so, a square one cannot.
 
     Raises:
-      FdoraError: a tensor of anything but a linear layer or a convolution (an embedding, a bias, a module saved whole).
+      FdoraError: a tensor of anything but a linear layer or a convolution (an embedding, a bias, a module saved whole),
+        magnitudes without use_dora or the reverse, or a config that means more than these tensors can say.
     """
-    out = {}
+    fn, out = "convert.from_peft", {}
+    check_config(fn, config)
+    dora = bool(config.get("use_dora"))
     for path, t in _grouped("from_peft", state, PEFT, PEFT_PARTS).items():
-        r, alpha = len(t["A"]), config["lora_alpha"]
-        for pattern, value in (config.get("alpha_pattern") or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", path):  # PEFT's own rule; the first that fits
-                alpha = value
-                break
         m = t.get("m")
-        s = alpha / (r**0.5 if config.get("use_rslora") else r)
-        out[path] = Adapter(t["A"], t["B"], None if m is None else m.flatten(), s)
+        if (m is not None) != dora:
+            want = f"{'with' if dora else 'without'} lora_magnitude_vector, as use_dora={dora} says"
+            have = f"{path!r} {'without' if m is None else 'with'} one"
+            raise fail(fn, "state", want, have, "Take both files from one adapter.")
+        flat = None if m is None else m.flatten()
+        turned = bool(config.get("fan_in_fan_out")) and t["A"].dim() == 2  # never a convolution
+        out[path] = Adapter(t["A"], t["B"], flat, scaling(fn, config, path, len(t["A"])), fan_in_fan_out=turned)
     return out
 
 
@@ -54,11 +62,17 @@ def to_peft(adapters: Mapping[str, Adapter]) -> tuple[dict[str, Tensor], dict[st
     """``(state, config)`` for PEFT; config is what LoraConfig needs, with a rank and alpha for each module that differs.
 
     Raises:
-      FdoraError: DoRA over input columns (PEFT has only rows), or DoRA beside LoRA (one ``use_dora`` holds for all).
+      FdoraError: nothing to write, DoRA over input columns (PEFT has only rows), or DoRA beside LoRA, or both layouts of W
+        (one ``use_dora`` and one ``fan_in_fan_out`` hold for all).
     """
     fn = "convert.to_peft"
     _rows_only(fn, adapters)
-    first = next(iter(adapters.values()))
+    first = next(iter(adapters.values()), None)
+    if first is None:
+        raise fail(fn, "adapters", "at least one", "none", "Pass {module path: Adapter}.")
+    turned = {p.fan_in_fan_out for p in adapters.values() if p.A.dim() == 2}
+    if len(turned) > 1:
+        raise fail(fn, "adapters", "all with fan_in_fan_out or all without", "both", "Write them into two folders.")
     if len({p.m is None for p in adapters.values()}) > 1:
         raise fail(
             fn, "adapters", "all DoRA or all LoRA", "both", "Give LoRA layers the magnitude of no change, dora_norm(W, A, B)."
@@ -75,9 +89,10 @@ def to_peft(adapters: Mapping[str, Adapter]) -> tuple[dict[str, Tensor], dict[st
         "r": len(first.A),
         "lora_alpha": _alpha(first),
         "use_dora": first.m is not None,
+        "fan_in_fan_out": turned == {True},
         "target_modules": sorted(adapters),
-        "rank_pattern": {path: len(p.A) for path, p in adapters.items() if len(p.A) != len(first.A)},
-        "alpha_pattern": {path: _alpha(p) for path, p in adapters.items() if _alpha(p) != _alpha(first)},
+        "rank_pattern": {_exactly(path): len(p.A) for path, p in adapters.items() if len(p.A) != len(first.A)},
+        "alpha_pattern": {_exactly(path): _alpha(p) for path, p in adapters.items() if _alpha(p) != _alpha(first)},
     }
     return state, config
 
@@ -88,9 +103,12 @@ def from_torchtune(state: State, config: Mapping[str, Any]) -> dict[str, Adapter
     Raises:
       FdoraError: a key that is no adapter's.
     """
-    out = {}
+    fn, out = "convert.from_torchtune", {}
+    alpha, r = number(fn, config, "lora_alpha"), number(fn, config, "r")
     for path, t in _grouped("from_torchtune", state, "", TUNE_PARTS).items():
-        out[path] = Adapter(t["A"], t["B"], t.get("m"), config["lora_alpha"] / config["r"])
+        if len(t["A"]) != r:
+            raise fail(fn, "r", f"{len(t['A'])}, the rank of {path!r}", r, "Take both files from one adapter.")
+        out[path] = Adapter(t["A"], t["B"], t.get("m"), alpha / r)
     return out
 
 
@@ -98,10 +116,11 @@ def to_torchtune(adapters: Mapping[str, Adapter]) -> tuple[dict[str, Tensor], di
     """``(state, {"r", "lora_alpha"})`` for torchtune.
 
     Raises:
-      FdoraError: DoRA over input columns, or more than one rank or scaling: a recipe has one.
+      FdoraError: DoRA over input columns, fan_in_fan_out, or more than one rank or scaling: a recipe has one.
     """
     fn = "convert.to_torchtune"
     _rows_only(fn, adapters)
+    _linear_layout(fn, adapters)
     kinds = {(len(p.A), _alpha(p)) for p in adapters.values()}
     if len(kinds) != 1:
         remedy = "A recipe of torchtune has one of each: combine(W, [p], [1.0], r=...) makes s = 1."
@@ -144,8 +163,10 @@ def from_kohya(state: State, names: Mapping[str, str]) -> dict[str, Adapter]:
         if m is not None and not by_row and m.numel() != t["A"].shape[1]:
             want = f"({N}, 1) or (1, {t['A'].shape[1]})"
             raise fail(fn, f"{name}.dora_scale", want, tuple(m.shape), "It belongs to another layer.")
-        s = t["alpha"].item() / r if "alpha" in t else 1.0
-        out[paths[name]] = Adapter(t["A"], t["B"], None if m is None else m.flatten(), s, int(by_row))
+        alpha = t["alpha"].flatten().tolist() if "alpha" in t else [r]
+        if len(alpha) != 1 or not math.isfinite(alpha[0]):
+            raise fail(fn, f"{name}.alpha", "one finite number", alpha, "The file is damaged.")
+        out[paths[name]] = Adapter(t["A"], t["B"], None if m is None else m.flatten(), alpha[0] / r, int(by_row))
     return out
 
 
@@ -153,8 +174,9 @@ def to_kohya(adapters: Mapping[str, Adapter], names: Mapping[str, str]) -> dict[
     """The state dict of a kohya, LyCORIS or ComfyUI file; ``names`` is ``{path: name}``, see :func:`kohya_names`.
 
     Raises:
-      FdoraError: a path that is not in ``names``.
+      FdoraError: a path that is not in ``names``, or fan_in_fan_out.
     """
+    _linear_layout("convert.to_kohya", adapters)
     state: dict[str, Tensor] = {}
     for path, p in adapters.items():
         if path not in names:
@@ -187,6 +209,10 @@ def _grouped(fn: str, state: State, prefix: str, parts: dict[str, str]) -> dict[
         if not {"A", "B"} <= found.keys():
             have = f"{', '.join(sorted(found))} alone"
             raise fail(f"convert.{fn}", "state", f"A and B of {path!r}", have, "The file is not complete.")
+        for part in "AB":
+            if found[part].dim() < 2 or not found[part].numel():
+                want, have = f"a matrix in {part} of {path!r}", f"shape {tuple(found[part].shape)}"
+                raise fail(f"convert.{fn}", "state", want, have, "Gather a sharded adapter before you save it.")
     if not out:
         raise FdoraError(f"fdora.convert.{fn}: `state` must hold an adapter, got nothing. Is this the right file?")
     return out
@@ -196,6 +222,20 @@ def _alpha(p: Adapter) -> float:
     """s r, an int where it is one: what is written is 16, not 16.000000000000004."""
     alpha = float(f"{p.s * len(p.A):.12g}")
     return int(alpha) if alpha.is_integer() else alpha
+
+
+def _exactly(path: str) -> str:
+    """The pattern of this path alone: PEFT's also fit after any prefix, and the first that fits counts."""
+    return "^" + re.escape(path)
+
+
+def _linear_layout(fn: str, adapters: Mapping[str, Adapter]) -> None:
+    for path, p in adapters.items():
+        if p.fan_in_fan_out:
+            remedy = (
+                "This framework keeps no such layers: merge it, or pass p._replace(fan_in_fan_out=False) with W transposed."
+            )
+            raise fail(fn, "fan_in_fan_out", "False", f"True for {path!r}", remedy)
 
 
 def _rows_only(fn: str, adapters: Mapping[str, Adapter]) -> None:

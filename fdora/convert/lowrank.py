@@ -13,14 +13,15 @@ more error than the SVD of the dense change (1024 x 768, ranks 16 to 128, g off 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fdora._check import FdoraError, check_rank, fail
-from fdora.convert.adapter import Adapter, rows, unrows
-from fdora.convert.change import Change, blocks, change_of, missed, times, transposed_times, weighted_sum
+from fdora.convert.adapter import Adapter, from_rows, to_rows
+from fdora.convert.change import Change, blocks, change_of, relative_error, times, transposed_times, weighted_sum
 from fdora.functional import dora_base_sqnorm, dora_norm
 
 ITERATIONS, OVERSAMPLING = 8, 16
@@ -37,9 +38,9 @@ def combine(
     not add up to 1. DoRA and LoRA mix. For a plain LoRA of the sum, hand the exact result to :func:`to_lora`.
 
     Args:
-      W: (N, K) the weight that all of them were trained on, or (N, K, kh, kw).
-      adapters: of any rank, all with one norm_axis.
-      weights: a number for each.
+      W: (N, K) the weight that all of them were trained on, (K, N) with fan_in_fan_out, or (N, K, kh, kw).
+      adapters: of any rank, all with one norm_axis and one fan_in_fan_out.
+      weights: a finite number for each.
       r: rank of the result; None, or more than sum r_i, is sum r_i.
       max_error: most relative error to put up with.
 
@@ -48,8 +49,8 @@ def combine(
       change W' - W, 0 where nothing changes.
 
     Raises:
-      FdoraError: nothing to combine, numbers of adapters and weights differ, norm_axis differs, shapes or devices disagree,
-        or the error is above max_error.
+      FdoraError: nothing to combine, numbers of adapters and weights differ, norm_axis or fan_in_fan_out differs, shapes or
+        devices disagree, something is not finite, or the error is above max_error.
 
     Memory: (N + K) sum r_i numbers and one block of rows; no dense B A.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5. The derivation stands at the top of this file.
@@ -58,12 +59,18 @@ def combine(
     if len(adapters) == 0 or len(adapters) != len(weights):
         have = f"{len(weights)} for {len(adapters)}"
         raise fail(fn, "weights", "one number for each adapter", have, "Pass at least one of each.")
+    for w in weights:
+        if not math.isfinite(w):
+            raise fail(fn, "weights", "finite", w, "Pass one finite number for each adapter.")
+    if len({p.fan_in_fan_out for p in adapters}) > 1:
+        raise fail(fn, "adapters", "of one fan_in_fan_out", "both", "It says how W is stored: set it with _replace.")
     axes = {p.norm_axis for p in adapters if p.m is not None}
     if len(axes) > 1:
         raise fail(fn, "adapters", "of one norm_axis", "0 and 1", "Turn those of one kind into LoRA first, with to_lora.")
     like = adapters[0]._replace(norm_axis=axes.pop() if axes else 1)
-    V, _, _ = rows(W, like)
+    V, _, _ = to_rows(W, like)
     want = weighted_sum([change_of(W, p._replace(norm_axis=like.norm_axis)) for p in adapters], list(weights))
+    _check_finite(fn, want)
     g, P, Q = 1 + want.d, want.P, want.Q
     if r is not None and r < P.shape[1]:
         check_rank(fn, r)
@@ -72,9 +79,9 @@ def combine(
     g = _kept_off_zero(V, g, P, Q)
     A, B = Q, torch.where(g == 0, 0, 1 / g)[:, None] * P
     m = g * dora_norm(V, A, B, s=1.0)
-    error = missed(V, Change(g - 1, g[:, None] * B, A), want)
-    _refuse(fn, error, max_error, Q.shape[0], f"{want.Q.shape[0]} is exact")
-    return Adapter(*unrows(A, B, like), m, 1.0, like.norm_axis), error
+    error = relative_error(V, Change(g - 1, g[:, None] * B, A), want)
+    _check_error(fn, error, max_error, Q.shape[0], f"{want.Q.shape[0]} is exact")
+    return Adapter(*from_rows(A, B, like), m, 1.0, like.norm_axis, like.fan_in_fan_out), error
 
 
 @torch.no_grad()
@@ -84,7 +91,7 @@ def to_lora(W: Tensor, p: Adapter, *, r: int, max_error: float | None = None) ->
     g - 1 multiplies all of W, so the change has full rank and no LoRA of small r is equal to it. The error says by how much.
 
     Args:
-      W: (N, K) the weight that the adapter was trained on, or (N, K, kh, kw).
+      W: (N, K) the weight that the adapter was trained on, (K, N) with fan_in_fan_out, or (N, K, kh, kw).
       p: the adapter.
       r: rank of the result, at most min(N, K).
       max_error: most relative error to put up with.
@@ -94,14 +101,15 @@ def to_lora(W: Tensor, p: Adapter, *, r: int, max_error: float | None = None) ->
       evenly; error is ``||B A - (W' - W)|| / ||W' - W||``. The same bits every time: the start of the iteration is fixed.
 
     Raises:
-      FdoraError: shapes or devices disagree, or the error is above max_error.
+      FdoraError: shapes or devices disagree, something is not finite, or the error is above max_error.
 
     Memory: (N + K) (r + 16) numbers and one block of rows; no dense change.
     References: Halko, Martinsson and Tropp, 2011, arXiv:0909.4061, algorithm 4.4.
     """
     fn = "convert.to_lora"
-    V, _, _ = rows(W, p)
+    V, _, _ = to_rows(W, p)
     want = change_of(W, p)
+    _check_finite(fn, want)
     N, K = V.shape
     if not 1 <= r <= min(N, K):
         raise fail(fn, "r", f"in [1, {min(N, K)}] for this weight", r, "Merge the adapter where you need all of it.")
@@ -111,9 +119,9 @@ def to_lora(W: Tensor, p: Adapter, *, r: int, max_error: float | None = None) ->
         X = torch.linalg.qr(transposed_times(V, want, Y))[0]
         Y = torch.linalg.qr(times(V, want, X))[0]
     B, A = _cut(Y, transposed_times(V, want, Y).T, r)
-    error = missed(V, Change(torch.zeros_like(want.d), B, A), want)
-    _refuse(fn, error, max_error, r, "Merge instead, or keep the magnitude")
-    return Adapter(*unrows(A, B, p), None, 1.0), error
+    error = relative_error(V, Change(torch.zeros_like(want.d), B, A), want)
+    _check_error(fn, error, max_error, r, "Merge instead, or keep the magnitude")
+    return Adapter(*from_rows(A, B, p), None, 1.0, fan_in_fan_out=p.fan_in_fan_out), error
 
 
 def _cut(P: Tensor, Q: Tensor, r: int) -> tuple[Tensor, Tensor]:
@@ -140,7 +148,13 @@ def _kept_off_zero(V: Tensor, g: Tensor, P: Tensor, Q: Tensor) -> Tensor:
     return torch.where(g.abs() < least, torch.where(g < 0, -least, least), g)
 
 
-def _refuse(fn: str, error: float, max_error: float | None, r: int, remedy: str) -> None:
+def _check_finite(fn: str, want: Change) -> None:
+    if not all(t.isfinite().all() for t in want):
+        remedy = "Look for NaN and infinity in A, B, m and W: the training may have diverged."
+        raise fail(fn, "adapters", "finite, and W with them", "a change of W that is not", remedy)
+
+
+def _check_error(fn: str, error: float, max_error: float | None, r: int, remedy: str) -> None:
     if max_error is not None and not error <= max_error:
         raise FdoraError(
             f"fdora.{fn}: the error must be at most {max_error} (`max_error`), got {error:.3g} at rank {r}. "

@@ -8,4 +8,6 @@ from fdora.eager import act as act
 from fdora.eager import compose as compose
 from fdora.eager import linear as linear
 from fdora.eager import merge as merge
+from fdora.eager import mlp as mlp
 from fdora.eager import norm as norm
+from fdora.eager import tree as tree

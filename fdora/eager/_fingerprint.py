@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fdora._torch import functorch_active
+
 WORDS = 256  # the shape of a kernel's; here one says which code wrote it, then A, B and s, and the rest is 0
 KIND = 2
 FLIP = 0x5A
@@ -25,7 +27,7 @@ def _hash(t: Tensor, max_bytes: int) -> Tensor:
     """The wrapping sum of a bijection of each element and its position, splitmix64's finaliser."""
     rows, cols = t.shape
     total = torch.zeros((), device=t.device, dtype=torch.int64)
-    bits = Bits.apply(t) if torch._C._are_functorch_transforms_active() else t.view(_BITS[t.element_size()])
+    bits = Bits.apply(t) if functorch_active() else t.view(_BITS[t.element_size()])
     step = max(1, max_bytes // (40 * max(1, cols)))  # rows at a time: five words for each element
     for i in range(0, rows, step):
         part = bits[i : i + step].to(torch.int64)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fdora._torch import PLAIN, cpu_has_bf16, is_batched, is_wrapped
+
 UPCAST_BYTES = 64 << 20  # largest float32 copy of an operand that a product may make at a time
 
-_CPU_HAS_BF16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+_CPU_HAS_BF16 = cpu_has_bf16()
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -29,10 +31,10 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_real(t: Tensor) -> bool:
-    """Whether ``t`` has values Python may read: not traced by a compiler, not wrapped by torch.func."""
-    if torch.compiler.is_compiling():
+    """Whether ``t`` has values Python may read: not on meta, not traced by a compiler, not wrapped by torch.func."""
+    if torch.compiler.is_compiling() or t.is_meta:
         return False
-    return type(t) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    return type(t) in PLAIN and not is_wrapped(t)
 
 
 def is_plain(t: Tensor) -> bool:
@@ -62,5 +64,4 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def _mapped(a: Tensor, b: Tensor) -> bool:
     """Inside torch.func.vmap, for which mm with an output dtype has no batching rule."""
-    batched = torch._C._functorch.is_batchedtensor
-    return batched(a) or batched(b)
+    return is_batched(a) or is_batched(b)

@@ -5,153 +5,185 @@ s goes with B, the smallest factor: lora below is s h B^T, and dh is s dz B.
 Dropout D(x) has two meanings: "lora" drops the input of the adapter only, h = D(x) A^T; "peft" drops it for the
 correction of the base as well:  y = x W^T + (g - 1) D(x) W^T + g s D(x) A^T B^T + bias.
 
-Backward, with dz = g dy and inner = base + s lora, base = x W^T (of D(x) for "peft"), all sums over tokens t:
+Backward, with dz = g dy and v = base + s lora, base = x W^T (of D(x) for "peft"), all sums over tokens t:
     dx = dz W + s D'(dz B A)          dA = s (dz B)^T D(x)       dbias = sum_t dy
-    dB = s dz^T h                     dg = sum_t dy inner        dm = dg / c      dc = -dm g (0 where c is at its floor)
+    dB = s dz^T h                     dg = sum_t dy v            dm = dg / c      dc = -dm g (0 where c is at its floor)
 and for "peft"  dx = dy W + D'((dz - dy) W + s dz B A).  D' applies the same mask and scale as D.
 
-inner is not kept when y can stand in for it: inner = y / g needs no bias (a bias of hundreds leaves no digits of inner
+v is not saved when y can stand in for it: v = y / g needs no bias (a bias of hundreds leaves no digits of v
 in y) and |g| not so small that y is subnormal or zero (rows with m = 0 carry nothing). Both are known in the forward: the
-second by looking at g, where looking is free. Everywhere else (GPU, traced, mapped) inner is kept: exact, and no sync.
+second by looking at g, where looking is free. Everywhere else (GPU, traced, mapped) v is saved: exact, and no sync.
 
-Layers that share x share the product for h (``down``; it comes in as ``h``) and the sum for dx (``onto``).
+Layers that share x share the product for h (``lora_shrink``) and the sum for dx (``accumulate_into``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved, eps
+from fdora._torch import unsafe_view
 from fdora.eager._matmul import acc_dtype, cast, is_plain, is_real, matmul
 from fdora.eager.dropout import drop
-from fdora.eager.norm import EPS, scale
-
-DropoutMode = Literal["lora", "peft"]
-Keep = Literal["nothing", "output", "inner"]  # what the gradient of m will read; "output" allows inner where y won't do
+from fdora.eager.norm import scale
 
 
-def linear_fwd(
-    x: Tensor,
-    W: Tensor,
-    A: Tensor,
-    B: Tensor,
-    m: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    s: float,
-    p: float,
-    mode: DropoutMode,
-    keep: Keep,
-    h: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """x (M, K) -> y (M, N), h (M, r) and, when y cannot stand in for it, inner (M, N), all in x's dtype."""
+def layers_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout) -> tuple[list[Tensor], Saved]:
+    """x (..., K) -> each y (..., N), and what backward reads."""
+    flat = as_matrix(x)
+    As = [la.A for la in layers if la.A is not None]
+    shared = lora_shrink(flat, As) if len(As) > 1 and not drop.p else None
+    given = iter([None] * len(As) if shared is None else shared.split([A.shape[0] for A in As], 1))
+    ys, hs, kept, pre_scale = [], [], [], []
+    for la, o in zip(layers, options, strict=True):
+        if la.A is None:
+            y, v = _frozen_fwd(flat, la.W, la.bias), None
+        else:
+            y, h, v = _linear_fwd(flat, la, o, drop, next(given))
+            hs.append(h)
+        ys.append(y if x.dim() == 2 else own(y, (*x.shape[:-1], y.shape[-1])))
+        kept.append(ys[-1] if v is None and o.save != "nothing" else v)
+        pre_scale.append(v is not None)
+    if shared is None and hs:
+        shared = hs[0] if len(hs) == 1 else torch.cat(hs, 1)
+    return ys, Saved(shared, tuple(kept), tuple(pre_scale))
+
+
+def layers_bwd(
+    dys: Sequence[Tensor | None], x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout,
+    saved: Saved, need_x: bool, needs: Sequence[Needs],
+) -> tuple[Tensor | None, list[Grads]]:  # fmt: skip
+    """dx, and the gradients of each layer; those of bias in acc_dtype. A dy of None: nobody asked for this y.
+
+    A list of dys is emptied.
+    """
+    flat = as_matrix(x)
+    ranks = [la.A.shape[0] for la in layers if la.A is not None]
+    hs = iter(() if saved.h is None else saved.h.split(ranks, 1) if len(ranks) > 1 else (saved.h,))
+    dx: Tensor | None = None
+    grads: list[Grads] = []
+    for i, (la, o, kept, pre, need) in enumerate(zip(layers, options, saved.kept, saved.pre_scale, needs, strict=True)):
+        dy, h = dys[i], None if la.A is None else next(hs)
+        if isinstance(dys, list):  # it can go as soon as it was used
+            dys[i] = None
+        if dy is None:
+            grads.append(Grads())
+        elif h is None:
+            dx, dbias = _frozen_bwd(as_matrix(dy), la.W, need_x, need.bias, dx)
+            grads.append(Grads(bias=dbias))
+        else:
+            v = None if kept is None else as_matrix(kept)
+            dx, each = _linear_bwd(as_matrix(dy), flat, la, o.s, drop, h, v, pre, need_x, need, dx)
+            grads.append(each)
+    return dx if dx is None or x.dim() == 2 else dx.reshape(x.shape), grads
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """(..., K) -> (M, K). Not ``reshape(-1, K)``: that has no answer for K = 0."""
+    if x.dim() == 2:
+        return x
+    return x.flatten(0, -2) if x.dim() > 2 else x[None]
+
+
+def own(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """Autograd forbids callers to write over a view that a Function returns; over a tensor of its own they may."""
+    return unsafe_view(y, shape) if is_plain(y) and y.is_contiguous() else y.reshape(shape)
+
+
+def _linear_fwd(x: Tensor, la: Any, o: Options, dropout: Dropout, h: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x (M, K) -> y (M, N), h (M, r) and, when y cannot stand in for it, v, all in x's dtype."""
+    W, A, B, m, c, bias, seed = la
     t, acc = x.dtype, acc_dtype(x.dtype)
     g = scale(m, c)
-    xd = drop(x, seed, p)
+    xd = drop(x, seed, dropout.p)
     if h is None:
         h = xd @ A.to(t).T
-    lora = matmul(h, _scaled(B, s, t).T)
+    lora = matmul(h, _scaled(B, o.s, t).T)
     w = W.to(t).T
-    both_dropped = seed is not None and mode == "peft"
+    both_dropped = seed is not None and dropout.mode == "peft"
     if both_dropped:
         base = matmul(xd, w)
-        inner = base + lora
+        v = base + lora
         out = matmul(x, w) + ((g - 1) * base + g * lora)
         out = out if bias is None else out + bias.to(acc)
     else:
-        inner = matmul(x, w) + lora
-        out = inner * g if bias is None else torch.addcmul(bias.to(acc), inner, g)
+        v = matmul(x, w) + lora
+        out = v * g if bias is None else torch.addcmul(bias.to(acc), v, g)
     y = cast(out, t)
-    if keep == "nothing" or (keep == "output" and bias is None and not both_dropped and _recoverable(g, t)):
-        return y, h
-    return y, h, cast(inner, t)
+    if o.save == "nothing" or (o.save == "output" and bias is None and not both_dropped and _recoverable(g, t)):
+        return y, h, None
+    return y, h, cast(v, t)
 
 
-def linear_bwd(
-    dy: Tensor,
-    x: Tensor,
-    W: Tensor,
-    A: Tensor,
-    B: Tensor,
-    m: Tensor,
-    c: Tensor,
-    h: Tensor,
-    kept: Tensor | None,
-    seed: Tensor | None,
-    s: float,
-    p: float,
-    mode: DropoutMode,
-    kept_inner: bool,
-    needs: tuple[bool, ...],
-    onto: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:
-    """dx, dA, dB, dm, dc, dbias (the last in acc_dtype); each only when ``needs``, in that order, asks for it.
-
-    dx is added to ``onto``, in place where torch.func and compilers do not look.
-    """
-    need_x, need_A, need_B, need_m, need_c, need_bias = needs
+def _linear_bwd(
+    dy: Tensor, x: Tensor, la: Any, s: float, dropout: Dropout, h: Tensor, kept: Tensor | None, pre_scale: bool, need_x: bool,
+    needs: Needs, accumulate_into: Tensor | None,
+) -> tuple[Tensor | None, Grads]:  # fmt: skip
+    """dx, added to ``accumulate_into`` in place where torch.func and compilers do not look, and what ``needs`` asks for."""
+    W, A, B, m, c, _, seed = la
     t, acc = x.dtype, acc_dtype(x.dtype)
     g = scale(m, c)
     wide = dy.to(acc)
     wide_dz = wide * g
     dz = wide_dz.to(t)
-    dx = dA = dB = dm = dc = None
+    dx, dA, dB, dm, dc = accumulate_into, None, None, None, None
 
-    dh = dz @ _scaled(B, s, t) if need_x or need_A else None
+    dh = dz @ _scaled(B, s, t) if need_x or needs.A else None
     if need_x:
         assert dh is not None
         w = W.to(t)
-        through_A = drop(matmul(dh, A.to(t)), seed, p)
-        if seed is not None and mode == "peft":
-            dx = matmul(dy, w) + drop(matmul((wide_dz - wide).to(t), w), seed, p) + through_A
+        through_A = drop(matmul(dh, A.to(t)), seed, dropout.p)
+        if seed is not None and dropout.mode == "peft":
+            part = matmul(dy, w) + drop(matmul((wide_dz - wide).to(t), w), seed, dropout.p) + through_A
         else:
-            dx = matmul(dz, w) + through_A
-        dx = _plus(onto, dx, t)
-    if need_A:
+            part = matmul(dz, w) + through_A
+        dx = _plus(accumulate_into, part, t)
+    if needs.A:
         assert dh is not None
-        dA = cast(matmul(dh.T, drop(x, seed, p)), A.dtype)
-    if need_B:
+        dA = cast(matmul(dh.T, drop(x, seed, dropout.p)), A.dtype)
+    if needs.B:
         dB = cast(s * matmul(dz.T, h), B.dtype)
-    if need_m or need_c:
+    if needs.m or needs.c:
         assert kept is not None
         dg = (wide * kept.to(acc)).sum(0)
-        if not kept_inner:
+        if not pre_scale:
             dg = dg / g  # |g| is bounded away from 0 here, see _recoverable
-        wide_dm = dg / c.clamp_min(EPS)
-        dm = cast(wide_dm, m.dtype) if need_m else None
-        dc = torch.where(c > EPS, -wide_dm * g, 0) if need_c else None
-    return dx, dA, dB, dm, dc, wide.sum(0) if need_bias else None
+        wide_dm = dg / c.clamp_min(eps())
+        dm = cast(wide_dm, m.dtype) if needs.m else None
+        dc = torch.where(c > eps(), -wide_dm * g, 0) if needs.c else None
+    return dx, Grads(dA, dB, dm, dc, wide.sum(0) if needs.bias else None)
 
 
-def down(x: Tensor, As: Sequence[Tensor], s: Sequence[float]) -> Tensor | None:
-    """The h of several layers side by side, (M, sum of r): one product reads x once. None: each layer does better alone."""
+def lora_shrink(x: Tensor, As: Sequence[Tensor]) -> Tensor:
+    """The h of several layers side by side, (M, sum of r): one product reads x once."""
     return x @ torch.cat([A.to(x.dtype) for A in As]).T
 
 
-def output(inner: Tensor, m: Tensor, c: Tensor, bias: Tensor | None) -> Tensor:
-    """y again from inner, without "peft" dropout: the same bits where inner was not rounded."""
-    g, wide = scale(m, c), inner.to(acc_dtype(inner.dtype))
-    return cast(wide * g if bias is None else torch.addcmul(bias.to(wide.dtype), wide, g), inner.dtype)
+def output(pre_scale: Tensor, m: Tensor, c: Tensor, bias: Tensor | None) -> Tensor:
+    """y again from the value before g, without "peft" dropout: the same bits where that was not rounded."""
+    g, wide = scale(m, c), pre_scale.to(acc_dtype(pre_scale.dtype))
+    return cast(wide * g if bias is None else torch.addcmul(bias.to(wide.dtype), wide, g), pre_scale.dtype)
 
 
-def frozen_fwd(x: Tensor, W: Tensor, bias: Tensor | None) -> Tensor:
+def _frozen_fwd(x: Tensor, W: Tensor, bias: Tensor | None) -> Tensor:
     """A layer of the group that has no adapter."""
     return F.linear(x, W.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def frozen_bwd(
-    dy: Tensor, W: Tensor, needs: tuple[bool, bool], onto: Tensor | None = None
+def _frozen_bwd(
+    dy: Tensor, W: Tensor, need_x: bool, need_bias: bool, accumulate_into: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dx, added to ``onto``, and dbias (in acc_dtype)."""
-    dx, w = None, W.to(dy.dtype)
-    if needs[0]:
-        dx = onto.addmm_(dy, w) if onto is not None and is_real(onto) and is_real(dy) else _plus(onto, dy @ w, dy.dtype)
-    return dx, dy.to(acc_dtype(dy.dtype)).sum(0) if needs[1] else None
+    """dx, added to ``accumulate_into``, and dbias (in acc_dtype)."""
+    dx, w = accumulate_into, W.to(dy.dtype)
+    if need_x:
+        in_place = dx is not None and is_real(dx) and is_real(dy)
+        dx = dx.addmm_(dy, w) if dx is not None and in_place else _plus(dx, dy @ w, dy.dtype)
+    return dx, dy.to(acc_dtype(dy.dtype)).sum(0) if need_bias else None
 
 
 def _plus(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fdora._records import eps
 from fdora.eager._matmul import acc_dtype
-from fdora.eager.norm import EPS, blocks, default_bytes, scale
+from fdora.eager.norm import blocks, default_bytes, scale
 
 
 def merge_fwd(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float) -> Tensor:
@@ -26,7 +27,7 @@ def merge_fwd(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float) -
 def unmerge_fwd(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float) -> Tensor:
     """(N, K) merged -> (N, K). A row with c = 0 was -s B A itself; one with g = 0 and c > 0 comes back as NaN."""
     acc, g = acc_dtype(W.dtype), scale(m, c)[:, None]
-    zero = (c <= EPS)[:, None]
+    zero = (c <= eps())[:, None]
     return torch.cat(
         [
             torch.addmm(torch.where(zero[i:j], 0, W[i:j].to(acc) / g[i:j]), -s * B[i:j].to(acc), A.to(acc)).to(W.dtype)

@@ -24,11 +24,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from fdora._records import eps
 from fdora.eager._fingerprint import WORDS as WORDS
 from fdora.eager._fingerprint import fingerprint
 from fdora.eager._matmul import acc_dtype, cast, is_plain
-
-EPS = 1e-12  # floor of c in g = m / c: a row of zeros gets g = m / EPS, never 0 / 0
 
 # A row is repeated when its terms add up to less than this share of the first: the others are then nearly its negative,
 # and float32 sums that are good to 3e-7 of it leave 3e-7 / 0.25 / 2 of c.
@@ -36,8 +35,8 @@ CANCELLED = 0.25
 
 
 def scale(m: Tensor, c: Tensor) -> Tensor:
-    """g = m / max(c, EPS) in the dtype of c; a NaN in c stays NaN."""
-    return m.to(c.dtype) / c.clamp_min(EPS)
+    """g = m / max(c, eps) in the dtype of c; a NaN in c stays NaN."""
+    return m.to(c.dtype) / c.clamp_min(eps())
 
 
 def default_bytes(device: torch.device) -> int:

@@ -8,6 +8,8 @@ W is (N, K), A (r, K), B (N, r), m (N,); s is alpha / r; c = ||W + s B A|| per r
 from fdora.functional.backend import select_backend as select_backend
 from fdora.functional.compose import dora_compose as dora_compose
 from fdora.functional.compose import dora_delta as dora_delta
+from fdora.functional.explain import Explanation as Explanation
+from fdora.functional.explain import explain as explain
 from fdora.functional.group import DoraLayer as DoraLayer
 from fdora.functional.group import dora_linear_group as dora_linear_group
 from fdora.functional.linear import dora_linear as dora_linear
@@ -21,22 +23,34 @@ from fdora.functional.norm import dora_norm_state as dora_norm_state
 from fdora.functional.norm import dora_scale as dora_scale
 from fdora.functional.params import DoraParams as DoraParams
 from fdora.functional.params import dora_init as dora_init
+from fdora.functional.tree import NormTreeState as NormTreeState
+from fdora.functional.tree import dora_init_tree as dora_init_tree
+from fdora.functional.tree import dora_merge_tree as dora_merge_tree
+from fdora.functional.tree import dora_norm_tree as dora_norm_tree
+from fdora.functional.tree import dora_norm_tree_state as dora_norm_tree_state
 
 __all__ = [
     "DoraLayer",
     "DoraParams",
+    "Explanation",
     "NormState",
+    "NormTreeState",
     "dora_base_sqnorm",
     "dora_compose",
     "dora_delta",
     "dora_init",
+    "dora_init_tree",
     "dora_linear",
     "dora_linear_group",
     "dora_merge",
+    "dora_merge_tree",
     "dora_mlp",
     "dora_norm",
     "dora_norm_state",
+    "dora_norm_tree",
+    "dora_norm_tree_state",
     "dora_scale",
     "dora_unmerge",
+    "explain",
     "select_backend",
 ]

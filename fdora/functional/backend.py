@@ -38,7 +38,7 @@ def select_backend(
       ``BackendChoice(name, reason)``.
 
     Raises:
-      FdoraError: the backend asked for is unknown or not available here.
+      FdoraError: the backend asked for is unknown, not available here, or "triton" for float64.
     """
     if isinstance(x, Tensor):
         return _for_tensor(x.device, x.dtype, backend, forced())

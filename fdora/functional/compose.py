@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_s, check_shapes, fail, remember, seen_before
+from fdora._check import FLOATS, check_device, check_dtype, check_s, check_shapes, fail, key_of, passed, remember
 from fdora._dispatch import Backend
 from fdora.autograd.compose import compose
 from fdora.functional.backend import select_backend
@@ -68,8 +68,16 @@ def dora_delta(base: Tensor, lora: Tensor, g: Tensor, *, s: float, backend: Back
 def _compose(
     fn: str, base: Tensor, lora: Tensor, g: Tensor, s: float, bias: Tensor | None, delta: bool, backend: Backend
 ) -> Tensor:
-    tensors = {"base": base, "lora": lora, "g": g, "bias": bias}
-    if not seen_before(fn, tensors, s):
+    check_compose(fn, base, lora, g, s, bias)
+    choice = select_backend(base, backend=backend)
+    y = compose(as_matrix(base), as_matrix(lora), g, bias, s, delta, choice.name)
+    return y.reshape(base.shape)
+
+
+def check_compose(fn: str, base: Tensor, lora: Tensor, g: Tensor, s: float, bias: Tensor | None) -> None:
+    key = key_of(fn, (base, lora, g, bias), s)
+    if not passed(key):
+        tensors = {"base": base, "lora": lora, "g": g, "bias": bias}
         check_shapes(fn, {"base": "... N", "lora": "... N", "g": "N", "bias": "N"}, tensors)
         if lora.shape != base.shape:
             have = tuple(lora.shape)
@@ -79,8 +87,8 @@ def _compose(
             check_dtype(fn, arg, tensors[arg], FLOATS, "Cast it to a floating dtype.")
         check_dtype(fn, "g", g, (torch.promote_types(base.dtype, torch.float32),), "Keep it as dora_scale(m, c) returns it.")
         check_s(fn, s)
-        remember(fn, tensors)
-    N = base.shape[-1]
-    choice = select_backend(base, backend=backend)
-    y = compose(base.reshape(-1, N), lora.reshape(-1, N), g, bias, s, delta, choice.name)
-    return y.reshape(base.shape)
+        remember(key)
+
+
+def as_matrix(t: Tensor) -> Tensor:
+    return t if t.dim() == 2 else t.flatten(0, -2) if t.dim() > 2 else t[None]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_shapes, fail
+from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_shapes, fail, key_of, passed, remember
 from fdora._dispatch import Backend
-from fdora.autograd.group import Layer, group
+from fdora._records import Dropout, Operands, Options
+from fdora.autograd.linear import Call, linear
 from fdora.functional.backend import select_backend
-from fdora.functional.linear import cast_x, check_dropout, check_layer, norm_for, seed_tensor, what_to_keep
+from fdora.functional.linear import cast_x, check_dropout, check_layer, dtype_of_products, norm_for, save_for_dm, seed_tensor
 
 
 class DoraLayer(NamedTuple):
@@ -78,18 +79,38 @@ def dora_linear_group(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3.
     """
     fn = "dora_linear_group"
-    if not layers:
-        raise fail(fn, "layers", "at least one DoraLayer", "none", "Pass the layers that read x.")
-    for i, layer in enumerate(layers):
-        check_is_layer(f"{fn}: layers[{i}]", layer)
-        check_member(f"{fn}: layers[{i}]", x, layer)
+    check_group(fn, x, layers)
     check_dropout(fn, dropout_p, dropout_mode)
     x = cast_x(fn, x, layers[0].W)
     name = select_backend(x, backend=backend).name
     seeds = seeds_for(fn, seed, len(layers), dropout_p, x)
     ready = [prepared(x, layer, s, keep_inner, name) for layer, s in zip(layers, seeds, strict=True)]
-    ys = group(x.reshape(-1, x.shape[-1]), ready, dropout_p, dropout_mode if dropout_p else "lora", name)
-    return ys if x.dim() == 2 else tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys)
+    drop = Dropout(dropout_p, dropout_mode if dropout_p else "lora")
+    return tuple(linear(x, [la for la, _ in ready], Call(tuple(o for _, o in ready), drop, name)))
+
+
+def check_group(fn: str, x: Tensor, layers: Sequence[DoraLayer]) -> None:
+    if not layers:
+        raise fail(fn, "layers", "at least one DoraLayer", "none", "Pass the layers that read x.")
+    check_members(fn, x, {f"layers[{i}]": layer for i, layer in enumerate(layers)})
+
+
+def check_members(fn: str, x: Tensor, layers: dict[str, DoraLayer], other_x: Callable[[], dict[str, Tensor]] = dict) -> None:
+    """Every layer beside the x it reads. ``other_x`` checks what they have to do with each other, and may know another x."""
+    for label, layer in layers.items():
+        if not isinstance(layer, DoraLayer):
+            check_is_layer(f"{fn}: {label}", layer)
+    tensors = tuple(t for W, A, B, m, _, bias, norm in layers.values() for t in (W, A, B, m, bias, norm))
+    key = key_of(fn, (x, *tensors), *(layer.s for layer in layers.values() if layer.A is not None))
+    if passed(key):
+        for label, layer in layers.items():
+            if layer.W.requires_grad:
+                check_frozen(f"{fn}: {label}", "W", layer.W)
+        return
+    xs = other_x()
+    for label, layer in layers.items():
+        check_member(f"{fn}: {label}", xs.get(label, x), layer)
+    remember(key)
 
 
 def check_is_layer(fn: str, layer: object) -> None:
@@ -111,7 +132,7 @@ def check_member(fn: str, x: Tensor, layer: DoraLayer) -> None:
         for arg, t in tensors.items():
             check_dtype(fn, arg, t, FLOATS)
         check_frozen(fn, "W", W)
-    cast_x(fn, x, W)  # may raise
+    dtype_of_products(fn, x, W)  # may raise
 
 
 def seeds_for(fn: str, seed: Sequence[int | Tensor] | None, count: int, p: float, x: Tensor) -> list[Tensor | None]:
@@ -123,9 +144,9 @@ def seeds_for(fn: str, seed: Sequence[int | Tensor] | None, count: int, p: float
     return [seed_tensor(fn, s, x.device) for s in (seed or [None] * count)]
 
 
-def prepared(x: Tensor, layer: DoraLayer, seed: Tensor | None, keep_inner: bool, backend: str) -> Layer:
+def prepared(x: Tensor, layer: DoraLayer, seed: Tensor | None, keep_inner: bool, backend: str) -> tuple[Operands, Options]:
     W, A, B, m, s, bias, norm = layer
     if A is None or B is None or m is None or s is None:
-        return Layer(W, None, None, None, None, bias, None, 1.0, "nothing")
+        return Operands(W, None, None, None, None, bias, None), Options(1.0, "nothing")
     c = norm_for(x, W, A, B, s, norm, backend)
-    return Layer(W, A, B, m, c, bias, seed, s, what_to_keep(m, c, keep_inner))
+    return Operands(W, A, B, m, c, bias, seed), Options(s, save_for_dm(m, c, keep_inner))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_shapes, fail, remember, seen_before
+from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_shapes, fail, key_of, passed, remember
 from fdora._dispatch import Backend
-from fdora.autograd.linear import linear
+from fdora._records import Dropout, DropoutMode, Operands, Options, SaveForDm
+from fdora.autograd.linear import Call, linear
 from fdora.autograd.norm import row_norm
 from fdora.functional.backend import select_backend
 from fdora.functional.norm import WIDE, check_weights
@@ -77,38 +79,59 @@ def dora_linear(
     c = norm_for(x, W, A, B, s, norm, choice.name)
     mask_seed = seed_tensor(fn, seed, x.device) if dropout_p else None
     mode = dropout_mode if dropout_p else "lora"
-    keep = what_to_keep(m, c, keep_inner)
-    K, N = W.shape[1], W.shape[0]
-    flat = x if x.dim() == 2 else x.reshape(-1, K)  # a view is two more nodes for autograd to walk
-    y = linear(flat, W, A, B, m, c, bias, mask_seed, s, dropout_p, mode, keep, choice.name)
-    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], N)
+    return checked_linear(x, Operands(W, A, B, m, c, bias, mask_seed), s, dropout_p, mode, keep_inner, choice.name)
+
+
+def checked_linear(x: Tensor, layer: Operands, s: float, p: float, mode: DropoutMode, keep_inner: bool, backend: str) -> Tensor:
+    """What :func:`dora_linear` does after its checks: for integrations, whose own checks cover them."""
+    m, c = layer.m, layer.c
+    assert m is not None and c is not None
+    make = _call if torch.compiler.is_compiling() else _remembered_call
+    return linear(x, (layer,), make(s, save_for_dm(m, c, keep_inner), p, mode, backend))[0]
+
+
+def _call(s: float, save: SaveForDm, p: float, mode: DropoutMode, backend: str) -> Call:
+    return Call((Options(s, save),), Dropout(p, mode), backend)
+
+
+_remembered_call = lru_cache(1024)(_call)  # three records in the time of one look-up
 
 
 def check_layer(
     fn: str, x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, s: float, bias: Tensor | None, norm: Tensor | None
 ) -> None:
-    tensors = {"W": W, "A": A, "B": B, "m": m, "bias": bias, "norm": norm, "x": x}
-    if not seen_before(fn, tensors, s):
-        check_weights(fn, tensors, s)
-        check_dtype(fn, "x", x, FLOATS, "Cast it to the dtype of W.")
-        check_dtype(fn, "bias", bias, FLOATS)
-        check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
-        remember(fn, tensors)
+    key = key_of(fn, (x, W, A, B, m, bias, norm), s)
+    if passed(key):
+        check_frozen(fn, "W", W)
+        return
+    check_weights(fn, {"W": W, "A": A, "B": B, "m": m, "bias": bias, "norm": norm, "x": x}, s)
+    check_dtype(fn, "x", x, FLOATS, "Cast it to the dtype of W.")
+    check_dtype(fn, "bias", bias, FLOATS)
+    check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
+    remember(key)
 
 
 def cast_x(fn: str, x: Tensor, W: Tensor) -> Tensor:
     """x as torch.autocast would hand it to a matrix product; without autocast it has the dtype of W already."""
+    dtype = dtype_of_products(fn, x, W)
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def dtype_of_products(fn: str, x: Tensor, W: Tensor) -> torch.dtype:
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         if x.dtype != W.dtype:
             check_dtype(fn, "x", x, (W.dtype,), f"Cast it with x.to({W.dtype}), or run under torch.autocast.")
-        return x
-    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device))
+        return x.dtype
+    return x.dtype if x.dtype == torch.float64 else torch.get_autocast_dtype(device)
 
 
 def check_dropout(fn: str, p: float, mode: str) -> None:
     if mode not in ("lora", "peft"):
         raise fail(fn, "dropout_mode", "'lora' or 'peft'", repr(mode), "PEFT's lora_dropout is 'peft'.")
+    if not isinstance(p, (int, float, torch.SymFloat)) or isinstance(p, bool):
+        have = f"a {type(p).__name__}"
+        raise fail(fn, "dropout_p", "a Python number", have, "Pass the probability that an element is dropped.")
     if not 0 <= p < 1:
         raise fail(fn, "dropout_p", "in [0, 1)", p, "Pass the probability that an element is dropped.")
 
@@ -118,11 +141,11 @@ def norm_for(x: Tensor, W: Tensor, A: Tensor, B: Tensor, s: float, norm: Tensor 
     return c if c.dtype == torch.float32 and x.dtype != torch.float64 else c.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def what_to_keep(m: Tensor, c: Tensor, inner: bool) -> str:
+def save_for_dm(m: Tensor, c: Tensor, pre_scale: bool) -> SaveForDm:
     """For the gradients of m and c; see :mod:`fdora.eager.linear`."""
     if not (torch.is_grad_enabled() and (m.requires_grad or c.requires_grad)):
         return "nothing"
-    return "inner" if inner else "output"
+    return "pre_scale" if pre_scale else "output"
 
 
 def seed_tensor(fn: str, seed: int | Tensor | None, device: torch.device) -> Tensor:
@@ -134,6 +157,9 @@ def seed_tensor(fn: str, seed: int | Tensor | None, device: torch.device) -> Ten
         check_dtype(fn, "seed", seed, (torch.int64,))
         check_device(fn, "seed", {"seed": seed})
         return seed
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        want = "an int or an int64 tensor without axes"
+        raise fail(fn, "seed", want, f"a {type(seed).__name__}", "Pass a whole number: it alone decides the mask.")
     if not 0 <= seed < 2**63:
         raise fail(fn, "seed", "in [0, 2**63)", seed, "Pass a non-negative int.")
     return torch.full((), seed, dtype=torch.int64, device=device)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fdora._check import FdoraError, check_dtype
 from fdora._dispatch import Backend
+from fdora._torch import detached
 from fdora.autograd._ops import OPS, autocast_off
 from fdora.autograd.norm import is_real, row_norm, scale
 from fdora.functional.backend import select_backend
@@ -43,9 +44,10 @@ def dora_merge(
     check_weights(fn, {"W": W, "A": A, "B": B, "m": m, "norm": norm}, s)
     check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
     choice = select_backend(W, backend=backend)
+    W, A, B, m, norm = detached(W, A, B, m, norm)
     c = row_norm(W, A, B, None, s, None, True, choice.name) if norm is None else norm
     with autocast_off(W):
-        return OPS[choice.name].merge.merge_fwd(W, A, B, m, c, s)
+        return OPS[choice.name].merge_fwd(W, A, B, m, c, s)
 
 
 @torch.no_grad()
@@ -72,6 +74,7 @@ def dora_unmerge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, norm: 
     fn = "dora_unmerge"
     check_weights(fn, {"W": W, "A": A, "B": B, "m": m, "norm": norm}, s)
     check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm(W, A, B, s=s) returned it before the merge.")
+    W, A, B, m, norm = detached(W, A, B, m, norm)
     wiped = (scale(m, norm) == 0) & (norm > 0)
     lost = wiped.nonzero().flatten().tolist() if is_real(wiped) else []
     if lost:
@@ -81,4 +84,4 @@ def dora_unmerge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, norm: 
         )
     choice = select_backend(W, backend=backend)
     with autocast_off(W):
-        return OPS[choice.name].merge.unmerge_fwd(W, A, B, m, norm, s)
+        return OPS[choice.name].unmerge_fwd(W, A, B, m, norm, s)

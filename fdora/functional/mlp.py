@@ -9,9 +9,10 @@ from torch import Tensor
 
 from fdora._check import check_shapes, fail
 from fdora._dispatch import Backend
-from fdora.autograd.mlp import ACTS, mlp
+from fdora._records import Dropout
+from fdora.autograd.mlp import ACTS, Call, mlp
 from fdora.functional.backend import select_backend
-from fdora.functional.group import DoraLayer, check_is_layer, check_member, prepared, seeds_for
+from fdora.functional.group import DoraLayer, check_members, prepared, seeds_for
 from fdora.functional.linear import cast_x, check_dropout
 
 
@@ -62,18 +63,24 @@ def dora_mlp(
     """
     fn = "dora_mlp"
     layers = {"gate": gate, "up": up, "down": down}
-    for label, layer in layers.items():
-        check_is_layer(f"{fn}: {label}", layer)
-    axes = {"gate.W": "F K", "up.W": "F K", "down.W": "N F"}
-    sizes = check_shapes(fn, axes, {f"{label}.W": layer.W for label, layer in layers.items()})
-    for label, layer in layers.items():
-        check_member(f"{fn}: {label}", x.new_empty((0, sizes["F"])) if label == "down" else x, layer)
-    if act not in ACTS:
-        raise fail(fn, "act", f"one of {', '.join(ACTS)}", repr(act), "Other activations need dora_linear for each layer.")
+    check_mlp(fn, x, layers, act)
     check_dropout(fn, dropout_p, dropout_mode)
     x = cast_x(fn, x, gate.W)
     name = select_backend(x, backend=backend).name
     seeds = seeds_for(fn, seed, 3, dropout_p, x)
     ready = [prepared(x, la, s, keep_inner and la is down, name) for la, s in zip(layers.values(), seeds, strict=True)]
-    y = mlp(x.reshape(-1, x.shape[-1]), *ready, act, dropout_p, dropout_mode if dropout_p else "lora", name)
-    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
+    drop = Dropout(dropout_p, dropout_mode if dropout_p else "lora")
+    return mlp(x, [la for la, _ in ready], Call(tuple(o for _, o in ready), drop, act, name))
+
+
+def check_mlp(fn: str, x: Tensor, layers: dict[str, DoraLayer], act: str) -> None:
+    """gate, up and down beside each other, and each beside the x it reads."""
+
+    def other_x() -> dict[str, Tensor]:
+        axes = {"gate.W": "F K", "up.W": "F K", "down.W": "N F"}
+        sizes = check_shapes(fn, axes, {f"{label}.W": layer.W for label, layer in layers.items()})
+        return {"down": x.new_empty((0, sizes["F"]))}
+
+    check_members(fn, x, layers, other_x)
+    if act not in ACTS:
+        raise fail(fn, "act", f"one of {', '.join(ACTS)}", repr(act), "Other activations need dora_linear for each layer.")

@@ -16,14 +16,15 @@ from fdora._check import (
     check_s,
     check_shapes,
     fail,
+    key_of,
     name,
+    passed,
     remember,
-    seen_before,
 )
 from fdora._dispatch import Backend
-from fdora.autograd.norm import EPS as EPS
 from fdora.autograd.norm import WORDS, guarded_norm, row_norm, row_sqnorm, scale, smallest_bytes
 from fdora.autograd.norm import base_sqnorm as _base_sqnorm
+from fdora.autograd.norm import give_norm as give_norm
 from fdora.autograd.norm import kept_norm as kept_norm
 from fdora.functional.backend import select_backend
 
@@ -127,32 +128,44 @@ def dora_norm(
     Memory: keeps nothing for backward when detached, else W, A, B and c. Derivation: ``fdora/eager/norm.py``.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3; Scaling DoRA, arXiv:2603.22276, eq. 3.
     """
-    fn = "dora_norm"
+    W, A, B = check_norm("dora_norm", W, A, B, s, norm_axis, base_sqnorm, detach, max_bytes, state, squared)
+    choice = select_backend(W, backend=backend)
+    if squared:
+        return row_sqnorm(W, A, B, base_sqnorm, s, max_bytes, choice.name)
+    if state is not None:
+        return NormState(*guarded_norm(W, A, B, base_sqnorm, s, max_bytes, *state, choice.name))
+    return row_norm(W, A, B, base_sqnorm, s, max_bytes, detach, choice.name)
+
+
+def check_norm(
+    fn: str, W: Tensor, A: Tensor, B: Tensor, s: float, norm_axis: int, base_sqnorm: Tensor | None, detach: bool,
+    max_bytes: int | None, state: NormState | None, squared: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """W, A and B as the norm of rows takes them."""
     if norm_axis == 0:
         check_weights(fn, {"W": W, "A": A, "B": B}, s)  # here, where they still have their names
         W, A, B = W.T, B.T, A.T
     elif norm_axis != 1:
         raise fail(fn, "norm_axis", "1 (a norm for each output row) or 0 (for each input column)", norm_axis, "DoRA's is 1.")
-    tensors = {"W": W, "A": A, "B": B, "base_sqnorm": base_sqnorm}
-    if base_sqnorm is not None or not seen_before(fn, tensors, s):
-        check_weights(fn, tensors, s)
+    key = key_of(fn, (W, A, B, base_sqnorm), s)
+    if passed(key):
+        check_frozen(fn, "W", W)
+        check_frozen(fn, "base_sqnorm", base_sqnorm)
+    else:
+        check_weights(fn, {"W": W, "A": A, "B": B, "base_sqnorm": base_sqnorm}, s)
         check_dtype(fn, "base_sqnorm", base_sqnorm, WIDE, "Keep it as dora_base_sqnorm(W) returns it.")
         check_frozen(fn, "base_sqnorm", base_sqnorm)
-        remember(fn, tensors)
+        remember(key)
     if max_bytes is not None:
         need = smallest_bytes(W, A, B, base_sqnorm is not None)
         if max_bytes < need:
             raise fail(fn, "max_bytes", f"at least {need} for these shapes", max_bytes, "Raise it, or pass None.")
-    choice = select_backend(W, backend=backend)
-    if squared:
-        if state is not None or not detach:
-            have = "True with detach=False" if state is None else "True with a state"
-            raise fail(fn, "squared", "False there", have, "Square the norm, or take the root, yourself.")
-        return row_sqnorm(W, A, B, base_sqnorm, s, max_bytes, choice.name)
+    if squared and (state is not None or not detach):
+        have = "True with detach=False" if state is None else "True with a state"
+        raise fail(fn, "squared", "False there", have, "Square the norm, or take the root, yourself.")
     if state is not None:
         check_state(fn, W, state, detach)
-        return NormState(*guarded_norm(W, A, B, base_sqnorm, s, max_bytes, *state, choice.name))
-    return row_norm(W, A, B, base_sqnorm, s, max_bytes, detach, choice.name)
+    return W, A, B
 
 
 def dora_base_sqnorm(W: Tensor, *, max_bytes: int | None = None, backend: Backend = "auto") -> Tensor:

@@ -6,13 +6,15 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from fdora._torch import PLAIN, functorch_active, is_traced, stays
 from fdora.functional import NormState, dora_norm, dora_norm_state, select_backend
-from fdora.functional.norm import guarded_norm, kept_norm
+from fdora.functional.norm import give_norm, guarded_norm, kept_norm
 
-PLAIN = (Tensor, nn.Parameter)
 SMALL = 1 << 18  # elements of W below which its norm is computed sooner than A and B are compared
+UNASKED, ALONE = -1, -2  # instead of a place among the norms of a model
 
 
 class KeptNorm:
@@ -21,6 +23,8 @@ class KeptNorm:
     def __init__(self) -> None:
         self.memo: tuple[Any, Any, NormState] | None = None
         self.room: tuple[Any, Tensor, Tensor] | None = None
+        self.norms: Any = None  # those of all layers of a model, see _tree.py
+        self.place = UNASKED
 
     def __reduce__(self) -> tuple[type[KeptNorm], tuple[()]]:
         return KeptNorm, ()
@@ -30,26 +34,40 @@ class KeptNorm:
         self.memo = None
         if self.room is not None:
             self.room[2].zero_()
+        if self.norms is not None:
+            self.norms.forget()
 
     def make_room(self, W: Any) -> None:
         """Forget; and where compiled code can keep the norm of W, make room: it fills tensors, but makes none that stay."""
-        self.memo = self.room = None
+        if self.norms is not None:
+            self.norms.restart()
+        self.memo, self.room, self.place = None, None, UNASKED
         plain = type(W) in PLAIN and W.is_floating_point() and W.element_size() > 1 and not W.is_meta
         if plain and W.numel() >= SMALL and select_backend(W).name == "triton":
             with torch.inference_mode(False):  # else nobody outside of it could write there
-                self.room = (weakref.ref(W), *dora_norm_state(W.detach()))
+                c, words = map(stays, dora_norm_state(W.detach()))
+            self.room = (weakref.ref(W), c, words)
+            give_norm(words, self)
 
     def of(self, owner: Any, W: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
         """c (N,). owner is the parameter that W is, or was made from. Mapped code computes it every time."""
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or W.numel() < SMALL:
+        traced = is_traced()
+        c = self.norms.traced_c(self, W, A, B, s) if traced and self.norms is not None else None
+        if not traced:
+            c = self.given(W, A, B, s, False)
+        if c is not None:
+            return c
+        if traced or W.numel() < SMALL:
             room = self.room
             if room is None or room[0]() is not owner or room[1].device != W.device or not compiled_kernels(W):
                 return dora_norm(W, A, B, s=s)
             return kept_norm(W, A, B, s, room[1], room[2])
-        key = (W.dtype, W.device, W.shape, torch.is_inference_mode_enabled(), version(owner))
+        storage = owner.untyped_storage()
+        key = (W.dtype, W.device, W.shape, torch.is_inference_mode_enabled(), version(owner), owner.storage_offset())
         memo = self.memo  # read and written as a whole: the replicas of DataParallel share it
-        if memo is None or memo[0] != key or memo[1]() is not owner:
-            memo = (key, weakref.ref(owner), dora_norm_state(W))
+        if memo is None or memo[0] != key or memo[1].cdata != storage._cdata:
+            # Not weakref.ref(owner): torch.utils.swap_tensors, and so model.to, refuses such a tensor.
+            memo = (key, StorageWeakRef(storage), dora_norm_state(W))
             after = dora_norm(W, A, B, s=s, state=memo[2])
         else:  # of the same W: what dora_norm would check has been checked
             after = NormState(*guarded_norm(W, A, B, None, s, None, *memo[2], select_backend(W).name))
@@ -61,6 +79,16 @@ class KeptNorm:
             self.memo = (*memo[:2], after)
         return after.c
 
+    def given(self, W: Tensor, A: Tensor, B: Tensor, s: float, compiled: bool = True) -> Tensor | None:
+        """c that the model's hook computed, if it holds for this call: for compiled code, too, when it runs."""
+        if self.norms is None or self.place == ALONE:
+            return None
+        c: Tensor | None = self.norms.c_of(self.place, W, A, B, s, compiled)
+        if c is None and self.place == UNASKED:  # it was not collected, and is again by the next forward if it can be
+            self.norms.restart()
+            self.place = ALONE
+        return c
+
 
 def capturing(t: Tensor) -> bool:
     """Whether what runs on t now goes into a CUDA graph."""
@@ -69,8 +97,7 @@ def capturing(t: Tensor) -> bool:
 
 def compiled_kernels(W: Tensor) -> bool:
     """Whether compiled code calls kernels here, and for one adapter, not for a mapped bank of them."""
-    mapped = torch._C._are_functorch_transforms_active()
-    return torch.compiler.is_compiling() and not mapped and select_backend(W).name == "triton"
+    return torch.compiler.is_compiling() and not functorch_active() and select_backend(W).name == "triton"
 
 
 def version(t: Tensor) -> int:

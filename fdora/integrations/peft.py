@@ -13,20 +13,23 @@ gives: the same formula with another mask than stock. Elsewhere PEFT's own modul
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from peft import PeftModel
 from peft.tuners.lora import variants
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from fdora import FdoraError
 from fdora.functional import dora_norm
+from fdora.integrations._hook import hook, unhook
 from fdora.integrations._peft.blocks import fuse_blocks, unfuse_blocks
 from fdora.integrations._peft.dora import Dora
-from fdora.integrations._peft.linear import fuse_layer, unfuse_layer
+from fdora.integrations._peft.linear import Linear, fuse_layer, norms_of, unfuse_layer
 from fdora.integrations._peft.report import Report, rows
 from fdora.integrations._peft.variants import OURS
 
@@ -47,7 +50,7 @@ def use_fdora(model: Model, *, fuse: bool = False, keep_inner: bool = False) -> 
       fuse: also run q, k, v and the gated MLP of Llama-, Qwen-, Gemma- and Mistral-style blocks in one call each: less time,
         and half of what an MLP keeps for backward. A copy or a pickle of the model forgets it for q, k, v.
       keep_inner: keep one more activation per layer without bias. Needed where the model changes the layer's output in
-        place before backward, as ``nn.ReLU(inplace=True)`` does (autograd says so).
+        place before backward, as ``nn.ReLU(inplace=True)`` or Gemma 3n with ``"all-linear"`` does (the error says so).
 
     Returns:
       The model.
@@ -57,6 +60,7 @@ def use_fdora(model: Model, *, fuse: bool = False, keep_inner: bool = False) -> 
     """
     found, layers = False, _layers("use_fdora", model)
     unfuse_blocks(model)
+    unhook(model)
     for _, layer in layers:
         for name, variant in list(layer.lora_variant.items()):
             if type(variant) in OURS:
@@ -71,6 +75,7 @@ def use_fdora(model: Model, *, fuse: bool = False, keep_inner: bool = False) -> 
             "fdora.use_fdora: `model` must have a DoRA adapter of PEFT, got none. "
             "Make it with LoraConfig(use_dora=True), and call this after get_peft_model or load_adapter."
         )
+    _hook(model)
     if fuse and not fuse_blocks(model):
         raise FdoraError(
             "fdora.use_fdora: `fuse` must be False for a model without blocks it knows, got True. It wants transformers' "
@@ -83,6 +88,7 @@ def restore(model: Model) -> Model:
     """Undo :func:`use_fdora` and, on this model, :func:`enable`: every layer runs PEFT's own code again. Idempotent."""
     layers = _layers("restore", model)
     unfuse_blocks(model)
+    unhook(model)
     for _, layer in layers:
         for name, variant in list(layer.lora_variant.items()):
             if isinstance(variant, Dora):
@@ -146,10 +152,24 @@ def init_magnitude(model: Model) -> Model:
                 w = variant.weights(layer, adapter)
                 if isinstance(w, str):
                     raise _no_magnitude(name, f"{w}. Call this before the model is sharded or moved to meta")
-                norms.append((layer.lora_magnitude_vector[adapter].weight, dora_norm(w.W, w.A, w.B, s=layer.scaling[adapter])))
+                c = dora_norm(w.W, w.A, w.B, s=float(layer.scaling[adapter]))
+                norms.append((layer.lora_magnitude_vector[adapter].weight, c))
     for m, c in norms:
         m.copy_(c.view(m.shape))
     return model
+
+
+def _hook(model: nn.Module) -> None:
+    """On what is called. A PeftModel calls the model inside or, for a task, only its forward; generate calls that as well."""
+    roots: list[nn.Module] = [model]
+    if isinstance(model, PeftModel):
+        inner = model.get_base_model()
+        roots = [inner] if type(model).forward is PeftModel.forward else [model, inner]
+    ref = weakref.ref(model)
+    layers = [layer for _, layer in _layers("use_fdora", model) if type(layer) is Linear]  # those that norms_of may list
+    kepts = [v.kept for layer in layers for v in layer.lora_variant.values() if isinstance(v, Dora)]
+    if kepts:
+        hook([m for m in roots if not isinstance(m, LoraLayer)], kepts, lambda: norms_of(ref()))
 
 
 def _no_magnitude(name: str, why: str) -> FdoraError:

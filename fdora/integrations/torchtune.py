@@ -9,6 +9,7 @@ keys, ``disabled`` and ``adapter_params`` stay torchtune's. The layer's class is
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from torchtune.modules.peft import DoRALinear
 
 from fdora import FdoraError
 from fdora.functional import dora_compose, dora_linear, dora_scale, select_backend
+from fdora.integrations._hook import hook, unhook
 from fdora.integrations._norm import KeptNorm
 
 __all__ = ["FdoraLinear", "report", "restore", "use_fdora"]
@@ -39,14 +41,21 @@ def use_fdora(model: Model) -> Model:
     if not layers:
         remedy = "Build it with use_dora=True, and call this before the layers themselves are sharded or wrapped."
         raise FdoraError(f"fdora.use_fdora: `model` must have a DoRALinear of torchtune, got none. {remedy}")
+    unhook(model)
+    kepts: list[KeptNorm] = []
     for layer in layers:
         layer.__class__ = FdoraLinear
-        layer.__dict__.setdefault("_fdora", _Run()).kept.make_room(layer.weight)
+        kepts.append(layer.__dict__.setdefault("_fdora", _Run()).kept)
+        kepts[-1].make_room(layer.weight)
+    if not isinstance(model, DoRALinear):
+        ref = weakref.ref(model)
+        hook([model], kepts, lambda: _norms_of(ref()))
     return model
 
 
 def restore(model: Model) -> Model:
     """Undo :func:`use_fdora`: every layer runs torchtune's own code again, but for those sharded one by one since."""
+    unhook(model)
     for layer in model.modules():
         if type(layer) is FdoraLinear:
             layer.__class__ = DoRALinear
@@ -129,6 +138,19 @@ def _obstacle(layer: FdoraLinear, x: Tensor) -> str:
     if x.dtype != W.dtype and not torch.is_autocast_enabled(x.device.type):
         return f"a {x.dtype} input for a {W.dtype} base weight"
     return "" if type(layer.dropout) in (nn.Identity, nn.Dropout) else f"a {type(layer.dropout).__name__} for dropout"
+
+
+def _norms_of(model: nn.Module | None) -> list[tuple[KeptNorm, Tensor, Tensor, Tensor, float]]:
+    """The layers whose norms the model's hook can compute together."""
+    found = []
+    for layer in () if model is None else model.modules():
+        if type(layer) is not FdoraLinear or layer.disabled or isinstance(layer.weight, NF4Tensor):
+            continue
+        W, A, B = layer.weight, layer.lora_a.weight, layer.lora_b.weight
+        if _obstacle(layer, W) or any(t.is_inference() for t in (W, A, B)) or select_backend(W).name != "triton":
+            continue
+        found.append((layer._fdora.kept, W, A, B, layer.scaling))
+    return found
 
 
 def _hooked(m: nn.Module) -> bool:

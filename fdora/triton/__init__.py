@@ -1,12 +1,13 @@
-"""The Triton backend: kernels behind the file names and signatures of :mod:`fdora.eager`."""
+"""The Triton backend: facades that write plans (this folder), kernels (kernels/), and what runs a plan (runtime/)."""
 
 import triton
 
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 4):  # no tensor descriptors on the host
     raise ImportError(f"version {triton.__version__} is too old, fdora needs 3.4")
 
-from fdora.triton import act as act
 from fdora.triton import compose as compose
 from fdora.triton import linear as linear
 from fdora.triton import merge as merge
+from fdora.triton import mlp as mlp
 from fdora.triton import norm as norm
+from fdora.triton import tree as tree

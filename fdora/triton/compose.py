@@ -1,127 +1,103 @@
-"""Compose and delta in one pass: two reads and one write forward; three reads and two writes backward.
+"""Compose and delta, ``y = h base + g s lora (+ bias)`` with h = g or g - 1: two reads and one write, in one pass.
 
-Backward also forms the sums over tokens: a program walks down ROWS rows of its columns and writes one partial per column;
-:func:`fdora.triton._launch.column_sums` adds them in a fixed order. Roof: the bytes, at copy speed.
+Backward reads dy (and base, lora where dg is asked for) once and writes what is needed; the sums over tokens go through one
+row of partials per strip of tokens, which :func:`column_sums` adds in a fixed order. Roof: the bytes, at copy speed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from fdora.triton._launch import cdiv, column_sums, launch, rows_of, traced
-from fdora.triton._op import op
+from fdora._torch import needs_dispatcher
+from fdora.triton.kernels.compose import compose_bwd_kernel, compose_fwd_kernel
+from fdora.triton.op import op
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import Device, cdiv
+from fdora.triton.runtime.plan import Like, Plan
+from fdora.triton.runtime.walk import plan_for, run
+from fdora.triton.sums import column_sums
 
 BLOCK_M, BLOCK_N = 4, 512
 BWD_M, BWD_N, ROWS = 32, 128, 128
 
 
-@triton.jit
-def _compose_fwd_kernel(
-    base, lora, g, bias, y, s, M, N, stride_base, stride_lora, stride_y,
-    DELTA: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (m < M)[:, None] & (n < N)[None, :]
-    row = m[:, None].to(tl.int64)
-    u = tl.load(base + row * stride_base + n[None, :], mask=mask).to(tl.float32)
-    v = s * tl.load(lora + row * stride_lora + n[None, :], mask=mask).to(tl.float32)
-    gn = tl.load(g + n, mask=n < N)[None, :]
-    out = (gn - 1) * u + gn * v if DELTA else gn * (u + v)
-    if HAS_BIAS:
-        out += tl.load(bias + n, mask=n < N).to(tl.float32)[None, :]
-    tl.store(y + row * stride_y + n[None, :], out.to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _compose_bwd_kernel(
-    dy, base, lora, g, dbase, dlora, partial_g, partial_bias, s, M, N, stride_dy, stride_base, stride_lora,
-    DELTA: tl.constexpr, NEED_BASE: tl.constexpr, NEED_LORA: tl.constexpr, NEED_G: tl.constexpr, NEED_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = n < N
-    gn = tl.load(g + n, mask=in_n, other=0.0)[None, :]
-    sum_g = tl.zeros((BLOCK_N,), tl.float32)
-    sum_bias = tl.zeros((BLOCK_N,), tl.float32)
-    for i in range(0, ROWS, BLOCK_M):
-        m = tl.program_id(1) * ROWS + i + tl.arange(0, BLOCK_M)
-        mask = (m < M)[:, None] & in_n[None, :]
-        row = m[:, None].to(tl.int64)
-        d = tl.load(dy + row * stride_dy + n[None, :], mask=mask, other=0.0).to(tl.float32)
-        if NEED_BASE:
-            tl.store(dbase + row * N + n[None, :], (d * (gn - 1 if DELTA else gn)).to(dbase.dtype.element_ty), mask=mask)
-        if NEED_LORA:
-            tl.store(dlora + row * N + n[None, :], (d * (s * gn)).to(dlora.dtype.element_ty), mask=mask)
-        if NEED_G:
-            u = tl.load(base + row * stride_base + n[None, :], mask=mask, other=0.0).to(tl.float32)
-            v = tl.load(lora + row * stride_lora + n[None, :], mask=mask, other=0.0).to(tl.float32)
-            sum_g += tl.sum(d * (u + s * v), axis=0)
-        if NEED_BIAS:
-            sum_bias += tl.sum(d, axis=0)
-    at = tl.program_id(1).to(tl.int64) * N + n
-    if NEED_G:
-        tl.store(partial_g + at, sum_g, mask=in_n)
-    if NEED_BIAS:
-        tl.store(partial_bias + at, sum_bias, mask=in_n)
-
-
 def compose_fwd(base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, s: float, delta: bool) -> Tensor:
     """(M, N), (M, N), (N,), (N,) or None -> (M, N) in the dtype of base."""
-    return (compose if traced(base) else _compose)(base, lora, g, bias, s, delta)
+    return (compose if needs_dispatcher(base) else _compose)(base, lora, g, bias, s, delta)
 
 
 def compose_bwd(
     dy: Tensor, base: Tensor, lora: Tensor, g: Tensor, s: float, delta: bool, needs: tuple[bool, bool, bool, bool]
 ) -> tuple[Tensor | None, ...]:
     """dbase, dlora, dg, dbias (the last in float32); each only when needed."""
-    grads = iter((compose_backward if traced(dy) else _compose_backward)(dy, base, lora, g, s, delta, list(needs)))
+    run_it: Any = compose_backward if needs_dispatcher(dy) else _compose_backward
+    grads = iter(run_it(dy, base, lora, g, s, delta, list(needs)))
     return tuple(next(grads) if need else None for need in needs)
 
 
 def _compose(base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, s: float, delta: bool) -> Tensor:
-    base, lora = rows_of(base), rows_of(lora)
-    M, N = base.shape
-    y = torch.empty((M, N), device=base.device, dtype=base.dtype)
-    g, bias = g.contiguous(), None if bias is None else bias.contiguous()
-    if M and N:
-        with torch.cuda.device_of(base):
-            launch(
-                _compose_fwd_kernel, (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)),
-                (base, lora, g, bias, y, s, M, N, base.stride(0), lora.stride(0), N),
-                (delta, bias is not None, BLOCK_M, BLOCK_N), 4,
-            )  # fmt: skip
-    return y
+    return run(*_planned(base, lora, g, bias, s, delta))[0]
+
+
+def _planned(base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, s: float, delta: bool) -> tuple[Plan, tuple, tuple]:
+    tensors = (base, lora, g, bias)
+    return plan_for(plan_compose, tensors, delta), tensors, (s,)
+
+
+def plan_compose(likes: Sequence[Like | None], device: Device, delta: bool) -> Plan:
+    plan = Builder("dora_delta" if delta else "dora_compose", device)
+    base, lora = plan.tokens(likes[0]), plan.tokens(likes[1])
+    g, bias = plan.vector(likes[2]), plan.vector(likes[3])
+    y = plan.result("y", base.shape, base.dtype)
+    (M, N), s = base.shape, plan.scalar("s")
+    plan.path = "one pass over base and lora"
+    plan.launch(
+        compose_fwd_kernel, (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)),
+        (base, lora, g, bias, y, s, M, N, base.stride[0], lora.stride[0], N), (delta, bias is not None, BLOCK_M, BLOCK_N), 4,
+    )  # fmt: skip
+    return plan.plan()
+
+
+def _compose_backward(
+    dy: Tensor, base: Tensor, lora: Tensor, g: Tensor, s: float, delta: bool, needs: Sequence[bool]
+) -> list[Tensor]:
+    return list(run(*_planned_backward(dy, base, lora, g, s, delta, needs)))
+
+
+def _planned_backward(
+    dy: Tensor, base: Tensor, lora: Tensor, g: Tensor, s: float, delta: bool, needs: Sequence[bool]
+) -> tuple[Plan, tuple, tuple]:
+    tensors = (dy, base, lora, g)
+    return plan_for(plan_compose_backward, tensors, delta, tuple(needs)), tensors, (s,)
+
+
+def plan_compose_backward(likes: Sequence[Like | None], device: Device, delta: bool, needs: tuple[bool, ...]) -> Plan:
+    plan = Builder("dora_delta backward" if delta else "dora_compose backward", device)
+    dy, base, lora = (plan.tokens(like) for like in likes[:3])
+    g, s = plan.vector(likes[3]), plan.scalar("s")
+    (M, N), strips = base.shape, cdiv(base.shape[0], ROWS)
+    plan.path = "one pass over what the wanted gradients need; sums over tokens in two stages"
+    like = ((base.shape, base.dtype), (base.shape, lora.dtype), ((N,), torch.float32), ((N,), torch.float32))
+    names = ("dbase", "dlora", "dg", "dbias")
+    out = [plan.result(n, *form) if need else None for n, form, need in zip(names, like, needs, strict=True)]
+    partials = [None if t is None else plan.temp((strips, N), torch.float32) for t in out[2:]]
+    plan.launch(
+        compose_bwd_kernel, (cdiv(N, BWD_N), strips),
+        (dy, base, lora, g, *out[:2], *partials, s, M, N, dy.stride[0], base.stride[0], lora.stride[0]),
+        (delta, *needs, BWD_M, BWD_N, ROWS), 4,
+    )  # fmt: skip
+    for partial, total in zip(partials, out[2:], strict=True):
+        if partial is not None and total is not None:
+            column_sums(plan, partial, total)
+    return plan.plan()
 
 
 def _fake_compose(base, lora, g, bias, s, delta):
     return torch.empty(base.shape, device=base.device, dtype=base.dtype)
-
-
-def _compose_backward(
-    dy: Tensor, base: Tensor, lora: Tensor, g: Tensor, s: float, delta: bool, needs: list[bool]
-) -> list[Tensor]:
-    dy, base, lora, g = rows_of(dy), rows_of(base), rows_of(lora), g.contiguous()
-    M, N = base.shape
-    need_base, need_lora, need_g, need_bias = needs
-    strips = cdiv(M, ROWS)
-
-    def new(need: bool, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-        return torch.empty(shape, device=base.device, dtype=dtype) if need else None
-
-    dbase, dlora = new(need_base, (M, N), base.dtype), new(need_lora, (M, N), lora.dtype)
-    sums = [new(need, (strips, N), torch.float32) for need in (need_g, need_bias)]
-    with torch.cuda.device_of(base):
-        if M and N:
-            launch(
-                _compose_bwd_kernel, (cdiv(N, BWD_N), strips),
-                (dy, base, lora, g, dbase, dlora, *sums, s, M, N, dy.stride(0), base.stride(0), lora.stride(0)),
-                (delta, need_base, need_lora, need_g, need_bias, BWD_M, BWD_N, ROWS), 4,
-            )  # fmt: skip
-        return [d for d in (dbase, dlora) if d is not None] + [column_sums(p) for p in sums if p is not None]
 
 
 def _fake_compose_backward(dy, base, lora, g, s, delta, needs):
@@ -129,5 +105,6 @@ def _fake_compose_backward(dy, base, lora, g, s, delta, needs):
     return [torch.empty(sh, device=base.device, dtype=t) for (sh, t), need in zip(shapes, needs, strict=True) if need]
 
 
-compose = op("compose", _compose, _fake_compose)
-compose_backward = op("compose_backward", _compose_backward, _fake_compose_backward)
+_SCHEMA = "(Tensor dy, Tensor base, Tensor lora, Tensor g, float s, bool delta, bool[] needs) -> Tensor[]"
+compose = op("compose", _compose, _fake_compose, _planned)
+compose_backward = op("compose_backward", _compose_backward, _fake_compose_backward, _planned_backward, _SCHEMA)

@@ -9,6 +9,7 @@ cannot be used, 128 x 256 with 8 warps: each slab that comes through L2 feeds tw
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 from fdora.triton.table import GEMM, SCALE, SMALL
@@ -48,28 +49,52 @@ def norm_config(r: int, half: bool, capability: int, aligned: bool = False, half
     return NormConfig(128, 128, 16 if r <= 16 else 32, "ieee", 4 if 90 <= capability < 100 else 8, 3)
 
 
+class TreeConfig(NamedTuple):
+    """Tile of W and slab of the rank, for the norms of many layers in one launch."""
+
+    BLOCK_N: int
+    BLOCK_K: int
+    BLOCK_R: int
+    num_warps: int
+    num_stages: int
+
+
+def tree_config(r: int, half: bool, half_weight: bool, whole: bool, capability: int) -> TreeConfig:
+    """``half``: A and B are half precision; float32 ones are split into float16 terms in registers. ``whole``: all rows begin
+    at 16 bytes, and N and K are multiples of 128; else every element of a tile has an address and a mask of its own."""
+    if not whole:
+        return TreeConfig(64, 64, 16, 8, 2)
+    block_r = 32 if r % 32 == 0 or (half and r > 16) else 16  # masks of a wide slab beside the split would spill
+    if half and half_weight:
+        return TreeConfig(128, 128, block_r, 4 if 90 <= capability < 100 and r <= 16 else 8, 3)
+    return TreeConfig(64, 128, block_r, 8, 2)
+
+
 class GemmConfig(NamedTuple):
-    """Tile of the result, step along K, and how programs run. ``halves``: the tile leaves through shared memory in two."""
+    """Tile of the result, step along K, how programs run. ``EPILOGUE_SUBTILE``: it leaves through shared memory in two."""
 
     tma: bool
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_K: int
-    GROUP: int
-    halves: bool
+    GROUP_M: int
+    EPILOGUE_SUBTILE: bool
     persistent: bool
     num_warps: int
     num_stages: int
 
 
-def gemm_config(M: int, N: int, K: int, r: int, w_rows: bool, extra: bool, capability: int) -> GemmConfig:
-    """``w_rows``: the columns of W are contiguous (forward). ``extra``: one more tile is read or written at the end."""
+@lru_cache(4096)
+def gemm_config(M: int, N: int, K: int, r: int, trans_b: bool, extra: bool, capability: int) -> GemmConfig:
+    """``trans_b``: the columns of W are contiguous (forward). ``extra``: one more tile is read or written at the end."""
     if not 90 <= capability < 120:
         narrow = M <= 64 or N <= 64
         return GemmConfig(False, 64 if narrow else 128, 64 if narrow else 128, 32, 8, False, False, 4 if narrow else 8, 3)
-    tiles = {shape: tile for shape, tile in GEMM[w_rows].items() if tile[1] <= max(64, power_of_two(M))}  # none taller than x
+    tiles = {shape: tile for shape, tile in GEMM[trans_b].items() if tile[1] <= max(64, power_of_two(M))}  # none taller than x
     config = GemmConfig(*nearest(tiles, (M, N, K, r), (1, 1, 1, 0.25)))
-    if not extra or config.BLOCK_M * config.BLOCK_N <= 16384:
+    room = 16384 if capability < 100 else 8192  # 128 x 128 on 4 warps would spill on sm_100
+    area = config.BLOCK_M * config.BLOCK_N
+    if not extra or area <= room:
         return config
     if capability >= 100:  # it would spill there
         return GemmConfig(True, 128, 128, 64, 8, False, True, 8, 4)
@@ -78,25 +103,26 @@ def gemm_config(M: int, N: int, K: int, r: int, w_rows: bool, extra: bool, capab
 
 
 class ScaleConfig(NamedTuple):
-    """Tile and strip of backward's elementwise pass; ``rank``: the padded rank whose dB rides along, 0 for none."""
+    """Tile and strip of backward's elementwise pass; ``BLOCK_R``: the padded rank of the dB formed on the same tiles, or 0."""
 
     BLOCK_M: int
     BLOCK_N: int
     ROWS: int
-    rank: int
+    BLOCK_R: int
     num_warps: int
 
 
+@lru_cache(4096)
 def scale_config(M: int, N: int, r: int, half: bool, capability: int) -> ScaleConfig:
     if M <= 64:
-        return ScaleConfig(power_of_two(M), 64 if half else 32, 64, _rank(r, half), 4)
+        return ScaleConfig(power_of_two(M), 64 if half else 32, 64, _block_r(r, half), 4)
     if not half or not 90 <= capability < 120:  # twice the registers, or half of them left: a small tile, and dB apart
         return ScaleConfig(32, 64, 128, 0, 4)
-    BLOCK_M, BLOCK_N, ROWS, rides, num_warps = nearest(SCALE, (M, N, r))
-    return ScaleConfig(BLOCK_M, BLOCK_N, ROWS, _rank(r, half) if rides else 0, num_warps)
+    BLOCK_M, BLOCK_N, ROWS, fuse_dB, num_warps = nearest(SCALE, (M, N, r))
+    return ScaleConfig(BLOCK_M, BLOCK_N, ROWS, _block_r(r, half) if fuse_dB else 0, num_warps)
 
 
-def _rank(r: int, half: bool) -> int:
+def _block_r(r: int, half: bool) -> int:
     return power_of_two(r) if half and r <= 64 else 0
 
 
@@ -109,6 +135,7 @@ class SmallConfig(NamedTuple):
     num_stages: int
 
 
+@lru_cache(4096)
 def small_config(rows: int, N: int, K: int, columns: bool, capability: int) -> SmallConfig:
     """``rows``: tokens, padded. ``columns``: neighbours in memory are columns of W (backward)."""
     if capability < 80:

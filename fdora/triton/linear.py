@@ -1,14 +1,13 @@
-"""The whole layer: which kernels run, in which order. Signatures of :mod:`fdora.eager.linear`.
+"""Layers that read one x, as one plan for each direction: which kernels run, in which order. One layer is a group of one.
 
 Half precision. Forward: h = s x A^T, then one product with the low-rank term, g and bias inside (gemm.py; small.py for up to 64
 tokens). Backward: one pass for dz and the sums over tokens (scale.py), dh = s dz B, one product for dx; dA = dh^T x and
 dB = dz^T h. s is applied where h and dh are rounded, so no other factor is scaled or rounded again.
 
-"peft" dropout, y = x W^T + (g - 1) inner + s x' A^T B^T + bias with inner = D(x) W^T + s D(x) A^T B^T: two such products, the
-first writes inner, the second adds (g - 1) inner. Its backward is one product: (dz - dy) W and dh A masked, then dy W.
+"peft" dropout, y = x W^T + (g - 1) v + s x' A^T B^T + bias with v = D(x) W^T + s D(x) A^T B^T: two such products, the
+first writes v, the second adds (g - 1) v. Its backward is one product: (dz - dy) W and dh A masked, then dy W.
 
-Layers that share x share the product for h (``down``), and each adds its dx to that of the one before where it is stored
-(``onto``).
+Layers that share x share the product for h where they share s; each adds its dx to that of the one before where it is stored.
 
 float32: products by cuBLAS in the precision that torch.set_float32_matmul_precision asks for; g and bias in one pass.
 """
@@ -16,213 +15,241 @@ float32: products by cuBLAS in the precision that torch.set_float32_matmul_preci
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from fdora.triton._launch import cdiv, launch, rows_of, traced
-from fdora.triton._op import op
-from fdora.triton.dropout import drop
-from fdora.triton.gemm import Dropped, Epilogue, gemm
-from fdora.triton.scale import scale_backward, scale_tile
-from fdora.triton.small import is_small, small_backward, small_forward
+from fdora._records import Dropout, DropoutMode, Grads, Needs, Operands, Options, Saved
+from fdora._torch import PLAIN, needs_dispatcher
+from fdora.triton.linear_bwd import backward, result_grads
+from fdora.triton.linear_fwd import Out, forward
+from fdora.triton.op import op
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import Device
+from fdora.triton.runtime.plan import Array, Plan, Scalar
+from fdora.triton.runtime.walk import plan_for, run
 
-BLOCK_M, BLOCK_N = 4, 512
-
-
-def linear_fwd(
-    x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, bias: Tensor | None, seed: Tensor | None,
-    s: float, p: float, mode: str, keep: str, h: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """x (M, K) -> y (M, N), s x A^T (M, r) and, with a bias or "peft" dropout, inner (M, N)."""
-    y, *rest = (linear if traced(x) else _linear)(x, W, A, B, m, c, bias, seed, s, p, mode, keep, h)
-    return (y, *rest) if h is None else (y, h, *rest)
+Likes = Sequence[Any]  # of Like and None
 
 
-def linear_bwd(
-    dy: Tensor, x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, h: Tensor, kept: Tensor | None,
-    seed: Tensor | None, s: float, p: float, mode: str, kept_inner: bool, needs: tuple[bool, ...], onto: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """dx, dA, dB, dm, dc, dbias (float32); each only when ``needs``, in that order, asks for it. dx is added to ``onto``."""
-    args = (dy, x, W, A, B, m, c, h, kept, seed, s, p, mode, kept_inner)
-    if not traced(dy):
-        return _backward(*args, needs, onto)
-    found = iter(linear_backward(*args, list(needs)))
-    dx, *grads = (next(found) if need else None for need in needs)
-    return (dx if dx is None or onto is None else onto + dx, *grads)
+# forward
 
 
-def down(x: Tensor, As: Sequence[Tensor], s: Sequence[float]) -> Tensor | None:
-    """s x A^T of several layers side by side, (M, sum of r): one product reads x once. None where each layer does better
-    alone: another s for each would have to be folded into A, and round it; few tokens are cheap to read, and the product
-    hides behind that with W (a compiler should not have to ask for their number)."""
-    t, compiled = x.dtype, traced(x)
-    if any(each != s[0] for each in s) or (not compiled and is_small(x) and t != torch.float32):
-        return None
-    return (down_projection if compiled else _down)(x, torch.cat([A.to(t) for A in As]), s[0])
+def layers_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout) -> tuple[list[Tensor], Saved]:
+    """x (..., K) -> each y (..., N), and what backward reads."""
+    seen = needs_dispatcher(x)
+    if len(layers) == 1 and not seen and layers[0].A is not None:  # the short way of the rest, for the host's sake
+        (o,), tensors, s = options, (x, *layers[0]), (options[0].s,)
+        y, h, *before = run(plan_for(plan_forward, tensors, drop.p, drop.mode, (o.save,), True), tensors, s)
+        kept = before[0] if before else None if o.save == "nothing" else y
+        return [y], Saved(h, (kept,), (bool(before),))
+    run_it: Any = linear if seen else _linear
+    operands = flat(layers)
+    results = run_it(x, operands, [o.s for o in options], [o.save for o in options], *drop)
+    return unpacked(results, x.dtype, layers, options, drop.mode)
 
 
-def _down(x: Tensor, A: Tensor, s: float) -> Tensor:
-    return _product(x, A.t(), s)
+def unpacked(
+    results: Sequence[Any], dtype: torch.dtype, layers: Sequence[Any], options: Sequence[Options], mode: str
+) -> tuple[list[Any], Saved]:
+    """What a forward returns, as each y and what backward reads."""
+    n = len(layers)
+    ys, rest = list(results[:n]), results[n:]
+    h = None
+    if any([la.A is not None for la in layers]):
+        h, *rest = rest
+    pre = tuple([saves_pre_scale(dtype, la, mode, o.save) for la, o in zip(layers, options, strict=True)])
+    kept = [None if o.save == "nothing" else y for y, o in zip(ys, options, strict=True)]
+    if rest:
+        before = iter(rest)
+        kept = [next(before) if has else y for y, has in zip(kept, pre, strict=True)]
+    return ys, Saved(h, tuple(kept), pre)
+
+
+def flat(layers: Sequence[Operands]) -> list[Tensor | None]:
+    """A list: Dynamo (torch 2.11) hands no NamedTuple to an op."""
+    return [*layers[0]] if len(layers) == 1 else [t for la in layers for t in la]
 
 
 def _linear(
-    x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, bias: Tensor | None, seed: Tensor | None,
-    s: float, p: float, mode: str, keep: str, h: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """y; h, if none was given; inner, where it is kept."""
-    t, given = x.dtype, h is not None
-    W, m, c = _in(t, W), m.contiguous(), c.contiguous()
-    inner: Tensor | None
-    bias = None if bias is None else bias.contiguous()
-    inner_kept = _keeps_inner(t, bias, seed, mode, keep)
-    if t == torch.float32:
-        out = _linear_float32(x, W, A, B, m, c, bias, seed, s, p, mode, inner_kept, h)
-    elif seed is None and is_small(x):  # it forms h in passing, faster than it could read one
-        out = small_forward(x, W, A, B, m, c, bias, s, inner_kept)
-    else:
-        xd = drop(x, seed, p)
-        h = _product(xd, _in(t, A).t(), s) if h is None else h
-        B = _in(t, B)
-        if seed is not None and mode == "peft":
-            inner = gemm(xd, W, h, B, turned=True)[0]
-            y, _ = gemm(x, W, h, B, Epilogue("add", m, c, bias, inner), turned=True)
-            out = (y, inner if inner_kept else None, h)
-        else:
-            out = (*gemm(x, W, h, B, Epilogue("scale", m, c, bias), keep_inner=inner_kept, turned=True), h)
-    y, inner, h = out
-    return [y, *([] if given else [h]), *([] if inner is None else [inner])]
+    x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str
+) -> tuple[Tensor, ...]:
+    """Each y, h if there is any, each value before g that is saved."""
+    return run(*_planned(x, operands, s, saves, p, mode))
 
 
-def _keeps_inner(dtype: torch.dtype, bias: Tensor | None, seed: Tensor | None, mode: str, keep: str) -> bool:
-    """Whether y cannot stand in for inner. Rows with g near 0 can, in half precision: backward forms their products again."""
-    exact = bias is None and (seed is None or mode != "peft") and dtype != torch.float32
-    return keep == "inner" or (keep == "output" and not exact)
+def _planned(
+    x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str
+) -> tuple[Plan, tuple, tuple]:
+    tensors, s = (x, *operands), tuple(s)
+    return plan_for(plan_forward, tensors, p, mode, tuple(saves), same(s)), tensors, s
+
+
+def same(s: Sequence[float]) -> bool:
+    return s.count(s[0]) == len(s)
+
+
+def saves_pre_scale(dtype: torch.dtype, la: Any, mode: str, save: str) -> bool:
+    """Whether y cannot stand in for the value before g. Rows with g near 0 can, in half precision: backward redoes them."""
+    exact = la.bias is None and (la.seed is None or mode != "peft") and dtype != torch.float32
+    return la.A is not None and (save == "pre_scale" or (save == "output" and not exact))
+
+
+def plan_forward(likes: Likes, device: Device, p: float, mode: DropoutMode, saves: tuple[str, ...], same_s: bool) -> Plan:
+    plan = Builder("dora_linear forward" if len(saves) == 1 else f"forward of {len(saves)} layers on one x", device)
+    x, layers, scalars = read(plan, likes)
+    (*lead, _), dtype = likes[0].shape, x.dtype
+    ys = [plan.result(f"y{i}", (*lead, la.W.shape[0]), dtype).flat() for i, la in enumerate(layers)]
+    h = result_h(plan, x, layers, "h")
+    pre = [
+        plan.result(f"pre_scale{i}", y.shape, dtype) if saves_pre_scale(dtype, la, mode, save) else None
+        for i, (y, la, save) in enumerate(zip(ys, layers, saves, strict=True))
+    ]
+    forward(
+        plan, x, layers, scalars, [Out(*each) for each in zip(ys, h.parts, pre, strict=True)], h.whole, Dropout(p, mode), same_s
+    )
+    return plan.plan()
+
+
+def read(plan: Builder, likes: Likes) -> tuple[Array, list[Any], list[Scalar]]:
+    """x, then the seven operands of each layer."""
+    x = plan.tokens(likes[0])
+    layers = [read_layer(plan, x.dtype, likes[i : i + 7]) for i in range(1, len(likes), 7)]
+    return x, layers, [plan.scalar(f"s{i}") for i in range(len(layers))]
+
+
+def read_layer(plan: Builder, dtype: torch.dtype, likes: Likes) -> Any:
+    W, A, B, m, c, bias, seed = likes
+    weight = plan.operand(W) if dtype == torch.float32 else plan.matrix(W)
+    parts: Any = (
+        weight,
+        plan.operand(A),
+        plan.operand(B),
+        plan.vector(m),
+        plan.vector(c),
+        plan.vector(bias),
+        plan.matrix(seed),
+    )
+    return Operands(*parts)
+
+
+class Shrunk(NamedTuple):
+    """s x A^T of all layers side by side, and each one's columns of it."""
+
+    whole: Array | None
+    parts: list[Array | None]
+
+
+def columns_of_h(h: Array | None, layers: list[Any]) -> Shrunk:
+    parts: list[Array | None] = []
+    at = 0
+    for la in layers:
+        r = 0 if la.A is None else la.A.shape[0]
+        parts.append(None if la.A is None or h is None else h.columns(at, at + r))
+        at += r
+    return Shrunk(h, parts)
+
+
+def result_h(plan: Builder, x: Array, layers: list[Any], name: str) -> Shrunk:
+    total = sum(la.A.shape[0] for la in layers if la.A is not None)
+    return columns_of_h(plan.result(name, (x.shape[0], total), x.dtype) if total else None, layers)
+
+
+# backward
+
+
+def layers_bwd(
+    dys: Sequence[Tensor | None], x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout,
+    saved: Saved, need_x: bool, needs: Sequence[Needs],
+) -> tuple[Tensor | None, list[Grads]]:  # fmt: skip
+    """dx, and the gradients of each layer; those of bias in float32. A dy of None: nobody asked for this y."""
+    wanted = [asked(la, dy, need) for la, dy, need in zip(layers, dys, needs, strict=True)]
+    flags = [need for each in wanted for need in each]
+    seen = needs_dispatcher(x) or any([type(dy) not in PLAIN for dy in dys if dy is not None])
+    run_it: Any = linear_backward if seen else _linear_backward
+    scalars = [o.s for o in options]
+    results = iter(run_it(x, saved.h, dys, saved.kept, flat(layers), scalars, saved.pre_scale, *drop, need_x, flags))
+    dx = next(results) if need_x else None
+    return dx, [Grads._make([next(results) if need else None for need in each]) for each in wanted]
 
 
 def _linear_backward(
-    dy: Tensor, x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, h: Tensor, kept: Tensor | None,
-    seed: Tensor | None, s: float, p: float, mode: str, kept_inner: bool, needs: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    grads = _backward(dy, x, W, A, B, m, c, h, kept, seed, s, p, mode, kept_inner, needs, None)
-    return [d for d in grads if d is not None]
+    x: Tensor, h: Tensor | None, dys: Sequence[Tensor | None], kept: Sequence[Tensor | None], operands: Sequence[Tensor | None],
+    s: Sequence[float], pre_scale: Sequence[bool], p: float, mode: str, need_x: bool, needs: Sequence[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """dx if it is needed, then what is needed of each layer's dA, dB, dm, dc, dbias."""
+    return run(*_planned_backward(x, h, dys, kept, operands, s, pre_scale, p, mode, need_x, needs))
 
 
-def _backward(
-    dy: Tensor, x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, h: Tensor, kept: Tensor | None,
-    seed: Tensor | None, s: float, p: float, mode: str, kept_inner: bool, needs: Sequence[bool], onto: Tensor | None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    need_x, need_A, need_B, need_m, need_c, need_bias = needs
-    t = x.dtype
-    dy, W, m, c = rows_of(dy), _in(t, W), m.contiguous(), c.contiguous()
-    peft = seed is not None and mode == "peft"
-    dz, dz_less, dm, dc, dbias, dB = scale_backward(
-        dy, kept, x, W, h, B, m, c, kept_inner, need_x or need_A, peft and need_x, need_m, need_c, need_bias, need_B
-    )
-    dx = dA = None
-    if need_x and seed is None and is_small(x) and t != torch.float32:
-        assert dz is not None
-        dx, dA = small_backward(dz, W, A, B, x, s, need_A)
-        dx = dx if onto is None else onto.add_(dx)
-    elif need_x or need_A:
-        assert dz is not None
-        dh = _product(dz, _in(t, B), s)
-        if need_x:
-            if t == torch.float32:
-                dx = _dx_float32(dy, dz, dz_less, W, A, dh, seed, p, onto)
-            elif peft:
-                dx, _ = gemm(dy, W, dh, _in(t, A), drop=Dropped(seed, p, dz_less), onto=onto)
-            else:
-                dx, _ = gemm(dz, W, dh, _in(t, A), drop=Dropped(seed, p), onto=onto)
-        if need_A:
-            dA = _gradient(dh.t(), drop(x, seed, p), A.dtype)
-    if need_B and dB is None:
-        assert dz is not None
-        dB = _gradient(dz.t(), h, B.dtype)
-    return dx, dA, dB, dm, dc, dbias
+def _planned_backward(
+    x: Tensor, h: Tensor | None, dys: Sequence[Tensor | None], kept: Sequence[Tensor | None], operands: Sequence[Tensor | None],
+    s: Sequence[float], pre_scale: Sequence[bool], p: float, mode: str, need_x: bool, needs: Sequence[bool],
+) -> tuple[Plan, tuple, tuple]:  # fmt: skip
+    tensors = (x, h, *dys, *kept, *operands)
+    return plan_for(plan_backward, tensors, p, mode, tuple(pre_scale), need_x, tuple(needs)), tensors, tuple(s)
 
 
-def _in(dtype: torch.dtype, t: Tensor) -> Tensor:
-    return t if t.dtype == dtype else t.to(dtype)  # a .to that does nothing takes 0.8 us
+def asked(la: Any, dy: Any, needs: Needs) -> Needs:
+    """What of ``needs`` exists."""
+    if dy is None:
+        return Needs(False, False, False, False, False)
+    return needs if la.A is not None else Needs(False, False, False, False, needs.bias)
 
 
-def _product(a: Tensor, b: Tensor, s: float) -> Tensor:
-    """s a b, rounded once. (alpha is safe here: a compiler sees the whole op or nothing.)"""
-    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=s)
+def plan_backward(
+    likes: Likes,
+    device: Device,
+    p: float,
+    mode: DropoutMode,
+    pre_scale: tuple[bool, ...],
+    need_x: bool,
+    needs: tuple[bool, ...],
+) -> Plan:
+    n = len(pre_scale)
+    plan = Builder("dora_linear backward" if n == 1 else f"backward of {n} layers on one x", device)
+    x = plan.tokens(likes[0])
+    h = plan.operand(likes[1])
+    dys = [plan.tokens(like) for like in likes[2 : 2 + n]]
+    kept = [plan.tokens(like) for like in likes[2 + n : 2 + 2 * n]]
+    layers = [read_layer(plan, x.dtype, likes[i : i + 7]) for i in range(2 + 2 * n, len(likes), 7)]
+    scalars = [plan.scalar(f"s{i}") for i in range(n)]
+    dx = plan.result("dx", likes[0].shape, x.dtype).flat() if need_x else None
+    grads = [result_grads(plan, i, la, needs[5 * i : 5 * i + 5]) for i, la in enumerate(layers)]
+    dropout = Dropout(p, mode)
+    backward(plan, dys, x, layers, scalars, columns_of_h(h, layers).parts, kept, pre_scale, dropout, dx, grads)
+    return plan.plan()
 
 
-def _gradient(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b in ``dtype``, straight from the accumulator."""
-    if dtype == a.dtype:
-        return a @ b
-    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
+# the same as ops that torch sees
 
 
-@triton.jit
-def _epilogue_kernel(
-    v, inner, out, m, c, bias, M, N, ADD: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mask = (t < M)[:, None] & (n < N)[None, :]
-    at = t[:, None].to(tl.int64) * N + n[None, :]
-    g = scale_tile(m, c, n, N)[None, :]
-    y = tl.load(v + at, mask=mask)
-    y = y + (g - 1) * tl.load(inner + at, mask=mask) if ADD else g * y
-    if HAS_BIAS:
-        y += tl.load(bias + n, mask=n < N).to(tl.float32)[None, :]
-    tl.store(out + at, y, mask=mask)
+def _fake_linear(x, operands, s, saves, p, mode):
+    layers = [Operands(*operands[i : i + 7]) for i in range(0, len(operands), 7)]
+    ys = [x.new_empty((*x.shape[:-1], la.W.shape[0])) for la in layers]
+    M = ys[0].numel() // ys[0].shape[-1] if ys[0].dim() != 2 else x.shape[0]
+    total = sum(la.A.shape[0] for la in layers if la.A is not None)
+    kept = [la.W.shape[0] for la, save in zip(layers, saves, strict=True) if saves_pre_scale(x.dtype, la, mode, save)]
+    return [*ys, *([x.new_empty((M, total))] if total else []), *(x.new_empty((M, N)) for N in kept)]
 
 
-def _linear_float32(
-    x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, bias: Tensor | None, seed: Tensor | None,
-    s: float, p: float, mode: str, keep_inner: bool, h: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    xd = drop(x, seed, p)
-    h, B = _product(xd, A.to(x.dtype).T, s) if h is None else h, B.to(x.dtype)
-    v = (x @ W.T).addmm_(h, B.T)
-    peft = seed is not None and mode == "peft"
-    inner = (xd @ W.T).addmm_(h, B.T) if peft else v
-    y = torch.empty_like(v) if keep_inner and not peft else v
-    M, N = v.shape
-    if M and N:
-        with torch.cuda.device_of(x):
-            launch(
-                _epilogue_kernel, (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)), (v, inner, y, m, c, bias, M, N),
-                (peft, bias is not None, BLOCK_M, BLOCK_N), 4,
-            )  # fmt: skip
-    return y, inner if keep_inner else None, h
+def _fake_linear_backward(x, h, dys, kept, operands, s, pre_scale, p, mode, need_x, needs):
+    made = [torch.empty(x.shape, device=x.device, dtype=x.dtype)] if need_x else []
+    for i in range(0, len(operands), 7):
+        la = Operands(*operands[i : i + 7])
+        like = ((la.A, None), (la.B, None), (la.m, None), (la.m, torch.float32), (la.bias, torch.float32))
+        for (t, dtype), need in zip(like, needs[i // 7 * 5 :], strict=False):
+            if need:
+                made.append(torch.empty(t.shape, device=x.device, dtype=dtype or t.dtype))
+    return made
 
 
-def _dx_float32(
-    dy: Tensor, dz: Tensor, dz_less: Tensor | None, W: Tensor, A: Tensor, dh: Tensor, seed: Tensor | None, p: float,
-    onto: Tensor | None,
-) -> Tensor:  # fmt: skip
-    A, d = A.to(dy.dtype), dz if dz_less is None else dy
-    dx = d @ W if onto is None else onto.addmm_(d, W)
-    if seed is None:
-        return dx.addmm_(dh, A)
-    return dx.add_(drop(dh @ A if dz_less is None else (dz_less @ W).addmm_(dh, A), seed, p))
-
-
-def _fake_down_projection(x, A, s):
-    return x.new_empty((x.shape[0], A.shape[0]))
-
-
-def _fake_linear(x, W, A, B, m, c, bias, seed, s, p, mode, keep, h=None):
-    shape = (x.shape[0], W.shape[0])
-    made = [x.new_empty(shape)] if h is not None else [x.new_empty(shape), x.new_empty((x.shape[0], A.shape[0]))]
-    return [*made, x.new_empty(shape)] if _keeps_inner(x.dtype, bias, seed, mode, keep) else made
-
-
-def _fake_linear_backward(dy, x, W, A, B, m, c, h, kept, seed, s, p, mode, kept_inner, needs):
-    wide = torch.float32
-    like = ((x, x.dtype), (A, A.dtype), (B, B.dtype), (m, m.dtype), (m, wide), (m, wide))
-    return [torch.empty(t.shape, device=x.device, dtype=d) for (t, d), need in zip(like, needs, strict=True) if need]
-
-
-linear = op("linear", _linear, _fake_linear)
-linear_backward = op("linear_backward", _linear_backward, _fake_linear_backward)
-down_projection = op("down_projection", _down, _fake_down_projection)
+linear = op(
+    "linear", _linear, _fake_linear, _planned,
+    "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode) -> Tensor[]",
+)  # fmt: skip
+linear_backward = op(
+    "linear_backward", _linear_backward, _fake_linear_backward, _planned_backward,
+    "(Tensor x, Tensor? h, Tensor?[] dys, Tensor?[] kept, Tensor?[] operands, float[] s, bool[] pre_scale, float p, str mode, "
+    "bool need_x, bool[] needs) -> Tensor[]",
+)  # fmt: skip

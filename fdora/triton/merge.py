@@ -6,128 +6,87 @@ passes over W and the products.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fdora.triton._launch import capability, cdiv, fits_tma, launch, multiprocessors, traced
-from fdora.triton._op import op
-from fdora.triton._split import rows_at_a_time, split_A, split_B
-from fdora.triton._tile import GROUP, tile_at, unscaled, weight_and_product, weight_and_product_tma
+from fdora._torch import needs_dispatcher
 from fdora.triton.configs import merge_config
-
-EPS = tl.constexpr(1e-12)  # the floor of c in g = m / c, as in fdora/eager/norm.py
-
-
-@triton.jit
-def _merge_tile(
-    i, W, A, B, scale_n, scale_k, m, c, out, s, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
-    UNDO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    tile_n, tile_k = tile_at(i, N, K, BLOCK_N, BLOCK_K, GROUP)
-    n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    if TMA:
-        w, acc = weight_and_product_tma(W, A, B, tile_n * BLOCK_N, tile_k * BLOCK_K, R, BLOCK_N, BLOCK_K, BLOCK_R)
-    else:
-        w, acc = weight_and_product(
-            W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION
-        )
-    if SCALED:
-        acc = unscaled(acc, scale_n, scale_k, n, k, N, K)
-    cn = tl.load(c + n, mask=n < N, other=1.0).to(tl.float32)
-    # A comparison with NaN is false: the row keeps it.
-    g = tl.div_rn(tl.load(m + n, mask=n < N, other=1.0).to(tl.float32), tl.where(cn < EPS, EPS, cn))[:, None]
-    if UNDO:  # a row with c = 0 was -s B A itself
-        w = tl.where((cn <= EPS)[:, None], 0.0, w / g)
-    v = w - s * acc if UNDO else g * (w + s * acc)
-    if TMA:
-        out.store([tile_n * BLOCK_N, tile_k * BLOCK_K], v.to(out.dtype))
-    else:
-        at = out + n[:, None].to(tl.int64) * K + k[None, :]
-        tl.store(at, v.to(out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
-
-
-@triton.jit
-def _merge_kernel(
-    W, A, B, scale_n, scale_k, m, c, out, s, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
-    UNDO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    if TMA:
-        # Flattened, the copies of the next tile run under the last products and the stores of this one.
-        for i in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_N) * tl.cdiv(K, BLOCK_K), tl.num_programs(0), flatten=True):
-            _merge_tile(
-                i, W, A, B, scale_n, scale_k, m, c, out, s, N, K, R,
-                stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
-                UNDO, BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA, SCALED,
-            )  # fmt: skip
-    else:
-        _merge_tile(
-            tl.program_id(0), W, A, B, scale_n, scale_k, m, c, out, s, N, K, R,
-            stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
-            UNDO, BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA, SCALED,
-        )  # fmt: skip
+from fdora.triton.copy import in_dtype
+from fdora.triton.kernels.merge import merge_kernel
+from fdora.triton.norm import GROUP_N
+from fdora.triton.op import op
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
+from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
+from fdora.triton.runtime.walk import plan_for, run
+from fdora.triton.split import rows_at_a_time, split_A, split_B
 
 
 def merge_fwd(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float) -> Tensor:
     """(N, K) -> (N, K) in the dtype of W, contiguous."""
-    return (merge if traced(W) else _merge)(W, A, B, m, c, s, False)
+    return (merge if needs_dispatcher(W) else _merge)(W, A, B, m, c, s, False)
 
 
 def unmerge_fwd(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float) -> Tensor:
     """(N, K) merged -> (N, K). A row with c = 0 was -s B A itself; one with g = 0 and c > 0 comes back as NaN."""
-    return (merge if traced(W) else _merge)(W, A, B, m, c, s, True)
+    return (merge if needs_dispatcher(W) else _merge)(W, A, B, m, c, s, True)
 
 
 def _merge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float, undo: bool) -> Tensor:
+    return run(*_planned(W, A, B, m, c, s, undo))[0]
+
+
+def _planned(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float, undo: bool) -> tuple[Plan, tuple, tuple]:
+    tensors = (W, A, B, m, c)
+    return plan_for(plan_merge, tensors, undo), tensors, (s,)
+
+
+def plan_merge(likes: Sequence[Like | None], device: Device, undo: bool) -> Plan:
+    plan = Builder("dora_unmerge" if undo else "dora_merge", device)
+    W, A, B = map(plan.matrix, likes[:3])
+    m, c, s = plan.vector(likes[3]), plan.vector(likes[4]), plan.scalar("s")
     (N, K), R = W.shape, A.shape[0]
     if A.dtype != B.dtype:  # products want one dtype; both hold the values exactly in the wider
-        A, B = A.float(), B.float()
-    out, m, c = torch.empty((N, K), device=W.device, dtype=W.dtype), m.contiguous(), c.contiguous()
-    rows = 0 if A.element_size() == 2 else rows_at_a_time(N, K, R, None, 0)
-    split = rows > 0
-    with torch.cuda.device_of(W):
-        a, by_k = split_A(A) if split else (A, None)
-        for i in range(0, N, rows or max(1, N)):
-            part = slice(i, i + (rows or N))
-            b, by_n = split_B(B[part]) if split else (B, None)
-            _launch(W[part], a, b, by_n, by_k, m[part], c[part], out[part], s, undo)
-    return out
+        A, B = in_dtype(plan, A, torch.float32), in_dtype(plan, B, torch.float32)
+    out = plan.result("W", (N, K), W.dtype)
+    plan.path = "one read and one write of W, no dense B A"
+    rows = 0 if A.itemsize == 2 else rows_at_a_time(N, K, R, None, 0)
+    a, by_k = split_A(plan, A) if rows else (A, None)
+    for i in range(0, N, rows or max(1, N)):
+        j = i + (rows or N)
+        b, by_n = split_B(plan, B.rows(i, j)) if rows else (B, None)
+        _merge_rows(plan, W.rows(i, j), a, b, by_n, by_k, m.rows(i, j), c.rows(i, j), out.rows(i, j), s, undo)
+    return plan.plan()
 
 
-def _launch(
-    W: Tensor, A: Tensor, B: Tensor, by_n: Tensor | None, by_k: Tensor | None, m: Tensor, c: Tensor, out: Tensor,
-    s: float, undo: bool,
+def _merge_rows(
+    plan: Builder, W: Array, A: Array, B: Array, by_n: Array | None, by_k: Array | None, m: Array, c: Array, out: Array,
+    s: Scalar, undo: bool,
 ) -> None:  # fmt: skip
-    (N, K), R = W.shape, A.shape[0]
-    aligned = W.element_size() == 2 and all(fits_tma(t) for t in (W, A, B, out))
-    plain = by_n is None and not undo
-    config = merge_config(R, A.element_size() == 2, capability(W.device), aligned, W.element_size() == 2, plain)
+    (N, K), R, half = W.shape, A.shape[0], W.itemsize == 2
+    aligned = half and all(is_tma_compatible(t) for t in (W, A, B, out))
+    config = merge_config(R, A.itemsize == 2, plan.device.capability, aligned, half, by_n is None and not undo)
     block_n, block_k, block_r, precision, num_warps, num_stages, tma = config
     programs = cdiv(N, block_n) * cdiv(K, block_k)
-    if programs:
-        tensors: tuple = (W, A, B)
-        strides: tuple = (*W.stride(), *A.stride(), *B.stride())
-        result: Any = out
-        if tma:
-            programs = min(programs, multiprocessors(W.device))
-            blocks = ((block_n, block_k), (block_r, block_k), (block_n, block_r))
-            tensors = tuple(TensorDescriptor.from_tensor(t, list(b)) for t, b in zip(tensors, blocks, strict=True))
-            result, strides = TensorDescriptor.from_tensor(out, [block_n, block_k]), (None,) * 6
-        launch(
-            _merge_kernel, (programs,), (*tensors, by_n, by_k, m, c, result, s, N, K, R, *strides),
-            (undo, block_n, block_k, block_r, GROUP, N % block_n == 0 and K % block_k == 0 and R % block_r == 0, precision,
-             tma, by_n is not None), num_warps, num_stages,
-        )  # fmt: skip
+    tensors: tuple = (W, A, B)
+    strides: tuple = (*W.stride, *A.stride, *B.stride)
+    result: Any = out
+    if tma:
+        programs = min(programs, plan.device.num_sms)
+        tensors = (Tile(W, (block_n, block_k)), Tile(A, (block_r, block_k)), Tile(B, (block_n, block_r)))
+        result, strides = Tile(out, (block_n, block_k)), (None,) * 6
+    even = N % block_n == 0 and K % block_k == 0 and R % block_r == 0
+    plan.launch(
+        merge_kernel, (programs,), (*tensors, by_n, by_k, m, c, result, s, N, K, R, *strides),
+        (undo, block_n, block_k, block_r, GROUP_N, even, precision, tma, by_n is not None), num_warps, num_stages,
+    )  # fmt: skip
 
 
 def _fake_merge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float, undo: bool) -> Any:
     return torch.empty(W.shape, device=W.device, dtype=W.dtype)
 
 
-merge = op("merge", _merge, _fake_merge)
+merge = op("merge", _merge, _fake_merge, _planned)

@@ -52,7 +52,7 @@ GEMM: dict[bool, dict[tuple, tuple]] = {
     },
 }
 
-# (M, N, r) -> BLOCK_M, BLOCK_N, ROWS, whether dB rides along, num_warps
+# (M, N, r) -> BLOCK_M, BLOCK_N, ROWS, fuse_dB, num_warps
 SCALE: dict[tuple, tuple] = {
     (512, 4096, 16): (128, 64, 128, True, 4),
     (4096, 1024, 16): (128, 64, 256, True, 4),

@@ -1,82 +1,107 @@
 """Layers that read the same x, in one call: q, k, v by dora_linear_group, a gated MLP by dora_mlp.
 
-A block is known by the source of its forward, so that another one, or one that somebody patched, is left alone. An MLP keeps
-x, gate and up, and forms what lies between again: half of what its three layers keep on their own. Its class is exchanged
-like that of a layer. q, k and v stay modules that the attention calls one by one: the first computes for all, the others hand
-over what waits for them.
+A block is known by the whole code of its forward (known.py), so that another one, or one that somebody patched, is left
+alone. An MLP keeps x, gate and up, and forms what lies between again: half of what its three layers keep on their own. Its
+class is exchanged like that of a layer. q, k and v stay modules that the attention calls one by one: the first computes for
+all, the others hand over what waits for them.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
+import weakref
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fdora._torch import trace
 from fdora.functional import DoraLayer, dora_linear_group, dora_mlp
+from fdora.integrations._norm import version
 from fdora.integrations._peft.dora import Dora
+from fdora.integrations._peft.known import ATTENTION, MLP, act_of, forward_of, is_gated_mlp, shares_x
 from fdora.integrations._peft.linear import Call, Linear, active, call_of, hooked
 
-ATTENTION = ("q_proj", "k_proj", "v_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
-MLP_FORWARD = "self.down_proj(self.act_fn(self.gate_proj(x))*self.up_proj(x))"
-ACTS: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh")}
+
+class Waiting(NamedTuple):
+    """Outputs that nobody has asked for yet, by the layer's place, and what they belong to."""
+
+    x: Tensor
+    version: int | str
+    grad: bool
+    outputs: dict[int, Tensor]
 
 
 class Shared:
-    """q, k and v of one attention: the outputs of the last call that nobody has asked for yet, and the x they belong to."""
+    """q, k and v of one attention."""
 
     def __init__(self, layers: list[Any]):
-        self.layers = layers
-        self.waiting: tuple[Tensor, bool, dict[int, Tensor]] | None = None
+        self.layers = [weakref.ref(layer) for layer in layers]  # they hold this: a cycle would outlive merge_and_unload
+        self.waiting: Waiting | None = None
 
     def output(self, layer: Any, x: Tensor) -> Tensor | None:
         """This layer's y; None where it is to be computed alone."""
-        place = next((i for i, each in enumerate(self.layers) if each is layer), None)
+        place = next((i for i, each in enumerate(self.layers) if each() is layer), None)
         if place is None:  # a replica of DataParallel
             return None
-        waiting, self.waiting = self.waiting, None
-        if waiting is not None and waiting[0] is x and waiting[1] == torch.is_grad_enabled() and place in waiting[2]:
-            y = waiting[2].pop(place)
-            self.waiting = waiting if waiting[2] else None
+        waiting = self.waiting
+        if waiting is not None:
+            self.waiting = None
+        now, grad = state_of(x), torch.is_grad_enabled()
+        holds = waiting is not None and waiting.x is x and waiting.version == now and waiting.grad == grad
+        if waiting is not None and holds and place in waiting.outputs:
+            y = waiting.outputs[place]
+            left = {i: each for i, each in waiting.outputs.items() if i != place}
+            self.waiting = waiting._replace(outputs=left) if left else None
             return y
-        calls = together(self.layers, x) if place == 0 else None
+        calls = together([each() for each in self.layers], x) if place == 0 else None
         if calls is None:
             return None
         y, *rest = dora_linear_group(x, [of(c) for c in calls], **options(calls))
-        self.waiting = (x, torch.is_grad_enabled(), dict(enumerate(rest, 1)))
+        self.waiting = Waiting(x, now, grad, dict(enumerate(rest, 1)))
         return y
+
+
+def state_of(x: Tensor) -> int | str:
+    """x's version. A trace knows of none: what waits there is for the same trace alone."""
+    return trace() if torch.compiler.is_dynamo_compiling() else version(x)
 
 
 class Mlp(nn.Module):
     """Comes before the model's own class; see :func:`block`."""
 
     STOCK: type
-    ACT: Any
+    FORWARD: Any
+    """STOCK's, when it was looked at."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        calls = together([self._modules[name] for name in MLP], x)
-        if calls is None:
-            stock: Any = self.STOCK
-            return stock.forward(self, x)
-        return dora_mlp(x, *map(of, calls), act=self.ACT, **options(calls))
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(self, Mlp):  # bound methods outlive unfuse_blocks
+            return type(self).forward(self, *args, **kwargs)
+        cls: Any = type(self)  # self.FORWARD would be bound
+        if len(args) == 1 and not kwargs and cls.STOCK.forward is cls.FORWARD:
+            act: Any = act_of(getattr(self, "act_fn", None))  # it may be another one by now, or have hooks
+            calls = together([self._modules[name] for name in MLP], *args) if act is not None else None
+            if calls is not None:
+                return dora_mlp(*args, *map(of, calls), act=act, **options(calls))
+        return cls.STOCK.forward(self, *args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in MLP and type(value) is not Linear:  # unload, merge_and_unload
+            self.__class__ = self.STOCK
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return blank, (self.STOCK, self.ACT), self.__dict__
+        return blank, (self.STOCK,), self.__dict__
 
 
 @cache
-def block(stock: Any, act: str) -> Any:
+def block(stock: Any) -> Any:
     bases: Any = (Mlp, stock)
-    return type(stock.__name__, bases, {"STOCK": stock, "ACT": act, "__module__": stock.__module__})
+    return type(stock.__name__, bases, {"STOCK": stock, "FORWARD": stock.forward, "__module__": stock.__module__})
 
 
-def blank(stock: type, act: str) -> Any:
-    cls = block(stock, act)
+def blank(stock: Any) -> Any:
+    cls = block(stock) if is_gated_mlp(stock.forward) else stock  # another process may have patched it
     return cls.__new__(cls)
 
 
@@ -101,32 +126,16 @@ def options(calls: list[Call]) -> dict[str, Any]:
     return {"dropout_p": calls[0].p, "dropout_mode": "peft", "keep_inner": any(c.variant.keep_inner for c in calls)}
 
 
-def act_of(module: Any) -> str | None:
-    """Which activation it is, by its values."""
-    v = torch.linspace(-4, 4, 33)
-    with torch.no_grad():
-        found = module.act_fn(v)
-    return next((name for name, f in ACTS.items() if torch.equal(f(v), found)), None)
-
-
-def source(module: nn.Module) -> str:
-    try:
-        return re.sub(r"\s+", "", inspect.getsource(type(module).forward))
-    except (OSError, TypeError):  # made by hand, or built in
-        return ""
-
-
 def fuse_blocks(model: nn.Module) -> int:
     """How many were found."""
     found = 0
     for module in list(model.modules()):
-        parts = module._modules
-        if adapted(parts, MLP) and MLP_FORWARD in source(module) and (act := act_of(module)) is not None:
+        parts, forward = module._modules, forward_of(module)
+        if adapted(parts, MLP) and is_gated_mlp(forward) and act_of(getattr(module, "act_fn", None)) is not None:
             stock: Any = type(module)
-            module.__class__ = block(stock, act)
+            module.__class__ = block(stock)
             found += 1
-        text = source(module) if adapted(parts, ATTENTION) else ""
-        if text and all(f"self.{name}(hidden_states)" in text for name in ATTENTION):
+        if adapted(parts, ATTENTION) and shares_x(forward):
             layers: list[Any] = [parts[name] for name in ATTENTION]
             for adapter in set.intersection(*(set(layer.lora_variant) for layer in layers)):
                 shared = Shared(layers)

@@ -11,7 +11,8 @@ import torch
 from peft.tuners.lora import dora
 from torch import Tensor
 
-from fdora.integrations._norm import PLAIN, KeptNorm
+from fdora._torch import PLAIN, is_traced
+from fdora.integrations._norm import KeptNorm
 
 EPS = 1e-12  # dora_scale's floor of c
 FUSED, COMPOSED = "fused", "composed"  # the layer in one call; the base layer, then its correction
@@ -54,7 +55,7 @@ class Dora:
         raise NotImplementedError
 
     def ready(self, module: Any, adapter: str) -> Weights | str:
-        return caching(module.lora_magnitude_vector[adapter]) or self.weights(module, adapter)
+        return paused(module.lora_magnitude_vector[adapter], module.scaling[adapter]) or self.weights(module, adapter)
 
     def keep(self, module: Any) -> None:
         """The base weight may be another: make room for its norm."""
@@ -114,6 +115,13 @@ def forget(module: Any) -> None:
             variant.kept.forget()
 
 
+def release(module: Any) -> None:
+    """Forget, and let go of the base weight: torch.utils.swap_tensors refuses one that somebody refers to weakly."""
+    for variant in module.lora_variant.values():
+        if isinstance(variant, Dora):
+            variant.kept.make_room(None)
+
+
 @contextmanager
 def merging(module: Any, adapter: str) -> Iterator[None]:
     """PEFT's merge, with dora_scale's floor under its norm: a row of zeros is no 0 / 0. No norm of before holds after it."""
@@ -129,14 +137,14 @@ def merging(module: Any, adapter: str) -> Iterator[None]:
 
 def obstacle(*tensors: Any) -> str:
     """Why fdora's functions cannot take these parameters; empty where they can."""
-    traced = torch.compiler.is_compiling()
+    opaque = is_traced()  # no storage to ask for
     device = tensors[0].device
     for t in tensors:
         if type(t) not in PLAIN:
             return f"a {type(t).__name__} among the parameters"
         if t.device != device:
             return "parameters on several devices"
-        if not traced and device.type != "meta" and t.untyped_storage().size() == 0:
+        if not opaque and device.type != "meta" and t.untyped_storage().size() == 0:
             return "parameters without storage (sharded)"
     return "meta tensors" if device.type == "meta" else ""
 
@@ -153,6 +161,15 @@ def served(owner: Any, W: Tensor, A: Tensor, B: Tensor, m: Tensor) -> Weights | 
     ):
         return "parameters of other shapes (sharded)"
     return Weights(owner, W, A, B, m)
+
+
+def paused(magnitude: Any, s: Any) -> str:
+    """Why PEFT's code runs for now, whatever the parameters are; empty where fdora's can."""
+    if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():  # those take operators of torch alone
+        return "torch.jit.trace or torch.onnx.export"
+    if isinstance(s, Tensor):
+        return "a scaling that is a tensor (prepare_model_for_compiled_hotswap)"
+    return caching(magnitude)
 
 
 def caching(magnitude: Any) -> str:

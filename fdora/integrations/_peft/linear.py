@@ -14,9 +14,12 @@ from peft.tuners.lora import torchao
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
+from fdora._facts import facts
+from fdora._records import Operands
+from fdora._torch import PLAIN, in_subgraph, is_traced
 from fdora.functional import dora_linear, select_backend
-from fdora.integrations._norm import PLAIN
-from fdora.integrations._peft.dora import FUSED, Dora, Weights, caching, forget, served
+from fdora.functional.linear import checked_linear
+from fdora.integrations._peft.dora import FUSED, Dora, Weights, forget, paused, release, reused, served
 from fdora.integrations._peft.torchao import TorchaoLoraLinear
 
 
@@ -30,7 +33,7 @@ class Linear(lora.Linear):
         if found is None:
             return lora.Linear.forward(self, x)
         shared = found[1].shared
-        if shared is not None and not torch.compiler.is_compiling():
+        if shared is not None and not (torch.compiler.is_dynamo_compiling() and in_subgraph()):
             y = shared.output(self, x)
             if y is not None:
                 return y
@@ -38,6 +41,12 @@ class Linear(lora.Linear):
         if call is None:
             return lora.Linear.forward(self, x)
         w, c = call.weights, call.counted_norm()
+        if call.p == 0 and x.dtype == w.W.dtype and c.dtype == torch.float32:
+            # _verdict has looked at all that dora_linear checks
+            layer = Operands(w.W, w.A, w.B, w.m, c, call.bias, None)
+            name = select_backend(x).name
+            if not torch.is_autocast_enabled(x.device.type):
+                return checked_linear(x, layer, call.s, 0.0, "lora", call.variant.keep_inner, name)
         return dora_linear(
             x, w.W, w.A, w.B, w.m, s=call.s, bias=call.bias, norm=c, dropout_p=call.p, dropout_mode="peft",
             keep_inner=call.variant.keep_inner,
@@ -51,9 +60,12 @@ class Linear(lora.Linear):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         forget(self)
+        if torch.__future__.get_swap_module_params_on_conversion():  # the base layer's turn comes after this
+            release(self)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """The weight may be elsewhere now, or another: ``model.to``."""
+        release(self)
         super()._apply(*args, **kwargs)
         for variant in self.lora_variant.values():
             if isinstance(variant, Dora):
@@ -77,10 +89,10 @@ class Call(NamedTuple):
 
 def active(module: Any) -> tuple[str, Dora] | None:
     """The one adapter that is active, and its variant; None where PEFT's forward has to run."""
-    if module.disable_adapters or module.merged:
+    if module._disable_adapters or module.merged_adapters:
         return None
-    adapters = module._modules["lora_A"]._modules
-    names = [name for name in module.active_adapters if name in adapters]
+    adapters, named = module._modules["lora_A"]._modules, module._active_adapter
+    names = [name for name in ((named,) if type(named) is str else named) if name in adapters]
     variant = module.lora_variant.get(names[0]) if len(names) == 1 else None
     if not isinstance(variant, Dora):
         for name in names:
@@ -121,29 +133,59 @@ def plan(module: Any, name: str, dropout: nn.Module, x: Tensor) -> tuple[Weights
             return "hooks on the layer's parts", None
     if type(magnitude) is not DoraLinearLayer or hooked(magnitude):
         return "hooks on the layer's parts", None
-    if type(x) not in PLAIN:
-        return f"the input is a {type(x).__name__}", None
-    if module.training and not isinstance(dropout, nn.Identity) and not draws(dropout, x):
+    if module.training and type(dropout) is not nn.Identity and not draws(dropout, x):
         return "dropout with torch's mask", None
-    W, bias = base.weight, base.bias
-    A, B, m = lora_A.weight, lora_B.weight, magnitude.weight
+    if module.fan_in_fan_out:
+        return "a transposed base weight", None
+    why = paused(magnitude, module.scaling[name])
+    if why:
+        return why, None
+    W, A, B, m = [part._parameters.get("weight") for part in (base, lora_A, lora_B, magnitude)]
+    bias = base._parameters.get("bias")
+    if W is None or A is None or B is None or m is None:  # FSDP1 holds views of its flat parameter in their places
+        W, A, B, m, bias = base.weight, lora_A.weight, lora_B.weight, magnitude.weight, base.bias
+    why = _verdict(x, W, A, B, m, bias)
+    return why or Weights(W, W, A, B, m), bias
+
+
+_verdicts: dict[tuple, str] = {}
+MAX_VERDICTS = 8192
+
+
+def _verdict(x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, bias: Tensor | None) -> str:
+    """Why dora_linear cannot take these tensors; empty where it can. Remembered by all that it looks at."""
+    if is_traced():
+        return _refusal(x, W, A, B, m, bias)
+    found = None if W.is_meta else facts((x, W, A, B, m, bias))
+    if found is None:
+        return _refusal(x, W, A, B, m, bias)
+    key = (found, W.requires_grad, torch.is_autocast_enabled(W.device.type))
+    why = _verdicts.get(key)
+    if why is None:
+        if len(_verdicts) >= MAX_VERDICTS:
+            _verdicts.clear()
+        why = _verdicts[key] = _refusal(x, W, A, B, m, bias)
+    return why
+
+
+def _refusal(x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, bias: Tensor | None) -> str:
+    if type(x) not in PLAIN:
+        return f"the input is a {type(x).__name__}"
     device = W.device
     for t in (W, A, B, m):
         if type(t) not in PLAIN or t.device != device:
-            return "sharded parameters, or on several devices", None
+            return "sharded parameters, or on several devices"
     if x.device != device or device.type == "meta":
-        return "the input is on another device, or meta tensors", None
-    if module.fan_in_fan_out:
-        return "a transposed base weight", None
-    w = caching(magnitude) or served(W, W, A, B, m)
+        return "the input is on another device, or meta tensors"
+    w = served(W, W, A, B, m)
     if isinstance(w, str):
-        return w, None
+        return w
     if not torch.is_autocast_enabled(device.type):
         if x.dtype != W.dtype:
-            return f"a {x.dtype} input for a {W.dtype} base weight", None
+            return f"a {x.dtype} input for a {W.dtype} base weight"
         if bias is not None and x.dtype == torch.float32 and select_backend(x).name == "eager":
-            return "float32 with a bias, eager: the base layer's own sum keeps a fresh adapter an exact no-op", None
-    return w, bias
+            return "float32 with a bias, eager: the base layer's own sum keeps a fresh adapter an exact no-op"
+    return ""
 
 
 def draws(dropout: nn.Module, x: Tensor) -> bool:
@@ -165,6 +207,27 @@ def fuse_layer(module: Any) -> None:
 
 def unfuse_layer(module: Any) -> None:
     module.__class__ = {ours: stock for stock, ours in OURS.items()}.get(type(module), type(module))
+
+
+def norms_of(model: nn.Module | None) -> list[tuple[Any, Tensor, Tensor, Tensor, float]]:
+    """The layers of a model whose norms its hook can compute together: KeptNorm, W, A, B and s of each."""
+    found: list[tuple[Any, Tensor, Tensor, Tensor, float]] = []
+    layers: Any = () if model is None else model.modules()
+    for layer in layers:
+        pair = active(layer) if type(layer) is Linear and reused(layer) and not layer.fan_in_fan_out else None
+        if pair is None or type(layer._modules["base_layer"]) is not nn.Linear:
+            continue
+        name, variant = pair
+        w, s = variant.weights(layer, name), layer.scaling[name]
+        if (
+            isinstance(w, str)
+            or isinstance(s, Tensor)
+            or any(t.is_inference() for t in (w.W, w.A, w.B))
+            or select_backend(w.W).name != "triton"
+        ):
+            continue
+        found.append((variant.kept, w.W, w.A, w.B, s))
+    return found
 
 
 OURS: dict[type, Any] = {lora.Linear: Linear, torchao.TorchaoLoraLinear: TorchaoLoraLinear}

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from fdora.functional import select_backend
 from fdora.integrations._peft.dora import COMPOSED, FUSED, Dora
+from fdora.integrations._peft.explain import Layout, explain_rows, layout
 from fdora.integrations._peft.variants import OURS
 
 
@@ -31,6 +32,8 @@ class Row(NamedTuple):
     """Calls that PEFT's own code served, by reason."""
     saved: int
     """Bytes that each stock forward takes for B A, s B A, W + s B A and, in linear layers, the identity; and ours does not."""
+    layout: Layout | None = None
+    """What ``Report.explain`` reads: dtypes, what is trained; None for what is no linear layer."""
 
 
 class Report(list[Row]):
@@ -44,6 +47,14 @@ class Report(list[Row]):
         return "\n".join(
             ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table] + list(reasons)
         )
+
+    def explain(self, tokens: int = 4096, gpu: str | None = None) -> str:
+        """The plans of each kind of layer and their sum over the model: kernels, flops, bytes, times, what backward keeps.
+
+        ``print(report(model).explain(gpu="h200"))``. Nothing runs. ``tokens`` of the whole batch; ``gpu`` as for
+        :func:`fdora.functional.explain`, None is the GPU that the model is on.
+        """
+        return explain_rows(self, tokens, gpu)
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -71,11 +82,12 @@ def row(name: str, layer: Any, adapter: str, variant: Any) -> Row:
     N, K = shape = m.numel(), math.prod(A.shape[1:])  # indexing a sharded parameter would communicate
     r = layer.r[adapter]
     if not isinstance(variant, Dora):
-        return Row(name, adapter, shape, r, "stock", "use_fdora was not called, or not since", 0, 0, "", {}, 0)
+        why = "use_fdora was not called, or not since"
+        return Row(name, adapter, shape, r, "stock", why, 0, 0, "", {}, 0, layout(layer, adapter))
     backend, why = select_backend(m)
     eye = K * K if linear and A.dim() == 2 else 0
     fallbacks = {path.removeprefix("stock: "): n for path, n in variant.calls.items() if path not in (FUSED, COMPOSED)}
     return Row(
         name, adapter, shape, r, backend, why, variant.calls[FUSED], variant.calls[COMPOSED], variant.why_not_fused,
-        fallbacks, (3 * N * K + eye) * A.element_size(),
+        fallbacks, (3 * N * K + eye) * A.element_size(), layout(layer, adapter),
     )  # fmt: skip

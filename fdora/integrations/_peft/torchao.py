@@ -59,4 +59,4 @@ def factors(module: Any, adapter: str) -> tuple[Any, ...] | None:
     why = w if isinstance(w, str) else "another adapter is merged already" if module.merged_adapters else ""
     if isinstance(w, str) or why:
         raise NotImplementedError(f"fdora: a DoRA adapter cannot be merged into this torchao weight: {why}. Merge it alone.")
-    return *(t.detach().float() for t in (w.W, w.A, w.B, w.m)), module.scaling[adapter], w.W.dtype
+    return *(t.detach().float() for t in (w.W, w.A, w.B, w.m)), float(module.scaling[adapter]), w.W.dtype

@@ -17,8 +17,8 @@ from peft.tuners.lora import variants
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
+from fdora._torch import PLAIN
 from fdora.functional import dora_compose, dora_delta, dora_norm, dora_scale
-from fdora.integrations._norm import PLAIN
 from fdora.integrations._peft.dora import Dora, Weights, obstacle, reused, served
 from fdora.integrations._peft.linear import fuse_layer
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-GROUP = 8  # rows of tiles that run together, so that their slabs of A and B meet in L2
-
 
 @triton.jit
 def tile_at(i, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
@@ -54,6 +52,6 @@ def weight_and_product_tma(W, A, B, first_n, first_k, R, BLOCK_N: tl.constexpr, 
 
 @triton.jit
 def unscaled(acc, scale_n, scale_k, n, k, N, K):
-    """The product of factors that _split scaled."""
+    """The product of factors that split_kernel scaled."""
     by_k = tl.load(scale_k + k, mask=k < K, other=0.0)
     return acc * by_k[None, :] * tl.load(scale_n + n, mask=n < N, other=0.0)[:, None]

@@ -1,0 +1,118 @@
+"""Every private name of torch that fdora uses, and what it is for. (Those of Triton: fdora/triton/runtime/private.py.)
+
+All exist in torch 2.8 to 2.13; where one may be missing, the line that asks for it says what runs instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+functorch_active = torch._C._are_functorch_transforms_active
+dispatch_modes = torch._C._len_torch_dispatch_stack
+unsafe_view = torch.ops.aten._unsafe_view.default  # another shape for a fresh tensor, which autograd does not take for a view
+backward_task = torch._C._current_graph_task_id  # the number of the backward that runs in this thread; -1 where none does
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by torch.func
+is_batched = torch._C._functorch.is_batchedtensor  # by torch.func.vmap
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU has instructions for bfloat16 products, and torch uses them."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def library_of(name: str) -> torch.library.Library:
+    """For one op of ours. A second import in one process (a notebook's reload) takes the place of the first."""
+    try:
+        from torch._library.custom_ops import get_library_allowing_overwrite
+    except ImportError:
+        _libraries.append(torch.library.Library("fdora", "FRAGMENT"))
+        return _libraries[-1]
+    return get_library_allowing_overwrite("fdora", name)
+
+
+_libraries: list[torch.library.Library] = []  # an op lives as long as the library that defined it
+
+
+def is_traced() -> bool:
+    """Whether a compiler or torch.func runs this code."""
+    return torch.compiler.is_compiling() or functorch_active()
+
+
+def while_tracing(function: Any) -> Any:
+    """Dynamo calls the function while it traces a call of it, and takes what it returns for a constant.
+
+    As torch.compiler.assume_constant_result has it, which imports all of Dynamo.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
+@while_tracing
+def trace() -> str:
+    """The name of what Dynamo traces now: after a graph break it is another."""
+    from torch._guards import CompileContext
+
+    return str(CompileContext.current_compile_id())
+
+
+@while_tracing
+def in_subgraph() -> bool:
+    """Whether what Dynamo traces now is the body of an operator (a checkpoint, a cond), which must not set attributes."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        return not InstructionTranslator.current_tx().output.is_root_tracer()
+    except (ImportError, AttributeError):
+        return True  # to set none is always right
+
+
+def stays(t: Tensor) -> Tensor:
+    """The tensor, which keeps its address: a CUDA graph of compiled code reads and writes it there, not a copy.
+
+    As torch._dynamo.mark_static_address has it, which imports all of Dynamo.
+    """
+    t._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+    return t
+
+
+def needs_dispatcher(t: Tensor) -> bool:
+    """Whether torch must see an op as an op: a compiler, torch.func, a tensor subclass, or a dispatch mode that counts ops.
+
+    Otherwise a launcher is called as plain Python: the op costs the host several us, and 1 ms in a training loop, where it
+    takes the interpreter lock again while the autograd thread still holds it (H100 host, torch 2.11).
+    """
+    return is_traced() or type(t) not in PLAIN or dispatch_modes() > 0
+
+
+def no_graph() -> bool:
+    """Whether code runs for its values only: then the Function, which refuses what it cannot differentiate, can be left out."""
+    watched = torch.is_grad_enabled() or torch.compiler.is_compiling() or functorch_active()
+    return not watched and forward_ad._current_level < 0
+
+
+def detached(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors as constants to every derivative: no_grad stops gradients, but not the tangents of forward mode."""
+    if forward_ad._current_level < 0 and not torch.compiler.is_compiling():
+        return tensors
+    return tuple(None if t is None else t.detach() for t in tensors)
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``, past what ``Function.apply`` does for the sake of torch.func and of default arguments.
+
+    For a Function with setup_context that is to ask inspect for the signature of ``forward`` and bind by name, on every
+    apply: half of the host time of a small layer. Ours are all positional, with no defaults.
+    """
+    if torch.compiler.is_compiling():
+        # Without a graph to build Dynamo would hand a forward that takes *args its ctx as well (torch 2.13): do without apply.
+        wanted = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        return function.apply(*args) if wanted else function.forward(*args)
+    if functorch_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]

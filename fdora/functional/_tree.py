@@ -1,0 +1,142 @@
+"""How the leaves of a tree meet a backend: in parts of one device and dtype, each with one buffer, planned once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fdora._check import FdoraError
+from fdora._dispatch import Backend, forced
+from fdora.autograd._ops import OPS
+from fdora.functional.backend import select_backend
+from fdora.functional.norm import check_weights
+
+WORDS = 16  # of a fingerprint, for each weight
+ALIGN = 32  # numbers: each c begins at 128 bytes
+
+
+class Part:
+    """The leaves of one device and dtype of c, and where each c begins in their buffer."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, places: list[int], W: Sequence[Tensor]):
+        self.device, self.dtype, self.places = device, dtype, places
+        self.whole = len(places) == len(W)
+        self.at: list[int] = []
+        self.lengths: list[int] = []
+        self.kept: list[int] = []  # which of the lengths are a c; others fill up
+        self.size = 0
+        self.layers: Any = None
+        for i in places:
+            N = W[i].shape[0]
+            self.at.append(self.size)
+            self.kept.append(len(self.lengths))
+            self.lengths += [N] if N % ALIGN == 0 else [N, -N % ALIGN]
+            self.size += N + -N % ALIGN
+
+    def of(self, leaves: list) -> list:
+        return leaves if self.whole else [leaves[i] for i in self.places]
+
+    def views(self, buffer: Tensor) -> Sequence[Tensor]:
+        views = buffer.split_with_sizes(self.lengths)
+        return views if len(views) == len(self.kept) else [views[i] for i in self.kept]
+
+
+def parts_of(W: Sequence[Tensor]) -> list[Part]:
+    found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, w in enumerate(W):
+        found.setdefault((w.device, torch.promote_types(w.dtype, torch.float32)), []).append(i)
+    return [Part(*key, places, W) for key, places in found.items()]
+
+
+def tables(W: list, A: list, B: list, scales: list, backend: Backend = "auto") -> list[Part]:
+    """The parts of such layers, with what the backend must know of them."""
+    parts = parts_of(W)
+    for part in parts:
+        choice = select_backend(W[part.places[0]], backend=backend)
+        part.layers = OPS[choice.name].tree_layers(*(part.of(leaves) for leaves in (W, A, B, scales)), part.at)
+    return parts
+
+
+_plans: list[tuple[list, list[Part]]] = []  # the last ones first
+_lock = Lock()
+MOST = 32  # a plan is a table of pointers and holds no tensor of a caller
+
+
+def plan(fn: str, spec: Any, W: list, A: list, B: list, scales: list, backend: Backend) -> list[Part]:
+    """The parts, whose arguments passed the checks; made once for tensors that lie where they lay and look as they looked."""
+    tensors = [*W, *A, *B]
+    pointers = list(map(Tensor.data_ptr, tensors))
+    key: list = [backend, forced(), pointers, scales, list(map(type, scales)), list(map(Tensor.stride, tensors))]
+    key += [[t.shape for t in tensors], [t.dtype for t in tensors]]
+    frozen = not (torch.is_grad_enabled() and any([w.requires_grad for w in W]))
+    known = frozen and 0 not in pointers  # no address: meta tensors and empty ones, on whatever device
+    if known:
+        for each, parts in _plans:
+            if each == key:
+                return parts
+    for i, (w, a, b, s) in enumerate(zip(W, A, B, scales, strict=True)):
+        with Leaf(spec, i):
+            check_weights(fn, {"W": w, "A": a, "B": b}, s)
+    parts = tables(W, A, B, scales, backend)
+    if known:
+        with _lock:
+            _plans[:] = [(key, parts), *_plans[: MOST - 1]]
+    return parts
+
+
+def kept_norms(W: list, A: list, B: list, scales: list) -> Sequence[Tensor]:
+    """c of each layer of one part, by kernels in compiled code."""
+    kernels = OPS["triton"].norms_kept
+    assert kernels is not None
+    with torch.no_grad():
+        views: Sequence[Tensor] = kernels(W, A, B, scales)
+    return views
+
+
+def forget_norms() -> None:
+    """Of what compiled code keeps, because some W is another."""
+    for backend in OPS.values():
+        if backend.forget_norms is not None:
+            backend.forget_norms()
+
+
+def no_words(part: Part) -> Tensor:
+    """Which match nothing."""
+    return torch.zeros((len(part.places), WORDS), device=part.device, dtype=torch.int64)
+
+
+def tree_of(spec: Any, parts: list[Part], buffers: Sequence[Tensor]) -> Any:
+    leaves: Any = [None] * spec.num_leaves
+    for part, buffer in zip(parts, buffers, strict=True):
+        views = part.views(buffer)
+        if part.whole:
+            leaves = views
+        else:
+            for i, c in zip(part.places, views, strict=True):
+                leaves[i] = c
+    return optree.tree_unflatten(spec, leaves)
+
+
+class Leaf:
+    """An error inside names the leaf: its path behind the argument."""
+
+    def __init__(self, spec: Any, i: int, fn: str = ""):
+        self.spec, self.i, self.fn = spec, i, fn
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, FdoraError):
+            start, found, rest = str(error).partition("` must ")
+            if self.fn:
+                start = f"fdora.{self.fn}: {start.partition(': ')[2]}"
+            raise FdoraError(f"{start}` of leaf {_path(self.spec, self.i)} must {rest}" if found else str(error)) from None
+
+
+def _path(spec: Any, i: int) -> str:
+    return optree.treespec_accessors(spec)[i].codify("weights")

@@ -1,0 +1,288 @@
+"""What a call would do: its backend, its plans, their cost. Nothing runs, and no value of a tensor is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fdora._check import check_dtype, fail, name
+from fdora._dispatch import BackendChoice, choose, forced
+from fdora._records import Dropout
+from fdora._torch import PLAIN
+from fdora.autograd._ops import import_explain
+from fdora.functional.backend import select_backend
+from fdora.functional.compose import as_matrix, check_compose, dora_compose, dora_delta
+from fdora.functional.group import DoraLayer, check_group, dora_linear_group, prepared
+from fdora.functional.linear import check_dropout, check_layer, dora_linear, dtype_of_products
+from fdora.functional.merge import dora_merge, dora_unmerge
+from fdora.functional.mlp import check_mlp, dora_mlp
+from fdora.functional.norm import WIDE, check_norm, check_weights, dora_norm
+from fdora.predict import GPUS, Gpu, gpu_of
+
+
+class Kept(NamedTuple):
+    """A tensor that stays until backward. ``whose``: "argument", "output" or "new"; only the last costs memory by itself."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    whose: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call does: ``print`` it. Without a plan (plain torch) ``plans`` and ``kept`` are empty."""
+
+    fn: str
+    backend: str
+    why: str
+    gpu: Gpu | None
+    """Whose published rates give the times; None where they are not known."""
+    plans: tuple[Any, ...]
+    """In the order in which they run: each has name, path, steps, workspace, flops, bytes and seconds."""
+    kept: tuple[Kept, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def flops(self) -> float:
+        """Of all matrix products."""
+        return sum(plan.flops for plan in self.plans)
+
+    @property
+    def bytes(self) -> float:
+        """Read and written."""
+        return sum(plan.bytes for plan in self.plans)
+
+    @property
+    def seconds(self) -> float | None:
+        """Sum over steps of max(flops / rate, bytes / bandwidth): no launch is counted, no product reaches its rate."""
+        return None if self.gpu is None or not self.plans else sum(plan.seconds for plan in self.plans)
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of temporaries of the plan that needs most."""
+        return max((plan.workspace for plan in self.plans), default=0)
+
+    @property
+    def new_bytes(self) -> int:
+        """Kept for backward beside arguments and outputs."""
+        return sum(t.nbytes for t in self.kept if t.whose == "new")
+
+    def __str__(self) -> str:
+        lines = [f"{self.fn}: backend {self.backend} ({self.why})"]
+        if self.gpu is not None:
+            lines.append(
+                f"{self.gpu.name}, by its published rates: {self.gpu.flops / 1e12:.0f} TFLOP/s in half precision, "
+                f"{self.gpu.bytes / 1e12:.2f} TB/s. Times are floors, not measurements."
+            )
+        lines += [*self.notes, *map(str, self.plans)]
+        if self.plans:
+            time = "" if self.seconds is None else f", at least {1e6 * self.seconds:.1f} us"
+            lines.append(f"all plans: {self.flops / 1e9:.3f} GFLOP, {self.bytes / 2**20:.2f} MiB moved{time}")
+            kept = [f"  {t.name} {t.shape} {name(t.dtype)}, {t.nbytes / 2**20:.2f} MiB, {t.whose}" for t in self.kept]
+            lines += ["kept for backward, beside the parameters:" if kept else "nothing is kept for backward", *kept]
+        return "\n".join(lines)
+
+
+class Parts(NamedTuple):
+    """The plans of a call, those of backward apart, and what it keeps."""
+
+    forward: Sequence[Any]
+    backward: Sequence[Any] = ()
+    kept: Sequence[Kept] = ()
+    notes: tuple[str, ...] = ()
+
+
+Planner = Callable[[Any, Any], Parts]  # (fdora.triton.explain, device)
+Call = tuple[torch.device, torch.dtype, Planner]  # what decides the backend, and how the plans are made
+
+
+def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool = True, **kwargs: Any) -> Explanation:
+    """What ``fn(*args, **kwargs)`` would do: ``print(explain(dora_linear, x, W, A, B, m, s=2.0, gpu="h200"))``.
+
+    The backend and why; for each plan (norm, forward, backward) the way that was chosen and why, its kernels in order with
+    their grids and constants, its cuBLAS products, flops, bytes, workspace; what stays until backward. The least time of a
+    step is ``max(flops / rate, bytes / bandwidth)`` at the GPU's published rates. Made by the code that makes the plans of a
+    real call from the same facts: shapes, strides, dtypes, alignment, and which arguments require grad. An incoming gradient
+    is taken to lie like the output.
+
+    Args:
+      fn: dora_linear, dora_linear_group, dora_mlp, dora_norm, dora_compose, dora_delta, dora_merge or dora_unmerge.
+      args: as for ``fn``; tensors may be on any device, also "meta". Their values are not read.
+      gpu: a key of ``fdora.predict.GPUS`` ("h200", "h100", "a100", "l40s", "b200", "4090"), or a GPU of this machine, such as
+        "cuda". None: where the tensors are.
+      backward: False leaves the plan of backward out.
+      kwargs: as for ``fn``.
+
+    Returns:
+      :class:`Explanation`. The eager backend has no plan: it says so, and why it would run.
+
+    Raises:
+      FdoraError: whatever ``fn`` would raise for such arguments; another function; an unknown GPU.
+
+    Memory: none on the device.
+    References: none; it reads this library's own plans.
+    """
+    if fn not in CALLS:
+        names = ", ".join(known.__name__ for known in CALLS)
+        raise fail("explain", "fn", f"one of {names}", getattr(fn, "__name__", repr(fn)), "Ask about one of these.")
+    bound = signature(fn).bind(*args, **kwargs)
+    bound.apply_defaults()
+    a = SimpleNamespace(fn=fn.__name__, **bound.arguments)
+    device, dtype, planner = CALLS[fn](a)
+    triton, missing = import_explain()
+    choice, rates, where = _target(device, dtype, gpu, a.backend, missing)
+    if choice.name == "eager":
+        return Explanation(a.fn, *choice, rates, (), (), ("Plain torch runs: it has no plan.",))
+    on = triton.device(where) if where is not None else triton.device(None, rates.capability, rates.num_sms)  # type: ignore
+    parts = planner(triton, on)
+    plans = (*parts.forward, *(parts.backward if backward else ()))
+    described = tuple(triton.describe(plan, rates) for plan in plans)
+    return Explanation(a.fn, *choice, rates, described, tuple(parts.kept), parts.notes)
+
+
+def _target(
+    device: torch.device, dtype: torch.dtype, gpu: str | None, backend: Any, missing: str
+) -> tuple[BackendChoice, Gpu | None, torch.device | None]:
+    """The backend there, the rates, and the device if it is one of this machine."""
+    if gpu in GPUS:
+        available = ("eager",) if missing else ("eager", "triton")
+        choice = choose("cuda", dtype, backend, forced(), available, missing)
+        if choice.name == "triton" and "asked for" not in choice.reason:
+            choice = choice._replace(reason=f"{name(dtype)} on the {GPUS[gpu].name}")
+        return choice, GPUS[gpu], None
+    if gpu is not None and not str(gpu).startswith("cuda"):
+        want = f"one of {', '.join(GPUS)}, or a GPU of this machine"
+        raise fail("explain", "gpu", want, repr(gpu), "Take the nearest; the ratios say most.")
+    where = device if gpu is None else torch.device(gpu)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise fail("explain", "gpu", f"one of {', '.join(GPUS)} here", repr(gpu), "This machine has no GPU.")
+    rates = gpu_of(torch.cuda.get_device_name(where)) if where.type == "cuda" else None
+    return select_backend(where, dtype, backend=backend), rates, where
+
+
+# each checks the arguments as the function does
+
+
+def _linear(a: Any) -> Call:
+    check_layer(a.fn, a.x, a.W, a.A, a.B, a.m, a.s, a.bias, a.norm)
+    return _layers(a, [DoraLayer(a.W, a.A, a.B, a.m, a.s, a.bias, a.norm)])
+
+
+def _group(a: Any) -> Call:
+    check_group(a.fn, a.x, a.layers)
+    return _layers(a, a.layers)
+
+
+def _mlp(a: Any) -> Call:
+    layers = {"gate": a.gate, "up": a.up, "down": a.down}
+    check_mlp(a.fn, a.x, layers, a.act)
+    return _layers(a, list(layers.values()))
+
+
+def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
+    check_dropout(a.fn, a.dropout_p, a.dropout_mode)
+    x = stand_in(a.x).to(dtype_of_products(a.fn, a.x, layers[0].W))
+    mlp = a.fn == "dora_mlp"
+    drop = Dropout(a.dropout_p, a.dropout_mode if a.dropout_p else "lora")
+
+    def plans(triton: Any, on: Any) -> Parts:
+        norms, ready, new = [], [], {}
+        for i, layer in enumerate(layers):
+            la = DoraLayer._make(map(stand_in, layer))
+            if la.A is not None and la.norm is None:
+                norms.append(triton.norm(on, la.W, la.A, la.B, None, False))
+                c = torch.empty(la.W.shape[0], dtype=torch.float32, device="meta")
+                la, new[f"c{i}"] = la._replace(norm=c), c
+            seed = torch.empty((), dtype=torch.int64, device="meta") if a.dropout_p else None
+            ready.append(prepared(x, la, seed, a.keep_inner and (not mlp or i == 2), "triton"))
+        operands, options = [la for la, _ in ready], [o for _, o in ready]
+        if mlp:
+            (forward, *backward), kept = triton.mlp(on, x, operands, options, drop, a.act)
+        else:
+            (forward, *backward), kept = triton.linear(on, x, operands, options, drop)
+        kept = kept | new if backward else {}
+        single = len(layers) == 1
+        return Parts([*norms, forward], backward, [_kept(n.rstrip("0") if single else n, t) for n, t in kept.items()])
+
+    return a.x.device, x.dtype, plans
+
+
+def _norm(a: Any) -> Call:
+    options = (a.s, a.norm_axis, a.base_sqnorm, a.detach, a.max_bytes, a.state, a.squared)
+    W, A, B = check_norm(a.fn, a.W, a.A, a.B, *options)
+
+    def plans(triton: Any, on: Any) -> Parts:
+        w, down, up = stand_in(W), stand_in(A), stand_in(B)
+        if a.state is not None:
+            return Parts([triton.guarded_norm(on, w, down, up, a.max_bytes, *map(stand_in, a.state))])
+        forward = [triton.norm(on, w, down, up, a.max_bytes, a.squared)]
+        if a.detach or not torch.is_grad_enabled() or not (A.requires_grad or B.requires_grad):
+            return Parts(forward)
+        c = torch.empty(w.shape[0], dtype=torch.float32, device="meta")
+        kept = {"W": w, "A": down, "B": up}
+        note = "Backward through the norm is plain torch: it has no plan."
+        return Parts(forward, (), [*(_kept(n, t, "argument") for n, t in kept.items()), _kept("c", c, "output")], (note,))
+
+    return W.device, W.dtype, plans
+
+
+def _compose(a: Any) -> Call:
+    delta, bias = a.fn == "dora_delta", getattr(a, "bias", None)
+    check_compose(a.fn, a.base, a.lora, a.g, a.s, bias)
+
+    def plans(triton: Any, on: Any) -> Parts:
+        base, lora = as_matrix(stand_in(a.base)), as_matrix(stand_in(a.lora))
+        (forward, *backward), kept = triton.compose(on, base, lora, stand_in(a.g), stand_in(bias), delta)
+        return Parts([forward], backward, [_kept(n, t, "argument") for n, t in kept.items()])
+
+    return a.base.device, a.base.dtype, plans
+
+
+def _merge(a: Any) -> Call:
+    check_weights(a.fn, {"W": a.W, "A": a.A, "B": a.B, "m": a.m, "norm": a.norm}, a.s)
+    check_dtype(a.fn, "norm", a.norm, WIDE, "Keep it as dora_norm returns it.")
+
+    def plans(triton: Any, on: Any) -> Parts:
+        W, A, B, m, c = map(stand_in, (a.W, a.A, a.B, a.m, a.norm))
+        norms = [] if c is not None else [triton.norm(on, W, A, B, None, False)]
+        c = torch.empty(W.shape[0], dtype=torch.float32, device="meta") if c is None else c
+        return Parts([*norms, triton.merge(on, W, A, B, m, c, a.fn == "dora_unmerge")])
+
+    return a.W.device, a.W.dtype, plans
+
+
+CALLS: dict[Callable, Callable[[Any], Call]] = {
+    dora_linear: _linear,
+    dora_linear_group: _group,
+    dora_mlp: _mlp,
+    dora_norm: _norm,
+    dora_compose: _compose,
+    dora_delta: _compose,
+    dora_merge: _merge,
+    dora_unmerge: _merge,
+}
+
+
+def stand_in(t: Any) -> Any:
+    """A tensor without data that a plan cannot tell from this one."""
+    if not isinstance(t, Tensor):
+        return t
+    has_address = type(t) in PLAIN and not t.is_meta
+    at = t.data_ptr() if has_address else t.storage_offset() * t.itemsize
+    offset = at % 16 // t.itemsize
+    extent = offset + 1 + sum((n - 1) * d for n, d in zip(t.shape, t.stride(), strict=True) if n)
+    bare = torch.empty(extent, dtype=t.dtype, device="meta").as_strided(t.shape, t.stride(), offset)
+    return bare.requires_grad_() if t.requires_grad else bare
+
+
+def _kept(name: str, t: Tensor, whose: str = "") -> Kept:
+    own = {"x": "argument", "y": "output"}.get(name.rstrip("0123456789"), "new")
+    return Kept(name, tuple(t.shape), t.dtype, t.nbytes, whose or own)

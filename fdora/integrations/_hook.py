@@ -1,0 +1,82 @@
+"""The hooks that have the norms of a model computed at the beginning of each of its forwards; see _tree.py."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fdora._torch import backward_task, dispatch_modes, functorch_active, in_subgraph
+from fdora.integrations._tree import Found, ModelNorms
+
+
+class Hook:
+    """Before and after the forward of a model. A copy or a pickle of the model has one that does nothing."""
+
+    def __init__(self, norms: ModelNorms | None = None, root: nn.Module | None = None):
+        self.norms = norms
+        self.root = None if root is None else weakref.ref(root)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.norms is None or self.root is None or self.root() is not module:
+            return
+        if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting() and not in_subgraph():
+                self.norms.trace()
+            return
+        self.norms.local.run = None if watched() else self.norms.compute(backward_task())
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.norms is not None and self.root is not None and self.root() is module:
+            if not torch.compiler.is_compiling():
+                self.norms.local.run = None
+            if self.norms.traced is not None:
+                self.norms.traced = None
+
+
+def watched() -> bool:
+    """Whether values of now must not be taken for those of every call."""
+    return torch.jit.is_tracing() or functorch_active() or dispatch_modes() > 0
+
+
+def hook(roots: Sequence[nn.Module], kepts: Sequence[Any], find: Callable[[], Found]) -> None:
+    """Before each forward of any of these modules compute the norms of the layers that ``find`` lists, some of ``kepts``."""
+    norms, left = ModelNorms(find), Left(len(kepts))
+    for kept in kepts:
+        kept.norms = norms
+        weakref.finalize(kept, left.one_less).atexit = False
+    for root in roots:
+        each = Hook(norms, root)
+        left.handles.append(root.register_forward_pre_hook(each.before, prepend=True, with_kwargs=True))
+        left.handles.append(root.register_forward_hook(each.after, always_call=True))
+
+
+class Left:
+    """How many layers there are to serve. Where the last one is gone (merge_and_unload) the hooks go as well."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.handles: list[Any] = []
+
+    def one_less(self) -> None:
+        self.count -= 1
+        if self.count == 0:
+            for handle in self.handles:
+                handle.remove()
+
+
+def unhook(model: nn.Module) -> None:
+    """Take all such hooks off, those of copies too."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, found in list(hooks.items()):
+                if isinstance(getattr(found, "__self__", None), Hook):
+                    del hooks[key]
+                    for extra in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
+                        getattr(module, extra).pop(key, None)

@@ -1,0 +1,260 @@
+"""The norms of all layers of a model by one call, at the beginning of each of its forwards; each layer takes its slice.
+
+A hook on the model calls the kernels, which compare the bits of all A, B and s with those that each norm belongs to and
+compute what changed (fdora/triton/tree.py). The layers then ask for theirs. A slice is handed out only
+
+- in the thread whose hook ran, between the hooks before and after the model's forward,
+- for the very tensors that the table was made from, with their strides and version counters of then.
+
+Otherwise a layer compares and computes its own norm (KeptNorm), as it does without hooks. Why that is right, case by case:
+
+accumulation        Every forward of the model asks again. Where nothing changed the kernels say so and copy.
+backward            A layer keeps its slice for backward. Each forward gets a new buffer, so no slice is ever written again.
+checkpointing       Recomputation runs inside of backward, where autograd's engine numbers its tasks. The first layer that asks
+                    in a new task computes for all, from what A and B are now; the others of the task take theirs. An optimizer
+                    that steps inside of backward reaches a layer after its gradients are complete, so after its last
+                    recomputation. Both kinds of checkpoint recompute within the task of the outer backward or one of their own.
+selective           checkpointing counts operations, of which a slice has none: under a dispatch mode there are no slices.
+a submodule alone   No hook ran: its layers look after themselves. So they do after a model's forward has ended or raised. (A
+                    Ctrl-C inside of a forward skips the hook after it; the next forward ends what that one began.)
+two models on one   base have a table each. W is not compared by its bits: merges, reloads and moves tell every KeptNorm of the
+                    layer (forget), which makes its model start over; so does a W with another version or address. What
+                    changes W behind both needs use_fdora again, as ever.
+CUDA graphs         What is captured reads and writes buffers of its own, in place, which live as long as the process. The table
+                    must be there before: a forward before the capture makes it.
+threads, streams    Each thread has its slices, each stream its norms and fingerprints; a lock keeps launches of one call
+                    together. Replicas of DataParallel have other tensors, and look after themselves.
+torch.compile       of the whole model traces the hook: one op computes all norms, and each layer's code reads its slice of the
+                    result, in the same trace. Compiled layers whose model is not compiled, or that come after a graph break,
+                    run an op each (kept_norm), which asks as an eager layer does, when it runs, and gives back a copy. Not by
+                    guards on what the hook left: recomputation, outside of the hook, would run other code than the forward
+                    did, and checkpoint refuses that. In CUDA graphs that op compares and computes by itself.
+others that watch   torch.func, torch.jit.trace and dispatch modes, to whom values of now must not be constants: no slices.
+copies              of a model have a hook that does nothing, until use_fdora is called on them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fdora._torch import backward_task, dispatch_modes, trace, while_tracing
+from fdora.functional._tree import Part, forget_norms, kept_norms, no_words, tables
+
+Found = list[tuple[Any, Tensor, Tensor, Tensor, float]]  # KeptNorm, W, A, B, s
+RESTLESS = 8  # forwards in a row whose tensors lay elsewhere: shards that come and go. Then layers look after themselves
+_captured: list[tuple[Tensor, Tensor, Part]] = []  # words, norms and tables of CUDA graphs
+
+
+class Run(NamedTuple):
+    """The norms of one forward, or of one task of backward."""
+
+    task: int  # -1 for a forward
+    table: Table
+    c: Sequence[Tensor]
+    versions: list[int]
+
+
+class Table:
+    """The layers of a model, their tensors, and their norms of before, by part and stream."""
+
+    def __init__(self, found: Found):
+        _, W, A, B, s = map(list, zip(*found, strict=True))
+        tensors: list[Tensor] = [*W, *A, *B]
+        self.count, self.s = len(W), s
+        self.tensors = [weakref.ref(t) for t in tensors]
+        self.pointers = list(map(Tensor.data_ptr, tensors))
+        self.strides = list(map(Tensor.stride, tensors))
+        self.w_versions = [w._version for w in W]
+        self.parts = tables(W, A, B, s)
+        self.norms: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        with torch.inference_mode(False):  # else nobody outside of it could clear them
+            self.graph = [_pair(part) for part in self.parts]
+
+    def alive(self) -> list[Tensor] | None:
+        """Its tensors, if they lie where they lay and no W has changed that says so."""
+        tensors: Any = [ref() for ref in self.tensors]
+        gone = any([t is None for t in tensors])
+        return None if gone or list(map(Tensor.data_ptr, tensors)) != self.pointers else tensors
+
+    def traced(self) -> list[Tensor] | None:
+        """The norms as ops of the graph that is traced."""
+        tensors: Any = [ref() for ref in self.tensors]
+        if any([t is None for t in tensors]):
+            return None
+        W, A, B = (tensors[i : i + self.count] for i in range(0, 3 * self.count, self.count))
+        c: Any = [None] * self.count
+        for part in self.parts:
+            views = kept_norms(*(part.of(each) for each in (W, A, B, self.s)))
+            for place, view in zip(part.places, views, strict=True):
+                c[place] = view
+        return c
+
+    def forget(self) -> None:
+        """Some W is another: all norms are computed again, also by graphs."""
+        self.norms.clear()
+        forget_captured()
+
+    @torch.no_grad()
+    def run(self, tensors: list[Tensor], task: int) -> Run:
+        versions = [t._version for t in tensors]
+        if versions[: self.count] != self.w_versions:
+            self.forget()
+            self.w_versions = versions[: self.count]
+        W, A, B = (tensors[i : i + self.count] for i in range(0, 3 * self.count, self.count))
+        c: Any = [None] * self.count
+        for i, part in enumerate(self.parts):
+            w, a, b = (part.of(each) for each in (W, A, B))
+            if capturing(part.device):
+                new, words = self.graph[i]
+                part.layers.guarded(w, a, b, new, words, new, words)
+                _captured.append((words, new, part))
+            else:
+                key = (i, torch.cuda.current_stream(part.device).cuda_stream if part.device.type == "cuda" else 0)
+                old, words = self.norms.pop(key) if key in self.norms else _pair(part)  # gone where a launch fails
+                new = torch.empty_like(old)
+                part.layers.guarded(w, a, b, old, words, new, words)
+                self.norms[key] = new, words
+            for place, view in zip(part.places, part.views(new), strict=True):
+                c[place] = view
+        return Run(task, self, c, versions)
+
+
+def forget_captured() -> None:
+    """Graphs, of whatever model, compute all norms in their next replay."""
+    for words, *_ in _captured:
+        words.zero_()
+
+
+def _pair(part: Part) -> tuple[Tensor, Tensor]:
+    return torch.zeros(part.size, device=part.device, dtype=part.dtype), no_words(part)
+
+
+_models: weakref.WeakValueDictionary[str, ModelNorms] = weakref.WeakValueDictionary()
+_names = map("model {}".format, count())
+
+
+@while_tracing
+def collect(name: str) -> bool:
+    """Anew for each trace: what is traced is for the layers and tensors of now."""
+    norms = _models[name]
+    with norms.lock:
+        forget_norms()
+        norms.table = norms.collect()
+        return norms.table is not None
+
+
+class ModelNorms:
+    """The table of one model, and whose turn it is. ``find`` lists the layers that can be served now."""
+
+    def __init__(self, find: Callable[[], Found]):
+        self.find = find
+        self.lock = threading.RLock()
+        self.local = threading.local()
+        self.table: Table | None = None
+        self.asleep = self.used = False
+        self.changes = self.idle = 0
+        self.traced: list[Tensor] | None = None  # in a trace of the whole model, between the hooks
+        self.traced_by = ""  # that trace; what a graph break leaves here is for no other one, nor for another thread
+        self.name = next(_names)
+        _models[self.name] = self
+
+    def compute(self, task: int) -> Run | None:
+        with self.lock:
+            if self.asleep:
+                return None
+            self.idle = 0 if self.used else self.idle + 1
+            self.used = False
+            if self.idle > 2:  # nobody wants them: merged, unloaded, switched off
+                self.table, self.asleep, self.idle = None, True, 0
+                return None
+            table = self.table
+            tensors = None if table is None else table.alive()
+            if tensors is None:
+                if self.changes >= RESTLESS or capturing(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+                    return None
+                self.changes += 1
+                table = self.table = self.collect()
+                tensors = None if table is None else table.alive()
+            else:
+                self.changes = 0
+            return None if table is None or tensors is None else table.run(tensors, task)
+
+    def collect(self) -> Table | None:
+        found = self.find()
+        for i, (kept, *_) in enumerate(found):
+            kept.norms, kept.place = self, i
+        return Table(found) if found else None
+
+    def forget(self) -> None:
+        with self.lock:
+            forget_norms()
+            if self.table is not None:
+                self.table.norms.clear()
+            forget_captured()
+            self.local = threading.local()  # nor do slices of this forward hold
+
+    def restart(self) -> None:
+        """Other layers, or the same elsewhere: the next forward collects them."""
+        with self.lock:
+            forget_norms()
+            self.table, self.asleep, self.idle, self.changes = None, False, 0, 0
+            forget_captured()
+
+    def trace(self) -> None:
+        if collect(self.name) and self.table is not None:
+            self.traced, self.traced_by = self.table.traced(), trace()
+
+    def traced_c(self, kept: Any, W: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor | None:
+        """The slice of this layer, in the trace that made it."""
+        if self.traced is None or self.traced_by != trace() or self.table is None:
+            return None
+        i, n, tensors = kept.place, self.table.count, self.table.tensors
+        if i < 0 or self.table.s[i] != s or tensors[i]() is not W or tensors[i + n]() is not A or tensors[i + 2 * n]() is not B:
+            return None
+        return self.traced[i]
+
+    def c_of(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, compiled: bool = False) -> Tensor | None:
+        """The slice of layer i; None where it has to look after itself."""
+        run, task = getattr(self.local, "run", None), backward_task()
+        if run is None or run.task != task:
+            self.asleep = False
+            if task == -1 or dispatch_modes():
+                return None
+            run = self.compute(task)
+            if run is None:
+                return None
+            self.local.run = run
+        elif dispatch_modes():
+            return None
+        table, n = run.table, run.table.count
+        if (
+            0 <= i < n
+            and table.s[i] == s
+            and self.same(run, i, W, compiled)
+            and self.same(run, i + n, A, compiled)
+            and self.same(run, i + 2 * n, B, compiled)
+        ):
+            self.used = True
+            return run.c[i]
+        with self.lock:
+            if self.table is table:
+                self.table = None  # collected anew by the next forward
+        return None
+
+    def same(self, run: Run, i: int, t: Tensor, compiled: bool) -> bool:
+        """Compiled code, whose guards know the tensor, may hand over another view of it."""
+        table = run.table
+        known = t.data_ptr() == table.pointers[i] if compiled else table.tensors[i]() is t
+        return known and run.versions[i] == t._version and table.strides[i] == t.stride()
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what runs there now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

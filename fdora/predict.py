@@ -1,0 +1,147 @@
+"""Least time and memory of one layer: what its multiplications and its bytes cost at a GPU's published rates.
+
+A step is a list of operations, each with its flops and the bytes it reads and writes. With the rates of the GPU
+
+    time = sum over operations of max(flops / rate, bytes / bandwidth)
+
+It is a floor, not a measurement: no launch is counted, and no product reaches the published rate. What it is good for is
+to compare ways on one shape. M tokens, W (N, K), rank r, e bytes per element (2: bfloat16, of weights and adapters alike); no
+bias, no dropout. Elements in brackets, flops before them; "+" joins operations.
+
+    base      2 M N K [MK + NK + MN]
+    h         2 M K r [MK + rK + Mr]        h = x A^T
+    lora      2 M N r [Mr + Nr + MN]        h B^T
+    dh        2 M N r [MN + Nr + Mr]        dlora B
+    dA, dB    2 M K r [Mr + MK + rK] + 2 M N r [MN + Mr + Nr]
+    dx        2 M N K [MN + NK + MK]
+
+    LoRA      forward   base + h + lora + s * lora [2MN] + sum [3MN]
+              backward  s * dy [2MN] + dh + dA, dB + dh A: 2 M K r [Mr + rK + MK] + dx + their sum [3MK]
+              keeps     x, h                e (MK + Mr)
+    PEFT DoRA as in peft 0.21: the dense B A of every call by two products with the identity, one operation per pass
+              forward   base + h + lora + norm + compose;  compose [12MN]: (g - 1) base, g lora, times s, and two sums
+                        norm  eye [KK] + 2 K K r [KK + 2Kr] + 2 K N r [Kr + Nr + NK] + s BA [2NK] + W + sBA [3NK] + norm [NK]
+              backward  compose [17MN]: products with g and s, two sums over tokens for dg, one sum of dy; then as LoRA
+              keeps     x, h, base, lora    e (MK + Mr + 2MN)
+    fdora     forward   norm 2 N K r [NK + rK + Nr] + h + y: 2 M N (K + r) [MK + NK + Mr + Nr + MN]
+              up to 64 tokens h and y in one pass over W: 2 M (N K + K r + N r) [MK + NK + rK + Nr + Mr + MN]
+              backward  dz and dm [3MN], dB with it [Mr + Nr] up to r = 64, apart above + dh + dA
+                        + dx: 2 M K (N + r) [MN + NK + Mr + rK + MK]
+              keeps     x, h, and y         e (MK + Mr) + e MN; without a bias y is the output itself, which costs nothing
+                                            where the next operation keeps its input
+
+The rates are the makers' published ones for dense bfloat16 products with float32 sums, and for memory.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from fdora._check import fail
+
+Method = Literal["fdora", "lora", "peft_dora"]
+
+
+class Gpu(NamedTuple):
+    """Published rates per second, and what decides which kernels run."""
+
+    name: str
+    flops: float  # dense bfloat16
+    bytes: float
+    tf32: float = float("inf")
+    fp32: float = float("inf")
+    capability: int = 90
+    num_sms: int = 132
+
+    def seconds(self, flops16: float, flops32: float, bytes: float, full_fp32: bool = False) -> float:
+        """Least time of one operation: its products or its bytes, whichever takes longer."""
+        return max(flops16 / self.flops + flops32 / (self.fp32 if full_fp32 else self.tf32), bytes / self.bytes)
+
+
+GPUS = {
+    "h200": Gpu("H200 SXM", 989e12, 4.80e12, 494e12, 67e12, 90, 132),
+    "h100": Gpu("H100 SXM", 989e12, 3.35e12, 494e12, 67e12, 90, 132),
+    "a100": Gpu("A100 SXM 80 GB", 312e12, 2.04e12, 156e12, 19.5e12, 80, 108),
+    "l40s": Gpu("L40S", 362e12, 0.864e12, 183e12, 91.6e12, 89, 142),
+    "b200": Gpu("B200", 2250e12, 8.0e12, 1125e12, 75e12, 100, 148),
+    "4090": Gpu("GeForce RTX 4090", 165e12, 1.008e12, 82.6e12, 82.6e12, 89, 128),
+}
+NAMES = {
+    "NVIDIA H200": "h200",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA B200": "b200",
+    "NVIDIA GeForce RTX 4090": "4090",
+}  # as the driver says it; other models of the same chips have other rates
+
+
+def gpu_of(device_name: str) -> Gpu | None:
+    """The rates of this very GPU, if they are known."""
+    return GPUS.get(NAMES.get(device_name, ""))
+
+
+FEW = 64  # tokens up to which one pass over W does it all
+FUSE_DB = 64  # rank up to which backward's elementwise pass forms dB too
+Op = tuple[float, float]  # flops, elements
+
+
+class Prediction(NamedTuple):
+    """``path``: what runs, in words. Seconds. Bytes that stay until backward: ``output`` those of y, ``kept`` all others."""
+
+    path: str
+    forward: float
+    backward: float
+    kept: int
+    output: int = 0
+
+
+def predict(M: int, N: int, K: int, r: int, *, gpu: str = "h200", method: Method = "fdora", itemsize: int = 2) -> Prediction:
+    """The formulas at the head of this file.
+
+    Raises:
+      FdoraError: a size is less than 1, or the GPU or the method is unknown.
+    """
+    for arg, size in {"M": M, "N": N, "K": K, "r": r}.items():
+        if size < 1:
+            raise fail("predict", arg, "at least 1", size, "It is a number of tokens, features or ranks.")
+    if gpu not in GPUS:
+        raise fail("predict", "gpu", f"one of {', '.join(GPUS)}", repr(gpu), "Others can be added to fdora/predict.py.")
+    base: Op = (2 * M * N * K, M * K + N * K + M * N)
+    h: Op = (2 * M * K * r, M * K + r * K + M * r)
+    lora: Op = (2 * M * N * r, M * r + N * r + M * N)
+    dh, dA, dB = lora, h, lora  # the same sizes, other roles
+    stock_backward: list[Op] = [dh, dA, dB, h, base, (0, 3 * M * K)]
+    output = 0
+    if method == "lora":
+        path, kept = "PEFT", M * K + M * r
+        forward = [base, h, lora, (0, 2 * M * N), (0, 3 * M * N)]
+        backward = [(0, 2 * M * N), *stock_backward]
+    elif method == "peft_dora":
+        path, kept = "PEFT", M * K + M * r + 2 * M * N
+        dense: list[Op] = [
+            (0, K * K),
+            (2 * K * K * r, K * K + 2 * K * r),
+            (2 * K * N * r, K * r + N * r + N * K),
+            *((0, passes * N * K) for passes in (2, 3, 1)),
+        ]
+        forward = [base, h, lora, *dense, (0, 12 * M * N)]
+        backward = [(0, 17 * M * N), *stock_backward]
+    elif method == "fdora":
+        kept, output = M * K + M * r, M * N
+        norm: Op = (2 * N * K * r, N * K + r * K + N * r)
+        if M <= FEW:
+            path = "few tokens: one pass over W"
+            forward = [norm, (base[0] + h[0] + lora[0], base[1] + r * K + N * r + M * r)]
+        else:
+            path = "x A^T, then one fused product"
+            forward = [norm, h, (base[0] + lora[0], base[1] + M * r + N * r)]
+        scale: list[Op] = [(0, 3 * M * N), dB]
+        if r <= FUSE_DB:
+            scale = [(dB[0], 3 * M * N + M * r + N * r)]
+        backward = [*scale, dh, dA, (base[0] + h[0], base[1] + M * r + r * K)]
+    else:
+        raise fail("predict", "method", "'fdora', 'lora' or 'peft_dora'", repr(method), "Compare these.")
+    rate = GPUS[gpu]
+    seconds = [sum(max(f / rate.flops, n * itemsize / rate.bytes) for f, n in ops) for ops in (forward, backward)]
+    return Prediction(path, seconds[0], seconds[1], kept * itemsize, output * itemsize)

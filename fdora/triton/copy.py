@@ -1,0 +1,62 @@
+"""Copies that a plan needs: another dtype, another layout, several matrices as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fdora.triton.kernels.copy import copy_kernel
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.layout import is_operand
+from fdora.triton.runtime.plan import Array
+
+BLOCK_M, BLOCK_N = 16, 256
+MAX_AT_ONCE = 4  # as the kernel has arguments for
+
+
+def in_dtype(plan: Builder, t: Array, dtype: torch.dtype) -> Array:
+    """t itself, or a copy of the same layout."""
+    if t.dtype == dtype:
+        return t
+    by_columns = t.stride[0] == 1 and t.stride[1] != 1
+    return stacked(plan, [t.T], dtype).T if by_columns else stacked(plan, [t], dtype)
+
+
+def operand(plan: Builder, W: Array) -> Array:
+    """As cuBLAS takes it."""
+    return W if is_operand(W.shape, W.stride) else stacked(plan, [W], W.dtype)
+
+
+def dense(plan: Builder, t: Array) -> Array:
+    """t with no gaps between its rows: itself, or a copy."""
+    M, N = t.shape
+    return t if t.stride == (N, 1) or M <= 1 else stacked(plan, [t], t.dtype, 1)
+
+
+def stacked(plan: Builder, parts: Sequence[Array], dtype: torch.dtype, unit: int = 16) -> Array:
+    """(R1, K), (R2, K), ... -> (R1 + R2 + ..., K), row by row, each at a multiple of ``unit`` bytes."""
+    rows, columns = sum(t.shape[0] for t in parts), parts[0].shape[1]
+    pitch = cdiv(columns * dtype.itemsize, unit) * unit // dtype.itemsize
+    out = plan.temp((rows, columns), dtype, (pitch, 1))
+    for at, some in _batches(parts):
+        part = out.rows(at, at + sum(t.shape[0] for t in some))
+        padded = [*some, *[None] * (MAX_AT_ONCE - len(some))]
+        blocks = sum(cdiv(t.shape[0], BLOCK_M) for t in some)
+        strides = [d for t in padded for d in ((0, 0) if t is None else t.stride)]
+        plan.launch(
+            copy_kernel, (cdiv(columns, BLOCK_N), blocks),
+            (*padded, part, *(0 if t is None else t.shape[0] for t in padded), columns, pitch, *strides),
+            (len(some), BLOCK_M, BLOCK_N), 4,
+        )  # fmt: skip
+    return out
+
+
+def _batches(parts: Sequence[Array]) -> list[tuple[int, Sequence[Array]]]:
+    batches, at = [], 0
+    for i in range(0, len(parts), MAX_AT_ONCE):
+        some = parts[i : i + MAX_AT_ONCE]
+        batches.append((at, some))
+        at += sum(t.shape[0] for t in some)
+    return batches

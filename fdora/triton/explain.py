@@ -1,0 +1,111 @@
+"""Which plans a call has, and what it keeps for backward: the plan makers of a real call, asked with tensors that have no data.
+
+Tensors here are on the meta device: shape, strides, dtype, alignment and requires_grad of a real call's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fdora._records import Dropout, Needs, Operands, Options, SavedMlp
+from fdora.triton import compose as _compose
+from fdora.triton import linear as _linear
+from fdora.triton import merge as _merge
+from fdora.triton import mlp as _mlp
+from fdora.triton import norm as _norm
+from fdora.triton.runtime.describe import Described as Described
+from fdora.triton.runtime.describe import describe as describe
+from fdora.triton.runtime.device import Device, device_of
+from fdora.triton.runtime.plan import Plan
+from fdora.triton.runtime.private import HAS_PDL
+from fdora.triton.runtime.walk import Maker, like
+
+Layers = Sequence[Operands]
+
+
+class Parts(NamedTuple):
+    """The plans of a call in the order in which they run, and by name what stays until its backward."""
+
+    plans: tuple[Plan, ...]
+    kept: dict[str, Tensor]
+
+
+def device(where: torch.device | None, capability: int = 0, num_sms: int = 0) -> Device:
+    """The facts of a GPU of this machine; without one, of any GPU of these numbers."""
+    return Device(0, capability, num_sms, HAS_PDL and capability >= 90) if where is None else device_of(where)
+
+
+def norm(on: Device, W: Tensor, A: Tensor, B: Tensor, max_bytes: int | None, squared: bool) -> Plan:
+    return _plan(on, _norm.plan_norm, (W, A, B), max_bytes, squared)
+
+
+def guarded_norm(on: Device, W: Tensor, A: Tensor, B: Tensor, max_bytes: int | None, c: Tensor, fingerprint: Tensor) -> Plan:
+    return _plan(on, _norm.plan_guarded_norm, (W, A, B, c, fingerprint), max_bytes, False)
+
+
+def merge(on: Device, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, undo: bool) -> Plan:
+    return _plan(on, _merge.plan_merge, (W, A, B, m, c), undo)
+
+
+def compose(on: Device, base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, delta: bool) -> Parts:
+    forward = _plan(on, _compose.plan_compose, (base, lora, g, bias), delta)
+    needs = tuple(_needs(t) for t in (base, lora, g, bias))
+    if not any(needs):
+        return Parts((forward,), {})
+    (y,) = _results(forward)
+    backward = _plan(on, _compose.plan_compose_backward, (y, base, lora, g), delta, needs)
+    return Parts((forward, backward), {"base": base, "lora": lora, "g": g})
+
+
+def linear(on: Device, x: Tensor, layers: Layers, options: Sequence[Options], drop: Dropout) -> Parts:
+    """One layer, or several on one x."""
+    flat = _linear.flat(layers)
+    saves, s = tuple(o.save for o in options), [o.s for o in options]
+    forward = _plan(on, _linear.plan_forward, (x, *flat), *drop, saves, _linear.same(s))
+    if not any(map(_needs, (x, *flat))):
+        return Parts((forward,), {})
+    results = _results(forward)
+    ys, saved = _linear.unpacked(results, x.dtype, layers, options, drop.mode)
+    wanted = [_linear.asked(la, y, each) for la, y, each in zip(layers, ys, _all_needs(layers), strict=True)]
+    tensors = (x, saved.h, *ys, *saved.kept, *flat)  # dy as y
+    flags = tuple(need for each in wanted for need in each)
+    backward = _plan(on, _linear.plan_backward, tensors, *drop, saved.pre_scale, _needs(x), flags)
+    return Parts((forward, backward), _named(forward, results, (saved.h, *saved.kept)) | {"x": x})
+
+
+def mlp(on: Device, x: Tensor, layers: Layers, options: Sequence[Options], drop: Dropout, act: str) -> Parts:
+    flat = _linear.flat(layers)
+    saves, s = tuple(o.save for o in options), [o.s for o in options]
+    forward = _plan(on, _mlp.plan_forward, (x, *flat), *drop, saves, s[0] == s[1], act)
+    if not any(map(_needs, (x, *flat))):
+        return Parts((forward,), {})
+    results = _results(forward)
+    y, saved = _mlp.unpacked(results, x.dtype, layers, saves, drop.mode)
+    flags = tuple(need for each in _all_needs(layers) for need in each)
+    backward = _plan(on, _mlp.plan_backward, (y, x, *saved, *flat), *drop, act, _needs(x), flags)
+    return Parts((forward, backward), _named(forward, results, SavedMlp._make(saved)) | {"x": x})
+
+
+def _plan(on: Device, maker: Maker, tensors: tuple[Tensor | None, ...], *options: Any) -> Plan:
+    return maker(tuple(map(like, tensors)), on, *options)
+
+
+def _results(plan: Plan) -> list[Tensor]:
+    return [torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta") for a in plan.results]
+
+
+def _named(plan: Plan, results: Sequence[Tensor], kept: Iterable[Tensor | None]) -> dict[str, Tensor]:
+    names = {id(t): a.name for a, t in zip(plan.results, results, strict=True)}
+    return {names[id(t)]: t for t in kept if t is not None}
+
+
+def _needs(t: Tensor | None) -> bool:
+    return t is not None and t.requires_grad and torch.is_grad_enabled()
+
+
+def _all_needs(layers: Layers) -> list[Needs]:
+    return [Needs(*map(_needs, (la.A, la.B, la.m, la.c, la.bias))) for la in layers]

@@ -1,0 +1,40 @@
+"""Whether A, B and s are bit for bit what they were: decided on the GPU, so that no host waits for it.
+
+A word is the wrapping sum of a bijection of each 64 bits and their position (splitmix64's finaliser): integers add in any
+order, any change inside one element changes the sum for certain, any other change but for one chance in 2^64.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fdora.triton.kernels.hash import hash_kernel
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.plan import Array, Scalar
+
+WORDS = 256  # as in fdora/eager/_fingerprint.py: the first names the kind and s, each other belongs to a program
+BLOCK = 2048
+KIND = 1  # the eager backend has another: its words never match these
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+def fingerprint(plan: Builder, A: Array, B: Array, s: Scalar, out: Array) -> None:
+    """``out`` (WORDS,) int64 of the bits of A, B and s (as the float32 that the norm multiplies with); the first is never 0."""
+    (a, packed_a), (b, packed_b) = _words(A), _words(B)
+    kind = KIND + 16 * A.itemsize + 256 * B.itemsize
+    programs = min(WORDS - 1, cdiv(max(a.numel, b.numel, 1), BLOCK))
+    cols_a, row_a, col_a = (1, 1, 1) if packed_a else (a.shape[1], *a.stride)  # where packed nobody reads them
+    cols_b, row_b, col_b = (1, 1, 1) if packed_b else (b.shape[1], *b.stride)
+    plan.launch(
+        hash_kernel, (programs,), (a, b, out, s, a.numel, b.numel, cols_a, cols_b, row_a, col_a, row_b, col_b),
+        (packed_a, packed_b, BLOCK, kind, WORDS, plan.device.supports_pdl), 16,
+    )  # fmt: skip
+
+
+def _words(t: Array) -> tuple[Array, bool]:
+    """As 64-bit words where memory allows it, else one word for each element."""
+    dense = t.stride == (t.shape[1], 1) or t.numel <= 1
+    if dense and t.aligned and t.nbytes % 8 == 0:
+        return t.words((t.nbytes // 8,), (1,), torch.int64), True
+    return t.words(t.shape, t.stride, _BITS[t.itemsize]), False

@@ -1,0 +1,1 @@
+"""Kernels, and nothing else: every function here is ``@triton.jit``."""

@@ -1,0 +1,50 @@
+"""A gated activation, ``a = f(gate) up``; formulas in fdora/eager/act.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.runtime.cost import launched
+
+CUBIC = tl.constexpr(0.044715)
+ROOT_HALF = tl.constexpr(0.7071067811865476)
+TWICE_ROOT_2_OVER_PI = tl.constexpr(1.5957691216057308)
+DENSITY_0 = tl.constexpr(0.3989422804014327)  # of the normal law
+
+
+@triton.jit
+def _share(z, ACT: tl.constexpr):
+    """f(z) / z."""
+    if ACT == "silu":
+        return tl.sigmoid(z)
+    elif ACT == "gelu":
+        return 0.5 + 0.5 * tl.erf(z * ROOT_HALF)
+    else:
+        return tl.sigmoid((z + z * z * z * CUBIC) * TWICE_ROOT_2_OVER_PI)
+
+
+@triton.jit(launch_metadata=launched)
+def act_fwd_kernel(gate, up, a, count, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(gate + at, mask=at < count).to(tl.float32)
+    u = tl.load(up + at, mask=at < count).to(tl.float32)
+    tl.store(a + at, (z * _share(z, ACT) * u).to(a.dtype.element_ty), mask=at < count)
+
+
+@triton.jit(launch_metadata=launched)
+def act_bwd_kernel(da, gate, up, dgate, dup, count, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(gate + at, mask=at < count).to(tl.float32)
+    u = tl.load(up + at, mask=at < count).to(tl.float32)
+    d = tl.load(da + at, mask=at < count).to(tl.float32)
+    share = _share(z, ACT)
+    f = z * share
+    if ACT == "silu":
+        slope = share + f * (1 - share)
+    elif ACT == "gelu":
+        slope = share + z * tl.exp(-0.5 * z * z) * DENSITY_0
+    else:
+        slope = share + f * (1 - share) * (1 + z * z * CUBIC * 3) * TWICE_ROOT_2_OVER_PI
+    tl.store(dgate + at, (d * u * slope).to(dgate.dtype.element_ty), mask=at < count)
+    tl.store(dup + at, (d * f).to(dup.dtype.element_ty), mask=at < count)

@@ -1,0 +1,59 @@
+"""``y = h base + g s lora + bias``, h = g or g - 1; formulas in fdora/eager/compose.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.runtime.cost import launched
+
+
+@triton.jit(launch_metadata=launched)
+def compose_fwd_kernel(
+    base, lora, g, bias, y, s, M, N, stride_base, stride_lora, stride_y,
+    DELTA: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    row = m[:, None].to(tl.int64)
+    u = tl.load(base + row * stride_base + n[None, :], mask=mask).to(tl.float32)
+    v = s * tl.load(lora + row * stride_lora + n[None, :], mask=mask).to(tl.float32)
+    gn = tl.load(g + n, mask=n < N)[None, :]
+    out = (gn - 1) * u + gn * v if DELTA else gn * (u + v)
+    if HAS_BIAS:
+        out += tl.load(bias + n, mask=n < N).to(tl.float32)[None, :]
+    tl.store(y + row * stride_y + n[None, :], out.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(launch_metadata=launched)
+def compose_bwd_kernel(
+    dy, base, lora, g, dbase, dlora, partial_g, partial_bias, s, M, N, stride_dy, stride_base, stride_lora,
+    DELTA: tl.constexpr, NEED_BASE: tl.constexpr, NEED_LORA: tl.constexpr, NEED_G: tl.constexpr, NEED_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = n < N
+    gn = tl.load(g + n, mask=in_n, other=0.0)[None, :]
+    sum_g = tl.zeros((BLOCK_N,), tl.float32)
+    sum_bias = tl.zeros((BLOCK_N,), tl.float32)
+    for i in range(0, ROWS, BLOCK_M):
+        m = tl.program_id(1) * ROWS + i + tl.arange(0, BLOCK_M)
+        mask = (m < M)[:, None] & in_n[None, :]
+        row = m[:, None].to(tl.int64)
+        d = tl.load(dy + row * stride_dy + n[None, :], mask=mask, other=0.0).to(tl.float32)
+        if NEED_BASE:
+            tl.store(dbase + row * N + n[None, :], (d * (gn - 1 if DELTA else gn)).to(dbase.dtype.element_ty), mask=mask)
+        if NEED_LORA:
+            tl.store(dlora + row * N + n[None, :], (d * (s * gn)).to(dlora.dtype.element_ty), mask=mask)
+        if NEED_G:
+            u = tl.load(base + row * stride_base + n[None, :], mask=mask, other=0.0).to(tl.float32)
+            v = tl.load(lora + row * stride_lora + n[None, :], mask=mask, other=0.0).to(tl.float32)
+            sum_g += tl.sum(d * (u + s * v), axis=0)
+        if NEED_BIAS:
+            sum_bias += tl.sum(d, axis=0)
+    at = tl.program_id(1).to(tl.int64) * N + n
+    if NEED_G:
+        tl.store(partial_g + at, sum_g, mask=in_n)
+    if NEED_BIAS:
+        tl.store(partial_bias + at, sum_bias, mask=in_n)

@@ -1,0 +1,47 @@
+"""The dropout mask: the hash of fdora/eager/dropout.py, bit for bit, in 32-bit words.
+
+keep[t, k] = hash(seed, t, k) >= p * 2**32. Drawn again wherever it is needed, never stored.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.runtime.cost import launched
+
+
+@triton.jit
+def _mix(v):
+    v = v ^ (v >> 16)
+    v = v * 0x21F0AAAD
+    v = v ^ (v >> 15)
+    v = v * 0x735A2D97
+    return v ^ (v >> 15)
+
+
+@triton.jit
+def keep_tile(seed, threshold, t, k):
+    """Where the elements (t, k) survive. ``seed`` points at one int64, ``threshold`` is p * 2**32."""
+    bits = tl.load(seed)
+    key = _mix(bits.to(tl.uint32) ^ _mix((bits >> 32).to(tl.uint32)))
+    t = t.to(tl.int64)
+    row = _mix((t + 1).to(tl.uint32) ^ key) ^ _mix((t >> 32).to(tl.uint32))
+    # Compared as int64: p * 2**32 may not fit 31 bits, and comparing across signs is where compilers differ.
+    return _mix(row[:, None] ^ (k.to(tl.uint32) * 0x1E3779B1)[None, :]).to(tl.int64) >= threshold
+
+
+@triton.jit(launch_metadata=launched)
+def drop_kernel(
+    x, out, seed, threshold, scale, M, K, stride_xm, stride_xk,
+    ACCUMULATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (t < M)[:, None] & (k < K)[None, :]
+    row = t[:, None].to(tl.int64)
+    v = tl.load(x + row * stride_xm + k[None, :].to(tl.int64) * stride_xk, mask=mask).to(tl.float32)
+    v = tl.where(keep_tile(seed, threshold, t, k), v * scale, 0.0)
+    if ACCUMULATE:
+        v += tl.load(out + row * K + k[None, :], mask=mask).to(tl.float32)
+    tl.store(out + row * K + k[None, :], v.to(out.dtype.element_ty), mask=mask)

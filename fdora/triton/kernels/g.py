@@ -1,0 +1,17 @@
+"""g = m / max(c, EPS) of a tile's columns."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora._records import eps
+
+EPS = tl.constexpr(eps())
+
+
+@triton.jit
+def g_tile(m, c, n, N):
+    """g of the columns n, in float32. A NaN in c stays one."""
+    cn = tl.load(c + n, mask=n < N, other=1.0)
+    return tl.div_rn(tl.load(m + n, mask=n < N, other=0.0).to(tl.float32), tl.where(cn < EPS, EPS, cn))

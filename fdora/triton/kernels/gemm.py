@@ -1,0 +1,144 @@
+"""One matrix product with the low-rank term and everything elementwise inside; see fdora/triton/gemm.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.kernels.dropout import keep_tile
+from fdora.triton.kernels.g import g_tile
+from fdora.triton.runtime.cost import launched
+
+
+@triton.jit
+def _tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """First row and column of a tile; GROUP_M rows of tiles run together, so that their slabs of W meet in L2."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    group = pid // (GROUP_M * tiles_n)
+    height = min(tiles_m - group * GROUP_M, GROUP_M)
+    within = pid % (GROUP_M * tiles_n)
+    return (group * GROUP_M + within % height) * BLOCK_M, (within // height) * BLOCK_N
+
+
+@triton.jit
+def _masked(acc, row, col, seed, threshold, keep_scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    keep = keep_tile(seed, threshold, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N))
+    return tl.where(keep, acc * keep_scale, 0.0)
+
+
+@triton.jit
+def _bias_tile(bias, n, N, HAS_BIAS: tl.constexpr):
+    return tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :] if HAS_BIAS else 0.0
+
+
+@triton.jit
+def _store_tma(
+    acc, out, pre_scale, residual, m, c, bias, row, col, N,
+    EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    n = col + tl.arange(0, WIDTH)
+    if STORE_PRE_SCALE:
+        pre_scale.store([row, col], acc.to(pre_scale.dtype))
+    if EPILOGUE == "scale":
+        acc = acc * g_tile(m, c, n, N)[None, :] + _bias_tile(bias, n, N, HAS_BIAS)
+    if EPILOGUE == "residual":
+        correction = (g_tile(m, c, n, N) - 1)[None, :] * residual.load([row, col]).to(tl.float32)
+        acc = acc + correction + _bias_tile(bias, n, N, HAS_BIAS)
+    if EPILOGUE == "accumulate":
+        acc = acc + residual.load([row, col]).to(tl.float32)
+    out.store([row, col], acc.to(out.dtype))
+
+
+@triton.jit(launch_metadata=launched)
+def gemm_tma_kernel(
+    x, x_masked, w, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, M, N, K, R, PROGRAMS,
+    TRANS_B: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, DROP: tl.constexpr,
+    HAS_X_MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EPILOGUE_SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    steps_k, steps_r = tl.cdiv(K, BLOCK_K), tl.cdiv(R, BLOCK_K)
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
+        row, col = _tile_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if DROP:
+            for i in range(steps_r):
+                bt = b.load([col, i * BLOCK_K]).T if TRANS_B else b.load([i * BLOCK_K, col])
+                acc = tl.dot(h.load([row, i * BLOCK_K]), bt, acc)
+            if HAS_X_MASKED:
+                for i in range(steps_k):
+                    wt = w.load([col, i * BLOCK_K]).T if TRANS_B else w.load([i * BLOCK_K, col])
+                    acc = tl.dot(x_masked.load([row, i * BLOCK_K]), wt, acc)
+            acc = _masked(acc, row, col, seed, threshold, keep_scale, BLOCK_M, BLOCK_N)
+            for i in range(steps_k):
+                wt = w.load([col, i * BLOCK_K]).T if TRANS_B else w.load([i * BLOCK_K, col])
+                acc = tl.dot(x.load([row, i * BLOCK_K]), wt, acc)
+        else:
+            for i in range(steps_k + steps_r):
+                if i < steps_k:
+                    left, right, at = x, w, i * BLOCK_K
+                else:
+                    left, right, at = h, b, (i - steps_k) * BLOCK_K
+                wt = right.load([col, at]).T if TRANS_B else right.load([at, col])
+                acc = tl.dot(left.load([row, at]), wt, acc)
+        if EPILOGUE_SUBTILE:  # half the tile at a time through shared memory leaves room for one more stage
+            WIDTH: tl.constexpr = BLOCK_N // 2
+            one, two = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
+            _store_tma(one, out, pre_scale, residual, m, c, bias, row, col, N, EPILOGUE, HAS_BIAS, STORE_PRE_SCALE, WIDTH)
+            _store_tma(
+                two, out, pre_scale, residual, m, c, bias, row, col + WIDTH, N, EPILOGUE, HAS_BIAS, STORE_PRE_SCALE, WIDTH
+            )
+        else:
+            _store_tma(acc, out, pre_scale, residual, m, c, bias, row, col, N, EPILOGUE, HAS_BIAS, STORE_PRE_SCALE, BLOCK_N)
+
+
+@triton.jit
+def _products(
+    acc, x, w, row, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    t, n, k = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    at_x = x + t[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk
+    at_w = w + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
+    for k0 in range(0, K, BLOCK_K):
+        xt = tl.load(at_x, mask=(t < M)[:, None] & (k < K - k0)[None, :], other=0.0)
+        wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0)
+        acc = tl.dot(xt, wt, acc)
+        at_x += BLOCK_K * stride_xk
+        at_w += BLOCK_K * stride_wk
+    return acc
+
+
+@triton.jit(launch_metadata=launched)
+def gemm_pointer_kernel(
+    x, x_masked, w, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, M, N, K, R,
+    stride_xm, stride_xk, stride_wk, stride_wn, stride_hm, stride_hr, stride_br, stride_bn,
+    EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, DROP: tl.constexpr,
+    HAS_X_MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):  # fmt: skip
+    row, col = _tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = _products(
+        acc, h, b, row, col, M, N, R, stride_hm, stride_hr, stride_br, stride_bn, BLOCK_M, BLOCK_N, BLOCK_R
+    )  # fmt: skip
+    if HAS_X_MASKED:
+        acc = _products(
+            acc, x_masked, w, row, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K
+        )  # fmt: skip
+    if DROP:
+        acc = _masked(acc, row, col, seed, threshold, keep_scale, BLOCK_M, BLOCK_N)
+    acc = _products(acc, x, w, row, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K)
+    t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    at = t[:, None].to(tl.int64) * N + n[None, :]
+    mask = (t < M)[:, None] & (n < N)[None, :]
+    if STORE_PRE_SCALE:
+        tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
+    if EPILOGUE == "scale":
+        acc = acc * g_tile(m, c, n, N)[None, :] + _bias_tile(bias, n, N, HAS_BIAS)
+    if EPILOGUE == "residual":
+        correction = (g_tile(m, c, n, N) - 1)[None, :] * tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        acc = acc + correction + _bias_tile(bias, n, N, HAS_BIAS)
+    if EPILOGUE == "accumulate":
+        acc = acc + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)

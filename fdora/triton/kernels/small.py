@@ -1,0 +1,85 @@
+"""The layer for a handful of tokens; see fdora/triton/small.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.kernels.g import g_tile
+from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit(launch_metadata=launched)
+def shrink_kernel(
+    x, a, part, M, K, R, span, stride_xm, stride_xk, stride_ar, stride_ak, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    t, r, k = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+    begin = tl.program_id(1) * span
+    end = min(begin + span, K)
+    at_x = x + t[:, None].to(tl.int64) * stride_xm
+    at_a = a + r[None, :].to(tl.int64) * stride_ar
+    acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for k0 in range(begin, end, BLOCK_K):
+        at = (k0 + k).to(tl.int64)
+        xt = tl.load(at_x + at[None, :] * stride_xk, mask=(t < M)[:, None] & (at < end)[None, :], other=0.0)
+        wt = tl.load(at_a + at[:, None] * stride_ak, mask=(at < end)[:, None] & (r < R)[None, :], other=0.0)
+        acc = tl.dot(xt, wt.to(xt.dtype), acc)
+    at = part + (tl.program_id(1) * M + t)[:, None] * R + r[None, :]
+    tl.store(at, acc, mask=(t < M)[:, None] & (r < R)[None, :])
+
+
+@triton.jit(launch_metadata=launched)
+def small_kernel(
+    x, w, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, R,
+    stride_xm, stride_xk, stride_wk, stride_wn, stride_br, stride_bn, stride_hm, stride_um, stride_un,
+    PARTS: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, STORE_H: tl.constexpr,
+    NEED_A: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    t, n, k = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    at_x = x + t[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk
+    at_w = w + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        xt = tl.load(at_x, mask=(t < M)[:, None] & (k < K - k0)[None, :], other=0.0)
+        wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0)
+        acc = tl.dot(xt, wt, acc)
+        at_x += BLOCK_K * stride_xk
+        at_w += BLOCK_K * stride_wk
+    if PDL:
+        gdc_wait()
+    r = tl.arange(0, BLOCK_R)
+    # With many parts a second stage of this loop would hold twice as many tiles in shared memory as there is.
+    for r0 in tl.range(0, R, BLOCK_R, num_stages=1 if PARTS > 2 else 2):
+        in_r = r < R - r0
+        mask_h = (t < M)[:, None] & in_r[None, :]
+        at_h = t[:, None] * R + (r0 + r)[None, :]
+        sums = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+        for i in tl.static_range(PARTS):  # always in the same order
+            sums += tl.load(part + i * M * R + at_h, mask=mask_h, other=0.0)
+        ht = (s * sums).to(x.dtype.element_ty)
+        if STORE_H:  # noqa: SIM102  h is None where this is False, and must not be looked at
+            if tl.program_id(0) == 0:
+                tl.store(h + t[:, None] * stride_hm + (r0 + r)[None, :], ht, mask=mask_h)
+        if NEED_A:  # the columns of u = x that belong to this program
+            at = u + t[:, None].to(tl.int64) * stride_um + n[None, :].to(tl.int64) * stride_un
+            ut = tl.load(at, mask=(t < M)[:, None] & (n < N)[None, :], other=0.0)
+            at = dA + (r0 + r)[:, None].to(tl.int64) * N + n[None, :]
+            tl.store(at, tl.dot(tl.trans(ht), ut).to(dA.dtype.element_ty), mask=in_r[:, None] & (n < N)[None, :])
+        at = b + (r0 + r)[:, None].to(tl.int64) * stride_br + n[None, :].to(tl.int64) * stride_bn
+        acc = tl.dot(ht, tl.load(at, mask=in_r[:, None] & (n < N)[None, :], other=0.0).to(ht.dtype), acc)
+    mask = (t < M)[:, None] & (n < N)[None, :]
+    at = t[:, None].to(tl.int64) * N + n[None, :]
+    if STORE_PRE_SCALE:
+        tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
+    if SCALE:
+        acc = acc * g_tile(m, c, n, N)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if ACCUMULATE:  # no other program touches this tile
+        acc += tl.load(out + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)

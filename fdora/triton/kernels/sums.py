@@ -1,0 +1,19 @@
+"""Column sums of partials in a fixed order."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.runtime.cost import launched
+
+
+@triton.jit(launch_metadata=launched)
+def sum_kernel(partial, out, N, strips, SQRT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.arange(0, BLOCK_T)
+    acc = tl.zeros((BLOCK_N,), tl.float32)
+    for t0 in range(0, strips, BLOCK_T):
+        mask = (t0 + t < strips)[:, None] & (n < N)[None, :]
+        acc += tl.sum(tl.load(partial + (t0 + t)[:, None].to(tl.int64) * N + n[None, :], mask=mask, other=0.0), axis=0)
+    tl.store(out + n, tl.sqrt_rn(acc) if SQRT else acc, mask=n < N)

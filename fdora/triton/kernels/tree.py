@@ -1,0 +1,224 @@
+"""The norms of many layers in three launches: hashes of all A and B, tiles of all W that changed, sums of all rows.
+
+One int64 table describes the layers: a row for each field (F_ below, by name in fdora/triton/tree.py), a column for each layer.
+Pointers lie in it as integers, so a launch takes the same arguments however many layers there are.
+
+A layer has WORDS words. Each is hashed by one program, which also says whether it differs from the word of before: plain
+stores, no atomics, nothing to clear. What follows reads the WORDS answers of a layer and skips it where none differs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.kernels.hash import _mixed
+from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
+
+(
+    F_W, F_A, F_B, F_N, F_K, F_R, F_WN, F_WK, F_AR, F_AK, F_BN, F_BR,
+    F_S, F_ITEMS, F_PARTIAL, F_C, F_FORM_A, F_COUNT_A, F_FORM_B, F_COUNT_B, F_KIND, F_LEAF,
+) = map(tl.constexpr, range(22))  # fmt: skip
+WORDS64, WORDS32, WORDS16 = map(tl.constexpr, range(3))  # a form: packed words of 64 bits, or elements with their strides
+
+
+@triton.jit
+def _hash(p, count, cols, stride_row, stride_col, first, part, PACKED: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    """One of WORDS shares of ``count`` words; ``first`` is the position of the first one."""
+    acc = tl.zeros((BLOCK,), tl.uint64)
+    for start in range(part * BLOCK, count, WORDS * BLOCK):
+        i = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        at = i if PACKED else (i // cols) * stride_row + (i % cols) * stride_col
+        x = tl.load(p + at, mask=i < count, other=0)
+        acc += tl.where(i < count, _mixed(x, first + i), 0)
+    return tl.sum(acc, axis=0)
+
+
+@triton.jit
+def _hash_any(p, form, count, cols, stride_row, stride_col, first, part, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    if form == WORDS64:
+        word = _hash(p.to(tl.pointer_type(tl.int64)), count, 1, 1, 1, first, part, True, WORDS, BLOCK)
+    elif form == WORDS32:
+        word = _hash(p.to(tl.pointer_type(tl.int32)), count, cols, stride_row, stride_col, first, part, False, WORDS, BLOCK)
+    else:
+        word = _hash(p.to(tl.pointer_type(tl.int16)), count, cols, stride_row, stride_col, first, part, False, WORDS, BLOCK)
+    return word
+
+
+@triton.jit
+def fingerprints_kernel(
+    table,  # (FIELDS, L) int64
+    old, new,  # (L, WORDS) int64, by the layer's field leaf; new may be old
+    differs,  # (L, WORDS) int32, by the layer's column
+    L, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    i = tl.program_id(0)
+    layer, part = i // WORDS, i % WORDS
+    t = table + layer
+    K, R = tl.load(t + F_K * L), tl.load(t + F_R * L)
+    word = _hash_any(
+        tl.load(t + F_A * L), tl.load(t + F_FORM_A * L), tl.load(t + F_COUNT_A * L), K,
+        tl.load(t + F_AR * L), tl.load(t + F_AK * L), 0, part, WORDS, BLOCK,
+    )  # fmt: skip
+    word += _hash_any(
+        tl.load(t + F_B * L), tl.load(t + F_FORM_B * L), tl.load(t + F_COUNT_B * L), R,
+        tl.load(t + F_BN * L), tl.load(t + F_BR * L), 1 << 40, part, WORDS, BLOCK,
+    )  # fmt: skip
+    # In every word, so that one without elements is not the 0 that it starts with.
+    word += _mixed(tl.load(t + F_S * L), tl.load(t + F_KIND * L))
+    word = word.to(tl.int64, bitcast=True)
+    at = tl.load(t + F_LEAF * L) * WORDS + part
+    tl.store(differs + i, (word != tl.load(old + at)).to(tl.int32))
+    tl.store(new + at, word)
+
+
+@triton.jit
+def _pitch(stride, UNIT: tl.constexpr):
+    """The distance of two rows: the compiler is to see that they begin at multiples of UNIT elements, 16 bytes."""
+    return (stride // UNIT) * UNIT if UNIT else stride
+
+
+@triton.jit
+def _tile(p, stride_i, stride_j, I: tl.constexpr, J: tl.constexpr, UNIT: tl.constexpr):
+    """Pointers of the tile that begins at p, whose columns are adjacent if UNIT is not 0."""
+    i, j = tl.arange(0, I)[:, None], tl.arange(0, J)[None, :]
+    if UNIT:
+        return p + (i * stride_i.to(tl.int32) + j)
+    return p + (i * stride_i + j * stride_j)
+
+
+@triton.jit
+def _load(at, in_i, in_j, EVEN_I: tl.constexpr, EVEN_J: tl.constexpr):
+    """A tile; zeros where it is ragged. Without a mask it comes 16 bytes at a time."""
+    if EVEN_I and EVEN_J:
+        return tl.load(at)
+    if EVEN_I:
+        return tl.load(at, mask=in_j, other=0.0)
+    if EVEN_J:
+        return tl.load(at, mask=in_i, other=0.0)
+    return tl.load(at, mask=in_i & in_j, other=0.0)
+
+
+@triton.jit
+def _halves(x, AXIS: tl.constexpr):
+    """float32 x = (hi + lo) * scale to 2^-22 of the largest along AXIS: both float16, scale a power of two."""
+    exponent = (tl.max(tl.abs(x), axis=AXIS, keep_dims=True).to(tl.int32, bitcast=True) >> 23) & 255
+    up = tl.minimum(tl.maximum(268 - exponent, 1), 253)  # brings it near 2^15; what undoes it is a normal number too
+    x = x * (up << 23).to(tl.float32, bitcast=True)
+    hi = x.to(tl.float16)
+    return hi, (x - hi.to(tl.float32)).to(tl.float16), ((254 - up) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _product(b, a, acc, SPLIT: tl.constexpr):
+    """acc + b a. Of float32 factors three float16 products, as in split.py, but scaled by what is in this slab."""
+    if SPLIT:
+        b_hi, b_lo, by_n = _halves(b.to(tl.float32), 1)
+        a_hi, a_lo, by_k = _halves(a.to(tl.float32), 0)
+        part = tl.dot(b_hi, a_hi)
+        part = tl.dot(b_hi, a_lo, part)
+        part = tl.dot(b_lo, a_hi, part)
+        acc += part * by_n * by_k
+    else:
+        acc = tl.dot(b, a, acc)
+    return acc
+
+
+@triton.jit
+def norms_kernel(
+    table,  # (FIELDS, L) int64
+    differs,  # (L, WORDS) int32, or None
+    partial,  # float32: (chunks of K, N) for each layer, one layer after the other
+    L, first, count,  # the columns of the table that this launch is for
+    GUARDED: tl.constexpr,
+    DTYPE_W: tl.constexpr, DTYPE_A: tl.constexpr, DTYPE_B: tl.constexpr,
+    UNIT_W: tl.constexpr, UNIT_A: tl.constexpr, UNIT_B: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_R: tl.constexpr, ONE_SLAB: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, BLOCK_L: tl.constexpr,
+    WORDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """An item is BLOCK_N rows and CHUNK columns of one layer. The items of all layers that changed are dealt out in turn."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    l = tl.arange(0, BLOCK_L)
+    items = tl.load(table + F_ITEMS * L + first + l, mask=l < count, other=0).to(tl.int32)
+    if GUARDED:
+        answers = differs + (first + l)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+        items = tl.where(tl.max(tl.load(answers, mask=(l < count)[:, None], other=0), axis=1) > 0, items, 0)
+    ends = tl.cumsum(items, axis=0)
+    for item in range(tl.program_id(0), tl.sum(items, axis=0), tl.num_programs(0)):
+        before = ends <= item
+        t = table + first + tl.sum(before.to(tl.int32), axis=0)
+        i = item - tl.max(tl.where(before, ends, 0), axis=0)
+        W = tl.load(t + F_W * L).to(tl.pointer_type(DTYPE_W))
+        W = tl.multiple_of(W, 16) if UNIT_W else W
+        A = tl.load(t + F_A * L).to(tl.pointer_type(DTYPE_A))
+        A = tl.multiple_of(A, 16) if UNIT_A else A
+        B = tl.load(t + F_B * L).to(tl.pointer_type(DTYPE_B))
+        B = tl.multiple_of(B, 16) if UNIT_B else B
+        N, K, R = tl.load(t + F_N * L).to(tl.int32), tl.load(t + F_K * L).to(tl.int32), tl.load(t + F_R * L).to(tl.int32)
+        stride_wn, stride_wk = _pitch(tl.load(t + F_WN * L), UNIT_W), tl.load(t + F_WK * L)
+        stride_ar, stride_ak = _pitch(tl.load(t + F_AR * L), UNIT_A), tl.load(t + F_AK * L)
+        stride_bn, stride_br = _pitch(tl.load(t + F_BN * L), UNIT_B), tl.load(t + F_BR * L)
+        s = tl.load(t + F_S * L).to(tl.int32).to(tl.float32, bitcast=True)
+
+        chunks = tl.cdiv(K, CHUNK)
+        first_n, first_k = (i // chunks) * BLOCK_N, (i % chunks) * CHUNK
+        n, r = first_n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+        W += first_n.to(tl.int64) * stride_wn
+        B += first_n.to(tl.int64) * stride_bn
+        if ONE_SLAB:
+            at_b = _tile(B, stride_bn, stride_br, BLOCK_N, BLOCK_R, UNIT_B)
+            b = _load(at_b, (n < N)[:, None], (r < R)[None, :], EVEN, EVEN_R)
+        squares = tl.zeros((BLOCK_N,), tl.float32)
+        for k0 in range(first_k, min(K, first_k + CHUNK), BLOCK_K):
+            in_k = (k0 + tl.arange(0, BLOCK_K) < K)[None, :]
+            at_w = _tile(W + k0 * stride_wk, stride_wn, stride_wk, BLOCK_N, BLOCK_K, UNIT_W)
+            w = _load(at_w, (n < N)[:, None], in_k, EVEN, EVEN)
+            acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+            if ONE_SLAB:
+                at_a = _tile(A + k0 * stride_ak, stride_ar, stride_ak, BLOCK_R, BLOCK_K, UNIT_A)
+                a = _load(at_a, (r < R)[:, None], in_k, EVEN_R, EVEN)
+                acc = _product(b, a, acc, SPLIT)
+            else:
+                for r0 in range(0, R, BLOCK_R):
+                    at_b = _tile(B + r0 * stride_br, stride_bn, stride_br, BLOCK_N, BLOCK_R, UNIT_B)
+                    at_a = _tile(A + (r0 * stride_ar + k0 * stride_ak), stride_ar, stride_ak, BLOCK_R, BLOCK_K, UNIT_A)
+                    b = _load(at_b, (n < N)[:, None], (r < R - r0)[None, :], EVEN, EVEN_R)
+                    a = _load(at_a, (r < R - r0)[:, None], in_k, EVEN_R, EVEN)
+                    acc = _product(b, a, acc, SPLIT)
+            v = w.to(tl.float32) + s * acc
+            squares += tl.sum(v * v, axis=1)
+        at = partial + tl.load(t + F_PARTIAL * L) + (i % chunks).to(tl.int64) * N + n
+        tl.store(at, squares, mask=n < N)
+
+
+@triton.jit
+def roots_kernel(
+    table, differs, partial, old, new,  # old, new: float32, each layer at its field c; new may be old
+    L, GUARDED: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The root of each row's partial sums, added in their order; or the norm of before."""
+    if PDL:
+        gdc_wait()
+    layer = tl.program_id(0)
+    t = table + layer
+    N, chunks = tl.load(t + F_N * L).to(tl.int32), tl.cdiv(tl.load(t + F_K * L), CHUNK).to(tl.int32)
+    at_partial, at_c = partial + tl.load(t + F_PARTIAL * L), tl.load(t + F_C * L)
+    changed = layer >= 0
+    if GUARDED:
+        changed = tl.max(tl.load(differs + layer * WORDS + tl.arange(0, WORDS)), axis=0) > 0
+    for n0 in range(tl.program_id(1) * BLOCK_N, N, tl.num_programs(1) * BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        if changed:
+            acc = tl.zeros((BLOCK_N,), tl.float32)
+            at = at_partial + n
+            for _ in range(0, chunks):
+                acc += tl.load(at, mask=n < N, other=0.0)
+                at += N
+            tl.store(new + at_c + n, tl.sqrt_rn(acc), mask=n < N)
+        else:
+            tl.store(new + at_c + n, tl.load(old + at_c + n, mask=n < N), mask=n < N)

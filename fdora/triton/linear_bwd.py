@@ -1,0 +1,109 @@
+"""Backward of layers that read one x, step by step; see linear.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fdora._records import Dropout, Grads
+from fdora.triton import scale
+from fdora.triton.copy import in_dtype, operand
+from fdora.triton.dropout import drop
+from fdora.triton.gemm import Epilogue, Masked, Operand, gemm
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.small import LIMIT, is_small, small_backward
+
+
+def result_grads(plan: Builder, i: int, la: Any, needs: Sequence[bool]) -> Any:
+    like = ((la.A, None), (la.B, None), (la.m, None), (la.m, torch.float32), (la.bias, torch.float32))
+    grads = Grads._make(
+        plan.result(f"d{name}{i}", t.shape, dtype or t.dtype) if need else None
+        for name, (t, dtype), need in zip(Grads._fields, like, needs, strict=True)
+    )
+    return grads
+
+
+def backward(
+    plan: Builder, dys: Sequence[Array | None], x: Array, layers: list[Any], scalars: list[Scalar], hs: list[Array | None],
+    kept: Sequence[Array | None], pre_scale: Sequence[bool], dropout: Dropout, dx: Array | None, grads: Sequence[Any],
+) -> None:  # fmt: skip
+    """Into dx, in place from the second layer on, and into grads."""
+    first = True
+    for i, (dy, la) in enumerate(zip(dys, layers, strict=True)):
+        if dy is None:
+            continue
+        if la.A is None:
+            _frozen_backward(plan, dy, la, dx, not first, grads[i].bias)
+        else:
+            _backward(plan, dy, x, la, scalars[i], hs[i], kept[i], pre_scale[i], dropout, dx, not first, grads[i])
+        first = False
+    if dx is not None and first:
+        plan.zero(dx)
+    if x.dtype == torch.float32:
+        product = "products by cuBLAS; float32 obeys torch.set_float32_matmul_precision"
+    elif dx is None:
+        product = "products by cuBLAS; no dx is asked for"
+    elif is_small(x.shape[0]):
+        product = f"one pass over W; at most {LIMIT} tokens"
+    else:
+        product = f"one fused product for dx; more than {LIMIT} tokens"
+    plan.path = f"one pass for dz and the sums over tokens, then {product}"
+
+
+def _backward(
+    plan: Builder, dy: Array, x: Array, la: Any, s: Scalar, h: Array | None, kept: Array | None, pre_scale: bool,
+    dropout: Dropout, dx: Array | None, accumulate: bool, grads: Any,
+) -> None:  # fmt: skip
+    t = x.dtype
+    half, W, peft = t != torch.float32, in_dtype(plan, la.W, t), la.seed is not None and dropout.mode == "peft"
+    config = scale.config_for(plan, dy, la.A.shape[0])
+    fused_B = grads.B if config.BLOCK_R else None
+    need_dz = dx is not None or grads.A is not None or (grads.B is not None and fused_B is None)
+    dz = plan.temp(dy.shape, t) if need_dz else None
+    less = plan.temp(dy.shape, t) if peft and dx is not None else None
+    sums = scale.Sums(dz, less, grads.m, grads.c, grads.bias, fused_B)
+    scale.scale_backward(plan, dy, kept, pre_scale, x, W, h, la.B, la.m, la.c, sums, config)
+    if dz is None:
+        return
+    if dx is not None and la.seed is None and half and is_small(x.shape[0]):
+        small_backward(plan, dz, W, la.A, la.B, x, s, dx, grads.A, accumulate)
+    elif dx is not None or grads.A is not None:
+        dh = plan.temp((x.shape[0], la.A.shape[0]), t)
+        plan.product(dh, dz, in_dtype(plan, la.B, t), s)
+        if dx is not None:
+            _dx(plan, dx, accumulate, dy, dz, less, W, in_dtype(plan, la.A, t), dh, la.seed, dropout.p)
+        if grads.A is not None:
+            plan.product(grads.A, dh.T, drop(plan, x, la.seed, dropout.p))
+    if grads.B is not None and fused_B is None:
+        assert h is not None
+        plan.product(grads.B, dz.T, h)
+
+
+def _dx(
+    plan: Builder, dx: Array, accumulate: bool, dy: Array, dz: Array, less: Array | None, W: Array, A: Array, dh: Array,
+    seed: Array | None, p: float,
+) -> None:  # fmt: skip
+    if dx.dtype != torch.float32:
+        epilogue = Epilogue("accumulate", residual=dx) if accumulate else Epilogue()
+        gemm(plan, dx, dz if less is None else dy, dh, Operand(W, A, trans=False), epilogue, Masked(seed, p, less))
+        return
+    plan.product(dx, dz if less is None else dy, W, accumulate=accumulate)
+    if seed is None:
+        plan.product(dx, dh, A, accumulate=True)
+        return
+    part = plan.temp(dx.shape, dx.dtype)
+    if less is not None:
+        plan.product(part, less, W)
+    plan.product(part, dh, A, accumulate=less is not None)
+    drop(plan, part, seed, p, accumulate_into=dx)
+
+
+def _frozen_backward(plan: Builder, dy: Array, la: Any, dx: Array | None, accumulate: bool, dbias: Array | None) -> None:
+    if dx is not None:
+        plan.product(dx, dy, operand(plan, in_dtype(plan, la.W, dy.dtype)), accumulate=accumulate)
+    if dbias is not None:
+        sums = scale.Sums(dbias=dbias)
+        scale.scale_backward(plan, dy, None, True, None, None, None, None, None, None, sums, scale.config_for(plan, dy, 1))

@@ -1,0 +1,102 @@
+"""Forward of layers that read one x, step by step; see linear.py."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fdora._records import Dropout
+from fdora.triton.copy import in_dtype, operand, stacked
+from fdora.triton.dropout import drop
+from fdora.triton.gemm import Epilogue, Operand, gemm
+from fdora.triton.kernels.epilogue import epilogue_kernel
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.small import LIMIT, is_small, small_forward
+
+BLOCK_M, BLOCK_N = 4, 512
+
+
+class Out(NamedTuple):
+    """Where the results of one layer go."""
+
+    y: Array
+    h: Array | None
+    pre_scale: Array | None
+
+
+def forward(
+    plan: Builder, x: Array, layers: list[Any], scalars: list[Scalar], out: list[Out], h: Array | None, dropout: Dropout,
+    same_s: bool,
+) -> None:  # fmt: skip
+    """All layers on x: also the two halves of an MLP (mlp.py)."""
+    half = x.dtype != torch.float32
+    small = half and is_small(x.shape[0])
+    adapted = [la for la in layers if la.A is not None]
+    # Another s for each would have to be folded into A, and round it; few tokens are cheap to read.
+    at_once = len(adapted) > 1 and same_s and not small and all(la.seed is None for la in adapted)
+    if at_once:  # one product reads x once
+        assert h is not None
+        plan.product(h, x, stacked(plan, [la.A for la in adapted], x.dtype).T, scalars[0])
+    for la, s, each in zip(layers, scalars, out, strict=True):
+        if la.A is None:
+            _frozen_forward(plan, x, la, each.y)
+        elif small and la.seed is None:  # it forms h in passing, faster than it could read one
+            small_forward(plan, x, in_dtype(plan, la.W, x.dtype), la.A, la.B, la.m, la.c, la.bias, s, *each_of(each))
+        else:
+            _forward(plan, x, la, s, each, dropout, at_once)
+    if not half:
+        plan.path = "products by cuBLAS, then g in one pass; float32 obeys torch.set_float32_matmul_precision"
+    elif small:
+        plan.path = f"few tokens: one pass over W; up to {LIMIT} tokens reading it is what a call costs"
+    else:
+        plan.path = f"x A^T, then one fused product; g inside, more than {LIMIT} tokens fill its tiles"
+
+
+def each_of(out: Out) -> tuple[Array, Array | None, Array]:
+    assert out.h is not None
+    return out.y, out.pre_scale, out.h
+
+
+def _forward(plan: Builder, x: Array, la: Any, s: Scalar, out: Out, dropout: Dropout, h_is_there: bool) -> None:
+    t, (y, pre, h) = x.dtype, each_of(out)
+    W, peft = in_dtype(plan, la.W, t), la.seed is not None and dropout.mode == "peft"
+    xd = drop(plan, x, la.seed, dropout.p)
+    if not h_is_there:
+        plan.product(h, xd, in_dtype(plan, la.A, t).T, s)
+    B = in_dtype(plan, la.B, t)
+    if t == torch.float32:
+        v = pre if pre is not None and not peft else y
+        plan.product(v, x, W.T)
+        plan.product(v, h, B.T, accumulate=True)
+        if peft:
+            pre = plan.temp(y.shape, t) if pre is None else pre
+            plan.product(pre, xd, W.T)
+            plan.product(pre, h, B.T, accumulate=True)
+        epilogue_of(plan, v, y, Epilogue("residual" if peft else "scale", la.m, la.c, la.bias, pre if peft else None))
+    elif peft:
+        pre = plan.temp(y.shape, t) if pre is None else pre
+        gemm(plan, pre, xd, h, Operand(W, B, trans=True))
+        gemm(plan, y, x, h, Operand(W, B, trans=True), Epilogue("residual", la.m, la.c, la.bias, pre))
+    else:
+        gemm(plan, y, x, h, Operand(W, B, trans=True), Epilogue("scale", la.m, la.c, la.bias), pre_scale=pre)
+
+
+def _frozen_forward(plan: Builder, x: Array, la: Any, y: Array) -> None:
+    W = in_dtype(plan, la.W, x.dtype)
+    wide = y if la.bias is None or y.dtype == torch.float32 else plan.temp(y.shape, torch.float32)
+    plan.product(wide, x, operand(plan, W).T)
+    if la.bias is not None:
+        epilogue_of(plan, wide, y, Epilogue("none", bias=la.bias))
+
+
+def epilogue_of(plan: Builder, v: Array, y: Array, epilogue: Epilogue) -> None:
+    """g and bias on what is float32."""
+    kind, m, c, bias, residual = epilogue
+    M, N = y.shape
+    plan.launch(
+        epilogue_kernel, (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)), (v, residual, y, m, c, bias, M, N),
+        (kind, bias is not None, BLOCK_M, BLOCK_N), 4,
+    )  # fmt: skip

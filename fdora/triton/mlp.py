@@ -1,0 +1,202 @@
+"""A gated MLP as one plan for each direction: gate and up on one x, the activation, down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdora._records import Dropout, DropoutMode, Grads, Needs, Operands, Options, SavedMlp
+from fdora._torch import needs_dispatcher
+from fdora.triton import act as activation
+from fdora.triton.copy import dense
+from fdora.triton.gemm import Epilogue
+from fdora.triton.linear import Likes, columns_of_h, read, read_layer, result_h, saves_pre_scale
+from fdora.triton.linear_bwd import backward, result_grads
+from fdora.triton.linear_fwd import Out, epilogue_of, forward
+from fdora.triton.op import op
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import Device
+from fdora.triton.runtime.plan import Array, Plan
+from fdora.triton.runtime.walk import plan_for, run
+
+
+def mlp_fwd(
+    x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout, act: str
+) -> tuple[Tensor, SavedMlp]:
+    """x (..., K), gate, up, down -> y (..., N), and what backward reads."""
+    operands, s, saves = [t for la in layers for t in la], [o.s for o in options], [o.save for o in options]
+    results = (mlp if needs_dispatcher(x) else _mlp)(x, operands, s, saves, *drop, act)
+    return unpacked(results, x.dtype, layers, saves, drop.mode)
+
+
+def unpacked(
+    tensors: Sequence[Any], dtype: torch.dtype, layers: Sequence[Any], saves: Sequence[str], mode: str
+) -> tuple[Any, SavedMlp]:
+    """What a forward returns, as y and what backward reads."""
+    results = iter(tensors)
+    y = next(results)
+    pre = [saves_pre_scale(dtype, la, mode, save) for la, save in zip(layers, saves, strict=True)]
+    h = next(results) if layers[0].A is not None or layers[1].A is not None else None
+    h_down = next(results) if layers[2].A is not None else None
+    outputs = [next(results) if _keeps_output(p, mode) else None for p in pre[:2]]
+    before = tuple(next(results) if p else None for p in pre)
+    return y, SavedMlp(h, h_down, outputs[0], outputs[1], y if saves[2] != "nothing" and not pre[2] else None, *before)
+
+
+def _keeps_output(pre_scale: bool, mode: str) -> bool:
+    """Of gate and up: the activation's backward reads the output, which follows from the value before g where that is kept."""
+    return not pre_scale or mode == "peft"
+
+
+def _mlp(
+    x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str, act: str
+) -> tuple[Tensor, ...]:
+    return run(*_planned(x, operands, s, saves, p, mode, act))
+
+
+def _planned(
+    x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str, act: str
+) -> tuple[Plan, tuple, tuple]:
+    tensors, s = (x, *operands), tuple(s)
+    return plan_for(plan_forward, tensors, p, mode, tuple(saves), s[0] == s[1], act), tensors, s
+
+
+def plan_forward(
+    likes: Likes, device: Device, p: float, mode: DropoutMode, saves: tuple[str, ...], same_s: bool, act: str
+) -> Plan:
+    plan = Builder("dora_mlp forward", device)
+    x, layers, scalars = read(plan, likes)
+    (*lead, _), t = likes[0].shape, x.dtype
+    M, F, N = x.shape[0], layers[0].W.shape[0], layers[2].W.shape[0]
+    dropout = Dropout(p, mode)
+    y = plan.result("y", (*lead, N), t).flat()
+    h, h_down = result_h(plan, x, layers[:2], "h"), result_h(plan, x, layers[2:], "h_down")
+    pre = [saves_pre_scale(t, la, mode, save) for la, save in zip(layers, saves, strict=True)]
+    pair = [
+        plan.result(name, (M, F), t) if _keeps_output(has, mode) else plan.temp((M, F), t)
+        for name, has in zip(("gate", "up"), pre, strict=False)
+    ]
+    before = [
+        plan.result(f"pre_scale of {name}", (M, width), t) if has else None
+        for name, width, has in zip(("gate", "up", "down"), (F, F, N), pre, strict=True)
+    ]
+    a = plan.temp((M, F), t)
+    forward(
+        plan, x, layers[:2], scalars[:2], [Out(*o) for o in zip(pair, h.parts, before, strict=False)], h.whole, dropout, same_s
+    )
+    activation.forward(plan, pair[0], pair[1], a, act)
+    forward(plan, a, layers[2:], scalars[2:], [Out(y, h_down.parts[0], before[2])], h_down.whole, dropout, True)
+    return plan.plan()
+
+
+def mlp_bwd(
+    dy: Tensor, x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout, act: str, saved: SavedMlp,
+    need_x: bool, needs: Sequence[Needs],
+) -> tuple[Tensor | None, list[Grads]]:  # fmt: skip
+    """dx, and the gradients of gate, up and down; those of bias in float32."""
+    operands, flags = [t for la in layers for t in la], [need for each in needs for need in each]
+    run_it: Any = mlp_backward if needs_dispatcher(x) or needs_dispatcher(dy) else _mlp_backward
+    results = iter(run_it(dy, x, [*saved], operands, [o.s for o in options], *drop, act, need_x, flags))
+    dx = next(results) if need_x else None
+    return dx, [Grads(*(next(results) if need else None for need in each)) for each in needs]
+
+
+def _mlp_backward(
+    dy: Tensor, x: Tensor, saved: Sequence[Tensor | None], operands: Sequence[Tensor | None], s: Sequence[float], p: float,
+    mode: str, act: str, need_x: bool, needs: Sequence[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return run(*_planned_backward(dy, x, saved, operands, s, p, mode, act, need_x, needs))
+
+
+def _planned_backward(
+    dy: Tensor, x: Tensor, saved: Sequence[Tensor | None], operands: Sequence[Tensor | None], s: Sequence[float], p: float,
+    mode: str, act: str, need_x: bool, needs: Sequence[bool],
+) -> tuple[Plan, tuple, tuple]:  # fmt: skip
+    tensors = (dy, x, *saved, *operands)
+    return plan_for(plan_backward, tensors, p, mode, act, need_x, tuple(needs)), tensors, tuple(s)
+
+
+def plan_backward(
+    likes: Likes, device: Device, p: float, mode: DropoutMode, act: str, need_x: bool, needs: tuple[bool, ...]
+) -> Plan:
+    plan = Builder("dora_mlp backward", device)
+    dy, x = plan.tokens(likes[0]), plan.tokens(likes[1])
+    assert dy is not None and x is not None
+    t, dropout = x.dtype, Dropout(p, mode)
+    saved: Any = SavedMlp._make((plan.operand if i < 2 else plan.tokens)(like) for i, like in enumerate(likes[2:10]))
+    layers = [read_layer(plan, t, likes[i : i + 7]) for i in (10, 17, 24)]
+    scalars = [plan.scalar(f"s{i}") for i in range(3)]
+    dx = plan.result("dx", likes[1].shape, t).flat() if need_x else None
+    grads = [result_grads(plan, i, la, needs[5 * i : 5 * i + 5]) for i, la in enumerate(layers)]
+    gate, up = (
+        _output(plan, la, y, pre)
+        for la, y, pre in zip(layers[:2], (saved.gate, saved.up), (saved.pre_gate, saved.pre_up), strict=True)
+    )
+    a = plan.temp(gate.shape, t)
+    activation.forward(plan, gate, up, a, act)
+    da = plan.temp(gate.shape, t) if need_x or any(needs[:10]) else None
+    kept, has_pre = (saved.y if saved.pre_down is None else saved.pre_down), saved.pre_down is not None
+    of_down = columns_of_h(saved.h_down, layers[2:]).parts
+    backward(plan, [dy], a, layers[2:], scalars[2:], of_down, [kept], [has_pre], dropout, da, grads[2:])
+    if da is None:
+        return plan.plan()
+    dgate = plan.temp(gate.shape, t)
+    activation.backward(plan, da, gate, up, dgate, da, act)
+    pre: Any = (saved.pre_gate, saved.pre_up)
+    kept_pair = [y if v is None else v for y, v in zip((gate, up), pre, strict=True)]
+    of_pair = columns_of_h(saved.h, layers[:2]).parts
+    backward(
+        plan, [dgate, da], x, layers[:2], scalars[:2], of_pair, kept_pair, [v is not None for v in pre], dropout, dx, grads[:2]
+    )
+    return plan.plan()
+
+
+def _output(plan: Builder, la: Any, y: Any, pre_scale: Any) -> Array:
+    """The output of gate or up: kept, or again from the value before g."""
+    if y is not None:
+        return dense(plan, y)
+    out = plan.temp(pre_scale.shape, pre_scale.dtype)
+    epilogue_of(plan, dense(plan, pre_scale), out, Epilogue("scale", la.m, la.c, la.bias))
+    return out
+
+
+def _fake_mlp(x, operands, s, saves, p, mode, act):
+    gate, up, down = (Operands(*operands[i : i + 7]) for i in (0, 7, 14))
+    M = 1
+    for n in x.shape[:-1]:
+        M = M * n
+    F, N = gate.W.shape[0], down.W.shape[0]
+    pre = [saves_pre_scale(x.dtype, la, mode, save) for la, save in zip((gate, up, down), saves, strict=True)]
+    r = sum(la.A.shape[0] for la in (gate, up) if la.A is not None)
+    made = [(*x.shape[:-1], N), *([(M, r)] if r else []), *([(M, down.A.shape[0])] if down.A is not None else [])]
+    made += [(M, F) for has in pre[:2] if _keeps_output(has, mode)]
+    made += [(M, width) for width, has in zip((F, F, N), pre, strict=True) if has]
+    return [x.new_empty(shape) for shape in made]
+
+
+def _fake_mlp_backward(dy, x, saved, operands, s, p, mode, act, need_x, needs):
+    made = [torch.empty(x.shape, device=x.device, dtype=x.dtype)] if need_x else []
+    for i in (0, 7, 14):
+        la = Operands(*operands[i : i + 7])
+        like = ((la.A, None), (la.B, None), (la.m, None), (la.m, torch.float32), (la.bias, torch.float32))
+        for (t, dtype), need in zip(like, needs[i // 7 * 5 :], strict=False):
+            if need:
+                made.append(torch.empty(t.shape, device=x.device, dtype=dtype or t.dtype))
+    return made
+
+
+mlp = op(
+    "mlp",
+    _mlp,
+    _fake_mlp,
+    _planned,
+    "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str act) -> Tensor[]",
+)
+mlp_backward = op(
+    "mlp_backward", _mlp_backward, _fake_mlp_backward, _planned_backward,
+    "(Tensor dy, Tensor x, Tensor?[] saved, Tensor?[] operands, float[] s, float p, str mode, str act, bool need_x, "
+    "bool[] needs) -> Tensor[]",
+)  # fmt: skip

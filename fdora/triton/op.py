@@ -1,0 +1,65 @@
+"""A launcher as a compiler, torch.func, a tensor subclass and a dispatch mode must see it: an op with a name and a fake.
+
+Defined straight in torch's dispatcher: torch.library.custom_op wraps an op in Python that checks for aliases and looks for
+an autograd formula on every call, two thirds of what a compiled call of ours took on the host. Ours return fresh tensors,
+and their formulas are in fdora/autograd: called by name, ``torch.ops.fdora.*`` have no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from fdora._torch import library_of
+
+# As custom_op has it: a compiler hands over the strides that the fake was given. (torch 2.8 knows only of their order.)
+STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
+
+
+def op(name: str, launcher: Callable, fake: Callable, planned: Callable, schema: str = "", mapped: bool = True) -> Any:
+    """``torch.ops.fdora.name`` of this launcher; ``mapped`` teaches it torch.func.vmap. Without a schema it is inferred.
+
+    ``planned(*args)`` begins with the plan that the launcher runs: FlopCounterMode counts its flops.
+    """
+    full, library = f"fdora::{name}", library_of(name)
+    library.define(
+        name + (schema or torch.library.infer_schema(launcher, mutates_args=())), tags=(torch.Tag.pt2_compliant_tag, STRIDES)
+    )
+    many = schema.endswith("Tensor[]")  # torch wants a list
+    library.impl(name, (lambda *args: list(launcher(*args))) if many else launcher, "CompositeExplicitAutograd")
+    torch.library.register_fake(full, fake, lib=library)
+    found = getattr(torch.ops.fdora, name).default
+    _count_flops(getattr(torch.ops.fdora, name), planned)
+    if mapped:
+        _loop_over_batch(full, found, library)
+    return found
+
+
+def _count_flops(packet: Any, planned: Callable) -> None:
+    def formula(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        return int(planned(*args, **kwargs)[0].cost.flops)
+
+    flop_registry.pop(packet, None)  # of an import before this one
+    register_flop_formula(packet, get_raw=True)(formula)
+
+
+def _loop_over_batch(name: str, op: Any, library: torch.library.Library) -> None:
+    """One call per mapped element, the results stacked."""
+
+    def rule(info: Any, in_dims: tuple, *args: Any) -> tuple:
+        results = [op(*(_element(a, d, i) for a, d in zip(args, in_dims, strict=True))) for i in range(info.batch_size)]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        return [torch.stack(column) for column in zip(*results, strict=True)], [0] * len(results[0])
+
+    torch.library.register_vmap(name, rule, lib=library)
+
+
+def _element(a: Any, dims: Any, i: int) -> Any:
+    if isinstance(dims, (list, tuple)):
+        return [_element(each, d, i) for each, d in zip(a, dims, strict=True)]
+    return a if dims is None or not isinstance(a, Tensor) else a.select(dims, i)

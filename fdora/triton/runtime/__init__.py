@@ -1,0 +1,12 @@
+"""How a call becomes launches: a plan (plan.py) is made once per signature, run by walk.py or, on NVIDIA GPUs, by walk.c.
+
+plan.py      what a plan is; pure
+builder.py   what facades write one with; pure
+layout.py    where elements and temporaries lie
+cost.py      flops and bytes of each kernel, for plans and for profilers
+walk.py      ``run(plan, tensors, scalars)``: the cache of plans, and the walk in Python
+native.py    the walk in C: a plan whose kernels are compiled, as one object that launches them all
+describe.py  a plan as text
+device.py    what a GPU can do
+private.py   every private name of Triton and of the driver
+"""

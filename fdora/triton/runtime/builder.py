@@ -1,0 +1,153 @@
+"""Writes a plan (plan.py): its arguments, results, temporaries and steps.
+
+Temporaries live in one workspace. The builder knows the first and the last step that uses each, and gives two of them the
+same bytes where those do not overlap: everything runs in order on one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from fdora.triton.runtime.cost import COSTS, Cost, moved, product
+from fdora.triton.runtime.device import Device
+from fdora.triton.runtime.layout import collapses, contiguous, is_operand, packed
+from fdora.triton.runtime.plan import Allocation, Array, Fill, Launch, Like, Plan, Product, Scalar, Tile
+
+
+class Builder:
+    """Writes a plan. Arguments first, in their order; then results, temporaries and steps."""
+
+    def __init__(self, name: str, device: Device):
+        self.name, self.device, self.path = name, device, ""
+        self.inputs: list[Like | None] = []
+        self.copies: list[int] = []
+        self.scalars: list[str] = []
+        self.results: list[Allocation] = []
+        self.sizes: list[int] = []  # bytes of each temporary
+        self.used: list[tuple[int, int]] = []  # its first and last step
+        self.steps: list[Any] = []
+
+    # arguments: an Array each, None for what is not given
+
+    def vector(self, like: Like | None) -> Any:
+        """(N,), with no gaps."""
+        return self._input(like, like is None or like.stride == (1,) or like.shape[0] <= 1)
+
+    def matrix(self, like: Like | None) -> Any:
+        """Any strides: for kernels that take them."""
+        return self._input(like, True)
+
+    def operand(self, like: Like | None) -> Any:
+        """Rows or columns without gaps: what cuBLAS takes."""
+        return self._input(like, like is None or is_operand(like.shape, like.stride))
+
+    def tokens(self, like: Like | None) -> Any:
+        """(..., K) as (M, K), the elements of a row next to each other, rows at one distance."""
+        if like is None:
+            return self._input(None, True)
+        whole = self._input(like, collapses(like.shape, like.stride))
+        assert whole is not None
+        return whole.flat()
+
+    def _input(self, like: Like | None, as_it_is: bool) -> Array | None:
+        slot = len(self.inputs)
+        self.inputs.append(like)
+        if like is None:
+            return None
+        if not as_it_is:
+            self.copies.append(slot)
+            return Array(slot, 0, like.shape, contiguous(like.shape), like.dtype, True)
+        return Array(slot, 0, tuple(like.shape), tuple(like.stride), like.dtype, like.aligned)
+
+    def scalar(self, name: str) -> Scalar:
+        self.scalars.append(name)
+        return Scalar(len(self.scalars) - 1, name)
+
+    # what is made
+
+    def result(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Array:
+        """Allocated, returned under this name. All results come before the first step that uses one."""
+        shape = tuple(shape)
+        self.results.append(Allocation(name, shape, contiguous(shape), dtype))
+        return Array(_RESULT + len(self.results) - 1, 0, shape, contiguous(shape), dtype, True)
+
+    def temp(self, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> Array:
+        """In the workspace, for as long as steps use it."""
+        shape = tuple(shape)
+        stride = contiguous(shape) if stride is None else tuple(stride)
+        extent = 1 + sum((n - 1) * d for n, d in zip(shape, stride, strict=True)) if prod(shape) else 0
+        self.sizes.append(extent * dtype.itemsize)
+        self.used.append((len(self.steps), -1))
+        return Array(_WORKSPACE, 0, shape, stride, dtype, True, len(self.sizes) - 1)
+
+    # steps
+
+    def launch(
+        self, kernel: Any, grid: Sequence[int], args: Sequence[Any], constexprs: Sequence[Any], num_warps: int,
+        num_stages: int = 3, pdl: bool = False, cost: Cost | None = None,
+    ) -> None:  # fmt: skip
+        """``cost`` only where the arguments do not tell it."""
+        if prod(grid) == 0:
+            return
+        self._use(a.array if isinstance(a, Tile) else a for a in args)
+        cost = cost or COSTS[kernel.__name__](**dict(zip(kernel.arg_names, (*args, *constexprs), strict=True)))
+        self.steps.append(Launch(kernel, tuple(grid), tuple(args), tuple(constexprs), num_warps, num_stages, pdl, cost))
+
+    def product(self, out: Array, a: Array, b: Array, alpha: Scalar | float = 1.0, accumulate: bool = False) -> None:
+        """(M, K) (K, N) -> (M, N)."""
+        (M, K), N = a.shape, b.shape[1]
+        assert out.shape == (M, N) and b.shape[0] == K and a.dtype == b.dtype
+        if out.numel == 0:
+            return
+        if K == 0:
+            return None if accumulate else self.zero(out)
+        self._use((out, a, b))
+        cost = product(M, N, K, a) + moved(a, b, out, out if accumulate else None)
+        self.steps.append(Product(out, a, b, alpha, accumulate, cost))
+
+    def zero(self, out: Array) -> None:
+        if out.numel:
+            self._use((out,))
+            self.steps.append(Fill(out))
+
+    def _use(self, arrays: Iterable[Any]) -> None:
+        now = len(self.steps)
+        for a in arrays:
+            if isinstance(a, Array) and a.temp >= 0:
+                self.used[a.temp] = (min(self.used[a.temp][0], now), now)
+
+    def plan(self) -> Plan:
+        offsets, workspace = packed(self.sizes, self.used)
+        place = len(self.inputs)
+        slots = _Slots(place, place + len(self.results))
+        return Plan(
+            self.name, self.path, self.device, tuple(self.inputs), tuple(self.copies), tuple(self.scalars), tuple(self.results),
+            tuple(zip(offsets, self.sizes, strict=True)), workspace, tuple(slots.of_step(s) for s in self.steps),
+        )  # fmt: skip
+
+
+_RESULT, _WORKSPACE = 1 << 16, 1 << 17  # slots before it is known how many arguments and results there are
+
+
+class _Slots(NamedTuple):
+    first_result: int
+    workspace: int
+
+    def of(self, a: Any) -> Any:
+        if isinstance(a, Tile):
+            return Tile(self.of(a.array), a.block)
+        if not isinstance(a, Array) or a.slot < _RESULT:
+            return a
+        return replace(a, slot=self.workspace if a.slot == _WORKSPACE else a.slot - _RESULT + self.first_result)
+
+    def of_step(self, step: Any) -> Any:
+        if isinstance(step, Launch):
+            return step._replace(args=tuple(map(self.of, step.args)))
+        if isinstance(step, Product):
+            return step._replace(out=self.of(step.out), a=self.of(step.a), b=self.of(step.b))
+        return Fill(self.of(step.out))

@@ -1,0 +1,151 @@
+"""What a kernel must do at least, from its arguments: the flops of its products, and the bytes of what it reads and writes.
+
+The same functions serve the plan, which has arrays (plan.py), and Triton's ``launch_metadata``, which has tensors: a profiler
+such as proton sees what ``explain`` says. Vectors of one number per column are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Cost(NamedTuple):
+    """Flops of products, by the width of their operands, and bytes."""
+
+    flops16: float = 0
+    flops32: float = 0
+    bytes: float = 0
+
+    @property
+    def flops(self) -> float:
+        return self.flops16 + self.flops32
+
+    def __add__(self, other: Any) -> Cost:
+        return Cost(self.flops16 + other.flops16, self.flops32 + other.flops32, self.bytes + other.bytes)
+
+
+def product(M: int, N: int, K: int, operand: Any) -> Cost:
+    """(M, K) (K, N), in the dtype of this operand."""
+    flops, t = 2.0 * M * N * K, _matrix(operand)
+    return Cost(flops16=flops) if t.dtype.itemsize == 2 else Cost(flops32=flops)
+
+
+def moved(*arrays: Any) -> Cost:
+    return Cost(bytes=float(sum(_matrix(a).nbytes for a in arrays if a is not None)))
+
+
+def _matrix(a: Any) -> Any:
+    """Behind a tensor descriptor, the plan's or Triton's."""
+    return getattr(a, "array", None) or getattr(a, "base", a)
+
+
+# one function for each kernel, of its arguments by name
+
+
+def _gemm(*, x, x_masked, w, h, b, out, pre_scale, residual, M, N, K, R, **_: Any) -> Cost:
+    wide = K if x_masked is None else 2 * K
+    return product(M, N, wide + R, x) + moved(x, x_masked, w, h, b, out, pre_scale, residual)
+
+
+def _shrink(*, x, a, part, M, K, R, **_: Any) -> Cost:
+    return product(M, R, K, x) + moved(x, a, part)
+
+
+def _small(*, x, w, part, h, b, out, pre_scale, u, dA, M, N, K, R, ACCUMULATE, **_: Any) -> Cost:
+    wide = K + R if u is None else K + 2 * R
+    return product(M, N, wide, x) + moved(x, w, part, h, b, out, pre_scale, u, dA, out if ACCUMULATE else None)
+
+
+def _scale(
+    *, dy, saved, h, dz, dz_minus_dy, partial_m, partial_bias, partial_B, dB, M, N, R, NEED_M, NEED_C, BLOCK_R, SINGLE, **_: Any
+) -> Cost:
+    what = moved(dy, saved if NEED_M or NEED_C else None, dz, dz_minus_dy, partial_m, partial_bias, partial_B)
+    if BLOCK_R:
+        what += product(M, N, R, dy) + moved(h, dB if SINGLE else None)
+    return what
+
+
+def _finish(*, partial_m, partial_bias, partial_B, dB, **_: Any) -> Cost:
+    return moved(partial_m, partial_bias, partial_B, dB)
+
+
+def _norm(*, W, A, B, partial, N, K, R, **_: Any) -> Cost:
+    return product(N, K, R, A) + moved(W, A, B, partial)
+
+
+def _choose(*, partial, c, out, **_: Any) -> Cost:
+    return moved(partial, c, out)
+
+
+def _sum(*, partial, out, **_: Any) -> Cost:
+    return moved(partial, out)
+
+
+def _merge(*, W, A, B, out, N, K, R, **_: Any) -> Cost:
+    return product(N, K, R, A) + moved(W, A, B, out)
+
+
+def _compose_fwd(*, base, lora, y, **_: Any) -> Cost:
+    return moved(base, lora, y)
+
+
+def _compose_bwd(*, dy, base, lora, dbase, dlora, partial_g, partial_bias, NEED_G, **_: Any) -> Cost:
+    return moved(dy, *((base, lora) if NEED_G else ()), dbase, dlora, partial_g, partial_bias)
+
+
+def _act_fwd(*, gate, up, a, **_: Any) -> Cost:
+    return moved(gate, up, a)
+
+
+def _act_bwd(*, da, gate, up, dgate, dup, **_: Any) -> Cost:
+    return moved(da, gate, up, dgate, dup)
+
+
+def _copy(*, src0, src1, src2, src3, out, **_: Any) -> Cost:
+    return moved(src0, src1, src2, src3, out)
+
+
+def _drop(*, x, out, ACCUMULATE, **_: Any) -> Cost:
+    return moved(x, out, out if ACCUMULATE else None)
+
+
+def _epilogue(*, v, residual, out, **_: Any) -> Cost:
+    return moved(v, residual, out)
+
+
+def _hash(*, A, B, out, **_: Any) -> Cost:
+    return moved(A, B, out)
+
+
+def _split(*, x, out, scale, **_: Any) -> Cost:
+    return moved(x, out, scale)
+
+
+COSTS: dict[str, Callable[..., Cost]] = {
+    "act_bwd_kernel": _act_bwd,
+    "act_fwd_kernel": _act_fwd,
+    "choose_kernel": _choose,
+    "compose_bwd_kernel": _compose_bwd,
+    "compose_fwd_kernel": _compose_fwd,
+    "copy_kernel": _copy,
+    "drop_kernel": _drop,
+    "epilogue_kernel": _epilogue,
+    "finish_kernel": _finish,
+    "gemm_pointer_kernel": _gemm,
+    "gemm_tma_kernel": _gemm,
+    "hash_kernel": _hash,
+    "merge_kernel": _merge,
+    "norm_kernel": _norm,
+    "scale_kernel": _scale,
+    "shrink_kernel": _shrink,
+    "small_kernel": _small,
+    "split_kernel": _split,
+    "sum_kernel": _sum,
+}
+
+
+def launched(grid: Any, metadata: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Triton's ``launch_metadata``: asked for by those who listen to launches, by nobody else. Names as proton has them."""
+    cost = COSTS[metadata.name](**args)
+    return {"name": metadata.name} | {key: value for key, value in cost._asdict().items() if value}

@@ -1,0 +1,43 @@
+"""What a GPU can do, as far as a plan asks."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from fdora.triton.runtime.private import HAS_PDL
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class Device(NamedTuple):
+    """The facts of one GPU that decide between plans."""
+
+    gpu: int  # its number; -1 where kernels are interpreted on a CPU
+    capability: int  # 90 for an H100; 0 for what is not an NVIDIA GPU
+    num_sms: int
+    supports_pdl: bool  # a kernel may start before the one ahead of it ends, and wait inside (programmatic dependent launch)
+
+
+@lru_cache
+def device_of(device: torch.device) -> Device:
+    if device.type != "cuda" or not torch.cuda.is_available():  # the second: fake tensors
+        return Device(-1, 0, 2, False)  # a few programs share the tiles where kernels are interpreted
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = torch.cuda.get_device_properties(index)
+    capability = 0 if torch.version.hip else 10 * properties.major + properties.minor
+    return Device(index, capability, properties.multi_processor_count, HAS_PDL and capability >= 90)
+
+
+def cdiv(a: int, b: int) -> int:
+    """Tiles of b in a."""
+    return -(-a // b)
+
+
+def is_tma_compatible(t: object) -> bool:
+    """What the copy engine asks of a matrix: adjacent columns, and 16 bytes as the unit of its address and of its rows."""
+    pitch, columns = t.stride  # type: ignore[attr-defined]
+    return columns == 1 and pitch * t.itemsize % 16 == 0 and t.aligned and pitch >= t.shape[1]  # type: ignore[attr-defined]

@@ -1,0 +1,125 @@
+"""``run(plan, tensors, scalars)``, and the cache of plans.
+
+The first run of a plan starts its kernels the public way, ``kernel[grid](...)``, which compiles what is new. From then on
+walk.c runs it, where native.py can make a Program of it; elsewhere (interpreter, AMD GPUs, an old torch, a profiler that
+listens to launches) the walk below does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fdora import _facts
+from fdora._torch import PLAIN
+from fdora.triton.runtime import native
+from fdora.triton.runtime.device import device_of
+from fdora.triton.runtime.plan import Array, Launch, Like, Plan, Product, Scalar, Tile
+from fdora.triton.runtime.private import current_device, exchange_device, has_launch_hooks, raw_stream, usual_math, walker
+
+MAX_PLANS = 8192  # sequences of any length make new plans: the oldest go
+
+_plans: dict[tuple, Plan] = {}
+Maker = Callable[..., Plan]  # (likes, device, *options) -> Plan, pure
+
+
+def like(t: Tensor | None) -> Like | None:
+    if t is None:
+        return None
+    has_address = type(t) in PLAIN and not t.is_meta
+    at = t.data_ptr() if has_address else t.storage_offset() * t.itemsize
+    return Like(tuple(t.shape), t.stride(), t.dtype, at % 16 == 0)
+
+
+def plan_for(maker: Maker, tensors: tuple[Tensor | None, ...], *options: Any) -> Plan:
+    """The plan of this call: made once for all calls with the same facts and options. Not for subclasses of Tensor."""
+    key = (maker, _facts.facts(tensors), options)
+    plan = _plans.get(key)
+    if plan is None:
+        first = next(t for t in tensors if t is not None)
+        plan = maker(tuple(map(like, tensors)), device_of(first.device), *options)
+        if len(_plans) >= MAX_PLANS:
+            _plans.pop(next(iter(_plans)), None)  # another thread may have been there
+        if key[1] is not None:
+            _plans[key] = plan
+    return plan
+
+
+def run(plan: Plan, tensors: tuple[Tensor | None, ...], scalars: tuple[float, ...] = ()) -> tuple[Tensor, ...]:
+    """The results of the plan, in its order."""
+    if plan.copies:
+        # clone: contiguous() gives back one row at any address, where the plan counts on an aligned one
+        whole = torch.contiguous_format
+        tensors = tuple(
+            t.clone(memory_format=whole) if i in plan.copies and t is not None else t for i, t in enumerate(tensors)
+        )
+    if _facts._facts is _facts.python_facts and (module := walker()) is not None:
+        _facts.use(module.facts)
+    index = plan.device.gpu
+    if index < 0 or current_device is None:
+        return _walk(plan, tensors, scalars)
+    before = current_device()
+    if before == index:
+        return _run(plan, tensors, scalars)
+    exchange_device(index)
+    try:
+        return _run(plan, tensors, scalars)
+    finally:
+        exchange_device(before)
+
+
+def _run(plan: Plan, tensors: tuple[Tensor | None, ...], scalars: tuple[float, ...]) -> tuple[Tensor, ...]:
+    program = plan.native
+    if program is None:
+        program = plan.native = native.program(plan)  # None while a kernel is not compiled
+    if program and not has_launch_hooks() and (not plan.has_products or usual_math()):
+        return program.run(tensors, scalars, raw_stream(plan.device.gpu))
+    return _walk(plan, tensors, scalars)
+
+
+def _walk(plan: Plan, tensors: Sequence[Tensor | None], scalars: tuple[float, ...]) -> tuple[Tensor, ...]:
+    first = next(t for t in tensors if t is not None)
+    device = first.device
+    results = tuple(torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=device) for a in plan.results)
+    workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=device) if plan.temporaries else None
+    slots: tuple[Tensor | None, ...] = (*tensors, *results, workspace)
+
+    def tensor(a: Array) -> Tensor:
+        base = slots[a.slot]
+        assert base is not None
+        begin = plan.temporaries[a.temp][0] if a.temp >= 0 else base.storage_offset() * base.element_size()
+        start = begin + a.offset * a.itemsize
+        return torch.empty(0, dtype=a.dtype, device=device).set_(base.untyped_storage(), start // a.itemsize, a.shape, a.stride)
+
+    def argument(a: Any) -> Any:
+        if isinstance(a, Array):
+            return tensor(a)
+        if isinstance(a, Tile):
+            return TensorDescriptor(tensor(a.array), list(a.array.shape), list(a.array.stride), list(a.block))
+        return scalars[a.number] if isinstance(a, Scalar) else a
+
+    for step in plan.steps:
+        if isinstance(step, Launch):
+            extra = {"launch_pdl": True} if step.pdl else {}
+            built = step.kernel[step.grid](
+                *map(argument, step.args), *step.constexprs, num_warps=step.num_warps, num_stages=step.num_stages, **extra
+            )
+            native.remember(plan.device, step, built)
+        elif isinstance(step, Product):
+            _product(tensor(step.out), tensor(step.a), tensor(step.b), argument(step.alpha), step.accumulate)
+        else:
+            tensor(step.out).zero_()
+    return results
+
+
+def _product(out: Tensor, a: Tensor, b: Tensor, alpha: float, accumulate: bool) -> None:
+    if out.dtype == a.dtype:
+        out.addmm_(a, b, beta=1.0 if accumulate else 0.0, alpha=alpha)
+        return
+    wide = torch.mm(a, b, out_dtype=out.dtype) if a.is_cuda else a.to(out.dtype) @ b.to(out.dtype)
+    wide = wide if alpha == 1 else wide.mul_(alpha)
+    out.add_(wide) if accumulate else out.copy_(wide)

@@ -1,0 +1,272 @@
+"""The norms of many layers in three launches, whatever their shapes, ranks, dtypes and strides: kernels/tree.py.
+
+The host writes a table of the layers once, and again where a pointer, a shape, a stride or s is another. Layers whose tiles
+run the same code, usually all, share a launch. float32 factors are split into float16 terms inside the kernel: of three
+products each is exact to 2^-22 of |b| |a|, as good as tf32x3, at half precision's speed and for any rank.
+
+A norm depends on its layer alone: the same bits in another tree, with and without a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from struct import pack, unpack
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from fdora._facts import facts
+from fdora.triton.configs import power_of_two, tree_config
+from fdora.triton.kernels.tree import WORDS16, WORDS32, WORDS64, fingerprints_kernel, norms_kernel, roots_kernel
+from fdora.triton.op import op
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.cost import Cost
+from fdora.triton.runtime.device import cdiv, device_of
+from fdora.triton.runtime.plan import Like, Plan
+from fdora.triton.runtime.walk import run
+
+FIELDS = (  # the rows of the table, in the order of F_ in kernels/tree.py
+    "W", "A", "B", "N", "K", "R", "stride_wn", "stride_wk", "stride_ar", "stride_ak", "stride_bn", "stride_br",
+    "s", "items", "partial", "c", "form_a", "count_a", "form_b", "count_b", "kind", "leaf",
+)  # fmt: skip
+WORDS = 16  # as in fdora/eager/tree.py
+HASH, ROOTS = 2048, 256  # words and rows at a time
+CHUNK = 1024  # columns of an item: a few tiles, so that the sums in between are a thousandth of W
+MOST = 1024  # layers of a launch, whose item counts a program holds in registers
+ALIGN = 32  # numbers: each c begins at 128 bytes, as in fdora/functional/_tree.py
+MODELS = 32  # whose norms compiled code keeps
+KIND = 3  # the eager backend has another: its words never match these
+_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+_captured: list[Any] = []  # tables that a CUDA graph reads, for as long as the process lives
+
+
+class Layers:
+    """What the kernels must know of some layers, all on one device; holds none of their tensors.
+
+    W, A and B are as public functions check them. ``at`` is where the c of each layer begins in ``size`` numbers.
+    """
+
+    def __init__(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float], at: Sequence[int]):
+        self.device = W[0].device
+        rows = [_row(i, *layer, device_of(self.device).capability) for i, layer in enumerate(zip(W, A, B, s, at, strict=True))]
+        rows.sort(key=lambda row: row[0])
+        self.partials = 0
+        for _, row in rows:
+            row["partial"] = self.partials
+            self.partials += row["N"] * cdiv(row["K"], CHUNK)
+        self.launches = _launches(rows)
+        self.count = len(rows)
+        table = torch.tensor([[row[name] for _, row in rows] for name in FIELDS], dtype=torch.int64)
+        self.host = table.pin_memory() if self.device.type == "cuda" else table
+        self.tables: dict[int, Tensor] = {}  # by stream: nothing waits for a copy on another one
+        self.plans: dict[tuple[bool, int], Plan] = {}
+        self.moved = sum(t.nbytes for t in (*W, *A, *B))
+
+    def table(self) -> Tensor:
+        if self.device.type != "cuda":
+            return self.host
+        if torch.cuda.is_current_stream_capturing():  # a copy would be of the graph, and filled by its replays alone
+            found = next(iter(self.tables.values()), None)
+            found = self.host.to(self.device, non_blocking=True) if found is None else found
+            _captured.append((self, found))
+            return found
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        if stream not in self.tables:
+            self.tables[stream] = self.host.to(self.device, non_blocking=True)
+        return self.tables[stream]
+
+    def norms(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], c: Tensor) -> None:
+        """Writes all norms into c. The pointers of W, A and B are those of before."""
+        run(self._plan(False, c), (self.table(), None, None, c, c))
+
+    def guarded(
+        self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor],
+        old: Tensor, old_words: Tensor, new: Tensor, new_words: Tensor,
+    ) -> None:  # fmt: skip
+        """Writes new and new_words, which may be old and old_words: norms of before where the bits of A, B and s are."""
+        run(self._plan(True, new), (self.table(), old_words, new_words, old, new))
+
+    def _plan(self, guarded: bool, c: Tensor) -> Plan:
+        found = self.plans.get((guarded, c.shape[0]))
+        if found is None:
+            device = device_of(self.device)
+            made = _plan(device, self.launches, self.count, self.partials, c.shape[0], self.moved, guarded)
+            found = self.plans[guarded, c.shape[0]] = made
+        return found
+
+
+def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: int, moved: int, guarded: bool) -> Plan:
+    """Of the table (FIELDS, layers), the words of before and of now (layers, WORDS), and the norms of before and of now."""
+    plan = Builder("norms of a model", device)
+    plan.path = "one launch for the tiles of all layers"
+    table = plan.matrix(Like((len(FIELDS), layers), (layers, 1), torch.int64, True))
+    words = Like((layers, WORDS), (WORDS, 1), torch.int64, True) if guarded else None
+    old_words, new_words = plan.matrix(words), plan.matrix(words)
+    old, new = (plan.vector(Like((size,), (1,), torch.float32, True)) for _ in range(2))
+    differs = plan.temp((layers * WORDS,), torch.int32) if guarded else None
+    partial = plan.temp((partials,), torch.float32)
+    pdl = guarded and device.supports_pdl
+    if guarded:
+        args = (table, old_words, new_words, differs, layers)
+        plan.launch(fingerprints_kernel, (layers * WORDS,), args, (WORDS, HASH, device.supports_pdl), 8, cost=Cost())
+    work = Cost(bytes=moved / max(1, len(launches)))  # the kernels find out by themselves what they read: at most all of it
+    for first, count, items, consts, (num_warps, num_stages) in launches:
+        plan.launch(
+            norms_kernel, (min(items, 2 * device.num_sms),), (table, differs, partial, layers, first, count),
+            (guarded, *consts, WORDS, pdl), num_warps, num_stages, pdl, work,
+        )  # fmt: skip
+    plan.launch(
+        roots_kernel, (layers, 4), (table, differs, partial, old, new, layers),
+        (guarded, WORDS, CHUNK, ROOTS, pdl), 4, 3, pdl, Cost(),
+    )  # fmt: skip
+    return plan.plan()
+
+
+def _row(i: int, W: Tensor, A: Tensor, B: Tensor, s: float, at: int, capability: int) -> tuple[tuple, dict[str, int]]:
+    """The layer's column of the table, and what the kernel is compiled for."""
+    (N, K), R = W.shape, A.shape[0]
+    units = tuple(map(_unit, (W, A, B)))
+    even = N % 128 == 0 and K % 128 == 0
+    half = A.element_size() == B.element_size() == 2
+    config = tree_config(R, half, W.element_size() == 2, even and all(units), capability)
+    dtypes = tuple(_DTYPES[t.dtype] for t in (W, A, B))
+    split = torch.float32 in (A.dtype, B.dtype)
+    kind = (*dtypes, *units, even, R % config.BLOCK_R == 0, R <= config.BLOCK_R, split, *config)
+    (form_a, count_a), (form_b, count_b) = _form(A), _form(B)
+    row = {
+        "W": W.data_ptr(), "A": A.data_ptr(), "B": B.data_ptr(), "N": N, "K": K, "R": R,
+        "stride_wn": W.stride(0), "stride_wk": W.stride(1), "stride_ar": A.stride(0), "stride_ak": A.stride(1),
+        "stride_bn": B.stride(0), "stride_br": B.stride(1), "s": unpack("i", pack("f", s))[0],
+        "items": cdiv(N, config.BLOCK_N) * cdiv(K, CHUNK), "c": at, "leaf": i,
+        "form_a": form_a, "count_a": count_a, "form_b": form_b, "count_b": count_b,
+        "kind": KIND + 16 * A.element_size() + 256 * B.element_size(),
+    }  # fmt: skip
+    return tuple(map(str, kind)), row | {"kernel": kind}
+
+
+def _launches(rows: list) -> list[tuple]:
+    """(first column, columns, items, constants, how a program runs) for each run of columns with one kernel."""
+    found, first = [], 0
+    while first < len(rows):
+        last = first
+        while last < len(rows) and last - first < MOST and rows[last][0] == rows[first][0]:
+            last += 1
+        *code, block_n, block_k, block_r, num_warps, num_stages = rows[first][1]["kernel"]
+        items = sum(row["items"] for _, row in rows[first:last])
+        consts = (*code, block_n, block_k, block_r, CHUNK, power_of_two(last - first))
+        if items:
+            found.append((first, last - first, items, consts, (num_warps, num_stages)))
+        first = last
+    return found
+
+
+def _unit(t: Tensor) -> int:
+    """Elements in 16 bytes, where every row begins at a multiple of those and its columns are adjacent; else 0."""
+    unit = 16 // t.element_size()
+    return unit if t.stride(1) == 1 and t.stride(0) % unit == 0 and t.data_ptr() % 16 == 0 else 0
+
+
+def _form(t: Tensor) -> tuple[int, int]:
+    """How its bits are read, and in how many words."""
+    if t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0:
+        return WORDS64.value, t.nbytes // 8
+    return (WORDS32 if t.element_size() == 4 else WORDS16).value, t.numel()
+
+
+class Kept:
+    """The norms that compiled code keeps of the layers of one model, by stream. Nobody else holds these tensors."""
+
+    def __init__(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]):
+        *at, self.size = accumulate(map(room, W), initial=0)
+        self.layers = Layers(W, A, B, s, at)
+        self.made_from: list[int] = []
+        self.norms: dict[int, tuple[Tensor, Tensor]] = {}
+        self.graph = self.nothing()  # what CUDA graphs read and write, made before a capture
+
+    def nothing(self) -> tuple[Tensor, Tensor]:
+        device = self.layers.device
+        with torch.inference_mode(False):  # else nobody outside of it could write there
+            words = torch.zeros((self.layers.count, WORDS), device=device, dtype=torch.int64)
+            return torch.zeros(self.size, device=device, dtype=torch.float32), words
+
+    def forget(self) -> None:
+        self.norms.clear()
+        self.graph[1].zero_()
+
+    def now(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], capturing: bool) -> Tensor:
+        """A copy: whoever asked may write there, as Inductor does where it has use for the memory."""
+        made_from = [0 if w.is_inference() else w._version for w in W]
+        if made_from != self.made_from:
+            self.forget()
+            self.made_from = made_from
+        cuda = self.layers.device.type == "cuda"
+        stream = torch.cuda.current_stream(self.layers.device).cuda_stream if cuda else 0
+        pair = self.graph if capturing else self.norms.pop(stream) if stream in self.norms else self.nothing()
+        self.layers.guarded(W, A, B, *pair, *pair)
+        if capturing:
+            _captured.append(self)
+        else:
+            self.norms[stream] = pair
+        return pair[0].clone()
+
+
+def room(W: Tensor) -> int:
+    return W.shape[0] + -W.shape[0] % ALIGN
+
+
+_kept: dict[tuple, Kept] = {}
+
+
+def norms_kept(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Iterator[Tensor]:
+    """c of each layer, for a compiler that traces: one op, which gives back norms of before where nothing changed."""
+    parts = model_norms(W, A, B, s).split_with_sizes([n for w in W for n in (w.shape[0], room(w) - w.shape[0])])
+    return parts[::2]
+
+
+def forget_norms() -> None:
+    """Some W is another: what compiled code and its CUDA graphs keep is computed again."""
+    for kept in (*_kept.values(), *_captured):
+        if isinstance(kept, Kept):
+            kept.forget()
+    _kept.clear()
+
+
+def _model_norms(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Tensor:
+    """A function of its arguments, which remembers by their addresses, the bits of A, B and s, and the version of W.
+
+    What stands there now counts, not what stood there when the graph began: a recomputation in backward asks again.
+    """
+    tensors = (*W, *A, *B)
+    key = (tuple(map(Tensor.data_ptr, tensors)), facts(tensors), tuple(s))
+    kept, device = _kept.get(key), W[0].device
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if kept is not None:
+        return kept.now(W, A, B, capturing)
+    if capturing:  # what is made now would be of the graph: nothing is kept
+        *at, size = accumulate(map(room, W), initial=0)
+        c = torch.zeros(size, device=device, dtype=torch.float32)
+        layers = Layers(W, A, B, s, at)
+        layers.norms(W, A, B, c)
+        return c
+    if len(_kept) >= MODELS:
+        del _kept[next(iter(_kept))]
+    kept = _kept[key] = Kept(W, A, B, s)
+    return kept.now(W, A, B, False)
+
+
+def _fake_model_norms(W, A, B, s):
+    return torch.empty(sum(map(room, W)), device=W[0].device, dtype=torch.float32)
+
+
+def _planned(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> tuple[Plan]:
+    """Without flops: only the device knows what it computes."""
+    return (Builder("norms of a model", device_of(W[0].device)).plan(),)
+
+
+model_norms = op(
+    "model_norms", _model_norms, _fake_model_norms, _planned, "(Tensor[] W, Tensor[] A, Tensor[] B, float[] s) -> Tensor",
+    mapped=False,
+)  # fmt: skip
