@@ -14,8 +14,8 @@ def tensors(N=6, K=5, r=2, lead=(4,), dtype=torch.float64, adapter=None, kind="p
     def draw(*shape, std=1.0):
         return torch.randn(*shape, generator=rand, dtype=torch.float64) * std
 
-    x, W, bias = draw(*lead, K), draw(N, K, std=K**-0.5), draw(N)
-    A = draw(r, K, std=K**-0.5)
+    x, W, bias = draw(*lead, K), draw(N, K, std=max(K, 1) ** -0.5), draw(N)
+    A = draw(r, K, std=max(K, 1) ** -0.5)
     B = draw(N, r, std=0.05 * r**-0.5)  # the update is about 5 % of W
     if kind == "zero_rows":
         W[::2] = B[::2] = 0

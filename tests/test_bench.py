@@ -411,7 +411,9 @@ def test_host(tmp_path, monkeypatch):
     assert rows["peft_dora"] == {"failed": "RuntimeError: "}
     assert all(rows[name]["fwd_bwd_us"] > 0 and rows[name]["fwd_us"] > 0 for name in ("frozen", "fdora", "fdora_inside"))
     assert [row["cache"] for row in result["first_call"]] == ["empty", "warm"]
-    assert all(row["total_ms"] >= row["first_call_ms"] > row["second_call_ms"] > 0 for row in result["first_call"])
+    for row in result["first_call"]:
+        parts = [row[f"{part}_ms"] for part in ("device_and_inputs", "import_fdora", "first_call")]
+        assert row["total_ms"] == pytest.approx(sum(parts), abs=0.03) and min(parts) > 0 < row["second_call_ms"]
 
 
 # decoder layers
@@ -670,7 +672,8 @@ def test_model_sees_what_a_compiler_spoils(tmp_path, monkeypatch):
 def test_model_sees_a_wrong_result(tmp_path, monkeypatch):
     from fdora.integrations._peft import linear
 
-    monkeypatch.setattr(linear, "dora_linear", doubled)
+    right = linear.checked_linear
+    monkeypatch.setattr(linear, "checked_linear", lambda x, layer, s, *rest: right(x, layer, 2 * s, *rest))
     with pytest.raises(SystemExit, match=r"'dA \(bf16 adapters\)', 'dB \(bf16 adapters\)'"):
         run(model, tmp_path, MODEL + "--no-compile --adapter bf16 --modes inference")
 
@@ -718,7 +721,8 @@ def test_converge_starts_everywhere_from_the_same_adapters():
 def test_converge_sees_a_wrong_result(tmp_path, monkeypatch):
     from fdora.integrations._peft import linear
 
-    monkeypatch.setattr(linear, "dora_linear", lambda x, W, A, B, m, **options: dora_linear(x, W, A, B, 30 * m, **options))
+    right = linear.checked_linear
+    monkeypatch.setattr(linear, "checked_linear", lambda x, layer, *rest: right(x, layer._replace(m=30 * layer.m), *rest))
     with pytest.raises(SystemExit, match="farther from float32"):
         run(converge, tmp_path, CONVERGE + "--steps 2 --pretrain 40 --seeds 0 --optimizers adamw --adapter bf16")
 
@@ -756,8 +760,8 @@ def test_suite_and_its_gate(tmp_path):
         assert each["extra_info"]["ms"] == pytest.approx(1e3 * each["stats"]["median"], abs=1e-5)
         facts = {"torch", "commit", "dtype", "backend", "mode", "bytes", "flops", "peak_mb", "wall_ms"}
         assert facts <= set(each["extra_info"]) and each["extra_info"]["commit"] == "abc"
-        assert each["stats"]["rounds"] == 2 and 0 < each["stats"]["median"] < 1
-    for factor, red in ((0.01, True), (1e4, False)):  # as if it had been faster, as if it had been slower
+        assert each["stats"]["rounds"] == 2 and each["stats"]["median"] > 0
+    for factor, red in ((1e-9, True), (1e18, False)):  # as if it had been faster, as if it had been slower, past any noise
         for each in saved["benchmarks"]:
             each["stats"]["median"] *= factor
         path.write_text(json.dumps(saved))

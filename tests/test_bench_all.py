@@ -3,7 +3,10 @@
 import importlib
 import json
 import re
+import subprocess
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +16,8 @@ from bench.save import save
 
 ROOT = everything.ROOT
 FAKE = """
-import argparse, json, sys, time
+import argparse, json, signal
+from pathlib import Path
 parser = argparse.ArgumentParser()
 for name in ("--device", "--json", "--commit", "--seconds", "--do"):
     parser.add_argument(name)
@@ -26,14 +30,41 @@ if options.do == "broken":
     raise RuntimeError("out of luck")
 write(rows=[1], skipped=[2] if options.do == "late" else [])
 if options.do == "slow":
-    time.sleep(60)
+    Path(__file__).with_name("waits").touch()
+    signal.pause()
 if options.do == "wrong":
     raise SystemExit("fdora is wrong")
 """
 
 
 @pytest.fixture
-def fakes(tmp_path, monkeypatch):
+def limits(tmp_path, monkeypatch):
+    """A clock on which each command takes one second, however long it really runs: what limit each command got, in order.
+
+    A command that waits for ever is out of time once it waits.
+    """
+    limits, now = [], [0.0]
+
+    class Child(subprocess.Popen):
+        def wait(self, timeout=None):
+            killed = bool(limits) and self.pid == limits[-1][0]
+            if killed:
+                return super().wait()
+            limits.append((self.pid, timeout))
+            now[0] += 1
+            while timeout is not None and self.poll() is None:
+                if (tmp_path / "waits").exists():
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+                time.sleep(0.05)  # until one of the two happens, whenever that is
+            return super().wait()
+
+    monkeypatch.setattr(everything, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(subprocess, "Popen", Child)
+    return lambda: [limit for _, limit in limits]
+
+
+@pytest.fixture
+def fakes(tmp_path, monkeypatch, limits):
     """Entries that do what their name says, run as everything.main runs the real ones."""
     (tmp_path / "fake_bench.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -54,20 +85,20 @@ def test_what_fails_is_reported_and_the_rest_goes_on(fakes, capsys):
     with pytest.raises(SystemExit, match=r"failed: broken, wrong$"):
         fakes(names="wrong,good,broken")
     out = capsys.readouterr().out
-    assert re.search(r"broken: \d+ s, exit status 1, its last lines:\non the way\n(.*\n)*RuntimeError: out of luck\n", out)
-    assert "good: 0 s\n" in out and "fdora is wrong" in out and "not run" not in out
+    assert re.search(r"broken: 1 s, exit status 1, its last lines:\non the way\n(.*\n)*RuntimeError: out of luck\n", out)
+    assert "good: 1 s\n" in out and "fdora is wrong" in out and "not run" not in out
     assert fakes.files() == ["good", "wrong"]
     assert fakes.result("good") == {"about": {"commit": "abc"}, "seconds": None, "rows": [1], "skipped": []}
     assert fakes.result("wrong")["problem"] == "exit status 1"
 
 
-def test_a_slice_keeps_what_it_finished_and_the_next_takes_the_rest(fakes, capsys):
-    fakes("--seconds", "3", names="good,late,slow,long")
+def test_a_slice_keeps_what_it_finished_and_the_next_takes_the_rest(fakes, limits, capsys):
+    fakes("--seconds", "9", names="good,late,slow,long")
     out = capsys.readouterr().out
     assert "not run: late (some cases were not started)" in out and "not run: slow (cut off by --seconds)" in out
-    assert "not run: long (takes about 99 s, " in out and "not run: good" not in out
-    assert fakes.files() == ["good", "late", "slow"] and re.search(r"^slow: \d s,", out, re.M)
-    assert fakes.result("good")["seconds"] in ("1", "2")  # of 3, less LAST_CASE
+    assert "not run: long (takes about 99 s, 6 were left)" in out and "not run: good" not in out
+    assert fakes.files() == ["good", "late", "slow"] and "\nslow: 1 s," in out and limits() == [9, 8, 7]
+    assert fakes.result("good")["seconds"] == "8"  # of 9, less LAST_CASE
     slow = fakes.result("slow")
     assert slow["rows"] == [1] and slow["problem"] == "cut off by --seconds"
     fakes("--missing", "--list", names="good,late,slow,long")
@@ -88,7 +119,7 @@ def test_a_failure_leaves_an_older_result_alone(fakes):
 def test_real_commands(tmp_path, capsys):
     """One that runs on a CPU, and one that cannot."""
     with pytest.raises(SystemExit, match="failed: launches"):
-        everything.main(["--out", str(tmp_path), "--commit", "abc", "--only", "launches,compose", "--seconds", "200"])
+        everything.main(["--out", str(tmp_path), "--commit", "abc", "--only", "launches,compose", "--seconds", "1e9"])
     assert "invalid choice: 'cpu'" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["compose.json"]
     result = json.loads((tmp_path / "compose.json").read_text())

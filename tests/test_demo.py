@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -29,18 +28,97 @@ def test_three_steps(tmp_path):
     assert report["trained_parameters"]["fdora"] == report["trained_parameters"]["peft"] > 0
 
 
-def test_ctrl_c_leaves_no_file(tmp_path):
-    process = subprocess.Popen(
-        [*COMMAND, "--steps", "500", "--out", str(tmp_path)],
-        cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+def start(tmp_path, *command):
+    """The command in a process of its own; a demo that goes on after the signal ends with status 0 after its steps."""
+    return subprocess.Popen(
+        [*command, "--steps", "500", "--out", str(tmp_path)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell ignores it for what it runs in the background
     )  # fmt: skip
-    time.sleep(12)  # importing takes about 6 s; by now it reads, embeds or trains
-    assert process.poll() is None, process.stdout.read()
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in out, out
+
+
+def ended_by_ctrl_c(process, out, tmp_path):
+    out += process.communicate()[0]
+    assert process.returncode == 130 and b"Traceback" not in out and b"no half-written file" in out, out.decode()
     assert list(tmp_path.iterdir()) == []
+    return out
+
+
+@pytest.mark.parametrize(
+    "where", ["docstrings of", "embedding texts to train on", "training the linear probe", "fine-tuning with"]
+)
+def test_ctrl_c_leaves_no_file(tmp_path, where):
+    process = start(tmp_path, *COMMAND)
+    out = b""
+    while where.encode() not in out:
+        out += (read := os.read(process.stdout.fileno(), 4096))
+        assert read, out.decode()
+    process.send_signal(signal.SIGINT)
+    ended_by_ctrl_c(process, out, tmp_path)
+
+
+SWALLOWED = """
+import signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "tqdm":
+            sys.meta_path.remove(self)
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except BaseException:
+                print("swallowed", flush=True)
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["demo.run", *sys.argv[1:]]
+from demo.run import main
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_during_an_import_that_swallows_it(tmp_path):
+    out = ended_by_ctrl_c(start(tmp_path, sys.executable, "-c", SWALLOWED, *COMMAND[3:]), b"", tmp_path)
+    assert b"docstrings of" not in out, "it went on"
+
+
+@pytest.fixture
+def stop():
+    from demo import stop
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield stop
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_is_seen_between_steps(stop):
+    done = []
+    with pytest.raises(KeyboardInterrupt), stop.on_ctrl_c():
+        for i in stop.steps(range(5)):
+            if i == 2:
+                signal.raise_signal(signal.SIGINT)  # raises nothing here, where it could be swallowed
+            done.append(i)
+    assert done == [0, 1, 2] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with stop.on_ctrl_c():
+        stop.check()  # the mark is gone
+
+
+def test_a_second_ctrl_c_stops_at_once(stop):
+    with pytest.raises(KeyboardInterrupt), stop.on_ctrl_c():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("it went on")
+
+
+def test_a_ctrl_c_that_no_step_saw_is_raised_at_the_end(stop):
+    with pytest.raises(KeyboardInterrupt), stop.on_ctrl_c():
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_other_handlers_stay(stop):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with stop.on_ctrl_c():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_curves_that_part_fail_the_command(tmp_path):

@@ -1,4 +1,4 @@
-"""The README and docs/integrations.md keep their word: their programs run and do what they say, their commands exist."""
+"""README and docs/ keep their word: programs run and do what they say, commands and links exist, figures are the results."""
 
 import json
 import os
@@ -15,18 +15,36 @@ from bench import report
 from tests.snippets import PAGE, SNIPPETS, execute
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.S)
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for folder in ("", "docs/", "bench/", "demo/", "tests/", "fdora/", ".github/")
+    for path in sorted(ROOT.glob(f"{folder}**/*.md" if folder else "*.md"))
+}
+README, BENCHMARKS = PAGES["README.md"], PAGES["docs/benchmarks.md"]
+USE_PEFT, *PROGRAMS = re.findall(r"```python\n(.*?)```", README + PAGES["docs/programs.md"], re.S)
 
 
 def run(number):
     space = {"__name__": "readme"}
-    exec(compile(PROGRAMS[number - 1], f"README.md program {number}", "exec"), space)
+    exec(compile(PROGRAMS[number - 1], f"program {number}", "exec"), space)
     return space
 
 
 def test_there_are_four():
-    assert [p.split(".")[0] for p in PROGRAMS] == ["# 1", "# 2", "# 3", "# 4"]
+    """And README has the first."""
+    assert [p.split(".")[0] for p in PROGRAMS] == ["# 1", "# 2", "# 3", "# 4"] and PROGRAMS[0] in README
+
+
+def test_readmes_two_lines_for_peft(capsys):
+    from fdora.integrations.peft import report
+
+    space = run(3)
+    before = {row.backend for row in report(space["model"])}
+    exec(USE_PEFT, space)
+    y = space["model"](torch.randn(5, 64))
+    rows = report(space["model"])
+    assert before == {"stock"} and [row.fused + row.composed for row in rows] == [1, 1] and y.shape == (5, 8)
+    assert len([line for line in USE_PEFT.splitlines() if line]) == 2
 
 
 def test_program_1_changes_nothing_at_the_start():
@@ -108,6 +126,18 @@ RUN_BY = {
 }
 
 
+# page -> how many programs a test runs of it: those of README and docs/programs.md above, of docs/conversion.md in
+# tests/convert/test_docs.py, of docs/integrations.md as RUN_BY says
+RUN = {"README.md": 2, "docs/programs.md": 3, "docs/conversion.md": PAGES["docs/conversion.md"].count("```python")}
+RUN["docs/explain.md"] = 1  # tests/test_explain_docs.py
+RUN["docs/integrations.md"] = sum(language == "python" for _, language in RUN_BY)
+
+
+def test_every_program_is_on_a_page_whose_programs_are_run():
+    found = {page: len(re.findall(r"```python\n(?!\s*```)", text)) for page, text in PAGES.items()}  # a form to fill in is none
+    assert {page: count for page, count in found.items() if count} == RUN
+
+
 def test_every_snippet_is_run_by_a_test():
     assert SNIPPETS.keys() == RUN_BY.keys() and len(SNIPPETS) == PAGE.count("```") // 2
     for (section, language), file in RUN_BY.items():
@@ -162,31 +192,124 @@ def test_the_torchtune_snippet():
 
 def test_commands_exist():
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
-    for command in re.findall(r"^make (\w+)", README, re.M) + re.findall(r"`make (\w+)`", PAGE):
-        assert command in targets
-    for module in re.findall(r"python -m ([\w.]+)", README + PAGE):
-        assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
+    everything = "\n".join(text for page, text in PAGES.items() if page != "CHANGELOG.md")
+    commands = re.findall(r"^make (\w+)", everything, re.M) + re.findall(r"`make (\w+)", everything)
+    assert {"demo", "test", "bench", "docs", "acceptance"} <= set(commands) <= targets
+    for module in re.findall(r"python -m ((?:fdora|bench|demo|tests)[\w.]*)", everything):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
 
 
-def test_every_public_name_is_in_the_readme():
+def test_every_public_name_is_in_the_reference():
+    import fdora.convert
     import fdora.functional
+    import fdora.integrations.peft
 
-    assert [n for n in fdora.functional.__all__ if f"`{n}`" not in README] == []
+    text = PAGES["docs/reference.md"]
+    for module in (fdora, fdora.functional, fdora.convert, fdora.integrations.peft):
+        (section,) = re.findall(rf"^## {module.__name__}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+        names = set(module.__all__) - {"__version__"}
+        assert names == set(re.findall(r"`(\w+)`", section)), module.__name__
+
+
+# links
+
+
+def slug(heading):
+    """The anchor that a code host and the site give a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def broken_links(root, page, text):
+    """Relative links that lead nowhere: no such file below root, or no such heading."""
+    unfenced = lambda text: re.sub(r"```.*?```", "", text, flags=re.S)  # noqa: E731
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", unfenced(text))):
+        if re.match(r"\w+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (root / page).parent / file if file else root / page
+        found = target.resolve().is_relative_to(root.resolve()) and target.exists()
+        headings = re.findall(r"^#+ +(.*)", unfenced(target.read_text() if file else text), re.M) if found and anchor else []
+        if not found or (anchor and anchor not in map(slug, headings)):
+            yield f"{page}: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    assert list(broken_links(ROOT, page, PAGES[page])) == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/other.md").write_text("# The `one` heading\n```sh\n# not a heading\n```\n")
+    good = "[a](docs/other.md) [b](docs/other.md#the-one-heading) [c](#here) [d](https://a.b/c) `[e](f)`\n```\n[g](h)\n```\n# Here\n"
+    (tmp_path / "README.md").write_text(good)
+    assert list(broken_links(tmp_path, "README.md", good)) == []
+    bad = "[a](gone.md) [b](docs/other.md#gone) [c](#gone) [d](../outside) ![e](gone.svg) [f](docs/other.md#not-a-heading)"
+    assert len(list(broken_links(tmp_path, "README.md", bad))) == 6
+
+
+def test_every_page_is_linked():
+    """From README or CONTRIBUTING.md: nobody has to look through folders."""
+    linked = re.findall(r"\]\(([\w/.-]+\.md)", README + PAGES["CONTRIBUTING.md"])
+    assert {page for page in PAGES if page.startswith("docs/")} <= set(linked)
 
 
 # figures
 
 
 def test_the_figures_are_the_committed_results():
-    """README's marked tables and lines, and docs/benchmarks.md, are what bench.report writes from bench/results."""
+    """README's marks and picture, and docs/benchmarks.md, are what bench.report writes from bench/results."""
     assert report.readme(README) == README, "run: python -m bench.report --readme"
-    assert report.document() == report.PAGE.read_text(), "run: python -m bench.report"
+    assert report.picture() == report.PICTURE.read_text(), "run: python -m bench.report --readme"
+    assert report.document() == BENCHMARKS, "run: python -m bench.report"
     marked = "".join(body for _, body in re.findall(r"<!-- (\w+) -->(.*?)<!-- /\1 -->", README, re.S))
     outside = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", README, flags=re.S)
-    assert len(re.findall(r"^\| .*\d+\.\d+", marked, re.M)) == 4 + 5 + 7 + 5 + 5
-    assert not re.findall(
-        r"^\| .*\d\.\d+ [|/]|\d+ us\b|(?<!\d)\d\.\d{3}(?!\d)", outside, re.M
-    )  # no measured number stands outside
+    assert len(re.findall(r"^\| .*\d+\.\d+", marked, re.M)) == len(report.eight_steps()) >= 5
+    measured = r"^\| .*\d\.\d+ [|/]|\d+ [um]s\b|\d\.\d+ (times|GiB)|(?<!\d)\d\.\d{3}(?!\d)"
+    assert re.search(measured, marked, re.M) and not re.search(measured, outside, re.M)  # no measured number stands outside
+
+
+def test_the_headline_is_true():
+    """README begins with "about LoRA's time": within a tenth, eager and compiled, and both are in the picture."""
+    assert README.split("\n")[2].startswith("**DoRA fine-tuning in about LoRA's time:**")
+    assert all(abs(report.over_lora(way) - 1) < 0.1 for way in ("use_fdora", "use_fdora, compiled"))
+
+
+def test_the_picture_takes_the_newest_machine_that_has_every_bar(elsewhere):
+    """And a file that lacks one is passed over; compiled rows may come from a file of their own."""
+    rows = [
+        {
+            "layers": 2,
+            "seq": 8,
+            "r": 4,
+            "adapter": "bf16",
+            "mode": "step_8",
+            "way": way,
+            "compiled": compiled,
+            "ms": 80.0,
+            "peak_mb": 1024,
+        }
+        for _, _, way, compiled in report.STEP
+    ]
+    (slow,) = (x for x in rows if x["way"] == "peft_fdora" and not x["compiled"])
+    slow |= {"ms": 160.0, "peak_mb": 4096}
+    write = lambda name, rows: (elsewhere / f"{name}.json").write_text(json.dumps({"about": {}, "rows": rows}))  # noqa: E731
+    with pytest.raises(SystemExit, match="every way of the picture"):
+        report.step()
+    write("h100/model_qwen3-8b", rows)
+    assert report.step().about.endswith("r = 4, bf16, one H100")
+    write("h200/model_qwen3-8b", rows[:-1])
+    assert report.step().about.endswith("one H100")
+    write("h200/model_llama-3.1-8b", [x for x in rows if not x["compiled"]])
+    write("h200/model_llama-3.1-8b_compiled", [x for x in rows if x["compiled"]])
+    assert report.step().about == "2 layers of Llama-3.1-8B, 8 tokens, r = 4, bf16, one H200"
+    write("h200/model_gemma-3-12b", rows[1:])  # without LoRA's
+    assert list(report.eight_steps()) == ["qwen3-8b", "llama-3.1-8b"]
+    assert "takes 2.00 times LoRA's time on an H200, with PEFT's own DoRA 1.00 times" in report.readme_headline()
+    assert "; use_fdora 2.00 times LoRA's time and 4.00 times its memory; " in report.readme_picture()
+    bars = dict(re.findall(r'end">([^<]*)</text>\n<rect [^>]*width="([\d.]+)"', report.picture()))
+    assert float(bars["use_fdora"]) == 2 * float(bars["LoRA"]) == 2 * float(bars["LoRA, compiled"])
 
 
 def test_each_table_shows_its_own_measurements():
@@ -194,30 +317,37 @@ def test_each_table_shows_its_own_measurements():
     rows = lambda name: json.loads((ROOT / f"bench/results/{name}.json").read_text())["rows"]  # noqa: E731
     (x,) = (x for x in rows("cpu/norm_forms") if (x["form"], x["r"], x["dtype"], x["N"]) == ("tiles", 384, "float32", 4096))
     assert (
-        f"| 4096 x 4096, 384, float32 | 153.5 / 128 / 2e-07 | {x['ms']:.1f} / {x['peak_mb']:.0f} / {x['error']:.0e} |" in README
+        f"| 4096 x 4096, 384, float32 | 153.5 / 128 / 2e-07 | {x['ms']:.1f} / {x['peak_mb']:.0f} / {x['error']:.0e} |"
+        in BENCHMARKS
     )
     (x,) = (x for x in rows("h100/norm_forms") if (x["form"], x["r"], x["dtype"], x["N"]) == ("triton", 64, "bfloat16", 14336))
-    assert f"| {x['ms']:.3f} / {x['peak_mb']:.0f} / {x['error']:.0e} | {x['roof_ms']} |" in README
+    assert f"| {x['ms']:.3f} / {x['peak_mb']:.0f} / {x['error']:.0e} | {x['roof_ms']} |" in BENCHMARKS
     sizes = {"M": 4096, "K": 4096, "N": 14336, "r": 64, "mode": "fwd_bwd"}
     ms = {x["norm"]: x["ms"] for x in rows("h100/layer_quick") if sizes.items() <= x.items()}
     compiled, paper, inside = (ms["inside"][way] for way in ("peft_dora_compiled", "dorafactors", "fdora"))
-    assert f"| {compiled:.3f} | {paper:.3f} | {inside:.3f} | {ms['given']['fdora']:.3f} |" in README
+    assert f"| {compiled:.3f} | {paper:.3f} | {inside:.3f} | {ms['given']['fdora']:.3f} |" in BENCHMARKS
     (x,) = (x for x in rows("h100/layers12_r384_compiled") if x["way"] == "fdora")
     cell = f"{x['inference_ms']:.1f} / {x['gradient_ms']:.1f} / {x['gradient_checkpointing_ms']:.1f}"
-    assert re.search(rf"^\| H100, 384, compiled \| .* \| {cell} \|$", README, re.M)
+    assert re.search(rf"^\| H100, 384, compiled \| .* \| {cell} \|$", BENCHMARKS, re.M)
     (x,) = (x for x in rows("h100/compose") if (x["op"], x["M"], x["N"]) == ("dora_compose", 4096, 14336))
-    assert f"{x['fwd_triton_ms']:.3f} forward, {x['fwd_bwd_triton_ms']:.3f} with backward" in README
+    assert f"{x['fwd_triton_ms']:.3f} forward, {x['fwd_bwd_triton_ms']:.3f} with backward" in BENCHMARKS
     (x,) = (x for x in rows("h100/host") if x["way"] == "peft_dora")
-    assert f"DoRA's {x['fwd_bwd_us']:.0f}; H200: " in README
+    assert f"DoRA's {x['fwd_bwd_us']:.0f}; H200: " in BENCHMARKS
     (x,) = (x for x in rows("h200/model_gemma-3-12b") if (x["mode"], x["way"]) == ("step_8", "peft_fdora"))
     assert re.search(
         rf"^\| Gemma-3-12B, 6 layers \|.*\| {x['ms'] / 8:.1f} / {x['peak_mb'] / 1024:.2f} \|[^|]*\|$", README, re.M
     )
-    wanted = {"seq": 512, "mode": "gradient", "way": "peft_fdora"}
-    (x,) = (x for x in rows("h200/model_qwen3-8b_sweep_S") if wanted.items() <= x.items())
-    assert f"a gradient: 512 tokens {x['ms']:.1f} ms" in README
+    few, many = ([x for x in rows("h200/steps") if (x["S"] <= 512) == short and not x["compiled"]] for short in (True, False))
+    for found, tokens in ((few, "128 and 512"), (many, "2048 and 4096")):
+        ways = [
+            {(x["model"], x["S"], x["r"], x["mode"]): x["ms"] for x in found if x["way"] == w}
+            for w in ("use_fdora", "peft_lora")
+        ]
+        shares = sorted(ms / ways[1][cell] for cell, ms in ways[0].items())
+        middle = (shares[(len(shares) - 1) // 2] + shares[len(shares) // 2]) / 2
+        assert f"{tokens} tokens: `use_fdora` {middle:.2f} ({shares[0]:.2f} to {shares[-1]:.2f})" in README
     apart = [rows(f"h200/converge_muon_s{seed}")[0]["difference"]["fdora, peft"]["mean"] for seed in range(3)]
-    assert f"Muon: {sum(apart) / 3:.1e} from PEFT's" in README
+    assert f"muon, 3 of 3 seeds: a step's loss through fdora is {sum(apart) / 3:.1e} from PEFT's" in BENCHMARKS
 
 
 @pytest.mark.parametrize("file, norm", [("layer_few", "given"), ("layer_ranks", "inside")])
@@ -389,7 +519,7 @@ def test_the_suite_enters_the_page(tmp_path, monkeypatch):
 
 def test_a_mark_that_is_missing_is_an_error():
     with pytest.raises(SystemExit, match="README marks"):
-        report.readme(README.replace("<!-- /host -->", ""))
+        report.readme(README.replace("<!-- /few -->", ""))
 
 
 def test_figures_are_drawn(tmp_path):

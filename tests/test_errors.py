@@ -1,5 +1,6 @@
 """Every message, word for word: function, argument, what was wanted, what came, what to do."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -99,7 +100,15 @@ MESSAGES = [
     (lambda: linear(s="2"), "fdora.dora_linear: `s` must be a finite Python number, got a str. Pass alpha / r."),
     (lambda: linear(dropout_p=1.0), "fdora.dora_linear: `dropout_p` must be in [0, 1), got 1.0. Pass the probability that an element is dropped."),
     (lambda: linear(dropout_p=nan), "fdora.dora_linear: `dropout_p` must be in [0, 1), got nan. Pass the probability that an element is dropped."),
+    (lambda: linear(dropout_p="0.5"), "fdora.dora_linear: `dropout_p` must be a Python number, got a str. Pass the probability that an element is dropped."),
+    (lambda: linear(dropout_p=True), "fdora.dora_linear: `dropout_p` must be a Python number, got a bool. Pass the probability that an element is dropped."),
+    (lambda: linear(dropout_p=torch.tensor(0.5)), "fdora.dora_linear: `dropout_p` must be a Python number, got a Tensor. Pass the probability that an element is dropped."),
     (lambda: linear(dropout_p=0.1, dropout_mode="both"), "fdora.dora_linear: `dropout_mode` must be 'lora' or 'peft', got 'both'. PEFT's lora_dropout is 'peft'."),
+    (lambda: linear(dropout_p=0.1, seed=7.9), "fdora.dora_linear: `seed` must be an int or an int64 tensor without axes, got a float. Pass a whole number: it alone decides the mask."),
+    (lambda: linear(dropout_p=0.1, seed=True), "fdora.dora_linear: `seed` must be an int or an int64 tensor without axes, got a bool. Pass a whole number: it alone decides the mask."),
+    (lambda: linear(dropout_p=0.1, seed="7"), "fdora.dora_linear: `seed` must be an int or an int64 tensor without axes, got a str. Pass a whole number: it alone decides the mask."),
+    (lambda: group(layer(), dropout_p=0.1, seed=[7.9]), "fdora.dora_linear_group: `seed` must be an int or an int64 tensor without axes, got a float. Pass a whole number: it alone decides the mask."),
+    (lambda: mlp(dropout_p="0.5"), "fdora.dora_mlp: `dropout_p` must be a Python number, got a str. Pass the probability that an element is dropped."),
     (lambda: linear(dropout_p=0.1, seed=-1), "fdora.dora_linear: `seed` must be in [0, 2**63), got -1. Pass a non-negative int."),
     (lambda: linear(dropout_p=0.1, seed=torch.tensor(1.0)), "fdora.dora_linear: `seed` must be int64, got float32. Cast it, for example with seed.to(torch.int64)."),
     (lambda: linear(dropout_p=0.1, seed=torch.tensor([1])), "fdora.dora_linear: `seed` must be (), got (1,). Pass a tensor without axes, for example seed[0]."),
@@ -135,6 +144,8 @@ MESSAGES = [
     (lambda: linear(backend="cuda"), "fdora.backend: `backend` must be one of auto, eager, triton, got 'cuda'. Use 'auto' unless you compare backends."),
     (lambda: choose("cuda", torch.float32, "triton", "auto", ("eager",), "this or that"), "fdora.select_backend: `backend` must be one of eager here, got 'triton' (from the backend= argument). This or that. Pass backend='auto'."),
     (lambda: choose("cpu", torch.float32, "auto", "triton", ("eager", "triton")), "fdora.select_backend: `backend` must be eager for tensors on cpu, got 'triton' (from fdora.backend or FDORA_BACKEND). Move them to a GPU, or pass backend='auto'."),
+    (lambda: choose("cuda", torch.float64, "triton", "auto", ("eager", "triton")), "fdora.select_backend: `backend` must be eager for torch.float64 tensors, got 'triton' (from the backend= argument). The kernels compute in float32: cast the tensors, or pass backend='auto'."),
+    (lambda: choose("cuda", torch.float64, "auto", "triton", ("eager", "triton")), "fdora.select_backend: `backend` must be eager for torch.float64 tensors, got 'triton' (from fdora.backend or FDORA_BACKEND). The kernels compute in float32: cast the tensors, or pass backend='auto'."),
     (lambda: fdora.backend("fast").__enter__(), "fdora.backend: `name` must be one of auto, eager, triton, got 'fast'. Use 'auto' unless you compare backends."),
     (lambda: F.select_backend("cpu"), "fdora.select_backend: `dtype` must be a torch.dtype when `x` is a device, got None. Pass dtype=."),
 ]  # fmt: skip
@@ -169,3 +180,9 @@ def test_nothing_to_do_is_not_an_error():
     assert linear(x=torch.randn(2, 0, 3, K)).shape == (2, 0, 3, N)
     assert norm(W=torch.randn(0, K), B=torch.randn(0, r)).shape == (0,)
     assert linear(s=2).dtype == torch.float32  # a whole number is a number
+
+
+def test_any_kind_of_whole_number_is_a_seed():
+    x, want = torch.randn(3, K), good()
+    masks = [linear(**want | {"x": x}, dropout_p=0.5, seed=seed) for seed in (7, np.int64(7), torch.tensor(7))]
+    assert torch.equal(masks[0], masks[1]) and torch.equal(masks[0], masks[2])

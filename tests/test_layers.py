@@ -13,21 +13,47 @@ PACKAGE = ROOT / "fdora"
 
 # layer -> layers of fdora that it may import, beside itself. Data flows down this list, nothing points up.
 MAY = {
+    "__main__": {"root", "doctor", "explain_model"},
+    "doctor": {"root", "functional", "selfcheck"},
+    "selfcheck": {"functional"},
+    "explain_model": {"_check", "predict", "functional"},
+    "predict": {"_check"},
     "root": {"_check", "_dispatch"},
-    "integrations": {"root", "functional"},
+    "integrations": {
+        "root",
+        "_facts",
+        "_records",
+        "_torch",
+        "functional",
+    },  # _facts: what a layer settles once, it keys as checks do
     "convert": {"_check", "functional"},
-    "functional": {"_check", "_dispatch", "autograd"},
-    "autograd": {"eager", "triton"},
-    "eager": set(),
-    "triton": set(),
-    "_check": set(),
+    "functional": {"_check", "_dispatch", "_records", "_torch", "autograd", "predict"},
+    "autograd": {"eager", "triton", "_records", "_torch"},
+    "eager": {"_records", "_torch"},
+    "triton": {"_records", "_torch", "_facts"},
+    "_check": {"_facts", "_torch"},
     "_dispatch": {"_check"},
+    "_facts": {"_torch"},
+    "_records": set(),
+    "_torch": set(),
 }
+# rooms of fdora/triton -> what of fdora.triton they may import; the facades, which have no room, may import all of it
+ROOMS = {"kernels": ("kernels.", "runtime.private.", "runtime.cost."), "runtime": ("runtime.",)}
+# A private name of torch or of Triton, and everything of Triton that is not a public interface, stands in one file each.
+PRIVATE = {
+    "torch": {
+        "_torch.py",
+        "triton/runtime/private.py",  # what runs on a GPU: its streams, devices, allocator and cuBLAS
+    },
+    "triton": {"triton/runtime/private.py"},
+}
+PUBLIC_TRITON = ("triton.__version__", "triton.jit", "triton.language", "triton.tools.tensor_descriptor.TensorDescriptor")
 FOREIGN = {
     "eager": {"torch"},
     "triton": {"torch", "triton"},
+    "functional": {"torch", "optree"},
     "convert": {"torch", "safetensors"},
-    "integrations": {"torch", "packaging", "peft", "torchao", "torchtune", "axolotl", "llamafactory", "swift"},
+    "integrations": {"torch", "packaging", "peft", "transformers", "torchao", "torchtune", "axolotl", "llamafactory", "swift"},
 }  # the rest may import torch and the standard library
 
 
@@ -56,6 +82,60 @@ def faults(layer, source):
             yield f"{layer} imports {name}"
 
 
+def of_rooms(room, source):
+    for name in imports(source):
+        head, _, rest = name.partition("fdora.triton.")
+        if head == "" and room in ROOMS and not rest.startswith(ROOMS[room]):
+            yield f"{room} imports {name}"
+
+
+def names(source):
+    """Every dotted name that begins with one that an import of torch or Triton brought in, in full."""
+    tree = ast.parse(source)
+    brought = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            brought |= {
+                a.asname or a.name.partition(".")[0]: a.name if a.asname else a.name.partition(".")[0] for a in node.names
+            }
+        elif isinstance(node, ast.ImportFrom):
+            brought |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    foreign = {short: full for short, full in brought.items() if full.split(".")[0] in PRIVATE}
+    yield from (name for name in imports(source) if name.split(".")[0] in PRIVATE)
+    for node in ast.walk(tree):
+        parts = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if parts and isinstance(node, ast.Name) and node.id in foreign:
+            yield ".".join([foreign[node.id], *reversed(parts)])
+
+
+def private(file, source):
+    for name in set(names(source)):
+        package, *parts = name.split(".")
+        hidden = any(part[0] == "_" and not part.endswith("__") for part in parts)
+        if package == "triton":
+            hidden = (name != "triton" and not name.startswith(PUBLIC_TRITON)) or name.startswith("triton.language.extra")
+        if hidden and file not in PRIVATE[package]:
+            yield f"{file} uses {name}"
+
+
+JIT = ["triton.jit"], ["triton.jit(launch_metadata=launched)"]
+
+
+def no_kernels(source):
+    """What a file of kernels holds beside its docstring, imports, constants of the compiler and ``@triton.jit`` functions."""
+    for i, node in enumerate(ast.parse(source).body):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) or (i == 0 and isinstance(node, ast.Expr)):
+            continue
+        if isinstance(node, ast.FunctionDef) and [ast.unparse(d) for d in node.decorator_list] in JIT:
+            continue
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(("tl.constexpr(", "map(tl.constexpr, ")):
+            continue
+        yield ast.unparse(node).splitlines()[0]
+
+
 def files():
     return sorted(PACKAGE.rglob("*.py"))
 
@@ -79,10 +159,15 @@ def test_no_arrow_points_up():
         ("functional", "from fdora.eager import norm"),
         ("autograd", "from fdora._check import FdoraError"),
         ("eager", "import triton"),
+        ("_records", "from fdora._torch import PLAIN"),
+        ("_torch", "from fdora import _records"),
+        ("eager", "from fdora import _facts"),
         ("functional", "import transformers"),
         ("root", "from fdora.functional import dora_norm"),
         ("functional", "from fdora.integrations.peft import use_fdora"),
         ("integrations", "from fdora.autograd.linear import linear"),
+        ("predict", "from fdora.functional import dora_norm"),
+        ("doctor", "import packaging.version"),
         ("functional", "from fdora.convert import merge"),
         ("convert", "from fdora.eager.norm import blocks"),
         ("convert", "import numpy"),
@@ -91,6 +176,72 @@ def test_no_arrow_points_up():
 )
 def test_the_walk_sees_red(layer, line):
     assert list(faults(layer, line))
+
+
+def test_rooms_of_the_triton_backend():
+    rooms = {room: list((PACKAGE / "triton" / room).glob("*.py")) for room in ROOMS}
+    assert {p.name for p in (PACKAGE / "triton").iterdir() if (p / "__init__.py").exists()} == set(rooms)
+    assert not [fault for room, found in rooms.items() for file in found for fault in of_rooms(room, file.read_text())]
+    kernels = {file.name: list(no_kernels(file.read_text())) for file in rooms["kernels"]}
+    assert len(kernels) > 10 and not any(kernels.values()), kernels
+
+
+def test_private_names_have_one_home():
+    found = {file.relative_to(PACKAGE).as_posix(): file.read_text() for file in files()}
+    assert not [fault for file, source in found.items() for fault in private(file, source)]
+    unused = {p: [f for f in homes if not list(private("elsewhere", found[f]))] for p, homes in PRIVATE.items()}
+    assert unused == {"torch": [], "triton": []}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._C._cuda_getDevice()",
+        "from torch._C import _cuda_getDevice",
+        "from torch.autograd import forward_ad\nforward_ad._current_level",
+        "import torch as t\nt.nn._reduction",
+        "from torch import _dynamo",
+        "import triton\ntriton.knobs.runtime.debug",
+        "from triton.runtime import driver",
+        "import triton.language as tl\ntl.extra.cuda.gdc_wait()",
+        "import triton.backends",
+    ],
+)
+def test_a_private_name_is_seen(source):
+    assert list(private("eager/linear.py", source))
+
+
+@pytest.mark.parametrize("source", ["import torch\ntorch.__version__, torch.nn.Linear", "import triton.language as tl\ntl.dot"])
+def test_a_public_name_is_not(source):
+    assert not list(private("eager/linear.py", source))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "def f(): pass",
+        "BLOCK = 32",
+        "A, B = map(int, '12')",
+        "x: int = 3",
+        "@triton.autotune\n@triton.jit\ndef f(): pass",
+        "class Config: pass",
+    ],
+)
+def test_what_is_no_kernel_is_seen(line):
+    assert list(no_kernels(line))
+
+
+@pytest.mark.parametrize(
+    ("room", "line"),
+    [
+        ("kernels", "from fdora.triton.gemm import gemm"),
+        ("kernels", "from fdora.triton.runtime.plan import Array"),
+        ("runtime", "from fdora.triton.kernels.copy import copy_kernel"),
+        ("runtime", "from fdora.triton.linear import linear"),
+    ],
+)
+def test_a_room_left_is_seen(room, line):
+    assert list(of_rooms(room, line))
 
 
 def test_one_concept_per_file():
@@ -104,24 +255,40 @@ def run(code, **env):
     return done.stdout.strip()
 
 
+IMPORT = """
+import sys, torch
+names = lambda: [{n: id(v) for n, v in vars(m).items()} for m in (torch, torch.nn.functional)]
+before, loaded, calls = names(), set(sys.modules), 0
+def count(frame, event, arg):
+    global calls
+    calls += event == "call"
+sys.setprofile(count)
+import fdora
+root = calls
+import fdora.functional
+sys.setprofile(None)
+assert names() == before
+new = {m for m in set(sys.modules) - loaded if m.partition(".")[0] not in ("fdora", *sys.stdlib_module_names)}
+new -= {m for m in new if m.startswith("_sysconfigdata_")}  # of the standard library, under the name of its platform
+print(root, calls, *sorted(new))
+"""
+
+
 def test_import_is_light_and_patches_nothing():
-    out = run(
-        "import torch, sys, time\n"
-        "before = {n: id(v) for n, v in vars(torch).items()}, {n: id(v) for n, v in vars(torch.nn.functional).items()}\n"
-        "loaded = set(sys.modules)\n"
-        "start = time.perf_counter()\n"
-        "import fdora\n"
-        "seconds = time.perf_counter() - start\n"
-        "import fdora.functional\n"
-        "assert ({n: id(v) for n, v in vars(torch).items()}, {n: id(v) for n, v in vars(torch.nn.functional).items()}) == before\n"
-        "new = {m.split('.')[0] for m in set(sys.modules) - loaded}\n"
-        "kernels = {'triton'} if torch.version.cuda or torch.version.hip else set()\n"  # loaded where a GPU may come to be used
-        "assert not (new - kernels) & {'triton', 'transformers', 'peft', 'einops', 'optree', 'numpy'}, new\n"
-        "print(seconds)"
-    )
-    assert float(out) < 0.3
+    """Counted in Python calls, not in seconds, which depend on what else the machine does. `import torch` takes 500,000."""
+    import torch
+
+    root, calls, *new = run(IMPORT).split()
+    assert int(root) < 2_000
+    if torch.version.cuda or torch.version.hip or os.environ.get("TRITON_INTERPRET") == "1":
+        assert int(calls) < 200_000  # Triton is loaded where a GPU may come to be used
+        assert {m.partition(".")[0] for m in new} <= {"triton", "torch", "optree"}
+        assert not {"torch._dynamo", "torch._inductor", "torch.onnx"} & set(new)
+    else:
+        assert int(calls) < 20_000 and {m.partition(".")[0] for m in new} <= {"optree"}
 
 
-def test_import_of_the_functions_is_light_too():
-    out = run("import torch, time; t = time.perf_counter(); import fdora.functional; print(time.perf_counter() - t)")
-    assert float(out) < 0.3
+@pytest.mark.parametrize("line", ["import einops", "sum(map(lambda i: i, range(20_000)))"])
+def test_a_heavy_import_would_be_seen(line):
+    root, calls, *new = run(IMPORT.replace("import fdora\n", f"import fdora\n{line}\n")).split()
+    assert int(root) >= 2_000 and (new or int(calls) >= 20_000)

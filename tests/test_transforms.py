@@ -4,7 +4,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch.func import functional_call, grad, vmap
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fdora.functional as F
@@ -289,6 +292,71 @@ def test_autocast_of_layers_together(name):
         assert a.dtype == torch.float32 and torch.equal(a, b) and rel_l2(a, d) <= 2e-2, (n, rel_l2(a, d))
 
 
+def stated(W, A, B, m, c):
+    """The norm of a state that matches, and of one that does not."""
+    fresh = F.dora_norm(W, A, B, s=S, state=F.dora_norm_state(W))
+    return torch.cat([fresh.c, F.dora_norm(W, A, B, s=S, state=fresh._replace(c=c)).c])
+
+
+CONSTANT = {
+    "norm": lambda W, A, B, m, c: F.dora_norm(W, A, B, s=S),
+    "norm_axis": lambda W, A, B, m, c: F.dora_norm(W, A, B, s=S, norm_axis=0),
+    "norm_given_base": lambda W, A, B, m, c: F.dora_norm(W, A, B, s=S, base_sqnorm=W.square().sum(1)),
+    "squared": lambda W, A, B, m, c: F.dora_norm(W, A, B, s=S, squared=True),
+    "state": stated,
+    "base_sqnorm": lambda W, A, B, m, c: F.dora_base_sqnorm(W),
+    "merge": lambda W, A, B, m, c: F.dora_merge(W, A, B, m, s=S),
+    "merge_given_norm": lambda W, A, B, m, c: F.dora_merge(W, A, B, m, s=S, norm=c),
+    "unmerge": lambda W, A, B, m, c: F.dora_unmerge(W, A, B, m, s=S, norm=c),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_what_is_detached_has_no_tangent(name):
+    """Forward mode, which no_grad does not stop: one jvp, a bank of them, and torch's own dual numbers."""
+    f, many = CONSTANT[name], [inputs(OPS["unmerge"], seed=i) for i in range(3)]
+    args = [[one[n] for n in ("W", "A", "B", "m", "c")] for one in many]
+    tangents = [torch.ones_like(a) for a in args[0]]
+    value, tangent = jvp(f, tuple(args[0]), tuple(tangents))
+    assert_exact(value, f(*args[0]))
+    assert not tangent.any()
+    bank = [torch.stack(each) for each in zip(*args, strict=True)]
+    value, tangent = vmap(lambda *args: jvp(f, args, tuple(tangents)))(*bank)
+    for i in range(3):
+        assert_exact(value[i], f(*args[i]))
+    assert not tangent.any()
+    with forward_ad.dual_level():
+        out = f(*(forward_ad.make_dual(a, t) for a, t in zip(args[0], tangents, strict=True)))
+        assert forward_ad.unpack_dual(out).tangent is None
+
+
+def formula(A, B, m, x, W, c):
+    """What the message about second derivatives recommends; c = None: the detached norm of fdora."""
+    g = F.dora_scale(m, F.dora_norm(W, A, B, s=S)) if c is None else m / c
+    return (g * (x @ W.T + S * (x @ A.T) @ B.T)).square().sum()
+
+
+@pytest.mark.parametrize("derivative", [torch.func.jacfwd, torch.func.hessian], ids=["jacfwd", "hessian"])
+def test_forward_mode_of_the_formula_with_a_detached_norm(derivative):
+    t = inputs(OPS["linear"])
+    x, W = t["x"], t["W"]
+    adapter = tuple(t[n] for n in ADAPTER)
+
+    def of(f):
+        return derivative(f, argnums=(0, 1, 2))
+
+    bank = [torch.stack([p, 2 * p]) for p in adapter]
+    mapped = vmap(of(lambda *adapter: formula(*adapter, x, W, None)))(*bank)
+    for i in range(2):
+        one = [p[i] for p in bank]
+        c = reference.norm(W, *one[:2], S)
+        want = tree_leaves(of(lambda *adapter, c=c: formula(*adapter, x, W, c))(*one))
+        got = tree_leaves(of(lambda *adapter: formula(*adapter, x, W, None))(*one))
+        for single, many, truth in zip(got, tree_leaves(mapped), want, strict=True):
+            assert_exact(single, truth)
+            assert_exact(many[i], truth)
+
+
 @pytest.mark.parametrize("name", ["group", "mlp"])
 def test_compiled_without_a_graph(name):
     """Nothing requires grad, or grad mode is off: Dynamo takes another road there."""
@@ -331,6 +399,38 @@ def test_compile(name):
                 d = torch.autograd.grad(step(leaves, rest), list(leaves.values()))
                 for n, got in zip(leaves, d, strict=True):
                     assert_exact(got, plain_grad(op, t)[n], f"M={M} d{n}")
+
+
+@pytest.mark.parametrize("name", ["linear", "linear_own_norm", "linear_dropout_peft", "norm", "compose", "group", "mlp"])
+def test_two_in_one_dynamic_graph(name):
+    """With gradients. Dynamo makes an input of each global float, and fails where two Functions read the same one."""
+    op = OPS[name]
+    torch._dynamo.reset()
+    two = [inputs(op, seed=seed) for seed in (0, 1)]
+    leaves = [{n: v.detach().clone().requires_grad_() for n, v in split(op, t)[0].items()} for t in two]
+    rest = [split(op, t)[1] for t in two]
+
+    def loss(leaves, rest):
+        return sum(loss_of(op)(*each) for each in zip(leaves, rest, strict=True))
+
+    value = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")(leaves, rest)
+    flat = [(n, v) for each in leaves for n, v in each.items()]
+    d = torch.autograd.grad(value, [v for _, v in flat])
+    assert_exact(value, loss(leaves, rest))
+    want = [plain_grad(op, t)[n] for t in two for n in op.trained]
+    for (n, _), got, each in zip(flat, d, want, strict=True):
+        assert_exact(got, each, n)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_make_fx_symbolic(name):
+    """Traced with symbols for sizes; what was traced serves other sizes."""
+    op = OPS[name]
+    t = inputs(op)
+    traced = make_fx(lambda t: op.call(**t), tracing_mode="symbolic")(t)
+    for M in (5, 9) if op.per_token else (5,):
+        t = inputs(op, M, seed=1)
+        assert_exact(traced(t), op.call(**t), f"M={M}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

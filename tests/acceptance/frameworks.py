@@ -126,7 +126,7 @@ def environment(name, work):
         pins.write_text(TORCH + "\n")
         pip = [python, "-m", "pip", "install", "--quiet", "--constraint", pins]
         wanted, alone = RECIPES[name]
-        subprocess.run([*pip, TORCH, "numpy", "pytest"], check=True)
+        subprocess.run([*pip, TORCH, "numpy", "pytest", "einops>=0.8", "optree>=0.14"], check=True)
         subprocess.run([*pip, *wanted], check=True)
         if alone:
             subprocess.run([*pip, "--no-deps", *alone], check=True)

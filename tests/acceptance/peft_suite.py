@@ -21,6 +21,7 @@ TORCH = "torch==2.13.0"
 NEEDS = [
     *("transformers", "accelerate", "datasets", "safetensors", "diffusers", "sentencepiece", "protobuf", "attrs"),
     *("pytest", "pytest-xdist", "pytest-timeout", "parameterized", "scipy", "scikit-learn", "setuptools", "wheel"),
+    *("einops>=0.8", "optree>=0.14"),  # what fdora itself requires: it is found by its path
 ]
 FILES = ("test_lora_variants", "test_helpers", "test_riemannian_lora", "test_custom_models", "test_initialization")
 ENOUGH = 350

@@ -32,6 +32,17 @@ def matches_the_truth():
         assert_exact(dora_delta(base, lora, g, s=s), truth(base, lora, g, s) - base)
 
 
+def any_shape():
+    for lead, N, bias_too in itertools.product(((), (0,), (4,), (2, 0, 3), (2, 3)), (6, 0), (False, True)):
+        base, lora, g, bias = (t.requires_grad_() for t in inputs(lead, N))
+        leaves = dict(base=base, lora=lora, g=g) | (dict(bias=bias) if bias_too else {})
+        y, want = dora_compose(base, lora, g, s=0.7, bias=leaves.get("bias")), truth(base, lora, g, 0.7, leaves.get("bias"))
+        assert_exact(y, want, f"{lead} N={N}")
+        ones = torch.ones_like(y)
+        for d, ref in zip(*(grads(v, ones, **leaves).values() for v in (y, want)), strict=True):
+            assert_exact(d, ref, f"{lead} N={N}")
+
+
 def rounds_once():
     """At g near 1 (std 0.0015) half-precision results sit at the rounding floor, whatever mix of dtypes comes in."""
     for dtype, lora_dtype in ((torch.bfloat16, None), (torch.bfloat16, torch.float32), (torch.float16, None)):
@@ -86,6 +97,7 @@ def takes_any_strides():
 
 CHECKS = [
     matches_the_truth,
+    any_shape,
     rounds_once,
     gradients_are_right,
     half_precision_gradients_are_within_budget,

@@ -79,15 +79,15 @@ def matches_the_truth_and_layers_by_themselves():
 
 
 def any_shape():
-    for lead in ((), (0,), (1,), (2, 0, 3), (3, 1, 2)):
-        layers, leaves = named(many(lead=lead), ("A", "B", "m"))
+    for lead, K in itertools.product(((), (0,), (1,), (2, 0, 3), (3, 1, 2)), (7, 0)):
+        layers, leaves = named(many(K, lead), ("A", "B", "m"))
         got = dora_linear_group(leaves["x"], [packed(t, False) for t in layers])
         want = [truth(t, False) for t in layers]
         for y, ref in zip(got, want, strict=True):
-            assert_exact(y, ref, f"{lead}")
+            assert_exact(y, ref, f"{lead} K={K}")
         ones = torch.ones_like(joined(got))
         for d, ref in zip(*(grads(joined(v), ones, **leaves).values() for v in (got, want)), strict=True):
-            assert_exact(d, ref, f"{lead}")
+            assert_exact(d, ref, f"{lead} K={K}")
 
 
 def only_what_is_asked_for():

@@ -52,4 +52,19 @@ def leaves_its_input_alone():
     assert all(torch.equal(t[n], v) for n, v in before.items())
 
 
-CHECKS = [merged_weight_does_what_the_layer_does, round_trip, zero_rows_come_back, leaves_its_input_alone]
+def has_shapes_on_meta():
+    t = tensors(dtype=torch.bfloat16, adapter=torch.float32)
+    W, *p = (t[n].to("meta") for n in ("W", *NAMES))
+    merged = dora_merge(W, *p, s=t["s"])
+    back = dora_unmerge(merged, *p, s=t["s"], norm=dora_norm(W, *p[:2], s=t["s"]))
+    for made in (merged, back):
+        assert made.is_meta and made.shape == W.shape and made.dtype == W.dtype
+
+
+CHECKS = [
+    merged_weight_does_what_the_layer_does,
+    round_trip,
+    zero_rows_come_back,
+    leaves_its_input_alone,
+    has_shapes_on_meta,
+]

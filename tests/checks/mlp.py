@@ -95,13 +95,14 @@ def some_without_an_adapter():
 
 
 def any_shape():
-    for lead in ((), (0,), (1,), (2, 0, 3), (3, 1, 2)):
-        layers, leaves, x = leaves_of(three(lead=lead), ("A", "B", "m"))
+    sizes = ((7, 9, 6), (0, 9, 6), (7, 0, 6), (7, 9, 0))
+    for lead, size in itertools.product(((), (0,), (1,), (2, 0, 3), (3, 1, 2)), sizes):
+        layers, leaves, x = leaves_of(three(*size, lead), ("A", "B", "m"))
         y, want = dora_mlp(x, *(packed(t, False) for t in layers)), truth(layers, x, "silu", False)
-        assert_exact(y, want, f"{lead}")
+        assert_exact(y, want, f"{lead} {size}")
         ones = torch.ones_like(y)
         for d, ref in zip(*(grads(v, ones, **leaves).values() for v in (y, want)), strict=True):
-            assert_exact(d, ref, f"{lead}")
+            assert_exact(d, ref, f"{lead} {size}")
 
 
 def only_what_is_asked_for():

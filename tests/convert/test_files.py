@@ -1,5 +1,6 @@
 """Files, the command line, and g for a server."""
 
+import os
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fdora import FdoraError
-from fdora.convert import Weights, kohya_names, merge, read, write, write_scales
+from fdora.convert import Weights, combine, kohya_names, merge, read, write, write_scales
 from fdora.convert.__main__ import main
 from tests.convert.make import columns, layer, merged, missed, target
 from tests.convert.test_keys import adapters, same, shapes
@@ -89,10 +90,8 @@ def test_the_command_line(model, capsys):
     assert all(
         p.m is None and missed(W[path], merge(W[path], p), merged(W[path], first[path])) < 1e-4 for path, p in got.items()
     )
-    with pytest.raises(
-        FdoraError, match=r"^model.layers.0.self_attn.q_proj: fdora.convert.to_lora: the error must be at most 0.01"
-    ):
-        main(["lora", args[0], str(folder / "refused"), f"{folder}/first", "--r", "2", "--max-error", "0.01"])
+    said = refused(capsys, "lora", args[0], folder / "refused", folder / "first", "--r", "2", "--max-error", "0.01")
+    assert said.startswith("model.layers.0.self_attn.q_proj: fdora.convert.to_lora: the error must be at most 0.01")
     assert not (folder / "refused").exists()
 
     main(["scales", args[0], str(folder / "g"), f"{folder}/first"])
@@ -101,9 +100,170 @@ def test_the_command_line(model, capsys):
     main(["keys", args[0], str(folder / "kohya"), f"{folder}/first", "--to", "kohya"])
     main(["keys", args[0], str(folder / "back"), str(folder / "kohya"), "--of", "kohya"])
     same(read(folder / "back"), first)
-    for wrong in (["lora", *args, "a"], ["keys", *args, "a", "b"]):
-        with pytest.raises(SystemExit):
+    for wrong in (["lora", *args, "a"], ["keys", *args, "a", "b"], ["scales", *args, "a", "--r", "2"], ["lora"], []):
+        with pytest.raises(SystemExit) as stopped:
             main(wrong)
+        assert stopped.value.code == 2
+    capsys.readouterr()
+
+
+def refused(capsys, *argv):
+    """What a command says on stderr as it stops with status 2: one line."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main([str(arg) for arg in argv])
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2 and out == "" and err.endswith("\n") and err.count("\n") == 1
+    return err
+
+
+def test_a_weight_follows_the_last_equals_sign(model, capsys):
+    """And only where it is a number, and no folder has the whole name."""
+    folder, W, _, second = model
+    path = next(iter(second))
+    for name in ("lr", "lr=3", "a=b", "2"):
+        write(folder / name, {path: second[path]._replace(s=float(len(name)))})
+
+    for given, s, weight in (
+        ("lr", 2.0, 1.0), ("lr=3", 4.0, 1.0), ("lr=3=0.5", 4.0, 0.5), ("lr=2", 2.0, 2.0), ("lr=-1e-1", 2.0, -0.1),
+        ("a=b", 3.0, 1.0), ("a=b=2", 3.0, 2.0), ("2", 1.0, 1.0), ("2=2", 1.0, 2.0),
+    ):  # fmt: skip
+        main(["combine", str(folder / "model"), str(folder / "out"), f"{folder}/{given}"])
+        want = target(W[path], [second[path]._replace(s=s)], [weight])
+        assert missed(W[path], merge(W[path], read(folder / "out")[path]), want) < 1e-5, given
+    for missing in ("first=", "first=x", "first=0.5x"):
+        assert f"{folder / missing}" in refused(capsys, "combine", folder / "model", folder / "no", folder / missing)
+    assert "=0.5" in refused(capsys, "combine", folder / "model", folder / "no", "=0.5")
+    for other in (["lora", "--r", "2"], ["scales"], ["keys"]):  # they have no weights: nothing is dropped in silence
+        assert "first=0.5" in refused(capsys, other[0], folder / "model", folder / "no", folder / "first=0.5", *other[1:])
+    assert not (folder / "no").exists()
+
+
+@pytest.mark.parametrize("weight", ["nan", "inf", "-inf", "1e999"])
+def test_a_weight_that_is_not_finite_is_refused(weight, model, capsys):
+    folder, W, first, _ = model
+    said = refused(capsys, "combine", folder / "model", folder / "no", folder / "second", f"{folder}/first={weight}")
+    assert f"must be an adapter with a finite weight, got {weight}" in said and not (folder / "no").exists()
+    path = next(iter(first))
+    with pytest.raises(FdoraError, match="`weights` must be finite"):
+        combine(W[path], [first[path]], [float(weight)])
+    with pytest.raises(SystemExit):
+        main(["lora", str(folder / "model"), str(folder / "no"), str(folder / "first"), "--r", "2", f"--max-error={weight}"])
+    assert "is not a finite number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["A", "B", "m"])
+def test_an_adapter_that_is_not_finite_is_refused(part, model, capsys):
+    folder, _, first, _ = model
+    path = next(iter(first))
+    getattr(first[path], part)[1] = float("nan")
+    write(folder / "first", first)
+    for command in (["combine", "--r", "2"], ["combine"], ["lora", "--r", "2"]):
+        said = refused(capsys, command[0], folder / "model", folder / "no", folder / "first", *command[1:])
+        assert said.startswith(path) and "must be finite" in said
+    assert not (folder / "no").exists()
+
+
+def bytes_of(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("fault", ["tensors", "config", "first move", "second move", "third move", "fourth move"])
+def test_a_failed_write_leaves_the_old_pair(fault, model, monkeypatch):
+    """Each step of writing fails once, on a full disk; over an old pair, and where there was none."""
+    folder, _, first, second = model
+    old = bytes_of(folder / "second")
+    assert set(old) == {"adapter_config.json", "adapter_model.safetensors"}
+    full, replace = OSError(28, "No space left on device"), os.replace
+    moves = []
+
+    def failing(*_, **__):
+        raise full
+
+    def failing_move(*paths):
+        moves.append(paths)
+        if len(moves) == 1 + ["first", "second", "third", "fourth"].index(fault.split()[0]):
+            raise full
+        replace(*paths)
+
+    if fault == "tensors":
+        monkeypatch.setattr("safetensors.torch.save_file", failing)
+    elif fault == "config":
+        monkeypatch.setattr("pathlib.Path.write_text", failing)
+    else:
+        monkeypatch.setattr("os.replace", failing_move)
+    with pytest.raises(FdoraError, match=r"`path` must be a place that can be written.*No space left on device"):
+        write(folder / "second", first)
+    assert bytes_of(folder / "second") == old
+    same(read(folder / "second"), second)
+    if fault not in ("third move", "fourth move"):  # nothing is to be moved away
+        moves.clear()
+        with pytest.raises(FdoraError, match="No space left"):
+            write(folder / "new", first)
+        assert not list((folder / "new").iterdir())
+    monkeypatch.undo()
+    write(folder / "second", first)
+    assert set(bytes_of(folder / "second")) == set(old)
+    same(read(folder / "second"), first)
+
+
+def test_other_files_stay(model):
+    folder, W, first, _ = model
+    (folder / "second" / "README.md").write_text("mine")
+    write(folder / "second", first)
+    write_scales(folder / "second" / "g.safetensors", W, first)
+    write(folder / "second", first)
+    assert (folder / "second" / "README.md").read_text() == "mine" and (folder / "second" / "g.safetensors").exists()
+    for place in (folder / "second", folder / "nowhere" / "g", folder / "second" / "README.md" / "g"):
+        with pytest.raises(FdoraError, match="`path` must be a place that can be written"):
+            write_scales(place, W, first)
+        with pytest.raises(FdoraError, match="`path` must be a place that can be written"):
+            write(place, first, "kohya", names=kohya_names(first))
+    assert (folder / "second" / "README.md").read_text() == "mine" and len(bytes_of(folder / "second")) == 4
+
+
+def test_bad_files_are_told_in_a_sentence(model, capsys):
+    folder, _, first, _ = model
+    for name in ("no_config", "no_tensors", "bad_config", "list", "bad_tensors"):
+        write(folder / name, first)
+    (folder / "no_config" / "adapter_config.json").unlink()
+    (folder / "no_tensors" / "adapter_model.safetensors").unlink()
+    (folder / "bad_config" / "adapter_config.json").write_text("{")
+    (folder / "list" / "adapter_config.json").write_text("[]")
+    (folder / "bad_tensors" / "adapter_model.safetensors").write_bytes(b"x" * 100)
+    model = folder / "model"
+    for adapter in ("no_config", "no_tensors", "bad_config", "list", "bad_tensors", "missing"):
+        said = refused(capsys, "combine", model, folder / "no", folder / adapter)
+        assert said.startswith("fdora.convert.read: `") and (adapter in said or adapter == "list")
+    kohya = refused(capsys, "keys", model, folder / "no", folder / "missing", "--of", "kohya")
+    assert f"such that {folder / 'missing'} can be read, got no such file" in kohya
+    for weights in (folder / "missing", folder / "first" / "adapter_config.json"):
+        assert refused(capsys, "scales", weights, folder / "no", folder / "first").startswith("fdora.convert.Weights: `path`")
+    assert refused(capsys, "combine", model, folder / "first" / "adapter_config.json", folder / "first").startswith(
+        "fdora.convert.write: `path`"
+    )
+    assert not (folder / "no").exists()
+
+
+def test_a_defect_stays_a_traceback(model, monkeypatch):
+    """Only what somebody asked wrongly becomes a sentence."""
+    folder, *_ = model
+    for bug in (ValueError("bug"), RuntimeError("bug"), KeyError("bug"), ModuleNotFoundError("bug", name="bug")):
+
+        def broken(*_, bug=bug, **__):
+            raise bug
+
+        monkeypatch.setattr("fdora.convert.__main__.combine", broken)
+        with pytest.raises(type(bug)) as raised:
+            main(["combine", str(folder / "model"), str(folder / "no"), str(folder / "first")])
+        assert raised.value is bug
+
+
+def test_the_exit_status(model):
+    folder, *_ = model
+    command = [sys.executable, "-m", "fdora.convert", "combine", str(folder / "model"), str(folder / "no")]
+    done = subprocess.run([*command, f"{folder}/missing=2"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and f"{folder}/missing" in done.stderr
 
 
 def test_it_is_a_command_and_needs_safetensors_for_files_only():
@@ -112,3 +272,29 @@ def test_it_is_a_command_and_needs_safetensors_for_files_only():
     code = "import sys; sys.modules['safetensors'] = None; from fdora.convert import combine, Weights, from_peft\ntry: Weights('x')\nexcept ImportError: print('late')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "late", done.stderr
+    code = "import sys; sys.modules['safetensors'] = None; from fdora.convert.__main__ import main; main(['scales', 'a', 'b', 'c'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith("fdora.convert: files need safetensors")
+        and done.stderr.count("\n") == 1
+    )
+
+
+def test_one_file_is_replaced_in_one_move(model, monkeypatch):
+    """A reader finds the old file or the new one, never none."""
+    folder, W, first, _ = model
+    write_scales(folder / "g", W, first)
+    replace, moves = os.replace, []
+    monkeypatch.setattr("os.replace", lambda *paths: (moves.append(paths[1]), replace(*paths)))
+    write_scales(folder / "g", W, first)
+    assert moves == [folder / "g"]
+
+    def failing(*_):
+        raise OSError(28, "No space left on device")
+
+    old = (folder / "g").read_bytes()
+    monkeypatch.setattr("os.replace", failing)
+    with pytest.raises(FdoraError, match="No space left"):
+        write_scales(folder / "g", W, dict(list(first.items())[:1]))
+    assert (folder / "g").read_bytes() == old and not list(folder.glob(".fdora-*"))

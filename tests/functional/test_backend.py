@@ -1,6 +1,9 @@
 """Who runs, and why: the argument, the context, the environment variable, then the rule."""
 
+import ast
+import dataclasses
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -17,6 +20,7 @@ from tests import device
 from tests.make import tensors
 
 BOTH = ("eager", "triton")
+OF_KERNELS = {"norm_kept", "give_norm", "norms_kept", "forget_norms"}  # what compiled code keeps between its calls
 module = importlib.import_module("fdora.functional.backend")
 
 
@@ -60,6 +64,14 @@ def test_environment():
         [sys.executable, "-c", code], env=os.environ | {"FDORA_BACKEND": "eager"}, capture_output=True, text=True, check=True
     )
     assert run.stdout.strip() == "asked for by fdora.backend or FDORA_BACKEND"
+
+
+@pytest.mark.parametrize("name", ["", "auto"])
+def test_an_empty_environment_variable_is_no_wish(name):
+    code = "import fdora._dispatch as d; print(d.forced())"
+    env = os.environ | {"FDORA_BACKEND": name}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout.strip() == "auto", run.stderr
 
 
 def test_compiled_code_follows_the_context():
@@ -184,6 +196,57 @@ def test_no_crash_at_import_of_a_broken_triton(broken, reason, tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert "torch.Size([3])" in run.stdout and reason in run.stdout and "name='eager'" in run.stdout
+
+
+REMOVE = """
+import importlib, sys
+for place in sys.argv[1:]:
+    package, file, name = place.split(".")
+    module = importlib.import_module(f"fdora.{package}.{file}")
+    op = vars(module).pop(name)
+    try:
+        importlib.import_module("fdora.autograd._ops")
+        print(f"{place}: nobody missed it")
+    except AttributeError as error:
+        if f"no attribute '{name}'" not in str(error):
+            print(f"{place}: {error}")
+    setattr(module, name, op)
+    sys.modules.pop("fdora.autograd._ops", None)
+importlib.import_module("fdora.autograd._ops")  # with all of them there it can be imported
+"""
+
+
+def listed():
+    """Each op that a backend names, and what implements it: folder, file and name there."""
+    tree = ast.parse(inspect.getsource(_ops))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and isinstance(node.value, ast.Attribute):
+            package, file, name = ast.unparse(node.value).split(".")
+            yield node.arg, package, file, name
+
+
+def test_every_op_of_a_backend_is_named():
+    found = list(listed())
+    fields = {f.name for f in dataclasses.fields(_ops.Backend)}
+    assert {op for op, package, *_ in found if package == "eager"} == fields - OF_KERNELS
+    assert {op for op, package, *_ in found if package == "triton"} == fields - {"norm_bwd", "base_sqnorm"}
+    assert not [(op, name) for op, _, _, name in found if op not in (name, "tree_layers")]  # a class, Layers, in files tree.py
+
+
+def test_a_backend_lacks_nothing():
+    whole = {f.name: getattr(_ops.OPS["eager"], f.name) for f in dataclasses.fields(_ops.Backend)}
+    for name in set(whole) - OF_KERNELS:
+        with pytest.raises(TypeError, match=name):
+            _ops.Backend(**{n: f for n, f in whole.items() if n != name})
+
+
+def test_a_kernel_that_is_missing_is_missed_at_import():
+    """Without a list eager would answer for it, and every test of kernels would stay green."""
+    pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+    places = sorted({".".join(place) for _, *place in listed()})
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    run = subprocess.run([sys.executable, "-c", REMOVE, *places], env=env, capture_output=True, text=True)
+    assert run.returncode == 0 and not run.stdout and len(places) > 20, run.stdout + run.stderr
 
 
 @pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda")

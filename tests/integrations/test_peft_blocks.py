@@ -1,17 +1,23 @@
 """use_fdora(fuse=True): q, k, v and the gated MLP of transformers' blocks in one call each."""
 
 import copy
+import functools
+import inspect
 import pickle
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fdora import FdoraError
 from fdora.integrations._peft import linear
-from fdora.integrations._peft.blocks import MLP, Mlp
+from fdora.integrations._peft.blocks import MLP, Mlp, block
+from fdora.integrations._peft.known import act_of, is_gated_mlp, shares_x
 from fdora.integrations.peft import report, restore, use_fdora
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", *MLP]
@@ -188,18 +194,310 @@ class Cross(nn.Module):
         return self.q_proj(x) @ self.k_proj(memory).T @ self.v_proj(memory)
 
 
-def test_another_forward_is_left_alone(monkeypatch):
-    model = made()
-    mlp = type(model.base_model.model.model.layers[0].mlp)
+def mlps(model):
+    return [m for m in model.modules() if isinstance(m, Mlp)]
 
-    def patched(self, x):
+
+class OtherMlp(LlamaMLP):
+    """Forwards that hold the known line, or look like it."""
+
+    def added(self, x):
         return 2 * self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x))
 
-    monkeypatch.setattr(mlp, "forward", patched)
+    def scaled(self, x):
+        return 0.5 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    def dropped(self, x):
+        down = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return nn.functional.dropout(down, p=0.5, training=self.training)
+
+    def normed(self, x):
+        x = nn.functional.normalize(x)
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    def swapped(self, x):
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+    @functools.wraps(LlamaMLP.forward)
+    def wrapped(self, x):
+        return 2 * FORWARD(self, x)
+
+    async def later(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    def many(self, x, *more):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+FORWARD = LlamaMLP.forward
+
+
+@pytest.mark.parametrize("name", ["added", "scaled", "dropped", "normed", "swapped", "wrapped"])
+@pytest.mark.parametrize("when", ["before", "after", "instance"])
+def test_another_forward_is_left_alone(name, when, monkeypatch):
+    model, other = made().train(), vars(OtherMlp)[name]
+    if when == "after":
+        use_fdora(model, fuse=True)
+    if when == "instance":
+        for m in model.modules():
+            if isinstance(m, LlamaMLP):
+                m.forward = functools.partial(other, m)
+    else:
+        monkeypatch.setattr(LlamaMLP, "forward", other)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        ours = [p.clone() for p in [model(input_ids=IDS).logits]]
+    restore(model)
+    torch.manual_seed(0)
     want = step(model)
-    use_fdora(model, fuse=True)  # q, k, v are there
-    assert not any(isinstance(m, Mlp) for m in model.modules())
+    close(ours, want[:1])
+    if when != "after":
+        use_fdora(model, fuse=True)  # q, k, v are there
+        assert not mlps(model)
+        torch.manual_seed(0)
+        close(step(model), want)
+
+
+def test_a_forward_is_known_by_all_of_it():
+    def documented(self, hidden_state):
+        """Names of variables and a docstring do not matter."""
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_state)) * self.up_proj(hidden_state))
+
+    def defaulted(self, x, scale=1):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    assert is_gated_mlp(FORWARD) and is_gated_mlp(documented)
+    assert not is_gated_mlp(defaulted)
+    assert not any(is_gated_mlp(f) for f in vars(OtherMlp).values())
+    assert not any(map(is_gated_mlp, (None, len, functools.partial(FORWARD), LlamaMLP)))
+
+
+def test_an_mlp_takes_its_input_as_the_model_gives_it():
+    mlp = use_fdora(made(), fuse=True).base_model.model.model.layers[0].mlp
+    x = torch.randn(3, 64)
+    assert torch.equal(mlp(x=x), FORWARD(mlp, x))
+    with pytest.raises(TypeError):
+        mlp(x, x)
+
+
+class Attentions(nn.Module):
+    """Each is safe, or says why it is not."""
+
+    def safe(self, x):
+        shape = x.shape
+        q = self.q_norm(self.q_proj(x).view(shape))
+        both = self.k_proj(x), self.v_proj(x)
+        x = x + 1
+        return q, both
+
+    def other_x(self, x, memory):
+        return_ = self.q_proj(x), self.k_proj(memory), self.v_proj(memory)
+        return return_
+
+    def assigned(self, x):
+        q = self.q_proj(x)
+        x = x + 1
+        k, v = self.k_proj(x), self.v_proj(x)
+        return q, k, v
+
+    def in_place(self, x):
+        q = self.q_proj(x)
+        x.mul_(2)
+        k, v = self.k_proj(x), self.v_proj(x)
+        return q, k, v
+
+    def maybe(self, x):
+        q = self.q_proj(x)
+        if self.own_kv:
+            k, v = self.k_proj(x), self.v_proj(x)
+        return q, k, v
+
+    def returns(self, x):
+        q = self.q_proj(x)
+        if self.alone:
+            return q
+        k, v = self.k_proj(x), self.v_proj(x)
+        return q, k, v
+
+    def ternary(self, x):
+        q, k, v = self.q_proj(x), self.k_proj(x) if self.own_kv else None, self.v_proj(x)
+        return q, k, v
+
+    def later(self, x):
+        q, k, v = self.q_proj(x), lambda: self.k_proj(x), self.v_proj(x)
+        return q, k(), v
+
+    def walrus(self, x):
+        q, k, v = self.q_proj(x), self.k_proj(x := x + 1), self.v_proj(x)
+        return q, k, v
+
+    def twice(self, x):
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return q, k, self.v_proj(v)
+
+    def weight(self, x):
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return q @ self.q_proj.weight, k, v
+
+    def of_another(self, x):
+        q, k, v = self.q_proj(x), self.other.k_proj(x), self.v_proj(x)
+        return q, k, v
+
+    def first_k(self, x):
+        k, q, v = self.k_proj(x), self.q_proj(x), self.v_proj(x)
+        return q, k, v
+
+    def keyword(self, x):
+        q, k, v = self.q_proj(x), self.k_proj(x, scale=2), self.v_proj(x)
+        return q, k, v
+
+    def expression(self, x):
+        q, k, v = self.q_proj(x + 1), self.k_proj(x + 1), self.v_proj(x + 1)
+        return q, k, v
+
+    def loop(self, x):
+        for _ in range(2):
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return q, k, v
+
+
+def test_an_attention_is_known_by_its_structure():
+    forwards = {n: f for n, f in vars(Attentions).items() if inspect.isfunction(f)}
+    assert [name for name, f in forwards.items() if shares_x(f)] == ["safe"]
+
+    @functools.wraps(Attentions.safe)
+    def wrapped(self, x):
+        return Attentions.safe(self, x + 1)
+
+    assert not shares_x(wrapped)
+    assert not any(map(shares_x, (None, len, functools.partial(Attentions.safe))))
+
+
+def test_a_source_that_is_not_the_code_is_not_believed(tmp_path):
+    text = "class A:\n    def forward(self, x):\n        return self.q_proj(x), self.k_proj(x), self.v_proj(x)\n"
+    text = text.replace("return", "y =")
+    for name, written, known in (("same", text, True), ("other", text.replace("v_proj(x)", "v_proj(x), x.mul_(2)"), False)):
+        file, space = tmp_path / f"{name}.py", {}
+        exec(compile(written, str(file), "exec"), space)
+        file.write_text(text)
+        assert shares_x(space["A"].forward) == known
+    exec("def forward(self, x):\n    y = self.q_proj(x), self.k_proj(x), self.v_proj(x)\n", space)
+    assert not shares_x(space["forward"])  # without a source
+
+
+ACTS = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+    "gelu_10": None, "quick_gelu": None, "gelu_fast": None, "gelu_python": None, "relu": None, "mish": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_activations_are_known_by_what_they_are(name):
+    model = made(hidden_act=name).double()
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            if "gate_proj" in n and "base_layer" in n:
+                p.mul_(1000)  # far outside of what a few values would show
+    want = step(model)
+    use_fdora(model, fuse=True)
+    assert len(mlps(model)) == (0 if ACTS[name] is None else 2)
+    for a, b in zip(step(model), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    assert act_of(ACT2FN[name]) == ACTS[name]
+
+
+def test_functions_and_modules_of_torch_are_known_too():
+    F = nn.functional
+    known = {"silu": (F.silu, nn.SiLU(), nn.SiLU(inplace=True)), "gelu": (F.gelu, nn.GELU()), "gelu_tanh": (nn.GELU("tanh"),)}
+    for name, acts in known.items():
+        assert [act_of(act) for act in acts] == [name] * len(acts)
+
+    class Mine(nn.SiLU):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    for act in (None, F.relu, torch.sigmoid, lambda x: F.silu(x), Mine(), nn.ReLU(), functools.partial(F.gelu)):
+        assert act_of(act) is None
+
+
+def test_an_activation_is_looked_at_when_it_is_called(monkeypatch):
+    model = use_fdora(made(), fuse=True)
+    mlp, x = model.base_model.model.model.layers[0].mlp, torch.randn(3, 64)
+    want = mlp(x)
+    handle = mlp.act_fn.register_forward_hook(lambda module, args, out: 2 * out)
+    torch.testing.assert_close(mlp(x), FORWARD(mlp, x))
+    assert not torch.allclose(mlp(x), want)
+    handle.remove()
+    for act in (nn.GELU(), nn.ReLU(), ACT2FN["gelu_10"]):
+        mlp.act_fn = act
+        torch.testing.assert_close(mlp(x), FORWARD(mlp, x))
+        assert not torch.allclose(mlp(x), want)
+    mlp.act_fn = ACT2FN["silu"]
+    monkeypatch.setattr(type(mlp.act_fn), "forward", lambda self, x: x)
+    torch.testing.assert_close(mlp(x), FORWARD(mlp, x))
+
+
+def test_x_that_is_changed_in_place_is_another_x():
+    model = use_fdora(made(), fuse=True)
+    q, k = (getattr(model.base_model.model.model.layers[0].self_attn, n) for n in ("q_proj", "k_proj"))
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        want = k(2 * x)
+        q(x)
+        torch.testing.assert_close(k(x.mul_(2)), want)
+
+
+class Doubled(ModelHook):
+    def post_forward(self, module, output):
+        return 2 * output
+
+
+@pytest.mark.parametrize("then", ["restore", "use_fdora", "fuse again", "remove", "copy"])
+def test_hooks_of_accelerate_on_a_fused_mlp(then):
+    """They keep the forward that they replace, and call it after the class has changed."""
+    stock, model = made(), use_fdora(made(), fuse=True)
+    plain = step(stock)
+    add_hook_to_module(stock.base_model.model.model.layers[0].mlp, Doubled())
+    want, layer = step(stock), model.base_model.model.model.layers[0]
+    add_hook_to_module(layer.mlp, Doubled())
     close(step(model), want)
+    if then == "restore":
+        restore(model)
+    if then == "use_fdora":
+        use_fdora(model)
+    if then == "fuse again":
+        use_fdora(model, fuse=True)
+    if then == "copy":
+        model = copy.deepcopy(model)
+    if then == "remove":
+        remove_hook_from_module(layer.mlp)
+    close(step(model), plain if then == "remove" else want)
+    restore(model)
+    close(step(model), plain if then == "remove" else want)
+
+
+@pytest.mark.parametrize("how", ["merge_and_unload", "unload"])
+def test_a_plain_model_has_nothing_of_ours(how):
+    classes = [type(m) for m in getattr(made(), how)().modules()]
+    model = use_fdora(made(), fuse=True)
+    with torch.no_grad():
+        want = model(input_ids=IDS).logits
+    plain = getattr(model, how)()
+    assert [type(m) for m in plain.modules()] == classes
+    if how == "merge_and_unload":
+        torch.testing.assert_close(plain(input_ids=IDS).logits, want, rtol=1e-4, atol=1e-5)
+    assert b"fdora" not in pickle.dumps(plain)
+
+
+def test_a_pickle_meets_another_forward(monkeypatch):
+    """Read where somebody patched the class meanwhile."""
+    model = use_fdora(made(), fuse=True)
+    data, mlp = pickle.dumps(model), LlamaMLP
+    monkeypatch.setattr(mlp, "forward", vars(OtherMlp)["scaled"])
+    block.cache_clear()
+    again = pickle.loads(data)
+    assert not mlps(again)
+    close([again(input_ids=IDS).logits], [restore(model)(input_ids=IDS).logits])
 
 
 def test_no_block_is_an_error():

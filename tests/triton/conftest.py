@@ -5,9 +5,23 @@ import pytest
 
 @pytest.fixture
 def chosen_anew():
-    """For tests that exchange what an op chooses its launches by: none is read off from before, none is left behind."""
-    from fdora.triton import _repeat
+    """For tests that exchange what plans are made by: none is found from before, none is left behind. Yields the plans."""
+    from fdora.triton.runtime import walk
 
-    _repeat._programs.clear()
-    yield
-    _repeat._programs.clear()
+    walk._plans.clear()
+    yield walk._plans
+    walk._plans.clear()
+
+
+@pytest.fixture
+def as_hopper(chosen_anew, monkeypatch):
+    """On a CPU: a call makes the plans anew as for an sm_90 whose kernels are interpreted. Yields the plans."""
+    from fdora.triton.runtime import walk
+    from tests.triton.written import HOPPER
+
+    def pretend():
+        chosen_anew.clear()
+        monkeypatch.setattr(walk, "device_of", lambda device: HOPPER)
+        return chosen_anew
+
+    return pretend

@@ -1,18 +1,43 @@
-"""Every shipped kernel builds for every GPU we name, without one: shared memory under the limit, no spills on NVIDIA."""
+"""Every shipped kernel builds for every GPU we name, without one: each launch that a plan can ask for goes through the compiler's
+front end, and the largest of each kernel, in every shipped config, to the end: shared memory under the limit, no spills."""
 
+import inspect
 import os
 import re
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+from triton._C.libtriton import ir  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from triton.compiler import ASTSource, make_backend  # noqa: E402
 
-from fdora.triton._split import split_rank  # noqa: E402
-from fdora.triton.configs import merge_config, norm_config  # noqa: E402
+from fdora._records import Dropout  # noqa: E402
+from fdora.triton import act  # noqa: E402
+from fdora.triton.configs import GemmConfig, gemm_config  # noqa: E402
+from fdora.triton.gemm import Epilogue, Masked, Operand, gemm  # noqa: E402
+from fdora.triton.linear import plan_backward, plan_forward  # noqa: E402
+from fdora.triton.runtime.device import Device  # noqa: E402
+from fdora.triton.runtime.plan import Array, Scalar, Tile  # noqa: E402
+from fdora.triton.runtime.private import HAS_PDL  # noqa: E402
+from fdora.triton.small import small_backward  # noqa: E402
+from fdora.triton.table import GEMM  # noqa: E402
+from tests.triton.recorder import NAMES  # noqa: E402
+from tests.triton.written import (  # noqa: E402
+    BF16,
+    FP32,
+    alike,
+    by_tma,
+    calls_of_weights,
+    every_call,
+    launches,
+    layer,
+    plan_of,
+)
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing; runs without TRITON_INTERPRET"
@@ -20,22 +45,70 @@ pytestmark = pytest.mark.skipif(
 
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
 TARGETS = [*SHARED, "gfx942"]
-RANKS = (8, 64, 384)
 
 
-def build(kernel, target, signature, constants, aligned, num_warps, num_stages):
-    gpu = GPUTarget("hip", target, 64) if isinstance(target, str) else GPUTarget("cuda", target, 32)
-    names = kernel.arg_names
-    attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
-    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attrs)
-    return triton.compile(source, target=gpu, options={"num_warps": num_warps, "num_stages": num_stages})
+def device(target):
+    if isinstance(target, str):
+        return Device(-1, 0, 304, False)
+    return Device(-1, target, 132, HAS_PDL and target >= 90)
 
 
-def assert_fits(built, target, tmp_path):
-    """Shared memory under the limit, and on NVIDIA nothing spilled."""
+def source_of(step):
+    """What Triton compiles for this launch: it makes constants of None and 1, and knows of 16 bytes and of factors of 16."""
+    signature, constants, attrs = {}, {}, {}
+    values = (*step.args, *step.constexprs)
+    for i, (name, v) in enumerate(zip(step.kernel.arg_names, values, strict=True)):
+        divisible = False
+        if i >= len(step.args) or v is None or (type(v) is int and v == 1):
+            signature[name], constants[i,] = "constexpr", v
+        elif isinstance(v, Tile):
+            signature[name] = f"tensordesc<{NAMES[v.array.dtype]}{list(v.block)}>"
+        elif isinstance(v, Array):
+            signature[name], divisible = "*" + NAMES[v.dtype], v.aligned
+        elif isinstance(v, (Scalar, float)):
+            signature[name] = "fp32"
+        else:
+            signature[name], divisible = "i64" if v > 0x7FFFFFFF else "i32", v % 16 == 0
+        if divisible:
+            attrs[i,] = [["tt.divisibility", 16]]
+    return ASTSource(step.kernel, signature, constants, attrs)
+
+
+def kind(step):
+    """Two launches of one kind are one kernel."""
+    source = source_of(step)
+    return step.kernel.__name__, str((source.signature, source.constants, source.attrs, step.num_warps, step.num_stages))
+
+
+def gpu_of(target):
+    return GPUTarget("hip", target, 64) if isinstance(target, str) else GPUTarget("cuda", target, 32)
+
+
+def build(step, target):
+    options = {"num_warps": step.num_warps, "num_stages": step.num_stages}
+    return triton.compile(source_of(step), target=gpu_of(target), options=options)
+
+
+def front_end(step, target):
+    """The kernel in Triton's first language: what its Python code asks for exists, and has types that fit."""
+    source, gpu = source_of(step), gpu_of(target)
+    backend = make_backend(gpu)
+    options = backend.parse_options({"num_warps": step.num_warps, "num_stages": step.num_stages, **source.parse_options()})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    arguments = {
+        "target": gpu, "options": options, "codegen_fns": backend.get_codegen_implementation(options),
+        "module_map": backend.get_module_map(), "context": context,
+    }  # fmt: skip
+    return source.make_ir(*(arguments[name] for name in inspect.signature(source.make_ir).parameters))
+
+
+def assert_fits(built, target, tmp_path, spill=0):
+    """Shared memory under the limit, and on NVIDIA nothing spilled, or little."""
     if isinstance(target, int):
         assert built.metadata.shared <= SHARED[target]
-        assert stack_bytes(built.asm["cubin"], tmp_path) == 0
+        assert stack_bytes(built.asm["cubin"], tmp_path) <= spill
     else:
         assert built.metadata.shared <= 65_536 and built.asm["hsaco"]
 
@@ -49,180 +122,252 @@ def stack_bytes(cubin, tmp_path):
     return sum(map(int, re.findall(r"\b(?:STACK|LOCAL):(\d+)", out)))
 
 
-# W, A and B, and whether A and B stand for float32 ones, as fdora.triton._split makes them
-MIXES = [
-    ("bf16", "bf16", False),
-    ("bf16", "fp32", False),
-    ("bf16", "fp16", True),
-    ("fp32", "fp16", True),
-    ("fp32", "fp32", False),
+def assert_builds(plans, target, tmp_path, name="", spill=0):
+    """Every launch of these plans, each kind once."""
+    steps = {kind(step): step for plan in plans for step in launches(plan, name)}
+    assert steps
+    for step in steps.values():
+        built = build(step, target)
+        assert_fits(built, target, tmp_path, spill)
+        if by_tma(step):
+            assert "cp.async.bulk.tensor" in built.asm["ptx"]
+
+
+# the front end: everything that any plan asks for, on a GPU with descriptors and on one without
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """kernel -> kind -> launch"""
+    found = {}
+    for d, (maker, likes, options) in product((device(80), device(90)), every_call()):
+        for step in launches(maker(tuple(likes), d, *options)):
+            found.setdefault(step.kernel.__name__, {})[kind(step)] = step, d.capability
+    return found
+
+
+KERNELS = (
+    "act_bwd", "act_fwd", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "epilogue", "finish", "gemm_pointer", "gemm_tma",
+    "hash", "merge", "norm", "scale", "shrink", "small", "split", "sum",
+)  # fmt: skip
+
+
+def test_every_kernel_is_asked_for(asked):
+    assert set(asked) == {f"{name}_kernel" for name in KERNELS}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_front_end_takes_whatever_a_plan_asks_for(asked, name):
+    for step, target in asked[f"{name}_kernel"].values():
+        front_end(step, target)
+
+
+def test_the_front_end_sees_red(asked):
+    """An argument that is not there where the flags say it is."""
+    step, target = next(iter(asked["sum_kernel"].values()))
+    with pytest.raises(Exception, match=r"partial|None"):
+        front_end(step._replace(args=(None, *step.args[1:])), target)
+
+
+# all the way, in every shipped config, with as much in one kernel as a plan ever asks for
+
+RANKS = (8, 64, 384)
+WORDS = 16  # bytes: an address or two
+ODD = 512  # bytes: masks and loads of single elements, where a size or an address is odd, take registers that a tile needs
+# W, the adapter, rank, whether a norm of before guards it, whether descriptors may be used, and the most bytes
+NORMS = [
+    *((BF16, BF16, r, guarded, tma, None) for r in RANKS for guarded, tma in ((False, True), (False, False), (True, True)))
 ]
-
-
-# every config in every mix of dtypes; the guard, around the tile, with plain and with split factors
-NORMS = [*((*MIXES[0], r, False) for r in RANKS), *((*mix, RANKS[-1], False) for mix in MIXES[1:])]
-NORMS += [(*MIXES[3], RANKS[0], False), *((*MIXES[i], RANKS[-1], True) for i in (0, 2))]
+NORMS += [(weight, FP32, r, guarded, True, None) for weight in (BF16, FP32) for r in (8, 384) for guarded in (False, True)]
+NORMS += [(weight, FP32, 384, guarded, True, 20_000) for weight in (BF16, FP32) for guarded in (False, True)]  # not split
+NORMS += [(BF16, FP32, 384, True, False, None)]
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-@pytest.mark.parametrize(("weight", "adapter", "scaled", "r", "guarded"), NORMS)
-def test_norm(target, r, weight, adapter, scaled, guarded, tmp_path):
-    from fdora.triton.norm import GROUP, WORDS, _norm_kernel
+@pytest.mark.parametrize(("weight", "adapter", "r", "guarded", "tma", "max_bytes"), NORMS)
+def test_norm(target, weight, adapter, r, guarded, tma, max_bytes, tmp_path):
+    """With the kernels around it: the fingerprint, the split factors, the sums and the choice."""
+    from fdora.triton.norm import plan_guarded_norm, plan_norm
 
+    N, K = 1024, 2048
+    likes = [alike(N, K, dtype=weight, aligned=tma), alike(r, K, dtype=adapter), alike(N, r, dtype=adapter)]
+    if guarded:
+        likes += [alike(N, dtype=FP32), alike(256, dtype=torch.int64)]
+    maker = plan_guarded_norm if guarded else plan_norm
+    plans = [maker(tuple(likes), device(target), max_bytes, flag) for flag in (False, True)]
+    if target in (90, 100) and weight == BF16 and tma and r > 64 and max_bytes is None:
+        assert all(map(by_tma, launches(plans[0], "norm")))
+    assert_builds(plans, target, tmp_path, spill=ODD if guarded and max_bytes else spill(adapter, r, tma))
+
+
+def spill(adapter, r, aligned):
+    whole = r % 16 == 0 or adapter == FP32  # split factors are filled up
+    return 0 if whole and aligned else ODD
+
+
+MERGES = [*((BF16, BF16, r, tma, 2048) for r in RANKS for tma in (True, False)), (BF16, FP32, 384, True, 2048)]
+MERGES += [(BF16, FP32, 64, False, 2048), (FP32, FP32, 64, True, 2048), (FP32, FP32, 8, True, 2048)]
+MERGES += [(weight, FP32, 384, True, 1 << 15) for weight in (BF16, FP32)]  # too wide for split factors
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize(("weight", "adapter", "r", "tma", "K"), MERGES)
+def test_merge(target, weight, adapter, r, tma, K, tmp_path):
+    from fdora.triton.merge import plan_merge
+
+    N = 1024
+    likes = [alike(N, K, dtype=weight, aligned=tma), alike(r, K, dtype=adapter), alike(N, r, dtype=adapter)]
+    likes += [alike(N, dtype=FP32)] * 2
+    plans = [plan_merge(tuple(likes), device(target), undo) for undo in (False, True)]
+    assert bool(launches(plans[0], "split")) == (adapter == FP32 and K == 2048)
+    assert_builds(plans, target, tmp_path, "merge", spill(adapter, r, tma))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("lora", [BF16, FP32], ids=str)
+def test_compose(target, lora, tmp_path):
+    calls = [(maker, likes, options) for maker, likes, options in calls_of_weights(1024, 2048, 64, BF16, lora)]
+    calls = [call for call in calls if "compose" in call[0].__name__ and None not in call[1]]
+    calls = [call for call in calls if all(call[2][1] if len(call[2]) > 1 else (True,))]
+    plans = [maker(tuple(likes), device(target), *options) for maker, likes, options in calls]
+    assert len(plans) == 4
+    assert_builds(plans, target, tmp_path)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_copies_dropout_epilogues_and_activations(target, tmp_path):
+    from fdora.triton.copy import MAX_AT_ONCE, stacked
+    from fdora.triton.dropout import drop
+    from fdora.triton.linear_fwd import epilogue_of
+
+    M, N = 512, 1024
+
+    def copies(plan, *likes):
+        for dtype in (BF16, FP32):
+            stacked(plan, [plan.matrix(like) for like in likes], dtype)
+
+    def dropped(plan, x, seed):
+        x, seed = plan.matrix(x), plan.matrix(seed)
+        drop(plan, drop(plan, x, seed, 0.5), seed, 0.5, accumulate_into=plan.result("y", (M, N), x.dtype))
+
+    def epilogues(plan, v, *vectors):
+        v, residual, (m, c, bias) = plan.matrix(v), plan.temp((M, N), FP32), map(plan.vector, vectors)
+        for dtype, b in product((BF16, FP32), (None, bias)):
+            y = plan.result("y", (M, N), dtype)
+            epilogue_of(plan, v, y, Epilogue("scale", m, c, b))
+            epilogue_of(plan, v, y, Epilogue("residual", m, c, b, residual))
+            epilogue_of(plan, v, y, Epilogue("none", bias=b))
+
+    def activations(plan, *likes):
+        da, gate, up = map(plan.matrix, likes)
+        out = [plan.result(name, (M, N), gate.dtype) for name in ("a", "b")]
+        for name in ("silu", "gelu", "gelu_tanh"):
+            act.forward(plan, gate, up, out[0], name)
+            act.backward(plan, da, gate, up, *out, name)
+
+    vector, d = alike(N, dtype=FP32), device(target)
+    plans = [plan_of(copies, *[alike(32, N, dtype=t)] * n, device=d) for t in (BF16, FP32) for n in range(1, MAX_AT_ONCE + 1)]
+    for t in (BF16, FP32):
+        plans.append(plan_of(dropped, alike(M, N, dtype=t), alike(dtype=torch.int64), device=d))
+        plans.append(plan_of(activations, *[alike(M, N, dtype=t)] * 3, device=d))
+    plans.append(plan_of(epilogues, alike(M, N, dtype=FP32), vector, vector, vector, device=d))
+    assert_builds(plans, target, tmp_path)
+
+
+# what forward asks of a product (the columns of W are contiguous), and backward: the kind of epilogue and what is beside it
+MODES = {
+    True: {
+        "scale": ("scale", ()),
+        "pre_scale": ("scale", ("bias", "pre_scale")),
+        "residual": ("residual", ("bias",)),
+    },
+    False: {
+        "plain": ("none", ()),
+        "dropped": ("none", ("seed",)),
+        "dropped twice": ("none", ("seed", "x_masked")),
+        "accumulate": ("accumulate", ()),
+        "accumulate, dropped twice": ("accumulate", ("seed", "x_masked")),
+    },
+}
+LARGE = 128 * 256  # a tile that fills registers and shared memory
+
+
+def gemms(target):
+    """(trans, mode, config), each shipped config at least once: all of them where they were measured (sm_90), elsewhere the
+    large tiles, in each mode."""
     capability = target if isinstance(target, int) else 0
-    r = split_rank(r) if scaled else r
-    config = norm_config(r, adapter != "fp32", capability, half_weight=weight != "fp32")
-    block_n, block_k, block_r, precision, warps, stages, _ = config
-    pointers = {"W": f"*{weight}", "A": f"*{adapter}", "B": f"*{adapter}", "partial": "*fp32"}
-    pointers |= {"seen": "*i64", "now": "*i64"} if guarded else {}
-    pointers |= {"scale_n": "*fp32", "scale_k": "*fp32"} if scaled else {}
-    sizes = {n: "i32" for n in ("N", "K", "R", "stride_wn", "stride_ar", "stride_bn")}
-    constants = {n: None for n in ("seen", "now", "scale_n", "scale_k") if n not in pointers}
-    constants |= {"stride_wk": 1, "stride_ak": 1, "stride_br": 1, "GUARDED": guarded, "WORDS": WORDS, "TMA": False}
-    constants |= {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP, "EVEN": True}
-    constants |= {"PRECISION": precision, "SCALED": scaled, "PDL": guarded and capability >= 90}
-    signature = {n: (pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in _norm_kernel.arg_names}
-    built = build(_norm_kernel, target, signature, constants, [*pointers, *sizes], warps, stages)
-    assert_fits(built, target, tmp_path)
+    seen = {}
+    for trans, modes in MODES.items():
+        shapes = GEMM[trans] if 90 <= capability < 120 else [(64, 64, 64, 64), (4096,) * 4]
+        for number, (mode, (epilogue, beside)) in enumerate(modes.items()):
+            for shape in shapes:
+                extra = "pre_scale" in beside or epilogue in ("residual", "accumulate")
+                config = gemm_config(*shape, trans, extra, capability)
+                large = config.persistent and config.BLOCK_M * config.BLOCK_N == LARGE if config.tma else shape[0] > 64
+                if large or (number == 0 if target != 100 else extra):
+                    seen[trans, mode, config._replace(GROUP_M=8)] = None
+    return list(seen)
 
 
-@pytest.mark.parametrize("target", [90, 100], ids=str)
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("guarded", [False, True])
-def test_norm_from_descriptors(target, guarded, scaled, tmp_path):
-    from fdora.triton.norm import GROUP, WORDS, _norm_kernel
+def product_plan(trans: bool, mode: str, config: GemmConfig, target):
+    epilogue, beside = MODES[trans][mode]
+    M = N = K = 4096
 
-    block_n, block_k, block_r, precision, warps, stages, tma = norm_config(384, True, target, aligned=True)
-    assert tma
-    pointers = {"partial": "*fp32"} | ({"seen": "*i64", "now": "*i64"} if guarded else {})
-    pointers |= {"scale_n": "*fp32", "scale_k": "*fp32"} if scaled else {}
-    half = "fp16" if scaled else "bf16"
-    blocks = {"W": [block_n, block_k], "A": [block_r, block_k], "B": [block_n, block_r]}
-    descriptors = {n: f"tensordesc<{'bf16' if n == 'W' else half}{block}>" for n, block in blocks.items()}
-    sizes = {n: "i32" for n in ("N", "K", "R")}
-    constants = {n: None for n in _norm_kernel.arg_names if n.startswith("stride")}
-    constants |= {"GUARDED": guarded, "WORDS": WORDS, "TMA": True, "SCALED": scaled, "PDL": guarded}
-    constants |= {n: None for n in ("seen", "now", "scale_n", "scale_k") if n not in pointers}
-    constants |= {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP, "EVEN": True}
-    constants |= {"PRECISION": precision}
-    signature = {n: (descriptors | pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in _norm_kernel.arg_names}
-    built = build(_norm_kernel, target, signature, constants, [*pointers, *sizes], warps, stages)
-    assert built.metadata.shared <= SHARED[target]
-    assert stack_bytes(built.asm["cubin"], tmp_path) == 0
-    assert "cp.async.bulk.tensor" in built.asm["ptx"]
+    def write(plan):
+        x, h = plan.matrix(alike(M, K, dtype=BF16)), plan.matrix(alike(M, 384, dtype=BF16))
+        w, b = (plan.matrix(alike(*s, dtype=BF16)) for s in (((N, K), (N, 384)) if trans else ((K, N), (384, N))))
+        m, c, bias = (plan.vector(alike(N, dtype=t)) for t in (FP32, FP32, BF16))
+        residual = plan.matrix(alike(M, N, dtype=BF16)) if epilogue in ("residual", "accumulate") else None
+        seed = plan.matrix(alike(dtype=torch.int64)) if "seed" in beside else None
+        x_masked = plan.matrix(alike(M, K, dtype=BF16)) if "x_masked" in beside else None
+        pre = plan.result("pre_scale", (M, N), BF16) if "pre_scale" in beside else None
+        scaled = (m, c) if epilogue in ("scale", "residual") else (None, None)
+        end = Epilogue(epilogue, *scaled, bias if "bias" in beside else None, residual)
+        out = plan.result("y", (M, N), BF16)
+        gemm(plan, out, x, h, Operand(w, b, trans), end, Masked(seed, 0.5 if seed else 0.0, x_masked), pre, config)
 
-
-# above 64 runs the config of 64
-MERGES = [*((*mix, 64, False) for mix in MIXES), (*MIXES[0], 8, False), *((*MIXES[i], 64, True) for i in (0, 3))]
+    return plan_of(write, device=device(target))
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-@pytest.mark.parametrize(("weight", "adapter", "scaled", "r", "undo"), MERGES)
-def test_merge(target, r, weight, adapter, scaled, undo, tmp_path):
-    from fdora.triton.merge import GROUP, _merge_kernel
-
-    capability = target if isinstance(target, int) else 0
-    block_n, block_k, block_r, precision, warps, stages, _ = merge_config(
-        split_rank(r) if scaled else r, adapter != "fp32", capability, half_weight=weight != "fp32"
-    )
-    pointers = {"W": f"*{weight}", "A": f"*{adapter}", "B": f"*{adapter}", "m": "*fp32", "c": "*fp32", "out": f"*{weight}"}
-    sizes = {n: "i32" for n in ("N", "K", "R", "stride_wn", "stride_ar", "stride_bn")}
-    constants = {"stride_wk": 1, "stride_ak": 1, "stride_br": 1, "UNDO": undo, "SCALED": scaled}
-    pointers |= {"scale_n": "*fp32", "scale_k": "*fp32"} if scaled else {}
-    constants |= {n: None for n in ("scale_n", "scale_k") if n not in pointers}
-    constants |= {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP, "EVEN": True}
-    constants |= {"PRECISION": precision, "TMA": False}
-    signature = {n: (pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in _merge_kernel.arg_names}
-    built = build(_merge_kernel, target, signature, constants, [*pointers, *sizes], warps, stages)
-    assert_fits(built, target, tmp_path)
+@pytest.mark.parametrize(("trans", "mode"), [(trans, mode) for trans, modes in MODES.items() for mode in modes])
+def test_gemm(target, trans, mode, tmp_path):
+    configs = [config for t, m, config in gemms(target) if (t, m) == (trans, mode)]
+    plans = [product_plan(trans, mode, config, target) for config in configs]
+    assert plans and all(by_tma(step) == (target in (90, 100)) for plan in plans for step in plan.steps)
+    assert_builds(plans, target, tmp_path)
 
 
-@pytest.mark.parametrize("target", [90, 100], ids=str)
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize(("r", "undo"), [(8, False), (64, False), (64, True), (384, False), (384, True)])
-def test_merge_from_descriptors(target, r, scaled, undo, tmp_path):
-    from fdora.triton.merge import GROUP, _merge_kernel
-
-    block_n, block_k, block_r, precision, warps, stages, tma = merge_config(
-        r, True, target, aligned=True, plain=not (scaled or undo)
-    )
-    assert tma
-    half = "fp16" if scaled else "bf16"
-    blocks = {"W": [block_n, block_k], "A": [block_r, block_k], "B": [block_n, block_r], "out": [block_n, block_k]}
-    descriptors = {n: f"tensordesc<{half if n in 'AB' else 'bf16'}{block}>" for n, block in blocks.items()}
-    pointers = {"m": "*fp32", "c": "*fp32"} | ({"scale_n": "*fp32", "scale_k": "*fp32"} if scaled else {})
-    sizes = {n: "i32" for n in ("N", "K", "R")}
-    constants = {n: None for n in _merge_kernel.arg_names if n.startswith("stride")}
-    constants |= {n: None for n in ("scale_n", "scale_k") if n not in pointers}
-    constants |= {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP, "EVEN": True}
-    constants |= {"PRECISION": precision, "TMA": True, "SCALED": scaled, "UNDO": undo}
-    signature = {n: (descriptors | pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in _merge_kernel.arg_names}
-    built = build(_merge_kernel, target, signature, constants, [*pointers, *sizes], warps, stages)
-    assert_fits(built, target, tmp_path)
-
-
+@pytest.mark.parametrize(
+    ("r", "dtype", "adapter"),
+    [*((r, BF16, t) for r in (16, 64, 384) for t in (BF16, FP32)), (16, FP32, FP32)],  # float32: any r
+)
+@pytest.mark.parametrize("tokens", [16, 4096])
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-@pytest.mark.parametrize("lora", ["bf16", "fp32"])
-@pytest.mark.parametrize("which", ["fwd", "bwd"])
-def test_compose(target, lora, which, tmp_path):
-    from fdora.triton import compose
-
-    tensors = {"base": "*bf16", "lora": f"*{lora}", "dbase": "*bf16", "dlora": f"*{lora}", "dy": "*bf16", "y": "*bf16"}
-    tensors |= {n: "*fp32" for n in ("g", "bias", "partial_g", "partial_bias")}
-    sizes = {n: "i32" for n in ("M", "N", "stride_base", "stride_lora", "stride_y", "stride_dy")}
-    kernel = getattr(compose, f"_compose_{which}_kernel")
-    constants = {"DELTA": False, "HAS_BIAS": True, "BLOCK_M": compose.BLOCK_M, "BLOCK_N": compose.BLOCK_N}
-    if which == "bwd":
-        constants = {"DELTA": False, "BLOCK_M": compose.BWD_M, "BLOCK_N": compose.BWD_N, "ROWS": compose.ROWS}
-        constants |= {f"NEED_{n}": True for n in ("BASE", "LORA", "G", "BIAS")}
-    signature = {n: (tensors | sizes | {"s": "fp32"}).get(n, "constexpr") for n in kernel.arg_names}
-    aligned = [n for n in kernel.arg_names if n in tensors or n in sizes]
-    built = build(kernel, target, signature, constants, aligned, 4, 3)
-    if isinstance(target, int):
-        assert built.metadata.shared <= SHARED[target]
-        assert stack_bytes(built.asm["cubin"], tmp_path) == 0
+def test_scale(target, tokens, r, dtype, adapter, tmp_path):
+    x = alike(tokens, 4096, dtype=dtype)
+    la = layer(4096, 4096, r, dtype, adapter, bias=True)
+    likes, options = (x, alike(tokens, r, dtype=dtype), x, x, *la), (0.0, "lora", (dtype == FP32,), True, (True,) * 5)
+    plan = plan_backward(likes, device(target), *options)
+    assert len(launches(plan, "finish")) == (tokens == 4096)
+    assert_builds([plan], target, tmp_path, "scale")
+    if tokens == 4096:
+        assert_builds([plan], target, tmp_path, "finish", 0 if adapter == dtype else WORDS)
 
 
+@pytest.mark.parametrize("tokens", [1, 64])
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_fingerprint(target, tmp_path):
-    from fdora.triton import _fingerprint
-    from fdora.triton.norm import SUM_N, SUM_T, WORDS, _choose_kernel
+def test_small(target, tokens, tmp_path):
+    """Both directions with all that comes with them, in one slab of the rank and in several."""
+    plans = []
+    for r, adapter in product((16, 64, 384), (BF16, FP32)):
+        x, la = alike(tokens, 4096, dtype=BF16), layer(4096, 4096, r, BF16, adapter, bias=True)
+        plans.append(plan_forward((x, *la), device(target), *Dropout(0.0, "lora"), ("pre_scale",), True))
 
-    pointers = {"A": "*i64", "B": "*i64", "out": "*i64"}
-    sizes = {n: "i32" for n in ("count_a", "count_b", "cols_a", "cols_b", "stride_ar", "stride_bn")}
-    constants = {
-        "stride_ak": 1,
-        "stride_br": 1,
-        "PACKED_A": True,
-        "PACKED_B": True,
-        "BLOCK": _fingerprint.BLOCK,
-        "KIND": 1,
-        "WORDS": 256,
-        "PDL": target in (90, 100, 120),
-    }
-    kernel = _fingerprint._fingerprint_kernel
-    signature = {n: (pointers | sizes | {"s": "fp32"}).get(n, "constexpr") for n in kernel.arg_names}
-    built = [build(kernel, target, signature, constants, [*pointers, *sizes], 16, 3)]
-    pointers = {"partial": "*fp32", "c": "*fp32", "out": "*fp32", "seen": "*i64", "now": "*i64"}
-    signature = {n: (pointers | {"N": "i32", "strips": "i32"}).get(n, "constexpr") for n in _choose_kernel.arg_names}
-    constants = {"KEEP": True, "WORDS": WORDS, "BLOCK_N": SUM_N, "BLOCK_T": SUM_T, "PDL": target in (90, 100, 120)}
-    built.append(build(_choose_kernel, target, signature, constants, [*pointers, "N"], 4, 3))
-    for kernel in built:
-        assert not isinstance(target, int) or stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+        def onto(plan, x, W, A, B):
+            x, W, A, B = plan.matrix(x), plan.matrix(W), plan.matrix(A), plan.matrix(B)
+            dx, dA = plan.result("dx", x.shape, BF16), plan.result("dA", A.shape, A.dtype)
+            small_backward(plan, x, W, A, B, x, plan.scalar("s"), dx, dA, accumulate=True)
 
-
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-@pytest.mark.parametrize("which", ["A", "B"])
-@pytest.mark.parametrize("guarded", [False, True])
-def test_split(target, which, guarded, tmp_path):
-    from fdora.triton import _split
-
-    pointers = {"x": "*fp32", "out": "*fp16", "scale": "*fp32"} | ({"seen": "*i64", "now": "*i64"} if guarded else {})
-    sizes = {n: "i32" for n in ("P", "R", "R3", *(f"stride_{t}{'r' if which == 'A' else 'p'}" for t in "xo"))}
-    kernel = _split._split_kernel
-    constants = {f"stride_{t}{'p' if which == 'A' else 'r'}": 1 for t in "xo"} | {"LO_FIRST": which == "A"}
-    constants |= {"GUARDED": guarded, "WORDS": _split.WORDS, "BLOCK_P": _split.BLOCK_P, "BLOCK_R": _split.BLOCK_R}
-    constants |= {n: None for n in ("seen", "now") if n not in pointers}
-    signature = {n: (pointers | sizes).get(n, "constexpr") for n in kernel.arg_names}
-    built = build(kernel, target, signature, constants, [*pointers, *sizes], 4, 3)
-    assert not isinstance(target, int) or stack_bytes(built.asm["cubin"], tmp_path) == 0
+        plans.append(plan_of(onto, x, *la[:3], device=device(target)))
+    assert_builds(plans, target, tmp_path, spill=WORDS)

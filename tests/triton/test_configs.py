@@ -11,11 +11,11 @@ from fdora.triton.table import GEMM, SCALE, SMALL
 
 
 def test_measured_shapes_get_what_was_measured():
-    for w_rows, table in GEMM.items():
-        assert all(tuple(gemm_config(*shape, w_rows, False, 90)) == config for shape, config in table.items())
+    for trans_b, table in GEMM.items():
+        assert all(tuple(gemm_config(*shape, trans_b, False, 90)) == config for shape, config in table.items())
     for shape, config in SCALE.items():
         found = scale_config(*shape, True, 90)
-        assert (*found[:3], found.rank > 0, found.num_warps) == (*config[:3], config[3] and shape[2] <= 64, config[4])
+        assert (*found[:3], found.BLOCK_R > 0, found.num_warps) == (*config[:3], config[3] and shape[2] <= 64, config[4])
     for columns, table in SMALL.items():
         assert all(tuple(small_config(*shape, columns, 90)) == config for shape, config in table.items())
 

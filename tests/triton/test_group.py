@@ -11,6 +11,7 @@ from tests.close import assert_within, rel_l2
 from tests.make import grads, tensors, tracked
 from tests.memory import peak_bytes
 from tests.triton.marks import DTYPES, HALF, INTERPRETED, needs_gpu, needs_kernels
+from tests.triton.written import by_tma, copied, launches, results_of
 
 pytestmark = needs_kernels
 DROPOUT = {"none": {}, "lora": dict(dropout_p=0.3, dropout_mode="lora"), "peft": dict(dropout_p=0.3, dropout_mode="peft")}
@@ -125,17 +126,30 @@ def test_the_activation(act, dtype):
     """One rounding of float64's result, forward and backward, in any strides; the last also in the place of da."""
     from fdora.eager import act as eager
     from fdora.triton import act as kernels
+    from fdora.triton.copy import dense
+
+    def write(plan, gate, up, da=None):
+        made = [plan.result(name, gate.shape, dtype) for name in (["a"] if da is None else ["dgate", "dup"])]
+        of = [dense(plan, plan.matrix(t)) for t in (gate, up, da) if t is not None]
+        kernels.forward(plan, *of, made[0], act) if da is None else kernels.backward(plan, of[2], *of[:2], *made, act)
+
+    def in_place(plan, gate, up, da):
+        of = [plan.matrix(t) for t in (gate, up, da)]
+        dgate, dup = plan.result("dgate", gate.shape, dtype), copied(plan, "dup", of[2])
+        kernels.backward(plan, dup, *of[:2], dgate, dup, act)
 
     gate, up, da = (3 * torch.randn(37, 131, device=device.NAME).to(dtype) for _ in range(3))
     gate[0, :4] = torch.tensor([0.0, -300, 300, -1e-7])
     want = [eager.act_fwd(gate.double(), up.double(), act), *eager.act_bwd(da.double(), gate.double(), up.double(), act)]
     for turn in (lambda t: t.clone(), lambda t: t.T.contiguous().T):
         mine = [turn(t) for t in (gate, up, da)]
-        got = [kernels.act_fwd(mine[0], mine[1], act), *kernels.act_bwd(mine[2], mine[0], mine[1], act)]
+        got = [results_of(write, *mine[:2])[0], *results_of(write, *mine)]
         for v, ref, of in zip(got, want, ("a", "dgate", "dup"), strict=True):
             near = dict(rtol=max(4e-6, torch.finfo(dtype).eps), atol=4e-6)
             torch.testing.assert_close(v.double(), ref, **near, msg=lambda m: f"{of}: {m}")
-    assert kernels.act_fwd(gate[:0], up[:0], act).shape == (0, 131)
+    for a, b in zip(results_of(in_place, gate, up, da), results_of(write, gate, up, da), strict=True):
+        assert torch.equal(a, b)
+    assert results_of(write, gate[:0], up[:0])[0].shape == (0, 131)
 
 
 def test_under_transforms():
@@ -229,19 +243,17 @@ def test_the_memory_of_an_mlp():
 
 
 @pytest.mark.skipif("device.NAME != 'cpu'", reason="a GPU chooses TMA by itself; runs on a CPU with TRITON_INTERPRET=1")
-def test_adding_onto_tiles_by_tma(monkeypatch, chosen_anew):
+def test_adding_onto_tiles_by_tma(as_hopper, monkeypatch):
     """The kernel of Hopper, interpreted: dx of the second layer on that of the first, ragged, several tiles a program."""
-    from fdora.triton import _repeat, gemm
-
     layers = inputs(70, HALF[0], HALF[0], ((72, 80, 24), (40, 80, 8), (64, 80, 8)))
     for mode in ("none", "peft"):
         f = grouped(**DROPOUT[mode], **({} if mode == "none" else {"seed": [1, 2, 3]}))
-        want, launched, real = run(f, layers, "triton"), [], gemm._launch_tma
-        with monkeypatch.context() as patch:
-            patch.setattr(gemm, "capability", lambda device: 90)
-            patch.setattr(gemm, "_launch_tma", lambda *args: (launched.append(args[9][0]), real(*args)))
-            _repeat._programs.clear()
-            got = run(f, layers, "triton")
-        assert launched.count("onto") == 2
+        want = run(f, layers, "triton")
+        plans = as_hopper()
+        got = run(f, layers, "triton")
+        added = [step for plan in plans.values() for step in launches(plan, "gemm") if "accumulate" in step.constexprs]
+        assert len(added) == 2 and all(map(by_tma, added))
+        monkeypatch.undo()
+        plans.clear()
         for n, v in got.items():
             torch.testing.assert_close(v, want[n], rtol=4e-3, atol=4e-3)

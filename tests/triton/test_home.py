@@ -3,20 +3,29 @@
 What needs no GPU runs interpreted too (TRITON_INTERPRET=1); the rest with --device cuda.
 """
 
+import faulthandler
 import importlib
 import os
 import pkgutil
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fdora.functional import dora_compose, dora_linear, dora_merge, dora_norm, dora_norm_state, select_backend
+from fdora.functional import (
+    DoraLayer,
+    dora_compose,
+    dora_linear,
+    dora_merge,
+    dora_mlp,
+    dora_norm,
+    dora_norm_state,
+    select_backend,
+)
 from tests import device, reference
 from tests.close import rel_l2
 from tests.make import tensors
@@ -189,31 +198,28 @@ def test_a_device_that_is_not_the_current_one():
 
 @either
 def test_every_launch_is_made_on_the_device_of_its_tensors(monkeypatch, chosen_anew):
-    """Without a second GPU: each is inside a torch.cuda.device_of."""
-    from fdora.triton import _launch
-    from fdora.triton.act import act_bwd, act_fwd
+    """Without a second GPU: the walk makes it the current one, and the one of before again, also after an error."""
+    from fdora.triton.runtime import walk
+    from fdora.triton.runtime.device import Device
 
-    inside, outside, seen, real = [], [], set(), _launch.launch_by_name
+    mine, others = 7, 3
+    current, seen, outside, product = [others], set(), [], walk._product
 
-    class DeviceOf:
-        def __init__(self, t):
-            assert isinstance(t, torch.Tensor)
+    def note(name):
+        seen.add(name)
+        if current[0] != mine:
+            outside.append(name)
 
-        def __enter__(self):
-            inside.append(1)
+    def exchange(index):
+        before, current[0] = current[0], index
+        return before
 
-        def __exit__(self, *_):
-            inside.pop()
-
-    def launch(kernel, *args):
-        seen.add(kernel.fn.__name__)
-        if not inside:
-            outside.append(kernel.fn.__name__)
-        return real(kernel, *args)
-
-    monkeypatch.setattr(torch.cuda, "device_of", DeviceOf)
-    monkeypatch.setattr(_launch, "launch_by_name", launch)
-    monkeypatch.setattr(_launch, "_built", {})
+    monkeypatch.setattr(walk, "device_of", lambda device: Device(mine, 0, 2, False))
+    monkeypatch.setattr(walk, "current_device", lambda: current[0])
+    monkeypatch.setattr(walk, "exchange_device", exchange)
+    monkeypatch.setattr(walk.native, "program", lambda plan: False)
+    monkeypatch.setattr(walk.native, "remember", lambda device, step, built: note(step.kernel.fn.__name__))
+    monkeypatch.setattr(walk, "_product", lambda *args: (note("product"), product(*args)))
     for M in (SMALL, TILED):
         t = inputs(M)
         for call in CALLS.values():
@@ -224,8 +230,15 @@ def test_every_launch_is_made_on_the_device_of_its_tensors(monkeypatch, chosen_a
     dora_norm(W, A, B, s=S, state=dora_norm_state(W), **BACKEND)
     g = m.float().requires_grad_()
     dora_compose(dy, dy, g, s=S, **BACKEND).sum().backward()
-    act_bwd(act_fwd(x, x, "silu"), x, x, "silu")
-    assert len(seen) >= 14 and not outside, f"{outside} of {seen}"
+    gate = DoraLayer(W, A, B, m, S)
+    down = DoraLayer(W.T.contiguous(), B.T.contiguous(), A.T.contiguous(), m[:80].clone(), S)
+    dora_mlp(x.requires_grad_(), gate, gate, down, **BACKEND).sum().backward()
+    assert len(seen) >= 15 and not outside, f"{outside} of {seen}"
+    assert current == [others]
+    monkeypatch.setattr(walk, "_walk", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        dora_merge(W, A, B, m, s=S, **BACKEND)
+    assert current == [others]
 
 
 @gpu
@@ -259,6 +272,7 @@ def test_a_forked_child_may_use_the_cpu():
     child = os.fork()
     if child == 0:
         try:
+            faulthandler.dump_traceback_later(600, exit=True)  # where it hangs, instead of for ever
             torch.set_num_threads(1)  # libgomp does not survive a fork
             with torch.no_grad():
                 got = dora_linear(*(t[n] for n in ("x", *"WABm")), s=S)
@@ -266,24 +280,17 @@ def test_a_forked_child_may_use_the_cpu():
             os._exit(0 if rel_l2(got, want) <= 1e-2 else 1)
         except BaseException:
             os._exit(2)
-    for _ in range(600):
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            break
-        time.sleep(0.1)
-    else:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-        status = -1
+    _, status = os.waitpid(child, 0)
     assert status == 0
     step(inputs(TILED), CALLS["dropout"])  # and the parent goes on
 
 
 CHILDREN = """
-import multiprocessing, sys, torch
+import faulthandler, multiprocessing, sys, torch
 from fdora.functional import dora_linear, dora_norm, select_backend
 
 def run(device, back):
+    faulthandler.dump_traceback_later(600, exit=True)  # where it hangs, instead of for ever
     x, W, A, B, m = (torch.ones(*shape, device=device, requires_grad=shape != (48, 32))
                      for shape in ((70, 32), (48, 32), (8, 32), (48, 8), (48,)))
     y = dora_linear(x, W, A, B, m, s=1.0, norm=dora_norm(W, A, B, s=1.0))
@@ -301,7 +308,7 @@ if __name__ == "__main__":
     for child in children:
         child.start()
     for child in children:
-        child.join(120)
+        child.join()
     sys.exit(any(child.exitcode != 0 for child in children))
 """
 
@@ -355,8 +362,13 @@ def samples():
     t = inputs(9)
     W, A, B, m, x, bias, dy, seed = (t[n] for n in ("W", "A", "B", "m", "x", "bias", "dy", "seed"))
     c = dora_norm(W, A, B, s=S, **BACKEND)
-    h, all_six = torch.zeros(9, 8, device=x.device, dtype=HALF), [True] * 6
-    back = (x, W, A, B, m, c, h, dy)
+    h, two, frozen = torch.zeros(9, 8, device=x.device, dtype=HALF), torch.zeros(9, 16, device=x.device, dtype=HALF), [None] * 6
+    plain, dropped = [W, A, B, m, c, bias, None], [W, A, B, m, c, bias, seed]
+    some = [True, True, True, False, False]
+    wide = [None if v is None else v.float() if v.is_floating_point() else v for v in dropped]
+    turned = (W.T, B.T, A.T, m[:80], c[:80], bias[:80])
+    down = [*(v.contiguous() for v in turned), None]
+    dropped_down = [*down[:6], seed]
     return {
         "row_norm": [(W, A, B, S, None, squared) for squared in (False, True)],
         "row_norm_guarded": [(W, A, B, S, None, *dora_norm_state(W))],
@@ -365,21 +377,29 @@ def samples():
         "compose": [(dy, dy, m, bias, S, False), (dy, dy, m, None, S, True)],
         "compose_backward": [(dy, dy, dy, m, S, delta, [True, False, True, not delta]) for delta in (False, True)],
         "linear": [
-            (x, W, A, B, m, c, None, None, S, 0.0, "lora", "output"),
-            (x, W, A, B, m, c, bias, seed, S, 0.3, "lora", "inner"),
-            (x, W, A, B, m, c, None, seed, S, 0.3, "peft", "nothing"),
-            (x.float(), W.float(), A, B, m, c, bias, seed, S, 0.3, "peft", "output"),
-            (x, W, A, B, m, c, bias, None, S, 0.0, "lora", "output", h),
+            (x, [W, A, B, m, c, None, None], [S], ["output"], 0.0, "lora"),
+            (x, dropped, [S], ["pre_scale"], 0.3, "lora"),
+            (x, dropped, [S], ["nothing"], 0.3, "peft"),
+            (x.float(), wide, [S], ["output"], 0.3, "peft"),
+            (x, [*plain, W, *frozen, *plain], [S, S, S], ["output", "nothing", "output"], 0.0, "lora"),
         ],
         "linear_backward": [
-            (dy, *back, None, S, 0.0, "lora", False, [True] * 5 + [False]),
-            (dy, *back, seed, S, 0.3, "lora", True, all_six),
-            (dy, *back, seed, S, 0.3, "peft", True, all_six),
-            (dy, *back[:-1], None, None, S, 0.0, "lora", False, [True, False, True, False, False, True]),
+            (x, h, [dy], [dy], plain, [S], [False], 0.0, "lora", True, [*some[:4], True]),
+            (x, h, [dy], [dy], dropped, [S], [True], 0.3, "lora", True, [True] * 5),
+            (x, h, [dy], [dy], dropped, [S], [True], 0.3, "peft", True, [True] * 5),
+            (x, h, [dy], [dy], plain, [S], [False], 0.0, "lora", False, [True, False, True, False, False]),
+            (x, two, [dy, None, dy], [dy, None, dy], [*plain, W, *frozen, *plain], [S, S, S], [False] * 3, 0.0, "lora", True,
+             [*some, *[False] * 5, *some]),
         ],
-        "down_projection": [(x, A.to(x.dtype), S), (x.float(), A.float(), S)],
-        "activation": [(dy, dy + 1, act) for act in ("silu", "gelu", "gelu_tanh")],
-        "activation_backward": [(dy, dy - 1, dy + 1, act) for act in ("silu", "gelu_tanh")],
+        "mlp": [
+            (x, [*plain, *plain, *down], [S, S, S], ["output"] * 3, 0.0, "lora", "silu"),
+            (x, [*dropped, *plain, *dropped_down], [S, 2 * S, S], ["nothing", "output", "pre_scale"], 0.3, "peft", "gelu"),
+        ],
+        "mlp_backward": [
+            (x, x, [two, h, None, None, None, dy, dy, x], [*plain, *plain, *down], [S] * 3, 0.0, "lora", "silu", True, some * 3),
+            (x, x, [two, h, dy, dy, None, dy, dy, x], [*dropped, *plain, *dropped_down], [S] * 3, 0.3, "peft", "gelu_tanh", False,
+             [True] * 15),
+        ],
     }  # fmt: skip
 
 

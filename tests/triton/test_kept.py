@@ -76,9 +76,14 @@ def variants_of(model):
     return [layer.lora_variant["default"] for layer in model.base_model.model]
 
 
-def poison(model, factor):
-    for variant in variants_of(model):
-        variant.kept.room[1].data.mul_(factor)
+def poison(model, factor, alone=False):
+    """What the graph of the whole model keeps for all layers; what each keeps where it is ``alone``, as in a checkpoint's body."""
+    from fdora.triton import tree
+
+    whole = [c for each in tree._kept.values() for c, _ in each.norms.values()]
+    assert bool(whole) != alone
+    for c in [variant.kept.room[1].data for variant in variants_of(model)] if alone else whole:
+        c.mul_(factor)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -99,9 +104,10 @@ def test_through_peft(model, checkpointing):
             torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
 
     agrees()
-    poison(model, 2)  # g is halved in each layer, where the bias is not scaled
+    agrees()  # the first run of a plan may bring another way to name tensors: what was kept by the old name is not found
+    poison(model, 2, alone=checkpointing)  # g is halved in each layer, where the bias is not scaled
     assert not torch.allclose(compiled(x), model(x), rtol=0.1)
-    poison(model, 0.5)
+    poison(model, 0.5, alone=checkpointing)
     agrees()
     with torch.no_grad():
         for p in leaves[1:]:

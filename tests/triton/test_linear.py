@@ -8,6 +8,7 @@ from tests import device, reference
 from tests.close import assert_within, rel_l2
 from tests.make import grads, tensors, tracked
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
+from tests.triton.written import by_tma, copied, launches, results_of
 
 pytestmark = needs_kernels
 DROPOUT = {
@@ -122,11 +123,14 @@ def test_the_mask_is_the_eager_mask():
     from fdora.eager.dropout import drop as eager
     from fdora.triton.dropout import drop
 
+    def write(plan, x, seed):
+        copied(plan, "y", drop(plan, plan.matrix(x), plan.matrix(seed), p))
+
     x = torch.randn(37, 300, device=device.NAME, dtype=HALF[0])
     for seed in (0, 5, 2**31, 2**62 - 1):
         seed = torch.tensor(seed, device=device.NAME)
         for p in (0.1, 0.5, 0.9):
-            assert torch.equal(drop(x, seed, p), eager(x, seed, p))
+            assert torch.equal(results_of(write, x, seed)[0], eager(x, seed, p))
 
 
 def test_opcheck():
@@ -134,28 +138,24 @@ def test_opcheck():
 
     t = tensors(40, 72, 16, (9,), HALF[0])
     c = dora_norm(t["W"], t["A"], t["B"], s=t["s"])
-    args = (*(t[n] for n in "xWABm"), c, None, None, 0.7, 0.0, "lora", "output")
+    operands = [*(t[n] for n in "WABm"), c, None, None]
+    args = (t["x"], operands, [0.7], ["output"], 0.0, "lora")
     torch.library.opcheck(linear, args)
     y, h = linear(*args)
-    backward = (torch.randn_like(y), *args[:6], h, y, None, 0.7, 0.0, "lora", False, [True] * 5 + [False])
+    backward = (t["x"], h, [torch.randn_like(y)], [y], operands, [0.7], [False], 0.0, "lora", True, [True] * 4 + [False])
     torch.library.opcheck(linear_backward, backward)
 
 
 @pytest.mark.skipif("device.NAME != 'cpu'", reason="a GPU chooses TMA by itself; runs on a CPU with TRITON_INTERPRET=1")
 @pytest.mark.parametrize("mode", DROPOUT)
 @pytest.mark.parametrize("tokens", [70, 1030])
-def test_tiles_by_tma(tokens, mode, monkeypatch, chosen_anew):
+def test_tiles_by_tma(tokens, mode, as_hopper):
     """The kernel of Hopper, interpreted: both tile shapes, ragged in every axis, several tiles a program."""
-    from fdora.triton import _repeat, gemm
-
     t = tensors(136, 80, 24, (tokens,), HALF[0])
     want = forward_and_back(t, mode, bias=t["bias"])
-    launched = []
-    real = gemm._launch_tma
-    _repeat._programs.clear()
-    monkeypatch.setattr(gemm, "capability", lambda device: 90)
-    monkeypatch.setattr(gemm, "_launch_tma", lambda *args: (launched.append(args[-1]), real(*args)))
+    plans = as_hopper()
     got = forward_and_back(t, mode, bias=t["bias"])
-    assert launched
+    products = [step for plan in plans.values() for step in launches(plan, "gemm")]
+    assert len(products) == (3 if mode == "peft" else 2) and all(map(by_tma, products))
     for n, v in got.items():
         torch.testing.assert_close(v, want[n], rtol=4e-3, atol=4e-3)

@@ -9,6 +9,7 @@ from fdora.functional import dora_base_sqnorm, dora_init, dora_norm, dora_norm_s
 from tests import device, reference
 from tests.make import tensors
 from tests.triton.marks import DTYPES, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
+from tests.triton.written import by_tma, launches
 
 pytestmark = needs_kernels
 SHAPES = ((1, 1, 1), (5, 3, 2), (130, 257, 24), (128, 256, 16), (64, 260, 48), (140, 129, 70))
@@ -71,20 +72,9 @@ def test_base_sqnorm_and_empty():
 
 
 @pytest.mark.parametrize("shape", [(130, 264, 72), (128, 256, 128), (200, 136, 136)], ids=str)
-def test_descriptors_and_pointers_agree(shape, monkeypatch, chosen_anew):
+def test_descriptors_and_pointers_agree(shape, as_hopper):
     """What TMA takes over above r = 64 on Hopper, and what it must leave alone."""
-    from fdora.triton import norm
-
-    if device.NAME == "cpu" or torch.cuda.get_device_capability()[0] in (9, 10):
-        monkeypatch.setattr(norm, "capability", lambda device: 90)
-    launched, launch = [], norm.launch
-
-    def launching(kernel, grid, args, *rest):
-        if kernel is norm._norm_kernel:
-            launched.append(isinstance(args[0], norm.TensorDescriptor))
-        launch(kernel, grid, args, *rest)
-
-    monkeypatch.setattr(norm, "launch", launching)
+    plans = as_hopper() if device.NAME == "cpu" else {}
     t = tensors(*shape, dtype=torch.float16)
     wide = {n: torch.zeros(t[n].shape[0], t[n].shape[1] + 1, device=t[n].device, dtype=t[n].dtype) for n in "WAB"}
     shifted = {n: wide[n][:, 1:].copy_(t[n]) for n in "WAB"}
@@ -104,7 +94,7 @@ def test_descriptors_and_pointers_agree(shape, monkeypatch, chosen_anew):
         got[5] = want[5]
         torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
     if device.NAME == "cpu":
-        assert launched == [True, False, False, False, False, False]
+        assert [by_tma(step) for plan in plans.values() for step in launches(plan, "norm")] == [True, *[False] * 5]
     state = dora_norm_state(t["W"])
     state = dora_norm(t["W"], t["A"], t["B"], s=t["s"], state=state, backend="triton")
     assert torch.equal(state.c.nan_to_num(), triton_norm(t).nan_to_num())

@@ -7,14 +7,23 @@ from fdora.functional import dora_norm
 from tests import device, reference
 from tests.make import tensors
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
+from tests.triton.written import copied, results_of
 
 pytestmark = needs_kernels
 
 
 def split(A, B):
-    from fdora.triton._split import split_A, split_B
+    """As float64: what the kernels made of A and B, each with its scale."""
+    from fdora.triton import split as plans
 
-    return *split_A(A), *split_B(B)
+    def write(plan, A, B):
+        (a, by_k), (b, by_n) = plans.split_A(plan, plan.matrix(A)), plans.split_B(plan, plan.matrix(B))
+        for name, t in (("a", a), ("by_k", by_k), ("b", b), ("by_n", by_n)):
+            wide = t if len(t.shape) == 2 else t.words((1, *t.shape), (0, 1), t.dtype)
+            copied(plan, name, wide)
+
+    a, by_k, b, by_n = results_of(write, A, B)
+    return a, by_k[0], b, by_n[0]
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 2), (70, 37, 24), (40, 33, 130)], ids=str)
@@ -42,7 +51,7 @@ def test_smallest_largest_nan_and_inf():
 
 def test_a_budget_without_room_for_them_changes_a_little_at_most():
     """Whole, in blocks of rows, or not split at all."""
-    from fdora.triton._split import rows_at_a_time
+    from fdora.triton.split import rows_at_a_time
 
     t = tensors(300, 264, 8, dtype=torch.float32)
     truth = reference.norm(t["W"], t["A"], t["B"], t["s"])

@@ -1,0 +1,113 @@
+"""explain() without kernels: it answers on any machine, refuses what the function would refuse, and runs nothing."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fdora import FdoraError, backend
+from fdora.functional import (
+    DoraLayer,
+    dora_compose,
+    dora_linear,
+    dora_linear_group,
+    dora_merge,
+    dora_mlp,
+    dora_norm,
+    dora_scale,
+    explain,
+)
+from fdora.predict import GPUS, gpu_of
+from tests import device
+
+
+def draw(*shape, **options):
+    return torch.randn(shape, device=device.NAME, **options)
+
+
+def layer(N=6, K=5, r=2, **options):
+    return [draw(N, K, **options), *(draw(*s, **options).requires_grad_() for s in ((r, K), (N, r), (N,)))]
+
+
+def test_the_eager_backend_has_no_plan():
+    if device.NAME != "cpu":
+        pytest.skip("of tensors on a CPU")
+    x, la = draw(4, 5), layer()
+    for said in (explain(dora_linear, x, *la, s=2.0), explain(dora_norm, *la[:3], s=2.0), explain(dora_merge, *la, s=2.0),
+                 explain(dora_linear_group, x, [DoraLayer(*la, 2.0)]), explain(dora_compose, draw(4, 6), draw(4, 6), draw(6), s=2.0),
+                 explain(dora_mlp, x, DoraLayer(*la, 2.0), DoraLayer(*la, 2.0), DoraLayer(*layer(5, 6), 2.0))):  # fmt: skip
+        assert said.backend == "eager" and "are on cpu" in said.why and said.plans == () and said.seconds is None
+        assert "it has no plan" in str(said) and said.fn in str(said)
+
+
+def test_float64_and_a_forced_backend_are_eager_on_any_gpu():
+    x, la = draw(4, 5, dtype=torch.float64), layer(dtype=torch.float64)
+    assert "float64 has no Triton kernel" in str(explain(dora_linear, x, *la, s=2.0, gpu="h200"))
+    with backend("eager"):
+        assert explain(dora_linear, draw(4, 5), *layer(), s=2.0, gpu="h200").backend == "eager"
+
+
+def test_no_value_is_read():
+    """Meta tensors have none; gradients do not reach anything."""
+    x, *rest = (t.to("meta") for t in (draw(4, 5), *layer()))
+    assert explain(dora_linear, x, *rest, s=2.0).backend == "eager"
+
+
+def test_without_triton_it_says_so():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from fdora.functional import *\n"
+        "t = [torch.empty(s, device='meta') for s in ((4, 5), (6, 5), (2, 5), (6, 2), (6,))]\n"
+        "print(explain(dora_linear, *t, s=2.0, gpu='h200'))\n"
+        "from fdora.explain_model import Kind, cost\n"
+        "from fdora.predict import predict\n"
+        "assert cost(512, Kind('q', 64, 32, 4, 1), 'h200', 'fdora') == predict(512, 64, 32, 4)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "backend eager (Triton " in done.stdout and "it has no plan" in done.stdout
+
+
+MISTAKES = {
+    "another function": (lambda: explain(dora_scale, draw(6), draw(6)), "fdora.explain: `fn` must be one of dora_linear, dora_linear_group,"),
+    "no function": (lambda: explain("dora_linear"), "got 'dora_linear'"),
+    "another GPU": (lambda: explain(dora_linear, draw(4, 5), *layer(), s=2.0, gpu="v100"), "`gpu` must be one of h200, h100,"),
+    "shapes": (lambda: explain(dora_linear, draw(4, 7), *layer(), s=2.0, gpu="h200"), "fdora.dora_linear: `x` must be (..., K) with K=5"),
+    "dtypes": (lambda: explain(dora_linear, draw(4, 5).half(), *layer(), s=2.0), "fdora.dora_linear: `x` must be float32"),
+    "dropout": (lambda: explain(dora_linear, draw(4, 5), *layer(), s=2.0, dropout_p=2), "`dropout_p` must be in [0, 1)"),
+    "no layers": (lambda: explain(dora_linear_group, draw(4, 5), []), "`layers` must be at least one DoraLayer"),
+    "an MLP": (lambda: explain(dora_mlp, draw(4, 5), *[DoraLayer(draw(6, 5))] * 3), "`down.W` must be (N, F) with F=6"),
+    "a norm's axis": (lambda: explain(dora_norm, *layer()[:3], s=2.0, norm_axis=2), "fdora.dora_norm: `norm_axis` must be 1"),
+    "a norm of bytes": (lambda: explain(dora_norm, *layer()[:3], s=2.0, max_bytes=1), "fdora.dora_norm: `max_bytes` must be at least"),
+    "a square with a gradient": (lambda: explain(dora_norm, *layer()[:3], s=2.0, squared=True, detach=False), "`squared` must be False there"),
+    "compose": (lambda: explain(dora_compose, draw(4, 6), draw(4, 5), draw(6), s=2.0), "fdora.dora_compose: `lora` must be"),
+    "merge": (lambda: explain(dora_merge, *layer(), s=float("nan")), "fdora.dora_merge: `s` must be a finite"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_mistakes_are_those_of_the_function(what):
+    call, words = MISTAKES[what]
+    with pytest.raises(FdoraError) as error:
+        call()
+    assert words in str(error.value)
+
+
+def test_a_gpu_of_this_machine_must_be_there():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    with pytest.raises(FdoraError, match="This machine has no GPU"):
+        explain(dora_linear, draw(4, 5), *layer(), s=2.0, gpu="cuda")
+
+
+def test_rates_are_of_the_very_gpu():
+    assert gpu_of("NVIDIA H200") is GPUS["h200"] and gpu_of("NVIDIA H100 PCIe") is None
+    for gpu in GPUS.values():
+        assert gpu.fp32 <= gpu.tf32 < gpu.flops and gpu.capability >= 80 and gpu.num_sms > 100
+
+
+def test_a_step_takes_what_is_slower():
+    gpu = GPUS["a100"]
+    assert gpu.seconds(312e12, 0, 0) == 1 == gpu.seconds(0, 0, 2.04e12) == gpu.seconds(312e12, 0, 1e12)
+    assert gpu.seconds(0, 156e12, 0) == 1 == gpu.seconds(0, 19.5e12, 0, True)

@@ -1,0 +1,151 @@
+"""Tools that take a whole PEFT model: torch.func, torch.jit.trace, torch.onnx, swapped parameters, PEFT's hot swap."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from peft.utils.hotswap import prepare_model_for_compiled_hotswap
+from torch.func import functional_call, grad, vmap
+
+from fdora.integrations import _norm
+from fdora.integrations.peft import init_magnitude, report, restore, use_fdora
+from tests.close import assert_exact
+from tests.integrations.models import KINDS, build, inputs, layer, run
+from tests.integrations.models import STOCK as STOCK_KINDS
+
+SERVED = [kind for kind in KINDS if kind not in STOCK_KINDS]
+
+
+def path(model):
+    (row,) = report(model)
+    return "fused" if row.fused else "composed" if row.composed else "stock"
+
+
+def differentiated(model):
+    """The trained parameters, and the loss of one sample as a function of them."""
+    trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    return trained, lambda params, x: functional_call(model, params, (x,)).square().sum()
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_gradients_of_each_sample(kind):
+    """On both paths: a hook on the base layer leaves the correction of its output."""
+    model, x = build(kind), inputs(kind).detach()
+    x = x if x.dim() > 2 or not x.is_floating_point() else x[None].repeat(2, 1, 1)
+    trained, loss = differentiated(model)
+    samples = x[:, None] if kind.startswith("conv") else x
+    want = {n: torch.stack([grad(loss)(trained, sample)[n] for sample in samples]) for n in trained}
+    for base_hook in (False, True):
+        model = use_fdora(copy.deepcopy(model))
+        if base_hook:
+            layer(model).base_layer.register_forward_hook(lambda *_: None)
+        trained, loss = differentiated(model)
+        one = grad(loss)(trained, samples[0])
+        each = vmap(grad(loss), (None, 0))(trained, samples)
+        for name in want:
+            assert_exact(one[name], want[name][0], name)
+            assert_exact(each[name], want[name], name)
+        assert path(model) == ("fused" if kind in ("linear", "no_bias") and not base_hook else "composed")
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_several_adapters_at_once(kind):
+    """functional_call over a stack of them."""
+    model, x = use_fdora(build(kind)), inputs(kind).detach()
+    trained, _ = differentiated(model)
+    bank = {n: torch.stack([p, 1.5 * p, -p]) for n, p in trained.items()}
+    got = vmap(lambda params: functional_call(model, params, (x,)))(bank)
+    for i in range(3):
+        with torch.no_grad():
+            want = functional_call(restore(copy.deepcopy(model)), {n: p[i] for n, p in bank.items()}, (x,))
+        assert_exact(got[i], want)
+
+
+@pytest.fixture
+def swapping(monkeypatch):
+    monkeypatch.setattr(_norm, "SMALL", 0)  # norms are kept in small layers, too
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_parameters_that_are_swapped(kind, swapping):
+    """model.to() exchanges what a parameter holds, and refuses one that somebody refers to weakly."""
+    model = use_fdora(build(kind))
+    with torch.no_grad():
+        model(inputs(kind))
+        model.to(torch.float32).to(torch.float64)
+        x = inputs(kind)
+        assert_exact(model(x), restore(copy.deepcopy(model))(x))
+        model.load_state_dict({n: t * 2 if t.is_floating_point() else t for n, t in model.state_dict().items()})
+        assert_exact(model(x), restore(copy.deepcopy(model))(x))
+
+
+def test_a_moved_layer_lets_go_of_its_weight_first(swapping):
+    """Where kernels run, compiled code keeps room for the norm of one weight."""
+    model = use_fdora(build("no_bias"))
+    variant, base = layer(model).lora_variant["default"], layer(model).base_layer
+    for change in (lambda: model.to(torch.float32), lambda: model.load_state_dict(model.state_dict())):
+        variant.kept.room = (weakref.ref(base.weight), torch.zeros(1), torch.zeros(1))
+        change()
+        assert variant.kept.room is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_jit_trace(kind, monkeypatch):
+    monkeypatch.setattr(_norm, "SMALL", 0)
+    model, x = use_fdora(build(kind)).eval(), inputs(kind).detach()
+    want = model(x)
+    traced = torch.jit.trace(model, (x,), check_trace=False)
+    assert_exact(traced(x), want)
+    assert kind in STOCK_KINDS or report(model)[0].fallbacks == {"torch.jit.trace or torch.onnx.export": 1}
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.is_floating_point():
+                p.mul_(1.5)  # the norm is in the trace, not a constant
+    assert_exact(traced(x), restore(model)(x))
+
+
+@pytest.mark.parametrize("kind", ["linear", "no_bias", "embedding", "conv2d"])
+def test_torch_onnx_exports_pefts_operators(kind, monkeypatch):
+    """Its newer exporter goes through torch.export."""
+    model, x = use_fdora(build(kind)).eval(), inputs(kind).detach()
+    want = model(x)
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    assert_exact(model(x), want)
+    assert_exact(torch.export.export(model, (x,)).module()(x), want)
+    assert report(model)[0].fallbacks == {"torch.jit.trace or torch.onnx.export": 1}
+
+
+@pytest.mark.parametrize("dynamo", [False, True])
+@pytest.mark.parametrize("kind", ["linear", "no_bias", "embedding", "conv2d"])
+def test_torch_onnx(kind, dynamo, tmp_path):
+    for package in ("onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason=f"torch.onnx needs {package}; runs where onnxscript and onnxruntime are installed")
+    import onnxruntime
+
+    model, x = use_fdora(build(kind, dtype=torch.float32)).eval(), inputs(kind).detach()
+    x = x.float() if x.is_floating_point() else x
+    torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=dynamo)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), model(x).detach())
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_tensor_scalings_run_stock(kind):
+    model, x = build(kind), inputs(kind)
+    config = model.peft_config["default"]
+    prepare_model_for_compiled_hotswap(model, target_rank=6, config=config)
+    assert isinstance(layer(model).scaling["default"], torch.Tensor)
+    want = run(model, x)
+    got = run(use_fdora(model), x)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    (row,) = report(model)
+    assert row.fallbacks == {"a scaling that is a tensor (prepare_model_for_compiled_hotswap)": 1}
+    init_magnitude(model)
+    layer(model).scaling["default"].mul_(2)
+    assert_exact(model(x), restore(copy.deepcopy(model))(x))

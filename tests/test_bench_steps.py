@@ -1,0 +1,247 @@
+"""bench.steps and bench.issue_time in small, on the CPU: what they write, what they compare, and how GPU time is taken."""
+
+import argparse
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
+pytest.importorskip("transformers", reason="the layers are those of transformers")
+from bench import all as everything
+from bench import issue_time, steps
+from bench.attempt import Failures
+
+SMALL = "--layers 1 --loss-tokens 4 "
+CELL = steps.Cell("tiny", 8, 4)
+
+
+def run(command, tmp_path, options):
+    path = tmp_path / "result.json"
+    command.main([*(SMALL + options).split(), "--json", str(path), "--commit", "abc"])
+    result = json.loads(path.read_text())
+    assert result["about"]["commit"] == "abc" and result["failed"] == {}
+    return result
+
+
+def test_steps(tmp_path, capsys):
+    result = run(steps, tmp_path, "--cells tiny:8:4,tiny:16:4 --runs 1 --cell-seconds 0")
+    rows = result["rows"]
+    assert [row["way"] for row in rows] == 2 * len(steps.MODES) * list(steps.WAYS)
+    assert [row["mode"] for row in rows[:: len(steps.WAYS)]] == 2 * list(steps.MODES)
+    assert all(row["ms"] > 0 and row["compiled"] == "" and "gpu_ms" not in row for row in rows)
+    assert {(row["model"], row["S"], row["r"]) for row in rows} == {("tiny", 8, 4), ("tiny", 16, 4)}
+    ((where, found),) = result["agreement"].items()
+    assert where == "tiny, S 8, r 4" and set(found) == set(steps.FDORA)
+    for each in found.values():
+        assert set(each["apart"]) == {"y", "dx", "dA", "dB", "dm"} and 0 < max(each["apart"].values()) < 0.1
+        assert set(each["paths"]) == {"fused"}
+    out = capsys.readouterr().out
+    last = out[out.index("Wall / GPU") :].splitlines()
+    assert last[2] == "|  | mode | frozen | peft_lora, ms | peft_dora | use_fdora | use_fdora_fused | GPU by |"
+    assert len([line for line in last if line.startswith("| tiny")]) == 2 * len(steps.MODES)
+
+
+def test_a_new_optimizer_step_changes_every_norm(monkeypatch):
+    """step and micro leave other adapters, of as many norms as there are layers; inference and a gradient do not."""
+    ways = small_ways("use_fdora")
+    way = ways["use_fdora"]
+    calls = {"step": 1, "micro": steps.MICRO, "checkpointing": 1}
+    counted = []
+    stock = way.gradient
+    monkeypatch.setattr(way, "gradient", lambda: (counted.append(1), stock())[1])
+    for mode in steps.MODES:
+        before, counted[:] = [A.clone() for A in way.As], []
+        getattr(way, mode)()
+        assert len(counted) == calls.get(mode, 0) and len(way.As) == 7
+        assert all(torch.equal(a, -b if mode in calls else b) for a, b in zip(way.As, before, strict=True))
+    assert not way.model.checkpointing
+
+
+def small_ways(*names, fill=True):
+    options = steps.parse([*SMALL.split(), "--ways", ",".join(names)])
+    failures = Failures()
+    ways = steps.build(CELL, options, failures)
+    steps.inputs(CELL, ways, options)
+    assert not failures and list(ways) == list(names)
+    return ways
+
+
+def test_checkpointing_keeps_the_layers_input_alone():
+    (way,) = small_ways("use_fdora").values()
+    kept = {}
+    for checkpointing in (False, True):
+        way.model.checkpointing, seen = checkpointing, []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: (seen.append(t), t)[1], lambda t: t):
+            way.loss()
+        kept[checkpointing] = len(seen)
+    assert kept[True] < kept[False] / 3
+
+
+def test_ways_share_the_frozen_weights():
+    ways = small_ways(*steps.WAYS)
+    frozen = {p.data_ptr() for p in ways["frozen"].model.parameters()}
+    for way in ways.values():
+        own = {p.data_ptr() for p in way.leaves.values()}
+        assert {p.data_ptr() for p in way.model.parameters()} == frozen | own and not frozen & own
+    first, second = (ways[name].leaves for name in ("peft_dora", "use_fdora_fused"))
+    assert first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+@pytest.mark.parametrize("command", [steps, issue_time], ids=lambda m: m.__name__)
+def test_a_wrong_fdora_fails_the_command(command, tmp_path, monkeypatch):
+    stock = steps.adapted
+
+    def spoilt(way, *args):
+        model, leaves = stock(way, *args)
+        if way == "use_fdora":
+            for name, p in leaves.items():
+                p.data.mul_(1.5 if name[0] == "B" else 1)
+        return model, leaves
+
+    monkeypatch.setattr(steps, "adapted", spoilt)
+    where = "--cells tiny:8:4 --modes inference" if command is steps else "--model tiny --seq 8 --r 4 --steps 1"
+    with pytest.raises(SystemExit, match=r"fdora parts from PEFT's DoRA in \['.* of use_fdora, tiny, S 8, r 4'.*\]"):
+        run(command, tmp_path, where + " --ways peft_dora,use_fdora --runs 1")
+    assert json.loads((tmp_path / "result.json").read_text())["agreement"]
+
+
+def test_a_fdora_that_does_not_run_fails_the_command(tmp_path, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(steps.Way, "step", broken)
+    with pytest.raises(SystemExit, match="out of luck"):
+        steps.main([*SMALL.split(), "--cells", "tiny:8:4", "--modes", "step", "--ways", "peft_lora,use_fdora"])
+
+
+def test_compiled(tmp_path, monkeypatch):
+    """Which modes are compiled, each way by itself; nothing is traced here."""
+    modes = []
+    monkeypatch.setattr(
+        steps.torch, "compile", lambda f, mode, dynamic: (modes.append((f.__code__.co_name, mode, dynamic)), f)[1]
+    )
+    options = "--cells tiny:8:4 --no-eager --compiled default,reduce-overhead --ways peft_lora,use_fdora --runs 1"
+    result = run(steps, tmp_path, options)
+    kinds = dict.fromkeys((row["compiled"], row["mode"]) for row in result["rows"])
+    assert list(kinds) == [(c, m) for c in steps.COMPILED for m in ("inference", "step", "micro")]
+    assert modes == [(f"forward_{way}", mode, False) for mode in steps.COMPILED for way in ("peft_lora", "use_fdora")]
+
+
+def test_a_layer_can_be_compiled(monkeypatch):
+    (way,) = small_ways("use_fdora").values()
+    want, stock, graphs = way.gradient(), torch.compile, []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(steps.torch, "compile", lambda f, mode, dynamic: stock(f, backend=counting, dynamic=dynamic))
+    way.compile("reduce-overhead")
+    for a, b in zip(way.gradient(), want, strict=True):
+        assert steps.apart(a, b)["relative"] < 0.05
+    assert graphs
+    seen, count = [], len(graphs)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: seen.append(1))
+    way.micro()
+    assert len(seen) == steps.MICRO and len(graphs) == count
+    way.compile("")
+    way.step()
+    assert len(seen) == steps.MICRO and way.model.run is torch.nn.Module.__call__
+
+
+def test_out_of_time(tmp_path):
+    result = run(steps, tmp_path, "--cells tiny:8:4 --seconds 0")
+    assert result["rows"] == [] and result["skipped"] == [{"model": "tiny", "S": 8, "r": 4}]
+    (tmp_path / "result.json").rename(tmp_path / "steps.json")
+    assert everything.lacking(tmp_path / "steps.json", "abc") == "some cases were not started"
+
+
+def test_cells():
+    assert len(steps.cells("")) == 16 and steps.parse([]).cells == steps.cells("")
+    assert steps.cells("2048::16") == [("2048", S, 16) for S in (128, 512, 2048, 4096)]
+    assert steps.cells("8b:4096:64,8b:4096:64,tiny:8:2") == [("8b", 4096, 64), ("tiny", 8, 2)]
+    with pytest.raises(argparse.ArgumentTypeError, match="unknown models 7b"):
+        steps.cells("7b:1:1")
+    for text in ("--modes forward", "--ways fdora", "--compiled fast"):
+        with pytest.raises(SystemExit):
+            steps.parse(text.split())
+
+
+def test_turns_fit_the_time(monkeypatch):
+    seen = []
+    monkeypatch.setattr(steps, "once", lambda fn, device: (seen.append(fn), {"a": 10.0, "b": 30.0}[fn])[1])
+    fns = {"a": "a", "b": "b"}
+    for most_ms, runs, turns in ((0, 5, 1), (79, 5, 1), (130, 5, 3), (1e9, 5, 5)):
+        seen.clear()
+        assert steps.wall(fns, "cpu", most_ms, runs) == {"a": 10.0, "b": 30.0} and len(seen) == 2 * turns
+
+
+def test_gpu_time_by_graph_or_by_events(monkeypatch):
+    """Without a GPU: what is captured, what falls back, and what a micro-batch is made of."""
+    ways = small_ways("frozen", "peft_lora", "peft_dora")
+    cost = {"step": 9.0, "gradient": 1.0, "inference": 2.0}
+
+    def capture(fn, launches, anchor):
+        if fn.__self__.name == "peft_dora":
+            raise RuntimeError("not permitted when stream is capturing")
+        return cost[fn.__name__]
+
+    monkeypatch.setattr(steps, "anchor_graph", lambda: None)
+    monkeypatch.setattr(steps, "capture", capture)
+    monkeypatch.setattr(steps, "replay_ms", lambda graph: graph)
+    monkeypatch.setattr(steps, "behind_a_wait", lambda fn, issue_ms: 100 + cost[fn.__name__])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
+    options = steps.parse([*SMALL.split(), "--runs", "1"])
+    failures = Failures()
+    found = {}
+    for mode in ("inference", "micro"):
+        rows = steps.measure(CELL, ways, mode, steps.Gpu(True), options, failures)
+        found[mode] = {row["way"]: (row["gpu_ms"], row["gpu_by"]) for row in rows}
+    assert found["inference"] == {"frozen": (2.0, "graph"), "peft_lora": (2.0, "graph"), "peft_dora": (102.0, "events")}
+    assert found["micro"] == {"frozen": (2.0, "graph"), "peft_lora": (2.0, "graph"), "peft_dora": (102.0, "events")}
+    (row,) = steps.measure(CELL, {"frozen": ways["frozen"]}, "inference", steps.Gpu(False), options, failures)
+    assert row["gpu_by"] == "events" and not failures
+    text = steps.markdown(
+        [{**row, "way": way, "ms": ms, "gpu_ms": 4.0} for way, ms in (("peft_lora", 8.0), ("use_fdora", 6.0))]
+    )
+    assert text.splitlines()[-1] == "| tiny, S 8, r 4 | inference | 8.00 / 4.00 | 0.75 / 1.00 | events |"
+
+
+def test_issue_time(tmp_path, capsys):
+    result = run(issue_time, tmp_path, "--model tiny --seq 8 --r 4 --steps 1 --runs 2")
+    assert (result["model"], result["S"], result["r"], len(result["runs"])) == ("tiny", 8, 4, 2)
+    for each in result["runs"]:
+        assert each["python_ms"] > 0 and set(each["ms"]) == set(steps.WAYS)
+        assert all(ms > 0 for parts in each["ms"].values() for ms in parts.values())
+        beyond = each["ms"]["use_fdora"]["forward"] - each["ms"]["frozen"]["forward"]
+        assert each["excess"]["use_fdora"]["forward"] == pytest.approx(beyond, abs=2e-3) and "frozen" not in each["excess"]
+    assert list(result["runs"][1]["ms"]) == [*steps.WAYS[1:], "frozen"]
+    assert set(result["agreement"]["tiny, S 8, r 4"]) == set(steps.FDORA)
+    assert capsys.readouterr().out.count("| use_fdora |") == 2
+
+
+def test_excess_as_a_share_of_loras():
+    ms = {"frozen": (5, 6), "peft_lora": (7, 5), "use_fdora": (6, 9)}
+    found = issue_time.excess({way: dict(zip(issue_time.PARTS, parts, strict=True)) for way, parts in ms.items()})
+    assert found["use_fdora"] == {"forward": 1, "backward": 3, "forward_ratio": 0.5}  # LoRA's backward took no more
+    assert issue_time.excess({"peft_lora": {}}) == {}
+
+
+def test_issue_time_issues_before_it_waits(monkeypatch):
+    """The queue is drained before and after a step, never within."""
+    (way,) = small_ways("use_fdora").values()
+    seen = []
+    monkeypatch.setattr(issue_time, "synchronize", lambda device: seen.append("wait"))
+    for name in ("optimize", "loss"):
+        stock = getattr(way, name)
+        monkeypatch.setattr(way, name, lambda stock=stock, name=name: (seen.append(name), stock())[1])
+    assert min(issue_time.issue(way, "cpu")) > 0
+    assert seen == ["optimize", "wait", "loss", "wait"]
+
+
+def test_bench_all_has_both():
+    for name in ("steps", "steps_compiled", "issue_time"):
+        module, *given = everything.TABLE[name].command.split()
+        assert module == f"bench.{name.partition('_compiled')[0]}"
+        assert {"steps": steps, "issue_time": issue_time}[module.removeprefix("bench.")].parse(given)

@@ -1,0 +1,30 @@
+"""docs/explain.md keeps its word."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import fdora.functional as functional
+from fdora import predict
+
+PAGE = (Path(__file__).parents[1] / "docs" / "explain.md").read_text()
+
+
+def test_the_program(capsys):
+    pytest.importorskip("triton", reason="its plans need Triton; `make test` installs it")
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    space = {"__name__": "docs"}
+    exec(compile(program, "docs/explain.md", "exec"), space)
+    said, out = space["said"], capsys.readouterr().out
+    assert [plan.name for plan in said.plans] == ["dora_norm", "dora_linear forward", "dora_linear backward"]
+    assert str(said) in out and {t.whose for t in said.kept} == {"new", "argument", "output"} and said.seconds > 0
+    for word in ("cuBLAS", "TMA", "GFLOP", "MiB", "workspace", "kept for backward"):
+        assert word in out and f"`{word}`" in PAGE, word
+
+
+def test_it_names_every_function():
+    from fdora.functional.explain import CALLS
+
+    assert {name for name in re.findall(r"`(dora_\w+)`", PAGE)} == {fn.__name__ for fn in CALLS}
+    assert all(hasattr(functional, fn.__name__) for fn in CALLS) and predict.GPUS

@@ -1,0 +1,56 @@
+"""The kernels for many layers build for every GPU we name; no spills, and whole tiles are read 16 bytes at a time."""
+
+import re
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+from fdora.triton import tree  # noqa: E402
+from fdora.triton.configs import tree_config  # noqa: E402
+from tests.triton.test_compile import TARGETS, assert_fits, build, device, pytestmark  # noqa: E402, F401
+
+BF16, FP32 = torch.bfloat16, torch.float32
+LAYERS = 200
+# W, A and B, rank, and whether N and K are multiples of 128 and rows begin at 16 bytes
+CASES = [
+    (BF16, BF16, BF16, 16, True),
+    (BF16, BF16, BF16, 384, True),
+    (BF16, FP32, FP32, 8, True),
+    (BF16, FP32, FP32, 64, True),
+    (BF16, FP32, BF16, 70, True),
+    (FP32, FP32, FP32, 64, True),
+    (BF16, BF16, BF16, 70, False),
+    (FP32, FP32, FP32, 70, False),
+]
+
+
+def steps(target, W, A, B):
+    """What a plan of many such layers launches: by name."""
+    gpu = device(target)
+    launches = tree._launches([tree._row(0, W, A, B, 1.0, 0, gpu.capability)] * LAYERS)
+    plan = tree._plan(gpu, launches, LAYERS, LAYERS * W.shape[0], LAYERS * W.shape[0], 0, True)
+    found = {step.kernel.__name__: step for step in plan.steps}
+    assert len(found) == len(plan.steps) == 3
+    return found
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize(("weight", "a", "b", "r", "whole"), CASES)
+def test_norms(target, weight, a, b, r, whole, tmp_path):
+    N, K = (256, 256) if whole else (250, 201)
+    W, A, B = torch.empty(N, K, dtype=weight), torch.empty(r, K, dtype=a), torch.empty(N, r + (not whole), dtype=b)[:, :r]
+    step = steps(target, W, A, B)["norms_kernel"]
+    made = build(step, target)
+    assert_fits(made, target, tmp_path)
+    if whole and isinstance(target, int):
+        block_n, block_k, *_ = tree_config(r, a == b == BF16, weight == BF16, whole, target)
+        tile_loads = re.findall(r"ld\.global\S*v4\.b32|cp\.async\.cg", made.asm["ptx"])
+        assert len(tile_loads) >= block_n * block_k * weight.itemsize // 16 // (32 * step.num_warps)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("name", ["fingerprints_kernel", "roots_kernel"])
+def test_fingerprints_and_roots(target, name, tmp_path):
+    W, A, B = torch.empty(256, 256), torch.empty(8, 256), torch.empty(256, 8)
+    assert_fits(build(steps(target, W, A, B)[name], target), target, tmp_path)

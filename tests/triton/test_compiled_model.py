@@ -1,0 +1,347 @@
+"""A PEFT model that use_fdora runs, under torch.compile: eager's numbers, one op for all norms, few nodes, few graphs."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from fdora import _dispatch
+from tests import device
+from tests.triton.marks import HALF, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
+
+pytestmark = needs_kernels
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LAYERS = 2
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Kernels for every layer, however small; nothing compiled before."""
+    pytest.importorskip("peft", reason="needs PEFT; `make test` installs it")
+    pytest.importorskip("transformers", reason="needs transformers; `make test` installs it")
+    from fdora.integrations import _norm
+
+    monkeypatch.setattr(_norm, "SMALL", 0)
+    monkeypatch.setattr(_dispatch, "_forced", "triton")
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """How many norms compiled layers compared or computed by themselves, and how many calls there were for all layers."""
+    from fdora.integrations import _tree
+    from fdora.triton import norm, tree
+
+    counts = Counter()
+    for module, name in ((norm, "_kept"), (_tree.Table, "run"), (tree.Kept, "now")):
+
+        def counted(*args, name=name, before=getattr(module, name)):  # noqa: B008
+            counts[name] += 1
+            return before(*args)
+
+        monkeypatch.setattr(module, name, counted)
+    return counts
+
+
+def made(family="llama", fuse=True, layers=LAYERS, **config):
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    from fdora.integrations.peft import use_fdora
+
+    torch.manual_seed(0)
+    model, settings = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen3": (Qwen3ForCausalLM, Qwen3Config)}[family]
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=layers, vocab_size=50, head_dim=16, use_cache=False)
+    base = model(settings(**sizes, num_attention_heads=4, num_key_value_heads=2)).to(device.NAME, HALF[0])
+    peft = get_peft_model(base, LoraConfig(r=4, use_dora=True, target_modules=TARGETS, **config))
+    with torch.no_grad():
+        for name, p in peft.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    return use_fdora(peft, fuse=fuse)
+
+
+def ids(tokens=12):
+    return (torch.arange(2 * tokens, device=device.NAME) % 50).view(2, tokens)
+
+
+def step(run, model, x=None):
+    """Logits and gradients."""
+    model.zero_grad()
+    x = ids() if x is None else x
+    out = run(input_ids=x, labels=x)
+    out.loss.backward()
+    return [out.logits.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_close(got, want):
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * b.abs().max().item())
+
+
+def change(model, by=1.25):
+    """Behind autograd's back."""
+    for name, p in model.named_parameters():
+        if "lora_A" in name:
+            p.data.mul_(by)
+
+
+def blocks(model):
+    return model.base_model.model.model.layers
+
+
+class Graphs:
+    """A backend that runs what it is given and counts our ops in it: forward and backward, by turns."""
+
+    def __init__(self):
+        from torch._dynamo.backends.common import aot_autograd
+
+        self.ops = []
+        self.backend = aot_autograd(fw_compiler=self.keep)
+
+    def keep(self, graph, inputs):
+        from functorch.compile import make_boxed_func
+
+        targets = [str(node.target) for node in graph.graph.nodes]
+        self.ops.append(Counter(t.split(".")[1] for t in targets if t.startswith("fdora.")))
+        return make_boxed_func(graph.forward)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_model_in_one_graph(family, own):
+    """Three nodes for each block, one op for all norms; what changes in place is seen without a new graph."""
+    model, graphs = made(family), Graphs()
+    compiled = torch.compile(model, backend=graphs.backend, fullgraph=True)
+    for _ in range(3):
+        assert_close(step(compiled, model), step(model, model))
+        change(model)
+    assert graphs.ops == [
+        {"model_norms": 1, "linear": 2 * LAYERS, "mlp": LAYERS},
+        {"linear_backward": 2 * LAYERS, "mlp_backward": LAYERS},
+    ]
+    assert own == {"now": 3, "run": 3}
+    assert all(layer.lora_variant["default"].shared.waiting is None for layer in attentions(model))
+
+
+def attentions(model):
+    return [getattr(block.self_attn, name) for block in blocks(model) for name in TARGETS[:3]]
+
+
+def test_norms_of_a_graph_are_never_stale():
+    """Writes to W that move its version or tell every KeptNorm; another weight; another scaling; merges; a model that moves."""
+    from fdora.integrations.peft import use_fdora
+
+    model = made()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    layer = blocks(model)[1].self_attn.o_proj
+
+    def new_weight():
+        layer.base_layer.weight = nn.Parameter(3 * layer.base_layer.weight.detach(), requires_grad=False)
+
+    def same_memory():
+        old = layer.base_layer.weight
+        old.data.mul_(3)
+        layer.base_layer.weight = nn.Parameter(old.data, requires_grad=False)
+        while layer.base_layer.weight._version < old._version:
+            layer.base_layer.weight.add_(0)
+
+    def merged():
+        model.merge_adapter()
+        layer.base_layer.weight.data.mul_(2)
+        model.unmerge_adapter()
+
+    def written():
+        layer.base_layer.weight.data.mul_(0.5)
+        use_fdora(model, fuse=True)
+
+    changes = [
+        lambda: change(model),
+        lambda: layer.base_layer.weight.mul_(2),
+        lambda: layer.base_layer.load_state_dict({n: 2 * p for n, p in layer.base_layer.state_dict().items()}),
+        new_weight,
+        same_memory,
+        merged,
+        written,
+        lambda: layer.scaling.update(default=3.0),
+        lambda: model.float().to(HALF[0]),
+    ]
+    for make in (lambda: None, *changes):
+        with torch.no_grad():
+            make()
+        assert_close(step(compiled, model), step(model, model))
+
+
+def test_two_forwards_before_their_backwards():
+    model = made()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    def gradients(run):
+        leaves = [p for n, p in model.named_parameters() if "magnitude" in n]
+        first = run(input_ids=ids()).logits.float().square().mean()
+        change(model, 2)
+        run(input_ids=ids())
+        change(model, 0.5)
+        return torch.autograd.grad(first, leaves)
+
+    assert_close(gradients(compiled), gradients(model))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_with_checkpointing(reentrant, own):
+    """Of the whole model, and of its blocks; the latter's recomputation runs the same graphs as their forward."""
+    model = made()
+    model.train()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    want = step(model, model)
+    assert_close(step(torch.compile(model, backend="aot_eager"), model), want)
+    compile_blocks(model)
+    own.clear()
+    assert_close(step(model, model), want)
+    assert own["_kept"] == 0
+
+
+def compile_blocks(model, backend="aot_eager", **how):
+    for each in blocks(model):
+        each.compile(backend=backend, fullgraph=True, **how)
+
+
+def test_checkpoint_around_compiled_blocks(own):
+    """torch's own checkpoint around each: recomputation finds the tensors that forward kept, of the same shapes."""
+    from torch.utils.checkpoint import checkpoint
+
+    model = made()
+    want = step(model, model)
+    compile_blocks(model)
+    for each in blocks(model):
+        inside = each._compiled_call_impl
+        each._compiled_call_impl = lambda *a, inside=inside, **k: checkpoint(inside, *a, use_reentrant=False, **k)
+    own.clear()
+    assert_close(step(model, model), want)
+    assert own == {"run": 2}
+
+
+def test_blocks_that_are_compiled_alone(own):
+    """They ask what the model's hook computed; two graphs serve all: the first block's input needs no gradient."""
+    model, graphs = made(layers=4), Graphs()
+    compile_blocks(model, graphs.backend)
+    for _ in range(2):
+        own.clear()
+        got = step(model, model)
+        assert own == {"run": 1}
+        assert_close(got, want_of(model))
+        change(model)
+    assert len(graphs.ops) == 4
+    assert graphs.ops[0] == {"row_norm_kept": 7, "linear": 2, "mlp": 1}
+
+
+def want_of(model):
+    compiled = [each._compiled_call_impl for each in blocks(model)]
+    for each in blocks(model):
+        each._compiled_call_impl = None
+    want = step(model, model)
+    for each, call in zip(blocks(model), compiled, strict=True):
+        each._compiled_call_impl = call
+    return want
+
+
+def test_a_compiled_block_outside_of_a_forward_looks_after_itself(own):
+    model = made()
+    compile_blocks(model)
+    step(model, model)
+    block, x = blocks(model)[0], torch.randn(1, 4, 64, device=device.NAME, dtype=HALF[0])
+    rope = model.base_model.model.model.rotary_emb(x, torch.arange(4, device=device.NAME)[None])
+    for _ in range(2):
+        change(model)
+        own.clear()
+        got = block(x, position_embeddings=rope)
+        assert own == {"_kept": 7}
+        compiled, block._compiled_call_impl = block._compiled_call_impl, None
+        torch.testing.assert_close(got, block(x, position_embeddings=rope), rtol=1e-2, atol=1e-2)
+        block._compiled_call_impl = compiled
+
+
+def test_a_graph_break_between_q_and_v():
+    """What the first graph left is for no other: k and v run by themselves, and nothing waits at the end."""
+    model = made()
+
+    def broken(self, x):
+        torch._dynamo.graph_break()
+        return type(self).forward(self, x)
+
+    for block in blocks(model):
+        block.self_attn.k_proj.forward = broken.__get__(block.self_attn.k_proj)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        assert_close(step(compiled, model), step(model, model))
+        change(model)
+    assert all(layer.lora_variant["default"].shared.waiting is None for layer in attentions(model))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_token_counts_that_change(fuse, dynamic):
+    """One more graph at most for all lengths after the first."""
+    model, graphs = made(fuse=fuse), Graphs()
+    compiled = torch.compile(model, backend=graphs.backend, fullgraph=True, dynamic=dynamic)
+    for number, tokens in enumerate((12, 20, 33, 7, 40)):
+        x = ids(tokens)
+        assert_close(step(compiled, model, x), step(model, model, x))
+        if number == 1:
+            seen = len(graphs.ops)
+    assert len(graphs.ops) == seen <= (4 if dynamic is None else 2)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_inference_and_dropout(dropout):
+    model = made(lora_dropout=dropout)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            model.eval()
+            torch.testing.assert_close(compiled(input_ids=ids()).logits, model(input_ids=ids()).logits, rtol=1e-2, atol=1e-2)
+    model.train()
+    assert step(compiled, model)[0].isfinite().all()
+
+
+def train(run, model, steps=6):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        torch.compiler.cudagraph_mark_step_begin()
+        loss = run(input_ids=ids(), labels=ids()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_training_with_inductor():
+    assert_trains_as_eager("default", whole=True)
+
+
+@needs_gpu
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_training_in_cuda_graphs(mode, whole, caplog):
+    """No graph is skipped, and each replay sees the adapters of its step."""
+    assert_trains_as_eager(mode, whole)
+    skips = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    assert skips == 0 and "skipping cudagraphs" not in caplog.text
+
+
+def assert_trains_as_eager(mode, whole):
+    want = train(*[made()] * 2)
+    model = made()
+    if whole:
+        got = train(torch.compile(model, mode=mode, fullgraph=True), model)
+    else:
+        for each in blocks(model):
+            each.compile(mode=mode, fullgraph=True)
+        got = train(model, model)
+    assert want[-1] < want[0] - 0.1
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=2e-2, atol=2e-2)

@@ -1,0 +1,265 @@
+"""explain() shows the plans that a real call runs, and what it keeps; nothing runs for it."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+
+import fdora.triton.explain as explaining
+from fdora.functional import (
+    DoraLayer,
+    dora_compose,
+    dora_delta,
+    dora_linear,
+    dora_linear_group,
+    dora_merge,
+    dora_mlp,
+    dora_norm,
+    dora_norm_state,
+    dora_unmerge,
+    explain,
+)
+from fdora.triton.runtime import walk
+from tests import device
+from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
+
+H = torch.float16
+NEEDS = ("x", "A", "B", "m")
+
+
+def draw(*shape, dtype=H, grad=False, std=0.1):
+    return (torch.randn(shape, device=device.NAME) * std).to(dtype).requires_grad_(grad)
+
+
+def layer(N=40, K=48, r=4, dtype=H, adapter=None, needs=NEEDS, bias=False, norm=False, s=2.0):
+    adapter = adapter or dtype
+    W, A, B = (
+        draw(N, K, dtype=dtype),
+        draw(r, K, dtype=adapter, grad="A" in needs),
+        draw(N, r, dtype=adapter, grad="B" in needs),
+    )
+    m = draw(N, dtype=adapter, grad="m" in needs)
+    return DoraLayer(W, A, B, m, s, draw(N, dtype=dtype, grad=True) if bias else None, norm_of(W, A, B) if norm else None)
+
+
+def norm_of(W, A, B):
+    return (W.float() + 2 * B.detach().float() @ A.detach().float()).norm(dim=1)
+
+
+def one(M=80, lead=(), x=None, needs=NEEDS, dtype=H, of=None, **options):
+    la = of or layer(needs=needs, dtype=dtype, **options.pop("layer", {}))
+    x = draw(*lead, M, la.W.shape[1], dtype=dtype, grad="x" in needs) if x is None else x
+    options |= {"bias": la.bias, "norm": la.norm}
+    return dora_linear, (x, *la[:4]), {"s": la.s, **options}
+
+
+def transposed():
+    la = layer()
+    return one(of=la._replace(W=la.W.T.contiguous().T))
+
+
+def unaligned():
+    return one(x=draw(80, 49)[:, 1:].requires_grad_())
+
+
+def scattered():
+    return one(x=draw(80, 96)[:, ::2].requires_grad_())
+
+
+def group(*layers, M=80, **options):
+    return dora_linear_group, (draw(M, 48, grad=True), list(layers)), options
+
+
+def mlp(M=80, needs=NEEDS, grad=True, bias=True, **options):
+    layers = (layer(32, 48, needs=needs), layer(32, 48, needs=needs, bias=bias), layer(24, 32, needs=needs))
+    return dora_mlp, (draw(2, M // 2, 48, grad=grad), *layers), options
+
+
+def weights(dtype=H, adapter=None, N=40, K=48):
+    la = layer(N, K, dtype=dtype, adapter=adapter, needs=())
+    return la.W, la.A, la.B
+
+
+def composed(fn, lead=(5,), needs=(True, True, True, True)):
+    base, lora, g, bias = (
+        draw(*shape, grad=need) for shape, need in zip(((*lead, 7, 48), (*lead, 7, 48), (48,), (48,)), needs, strict=True)
+    )
+    g = g.detach().float().requires_grad_(needs[2])
+    return fn, (base, lora, g), {"s": 2.0} | ({"bias": bias} if fn is dora_compose else {})
+
+
+def merged(fn, norm):
+    W, A, B = weights()
+    return fn, (W, A, B, draw(40) + 1), {"s": 2.0, "norm": norm_of(W, A, B) if norm else None}
+
+
+CALLS = {
+    "many tokens": one,
+    "few tokens": lambda: one(M=3, lead=(2, 5)),
+    "one token": lambda: one(M=1),
+    "float32": lambda: one(dtype=torch.float32),
+    "float32 adapter": lambda: one(layer=dict(adapter=torch.float32)),
+    "a bias": lambda: one(layer=dict(bias=True)),
+    "norm given": lambda: one(layer=dict(norm=True)),
+    "keep_inner": lambda: one(keep_inner=True),
+    "lora dropout": lambda: one(dropout_p=0.2, seed=1),
+    "peft dropout": lambda: one(dropout_p=0.2, seed=1, dropout_mode="peft"),
+    "no gradient": lambda: one(needs=()),
+    "only m": lambda: one(needs=("m",)),
+    "only x": lambda: one(needs=("x",)),
+    "no m": lambda: one(needs=("x", "A", "B")),
+    "transposed W": transposed,
+    "unaligned x": unaligned,
+    "x with gaps": scattered,
+    "a group": lambda: group(layer(), layer(16, bias=True, norm=True), DoraLayer(draw(24, 48)), layer(8)),
+    "a group with other s": lambda: group(layer(), layer(s=1.0)),
+    "a group, few tokens": lambda: group(layer(), layer(8), M=4),
+    "a group, dropout": lambda: group(layer(), layer(8), dropout_p=0.2, seed=[1, 2]),
+    "frozen layers": lambda: group(DoraLayer(draw(24, 48), bias=draw(24, grad=True)), DoraLayer(draw(8, 48))),
+    "an MLP": mlp,
+    "an MLP, few tokens": lambda: mlp(M=4, act="gelu"),
+    "an MLP, no gradient": lambda: mlp(needs=(), grad=False, bias=False),
+    "an MLP, peft dropout": lambda: mlp(dropout_p=0.2, dropout_mode="peft", seed=[1, 2, 3]),
+    "a norm": lambda: (dora_norm, weights(), {"s": 2.0}),
+    "a norm of float32": lambda: (dora_norm, weights(torch.float32), {"s": 2.0}),
+    "a norm of mixed": lambda: (dora_norm, weights(adapter=torch.float32), {"s": 2.0}),
+    "a norm of columns": lambda: (dora_norm, weights(), {"s": 2.0, "norm_axis": 0}),
+    "a squared norm": lambda: (dora_norm, weights(), {"s": 2.0, "squared": True}),
+    "a norm in little memory": lambda: (dora_norm, weights(N=300), {"s": 2.0, "max_bytes": 2**13}),
+    "a norm with a state": lambda: (lambda w: (dora_norm, w, {"s": 2.0, "state": dora_norm_state(w[0])}))(weights()),
+    "compose": lambda: composed(dora_compose),
+    "compose of a vector": lambda: composed(dora_compose, lead=()),
+    "compose for g alone": lambda: composed(dora_compose, needs=(False, False, True, False)),
+    "delta": lambda: composed(dora_delta),
+    "merge": lambda: merged(dora_merge, False),
+    "merge, norm given": lambda: merged(dora_merge, True),
+    "unmerge": lambda: merged(dora_unmerge, True),
+}
+
+
+def facts(plan):
+    return {k: v for k, v in vars(plan).items() if k != "native"}
+
+
+def distinct(plans):
+    found = []
+    for each in map(facts, plans):
+        if each not in found:
+            found.append(each)
+    return found
+
+
+def backward_of(out):
+    ys = [t for t in (out if isinstance(out, tuple) else (out,)) if t.requires_grad]
+    if ys:
+        torch.autograd.backward(ys, [torch.randn_like(y) for y in ys])
+
+
+@needs_kernels
+@pytest.mark.parametrize("what", CALLS)
+def test_the_plans_are_those_of_the_real_call(what, monkeypatch):
+    fn, args, kwargs = CALLS[what]()
+    monkeypatch.setattr(walk, "_plans", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(explaining, "describe", lambda plan, rates: plan)
+        said = explain(fn, *args, backend="triton", **kwargs).plans
+    assert not walk._plans and said
+    backward_of(fn(*args, backend="triton", **kwargs))
+    assert distinct(said) == distinct(walk._plans.values())  # the first call's key is Python's, later ones the C walk's
+
+
+@needs_kernels
+def test_under_autocast(monkeypatch):
+    fn, args, kwargs = one(dtype=torch.float32)
+    monkeypatch.setattr(walk, "_plans", {})
+    monkeypatch.setattr(explaining, "describe", lambda plan, rates: plan)
+    with torch.autocast(device.NAME, dtype=H):
+        said = explain(fn, *args, backend="triton", **kwargs)
+        y = fn(*args, backend="triton", **kwargs)
+    backward_of(y)
+    assert y.dtype == H and [facts(plan) for plan in said.plans] == [facts(plan) for plan in walk._plans.values()]
+
+
+@needs_kernels
+@pytest.mark.parametrize("what", [w for w in CALLS if "norm" not in w or "given" in w])
+def test_kept_is_what_autograd_keeps(what):
+    fn, args, kwargs = CALLS[what]()
+    said = explain(fn, *args, backend="triton", **kwargs)
+    packed = {}
+
+    def pack(t):
+        packed[t.data_ptr(), tuple(t.shape)] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        fn(*args, backend="triton", **kwargs)
+    flat = [t for a in (*args, *kwargs.values()) for t in (a if isinstance(a, (tuple, list)) else (a,))]
+    flat = [t for a in flat for t in (a if isinstance(a, tuple) else (a,)) if isinstance(t, torch.Tensor)]
+    x = args[0]
+    own = {t.data_ptr() for t in flat if t is not x} if fn not in (dora_compose, dora_delta) else set()
+    found = sorted((shape, t.dtype) for (at, shape), t in packed.items() if at not in own and shape not in ((), (0,)))
+    assert sorted((t.shape, t.dtype) for t in said.kept) == found
+    assert all(t.nbytes == torch.Size(t.shape).numel() * t.dtype.itemsize for t in said.kept)
+
+
+def meta(N=4096, K=4096, r=16, M=4096, dtype=torch.bfloat16):
+    x, W, A, B, m = (torch.empty(s, dtype=dtype, device="meta") for s in ((M, K), (N, K), (r, K), (N, r), (N,)))
+    return [x.requires_grad_(), W, A.requires_grad_(), B.requires_grad_(), m.requires_grad_()]
+
+
+def test_a_gpu_that_is_not_there():
+    """By hand: what a layer of 4096 x 4096 costs on an H200, in bfloat16 throughout."""
+    M = N = K = 4096
+    r, e = 16, 2
+    said = explain(dora_linear, *meta(), s=2.0, gpu="h200")
+    norm, forward, backward = said.plans
+    assert norm.flops == 2 * N * K * r and forward.flops == 2 * M * (N * K + K * r + N * r)
+    assert backward.flops == 2 * M * (N * K + 2 * K * r + 2 * N * r)
+    assert said.flops == norm.flops + forward.flops + backward.flops
+    product = forward.steps[-1]
+    assert product.what == "gemm_tma_kernel" and "TMA" in product.how and "grid 132," in product.how
+    assert product.bytes == e * (M * K + N * K + M * N + M * r + N * r)
+    assert product.seconds == product.flops / 989e12 > product.bytes / 4.80e12
+    scale = backward.steps[0]
+    assert scale.what == "scale_kernel" and scale.seconds == scale.bytes / 4.80e12 > scale.flops / 989e12
+    assert said.seconds == pytest.approx(sum(row.seconds for plan in said.plans for row in plan.steps))
+    assert {t.name: (t.shape, t.nbytes, t.whose) for t in said.kept} == {
+        "x": ((M, K), e * M * K, "argument"),
+        "h": ((M, r), e * M * r, "new"),
+        "y": ((M, N), e * M * N, "output"),
+        "c": ((N,), 4 * N, "new"),
+    }
+    assert said.new_bytes == e * M * r + 4 * N and said.workspace == backward.workspace >= e * M * N
+    text = str(said)
+    for words in ("triton (bfloat16 on the H200 SXM)", "floors, not measurements", "more than 64 tokens", "(4096, 4096) x (4096, 16)",
+                  "BLOCK_M 256", "8 warps", "workspace", "kept for backward", "new", "us"):  # fmt: skip
+        assert words in text, words
+
+
+def test_gpus_differ():
+    first = {gpu: explain(dora_linear, *meta(), s=2.0, gpu=gpu).plans[1].steps[-1].what for gpu in ("a100", "b200", "4090")}
+    assert first == {"a100": "gemm_pointer_kernel", "b200": "gemm_tma_kernel", "4090": "gemm_pointer_kernel"}
+
+
+def test_backward_can_be_left_out():
+    assert len(explain(dora_linear, *meta(), s=2.0, gpu="h200", backward=False).plans) == 2
+
+
+def test_float32_obeys_the_setting():
+    def product():
+        return explain(dora_linear, *meta(dtype=torch.float32), s=2.0, gpu="h100").plans[1].steps[1]
+
+    exact = product()
+    try:
+        torch.set_float32_matmul_precision("high")
+        tf32 = product()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert exact.what == tf32.what == "cuBLAS" and exact.seconds / tf32.seconds == pytest.approx(494 / 67)
+
+
+def test_a_copy_is_a_step():
+    _, *rest = meta()
+    gaps = torch.empty(4096, 8192, dtype=torch.bfloat16, device="meta")[:, ::2]
+    forward = explain(dora_linear, gaps, *rest, s=2.0, gpu="h200").plans[1]
+    assert forward.steps[0].what == "copy of argument 0" and forward.steps[0].bytes == 2 * 2 * 4096 * 4096

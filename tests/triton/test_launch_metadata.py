@@ -1,0 +1,84 @@
+"""Who listens to Triton's launches hears what the plan says of each; who does not, pays nothing."""
+
+import importlib
+import pkgutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+
+from triton.compiler.compiler import ASTSource, CompiledKernel
+
+import fdora.triton.explain as explaining
+from fdora.functional import explain
+from fdora.triton import kernels
+from fdora.triton.runtime.cost import COSTS, launched
+from fdora.triton.runtime.plan import Array, Launch, Tile
+from tests.triton.test_explain import CALLS
+
+
+def launches(what, gpu, monkeypatch):
+    fn, args, kwargs = CALLS[what]()
+    with monkeypatch.context() as patch:
+        patch.setattr(explaining, "describe", lambda plan, rates: plan)
+        plans = explain(fn, *args, gpu=gpu, **kwargs).plans
+    return [step for plan in plans for step in plan.steps if isinstance(step, Launch)]
+
+
+def as_tensor(a):
+    """What the walk hands over: a tensor, or Triton's descriptor of one."""
+    if isinstance(a, Tile):
+        return SimpleNamespace(base=as_tensor(a.array), block_shape=list(a.block))
+    return torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta") if isinstance(a, Array) else a
+
+
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+@pytest.mark.parametrize("what", CALLS)
+def test_a_launch_says_what_its_step_says(what, gpu, monkeypatch):
+    for step in launches(what, gpu, monkeypatch):
+        args = dict(zip(step.kernel.arg_names, [*map(as_tensor, step.args), *step.constexprs], strict=True))
+        said = launched(step.grid, SimpleNamespace(name=step.kernel.__name__), args)
+        assert said.pop("name") == step.kernel.__name__
+        assert said == {k: v for k, v in step.cost._asdict().items() if v} and said["bytes"] > 0
+
+
+def test_by_hand():
+    t = {n: torch.empty(s, dtype=torch.float16, device="meta") for n, s in
+         {"x": (100, 64), "w": (64, 32), "h": (100, 8), "b": (8, 32), "out": (100, 32)}.items()}  # fmt: skip
+    args = t | dict(x_masked=None, pre_scale=None, residual=None, M=100, N=32, K=64, R=8, BLOCK_M=128)
+    said = launched((1,), SimpleNamespace(name="gemm_pointer_kernel"), args)
+    flops, moved = 2 * 100 * 32 * (64 + 8), 2 * (100 * 64 + 64 * 32 + 100 * 8 + 8 * 32 + 100 * 32)
+    assert said == {"name": "gemm_pointer_kernel", "flops16": flops, "bytes": moved}
+    wide = {
+        n: torch.empty(s, device="meta") for n, s in {"W": (10, 20), "A": (3, 20), "B": (10, 3), "partial": (1, 10)}.items()
+    }
+    said = launched((1,), SimpleNamespace(name="norm_kernel"), wide | dict(N=10, K=20, R=3))
+    assert said == {"name": "norm_kernel", "flops32": 2 * 10 * 20 * 3, "bytes": 4 * (200 + 60 + 30 + 10)}
+
+
+def found():
+    for module in pkgutil.iter_modules(kernels.__path__):
+        yield from vars(importlib.import_module(f"{kernels.__name__}.{module.name}")).items()
+
+
+def test_every_kernel_tells():
+    """But for those that walk a table of layers: no argument says what they move (fdora/triton/tree.py knows)."""
+    theirs = {name: k for name, k in found() if name.endswith("_kernel") and "table" not in k.arg_names}
+    assert theirs.keys() == COSTS.keys()
+    for name, k in theirs.items():
+        told = getattr(k, "launch_metadata", None) or k.kwargs["launch_metadata"]  # compiled, interpreted
+        assert told is launched, name
+
+
+def test_nobody_is_asked_who_is_not_heard():
+    """Triton keeps the question until a hook looks at the answer; then it hands over grid, metadata and arguments by name."""
+    asked = []
+    source = object.__new__(ASTSource)
+    source.fn = SimpleNamespace(launch_metadata=lambda *a: asked.append(a) or {"flops16": 7}, arg_names=["x", "N"])
+    built = SimpleNamespace(name="k", function=1, src=source, metadata="metadata", _init_handles=lambda: None)
+    lazy = CompiledKernel.launch_metadata(built, (2, 1, 1), 0, "tensor", 5)
+    assert not asked
+    if lazy is not None:
+        assert lazy.get()["flops16"] == 7 and asked == [((2, 1, 1), "metadata", {"x": "tensor", "N": 5})]

@@ -1,0 +1,486 @@
+"""The norms of all layers of a PEFT model by one call per forward: each layer's slice is right, whoever changes what and when."""
+
+import copy
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fdora import _dispatch
+from tests import device
+from tests.close import rel_l2
+from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
+
+pytestmark = needs_kernels
+
+
+class Net(nn.Module):
+    """Two blocks that may be recomputed."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24))
+        self.second = nn.Sequential(nn.Linear(24, 40, bias=False), nn.GELU(), nn.Linear(40, 24))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for block in (self.first, self.second):
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Calls for all layers, and layers that looked after themselves."""
+    pytest.importorskip("peft", reason="needs PEFT; `make test` installs it")
+    from fdora.integrations import _norm, _tree
+
+    monkeypatch.setattr(_norm, "SMALL", 0)
+    monkeypatch.setattr(_dispatch, "_forced", "triton")
+    counts = {"runs": 0, "alone": 0}
+    run, guarded, norm = _tree.Table.run, _norm.guarded_norm, _norm.dora_norm
+
+    def running(*args):
+        counts["runs"] += 1
+        return run(*args)
+
+    def alone(f):
+        def call(*args, **kwargs):
+            counts["alone"] += 1
+            return f(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(_tree.Table, "run", running)
+    monkeypatch.setattr(_norm, "guarded_norm", alone(guarded))
+    monkeypatch.setattr(_norm, "dora_norm", alone(norm))
+
+    def took():
+        found = counts["runs"], counts["alone"]
+        counts.update(runs=0, alone=0)
+        return found
+
+    return took
+
+
+def make(reentrant=None, shim=True, base=None):
+    from peft import LoraConfig, get_peft_model
+
+    from fdora.integrations.peft import use_fdora
+
+    torch.manual_seed(0)
+    net = Net(reentrant) if base is None else base
+    config = LoraConfig(r=4, use_dora=True, target_modules=["0", "2"])
+    model = get_peft_model(net.to(device.NAME, HALF[0]), config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora" in name:
+                p.copy_(p * (1 + 0.1 * torch.randn_like(p)) if "magnitude" in name else 0.3 * torch.randn_like(p))
+    return use_fdora(model) if shim else model
+
+
+def inputs():
+    return torch.randn(5, 24, generator=torch.Generator().manual_seed(1)).to(device.NAME, HALF[0]).requires_grad_()
+
+
+def layers(model):
+    from fdora.integrations._peft.linear import Linear
+
+    return [m for m in model.modules() if isinstance(m, Linear)]
+
+
+def assert_as_if_alone(model, x):
+    """Output and gradients are those of a copy whose layers each compute their norm."""
+    from fdora.integrations._hook import unhook
+
+    other = copy.deepcopy(model)
+    unhook(other)
+    results = []
+    for each in (model, other):
+        leaves = [x, *(p for p in each.parameters() if p.requires_grad)]
+        for t in leaves:
+            t.grad = None
+        y = each(x)
+        y.float().square().sum().backward()
+        results.append([y.detach(), *(t.grad for t in leaves)])
+    for got, want in zip(*results, strict=True):
+        assert rel_l2(got, want) < 1e-2
+
+
+def test_a_wrong_norm_is_noticed_here(counted):
+    model, x = make(), inputs()
+    model(x)
+    for layer in range(4):
+        table = layers(model)[0].lora_variant["default"].kept.norms.table
+        part, (pair, _) = table.parts[0], next(iter(table.norms.values()))
+        part.views(pair)[layer].mul_(1.2)
+        with pytest.raises(AssertionError):
+            assert_as_if_alone(model, x)
+        for each in layers(model):
+            each.lora_variant["default"].kept.forget()
+        assert_as_if_alone(model, x)
+
+
+def test_every_change_reaches_every_layer(counted):
+    from fdora.integrations.peft import use_fdora
+
+    model, x = make(), inputs()
+    first = layers(model)[0]
+
+    def scaled(of, by=1.5):
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if of in name:
+                    p.data.mul_(by)  # moves no version
+
+    def new_weight():
+        first.base_layer.weight = nn.Parameter(3 * first.base_layer.weight.detach(), requires_grad=False)
+
+    def same_memory_turned():
+        for part in (first.lora_A["default"], layers(model)[2].lora_A["default"]):
+            square = torch.randn(24, 24, device=device.NAME)[:4]
+            part.weight.data = square
+
+    def merged():
+        model.merge_adapter()
+        first.base_layer.weight.data.mul_(2)
+        model.unmerge_adapter()
+
+    changes = [
+        lambda: None,
+        lambda: scaled("lora_A"),
+        lambda: scaled("lora_B", -1),
+        lambda: first.scaling.update(default=3.0),
+        lambda: first.base_layer.weight.detach().mul_(2),
+        lambda: first.base_layer.load_state_dict({n: 2 * p for n, p in first.base_layer.state_dict().items()}),
+        lambda: model.load_state_dict({n: 0.5 * p for n, p in model.state_dict().items()}),
+        new_weight,
+        same_memory_turned,
+        merged,
+        lambda: model.float().to(HALF[0]),
+        lambda: (first.base_layer.weight.data.mul_(2), use_fdora(model)),
+        lambda: [layer.lora_A["default"].float() for layer in layers(model)],
+    ]
+    for change in changes:
+        change()
+        assert_as_if_alone(model, x)
+    counted()
+    model(x)
+    assert counted() == (1, 0)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_step_asks_once_and_recomputation_once_more(counted, reentrant):
+    model, x = make(reentrant), inputs()
+    for micro in range(3):
+        y = model(x)
+        assert counted() == (1, 0), micro
+        y.float().sum().backward()
+        assert counted() == (0 if reentrant is None else 1, 0), micro
+    assert_as_if_alone(model, x)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_bits_decide_what_is_computed(counted, reentrant, monkeypatch):
+    """All norms once per optimizer step: 4 0 0, with recomputation or without."""
+    from fdora.triton import tree
+
+    changed, run = [], tree.run
+
+    def running(plan, tensors):
+        _, old, new, *_ = tensors
+        before = old.clone()
+        run(plan, tensors)
+        changed.append(int((before != new).any(1).sum()))
+
+    monkeypatch.setattr(tree, "run", running)
+    model, x = make(reentrant), inputs()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        changed.clear()
+        for _ in range(3):
+            model(x).float().square().mean().backward()
+        assert changed[0] == 4 and not any(changed[1:])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_slices_of_a_forward_are_never_written_again(counted):
+    """Two forwards, with a write behind autograd's back between them, then both backwards: as each on its own."""
+    model, x = make(), inputs()
+    leaves = [p for n, p in model.named_parameters() if "magnitude" in n]
+
+    def gradients(between):
+        y = model(x)
+        between()
+        model(x)
+        return torch.autograd.grad(y.float().sum(), leaves)
+
+    W, old = layers(model)[0].base_layer.weight, layers(model)[0].base_layer.weight.detach().clone()
+    want = gradients(lambda: None)
+    B = layers(model)[1].lora_B["default"].weight
+    saved = B.detach().clone()
+
+    def write_and_take_back():
+        B.data.mul_(9)
+        model(x)
+        B.data.copy_(saved)
+
+    for got, expected in zip(gradients(write_and_take_back), want, strict=True):
+        assert torch.equal(got, expected)
+    assert torch.equal(W, old)
+
+
+def test_outside_of_a_forward_layers_look_after_themselves(counted):
+    model, x = make(), inputs()
+    model(x)
+    counted()
+    layer = layers(model)[0]
+    layer.lora_B["default"].weight.data.mul_(2)
+    y = layer(x)
+    runs, alone = counted()
+    assert runs == 0 and alone == 1
+    assert_as_if_alone(layer, x)
+    counted()
+    block = model.base_model.model.second
+    block[0].lora_A["default"].weight.data.mul_(2)
+    block(x).float().sum().backward()
+    assert counted() == (0, 2)
+    assert y.isfinite().all()
+
+
+def test_a_forward_that_raises_ends_it(counted):
+    model, x = make(), inputs()
+    model(x)
+    handle = model.base_model.model.second.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    handle.remove()
+    counted()
+    layer = layers(model)[3]
+    layer.lora_B["default"].weight.data.mul_(2)
+    layer(torch.zeros(2, 40, device=device.NAME, dtype=HALF[0]))
+    assert counted() == (0, 1)
+
+
+def test_a_write_inside_of_a_forward_is_seen(counted):
+    """By the version counter: the layer that comes later looks after itself."""
+    model, x = make(), inputs()
+    B = layers(model)[3].lora_B["default"].weight
+    model(x)
+
+    def write(*_):
+        with torch.no_grad():
+            B.mul_(1.5)
+
+    handle = model.base_model.model.first.register_forward_hook(write)
+    counted()
+    got = model(x)
+    assert counted()[1] == 1
+    handle.remove()
+    assert rel_l2(got, model(x)) < 1e-2
+
+
+def test_another_thread_has_no_slices(counted):
+    model, x = make(), inputs()
+    model(x)
+    counted()
+    found = []
+
+    def inside(*_):
+        thread = threading.Thread(target=lambda: found.append(layers(model)[0](x)))
+        thread.start()
+        thread.join()
+
+    handle = model.base_model.model.second.register_forward_hook(inside)
+    model(x)
+    handle.remove()
+    assert counted() == (1, 1) and len(found) == 1
+
+
+def test_optimizers_that_step_inside_of_backward(counted):
+    def step(p):
+        p.data.sub_(p.grad, alpha=0.05)
+        p.grad = None
+
+    for reentrant in (False, True):
+        results = []
+        for shim in (True, False):
+            model, x = make(reentrant, shim=shim), inputs()
+            for p in model.parameters():
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(step)
+            for _ in range(3):
+                y = model(x)
+                y.float().square().mean().backward()
+            results.append(model(x).detach())
+        assert rel_l2(*results) < 2e-2
+
+
+def test_several_adapters(counted):
+    """The table is of the active one; the layers of another look after themselves until the next forward."""
+    from peft import LoraConfig
+
+    model, x = make(), inputs()
+    model.add_adapter("other", LoraConfig(r=3, use_dora=True, target_modules=["0", "2"]))
+    from fdora.integrations.peft import use_fdora
+
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B.other" in name:  # else it is 0, and so are gradients
+                p.copy_(0.3 * torch.randn_like(p))
+    use_fdora(model)
+    for name in ("other", "default", "other"):
+        model.set_adapter(name)
+        assert_as_if_alone(model, x)
+        for _ in range(3):
+            model(x)
+        counted()
+        model(x)
+        assert counted() == (1, 0)
+
+
+def test_copies_and_restore(counted):
+    from fdora.integrations.peft import restore, use_fdora
+
+    model, x = make(), inputs()
+    want = model(x)
+    other = copy.deepcopy(model)
+    counted()
+    assert rel_l2(other(x), want) < 1e-2
+    assert counted() == (0, 4)
+    use_fdora(other)(x)
+    assert counted() == (1, 0)
+    for each in (model, other):
+        restore(each)
+        assert not any(m._forward_pre_hooks or m._forward_hooks for m in each.modules())
+        assert not any(m._forward_pre_hooks_with_kwargs or m._forward_hooks_always_called for m in each.modules())
+
+
+def test_nobody_asks_any_more(counted):
+    """Merged: the hook does nothing and holds nothing."""
+    model, x = make(), inputs()
+    model(x)
+    model.merge_adapter()
+    for _ in range(4):
+        model(x)
+    counted()
+    model(x)
+    assert counted() == (0, 0)
+
+
+@pytest.mark.parametrize("how", ["unload", "merge_and_unload"])
+def test_an_unloaded_model_has_no_hooks(counted, how):
+    model, x = make(), inputs()
+    model(x)
+    plain = getattr(model, how)()
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in plain.modules())
+    plain(x)
+    assert counted() == (1, 0)
+
+
+def test_the_inner_model_on_its_own(counted):
+    """As generate calls it."""
+    model, x = make(), inputs()
+    model(x)
+    counted()
+    model.get_base_model()(x)
+    assert counted() == (1, 0)
+
+
+def test_weights_are_not_kept_alive(counted):
+    import weakref
+
+    model, x = make(), inputs()
+    model(x)
+    first = layers(model)[0].base_layer
+    old = weakref.ref(first.weight)
+    first.weight = nn.Parameter(first.weight.detach().clone(), requires_grad=False)
+    assert old() is None
+
+
+def test_what_a_graph_captures_is_its_own(counted, monkeypatch):
+    """Norms and fingerprints in place, in memory from before the capture. CUDA is not needed to see that a second call of
+    the captured code (a replay) is right, whatever eager forwards did meanwhile."""
+    from fdora.integrations import _tree
+
+    model, x = make(), inputs()
+    model(x)
+    taken = []
+    run = _tree.Table.run
+    monkeypatch.setattr(_tree.Table, "run", lambda *args: taken.append(run(*args)) or taken[-1])
+
+    def replay():
+        with monkeypatch.context() as patch:
+            patch.setattr(_tree, "capturing", lambda device: True)
+            return model(x)
+
+    B = layers(model)[0].lora_B["default"].weight
+    steps = [replay, replay, lambda: B.data.mul_(2), replay, lambda: B.data.mul_(2), lambda: model(x), replay]
+    steps += [lambda: layers(model)[1].lora_variant["default"].kept.forget(), replay]
+    for step in steps:
+        y = step()
+        if step is replay:
+            assert rel_l2(y, model(x)) < 1e-2
+            captured, eager = taken[-2].c, taken[-1].c
+            assert all(map(torch.equal, captured, eager))
+            assert [c.data_ptr() for c in captured] == [c.data_ptr() for c in taken[0].c]
+            assert not {c.data_ptr() for c in captured} & {c.data_ptr() for c in eager}
+
+
+def test_selective_checkpointing(counted):
+    """It counts the operations of a forward and of its recomputation, which a slice would not have."""
+    from functools import partial
+
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def selective(model, x):
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        for block in (model.first, model.second):
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return x
+
+    model, x = make(), inputs()
+    inner = model.get_base_model()
+    want = torch.autograd.grad(model(x).float().square().sum(), x)[0]
+    inner.forward = lambda x: selective(inner, x)
+    for _ in range(2):
+        got = torch.autograd.grad(model(x).float().square().sum(), x)[0]
+        assert rel_l2(got, want) < 1e-2
+
+
+def test_a_checkpoint_around_the_model(counted):
+    model, x = make(), inputs()
+    want = torch.autograd.grad(model(x).float().square().sum(), x)[0]
+    counted()
+    y = checkpoint(model, x, use_reentrant=False)
+    got = torch.autograd.grad(y.float().square().sum(), x)[0]
+    assert counted() == (2, 0)
+    assert rel_l2(got, want) < 1e-2
+
+
+def test_a_launch_that_fails_leaves_no_fingerprint_behind(counted, monkeypatch):
+    """As where memory is out, or on a Ctrl-C: the fingerprints are those of now, the norms are not."""
+    from fdora.triton import tree
+
+    model, x = make(), inputs()
+    model(x)
+    layers(model)[0].lora_B["default"].weight.data.mul_(3)
+    run = tree.run
+
+    def failing(plan, tensors):
+        assert plan.steps[0].kernel is tree.fingerprints_kernel and len(plan.steps) > 1
+        run(replace(plan, steps=plan.steps[:1], native=None), tensors)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tree, "run", failing)
+        with pytest.raises(MemoryError):
+            model(x)
+    assert_as_if_alone(model, x)

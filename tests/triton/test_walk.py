@@ -1,0 +1,787 @@
+"""The walk in C against the plan and against the walk in Python: on a CPU with recorders for the driver and cuBLAS, on a GPU for real."""
+
+import gc
+import inspect
+import itertools
+import random
+import struct
+import subprocess
+import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import make_backend  # noqa: E402
+from triton.runtime import jit  # noqa: E402
+
+from fdora._facts import python_facts  # noqa: E402
+from fdora.triton.runtime import native, private, walk  # noqa: E402
+from fdora.triton.runtime.device import Device  # noqa: E402
+from fdora.triton.runtime.plan import Array, Launch, Product, Scalar, Tile  # noqa: E402
+from tests import device  # noqa: E402
+from tests.triton.marks import HALF, INTERPRETED, needs_gpu, needs_kernels  # noqa: E402, F401
+from tests.triton.recorder import INVALID_VALUE, assembled, fake_map, matrix, recording  # noqa: E402
+from tests.triton.written import (  # noqa: E402
+    BF16,
+    FP16,
+    FP32,
+    alike,
+    calls_of_groups,
+    calls_of_linear,
+    calls_of_weights,
+    plan_of,
+)
+
+in_c = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    reason="this torch is older than 2.10, where the walk in Python runs",
+)
+# Interpreted kernels are Python functions, whose signature native.py need not read.
+on_cpu = pytest.mark.skipif("device.NAME != 'cpu'", reason="changes what walk.c calls; runs with --device cpu")
+GPU = Device(0, 90, 132, True)
+STREAM = 4242
+
+
+def memory_for(like):
+    """A tensor of this form, at an address of this alignment."""
+    if like is None:
+        return None
+    extent = 1 + sum((n - 1) * d for n, d in zip(like.shape, like.stride, strict=True)) if 0 not in like.shape else 0
+    store = torch.zeros(extent + 16, dtype=like.dtype)
+    t = store[0 if like.aligned else 1 :].as_strided(like.shape, like.stride)
+    assert (t.data_ptr() % 16 == 0) == like.aligned or 0 in like.shape
+    return t
+
+
+def expected(plan, base, scalars, kernels, scratch=0):
+    """What the driver and cuBLAS must be asked, from the plan alone; gemm's layouts are proved by computing."""
+
+    def address(a):
+        return base[a.slot] + a.offset * a.itemsize + (plan.temporaries[a.temp][0] if a.temp >= 0 else 0)
+
+    each = iter(kernels)
+    for step in plan.steps:
+        if isinstance(step, Product):
+            alpha = scalars[step.alpha.number] if isinstance(step.alpha, Scalar) else step.alpha
+            yield {address(step.a), address(step.b)}, address(step.out), alpha, float(step.accumulate)
+            continue
+        c, params = next(each), []
+        maps = iter(c.descriptors)
+        for a in step.args:
+            if isinstance(a, Array):
+                params.append(struct.pack("<Q", address(a)))
+            elif isinstance(a, Tile):
+                t = a.array
+                room = fake_map(next(maps), t.dtype, t.shape, t.stride[0], 0)
+                params += [struct.pack("<Q", address(t)) + room[8:], *(struct.pack("<i", n) for n in t.shape)]
+                params += [struct.pack("<q", d) for d in t.stride]
+            elif isinstance(a, Scalar):
+                params.append(struct.pack("<f", scalars[a.number]))
+            elif isinstance(a, float):
+                params.append(struct.pack("<f", a))
+            elif type(a) is int and a != 1:
+                params.append(struct.pack("<q" if a > 0x7FFFFFFF else "<i", a))
+        params += [bytes(8)] * scratch
+        grid, pdl = (*step.grid, 1, 1)[:3], (1, 6, 1) if step.pdl else None
+        yield "launch", c.function, grid, (32 * step.num_warps, 1, 1), c.shared, STREAM, pdl, params, None
+
+
+def small_calls():
+    """Every kind of plan, in sizes that memory is cheap for."""
+    for M, r in ((8, 16), (200, 16), (200, 200)):
+        yield from itertools.islice(calls_of_linear(M, 96, 64, r, BF16), 0, None, 5)
+    yield from itertools.islice(calls_of_linear(130, 37, 70, 20, FP16, FP32), 0, None, 7)
+    yield from itertools.islice(calls_of_linear(40, 96, 64, 16, FP32), 0, None, 7)
+    for M, dtype in ((8, BF16), (200, BF16), (40, FP32)):
+        yield from calls_of_groups(M, 96, 64, 16, dtype)
+    for r, (dtype, adapter) in itertools.product((8, 100), ((BF16, None), (BF16, FP32), (FP32, None))):
+        yield from calls_of_weights(96, 128, r, dtype, adapter)
+
+
+@in_c
+@on_cpu
+def test_every_pointer_scalar_and_integer_is_what_the_plan_says():
+    kinds, count = set(), 0
+    with recording(compute=False) as (module, recorder):
+        for number, (maker, likes, options) in enumerate(small_calls()):
+            if number % 3 == 1:  # an argument at an odd address
+                likes = [like and like._replace(aligned=False) if i == 0 else like for i, like in enumerate(likes)]
+            plan = maker(tuple(likes), GPU, *options)
+            if any(type(step).__name__ == "Fill" for step in plan.steps):
+                continue
+            tensors = tuple(map(memory_for, likes))
+            scalars, scratch = tuple(0.5 + i for i in range(len(plan.scalars))), number % 3
+            program, kernels = assembled(plan, module, recorder, scratch)
+            recorder.calls.clear()
+            recorder.made.clear()
+            results = program.run(tensors, scalars, STREAM)
+            (made,), asked = recorder.made.values(), recorder.mine
+            assert [(tuple(t.shape), t.stride(), t.dtype) for t in results] == [tuple(a)[1:] for a in plan.results]
+            assert all(a is b for a, b in zip(results, made, strict=False))
+            assert len(made) == len(results) + (plan.workspace > 0)
+            assert not plan.workspace or (made[-1].dtype, made[-1].numel()) == (torch.uint8, plan.workspace)
+            base = [0 if t is None else t.data_ptr() for t in (*tensors, *made)]
+            want = list(expected(plan, base, scalars, kernels, scratch))
+            assert len(asked) == len(want)
+            for got, must, step in zip(asked, want, plan.steps, strict=True):
+                if got[0] == "gemm":
+                    assert ({got[2], got[3]}, got[4], got[5], got[6]) == must and got[1] == 77 and got[8:] == (68, -1)
+                else:
+                    assert got == must, step.kernel
+                    kinds.add(step.kernel.__name__)
+                count += 1
+            del made, results
+    assert count > 300 and len(kinds) == KERNELS, kinds
+
+
+KERNELS = 19  # in fdora/triton/kernels, as many as a layer can launch; test_tree.py has those of whole models
+
+
+def test_every_kernel_is_counted():
+    import importlib
+    import pkgutil
+
+    package = importlib.import_module("fdora.triton.kernels")
+    modules = [
+        importlib.import_module(f"fdora.triton.kernels.{m.name}")
+        for m in pkgutil.iter_modules(package.__path__)
+        if m.name != "tree"
+    ]
+    assert len({n for module in modules for n in vars(module) if n.endswith("_kernel")}) == KERNELS
+
+
+def layouts(rows, columns, generator):
+    """Matrices of every layout that a plan hands to cuBLAS: rows, columns, with gaps, as columns of a wider one."""
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    yield draw(rows, columns)
+    yield draw(columns, rows).T
+    yield draw(rows, columns + 5)[:, 2 : 2 + columns]
+    yield draw(columns + 3, rows + 5)[1 : 1 + columns, 2 : 2 + rows].T
+    yield draw(rows, 3 * columns)[:, ::3] if columns == 1 else draw(rows, columns)
+
+
+@in_c
+@on_cpu
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP16, FP16), (BF16, FP32)], ids=str)
+@pytest.mark.parametrize("shape", [(7, 5, 3), (1, 5, 3), (7, 1, 3), (7, 5, 1), (1, 1, 1), (33, 64, 40)], ids=str)
+def test_products_are_those_of_torch(shape, dtypes):
+    """Computed from the pointers and integers that cuBLAS gets: layouts, alpha, adding onto, a part of a wider result."""
+    (M, N, K), (dtype, out_dtype) = shape, dtypes
+    generator = torch.Generator().manual_seed(0)
+    near = dict(rtol=4 * torch.finfo(out_dtype).eps, atol=4 * torch.finfo(out_dtype).eps * K)
+    with recording() as (module, recorder):
+        for a, b in itertools.product(layouts(M, K, generator), layouts(K, N, generator)):
+            a, b = (torch.empty_strided(t.shape, t.stride(), dtype=dtype).copy_(t) for t in (a, b))
+
+            def write(plan, a, b):
+                s = plan.scalar("s")
+                a, b = plan.tokens(a) if a.stride[1] == 1 or a.shape[1] == 1 else plan.operand(a), plan.operand(b)
+                plain, scaled = plan.result("plain", (M, N), out_dtype), plan.result("scaled", (M, N), out_dtype)
+                added, wide = plan.result("added", (M, N), out_dtype), plan.result("wide", (M, N + 6), out_dtype)
+                turned = plan.result("turned", (N, M), out_dtype)
+                plan.product(plain, a, b)
+                plan.product(scaled, a, b, s)
+                plan.product(added, a, b)
+                plan.product(added, a, b, s, accumulate=True)
+                plan.product(wide.columns(4, 4 + N), a, b)
+                plan.product(turned, b.T, a.T)
+                temporary = plan.temp((M, N), out_dtype)
+                plan.product(temporary, a, b)
+
+            plan = plan_of(write, walk.like(a), walk.like(b), device=GPU)
+            tensors = tuple(
+                t.clone(memory_format=torch.contiguous_format) if i in plan.copies else t for i, t in enumerate((a, b))
+            )
+            program, _ = assembled(plan, module, recorder)
+            plain, scaled, added, wide, turned = program.run(tensors, (-1.5,), STREAM)
+            want = torch.mm(a.double(), b.double())
+            torch.testing.assert_close(plain.double(), want, **near)
+            torch.testing.assert_close(scaled.double(), -1.5 * want, **near)
+            torch.testing.assert_close(added.double(), -0.5 * want, rtol=2 * near["rtol"], atol=4 * near["atol"])
+            torch.testing.assert_close(wide[:, 4 : 4 + N].double(), want, **near)
+            torch.testing.assert_close(turned.double(), want.T, **near)
+            in_python = walk._walk(plan, tensors, (-1.5,))
+            torch.testing.assert_close(scaled, in_python[1], **near)
+            torch.testing.assert_close(added, in_python[2], rtol=2 * near["rtol"], atol=4 * near["atol"])
+
+
+@in_c
+@on_cpu
+def test_the_recorder_refuses_what_cublas_refuses():
+    """A leading dimension too small is an error there; and its products are those of its integers."""
+    with recording() as (_, recorder):
+        a, one = torch.ones(6), torch.ones(1)
+        pointers = (a.data_ptr(), 0, 2), (a.data_ptr(), 0, 2), (torch.zeros(4).data_ptr(), 0)
+        alpha = beta = (1.0,)
+        assert (
+            recorder.gemm(0, 0, 0, 3, 2, 2, alpha, *pointers[0], *pointers[1], beta, *pointers[2], 3, 68, -1) == INVALID_VALUE
+        )
+        x, y = torch.randn(3, 2), torch.randn(2, 4)
+        out = torch.zeros(3, 4)
+        code = recorder.gemm(
+            0, 0, 0, 4, 3, 2, alpha, y.data_ptr(), 0, 4, x.data_ptr(), 0, 2, (0.0,), out.data_ptr(), 0, 4, 68, -1
+        )
+        assert code == 0 and one.item() == 1
+        torch.testing.assert_close(out, x @ y)
+        assert torch.equal(matrix(x.data_ptr(), FP32, (2, 3), (1, 2)), x.T)
+
+
+def two_products(plan, a, b):
+    """(M, K) (K, K) twice: through the workspace."""
+    a, b, s = plan.tokens(a), plan.operand(b), plan.scalar("s")
+    out, middle = plan.result("out", a.shape, a.dtype), plan.temp(a.shape, a.dtype)
+    plan.product(middle, a, b, s)
+    plan.product(out, middle, b)
+
+
+@in_c
+@on_cpu
+def test_threads_do_not_write_into_one_another():
+    b = torch.randn(8, 8)
+    with recording() as (module, recorder):
+        plan = plan_of(two_products, alike(5, 8, dtype=FP32), walk.like(b), device=GPU)
+        program, _ = assembled(plan, module, recorder)
+
+        def many(seed):
+            generator = torch.Generator().manual_seed(seed)
+            for i in range(50):
+                a = torch.randn(5, 8, generator=generator)
+                (out,) = program.run((a, b), (float(seed + i),), STREAM)
+                torch.testing.assert_close(out, (seed + i) * a @ b @ b, rtol=1e-4, atol=1e-2)
+            return True
+
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(many, range(8)))
+        assert len(recorder.calls) > 1
+
+
+@in_c
+@on_cpu
+def test_errors_of_the_driver_become_errors_of_python():
+    likes = next(likes for maker, likes, _ in calls_of_linear(200, 96, 64, 16, BF16))
+    maker, _, options = next(calls_of_linear(200, 96, 64, 16, BF16))
+    plan = maker(tuple(likes), GPU, *options)
+    tensors = tuple(map(memory_for, likes))
+    with recording(compute=False) as (module, recorder):
+        program, _ = assembled(plan, module, recorder)
+        counts = [sys.getrefcount(t) for t in tensors if t is not None]
+        for what, code, message in (
+            ("gemm", 13, "step 0 of a plan did not start, error 13"),
+            ("launch", 700, "step 1 of a plan did not start, error 700"),
+            ("replace", 1, "tensor map did not take its address, error 1"),
+        ):
+            recorder.errors = {what: code}
+            recorder.calls.clear()
+            with pytest.raises(RuntimeError, match=message):
+                program.run(tensors, (0.5,), STREAM)
+            assert len(recorder.mine) == {"gemm": 1, "launch": 2, "replace": 0}[what]  # nothing after it
+        recorder.errors = {}
+        made = [weakref.ref(t) for many in recorder.made.values() for t in many]
+        recorder.made.clear()
+        assert len(program.run(tensors, (0.5,), STREAM)) == 2  # the program is none the worse
+        recorder.made.clear()
+        gc.collect()
+        assert counts == [sys.getrefcount(t) for t in tensors if t is not None] and not [r for r in made if r() is not None]
+        for wrong in (
+            (tensors[:-1], (0.5,), STREAM),
+            (tensors, (), STREAM),
+            (tensors, (0.5, 1.0), STREAM),
+            (list(tensors), (0.5,), STREAM),
+            (tensors, ("s",), STREAM),
+            (tensors, (0.5,), "stream"),
+            ((*tensors[:-1], 3), (0.5,), STREAM),
+            (tensors, (0.5,)),
+        ):
+            with pytest.raises((TypeError, ValueError, RuntimeError, BufferError, AttributeError)):
+                program.run(*wrong)
+
+
+@in_c
+@on_cpu
+def test_a_handle_or_memory_that_is_not_to_be_had():
+    """An error of torch's comes through, whatever was made before it is let go."""
+    plan = plan_of(two_products, alike(5, 8, dtype=FP32), alike(8, 8, dtype=FP32), device=GPU)
+    tensors = torch.zeros(5, 8), torch.zeros(8, 8)
+    with recording() as (module, recorder):
+        program, _ = assembled(plan, module, recorder)
+        capsule, left = torch.Tensor.__dlpack_c_exchange_api__, []
+
+        def no_memory(size, stride, dtype):
+            if dtype == torch.uint8:
+                raise torch.OutOfMemoryError("no room")
+            made = recorder.empty(size, stride, dtype)
+            left.append(weakref.ref(made))
+            recorder.made.clear()
+            return made
+
+        module.setup(capsule, torch.Tensor, torch.nn.Parameter, no_memory, lambda: 77, *recorder.addresses)
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            program.run(tensors, (1.0,), STREAM)
+        module.setup(capsule, torch.Tensor, torch.nn.Parameter, recorder.empty, lambda: 1 / 0, *recorder.addresses)
+        with pytest.raises(ZeroDivisionError):
+            program.run(tensors, (1.0,), STREAM)
+        recorder.made.clear()
+        assert left and not [r for r in left if r() is not None] and not recorder.mine
+
+
+@in_c
+@on_cpu
+def test_a_program_keeps_its_kernels_and_nothing_else():
+    with recording(compute=False) as (module, recorder):
+        maker, likes, options = next(calls_of_weights(96, 128, 8, BF16))
+        program, kernels = assembled(maker(tuple(likes), GPU, *options), module, recorder)
+        owners = [weakref.ref(c.owner) for c in kernels]
+        tensors = tuple(map(memory_for, likes))
+        refs = [weakref.ref(t) for t in (*tensors, *program.run(tensors, (0.5,), STREAM))]
+        recorder.made.clear()
+        del kernels, tensors
+        gc.collect()
+        assert all(owner() is not None for owner in owners) and not [r for r in refs if r() is not None]
+        del program
+        gc.collect()
+        assert not [owner for owner in owners if owner() is not None]
+
+
+@in_c
+@on_cpu
+def test_what_is_too_much_for_it_the_walk_in_python_runs(monkeypatch):
+    """More tensors or layers than it has room for, sums of no terms, and a descriptor that cannot be encoded."""
+    monkeypatch.setattr(native, "_AVAILABLE", True)
+    monkeypatch.setattr(native, "_dummy", lambda index: 0)
+
+    def many(count):
+        def write(plan, *likes):
+            a, *_ = map(plan.operand, likes)
+            out = plan.result("out", (4, 4), FP32)
+            for _ in range(count):
+                plan.product(out, a, a, plan.scalar("s"))
+
+        return plan_of(write, *[alike(4, 4, dtype=FP32)] * count, device=GPU)
+
+    def filled(plan):
+        plan.zero(plan.result("out", (4, 4), FP32))
+
+    with recording(compute=False) as (module, recorder):
+        assert native.program(many(module.MAX_SCALARS))
+        assert native.program(many(module.MAX_SCALARS + 1)) is False
+        with pytest.raises(ValueError, match="too many"):
+            assembled(many(module.MAX_SCALARS + 1), module, recorder)
+        wide = plan_of(lambda plan, *likes: [plan.operand(t) for t in likes], *[alike(4, 4)] * module.MAX_TENSORS, device=GPU)
+        assert native.program(wide) is False
+        assert native.program(plan_of(filled, device=GPU)) is False
+        maker, likes, options = next(calls_of_linear(200, 96, 64, 16, BF16))
+        plan = maker(tuple(likes), GPU, *options)
+        monkeypatch.setattr(native, "tensor_map", lambda *_: None)
+        assert assembled(plan, module, recorder)[0] is False
+
+
+@in_c
+@on_cpu
+def test_a_program_is_made_once_all_its_kernels_are_compiled(monkeypatch):
+    monkeypatch.setattr(native, "_AVAILABLE", True)
+    monkeypatch.setattr(native, "_compiled", {})
+    monkeypatch.setattr(native, "_dummy", lambda index: 0)
+    maker, likes, options = next(calls_of_weights(96, 128, 8, BF16))
+    plan = maker(tuple(likes), GPU, *options)
+    from tests.triton.recorder import compiled_of
+
+    steps = [step for step in plan.steps if isinstance(step, Launch)]
+    assert len(steps) == 2
+    with recording(compute=False):
+        monkeypatch.setattr(native, "look_into", lambda step: compiled_of(step, 100))
+        assert native.program(plan) is None
+        native.remember(GPU, steps[0], steps[0])
+        assert native.program(plan) is None
+        native.remember(GPU, steps[1], steps[1])
+        assert native.program(plan)
+        assert native.program(maker(tuple(likes), GPU._replace(gpu=1), *options)) is None  # another GPU's are not its own
+        native._compiled.clear()
+        monkeypatch.setattr(native, "look_into", lambda step: None)
+        for step in steps:
+            native.remember(GPU, step, step)
+        assert native.program(plan) is False
+
+
+def kernel(a, b, n, m, s):
+    """Only its signature matters."""
+
+
+INTS = (0, 1, 2, 15, 16, 48, 4096, 2**31 - 1, 2**31, 2**31 + 16, 2**40)
+
+
+def test_what_triton_tells_apart_has_another_key():
+    """Two launches of one key are one kernel to Triton's own binder."""
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    parameters = [jit.KernelParam(i, p, False, False) for i, p in enumerate(inspect.signature(kernel).parameters.values())]
+    binder = jit.create_function_from_signature(inspect.signature(kernel), parameters, backend)
+    store = torch.zeros(64, dtype=torch.int64)  # 16-byte aligned
+    pairs = [(None, None)]
+    for dtype, aligned in itertools.product((torch.bfloat16, torch.float32), (True, False)):
+        t = store.view(torch.uint8)[0 if aligned else 8 :][:64].view(dtype)
+        pairs.append((t, Array(0, 0, (16,), (1,), dtype, aligned)))
+    rand, found = random.Random(0), {}
+    for (a, like_a), (b, like_b) in itertools.product(pairs, pairs):
+        for _ in range(30):
+            n, m, s = rand.choice(INTS), rand.choice(INTS), rand.choice((0.5, 1.0))
+            scalar = rand.choice((s, Scalar(0, "s")))
+            key = native._key(GPU, Launch("kernel", (1,), (like_a, like_b, n, m, scalar), (), 4, 3, False, None))
+            known = found.setdefault(key, binder(a, b, n, m, s)[1])
+            assert str(known) == str(binder(a, b, n, m, s)[1]), (key, n, m)
+    assert len(found) > 200
+
+
+def test_constants_blocks_warps_stages_and_devices_are_in_the_key():
+    t = Array(0, 0, (16, 16), (16, 1), FP32, True)
+    step = Launch("kernel", (1,), (t, 16), (1,), 4, 3, False, None)
+    others = [step, *(step._replace(**{n: v}) for n, v in (("constexprs", (2,)), ("num_warps", 8), ("num_stages", 4), ("pdl", True),
+                                                           ("kernel", "other"), ("args", (Tile(t, (8, 8)), 16)),
+                                                           ("args", (Tile(t, (8, 16)), 16))))]  # fmt: skip
+    keys = {native._key(GPU, each) for each in others} | {native._key(GPU._replace(gpu=1), step)}
+    assert len(keys) == 9
+    assert native._key(GPU, step._replace(grid=(5,))) in keys  # the grid is not
+
+
+@pytest.fixture
+def ready(monkeypatch):
+    """A plan with a Program of its own on a GPU that is not there; yields it and what was run."""
+    ran = []
+    plan = plan_of(two_products, alike(5, 8, dtype=FP32), alike(8, 8, dtype=FP32), device=GPU)
+    plan.native = SimpleNamespace(run=lambda tensors, scalars, stream: ran.append(("program", stream)))
+    monkeypatch.setattr(walk, "_walk", lambda *_: ran.append(("python",)))
+    monkeypatch.setattr(walk, "current_device", lambda: 0)
+    monkeypatch.setattr(walk, "raw_stream", lambda index: 1000 + index)
+    monkeypatch.setattr(walk, "exchange_device", lambda index: pytest.fail("it is the current one"))
+    monkeypatch.setattr(walk, "usual_math", lambda: True)
+    return plan, ran
+
+
+def test_the_current_stream_of_the_device_is_passed(ready):
+    plan, ran = ready
+    walk.run(plan, (torch.ones(5, 8), torch.ones(8, 8)), (1.0,))
+    assert ran == [("program", 1000)]
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profiler_gets_every_launch_the_public_way(hook, ready, monkeypatch):
+    plan, ran = ready
+    for listening in (SimpleNamespace(calls=[print]), SimpleNamespace(calls=[]), print):
+        with monkeypatch.context() as patch:
+            patch.setattr(triton.knobs.runtime, hook, listening)
+            walk.run(plan, (torch.ones(5, 8), torch.ones(8, 8)), (1.0,))
+    assert [each[0] for each in ran] == ["python", "program", "python"]
+
+
+def test_a_debugger_too_and_products_by_another_rule(ready, monkeypatch):
+    plan, ran = ready
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "debug", True)
+        walk.run(plan, (torch.ones(5, 8), torch.ones(8, 8)), (1.0,))
+    monkeypatch.setattr(walk, "usual_math", lambda: False)
+    walk.run(plan, (torch.ones(5, 8), torch.ones(8, 8)), (1.0,))
+    assert ran == [("python",)] * 2
+
+
+def test_the_math_that_torch_lets_be_changed():
+    assert private.usual_math()
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_bf16_reduced_precision_reduction
+    try:
+        flags.allow_bf16_reduced_precision_reduction = False
+        assert not private.usual_math()
+    finally:
+        flags.allow_bf16_reduced_precision_reduction = before
+
+
+def built(**changes):
+    """A compiled kernel as Triton hands it out."""
+    meta = dict(
+        num_ctas=1, num_warps=8, shared=3000, tensordesc_meta=[{"swizzle": 3}], global_scratch_size=0, profile_scratch_size=0
+    )
+    source = SimpleNamespace(
+        signature={"a": "*bf16", "d": "tensordesc<bf16[64, 64]>", "n": "i32", "s": "fp32", "B": "constexpr"}
+    )
+    whole = dict(metadata=SimpleNamespace(**(meta | changes.pop("meta", {}))), src=source, function=5)
+    return SimpleNamespace(**(whole | changes))
+
+
+SIZES = [8, 128, 4, 4, 8, 8, 4, 4]
+
+
+@pytest.mark.parametrize(("extra", "scratch"), [([], 0), ([8], 1), ([8, 8], 2)])
+def test_a_kernel_is_looked_into(extra, scratch, monkeypatch):
+    monkeypatch.setattr(private, "_parameter_sizes", lambda function: SIZES + extra)
+    got = private.look_into(built())
+    assert got[:6] == (
+        5,
+        256,
+        3000,
+        ("*bf16", "tensordesc<bf16[64, 64]>", "i32", "fp32", "constexpr"),
+        ({"swizzle": 3},),
+        scratch,
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(meta=dict(num_ctas=2)),
+        dict(meta=dict(shared=300_000)),
+        dict(meta=dict(launch_cooperative_grid=True)),
+        dict(meta=dict(global_scratch_size=64)),
+        dict(meta=dict(profile_scratch_size=64)),
+        dict(function=None),
+        dict(metadata=None),
+        dict(src=SimpleNamespace(signature={"a": "*bf16", "n": ("i32", "i32")})),
+        dict(src=SimpleNamespace(signature={"a": "*bf16", "n": "fp64"})),
+        dict(src=None),
+    ],
+    ids=str,
+)
+def test_a_kernel_of_another_kind_is_left_to_triton(changes, monkeypatch):
+    monkeypatch.setattr(private, "_parameter_sizes", lambda function: SIZES)
+    assert private.look_into(built(**changes)) is None
+
+
+@pytest.mark.parametrize("sizes", [None, SIZES[:-1], [*SIZES, 4], [*SIZES, 8, 8, 8], [4, *SIZES[1:]]], ids=str)
+def test_a_driver_that_says_otherwise_is_believed(sizes, monkeypatch):
+    monkeypatch.setattr(private, "_parameter_sizes", lambda function: sizes)
+    assert private.look_into(built()) is None
+
+
+@in_c
+def test_facts_of_c_and_of_python_tell_the_same_apart():
+    module = private.walker()
+    assert module is not None, private.why_no_walker
+    x = torch.randn(8, 24)
+    some = [x, x.clone(), x.half(), x.bfloat16(), x[:, :16], x.T, x[1:], x.flatten(), x[:, 1:17], x.double(), x.long()]
+    some += [x[None], x[:0], torch.tensor(3), torch.tensor(4), torch.nn.Parameter(x.clone()), x.clone().requires_grad_(), None]
+    tuples = [(a, b) for a in some for b in (None, x, x.T)] + [(a,) for a in some] + [()]
+    for one, two in itertools.product(tuples, tuples):
+        assert (python_facts(one) == python_facts(two)) == (module.facts(one) == module.facts(two)), (one, two)
+
+    class Mine(torch.Tensor):
+        pass
+
+    for odd in (x.as_subclass(Mine), 3, "x"):
+        assert module.facts((x, odd)) is None and python_facts((x, odd)) is None
+    with pytest.raises(TypeError, match="tuple"):
+        module.facts([x])
+    assert module.facts((x,) * 10_000) is None
+
+
+def test_without_a_compiler_the_walk_in_python_remains(monkeypatch):
+    import triton.runtime.build as build
+
+    monkeypatch.setattr(build, "compile_module_from_src", lambda **_: 1 / 0)
+    private.walker.cache_clear()
+    before = private.why_no_walker
+    try:
+        assert private.walker() is None
+        if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+            assert "ZeroDivisionError" in private.why_no_walker
+    finally:
+        private.walker.cache_clear()
+        monkeypatch.setattr(private, "why_no_walker", before)
+
+
+# through the public functions
+
+
+def rand(*shape, dtype=HALF[0]):
+    return torch.randn(*shape, device=device.NAME).to(dtype)
+
+
+def layer(M=96):
+    """dora_linear with its norm given, by kernels, on leaves."""
+    from fdora.functional import dora_linear, dora_norm
+
+    x, W, A, B, m = rand(M, 64), rand(80, 64), rand(16, 64), rand(80, 16), rand(80)
+    c = dora_norm(W, A, B, s=2.0, backend="triton")
+    leaves = [t.requires_grad_() for t in (x, A, B, m)]
+    return leaves, lambda x, A, B, m: dora_linear(x, W, A, B, m, s=2.0, norm=c, backend="triton")
+
+
+def step(f, leaves, dy=None):
+    y = f(*leaves)
+    return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y) if dy is None else dy)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("M", [8, 96])
+def test_no_tensor_outlives_its_call(M, chosen_anew):
+    leaves, f = layer(M)
+    refs = [weakref.ref(t) for t in (*leaves, *step(f, leaves))]
+    del leaves, f
+    gc.collect()
+    assert len(chosen_anew) >= 3 and not [r for r in refs if r() is not None]
+
+
+@needs_kernels
+def test_one_tensor_twice():
+    """The next call of the same form has two."""
+    leaves, f = layer()
+    y = f(*leaves).detach()
+    for dy in (y, y.clone(), y):
+        got = step(f, leaves, dy)
+    want = step(f, leaves, y.clone())
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@needs_kernels
+def test_inference_mode():
+    leaves, f = layer()
+    with torch.inference_mode():
+        once = f(*leaves)
+        assert once.is_inference()
+    again = f(*(t.detach() for t in leaves))
+    assert not again.is_inference() and torch.equal(once, again)
+
+
+@needs_kernels
+def test_selective_checkpointing():
+    """It numbers the ops of a forward, and looks for each again when it computes it anew: on every call, and every shape."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    aten = torch.ops.aten
+    saved = (aten.mm.default, aten.addmm.default)
+
+    def policy(_, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    for M in (96, 112):
+        for _ in range(3):
+            leaves, f = layer(M)
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            y = checkpoint(f, *leaves, use_reentrant=False, context_fn=contexts)
+            got = torch.autograd.grad(y.float().sum(), leaves)
+            want = torch.autograd.grad(f(*leaves).float().sum(), leaves)
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("M", [96, 8])
+@pytest.mark.parametrize("dtype", [HALF[0], torch.float32])
+def test_forward_mode_is_refused_without_a_graph_too(M, dtype):
+    """Kernels would write past the tangents."""
+    from torch.autograd import forward_ad
+
+    leaves, f = layer(M)
+    with torch.no_grad(), forward_ad.dual_level(), pytest.raises(NotImplementedError):
+        f(forward_ad.make_dual(leaves[0].detach(), torch.ones_like(leaves[0])), *leaves[1:])
+
+
+@needs_kernels
+def test_subclasses_run_and_are_let_go():
+    from fdora.functional import dora_norm
+
+    class Mine(torch.Tensor):
+        pass
+
+    for M in (96, 8):
+        leaves, f = layer(M)
+        want = f(*leaves)
+        x = leaves[0].detach().as_subclass(Mine)
+        with torch.no_grad():
+            torch.testing.assert_close(f(x, *leaves[1:]).as_subclass(torch.Tensor), want.detach(), rtol=0, atol=0)
+        ref = weakref.ref(x)
+        del x
+        gc.collect()
+        assert ref() is None
+    W, A, B = rand(80, 64), rand(16, 64), rand(80, 16)
+    want = dora_norm(W, A, B, s=2.0, backend="triton")
+    got = dora_norm(*(t.as_subclass(Mine) for t in (W, A, B)), s=2.0, backend="triton")
+    torch.testing.assert_close(got.as_subclass(torch.Tensor), want, rtol=0, atol=0)
+
+
+@needs_kernels
+def test_a_second_import_takes_the_place_of_the_first():
+    code = """
+import importlib, sys, torch
+import fdora.triton.compose
+importlib.reload(fdora.triton.compose)
+for name in [n for n in sys.modules if n.split(".")[0] == "fdora"]:
+    del sys.modules[name]
+from fdora.autograd._ops import NO_KERNELS, OPS
+assert not NO_KERNELS and "triton" in OPS, NO_KERNELS
+x, g = torch.randn(4, 8, device=sys.argv[1]), torch.ones(8, device=sys.argv[1])
+assert torch.allclose(torch.ops.fdora.compose(x, x, g, None, 1.0, False), 2 * x, atol=1e-5)
+"""
+    done = subprocess.run([sys.executable, "-c", code, device.NAME], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# on a GPU
+
+
+@needs_gpu
+@in_c
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("M", [8, 200])
+def test_the_same_bits_by_c_and_by_python(M, dtype, chosen_anew, monkeypatch):
+    from fdora.functional import DoraLayer, dora_linear_group, dora_merge, dora_mlp, dora_norm, dora_norm_state
+
+    torch.manual_seed(0)
+    x, W, A, B = (rand(*s, dtype=dtype) for s in ((M, 64), (96, 64), (16, 64), (96, 16)))
+    m = rand(96, dtype=dtype)
+    leaves = [t.requires_grad_() for t in (x, A, B, m)]
+
+    def everything():
+        c = dora_norm(W, A, B, s=2.0)
+        state = dora_norm(W, A, B, s=2.0, state=dora_norm_state(W))
+        la = DoraLayer(W, A, B, m, 2.0, norm=c)
+        down = DoraLayer(W.T.contiguous(), B.T.contiguous(), A.T.contiguous(), m[:64], 2.0)
+        y, pair = dora_mlp(x, la, la, down), dora_linear_group(x, [la, la], dropout_p=0.2, dropout_mode="peft", seed=[1, 2])
+        total = y.float().sum() + sum(p.float().sum() for p in pair)
+        return [c, state.c, state.fingerprint, dora_merge(W, A, B, m, s=2.0), y, *pair, *torch.autograd.grad(total, leaves)]
+
+    want = everything()
+    everything()
+    assert all(plan.native for plan in chosen_anew.values()), [plan.name for plan in chosen_anew.values() if not plan.native]
+    monkeypatch.setattr(walk, "_walk", None)
+    got = everything()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@needs_gpu
+def test_threads_on_a_gpu():
+    def many(rows):
+        leaves, f = layer(rows)
+        want = step(f, leaves)
+        return all(torch.equal(a, b) for _ in range(20) for a, b in zip(step(f, leaves), want, strict=True))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(many, (30, 140, 30, 150)))
+
+
+@needs_gpu
+def test_the_current_stream_and_graphs():
+    leaves, f = layer(200)
+
+    def fresh():  # a leaf remembers the stream it was first used on, which a capture cannot wait for
+        return [t.detach().requires_grad_() for t in leaves]
+
+    want = step(f, fresh())
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        leaves[0].data.mul_(2)
+        once = step(f, fresh())
+    torch.cuda.current_stream().wait_stream(side)
+    assert not torch.equal(once[0], want[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(f, fresh())
+    leaves[0].data.mul_(0.5)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, want, strict=True))

@@ -1,0 +1,167 @@
+"""Plans that a test writes itself, and what stands in those that the facades write."""
+
+from collections import Counter
+from itertools import product
+
+import torch
+
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import Device, device_of
+from fdora.triton.runtime.layout import contiguous
+from fdora.triton.runtime.plan import Array, Launch, Like, Product, Tile
+from fdora.triton.runtime.walk import like, run
+
+HOPPER = Device(-1, 90, 2, False)  # its plans, interpreted
+
+
+def plan_of(write, *likes, device=HOPPER, name="a test"):
+    """``write(builder, *likes)``, as a plan."""
+    builder = Builder(name, device)
+    write(builder, *likes)
+    return builder.plan()
+
+
+def results_of(write, *tensors, scalars=()):
+    """The same, run on these tensors."""
+    first = next(t for t in tensors if t is not None)
+    plan = plan_of(write, *map(like, tensors), device=device_of(first.device))
+    return run(plan, tensors, scalars)
+
+
+def alike(*shape, dtype=torch.float16, stride=None, aligned=True):
+    return Like(shape, contiguous(shape) if stride is None else stride, dtype, aligned)
+
+
+def launches(plan, name=""):
+    """The launches of kernels whose name begins like this."""
+    return [s for s in plan.steps if isinstance(s, Launch) and s.kernel.fn.__name__.startswith(name)]
+
+
+def kernels(plan):
+    """How often it launches each kernel, by name; products as "product"."""
+    return Counter("product" if isinstance(s, Product) else s.kernel.fn.__name__ for s in plan.steps if hasattr(s, "cost"))
+
+
+def by_tma(step):
+    return any(isinstance(a, Tile) for a in step.args)
+
+
+def arrays(step):
+    """Every Array of a step."""
+    if isinstance(step, Launch):
+        return [a.array if isinstance(a, Tile) else a for a in step.args if isinstance(a, (Array, Tile))]
+    return [step.out, step.a, step.b] if isinstance(step, Product) else [step.out]
+
+
+def copied(plan, name, t):
+    """A result with the values of a matrix."""
+    from fdora.triton.kernels.copy import copy_kernel
+
+    (M, N), out = t.shape, plan.result(name, t.shape, t.dtype)
+    args = (t, None, None, None, out, M, 0, 0, 0, N, N, *t.stride, *(0,) * 6)
+    plan.launch(copy_kernel, (-(-N // 256), -(-M // 16)), args, (1, 16, 256), 4)
+    return out
+
+
+# every kind of call that makes a plan, as (maker, likes, options)
+
+
+def layer(N, K, r, dtype, adapter, bias=False, seed=False, frozen=False):
+    """The likes of the seven operands of a layer."""
+    W, vector = alike(N, K, dtype=dtype), alike(N, dtype=torch.float32)
+    own = [None] * 4 if frozen else [alike(r, K, dtype=adapter), alike(N, r, dtype=adapter), alike(N, dtype=adapter), vector]
+    drop = alike(dtype=torch.int64) if seed else None
+    return [W, *own, alike(N, dtype=dtype) if bias else None, drop]
+
+
+def calls_of_linear(M, N, K, r, dtype, adapter=None):
+    """One layer: every way forward, and backward for each set of gradients and each thing that forward may have kept."""
+    from fdora.triton.linear import plan_backward, plan_forward
+
+    adapter = adapter or dtype
+    x, dy, h = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype), alike(M, r, dtype=dtype)
+    for bias, (mode, seed) in product((False, True), (("lora", False), ("lora", True), ("peft", True))):
+        la = layer(N, K, r, dtype, adapter, bias, seed)
+        p = 0.1 if seed else 0.0
+        for save in ("nothing", "output", "pre_scale"):
+            yield plan_forward, [x, *la], (p, mode, (save,), True)
+        for pre_scale, need_x, *needs in product((dtype == torch.float32, True), *((False, True),) * 6):
+            if any((need_x, *needs)) and bias >= needs[4]:
+                kept = dy if needs[2] or needs[3] else None
+                yield plan_backward, [x, h, dy, kept, *la], (p, mode, (pre_scale,), need_x, tuple(needs))
+
+
+def calls_of_groups(M, N, K, r, dtype):
+    """Layers on one x, a frozen one among them, and a gated MLP."""
+    from fdora.triton import linear, mlp
+
+    t = dtype
+    x, dy = alike(M, K, dtype=t), alike(M, N, dtype=t)
+    wide, low = alike(M, 2 * r, dtype=t), alike(M, r, dtype=t)
+    for (mode, seed), frozen, same_s in product((("lora", False), ("peft", True)), (False, True), (False, True)):
+        p = 0.1 if seed else 0.0
+        three = [v for f, b in ((frozen, False), (False, True), (False, False)) for v in layer(N, K, r, t, t, b, seed, f)]
+        saves = ("nothing" if frozen else "output", "output", "output")
+        yield linear.plan_forward, [x, *three], (p, mode, saves, same_s)
+        h, kept = (wide if frozen else alike(M, 3 * r, dtype=t)), [None if frozen else dy, dy, dy]
+        full = (
+            *((False,) * 5 if frozen else (True, True, True, False, False)),
+            *(True,) * 4,
+            True,
+            True,
+            True,
+            True,
+            False,
+            False,
+        )
+        for need_x in (False, True):
+            options = (p, mode, (False, True, mode == "peft"), need_x, full)
+            yield linear.plan_backward, [x, h, dy, dy, dy, *kept, *three], options
+        layers = [
+            *layer(N, K, r, t, t, False, seed, frozen),
+            *layer(N, K, r, t, t, True, seed),
+            *layer(K, N, r, t, t, False, seed),
+        ]
+        for act in ("silu", "gelu", "gelu_tanh"):
+            yield mlp.plan_forward, [x, *layers], (p, mode, saves, same_s, act)
+            pre_up = dy  # of the layer with a bias
+            saved = [low if frozen else wide, low, dy, dy if mode == "peft" else None, x, None, pre_up, None]
+            for need_x in (False, True):
+                yield mlp.plan_backward, [x, x, *saved, *layers], (p, mode, act, need_x, full)
+
+
+def calls_of_weights(N, K, r, dtype, adapter=None):
+    """Norms, merges and compose."""
+    from fdora.triton import compose, merge, norm
+
+    adapter = adapter or dtype
+    W, A, B = alike(N, K, dtype=dtype), alike(r, K, dtype=adapter), alike(N, r, dtype=adapter)
+    n, words = alike(N, dtype=torch.float32), alike(256, dtype=torch.int64)
+    for flag in (False, True):
+        yield norm.plan_norm, [W, A, B], (None, flag)
+        yield norm.plan_guarded_norm, [W, A, B, n, words], (None, flag)
+        yield merge.plan_merge, [W, A, B, n, n], (flag,)
+        base, lora = alike(300, N, dtype=dtype), alike(300, N, dtype=adapter)
+        for bias in (None, n):
+            yield compose.plan_compose, [base, lora, n, bias], (flag,)
+        for needs in product((False, True), repeat=4):
+            if any(needs):
+                yield compose.plan_compose_backward, [base, base, lora, n], (flag, needs)
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def every_call():
+    """Few tokens and many, small ranks and large, every mix of dtypes; sizes that are multiples of 16 and, once, that are not."""
+    for M, r in ((8, 16), (64, 384), (4096, 16), (4096, 64), (4096, 384)):
+        yield from calls_of_linear(M, 4096, 4096, r, BF16)
+    yield from calls_of_linear(130, 137, 70, 20, FP16, FP32)
+    for M in (16, 4096):
+        yield from calls_of_linear(M, 512, 1024, 16, FP32)
+    for M, dtype in ((8, BF16), (512, BF16), (512, FP32)):
+        yield from calls_of_groups(M, 1024, 512, 16, dtype)
+    yield from calls_of_groups(70, 137, 70, 5, FP16)
+    for r, (dtype, adapter) in product((8, 64, 384), ((BF16, None), (BF16, FP32), (FP32, None), (FP32, BF16))):
+        yield from calls_of_weights(1024, 2048, r, dtype, adapter)
+    yield from calls_of_weights(137, 70, 20, FP16, FP32)
