@@ -45,6 +45,7 @@ TABLE = {
     "compose": Entry(15, "bench.compose"),
     "host": Entry(45, "bench.host --first-call"),
     "launches": Entry(15, "bench.launches"),
+    "issue_time": Entry(40, "bench.issue_time"),
     "suite": Entry(80, "pytest bench -o python_files=bench_*.py -p no:cacheprovider"),
     "layer_quick": Entry(400, "bench.layer --quick"),
     "layer_fp32": Entry(500, "bench.layer --quick --adapter fp32 --peft-autocast"),
@@ -59,6 +60,8 @@ TABLE = {
     "layers12_r16_eager": Entry(60, "bench.layers12 --r 16 --no-compile"),
     "layers12_r384_compiled": Entry(200, "bench.layers12 --r 384 --no-eager"),
     "layers12_r16_compiled": Entry(200, "bench.layers12 --r 16 --no-eager"),
+    "steps": Entry(240, "bench.steps"),
+    "steps_compiled": Entry(400, "bench.steps --cells 2048:512:16,8b:4096:16 --no-eager --compiled default,reduce-overhead"),
     "model_qwen3-8b": Entry(450, "bench.model --model qwen3-8b --adapter bf16"),
     "model_qwen3-8b_fp32": Entry(450, "bench.model --model qwen3-8b --adapter fp32"),
     **{f"model_{m.split()[0]}": Entry(90, f"bench.model --model {m} --quick --no-compile") for m in MODELS},
@@ -70,7 +73,8 @@ TABLE = {
     **{f"converge_muon_s{i}": Entry(180, f"bench.converge --seeds {i} --optimizers muon") for i in range(3)},
     "demo": Entry(60, "demo.run"),
 }
-UNTIMED = ("bench.norm_forms", "bench.compose", "bench.host", "bench.launches", "demo.run")  # no --seconds of their own
+# no --seconds of their own
+UNTIMED = ("bench.norm_forms", "bench.compose", "bench.host", "bench.launches", "bench.issue_time", "demo.run")
 
 
 def arguments(name: str, out: Path, options, left: float) -> list[str]:

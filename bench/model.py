@@ -243,21 +243,30 @@ def compare(run: Run, truth: dict[str, Tensor]) -> dict[str, dict[str, float]]:
 def norms_counted():
     """How often eager layers ask for their norm inside, and compute it: no fingerprint is kept, or another."""
     from fdora.integrations._norm import KeptNorm
+    from fdora.integrations._tree import Table
 
-    counts, stock = {"asked": 0, "computed": 0}, KeptNorm.of
+    counts, stock, run = {"asked": 0, "computed": 0}, KeptNorm.of, Table.run
 
     def counting(self, *args):
         before = self.memo
         c = stock(self, *args)
         counts["asked"] += 1
-        counts["computed"] += before is None or not torch.equal(before[2].fingerprint, self.memo[2].fingerprint)
+        if not c._is_view():  # else it is one of those that the model's hook computed
+            counts["computed"] += before is None or not torch.equal(before[2].fingerprint, self.memo[2].fingerprint)
         return c
 
-    KeptNorm.of = counting
+    def running(self, *args):
+        before = {key: words.clone() for key, (_, words) in self.norms.items()}
+        made = run(self, *args)
+        for key, (_, words) in self.norms.items():
+            counts["computed"] += len(words) if key not in before else int((words != before[key]).any(1).sum())
+        return made
+
+    KeptNorm.of, Table.run = counting, running
     try:
         yield counts
     finally:
-        KeptNorm.of = stock
+        KeptNorm.of, Table.run = stock, run
 
 
 def norms_of_a_step(run: Run) -> dict[str, int]:

@@ -1,9 +1,9 @@
 """Tables and figures from the committed results, and from nothing else.
 
     python -m bench.report            # docs/benchmarks.md and docs/benchmarks/*.png
-    python -m bench.report --readme   # the same, and the marked tables of README.md
+    python -m bench.report --readme   # the same, what is marked in README.md, and its picture, docs/step.svg
 
-Every number in them is read off ``bench/results/<machine>/*.json``. In README a table stands between ``<!-- name -->`` and
+Every number in them is read from ``bench/results/<machine>/*.json``. In README a number stands between ``<!-- name -->`` and
 ``<!-- /name -->``; the functions below that are called ``readme_<name>`` write what is between. What fdora loses is
 computed too: every time and every peak of every file is compared with every rival's.
 """
@@ -13,16 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator
+import statistics
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.bars import bars
 from bench.table import table
 from bench.ways import RIVALS, opponent
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench/results"
 PAGE = ROOT / "docs/benchmarks.md"
+PICTURE = ROOT / "docs/step.svg"
 MODES12 = ("inference", "gradient", "gradient_checkpointing")
 NAMES = {
     "frozen": "frozen",
@@ -210,127 +213,132 @@ def losses() -> str:
     total = sum(map(len, groups.values()))
     lost = total - sum(duel.theirs >= duel.mine for each in groups.values() for duel in each)
     head = ["results", "what", "against", "lost", "worst, times the rival's", "there: tokens, K x N, r"]
-    return (
-        f"{lost} of {total} comparisons of a time, a peak or an error with a rival's are lost, these:\n\n{table(head, lines)}"
-    )
+    return f"fdora loses {lost} of {total} comparisons of a time, a peak or an error with another's:\n\n{table(head, lines)}"
 
 
 # README
 
-
-def readme_norm_cpu() -> str:
-    cases = [(4096, 384, "float32"), (4096, 16, "float32"), (14336, 64, "float32"), (4096, 384, "bfloat16")]
-    head = ["N x K, r, dtype", "dense `B A`: ms / MB / error", "`dora_norm`", "`dora_norm(base_sqnorm=)`"]
-    return norm_table(load("cpu/norm_forms")["rows"], cases, ("dense", "tiles", "factored"), head, 1)
-
-
-def readme_norm_gpu() -> str:
-    cases = [(8192, 384, "bfloat16"), (4096, 16, "bfloat16"), (14336, 64, "bfloat16"), (4096, 384, "bfloat16")]
-    head = ["N x K, r, dtype", "dense `B A`: ms / MB / error", "`dora_norm`", "roof, ms"]
-    return norm_table(load("h100/norm_forms")["rows"], [*cases, (4096, 384, "float32")], ("dense", "triton"), head, 3)
-
-
-def norm_table(rows: list[dict], cases: list[tuple], forms: tuple, head: list[str], digits: int) -> str:
-    lines = []
-    for N, r, dtype in cases:
-        found = [pick(rows, N=N, r=r, dtype=dtype, form=form) for form in forms]
-        cells = [f"{x['ms']:.{digits}f} / {x['peak_mb']:.0f} / {x['error']:.0e}" for x in found]
-        roof = [found[0].get("roof_ms", "")] if len(head) > len(forms) + 1 else []
-        lines.append([f"{N} x {found[0]['K']}, {r}, {dtype}", *cells, *roof])
-    return table(head, lines)
+# group, label, way and whether it is compiled; what is not compiled is compared with what is not
+STEP = (
+    ("eager", "LoRA", "peft_lora", False),
+    ("eager", "PEFT DoRA", "peft_dora", False),
+    ("eager", "use_fdora", "peft_fdora", False),
+    ("eager", "use_fdora(fuse=True)", "peft_fdora_fused", False),
+    ("torch.compile", "LoRA, compiled", "peft_lora", True),
+    ("torch.compile", "PEFT DoRA, compiled", "peft_dora", True),
+    ("torch.compile", "use_fdora, compiled", "peft_fdora", True),
+)
+STEP_FILES = [(machine, model) for machine in ("h200", "h100") for model in ("qwen3-8b", "llama-3.1-8b")]
 
 
-def readme_compose() -> str:
-    x = pick(load("h100/compose")["rows"], op="dora_compose", M=4096, N=14336)
-    fused, plain, copy = (
-        [f"{x[f'{mode}_{way}_ms']:.3f}" for mode in ("fwd", "fwd_bwd")] for way in ("triton", "plain", "copy")
-    )
+class Step(NamedTuple):
+    """A training step of one model: ms of a micro-batch and peak GiB of each row of `STEP`, by its label."""
+
+    values: dict[str, tuple[float, float]]
+    about: str
+
+
+def step() -> Step:
+    """From the first model of `STEP_FILES` that was measured in every way of `STEP`."""
+    for machine, model in STEP_FILES:
+        files = [f"{machine}/model_{model}{part}" for part in ("", "_compiled")]
+        results = [load(name) for name in files if name in names()]
+        wanted = {"mode": "step_8", "adapter": "bf16"}
+        rows = {(x["way"], x["compiled"]): x for each in results for x in each["rows"] if wanted.items() <= x.items()}
+        if all((way, compiled) in rows for _, _, way, compiled in STEP):
+            found = {label: rows[way, compiled] for _, label, way, compiled in STEP}
+            x = found["LoRA"]
+            about = "{layers} layers of {name}, {seq} tokens, r = {r}, bf16, one {gpu}".format(
+                **x, name=MODELS[model], gpu=machine.upper()
+            )
+            return Step({label: (x["ms"] / 8, x["peak_mb"] / 1024) for label, x in found.items()}, about)
+    raise SystemExit(f"no model of {STEP_FILES} was measured in every way of the picture")
+
+
+def picture() -> str:
+    values, about = step()
+    groups: dict[str, dict] = {}
+    for group, label, *_ in STEP:
+        groups.setdefault(group, {})[label] = values[label]
+    return bars(f"Training step: {about}", ("time of a micro-batch, ms", "peak memory above the weights, GiB"), groups)
+
+
+def over_lora(label: str, field: int = 0) -> float:
+    """Time (0) or memory (1) of a training step over LoRA's, compiled over compiled."""
+    values = step().values
+    return values[label][field] / values["LoRA, compiled" if "compiled" in label else "LoRA"][field]
+
+
+def readme_headline() -> str:
+    gpu = step().about.split()[-1]
     return (
-        f"`dora_compose` on the same H100 (4096 x 14336, bf16), in ms: {fused[0]} forward, {fused[1]} with backward; "
-        f"the formula in plain torch {plain[0]} and {plain[1]}; a copy of the same bytes {copy[0]} and {copy[1]}."
+        f"with fdora a training step of a PEFT model takes {over_lora('use_fdora'):.2f} times LoRA's time on an {gpu}, "
+        f"with PEFT's own DoRA {over_lora('PEFT DoRA'):.2f} times"
     )
 
 
-LAYER_WAYS = ("frozen", "bare", "peft_lora", "peft_dora", "peft_dora_compiled", "dorafactors", "fdora")
-
-
-def readme_layer() -> str:
-    cases = [(4096, 4096, 4096, 16), (4096, 4096, 4096, 384), (4096, 4096, 14336, 64), (4096, 14336, 4096, 64)]
-    cases += [(4096, 8192, 8192, 384), (4096, 5120, 27648, 16), (16384, 4096, 4096, 16)]
-    rows, lines = load("h100/layer_quick")["rows"], []
-    for M, K, N, r in cases:
-        given, inside = (pick(rows, M=M, K=K, N=N, r=r, mode="fwd_bwd", norm=n)["ms"] for n in ("given", "inside"))
-        lines.append([f"{M}, {K} x {N}, {r}", *(f"{ms:.3f}" for ms in [*(inside[w] for w in LAYER_WAYS), given["fdora"]])])
-    ways = ["frozen", "products", "PEFT LoRA", "PEFT DoRA", "compiled", "paper", "`dora_linear`", "`norm=` given"]
-    return table(["tokens, K x N, r", *ways], lines)
-
-
-def readme_layers12() -> str:
-    ways, lines = ("frozen", "peft_lora", "peft_dora", "peft_fdora", "fdora"), []
-    cases = (("h100", 384, "eager"), ("h100", 384, "compiled"), ("h200", 384, "eager"), ("h200", 16, "eager"))
-    for machine, r, kind in (*cases, ("h200", 384, "compiled")):
-        rows = load(f"{machine}/layers12_r{r}_{kind}")["rows"]
-        cells = [" / ".join(f"{pick(rows, way=way)[f'{mode}_ms']:.1f}" for mode in MODES12) for way in ways]
-        lines.append([f"{machine.upper()}, {r}{', compiled' if kind == 'compiled' else ''}", *cells])
-    return table(["GPU, r", *(NAMES[way] for way in ways)], lines)
+def readme_picture() -> str:
+    ways = ("PEFT DoRA", "use_fdora", "use_fdora(fuse=True)", "PEFT DoRA, compiled", "use_fdora, compiled")
+    parts = [f"{way} {over_lora(way):.2f} times LoRA's time and {over_lora(way, 1):.2f} times its memory" for way in ways]
+    alt = f"Time and memory of a training step, {step().about}: {'; '.join(parts)}."
+    return f"![{alt}]({PICTURE.relative_to(ROOT)})"
 
 
 MODELS = {
-    "llama-3.1-8b": "Llama-3.1-8B", "gemma-3-12b": "Gemma-3-12B", "qwen2.5-32b": "Qwen2.5-32B",
+    "qwen3-8b": "Qwen3-8B", "llama-3.1-8b": "Llama-3.1-8B", "gemma-3-12b": "Gemma-3-12B", "qwen2.5-32b": "Qwen2.5-32B",
     "mistral-small-24b": "Mistral-Small-24B", "qwen3-vl-8b": "Qwen3-VL-8B",
 }  # fmt: skip
 
 
-def readme_models() -> str:
+def eight_steps() -> dict[str, dict[str, dict]]:
+    """The rows of each way, eager, of the models for which an H200 has all of them."""
     from bench.model import WAYS
 
+    found = {}
+    for model in MODELS:
+        name = f"h200/model_{model}"
+        rows = load(name)["rows"] if name in names() else []
+        wanted = {"mode": "step_8", "adapter": "bf16", "compiled": False}
+        ways = {row["way"]: row for row in rows if wanted.items() <= row.items()}
+        if ways.keys() >= set(WAYS):
+            found[model] = {way: ways[way] for way in WAYS}
+    return found
+
+
+def readme_models() -> str:
     lines = []
-    for model, name in MODELS.items():
-        rows = load(f"h200/model_{model}")["rows"]
-        found = [pick(rows, way=way, mode="step_8", compiled=False) for way in WAYS]
-        cells = [f"{x['ms'] / 8:.1f} / {x['peak_mb'] / 1024:.2f}" for x in found]
-        lines.append([f"{name}, {found[0]['layers']} layers", *cells])
-    return table(["", *(NAMES[way] for way in WAYS)], lines)
+    for model, rows in eight_steps().items():
+        cells = [f"{x['ms'] / 8:.1f} / {x['peak_mb'] / 1024:.2f}" for x in rows.values()]
+        lines.append([f"{MODELS[model]}, {rows['peft_lora']['layers']} layers", *cells])
+    return table(["", *(NAMES[way] for way in rows)], lines)
 
 
-def readme_short() -> str:
-    rows = load("h200/model_qwen3-8b_sweep_S")["rows"]
-    ms = {
-        S: {way: pick(rows, way=way, seq=S, mode="gradient")["ms"] for way in ("peft_lora", "peft_fdora")}
-        for S in (512, 2048, 4096)
-    }
-    parts = [f"{S} tokens {ms[S]['peft_fdora']:.1f} ms against LoRA's {ms[S]['peft_lora']:.1f}" for S in ms]
-    return f"four layers of Qwen3-8B on an H200, a gradient: {', '.join(parts)}"
+def readme_many() -> str:
+    return shares(lambda S: S >= 2048, "2048 and 4096 tokens")
 
 
-def readme_converge() -> str:
-    from bench.converge import TARGET
-
-    ((_, rows),) = (each for each in converged().items() if each[0][0] == "h200")
-    return "; ".join(
-        f"{OPTIMIZERS[optimizer]}: {mean['fdora, peft']:.1e} from PEFT's (target {TARGET:.1e}), "
-        f"{mean['fdora, float32']:.1e} from a float32 run where PEFT is {mean['peft, float32']:.1e}"
-        for optimizer, mean in distances(rows).items()
-    )
+def readme_few() -> str:
+    return shares(lambda S: S <= 512, "128 and 512 tokens")
 
 
-OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
+def shares(wanted: Callable[[int], bool], tokens: str) -> str:
+    """Wall time as shares of LoRA's over all cells and modes of bench.steps with such a number of tokens: median and range."""
+    rows = [row for row in load("h200/steps")["rows"] if wanted(row["S"]) and not row["compiled"]]
+    key = ("model", "S", "r", "mode")
+    lora = {tuple(row[k] for k in key): row["ms"] for row in rows if row["way"] == "peft_lora"}
+    parts = []
+    for way, name in (("use_fdora", "`use_fdora`"), ("use_fdora_fused", "with `fuse=True`"), ("peft_dora", "PEFT's DoRA")):
+        found = [row["ms"] / lora[tuple(row[k] for k in key)] for row in rows if row["way"] == way]
+        parts.append(f"{name} {statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})")
+    return f"{tokens}: {', '.join(parts)}"
 
 
-HOST_WAYS = ("fdora", "peft_lora", "peft_dora")
-
-
-def readme_host() -> str:
-    return f"H100: {host('h100')}; H200: {host('h200')}"
-
-
-def host(machine: str) -> str:
-    rows = load(f"{machine}/host")["rows"]
-    us = {way: {f: f"{pick(rows, way=way)[f'{f}_us']:.0f}" for f in ("fwd", "fwd_bwd")} for way in HOST_WAYS}
-    return (
-        f"forward {us['fdora']['fwd']} us against LoRA's {us['peft_lora']['fwd']}, with backward "
-        f"{us['fdora']['fwd_bwd']} against {us['peft_lora']['fwd_bwd']}, DoRA's {us['peft_dora']['fwd_bwd']}"
-    )
+def readme_memory() -> str:
+    spans = []
+    for way in ("peft_fdora", "peft_fdora_fused", "peft_dora"):
+        times = [rows[way]["peak_mb"] / rows["peft_lora"]["peak_mb"] for rows in eight_steps().values()]
+        spans.append(f"{min(times):.2f} to {max(times):.2f}")
+    return f"{spans[0]} times LoRA's peak in the models below, {spans[1]} with `fuse=True`; PEFT's DoRA {spans[2]}"
 
 
 def readme(text: str) -> str:
@@ -348,6 +356,79 @@ def readme(text: str) -> str:
 
 
 # docs/benchmarks.md
+
+
+def norm_cpu() -> str:
+    cases = [(4096, 384, "float32"), (4096, 16, "float32"), (14336, 64, "float32"), (4096, 384, "bfloat16")]
+    head = ["N x K, r, dtype", "dense `B A`: ms / MB / error", "`dora_norm`", "`dora_norm(base_sqnorm=)`"]
+    return norm_table(load("cpu/norm_forms")["rows"], cases, ("dense", "tiles", "factored"), head, 1)
+
+
+def norm_gpu() -> str:
+    cases = [(8192, 384, "bfloat16"), (4096, 16, "bfloat16"), (14336, 64, "bfloat16"), (4096, 384, "bfloat16")]
+    head = ["N x K, r, dtype", "dense `B A`: ms / MB / error", "`dora_norm`", "roof, ms"]
+    return norm_table(load("h100/norm_forms")["rows"], [*cases, (4096, 384, "float32")], ("dense", "triton"), head, 3)
+
+
+def norm_table(rows: list[dict], cases: list[tuple], forms: tuple, head: list[str], digits: int) -> str:
+    lines = []
+    for N, r, dtype in cases:
+        found = [pick(rows, N=N, r=r, dtype=dtype, form=form) for form in forms]
+        cells = [f"{x['ms']:.{digits}f} / {x['peak_mb']:.0f} / {x['error']:.0e}" for x in found]
+        roof = [found[0].get("roof_ms", "")] if len(head) > len(forms) + 1 else []
+        lines.append([f"{N} x {found[0]['K']}, {r}, {dtype}", *cells, *roof])
+    return table(head, lines)
+
+
+def compose_line() -> str:
+    x = pick(load("h100/compose")["rows"], op="dora_compose", M=4096, N=14336)
+    fused, plain, copy = (
+        [f"{x[f'{mode}_{way}_ms']:.3f}" for mode in ("fwd", "fwd_bwd")] for way in ("triton", "plain", "copy")
+    )
+    return (
+        f"`dora_compose` on the same H100 (4096 x 14336, bf16), in ms: {fused[0]} forward, {fused[1]} with backward; "
+        f"the formula in plain torch {plain[0]} and {plain[1]}; a copy of the same bytes {copy[0]} and {copy[1]}."
+    )
+
+
+LAYER_WAYS = ("frozen", "bare", "peft_lora", "peft_dora", "peft_dora_compiled", "dorafactors", "fdora")
+
+
+def one_layer() -> str:
+    cases = [(4096, 4096, 4096, 16), (4096, 4096, 4096, 384), (4096, 4096, 14336, 64), (4096, 14336, 4096, 64)]
+    cases += [(4096, 8192, 8192, 384), (4096, 5120, 27648, 16), (16384, 4096, 4096, 16)]
+    rows, lines = load("h100/layer_quick")["rows"], []
+    for M, K, N, r in cases:
+        given, inside = (pick(rows, M=M, K=K, N=N, r=r, mode="fwd_bwd", norm=n)["ms"] for n in ("given", "inside"))
+        lines.append([f"{M}, {K} x {N}, {r}", *(f"{ms:.3f}" for ms in [*(inside[w] for w in LAYER_WAYS), given["fdora"]])])
+    ways = ["frozen", "products", "PEFT LoRA", "PEFT DoRA", "compiled", "paper", "`dora_linear`", "`norm=` given"]
+    return table(["tokens, K x N, r", *ways], lines)
+
+
+def layers12_summary() -> str:
+    ways, lines = ("frozen", "peft_lora", "peft_dora", "peft_fdora", "fdora"), []
+    cases = (("h100", 384, "eager"), ("h100", 384, "compiled"), ("h200", 384, "eager"), ("h200", 16, "eager"))
+    for machine, r, kind in (*cases, ("h200", 384, "compiled")):
+        rows = load(f"{machine}/layers12_r{r}_{kind}")["rows"]
+        cells = [" / ".join(f"{pick(rows, way=way)[f'{mode}_ms']:.1f}" for mode in MODES12) for way in ways]
+        lines.append([f"{machine.upper()}, {r}{', compiled' if kind == 'compiled' else ''}", *cells])
+    return table(["GPU, r", *(NAMES[way] for way in ways)], lines)
+
+
+HOST_WAYS = ("fdora", "peft_lora", "peft_dora")
+
+
+def host_lines() -> str:
+    return f"H100: {host('h100')}; H200: {host('h200')}"
+
+
+def host(machine: str) -> str:
+    rows = load(f"{machine}/host")["rows"]
+    us = {way: {f: f"{pick(rows, way=way)[f'{f}_us']:.0f}" for f in ("fwd", "fwd_bwd")} for way in HOST_WAYS}
+    return (
+        f"forward {us['fdora']['fwd']} us against LoRA's {us['peft_lora']['fwd']}, with backward "
+        f"{us['fdora']['fwd_bwd']} against {us['peft_lora']['fwd_bwd']}, DoRA's {us['peft_dora']['fwd_bwd']}"
+    )
 
 
 def over_fdora(pairs: dict[str, float], way: str) -> float | None:
@@ -520,33 +601,56 @@ def figure(name: str, title: str) -> str:
 
 SINCE = (
     "Each figure is of the commit that stands beside its file under Sources. `fdora/triton` may have changed since: "
-    "`bench/NOTES.md` says what did, and was not measured again."
+    "[bench/NOTES.md](../bench/NOTES.md#changes-since-the-measurements) says what did, and was not measured again."
+)
+INTRO = (
+    "Written by `python -m bench.report` from `bench/results`. [bench/NOTES.md](../bench/NOTES.md) says what was counted, "
+    "expected and tried."
+)
+NORM = (
+    "Time in ms, peak memory and the worst relative error. `python -m bench.norm_forms` and `python -m bench.compose`, with "
+    "`--device cuda` on a GPU, print it for your machine. One H100, GPU time; the roof is the larger of reading W and of the "
+    "product, both at the speed measured in the same run:"
+)
+NORM_CPU = (
+    "Two cores of an AVX-512 CPU. The last line is a loss: with bf16 instructions the dense product in bf16 is faster, and "
+    "wrong by 0.4 %."
+)
+LAYER = (
+    'Forward and backward on an H100, bf16, GPU time in ms (`python -m bench.layer --device cuda --quick`). "products" are '
+    'the eight bare matrix products by cuBLAS and nothing else, "compiled" is PEFT\'s DoRA under `torch.compile`, "paper" is '
+    "the code of [Scaling DoRA](https://arxiv.org/abs/2603.22276). `dora_linear` computes its norm in the call; in the last "
+    "column the norm was computed before:"
+)
+LAYERS12 = (
+    "Qwen3-8B-shaped layers, 4096 tokens, every linear layer adapted (`python -m bench.layers12 --device cuda`). "
+    '`use_fdora` checks on the GPU, in every call, whether its norms still hold; "fdora" is given them, computed once per '
+    "optimizer step. In ms, inference / gradient / gradient with checkpointing:"
 )
 
 
 def document() -> str:
-    parts = ["# Benchmarks", "Written by `python -m bench.report` from `bench/results`. `bench/NOTES.md` says why."]
-    parts += ["## Where fdora loses", losses()]
+    parts = ["# Benchmarks", INTRO, "## Where fdora loses", losses()]
     parts += ["## One layer", "The other's time over fdora's, geometric means (above 1: fdora is faster)."]
     parts += [figure("speedup", "The rivals' time over fdora's"), means(), figure("rank", "Time against the rank")]
-    parts += ["Forward and backward, in ms:", readme_layer()]
-    parts += ["## The norm", figure("roofline", "Roofline of the norm"), readme_norm_gpu(), readme_norm_cpu()]
-    parts += ["## Compose", readme_compose()]
+    parts += [LAYER, one_layer()]
+    parts += ["## The norm", figure("roofline", "Roofline of the norm"), NORM, norm_gpu(), NORM_CPU, norm_cpu()]
+    parts += ["## Compose", compose_line()]
     if names("suite"):
         parts += ["## One launch out of a cold cache", suites()]
     parts += ["## Layers that share their input", "4096 tokens, norms given.", groups()]
-    parts += ["## Twelve decoder layers", layers12()]
+    parts += ["## Twelve decoder layers", LAYERS12, layers12_summary(), "The same with peak memory:", layers12()]
     if names("model_"):
         parts += ["## Whole models", models()]
     if names("converge"):
         parts += ["## Fine-tuning, step by step", convergence()]
-    parts += ["## The host", f"16 tokens, 512 x 512: {readme_host()}.", "## Sources", SINCE, sources()]
+    parts += ["## The host", f"16 tokens, 512 x 512: {host_lines()}.", "## Sources", SINCE, sources()]
     return "\n\n".join(parts) + "\n"
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--readme", action="store_true", help="also rewrite the marked tables of README.md")
+    parser.add_argument("--readme", action="store_true", help="also README.md, where it is marked, and its picture")
     options = parser.parse_args(argv)
     from bench.figures import draw
 
@@ -556,6 +660,7 @@ def main(argv=None):
     if options.readme:
         path = ROOT / "README.md"
         path.write_text(readme(path.read_text()))
+        PICTURE.write_text(picture())
 
 
 if __name__ == "__main__":

@@ -20,8 +20,11 @@ import torch
 
 from bench.norm_forms import about, medians
 from fdora.triton.configs import GemmConfig, ScaleConfig, SmallConfig, power_of_two
-from fdora.triton.gemm import Epilogue, gemm
-from fdora.triton.scale import scale_backward
+from fdora.triton.gemm import Epilogue, Operand, gemm
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import device_of
+from fdora.triton.runtime.walk import like, run
+from fdora.triton.scale import Sums, scale_backward
 from fdora.triton.small import small_backward, small_forward
 
 # (M, N, K, r): the linears of 8B to 70B models, few and many tokens, small and large ranks
@@ -45,10 +48,10 @@ SCALE_SHAPES = [
     (4096, 14336, 16), (4096, 14336, 64), (4096, 8192, 384), (16384, 4096, 16), (16384, 4096, 64), (16384, 4096, 384),
 ]  # fmt: skip
 SCALE_CANDIDATES = [
-    (bm, bn, rows, rides, warps)
+    (bm, bn, rows, fuse_dB, warps)
     for bm, bn, warps in ((64, 128, 4), (64, 64, 4), (128, 128, 8), (64, 128, 8), (128, 64, 4), (32, 128, 4), (32, 64, 4))
     for rows in (128, 256, 512, 1024)
-    for rides in (False, True)
+    for fuse_dB in (False, True)
 ]
 SMALL_SHAPES = [(tokens, N, K) for tokens in (16, 64) for N, K in ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336),
                 (8192, 8192), (512, 512))]  # fmt: skip
@@ -59,8 +62,20 @@ SMALL_CANDIDATES = [
 ]
 
 
+DEVICE, DTYPE = "cuda", torch.bfloat16
+CACHE = 2**28  # bytes: more than any GPU's L2 holds
+
+
 def randn(*shape, std=1.0):
-    return torch.randn(*shape, device="cuda").mul_(std).bfloat16()
+    return torch.randn(*shape, device=DEVICE).mul_(std).to(DTYPE)
+
+
+def planned(write, *tensors):
+    """``write(builder, *arrays)`` as a plan for tensors like these; a function that runs it on tensors."""
+    builder = Builder("tune", device_of(tensors[0].device))
+    write(builder, *(builder.matrix(like(t)) for t in tensors))
+    plan = builder.plan()
+    return lambda *given: run(plan, given, (1.0,) * len(plan.scalars))
 
 
 def fastest(make, candidates, check, calls=1):
@@ -75,8 +90,8 @@ def fastest(make, candidates, check, calls=1):
             raise
         except Exception as error:  # too much shared memory, too many registers: not a candidate on this GPU
             print(f"    {tuple(config)}: {type(error).__name__}", flush=True)
-    medians(runs, "cuda", 1)
-    ms = medians(runs, "cuda", 5)
+    medians(runs, DEVICE, 1)
+    ms = medians(runs, DEVICE, 5)
     return sorted(ms.items(), key=lambda item: item[1])
 
 
@@ -92,14 +107,22 @@ def tune_gemm(shapes, known):
                 continue
             x, h, W = randn(M, K), randn(M, r), randn(N, K, std=K**-0.5) if forward else randn(K, N, std=K**-0.5)
             b = randn(N, r, std=r**-0.5) if forward else randn(r, N, std=r**-0.5)
-            w, b = (W.T, b.T) if forward else (W, b)
-            m, c = torch.rand(N, device="cuda") + 1, torch.ones(N, device="cuda")
-            epilogue = Epilogue("scale", m, c) if forward else Epilogue()
+            w, low = (W.T, b.T) if forward else (W, b)
+            m, c = torch.rand(N, device=DEVICE) + 1, torch.ones(N, device=DEVICE)
             rows = slice(0, None, max(1, M // 128))
-            want = (x[rows].float() @ w.float() + h[rows].float() @ b.float()) * (m if forward else 1)
-            make = lambda config: lambda: gemm(x, w, h, b, epilogue, config=config)[0]  # noqa: E731
+            want = (x[rows].float() @ w.float() + h[rows].float() @ low.float()) * (m if forward else 1)
+
+            def make(config):
+                def write(plan, x, h, W, b, m, c):
+                    epilogue = Epilogue("scale", m, c) if forward else Epilogue()
+                    gemm(plan, plan.result("y", (M, N), x.dtype), x, h, Operand(W, b, trans=forward), epilogue, config=config)
+
+                tensors = (x, h, W, b, m, c)
+                launch = planned(write, *tensors)
+                return lambda: launch(*tensors)[0]
+
             results = fastest(make, GEMM_CANDIDATES, lambda y: close(y[rows], want, "gemm"))
-            bare = medians({"bare": lambda: x @ w}, "cuda", 5)["bare"]
+            bare = medians({"bare": lambda: x @ w}, DEVICE, 5)["bare"]
             yield forward, (M, N, K, r), results, bare
 
 
@@ -107,18 +130,24 @@ def tune_scale(shapes, known):
     for M, N, r in (shape for shape in shapes if shape not in known):
         K = 64
         dy, y, x, W, h, B = randn(M, N), randn(M, N), randn(M, K), randn(N, K), randn(M, r), randn(N, r)
-        m, c = torch.rand(N, device="cuda") + 1, torch.ones(N, device="cuda")
-        want = (dy.float() * m).bfloat16().float().T @ h.float()
+        m, c = torch.rand(N, device=DEVICE) + 1, torch.ones(N, device=DEVICE)
+        want = (dy.float() * m).to(DTYPE).float().T @ h.float()
 
         def make(config):
             rank = power_of_two(r) if config[3] else 0
             scale = ScaleConfig(*config[:3], rank, config[4])
 
-            def run():
-                out = scale_backward(dy, y, x, W, h, B, m, c, False, True, False, True, False, False, True, config=scale)
-                return out.dB if rank else torch.mm(out.dz.T, h)
+            def write(plan, dy, y, x, W, h, B, m, c):
+                dB = plan.result("dB", (N, r), dy.dtype)
+                dz, dm = plan.result("dz", (M, N), dy.dtype), plan.result("dm", (N,), m.dtype)
+                sums = Sums(dz=dz, dm=dm, dB=dB if rank else None)
+                scale_backward(plan, dy, y, False, x, W, h, B, m, c, sums, scale)
+                if not rank:
+                    plan.product(dB, dz.T, h)
 
-            return run
+            tensors = (dy, y, x, W, h, B, m, c)
+            launch = planned(write, *tensors)
+            return lambda: launch(*tensors)[0]
 
         candidates = [t for t in SCALE_CANDIDATES if t[2] <= M and (r <= 64 or not t[3])]
         yield None, (M, N, r), fastest(make, candidates, lambda dB: close(dB, want, "scale")), 3 * dy.nbytes / 3e9
@@ -129,31 +158,40 @@ def tune_small(shapes, known):
     for columns in (False, True):
         for M, N, K in (shape for shape in shapes if shape not in known.get(columns, {})):
             shape = (K, N) if columns else (N, K)
-            Ws = [randn(*shape, std=K**-0.5) for _ in range(max(2, 2**28 // (2 * N * K)))]
+            Ws = [randn(*shape, std=K**-0.5) for _ in range(max(2, CACHE // (2 * N * K)))]
             x, A, B, h, a = randn(M, K), randn(16, K, std=K**-0.5), randn(N, 16), randn(K, 16, std=K**-0.5), randn(16, N)
-            m = c = torch.ones(N, device="cuda")
+            m = c = torch.ones(N, device=DEVICE)
             w, low = (Ws[0], (x @ h).float() @ a.float()) if columns else (Ws[0].T, (x @ A.T).float() @ B.T.float())
             want = x.float() @ w.float() + low
 
             def make(config):
+                def forward(plan, W, x, A, B, m, c):
+                    y, h = plan.result("y", (M, N), x.dtype), plan.result("h", (M, 16), x.dtype)
+                    small_forward(plan, x, W, A, B, m, c, None, plan.scalar("s"), y, None, h, config)
+
+                def backward(plan, W, dz, A, B, *_):
+                    small_backward(
+                        plan, dz, W, A, B, dz, plan.scalar("s"), plan.result("dx", (M, N), dz.dtype), None, config=config
+                    )
+
                 turns = itertools.cycle(Ws[1:] + Ws[:1])
-                if columns:
-                    return lambda: small_backward(x, next(turns), a, h, x, 1.0, False, config=config)[0]
-                return lambda: small_forward(x, next(turns), A, B, m, c, None, 1.0, False, config=config)[0]
+                rest = (x, a, h, m, c) if columns else (x, A, B, m, c)
+                launch = planned(backward if columns else forward, Ws[0], *rest)
+                return lambda: launch(next(turns), *rest)[0]
 
             def bare():
                 turns = itertools.cycle(Ws)
                 return lambda: x @ (next(turns) if columns else next(turns).T)
 
             results = fastest(make, SMALL_CANDIDATES, lambda y: close(y, want, "small"), calls=len(Ws))
-            yield columns, (M, N, K), results, medians({"bare": bare()}, "cuda", 5)["bare"]
+            yield columns, (M, N, K), results, medians({"bare": bare()}, DEVICE, 5)["bare"]
 
 
 OPS = {"gemm": (tune_gemm, GEMM_SHAPES), "scale": (tune_scale, SCALE_SHAPES), "small": (tune_small, SMALL_SHAPES)}
 HEAD = '"""Written by `python -m bench.tune --write`: shape -> fastest config, the fields of configs.py in their order."""\n'
 NOTES = {
     "gemm": "# (M, N, K, r) -> GemmConfig, by whether the columns of W are contiguous\nGEMM: dict[bool, dict[tuple, tuple]]",
-    "scale": "# (M, N, r) -> BLOCK_M, BLOCK_N, ROWS, whether dB rides along, num_warps\nSCALE: dict[tuple, tuple]",
+    "scale": "# (M, N, r) -> BLOCK_M, BLOCK_N, ROWS, fuse_dB, num_warps\nSCALE: dict[tuple, tuple]",
     "small": "# (tokens, N, K) -> SmallConfig, by whether neighbours in memory are columns of W\n"
     "SMALL: dict[bool, dict[tuple, tuple]]",
 }

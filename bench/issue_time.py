@@ -1,0 +1,118 @@
+"""Host time in a model: how long the CPU takes to issue a forward and a backward, the GPU never waited for in between.
+
+    python -m bench.issue_time --device cuda --json FILE
+
+Decoder layers and ways of bench.steps: 8 layers of width 2048 (56 adapted linears), 512 tokens, r 16. Every step begins with an
+empty queue and new adapters (an optimizer step before it). Medians over the steps of a run, ways in turns; a run is repeated
+with the ways in another order. ``excess`` is what a way takes beyond the frozen model, and ``ratio`` that as a share of what
+PEFT's LoRA takes beyond it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+
+from bench.attempt import Failures
+from bench.clock import synchronize
+from bench.norm_forms import about
+from bench.save import save
+from bench.steps import SIZES, Cell, Way, add_model, build, check, compared, inputs
+from bench.table import table
+
+PARTS = ("forward", "backward")
+
+
+def host_speed() -> float:
+    """ms of two million additions in Python: hosts differ by a factor of two."""
+    start = time.perf_counter()
+    for k in range(2_000_000):
+        k += 1
+    return 1e3 * (time.perf_counter() - start)
+
+
+def issue(way: Way, device: str) -> tuple[float, float]:
+    """ms until forward, and then backward, is issued; from an empty queue, which is empty again afterwards."""
+    way.optimize()
+    synchronize(device)
+    start = time.perf_counter()
+    loss = way.loss()
+    middle = time.perf_counter()
+    torch.autograd.grad(loss, [way.x, *way.leaves.values()])
+    end = time.perf_counter()
+    synchronize(device)
+    return 1e3 * (middle - start), 1e3 * (end - middle)
+
+
+def one_run(ways: dict[str, Way], options) -> dict[str, dict[str, float]]:
+    turns = [{name: issue(way, options.device) for name, way in ways.items()} for _ in range(options.steps + 2)][2:]
+    return {
+        name: {part: round(statistics.median(turn[name][i] for turn in turns), 3) for i, part in enumerate(PARTS)}
+        for name in ways
+    }
+
+
+def excess(run: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Beyond the frozen model, and as a share of LoRA's."""
+    found: dict[str, dict[str, float]] = {}
+    if "frozen" not in run:
+        return found
+    for way in run.keys() - {"frozen"}:
+        found[way] = {part: round(run[way][part] - run["frozen"][part], 3) for part in PARTS}
+    lora = found.get("peft_lora", {})
+    for parts in found.values():
+        parts |= {f"{part}_ratio": round(parts[part] / lora[part], 3) for part in PARTS if lora.get(part, 0) > 0}
+    return found
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_model(parser, 8)
+    parser.add_argument("--model", choices=SIZES, default="2048")
+    parser.add_argument("--seq", type=int, default=512)
+    parser.add_argument("--r", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=15, help="of each way in a run")
+    parser.add_argument("--runs", type=int, default=3)
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    options, failures = parse(argv), Failures()
+    cell = Cell(options.model, options.seq, options.r)
+    result = {"about": about(options.device, options.commit), **cell._asdict(), "layers": options.layers, "runs": []}
+    print(result["about"], flush=True)
+    ways = build(cell, options, failures)
+    inputs(cell, ways, options)
+    key = f"{cell.model}, S {cell.S}, r {cell.r}"
+    result |= {"agreement": {key: failures.attempt([key], lambda _: compared(ways)).get(key, {})}, "failed": failures}
+    print("against PEFT's DoRA:", result["agreement"][key], flush=True)
+    order = list(ways)
+    for i in range(options.runs):
+        turned = order[i % len(order) :] + order[: i % len(order)]
+        ms = one_run({name: ways[name] for name in turned}, options)
+        result["runs"].append({"python_ms": round(host_speed(), 1), "ms": ms, "excess": excess(ms)})
+        save(options.json, result)
+    print(markdown(result["runs"], order), f"\n\nfailed: {dict(failures)}")
+    check(result, failures, options.dtype)
+
+
+def markdown(runs: list[dict], order: list[str]) -> str:
+    """A line per run and way: forward / backward."""
+
+    def pair(parts: dict, ending: str = "") -> str:
+        return " / ".join(f"{parts[part + ending]:.2f}" for part in PARTS if part + ending in parts)
+
+    head = ["run", "way", "issue ms, forward / backward", "beyond frozen", "of LoRA's", "2M additions, ms"]
+    lines = []
+    for i, run in enumerate(runs):
+        for way in order:
+            beyond = run["excess"].get(way, {})
+            lines.append([i, way, pair(run["ms"][way]), pair(beyond), pair(beyond, "_ratio"), run["python_ms"]])
+    return table(head, lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,435 @@
+"""What a step costs through PEFT, from few tokens to many: twelve decoder layers, an optimizer step each time.
+
+    python -m bench.steps --device cuda --json FILE
+    python -m bench.steps --device cuda --cells 2048:512:16,8b:4096:64 --compiled default,reduce-overhead
+
+Layers are transformers' Qwen3 in the shape of its 8B model and of width 2048 (1.7B), frozen, bf16, all seven linears adapted;
+one sequence of S tokens, loss on its last 1024. The ways share weights and have equal adapters, away from their start: the
+frozen model, PEFT's LoRA, its DoRA, that after ``use_fdora``, and after ``use_fdora(fuse=True)``. The modes:
+
+    inference       no_grad
+    step            gradient of x and all adapters, then an optimizer step
+    micro           8 micro-batches and an optimizer step, for each micro-batch
+    checkpointing   step, every layer checkpointed (non-reentrant; nothing draws, so no generator's state is kept)
+
+The optimizer step is one call that changes the sign of every A: norms are new, values stay in range, and it costs the same for
+every way. Wall time until the GPU is done, each step by itself; GPU time of a replayed CUDA graph ("graph"), of ``micro`` as
+(step + 7 gradients) / 8. Where a graph cannot be captured, events around a step that is issued behind a kernel that waits
+("events": too long where a step is more launches than the queue holds, about 1000). Medians of turns. Before it is timed each
+model is compared with PEFT's DoRA. The JSON is written after every cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import statistics
+import time
+import types
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bench.attempt import Failures
+from bench.clock import anchor_graph, capture, medians, replay_ms, synchronize
+from bench.decoder import LINEARS
+from bench.layer import free
+from bench.layers12 import DTYPES, MOST_APART, adapters, apart
+from bench.norm_forms import about
+from bench.rivals import fill, paths
+from bench.save import save
+from bench.table import table
+from bench.ways import S
+
+WAYS = ("frozen", "peft_lora", "peft_dora", "use_fdora", "use_fdora_fused")
+FDORA = ("use_fdora", "use_fdora_fused")
+MODES = ("inference", "step", "micro", "checkpointing")
+COMPILED = ("default", "reduce-overhead")
+MICRO = 8
+SIZES = {  # of Qwen3-8B and Qwen3-1.7B
+    "8b": dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128),
+    "2048": dict(hidden_size=2048, intermediate_size=6144, num_attention_heads=16, num_key_value_heads=8, head_dim=128),
+    "tiny": dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16),
+}
+
+
+class Cell(NamedTuple):
+    model: str
+    S: int
+    r: int
+
+
+class Stack(nn.Module):
+    """Decoder layers without embedding and head."""
+
+    def __init__(self, model: str, layers: int, dtype: torch.dtype, device: str):
+        super().__init__()
+        from transformers import Qwen3Config, Qwen3Model
+
+        config = Qwen3Config(**SIZES[model], num_hidden_layers=layers, vocab_size=8, pad_token_id=None, rope_theta=1e6)
+        config._attn_implementation = "sdpa"
+        with torch.device(device):
+            whole = Qwen3Model._from_config(config, dtype=dtype)
+        self.layers, self.rotary, self.width = whole.layers, whole.rotary_emb, config.hidden_size
+        self.checkpointing, self.run = False, nn.Module.__call__
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = self.rotary(x, torch.arange(x.shape[1], device=x.device)[None])
+        for layer in self.layers:
+            one = partial(self.run, layer)
+            if self.checkpointing:
+                x = checkpoint(one, x, position_embeddings=angles, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = one(x, position_embeddings=angles)
+        return x
+
+
+def adapted(way: str, base: Stack, values: dict) -> tuple[Stack, dict[str, Tensor]]:
+    """A model of this way around the same weights, and its leaves."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    from fdora.integrations.peft import use_fdora
+
+    model = copy.deepcopy(base, {id(p): p for p in base.parameters()})
+    if way == "frozen":
+        return model, {}
+    r, dora = next(iter(values.values()))[0].shape[0], way != "peft_lora"
+    config = LoraConfig(r=r, lora_alpha=S * r, lora_dropout=0.0, use_dora=dora, target_modules=list(LINEARS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inject_adapter_in_model(config, model)
+    found = {name: fill(model.get_submodule(name), A, B, m if dora else None) for name, (A, B, m) in values.items()}
+    if way in FDORA:
+        use_fdora(model, fuse=way == "use_fdora_fused")
+    return model.train(), {f"{part} of {name}": p for name, parts in found.items() for part, p in parts.items()}
+
+
+class Way:
+    """One model, and its modes on the input of :meth:`feed`."""
+
+    def __init__(self, name: str, base: Stack, values: dict):
+        self.name = name
+        self.model, self.leaves = adapted(name, base, values)
+        self.As = [p for leaf, p in self.leaves.items() if leaf.startswith("A")]
+        self.compiled = ""
+
+    def feed(self, x: Tensor, target: Tensor) -> None:
+        self.x, self.target = x.detach().requires_grad_(), target
+
+    def compile(self, mode: str) -> None:
+        """In one of the modes of torch.compile; "" undoes it."""
+        self.compiled = mode
+        if not mode:
+            self.model.run = nn.Module.__call__
+            return
+        # A code object of its own: Dynamo keeps what it compiled there, so no way walks past the guards of others.
+        code = forward_of.__code__.replace(co_name=f"forward_{self.name.replace('-', '_')}")
+        own = types.FunctionType(code, globals())
+        self.model.run = torch.compile(own, mode=mode, dynamic=False)
+
+    def output(self) -> Tensor:
+        if self.compiled:  # its graphs want to know that what they gave before is not read any more
+            torch.compiler.cudagraph_mark_step_begin()
+        return self.model(self.x)
+
+    def loss(self) -> Tensor:
+        last = self.output()[:, -self.target.shape[1] :]
+        return (last.float() - self.target).square().mean()
+
+    def gradient(self) -> list[Tensor]:
+        return list(torch.autograd.grad(self.loss(), [self.x, *self.leaves.values()]))
+
+    @torch.no_grad()
+    def optimize(self) -> None:
+        if self.As:
+            torch._foreach_neg_(self.As)
+
+    @torch.no_grad()
+    def inference(self) -> Tensor:
+        return self.output()
+
+    def step(self) -> None:
+        self.gradient()
+        self.optimize()
+
+    def micro(self) -> None:
+        total = self.gradient()
+        if self.compiled == "reduce-overhead":  # the next replay writes there
+            total = [t.clone() for t in total]
+        for _ in range(MICRO - 1):
+            torch._foreach_add_(total, self.gradient())
+        self.optimize()
+
+    def checkpointing(self) -> None:
+        self.model.checkpointing = True
+        try:
+            self.step()
+        finally:
+            self.model.checkpointing = False
+
+
+def forward_of(layer: nn.Module, x: Tensor, *, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
+    return type(layer).forward(layer, x, position_embeddings=position_embeddings)
+
+
+def build(cell: Cell, options, failures: Failures) -> dict[str, Way]:
+    torch.manual_seed(0)
+    base = Stack(cell.model, options.layers, DTYPES[options.dtype], options.device)
+    values = adapters(base, cell.r, DTYPES[options.adapter])
+    return failures.attempt(options.ways, lambda name: Way(name, base, values))
+
+
+def inputs(cell: Cell, ways: Mapping[str, Way], options) -> None:
+    """The same for every way."""
+    width = SIZES[cell.model]["hidden_size"]
+    x = torch.randn(1, cell.S, width, device=options.device).to(DTYPES[options.dtype])
+    target = torch.randn(1, min(options.loss_tokens, cell.S), width, device=options.device)
+    for way in ways.values():
+        way.feed(x, target)
+
+
+def agreement(mine: Way, theirs: Way) -> dict[str, float]:
+    """Relative L2 difference of outputs and of the gradients of x and of all A, all B, all m."""
+    names = ["x", *theirs.leaves]
+    both = [dict(zip(names, way.gradient(), strict=True)) for way in (mine, theirs)]
+    pairs = {"y": (mine.inference(), theirs.inference())}
+    for part in "xABm":
+        pairs[f"d{part}"] = tuple(torch.cat([t.flatten() for n, t in each.items() if n[0] == part]) for each in both)
+    return {name: float(f"{apart(*pair)['relative']:.3g}") for name, pair in pairs.items()}
+
+
+# clocks
+
+
+def once(fn: Callable[[], object], device: str) -> float:
+    """Wall ms of one call until the GPU is done."""
+    synchronize(device)
+    start = time.perf_counter()
+    fn()
+    synchronize(device)
+    return 1e3 * (time.perf_counter() - start)
+
+
+def wall(fns: Mapping[str, Callable[[], object]], device: str, most_ms: float, runs: int) -> dict[str, float]:
+    """Medians of as many turns as fit into ``most_ms``, at least one and at most ``runs``."""
+    turns: list[dict[str, float]] = []
+    while not turns or (len(turns) < runs and sum(sum(turn.values()) for turn in turns) * (1 + 1 / len(turns)) < most_ms):
+        turns.append({name: once(fn, device) for name, fn in fns.items()})
+    return {name: statistics.median(turn[name] for turn in turns) for name in fns}
+
+
+def behind_a_wait(fn: Callable[[], object], issue_ms: float) -> float:
+    """GPU ms between events around one call, issued while a kernel waits for as long as that takes."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int(2.5e6 * issue_ms))  # cycles
+    begin.record()
+    fn()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+class Gpu:
+    """GPU ms of the ways, and how each was taken. Graphs share one memory pool: none of their results is read again."""
+
+    def __init__(self, graphs: bool):
+        self.graphs, self.anchor = graphs, anchor_graph()
+
+    def times(self, fns: Mapping[str, Callable[[], object]], wall_ms: Mapping[str, float], runs: int) -> dict[str, tuple]:
+        how, timers = {}, {}
+        for name, fn in fns.items():
+            try:
+                if not self.graphs:
+                    raise RuntimeError("not asked for")
+                timers[name], how[name] = partial(replay_ms, capture(fn, 1, self.anchor)), "graph"
+            except Exception:  # whatever may not happen in a capture
+                torch.cuda.synchronize()
+                timers[name], how[name] = partial(behind_a_wait, fn, wall_ms[name]), "events"
+        return {name: (ms, how[name]) for name, ms in medians(timers, runs).items()}
+
+
+# one cell
+
+
+def measure(cell: Cell, ways: dict[str, Way], mode: str, gpu: Gpu | None, options, failures: Failures) -> list[dict]:
+    """A row for each way; ``mode`` may be "compiled:..."."""
+    compiled, _, plain = mode.rpartition(":")
+    label = f"{cell.model}, S {cell.S}, r {cell.r}, {mode}"
+    tags = {f"{name}, {label}": way for name, way in ways.items()}
+    steps = {tag: getattr(way, plain) for tag, way in tags.items()}
+    able = failures.attempt(steps, lambda tag: tags[tag].step() if plain == "micro" else steps[tag]())  # warms up
+    share, many = MICRO if plain == "micro" else 1, 1e3 * options.cell_seconds / len(options.modes) / 2
+    able = {tag: steps[tag] for tag in able}
+    ms = wall(able, options.device, many, options.runs) if able else {}
+    gpu_ms: dict[str, tuple] = {}
+    if gpu and able:
+        runs = max(1, min(options.runs, int(many / sum(ms.values()))))
+        if plain == "micro":
+            pieces = [{tag: getattr(tags[tag], part) for tag in able} for part in ("step", "gradient")]
+            step, gradient = (gpu.times(fns, {t: ms[t] / share for t in able}, runs) for fns in pieces)
+            gpu_ms = {t: ((step[t][0] + (MICRO - 1) * gradient[t][0]) / MICRO, gradient[t][1]) for t in able}
+        else:
+            gpu_ms = gpu.times(able, ms, runs)
+    rows = []
+    for tag in able:
+        row = {**cell._asdict(), "mode": plain, "compiled": compiled, "way": tags[tag].name, "ms": round(ms[tag] / share, 3)}
+        if tag in gpu_ms:
+            row |= {"gpu_ms": round(gpu_ms[tag][0], 3), "gpu_by": gpu_ms[tag][1]}
+        rows.append(row)
+    return rows
+
+
+def markdown(rows: list[dict]) -> str:
+    """LoRA in ms, wall / GPU; the others as shares of it."""
+    cases: dict = {}
+    for row in rows:
+        label = f"{row['model']}, S {row['S']}, r {row['r']}", " ".join(filter(None, (row["compiled"], row["mode"])))
+        cases.setdefault(label, {})[row["way"]] = row
+    ways, lora = list(dict.fromkeys(row["way"] for row in rows)), "peft_lora"
+
+    def show(way: str, found: dict) -> str:
+        if way not in found:
+            return ""
+        unit = found[lora] if lora in found and way != lora else None
+        parts = [found[way][f] / unit[f] if unit else found[way][f] for f in ("ms", "gpu_ms") if f in found[way]]
+        return " / ".join(f"{v:.2f}" for v in parts)
+
+    head = ["", "mode", *(f"{way}, ms" if way == lora else way for way in ways), "GPU by"]
+    lines = [[*case, *(show(way, found) for way in ways), by(found)] for case, found in cases.items()]
+    return "Wall / GPU; LoRA in ms, the others as shares of it.\n\n" + table(head, lines)
+
+
+def by(found: dict) -> str:
+    return ", ".join(dict.fromkeys(row["gpu_by"] for row in found.values() if "gpu_by" in row))
+
+
+def cells(text: str) -> list[Cell]:
+    """``MODEL:S:r``, comma separated; a part that is empty is any."""
+    found = []
+    for part in text.split(","):
+        model, tokens, r = (*part.split(":"), "", "")[:3]
+        every = model or "8b,2048", tokens or "128,512,2048,4096", r or "16,64"
+        found += [Cell(m, int(t), int(k)) for m, t, k in product(*(each.split(",") for each in every))]
+    if unknown := {cell.model for cell in found} - set(SIZES):
+        raise argparse.ArgumentTypeError(f"unknown models {', '.join(sorted(unknown))}; there are {', '.join(SIZES)}")
+    return list(dict.fromkeys(found))
+
+
+def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        found = text.split(",")
+        if unknown := set(found) - set(known):
+            raise argparse.ArgumentTypeError(f"unknown {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        return found
+
+    return parse
+
+
+def add_model(parser: argparse.ArgumentParser, layers: int) -> None:
+    """What bench.issue_time shares."""
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--layers", type=int, default=layers)
+    parser.add_argument("--loss-tokens", type=int, default=1024)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations")
+    parser.add_argument("--adapter", choices=DTYPES, default="bf16", help="of A, B and m")
+    parser.add_argument("--ways", type=names(WAYS), default=list(WAYS))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="recorded in the JSON")
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_model(parser, 12)
+    parser.add_argument("--cells", type=cells, default=cells(""), help="MODEL:S:r, comma separated; empty parts are any")
+    parser.add_argument("--modes", type=names(MODES), default=list(MODES))
+    parser.add_argument("--compiled", type=names(COMPILED), default=[], help="also compiled, per layer; not checkpointed")
+    parser.add_argument("--no-eager", action="store_true")
+    parser.add_argument("--no-graphs", action="store_true", help="GPU time by events")
+    parser.add_argument("--runs", type=int, default=3, help="most turns")
+    parser.add_argument("--cell-seconds", type=float, default=6.0, help="fewer turns where a cell would take longer")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no cell after this time")
+    return parser.parse_args(argv)
+
+
+def compared(ways: dict[str, Way]) -> dict[str, dict]:
+    """fdora against PEFT's DoRA, and which path its calls took."""
+    if "peft_dora" not in ways:
+        return {}
+    mine = {name: way for name, way in ways.items() if name in FDORA}
+    return {n: {"apart": agreement(way, ways["peft_dora"]), "paths": paths(way.model)} for n, way in mine.items()}
+
+
+def main(argv=None):
+    options, start = parse(argv), time.perf_counter()
+    torch._dynamo.config.recompile_limit = 64
+    failures = Failures()
+    result = {"about": about(options.device, options.commit), "layers": options.layers, "dtype": options.dtype}
+    result |= {
+        "adapter": options.adapter,
+        "micro_batches": MICRO,
+        "rows": [],
+        "agreement": {},
+        "failed": failures,
+        "skipped": [],
+    }
+    print(result["about"], "\n", flush=True)
+    gpu = None if options.device == "cpu" else Gpu(not options.no_graphs)
+    ways: dict[str, Way] = {}
+    built: tuple | None = None
+    for cell in sorted(options.cells, key=lambda cell: (cell.model, cell.r, cell.S)):
+        if time.perf_counter() - start > options.seconds:
+            result["skipped"].append(cell._asdict())
+            continue
+        new = built != (cell.model, cell.r)
+        if new:
+            ways.clear()
+            free(options.device)
+            ways, built = build(cell, options, failures), (cell.model, cell.r)
+        begin = time.perf_counter()
+        inputs(cell, ways, options)
+        if new:
+            key = f"{cell.model}, S {cell.S}, r {cell.r}"
+            result["agreement"][key] = failures.attempt([key], lambda _, w=ways: compared(w)).get(key, {})
+            print(key, "against PEFT's DoRA:", result["agreement"][key], flush=True)
+        modes = [] if options.no_eager else list(options.modes)
+        for mode in modes:
+            result["rows"] += measure(cell, ways, mode, gpu, options, failures)
+        for compiled in options.compiled:
+            torch._dynamo.reset()
+            for way in ways.values():
+                way.compile(compiled)
+            events = gpu and Gpu(graphs=compiled == "default" and not options.no_graphs)
+            for mode in [mode for mode in options.modes if mode != "checkpointing"]:
+                result["rows"] += measure(cell, ways, f"{compiled}:{mode}", events, options, failures)
+            for way in ways.values():
+                way.compile("")
+        print(f"{cell}: {time.perf_counter() - begin:.1f} s", flush=True)
+        free(options.device)
+        save(options.json, result)
+    result["seconds"] = round(time.perf_counter() - start, 1)
+    save(options.json, result)
+    print(f"\n{markdown(result['rows'])}\n\n{result['seconds']} s; failed: {dict(failures)}, skipped: {len(result['skipped'])}")
+    check(result, failures, options.dtype)
+
+
+def check(result: dict, failures: Failures, dtype: str) -> None:
+    """End with a failure where fdora is wrong or did not run."""
+    found = [(where, name, each) for where, ways in result["agreement"].items() for name, each in ways.items()]
+    wrong = [f"{part} of {name}, {where}" for where, name, each in found
+             for part, v in each["apart"].items() if not v <= MOST_APART[dtype]]  # fmt: skip
+    stock = {f"{name}, {where}": each["paths"] for where, name, each in found if set(each["paths"]) - {"composed"} != {"fused"}}
+    if wrong or stock or any("fdora" in name or name in result["agreement"] for name in failures):
+        raise SystemExit(f"fdora parts from PEFT's DoRA in {wrong}, or did not run: {dict(failures)}, calls {stock}")
+
+
+if __name__ == "__main__":
+    main()
