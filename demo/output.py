@@ -14,6 +14,8 @@ import matplotlib
 matplotlib.use("Agg")  # a picture in a file: no window, no display needed
 from matplotlib import pyplot as plt
 
+from demo import stop
+
 
 def write(report: dict[str, Any], folder: Path) -> None:
     """Write report.json and loss.png, or, if anything stops it, leave what was there."""
@@ -29,6 +31,7 @@ def replacing(path: Path) -> Iterator[Path]:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield part
+        stop.check()
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
+from demo import stop
 from demo.batches import Texts
 from demo.model import embed
 
@@ -21,7 +22,7 @@ so the probe is not held back."""
 def embed_all(model: nn.Module, texts: Texts, device: torch.device, name: str) -> Tensor:
     """The embedding of every text, in the order of ``texts``."""
     rows = texts.by_length()
-    starts = tqdm(range(0, len(rows), 64), name, unit="batch")
+    starts = stop.steps(tqdm(range(0, len(rows), 64), name, unit="batch"))
     vectors = torch.cat([embed(model, texts.batch(rows[i : i + 64], device).tokens) for i in starts])
     return torch.empty_like(vectors).index_copy_(0, torch.tensor(rows, device=device), vectors)
 
@@ -31,7 +32,7 @@ def train_probe(head: nn.Linear, vectors: Tensor, labels: Tensor) -> nn.Linear:
     head = deepcopy(head)
     optimizer = torch.optim.AdamW(head.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
     bar = tqdm(range(STEPS), "training the linear probe", unit="step")
-    for _ in bar:
+    for _ in stop.steps(bar):
         optimizer.zero_grad()
         loss = cross_entropy(head(vectors), labels)
         loss.backward()

@@ -16,12 +16,15 @@ HERE = Path(__file__).resolve().parent
 
 
 def main(argv: list[str] | None = None) -> int:
+    from demo import stop  # here, because a start as a file mends the path first
+
     options = parse(argv)
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would print its own comings and goings
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads crawl where they share the cores with others
     try:
-        return compare(options)
+        with stop.on_ctrl_c():
+            return compare(options)
     except KeyboardInterrupt:
         print("\nStopped by Ctrl-C; no half-written file is left.", file=sys.stderr)
         return 130
@@ -47,13 +50,17 @@ def positive(text: str) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """Run the experiment, print the table, write the files; the exit status."""
+    from demo import stop
+
     start = perf_counter()
     import torch  # here and below, so that --help is quick and Ctrl-C during the slow imports ends as it should
 
+    stop.check()
     from demo import experiment, output, table
     from demo.data import DataError
     from demo.train import Settings
 
+    stop.check()
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         report = experiment.run(Settings(steps=options.steps, seed=options.seed), device, options.texts)
