@@ -373,6 +373,7 @@ def samples():
         "row_norm": [(W, A, B, S, None, squared) for squared in (False, True)],
         "row_norm_guarded": [(W, A, B, S, None, *dora_norm_state(W))],
         "row_norm_kept": [(W, A, B, S, *dora_norm(W, A, B, s=S, state=dora_norm_state(W), **BACKEND))],  # nothing to write
+        "model_norms": [([W, turned[0]], [A, turned[1]], [B, turned[2]], [S, 2 * S])],
         "merge": [(W, A, B, m, c, S, undo) for undo in (False, True)],
         "compose": [(dy, dy, m, bias, S, False), (dy, dy, m, None, S, True)],
         "compose_backward": [(dy, dy, dy, m, S, delta, [True, False, True, not delta]) for delta in (False, True)],
