@@ -8,6 +8,7 @@ from torch import Tensor
 from fdora._facts import facts
 from fdora._torch import functorch_active
 
+OPTIONAL = ("bias", "norm", "base_sqnorm")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -30,7 +31,7 @@ def check_shapes(fn: str, spec: dict[str, str], tensors: dict[str, Tensor | None
     owner: dict[str, str] = {}
     for arg, axes_text in spec.items():
         t = tensors[arg]
-        if t is None:
+        if t is None and arg in OPTIONAL:
             continue
         if not isinstance(t, Tensor):
             raise fail(fn, arg, "a torch.Tensor", f"a {type(t).__name__}", "Wrap it with torch.as_tensor.")

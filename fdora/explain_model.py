@@ -183,6 +183,7 @@ def from_adapter(folder: Path) -> Model:
     shapes = header(folder / TENSORS)
     found: Counter[tuple[str, int, int, int]] = Counter()
     other, plain = 0, 0
+    with_m = {key.partition(".lora_magnitude_vector")[0] for key in shapes if ".lora_magnitude_vector" in key}
     for key, A in shapes.items():
         if ".lora_embedding_A" in key:
             other += 1
@@ -196,7 +197,7 @@ def from_adapter(folder: Path) -> Model:
         if len(A) != 2:
             other += 1
             continue
-        plain += not any(k.startswith(f"{layer}.lora_magnitude_vector") for k in shapes)
+        plain += layer not in with_m
         found[layer.rpartition(".")[2], B[0], A[1], A[0]] += 1
     if not found:
         raise fail(

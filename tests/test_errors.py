@@ -72,6 +72,9 @@ MESSAGES = [
     (lambda: compose(g=torch.rand(3, 1)), "fdora.dora_compose: `g` must be (N,) with N=6 (from `base`), got (3, 1). Pass the g that belongs to this layer, in nn.Linear layout."),
     (lambda: linear(A=torch.randn(0, K), B=torch.randn(N, 0)), "fdora.dora_linear: `r` must be at least 1, got 0. A layer without an adapter is torch.nn.functional.linear."),
     (lambda: F.dora_init(torch.randn(N, K), 0), "fdora.dora_init: `r` must be at least 1, got 0. A layer without an adapter is torch.nn.functional.linear."),
+    (lambda: linear(m=None), "fdora.dora_linear: `m` must be a torch.Tensor, got a NoneType. Wrap it with torch.as_tensor."),
+    (lambda: norm(A=None), "fdora.dora_norm: `A` must be a torch.Tensor, got a NoneType. Wrap it with torch.as_tensor."),
+    (lambda: group(F.DoraLayer(None)), "fdora.dora_linear_group: layers[0]: `W` must be a torch.Tensor, got a NoneType. Wrap it with torch.as_tensor."),
     # types and dtypes
     (lambda: linear(W=[[1.0]]), "fdora.dora_linear: `W` must be a torch.Tensor, got a list. Wrap it with torch.as_tensor."),
     (lambda: linear(W=torch.ones(N, K, dtype=torch.int8)), "fdora.dora_linear: `W` must be float16 or bfloat16 or float32 or float64, got int8. Dequantise or cast it first."),

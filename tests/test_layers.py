@@ -21,6 +21,7 @@ MAY = {
     "root": {"_check", "_dispatch"},
     "integrations": {
         "root",
+        "_dispatch",
         "_facts",
         "_records",
         "_torch",

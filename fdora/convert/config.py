@@ -51,11 +51,12 @@ def check_config(fn: str, config: Config) -> None:
         raise fail(fn, "peft_type", "'LORA'", repr(config.get("peft_type")), remedy)
     init = config.get("init_lora_weights", True)
     if (init.lower() if isinstance(init, str) else init) not in KEEP_W:
-        raise fail(
-            fn, "init_lora_weights", f"one that leaves W as it is ({', '.join(map(repr, KEEP_W))})", repr(init),
+        want = f"one that leaves W as it is ({', '.join(map(repr, KEEP_W))})"
+        remedy = (
             "Save the adapter with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...); if your model's files "
-            "hold the W that was left for training, set init_lora_weights to true in the config.",
-        )  # fmt: skip
+            "hold the W that was left for training, set init_lora_weights to true in the config."
+        )
+        raise fail(fn, "init_lora_weights", want, repr(init), remedy)
     for field, value in config.items():
         if not value or field in READ or field in CHANGE_NOTHING:
             continue

@@ -37,6 +37,7 @@ class Part:
             self.kept.append(len(self.lengths))
             self.lengths += [N] if N % ALIGN == 0 else [N, -N % ALIGN]
             self.size += N + -N % ALIGN
+        self.full = len(self.lengths) == len(places)
 
     def of(self, leaves: list) -> list:
         return leaves if self.whole else [leaves[i] for i in self.places]

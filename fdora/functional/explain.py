@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._check import check_dtype, fail, name
+from fdora._check import fail, name
 from fdora._dispatch import BackendChoice, choose, forced
 from fdora._records import Dropout
 from fdora._torch import PLAIN
@@ -20,9 +20,9 @@ from fdora.functional.backend import select_backend
 from fdora.functional.compose import as_matrix, check_compose, dora_compose, dora_delta
 from fdora.functional.group import DoraLayer, check_group, dora_linear_group, prepared
 from fdora.functional.linear import check_dropout, check_layer, dora_linear, dtype_of_products
-from fdora.functional.merge import dora_merge, dora_unmerge
+from fdora.functional.merge import check_merge, dora_merge, dora_unmerge
 from fdora.functional.mlp import check_mlp, dora_mlp
-from fdora.functional.norm import WIDE, check_norm, check_weights, dora_norm
+from fdora.functional.norm import check_norm, dora_norm
 from fdora.predict import GPUS, Gpu, gpu_of
 
 
@@ -161,10 +161,14 @@ def _target(
     if gpu is not None and not str(gpu).startswith("cuda"):
         want = f"one of {', '.join(GPUS)}, or a GPU of this machine"
         raise fail("explain", "gpu", want, repr(gpu), "Take the nearest; the ratios say most.")
-    where = device if gpu is None else torch.device(gpu)
-    if where.type == "cuda" and not torch.cuda.is_available():
+    if gpu is not None and not torch.cuda.is_available():
         raise fail("explain", "gpu", f"one of {', '.join(GPUS)} here", repr(gpu), "This machine has no GPU.")
-    rates = gpu_of(torch.cuda.get_device_name(where)) if where.type == "cuda" else None
+    try:
+        where = device if gpu is None else torch.device(gpu)
+        rates = gpu_of(torch.cuda.get_device_name(where)) if where.type == "cuda" else None
+    except (RuntimeError, AssertionError) as error:  # no such index; a name that torch does not read
+        want, has = f"one of {', '.join(GPUS)}, or a GPU of this machine", torch.cuda.device_count()
+        raise fail("explain", "gpu", want, repr(gpu), f"They are cuda:0 to cuda:{has - 1}.") from error
     return select_backend(where, dtype, backend=backend), rates, where
 
 
@@ -247,8 +251,7 @@ def _compose(a: Any) -> Call:
 
 
 def _merge(a: Any) -> Call:
-    check_weights(a.fn, {"W": a.W, "A": a.A, "B": a.B, "m": a.m, "norm": a.norm}, a.s)
-    check_dtype(a.fn, "norm", a.norm, WIDE, "Keep it as dora_norm returns it.")
+    check_merge(a.fn, a.W, a.A, a.B, a.m, a.s, a.norm)
 
     def plans(triton: Any, on: Any) -> Parts:
         W, A, B, m, c = map(stand_in, (a.W, a.A, a.B, a.m, a.norm))

@@ -10,6 +10,7 @@ from torch import Tensor
 from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_shapes, fail, key_of, passed, remember
 from fdora._dispatch import Backend
 from fdora._records import Dropout, Operands, Options
+from fdora.autograd._ops import autocast_on
 from fdora.autograd.linear import Call, linear
 from fdora.functional.backend import select_backend
 from fdora.functional.linear import cast_x, check_dropout, check_layer, dtype_of_products, norm_for, save_for_dm, seed_tensor
@@ -99,9 +100,11 @@ def check_members(fn: str, x: Tensor, layers: dict[str, DoraLayer], other_x: Cal
     """Every layer beside the x it reads. ``other_x`` checks what they have to do with each other, and may know another x."""
     for label, layer in layers.items():
         if not isinstance(layer, DoraLayer):
-            check_is_layer(f"{fn}: {label}", layer)
+            have = f"a {type(layer).__name__}"
+            raise fail(f"{fn}: {label}", "layer", "a DoraLayer", have, "Write DoraLayer(W, A, B, m, s=s).")
     tensors = tuple(t for W, A, B, m, _, bias, norm in layers.values() for t in (W, A, B, m, bias, norm))
-    key = key_of(fn, (x, *tensors), *(layer.s for layer in layers.values() if layer.A is not None))
+    allowed = f"{fn} under autocast" if autocast_on(x) else fn  # which takes layers of several dtypes
+    key = key_of(allowed, (x, *tensors), *(layer.s for layer in layers.values() if layer.A is not None))
     if passed(key):
         for label, layer in layers.items():
             if layer.W.requires_grad:
@@ -111,11 +114,6 @@ def check_members(fn: str, x: Tensor, layers: dict[str, DoraLayer], other_x: Cal
     for label, layer in layers.items():
         check_member(f"{fn}: {label}", xs.get(label, x), layer)
     remember(key)
-
-
-def check_is_layer(fn: str, layer: object) -> None:
-    if not isinstance(layer, DoraLayer):
-        raise fail(fn, "layer", "a DoraLayer", f"a {type(layer).__name__}", "Write DoraLayer(W, A, B, m, s=s).")
 
 
 def check_member(fn: str, x: Tensor, layer: DoraLayer) -> None:

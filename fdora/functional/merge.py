@@ -40,9 +40,7 @@ def dora_merge(
     Memory: the result and one block of rows (Triton: the result alone); keeps nothing for backward.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
     """
-    fn = "dora_merge"
-    check_weights(fn, {"W": W, "A": A, "B": B, "m": m, "norm": norm}, s)
-    check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
+    check_merge("dora_merge", W, A, B, m, s, norm)
     choice = select_backend(W, backend=backend)
     W, A, B, m, norm = detached(W, A, B, m, norm)
     c = row_norm(W, A, B, None, s, None, True, choice.name) if norm is None else norm
@@ -72,8 +70,7 @@ def dora_unmerge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, norm: 
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5, solved for W.
     """
     fn = "dora_unmerge"
-    check_weights(fn, {"W": W, "A": A, "B": B, "m": m, "norm": norm}, s)
-    check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm(W, A, B, s=s) returned it before the merge.")
+    check_merge(fn, W, A, B, m, s, norm)
     W, A, B, m, norm = detached(W, A, B, m, norm)
     wiped = (scale(m, norm) == 0) & (norm > 0)
     lost = wiped.nonzero().flatten().tolist() if is_real(wiped) else []
@@ -85,3 +82,9 @@ def dora_unmerge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, norm: 
     choice = select_backend(W, backend=backend)
     with autocast_off(W):
         return OPS[choice.name].unmerge_fwd(W, A, B, m, norm, s)
+
+
+def check_merge(fn: str, W: Tensor, A: Tensor, B: Tensor, m: Tensor, s: float, norm: Tensor | None) -> None:
+    check_weights(fn, {"W": W, "A": A, "B": B, "m": m, "norm": norm}, s)
+    when = " before the merge" if fn == "dora_unmerge" else ""
+    check_dtype(fn, "norm", norm, WIDE, f"Keep it as dora_norm(W, A, B, s=s) returned it{when}.")

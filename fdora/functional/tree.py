@@ -96,7 +96,7 @@ def dora_norm_tree(weights: Any, params: Any, *, s: Any, state: NormTreeState | 
         A, B = [p[0] for p in pairs], [p[1] for p in pairs]
     except (TypeError, IndexError, KeyError):
         raise _no_factors(fn, spec, pairs) from None
-    scales = [s] * len(W) if type(s) is float or type(s) is int else _up_to(fn, "s", spec, s)
+    scales = _for_each(fn, "s", spec, s, NUMBER)
     if not set(map(type, (*W, *A, *B))) <= PLAIN or is_traced():
         return _one_by_one(fn, spec, W, A, B, scales, state, backend)
     parts = plan(fn, spec, W, A, B, scales, backend)
@@ -106,7 +106,8 @@ def dora_norm_tree(weights: Any, params: Any, *, s: Any, state: NormTreeState | 
     with torch.no_grad():
         for i, part in enumerate(parts):
             w, a, b = (part.of(each) for each in (W, A, B))
-            buffers.append(torch.empty(part.size, device=part.device, dtype=part.dtype))
+            make = torch.empty if part.full else torch.zeros  # nothing undefined between the leaves
+            buffers.append(make(part.size, device=part.device, dtype=part.dtype))
             with autocast_off(buffers[i]):
                 if state is None:
                     part.layers.norms(w, a, b, buffers[i])
@@ -138,7 +139,7 @@ def dora_init_tree(weights: Any, r: Any, *, dtype: torch.dtype | None = None, ge
     """
     fn = "dora_init_tree"
     W, spec = optree.tree_flatten(weights)
-    ranks = [r] * len(W) if type(r) is int else _up_to(fn, "r", spec, r)
+    ranks = _for_each(fn, "r", spec, r, (int, Tensor))
     return _each(fn, spec, lambda i: dora_init(W[i], ranks[i], dtype=dtype, generator=generator))
 
 
@@ -165,7 +166,7 @@ def dora_merge_tree(weights: Any, params: Any, *, s: Any, norm: Any = None, back
     fn = "dora_merge_tree"
     W, spec = optree.tree_flatten(weights)
     each = _up_to(fn, "params", spec, params)
-    scales = [s] * len(W) if type(s) is float or type(s) is int else _up_to(fn, "s", spec, s)
+    scales = _for_each(fn, "s", spec, s, NUMBER)
     for i, p in enumerate(each):
         if not isinstance(p, tuple) or len(p) != 3:
             with Leaf(spec, i):
@@ -196,6 +197,14 @@ def _each(fn: str, spec: Any, one: Callable[[int], Any]) -> Any:
     return optree.tree_unflatten(spec, results)
 
 
+NUMBER = (int, float, torch.SymFloat, Tensor)  # check_s says why a tensor is none
+
+
+def _for_each(fn: str, arg: str, spec: Any, value: Any, kinds: tuple[type, ...]) -> list:
+    """One value for all leaves, or one for each."""
+    return [value] * spec.num_leaves if isinstance(value, kinds) else _up_to(fn, arg, spec, value)
+
+
 def _up_to(fn: str, arg: str, spec: Any, tree: Any) -> list:
     try:
         return spec.flatten_up_to(tree)
@@ -211,7 +220,7 @@ def _no_factors(fn: str, spec: Any, pairs: list) -> FdoraError:
 
 def _check_state(fn: str, parts: list, state: NormTreeState) -> None:
     start = "Start with dora_norm_tree_state(weights)."
-    if not isinstance(state, tuple) or len(state) != 3:
+    if not isinstance(state, NormTreeState):
         raise fail(fn, "state", "a NormTreeState", f"a {type(state).__name__}", start)
     have = [(tuple(t.shape), t.dtype, t.device) for t in (*state.buffers, *state.fingerprint)]
     want: list[tuple[tuple[int, ...], torch.dtype, torch.device]]

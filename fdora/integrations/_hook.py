@@ -45,12 +45,20 @@ def watched() -> bool:
     return torch.jit.is_tracing() or functorch_active() or dispatch_modes() > 0
 
 
+def hooked(module: nn.Module) -> bool:
+    """Whether calling the module does more than its class's forward."""
+    d = module.__dict__
+    return bool(
+        d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"] or d["_backward_pre_hooks"] or "forward" in d
+    )
+
+
 def hook(roots: Sequence[nn.Module], kepts: Sequence[Any], find: Callable[[], Found]) -> None:
     """Before each forward of any of these modules compute the norms of the layers that ``find`` lists, some of ``kepts``."""
     norms, left = ModelNorms(find), Left(len(kepts))
     for kept in kepts:
         kept.norms = norms
-        weakref.finalize(kept, left.one_less).atexit = False
+        left.watch(kept)
     for root in roots:
         each = Hook(norms, root)
         left.handles.append(root.register_forward_pre_hook(each.before, prepend=True, with_kwargs=True))
@@ -63,6 +71,12 @@ class Left:
     def __init__(self, count: int):
         self.count = count
         self.handles: list[Any] = []
+
+    def watch(self, kept: Any) -> None:
+        if kept.watcher is not None:
+            kept.watcher.detach()  # of hooks that are gone
+        kept.watcher = weakref.finalize(kept, self.one_less)
+        kept.watcher.atexit = False
 
     def one_less(self) -> None:
         self.count -= 1

@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fdora._torch import PLAIN, functorch_active, is_traced, stays
 from fdora.functional import NormState, dora_norm, dora_norm_state, select_backend
 from fdora.functional.norm import give_norm, guarded_norm, kept_norm
+from fdora.integrations._tree import ALONE, UNASKED, capturing
 
 SMALL = 1 << 18  # elements of W below which its norm is computed sooner than A and B are compared
-UNASKED, ALONE = -1, -2  # instead of a place among the norms of a model
 
 
 class KeptNorm:
@@ -25,15 +25,20 @@ class KeptNorm:
         self.room: tuple[Any, Tensor, Tensor] | None = None
         self.norms: Any = None  # those of all layers of a model, see _tree.py
         self.place = UNASKED
+        self.watcher: Any = None  # tells the hooks of the model when this is gone
 
     def __reduce__(self) -> tuple[type[KeptNorm], tuple[()]]:
         return KeptNorm, ()
 
-    def forget(self) -> None:
-        """The base weight may have changed: the next norm is computed."""
+    def drop(self) -> None:
+        """What was computed here does not hold: the next norm is computed."""
         self.memo = None
         if self.room is not None:
             self.room[2].zero_()
+
+    def forget(self) -> None:
+        """The base weight may have changed: nobody's norm of it holds, the model's neither."""
+        self.drop()
         if self.norms is not None:
             self.norms.forget()
 
@@ -63,7 +68,9 @@ class KeptNorm:
                 return dora_norm(W, A, B, s=s)
             return kept_norm(W, A, B, s, room[1], room[2])
         storage = owner.untyped_storage()
-        key = (W.dtype, W.device, W.shape, torch.is_inference_mode_enabled(), version(owner), owner.storage_offset())
+        # FSDP1 makes another view for each forward; a parameter is another one only when somebody replaced it.
+        who = id(owner) if type(owner) is torch.nn.Parameter else 0
+        key = (W.dtype, W.device, W.shape, torch.is_inference_mode_enabled(), who, version(owner), owner.storage_offset())
         memo = self.memo  # read and written as a whole: the replicas of DataParallel share it
         if memo is None or memo[0] != key or memo[1].cdata != storage._cdata:
             # Not weakref.ref(owner): torch.utils.swap_tensors, and so model.to, refuses such a tensor.
@@ -71,7 +78,7 @@ class KeptNorm:
             after = dora_norm(W, A, B, s=s, state=memo[2])
         else:  # of the same W: what dora_norm would check has been checked
             after = NormState(*guarded_norm(W, A, B, None, s, None, *memo[2], select_backend(W).name))
-        if capturing(W):
+        if capturing(W.device):
             for old, new in zip(memo[2], after, strict=True):  # a replay reads and writes the memory from before the capture
                 old.copy_(new)
             self.memo = memo
@@ -88,11 +95,6 @@ class KeptNorm:
             self.norms.restart()
             self.place = ALONE
         return c
-
-
-def capturing(t: Tensor) -> bool:
-    """Whether what runs on t now goes into a CUDA graph."""
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def compiled_kernels(W: Tensor) -> bool:

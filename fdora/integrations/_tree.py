@@ -44,12 +44,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fdora._dispatch import forced
 from fdora._torch import backward_task, dispatch_modes, trace, while_tracing
 from fdora.functional._tree import Part, forget_norms, kept_norms, no_words, tables
 
 Found = list[tuple[Any, Tensor, Tensor, Tensor, float]]  # KeptNorm, W, A, B, s
+UNASKED, ALONE = -1, -2  # instead of a layer's place among the norms of a model
 RESTLESS = 8  # forwards in a row whose tensors lay elsewhere: shards that come and go. Then layers look after themselves
-_captured: list[tuple[Tensor, Tensor, Part]] = []  # words, norms and tables of CUDA graphs
+_captured: dict[int, tuple[Tensor, Tensor, Part]] = {}  # words, norms and tables of CUDA graphs, for good
 
 
 class Run(NamedTuple):
@@ -71,6 +73,8 @@ class Table:
         self.tensors = [weakref.ref(t) for t in tensors]
         self.pointers = list(map(Tensor.data_ptr, tensors))
         self.strides = list(map(Tensor.stride, tensors))
+        self.shapes = [t.shape for t in tensors]
+        self.forced = forced()  # fdora.backend may ask for another one by the next forward
         self.w_versions = [w._version for w in W]
         self.parts = tables(W, A, B, s)
         self.norms: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -78,10 +82,12 @@ class Table:
             self.graph = [_pair(part) for part in self.parts]
 
     def alive(self) -> list[Tensor] | None:
-        """Its tensors, if they lie where they lay and no W has changed that says so."""
+        """Its tensors, if they lie where they lay, are as large as they were, and the same backend computes."""
         tensors: Any = [ref() for ref in self.tensors]
-        gone = any([t is None for t in tensors])
-        return None if gone or list(map(Tensor.data_ptr, tensors)) != self.pointers else tensors
+        if any([t is None for t in tensors]) or self.forced != forced():
+            return None
+        moved = list(map(Tensor.data_ptr, tensors)) != self.pointers or [t.shape for t in tensors] != self.shapes
+        return None if moved else tensors
 
     def traced(self) -> list[Tensor] | None:
         """The norms as ops of the graph that is traced."""
@@ -114,7 +120,7 @@ class Table:
             if capturing(part.device):
                 new, words = self.graph[i]
                 part.layers.guarded(w, a, b, new, words, new, words)
-                _captured.append((words, new, part))
+                _captured[id(words)] = words, new, part
             else:
                 key = (i, torch.cuda.current_stream(part.device).cuda_stream if part.device.type == "cuda" else 0)
                 old, words = self.norms.pop(key) if key in self.norms else _pair(part)  # gone where a launch fails
@@ -128,7 +134,7 @@ class Table:
 
 def forget_captured() -> None:
     """Graphs, of whatever model, compute all norms in their next replay."""
-    for words, *_ in _captured:
+    for words, *_ in _captured.values():
         words.zero_()
 
 
@@ -158,6 +164,7 @@ class ModelNorms:
         self.lock = threading.RLock()
         self.local = threading.local()
         self.table: Table | None = None
+        self.placed: list[weakref.ref[Any]] = []  # whose norms the table has
         self.asleep = self.used = False
         self.changes = self.idle = 0
         self.traced: list[Tensor] | None = None  # in a trace of the whole model, between the hooks
@@ -188,6 +195,11 @@ class ModelNorms:
 
     def collect(self) -> Table | None:
         found = self.find()
+        for ref in self.placed:
+            left = ref()
+            if left is not None:
+                left.place = UNASKED
+        self.placed = [weakref.ref(kept) for kept, *_ in found]
         for i, (kept, *_) in enumerate(found):
             kept.norms, kept.place = self, i
         return Table(found) if found else None
@@ -205,6 +217,7 @@ class ModelNorms:
         with self.lock:
             forget_norms()
             self.table, self.asleep, self.idle, self.changes = None, False, 0, 0
+            self.local = threading.local()  # a Run refers weakly to the weights, which torch.utils.swap_tensors refuses
             forget_captured()
 
     def trace(self) -> None:
@@ -220,7 +233,7 @@ class ModelNorms:
             return None
         return self.traced[i]
 
-    def c_of(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, compiled: bool = False) -> Tensor | None:
+    def c_of(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, compiled: bool) -> Tensor | None:
         """The slice of layer i; None where it has to look after itself."""
         run, task = getattr(self.local, "run", None), backward_task()
         if run is None or run.task != task:

@@ -21,7 +21,7 @@ from torchtune.modules.peft import DoRALinear
 
 from fdora import FdoraError
 from fdora.functional import dora_compose, dora_linear, dora_scale, select_backend
-from fdora.integrations._hook import hook, unhook
+from fdora.integrations._hook import hook, hooked, unhook
 from fdora.integrations._norm import KeptNorm
 
 __all__ = ["FdoraLinear", "report", "restore", "use_fdora"]
@@ -101,7 +101,7 @@ class FdoraLinear(DoRALinear):
         W = self.weight.detach().to(self.weight.dtype) if nf4 else self.weight  # of NF4, that dequantises
         c = self._fdora.kept.of(self.weight, W, A, B, s)
         p = self.dropout.p if isinstance(self.dropout, nn.Dropout) and self.dropout.training else 0.0
-        called = nf4 or _hooked(self.lora_a) or _hooked(self.lora_b)  # NF4: linear_nf4 keeps no dense W for backward
+        called = nf4 or _does_more(self.lora_a) or _does_more(self.lora_b)  # NF4: linear_nf4 keeps no dense W for backward
         if not called and (p == 0 or (p < 1 and select_backend(x).name == "triton")):
             self._fdora.count("fused")
             bias = None if self.bias is None else dora_scale(m, c) * self.bias
@@ -112,10 +112,13 @@ class FdoraLinear(DoRALinear):
         return dora_compose(base, self.lora_b(self.lora_a(self.dropout(x))), dora_scale(m, c), s=s)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if torch.__future__.get_swap_module_params_on_conversion():
+            self._fdora.kept.make_room(None)
         self._fdora.kept.forget()
         super()._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._fdora.kept.make_room(None)  # torch.utils.swap_tensors refuses a tensor that somebody refers to weakly
         super()._apply(*args, **kwargs)
         self._fdora.kept.make_room(self.weight)
         return self
@@ -153,6 +156,6 @@ def _norms_of(model: nn.Module | None) -> list[tuple[KeptNorm, Tensor, Tensor, T
     return found
 
 
-def _hooked(m: nn.Module) -> bool:
+def _does_more(m: nn.Module) -> bool:
     """Whether calling a part of the layer does more than its weight says."""
-    return type(m) is not nn.Linear or bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks)
+    return type(m) is not nn.Linear or hooked(m)

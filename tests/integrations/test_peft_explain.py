@@ -52,6 +52,20 @@ def test_each_kind_once_and_their_sum():
     assert total(text) == pytest.approx(want, abs=6e-3) and flops > 0
 
 
+def test_layers_that_peft_runs_are_left_out():
+    """A half-precision A on a float32 base: no function of ours takes it."""
+    pytest.importorskip("triton", reason="plans need Triton; `make test` installs it")
+    m = use_fdora(model())
+    m.base_model.model[2].lora_A["default"].half()
+    text = report(m).explain(tokens=512, gpu="h200")
+    assert "2 x 64x64" in text and "48x64" not in text and "Left out: 2 " in text
+
+
+def test_no_sum_of_what_has_no_plan():
+    text = report(use_fdora(model(torch.float64))).explain(tokens=512, gpu="h200")
+    assert "Plain torch runs: it has no plan." in text and "all " not in text
+
+
 def test_what_is_trained_and_what_is_dropped_counts():
     pytest.importorskip("triton", reason="plans need Triton; `make test` installs it")
     m = use_fdora(model(lora_dropout=0.1)).train()

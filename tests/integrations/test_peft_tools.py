@@ -8,6 +8,8 @@ import torch
 from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from torch.func import functional_call, grad, vmap
 
+import fdora
+from fdora._dispatch import forced
 from fdora.integrations import _norm
 from fdora.integrations.peft import init_magnitude, report, restore, use_fdora
 from tests.close import assert_exact
@@ -148,4 +150,45 @@ def test_tensor_scalings_run_stock(kind):
     assert row.fallbacks == {"a scaling that is a tensor (prepare_model_for_compiled_hotswap)": 1}
     init_magnitude(model)
     layer(model).scaling["default"].mul_(2)
+    assert_exact(model(x), restore(copy.deepcopy(model))(x))
+
+
+def test_a_verdict_is_of_one_backend():
+    """float32 with a bias is left to PEFT's own sum in eager code alone."""
+    from fdora.integrations._peft import linear
+
+    model, x = use_fdora(build("linear")), inputs("linear")
+    refused = []
+
+    def refusal(*args):
+        refused.append(forced())
+        return ""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "_refusal", refusal)
+        patch.setattr(linear, "_verdicts", {})
+        for name in ("eager", "auto", "eager", "auto"):
+            with fdora.backend(name):
+                model(x)
+    assert refused == ["eager", "auto"]
+
+
+@pytest.mark.parametrize("width", [3, 0])
+def test_an_input_of_another_width(width):
+    with pytest.raises(fdora.FdoraError, match=rf"`x` must be \(..., K\) with K=24 .*, got \(2, {width}\)"):
+        use_fdora(build("no_bias"))(torch.randn(2, width, dtype=torch.float64))
+
+
+def test_another_parameter_in_the_place_of_the_weight(monkeypatch):
+    """In the same memory, so that nothing but the object tells."""
+    monkeypatch.setattr(_norm, "SMALL", 0)
+    model, x = use_fdora(build("linear")), inputs("linear")
+    base = layer(model).base_layer
+    model(x)
+    old = base.weight
+    old.data.mul_(2)
+    base.weight = torch.nn.Parameter(old.data, requires_grad=False)
+    while base.weight._version < old._version:
+        base.weight.add_(0)
+    assert (base.weight.data_ptr(), base.weight._version) == (old.data_ptr(), old._version)
     assert_exact(model(x), restore(copy.deepcopy(model))(x))

@@ -484,3 +484,83 @@ def test_a_launch_that_fails_leaves_no_fingerprint_behind(counted, monkeypatch):
         with pytest.raises(MemoryError):
             model(x)
     assert_as_if_alone(model, x)
+
+
+def test_another_backend_is_asked_for(counted):
+    """The table is of one backend: under the other one its layers take none of its norms."""
+    import fdora
+
+    model, x = make(), inputs()
+    model(x)
+    with fdora.backend("eager"):
+        counted()
+        model(x)
+        assert counted()[0] == 0
+    model(x)
+    assert counted() == (1, 0)
+
+
+def test_a_rank_that_changed_at_the_same_address(counted):
+    model, x = make(), inputs()
+    model(x)
+    first = layers(model)[0]
+    A, B = first.lora_A["default"].weight, first.lora_B["default"].weight
+    A.data, B.data = A.data[:2], B.data[:, :2]
+    assert_as_if_alone(model, x)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_another_adapter_on_one_layer(counted, dora):
+    """Both active: that layer looks after itself, and the norms of the others are kept from forward to forward."""
+    from peft import LoraConfig
+
+    from fdora.integrations.peft import enabled
+
+    model, x = make(), inputs()
+    model(x)
+    with enabled():
+        model.add_adapter("other", LoraConfig(r=3, use_dora=dora, target_modules=["first.0"]))
+    model.base_model.set_adapter(["default", "other"])
+    with torch.no_grad():
+        layers(model)[0].lora_B["other"].weight.normal_()  # else it is 0, and so are gradients
+    elsewhere = layers(model)[1].lora_B["default"].weight
+    elsewhere.data = elsewhere.data.clone()  # so that the layers are collected again
+    for _ in range(3):
+        model(x)
+    norms = layers(model)[1].lora_variant["default"].kept.norms
+    table, kept = norms.table, dict(norms.table.norms)
+    assert kept
+    for _ in range(12):
+        counted()
+        model(x)
+        assert counted() == (1, 2 if dora else 0)
+        assert norms.table is table and kept.keys() == table.norms.keys()
+        assert all(now[1] is kept[key][1] for key, now in table.norms.items())  # the words of before, never begun anew
+    assert_as_if_alone(model, x)
+
+
+def test_parameters_are_swapped_after_recomputation(counted, monkeypatch):
+    """A run of backward is over, and must not refer to the weights."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model, x = make(reentrant=False), inputs()
+    model(x).float().sum().backward()
+    model.float()
+    model(x.detach().float())
+
+
+def test_hooks_of_before_do_not_pile_up(counted):
+    import gc
+    import weakref
+
+    from fdora.integrations.peft import use_fdora
+
+    model = make()
+    gc.collect()
+    count = len(weakref.finalize._registry)
+    for _ in range(3):
+        use_fdora(model)
+    assert len(weakref.finalize._registry) == count
+    x = inputs()
+    plain = model.merge_and_unload()
+    gc.collect()
+    assert not any(m._forward_pre_hooks for m in plain.modules()) and plain(x).isfinite().all()

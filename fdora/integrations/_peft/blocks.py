@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from fdora._torch import trace
 from fdora.functional import DoraLayer, dora_linear_group, dora_mlp
+from fdora.integrations._hook import hooked
 from fdora.integrations._norm import version
 from fdora.integrations._peft.dora import Dora
 from fdora.integrations._peft.known import ATTENTION, MLP, act_of, forward_of, is_gated_mlp, shares_x
-from fdora.integrations._peft.linear import Call, Linear, active, call_of, hooked
+from fdora.integrations._peft.linear import Call, Linear, active, call_of
 
 
 class Waiting(NamedTuple):

@@ -11,6 +11,7 @@ from torch import nn
 from fdora import FdoraError
 from fdora.functional import Explanation, dora_linear
 from fdora.functional import explain as explain_call
+from fdora.integrations._peft.dora import dtypes as unserved
 
 
 class Layout(NamedTuple):
@@ -30,19 +31,18 @@ class Layout(NamedTuple):
 
 
 def layout(layer: Any, adapter: str) -> Layout | None:
-    """None for what is not one call: an embedding, a convolution, a base weight that is stored in another form."""
+    """None for what is not one call: an embedding, a convolution, a quantised base weight, dtypes that PEFT's code runs."""
     if adapter not in layer.lora_A or layer.lora_A[adapter].weight.dim() != 2:
         return None
     W = getattr(layer.get_base_layer(), "weight", None)
-    if W is None or not W.is_floating_point():
-        return None
     bias, dropout = getattr(layer.get_base_layer(), "bias", None), layer.lora_dropout[adapter]
     A, B, m = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.lora_magnitude_vector[adapter].weight
+    if W is None or unserved(W, A, B, m):
+        return None
     p = float(dropout.p) if type(dropout) is nn.Dropout and layer.training else 0.0
-    return Layout(
-        W.dtype, A.dtype, B.dtype, m.dtype, None if bias is None else bias.dtype,
-        (A.requires_grad, B.requires_grad, m.requires_grad), float(layer.scaling[adapter]), p, str(W.device),
-    )  # fmt: skip
+    dtypes = W.dtype, A.dtype, B.dtype, m.dtype, None if bias is None else bias.dtype
+    trained = A.requires_grad, B.requires_grad, m.requires_grad
+    return Layout(*dtypes, trained, float(layer.scaling[adapter]), p, str(W.device))
 
 
 class Kind(NamedTuple):
@@ -75,10 +75,11 @@ def explain_rows(rows: Sequence[Any], tokens: int, gpu: str | None) -> str:
             continue
         said = explain_kind(kind, tokens, where)
         text.append(str(said))
-        total = total.plus(said, len(members))
+        if said.plans:
+            total = total.plus(said, len(members))
     left = len(rows) - sum(map(len, kinds.values()))
     if left:
-        text += ["", f"Left out: {left} embeddings, convolutions and layers with a quantised weight."]
+        text += ["", f"Left out: {left} embeddings, convolutions, layers with a quantised weight and those that PEFT runs."]
     return "\n".join([*text, "", str(total)] if total.layers else text)
 
 
@@ -109,11 +110,9 @@ class Sum(NamedTuple):
 
     def plus(self, said: Explanation, count: int) -> Sum:
         seconds = None if self.seconds is None or said.seconds is None else self.seconds + count * said.seconds
-        outputs = sum(t.nbytes for t in said.kept if t.whose == "output")
-        return Sum(
-            self.layers + count, self.flops + count * said.flops, self.bytes + count * said.bytes, seconds,
-            self.new + count * said.new_bytes, self.outputs + count * outputs,
-        )  # fmt: skip
+        flops, moved = self.flops + count * said.flops, self.bytes + count * said.bytes
+        outputs = self.outputs + count * sum(t.nbytes for t in said.kept if t.whose == "output")
+        return Sum(self.layers + count, flops, moved, seconds, self.new + count * said.new_bytes, outputs)
 
     def __str__(self) -> str:
         time = "" if self.seconds is None else f", at least {1e3 * self.seconds:.3f} ms"

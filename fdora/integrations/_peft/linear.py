@@ -14,11 +14,13 @@ from peft.tuners.lora import torchao
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
+from fdora._dispatch import forced
 from fdora._facts import facts
 from fdora._records import Operands
 from fdora._torch import PLAIN, in_subgraph, is_traced
 from fdora.functional import dora_linear, select_backend
 from fdora.functional.linear import checked_linear
+from fdora.integrations._hook import hooked
 from fdora.integrations._peft.dora import FUSED, Dora, Weights, forget, paused, release, reused, served
 from fdora.integrations._peft.torchao import TorchaoLoraLinear
 
@@ -41,8 +43,9 @@ class Linear(lora.Linear):
         if call is None:
             return lora.Linear.forward(self, x)
         w, c = call.weights, call.counted_norm()
-        if call.p == 0 and x.dtype == w.W.dtype and c.dtype == torch.float32:
-            # _verdict has looked at all that dora_linear checks
+        fits = x.dtype == w.W.dtype and x.shape[-1:] == w.W.shape[1:]
+        if fits and call.p == 0 and c.dtype == torch.float32:
+            # _verdict has looked at all else that dora_linear checks
             layer = Operands(w.W, w.A, w.B, w.m, c, call.bias, None)
             name = select_backend(x).name
             if not torch.is_autocast_enabled(x.device.type):
@@ -159,7 +162,7 @@ def _verdict(x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, bias: Tensor
     found = None if W.is_meta else facts((x, W, A, B, m, bias))
     if found is None:
         return _refusal(x, W, A, B, m, bias)
-    key = (found, W.requires_grad, torch.is_autocast_enabled(W.device.type))
+    key = (found, W.requires_grad, torch.is_autocast_enabled(W.device.type), forced())
     why = _verdicts.get(key)
     if why is None:
         if len(_verdicts) >= MAX_VERDICTS:
@@ -191,14 +194,6 @@ def _refusal(x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, bias: Tensor
 def draws(dropout: nn.Module, x: Tensor) -> bool:
     """Whether kernels draw the mask: no dropped copy of x, no stored mask. Elsewhere PEFT's own module is the faster way."""
     return type(dropout) is nn.Dropout and dropout.p < 1 and not hooked(dropout) and select_backend(x).name == "triton"
-
-
-def hooked(module: nn.Module) -> bool:
-    """Whether calling the module does more than its class's forward."""
-    d = module.__dict__
-    return bool(
-        d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"] or d["_backward_pre_hooks"] or "forward" in d
-    )
 
 
 def fuse_layer(module: Any) -> None:

@@ -87,7 +87,6 @@ def row(name: str, layer: Any, adapter: str, variant: Any) -> Row:
     backend, why = select_backend(m)
     eye = K * K if linear and A.dim() == 2 else 0
     fallbacks = {path.removeprefix("stock: "): n for path, n in variant.calls.items() if path not in (FUSED, COMPOSED)}
-    return Row(
-        name, adapter, shape, r, backend, why, variant.calls[FUSED], variant.calls[COMPOSED], variant.why_not_fused,
-        fallbacks, (3 * N * K + eye) * A.element_size(), layout(layer, adapter),
-    )  # fmt: skip
+    counts = variant.calls[FUSED], variant.calls[COMPOSED], variant.why_not_fused, fallbacks
+    saved = (3 * N * K + eye) * A.element_size()
+    return Row(name, adapter, shape, r, backend, why, *counts, saved, layout(layer, adapter))

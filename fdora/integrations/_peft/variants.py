@@ -80,7 +80,7 @@ def scale_and_bias(
     else:
         c = dora_norm(w.W, w.A, w.B, s=s)
         if not torch.compiler.is_compiling():
-            variant.kept.forget()
+            variant.kept.drop()
     g = dora_scale(w.m, c).to(torch.promote_types(result.dtype, torch.float32))
     if bias is None:
         return g, None
