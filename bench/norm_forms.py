@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import platform
-import statistics
 import subprocess
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from bench import clock
 from bench.save import save
 from fdora.functional import dora_base_sqnorm, dora_norm, select_backend
 from tests.memory import peak_bytes
@@ -31,38 +31,16 @@ def dense(W, A, B):
     return torch.linalg.vector_norm(W + S * (B @ A), dim=1)
 
 
-def on_cpu(fn):
-    def timed():
-        start = time.perf_counter()
-        fn()
-        return 1e3 * (time.perf_counter() - start)
-
-    return timed
-
-
-def on_gpu(fn):
+def timer(fn, device):
+    if device == "cpu":
+        return partial(clock.once, fn, device)
     fn()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(LAUNCHES):
-            fn()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def timed():
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / LAUNCHES
-
-    return timed
+    graph = clock.capture(fn, LAUNCHES)
+    return lambda: clock.replay_ms(graph) / LAUNCHES
 
 
 def medians(fns, device, runs):
-    """Median ms of each, in turns; the first turn warms up."""
-    timers = {name: (on_cpu if device == "cpu" else on_gpu)(fn) for name, fn in fns.items()}
-    turns = [{name: timer() for name, timer in timers.items()} for _ in range(runs + 1)]
-    return {name: statistics.median(turn[name] for turn in turns[1:]) for name in fns}
+    return clock.medians({name: timer(fn, device) for name, fn in fns.items()}, runs)
 
 
 def roofs(device):

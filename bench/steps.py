@@ -26,8 +26,6 @@ import copy
 import math
 import statistics
 import time
-import types
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
@@ -38,13 +36,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bench import layers12
 from bench.attempt import Failures
-from bench.clock import anchor_graph, capture, medians, replay_ms, synchronize
+from bench.clock import anchor_graph, capture, medians, once, replay_ms
 from bench.decoder import LINEARS
 from bench.layer import free
-from bench.layers12 import DTYPES, MOST_APART, adapters, apart
+from bench.layers12 import DTYPES, MOST_APART, adapters, own_code
 from bench.norm_forms import about
-from bench.rivals import fill, paths
+from bench.rivals import inject, paths
 from bench.save import save
 from bench.table import table
 from bench.ways import S
@@ -95,22 +94,15 @@ class Stack(nn.Module):
 
 def adapted(way: str, base: Stack, values: dict) -> tuple[Stack, dict[str, Tensor]]:
     """A model of this way around the same weights, and its leaves."""
-    from peft import LoraConfig, inject_adapter_in_model
-
     from fdora.integrations.peft import use_fdora
 
     model = copy.deepcopy(base, {id(p): p for p in base.parameters()})
     if way == "frozen":
         return model, {}
-    r, dora = next(iter(values.values()))[0].shape[0], way != "peft_lora"
-    config = LoraConfig(r=r, lora_alpha=S * r, lora_dropout=0.0, use_dora=dora, target_modules=list(LINEARS))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        inject_adapter_in_model(config, model)
-    found = {name: fill(model.get_submodule(name), A, B, m if dora else None) for name, (A, B, m) in values.items()}
+    leaves = inject(model, values, LINEARS, S, way != "peft_lora")
     if way in FDORA:
         use_fdora(model, fuse=way == "use_fdora_fused")
-    return model.train(), {f"{part} of {name}": p for name, parts in found.items() for part, p in parts.items()}
+    return model.train(), leaves
 
 
 class Way:
@@ -131,10 +123,7 @@ class Way:
         if not mode:
             self.model.run = nn.Module.__call__
             return
-        # A code object of its own: Dynamo keeps what it compiled there, so no way walks past the guards of others.
-        code = forward_of.__code__.replace(co_name=f"forward_{self.name.replace('-', '_')}")
-        own = types.FunctionType(code, globals())
-        self.model.run = torch.compile(own, mode=mode, dynamic=False)
+        self.model.run = torch.compile(own_code(forward_of, f"forward_{self.name}"), mode=mode, dynamic=False)
 
     def output(self) -> Tensor:
         if self.compiled:  # its graphs want to know that what they gave before is not read any more
@@ -199,24 +188,10 @@ def inputs(cell: Cell, ways: Mapping[str, Way], options) -> None:
 
 def agreement(mine: Way, theirs: Way) -> dict[str, float]:
     """Relative L2 difference of outputs and of the gradients of x and of all A, all B, all m."""
-    names = ["x", *theirs.leaves]
-    both = [dict(zip(names, way.gradient(), strict=True)) for way in (mine, theirs)]
-    pairs = {"y": (mine.inference(), theirs.inference())}
-    for part in "xABm":
-        pairs[f"d{part}"] = tuple(torch.cat([t.flatten() for n, t in each.items() if n[0] == part]) for each in both)
-    return {name: float(f"{apart(*pair)['relative']:.3g}") for name, pair in pairs.items()}
+    return {name: float(f"{each['relative']:.3g}") for name, each in layers12.agreement(mine, theirs).items()}
 
 
 # clocks
-
-
-def once(fn: Callable[[], object], device: str) -> float:
-    """Wall ms of one call until the GPU is done."""
-    synchronize(device)
-    start = time.perf_counter()
-    fn()
-    synchronize(device)
-    return 1e3 * (time.perf_counter() - start)
 
 
 def wall(fns: Mapping[str, Callable[[], object]], device: str, most_ms: float, runs: int) -> dict[str, float]:
