@@ -216,7 +216,7 @@ def parse(argv):
 def main(argv=None):
     options = parse(argv)
     device, dtype = options.device, DTYPES[options.dtype]
-    facts, failures = about(device, options.commit), Failures()
+    facts, failures = about(device, options.commit, argv), Failures()
     sizes = TINY if options.tiny else Sizes()
     print(facts, "\n", flush=True)
     torch._dynamo.config.recompile_limit = 64

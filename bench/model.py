@@ -289,10 +289,10 @@ def autocast(options, adapter: str) -> bool:
 class Bench:
     """Rows of one command; the JSON is rewritten after every case."""
 
-    def __init__(self, options):
+    def __init__(self, options, argv=None):
         self.options, self.start = options, time.perf_counter()
         self.failures = Failures()
-        self.result = {"about": about(options.device, options.commit), "model": options.model, "tiny": options.tiny}
+        self.result = {"about": about(options.device, options.commit, argv), "model": options.model, "tiny": options.tiny}
         self.result |= {"dtype": options.dtype, "loss_tokens": options.loss_tokens, "runs": options.runs, "rows": []}
         self.result |= {"agreement": {}, "norms": {}, "paths": {}, "failed": self.failures, "skipped": []}
         repeats = len(options.values) if options.sweep else len(options.adapter) * len(options.compiled)
@@ -476,7 +476,7 @@ def parse(argv):
 def main(argv=None):
     options = parse(argv)
     torch._dynamo.config.recompile_limit = 64
-    bench = Bench(options)
+    bench = Bench(options, argv)
     print(bench.result["about"], "\n", flush=True)
     bench.sweep() if options.sweep else bench.all_modes()
     result = bench.result

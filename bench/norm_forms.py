@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import platform
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tests.memory import peak_bytes
 SHAPES = ((4096, 4096, 16), (4096, 4096, 384), (1024, 4096, 64), (14336, 4096, 64), (8192, 8192, 384))
 S = 2.0
 LAUNCHES = 10  # in one graph
+ELSEWHERE = ("--device", "--json", "--commit", "--seconds", "--rival-path")
 
 
 def dense(W, A, B):
@@ -52,11 +54,26 @@ def roofs(device):
     return {"bytes_per_ms": 2 * big.nbytes / ms["copy"], "flops_per_ms": 2 * 8192**3 / ms["mm"]}
 
 
-def about(device, commit):
+def given(argv):
+    """A command's arguments, without those that say where it runs, for how long, and where its result goes."""
+    left, found = iter(argv), []
+    for each in left:
+        name, equals, _ = each.partition("=")
+        if name not in ELSEWHERE:
+            found.append(each)
+        elif not equals:
+            next(left, None)
+    return " ".join(found)
+
+
+def about(device, commit, argv=None):
+    """What every result says of itself; the arguments are those of the process where ``argv`` is None."""
+
     def output(*command):
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 
     facts = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit}
+    facts["arguments"] = given(sys.argv[1:] if argv is None else argv)
     if device == "cpu":
         return facts | {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     import triton
