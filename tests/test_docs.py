@@ -1,5 +1,7 @@
 """README and docs/ keep their word: programs run and do what they say, commands and links exist, figures are the results."""
 
+import ast
+import inspect
 import json
 import os
 import re
@@ -210,6 +212,33 @@ def test_every_public_name_is_in_the_reference():
         (section,) = re.findall(rf"^## {module.__name__}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
         names = set(module.__all__) - {"__version__"}
         assert names == set(re.findall(r"`(\w+)`", section)), module.__name__
+    frameworks = {path.stem for path in (ROOT / "fdora/integrations").glob("[!_]*.py")} - {"peft"}
+    assert frameworks == set(re.findall(r"^### fdora\.integrations\.(\w+)$", text, re.M)) and len(frameworks) == 5
+    for name in frameworks:  # read, not imported: each wants its framework
+        code = ast.parse((ROOT / f"fdora/integrations/{name}.py").read_text())
+        (public,) = (each.value for each in code.body if isinstance(each, ast.Assign) and each.targets[0].id == "__all__")
+        (section,) = re.findall(rf"^### fdora\.integrations\.{name}\n(.*?)(?=^##|\Z)", text, re.M | re.S)
+        assert set(ast.literal_eval(public)) == set(re.findall(r"`(\w+)`", section)), name
+
+
+def test_what_public_functions_return_and_commands_take_is_in_the_reference():
+    from fdora import __main__ as command
+    from fdora.functional import select_backend
+    from fdora.integrations._peft.report import Report
+
+    text = PAGES["docs/reference.md"]
+    choice = select_backend(torch.ones(1))
+    assert f"`{type(choice).__name__}({', '.join(choice._fields)})`" in text
+    methods = [name for name in vars(Report) if not name.startswith("_")]
+    assert methods and all(f"`report(model).{name}{signature(getattr(Report, name), 'self')}`" in text for name in methods)
+    options = set(re.findall(r'add_argument\("(--\w+)"', Path(command.__file__).read_text()))
+    (line,) = re.findall(r"^- `python -m fdora explain`.*?(?=^- )", text, re.M | re.S)
+    assert options and options == set(re.findall(r"`(--\w+)`", line))
+
+
+def signature(function, without):
+    found = inspect.signature(function).parameters.values()
+    return f"({', '.join(f'{p.name}={p.default}' for p in found if p.name != without)})"
 
 
 # links
