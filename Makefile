@@ -32,8 +32,8 @@ bench: $(VENV_TARGET)/.dev
 	"$(VENV)/bin/python" -m pytest bench -o python_files='bench_*.py' $(BENCH)
 
 # The site, in build/site: README is its first page. A warning is an error.
-docs: $(VENV)/.docs
-	$(VENV)/bin/python -m sphinx -q -W -c docs . build/site
+docs: $(VENV_TARGET)/.docs
+	"$(VENV)/bin/python" -m sphinx -q -W -c docs . build/site
 	cp build/site/README.html build/site/index.html
 
 # PEFT's own DoRA tests through fdora, in an environment of their own (4 min, 2 cores). ACCEPTANCE="--peft 0.18.1 -n 4"
@@ -61,9 +61,10 @@ $(VENV_TARGET)/.dev: $(VENV_TARGET)/.demo
 	"$(VENV)/bin/python" -m pip install --quiet --no-deps --upgrade --target "$(VENV)/torchtune" torchtune==0.6.1 torchao==0.14.1
 	touch "$@"
 
-$(VENV)/.docs: $(VENV)/.torch pyproject.toml
-	$(VENV)/bin/python -m pip install --quiet --editable ".[docs]"
-	touch $@
+$(VENV_TARGET)/.docs: $(VENV_TARGET)/.torch pyproject.toml
+	"$(VENV)/bin/python" -m pip install --quiet --editable ".[docs]"
+	touch "$@"
 
 clean:
-	rm -rf "$(VENV)" build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf "$(VENV)" "$(VENV)-peft" "$(VENV)-frameworks" build dist *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks demo/loss.png demo/report.json

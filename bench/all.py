@@ -60,8 +60,8 @@ TABLE = {
     "layers12_r16_eager": Entry(60, "bench.layers12 --r 16 --no-compile"),
     "layers12_r384_compiled": Entry(200, "bench.layers12 --r 384 --no-eager"),
     "layers12_r16_compiled": Entry(200, "bench.layers12 --r 16 --no-eager"),
-    "steps": Entry(240, "bench.steps"),
-    "steps_compiled": Entry(400, "bench.steps --cells 2048:512:16,8b:4096:16 --no-eager --compiled default,reduce-overhead"),
+    "steps": Entry(540, "bench.steps"),
+    "steps_compiled": Entry(470, "bench.steps --cells 2048:512:16,8b:4096:16 --no-eager --compiled default,reduce-overhead"),
     "model_qwen3-8b": Entry(450, "bench.model --model qwen3-8b --adapter bf16"),
     "model_qwen3-8b_fp32": Entry(450, "bench.model --model qwen3-8b --adapter fp32"),
     **{f"model_{m.split()[0]}": Entry(90, f"bench.model --model {m} --quick --no-compile") for m in MODELS},
@@ -133,10 +133,18 @@ def lacking(path: Path, commit: str | None) -> str:
         return UNREADABLE
     if result.get("about", {}).get("commit") != commit:
         return "of another commit"
+    module, *given = TABLE[path.stem].command.split() if path.stem in TABLE else [""]
+    arguments = result.get("about", {}).get("arguments")
+    if arguments is not None and arguments != " ".join(given):
+        return f"of other arguments: {arguments or 'none'}"
     late = [reason for reason in result.get("failed", {}).values() if reason.startswith("not started")]
     if late or result.get("skipped") or result.get("summary", {}).get("skipped"):
         return "some cases were not started"
-    return result.get("problem", "")
+    if result.get("problem") or module != "bench.steps":
+        return result.get("problem", "")
+    from bench.steps import lacks
+
+    return lacks(result, given)
 
 
 def folders(text: str) -> list[Path]:

@@ -24,6 +24,15 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def once(fn: Callable[[], object], device: str) -> float:
+    """Wall ms of one call until the GPU is done."""
+    synchronize(device)
+    start = time.perf_counter()
+    fn()
+    synchronize(device)
+    return 1e3 * (time.perf_counter() - start)
+
+
 def wall_timer(fn: Callable[[], object], device: str, loop_ms: float = LOOP_MS) -> Timer:
     """Host and device together: a loop of calls, one wait at its end."""
 

@@ -204,7 +204,7 @@ def parse(argv):
 def main(argv=None):
     options = parse(argv)
     start = time.perf_counter()
-    facts = about(options.device, options.commit)
+    facts = about(options.device, options.commit, argv)
     print(facts, "\n", flush=True)
     source, reference, rest = corpora()
     base, losses = pretrained(source, options)

@@ -267,7 +267,7 @@ def write(facts: dict, rows: list[dict], skipped: list[tuple], options) -> None:
 def main(argv=None):
     options = parse(argv)
     start = perf_counter()
-    facts = about(options.device, options.commit)
+    facts = about(options.device, options.commit, argv)
     print(facts, "\n")
     rows: list[dict] = []
     skipped: list[tuple] = []

@@ -91,7 +91,7 @@ def main(argv=None):
     options.add_argument("--json", type=Path)
     options.add_argument("--commit", help="recorded in the JSON")
     options = options.parse_args(argv)
-    facts = about(options.device, options.commit)
+    facts = about(options.device, options.commit, argv)
     sizes = (options.M, options.K, options.N, options.r)
     print(facts, "\n\nM, K, N, r =", sizes, options.adapter, flush=True)
     result = {"about": facts, "sizes": sizes, "adapter": options.adapter, "rows": per_call(options)}

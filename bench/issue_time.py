@@ -60,7 +60,7 @@ def excess(run: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     if "frozen" not in run:
         return found
-    for way in run.keys() - {"frozen"}:
+    for way in [way for way in run if way != "frozen"]:
         found[way] = {part: round(run[way][part] - run["frozen"][part], 3) for part in PARTS}
     lora = found.get("peft_lora", {})
     for parts in found.values():
@@ -82,7 +82,8 @@ def parse(argv=None):
 def main(argv=None):
     options, failures = parse(argv), Failures()
     cell = Cell(options.model, options.seq, options.r)
-    result = {"about": about(options.device, options.commit), **cell._asdict(), "layers": options.layers, "runs": []}
+    result = {"about": about(options.device, options.commit, argv), **cell._asdict(), "layers": options.layers}
+    result |= {"steps": options.steps, "runs": []}
     print(result["about"], flush=True)
     ways = build(cell, options, failures)
     inputs(cell, ways, options)

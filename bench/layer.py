@@ -223,7 +223,7 @@ def write(facts: dict, rows: list[dict], skipped: list[list], options) -> None:
 def main(argv=None):
     options = parse(argv)
     start = time.perf_counter()
-    facts = about(options.device, options.commit)
+    facts = about(options.device, options.commit, argv)
     print(facts, "\n")
     rows: list[dict] = []
     names = [w for w in options.ways if "_inside" not in w]

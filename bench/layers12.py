@@ -17,7 +17,7 @@ import copy
 import math
 import time
 import types
-import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from bench.attempt import Failures
 from bench.clock import medians, wall_timer
 from bench.decoder import LINEARS, Sizes, angles, decoder
 from bench.norm_forms import about
-from bench.rivals import fill, paths
+from bench.rivals import inject, paths
 from bench.save import save
 from bench.table import line
 from bench.ways import S
@@ -82,30 +82,31 @@ def adapt(way: str, base: nn.ModuleList, values: dict) -> tuple[nn.ModuleList, d
     if way == "frozen":
         return model, {}
     if way.startswith("peft"):
-        from peft import LoraConfig, inject_adapter_in_model
-
-        r, dora = next(iter(values.values()))[0].shape[0], way != "peft_lora"
-        config = LoraConfig(r=r, lora_alpha=S * r, lora_dropout=0.0, use_dora=dora, target_modules=list(LINEARS))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            inject_adapter_in_model(config, model)
-        found = {name: fill(model.get_submodule(name), A, B, m if dora else None) for name, (A, B, m) in values.items()}
+        leaves = inject(model, values, LINEARS, S, way != "peft_lora")
         if way == "peft_fdora":
             from fdora.integrations.peft import use_fdora
 
             use_fdora(model)
-    else:
-        for name, value in values.items():
-            parent, _, child = name.rpartition(".")
-            W = model.get_submodule(name).weight
-            setattr(model.get_submodule(parent), child, Adapted(W, *value, inside=way == "fdora_inside"))
-        found = {name: dict(model.get_submodule(name).named_parameters()) for name in values}
-        found = {name: {part: p for part, p in parts.items() if part != "W"} for name, parts in found.items()}
+        return model, leaves
+    for name, value in values.items():
+        parent, _, child = name.rpartition(".")
+        W = model.get_submodule(name).weight
+        setattr(model.get_submodule(parent), child, Adapted(W, *value, inside=way == "fdora_inside"))
+    found = {name: dict(model.get_submodule(name).named_parameters()) for name in values}
+    found = {name: {part: p for part, p in parts.items() if part != "W"} for name, parts in found.items()}
     return model, {f"{part} of {name}": p for name, parts in found.items() for part, p in parts.items()}
 
 
 def call(layer, x, cos, sin):
     return layer(x, cos, sin)
+
+
+def own_code(fn: Callable, name: str) -> Callable:
+    """The function under this name, with a code object of its own.
+
+    Dynamo keeps there what it compiled, so no way walks past the guards of others.
+    """
+    return types.FunctionType(fn.__code__.replace(co_name=name), fn.__globals__)
 
 
 class Step:
@@ -116,8 +117,7 @@ class Step:
         self.x, self.target = x, target
         self.angles = angles(x.shape[1], head, x.dtype, x.device)
         self.call = call
-        # A code object of its own: Dynamo keeps what it compiled there, so no way walks past the guards of others.
-        self.own = types.FunctionType(call.__code__.replace(co_name=f"call_{way}"), globals())
+        self.own = own_code(call, f"call_{way}")
 
     def compile(self) -> Step:
         self.call = torch.compile(self.own, dynamic=False)
@@ -148,9 +148,9 @@ class Step:
                 module.refresh()
 
 
-def agreement(mine: Step, theirs: Step) -> dict:
+def agreement(mine, theirs) -> dict[str, dict[str, float]]:
     """Relative L2 difference, cosine and largest difference of outputs and of the gradients of all A, all B, all m, and x."""
-    names = ["x", *mine.leaves]
+    names = ["x", *theirs.leaves]
     gradients = [dict(zip(names, step.gradient(), strict=True)) for step in (mine, theirs)]
     pairs = {"y": (mine.inference(), theirs.inference())}
     for part in "xABm":
@@ -216,7 +216,7 @@ def parse(argv):
 def main(argv=None):
     options = parse(argv)
     device, dtype = options.device, DTYPES[options.dtype]
-    facts, failures = about(device, options.commit), Failures()
+    facts, failures = about(device, options.commit, argv), Failures()
     sizes = TINY if options.tiny else Sizes()
     print(facts, "\n", flush=True)
     torch._dynamo.config.recompile_limit = 64

@@ -22,7 +22,6 @@ import copy
 import json
 import math
 import time
-import types
 import warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -35,10 +34,10 @@ from torch import Tensor, nn
 from bench.attempt import Failures
 from bench.clock import medians, wall_timer
 from bench.layer import free
-from bench.layers12 import DTYPES, MOST_APART, adapters, apart
+from bench.layers12 import DTYPES, MOST_APART, adapters, apart, own_code
 from bench.norm_forms import about
 from bench.progress import Progress
-from bench.rivals import fill, paths
+from bench.rivals import fill_all, paths
 from bench.save import save
 from bench.table import table
 from bench.ways import S
@@ -167,10 +166,7 @@ def adapted(way: str, base: nn.Module, values: dict) -> tuple[nn.Module, dict[st
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = get_peft_model(model, config, autocast_adapter_dtype=False)
-    leaves = {}
-    for name, (A, B, m) in values.items():
-        parts = fill(model.get_submodule(f"base_model.model.{name}"), A, B, m if dora else None)
-        leaves |= {f"{part} of {name}": p for part, p in parts.items()}
+    leaves = fill_all(model, values, dora, "base_model.model.")
     if way.startswith("peft_fdora"):
         use_fdora(model, fuse=way == "peft_fdora_fused")
     return model.train(), leaves
@@ -191,9 +187,7 @@ class Run:
         self.context = partial(torch.autocast, self.target.device.type, torch.bfloat16) if autocast else nullcontext
 
     def compile(self) -> None:
-        # A code object of its own: Dynamo keeps what it compiled there, so no way walks past the guards of others.
-        own = types.FunctionType(call.__code__.replace(co_name=f"call_{self.way}"), globals())
-        compiled = torch.compile(own, dynamic=False)
+        compiled = torch.compile(own_code(call, f"call_{self.way}"), dynamic=False)
         for layer in self.model.get_base_model().get_decoder().layers:
             layer.forward = partial(compiled, layer)
 
@@ -295,10 +289,10 @@ def autocast(options, adapter: str) -> bool:
 class Bench:
     """Rows of one command; the JSON is rewritten after every case."""
 
-    def __init__(self, options):
+    def __init__(self, options, argv=None):
         self.options, self.start = options, time.perf_counter()
         self.failures = Failures()
-        self.result = {"about": about(options.device, options.commit), "model": options.model, "tiny": options.tiny}
+        self.result = {"about": about(options.device, options.commit, argv), "model": options.model, "tiny": options.tiny}
         self.result |= {"dtype": options.dtype, "loss_tokens": options.loss_tokens, "runs": options.runs, "rows": []}
         self.result |= {"agreement": {}, "norms": {}, "paths": {}, "failed": self.failures, "skipped": []}
         repeats = len(options.values) if options.sweep else len(options.adapter) * len(options.compiled)
@@ -482,7 +476,7 @@ def parse(argv):
 def main(argv=None):
     options = parse(argv)
     torch._dynamo.config.recompile_limit = 64
-    bench = Bench(options)
+    bench = Bench(options, argv)
     print(bench.result["about"], "\n", flush=True)
     bench.sweep() if options.sweep else bench.all_modes()
     result = bench.result

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import platform
-import statistics
 import subprocess
-import time
+import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from bench import clock
 from bench.save import save
 from fdora.functional import dora_base_sqnorm, dora_norm, select_backend
 from tests.memory import peak_bytes
@@ -25,44 +26,23 @@ from tests.memory import peak_bytes
 SHAPES = ((4096, 4096, 16), (4096, 4096, 384), (1024, 4096, 64), (14336, 4096, 64), (8192, 8192, 384))
 S = 2.0
 LAUNCHES = 10  # in one graph
+ELSEWHERE = ("--device", "--json", "--commit", "--seconds", "--rival-path")
 
 
 def dense(W, A, B):
     return torch.linalg.vector_norm(W + S * (B @ A), dim=1)
 
 
-def on_cpu(fn):
-    def timed():
-        start = time.perf_counter()
-        fn()
-        return 1e3 * (time.perf_counter() - start)
-
-    return timed
-
-
-def on_gpu(fn):
+def timer(fn, device):
+    if device == "cpu":
+        return partial(clock.once, fn, device)
     fn()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(LAUNCHES):
-            fn()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def timed():
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / LAUNCHES
-
-    return timed
+    graph = clock.capture(fn, LAUNCHES)
+    return lambda: clock.replay_ms(graph) / LAUNCHES
 
 
 def medians(fns, device, runs):
-    """Median ms of each, in turns; the first turn warms up."""
-    timers = {name: (on_cpu if device == "cpu" else on_gpu)(fn) for name, fn in fns.items()}
-    turns = [{name: timer() for name, timer in timers.items()} for _ in range(runs + 1)]
-    return {name: statistics.median(turn[name] for turn in turns[1:]) for name in fns}
+    return clock.medians({name: timer(fn, device) for name, fn in fns.items()}, runs)
 
 
 def roofs(device):
@@ -74,11 +54,26 @@ def roofs(device):
     return {"bytes_per_ms": 2 * big.nbytes / ms["copy"], "flops_per_ms": 2 * 8192**3 / ms["mm"]}
 
 
-def about(device, commit):
+def given(argv):
+    """A command's arguments, without those that say where it runs, for how long, and where its result goes."""
+    left, found = iter(argv), []
+    for each in left:
+        name, equals, _ = each.partition("=")
+        if name not in ELSEWHERE:
+            found.append(each)
+        elif not equals:
+            next(left, None)
+    return " ".join(found)
+
+
+def about(device, commit, argv=None):
+    """What every result says of itself; the arguments are those of the process where ``argv`` is None."""
+
     def output(*command):
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 
     facts = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit}
+    facts["arguments"] = given(sys.argv[1:] if argv is None else argv)
     if device == "cpu":
         return facts | {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     import triton

@@ -14,6 +14,7 @@ import argparse
 import json
 import re
 import statistics
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench/results"
 PAGE = ROOT / "docs/benchmarks.md"
 PICTURE = ROOT / "docs/step.svg"
+WIDTH = 128
 MODES12 = ("inference", "gradient", "gradient_checkpointing")
 NAMES = {
     "frozen": "frozen",
@@ -49,6 +51,8 @@ NAMES = {
     "fdora_compiled": "fdora, compiled",
     "peft_fdora": "PEFT with use_fdora",
     "peft_fdora_fused": "PEFT with use_fdora(fuse=True)",
+    "use_fdora": "use_fdora",
+    "use_fdora_fused": "use_fdora(fuse=True)",
 }
 
 
@@ -136,11 +140,26 @@ def how(row: dict) -> str:
     return "compiled" if row["compiled"] else "eager"
 
 
-def model_duels(result: dict) -> Iterator[tuple]:
-    def where(row: dict) -> str:
-        return ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("way", "ms", "peak_mb", "tokens_per_s"))
+MEASURED = ("ms", "peak_mb", "tokens_per_s", "gpu_ms", "gpu_by", "turns")
 
+
+def where(row: dict) -> str:
+    """The case of a row: all that was neither measured nor is its way."""
+    return ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("way", *MEASURED) and v != "")
+
+
+def model_duels(result: dict) -> Iterator[tuple]:
     yield from ways_duels(result["rows"], {unit: f"model{extra}" for unit, extra in UNITS.items()}, where, where)
+
+
+def steps_duels(result: dict) -> Iterator[tuple]:
+    yield from ways_duels(result["rows"], {"ms": "training step, wall time", "gpu_ms": "training step, GPU time"}, where, where)
+
+
+def issue_duels(result: dict) -> Iterator[tuple]:
+    rows = [{"run": i, "way": way} | ms for i, run in enumerate(result["runs"]) for way, ms in run["ms"].items()]
+    fields = {part: f"time to issue a {part}" for part in ("forward", "backward")}
+    yield from ways_duels(rows, fields, lambda row: f"run {row['run']}", lambda row: row["run"])
 
 
 def host_duels(result: dict) -> Iterator[tuple]:
@@ -194,6 +213,7 @@ def demo_duels(result: dict) -> Iterator[tuple]:
 
 
 DUELS = {"layer": layer_duels, "layers12": layers12_duels, "model": model_duels, "host": host_duels}
+DUELS |= {"steps": steps_duels, "issue": issue_duels}
 DUELS |= {"norm": norm_duels, "compose": compose_duels, "demo": demo_duels, "group": group_duels, "converge": converge_duels}
 
 
@@ -236,6 +256,8 @@ class Step(NamedTuple):
 
     values: dict[str, tuple[float, float]]
     about: str
+    gpu: str
+    commit: str
 
 
 def step() -> Step:
@@ -248,15 +270,27 @@ def step() -> Step:
         if all((way, compiled) in rows for _, _, way, compiled in STEP):
             found = {label: rows[way, compiled] for _, label, way, compiled in STEP}
             x = found["LoRA"]
-            about = "{layers} layers of {name}, {seq} tokens, r = {r}, bf16, one {gpu}".format(
-                **x, name=MODELS[model], gpu=machine.upper()
+            gpu, commit = machine.upper(), commits(results)
+            about = "{layers} layers of {name}, {seq} tokens, r = {r}, bf16, one {gpu}, commit {commit}".format(
+                **x, name=MODELS[model], gpu=gpu, commit=commit
             )
-            return Step({label: (x["ms"] / 8, x["peak_mb"] / 1024) for label, x in found.items()}, about)
+            return Step({label: (x["ms"] / 8, x["peak_mb"] / 1024) for label, x in found.items()}, about, gpu, commit)
     raise SystemExit(f"no model of {STEP_FILES} was measured in every way of the picture")
 
 
+UNRECORDED = "not recorded"
+
+
+def commit_of(result: dict) -> str:
+    return result.get("about", {}).get("commit") or UNRECORDED
+
+
+def commits(results: list[dict]) -> str:
+    return " and ".join(dict.fromkeys(map(commit_of, results)))
+
+
 def picture() -> str:
-    values, about = step()
+    values, about, *_ = step()
     groups: dict[str, dict] = {}
     for group, label, *_ in STEP:
         groups.setdefault(group, {})[label] = values[label]
@@ -270,10 +304,9 @@ def over_lora(label: str, field: int = 0) -> float:
 
 
 def readme_headline() -> str:
-    gpu = step().about.split()[-1]
     return (
-        f"with fdora a training step of a PEFT model takes {over_lora('use_fdora'):.2f} times LoRA's time on an {gpu}, "
-        f"with PEFT's own DoRA {over_lora('PEFT DoRA'):.2f} times"
+        f"with fdora a training step of a PEFT model takes {over_lora('use_fdora'):.2f} times LoRA's time on an {step().gpu}, "
+        f"with PEFT's own DoRA {over_lora('PEFT DoRA'):.2f} times (commit {step().commit})"
     )
 
 
@@ -310,7 +343,33 @@ def readme_models() -> str:
     for model, rows in eight_steps().items():
         cells = [f"{x['ms'] / 8:.1f} / {x['peak_mb'] / 1024:.2f}" for x in rows.values()]
         lines.append([f"{MODELS[model]}, {rows['peft_lora']['layers']} layers", *cells])
-    return table(["", *(NAMES[way] for way in rows)], lines)
+    by_commit: dict[str, list[str]] = {}
+    for model in eight_steps():
+        by_commit.setdefault(commit_of(load(f"h200/model_{model}")), []).append(MODELS[model])
+    parts = [f"commit {each} ({', '.join(found)})" for each, found in by_commit.items()]
+    measured = parts if len(parts) > 1 else [f"commit {each}" for each in by_commit]
+    return f"{table(['', *(NAMES[way] for way in rows)], lines)}\n\nMeasured at {' and '.join(measured)}."
+
+
+def readme_steps() -> str:
+    """Of how many cells, of which commit and of how many calls the shares below are."""
+    from bench.all import TABLE
+    from bench.steps import parse
+
+    result = load("h200/steps")
+    _, *given = TABLE["steps"].command.split()
+    cells = [tuple(cell) for cell in parse(given).cells]
+    measured = {(row["model"], row["S"], row["r"]) for row in result["rows"]} & set(cells)
+    turns = [row.get("turns", 1) for row in result["rows"]]
+    calls = (
+        f"{min(turns)} to {max(turns)} calls each"
+        if all("turns" in row for row in result["rows"])
+        else "mostly of one call each"
+    )
+    return (
+        f"{len(measured)} of the {len(cells)} cells of `python -m bench.steps --device cuda`, "
+        f"{calls}, commit {commit_of(result)}"
+    )
 
 
 def readme_many() -> str:
@@ -321,16 +380,42 @@ def readme_few() -> str:
     return shares(lambda S: S <= 512, "128 and 512 tokens")
 
 
+SHARES = {"use_fdora": "`use_fdora`", "use_fdora_fused": "with `fuse=True`", "peft_dora": "PEFT's DoRA"}
+
+
 def shares(wanted: Callable[[int], bool], tokens: str) -> str:
-    """Wall time as shares of LoRA's over all cells and modes of bench.steps with such a number of tokens: median and range."""
+    """Wall and GPU time as shares of LoRA's, over all cells and modes of bench.steps with such a number of tokens."""
     rows = [row for row in load("h200/steps")["rows"] if wanted(row["S"]) and not row["compiled"]]
-    key = ("model", "S", "r", "mode")
-    lora = {tuple(row[k] for k in key): row["ms"] for row in rows if row["way"] == "peft_lora"}
-    parts = []
-    for way, name in (("use_fdora", "`use_fdora`"), ("use_fdora_fused", "with `fuse=True`"), ("peft_dora", "PEFT's DoRA")):
-        found = [row["ms"] / lora[tuple(row[k] for k in key)] for row in rows if row["way"] == way]
-        parts.append(f"{name} {statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})")
-    return f"{tokens}: {', '.join(parts)}"
+    wall = [f"{name} {span(over(rows, way, 'ms'))}" for way, name in SHARES.items()]
+    gpu = [span(over(rows, way, "gpu_ms")) for way in SHARES]
+    return f"{tokens}: {', '.join(wall)}; GPU time, in this order, {', '.join(gpu)}"
+
+
+def over(rows: list[dict], way: str, field: str) -> list[float]:
+    """Of each case its time over LoRA's."""
+    lora = {where(row): row[field] for row in rows if row["way"] == "peft_lora"}
+    return [row[field] / lora[where(row)] for row in rows if row["way"] == way]
+
+
+def span(values: list[float]) -> str:
+    """Median and range."""
+    middle = f"{statistics.median(values):.2f}"
+    return f"{middle} ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else middle
+
+
+def readme_compiled() -> str:
+    """Layers that are compiled one by one, in torch's default mode."""
+    from bench.steps import SIZES
+
+    result = load("h200/steps_compiled")
+    rows = [row for row in result["rows"] if row["compiled"] == "default"]
+    cells = dict.fromkeys(f"width {SIZES[row['model']]['hidden_size']}, {row['S']} tokens, r = {row['r']}" for row in rows)
+    parts = [
+        f"{SHARES[way]} {span(over(rows, way, 'ms'))} times compiled LoRA's wall time, {span(over(rows, way, 'gpu_ms'))} times "
+        "its GPU time"
+        for way in ("use_fdora", "use_fdora_fused")
+    ]
+    return f"{'; '.join(cells)}, {result['layers']} layers: {'; '.join(parts)} (commit {commit_of(result)})"
 
 
 def readme_memory() -> str:
@@ -348,11 +433,30 @@ def readme(text: str) -> str:
     if sorted(marked) != sorted(blocks):
         raise SystemExit(f"README marks {sorted(marked)}, and there is {sorted(blocks)} to write")
     for name, write in blocks.items():
-        body = write()
-        space = "\n" if "\n" in body else ""
-        marks = re.compile(rf"<!-- {name} -->.*?<!-- /{name} -->", re.S)
-        text = marks.sub(lambda _, name=name, body=f"{space}{body}{space}": f"<!-- {name} -->{body}<!-- /{name} -->", text)
+        before, after = text.split(f"<!-- {name} -->")[0], text.split(f"<!-- /{name} -->")[1]
+        body = wrapped(
+            write(), f"{before.splitlines()[-1] if before[-1:] != chr(10) else ''}<!-- {name} -->", f"<!-- /{name} -->{after}"
+        )
+        text = f"{before}<!-- {name} -->{body}<!-- /{name} -->{after}"
     return text
+
+
+def wrapped(body: str, before: str, after: str) -> str:
+    """In lines of `WIDTH`, between what is before it in its line and after it. A table or a picture gets lines of its own:
+    a line that begins with a mark is not read as Markdown."""
+    if "\n" in body:
+        return f"\n{body}\n"
+    words = {"width": WIDTH, "break_long_words": False, "break_on_hyphens": False}
+    if body.startswith("!["):
+        return "\n" + textwrap.fill(body, **words) + "\n"
+    tail = "x" * len(re.match(r"<!-- /\w+ -->\S*", after)[0])
+    lines = textwrap.wrap(body + tail, initial_indent="x" * len(before), subsequent_indent=indent(before), **words)
+    return "\n".join(lines)[len(before) :].removesuffix(tail)
+
+
+def indent(line: str) -> str:
+    """Of the lines after it in the same paragraph or item of a list."""
+    return " " * len(re.match(r" *(- )?", line)[0])
 
 
 # docs/benchmarks.md
@@ -584,9 +688,9 @@ def sources() -> str:
     lines = []
     for name in names():
         result = load(name)
-        about = result.get("about", {})
-        machine = about.get("gpu") or about.get("cpu", "")
-        lines.append([name, machine, *(about.get(key) or "" for key in ("driver", "torch", "triton", "commit"))])
+        about = result.get("versions", {}) | result.get("about", {})
+        machine = about.get("gpu") or about.get("cpu") or result.get("device", "")
+        lines.append([name, machine, *(about.get(key) or "" for key in ("driver", "torch", "triton")), commit_of(result)])
         if "problem" in result:  # bench.all's word for what did not end well
             lines[-1][-1] += f", {result['problem']}"
     return table(["results", "machine", "driver", "torch", "triton", "commit"], lines)
@@ -599,10 +703,15 @@ def figure(name: str, title: str) -> str:
     return f"![{title}](benchmarks/{name}.png)" if FIGURES[name].panels() else ""
 
 
-SINCE = (
-    "Each figure is of the commit that stands beside its file under Sources. `fdora/triton` may have changed since: "
-    "[bench/NOTES.md](../bench/NOTES.md#changes-since-the-measurements) says what did, and was not measured again."
-)
+def since() -> str:
+    unknown = [name for name in names() if commit_of(load(name)) == UNRECORDED]
+    but = f" ({', '.join(unknown)}: {UNRECORDED})" if unknown else ""
+    return (
+        f"Each figure is of the commit that stands beside its file under Sources{but}. `fdora/triton` may have changed since: "
+        "[bench/NOTES.md](../bench/NOTES.md#changes-since-the-measurements) says what did, and was not measured again."
+    )
+
+
 INTRO = (
     "Written by `python -m bench.report` from `bench/results`. [bench/NOTES.md](../bench/NOTES.md) says what was counted, "
     "expected and tried."
@@ -610,7 +719,8 @@ INTRO = (
 NORM = (
     "Time in ms, peak memory and the worst relative error. `python -m bench.norm_forms` and `python -m bench.compose`, with "
     "`--device cuda` on a GPU, print it for your machine. One H100, GPU time; the roof is the larger of reading W and of the "
-    "product, both at the speed measured in the same run:"
+    "product, both at the speed measured in the same run. Launches follow each other: a W of 32 MiB (4096 x 4096 in bf16) is "
+    "still in the cache, which the roof does not assume. `make bench` times one launch out of a cold one."
 )
 NORM_CPU = (
     "Two cores of an AVX-512 CPU. The last line is a loss: with bf16 instructions the dense product in bf16 is faster, and "
@@ -629,6 +739,42 @@ LAYERS12 = (
 )
 
 
+STEPS = (
+    "Layers of Qwen3 through PEFT, an optimizer step each time (`python -m bench.steps --device cuda`, which says what the "
+    "modes are). A model called 8b is 4096 wide, one called 2048 so wide."
+)
+ISSUE = (
+    "How long the host takes to issue a forward and a backward, the GPU never waited for in between "
+    "(`python -m bench.issue_time --device cuda`). Hosts differ, and one host from run to run: the last column is the time of "
+    "two million additions in Python."
+)
+
+
+def training_steps() -> str:
+    from bench import issue_time, steps
+
+    parts = [STEPS]
+    for name in names("steps"):
+        result = load(name)
+        parts += [f"### {name}: {result['layers']} layers", steps.markdown(result["rows"])]
+        parts += [f"Did not run: {case} ({why})." for case, why in result.get("failed", {}).items()]
+    for name in names("issue"):
+        result = load(name)
+        what = "{layers} layers, width {model}, {S} tokens, r {r}".format(**result)
+        parts += [f"### {name}: {what}", ISSUE, issue_time.markdown(result["runs"], list(result["runs"][0]["ms"]))]
+    return "\n\n".join(parts)
+
+
+LAUNCHES = "What it costs the host to reach a kernel, in us per call (`python -m bench.launches`):"
+
+
+def launches() -> str:
+    found = {name: load(name) for name in names("launches")}
+    pieces = dict.fromkeys(piece for result in found.values() for piece in result["us"])
+    head = ["piece", *(f"{name}, commit {commit_of(result)}" for name, result in found.items())]
+    return table(head, [[piece, *(result["us"].get(piece, "") for result in found.values())] for piece in pieces])
+
+
 def document() -> str:
     parts = ["# Benchmarks", INTRO, "## Where fdora loses", losses()]
     parts += ["## One layer", "The other's time over fdora's, geometric means (above 1: fdora is faster)."]
@@ -640,11 +786,16 @@ def document() -> str:
         parts += ["## One launch out of a cold cache", suites()]
     parts += ["## Layers that share their input", "4096 tokens, norms given.", groups()]
     parts += ["## Twelve decoder layers", LAYERS12, layers12_summary(), "The same with peak memory:", layers12()]
+    if names("steps") or names("issue"):
+        parts += ["## Training steps, few tokens and many", training_steps()]
     if names("model_"):
         parts += ["## Whole models", models()]
     if names("converge"):
         parts += ["## Fine-tuning, step by step", convergence()]
-    parts += ["## The host", f"16 tokens, 512 x 512: {host_lines()}.", "## Sources", SINCE, sources()]
+    parts += ["## The host", f"16 tokens, 512 x 512: {host_lines()}."]
+    if names("launches"):
+        parts += [LAUNCHES, launches()]
+    parts += ["## Sources", since(), sources()]
     return "\n\n".join(parts) + "\n"
 
 

@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,6 +48,27 @@ def fill(layer: nn.Module, A: Tensor, B: Tensor, m: Tensor | None) -> dict[str, 
     for modules, value in parts.values():
         modules["default"].weight = nn.Parameter(value.detach().clone())
     return {name: modules["default"].weight for name, (modules, _) in parts.items()}
+
+
+def fill_all(model: nn.Module, values: Mapping[str, tuple], dora: bool, prefix: str = "") -> dict[str, Tensor]:
+    """Fill every layer that ``values`` names with its A, B and (for DoRA) m; all leaves, called "A of NAME" and so on."""
+    leaves = {}
+    for name, (A, B, m) in values.items():
+        parts = fill(model.get_submodule(prefix + name), A, B, m if dora else None)
+        leaves |= {f"{part} of {name}": p for part, p in parts.items()}
+    return leaves
+
+
+def inject(model: nn.Module, values: Mapping[str, tuple], targets: Sequence[str], s: float, dora: bool) -> dict[str, Tensor]:
+    """Put PEFT's adapters with these values into the linears of these names; their leaves."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    r = next(iter(values.values()))[0].shape[0]
+    config = LoraConfig(r=r, lora_alpha=s * r, lora_dropout=0.0, use_dora=dora, target_modules=list(targets))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inject_adapter_in_model(config, model)
+    return fill_all(model, values, dora)
 
 
 def paths(model: nn.Module) -> dict[str, int]:

@@ -14,9 +14,10 @@ frozen model, PEFT's LoRA, its DoRA, that after ``use_fdora``, and after ``use_f
 
 The optimizer step is one call that changes the sign of every A: norms are new, values stay in range, and it costs the same for
 every way. Wall time until the GPU is done, each step by itself; GPU time of a replayed CUDA graph ("graph"), of ``micro`` as
-(step + 7 gradients) / 8. Where a graph cannot be captured, events around a step that is issued behind a kernel that waits
-("events": too long where a step is more launches than the queue holds, about 1000). Medians of turns. Before it is timed each
-model is compared with PEFT's DoRA. The JSON is written after every cell.
+(step + 7 gradients) / 8. Where the graph of one way cannot be captured, for all ways events around a step that is issued
+behind a kernel that waits ("events": too long where a step is more launches than the queue holds, about 1000). Medians of at
+least five turns, each of which begins with another way; a row has their number. Before it is timed each model is compared with
+PEFT's DoRA. The JSON is written after every cell.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ import copy
 import math
 import statistics
 import time
-import types
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
@@ -38,13 +37,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bench import layers12
 from bench.attempt import Failures
-from bench.clock import anchor_graph, capture, medians, replay_ms, synchronize
+from bench.clock import anchor_graph, capture, medians, once, replay_ms
 from bench.decoder import LINEARS
 from bench.layer import free
-from bench.layers12 import DTYPES, MOST_APART, adapters, apart
+from bench.layers12 import DTYPES, MOST_APART, adapters, own_code
 from bench.norm_forms import about
-from bench.rivals import fill, paths
+from bench.rivals import inject, paths
 from bench.save import save
 from bench.table import table
 from bench.ways import S
@@ -54,6 +54,7 @@ FDORA = ("use_fdora", "use_fdora_fused")
 MODES = ("inference", "step", "micro", "checkpointing")
 COMPILED = ("default", "reduce-overhead")
 MICRO = 8
+LEAST = 5  # turns
 SIZES = {  # of Qwen3-8B and Qwen3-1.7B
     "8b": dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128),
     "2048": dict(hidden_size=2048, intermediate_size=6144, num_attention_heads=16, num_key_value_heads=8, head_dim=128),
@@ -95,22 +96,15 @@ class Stack(nn.Module):
 
 def adapted(way: str, base: Stack, values: dict) -> tuple[Stack, dict[str, Tensor]]:
     """A model of this way around the same weights, and its leaves."""
-    from peft import LoraConfig, inject_adapter_in_model
-
     from fdora.integrations.peft import use_fdora
 
     model = copy.deepcopy(base, {id(p): p for p in base.parameters()})
     if way == "frozen":
         return model, {}
-    r, dora = next(iter(values.values()))[0].shape[0], way != "peft_lora"
-    config = LoraConfig(r=r, lora_alpha=S * r, lora_dropout=0.0, use_dora=dora, target_modules=list(LINEARS))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        inject_adapter_in_model(config, model)
-    found = {name: fill(model.get_submodule(name), A, B, m if dora else None) for name, (A, B, m) in values.items()}
+    leaves = inject(model, values, LINEARS, S, way != "peft_lora")
     if way in FDORA:
         use_fdora(model, fuse=way == "use_fdora_fused")
-    return model.train(), {f"{part} of {name}": p for name, parts in found.items() for part, p in parts.items()}
+    return model.train(), leaves
 
 
 class Way:
@@ -131,10 +125,7 @@ class Way:
         if not mode:
             self.model.run = nn.Module.__call__
             return
-        # A code object of its own: Dynamo keeps what it compiled there, so no way walks past the guards of others.
-        code = forward_of.__code__.replace(co_name=f"forward_{self.name.replace('-', '_')}")
-        own = types.FunctionType(code, globals())
-        self.model.run = torch.compile(own, mode=mode, dynamic=False)
+        self.model.run = torch.compile(own_code(forward_of, f"forward_{self.name}"), mode=mode, dynamic=False)
 
     def output(self) -> Tensor:
         if self.compiled:  # its graphs want to know that what they gave before is not read any more
@@ -199,32 +190,26 @@ def inputs(cell: Cell, ways: Mapping[str, Way], options) -> None:
 
 def agreement(mine: Way, theirs: Way) -> dict[str, float]:
     """Relative L2 difference of outputs and of the gradients of x and of all A, all B, all m."""
-    names = ["x", *theirs.leaves]
-    both = [dict(zip(names, way.gradient(), strict=True)) for way in (mine, theirs)]
-    pairs = {"y": (mine.inference(), theirs.inference())}
-    for part in "xABm":
-        pairs[f"d{part}"] = tuple(torch.cat([t.flatten() for n, t in each.items() if n[0] == part]) for each in both)
-    return {name: float(f"{apart(*pair)['relative']:.3g}") for name, pair in pairs.items()}
+    return {name: float(f"{each['relative']:.3g}") for name, each in layers12.agreement(mine, theirs).items()}
 
 
 # clocks
 
 
-def once(fn: Callable[[], object], device: str) -> float:
-    """Wall ms of one call until the GPU is done."""
-    synchronize(device)
-    start = time.perf_counter()
-    fn()
-    synchronize(device)
-    return 1e3 * (time.perf_counter() - start)
+def wall(fns: Mapping[str, Callable[[], object]], device: str, most_ms: float, runs: int) -> tuple[dict[str, float], int]:
+    """Medians, and of how many turns: as many as fit into ``most_ms``, at least `LEAST` of them, at most ``runs``.
+
+    Every turn begins with another way.
+    """
+    names, turns = list(fns), []
+    while len(turns) < min(LEAST, runs) or (len(turns) < runs and total(turns) * (1 + 1 / len(turns)) < most_ms):
+        first = len(turns) % len(names)
+        turns.append({name: once(fns[name], device) for name in names[first:] + names[:first]})
+    return {name: statistics.median(turn[name] for turn in turns) for name in names}, len(turns)
 
 
-def wall(fns: Mapping[str, Callable[[], object]], device: str, most_ms: float, runs: int) -> dict[str, float]:
-    """Medians of as many turns as fit into ``most_ms``, at least one and at most ``runs``."""
-    turns: list[dict[str, float]] = []
-    while not turns or (len(turns) < runs and sum(sum(turn.values()) for turn in turns) * (1 + 1 / len(turns)) < most_ms):
-        turns.append({name: once(fn, device) for name, fn in fns.items()})
-    return {name: statistics.median(turn[name] for turn in turns) for name in fns}
+def total(turns: list[dict[str, float]]) -> float:
+    return sum(sum(turn.values()) for turn in turns)
 
 
 def behind_a_wait(fn: Callable[[], object], issue_ms: float) -> float:
@@ -239,22 +224,24 @@ def behind_a_wait(fn: Callable[[], object], issue_ms: float) -> float:
 
 
 class Gpu:
-    """GPU ms of the ways, and how each was taken. Graphs share one memory pool: none of their results is read again."""
+    """GPU ms of the ways, and how they were taken: by graphs, or all by events where one of them cannot be captured.
+
+    Graphs share one memory pool: none of their results is read again.
+    """
 
     def __init__(self, graphs: bool):
         self.graphs, self.anchor = graphs, anchor_graph()
 
-    def times(self, fns: Mapping[str, Callable[[], object]], wall_ms: Mapping[str, float], runs: int) -> dict[str, tuple]:
-        how, timers = {}, {}
-        for name, fn in fns.items():
-            try:
-                if not self.graphs:
-                    raise RuntimeError("not asked for")
-                timers[name], how[name] = partial(replay_ms, capture(fn, 1, self.anchor)), "graph"
-            except Exception:  # whatever may not happen in a capture
-                torch.cuda.synchronize()
-                timers[name], how[name] = partial(behind_a_wait, fn, wall_ms[name]), "events"
-        return {name: (ms, how[name]) for name, ms in medians(timers, runs).items()}
+    def times(
+        self, fns: Mapping[str, Callable[[], object]], wall_ms: Mapping[str, float], runs: int, failures: Failures
+    ) -> tuple[dict[str, float], str]:
+        tags = {f"capture of {name}": name for name in fns}
+        graphs = failures.attempt(tags if self.graphs else (), lambda tag: capture(fns[tags[tag]], 1, self.anchor))
+        if len(graphs) == len(fns):
+            return medians({tags[tag]: partial(replay_ms, graph) for tag, graph in graphs.items()}, runs), "graph"
+        graphs.clear()
+        torch.cuda.synchronize()
+        return medians({name: partial(behind_a_wait, fn, wall_ms[name]) for name, fn in fns.items()}, runs), "events"
 
 
 # one cell
@@ -269,21 +256,25 @@ def measure(cell: Cell, ways: dict[str, Way], mode: str, gpu: Gpu | None, option
     able = failures.attempt(steps, lambda tag: tags[tag].step() if plain == "micro" else steps[tag]())  # warms up
     share, many = MICRO if plain == "micro" else 1, 1e3 * options.cell_seconds / len(options.modes) / 2
     able = {tag: steps[tag] for tag in able}
-    ms = wall(able, options.device, many, options.runs) if able else {}
-    gpu_ms: dict[str, tuple] = {}
-    if gpu and able:
-        runs = max(1, min(options.runs, int(many / sum(ms.values()))))
+    if not able:
+        return []
+    ms, turns = wall(able, options.device, many, options.runs)
+    gpu_ms, gpu_by = {}, ""
+    if gpu:
+        runs = min(options.runs, max(LEAST, int(many / sum(ms.values()))))
         if plain == "micro":
-            pieces = [{tag: getattr(tags[tag], part) for tag in able} for part in ("step", "gradient")]
-            step, gradient = (gpu.times(fns, {t: ms[t] / share for t in able}, runs) for fns in pieces)
-            gpu_ms = {t: ((step[t][0] + (MICRO - 1) * gradient[t][0]) / MICRO, gradient[t][1]) for t in able}
+            parts = {f"{part}, {tag}": (tag, part) for part in ("step", "gradient") for tag in able}
+            fns = {key: getattr(tags[tag], part) for key, (tag, part) in parts.items()}
+            found, gpu_by = gpu.times(fns, {key: ms[tag] / share for key, (tag, _) in parts.items()}, runs, failures)
+            gpu_ms = {tag: (found[f"step, {tag}"] + (MICRO - 1) * found[f"gradient, {tag}"]) / MICRO for tag in able}
         else:
-            gpu_ms = gpu.times(able, ms, runs)
+            gpu_ms, gpu_by = gpu.times(able, ms, runs, failures)
     rows = []
     for tag in able:
         row = {**cell._asdict(), "mode": plain, "compiled": compiled, "way": tags[tag].name, "ms": round(ms[tag] / share, 3)}
+        row["turns"] = turns
         if tag in gpu_ms:
-            row |= {"gpu_ms": round(gpu_ms[tag][0], 3), "gpu_by": gpu_ms[tag][1]}
+            row |= {"gpu_ms": round(gpu_ms[tag], 3), "gpu_by": gpu_by}
         rows.append(row)
     return rows
 
@@ -324,6 +315,18 @@ def cells(text: str) -> list[Cell]:
     return list(dict.fromkeys(found))
 
 
+def lacks(result: dict, argv: list[str]) -> str:
+    """What a result, finished or older than its recorded arguments, has less of than these arguments ask for."""
+    options = parse(argv)
+    have = {Cell(row["model"], row["S"], row["r"]) for row in result["rows"]} & set(options.cells)
+    modes = {(row["compiled"], row["mode"]) for row in result["rows"]}
+    asked = set(product([] if options.no_eager else [""], options.modes))
+    asked |= set(product(options.compiled, [mode for mode in options.modes if mode != "checkpointing"]))
+    parts = [(len(have), len(options.cells), "cells"), (len(modes & asked), len(asked), "modes")]
+    parts.append((result["layers"], options.layers, "layers"))
+    return ", ".join(f"{found} of {wanted} {what}" for found, wanted, what in parts if found != wanted)
+
+
 def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         found = text.split(",")
@@ -354,7 +357,7 @@ def parse(argv=None):
     parser.add_argument("--compiled", type=names(COMPILED), default=[], help="also compiled, per layer; not checkpointed")
     parser.add_argument("--no-eager", action="store_true")
     parser.add_argument("--no-graphs", action="store_true", help="GPU time by events")
-    parser.add_argument("--runs", type=int, default=3, help="most turns")
+    parser.add_argument("--runs", type=int, default=9, help=f"most turns; {LEAST} of them whatever they take")
     parser.add_argument("--cell-seconds", type=float, default=6.0, help="fewer turns where a cell would take longer")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no cell after this time")
     return parser.parse_args(argv)
@@ -372,10 +375,12 @@ def main(argv=None):
     options, start = parse(argv), time.perf_counter()
     torch._dynamo.config.recompile_limit = 64
     failures = Failures()
-    result = {"about": about(options.device, options.commit), "layers": options.layers, "dtype": options.dtype}
+    result = {"about": about(options.device, options.commit, argv), "layers": options.layers, "dtype": options.dtype}
     result |= {
         "adapter": options.adapter,
         "micro_batches": MICRO,
+        "runs": options.runs,
+        "cell_seconds": options.cell_seconds,
         "rows": [],
         "agreement": {},
         "failed": failures,

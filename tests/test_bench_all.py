@@ -2,9 +2,9 @@
 
 import importlib
 import json
+import os
 import re
 import subprocess
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +16,7 @@ from bench.save import save
 
 ROOT = everything.ROOT
 FAKE = """
-import argparse, json, signal
-from pathlib import Path
+import argparse, json, os, signal
 parser = argparse.ArgumentParser()
 for name in ("--device", "--json", "--commit", "--seconds", "--do"):
     parser.add_argument(name)
@@ -30,7 +29,7 @@ if options.do == "broken":
     raise RuntimeError("out of luck")
 write(rows=[1], skipped=[2] if options.do == "late" else [])
 if options.do == "slow":
-    Path(__file__).with_name("waits").touch()
+    os.write(int(os.environ["WAITS"]), b"w")
     signal.pause()
 if options.do == "wrong":
     raise SystemExit("fdora is wrong")
@@ -38,24 +37,28 @@ if options.do == "wrong":
 
 
 @pytest.fixture
-def limits(tmp_path, monkeypatch):
+def limits(monkeypatch):
     """A clock on which each command takes one second, however long it really runs: what limit each command got, in order.
 
-    A command that waits for ever is out of time once it waits.
+    A command that waits for ever is out of time once it says so, through a pipe that closes when it ends.
     """
     limits, now = [], [0.0]
 
     class Child(subprocess.Popen):
+        def __init__(self, *args, **options):
+            self.says, end = os.pipe()
+            super().__init__(*args, **options, pass_fds=[end], env=os.environ | {"WAITS": str(end)})
+            os.close(end)
+
         def wait(self, timeout=None):
             killed = bool(limits) and self.pid == limits[-1][0]
             if killed:
                 return super().wait()
             limits.append((self.pid, timeout))
             now[0] += 1
-            while timeout is not None and self.poll() is None:
-                if (tmp_path / "waits").exists():
+            with open(self.says, "rb") as pipe:
+                if pipe.read(1):
                     raise subprocess.TimeoutExpired(self.args, timeout)
-                time.sleep(0.05)  # until one of the two happens, whenever that is
             return super().wait()
 
     monkeypatch.setattr(everything, "time", SimpleNamespace(perf_counter=lambda: now[0]))

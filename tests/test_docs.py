@@ -1,5 +1,7 @@
 """README and docs/ keep their word: programs run and do what they say, commands and links exist, figures are the results."""
 
+import ast
+import inspect
 import json
 import os
 import re
@@ -210,6 +212,33 @@ def test_every_public_name_is_in_the_reference():
         (section,) = re.findall(rf"^## {module.__name__}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
         names = set(module.__all__) - {"__version__"}
         assert names == set(re.findall(r"`(\w+)`", section)), module.__name__
+    frameworks = {path.stem for path in (ROOT / "fdora/integrations").glob("[!_]*.py")} - {"peft"}
+    assert frameworks == set(re.findall(r"^### fdora\.integrations\.(\w+)$", text, re.M)) and len(frameworks) == 5
+    for name in frameworks:  # read, not imported: each wants its framework
+        code = ast.parse((ROOT / f"fdora/integrations/{name}.py").read_text())
+        (public,) = (each.value for each in code.body if isinstance(each, ast.Assign) and each.targets[0].id == "__all__")
+        (section,) = re.findall(rf"^### fdora\.integrations\.{name}\n(.*?)(?=^##|\Z)", text, re.M | re.S)
+        assert set(ast.literal_eval(public)) == set(re.findall(r"`(\w+)`", section)), name
+
+
+def test_what_public_functions_return_and_commands_take_is_in_the_reference():
+    from fdora import __main__ as command
+    from fdora.functional import select_backend
+    from fdora.integrations._peft.report import Report
+
+    text = PAGES["docs/reference.md"]
+    choice = select_backend(torch.ones(1))
+    assert f"`{type(choice).__name__}({', '.join(choice._fields)})`" in text
+    methods = [name for name in vars(Report) if not name.startswith("_")]
+    assert methods and all(f"`report(model).{name}{signature(getattr(Report, name), 'self')}`" in text for name in methods)
+    options = set(re.findall(r'add_argument\("(--\w+)"', Path(command.__file__).read_text()))
+    (line,) = re.findall(r"^- `python -m fdora explain`.*?(?=^- )", text, re.M | re.S)
+    assert options and options == set(re.findall(r"`(--\w+)`", line))
+
+
+def signature(function, without):
+    found = inspect.signature(function).parameters.values()
+    return f"({', '.join(f'{p.name}={p.default}' for p in found if p.name != without)})"
 
 
 # links
@@ -294,19 +323,26 @@ def test_the_picture_takes_the_newest_machine_that_has_every_bar(elsewhere):
     ]
     (slow,) = (x for x in rows if x["way"] == "peft_fdora" and not x["compiled"])
     slow |= {"ms": 160.0, "peak_mb": 4096}
-    write = lambda name, rows: (elsewhere / f"{name}.json").write_text(json.dumps({"about": {}, "rows": rows}))  # noqa: E731
+
+    def write(name, rows, commit=None):
+        (elsewhere / f"{name}.json").write_text(json.dumps({"about": {"commit": commit}, "rows": rows}))
+
     with pytest.raises(SystemExit, match="every way of the picture"):
         report.step()
     write("h100/model_qwen3-8b", rows)
-    assert report.step().about.endswith("r = 4, bf16, one H100")
-    write("h200/model_qwen3-8b", rows[:-1])
-    assert report.step().about.endswith("one H100")
-    write("h200/model_llama-3.1-8b", [x for x in rows if not x["compiled"]])
-    write("h200/model_llama-3.1-8b_compiled", [x for x in rows if x["compiled"]])
-    assert report.step().about == "2 layers of Llama-3.1-8B, 8 tokens, r = 4, bf16, one H200"
+    assert report.step().about.endswith("r = 4, bf16, one H100, commit not recorded")
+    write("h200/model_qwen3-8b", rows[:-1], "abc")
+    assert report.step().about.endswith("one H100, commit not recorded")
+    write("h200/model_llama-3.1-8b", [x for x in rows if not x["compiled"]], "abc")
+    assert report.readme_models().endswith("\n\nMeasured at commit abc.")
+    write("h200/model_llama-3.1-8b", [x for x in rows if not x["compiled"]], "def")
+    write("h200/model_llama-3.1-8b_compiled", [x for x in rows if x["compiled"]], "fed")
+    assert report.step().about == "2 layers of Llama-3.1-8B, 8 tokens, r = 4, bf16, one H200, commit def and fed"
     write("h200/model_gemma-3-12b", rows[1:])  # without LoRA's
     assert list(report.eight_steps()) == ["qwen3-8b", "llama-3.1-8b"]
-    assert "takes 2.00 times LoRA's time on an H200, with PEFT's own DoRA 1.00 times" in report.readme_headline()
+    assert report.readme_models().endswith("\n\nMeasured at commit abc (Qwen3-8B) and commit def (Llama-3.1-8B).")
+    headline = "takes 2.00 times LoRA's time on an H200, with PEFT's own DoRA 1.00 times (commit def and fed)"
+    assert report.readme_headline().endswith(headline)
     assert "; use_fdora 2.00 times LoRA's time and 4.00 times its memory; " in report.readme_picture()
     bars = dict(re.findall(r'end">([^<]*)</text>\n<rect [^>]*width="([\d.]+)"', report.picture()))
     assert float(bars["use_fdora"]) == 2 * float(bars["LoRA"]) == 2 * float(bars["LoRA, compiled"])
@@ -339,13 +375,20 @@ def test_each_table_shows_its_own_measurements():
     )
     few, many = ([x for x in rows("h200/steps") if (x["S"] <= 512) == short and not x["compiled"]] for short in (True, False))
     for found, tokens in ((few, "128 and 512"), (many, "2048 and 4096")):
-        ways = [
-            {(x["model"], x["S"], x["r"], x["mode"]): x["ms"] for x in found if x["way"] == w}
-            for w in ("use_fdora", "peft_lora")
-        ]
-        shares = sorted(ms / ways[1][cell] for cell, ms in ways[0].items())
-        middle = (shares[(len(shares) - 1) // 2] + shares[len(shares) // 2]) / 2
-        assert f"{tokens} tokens: `use_fdora` {middle:.2f} ({shares[0]:.2f} to {shares[-1]:.2f})" in README
+        for field, before in (("ms", f"{tokens} tokens: `use_fdora`"), ("gpu_ms", "GPU time, in this order,")):
+            ways = [
+                {(x["model"], x["S"], x["r"], x["mode"]): x[field] for x in found if x["way"] == w}
+                for w in ("use_fdora", "peft_lora")
+            ]
+            shares = sorted(ms / ways[1][cell] for cell, ms in ways[0].items())
+            middle = (shares[(len(shares) - 1) // 2] + shares[len(shares) // 2]) / 2
+            assert f"{before} {middle:.2f} ({shares[0]:.2f} to {shares[-1]:.2f})" in " ".join(README.split())
+    slow, lora = ([x for x in rows("h200/steps_compiled") if x["way"] == way] for way in ("use_fdora", "peft_lora"))
+    wall, gpu = (slow[0][field] / lora[0][field] for field in ("ms", "gpu_ms"))
+    said = f"`use_fdora` {wall:.2f} times compiled LoRA's wall time, {gpu:.2f} times its GPU time"
+    assert len(slow) == len(lora) == 1 and wall > 1 and gpu > 1 and said in " ".join(README.split())
+    us = [json.loads((ROOT / f"bench/results/{name}/launches.json").read_text())["us"]["torch.mm"] for name in ("h100", "h200")]
+    assert f"| torch.mm | {us[0]} | {us[1]} |" in BENCHMARKS
     apart = [rows(f"h200/converge_muon_s{seed}")[0]["difference"]["fdora, peft"]["mean"] for seed in range(3)]
     assert f"muon, 3 of 3 seeds: a step's loss through fdora is {sum(apart) / 3:.1e} from PEFT's" in BENCHMARKS
 
@@ -375,6 +418,59 @@ def test_errors_and_shared_inputs_are_lost_and_won_too():
     peaks = [x["peak_mb"]["fdora"] / x["peak_mb"]["peft_lora"] for x in load("h100/group") if x["mode"] == "fwd_bwd"]
     lost = f"{sum(each > 1 for each in peaks)} of {len(peaks)} | {max(peaks):.2f}"
     assert f"| h100/group | shared input, peak memory | PEFT LoRA | {lost} |" in losses
+
+
+def test_training_steps_are_lost_and_won_too():
+    """Against counts that share no code: wall and GPU time of bench.steps, forwards of bench.issue_time."""
+    load = lambda name: json.loads((ROOT / f"bench/results/h200/{name}.json").read_text())  # noqa: E731
+    losses = report.losses()
+    for field, what in (("ms", "wall"), ("gpu_ms", "GPU")):
+        times = {}
+        for x in load("steps")["rows"]:
+            times.setdefault((x["model"], x["S"], x["r"], x["mode"]), {})[x["way"]] = x[field]
+        shares = [each["use_fdora"] / each["peft_lora"] for each in times.values()]
+        lost = f"{sum(share > 1 for share in shares)} of {len(shares)} | {max(shares):.2f}"
+        assert f"| h200/steps | training step, {what} time: use_fdora | PEFT LoRA | {lost} | model " in losses
+    assert re.search(
+        r"\| h200/steps_compiled \| training step, wall time: use_fdora\(fuse=True\) \| PEFT LoRA \| 1 of 1 ", losses
+    )
+    shares = [run["ms"]["use_fdora"]["forward"] / run["ms"]["peft_lora"]["forward"] for run in load("issue_time")["runs"]]
+    lost = f"{sum(share > 1 for share in shares)} of 3 | {max(shares):.2f}"
+    assert f"| h200/issue_time | time to issue a forward: use_fdora | PEFT LoRA | {lost} | run " in losses
+    page = BENCHMARKS.partition("## Training steps, few tokens and many")[2].partition("\n## ")[0]
+    assert page.count("\n| 2048, S ") + page.count("\n| 8b, S ") == 41 and page.count(" | use_fdora | ") == 2 + 3
+
+
+def test_how_much_of_the_steps_was_measured(elsewhere):
+    """Cells against those of the command of bench.all, calls where the rows say how many; what is missing is said, too."""
+    path = elsewhere / "h200/steps.json"
+    result = json.loads(path.read_text())
+    assert report.readme_steps().startswith(
+        "10 of the 16 cells of `python -m bench.steps --device cuda`, mostly of one call each, "
+    )
+    assert report.readme_steps().endswith(f"commit {result['about']['commit']}") and report.readme_steps() in " ".join(
+        README.split()
+    )
+    for i, row in enumerate(result["rows"]):
+        row["turns"] = 5 + i % 3
+    result["rows"] = [row for row in result["rows"] if row["model"] == "2048"]
+    path.write_text(json.dumps(result | {"about": {}}))
+    said = "5 of the 16 cells of `python -m bench.steps --device cuda`, 5 to 7 calls each, commit not recorded"
+    assert report.readme_steps() == said and "cpu/demo, h100/demo, h200/steps: not recorded" in report.since()
+
+
+def test_every_source_has_a_machine_and_a_torch():
+    lines = [line.split(" | ") for line in report.sources().splitlines()[2:]]
+    assert len(lines) == len(report.names()) and all(
+        line[1].strip() and line[3].strip() and line[5].strip(" |") for line in lines
+    )
+
+
+def test_a_mark_at_the_start_of_a_line_stands_alone():
+    """A line that begins with a comment is no Markdown: nothing on it would be rendered. And lines are not endless."""
+    marks = [line.strip() for line in README.splitlines() if line.lstrip().startswith("<!--")]
+    assert marks and all(re.fullmatch(r"<!-- /?\w+ -->", mark) for mark in marks)
+    assert max(map(len, re.sub(r"^\|.*", "", README, flags=re.M).splitlines())) <= 128
 
 
 def made_up(folder, gpu="h100"):
@@ -520,6 +616,19 @@ def test_the_suite_enters_the_page(tmp_path, monkeypatch):
 def test_a_mark_that_is_missing_is_an_error():
     with pytest.raises(SystemExit, match="README marks"):
         report.readme(README.replace("<!-- /few -->", ""))
+
+
+def test_what_is_between_marks_is_wrapped_where_it_stands():
+    """The words before and after it count; the next lines of an item are indented as it is."""
+    body = " ".join(f"word{i}" for i in range(40))
+    for before in ("- An item: <!-- a -->", "Text. <!-- a -->"):
+        after = "<!-- /a -->.) and more"
+        lines = (before + report.wrapped(body, before, after) + after.split()[0] + " /a -->.)").splitlines()
+        assert len(lines) > 2 and all(100 < len(line) <= report.WIDTH for line in lines[:-1])
+        assert all(re.match(r" *", line)[0] == ("  " if before[0] == "-" else "") for line in lines[1:])
+    last = " ".join(["x" * 50, "y" * 60])  # would fit without the mark behind it
+    assert report.wrapped(last, "<!-- a -->", "<!-- /a -->.") == "x" * 50 + "\n" + "y" * 60
+    assert report.wrapped("a\nb", "", "") == "\na\nb\n" and report.wrapped("![a](b)", "", "") == "\n![a](b)\n"
 
 
 def test_figures_are_drawn(tmp_path):

@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "safetensors":
             raise
-        top.exit(2, 'fdora.convert: files need safetensors. Install it with pip install "fdora[convert]".\n')
+        top.exit(2, 'fdora.convert: files need safetensors. In a clone of fdora: pip install ".[convert]".\n')
 
 
 if __name__ == "__main__":
