@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,15 @@ class FdoraError(ValueError):
     """Bad input to a public function of fdora: says what was wanted, what came and what to do."""
 
 
+class Weight:
+    """What may stand in the place of W beside a tensor."""
+
+    shape: Any
+    dtype: torch.dtype
+    requires_grad: Any
+    device: Any
+
+
 def fail(fn: str, arg: str, want: str, have: object, remedy: str) -> FdoraError:
     """The one template of every message."""
     return FdoraError(f"fdora.{fn}: `{arg}` must be {want}, got {have}. {remedy}")
@@ -25,7 +36,7 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_shapes(fn: str, spec: dict[str, str], tensors: dict[str, Tensor | None]) -> dict[str, int]:
+def check_shapes(fn: str, spec: dict[str, str], tensors: dict[str, Any]) -> dict[str, int]:
     """Match each tensor against its axes, e.g. ``{"W": "N K", "x": "... K"}``; the first to name an axis defines it."""
     sizes: dict[str, int] = {}
     owner: dict[str, str] = {}
@@ -33,7 +44,7 @@ def check_shapes(fn: str, spec: dict[str, str], tensors: dict[str, Tensor | None
         t = tensors[arg]
         if t is None and arg in OPTIONAL:
             continue
-        if not isinstance(t, Tensor):
+        if not (isinstance(t, Tensor) or (isinstance(t, Weight) and (arg == "W" or arg.endswith(".W")))):
             raise fail(fn, arg, "a torch.Tensor", f"a {type(t).__name__}", "Wrap it with torch.as_tensor.")
         if type(t).__name__ == "DTensor":
             raise fail(fn, arg, "a plain tensor", "a DTensor", "Call .full_tensor() on it, or .to_local() on a replica.")
@@ -65,7 +76,7 @@ def _shape_remedy(arg: str, named: list[str], shape: tuple[int, ...], sizes: dic
     return f"Pass the {arg} that belongs to this layer, in nn.Linear layout."
 
 
-def check_device(fn: str, like: str, tensors: dict[str, Tensor | None]) -> None:
+def check_device(fn: str, like: str, tensors: dict[str, Any]) -> None:
     """All tensors live where ``like`` does."""
     ref = tensors[like]
     assert ref is not None
@@ -76,7 +87,7 @@ def check_device(fn: str, like: str, tensors: dict[str, Tensor | None]) -> None:
             )
 
 
-def check_dtype(fn: str, arg: str, t: Tensor | None, allowed: tuple[torch.dtype, ...], remedy: str = "") -> None:
+def check_dtype(fn: str, arg: str, t: Tensor | Weight | None, allowed: tuple[torch.dtype, ...], remedy: str = "") -> None:
     """``t`` has one of the allowed dtypes."""
     if t is None or t.dtype in allowed:
         return
@@ -99,7 +110,7 @@ def check_s(fn: str, s: float) -> None:
         raise fail(fn, "s", "a finite Python number", s, "Pass alpha / r, or alpha / sqrt(r) for rsLoRA.")
 
 
-def check_frozen(fn: str, arg: str, t: Tensor | None) -> None:
+def check_frozen(fn: str, arg: str, t: Tensor | Weight | None) -> None:
     """No gradient is ever computed for a frozen argument, so one that asks for it is a mistake."""
     if t is not None and t.requires_grad and torch.is_grad_enabled():
         raise fail(
@@ -111,7 +122,7 @@ _passed: set[tuple] = set()
 MAX_PASSED = 8192
 
 
-def key_of(fn: str, tensors: tuple[Tensor | None, ...], *scalars: float | None) -> tuple | None:
+def key_of(fn: str, tensors: tuple[Any, ...], *scalars: float | None) -> tuple | None:
     """What names such a call, for :func:`passed`; None where it must be checked every time: under a compiler or torch.func, for
     tensors that are not plain ones, and for an s that is not a finite number.
     """

@@ -21,6 +21,11 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by torch.func
 is_batched = torch._C._functorch.is_batchedtensor  # by torch.func.vmap
 
 
+def register_pytree(cls: type, flatten: Any, unflatten: Any, name: str) -> None:
+    """For torch's own trees: torch.func, torch.export, compiled code. ``flatten`` gives (children, context)."""
+    torch.utils._pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=name)
+
+
 def cpu_has_bf16() -> bool:
     """Whether this CPU has instructions for bfloat16 products, and torch uses them."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -53,12 +53,12 @@ def test_signatures(name):
 
 
 @pytest.mark.parametrize("name", [n for n in SIGNATURES if n.startswith("dora_")])
-def test_docstrings_have_every_part_in_order(name):
-    doc = inspect.getdoc(getattr(F, name))
+def test_docstrings_have_every_part_in_order(name, module=F):
+    doc = inspect.getdoc(getattr(module, name))
     assert "``" in doc.splitlines()[0] or "``" in doc.split("\n\n")[1], "no formula at the top"
     at = [doc.find(section) for section in SECTIONS]
     assert -1 not in at and at == sorted(at), dict(zip(SECTIONS, at, strict=True))
-    for parameter in inspect.signature(getattr(F, name)).parameters:
+    for parameter in inspect.signature(getattr(module, name)).parameters:
         assert f"{parameter}:" in doc or f"{parameter}," in doc or f", {parameter}" in doc, f"{parameter} is not described"
 
 
@@ -71,6 +71,57 @@ def test_names_of_conversion():
         "llama_from_torchtune", "llama_to_torchtune", "merge", "read", "to_kohya", "to_lora", "to_peft", "to_torchtune", "write",
         "write_scales",
     }  # fmt: skip
+
+
+QUANT = {
+    "Affine": "(block)",
+    "Codes8": "(code, scale, block, unit)",
+    "Gptq": "(bits, group, plus)",
+    "Hqq": "(bits, axis, group, compute)",
+    "Kind": "(name, dequantize, tensors, by_rows)",
+    "Lut4": "(table, hi_first, group, scales, layout)",
+    "Opaque": "(f)",
+    "QuantSpec": "(kind, shape, dtype, facts, count)",
+    "QuantWeight": "(kind, tensors, shape, dtype, facts)",
+    "TorchaoNf4": "(group, outer)",
+    "from_awq": "(qweight, qzeros, scales, group=None, *, dtype=None)",
+    "from_bnb": "(weight, quant_state=None)",
+    "from_bnb_int8": "(weight, scb=None, *, dtype=torch.float16)",
+    "from_fp8": "(weight, scale, block=None, *, dtype=torch.bfloat16)",
+    "from_gptq": "(qweight, qzeros, scales, g_idx=None, *, bits=4, version=1, dtype=None)",
+    "from_hqq": "(W_q, meta=None)",
+    "from_int8": "(codes, scale, block='row', *, dtype=torch.bfloat16)",
+    "from_mxfp4": "(codes, scales, *, dtype=torch.bfloat16)",
+    "from_nvfp4": "(codes, scales, global_scale=None, divide=False, *, dtype=torch.bfloat16)",
+    "from_torchao": "(tensor)",
+    "opaque": "(f, shape, dtype, device, tensors=())",
+    "quantize": "(W, kind, *, group=None, nested=False, block='row', dtype=None)",
+    "register_kind": "(name, *, dequantize, tensors=(), by_rows=True)",
+}
+
+
+def test_names_of_quant():
+    import fdora.quant as quant
+
+    # A submodule and a function share the names opaque and quantize: the function is what the package gives.
+    public = {n for n, v in vars(quant).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    assert public == set(quant.__all__) == {"SAFE", "TABLES", *QUANT}
+
+
+@pytest.mark.parametrize("name", QUANT)
+def test_signatures_of_quant(name):
+    import fdora.quant as quant
+
+    signature = inspect.signature(getattr(quant, name))
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    assert str(inspect.Signature(bare)) == QUANT[name]
+
+
+@pytest.mark.parametrize("name", [n for n in QUANT if n.islower()])
+def test_docstrings_of_quant_have_every_part_in_order(name):
+    import fdora.quant as quant
+
+    test_docstrings_have_every_part_in_order(name, quant)
 
 
 def test_typed():

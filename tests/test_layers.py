@@ -26,12 +26,14 @@ MAY = {
         "_records",
         "_torch",
         "functional",
+        "quant",
     },  # _facts: what a layer settles once, it keys as checks do
     "convert": {"_check", "functional"},
-    "functional": {"_check", "_dispatch", "_records", "_torch", "autograd", "predict"},
-    "autograd": {"eager", "triton", "_records", "_torch"},
-    "eager": {"_records", "_torch"},
-    "triton": {"_records", "_torch", "_facts"},
+    "functional": {"_check", "_dispatch", "_records", "_torch", "autograd", "predict", "quant"},
+    "autograd": {"eager", "triton", "_records", "_torch", "quant"},
+    "eager": {"_records", "_torch", "quant"},
+    "triton": {"_records", "_torch", "_facts", "quant"},
+    "quant": {"_check", "_torch"},  # a value that all of them carry; it knows no vendor's package
     "_check": {"_facts", "_torch"},
     "_dispatch": {"_check"},
     "_facts": {"_torch"},
@@ -53,6 +55,7 @@ FOREIGN = {
     "eager": {"torch"},
     "triton": {"torch", "triton"},
     "functional": {"torch", "optree"},
+    "quant": {"torch", "optree"},
     "convert": {"torch", "safetensors"},
     "integrations": {"torch", "packaging", "peft", "transformers", "torchao", "torchtune", "axolotl", "llamafactory", "swift"},
 }  # the rest may import torch and the standard library
@@ -173,6 +176,12 @@ def test_no_arrow_points_up():
         ("convert", "from fdora.eager.norm import blocks"),
         ("convert", "import numpy"),
         ("integrations", "from fdora.autograd.norm import row_norm"),
+        ("quant", "from fdora.functional import dora_norm"),
+        ("quant", "from fdora.eager.norm import blocks"),
+        ("quant", "import bitsandbytes"),
+        ("quant", "from torchao.quantization import Int8Tensor"),
+        ("_check", "from fdora.quant import QuantWeight"),
+        ("convert", "from fdora.quant import QuantWeight"),
     ],
 )
 def test_the_walk_sees_red(layer, line):

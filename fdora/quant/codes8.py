@@ -1,0 +1,130 @@
+"""Weights of one 8-bit code for each value: int8 and float8_e4m3fn, scaled by tensor, row or block.
+
+W[n, k] = codes[n, k] * scales[of (n, k)] * unit                                 in float32, from left to right
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fdora._check import check_dtype, fail
+from fdora.quant.kinds import register_kind
+from fdora.quant.weight import QuantWeight, check_floating, matrix, stored
+
+SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+E4M3 = "float8_e4m3fn"
+
+
+class Codes8(NamedTuple):
+    """The facts of int8 and fp8. Tensors: codes (N, K), scales float32."""
+
+    code: str
+    """int8, or e4m3 (float8_e4m3fn)."""
+    scale: str
+    """tensor: scales is (1,). row: (N,). block: (ceil(N / bn), ceil(K / bk)), where the last blocks may be ragged."""
+    block: tuple[int, int]
+    """(bn, bk) where the scale is of blocks, else (0, 0)."""
+    unit: float
+    """1.0, or what bitsandbytes multiplies by: its scales are absolute maxima, so 1 / 127."""
+
+
+def decode(W: QuantWeight, first: int, last: int) -> Tensor:
+    facts, K = W.facts, W.shape[1]
+    codes, scales = W.tensors
+    assert isinstance(facts, Codes8) and codes is not None and scales is not None
+    values = codes[first:last].float()
+    if facts.scale == "row":
+        values = values * scales[first:last, None]
+    elif facts.scale == "tensor":
+        values = values * scales
+    else:
+        bn, bk = facts.block
+        top = first // bn
+        s = scales[top : -(-last // bn)].repeat_interleave(bn, 0)[first - top * bn : last - top * bn]
+        values = values * s.repeat_interleave(bk, 1)[:, :K]
+    return values if facts.unit == 1.0 else values * facts.unit
+
+
+register_kind("int8", dequantize=decode, tensors=("codes", "scales"))
+register_kind("fp8", dequantize=decode, tensors=("codes", "scales"))
+
+
+def from_fp8(
+    weight: Tensor, scale: Tensor, block: str | Sequence[int] | None = None, *, dtype: torch.dtype = torch.bfloat16
+) -> QuantWeight:
+    """``W[n, k] = weight[n, k] * scale``: float8_e4m3fn codes with a scale that is multiplied, whatever its name says.
+
+    Of DeepSeek's and Hugging Face's fine-grained checkpoints it is ``weight_scale_inv`` with ``block=(128, 128)``; of
+    compressed-tensors ``weight_scale`` with ``block="row"``; of ModelOpt ``weight_scale`` with ``block=None``.
+
+    Args:
+      weight: (N, K) float8_e4m3fn.
+      scale: float32; bfloat16, float16 and float8_e8m0fnu are converted. One number where ``block`` is None, (N,) or (N, 1)
+        where it is "row", (ceil(N / bn), ceil(K / bk)) where it is (bn, bk).
+      block: what shares a scale.
+      dtype: that the weight stands for.
+
+    Returns:
+      ``QuantWeight`` of kind fp8. It is decoded in float32.
+
+    Raises:
+      FdoraError: a dtype or a shape is another, or ``block`` is none of these.
+
+    Memory: keeps the caller's tensors, and copies none, except scales of another dtype.
+    References: DeepSeek-V3, 2024, arXiv:2412.19437, section 3.3; transformers 5.23, ``integrations/finegrained_fp8.py``.
+    """
+    fn = "quant.from_fp8"
+    return coded(fn, "fp8", "e4m3", stored(fn, "weight", weight, (torch.float8_e4m3fn,)), scale, block, dtype, 1.0)
+
+
+def from_int8(
+    codes: Tensor, scale: Tensor, block: str | Sequence[int] | None = "row", *, dtype: torch.dtype = torch.bfloat16
+) -> QuantWeight:
+    """``W[n, k] = codes[n, k] * scale``: symmetric int8.
+
+    Args:
+      codes: (N, K) int8.
+      scale: float32; other floating dtypes are converted. Shapes as in :func:`from_fp8`.
+      block: what shares a scale: "row", None for the whole tensor, or (bn, bk).
+      dtype: that the weight stands for.
+
+    Returns:
+      ``QuantWeight`` of kind int8. It is decoded in float32.
+
+    Raises:
+      FdoraError: a dtype or a shape is another, or ``block`` is none of these.
+
+    Memory: keeps the caller's tensors, and copies none, except scales of another dtype.
+    References: torchao 0.18, ``Int8Tensor``.
+    """
+    fn = "quant.from_int8"
+    return coded(fn, "int8", "int8", stored(fn, "codes", codes, (torch.int8,)), scale, block, dtype, 1.0)
+
+
+def coded(
+    fn: str, kind: str, code: str, codes: Tensor, scale: Tensor, block: object, dtype: torch.dtype, unit: float
+) -> QuantWeight:
+    """A weight of codes that were checked, with scales that were not."""
+    N, K = matrix(fn, codes.shape)
+    check_floating(fn, dtype)
+    check_dtype(fn, "scale", scale, SCALES, "Pass it as the checkpoint holds it.")
+    pair = (0, 0)
+    if block is None:
+        mode, wanted = "tensor", [(), (1,), (1, 1)]
+    elif block == "row":
+        mode, wanted = "row", [(N,), (N, 1)]
+    elif isinstance(block, Sequence) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block):
+        bn, bk = block
+        mode, pair, wanted = "block", (bn, bk), [(-(-N // bn), -(-K // bk))]
+    else:
+        raise fail(fn, "block", "None, 'row' or (bn, bk)", repr(block), "Pass (128, 128) for a fine-grained checkpoint.")
+    if tuple(scale.shape) not in wanted:
+        want = f"of shape {' or '.join(map(str, wanted))} with block={block!r}"
+        raise fail(fn, "scale", want, tuple(scale.shape), "Pass the block that the checkpoint's configuration names.")
+    scale = scale.detach().float().contiguous()
+    scale = scale if mode == "block" else scale.reshape(-1)
+    return QuantWeight(kind, (codes, scale), (N, K), dtype, Codes8(code, mode, pair, unit))

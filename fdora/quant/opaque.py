@@ -1,0 +1,70 @@
+"""Any weight that some function can make dense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fdora._check import fail
+from fdora.quant.kinds import register_kind
+from fdora.quant.weight import QuantWeight, check_floating, matrix
+
+
+class Opaque(NamedTuple):
+    """The facts of opaque. Tensors: an empty one, which is where the weight is, then the arguments of f."""
+
+    f: Callable[..., Tensor]
+
+
+def decode(W: QuantWeight, first: int, last: int) -> Tensor:
+    facts = W.facts
+    assert isinstance(facts, Opaque)
+    place, *tensors = W.tensors
+    assert place is not None
+    dense = facts.f(*tensors)
+    if tuple(dense.shape) != W.shape:
+        remedy = "Make f return the weight in nn.Linear layout."
+        raise fail("quant.QuantWeight.dequantize", "f", f"a function that returns {W.shape}", tuple(dense.shape), remedy)
+    return dense.detach().to(place.device)[first:last]
+
+
+register_kind("opaque", dequantize=decode, tensors=("place",), by_rows=False)
+
+
+def opaque(
+    f: Callable[..., Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    tensors: Sequence[Tensor | None] = (),
+) -> QuantWeight:
+    """``W = f(*tensors)``, for a format that fdora does not know.
+
+    Args:
+      f: gives the dense (N, K) weight, every time the same. Compiled code traces it; what it reads beside ``tensors`` is not
+        moved by ``.to(device)`` (its result is) and not seen by trees.
+      shape: (N, K).
+      dtype: that the weight stands for.
+      device: where it is.
+      tensors: what f is called with; they are moved, saved and traced with the weight.
+
+    Returns:
+      ``QuantWeight`` of kind opaque. All of W is made for any of its rows, in the dtype that f returns, then rounded once.
+
+    Raises:
+      FdoraError: the shape is not (N, K) or the dtype not floating; on dequantisation, f returns another shape.
+
+    Memory: keeps f and ``tensors``.
+    References: none.
+    """
+    fn = "quant.opaque"
+    if not callable(f):
+        raise fail(
+            fn, "f", "a function that returns the dense weight", f"a {type(f).__name__}", "Pass, for example, w.dequantize."
+        )
+    check_floating(fn, dtype)
+    place = torch.empty(0, device=device)  # knows where the weight is, also after .to(device)
+    return QuantWeight("opaque", (place, *tensors), matrix(fn, shape), dtype, Opaque(f))

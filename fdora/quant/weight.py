@@ -1,0 +1,211 @@
+"""A quantised weight as a value: a few tensors, and static facts that say how they are decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fdora._check import FLOATS, Weight, check_dtype, fail
+from fdora._torch import register_pytree
+from fdora.quant.kinds import kind_of
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+CHUNK = 1 << 24  # numbers: of a large weight so many at a time are float32 before they are rounded
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """All of a :class:`QuantWeight` except its tensors: hashable, a static argument of compiled code."""
+
+    kind: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    facts: Hashable
+    count: int
+    """How many tensors."""
+
+    def weight(self, tensors: Sequence[Tensor | None]) -> QuantWeight:
+        """The weight again, from as many tensors, for example those that an autograd.Function kept."""
+        if len(tensors) != self.count:
+            raise fail("quant.QuantSpec.weight", "tensors", f"{self.count} tensors", len(tensors), "Pass weight.tensors.")
+        return QuantWeight(self.kind, tuple(tensors), self.shape, self.dtype, self.facts)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantWeight(Weight):
+    """``W[n, k] = decode(tensors, facts)[n, k]``: an (N, K) weight in ``nn.Linear`` layout, frozen, in one of several formats.
+
+    The constructors of fdora.quant make it. It is a pytree for optree and for torch, whose leaves are the tensors; an argument
+    of compiled code; and can be copied, pickled and saved. ``torch.load(weights_only=True)`` takes it inside
+    ``torch.serialization.safe_globals(fdora.quant.SAFE)``. Two of them are equal if they are the same object.
+    """
+
+    kind: str
+    """The format: nf4, fp4, mxfp4, nvfp4, int8, fp8, hqq, gptq, awq, torchao_nf4, affine, opaque, or a registered one."""
+    tensors: tuple[Tensor | None, ...]
+    """What is stored, in the order that the kind names; see :meth:`named`."""
+    shape: tuple[int, int]
+    """(N, K), whatever shape the stored tensors have."""
+    dtype: torch.dtype
+    """The floating dtype that it stands for, and that ``dequantize()`` returns."""
+    facts: Hashable
+    """What else the kind must know: a NamedTuple of its module."""
+
+    @property
+    def spec(self) -> QuantSpec:
+        return QuantSpec(self.kind, self.shape, self.dtype, self.facts, len(self.tensors))
+
+    @property
+    def device(self) -> torch.device:
+        for t in self.tensors:
+            if t is not None:
+                return t.device
+        raise fail("quant.QuantWeight", "tensors", "at least one tensor", "none", "Build it with a constructor of fdora.quant.")
+
+    @property
+    def nbytes(self) -> int:
+        """Of the stored tensors together."""
+        return sum(t.numel() * t.element_size() for t in self.tensors if t is not None)
+
+    @property
+    def requires_grad(self) -> bool:
+        """False: it is frozen."""
+        return False
+
+    @property
+    def ndim(self) -> int:
+        return 2
+
+    def detach(self) -> QuantWeight:
+        """Itself: it has no gradient and no tangent."""
+        return self
+
+    def named(self) -> dict[str, Tensor | None]:
+        """The tensors by the names that the kind gives them, for example codes and scales."""
+        names = kind_of(self.kind).tensors
+        return {names[i] if i < len(names) else str(i): t for i, t in enumerate(self.tensors)}
+
+    def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> QuantWeight:
+        """The same values on another device; a dtype changes only ``.dtype``, never what is stored."""
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        tensors = self.tensors
+        if device is not None:
+            tensors = tuple(None if t is None else t.to(device) for t in tensors)
+        if dtype is not None:
+            check_floating("quant.QuantWeight.to", dtype)
+        return replace(self, tensors=tensors, dtype=self.dtype if dtype is None else dtype)
+
+    def dequantize(self, dtype: torch.dtype | None = None, rows: slice | None = None, out: Tensor | None = None) -> Tensor:
+        """``W[rows]`` as a dense tensor.
+
+        Args:
+          dtype: of the result; None is that of ``out``, or of the weight. The format is decoded in its own precision (float32
+            for most, see the constructor) and rounded to ``dtype`` once.
+          rows: a slice with step 1; only these are decoded. None is all.
+          out: (rows, K) tensor to write to, of any strides; None allocates.
+
+        Returns:
+          (rows, K) tensor on the device of the weight, or ``out``. It never requires grad.
+
+        Raises:
+          FdoraError: ``dtype`` is not floating or not that of ``out``; ``rows`` has a step; ``out`` has another shape
+            or device.
+
+        Memory: a large weight is rounded in slices of 64 MB of float32, so that little stands beside the result; compiled code
+          does it in one.
+        References: the constructor of each kind.
+        """
+        fn, (N, K) = "quant.QuantWeight.dequantize", self.shape
+        first, last, step = (slice(None) if rows is None else rows).indices(N)
+        if step != 1:
+            raise fail(fn, "rows", "a slice with step 1", rows, "Take every row of a range, then index the result.")
+        last = max(first, last)
+        if out is not None:
+            if out.shape != (last - first, K) or out.device != self.device:
+                have = f"{tuple(out.shape)} on {out.device}"
+                raise fail(fn, "out", f"{(last - first, K)} on {self.device}", have, "Allocate it with that shape there.")
+            if dtype not in (None, out.dtype):
+                raise fail(fn, "dtype", f"the dtype of `out`, {out.dtype}", dtype, "Leave dtype out.")
+            dtype = out.dtype
+        dtype = self.dtype if dtype is None else dtype
+        check_floating(fn, dtype)
+        with torch.no_grad():
+            return self._decode(first, last, dtype, out)
+
+    def _decode(self, first: int, last: int, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+        kind, K = kind_of(self.kind), self.shape[1]
+        if first == last or K == 0:  # which no kind has to think of
+            return torch.empty((last - first, K), dtype=dtype, device=self.device) if out is None else out
+        step = max(1, CHUNK // max(1, K))
+        narrow = out is not None or dtype not in (torch.float32, torch.float64)
+        if not (kind.by_rows and narrow and last - first > step) or torch.compiler.is_compiling():
+            W = kind.dequantize(self, first, last).to(dtype)
+            return W if out is None else out.copy_(W)
+        if out is None:
+            out = torch.empty((last - first, K), dtype=dtype, device=self.device)
+        for i in range(first, last, step):
+            j = min(i + step, last)
+            out[i - first : j - first].copy_(kind.dequantize(self, i, j))
+        return out
+
+    def __getstate__(self) -> dict[str, Any]:
+        # pickle cannot read a float8 tensor again (torch 2.13; torch.load can): its bytes and its dtype
+        dtypes = tuple(t.dtype if t is not None and t.dtype in FLOAT8 else None for t in self.tensors)
+        tensors = [t if d is None or t is None else t.view(torch.uint8) for t, d in zip(self.tensors, dtypes, strict=True)]
+        return vars(self) | {"tensors": tuple(tensors), "float8": dtypes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        dtypes, tensors = state["float8"], state["tensors"]
+        tensors = tuple(t if d is None else t.view(d) for t, d in zip(tensors, dtypes, strict=True))
+        vars(self).update({name: value for name, value in state.items() if name != "float8"}, tensors=tensors)
+
+    def __repr__(self) -> str:
+        N, K = self.shape
+        return f"QuantWeight({self.kind}, ({N}, {K}), {self.dtype}, {self.facts}, {self.nbytes} bytes)"
+
+
+def check_floating(fn: str, dtype: object) -> None:
+    if dtype not in FLOATS:
+        raise fail(fn, "dtype", "a floating dtype of torch", dtype, "Pass, for example, torch.bfloat16.")
+
+
+def matrix(fn: str, shape: Sequence[int]) -> tuple[int, int]:
+    """(N, K) as a tuple of ints, which a torch.Size is to nobody's hash but its own."""
+    if len(shape) != 2:
+        raise fail(fn, "shape", "(N, K)", tuple(shape), "Pass one weight of a linear layer; of a stack of experts, one expert.")
+    N, K = shape
+    return N, K
+
+
+def stored(fn: str, arg: str, t: Any, dtypes: tuple[torch.dtype, ...], size: Sequence[int] | None = None) -> Tensor:
+    """A tensor that is stored as it is: of a dtype and a shape that the format has, contiguous, and no Parameter."""
+    if not isinstance(t, Tensor):
+        raise fail(fn, arg, "a torch.Tensor", f"a {type(t).__name__}", "Pass the tensor that the checkpoint holds.")
+    check_dtype(fn, arg, t, dtypes, "Pass it as the checkpoint holds it.")
+    if size is not None and tuple(t.shape) != tuple(size):
+        raise fail(
+            fn, arg, f"of shape {tuple(size)}", tuple(t.shape), "Pass the tensors of one layer, as the checkpoint holds them."
+        )
+    if not t.is_contiguous():
+        raise fail(fn, arg, "contiguous", f"strides {t.stride()}", f"Pass {arg}.contiguous().")
+    return t.detach()
+
+
+def _flatten(W: QuantWeight) -> tuple[tuple[Tensor | None, ...], QuantSpec]:
+    return W.tensors, W.spec
+
+
+def _unflatten(spec: QuantSpec, tensors: Sequence[Any]) -> QuantWeight:
+    # Not spec.weight: trees are mapped to anything, for example to shapes.
+    return QuantWeight(spec.kind, tuple(tensors), spec.shape, spec.dtype, spec.facts)
+
+
+# The namespace of fdora's trees, as of its NamedTuples, is the global one.
+optree.register_pytree_node(QuantWeight, _flatten, _unflatten, namespace=vars(optree.registry)["__GLOBAL_NAMESPACE"])  # type: ignore[arg-type]
+register_pytree(QuantWeight, _flatten, lambda tensors, spec: _unflatten(spec, tensors), "fdora.quant.QuantWeight")

@@ -1,0 +1,87 @@
+"""Against hqq itself where it is installed, and what from_hqq refuses."""
+
+import pytest
+import torch
+
+from fdora._check import FdoraError
+from fdora.quant import from_hqq
+from tests import device
+from tests.quant.make import hqq
+
+WHY = "hqq is not installed: pip install --no-deps hqq termcolor"
+
+
+@pytest.mark.parametrize("view_as_float", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+def test_of_the_library(bits, axis, dtype, view_as_float):
+    Quantizer = pytest.importorskip("hqq.core.quantize", reason=WHY).Quantizer
+    W = torch.randn(6, 128, device=device.NAME)
+    made = {"nbits": bits, "group_size": 32, "axis": axis, "compute_dtype": dtype, "view_as_float": view_as_float}
+    codes, meta = Quantizer.quantize(W, device=device.NAME, optimize=False, **made)
+    codes, meta = Quantizer.to_inplace(codes, meta | {"compute_dtype": dtype}, device=device.NAME)
+    q, want = from_hqq(codes, meta), Quantizer.dequantize(codes, meta)
+    assert (q.kind, q.shape, q.dtype, q.facts) == ("hqq", (6, 128), dtype, (bits, axis, 32, dtype))
+    assert want.dtype == dtype and torch.equal(q.dequantize(), want)
+    assert q.tensors[0].data_ptr() == codes.data_ptr()
+    assert torch.equal(q.dequantize(rows=slice(1, 5)), want[1:5])
+
+
+def test_a_layer_of_the_library():
+    library = pytest.importorskip("hqq.core.quantize", reason=WHY)
+    linear = torch.nn.Linear(64, 6)
+    layer = library.HQQLinear(
+        linear, library.BaseQuantizeConfig(nbits=4, group_size=32), compute_dtype=torch.bfloat16, device=device.NAME
+    )
+    assert torch.equal(from_hqq(layer).dequantize(), layer.dequantize())
+    assert all(type(t) is torch.Tensor and not t.requires_grad for t in from_hqq(layer).tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_half_precision_rounds_each_step_as_the_library_does(axis, dtype):
+    W, truth = hqq(4, axis, dtype=dtype)
+    codes, scales, zeros = W.tensors
+    q = torch.cat([codes >> 4, codes & 15]).to(dtype)
+    want = ((q - zeros).to(dtype) * scales).to(dtype).reshape(W.shape)
+    assert W.dtype == dtype and torch.equal(W.dequantize(), want) and not torch.equal(want, truth.to(dtype))
+
+
+class Layer:
+    def __init__(self, W_q, meta):
+        self.W_q, self.meta = W_q, meta
+
+
+CODES = torch.zeros(4, 8, dtype=torch.uint8)
+META = {"shape": (2, 32), "axis": 1, "group_size": 8, "packing": "4bit_u8", "scale": torch.ones(8, 1), "zero": torch.ones(8, 1)}
+
+
+def test_without_a_group_a_row_or_a_column_is_one():
+    whole = META | {"group_size": None, "scale": torch.ones(2, 1), "zero": torch.ones(2, 1)}
+    assert from_hqq(torch.zeros(1, 32, dtype=torch.uint8), whole).facts[:3] == (4, 1, 32)
+    assert from_hqq(Layer(CODES, META)).shape == (2, 32) and from_hqq(CODES, META).dtype == torch.float32
+    assert from_hqq(CODES, META).facts == (4, 1, 8, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("codes", "meta", "says"),
+    [
+        (CODES, None, "`W_q` must be a tensor with its `meta`"),
+        (object(), None, "a quantised HQQLinear"),
+        (CODES, {k: v for k, v in META.items() if k != "axis"}, "a dictionary with axis"),
+        (CODES, {k: v for k, v in META.items() if k != "scale"}, "a dictionary with scale.*quant_scale=False"),
+        (CODES, META | {"packing": "3bit_32"}, "one of 8bit_u8, 4bit_u8.*got '3bit_32'"),
+        (CODES, META | {"packing": None}, "got None"),
+        (CODES, META | {"axis": 2}, "0 or 1, got 2"),
+        (CODES, META | {"shape": (2, 2, 16)}, r"\(N, K\)"),
+        (CODES, META | {"shape": (2, 64)}, r"`W_q` must be of shape \(8, 8\), got \(4, 8\)"),
+        (CODES, META | {"scale": torch.ones(())}, r"`meta\['scale'\]` must be of shape \(8, 1\)"),
+        (CODES, META | {"zero": torch.ones(1, 8)}, r"`meta\['zero'\]` must be of shape \(8, 1\)"),
+        (CODES.int(), META, "`W_q` must be uint8"),
+        (CODES[:3], META | {"shape": (7, 8), "scale": torch.ones(7, 1), "zero": torch.ones(7, 1)}, "7 rows of 4 bits"),
+    ],
+)
+def test_errors(codes, meta, says):
+    with pytest.raises(FdoraError, match=says):
+        from_hqq(codes, meta)

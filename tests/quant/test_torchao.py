@@ -1,0 +1,113 @@
+"""from_torchao on stand-ins with torchao's names and attributes; on torchao itself in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fdora._check import FdoraError
+from fdora.quant import from_torchao
+from tests import device
+from tests.quant.make import randint
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_library():
+    folder = Path(sys.prefix) / "torchtune"
+    if not folder.exists():
+        pytest.skip(f"`make test` installs torchao (for torchtune) into {folder}; this environment was made otherwise")
+    env = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-rA",
+        str(Path(__file__).with_name("torchao_cases.py")),
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("PASSED") >= 12, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def stand_in(name, module="torchao.quantization", **attributes):
+    kind = type(name, (), {"__module__": module})
+    found = kind()
+    vars(found).update(attributes)
+    return found
+
+
+def int8(**changes):
+    base = {
+        "qdata": (randint(6, 8).int() - 128).to(torch.int8),
+        "scale": torch.rand(6, 1, device=device.NAME),
+        "block_size": [1, 8],
+    }
+    base |= {"zero_point": None, "act_pre_scale": None, "dtype": torch.bfloat16}
+    return stand_in("Int8Tensor", **base | changes)
+
+
+def test_int8_of_every_granularity():
+    t = int8()
+    q = from_torchao(t)
+    assert (q.kind, q.shape, q.dtype, q.facts) == ("int8", (6, 8), torch.bfloat16, ("int8", "row", (0, 0), 1.0))
+    assert torch.equal(q.dequantize(torch.float32), t.qdata.float() * t.scale)
+    assert q.tensors[0].data_ptr() == t.qdata.data_ptr() and q.tensors[1].data_ptr() == t.scale.data_ptr()
+    zeros = torch.zeros(6, 1, dtype=torch.int8, device=device.NAME)
+    assert from_torchao(int8(zero_point=zeros)).kind == "int8"
+    assert from_torchao(int8(scale=t.scale[:1], block_size=[6, 8])).facts.scale == "tensor"
+    assert from_torchao(int8(scale=torch.rand(6, 2), block_size=[1, 4])).facts.block == (1, 4)
+
+
+@pytest.mark.parametrize("block", [(1, 8), (1, 4), (2, 3)])
+def test_zero_points(block):
+    bn, bk = block
+    size = (-(-6 // bn), -(-8 // bk))
+    zero = (randint(*size).int() - 128).to(torch.int8)
+    zero[0, 0] = 3
+    t = int8(zero_point=zero, block_size=list(block), scale=torch.rand(size, device=device.NAME))
+    q = from_torchao(t)
+    assert q.kind == "affine" and q.facts == (block,)
+    big = [s.repeat_interleave(bn, 0)[:6].repeat_interleave(bk, 1)[:, :8].double() for s in (zero, t.scale)]
+    truth = (t.qdata.double() - big[0]) * big[1]
+    torch.testing.assert_close(q.dequantize(torch.float64), truth, rtol=2e-7, atol=0)
+    assert torch.equal(q.dequantize(rows=slice(1, 4)), q.dequantize()[1:4])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "says"),
+    [
+        (lambda: torch.ones(2, 3), "a NF4Tensor, Int8Tensor.*got a torch.Tensor"),
+        (lambda: stand_in("Int4Tensor", qdata=1, scale=1), "got a torchao.quantization.Int4Tensor. Dequantise it, or use"),
+        (lambda: stand_in("Int8Tensor", "torchaoish", **vars(int8())), "got a torchaoish.Int8Tensor"),
+        (lambda: stand_in("Int8Tensor2", **vars(int8())), "got a torchao.quantization.Int8Tensor2"),
+        (lambda: stand_in("Int8Tensor", qdata=torch.ones(2)), "got a torchao.quantization.Int8Tensor"),
+        (lambda: int8(act_pre_scale=torch.ones(1)), "act_pre_scale"),
+        (lambda: int8(qdata=torch.zeros(2, 6, 8, dtype=torch.int8)), r"\(N, K\)"),
+        (
+            lambda: stand_in(
+                "NVFP4Tensor", **dict.fromkeys(("qdata", "scale", "per_tensor_scale", "block_size", "orig_dtype"))
+            ),
+            "swizzled",
+        ),
+        (
+            lambda: stand_in(
+                "MXTensor",
+                is_swizzled_scales=False,
+                elem_dtype=torch.float8_e4m3fn,
+                block_size=32,
+                qdata=1,
+                scale=1,
+                orig_dtype=1,
+            ),
+            "4-bit elements",
+        ),
+    ],
+)
+def test_errors(tensor, says):
+    with pytest.raises(FdoraError, match=says):
+        from_torchao(tensor())
