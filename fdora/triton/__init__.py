@@ -10,4 +10,5 @@ from fdora.triton import linear as linear
 from fdora.triton import merge as merge
 from fdora.triton import mlp as mlp
 from fdora.triton import norm as norm
+from fdora.triton import quant as quant
 from fdora.triton import tree as tree

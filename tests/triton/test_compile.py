@@ -148,7 +148,7 @@ def asked():
 
 KERNELS = (
     "act_bwd", "act_fwd", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "epilogue", "finish", "gemm_pointer", "gemm_tma",
-    "hash", "merge", "norm", "scale", "shrink", "small", "split", "sum",
+    "hash", "merge", "norm", "quant4", "quant8", "scale", "shrink", "small", "split", "sum",
 )  # fmt: skip
 
 

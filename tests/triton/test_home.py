@@ -369,11 +369,18 @@ def samples():
     turned = (W.T, B.T, A.T, m[:80], c[:80], bias[:80])
     down = [*(v.contiguous() for v in turned), None]
     dropped_down = [*down[:6], seed]
+    four = [torch.zeros(W.numel() // 2, device=x.device, dtype=torch.uint8), torch.ones(W.numel() // 16, device=x.device)]
+    eight = [torch.ones_like(W, dtype=torch.int8), torch.ones(len(W), device=x.device)]
     return {
         "row_norm": [(W, A, B, S, None, squared) for squared in (False, True)],
         "row_norm_guarded": [(W, A, B, S, None, *dora_norm_state(W))],
         "row_norm_kept": [(W, A, B, S, *dora_norm(W, A, B, s=S, state=dora_norm_state(W), **BACKEND))],  # nothing to write
         "model_norms": [([W, turned[0]], [A, turned[1]], [B, turned[2]], [S, 2 * S])],
+        "quant_row_norm": [
+            (coded, A, B, S, *W.shape, *form, dense is None, dense)
+            for coded, form in ((four, (["nf4", "fp32"], [1, 16, 1])), (eight, (["int8", "row"], [1, 1])))
+            for dense in (None, HALF)
+        ],
         "merge": [(W, A, B, m, c, S, undo) for undo in (False, True)],
         "compose": [(dy, dy, m, bias, S, False), (dy, dy, m, None, S, True)],
         "compose_backward": [(dy, dy, dy, m, S, delta, [True, False, True, not delta]) for delta in (False, True)],

@@ -152,6 +152,37 @@ def calls_of_weights(N, K, r, dtype, adapter=None):
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
+def likes_of_codes(form, N, K, r, dtype=BF16):
+    """A and B, then the tensors of a weight of codes."""
+    adapter, u8 = [alike(r, K, dtype=dtype), alike(N, r, dtype=dtype)], torch.uint8
+    if not hasattr(form, "table"):
+        n = {"tensor": 1, "row": N}.get(form.mode, -(-N // form.block[0]) * -(-K // form.block[1]))
+        code = torch.int8 if form.code == "int8" else torch.float8_e4m3fn
+        return [*adapter, alike(N, K, dtype=code), alike(n, dtype=FP32)]
+    n = -(-N * K // form.group) if form.flat else N * -(-K // form.group)
+    rest = {
+        "fp32": [alike(n, dtype=FP32)],
+        "nested": [alike(n, dtype=u8), alike(256, dtype=FP32), alike(-(-n // 256), dtype=FP32), alike(dtype=FP32)],
+        "e8m0": [alike(n, dtype=u8)],
+        "e4m3": [alike(n, dtype=torch.float8_e4m3fn), alike(1, dtype=FP32)],
+    }
+    return [*adapter, alike(-(-N * K // 2), dtype=u8), *rest[form.scales]]
+
+
+def calls_of_codes(N, K, r, dtype):
+    """Norms of weights of 4 and 8 bits, with and without the dense W."""
+    from fdora.triton.quant import Eight, Four, plan_quant_norm
+
+    forms = [
+        Four(t, t != "e2m1", 32, s, s != "e8m0") for t in ("nf4", "fp4", "e2m1") for s in ("fp32", "nested", "e8m0", "e4m3")
+    ]
+    forms += [
+        Eight(c, *mode) for c in ("int8", "e4m3") for mode in (("tensor", (1, 1)), ("row", (1, 1)), ("block", (128, 128)))
+    ]
+    for form, (squared, dense) in product(forms, ((False, None), (True, None), (False, BF16), (False, FP32))):
+        yield plan_quant_norm, likes_of_codes(form, N, K, r, dtype), ((N, K), form, squared, dense)
+
+
 def every_call():
     """Few tokens and many, small ranks and large, every mix of dtypes; sizes that are multiples of 16 and, once, that are not."""
     for M, r in ((8, 16), (64, 384), (4096, 16), (4096, 64), (4096, 384)):
@@ -165,3 +196,6 @@ def every_call():
     for r, (dtype, adapter) in product((8, 64, 384), ((BF16, None), (BF16, FP32), (FP32, None), (FP32, BF16))):
         yield from calls_of_weights(1024, 2048, r, dtype, adapter)
     yield from calls_of_weights(137, 70, 20, FP16, FP32)
+    for dtype in (BF16, FP32):
+        yield from calls_of_codes(1024, 2048, 64, dtype)
+        yield from calls_of_codes(137, 75, 20, dtype)

@@ -16,18 +16,15 @@ def tile_at(i, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.con
 
 
 @triton.jit
-def weight_and_product(
-    W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
+def product(
+    A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br,
     BLOCK_R: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """W and B A at rows n and columns k in float32; zeros outside."""
+    """B A at rows n and columns k in float32; zeros outside."""
     r = tl.arange(0, BLOCK_R)
     in_n, in_k = n < N, k < K
-    at_w = W + n[:, None].to(tl.int64) * stride_wn + k[None, :].to(tl.int64) * stride_wk
     at_b = B + n[:, None].to(tl.int64) * stride_bn + r[None, :].to(tl.int64) * stride_br
     at_a = A + r[:, None].to(tl.int64) * stride_ar + k[None, :].to(tl.int64) * stride_ak
-    # EVEN: every tile and slab is whole. Masks would keep the loads from being pipelined at full width.
-    w = tl.load(at_w) if EVEN else tl.load(at_w, mask=in_n[:, None] & in_k[None, :], other=0.0)
     acc = tl.zeros((n.shape[0], k.shape[0]), tl.float32)
     for r0 in range(0, R, BLOCK_R):
         if EVEN:
@@ -38,6 +35,19 @@ def weight_and_product(
         acc = tl.dot(b, a, acc, input_precision=PRECISION)
         at_b += BLOCK_R * stride_br
         at_a += BLOCK_R * stride_ar
+    return acc
+
+
+@triton.jit
+def weight_and_product(
+    W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
+    BLOCK_R: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """W and B A at rows n and columns k in float32; zeros outside."""
+    at_w = W + n[:, None].to(tl.int64) * stride_wn + k[None, :].to(tl.int64) * stride_wk
+    # EVEN: every tile and slab is whole. Masks would keep the loads from being pipelined at full width.
+    w = tl.load(at_w) if EVEN else tl.load(at_w, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+    acc = product(A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION)
     return w.to(tl.float32), acc
 
 

@@ -54,6 +54,11 @@ class Builder:
         assert whole is not None
         return whole.flat()
 
+    def flat(self, like: Like | None) -> Any:
+        """Whatever its shape, as (n,) with no gaps."""
+        whole = self._input(like, like is None or like.stride == contiguous(like.shape))
+        return None if whole is None else replace(whole, shape=(whole.numel,), stride=(1,))
+
     def _input(self, like: Like | None, as_it_is: bool) -> Array | None:
         slot = len(self.inputs)
         self.inputs.append(like)

@@ -74,6 +74,14 @@ def _norm(*, W, A, B, partial, N, K, R, **_: Any) -> Cost:
     return product(N, K, R, A) + moved(W, A, B, partial)
 
 
+def _quant4(*, codes, scales, scales2, A, B, partial, dense, N, K, R, **_: Any) -> Cost:
+    return product(N, K, R, A) + moved(codes, scales, scales2, A, B, partial, dense)
+
+
+def _quant8(*, codes, scales, A, B, partial, dense, N, K, R, **_: Any) -> Cost:
+    return product(N, K, R, A) + moved(codes, scales, A, B, partial, dense)
+
+
 def _choose(*, partial, c, out, **_: Any) -> Cost:
     return moved(partial, c, out)
 
@@ -137,6 +145,8 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "hash_kernel": _hash,
     "merge_kernel": _merge,
     "norm_kernel": _norm,
+    "quant4_kernel": _quant4,
+    "quant8_kernel": _quant8,
     "scale_kernel": _scale,
     "shrink_kernel": _shrink,
     "small_kernel": _small,

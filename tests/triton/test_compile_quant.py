@@ -1,0 +1,88 @@
+"""The kernels for weights of codes build for every GPU we name, without one: they fit, spill nothing, and decode as they say."""
+
+import re
+from itertools import product
+from math import prod
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+from fdora.triton.quant import Eight, Four, plan_quant_norm
+from tests.triton.test_compile import ODD, TARGETS, assert_fits, build, device, pytestmark  # noqa: F401
+from tests.triton.written import BF16, FP16, FP32, launches, likes_of_codes
+
+FORMS = {
+    "nf4 nested": Four("nf4", True, 64, "nested", True),
+    "nf4": Four("nf4", True, 64, "fp32", True),
+    "nf4 4096": Four("nf4", True, 4096, "nested", True),
+    "fp4": Four("fp4", True, 128, "fp32", True),
+    "mxfp4": Four("e2m1", False, 32, "e8m0", False),
+    "nvfp4": Four("e2m1", False, 16, "e4m3", False),
+    "int8": Eight("int8", "row", (1, 1)),
+    "fp8 tensor": Eight("e4m3", "tensor", (1, 1)),
+    "fp8 block": Eight("e4m3", "block", (128, 128)),
+    "fp8 narrow": Eight("e4m3", "block", (64, 32)),
+}
+NARROW = "fp8 narrow"  # more than one block to a tile: a scale for each element
+SOME = ("nf4 nested", "mxfp4", "fp8 block")  # of these on the GPUs that come last
+CASES = [(name, target) for name, target in product(FORMS, TARGETS) if name in SOME or target in (80, 90, 100)]
+# N, K, r, the adapter, and W of which dtype is stored; more rank is more turns of one loop
+WHOLE = [
+    (1024, 4096, 16, BF16, None),
+    (1024, 4096, 384, FP32, None),
+    (1024, 4096, 64, BF16, BF16),
+    (1024, 4096, 64, FP32, FP16),
+]
+RAGGED = [(1000, 4160, 70, BF16, BF16), (1000, 4160, 70, FP32, None)]
+CROSSING = [(1000, 4098, 70, FP32, None), (999, 4097, 70, BF16, BF16)]
+
+
+def step_of(form, target, N, K, r, dtype, dense):
+    plan = plan_quant_norm(likes_of_codes(form, N, K, r, dtype), device(target), (N, K), form, False, dense)
+    (step,) = launches(plan, "quant")
+    return step
+
+
+@pytest.mark.parametrize(("name", "target"), CASES)
+def test_whole_tiles(name, target, tmp_path):
+    for case in WHOLE:
+        made = build(step_of(FORMS[name], target, *case), target)
+        assert_fits(made, target, tmp_path)
+        if isinstance(target, int):
+            assert_reads_wide_and_moves_bytes(made, FORMS[name], name != NARROW)
+            if case[-1] == BF16:
+                assert "cvt.rn.bf16" in made.asm["ptx"]  # the interpreter cuts
+
+
+def assert_reads_wide_and_moves_bytes(made, form, bytes_only):
+    """Codes do not come byte by byte; what changes registers is codes, scales of groups and what is stored, nothing in float32
+    that is as large as a tile."""
+    ptx = made.asm["ptx"]
+    assert len(re.findall(r"ld\.global\S*\.[bus]8\b", ptx)) <= 8  # scales; of codes a thread has 32 bytes at least
+    if isinstance(form, Four):  # 64 codes to a thread
+        assert ptx.count("prmt.b32") >= (128 if form.table == "e2m1" else 256)
+    moved = [line for line in made.asm["ttgir"].splitlines() if "ttg.convert_layout" in line]
+    shapes = [tuple(map(int, found[1].split("x"))) for line in moved if (found := re.search(r"tensor<([\dx]+)xf32", line))]
+    assert not bytes_only or max(map(prod, shapes), default=0) <= 128 * 8
+
+
+@pytest.mark.parametrize(("name", "target"), CASES)
+def test_ragged_ones(name, target, tmp_path):
+    """Groups that go on in the next row, and odd rows, too: an address for each code."""
+    for case in RAGGED + (CROSSING if isinstance(FORMS[name], Four) else []):
+        assert_fits(build(step_of(FORMS[name], target, *case), target), target, tmp_path, ODD)
+
+
+@pytest.mark.parametrize(("target", "by_bits"), [(80, True), (90, False), (100, False), ("gfx942", True)], ids=str)
+def test_float8_where_there_is_one(target, by_bits):
+    step = step_of(FORMS["fp8 block"], target, *WHOLE[0])
+    assert step.constexprs[1] == by_bits
+    if isinstance(target, int):
+        assert ("cvt.rn.f16x2.e4m3x2" in build(step, target).asm["ptx"]) != by_bits
+
+
+def test_no_scale_is_rounded_once_where_it_should_be_twice():
+    """code256 * scales2 + offset: the product is an fma of its own, so that none fuses it with the sum."""
+    ptx = build(step_of(FORMS["nf4 nested"], 90, *WHOLE[0]), 90).asm["ptx"]
+    lone = re.search(r"fma\.rn\.f32\s+(%r\d+), (%r\d+), (%r\d+), (0f00000000|%r\d+);", ptx)
+    assert lone and re.search(rf"add\S*\.f32\s+%r\d+, ({lone[1]}, %r\d+|%r\d+, {lone[1]});", ptx)

@@ -1,0 +1,108 @@
+"""Norms of QuantWeights by kernels: those of fdora.quant's own decoders, whatever the kind."""
+
+import pytest
+import torch
+
+from fdora import _dispatch
+from fdora.functional import dora_linear, dora_norm, dora_norm_state
+from fdora.quant import from_nvfp4, opaque, quantize
+from tests import device, reference
+from tests.close import rel_l2
+from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
+
+pytestmark = needs_kernels
+S = 0.7
+KINDS = {
+    "nf4": {},
+    "nf4 nested": {"nested": True},
+    "fp4": {},
+    "int8": {},
+    "fp8": {"block": (16, 32)},
+    "fp8 row": {},
+    "mxfp4": {},
+    "nvfp4": {},
+}
+
+
+def weight(name, n=48, k=96, dtype=torch.float16):
+    W = torch.randn(n, k, generator=torch.Generator().manual_seed(0)) / 8
+    return quantize(W, name.split()[0], dtype=dtype, **KINDS[name]).to(device.NAME)
+
+
+def adapter(W, dtype=torch.float32):
+    g = torch.Generator().manual_seed(1)
+    n, k = W.shape
+    return [(torch.randn(shape, generator=g) / 8).to(device.NAME, dtype) for shape in ((4, k), (n, 4))]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    from fdora.triton import quant
+
+    found, run = [], quant.run
+    monkeypatch.setattr(quant, "run", lambda plan, *args: found.append(plan.name) or run(plan, *args))
+    return found
+
+
+@pytest.mark.parametrize("adapters", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_the_norm_is_that_of_what_is_decoded(name, adapters, launched):
+    W = weight(name)
+    A, B = adapter(W, adapters)
+    want = reference.norm(W.dequantize(torch.float32).double(), A.double(), B.double(), S)
+    for squared in (False, True):
+        c = dora_norm(W, A, B, s=S, squared=squared, backend="triton")
+        torch.testing.assert_close(c.double(), want**2 if squared else want, rtol=1e-6, atol=0)
+    assert launched == ["dora_norm of codes"] * 2
+
+
+@pytest.mark.parametrize("divide", [False, True])
+def test_a_global_scale_that_divides(divide, launched):
+    codes = torch.randint(0, 256, (32, 48), dtype=torch.uint8)
+    scales = (torch.rand(32, 6) + 0.5).to(torch.float8_e4m3fn)
+    W = from_nvfp4(codes, scales, torch.tensor(3.0), divide, dtype=torch.float16).to(device.NAME)
+    A, B = adapter(W)
+    want = reference.norm(W.dequantize(torch.float32).double(), A.double(), B.double(), S)
+    torch.testing.assert_close(dora_norm(W, A, B, s=S, backend="triton").double(), want, rtol=1e-6, atol=0)
+    assert launched
+
+
+def test_the_unit_of_bitsandbytes(launched):
+    from fdora.quant import from_bnb_int8
+
+    codes = torch.randint(-127, 128, (32, 48), dtype=torch.int8)
+    W = from_bnb_int8(codes, torch.rand(32) + 0.5).to(device.NAME)
+    A, B = adapter(W)
+    want = reference.norm(W.dequantize(torch.float32).double(), A.double(), B.double(), S)
+    torch.testing.assert_close(dora_norm(W, A, B, s=S, backend="triton").double(), want, rtol=1e-6, atol=0)
+    assert launched
+
+
+def test_other_kinds_are_decoded_some_rows_at_a_time(launched):
+    dense = torch.randn(48, 96, device=device.NAME, dtype=torch.float16)
+    W = opaque(lambda t: t.mul(2), (48, 96), torch.float16, device.NAME, (dense,))
+    A, B = adapter(W)
+    want = reference.norm(2 * dense.double(), A.double(), B.double(), S)
+    torch.testing.assert_close(dora_norm(W, A, B, s=S, backend="triton").double(), want, rtol=1e-6, atol=0)
+    assert not launched
+
+
+def test_a_layer_and_a_state(monkeypatch):
+    monkeypatch.setattr(_dispatch, "_forced", "triton")
+    W = weight("nf4 nested")
+    A, B = (t.requires_grad_() for t in adapter(W))
+    m = (1.1 * dora_norm(W, A, B, s=S)).requires_grad_()
+    x = torch.randn(5, 96, device=device.NAME, dtype=torch.float16, requires_grad=True)
+    dense, results = W.dequantize(torch.float16), []
+    state = dora_norm(W, A, B, s=S, state=dora_norm_state(W))
+    for w in (W, dense):
+        y = dora_linear(x, w, A, B, m, s=S, norm=state.c)
+        results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, A, B, m])])
+    assert all(map(torch.equal, *results))
+    again = dora_norm(W, A, B, s=S, state=state)
+    assert torch.equal(again.c, state.c) and torch.equal(again.c, dora_norm(W, A, B, s=S))
+    with torch.no_grad():
+        B.mul_(2)
+    new = dora_norm(W, A, B, s=S, state=again)
+    assert torch.equal(new.c, dora_norm(W, A, B, s=S)) and not torch.equal(new.c, state.c)
+    assert rel_l2(dora_linear(x, W, A, B, m, s=S).detach(), dora_linear(x, dense, A, B, m, s=S).detach()) < 2e-3

@@ -1,0 +1,487 @@
+"""The norm straight from codes against a float64 decoder of its own; interpreted, or for real with --device cuda."""
+
+import re
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+
+from fdora.triton import quant
+from fdora.triton.kernels.quant import VALUES, lookup
+from fdora.triton.quant import Eight, Four, dequantize_norm, plan_quant_norm, quant_norm, quant_row_norm
+from fdora.triton.runtime.describe import describe
+from tests import device
+from tests.triton.marks import INTERPRETED, needs_kernels
+from tests.triton.written import HOPPER, launches, likes_of_codes
+
+HALF = torch.float16  # the interpreter of Triton 3.6 multiplies bf16 wrongly
+FP32 = torch.float32
+BF16 = HALF if INTERPRETED else torch.bfloat16  # and cuts what it should round
+
+
+class Facts4(NamedTuple):
+    table: str
+    high_first: bool
+    group: int
+    scales: str
+    flat: bool
+
+
+class Facts8(NamedTuple):
+    code: str
+    mode: str
+    block: tuple[int, int]
+
+
+class Spec(NamedTuple):
+    kind: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    facts: Facts4 | Facts8
+
+
+class Case(NamedTuple):
+    """A weight of codes, and what it decodes to in float32: one product of a value and a scale, rounded once."""
+
+    spec: Spec
+    tensors: tuple[torch.Tensor, ...]
+    W: torch.Tensor
+
+
+# the values by other formulas than those of the kernels; NF4 as bitsandbytes prints them
+NF4 = """-1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635 -0.18477343022823334
+-0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224 0.44070982933044434
+0.5626170039176941 0.7229568362236023 1.0"""
+FP4 = [v / 12 for v in (0, 0.0625, 8, 12, 4, 6, 2, 3)]
+E2M1 = [m / 2 if e == 0 else (1 + m / 2) * 2 ** (e - 1) for e in range(4) for m in range(2)]
+TABLES = {
+    "nf4": torch.tensor([float(v) for v in NF4.split()]),
+    "fp4": torch.tensor([*FP4, *(-v for v in FP4)]),
+    "e2m1": torch.tensor([*E2M1, *(-v for v in E2M1)]),
+}
+SCALES = ("fp32", "nested", "e8m0", "e4m3")
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+E8M0 = torch.ldexp(torch.ones(255), torch.arange(255) - 127)  # 255 is NaN
+
+
+def bytes_of(n, below=256, above=0):
+    return torch.randint(above, below, (n,), dtype=torch.uint8)
+
+
+def scales_of(form, n):
+    """The tensors of n scales near 0.02, and their values in float32."""
+    if form == "nested":
+        code256, second, offset = (
+            torch.sort(torch.rand(256) * 2 - 1)[0],
+            0.01 + 0.01 * torch.rand(-(-n // 256)),
+            torch.tensor(0.03),
+        )
+        codes = bytes_of(n)
+        return (codes, code256, second, offset), code256[codes.long()] * second.repeat_interleave(256)[:n] + offset
+    if form == "e8m0":
+        codes = bytes_of(n, 124, 119)
+        return (codes,), E8M0[codes.long()]
+    if form == "e4m3":
+        codes, total = bytes_of(n, 0x58, 0x28), torch.tensor([0.0123])
+        return (codes, total), E4M3[codes.long()] * total
+    scales = 0.01 + 0.02 * torch.rand(n)
+    return (scales,), scales
+
+
+def four(table, scales, N, K, group=64, flat=True, high_first=True):
+    codes = bytes_of((N * K + 1) // 2)
+    first, second = (codes >> 4, codes & 15) if high_first else (codes & 15, codes >> 4)
+    values = TABLES[table][torch.stack([first, second], 1).flatten()[: N * K].long()].reshape(N, K)
+    groups = -(-N * K // group) if flat else N * -(-K // group)
+    tensors, each = scales_of(scales, groups)
+    if flat:
+        each = each.repeat_interleave(group)[: N * K].reshape(N, K)
+    else:
+        each = each.reshape(N, -1).repeat_interleave(group, 1)[:, :K]
+    spec = Spec("four", (N, K), HALF, Facts4(table, high_first, group, scales, flat))
+    return placed(Case(spec, (codes, *tensors), values * each))
+
+
+def eight(code, mode, N, K, block=(128, 128)):
+    codes = torch.randint(-128, 128, (N, K), dtype=torch.int8)
+    if code == "e4m3":
+        codes = torch.where(codes & 127 == 127, 0, codes).view(torch.float8_e4m3fn)
+    shape = {"tensor": (1, 1), "row": (N, 1)}.get(mode, (-(-N // block[0]), -(-K // block[1])))
+    scales = 0.01 + 0.02 * torch.rand(shape)
+    each = scales
+    if mode == "block":
+        each = scales.repeat_interleave(block[0], 0)[:N].repeat_interleave(block[1], 1)[:, :K]
+    kept = scales.flatten() if mode != "block" else scales
+    return placed(Case(Spec("eight", (N, K), HALF, Facts8(code, mode, block)), (codes, kept), codes.float() * each))
+
+
+def placed(case):
+    return Case(case.spec, tuple(t.to(device.NAME) for t in case.tensors), case.W.to(device.NAME))
+
+
+def adapter(case, r, dtype=HALF):
+    """A and B whose product is as large as W."""
+    (N, K), size = case.spec.shape, case.W.square().mean().sqrt().nan_to_num().item() or 1.0
+    return (torch.randn(r, K).to(device.NAME, dtype), (torch.randn(N, r) * size * r**-0.5).to(device.NAME, dtype))
+
+
+def truth(W, A, B, s):
+    return (W.double() + s * B.double() @ A.double()).square().sum(1).sqrt()
+
+
+def assert_norm(c, W, A, B, s, limit=1e-6):
+    want = truth(W, A, B, s)
+    assert c.dtype == FP32 and c.shape == want.shape
+    worst = ((c.double() - want).abs() / want.clamp_min(1e-30)).max().item()
+    assert worst <= limit, f"{worst:.2g}"
+
+
+def run(case, A, B, s=0.7, **more):
+    return quant_norm(case.spec, case.tensors, A, B, s, **more)
+
+
+# N, K, r, group, flat: whole tiles; ragged ones; groups that go on in the next row; odd K; one element
+SHAPES = (
+    (128, 256, 16, 64, True),
+    (130, 264, 24, 8, True),
+    (33, 130, 5, 64, True),
+    (7, 35, 1, 32, True),
+    (37, 100, 100, 32, False),
+    (5, 35, 16, 16, False),
+    (3, 1000, 16, 4096, True),
+    (2, 512, 8, 256, True),
+    (1, 1, 1, 32, True),
+)
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("table", TABLES)
+def test_four_bits(table, scales, shape):
+    """The norm, and W to the last bit, with both orders of nibbles, negative s and s = 0, adapters of both widths."""
+    N, K, r, group, flat = shape
+    cases = ((HALF, 0.7, True, HALF), (FP32, -2.0, False, FP32), (HALF, 0.0, False, BF16), (FP32, 0.7, True, None))
+    for dtype, s, high_first, dense in cases:
+        case = four(table, scales, N, K, group, flat, high_first)
+        A, B = adapter(case, r, dtype)
+        c = run(case, A, B, s, dense_dtype=dense)
+        if dense is not None:
+            c, W = c
+            assert W.dtype == dense and torch.equal(W, case.W.to(dense)), f"{dtype} {s} {high_first} {dense}"
+        assert_norm(c, case.W, A, B, s)
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(128, 256, 16), (130, 264, 24), (33, 35, 5), (7, 130, 100), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize(("mode", "block"), [("tensor", (1, 1)), ("row", (1, 1)), ("block", (128, 128)), ("block", (16, 48))])
+@pytest.mark.parametrize("code", ["int8", "e4m3"])
+def test_eight_bits(code, mode, block, shape):
+    N, K, r = shape
+    for dtype, s, dense in ((HALF, 0.7, HALF), (FP32, -2.0, FP32), (HALF, 0.0, BF16), (FP32, 0.7, None)):
+        case = eight(code, mode, N, K, block)
+        A, B = adapter(case, r, dtype)
+        c = run(case, A, B, s, dense_dtype=dense)
+        if dense is not None:
+            c, W = c
+            assert W.dtype == dense and torch.equal(W, case.W.to(dense)), f"{dtype} {s} {dense}"
+        assert_norm(c, case.W, A, B, s)
+
+
+@needs_kernels
+def test_every_e4m3_and_every_exponent():
+    """By bits, subnormal numbers and NaN among them."""
+    codes = torch.arange(256, dtype=torch.uint8).reshape(2, 128)
+    case = placed(
+        Case(
+            Spec("eight", (2, 128), FP32, Facts8("e4m3", "tensor", (1, 1))),
+            (codes.view(torch.float8_e4m3fn), torch.ones(1)),
+            E4M3.reshape(2, 128),
+        )
+    )
+    A, B = torch.zeros(1, 128, dtype=HALF, device=device.NAME), torch.zeros(2, 1, dtype=HALF, device=device.NAME)
+    _, W = dequantize_norm(case.spec, case.tensors, A, B, 1.0)
+    torch.testing.assert_close(W, case.W, rtol=0, atol=0, equal_nan=True)
+    exponents = torch.arange(256, dtype=torch.uint8)
+    spec = Spec("four", (256, 32), FP32, Facts4("e2m1", False, 32, "e8m0", False))
+    codes = torch.full((256 * 16,), 0x22, dtype=torch.uint8)  # ones
+    tensors = tuple(t.to(device.NAME) for t in (codes, exponents))
+    A, B = torch.zeros(1, 32, dtype=HALF, device=device.NAME), torch.zeros(256, 1, dtype=HALF, device=device.NAME)
+    W = dequantize_norm(spec, tensors, A, B, 1.0)[1].cpu()
+    assert torch.equal(W[:255], E8M0[:, None].expand(255, 32)) and W[255].isnan().all()
+
+
+@needs_kernels
+def test_float8_as_the_hardware_has_it(as_hopper):
+    """The conversion of sm_89, where it is interpreted."""
+    if device.NAME == "cpu":
+        plans = as_hopper()
+    for mode in ("row", "block"):
+        case = eight("e4m3", mode, 130, 264)
+        A, B = adapter(case, 24)
+        c, W = run(case, A, B, dense_dtype=FP32)
+        assert torch.equal(W, case.W)
+        assert_norm(c, case.W, A, B, 0.7)
+    if device.NAME == "cpu":
+        assert all(not step.constexprs[1] for plan in plans.values() for step in launches(plan, "quant8"))
+
+
+@needs_kernels
+def test_bitsandbytes_agrees():
+    """Weights that it quantises and dequantises, with and without nested scales."""
+    bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes; `make test` installs it")
+    for name, nested in product(("nf4", "fp4"), (False, True)):
+        W = torch.randn(70, 256, device=device.NAME) * 0.02
+        packed, state = bnb.functional.quantize_4bit(W, blocksize=64, compress_statistics=nested, quant_type=name)
+        want = bnb.functional.dequantize_4bit(packed, state)
+        more = (state.state2.code, state.state2.absmax, state.offset) if nested else ()
+        spec = Spec("bnb", (70, 256), FP32, Facts4(name, True, 64, "nested" if nested else "fp32", True))
+        case = Case(spec, (packed, state.absmax, *more), want)
+        A, B = adapter(case, 8)
+        c, got = run(case, A, B, dense_dtype=FP32)
+        assert torch.equal(got, want)
+        assert_norm(c, want, A, B, 0.7)
+
+
+def some():
+    """A weight of each path."""
+    return [
+        four("nf4", "nested", 130, 264, 8),
+        four("fp4", "fp32", 33, 130),
+        four("e2m1", "e4m3", 37, 96, 16, False, False),
+        eight("int8", "row", 130, 70),
+        eight("e4m3", "block", 140, 300),
+    ]
+
+
+@needs_kernels
+def test_rows_of_zeros_and_of_nan_stay_alone():
+    for at, case in enumerate(some()):
+        A, B = adapter(case, 8)
+        B[2] = 0
+        N, K = case.spec.shape
+        codes, scales, *more = case.tensors
+        scales = scales.clone()
+        if at == 0:  # a nested scale: the code of 0, and an offset of 0
+            one = placed(
+                Case(
+                    case.spec,
+                    (
+                        codes,
+                        bytes_of(len(scales)),
+                        torch.cat([torch.zeros(1), torch.rand(255)]),
+                        more[1].cpu(),
+                        torch.tensor(0.0),
+                    ),
+                    case.W,
+                )
+            )
+            codes, scales, *more = one.tensors
+            scales[2 * K // 8 : 3 * K // 8] = 0
+            case = one
+        elif at == 1:  # two groups to a row, which they share: those of rows 2 and 1 to 3
+            scales[2 * K // 64 : 3 * K // 64 + 1] = 0
+        elif at == 2:
+            scales.view(37, -1)[2] = 0
+        elif at == 3:
+            scales[2] = 0
+        else:
+            codes = codes.clone().view(torch.uint8)
+            codes[2] = 0
+            codes = codes.view(torch.float8_e4m3fn)
+        c = run(case._replace(tensors=(codes, scales, *more)), A, B)
+        assert c[2] == 0 and c.isfinite().all()
+        assert (c[4:] > 0).all()
+        if at > 1:
+            W = case.W.clone()
+            W[2] = 0
+            assert_norm(c, W, A, B, 0.7)
+        broken, nan = scales.clone(), float("nan")
+        if at == 0:
+            more[1] = more[1].clone()
+            more[1][-1] = nan
+            first = (len(more[1]) - 1) * 256 * 8 // K
+        else:
+            broken.flatten()[-1] = 0x7F if broken.dtype == torch.uint8 else nan
+            first = {1: N - 1 - (N * K % 64 > K), 2: N - 1, 3: N - 1, 4: 128}[at]
+        c = run(case._replace(tensors=(codes, broken, *more)), A, B)
+        assert c.isnan().nonzero().flatten().tolist() == list(range(first, N)), at
+        B[5, 1] = nan
+        assert run(case._replace(tensors=(codes, scales, *case.tensors[2:])), A, B).isnan().nonzero().flatten().tolist() == [5]
+
+
+@needs_kernels
+def test_strides():
+    """Nothing is read where it would lie if it were whole."""
+    for case in some():
+        A, B = adapter(case, 20)
+        want = run(case, A, B, dense_dtype=HALF)
+        turned = [t.T.contiguous().T for t in (A, B)]
+        holes = [t if t.ndim == 0 else torch.stack([t, t.flip(0)], -1)[..., 0] for t in case.tensors]
+        shifted = [t if t.ndim == 0 else torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape) for t in case.tensors]
+        for tensors, (a, b) in ((holes, (A, B)), (shifted, (A, B)), (case.tensors, turned)):
+            got = run(case._replace(tensors=tensors), a, b, dense_dtype=HALF)
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+        mixed = run(case, A.float(), B)
+        assert_norm(mixed, case.W, A, B, 0.7)
+
+
+@needs_kernels
+def test_every_partial_is_written_and_bits_repeat(monkeypatch, chosen_anew):
+    for case in some():
+        for dtype in (HALF, FP32):
+            A, B = adapter(case, 24, dtype)
+            first = run(case, A, B, dense_dtype=HALF)
+            junk = [torch.full((300 * n,), float("nan"), device=device.NAME) for n in range(1, 9)]
+            del junk
+            assert all(map(torch.equal, run(case, A, B, dense_dtype=HALF), first))
+            torch.testing.assert_close(run(case, A, B, squared=True), first[0].square(), rtol=1e-6, atol=0)
+
+
+@needs_kernels
+def test_fewer_rows_at_a_time(monkeypatch, chosen_anew):
+    """float32 factors are split for as many rows as a budget holds, or multiplied as they are."""
+    from fdora.triton import split
+
+    for case in (
+        four("nf4", "nested", 300, 130, 64),
+        four("fp4", "e8m0", 300, 128, 32, False),
+        eight("int8", "block", 300, 70),
+    ):
+        A, B = adapter(case, 24, FP32)
+        want = run(case, A, B, dense_dtype=FP32)
+        for budget, parts in ((71_000, 3), (1000, 1)):
+            chosen_anew.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(split, "BUDGET", budget)
+                got = run(case, A, B, dense_dtype=FP32)
+            (plan,) = chosen_anew.values()
+            assert len(launches(plan, "quant")) == parts
+            assert torch.equal(got[1], want[1])
+            assert_norm(got[0], case.W, A, B, 0.7)
+
+
+@needs_kernels
+def test_nothing_of_something():
+    for N, K in ((0, 64), (5, 0)):
+        for case in (four("nf4", "fp32", N, K), eight("int8", "tensor", N, K)):
+            A, B = torch.zeros(3, K, dtype=HALF, device=device.NAME), torch.zeros(N, 3, dtype=HALF, device=device.NAME)
+            c, W = run(case, A, B, dense_dtype=HALF)
+            assert c.shape == (N,) and (c == 0).all() and W.shape == (N, K)
+    case = four("nf4", "nested", 40, 64)
+    A, B = torch.zeros(0, 64, dtype=HALF, device=device.NAME), torch.zeros(40, 0, dtype=HALF, device=device.NAME)
+    assert_norm(run(case, A, B), case.W, A, B, 0.7)
+
+
+def arguments(case, r=8, dtype=HALF, squared=False, dense=None):
+    """What the op takes."""
+    text, numbers = quant._flat(quant._form(case.spec.facts))
+    return (list(case.tensors), *adapter(case, r, dtype), 0.7, *case.spec.shape, text, numbers, squared, dense)
+
+
+@needs_kernels
+def test_opcheck():
+    rest = (
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_dynamic",
+    )  # a schema check multiplies its tensors
+    for case, dense in product((four("nf4", "nested", 20, 64), eight("int8", "row", 20, 64)), (None, HALF)):
+        torch.library.opcheck(quant_row_norm, arguments(case, dense=dense))
+    torch.library.opcheck(quant_row_norm, arguments(eight("e4m3", "block", 20, 64), dense=HALF), test_utils=rest)
+
+
+@needs_kernels
+def test_compiled_mapped_and_counted():
+    case = four("nf4", "nested", 40, 128)
+    A, B = adapter(case, 8)
+    want = run(case, A, B, dense_dtype=HALF)
+    torch._dynamo.reset()
+    f = torch.compile(
+        lambda tensors, A, B: quant_norm(case.spec, tensors, A, B, 0.7, dense_dtype=HALF), fullgraph=True, backend="aot_eager"
+    )
+    assert all(map(torch.equal, f(case.tensors, A, B), want))
+    many = torch.stack([A, 2 * A])
+    mapped = torch.func.vmap(lambda a: quant_norm(case.spec, case.tensors, a, B, 0.7))(many)
+    assert torch.equal(mapped[0], want[0]) and torch.equal(mapped[1], run(case, 2 * A, B))
+    with FlopCounterMode(display=False) as counter:
+        run(case, A, B)
+    assert counter.get_total_flops() == 2 * 40 * 128 * 8
+
+
+# what needs no kernels
+
+
+NESTED = Four("nf4", True, 64, "nested", True)
+
+
+def test_a_plan_says_what_it_costs():
+    N, K, r = 1024, 2048, 64
+    for dense in (None, torch.bfloat16):
+        text = plan_quant_norm(likes_of_codes(NESTED, N, K, r), HOPPER, (N, K), NESTED, False, dense)
+        first, second = text.steps
+        stored = 2 * N * K if dense else 0
+        groups, tiles = N * K // 64, K // 128
+        assert first.cost.flops16 == 2 * N * K * r
+        assert first.cost.bytes == N * K // 2 + groups + 4 * groups // 256 + 2 * r * (N + K) + 4 * tiles * N + stored
+        assert second.kernel.__name__ == "sum_kernel" and "HIGH_FIRST" in str(describe(text))
+
+
+def test_what_does_not_fit_is_refused():
+    for form, shape in ((NESTED, (64, 62)), (Eight("int8", "row", (1, 1)), (63, 64)), (Four("nf3", True, 64, "nested", True), (64, 64)),
+                        (NESTED._replace(scales="fp16"), (64, 64)), (Eight("int8", "column", (1, 1)), (64, 64))):  # fmt: skip
+        like = (
+            form
+            if form in (NESTED, Eight("int8", "row", (1, 1)))
+            else NESTED
+            if isinstance(form, Four)
+            else Eight("int8", "row", (1, 1))
+        )
+        with pytest.raises(ValueError, match=r"elements|no kernel"):
+            plan_quant_norm(likes_of_codes(like, 64, 64, 8), HOPPER, shape, form, False, None)
+
+
+def executed(ptx, word):
+    """The eight outputs of the PTX for one 32-bit word: an interpreter of the six instructions that it is made of."""
+    at, full = {"$8": word}, 0xFFFFFFFF
+
+    def value(name):
+        return at[name] if name in at else int(name, 0)
+
+    def prmt(a, b, sel):
+        both = (a | b << 32).to_bytes(8, "little")
+        picked = [(sel >> 4 * i) & 15 for i in range(4)]
+        assert all(p < 8 for p in picked)
+        return int.from_bytes(bytes(both[p] for p in picked), "little")
+
+    def lop3(a, b, c, table):
+        return sum(((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1))) & 1) << i for i in range(32))
+
+    steps = {
+        "and": lambda a, b: a & b,
+        "shr": lambda a, n: a >> n,
+        "shl": lambda a, n: a << n & full,
+        "prmt": prmt,
+        "lop3": lop3,
+    }
+    for line in ptx.strip("{}\n").splitlines()[1:]:
+        name, out, *rest = re.split(r"[ ,]+", line.rstrip(";"))
+        at[out] = steps[name.removesuffix(".b32")](*map(value, rest))
+    return [at[f"${i}"] for i in range(8)]
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_the_permutes_find_each_nibble(table):
+    """What no machine here can run: each code in each of the eight places, among random others."""
+    assert torch.equal(torch.tensor(VALUES[table]), TABLES[table])
+    bits = TABLES[table].view(torch.int32).tolist()
+    text, rand = lookup(VALUES[table]), torch.Generator().manual_seed(0)
+    for code, place in product(range(16), range(8)):
+        codes = torch.randint(16, (8,), generator=rand).tolist()
+        codes[place] = code
+        found = executed(text, sum(c << 4 * i for i, c in enumerate(codes)))
+        assert found == [bits[c] & 0xFFFFFFFF for c in (*codes[::2], *codes[1::2])]
