@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ SaveForDm = Literal["nothing", "output", "pre_scale"]
 class Operands(NamedTuple):
     """The tensors of one layer beside x. Without A it has no adapter."""
 
-    W: Tensor  # (N, K)
+    W: Any  # (N, K) tensor; before autograd also a QuantWeight, and None where its tensors come behind
     A: Tensor | None  # (r, K)
     B: Tensor | None  # (N, r)
     m: Tensor | None  # (N,)

@@ -11,8 +11,7 @@ from torch import Tensor
 from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved
 from fdora._torch import apply, no_graph
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
-
-WIDTH = len(Operands._fields)
+from fdora.autograd.weight import WIDTH, Specs, dense, flat_of, layers_of, specs_of
 
 
 class Call(NamedTuple):
@@ -21,30 +20,29 @@ class Call(NamedTuple):
     options: tuple[Options, ...]
     drop: Dropout
     backend: str
+    specs: Specs = None
+    """Of quantised weights; :func:`linear` fills it in."""
 
 
 def linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[Tensor]:
     """One y for each layer."""
     if no_graph() and not autocast_on(x):
-        return OPS[call.backend].layers_fwd(x, layers, call.options, call.drop)[0]
-    return apply(Linear, x, call, *(t for la in layers for t in la))[: len(layers)]
+        return OPS[call.backend].layers_fwd(x, dense(layers, x.dtype), call.options, call.drop)[0]
+    specs = specs_of(layers)
+    call = call if specs is None else call._replace(specs=specs)
+    return apply(Linear, x, call, *flat_of(layers, specs))[: len(layers)]
 
 
-def layers_of(flat: Sequence[Any]) -> list[Operands]:
-    if len(flat) == WIDTH:
-        return [Operands._make(flat)]
-    return [Operands(*flat[i : i + WIDTH]) for i in range(0, len(flat), WIDTH)]
+def needs_of(flags: Sequence[bool], count: int) -> list[Needs]:
+    """From needs_input_grad of the flat operands: A, B, m, c, bias of each of so many layers."""
+    return [Needs(*flags[i + 1 : i + 6]) for i in range(0, count * WIDTH, WIDTH)]
 
 
-def needs_of(flags: Sequence[bool]) -> list[Needs]:
-    """From needs_input_grad of the flat operands: A, B, m, c, bias of each layer."""
-    return [Needs(*flags[i + 1 : i + 6]) for i in range(0, len(flags), WIDTH)]
-
-
-def to_inputs(grads: Sequence[Grads]) -> list[Tensor | None]:
-    """The gradients in the places of the flat operands they belong to; autograd casts that of bias."""
+def to_inputs(grads: Sequence[Grads], count: int) -> list[Tensor | None]:
+    """The gradients in the places of the flat operands, which are so many; autograd casts that of bias."""
     #              W     A B m c bias  seed
-    return [d for each in grads for d in (None, *each, None)]
+    found = [d for each in grads for d in (None, *each, None)]
+    return found if len(found) == count else [*found, *[None] * (count - len(found))]  # none of packed tensors
 
 
 class Linear(torch.autograd.Function):
@@ -57,9 +55,9 @@ class Linear(torch.autograd.Function):
         fwd = OPS[call.backend].layers_fwd
         if autocast_on(x):
             with autocast_off(x):
-                ys, (h, kept, pre_scale) = fwd(x, layers_of(flat), call.options, call.drop)
+                ys, (h, kept, pre_scale) = fwd(x, layers_of(flat, call.specs, x.dtype), call.options, call.drop)
         else:
-            ys, (h, kept, pre_scale) = fwd(x, layers_of(flat), call.options, call.drop)
+            ys, (h, kept, pre_scale) = fwd(x, layers_of(flat, call.specs, x.dtype), call.options, call.drop)
         out = [*ys] if h is None else [*ys, h]
         if True in pre_scale:  # vmap carries no None out of a Function: an empty vector says it
             out += [t if has and t is not None else x.new_empty(0) for t, has in zip(kept, pre_scale, strict=True)]
@@ -73,7 +71,7 @@ class Linear(torch.autograd.Function):
         ctx.mark_non_differentiable(*rest)
         ctx.set_materialize_grads(False)  # else torch fills zeros for h and the like on every backward
         h, before = None, rest
-        if any([A is not None for A in flat[1::WIDTH]]):
+        if any([A is not None for A in flat[1 : n * WIDTH : WIDTH]]):
             h, *before = rest
         kept = [None if o.save == "nothing" else y for o, y in zip(call.options, output, strict=False)]
         ctx.pre_scale = (False,) * n
@@ -92,11 +90,11 @@ class Linear(torch.autograd.Function):
         # once: checkpoint forms them again when they are asked for
         x, h, *rest = reread(ctx, "dora_linear" if n == 1 else "dora_linear_group")
         kept, flat = tuple(rest[:n]), rest[n:]
-        need_x, needs = ctx.needs_input_grad[0], needs_of(ctx.needs_input_grad[2:])
+        need_x, needs = ctx.needs_input_grad[0], needs_of(ctx.needs_input_grad[2:], n)
         if no_graph() and not autocast_on(x):
             saved = Saved(h, kept, ctx.pre_scale)
             bwd = OPS[call.backend].layers_bwd
-            dx, grads = bwd(dys, x, layers_of(flat), call.options, call.drop, saved, need_x, needs)
+            dx, grads = bwd(dys, x, layers_of(flat, call.specs, x.dtype), call.options, call.drop, saved, need_x, needs)
         else:
             none = Needs(False, False, False, False, False)
             needs = [none if dy is None else each for dy, each in zip(dys, needs, strict=True)]
@@ -104,7 +102,7 @@ class Linear(torch.autograd.Function):
             found = restore_none(apply(LinearBwd, call, ctx.pre_scale, flags, x, h, *dys, *kept, *flat), flags)
             dx, grads = found[0], [Grads(*found[i : i + 5]) for i in range(1, len(found), 5)]
         #      x   call
-        return dx, None, *to_inputs(grads)
+        return dx, None, *to_inputs(grads, len(flat))
 
 
 class LinearBwd(torch.autograd.Function):
@@ -113,7 +111,7 @@ class LinearBwd(torch.autograd.Function):
     @staticmethod
     def forward(call: Call, pre_scale: tuple[bool, ...], flags: tuple[bool, ...], x: Tensor, h: Tensor, *rest: Any) -> Any:
         n = len(pre_scale)
-        dys, kept, layers = rest[:n], rest[n : 2 * n], layers_of(rest[2 * n :])
+        dys, kept, layers = rest[:n], rest[n : 2 * n], layers_of(rest[2 * n :], call.specs, x.dtype)
         needs = [Needs(*flags[i : i + 5]) for i in range(1, len(flags), 5)]
         with autocast_off(x):
             bwd = OPS[call.backend].layers_bwd

@@ -12,7 +12,8 @@ from torch import Tensor
 from fdora._records import Dropout, Grads, Needs, Operands, Options, SavedMlp
 from fdora._torch import apply, no_graph
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
-from fdora.autograd.linear import layers_of, needs_of, to_inputs
+from fdora.autograd.linear import needs_of, to_inputs
+from fdora.autograd.weight import Specs, dense, flat_of, layers_of, specs_of
 from fdora.eager.act import ACTS as ACTS
 
 NOTHING = nullcontext()
@@ -26,13 +27,17 @@ class Call(NamedTuple):
     drop: Dropout
     act: str
     backend: str
+    specs: Specs = None
+    """Of quantised weights; :func:`mlp` fills it in."""
 
 
 def mlp(x: Tensor, layers: Sequence[Operands], call: Call) -> Tensor:
     """y; gate, up and down in this order."""
     if no_graph() and not autocast_on(x):
-        return OPS[call.backend].mlp_fwd(x, layers, call.options, call.drop, call.act)[0]
-    return apply(Mlp, x, call, *(t for la in layers for t in la))[0]
+        return OPS[call.backend].mlp_fwd(x, dense(layers, x.dtype), call.options, call.drop, call.act)[0]
+    specs = specs_of(layers)
+    call = call if specs is None else call._replace(specs=specs)
+    return apply(Mlp, x, call, *flat_of(layers, specs))[0]
 
 
 class Mlp(torch.autograd.Function):
@@ -41,7 +46,7 @@ class Mlp(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, call: Call, *flat: Tensor | None) -> Any:
         with autocast_off(x) if autocast_on(x) else NOTHING:
-            y, saved = OPS[call.backend].mlp_fwd(x, layers_of(flat), call.options, call.drop, call.act)
+            y, saved = OPS[call.backend].mlp_fwd(x, layers_of(flat, call.specs, x.dtype), call.options, call.drop, call.act)
         # vmap carries no None out of a Function: an empty vector says it. y is there already; values before g are rarely kept.
         h, h_down, gate, up, _, *before = saved
         parts = (h, h_down, gate, up) if before == [None] * 3 else (h, h_down, gate, up, *before)
@@ -64,16 +69,17 @@ class Mlp(torch.autograd.Function):
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
         call, (x, *rest) = ctx.call, reread(ctx, "dora_mlp")  # once: checkpoint forms them again when they are asked for
-        need_x, needs = ctx.needs_input_grad[0], needs_of(ctx.needs_input_grad[2:])
+        need_x, needs = ctx.needs_input_grad[0], needs_of(ctx.needs_input_grad[2:], 3)
         if no_graph() and not autocast_on(dy):
-            bwd, layers, saved = OPS[call.backend].mlp_bwd, layers_of(rest[PARTS:]), SavedMlp(*rest[:PARTS])
+            bwd, saved = OPS[call.backend].mlp_bwd, SavedMlp(*rest[:PARTS])
+            layers = layers_of(rest[PARTS:], call.specs, x.dtype)
             dx, grads = bwd(dy, x, layers, call.options, call.drop, call.act, saved, need_x, needs)
         else:
             flags = (need_x, *(need for each in needs for need in each))
             found = restore_none(apply(MlpBwd, call, flags, dy, x, *rest), flags)
             dx, grads = found[0], [Grads(*found[i : i + 5]) for i in range(1, len(found), 5)]
         #      x   call
-        return dx, None, *to_inputs(grads)
+        return dx, None, *to_inputs(grads, len(rest) - PARTS)
 
 
 class MlpBwd(torch.autograd.Function):
@@ -82,7 +88,8 @@ class MlpBwd(torch.autograd.Function):
     @staticmethod
     def forward(call: Call, flags: tuple[bool, ...], dy: Tensor, x: Tensor, *rest: Any) -> Any:
         needs = [Needs(*flags[i : i + 5]) for i in range(1, len(flags), 5)]
-        bwd, layers, saved = OPS[call.backend].mlp_bwd, layers_of(rest[PARTS:]), SavedMlp(*rest[:PARTS])
+        bwd, layers = OPS[call.backend].mlp_bwd, layers_of(rest[PARTS:], call.specs, x.dtype)
+        saved = SavedMlp(*rest[:PARTS])
         with autocast_off(x):
             dx, grads = bwd(dy, x, layers, call.options, call.drop, call.act, saved, flags[0], needs)
         return drop_none((dx, *(d for each in grads for d in each)))

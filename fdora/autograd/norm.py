@@ -8,37 +8,47 @@ import torch
 from torch import Tensor
 
 from fdora._torch import apply, detached
+from fdora.autograd import quant
 from fdora.autograd._ops import OPS, autocast_off, drop_none, no_second_derivative, restore_none
 from fdora.eager._matmul import is_real as is_real
 from fdora.eager.norm import WORDS as WORDS
 from fdora.eager.norm import scale as scale
-from fdora.eager.norm import smallest_bytes as smallest_bytes
+from fdora.eager.norm import smallest_bytes
+from fdora.quant import QuantWeight
+
+AnyWeight = Tensor | QuantWeight
 
 
 def row_norm(
-    W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None, detach: bool, backend: str
+    W: AnyWeight, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None, detach: bool, backend: str
 ) -> Tensor:
     if not detach:
         return apply(Norm, W, A, B, base_sqnorm, s, max_bytes, backend)
     W, A, B, base_sqnorm = detached(W, A, B, base_sqnorm)
-    with torch.no_grad(), autocast_off(W):
+    with torch.no_grad(), autocast_off(A):
+        if isinstance(W, QuantWeight):
+            return quant.norm(W, A, B, base_sqnorm, s, max_bytes, False, backend)
         return OPS[backend].norm_fwd(W, A, B, base_sqnorm, s, max_bytes)
 
 
 def row_sqnorm(
-    W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None, backend: str
+    W: AnyWeight, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None, backend: str
 ) -> Tensor:
     W, A, B, base_sqnorm = detached(W, A, B, base_sqnorm)
-    with torch.no_grad(), autocast_off(W):
+    with torch.no_grad(), autocast_off(A):
+        if isinstance(W, QuantWeight):
+            return quant.norm(W, A, B, base_sqnorm, s, max_bytes, True, backend)
         return OPS[backend].sqnorm_fwd(W, A, B, base_sqnorm, s, max_bytes)
 
 
 def guarded_norm(
-    W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None,
+    W: AnyWeight, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None,
     c: Tensor, seen: Tensor, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     W, A, B, base_sqnorm, c, seen = detached(W, A, B, base_sqnorm, c, seen)
-    with torch.no_grad(), autocast_off(W):
+    with torch.no_grad(), autocast_off(A):
+        if isinstance(W, QuantWeight):
+            return quant.guarded(W, A, B, base_sqnorm, s, max_bytes, c, seen, backend)
         return OPS[backend].norm_guarded(W, A, B, base_sqnorm, s, max_bytes, c, seen)
 
 
@@ -57,10 +67,17 @@ def give_norm(seen: Tensor, giver: Any) -> None:
     give(seen, giver)
 
 
-def base_sqnorm(W: Tensor, max_bytes: int | None, backend: str) -> Tensor:
+def base_sqnorm(W: AnyWeight, max_bytes: int | None, backend: str) -> Tensor:
     (W,) = detached(W)
+    with torch.no_grad():
+        if isinstance(W, QuantWeight):
+            return quant.base_sqnorm(W, max_bytes, backend)
     with torch.no_grad(), autocast_off(W):
         return OPS[backend].base_sqnorm(W, max_bytes)
+
+
+def smallest_bytes_of(W: AnyWeight, A: Tensor, B: Tensor, factored: bool) -> int:
+    return quant.smallest_bytes(W, A, B, factored) if isinstance(W, QuantWeight) else smallest_bytes(W, A, B, factored)
 
 
 class Norm(torch.autograd.Function):

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fdora._check import FdoraError
+from fdora._check import FdoraError, Weight
 from fdora._dispatch import Backend, BackendChoice, choose, forced
 from fdora.autograd._ops import OPS, obstacle
 
@@ -17,7 +17,7 @@ _warned: set[str] = set()
 
 
 def select_backend(
-    x: Tensor | torch.device | str, dtype: torch.dtype | None = None, *, backend: Backend = "auto"
+    x: Tensor | Weight | torch.device | str, dtype: torch.dtype | None = None, *, backend: Backend = "auto"
 ) -> BackendChoice:
     """Which backend runs for tensors like ``x``, and why. The first line that applies decides:
 
@@ -30,7 +30,7 @@ def select_backend(
     per process and reason, at the first call. On a CPU eager is the normal backend: no warning there, nor for a bare device.
 
     Args:
-      x: a tensor like the one you would pass, or a device.
+      x: a tensor like the one you would pass, a quantised weight, or a device.
       dtype: needed with a device only.
       backend: "auto", "eager" or "triton".
 
@@ -40,7 +40,7 @@ def select_backend(
     Raises:
       FdoraError: the backend asked for is unknown, not available here, or "triton" for float64.
     """
-    if isinstance(x, Tensor):
+    if isinstance(x, (Tensor, Weight)):
         return _for_tensor(x.device, x.dtype, backend, forced())
     if dtype is None:
         raise FdoraError("fdora.select_backend: `dtype` must be a torch.dtype when `x` is a device, got None. Pass dtype=.")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._check import fail, name
+from fdora._check import Weight, fail, name
 from fdora._dispatch import BackendChoice, choose, forced
 from fdora._records import Dropout
 from fdora._torch import PLAIN
@@ -136,6 +136,7 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
     bound = signature(fn).bind(*args, **kwargs)
     bound.apply_defaults()
     a = SimpleNamespace(fn=fn.__name__, **bound.arguments)
+    _no_codes(a)
     device, dtype, planner = CALLS[fn](a)
     triton, missing = import_explain()
     choice, rates, where = _target(device, dtype, gpu, a.backend, missing)
@@ -146,6 +147,12 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
     plans = (*parts.forward, *(parts.backward if backward else ()))
     described = tuple(triton.describe(plan, rates) for plan in plans)
     return Explanation(a.fn, *choice, rates, described, tuple(parts.kept), parts.notes)
+
+
+def _no_codes(a: Any) -> None:
+    layers = [*getattr(a, "layers", ()), *(getattr(a, part, None) for part in ("gate", "up", "down"))]
+    if any(isinstance(getattr(each, "W", None), Weight) for each in (a, *layers)):
+        raise fail("explain", "W", "a tensor", "a QuantWeight", "Pass W.dequantize(): its plan is that of the products.")
 
 
 def _target(

@@ -14,6 +14,7 @@ from fdora.autograd._ops import autocast_on
 from fdora.autograd.linear import Call, linear
 from fdora.functional.backend import select_backend
 from fdora.functional.linear import cast_x, check_dropout, check_layer, dtype_of_products, norm_for, save_for_dm, seed_tensor
+from fdora.quant import QuantWeight
 
 
 class DoraLayer(NamedTuple):
@@ -23,8 +24,8 @@ class DoraLayer(NamedTuple):
     layer without an adapter, ``y = x @ W.T + bias``. Made for the call: gradients are those of the tensors in it.
     """
 
-    W: Tensor
-    """(N, K) frozen weight."""
+    W: Tensor | QuantWeight
+    """(N, K) frozen weight, or a quantised one."""
     A: Tensor | None = None
     """(r, K)."""
     B: Tensor | None = None

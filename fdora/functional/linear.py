@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,11 +15,12 @@ from fdora.autograd.linear import Call, linear
 from fdora.autograd.norm import row_norm
 from fdora.functional.backend import select_backend
 from fdora.functional.norm import WIDE, check_weights
+from fdora.quant import QuantWeight
 
 
 def dora_linear(
     x: Tensor,
-    W: Tensor,
+    W: Tensor | QuantWeight,
     A: Tensor,
     B: Tensor,
     m: Tensor,
@@ -40,7 +41,8 @@ def dora_linear(
 
     Args:
       x: (..., K), float16, bfloat16, float32 or float64.
-      W: (N, K) frozen weight, in the dtype of x (any, under autocast).
+      W: (N, K) frozen weight, in the dtype of x (any, under autocast); or a :class:`fdora.quant.QuantWeight` that stands for
+        that dtype, which is dense in the dtype of x only while forward or backward reads it.
       A: (r, K), float32 or the dtype of W.
       B: (N, r), float32 or the dtype of W.
       m: (N,) magnitude, float32 or the dtype of W.
@@ -65,8 +67,9 @@ def dora_linear(
       FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, dropout_p is outside [0, 1).
       NotImplementedError: a second derivative is asked for.
 
-    Memory: keeps x, x @ A.T (M, r) and, for m, y itself. With a bias, dropout_mode "peft" or float32 on a GPU it keeps one
-    more (M, N) tensor in the dtype of x; the eager backend also for rows where m is 0 or tiny, on a GPU and in traced code.
+    Memory: keeps x, x @ A.T (M, r) and, for m, y itself; of a quantised W what is stored. With a bias, dropout_mode "peft" or
+    float32 on a GPU it keeps one more (M, N) tensor in the dtype of x; the eager backend also for rows where m is 0 or tiny, on
+    a GPU and in traced code.
     Derivation: ``fdora/eager/linear.py``, kernels: ``fdora/triton/linear.py``.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3 (c is detached).
     """
@@ -98,7 +101,7 @@ _remembered_call = lru_cache(1024)(_call)  # three records in the time of one lo
 
 
 def check_layer(
-    fn: str, x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, s: float, bias: Tensor | None, norm: Tensor | None
+    fn: str, x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor, s: float, bias: Tensor | None, norm: Tensor | None
 ) -> None:
     key = key_of(fn, (x, W, A, B, m, bias, norm), s)
     if passed(key):
@@ -111,13 +114,13 @@ def check_layer(
     remember(key)
 
 
-def cast_x(fn: str, x: Tensor, W: Tensor) -> Tensor:
+def cast_x(fn: str, x: Tensor, W: Any) -> Tensor:
     """x as torch.autocast would hand it to a matrix product; without autocast it has the dtype of W already."""
     dtype = dtype_of_products(fn, x, W)
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def dtype_of_products(fn: str, x: Tensor, W: Tensor) -> torch.dtype:
+def dtype_of_products(fn: str, x: Tensor, W: Any) -> torch.dtype:
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         if x.dtype != W.dtype:
@@ -136,7 +139,7 @@ def check_dropout(fn: str, p: float, mode: str) -> None:
         raise fail(fn, "dropout_p", "in [0, 1)", p, "Pass the probability that an element is dropped.")
 
 
-def norm_for(x: Tensor, W: Tensor, A: Tensor, B: Tensor, s: float, norm: Tensor | None, backend: str) -> Tensor:
+def norm_for(x: Tensor, W: Any, A: Tensor, B: Tensor, s: float, norm: Tensor | None, backend: str) -> Tensor:
     c = row_norm(W, A, B, None, s, None, True, backend) if norm is None else norm
     return c if c.dtype == torch.float32 and x.dtype != torch.float64 else c.to(torch.promote_types(x.dtype, torch.float32))
 

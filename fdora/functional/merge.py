@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,18 +14,19 @@ from fdora.autograd._ops import OPS, autocast_off
 from fdora.autograd.norm import is_real, row_norm, scale
 from fdora.functional.backend import select_backend
 from fdora.functional.norm import WIDE, check_weights
+from fdora.quant import QuantWeight
 
 
 @torch.no_grad()
 def dora_merge(
-    W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, norm: Tensor | None = None, backend: Backend = "auto"
+    W: Tensor | QuantWeight, A: Tensor, B: Tensor, m: Tensor, *, s: float, norm: Tensor | None = None, backend: Backend = "auto"
 ) -> Tensor:
     """One weight that does what the adapted layer does: ``W' = g * (W + s * B @ A)``, ``g = m / ||W + s * B @ A||``.
 
     ``F.linear(x, W', bias)`` equals ``dora_linear(x, W, A, B, m, s=s, bias=bias)`` up to rounding.
 
     Args:
-      W: (N, K) weight, float16, bfloat16, float32 or float64.
+      W: (N, K) weight, float16, bfloat16, float32 or float64, or a :class:`fdora.quant.QuantWeight`; the result is dense.
       A: (r, K), float32 or the dtype of W.
       B: (N, r), float32 or the dtype of W.
       m: (N,), float32 or the dtype of W.
@@ -44,8 +47,9 @@ def dora_merge(
     choice = select_backend(W, backend=backend)
     W, A, B, m, norm = detached(W, A, B, m, norm)
     c = row_norm(W, A, B, None, s, None, True, choice.name) if norm is None else norm
-    with autocast_off(W):
-        return OPS[choice.name].merge_fwd(W, A, B, m, c, s)
+    dense = W.dequantize() if isinstance(W, QuantWeight) else W
+    with autocast_off(dense):
+        return OPS[choice.name].merge_fwd(dense, A, B, m, c, s)
 
 
 @torch.no_grad()
@@ -84,7 +88,7 @@ def dora_unmerge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, norm: 
         return OPS[choice.name].unmerge_fwd(W, A, B, m, norm, s)
 
 
-def check_merge(fn: str, W: Tensor, A: Tensor, B: Tensor, m: Tensor, s: float, norm: Tensor | None) -> None:
+def check_merge(fn: str, W: Any, A: Tensor, B: Tensor, m: Tensor, s: float, norm: Tensor | None) -> None:
     check_weights(fn, {"W": W, "A": A, "B": B, "m": m, "norm": norm}, s)
     when = " before the merge" if fn == "dora_unmerge" else ""
     check_dtype(fn, "norm", norm, WIDE, f"Keep it as dora_norm(W, A, B, s=s) returned it{when}.")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from fdora._check import (
     FLOATS,
+    Weight,
     check_device,
     check_dtype,
     check_frozen,
@@ -22,11 +23,12 @@ from fdora._check import (
     remember,
 )
 from fdora._dispatch import Backend
-from fdora.autograd.norm import WORDS, guarded_norm, row_norm, row_sqnorm, scale, smallest_bytes
+from fdora.autograd.norm import WORDS, guarded_norm, row_norm, row_sqnorm, scale, smallest_bytes_of
 from fdora.autograd.norm import base_sqnorm as _base_sqnorm
 from fdora.autograd.norm import give_norm as give_norm
 from fdora.autograd.norm import kept_norm as kept_norm
 from fdora.functional.backend import select_backend
+from fdora.quant import QuantWeight
 
 WIDE = (torch.float32, torch.float64)
 
@@ -38,7 +40,7 @@ class NormState(NamedTuple):
     fingerprint: Tensor
 
 
-def dora_norm_state(W: Tensor) -> NormState:
+def dora_norm_state(W: Tensor | QuantWeight) -> NormState:
     """The state to start with: it matches nothing, so that the first ``dora_norm(W, A, B, s=s, state=state)`` computes.
 
     Args:
@@ -62,16 +64,16 @@ def dora_norm_state(W: Tensor) -> NormState:
 
 @overload
 def dora_norm(
-    W: Tensor, A: Tensor, B: Tensor, *, s: float, norm_axis: int = ..., base_sqnorm: Tensor | None = ..., detach: bool = ...,
-    max_bytes: int | None = ..., state: None = ..., squared: bool = ..., backend: Backend = ...,
+    W: Tensor | QuantWeight, A: Tensor, B: Tensor, *, s: float, norm_axis: int = ..., base_sqnorm: Tensor | None = ...,
+    detach: bool = ..., max_bytes: int | None = ..., state: None = ..., squared: bool = ..., backend: Backend = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def dora_norm(
-    W: Tensor, A: Tensor, B: Tensor, *, s: float, norm_axis: int = ..., base_sqnorm: Tensor | None = ..., detach: bool = ...,
-    max_bytes: int | None = ..., state: NormState, squared: bool = ..., backend: Backend = ...,
+    W: Tensor | QuantWeight, A: Tensor, B: Tensor, *, s: float, norm_axis: int = ..., base_sqnorm: Tensor | None = ...,
+    detach: bool = ..., max_bytes: int | None = ..., state: NormState, squared: bool = ..., backend: Backend = ...,
 ) -> NormState: ...  # fmt: skip
 def dora_norm(
-    W: Tensor,
+    W: Tensor | QuantWeight,
     A: Tensor,
     B: Tensor,
     *,
@@ -96,7 +98,8 @@ def dora_norm(
         y = dora_linear(x, W, A, B, m, s=s, norm=state.c)
 
     Args:
-      W: (N, K) frozen weight, float16, bfloat16, float32 or float64; any strides.
+      W: (N, K) frozen weight, float16, bfloat16, float32 or float64; any strides. Or a :class:`fdora.quant.QuantWeight`, whose
+        norm is that of the weight before it is rounded to W.dtype; never more than some rows of it are dense.
       A: (r, K), float32 or the dtype of W.
       B: (N, r), float32 or the dtype of W.
       s: LoRA scaling, usually alpha / r. Not differentiated.
@@ -122,7 +125,8 @@ def dora_norm(
 
     Raises:
       FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, norm_axis is neither 0 nor 1,
-        max_bytes is too small to honour, the state is of another weight, or state or squared meets detach=False or each other.
+        max_bytes is too small to honour, the state is of another weight, norm_axis=0 or detach=False meets a quantised W, or
+        state or squared meets detach=False or each other.
       NotImplementedError: a second derivative is asked for.
 
     Memory: keeps nothing for backward when detached, else W, A, B and c. Derivation: ``fdora/eager/norm.py``.
@@ -138,10 +142,14 @@ def dora_norm(
 
 
 def check_norm(
-    fn: str, W: Tensor, A: Tensor, B: Tensor, s: float, norm_axis: int, base_sqnorm: Tensor | None, detach: bool,
+    fn: str, W: Any, A: Tensor, B: Tensor, s: float, norm_axis: int, base_sqnorm: Tensor | None, detach: bool,
     max_bytes: int | None, state: NormState | None, squared: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
     """W, A and B as the norm of rows takes them."""
+    if isinstance(W, Weight) and (norm_axis != 1 or not detach):
+        arg, want = ("norm_axis", "1") if norm_axis != 1 else ("detach", "True")
+        given = norm_axis if norm_axis != 1 else detach
+        raise fail(fn, arg, f"{want} for a quantised W", given, "Pass W.dequantize().")
     if norm_axis == 0:
         check_weights(fn, {"W": W, "A": A, "B": B}, s)  # here, where they still have their names
         W, A, B = W.T, B.T, A.T
@@ -157,7 +165,7 @@ def check_norm(
         check_frozen(fn, "base_sqnorm", base_sqnorm)
         remember(key)
     if max_bytes is not None:
-        need = smallest_bytes(W, A, B, base_sqnorm is not None)
+        need = smallest_bytes_of(W, A, B, base_sqnorm is not None)
         if max_bytes < need:
             raise fail(fn, "max_bytes", f"at least {need} for these shapes", max_bytes, "Raise it, or pass None.")
     if squared and (state is not None or not detach):
@@ -168,11 +176,11 @@ def check_norm(
     return W, A, B
 
 
-def dora_base_sqnorm(W: Tensor, *, max_bytes: int | None = None, backend: Backend = "auto") -> Tensor:
+def dora_base_sqnorm(W: Tensor | QuantWeight, *, max_bytes: int | None = None, backend: Backend = "auto") -> Tensor:
     """Squared row norm of the frozen weight: ``||W||^2`` along K, to be reused by :func:`dora_norm`.
 
     Args:
-      W: (N, K) frozen weight, float16, bfloat16, float32 or float64.
+      W: (N, K) frozen weight, float16, bfloat16, float32 or float64, or a :class:`fdora.quant.QuantWeight`.
       max_bytes: most workspace in bytes, as for :func:`dora_norm`. A float32 or float64 W needs none.
       backend: "auto", "eager" or "triton".
 
@@ -217,7 +225,7 @@ def dora_scale(m: Tensor, c: Tensor) -> Tensor:
     return scale(m, c)
 
 
-def check_weights(fn: str, tensors: dict[str, Tensor | None], s: float) -> None:
+def check_weights(fn: str, tensors: dict[str, Any], s: float) -> None:
     """What every function that takes W, A, B (and perhaps x and more, each with one axis N) asks of them."""
     axes = {"W": "N K", "A": "r K", "B": "N r", "x": "... K"}
     sizes = check_shapes(fn, {arg: axes.get(arg, "N") for arg in tensors}, tensors)
@@ -232,7 +240,7 @@ def check_weights(fn: str, tensors: dict[str, Tensor | None], s: float) -> None:
     check_s(fn, s)
 
 
-def check_state(fn: str, W: Tensor, state: NormState, detach: bool) -> None:
+def check_state(fn: str, W: Any, state: NormState, detach: bool) -> None:
     """A state of this W's shape, dtype and device."""
     start = "Start with dora_norm_state(W)."
     if not isinstance(state, tuple) or len(state) != 2:

@@ -10,6 +10,7 @@ from torch import Generator, Tensor
 
 from fdora._check import FLOATS, check_dtype, check_rank, check_shapes
 from fdora.functional.norm import dora_norm
+from fdora.quant import QuantWeight
 
 
 class DoraParams(NamedTuple):
@@ -26,13 +27,16 @@ class DoraParams(NamedTuple):
     """(N,) magnitude."""
 
 
-def dora_init(W: Tensor, r: int, *, dtype: torch.dtype | None = None, generator: Generator | None = None) -> DoraParams:
+def dora_init(
+    W: Tensor | QuantWeight, r: int, *, dtype: torch.dtype | None = None, generator: Generator | None = None
+) -> DoraParams:
     """Start of an adapter that changes nothing: ``B = 0``, ``A`` Kaiming-uniform, ``m = ||W||``, so that ``g = 1``.
 
     m is computed by the code that computes c, so at the start m / c is exactly 1 and y is exactly ``x @ W.T``.
 
     Args:
-      W: (N, K) weight, float16, bfloat16, float32 or float64. It may still require grad.
+      W: (N, K) weight, float16, bfloat16, float32 or float64; it may still require grad. Or a
+        :class:`fdora.quant.QuantWeight`: m is then the norm of what it decodes to.
       r: rank, at least 1.
       dtype: of A and B; None is float32 (float64 for a float64 W). Float32 adapters on a half-precision W train well.
       generator: for A; None uses torch's. The draw is PEFT's: ``kaiming_uniform_(A, a=sqrt(5))`` in float32.

@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Generator, Tensor
 
-from fdora._check import FLOATS, FdoraError, check_dtype, check_shapes, fail, name
+from fdora._check import FLOATS, FdoraError, Weight, check_dtype, check_shapes, fail, name
 from fdora._dispatch import Backend
 from fdora._torch import is_traced
 from fdora.autograd._ops import autocast_off
@@ -48,7 +48,7 @@ def dora_norm_tree_state(weights: Any) -> NormTreeState:
     References: none; it is bookkeeping of this library.
     """
     fn = "dora_norm_tree_state"
-    W, spec = optree.tree_flatten(weights)
+    W, spec = optree.tree_flatten(weights, is_leaf=_is_weight)
     for i, w in enumerate(W):
         with Leaf(spec, i):
             check_shapes(fn, {"W": "N K"}, {"W": w})
@@ -90,7 +90,7 @@ def dora_norm_tree(weights: Any, params: Any, *, s: Any, state: NormTreeState | 
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3.
     """
     fn = "dora_norm_tree"
-    W, spec = optree.tree_flatten(weights)
+    W, spec = optree.tree_flatten(weights, is_leaf=_is_weight)
     pairs = _up_to(fn, "params", spec, params)
     try:
         A, B = [p[0] for p in pairs], [p[1] for p in pairs]
@@ -138,7 +138,7 @@ def dora_init_tree(weights: Any, r: Any, *, dtype: torch.dtype | None = None, ge
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, section 4.1.
     """
     fn = "dora_init_tree"
-    W, spec = optree.tree_flatten(weights)
+    W, spec = optree.tree_flatten(weights, is_leaf=_is_weight)
     ranks = _for_each(fn, "r", spec, r, (int, Tensor))
     return _each(fn, spec, lambda i: dora_init(W[i], ranks[i], dtype=dtype, generator=generator))
 
@@ -164,7 +164,7 @@ def dora_merge_tree(weights: Any, params: Any, *, s: Any, norm: Any = None, back
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
     """
     fn = "dora_merge_tree"
-    W, spec = optree.tree_flatten(weights)
+    W, spec = optree.tree_flatten(weights, is_leaf=_is_weight)
     each = _up_to(fn, "params", spec, params)
     scales = _for_each(fn, "s", spec, s, NUMBER)
     for i, p in enumerate(each):
@@ -195,6 +195,10 @@ def _each(fn: str, spec: Any, one: Callable[[int], Any]) -> Any:
         with Leaf(spec, i, fn):
             results.append(one(i))
     return optree.tree_unflatten(spec, results)
+
+
+def _is_weight(node: Any) -> bool:
+    return isinstance(node, Weight)
 
 
 NUMBER = (int, float, torch.SymFloat, Tensor)  # check_s says why a tensor is none

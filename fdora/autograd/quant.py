@@ -1,0 +1,70 @@
+"""Norms and merges of a quantised W: from its codes where the backend has a kernel, else some rows at a time.
+
+c is the norm of the weight as its format decodes it, in float32 (float64 where the weight stands for that), before anything is
+rounded to the dtype of products: bfloat16 would move it by up to 4e-4.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fdora.autograd._ops import OPS
+from fdora.eager._fingerprint import fingerprint
+from fdora.eager._matmul import acc_dtype, is_plain
+from fdora.eager.norm import blocks, default_bytes
+from fdora.eager.norm import smallest_bytes as dense_bytes
+from fdora.quant import QuantWeight
+
+
+def norm(
+    W: QuantWeight, A: Tensor, B: Tensor, base: Tensor | None, s: float, max_bytes: int | None, squared: bool, backend: str
+) -> Tensor:
+    """c (N,), or its square."""
+    ops = OPS[backend]
+    if ops.norm_of_codes is not None and max_bytes is None and W.dtype != torch.float64:
+        c = ops.norm_of_codes(W.spec, W.tensors, A, B, s, squared)
+        if c is not None:
+            return c
+    forward, budget = ops.sqnorm_fwd if squared else ops.norm_fwd, _budget(W, max_bytes)
+    parts = []
+    for i, j in _parts(W, budget):
+        parts.append(forward(_rows(W, i, j), A, B[i:j], None if base is None else base[i:j], s, budget // 2))
+    return torch.cat(parts)
+
+
+def guarded(
+    W: QuantWeight, A: Tensor, B: Tensor, base: Tensor | None, s: float, max_bytes: int | None,
+    c: Tensor, seen: Tensor, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As of a dense W on a CPU. On a GPU c is computed, and the device chooses: the same numbers, no time saved."""
+    now = fingerprint(A, B, s, _budget(W, max_bytes))
+    if is_plain(now) and is_plain(seen) and torch.equal(now, seen):
+        return c.clone(), now
+    new = norm(W, A, B, base, s, max_bytes, False, backend)
+    return (new if is_plain(now) else torch.where((now == seen).all(), c, new)), now
+
+
+def base_sqnorm(W: QuantWeight, max_bytes: int | None, backend: str) -> Tensor:
+    budget = _budget(W, max_bytes)
+    return torch.cat([OPS[backend].base_sqnorm(_rows(W, i, j), budget) for i, j in _parts(W, budget)])
+
+
+def smallest_bytes(W: QuantWeight, A: Tensor, B: Tensor, factored: bool) -> int:
+    """One decoded row, or the least tile of the norm, and as much again for the other. Decoding takes its own beside that."""
+    row = A.new_empty((1, W.shape[1]), dtype=acc_dtype(W.dtype), device="meta").expand(W.shape)
+    return 2 * max(row.shape[1] * row.itemsize, dense_bytes(row, A, B, factored))
+
+
+def _budget(W: QuantWeight, max_bytes: int | None) -> int:
+    return default_bytes(W.device) if max_bytes is None else max_bytes
+
+
+def _rows(W: QuantWeight, first: int, last: int) -> Tensor:
+    return W.dequantize(acc_dtype(W.dtype), rows=slice(first, last))
+
+
+def _parts(W: QuantWeight, budget: int) -> list[tuple[int, int]]:
+    """Half of the budget is the decoded rows, the other half what the norm of them takes."""
+    N, K = W.shape
+    return list(blocks(N, max(1, budget // (2 * acc_dtype(W.dtype).itemsize * max(1, K)))))

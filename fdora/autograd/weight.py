@@ -1,0 +1,59 @@
+"""A quantised W in the nodes of autograd: its packed tensors are what is saved, and W is dense only while products read it.
+
+A node's flat operands (fdora/_records.py) are tensors. Where some W is quantised, its place holds None, and the packed tensors
+of all such W follow behind the operands; ``specs`` says whose they are and how they are decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdora._records import Operands
+from fdora.quant import QuantSpec, QuantWeight
+
+WIDTH = len(Operands._fields)
+Specs = tuple[QuantSpec | None, ...] | None  # one for each layer; None where every W is a tensor
+
+
+def specs_of(layers: Sequence[Operands]) -> Specs:
+    found = tuple([la.W.spec if isinstance(la.W, QuantWeight) else None for la in layers])
+    return None if not any([spec is not None for spec in found]) else found
+
+
+def flat_of(layers: Sequence[Operands], specs: Specs) -> Iterator[Tensor | None]:
+    if specs is None:
+        for la in layers:
+            yield from la
+        return
+    for la, spec in zip(layers, specs, strict=True):
+        yield from la if spec is None else la._replace(W=None)
+    for la in layers:
+        if isinstance(la.W, QuantWeight):
+            yield from la.W.tensors
+
+
+def layers_of(flat: Sequence[Any], specs: Specs, dtype: torch.dtype) -> list[Operands]:
+    """The operands again, every W a tensor: a quantised one in the dtype of the products."""
+    if len(flat) == WIDTH:
+        return [Operands._make(flat)]
+    if specs is None:
+        return [Operands(*flat[i : i + WIDTH]) for i in range(0, len(flat), WIDTH)]
+    layers, at = [], WIDTH * len(specs)
+    for i, spec in enumerate(specs):
+        la = Operands(*flat[i * WIDTH : (i + 1) * WIDTH])
+        if spec is not None:
+            la = la._replace(W=spec.weight(flat[at : at + spec.count]).dequantize(dtype))
+            at += spec.count
+        layers.append(la)
+    return layers
+
+
+def dense(layers: Sequence[Operands], dtype: torch.dtype) -> Sequence[Operands]:
+    """The same where nothing is saved."""
+    if specs_of(layers) is None:
+        return layers
+    return [la._replace(W=la.W.dequantize(dtype)) if isinstance(la.W, QuantWeight) else la for la in layers]

@@ -1,0 +1,275 @@
+"""Every function that takes W takes a QuantWeight: the numbers of its dequantised weight, and nothing dense is saved."""
+
+import copy
+
+import optree
+import pytest
+import torch
+
+from fdora import FdoraError
+from fdora.functional import (
+    DoraLayer,
+    DoraParams,
+    dora_base_sqnorm,
+    dora_init,
+    dora_linear,
+    dora_linear_group,
+    dora_merge,
+    dora_mlp,
+    dora_norm,
+    dora_norm_state,
+    dora_norm_tree,
+    dora_norm_tree_state,
+    explain,
+)
+from fdora.quant import opaque, quantize
+from tests import reference
+from tests.close import rel_l2
+
+N, K, R, S = 48, 96, 4, 0.7
+KINDS = {
+    "nf4": {},
+    "nf4 nested": {"nested": True},
+    "fp4": {},
+    "int8": {},
+    "fp8": {"block": (16, 32)},
+    "mxfp4": {},
+    "nvfp4": {},
+    "opaque": {},
+}
+
+
+def weight(kind="nf4", n=N, k=K, dtype=torch.float32, seed=0):
+    W = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) / 8
+    if kind == "opaque":
+        return opaque(lambda t: t.mul(2), (n, k), dtype, "cpu", (W.to(dtype),))
+    return quantize(W, kind.split()[0], dtype=dtype, **KINDS[kind])
+
+
+def adapter(W, seed=1, dtype=None):
+    g = torch.Generator().manual_seed(seed)
+    n, k = W.shape
+    A, B = torch.randn(R, k, generator=g) / 8, torch.randn(n, R, generator=g) / 8
+    m = dora_norm(W, A, B, s=S) * (1 + 0.05 * torch.randn(n, generator=g))
+    return [t.to(dtype or t.dtype).requires_grad_() for t in (A, B, m)]
+
+
+def x_of(k=K, rows=5, dtype=torch.float32):
+    return torch.randn(rows, k, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+
+
+def both(f, W, leaves, others=()):
+    """f of the quantised weight and of the dense one: outputs and all gradients."""
+    results = []
+    for w in (W, W.dequantize()):
+        ys = f(w)
+        ys = ys if isinstance(ys, tuple) else (ys,)
+        loss = sum((y.float() * torch.linspace(-1, 1, y.shape[-1])).sum() for y in ys)
+        results.append([*(y.detach() for y in ys), *torch.autograd.grad(loss, leaves)])
+    return results
+
+
+def assert_equal(results):
+    got, want = results
+    assert len(got) == len(want) and all(map(torch.equal, got, want))
+    assert all(t.abs().sum() > 0 for t in got)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_norm_is_that_of_what_is_decoded(kind, dtype):
+    W = weight(kind, n=45, dtype=dtype)
+    A, B, _ = adapter(W)
+    exact = W.dequantize(torch.float32)
+    want = reference.norm(exact, A.detach(), B.detach(), S)
+    c = dora_norm(W, A, B, s=S)
+    torch.testing.assert_close(c.double(), want, rtol=1e-6, atol=0)
+    assert c.dtype == torch.float32 and not c.requires_grad
+    torch.testing.assert_close(dora_norm(W, A, B, s=S, squared=True), c.square(), rtol=1e-6, atol=0)
+    few = dora_norm(W, A, B, s=S, max_bytes=8000)
+    torch.testing.assert_close(few.double(), want, rtol=1e-6, atol=0)
+    base = dora_base_sqnorm(W)
+    torch.testing.assert_close(base.double(), exact.double().square().sum(1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(dora_norm(W, A, B, s=S, base_sqnorm=base).double(), want, rtol=1e-6, atol=0)
+
+
+def test_rows_at_a_time(monkeypatch):
+    """max_bytes is shared out: no more rows are decoded together than half of it holds."""
+    from fdora.quant import QuantWeight
+
+    W, found = weight("fp8"), []
+    A, B, _ = adapter(W)
+    decode = QuantWeight.dequantize
+
+    def counting(self, dtype=None, rows=None, out=None):
+        found.append(rows)
+        return decode(self, dtype, rows, out)
+
+    monkeypatch.setattr(QuantWeight, "dequantize", counting)
+    dora_norm(W, A, B, s=S, max_bytes=20_000)
+    assert len(found) > 1 and max(r.stop - r.start for r in found) * K * 4 <= 10_000
+    assert [r.start for r in found[1:]] == [r.stop for r in found[:-1]] and found[-1].stop == N
+    with pytest.raises(FdoraError, match="`max_bytes` must be at least"):
+        dora_norm(W, A, B, s=S, max_bytes=100)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer(kind, bias):
+    W, x = weight(kind), x_of()
+    A, B, m = adapter(W)
+    b = torch.randn(N).requires_grad_() if bias else None
+    c = dora_norm(W, A, B, s=S)
+    leaves = [x, A, B, m, *([b] if bias else [])]
+    assert_equal(both(lambda w: dora_linear(x, w, A, B, m, s=S, bias=b, norm=c), W, leaves))
+    y = dora_linear(x, W, A, B, m, s=S, bias=b)  # its norm inside
+    truth = reference.dora(*(t.detach().double() for t in (x, W.dequantize(), A, B, m)), S, None if b is None else b.double())
+    assert rel_l2(y.detach(), truth) < 1e-5
+    with torch.no_grad():
+        assert torch.equal(dora_linear(x, W, A, B, m, s=S, bias=b), y)
+
+
+@pytest.mark.parametrize("mode", ["lora", "peft"])
+def test_dropout_and_half_precision(mode):
+    W, x = weight("nf4 nested", dtype=torch.bfloat16), x_of(dtype=torch.bfloat16)
+    A, B, m = adapter(W)
+    c = dora_norm(W, A, B, s=S)
+    assert_equal(
+        both(
+            lambda w: dora_linear(x, w, A, B, m, s=S, norm=c, dropout_p=0.3, dropout_mode=mode, seed=7),
+            W,
+            [x, A, B, m],
+        )
+    )
+
+
+def test_autocast_decodes_to_the_dtype_of_the_products():
+    W, x = weight(dtype=torch.float32), x_of()
+    A, B, m = adapter(W)
+    c = dora_norm(W, A, B, s=S)
+    with torch.autocast("cpu", torch.bfloat16):
+        results = both(lambda w: dora_linear(x, w, A, B, m, s=S, norm=c), W, [x, A, B, m])
+    assert_equal(results)
+    assert results[0][0].dtype == torch.bfloat16
+
+
+def test_a_group_of_every_kind():
+    dense, frozen = torch.randn(24, K) / 8, weight("int8", n=16)
+    W = weight()
+    (A, B, m), (A2, B2, m2) = adapter(W), adapter(dense, 3)
+    x, c = x_of(), dora_norm(W, A, B, s=S)
+
+    def call(w):
+        other = frozen if w is W else frozen.dequantize()
+        return dora_linear_group(x, [DoraLayer(dense, A2, B2, m2, S), DoraLayer(w, A, B, m, S, norm=c), DoraLayer(other)])
+
+    assert_equal(both(call, W, [x, A, B, m, A2, B2, m2]))
+
+
+def test_an_mlp():
+    gate, up, down = weight("nf4", 64, K), weight("fp8", 64, K, seed=5), weight("mxfp4", K, 64, seed=6)
+    params = [adapter(w, i) for i, w in enumerate((gate, up, down))]
+    norms = [dora_norm(w, p[0], p[1], s=S) for w, p in zip((gate, up, down), params, strict=True)]
+    x = x_of()
+
+    def call(w):
+        weights = (gate, up, down) if w is gate else [each.dequantize() for each in (gate, up, down)]
+        return dora_mlp(x, *(DoraLayer(v, *p, S, norm=c) for v, p, c in zip(weights, params, norms, strict=True)))
+
+    assert_equal(both(call, gate, [x, *(t for p in params for t in p)]))
+
+
+def test_nothing_dense_is_saved():
+    W, x = weight("nf4 nested", 256, 256), x_of(256)
+    A, B, m = adapter(W)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = dora_linear(x, W, A, B, m, s=S)
+    assert not any(t.is_floating_point() and t.numel() >= 256 * 256 for t in saved)
+    stored = {t.data_ptr() for t in W.tensors if t is not None}
+    assert stored <= {t.data_ptr() for t in saved}
+    y.sum().backward()
+    assert A.grad is not None
+
+
+def test_a_state_reads_the_codes_when_an_adapter_changed(monkeypatch):
+    from fdora.quant import QuantWeight
+
+    W = weight()
+    A, B, _ = (t.detach() for t in adapter(W))
+    state = dora_norm(W, A, B, s=S, state=dora_norm_state(W))
+    assert torch.equal(state.c, dora_norm(W, A, B, s=S))
+    calls, decode = [], QuantWeight.dequantize
+    monkeypatch.setattr(QuantWeight, "dequantize", lambda self, *a, **k: calls.append(1) or decode(self, *a, **k))
+    again = dora_norm(W, A, B, s=S, state=state)
+    assert torch.equal(again.c, state.c) and not calls
+    B[3] += 1
+    new = dora_norm(W, A, B, s=S, state=again)
+    assert calls and torch.equal(new.c, dora_norm(W, A, B, s=S)) and not torch.equal(new.c, state.c)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_start_changes_nothing_and_a_merge_is_dense(kind):
+    W, x = weight(kind), x_of()
+    p = dora_init(W, R)
+    assert torch.equal(dora_linear(x, W, *p, s=S), x @ W.dequantize().T)
+    A, B, m = (t.detach() for t in adapter(W))
+    merged = dora_merge(W, A, B, m, s=S)
+    want = dora_merge(W.dequantize(), A, B, m, s=S, norm=dora_norm(W, A, B, s=S))
+    assert torch.equal(merged, want)
+
+
+def test_trees_have_weights_for_leaves():
+    weights = {"q": weight(), "v": [torch.randn(24, K), weight("int8", n=16)]}
+    params = optree.tree_map(
+        lambda W: DoraParams(*(t.detach() for t in adapter(W))), weights, is_leaf=lambda n: hasattr(n, "dequantize")
+    )
+    c = dora_norm_tree(weights, params, s=S)
+    assert torch.equal(c["q"], dora_norm(weights["q"], *params["q"][:2], s=S)) and c["v"][1].shape == (16,)
+    state = dora_norm_tree(weights, params, s=S, state=dora_norm_tree_state(weights))
+    assert all(map(torch.equal, optree.tree_leaves(state.c), optree.tree_leaves(c)))
+
+
+def test_compiled_whole():
+    W, x = weight("nf4 nested"), x_of()
+    A, B, m = adapter(W)
+    c = dora_norm(W, A, B, s=S)
+
+    def f(x, W, A, B, m, c):
+        return dora_linear(x, W, A, B, m, s=S, norm=c)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    results = []
+    for call in (compiled, f):
+        y = call(x, W, A, B, m, c)
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), [x, A, B, m])])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_bank_of_adapters_by_vmap():
+    W, x = weight(), x_of().detach()
+    banks = [torch.stack([t.detach() for t in each]) for each in zip(adapter(W, 1), adapter(W, 2), strict=True)]
+    got = torch.vmap(lambda A, B, m: dora_linear(x, W, A, B, m, s=S))(*banks)
+    for i in range(2):
+        torch.testing.assert_close(got[i], dora_linear(x, W, *(b[i] for b in banks), s=S))
+
+
+def test_what_is_refused():
+    W, x = weight(), x_of()
+    A, B, m = adapter(W)
+    with pytest.raises(FdoraError, match=r"`detach` must be True for a quantised W, got False\. Pass W\.dequantize\(\)\."):
+        dora_norm(W, A, B, s=S, detach=False)
+    with pytest.raises(FdoraError, match="`norm_axis` must be 1 for a quantised W, got 0"):
+        dora_norm(W, A, B, s=S, norm_axis=0)
+    with pytest.raises(FdoraError, match="`x` must be float32, got bfloat16"):
+        dora_linear(x.bfloat16(), W, A, B, m, s=S)
+    with pytest.raises(FdoraError, match=r"`A` must be \(r, K\) with K=96"):
+        dora_linear(x, W, torch.randn(R, 8), B, m, s=S)
+    with pytest.raises(FdoraError, match=r"`x` must be a torch\.Tensor, got a QuantWeight"):
+        dora_linear(W, W, A, B, m, s=S)
+    with pytest.raises(FdoraError, match="`W` must be a tensor, got a QuantWeight"):
+        explain(dora_linear, x, W, A, B, m, s=S)
+    other = copy.deepcopy(W)
+    assert torch.equal(dora_norm(other, A, B, s=S), dora_norm(W, A, B, s=S))
