@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved
-from fdora._torch import apply, no_graph
+from fdora._torch import apply, apply_eager, no_graph
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
 
 WIDTH = len(Operands._fields)
@@ -28,6 +28,13 @@ def linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[Tensor
     if no_graph() and not autocast_on(x):
         return OPS[call.backend].layers_fwd(x, layers, call.options, call.drop)[0]
     return apply(Linear, x, call, *(t for la in layers for t in la))[: len(layers)]
+
+
+def eager_linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[Tensor]:
+    """The same where nothing traces and autocast is off."""
+    if no_graph():
+        return OPS[call.backend].layers_fwd(x, layers, call.options, call.drop)[0]
+    return apply_eager(EagerLinear, x, call, *layers[0], *[t for la in layers[1:] for t in la])
 
 
 def layers_of(flat: Sequence[Any]) -> list[Operands]:
@@ -105,6 +112,20 @@ class Linear(torch.autograd.Function):
             dx, grads = found[0], [Grads(*found[i : i + 5]) for i in range(1, len(found), 5)]
         #      x   call
         return dx, None, *to_inputs(grads)
+
+
+class EagerLinear(Linear):
+    """Without what torch.func and compilers ask for: what is saved need not be an output."""
+
+    setup_context = torch.autograd.Function.setup_context
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Call, *flat: Tensor | None) -> Any:  # type: ignore[override]
+        ys, (h, kept, ctx.pre_scale) = OPS[call.backend].layers_fwd(x, layers_of(flat), call.options, call.drop)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, h, *kept, *flat)
+        return tuple(ys)
 
 
 class LinearBwd(torch.autograd.Function):
