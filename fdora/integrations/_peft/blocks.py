@@ -44,9 +44,10 @@ class Shared:
 
     def output(self, layer: Any, x: Tensor) -> Tensor | None:
         """This layer's y; None where it is to be computed alone."""
-        place = next((i for i, each in enumerate(self.layers) if each() is layer), None)
-        if place is None:  # a replica of DataParallel
+        members = [each() for each in self.layers]
+        if layer not in members:  # a replica of DataParallel
             return None
+        place = members.index(layer)
         waiting = self.waiting
         if waiting is not None:
             self.waiting = None
@@ -57,7 +58,7 @@ class Shared:
             left = {i: each for i, each in waiting.outputs.items() if i != place}
             self.waiting = waiting._replace(outputs=left) if left else None
             return y
-        found = together([each() for each in self.layers], x) if place == 0 else None
+        found = together(members, x) if place == 0 else None
         if found is None:
             return None
         if found.backend:

@@ -96,7 +96,9 @@ def active(module: Any) -> tuple[str, Dora] | None:
     if module._disable_adapters or module.merged_adapters:
         return None
     adapters, named = module._modules["lora_A"]._modules, module._active_adapter
-    names = [name for name in ((named,) if type(named) is str else named) if name in adapters]
+    if type(named) is list and len(named) == 1:
+        named = named[0]
+    names = ([named] if named in adapters else []) if type(named) is str else [name for name in named if name in adapters]
     variant = module.lora_variant.get(names[0]) if len(names) == 1 else None
     if not isinstance(variant, Dora):
         for name in names:
@@ -158,7 +160,7 @@ MAX_VERDICTS = 8192
 def verdict(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> Verdict:
     """Why dora_linear cannot take these tensors, empty where it can; and the backend that runs if nothing is left to check.
 
-    Remembered by all that it looks at.
+    Remembered by all that it looks at. All calls have the same p.
     """
     W = calls[0].W
     key = None
@@ -168,15 +170,15 @@ def verdict(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> Verdict:
             tensors += call[1:6]
         found = facts(tuple(tensors))
         if found is not None:
-            frozen = [call.W.requires_grad for call in calls]
-            key = (found, True in frozen, any([call.p for call in calls]), mlp, autocast_on(W), forced())
+            frozen = not (W.requires_grad if len(calls) == 1 else any([call.W.requires_grad for call in calls]))
+            key = (found, frozen, calls[0].p == 0, mlp, autocast_on(W), forced())
             known = _verdicts.get(key)
             if known is not None:
                 return known
     made = next(filter(None, (_refusal(x, *call[1:6]) for call in calls)), ""), ""
     if key is None:
         return made
-    if not made[0] and not any(call.p for call in calls) and fits(x, calls, mlp):
+    if not made[0] and calls[0].p == 0 and fits(x, calls, mlp):
         made = "", select_backend(x).name
     if len(_verdicts) >= MAX_VERDICTS:
         _verdicts.clear()
@@ -226,12 +228,10 @@ def draws(dropout: nn.Module, x: Tensor) -> bool:
     return type(dropout) is nn.Dropout and dropout.p < 1 and not hooked(dropout) and select_backend(x).name == "triton"
 
 
-def hooked(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> Any:
     """Whether calling the module does more than its class's forward."""
     d = module.__dict__
-    return bool(
-        d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"] or d["_backward_pre_hooks"] or "forward" in d
-    )
+    return d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"] or d["_backward_pre_hooks"] or "forward" in d
 
 
 def fuse_layer(module: Any) -> None:
