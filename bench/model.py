@@ -239,7 +239,7 @@ def norms_counted():
     from fdora.integrations._norm import KeptNorm
     from fdora.integrations._tree import Table
 
-    counts, stock, run = {"asked": 0, "computed": 0}, KeptNorm.of, Table.run
+    counts, stock, run = {"asked": 0, "computed": 0}, KeptNorm.eager, Table.run
 
     def counting(self, *args):
         before = self.memo
@@ -256,11 +256,11 @@ def norms_counted():
             counts["computed"] += len(words) if key not in before else int((words != before[key]).any(1).sum())
         return made
 
-    KeptNorm.of, Table.run = counting, running
+    KeptNorm.eager, Table.run = counting, running
     try:
         yield counts
     finally:
-        KeptNorm.of, Table.run = stock, run
+        KeptNorm.eager, Table.run = stock, run
 
 
 def norms_of_a_step(run: Run) -> dict[str, int]:

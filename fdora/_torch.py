@@ -17,6 +17,7 @@ functorch_active = torch._C._are_functorch_transforms_active
 dispatch_modes = torch._C._len_torch_dispatch_stack
 unsafe_view = torch.ops.aten._unsafe_view.default  # another shape for a fresh tensor, which autograd does not take for a view
 backward_task = torch._C._current_graph_task_id  # the number of the backward that runs in this thread; -1 where none does
+any_autocast = torch._C._is_any_autocast_enabled  # on any device but MPS
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by torch.func
 is_batched = torch._C._functorch.is_batchedtensor  # by torch.func.vmap
 
@@ -47,6 +48,10 @@ _libraries: list[torch.library.Library] = []  # an op lives as long as the libra
 def is_traced() -> bool:
     """Whether a compiler or torch.func runs this code."""
     return torch.compiler.is_compiling() or functorch_active()
+
+
+def autocast_on(t: Tensor) -> bool:
+    return (any_autocast() or t.is_mps) and t.device.type != "meta" and torch.is_autocast_enabled(t.device.type)
 
 
 def while_tracing(function: Any) -> Any:
@@ -120,4 +125,9 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
         return function.apply(*args) if wanted else function.forward(*args)
     if functorch_active():
         return function.apply(*args)
+    return apply_eager(function, *args)
+
+
+def apply_eager(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """The same where nothing traces."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]

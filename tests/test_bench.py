@@ -570,9 +570,9 @@ def test_model_computes_a_norm_once_per_step(monkeypatch):
     assert model.norms_of_a_step(step) == {"layers": 7, "asked": 56, "computed": 56}
     monkeypatch.setattr(_norm, "SMALL", 0)
     step.gradients()  # its norms hold until a step
-    stock = _norm.KeptNorm.of
+    stock = _norm.KeptNorm.eager
     assert model.norms_of_a_step(step) == {"layers": 7, "asked": 56, "computed": 7}
-    assert _norm.KeptNorm.of is stock
+    assert _norm.KeptNorm.eager is stock
 
 
 @pytest.mark.parametrize("what", ["S", "width"])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fdora import eager
 from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved, SavedMlp
+from fdora._torch import autocast_on as autocast_on
 
 Layers = Sequence[Operands]
 AllOptions = Sequence[Options]
@@ -142,11 +143,6 @@ def obstacle(device: torch.device) -> str:
         need, has = (".".join(map(str, c)) for c in (OLDEST, have))
         return f"{torch.cuda.get_device_name(device)} has compute capability {has}, Triton kernels need {need}"
     return ""
-
-
-def autocast_on(t: Tensor) -> bool:
-    device = t.device.type
-    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def autocast_off(t: Tensor) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved
-from fdora._torch import apply, no_graph
+from fdora._torch import apply, apply_eager, no_graph
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
 from fdora.autograd.weight import WIDTH, Specs, dense, flat_of, layers_of, specs_of
 
@@ -31,6 +31,13 @@ def linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[Tensor
     specs = specs_of(layers)
     call = call if specs is None else call._replace(specs=specs)
     return apply(Linear, x, call, *flat_of(layers, specs))[: len(layers)]
+
+
+def eager_linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[Tensor]:
+    """The same where nothing traces and autocast is off."""
+    if no_graph():
+        return OPS[call.backend].layers_fwd(x, layers, call.options, call.drop)[0]
+    return apply_eager(EagerLinear, x, call, *layers[0], *[t for la in layers[1:] for t in la])
 
 
 def needs_of(flags: Sequence[bool], count: int) -> list[Needs]:
@@ -103,6 +110,20 @@ class Linear(torch.autograd.Function):
             dx, grads = found[0], [Grads(*found[i : i + 5]) for i in range(1, len(found), 5)]
         #      x   call
         return dx, None, *to_inputs(grads, len(flat))
+
+
+class EagerLinear(Linear):
+    """Without what torch.func and compilers ask for: what is saved need not be an output."""
+
+    setup_context = torch.autograd.Function.setup_context
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Call, *flat: Tensor | None) -> Any:  # type: ignore[override]
+        ys, (h, kept, ctx.pre_scale) = OPS[call.backend].layers_fwd(x, layers_of(flat, None, x.dtype), call.options, call.drop)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, h, *kept, *flat)
+        return tuple(ys)
 
 
 class LinearBwd(torch.autograd.Function):

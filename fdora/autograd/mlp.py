@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fdora._records import Dropout, Grads, Needs, Operands, Options, SavedMlp
-from fdora._torch import apply, no_graph
+from fdora._torch import apply, apply_eager, no_graph
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
 from fdora.autograd.linear import needs_of, to_inputs
 from fdora.autograd.weight import Specs, dense, flat_of, layers_of, specs_of
@@ -38,6 +38,15 @@ def mlp(x: Tensor, layers: Sequence[Operands], call: Call) -> Tensor:
     specs = specs_of(layers)
     call = call if specs is None else call._replace(specs=specs)
     return apply(Mlp, x, call, *flat_of(layers, specs))[0]
+
+
+def eager_mlp(x: Tensor, layers: Sequence[Operands], call: Call) -> Tensor:
+    """The same where nothing traces and autocast is off."""
+    if no_graph():
+        return OPS[call.backend].mlp_fwd(x, layers, call.options, call.drop, call.act)[0]
+    gate, up, down = layers
+    y: Tensor = apply_eager(EagerMlp, x, call, *gate, *up, *down)
+    return y
 
 
 class Mlp(torch.autograd.Function):
@@ -80,6 +89,20 @@ class Mlp(torch.autograd.Function):
             dx, grads = found[0], [Grads(*found[i : i + 5]) for i in range(1, len(found), 5)]
         #      x   call
         return dx, None, *to_inputs(grads, len(rest) - PARTS)
+
+
+class EagerMlp(Mlp):
+    """Without what torch.func and compilers ask for: what is saved need not be an output."""
+
+    setup_context = torch.autograd.Function.setup_context
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Call, *flat: Tensor | None) -> Any:  # type: ignore[override]
+        y, saved = OPS[call.backend].mlp_fwd(x, layers_of(flat, None, x.dtype), call.options, call.drop, call.act)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *saved, *flat)
+        return y
 
 
 class MlpBwd(torch.autograd.Function):

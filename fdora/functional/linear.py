@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_shapes, fail, key_of, passed, remember
 from fdora._dispatch import Backend
 from fdora._records import Dropout, DropoutMode, Operands, Options, SaveForDm
-from fdora.autograd.linear import Call, linear
+from fdora.autograd.linear import Call, eager_linear, linear
 from fdora.autograd.norm import row_norm
 from fdora.functional.backend import select_backend
 from fdora.functional.norm import WIDE, check_weights
@@ -82,19 +83,23 @@ def dora_linear(
     c = norm_for(x, W, A, B, s, norm, choice.name)
     mask_seed = seed_tensor(fn, seed, x.device) if dropout_p else None
     mode = dropout_mode if dropout_p else "lora"
-    return checked_linear(x, Operands(W, A, B, m, c, bias, mask_seed), s, dropout_p, mode, keep_inner, choice.name)
-
-
-def checked_linear(x: Tensor, layer: Operands, s: float, p: float, mode: DropoutMode, keep_inner: bool, backend: str) -> Tensor:
-    """What :func:`dora_linear` does after its checks: for integrations, whose own checks cover them."""
-    m, c = layer.m, layer.c
-    assert m is not None and c is not None
     make = _call if torch.compiler.is_compiling() else _remembered_call
-    return linear(x, (layer,), make(s, save_for_dm(m, c, keep_inner), p, mode, backend))[0]
+    call = make((s,), (save_for_dm(m, c, keep_inner),), dropout_p, mode, choice.name)
+    return linear(x, (Operands(W, A, B, m, c, bias, mask_seed),), call)[0]
 
 
-def _call(s: float, save: SaveForDm, p: float, mode: DropoutMode, backend: str) -> Call:
-    return Call((Options(s, save),), Dropout(p, mode), backend)
+def checked_linears(
+    x: Tensor, layers: Sequence[Operands], s: tuple[float, ...], keep_inner: bool, backend: str
+) -> Sequence[Tensor]:
+    """What :func:`dora_linear` and :func:`dora_linear_group` do after their checks, without dropout or autocast, where nothing
+    traces: for integrations, whose own checks cover them.
+    """
+    saves = tuple([save_for_dm(la.m, la.c, keep_inner) for la in layers])  # type: ignore[arg-type]
+    return eager_linear(x, layers, _remembered_call(s, saves, 0.0, "lora", backend))
+
+
+def _call(s: tuple[float, ...], saves: tuple[SaveForDm, ...], p: float, mode: DropoutMode, backend: str) -> Call:
+    return Call(tuple([Options(*each) for each in zip(s, saves, strict=True)]), Dropout(p, mode), backend)
 
 
 _remembered_call = lru_cache(1024)(_call)  # three records in the time of one look-up

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 from torch import Tensor
 
 from fdora._check import check_shapes, fail
 from fdora._dispatch import Backend
-from fdora._records import Dropout
-from fdora.autograd.mlp import ACTS, Call, mlp
+from fdora._records import Dropout, Operands, Options, SaveForDm
+from fdora.autograd.mlp import ACTS, Call, eager_mlp, mlp
 from fdora.functional.backend import select_backend
 from fdora.functional.group import DoraLayer, check_members, prepared, seeds_for
-from fdora.functional.linear import cast_x, check_dropout
+from fdora.functional.linear import cast_x, check_dropout, save_for_dm
 
 
 def dora_mlp(
@@ -71,6 +72,19 @@ def dora_mlp(
     ready = [prepared(x, la, s, keep_inner and la is down, name) for la, s in zip(layers.values(), seeds, strict=True)]
     drop = Dropout(dropout_p, dropout_mode if dropout_p else "lora")
     return mlp(x, [la for la, _ in ready], Call(tuple(o for _, o in ready), drop, act, name))
+
+
+def checked_mlp(
+    x: Tensor, layers: Sequence[Operands], s: tuple[float, ...], act: str, keep_inner: bool, backend: str
+) -> Tensor:
+    """What :func:`dora_mlp` does after its checks, without dropout or autocast, where nothing traces: see checked_linears."""
+    saves = tuple([save_for_dm(la.m, la.c, keep_inner and la is layers[2]) for la in layers])  # type: ignore[arg-type]
+    return eager_mlp(x, layers, _remembered_call(s, saves, act, backend))
+
+
+@lru_cache(1024)
+def _remembered_call(s: tuple[float, ...], saves: tuple[SaveForDm, ...], act: str, backend: str) -> Call:
+    return Call(tuple(map(Options, s, saves)), Dropout(0.0, "lora"), act, backend)
 
 
 def check_mlp(fn: str, x: Tensor, layers: dict[str, DoraLayer], act: str) -> None:

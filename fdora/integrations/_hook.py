@@ -45,12 +45,10 @@ def watched() -> bool:
     return torch.jit.is_tracing() or functorch_active() or dispatch_modes() > 0
 
 
-def hooked(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> Any:
     """Whether calling the module does more than its class's forward."""
     d = module.__dict__
-    return bool(
-        d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"] or d["_backward_pre_hooks"] or "forward" in d
-    )
+    return d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"] or d["_backward_pre_hooks"] or "forward" in d
 
 
 def hook(roots: Sequence[nn.Module], kepts: Sequence[Any], find: Callable[[], Found]) -> None:

@@ -56,17 +56,23 @@ class KeptNorm:
 
     def of(self, owner: Any, W: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
         """c (N,). owner is the parameter that W is, or was made from. Mapped code computes it every time."""
-        traced = is_traced()
-        c = self.norms.traced_c(self, W, A, B, s) if traced and self.norms is not None else None
-        if not traced:
-            c = self.given(W, A, B, s, False)
+        if not is_traced():
+            return self.eager(owner, W, A, B, s)
+        c: Tensor | None = None if self.norms is None else self.norms.traced_c(self, W, A, B, s)
         if c is not None:
             return c
-        if traced or W.numel() < SMALL:
-            room = self.room
-            if room is None or room[0]() is not owner or room[1].device != W.device or not compiled_kernels(W):
-                return dora_norm(W, A, B, s=s)
-            return kept_norm(W, A, B, s, room[1], room[2])
+        room = self.room
+        if room is None or room[0]() is not owner or room[1].device != W.device or not compiled_kernels(W):
+            return dora_norm(W, A, B, s=s)
+        return kept_norm(W, A, B, s, room[1], room[2])
+
+    def eager(self, owner: Any, W: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
+        """The same where nothing traces."""
+        c = self.given(W, A, B, s, False)
+        if c is not None:
+            return c
+        if W.numel() < SMALL:
+            return dora_norm(W, A, B, s=s)
         storage = owner.untyped_storage()
         # FSDP1 makes another view for each forward; a parameter is another one only when somebody replaced it.
         who = id(owner) if type(owner) is torch.nn.Parameter else 0

@@ -89,6 +89,15 @@ class Table:
         moved = list(map(Tensor.data_ptr, tensors)) != self.pointers or [t.shape for t in tensors] != self.shapes
         return None if moved else tensors
 
+    def has(self, i: int, W: Tensor, A: Tensor, B: Tensor, versions: list[int], compiled: bool) -> bool:
+        """Whether these are the tensors of layer i. Compiled code, whose guards know them, may hand over other views."""
+        for t in (W, A, B):
+            known = t.data_ptr() == self.pointers[i] if compiled else self.tensors[i]() is t
+            if not known or versions[i] != t._version or self.strides[i] != t.stride():
+                return False
+            i += self.count
+        return True
+
     def traced(self) -> list[Tensor] | None:
         """The norms as ops of the graph that is traced."""
         tensors: Any = [ref() for ref in self.tensors]
@@ -246,26 +255,14 @@ class ModelNorms:
             self.local.run = run
         elif dispatch_modes():
             return None
-        table, n = run.table, run.table.count
-        if (
-            0 <= i < n
-            and table.s[i] == s
-            and self.same(run, i, W, compiled)
-            and self.same(run, i + n, A, compiled)
-            and self.same(run, i + 2 * n, B, compiled)
-        ):
+        table = run.table
+        if 0 <= i < table.count and table.s[i] == s and table.has(i, W, A, B, run.versions, compiled):
             self.used = True
             return run.c[i]
         with self.lock:
             if self.table is table:
                 self.table = None  # collected anew by the next forward
         return None
-
-    def same(self, run: Run, i: int, t: Tensor, compiled: bool) -> bool:
-        """Compiled code, whose guards know the tensor, may hand over another view of it."""
-        table = run.table
-        known = t.data_ptr() == table.pointers[i] if compiled else table.tensors[i]() is t
-        return known and run.versions[i] == t._version and table.strides[i] == t.stride()
 
 
 def capturing(device: torch.device) -> bool:

@@ -59,9 +59,10 @@ def unpacked(
     h = None
     if any([la.A is not None for la in layers]):
         h, *rest = rest
-    pre = tuple([saves_pre_scale(dtype, la, mode, o.save) for la, o in zip(layers, options, strict=True)])
     kept = [None if o.save == "nothing" else y for y, o in zip(ys, options, strict=True)]
+    pre = (False,) * n
     if rest:
+        pre = tuple([saves_pre_scale(dtype, la, mode, o.save) for la, o in zip(layers, options, strict=True)])
         before = iter(rest)
         kept = [next(before) if has else y for y, has in zip(kept, pre, strict=True)]
     return ys, Saved(h, tuple(kept), pre)

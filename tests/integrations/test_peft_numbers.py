@@ -281,7 +281,7 @@ def test_a_transposed_weight_in_a_plain_linear():
     stock, ours = both(model, x)
     same(ours, stock)
     del dora.base_layer.forward
-    assert linear.plan(dora, "default", dora.lora_dropout["default"], x)[0] == "a transposed base weight"
+    assert linear.call_of(dora, x, "default", dora.lora_variant["default"]) == "a transposed base weight"
 
 
 def test_a_wrong_input_is_the_base_layers_error():

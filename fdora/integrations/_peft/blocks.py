@@ -15,13 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fdora._records import Operands
 from fdora._torch import trace
 from fdora.functional import DoraLayer, dora_linear_group, dora_mlp
+from fdora.functional.linear import checked_linears
+from fdora.functional.mlp import checked_mlp
 from fdora.integrations._hook import hooked
 from fdora.integrations._norm import version
-from fdora.integrations._peft.dora import Dora
+from fdora.integrations._peft.dora import FUSED, Dora
 from fdora.integrations._peft.known import ATTENTION, MLP, act_of, forward_of, is_gated_mlp, shares_x
-from fdora.integrations._peft.linear import Call, Linear, active, call_of
+from fdora.integrations._peft.linear import Call, Linear, active, call_of, verdict
 
 
 class Waiting(NamedTuple):
@@ -42,9 +45,10 @@ class Shared:
 
     def output(self, layer: Any, x: Tensor) -> Tensor | None:
         """This layer's y; None where it is to be computed alone."""
-        place = next((i for i, each in enumerate(self.layers) if each() is layer), None)
-        if place is None:  # a replica of DataParallel
+        members = [each() for each in self.layers]
+        if layer not in members:  # a replica of DataParallel
             return None
+        place = members.index(layer)
         waiting = self.waiting
         if waiting is not None:
             self.waiting = None
@@ -55,10 +59,14 @@ class Shared:
             left = {i: each for i, each in waiting.outputs.items() if i != place}
             self.waiting = waiting._replace(outputs=left) if left else None
             return y
-        calls = together([each() for each in self.layers], x) if place == 0 else None
-        if calls is None:
+        found = together(members, x) if place == 0 else None
+        if found is None:
             return None
-        y, *rest = dora_linear_group(x, [of(c) for c in calls], **options(calls))
+        if found.backend:
+            layers, s = found.now()
+            y, *rest = checked_linears(x, layers, s, found.keep_inner(), found.backend)
+        else:
+            y, *rest = dora_linear_group(x, found.layers(), **found.options())
         self.waiting = Waiting(x, now, grad, dict(enumerate(rest, 1)))
         return y
 
@@ -81,9 +89,12 @@ class Mlp(nn.Module):
         cls: Any = type(self)  # self.FORWARD would be bound
         if len(args) == 1 and not kwargs and cls.STOCK.forward is cls.FORWARD:
             act: Any = act_of(getattr(self, "act_fn", None))  # it may be another one by now, or have hooks
-            calls = together([self._modules[name] for name in MLP], *args) if act is not None else None
-            if calls is not None:
-                return dora_mlp(*args, *map(of, calls), act=act, **options(calls))
+            found = together([self._modules[name] for name in MLP], *args, mlp=True) if act is not None else None
+            if found is not None and found.backend:
+                layers, s = found.now()
+                return checked_mlp(args[0], layers, s, act, found.keep_inner(), found.backend)
+            if found is not None:
+                return dora_mlp(*args, *found.layers(), act=act, **found.options())
         return cls.STOCK.forward(self, *args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -106,25 +117,44 @@ def blank(stock: Any) -> Any:
     return cls.__new__(cls)
 
 
-def together(layers: list[Any], x: Tensor) -> list[Call] | None:
+class Together(NamedTuple):
+    """What layers do in one call."""
+
+    calls: list[Call]
+    backend: str
+    """The one that runs if nothing is left to check; see verdict."""
+
+    def now(self) -> tuple[list[Operands], tuple[float, ...]]:
+        """Operands with norms, and each s: where nothing is left to check."""
+        return [call.operands() for call in self.calls], tuple([call.s for call in self.calls])
+
+    def layers(self) -> list[DoraLayer]:
+        return [of(call) for call in self.calls]
+
+    def keep_inner(self) -> bool:
+        return any([call.variant.keep_inner for call in self.calls])
+
+    def options(self) -> dict[str, Any]:
+        return {"dropout_p": self.calls[0].p, "dropout_mode": "peft", "keep_inner": self.keep_inner()}
+
+
+def together(layers: list[Any], x: Tensor, mlp: bool = False) -> Together | None:
     """What each layer would do with x, if all do it in one call of dora_linear, nobody listens, and p is the same."""
     found: list[Call] = []
     for layer in layers:
         adapter = active(layer) if type(layer) is Linear and not hooked(layer) else None
-        call = None if adapter is None else call_of(layer, x, *adapter)
-        if call is None or (found and call.p != found[0].p):
+        call = "" if adapter is None else call_of(layer, x, *adapter)
+        if isinstance(call, str) or (found and call.p != found[0].p):
             return None
         found.append(call)
-    return found
+    why, backend = verdict(x, found, mlp)
+    return None if why else Together(found, backend)
 
 
 def of(call: Call) -> DoraLayer:
-    w = call.weights
-    return DoraLayer(w.W, w.A, w.B, w.m, call.s, call.bias, call.counted_norm())
-
-
-def options(calls: list[Call]) -> dict[str, Any]:
-    return {"dropout_p": calls[0].p, "dropout_mode": "peft", "keep_inner": any(c.variant.keep_inner for c in calls)}
+    variant, W, A, B, m, bias, s, _ = call
+    variant.count(FUSED)
+    return DoraLayer(W, A, B, m, s, bias, variant.kept.of(W, W, A, B, s))
 
 
 def fuse_blocks(model: nn.Module) -> int:

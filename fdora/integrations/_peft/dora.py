@@ -165,11 +165,18 @@ def served(owner: Any, W: Tensor, A: Tensor, B: Tensor, m: Tensor) -> Weights | 
 
 def paused(magnitude: Any, s: Any) -> str:
     """Why PEFT's code runs for now, whatever the parameters are; empty where fdora's can."""
-    if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():  # those take operators of torch alone
+    if exported():
         return "torch.jit.trace or torch.onnx.export"
-    if isinstance(s, Tensor):
+    if type(s) is not float and isinstance(s, Tensor):
         return "a scaling that is a tensor (prepare_model_for_compiled_hotswap)"
     return caching(magnitude)
+
+
+def exported() -> bool:
+    """Whether operators of torch alone may run. torch.onnx.export traces, or compiles: asking it costs as much as a layer."""
+    if torch.compiler.is_compiling():
+        return torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
+    return torch._C._is_tracing()
 
 
 def caching(magnitude: Any) -> str:

@@ -6,6 +6,7 @@ and torch.compile see an ordinary module. What the one call does not serve runs 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +15,15 @@ from peft.tuners.lora import torchao
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
+from fdora._check import FLOATS
 from fdora._dispatch import forced
 from fdora._facts import facts
 from fdora._records import Operands
-from fdora._torch import PLAIN, in_subgraph, is_traced
+from fdora._torch import PLAIN, autocast_on, in_subgraph, is_traced
 from fdora.functional import dora_linear, select_backend
-from fdora.functional.linear import checked_linear
+from fdora.functional.linear import checked_linears
 from fdora.integrations._hook import hooked
-from fdora.integrations._peft.dora import FUSED, Dora, Weights, forget, paused, release, reused, served
+from fdora.integrations._peft.dora import FUSED, Dora, forget, paused, release, reused, served
 from fdora.integrations._peft.torchao import TorchaoLoraLinear
 
 
@@ -29,31 +31,26 @@ class Linear(lora.Linear):
     """PEFT's ``lora.Linear``, same name, same parameters, with the short way first."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs:
-            return lora.Linear.forward(self, x, *args, **kwargs)  # not super(): bound methods outlive unfuse_layer
-        found = active(self)
+        found = None if args or kwargs else active(self)
         if found is None:
-            return lora.Linear.forward(self, x)
+            return lora.Linear.forward(self, x, *args, **kwargs)  # not super(): bound methods outlive unfuse_layer
         shared = found[1].shared
         if shared is not None and not (torch.compiler.is_dynamo_compiling() and in_subgraph()):
             y = shared.output(self, x)
             if y is not None:
                 return y
         call = call_of(self, x, *found)
-        if call is None:
+        why, backend = (call, "") if isinstance(call, str) else verdict(x, (call,))
+        if why or isinstance(call, str):
+            note(found[1], why)
             return lora.Linear.forward(self, x)
-        w, c = call.weights, call.counted_norm()
-        fits = x.dtype == w.W.dtype and x.shape[-1:] == w.W.shape[1:]
-        if fits and call.p == 0 and c.dtype == torch.float32:
-            # _verdict has looked at all else that dora_linear checks
-            layer = Operands(w.W, w.A, w.B, w.m, c, call.bias, None)
-            name = select_backend(x).name
-            if not torch.is_autocast_enabled(x.device.type):
-                return checked_linear(x, layer, call.s, 0.0, "lora", call.variant.keep_inner, name)
-        return dora_linear(
-            x, w.W, w.A, w.B, w.m, s=call.s, bias=call.bias, norm=c, dropout_p=call.p, dropout_mode="peft",
-            keep_inner=call.variant.keep_inner,
-        )  # fmt: skip
+        variant, keep_inner = call.variant, call.variant.keep_inner
+        if backend:
+            return checked_linears(x, (call.operands(),), (call.s,), keep_inner, backend)[0]
+        variant.count(FUSED)
+        _, W, A, B, m, bias, s, p = call
+        c = variant.kept.of(W, W, A, B, s)
+        return dora_linear(x, W, A, B, m, s=s, bias=bias, norm=c, dropout_p=p, dropout_mode="peft", keep_inner=keep_inner)
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         """The base weight will not come back bit for bit, whichever adapter it was."""
@@ -80,14 +77,19 @@ class Call(NamedTuple):
     """What one call of dora_linear takes."""
 
     variant: Dora
-    weights: Weights
+    W: Tensor
+    A: Tensor
+    B: Tensor
+    m: Tensor
     bias: Tensor | None
     s: float
     p: float
 
-    def counted_norm(self) -> Tensor:
-        self.variant.count(FUSED)
-        return self.variant.norm(self.weights, self.s)
+    def operands(self) -> Operands:
+        """With the norm, counted; where nothing traces."""
+        variant, W, A, B, m, bias, s, _ = self
+        variant.calls[FUSED] += 1
+        return Operands(W, A, B, m, variant.kept.eager(W, W, A, B, s), bias, None)
 
 
 def active(module: Any) -> tuple[str, Dora] | None:
@@ -95,7 +97,9 @@ def active(module: Any) -> tuple[str, Dora] | None:
     if module._disable_adapters or module.merged_adapters:
         return None
     adapters, named = module._modules["lora_A"]._modules, module._active_adapter
-    names = [name for name in ((named,) if type(named) is str else named) if name in adapters]
+    if type(named) is list and len(named) == 1:
+        named = named[0]
+    names = ([named] if named in adapters else []) if type(named) is str else [name for name in named if name in adapters]
     variant = module.lora_variant.get(names[0]) if len(names) == 1 else None
     if not isinstance(variant, Dora):
         for name in names:
@@ -104,71 +108,100 @@ def active(module: Any) -> tuple[str, Dora] | None:
     return names[0], variant
 
 
-def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | None:
-    """The one call, or None where PEFT's forward has to run."""
-    dropout = module._modules["lora_dropout"]._modules[name]
-    p = dropout.p if module.training and type(dropout) is nn.Dropout and dropout.training else 0.0
-    w, bias = plan(module, name, dropout, x)
-    if isinstance(w, str):
-        note(variant, w)
-        return None
-    return Call(variant, w, bias, module.scaling[name], p)
-
-
 def note(variant: Any, why: str) -> None:
     if isinstance(variant, Dora) and not torch.compiler.is_compiling():
         variant.why_not_fused = why
 
 
-def plan(module: Any, name: str, dropout: nn.Module, x: Tensor) -> tuple[Weights | str, Tensor | None]:
-    """The tensors of the one call, and the bias; or why it is not made."""
+def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | str:
+    """The one call, but for what :func:`verdict` says of its tensors; or why it is not made."""
     parts = module._modules  # an attribute of a module costs ten times a look into its dict
-    base, lora_A, lora_B, magnitude = (
+    base, lora_A, lora_B, magnitude, dropout = (
         parts["base_layer"],
         parts["lora_A"]._modules[name],
         parts["lora_B"]._modules[name],
         parts["lora_magnitude_vector"]._modules[name],
+        parts["lora_dropout"]._modules[name],
     )
     for part in (base, lora_A, lora_B):
         if type(part) is not nn.Linear:  # a quantised layer, a wrapper that shards
-            return f"a {type(part).__name__} in the place of a torch.nn.Linear", None
+            return f"a {type(part).__name__} in the place of a torch.nn.Linear"
         if hooked(part):
-            return "hooks on the layer's parts", None
+            return "hooks on the layer's parts"
     if type(magnitude) is not DoraLinearLayer or hooked(magnitude):
-        return "hooks on the layer's parts", None
-    if module.training and type(dropout) is not nn.Identity and not draws(dropout, x):
-        return "dropout with torch's mask", None
+        return "hooks on the layer's parts"
+    p = 0.0
+    if type(dropout) is not nn.Identity and module.training:
+        if not draws(dropout, x):
+            return "dropout with torch's mask"
+        p = dropout.p if dropout.training else 0.0
     if module.fan_in_fan_out:
-        return "a transposed base weight", None
-    why = paused(magnitude, module.scaling[name])
+        return "a transposed base weight"
+    s = module.scaling[name]
+    why = paused(magnitude, s)
     if why:
-        return why, None
-    W, A, B, m = [part._parameters.get("weight") for part in (base, lora_A, lora_B, magnitude)]
+        return why
+    W, A, B, m = (
+        base._parameters.get("weight"),
+        lora_A._parameters.get("weight"),
+        lora_B._parameters.get("weight"),
+        magnitude._parameters.get("weight"),
+    )
     bias = base._parameters.get("bias")
     if W is None or A is None or B is None or m is None:  # FSDP1 holds views of its flat parameter in their places
         W, A, B, m, bias = base.weight, lora_A.weight, lora_B.weight, magnitude.weight, base.bias
-    why = _verdict(x, W, A, B, m, bias)
-    return why or Weights(W, W, A, B, m), bias
+    return Call(variant, W, A, B, m, bias, s, p)
 
 
-_verdicts: dict[tuple, str] = {}
+Verdict = tuple[str, str]
+_verdicts: dict[tuple, Verdict] = {}
 MAX_VERDICTS = 8192
 
 
-def _verdict(x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, bias: Tensor | None) -> str:
-    """Why dora_linear cannot take these tensors; empty where it can. Remembered by all that it looks at."""
-    if is_traced():
-        return _refusal(x, W, A, B, m, bias)
-    found = None if W.is_meta else facts((x, W, A, B, m, bias))
-    if found is None:
-        return _refusal(x, W, A, B, m, bias)
-    key = (found, W.requires_grad, torch.is_autocast_enabled(W.device.type), forced())
-    why = _verdicts.get(key)
-    if why is None:
-        if len(_verdicts) >= MAX_VERDICTS:
-            _verdicts.clear()
-        why = _verdicts[key] = _refusal(x, W, A, B, m, bias)
-    return why
+def verdict(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> Verdict:
+    """Why dora_linear cannot take these tensors, empty where it can; and the backend that runs if nothing is left to check.
+
+    Remembered by all that it looks at. All calls have the same p.
+    """
+    W = calls[0].W
+    key = None
+    if not is_traced() and not W.is_meta:
+        tensors: list[Tensor | None] = [x]
+        for call in calls:
+            tensors += call[1:6]
+        found = facts(tuple(tensors))
+        if found is not None:
+            frozen = not (W.requires_grad if len(calls) == 1 else any([call.W.requires_grad for call in calls]))
+            key = (found, frozen, calls[0].p == 0, mlp, autocast_on(W), forced())
+            known = _verdicts.get(key)
+            if known is not None:
+                return known
+    made = next(filter(None, (_refusal(x, *call[1:6]) for call in calls)), ""), ""
+    if key is None:
+        return made
+    if not made[0] and calls[0].p == 0 and fits(x, calls, mlp):
+        made = "", select_backend(x).name
+    if len(_verdicts) >= MAX_VERDICTS:
+        _verdicts.clear()
+    _verdicts[key] = made
+    return made
+
+
+def fits(x: Tensor, calls: Sequence[Call], mlp: bool) -> bool:
+    """Whether dora_linear, or dora_mlp, would find nothing wrong, and cast nothing."""
+    if x.dim() == 0 or x.dtype != calls[0].W.dtype or autocast_on(x):
+        return False
+    widths = [x.shape[-1]] * len(calls)
+    if mlp:
+        widths[2] = calls[0].W.shape[0]
+    if any(
+        call.W.shape[1] != K or call.W.dtype != x.dtype or call.A.shape[0] == 0 for call, K in zip(calls, widths, strict=True)
+    ):
+        return False
+    for _, W, *_, bias, _, _ in calls:
+        if bias is not None and (bias.shape != W.shape[:1] or bias.device != x.device or bias.dtype not in FLOATS):
+            return False
+    return not mlp or calls[0].W.shape == calls[1].W.shape
 
 
 def _refusal(x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, bias: Tensor | None) -> str:

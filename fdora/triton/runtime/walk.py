@@ -57,8 +57,6 @@ def run(plan: Plan, tensors: tuple[Tensor | None, ...], scalars: tuple[float, ..
         tensors = tuple(
             t.clone(memory_format=whole) if i in plan.copies and t is not None else t for i, t in enumerate(tensors)
         )
-    if _facts._facts is _facts.python_facts and (module := walker()) is not None:
-        _facts.use(module.facts)
     index = plan.device.gpu
     if index < 0 or current_device is None:
         return _walk(plan, tensors, scalars)
@@ -82,6 +80,8 @@ def _run(plan: Plan, tensors: tuple[Tensor | None, ...], scalars: tuple[float, .
 
 
 def _walk(plan: Plan, tensors: Sequence[Tensor | None], scalars: tuple[float, ...]) -> tuple[Tensor, ...]:
+    if _facts._facts is _facts.python_facts and (module := walker()) is not None:
+        _facts.use(module.facts)
     first = next(t for t in tensors if t is not None)
     device = first.device
     results = tuple(torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=device) for a in plan.results)

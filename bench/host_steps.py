@@ -1,0 +1,166 @@
+"""Host time of a model without a GPU: a driver and a cuBLAS that do nothing, so that what is left is what the CPU does.
+
+    python -m bench.host_steps
+    python -m bench.host_steps --ways use_fdora --profile 40
+
+The models of bench.issue_time, tiny, on the CPU: torch's own operators compute, which costs little at this size; fdora's plans
+run through walk.c for an H200 and launch nothing, so no value means anything. us for each adapted linear and beyond the frozen
+model's; calls of Python functions and of C functions, counted in one forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+import statistics
+import sys
+import time
+
+os.environ["TRITON_INTERPRET"], os.environ["FDORA_BACKEND"] = "1", "triton"  # before fdora: kernels without CUDA
+
+import torch  # noqa: E402
+from triton.runtime.build import compile_module_from_src  # noqa: E402
+
+from bench.attempt import Failures  # noqa: E402
+from bench.decoder import LINEARS  # noqa: E402
+from bench.issue_time import PARTS  # noqa: E402
+from bench.steps import Cell, Way, add_model, build, inputs  # noqa: E402
+from bench.table import table  # noqa: E402
+from fdora import _facts  # noqa: E402
+from fdora.triton import tree  # noqa: E402
+from fdora.triton.runtime import native, private, walk  # noqa: E402
+from fdora.triton.runtime.device import Device  # noqa: E402
+from fdora.triton.runtime.plan import Launch, Tile  # noqa: E402
+from fdora.triton.runtime.private import Compiled  # noqa: E402
+
+H200 = Device(0, 90, 132, True)
+NOTHING = """
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+static int nothing(void) { return 0; }
+static PyObject *address(PyObject *self, PyObject *ignored) { return PyLong_FromVoidPtr((void *)nothing); }
+static PyMethodDef methods[] = {{"address", address, METH_NOARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "fdora_nothing", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_fdora_nothing(void) { return PyModule_Create(&definition); }
+"""
+
+
+def pretend() -> None:
+    """From now on plans are for an H200, count as compiled, and launch nothing."""
+    from torch._C._dynamo.guards import _empty_strided_cpu
+
+    module = private.walker()
+    if module is None:
+        raise SystemExit(f"there is no C walk here: {private.why_no_walker}")
+    source = compile_module_from_src(src=NOTHING, name="fdora_nothing", library_dirs=[], include_dirs=[], libraries=[])
+    nothing = [source.address()] * 3
+    module.setup(
+        torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor, torch.nn.Parameter, _empty_strided_cpu, int, *nothing
+    )  # int() is 0
+    for each in (walk, tree):
+        each.device_of = lambda device: H200
+    native.program, native.tensor_map = program, lambda *_: bytes(128)
+    _facts.use(module.facts)
+    walk.current_device, walk.raw_stream, walk.usual_math = int, abs, bool_of_one
+
+
+def bool_of_one() -> bool:
+    """In the place of usual_math: as many calls."""
+    return bool(private._first((1,))) and bool(private._first((1,)))
+
+
+def program(plan):
+    module = private.walker()
+    if not native._fits(plan, module):
+        return False
+    steps = [step for step in plan.steps if isinstance(step, Launch)]
+    return native.assemble(plan, [compiled(step) for step in steps], module, 0)
+
+
+def compiled(step: Launch) -> Compiled:
+    """As if it were."""
+    types = [
+        "fp32" if isinstance(a, float) else "i64" if type(a) is int else "constexpr" if a is None else "*fp32"
+        for a in step.args
+    ]
+    maps = tuple({} for a in step.args if isinstance(a, Tile))
+    return Compiled(1, 32 * step.num_warps, 0, tuple(types), maps, 0, None)
+
+
+def forward(way: Way) -> tuple[float, float]:
+    """us to issue forward, and backward."""
+    way.optimize()
+    start = time.perf_counter()
+    loss = way.loss()
+    middle = time.perf_counter()
+    torch.autograd.grad(loss, [way.x, *way.leaves.values()])
+    return 1e6 * (middle - start), 1e6 * (time.perf_counter() - middle)
+
+
+def calls(way: Way) -> tuple[int, int]:
+    """Of Python functions and of C functions in one forward."""
+    counts = {"call": 0, "c_call": 0}
+
+    def count(frame, event, argument):
+        if event in counts:
+            counts[event] += 1
+
+    way.optimize()
+    sys.setprofile(count)
+    way.loss()
+    sys.setprofile(None)
+    return counts["call"], counts["c_call"]
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_model(parser, 8)
+    parser.add_argument("--steps", type=int, default=60, help="of each way")
+    parser.add_argument("--profile", type=int, default=0, help="show that many lines of a profile of each way")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    options = parse(argv)
+    torch.set_num_threads(1)
+    pretend()
+    cell = Cell("tiny", 128, 16)
+    ways = build(cell, options, Failures())
+    inputs(cell, ways, options)
+    count = options.layers * len(LINEARS)
+    turns = [{name: forward(way) for name, way in ways.items()} for _ in range(options.steps + 5)][5:]
+    us = {name: [statistics.median(turn[name][i] for turn in turns) / count for i in range(2)] for name in ways}
+    best = {name: [min(turn[name][i] for turn in turns) / count for i in range(2)] for name in ways}
+    lines = []
+    for name, way in ways.items():
+        line = [name, *(f"{n / count:.1f}" for n in calls(way))]
+        for found in (us, best):
+            for i in range(2):
+                beyond = found[name][i] - found["frozen"][i] if "frozen" in found else 0
+                lora = found["peft_lora"][i] - found["frozen"][i] if {"frozen", "peft_lora"} <= set(found) else 0
+                line.append(f"{found[name][i]:.1f} ({beyond:+.1f}, {beyond / lora if lora else 0:.2f})")
+        lines.append(line)
+    head = [
+        "way",
+        "Python calls",
+        "C calls",
+        *(f"{part}, us (beyond frozen, of LoRA's)" for part in PARTS),
+        *(f"fastest {part}" for part in PARTS),
+    ]
+    print(table(head, lines))
+    for name, way in ways.items() if options.profile else ():
+        profile = cProfile.Profile()
+        for _ in range(20):
+            way.optimize()
+            profile.enable()
+            loss = way.loss()
+            profile.disable()
+            del loss
+        print(name)
+        pstats.Stats(profile).sort_stats("tottime").print_stats(options.profile)
+
+
+if __name__ == "__main__":
+    main()
