@@ -17,6 +17,7 @@ functorch_active = torch._C._are_functorch_transforms_active
 dispatch_modes = torch._C._len_torch_dispatch_stack
 unsafe_view = torch.ops.aten._unsafe_view.default  # another shape for a fresh tensor, which autograd does not take for a view
 backward_task = torch._C._current_graph_task_id  # the number of the backward that runs in this thread; -1 where none does
+jit_tracing = torch._C._is_tracing  # a tenth of torch.jit.is_tracing's time
 any_autocast = torch._C._is_any_autocast_enabled  # on any device but MPS
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by torch.func
 is_batched = torch._C._functorch.is_batchedtensor  # by torch.func.vmap

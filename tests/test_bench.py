@@ -451,7 +451,7 @@ def test_layers12_sees_a_wrong_result(tmp_path, monkeypatch):
 def test_layers12_sees_calls_that_peft_served(tmp_path, monkeypatch):
     from fdora.integrations._peft import linear
 
-    monkeypatch.setattr(linear, "plan", lambda *_: ("no reason", None))
+    monkeypatch.setattr(linear, "call_of", lambda *_: "no reason")
     with pytest.raises(SystemExit, match=r"calls through PEFT .*composed"):
         run(layers12, tmp_path, TWELVE + "--no-compile --ways peft_dora,peft_fdora --modes inference")
 
@@ -672,8 +672,8 @@ def test_model_sees_what_a_compiler_spoils(tmp_path, monkeypatch):
 def test_model_sees_a_wrong_result(tmp_path, monkeypatch):
     from fdora.integrations._peft import linear
 
-    right = linear.checked_linear
-    monkeypatch.setattr(linear, "checked_linear", lambda x, layer, s, *rest: right(x, layer, 2 * s, *rest))
+    right = linear.checked_linears
+    monkeypatch.setattr(linear, "checked_linears", lambda x, layers, s, *rest: right(x, layers, (2 * s[0],), *rest))
     with pytest.raises(SystemExit, match=r"'dA \(bf16 adapters\)', 'dB \(bf16 adapters\)'"):
         run(model, tmp_path, MODEL + "--no-compile --adapter bf16 --modes inference")
 
@@ -721,8 +721,11 @@ def test_converge_starts_everywhere_from_the_same_adapters():
 def test_converge_sees_a_wrong_result(tmp_path, monkeypatch):
     from fdora.integrations._peft import linear
 
-    right = linear.checked_linear
-    monkeypatch.setattr(linear, "checked_linear", lambda x, layer, *rest: right(x, layer._replace(m=30 * layer.m), *rest))
+    def wrong(x, layers, *rest):
+        return right(x, [la._replace(m=30 * la.m) for la in layers], *rest)
+
+    right = linear.checked_linears
+    monkeypatch.setattr(linear, "checked_linears", wrong)
     with pytest.raises(SystemExit, match="farther from float32"):
         run(converge, tmp_path, CONVERGE + "--steps 2 --pretrain 40 --seeds 0 --optimizers adamw --adapter bf16")
 

@@ -20,7 +20,8 @@ from tests import device
 from tests.make import tensors
 
 BOTH = ("eager", "triton")
-OF_KERNELS = {"norm_kept", "give_norm", "norms_kept", "forget_norms"}  # what compiled code keeps between its calls
+# What compiled code keeps between its calls, and norms of codes: eager code decodes some rows at a time.
+OF_KERNELS = {"norm_kept", "give_norm", "norms_kept", "forget_norms", "norm_of_codes"}
 module = importlib.import_module("fdora.functional.backend")
 
 

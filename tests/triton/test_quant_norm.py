@@ -10,10 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
+from fdora import quant as quantised
 from fdora.triton import quant
-from fdora.triton.kernels.quant import VALUES, lookup
 from fdora.triton.quant import Eight, Four, dequantize_norm, plan_quant_norm, quant_norm, quant_row_norm
 from fdora.triton.runtime.describe import describe
+from fdora.triton.runtime.lookup import PTX
 from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels
 from tests.triton.written import HOPPER, launches, likes_of_codes
@@ -477,9 +478,9 @@ def executed(ptx, word):
 @pytest.mark.parametrize("table", TABLES)
 def test_the_permutes_find_each_nibble(table):
     """What no machine here can run: each code in each of the eight places, among random others."""
-    assert torch.equal(torch.tensor(VALUES[table]), TABLES[table])
+    assert torch.equal(torch.tensor(quantised.TABLES[table]), TABLES[table])
     bits = TABLES[table].view(torch.int32).tolist()
-    text, rand = lookup(VALUES[table]), torch.Generator().manual_seed(0)
+    text, rand = PTX[table], torch.Generator().manual_seed(0)
     for code, place in product(range(16), range(8)):
         codes = torch.randint(16, (8,), generator=rand).tolist()
         codes[place] = code

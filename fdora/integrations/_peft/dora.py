@@ -11,7 +11,7 @@ import torch
 from peft.tuners.lora import dora
 from torch import Tensor
 
-from fdora._torch import PLAIN, is_traced
+from fdora._torch import PLAIN, is_traced, jit_tracing
 from fdora.integrations._norm import KeptNorm
 
 EPS = 1e-12  # dora_scale's floor of c
@@ -176,7 +176,7 @@ def exported() -> bool:
     """Whether operators of torch alone may run. torch.onnx.export traces, or compiles: asking it costs as much as a layer."""
     if torch.compiler.is_compiling():
         return torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
-    return torch._C._is_tracing()
+    return jit_tracing()
 
 
 def caching(magnitude: Any) -> str:

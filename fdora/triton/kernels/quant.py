@@ -24,152 +24,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.triton.kernels.decode import beside, e4m3, group_scale, nibble, nibbles
 from fdora.triton.kernels.tile import product, tile_at, unscaled
 from fdora.triton.runtime.cost import launched
-
-_THIRDS = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4)
-_EXACT = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-VALUES = {
-    "nf4": (
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-    ),
-    "fp4": (*_THIRDS, *(-v for v in _THIRDS)),
-    "e2m1": (*_EXACT, *(-v for v in _EXACT)),
-}  # fmt: skip
-
-
-def lookup(table: tuple[float, ...]) -> str:
-    """PTX: eight nibbles of $8 as float32. $0 to $3 are the low nibbles of its four bytes, $4 to $7 the high ones.
-
-    PRMT d, a, b, sel takes byte i of d from the eight bytes of b:a as nibble i of sel says, whose highest bit must be 0.
-    """
-    import struct
-
-    rows = [struct.pack("<f", v) for v in table]  # a plane is one byte of each: 0 the lowest of the mantissa, 3 the sign
-    planes = (2, 3) if all(row[:2] == bytes(2) for row in rows) else (0, 1, 2, 3)
-    lines = [
-        ".reg .b32 code, pick, codes, picks, neg, pos, p<4>, lo, hi;",
-        "and.b32 code, $8, 0x77777777;",
-        "shr.b32 pick, $8, 1;",  # nibble i: byte i of pos:neg, or 4 + i where the high bit of the code is set
-        "lop3.b32 pick, pick, 0x44444444, 0x32103210, 0xEA;",
-    ]
-    for half in (0, 1):  # the lower two bytes of $8, the upper two
-        lines += [f"shr.b32 codes, code, {16 * half};", f"shr.b32 picks, pick, {16 * half};"]
-        for p in planes:
-            words = ["0x" + bytes(row[p] for row in rows[i : i + 4])[::-1].hex() for i in (0, 4, 8, 12)]
-            lines += [
-                f"prmt.b32 neg, {words[0]}, {words[1]}, codes;",
-                f"prmt.b32 pos, {words[2]}, {words[3]}, codes;",
-                f"prmt.b32 p{p}, neg, pos, picks;",
-            ]
-        for byte, two in ((2 * half, "0x5140"), (2 * half + 1, "0x7362")):  # its low nibble beside its high one
-            lines.append(f"prmt.b32 hi, p2, p3, {two};")
-            if planes == (2, 3):
-                lines += [f"shl.b32 ${byte}, hi, 16;", f"and.b32 ${4 + byte}, hi, 0xffff0000;"]
-            else:
-                lines.append(f"prmt.b32 lo, p0, p1, {two};")
-                lines += [f"prmt.b32 ${byte}, lo, hi, 0x5410;", f"prmt.b32 ${4 + byte}, lo, hi, 0x7632;"]
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-NF4, FP4, E2M1 = (tl.constexpr(lookup(VALUES[name])) for name in ("nf4", "fp4", "e2m1"))
-REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r")
-
-
-@triton.jit
-def _nf4(x):
-    """The value of codes 0 to 15: a tree of selects."""
-    b0, b1, b2 = (x & 1) != 0, (x & 2) != 0, (x & 4) != 0
-    n0, n1 = tl.where(b0, -0.6961928009986877, -1.0), tl.where(b0, -0.39491748809814453, -0.5250730514526367)
-    n2, n3 = tl.where(b0, -0.18477343022823334, -0.28444138169288635), tl.where(b0, 0.0, -0.09105003625154495)
-    p0, p1 = tl.where(b0, 0.16093020141124725, 0.07958029955625534), tl.where(b0, 0.33791524171829224, 0.24611230194568634)
-    p2, p3 = tl.where(b0, 0.5626170039176941, 0.44070982933044434), tl.where(b0, 1.0, 0.7229568362236023)
-    n, p = tl.where(b2, tl.where(b1, n3, n2), tl.where(b1, n1, n0)), tl.where(b2, tl.where(b1, p3, p2), tl.where(b1, p1, p0))
-    return tl.where((x & 8) != 0, p, n)
-
-
-@triton.jit
-def _fp4(x):
-    """bitsandbytes' FP4. With h = bits 1 and 2: 2^(1-h) for odd codes, 4/3 2^-h for even ones; 4/3 2^-8 and 0 where h is 0."""
-    odd, h = (x & 1) != 0, x & 6
-    big = tl.where(odd, 0x40000000, 0x3FAAAAAB) - (h << 22)
-    small = tl.where(odd, 0x3BAAAAAB, 0)
-    return (tl.where(h == 0, small, big) | ((x & 8) << 28)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _e2m1(x):
-    """Two bits of exponent and one of mantissa: those of a float32 after 2^126."""
-    return (((x & 7) << 22) | ((x & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
-
-
-@triton.jit
-def nibble(x, TABLE: tl.constexpr):
-    """The values of int32 codes 0 to 15."""
-    if TABLE == "nf4":
-        return _nf4(x)
-    elif TABLE == "fp4":
-        return _fp4(x)
-    else:
-        return _e2m1(x)
-
-
-@triton.jit
-def nibbles(x, TABLE: tl.constexpr, PTX: tl.constexpr):
-    """The values of the low and of the high halves of bytes."""
-    if PTX:
-        TEXT: tl.constexpr = NF4 if TABLE == "nf4" else FP4 if TABLE == "fp4" else E2M1
-        low, high = tl.inline_asm_elementwise(TEXT, REGISTERS, [x], (tl.float32, tl.float32), True, 4)
-    else:
-        x = x.to(tl.int32)
-        low, high = nibble(x & 15, TABLE), nibble(x >> 4, TABLE)
-    return low, high
-
-
-@triton.jit
-def e4m3(x):
-    """Bytes as float8 e4m3: the bits of a float32 after 2^120. 0x7f and 0xff are NaN."""
-    x = x.to(tl.int32)
-    v = (((x & 127) << 20) | ((x & 128) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    return tl.where((x & 127) == 127, float("nan"), v)
-
-
-@triton.jit
-def _e8m0(x):
-    """2^(x - 127); 255 is NaN, and 0 a float32 below the normal ones."""
-    x = x.to(tl.int32)
-    return tl.where(x == 255, 0x7FC00000, tl.where(x == 0, 0x400000, x << 23)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def group_scale(scales, code256, scales2, offset, at, mask, SCALES: tl.constexpr):
-    """The float32 scale of each group: ``at`` is its number. 0 outside of the mask."""
-    x = tl.load(scales + at, mask=mask, other=0)
-    if SCALES == "nested":
-        # A fused multiply-add for the product alone, so that no compiler fuses it with the sum: bitsandbytes rounds twice.
-        second = tl.load(scales2 + (at >> 8), mask=mask, other=0.0)
-        x = tl.fma(tl.load(code256 + x.to(tl.int32), mask=mask, other=0.0), second, 0.0) + tl.load(offset)
-        return tl.where(mask, x, 0.0)
-    elif SCALES == "e8m0":
-        return tl.where(mask, _e8m0(x), 0.0)
-    elif SCALES == "e4m3":
-        return tl.where(mask, e4m3(x) * tl.load(code256), 0.0)
-    else:
-        return x
-
-
-@triton.jit
-def _beside(x, acc, PTX: tl.constexpr):
-    """x, which changes registers as bytes: into those that hold the same elements of acc.
-
-    Left to itself Triton 3.9 decodes where the load put them, and moves float32 through shared memory. This move of four
-    bytes, which names acc and does not read it, costs nothing: the assembler drops it.
-    """
-    if PTX:
-        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r,r", [x, acc], x.dtype, True, 4)
-    return x
 
 
 @triton.jit
@@ -245,7 +102,7 @@ def quant4_kernel(
         acc = unscaled(acc, scale_n, scale_k, n, k, N, K)
     if PAIRS:
         acc_even, acc_odd = tl.split(tl.reshape(acc, (BLOCK_N, IN_TILE, PART, 2)))
-        low, high = nibbles(_beside(tl.reshape(x, (BLOCK_N, IN_TILE, PART)), acc_even, PTX), TABLE, PTX)
+        low, high = nibbles(beside(tl.reshape(x, (BLOCK_N, IN_TILE, PART)), acc_even, PTX), TABLE, PTX)
         even, odd = (high if HIGH_FIRST else low) * scale[:, :, None], (low if HIGH_FIRST else high) * scale[:, :, None]
         if not EVEN:
             pairs = tile_k * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
@@ -309,7 +166,7 @@ def quant8_kernel(
     acc = product(A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION)
     if SCALED:
         acc = unscaled(acc, scale_n, scale_k, n, k, N, K)
-    x = _beside(x, acc, PTX)
+    x = beside(x, acc, PTX)
     w = _byte_value(x, CODE, BY_BITS) * scale
     if not EVEN:
         w = tl.where(inside, w, 0.0)

@@ -1,0 +1,107 @@
+"""Codes of 4 and 8 bits and their scales as float32, in registers. What that costs: kernels/quant.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.runtime.lookup import PTX
+
+NF4 = tl.constexpr(PTX["nf4"])
+FP4 = tl.constexpr(PTX["fp4"])
+E2M1 = tl.constexpr(PTX["e2m1"])
+REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r")
+
+
+@triton.jit
+def _nf4(x):
+    """The value of codes 0 to 15: a tree of selects."""
+    b0, b1, b2 = (x & 1) != 0, (x & 2) != 0, (x & 4) != 0
+    n0, n1 = tl.where(b0, -0.6961928009986877, -1.0), tl.where(b0, -0.39491748809814453, -0.5250730514526367)
+    n2, n3 = tl.where(b0, -0.18477343022823334, -0.28444138169288635), tl.where(b0, 0.0, -0.09105003625154495)
+    p0, p1 = tl.where(b0, 0.16093020141124725, 0.07958029955625534), tl.where(b0, 0.33791524171829224, 0.24611230194568634)
+    p2, p3 = tl.where(b0, 0.5626170039176941, 0.44070982933044434), tl.where(b0, 1.0, 0.7229568362236023)
+    n, p = tl.where(b2, tl.where(b1, n3, n2), tl.where(b1, n1, n0)), tl.where(b2, tl.where(b1, p3, p2), tl.where(b1, p1, p0))
+    return tl.where((x & 8) != 0, p, n)
+
+
+@triton.jit
+def _fp4(x):
+    """bitsandbytes' FP4. With h = bits 1 and 2: 2^(1-h) for odd codes, 4/3 2^-h for even ones; 4/3 2^-8 and 0 where h is 0."""
+    odd, h = (x & 1) != 0, x & 6
+    big = tl.where(odd, 0x40000000, 0x3FAAAAAB) - (h << 22)
+    small = tl.where(odd, 0x3BAAAAAB, 0)
+    return (tl.where(h == 0, small, big) | ((x & 8) << 28)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _e2m1(x):
+    """Two bits of exponent and one of mantissa: those of a float32 after 2^126."""
+    return (((x & 7) << 22) | ((x & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def nibble(x, TABLE: tl.constexpr):
+    """The values of int32 codes 0 to 15."""
+    if TABLE == "nf4":
+        return _nf4(x)
+    elif TABLE == "fp4":
+        return _fp4(x)
+    else:
+        return _e2m1(x)
+
+
+@triton.jit
+def nibbles(x, TABLE: tl.constexpr, PTX: tl.constexpr):
+    """The values of the low and of the high halves of bytes."""
+    if PTX:
+        TEXT: tl.constexpr = NF4 if TABLE == "nf4" else FP4 if TABLE == "fp4" else E2M1
+        low, high = tl.inline_asm_elementwise(TEXT, REGISTERS, [x], (tl.float32, tl.float32), True, 4)
+    else:
+        x = x.to(tl.int32)
+        low, high = nibble(x & 15, TABLE), nibble(x >> 4, TABLE)
+    return low, high
+
+
+@triton.jit
+def e4m3(x):
+    """Bytes as float8 e4m3: the bits of a float32 after 2^120. 0x7f and 0xff are NaN."""
+    x = x.to(tl.int32)
+    v = (((x & 127) << 20) | ((x & 128) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where((x & 127) == 127, float("nan"), v)
+
+
+@triton.jit
+def _e8m0(x):
+    """2^(x - 127); 255 is NaN, and 0 a float32 below the normal ones."""
+    x = x.to(tl.int32)
+    return tl.where(x == 255, 0x7FC00000, tl.where(x == 0, 0x400000, x << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def group_scale(scales, code256, scales2, offset, at, mask, SCALES: tl.constexpr):
+    """The float32 scale of each group: ``at`` is its number. 0 outside of the mask."""
+    x = tl.load(scales + at, mask=mask, other=0)
+    if SCALES == "nested":
+        # A fused multiply-add for the product alone, so that no compiler fuses it with the sum: bitsandbytes rounds twice.
+        second = tl.load(scales2 + (at >> 8), mask=mask, other=0.0)
+        x = tl.fma(tl.load(code256 + x.to(tl.int32), mask=mask, other=0.0), second, 0.0) + tl.load(offset)
+        return tl.where(mask, x, 0.0)
+    elif SCALES == "e8m0":
+        return tl.where(mask, _e8m0(x), 0.0)
+    elif SCALES == "e4m3":
+        return tl.where(mask, e4m3(x) * tl.load(code256), 0.0)
+    else:
+        return x
+
+
+@triton.jit
+def beside(x, acc, PTX: tl.constexpr):
+    """x, which changes registers as bytes: into those that hold the same elements of acc.
+
+    Left to itself Triton 3.9 decodes where the load put them, and moves float32 through shared memory. This move of four
+    bytes, which names acc and does not read it, costs nothing: the assembler drops it.
+    """
+    if PTX:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r,r", [x, acc], x.dtype, True, 4)
+    return x
