@@ -124,7 +124,7 @@ def test_torch_onnx_exports_pefts_operators(kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["linear", "no_bias", "embedding", "conv2d"])
 def test_torch_onnx(kind, dynamo, tmp_path):
     for package in ("onnxscript", "onnxruntime"):
-        pytest.importorskip(package, reason=f"torch.onnx needs {package}; runs where onnxscript and onnxruntime are installed")
+        pytest.importorskip(package, reason=f"exports and runs a graph with {package}; `make test` installs it")
     import onnxruntime
 
     model, x = use_fdora(build(kind, dtype=torch.float32)).eval(), inputs(kind).detach()
