@@ -304,5 +304,10 @@ def test_a_heavy_import_would_be_seen(line):
 def test_each_bound_of_an_import_counts():
     """By itself: what is heavy in one way is often so in another."""
     assert light(500, 8_000, ["optree.ops"])
-    for heavy in ((1_200, 8_000, []), (500, 200_000, []), (500, 8_000, ["optree", "einops.parsing"]), (500, 8_000, ["torch._dynamo"])):
+    for heavy in (
+        (1_200, 8_000, []),
+        (500, 200_000, []),
+        (500, 8_000, ["optree", "einops.parsing"]),
+        (500, 8_000, ["torch._dynamo"]),
+    ):
         assert not light(*heavy), heavy
