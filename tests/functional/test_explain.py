@@ -32,7 +32,7 @@ def layer(N=6, K=5, r=2, **options):
 
 def test_the_eager_backend_has_no_plan():
     if device.NAME != "cpu":
-        pytest.skip("of tensors on a CPU")
+        pytest.skip("says what tensors on a CPU are told; runs with --device cpu, as in `make test`")
     x, la = draw(4, 5), layer()
     for said in (explain(dora_linear, x, *la, s=2.0), explain(dora_norm, *la[:3], s=2.0), explain(dora_merge, *la, s=2.0),
                  explain(dora_linear_group, x, [DoraLayer(*la, 2.0)]), explain(dora_compose, draw(4, 6), draw(4, 6), draw(6), s=2.0),
@@ -96,7 +96,7 @@ def test_mistakes_are_those_of_the_function(what):
 
 def test_a_gpu_of_this_machine_must_be_there():
     if torch.cuda.is_available():
-        pytest.skip("this machine has one")
+        pytest.skip("says what a machine without a GPU is told; runs on a machine without one")
     with pytest.raises(FdoraError, match="This machine has no GPU"):
         explain(dora_linear, draw(4, 5), *layer(), s=2.0, gpu="cuda")
 
