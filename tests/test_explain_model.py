@@ -13,7 +13,7 @@ from fdora.__main__ import main
 from fdora.explain_model import KNOWN, Kind, by_plans, cost, explain, header, read
 from fdora.functional import dora_init, dora_linear
 from fdora.predict import GPUS, Gpu
-from tests.eager.test_norm_cost import Traffic
+from tests.memory import Traffic
 
 QWEN = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4}
 QWEN |= {"num_key_value_heads": 2, "head_dim": 24, "num_hidden_layers": 3}

@@ -11,15 +11,10 @@ from torch.func import functional_call, grad, vmap
 from fdora.integrations import _norm
 from fdora.integrations.peft import init_magnitude, report, restore, use_fdora
 from tests.close import assert_exact
-from tests.integrations.models import KINDS, build, inputs, layer, run
+from tests.integrations.models import KINDS, build, inputs, layer, path, run
 from tests.integrations.models import STOCK as STOCK_KINDS
 
 SERVED = [kind for kind in KINDS if kind not in STOCK_KINDS]
-
-
-def path(model):
-    (row,) = report(model)
-    return "fused" if row.fused else "composed" if row.composed else "stock"
 
 
 def differentiated(model):
