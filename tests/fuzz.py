@@ -56,6 +56,7 @@ from fdora.functional import (
     dora_unmerge,
 )
 from tests import reference
+from tests.close import rms
 
 Tensors = dict[str, Tensor]
 Formula = Callable[[Tensors], Sequence[Tensor]]
@@ -692,10 +693,6 @@ def judge(problem: Problem, got: dict, needs: Sequence[str], dys: Sequence[Tenso
             if rms(error) > budget:
                 raise Wrong(f"{name} {tuple(want.shape)}: root mean square of errors {rms(error):.3g}, budget {budget:.3g}")
     return closest
-
-
-def rms(t: Tensor) -> float:
-    return t.detach().square().mean().sqrt().item()
 
 
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:

@@ -36,6 +36,15 @@ def tensors(N=6, K=5, r=2, lead=(4,), dtype=torch.float64, adapter=None, kind="p
     return {name: t.to(device.NAME) for name, t in out.items()} | {"s": s}
 
 
+def large():
+    """W, A and B in bfloat16, W of more than 2^31 elements; only its last 300 rows, whose offsets need 64 bits, hold anything."""
+    N, K = 70_000, 32_768
+    W = torch.zeros((N, K), device=device.NAME, dtype=torch.bfloat16)
+    W[-300:] = torch.randn(300, K, device=device.NAME)
+    A, B = torch.randn(8, K, device=device.NAME).bfloat16() / 181, torch.randn(N, 8, device=device.NAME).bfloat16()
+    return W, A, B
+
+
 def grads(y, dy, **wanted):
     """Gradients by name; raises where one does not come."""
     return dict(zip(wanted, torch.autograd.grad(y, list(wanted.values()), dy), strict=True))

@@ -1,9 +1,23 @@
-"""Peak memory as the allocator sees it, temporaries inside ops included."""
+"""Peak memory as the allocator sees it, temporaries inside ops included; and bytes that ops move."""
 
 import gc
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that operations read and write."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        if not op.is_view:
+            tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+            self.bytes += sum(t.numel() * t.element_size() for t in tensors)
+        return out
 
 
 def peak_bytes(fn, device="cpu"):

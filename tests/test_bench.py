@@ -412,6 +412,7 @@ def test_host(tmp_path, monkeypatch):
     assert all(rows[name]["fwd_bwd_us"] > 0 and rows[name]["fwd_us"] > 0 for name in ("frozen", "fdora", "fdora_inside"))
     assert [row["cache"] for row in result["first_call"]] == ["empty", "warm"]
     for row in result["first_call"]:
+        # no order of two durations is asked: which is longer depends on what else the machine does
         parts = [row[f"{part}_ms"] for part in ("device_and_inputs", "import_fdora", "first_call")]
         assert row["total_ms"] == pytest.approx(sum(parts), abs=0.03) and min(parts) > 0 < row["second_call_ms"]
 

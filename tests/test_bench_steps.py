@@ -7,7 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
-pytest.importorskip("transformers", reason="the layers are those of transformers")
+pytest.importorskip("transformers", reason="the layers are those of transformers; `make test` installs it")
 from bench import all as everything
 from bench import issue_time, layers12, norm_forms, steps
 from bench.attempt import Failures

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 import fdora.functional as functional
-from fdora import predict
 
 PAGE = (Path(__file__).parents[1] / "docs" / "explain.md").read_text()
 
@@ -27,4 +26,4 @@ def test_it_names_every_function():
     from fdora.functional.explain import CALLS
 
     assert {name for name in re.findall(r"`(dora_\w+)`", PAGE)} == {fn.__name__ for fn in CALLS}
-    assert all(hasattr(functional, fn.__name__) for fn in CALLS) and predict.GPUS
+    assert all(hasattr(functional, fn.__name__) for fn in CALLS)

@@ -13,7 +13,7 @@ from fdora.__main__ import main
 from fdora.explain_model import KNOWN, Kind, by_plans, cost, explain, header, read
 from fdora.functional import dora_init, dora_linear
 from fdora.predict import GPUS, Gpu
-from tests.eager.test_norm_cost import Traffic
+from tests.memory import Traffic
 
 QWEN = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4}
 QWEN |= {"num_key_value_heads": 2, "head_dim": 24, "num_hidden_layers": 3}
@@ -111,7 +111,7 @@ def test_a_prediction_by_hand():
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize(("tokens", "N", "K", "r"), [(4096, 4096, 4096, 16), (4096, 4096, 4096, 128), (8, 8192, 8192, 16)])
 def test_our_numbers_are_those_of_the_plans_and_near_the_formulas(gpu, tokens, N, K, r):
-    pytest.importorskip("triton", reason="plans need Triton")
+    pytest.importorskip("triton", reason="plans need Triton; `make test` installs it")
     kind = Kind("q_proj", N, K, r, 1)
     planned, formula = cost(tokens, kind, gpu, "fdora"), predict.predict(tokens, N, K, r, gpu=gpu)
     assert planned == by_plans(tokens, kind, gpu) and planned.path == formula.path and planned.output == formula.output
@@ -133,7 +133,7 @@ def test_shapes_are_those_of_transformers(tmp_path, kind):
     """Every model type that it knows, built on the meta device from the very file."""
     transformers = pytest.importorskip("transformers", reason="compares with transformers' models; `make test` installs it")
     if kind not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}; runs with 5.23, as in `make test`")
     config = transformers.AutoConfig.for_model(**(QWEN | {"model_type": kind}))
     config.save_pretrained(tmp_path)
     with torch.device("meta"):

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fdora.functional import dora_base_sqnorm, dora_init, dora_merge, dora_norm
 from tests import device
-from tests.memory import peak_bytes
+from tests.memory import Traffic, peak_bytes
 
 
 def weights(N, K, r, dtype=torch.float32, adapter=torch.float32):
@@ -75,19 +73,6 @@ def test_merge_and_init_make_no_dense_product():
     )
     if device.NAME == "cpu":
         assert peak_bytes(lambda: dora_init(W, 64)) <= 30 << 20
-
-
-class Traffic(TorchDispatchMode):
-    """Bytes that operations read and write."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        out = op(*args, **(kwargs or {}))
-        if not op.is_view:
-            tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
-            self.bytes += sum(t.numel() * t.element_size() for t in tensors)
-        return out
 
 
 def cost(fn):

@@ -250,7 +250,7 @@ def test_a_kernel_that_is_missing_is_missed_at_import():
     assert run.returncode == 0 and not run.stdout and len(places) > 20, run.stdout + run.stderr
 
 
-@pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda")
+@pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda on a machine with one")
 def test_a_gpu_with_kernels_is_silent():
     module._remembered.cache_clear()
     assert not heard(layer) and select_backend(torch.ones(1, device=device.NAME)).name == "triton"

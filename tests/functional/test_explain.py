@@ -6,18 +6,9 @@ import sys
 import pytest
 import torch
 
+import fdora.functional as F
 from fdora import FdoraError, backend
-from fdora.functional import (
-    DoraLayer,
-    dora_compose,
-    dora_linear,
-    dora_linear_group,
-    dora_merge,
-    dora_mlp,
-    dora_norm,
-    dora_scale,
-    explain,
-)
+from fdora.functional import explain
 from fdora.predict import GPUS, gpu_of
 from tests import device
 
@@ -32,26 +23,26 @@ def layer(N=6, K=5, r=2, **options):
 
 def test_the_eager_backend_has_no_plan():
     if device.NAME != "cpu":
-        pytest.skip("of tensors on a CPU")
+        pytest.skip("says what tensors on a CPU are told; runs with --device cpu, as in `make test`")
     x, la = draw(4, 5), layer()
-    for said in (explain(dora_linear, x, *la, s=2.0), explain(dora_norm, *la[:3], s=2.0), explain(dora_merge, *la, s=2.0),
-                 explain(dora_linear_group, x, [DoraLayer(*la, 2.0)]), explain(dora_compose, draw(4, 6), draw(4, 6), draw(6), s=2.0),
-                 explain(dora_mlp, x, DoraLayer(*la, 2.0), DoraLayer(*la, 2.0), DoraLayer(*layer(5, 6), 2.0))):  # fmt: skip
+    for said in (explain(F.dora_linear, x, *la, s=2.0), explain(F.dora_norm, *la[:3], s=2.0), explain(F.dora_merge, *la, s=2.0),
+                 explain(F.dora_linear_group, x, [F.DoraLayer(*la, 2.0)]), explain(F.dora_compose, draw(4, 6), draw(4, 6), draw(6), s=2.0),
+                 explain(F.dora_mlp, x, F.DoraLayer(*la, 2.0), F.DoraLayer(*la, 2.0), F.DoraLayer(*layer(5, 6), 2.0))):  # fmt: skip
         assert said.backend == "eager" and "are on cpu" in said.why and said.plans == () and said.seconds is None
         assert "it has no plan" in str(said) and said.fn in str(said)
 
 
 def test_float64_and_a_forced_backend_are_eager_on_any_gpu():
     x, la = draw(4, 5, dtype=torch.float64), layer(dtype=torch.float64)
-    assert "float64 has no Triton kernel" in str(explain(dora_linear, x, *la, s=2.0, gpu="h200"))
+    assert "float64 has no Triton kernel" in str(explain(F.dora_linear, x, *la, s=2.0, gpu="h200"))
     with backend("eager"):
-        assert explain(dora_linear, draw(4, 5), *layer(), s=2.0, gpu="h200").backend == "eager"
+        assert explain(F.dora_linear, draw(4, 5), *layer(), s=2.0, gpu="h200").backend == "eager"
 
 
 def test_no_value_is_read():
     """Meta tensors have none; gradients do not reach anything."""
     x, *rest = (t.to("meta") for t in (draw(4, 5), *layer()))
-    assert explain(dora_linear, x, *rest, s=2.0).backend == "eager"
+    assert explain(F.dora_linear, x, *rest, s=2.0).backend == "eager"
 
 
 def test_without_triton_it_says_so():
@@ -70,19 +61,19 @@ def test_without_triton_it_says_so():
 
 
 MISTAKES = {
-    "another function": (lambda: explain(dora_scale, draw(6), draw(6)), "fdora.explain: `fn` must be one of dora_linear, dora_linear_group,"),
+    "another function": (lambda: explain(F.dora_scale, draw(6), draw(6)), "fdora.explain: `fn` must be one of dora_linear, dora_linear_group,"),
     "no function": (lambda: explain("dora_linear"), "got 'dora_linear'"),
-    "another GPU": (lambda: explain(dora_linear, draw(4, 5), *layer(), s=2.0, gpu="v100"), "`gpu` must be one of h200, h100,"),
-    "shapes": (lambda: explain(dora_linear, draw(4, 7), *layer(), s=2.0, gpu="h200"), "fdora.dora_linear: `x` must be (..., K) with K=5"),
-    "dtypes": (lambda: explain(dora_linear, draw(4, 5).half(), *layer(), s=2.0), "fdora.dora_linear: `x` must be float32"),
-    "dropout": (lambda: explain(dora_linear, draw(4, 5), *layer(), s=2.0, dropout_p=2), "`dropout_p` must be in [0, 1)"),
-    "no layers": (lambda: explain(dora_linear_group, draw(4, 5), []), "`layers` must be at least one DoraLayer"),
-    "an MLP": (lambda: explain(dora_mlp, draw(4, 5), *[DoraLayer(draw(6, 5))] * 3), "`down.W` must be (N, F) with F=6"),
-    "a norm's axis": (lambda: explain(dora_norm, *layer()[:3], s=2.0, norm_axis=2), "fdora.dora_norm: `norm_axis` must be 1"),
-    "a norm of bytes": (lambda: explain(dora_norm, *layer()[:3], s=2.0, max_bytes=1), "fdora.dora_norm: `max_bytes` must be at least"),
-    "a square with a gradient": (lambda: explain(dora_norm, *layer()[:3], s=2.0, squared=True, detach=False), "`squared` must be False there"),
-    "compose": (lambda: explain(dora_compose, draw(4, 6), draw(4, 5), draw(6), s=2.0), "fdora.dora_compose: `lora` must be"),
-    "merge": (lambda: explain(dora_merge, *layer(), s=float("nan")), "fdora.dora_merge: `s` must be a finite"),
+    "another GPU": (lambda: explain(F.dora_linear, draw(4, 5), *layer(), s=2.0, gpu="v100"), "`gpu` must be one of h200, h100,"),
+    "shapes": (lambda: explain(F.dora_linear, draw(4, 7), *layer(), s=2.0, gpu="h200"), "fdora.dora_linear: `x` must be (..., K) with K=5"),
+    "dtypes": (lambda: explain(F.dora_linear, draw(4, 5).half(), *layer(), s=2.0), "fdora.dora_linear: `x` must be float32"),
+    "dropout": (lambda: explain(F.dora_linear, draw(4, 5), *layer(), s=2.0, dropout_p=2), "`dropout_p` must be in [0, 1)"),
+    "no layers": (lambda: explain(F.dora_linear_group, draw(4, 5), []), "`layers` must be at least one DoraLayer"),
+    "an MLP": (lambda: explain(F.dora_mlp, draw(4, 5), *[F.DoraLayer(draw(6, 5))] * 3), "`down.W` must be (N, F) with F=6"),
+    "a norm's axis": (lambda: explain(F.dora_norm, *layer()[:3], s=2.0, norm_axis=2), "fdora.dora_norm: `norm_axis` must be 1"),
+    "a norm of bytes": (lambda: explain(F.dora_norm, *layer()[:3], s=2.0, max_bytes=1), "fdora.dora_norm: `max_bytes` must be at least"),
+    "a square with a gradient": (lambda: explain(F.dora_norm, *layer()[:3], s=2.0, squared=True, detach=False), "`squared` must be False there"),
+    "compose": (lambda: explain(F.dora_compose, draw(4, 6), draw(4, 5), draw(6), s=2.0), "fdora.dora_compose: `lora` must be"),
+    "merge": (lambda: explain(F.dora_merge, *layer(), s=float("nan")), "fdora.dora_merge: `s` must be a finite"),
 }  # fmt: skip
 
 
@@ -96,9 +87,9 @@ def test_mistakes_are_those_of_the_function(what):
 
 def test_a_gpu_of_this_machine_must_be_there():
     if torch.cuda.is_available():
-        pytest.skip("this machine has one")
+        pytest.skip("says what a machine without a GPU is told; runs on a machine without one")
     with pytest.raises(FdoraError, match="This machine has no GPU"):
-        explain(dora_linear, draw(4, 5), *layer(), s=2.0, gpu="cuda")
+        explain(F.dora_linear, draw(4, 5), *layer(), s=2.0, gpu="cuda")
 
 
 def test_rates_are_of_the_very_gpu():

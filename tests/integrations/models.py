@@ -8,6 +8,8 @@ from peft.tuners.lora import layer as lora
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from fdora.integrations.peft import report
+
 N, K = 40, 24
 
 
@@ -85,6 +87,12 @@ def build(kind, dtype=torch.float64, dropout=0.0, use_dora=True, **config):
 
 def layer(model):
     return model.base_model.model[0]
+
+
+def path(model):
+    """How its layer ran."""
+    (row,) = report(model)
+    return "fused" if row.fused else "composed" if row.composed else "stock"
 
 
 def run(model, x, seed=0):

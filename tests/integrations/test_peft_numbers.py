@@ -15,7 +15,7 @@ from fdora.integrations.peft import init_magnitude, report, use_fdora
 from tests import reference
 from tests.close import assert_exact, assert_within
 from tests.integrations import models
-from tests.integrations.models import FUSED, KINDS, STOCK, K, N, build, inputs, layer, run
+from tests.integrations.models import FUSED, KINDS, STOCK, K, N, build, inputs, layer, path, run
 
 
 def both(model, x, train=True):
@@ -28,11 +28,6 @@ def same(got, want, what=""):
     assert got.keys() == want.keys()
     for name in want:
         assert_exact(got[name], want[name], f"{what} {name}")
-
-
-def path(model):
-    (row,) = report(model)
-    return "fused" if row.fused else "composed" if row.composed else "stock"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,15 +13,10 @@ from fdora._dispatch import forced
 from fdora.integrations import _norm
 from fdora.integrations.peft import init_magnitude, report, restore, use_fdora
 from tests.close import assert_exact
-from tests.integrations.models import KINDS, build, inputs, layer, run
+from tests.integrations.models import KINDS, build, inputs, layer, path, run
 from tests.integrations.models import STOCK as STOCK_KINDS
 
 SERVED = [kind for kind in KINDS if kind not in STOCK_KINDS]
-
-
-def path(model):
-    (row,) = report(model)
-    return "fused" if row.fused else "composed" if row.composed else "stock"
 
 
 def differentiated(model):
@@ -128,7 +123,7 @@ def test_torch_onnx_exports_pefts_operators(kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["linear", "no_bias", "embedding", "conv2d"])
 def test_torch_onnx(kind, dynamo, tmp_path):
     for package in ("onnxscript", "onnxruntime"):
-        pytest.importorskip(package, reason=f"torch.onnx needs {package}; runs where onnxscript and onnxruntime are installed")
+        pytest.importorskip(package, reason=f"exports and runs a graph with {package}; `make test` installs it")
     import onnxruntime
 
     model, x = use_fdora(build(kind, dtype=torch.float32)).eval(), inputs(kind).detach()

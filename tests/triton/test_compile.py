@@ -122,13 +122,13 @@ def stack_bytes(cubin, tmp_path):
     return sum(map(int, re.findall(r"\b(?:STACK|LOCAL):(\d+)", out)))
 
 
-def assert_builds(plans, target, tmp_path, name="", spill=0):
-    """Every launch of these plans, each kind once."""
+def assert_builds(plans, target, tmp_path, name="", spill=None):
+    """Every launch of these plans, each kind once. ``spill``: the bytes of stack that a kernel may have, by its name; else none."""
     steps = {kind(step): step for plan in plans for step in launches(plan, name)}
     assert steps
     for step in steps.values():
         built = build(step, target)
-        assert_fits(built, target, tmp_path, spill)
+        assert_fits(built, target, tmp_path, (spill or {}).get(step.kernel.__name__, 0))
         if by_tma(step):
             assert "cp.async.bulk.tensor" in built.asm["ptx"]
 
@@ -172,8 +172,11 @@ def test_the_front_end_sees_red(asked):
 # all the way, in every shipped config, with as much in one kernel as a plan ever asks for
 
 RANKS = (8, 64, 384)
-WORDS = 16  # bytes: an address or two
-ODD = 512  # bytes: masks and loads of single elements, where a size or an address is odd, take registers that a tile needs
+WORDS = 8  # bytes of stack: an address
+# Bytes of stack of norm_kernel: the most that Triton 3.9 gives it on sm_80, 90, 100 and 120. Registers that a tile needs go
+UNALIGNED = 464  # to loads of single elements, where no row begins at 16 bytes,
+FILLED_UP = 64  # to masks, where a rank is no multiple of 16,
+NOT_SPLIT = 152  # to float32 factors beside a guard, where there is no memory for terms of them in half precision.
 # W, the adapter, rank, whether a norm of before guards it, whether descriptors may be used, and the most bytes
 NORMS = [
     *((BF16, BF16, r, guarded, tma, None) for r in RANKS for guarded, tma in ((False, True), (False, False), (True, True)))
@@ -197,12 +200,12 @@ def test_norm(target, weight, adapter, r, guarded, tma, max_bytes, tmp_path):
     plans = [maker(tuple(likes), device(target), max_bytes, flag) for flag in (False, True)]
     if target in (90, 100) and weight == BF16 and tma and r > 64 and max_bytes is None:
         assert all(map(by_tma, launches(plans[0], "norm")))
-    assert_builds(plans, target, tmp_path, spill=ODD if guarded and max_bytes else spill(adapter, r, tma))
-
-
-def spill(adapter, r, aligned):
-    whole = r % 16 == 0 or adapter == FP32  # split factors are filled up
-    return 0 if whole and aligned else ODD
+    stack = 0 if tma else UNALIGNED
+    if r % 16 and adapter == BF16:  # split factors are filled up in memory
+        stack = max(stack, FILLED_UP)
+    if guarded and max_bytes:
+        stack = max(stack, NOT_SPLIT)
+    assert_builds(plans, target, tmp_path, spill={"norm_kernel": stack})
 
 
 MERGES = [*((BF16, BF16, r, tma, 2048) for r in RANKS for tma in (True, False)), (BF16, FP32, 384, True, 2048)]
@@ -220,7 +223,7 @@ def test_merge(target, weight, adapter, r, tma, K, tmp_path):
     likes += [alike(N, dtype=FP32)] * 2
     plans = [plan_merge(tuple(likes), device(target), undo) for undo in (False, True)]
     assert bool(launches(plans[0], "split")) == (adapter == FP32 and K == 2048)
-    assert_builds(plans, target, tmp_path, "merge", spill(adapter, r, tma))
+    assert_builds(plans, target, tmp_path, "merge")
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
@@ -352,7 +355,7 @@ def test_scale(target, tokens, r, dtype, adapter, tmp_path):
     assert len(launches(plan, "finish")) == (tokens == 4096)
     assert_builds([plan], target, tmp_path, "scale")
     if tokens == 4096:
-        assert_builds([plan], target, tmp_path, "finish", 0 if adapter == dtype else WORDS)
+        assert_builds([plan], target, tmp_path, "finish", {} if adapter == dtype else {"finish_kernel": WORDS})
 
 
 @pytest.mark.parametrize("tokens", [1, 64])
@@ -370,4 +373,4 @@ def test_small(target, tokens, tmp_path):
             small_backward(plan, x, W, A, B, x, plan.scalar("s"), dx, dA, accumulate=True)
 
         plans.append(plan_of(onto, x, *la[:3], device=device(target)))
-    assert_builds(plans, target, tmp_path, spill=WORDS)
+    assert_builds(plans, target, tmp_path, spill={"shrink_kernel": WORDS})

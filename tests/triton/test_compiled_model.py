@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import nn
 
 from fdora import _dispatch
 from tests import device
+from tests.triton.changes import merged, new_weight, same_memory
 from tests.triton.marks import HALF, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
 
 pytestmark = needs_kernels
@@ -115,14 +115,14 @@ def test_a_model_in_one_graph(family, own):
     """Three nodes for each block, one op for all norms; what changes in place is seen without a new graph."""
     model, graphs = made(family), Graphs()
     compiled = torch.compile(model, backend=graphs.backend, fullgraph=True)
-    for _ in range(3):
+    for _ in range(2):
         assert_close(step(compiled, model), step(model, model))
         change(model)
     assert graphs.ops == [
         {"model_norms": 1, "linear": 2 * LAYERS, "mlp": LAYERS},
         {"linear_backward": 2 * LAYERS, "mlp_backward": LAYERS},
     ]
-    assert own == {"now": 3, "run": 3}
+    assert own == {"now": 2, "run": 2}
     assert all(layer.lora_variant["default"].shared.waiting is None for layer in attentions(model))
 
 
@@ -134,24 +134,9 @@ def test_norms_of_a_graph_are_never_stale():
     """Writes to W that move its version or tell every KeptNorm; another weight; another scaling; merges; a model that moves."""
     from fdora.integrations.peft import use_fdora
 
-    model = made()
+    model = made(layers=1)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    layer = blocks(model)[1].self_attn.o_proj
-
-    def new_weight():
-        layer.base_layer.weight = nn.Parameter(3 * layer.base_layer.weight.detach(), requires_grad=False)
-
-    def same_memory():
-        old = layer.base_layer.weight
-        old.data.mul_(3)
-        layer.base_layer.weight = nn.Parameter(old.data, requires_grad=False)
-        while layer.base_layer.weight._version < old._version:
-            layer.base_layer.weight.add_(0)
-
-    def merged():
-        model.merge_adapter()
-        layer.base_layer.weight.data.mul_(2)
-        model.unmerge_adapter()
+    layer = blocks(model)[0].self_attn.o_proj
 
     def written():
         layer.base_layer.weight.data.mul_(0.5)
@@ -161,9 +146,9 @@ def test_norms_of_a_graph_are_never_stale():
         lambda: change(model),
         lambda: layer.base_layer.weight.mul_(2),
         lambda: layer.base_layer.load_state_dict({n: 2 * p for n, p in layer.base_layer.state_dict().items()}),
-        new_weight,
-        same_memory,
-        merged,
+        lambda: new_weight(layer),
+        lambda: same_memory(layer),
+        lambda: merged(model, layer),
         written,
         lambda: layer.scaling.update(default=3.0),
         lambda: model.float().to(HALF[0]),
@@ -171,7 +156,9 @@ def test_norms_of_a_graph_are_never_stale():
     for make in (lambda: None, *changes):
         with torch.no_grad():
             make()
-        assert_close(step(compiled, model), step(model, model))
+        # the graph of training; its forward alone decides whether a norm is computed anew, and keeps it for backward
+        assert_close([compiled(input_ids=ids()).logits], [model(input_ids=ids()).logits])
+    assert_close(step(compiled, model), step(model, model))
 
 
 def test_two_forwards_before_their_backwards():
@@ -304,7 +291,16 @@ def test_inference_and_dropout(dropout):
             model.eval()
             torch.testing.assert_close(compiled(input_ids=ids()).logits, model(input_ids=ids()).logits, rtol=1e-2, atol=1e-2)
     model.train()
-    assert step(compiled, model)[0].isfinite().all()
+    if not dropout:
+        return assert_close(step(compiled, model), step(model, model))
+
+    def drawn(seed):
+        torch.manual_seed(seed)
+        return step(compiled, model)
+
+    first, again, other = drawn(1), drawn(1), drawn(2)  # its masks are not those of eager code
+    assert all(t.isfinite().all() for t in first)
+    assert len(first) == len(again) and all(map(torch.equal, first, again)) and not torch.equal(first[0], other[0])
 
 
 def train(run, model, steps=6):

@@ -5,20 +5,9 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
+import fdora.functional as F
 import fdora.triton.explain as explaining
-from fdora.functional import (
-    DoraLayer,
-    dora_compose,
-    dora_delta,
-    dora_linear,
-    dora_linear_group,
-    dora_merge,
-    dora_mlp,
-    dora_norm,
-    dora_norm_state,
-    dora_unmerge,
-    explain,
-)
+from fdora.functional import explain
 from fdora.triton.runtime import walk
 from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
@@ -39,7 +28,7 @@ def layer(N=40, K=48, r=4, dtype=H, adapter=None, needs=NEEDS, bias=False, norm=
         draw(N, r, dtype=adapter, grad="B" in needs),
     )
     m = draw(N, dtype=adapter, grad="m" in needs)
-    return DoraLayer(W, A, B, m, s, draw(N, dtype=dtype, grad=True) if bias else None, norm_of(W, A, B) if norm else None)
+    return F.DoraLayer(W, A, B, m, s, draw(N, dtype=dtype, grad=True) if bias else None, norm_of(W, A, B) if norm else None)
 
 
 def norm_of(W, A, B):
@@ -50,7 +39,7 @@ def one(M=80, lead=(), x=None, needs=NEEDS, dtype=H, of=None, **options):
     la = of or layer(needs=needs, dtype=dtype, **options.pop("layer", {}))
     x = draw(*lead, M, la.W.shape[1], dtype=dtype, grad="x" in needs) if x is None else x
     options |= {"bias": la.bias, "norm": la.norm}
-    return dora_linear, (x, *la[:4]), {"s": la.s, **options}
+    return F.dora_linear, (x, *la[:4]), {"s": la.s, **options}
 
 
 def transposed():
@@ -67,12 +56,12 @@ def scattered():
 
 
 def group(*layers, M=80, **options):
-    return dora_linear_group, (draw(M, 48, grad=True), list(layers)), options
+    return F.dora_linear_group, (draw(M, 48, grad=True), list(layers)), options
 
 
 def mlp(M=80, needs=NEEDS, grad=True, bias=True, **options):
     layers = (layer(32, 48, needs=needs), layer(32, 48, needs=needs, bias=bias), layer(24, 32, needs=needs))
-    return dora_mlp, (draw(2, M // 2, 48, grad=grad), *layers), options
+    return F.dora_mlp, (draw(2, M // 2, 48, grad=grad), *layers), options
 
 
 def weights(dtype=H, adapter=None, N=40, K=48):
@@ -85,7 +74,7 @@ def composed(fn, lead=(5,), needs=(True, True, True, True)):
         draw(*shape, grad=need) for shape, need in zip(((*lead, 7, 48), (*lead, 7, 48), (48,), (48,)), needs, strict=True)
     )
     g = g.detach().float().requires_grad_(needs[2])
-    return fn, (base, lora, g), {"s": 2.0} | ({"bias": bias} if fn is dora_compose else {})
+    return fn, (base, lora, g), {"s": 2.0} | ({"bias": bias} if fn is F.dora_compose else {})
 
 
 def merged(fn, norm):
@@ -111,29 +100,29 @@ CALLS = {
     "transposed W": transposed,
     "unaligned x": unaligned,
     "x with gaps": scattered,
-    "a group": lambda: group(layer(), layer(16, bias=True, norm=True), DoraLayer(draw(24, 48)), layer(8)),
+    "a group": lambda: group(layer(), layer(16, bias=True, norm=True), F.DoraLayer(draw(24, 48)), layer(8)),
     "a group with other s": lambda: group(layer(), layer(s=1.0)),
     "a group, few tokens": lambda: group(layer(), layer(8), M=4),
     "a group, dropout": lambda: group(layer(), layer(8), dropout_p=0.2, seed=[1, 2]),
-    "frozen layers": lambda: group(DoraLayer(draw(24, 48), bias=draw(24, grad=True)), DoraLayer(draw(8, 48))),
+    "frozen layers": lambda: group(F.DoraLayer(draw(24, 48), bias=draw(24, grad=True)), F.DoraLayer(draw(8, 48))),
     "an MLP": mlp,
     "an MLP, few tokens": lambda: mlp(M=4, act="gelu"),
     "an MLP, no gradient": lambda: mlp(needs=(), grad=False, bias=False),
     "an MLP, peft dropout": lambda: mlp(dropout_p=0.2, dropout_mode="peft", seed=[1, 2, 3]),
-    "a norm": lambda: (dora_norm, weights(), {"s": 2.0}),
-    "a norm of float32": lambda: (dora_norm, weights(torch.float32), {"s": 2.0}),
-    "a norm of mixed": lambda: (dora_norm, weights(adapter=torch.float32), {"s": 2.0}),
-    "a norm of columns": lambda: (dora_norm, weights(), {"s": 2.0, "norm_axis": 0}),
-    "a squared norm": lambda: (dora_norm, weights(), {"s": 2.0, "squared": True}),
-    "a norm in little memory": lambda: (dora_norm, weights(N=300), {"s": 2.0, "max_bytes": 2**13}),
-    "a norm with a state": lambda: (lambda w: (dora_norm, w, {"s": 2.0, "state": dora_norm_state(w[0])}))(weights()),
-    "compose": lambda: composed(dora_compose),
-    "compose of a vector": lambda: composed(dora_compose, lead=()),
-    "compose for g alone": lambda: composed(dora_compose, needs=(False, False, True, False)),
-    "delta": lambda: composed(dora_delta),
-    "merge": lambda: merged(dora_merge, False),
-    "merge, norm given": lambda: merged(dora_merge, True),
-    "unmerge": lambda: merged(dora_unmerge, True),
+    "a norm": lambda: (F.dora_norm, weights(), {"s": 2.0}),
+    "a norm of float32": lambda: (F.dora_norm, weights(torch.float32), {"s": 2.0}),
+    "a norm of mixed": lambda: (F.dora_norm, weights(adapter=torch.float32), {"s": 2.0}),
+    "a norm of columns": lambda: (F.dora_norm, weights(), {"s": 2.0, "norm_axis": 0}),
+    "a squared norm": lambda: (F.dora_norm, weights(), {"s": 2.0, "squared": True}),
+    "a norm in little memory": lambda: (F.dora_norm, weights(N=300), {"s": 2.0, "max_bytes": 2**13}),
+    "a norm with a state": lambda: (lambda w: (F.dora_norm, w, {"s": 2.0, "state": F.dora_norm_state(w[0])}))(weights()),
+    "compose": lambda: composed(F.dora_compose),
+    "compose of a vector": lambda: composed(F.dora_compose, lead=()),
+    "compose for g alone": lambda: composed(F.dora_compose, needs=(False, False, True, False)),
+    "delta": lambda: composed(F.dora_delta),
+    "merge": lambda: merged(F.dora_merge, False),
+    "merge, norm given": lambda: merged(F.dora_merge, True),
+    "unmerge": lambda: merged(F.dora_unmerge, True),
 }
 
 
@@ -196,7 +185,7 @@ def test_kept_is_what_autograd_keeps(what):
     flat = [t for a in (*args, *kwargs.values()) for t in (a if isinstance(a, (tuple, list)) else (a,))]
     flat = [t for a in flat for t in (a if isinstance(a, tuple) else (a,)) if isinstance(t, torch.Tensor)]
     x = args[0]
-    own = {t.data_ptr() for t in flat if t is not x} if fn not in (dora_compose, dora_delta) else set()
+    own = {t.data_ptr() for t in flat if t is not x} if fn not in (F.dora_compose, F.dora_delta) else set()
     found = sorted((shape, t.dtype) for (at, shape), t in packed.items() if at not in own and shape not in ((), (0,)))
     assert sorted((t.shape, t.dtype) for t in said.kept) == found
     assert all(t.nbytes == torch.Size(t.shape).numel() * t.dtype.itemsize for t in said.kept)
@@ -211,7 +200,7 @@ def test_a_gpu_that_is_not_there():
     """By hand: what a layer of 4096 x 4096 costs on an H200, in bfloat16 throughout."""
     M = N = K = 4096
     r, e = 16, 2
-    said = explain(dora_linear, *meta(), s=2.0, gpu="h200")
+    said = explain(F.dora_linear, *meta(), s=2.0, gpu="h200")
     norm, forward, backward = said.plans
     assert norm.flops == 2 * N * K * r and forward.flops == 2 * M * (N * K + K * r + N * r)
     assert backward.flops == 2 * M * (N * K + 2 * K * r + 2 * N * r)
@@ -237,17 +226,17 @@ def test_a_gpu_that_is_not_there():
 
 
 def test_gpus_differ():
-    first = {gpu: explain(dora_linear, *meta(), s=2.0, gpu=gpu).plans[1].steps[-1].what for gpu in ("a100", "b200", "4090")}
+    first = {gpu: explain(F.dora_linear, *meta(), s=2.0, gpu=gpu).plans[1].steps[-1].what for gpu in ("a100", "b200", "4090")}
     assert first == {"a100": "gemm_pointer_kernel", "b200": "gemm_tma_kernel", "4090": "gemm_pointer_kernel"}
 
 
 def test_backward_can_be_left_out():
-    assert len(explain(dora_linear, *meta(), s=2.0, gpu="h200", backward=False).plans) == 2
+    assert len(explain(F.dora_linear, *meta(), s=2.0, gpu="h200", backward=False).plans) == 2
 
 
 def test_float32_obeys_the_setting():
     def product():
-        return explain(dora_linear, *meta(dtype=torch.float32), s=2.0, gpu="h100").plans[1].steps[1]
+        return explain(F.dora_linear, *meta(dtype=torch.float32), s=2.0, gpu="h100").plans[1].steps[1]
 
     exact = product()
     try:
@@ -261,5 +250,5 @@ def test_float32_obeys_the_setting():
 def test_a_copy_is_a_step():
     _, *rest = meta()
     gaps = torch.empty(4096, 8192, dtype=torch.bfloat16, device="meta")[:, ::2]
-    forward = explain(dora_linear, gaps, *rest, s=2.0, gpu="h200").plans[1]
+    forward = explain(F.dora_linear, gaps, *rest, s=2.0, gpu="h200").plans[1]
     assert forward.steps[0].what == "copy of argument 0" and forward.steps[0].bytes == 2 * 2 * 4096 * 4096

@@ -7,17 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
+import fdora.functional as F
 import fdora.triton  # noqa: F401
-from fdora.functional import (
-    DoraLayer,
-    dora_compose,
-    dora_linear,
-    dora_linear_group,
-    dora_merge,
-    dora_mlp,
-    dora_norm,
-    dora_norm_state,
-)
 from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 
@@ -30,7 +21,7 @@ def draw(*shape, grad=True, dtype=H):
 
 
 def layer(N, K=K, r=r):
-    return DoraLayer(draw(N, K, grad=False), draw(r, K), draw(N, r), draw(N), 2.0)
+    return F.DoraLayer(draw(N, K, grad=False), draw(r, K), draw(N, r), draw(N), 2.0)
 
 
 def counted(fn, *args, **kwargs):
@@ -61,58 +52,58 @@ def backward(M, N, K):
 @pytest.mark.parametrize("M", [5, 80])
 def test_a_layer(M):
     la = layer(40)
-    assert counted(dora_linear, draw(M, K), *la[:4], s=2.0) == (norm(40, K) + forward(M, 40, K), backward(M, 40, K))
+    assert counted(F.dora_linear, draw(M, K), *la[:4], s=2.0) == (norm(40, K) + forward(M, 40, K), backward(M, 40, K))
 
 
 @needs_kernels
 def test_only_what_is_asked_for_is_counted():
     la, M, N = layer(40), 80, 40
     W, A, B, m = (t.detach() for t in la[:4])
-    assert counted(dora_linear, draw(M, K), W, A, B, m, s=2.0)[1] == 2 * M * N * r + 2 * M * K * (N + r)
+    assert counted(F.dora_linear, draw(M, K), W, A, B, m, s=2.0)[1] == 2 * M * N * r + 2 * M * K * (N + r)
     x = draw(M, K, grad=False)
-    assert counted(dora_linear, x, W, A, B, m.requires_grad_(), s=2.0)[1] == 0  # a pass over dy and y
-    assert counted(dora_linear, x, W, A, B.requires_grad_(), m.detach(), s=2.0)[1] == 2 * M * N * r
+    assert counted(F.dora_linear, x, W, A, B, m.requires_grad_(), s=2.0)[1] == 0  # a pass over dy and y
+    assert counted(F.dora_linear, x, W, A, B.requires_grad_(), m.detach(), s=2.0)[1] == 2 * M * N * r
 
 
 @needs_kernels
 @pytest.mark.parametrize("M", [5, 80])
 def test_a_group(M):
-    layers = [layer(40), layer(16), DoraLayer(draw(24, K, grad=False))]
+    layers = [layer(40), layer(16), F.DoraLayer(draw(24, K, grad=False))]
     want = [norm(n, K) + forward(M, n, K) for n in (40, 16)], [backward(M, n, K) for n in (40, 16)]
     frozen = 2 * M * 24 * K
-    assert counted(dora_linear_group, draw(M, K), layers) == (sum(want[0]) + frozen, sum(want[1]) + frozen)
+    assert counted(F.dora_linear_group, draw(M, K), layers) == (sum(want[0]) + frozen, sum(want[1]) + frozen)
 
 
 @needs_kernels
 def test_an_mlp():
-    M, F, N = 80, 32, 24
-    got = counted(dora_mlp, draw(M, K), layer(F), layer(F), layer(N, F))
-    shapes = (F, K), (F, K), (N, F)
+    M, inner, N = 80, 32, 24
+    got = counted(F.dora_mlp, draw(M, K), layer(inner), layer(inner), layer(N, inner))
+    shapes = (inner, K), (inner, K), (N, inner)
     assert got == (sum(norm(*s) + forward(M, *s) for s in shapes), sum(backward(M, *s) for s in shapes))
 
 
 @needs_kernels
 def test_norms_and_merges():
     W, A, B, m = (t.detach() for t in layer(40)[:4])
-    assert counted(dora_norm, W, A, B, s=2.0) == (norm(40, K), 0)
-    assert counted(dora_norm, W, A, B, s=2.0, state=dora_norm_state(W)) == (norm(40, K), 0)
-    assert counted(dora_merge, W, A, B, m, s=2.0) == (2 * norm(40, K), 0)
+    assert counted(F.dora_norm, W, A, B, s=2.0) == (norm(40, K), 0)
+    assert counted(F.dora_norm, W, A, B, s=2.0, state=F.dora_norm_state(W)) == (norm(40, K), 0)
+    assert counted(F.dora_merge, W, A, B, m, s=2.0) == (2 * norm(40, K), 0)
     slabs = 32  # float32 factors are float16 ones of three times the rank, filled up
-    assert counted(dora_norm, W, A.float(), B.float(), s=2.0)[0] == 2 * 40 * K * slabs
+    assert counted(F.dora_norm, W, A.float(), B.float(), s=2.0)[0] == 2 * 40 * K * slabs
 
 
 @needs_kernels
 def test_elementwise_passes_are_not_counted():
     base, g = draw(5, K), draw(K, dtype=torch.float32)
-    assert counted(dora_compose, base, draw(5, K), g, s=2.0) == (0, 0)
+    assert counted(F.dora_compose, base, draw(5, K), g, s=2.0) == (0, 0)
 
 
 @needs_kernels
 def test_float32_as_well():
     la = layer(40)
     W, A, B, m = (t.detach().float().requires_grad_(i > 0) for i, t in enumerate(la[:4]))
-    c = dora_norm(W, A, B, s=2.0)
-    assert counted(dora_linear, draw(80, K, dtype=torch.float32), W, A, B, m, s=2.0, norm=c) == (
+    c = F.dora_norm(W, A, B, s=2.0)
+    assert counted(F.dora_linear, draw(80, K, dtype=torch.float32), W, A, B, m, s=2.0, norm=c) == (
         forward(80, 40, K),
         backward(80, 40, K),
     )

@@ -9,6 +9,7 @@ from fdora import _dispatch
 from fdora.functional import dora_norm, dora_norm_state
 from tests import device
 from tests.checks.norm_state import S, inputs
+from tests.triton.changes import merged, new_weight, same_memory
 from tests.triton.marks import DTYPES, HALF, INTERPRETED, needs_kernels  # noqa: F401
 
 pytestmark = needs_kernels
@@ -115,20 +116,12 @@ def test_through_peft(model, checkpointing):
     agrees()
     first = model.base_model.model[0]
 
-    def another_at_the_same_address():
-        old = first.base_layer.weight
-        old.data.mul_(3)
-        first.base_layer.weight = nn.Parameter(old.data, requires_grad=False)
-        while first.base_layer.weight._version < old._version:
-            first.base_layer.weight.add_(0)
-        assert (old.data_ptr(), old._version) == (first.base_layer.weight.data_ptr(), first.base_layer.weight._version)
-
     for change in (
-        another_at_the_same_address,
-        lambda: [model.merge_adapter(), first.base_layer.weight.data.mul_(2), model.unmerge_adapter()],
+        lambda: same_memory(first),
+        lambda: merged(model, first),
         lambda: first.base_layer.load_state_dict({n: 2 * p for n, p in first.base_layer.state_dict().items()}),
         lambda: model.float().to(HALF[0]),
-        lambda: setattr(first.base_layer, "weight", nn.Parameter(3 * first.base_layer.weight, requires_grad=False)),
+        lambda: new_weight(first),
     ):
         with torch.no_grad():
             change()

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
+from triton import knobs
 from triton.compiler.compiler import ASTSource, CompiledKernel
 
 import fdora.triton.explain as explaining
@@ -37,7 +38,9 @@ def as_tensor(a):
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
 @pytest.mark.parametrize("what", CALLS)
 def test_a_launch_says_what_its_step_says(what, gpu, monkeypatch):
-    for step in launches(what, gpu, monkeypatch):
+    steps = launches(what, gpu, monkeypatch)
+    assert steps
+    for step in steps:
         args = dict(zip(step.kernel.arg_names, [*map(as_tensor, step.args), *step.constexprs], strict=True))
         said = launched(step.grid, SimpleNamespace(name=step.kernel.__name__), args)
         assert said.pop("name") == step.kernel.__name__
@@ -72,13 +75,15 @@ def test_every_kernel_tells():
         assert told is launched, name
 
 
-def test_nobody_is_asked_who_is_not_heard():
+def test_nobody_is_asked_who_is_not_heard(monkeypatch):
     """Triton keeps the question until a hook looks at the answer; then it hands over grid, metadata and arguments by name."""
     asked = []
     source = object.__new__(ASTSource)
     source.fn = SimpleNamespace(launch_metadata=lambda *a: asked.append(a) or {"flops16": 7}, arg_names=["x", "N"])
     built = SimpleNamespace(name="k", function=1, src=source, metadata="metadata", _init_handles=lambda: None)
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", None)
+    assert CompiledKernel.launch_metadata(built, (2, 1, 1), 0, "tensor", 5) is None and not asked
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda *_: None)
     lazy = CompiledKernel.launch_metadata(built, (2, 1, 1), 0, "tensor", 5)
     assert not asked
-    if lazy is not None:
-        assert lazy.get()["flops16"] == 7 and asked == [((2, 1, 1), "metadata", {"x": "tensor", "N": 5})]
+    assert lazy.get()["flops16"] == 7 and asked == [((2, 1, 1), "metadata", {"x": "tensor", "N": 5})]

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from fdora import _dispatch
 from tests import device
 from tests.close import rel_l2
+from tests.triton.changes import merged, new_weight
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
 
 pytestmark = needs_kernels
@@ -136,18 +137,10 @@ def test_every_change_reaches_every_layer(counted):
                 if of in name:
                     p.data.mul_(by)  # moves no version
 
-    def new_weight():
-        first.base_layer.weight = nn.Parameter(3 * first.base_layer.weight.detach(), requires_grad=False)
-
     def same_memory_turned():
         for part in (first.lora_A["default"], layers(model)[2].lora_A["default"]):
             square = torch.randn(24, 24, device=device.NAME)[:4]
             part.weight.data = square
-
-    def merged():
-        model.merge_adapter()
-        first.base_layer.weight.data.mul_(2)
-        model.unmerge_adapter()
 
     changes = [
         lambda: None,
@@ -157,9 +150,9 @@ def test_every_change_reaches_every_layer(counted):
         lambda: first.base_layer.weight.detach().mul_(2),
         lambda: first.base_layer.load_state_dict({n: 2 * p for n, p in first.base_layer.state_dict().items()}),
         lambda: model.load_state_dict({n: 0.5 * p for n, p in model.state_dict().items()}),
-        new_weight,
+        lambda: new_weight(first),
         same_memory_turned,
-        merged,
+        lambda: merged(model, first),
         lambda: model.float().to(HALF[0]),
         lambda: (first.base_layer.weight.data.mul_(2), use_fdora(model)),
         lambda: [layer.lora_A["default"].float() for layer in layers(model)],

@@ -7,7 +7,7 @@ import torch
 
 from fdora.functional import dora_base_sqnorm, dora_init, dora_norm, dora_norm_state, dora_scale
 from tests import device, reference
-from tests.make import tensors
+from tests.make import large, tensors
 from tests.triton.marks import DTYPES, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
 from tests.triton.written import by_tma, launches
 
@@ -146,10 +146,7 @@ def test_start_is_an_exact_no_op_on_the_gpu():
 
 @needs_gpu
 def test_past_two_to_the_31_elements():
-    N, K = 70_000, 32_768
-    W = torch.zeros((N, K), device=device.NAME, dtype=torch.bfloat16)
-    W[-300:] = torch.randn(300, K, device=device.NAME)
-    A, B = torch.randn(8, K, device=device.NAME).bfloat16() / 181, torch.randn(N, 8, device=device.NAME).bfloat16()
+    W, A, B = large()
     got = dora_norm(W, A, B, s=0.5)[-300:]
     torch.testing.assert_close(got.double(), reference.norm(W[-300:], A, B[-300:], 0.5), rtol=1e-6, atol=0)
 
