@@ -106,12 +106,14 @@ def _params(step: Launch, compiled: Compiled, places: list[int], address: int) -
                 return None
             out.append((room, *_place(t, places)))
             out += [packed("i32", n) for n in t.shape] + [packed("i64", n) for n in t.stride]
+        elif isinstance(a, Scalar):
+            if kind not in ("fp32", "f32"):  # compiled for one value of it, or for its bits as an integer
+                return None
+            out.append((a.number,))
         elif kind == "constexpr":
             continue
         elif isinstance(a, Array):
             out.append(_place(a, places))
-        elif isinstance(a, Scalar):
-            out.append((a.number,))
         else:
             out.append(packed(kind, a))
     return (*out, *[bytes(8)] * compiled.scratch)

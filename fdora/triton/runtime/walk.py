@@ -8,6 +8,7 @@ listens to launches) the walk below does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from fdora.triton.runtime.private import current_device, exchange_device, has_la
 MAX_PLANS = 8192  # sequences of any length make new plans: the oldest go
 
 _plans: dict[tuple, Plan] = {}
+_lock = Lock()  # a dict that grows while another thread looks for its oldest raises
 Maker = Callable[..., Plan]  # (likes, device, *options) -> Plan, pure
 
 
@@ -35,17 +37,25 @@ def like(t: Tensor | None) -> Like | None:
     return Like(tuple(t.shape), t.stride(), t.dtype, at % 16 == 0)
 
 
+def ready() -> None:
+    """Before any key is made: from now on facts are asked of walk.c, where there is one. Its keys are other ones."""
+    if _facts._facts is _facts.python_facts and (module := walker()) is not None:
+        _facts.use(module.facts)
+
+
 def plan_for(maker: Maker, tensors: tuple[Tensor | None, ...], *options: Any) -> Plan:
     """The plan of this call: made once for all calls with the same facts and options. Not for subclasses of Tensor."""
+    ready()
     key = (maker, _facts.facts(tensors), options)
     plan = _plans.get(key)
     if plan is None:
         first = next(t for t in tensors if t is not None)
         plan = maker(tuple(map(like, tensors)), device_of(first.device), *options)
-        if len(_plans) >= MAX_PLANS:
-            _plans.pop(next(iter(_plans)), None)  # another thread may have been there
         if key[1] is not None:
-            _plans[key] = plan
+            with _lock:
+                if len(_plans) >= MAX_PLANS:
+                    _plans.pop(next(iter(_plans)), None)
+                _plans[key] = plan
     return plan
 
 
@@ -57,8 +67,6 @@ def run(plan: Plan, tensors: tuple[Tensor | None, ...], scalars: tuple[float, ..
         tensors = tuple(
             t.clone(memory_format=whole) if i in plan.copies and t is not None else t for i, t in enumerate(tensors)
         )
-    if _facts._facts is _facts.python_facts and (module := walker()) is not None:
-        _facts.use(module.facts)
     index = plan.device.gpu
     if index < 0 or current_device is None:
         return _walk(plan, tensors, scalars)
@@ -82,6 +90,7 @@ def _run(plan: Plan, tensors: tuple[Tensor | None, ...], scalars: tuple[float, .
 
 
 def _walk(plan: Plan, tensors: Sequence[Tensor | None], scalars: tuple[float, ...]) -> tuple[Tensor, ...]:
+    scalars = tuple(map(float, scalars))  # an int would be compiled as one, and a 1 into the kernel
     first = next(t for t in tensors if t is not None)
     device = first.device
     results = tuple(torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=device) for a in plan.results)
