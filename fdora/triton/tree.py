@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from struct import pack, unpack
+from threading import Lock
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.cost import Cost
 from fdora.triton.runtime.device import cdiv, device_of
 from fdora.triton.runtime.plan import Like, Plan
-from fdora.triton.runtime.walk import run
+from fdora.triton.runtime.walk import ready, run
 
 FIELDS = (  # the rows of the table, in the order of F_ in kernels/tree.py
     "W", "A", "B", "N", "K", "R", "stride_wn", "stride_wk", "stride_ar", "stride_ak", "stride_bn", "stride_br",
@@ -40,7 +41,7 @@ ALIGN = 32  # numbers: each c begins at 128 bytes, as in fdora/functional/_tree.
 MODELS = 32  # whose norms compiled code keeps
 KIND = 3  # the eager backend has another: its words never match these
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-_captured: list[Any] = []  # tables that a CUDA graph reads, for as long as the process lives
+_captured: dict[int, Any] = {}  # by id: tables and norms that CUDA graphs read, for as long as the process lives
 
 
 class Layers:
@@ -71,7 +72,7 @@ class Layers:
         if torch.cuda.is_current_stream_capturing():  # a copy would be of the graph, and filled by its replays alone
             found = next(iter(self.tables.values()), None)
             found = self.host.to(self.device, non_blocking=True) if found is None else found
-            _captured.append((self, found))
+            _captured[id(found)] = self, found
             return found
         stream = torch.cuda.current_stream(self.device).cuda_stream
         if stream not in self.tables:
@@ -207,7 +208,7 @@ class Kept:
         pair = self.graph if capturing else self.norms.pop(stream) if stream in self.norms else self.nothing()
         self.layers.guarded(W, A, B, *pair, *pair)
         if capturing:
-            _captured.append(self)
+            _captured[id(self)] = self
         else:
             self.norms[stream] = pair
         return pair[0].clone()
@@ -218,6 +219,7 @@ def room(W: Tensor) -> int:
 
 
 _kept: dict[tuple, Kept] = {}
+_lock = Lock()  # a dict that grows while another thread looks for its oldest raises
 
 
 def norms_kept(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Iterator[Tensor]:
@@ -228,7 +230,7 @@ def norms_kept(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s:
 
 def forget_norms() -> None:
     """Some W is another: what compiled code and its CUDA graphs keep is computed again."""
-    for kept in (*_kept.values(), *_captured):
+    for kept in {id(each): each for each in (*_kept.values(), *_captured.values())}.values():
         if isinstance(kept, Kept):
             kept.forget()
     _kept.clear()
@@ -239,6 +241,7 @@ def _model_norms(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], 
 
     What stands there now counts, not what stood there when the graph began: a recomputation in backward asks again.
     """
+    ready()
     tensors = (*W, *A, *B)
     key = (tuple(map(Tensor.data_ptr, tensors)), facts(tensors), tuple(s))
     kept, device = _kept.get(key), W[0].device
@@ -251,9 +254,11 @@ def _model_norms(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], 
         layers = Layers(W, A, B, s, at)
         layers.norms(W, A, B, c)
         return c
-    if len(_kept) >= MODELS:
-        del _kept[next(iter(_kept))]
-    kept = _kept[key] = Kept(W, A, B, s)
+    kept = Kept(W, A, B, s)
+    with _lock:
+        if len(_kept) >= MODELS:
+            _kept.pop(next(iter(_kept), None), None)  # forget_norms may clear it
+        _kept[key] = kept
     return kept.now(W, A, B, False)
 
 
