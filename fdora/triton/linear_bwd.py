@@ -9,7 +9,7 @@ import torch
 
 from fdora._records import Dropout, Grads
 from fdora.triton import scale
-from fdora.triton.copy import in_dtype, operand
+from fdora.triton.copy import gradient, in_dtype, operand
 from fdora.triton.dropout import drop
 from fdora.triton.gemm import Epilogue, Masked, Operand, gemm
 from fdora.triton.runtime.builder import Builder
@@ -76,10 +76,10 @@ def _backward(
         if dx is not None:
             _dx(plan, dx, accumulate, dy, dz, less, W, in_dtype(plan, la.A, t), dh, la.seed, dropout.p)
         if grads.A is not None:
-            plan.product(grads.A, dh.T, drop(plan, x, la.seed, dropout.p))
+            gradient(plan, grads.A, dh.T, drop(plan, x, la.seed, dropout.p))
     if grads.B is not None and fused_B is None:
         assert h is not None
-        plan.product(grads.B, dz.T, h)
+        gradient(plan, grads.B, dz.T, h)
 
 
 def _dx(

@@ -1,5 +1,7 @@
 """The layer's kernels: every check of the functional layer, on the Triton backend, and what only kernels can get wrong."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -159,3 +161,36 @@ def test_tiles_by_tma(tokens, mode, as_hopper):
     assert len(products) == (3 if mode == "peft" else 2) and all(map(by_tma, products))
     for n, v in got.items():
         torch.testing.assert_close(v, want[n], rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("tokens", [8, 96])
+@pytest.mark.parametrize("mode", DROPOUT)
+@pytest.mark.parametrize("half", list(itertools.permutations((torch.float16, torch.bfloat16))), ids=str)
+def test_autocast_to_the_other_half_precision(half, mode, tokens):
+    """Weights and adapters in one, products in the other: the gradient of a parameter is rounded to its own dtype, once."""
+    inside, outside = half
+    if INTERPRETED and inside == torch.bfloat16:
+        pytest.skip("the interpreter multiplies bf16 wrongly; runs with --device cuda")
+    t = tensors(48, 40, 16, (tokens,), outside)
+    names = ("x", "A", "B", "m")
+    torch.manual_seed(1)
+    dy = torch.randn(tokens, 48, device=device.NAME).to(inside)
+    c = dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="eager")
+
+    def run(t, backend, dy, c):
+        t = tracked(t, *names)
+        with torch.autocast(device.NAME, inside, enabled=dy.dtype == inside):
+            y = dora_linear(*(t[n] for n in "xWABm"), s=t["s"], norm=c, backend=backend, **DROPOUT[mode])
+        assert y.dtype == dy.dtype
+        return {"y": y.detach()} | grads(y, dy, **{n: t[n] for n in names})
+
+    wide = {n: v.double() if isinstance(v, torch.Tensor) else v for n, v in t.items()}
+    wide["x"] = t["x"].to(inside).double()
+    got, eager, truth = run(t, "triton", dy, c), run(t, "eager", dy, c), run(wide, "eager", dy.double(), c.double())
+    noise = torch.finfo(inside).eps * (dy.double() * truth["y"]).norm(dim=0) / wide["m"].abs()
+    eager["m"] = truth["m"] + noise + (eager["m"].double() - truth["m"]).abs()
+    for n in "AB":
+        eager[n] = truth[n] + torch.finfo(outside).eps * truth[n].abs() + (eager[n].double() - truth[n]).abs()
+    for n, v in got.items():
+        assert n == "y" or v.dtype == outside
+        assert_within(v, eager[n], truth[n], f"{mode} {n}")

@@ -99,9 +99,10 @@ class Builder:
         self.steps.append(Launch(kernel, tuple(grid), tuple(args), tuple(constexprs), num_warps, num_stages, pdl, cost))
 
     def product(self, out: Array, a: Array, b: Array, alpha: Scalar | float = 1.0, accumulate: bool = False) -> None:
-        """(M, K) (K, N) -> (M, N)."""
+        """(M, K) (K, N) -> (M, N), in the dtype of both or in float32: cuBLAS has no others."""
         (M, K), N = a.shape, b.shape[1]
         assert out.shape == (M, N) and b.shape[0] == K and a.dtype == b.dtype
+        assert out.dtype in (a.dtype, torch.float32)
         if out.numel == 0:
             return
         if K == 0:

@@ -129,6 +129,7 @@ def _product(out: Tensor, a: Tensor, b: Tensor, alpha: float, accumulate: bool) 
     if out.dtype == a.dtype:
         out.addmm_(a, b, beta=1.0 if accumulate else 0.0, alpha=alpha)
         return
+    assert out.dtype == torch.float32  # torch has no other on a GPU
     wide = torch.mm(a, b, out_dtype=out.dtype) if a.is_cuda else a.to(out.dtype) @ b.to(out.dtype)
     wide = wide if alpha == 1 else wide.mul_(alpha)
     out.add_(wide) if accumulate else out.copy_(wide)
