@@ -891,3 +891,21 @@ def test_products_that_sum_in_half_precision_are_torchs():
         assert not private.usual_math()
     finally:
         flags.allow_fp16_accumulation = False
+
+
+def test_a_kernel_compiled_for_more_alignment_than_its_key_says_is_not_kept(monkeypatch):
+    """Rows of a matrix at an odd address can begin at 16 bytes, which Triton sees and compiles for; the next one's need not."""
+    kept = {}
+    monkeypatch.setattr(native, "_AVAILABLE", True)
+    monkeypatch.setattr(native, "_compiled", kept)
+    monkeypatch.setattr(native, "look_into", lambda built: built)
+
+    def write(plan, a):
+        part = plan.matrix(a).rows(1, 8)  # 12 bytes further
+        plan.launch(Noted(), (1,), (part, plan.result("out", part.shape, part.dtype), plan.scalar("s")), (), 4, cost=Cost())
+
+    plan, store = plan_of(write, alike(8, 3, dtype=FP32, aligned=False)), torch.zeros(40)
+    assert store.data_ptr() % 16 == 0
+    for begin, count in ((1, 0), (2, 1), (1, 1)):
+        walk.run(plan, (store[begin : begin + 24].view(8, 3),), (1.0,))
+        assert len(kept) == count

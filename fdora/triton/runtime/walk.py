@@ -114,10 +114,11 @@ def _walk(plan: Plan, tensors: Sequence[Tensor | None], scalars: tuple[float, ..
     for step in plan.steps:
         if isinstance(step, Launch):
             extra = {"launch_pdl": True} if step.pdl else {}
+            args = [argument(a) for a in step.args]
             built = step.kernel[step.grid](
-                *map(argument, step.args), *step.constexprs, num_warps=step.num_warps, num_stages=step.num_stages, **extra
+                *args, *step.constexprs, num_warps=step.num_warps, num_stages=step.num_stages, **extra
             )
-            native.remember(plan.device, step, built)
+            native.remember(plan.device, step, built, args)
         elif isinstance(step, Product):
             _product(tensor(step.out), tensor(step.a), tensor(step.b), argument(step.alpha), step.accumulate)
         else:
