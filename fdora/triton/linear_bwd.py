@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fdora._records import Dropout, Grads
+from fdora._records import Dropout, Grads, Operands
 from fdora.triton import scale
 from fdora.triton.copy import gradient, in_dtype, operand
 from fdora.triton.dropout import drop
@@ -17,13 +18,23 @@ from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.small import LIMIT, is_small, small_backward
 
 
-def result_grads(plan: Builder, i: int, la: Any, needs: Sequence[bool]) -> Any:
+def _forms(la: Any, needs: Sequence[bool]) -> list[tuple[Any, torch.dtype] | None]:
+    """Shape and dtype of each gradient of a layer that is asked for."""
     like = ((la.A, None), (la.B, None), (la.m, None), (la.m, torch.float32), (la.bias, torch.float32))
-    grads = Grads._make(
-        plan.result(f"d{name}{i}", t.shape, dtype or t.dtype) if need else None
-        for name, (t, dtype), need in zip(Grads._fields, like, needs, strict=True)
-    )
-    return grads
+    return [(t.shape, dtype or t.dtype) if need else None for (t, dtype), need in zip(like, needs, strict=True)]
+
+
+def result_grads(plan: Builder, i: int, la: Any, needs: Sequence[bool]) -> Any:
+    forms = zip(Grads._fields, _forms(la, needs), strict=True)
+    return Grads._make(None if form is None else plan.result(f"d{name}{i}", *form) for name, form in forms)
+
+
+def fake_grads(x: Tensor, operands: Sequence[Any], need_x: bool, needs: Sequence[bool]) -> list[Tensor]:
+    """What a backward returns, as a compiler wants it: dx and the gradients of each layer that are asked for."""
+    forms: list[Any] = [(x.shape, x.dtype) if need_x else None]
+    for i in range(len(operands) // 7):
+        forms += _forms(Operands(*operands[7 * i : 7 * i + 7]), needs[5 * i : 5 * i + 5])
+    return [torch.empty(form[0], device=x.device, dtype=form[1]) for form in forms if form is not None]
 
 
 def backward(

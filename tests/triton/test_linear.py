@@ -194,3 +194,14 @@ def test_autocast_to_the_other_half_precision(half, mode, tokens):
     for n, v in got.items():
         assert n == "y" or v.dtype == outside
         assert_within(v, eager[n], truth[n], f"{mode} {n}")
+
+
+@pytest.mark.parametrize("lead", [(2, 3), (2, 0), (6,)], ids=str)
+def test_a_compiler_may_ask_about_a_layer_without_outputs(lead):
+    from fdora.triton.linear import _fake_linear
+
+    K, r = 8, 4
+    with torch.device("meta"):
+        x, W, A, B = torch.empty(*lead, K), torch.empty(0, K), torch.empty(r, K), torch.empty(0, r)
+        y, h = _fake_linear(x, [W, A, B, torch.empty(0), torch.empty(0), None, None], [1.0], ["nothing"], 0.0, "lora")
+    assert y.shape == (*lead, 0) and h.shape == (x[..., 0].numel(), r)
