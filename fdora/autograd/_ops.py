@@ -147,9 +147,12 @@ def autocast_on(t: Tensor) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
+NOTHING = nullcontext()
+
+
 def autocast_off(t: Tensor) -> AbstractContextManager[None]:
     """Ops choose their own precision; an active autocast would round their float32 products to half."""
-    return torch.autocast(t.device.type, enabled=False) if autocast_on(t) else nullcontext()
+    return torch.autocast(t.device.type, enabled=False) if autocast_on(t) else NOTHING
 
 
 def no_second_derivative(op: str) -> NotImplementedError:
