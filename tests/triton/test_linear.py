@@ -9,7 +9,7 @@ from fdora.functional import dora_linear, dora_norm
 from tests import device, reference
 from tests.close import assert_within, rel_l2
 from tests.make import grads, tensors, tracked
-from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
+from tests.triton.marks import HALF, INTERPRETED, needs_kernels
 from tests.triton.written import by_tma, copied, launches, results_of
 
 pytestmark = needs_kernels
@@ -205,3 +205,19 @@ def test_a_compiler_may_ask_about_a_layer_without_outputs(lead):
         x, W, A, B = torch.empty(*lead, K), torch.empty(0, K), torch.empty(r, K), torch.empty(0, r)
         y, h = _fake_linear(x, [W, A, B, torch.empty(0), torch.empty(0), None, None], [1.0], ["nothing"], 0.0, "lora")
     assert y.shape == (*lead, 0) and h.shape == (x[..., 0].numel(), r)
+
+
+@pytest.mark.parametrize("dtype", [HALF[0], torch.float32], ids=str)
+def test_gradients_of_no_tokens(dtype):
+    """Sums of no terms: zeros, and what eager has where c is 0 or NaN."""
+    t = tensors(48, 40, 16, (0,), dtype, torch.float32)
+    c = dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="eager")
+    c[0], c[1], t["m"][2] = 0, float("nan"), 0
+    names, found = ("x", "A", "B", "m", "bias"), {}
+    for backend in ("triton", "eager"):
+        leaves = tracked(t, *names) | {"c": c.clone().requires_grad_()}
+        y = dora_linear(*(leaves[n] for n in "xWABm"), bias=leaves["bias"], s=t["s"], norm=leaves["c"], backend=backend)
+        found[backend] = grads(y, torch.empty_like(y), **{n: leaves[n] for n in (*names, "c")})
+    for n, want in found["eager"].items():
+        assert torch.equal(found["triton"][n].nan_to_num(nan=7), want.nan_to_num(nan=7)), n
+    assert torch.equal(dora_norm(*(t[n][..., :0] for n in "WA"), t["B"], s=1.0, backend="triton"), torch.zeros_like(c))

@@ -17,7 +17,7 @@ def _norm_tile(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    tile_n, tile_k, n, k, w, acc = tile_of(
+    _, tile_k, n, k, w, acc = tile_of(
         i, W, A, B, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
         BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA,
     )  # fmt: skip

@@ -42,9 +42,7 @@ def _weight_and_product(
 
 
 @triton.jit
-def _weight_and_product_tma(
-    W, A, B, first_n, first_k, R, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr
-):
+def _weight_and_product_tma(W, A, B, first_n, first_k, R, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr):
     """The same from tensor descriptors: the copy engine fetches the tiles and fills with zeros outside."""
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for r0 in range(0, R, BLOCK_R):
