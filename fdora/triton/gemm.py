@@ -53,9 +53,12 @@ class Operand(NamedTuple):
     trans: bool
 
 
+NO_EPILOGUE, UNMASKED = Epilogue(), Masked()
+
+
 def gemm(
-    plan: Builder, out: Array, x: Array, h: Array, right: Operand, epilogue: Epilogue = Epilogue(),  # noqa: B008
-    masked: Masked = Masked(), pre_scale: Array | None = None, config: GemmConfig | None = None,  # noqa: B008
+    plan: Builder, out: Array, x: Array, h: Array, right: Operand, epilogue: Epilogue = NO_EPILOGUE,
+    masked: Masked = UNMASKED, pre_scale: Array | None = None, config: GemmConfig | None = None,
 ) -> None:  # fmt: skip
     """x (M, K), h (M, r), float16 or bfloat16 -> ``out`` and, where given, ``pre_scale``, both (M, N) and contiguous.
 

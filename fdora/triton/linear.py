@@ -21,15 +21,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._records import Dropout, DropoutMode, Grads, Needs, Operands, Options, Saved
+from fdora._records import NO_NEEDS, Dropout, DropoutMode, Grads, Needs, Operands, Options, Saved
 from fdora._torch import PLAIN, needs_dispatcher
 from fdora.triton.linear_bwd import backward, fake_grads, result_grads
-from fdora.triton.linear_fwd import Out, forward
+from fdora.triton.linear_fwd import forward
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.plan import Array, Plan, Scalar
 from fdora.triton.runtime.walk import plan_for, run
+from fdora.triton.small import Out
 
 Likes = Sequence[Any]  # of Like and None
 
@@ -165,7 +166,7 @@ def layers_bwd(
     saved: Saved, need_x: bool, needs: Sequence[Needs],
 ) -> tuple[Tensor | None, list[Grads]]:  # fmt: skip
     """dx, and the gradients of each layer; those of bias in float32. A dy of None: nobody asked for this y."""
-    wanted = [asked(la, dy, need) for la, dy, need in zip(layers, dys, needs, strict=True)]
+    wanted = [NO_NEEDS if dy is None else need for dy, need in zip(dys, needs, strict=True)]
     flags = [need for each in wanted for need in each]
     seen = needs_dispatcher(x) or any([type(dy) not in PLAIN for dy in dys if dy is not None])
     run_it: Any = linear_backward if seen else _linear_backward
@@ -189,13 +190,6 @@ def _planned_backward(
 ) -> tuple[Plan, tuple, tuple]:  # fmt: skip
     tensors = (x, h, *dys, *kept, *operands)
     return plan_for(plan_backward, tensors, p, mode, tuple(pre_scale), need_x, tuple(needs)), tensors, tuple(s)
-
-
-def asked(la: Any, dy: Any, needs: Needs) -> Needs:
-    """What of ``needs`` exists."""
-    if dy is None:
-        return Needs(False, False, False, False, False)
-    return needs if la.A is not None else Needs(False, False, False, False, needs.bias)
 
 
 def plan_backward(

@@ -12,7 +12,7 @@ from fdora._records import Dropout, Grads, Operands
 from fdora.triton import scale
 from fdora.triton.copy import gradient, in_dtype, operand
 from fdora.triton.dropout import drop
-from fdora.triton.gemm import Epilogue, Masked, Operand, gemm
+from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, gemm
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.small import LIMIT, is_small, small_backward
@@ -69,23 +69,23 @@ def _backward(
     dropout: Dropout, dx: Array | None, accumulate: bool, grads: Any,
 ) -> None:  # fmt: skip
     t = x.dtype
-    half, W, peft = t != torch.float32, in_dtype(plan, la.W, t), la.seed is not None and dropout.mode == "peft"
+    half, peft = t != torch.float32, la.seed is not None and dropout.mode == "peft"
     config = scale.config_for(plan, dy, la.A.shape[0])
     fused_B = grads.B if config.BLOCK_R else None
     need_dz = dx is not None or grads.A is not None or (grads.B is not None and fused_B is None)
     dz = plan.temp(dy.shape, t) if need_dz else None
     less = plan.temp(dy.shape, t) if peft and dx is not None else None
     sums = scale.Sums(dz, less, grads.m, grads.c, grads.bias, fused_B)
-    scale.scale_backward(plan, dy, kept, pre_scale, x, W, h, la.B, la.m, la.c, sums, config)
+    scale.scale_backward(plan, dy, kept, pre_scale, x, la, h, sums, config)
     if dz is None:
         return
     if dx is not None and la.seed is None and half and is_small(x.shape[0]):
-        small_backward(plan, dz, W, la.A, la.B, x, s, dx, grads.A, accumulate)
+        small_backward(plan, dz, in_dtype(plan, la.W, t), la.A, la.B, x, s, dx, grads.A, accumulate)
     elif dx is not None or grads.A is not None:
         dh = plan.temp((x.shape[0], la.A.shape[0]), t)
         plan.product(dh, dz, in_dtype(plan, la.B, t), s)
         if dx is not None:
-            _dx(plan, dx, accumulate, dy, dz, less, W, in_dtype(plan, la.A, t), dh, la.seed, dropout.p)
+            _dx(plan, dx, accumulate, dy, dz, less, in_dtype(plan, la.W, t), in_dtype(plan, la.A, t), dh, la.seed, dropout.p)
         if grads.A is not None:
             gradient(plan, grads.A, dh.T, drop(plan, x, la.seed, dropout.p))
     if grads.B is not None and fused_B is None:
@@ -98,7 +98,7 @@ def _dx(
     seed: Array | None, p: float,
 ) -> None:  # fmt: skip
     if dx.dtype != torch.float32:
-        epilogue = Epilogue("accumulate", residual=dx) if accumulate else Epilogue()
+        epilogue = Epilogue("accumulate", residual=dx) if accumulate else NO_EPILOGUE
         gemm(plan, dx, dz if less is None else dy, dh, Operand(W, A, trans=False), epilogue, Masked(seed, p, less))
         return
     plan.product(dx, dz if less is None else dy, W, accumulate=accumulate)
@@ -116,5 +116,5 @@ def _frozen_backward(plan: Builder, dy: Array, la: Any, dx: Array | None, accumu
     if dx is not None:
         plan.product(dx, dy, operand(plan, in_dtype(plan, la.W, dy.dtype)), accumulate=accumulate)
     if dbias is not None:
-        sums = scale.Sums(dbias=dbias)
-        scale.scale_backward(plan, dy, None, True, None, None, None, None, None, None, sums, scale.config_for(plan, dy, 1))
+        sums, config = scale.Sums(dbias=dbias), scale.config_for(plan, dy, 1)
+        scale.scale_backward(plan, dy, None, True, None, la._replace(W=None), None, sums, config)

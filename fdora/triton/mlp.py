@@ -15,12 +15,13 @@ from fdora.triton.copy import dense
 from fdora.triton.gemm import Epilogue
 from fdora.triton.linear import Likes, columns_of_h, flat, read, read_layer, result_h, rows_of, saves_pre_scale
 from fdora.triton.linear_bwd import backward, fake_grads, result_grads
-from fdora.triton.linear_fwd import Out, epilogue_of, forward
+from fdora.triton.linear_fwd import epilogue_of, forward
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.plan import Array, Plan
 from fdora.triton.runtime.walk import plan_for, run
+from fdora.triton.small import Out
 
 
 def mlp_fwd(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from struct import pack, unpack
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -27,6 +27,7 @@ from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.cost import Cost
 from fdora.triton.runtime.device import cdiv, device_of
 from fdora.triton.runtime.plan import Like, Plan
+from fdora.triton.runtime.private import raw_stream
 from fdora.triton.runtime.walk import ready, run
 
 FIELDS = (  # the rows of the table, in the order of F_ in kernels/tree.py
@@ -53,14 +54,14 @@ class Layers:
     def __init__(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float], at: Sequence[int]):
         self.device = W[0].device
         rows = [_row(i, *layer, device_of(self.device).capability) for i, layer in enumerate(zip(W, A, B, s, at, strict=True))]
-        rows.sort(key=lambda row: row[0])
+        rows.sort(key=lambda row: row.order)
         self.partials = 0
-        for _, row in rows:
-            row["partial"] = self.partials
-            self.partials += row["N"] * cdiv(row["K"], CHUNK)
+        for row in rows:
+            row.fields["partial"] = self.partials
+            self.partials += row.fields["N"] * cdiv(row.fields["K"], CHUNK)
         self.launches = _launches(rows)
         self.count = len(rows)
-        table = torch.tensor([[row[name] for _, row in rows] for name in FIELDS], dtype=torch.int64)
+        table = torch.tensor([[row.fields[name] for row in rows] for name in FIELDS], dtype=torch.int64)
         self.host = table.pin_memory() if self.device.type == "cuda" else table
         self.tables: dict[int, Tensor] = {}  # by stream: nothing waits for a copy on another one
         self.plans: dict[tuple[bool, int], Plan] = {}
@@ -74,7 +75,7 @@ class Layers:
             found = self.host.to(self.device, non_blocking=True) if found is None else found
             _captured[id(found)] = self, found
             return found
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+        stream = raw_stream(self.device.index)
         if stream not in self.tables:
             self.tables[stream] = self.host.to(self.device, non_blocking=True)
         return self.tables[stream]
@@ -126,8 +127,15 @@ def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: 
     return plan.plan()
 
 
-def _row(i: int, W: Tensor, A: Tensor, B: Tensor, s: float, at: int, capability: int) -> tuple[tuple, dict[str, int]]:
-    """The layer's column of the table, and what the kernel is compiled for."""
+class Row(NamedTuple):
+    """A layer's column of the table, what its kernel is compiled for, and that as words, to sort by."""
+
+    order: tuple[str, ...]
+    kernel: tuple
+    fields: dict[str, int]
+
+
+def _row(i: int, W: Tensor, A: Tensor, B: Tensor, s: float, at: int, capability: int) -> Row:
     (N, K), R = W.shape, A.shape[0]
     units = tuple(map(_unit, (W, A, B)))
     even = N % 128 == 0 and K % 128 == 0
@@ -137,7 +145,7 @@ def _row(i: int, W: Tensor, A: Tensor, B: Tensor, s: float, at: int, capability:
     split = torch.float32 in (A.dtype, B.dtype)
     kind = (*dtypes, *units, even, R % config.BLOCK_R == 0, R <= config.BLOCK_R, split, *config)
     (form_a, count_a), (form_b, count_b) = _form(A), _form(B)
-    row = {
+    fields = {
         "W": W.data_ptr(), "A": A.data_ptr(), "B": B.data_ptr(), "N": N, "K": K, "R": R,
         "stride_wn": W.stride(0), "stride_wk": W.stride(1), "stride_ar": A.stride(0), "stride_ak": A.stride(1),
         "stride_bn": B.stride(0), "stride_br": B.stride(1), "s": unpack("i", pack("f", s))[0],
@@ -145,18 +153,18 @@ def _row(i: int, W: Tensor, A: Tensor, B: Tensor, s: float, at: int, capability:
         "form_a": form_a, "count_a": count_a, "form_b": form_b, "count_b": count_b,
         "kind": KIND + 16 * A.element_size() + 256 * B.element_size(),
     }  # fmt: skip
-    return tuple(map(str, kind)), row | {"kernel": kind}
+    return Row(tuple(map(str, kind)), kind, fields)
 
 
-def _launches(rows: list) -> list[tuple]:
+def _launches(rows: list[Row]) -> list[tuple]:
     """(first column, columns, items, constants, how a program runs) for each run of columns with one kernel."""
     found, first = [], 0
     while first < len(rows):
         last = first
-        while last < len(rows) and last - first < MOST and rows[last][0] == rows[first][0]:
+        while last < len(rows) and last - first < MOST and rows[last].order == rows[first].order:
             last += 1
-        *code, block_n, block_k, block_r, num_warps, num_stages = rows[first][1]["kernel"]
-        items = sum(row["items"] for _, row in rows[first:last])
+        *code, block_n, block_k, block_r, num_warps, num_stages = rows[first].kernel
+        items = sum(row.fields["items"] for row in rows[first:last])
         consts = (*code, block_n, block_k, block_r, CHUNK, power_of_two(last - first))
         if items:
             found.append((first, last - first, items, consts, (num_warps, num_stages)))
@@ -204,7 +212,7 @@ class Kept:
             self.forget()
             self.made_from = made_from
         cuda = self.layers.device.type == "cuda"
-        stream = torch.cuda.current_stream(self.layers.device).cuda_stream if cuda else 0
+        stream = raw_stream(self.layers.device.index) if cuda else 0
         pair = self.graph if capturing else self.norms.pop(stream) if stream in self.norms else self.nothing()
         self.layers.guarded(W, A, B, *pair, *pair)
         if capturing:
@@ -233,7 +241,8 @@ def forget_norms() -> None:
     for kept in {id(each): each for each in (*_kept.values(), *_captured.values())}.values():
         if isinstance(kept, Kept):
             kept.forget()
-    _kept.clear()
+    with _lock:
+        _kept.clear()
 
 
 def _model_norms(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Tensor:
@@ -257,7 +266,7 @@ def _model_norms(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], 
     kept = Kept(W, A, B, s)
     with _lock:
         if len(_kept) >= MODELS:
-            _kept.pop(next(iter(_kept), None), None)  # forget_norms may clear it
+            _kept.pop(next(iter(_kept)), None)
         _kept[key] = kept
     return kept.now(W, A, B, False)
 

@@ -472,3 +472,22 @@ def test_a_product_that_cublas_does_not_have_is_refused():
             plan_of(write, alike(4, 4, dtype=dtype), alike(4, 4, dtype=dtype))
         with pytest.raises((AssertionError, RuntimeError)):
             walk._product(torch.empty(4, 4, dtype=out), a, b, 1.0, False)
+
+
+@pytest.mark.parametrize("tokens", [8, 96])
+def test_a_backward_without_dx_does_not_cast_the_weight(tokens):
+    """Nothing of it reads a product of W."""
+    from fdora.triton.linear import plan_backward
+    from tests.triton.written import BF16
+    from tests.triton.written import layer as operands
+
+    x, y, h, la = (
+        alike(tokens, 64, dtype=BF16),
+        alike(tokens, 96, dtype=BF16),
+        alike(tokens, 16, dtype=BF16),
+        list(operands(96, 64, 16, FP32, BF16)),
+    )
+    for need_x in (False, True):
+        flags = (True, True, True, False, False)
+        plan = plan_backward((x, h, y, y, *la), HOPPER, 0.0, "lora", (True,), need_x, flags)
+        assert kernels(plan)["copy_kernel"] == need_x

@@ -1,7 +1,8 @@
 """Writes a plan (plan.py): its arguments, results, temporaries and steps.
 
 Temporaries live in one workspace. The builder knows the first and the last step that uses each, and gives two of them the
-same bytes where those do not overlap: everything runs in order on one stream.
+same bytes where those do not overlap: everything runs in order on one stream. A kernel that starts early (``pdl``) writes
+nothing, and reads nothing of the kernel ahead, before it waits.
 """
 
 from __future__ import annotations
