@@ -107,7 +107,7 @@ def gemm_pointer_kernel(
     if HAS_X_MASKED:
         acc = products(
             acc, x_masked, w, row, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K
-        )  # fmt: skip
+        )
     if DROP:
         acc = _masked(acc, row, col, seed, threshold, keep_scale, BLOCK_M, BLOCK_N)
     acc = products(acc, x, w, row, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K)
