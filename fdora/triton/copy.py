@@ -63,10 +63,12 @@ def _copy(plan: Builder, parts: Sequence[Array], out: Array) -> None:
         blocks = sum(cdiv(t.shape[0], BLOCK_M) for t in some)
         strides = [d for t in padded for d in ((0, 0) if t is None else t.stride)]
         plan.launch(
-            copy_kernel, (cdiv(columns, BLOCK_N), blocks),
+            copy_kernel,
+            (cdiv(columns, BLOCK_N), blocks),
             (*padded, part, *(0 if t is None else t.shape[0] for t in padded), columns, out.stride[0], *strides),
-            (len(some), BLOCK_M, BLOCK_N), 4,
-        )  # fmt: skip
+            (len(some), BLOCK_M, BLOCK_N),
+            4,
+        )
 
 
 def _batches(parts: Sequence[Array]) -> list[tuple[int, Sequence[Array]]]:

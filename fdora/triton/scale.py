@@ -74,7 +74,9 @@ def scale_backward(
     )  # fmt: skip
     if not single and any((*needs, block_r)):
         plan.launch(
-            finish_kernel, (cdiv(N, FINISH_N),),
+            finish_kernel,
+            (cdiv(N, FINISH_N),),
             (dy, *operands, *partials, *sums, M, N, K, r, strips, tiny, dy.stride[0], *strides),
-            (*needs, block_r, pre_scale, FINISH_N, FINISH_T), 4,
-        )  # fmt: skip
+            (*needs, block_r, pre_scale, FINISH_N, FINISH_T),
+            4,
+        )
