@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,15 +24,15 @@ _AVAILABLE = torch.version.cuda is not None and not INTERPRETED
 _dummies: dict[int, torch.Tensor] = {}  # an address on each device, for maps whose own comes with each call
 
 
-def remember(device: Device, step: Launch, built: Any, args: Sequence[Any] = ()) -> None:
-    """What the public way compiled for these arguments; not where that may be for more than the key of it says."""
+def remember(device: Device, step: Launch, built: Any) -> None:
+    """What the public way compiled."""
     if _AVAILABLE:
         key = _key(device, step)
-        if key not in _compiled and not any(map(_is_more_aligned, step.args, args)):
+        if key not in _compiled:
             _compiled[key] = look_into(built)
 
 
-def _is_more_aligned(a: Any, given: Any) -> bool:
+def is_more_aligned(a: Any, given: Any) -> bool:
     """Some rows of a matrix at an odd address begin at 16 bytes: Triton sees that, a plan for all odd addresses cannot."""
     return isinstance(a, Array) and not a.aligned and given.data_ptr() % 16 == 0
 

@@ -118,7 +118,8 @@ def _walk(plan: Plan, tensors: Sequence[Tensor | None], scalars: tuple[float, ..
             built = step.kernel[step.grid](
                 *args, *step.constexprs, num_warps=step.num_warps, num_stages=step.num_stages, **extra
             )
-            native.remember(plan.device, step, built, args)
+            if not any(map(native.is_more_aligned, step.args, args)):  # else compiled for more than its key says
+                native.remember(plan.device, step, built)
         elif isinstance(step, Product):
             _product(tensor(step.out), tensor(step.a), tensor(step.b), argument(step.alpha), step.accumulate)
         else:
