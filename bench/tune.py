@@ -19,13 +19,14 @@ from pathlib import Path
 import torch
 
 from bench.norm_forms import about, medians
+from fdora._records import Operands
 from fdora.triton.configs import GemmConfig, ScaleConfig, SmallConfig, power_of_two
 from fdora.triton.gemm import Epilogue, Operand, gemm
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import device_of
 from fdora.triton.runtime.walk import like, run
 from fdora.triton.scale import Sums, scale_backward
-from fdora.triton.small import small_backward, small_forward
+from fdora.triton.small import Out, small_backward, small_forward
 
 # (M, N, K, r): the linears of 8B to 70B models, few and many tokens, small and large ranks
 GEMM_SHAPES = [
@@ -141,7 +142,7 @@ def tune_scale(shapes, known):
                 dB = plan.result("dB", (N, r), dy.dtype)
                 dz, dm = plan.result("dz", (M, N), dy.dtype), plan.result("dm", (N,), m.dtype)
                 sums = Sums(dz=dz, dm=dm, dB=dB if rank else None)
-                scale_backward(plan, dy, y, False, x, W, h, B, m, c, sums, scale)
+                scale_backward(plan, dy, y, False, x, Operands(W, None, B, m, c, None, None), h, sums, scale)
                 if not rank:
                     plan.product(dB, dz.T, h)
 
@@ -167,7 +168,7 @@ def tune_small(shapes, known):
             def make(config):
                 def forward(plan, W, x, A, B, m, c):
                     y, h = plan.result("y", (M, N), x.dtype), plan.result("h", (M, 16), x.dtype)
-                    small_forward(plan, x, W, A, B, m, c, None, plan.scalar("s"), y, None, h, config)
+                    small_forward(plan, x, Operands(W, A, B, m, c, None, None), plan.scalar("s"), Out(y, h, None), config)
 
                 def backward(plan, W, dz, A, B, *_):
                     small_backward(

@@ -65,6 +65,9 @@ class Needs(NamedTuple):
     bias: bool
 
 
+NO_NEEDS = Needs(False, False, False, False, False)
+
+
 class Grads(NamedTuple):
     """The gradients of one layer beside dx; bias in float32 or float64."""
 

@@ -145,9 +145,12 @@ def obstacle(device: torch.device) -> str:
     return ""
 
 
+NOTHING = nullcontext()
+
+
 def autocast_off(t: Tensor) -> AbstractContextManager[None]:
     """Ops choose their own precision; an active autocast would round their float32 products to half."""
-    return torch.autocast(t.device.type, enabled=False) if autocast_on(t) else nullcontext()
+    return torch.autocast(t.device.type, enabled=False) if autocast_on(t) else NOTHING
 
 
 def no_second_derivative(op: str) -> NotImplementedError:

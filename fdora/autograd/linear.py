@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved
+from fdora._records import NO_NEEDS, Dropout, Grads, Needs, Operands, Options, Saved
 from fdora._torch import apply, apply_eager, no_graph
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
 from fdora.autograd.weight import WIDTH, Specs, dense, flat_of, layers_of, specs_of
@@ -60,10 +60,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, call: Call, *flat: Tensor | None) -> Any:
         fwd = OPS[call.backend].layers_fwd
-        if autocast_on(x):
-            with autocast_off(x):
-                ys, (h, kept, pre_scale) = fwd(x, layers_of(flat, call.specs, x.dtype), call.options, call.drop)
-        else:
+        with autocast_off(x):
             ys, (h, kept, pre_scale) = fwd(x, layers_of(flat, call.specs, x.dtype), call.options, call.drop)
         out = [*ys] if h is None else [*ys, h]
         if True in pre_scale:  # vmap carries no None out of a Function: an empty vector says it
@@ -103,8 +100,7 @@ class Linear(torch.autograd.Function):
             bwd = OPS[call.backend].layers_bwd
             dx, grads = bwd(dys, x, layers_of(flat, call.specs, x.dtype), call.options, call.drop, saved, need_x, needs)
         else:
-            none = Needs(False, False, False, False, False)
-            needs = [none if dy is None else each for dy, each in zip(dys, needs, strict=True)]
+            needs = [NO_NEEDS if dy is None else each for dy, each in zip(dys, needs, strict=True)]
             flags = (need_x, *(need for each in needs for need in each))
             found = restore_none(apply(LinearBwd, call, ctx.pre_scale, flags, x, h, *dys, *kept, *flat), flags)
             dx, grads = found[0], [Grads(*found[i : i + 5]) for i in range(1, len(found), 5)]

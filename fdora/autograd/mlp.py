@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from fdora.autograd.linear import needs_of, to_inputs
 from fdora.autograd.weight import Specs, dense, flat_of, layers_of, specs_of
 from fdora.eager.act import ACTS as ACTS
 
-NOTHING = nullcontext()
 PARTS = len(SavedMlp._fields)
 
 
@@ -54,7 +52,7 @@ class Mlp(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, call: Call, *flat: Tensor | None) -> Any:
-        with autocast_off(x) if autocast_on(x) else NOTHING:
+        with autocast_off(x):
             y, saved = OPS[call.backend].mlp_fwd(x, layers_of(flat, call.specs, x.dtype), call.options, call.drop, call.act)
         # vmap carries no None out of a Function: an empty vector says it. y is there already; values before g are rarely kept.
         h, h_down, gate, up, _, *before = saved

@@ -20,6 +20,4 @@ def forward(plan: Builder, gate: Array, up: Array, a: Array, act: str) -> None:
 
 def backward(plan: Builder, da: Array, gate: Array, up: Array, dgate: Array, dup: Array, act: str) -> None:
     """d gate, d up; ``dup`` may be ``da``."""
-    plan.launch(
-        act_bwd_kernel, (cdiv(da.numel, BLOCK),), (da, gate, up, dgate, dup, da.numel), (act, BLOCK), 4,
-    )  # fmt: skip
+    plan.launch(act_bwd_kernel, (cdiv(da.numel, BLOCK),), (da, gate, up, dgate, dup, da.numel), (act, BLOCK), 4)

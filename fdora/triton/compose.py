@@ -86,10 +86,12 @@ def plan_compose_backward(likes: Sequence[Like | None], device: Device, delta: b
     out = [plan.result(n, *form) if need else None for n, form, need in zip(names, like, needs, strict=True)]
     partials = [None if t is None else plan.temp((strips, N), torch.float32) for t in out[2:]]
     plan.launch(
-        compose_bwd_kernel, (cdiv(N, BWD_N), strips),
+        compose_bwd_kernel,
+        (cdiv(N, BWD_N), strips),
         (dy, base, lora, g, *out[:2], *partials, s, M, N, dy.stride[0], base.stride[0], lora.stride[0]),
-        (delta, *needs, BWD_M, BWD_N, ROWS), 4,
-    )  # fmt: skip
+        (delta, *needs, BWD_M, BWD_N, ROWS),
+        4,
+    )
     for partial, total in zip(partials, out[2:], strict=True):
         if partial is not None and total is not None:
             column_sums(plan, partial, total)

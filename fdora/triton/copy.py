@@ -40,17 +40,35 @@ def stacked(plan: Builder, parts: Sequence[Array], dtype: torch.dtype, unit: int
     rows, columns = sum(t.shape[0] for t in parts), parts[0].shape[1]
     pitch = cdiv(columns * dtype.itemsize, unit) * unit // dtype.itemsize
     out = plan.temp((rows, columns), dtype, (pitch, 1))
+    _copy(plan, parts, out)
+    return out
+
+
+def gradient(plan: Builder, out: Array, a: Array, b: Array) -> None:
+    """(M, K) (K, N) -> ``out`` (M, N), row by row in any dtype: one that products do not write is rounded to after the sum."""
+    if out.dtype in (a.dtype, torch.float32):
+        plan.product(out, a, b)
+        return
+    wide = plan.temp(out.shape, torch.float32)
+    plan.product(wide, a, b)
+    _copy(plan, [wide], out)
+
+
+def _copy(plan: Builder, parts: Sequence[Array], out: Array) -> None:
+    """Below each other, into the rows of ``out``."""
+    columns = out.shape[1]
     for at, some in _batches(parts):
         part = out.rows(at, at + sum(t.shape[0] for t in some))
         padded = [*some, *[None] * (MAX_AT_ONCE - len(some))]
         blocks = sum(cdiv(t.shape[0], BLOCK_M) for t in some)
         strides = [d for t in padded for d in ((0, 0) if t is None else t.stride)]
         plan.launch(
-            copy_kernel, (cdiv(columns, BLOCK_N), blocks),
-            (*padded, part, *(0 if t is None else t.shape[0] for t in padded), columns, pitch, *strides),
-            (len(some), BLOCK_M, BLOCK_N), 4,
-        )  # fmt: skip
-    return out
+            copy_kernel,
+            (cdiv(columns, BLOCK_N), blocks),
+            (*padded, part, *(0 if t is None else t.shape[0] for t in padded), columns, out.stride[0], *strides),
+            (len(some), BLOCK_M, BLOCK_N),
+            4,
+        )
 
 
 def _batches(parts: Sequence[Array]) -> list[tuple[int, Sequence[Array]]]:

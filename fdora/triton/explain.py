@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._records import Dropout, Needs, Operands, Options, SavedMlp
+from fdora._records import Dropout, Needs, Operands, Options
 from fdora.triton import compose as _compose
 from fdora.triton import linear as _linear
 from fdora.triton import merge as _merge
@@ -19,9 +19,8 @@ from fdora.triton import mlp as _mlp
 from fdora.triton import norm as _norm
 from fdora.triton.runtime.describe import Described as Described
 from fdora.triton.runtime.describe import describe as describe
-from fdora.triton.runtime.device import Device, device_of
+from fdora.triton.runtime.device import Device, device_of, of_gpu
 from fdora.triton.runtime.plan import Plan
-from fdora.triton.runtime.private import HAS_PDL
 from fdora.triton.runtime.walk import Maker, like
 
 Layers = Sequence[Operands]
@@ -36,7 +35,7 @@ class Parts(NamedTuple):
 
 def device(where: torch.device | None, capability: int = 0, num_sms: int = 0) -> Device:
     """The facts of a GPU of this machine; without one, of any GPU of these numbers."""
-    return Device(0, capability, num_sms, HAS_PDL and capability >= 90) if where is None else device_of(where)
+    return of_gpu(0, capability, num_sms) if where is None else device_of(where)
 
 
 def norm(on: Device, W: Tensor, A: Tensor, B: Tensor, max_bytes: int | None, squared: bool) -> Plan:
@@ -70,9 +69,8 @@ def linear(on: Device, x: Tensor, layers: Layers, options: Sequence[Options], dr
         return Parts((forward,), {})
     results = _results(forward)
     ys, saved = _linear.unpacked(results, x.dtype, layers, options, drop.mode)
-    wanted = [_linear.asked(la, y, each) for la, y, each in zip(layers, ys, _all_needs(layers), strict=True)]
     tensors = (x, saved.h, *ys, *saved.kept, *flat)  # dy as y
-    flags = tuple(need for each in wanted for need in each)
+    flags = tuple(need for each in _all_needs(layers) for need in each)
     backward = _plan(on, _linear.plan_backward, tensors, *drop, saved.pre_scale, _needs(x), flags)
     return Parts((forward, backward), _named(forward, results, (saved.h, *saved.kept)) | {"x": x})
 
@@ -87,7 +85,7 @@ def mlp(on: Device, x: Tensor, layers: Layers, options: Sequence[Options], drop:
     y, saved = _mlp.unpacked(results, x.dtype, layers, saves, drop.mode)
     flags = tuple(need for each in _all_needs(layers) for need in each)
     backward = _plan(on, _mlp.plan_backward, (y, x, *saved, *flat), *drop, act, _needs(x), flags)
-    return Parts((forward, backward), _named(forward, results, SavedMlp._make(saved)) | {"x": x})
+    return Parts((forward, backward), _named(forward, results, saved) | {"x": x})
 
 
 def _plan(on: Device, maker: Maker, tensors: tuple[Tensor | None, ...], *options: Any) -> Plan:

@@ -53,9 +53,12 @@ class Operand(NamedTuple):
     trans: bool
 
 
+NO_EPILOGUE, UNMASKED = Epilogue(), Masked()
+
+
 def gemm(
-    plan: Builder, out: Array, x: Array, h: Array, right: Operand, epilogue: Epilogue = Epilogue(),  # noqa: B008
-    masked: Masked = Masked(), pre_scale: Array | None = None, config: GemmConfig | None = None,  # noqa: B008
+    plan: Builder, out: Array, x: Array, h: Array, right: Operand, epilogue: Epilogue = NO_EPILOGUE,
+    masked: Masked = UNMASKED, pre_scale: Array | None = None, config: GemmConfig | None = None,
 ) -> None:  # fmt: skip
     """x (M, K), h (M, r), float16 or bfloat16 -> ``out`` and, where given, ``pre_scale``, both (M, N) and contiguous.
 
@@ -93,11 +96,13 @@ def gemm(
     if x_masked is not None and x_masked.stride != x.stride:
         x, x_masked = stacked(plan, [x], x.dtype), stacked(plan, [x_masked], x.dtype)
     plan.launch(
-        gemm_pointer_kernel, (cdiv(M, config.BLOCK_M) * cdiv(N, config.BLOCK_N),),
+        gemm_pointer_kernel,
+        (cdiv(M, config.BLOCK_M) * cdiv(N, config.BLOCK_N),),
         (x, x_masked, w, h, b, out, pre_scale, epilogue.residual, *vectors, *x.stride, *w.stride, *h.stride, *b.stride),
         (*flags, config.BLOCK_M, config.BLOCK_N, config.BLOCK_K, min(config.BLOCK_K, power_of_two(r)), config.GROUP_M),
-        config.num_warps, config.num_stages,
-    )  # fmt: skip
+        config.num_warps,
+        config.num_stages,
+    )
 
 
 def _fit(plan: Builder, t: Array) -> Array:

@@ -15,20 +15,22 @@ float32: products by cuBLAS in the precision that torch.set_float32_matmul_preci
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fdora._records import Dropout, DropoutMode, Grads, Needs, Operands, Options, Saved
+from fdora._records import NO_NEEDS, Dropout, DropoutMode, Grads, Needs, Operands, Options, Saved
 from fdora._torch import PLAIN, needs_dispatcher
-from fdora.triton.linear_bwd import backward, result_grads
-from fdora.triton.linear_fwd import Out, forward
+from fdora.triton.linear_bwd import backward, fake_grads, result_grads
+from fdora.triton.linear_fwd import forward
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.plan import Array, Plan, Scalar
 from fdora.triton.runtime.walk import plan_for, run
+from fdora.triton.small import Out
 
 Likes = Sequence[Any]  # of Like and None
 
@@ -165,7 +167,7 @@ def layers_bwd(
     saved: Saved, need_x: bool, needs: Sequence[Needs],
 ) -> tuple[Tensor | None, list[Grads]]:  # fmt: skip
     """dx, and the gradients of each layer; those of bias in float32. A dy of None: nobody asked for this y."""
-    wanted = [asked(la, dy, need) for la, dy, need in zip(layers, dys, needs, strict=True)]
+    wanted = [NO_NEEDS if dy is None else need for dy, need in zip(dys, needs, strict=True)]
     flags = [need for each in wanted for need in each]
     seen = needs_dispatcher(x) or any([type(dy) not in PLAIN for dy in dys if dy is not None])
     run_it: Any = linear_backward if seen else _linear_backward
@@ -189,13 +191,6 @@ def _planned_backward(
 ) -> tuple[Plan, tuple, tuple]:  # fmt: skip
     tensors = (x, h, *dys, *kept, *operands)
     return plan_for(plan_backward, tensors, p, mode, tuple(pre_scale), need_x, tuple(needs)), tensors, tuple(s)
-
-
-def asked(la: Any, dy: Any, needs: Needs) -> Needs:
-    """What of ``needs`` exists."""
-    if dy is None:
-        return Needs(False, False, False, False, False)
-    return needs if la.A is not None else Needs(False, False, False, False, needs.bias)
 
 
 def plan_backward(
@@ -228,21 +223,18 @@ def plan_backward(
 def _fake_linear(x, operands, s, saves, p, mode):
     layers = [Operands(*operands[i : i + 7]) for i in range(0, len(operands), 7)]
     ys = [x.new_empty((*x.shape[:-1], la.W.shape[0])) for la in layers]
-    M = ys[0].numel() // ys[0].shape[-1] if ys[0].dim() != 2 else x.shape[0]
-    total = sum(la.A.shape[0] for la in layers if la.A is not None)
+    M, total = rows_of(x), sum(la.A.shape[0] for la in layers if la.A is not None)
     kept = [la.W.shape[0] for la, save in zip(layers, saves, strict=True) if saves_pre_scale(x.dtype, la, mode, save)]
     return [*ys, *([x.new_empty((M, total))] if total else []), *(x.new_empty((M, N)) for N in kept)]
 
 
+def rows_of(x: Tensor) -> int:
+    """Tokens."""
+    return prod(x.shape[:-1])
+
+
 def _fake_linear_backward(x, h, dys, kept, operands, s, pre_scale, p, mode, need_x, needs):
-    made = [torch.empty(x.shape, device=x.device, dtype=x.dtype)] if need_x else []
-    for i in range(0, len(operands), 7):
-        la = Operands(*operands[i : i + 7])
-        like = ((la.A, None), (la.B, None), (la.m, None), (la.m, torch.float32), (la.bias, torch.float32))
-        for (t, dtype), need in zip(like, needs[i // 7 * 5 :], strict=False):
-            if need:
-                made.append(torch.empty(t.shape, device=x.device, dtype=dtype or t.dtype))
-    return made
+    return fake_grads(x, operands, need_x, needs)
 
 
 linear = op(

@@ -6,24 +6,35 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fdora._records import Dropout, Grads
+from fdora._records import Dropout, Grads, Operands
 from fdora.triton import scale
-from fdora.triton.copy import in_dtype, operand
+from fdora.triton.copy import gradient, in_dtype, operand
 from fdora.triton.dropout import drop
-from fdora.triton.gemm import Epilogue, Masked, Operand, gemm
+from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, gemm
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.small import LIMIT, is_small, small_backward
 
 
-def result_grads(plan: Builder, i: int, la: Any, needs: Sequence[bool]) -> Any:
+def _forms(la: Any, needs: Sequence[bool]) -> list[tuple[Any, torch.dtype] | None]:
+    """Shape and dtype of each gradient of a layer that is asked for."""
     like = ((la.A, None), (la.B, None), (la.m, None), (la.m, torch.float32), (la.bias, torch.float32))
-    grads = Grads._make(
-        plan.result(f"d{name}{i}", t.shape, dtype or t.dtype) if need else None
-        for name, (t, dtype), need in zip(Grads._fields, like, needs, strict=True)
-    )
-    return grads
+    return [(t.shape, dtype or t.dtype) if need else None for (t, dtype), need in zip(like, needs, strict=True)]
+
+
+def result_grads(plan: Builder, i: int, la: Any, needs: Sequence[bool]) -> Any:
+    forms = zip(Grads._fields, _forms(la, needs), strict=True)
+    return Grads._make(None if form is None else plan.result(f"d{name}{i}", *form) for name, form in forms)
+
+
+def fake_grads(x: Tensor, operands: Sequence[Any], need_x: bool, needs: Sequence[bool]) -> list[Tensor]:
+    """What a backward returns, as a compiler wants it: dx and the gradients of each layer that are asked for."""
+    forms: list[Any] = [(x.shape, x.dtype) if need_x else None]
+    for i in range(len(operands) // 7):
+        forms += _forms(Operands(*operands[7 * i : 7 * i + 7]), needs[5 * i : 5 * i + 5])
+    return [torch.empty(form[0], device=x.device, dtype=form[1]) for form in forms if form is not None]
 
 
 def backward(
@@ -58,28 +69,28 @@ def _backward(
     dropout: Dropout, dx: Array | None, accumulate: bool, grads: Any,
 ) -> None:  # fmt: skip
     t = x.dtype
-    half, W, peft = t != torch.float32, in_dtype(plan, la.W, t), la.seed is not None and dropout.mode == "peft"
+    half, peft = t != torch.float32, la.seed is not None and dropout.mode == "peft"
     config = scale.config_for(plan, dy, la.A.shape[0])
     fused_B = grads.B if config.BLOCK_R else None
     need_dz = dx is not None or grads.A is not None or (grads.B is not None and fused_B is None)
     dz = plan.temp(dy.shape, t) if need_dz else None
     less = plan.temp(dy.shape, t) if peft and dx is not None else None
     sums = scale.Sums(dz, less, grads.m, grads.c, grads.bias, fused_B)
-    scale.scale_backward(plan, dy, kept, pre_scale, x, W, h, la.B, la.m, la.c, sums, config)
+    scale.scale_backward(plan, dy, kept, pre_scale, x, la, h, sums, config)
     if dz is None:
         return
     if dx is not None and la.seed is None and half and is_small(x.shape[0]):
-        small_backward(plan, dz, W, la.A, la.B, x, s, dx, grads.A, accumulate)
+        small_backward(plan, dz, in_dtype(plan, la.W, t), la.A, la.B, x, s, dx, grads.A, accumulate)
     elif dx is not None or grads.A is not None:
         dh = plan.temp((x.shape[0], la.A.shape[0]), t)
         plan.product(dh, dz, in_dtype(plan, la.B, t), s)
         if dx is not None:
-            _dx(plan, dx, accumulate, dy, dz, less, W, in_dtype(plan, la.A, t), dh, la.seed, dropout.p)
+            _dx(plan, dx, accumulate, dy, dz, less, in_dtype(plan, la.W, t), in_dtype(plan, la.A, t), dh, la.seed, dropout.p)
         if grads.A is not None:
-            plan.product(grads.A, dh.T, drop(plan, x, la.seed, dropout.p))
+            gradient(plan, grads.A, dh.T, drop(plan, x, la.seed, dropout.p))
     if grads.B is not None and fused_B is None:
         assert h is not None
-        plan.product(grads.B, dz.T, h)
+        gradient(plan, grads.B, dz.T, h)
 
 
 def _dx(
@@ -87,7 +98,7 @@ def _dx(
     seed: Array | None, p: float,
 ) -> None:  # fmt: skip
     if dx.dtype != torch.float32:
-        epilogue = Epilogue("accumulate", residual=dx) if accumulate else Epilogue()
+        epilogue = Epilogue("accumulate", residual=dx) if accumulate else NO_EPILOGUE
         gemm(plan, dx, dz if less is None else dy, dh, Operand(W, A, trans=False), epilogue, Masked(seed, p, less))
         return
     plan.product(dx, dz if less is None else dy, W, accumulate=accumulate)
@@ -105,5 +116,5 @@ def _frozen_backward(plan: Builder, dy: Array, la: Any, dx: Array | None, accumu
     if dx is not None:
         plan.product(dx, dy, operand(plan, in_dtype(plan, la.W, dy.dtype)), accumulate=accumulate)
     if dbias is not None:
-        sums = scale.Sums(dbias=dbias)
-        scale.scale_backward(plan, dy, None, True, None, None, None, None, None, None, sums, scale.config_for(plan, dy, 1))
+        sums, config = scale.Sums(dbias=dbias), scale.config_for(plan, dy, 1)
+        scale.scale_backward(plan, dy, None, True, None, la._replace(W=None), None, sums, config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,17 +14,9 @@ from fdora.triton.kernels.epilogue import epilogue_kernel
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array, Scalar
-from fdora.triton.small import LIMIT, is_small, small_forward
+from fdora.triton.small import LIMIT, Out, is_small, small_forward
 
 BLOCK_M, BLOCK_N = 4, 512
-
-
-class Out(NamedTuple):
-    """Where the results of one layer go."""
-
-    y: Array
-    h: Array | None
-    pre_scale: Array | None
 
 
 def forward(
@@ -44,7 +36,7 @@ def forward(
         if la.A is None:
             _frozen_forward(plan, x, la, each.y)
         elif small and la.seed is None:  # it forms h in passing, faster than it could read one
-            small_forward(plan, x, in_dtype(plan, la.W, x.dtype), la.A, la.B, la.m, la.c, la.bias, s, *each_of(each))
+            small_forward(plan, x, la._replace(W=in_dtype(plan, la.W, x.dtype)), s, each)
         else:
             _forward(plan, x, la, s, each, dropout, at_once)
     if not half:
@@ -55,13 +47,9 @@ def forward(
         plan.path = f"x A^T, then one fused product; g inside, more than {LIMIT} tokens fill its tiles"
 
 
-def each_of(out: Out) -> tuple[Array, Array | None, Array]:
-    assert out.h is not None
-    return out.y, out.pre_scale, out.h
-
-
 def _forward(plan: Builder, x: Array, la: Any, s: Scalar, out: Out, dropout: Dropout, h_is_there: bool) -> None:
-    t, (y, pre, h) = x.dtype, each_of(out)
+    t, (y, h, pre) = x.dtype, out
+    assert h is not None
     W, peft = in_dtype(plan, la.W, t), la.seed is not None and dropout.mode == "peft"
     xd = drop(plan, x, la.seed, dropout.p)
     if not h_is_there:

@@ -16,7 +16,7 @@ from fdora._torch import needs_dispatcher
 from fdora.triton.configs import merge_config
 from fdora.triton.copy import in_dtype
 from fdora.triton.kernels.merge import merge_kernel
-from fdora.triton.norm import GROUP_N
+from fdora.triton.norm import GROUP_N, tiled
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
@@ -71,14 +71,10 @@ def _merge_rows(
     config = merge_config(R, A.itemsize == 2, plan.device.capability, aligned, half, by_n is None and not undo)
     block_n, block_k, block_r, precision, num_warps, num_stages, tma = config
     programs = cdiv(N, block_n) * cdiv(K, block_k)
-    tensors: tuple = (W, A, B)
-    strides: tuple = (*W.stride, *A.stride, *B.stride)
+    tensors, strides, even = tiled(config, W, A, B)
     result: Any = out
     if tma:
-        programs = min(programs, plan.device.num_sms)
-        tensors = (Tile(W, (block_n, block_k)), Tile(A, (block_r, block_k)), Tile(B, (block_n, block_r)))
-        result, strides = Tile(out, (block_n, block_k)), (None,) * 6
-    even = N % block_n == 0 and K % block_k == 0 and R % block_r == 0
+        programs, result = min(programs, plan.device.num_sms), Tile(out, (block_n, block_k))
     plan.launch(
         merge_kernel, (programs,), (*tensors, by_n, by_k, m, c, result, s, N, K, R, *strides),
         (undo, block_n, block_k, block_r, GROUP_N, even, precision, tma, by_n is not None), num_warps, num_stages,

@@ -13,22 +13,23 @@ from fdora._torch import needs_dispatcher
 from fdora.triton import act as activation
 from fdora.triton.copy import dense
 from fdora.triton.gemm import Epilogue
-from fdora.triton.linear import Likes, columns_of_h, read, read_layer, result_h, saves_pre_scale
-from fdora.triton.linear_bwd import backward, result_grads
-from fdora.triton.linear_fwd import Out, epilogue_of, forward
+from fdora.triton.linear import Likes, columns_of_h, flat, read, read_layer, result_h, rows_of, saves_pre_scale
+from fdora.triton.linear_bwd import backward, fake_grads, result_grads
+from fdora.triton.linear_fwd import epilogue_of, forward
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.plan import Array, Plan
 from fdora.triton.runtime.walk import plan_for, run
+from fdora.triton.small import Out
 
 
 def mlp_fwd(
     x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout, act: str
 ) -> tuple[Tensor, SavedMlp]:
     """x (..., K), gate, up, down -> y (..., N), and what backward reads."""
-    operands, s, saves = [t for la in layers for t in la], [o.s for o in options], [o.save for o in options]
-    results = (mlp if needs_dispatcher(x) else _mlp)(x, operands, s, saves, *drop, act)
+    s, saves = [o.s for o in options], [o.save for o in options]
+    results = (mlp if needs_dispatcher(x) else _mlp)(x, flat(layers), s, saves, *drop, act)
     return unpacked(results, x.dtype, layers, saves, drop.mode)
 
 
@@ -97,9 +98,9 @@ def mlp_bwd(
     need_x: bool, needs: Sequence[Needs],
 ) -> tuple[Tensor | None, list[Grads]]:  # fmt: skip
     """dx, and the gradients of gate, up and down; those of bias in float32."""
-    operands, flags = [t for la in layers for t in la], [need for each in needs for need in each]
+    flags = [need for each in needs for need in each]
     run_it: Any = mlp_backward if needs_dispatcher(x) or needs_dispatcher(dy) else _mlp_backward
-    results = iter(run_it(dy, x, [*saved], operands, [o.s for o in options], *drop, act, need_x, flags))
+    results = iter(run_it(dy, x, [*saved], flat(layers), [o.s for o in options], *drop, act, need_x, flags))
     dx = next(results) if need_x else None
     return dx, [Grads(*(next(results) if need else None for need in each)) for each in needs]
 
@@ -165,10 +166,7 @@ def _output(plan: Builder, la: Any, y: Any, pre_scale: Any) -> Array:
 
 def _fake_mlp(x, operands, s, saves, p, mode, act):
     gate, up, down = (Operands(*operands[i : i + 7]) for i in (0, 7, 14))
-    M = 1
-    for n in x.shape[:-1]:
-        M = M * n
-    F, N = gate.W.shape[0], down.W.shape[0]
+    M, F, N = rows_of(x), gate.W.shape[0], down.W.shape[0]
     pre = [saves_pre_scale(x.dtype, la, mode, save) for la, save in zip((gate, up, down), saves, strict=True)]
     r = sum(la.A.shape[0] for la in (gate, up) if la.A is not None)
     made = [(*x.shape[:-1], N), *([(M, r)] if r else []), *([(M, down.A.shape[0])] if down.A is not None else [])]
@@ -178,14 +176,7 @@ def _fake_mlp(x, operands, s, saves, p, mode, act):
 
 
 def _fake_mlp_backward(dy, x, saved, operands, s, p, mode, act, need_x, needs):
-    made = [torch.empty(x.shape, device=x.device, dtype=x.dtype)] if need_x else []
-    for i in (0, 7, 14):
-        la = Operands(*operands[i : i + 7])
-        like = ((la.A, None), (la.B, None), (la.m, None), (la.m, torch.float32), (la.bias, torch.float32))
-        for (t, dtype), need in zip(like, needs[i // 7 * 5 :], strict=False):
-            if need:
-                made.append(torch.empty(t.shape, device=x.device, dtype=dtype or t.dtype))
-    return made
+    return fake_grads(x, operands, need_x, needs)
 
 
 mlp = op(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fdora._torch import needs_dispatcher
-from fdora.triton.configs import MAX_N, MIN_K, norm_config
+from fdora.triton.configs import MAX_N, MIN_K, NormConfig, norm_config
 from fdora.triton.copy import in_dtype
 from fdora.triton.hash import WORDS, fingerprint
 from fdora.triton.kernels.norm import choose_kernel, norm_kernel
@@ -149,9 +149,9 @@ def _norm_of_rows(
     guard: Guard | None,
 ) -> None:  # fmt: skip
     (N, K), R, half = W.shape, A.shape[0], W.itemsize == 2
-    config = norm_config(R, A.itemsize == 2, plan.device.capability, half, half)
+    aligned = half and all(is_tma_compatible(t) for t in (W, A, B))
+    config = norm_config(R, A.itemsize == 2, plan.device.capability, aligned, half)
     block_n, block_k, block_r, precision, num_warps, num_stages, tma = config
-    tma = tma and all(is_tma_compatible(t) for t in (W, A, B))
     tiles = cdiv(K, block_k)
     partial = plan.temp((tiles, N), torch.float32)
     programs = cdiv(N, block_n) * tiles
@@ -160,12 +160,7 @@ def _norm_of_rows(
     pdl = guard is not None and plan.device.supports_pdl
     if guard is not None or tma:
         programs = min(programs, (1 if tma else 2) * plan.device.num_sms)
-    tensors: tuple = (W, A, B)
-    strides: tuple = (*W.stride, *A.stride, *B.stride)
-    if tma:
-        tensors = (Tile(W, (block_n, block_k)), Tile(A, (block_r, block_k)), Tile(B, (block_n, block_r)))
-        strides = (None,) * 6
-    even = N % block_n == 0 and K % block_k == 0 and R % block_r == 0
+    tensors, strides, even = tiled(config, W, A, B)
     plan.launch(
         norm_kernel, (programs,), (*tensors, by_n, by_k, partial, old_hash, new_hash, s, N, K, R, *strides),
         (block_n, block_k, block_r, GROUP_N, even, precision, tma, by_n is not None, guard is not None, WORDS, pdl),
@@ -178,6 +173,16 @@ def _norm_of_rows(
             choose_kernel, (cdiv(N, SUM_N),), (partial, before, old_hash, new_hash, c, N, tiles),
             (in_place, WORDS, SUM_N, SUM_T, pdl), 4, 3, pdl,
         )  # fmt: skip
+
+
+def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> tuple[tuple, tuple, bool]:
+    """W, A and B as a kernel takes them, their strides, and whether all its tiles and slabs are whole."""
+    n, k, r = config[:3]
+    (N, K), R = W.shape, A.shape[0]
+    even = N % n == 0 and K % k == 0 and R % r == 0
+    if config.TMA:
+        return (Tile(W, (n, k)), Tile(A, (r, k)), Tile(B, (n, r))), (None,) * 6, even
+    return (W, A, B), (*W.stride, *A.stride, *B.stride), even
 
 
 givers: WeakValueDictionary[int, Any] = WeakValueDictionary()

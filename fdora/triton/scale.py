@@ -12,7 +12,7 @@ Bytes: dy and y read, dz written, 3 M N; dB is formed on the tiles that are ther
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,18 +41,13 @@ def config_for(plan: Builder, dy: Array, r: int) -> ScaleConfig:
 
 
 def scale_backward(
-    plan: Builder, dy: Array, saved: Array | None, pre_scale: bool, x: Array | None, W: Array | None, h: Array | None,
-    B: Array | None, m: Array | None, c: Array | None, out: Sums, config: ScaleConfig,
+    plan: Builder, dy: Array, saved: Array | None, pre_scale: bool, x: Array | None, la: Any, h: Array | None, out: Sums,
+    config: ScaleConfig,
 ) -> None:  # fmt: skip
-    """dy, saved (M, N) with adjacent columns; h is s x A^T. Without m: the sums of dy alone."""
+    """dy, saved (M, N) with adjacent columns; W, B, m and c of the layer; h is s x A^T. Without m: the sums of dy alone."""
     M, N = dy.shape
-    K, r = (1 if W is None else W.shape[1]), (1 if h is None else h.shape[1])
+    K, r = (1 if la.W is None else la.W.shape[1]), (1 if h is None else h.shape[1])
     sums = (out.dm, out.dc, out.dbias, out.dB)
-    if M == 0 or N == 0:
-        for t in sums:
-            if t is not None:
-                plan.zero(t)
-        return
     need_m, need_bias, block_r = (
         out.dm is not None or out.dc is not None,
         out.dbias is not None,
@@ -67,7 +62,7 @@ def scale_backward(
     partials = (partial(need_m, strips, N), partial(need_bias, strips, N), partial(block_r > 0, strips, N, r))
     info = torch.finfo(dy.dtype)
     tiny = info.tiny / info.eps  # below it y = g v is subnormal where v is not small
-    operands = (x, W, h, B, m, c)
+    operands = (x, la.W, h, la.B, la.m, la.c)
     strides = tuple(d for t in operands[:4] for d in ((0, 0) if t is None else t.stride))
     needs = (out.dm is not None, out.dc is not None, need_bias)
     plan.launch(
@@ -79,7 +74,9 @@ def scale_backward(
     )  # fmt: skip
     if not single and any((*needs, block_r)):
         plan.launch(
-            finish_kernel, (cdiv(N, FINISH_N),),
+            finish_kernel,
+            (cdiv(N, FINISH_N),),
             (dy, *operands, *partials, *sums, M, N, K, r, strips, tiny, dy.stride[0], *strides),
-            (*needs, block_r, pre_scale, FINISH_N, FINISH_T), 4,
-        )  # fmt: skip
+            (*needs, block_r, pre_scale, FINISH_N, FINISH_T),
+            4,
+        )

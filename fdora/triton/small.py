@@ -9,6 +9,8 @@ W and waits for h only before the products with B, so h costs next to nothing.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from fdora.triton.configs import SmallConfig, power_of_two, small_config
@@ -24,12 +26,18 @@ def is_small(tokens: int) -> bool:
     return tokens <= LIMIT
 
 
-def small_forward(
-    plan: Builder, x: Array, W: Array, A: Array, B: Array, m: Array, c: Array, bias: Array | None, s: Scalar, y: Array,
-    pre_scale: Array | None, h: Array, config: SmallConfig | None = None,
-) -> None:  # fmt: skip
-    """(M, K) (N, K) (r, K) (N, r) -> y, pre_scale (M, N) and h = s x A^T (M, r). ``config`` overrides the table."""
-    _small(plan, x, W.T, A.T, B.T, s, config, y, pre_scale, h=h, m=m, c=c, bias=bias)
+class Out(NamedTuple):
+    """Where the results of a layer's forward go."""
+
+    y: Array
+    h: Array | None
+    pre_scale: Array | None
+
+
+def small_forward(plan: Builder, x: Array, la: Any, s: Scalar, out: Out, config: SmallConfig | None = None) -> None:
+    """(M, K) and a layer, W in the dtype of x -> y, pre_scale (M, N) and h = s x A^T (M, r). ``config`` overrides the table."""
+    y, h, pre_scale = out
+    _small(plan, x, la.W.T, la.A.T, la.B.T, s, config, y, pre_scale, h=h, m=la.m, c=la.c, bias=la.bias)
 
 
 def small_backward(

@@ -51,10 +51,12 @@ def _split(plan: Builder, x: Array, out: Array, lo_first: bool, hashes: Hashes) 
     P, R = x.shape
     scale = plan.temp((P,), torch.float32)
     plan.launch(
-        split_kernel, (cdiv(P, BLOCK_P),),
+        split_kernel,
+        (cdiv(P, BLOCK_P),),
         (x, out, scale, *(hashes or (None, None)), P, R, out.shape[1], *x.stride, *out.stride),
-        (lo_first, hashes is not None, WORDS, BLOCK_P, BLOCK_R), 4,
-    )  # fmt: skip
+        (lo_first, hashes is not None, WORDS, BLOCK_P, BLOCK_R),
+        4,
+    )
     return scale
 
 

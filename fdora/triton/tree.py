@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from struct import pack, unpack
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -26,7 +27,8 @@ from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.cost import Cost
 from fdora.triton.runtime.device import cdiv, device_of
 from fdora.triton.runtime.plan import Like, Plan
-from fdora.triton.runtime.walk import run
+from fdora.triton.runtime.private import raw_stream
+from fdora.triton.runtime.walk import ready, run
 
 FIELDS = (  # the rows of the table, in the order of F_ in kernels/tree.py
     "W", "A", "B", "N", "K", "R", "stride_wn", "stride_wk", "stride_ar", "stride_ak", "stride_bn", "stride_br",
@@ -40,7 +42,7 @@ ALIGN = 32  # numbers: each c begins at 128 bytes, as in fdora/functional/_tree.
 MODELS = 32  # whose norms compiled code keeps
 KIND = 3  # the eager backend has another: its words never match these
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-_captured: list[Any] = []  # tables that a CUDA graph reads, for as long as the process lives
+_captured: dict[int, Any] = {}  # by id: tables and norms that CUDA graphs read, for as long as the process lives
 
 
 class Layers:
@@ -52,14 +54,14 @@ class Layers:
     def __init__(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float], at: Sequence[int]):
         self.device = W[0].device
         rows = [_row(i, *layer, device_of(self.device).capability) for i, layer in enumerate(zip(W, A, B, s, at, strict=True))]
-        rows.sort(key=lambda row: row[0])
+        rows.sort(key=lambda row: row.order)
         self.partials = 0
-        for _, row in rows:
-            row["partial"] = self.partials
-            self.partials += row["N"] * cdiv(row["K"], CHUNK)
+        for row in rows:
+            row.fields["partial"] = self.partials
+            self.partials += row.fields["N"] * cdiv(row.fields["K"], CHUNK)
         self.launches = _launches(rows)
         self.count = len(rows)
-        table = torch.tensor([[row[name] for _, row in rows] for name in FIELDS], dtype=torch.int64)
+        table = torch.tensor([[row.fields[name] for row in rows] for name in FIELDS], dtype=torch.int64)
         self.host = table.pin_memory() if self.device.type == "cuda" else table
         self.tables: dict[int, Tensor] = {}  # by stream: nothing waits for a copy on another one
         self.plans: dict[tuple[bool, int], Plan] = {}
@@ -71,9 +73,9 @@ class Layers:
         if torch.cuda.is_current_stream_capturing():  # a copy would be of the graph, and filled by its replays alone
             found = next(iter(self.tables.values()), None)
             found = self.host.to(self.device, non_blocking=True) if found is None else found
-            _captured.append((self, found))
+            _captured[id(found)] = self, found
             return found
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+        stream = raw_stream(self.device.index)
         if stream not in self.tables:
             self.tables[stream] = self.host.to(self.device, non_blocking=True)
         return self.tables[stream]
@@ -125,8 +127,15 @@ def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: 
     return plan.plan()
 
 
-def _row(i: int, W: Tensor, A: Tensor, B: Tensor, s: float, at: int, capability: int) -> tuple[tuple, dict[str, int]]:
-    """The layer's column of the table, and what the kernel is compiled for."""
+class Row(NamedTuple):
+    """A layer's column of the table, what its kernel is compiled for, and that as words, to sort by."""
+
+    order: tuple[str, ...]
+    kernel: tuple
+    fields: dict[str, int]
+
+
+def _row(i: int, W: Tensor, A: Tensor, B: Tensor, s: float, at: int, capability: int) -> Row:
     (N, K), R = W.shape, A.shape[0]
     units = tuple(map(_unit, (W, A, B)))
     even = N % 128 == 0 and K % 128 == 0
@@ -136,7 +145,7 @@ def _row(i: int, W: Tensor, A: Tensor, B: Tensor, s: float, at: int, capability:
     split = torch.float32 in (A.dtype, B.dtype)
     kind = (*dtypes, *units, even, R % config.BLOCK_R == 0, R <= config.BLOCK_R, split, *config)
     (form_a, count_a), (form_b, count_b) = _form(A), _form(B)
-    row = {
+    fields = {
         "W": W.data_ptr(), "A": A.data_ptr(), "B": B.data_ptr(), "N": N, "K": K, "R": R,
         "stride_wn": W.stride(0), "stride_wk": W.stride(1), "stride_ar": A.stride(0), "stride_ak": A.stride(1),
         "stride_bn": B.stride(0), "stride_br": B.stride(1), "s": unpack("i", pack("f", s))[0],
@@ -144,18 +153,18 @@ def _row(i: int, W: Tensor, A: Tensor, B: Tensor, s: float, at: int, capability:
         "form_a": form_a, "count_a": count_a, "form_b": form_b, "count_b": count_b,
         "kind": KIND + 16 * A.element_size() + 256 * B.element_size(),
     }  # fmt: skip
-    return tuple(map(str, kind)), row | {"kernel": kind}
+    return Row(tuple(map(str, kind)), kind, fields)
 
 
-def _launches(rows: list) -> list[tuple]:
+def _launches(rows: list[Row]) -> list[tuple]:
     """(first column, columns, items, constants, how a program runs) for each run of columns with one kernel."""
     found, first = [], 0
     while first < len(rows):
         last = first
-        while last < len(rows) and last - first < MOST and rows[last][0] == rows[first][0]:
+        while last < len(rows) and last - first < MOST and rows[last].order == rows[first].order:
             last += 1
-        *code, block_n, block_k, block_r, num_warps, num_stages = rows[first][1]["kernel"]
-        items = sum(row["items"] for _, row in rows[first:last])
+        *code, block_n, block_k, block_r, num_warps, num_stages = rows[first].kernel
+        items = sum(row.fields["items"] for row in rows[first:last])
         consts = (*code, block_n, block_k, block_r, CHUNK, power_of_two(last - first))
         if items:
             found.append((first, last - first, items, consts, (num_warps, num_stages)))
@@ -203,11 +212,11 @@ class Kept:
             self.forget()
             self.made_from = made_from
         cuda = self.layers.device.type == "cuda"
-        stream = torch.cuda.current_stream(self.layers.device).cuda_stream if cuda else 0
+        stream = raw_stream(self.layers.device.index) if cuda else 0
         pair = self.graph if capturing else self.norms.pop(stream) if stream in self.norms else self.nothing()
         self.layers.guarded(W, A, B, *pair, *pair)
         if capturing:
-            _captured.append(self)
+            _captured[id(self)] = self
         else:
             self.norms[stream] = pair
         return pair[0].clone()
@@ -218,6 +227,7 @@ def room(W: Tensor) -> int:
 
 
 _kept: dict[tuple, Kept] = {}
+_lock = Lock()  # a dict that grows while another thread looks for its oldest raises
 
 
 def norms_kept(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Iterator[Tensor]:
@@ -228,10 +238,11 @@ def norms_kept(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s:
 
 def forget_norms() -> None:
     """Some W is another: what compiled code and its CUDA graphs keep is computed again."""
-    for kept in (*_kept.values(), *_captured):
+    for kept in {id(each): each for each in (*_kept.values(), *_captured.values())}.values():
         if isinstance(kept, Kept):
             kept.forget()
-    _kept.clear()
+    with _lock:
+        _kept.clear()
 
 
 def _model_norms(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Tensor:
@@ -239,6 +250,7 @@ def _model_norms(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], 
 
     What stands there now counts, not what stood there when the graph began: a recomputation in backward asks again.
     """
+    ready()
     tensors = (*W, *A, *B)
     key = (tuple(map(Tensor.data_ptr, tensors)), facts(tensors), tuple(s))
     kept, device = _kept.get(key), W[0].device
@@ -251,9 +263,11 @@ def _model_norms(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], 
         layers = Layers(W, A, B, s, at)
         layers.norms(W, A, B, c)
         return c
-    if len(_kept) >= MODELS:
-        del _kept[next(iter(_kept))]
-    kept = _kept[key] = Kept(W, A, B, s)
+    kept = Kept(W, A, B, s)
+    with _lock:
+        if len(_kept) >= MODELS:
+            _kept.pop(next(iter(_kept)), None)
+        _kept[key] = kept
     return kept.now(W, A, B, False)
 
 

@@ -171,3 +171,67 @@ def test_exported_code_sees_a_change(model):
         for name, p in model.named_parameters():
             if "lora_A" in name:
                 p.data.mul_(1.5)
+
+
+# what is kept of all layers of a model at once
+
+
+@pytest.fixture
+def models(monkeypatch):
+    """Nothing kept from before, nothing left behind. Yields the module and a function that draws the tensors of two layers."""
+    from fdora.triton import tree
+
+    monkeypatch.setattr(tree, "_kept", {})
+    monkeypatch.setattr(tree, "_captured", {})
+
+    def draw():
+        return [list(pair) for pair in zip(inputs(HALF[0]), inputs(HALF[0], N=24), strict=True)]
+
+    return tree, draw
+
+
+def test_captures_of_one_model_keep_it_once(models, monkeypatch):
+    """Every step of a training loop may capture: what stays for the sake of graphs does not grow with their number."""
+    tree, draw = models
+    W, A, B = draw()
+    tree.model_norms(W, A, B, [S, S])
+    (kept,) = tree._kept.values()
+    for _ in range(3):
+        kept.now(W, A, B, True)
+    tree._kept.clear()
+    assert len(tree._captured) == 1
+    cleared = []
+    monkeypatch.setattr(tree.Kept, "forget", lambda kept: cleared.append(kept))
+    tree._kept["again"] = kept
+    tree.forget_norms()
+    assert cleared == [kept]
+
+
+def test_the_first_norms_of_a_process_are_found_by_the_second_call(models, monkeypatch):
+    """A capture that comes second finds what the warm-up made."""
+    from fdora import _facts
+
+    tree, draw = models
+    monkeypatch.setattr(_facts, "_facts", _facts.python_facts)
+    W, A, B = draw()
+    first = tree.model_norms(W, A, B, [S, S])
+    second = tree.model_norms(W, A, B, [S, S])
+    assert torch.equal(first, second) and len(tree._kept) == 1
+
+
+def test_the_oldest_model_may_be_gone_already(models, monkeypatch):
+    """Another thread forgets all norms between the look and the deed."""
+    tree, draw = models
+
+    class Racing(dict):
+        def __iter__(self):
+            oldest = next(super().__iter__())
+            self.clear()
+            yield oldest
+
+    monkeypatch.setattr(tree, "MODELS", 1)
+    monkeypatch.setattr(tree, "_kept", Racing())
+    for _ in range(3):
+        W, A, B = draw()
+        assert tree.model_norms(W, A, B, [S, S]).shape == (sum(map(tree.room, W)),)
+    assert len(tree._kept) == 1

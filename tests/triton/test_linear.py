@@ -1,5 +1,7 @@
 """The layer's kernels: every check of the functional layer, on the Triton backend, and what only kernels can get wrong."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from fdora.functional import dora_linear, dora_norm
 from tests import device, reference
 from tests.close import assert_within, rel_l2
 from tests.make import grads, tensors, tracked
-from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
+from tests.triton.marks import HALF, INTERPRETED, needs_kernels
 from tests.triton.written import by_tma, copied, launches, results_of
 
 pytestmark = needs_kernels
@@ -159,3 +161,63 @@ def test_tiles_by_tma(tokens, mode, as_hopper):
     assert len(products) == (3 if mode == "peft" else 2) and all(map(by_tma, products))
     for n, v in got.items():
         torch.testing.assert_close(v, want[n], rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("tokens", [8, 96])
+@pytest.mark.parametrize("mode", DROPOUT)
+@pytest.mark.parametrize("half", list(itertools.permutations((torch.float16, torch.bfloat16))), ids=str)
+def test_autocast_to_the_other_half_precision(half, mode, tokens):
+    """Weights and adapters in one, products in the other: the gradient of a parameter is rounded to its own dtype, once."""
+    inside, outside = half
+    if INTERPRETED and inside == torch.bfloat16:
+        pytest.skip("the interpreter multiplies bf16 wrongly; runs with --device cuda")
+    t = tensors(48, 40, 16, (tokens,), outside)
+    names = ("x", "A", "B", "m")
+    torch.manual_seed(1)
+    dy = torch.randn(tokens, 48, device=device.NAME).to(inside)
+    c = dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="eager")
+
+    def run(t, backend, dy, c):
+        t = tracked(t, *names)
+        with torch.autocast(device.NAME, inside, enabled=dy.dtype == inside):
+            y = dora_linear(*(t[n] for n in "xWABm"), s=t["s"], norm=c, backend=backend, **DROPOUT[mode])
+        assert y.dtype == dy.dtype
+        return {"y": y.detach()} | grads(y, dy, **{n: t[n] for n in names})
+
+    wide = {n: v.double() if isinstance(v, torch.Tensor) else v for n, v in t.items()}
+    wide["x"] = t["x"].to(inside).double()
+    got, eager, truth = run(t, "triton", dy, c), run(t, "eager", dy, c), run(wide, "eager", dy.double(), c.double())
+    noise = torch.finfo(inside).eps * (dy.double() * truth["y"]).norm(dim=0) / wide["m"].abs()
+    eager["m"] = truth["m"] + noise + (eager["m"].double() - truth["m"]).abs()
+    for n in "AB":
+        eager[n] = truth[n] + torch.finfo(outside).eps * truth[n].abs() + (eager[n].double() - truth[n]).abs()
+    for n, v in got.items():
+        assert n == "y" or v.dtype == outside
+        assert_within(v, eager[n], truth[n], f"{mode} {n}")
+
+
+@pytest.mark.parametrize("lead", [(2, 3), (2, 0), (6,)], ids=str)
+def test_a_compiler_may_ask_about_a_layer_without_outputs(lead):
+    from fdora.triton.linear import _fake_linear
+
+    K, r = 8, 4
+    with torch.device("meta"):
+        x, W, A, B = torch.empty(*lead, K), torch.empty(0, K), torch.empty(r, K), torch.empty(0, r)
+        y, h = _fake_linear(x, [W, A, B, torch.empty(0), torch.empty(0), None, None], [1.0], ["nothing"], 0.0, "lora")
+    assert y.shape == (*lead, 0) and h.shape == (x[..., 0].numel(), r)
+
+
+@pytest.mark.parametrize("dtype", [HALF[0], torch.float32], ids=str)
+def test_gradients_of_no_tokens(dtype):
+    """Sums of no terms: zeros, and what eager has where c is 0 or NaN."""
+    t = tensors(48, 40, 16, (0,), dtype, torch.float32)
+    c = dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="eager")
+    c[0], c[1], t["m"][2] = 0, float("nan"), 0
+    names, found = ("x", "A", "B", "m", "bias"), {}
+    for backend in ("triton", "eager"):
+        leaves = tracked(t, *names) | {"c": c.clone().requires_grad_()}
+        y = dora_linear(*(leaves[n] for n in "xWABm"), bias=leaves["bias"], s=t["s"], norm=leaves["c"], backend=backend)
+        found[backend] = grads(y, torch.empty_like(y), **{n: leaves[n] for n in (*names, "c")})
+    for n, want in found["eager"].items():
+        assert torch.equal(found["triton"][n].nan_to_num(nan=7), want.nan_to_num(nan=7)), n
+    assert torch.equal(dora_norm(*(t[n][..., :0] for n in "WA"), t["B"], s=1.0, backend="triton"), torch.zeros_like(c))

@@ -452,3 +452,53 @@ def test_cublas_gets_no_rows_that_overlap(stride, copies):
 
     plan = plan_of(lambda plan, W: operand(plan, plan.matrix(W)), alike(4, 6, stride=stride))
     assert kernels(plan) == ({"copy_kernel": copies} if copies else {})
+
+
+@pytest.mark.parametrize(("dtype", "adapter"), list(itertools.permutations((torch.float16, torch.bfloat16, FP32), 2)), ids=str)
+def test_products_are_written_in_their_own_dtype_or_in_float32(dtype, adapter):
+    """cuBLAS has no others: a gradient of a parameter in another one is rounded after the sum."""
+    from tests.triton.written import calls_of_linear
+
+    wide = 0
+    for tokens, r in ((8, 16), (96, 16), (96, 100)):
+        for maker, likes, options in calls_of_linear(tokens, 96, 64, r, dtype, adapter):
+            for step in maker(tuple(likes), HOPPER, *options).steps:
+                if isinstance(step, Product):
+                    assert step.a.dtype == step.b.dtype and step.out.dtype in (step.a.dtype, FP32)
+                    wide += step.out.dtype != step.a.dtype
+    assert wide or dtype == FP32
+
+
+def test_a_product_that_cublas_does_not_have_is_refused():
+    for dtype, out in itertools.permutations((torch.float16, torch.bfloat16, FP32), 2):
+        a, b = (torch.ones(4, 4, dtype=dtype) for _ in range(2))
+
+        def write(plan, a, b, out=out):
+            plan.product(plan.result("out", (4, 4), out), plan.operand(a), plan.operand(b))
+
+        if out == FP32:
+            assert plan_of(write, alike(4, 4, dtype=dtype), alike(4, 4, dtype=dtype)).has_products
+            continue
+        with pytest.raises(AssertionError):
+            plan_of(write, alike(4, 4, dtype=dtype), alike(4, 4, dtype=dtype))
+        with pytest.raises((AssertionError, RuntimeError)):
+            walk._product(torch.empty(4, 4, dtype=out), a, b, 1.0, False)
+
+
+@pytest.mark.parametrize("tokens", [8, 96])
+def test_a_backward_without_dx_does_not_cast_the_weight(tokens):
+    """Nothing of it reads a product of W."""
+    from fdora.triton.linear import plan_backward
+    from tests.triton.written import BF16
+    from tests.triton.written import layer as operands
+
+    x, y, h, la = (
+        alike(tokens, 64, dtype=BF16),
+        alike(tokens, 96, dtype=BF16),
+        alike(tokens, 16, dtype=BF16),
+        list(operands(96, 64, 16, FP32, BF16)),
+    )
+    for need_x in (False, True):
+        flags = (True, True, True, False, False)
+        plan = plan_backward((x, h, y, y, *la), HOPPER, 0.0, "lora", (True,), need_x, flags)
+        assert kernels(plan)["copy_kernel"] == need_x

@@ -25,6 +25,7 @@ from triton.runtime import jit  # noqa: E402
 
 from fdora._facts import python_facts  # noqa: E402
 from fdora.triton.runtime import native, private, walk  # noqa: E402
+from fdora.triton.runtime.cost import Cost  # noqa: E402
 from fdora.triton.runtime.device import Device  # noqa: E402
 from fdora.triton.runtime.plan import Array, Launch, Product, Scalar, Tile  # noqa: E402
 from tests import device  # noqa: E402
@@ -580,7 +581,7 @@ def test_facts_of_c_and_of_python_tell_the_same_apart():
         assert module.facts((x, odd)) is None and python_facts((x, odd)) is None
     with pytest.raises(TypeError, match="tuple"):
         module.facts([x])
-    assert module.facts((x,) * 10_000) is None
+    assert module.facts((x,) * 10_000) == module.facts((x.clone(),) * 10_000)
 
 
 def test_without_a_compiler_the_walk_in_python_remains(monkeypatch):
@@ -808,3 +809,126 @@ def test_the_current_stream_and_graphs():
     leaves[0].data.mul_(0.5)
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, want, strict=True))
+
+
+# what reviews found
+
+
+def scaled_by(plan, a):
+    """A launch with a scalar, of a kernel that notes what it is started with."""
+    out = plan.result("out", a.shape, a.dtype)
+    plan.launch(Noted(), (1,), (plan.matrix(a), out, plan.scalar("s")), (), 4, cost=Cost())
+
+
+class Noted:
+    """Stands for a kernel: the public way to start it."""
+
+    __name__, seen = "noted", []
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.seen.append(args[2])
+
+
+@pytest.mark.parametrize("s", [1, 2, True])
+def test_a_whole_number_is_a_float_to_every_kernel(s):
+    """Triton would compile an int for int parameters, and a 1 into the kernel; the key of both is that of a float."""
+    plan = plan_of(scaled_by, alike(4, 4, dtype=FP32))
+    Noted.seen.clear()
+    walk.run(plan, (torch.ones(4, 4),), (s,))
+    assert [type(v) for v in Noted.seen] == [float] and Noted.seen == [s]
+
+
+@pytest.mark.parametrize("kind", ["constexpr", "i32", "i64"])
+def test_a_kernel_compiled_for_another_kind_of_scalar_is_left_to_triton(kind):
+    plan = plan_of(scaled_by, alike(4, 4, dtype=FP32), device=GPU)
+    compiled = private.Compiled(1, 128, 0, ("*fp32", "*fp32", kind), (), 0, None)
+    assert native._params(plan.steps[0], compiled, [], 0) is None
+    for real in ("fp32", "f32"):
+        assert native._params(plan.steps[0], compiled._replace(types=("*fp32", "*fp32", real)), [], 0) is not None
+
+
+@in_c
+def test_facts_have_no_limit():
+    """Very many layers have a key too: their forward finds its plan again, and what is kept of them is theirs."""
+    module, x, y = private.walker(), torch.randn(8, 24), torch.randn(8, 25)
+    for count in (95, 96, 97, 128, 129, 1000, 10_000):
+        keys = [(x,) * count, (*(x,) * (count - 1), y), (*(x,) * (count - 1), None), (None,) * count]
+        assert len({module.facts(key) for key in keys}) == 4 and None not in map(module.facts, keys)
+        assert module.facts(keys[0]) == module.facts((x.clone(),) * count)
+    deep = torch.zeros((1,) * 60 + (2,))  # more words than a tensor has on average
+    assert module.facts((deep,) * 20) == module.facts((deep.clone(),) * 20) != module.facts((deep,) * 19 + (x,))
+
+
+@in_c
+def test_the_first_call_of_a_process_makes_its_plan_once(chosen_anew, monkeypatch):
+    """The key that it is kept under is the one that the second call asks with."""
+    from fdora import _facts
+
+    monkeypatch.setattr(_facts, "_facts", python_facts)
+    made = []
+
+    def maker(likes, where):
+        made.append(likes)
+        return plan_of(lambda plan, a: plan.result("out", a.shape, a.dtype), *likes)
+
+    x = torch.ones(4, 4)
+    for _ in range(2):
+        walk.run(walk.plan_for(maker, (x,)), (x,))
+    assert len(made) == len(chosen_anew) == 1 and _facts._facts is private.walker().facts
+
+
+def test_no_thread_adds_a_plan_while_another_looks_for_the_oldest(monkeypatch):
+    """A dict that grows under an iterator raises."""
+    import threading
+
+    x, inside = torch.ones(4, 4), []
+
+    def maker(likes, where, number):
+        return plan_of(lambda plan, a: plan.result("out", a.shape, a.dtype), *likes)
+
+    class Slow(dict):
+        def __iter__(self):
+            found = super().__iter__()
+            if not inside:
+                inside.append(threading.Thread(target=walk.plan_for, args=(maker, (x,), -1)))
+                monkeypatch.setattr(walk, "MAX_PLANS", 3)  # the other one has taken its oldest out already
+                inside[0].start()
+                inside[0].join(0.2)  # it ends at once, or waits until this thread is done
+            return found
+
+    monkeypatch.setattr(walk, "MAX_PLANS", 2)
+    monkeypatch.setattr(walk, "_plans", Slow())
+    for number in range(4):
+        walk.plan_for(maker, (x,), number)
+    inside[0].join()
+    assert len(walk._plans) <= 3
+
+
+def test_products_that_sum_in_half_precision_are_torchs():
+    flags = torch.backends.cuda.matmul
+    if not hasattr(flags, "allow_fp16_accumulation"):
+        pytest.skip("a torch before 2.7")
+    assert private.usual_math()
+    try:
+        flags.allow_fp16_accumulation = True
+        assert not private.usual_math()
+    finally:
+        flags.allow_fp16_accumulation = False
+
+
+def test_a_kernel_compiled_for_more_alignment_than_its_key_says_is_not_kept(monkeypatch):
+    """Rows of a matrix at an odd address can begin at 16 bytes, which Triton sees and compiles for; the next one's need not."""
+    kept = {}
+    monkeypatch.setattr(native, "_AVAILABLE", True)
+    monkeypatch.setattr(native, "_compiled", kept)
+    monkeypatch.setattr(native, "look_into", lambda built: built)
+
+    def write(plan, a):
+        part = plan.matrix(a).rows(1, 8)  # 12 bytes further
+        plan.launch(Noted(), (1,), (part, plan.result("out", part.shape, part.dtype), plan.scalar("s")), (), 4, cost=Cost())
+
+    plan, store = plan_of(write, alike(8, 3, dtype=FP32, aligned=False)), torch.zeros(40)
+    assert store.data_ptr() % 16 == 0
+    for begin, count in ((1, 0), (2, 1), (1, 1)):
+        walk.run(plan, (store[begin : begin + 24].view(8, 3),), (1.0,))
+        assert len(kept) == count

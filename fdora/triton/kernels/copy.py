@@ -9,8 +9,7 @@ from fdora.triton.runtime.cost import launched
 
 
 @triton.jit
-def _block(src, out, at, row, col, rows, columns, stride_m, stride_n, stride_out,
-           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+def _block(src, out, at, row, col, rows, columns, stride_m, stride_n, stride_out, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     m, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     mask = (m < rows)[:, None] & (n < columns)[None, :]
     v = tl.load(src + m[:, None].to(tl.int64) * stride_m + n[None, :].to(tl.int64) * stride_n, mask=mask)

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.dropout import keep_tile
 from fdora.triton.kernels.g import g_tile
+from fdora.triton.kernels.tile import products
 from fdora.triton.runtime.cost import launched
 
 
@@ -92,23 +93,6 @@ def gemm_tma_kernel(
             _store_tma(acc, out, pre_scale, residual, m, c, bias, row, col, N, EPILOGUE, HAS_BIAS, STORE_PRE_SCALE, BLOCK_N)
 
 
-@triton.jit
-def _products(
-    acc, x, w, row, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    t, n, k = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    at_x = x + t[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk
-    at_w = w + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
-    for k0 in range(0, K, BLOCK_K):
-        xt = tl.load(at_x, mask=(t < M)[:, None] & (k < K - k0)[None, :], other=0.0)
-        wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0)
-        acc = tl.dot(xt, wt, acc)
-        at_x += BLOCK_K * stride_xk
-        at_w += BLOCK_K * stride_wk
-    return acc
-
-
 @triton.jit(launch_metadata=launched)
 def gemm_pointer_kernel(
     x, x_masked, w, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, M, N, K, R,
@@ -119,16 +103,14 @@ def gemm_pointer_kernel(
 ):  # fmt: skip
     row, col = _tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc = _products(
-        acc, h, b, row, col, M, N, R, stride_hm, stride_hr, stride_br, stride_bn, BLOCK_M, BLOCK_N, BLOCK_R
-    )  # fmt: skip
+    acc = products(acc, h, b, row, col, M, N, R, stride_hm, stride_hr, stride_br, stride_bn, BLOCK_M, BLOCK_N, BLOCK_R)
     if HAS_X_MASKED:
-        acc = _products(
+        acc = products(
             acc, x_masked, w, row, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K
-        )  # fmt: skip
+        )
     if DROP:
         acc = _masked(acc, row, col, seed, threshold, keep_scale, BLOCK_M, BLOCK_N)
-    acc = _products(acc, x, w, row, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K)
+    acc = products(acc, x, w, row, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K)
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     at = t[:, None].to(tl.int64) * N + n[None, :]
     mask = (t < M)[:, None] & (n < N)[None, :]

@@ -10,7 +10,7 @@ from fdora.triton.runtime.private import gdc_launch_dependents
 
 
 @triton.jit
-def _mixed(x, i):
+def mixed(x, i):
     z = x.to(tl.uint64, bitcast=x.dtype.primitive_bitwidth == 64) + i.to(tl.uint64) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -18,14 +18,14 @@ def _mixed(x, i):
 
 
 @triton.jit
-def _hash(t, count, cols, stride_row, stride_col, first, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's share of ``count`` words; ``first`` is the position of the first one."""
+def hashed(p, count, cols, stride_row, stride_col, first, part, parts, PACKED: tl.constexpr, BLOCK: tl.constexpr):
+    """One of ``parts`` shares of ``count`` words; ``first`` is the position of the first one."""
     acc = tl.zeros((BLOCK,), tl.uint64)
-    for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+    for start in range(part * BLOCK, count, parts * BLOCK):
         i = (start + tl.arange(0, BLOCK)).to(tl.int64)
         at = i if PACKED else (i // cols) * stride_row + (i % cols) * stride_col
-        x = tl.load(t + at, mask=i < count, other=0)
-        acc += tl.where(i < count, _mixed(x, first + i), 0)
+        x = tl.load(p + at, mask=i < count, other=0)
+        acc += tl.where(i < count, mixed(x, first + i), 0)
     return tl.sum(acc, axis=0)
 
 
@@ -37,11 +37,12 @@ def hash_kernel(
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-    word = _hash(A, count_a, cols_a, stride_ar, stride_ak, 0, PACKED_A, BLOCK)
-    word += _hash(B, count_b, cols_b, stride_bn, stride_br, 1 << 40, PACKED_B, BLOCK)
-    for i in range(1 + tl.program_id(0), WORDS, tl.num_programs(0)):  # small factors have fewer programs than words
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    word = hashed(A, count_a, cols_a, stride_ar, stride_ak, 0, part, parts, PACKED_A, BLOCK)
+    word += hashed(B, count_b, cols_b, stride_bn, stride_br, 1 << 40, part, parts, PACKED_B, BLOCK)
+    for i in range(1 + part, WORDS, parts):  # small factors have fewer programs than words
         tl.store(out + i, word.to(tl.int64, bitcast=True))
-    if tl.program_id(0) == 0:
+    if part == 0:
         bits = (s + tl.zeros((1,), tl.float32)).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
         tl.store(out + tl.arange(0, 1), (tl.full((1,), KIND, tl.int64) << 32) | bits)
 

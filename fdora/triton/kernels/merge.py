@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.g import EPS
-from fdora.triton.kernels.tile import tile_at, unscaled, weight_and_product, weight_and_product_tma
+from fdora.triton.kernels.g import EPS, g_tile
+from fdora.triton.kernels.tile import tile_of, unscaled
 from fdora.triton.runtime.cost import launched
 
 
@@ -16,20 +16,15 @@ def _merge_tile(
     UNDO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    tile_n, tile_k = tile_at(i, N, K, BLOCK_N, BLOCK_K, GROUP)
-    n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    if TMA:
-        w, acc = weight_and_product_tma(W, A, B, tile_n * BLOCK_N, tile_k * BLOCK_K, R, BLOCK_N, BLOCK_K, BLOCK_R)
-    else:
-        w, acc = weight_and_product(
-            W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION
-        )
+    tile_n, tile_k, n, k, w, acc = tile_of(
+        i, W, A, B, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
+        BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA,
+    )  # fmt: skip
     if SCALED:
         acc = unscaled(acc, scale_n, scale_k, n, k, N, K)
-    cn = tl.load(c + n, mask=n < N, other=1.0).to(tl.float32)
-    # A comparison with NaN is false: the row keeps it.
-    g = tl.div_rn(tl.load(m + n, mask=n < N, other=1.0).to(tl.float32), tl.where(cn < EPS, EPS, cn))[:, None]
+    g = g_tile(m, c, n, N)[:, None]
     if UNDO:  # a row with c = 0 was -s B A itself
+        cn = tl.load(c + n, mask=n < N, other=1.0).to(tl.float32)
         w = tl.where((cn <= EPS)[:, None], 0.0, w / g)
     v = w - s * acc if UNDO else g * (w + s * acc)
     if TMA:

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.decode import beside, e4m3, group_scale, nibble, nibbles
-from fdora.triton.kernels.tile import product, tile_at, unscaled
+from fdora.triton.kernels.tile import low_rank, tile_at, unscaled
 from fdora.triton.runtime.cost import launched
 
 
@@ -97,7 +97,7 @@ def quant4_kernel(
         w = _single(
             codes, scales, code256, scales2, offset, row, k, in_n, K, groups, TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT
         )
-    acc = product(A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION)
+    acc = low_rank(A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION)
     if SCALED:
         acc = unscaled(acc, scale_n, scale_k, n, k, N, K)
     if PAIRS:
@@ -163,7 +163,7 @@ def quant8_kernel(
     at = codes + row[:, None] * stride_cn + k[None, :].to(tl.int64) * stride_ck
     x = tl.load(at) if EVEN else tl.load(at, mask=inside, other=0)
     scale = _byte_scales(scales, row, k, tile_k * BLOCK_K, in_n, inside, groups, MODE, BN, BK, BLOCK_K)
-    acc = product(A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION)
+    acc = low_rank(A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION)
     if SCALED:
         acc = unscaled(acc, scale_n, scale_k, n, k, N, K)
     x = beside(x, acc, PTX)

@@ -10,8 +10,7 @@ from fdora.triton.runtime.cost import launched
 
 
 @triton.jit
-def _dot_rows(dy, x, w, n, N, M, K, stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def _dot_rows(dy, x, w, n, N, M, K, stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, BLOCK_N: tl.constexpr):
     """sum_k (dy^T x)_nk w_nk for the columns n of dy."""
     total = tl.zeros((BLOCK_N,), tl.float32)
     t = tl.arange(0, 32)

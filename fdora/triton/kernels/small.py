@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import g_tile
+from fdora.triton.kernels.tile import products
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
@@ -40,16 +41,10 @@ def small_kernel(
     NEED_A: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    t, n, k = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    at_x = x + t[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk
-    at_w = w + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
+    col = tl.program_id(0) * BLOCK_N
+    t, n = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k0 in range(0, K, BLOCK_K):
-        xt = tl.load(at_x, mask=(t < M)[:, None] & (k < K - k0)[None, :], other=0.0)
-        wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0)
-        acc = tl.dot(xt, wt, acc)
-        at_x += BLOCK_K * stride_xk
-        at_w += BLOCK_K * stride_wk
+    acc = products(acc, x, w, 0, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K)
     if PDL:
         gdc_wait()
     r = tl.arange(0, BLOCK_R)

@@ -9,6 +9,14 @@ from fdora.triton.kernels.hash import unchanged
 from fdora.triton.runtime.cost import launched
 
 
+@triton.jit
+def scaling(top):
+    """The power of two that brings ``top`` near 2^15, and what undoes it; both are normal numbers."""
+    exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
+    up = tl.minimum(tl.maximum(268 - exponent, 1), 253)
+    return (up << 23).to(tl.float32, bitcast=True), ((254 - up) << 23).to(tl.float32, bitcast=True)
+
+
 @triton.jit(launch_metadata=launched)
 def split_kernel(
     x, out, scale, old_hash, new_hash, P, R, R3, stride_xp, stride_xr, stride_op, stride_or,
@@ -25,14 +33,12 @@ def split_kernel(
         at = x + p[:, None] * stride_xp + (r0 + r)[None, :] * stride_xr
         t = tl.load(at, mask=(p < P)[:, None] & (r0 + r < R)[None, :], other=0.0)
         top = tl.maximum(top, tl.max(tl.abs(t), axis=1))
-    exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
-    up = tl.minimum(tl.maximum(268 - exponent, 1), 253)  # of the factor; what undoes it is a normal number too
-    factor = (up << 23).to(tl.float32, bitcast=True)[:, None]
-    tl.store(scale + p, ((254 - up) << 23).to(tl.float32, bitcast=True), mask=p < P)
+    factor, undo = scaling(top)
+    tl.store(scale + p, undo, mask=p < P)
     row = out + p[:, None] * stride_op
     for r0 in range(0, end, BLOCK_R):
         mask = (p < P)[:, None] & (r0 + r < R)[None, :]
-        t = factor * tl.load(x + p[:, None] * stride_xp + (r0 + r)[None, :] * stride_xr, mask=mask, other=0.0)
+        t = factor[:, None] * tl.load(x + p[:, None] * stride_xp + (r0 + r)[None, :] * stride_xr, mask=mask, other=0.0)
         hi = t.to(tl.float16)
         lo = (t - hi.to(tl.float32)).to(tl.float16)
         tl.store(row + (r0 + r)[None, :] * stride_or, hi, mask=mask)

@@ -1,4 +1,4 @@
-"""One tile of W beside the same tile of B A: what the norm and the merge both start from."""
+"""What kernels begin a tile with: W beside B A for the norm and the merge, a product for layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def tile_at(i, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.con
 
 
 @triton.jit
-def product(
+def low_rank(
     A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br,
     BLOCK_R: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -39,7 +39,7 @@ def product(
 
 
 @triton.jit
-def weight_and_product(
+def _weight_and_product(
     W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
     BLOCK_R: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -47,12 +47,12 @@ def weight_and_product(
     at_w = W + n[:, None].to(tl.int64) * stride_wn + k[None, :].to(tl.int64) * stride_wk
     # EVEN: every tile and slab is whole. Masks would keep the loads from being pipelined at full width.
     w = tl.load(at_w) if EVEN else tl.load(at_w, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
-    acc = product(A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION)
+    acc = low_rank(A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION)
     return w.to(tl.float32), acc
 
 
 @triton.jit
-def weight_and_product_tma(W, A, B, first_n, first_k, R, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr):
+def _weight_and_product_tma(W, A, B, first_n, first_k, R, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr):
     """The same from tensor descriptors: the copy engine fetches the tiles and fills with zeros outside."""
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for r0 in range(0, R, BLOCK_R):
@@ -61,7 +61,43 @@ def weight_and_product_tma(W, A, B, first_n, first_k, R, BLOCK_N: tl.constexpr, 
 
 
 @triton.jit
+def tile_of(
+    i, W, A, B, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Row and column of the i-th tile, the rows n and columns k in it, and W and B A there in float32."""
+    tile_n, tile_k = tile_at(i, N, K, BLOCK_N, BLOCK_K, GROUP)
+    n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    if TMA:
+        w, acc = _weight_and_product_tma(W, A, B, tile_n * BLOCK_N, tile_k * BLOCK_K, R, BLOCK_N, BLOCK_K, BLOCK_R)
+    else:
+        w, acc = _weight_and_product(
+            W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION
+        )
+    return tile_n, tile_k, n, k, w, acc
+
+
+@triton.jit
 def unscaled(acc, scale_n, scale_k, n, k, N, K):
     """The product of factors that split_kernel scaled."""
     by_k = tl.load(scale_k + k, mask=k < K, other=0.0)
     return acc * by_k[None, :] * tl.load(scale_n + n, mask=n < N, other=0.0)[:, None]
+
+
+@triton.jit
+def products(
+    acc, x, w, row, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """acc + x w in the tile that begins at (row, col)."""
+    t, n, k = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    at_x = x + t[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk
+    at_w = w + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
+    for k0 in range(0, K, BLOCK_K):
+        xt = tl.load(at_x, mask=(t < M)[:, None] & (k < K - k0)[None, :], other=0.0)
+        wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0)
+        acc = tl.dot(xt, wt, acc)
+        at_x += BLOCK_K * stride_xk
+        at_w += BLOCK_K * stride_wk
+    return acc

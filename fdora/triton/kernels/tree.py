@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.hash import _mixed
+from fdora.triton.kernels.hash import hashed, mixed
+from fdora.triton.kernels.split import scaling
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 (
@@ -23,25 +24,13 @@ WORDS64, WORDS32, WORDS16 = map(tl.constexpr, range(3))  # a form: packed words 
 
 
 @triton.jit
-def _hash(p, count, cols, stride_row, stride_col, first, part, PACKED: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """One of WORDS shares of ``count`` words; ``first`` is the position of the first one."""
-    acc = tl.zeros((BLOCK,), tl.uint64)
-    for start in range(part * BLOCK, count, WORDS * BLOCK):
-        i = (start + tl.arange(0, BLOCK)).to(tl.int64)
-        at = i if PACKED else (i // cols) * stride_row + (i % cols) * stride_col
-        x = tl.load(p + at, mask=i < count, other=0)
-        acc += tl.where(i < count, _mixed(x, first + i), 0)
-    return tl.sum(acc, axis=0)
-
-
-@triton.jit
 def _hash_any(p, form, count, cols, stride_row, stride_col, first, part, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     if form == WORDS64:
-        word = _hash(p.to(tl.pointer_type(tl.int64)), count, 1, 1, 1, first, part, True, WORDS, BLOCK)
+        word = hashed(p.to(tl.pointer_type(tl.int64)), count, 1, 1, 1, first, part, WORDS, True, BLOCK)
     elif form == WORDS32:
-        word = _hash(p.to(tl.pointer_type(tl.int32)), count, cols, stride_row, stride_col, first, part, False, WORDS, BLOCK)
+        word = hashed(p.to(tl.pointer_type(tl.int32)), count, cols, stride_row, stride_col, first, part, WORDS, False, BLOCK)
     else:
-        word = _hash(p.to(tl.pointer_type(tl.int16)), count, cols, stride_row, stride_col, first, part, False, WORDS, BLOCK)
+        word = hashed(p.to(tl.pointer_type(tl.int16)), count, cols, stride_row, stride_col, first, part, WORDS, False, BLOCK)
     return word
 
 
@@ -67,7 +56,7 @@ def fingerprints_kernel(
         tl.load(t + F_BN * L), tl.load(t + F_BR * L), 1 << 40, part, WORDS, BLOCK,
     )  # fmt: skip
     # In every word, so that one without elements is not the 0 that it starts with.
-    word += _mixed(tl.load(t + F_S * L), tl.load(t + F_KIND * L))
+    word += mixed(tl.load(t + F_S * L), tl.load(t + F_KIND * L))
     word = word.to(tl.int64, bitcast=True)
     at = tl.load(t + F_LEAF * L) * WORDS + part
     tl.store(differs + i, (word != tl.load(old + at)).to(tl.int32))
@@ -104,11 +93,10 @@ def _load(at, in_i, in_j, EVEN_I: tl.constexpr, EVEN_J: tl.constexpr):
 @triton.jit
 def _halves(x, AXIS: tl.constexpr):
     """float32 x = (hi + lo) * scale to 2^-22 of the largest along AXIS: both float16, scale a power of two."""
-    exponent = (tl.max(tl.abs(x), axis=AXIS, keep_dims=True).to(tl.int32, bitcast=True) >> 23) & 255
-    up = tl.minimum(tl.maximum(268 - exponent, 1), 253)  # brings it near 2^15; what undoes it is a normal number too
-    x = x * (up << 23).to(tl.float32, bitcast=True)
+    factor, undo = scaling(tl.max(tl.abs(x), axis=AXIS, keep_dims=True))
+    x = x * factor
     hi = x.to(tl.float16)
-    return hi, (x - hi.to(tl.float32)).to(tl.float16), ((254 - up) << 23).to(tl.float32, bitcast=True)
+    return hi, (x - hi.to(tl.float32)).to(tl.float16), undo
 
 
 @triton.jit

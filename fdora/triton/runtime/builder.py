@@ -1,7 +1,8 @@
 """Writes a plan (plan.py): its arguments, results, temporaries and steps.
 
 Temporaries live in one workspace. The builder knows the first and the last step that uses each, and gives two of them the
-same bytes where those do not overlap: everything runs in order on one stream.
+same bytes where those do not overlap: everything runs in order on one stream. A kernel that starts early (``pdl``) writes
+nothing, and reads nothing of the kernel ahead, before it waits.
 """
 
 from __future__ import annotations
@@ -104,9 +105,10 @@ class Builder:
         self.steps.append(Launch(kernel, tuple(grid), tuple(args), tuple(constexprs), num_warps, num_stages, pdl, cost))
 
     def product(self, out: Array, a: Array, b: Array, alpha: Scalar | float = 1.0, accumulate: bool = False) -> None:
-        """(M, K) (K, N) -> (M, N)."""
+        """(M, K) (K, N) -> (M, N), in the dtype of both or in float32: cuBLAS has no others."""
         (M, K), N = a.shape, b.shape[1]
         assert out.shape == (M, N) and b.shape[0] == K and a.dtype == b.dtype
+        assert out.dtype in (a.dtype, torch.float32)
         if out.numel == 0:
             return
         if K == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +29,12 @@ def device_of(device: torch.device) -> Device:
     index = torch.cuda.current_device() if device.index is None else device.index
     properties = torch.cuda.get_device_properties(index)
     capability = 0 if torch.version.hip else 10 * properties.major + properties.minor
-    return Device(index, capability, properties.multi_processor_count, HAS_PDL and capability >= 90)
+    return of_gpu(index, capability, properties.multi_processor_count)
+
+
+def of_gpu(gpu: int, capability: int, num_sms: int) -> Device:
+    """What follows from these numbers."""
+    return Device(gpu, capability, num_sms, HAS_PDL and capability >= 90)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -37,7 +42,7 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def is_tma_compatible(t: object) -> bool:
+def is_tma_compatible(t: Any) -> bool:
     """What the copy engine asks of a matrix: adjacent columns, and 16 bytes as the unit of its address and of its rows."""
-    pitch, columns = t.stride  # type: ignore[attr-defined]
-    return columns == 1 and pitch * t.itemsize % 16 == 0 and t.aligned and pitch >= t.shape[1]  # type: ignore[attr-defined]
+    pitch, columns = t.stride
+    return columns == 1 and pitch * t.itemsize % 16 == 0 and t.aligned and pitch >= t.shape[1]

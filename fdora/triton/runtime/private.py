@@ -191,7 +191,9 @@ raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 def usual_math() -> bool:
     """Whether cuBLAS may multiply as torch lets it by default; else torch's own products, which obey the setting, run."""
     allow = torch._C._get_cublas_allow_bf16_reduced_precision_reduction
-    return bool(_first(allow())) and bool(_first(torch._C._get_cublas_allow_fp16_reduced_precision_reduction()))
+    sums_in_half = getattr(torch._C, "_get_cublas_allow_fp16_accumulation", lambda: False)()
+    allowed = (allow(), torch._C._get_cublas_allow_fp16_reduced_precision_reduction())
+    return all(map(_first, allowed)) and not sums_in_half
 
 
 def _first(value: Any) -> Any:

@@ -46,15 +46,21 @@ static int borrow(PyObject *object, Tensor *out) {
 }
 
 static PyObject *facts(PyObject *self, PyObject *tensors) {
-    int64_t key[MAX_TENSORS * 8];
-    int at = 0;
+    int64_t few[MAX_TENSORS * 8], *key = few, *many = NULL;
+    Py_ssize_t at = 0, room = MAX_TENSORS * 8;
     if (!PyTuple_CheckExact(tensors)) { PyErr_SetString(PyExc_TypeError, "facts wants a tuple of tensors and None"); return NULL; }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); i++) {
         PyObject *object = PyTuple_GET_ITEM(tensors, i);
-        if (at + 2 > MAX_TENSORS * 8) Py_RETURN_NONE;
+        Tensor t = {0};
+        if (object != Py_None && borrow(object, &t)) { PyMem_Free(many); Py_RETURN_NONE; }
+        if (at + 2 + 2 * t.ndim > room) {
+            room = 2 * (at + 2 + 2 * t.ndim);
+            int64_t *wider = PyMem_Realloc(many, 8 * room);
+            if (!wider) { PyMem_Free(many); return PyErr_NoMemory(); }
+            if (!many) memcpy(wider, few, 8 * at);
+            key = many = wider;
+        }
         if (object == Py_None) { key[at++] = -1; continue; }
-        Tensor t;
-        if (borrow(object, &t) || at + 2 + 2 * t.ndim > MAX_TENSORS * 8) Py_RETURN_NONE;
         int aligned = (((uintptr_t)t.data + t.byte_offset) & 15) == 0;
         key[at++] = (int64_t)t.ndim | (int64_t)t.dtype.code << 8 | (int64_t)t.dtype.bits << 16 | (int64_t)aligned << 32
                     | (int64_t)t.device.type << 40;
@@ -64,7 +70,9 @@ static PyObject *facts(PyObject *self, PyObject *tensors) {
         memcpy(key + at, t.strides, 8 * t.ndim);
         at += t.ndim;
     }
-    return PyBytes_FromStringAndSize((char *)key, 8 * at);
+    PyObject *bytes = PyBytes_FromStringAndSize((char *)key, 8 * at);
+    PyMem_Free(many);
+    return bytes;
 }
 
 /* ---- programs ---- */

@@ -8,6 +8,7 @@ listens to launches) the walk below does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from fdora.triton.runtime.private import current_device, exchange_device, has_la
 MAX_PLANS = 8192  # sequences of any length make new plans: the oldest go
 
 _plans: dict[tuple, Plan] = {}
+_lock = Lock()  # a dict that grows while another thread looks for its oldest raises
 Maker = Callable[..., Plan]  # (likes, device, *options) -> Plan, pure
 
 
@@ -35,17 +37,25 @@ def like(t: Tensor | None) -> Like | None:
     return Like(tuple(t.shape), t.stride(), t.dtype, at % 16 == 0)
 
 
+def ready() -> None:
+    """Before any key is made: from now on facts are asked of walk.c, where there is one. Its keys are other ones."""
+    if _facts._facts is _facts.python_facts and (module := walker()) is not None:
+        _facts.use(module.facts)
+
+
 def plan_for(maker: Maker, tensors: tuple[Tensor | None, ...], *options: Any) -> Plan:
     """The plan of this call: made once for all calls with the same facts and options. Not for subclasses of Tensor."""
+    ready()
     key = (maker, _facts.facts(tensors), options)
     plan = _plans.get(key)
     if plan is None:
         first = next(t for t in tensors if t is not None)
         plan = maker(tuple(map(like, tensors)), device_of(first.device), *options)
-        if len(_plans) >= MAX_PLANS:
-            _plans.pop(next(iter(_plans)), None)  # another thread may have been there
         if key[1] is not None:
-            _plans[key] = plan
+            with _lock:
+                if len(_plans) >= MAX_PLANS:
+                    _plans.pop(next(iter(_plans)), None)
+                _plans[key] = plan
     return plan
 
 
@@ -80,8 +90,7 @@ def _run(plan: Plan, tensors: tuple[Tensor | None, ...], scalars: tuple[float, .
 
 
 def _walk(plan: Plan, tensors: Sequence[Tensor | None], scalars: tuple[float, ...]) -> tuple[Tensor, ...]:
-    if _facts._facts is _facts.python_facts and (module := walker()) is not None:
-        _facts.use(module.facts)
+    scalars = tuple(map(float, scalars))  # an int would be compiled as one, and a 1 into the kernel
     first = next(t for t in tensors if t is not None)
     device = first.device
     results = tuple(torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=device) for a in plan.results)
@@ -105,10 +114,12 @@ def _walk(plan: Plan, tensors: Sequence[Tensor | None], scalars: tuple[float, ..
     for step in plan.steps:
         if isinstance(step, Launch):
             extra = {"launch_pdl": True} if step.pdl else {}
+            args = [argument(a) for a in step.args]
             built = step.kernel[step.grid](
-                *map(argument, step.args), *step.constexprs, num_warps=step.num_warps, num_stages=step.num_stages, **extra
+                *args, *step.constexprs, num_warps=step.num_warps, num_stages=step.num_stages, **extra
             )
-            native.remember(plan.device, step, built)
+            if not any(map(native.is_more_aligned, step.args, args)):  # else compiled for more than its key says
+                native.remember(plan.device, step, built)
         elif isinstance(step, Product):
             _product(tensor(step.out), tensor(step.a), tensor(step.b), argument(step.alpha), step.accumulate)
         else:
@@ -120,6 +131,7 @@ def _product(out: Tensor, a: Tensor, b: Tensor, alpha: float, accumulate: bool) 
     if out.dtype == a.dtype:
         out.addmm_(a, b, beta=1.0 if accumulate else 0.0, alpha=alpha)
         return
+    assert out.dtype == torch.float32  # torch has no other on a GPU
     wide = torch.mm(a, b, out_dtype=out.dtype) if a.is_cuda else a.to(out.dtype) @ b.to(out.dtype)
     wide = wide if alpha == 1 else wide.mul_(alpha)
     out.add_(wide) if accumulate else out.copy_(wide)
