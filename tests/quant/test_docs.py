@@ -1,0 +1,55 @@
+"""docs/quantised.md keeps its word."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from fdora.quant import kinds, quantize
+from tests import reference
+
+PAGE = (Path(__file__).parents[2] / "docs" / "quantised.md").read_text()
+PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+ROWS = {name: cells for row in re.findall(r"^\| (`.*)\|$", PAGE, re.M) for name, *cells in [row.split("|")]}
+
+
+def run(program):
+    space = {"__name__": "docs"}
+    exec(compile(program, "docs/quantised.md", "exec"), space)
+    return space
+
+
+def test_the_programs(monkeypatch):
+    monkeypatch.setattr(kinds, "KINDS", dict(kinds.KINDS))
+    first, second = (run(program) for program in PROGRAMS)
+    W, A, B, m, x = (first[name] for name in ("W", "A", "B", "m", "x"))
+    assert torch.equal(first["y"], x @ W.dequantize().T)  # B = 0
+    assert first["merged"].shape == (48, 64) and B.grad.abs().sum() > 0 and m.grad.abs().sum() > 0 and A.grad is not None
+    assert second["c"].shape == (48,) and second["c"].isfinite().all()
+    dense = second["W"].dequantize()
+    assert torch.equal(dense, second["W"].tensors[0].float() * 0.5)
+    c = second["dora_norm"](second["W"], torch.ones(8, 64), torch.ones(48, 8), s=1.0)
+    torch.testing.assert_close(c.double(), reference.norm(dense, torch.ones(8, 64), torch.ones(48, 8), 1.0), rtol=1e-6, atol=0)
+
+
+def test_every_kind_has_a_row():
+    assert set(re.findall(r"`(\w+)`", " ".join(ROWS))) == kinds.KINDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("nf4", {}, "0.5625 in groups of 64"),
+        ("nf4", {"nested": True}, "0.516 with nested scales"),
+        ("mxfp4", {}, "0.531"),
+        ("nvfp4", {}, "0.5625"),
+        ("int8", {}, "1 and a scale for each row"),
+    ],
+)
+def test_bytes_per_weight(kind, options, said):
+    W = quantize(torch.randn(1024, 1024), kind, **options)
+    (cells,) = (cells for name, cells in ROWS.items() if f"`{kind}`" in name)
+    assert said in cells[1]
+    number = float(said.split()[0])
+    assert W.nbytes / 2**20 == pytest.approx(number, rel=5e-3)
