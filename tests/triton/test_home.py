@@ -421,7 +421,7 @@ def custom_ops():
 
 OPS = (
     "compose", "compose_backward", "linear", "linear_backward", "merge", "mlp", "mlp_backward", "model_norms",
-    "row_norm", "row_norm_guarded", "row_norm_kept",
+    "quant_row_norm", "row_norm", "row_norm_guarded", "row_norm_kept",
 )  # fmt: skip
 
 

@@ -37,6 +37,7 @@ from tests.triton.written import (  # noqa: E402
     FP16,
     FP32,
     alike,
+    calls_of_codes,
     calls_of_groups,
     calls_of_linear,
     calls_of_weights,
@@ -107,6 +108,7 @@ def small_calls():
         yield from calls_of_groups(M, 96, 64, 16, dtype)
     for r, (dtype, adapter) in itertools.product((8, 100), ((BF16, None), (BF16, FP32), (FP32, None))):
         yield from calls_of_weights(96, 128, r, dtype, adapter)
+    yield from calls_of_codes(96, 128, 16, BF16)
 
 
 @in_c
@@ -145,7 +147,7 @@ def test_every_pointer_scalar_and_integer_is_what_the_plan_says():
     assert count > 300 and len(kinds) == KERNELS, kinds
 
 
-KERNELS = 19  # in fdora/triton/kernels, as many as a layer can launch; test_tree.py has those of whole models
+KERNELS = 21  # in fdora/triton/kernels, as many as a layer can launch; test_tree.py has those of whole models
 
 
 def test_every_kernel_is_counted():
