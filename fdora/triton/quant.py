@@ -10,7 +10,6 @@ The number is that of the float32 weights w = value(code) * scale, rounded once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -69,11 +68,17 @@ def quant_norm(
     ``spec`` has the ``shape`` (N, K) and the ``facts`` of a :class:`Four` or an :class:`Eight`. ``tensors``: (codes, scales)
     and, for nested scales, (code256, scales2, offset), for e4m3 scales (global_scale,).
     """
-    N, K = spec.shape
-    text, numbers = _flat(_form(spec.facts))
-    call = quant_row_norm if needs_dispatcher(tensors[0]) else _quant_row_norm
-    c, *dense = call(list(tensors), A, B, s, N, K, text, numbers, squared, dense_dtype)
+    c, *dense = _called(spec.shape, _form(spec.facts), tensors, A, B, s, squared, dense_dtype)
     return (c, dense[0]) if dense_dtype is not None else c
+
+
+def _called(
+    shape: tuple[int, int], form: Form, tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, squared: bool,
+    dense: torch.dtype | None,
+) -> list[Tensor]:  # fmt: skip
+    text, numbers = _flat(form)
+    call = quant_row_norm if needs_dispatcher(tensors[0]) else _quant_row_norm
+    return call(list(tensors), A, B, s, *shape, text, numbers, squared, dense)
 
 
 def norm_of_codes(
@@ -83,9 +88,8 @@ def norm_of_codes(
     found = _kernel_form(spec, tensors)
     if found is None:
         return None
-    facts, stored = found
-    c: Tensor = quant_norm(replace(spec, facts=facts), stored, A, B, s, squared)
-    return c
+    form, stored = found
+    return _called(spec.shape, form, stored, A, B, s, squared, None)[0]
 
 
 def _kernel_form(spec: QuantSpec, tensors: Sequence[Tensor | None]) -> tuple[Form, list[Tensor]] | None:
