@@ -69,7 +69,7 @@ def from_hqq(W_q: Any, meta: Mapping[str, Any] | None = None) -> QuantWeight:
       FdoraError: 3 bits, quantised scales or zeros, scales of the whole tensor, or shapes that do not fit.
 
     Memory: keeps the library's tensors, and copies none. Rows of axis 0 are decoded with those beside them, as they are
-      interleaved: a slice costs up to two more rows of groups.
+    interleaved: a slice costs up to two more rows of groups.
     References: Badri and Shaji, Half-Quadratic Quantization, 2023; hqq 0.2.8, ``core/quantize.py`` and ``core/bitpack.py``.
     """
     fn = "quant.from_hqq"

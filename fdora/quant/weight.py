@@ -118,7 +118,7 @@ class QuantWeight(Weight):
             or device.
 
         Memory: a large weight is rounded in slices of 64 MB of float32, so that little stands beside the result; compiled code
-          does it in one.
+        does it in one.
         References: the constructor of each kind.
         """
         fn, (N, K) = "quant.QuantWeight.dequantize", self.shape

@@ -88,7 +88,7 @@ class Call(NamedTuple):
     def operands(self) -> Operands:
         """With the norm, counted; where nothing traces."""
         variant, W, A, B, m, bias, s, _ = self
-        variant.calls[FUSED] += 1
+        variant.count(FUSED)
         return Operands(W, A, B, m, variant.kept.eager(W, W, A, B, s), bias, None)
 
 
