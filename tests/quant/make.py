@@ -215,3 +215,16 @@ CASES = {
     "awq": awq,
     "opaque": any_function,
 }  # fmt: skip
+
+
+# name -> what quantize is told beside the kind, which is its first word
+QUANTISED = {
+    "nf4": {},
+    "nf4 nested": {"nested": True},
+    "fp4": {},
+    "int8": {},
+    "fp8": {"block": (16, 32)},
+    "fp8 row": {},
+    "mxfp4": {},
+    "nvfp4": {},
+}

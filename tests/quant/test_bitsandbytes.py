@@ -13,7 +13,7 @@ from fdora.quant.quantize import dynamic_map
 from tests import device
 from tests.quant.make import State
 
-bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'bitsandbytes>=0.46'")
+bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes; `make test` installs it")
 F = bnb.functional
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -1,8 +1,5 @@
 """from_torchao on stand-ins with torchao's names and attributes; on torchao itself in a process of its own."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,27 +8,15 @@ import torch
 from fdora._check import FdoraError
 from fdora.quant import from_torchao
 from tests import device
+from tests.process import run_cases
 from tests.quant.make import randint
 
-ROOT = Path(__file__).parents[2]
 
-
-def test_the_library():
-    folder = Path(sys.prefix) / "torchtune"
-    if not folder.exists():
-        pytest.skip(f"`make test` installs torchao (for torchtune) into {folder}; this environment was made otherwise")
-    env = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-rA",
-        str(Path(__file__).with_name("torchao_cases.py")),
-    ]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("PASSED") >= 12, done.stdout[-6000:] + done.stderr[-2000:]
+@pytest.mark.parametrize(("folder", "passed"), [("torchtune", 20), ("torchao", 24)])
+def test_the_library(folder, passed):
+    """0.14, which stands beside torchtune, and 0.18."""
+    quiet = {"TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}
+    run_cases(Path(__file__).with_name("torchao_cases.py"), folder, passed, **quiet)
 
 
 def stand_in(name, module="torchao.quantization", **attributes):

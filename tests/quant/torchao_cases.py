@@ -11,7 +11,9 @@ try:
     from torchao.dtypes.nf4tensor import to_nf4  # 0.14
 except ImportError:
     from torchao.quantization import to_nf4
-mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", reason="this torchao has no MXTensor")
+mx = pytest.importorskip(
+    "torchao.prototype.mx_formats.mx_tensor", reason="this torchao has no MXTensor; runs with 0.14, as in `make test`"
+)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -67,7 +69,9 @@ def test_float8_blocks():
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_int8(dtype, symmetric):
     module = "torchao.quantization.quantize_.workflows.int8.int8_tensor"
-    Int8Tensor = pytest.importorskip(module, reason="this torchao is older than 0.15 and has no Int8Tensor").Int8Tensor
+    Int8Tensor = pytest.importorskip(
+        module, reason="this torchao has no Int8Tensor; runs with 0.18, as in `make test`"
+    ).Int8Tensor
     kind = ao.MappingType.SYMMETRIC if symmetric else ao.MappingType.ASYMMETRIC
     for granularity in (ao.PerRow(), ao.PerTensor(), ao.PerGroup(128)):
         t = Int8Tensor.from_hp(torch.randn(256, 384).to(dtype) + 0.3, granularity, mapping_type=kind)
@@ -104,7 +108,9 @@ def test_mxfp4(dtype):
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nvfp4(dtype, whole):
-    nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor", reason="this torchao has no NVFP4Tensor")
+    nv = pytest.importorskip(
+        "torchao.prototype.mx_formats.nvfp4_tensor", reason="this torchao has no NVFP4Tensor; runs with 0.14, as in `make test`"
+    )
     W = torch.randn(64, 128).to(dtype)
     scale = W.float().abs().max() / (448 * 6) if whole else None
     make = getattr(nv.NVFP4Tensor, "to_nvfp4", None)

@@ -8,25 +8,16 @@ from fdora.functional import dora_linear, dora_norm, dora_norm_state
 from fdora.quant import from_nvfp4, opaque, quantize
 from tests import device, reference
 from tests.close import rel_l2
+from tests.quant.make import QUANTISED
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 
 pytestmark = needs_kernels
 S = 0.7
-KINDS = {
-    "nf4": {},
-    "nf4 nested": {"nested": True},
-    "fp4": {},
-    "int8": {},
-    "fp8": {"block": (16, 32)},
-    "fp8 row": {},
-    "mxfp4": {},
-    "nvfp4": {},
-}
 
 
 def weight(name, n=48, k=96, dtype=torch.float16):
     W = torch.randn(n, k, generator=torch.Generator().manual_seed(0)) / 8
-    return quantize(W, name.split()[0], dtype=dtype, **KINDS[name]).to(device.NAME)
+    return quantize(W, name.split()[0], dtype=dtype, **QUANTISED[name]).to(device.NAME)
 
 
 def adapter(W, dtype=torch.float32):
@@ -45,7 +36,7 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize("adapters", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", QUANTISED)
 def test_the_norm_is_that_of_what_is_decoded(name, adapters, launched):
     W = weight(name)
     A, B = adapter(W, adapters)

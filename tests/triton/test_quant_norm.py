@@ -159,6 +159,16 @@ SHAPES = (
 )
 
 
+def assert_right(case, r, dtype, s, dense):
+    """The norm, and W to the last bit."""
+    A, B = adapter(case, r, dtype)
+    c = run(case, A, B, s, dense_dtype=dense)
+    if dense is not None:
+        c, W = c
+        assert W.dtype == dense and torch.equal(W, case.W.to(dense)), f"{dtype} {s} {dense}"
+    assert_norm(c, case.W, A, B, s)
+
+
 @needs_kernels
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("scales", SCALES)
@@ -169,12 +179,7 @@ def test_four_bits(table, scales, shape):
     cases = ((HALF, 0.7, True, HALF), (FP32, -2.0, False, FP32), (HALF, 0.0, False, BF16), (FP32, 0.7, True, None))
     for dtype, s, high_first, dense in cases:
         case = four(table, scales, N, K, group, flat, high_first)
-        A, B = adapter(case, r, dtype)
-        c = run(case, A, B, s, dense_dtype=dense)
-        if dense is not None:
-            c, W = c
-            assert W.dtype == dense and torch.equal(W, case.W.to(dense)), f"{dtype} {s} {high_first} {dense}"
-        assert_norm(c, case.W, A, B, s)
+        assert_right(case, r, dtype, s, dense)
 
 
 @needs_kernels
@@ -185,12 +190,7 @@ def test_eight_bits(code, mode, block, shape):
     N, K, r = shape
     for dtype, s, dense in ((HALF, 0.7, HALF), (FP32, -2.0, FP32), (HALF, 0.0, BF16), (FP32, 0.7, None)):
         case = eight(code, mode, N, K, block)
-        A, B = adapter(case, r, dtype)
-        c = run(case, A, B, s, dense_dtype=dense)
-        if dense is not None:
-            c, W = c
-            assert W.dtype == dense and torch.equal(W, case.W.to(dense)), f"{dtype} {s} {dense}"
-        assert_norm(c, case.W, A, B, s)
+        assert_right(case, r, dtype, s, dense)
 
 
 @needs_kernels

@@ -908,8 +908,6 @@ def test_no_thread_adds_a_plan_while_another_looks_for_the_oldest(monkeypatch):
 
 def test_products_that_sum_in_half_precision_are_torchs():
     flags = torch.backends.cuda.matmul
-    if not hasattr(flags, "allow_fp16_accumulation"):
-        pytest.skip("a torch before 2.7")
     assert private.usual_math()
     try:
         flags.allow_fp16_accumulation = True

@@ -74,6 +74,16 @@ def _store(dense, w, row, k, inside, K, EVEN: tl.constexpr):
         tl.store(at, w, mask=inside)
 
 
+@triton.jit
+def _tile(first, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """Column of this program's tile, its rows from ``first`` on and as W has them, its columns, and what is inside."""
+    tile_n, tile_k = tile_at(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, GROUP)
+    n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    row, in_n = (first + n).to(tl.int64), n < N
+    inside = in_n[:, None] & (k < K)[None, :]
+    return tile_k, n, k, row, in_n, inside
+
+
 @triton.jit(launch_metadata=launched)
 def quant4_kernel(
     codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, s, first, N, K, R, groups,
@@ -84,10 +94,7 @@ def quant4_kernel(
     PRECISION: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """N rows from ``first`` on: B, scale_n and partial begin there, W and what is stored of it do not."""
-    tile_n, tile_k = tile_at(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, GROUP)
-    n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    row, in_n = (first + n).to(tl.int64), n < N
-    inside = in_n[:, None] & (k < K)[None, :]
+    tile_k, n, k, row, in_n, inside = _tile(first, N, K, BLOCK_N, BLOCK_K, GROUP)
     IN_TILE: tl.constexpr = BLOCK_K // GROUP_SIZE if BLOCK_K > GROUP_SIZE else 1
     PART: tl.constexpr = BLOCK_K // 2 // IN_TILE
     if PAIRS:
@@ -156,10 +163,7 @@ def quant8_kernel(
     PRECISION: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """N rows from ``first`` on, as above. e4m3 codes come as bytes: Triton has no float8 below sm_89 (BY_BITS)."""
-    tile_n, tile_k = tile_at(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, GROUP)
-    n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    row, in_n = (first + n).to(tl.int64), n < N
-    inside = in_n[:, None] & (k < K)[None, :]
+    tile_k, n, k, row, in_n, inside = _tile(first, N, K, BLOCK_N, BLOCK_K, GROUP)
     at = codes + row[:, None] * stride_cn + k[None, :].to(tl.int64) * stride_ck
     x = tl.load(at) if EVEN else tl.load(at, mask=inside, other=0)
     scale = _byte_scales(scales, row, k, tile_k * BLOCK_K, in_n, inside, groups, MODE, BN, BK, BLOCK_K)
