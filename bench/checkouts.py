@@ -66,12 +66,9 @@ def stand_ins() -> dict[str, dict[str, ModuleType]]:
     device = {"DEVICE_TYPE": "cuda", "DEVICE_TYPE_TORCH": "cuda", "DEVICE_COUNT": torch.cuda.device_count()}
     device |= {"is_hip": lambda: False, "get_device_type": lambda: "cuda", "ALLOW_PREQUANTIZED_MODELS": False}
     ops = "lorafusion.ops.triton_ops"
+    quantised = [] if find_spec("bitsandbytes") else [module("bitsandbytes", functional=bnb), bnb]
     found = {
-        "axolotl": [
-            module("bitsandbytes", functional=bnb),
-            bnb,
-            module("axolotl.utils.logging", get_logger=logging.getLogger),
-        ],
+        "axolotl": [*quantised, module("axolotl.utils.logging", get_logger=logging.getLogger)],
         "unsloth": [
             module("unsloth_zoo.utils", Version=lambda version: Version(str(version))),
             module("unsloth.device_type", **device),
@@ -141,21 +138,24 @@ def unsloth(folders: Sequence[Path]) -> ModuleType:
     return load("unsloth.kernels.fast_lora", folders)
 
 
-def axolotl_linear(folders: Sequence[Path], W: Tensor, A: Tensor, B: Tensor, m: Tensor | None, s: float, keep=True) -> Linear:
-    """``keep``: the norm, as they keep it on m until A or B are written; otherwise it is computed in every call."""
+def axolotl_linear(
+    folders: Sequence[Path], W: Tensor, A: Tensor, B: Tensor, m: Tensor | None, s: float, keep=True, state=None
+) -> Linear:
+    """``keep``: the norm, as they keep it on m until A or B are written; otherwise it is computed in every call. ``state``: how
+    bitsandbytes decodes W, for one that is packed."""
     apply = axolotl(folders).LoRA_O.apply
 
     def layer(x: Tensor) -> Tensor:
         if not keep and hasattr(m, "_dora_cache"):
             del m._dora_cache  # as if A and B had been written
-        return apply(x.unsqueeze(0), None, W, None, None, A, B, s, None, m).squeeze(0)
+        return apply(x.unsqueeze(0), None, W, None, state, A, B, s, None, m).squeeze(0)
 
     return layer
 
 
-def unsloth_linear(folders: Sequence[Path], W: Tensor, A: Tensor, B: Tensor, s: float) -> Linear:
+def unsloth_linear(folders: Sequence[Path], W: Tensor, A: Tensor, B: Tensor, s: float, state=None) -> Linear:
     apply = unsloth(folders).LoRA_W.apply
-    return lambda x: apply(x.unsqueeze(0), W, None, A, B, s).squeeze(0)
+    return lambda x: apply(x.unsqueeze(0), W, state, A, B, s).squeeze(0)
 
 
 def axolotl_group(folders: Sequence[Path], part: str, layers: Sequence[Layer], s: float) -> Group:

@@ -73,6 +73,12 @@ def trace() -> str:
 
 
 @while_tracing
+def exporting() -> bool:
+    """Whether what Dynamo traces now is for torch.export. Traced, the question is answered yes before torch 2.12."""
+    return torch.compiler.is_exporting()
+
+
+@while_tracing
 def in_subgraph() -> bool:
     """Whether what Dynamo traces now is the body of an operator (a checkpoint, a cond), which must not set attributes."""
     try:

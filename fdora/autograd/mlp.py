@@ -56,7 +56,7 @@ class Mlp(torch.autograd.Function):
             y, saved = OPS[call.backend].mlp_fwd(x, layers_of(flat, call.specs, x.dtype), call.options, call.drop, call.act)
         # vmap carries no None out of a Function: an empty vector says it. y is there already; values before g are rarely kept.
         h, h_down, gate, up, _, *before = saved
-        parts = (h, h_down, gate, up) if before == [None] * 3 else (h, h_down, gate, up, *before)
+        parts = (h, h_down, gate, up) if all([t is None for t in before]) else (h, h_down, gate, up, *before)
         return y, *(x.new_empty(0) if t is None else t for t in parts)
 
     @staticmethod

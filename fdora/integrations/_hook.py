@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fdora._torch import backward_task, dispatch_modes, functorch_active, in_subgraph
+from fdora._torch import backward_task, dispatch_modes, exporting, functorch_active, in_subgraph
 from fdora.integrations._tree import Found, ModelNorms
 
 
@@ -27,7 +27,7 @@ class Hook:
         if self.norms is None or self.root is None or self.root() is not module:
             return
         if torch.compiler.is_compiling():
-            if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting() and not in_subgraph():
+            if torch.compiler.is_dynamo_compiling() and not exporting() and not in_subgraph():
                 self.norms.trace()
             return
         self.norms.local.run = None if watched() else self.norms.compute(backward_task())

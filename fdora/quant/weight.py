@@ -122,10 +122,7 @@ class QuantWeight(Weight):
         References: the constructor of each kind.
         """
         fn, (N, K) = "quant.QuantWeight.dequantize", self.shape
-        first, last, step = (slice(None) if rows is None else rows).indices(N)
-        if step != 1:
-            raise fail(fn, "rows", "a slice with step 1", rows, "Take every row of a range, then index the result.")
-        last = max(first, last)
+        first, last = (0, N) if rows is None else _bounds(fn, rows, N)
         if out is not None:
             if out.shape != (last - first, K) or out.device != self.device:
                 have = f"{tuple(out.shape)} on {out.device}"
@@ -181,6 +178,15 @@ def matrix(fn: str, shape: Sequence[int]) -> tuple[int, int]:
         raise fail(fn, "shape", "(N, K)", tuple(shape), "Pass one weight of a linear layer; of a stack of experts, one expert.")
     N, K = shape
     return N, K
+
+
+def _bounds(fn: str, rows: slice, N: int) -> tuple[int, int]:
+    """Its first row and the one behind its last. Not by slice.indices, which Dynamo cannot trace before torch 2.12."""
+    if rows.step not in (None, 1):
+        raise fail(fn, "rows", "a slice with step 1", rows, "Take every row of a range, then index the result.")
+    first, last = 0 if rows.start is None else rows.start, N if rows.stop is None else rows.stop
+    first, last = (min(N, max(0, i + N if i < 0 else i)) for i in (first, last))
+    return first, max(first, last)
 
 
 def stored(fn: str, arg: str, t: Any, dtypes: tuple[torch.dtype, ...], size: Sequence[int] | None = None) -> Tensor:

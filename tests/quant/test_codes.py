@@ -19,6 +19,8 @@ def e4m3(*shape):
 @pytest.mark.parametrize("N, K", [(256, 128), (200, 300), (1, 129)])
 def test_fp8_of_transformers(N, K):
     theirs = pytest.importorskip("transformers.integrations.finegrained_fp8", reason=WHY)
+    if not hasattr(theirs, "_dequantize_fp8_weight"):
+        pytest.skip(WHY)
     codes = e4m3(N, K)
     scales = torch.rand(-(-N // 128), -(-K // 128), device=device.NAME)
     q = from_fp8(codes, scales, (128, 128))

@@ -1,0 +1,261 @@
+"""A linear on an NF4 base against its rivals, and the norm of codes against that of a dense weight.
+
+    python -m bench.quant --device cuda --json FILE
+    python -m bench.quant --device cuda --shapes 4096x4096 --M 1,512 --r 64 --rival-path FOLDER --json FILE
+
+NF4 with nested scales as bitsandbytes packs it, bf16 x and adapters. GPU time by CUDA graph (wall time on a CPU), ways in
+turns, medians; ``fwd`` under no_grad, ``both`` with gradients of x and the adapters. Every way is compared with float64
+samples for the weight as it is decoded before it is timed. The ways of a layer:
+
+    linear                      x W^T of a dense bf16 W
+    linear4bit                  bitsandbytes' frozen layer
+    qlora, qdora                PEFT's LoRA and DoRA around that layer
+    unsloth_qlora, axolotl_qlora, axolotl_qdora   their Functions with a packed W (--rival-path; the last keeps its norm)
+    fdora, fdora_inside         dora_linear on the same codes, with the norm given and computed in the call
+
+The rows of the norm: ``codes`` is dora_norm of the codes, ``dense`` that of a dense bf16 W, ``decode`` bitsandbytes'
+dequantisation alone, ``decode_norm`` ours with the norm in the same pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.attempt import Failures
+from bench.checkouts import add_rival_path, axolotl_linear, unsloth_linear
+from bench.clock import anchor_graph, medians, timer
+from bench.layer import TOLERANCE, errors, free
+from bench.norm_forms import about, roofs
+from bench.rivals import fill
+from bench.save import save
+from bench.table import line, table
+from bench.truth import Truth
+from bench.ways import BF16, Inputs, S, Way, trained
+from fdora.functional import dora_linear, dora_norm
+from fdora.quant import QuantWeight, from_bnb
+from tests.memory import peak_bytes
+
+SHAPES = "4096x4096,4096x14336,14336x4096,8192x8192,8192x28672,28672x8192"  # K x N
+WAYS = (
+    *("linear", "linear4bit", "qlora", "qdora", "unsloth_qlora", "axolotl_qlora", "axolotl_qdora", "fdora"),
+    "fdora_inside",
+)
+FDORA = ("fdora", "fdora_inside")
+
+
+class Quantised:
+    """The inputs of a case, its W packed by bitsandbytes and as it is decoded."""
+
+    def __init__(self, M: int, K: int, N: int, r: int, device: str):
+        import bitsandbytes as bnb
+
+        self.i = Inputs.random(M, K, N, r, BF16, device)
+        self.weight = bnb.nn.Params4bit(self.i.W.cpu(), requires_grad=False, compress_statistics=True, quant_type="nf4")
+        self.weight = self.weight.to(device)
+        self.qw: QuantWeight = from_bnb(self.weight)
+        self.i.W = self.qw.dequantize(BF16)
+        self.i.norm = dora_norm(self.qw, self.i.A, self.i.B, s=S, backend="eager").detach()
+        with torch.no_grad():
+            self.i.m.copy_(self.i.norm * (1 + 0.0015 * torch.randn_like(self.i.norm)))
+
+    def layer(self) -> nn.Module:
+        import bitsandbytes as bnb
+
+        made = bnb.nn.Linear4bit(*self.i.W.shape[::-1], bias=False, compute_dtype=BF16, quant_type="nf4", device="meta")
+        made.weight, made.quant_state = self.weight, self.weight.quant_state
+        return made
+
+    def peft(self, dora: bool) -> tuple[nn.Module, dict[str, Tensor]]:
+        from peft import LoraConfig, get_peft_model
+
+        r = self.i.A.shape[0]
+        config = LoraConfig(r=r, lora_alpha=S * r, lora_dropout=0.0, use_dora=dora, target_modules=["0"])
+        layer = get_peft_model(nn.Sequential(self.layer()), config, autocast_adapter_dtype=False).base_model.model[0]
+        return layer, fill(layer, self.i.A, self.i.B, self.i.m if dora else None)
+
+    def truths(self) -> dict[str, Truth]:
+        i = self.i
+        x, A, B, m = (t.detach() for t in (i.x, i.A, i.B, i.m))
+        W = self.qw.dequantize(torch.float32)
+        kinds: dict[str, tuple[Tensor | None, float]] = {"dora": (m, S), "lora": (None, S), "frozen": (None, 0.0)}
+        return {kind: Truth(x, W, A, B, magnitude, s, i.dy) for kind, (magnitude, s) in kinds.items()}
+
+    def way(self, name: str, rival_path: list[Path]) -> Way:
+        i, lora = self.i, {"A": self.i.A, "B": self.i.B}
+        state = self.weight.quant_state
+        if name == "linear":
+            return trained(lambda x: F.linear(x, i.W), i, {}, "frozen")
+        if name == "linear4bit":
+            return trained(self.layer(), i, {}, "frozen")
+        if name in ("qlora", "qdora"):
+            layer, leaves = self.peft(name == "qdora")
+            return trained(layer, i, leaves, name[1:])
+        if name == "unsloth_qlora":
+            return trained(unsloth_linear(rival_path, self.weight.data, i.A, i.B, S, state), i, lora, "lora")
+        if name.startswith("axolotl"):
+            m = i.m.detach().clone().requires_grad_() if name.endswith("dora") else None
+            layer = axolotl_linear(rival_path, self.weight.data, i.A, i.B, m, S, state=state)
+            return trained(layer, i, lora if m is None else {**lora, "m": m}, "lora" if m is None else "dora")
+        norm = i.norm if name == "fdora" else None
+        return trained(lambda x: dora_linear(x, self.qw, i.A, i.B, i.m, s=S, norm=norm), i, {**lora, "m": i.m}, "dora")
+
+
+def layer_rows(M: int, K: int, N: int, r: int, options: argparse.Namespace) -> list[dict]:
+    case = Quantised(M, K, N, r, options.device)
+    truth, failed, error, peak = case.truths(), Failures(), {}, {}
+
+    def prepare(name: str) -> Way:
+        way = case.way(name, options.rival_path)
+        error[name] = errors(way, truth)
+        wrong = ", ".join(f"{key} by {e:.1e}" for key, e in error[name].items() if not e <= TOLERANCE)
+        assert not (wrong and name in FDORA), f"{name} is wrong: {wrong}"
+        if way.both is not None and not (M * N > 2**28 and name in ("qdora",)):
+            peak[name] = round(peak_bytes(way.both, options.device) / 2**20, 2)
+        return way
+
+    ways = failed.attempt(options.ways, prepare)
+    free(options.device)
+    anchor = None if options.device == "cpu" else anchor_graph()
+    rows = []
+    for mode in ("fwd", "both"):
+        fns = {name: fn for name, way in ways.items() if (fn := way.forward if mode == "fwd" else way.both)}
+        ms = medians(failed.attempt(fns, lambda name: timer(fns[name], options.device, anchor)), options.runs)
+        row = {"M": M, "K": K, "N": N, "r": r, "mode": mode, "ms": {name: round(t, 5) for name, t in ms.items()}}
+        rows.append(row | {"peak_mb": dict(peak), "error": dict(error), "failed": dict(failed)})
+    return rows
+
+
+def norm_row(K: int, N: int, r: int, roof: dict[str, float], options: argparse.Namespace) -> dict:
+    import bitsandbytes as bnb
+
+    case, device = Quantised(1, K, N, r, options.device), options.device
+    i, qw = case.i, case.qw
+    A, B = i.A.detach(), i.B.detach()
+    fns: dict[str, Callable[[], object]] = {
+        "codes": partial(dora_norm, qw, A, B, s=S),
+        "dense": partial(dora_norm, i.W, A, B, s=S),
+        "decode": partial(bnb.functional.dequantize_4bit, case.weight.data, case.weight.quant_state),
+    }
+    if device != "cpu":
+        from fdora.triton.quant import dequantize_norm
+
+        fns["decode_norm"] = partial(dequantize_norm, qw.spec, qw.tensors, A, B, S, BF16)
+    truth = (qw.dequantize(torch.float64) + S * B.double() @ A.double()).norm(dim=1)
+    wrong = ((dora_norm(qw, A, B, s=S).double() - truth).abs() / truth).max().item()
+    failed, anchor = Failures(), None if device == "cpu" else anchor_graph()
+    ms = medians(failed.attempt(fns, lambda name: timer(fns[name], device, anchor)), options.runs)
+    row = {"K": K, "N": N, "r": r, "ms": {name: round(t, 5) for name, t in ms.items()}, "error": float(f"{wrong:.2e}")}
+    row["peak_mb"] = round(peak_bytes(fns["codes"], device) / 2**20, 3)
+    if roof:
+        stored = sum(t.nbytes for t in qw.tensors if t is not None)
+        row["roof_ms"] = {
+            "bytes": round(stored / roof["bytes_per_ms"], 5),
+            "product": round(2 * N * K * r / roof["flops_per_ms"], 5),
+        }
+    return row | {"failed": dict(failed)}
+
+
+PAIRS = (
+    *(("fdora", other) for other in ("linear", "linear4bit", "qlora", "unsloth_qlora", "axolotl_qlora")),
+    *(("qdora", "fdora"), ("qdora", "fdora_inside"), ("axolotl_qdora", "fdora"), ("fdora_inside", "qlora")),
+)
+
+
+def summarize(rows: list[dict], norms: list[dict]) -> dict:
+    """Geometric means, where fdora is dearer than QLoRA, and the norms' ratios."""
+    found: dict = {}
+    for mode, (few, least, most) in product(("fwd", "both"), ((False, 512, math.inf), (True, 0, 511))):
+        mine = [row["ms"] for row in rows if row["mode"] == mode and least <= row["M"] <= most]
+        for a, b in PAIRS:
+            values = [ms[a] / ms[b] for ms in mine if a in ms and b in ms]
+            if values:
+                mean = math.exp(sum(map(math.log, values)) / len(values))
+                name = f"{mode}, {'fewer than' if few else 'at least'} 512 tokens"
+                found.setdefault(name, {})[f"{a}/{b}"] = [round(mean, 3), round(max(values), 3)]
+    keys = ("M", "K", "N", "r", "mode")
+    dearer = [
+        {key: row[key] for key in keys} | {"fdora/qlora": round(row["ms"]["fdora"] / row["ms"]["qlora"], 3)}
+        for row in rows
+        if {"fdora", "qlora"} <= row["ms"].keys() and row["ms"]["fdora"] > row["ms"]["qlora"]
+    ]
+    pairs = (("codes", "dense"), ("decode_norm", "decode"))
+    ratios = [
+        {"K": row["K"], "N": row["N"], "r": row["r"]}
+        | {f"{a}/{b}": round(row["ms"][a] / row["ms"][b], 3) for a, b in pairs if a in row["ms"] and b in row["ms"]}
+        for row in norms
+    ]
+    failed = sorted({f"{name}: {why}" for row in [*rows, *norms] for name, why in row["failed"].items()})
+    return {"mean_and_worst": found, "dearer_than_qlora": dearer, "norms": ratios, "failed": failed}
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shapes", default=SHAPES, help="KxN, comma separated (default: %(default)s)")
+    parser.add_argument("--M", default="1,16,512,4096,16384")
+    parser.add_argument("--r", default="16,64,384")
+    parser.add_argument("--ways", default=",".join(WAYS), help="comma separated")
+    parser.add_argument("--no-norms", action="store_true", help="layers alone")
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
+    add_rival_path(parser)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="recorded in the JSON")
+    options = parser.parse_args(argv)
+    options.ways = options.ways.split(",")
+    if unknown := set(options.ways) - set(WAYS):
+        parser.error(f"unknown ways: {', '.join(sorted(unknown))}")
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = parse(argv)
+    start = time.perf_counter()
+    facts = about(options.device, options.commit, argv)
+    print(facts, "\n")
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
+    ranks, rows, norms, skipped = list(map(int, options.r.split(","))), [], [], []
+
+    def keep() -> None:
+        result = {"about": facts, "runs": options.runs, "rows": rows, "norms": norms, "skipped": skipped}
+        save(options.json, result | {"summary": summarize(rows, norms)})
+
+    if not options.no_norms:
+        roof = {} if options.device == "cpu" else roofs(options.device)
+        for (K, N), r in product(shapes, ranks):
+            norms.append(norm_row(K, N, r, roof, options))
+            print(norms[-1], flush=True)
+            keep()
+    print(table(["M, K x N, r, mode", *(f"{name} ms" for name in options.ways), "peak MB of fdora, qlora"], []))
+    for M, (K, N), r in product(map(int, options.M.split(",")), shapes, ranks):
+        if time.perf_counter() - start > options.seconds:
+            skipped.append([M, K, N, r])
+            continue
+        for row in layer_rows(M, K, N, r, options):
+            rows.append(row)
+            peaks = " ".join(str(row["peak_mb"].get(name, "")) for name in ("fdora", "qlora"))
+            label = "{M}, {K} x {N}, {r}, {mode}".format(**row)
+            print(line([label, *(row["ms"].get(n, "") for n in options.ways), peaks]), flush=True)
+        keep()
+        free(options.device)
+    summary = summarize(rows, norms)
+    for name, value in summary.items():
+        print(f"\n{name}: {value}")
+    if skipped:
+        print(f"\n{len(skipped)} cases not started in {options.seconds:.0f} s: {skipped}")
+    if mine := [reason for reason in summary["failed"] if reason.startswith("fdora")]:
+        raise SystemExit("\n".join(["fdora failed:", *mine]))
+
+
+if __name__ == "__main__":
+    main()
