@@ -28,7 +28,7 @@ torch.compile       of the whole model traces the hook: one op computes all norm
                     result, in the same trace. Compiled layers whose model is not compiled, or that come after a graph break,
                     run an op each (kept_norm), which asks as an eager layer does, when it runs, and gives back a copy. Not by
                     guards on what the hook left: recomputation, outside of the hook, would run other code than the forward
-                    did, and checkpoint refuses that. In CUDA graphs that op compares and computes by itself.
+                    did, and checkpoint refuses that. In a CUDA graph that has not the hook in it that op compares and computes by itself.
 others that watch   torch.func, torch.jit.trace and dispatch modes, to whom values of now must not be constants: no slices.
 copies              of a model have a hook that does nothing, until use_fdora is called on them.
 """
@@ -61,6 +61,7 @@ class Run(NamedTuple):
     table: Table
     c: Sequence[Tensor]
     versions: list[int]
+    captured: bool  # whether its kernels went into a CUDA graph
 
 
 class Table:
@@ -138,7 +139,7 @@ class Table:
                 self.norms[key] = new, words
             for place, view in zip(part.places, part.views(new), strict=True):
                 c[place] = view
-        return Run(task, self, c, versions)
+        return Run(task, self, c, versions, any([capturing(part.device) for part in self.parts]))
 
 
 def forget_captured() -> None:
@@ -247,13 +248,15 @@ class ModelNorms:
         run, task = getattr(self.local, "run", None), backward_task()
         if run is None or run.task != task:
             self.asleep = False
-            if task == -1 or dispatch_modes():
+            if task == -1 or dispatch_modes() or (compiled and capturing(W.device)):
                 return None
             run = self.compute(task)
             if run is None:
                 return None
             self.local.run = run
         elif dispatch_modes():
+            return None
+        if compiled and run.captured != capturing(W.device):  # of another graph, whose replays this one's do not follow
             return None
         table = run.table
         if 0 <= i < table.count and table.s[i] == s and table.has(i, W, A, B, run.versions, compiled):

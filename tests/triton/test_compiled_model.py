@@ -341,3 +341,30 @@ def assert_trains_as_eager(mode, whole):
         got = train(model, model)
     assert want[-1] < want[0] - 0.1
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=2e-2, atol=2e-2)
+
+
+@needs_gpu
+def test_a_whole_step_in_one_cuda_graph(own):
+    """Compiled blocks take their norms from the hook that is captured with them, in each replay those of now."""
+    model = made()
+    compile_blocks(model)
+    leaves = [p for p in model.parameters() if p.requires_grad]
+
+    def grads():
+        return torch.autograd.grad(model(input_ids=x, labels=x).loss, leaves)
+
+    x = ids()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            grads()
+    torch.cuda.current_stream().wait_stream(side)
+    own.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = grads()
+    assert own == {"run": 1}
+    for _ in range(3):
+        change(model)
+        graph.replay()
+        assert_close([t.clone() for t in got], grads())
