@@ -28,7 +28,7 @@ torch.compile       of the whole model traces the hook: one op computes all norm
                     result, in the same trace. Compiled layers whose model is not compiled, or that come after a graph break,
                     run an op each (kept_norm), which asks as an eager layer does, when it runs, and gives back a copy. Not by
                     guards on what the hook left: recomputation, outside of the hook, would run other code than the forward
-                    did, and checkpoint refuses that. In a CUDA graph that has not the hook in it that op compares and computes by itself.
+                    did, and checkpoint refuses that. In CUDA graphs without the hook that op compares and computes by itself.
 others that watch   torch.func, torch.jit.trace and dispatch modes, to whom values of now must not be constants: no slices.
 copies              of a model have a hook that does nothing, until use_fdora is called on them.
 """

@@ -25,7 +25,7 @@ from fdora.triton.kernels.tree import WORDS16, WORDS32, WORDS64, fingerprints_ke
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.cost import Cost
-from fdora.triton.runtime.device import cdiv, device_of
+from fdora.triton.runtime.device import by_another_thread, cdiv, device_of
 from fdora.triton.runtime.plan import Like, Plan
 from fdora.triton.runtime.private import raw_stream
 from fdora.triton.runtime.walk import ready, run
@@ -193,10 +193,13 @@ class Kept:
         self.layers = Layers(W, A, B, s, at)
         self.made_from: list[int] = []
         self.norms: dict[int, tuple[Tensor, Tensor]] = {}
-        self.graph = self.nothing()  # what CUDA graphs read and write, made before a capture
+        self.graph = by_another_thread(
+            self.nothing, self.layers.device
+        )  # what CUDA graphs read and write, made before a capture
 
     def nothing(self) -> tuple[Tensor, Tensor]:
         device = self.layers.device
+        self.layers.table()  # on this stream
         with torch.inference_mode(False):  # else nobody outside of it could write there
             words = torch.zeros((self.layers.count, WORDS), device=device, dtype=torch.int64)
             return torch.zeros(self.size, device=device, dtype=torch.float32), words
@@ -213,7 +216,9 @@ class Kept:
             self.made_from = made_from
         cuda = self.layers.device.type == "cuda"
         stream = raw_stream(self.layers.device.index) if cuda else 0
-        pair = self.graph if capturing else self.norms.pop(stream) if stream in self.norms else self.nothing()
+        pair = self.graph if capturing else self.norms.pop(stream, None)
+        if pair is None:
+            pair = by_another_thread(self.nothing, self.layers.device)
         self.layers.guarded(W, A, B, *pair, *pair)
         if capturing:
             _captured[id(self)] = self

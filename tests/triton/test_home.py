@@ -320,7 +320,10 @@ def test_children_may_use_the_gpu_after_the_parent_used_the_cpu(tmp_path):
     (tmp_path / "children.py").write_text(CHILDREN)
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     done = subprocess.run(
-        [sys.executable, tmp_path / "children.py"], env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True
+        [sys.executable, tmp_path / "children.py"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([root, *sys.path])},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from fdora.triton.runtime.private import HAS_PDL
 
+T = TypeVar("T")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -35,6 +38,21 @@ def device_of(device: torch.device) -> Device:
 def of_gpu(gpu: int, capability: int, num_sms: int) -> Device:
     """What follows from these numbers."""
     return Device(gpu, capability, num_sms, HAS_PDL and capability >= 90)
+
+
+def by_another_thread(make: Callable[[], T], device: torch.device) -> T:
+    """What ``make`` returns, which may stay: before it captures, Inductor has this thread allocate from a pool in which nothing
+    may be left but the results of its graph (reduce-overhead). For the stream of now."""
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.current_stream(device)
+
+    def made() -> T:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(made).result()
 
 
 def cdiv(a: int, b: int) -> int:
