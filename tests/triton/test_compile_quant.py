@@ -12,7 +12,7 @@ from fdora.quant.bnb import UNIT
 from fdora.triton.codes import Coded
 from fdora.triton.quant import plan_quant_norm
 from tests.triton.test_compile import TARGETS, assert_fits, build, device, pytestmark  # noqa: F401
-from tests.triton.written import BF16, FP16, FP32, launches, likes_of_norm
+from tests.triton.written import BF16, FP16, FP32, launches, likes_of_norm, plan_dense_norm
 
 FORMS = {
     "nf4 nested": Lut4("nf4", True, 64, "nested", "flat"),
@@ -44,7 +44,10 @@ CROSSING = [(1000, 4098, 70, FP32, None), (999, 4097, 70, BF16, BF16)]
 
 def step_of(form, target, N, K, r, dtype, dense):
     coded = Coded((N, K), form)
-    plan = plan_quant_norm(likes_of_norm(coded, r, dtype), device(target), coded, False, dense)
+    if dense is None:
+        plan = plan_quant_norm(likes_of_norm(coded, r, dtype), device(target), coded, False)
+    else:
+        plan = plan_dense_norm(likes_of_norm(coded, r, dtype), device(target), coded, dense)
     (step,) = launches(plan, "quant")
     return step
 
