@@ -12,7 +12,7 @@ from fdora._records import Dropout, Grads, Needs, Operands, Options, SavedMlp
 from fdora._torch import apply, apply_eager, no_graph
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
 from fdora.autograd.linear import needs_of, to_inputs
-from fdora.autograd.weight import Specs, dense, flat_of, layers_of, specs_of
+from fdora.autograd.weight import Specs, flat_of, layers_of, readable, specs_of
 from fdora.eager.act import ACTS as ACTS
 
 PARTS = len(SavedMlp._fields)
@@ -32,7 +32,7 @@ class Call(NamedTuple):
 def mlp(x: Tensor, layers: Sequence[Operands], call: Call) -> Tensor:
     """y; gate, up and down in this order."""
     if no_graph() and not autocast_on(x):
-        return OPS[call.backend].mlp_fwd(x, dense(layers, x.dtype), call.options, call.drop, call.act)[0]
+        return OPS[call.backend].mlp_fwd(x, readable(layers, x.dtype, call.backend), call.options, call.drop, call.act)[0]
     specs = specs_of(layers)
     call = call if specs is None else call._replace(specs=specs)
     return apply(Mlp, x, call, *flat_of(layers, specs))[0]
@@ -53,7 +53,8 @@ class Mlp(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, call: Call, *flat: Tensor | None) -> Any:
         with autocast_off(x):
-            y, saved = OPS[call.backend].mlp_fwd(x, layers_of(flat, call.specs, x.dtype), call.options, call.drop, call.act)
+            fwd, layers = OPS[call.backend].mlp_fwd, layers_of(flat, call.specs, x.dtype, call.backend)
+            y, saved = fwd(x, layers, call.options, call.drop, call.act)
         # vmap carries no None out of a Function: an empty vector says it. y is there already; values before g are rarely kept.
         h, h_down, gate, up, _, *before = saved
         parts = (h, h_down, gate, up) if all([t is None for t in before]) else (h, h_down, gate, up, *before)
@@ -79,7 +80,7 @@ class Mlp(torch.autograd.Function):
         need_x, needs = ctx.needs_input_grad[0], needs_of(ctx.needs_input_grad[2:], 3)
         if no_graph() and not autocast_on(dy):
             bwd, saved = OPS[call.backend].mlp_bwd, SavedMlp(*rest[:PARTS])
-            layers = layers_of(rest[PARTS:], call.specs, x.dtype)
+            layers = layers_of(rest[PARTS:], call.specs, x.dtype, call.backend)
             dx, grads = bwd(dy, x, layers, call.options, call.drop, call.act, saved, need_x, needs)
         else:
             flags = (need_x, *(need for each in needs for need in each))
@@ -96,7 +97,8 @@ class EagerMlp(Mlp):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call, *flat: Tensor | None) -> Any:  # type: ignore[override]
-        y, saved = OPS[call.backend].mlp_fwd(x, layers_of(flat, None, x.dtype), call.options, call.drop, call.act)
+        layers = layers_of(flat, None, x.dtype, call.backend)
+        y, saved = OPS[call.backend].mlp_fwd(x, layers, call.options, call.drop, call.act)
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *saved, *flat)
@@ -109,7 +111,7 @@ class MlpBwd(torch.autograd.Function):
     @staticmethod
     def forward(call: Call, flags: tuple[bool, ...], dy: Tensor, x: Tensor, *rest: Any) -> Any:
         needs = [Needs(*flags[i : i + 5]) for i in range(1, len(flags), 5)]
-        bwd, layers = OPS[call.backend].mlp_bwd, layers_of(rest[PARTS:], call.specs, x.dtype)
+        bwd, layers = OPS[call.backend].mlp_bwd, layers_of(rest[PARTS:], call.specs, x.dtype, call.backend)
         saved = SavedMlp(*rest[:PARTS])
         with autocast_off(x):
             dx, grads = bwd(dy, x, layers, call.options, call.drop, call.act, saved, flags[0], needs)

@@ -58,6 +58,8 @@ def copied(plan, name, t):
     from fdora.triton.kernels.copy import copy_kernel
 
     (M, N), out = t.shape, plan.result(name, t.shape, t.dtype)
+    if 0 in t.shape:
+        return out
     args = (t, None, None, None, out, M, 0, 0, 0, N, N, *t.stride, *(0,) * 6)
     plan.launch(copy_kernel, (-(-N // 256), -(-M // 16)), args, (1, 16, 256), 4)
     return out
@@ -152,35 +154,109 @@ def calls_of_weights(N, K, r, dtype, adapter=None):
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def likes_of_codes(form, N, K, r, dtype=BF16):
-    """A and B, then the tensors of a weight of codes."""
-    adapter, u8 = [alike(r, K, dtype=dtype), alike(N, r, dtype=dtype)], torch.uint8
+def likes_of_codes(coded):
+    """The tensors of a weight of codes."""
+    (N, K), form = coded
     if not hasattr(form, "table"):
-        n = {"tensor": 1, "row": N}.get(form.mode, -(-N // form.block[0]) * -(-K // form.block[1]))
-        code = torch.int8 if form.code == "int8" else torch.float8_e4m3fn
-        return [*adapter, alike(N, K, dtype=code), alike(n, dtype=FP32)]
-    n = -(-N * K // form.group) if form.flat else N * -(-K // form.group)
+        one = {"tensor": 1, "row": N}
+        n = one[form.scale] if form.scale in one else -(-N // form.block[0]) * -(-K // form.block[1])
+        return [alike(N, K, dtype=torch.int8 if form.code == "int8" else torch.float8_e4m3fn), alike(n, dtype=FP32)]
+    n, u8 = -(-N * K // form.group) if form.layout == "flat" else N * -(-K // form.group), torch.uint8
     rest = {
         "fp32": [alike(n, dtype=FP32)],
         "nested": [alike(n, dtype=u8), alike(256, dtype=FP32), alike(-(-n // 256), dtype=FP32), alike(dtype=FP32)],
         "e8m0": [alike(n, dtype=u8)],
-        "e4m3": [alike(n, dtype=torch.float8_e4m3fn), alike(1, dtype=FP32)],
+        "e4m3*global": [alike(n, dtype=torch.float8_e4m3fn), alike(dtype=FP32)],
+        "e4m3/global": [alike(n, dtype=torch.float8_e4m3fn), alike(dtype=FP32)],
     }
-    return [*adapter, alike(-(-N * K // 2), dtype=u8), *rest[form.scales]]
+    return [alike(-(-N * K // 2), dtype=u8), *rest[form.scales]]
+
+
+def likes_of_norm(coded, r, dtype=BF16):
+    """A and B, then the tensors of a weight of codes."""
+    N, K = coded.shape
+    return [alike(r, K, dtype=dtype), alike(N, r, dtype=dtype), *likes_of_codes(coded)]
+
+
+def forms_of_codes():
+    """Every way in which codes and scales lie."""
+    from fdora.quant import Codes8, Lut4
+    from fdora.quant.bnb import UNIT
+
+    scales = ("fp32", "nested", "e8m0", "e4m3*global", "e4m3/global")
+    forms = [Lut4(t, t != "e2m1", 32, s, "row" if s == "e8m0" else "flat") for t in ("nf4", "fp4", "e2m1") for s in scales]
+    modes = (("tensor", (0, 0)), ("row", (0, 0)), ("block", (128, 128)))
+    return forms + [Codes8(c, *mode, u) for c, u in (("int8", 1.0), ("int8", UNIT), ("e4m3", 1.0)) for mode in modes]
+
+
+def plan_dense_norm(likes, device, coded, dense):
+    """The norm, and W, as a plan of a layer has them among its temporaries."""
+    from fdora.triton.codes import packed
+    from fdora.triton.quant import norm
+
+    plan = Builder("norm and dense W", device)
+    A, B = map(plan.matrix, likes[:2])
+    W, s = packed(plan, likes[2:], coded), plan.scalar("s")
+    c, out = plan.result("c", coded.shape[:1], FP32), plan.result("W", coded.shape, dense)
+    norm(plan, W, A, B, s, c, out)
+    return plan.plan()
+
+
+def plan_dense(likes, device, coded, dense):
+    """W, as a plan of a layer has it among its temporaries, and copied out of it."""
+    from fdora.triton.codes import packed
+    from fdora.triton.dequantize import dequantized
+
+    plan = Builder("dense W", device)
+    W = packed(plan, likes, coded)
+    copied(plan, "W", dequantized(plan, W, dense))
+    return plan.plan()
 
 
 def calls_of_codes(N, K, r, dtype):
-    """Norms of weights of 4 and 8 bits, with and without the dense W."""
-    from fdora.triton.quant import Eight, Four, plan_quant_norm
+    """Norms of weights of 4 and 8 bits, with and without the dense W, and that alone."""
+    from fdora.triton.codes import Coded
+    from fdora.triton.quant import plan_quant_norm
 
-    forms = [
-        Four(t, t != "e2m1", 32, s, s != "e8m0") for t in ("nf4", "fp4", "e2m1") for s in ("fp32", "nested", "e8m0", "e4m3")
-    ]
-    forms += [
-        Eight(c, *mode) for c in ("int8", "e4m3") for mode in (("tensor", (1, 1)), ("row", (1, 1)), ("block", (128, 128)))
-    ]
-    for form, (squared, dense) in product(forms, ((False, None), (True, None), (False, BF16), (False, FP32))):
-        yield plan_quant_norm, likes_of_codes(form, N, K, r, dtype), ((N, K), form, squared, dense)
+    for form in forms_of_codes():
+        coded = Coded((N, K), form)
+        for squared in (False, True):
+            yield plan_quant_norm, likes_of_norm(coded, r, dtype), (coded, squared)
+        for dense in (BF16, FP32):
+            yield plan_dense_norm, likes_of_norm(coded, r, dtype), (coded, dense)
+            yield plan_dense, likes_of_codes(coded), (coded, dense)
+
+
+def calls_of_coded_layers(M, N, K, r, dtype):
+    """Layers whose W is codes: one, a group with a dense and a frozen one, a gated MLP."""
+    from fdora.quant import Codes8, Lut4
+    from fdora.triton import linear, mlp
+    from fdora.triton.codes import Coded, written
+
+    four, eight = Lut4("nf4", True, 32, "nested", "flat"), Codes8("e4m3", "block", (128, 128), 1.0)
+    x, dy, h = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype), alike(M, r, dtype=dtype)
+    W, V, U = Coded((N, K), four), Coded((N, K), eight), Coded((K, N), four)
+    coded, frozen = ([None, *layer(N, K, r, dtype, dtype, frozen=f)[1:]] for f in (False, True))
+    dense, down = layer(N, K, r, dtype, dtype), [None, *layer(K, N, r, dtype, dtype)[1:]]
+    for A, (mode, seed) in product((W, V), (("lora", False), ("peft", True))):
+        la, facts = [None, *layer(N, K, r, dtype, dtype, seed=seed)[1:]], tuple(map(tuple, written([A])))
+        yield linear.plan_forward, [x, *la, *likes_of_codes(A)], (0.1, mode, ("output",), True, *facts)
+        for pre_scale, need_x in product((dtype == FP32, True), (False, True)):
+            needs = (True, True, True, False, False)
+            likes = [x, h, dy, dy, *la, *likes_of_codes(A)]
+            yield linear.plan_backward, likes, (0.1, mode, (pre_scale,), need_x, needs, *facts)
+    facts = tuple(map(tuple, written([W, None, V])))
+    likes = [*coded, *dense, *frozen, *likes_of_codes(W), *likes_of_codes(V)]
+    yield linear.plan_forward, [x, *likes], (0.0, "lora", ("output", "output", "nothing"), True, *facts)
+    needs = (*(True,) * 3, *(False,) * 2) * 2 + (False,) * 5
+    saved = [x, alike(M, 2 * r, dtype=dtype), dy, dy, dy, dy, dy, None]
+    yield linear.plan_backward, [*saved, *likes], (0.0, "lora", (True, True, False), True, needs, *facts)
+    facts = tuple(map(tuple, written([W, V, U])))
+    likes = [*coded, *coded, *down, *likes_of_codes(W), *likes_of_codes(V), *likes_of_codes(U)]
+    yield mlp.plan_forward, [x, *likes], (0.0, "lora", ("output",) * 3, True, "silu", *facts)
+    saved = [alike(M, 2 * r, dtype=dtype), h, None, None, None, dy, dy, x]
+    needs = (True, True, True, False, False) * 3
+    yield mlp.plan_backward, [x, x, *saved, *likes], (0.0, "lora", "silu", True, needs, *facts)
 
 
 def every_call():
@@ -199,3 +275,6 @@ def every_call():
     for dtype in (BF16, FP32):
         yield from calls_of_codes(1024, 2048, 64, dtype)
         yield from calls_of_codes(137, 75, 20, dtype)
+    for M, dtype in ((16, BF16), (512, BF16), (512, FP32)):
+        yield from calls_of_coded_layers(M, 1024, 512, 16, dtype)
+    yield from calls_of_coded_layers(70, 137, 75, 5, FP16)
