@@ -32,12 +32,13 @@ from bench import clock
 from bench.norm_forms import about
 from bench.save import save
 from fdora._records import Operands
-from fdora.quant import TABLES
+from fdora.quant import TABLES, Codes8, Lut4
+from fdora.triton.codes import Coded, packed
 from fdora.triton.configs import CodesConfig
 from fdora.triton.gemm import Epilogue, Operand, gemm
 from fdora.triton.kernels.g import g_tile
 from fdora.triton.kernels.small_quant import rows4
-from fdora.triton.quant import Eight, Four, _weight, dequantize_norm
+from fdora.triton.quant import quant_norm
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import INTERPRETED, device_of
 from fdora.triton.runtime.walk import like, run
@@ -45,11 +46,12 @@ from fdora.triton.small import Out
 from fdora.triton.small_quant import small_backward_of_codes, small_forward_of_codes
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 8192), (1024, 8192))
+SOME = ((4096, 4096), (14336, 4096), (4096, 14336))
 TOKENS, RANKS, MANY = (1, 4, 16, 32, 64), (16, 64), (128, 512, 4096)
-NESTED, PLAIN = Four("nf4", True, 64, "nested", True), Four("nf4", True, 64, "fp32", True)
+NESTED, PLAIN = Lut4("nf4", True, 64, "nested", "flat"), Lut4("nf4", True, 64, "fp32", "flat")
 FORMS = {
-    "nf4": PLAIN, "mxfp4": Four("e2m1", False, 32, "e8m0", False), "nvfp4": Four("e2m1", False, 16, "e4m3", False),
-    "int8 row": Eight("int8", "row", (1, 1)), "fp8 block": Eight("e4m3", "block", (128, 128)),
+    "nf4": PLAIN, "mxfp4": Lut4("e2m1", False, 32, "e8m0", "row"), "nvfp4": Lut4("e2m1", False, 16, "e4m3*global", "row"),
+    "int8 row": Codes8("int8", "row", (0, 0), 1.0), "fp8 block": Codes8("e4m3", "block", (128, 128), 1.0),
 }  # fmt: skip
 DTYPE = torch.bfloat16
 CACHE, S = 2**28, 2.0  # bytes: more than any GPU's L2 holds
@@ -68,28 +70,22 @@ GEMMS = [(64, 64, 128, 4, 3), (128, 64, 128, 4, 3), (128, 128, 128, 8, 3), (64, 
          (256, 64, 128, 4, 2)]  # tokens, columns, terms, warps, stages  # fmt: skip
 
 
-class Spec(NamedTuple):
-    shape: tuple[int, int]
-    facts: Four | Eight
-    dtype: torch.dtype
-
-
 class Weight(NamedTuple):
-    """Codes and scales of one layer, or their dense W."""
+    """Codes and scales of one layer."""
 
-    spec: Spec
+    coded: Coded
     tensors: tuple[torch.Tensor, ...]
 
 
 def weight(form, N, K, device):
     """Random codes; scales near 0.02."""
     u8 = {"dtype": torch.uint8, "device": device}
-    if isinstance(form, Eight):
+    if isinstance(form, Codes8):
         codes = torch.randint(0, 120, (N, K), **u8)
-        groups = N if form.mode == "row" else (-(-N // form.block[0]), -(-K // form.block[1]))
+        groups = N if form.scale == "row" else (-(-N // form.block[0]), -(-K // form.block[1]))
         scales = torch.rand(groups, device=device) * 1e-3 + 1e-3
         code = torch.int8 if form.code == "int8" else torch.float8_e4m3fn
-        return Weight(Spec((N, K), form, torch.bfloat16), (codes.view(code), scales))
+        return Weight(Coded((N, K), form), (codes.view(code), scales))
     codes, groups = torch.randint(0, 256, (N * K // 2,), **u8), N * K // form.group
     if form.scales == "nested":
         first = torch.linspace(-1, 1, 256, device=device)
@@ -97,12 +93,12 @@ def weight(form, N, K, device):
         more = (torch.randint(0, 256, (groups,), **u8), first, second, offset)
     elif form.scales == "e8m0":
         more = (torch.randint(118, 124, (groups,), **u8),)
-    elif form.scales == "e4m3":
+    elif form.scales == "e4m3*global":
         e4m3 = torch.randint(0x28, 0x58, (groups,), **u8).view(torch.float8_e4m3fn)
-        more = (e4m3, torch.tensor([0.0123], device=device))
+        more = (e4m3, torch.tensor(0.0123, device=device))
     else:
         more = (torch.rand(groups, device=device) * 0.02 + 0.01,)
-    return Weight(Spec((N, K), form, torch.bfloat16), (codes, *more))
+    return Weight(Coded((N, K), form), (codes, *more))
 
 
 class Layer(NamedTuple):
@@ -124,7 +120,7 @@ def forward_plan(form, M, N, K, la, first, config):
     builder = Builder("few tokens", device_of(la.x.device))
     x, A, B = (builder.matrix(like(t)) for t in la[:3])
     m, c = (builder.vector(like(t)) for t in la[3:])
-    W, s = _weight(builder, [like(t) for t in first.tensors], (N, K), form), builder.scalar("s")
+    W, s = packed(builder, [like(t) for t in first.tensors], first.coded), builder.scalar("s")
     out = Out(builder.result("y", (M, N), la.x.dtype), builder.result("h", (M, la.A.shape[0]), la.x.dtype), None)
     small_forward_of_codes(builder, x, W, Operands(None, A, B, m, c, None, None), s, out, config and CodesConfig(*config))
     return builder.plan()
@@ -133,7 +129,7 @@ def forward_plan(form, M, N, K, la, first, config):
 def backward_plan(form, M, N, K, la, dz, first, config):
     builder = Builder("few tokens, backward", device_of(dz.device))
     z, x, A, B = (builder.matrix(like(t)) for t in (dz, *la[:3]))
-    W, s = _weight(builder, [like(t) for t in first.tensors], (N, K), form), builder.scalar("s")
+    W, s = packed(builder, [like(t) for t in first.tensors], first.coded), builder.scalar("s")
     dx, dA = builder.result("dx", (M, K), dz.dtype), builder.result("dA", tuple(la.A.shape), la.A.dtype)
     small_backward_of_codes(builder, z, W, A, B, x, s, dx, dA, config=config and CodesConfig(*config))
     return builder.plan()
@@ -190,7 +186,7 @@ def many(form, M, N, K, r, Ws, la, config):
         torch.mm(la.x, la.A.T, out=h)
         many_kernel[(-(-M // bm) * -(-N // bn),)](
             la.x, codes.view(torch.int32), scales, code256, scales2, offset, h, la.B, y, la.m, la.c, M, N, K, r, K // 8,
-            K // form.group, la.x.stride(0), 1, form.table, form.high_first, form.group, form.scales, ptx, bm, bn, bk,
+            K // form.group, la.x.stride(0), 1, form.table, form.hi_first, form.group, form.scales, ptx, bm, bn, bk,
             max(16, min(64, r)), 8, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         return y
@@ -204,7 +200,7 @@ def many(form, M, N, K, r, Ws, la, config):
 def dense(W, la):
     """Its W, rounded once."""
     A, B = la.A[:8] * 0, la.B[:, :8].contiguous() * 0
-    return dequantize_norm(W.spec, W.tensors, A, B, 0.0, la.x.dtype)[1]
+    return quant_norm(W.coded, W.tensors, A, B, 0.0, dense=la.x.dtype)[1]
 
 
 def fused_after(M, N, K, r, la, decode, Ws):
@@ -229,7 +225,7 @@ def vendor():
 
 def state_of(bnb, W):
     """A weight as bitsandbytes holds it."""
-    (N, K), (codes, scales, *more) = W.spec.shape, W.tensors
+    (N, K), (codes, scales, *more) = W.coded.shape, W.tensors
     F = bnb.functional
     second, offset = None, None
     if more:
@@ -299,8 +295,11 @@ class Timed:
 
 
 def close(got, want, what):
+    """Says what is wrong, and goes on: the other ways are worth their time."""
     error = ((got.float() - want).norm() / want.norm()).item()
-    assert error <= 6e-3, f"{what} is wrong by {error:.1e}"
+    if not error <= 6e-3:
+        print(f"    WRONG: {what} by {error:.1e}", flush=True)
+    return error <= 6e-3
 
 
 def searched(timed, make, candidates, want):
@@ -313,8 +312,8 @@ def searched(timed, make, candidates, want):
         except Exception as error:
             print(f"    {config}: {type(error).__name__}: {str(error)[:100]}", flush=True)
             continue
-        close(got, want, config)
-        ways[config] = make(config)
+        if close(got, want, config):
+            ways[config] = make(config)
     return sorted(timed.medians(ways).items(), key=lambda item: item[1])
 
 
@@ -330,6 +329,10 @@ def compiled(case):
         W, la = [weight(form, N, K, "cuda")], layer(M, N, K, r, "cuda")
         if kind == "few":
             few(form, M, N, K, r, W, la, config)()
+        elif kind == "after":
+            N, K = config
+            W, la = [weight(form, N, K, "cuda")], layer(M, N, K, r, "cuda")
+            fused_after(M, N, K, r, la, lambda W: dense(W, la), W)()
         elif kind == "back":
             back(form, M, N, K, r, W, la, torch.randn(M, N, device="cuda").to(DTYPE), config)()
         else:
@@ -349,6 +352,7 @@ def all_cases(parts):
             yield from (("back", NESTED, M, 16, config) for config in COLUMNS[padded(M)])
     if "many" in parts:
         yield from (("many", NESTED, 512, 16, config) for config in GEMMS)
+        yield from (("after", NESTED, M, 16, shape) for M in MANY for shape in SOME)
 
 
 def line(row):
@@ -374,6 +378,8 @@ def few_rows(device, shapes, tokens, ranks):
                 row = {"M": M, "N": N, "K": K, "r": r}
                 if best is None:
                     found = searched(timed, lambda config: few(NESTED, M, N, K, r, Ws, la, config), FORWARD[padded(M)], want)
+                    if not found:
+                        break
                     best, row["tiles"] = found[0][0], [[list(c), round(ms, 5)] for c, ms in found]
                 ways = {"ours": few(NESTED, M, N, K, r, Ws, la, best)}
                 if bnb is not None:
@@ -393,6 +399,8 @@ def back_rows(device, shapes, tokens, ranks):
             la, dz = layer(M, N, K, r, device), torch.randn(M, N, device=device).to(DTYPE)
             want = dz.float() @ dense(Ws[0], la).float() + S * (dz @ la.B).float() @ la.A.float()
             found = searched(timed, lambda config: back(NESTED, M, N, K, r, Ws, la, dz, config), COLUMNS[padded(M)], want)
+            if not found:
+                continue
             best = found[0][0]
             ways = {"ours": back(NESTED, M, N, K, r, Ws, la, dz, best)}
             if bnb is not None:
@@ -416,11 +424,11 @@ def format_rows(device, shapes, tokens):
         Ws, la = weights(form, N, K, device), layer(M, N, K, 16, device)
         dz, W = torch.randn(M, N, device=device).to(DTYPE), dense(Ws[0], la).float()
         want = (la.x.float() @ W.T + S * (la.x @ la.A.T).float() @ la.B.float().T) * la.m
-        close(few(form, M, N, K, 16, Ws, la, None)(), want, name)
+        right = [close(few(form, M, N, K, 16, Ws, la, None)(), want, name)]
         want = dz.float() @ W + S * (dz @ la.B).float() @ la.A.float()
-        close(back(form, M, N, K, 16, Ws, la, dz, None)(), want, name)
+        right.append(close(back(form, M, N, K, 16, Ws, la, dz, None)(), want, name))
         ways = {"forward": few(form, M, N, K, 16, Ws, la, None), "backward": back(form, M, N, K, 16, Ws, la, dz, None)}
-        row = {"format": name, "M": M, "N": N, "K": K} | Timed(device, len(Ws)).medians(ways)
+        row = {"format": name, "M": M, "N": N, "K": K, "right": right} | Timed(device, len(Ws)).medians(ways)
         line(row)
         yield row
 
@@ -456,7 +464,7 @@ def main():
     options.add_argument("--commit", help="recorded in the JSON")
     options = options.parse_args()
     start, device, parts = time.perf_counter(), options.device, options.only.split(",")
-    shapes, tokens, ranks, more, some = SHAPES, TOKENS, RANKS, MANY, ((4096, 4096), (14336, 4096), (4096, 14336))
+    shapes, tokens, ranks, more, some = SHAPES, TOKENS, RANKS, MANY, SOME
     if device == "cpu":
         shapes, tokens, ranks, more, some = ((64, 256),), (1, 16), (8,), (70,), ((64, 256),)
     else:

@@ -13,26 +13,27 @@ from typing import Any
 
 import torch
 
+from fdora.quant import Lut4
+from fdora.triton.codes import Packed, byte_facts, groups_of, has_ptx
 from fdora.triton.configs import CodesConfig, power_of_two, small_codes_config
 from fdora.triton.kernels.small_quant import small_codes_kernel
-from fdora.triton.quant import Four, _Weight
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import INTERPRETED, cdiv
+from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.small import Out, shrunk
 
 
-def reads(W: _Weight) -> bool:
+def reads(W: Packed) -> bool:
     """Whether the functions here take it: 4-bit codes in whole words of rows and groups, or any 8-bit ones."""
-    if not isinstance(W.form, Four):
+    if not isinstance(W.form, Lut4):
         return True
     K, group = W.shape[1], W.form.group
     power = group & (group - 1) == 0 and group >= 8
-    return power and K % 8 == 0 and (K % group == 0 or not W.form.flat) and W.codes.aligned
+    return power and K % 8 == 0 and (K % group == 0 or W.form.layout == "row") and W.codes.aligned
 
 
 def small_forward_of_codes(
-    plan: Builder, x: Array, W: _Weight, la: Any, s: Scalar, out: Out, config: CodesConfig | None = None
+    plan: Builder, x: Array, W: Packed, la: Any, s: Scalar, out: Out, config: CodesConfig | None = None
 ) -> None:
     """:func:`fdora.triton.small.small_forward`, W of codes. float16 or bfloat16 x."""
     y, h, pre_scale = out
@@ -40,7 +41,7 @@ def small_forward_of_codes(
 
 
 def small_backward_of_codes(
-    plan: Builder, dz: Array, W: _Weight, A: Array, B: Array, x: Array, s: Scalar, dx: Array, dA: Array | None,
+    plan: Builder, dz: Array, W: Packed, A: Array, B: Array, x: Array, s: Scalar, dx: Array, dA: Array | None,
     accumulate: bool = False, config: CodesConfig | None = None,
 ) -> None:  # fmt: skip
     """:func:`fdora.triton.small.small_backward`, W of codes."""
@@ -48,7 +49,7 @@ def small_backward_of_codes(
 
 
 def _small(
-    plan: Builder, x: Array, W: _Weight, columns: bool, a: Array, b: Array, s: Scalar, config: CodesConfig | None, out: Array,
+    plan: Builder, x: Array, W: Packed, columns: bool, a: Array, b: Array, s: Scalar, config: CodesConfig | None, out: Array,
     pre_scale: Array | None, h: Array | None = None, m: Array | None = None, c: Array | None = None,
     bias: Array | None = None, u: Array | None = None, dA: Array | None = None, accumulate: bool = False,
 ) -> None:  # fmt: skip
@@ -59,30 +60,28 @@ def _small(
             if t is not None:
                 plan.zero(t)
         return
-    four = isinstance(form, Four)
     part, pdl = shrunk(plan, x, a)
     rows = 8 if M <= 8 and dA is None else power_of_two(M)  # dA sums over tokens, 16 at least
-    capability = plan.device.capability
-    block_n, block_k, slices, warps, stages = config or small_codes_config(rows, N, K, 4 if four else 8, columns, capability)
-    width = W.shape[1]
+    capability, codes, strides = plan.device.capability, W.codes, W.codes.stride
     how: tuple
-    if isinstance(form, Four):
-        codes = W.codes.words((W.codes.numel // 4,), (1,), torch.int32)
+    if isinstance(form, Lut4):
+        codes = codes.words((codes.numel // 4,), (1,), torch.int32)
         scales, code256, scales2, offset = W.rest
-        groups, strides = cdiv(width, form.group), (0, 0)
-        ptx = capability >= 80 and not INTERPRETED
-        how = (4, form.table, form.high_first, form.group, form.scales, 1, columns, ptx)
+        strides = (0, 0)
+        how = (4, form.table, form.hi_first, form.group, form.scales, 1, has_ptx(capability) and capability >= 80)
     else:
-        codes, (scales,) = W.codes, W.rest
-        code256 = scales2 = offset = None
-        groups, by_bits = cdiv(width, form.block[1]), form.code == "e4m3" and capability < 89
-        strides = W.codes.stride if columns else W.codes.stride[::-1]
-        how = (8, form.code, by_bits, form.block[0], form.mode, form.block[1], columns, False)
+        (scales,), code256, scales2, offset = W.rest, None, None, None
+        strides = strides if columns else strides[::-1]
+        code, by_bits, mode, block_rows, block_columns, ptx = byte_facts(W, capability)
+        how = (8, code, by_bits, block_rows, mode, block_columns, ptx)
+    config = config or small_codes_config(rows, N, K, how[0], columns, capability)
+    block_n, block_k, slices, warps, stages = config
     even = N % block_n == 0 and K % (block_k * slices) == 0
     plan.launch(
         small_codes_kernel, (cdiv(N, block_n),),
-        (x, codes, scales, code256, scales2, offset, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, r, width // 8,
-         groups, *x.stride, *strides, *b.stride, 0 if h is None else h.stride[0], *((1, 1) if u is None else u.stride)),
-        (*how, part.shape[0], m is not None, bias is not None, pre_scale is not None, h is not None, u is not None, accumulate,
-         pdl, even, rows, block_n, block_k, min(64, power_of_two(r)), slices), warps, stages, pdl,
+        (x, codes, scales, code256, scales2, offset, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, r,
+         W.shape[1] // 8, groups_of(W), *x.stride, *strides, *b.stride, 0 if h is None else h.stride[0],
+         *((1, 1) if u is None else u.stride)),
+        (*how, columns, part.shape[0], m is not None, bias is not None, pre_scale is not None, h is not None, u is not None,
+         accumulate, pdl, even, rows, block_n, block_k, min(64, power_of_two(r)), slices), warps, stages, pdl,
     )  # fmt: skip

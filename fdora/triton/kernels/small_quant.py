@@ -22,8 +22,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.decode import e4m3, nibble, scale_of
+from fdora.triton.kernels.decode import nibble, scale_of
 from fdora.triton.kernels.g import g_tile
+from fdora.triton.kernels.quant import UNIT, _byte_value
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.lookup import PICKED, SCALED
 from fdora.triton.runtime.private import gdc_wait
@@ -234,13 +235,10 @@ def _bytes(
             by_n, by_k = (n // BY_N)[None, :, None], (at_k // BY_K)[:, None, :]
             at = by_k * groups + by_n if COLUMNS else by_n * groups + by_k
             scale = tl.load(scales + at, mask=mask, other=0.0)
-        if CODE == "int8":
-            v = c.to(tl.float32)
-        elif BY_BITS:
-            v = e4m3(c)
-        else:
-            v = c.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        acc = _product(acc, (v * scale).to(x.dtype.element_ty), tl.permute(xt, (0, 2, 1)), SLICES, BLOCK_N, BLOCK_K, BLOCK_M)
+        w = _byte_value(c, CODE, BY_BITS) * scale
+        if CODE == "int8/127":
+            w *= UNIT
+        acc = _product(acc, w.to(x.dtype.element_ty), tl.permute(xt, (0, 2, 1)), SLICES, BLOCK_N, BLOCK_K, BLOCK_M)
     return acc if SLICES == 1 else tl.sum(acc, axis=0)
 
 
@@ -249,7 +247,7 @@ def small_codes_kernel(
     x, codes, scales, code256, scales2, offset, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, R, words, groups,
     stride_xm, stride_xk, stride_wk, stride_wn, stride_br, stride_bn, stride_hm, stride_um, stride_un,
     BITS: tl.constexpr, KIND: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, COLUMNS: tl.constexpr,
     PARTS: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, STORE_H: tl.constexpr,
     NEED_A: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SLICES: tl.constexpr,
