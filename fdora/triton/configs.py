@@ -184,6 +184,26 @@ def small_config(rows: int, N: int, K: int, columns: bool, capability: int) -> S
     return SmallConfig(*nearest(SMALL[columns], (rows, N, K)))
 
 
+class CodesConfig(NamedTuple):
+    """Tile for up to 64 tokens and a W of codes: columns of the result, terms at once, and how many warps share it."""
+
+    BLOCK_N: int
+    BLOCK_K: int
+    SLICES: int
+    num_warps: int
+    num_stages: int
+
+
+@lru_cache(4096)
+def small_codes_config(rows: int, N: int, K: int, bits: int, columns: bool, capability: int) -> CodesConfig:
+    """``rows``: tokens, padded. ``columns``: the result has the columns of W (backward), and K counts its rows."""
+    if capability < 80:  # interpreted, or an AMD GPU
+        return CodesConfig(64 if columns else 16, 16 if columns else 128, 2, 2, 2)
+    if columns:
+        return CodesConfig(64, 16, 8, 8, 3)
+    return CodesConfig(32, 128, 8 if rows <= 16 else 4, 8 if rows <= 16 else 4, 3 if rows <= 16 else 2)
+
+
 def nearest(table: dict[tuple, tuple], shape: tuple[int, ...], weights: tuple[float, ...] = (1, 1, 1)) -> tuple:
     """The entry whose shape is closest, in weighted factors of two summed over the axes; the first of equals."""
 

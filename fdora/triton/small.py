@@ -48,6 +48,24 @@ def small_backward(
     _small(plan, dz, W, B, A, s, config, dx, None, u=None if dA is None else x, dA=dA, accumulate=accumulate)
 
 
+def shrunk(plan: Builder, x: Array, a: Array) -> tuple[Array, bool]:
+    """(M, K) (K, r) -> the parts of x a, (parts, M, r) float32, and whether the kernel that adds them may start early."""
+    (M, K), r, rows = x.shape, a.shape[1], power_of_two(x.shape[0])
+    # Few slabs of a small rank: K is split as well, so that more than one multiprocessor works and nobody loops for long.
+    parts = max(1, min(8 if r <= 64 else 4 if r <= 128 else 2, K // 256))
+    part = plan.temp((parts, M, r), torch.float32)
+    pdl = plan.device.supports_pdl
+    span = cdiv(cdiv(K, parts), 16) * 16
+    wide = rows < 64 and plan.device.capability > 0  # an AMD GPU has 64 KiB of shared memory: too little for a slab in float32
+    block_k = min(512 if wide else 128, power_of_two(span))
+    stride_ak, stride_ar = a.stride
+    plan.launch(
+        shrink_kernel, (cdiv(r, 16), parts), (x, a, part, M, K, r, span, *x.stride, stride_ar, stride_ak),
+        (pdl, rows, 16, block_k), 4, 3,
+    )  # fmt: skip
+    return part, pdl
+
+
 def _small(
     plan: Builder, x: Array, w: Array, a: Array, b: Array, s: Scalar, config: SmallConfig | None, out: Array,
     pre_scale: Array | None, h: Array | None = None, m: Array | None = None, c: Array | None = None,
@@ -61,18 +79,8 @@ def _small(
                 plan.zero(t)
         return
     rows = power_of_two(M)
-    # Few slabs of a small rank: K is split as well, so that more than one multiprocessor works and nobody loops for long.
-    parts = max(1, min(8 if r <= 64 else 4 if r <= 128 else 2, K // 256))
-    part = plan.temp((parts, M, r), torch.float32)
-    pdl = plan.device.supports_pdl
-    span = cdiv(cdiv(K, parts), 16) * 16
-    wide = rows < 64 and plan.device.capability > 0  # an AMD GPU has 64 KiB of shared memory: too little for a slab in float32
-    block_k = min(512 if wide else 128, power_of_two(span))
-    stride_ak, stride_ar = a.stride
-    plan.launch(
-        shrink_kernel, (cdiv(r, 16), parts), (x, a, part, M, K, r, span, *x.stride, stride_ar, stride_ak),
-        (pdl, rows, 16, block_k), 4, 3,
-    )  # fmt: skip
+    part, pdl = shrunk(plan, x, a)
+    parts = part.shape[0]
     block_n, block_k, warps, stages = config or small_config(rows, N, K, w.stride[1] == 1, plan.device.capability)
     plan.launch(
         small_kernel, (cdiv(N, block_n),),

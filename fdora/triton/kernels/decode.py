@@ -81,9 +81,8 @@ def _e8m0(x):
 
 
 @triton.jit
-def group_scale(scales, code256, scales2, offset, at, mask, SCALES: tl.constexpr):
-    """The float32 scale of each group: ``at`` is its number. 0 outside of the mask."""
-    x = tl.load(scales + at, mask=mask, other=0)
+def scale_of(x, code256, scales2, offset, at, mask, SCALES: tl.constexpr):
+    """The float32 scale that a stored one, of the group ``at``, stands for. 0 outside of the mask."""
     if SCALES == "nested":
         # A fused multiply-add for the product alone, so that no compiler fuses it with the sum: bitsandbytes rounds twice.
         second = tl.load(scales2 + (at >> 8), mask=mask, other=0.0)
@@ -97,6 +96,12 @@ def group_scale(scales, code256, scales2, offset, at, mask, SCALES: tl.constexpr
         return tl.where(mask, tl.math.div_rn(e4m3(x), tl.load(code256)), 0.0)
     else:
         return x
+
+
+@triton.jit
+def group_scale(scales, code256, scales2, offset, at, mask, SCALES: tl.constexpr):
+    """The float32 scale of each group: ``at`` is its number. 0 outside of the mask."""
+    return scale_of(tl.load(scales + at, mask=mask, other=0), code256, scales2, offset, at, mask, SCALES)
 
 
 @triton.jit

@@ -57,6 +57,14 @@ def _small(*, x, w, part, h, b, out, pre_scale, u, dA, M, N, K, R, ACCUMULATE, *
     return product(M, N, wide, x) + moved(x, w, part, h, b, out, pre_scale, u, dA, out if ACCUMULATE else None)
 
 
+def _small_codes(
+    *, x, codes, scales, scales2, part, h, b, out, pre_scale, u, dA, M, N, K, R, ACCUMULATE, **_: Any
+) -> Cost:  # fmt: skip
+    wide = K + R if u is None else K + 2 * R
+    what = moved(x, codes, scales, scales2, part, h, b, out, pre_scale, u, dA, out if ACCUMULATE else None)
+    return product(M, N, wide, x) + what
+
+
 def _scale(
     *, dy, saved, h, dz, dz_minus_dy, partial_m, partial_bias, partial_B, dB, M, N, R, NEED_M, NEED_C, BLOCK_R, SINGLE, **_: Any
 ) -> Cost:
@@ -159,6 +167,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "quant8_kernel": _quant8,
     "scale_kernel": _scale,
     "shrink_kernel": _shrink,
+    "small_codes_kernel": _small_codes,
     "small_kernel": _small,
     "split_kernel": _split,
     "sum_kernel": _sum,

@@ -1,4 +1,4 @@
-"""PTX that looks 4-bit codes up in registers, for kernels/decode.py."""
+"""PTX that looks 4-bit codes up in registers, for kernels/decode.py and kernels/small_quant.py."""
 
 from __future__ import annotations
 
@@ -40,3 +40,42 @@ def lookup(table: tuple[float, ...]) -> str:
 
 
 PTX = {name: lookup(table) for name, table in TABLES.items()}
+
+
+def scaled(table: tuple[float, ...], half: str) -> str:
+    """PTX: the table times the float32 $8, each product rounded once, as 16 numbers of 16 bits ("bf16", "f16"). $0 to $3 hold
+    their low bytes, four to a register, $4 to $7 the high ones."""
+    lines = [".reg .f32 w<16>;", ".reg .b32 pair<8>;"]
+    lines += [f"mul.rn.f32 w{i}, $8, 0f{struct.pack('>f', v).hex()};" for i, v in enumerate(table)]
+    lines += [f"cvt.rn.{half}x2.f32 pair{i}, w{2 * i + 1}, w{2 * i};" for i in range(8)]
+    for i in range(4):
+        lines += [
+            f"prmt.b32 ${i + at}, pair{2 * i}, pair{2 * i + 1}, {bytes_};" for at, bytes_ in ((0, "0x6420"), (4, "0x7531"))
+        ]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+def picked(high_first: bool) -> str:
+    """PTX: what the nibbles of $8 stand for in the table of ``scaled``, $9 to $16, as $0 to $7 in the order of the weights."""
+    lines = [
+        ".reg .b32 code, pick, codes, picks, neg, pos, lo, hi, pair;",
+        "and.b32 code, $8, 0x77777777;",
+        "shr.b32 pick, $8, 1;",
+        "lop3.b32 pick, pick, 0x44444444, 0x32103210, 0xEA;",
+    ]
+    for half in (0, 1):
+        lines += [f"shr.b32 codes, code, {16 * half};", f"shr.b32 picks, pick, {16 * half};"]
+        for plane, at in (("lo", 9), ("hi", 13)):
+            lines += [
+                f"prmt.b32 neg, ${at}, ${at + 1}, codes;",
+                f"prmt.b32 pos, ${at + 2}, ${at + 3}, codes;",
+                f"prmt.b32 {plane}, neg, pos, picks;",
+            ]
+        for byte, two in ((0, "0x4051" if high_first else "0x5140"), (1, "0x6273" if high_first else "0x7362")):
+            first = 4 * half + 2 * byte
+            lines += [f"prmt.b32 pair, lo, hi, {two};", f"mov.b32 {{${first}, ${first + 1}}}, pair;"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+SCALED = {half: {name: scaled(table, half) for name, table in TABLES.items()} for half in ("bf16", "f16")}
+PICKED = {high_first: picked(high_first) for high_first in (False, True)}

@@ -1,0 +1,87 @@
+"""The layer for a handful of tokens where W is codes: read once as they are stored, and decoded where they are multiplied.
+
+    parts of h = s x A^T             as in small.py
+    out = g (x W + h B) + bias       one program per few columns, all of K, then all of r
+
+Each weight is value(code) * scale in float32, rounded once to the dtype of x: the number that a dense W of that dtype holds.
+So y is that of the dense way up to the order of a sum. Nothing of the size of W is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fdora.quant import Lut4
+from fdora.triton.codes import Packed, byte_facts, groups_of, has_ptx
+from fdora.triton.configs import CodesConfig, power_of_two, small_codes_config
+from fdora.triton.kernels.small_quant import small_codes_kernel
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.small import Out, shrunk
+
+
+def reads(W: Packed) -> bool:
+    """Whether the functions here take it: 4-bit codes in whole words of rows and groups, or any 8-bit ones."""
+    if not isinstance(W.form, Lut4):
+        return True
+    K, group = W.shape[1], W.form.group
+    power = group & (group - 1) == 0 and group >= 8
+    return power and K % 8 == 0 and (K % group == 0 or W.form.layout == "row") and W.codes.aligned
+
+
+def small_forward_of_codes(
+    plan: Builder, x: Array, W: Packed, la: Any, s: Scalar, out: Out, config: CodesConfig | None = None
+) -> None:
+    """:func:`fdora.triton.small.small_forward`, W of codes. float16 or bfloat16 x."""
+    y, h, pre_scale = out
+    _small(plan, x, W, False, la.A.T, la.B.T, s, config, y, pre_scale, h=h, m=la.m, c=la.c, bias=la.bias)
+
+
+def small_backward_of_codes(
+    plan: Builder, dz: Array, W: Packed, A: Array, B: Array, x: Array, s: Scalar, dx: Array, dA: Array | None,
+    accumulate: bool = False, config: CodesConfig | None = None,
+) -> None:  # fmt: skip
+    """:func:`fdora.triton.small.small_backward`, W of codes."""
+    _small(plan, dz, W, True, B, A, s, config, dx, None, u=None if dA is None else x, dA=dA, accumulate=accumulate)
+
+
+def _small(
+    plan: Builder, x: Array, W: Packed, columns: bool, a: Array, b: Array, s: Scalar, config: CodesConfig | None, out: Array,
+    pre_scale: Array | None, h: Array | None = None, m: Array | None = None, c: Array | None = None,
+    bias: Array | None = None, u: Array | None = None, dA: Array | None = None, accumulate: bool = False,
+) -> None:  # fmt: skip
+    """(M, K), W (N, K) or, for its columns, (K, N), (K, r) (r, N): x w + s x a b, and what comes with it."""
+    (M, K), N, r, form = x.shape, out.shape[1], a.shape[1], W.form
+    if M == 0 or N == 0:
+        for t in (h, dA):
+            if t is not None:
+                plan.zero(t)
+        return
+    part, pdl = shrunk(plan, x, a)
+    rows = 8 if M <= 8 and dA is None else power_of_two(M)  # dA sums over tokens, 16 at least
+    capability, codes, strides = plan.device.capability, W.codes, W.codes.stride
+    how: tuple
+    if isinstance(form, Lut4):
+        codes = codes.words((codes.numel // 4,), (1,), torch.int32)
+        scales, code256, scales2, offset = W.rest
+        strides = (0, 0)
+        how = (4, form.table, form.hi_first, form.group, form.scales, 1, has_ptx(capability) and capability >= 80)
+    else:
+        (scales,), code256, scales2, offset = W.rest, None, None, None
+        strides = strides if columns else strides[::-1]
+        code, by_bits, mode, block_rows, block_columns, ptx = byte_facts(W, capability)
+        how = (8, code, by_bits, block_rows, mode, block_columns, ptx)
+    config = config or small_codes_config(rows, N, K, how[0], columns, capability)
+    block_n, block_k, slices, warps, stages = config
+    even = N % block_n == 0 and K % (block_k * slices) == 0
+    plan.launch(
+        small_codes_kernel, (cdiv(N, block_n),),
+        (x, codes, scales, code256, scales2, offset, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, r,
+         W.shape[1] // 8, groups_of(W), *x.stride, *strides, *b.stride, 0 if h is None else h.stride[0],
+         *((1, 1) if u is None else u.stride)),
+        (*how, columns, part.shape[0], m is not None, bias is not None, pre_scale is not None, h is not None, u is not None,
+         accumulate, pdl, even, rows, block_n, block_k, min(64, power_of_two(r)), slices), warps, stages, pdl,
+    )  # fmt: skip
