@@ -37,7 +37,7 @@ def layout(layer: Any, adapter: str) -> Layout | None:
     W = getattr(layer.get_base_layer(), "weight", None)
     bias, dropout = getattr(layer.get_base_layer(), "bias", None), layer.lora_dropout[adapter]
     A, B, m = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.lora_magnitude_vector[adapter].weight
-    if W is None or unserved(W, A, B, m):
+    if W is None or type(W).__module__.startswith("torchao.") or unserved(W, A, B, m):
         return None
     p = float(dropout.p) if type(dropout) is nn.Dropout and layer.training else 0.0
     dtypes = W.dtype, A.dtype, B.dtype, m.dtype, None if bias is None else bias.dtype
