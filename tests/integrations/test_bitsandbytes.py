@@ -17,7 +17,8 @@ from transformers import LlamaForCausalLM
 
 from fdora import FdoraError
 from fdora.integrations import _norm
-from fdora.integrations._peft import linear, quant, variants
+from fdora.functional import dora_mlp
+from fdora.integrations._peft import blocks, linear, quant, variants
 from fdora.integrations.peft import init_magnitude, report, restore, use_fdora
 from fdora.quant import from_bnb
 from tests import device, reference
@@ -187,10 +188,20 @@ def test_compiled_whole(given):
         assert a.dtype == b.dtype and rel_l2(a, b) < 1e-2
 
 
-def quantised_llama(compute):
+def test_a_magnitude_of_the_dtype_of_the_state():
+    model, x = four_bits(), inputs()
+    for layer in layers(model):
+        layer.lora_magnitude_vector.to(HALF)
+    got = step(use_fdora(model), x)
+    for a, b in zip(got, truth(model, x), strict=True):
+        assert rel_l2(a, b) < (1e-5 if a.dtype == torch.float32 else 1e-2)
+    assert paths(model) == [(1, 0, 0)] * 2
+
+
+def quantised_llama(compute, given):
     config = llama().config
     config.intermediate_size = 128
-    model = LlamaForCausalLM(config).to(compute)
+    model = LlamaForCausalLM(config).to(given)
     for _, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and name != "lm_head":
@@ -204,10 +215,11 @@ def quantised_llama(compute):
     return perturb(get_peft_model(model, LoraConfig(**LORA, use_dora=True)))
 
 
-@pytest.mark.parametrize("compute", [torch.float32, HALF])
-def test_blocks_are_fused_as_well(compute):
+@pytest.mark.parametrize(("compute", "given"), [(torch.float32, torch.float32), (HALF, HALF), (HALF, torch.float32)])
+def test_blocks_are_fused_as_well(monkeypatch, compute, given):
+    """In one call each; an MLP layer by layer where its layers compute in another dtype than they are given."""
     torch.manual_seed(0)
-    model, ids = quantised_llama(compute), torch.randint(3, 250, (2, 9), device=device.NAME)
+    model, ids = quantised_llama(compute, given), torch.randint(3, 250, (2, 9), device=device.NAME)
 
     def run():
         model.zero_grad()
@@ -223,7 +235,15 @@ def test_blocks_are_fused_as_well(compute):
         assert all(row.composed == 0 and not row.fallbacks for row in report(model))
     first = model.base_model.model.model.layers[0]
     assert type(first.mlp).__name__ == "LlamaMLP" and hasattr(first.mlp, "STOCK")
-    assert first.self_attn.q_proj.lora_variant["default"].shared is not None
+    q, k, v = (getattr(first.self_attn, f"{name}_proj") for name in "qkv")
+    x = torch.randn(3, 64, device=device.NAME, dtype=given)
+    outputs, shared = [q(x)], q.lora_variant["default"].shared
+    assert list(shared.waiting.outputs) == [1, 2]
+    outputs += [k(x), v(x)]
+    assert all(y.dtype == given for y in outputs) and shared.waiting is None
+    nodes = []
+    monkeypatch.setattr(blocks, "dora_mlp", lambda *args, **options: nodes.append(1) or dora_mlp(*args, **options))
+    assert first.mlp(x).dtype == given and len(nodes) == (compute == given)
 
 
 def test_a_forward_that_is_not_bitsandbytes_own_keeps_its_product():

@@ -182,7 +182,7 @@ def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | str:
         parts["lora_magnitude_vector"]._modules[name],
         parts["lora_dropout"]._modules[name],
     )
-    kind = "" if type(base) is nn.Linear and type(base._parameters.get("weight")) in PLAIN else family(base)
+    kind = family(base)
     for part in (base, lora_A, lora_B):
         if type(part) is not nn.Linear and not (kind and part is base):  # another quantised layer, a wrapper that shards
             return f"a {type(part).__name__} in the place of a torch.nn.Linear"
@@ -204,16 +204,13 @@ def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | str:
     why = paused(magnitude, s)
     if why:
         return why
-    W, A, B, m = (
-        base._parameters.get("weight"),
-        lora_A._parameters.get("weight"),
-        lora_B._parameters.get("weight"),
-        magnitude._parameters.get("weight"),
-    )
-    bias = base._parameters.get("bias")
-    if W is None or A is None or B is None or m is None:  # FSDP1 holds views of its flat parameter in their places
-        W, A, B, m, bias = base.weight, lora_A.weight, lora_B.weight, magnitude.weight, base.bias
+    A, B, m = (part._parameters.get("weight") for part in (lora_A, lora_B, magnitude))
+    if A is None or B is None or m is None:  # FSDP1 holds views of its flat parameter in their places
+        A, B, m = lora_A.weight, lora_B.weight, magnitude.weight
     if not kind:
+        W, bias = base._parameters.get("weight"), base._parameters.get("bias")
+        if W is None:
+            W, bias = base.weight, base.bias
         return Call(variant, W, A, B, m, bias, s, p)
     dtype = compute_dtype(base, kind, x)
     quant = variant.held.of(base, kind, dtype)

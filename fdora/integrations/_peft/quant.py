@@ -15,7 +15,7 @@ from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
 from fdora import FdoraError
-from fdora._torch import is_traced
+from fdora._torch import PLAIN, is_traced
 from fdora.integrations._framework import set_aside
 from fdora.quant import QuantWeight, from_bnb, from_bnb_int8, from_hqq, from_torchao
 
@@ -34,8 +34,8 @@ def family(base: nn.Module) -> str:
     """Whose layer it is; empty for one that nobody here knows to be quantised."""
     if type(base) is not nn.Linear:
         return of_class(type(base))
-    W = base._parameters.get("weight")
-    return TORCHAO if type(W).__module__.startswith("torchao.") else ""
+    of = type(base._parameters.get("weight"))
+    return TORCHAO if of not in PLAIN and of.__module__.startswith("torchao.") else ""
 
 
 def of_class(kind: type) -> str:
@@ -130,7 +130,8 @@ class Held:
             memo = now, pointer, {}
         W = memo[2].get(dtype)
         if W is None:
-            made = weight_of(base, kind, dtype)
+            with torch.inference_mode(False):
+                made = weight_of(base, kind, dtype)
             if isinstance(made, str):
                 return made
             memo[2][dtype] = W = made
@@ -148,9 +149,8 @@ def dont_pack(base: Any) -> None:
 def mend(base: Any) -> None:
     """PEFT's dequantisation of an 8-bit weight on a CPU leaves a parameter with codes and no row maxima (0.21), with which the
     next forward of bitsandbytes fails. The state still has them."""
-    W, state = base.weight, getattr(base, "state", None)
-    if getattr(W, "CB", None) is not None and W.SCB is None and getattr(state, "SCB", None) is not None:
-        W.SCB = state.SCB  # type: ignore[union-attr]
+    if family(base) == BNB8 and base.weight.CB is not None and base.weight.SCB is None:
+        base.weight.SCB = base.state.SCB
 
 
 def misread(base: Any, W: QuantWeight) -> bool:
