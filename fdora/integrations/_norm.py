@@ -13,6 +13,7 @@ from fdora._torch import PLAIN, functorch_active, is_traced, stays
 from fdora.functional import NormState, dora_norm, dora_norm_state, select_backend
 from fdora.functional.norm import give_norm, guarded_norm, kept_norm
 from fdora.integrations._tree import ALONE, UNASKED, capturing
+from fdora.quant import QuantWeight
 
 SMALL = 1 << 18  # elements of W below which its norm is computed sooner than A and B are compared
 
@@ -54,8 +55,8 @@ class KeptNorm:
             self.room = (weakref.ref(W), c, words)
             give_norm(words, self)
 
-    def of(self, owner: Any, W: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
-        """c (N,). owner is the parameter that W is, or was made from. Mapped code computes it every time."""
+    def of(self, owner: Any, W: Any, A: Tensor, B: Tensor, s: float) -> Tensor:
+        """c (N,). owner is the tensor that W is, or was made from. Mapped code computes it every time."""
         if not is_traced():
             return self.eager(owner, W, A, B, s)
         c: Tensor | None = None if self.norms is None else self.norms.traced_c(self, W, A, B, s)
@@ -66,17 +67,19 @@ class KeptNorm:
             return dora_norm(W, A, B, s=s)
         return kept_norm(W, A, B, s, room[1], room[2])
 
-    def eager(self, owner: Any, W: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
+    def eager(self, owner: Any, W: Any, A: Tensor, B: Tensor, s: float) -> Tensor:
         """The same where nothing traces."""
         c = self.given(W, A, B, s, False)
         if c is not None:
             return c
-        if W.numel() < SMALL:
+        if W.shape[0] * W.shape[1] < SMALL:
             return dora_norm(W, A, B, s=s)
         storage = owner.untyped_storage()
         # FSDP1 makes another view for each forward; a parameter is another one only when somebody replaced it.
         who = id(owner) if type(owner) is torch.nn.Parameter else 0
-        key = (W.dtype, W.device, W.shape, torch.is_inference_mode_enabled(), who, version(owner), owner.storage_offset())
+        stored = W.tensors if isinstance(W, QuantWeight) else (owner,)
+        versions = tuple([version(t) for t in stored if t is not None])
+        key = (W.dtype, W.device, W.shape, torch.is_inference_mode_enabled(), who, versions, owner.storage_offset())
         memo = self.memo  # read and written as a whole: the replicas of DataParallel share it
         if memo is None or memo[0] != key or memo[1].cdata != storage._cdata:
             # Not weakref.ref(owner): torch.utils.swap_tensors, and so model.to, refuses such a tensor.
@@ -92,7 +95,7 @@ class KeptNorm:
             self.memo = (*memo[:2], after)
         return after.c
 
-    def given(self, W: Tensor, A: Tensor, B: Tensor, s: float, compiled: bool = True) -> Tensor | None:
+    def given(self, W: Any, A: Tensor, B: Tensor, s: float, compiled: bool = True) -> Tensor | None:
         """c that the model's hook computed, if it holds for this call: for compiled code, too, when it runs."""
         if self.norms is None or self.place == ALONE:
             return None
@@ -103,7 +106,7 @@ class KeptNorm:
         return c
 
 
-def compiled_kernels(W: Tensor) -> bool:
+def compiled_kernels(W: Any) -> bool:
     """Whether compiled code calls kernels here, and for one adapter, not for a mapped bank of them."""
     return torch.compiler.is_compiling() and not functorch_active() and select_backend(W).name == "triton"
 

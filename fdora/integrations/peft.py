@@ -26,12 +26,14 @@ from torch import nn
 
 from fdora import FdoraError
 from fdora.functional import dora_norm
+from fdora.integrations._framework import put_back
 from fdora.integrations._hook import hook, unhook
 from fdora.integrations._peft.blocks import fuse_blocks, unfuse_blocks
 from fdora.integrations._peft.dora import Dora
 from fdora.integrations._peft.linear import Linear, fuse_layer, norms_of, unfuse_layer
+from fdora.integrations._peft.quant import warn_of
 from fdora.integrations._peft.report import Report, rows
-from fdora.integrations._peft.variants import OURS
+from fdora.integrations._peft.variants import OURS, LinearVariant
 
 __all__ = ["disable", "enable", "enabled", "init_magnitude", "report", "restore", "use_fdora"]
 
@@ -58,10 +60,10 @@ def use_fdora(model: Model, *, fuse: bool = False, keep_inner: bool = False) -> 
     Raises:
       FdoraError: there is no DoRA adapter in it, or ``fuse`` finds no block all of whose layers have one.
     """
-    found, layers = False, _layers("use_fdora", model)
+    found, layers, wrong = False, _layers("use_fdora", model), []
     unfuse_blocks(model)
     unhook(model)
-    for _, layer in layers:
+    for path, layer in layers:
         for name, variant in list(layer.lora_variant.items()):
             if type(variant) in OURS:
                 variant = layer.lora_variant[name] = OURS[type(variant)](variant)
@@ -70,6 +72,10 @@ def use_fdora(model: Model, *, fuse: bool = False, keep_inner: bool = False) -> 
                 variant.keep_inner = keep_inner
                 variant.keep(layer)
                 fuse_layer(layer)
+                if isinstance(variant, LinearVariant) and variant.misread(layer) is not None:
+                    wrong.append(path)
+    if wrong:
+        warn_of(len(wrong), wrong[0])
     if not found:
         raise FdoraError(
             "fdora.use_fdora: `model` must have a DoRA adapter of PEFT, got none. "
@@ -94,6 +100,7 @@ def restore(model: Model) -> Model:
             if isinstance(variant, Dora):
                 layer.lora_variant[name] = variant.stock
         unfuse_layer(layer)
+    put_back(model)
     return model
 
 

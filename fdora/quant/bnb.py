@@ -38,14 +38,14 @@ def from_bnb(weight: Tensor, quant_state: Any = None) -> QuantWeight:
     """
     fn = "quant.from_bnb"
     state: Any = getattr(weight, "quant_state", None) if quant_state is None else quant_state
+    if getattr(state, "packing_format_for_cpu", False):
+        remedy = "Load the layer anew, and do not run it in eval mode on a CPU before: that repacks the weight in place."
+        raise fail(fn, "weight", "in the order of quantize_4bit", "a weight packed for the CPU", remedy)
     if not isinstance(weight, Tensor) or not all(hasattr(state, a) for a in STATE):
         have = f"a {type(weight).__name__} with {'no' if state is None else f'a {type(state).__name__} for'} quant_state"
         raise fail(
             fn, "weight", "a quantised Params4bit, or its data and a QuantState", have, "Pass quant_state=layer.quant_state."
         )
-    if getattr(state, "packing_format_for_cpu", False):
-        remedy = "Load the layer anew, and do not run it in eval mode on a CPU before: that repacks the weight in place."
-        raise fail(fn, "weight", "in the order of quantize_4bit", "a weight packed for the CPU", remedy)
     if state.quant_type not in ("nf4", "fp4"):
         raise fail(fn, "quant_state.quant_type", "nf4 or fp4", repr(state.quant_type), "Quantise the layer with one of them.")
     if state.dtype not in FLOATS:

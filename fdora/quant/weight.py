@@ -200,7 +200,11 @@ def stored(fn: str, arg: str, t: Any, dtypes: tuple[torch.dtype, ...], size: Seq
         )
     if not t.is_contiguous():
         raise fail(fn, arg, "contiguous", f"strides {t.stride()}", f"Pass {arg}.contiguous().")
-    return t.detach()
+    t = t.detach()
+    if torch.compiler.is_compiling() or not t.is_inference() or torch.is_inference_mode_enabled():
+        return t
+    # autograd keeps no tensor that was made in inference mode, as HQQ makes its own; another one of the same memory it does
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
 
 
 def _flatten(W: QuantWeight) -> tuple[tuple[Tensor | None, ...], QuantSpec]:

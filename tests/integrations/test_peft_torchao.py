@@ -2,6 +2,7 @@
 
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from peft.tuners.lora.torchao import TorchaoLoraLinear
 from torch import nn
 
 from fdora.integrations.peft import restore, use_fdora
+from tests.process import run_cases
 
 
 class Weight(nn.Parameter):
@@ -98,3 +100,8 @@ def use_fdora_if_any(made):
 
     fuse_layer(made.base_model.model[0])
     return made
+
+
+def test_the_library():
+    quiet = {"TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}
+    run_cases(Path(__file__).with_name("peft_torchao_cases.py"), "torchao", 12, **quiet)

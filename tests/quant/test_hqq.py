@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fdora._check import FdoraError
+from fdora.functional import dora_linear
 from fdora.quant import from_hqq
 from tests.process import run_cases
 from tests.quant.make import hqq
@@ -32,6 +33,18 @@ class Layer:
 
 CODES = torch.zeros(4, 8, dtype=torch.uint8)
 META = {"shape": (2, 32), "axis": 1, "group_size": 8, "packing": "4bit_u8", "scale": torch.ones(8, 1), "zero": torch.ones(8, 1)}
+
+
+def test_what_was_made_in_inference_mode_is_kept_for_backward():
+    """As HQQ makes all of it; autograd refuses such tensors."""
+    with torch.inference_mode():
+        codes, meta = CODES.clone(), META | {"scale": torch.ones(8, 1), "zero": torch.ones(8, 1)}
+        assert from_hqq(codes, meta).shape == (2, 32)
+    W = from_hqq(codes, meta)
+    assert all(not t.is_inference() for t in W.tensors) and W.tensors[0].data_ptr() == codes.data_ptr()
+    x, A, B, m = torch.randn(3, 32, requires_grad=True), torch.randn(4, 32), torch.randn(2, 4), torch.ones(2)
+    dora_linear(x.half(), W.to(dtype=torch.float16), A, B, m, s=1.0).sum().backward()
+    assert x.grad is not None
 
 
 def test_without_a_group_a_row_or_a_column_is_one():

@@ -24,7 +24,7 @@ from fdora.integrations._hook import hooked
 from fdora.integrations._norm import version
 from fdora.integrations._peft.dora import FUSED, Dora
 from fdora.integrations._peft.known import ATTENTION, MLP, act_of, forward_of, is_gated_mlp, shares_x
-from fdora.integrations._peft.linear import Call, Linear, active, call_of, verdict
+from fdora.integrations._peft.linear import Call, Layer, active, call_of, verdict
 
 
 class Waiting(NamedTuple):
@@ -66,7 +66,9 @@ class Shared:
             layers, s = found.now()
             y, *rest = checked_linears(x, layers, s, found.keep_inner(), found.backend)
         else:
-            y, *rest = dora_linear_group(x, found.layers(), **found.options())
+            dtype = found.calls[0].dtype  # y of quantised layers goes back to that of x
+            ys = dora_linear_group(x if dtype is None else x.to(dtype), found.layers(), **found.options())
+            y, *rest = ys if dtype is None else [each.to(x.dtype) for each in ys]
         self.waiting = Waiting(x, now, grad, dict(enumerate(rest, 1)))
         return y
 
@@ -99,7 +101,7 @@ class Mlp(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in MLP and type(value) is not Linear:  # unload, merge_and_unload
+        if name in MLP and not isinstance(value, Layer):  # unload, merge_and_unload
             self.__class__ = self.STOCK
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -142,9 +144,11 @@ def together(layers: list[Any], x: Tensor, mlp: bool = False) -> Together | None
     """What each layer would do with x, if all do it in one call of dora_linear, nobody listens, and p is the same."""
     found: list[Call] = []
     for layer in layers:
-        adapter = active(layer) if type(layer) is Linear and not hooked(layer) else None
+        adapter = active(layer) if isinstance(layer, Layer) and not hooked(layer) else None
         call = "" if adapter is None else call_of(layer, x, *adapter)
-        if isinstance(call, str) or (found and call.p != found[0].p):
+        if isinstance(call, str) or (found and (call.p, call.dtype) != (found[0].p, found[0].dtype)):
+            return None
+        if mlp and call.dtype not in (None, x.dtype):  # layer by layer, what lies between has the dtype of x
             return None
         found.append(call)
     why, backend = verdict(x, found, mlp)
@@ -152,9 +156,9 @@ def together(layers: list[Any], x: Tensor, mlp: bool = False) -> Together | None
 
 
 def of(call: Call) -> DoraLayer:
-    variant, W, A, B, m, bias, s, _ = call
+    variant, W, A, B, m, bias, s, _, _ = call
     variant.count(FUSED)
-    return DoraLayer(W, A, B, m, s, bias, variant.kept.of(W, W, A, B, s))
+    return DoraLayer(W, A, B, m, s, bias, call.norm())
 
 
 def fuse_blocks(model: nn.Module) -> int:
@@ -177,7 +181,7 @@ def fuse_blocks(model: nn.Module) -> int:
 
 
 def adapted(parts: dict[str, Any], names: tuple[str, ...]) -> bool:
-    return all(type(parts.get(name)) is Linear for name in names)
+    return all(isinstance(parts.get(name), Layer) for name in names)
 
 
 def unfuse_blocks(model: nn.Module) -> None:

@@ -13,17 +13,19 @@ from torch import Tensor
 
 from fdora._torch import PLAIN, is_traced, jit_tracing
 from fdora.integrations._norm import KeptNorm
+from fdora.integrations._peft.quant import Held
+from fdora.quant import QuantWeight
 
 EPS = 1e-12  # dora_scale's floor of c
 FUSED, COMPOSED = "fused", "composed"  # the layer in one call; the base layer, then its correction
 
 
 class Weights:
-    """Views in nn.Linear's layout: W (N, K), A (r, K), B (N, r), m (N,). owner is the parameter that W was made from."""
+    """Views in nn.Linear's layout: W (N, K), A (r, K), B (N, r), m (N,). owner is the tensor that W was made from."""
 
     __slots__ = ("A", "B", "W", "m", "owner")
 
-    def __init__(self, owner: Any, W: Tensor, A: Tensor, B: Tensor, m: Tensor):
+    def __init__(self, owner: Any, W: Tensor | QuantWeight, A: Tensor, B: Tensor, m: Tensor):
         self.owner, self.W, self.A, self.B, self.m = owner, W, A, B, m
 
 
@@ -42,6 +44,7 @@ class Dora:
         self.calls: Counter[str] = Counter()
         self.why_not_fused = ""
         self.kept = KeptNorm()
+        self.held = Held()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"stock": self.stock, "keep_inner": self.keep_inner}
@@ -113,6 +116,7 @@ def forget(module: Any) -> None:
     for variant in module.lora_variant.values():
         if isinstance(variant, Dora):
             variant.kept.forget()
+            variant.held = Held()
 
 
 def release(module: Any) -> None:
@@ -120,6 +124,7 @@ def release(module: Any) -> None:
     for variant in module.lora_variant.values():
         if isinstance(variant, Dora):
             variant.kept.make_room(None)
+            variant.held = Held()
 
 
 @contextmanager
@@ -139,6 +144,8 @@ def obstacle(*tensors: Any) -> str:
     """Why fdora's functions cannot take these parameters; empty where they can."""
     opaque = is_traced()  # no storage to ask for
     device = tensors[0].device
+    if isinstance(tensors[0], QuantWeight):
+        tensors = (*[t for t in tensors[0].tensors if t is not None], *tensors[1:])
     for t in tensors:
         if type(t) not in PLAIN:
             return f"a {type(t).__name__} among the parameters"
@@ -149,12 +156,12 @@ def obstacle(*tensors: Any) -> str:
     return "meta tensors" if device.type == "meta" else ""
 
 
-def served(owner: Any, W: Tensor, A: Tensor, B: Tensor, m: Tensor) -> Weights | str:
+def served(owner: Any, W: Tensor | QuantWeight, A: Tensor, B: Tensor, m: Tensor) -> Weights | str:
     """The weights, if they are what dora_linear wants. Sharded ones come as pieces, of any shape."""
     why = dtypes(W, A, B, m)
     if why:
         return why
-    if not (W.dim() == A.dim() == B.dim() == 2) or (m.shape, A.shape, B.shape) != (
+    if not (len(W.shape) == A.dim() == B.dim() == 2) or (m.shape, A.shape, B.shape) != (
         (W.shape[0],),
         (B.shape[1], W.shape[1]),
         (W.shape[0], A.shape[0]),
@@ -188,11 +195,11 @@ def caching(magnitude: Any) -> str:
     return ""
 
 
-def dtypes(W: Tensor, A: Tensor, B: Tensor, m: Tensor) -> str:
+def dtypes(W: Tensor | QuantWeight, A: Tensor, B: Tensor, m: Tensor) -> str:
     """The same for what dora_linear asks of its weights beside that."""
     if W.requires_grad:
         return "the base weight requires grad"
-    if not W.is_floating_point() or W.element_size() == 1:
+    if not isinstance(W, QuantWeight) and (not W.is_floating_point() or W.element_size() == 1):
         return f"a {W.dtype} base weight"
     for t in (A, B, m):
         if t.dtype not in (torch.float32, W.dtype):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fdora import FdoraError
+from fdora._torch import PLAIN
 from fdora.functional import Explanation, dora_linear
 from fdora.functional import explain as explain_call
 from fdora.integrations._peft.dora import dtypes as unserved
@@ -37,7 +38,7 @@ def layout(layer: Any, adapter: str) -> Layout | None:
     W = getattr(layer.get_base_layer(), "weight", None)
     bias, dropout = getattr(layer.get_base_layer(), "bias", None), layer.lora_dropout[adapter]
     A, B, m = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.lora_magnitude_vector[adapter].weight
-    if W is None or unserved(W, A, B, m):
+    if W is None or type(W) not in PLAIN or unserved(W, A, B, m):
         return None
     p = float(dropout.p) if type(dropout) is nn.Dropout and layer.training else 0.0
     dtypes = W.dtype, A.dtype, B.dtype, m.dtype, None if bias is None else bias.dtype

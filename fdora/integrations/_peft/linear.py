@@ -7,6 +7,7 @@ and torch.compile see an ordinary module. What the one call does not serve runs 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,16 +25,24 @@ from fdora.functional import dora_linear, select_backend
 from fdora.functional.linear import checked_linears
 from fdora.integrations._hook import hooked
 from fdora.integrations._peft.dora import FUSED, Dora, forget, paused, release, reused, served
-from fdora.integrations._peft.torchao import TorchaoLoraLinear
+from fdora.integrations._peft.quant import compute_dtype, family, own_product
+from fdora.integrations._peft.torchao import Merging
+from fdora.quant import QuantWeight
 
 
-class Linear(lora.Linear):
-    """PEFT's ``lora.Linear``, same name, same parameters, with the short way first."""
+class Layer(nn.Module):
+    """Comes before PEFT's own class, whose name and parameters it has: the short way first."""
+
+    STOCK: Any
+    lora_variant: Any
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(self, Layer):  # bound methods outlive unfuse_layer
+            return type(self).forward(self, x, *args, **kwargs)
+        stock = type(self).STOCK
         found = None if args or kwargs else active(self)
         if found is None:
-            return lora.Linear.forward(self, x, *args, **kwargs)  # not super(): bound methods outlive unfuse_layer
+            return stock.forward(self, x, *args, **kwargs)
         shared = found[1].shared
         if shared is not None and not (torch.compiler.is_dynamo_compiling() and in_subgraph()):
             y = shared.output(self, x)
@@ -43,18 +52,21 @@ class Linear(lora.Linear):
         why, backend = (call, "") if isinstance(call, str) else verdict(x, (call,))
         if why or isinstance(call, str):
             note(found[1], why)
-            return lora.Linear.forward(self, x)
+            return stock.forward(self, x)
         variant, keep_inner = call.variant, call.variant.keep_inner
         if backend:
             return checked_linears(x, (call.operands(),), (call.s,), keep_inner, backend)[0]
         variant.count(FUSED)
-        _, W, A, B, m, bias, s, p = call
-        c = variant.kept.of(W, W, A, B, s)
-        return dora_linear(x, W, A, B, m, s=s, bias=bias, norm=c, dropout_p=p, dropout_mode="peft", keep_inner=keep_inner)
+        _, W, A, B, m, bias, s, p, dtype = call
+        x, given = (x if dtype is None else x.to(dtype)), x.dtype
+        c = call.norm()
+        y = dora_linear(x, W, A, B, m, s=s, bias=bias, norm=c, dropout_p=p, dropout_mode="peft", keep_inner=keep_inner)
+        return y if dtype is None else y.to(given)
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         """The base weight will not come back bit for bit, whichever adapter it was."""
-        super().merge(*args, **kwargs)
+        stock: Any = super()
+        stock.merge(*args, **kwargs)
         forget(self)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -73,23 +85,70 @@ class Linear(lora.Linear):
         return self
 
 
+class Linear(Layer, lora.Linear):
+    """PEFT's ``lora.Linear``."""
+
+    STOCK = lora.Linear
+
+
+class TorchaoLoraLinear(Layer, Merging):
+    """PEFT's, which merges as it computes."""
+
+    STOCK = torchao.TorchaoLoraLinear
+
+
+LAZY = {
+    ("peft.tuners.lora.bnb", "Linear4bit"),
+    ("peft.tuners.lora.bnb", "Linear8bitLt"),
+    ("peft.tuners.lora.hqq", "HqqLoraLinear"),
+}
+
+
+class Lazy(Layer):
+    """One of these: PEFT has the class only where the package of its base layer is installed."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return blank, (self.STOCK,), self.__dict__
+
+
+@cache
+def lazy(stock: Any) -> Any:
+    bases: Any = (Lazy, stock)
+    return type(stock.__name__, bases, {"STOCK": stock, "__module__": stock.__module__})
+
+
+def blank(stock: Any) -> Any:
+    cls = lazy(stock)
+    return cls.__new__(cls)
+
+
 class Call(NamedTuple):
     """What one call of dora_linear takes."""
 
     variant: Dora
-    W: Tensor
+    W: Tensor | QuantWeight
     A: Tensor
     B: Tensor
     m: Tensor
     bias: Tensor | None
     s: float
     p: float
+    dtype: torch.dtype | None = None
+    """To which x is cast, and y back: of a Linear4bit, that in which it computes."""
 
     def operands(self) -> Operands:
-        """With the norm, counted; where nothing traces."""
-        variant, W, A, B, m, bias, s, _ = self
+        """With the norm, counted; where nothing traces. W is no QuantWeight."""
+        variant, W, A, B, m, bias, s, _, _ = self
         variant.count(FUSED)
         return Operands(W, A, B, m, variant.kept.eager(W, W, A, B, s), bias, None)
+
+    def norm(self) -> Tensor:
+        return self.variant.kept.of(owner(self.W), self.W, self.A, self.B, self.s)
+
+
+def owner(W: Any) -> Any:
+    """The tensor whose storage says whether W is another one."""
+    return W.tensors[0] if isinstance(W, QuantWeight) else W
 
 
 def active(module: Any) -> tuple[str, Dora] | None:
@@ -123,11 +182,15 @@ def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | str:
         parts["lora_magnitude_vector"]._modules[name],
         parts["lora_dropout"]._modules[name],
     )
+    kind = family(base)
     for part in (base, lora_A, lora_B):
-        if type(part) is not nn.Linear:  # a quantised layer, a wrapper that shards
+        if type(part) is not nn.Linear and not (kind and part is base):  # another quantised layer, a wrapper that shards
             return f"a {type(part).__name__} in the place of a torch.nn.Linear"
         if hooked(part):
             return "hooks on the layer's parts"
+    why = own_product(base, kind) if kind else ""
+    if why:
+        return why
     if type(magnitude) is not DoraLinearLayer or hooked(magnitude):
         return "hooks on the layer's parts"
     p = 0.0
@@ -141,16 +204,21 @@ def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | str:
     why = paused(magnitude, s)
     if why:
         return why
-    W, A, B, m = (
-        base._parameters.get("weight"),
-        lora_A._parameters.get("weight"),
-        lora_B._parameters.get("weight"),
-        magnitude._parameters.get("weight"),
-    )
-    bias = base._parameters.get("bias")
-    if W is None or A is None or B is None or m is None:  # FSDP1 holds views of its flat parameter in their places
-        W, A, B, m, bias = base.weight, lora_A.weight, lora_B.weight, magnitude.weight, base.bias
-    return Call(variant, W, A, B, m, bias, s, p)
+    A, B, m = (part._parameters.get("weight") for part in (lora_A, lora_B, magnitude))
+    if A is None or B is None or m is None:  # FSDP1 holds views of its flat parameter in their places
+        A, B, m = lora_A.weight, lora_B.weight, magnitude.weight
+    if not kind:
+        W, bias = base._parameters.get("weight"), base._parameters.get("bias")
+        if W is None:
+            W, bias = base.weight, base.bias
+        return Call(variant, W, A, B, m, bias, s, p)
+    dtype = compute_dtype(base, kind, x)
+    quant = variant.held.of(base, kind, dtype)
+    if isinstance(quant, str):
+        return quant
+    if m.dtype not in (torch.float32, quant.dtype):  # PEFT takes it from a weight of the state's dtype
+        m = m.float()
+    return Call(variant, quant, A, B, m, base.bias, s, p, dtype)
 
 
 Verdict = tuple[str, str]
@@ -165,18 +233,23 @@ def verdict(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> Verdict:
     """
     W = calls[0].W
     key = None
-    if not is_traced() and not W.is_meta:
+    if not is_traced() and W.device.type != "meta":
         tensors: list[Tensor | None] = [x]
+        specs: list[Any] = []
         for call in calls:
-            tensors += call[1:6]
+            if isinstance(call.W, QuantWeight):
+                specs += (call.W.spec, call.dtype)
+                tensors += (*call.W.tensors, *call[2:6])
+            else:
+                tensors += call[1:6]  # type: ignore[arg-type]
         found = facts(tuple(tensors))
         if found is not None:
             frozen = not (W.requires_grad if len(calls) == 1 else any([call.W.requires_grad for call in calls]))
-            key = (found, frozen, calls[0].p == 0, mlp, autocast_on(W), forced())
+            key = (found, tuple(specs), frozen, calls[0].p == 0, mlp, autocast_on(x), forced())
             known = _verdicts.get(key)
             if known is not None:
                 return known
-    made = next(filter(None, (_refusal(x, *call[1:6]) for call in calls)), ""), ""
+    made = next(filter(None, (_refusal(x, *call[1:6], call.dtype) for call in calls)), ""), ""
     if key is None:
         return made
     if not made[0] and calls[0].p == 0 and fits(x, calls, mlp):
@@ -189,7 +262,12 @@ def verdict(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> Verdict:
 
 def fits(x: Tensor, calls: Sequence[Call], mlp: bool) -> bool:
     """Whether dora_linear, or dora_mlp, would find nothing wrong, and cast nothing."""
-    if x.dim() == 0 or x.dtype != calls[0].W.dtype or autocast_on(x):
+    if (
+        x.dim() == 0
+        or x.dtype != calls[0].W.dtype
+        or autocast_on(x)
+        or any([isinstance(call.W, QuantWeight) for call in calls])
+    ):
         return False
     widths = [x.shape[-1]] * len(calls)
     if mlp:
@@ -198,17 +276,17 @@ def fits(x: Tensor, calls: Sequence[Call], mlp: bool) -> bool:
         call.W.shape[1] != K or call.W.dtype != x.dtype or call.A.shape[0] == 0 for call, K in zip(calls, widths, strict=True)
     ):
         return False
-    for _, W, *_, bias, _, _ in calls:
+    for _, W, *_, bias, _, _, _ in calls:
         if bias is not None and (bias.shape != W.shape[:1] or bias.device != x.device or bias.dtype not in FLOATS):
             return False
     return not mlp or calls[0].W.shape == calls[1].W.shape
 
 
-def _refusal(x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, bias: Tensor | None) -> str:
+def _refusal(x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> str:
     if type(x) not in PLAIN:
         return f"the input is a {type(x).__name__}"
-    device = W.device
-    for t in (W, A, B, m):
+    device, quant = W.device, isinstance(W, QuantWeight)
+    for t in (A, B, m) if quant else (W, A, B, m):
         if type(t) not in PLAIN or t.device != device:
             return "sharded parameters, or on several devices"
     if x.device != device or device.type == "meta":
@@ -217,9 +295,9 @@ def _refusal(x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, bias: Tensor
     if isinstance(w, str):
         return w
     if not torch.is_autocast_enabled(device.type):
-        if x.dtype != W.dtype:
+        if dtype is None and x.dtype != W.dtype:
             return f"a {x.dtype} input for a {W.dtype} base weight"
-        if bias is not None and x.dtype == torch.float32 and select_backend(x).name == "eager":
+        if not quant and bias is not None and x.dtype == torch.float32 and select_backend(x).name == "eager":
             return "float32 with a bias, eager: the base layer's own sum keeps a fresh adapter an exact no-op"
     return ""
 
@@ -230,11 +308,14 @@ def draws(dropout: nn.Module, x: Tensor) -> bool:
 
 
 def fuse_layer(module: Any) -> None:
-    module.__class__ = OURS.get(type(module), type(module))
+    kind: Any = type(module)
+    if not isinstance(module, Layer):
+        module.__class__ = lazy(kind) if (kind.__module__, kind.__name__) in LAZY else OURS.get(kind, kind)
 
 
 def unfuse_layer(module: Any) -> None:
-    module.__class__ = {ours: stock for stock, ours in OURS.items()}.get(type(module), type(module))
+    if isinstance(module, Layer):
+        module.__class__ = module.STOCK
 
 
 def norms_of(model: nn.Module | None) -> list[tuple[Any, Tensor, Tensor, Tensor, float]]:
@@ -249,6 +330,7 @@ def norms_of(model: nn.Module | None) -> list[tuple[Any, Tensor, Tensor, Tensor,
         w, s = variant.weights(layer, name), layer.scaling[name]
         if (
             isinstance(w, str)
+            or isinstance(w.W, QuantWeight)
             or isinstance(s, Tensor)
             or any(t.is_inference() for t in (w.W, w.A, w.B))
             or select_backend(w.W).name != "triton"

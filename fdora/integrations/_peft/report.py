@@ -6,10 +6,13 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from fdora import FdoraError
 from fdora.functional import select_backend
 from fdora.integrations._peft.dora import COMPOSED, FUSED, Dora
 from fdora.integrations._peft.explain import Layout, explain_rows, layout
+from fdora.integrations._peft.quant import Held, family
 from fdora.integrations._peft.variants import OURS
+from fdora.quant import QuantWeight
 
 
 class Row(NamedTuple):
@@ -31,16 +34,19 @@ class Row(NamedTuple):
     fallbacks: dict[str, int]
     """Calls that PEFT's own code served, by reason."""
     saved: int
-    """Bytes that each stock forward takes for B A, s B A, W + s B A and, in linear layers, the identity; and ours does not."""
+    """Bytes that each stock forward takes for B A, s B A, W + s B A, a quantised W made dense for the norm and, in linear
+    layers, the identity; and ours does not."""
     layout: Layout | None = None
     """What ``Report.explain`` reads: dtypes, what is trained; None for what is no linear layer."""
+    weight: str = ""
+    """How the base weight is stored, as a ``QuantWeight`` names it ("nf4"), or as its class does; empty where it is dense."""
 
 
 class Report(list[Row]):
     """One row for each DoRA adapter of a model. ``print`` it."""
 
     def __str__(self) -> str:
-        head = ("module", "adapter", "N x K", "r", "backend", "fused", "composed", "stock", "saved/call", "")
+        head = ("module", "adapter", "N x K", "r", "backend", "weight", "fused", "composed", "stock", "saved/call", "")
         table = [head, *map(cells, self)]
         widths = [max(len(line[i]) for line in table) for i in range(len(head))]
         reasons = dict.fromkeys(f"{row.backend}: {row.why}" for row in self)
@@ -63,7 +69,17 @@ def cells(row: Row) -> tuple[str, ...]:
         notes.insert(0, f"not fused: {row.why_not_fused}")
     counts = (row.fused, row.composed, sum(row.fallbacks.values()))
     shape, saved = "x".join(map(str, row.shape)), f"{row.saved / 1e6:.1f} MB"
-    return (row.module, row.adapter, shape, str(row.r), row.backend, *map(str, counts), saved, "; ".join(notes))
+    return (
+        row.module,
+        row.adapter,
+        shape,
+        str(row.r),
+        row.backend,
+        row.weight or "dense",
+        *map(str, counts),
+        saved,
+        "; ".join(notes),
+    )
 
 
 def rows(layers: Iterable[tuple[str, Any]]) -> list[Row]:
@@ -83,10 +99,21 @@ def row(name: str, layer: Any, adapter: str, variant: Any) -> Row:
     r = layer.r[adapter]
     if not isinstance(variant, Dora):
         why = "use_fdora was not called, or not since"
-        return Row(name, adapter, shape, r, "stock", why, 0, 0, "", {}, 0, layout(layer, adapter))
+        return Row(name, adapter, shape, r, "stock", why, 0, 0, "", {}, 0, layout(layer, adapter), stored(layer, Held()))
     backend, why = select_backend(m)
     eye = K * K if linear and A.dim() == 2 else 0
+    weight = stored(layer, variant.held)
     fallbacks = {path.removeprefix("stock: "): n for path, n in variant.calls.items() if path not in (FUSED, COMPOSED)}
     counts = variant.calls[FUSED], variant.calls[COMPOSED], variant.why_not_fused, fallbacks
-    saved = (3 * N * K + eye) * A.element_size()
-    return Row(name, adapter, shape, r, backend, why, *counts, saved, layout(layer, adapter))
+    saved = ((4 if weight else 3) * N * K + eye) * A.element_size()
+    return Row(name, adapter, shape, r, backend, why, *counts, saved, layout(layer, adapter), weight)
+
+
+def stored(layer: Any, held: Held) -> str:
+    base = layer.get_base_layer()
+    kind = family(base)
+    try:
+        W = held.of(base, kind) if kind else ""
+    except FdoraError:  # nobody can decode it any more
+        return kind
+    return W.kind if isinstance(W, QuantWeight) else kind

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from peft.tuners.lora import torchao as lora
 from torch import Tensor
 
 from fdora.functional import dora_merge, dora_norm, dora_unmerge
 from fdora.integrations._peft.dora import Dora
+from fdora.quant import QuantWeight
 
 
-class TorchaoLoraLinear(lora.TorchaoLoraLinear):
-    """PEFT's layer, same name, same parameters; its class is exchanged like that of a plain one."""
+class Merging(lora.TorchaoLoraLinear):
+    """PEFT's layer, which merges W' of the magnitude as well."""
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         self._during(merged_minus, super().merge, *args, **kwargs)
@@ -59,4 +61,6 @@ def factors(module: Any, adapter: str) -> tuple[Any, ...] | None:
     why = w if isinstance(w, str) else "another adapter is merged already" if module.merged_adapters else ""
     if isinstance(w, str) or why:
         raise NotImplementedError(f"fdora: a DoRA adapter cannot be merged into this torchao weight: {why}. Merge it alone.")
-    return *(t.detach().float() for t in (w.W, w.A, w.B, w.m)), float(module.scaling[adapter]), w.W.dtype
+    W: Any = w.W.dequantize(torch.float32) if isinstance(w.W, QuantWeight) else w.W.detach().float()
+    dtype = module.get_base_layer().weight.dtype
+    return W, *(t.detach().float() for t in (w.A, w.B, w.m)), float(module.scaling[adapter]), dtype

@@ -21,6 +21,8 @@ from fdora._torch import PLAIN
 from fdora.functional import dora_compose, dora_delta, dora_norm, dora_scale
 from fdora.integrations._peft.dora import Dora, Weights, obstacle, reused, served
 from fdora.integrations._peft.linear import fuse_layer
+from fdora.integrations._peft.quant import BNB4, BNB8, Held, dont_pack, family, mend, misread
+from fdora.quant import QuantWeight
 
 BITSANDBYTES = ("Params4bit", "Int8Params")
 
@@ -38,24 +40,55 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
     def keep(self, module: Any) -> None:
         base = module.get_base_layer()
         self.kept.make_room(None if module.fan_in_fan_out else getattr(base, "weight", None))
+        self.held = Held()
+        dont_pack(base)
+        mend(base)
 
     def weights(self, module: Any, adapter: str) -> Weights | str:
         base = module.get_base_layer()
         A, B = module.lora_A[adapter].weight, module.lora_B[adapter].weight
         m = module.lora_magnitude_vector[adapter].weight
-        if quantised(base):
-            owner = base.W_q if hasattr(base, "W_q") else base.weight
-            why = obstacle(A, B, m)
-            if why:
-                return why
-            W = dequantize_module_weight(base).detach()
-        else:
-            owner = W = base.weight
-        why = obstacle(W, A, B, m)
+        found: Any = self.quantised(base, A, B, m) if family(base) or quantised(base) else (base.weight, base.weight)
+        why = found if isinstance(found, str) else obstacle(found[1], A, B, m)
         if why:
             return why
-        transposed = getattr(module, "fan_in_fan_out", False) and W.dim() == 2
+        owner, W = found
+        transposed = getattr(module, "fan_in_fan_out", False) and isinstance(W, Tensor) and W.dim() == 2
         return served(owner, W.T if transposed else W, A, B, m)
+
+    def quantised(self, base: Any, A: Tensor, B: Tensor, m: Tensor) -> tuple[Any, Any] | str:
+        """What the base weight is made from, and the weight: dense where fdora knows no such format, but PEFT does."""
+        why, kind = obstacle(A, B, m), family(base)
+        if why:
+            return why
+        W = self.held.of(base, kind, fitting(A, B, m)) if kind else ""
+        if isinstance(W, QuantWeight):
+            return W.tensors[0], W
+        if kind in (BNB4, BNB8):
+            return W
+        return base.W_q if hasattr(base, "W_q") else base.weight, dequantize_module_weight(base).detach()
+
+    def fall_back(self, why: str, module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        try:
+            return super().fall_back(why, module, *args, **kwargs)
+        finally:
+            mend(module.get_base_layer())
+
+    def merge_safe(self, module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
+        return super().merge_safe(module, active_adapter, self.read(module, orig_weight))
+
+    def unmerge(self, module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
+        return super().unmerge(module, active_adapter, self.read(module, orig_weight))
+
+    def misread(self, module: Any) -> QuantWeight | None:
+        """The base weight as it is, where bitsandbytes, and so PEFT, reads another."""
+        base = module.get_base_layer()
+        W = self.held.of(base, BNB4) if family(base) == BNB4 else None
+        return W if isinstance(W, QuantWeight) and misread(base, W) else None
+
+    def read(self, module: Any, orig_weight: Tensor) -> Tensor:
+        W = self.misread(module)
+        return orig_weight if W is None else W.dequantize(orig_weight.dtype)
 
     def compose(self, module: Any, active_adapter: str, w: Weights, x: Tensor, result: Tensor) -> Tensor:
         s, base = module.scaling[active_adapter], module.get_base_layer()
@@ -65,7 +98,7 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
             return dora_compose(result, lora_B(lora_A(x)), g, s=s, bias=bias)
         x = dropout(x)
         lora, x = lora_B(lora_A(x)), x.to(result.dtype)
-        if quantised(base):  # F.linear would keep the dequantised weight until backward
+        if isinstance(w.W, QuantWeight) or quantised(base):  # F.linear would keep the dequantised weight until backward
             delta = dora_delta(base(x), lora, g, s=s)
             return result + (delta if bias is None else delta + bias.to(delta.dtype))
         return result + dora_delta(F.linear(x, w.W), lora, g, s=s)
@@ -86,6 +119,11 @@ def scale_and_bias(
         return g, None
     g = torch.where(c == 0, 0, g)  # such a row is its bias; a large g would cancel against 1 - g
     return g, (1 - g) * bias
+
+
+def fitting(A: Tensor, B: Tensor, m: Tensor) -> torch.dtype:
+    """What a weight may stand for beside these adapters, where only its norm is asked for: that is of the weight as decoded."""
+    return next((t.dtype for t in (A, B, m) if t.dtype != torch.float32), torch.float32)
 
 
 def quantised(base: nn.Module) -> bool:

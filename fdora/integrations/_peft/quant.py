@@ -1,0 +1,171 @@
+"""Base layers whose weight is quantised, as a QuantWeight. Known by their class and by what their forward computes.
+
+One call of dora_linear takes the place of a base layer whose own product is that of the dequantised weight. Where it is not
+(LLM.int8 and torchao's dynamic quantisation round x as well), the base layer keeps its product and its numbers, and only the
+norm is read from the codes. No vendor's package is imported here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from peft.utils.integrations import dequantize_module_weight
+from torch import Tensor, nn
+
+from fdora import FdoraError
+from fdora._torch import PLAIN, is_traced
+from fdora.integrations._framework import set_aside
+from fdora.quant import QuantWeight, from_bnb, from_bnb_int8, from_hqq, from_torchao
+
+BNB4, BNB8, HQQ, TORCHAO = "bitsandbytes 4 bit", "bitsandbytes 8 bit", "HQQ", "torchao"
+CLASSES = {
+    ("bitsandbytes.nn.modules", "Linear4bit"): BNB4,
+    ("bitsandbytes.nn.modules", "Linear8bitLt"): BNB8,
+    ("hqq.core.quantize", "HQQLinear"): HQQ,
+}
+# What HQQ's backends that dequantise are called; the int8 one rounds x.
+HQQ_FORWARDS = ("pytorch", "pytorch_compile", "pytorch_backprop", "pytorch_backprop_compile", "aten", "aten_backprop")
+PACKS = "support_avx512bf16_for_cpu"  # of a Linear4bit: whether its eval forward on a CPU packs the weight anew, in place
+
+
+def family(base: nn.Module) -> str:
+    """Whose layer it is; empty for one that nobody here knows to be quantised."""
+    if type(base) is not nn.Linear:
+        return of_class(type(base))
+    of = type(base._parameters.get("weight"))
+    return TORCHAO if of not in PLAIN and of.__module__.startswith("torchao.") else ""
+
+
+def of_class(kind: type) -> str:
+    found = [CLASSES.get((each.__module__, each.__qualname__), "") for each in kind.__mro__]
+    return next(filter(None, found), "")
+
+
+def own_product(base: Any, kind: str) -> str:
+    """Why the base layer's product is not that of its dequantised weight; empty where it is, to rounding."""
+    if kind == BNB8:
+        return "LLM.int8 rounds x too: bitsandbytes keeps its product, the norm is read from the codes"
+    if kind == BNB4:
+        return "" if is_bnbs(type(base).forward) else "a Linear4bit whose forward is not bitsandbytes' own"
+    if kind == HQQ:
+        forwards = [getattr(type(base), f"forward_{name}", None) for name in HQQ_FORWARDS]
+        return "" if any([type(base).forward is f for f in forwards if f is not None]) else "an HQQ backend that rounds x"
+    for name in ("act_quant_kwargs", "activation_quantization"):
+        if getattr(base.weight, name, None) is not None:
+            return "torchao rounds x too: it keeps its product, the norm is read from the codes"
+    return ""
+
+
+def is_bnbs(function: Any) -> bool:
+    """By where it was written, not by what functools.wraps says."""
+    return getattr(function, "__globals__", {}).get("__name__") == "bitsandbytes.nn.modules"
+
+
+def compute_dtype(base: Any, kind: str, x: Tensor) -> torch.dtype | None:
+    """In which a Linear4bit runs its product, to give back that of x; None where a layer takes x as it is."""
+    if kind != BNB4:
+        return None
+    if not base.compute_type_is_set:  # as its own first forward decides
+        base.set_compute_type(x)
+        base.compute_type_is_set = True
+    return x.dtype if base.compute_dtype is None else base.compute_dtype
+
+
+def state_of(base: Any) -> Any:
+    """FSDP's views of a weight have no state; the layer does."""
+    state = getattr(base.weight, "quant_state", None)
+    return base.quant_state if state is None else state
+
+
+def sources(base: Any, kind: str) -> tuple[Any, ...]:
+    """All that a QuantWeight of this layer is made from."""
+    if kind == BNB4:
+        state = state_of(base)
+        return base.weight, state, getattr(state, "absmax", None), getattr(state, "packing_format_for_cpu", False)
+    if kind == BNB8:
+        return base.weight, scb_of(base)
+    if kind == HQQ:
+        meta = base.meta or {}
+        return base.W_q, meta.get("scale"), meta.get("zero")
+    return (base.weight,)
+
+
+def scb_of(base: Any) -> Any:
+    """Row maxima: of the parameter until the first forward, of the state after it."""
+    scb = getattr(base.weight, "SCB", None)
+    return base.state.SCB if scb is None else scb
+
+
+def weight_of(base: Any, kind: str, dtype: torch.dtype | None) -> QuantWeight | str:
+    """Or why there is none. None is the dtype that the format says; a weight that nobody can decode any more is an error."""
+    try:
+        if kind == BNB4:
+            state = state_of(base)
+            W = from_bnb(base.weight, state)
+        elif kind == BNB8:
+            W = from_bnb_int8(base.weight, scb_of(base))
+        else:
+            W = from_hqq(base) if kind == HQQ else from_torchao(base.weight)
+    except FdoraError as error:
+        if kind == BNB4 and getattr(state, "packing_format_for_cpu", False):
+            raise
+        return f"a weight that cannot be read: {error}"
+    return W if dtype in (None, W.dtype) else W.to(dtype=dtype)
+
+
+class Held:
+    """The QuantWeight of one layer, for as long as it is made from the same tensors."""
+
+    def __init__(self) -> None:
+        self.memo: tuple[tuple[Any, ...], int, dict[Any, QuantWeight]] | None = None
+
+    def of(self, base: Any, kind: str, dtype: torch.dtype | None = None) -> QuantWeight | str:
+        if is_traced():
+            return weight_of(base, kind, dtype)
+        now, memo = sources(base, kind), self.memo
+        pointer = now[0].data_ptr() if kind != TORCHAO and isinstance(now[0], Tensor) else 0  # somebody may set .data
+        if memo is None or memo[1] != pointer or not all([a is b for a, b in zip(memo[0], now, strict=True)]):
+            memo = now, pointer, {}
+        W = memo[2].get(dtype)
+        if W is None:
+            with torch.inference_mode(False):
+                made = weight_of(base, kind, dtype)
+            if isinstance(made, str):
+                return made
+            memo[2][dtype] = W = made
+        self.memo = memo
+        return W
+
+
+def dont_pack(base: Any) -> None:
+    """From now on an eval forward on a CPU leaves the weight as it is: bitsandbytes' own dequantisation reads it wrongly after
+    it was packed anew (0.50), and so would every norm, merge and state dict."""
+    if vars(base).get(PACKS):
+        set_aside(base, PACKS, False)
+
+
+def mend(base: Any) -> None:
+    """PEFT's dequantisation of an 8-bit weight on a CPU leaves a parameter with codes and no row maxima (0.21), with which the
+    next forward of bitsandbytes fails. The state still has them."""
+    if family(base) == BNB8 and base.weight.CB is not None and base.weight.SCB is None:
+        base.weight.SCB = base.state.SCB
+
+
+def misread(base: Any, W: QuantWeight) -> bool:
+    """Whether bitsandbytes' own dequantisation is wrong here: 0.50 overlooks that blocks cross rows where a CPU has AVX-512."""
+    if W.device.type != "cpu" or W.shape[1] % 16 or W.shape[1] % state_of(base).blocksize == 0:
+        return False
+    theirs = dequantize_module_weight(base)
+    ours = W.dequantize(theirs.dtype)
+    return bool((theirs - ours).float().norm() > 1e-3 * ours.float().norm())  # right, it is the same bits
+
+
+def warn_of(count: int, example: str) -> None:
+    warnings.warn(
+        f"fdora.use_fdora: bitsandbytes reads {count} weights wrongly on this CPU, one of them in `{example}`: their blocks "
+        "cross rows. fdora reads them right, but PEFT took m from what it read wrongly: for new adapters call "
+        "init_magnitude(model). Both read it right with a blocksize that divides in_features.",
+        stacklevel=3,
+    )
