@@ -176,9 +176,8 @@ def run(orders: Orders, microbatches: tuple[Microbatch, ...], forward: Time, bac
                     break
                 takes = (backward if back else forward)(microbatches[n], stage)
                 if not takes >= 0:
-                    raise fail(
-                        "schedule.simulate", "forward" if not back else "backward", "a time, 0 or more", takes, "It is one."
-                    )
+                    arg = "backward" if back else "forward"
+                    raise fail("schedule.simulate", arg, "a function that gives 0 or more", takes, "It is a time.")
                 start = max(clocks[device], ready)
                 clocks[device] = ends[action] = start + takes
                 tasks.append(Task(device, action, start, start + takes))

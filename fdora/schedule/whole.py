@@ -46,10 +46,10 @@ def schedule(lengths: Lengths, spec: Spec, *, groups: Iterable[Iterable[int]] | 
         chosen = plan_groups(ranked, spec)
     else:
         given = [sorted(group) for group in groups]
-        if sorted(a for group in given for a in group) != list(range(len(lengths))):
-            raise fail(
-                "schedule", "groups", f"each adapter of 0 to {len(lengths) - 1} once", given, "Leave it out to plan them."
-            )
+        trained = [a for a, batches in enumerate(lengths) if batches]
+        named = sorted(a for group in given for a in group)
+        if named not in (trained, [*range(len(lengths))]):
+            raise fail("schedule", "groups", f"each of the adapters {trained} once", given, "Leave it out to plan them.")
         chosen = tuple(tuple(sorted(number[a] for a in group)) for group in given if group)
     rounds = [samples for _, samples in rounds_of(chosen, ranked)]
     packings = pack_all(rounds, spec)
@@ -66,8 +66,8 @@ def schedule(lengths: Lengths, spec: Spec, *, groups: Iterable[Iterable[int]] | 
         Packed(tuple(sorted({order[s.adapter] for s in samples})), len(p.microbatches), p.bound, p.remainder, p.method, p.why)
         for samples, p in zip(rounds, packings, strict=True)
     )
-    named = tuple(tuple(sorted(order[a] for a in group)) for group in chosen)
-    return Schedule(spec, named, microbatches, packed)
+    planned = tuple(tuple(sorted(order[a] for a in group)) for group in chosen)
+    return Schedule(spec, planned, microbatches, packed)
 
 
 def pack_all(rounds: list[list[Sample]], spec: Spec) -> list[Packing]:
