@@ -766,8 +766,8 @@ def training_steps() -> str:
 
 
 SCHEDULES = (
-    "Simulated, not measured: `python -m bench.schedule`, which says what the ways are. Time is counted in tokens of one stage, "
-    "forward and backward alike. The paper's bubbles are LoRAFusion's own measurements, on other texts."
+    "Simulated, not measured: `python -m bench.schedule`, which says what the ways are. Time is counted in tokens of one "
+    "stage, forward and backward alike. The paper's bubbles are LoRAFusion's own measurements, on other texts."
 )
 
 

@@ -114,7 +114,7 @@ def markdown(result: dict) -> str:
         [
             row["adapters"],
             row["way"],
-            f"{row['microbatches']:.1f} / {row['bound']:.1f}",
+            f"{row['microbatches']:.1f}" + (f" / {row['bound']:.1f}" if row["way"] != "flushed" else ""),
             f"{row['noops']:.1f}",
             f"{row['fill']:.1%}",
             f"{row['bubble']:.1%}",
