@@ -46,6 +46,7 @@ TABLE = {
     "host": Entry(45, "bench.host --first-call"),
     "launches": Entry(15, "bench.launches"),
     "issue_time": Entry(40, "bench.issue_time"),
+    "schedule": Entry(60, "bench.schedule"),
     "suite": Entry(80, "pytest bench -o python_files=bench_*.py -p no:cacheprovider"),
     "layer_quick": Entry(400, "bench.layer --quick"),
     "layer_fp32": Entry(500, "bench.layer --quick --adapter fp32 --peft-autocast"),
@@ -74,7 +75,15 @@ TABLE = {
     "demo": Entry(60, "demo.run"),
 }
 # no --seconds of their own
-UNTIMED = ("bench.norm_forms", "bench.compose", "bench.host", "bench.launches", "bench.issue_time", "demo.run")
+UNTIMED = (
+    "bench.norm_forms",
+    "bench.compose",
+    "bench.host",
+    "bench.launches",
+    "bench.issue_time",
+    "bench.schedule",
+    "demo.run",
+)
 
 
 def arguments(name: str, out: Path, options, left: float) -> list[str]:

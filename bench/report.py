@@ -765,6 +765,18 @@ def training_steps() -> str:
     return "\n\n".join(parts)
 
 
+SCHEDULES = (
+    "Simulated, not measured: `python -m bench.schedule`, which says what the ways are. Time is counted in tokens of one "
+    "stage, forward and backward alike. The paper's bubbles are LoRAFusion's own measurements, on other texts."
+)
+
+
+def schedules() -> str:
+    from bench import schedule
+
+    return "\n\n".join([SCHEDULES, *(schedule.markdown(load(name)) for name in names("schedule"))])
+
+
 LAUNCHES = "What it costs the host to reach a kernel, in us per call (`python -m bench.launches`):"
 
 
@@ -792,6 +804,8 @@ def document() -> str:
         parts += ["## Whole models", models()]
     if names("converge"):
         parts += ["## Fine-tuning, step by step", convergence()]
+    if names("schedule"):
+        parts += ["## Many adapters in a pipeline", schedules()]
     parts += ["## The host", f"16 tokens, 512 x 512: {host_lines()}."]
     if names("launches"):
         parts += [LAUNCHES, launches()]

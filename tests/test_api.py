@@ -1,6 +1,7 @@
 """The public surface, frozen: adding, dropping or renaming anything is a decision, made here."""
 
 import inspect
+import re
 
 import pytest
 
@@ -122,6 +123,44 @@ def test_docstrings_of_quant_have_every_part_in_order(name):
     import fdora.quant as quant
 
     test_docstrings_have_every_part_in_order(name, quant)
+
+
+SCHEDULE = {
+    "Packed": "(adapters, microbatches, bound, remainder, method, why)",
+    "Packing": "(microbatches, bound, remainder, method, why)",
+    "Sample": "(adapter, batch, number, length)",
+    "Schedule": "(spec, groups, microbatches, packings)",
+    "Spec": "(capacity, depth=1, multiple=1, seconds=10.0, workers=1)",
+    "Timeline": "(devices, microbatches, tasks)",
+    "depth_of": "(orders)",
+    "draw": "(timeline, path, *, names=(), title='')",
+    "from_json": "(text)",
+    "insert_noops": "(microbatches, spec)",
+    "interleaved": "(devices, microbatches, chunks)",
+    "merge": "(microbatches, spec)",
+    "one_f_one_b": "(stages, microbatches)",
+    "optimizer_steps": "(microbatches)",
+    "pack": "(samples, spec)",
+    "plan_groups": "(lengths, spec)",
+    "schedule": "(lengths, spec, *, groups=None)",
+    "segment_ends": "(microbatch, adapters, *, multiple=1)",
+    "simulate": "(schedule, stages, *, chunks=1, forward=tokens, backward=None, transfer=0.0)",
+    "to_json": "(schedule)",
+    "verify": "(microbatches, lengths, spec)",
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULE)
+def test_schedules(name):
+    import fdora.schedule as schedule
+
+    public = {n for n, v in vars(schedule).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    assert public == set(schedule.__all__) == set(SCHEDULE)
+    signature = inspect.signature(getattr(schedule, name))
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    # the default of forward is a function, whose repr has an address
+    text = re.sub(r"(\w+)=<function (\w+) at \w+>", r"\1=\2", str(inspect.Signature(bare)))
+    assert text == SCHEDULE[name]
 
 
 def test_typed():

@@ -35,6 +35,7 @@ MAY = {
     "eager": {"_records", "_torch", "quant"},
     "triton": {"_records", "_torch", "_facts", "quant"},
     "quant": {"_check", "_torch"},  # a value that all of them carry; it knows no vendor's package
+    "schedule": {"_check"},  # lengths in, microbatches out: it knows no tensor
     "_check": {"_facts", "_torch"},
     "_dispatch": {"_check"},
     "_facts": {"_torch"},
@@ -59,6 +60,8 @@ FOREIGN = {
     "functional": {"torch", "optree"},
     "quant": {"torch", "optree"},
     "convert": {"torch", "safetensors"},
+    # of the extra of that name, each imported inside the one function that wants it; no torch
+    "schedule": {"numpy", "scipy", "matplotlib"},
     # transformers: a dependency of PEFT; by its activations a gated MLP is known
     "integrations": {"torch", "packaging", "peft", "transformers", "torchao", "torchtune", "axolotl", "llamafactory", "swift"},
 }  # the rest may import torch and the standard library
@@ -185,6 +188,9 @@ def test_no_arrow_points_up():
         ("quant", "from torchao.quantization import Int8Tensor"),
         ("_check", "from fdora.quant import QuantWeight"),
         ("convert", "from fdora.quant import QuantWeight"),
+        ("schedule", "import torch"),
+        ("schedule", "from fdora.functional import dora_linear"),
+        ("functional", "from fdora.schedule import schedule"),
     ],
 )
 def test_the_walk_sees_red(layer, line):

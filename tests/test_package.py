@@ -113,7 +113,7 @@ def test_metadata(metadata):
 
 def test_requirements(metadata):
     """What every import needs is required; what a task needs is an extra by the task's name."""
-    assert {"peft", "convert", "bench", "dev", "demo", "triton"} <= set(metadata.get_all("Provides-Extra"))
+    assert {"peft", "convert", "bench", "dev", "demo", "schedule", "triton"} <= set(metadata.get_all("Provides-Extra"))
     always, extras = {}, {}
     for line in metadata.get_all("Requires-Dist"):
         requirement, _, marker = (part.strip() for part in line.partition(";"))
@@ -124,6 +124,7 @@ def test_requirements(metadata):
     bounds, marker = extras["triton"]["triton"]
     assert bounds == ">=3.4" and 'platform_system == "Linux"' in marker
     assert set(extras["peft"]) == {"peft"} and set(extras["convert"]) == {"safetensors"}
+    assert set(extras["schedule"]) == {"matplotlib", "scipy"} and "scipy" in extras["dev"]
 
 
 def test_extras_hold_what_their_folders_import():

@@ -1,0 +1,156 @@
+"""Schedules of many adapters: how full, how idle the pipeline, how long they take to find. On a CPU, without tensors.
+
+    python -m bench.schedule --json FILE
+    python -m bench.schedule --samples 8 --capacity 4096 --depth 2
+
+Lengths are drawn log-normally, by median and spread of four kinds of summarised text (short, even, long, mixed), from the 32
+lengths that LoRAFusion's source gives as examples. For one to four adapters, which start with each kind in turn (means are
+reported), four ways through 1F1B with times that are proportional to tokens:
+
+- flushed: one batch of one adapter after the other, each packed first-fit, the pipeline empty in between;
+- side by side: a microbatch has one adapter; rounds of all adapters, gaps where they must be;
+- schedule: ``fdora.schedule``;
+- half: the same with half the capacity, or what the longest sample wants. Microbatches this small must pay on the GPU.
+
+What the paper reports was measured on its machines and texts, so it stands beside ours and is not the same experiment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterator
+from math import log
+from pathlib import Path
+from statistics import mean
+
+from bench.norm_forms import about
+from bench.save import save
+from bench.table import table
+from fdora.schedule import Schedule, Spec, Timeline, insert_noops, schedule, simulate
+from fdora.schedule.groups import rounds_of
+from fdora.schedule.pack import first_fit
+
+KINDS = {"short": (486, 0.70), "even": (803, 0.34), "long": (1601, 0.31), "mixed": (882, 0.56)}  # median, spread of the log
+# bubbles of 70B on four H100: by number of adapters; of Megatron's 1F1B and of mLoRA
+PAPER = {1: 0.4417, 2: 0.1500, 3: 0.1223, 4: 0.1109}
+PAPERS_RIVALS = {"Megatron's 1F1B": 0.4879, "mLoRA": 0.3411}
+WAYS = ("flushed", "side by side", "schedule", "half")
+SEEDS = 3
+
+
+def drawn(kinds: list[str], batches: int, samples: int, capacity: int, seed: int) -> list[list[list[int]]]:
+    rng = random.Random(seed)
+
+    def length(kind: str) -> int:
+        median, spread = KINDS[kind]
+        return min(capacity, max(16, round(rng.lognormvariate(log(median), spread))))
+
+    return [[[length(kind) for _ in range(samples)] for _ in range(batches)] for kind in kinds]
+
+
+def flushed(lengths: list[list[list[int]]], spec: Spec) -> tuple[list[Timeline], int]:
+    """A pipeline for each batch, and its microbatches."""
+    rounds = rounds_of(tuple((a,) for a in range(len(lengths))), lengths)
+    runs = [simulate(first_fit(samples, spec), spec.depth) for _, samples in rounds]
+    return runs, sum(len(run.microbatches) for run in runs)
+
+
+def of(runs: list[Timeline], count: int, noops: int, spec: Spec, bound: int) -> dict:
+    """One row: pipelines one after the other."""
+    took = sum(run.time for run in runs)
+    tokens = sum(run.throughput * run.time for run in runs)
+    bubble = sum(run.bubble * run.time for run in runs) / took
+    fill = tokens / (count * spec.capacity)
+    return {"microbatches": count, "noops": noops, "bound": bound, "fill": fill, "bubble": bubble, "throughput": tokens / took}
+
+
+def row(lengths: list[list[list[int]]], spec: Spec) -> Iterator[tuple[str, dict]]:
+    rounds = rounds_of(tuple((a,) for a in range(len(lengths))), lengths)
+    beside = insert_noops([each for _, samples in rounds for each in first_fit(samples, spec)], spec)
+    found = schedule(lengths, spec)
+    longest = max(n for batches in lengths for batch in batches for n in batch)
+    small = spec._replace(capacity=max(spec.capacity // 2, longest + -longest % spec.multiple))
+    halves = schedule(lengths, small)
+    runs, count = flushed(lengths, spec)
+    yield "flushed", of(runs, count, 0, spec, found.bound)
+    noops = sum(not each for each in beside)
+    yield "side by side", of([simulate(beside, spec.depth)], len(beside), noops, spec, found.bound)
+    yield "schedule", of([simulate(found, spec.depth)], len(found.microbatches), found.noops, spec, found.bound)
+    yield "half", of([simulate(halves, spec.depth)], len(halves.microbatches), halves.noops, small, halves.bound)
+
+
+def rows(spec: Spec, batches: int, samples: int) -> Iterator[dict]:
+    kinds = list(KINDS)
+    for count in range(1, len(kinds) + 1):
+        runs: dict[str, list[dict]] = {way: [] for way in WAYS}
+        for start in range(len(kinds)):
+            several = [kinds[(start + i) % len(kinds)] for i in range(count)]
+            for seed in range(SEEDS):
+                for way, found in row(drawn(several, batches, samples, spec.capacity, seed), spec):
+                    runs[way].append(found)
+        for way, found in runs.items():
+            yield {"adapters": count, "way": way} | {key: mean(each[key] for each in found) for key in found[0]}
+
+
+def timed(spec: Spec, total: int, samples: int) -> Iterator[dict]:
+    """How long a long schedule takes: greedily, and with the solver."""
+    lengths = drawn(list(KINDS), total // (samples * len(KINDS)), samples, spec.capacity, 0)
+    for seconds, workers in ((0.0, 1), (10.0, 1), (10.0, 2)):
+        start = time.perf_counter()
+        found: Schedule = schedule(lengths, spec._replace(seconds=seconds, workers=workers))
+        took = time.perf_counter() - start
+        exact = sum(each.method == "exact" for each in found.packings)
+        facts = {"samples": total, "solver_s": seconds, "workers": workers, "s": round(took, 2)}
+        packed = sum(each.microbatches for each in found.packings)
+        facts |= {"packings": len(found.packings), "exact": exact, "packed": packed}
+        yield facts | {"microbatches": len(found.microbatches), "bound": found.bound, "noops": found.noops, "fill": found.fill}
+
+
+def markdown(result: dict) -> str:
+    head = ["adapters", "way", "microbatches / bound", "no-ops", "fill", "bubble", "tokens per time of one", "paper's bubble"]
+    lines = [
+        [
+            row["adapters"],
+            row["way"],
+            f"{row['microbatches']:.1f}" + (f" / {row['bound']:.1f}" if row["way"] != "flushed" else ""),
+            f"{row['noops']:.1f}",
+            f"{row['fill']:.1%}",
+            f"{row['bubble']:.1%}",
+            f"{row['throughput']:.3f}",
+            f"{PAPER[row['adapters']]:.1%}" if row["way"] == "schedule" else "",
+        ]
+        for row in result["rows"]
+    ]
+    settings = "{samples} samples a batch, {batches} batches, {capacity} tokens a microbatch, {depth} stages".format(**result)
+    rivals = ", ".join(f"{name} {bubble:.1%}" for name, bubble in PAPERS_RIVALS.items())
+    parts = [f"{settings}, multiples of {result['multiple']}. The paper's, measured: {rivals}.", table(head, lines)]
+    names = ["samples", "solver_s", "workers", "s", "packings", "exact", "packed", "microbatches", "bound", "noops", "fill"]
+    times = [[row[name] for name in names[:-1]] + [f"{row['fill']:.1%}"] for row in result["times"]]
+    return "\n\n".join([*parts, "Time to find a schedule:", table([name.replace("_s", ", s") for name in names], times)])
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--device", default="cpu", choices=("cpu",))
+    options.add_argument("--capacity", type=int, default=6144)
+    options.add_argument("--depth", type=int, default=4)
+    options.add_argument("--multiple", type=int, default=128)
+    options.add_argument("--samples", type=int, default=16)
+    options.add_argument("--batches", type=int, default=12)
+    options.add_argument("--total", type=int, default=25_600, help="samples of the schedule that is timed; 0: none")
+    options.add_argument("--json", type=Path)
+    options.add_argument("--commit", help="recorded in the JSON")
+    a = options.parse_args(argv)
+    spec = Spec(a.capacity, a.depth, a.multiple, 0.0)
+    sizes = {name: getattr(a, name) for name in ("capacity", "depth", "multiple", "samples", "batches")}
+    result = {"about": about("cpu", a.commit, argv)} | sizes
+    result["rows"] = list(rows(spec, a.batches, a.samples))
+    result["times"] = list(timed(spec, a.total, a.samples)) if a.total else []
+    print(markdown(result))
+    save(a.json, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""docs/schedule.md keeps its word: its programs one after the other, then its command."""
+
+import json
+import re
+
+import pytest
+
+from fdora.schedule import from_json
+from fdora.schedule.__main__ import main
+from tests.test_layers import ROOT
+
+TEXT = (ROOT / "docs/schedule.md").read_text()
+
+
+def test_the_programs(capsys):
+    space = {}
+    for program in re.findall(r"```python\n(.*?)```", TEXT, re.S):
+        exec(compile(program, "docs/schedule.md", "exec"), space)
+    found, out = space["found"], capsys.readouterr().out
+    assert f"{len(found.microbatches)} {found.bound} {found.noops} {found.fill:.0%}" in out
+    assert sum(space["times"]) > space["together"].time and found.noops == 0
+    assert out.count("steps after batch") == 6 and space["ends"][-1] > 0
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib", reason="pictures are matplotlib's; `make test` installs it")
+    monkeypatch.chdir(tmp_path)
+    (lengths,) = re.findall(r"`(\{.*\})`", TEXT)
+    (tmp_path / "lengths.json").write_text(lengths)
+    (command,) = re.findall(r"^python -m fdora.schedule (.*)$", TEXT, re.M)
+    assert main(command.split()) == 0 and "law" in capsys.readouterr().out
+    tokens = sum(n for batches in json.loads(lengths).values() for batch in batches for n in batch)
+    assert from_json((tmp_path / "schedule.json").read_text()).tokens == tokens and (tmp_path / "schedule.png").exists()
+
+
+def test_it_names_every_function():
+    import fdora.schedule as schedule
+
+    functions = {name for name in schedule.__all__ if name[0].islower()} - {"one_f_one_b", "interleaved"}
+    assert not [name for name in functions if not re.search(rf"`{name}\b|import.*\b{name}\b", TEXT)]

@@ -1,0 +1,252 @@
+"""From lengths to microbatches: nothing lost, nothing twice, nothing too full, nothing too early."""
+
+import random
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+
+from fdora.schedule import (
+    Packing,
+    Sample,
+    Spec,
+    from_json,
+    insert_noops,
+    merge,
+    one_f_one_b,
+    optimizer_steps,
+    plan_groups,
+    schedule,
+    to_json,
+    verify,
+)
+from tests.schedule.make import drawn, few, instances, judged
+
+
+def samples_of(microbatches):
+    return Counter(sample for each in microbatches for sample in each)
+
+
+@few
+@given(instances())
+def test_every_schedule_is_right(case):
+    lengths, spec = case
+    found = schedule(lengths, spec)
+    assert judged(found.microbatches, lengths, spec) == 0 and verify(found.microbatches, lengths, spec) == ()
+    assert len(found.microbatches) >= found.bound and found.noops == sum(not each for each in found.microbatches)
+    assert all(tuple(sorted(each)) == each for each in found.microbatches)
+    assert from_json(to_json(found)) == found == schedule(lengths, spec)
+    assert sorted(a for group in found.groups for a in group) == [a for a, batches in enumerate(lengths) if batches]
+
+
+def test_thousands_of_schedules_are_right():
+    rng = random.Random(0)
+    for n in range(2000):
+        multiple = rng.choice((1, 4))
+        spec = Spec(multiple * rng.randint(2, 10), rng.randint(1, 6), multiple, 0)
+        length = lambda: rng.randint(1, spec.units * multiple)  # noqa: E731
+        adapters, batches, size = rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 4)
+        lengths = [[[length() for _ in range(size)] for _ in range(batches)] for _ in range(adapters)]
+        assert judged(schedule(lengths, spec).microbatches, lengths, spec) == 0, (n, lengths, spec)
+
+
+@few
+@given(instances(exact=True))
+def test_solved_exactly_it_is_right_too(case):
+    pytest.importorskip("scipy", reason="the exact packing is scipy's; `make test` installs it")
+    lengths, spec = case
+    found = schedule(lengths, spec)
+    assert judged(found.microbatches, lengths, spec) == 0
+    greedy = schedule(lengths, spec._replace(seconds=0), groups=found.groups)
+    for one, other in zip(found.packings, greedy.packings, strict=True):
+        assert one.bound >= other.bound and one.adapters == other.adapters
+        assert (one.microbatches, one.remainder) <= (other.microbatches, other.remainder)
+
+
+@few
+@given(instances())
+def test_gaps_are_final(case):
+    lengths, spec = case
+    found = schedule(lengths, spec).microbatches
+    rng = random.Random(len(found))
+    mixed = [*found, (), ()]
+    batch = lambda each: min(((s.batch, s.adapter) for s in each), default=(0, 0))  # noqa: E731
+    mixed.sort(key=lambda each: (batch(each), rng.random()))
+    try:
+        once = insert_noops(mixed, spec)
+    except ValueError:  # what was merged may need the order it had
+        once = insert_noops(found, spec)
+    assert judged(once, lengths, spec) == 0 and insert_noops(once, spec) == once
+    assert insert_noops(found, spec) == found
+
+
+@few
+@given(instances())
+def test_a_merge_conserves_tokens_and_adds_nothing(case):
+    lengths, spec = case
+    row = [
+        (Sample(a, j, i, n),)
+        for a, batches in enumerate(lengths)
+        for j, batch in enumerate(batches)
+        for i, n in enumerate(batch)
+    ]
+    row = insert_noops(row, spec)
+    merged = merge(row, spec)
+    assert judged(merged, lengths, spec) == 0 and samples_of(merged) == samples_of(row) and len(merged) <= len(row)
+    assert sum(not each for each in merged) == sum(not each for each in row)
+
+
+def test_a_merge_takes_out_what_fits_elsewhere():
+    a, b, c = Sample(0, 0, 0, 3), Sample(1, 0, 0, 3), Sample(0, 1, 0, 3)
+    assert merge([(a,), (b,), (c,)], Spec(6, 1)) == ((a, b), (c,))
+    assert merge([(a,), (b,), (c,)], Spec(6, 2)) == ((a,), (b,), (c,))  # b keeps the batches of adapter 0 apart
+    assert merge([(a,), (), (b,), (c,)], Spec(6, 3)) == ((a,), (), (b,), (c,))
+    d, e = Sample(1, 0, 0, 2), Sample(2, 0, 0, 3)
+    assert merge([(a,), (d,), (e,)], Spec(8, 1, 1)) == ((a, d, e),)
+    assert merge([(a,), (d,), (e,)], Spec(8, 1, 4)) == ((a, d), (e,))  # each counts as 4
+
+
+def test_who_waits_lets_others_pass():
+    a, b, c = Sample(0, 0, 0, 1), Sample(0, 1, 0, 1), Sample(1, 0, 0, 1)
+    assert insert_noops([(a,), (b,), (c,)], Spec(1, 3)) == ((a,), (c,), (), (b,))
+    assert insert_noops([(a,), (b,)], Spec(1, 1)) == ((a,), (b,))
+
+
+def test_an_order_that_never_comes_right():
+    a, b = Sample(0, 0, 0, 1), Sample(0, 1, 0, 1)
+    for row in ([(a, b)], [(a, Sample(1, 1, 0, 1)), (b, Sample(1, 0, 0, 1))]):
+        with pytest.raises(ValueError, match="waits for ever"):
+            insert_noops(row, Spec(2, 2))
+
+
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_adapters_in_another_order(multiple):
+    lengths, spec = drawn(5, 3, 4, seed=3), Spec(6144, 4, multiple, 0)
+    order = [3, 0, 4, 2, 1]
+    here, there = schedule(lengths, spec), schedule([lengths[a] for a in order], spec)
+    named = tuple(tuple(sorted(s._replace(adapter=order[s.adapter]) for s in each)) for each in there.microbatches)
+    assert named == here.microbatches
+
+
+def test_the_papers_setting():
+    """Four adapters, batches of 16, 6144 tokens, four stages: full, and nobody waits."""
+    for seed in range(3):
+        found = schedule(drawn(4, 12, 16, seed=seed), Spec(6144, 4, 128, 0))
+        assert found.noops == 0 and found.fill > 0.95 and len(found.microbatches) < 1.05 * found.bound
+
+
+def test_each_adapter_by_itself_waits():
+    found = schedule([[[4, 4], [4, 4], [8]]], Spec(8, 4, 1, 0))
+    assert [len(each) for each in found.microbatches] == [2, 0, 0, 0, 2, 0, 0, 0, 1] and found.bound == 9 and found.noops == 6
+    assert found.fill == 24 / 72 and found.tokens == 24
+
+
+def test_groups_are_of_whom_they_profit():
+    """Two that fill each other's microbatches, and nobody to wait for."""
+    lengths = [[[6, 6]], [[2, 2]], [[6, 6]], [[2, 2]]]
+    found = schedule(lengths, Spec(8, 1, 1, 0))
+    assert len(found.microbatches) == 4 == found.bound
+    assert schedule(lengths, Spec(8, 1, 1, 0), groups=[[3, 2], [1, 0]]).groups == ((2, 3), (0, 1))
+    assert len(plan_groups(drawn(9, 2, 2), Spec(6144, 2, 1, 0))) >= 1
+
+
+def test_rounds_are_spread_where_counts_differ():
+    """Adapter 1 has two batches, adapter 0 eight: were both through at the start, the rest would wait."""
+    lengths = [[[8, 8]] * 8, [[8, 8, 8]] * 2]
+    found = schedule(lengths, Spec(8, 2, 1, 0), groups=[[0], [1]])
+    at = [p for p, each in enumerate(found.microbatches) if any(s.adapter == 1 for s in each)]
+    assert max(at) > len(found.microbatches) // 2
+
+
+def test_every_fault_is_seen():
+    lengths, spec = [[[3, 2], [4]], [[5], [5]]], Spec(8, 2, 1, 0)
+    a, a2, b = (Sample(0, 0, 0, 3), Sample(0, 0, 1, 2)), (Sample(0, 1, 0, 4),), (Sample(1, 0, 0, 5),)
+    b2 = (Sample(1, 1, 0, 5),)
+    assert verify([a, b, a2, b2], lengths, spec) == ()
+    assert "(1, 1, 0, 5) is missing" in verify([a, b, a2], lengths, spec)[0]
+    twice = verify([a, b, a2, (*b2, Sample(0, 0, 1, 2))], lengths, spec)
+    assert "(0, 0, 1, 2) is there once too often" in twice[0]  # what a comparison of sets would not see
+    assert any("holds 10 tokens" in each for each in verify([a, (*b, *b2), a2], lengths, spec))
+    assert any("holds batches [0, 1] of adapter 1" in each for each in verify([a, (*b, *b2), a2], lengths, spec))
+    assert verify([a, a2, b, (), b2], lengths, spec) == ("batch 1 of adapter 0 begins 1 after batch 0 ends, less than 2",)
+    assert "begins -2 after" in verify([a2, b, a, b2], lengths, spec)[0]
+    assert "more than 7" in verify([a, b, a2, b2], lengths, Spec(7, 2, 4))[0]  # 5 counts as 8
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_every_stage_trains_as_each_adapter_alone_would(stages):
+    """On each stage weights of exact fractions, moved when the schedule says so, in the order of 1F1B.
+
+    Each batch must meet one version of its adapter's weight, forward and backward: the one after all batches before.
+    """
+    lengths = [*drawn(4, 5, 3, seed=1)[:3], drawn(4, 3, 2, seed=2)[3]]
+    found = schedule(lengths, Spec(6144, stages, 64, 0))
+    steps = optimizer_steps(found.microbatches)
+    step = lambda w, gradient: w - gradient / 1000  # noqa: E731
+    slope = lambda w, sample: w * Fraction(sample.length, 4096) - 1  # noqa: E731
+    alone = []
+    for batches in lengths:
+        weights = [Fraction(0)]
+        for batch in batches:
+            weights.append(step(weights[-1], sum(slope(weights[-1], Sample(0, 0, 0, n)) for n in batch)))
+        alone.append(weights)
+    for order in one_f_one_b(stages, len(found.microbatches)):
+        weights = [[Fraction(0)] for _ in lengths]
+        sums = [Fraction(0) for _ in lengths]
+        for _, n, backward in order:
+            for sample in found.microbatches[n]:
+                assert len(weights[sample.adapter]) == sample.batch + 1, "another batch's weights"
+                if backward:
+                    sums[sample.adapter] += slope(weights[sample.adapter][-1], sample)
+            for a, _ in steps[n] if backward else ():
+                weights[a].append(step(weights[a][-1], sums[a]))
+                sums[a] = Fraction(0)
+        assert weights == alone
+
+
+def test_steps_come_once_for_each_batch():
+    found = schedule(drawn(3, 4, 5), Spec(6144, 3, 1, 0))
+    assert Counter(b for each in optimizer_steps(found.microbatches) for b in each) == {
+        (a, j): 1 for a in range(3) for j in range(4)
+    }
+
+
+def test_nothing_to_do():
+    for lengths in ([], [[]], [[], []]):
+        found = schedule(lengths, Spec(8))
+        assert found.microbatches == () and found.bound == 0 and found.fill == 1 and from_json(to_json(found)) == found
+    assert schedule([[], [[3]]], Spec(8)).microbatches == ((Sample(1, 0, 0, 3),),)
+
+
+def test_a_bug_would_not_go_unseen(monkeypatch):
+    from fdora.schedule import whole
+
+    monkeypatch.setattr(whole, "line_up", lambda packings, spec: packings[0].microbatches)
+    with pytest.raises(RuntimeError, match=r"a bug in fdora.schedule.*sample \(1, 0, 0, 3\) is missing"):
+        schedule([[[3]], [[3]]], Spec(8, 1, 1, 0), groups=[[0], [1]])
+
+
+def test_a_packing_says_whether_it_can_be_beaten():
+    assert Packing(((), ()), 2, 0, "greedy", "").optimal and not Packing(((), ()), 1, 0, "greedy", "").optimal
+
+
+MESSAGES = [
+    (lambda: schedule([[[9]]], Spec(8)), "fdora.schedule: `lengths[0][0][0]` must be at most 8 tokens, what one microbatch holds, got 9. Truncate or split the sample, or raise the capacity."),
+    (lambda: schedule([[[7]]], Spec(8, 1, 3)), "fdora.schedule: `lengths[0][0][0]` must be at most 6 tokens, what one microbatch holds, got 7. Truncate or split the sample, or raise the capacity."),
+    (lambda: schedule([[[1], []]], Spec(8)), "fdora.schedule: `lengths[0][1]` must be a batch with samples, got none. Leave the batch out: it has no gradient."),
+    (lambda: schedule([[[0]]], Spec(8)), "fdora.schedule: `lengths[0][0][0]` must be a positive int, got 0. It is the number of tokens of one sample."),
+    (lambda: schedule([[[1]], [[2]]], Spec(8), groups=[[0]]), "fdora.schedule: `groups` must be each of the adapters [0, 1] once, got [[0]]. Leave it out to plan them."),
+    (lambda: schedule([[[1]]], Spec(8, 0)), "fdora.schedule: `spec.depth` must be a positive int, got 0. It counts tokens, microbatches or processes."),
+    (lambda: schedule([[[1]]], Spec(8, 1, 9)), "fdora.schedule: `spec.multiple` must be at most the capacity, 8, got 9. Nothing would fit."),
+    (lambda: schedule([[[1]]], Spec(8, seconds=-1)), "fdora.schedule: `spec.seconds` must be a finite number of seconds, 0 or more, got -1. 0 solves nothing exactly."),
+    (lambda: schedule([[[1]]], {"capacity": 8}), "fdora.schedule: `spec` must be a Spec, got a dict. Write Spec(capacity=6144, depth=4)."),
+    (lambda: from_json("{}"), "fdora.schedule.from_json: `text` must be JSON of to_json, got KeyError: 'groups'. Write it again."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "text"), MESSAGES, ids=[text.split("`")[1] + str(n) for n, (_, text) in enumerate(MESSAGES)])
+def test_message(call, text):
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert str(caught.value) == text
