@@ -14,7 +14,7 @@ samples for the weight as it is decoded before it is timed. The ways of a layer:
     fdora, fdora_inside         dora_linear on the same codes, with the norm given and computed in the call
 
 The rows of the norm: ``codes`` is dora_norm of the codes, ``dense`` that of a dense bf16 W, ``decode`` bitsandbytes'
-dequantisation alone, ``decode_norm`` ours with the norm in the same pass.
+dequantisation alone, ``dequantize`` ours, ``dequantize_norm`` that with the norm in the same pass.
 """
 
 from __future__ import annotations
@@ -147,9 +147,7 @@ def norm_row(K: int, N: int, r: int, roof: dict[str, float], options: argparse.N
         "decode": partial(bnb.functional.dequantize_4bit, case.weight.data, case.weight.quant_state),
     }
     if device != "cpu":
-        from fdora.triton.quant import dequantize_norm
-
-        fns["decode_norm"] = partial(dequantize_norm, qw.spec, qw.tensors, A, B, S, BF16)
+        fns |= {"dequantize": decoding(qw, None), "dequantize_norm": decoding(qw, (A, B))}
     truth = (qw.dequantize(torch.float64) + S * B.double() @ A.double()).norm(dim=1)
     wrong = ((dora_norm(qw, A, B, s=S).double() - truth).abs() / truth).max().item()
     failed, anchor = Failures(), None if device == "cpu" else anchor_graph()
@@ -163,6 +161,28 @@ def norm_row(K: int, N: int, r: int, roof: dict[str, float], options: argparse.N
             "product": round(2 * N * K * r / roof["flops_per_ms"], 5),
         }
     return row | {"failed": dict(failed)}
+
+
+def decoding(qw: QuantWeight, adapter: tuple[Tensor, Tensor] | None) -> Callable[[], object]:
+    """W dense in bf16 as the plan of a layer makes it, with its norm where there is an adapter."""
+    from fdora.triton.codes import coded_of, packed
+    from fdora.triton.dequantize import dequantized, dequantized_with_norm
+    from fdora.triton.runtime.builder import Builder
+    from fdora.triton.runtime.device import device_of
+    from fdora.triton.runtime.walk import like, run
+
+    tensors = (*(adapter or ()), *(t for t in qw.tensors if t is not None))
+    plan = Builder("W of codes", device_of(qw.device))
+    arrays = [like(t) for t in tensors]
+    if adapter is None:
+        dequantized(plan, packed(plan, arrays, coded_of(qw.spec)), BF16)
+        done = plan.plan()
+        return lambda: run(done, tensors)
+    A, B = map(plan.matrix, arrays[:2])
+    W, s = packed(plan, arrays[2:], coded_of(qw.spec)), plan.scalar("s")
+    dequantized_with_norm(plan, W, A, B, s, plan.result("c", qw.shape[:1], torch.float32), BF16)
+    done = plan.plan()
+    return lambda: run(done, tensors, (S,))
 
 
 PAIRS = (
@@ -188,7 +208,7 @@ def summarize(rows: list[dict], norms: list[dict]) -> dict:
         for row in rows
         if {"fdora", "qlora"} <= row["ms"].keys() and row["ms"]["fdora"] > row["ms"]["qlora"]
     ]
-    pairs = (("codes", "dense"), ("decode_norm", "decode"))
+    pairs = (("codes", "dense"), ("dequantize", "decode"), ("dequantize_norm", "decode"))
     ratios = [
         {"K": row["K"], "N": row["N"], "r": row["r"]}
         | {f"{a}/{b}": round(row["ms"][a] / row["ms"][b], 3) for a, b in pairs if a in row["ms"] and b in row["ms"]}

@@ -32,13 +32,13 @@ from bench import clock
 from bench.norm_forms import about
 from bench.save import save
 from fdora._records import Operands
-from fdora.quant import TABLES, Codes8, Lut4
+from fdora.quant import TABLES, Codes8, Lut4, QuantWeight
 from fdora.triton.codes import Coded, packed
 from fdora.triton.configs import CodesConfig
+from fdora.triton.dequantize import dequantized
 from fdora.triton.gemm import Epilogue, Operand, gemm
 from fdora.triton.kernels.g import g_tile
 from fdora.triton.kernels.small_quant import rows4
-from fdora.triton.quant import quant_norm
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import INTERPRETED, device_of
 from fdora.triton.runtime.walk import like, run
@@ -199,20 +199,31 @@ def many(form, M, N, K, r, Ws, la, config):
 
 def dense(W, la):
     """Its W, rounded once."""
-    A, B = la.A[:8] * 0, la.B[:, :8].contiguous() * 0
-    return quant_norm(W.coded, W.tensors, A, B, 0.0, dense=la.x.dtype)[1]
+    form, N = W.coded.form, W.coded.shape[0]
+    kind = "fp8" if isinstance(form, Codes8) else "nf4"  # either decodes what its facts say
+    codes, scales, *more = W.tensors
+    if kind == "nf4" and form.layout == "row":
+        codes, scales = codes.view(N, -1), scales.view(N, -1)
+    return QuantWeight(kind, (codes, scales, *more), W.coded.shape, la.x.dtype, form).dequantize()
 
 
 def fused_after(M, N, K, r, la, decode, Ws):
-    """Decode, then the product of gemm.py."""
+    """Decode, by ``decode`` or in the same plan, then the product of gemm.py."""
     builder = Builder("many tokens", device_of(la.x.device))
     x, h, B = (builder.matrix(like(t)) for t in (la.x, la.x.new_empty(M, r), la.B))
     m, c = (builder.vector(like(t)) for t in la[3:])
-    first = decode(Ws[0])
-    W = builder.matrix(like(first))
+    if decode is None:
+        W = dequantized(builder, packed(builder, list(map(like, Ws[0].tensors)), Ws[0].coded), DTYPE)
+    else:
+        W = builder.matrix(like(decode(Ws[0])))
     gemm(builder, builder.result("y", (M, N), la.x.dtype), x, h, Operand(W, B, trans=True), Epilogue("scale", m, c))
     plan, turns = builder.plan(), itertools.cycle(Ws)
-    return lambda: run(plan, (la.x, la.x @ la.A.T, la.B, la.m, la.c, decode(next(turns))), ())[0]
+
+    def call():
+        W = next(turns)
+        return run(plan, (la.x, la.x @ la.A.T, la.B, la.m, la.c, *(W.tensors if decode is None else [decode(W)])), ())[0]
+
+    return call
 
 
 def vendor():
@@ -332,7 +343,7 @@ def compiled(case):
         elif kind == "after":
             N, K = config
             W, la = [weight(form, N, K, "cuda")], layer(M, N, K, r, "cuda")
-            fused_after(M, N, K, r, la, lambda W: dense(W, la), W)()
+            fused_after(M, N, K, r, la, None, W)()
         elif kind == "back":
             back(form, M, N, K, r, W, la, torch.randn(M, N, device="cuda").to(DTYPE), config)()
         else:
@@ -442,7 +453,7 @@ def many_rows(device, shapes, tokens, ranks):
         want = (la.x.float() @ dense(Ws[0], la).float().T + (la.x @ la.A.T).float() @ la.B.float().T) * la.m
         candidates = [config for config in GEMMS if config[0] <= max(M, 64)]
         found = searched(timed, lambda config: many(NESTED, M, N, K, r, Ws, la, config), candidates, want)
-        ways = {"ours_after_ours": fused_after(M, N, K, r, la, lambda W: dense(W, la), Ws)}
+        ways = {"ours_after_ours": fused_after(M, N, K, r, la, None, Ws)}
         held = dense(Ws[0], la)
         ways["dense"] = fused_after(M, N, K, r, la, lambda W: held, Ws)
         if bnb is not None:

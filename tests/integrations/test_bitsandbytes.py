@@ -16,8 +16,8 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from fdora import FdoraError
-from fdora.integrations import _norm
 from fdora.functional import dora_mlp
+from fdora.integrations import _norm
 from fdora.integrations._peft import blocks, linear, quant, variants
 from fdora.integrations.peft import init_magnitude, report, restore, use_fdora
 from fdora.quant import from_bnb

@@ -22,9 +22,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.decode import nibble, scale_of
+from fdora.triton.kernels.decode import byte_weights, nibble, scale_of
 from fdora.triton.kernels.g import g_tile
-from fdora.triton.kernels.quant import UNIT, _byte_value
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.lookup import PICKED, SCALED
 from fdora.triton.runtime.private import gdc_wait
@@ -235,9 +234,7 @@ def _bytes(
             by_n, by_k = (n // BY_N)[None, :, None], (at_k // BY_K)[:, None, :]
             at = by_k * groups + by_n if COLUMNS else by_n * groups + by_k
             scale = tl.load(scales + at, mask=mask, other=0.0)
-        w = _byte_value(c, CODE, BY_BITS) * scale
-        if CODE == "int8/127":
-            w *= UNIT
+        w = byte_weights(c, scale, CODE, BY_BITS)
         acc = _product(acc, w.to(x.dtype.element_ty), tl.permute(xt, (0, 2, 1)), SLICES, BLOCK_N, BLOCK_K, BLOCK_M)
     return acc if SLICES == 1 else tl.sum(acc, axis=0)
 
