@@ -68,6 +68,8 @@ def unpacked(
     h = None
     if any([la.A is not None for la in layers]):
         h, *rest = rest
+    formed = len(rest) - sum(map(forms_norm, layers))
+    rest, norms = rest[:formed], tuple(rest[formed:])
     kept = [None if o.save == "nothing" else y for y, o in zip(ys, options, strict=True)]
     pre = (False,) * n
     if rest:
@@ -75,7 +77,16 @@ def unpacked(
         pre = tuple([saves_pre_scale(x.dtype, tokens, la, mode, o.save) for la, o in zip(layers, options, strict=True)])
         before = iter(rest)
         kept = [next(before) if has else y for y, has in zip(kept, pre, strict=True)]
-    return ys, Saved(h, tuple(kept), pre)
+    return ys, Saved(h, tuple(kept), pre, norms)
+
+
+def forms_norm(la: Any) -> bool:
+    return la.A is not None and la.c is None
+
+
+def norms_of(plan: Builder, layers: Sequence[Any]) -> list[Array | None]:
+    """The results that are norms nobody gave."""
+    return [plan.result(f"c{i}", (la.W.shape[0],), torch.float32) if forms_norm(la) else None for i, la in enumerate(layers)]
 
 
 def flat(layers: Sequence[Operands]) -> list[Tensor | None]:
@@ -101,7 +112,7 @@ def _linear(
     x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str,
     text: Sequence[str], numbers: Sequence[int],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Each y, h if there is any, each value before g that is saved."""
+    """Each y, h if there is any, each value before g that is saved, each norm that nobody gave."""
     return run(*_planned(x, operands, s, saves, p, mode, text, numbers))
 
 
@@ -142,9 +153,8 @@ def plan_forward(
         plan.result(f"pre_scale{i}", y.shape, dtype) if saves_pre_scale(dtype, x.shape[0], la, mode, save) else None
         for i, (y, la, save) in enumerate(zip(ys, layers, saves, strict=True))
     ]
-    forward(
-        plan, x, layers, scalars, [Out(*each) for each in zip(ys, h.parts, pre, strict=True)], h.whole, Dropout(p, mode), same_s
-    )
+    out = [Out(*each) for each in zip(ys, h.parts, pre, norms_of(plan, layers), strict=True)]
+    forward(plan, x, layers, scalars, out, h.whole, Dropout(p, mode), same_s)
     return plan.plan()
 
 
@@ -278,7 +288,12 @@ def _fake_linear(x, operands, s, saves, p, mode, text, numbers):
     ys = [x.new_empty((*x.shape[:-1], la.W.shape[0])) for la in layers]
     M, total = rows_of(x), sum(la.A.shape[0] for la in layers if la.A is not None)
     kept = [la.W.shape[0] for la, save in zip(layers, saves, strict=True) if saves_pre_scale(x.dtype, M, la, mode, save)]
-    return [*ys, *([x.new_empty((M, total))] if total else []), *(x.new_empty((M, N)) for N in kept)]
+    made = [*ys, *([x.new_empty((M, total))] if total else []), *(x.new_empty((M, N)) for N in kept)]
+    return made + fake_norms(x, layers)
+
+
+def fake_norms(x: Tensor, layers: Sequence[Any]) -> list[Tensor]:
+    return [x.new_empty(la.W.shape[0], dtype=torch.float32) for la in layers if forms_norm(la)]
 
 
 def rows_of(x: Tensor) -> int:
