@@ -40,7 +40,7 @@ class Backend:
         [Sequence[Tensor | None], Tensor, Layers, AllOptions, Dropout, Saved, bool, Sequence[Needs]],
         tuple[Tensor | None, list[Grads]],
     ]
-    mlp_fwd: Callable[[Tensor, Layers, AllOptions, Dropout, Any], tuple[Tensor, SavedMlp]]
+    mlp_fwd: Callable[[Tensor, Layers, AllOptions, Dropout, Any], tuple[Tensor, SavedMlp, tuple[Tensor, ...]]]
     mlp_bwd: Callable[
         [Tensor, Tensor, Layers, AllOptions, Dropout, Any, SavedMlp, bool, Sequence[Needs]],
         tuple[Tensor | None, list[Grads]],

@@ -11,7 +11,7 @@ from torch import Tensor
 from fdora._records import NO_NEEDS, Dropout, Grads, Needs, Operands, Options, Saved
 from fdora._torch import apply, apply_eager, no_graph
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
-from fdora.autograd.weight import WIDTH, Specs, flat_of, layers_of, readable, specs_of
+from fdora.autograd.weight import WIDTH, Specs, flat_of, layers_of, readable, specs_of, without_norm
 
 
 class Call(NamedTuple):
@@ -61,11 +61,11 @@ class Linear(torch.autograd.Function):
     def forward(x: Tensor, call: Call, *flat: Tensor | None) -> Any:
         with autocast_off(x):
             fwd, layers = OPS[call.backend].layers_fwd, layers_of(flat, call.specs, x.dtype, call.backend)
-            ys, (h, kept, pre_scale) = fwd(x, layers, call.options, call.drop)
+            ys, (h, kept, pre_scale, norms) = fwd(x, layers, call.options, call.drop)
         out = [*ys] if h is None else [*ys, h]
         if True in pre_scale:  # vmap carries no None out of a Function: an empty vector says it
             out += [t if has and t is not None else x.new_empty(0) for t, has in zip(kept, pre_scale, strict=True)]
-        return tuple(out)
+        return (*out, *norms)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -74,9 +74,12 @@ class Linear(torch.autograd.Function):
         rest = output[n:]
         ctx.mark_non_differentiable(*rest)
         ctx.set_materialize_grads(False)  # else torch fills zeros for h and the like on every backward
-        h, before = None, rest
+        inside = without_norm(flat, n) if call.specs is not None else []
+        for at, c in zip(inside, rest[len(rest) - len(inside) :], strict=True):
+            flat[at] = c
+        h, before = None, rest[: len(rest) - len(inside)]
         if any([A is not None for A in flat[1 : n * WIDTH : WIDTH]]):
-            h, *before = rest
+            h, *before = before
         kept = [None if o.save == "nothing" else y for o, y in zip(call.options, output, strict=False)]
         ctx.pre_scale = (False,) * n
         if before:
@@ -116,7 +119,7 @@ class EagerLinear(Linear):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call, *flat: Tensor | None) -> Any:  # type: ignore[override]
         layers = layers_of(flat, None, x.dtype, call.backend)
-        ys, (h, kept, ctx.pre_scale) = OPS[call.backend].layers_fwd(x, layers, call.options, call.drop)
+        ys, (h, kept, ctx.pre_scale, _) = OPS[call.backend].layers_fwd(x, layers, call.options, call.drop)
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, h, *kept, *flat)

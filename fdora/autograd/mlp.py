@@ -12,7 +12,7 @@ from fdora._records import Dropout, Grads, Needs, Operands, Options, SavedMlp
 from fdora._torch import apply, apply_eager, no_graph
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
 from fdora.autograd.linear import needs_of, to_inputs
-from fdora.autograd.weight import Specs, flat_of, layers_of, readable, specs_of
+from fdora.autograd.weight import Specs, flat_of, layers_of, readable, specs_of, without_norm
 from fdora.eager.act import ACTS as ACTS
 
 PARTS = len(SavedMlp._fields)
@@ -54,11 +54,11 @@ class Mlp(torch.autograd.Function):
     def forward(x: Tensor, call: Call, *flat: Tensor | None) -> Any:
         with autocast_off(x):
             fwd, layers = OPS[call.backend].mlp_fwd, layers_of(flat, call.specs, x.dtype, call.backend)
-            y, saved = fwd(x, layers, call.options, call.drop, call.act)
+            y, saved, norms = fwd(x, layers, call.options, call.drop, call.act)
         # vmap carries no None out of a Function: an empty vector says it. y is there already; values before g are rarely kept.
         h, h_down, gate, up, _, *before = saved
         parts = (h, h_down, gate, up) if all([t is None for t in before]) else (h, h_down, gate, up, *before)
-        return y, *(x.new_empty(0) if t is None else t for t in parts)
+        return y, *(x.new_empty(0) if t is None else t for t in parts), *norms
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -66,7 +66,11 @@ class Mlp(torch.autograd.Function):
         y, *rest = output
         ctx.mark_non_differentiable(*rest)
         ctx.set_materialize_grads(False)
-        h, h_down, gate, up, *before = (None if t.dim() == 1 else t for t in rest)
+        inside = without_norm(flat, 3) if ctx.call.specs is not None else []
+        parts = len(rest) - len(inside)
+        for at, c in zip(inside, rest[parts:], strict=True):
+            flat[at] = c
+        h, h_down, gate, up, *before = (None if t.dim() == 1 else t for t in rest[:parts])
         before = before or [None] * 3
         kept = y if before[2] is None and ctx.call.options[2].save != "nothing" else None
         saved = SavedMlp(h, h_down, gate, up, kept, *before)
@@ -98,7 +102,7 @@ class EagerMlp(Mlp):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call, *flat: Tensor | None) -> Any:  # type: ignore[override]
         layers = layers_of(flat, None, x.dtype, call.backend)
-        y, saved = OPS[call.backend].mlp_fwd(x, layers, call.options, call.drop, call.act)
+        y, saved, _ = OPS[call.backend].mlp_fwd(x, layers, call.options, call.drop, call.act)
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *saved, *flat)

@@ -67,6 +67,16 @@ def _readable(W: QuantWeight, dtype: torch.dtype, backend: str) -> QuantWeight |
     return W if reads_codes(W.spec, backend) else W.dequantize(dtype)
 
 
+def forms_norm(W: Any, backend: str) -> bool:
+    """Whether a layer of this W may come without its norm: the plan that decodes W forms it in the same pass."""
+    return isinstance(W, QuantWeight) and W.dtype != torch.float64 and reads_codes(W.spec, backend)
+
+
+def without_norm(flat: Sequence[Any], count: int) -> list[int]:
+    """Where in the flat operands of so many layers the norms belong that a forward formed."""
+    return [i + 4 for i in range(0, count * WIDTH, WIDTH) if flat[i + 1] is not None and flat[i + 4] is None]
+
+
 def reads_codes(spec: QuantSpec, backend: str) -> bool:
     known = OPS[backend].reads_codes
     return known is not None and known(spec)

@@ -14,6 +14,7 @@ from fdora._dispatch import Backend
 from fdora._records import Dropout, DropoutMode, Operands, Options, SaveForDm
 from fdora.autograd.linear import Call, eager_linear, linear
 from fdora.autograd.norm import row_norm
+from fdora.autograd.weight import forms_norm
 from fdora.functional.backend import select_backend
 from fdora.functional.norm import WIDE, check_weights
 from fdora.quant import QuantWeight
@@ -144,14 +145,17 @@ def check_dropout(fn: str, p: float, mode: str) -> None:
         raise fail(fn, "dropout_p", "in [0, 1)", p, "Pass the probability that an element is dropped.")
 
 
-def norm_for(x: Tensor, W: Any, A: Tensor, B: Tensor, s: float, norm: Tensor | None, backend: str) -> Tensor:
+def norm_for(x: Tensor, W: Any, A: Tensor, B: Tensor, s: float, norm: Tensor | None, backend: str) -> Tensor | None:
+    """c, or None where the plan of the layer forms it."""
+    if norm is None and forms_norm(W, backend):
+        return None
     c = row_norm(W, A, B, None, s, None, True, backend) if norm is None else norm
     return c if c.dtype == torch.float32 and x.dtype != torch.float64 else c.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def save_for_dm(m: Tensor, c: Tensor, pre_scale: bool) -> SaveForDm:
+def save_for_dm(m: Tensor, c: Tensor | None, pre_scale: bool) -> SaveForDm:
     """For the gradients of m and c; see :mod:`fdora.eager.linear`."""
-    if not (torch.is_grad_enabled() and (m.requires_grad or c.requires_grad)):
+    if not (torch.is_grad_enabled() and (m.requires_grad or (c is not None and c.requires_grad))):
         return "nothing"
     return "pre_scale" if pre_scale else "output"
 

@@ -29,6 +29,13 @@ def weight_in(plan: Builder, W: Array | Packed, dtype: torch.dtype) -> Array:
     return dequantized(plan, W, dtype) if isinstance(W, Packed) else in_dtype(plan, W, dtype)
 
 
+def weight_of(plan: Builder, la: Any, s: Scalar, dtype: torch.dtype, c: Array | None) -> Array:
+    """That of a layer. ``c``: where its norm goes, if nobody gave one."""
+    if c is None:
+        return weight_in(plan, la.W, dtype)
+    return dequantized_with_norm(plan, la.W, la.A, la.B, s, c, dtype)
+
+
 def dequantized(plan: Builder, W: Packed, dtype: torch.dtype) -> Array:
     (N, K), capability = W.shape, plan.device.capability
     out = _room(plan, W, dtype)

@@ -27,19 +27,16 @@ from torch import Tensor
 from fdora._records import NO_NEEDS, Dropout, DropoutMode, Grads, Needs, Operands, Options, Saved
 from fdora._torch import PLAIN, needs_dispatcher
 from fdora.quant import QuantWeight
-from fdora.triton.codes import coded_of, is_coded, packed, tensors_of, weights_of, written
+from fdora.triton.codes import is_coded
 from fdora.triton.linear_bwd import backward, fake_grads, result_grads
 from fdora.triton.linear_fwd import forward
 from fdora.triton.op import op
+from fdora.triton.operands import Likes, facts, fake_layers, fake_norms, flat, forms_norm, norms_of, read_layers
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.plan import Array, Plan
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.small import Out, is_small
-
-Likes = Sequence[Any]  # of Like and None
-WIDTH = len(Operands._fields)
-
 
 # forward
 
@@ -68,6 +65,8 @@ def unpacked(
     h = None
     if any([la.A is not None for la in layers]):
         h, *rest = rest
+    formed = len(rest) - sum(map(forms_norm, layers))
+    rest, norms = rest[:formed], tuple(rest[formed:])
     kept = [None if o.save == "nothing" else y for y, o in zip(ys, options, strict=True)]
     pre = (False,) * n
     if rest:
@@ -75,33 +74,14 @@ def unpacked(
         pre = tuple([saves_pre_scale(x.dtype, tokens, la, mode, o.save) for la, o in zip(layers, options, strict=True)])
         before = iter(rest)
         kept = [next(before) if has else y for y, has in zip(kept, pre, strict=True)]
-    return ys, Saved(h, tuple(kept), pre)
-
-
-def flat(layers: Sequence[Operands]) -> list[Tensor | None]:
-    """All operands; behind them the tensors of each W of codes, whose place holds None.
-
-    A list: Dynamo (torch 2.11) hands no NamedTuple to an op.
-    """
-    operands: list[Any] = [*layers[0]] if len(layers) == 1 else [t for la in layers for t in la]
-    if any([type(la.W) is QuantWeight for la in layers]):
-        for i, la in enumerate(layers):
-            if type(la.W) is QuantWeight:
-                operands[WIDTH * i] = None
-                operands += tensors_of(la.W.tensors)
-    return operands
-
-
-def facts(layers: Sequence[Operands]) -> tuple[list[str], list[int]]:
-    """Of each W that is codes."""
-    return written([coded_of(la.W) if type(la.W) is QuantWeight else None for la in layers])
+    return ys, Saved(h, tuple(kept), pre, norms)
 
 
 def _linear(
     x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str,
     text: Sequence[str], numbers: Sequence[int],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Each y, h if there is any, each value before g that is saved."""
+    """Each y, h if there is any, each value before g that is saved, each norm that nobody gave."""
     return run(*_planned(x, operands, s, saves, p, mode, text, numbers))
 
 
@@ -142,38 +122,9 @@ def plan_forward(
         plan.result(f"pre_scale{i}", y.shape, dtype) if saves_pre_scale(dtype, x.shape[0], la, mode, save) else None
         for i, (y, la, save) in enumerate(zip(ys, layers, saves, strict=True))
     ]
-    forward(
-        plan, x, layers, scalars, [Out(*each) for each in zip(ys, h.parts, pre, strict=True)], h.whole, Dropout(p, mode), same_s
-    )
+    out = [Out(*each) for each in zip(ys, h.parts, pre, norms_of(plan, layers), strict=True)]
+    forward(plan, x, layers, scalars, out, h.whole, Dropout(p, mode), same_s)
     return plan.plan()
-
-
-def read_layers(
-    plan: Builder, dtype: torch.dtype, likes: Likes, count: int, text: Sequence[str], numbers: Sequence[int]
-) -> list[Any]:
-    """The last arguments of a plan: the operands of so many layers, then the tensors of each W of codes."""
-    layers = [_read_layer(plan, dtype, likes[WIDTH * i : WIDTH * (i + 1)]) for i in range(count)]
-    at = WIDTH * count
-    for i, W in enumerate(weights_of(text, numbers)):
-        if W is not None:
-            layers[i] = layers[i]._replace(W=packed(plan, likes[at : at + W.tensors], W))
-            at += W.tensors
-    return layers
-
-
-def _read_layer(plan: Builder, dtype: torch.dtype, likes: Likes) -> Any:
-    W, A, B, m, c, bias, seed = likes
-    weight = plan.operand(W) if dtype == torch.float32 else plan.matrix(W)
-    parts: Any = (
-        weight,
-        plan.operand(A),
-        plan.operand(B),
-        plan.vector(m),
-        plan.vector(c),
-        plan.vector(bias),
-        plan.matrix(seed),
-    )
-    return Operands(*parts)
 
 
 class Shrunk(NamedTuple):
@@ -266,19 +217,13 @@ def plan_backward(
 # the same as ops that torch sees
 
 
-def fake_layers(operands: Sequence[Any], count: int, text: Sequence[str], numbers: Sequence[int]) -> list[Any]:
-    """As :func:`read_layers`; a W has a shape."""
-    layers = [Operands(*operands[WIDTH * i : WIDTH * (i + 1)]) for i in range(count)]
-    known = weights_of(text, numbers) or [None] * count
-    return [la if W is None else la._replace(W=W) for la, W in zip(layers, known, strict=True)]
-
-
 def _fake_linear(x, operands, s, saves, p, mode, text, numbers):
     layers = fake_layers(operands, len(saves), text, numbers)
     ys = [x.new_empty((*x.shape[:-1], la.W.shape[0])) for la in layers]
     M, total = rows_of(x), sum(la.A.shape[0] for la in layers if la.A is not None)
     kept = [la.W.shape[0] for la, save in zip(layers, saves, strict=True) if saves_pre_scale(x.dtype, M, la, mode, save)]
-    return [*ys, *([x.new_empty((M, total))] if total else []), *(x.new_empty((M, N)) for N in kept)]
+    made = [*ys, *([x.new_empty((M, total))] if total else []), *(x.new_empty((M, N)) for N in kept)]
+    return made + fake_norms(x, layers)
 
 
 def rows_of(x: Tensor) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from fdora._records import Dropout
+from fdora.triton.codes import Packed
 from fdora.triton.copy import in_dtype, operand, stacked
-from fdora.triton.dequantize import weight_in
+from fdora.triton.dequantize import weight_in, weight_of
 from fdora.triton.dropout import drop
 from fdora.triton.gemm import Epilogue, Operand, gemm
 from fdora.triton.kernels.epilogue import epilogue_kernel
@@ -34,11 +35,13 @@ def forward(
         assert h is not None
         plan.product(h, x, stacked(plan, [la.A for la in adapted], x.dtype).T, scalars[0])
     for la, s, each in zip(layers, scalars, out, strict=True):
+        if each.c is not None:
+            la = la._replace(c=each.c)
         if la.A is None:
             _frozen_forward(plan, x, la, each.y)
         elif small and la.seed is None:  # it forms h in passing, faster than it could read one
             # Few tokens and a W of codes: here a kernel that reads these would run.
-            small_forward(plan, x, la._replace(W=weight_in(plan, la.W, x.dtype)), s, each)
+            small_forward(plan, x, la._replace(W=weight_of(plan, la, s, x.dtype, each.c)), s, each)
         else:
             _forward(plan, x, la, s, each, dropout, at_once)
     if not half:
@@ -47,12 +50,14 @@ def forward(
         plan.path = f"few tokens: one pass over W; up to {LIMIT} tokens reading it is what a call costs"
     else:
         plan.path = f"x A^T, then one fused product; g inside, more than {LIMIT} tokens fill its tiles"
+    if any(isinstance(la.W, Packed) for la in layers):
+        plan.path += "; W is decoded first" + (", its norm with it" if any(each.c is not None for each in out) else "")
 
 
 def _forward(plan: Builder, x: Array, la: Any, s: Scalar, out: Out, dropout: Dropout, h_is_there: bool) -> None:
-    t, (y, h, pre) = x.dtype, out
+    t, (y, h, pre, c) = x.dtype, out
     assert h is not None
-    W, peft = weight_in(plan, la.W, t), la.seed is not None and dropout.mode == "peft"
+    W, peft = weight_of(plan, la, s, t, c), la.seed is not None and dropout.mode == "peft"
     xd = drop(plan, x, la.seed, dropout.p)
     if not h_is_there:
         plan.product(h, xd, in_dtype(plan, la.A, t).T, s)

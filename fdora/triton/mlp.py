@@ -12,10 +12,11 @@ from fdora._torch import needs_dispatcher
 from fdora.triton import act as activation
 from fdora.triton.copy import dense
 from fdora.triton.gemm import Epilogue
-from fdora.triton.linear import Likes, columns_of_h, facts, fake_layers, flat, read_layers, result_h, rows_of, saves_pre_scale
+from fdora.triton.linear import columns_of_h, result_h, rows_of, saves_pre_scale
 from fdora.triton.linear_bwd import backward, fake_grads, result_grads
 from fdora.triton.linear_fwd import epilogue_of, forward
 from fdora.triton.op import op
+from fdora.triton.operands import Likes, facts, fake_layers, fake_norms, flat, norms_of, read_layers
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.plan import Array, Plan
@@ -25,15 +26,17 @@ from fdora.triton.small import Out
 
 def mlp_fwd(
     x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout, act: str
-) -> tuple[Tensor, SavedMlp]:
-    """x (..., K), gate, up, down -> y (..., N), and what backward reads."""
+) -> tuple[Tensor, SavedMlp, tuple[Tensor, ...]]:
+    """x (..., K), gate, up, down -> y (..., N), what backward reads, and c of each adapted layer that came without one."""
     s, saves = [o.s for o in options], [o.save for o in options]
     results = (mlp if needs_dispatcher(x) else _mlp)(x, flat(layers), s, saves, *drop, act, *facts(layers))
     return unpacked(results, x, layers, saves, drop.mode)
 
 
-def unpacked(tensors: Sequence[Any], x: Tensor, layers: Sequence[Any], saves: Sequence[str], mode: str) -> tuple[Any, SavedMlp]:
-    """What a forward returns, as y and what backward reads."""
+def unpacked(
+    tensors: Sequence[Any], x: Tensor, layers: Sequence[Any], saves: Sequence[str], mode: str
+) -> tuple[Any, SavedMlp, tuple[Any, ...]]:
+    """What a forward returns, as y, what backward reads, and the norms that nobody gave."""
     results = iter(tensors)
     y = next(results)
     pre = [saves_pre_scale(x.dtype, rows_of(x), la, mode, save) for la, save in zip(layers, saves, strict=True)]
@@ -41,7 +44,8 @@ def unpacked(tensors: Sequence[Any], x: Tensor, layers: Sequence[Any], saves: Se
     h_down = next(results) if layers[2].A is not None else None
     outputs = [next(results) if _keeps_output(p, mode) else None for p in pre[:2]]
     before = tuple(next(results) if p else None for p in pre)
-    return y, SavedMlp(h, h_down, outputs[0], outputs[1], y if saves[2] != "nothing" and not pre[2] else None, *before)
+    kept = y if saves[2] != "nothing" and not pre[2] else None
+    return y, SavedMlp(h, h_down, outputs[0], outputs[1], kept, *before), tuple(results)
 
 
 def _keeps_output(pre_scale: bool, mode: str) -> bool:
@@ -86,12 +90,12 @@ def plan_forward(
         plan.result(f"pre_scale of {name}", (M, width), t) if has else None
         for name, width, has in zip(("gate", "up", "down"), (F, F, N), pre, strict=True)
     ]
+    norms = norms_of(plan, layers)
     a = plan.temp((M, F), t)
-    forward(
-        plan, x, layers[:2], scalars[:2], [Out(*o) for o in zip(pair, h.parts, before, strict=False)], h.whole, dropout, same_s
-    )
+    out = [Out(*o) for o in zip(pair, h.parts, before, norms, strict=False)]
+    forward(plan, x, layers[:2], scalars[:2], out, h.whole, dropout, same_s)
     activation.forward(plan, pair[0], pair[1], a, act)
-    forward(plan, a, layers[2:], scalars[2:], [Out(y, h_down.parts[0], before[2])], h_down.whole, dropout, True)
+    forward(plan, a, layers[2:], scalars[2:], [Out(y, h_down.parts[0], before[2], norms[2])], h_down.whole, dropout, True)
     return plan.plan()
 
 
@@ -176,7 +180,7 @@ def _fake_mlp(x, operands, s, saves, p, mode, act, text, numbers):
     made = [(*x.shape[:-1], N), *([(M, r)] if r else []), *([(M, down.A.shape[0])] if down.A is not None else [])]
     made += [(M, F) for has in pre[:2] if _keeps_output(has, mode)]
     made += [(M, width) for width, has in zip((F, F, N), pre, strict=True) if has]
-    return [x.new_empty(shape) for shape in made]
+    return [x.new_empty(shape) for shape in made] + fake_norms(x, (gate, up, down))
 
 
 def _fake_mlp_backward(dy, x, saved, operands, s, p, mode, act, need_x, needs, text, numbers):

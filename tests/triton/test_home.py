@@ -375,6 +375,7 @@ def samples():
     dropped_down = [*down[:6], seed]
     four = [torch.zeros(W.numel() // 2, device=x.device, dtype=torch.uint8), torch.ones(W.numel() // 16, device=x.device)]
     coded, facts = [None, *plain[1:]], (["nf4", "fp32", "flat", "int8", "row", ""], [*W.shape, 16, 1, *W.shape, 0, 0])
+    bare = [None, A, B, m, None, None, None]
     of_gate = (["nf4", "fp32", "flat", *[""] * 6], [*W.shape, 16, 1, *[0] * 8])
     eight = [torch.ones_like(W, dtype=torch.int8), torch.ones(len(W), device=x.device)]
     return {
@@ -397,6 +398,7 @@ def samples():
             (x.float(), wide, [S], ["output"], 0.3, "peft", [], []),
             (x, [*plain, W, *frozen, *plain], [S, S, S], ["output", "nothing", "output"], 0.0, "lora", [], []),
             (x, [*coded, None, *frozen, *four, *eight], [S, S], ["output", "nothing"], 0.0, "lora", *facts),
+            (x, [*bare, None, *frozen, *four, *eight], [S, S], ["output", "nothing"], 0.0, "lora", *facts),
         ],
         "linear_backward": [
             (x, h, [dy], [dy], plain, [S], [False], 0.0, "lora", True, [*some[:4], True], [], []),
@@ -410,7 +412,7 @@ def samples():
         ],
         "mlp": [
             (x, [*plain, *plain, *down], [S, S, S], ["output"] * 3, 0.0, "lora", "silu", [], []),
-            (x, [*coded, *plain, *down, *four], [S, S, S], ["output"] * 3, 0.0, "lora", "silu", *of_gate),
+            (x, [*bare, *plain, *down, *four], [S, S, S], ["output"] * 3, 0.0, "lora", "silu", *of_gate),
             (x, [*dropped, *plain, *dropped_down], [S, 2 * S, S], ["nothing", "output", "pre_scale"], 0.3, "peft", "gelu", [], []),
         ],
         "mlp_backward": [

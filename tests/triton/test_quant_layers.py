@@ -193,6 +193,66 @@ def Wide(W):
     return decode(W, 0, W.shape[0]).double()
 
 
+@pytest.fixture
+def ran(monkeypatch):
+    """The plans that run, of any facade."""
+    from fdora.triton import linear, mlp, norm, quant
+
+    found = []
+    for module in (linear, mlp, norm, quant):
+        run = module.run
+        monkeypatch.setattr(module, "run", lambda plan, *args, run=run: found.append(plan) or run(plan, *args))
+    return found
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_the_norm_comes_with_the_dense_weight(name, tokens, ran):
+    """The bits of dora_norm, out of the pass that decodes W: one plan for each direction."""
+    W, x = weight(name), x_of(tokens)
+    A, B, m = adapter(W)
+    if name == "int8":
+        A, B = (t.detach().half().requires_grad_() for t in (A, B))
+    ran.clear()
+    got = gradients(dora_linear(x, W, A, B, m, s=S), [x, A, B, m])
+    forward, backward = ran
+    assert forward.name == "dora_linear forward" and backward.name == "dora_linear backward"
+    assert forward.results[-1][:2] == ("c0", (48,)) and "dequantize" not in str(kernels(forward))
+    c = dora_norm(W, A, B, s=S)
+    want = gradients(dora_linear(x, W, A, B, m, s=S, norm=c), [x, A, B, m])
+    assert all(map(torch.equal, got, want))
+    with torch.no_grad():
+        assert torch.equal(dora_linear(x, W, A, B, m, s=S), got[0])
+
+
+@needs_kernels
+def test_norms_inside_a_group_and_an_mlp(ran):
+    """Of those layers that have codes, an adapter and no norm; others get theirs ahead."""
+    q, k, v = weight("nf4 nested"), torch.randn(24, 96, device=device.NAME, dtype=HALF) / 8, weight("fp8", 32)
+    down = weight("mxfp4", 48, 32)
+    first, second, third, last, x = adapter(q), adapter(k), adapter(v), adapter(down), x_of(MANY)
+    every = ((q, first), (k, second), (v, third), (down, last))
+    norms = [dora_norm(W, *p[:2], s=S) for W, p in every]
+
+    def group(q_norm=None, k_norm=None, v_norm=None):
+        layers = zip((q, k, v), (first, second, third), (q_norm, k_norm, v_norm), strict=True)
+        return dora_linear_group(x, [*(DoraLayer(W, *p, S, norm=c) for W, p, c in layers), DoraLayer(q)])
+
+    def mlp(v_norm=None, down_norm=None):
+        return dora_mlp(x, DoraLayer(v), DoraLayer(v, *third, S, norm=v_norm), DoraLayer(down, *last, S, norm=down_norm))
+
+    leaves = [x, *first, *second, *third]
+    want = gradients(group(*norms[:3]), leaves)
+    for given in ((), (None, None, norms[2]), (norms[0],)):
+        assert all(map(torch.equal, gradients(group(*given), leaves), want))
+    leaves, ran[:] = [x, *third, *last], []
+    got = gradients(mlp(), leaves)
+    assert [plan.name for plan in ran] == ["dora_mlp forward", "dora_mlp backward"]
+    for given in (norms[2:], norms[2:3]):
+        assert all(map(torch.equal, gradients(mlp(*given), leaves), got))
+
+
 @needs_kernels
 def test_nothing_dense_is_saved(undecoded):
     W, x = weight("nf4 nested", 128, 128), x_of(MANY, 128)
@@ -277,6 +337,17 @@ def test_a_backward_decodes_once_and_only_where_it_reads():
         assert plan.workspace < (DENSE if counts[pre_scale, need_x] else 0) + 2 * M * (N + K) * 2
     # without dx the gradient of m may read rows of W, unless it has the values before g
     assert counts == {(False, False): 1, (False, True): 1, (True, False): 0, (True, True): 1}
+
+
+def test_a_norm_costs_no_pass_of_its_own():
+    la, codes, coded = of_codes()
+    la[4] = None
+    x = alike(512, K, dtype=BF16)
+    plan = plan_forward([x, *la, *codes], HOPPER, 0.0, "lora", ("output",), True, *facts(coded))
+    first, second, *_ = plan.steps
+    assert (first.kernel.__name__, second.kernel.__name__) == ("quant4_kernel", "sum_kernel")
+    assert STORED + DENSE < first.cost.bytes < 1.04 * (STORED + DENSE) and "dequantize4_kernel" not in kernels(plan)
+    assert plan.results[-1][:3] == ("c0", (N,), (1,))
 
 
 def test_rows_begin_where_tensor_descriptors_want_them():

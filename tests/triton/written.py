@@ -240,7 +240,8 @@ def calls_of_coded_layers(M, N, K, r, dtype):
     dense, down = layer(N, K, r, dtype, dtype), [None, *layer(K, N, r, dtype, dtype)[1:]]
     for A, (mode, seed) in product((W, V), (("lora", False), ("peft", True))):
         la, facts = [None, *layer(N, K, r, dtype, dtype, seed=seed)[1:]], tuple(map(tuple, written([A])))
-        yield linear.plan_forward, [x, *la, *likes_of_codes(A)], (0.1, mode, ("output",), True, *facts)
+        for given in (la, [*la[:4], None, *la[5:]]):
+            yield linear.plan_forward, [x, *given, *likes_of_codes(A)], (0.1, mode, ("output",), True, *facts)
         for pre_scale, need_x in product((dtype == FP32, True), (False, True)):
             needs = (True, True, True, False, False)
             likes = [x, h, dy, dy, *la, *likes_of_codes(A)]
