@@ -23,6 +23,7 @@ from fdora import FdoraError
 from fdora.functional import dora_compose, dora_linear, dora_scale, select_backend
 from fdora.integrations._hook import hook, hooked, unhook
 from fdora.integrations._norm import KeptNorm
+from fdora.quant import QuantWeight, from_torchao
 
 __all__ = ["FdoraLinear", "report", "restore", "use_fdora"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -76,6 +77,20 @@ class _Run:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.kept = KeptNorm()
+        self.held: tuple[Any, QuantWeight] | None = None
+
+    def weight(self, W: NF4Tensor) -> QuantWeight:
+        """Of the same tensor it is the same."""
+        if torch.compiler.is_compiling():
+            return from_torchao(W)
+        if self.held is None or self.held[0] is not W:
+            with torch.inference_mode(False):
+                self.held = W, from_torchao(W)
+        return self.held[1]
+
+    def forget(self) -> None:
+        self.held = None
+        self.kept.forget()
 
     def __reduce__(self) -> tuple[type[_Run], tuple[()]]:
         return _Run, ()
@@ -98,10 +113,10 @@ class FdoraLinear(DoRALinear):
             return super().forward(x)
         A, B, m, s = self.lora_a.weight, self.lora_b.weight, self.magnitude, self.scaling
         nf4 = isinstance(self.weight, NF4Tensor)
-        W = self.weight.detach().to(self.weight.dtype) if nf4 else self.weight  # of NF4, that dequantises
-        c = self._fdora.kept.of(self.weight, W, A, B, s)
+        W: Any = self._fdora.weight(self.weight) if nf4 else self.weight
+        c = self._fdora.kept.of(W.tensors[0] if nf4 else W, W, A, B, s)
         p = self.dropout.p if isinstance(self.dropout, nn.Dropout) and self.dropout.training else 0.0
-        called = nf4 or _does_more(self.lora_a) or _does_more(self.lora_b)  # NF4: linear_nf4 keeps no dense W for backward
+        called = _does_more(self.lora_a) or _does_more(self.lora_b)
         if not called and (p == 0 or (p < 1 and select_backend(x).name == "triton")):
             self._fdora.count("fused")
             bias = None if self.bias is None else dora_scale(m, c) * self.bias
@@ -114,10 +129,11 @@ class FdoraLinear(DoRALinear):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         if torch.__future__.get_swap_module_params_on_conversion():
             self._fdora.kept.make_room(None)
-        self._fdora.kept.forget()
+        self._fdora.forget()
         super()._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._fdora.held = None
         self._fdora.kept.make_room(None)  # torch.utils.swap_tensors refuses a tensor that somebody refers to weakly
         super()._apply(*args, **kwargs)
         self._fdora.kept.make_room(self.weight)

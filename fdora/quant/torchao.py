@@ -102,7 +102,7 @@ def of_int8(t: Any) -> QuantWeight:
     if t.act_pre_scale is not None:
         raise fail(FN, "tensor", "a weight alone", "an Int8Tensor that scales its input too (act_pre_scale)", ELSE)
     N, K = matrix(FN, t.qdata.shape)
-    if t.zero_point is not None and bool(t.zero_point.any()):
+    if t.zero_point is not None and (torch.compiler.is_compiling() or bool(t.zero_point.any())):  # a trace cannot look
         return affine(t)
     block = scale_block(t)
     scale = t.scale.reshape(-(-N // block[0]), -(-K // block[1])) if isinstance(block, tuple) else t.scale.reshape(-1)
@@ -162,9 +162,9 @@ def from_torchao(tensor: Tensor) -> QuantWeight:
         ``NF4Tensor``, or ``MXTensor`` of 4 bits or ``NVFP4Tensor`` whose scales are not swizzled.
 
     Returns:
-      ``QuantWeight`` of kind int8 (affine where it has zero points: to know, one look at them waits for the device), fp8,
-      torchao_nf4, mxfp4 or nvfp4, of the tensor's dtype, bit for bit what torchao dequantises. torchao_nf4 is decoded in
-      its own dtype, the others in float32.
+      ``QuantWeight`` of kind int8 (affine where it has zero points: to know, one look at them waits for the device, and in
+      compiled code zero points of 0 are zero points), fp8, torchao_nf4, mxfp4 or nvfp4, of the tensor's dtype, bit for bit
+      what torchao dequantises. torchao_nf4 is decoded in its own dtype, the others in float32.
 
     Raises:
       FdoraError: another class, or a MXTensor or NVFP4Tensor of torchao before 0.16. torchao's Int4 tensors keep an order

@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from torch import nn
+from torchao.dtypes.nf4tensor import to_nf4
 from torchtune.models import convert_weights
 from torchtune.models.llama3 import lora_llama3
 from torchtune.models.qwen2 import lora_qwen2
@@ -123,7 +124,26 @@ def test_nf4_keeps_no_dense_weight(bias):
     ):
         ours = run(use_fdora(model), x)
     agree(ours, stock, rtol=1e-4, atol=1e-4)
-    assert report(model) == {"": {"composed": 1}} and max(sizes) < 128 * 256
+    assert report(model) == {"": {"fused": 1}} and max(sizes) < 128 * 256
+    with torch.no_grad():
+        model.lora_b.register_forward_hook(lambda *_: None)
+        torch.testing.assert_close(model(x), ours["y"], rtol=1e-5, atol=1e-5)
+    assert report(model) == {"": {"fused": 1, "composed": 1}}
+
+
+def test_another_nf4_weight_has_another_norm(monkeypatch):
+    monkeypatch.setattr(_norm, "SMALL", 0)
+    model, x = use_fdora(layer(K=128, N=256, quantize_base=True)), torch.randn(5, 128)
+    kept = model._fdora.weight(model.weight)
+    model(x)
+    assert model._fdora.weight(model.weight) is kept
+    model.weight = nn.Parameter(to_nf4(2 * model.weight.get_original_weight()), requires_grad=False)
+    model(x)
+    W = model.weight.get_original_weight() + S * model.lora_b.weight @ model.lora_a.weight
+    torch.testing.assert_close(model._fdora.kept.memo[2].c, W.detach().norm(dim=1), rtol=1e-5, atol=0)
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    model.load_state_dict(model.state_dict())
+    assert model._fdora.held is None
 
 
 def test_everything_of_torchtunes_stays():
