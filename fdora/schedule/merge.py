@@ -51,7 +51,7 @@ def emptied(p: int, state: State, spec: Spec) -> list[Move] | None:
     """Where each sample of microbatch p can go; None where one cannot."""
     moves: list[Move] = []
     held: dict[int, list[Sample]] = {}  # microbatches with what was moved into them so far
-    position = lambda q: state.position[q] - (q > p)  # noqa: E731
+    position = state.position  # p itself still counted: what lies beyond it from q lies far enough from p already
     for sample in sorted(state.bins[p], key=lambda each: (-each.length, each)):
         batch = sample[:2]
         low = state.where[state.before[batch]][-1] if batch in state.before else None
@@ -64,9 +64,9 @@ def emptied(p: int, state: State, spec: Spec) -> list[Move] | None:
             used = load([*held.get(q, state.bins[q]), sample], spec)
             if used > spec.units or (best and best[0] >= used):
                 continue
-            if low is not None and position(q) - position(low) < spec.depth:
+            if low is not None and position[q] - position[low] < spec.depth:
                 continue
-            if high is not None and position(high) - position(q) < spec.depth:
+            if high is not None and position[high] - position[q] < spec.depth:
                 continue
             best = used, q
         if best is None:

@@ -110,7 +110,7 @@ def test_a_merge_takes_out_what_fits_elsewhere():
 def test_who_waits_lets_others_pass():
     a, b, c = Sample(0, 0, 0, 1), Sample(0, 1, 0, 1), Sample(1, 0, 0, 1)
     assert insert_noops([(a,), (b,), (c,)], Spec(1, 3)) == ((a,), (c,), (), (b,))
-    assert insert_noops([(a,), (b,)], Spec(1, 1)) == ((a,), (b,))
+    assert insert_noops([(a,), (), (b,), ()], Spec(1, 1)) == ((a,), (b,))
 
 
 def test_an_order_that_never_comes_right():
