@@ -25,9 +25,10 @@ class State(NamedTuple):
 def merge(microbatches: Sequence[Microbatch], spec: Spec) -> tuple[Microbatch, ...]:
     """Fewer microbatches, never more: one whose samples all find room in others is taken out.
 
-    Those that hold least are tried first. A sample goes into the microbatch that it fills most, between the batches before and
-    after its own and ``spec.depth`` away from them; nothing is taken out that two batches need between them. All samples of a
-    microbatch are moved, or none. What is right stays right; :func:`insert_noops` is for what was not.
+    Those that hold least are tried first, again and again until none is left that could go. A sample goes into the microbatch
+    that it fills most, between the batches before and after its own and ``spec.depth`` away from them; nothing is taken out that
+    two batches need between them. All samples of a microbatch are moved, or none. What is right stays right;
+    :func:`insert_noops` is for what was not.
 
     Raises:
       FdoraError: the spec is out of range.
@@ -39,10 +40,14 @@ def merge(microbatches: Sequence[Microbatch], spec: Spec) -> tuple[Microbatch, .
     state = State(
         bins, [load(each, spec) for each in bins], list(range(len(bins))), where, {b: a for a, b in pairs}, dict(pairs)
     )
-    for p in sorted((p for p in range(len(bins)) if bins[p]), key=lambda p: (state.loads[p], p)):
-        moves = emptied(p, state, spec)
-        if moves and apart_without(p, state, spec):
-            take_out(p, moves, state, spec)
+    more = True
+    while more:
+        more = False
+        for p in sorted((p for p in range(len(bins)) if bins[p]), key=lambda p: (state.loads[p], p)):
+            moves = emptied(p, state, spec)
+            if moves and apart_without(p, state, spec):
+                take_out(p, moves, state, spec)
+                more = True
     kept = [p for p in range(len(bins)) if bins[p] or not microbatches[p]]
     return tuple(tuple(sorted(bins[p])) for p in kept)
 
