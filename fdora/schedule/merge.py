@@ -26,8 +26,8 @@ def merge(microbatches: Sequence[Microbatch], spec: Spec) -> tuple[Microbatch, .
     """Fewer microbatches, never more: one whose samples all find room in others is taken out.
 
     Those that hold least are tried first, again and again until none is left that could go. A sample goes into the microbatch
-    that it fills most, between the batches before and after its own and ``spec.depth`` away from them; nothing is taken out that
-    two batches need between them. All samples of a microbatch are moved, or none. What is right stays right;
+    that it fills most, between the batches before and after its own and ``spec.depth`` away from them; nothing is taken out
+    that two batches need between them. All samples of a microbatch are moved, or none. What is right stays right;
     :func:`insert_noops` is for what was not.
 
     Raises:

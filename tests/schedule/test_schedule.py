@@ -107,6 +107,12 @@ def test_a_merge_takes_out_what_fits_elsewhere():
     assert merge([(a,), (d,), (e,)], Spec(8, 1, 4)) == ((a, d), (e,))  # each counts as 4
 
 
+def test_what_is_taken_out_makes_room_for_more():
+    """Once c has gone to a, batch 0 of adapter 0 is through at a, and d need not stay behind c."""
+    a, c, d, e = Sample(0, 0, 0, 3), Sample(0, 0, 1, 2), Sample(0, 1, 0, 1), Sample(1, 0, 0, 4)
+    assert merge([(a,), (e,), (c,), (d,)], Spec(5)) == ((a, c), (d, e))
+
+
 def test_who_waits_lets_others_pass():
     a, b, c = Sample(0, 0, 0, 1), Sample(0, 1, 0, 1), Sample(1, 0, 0, 1)
     assert insert_noops([(a,), (b,), (c,)], Spec(1, 3)) == ((a,), (c,), (), (b,))
