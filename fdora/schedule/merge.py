@@ -25,9 +25,10 @@ class State(NamedTuple):
 def merge(microbatches: Sequence[Microbatch], spec: Spec) -> tuple[Microbatch, ...]:
     """Fewer microbatches, never more: one whose samples all find room in others is taken out.
 
-    Those that hold least are tried first. A sample goes into the microbatch that it fills most, between the batches before and
-    after its own and ``spec.depth`` away from them; nothing is taken out that two batches need between them. All samples of a
-    microbatch are moved, or none. What is right stays right; :func:`insert_noops` is for what was not.
+    Those that hold least are tried first, again and again until none is left that could go. A sample goes into the microbatch
+    that it fills most, between the batches before and after its own and ``spec.depth`` away from them; nothing is taken out
+    that two batches need between them. All samples of a microbatch are moved, or none. What is right stays right;
+    :func:`insert_noops` is for what was not.
 
     Raises:
       FdoraError: the spec is out of range.
@@ -39,10 +40,14 @@ def merge(microbatches: Sequence[Microbatch], spec: Spec) -> tuple[Microbatch, .
     state = State(
         bins, [load(each, spec) for each in bins], list(range(len(bins))), where, {b: a for a, b in pairs}, dict(pairs)
     )
-    for p in sorted((p for p in range(len(bins)) if bins[p]), key=lambda p: (state.loads[p], p)):
-        moves = emptied(p, state, spec)
-        if moves and apart_without(p, state, spec):
-            take_out(p, moves, state, spec)
+    more = True
+    while more:
+        more = False
+        for p in sorted((p for p in range(len(bins)) if bins[p]), key=lambda p: (state.loads[p], p)):
+            moves = emptied(p, state, spec)
+            if moves and apart_without(p, state, spec):
+                take_out(p, moves, state, spec)
+                more = True
     kept = [p for p in range(len(bins)) if bins[p] or not microbatches[p]]
     return tuple(tuple(sorted(bins[p])) for p in kept)
 
@@ -51,7 +56,7 @@ def emptied(p: int, state: State, spec: Spec) -> list[Move] | None:
     """Where each sample of microbatch p can go; None where one cannot."""
     moves: list[Move] = []
     held: dict[int, list[Sample]] = {}  # microbatches with what was moved into them so far
-    position = lambda q: state.position[q] - (q > p)  # noqa: E731
+    position = state.position  # p itself still counted: what lies beyond it from q lies far enough from p already
     for sample in sorted(state.bins[p], key=lambda each: (-each.length, each)):
         batch = sample[:2]
         low = state.where[state.before[batch]][-1] if batch in state.before else None
@@ -64,9 +69,9 @@ def emptied(p: int, state: State, spec: Spec) -> list[Move] | None:
             used = load([*held.get(q, state.bins[q]), sample], spec)
             if used > spec.units or (best and best[0] >= used):
                 continue
-            if low is not None and position(q) - position(low) < spec.depth:
+            if low is not None and position[q] - position[low] < spec.depth:
                 continue
-            if high is not None and position(high) - position(q) < spec.depth:
+            if high is not None and position[high] - position[q] < spec.depth:
                 continue
             best = used, q
         if best is None:

@@ -81,6 +81,18 @@ def test_what_greed_misses():
     assert "fewest: proven" in found.why
 
 
+@few
+@given(rounds())
+def test_the_solver_alone_finds_the_best(case):
+    """From one microbatch for each sample: greed has not helped."""
+    pytest.importorskip("scipy", reason="the exact packing is scipy's; `make test` installs it")
+    samples, spec = case
+    found, bound, why = exact.solve([(sample,) for sample in samples], 1, spec)
+    loads = [takes(each, spec) for each in found]
+    assert (len(loads), min(loads)) == best(samples, spec) and max(loads) <= spec.units and "limit" not in why
+    assert bound == (len(loads) if len(samples) > 1 else 1) and sorted(s for each in found for s in each) == sorted(samples)
+
+
 def hard():
     """An instance on which both greedy ways take one microbatch too many: made of full ones, looked for by seed."""
     spec = Spec(40, 1, 1, 60.0)
@@ -102,6 +114,7 @@ def test_the_bound_of_large_samples():
     samples = [Sample(0, 0, i, n) for i, n in enumerate([6, 6, 6, 6, 6])]
     assert lower_bound(samples, Spec(10)) == 5
     assert lower_bound([Sample(0, 0, i, n) for i, n in enumerate([7, 7, 4, 4])], Spec(10)) == 3
+    assert lower_bound([Sample(0, 0, i, n) for i, n in enumerate([8, 8, 8, 3])], Spec(10)) == 4
     assert lower_bound([Sample(a, 0, 0, 1) for a in range(5)], Spec(8, 1, 4)) == 3  # each takes a multiple of its own
 
 
@@ -199,6 +212,10 @@ def test_sums_fill_a_microbatch():
     """First-fit by length opens with 6 and 4; 6, 2, 2 and 4, 3, 3 are full."""
     samples = [Sample(a, 0, i, n) for a, group in enumerate(([6, 2, 3], [4, 3, 2])) for i, n in enumerate(group)]
     assert [sum(s.length for s in each) for each in fullest(samples, Spec(10))] == [10, 10]
+    samples = [Sample(*each) for each in ((0, 0, 0, 6), (0, 0, 1, 3), (1, 0, 0, 4), (1, 0, 1, 2), (2, 0, 0, 1))]
+    assert [sum(s.length for s in each) for each in fullest(samples, Spec(10, 1, 2))] == [10, 6]
+    shared = [Sample(0, 0, i, 2) for i in range(3)]
+    assert first_fit(shared, Spec(8, 1, 4)) == [tuple(shared)]  # 6 tokens are two multiples, not three
     for a in drawn(3, 1, 16, seed=4):
         samples = [Sample(0, 0, i, n) for i, n in enumerate(a[0])]
         assert sum(s.length for s in fullest(samples, Spec(6144))[0]) >= sum(

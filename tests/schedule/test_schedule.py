@@ -94,7 +94,7 @@ def test_a_merge_conserves_tokens_and_adds_nothing(case):
     row = insert_noops(row, spec)
     merged = merge(row, spec)
     assert judged(merged, lengths, spec) == 0 and samples_of(merged) == samples_of(row) and len(merged) <= len(row)
-    assert sum(not each for each in merged) == sum(not each for each in row)
+    assert sum(not each for each in merged) == sum(not each for each in row) and merge(merged, spec) == merged
 
 
 def test_a_merge_takes_out_what_fits_elsewhere():
@@ -107,10 +107,16 @@ def test_a_merge_takes_out_what_fits_elsewhere():
     assert merge([(a,), (d,), (e,)], Spec(8, 1, 4)) == ((a, d), (e,))  # each counts as 4
 
 
+def test_what_is_taken_out_makes_room_for_more():
+    """Once c has gone to a, batch 0 of adapter 0 is through at a, and d need not stay behind c."""
+    a, c, d, e = Sample(0, 0, 0, 3), Sample(0, 0, 1, 2), Sample(0, 1, 0, 1), Sample(1, 0, 0, 4)
+    assert merge([(a,), (e,), (c,), (d,)], Spec(5)) == ((a, c), (d, e))
+
+
 def test_who_waits_lets_others_pass():
     a, b, c = Sample(0, 0, 0, 1), Sample(0, 1, 0, 1), Sample(1, 0, 0, 1)
     assert insert_noops([(a,), (b,), (c,)], Spec(1, 3)) == ((a,), (c,), (), (b,))
-    assert insert_noops([(a,), (b,)], Spec(1, 1)) == ((a,), (b,))
+    assert insert_noops([(a,), (), (b,), ()], Spec(1, 1)) == ((a,), (b,))
 
 
 def test_an_order_that_never_comes_right():
@@ -151,12 +157,27 @@ def test_groups_are_of_whom_they_profit():
     assert len(plan_groups(drawn(9, 2, 2), Spec(6144, 2, 1, 0))) >= 1
 
 
+def test_no_way_to_group_is_better():
+    """Where the trial covers all batches, the plan is the best of all; groups in the order of content, as it takes them."""
+    rng, better = random.Random(0), 0
+    for _ in range(30):
+        lengths = sorted([[rng.randint(1, 12) for _ in range(4)] for _ in range(2)] for _ in range(3))
+        spec = Spec(12, rng.randint(1, 3), 1, 0)
+        ways = ([[0, 1, 2]], [[0, 1], [2]], [[0, 2], [1]], [[0], [1, 2]], [[0], [1], [2]])
+        counts = [len(schedule(lengths, spec, groups=groups).microbatches) for groups in ways]
+        assert len(schedule(lengths, spec).microbatches) == min(counts)
+        better += min(counts) < counts[-1] and min(counts) < counts[0]
+    assert better > 2
+
+
 def test_rounds_are_spread_where_counts_differ():
     """Adapter 1 has two batches, adapter 0 eight: were both through at the start, the rest would wait."""
     lengths = [[[8, 8]] * 8, [[8, 8, 8]] * 2]
     found = schedule(lengths, Spec(8, 2, 1, 0), groups=[[0], [1]])
     at = [p for p, each in enumerate(found.microbatches) if any(s.adapter == 1 for s in each)]
     assert max(at) > len(found.microbatches) // 2
+    both = schedule(lengths, Spec(8, 2, 1, 0), groups=[[0, 1]])
+    assert [each.adapters for each in both.packings] == [(0,), (0,), (0,), (0, 1)] * 2
 
 
 def test_every_fault_is_seen():
