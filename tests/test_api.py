@@ -11,6 +11,7 @@ SIGNATURES = {
     "DoraLayer": "(W, A=None, B=None, m=None, s=None, bias=None, norm=None)",
     "DoraParams": "(A, B, m)",
     "Explanation": "(fn, backend, why, gpu, plans, kept, notes=())",
+    "MergedWeight": "(W, error)",
     "NormState": "(c, fingerprint)",
     "NormTreeState": "(c, buffers, fingerprint)",
     "dora_base_sqnorm": "(W, *, max_bytes=None, backend='auto')",
@@ -22,6 +23,7 @@ SIGNATURES = {
     "keep_inner=False, backend='auto')",
     "dora_linear_group": "(x, layers, *, dropout_p=0.0, dropout_mode='lora', seed=None, keep_inner=False, backend='auto')",
     "dora_merge": "(W, A, B, m, *, s, norm=None, backend='auto')",
+    "dora_merge_quantized": "(W, A, B, m, *, s, norm=None, backend='auto')",
     "dora_merge_tree": "(weights, params, *, s, norm=None, backend='auto')",
     "dora_mlp": "(x, gate, up, down, *, act='silu', dropout_p=0.0, dropout_mode='lora', seed=None, keep_inner=False, "
     "backend='auto')",

@@ -15,6 +15,7 @@ from fdora.eager._matmul import acc_dtype, is_plain
 from fdora.eager.norm import blocks, default_bytes
 from fdora.eager.norm import smallest_bytes as dense_bytes
 from fdora.quant import QuantWeight
+from fdora.quant.quantize import bounds_of, quantize_rows
 
 
 def norm(
@@ -48,6 +49,28 @@ def guarded(
 def base_sqnorm(W: QuantWeight, max_bytes: int | None, backend: str) -> Tensor:
     budget = _budget(W, max_bytes)
     return torch.cat([OPS[backend].base_sqnorm(_rows(W, i, j), budget) for i, j in _parts(W, budget)])
+
+
+def merge(W: QuantWeight, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float, backend: str) -> tuple[QuantWeight, Tensor]:
+    """g (W + s B A) in the format of W, and what that loses: ||result - g (W + s B A)|| / ||g (W + s B A)||, float32.
+
+    The merged rows are float32 until they are codes, never rounded to W.dtype between. They are formed again for the error,
+    and once more where all rows share a scale: little beside what quantising them costs.
+    """
+    a, b, m = A.float(), B.float(), m.float()
+
+    def rows(i: int, j: int) -> Tensor:
+        part = W.dequantize(torch.float32, rows=slice(i, j))
+        return OPS[backend].merge_fwd(part, a, b[i:j], m[i:j], c[i:j], s)
+
+    merged = quantize_rows(rows, W.spec, W.device)
+    lost, whole = [], []
+    for i, j in bounds_of(W.spec):
+        exact = rows(i, j)
+        whole.append(torch.linalg.vector_norm(exact))
+        lost.append(torch.linalg.vector_norm(merged.dequantize(torch.float32, rows=slice(i, j)) - exact))
+    size = torch.linalg.vector_norm(torch.stack(whole))
+    return merged, torch.linalg.vector_norm(torch.stack(lost)) / size.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def smallest_bytes(W: QuantWeight, A: Tensor, B: Tensor, factored: bool) -> int:

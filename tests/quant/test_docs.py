@@ -25,6 +25,7 @@ def test_the_programs(monkeypatch):
     first, second = (run(program) for program in PROGRAMS)
     W, A, B, m, x = (first[name] for name in ("W", "A", "B", "m", "x"))
     assert torch.equal(first["y"], x @ W.dequantize().T)  # B = 0
+    assert first["packed"].spec == W.spec and 0 <= first["error"] < 1e-4  # B = 0
     assert first["merged"].shape == (48, 64) and B.grad.abs().sum() > 0 and m.grad.abs().sum() > 0 and A.grad is not None
     assert second["c"].shape == (48,) and second["c"].isfinite().all()
     dense = second["W"].dequantize()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fdora import _dispatch
-from fdora.functional import dora_linear, dora_norm, dora_norm_state
+from fdora.functional import dora_linear, dora_merge_quantized, dora_norm, dora_norm_state
 from fdora.quant import from_nvfp4, opaque, quantize
 from tests import device, reference
 from tests.close import rel_l2
@@ -97,6 +97,20 @@ def test_a_layer_and_a_state(monkeypatch):
     new = dora_norm(W, A, B, s=S, state=again)
     assert torch.equal(new.c, dora_norm(W, A, B, s=S)) and not torch.equal(new.c, state.c)
     assert rel_l2(dora_linear(x, W, A, B, m, s=S).detach(), dora_linear(x, dense, A, B, m, s=S).detach()) < 2e-3
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+def test_a_merge_in_the_format_of_its_weight(name):
+    W = weight(name)
+    A, B = adapter(W)
+    m = 1.1 * reference.norm(W.dequantize(torch.float32).double(), A.double(), B.double(), S).float()
+    merged, error = dora_merge_quantized(W, A, B, m, s=S, backend="triton")
+    want, wanted = dora_merge_quantized(W, A, B, m, s=S, backend="eager")
+    assert merged.spec == W.spec and merged.device == error.device == W.device
+    torch.testing.assert_close(error, wanted, rtol=1e-2, atol=0)
+    # a value at the middle of two codes may go to the other one
+    same = torch.isclose(merged.dequantize(torch.float32), want.dequantize(torch.float32), rtol=1e-4, atol=1e-6)
+    assert same.float().mean() > 0.99
 
 
 @pytest.mark.parametrize("name", ["nf4 nested", "fp8"])
