@@ -7,21 +7,26 @@ from math import prod
 import pytest
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
-from fdora.triton.quant import Eight, Four, plan_quant_norm
+from fdora.quant import Codes8, Lut4
+from fdora.quant.bnb import UNIT
+from fdora.triton.codes import Coded
+from fdora.triton.quant import plan_quant_norm
 from tests.triton.test_compile import TARGETS, assert_fits, build, device, pytestmark  # noqa: F401
-from tests.triton.written import BF16, FP16, FP32, launches, likes_of_codes
+from tests.triton.written import BF16, FP16, FP32, launches, likes_of_norm
 
 FORMS = {
-    "nf4 nested": Four("nf4", True, 64, "nested", True),
-    "nf4": Four("nf4", True, 64, "fp32", True),
-    "nf4 4096": Four("nf4", True, 4096, "nested", True),
-    "fp4": Four("fp4", True, 128, "fp32", True),
-    "mxfp4": Four("e2m1", False, 32, "e8m0", False),
-    "nvfp4": Four("e2m1", False, 16, "e4m3", False),
-    "int8": Eight("int8", "row", (1, 1)),
-    "fp8 tensor": Eight("e4m3", "tensor", (1, 1)),
-    "fp8 block": Eight("e4m3", "block", (128, 128)),
-    "fp8 narrow": Eight("e4m3", "block", (64, 32)),
+    "nf4 nested": Lut4("nf4", True, 64, "nested", "flat"),
+    "nf4": Lut4("nf4", True, 64, "fp32", "flat"),
+    "nf4 4096": Lut4("nf4", True, 4096, "nested", "flat"),
+    "fp4": Lut4("fp4", True, 128, "fp32", "flat"),
+    "mxfp4": Lut4("e2m1", False, 32, "e8m0", "row"),
+    "nvfp4": Lut4("e2m1", False, 16, "e4m3*global", "row"),
+    "nvfp4 divided": Lut4("e2m1", False, 16, "e4m3/global", "row"),
+    "int8": Codes8("int8", "row", (0, 0), 1.0),
+    "int8 of bitsandbytes": Codes8("int8", "row", (0, 0), UNIT),
+    "fp8 tensor": Codes8("e4m3", "tensor", (0, 0), 1.0),
+    "fp8 block": Codes8("e4m3", "block", (128, 128), 1.0),
+    "fp8 narrow": Codes8("e4m3", "block", (64, 32), 1.0),
 }
 NARROW = "fp8 narrow"  # more than one block to a tile: a scale for each element
 SOME = ("nf4 nested", "mxfp4", "fp8 block")  # of these on the GPUs that come last
@@ -38,7 +43,8 @@ CROSSING = [(1000, 4098, 70, FP32, None), (999, 4097, 70, BF16, BF16)]
 
 
 def step_of(form, target, N, K, r, dtype, dense):
-    plan = plan_quant_norm(likes_of_codes(form, N, K, r, dtype), device(target), (N, K), form, False, dense)
+    coded = Coded((N, K), form)
+    plan = plan_quant_norm(likes_of_norm(coded, r, dtype), device(target), coded, False, dense)
     (step,) = launches(plan, "quant")
     return step
 
@@ -59,7 +65,7 @@ def assert_reads_wide_and_moves_bytes(made, form, bytes_only):
     that is as large as a tile."""
     ptx = made.asm["ptx"]
     assert len(re.findall(r"ld\.global\S*\.[bus]8\b", ptx)) <= 8  # scales; of codes a thread has 32 bytes at least
-    if isinstance(form, Four):  # 64 codes to a thread
+    if isinstance(form, Lut4):  # 64 codes to a thread
         assert ptx.count("prmt.b32") >= (128 if form.table == "e2m1" else 256)
     moved = [line for line in made.asm["ttgir"].splitlines() if "ttg.convert_layout" in line]
     shapes = [tuple(map(int, found[1].split("x"))) for line in moved if (found := re.search(r"tensor<([\dx]+)xf32", line))]
@@ -69,7 +75,7 @@ def assert_reads_wide_and_moves_bytes(made, form, bytes_only):
 @pytest.mark.parametrize(("name", "target"), CASES)
 def test_ragged_ones(name, target, tmp_path):
     """Groups that go on in the next row, and odd rows, too: an address for each code."""
-    for case in RAGGED + (CROSSING if isinstance(FORMS[name], Four) else []):
+    for case in RAGGED + (CROSSING if isinstance(FORMS[name], Lut4) else []):
         assert_fits(build(step_of(FORMS[name], target, *case), target), target, tmp_path)
 
 

@@ -378,8 +378,8 @@ def samples():
         "row_norm_kept": [(W, A, B, S, *dora_norm(W, A, B, s=S, state=dora_norm_state(W), **BACKEND))],  # nothing to write
         "model_norms": [([W, turned[0]], [A, turned[1]], [B, turned[2]], [S, 2 * S])],
         "quant_row_norm": [
-            (coded, A, B, S, *W.shape, *form, dense is None, dense)
-            for coded, form in ((four, (["nf4", "fp32"], [1, 16, 1])), (eight, (["int8", "row"], [1, 1])))
+            (coded, A, B, S, text, [*W.shape, *numbers], dense is None, dense)
+            for coded, text, numbers in ((four, ["nf4", "fp32", "flat"], [16, 1]), (eight, ["int8", "row", ""], [0, 0]))
             for dense in (None, HALF)
         ],
         "merge": [(W, A, B, m, c, S, undo) for undo in (False, True)],

@@ -11,44 +11,25 @@ from torch.utils.flop_counter import FlopCounterMode
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora import quant as quantised
-from fdora.triton import quant
-from fdora.triton.quant import Eight, Four, dequantize_norm, plan_quant_norm, quant_norm, quant_row_norm
+from fdora.quant import Codes8, Lut4
+from fdora.quant.bnb import UNIT
+from fdora.triton.codes import Coded, read, written
+from fdora.triton.quant import plan_quant_norm, quant_norm, quant_row_norm
 from fdora.triton.runtime.describe import describe
 from fdora.triton.runtime.lookup import PTX
 from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels
-from tests.triton.written import HOPPER, launches, likes_of_codes
+from tests.triton.written import HOPPER, forms_of_codes, launches, likes_of_norm
 
 HALF = torch.float16  # the interpreter of Triton 3.6 multiplies bf16 wrongly
 FP32 = torch.float32
 BF16 = HALF if INTERPRETED else torch.bfloat16  # and cuts what it should round
 
 
-class Facts4(NamedTuple):
-    table: str
-    high_first: bool
-    group: int
-    scales: str
-    flat: bool
-
-
-class Facts8(NamedTuple):
-    code: str
-    mode: str
-    block: tuple[int, int]
-
-
-class Spec(NamedTuple):
-    kind: str
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    facts: Facts4 | Facts8
-
-
 class Case(NamedTuple):
     """A weight of codes, and what it decodes to in float32: one product of a value and a scale, rounded once."""
 
-    spec: Spec
+    coded: Coded
     tensors: tuple[torch.Tensor, ...]
     W: torch.Tensor
 
@@ -64,7 +45,7 @@ TABLES = {
     "fp4": torch.tensor([*FP4, *(-v for v in FP4)]),
     "e2m1": torch.tensor([*E2M1, *(-v for v in E2M1)]),
 }
-SCALES = ("fp32", "nested", "e8m0", "e4m3")
+SCALES = ("fp32", "nested", "e8m0", "e4m3*global", "e4m3/global")
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 E8M0 = torch.ldexp(torch.ones(255), torch.arange(255) - 127)  # 255 is NaN
 
@@ -86,9 +67,9 @@ def scales_of(form, n):
     if form == "e8m0":
         codes = bytes_of(n, 124, 119)
         return (codes,), E8M0[codes.long()]
-    if form == "e4m3":
-        codes, total = bytes_of(n, 0x58, 0x28), torch.tensor([0.0123])
-        return (codes, total), E4M3[codes.long()] * total
+    if form.startswith("e4m3"):
+        codes, total = bytes_of(n, 0x58, 0x28), torch.tensor([0.0123 if "*" in form else 81.3])
+        return (codes, total), E4M3[codes.long()] * total if "*" in form else E4M3[codes.long()] / total
     scales = 0.01 + 0.02 * torch.rand(n)
     return (scales,), scales
 
@@ -103,11 +84,11 @@ def four(table, scales, N, K, group=64, flat=True, high_first=True):
         each = each.repeat_interleave(group)[: N * K].reshape(N, K)
     else:
         each = each.reshape(N, -1).repeat_interleave(group, 1)[:, :K]
-    spec = Spec("four", (N, K), HALF, Facts4(table, high_first, group, scales, flat))
-    return placed(Case(spec, (codes, *tensors), values * each))
+    coded = Coded((N, K), Lut4(table, high_first, group, scales, "flat" if flat else "row"))
+    return placed(Case(coded, (codes, *tensors), values * each))
 
 
-def eight(code, mode, N, K, block=(128, 128)):
+def eight(code, mode, N, K, block=(128, 128), unit=1.0):
     codes = torch.randint(-128, 128, (N, K), dtype=torch.int8)
     if code == "e4m3":
         codes = torch.where(codes & 127 == 127, 0, codes).view(torch.float8_e4m3fn)
@@ -117,16 +98,17 @@ def eight(code, mode, N, K, block=(128, 128)):
     if mode == "block":
         each = scales.repeat_interleave(block[0], 0)[:N].repeat_interleave(block[1], 1)[:, :K]
     kept = scales.flatten() if mode != "block" else scales
-    return placed(Case(Spec("eight", (N, K), HALF, Facts8(code, mode, block)), (codes, kept), codes.float() * each))
+    form = Codes8(code, mode, block if mode == "block" else (0, 0), unit)
+    return placed(Case(Coded((N, K), form), (codes, kept), codes.float() * each * torch.tensor(unit)))
 
 
 def placed(case):
-    return Case(case.spec, tuple(t.to(device.NAME) for t in case.tensors), case.W.to(device.NAME))
+    return Case(case.coded, tuple(t.to(device.NAME) for t in case.tensors), case.W.to(device.NAME))
 
 
 def adapter(case, r, dtype=HALF):
     """A and B whose product is as large as W."""
-    (N, K), size = case.spec.shape, case.W.square().mean().sqrt().nan_to_num().item() or 1.0
+    (N, K), size = case.coded.shape, case.W.square().mean().sqrt().nan_to_num().item() or 1.0
     return (torch.randn(r, K).to(device.NAME, dtype), (torch.randn(N, r) * size * r**-0.5).to(device.NAME, dtype))
 
 
@@ -142,7 +124,7 @@ def assert_norm(c, W, A, B, s, limit=1e-6):
 
 
 def run(case, A, B, s=0.7, **more):
-    return quant_norm(case.spec, case.tensors, A, B, s, **more)
+    return quant_norm(case.coded, case.tensors, A, B, s, **more)
 
 
 # N, K, r, group, flat: whole tiles; ragged ones; groups that go on in the next row; odd K; one element
@@ -162,7 +144,7 @@ SHAPES = (
 def assert_right(case, r, dtype, s, dense):
     """The norm, and W to the last bit."""
     A, B = adapter(case, r, dtype)
-    c = run(case, A, B, s, dense_dtype=dense)
+    c = run(case, A, B, s, dense=dense)
     if dense is not None:
         c, W = c
         assert W.dtype == dense and torch.equal(W, case.W.to(dense)), f"{dtype} {s} {dense}"
@@ -185,11 +167,11 @@ def test_four_bits(table, scales, shape):
 @needs_kernels
 @pytest.mark.parametrize("shape", [(128, 256, 16), (130, 264, 24), (33, 35, 5), (7, 130, 100), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize(("mode", "block"), [("tensor", (1, 1)), ("row", (1, 1)), ("block", (128, 128)), ("block", (16, 48))])
-@pytest.mark.parametrize("code", ["int8", "e4m3"])
-def test_eight_bits(code, mode, block, shape):
+@pytest.mark.parametrize(("code", "unit"), [("int8", 1.0), ("int8", UNIT), ("e4m3", 1.0)])
+def test_eight_bits(code, unit, mode, block, shape):
     N, K, r = shape
     for dtype, s, dense in ((HALF, 0.7, HALF), (FP32, -2.0, FP32), (HALF, 0.0, BF16), (FP32, 0.7, None)):
-        case = eight(code, mode, N, K, block)
+        case = eight(code, mode, N, K, block, unit)
         assert_right(case, r, dtype, s, dense)
 
 
@@ -199,20 +181,20 @@ def test_every_e4m3_and_every_exponent():
     codes = torch.arange(256, dtype=torch.uint8).reshape(2, 128)
     case = placed(
         Case(
-            Spec("eight", (2, 128), FP32, Facts8("e4m3", "tensor", (1, 1))),
+            Coded((2, 128), Codes8("e4m3", "tensor", (0, 0), 1.0)),
             (codes.view(torch.float8_e4m3fn), torch.ones(1)),
             E4M3.reshape(2, 128),
         )
     )
     A, B = torch.zeros(1, 128, dtype=HALF, device=device.NAME), torch.zeros(2, 1, dtype=HALF, device=device.NAME)
-    _, W = dequantize_norm(case.spec, case.tensors, A, B, 1.0)
+    _, W = run(case, A, B, 1.0, dense=FP32)
     torch.testing.assert_close(W, case.W, rtol=0, atol=0, equal_nan=True)
     exponents = torch.arange(256, dtype=torch.uint8)
-    spec = Spec("four", (256, 32), FP32, Facts4("e2m1", False, 32, "e8m0", False))
+    coded = Coded((256, 32), Lut4("e2m1", False, 32, "e8m0", "row"))
     codes = torch.full((256 * 16,), 0x22, dtype=torch.uint8)  # ones
     tensors = tuple(t.to(device.NAME) for t in (codes, exponents))
     A, B = torch.zeros(1, 32, dtype=HALF, device=device.NAME), torch.zeros(256, 1, dtype=HALF, device=device.NAME)
-    W = dequantize_norm(spec, tensors, A, B, 1.0)[1].cpu()
+    W = quant_norm(coded, tensors, A, B, 1.0, dense=FP32)[1].cpu()
     assert torch.equal(W[:255], E8M0[:, None].expand(255, 32)) and W[255].isnan().all()
 
 
@@ -224,7 +206,7 @@ def test_float8_as_the_hardware_has_it(as_hopper):
     for mode in ("row", "block"):
         case = eight("e4m3", mode, 130, 264)
         A, B = adapter(case, 24)
-        c, W = run(case, A, B, dense_dtype=FP32)
+        c, W = run(case, A, B, dense=FP32)
         assert torch.equal(W, case.W)
         assert_norm(c, case.W, A, B, 0.7)
     if device.NAME == "cpu":
@@ -240,10 +222,10 @@ def test_bitsandbytes_agrees():
         packed, state = bnb.functional.quantize_4bit(W, blocksize=64, compress_statistics=nested, quant_type=name)
         want = bnb.functional.dequantize_4bit(packed, state)
         more = (state.state2.code, state.state2.absmax, state.offset) if nested else ()
-        spec = Spec("bnb", (70, 256), FP32, Facts4(name, True, 64, "nested" if nested else "fp32", True))
-        case = Case(spec, (packed, state.absmax, *more), want)
+        coded = Coded((70, 256), Lut4(name, True, 64, "nested" if nested else "fp32", "flat"))
+        case = Case(coded, (packed, state.absmax, *more), want)
         A, B = adapter(case, 8)
-        c, got = run(case, A, B, dense_dtype=FP32)
+        c, got = run(case, A, B, dense=FP32)
         assert torch.equal(got, want)
         assert_norm(c, want, A, B, 0.7)
 
@@ -253,7 +235,7 @@ def some():
     return [
         four("nf4", "nested", 130, 264, 8),
         four("fp4", "fp32", 33, 130),
-        four("e2m1", "e4m3", 37, 96, 16, False, False),
+        four("e2m1", "e4m3*global", 37, 96, 16, False, False),
         eight("int8", "row", 130, 70),
         eight("e4m3", "block", 140, 300),
     ]
@@ -264,13 +246,13 @@ def test_rows_of_zeros_and_of_nan_stay_alone():
     for at, case in enumerate(some()):
         A, B = adapter(case, 8)
         B[2] = 0
-        N, K = case.spec.shape
+        N, K = case.coded.shape
         codes, scales, *more = case.tensors
         scales = scales.clone()
         if at == 0:  # a nested scale: the code of 0, and an offset of 0
             one = placed(
                 Case(
-                    case.spec,
+                    case.coded,
                     (
                         codes,
                         bytes_of(len(scales)),
@@ -320,12 +302,12 @@ def test_strides():
     """Nothing is read where it would lie if it were whole."""
     for case in some():
         A, B = adapter(case, 20)
-        want = run(case, A, B, dense_dtype=HALF)
+        want = run(case, A, B, dense=HALF)
         turned = [t.T.contiguous().T for t in (A, B)]
         holes = [t if t.ndim == 0 else torch.stack([t, t.flip(0)], -1)[..., 0] for t in case.tensors]
         shifted = [t if t.ndim == 0 else torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape) for t in case.tensors]
         for tensors, (a, b) in ((holes, (A, B)), (shifted, (A, B)), (case.tensors, turned)):
-            got = run(case._replace(tensors=tensors), a, b, dense_dtype=HALF)
+            got = run(case._replace(tensors=tensors), a, b, dense=HALF)
             torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
         mixed = run(case, A.float(), B)
         assert_norm(mixed, case.W, A, B, 0.7)
@@ -336,10 +318,10 @@ def test_every_partial_is_written_and_bits_repeat(monkeypatch, chosen_anew):
     for case in some():
         for dtype in (HALF, FP32):
             A, B = adapter(case, 24, dtype)
-            first = run(case, A, B, dense_dtype=HALF)
+            first = run(case, A, B, dense=HALF)
             junk = [torch.full((300 * n,), float("nan"), device=device.NAME) for n in range(1, 9)]
             del junk
-            assert all(map(torch.equal, run(case, A, B, dense_dtype=HALF), first))
+            assert all(map(torch.equal, run(case, A, B, dense=HALF), first))
             torch.testing.assert_close(run(case, A, B, squared=True), first[0].square(), rtol=1e-6, atol=0)
 
 
@@ -354,12 +336,12 @@ def test_fewer_rows_at_a_time(monkeypatch, chosen_anew):
         eight("int8", "block", 300, 70),
     ):
         A, B = adapter(case, 24, FP32)
-        want = run(case, A, B, dense_dtype=FP32)
+        want = run(case, A, B, dense=FP32)
         for budget, parts in ((71_000, 3), (1000, 1)):
             chosen_anew.clear()
             with monkeypatch.context() as patch:
                 patch.setattr(split, "BUDGET", budget)
-                got = run(case, A, B, dense_dtype=FP32)
+                got = run(case, A, B, dense=FP32)
             (plan,) = chosen_anew.values()
             assert len(launches(plan, "quant")) == parts
             assert torch.equal(got[1], want[1])
@@ -371,7 +353,7 @@ def test_nothing_of_something():
     for N, K in ((0, 64), (5, 0)):
         for case in (four("nf4", "fp32", N, K), eight("int8", "tensor", N, K)):
             A, B = torch.zeros(3, K, dtype=HALF, device=device.NAME), torch.zeros(N, 3, dtype=HALF, device=device.NAME)
-            c, W = run(case, A, B, dense_dtype=HALF)
+            c, W = run(case, A, B, dense=HALF)
             assert c.shape == (N,) and (c == 0).all() and W.shape == (N, K)
     case = four("nf4", "nested", 40, 64)
     A, B = torch.zeros(0, 64, dtype=HALF, device=device.NAME), torch.zeros(40, 0, dtype=HALF, device=device.NAME)
@@ -380,8 +362,7 @@ def test_nothing_of_something():
 
 def arguments(case, r=8, dtype=HALF, squared=False, dense=None):
     """What the op takes."""
-    text, numbers = quant._flat(quant._form(case.spec.facts))
-    return (list(case.tensors), *adapter(case, r, dtype), 0.7, *case.spec.shape, text, numbers, squared, dense)
+    return (list(case.tensors), *adapter(case, r, dtype), 0.7, *written([case.coded]), squared, dense)
 
 
 @needs_kernels
@@ -400,14 +381,14 @@ def test_opcheck():
 def test_compiled_mapped_and_counted():
     case = four("nf4", "nested", 40, 128)
     A, B = adapter(case, 8)
-    want = run(case, A, B, dense_dtype=HALF)
+    want = run(case, A, B, dense=HALF)
     torch._dynamo.reset()
     f = torch.compile(
-        lambda tensors, A, B: quant_norm(case.spec, tensors, A, B, 0.7, dense_dtype=HALF), fullgraph=True, backend="aot_eager"
+        lambda tensors, A, B: quant_norm(case.coded, tensors, A, B, 0.7, dense=HALF), fullgraph=True, backend="aot_eager"
     )
     assert all(map(torch.equal, f(case.tensors, A, B), want))
     many = torch.stack([A, 2 * A])
-    mapped = torch.func.vmap(lambda a: quant_norm(case.spec, case.tensors, a, B, 0.7))(many)
+    mapped = torch.func.vmap(lambda a: quant_norm(case.coded, case.tensors, a, B, 0.7))(many)
     assert torch.equal(mapped[0], want[0]) and torch.equal(mapped[1], run(case, 2 * A, B))
     with FlopCounterMode(display=False) as counter:
         run(case, A, B)
@@ -417,13 +398,22 @@ def test_compiled_mapped_and_counted():
 # what needs no kernels
 
 
-NESTED = Four("nf4", True, 64, "nested", True)
+NESTED = Lut4("nf4", True, 64, "nested", "flat")
+
+
+def test_facts_come_back_from_what_an_op_takes():
+    weights = [None, *(Coded((96, 64), form) for form in forms_of_codes()), None]
+    text, numbers = written(weights)
+    assert read(text, numbers) == tuple(weights) and {type(v) for v in text} == {str} and {type(v) for v in numbers} == {int}
+    assert written([None, None]) == ([], []) and read([], []) == ()
+    assert all(W.tensors == len(likes_of_norm(W, 8)) - 2 for W in weights if W is not None)
 
 
 def test_a_plan_says_what_it_costs():
     N, K, r = 1024, 2048, 64
+    coded = Coded((N, K), NESTED)
     for dense in (None, torch.bfloat16):
-        text = plan_quant_norm(likes_of_codes(NESTED, N, K, r), HOPPER, (N, K), NESTED, False, dense)
+        text = plan_quant_norm(likes_of_norm(coded, r), HOPPER, coded, False, dense)
         first, second = text.steps
         stored = 2 * N * K if dense else 0
         groups, tiles = N * K // 64, K // 128
@@ -433,17 +423,18 @@ def test_a_plan_says_what_it_costs():
 
 
 def test_what_does_not_fit_is_refused():
-    for form, shape in ((NESTED, (64, 62)), (Eight("int8", "row", (1, 1)), (63, 64)), (Four("nf3", True, 64, "nested", True), (64, 64)),
-                        (NESTED._replace(scales="fp16"), (64, 64)), (Eight("int8", "column", (1, 1)), (64, 64))):  # fmt: skip
-        like = (
-            form
-            if form in (NESTED, Eight("int8", "row", (1, 1)))
-            else NESTED
-            if isinstance(form, Four)
-            else Eight("int8", "row", (1, 1))
-        )
+    bytes_ = Codes8("int8", "row", (0, 0), 1.0)
+    for have, form, shape in (
+        (NESTED, NESTED, (64, 62)),
+        (bytes_, bytes_, (63, 64)),
+        (NESTED, NESTED._replace(table="nf3"), (64, 64)),
+        (NESTED, NESTED._replace(scales="fp16"), (64, 64)),
+        (NESTED, NESTED._replace(layout="column"), (64, 64)),
+        (bytes_, bytes_._replace(scale="column", block=(1, 1)), (64, 64)),
+        (bytes_, bytes_._replace(unit=0.5), (64, 64)),
+    ):
         with pytest.raises(ValueError, match=r"elements|no kernel"):
-            plan_quant_norm(likes_of_codes(like, 64, 64, 8), HOPPER, shape, form, False, None)
+            plan_quant_norm(likes_of_norm(Coded((64, 64), have), 8), HOPPER, Coded(shape, form), False, None)
 
 
 def executed(ptx, word):

@@ -152,35 +152,49 @@ def calls_of_weights(N, K, r, dtype, adapter=None):
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def likes_of_codes(form, N, K, r, dtype=BF16):
-    """A and B, then the tensors of a weight of codes."""
-    adapter, u8 = [alike(r, K, dtype=dtype), alike(N, r, dtype=dtype)], torch.uint8
+def likes_of_codes(coded):
+    """The tensors of a weight of codes."""
+    (N, K), form = coded
     if not hasattr(form, "table"):
-        n = {"tensor": 1, "row": N}.get(form.mode, -(-N // form.block[0]) * -(-K // form.block[1]))
-        code = torch.int8 if form.code == "int8" else torch.float8_e4m3fn
-        return [*adapter, alike(N, K, dtype=code), alike(n, dtype=FP32)]
-    n = -(-N * K // form.group) if form.flat else N * -(-K // form.group)
+        one = {"tensor": 1, "row": N}
+        n = one[form.scale] if form.scale in one else -(-N // form.block[0]) * -(-K // form.block[1])
+        return [alike(N, K, dtype=torch.int8 if form.code == "int8" else torch.float8_e4m3fn), alike(n, dtype=FP32)]
+    n, u8 = -(-N * K // form.group) if form.layout == "flat" else N * -(-K // form.group), torch.uint8
     rest = {
         "fp32": [alike(n, dtype=FP32)],
         "nested": [alike(n, dtype=u8), alike(256, dtype=FP32), alike(-(-n // 256), dtype=FP32), alike(dtype=FP32)],
         "e8m0": [alike(n, dtype=u8)],
-        "e4m3": [alike(n, dtype=torch.float8_e4m3fn), alike(1, dtype=FP32)],
+        "e4m3*global": [alike(n, dtype=torch.float8_e4m3fn), alike(dtype=FP32)],
+        "e4m3/global": [alike(n, dtype=torch.float8_e4m3fn), alike(dtype=FP32)],
     }
-    return [*adapter, alike(-(-N * K // 2), dtype=u8), *rest[form.scales]]
+    return [alike(-(-N * K // 2), dtype=u8), *rest[form.scales]]
+
+
+def likes_of_norm(coded, r, dtype=BF16):
+    """A and B, then the tensors of a weight of codes."""
+    N, K = coded.shape
+    return [alike(r, K, dtype=dtype), alike(N, r, dtype=dtype), *likes_of_codes(coded)]
+
+
+def forms_of_codes():
+    """Every way in which codes and scales lie."""
+    from fdora.quant import Codes8, Lut4
+    from fdora.quant.bnb import UNIT
+
+    scales = ("fp32", "nested", "e8m0", "e4m3*global", "e4m3/global")
+    forms = [Lut4(t, t != "e2m1", 32, s, "row" if s == "e8m0" else "flat") for t in ("nf4", "fp4", "e2m1") for s in scales]
+    modes = (("tensor", (0, 0)), ("row", (0, 0)), ("block", (128, 128)))
+    return forms + [Codes8(c, *mode, u) for c, u in (("int8", 1.0), ("int8", UNIT), ("e4m3", 1.0)) for mode in modes]
 
 
 def calls_of_codes(N, K, r, dtype):
     """Norms of weights of 4 and 8 bits, with and without the dense W."""
-    from fdora.triton.quant import Eight, Four, plan_quant_norm
+    from fdora.triton.codes import Coded
+    from fdora.triton.quant import plan_quant_norm
 
-    forms = [
-        Four(t, t != "e2m1", 32, s, s != "e8m0") for t in ("nf4", "fp4", "e2m1") for s in ("fp32", "nested", "e8m0", "e4m3")
-    ]
-    forms += [
-        Eight(c, *mode) for c in ("int8", "e4m3") for mode in (("tensor", (1, 1)), ("row", (1, 1)), ("block", (128, 128)))
-    ]
-    for form, (squared, dense) in product(forms, ((False, None), (True, None), (False, BF16), (False, FP32))):
-        yield plan_quant_norm, likes_of_codes(form, N, K, r, dtype), ((N, K), form, squared, dense)
+    for form, (squared, dense) in product(forms_of_codes(), ((False, None), (True, None), (False, BF16), (False, FP32))):
+        coded = Coded((N, K), form)
+        yield plan_quant_norm, likes_of_norm(coded, r, dtype), (coded, squared, dense)
 
 
 def every_call():

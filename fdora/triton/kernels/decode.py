@@ -89,8 +89,10 @@ def group_scale(scales, code256, scales2, offset, at, mask, SCALES: tl.constexpr
         return tl.where(mask, x, 0.0)
     elif SCALES == "e8m0":
         return tl.where(mask, _e8m0(x), 0.0)
-    elif SCALES == "e4m3":
+    elif SCALES == "e4m3*global":  # code256 is the global scale
         return tl.where(mask, e4m3(x) * tl.load(code256), 0.0)
+    elif SCALES == "e4m3/global":
+        return tl.where(mask, tl.math.div_rn(e4m3(x), tl.load(code256)), 0.0)
     else:
         return x
 

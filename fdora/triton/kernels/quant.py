@@ -24,9 +24,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.quant.bnb import UNIT as BNB_UNIT
 from fdora.triton.kernels.decode import beside, e4m3, group_scale, nibble, nibbles
 from fdora.triton.kernels.tile import low_rank, tile_at, unscaled
 from fdora.triton.runtime.cost import launched
+
+UNIT = tl.constexpr(BNB_UNIT)
 
 
 @triton.jit
@@ -129,7 +132,7 @@ def quant4_kernel(
 
 @triton.jit
 def _byte_value(x, CODE: tl.constexpr, BY_BITS: tl.constexpr):
-    if CODE == "int8":
+    if CODE == "int8" or CODE == "int8/127":
         return x.to(tl.float32)
     elif BY_BITS:
         return e4m3(x)
@@ -172,6 +175,8 @@ def quant8_kernel(
         acc = unscaled(acc, scale_n, scale_k, n, k, N, K)
     x = beside(x, acc, PTX)
     w = _byte_value(x, CODE, BY_BITS) * scale
+    if CODE == "int8/127":
+        w *= UNIT
     if not EVEN:
         w = tl.where(inside, w, 0.0)
     v = w + s * acc

@@ -1,0 +1,188 @@
+"""A W of 4- or 8-bit codes in a plan: which formats kernels decode, the facts in a plan's key, the tensors among its arrays.
+
+The facts are those of fdora.quant, Lut4 and Codes8, and the tensors lie as these say. A kernel decodes to the same bits as
+``QuantWeight.dequantize``: float32 products of a value and a scale, rounded where the format's own decoder rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fdora.quant import Codes8, Lut4, QuantSpec, QuantWeight
+from fdora.quant.bnb import UNIT
+from fdora.quant.codes8 import decode as decode8
+from fdora.quant.kinds import kind_of
+from fdora.quant.lut4 import NESTED
+from fdora.quant.lut4 import decode as decode4
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import INTERPRETED, cdiv
+from fdora.triton.runtime.plan import Array, Like
+
+TABLES, LAYOUTS, MODES = ("nf4", "fp4", "e2m1"), ("flat", "row"), ("tensor", "row", "block")
+MORE = {"fp32": 0, "nested": 3, "e8m0": 0, "e4m3*global": 1, "e4m3/global": 1}  # tensors beside codes and scales
+CODES = {("int8", 1.0): "int8", ("int8", UNIT): "int8/127", ("e4m3", 1.0): "e4m3"}  # and unit -> what a kernel calls it
+UNITS = {name: (code, unit) for (code, unit), name in CODES.items()}
+TEXTS, NUMBERS = 3, 4  # of each W, as an op takes its facts
+
+
+class Coded(NamedTuple):
+    """What a plan must know of a W of codes beside its tensors."""
+
+    shape: tuple[int, int]
+    form: Lut4 | Codes8
+
+    @property
+    def tensors(self) -> int:
+        """How many."""
+        return 2 + (MORE.get(self.form.scales, 0) if isinstance(self.form, Lut4) else 0)
+
+
+class Packed(NamedTuple):
+    """A W of codes among the arrays of a plan."""
+
+    shape: tuple[int, int]
+    form: Lut4 | Codes8
+    codes: Array
+    rest: tuple[Array | None, ...]  # of 4 bits: scales, code256 or the global scale, scales2, offset; of 8: scales
+
+
+def is_decoded(spec: QuantSpec) -> bool:
+    """Whether kernels read this format: its decoder in torch is one of those that they agree with, bit for bit."""
+    decode, form = kind_of(spec.kind).dequantize, spec.facts
+    if decode is decode4 and isinstance(form, Lut4):
+        return form.table in TABLES and form.scales in MORE
+    return decode is decode8 and isinstance(form, Codes8) and (form.code, form.unit) in CODES
+
+
+def coded_of(W: QuantWeight | QuantSpec) -> Coded:
+    """For formats of which :func:`is_decoded` is true."""
+    form: Any = W.facts
+    return Coded(W.shape, form)
+
+
+def tensors_of(weight: Sequence[Tensor | None]) -> list[Tensor]:
+    return [t for t in weight if t is not None]
+
+
+# as an op takes them: no record
+
+
+def written(weights: Sequence[Coded | None]) -> tuple[list[str], list[int]]:
+    """The facts of all weights of a call; of one that is a tensor, nothings. Both are empty where all are."""
+    text: list[str] = []
+    numbers: list[int] = []
+    if all([W is None for W in weights]):
+        return text, numbers
+    for W in weights:
+        if W is None:
+            text += ["", "", ""]
+            numbers += [0, 0, 0, 0]
+        elif isinstance(W.form, Lut4):
+            text += [W.form.table, W.form.scales, W.form.layout]
+            numbers += [*W.shape, W.form.group, int(W.form.hi_first)]
+        else:
+            text += [CODES[W.form.code, W.form.unit], W.form.scale, ""]
+            numbers += [*W.shape, *W.form.block]
+    return text, numbers
+
+
+def read(text: Sequence[str], numbers: Sequence[int]) -> tuple[Coded | None, ...]:
+    """What was written, as the key of a plan has it."""
+    found: list[Coded | None] = []
+    for i in range(len(text) // TEXTS):
+        a, b, c = text[TEXTS * i : TEXTS * (i + 1)]
+        N, K, p, q = numbers[NUMBERS * i : NUMBERS * (i + 1)]
+        if not a:
+            found.append(None)
+        elif a in TABLES:
+            found.append(Coded((N, K), Lut4(a, bool(q), p, b, c)))
+        else:
+            code, unit = UNITS[a]
+            found.append(Coded((N, K), Codes8(code, b, (p, q), unit)))
+    return tuple(found)
+
+
+# in a plan
+
+
+def packed(plan: Builder, likes: Sequence[Like | None], W: Coded) -> Packed:
+    """The next arguments of the plan: codes of 4 bits and all scales without gaps, codes of 8 bits as they lie."""
+    _check(likes, W)
+    form = W.form
+    if isinstance(form, Lut4):
+        codes, scales, *rest = map(plan.flat, likes)
+        if form.scales not in ("fp32", "nested"):
+            scales = _as_bytes(scales)
+        return Packed(W.shape, form, _as_bytes(codes), (scales, *rest, *[None] * (3 - len(rest))))
+    codes = plan.matrix(likes[0])
+    return Packed(W.shape, form, _as_bytes(codes) if form.code == "e4m3" else codes, (plan.flat(likes[1]),))
+
+
+def _as_bytes(t: Array) -> Array:
+    assert t.itemsize == 1
+    return t.words(t.shape, t.stride, torch.uint8)
+
+
+def _check(likes: Sequence[Like | None], W: Coded) -> None:
+    """What a kernel would read past the end of, or read wrongly."""
+    (N, K), form = W
+    sizes = [0 if like is None else like.nbytes // like.dtype.itemsize for like in likes]
+    if isinstance(form, Lut4):
+        groups = cdiv(N * K, form.group) if form.layout == "flat" else N * cdiv(K, form.group)
+        more = {"nested": [256, cdiv(groups, NESTED), 1]}.get(form.scales, [1] * MORE.get(form.scales, 0))
+        wanted = [cdiv(N * K, 2), groups, *more]
+        known = form.table in TABLES and form.scales in MORE and form.layout in LAYOUTS
+    else:
+        block_n, block_k = block_of(form)
+        groups = {"tensor": 1, "row": N}.get(form.scale, cdiv(N, block_n) * cdiv(K, block_k))
+        wanted = [N * K, groups]
+        known = (form.code, form.unit) in CODES and form.scale in MODES
+    if not known:
+        raise ValueError(f"no kernel reads weights of {form}")
+    if sizes != wanted:
+        raise ValueError(f"a weight of shape {tuple(W.shape)} and {form} has tensors of {wanted} elements, got {sizes}")
+
+
+def block_of(form: Codes8) -> tuple[int, int]:
+    return form.block if form.scale == "block" else (1, 1)
+
+
+# what kernels are told
+
+
+def in_pairs(form: Lut4 | Codes8, K: int) -> bool:
+    """Whether a row of W is whole bytes and groups, and a tile whole groups or within one."""
+    if isinstance(form, Codes8):
+        return True
+    power = form.group & (form.group - 1) == 0 and form.group > 1
+    return K % 2 == 0 and power and (K % form.group == 0 or form.layout != "flat")
+
+
+def has_ptx(capability: int) -> bool:
+    """Whether codes are looked up by instructions of NVIDIA GPUs."""
+    return capability > 0 and not INTERPRETED
+
+
+def lut_facts(W: Packed, capability: int) -> tuple:
+    """TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX of a kernel for 4-bit codes."""
+    form = W.form
+    assert isinstance(form, Lut4)
+    flat, pairs = form.layout == "flat", in_pairs(form, W.shape[1])
+    return form.table, form.hi_first, form.group, form.scales, flat, pairs, has_ptx(capability)
+
+
+def byte_facts(W: Packed, capability: int) -> tuple:
+    """CODE, BY_BITS, MODE, BN, BK, PTX of a kernel for 8-bit codes."""
+    form = W.form
+    assert isinstance(form, Codes8)
+    by_bits = form.code == "e4m3" and capability < 89  # Triton has no float8 below sm_89
+    return CODES[form.code, form.unit], by_bits, form.scale, *block_of(form), has_ptx(capability)
+
+
+def groups_of(W: Packed) -> int:
+    """Scales to a row of W."""
+    return cdiv(W.shape[1], W.form.group if isinstance(W.form, Lut4) else block_of(W.form)[1])
