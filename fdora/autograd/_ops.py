@@ -49,6 +49,7 @@ class Backend:
     unmerge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     tree_layers: Callable[..., Any]  # what norms of many layers are made with
     norm_of_codes: Callable[[Any, Sequence[Tensor | None], Tensor, Tensor, float, bool], Tensor | None] | None = None
+    norm_of_codes_guarded: Callable[..., tuple[Tensor, Tensor] | None] | None = None
     norm_kept: Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor], Tensor] | None = None
     give_norm: Callable[[Tensor, Any], None] | None = None
     norms_kept: Callable[..., Any] | None = None  # of all layers of a model, in compiled code
@@ -94,6 +95,7 @@ def kernels(triton: Any) -> Backend:
         unmerge_fwd=triton.merge.unmerge_fwd,
         tree_layers=triton.tree.Layers,
         norm_of_codes=triton.quant.norm_of_codes,
+        norm_of_codes_guarded=triton.quant.norm_of_codes_guarded,
         norm_kept=triton.norm.norm_kept,
         give_norm=triton.norm.give_norm,
         norms_kept=triton.tree.norms_kept,

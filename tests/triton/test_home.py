@@ -382,6 +382,10 @@ def samples():
             for coded, text, numbers in ((four, ["nf4", "fp32", "flat"], [16, 1]), (eight, ["int8", "row", ""], [0, 0]))
             for dense in (None, HALF)
         ],
+        "quant_row_norm_guarded": [
+            (four, A, B, S, ["nf4", "fp32", "flat"], [*W.shape, 16, 1], *dora_norm_state(W)),
+            (eight, A, B, S, ["int8", "row", ""], [*W.shape, 0, 0], *dora_norm_state(W)),
+        ],
         "merge": [(W, A, B, m, c, S, undo) for undo in (False, True)],
         "compose": [(dy, dy, m, bias, S, False), (dy, dy, m, None, S, True)],
         "compose_backward": [(dy, dy, dy, m, S, delta, [True, False, True, not delta]) for delta in (False, True)],
@@ -421,7 +425,7 @@ def custom_ops():
 
 OPS = (
     "compose", "compose_backward", "linear", "linear_backward", "merge", "mlp", "mlp_backward", "model_norms",
-    "quant_row_norm", "row_norm", "row_norm_guarded", "row_norm_kept",
+    "quant_row_norm", "quant_row_norm_guarded", "row_norm", "row_norm_guarded", "row_norm_kept",
 )  # fmt: skip
 
 

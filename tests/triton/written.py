@@ -176,6 +176,11 @@ def likes_of_norm(coded, r, dtype=BF16):
     return [alike(r, K, dtype=dtype), alike(N, r, dtype=dtype), *likes_of_codes(coded)]
 
 
+def with_state(likes, N):
+    """The same with the norm and the fingerprint of before."""
+    return [*likes[:2], alike(N, dtype=FP32), alike(256, dtype=torch.int64), *likes[2:]]
+
+
 def forms_of_codes():
     """Every way in which codes and scales lie."""
     from fdora.quant import Codes8, Lut4
@@ -188,13 +193,16 @@ def forms_of_codes():
 
 
 def calls_of_codes(N, K, r, dtype):
-    """Norms of weights of 4 and 8 bits, with and without the dense W."""
+    """Norms of weights of 4 and 8 bits, with and without the dense W, and with a state."""
     from fdora.triton.codes import Coded
-    from fdora.triton.quant import plan_quant_norm
+    from fdora.triton.quant import plan_guarded_quant_norm, plan_quant_norm
 
     for form, (squared, dense) in product(forms_of_codes(), ((False, None), (True, None), (False, BF16), (False, FP32))):
         coded = Coded((N, K), form)
         yield plan_quant_norm, likes_of_norm(coded, r, dtype), (coded, squared, dense)
+    for form in forms_of_codes():
+        coded = Coded((N, K), form)
+        yield plan_guarded_quant_norm, with_state(likes_of_norm(coded, r, dtype), N), (coded,)
 
 
 def every_call():
