@@ -45,6 +45,7 @@ class Backend:
         [Tensor, Tensor, Layers, AllOptions, Dropout, Any, SavedMlp, bool, Sequence[Needs]],
         tuple[Tensor | None, list[Grads]],
     ]
+    fp8_fwd: Callable[[Tensor, Layers, AllOptions, Dropout], tuple[list[Tensor], Saved]]
     merge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     unmerge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     tree_layers: Callable[..., Any]  # what norms of many layers are made with
@@ -70,6 +71,7 @@ OPS: dict[str, Backend] = {
         layers_bwd=eager.linear.layers_bwd,
         mlp_fwd=eager.mlp.mlp_fwd,
         mlp_bwd=eager.mlp.mlp_bwd,
+        fp8_fwd=eager.fp8.layers_fwd,
         merge_fwd=eager.merge.merge_fwd,
         unmerge_fwd=eager.merge.unmerge_fwd,
         tree_layers=eager.tree.Layers,
@@ -91,6 +93,7 @@ def kernels(triton: Any) -> Backend:
         layers_bwd=triton.linear.layers_bwd,
         mlp_fwd=triton.mlp.mlp_fwd,
         mlp_bwd=triton.mlp.mlp_bwd,
+        fp8_fwd=triton.fp8.layers_fwd,
         merge_fwd=triton.merge.merge_fwd,
         unmerge_fwd=triton.merge.unmerge_fwd,
         tree_layers=triton.tree.Layers,

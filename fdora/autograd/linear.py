@@ -52,6 +52,15 @@ def to_inputs(grads: Sequence[Grads], count: int) -> list[Tensor | None]:
     return found if len(found) == count else [*found, *[None] * (count - len(found))]  # none of packed tensors
 
 
+def outputs(x: Tensor, ys: Sequence[Tensor], saved: Saved) -> tuple[Tensor, ...]:
+    """What a forward returns: each y, and what is saved and no argument."""
+    h, kept, pre_scale = saved
+    out = [*ys] if h is None else [*ys, h]
+    if True in pre_scale:  # vmap carries no None out of a Function: an empty vector says it
+        out += [t if has and t is not None else x.new_empty(0) for t, has in zip(kept, pre_scale, strict=True)]
+    return tuple(out)
+
+
 class Linear(torch.autograd.Function):
     """Saves x, h and, for the gradient of each m, the output itself or the value before g; the operands are the caller's."""
 
@@ -61,11 +70,8 @@ class Linear(torch.autograd.Function):
     def forward(x: Tensor, call: Call, *flat: Tensor | None) -> Any:
         fwd = OPS[call.backend].layers_fwd
         with autocast_off(x):
-            ys, (h, kept, pre_scale) = fwd(x, layers_of(flat, call.specs, x.dtype), call.options, call.drop)
-        out = [*ys] if h is None else [*ys, h]
-        if True in pre_scale:  # vmap carries no None out of a Function: an empty vector says it
-            out += [t if has and t is not None else x.new_empty(0) for t, has in zip(kept, pre_scale, strict=True)]
-        return tuple(out)
+            ys, saved = fwd(x, layers_of(flat, call.specs, x.dtype), call.options, call.drop)
+        return outputs(x, ys, saved)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -6,6 +6,7 @@ if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 4):  # no tensor des
     raise ImportError(f"version {triton.__version__} is too old, fdora needs 3.4")
 
 from fdora.triton import compose as compose
+from fdora.triton import fp8 as fp8
 from fdora.triton import linear as linear
 from fdora.triton import merge as merge
 from fdora.triton import mlp as mlp
