@@ -28,7 +28,7 @@ class Operands(NamedTuple):
     A: Tensor | None  # (r, K)
     B: Tensor | None  # (N, r)
     m: Tensor | None  # (N,)
-    c: Tensor | None  # (N,) float32 or float64
+    c: Tensor | None  # (N,) float32 or float64; None beside an A: a backend that reads this W's codes forms it
     bias: Tensor | None  # (N,)
     seed: Tensor | None  # () int64: the dropout mask, None for no dropout
 
@@ -53,6 +53,7 @@ class Saved(NamedTuple):
     h: Tensor | None  # (M, sum of r): x A^T of each layer side by side, or s x A^T where the kernels formed it
     kept: tuple[Tensor | None, ...]  # (M, N) of each layer: what dm reads
     pre_scale: tuple[bool, ...]  # whether that is the value before g, not the output
+    norms: tuple[Tensor, ...] = ()  # c of each adapted layer that came without one
 
 
 class Needs(NamedTuple):

@@ -40,7 +40,7 @@ class Backend:
         [Sequence[Tensor | None], Tensor, Layers, AllOptions, Dropout, Saved, bool, Sequence[Needs]],
         tuple[Tensor | None, list[Grads]],
     ]
-    mlp_fwd: Callable[[Tensor, Layers, AllOptions, Dropout, Any], tuple[Tensor, SavedMlp]]
+    mlp_fwd: Callable[[Tensor, Layers, AllOptions, Dropout, Any], tuple[Tensor, SavedMlp, tuple[Tensor, ...]]]
     mlp_bwd: Callable[
         [Tensor, Tensor, Layers, AllOptions, Dropout, Any, SavedMlp, bool, Sequence[Needs]],
         tuple[Tensor | None, list[Grads]],
@@ -49,6 +49,8 @@ class Backend:
     merge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     unmerge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     tree_layers: Callable[..., Any]  # what norms of many layers are made with
+    reads_codes: Callable[[Any], bool] | None = None
+    """Whether a W of this QuantSpec may come as it is to layers_fwd, layers_bwd, mlp_fwd and mlp_bwd."""
     norm_of_codes: Callable[[Any, Sequence[Tensor | None], Tensor, Tensor, float, bool], Tensor | None] | None = None
     norm_of_codes_guarded: Callable[..., tuple[Tensor, Tensor] | None] | None = None
     norm_kept: Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor], Tensor] | None = None
@@ -97,6 +99,7 @@ def kernels(triton: Any) -> Backend:
         merge_fwd=triton.merge.merge_fwd,
         unmerge_fwd=triton.merge.unmerge_fwd,
         tree_layers=triton.tree.Layers,
+        reads_codes=triton.codes.is_decoded,
         norm_of_codes=triton.quant.norm_of_codes,
         norm_of_codes_guarded=triton.quant.norm_of_codes_guarded,
         norm_kept=triton.norm.norm_kept,

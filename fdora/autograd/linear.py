@@ -11,7 +11,7 @@ from torch import Tensor
 from fdora._records import NO_NEEDS, Dropout, Grads, Needs, Operands, Options, Saved
 from fdora._torch import apply, apply_eager, no_graph
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
-from fdora.autograd.weight import WIDTH, Specs, dense, flat_of, layers_of, specs_of
+from fdora.autograd.weight import WIDTH, Specs, flat_of, layers_of, readable, specs_of, without_norm
 
 
 class Call(NamedTuple):
@@ -27,7 +27,7 @@ class Call(NamedTuple):
 def linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[Tensor]:
     """One y for each layer."""
     if no_graph() and not autocast_on(x):
-        return OPS[call.backend].layers_fwd(x, dense(layers, x.dtype), call.options, call.drop)[0]
+        return OPS[call.backend].layers_fwd(x, readable(layers, x.dtype, call.backend), call.options, call.drop)[0]
     specs = specs_of(layers)
     call = call if specs is None else call._replace(specs=specs)
     return apply(Linear, x, call, *flat_of(layers, specs))[: len(layers)]
@@ -54,11 +54,11 @@ def to_inputs(grads: Sequence[Grads], count: int) -> list[Tensor | None]:
 
 def outputs(x: Tensor, ys: Sequence[Tensor], saved: Saved) -> tuple[Tensor, ...]:
     """What a forward returns: each y, and what is saved and no argument."""
-    h, kept, pre_scale = saved
+    h, kept, pre_scale, norms = saved
     out = [*ys] if h is None else [*ys, h]
     if True in pre_scale:  # vmap carries no None out of a Function: an empty vector says it
         out += [t if has and t is not None else x.new_empty(0) for t, has in zip(kept, pre_scale, strict=True)]
-    return tuple(out)
+    return (*out, *norms)
 
 
 class Linear(torch.autograd.Function):
@@ -68,9 +68,9 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, call: Call, *flat: Tensor | None) -> Any:
-        fwd = OPS[call.backend].layers_fwd
         with autocast_off(x):
-            ys, saved = fwd(x, layers_of(flat, call.specs, x.dtype), call.options, call.drop)
+            fwd, layers = OPS[call.backend].layers_fwd, layers_of(flat, call.specs, x.dtype, call.backend)
+            ys, saved = fwd(x, layers, call.options, call.drop)
         return outputs(x, ys, saved)
 
     @staticmethod
@@ -80,9 +80,12 @@ class Linear(torch.autograd.Function):
         rest = output[n:]
         ctx.mark_non_differentiable(*rest)
         ctx.set_materialize_grads(False)  # else torch fills zeros for h and the like on every backward
-        h, before = None, rest
+        inside = without_norm(flat, n) if call.specs is not None else []
+        for at, c in zip(inside, rest[len(rest) - len(inside) :], strict=True):
+            flat[at] = c
+        h, before = None, rest[: len(rest) - len(inside)]
         if any([A is not None for A in flat[1 : n * WIDTH : WIDTH]]):
-            h, *before = rest
+            h, *before = before
         kept = [None if o.save == "nothing" else y for o, y in zip(call.options, output, strict=False)]
         ctx.pre_scale = (False,) * n
         if before:
@@ -103,8 +106,8 @@ class Linear(torch.autograd.Function):
         need_x, needs = ctx.needs_input_grad[0], needs_of(ctx.needs_input_grad[2:], n)
         if no_graph() and not autocast_on(x):
             saved = Saved(h, kept, ctx.pre_scale)
-            bwd = OPS[call.backend].layers_bwd
-            dx, grads = bwd(dys, x, layers_of(flat, call.specs, x.dtype), call.options, call.drop, saved, need_x, needs)
+            bwd, layers = OPS[call.backend].layers_bwd, layers_of(flat, call.specs, x.dtype, call.backend)
+            dx, grads = bwd(dys, x, layers, call.options, call.drop, saved, need_x, needs)
         else:
             needs = [NO_NEEDS if dy is None else each for dy, each in zip(dys, needs, strict=True)]
             flags = (need_x, *(need for each in needs for need in each))
@@ -121,7 +124,8 @@ class EagerLinear(Linear):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call, *flat: Tensor | None) -> Any:  # type: ignore[override]
-        ys, (h, kept, ctx.pre_scale) = OPS[call.backend].layers_fwd(x, layers_of(flat, None, x.dtype), call.options, call.drop)
+        layers = layers_of(flat, None, x.dtype, call.backend)
+        ys, (h, kept, ctx.pre_scale, _) = OPS[call.backend].layers_fwd(x, layers, call.options, call.drop)
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, h, *kept, *flat)
@@ -134,7 +138,8 @@ class LinearBwd(torch.autograd.Function):
     @staticmethod
     def forward(call: Call, pre_scale: tuple[bool, ...], flags: tuple[bool, ...], x: Tensor, h: Tensor, *rest: Any) -> Any:
         n = len(pre_scale)
-        dys, kept, layers = rest[:n], rest[n : 2 * n], layers_of(rest[2 * n :], call.specs, x.dtype)
+        dys, kept = rest[:n], rest[n : 2 * n]
+        layers = layers_of(rest[2 * n :], call.specs, x.dtype, call.backend)
         needs = [Needs(*flags[i : i + 5]) for i in range(1, len(flags), 5)]
         with autocast_off(x):
             bwd = OPS[call.backend].layers_bwd

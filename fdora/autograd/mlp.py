@@ -12,7 +12,7 @@ from fdora._records import Dropout, Grads, Needs, Operands, Options, SavedMlp
 from fdora._torch import apply, apply_eager, no_graph
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
 from fdora.autograd.linear import needs_of, to_inputs
-from fdora.autograd.weight import Specs, dense, flat_of, layers_of, specs_of
+from fdora.autograd.weight import Specs, flat_of, layers_of, readable, specs_of, without_norm
 from fdora.eager.act import ACTS as ACTS
 
 PARTS = len(SavedMlp._fields)
@@ -32,7 +32,7 @@ class Call(NamedTuple):
 def mlp(x: Tensor, layers: Sequence[Operands], call: Call) -> Tensor:
     """y; gate, up and down in this order."""
     if no_graph() and not autocast_on(x):
-        return OPS[call.backend].mlp_fwd(x, dense(layers, x.dtype), call.options, call.drop, call.act)[0]
+        return OPS[call.backend].mlp_fwd(x, readable(layers, x.dtype, call.backend), call.options, call.drop, call.act)[0]
     specs = specs_of(layers)
     call = call if specs is None else call._replace(specs=specs)
     return apply(Mlp, x, call, *flat_of(layers, specs))[0]
@@ -53,11 +53,12 @@ class Mlp(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, call: Call, *flat: Tensor | None) -> Any:
         with autocast_off(x):
-            y, saved = OPS[call.backend].mlp_fwd(x, layers_of(flat, call.specs, x.dtype), call.options, call.drop, call.act)
+            fwd, layers = OPS[call.backend].mlp_fwd, layers_of(flat, call.specs, x.dtype, call.backend)
+            y, saved, norms = fwd(x, layers, call.options, call.drop, call.act)
         # vmap carries no None out of a Function: an empty vector says it. y is there already; values before g are rarely kept.
         h, h_down, gate, up, _, *before = saved
         parts = (h, h_down, gate, up) if before == [None] * 3 else (h, h_down, gate, up, *before)
-        return y, *(x.new_empty(0) if t is None else t for t in parts)
+        return y, *(x.new_empty(0) if t is None else t for t in parts), *norms
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -65,7 +66,11 @@ class Mlp(torch.autograd.Function):
         y, *rest = output
         ctx.mark_non_differentiable(*rest)
         ctx.set_materialize_grads(False)
-        h, h_down, gate, up, *before = (None if t.dim() == 1 else t for t in rest)
+        inside = without_norm(flat, 3) if ctx.call.specs is not None else []
+        parts = len(rest) - len(inside)
+        for at, c in zip(inside, rest[parts:], strict=True):
+            flat[at] = c
+        h, h_down, gate, up, *before = (None if t.dim() == 1 else t for t in rest[:parts])
         before = before or [None] * 3
         kept = y if before[2] is None and ctx.call.options[2].save != "nothing" else None
         saved = SavedMlp(h, h_down, gate, up, kept, *before)
@@ -79,7 +84,7 @@ class Mlp(torch.autograd.Function):
         need_x, needs = ctx.needs_input_grad[0], needs_of(ctx.needs_input_grad[2:], 3)
         if no_graph() and not autocast_on(dy):
             bwd, saved = OPS[call.backend].mlp_bwd, SavedMlp(*rest[:PARTS])
-            layers = layers_of(rest[PARTS:], call.specs, x.dtype)
+            layers = layers_of(rest[PARTS:], call.specs, x.dtype, call.backend)
             dx, grads = bwd(dy, x, layers, call.options, call.drop, call.act, saved, need_x, needs)
         else:
             flags = (need_x, *(need for each in needs for need in each))
@@ -96,7 +101,8 @@ class EagerMlp(Mlp):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call, *flat: Tensor | None) -> Any:  # type: ignore[override]
-        y, saved = OPS[call.backend].mlp_fwd(x, layers_of(flat, None, x.dtype), call.options, call.drop, call.act)
+        layers = layers_of(flat, None, x.dtype, call.backend)
+        y, saved, _ = OPS[call.backend].mlp_fwd(x, layers, call.options, call.drop, call.act)
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *saved, *flat)
@@ -109,7 +115,7 @@ class MlpBwd(torch.autograd.Function):
     @staticmethod
     def forward(call: Call, flags: tuple[bool, ...], dy: Tensor, x: Tensor, *rest: Any) -> Any:
         needs = [Needs(*flags[i : i + 5]) for i in range(1, len(flags), 5)]
-        bwd, layers = OPS[call.backend].mlp_bwd, layers_of(rest[PARTS:], call.specs, x.dtype)
+        bwd, layers = OPS[call.backend].mlp_bwd, layers_of(rest[PARTS:], call.specs, x.dtype, call.backend)
         saved = SavedMlp(*rest[:PARTS])
         with autocast_off(x):
             dx, grads = bwd(dy, x, layers, call.options, call.drop, call.act, saved, flags[0], needs)

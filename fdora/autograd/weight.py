@@ -1,5 +1,7 @@
 """A quantised W in the nodes of autograd: its packed tensors are what is saved, and W is dense only while products read it.
 
+A backend that reads the codes of a format gets the QuantWeight, and decodes it in its own plan; else W is decoded here.
+
 A node's flat operands (fdora/_records.py) are tensors. Where some W is quantised, its place holds None, and the packed tensors
 of all such W follow behind the operands; ``specs`` says whose they are and how they are decoded.
 """
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fdora._records import Operands
+from fdora.autograd._ops import OPS
 from fdora.quant import QuantSpec, QuantWeight
 
 WIDTH = len(Operands._fields)
@@ -36,8 +39,8 @@ def flat_of(layers: Sequence[Operands], specs: Specs) -> Iterator[Tensor | None]
             yield from la.W.tensors
 
 
-def layers_of(flat: Sequence[Any], specs: Specs, dtype: torch.dtype) -> list[Operands]:
-    """The operands again, every W a tensor: a quantised one in the dtype of the products."""
+def layers_of(flat: Sequence[Any], specs: Specs, dtype: torch.dtype, backend: str) -> list[Operands]:
+    """The operands again, as the backend takes them: a W that it cannot read is dense, in the dtype of the products."""
     if len(flat) == WIDTH:
         return [Operands._make(flat)]
     if specs is None:
@@ -46,14 +49,34 @@ def layers_of(flat: Sequence[Any], specs: Specs, dtype: torch.dtype) -> list[Ope
     for i, spec in enumerate(specs):
         la = Operands(*flat[i * WIDTH : (i + 1) * WIDTH])
         if spec is not None:
-            la = la._replace(W=spec.weight(flat[at : at + spec.count]).dequantize(dtype))
+            W = spec.weight(flat[at : at + spec.count])
+            la = la._replace(W=W if reads_codes(spec, backend) else W.dequantize(dtype))
             at += spec.count
         layers.append(la)
     return layers
 
 
-def dense(layers: Sequence[Operands], dtype: torch.dtype) -> Sequence[Operands]:
+def readable(layers: Sequence[Operands], dtype: torch.dtype, backend: str) -> Sequence[Operands]:
     """The same where nothing is saved."""
     if specs_of(layers) is None:
         return layers
-    return [la._replace(W=la.W.dequantize(dtype)) if isinstance(la.W, QuantWeight) else la for la in layers]
+    return [la._replace(W=_readable(la.W, dtype, backend)) if isinstance(la.W, QuantWeight) else la for la in layers]
+
+
+def _readable(W: QuantWeight, dtype: torch.dtype, backend: str) -> QuantWeight | Tensor:
+    return W if reads_codes(W.spec, backend) else W.dequantize(dtype)
+
+
+def forms_norm(W: Any, backend: str) -> bool:
+    """Whether a layer of this W may come without its norm: the plan that decodes W forms it in the same pass."""
+    return isinstance(W, QuantWeight) and W.dtype != torch.float64 and reads_codes(W.spec, backend)
+
+
+def without_norm(flat: Sequence[Any], count: int) -> list[int]:
+    """Where in the flat operands of so many layers the norms belong that a forward formed."""
+    return [i + 4 for i in range(0, count * WIDTH, WIDTH) if flat[i + 1] is not None and flat[i + 4] is None]
+
+
+def reads_codes(spec: QuantSpec, backend: str) -> bool:
+    known = OPS[backend].reads_codes
+    return known is not None and known(spec)

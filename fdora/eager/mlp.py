@@ -17,15 +17,15 @@ from fdora.eager.linear import as_matrix, layers_bwd, layers_fwd, output, own
 
 def mlp_fwd(
     x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout, act: Act
-) -> tuple[Tensor, SavedMlp]:
-    """x (..., K), gate, up, down -> y (..., N), and what backward reads."""
+) -> tuple[Tensor, SavedMlp, tuple[Tensor, ...]]:
+    """x (..., K), gate, up, down -> y (..., N), what backward reads, and no norms: all were given."""
     (gate, up), saved = layers_fwd(as_matrix(x), layers[:2], options[:2], drop)
     (y,), below = layers_fwd(act_fwd(gate, up, act), layers[2:], options[2:], drop)
     pre = [v if has else None for v, has in zip((*saved.kept, *below.kept), (*saved.pre_scale, *below.pre_scale), strict=True)]
     outputs = [v if before is None or drop.mode == "peft" else None for v, before in zip((gate, up), pre, strict=False)]
     y = y if x.dim() == 2 else own(y, (*x.shape[:-1], y.shape[-1]))
     kept = y if pre[2] is None and options[2].save != "nothing" else None
-    return y, SavedMlp(saved.h, below.h, outputs[0], outputs[1], kept, *pre)
+    return y, SavedMlp(saved.h, below.h, outputs[0], outputs[1], kept, *pre), ()
 
 
 def mlp_bwd(

@@ -15,6 +15,7 @@ from fdora._records import Dropout, DropoutMode, Operands, Options, SaveForDm
 from fdora.autograd.fp8 import fp8_linear
 from fdora.autograd.linear import Call, eager_linear, linear
 from fdora.autograd.norm import row_norm
+from fdora.autograd.weight import forms_norm
 from fdora.functional.backend import select_backend
 from fdora.functional.norm import WIDE, check_weights
 from fdora.quant import Codes8, QuantWeight
@@ -86,13 +87,15 @@ def dora_linear(
     check_dropout(fn, dropout_p, dropout_mode)
 
     choice = select_backend(x, backend=backend)
+    if compute is not None:
+        check_compute(fn, compute, x, W, dropout_mode if dropout_p else "lora", choice.name)
     c = norm_for(x, W, A, B, s, norm, choice.name)
     mask_seed = seed_tensor(fn, seed, x.device) if dropout_p else None
     mode = dropout_mode if dropout_p else "lora"
     make = _call if torch.compiler.is_compiling() else _remembered_call
     call = make((s,), (save_for_dm(m, c, keep_inner),), dropout_p, mode, choice.name)
     if compute is not None:
-        check_compute(fn, compute, x, W, mode, choice.name)
+        c = row_norm(W, A, B, None, s, None, True, choice.name) if c is None else c
         return fp8_linear(x, Operands(W, A, B, m, c, bias, mask_seed), call)
     return linear(x, (Operands(W, A, B, m, c, bias, mask_seed),), call)[0]
 
@@ -153,14 +156,17 @@ def check_dropout(fn: str, p: float, mode: str) -> None:
         raise fail(fn, "dropout_p", "in [0, 1)", p, "Pass the probability that an element is dropped.")
 
 
-def norm_for(x: Tensor, W: Any, A: Tensor, B: Tensor, s: float, norm: Tensor | None, backend: str) -> Tensor:
+def norm_for(x: Tensor, W: Any, A: Tensor, B: Tensor, s: float, norm: Tensor | None, backend: str) -> Tensor | None:
+    """c, or None where the plan of the layer forms it."""
+    if norm is None and forms_norm(W, backend):
+        return None
     c = row_norm(W, A, B, None, s, None, True, backend) if norm is None else norm
     return c if c.dtype == torch.float32 and x.dtype != torch.float64 else c.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def save_for_dm(m: Tensor, c: Tensor, pre_scale: bool) -> SaveForDm:
+def save_for_dm(m: Tensor, c: Tensor | None, pre_scale: bool) -> SaveForDm:
     """For the gradients of m and c; see :mod:`fdora.eager.linear`."""
-    if not (torch.is_grad_enabled() and (m.requires_grad or c.requires_grad)):
+    if not (torch.is_grad_enabled() and (m.requires_grad or (c is not None and c.requires_grad))):
         return "nothing"
     return "pre_scale" if pre_scale else "output"
 

@@ -24,8 +24,6 @@ from fdora.triton.runtime.plan import Array, Like
 
 TABLES, LAYOUTS, MODES = ("nf4", "fp4", "e2m1"), ("flat", "row"), ("tensor", "row", "block")
 MORE = {"fp32": 0, "nested": 3, "e8m0": 0, "e4m3*global": 1, "e4m3/global": 1}  # tensors beside codes and scales
-CODES = {("int8", 1.0): "int8", ("int8", UNIT): "int8/127", ("e4m3", 1.0): "e4m3"}  # and unit -> what a kernel calls it
-UNITS = {name: (code, unit) for (code, unit), name in CODES.items()}
 TEXTS, NUMBERS = 3, 4  # of each W, as an op takes its facts
 
 
@@ -55,7 +53,7 @@ def is_decoded(spec: QuantSpec) -> bool:
     decode, form = kind_of(spec.kind).dequantize, spec.facts
     if decode is decode4 and isinstance(form, Lut4):
         return form.table in TABLES and form.scales in MORE
-    return decode is decode8 and isinstance(form, Codes8) and (form.code, form.unit) in CODES
+    return decode is decode8 and isinstance(form, Codes8) and code_of(form) != ""
 
 
 def coded_of(W: QuantWeight | QuantSpec) -> Coded:
@@ -64,8 +62,20 @@ def coded_of(W: QuantWeight | QuantSpec) -> Coded:
     return Coded(W.shape, form)
 
 
+def is_coded(W: Any) -> bool:
+    """Whether this is no tensor, in whatever way it is written down."""
+    return isinstance(W, (QuantWeight, Coded, Packed))
+
+
 def tensors_of(weight: Sequence[Tensor | None]) -> list[Tensor]:
     return [t for t in weight if t is not None]
+
+
+def code_of(form: Codes8) -> str:
+    """What a kernel calls the code and its unit; nothing where there is no such kernel."""
+    if form.unit == 1.0:
+        return form.code if form.code in ("int8", "e4m3") else ""
+    return "int8/127" if form.code == "int8" and form.unit == UNIT else ""
 
 
 # as an op takes them: no record
@@ -85,13 +95,13 @@ def written(weights: Sequence[Coded | None]) -> tuple[list[str], list[int]]:
             text += [W.form.table, W.form.scales, W.form.layout]
             numbers += [*W.shape, W.form.group, int(W.form.hi_first)]
         else:
-            text += [CODES[W.form.code, W.form.unit], W.form.scale, ""]
+            text += [code_of(W.form), W.form.scale, ""]
             numbers += [*W.shape, *W.form.block]
     return text, numbers
 
 
-def read(text: Sequence[str], numbers: Sequence[int]) -> tuple[Coded | None, ...]:
-    """What was written, as the key of a plan has it."""
+def weights_of(text: Sequence[str], numbers: Sequence[int]) -> tuple[Coded | None, ...]:
+    """What was written. Nothing where all weights are tensors."""
     found: list[Coded | None] = []
     for i in range(len(text) // TEXTS):
         a, b, c = text[TEXTS * i : TEXTS * (i + 1)]
@@ -101,8 +111,8 @@ def read(text: Sequence[str], numbers: Sequence[int]) -> tuple[Coded | None, ...
         elif a in TABLES:
             found.append(Coded((N, K), Lut4(a, bool(q), p, b, c)))
         else:
-            code, unit = UNITS[a]
-            found.append(Coded((N, K), Codes8(code, b, (p, q), unit)))
+            code, _, divided = a.partition("/")
+            found.append(Coded((N, K), Codes8(code, b, (p, q), UNIT if divided else 1.0)))
     return tuple(found)
 
 
@@ -140,7 +150,7 @@ def _check(likes: Sequence[Like | None], W: Coded) -> None:
         block_n, block_k = block_of(form)
         groups = {"tensor": 1, "row": N}.get(form.scale, cdiv(N, block_n) * cdiv(K, block_k))
         wanted = [N * K, groups]
-        known = (form.code, form.unit) in CODES and form.scale in MODES
+        known = code_of(form) != "" and form.scale in MODES
     if not known:
         raise ValueError(f"no kernel reads weights of {form}")
     if sizes != wanted:
@@ -180,7 +190,7 @@ def byte_facts(W: Packed, capability: int) -> tuple:
     form = W.form
     assert isinstance(form, Codes8)
     by_bits = form.code == "e4m3" and capability < 89  # Triton has no float8 below sm_89
-    return CODES[form.code, form.unit], by_bits, form.scale, *block_of(form), has_ptx(capability)
+    return code_of(form), by_bits, form.scale, *block_of(form), has_ptx(capability)
 
 
 def groups_of(W: Packed) -> int:

@@ -66,6 +66,28 @@ def quant_config(r: int, half: bool, capability: int, pairs: bool = True) -> Nor
     return NormConfig(128, 128, 32, "ieee", 8, 3)
 
 
+class DequantizeConfig(NamedTuple):
+    """Tile of W; ``VECTOR``: how many bytes of codes a thread reads at once."""
+
+    BLOCK_N: int
+    BLOCK_K: int
+    VECTOR: int
+    num_warps: int
+
+
+def dequantize_config(pairs: bool, itemsize: int, four: bool) -> DequantizeConfig:
+    """``pairs``: as of quant_config. ``itemsize``: of the dense W. ``four``: 4-bit codes.
+
+    Not measured on a GPU. A warp writes 512 bytes at once, and has four reads under way; a tile of 8-bit codes lies in one
+    column of blocks of 128 x 128.
+    """
+    if not pairs:
+        return DequantizeConfig(16, 64, 1, 4)
+    if four:
+        return DequantizeConfig(16, 512 // itemsize, 8 // itemsize, 4)
+    return DequantizeConfig(64 // itemsize, 128, 16 // itemsize, 4)
+
+
 class TreeConfig(NamedTuple):
     """Tile of W and slab of the rank, for the norms of many layers in one launch."""
 

@@ -68,7 +68,7 @@ def linear(on: Device, x: Tensor, layers: Layers, options: Sequence[Options], dr
     if not any(map(_needs, (x, *flat))):
         return Parts((forward,), {})
     results = _results(forward)
-    ys, saved = _linear.unpacked(results, x.dtype, layers, options, drop.mode)
+    ys, saved = _linear.unpacked(results, x, layers, options, drop.mode)
     tensors = (x, saved.h, *ys, *saved.kept, *flat)  # dy as y
     flags = tuple(need for each in _all_needs(layers) for need in each)
     backward = _plan(on, _linear.plan_backward, tensors, *drop, saved.pre_scale, _needs(x), flags)
@@ -82,7 +82,7 @@ def mlp(on: Device, x: Tensor, layers: Layers, options: Sequence[Options], drop:
     if not any(map(_needs, (x, *flat))):
         return Parts((forward,), {})
     results = _results(forward)
-    y, saved = _mlp.unpacked(results, x.dtype, layers, saves, drop.mode)
+    y, saved, _ = _mlp.unpacked(results, x, layers, saves, drop.mode)
     flags = tuple(need for each in _all_needs(layers) for need in each)
     backward = _plan(on, _mlp.plan_backward, (y, x, *saved, *flat), *drop, act, _needs(x), flags)
     return Parts((forward, backward), _named(forward, results, saved) | {"x": x})

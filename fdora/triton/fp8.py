@@ -18,6 +18,8 @@ from torch import Tensor
 
 from fdora._records import Dropout, Operands, Options, Saved
 from fdora._torch import needs_dispatcher
+from fdora.quant import Codes8
+from fdora.triton.codes import Coded
 from fdora.triton.configs import fp8_config, power_of_two
 from fdora.triton.copy import in_dtype
 from fdora.triton.dropout import drop
@@ -71,8 +73,8 @@ def plan_fp8_linear(
     (M, K), N, r, t = x.shape, codes.shape[0], A.shape[0], x.dtype
     y = plan.result("y0", (*likes[0].shape[:-1], N), t).flat()
     h = plan.result("h", (M, r), t)
-    la: Any = Operands(codes, A, B, m, c, bias, seed)
-    pre = plan.result("pre_scale0", (M, N), t) if saves_pre_scale(t, la, "lora", save) else None
+    la: Any = Operands(Coded((N, K), Codes8("e4m3", mode, block, 1.0)), A, B, m, c, bias, seed)
+    pre = plan.result("pre_scale0", (M, N), t) if saves_pre_scale(t, M, la, "lora", save) else None
     plan.path = "x as e4m3 codes, then one fused product of codes; low-rank term and g inside"
     plan.product(h, drop(plan, x, seed, p), in_dtype(plan, A, t).T, s)
     x8, x_scale = _quantised(plan, x, mode == "block")
@@ -103,10 +105,10 @@ def _quantised(plan: Builder, x: Array, blocks: bool) -> tuple[Array, Array]:
 
 
 def _fake_fp8_linear(x, operands, s, save, p, mode, block):
-    la = Operands(operands[0], *operands[2:])
-    M, N = rows_of(x), la.W.shape[0]
+    (N, K), M = operands[0].shape, rows_of(x)
+    la = Operands(Coded((N, K), Codes8("e4m3", mode, (0, 0), 1.0)), *operands[2:])
     y, h = x.new_empty((*x.shape[:-1], N)), x.new_empty((M, la.A.shape[0]))
-    return [y, h, x.new_empty((M, N))] if saves_pre_scale(x.dtype, la, "lora", save) else [y, h]
+    return [y, h, x.new_empty((M, N))] if saves_pre_scale(x.dtype, M, la, "lora", save) else [y, h]
 
 
 fp8_linear = op(

@@ -9,6 +9,9 @@ first writes v, the second adds (g - 1) v. Its backward is one product: (dz - dy
 
 Layers that share x share the product for h where they share s; each adds its dx to that of the one before where it is stored.
 
+A W of codes is decoded in the plan (dequantize.py), once in each direction, into memory that its layers share one after the
+other. A layer with an adapter and no norm gets it there: c is one of the results.
+
 float32: products by cuBLAS in the precision that torch.set_float32_matmul_precision asks for; g and bias in one pass.
 """
 
@@ -23,16 +26,19 @@ from torch import Tensor
 
 from fdora._records import NO_NEEDS, Dropout, DropoutMode, Grads, Needs, Operands, Options, Saved
 from fdora._torch import PLAIN, needs_dispatcher
+from fdora.quant import QuantWeight
+from fdora.triton.codes import coded_of, is_coded, packed, tensors_of, weights_of, written
 from fdora.triton.linear_bwd import backward, fake_grads, result_grads
 from fdora.triton.linear_fwd import forward
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
-from fdora.triton.runtime.plan import Array, Plan, Scalar
+from fdora.triton.runtime.plan import Array, Plan
 from fdora.triton.runtime.walk import plan_for, run
-from fdora.triton.small import Out
+from fdora.triton.small import Out, is_small
 
 Likes = Sequence[Any]  # of Like and None
+WIDTH = len(Operands._fields)
 
 
 # forward
@@ -41,19 +47,20 @@ Likes = Sequence[Any]  # of Like and None
 def layers_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout) -> tuple[list[Tensor], Saved]:
     """x (..., K) -> each y (..., N), and what backward reads."""
     seen = needs_dispatcher(x)
-    if len(layers) == 1 and not seen and layers[0].A is not None:  # the short way of the rest, for the host's sake
+    short = len(layers) == 1 and not seen and layers[0].A is not None and type(layers[0].W) is not QuantWeight
+    if short:  # of the rest, for the host's sake
         (o,), tensors, s = options, (x, *layers[0]), (options[0].s,)
         y, h, *before = run(plan_for(plan_forward, tensors, drop.p, drop.mode, (o.save,), True), tensors, s)
         kept = before[0] if before else None if o.save == "nothing" else y
         return [y], Saved(h, (kept,), (bool(before),))
     run_it: Any = linear if seen else _linear
     operands = flat(layers)
-    results = run_it(x, operands, [o.s for o in options], [o.save for o in options], *drop)
-    return unpacked(results, x.dtype, layers, options, drop.mode)
+    results = run_it(x, operands, [o.s for o in options], [o.save for o in options], *drop, *facts(layers))
+    return unpacked(results, x, layers, options, drop.mode)
 
 
 def unpacked(
-    results: Sequence[Any], dtype: torch.dtype, layers: Sequence[Any], options: Sequence[Options], mode: str
+    results: Sequence[Any], x: Tensor, layers: Sequence[Any], options: Sequence[Options], mode: str
 ) -> tuple[list[Any], Saved]:
     """What a forward returns, as each y and what backward reads."""
     n = len(layers)
@@ -61,68 +68,110 @@ def unpacked(
     h = None
     if any([la.A is not None for la in layers]):
         h, *rest = rest
+    formed = len(rest) - sum(map(forms_norm, layers))
+    rest, norms = rest[:formed], tuple(rest[formed:])
     kept = [None if o.save == "nothing" else y for y, o in zip(ys, options, strict=True)]
     pre = (False,) * n
     if rest:
-        pre = tuple([saves_pre_scale(dtype, la, mode, o.save) for la, o in zip(layers, options, strict=True)])
+        tokens = rows_of(x)
+        pre = tuple([saves_pre_scale(x.dtype, tokens, la, mode, o.save) for la, o in zip(layers, options, strict=True)])
         before = iter(rest)
         kept = [next(before) if has else y for y, has in zip(kept, pre, strict=True)]
-    return ys, Saved(h, tuple(kept), pre)
+    return ys, Saved(h, tuple(kept), pre, norms)
+
+
+def forms_norm(la: Any) -> bool:
+    return la.A is not None and la.c is None
+
+
+def norms_of(plan: Builder, layers: Sequence[Any]) -> list[Array | None]:
+    """The results that are norms nobody gave."""
+    return [plan.result(f"c{i}", (la.W.shape[0],), torch.float32) if forms_norm(la) else None for i, la in enumerate(layers)]
 
 
 def flat(layers: Sequence[Operands]) -> list[Tensor | None]:
-    """A list: Dynamo (torch 2.11) hands no NamedTuple to an op."""
-    return [*layers[0]] if len(layers) == 1 else [t for la in layers for t in la]
+    """All operands; behind them the tensors of each W of codes, whose place holds None.
+
+    A list: Dynamo (torch 2.11) hands no NamedTuple to an op.
+    """
+    operands: list[Any] = [*layers[0]] if len(layers) == 1 else [t for la in layers for t in la]
+    if any([type(la.W) is QuantWeight for la in layers]):
+        for i, la in enumerate(layers):
+            if type(la.W) is QuantWeight:
+                operands[WIDTH * i] = None
+                operands += tensors_of(la.W.tensors)
+    return operands
+
+
+def facts(layers: Sequence[Operands]) -> tuple[list[str], list[int]]:
+    """Of each W that is codes."""
+    return written([coded_of(la.W) if type(la.W) is QuantWeight else None for la in layers])
 
 
 def _linear(
-    x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str
-) -> tuple[Tensor, ...]:
-    """Each y, h if there is any, each value before g that is saved."""
-    return run(*_planned(x, operands, s, saves, p, mode))
+    x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str,
+    text: Sequence[str], numbers: Sequence[int],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Each y, h if there is any, each value before g that is saved, each norm that nobody gave."""
+    return run(*_planned(x, operands, s, saves, p, mode, text, numbers))
 
 
 def _planned(
-    x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str
-) -> tuple[Plan, tuple, tuple]:
-    tensors, s = (x, *operands), tuple(s)
-    return plan_for(plan_forward, tensors, p, mode, tuple(saves), same(s)), tensors, s
+    x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str,
+    text: Sequence[str], numbers: Sequence[int],
+) -> tuple[Plan, tuple, tuple]:  # fmt: skip
+    tensors, s, options = (x, *operands), tuple(s), (p, mode, tuple(saves))
+    return plan_for(plan_forward, tensors, *options, same(s), tuple(text), tuple(numbers)), tensors, s
 
 
 def same(s: Sequence[float]) -> bool:
     return s.count(s[0]) == len(s)
 
 
-def saves_pre_scale(dtype: torch.dtype, la: Any, mode: str, save: str) -> bool:
-    """Whether y cannot stand in for the value before g. Rows with g near 0 can, in half precision: backward redoes them."""
+def saves_pre_scale(dtype: torch.dtype, tokens: int, la: Any, mode: str, save: str) -> bool:
+    """Whether y cannot stand in for the value before g. Rows with g near 0 can, in half precision: backward redoes them.
+
+    It reads W for that; of codes few tokens need no dense W for anything else, and they cost nothing to keep.
+    """
     exact = la.bias is None and (la.seed is None or mode != "peft") and dtype != torch.float32
+    exact = exact and not (is_coded(la.W) and is_small(tokens))
     return la.A is not None and (save == "pre_scale" or (save == "output" and not exact))
 
 
-def plan_forward(likes: Likes, device: Device, p: float, mode: DropoutMode, saves: tuple[str, ...], same_s: bool) -> Plan:
+def plan_forward(
+    likes: Likes, device: Device, p: float, mode: DropoutMode, saves: tuple[str, ...], same_s: bool,
+    text: tuple[str, ...] = (), numbers: tuple[int, ...] = (),
+) -> Plan:  # fmt: skip
     plan = Builder("dora_linear forward" if len(saves) == 1 else f"forward of {len(saves)} layers on one x", device)
-    x, layers, scalars = read(plan, likes)
+    x = plan.tokens(likes[0])
+    layers = read_layers(plan, x.dtype, likes[1:], len(saves), text, numbers)
+    scalars = [plan.scalar(f"s{i}") for i in range(len(layers))]
     (*lead, _), dtype = likes[0].shape, x.dtype
     ys = [plan.result(f"y{i}", (*lead, la.W.shape[0]), dtype).flat() for i, la in enumerate(layers)]
     h = result_h(plan, x, layers, "h")
     pre = [
-        plan.result(f"pre_scale{i}", y.shape, dtype) if saves_pre_scale(dtype, la, mode, save) else None
+        plan.result(f"pre_scale{i}", y.shape, dtype) if saves_pre_scale(dtype, x.shape[0], la, mode, save) else None
         for i, (y, la, save) in enumerate(zip(ys, layers, saves, strict=True))
     ]
-    forward(
-        plan, x, layers, scalars, [Out(*each) for each in zip(ys, h.parts, pre, strict=True)], h.whole, Dropout(p, mode), same_s
-    )
+    out = [Out(*each) for each in zip(ys, h.parts, pre, norms_of(plan, layers), strict=True)]
+    forward(plan, x, layers, scalars, out, h.whole, Dropout(p, mode), same_s)
     return plan.plan()
 
 
-def read(plan: Builder, likes: Likes) -> tuple[Array, list[Any], list[Scalar]]:
-    """x, then the seven operands of each layer."""
-    x = plan.tokens(likes[0])
-    layers = [read_layer(plan, x.dtype, likes[i : i + 7]) for i in range(1, len(likes), 7)]
-    return x, layers, [plan.scalar(f"s{i}") for i in range(len(layers))]
+def read_layers(
+    plan: Builder, dtype: torch.dtype, likes: Likes, count: int, text: Sequence[str], numbers: Sequence[int]
+) -> list[Any]:
+    """The last arguments of a plan: the operands of so many layers, then the tensors of each W of codes."""
+    layers = [_read_layer(plan, dtype, likes[WIDTH * i : WIDTH * (i + 1)]) for i in range(count)]
+    at = WIDTH * count
+    for i, W in enumerate(weights_of(text, numbers)):
+        if W is not None:
+            layers[i] = layers[i]._replace(W=packed(plan, likes[at : at + W.tensors], W))
+            at += W.tensors
+    return layers
 
 
-def read_layer(plan: Builder, dtype: torch.dtype, likes: Likes) -> Any:
+def _read_layer(plan: Builder, dtype: torch.dtype, likes: Likes) -> Any:
     W, A, B, m, c, bias, seed = likes
     weight = plan.operand(W) if dtype == torch.float32 else plan.matrix(W)
     parts: Any = (
@@ -172,7 +221,10 @@ def layers_bwd(
     seen = needs_dispatcher(x) or any([type(dy) not in PLAIN for dy in dys if dy is not None])
     run_it: Any = linear_backward if seen else _linear_backward
     scalars = [o.s for o in options]
-    results = iter(run_it(x, saved.h, dys, saved.kept, flat(layers), scalars, saved.pre_scale, *drop, need_x, flags))
+    operands = flat(layers)
+    results = iter(
+        run_it(x, saved.h, dys, saved.kept, operands, scalars, saved.pre_scale, *drop, need_x, flags, *facts(layers))
+    )
     dx = next(results) if need_x else None
     return dx, [Grads._make([next(results) if need else None for need in each]) for each in wanted]
 
@@ -180,17 +232,19 @@ def layers_bwd(
 def _linear_backward(
     x: Tensor, h: Tensor | None, dys: Sequence[Tensor | None], kept: Sequence[Tensor | None], operands: Sequence[Tensor | None],
     s: Sequence[float], pre_scale: Sequence[bool], p: float, mode: str, need_x: bool, needs: Sequence[bool],
+    text: Sequence[str], numbers: Sequence[int],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """dx if it is needed, then what is needed of each layer's dA, dB, dm, dc, dbias."""
-    return run(*_planned_backward(x, h, dys, kept, operands, s, pre_scale, p, mode, need_x, needs))
+    return run(*_planned_backward(x, h, dys, kept, operands, s, pre_scale, p, mode, need_x, needs, text, numbers))
 
 
 def _planned_backward(
     x: Tensor, h: Tensor | None, dys: Sequence[Tensor | None], kept: Sequence[Tensor | None], operands: Sequence[Tensor | None],
     s: Sequence[float], pre_scale: Sequence[bool], p: float, mode: str, need_x: bool, needs: Sequence[bool],
+    text: Sequence[str], numbers: Sequence[int],
 ) -> tuple[Plan, tuple, tuple]:  # fmt: skip
-    tensors = (x, h, *dys, *kept, *operands)
-    return plan_for(plan_backward, tensors, p, mode, tuple(pre_scale), need_x, tuple(needs)), tensors, tuple(s)
+    tensors, options = (x, h, *dys, *kept, *operands), (p, mode, tuple(pre_scale), need_x, tuple(needs))
+    return plan_for(plan_backward, tensors, *options, tuple(text), tuple(numbers)), tensors, tuple(s)
 
 
 def plan_backward(
@@ -201,6 +255,8 @@ def plan_backward(
     pre_scale: tuple[bool, ...],
     need_x: bool,
     needs: tuple[bool, ...],
+    text: tuple[str, ...] = (),
+    numbers: tuple[int, ...] = (),
 ) -> Plan:
     n = len(pre_scale)
     plan = Builder("dora_linear backward" if n == 1 else f"backward of {n} layers on one x", device)
@@ -208,7 +264,7 @@ def plan_backward(
     h = plan.operand(likes[1])
     dys = [plan.tokens(like) for like in likes[2 : 2 + n]]
     kept = [plan.tokens(like) for like in likes[2 + n : 2 + 2 * n]]
-    layers = [read_layer(plan, x.dtype, likes[i : i + 7]) for i in range(2 + 2 * n, len(likes), 7)]
+    layers = read_layers(plan, x.dtype, likes[2 + 2 * n :], n, text, numbers)
     scalars = [plan.scalar(f"s{i}") for i in range(n)]
     dx = plan.result("dx", likes[0].shape, x.dtype).flat() if need_x else None
     grads = [result_grads(plan, i, la, needs[5 * i : 5 * i + 5]) for i, la in enumerate(layers)]
@@ -220,12 +276,24 @@ def plan_backward(
 # the same as ops that torch sees
 
 
-def _fake_linear(x, operands, s, saves, p, mode):
-    layers = [Operands(*operands[i : i + 7]) for i in range(0, len(operands), 7)]
+def fake_layers(operands: Sequence[Any], count: int, text: Sequence[str], numbers: Sequence[int]) -> list[Any]:
+    """As :func:`read_layers`; a W has a shape."""
+    layers = [Operands(*operands[WIDTH * i : WIDTH * (i + 1)]) for i in range(count)]
+    known = weights_of(text, numbers) or [None] * count
+    return [la if W is None else la._replace(W=W) for la, W in zip(layers, known, strict=True)]
+
+
+def _fake_linear(x, operands, s, saves, p, mode, text, numbers):
+    layers = fake_layers(operands, len(saves), text, numbers)
     ys = [x.new_empty((*x.shape[:-1], la.W.shape[0])) for la in layers]
     M, total = rows_of(x), sum(la.A.shape[0] for la in layers if la.A is not None)
-    kept = [la.W.shape[0] for la, save in zip(layers, saves, strict=True) if saves_pre_scale(x.dtype, la, mode, save)]
-    return [*ys, *([x.new_empty((M, total))] if total else []), *(x.new_empty((M, N)) for N in kept)]
+    kept = [la.W.shape[0] for la, save in zip(layers, saves, strict=True) if saves_pre_scale(x.dtype, M, la, mode, save)]
+    made = [*ys, *([x.new_empty((M, total))] if total else []), *(x.new_empty((M, N)) for N in kept)]
+    return made + fake_norms(x, layers)
+
+
+def fake_norms(x: Tensor, layers: Sequence[Any]) -> list[Tensor]:
+    return [x.new_empty(la.W.shape[0], dtype=torch.float32) for la in layers if forms_norm(la)]
 
 
 def rows_of(x: Tensor) -> int:
@@ -233,16 +301,16 @@ def rows_of(x: Tensor) -> int:
     return prod(x.shape[:-1])
 
 
-def _fake_linear_backward(x, h, dys, kept, operands, s, pre_scale, p, mode, need_x, needs):
+def _fake_linear_backward(x, h, dys, kept, operands, s, pre_scale, p, mode, need_x, needs, text, numbers):
     return fake_grads(x, operands, need_x, needs)
 
 
 linear = op(
     "linear", _linear, _fake_linear, _planned,
-    "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode) -> Tensor[]",
+    "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str[] text, SymInt[] numbers) -> Tensor[]",
 )  # fmt: skip
 linear_backward = op(
     "linear_backward", _linear_backward, _fake_linear_backward, _planned_backward,
     "(Tensor x, Tensor? h, Tensor?[] dys, Tensor?[] kept, Tensor?[] operands, float[] s, bool[] pre_scale, float p, str mode, "
-    "bool need_x, bool[] needs) -> Tensor[]",
+    "bool need_x, bool[] needs, str[] text, SymInt[] numbers) -> Tensor[]",
 )  # fmt: skip

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from fdora._records import Dropout, Grads, Operands
 from fdora.triton import scale
+from fdora.triton.codes import Packed
 from fdora.triton.copy import gradient, in_dtype, operand
+from fdora.triton.dequantize import weight_in
 from fdora.triton.dropout import drop
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, gemm
 from fdora.triton.runtime.builder import Builder
@@ -32,7 +34,7 @@ def result_grads(plan: Builder, i: int, la: Any, needs: Sequence[bool]) -> Any:
 def fake_grads(x: Tensor, operands: Sequence[Any], need_x: bool, needs: Sequence[bool]) -> list[Tensor]:
     """What a backward returns, as a compiler wants it: dx and the gradients of each layer that are asked for."""
     forms: list[Any] = [(x.shape, x.dtype) if need_x else None]
-    for i in range(len(operands) // 7):
+    for i in range(len(needs) // 5):
         forms += _forms(Operands(*operands[7 * i : 7 * i + 7]), needs[5 * i : 5 * i + 5])
     return [torch.empty(form[0], device=x.device, dtype=form[1]) for form in forms if form is not None]
 
@@ -76,16 +78,24 @@ def _backward(
     dz = plan.temp(dy.shape, t) if need_dz else None
     less = plan.temp(dy.shape, t) if peft and dx is not None else None
     sums = scale.Sums(dz, less, grads.m, grads.c, grads.bias, fused_B)
-    scale.scale_backward(plan, dy, kept, pre_scale, x, la, h, sums, config)
+    small = dx is not None and la.seed is None and half and is_small(x.shape[0])
+    dense = la
+    if isinstance(la.W, Packed):
+        # The pass for dm reads rows of W where it has no value before g (see scale.py): decoded ahead of it, once for both.
+        lost = not pre_scale and (grads.m is not None or grads.c is not None)
+        dense = la._replace(W=weight_in(plan, la.W, t) if lost or (dx is not None and not small) else None)
+        la = dense if dense.W is not None else la
+    scale.scale_backward(plan, dy, kept, pre_scale, x, dense, h, sums, config)
     if dz is None:
         return
-    if dx is not None and la.seed is None and half and is_small(x.shape[0]):
-        small_backward(plan, dz, in_dtype(plan, la.W, t), la.A, la.B, x, s, dx, grads.A, accumulate)
+    if dx is not None and small:
+        # Few tokens and a W of codes: here a kernel that reads these would run.
+        small_backward(plan, dz, weight_in(plan, la.W, t), la.A, la.B, x, s, dx, grads.A, accumulate)
     elif dx is not None or grads.A is not None:
         dh = plan.temp((x.shape[0], la.A.shape[0]), t)
         plan.product(dh, dz, in_dtype(plan, la.B, t), s)
         if dx is not None:
-            _dx(plan, dx, accumulate, dy, dz, less, in_dtype(plan, la.W, t), in_dtype(plan, la.A, t), dh, la.seed, dropout.p)
+            _dx(plan, dx, accumulate, dy, dz, less, weight_in(plan, la.W, t), in_dtype(plan, la.A, t), dh, la.seed, dropout.p)
         if grads.A is not None:
             gradient(plan, grads.A, dh.T, drop(plan, x, la.seed, dropout.p))
     if grads.B is not None and fused_B is None:
@@ -114,7 +124,7 @@ def _dx(
 
 def _frozen_backward(plan: Builder, dy: Array, la: Any, dx: Array | None, accumulate: bool, dbias: Array | None) -> None:
     if dx is not None:
-        plan.product(dx, dy, operand(plan, in_dtype(plan, la.W, dy.dtype)), accumulate=accumulate)
+        plan.product(dx, dy, operand(plan, weight_in(plan, la.W, dy.dtype)), accumulate=accumulate)
     if dbias is not None:
         sums, config = scale.Sums(dbias=dbias), scale.config_for(plan, dy, 1)
         scale.scale_backward(plan, dy, None, True, None, la._replace(W=None), None, sums, config)

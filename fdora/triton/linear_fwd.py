@@ -8,6 +8,7 @@ import torch
 
 from fdora._records import Dropout
 from fdora.triton.copy import in_dtype, operand, stacked
+from fdora.triton.dequantize import weight_in, weight_of
 from fdora.triton.dropout import drop
 from fdora.triton.gemm import Epilogue, Operand, gemm
 from fdora.triton.kernels.epilogue import epilogue_kernel
@@ -33,10 +34,13 @@ def forward(
         assert h is not None
         plan.product(h, x, stacked(plan, [la.A for la in adapted], x.dtype).T, scalars[0])
     for la, s, each in zip(layers, scalars, out, strict=True):
+        if each.c is not None:
+            la = la._replace(c=each.c)
         if la.A is None:
             _frozen_forward(plan, x, la, each.y)
         elif small and la.seed is None:  # it forms h in passing, faster than it could read one
-            small_forward(plan, x, la._replace(W=in_dtype(plan, la.W, x.dtype)), s, each)
+            # Few tokens and a W of codes: here a kernel that reads these would run.
+            small_forward(plan, x, la._replace(W=weight_of(plan, la, s, x.dtype, each.c)), s, each)
         else:
             _forward(plan, x, la, s, each, dropout, at_once)
     if not half:
@@ -48,9 +52,9 @@ def forward(
 
 
 def _forward(plan: Builder, x: Array, la: Any, s: Scalar, out: Out, dropout: Dropout, h_is_there: bool) -> None:
-    t, (y, h, pre) = x.dtype, out
+    t, (y, h, pre, c) = x.dtype, out
     assert h is not None
-    W, peft = in_dtype(plan, la.W, t), la.seed is not None and dropout.mode == "peft"
+    W, peft = weight_of(plan, la, s, t, c), la.seed is not None and dropout.mode == "peft"
     xd = drop(plan, x, la.seed, dropout.p)
     if not h_is_there:
         plan.product(h, xd, in_dtype(plan, la.A, t).T, s)
@@ -73,7 +77,7 @@ def _forward(plan: Builder, x: Array, la: Any, s: Scalar, out: Out, dropout: Dro
 
 
 def _frozen_forward(plan: Builder, x: Array, la: Any, y: Array) -> None:
-    W = in_dtype(plan, la.W, x.dtype)
+    W = weight_in(plan, la.W, x.dtype)
     wide = y if la.bias is None or y.dtype == torch.float32 else plan.temp(y.shape, torch.float32)
     plan.product(wide, x, operand(plan, W).T)
     if la.bias is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fdora._records import Dropout, DropoutMode, Grads, Needs, Operands, Options, SavedMlp
@@ -13,7 +12,19 @@ from fdora._torch import needs_dispatcher
 from fdora.triton import act as activation
 from fdora.triton.copy import dense
 from fdora.triton.gemm import Epilogue
-from fdora.triton.linear import Likes, columns_of_h, flat, read, read_layer, result_h, rows_of, saves_pre_scale
+from fdora.triton.linear import (
+    Likes,
+    columns_of_h,
+    facts,
+    fake_layers,
+    fake_norms,
+    flat,
+    norms_of,
+    read_layers,
+    result_h,
+    rows_of,
+    saves_pre_scale,
+)
 from fdora.triton.linear_bwd import backward, fake_grads, result_grads
 from fdora.triton.linear_fwd import epilogue_of, forward
 from fdora.triton.op import op
@@ -26,25 +37,26 @@ from fdora.triton.small import Out
 
 def mlp_fwd(
     x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout, act: str
-) -> tuple[Tensor, SavedMlp]:
-    """x (..., K), gate, up, down -> y (..., N), and what backward reads."""
+) -> tuple[Tensor, SavedMlp, tuple[Tensor, ...]]:
+    """x (..., K), gate, up, down -> y (..., N), what backward reads, and c of each adapted layer that came without one."""
     s, saves = [o.s for o in options], [o.save for o in options]
-    results = (mlp if needs_dispatcher(x) else _mlp)(x, flat(layers), s, saves, *drop, act)
-    return unpacked(results, x.dtype, layers, saves, drop.mode)
+    results = (mlp if needs_dispatcher(x) else _mlp)(x, flat(layers), s, saves, *drop, act, *facts(layers))
+    return unpacked(results, x, layers, saves, drop.mode)
 
 
 def unpacked(
-    tensors: Sequence[Any], dtype: torch.dtype, layers: Sequence[Any], saves: Sequence[str], mode: str
-) -> tuple[Any, SavedMlp]:
-    """What a forward returns, as y and what backward reads."""
+    tensors: Sequence[Any], x: Tensor, layers: Sequence[Any], saves: Sequence[str], mode: str
+) -> tuple[Any, SavedMlp, tuple[Any, ...]]:
+    """What a forward returns, as y, what backward reads, and the norms that nobody gave."""
     results = iter(tensors)
     y = next(results)
-    pre = [saves_pre_scale(dtype, la, mode, save) for la, save in zip(layers, saves, strict=True)]
+    pre = [saves_pre_scale(x.dtype, rows_of(x), la, mode, save) for la, save in zip(layers, saves, strict=True)]
     h = next(results) if layers[0].A is not None or layers[1].A is not None else None
     h_down = next(results) if layers[2].A is not None else None
     outputs = [next(results) if _keeps_output(p, mode) else None for p in pre[:2]]
     before = tuple(next(results) if p else None for p in pre)
-    return y, SavedMlp(h, h_down, outputs[0], outputs[1], y if saves[2] != "nothing" and not pre[2] else None, *before)
+    kept = y if saves[2] != "nothing" and not pre[2] else None
+    return y, SavedMlp(h, h_down, outputs[0], outputs[1], kept, *before), tuple(results)
 
 
 def _keeps_output(pre_scale: bool, mode: str) -> bool:
@@ -53,29 +65,34 @@ def _keeps_output(pre_scale: bool, mode: str) -> bool:
 
 
 def _mlp(
-    x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str, act: str
-) -> tuple[Tensor, ...]:
-    return run(*_planned(x, operands, s, saves, p, mode, act))
+    x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str, act: str,
+    text: Sequence[str], numbers: Sequence[int],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return run(*_planned(x, operands, s, saves, p, mode, act, text, numbers))
 
 
 def _planned(
-    x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str, act: str
-) -> tuple[Plan, tuple, tuple]:
-    tensors, s = (x, *operands), tuple(s)
-    return plan_for(plan_forward, tensors, p, mode, tuple(saves), s[0] == s[1], act), tensors, s
+    x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str, act: str,
+    text: Sequence[str], numbers: Sequence[int],
+) -> tuple[Plan, tuple, tuple]:  # fmt: skip
+    tensors, s, options = (x, *operands), tuple(s), (p, mode, tuple(saves))
+    return plan_for(plan_forward, tensors, *options, s[0] == s[1], act, tuple(text), tuple(numbers)), tensors, s
 
 
 def plan_forward(
-    likes: Likes, device: Device, p: float, mode: DropoutMode, saves: tuple[str, ...], same_s: bool, act: str
-) -> Plan:
+    likes: Likes, device: Device, p: float, mode: DropoutMode, saves: tuple[str, ...], same_s: bool, act: str,
+    text: tuple[str, ...] = (), numbers: tuple[int, ...] = (),
+) -> Plan:  # fmt: skip
     plan = Builder("dora_mlp forward", device)
-    x, layers, scalars = read(plan, likes)
+    x = plan.tokens(likes[0])
     (*lead, _), t = likes[0].shape, x.dtype
+    layers = read_layers(plan, t, likes[1:], 3, text, numbers)
+    scalars = [plan.scalar(f"s{i}") for i in range(3)]
     M, F, N = x.shape[0], layers[0].W.shape[0], layers[2].W.shape[0]
     dropout = Dropout(p, mode)
     y = plan.result("y", (*lead, N), t).flat()
     h, h_down = result_h(plan, x, layers[:2], "h"), result_h(plan, x, layers[2:], "h_down")
-    pre = [saves_pre_scale(t, la, mode, save) for la, save in zip(layers, saves, strict=True)]
+    pre = [saves_pre_scale(t, M, la, mode, save) for la, save in zip(layers, saves, strict=True)]
     pair = [
         plan.result(name, (M, F), t) if _keeps_output(has, mode) else plan.temp((M, F), t)
         for name, has in zip(("gate", "up"), pre, strict=False)
@@ -84,12 +101,12 @@ def plan_forward(
         plan.result(f"pre_scale of {name}", (M, width), t) if has else None
         for name, width, has in zip(("gate", "up", "down"), (F, F, N), pre, strict=True)
     ]
+    norms = norms_of(plan, layers)
     a = plan.temp((M, F), t)
-    forward(
-        plan, x, layers[:2], scalars[:2], [Out(*o) for o in zip(pair, h.parts, before, strict=False)], h.whole, dropout, same_s
-    )
+    out = [Out(*o) for o in zip(pair, h.parts, before, norms, strict=False)]
+    forward(plan, x, layers[:2], scalars[:2], out, h.whole, dropout, same_s)
     activation.forward(plan, pair[0], pair[1], a, act)
-    forward(plan, a, layers[2:], scalars[2:], [Out(y, h_down.parts[0], before[2])], h_down.whole, dropout, True)
+    forward(plan, a, layers[2:], scalars[2:], [Out(y, h_down.parts[0], before[2], norms[2])], h_down.whole, dropout, True)
     return plan.plan()
 
 
@@ -100,35 +117,37 @@ def mlp_bwd(
     """dx, and the gradients of gate, up and down; those of bias in float32."""
     flags = [need for each in needs for need in each]
     run_it: Any = mlp_backward if needs_dispatcher(x) or needs_dispatcher(dy) else _mlp_backward
-    results = iter(run_it(dy, x, [*saved], flat(layers), [o.s for o in options], *drop, act, need_x, flags))
+    s = [o.s for o in options]
+    results = iter(run_it(dy, x, [*saved], flat(layers), s, *drop, act, need_x, flags, *facts(layers)))
     dx = next(results) if need_x else None
     return dx, [Grads(*(next(results) if need else None for need in each)) for each in needs]
 
 
 def _mlp_backward(
     dy: Tensor, x: Tensor, saved: Sequence[Tensor | None], operands: Sequence[Tensor | None], s: Sequence[float], p: float,
-    mode: str, act: str, need_x: bool, needs: Sequence[bool],
+    mode: str, act: str, need_x: bool, needs: Sequence[bool], text: Sequence[str], numbers: Sequence[int],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return run(*_planned_backward(dy, x, saved, operands, s, p, mode, act, need_x, needs))
+    return run(*_planned_backward(dy, x, saved, operands, s, p, mode, act, need_x, needs, text, numbers))
 
 
 def _planned_backward(
     dy: Tensor, x: Tensor, saved: Sequence[Tensor | None], operands: Sequence[Tensor | None], s: Sequence[float], p: float,
-    mode: str, act: str, need_x: bool, needs: Sequence[bool],
+    mode: str, act: str, need_x: bool, needs: Sequence[bool], text: Sequence[str], numbers: Sequence[int],
 ) -> tuple[Plan, tuple, tuple]:  # fmt: skip
-    tensors = (dy, x, *saved, *operands)
-    return plan_for(plan_backward, tensors, p, mode, act, need_x, tuple(needs)), tensors, tuple(s)
+    tensors, options = (dy, x, *saved, *operands), (p, mode, act, need_x, tuple(needs))
+    return plan_for(plan_backward, tensors, *options, tuple(text), tuple(numbers)), tensors, tuple(s)
 
 
 def plan_backward(
-    likes: Likes, device: Device, p: float, mode: DropoutMode, act: str, need_x: bool, needs: tuple[bool, ...]
-) -> Plan:
+    likes: Likes, device: Device, p: float, mode: DropoutMode, act: str, need_x: bool, needs: tuple[bool, ...],
+    text: tuple[str, ...] = (), numbers: tuple[int, ...] = (),
+) -> Plan:  # fmt: skip
     plan = Builder("dora_mlp backward", device)
     dy, x = plan.tokens(likes[0]), plan.tokens(likes[1])
     assert dy is not None and x is not None
     t, dropout = x.dtype, Dropout(p, mode)
     saved: Any = SavedMlp._make((plan.operand if i < 2 else plan.tokens)(like) for i, like in enumerate(likes[2:10]))
-    layers = [read_layer(plan, t, likes[i : i + 7]) for i in (10, 17, 24)]
+    layers = read_layers(plan, t, likes[10:], 3, text, numbers)
     scalars = [plan.scalar(f"s{i}") for i in range(3)]
     dx = plan.result("dx", likes[1].shape, t).flat() if need_x else None
     grads = [result_grads(plan, i, la, needs[5 * i : 5 * i + 5]) for i, la in enumerate(layers)]
@@ -164,18 +183,18 @@ def _output(plan: Builder, la: Any, y: Any, pre_scale: Any) -> Array:
     return out
 
 
-def _fake_mlp(x, operands, s, saves, p, mode, act):
-    gate, up, down = (Operands(*operands[i : i + 7]) for i in (0, 7, 14))
+def _fake_mlp(x, operands, s, saves, p, mode, act, text, numbers):
+    gate, up, down = fake_layers(operands, 3, text, numbers)
     M, F, N = rows_of(x), gate.W.shape[0], down.W.shape[0]
-    pre = [saves_pre_scale(x.dtype, la, mode, save) for la, save in zip((gate, up, down), saves, strict=True)]
+    pre = [saves_pre_scale(x.dtype, M, la, mode, save) for la, save in zip((gate, up, down), saves, strict=True)]
     r = sum(la.A.shape[0] for la in (gate, up) if la.A is not None)
     made = [(*x.shape[:-1], N), *([(M, r)] if r else []), *([(M, down.A.shape[0])] if down.A is not None else [])]
     made += [(M, F) for has in pre[:2] if _keeps_output(has, mode)]
     made += [(M, width) for width, has in zip((F, F, N), pre, strict=True) if has]
-    return [x.new_empty(shape) for shape in made]
+    return [x.new_empty(shape) for shape in made] + fake_norms(x, (gate, up, down))
 
 
-def _fake_mlp_backward(dy, x, saved, operands, s, p, mode, act, need_x, needs):
+def _fake_mlp_backward(dy, x, saved, operands, s, p, mode, act, need_x, needs, text, numbers):
     return fake_grads(x, operands, need_x, needs)
 
 
@@ -184,10 +203,11 @@ mlp = op(
     _mlp,
     _fake_mlp,
     _planned,
-    "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str act) -> Tensor[]",
+    "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str act, str[] text, SymInt[] numbers) "
+    "-> Tensor[]",
 )
 mlp_backward = op(
     "mlp_backward", _mlp_backward, _fake_mlp_backward, _planned_backward,
     "(Tensor dy, Tensor x, Tensor?[] saved, Tensor?[] operands, float[] s, float p, str mode, str act, bool need_x, "
-    "bool[] needs) -> Tensor[]",
+    "bool[] needs, str[] text, SymInt[] numbers) -> Tensor[]",
 )  # fmt: skip

@@ -27,8 +27,8 @@ from fdora.triton.codes import (
     is_decoded,
     lut_facts,
     packed,
-    read,
     tensors_of,
+    weights_of,
     written,
 )
 from fdora.triton.configs import quant_config
@@ -45,15 +45,11 @@ from fdora.triton.split import rows_at_a_time, split_A, split_B
 from fdora.triton.sums import column_sums
 
 
-def quant_norm(
-    W: Coded, tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, squared: bool = False,
-    dense: torch.dtype | None = None,
-) -> Any:  # fmt: skip
-    """c (N,) float32 of W + s B A, or its square; with ``dense`` also W (N, K) in that dtype, each weight rounded once."""
+def quant_norm(W: Coded, tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, squared: bool = False) -> Tensor:
+    """c (N,) float32 of W + s B A, or its square."""
     text, numbers = written([W])
     call = quant_row_norm if needs_dispatcher(tensors[0]) else _quant_row_norm
-    c, *rest = call(list(tensors), A, B, s, text, numbers, squared, dense)
-    return (c, rest[0]) if rest else c
+    return call(list(tensors), A, B, s, text, numbers, squared)
 
 
 def norm_of_codes(
@@ -78,18 +74,16 @@ def norm_of_codes_guarded(
 
 
 def _quant_row_norm(
-    tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, text: Sequence[str], numbers: Sequence[int], squared: bool,
-    dense: torch.dtype | None,
-) -> list[Tensor]:  # fmt: skip
-    return list(run(*_planned(tensors, A, B, s, text, numbers, squared, dense)))
+    tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, text: Sequence[str], numbers: Sequence[int], squared: bool
+) -> Tensor:
+    return run(*_planned(tensors, A, B, s, text, numbers, squared))[0]
 
 
 def _planned(
-    tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, text: Sequence[str], numbers: Sequence[int], squared: bool,
-    dense: torch.dtype | None,
-) -> tuple[Plan, tuple, tuple]:  # fmt: skip
+    tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, text: Sequence[str], numbers: Sequence[int], squared: bool
+) -> tuple[Plan, tuple, tuple]:
     every = (A, B, *tensors)
-    return plan_for(plan_quant_norm, every, *read(text, numbers), squared, dense), every, (s,)
+    return plan_for(plan_quant_norm, every, *weights_of(text, numbers), squared), every, (s,)
 
 
 def _quant_row_norm_guarded(
@@ -104,22 +98,17 @@ def _guarded(
     old_hash: Tensor,
 ) -> tuple[Plan, tuple, tuple]:  # fmt: skip
     every = (A, B, c, old_hash, *tensors)
-    return plan_for(plan_guarded_quant_norm, every, *read(text, numbers)), every, (s,)
+    return plan_for(plan_guarded_quant_norm, every, *weights_of(text, numbers)), every, (s,)
 
 
-def plan_quant_norm(
-    likes: Sequence[Like | None], device: Device, coded: Coded, squared: bool, dense: torch.dtype | None
-) -> Plan:
+def plan_quant_norm(likes: Sequence[Like | None], device: Device, coded: Coded, squared: bool) -> Plan:
     """likes: A, B, then those of the weight. Pure."""
-    plan = Builder("dora_norm of codes" if dense is None else "dora_norm of codes, and dense W", device)
+    plan = Builder("dora_norm of codes", device)
     A, B = map(plan.matrix, likes[:2])
     W = packed(plan, likes[2:], coded)
     s, c = plan.scalar("s"), plan.result("c", (W.shape[0],), torch.float32)
-    out = None if dense is None else plan.result("W", W.shape, dense)
-    plan.path = "one pass over the codes, " + (
-        "nothing of the size of W written" if dense is None else "which writes dense W, too"
-    )
-    norm(plan, W, A, B, s, c, out, squared)
+    plan.path = "one pass over the codes, nothing of the size of W written"
+    norm(plan, W, A, B, s, c, squared=squared)
     return plan.plan()
 
 
@@ -169,8 +158,9 @@ def _norm_of_rows(
     partial = plan.temp((tiles, N), torch.float32)
     even = N % block_n == 0 and K % block_k == 0 and R % block_r == 0
     tile = (block_n, block_k, block_r, GROUP_N, even, precision, by_n is not None)
+    pitch = 0 if dense is None else dense.stride[0]
     hashes = (None, None) if guard is None else guard.hashes
-    common = (A, B, by_n, by_k, partial, dense, *hashes, s, first, N, K, R)
+    common = (A, B, by_n, by_k, partial, dense, pitch, *hashes, s, first, N, K, R)
     strides: tuple = (*A.stride, *B.stride)
     kernel: Any
     if isinstance(W.form, Lut4):
@@ -190,10 +180,8 @@ def _norm_of_rows(
         chosen(plan, partial, c, guard)
 
 
-def _fake_quant_row_norm(tensors, A, B, s, text, numbers, squared, dense):
-    N, K = numbers[:2]
-    c = A.new_empty(N, dtype=torch.float32)
-    return [c] if dense is None else [c, A.new_empty((N, K), dtype=dense)]
+def _fake_quant_row_norm(tensors, A, B, s, text, numbers, squared):
+    return A.new_empty(numbers[0], dtype=torch.float32)
 
 
 def _fake_quant_row_norm_guarded(tensors, A, B, s, text, numbers, c, old_hash):
@@ -206,6 +194,5 @@ quant_row_norm_guarded = op(
 )  # fmt: skip
 quant_row_norm = op(
     "quant_row_norm", _quant_row_norm, _fake_quant_row_norm, _planned,
-    "(Tensor[] tensors, Tensor A, Tensor B, float s, str[] text, SymInt[] numbers, bool squared, ScalarType? dense) "
-    "-> Tensor[]",
+    "(Tensor[] tensors, Tensor A, Tensor B, float s, str[] text, SymInt[] numbers, bool squared) -> Tensor",
 )  # fmt: skip

@@ -12,7 +12,17 @@ from fdora.quant.bnb import UNIT
 from fdora.triton.codes import Coded
 from fdora.triton.quant import plan_guarded_quant_norm, plan_quant_norm
 from tests.triton.test_compile import TARGETS, assert_fits, build, device, pytestmark  # noqa: F401
-from tests.triton.written import BF16, FP16, FP32, launches, likes_of_norm, with_state
+from tests.triton.written import (
+    BF16,
+    FP16,
+    FP32,
+    launches,
+    likes_of_codes,
+    likes_of_norm,
+    plan_dense,
+    plan_dense_norm,
+    with_state,
+)
 
 FORMS = {
     "nf4 nested": Lut4("nf4", True, 64, "nested", "flat"),
@@ -47,8 +57,10 @@ def step_of(form, target, N, K, r, dtype, dense, guarded=False):
     likes = likes_of_norm(coded, r, dtype)
     if guarded:
         plan = plan_guarded_quant_norm(with_state(likes, N), device(target), coded)
+    elif dense is None:
+        plan = plan_quant_norm(likes, device(target), coded, False)
     else:
-        plan = plan_quant_norm(likes, device(target), coded, False, dense)
+        plan = plan_dense_norm(likes, device(target), coded, dense)
     (step,) = launches(plan, "quant")
     return step
 
@@ -87,6 +99,28 @@ def test_ragged_ones(name, target, tmp_path):
     """Groups that go on in the next row, and odd rows, too: an address for each code."""
     for case in RAGGED + (CROSSING if isinstance(FORMS[name], Lut4) else []):
         assert_fits(build(step_of(FORMS[name], target, *case), target), target, tmp_path)
+
+
+ALONE = ("nf4 nested", "nf4 4096", "nvfp4", "int8 of bitsandbytes", "fp8 block")
+
+
+@pytest.mark.parametrize(("name", "target"), list(product(ALONE, (80, 90, 100))))
+def test_dense_alone(name, target, tmp_path):
+    """A thread writes the weights of the codes that it has read: 16 bytes at once, none through shared memory."""
+    for dtype, (N, K) in ((BF16, (1024, 4096)), (FP32, (1024, 4096)), (BF16, (1000, 4098))):
+        coded = Coded((N, K), FORMS[name])
+        (step,) = launches(plan_dense(likes_of_codes(coded), device(target), coded, dtype), "dequantize")
+        made = build(step, target)
+        assert_fits(made, target, tmp_path)
+        if K == 4096:
+            ptx = made.asm["ptx"]
+            assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}
+            assert made.metadata.shared <= 1024  # scales of groups
+            assert ("cvt.rn.bf16" in ptx) == (dtype == BF16)
+    if name == "nf4 4096":  # groups that go on in the next row
+        coded = Coded((999, 4097), FORMS[name])
+        (step,) = launches(plan_dense(likes_of_codes(coded), device(target), coded, BF16), "dequantize")
+        assert_fits(build(step, target), target, tmp_path)
 
 
 @pytest.mark.parametrize(("target", "by_bits"), [(80, True), (90, False), (100, False), ("gfx942", True)], ids=str)

@@ -371,6 +371,9 @@ def samples():
     down = [*(v.contiguous() for v in turned), None]
     dropped_down = [*down[:6], seed]
     four = [torch.zeros(W.numel() // 2, device=x.device, dtype=torch.uint8), torch.ones(W.numel() // 16, device=x.device)]
+    coded, facts = [None, *plain[1:]], (["nf4", "fp32", "flat", "int8", "row", ""], [*W.shape, 16, 1, *W.shape, 0, 0])
+    bare = [None, A, B, m, None, None, None]
+    of_gate = (["nf4", "fp32", "flat", *[""] * 6], [*W.shape, 16, 1, *[0] * 8])
     eight = [torch.ones_like(W, dtype=torch.int8), torch.ones(len(W), device=x.device)]
     return {
         "row_norm": [(W, A, B, S, None, squared) for squared in (False, True)],
@@ -378,9 +381,9 @@ def samples():
         "row_norm_kept": [(W, A, B, S, *dora_norm(W, A, B, s=S, state=dora_norm_state(W), **BACKEND))],  # nothing to write
         "model_norms": [([W, turned[0]], [A, turned[1]], [B, turned[2]], [S, 2 * S])],
         "quant_row_norm": [
-            (coded, A, B, S, text, [*W.shape, *numbers], dense is None, dense)
+            (coded, A, B, S, text, [*W.shape, *numbers], squared)
             for coded, text, numbers in ((four, ["nf4", "fp32", "flat"], [16, 1]), (eight, ["int8", "row", ""], [0, 0]))
-            for dense in (None, HALF)
+            for squared in (False, True)
         ],
         "quant_row_norm_guarded": [
             (four, A, B, S, ["nf4", "fp32", "flat"], [*W.shape, 16, 1], *dora_norm_state(W)),
@@ -390,28 +393,35 @@ def samples():
         "compose": [(dy, dy, m, bias, S, False), (dy, dy, m, None, S, True)],
         "compose_backward": [(dy, dy, dy, m, S, delta, [True, False, True, not delta]) for delta in (False, True)],
         "linear": [
-            (x, [W, A, B, m, c, None, None], [S], ["output"], 0.0, "lora"),
-            (x, dropped, [S], ["pre_scale"], 0.3, "lora"),
-            (x, dropped, [S], ["nothing"], 0.3, "peft"),
-            (x.float(), wide, [S], ["output"], 0.3, "peft"),
-            (x, [*plain, W, *frozen, *plain], [S, S, S], ["output", "nothing", "output"], 0.0, "lora"),
+            (x, [W, A, B, m, c, None, None], [S], ["output"], 0.0, "lora", [], []),
+            (x, dropped, [S], ["pre_scale"], 0.3, "lora", [], []),
+            (x, dropped, [S], ["nothing"], 0.3, "peft", [], []),
+            (x.float(), wide, [S], ["output"], 0.3, "peft", [], []),
+            (x, [*plain, W, *frozen, *plain], [S, S, S], ["output", "nothing", "output"], 0.0, "lora", [], []),
+            (x, [*coded, None, *frozen, *four, *eight], [S, S], ["output", "nothing"], 0.0, "lora", *facts),
+            (x, [*bare, None, *frozen, *four, *eight], [S, S], ["output", "nothing"], 0.0, "lora", *facts),
         ],
         "linear_backward": [
-            (x, h, [dy], [dy], plain, [S], [False], 0.0, "lora", True, [*some[:4], True]),
-            (x, h, [dy], [dy], dropped, [S], [True], 0.3, "lora", True, [True] * 5),
-            (x, h, [dy], [dy], dropped, [S], [True], 0.3, "peft", True, [True] * 5),
-            (x, h, [dy], [dy], plain, [S], [False], 0.0, "lora", False, [True, False, True, False, False]),
+            (x, h, [dy], [dy], plain, [S], [False], 0.0, "lora", True, [*some[:4], True], [], []),
+            (x, h, [dy], [dy], dropped, [S], [True], 0.3, "lora", True, [True] * 5, [], []),
+            (x, h, [dy], [dy], dropped, [S], [True], 0.3, "peft", True, [True] * 5, [], []),
+            (x, h, [dy], [dy], plain, [S], [False], 0.0, "lora", False, [True, False, True, False, False], [], []),
             (x, two, [dy, None, dy], [dy, None, dy], [*plain, W, *frozen, *plain], [S, S, S], [False] * 3, 0.0, "lora", True,
-             [*some, *[False] * 5, *some]),
+             [*some, *[False] * 5, *some], [], []),
+            (x, h, [dy, dy], [dy, None], [*coded, None, *frozen, *four, *eight], [S, S], [True, False], 0.0, "lora", True,
+             [*some, *[False] * 5], *facts),
         ],
         "mlp": [
-            (x, [*plain, *plain, *down], [S, S, S], ["output"] * 3, 0.0, "lora", "silu"),
-            (x, [*dropped, *plain, *dropped_down], [S, 2 * S, S], ["nothing", "output", "pre_scale"], 0.3, "peft", "gelu"),
+            (x, [*plain, *plain, *down], [S, S, S], ["output"] * 3, 0.0, "lora", "silu", [], []),
+            (x, [*bare, *plain, *down, *four], [S, S, S], ["output"] * 3, 0.0, "lora", "silu", *of_gate),
+            (x, [*dropped, *plain, *dropped_down], [S, 2 * S, S], ["nothing", "output", "pre_scale"], 0.3, "peft", "gelu", [], []),
         ],
         "mlp_backward": [
-            (x, x, [two, h, None, None, None, dy, dy, x], [*plain, *plain, *down], [S] * 3, 0.0, "lora", "silu", True, some * 3),
+            (x, x, [two, h, None, None, None, dy, dy, x], [*plain, *plain, *down], [S] * 3, 0.0, "lora", "silu", True, some * 3, [], []),
+            (x, x, [two, h, None, None, None, dy, dy, x], [*coded, *plain, *down, *four], [S] * 3, 0.0, "lora", "silu", True,
+             some * 3, *of_gate),
             (x, x, [two, h, dy, dy, None, dy, dy, x], [*dropped, *plain, *dropped_down], [S] * 3, 0.3, "peft", "gelu_tanh", False,
-             [True] * 15),
+             [True] * 15, [], []),
         ],
     }  # fmt: skip
 

@@ -165,7 +165,7 @@ def test_a_layer_and_a_state(monkeypatch):
     dense, results = W.dequantize(torch.float16), []
     state = dora_norm(W, A, B, s=S, state=dora_norm_state(W))
     for w in (W, dense):
-        y = dora_linear(x, w, A, B, m, s=S, norm=state.c)
+        y = dora_linear(x, w, A, B, m, s=S, norm=state.c, keep_inner=True)  # as few tokens and codes do anyway
         results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, A, B, m])])
     assert all(map(torch.equal, *results))
     again = dora_norm(W, A, B, s=S, state=state)

@@ -58,6 +58,8 @@ def copied(plan, name, t):
     from fdora.triton.kernels.copy import copy_kernel
 
     (M, N), out = t.shape, plan.result(name, t.shape, t.dtype)
+    if 0 in t.shape:
+        return out
     args = (t, None, None, None, out, M, 0, 0, 0, N, N, *t.stride, *(0,) * 6)
     plan.launch(copy_kernel, (-(-N // 256), -(-M // 16)), args, (1, 16, 256), 4)
     return out
@@ -192,17 +194,76 @@ def forms_of_codes():
     return forms + [Codes8(c, *mode, u) for c, u in (("int8", 1.0), ("int8", UNIT), ("e4m3", 1.0)) for mode in modes]
 
 
+def plan_dense_norm(likes, device, coded, dense):
+    """The norm, and W, as a plan of a layer has them among its temporaries."""
+    from fdora.triton.codes import packed
+    from fdora.triton.quant import norm
+
+    plan = Builder("norm and dense W", device)
+    A, B = map(plan.matrix, likes[:2])
+    W, s = packed(plan, likes[2:], coded), plan.scalar("s")
+    c, out = plan.result("c", coded.shape[:1], FP32), plan.result("W", coded.shape, dense)
+    norm(plan, W, A, B, s, c, out)
+    return plan.plan()
+
+
+def plan_dense(likes, device, coded, dense):
+    """W, as a plan of a layer has it among its temporaries, and copied out of it."""
+    from fdora.triton.codes import packed
+    from fdora.triton.dequantize import dequantized
+
+    plan = Builder("dense W", device)
+    W = packed(plan, likes, coded)
+    copied(plan, "W", dequantized(plan, W, dense))
+    return plan.plan()
+
+
 def calls_of_codes(N, K, r, dtype):
-    """Norms of weights of 4 and 8 bits, with and without the dense W, and with a state."""
+    """Norms of weights of 4 and 8 bits, with and without the dense W, that alone, and norms with a state."""
     from fdora.triton.codes import Coded
     from fdora.triton.quant import plan_guarded_quant_norm, plan_quant_norm
 
-    for form, (squared, dense) in product(forms_of_codes(), ((False, None), (True, None), (False, BF16), (False, FP32))):
-        coded = Coded((N, K), form)
-        yield plan_quant_norm, likes_of_norm(coded, r, dtype), (coded, squared, dense)
     for form in forms_of_codes():
         coded = Coded((N, K), form)
+        for squared in (False, True):
+            yield plan_quant_norm, likes_of_norm(coded, r, dtype), (coded, squared)
+        for dense in (BF16, FP32):
+            yield plan_dense_norm, likes_of_norm(coded, r, dtype), (coded, dense)
+            yield plan_dense, likes_of_codes(coded), (coded, dense)
         yield plan_guarded_quant_norm, with_state(likes_of_norm(coded, r, dtype), N), (coded,)
+
+
+def calls_of_coded_layers(M, N, K, r, dtype):
+    """Layers whose W is codes: one, a group with a dense and a frozen one, a gated MLP."""
+    from fdora.quant import Codes8, Lut4
+    from fdora.triton import linear, mlp
+    from fdora.triton.codes import Coded, written
+
+    four, eight = Lut4("nf4", True, 32, "nested", "flat"), Codes8("e4m3", "block", (128, 128), 1.0)
+    x, dy, h = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype), alike(M, r, dtype=dtype)
+    W, V, U = Coded((N, K), four), Coded((N, K), eight), Coded((K, N), four)
+    coded, frozen = ([None, *layer(N, K, r, dtype, dtype, frozen=f)[1:]] for f in (False, True))
+    dense, down = layer(N, K, r, dtype, dtype), [None, *layer(K, N, r, dtype, dtype)[1:]]
+    for A, (mode, seed) in product((W, V), (("lora", False), ("peft", True))):
+        la, facts = [None, *layer(N, K, r, dtype, dtype, seed=seed)[1:]], tuple(map(tuple, written([A])))
+        for given in (la, [*la[:4], None, *la[5:]]):
+            yield linear.plan_forward, [x, *given, *likes_of_codes(A)], (0.1, mode, ("output",), True, *facts)
+        for pre_scale, need_x in product((dtype == FP32, True), (False, True)):
+            needs = (True, True, True, False, False)
+            likes = [x, h, dy, dy, *la, *likes_of_codes(A)]
+            yield linear.plan_backward, likes, (0.1, mode, (pre_scale,), need_x, needs, *facts)
+    facts = tuple(map(tuple, written([W, None, V])))
+    likes = [*coded, *dense, *frozen, *likes_of_codes(W), *likes_of_codes(V)]
+    yield linear.plan_forward, [x, *likes], (0.0, "lora", ("output", "output", "nothing"), True, *facts)
+    needs = (*(True,) * 3, *(False,) * 2) * 2 + (False,) * 5
+    saved = [x, alike(M, 2 * r, dtype=dtype), dy, dy, dy, dy, dy, None]
+    yield linear.plan_backward, [*saved, *likes], (0.0, "lora", (True, True, False), True, needs, *facts)
+    facts = tuple(map(tuple, written([W, V, U])))
+    likes = [*coded, *coded, *down, *likes_of_codes(W), *likes_of_codes(V), *likes_of_codes(U)]
+    yield mlp.plan_forward, [x, *likes], (0.0, "lora", ("output",) * 3, True, "silu", *facts)
+    saved = [alike(M, 2 * r, dtype=dtype), h, None, None, None, dy, dy, x]
+    needs = (True, True, True, False, False) * 3
+    yield mlp.plan_backward, [x, x, *saved, *likes], (0.0, "lora", "silu", True, needs, *facts)
 
 
 def every_call():
@@ -221,3 +282,6 @@ def every_call():
     for dtype in (BF16, FP32):
         yield from calls_of_codes(1024, 2048, 64, dtype)
         yield from calls_of_codes(137, 75, 20, dtype)
+    for M, dtype in ((16, BF16), (512, BF16), (512, FP32)):
+        yield from calls_of_coded_layers(M, 1024, 512, 16, dtype)
+    yield from calls_of_coded_layers(70, 137, 75, 5, FP16)

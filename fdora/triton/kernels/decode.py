@@ -5,11 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.quant.bnb import UNIT as BNB_UNIT
 from fdora.triton.runtime.lookup import PTX
 
 NF4 = tl.constexpr(PTX["nf4"])
 FP4 = tl.constexpr(PTX["fp4"])
 E2M1 = tl.constexpr(PTX["e2m1"])
+UNIT = tl.constexpr(BNB_UNIT)
 REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r")
 
 
@@ -95,6 +97,70 @@ def group_scale(scales, code256, scales2, offset, at, mask, SCALES: tl.constexpr
         return tl.where(mask, tl.math.div_rn(e4m3(x), tl.load(code256)), 0.0)
     else:
         return x
+
+
+@triton.jit
+def pair_codes(codes, row, first_k, in_n, K, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr):
+    """The bytes of a tile whose rows are whole ones. VECTOR: how many a thread reads at once, at most."""
+    j = first_k // 2 + tl.arange(0, BLOCK_K // 2)
+    at = tl.max_contiguous(codes + row[:, None] * (K // 2) + j[None, :], (1, VECTOR))
+    return tl.load(at) if EVEN else tl.load(at, mask=in_n[:, None] & (j < K // 2)[None, :], other=0)
+
+
+@triton.jit
+def pair_scales(
+    scales, code256, scales2, offset, row, first_k, in_n, groups,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, IN_TILE: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_N, IN_TILE): of the groups of a tile."""
+    g = first_k // GROUP + tl.arange(0, IN_TILE)
+    at, mask = row[:, None] * groups + g[None, :], in_n[:, None] & (g < groups)[None, :]
+    return group_scale(scales, code256, scales2, offset, at, mask, SCALES)
+
+
+@triton.jit
+def single_weights(
+    codes, scales, code256, scales2, offset, row, k, in_n, K, groups,
+    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    """W at a tile wherever its codes and groups lie: an address for each. For shapes that no model has."""
+    inside = in_n[:, None] & (k < K)[None, :]
+    e = row[:, None] * K + k[None, :]
+    x = tl.load(codes + (e >> 1), mask=inside, other=0).to(tl.int32)
+    shift = (e & 1).to(tl.int32) * 4
+    shift = 4 - shift if HIGH_FIRST else shift
+    g = e // GROUP if FLAT else row[:, None] * groups + (k // GROUP)[None, :]
+    scale = group_scale(scales, code256, scales2, offset, g, inside, SCALES)
+    return tl.where(inside, nibble((x >> shift) & 15, TABLE) * scale, 0.0)
+
+
+@triton.jit
+def byte_weights(x, scale, CODE: tl.constexpr, BY_BITS: tl.constexpr):
+    """e4m3 codes come as bytes: Triton has no float8 below sm_89 (BY_BITS)."""
+    if CODE == "int8":
+        return x.to(tl.float32) * scale
+    elif CODE == "int8/127":
+        return x.to(tl.float32) * scale * UNIT
+    elif BY_BITS:
+        return e4m3(x) * scale
+    else:
+        return x.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+
+
+@triton.jit
+def byte_scales(
+    scales, row, k, first_k, in_n, inside, groups,
+    MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_N, 1), or one for each element where blocks are narrower than tiles."""
+    if MODE == "tensor":
+        return tl.where(in_n, tl.load(scales), 0.0)[:, None]
+    elif MODE == "row":
+        return tl.load(scales + row, mask=in_n, other=0.0)[:, None]
+    elif BK % BLOCK_K == 0:  # a tile lies in one column of blocks
+        return tl.load(scales + (row // BN) * groups + first_k // BK, mask=in_n, other=0.0)[:, None]
+    else:
+        return tl.load(scales + (row // BN)[:, None] * groups + (k // BK)[None, :], mask=inside, other=0.0)
 
 
 @triton.jit

@@ -26,54 +26,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.quant.bnb import UNIT as BNB_UNIT
-from fdora.triton.kernels.decode import beside, e4m3, group_scale, nibble, nibbles
+from fdora.triton.kernels.decode import beside, byte_scales, byte_weights, nibbles, pair_codes, pair_scales, single_weights
 from fdora.triton.kernels.hash import unchanged
 from fdora.triton.kernels.tile import low_rank, tile_at, unscaled
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
-UNIT = tl.constexpr(BNB_UNIT)
-
 
 @triton.jit
-def _pair_codes(codes, row, first_k, in_n, K, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
-    """The bytes of a tile whose rows are whole ones."""
-    j = first_k // 2 + tl.arange(0, BLOCK_K // 2)
-    at = codes + row[:, None] * (K // 2) + j[None, :]
-    return tl.load(at) if EVEN else tl.load(at, mask=in_n[:, None] & (j < K // 2)[None, :], other=0)
-
-
-@triton.jit
-def _pair_scales(
-    scales, code256, scales2, offset, row, first_k, in_n, groups,
-    GROUP: tl.constexpr, SCALES: tl.constexpr, IN_TILE: tl.constexpr,
-):  # fmt: skip
-    """(BLOCK_N, IN_TILE): of the groups of a tile."""
-    g = first_k // GROUP + tl.arange(0, IN_TILE)
-    at, mask = row[:, None] * groups + g[None, :], in_n[:, None] & (g < groups)[None, :]
-    return group_scale(scales, code256, scales2, offset, at, mask, SCALES)
-
-
-@triton.jit
-def _single(
-    codes, scales, code256, scales2, offset, row, k, in_n, K, groups,
-    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
-):  # fmt: skip
-    """W at a tile wherever its codes and groups lie: an address for each. For shapes that no model has."""
-    inside = in_n[:, None] & (k < K)[None, :]
-    e = row[:, None] * K + k[None, :]
-    x = tl.load(codes + (e >> 1), mask=inside, other=0).to(tl.int32)
-    shift = (e & 1).to(tl.int32) * 4
-    shift = 4 - shift if HIGH_FIRST else shift
-    g = e // GROUP if FLAT else row[:, None] * groups + (k // GROUP)[None, :]
-    scale = group_scale(scales, code256, scales2, offset, g, inside, SCALES)
-    return tl.where(inside, nibble((x >> shift) & 15, TABLE) * scale, 0.0)
-
-
-@triton.jit
-def _store(dense, w, row, k, inside, K, EVEN: tl.constexpr):
-    at = dense + row[:, None] * K + k[None, :]
+def _store(dense, w, row, k, inside, pitch, EVEN: tl.constexpr):
+    at = dense + row[:, None] * pitch + k[None, :]
     w = w.to(dense.dtype.element_ty)
     if EVEN:
         tl.store(at, w)
@@ -106,7 +68,7 @@ def _tile(i, first, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: t
 
 @triton.jit
 def _quant4_tile(
-    i, codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, s, first, N, K, R, groups,
+    i, codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
     stride_ar, stride_ak, stride_bn, stride_br,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
     PAIRS: tl.constexpr, PTX: tl.constexpr, STORE: tl.constexpr,
@@ -117,10 +79,10 @@ def _quant4_tile(
     IN_TILE: tl.constexpr = BLOCK_K // GROUP_SIZE if BLOCK_K > GROUP_SIZE else 1
     PART: tl.constexpr = BLOCK_K // 2 // IN_TILE
     if PAIRS:
-        x = _pair_codes(codes, row, tile_k * BLOCK_K, in_n, K, BLOCK_K, EVEN)
-        scale = _pair_scales(scales, code256, scales2, offset, row, tile_k * BLOCK_K, in_n, groups, GROUP_SIZE, SCALES, IN_TILE)
+        x = pair_codes(codes, row, tile_k * BLOCK_K, in_n, K, BLOCK_K, 16, EVEN)
+        scale = pair_scales(scales, code256, scales2, offset, row, tile_k * BLOCK_K, in_n, groups, GROUP_SIZE, SCALES, IN_TILE)
     else:
-        w = _single(
+        w = single_weights(
             codes, scales, code256, scales2, offset, row, k, in_n, K, groups, TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT
         )
     acc = low_rank(A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION)
@@ -137,19 +99,19 @@ def _quant4_tile(
         v, u = even + s * acc_even, odd + s * acc_odd
         squares = tl.sum(tl.sum(v * v + u * u, axis=2), axis=1)
         if STORE:
-            _store(dense, tl.reshape(tl.join(even, odd), (BLOCK_N, BLOCK_K)), row, k, inside, K, EVEN)
+            _store(dense, tl.reshape(tl.join(even, odd), (BLOCK_N, BLOCK_K)), row, k, inside, pitch, EVEN)
     else:
         v = w + s * acc
         squares = tl.sum(v * v, axis=1)
         if STORE:
-            _store(dense, w, row, k, inside, K, EVEN)
+            _store(dense, w, row, k, inside, pitch, EVEN)
     tl.store(partial + tile_k.to(tl.int64) * N + n, squares, mask=in_n)
 
 
 @triton.jit(launch_metadata=launched)
 def quant4_kernel(
-    codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, old_hash, new_hash, s, first, N, K, R,
-    groups, stride_ar, stride_ak, stride_bn, stride_br,
+    codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, old_hash, new_hash, s, first,
+    N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
     PAIRS: tl.constexpr, PTX: tl.constexpr, STORE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
@@ -159,13 +121,14 @@ def quant4_kernel(
     if GUARDED:
         for i in range(tl.program_id(0), _tiles(old_hash, new_hash, N, K, BLOCK_N, BLOCK_K, WORDS, PDL), tl.num_programs(0)):
             _quant4_tile(
-                i, codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, s, first, N, K, R, groups,
-                stride_ar, stride_ak, stride_bn, stride_br, TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
+                i, codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, s, first,
+                N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
+                TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
                 BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, SCALED,
             )  # fmt: skip
     else:
         _quant4_tile(
-            tl.program_id(0), codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, s, first,
+            tl.program_id(0), codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, s, first,
             N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
             TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
             BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, SCALED,
@@ -173,34 +136,8 @@ def quant4_kernel(
 
 
 @triton.jit
-def _byte_value(x, CODE: tl.constexpr, BY_BITS: tl.constexpr):
-    if CODE == "int8" or CODE == "int8/127":
-        return x.to(tl.float32)
-    elif BY_BITS:
-        return e4m3(x)
-    else:
-        return x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _byte_scales(
-    scales, row, k, first_k, in_n, inside, groups,
-    MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """(BLOCK_N, 1), or one for each element where blocks are narrower than tiles."""
-    if MODE == "tensor":
-        return tl.where(in_n, tl.load(scales), 0.0)[:, None]
-    elif MODE == "row":
-        return tl.load(scales + row, mask=in_n, other=0.0)[:, None]
-    elif BK % BLOCK_K == 0:  # a tile lies in one column of blocks
-        return tl.load(scales + (row // BN) * groups + first_k // BK, mask=in_n, other=0.0)[:, None]
-    else:
-        return tl.load(scales + (row // BN)[:, None] * groups + (k // BK)[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
 def _quant8_tile(
-    i, codes, scales, A, B, scale_n, scale_k, partial, dense, s, first, N, K, R, groups,
+    i, codes, scales, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
     stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br,
     CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PTX: tl.constexpr, STORE: tl.constexpr,
@@ -210,25 +147,23 @@ def _quant8_tile(
     tile_k, n, k, row, in_n, inside = _tile(i, first, N, K, BLOCK_N, BLOCK_K, GROUP)
     at = codes + row[:, None] * stride_cn + k[None, :].to(tl.int64) * stride_ck
     x = tl.load(at) if EVEN else tl.load(at, mask=inside, other=0)
-    scale = _byte_scales(scales, row, k, tile_k * BLOCK_K, in_n, inside, groups, MODE, BN, BK, BLOCK_K)
+    scale = byte_scales(scales, row, k, tile_k * BLOCK_K, in_n, inside, groups, MODE, BN, BK, BLOCK_K)
     acc = low_rank(A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION)
     if SCALED:
         acc = unscaled(acc, scale_n, scale_k, n, k, N, K)
     x = beside(x, acc, PTX)
-    w = _byte_value(x, CODE, BY_BITS) * scale
-    if CODE == "int8/127":
-        w *= UNIT
+    w = byte_weights(x, scale, CODE, BY_BITS)
     if not EVEN:
         w = tl.where(inside, w, 0.0)
     v = w + s * acc
     tl.store(partial + tile_k.to(tl.int64) * N + n, tl.sum(v * v, axis=1), mask=in_n)
     if STORE:
-        _store(dense, w, row, k, inside, K, EVEN)
+        _store(dense, w, row, k, inside, pitch, EVEN)
 
 
 @triton.jit(launch_metadata=launched)
 def quant8_kernel(
-    codes, scales, A, B, scale_n, scale_k, partial, dense, old_hash, new_hash, s, first, N, K, R, groups,
+    codes, scales, A, B, scale_n, scale_k, partial, dense, pitch, old_hash, new_hash, s, first, N, K, R, groups,
     stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br,
     CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PTX: tl.constexpr, STORE: tl.constexpr,
@@ -239,13 +174,13 @@ def quant8_kernel(
     if GUARDED:
         for i in range(tl.program_id(0), _tiles(old_hash, new_hash, N, K, BLOCK_N, BLOCK_K, WORDS, PDL), tl.num_programs(0)):
             _quant8_tile(
-                i, codes, scales, A, B, scale_n, scale_k, partial, dense, s, first, N, K, R, groups,
+                i, codes, scales, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
                 stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br, CODE, BY_BITS, MODE, BN, BK, PTX, STORE,
                 BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, SCALED,
             )  # fmt: skip
     else:
         _quant8_tile(
-            tl.program_id(0), codes, scales, A, B, scale_n, scale_k, partial, dense, s, first, N, K, R, groups,
+            tl.program_id(0), codes, scales, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
             stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br, CODE, BY_BITS, MODE, BN, BK, PTX, STORE,
             BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, SCALED,
         )  # fmt: skip

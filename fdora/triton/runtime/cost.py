@@ -85,6 +85,14 @@ def _quant8(*, codes, scales, A, B, partial, dense, N, K, R, **_: Any) -> Cost:
     return product(N, K, R, A) + moved(codes, scales, A, B, partial, dense)
 
 
+def _dequantize4(*, codes, scales, scales2, out, **_: Any) -> Cost:
+    return moved(codes, scales, scales2, out)
+
+
+def _dequantize8(*, codes, scales, out, **_: Any) -> Cost:
+    return moved(codes, scales, out)
+
+
 def _choose(*, partial, c, out, **_: Any) -> Cost:
     return moved(partial, c, out)
 
@@ -148,6 +156,8 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "compose_bwd_kernel": _compose_bwd,
     "compose_fwd_kernel": _compose_fwd,
     "copy_kernel": _copy,
+    "dequantize4_kernel": _dequantize4,
+    "dequantize8_kernel": _dequantize8,
     "drop_kernel": _drop,
     "epilogue_kernel": _epilogue,
     "finish_kernel": _finish,

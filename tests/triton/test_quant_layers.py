@@ -1,0 +1,361 @@
+"""Layers of quantised weights whose plans read the codes: the same bits as with the dense weight, which nobody makes before."""
+
+from contextlib import nullcontext
+from itertools import product
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+
+from fdora import _dispatch
+from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp, dora_norm
+from fdora.quant import Codes8, Lut4, QuantWeight, opaque, quantize
+from fdora.triton.codes import Coded, coded_of, is_decoded, packed, tensors_of, written
+from fdora.triton.dequantize import dequantized
+from fdora.triton.linear import plan_backward, plan_forward
+from fdora.triton.runtime import walk
+from fdora.triton.small import LIMIT
+from tests import device
+from tests.close import rel_l2
+from tests.quant.make import CASES, QUANTISED
+from tests.triton.marks import INTERPRETED, needs_kernels
+from tests.triton.written import HOPPER, alike, kernels, layer, likes_of_codes, plan_dense
+
+HALF, FP32 = torch.float16, torch.float32
+S = 0.7
+FEW, MANY = 5, LIMIT + 3
+
+
+@pytest.fixture(autouse=True)
+def by_kernels(monkeypatch):
+    monkeypatch.setattr(_dispatch, "_forced", "triton")
+
+
+@pytest.fixture
+def undecoded(monkeypatch):
+    """Decoding in torch is an error."""
+
+    def refuse(*_, **__):
+        raise AssertionError("decoded in torch")
+
+    monkeypatch.setattr(QuantWeight, "dequantize", refuse)
+
+
+def weight(name, n=48, k=96, dtype=HALF, seed=0):
+    W = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) / 8
+    return quantize(W, name.split()[0], dtype=dtype, **QUANTISED[name]).to(device.NAME)
+
+
+def adapter(W, r=4, seed=1):
+    """A, B, m: float32, away from a start."""
+    g = torch.Generator().manual_seed(seed)
+    n, k = W.shape
+    A, B = (torch.randn(shape, generator=g).to(device.NAME) / 8 for shape in ((r, k), (n, r)))
+    m = dora_norm(W, A, B, s=S) * (1 + 0.1 * torch.rand(n, generator=g)).to(device.NAME)
+    return [t.requires_grad_() for t in (A, B, m)]
+
+
+def x_of(M, k=96, dtype=HALF):
+    g = torch.Generator().manual_seed(2)
+    return torch.randn(M, k, generator=g).to(device.NAME, dtype).requires_grad_()
+
+
+def gradients(ys, leaves):
+    """Of a loss that every output enters."""
+    ys = ys if isinstance(ys, tuple) else (ys,)
+    loss = sum((i * y.float()).square().sum() for i, y in enumerate(ys, 1))
+    return [*(y.detach() for y in ys), *torch.autograd.grad(loss, [t for t in leaves if t.requires_grad])]
+
+
+def both(call, weights, leaves, refused):
+    """Results and gradients with the codes, which only kernels may decode, and with the dense weights."""
+    dense = [W.dequantize(leaves[0].dtype) if isinstance(W, QuantWeight) else W for W in weights]
+    with pytest.MonkeyPatch.context() as patch:
+        if refused:
+            patch.setattr(QuantWeight, "dequantize", lambda *_, **__: pytest.fail("decoded in torch"))
+        got = gradients(call(*weights), leaves)
+    return got, gradients(call(*dense), leaves)
+
+
+def assert_equal(results):
+    got, want = results
+    assert len(got) == len(want) and all(map(torch.equal, got, want))
+    assert all(t.abs().sum() > 0 for t in got)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", CASES)
+def test_dense_to_the_bit(name):
+    """Every awkward weight of the reference decoder's tests, of the kinds that kernels read."""
+    W = CASES[name]()[0].to(device.NAME)
+    assert is_decoded(W.spec) == (W.kind in ("nf4", "fp4", "mxfp4", "nvfp4", "int8", "fp8"))
+    if not is_decoded(W.spec):
+        return
+    tensors = tuple(tensors_of(W.tensors))
+    for dtype in (HALF, FP32) if INTERPRETED else (HALF, FP32, torch.bfloat16):
+        got = walk.run(walk.plan_for(plan_dense, tensors, coded_of(W), dtype), tensors)[0]
+        torch.testing.assert_close(got, W.dequantize(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_layer(name, tokens):
+    W, x = weight(name), x_of(tokens)
+    A, B, m = adapter(W)
+    c, bias = dora_norm(W, A, B, s=S), (torch.randn(48, device=device.NAME) if name == "fp8" else None)
+    # few tokens of codes keep the value before g; a dense weight would keep the output
+    assert_equal(both(lambda w: dora_linear(x, w, A, B, m, s=S, norm=c, bias=bias, keep_inner=True), [W], [x, A, B, m], True))
+    with torch.no_grad():
+        dense = W.dequantize()
+        assert torch.equal(dora_linear(x, W, A, B, m, s=S, norm=c), dora_linear(x, dense, A, B, m, s=S, norm=c))
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", ["float32", "lora", "peft", "ragged", "autocast"])
+def test_other_ways_through_a_plan(case):
+    """Products by cuBLAS, dropout, groups that go on in the next row, the dtype of autocast."""
+    dtype = FP32 if case in ("float32", "autocast") else HALF
+    W = weight("nf4 nested", n=45, k=70 if case == "ragged" else 96, dtype=dtype)
+    x, (A, B, m) = x_of(MANY, W.shape[1], dtype), adapter(W)
+    more = dict(dropout_p=0.3, dropout_mode=case, seed=7) if case in ("lora", "peft") else {}
+    c, here = dora_norm(W, A, B, s=S), nullcontext()
+    if case == "autocast":
+        here = torch.autocast(x.device.type, HALF)
+        x = x.detach().requires_grad_()
+    with here:
+        assert_equal(both(lambda w: dora_linear(x, w, A, B, m, s=S, norm=c, **more), [W], [x, A, B, m], True))
+
+
+@needs_kernels
+def test_other_kinds_are_decoded_in_torch():
+    base = torch.randn(48, 96, device=device.NAME, dtype=HALF)
+    W = opaque(lambda t: t.mul(2), (48, 96), HALF, device.NAME, (base,))
+    x, (A, B, m) = x_of(MANY), adapter(W)
+    c = dora_norm(W, A, B, s=S)
+    assert_equal(both(lambda w: dora_linear(x, w, A, B, m, s=S, norm=c), [W], [x, A, B, m], False))
+
+
+@needs_kernels
+def test_a_group_with_a_dense_one_and_a_frozen_one():
+    q, k, v = weight("nf4 nested"), torch.randn(24, 96, device=device.NAME, dtype=HALF) / 8, weight("fp8", 32)
+    first, second = adapter(q), adapter(k)
+    norms, x = [dora_norm(W, *p[:2], s=S) for W, p in ((q, first), (k, second))], x_of(MANY)
+
+    def call(q, k, v):
+        layers = [DoraLayer(W, *p, S, norm=c) for W, p, c in zip((q, k), (first, second), norms, strict=True)]
+        return dora_linear_group(x, [*layers, DoraLayer(v)])
+
+    assert_equal(both(call, [q, k, v], [x, *first, *second], True))
+    other = opaque(lambda t: t.mul(2), (24, 96), HALF, device.NAME, (k,))  # beside one that no kernel reads
+    got = call(q, other, v)[1]
+    assert torch.equal(got, call(q, 2 * k, v)[1])
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+def test_an_mlp(tokens):
+    weights = [weight("nf4", 64), weight("fp8 row", 64, seed=5), weight("mxfp4", 48, 64, seed=6)]
+    params = [adapter(W, seed=i) for i, W in enumerate(weights)]
+    norms = [dora_norm(W, *p[:2], s=S) for W, p in zip(weights, params, strict=True)]
+    x, leaves = x_of(tokens), [t for p in params for t in p]
+
+    def call(*Ws):
+        return dora_mlp(x, *(DoraLayer(W, *p, S, norm=c) for W, p, c in zip(Ws, params, norms, strict=True)))
+
+    got, want = both(call, weights, [x, *leaves], True)
+    assert tokens == FEW or all(map(torch.equal, got, want))
+    assert all(rel_l2(a, b) < 2e-3 for a, b in zip(got, want, strict=True))
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+@pytest.mark.parametrize("need_x", [False, True])
+def test_rows_with_no_magnitude_have_their_gradient(need_x, tokens, undecoded):
+    """y is 0 there: what backward reads of W instead is decoded in its plan."""
+    W, x = weight("nf4 nested"), x_of(tokens).detach().requires_grad_(need_x)
+    A, B, m = adapter(W)
+    m = m.detach()
+    m[3] = m[7] = 0
+    m.requires_grad_()
+    y = dora_linear(x, W, A, B, m, s=S)
+    dy = torch.randn(y.shape, device=y.device).to(HALF)
+    (dm,) = torch.autograd.grad(y, m, dy)
+    V = x.detach().double() @ (Wide(W) + S * B.double() @ A.double()).detach().T
+    want = (dy.double() * V).sum(0) / dora_norm(W, A, B, s=S).double()
+    assert rel_l2(dm[[3, 7]], want[[3, 7]]) < 5e-3 and rel_l2(dm, want) < 5e-3
+
+
+def Wide(W):
+    from fdora.quant.lut4 import decode
+
+    return decode(W, 0, W.shape[0]).double()
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The plans that run, of any facade."""
+    from fdora.triton import linear, mlp, norm, quant
+
+    found = []
+    for module in (linear, mlp, norm, quant):
+        run = module.run
+        monkeypatch.setattr(module, "run", lambda plan, *args, run=run: found.append(plan) or run(plan, *args))
+    return found
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_the_norm_comes_with_the_dense_weight(name, tokens, ran):
+    """The bits of dora_norm, out of the pass that decodes W: one plan for each direction."""
+    W, x = weight(name), x_of(tokens)
+    A, B, m = adapter(W)
+    if name == "int8":
+        A, B = (t.detach().half().requires_grad_() for t in (A, B))
+    ran.clear()
+    got = gradients(dora_linear(x, W, A, B, m, s=S), [x, A, B, m])
+    forward, backward = ran
+    assert forward.name == "dora_linear forward" and backward.name == "dora_linear backward"
+    assert forward.results[-1][:2] == ("c0", (48,)) and "dequantize" not in str(kernels(forward))
+    c = dora_norm(W, A, B, s=S)
+    want = gradients(dora_linear(x, W, A, B, m, s=S, norm=c), [x, A, B, m])
+    assert all(map(torch.equal, got, want))
+    with torch.no_grad():
+        assert torch.equal(dora_linear(x, W, A, B, m, s=S), got[0])
+
+
+@needs_kernels
+def test_norms_inside_a_group_and_an_mlp(ran):
+    """Of those layers that have codes, an adapter and no norm; others get theirs ahead."""
+    q, k, v = weight("nf4 nested"), torch.randn(24, 96, device=device.NAME, dtype=HALF) / 8, weight("fp8", 32)
+    down = weight("mxfp4", 48, 32)
+    first, second, third, last, x = adapter(q), adapter(k), adapter(v), adapter(down), x_of(MANY)
+    every = ((q, first), (k, second), (v, third), (down, last))
+    norms = [dora_norm(W, *p[:2], s=S) for W, p in every]
+
+    def group(q_norm=None, k_norm=None, v_norm=None):
+        layers = zip((q, k, v), (first, second, third), (q_norm, k_norm, v_norm), strict=True)
+        return dora_linear_group(x, [*(DoraLayer(W, *p, S, norm=c) for W, p, c in layers), DoraLayer(q)])
+
+    def mlp(v_norm=None, down_norm=None):
+        return dora_mlp(x, DoraLayer(v), DoraLayer(v, *third, S, norm=v_norm), DoraLayer(down, *last, S, norm=down_norm))
+
+    leaves = [x, *first, *second, *third]
+    want = gradients(group(*norms[:3]), leaves)
+    for given in ((), (None, None, norms[2]), (norms[0],)):
+        assert all(map(torch.equal, gradients(group(*given), leaves), want))
+    leaves, ran[:] = [x, *third, *last], []
+    got = gradients(mlp(), leaves)
+    assert [plan.name for plan in ran] == ["dora_mlp forward", "dora_mlp backward"]
+    for given in (norms[2:], norms[2:3]):
+        assert all(map(torch.equal, gradients(mlp(*given), leaves), got))
+
+
+@needs_kernels
+def test_nothing_dense_is_saved(undecoded):
+    W, x = weight("nf4 nested", 128, 128), x_of(MANY, 128)
+    A, B, m = adapter(W)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = dora_linear(x, W, A, B, m, s=S)
+    assert {t.data_ptr() for t in W.tensors} <= {t.data_ptr() for t in saved}
+    assert not any(t.is_floating_point() and t.numel() >= 128 * 128 for t in saved)
+    y.float().sum().backward()
+    assert A.grad is not None and x.grad is not None
+
+
+@needs_kernels
+def test_a_bank_of_adapters_by_vmap(undecoded):
+    W, x = weight("nf4 nested"), x_of(MANY).detach()
+    banks = [torch.stack([t.detach() for t in each]) for each in zip(adapter(W, 4, 1), adapter(W, 4, 2), strict=True)]
+    got = torch.vmap(lambda A, B, m: dora_linear(x, W, A, B, m, s=S))(*banks)
+    for i in range(2):
+        assert torch.equal(got[i], dora_linear(x, W, *(b[i] for b in banks), s=S))
+
+
+@needs_kernels
+def test_compiled_whole(undecoded):
+    """A group and an MLP; of other shapes the second time, which a compiler takes for variables."""
+    torch._dynamo.reset()
+
+    def f(x, q, v, p, gate, up, down, of_mlp):
+        y, z = dora_linear_group(x, [DoraLayer(q, *p, S), DoraLayer(v)])
+        return y, z, dora_mlp(y, *(DoraLayer(W, *each, S) for W, each in zip((gate, up, down), of_mlp, strict=True)))
+
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    for n, name in ((48, "nf4 nested"), (64, "fp8 row")):
+        q, v = weight(name, n), weight("int8", 32)
+        gate, up, down = weight(name, 32, n), weight("mxfp4", 32, 64) if n == 64 else weight("nf4", 32, n), weight(name, n, 32)
+        p, of_mlp, x = adapter(q), [adapter(W) for W in (gate, up, down)], x_of(MANY)
+        leaves = [x, *p, *(t for each in of_mlp for t in each)]
+        results = [gradients(call(x, q, v, p, gate, up, down, of_mlp), leaves) for call in (compiled, f)]
+        assert all(rel_l2(got, want) < 2e-3 for got, want in zip(*results, strict=True))
+
+
+# what needs no kernels
+
+NESTED = Lut4("nf4", True, 64, "nested", "flat")
+N, K, R = 1024, 2048, 16
+DENSE, STORED = 2 * N * K, N * K // 2 + N * K // 64 + N * K // 64 // 256 * 4
+BF16 = torch.bfloat16
+
+
+def of_codes(form=NESTED, n=N, k=K, frozen=False, **more):
+    """The likes of a layer's operands, those of its codes, and its facts."""
+    coded = Coded((n, k), form)
+    return [None, *layer(n, k, R, BF16, BF16, frozen=frozen, **more)[1:]], likes_of_codes(coded), coded
+
+
+def facts(*coded):
+    return tuple(map(tuple, written(coded)))
+
+
+@pytest.mark.parametrize("tokens", [16, 512])
+def test_a_dense_weight_is_there_once_at_a_time(tokens):
+    """Three layers on one x: what they decode takes its place after the other, and it is all that their plan takes."""
+    la, codes, coded = of_codes()
+    frozen, *_ = of_codes(frozen=True)
+    likes = [alike(tokens, K, dtype=BF16), *la, *la, *frozen, *codes * 3]
+    plan = plan_forward(likes, HOPPER, 0.0, "lora", ("output", "output", "nothing"), True, *facts(coded, coded, coded))
+    assert kernels(plan)["dequantize4_kernel"] == 3
+    assert DENSE <= plan.workspace < DENSE + 2**20
+    moved = [step.cost.bytes for step in plan.steps if step.cost.flops == 0 and "dequantize" in step.kernel.__name__]
+    assert moved == [STORED + DENSE] * 3
+
+
+def test_a_backward_decodes_once_and_only_where_it_reads():
+    la, codes, coded = of_codes()
+    M = 512
+    x, y, h = alike(M, K, dtype=BF16), alike(M, N, dtype=BF16), alike(M, R, dtype=BF16)
+    counts = {}
+    for pre_scale, need_x in product((False, True), (False, True)):
+        likes = (x, h, y, y, *la, *codes)
+        plan = plan_backward(likes, HOPPER, 0.0, "lora", (pre_scale,), need_x, (True,) * 3 + (False,) * 2, *facts(coded))
+        counts[pre_scale, need_x] = kernels(plan)["dequantize4_kernel"]
+        assert plan.workspace < (DENSE if counts[pre_scale, need_x] else 0) + 2 * M * (N + K) * 2
+    # without dx the gradient of m may read rows of W, unless it has the values before g
+    assert counts == {(False, False): 1, (False, True): 1, (True, False): 0, (True, True): 1}
+
+
+def test_a_norm_costs_no_pass_of_its_own():
+    la, codes, coded = of_codes()
+    la[4] = None
+    x = alike(512, K, dtype=BF16)
+    plan = plan_forward([x, *la, *codes], HOPPER, 0.0, "lora", ("output",), True, *facts(coded))
+    first, second, *_ = plan.steps
+    assert (first.kernel.__name__, second.kernel.__name__) == ("quant4_kernel", "sum_kernel")
+    assert STORED + DENSE < first.cost.bytes < 1.04 * (STORED + DENSE) and "dequantize4_kernel" not in kernels(plan)
+    assert plan.results[-1][:3] == ("c0", (N,), (1,))
+
+
+def test_rows_begin_where_tensor_descriptors_want_them():
+    from fdora.triton.runtime.builder import Builder
+
+    form = Codes8("int8", "row", (0, 0), 1.0)
+    for k, dtype in product((70, 72), (BF16, FP32)):
+        plan = Builder("a test", HOPPER)
+        coded = Coded((16, k), form)
+        out = dequantized(plan, packed(plan, likes_of_codes(coded), coded), dtype)
+        assert out.shape == (16, k) and out.stride[0] * out.itemsize % 16 == 0 and out.stride[0] < k + 8
