@@ -4,8 +4,8 @@
     base = q(x) W^T          W[n, k] = code[n, k] * scale, as its format has it, rounded nowhere else
     y = g (base + s (x A^T) B^T) + bias
 
-Only x loses digits: 3 bits of fraction are left of each, 2.6 % of it in the mean square whatever its size is, and what is less
-than 2^-16 of the largest is lost. The low-rank term reads x itself. q is taken for the identity in the backward.
+Only x loses digits: 3 bits of fraction are left of each number, 2.6 % of it in the mean square, whatever its size; fewer below
+2^-15 of the largest, and nothing below 2^-19. The low-rank term reads x itself. q is taken for the identity in the backward.
 """
 
 from __future__ import annotations

@@ -34,6 +34,18 @@ def test_the_programs(monkeypatch):
     torch.testing.assert_close(c.double(), reference.norm(dense, torch.ones(8, 64), torch.ones(48, 8), 1.0), rtol=1e-6, atol=0)
 
 
+def test_errors_of_8_bit_products():
+    """The table, at an eighth of its size."""
+    from bench.fp8_error import INPUTS, SCALES, errors
+
+    rows = re.findall(r"^\| ([\w ]+) \| ([\w ]+) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", PAGE, re.M)
+    assert [row[:2] for row in rows] == [(kind, scale) for kind in INPUTS for scale in SCALES]
+    for kind, scale, *said in rows:
+        found = errors(scale, kind, 128, 256, 2048, 16)
+        for number, each in zip(said, found.values(), strict=True):
+            assert 100 * each == pytest.approx(float(number), rel=0.25), (kind, scale, found)
+
+
 def test_every_kind_has_a_row():
     assert set(re.findall(r"`(\w+)`", " ".join(ROWS))) == kinds.KINDS.keys()
 

@@ -389,6 +389,10 @@ def samples():
             (four, A, B, S, ["nf4", "fp32", "flat"], [*W.shape, 16, 1], *dora_norm_state(W)),
             (eight, A, B, S, ["int8", "row", ""], [*W.shape, 0, 0], *dora_norm_state(W)),
         ],
+        "fp8_linear": [
+            (x, [eight[0].to(torch.float8_e4m3fn), eight[1], A, B, m, c, b, drop], S, save, p, "row", [0, 0])
+            for b, drop, save, p in ((None, None, "output", 0.0), (bias, seed, "pre_scale", 0.3), (bias, None, "nothing", 0.0))
+        ],
         "merge": [(W, A, B, m, c, S, undo) for undo in (False, True)],
         "compose": [(dy, dy, m, bias, S, False), (dy, dy, m, None, S, True)],
         "compose_backward": [(dy, dy, dy, m, S, delta, [True, False, True, not delta]) for delta in (False, True)],
@@ -434,7 +438,7 @@ def custom_ops():
 
 
 OPS = (
-    "compose", "compose_backward", "linear", "linear_backward", "merge", "mlp", "mlp_backward", "model_norms",
+    "compose", "compose_backward", "fp8_linear", "linear", "linear_backward", "merge", "mlp", "mlp_backward", "model_norms",
     "quant_row_norm", "quant_row_norm_guarded", "row_norm", "row_norm_guarded", "row_norm_kept",
 )  # fmt: skip
 
