@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from fdora._check import Weight, fail, name
+from fdora._check import fail, name
 from fdora._dispatch import BackendChoice, choose, forced
 from fdora._records import Dropout
-from fdora._torch import PLAIN
 from fdora.autograd._ops import import_explain
+from fdora.functional._explanation import Explanation as Explanation
+from fdora.functional._explanation import Kept, kept_of, stand_in
 from fdora.functional.backend import select_backend
 from fdora.functional.compose import as_matrix, check_compose, dora_compose, dora_delta
 from fdora.functional.group import DoraLayer, check_group, dora_linear_group, prepared
@@ -24,71 +23,7 @@ from fdora.functional.merge import check_merge, dora_merge, dora_unmerge
 from fdora.functional.mlp import check_mlp, dora_mlp
 from fdora.functional.norm import check_norm, dora_norm
 from fdora.predict import GPUS, Gpu, gpu_of
-
-
-class Kept(NamedTuple):
-    """A tensor that stays until backward. ``whose``: "argument", "output" or "new"; only the last costs memory by itself."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    nbytes: int
-    whose: str
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What a call does: ``print`` it. Without a plan (plain torch) ``plans`` and ``kept`` are empty."""
-
-    fn: str
-    backend: str
-    why: str
-    gpu: Gpu | None
-    """Whose published rates give the times; None where they are not known."""
-    plans: tuple[Any, ...]
-    """In the order in which they run: each has name, path, steps, workspace, flops, bytes and seconds."""
-    kept: tuple[Kept, ...]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def flops(self) -> float:
-        """Of all matrix products."""
-        return sum(plan.flops for plan in self.plans)
-
-    @property
-    def bytes(self) -> float:
-        """Read and written."""
-        return sum(plan.bytes for plan in self.plans)
-
-    @property
-    def seconds(self) -> float | None:
-        """Sum over steps of max(flops / rate, bytes / bandwidth): no launch is counted, no product reaches its rate."""
-        return None if self.gpu is None or not self.plans else sum(plan.seconds for plan in self.plans)
-
-    @property
-    def workspace(self) -> int:
-        """Bytes of temporaries of the plan that needs most."""
-        return max((plan.workspace for plan in self.plans), default=0)
-
-    @property
-    def new_bytes(self) -> int:
-        """Kept for backward beside arguments and outputs."""
-        return sum(t.nbytes for t in self.kept if t.whose == "new")
-
-    def __str__(self) -> str:
-        lines = [f"{self.fn}: backend {self.backend} ({self.why})"]
-        if self.gpu is not None:
-            lines.append(
-                f"{self.gpu.name}, by its published rates: {self.gpu.flops / 1e12:.0f} TFLOP/s in half precision, "
-                f"{self.gpu.bytes / 1e12:.2f} TB/s. Times are floors, not measurements."
-            )
-        lines += [*self.notes, *map(str, self.plans)]
-        if self.plans:
-            time = "" if self.seconds is None else f", at least {1e6 * self.seconds:.1f} us"
-            lines.append(f"all plans: {self.flops / 1e9:.3f} GFLOP, {self.bytes / 2**20:.2f} MiB moved{time}")
-            kept = [f"  {t.name} {t.shape} {name(t.dtype)}, {t.nbytes / 2**20:.2f} MiB, {t.whose}" for t in self.kept]
-            lines += ["kept for backward, beside the parameters:" if kept else "nothing is kept for backward", *kept]
-        return "\n".join(lines)
+from fdora.quant import QuantWeight
 
 
 class Parts(NamedTuple):
@@ -136,12 +71,12 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
     bound = signature(fn).bind(*args, **kwargs)
     bound.apply_defaults()
     a = SimpleNamespace(fn=fn.__name__, **bound.arguments)
-    _no_codes(a)
     device, dtype, planner = CALLS[fn](a)
     triton, missing = import_explain()
     choice, rates, where = _target(device, dtype, gpu, a.backend, missing)
     if choice.name == "eager":
         return Explanation(a.fn, *choice, rates, (), (), ("Plain torch runs: it has no plan.",))
+    _codes_that_kernels_read(a, triton.is_decoded)
     on = triton.device(where) if where is not None else triton.device(None, rates.capability, rates.num_sms)  # type: ignore
     parts = planner(triton, on)
     plans = (*parts.forward, *(parts.backward if backward else ()))
@@ -149,10 +84,14 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
     return Explanation(a.fn, *choice, rates, described, tuple(parts.kept), parts.notes)
 
 
-def _no_codes(a: Any) -> None:
-    layers = [*getattr(a, "layers", ()), *(getattr(a, part, None) for part in ("gate", "up", "down"))]
-    if any(isinstance(getattr(each, "W", None), Weight) for each in (a, *layers)):
-        raise fail("explain", "W", "a tensor", "a QuantWeight", "Pass W.dequantize(): its plan is that of the products.")
+def _codes_that_kernels_read(a: Any, is_decoded: Callable[[Any], bool]) -> None:
+    """Of other quantised weights, and by other functions, plain torch makes a dense copy first, which is in no plan."""
+    layers = [a, *getattr(a, "layers", ()), *(getattr(a, part, None) for part in ("gate", "up", "down"))]
+    found = [each.W for each in layers if isinstance(getattr(each, "W", None), QuantWeight)]
+    whole = a.fn in ("dora_merge", "dora_unmerge") or (a.fn == "dora_norm" and not (a.state is None and a.max_bytes is None))
+    if found and (whole or not all(is_decoded(W.spec) for W in found)):
+        kinds = ", ".join(sorted({W.kind for W in found}))
+        raise fail("explain", "W", "a tensor here", f"a QuantWeight ({kinds})", "Pass W.dequantize(): the plan begins with it.")
 
 
 def _target(
@@ -208,12 +147,16 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
         norms, ready, new = [], [], {}
         for i, layer in enumerate(layers):
             la = DoraLayer._make(map(stand_in, layer))
+            inside = la.A is not None and la.norm is None and isinstance(la.W, QuantWeight)
             if la.A is not None and la.norm is None:
-                norms.append(triton.norm(on, la.W, la.A, la.B, None, False))
                 c = torch.empty(la.W.shape[0], dtype=torch.float32, device="meta")
-                la, new[f"c{i}"] = la._replace(norm=c), c
+                if not inside:
+                    norms.append(triton.norm(on, la.W, la.A, la.B, None, False))
+                    new[f"c{i}"] = c
+                la = la._replace(norm=c)
             seed = torch.empty((), dtype=torch.int64, device="meta") if a.dropout_p else None
-            ready.append(prepared(x, la, seed, a.keep_inner and (not mlp or i == 2), "triton"))
+            operand, option = prepared(x, la, seed, a.keep_inner and (not mlp or i == 2), "triton")
+            ready.append((operand._replace(c=None) if inside else operand, option))
         operands, options = [la for la, _ in ready], [o for _, o in ready]
         if mlp:
             (forward, *backward), kept = triton.mlp(on, x, operands, options, drop, a.act)
@@ -221,7 +164,7 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
             (forward, *backward), kept = triton.linear(on, x, operands, options, drop)
         kept = kept | new if backward else {}
         single = len(layers) == 1
-        return Parts([*norms, forward], backward, [_kept(n.rstrip("0") if single else n, t) for n, t in kept.items()])
+        return Parts([*norms, forward], backward, [kept_of(n.rstrip("0") if single else n, t) for n, t in kept.items()])
 
     return a.x.device, x.dtype, plans
 
@@ -240,7 +183,7 @@ def _norm(a: Any) -> Call:
         c = torch.empty(w.shape[0], dtype=torch.float32, device="meta")
         kept = {"W": w, "A": down, "B": up}
         note = "Backward through the norm is plain torch: it has no plan."
-        return Parts(forward, (), [*(_kept(n, t, "argument") for n, t in kept.items()), _kept("c", c, "output")], (note,))
+        return Parts(forward, (), [*(kept_of(n, t, "argument") for n, t in kept.items()), kept_of("c", c, "output")], (note,))
 
     return W.device, W.dtype, plans
 
@@ -252,7 +195,7 @@ def _compose(a: Any) -> Call:
     def plans(triton: Any, on: Any) -> Parts:
         base, lora = as_matrix(stand_in(a.base)), as_matrix(stand_in(a.lora))
         (forward, *backward), kept = triton.compose(on, base, lora, stand_in(a.g), stand_in(bias), delta)
-        return Parts([forward], backward, [_kept(n, t, "argument") for n, t in kept.items()])
+        return Parts([forward], backward, [kept_of(n, t, "argument") for n, t in kept.items()])
 
     return a.base.device, a.base.dtype, plans
 
@@ -279,20 +222,3 @@ CALLS: dict[Callable, Callable[[Any], Call]] = {
     dora_merge: _merge,
     dora_unmerge: _merge,
 }
-
-
-def stand_in(t: Any) -> Any:
-    """A tensor without data that a plan cannot tell from this one."""
-    if not isinstance(t, Tensor):
-        return t
-    has_address = type(t) in PLAIN and not t.is_meta
-    at = t.data_ptr() if has_address else t.storage_offset() * t.itemsize
-    offset = at % 16 // t.itemsize
-    extent = offset + 1 + sum((n - 1) * d for n, d in zip(t.shape, t.stride(), strict=True) if n)
-    bare = torch.empty(extent, dtype=t.dtype, device="meta").as_strided(t.shape, t.stride(), offset)
-    return bare.requires_grad_() if t.requires_grad else bare
-
-
-def _kept(name: str, t: Tensor, whose: str = "") -> Kept:
-    own = {"x": "argument", "y": "output"}.get(name.rstrip("0123456789"), "new")
-    return Kept(name, tuple(t.shape), t.dtype, t.nbytes, whose or own)

@@ -12,11 +12,17 @@ import torch
 from torch import Tensor
 
 from fdora._records import Dropout, Needs, Operands, Options
+from fdora.quant import QuantWeight
 from fdora.triton import compose as _compose
 from fdora.triton import linear as _linear
 from fdora.triton import merge as _merge
 from fdora.triton import mlp as _mlp
 from fdora.triton import norm as _norm
+from fdora.triton import quant as _quant
+from fdora.triton.codes import coded_of
+from fdora.triton.codes import is_decoded as is_decoded
+from fdora.triton.operands import facts, forms_norm
+from fdora.triton.operands import flat as flat_of
 from fdora.triton.runtime.describe import Described as Described
 from fdora.triton.runtime.describe import describe as describe
 from fdora.triton.runtime.device import Device, device_of, of_gpu
@@ -38,7 +44,9 @@ def device(where: torch.device | None, capability: int = 0, num_sms: int = 0) ->
     return of_gpu(0, capability, num_sms) if where is None else device_of(where)
 
 
-def norm(on: Device, W: Tensor, A: Tensor, B: Tensor, max_bytes: int | None, squared: bool) -> Plan:
+def norm(on: Device, W: Any, A: Tensor, B: Tensor, max_bytes: int | None, squared: bool) -> Plan:
+    if isinstance(W, QuantWeight):
+        return _plan(on, _quant.plan_quant_norm, (A, B, *W.tensors), coded_of(W), squared)
     return _plan(on, _norm.plan_norm, (W, A, B), max_bytes, squared)
 
 
@@ -62,30 +70,41 @@ def compose(on: Device, base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | No
 
 def linear(on: Device, x: Tensor, layers: Layers, options: Sequence[Options], drop: Dropout) -> Parts:
     """One layer, or several on one x."""
-    flat = _linear.flat(layers)
+    flat, codes = flat_of(layers), _facts(layers)
     saves, s = tuple(o.save for o in options), [o.s for o in options]
-    forward = _plan(on, _linear.plan_forward, (x, *flat), *drop, saves, _linear.same(s))
+    forward = _plan(on, _linear.plan_forward, (x, *flat), *drop, saves, _linear.same(s), *codes)
     if not any(map(_needs, (x, *flat))):
         return Parts((forward,), {})
     results = _results(forward)
     ys, saved = _linear.unpacked(results, x, layers, options, drop.mode)
-    tensors = (x, saved.h, *ys, *saved.kept, *flat)  # dy as y
+    tensors = (x, saved.h, *ys, *saved.kept, *flat_of(_with_norms(layers, saved.norms)))  # dy as y
     flags = tuple(need for each in _all_needs(layers) for need in each)
-    backward = _plan(on, _linear.plan_backward, tensors, *drop, saved.pre_scale, _needs(x), flags)
-    return Parts((forward, backward), _named(forward, results, (saved.h, *saved.kept)) | {"x": x})
+    backward = _plan(on, _linear.plan_backward, tensors, *drop, saved.pre_scale, _needs(x), flags, *codes)
+    return Parts((forward, backward), _named(forward, results, (saved.h, *saved.kept, *saved.norms)) | {"x": x})
 
 
 def mlp(on: Device, x: Tensor, layers: Layers, options: Sequence[Options], drop: Dropout, act: str) -> Parts:
-    flat = _linear.flat(layers)
+    flat, codes = flat_of(layers), _facts(layers)
     saves, s = tuple(o.save for o in options), [o.s for o in options]
-    forward = _plan(on, _mlp.plan_forward, (x, *flat), *drop, saves, s[0] == s[1], act)
+    forward = _plan(on, _mlp.plan_forward, (x, *flat), *drop, saves, s[0] == s[1], act, *codes)
     if not any(map(_needs, (x, *flat))):
         return Parts((forward,), {})
     results = _results(forward)
-    y, saved, _ = _mlp.unpacked(results, x, layers, saves, drop.mode)
+    y, saved, norms = _mlp.unpacked(results, x, layers, saves, drop.mode)
     flags = tuple(need for each in _all_needs(layers) for need in each)
-    backward = _plan(on, _mlp.plan_backward, (y, x, *saved, *flat), *drop, act, _needs(x), flags)
-    return Parts((forward, backward), _named(forward, results, saved) | {"x": x})
+    tensors = (y, x, *saved, *flat_of(_with_norms(layers, norms)))
+    backward = _plan(on, _mlp.plan_backward, tensors, *drop, act, _needs(x), flags, *codes)
+    return Parts((forward, backward), _named(forward, results, (*saved, *norms)) | {"x": x})
+
+
+def _facts(layers: Layers) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    text, numbers = facts(layers)
+    return tuple(text), tuple(numbers)
+
+
+def _with_norms(layers: Layers, norms: Sequence[Tensor]) -> Layers:
+    rest = iter(norms)
+    return [la._replace(c=next(rest)) if forms_norm(la) else la for la in layers]
 
 
 def _plan(on: Device, maker: Maker, tensors: tuple[Tensor | None, ...], *options: Any) -> Plan:

@@ -27,19 +27,16 @@ from torch import Tensor
 from fdora._records import NO_NEEDS, Dropout, DropoutMode, Grads, Needs, Operands, Options, Saved
 from fdora._torch import PLAIN, needs_dispatcher
 from fdora.quant import QuantWeight
-from fdora.triton.codes import coded_of, is_coded, packed, tensors_of, weights_of, written
+from fdora.triton.codes import is_coded
 from fdora.triton.linear_bwd import backward, fake_grads, result_grads
 from fdora.triton.linear_fwd import forward
 from fdora.triton.op import op
+from fdora.triton.operands import Likes, facts, fake_layers, fake_norms, flat, forms_norm, norms_of, read_layers
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.plan import Array, Plan
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.small import Out, is_small
-
-Likes = Sequence[Any]  # of Like and None
-WIDTH = len(Operands._fields)
-
 
 # forward
 
@@ -78,34 +75,6 @@ def unpacked(
         before = iter(rest)
         kept = [next(before) if has else y for y, has in zip(kept, pre, strict=True)]
     return ys, Saved(h, tuple(kept), pre, norms)
-
-
-def forms_norm(la: Any) -> bool:
-    return la.A is not None and la.c is None
-
-
-def norms_of(plan: Builder, layers: Sequence[Any]) -> list[Array | None]:
-    """The results that are norms nobody gave."""
-    return [plan.result(f"c{i}", (la.W.shape[0],), torch.float32) if forms_norm(la) else None for i, la in enumerate(layers)]
-
-
-def flat(layers: Sequence[Operands]) -> list[Tensor | None]:
-    """All operands; behind them the tensors of each W of codes, whose place holds None.
-
-    A list: Dynamo (torch 2.11) hands no NamedTuple to an op.
-    """
-    operands: list[Any] = [*layers[0]] if len(layers) == 1 else [t for la in layers for t in la]
-    if any([type(la.W) is QuantWeight for la in layers]):
-        for i, la in enumerate(layers):
-            if type(la.W) is QuantWeight:
-                operands[WIDTH * i] = None
-                operands += tensors_of(la.W.tensors)
-    return operands
-
-
-def facts(layers: Sequence[Operands]) -> tuple[list[str], list[int]]:
-    """Of each W that is codes."""
-    return written([coded_of(la.W) if type(la.W) is QuantWeight else None for la in layers])
 
 
 def _linear(
@@ -156,34 +125,6 @@ def plan_forward(
     out = [Out(*each) for each in zip(ys, h.parts, pre, norms_of(plan, layers), strict=True)]
     forward(plan, x, layers, scalars, out, h.whole, Dropout(p, mode), same_s)
     return plan.plan()
-
-
-def read_layers(
-    plan: Builder, dtype: torch.dtype, likes: Likes, count: int, text: Sequence[str], numbers: Sequence[int]
-) -> list[Any]:
-    """The last arguments of a plan: the operands of so many layers, then the tensors of each W of codes."""
-    layers = [_read_layer(plan, dtype, likes[WIDTH * i : WIDTH * (i + 1)]) for i in range(count)]
-    at = WIDTH * count
-    for i, W in enumerate(weights_of(text, numbers)):
-        if W is not None:
-            layers[i] = layers[i]._replace(W=packed(plan, likes[at : at + W.tensors], W))
-            at += W.tensors
-    return layers
-
-
-def _read_layer(plan: Builder, dtype: torch.dtype, likes: Likes) -> Any:
-    W, A, B, m, c, bias, seed = likes
-    weight = plan.operand(W) if dtype == torch.float32 else plan.matrix(W)
-    parts: Any = (
-        weight,
-        plan.operand(A),
-        plan.operand(B),
-        plan.vector(m),
-        plan.vector(c),
-        plan.vector(bias),
-        plan.matrix(seed),
-    )
-    return Operands(*parts)
 
 
 class Shrunk(NamedTuple):
@@ -276,13 +217,6 @@ def plan_backward(
 # the same as ops that torch sees
 
 
-def fake_layers(operands: Sequence[Any], count: int, text: Sequence[str], numbers: Sequence[int]) -> list[Any]:
-    """As :func:`read_layers`; a W has a shape."""
-    layers = [Operands(*operands[WIDTH * i : WIDTH * (i + 1)]) for i in range(count)]
-    known = weights_of(text, numbers) or [None] * count
-    return [la if W is None else la._replace(W=W) for la, W in zip(layers, known, strict=True)]
-
-
 def _fake_linear(x, operands, s, saves, p, mode, text, numbers):
     layers = fake_layers(operands, len(saves), text, numbers)
     ys = [x.new_empty((*x.shape[:-1], la.W.shape[0])) for la in layers]
@@ -290,10 +224,6 @@ def _fake_linear(x, operands, s, saves, p, mode, text, numbers):
     kept = [la.W.shape[0] for la, save in zip(layers, saves, strict=True) if saves_pre_scale(x.dtype, M, la, mode, save)]
     made = [*ys, *([x.new_empty((M, total))] if total else []), *(x.new_empty((M, N)) for N in kept)]
     return made + fake_norms(x, layers)
-
-
-def fake_norms(x: Tensor, layers: Sequence[Any]) -> list[Tensor]:
-    return [x.new_empty(la.W.shape[0], dtype=torch.float32) for la in layers if forms_norm(la)]
 
 
 def rows_of(x: Tensor) -> int:

@@ -64,6 +64,8 @@ def backward(
     else:
         product = f"one fused product for dx; more than {LIMIT} tokens"
     plan.path = f"one pass for dz and the sums over tokens, then {product}"
+    if dx is not None and any(isinstance(la.W, Packed) for la in layers):
+        plan.path += "; W is decoded first"
 
 
 def _backward(

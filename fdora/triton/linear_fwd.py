@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fdora._records import Dropout
+from fdora.triton.codes import Packed
 from fdora.triton.copy import in_dtype, operand, stacked
 from fdora.triton.dequantize import weight_in, weight_of
 from fdora.triton.dropout import drop
@@ -49,6 +50,8 @@ def forward(
         plan.path = f"few tokens: one pass over W; up to {LIMIT} tokens reading it is what a call costs"
     else:
         plan.path = f"x A^T, then one fused product; g inside, more than {LIMIT} tokens fill its tiles"
+    if any(isinstance(la.W, Packed) for la in layers):
+        plan.path += "; W is decoded first" + (", its norm with it" if any(each.c is not None for each in out) else "")
 
 
 def _forward(plan: Builder, x: Array, la: Any, s: Scalar, out: Out, dropout: Dropout, h_is_there: bool) -> None:

@@ -12,22 +12,11 @@ from fdora._torch import needs_dispatcher
 from fdora.triton import act as activation
 from fdora.triton.copy import dense
 from fdora.triton.gemm import Epilogue
-from fdora.triton.linear import (
-    Likes,
-    columns_of_h,
-    facts,
-    fake_layers,
-    fake_norms,
-    flat,
-    norms_of,
-    read_layers,
-    result_h,
-    rows_of,
-    saves_pre_scale,
-)
+from fdora.triton.linear import columns_of_h, result_h, rows_of, saves_pre_scale
 from fdora.triton.linear_bwd import backward, fake_grads, result_grads
 from fdora.triton.linear_fwd import epilogue_of, forward
 from fdora.triton.op import op
+from fdora.triton.operands import Likes, facts, fake_layers, fake_norms, flat, norms_of, read_layers
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.plan import Array, Plan

@@ -313,8 +313,7 @@ def test_what_is_refused():
         dora_linear(x, W, torch.randn(R, 8), B, m, s=S)
     with pytest.raises(FdoraError, match=r"`x` must be a torch\.Tensor, got a QuantWeight"):
         dora_linear(W, W, A, B, m, s=S)
-    with pytest.raises(FdoraError, match="`W` must be a tensor, got a QuantWeight"):
-        explain(dora_linear, x, W, A, B, m, s=S)
+    assert explain(dora_linear, x, W, A, B, m, s=S).backend == "eager"
     with pytest.raises(FdoraError, match=r"`W` must be a QuantWeight, got a Tensor. Pass dora_merge\(...\) to fdora.quant"):
         dora_merge_quantized(W.dequantize(), A, B, m, s=S)
     with pytest.raises(FdoraError, match=r"`W` must be of kind nf4, .* got opaque of .* with the library that made W"):

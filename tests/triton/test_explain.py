@@ -1,5 +1,6 @@
 """explain() shows the plans that a real call runs, and what it keeps; nothing runs for it."""
 
+import optree
 import pytest
 import torch
 
@@ -7,7 +8,9 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 import fdora.functional as F
 import fdora.triton.explain as explaining
+from fdora import FdoraError
 from fdora.functional import explain
+from fdora.quant import opaque, quantize
 from fdora.triton.runtime import walk
 from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
@@ -33,6 +36,11 @@ def layer(N=40, K=48, r=4, dtype=H, adapter=None, needs=NEEDS, bias=False, norm=
 
 def norm_of(W, A, B):
     return (W.float() + 2 * B.detach().float() @ A.detach().float()).norm(dim=1)
+
+
+def coded(N=40, K=48, norm=False, needs=NEEDS):
+    la = layer(N, K, adapter=torch.float32, needs=needs, norm=norm)
+    return la._replace(W=quantize(la.W, "nf4" if K == 48 else "mxfp4"))
 
 
 def one(M=80, lead=(), x=None, needs=NEEDS, dtype=H, of=None, **options):
@@ -109,6 +117,13 @@ CALLS = {
     "an MLP, few tokens": lambda: mlp(M=4, act="gelu"),
     "an MLP, no gradient": lambda: mlp(needs=(), grad=False, bias=False),
     "an MLP, peft dropout": lambda: mlp(dropout_p=0.2, dropout_mode="peft", seed=[1, 2, 3]),
+    "codes": lambda: one(of=coded()),
+    "codes, few tokens": lambda: one(of=coded(), M=3),
+    "codes, norm given": lambda: one(of=coded(norm=True), needs=("A", "B", "m")),
+    "codes, no gradient": lambda: one(of=coded(needs=()), needs=()),
+    "a group with codes": lambda: group(coded(), layer(), F.DoraLayer(coded().W)),
+    "an MLP of codes": lambda: (F.dora_mlp, (draw(80, 48, grad=True), coded(32), layer(32, bias=True), coded(48, 32)), {}),
+    "a norm of codes": lambda: (F.dora_norm, coded(needs=())[:3], {"s": 2.0, "squared": True}),
     "a norm": lambda: (F.dora_norm, weights(), {"s": 2.0}),
     "a norm of float32": lambda: (F.dora_norm, weights(torch.float32), {"s": 2.0}),
     "a norm of mixed": lambda: (F.dora_norm, weights(adapter=torch.float32), {"s": 2.0}),
@@ -182,8 +197,7 @@ def test_kept_is_what_autograd_keeps(what):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         fn(*args, backend="triton", **kwargs)
-    flat = [t for a in (*args, *kwargs.values()) for t in (a if isinstance(a, (tuple, list)) else (a,))]
-    flat = [t for a in flat for t in (a if isinstance(a, tuple) else (a,)) if isinstance(t, torch.Tensor)]
+    flat = [t for t in optree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     x = args[0]
     own = {t.data_ptr() for t in flat if t is not x} if fn not in (F.dora_compose, F.dora_delta) else set()
     found = sorted((shape, t.dtype) for (at, shape), t in packed.items() if at not in own and shape not in ((), (0,)))
@@ -194,6 +208,24 @@ def test_kept_is_what_autograd_keeps(what):
 def meta(N=4096, K=4096, r=16, M=4096, dtype=torch.bfloat16):
     x, W, A, B, m = (torch.empty(s, dtype=dtype, device="meta") for s in ((M, K), (N, K), (r, K), (N, r), (N,)))
     return [x.requires_grad_(), W, A.requires_grad_(), B.requires_grad_(), m.requires_grad_()]
+
+
+def test_codes_that_no_plan_reads():
+    """Where plain torch makes a dense copy ahead of the plan, which would count none of it."""
+    la = coded(needs=())
+    twice = opaque(lambda t: 2 * t, (40, 48), H, device.NAME, (draw(40, 48),))
+    for fn, args, more in (
+        (F.dora_linear, (draw(8, 48), twice, *la[1:4]), {}),
+        (F.dora_linear_group, (draw(8, 48), [la, la._replace(W=twice)]), {}),
+        (F.dora_merge, la[:4], {"s": 2.0}),
+        (F.dora_norm, la[:3], {"s": 2.0, "max_bytes": 2**20}),
+        (F.dora_norm, la[:3], {"s": 2.0, "state": F.dora_norm_state(la.W)}),
+    ):
+        more = {"s": 2.0} if fn is F.dora_linear else more
+        with pytest.raises(FdoraError, match=r"`W` must be a tensor here, got a QuantWeight \(.*\)\. Pass W\.dequantize"):
+            explain(fn, *args, gpu="h200", **more)
+    said = explain(F.dora_linear, draw(80, 48, grad=True), *coded()[:4], s=2.0, gpu="h200")
+    assert "; W is decoded first, its norm with it" in str(said) and "dequantize4_kernel" in str(said)
 
 
 def test_a_gpu_that_is_not_there():

@@ -1,0 +1,96 @@
+"""The operands of the layers of a call: as one flat list, as arrays of a plan, as a compiler takes them.
+
+Seven for each layer, in the order of Operands. Where some W is codes its place holds None and its tensors follow behind all
+operands; strings and numbers beside the list (codes.py) say whose they are. A layer with an adapter and no c gets its norm from
+the plan that decodes its W: one of the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdora._records import Operands
+from fdora.quant import QuantWeight
+from fdora.triton.codes import coded_of, packed, tensors_of, weights_of, written
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.plan import Array
+
+Likes = Sequence[Any]  # of Like and None
+WIDTH = len(Operands._fields)
+
+
+def flat(layers: Sequence[Operands]) -> list[Tensor | None]:
+    """All operands; behind them the tensors of each W of codes, whose place holds None.
+
+    A list: Dynamo (torch 2.11) hands no NamedTuple to an op.
+    """
+    operands: list[Any] = [*layers[0]] if len(layers) == 1 else [t for la in layers for t in la]
+    if any([type(la.W) is QuantWeight for la in layers]):
+        for i, la in enumerate(layers):
+            if type(la.W) is QuantWeight:
+                operands[WIDTH * i] = None
+                operands += tensors_of(la.W.tensors)
+    return operands
+
+
+def facts(layers: Sequence[Operands]) -> tuple[list[str], list[int]]:
+    """Of each W that is codes."""
+    return written([coded_of(la.W) if type(la.W) is QuantWeight else None for la in layers])
+
+
+def forms_norm(la: Any) -> bool:
+    return la.A is not None and la.c is None
+
+
+# in a plan
+
+
+def read_layers(
+    plan: Builder, dtype: torch.dtype, likes: Likes, count: int, text: Sequence[str], numbers: Sequence[int]
+) -> list[Any]:
+    """The last arguments of a plan: the operands of so many layers, then the tensors of each W of codes."""
+    layers = [_read_layer(plan, dtype, likes[WIDTH * i : WIDTH * (i + 1)]) for i in range(count)]
+    at = WIDTH * count
+    for i, W in enumerate(weights_of(text, numbers)):
+        if W is not None:
+            layers[i] = layers[i]._replace(W=packed(plan, likes[at : at + W.tensors], W))
+            at += W.tensors
+    return layers
+
+
+def _read_layer(plan: Builder, dtype: torch.dtype, likes: Likes) -> Any:
+    W, A, B, m, c, bias, seed = likes
+    weight = plan.operand(W) if dtype == torch.float32 else plan.matrix(W)
+    parts: Any = (
+        weight,
+        plan.operand(A),
+        plan.operand(B),
+        plan.vector(m),
+        plan.vector(c),
+        plan.vector(bias),
+        plan.matrix(seed),
+    )
+    return Operands(*parts)
+
+
+def norms_of(plan: Builder, layers: Sequence[Any]) -> list[Array | None]:
+    """The results that are norms nobody gave."""
+    return [plan.result(f"c{i}", (la.W.shape[0],), torch.float32) if forms_norm(la) else None for i, la in enumerate(layers)]
+
+
+# for a compiler
+
+
+def fake_layers(operands: Sequence[Any], count: int, text: Sequence[str], numbers: Sequence[int]) -> list[Any]:
+    """As :func:`read_layers`; a W has a shape."""
+    layers = [Operands(*operands[WIDTH * i : WIDTH * (i + 1)]) for i in range(count)]
+    known = weights_of(text, numbers) or [None] * count
+    return [la if W is None else la._replace(W=W) for la, W in zip(layers, known, strict=True)]
+
+
+def fake_norms(x: Tensor, layers: Sequence[Any]) -> list[Tensor]:
+    return [x.new_empty(la.W.shape[0], dtype=torch.float32) for la in layers if forms_norm(la)]
