@@ -12,6 +12,7 @@ SIGNATURES = {
     "DoraLayer": "(W, A=None, B=None, m=None, s=None, bias=None, norm=None)",
     "DoraParams": "(A, B, m)",
     "Explanation": "(fn, backend, why, gpu, plans, kept, notes=())",
+    "MergedWeight": "(W, error)",
     "NormState": "(c, fingerprint)",
     "NormTreeState": "(c, buffers, fingerprint)",
     "dora_base_sqnorm": "(W, *, max_bytes=None, backend='auto')",
@@ -20,9 +21,10 @@ SIGNATURES = {
     "dora_init": "(W, r, *, dtype=None, generator=None)",
     "dora_init_tree": "(weights, r, *, dtype=None, generator=None)",
     "dora_linear": "(x, W, A, B, m, *, s, bias=None, norm=None, dropout_p=0.0, dropout_mode='lora', seed=None, "
-    "keep_inner=False, backend='auto')",
+    "keep_inner=False, compute=None, backend='auto')",
     "dora_linear_group": "(x, layers, *, dropout_p=0.0, dropout_mode='lora', seed=None, keep_inner=False, backend='auto')",
     "dora_merge": "(W, A, B, m, *, s, norm=None, backend='auto')",
+    "dora_merge_quantized": "(W, A, B, m, *, s, norm=None, backend='auto')",
     "dora_merge_tree": "(weights, params, *, s, norm=None, backend='auto')",
     "dora_mlp": "(x, gate, up, down, *, act='silu', dropout_p=0.0, dropout_mode='lora', seed=None, keep_inner=False, "
     "backend='auto')",

@@ -52,6 +52,15 @@ def to_inputs(grads: Sequence[Grads], count: int) -> list[Tensor | None]:
     return found if len(found) == count else [*found, *[None] * (count - len(found))]  # none of packed tensors
 
 
+def outputs(x: Tensor, ys: Sequence[Tensor], saved: Saved) -> tuple[Tensor, ...]:
+    """What a forward returns: each y, and what is saved and no argument."""
+    h, kept, pre_scale, norms = saved
+    out = [*ys] if h is None else [*ys, h]
+    if True in pre_scale:  # vmap carries no None out of a Function: an empty vector says it
+        out += [t if has and t is not None else x.new_empty(0) for t, has in zip(kept, pre_scale, strict=True)]
+    return (*out, *norms)
+
+
 class Linear(torch.autograd.Function):
     """Saves x, h and, for the gradient of each m, the output itself or the value before g; the operands are the caller's."""
 
@@ -61,11 +70,8 @@ class Linear(torch.autograd.Function):
     def forward(x: Tensor, call: Call, *flat: Tensor | None) -> Any:
         with autocast_off(x):
             fwd, layers = OPS[call.backend].layers_fwd, layers_of(flat, call.specs, x.dtype, call.backend)
-            ys, (h, kept, pre_scale, norms) = fwd(x, layers, call.options, call.drop)
-        out = [*ys] if h is None else [*ys, h]
-        if True in pre_scale:  # vmap carries no None out of a Function: an empty vector says it
-            out += [t if has and t is not None else x.new_empty(0) for t, has in zip(kept, pre_scale, strict=True)]
-        return (*out, *norms)
+            ys, saved = fwd(x, layers, call.options, call.drop)
+        return outputs(x, ys, saved)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

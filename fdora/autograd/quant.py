@@ -6,6 +6,8 @@ rounded to the dtype of products: bfloat16 would move it by up to 4e-4.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from fdora.eager._matmul import acc_dtype, is_plain
 from fdora.eager.norm import blocks, default_bytes
 from fdora.eager.norm import smallest_bytes as dense_bytes
 from fdora.quant import QuantWeight
+from fdora.quant.quantize import bounds_of, quantize_rows
 
 
 def norm(
@@ -37,7 +40,16 @@ def guarded(
     W: QuantWeight, A: Tensor, B: Tensor, base: Tensor | None, s: float, max_bytes: int | None,
     c: Tensor, seen: Tensor, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As of a dense W on a CPU. On a GPU c is computed, and the device chooses: the same numbers, no time saved."""
+    """c and the fingerprint of A, B, s: the c given where the fingerprint given is theirs.
+
+    From codes the kernels decide, as of a dense W. Of a format that no kernel reads, on a GPU, c is computed and the device
+    chooses: the same numbers, no time saved.
+    """
+    ops = OPS[backend]
+    if ops.norm_of_codes_guarded is not None and max_bytes is None and W.dtype != torch.float64:
+        found = ops.norm_of_codes_guarded(W.spec, W.tensors, A, B, s, c, seen)
+        if found is not None:
+            return found
     now = fingerprint(A, B, s, _budget(W, max_bytes))
     if is_plain(now) and is_plain(seen) and torch.equal(now, seen):
         return c.clone(), now
@@ -45,9 +57,52 @@ def guarded(
     return (new if is_plain(now) else torch.where((now == seen).all(), c, new)), now
 
 
+class Layers:
+    """The quantised weights of a tree, one after the other; of dense ones a backend has all in few launches."""
+
+    def __init__(self, s: Sequence[float], at: Sequence[int], backend: str):
+        self.s, self.at, self.backend = tuple(s), tuple(at), backend
+
+    def norms(self, W: Sequence[QuantWeight], A: Sequence[Tensor], B: Sequence[Tensor], c: Tensor) -> None:
+        """Writes all norms into c."""
+        for w, a, b, s, i in zip(W, A, B, self.s, self.at, strict=True):
+            c[i : i + w.shape[0]] = norm(w, a.detach(), b.detach(), None, s, None, False, self.backend)
+
+    def guarded(
+        self, W: Sequence[QuantWeight], A: Sequence[Tensor], B: Sequence[Tensor],
+        old: Tensor, old_words: Tensor, new: Tensor, new_words: Tensor,
+    ) -> None:  # fmt: skip
+        """Writes new and new_words: norms of before where the bits of A, B and s are."""
+        for j, (w, a, b, s, i) in enumerate(zip(W, A, B, self.s, self.at, strict=True)):
+            part = slice(i, i + w.shape[0])
+            new[part], new_words[j] = guarded(w, a.detach(), b.detach(), None, s, None, old[part], old_words[j], self.backend)
+
+
 def base_sqnorm(W: QuantWeight, max_bytes: int | None, backend: str) -> Tensor:
     budget = _budget(W, max_bytes)
     return torch.cat([OPS[backend].base_sqnorm(_rows(W, i, j), budget) for i, j in _parts(W, budget)])
+
+
+def merge(W: QuantWeight, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float, backend: str) -> tuple[QuantWeight, Tensor]:
+    """g (W + s B A) in the format of W, and what that loses: ||result - g (W + s B A)|| / ||g (W + s B A)||, float32.
+
+    The merged rows are float32 until they are codes, never rounded to W.dtype between. They are formed again for the error,
+    and once more where all rows share a scale: little beside what quantising them costs.
+    """
+    a, b, m = A.float(), B.float(), m.float()
+
+    def rows(i: int, j: int) -> Tensor:
+        part = W.dequantize(torch.float32, rows=slice(i, j))
+        return OPS[backend].merge_fwd(part, a, b[i:j], m[i:j], c[i:j], s)
+
+    merged = quantize_rows(rows, W.spec, W.device)
+    lost, whole = [], []
+    for i, j in bounds_of(W.spec):
+        exact = rows(i, j)
+        whole.append(torch.linalg.vector_norm(exact))
+        lost.append(torch.linalg.vector_norm(merged.dequantize(torch.float32, rows=slice(i, j)) - exact))
+    size = torch.linalg.vector_norm(torch.stack(whole))
+    return merged, torch.linalg.vector_norm(torch.stack(lost)) / size.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def smallest_bytes(W: QuantWeight, A: Tensor, B: Tensor, factored: bool) -> int:

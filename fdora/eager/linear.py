@@ -44,7 +44,7 @@ def layers_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options]
         if la.A is None:
             y, v = _frozen_fwd(flat, la.W, la.bias), None
         else:
-            y, h, v = _linear_fwd(flat, la, o, drop, next(given))
+            y, h, v = linear_fwd(flat, la, o, drop, next(given))
             hs.append(h)
         ys.append(y if x.dim() == 2 else own(y, (*x.shape[:-1], y.shape[-1])))
         kept.append(ys[-1] if v is None and o.save != "nothing" else v)
@@ -95,8 +95,10 @@ def own(y: Tensor, shape: Sequence[int]) -> Tensor:
     return unsafe_view(y, shape) if is_plain(y) and y.is_contiguous() else y.reshape(shape)
 
 
-def _linear_fwd(x: Tensor, la: Any, o: Options, dropout: Dropout, h: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x (M, K) -> y (M, N), h (M, r) and, when y cannot stand in for it, v, all in x's dtype."""
+def linear_fwd(
+    x: Tensor, la: Any, o: Options, dropout: Dropout, h: Tensor | None, base: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x (M, K) -> y (M, N), h (M, r) and, when y cannot stand in for it, v, all in x's dtype. ``base``: x W^T if known."""
     W, A, B, m, c, bias, seed = la
     t, acc = x.dtype, acc_dtype(x.dtype)
     g = scale(m, c)
@@ -104,15 +106,15 @@ def _linear_fwd(x: Tensor, la: Any, o: Options, dropout: Dropout, h: Tensor | No
     if h is None:
         h = xd @ A.to(t).T
     lora = matmul(h, _scaled(B, o.s, t).T)
-    w = W.to(t).T
     both_dropped = seed is not None and dropout.mode == "peft"
     if both_dropped:
+        w = W.to(t).T
         base = matmul(xd, w)
         v = base + lora
         out = matmul(x, w) + ((g - 1) * base + g * lora)
         out = out if bias is None else out + bias.to(acc)
     else:
-        v = matmul(x, w) + lora
+        v = (matmul(x, W.to(t).T) if base is None else base) + lora
         out = v * g if bias is None else torch.addcmul(bias.to(acc), v, g)
     y = cast(out, t)
     if o.save == "nothing" or (o.save == "output" and bias is None and not both_dropped and _recoverable(g, t)):

@@ -13,7 +13,9 @@ from fdora.functional.explain import explain as explain
 from fdora.functional.group import DoraLayer as DoraLayer
 from fdora.functional.group import dora_linear_group as dora_linear_group
 from fdora.functional.linear import dora_linear as dora_linear
+from fdora.functional.merge import MergedWeight as MergedWeight
 from fdora.functional.merge import dora_merge as dora_merge
+from fdora.functional.merge import dora_merge_quantized as dora_merge_quantized
 from fdora.functional.merge import dora_unmerge as dora_unmerge
 from fdora.functional.mlp import dora_mlp as dora_mlp
 from fdora.functional.norm import NormState as NormState
@@ -33,6 +35,7 @@ __all__ = [
     "DoraLayer",
     "DoraParams",
     "Explanation",
+    "MergedWeight",
     "NormState",
     "NormTreeState",
     "dora_base_sqnorm",
@@ -43,6 +46,7 @@ __all__ = [
     "dora_linear",
     "dora_linear_group",
     "dora_merge",
+    "dora_merge_quantized",
     "dora_merge_tree",
     "dora_mlp",
     "dora_norm",

@@ -12,19 +12,23 @@ from torch import Tensor
 
 from fdora._check import FdoraError
 from fdora._dispatch import Backend, forced
+from fdora.autograd import quant
 from fdora.autograd._ops import OPS
 from fdora.functional.backend import select_backend
+from fdora.functional.norm import WORDS as WORDS_OF_ONE
 from fdora.functional.norm import check_weights
+from fdora.quant import QuantSpec, QuantWeight
 
-WORDS = 16  # of a fingerprint, for each weight
+WORDS = 16  # of a fingerprint, for each weight that is a tensor
 ALIGN = 32  # numbers: each c begins at 128 bytes
 
 
 class Part:
-    """The leaves of one device and dtype of c, and where each c begins in their buffer."""
+    """The leaves of one device and dtype of c, quantised ones apart, and where each c begins in their buffer."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, places: list[int], W: Sequence[Tensor]):
-        self.device, self.dtype, self.places = device, dtype, places
+    def __init__(self, device: torch.device, dtype: torch.dtype, coded: bool, places: list[int], W: Sequence[Any]):
+        self.device, self.dtype, self.coded, self.places = device, dtype, coded, places
+        self.words = WORDS_OF_ONE if coded else WORDS
         self.whole = len(places) == len(W)
         self.at: list[int] = []
         self.lengths: list[int] = []
@@ -47,10 +51,11 @@ class Part:
         return views if len(views) == len(self.kept) else [views[i] for i in self.kept]
 
 
-def parts_of(W: Sequence[Tensor]) -> list[Part]:
-    found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+def parts_of(W: Sequence[Any]) -> list[Part]:
+    found: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
     for i, w in enumerate(W):
-        found.setdefault((w.device, torch.promote_types(w.dtype, torch.float32)), []).append(i)
+        coded = isinstance(w, QuantWeight)
+        found.setdefault((w.device, torch.promote_types(w.dtype, torch.float32), coded), []).append(i)
     return [Part(*key, places, W) for key, places in found.items()]
 
 
@@ -59,7 +64,11 @@ def tables(W: list, A: list, B: list, scales: list, backend: Backend = "auto") -
     parts = parts_of(W)
     for part in parts:
         choice = select_backend(W[part.places[0]], backend=backend)
-        part.layers = OPS[choice.name].tree_layers(*(part.of(leaves) for leaves in (W, A, B, scales)), part.at)
+        layers = part.of(scales)
+        if part.coded:
+            part.layers = quant.Layers(layers, part.at, choice.name)
+        else:
+            part.layers = OPS[choice.name].tree_layers(*(part.of(leaves) for leaves in (W, A, B)), layers, part.at)
     return parts
 
 
@@ -70,10 +79,14 @@ MOST = 32  # a plan is a table of pointers and holds no tensor of a caller
 
 def plan(fn: str, spec: Any, W: list, A: list, B: list, scales: list, backend: Backend) -> list[Part]:
     """The parts, whose arguments passed the checks; made once for tensors that lie where they lay and look as they looked."""
+    coded: list[tuple[int, QuantSpec]] = []
     tensors = [*W, *A, *B]
+    if QuantWeight in map(type, W):
+        coded = [(i, w.spec) for i, w in enumerate(W) if isinstance(w, QuantWeight)]
+        tensors = [t for t in tensors if not isinstance(t, QuantWeight)]
     pointers = list(map(Tensor.data_ptr, tensors))
     key: list = [backend, forced(), pointers, scales, list(map(type, scales)), list(map(Tensor.stride, tensors))]
-    key += [[t.shape for t in tensors], [t.dtype for t in tensors]]
+    key += [[t.shape for t in tensors], [t.dtype for t in tensors], coded, [W[i].device for i, _ in coded]]
     frozen = not (torch.is_grad_enabled() and any([w.requires_grad for w in W]))
     known = frozen and 0 not in pointers  # no address: meta tensors and empty ones, on whatever device
     if known:
@@ -108,7 +121,7 @@ def forget_norms() -> None:
 
 def no_words(part: Part) -> Tensor:
     """Which match nothing."""
-    return torch.zeros((len(part.places), WORDS), device=part.device, dtype=torch.int64)
+    return torch.zeros((len(part.places), part.words), device=part.device, dtype=torch.int64)
 
 
 def tree_of(spec: Any, parts: list[Part], buffers: Sequence[Tensor]) -> Any:

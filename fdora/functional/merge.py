@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fdora._check import FdoraError, check_dtype
+from fdora._check import FdoraError, check_dtype, fail
 from fdora._dispatch import Backend
 from fdora._torch import detached
+from fdora.autograd import quant
 from fdora.autograd._ops import OPS, autocast_off
 from fdora.autograd.norm import is_real, row_norm, scale
 from fdora.functional.backend import select_backend
 from fdora.functional.norm import WIDE, check_weights
 from fdora.quant import QuantWeight
+from fdora.quant.quantize import NAMES, quantizes
 
 
 @torch.no_grad()
@@ -50,6 +52,57 @@ def dora_merge(
     dense = W.dequantize() if isinstance(W, QuantWeight) else W
     with autocast_off(dense):
         return OPS[choice.name].merge_fwd(dense, A, B, m, c, s)
+
+
+class MergedWeight(NamedTuple):
+    """What :func:`dora_merge_quantized` returns."""
+
+    W: QuantWeight
+    error: Tensor
+    """() float32: what quantising the merged weight again lost of it, relative, in the Frobenius norm."""
+
+
+@torch.no_grad()
+def dora_merge_quantized(
+    W: QuantWeight, A: Tensor, B: Tensor, m: Tensor, *, s: float, norm: Tensor | None = None, backend: Backend = "auto"
+) -> MergedWeight:
+    """:func:`dora_merge` in the format of W: ``W' ~ g * (W + s * B @ A)``, each value the nearest code, and the error of that.
+
+    W lies on codes already: an adapter that moves it by less than half of their distance is rounded away, and the error is then
+    as large as the move, ``||dora_merge(...) - W|| / ||W||``. It grows up to what the format loses of any weight (9 % for nf4,
+    3 % for fp8, 1 % for int8). Keep the adapter apart, or the merged weight dense, where that is too much.
+
+    Args:
+      W: (N, K) :class:`fdora.quant.QuantWeight` of kind nf4, fp4, mxfp4, nvfp4, int8 or fp8.
+      A: (r, K), float32 or the dtype of W.
+      B: (N, r), float32 or the dtype of W.
+      m: (N,), float32 or the dtype of W.
+      s: LoRA scaling, usually alpha / r.
+      norm: (N,) from :func:`dora_norm`; None computes it.
+      backend: "auto", "eager" or "triton".
+
+    Returns:
+      ``MergedWeight(W, error)``: a QuantWeight of the kind, shape, dtype, groups and facts of W, with new codes and scales; and
+      ``||W' - g (W + s B A)|| / ||g (W + s B A)||`` as a float32 tensor without axes, on the device of W.
+
+    Raises:
+      FdoraError: W is dense, or of a kind that :func:`fdora.quant.quantize` does not make; else as :func:`dora_merge`.
+
+    Memory: the result, and float32 copies of 64 MB of W at a time; no dense (N, K) tensor. Keeps nothing for backward.
+    References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5; those of :func:`fdora.quant.quantize`.
+    """
+    fn = "dora_merge_quantized"
+    if not isinstance(W, QuantWeight):
+        raise fail(fn, "W", "a QuantWeight", f"a {type(W).__name__}", "Pass dora_merge(...) to fdora.quant.quantize.")
+    check_merge(fn, W, A, B, m, s, norm)
+    if not quantizes(W.spec):
+        remedy = "Merge it with dora_merge, and quantise the result with the library that made W."
+        raise fail(fn, "W", f"of kind {NAMES}, as quantize makes them", f"{W.kind} of {W.facts}", remedy)
+    choice = select_backend(W, backend=backend)
+    A, B, m, norm = detached(A, B, m, norm)
+    c = row_norm(W, A, B, None, s, None, True, choice.name) if norm is None else norm
+    with autocast_off(A):
+        return MergedWeight(*quant.merge(W, A, B, m, c, s, choice.name))
 
 
 @torch.no_grad()

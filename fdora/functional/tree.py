@@ -13,10 +13,11 @@ from fdora._check import FLOATS, FdoraError, Weight, check_dtype, check_shapes, 
 from fdora._dispatch import Backend
 from fdora._torch import is_traced
 from fdora.autograd._ops import autocast_off
-from fdora.functional._tree import ALIGN, WORDS, Leaf, no_words, parts_of, plan, tree_of
+from fdora.functional._tree import ALIGN, Leaf, no_words, parts_of, plan, tree_of
 from fdora.functional.merge import dora_merge
 from fdora.functional.norm import dora_norm
 from fdora.functional.params import dora_init
+from fdora.quant import QuantWeight
 
 PLAIN = {Tensor, torch.nn.Parameter}
 
@@ -27,9 +28,9 @@ class NormTreeState(NamedTuple):
     c: Any
     """The structure of weights, (N,) at each leaf; views of buffers."""
     buffers: tuple[Tensor, ...]
-    """All c of one device and dtype behind each other."""
+    """All c of one device and dtype behind each other, those of quantised weights apart."""
     fingerprint: tuple[Tensor, ...]
-    """(weights, 16) int64 for each buffer."""
+    """(weights, 16) int64 for each buffer, (weights, 256) of quantised ones."""
 
 
 def dora_norm_tree_state(weights: Any) -> NormTreeState:
@@ -44,7 +45,7 @@ def dora_norm_tree_state(weights: Any) -> NormTreeState:
     Raises:
       FdoraError: a leaf is not a floating matrix; the message names its path.
 
-    Memory: N numbers and 128 bytes for each weight; keeps nothing for backward.
+    Memory: N numbers and 128 bytes for each weight, 2 KB for a quantised one; keeps nothing for backward.
     References: none; it is bookkeeping of this library.
     """
     fn = "dora_norm_tree_state"
@@ -62,7 +63,8 @@ def dora_norm_tree(weights: Any, params: Any, *, s: Any, state: NormTreeState | 
     """Row norms of all adapted weights of a model: ``c = ||W + s * B @ A||`` at each leaf, as :func:`dora_norm` has it.
 
     On a GPU all weights of one device take three launches together, however many they are and whatever their shapes, ranks
-    and dtypes; where nothing changed since ``state`` they are the bits of A and B that are read, and no weight.
+    and dtypes, and quantised ones a few each; where nothing changed since ``state`` they are the bits of A and B that are
+    read, and no weight.
 
         state = dora_norm_tree_state(weights)
         state = dora_norm_tree(weights, params, s=s, state=state)  # in every forward
@@ -97,7 +99,7 @@ def dora_norm_tree(weights: Any, params: Any, *, s: Any, state: NormTreeState | 
     except (TypeError, IndexError, KeyError):
         raise _no_factors(fn, spec, pairs) from None
     scales = _for_each(fn, "s", spec, s, NUMBER)
-    if not set(map(type, (*W, *A, *B))) <= PLAIN or is_traced():
+    if not (set(map(type, W)) <= {*PLAIN, QuantWeight} and set(map(type, (*A, *B))) <= PLAIN) or is_traced():
         return _one_by_one(fn, spec, W, A, B, scales, state, backend)
     parts = plan(fn, spec, W, A, B, scales, backend)
     if state is not None:
@@ -229,7 +231,7 @@ def _check_state(fn: str, parts: list, state: NormTreeState) -> None:
     have = [(tuple(t.shape), t.dtype, t.device) for t in (*state.buffers, *state.fingerprint)]
     want: list[tuple[tuple[int, ...], torch.dtype, torch.device]]
     want = [((part.size,), part.dtype, part.device) for part in parts]
-    want += [((len(part.places), WORDS), torch.int64, part.device) for part in parts]
+    want += [((len(part.places), part.words), torch.int64, part.device) for part in parts]
     if have != want:
         first = next((pair for pair in zip(want, have, strict=False) if pair[0] != pair[1]), (len(want), len(have)))
         raise fail(fn, "state", f"of these weights ({_looks(first[0])})", _looks(first[1]), start)

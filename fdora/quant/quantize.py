@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import gcd
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fdora._check import FLOATS, check_dtype, fail
-from fdora.quant.codes8 import from_fp8, from_int8
+from fdora.quant.codes8 import Codes8
 from fdora.quant.lut4 import NESTED, Lut4, exponent, table
-from fdora.quant.mx import from_mxfp4, from_nvfp4
-from fdora.quant.weight import QuantWeight, matrix
+from fdora.quant.weight import CHUNK, QuantSpec, QuantWeight, matrix
 
 FN = "quant.quantize"
+Rows = Callable[[int, int], Tensor]  # rows i to j of what is quantised, float32
+NAMES = "nf4, fp4, mxfp4, nvfp4, int8 or fp8"
 TINY = 1e-38  # bitsandbytes' floor of an absolute maximum
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 
@@ -43,25 +45,25 @@ def dynamic_map(device: torch.device) -> Tensor:
     return torch.cat(values).sort().values.to(device)
 
 
-def bitsandbytes4(W: Tensor, kind: str, group: int, nested: bool, dtype: torch.dtype) -> QuantWeight:
-    blocks = grouped(W.flatten(), group)
+def bitsandbytes4(W: Tensor, facts: Lut4) -> tuple[Tensor, Tensor]:
+    """Codes and absolute maxima of whole groups; the last of all may be shorter."""
+    blocks = grouped(W.flatten(), facts.group)
     absmax = blocks.abs().amax(1)
     x = (blocks * (1 / absmax.clamp(min=TINY))[:, None]).clamp(-1, 1).flatten()[: W.numel()]
-    values = table(kind, W.device)
-    ascending, order = values.sort(stable=True)
+    ascending, order = table(facts.table, W.device).sort(stable=True)
     codes = order[by_map(x, ascending)].to(torch.uint8)
     codes = pad(codes, (0, 1)) if codes.shape[0] % 2 else codes
-    packed = codes[::2] << 4 | codes[1::2]
-    N, K = W.shape
-    if not nested:
-        return QuantWeight(kind, (packed, absmax), (N, K), dtype, Lut4(kind, True, group, "fp32", "flat"))
-    offset, code256 = absmax.mean(), dynamic_map(W.device)
+    return codes[::2] << 4 | codes[1::2], absmax
+
+
+def nest(absmax: Tensor) -> tuple[Tensor, ...]:
+    """Their scales quantised, too: codes, code256, scales2, offset."""
+    offset, code256 = absmax.mean(), dynamic_map(absmax.device)
     rest = absmax - offset
     outer = grouped(rest, NESTED)
     scales2 = outer.abs().amax(1)
     x = (outer * (1 / scales2.clamp(min=TINY))[:, None]).clamp(-1, 1).flatten()[: rest.shape[0]]
-    tensors = (packed, by_map(x, code256).to(torch.uint8), code256, scales2, offset)
-    return QuantWeight(kind, tensors, (N, K), dtype, Lut4(kind, True, group, "nested", "flat"))
+    return by_map(x, code256).to(torch.uint8), code256, scales2, offset
 
 
 def to_e2m1(x: Tensor) -> Tensor:
@@ -77,45 +79,131 @@ def packed_rows(codes: Tensor, K: int) -> Tensor:
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def mxfp4(W: Tensor, dtype: torch.dtype) -> QuantWeight:
+def mxfp4(W: Tensor) -> tuple[Tensor, Tensor]:
     blocks = grouped(W, 32)
     # frexp: amax = f * 2 ** e with f in [0.5, 1), so floor(log2(amax)) = e - 1; the largest e2m1 is 1.5 * 2 ** 2
     absmax = blocks.abs().amax(2)
     e = torch.where(absmax == 0, -127, torch.frexp(absmax).exponent - 3)
     scales = (e.clamp(-127, 127) + 127).to(torch.uint8)
     codes = to_e2m1(blocks / exponent(scales)[..., None])
-    return from_mxfp4(packed_rows(codes, W.shape[1]), scales, dtype=dtype)
+    return packed_rows(codes, W.shape[1]), scales
 
 
-def nvfp4(W: Tensor, dtype: torch.dtype) -> QuantWeight:
+def nvfp4(W: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """``whole``: the scale of all scales."""
     blocks = grouped(W, 16)
-    absmax = blocks.abs().amax(2)
-    whole = absmax.amax() / (E4M3_MAX * E2M1_MAX) if absmax.numel() else absmax.new_ones(())
-    whole = torch.where(whole == 0, 1.0, whole)
-    scales = (absmax / E2M1_MAX / whole).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    scales = (blocks.abs().amax(2) / E2M1_MAX / whole).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     total = scales.float() * whole
     codes = to_e2m1(torch.where(total[..., None] == 0, 0.0, blocks / total[..., None]))
-    return from_nvfp4(packed_rows(codes, W.shape[1]), scales, whole, dtype=dtype)
+    return packed_rows(codes, W.shape[1]), scales
 
 
-def eight(W: Tensor, kind: str, block: object, dtype: torch.dtype) -> QuantWeight:
-    largest = 127.0 if kind == "int8" else E4M3_MAX
+def eight(W: Tensor, facts: Codes8, whole: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``whole``: the scale of the tensor, where it has one."""
     N, K = W.shape
-    if block is None:
-        bn, bk = max(1, N), max(1, K)
-    elif block == "row":
-        bn, bk = 1, max(1, K)
-    elif isinstance(block, Sequence) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block):
-        bn, bk = block
-    else:
-        raise fail(FN, "block", "None, 'row' or (bn, bk)", repr(block), "Pass (128, 128) for fine-grained scales.")
+    bn, bk = facts.block if facts.scale == "block" else (1, max(1, K))
     tiles = pad(W, (0, -K % bk, 0, -N % bn)).unflatten(1, (-1, bk)).unflatten(0, (-1, bn))
-    scales = tiles.abs().amax((1, 3)) / largest
-    scales = torch.where(scales == 0, 1.0, scales)
+    scales = above_zero(tiles.abs().amax((1, 3)) / largest_of(facts)) if whole is None else whole.reshape(1, 1)
     x = (tiles / scales[:, None, :, None]).flatten(2).flatten(0, 1)[:N, :K].contiguous()
-    if kind == "int8":
-        return from_int8(x.round().clamp(-127, 127).to(torch.int8), scales, block, dtype=dtype)
-    return from_fp8(x.clamp(-largest, largest).to(torch.float8_e4m3fn), scales, block, dtype=dtype)
+    if facts.code == "int8":
+        codes = x.round().clamp(-127, 127).to(torch.int8)
+    else:
+        codes = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes, scales if facts.scale == "block" else scales.flatten()
+
+
+def largest_of(facts: Codes8) -> float:
+    return 127.0 if facts.code == "int8" else E4M3_MAX
+
+
+def above_zero(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, 1.0, scale)
+
+
+def facts_of(kind: str, group: int, nested: bool, block: object) -> Lut4 | Codes8 | None:
+    if kind in ("nf4", "fp4"):
+        return Lut4(kind, True, group, "nested" if nested else "fp32", "flat")
+    if kind in ("mxfp4", "nvfp4"):
+        return Lut4("e2m1", False, *((32, "e8m0") if kind == "mxfp4" else (16, "e4m3*global")), "row")
+    if kind not in ("int8", "fp8"):
+        return None
+    code = "int8" if kind == "int8" else "e4m3"
+    if block is None or block == "row":
+        return Codes8(code, "row" if block else "tensor", (0, 0), 1.0)
+    if isinstance(block, Sequence) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block):
+        return Codes8(code, "block", (block[0], block[1]), 1.0)
+    raise fail(FN, "block", "None, 'row' or (bn, bk)", repr(block), "Pass (128, 128) for fine-grained scales.")
+
+
+def quantizes(spec: QuantSpec) -> bool:
+    """Whether :func:`quantize_rows` makes weights of this format."""
+    facts = spec.facts
+    if isinstance(facts, Codes8):
+        return spec.kind in ("int8", "fp8")
+    if not isinstance(facts, Lut4) or spec.kind not in ("nf4", "fp4", "mxfp4", "nvfp4"):
+        return False
+    like = facts._replace(scales="e4m3*global") if facts.scales == "e4m3/global" else facts
+    return like == facts_of(spec.kind, facts.group, facts.scales == "nested", None)
+
+
+def quantize_rows(rows: Rows, spec: QuantSpec, device: torch.device) -> QuantWeight:
+    """A weight of this format. Rows are asked for in order, few at a time; twice where all of them share a scale."""
+    facts, bounds = spec.facts, bounds_of(spec)
+    assert isinstance(facts, Lut4 | Codes8)
+    whole = None
+    if isinstance(facts, Lut4) and facts.scales.startswith("e4m3"):
+        whole = above_zero(_largest(rows, bounds, device) / (E4M3_MAX * E2M1_MAX))
+    elif isinstance(facts, Codes8) and facts.scale == "tensor":
+        whole = above_zero(_largest(rows, bounds, device) / largest_of(facts))
+    parts = [_encoded(rows(i, j), facts, whole) for i, j in bounds]
+    codes, scales = (_joined(column) for column in zip(*parts, strict=True))
+    more: tuple[Tensor, ...] = ()
+    if isinstance(facts, Codes8):
+        scales = scales[:1] if facts.scale == "tensor" else scales
+        scales = scales if facts.unit == 1.0 else scales / facts.unit
+    elif facts.scales == "nested":
+        scales, *more = nest(scales)  # type: ignore[assignment]
+    elif whole is not None:
+        more = (whole if facts.scales == "e4m3*global" else 1 / whole,)
+    return QuantWeight(spec.kind, (codes, scales, *more), spec.shape, spec.dtype, facts)
+
+
+def _encoded(W: Tensor, facts: Lut4 | Codes8, whole: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes and scales of some rows."""
+    if isinstance(facts, Codes8):
+        return eight(W, facts, whole)
+    if facts.table != "e2m1":
+        return bitsandbytes4(W, facts)
+    return mxfp4(W) if whole is None else nvfp4(W, whole)
+
+
+def _largest(rows: Rows, bounds: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    largest = torch.zeros((), device=device)
+    for i, j in bounds:
+        part = rows(i, j)
+        largest = torch.maximum(largest, part.abs().amax()) if part.numel() else largest
+    return largest
+
+
+def bounds_of(spec: QuantSpec) -> list[tuple[int, int]]:
+    """Runs of rows that hold whole groups: CHUNK numbers in each, or as few as that needs."""
+    facts, (N, K) = spec.facts, spec.shape
+    if isinstance(facts, Codes8):
+        unit = facts.block[0] if facts.scale == "block" else 1
+    elif isinstance(facts, Lut4) and facts.layout == "flat":
+        unit = facts.group // gcd(K, facts.group)
+    else:
+        unit = 1
+    step = max(1, CHUNK // max(1, K * unit)) * unit
+    return [(i, min(N, i + step)) for i in range(0, max(1, N), step)]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].dtype == torch.float8_e4m3fn:
+        return torch.cat([t.view(torch.uint8) for t in parts]).view(torch.float8_e4m3fn)
+    return torch.cat(list(parts))
 
 
 def quantize(
@@ -143,12 +231,11 @@ def quantize(
     Raises:
       FdoraError: another kind; K is odd, for mxfp4 and nvfp4; group, nested or block do not fit the kind.
 
-    Memory: some float32 copies of W while it runs; keeps nothing of it.
+    Memory: some float32 copies of 64 MB of W at a time while it runs; keeps nothing of it.
     References: those of :func:`from_bnb`, :func:`from_mxfp4`, :func:`from_nvfp4` and :func:`from_fp8`.
     """
     check_dtype(FN, "W", W, FLOATS)
     N, K = matrix(FN, W.shape)
-    dtype = W.dtype if dtype is None else dtype
     lut, coded = kind in ("nf4", "fp4"), kind in ("int8", "fp8")
     if not lut and (nested or group is not None):
         raise fail(
@@ -160,13 +247,9 @@ def quantize(
         raise fail(FN, "group", "even and at least 2", group, "Pass 64.")
     if kind in ("mxfp4", "nvfp4") and K % 2:
         raise fail(FN, "W", "of even K", (N, K), "Two values of a row share a byte: pad W with a column of zeros.")
+    facts = facts_of(kind, 64 if group is None else group, nested, block)
+    if facts is None:
+        raise fail(FN, "kind", NAMES, repr(kind), "Other formats are made by their own libraries.")
+    spec = QuantSpec(kind, (N, K), W.dtype if dtype is None else dtype, facts, 0)
     with torch.no_grad():
-        wide = W.detach().float()
-        if lut:
-            return bitsandbytes4(wide, kind, 64 if group is None else group, nested, dtype)
-        if coded:
-            return eight(wide, kind, block, dtype)
-        makers: dict[str, Callable[[Tensor, torch.dtype], QuantWeight]] = {"mxfp4": mxfp4, "nvfp4": nvfp4}
-        if kind in makers:
-            return makers[kind](wide, dtype)
-    raise fail(FN, "kind", "nf4, fp4, mxfp4, nvfp4, int8 or fp8", repr(kind), "Other formats are made by their own libraries.")
+        return quantize_rows(lambda i, j: W[i:j].detach().float(), spec, W.device)

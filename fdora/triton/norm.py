@@ -155,7 +155,7 @@ def _norm_of_rows(
     tiles = cdiv(K, block_k)
     partial = plan.temp((tiles, N), torch.float32)
     programs = cdiv(N, block_n) * tiles
-    before, old_hash, new_hash, in_place = guard or (None, None, None, False)
+    old_hash, new_hash = (None, None) if guard is None else guard.hashes
     # Each of the three kernels of a guarded call is resident before the one ahead of it ends: 2 us less where nothing changed.
     pdl = guard is not None and plan.device.supports_pdl
     if guard is not None or tma:
@@ -169,10 +169,17 @@ def _norm_of_rows(
     if guard is None:
         column_sums(plan, partial, c, sqrt=not squared)
     else:
-        plan.launch(
-            choose_kernel, (cdiv(N, SUM_N),), (partial, before, old_hash, new_hash, c, N, tiles),
-            (in_place, WORDS, SUM_N, SUM_T, pdl), 4, 3, pdl,
-        )  # fmt: skip
+        chosen(plan, partial, c, guard)
+
+
+def chosen(plan: Builder, partial: Array, c: Array, guard: Guard) -> None:
+    """The root of the sums of partials, or the norm of before, into c."""
+    (tiles, N), pdl = partial.shape, plan.device.supports_pdl
+    before, old_hash, new_hash, in_place = guard
+    plan.launch(
+        choose_kernel, (cdiv(N, SUM_N),), (partial, before, old_hash, new_hash, c, N, tiles),
+        (in_place, WORDS, SUM_N, SUM_T, pdl), 4, 3, pdl,
+    )  # fmt: skip
 
 
 def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> tuple[tuple, tuple, bool]:

@@ -33,8 +33,9 @@ from fdora.triton.codes import (
 )
 from fdora.triton.configs import quant_config
 from fdora.triton.copy import in_dtype
+from fdora.triton.hash import WORDS, fingerprint
 from fdora.triton.kernels.quant import quant4_kernel, quant8_kernel
-from fdora.triton.norm import GROUP_N
+from fdora.triton.norm import GROUP_N, Guard, chosen
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv
@@ -60,6 +61,18 @@ def norm_of_codes(
     return quant_norm(coded_of(spec), tensors_of(tensors), A, B, s, squared)
 
 
+def norm_of_codes_guarded(
+    spec: QuantSpec, tensors: Sequence[Tensor | None], A: Tensor, B: Tensor, s: float, c: Tensor, old_hash: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """c and the fingerprint of A, B, s, as norm_guarded of norm.py has them; None where no kernel reads the format."""
+    if not is_decoded(spec):
+        return None
+    text, numbers = written([coded_of(spec)])
+    call = quant_row_norm_guarded if needs_dispatcher(A) else _quant_row_norm_guarded
+    c, new_hash = call(tensors_of(tensors), A, B, s, text, numbers, c, old_hash)
+    return c, new_hash
+
+
 def _quant_row_norm(
     tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, text: Sequence[str], numbers: Sequence[int], squared: bool
 ) -> Tensor:
@@ -73,6 +86,21 @@ def _planned(
     return plan_for(plan_quant_norm, every, *weights_of(text, numbers), squared), every, (s,)
 
 
+def _quant_row_norm_guarded(
+    tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, text: Sequence[str], numbers: Sequence[int], c: Tensor,
+    old_hash: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    return list(run(*_guarded(tensors, A, B, s, text, numbers, c, old_hash)))
+
+
+def _guarded(
+    tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, text: Sequence[str], numbers: Sequence[int], c: Tensor,
+    old_hash: Tensor,
+) -> tuple[Plan, tuple, tuple]:  # fmt: skip
+    every = (A, B, c, old_hash, *tensors)
+    return plan_for(plan_guarded_quant_norm, every, *weights_of(text, numbers)), every, (s,)
+
+
 def plan_quant_norm(likes: Sequence[Like | None], device: Device, coded: Coded, squared: bool) -> Plan:
     """likes: A, B, then those of the weight. Pure."""
     plan = Builder("dora_norm of codes", device)
@@ -84,9 +112,24 @@ def plan_quant_norm(likes: Sequence[Like | None], device: Device, coded: Coded, 
     return plan.plan()
 
 
+def plan_guarded_quant_norm(likes: Sequence[Like | None], device: Device, coded: Coded) -> Plan:
+    """likes: A, B, the norm and the fingerprint of before, then those of the weight. Pure."""
+    plan = Builder("dora_norm of codes where A, B or s changed", device)
+    A, B = map(plan.matrix, likes[:2])
+    before, old_hash = plan.vector(likes[2]), plan.vector(likes[3])
+    W = packed(plan, likes[4:], coded)
+    s, c = plan.scalar("s"), plan.result("c", (W.shape[0],), torch.float32)
+    new_hash = plan.result("fingerprint", (WORDS,), torch.int64)
+    fingerprint(plan, A, B, s, new_hash)
+    plan.path = "one pass over the codes, or none: the kernels return at once where A, B and s are what they were"
+    norm(plan, W, A, B, s, c, guard=Guard(before, old_hash, new_hash, False))
+    return plan.plan()
+
+
 def norm(
-    plan: Builder, W: Packed, A: Array, B: Array, s: Scalar, c: Array, dense: Array | None = None, squared: bool = False
-) -> None:
+    plan: Builder, W: Packed, A: Array, B: Array, s: Scalar, c: Array, dense: Array | None = None, squared: bool = False,
+    guard: Guard | None = None,
+) -> None:  # fmt: skip
     """Into c (N,) float32; W, too, into ``dense``."""
     (N, K), R = W.shape, A.shape[0]
     if A.dtype != B.dtype:  # products want one dtype; both hold the values exactly in the wider
@@ -95,16 +138,18 @@ def norm(
     split = rows > 0
     if split:
         plan.path += "; float32 factors as float16 ones of three times the rank"
-    a, by_k = split_A(plan, A) if split else (A, None)
+    hashes = None if guard is None else guard.hashes
+    a, by_k = split_A(plan, A, hashes) if split else (A, None)
     for i in range(0, N, rows or max(1, N)):
         j = min(N, i + (rows or N))
-        b, by_n = split_B(plan, B.rows(i, j)) if split else (B.rows(i, j), None)
-        _norm_of_rows(plan, W, a, b, by_n, by_k, c.rows(i, j), dense, s, i, squared)
+        b, by_n = split_B(plan, B.rows(i, j), hashes) if split else (B.rows(i, j), None)
+        part = None if guard is None else guard._replace(c=guard.c.rows(i, j))
+        _norm_of_rows(plan, W, a, b, by_n, by_k, c.rows(i, j), dense, s, i, squared, part)
 
 
 def _norm_of_rows(
     plan: Builder, W: Packed, A: Array, B: Array, by_n: Array | None, by_k: Array | None, c: Array, dense: Array | None,
-    s: Scalar, first: int, squared: bool,
+    s: Scalar, first: int, squared: bool, guard: Guard | None,
 ) -> None:  # fmt: skip
     N, K, R, capability = c.shape[0], W.shape[1], A.shape[0], plan.device.capability
     config = quant_config(R, A.itemsize == 2, capability, in_pairs(W.form, K))
@@ -114,7 +159,8 @@ def _norm_of_rows(
     even = N % block_n == 0 and K % block_k == 0 and R % block_r == 0
     tile = (block_n, block_k, block_r, GROUP_N, even, precision, by_n is not None)
     pitch = 0 if dense is None else dense.stride[0]
-    common = (A, B, by_n, by_k, partial, dense, pitch, s, first, N, K, R)
+    hashes = (None, None) if guard is None else guard.hashes
+    common = (A, B, by_n, by_k, partial, dense, pitch, *hashes, s, first, N, K, R)
     strides: tuple = (*A.stride, *B.stride)
     kernel: Any
     if isinstance(W.form, Lut4):
@@ -123,14 +169,29 @@ def _norm_of_rows(
     else:
         kernel, args = quant8_kernel, (W.codes, *W.rest, *common, groups_of(W), *W.codes.stride, *strides)
         how = (*byte_facts(W, capability), dense is not None)
-    plan.launch(kernel, (cdiv(N, block_n) * tiles,), args, (*how, *tile), num_warps, num_stages)
-    column_sums(plan, partial, c, sqrt=not squared)
+    programs = cdiv(N, block_n) * tiles
+    pdl = guard is not None and plan.device.supports_pdl
+    if guard is not None:  # three programs of 64 x 128 fit on a multiprocessor, see quant_config
+        programs = min(programs, 3 * plan.device.num_sms)
+    plan.launch(kernel, (programs,), args, (*how, *tile, guard is not None, WORDS, pdl), num_warps, num_stages, pdl)
+    if guard is None:
+        column_sums(plan, partial, c, sqrt=not squared)
+    else:
+        chosen(plan, partial, c, guard)
 
 
 def _fake_quant_row_norm(tensors, A, B, s, text, numbers, squared):
     return A.new_empty(numbers[0], dtype=torch.float32)
 
 
+def _fake_quant_row_norm_guarded(tensors, A, B, s, text, numbers, c, old_hash):
+    return [A.new_empty(numbers[0], dtype=torch.float32), A.new_empty(WORDS, dtype=torch.int64)]
+
+
+quant_row_norm_guarded = op(
+    "quant_row_norm_guarded", _quant_row_norm_guarded, _fake_quant_row_norm_guarded, _guarded,
+    "(Tensor[] tensors, Tensor A, Tensor B, float s, str[] text, SymInt[] numbers, Tensor c, Tensor old_hash) -> Tensor[]",
+)  # fmt: skip
 quant_row_norm = op(
     "quant_row_norm", _quant_row_norm, _fake_quant_row_norm, _planned,
     "(Tensor[] tensors, Tensor A, Tensor B, float s, str[] text, SymInt[] numbers, bool squared) -> Tensor",

@@ -17,6 +17,7 @@ from fdora.functional import (
     dora_norm_tree,
     dora_norm_tree_state,
 )
+from fdora.quant import quantize
 from tests import device, reference
 from tests.make import tensors
 
@@ -310,6 +311,30 @@ def a_captured_graph_decides_on_the_gpu(backend, dtype):
             b.copy_(before)
 
 
+def quantised_leaves_among_dense_ones(backend, dtype):
+    t = {n: tensors(*shape, dtype=dtype) for n, shape in {"q": (48, 96, 4), "v": (24, 96, 4), "up": (17, 64, 4)}.items()}
+    weights = {"q": quantize(t["q"]["W"], "nf4"), "v": [t["v"]["W"], quantize(t["up"]["W"], "int8")]}
+    params = {"q": (t["q"]["A"], t["q"]["B"]), "v": [(t[n]["A"], t[n]["B"]) for n in ("v", "up")]}
+    state, computed = moved(weights, params, dora_norm_tree_state(weights), backend)
+    assert computed == [("q",), ("v", 0), ("v", 1)] and len(state.buffers) == 2
+    dense = [weights["q"].dequantize(torch.float64), weights["v"][0], weights["v"][1].dequantize(torch.float64)]
+    for c, W, (A, B) in zip(optree.tree_leaves(state.c), dense, (params["q"], *params["v"]), strict=True):
+        torch.testing.assert_close(c.double(), reference.norm(W, A, B, S), rtol=1e-6, atol=0)
+    assert moved(weights, params, state, backend)[1] == []
+    for path, change in {("v", 1): params["v"][1][0], ("v", 0): params["v"][0][1], ("q",): params["q"][1]}.items():
+        change[-1, -1] += 1
+        state, computed = moved(weights, params, state, backend)
+        assert computed == [path]
+    assert len(moved(weights, params, state, backend, s=-S)[1]) == 3
+    weights["q"] = quantize(t["q"]["W"], "fp4")  # where A and B are what they were
+    assert not torch.equal(dora_norm_tree(weights, params, s=S, backend=backend)["q"], state.c["q"])
+    if backend == "eager" and dtype == torch.float32:  # nothing else is another than in the calls before
+        wide = weights | {"q": weights["q"].to(torch.float64)}
+        assert dora_norm_tree(wide, params, s=S, backend=backend)["q"].dtype == torch.float64
+    with pytest.raises(FdoraError, match=r"`A` of leaf weights\['v'\]\[1\] must be \(r, K\) with K=64"):
+        dora_norm_tree(weights, {"q": params["q"], "v": [params["v"][0], params["v"][0]]}, s=S, backend=backend)
+
+
 CHECKS = [
     matches_the_truth,
     one_leaf_and_none,
@@ -322,6 +347,7 @@ CHECKS = [
     factors_that_trade_places_are_not_taken_for_each_other,
     many_layers,
     starts_and_merges,
+    quantised_leaves_among_dense_ones,
     errors_name_the_leaf,
     traced_and_mapped,
     a_captured_graph_decides_on_the_gpu,

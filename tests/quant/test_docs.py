@@ -25,12 +25,25 @@ def test_the_programs(monkeypatch):
     first, second = (run(program) for program in PROGRAMS)
     W, A, B, m, x = (first[name] for name in ("W", "A", "B", "m", "x"))
     assert torch.equal(first["y"], x @ W.dequantize().T)  # B = 0
+    assert first["packed"].spec == W.spec and 0 <= first["error"] < 1e-4  # B = 0
     assert first["merged"].shape == (48, 64) and B.grad.abs().sum() > 0 and m.grad.abs().sum() > 0 and A.grad is not None
     assert second["c"].shape == (48,) and second["c"].isfinite().all()
     dense = second["W"].dequantize()
     assert torch.equal(dense, second["W"].tensors[0].float() * 0.5)
     c = second["dora_norm"](second["W"], torch.ones(8, 64), torch.ones(48, 8), s=1.0)
     torch.testing.assert_close(c.double(), reference.norm(dense, torch.ones(8, 64), torch.ones(48, 8), 1.0), rtol=1e-6, atol=0)
+
+
+def test_errors_of_8_bit_products():
+    """The table, at an eighth of its size."""
+    from bench.fp8_error import INPUTS, SCALES, errors
+
+    rows = re.findall(r"^\| ([\w ]+) \| ([\w ]+) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", PAGE, re.M)
+    assert [row[:2] for row in rows] == [(kind, scale) for kind in INPUTS for scale in SCALES]
+    for kind, scale, *said in rows:
+        found = errors(scale, kind, 128, 256, 2048, 16)
+        for number, each in zip(said, found.values(), strict=True):
+            assert 100 * each == pytest.approx(float(number), rel=0.25), (kind, scale, found)
 
 
 def test_every_kind_has_a_row():

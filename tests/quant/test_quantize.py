@@ -7,7 +7,7 @@ import torch
 
 from fdora._check import FdoraError
 from fdora.quant import TABLES, quantize
-from fdora.quant.quantize import to_e2m1
+from fdora.quant.quantize import bounds_of, quantize_rows, to_e2m1
 from tests import device
 from tests.quant.make import E2M1, FP4, NF4
 
@@ -57,6 +57,20 @@ def test_what_was_quantised_comes_back(kind, how):
         return  # its scales move a little each time
     twice = quantize(once.dequantize(), kind, **how).dequantize()
     torch.testing.assert_close(twice, once.dequantize(), rtol=1e-6, atol=0)
+
+
+@every
+@pytest.mark.parametrize("N, K", [(200, 300), (45, 98), (3, 10), (0, 64)])
+def test_few_rows_at_a_time_are_all_of_them(kind, how, N, K, monkeypatch):
+    W = torch.randn(N, K, device=device.NAME)
+    whole, asked = quantize(W, kind, **how), []
+    monkeypatch.setitem(bounds_of.__globals__, "CHUNK", 1000)
+    parts = quantize_rows(lambda i, j: asked.append(j - i) or W[i:j], whole.spec, W.device)
+    assert parts.spec == whole.spec and (
+        len(asked) > 1 or N * K < 1000 or how.get("group") == 256 or how.get("block") == (128, 128)
+    )
+    for part, all_of_it in zip(parts.tensors, whole.tensors, strict=True):
+        assert part.dtype == all_of_it.dtype and torch.equal(part.float().nan_to_num(), all_of_it.float().nan_to_num())
 
 
 @pytest.mark.parametrize(("name", "want"), [("nf4", NF4), ("fp4", FP4), ("e2m1", E2M1)])

@@ -20,6 +20,7 @@ from triton.compiler import ASTSource, make_backend  # noqa: E402
 from fdora._records import Dropout  # noqa: E402
 from fdora.triton import act  # noqa: E402
 from fdora.triton.configs import GemmConfig, gemm_config  # noqa: E402
+from fdora.triton.fp8 import plan_fp8_linear  # noqa: E402
 from fdora.triton.gemm import Epilogue, Masked, Operand, gemm  # noqa: E402
 from fdora.triton.linear import plan_backward, plan_forward  # noqa: E402
 from fdora.triton.runtime.device import Device  # noqa: E402
@@ -146,12 +147,15 @@ def asked():
     """kernel -> kind -> launch"""
     found = {}
     for d, (maker, likes, options) in product((device(80), device(90)), every_call()):
+        if d.capability < 89 and maker is plan_fp8_linear:  # refused there: Triton has no float8 for it
+            continue
         for step in launches(maker(tuple(likes), d, *options)):
             found.setdefault(step.kernel.__name__, {})[kind(step)] = step, d.capability
     return found
 
 
 KERNELS = (
+    "fp8_blocks", "fp8_gemm", "fp8_rows",
     "act_bwd", "act_fwd", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "epilogue", "finish", "gemm_pointer", "gemm_tma",
     "hash", "merge", "norm", "quant4", "quant8", "scale", "shrink", "small", "split", "sum",
 )  # fmt: skip

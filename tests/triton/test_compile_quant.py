@@ -10,9 +10,19 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora.quant import Codes8, Lut4
 from fdora.quant.bnb import UNIT
 from fdora.triton.codes import Coded
-from fdora.triton.quant import plan_quant_norm
+from fdora.triton.quant import plan_guarded_quant_norm, plan_quant_norm
 from tests.triton.test_compile import TARGETS, assert_fits, build, device, pytestmark  # noqa: F401
-from tests.triton.written import BF16, FP16, FP32, launches, likes_of_codes, likes_of_norm, plan_dense, plan_dense_norm
+from tests.triton.written import (
+    BF16,
+    FP16,
+    FP32,
+    launches,
+    likes_of_codes,
+    likes_of_norm,
+    plan_dense,
+    plan_dense_norm,
+    with_state,
+)
 
 FORMS = {
     "nf4 nested": Lut4("nf4", True, 64, "nested", "flat"),
@@ -42,12 +52,15 @@ RAGGED = [(1000, 4160, 70, BF16, BF16), (1000, 4160, 70, FP32, None)]
 CROSSING = [(1000, 4098, 70, FP32, None), (999, 4097, 70, BF16, BF16)]
 
 
-def step_of(form, target, N, K, r, dtype, dense):
+def step_of(form, target, N, K, r, dtype, dense, guarded=False):
     coded = Coded((N, K), form)
-    if dense is None:
-        plan = plan_quant_norm(likes_of_norm(coded, r, dtype), device(target), coded, False)
+    likes = likes_of_norm(coded, r, dtype)
+    if guarded:
+        plan = plan_guarded_quant_norm(with_state(likes, N), device(target), coded)
+    elif dense is None:
+        plan = plan_quant_norm(likes, device(target), coded, False)
     else:
-        plan = plan_dense_norm(likes_of_norm(coded, r, dtype), device(target), coded, dense)
+        plan = plan_dense_norm(likes, device(target), coded, dense)
     (step,) = launches(plan, "quant")
     return step
 
@@ -61,6 +74,12 @@ def test_whole_tiles(name, target, tmp_path):
             assert_reads_wide_and_moves_bytes(made, FORMS[name], name != NARROW)
             if case[-1] == BF16:
                 assert "cvt.rn.bf16" in made.asm["ptx"]  # the interpreter cuts
+
+
+@pytest.mark.parametrize(("name", "target"), [case for case in CASES if case[0] in SOME])
+def test_guarded_ones(name, target, tmp_path):
+    for case in (WHOLE[0], WHOLE[1]):  # of e4m3, whose bits sm_80 decodes, one register goes to memory
+        assert_fits(build(step_of(FORMS[name], target, *case, guarded=True), target), target, tmp_path, spill=8)
 
 
 def assert_reads_wide_and_moves_bytes(made, form, bytes_only):

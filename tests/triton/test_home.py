@@ -388,6 +388,14 @@ def samples():
             for coded, text, numbers in ((four, ["nf4", "fp32", "flat"], [16, 1]), (eight, ["int8", "row", ""], [0, 0]))
             for squared in (False, True)
         ],
+        "quant_row_norm_guarded": [
+            (four, A, B, S, ["nf4", "fp32", "flat"], [*W.shape, 16, 1], *dora_norm_state(W)),
+            (eight, A, B, S, ["int8", "row", ""], [*W.shape, 0, 0], *dora_norm_state(W)),
+        ],
+        "fp8_linear": [
+            (x, [eight[0].to(torch.float8_e4m3fn), eight[1], A, B, m, c, b, drop], S, save, p, "row", [0, 0])
+            for b, drop, save, p in ((None, None, "output", 0.0), (bias, seed, "pre_scale", 0.3), (bias, None, "nothing", 0.0))
+        ],
         "merge": [(W, A, B, m, c, S, undo) for undo in (False, True)],
         "compose": [(dy, dy, m, bias, S, False), (dy, dy, m, None, S, True)],
         "compose_backward": [(dy, dy, dy, m, S, delta, [True, False, True, not delta]) for delta in (False, True)],
@@ -433,8 +441,8 @@ def custom_ops():
 
 
 OPS = (
-    "compose", "compose_backward", "linear", "linear_backward", "merge", "mlp", "mlp_backward", "model_norms",
-    "quant_row_norm", "row_norm", "row_norm_guarded", "row_norm_kept",
+    "compose", "compose_backward", "fp8_linear", "linear", "linear_backward", "merge", "mlp", "mlp_backward", "model_norms",
+    "quant_row_norm", "quant_row_norm_guarded", "row_norm", "row_norm_guarded", "row_norm_kept",
 )  # fmt: skip
 
 

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from fdora import _dispatch
-from fdora.functional import dora_linear, dora_norm, dora_norm_state
+from fdora.functional import dora_linear, dora_merge_quantized, dora_norm, dora_norm_state
 from fdora.quant import from_nvfp4, opaque, quantize
 from tests import device, reference
+from tests.checks.norm_state import moved
 from tests.close import rel_l2
 from tests.quant.make import QUANTISED
-from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
+from tests.triton.marks import INTERPRETED, needs_kernels
 
 pytestmark = needs_kernels
 S = 0.7
@@ -78,6 +79,83 @@ def test_other_kinds_are_decoded_some_rows_at_a_time(launched):
     assert not launched
 
 
+@pytest.mark.parametrize(("name", "dtype"), [*((n, torch.float16) for n in QUANTISED), ("nf4 nested", torch.float32)], ids=str)
+def test_a_state_is_decided_on_by_the_kernels(name, dtype, launched, monkeypatch):
+    W = weight(name)
+    A, B = adapter(W, dtype)
+    state, seen = moved(W, A, B, dora_norm_state(W), "triton")
+    assert seen and torch.equal(state.c, dora_norm(W, A, B, s=S, backend="triton"))
+    with monkeypatch.context() as patch:
+        if INTERPRETED:  # no tile is looked at
+            from fdora.triton.kernels import quant as kernels
+
+            patch.setattr(kernels, "low_rank", None)
+        assert not moved(W, A.clone(), B.clone(), state, "triton")[1]
+    for change in (lambda: B[-1, -1].add_(1), lambda: A[0, 5].neg_()):
+        change()
+        state, seen = moved(W, A, B, state, "triton")
+        assert seen
+    assert moved(W, A, B, state, "triton", s=-S)[1]
+    assert launched.count("dora_norm of codes where A, B or s changed") == 5
+
+
+def test_a_state_across_more_tiles_than_programs_and_in_a_captured_graph(monkeypatch):
+    from fdora.triton import quant
+
+    W = weight("nf4 nested", 400, 320)
+    A, B = adapter(W)
+    monkeypatch.setattr(quant, "rows_at_a_time", lambda *_: 256)
+    state, seen = moved(W, A, B, dora_norm_state(W), "triton")
+    want = reference.norm(W.dequantize(torch.float32).double(), A.double(), B.double(), S)
+    torch.testing.assert_close(state.c.double(), want, rtol=1e-6, atol=0)
+    assert seen and torch.equal(dora_norm(W, A, B, s=S, state=state, backend="triton").c, state.c)
+    if device.NAME == "cpu":
+        return  # a CUDA graph needs a GPU
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        new = dora_norm(W, A, B, s=S, state=state)
+        for a, b in zip(state, new, strict=True):
+            a.copy_(b)
+    for change in (lambda: None, lambda: A.mul_(2), lambda: B[3, 1].add_(1)):
+        change()
+        graph.replay()
+        assert torch.equal(state.c, dora_norm(W, A, B, s=S))
+        state.c.add_(1)
+        poison = state.c.clone()
+        graph.replay()
+        assert torch.equal(state.c, poison)
+
+
+def test_a_state_of_the_other_backend_and_of_another_kind():
+    W = weight("nf4")
+    A, B = adapter(W)
+    for first, then in (("eager", "triton"), ("triton", "eager")):
+        state = dora_norm(W, A, B, s=S, state=dora_norm_state(W), backend=first)
+        assert moved(W, A, B, state, then)[1]
+    half = (torch.randn(48, 96, generator=torch.Generator().manual_seed(2)) / 8).to(device.NAME, torch.float16)
+    W = opaque(lambda t: t.mul(2), (48, 96), torch.float16, device.NAME, (half,))
+    state, seen = moved(W, A, B, dora_norm_state(W), "triton")
+    assert seen and not moved(W, A, B, state, "triton")[1]
+    B[0, 0] += 1
+    assert moved(W, A, B, state, "triton")[1]
+
+
+def test_a_state_in_compiled_code():
+    W = weight("nf4 nested")
+    A, B = adapter(W)
+
+    def f(W, A, B, state):
+        return dora_norm(W, A, B, s=S, state=state, backend="triton")
+
+    torch._dynamo.reset()
+    call = torch.compile(f, backend="aot_eager", fullgraph=True)
+    state = call(W, A, B, dora_norm_state(W))
+    assert torch.equal(state.c, dora_norm(W, A, B, s=S, backend="triton"))
+    poisoned = state._replace(c=state.c + 1)
+    assert torch.equal(call(W, A, B, poisoned).c, poisoned.c)
+    assert torch.equal(call(W, A, 2 * B, poisoned).c, dora_norm(W, A, 2 * B, s=S, backend="triton"))
+
+
 def test_a_layer_and_a_state(monkeypatch):
     monkeypatch.setattr(_dispatch, "_forced", "triton")
     W = weight("nf4 nested")
@@ -97,6 +175,20 @@ def test_a_layer_and_a_state(monkeypatch):
     new = dora_norm(W, A, B, s=S, state=again)
     assert torch.equal(new.c, dora_norm(W, A, B, s=S)) and not torch.equal(new.c, state.c)
     assert rel_l2(dora_linear(x, W, A, B, m, s=S).detach(), dora_linear(x, dense, A, B, m, s=S).detach()) < 2e-3
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+def test_a_merge_in_the_format_of_its_weight(name):
+    W = weight(name)
+    A, B = adapter(W)
+    m = 1.1 * reference.norm(W.dequantize(torch.float32).double(), A.double(), B.double(), S).float()
+    merged, error = dora_merge_quantized(W, A, B, m, s=S, backend="triton")
+    want, wanted = dora_merge_quantized(W, A, B, m, s=S, backend="eager")
+    assert merged.spec == W.spec and merged.device == error.device == W.device
+    torch.testing.assert_close(error, wanted, rtol=1e-2, atol=0)
+    # a value at the middle of two codes may go to the other one
+    same = torch.isclose(merged.dequantize(torch.float32), want.dequantize(torch.float32), rtol=1e-4, atol=1e-6)
+    assert same.float().mean() > 0.99
 
 
 @pytest.mark.parametrize("name", ["nf4 nested", "fp8"])

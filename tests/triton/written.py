@@ -178,6 +178,11 @@ def likes_of_norm(coded, r, dtype=BF16):
     return [alike(r, K, dtype=dtype), alike(N, r, dtype=dtype), *likes_of_codes(coded)]
 
 
+def with_state(likes, N):
+    """The same with the norm and the fingerprint of before."""
+    return [*likes[:2], alike(N, dtype=FP32), alike(256, dtype=torch.int64), *likes[2:]]
+
+
 def forms_of_codes():
     """Every way in which codes and scales lie."""
     from fdora.quant import Codes8, Lut4
@@ -214,9 +219,9 @@ def plan_dense(likes, device, coded, dense):
 
 
 def calls_of_codes(N, K, r, dtype):
-    """Norms of weights of 4 and 8 bits, with and without the dense W, and that alone."""
+    """Norms of weights of 4 and 8 bits, with and without the dense W, that alone, and norms with a state."""
     from fdora.triton.codes import Coded
-    from fdora.triton.quant import plan_quant_norm
+    from fdora.triton.quant import plan_guarded_quant_norm, plan_quant_norm
 
     for form in forms_of_codes():
         coded = Coded((N, K), form)
@@ -225,6 +230,7 @@ def calls_of_codes(N, K, r, dtype):
         for dense in (BF16, FP32):
             yield plan_dense_norm, likes_of_norm(coded, r, dtype), (coded, dense)
             yield plan_dense, likes_of_codes(coded), (coded, dense)
+        yield plan_guarded_quant_norm, with_state(likes_of_norm(coded, r, dtype), N), (coded,)
 
 
 def calls_of_coded_layers(M, N, K, r, dtype):
@@ -260,6 +266,18 @@ def calls_of_coded_layers(M, N, K, r, dtype):
     yield mlp.plan_backward, [x, x, *saved, *likes], (0.0, "lora", "silu", True, needs, *facts)
 
 
+def calls_of_fp8(M, N, K, r, dtype):
+    """Products of 8-bit codes, with scales of every kind."""
+    from fdora.triton.fp8 import plan_fp8_linear
+
+    codes, vector = alike(N, K, dtype=torch.float8_e4m3fn), alike(N, dtype=FP32)
+    for mode, scales in (("tensor", 1), ("row", N), ("block", -(-N // 128) * -(-K // 128))):
+        for bias, seed, save in ((None, None, "output"), (vector, alike(dtype=torch.int64), "pre_scale")):
+            A, B = alike(r, K, dtype=FP32), alike(N, r, dtype=FP32)
+            likes = [alike(M, K, dtype=dtype), codes, alike(scales, dtype=FP32), A, B, vector, vector, bias, seed]
+            yield plan_fp8_linear, likes, (save, 0.1 if seed else 0.0, mode, (128, 128) if mode == "block" else (0, 0))
+
+
 def every_call():
     """Few tokens and many, small ranks and large, every mix of dtypes; sizes that are multiples of 16 and, once, that are not."""
     for M, r in ((8, 16), (64, 384), (4096, 16), (4096, 64), (4096, 384)):
@@ -279,3 +297,6 @@ def every_call():
     for M, dtype in ((16, BF16), (512, BF16), (512, FP32)):
         yield from calls_of_coded_layers(M, 1024, 512, 16, dtype)
     yield from calls_of_coded_layers(70, 137, 75, 5, FP16)
+    yield from calls_of_fp8(8, 1024, 2048, 16, BF16)
+    yield from calls_of_fp8(4096, 1024, 2048, 16, BF16)
+    yield from calls_of_fp8(130, 137, 75, 5, FP16)

@@ -17,6 +17,8 @@ Roofs at 8192 x 8192, r = 64 on an H100, none of them measured. NF4 with nested 
 8.6 GFLOP, 11 us; 18 instructions a weight in all (SASS for sm_90), 42 us: starting instructions is what bounds it, up to
 r = 240, where the products take as long. Norms of dense bf16 read 134 MB (45 us) after a dequantisation of 170 MB (57 us).
 e4m3 and int8: 67 MB, 20 us; 12 instructions a weight, 29 us. With a dense W stored: 134 MB more, 40 us, beside the same.
+
+A guarded norm begins as kernels/norm.py does: its few programs have no tile to walk over where A, B and s are what they were.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.decode import beside, byte_scales, byte_weights, nibbles, pair_codes, pair_scales, single_weights
+from fdora.triton.kernels.hash import unchanged
 from fdora.triton.kernels.tile import low_rank, tile_at, unscaled
 from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -40,26 +44,38 @@ def _store(dense, w, row, k, inside, pitch, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _tile(first, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """Column of this program's tile, its rows from ``first`` on and as W has them, its columns, and what is inside."""
-    tile_n, tile_k = tile_at(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, GROUP)
+def _tiles(
+    old_hash, new_hash, N, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """How many there are to do."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tiles = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, BLOCK_K)
+    return tl.where(unchanged(old_hash, new_hash, WORDS), 0, tiles)
+
+
+@triton.jit
+def _tile(i, first, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """Column of tile i, its rows from ``first`` on and as W has them, its columns, and what is inside."""
+    tile_n, tile_k = tile_at(i, N, K, BLOCK_N, BLOCK_K, GROUP)
     n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     row, in_n = (first + n).to(tl.int64), n < N
     inside = in_n[:, None] & (k < K)[None, :]
     return tile_k, n, k, row, in_n, inside
 
 
-@triton.jit(launch_metadata=launched)
-def quant4_kernel(
-    codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
+@triton.jit
+def _quant4_tile(
+    i, codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
     stride_ar, stride_ak, stride_bn, stride_br,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
     PAIRS: tl.constexpr, PTX: tl.constexpr, STORE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """N rows from ``first`` on: B, scale_n and partial begin there, W and what is stored of it do not."""
-    tile_k, n, k, row, in_n, inside = _tile(first, N, K, BLOCK_N, BLOCK_K, GROUP)
+    tile_k, n, k, row, in_n, inside = _tile(i, first, N, K, BLOCK_N, BLOCK_K, GROUP)
     IN_TILE: tl.constexpr = BLOCK_K // GROUP_SIZE if BLOCK_K > GROUP_SIZE else 1
     PART: tl.constexpr = BLOCK_K // 2 // IN_TILE
     if PAIRS:
@@ -93,16 +109,42 @@ def quant4_kernel(
 
 
 @triton.jit(launch_metadata=launched)
-def quant8_kernel(
-    codes, scales, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
+def quant4_kernel(
+    codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, old_hash, new_hash, s, first,
+    N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
+    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
+    PAIRS: tl.constexpr, PTX: tl.constexpr, STORE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """N rows from ``first`` on: B, scale_n and partial begin there, W and what is stored of it do not."""
+    if GUARDED:
+        for i in range(tl.program_id(0), _tiles(old_hash, new_hash, N, K, BLOCK_N, BLOCK_K, WORDS, PDL), tl.num_programs(0)):
+            _quant4_tile(
+                i, codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, s, first,
+                N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
+                TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
+                BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, SCALED,
+            )  # fmt: skip
+    else:
+        _quant4_tile(
+            tl.program_id(0), codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, s, first,
+            N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
+            TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
+            BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, SCALED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _quant8_tile(
+    i, codes, scales, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
     stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br,
     CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PTX: tl.constexpr, STORE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """N rows from ``first`` on, as above. e4m3 codes come as bytes: Triton has no float8 below sm_89 (BY_BITS)."""
-    tile_k, n, k, row, in_n, inside = _tile(first, N, K, BLOCK_N, BLOCK_K, GROUP)
+    tile_k, n, k, row, in_n, inside = _tile(i, first, N, K, BLOCK_N, BLOCK_K, GROUP)
     at = codes + row[:, None] * stride_cn + k[None, :].to(tl.int64) * stride_ck
     x = tl.load(at) if EVEN else tl.load(at, mask=inside, other=0)
     scale = byte_scales(scales, row, k, tile_k * BLOCK_K, in_n, inside, groups, MODE, BN, BK, BLOCK_K)
@@ -117,3 +159,28 @@ def quant8_kernel(
     tl.store(partial + tile_k.to(tl.int64) * N + n, tl.sum(v * v, axis=1), mask=in_n)
     if STORE:
         _store(dense, w, row, k, inside, pitch, EVEN)
+
+
+@triton.jit(launch_metadata=launched)
+def quant8_kernel(
+    codes, scales, A, B, scale_n, scale_k, partial, dense, pitch, old_hash, new_hash, s, first, N, K, R, groups,
+    stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br,
+    CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PTX: tl.constexpr, STORE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """N rows from ``first`` on, as above. e4m3 codes come as bytes: Triton has no float8 below sm_89 (BY_BITS)."""
+    if GUARDED:
+        for i in range(tl.program_id(0), _tiles(old_hash, new_hash, N, K, BLOCK_N, BLOCK_K, WORDS, PDL), tl.num_programs(0)):
+            _quant8_tile(
+                i, codes, scales, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
+                stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br, CODE, BY_BITS, MODE, BN, BK, PTX, STORE,
+                BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, SCALED,
+            )  # fmt: skip
+    else:
+        _quant8_tile(
+            tl.program_id(0), codes, scales, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
+            stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br, CODE, BY_BITS, MODE, BN, BK, PTX, STORE,
+            BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, SCALED,
+        )  # fmt: skip

@@ -16,18 +16,21 @@ class Cost(NamedTuple):
     flops16: float = 0
     flops32: float = 0
     bytes: float = 0
+    flops8: float = 0
 
     @property
     def flops(self) -> float:
-        return self.flops16 + self.flops32
+        return self.flops8 + self.flops16 + self.flops32
 
     def __add__(self, other: Any) -> Cost:
-        return Cost(self.flops16 + other.flops16, self.flops32 + other.flops32, self.bytes + other.bytes)
+        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def product(M: int, N: int, K: int, operand: Any) -> Cost:
     """(M, K) (K, N), in the dtype of this operand."""
     flops, t = 2.0 * M * N * K, _matrix(operand)
+    if t.dtype.itemsize == 1:
+        return Cost(flops8=flops)
     return Cost(flops16=flops) if t.dtype.itemsize == 2 else Cost(flops32=flops)
 
 
@@ -138,6 +141,14 @@ def _epilogue(*, v, residual, out, **_: Any) -> Cost:
     return moved(v, residual, out)
 
 
+def _fp8_rows(*, x, out, scale, **_: Any) -> Cost:
+    return moved(x, out, scale)
+
+
+def _fp8_gemm(*, x, x_scale, w, w_scale, h, b, out, pre_scale, M, N, K, R, **_: Any) -> Cost:
+    return product(M, N, K, x) + product(M, N, R, h) + moved(x, x_scale, w, w_scale, h, b, out, pre_scale)
+
+
 def _hash(*, A, B, out, **_: Any) -> Cost:
     return moved(A, B, out)
 
@@ -158,6 +169,9 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "drop_kernel": _drop,
     "epilogue_kernel": _epilogue,
     "finish_kernel": _finish,
+    "fp8_blocks_kernel": _fp8_rows,
+    "fp8_gemm_kernel": _fp8_gemm,
+    "fp8_rows_kernel": _fp8_rows,
     "gemm_pointer_kernel": _gemm,
     "gemm_tma_kernel": _gemm,
     "hash_kernel": _hash,

@@ -52,7 +52,7 @@ class Described(NamedTuple):
 def describe(plan: Plan, rates: Any = None) -> Described:
     """``rates``: with a method ``seconds(flops16, flops32, bytes, full_fp32)``."""
     copied = [(i, like.nbytes) for i in plan.copies if (like := plan.inputs[i]) is not None]
-    rows = [_row(f"copy of argument {i}", "made contiguous by torch first", (0, 0, 2 * n), rates) for i, n in copied]
+    rows = [_row(f"copy of argument {i}", "made contiguous by torch first", (0, 0, 2 * n, 0), rates) for i, n in copied]
     return Described(plan.name, plan.path, (*rows, *(_step(step, rates) for step in plan.steps)), plan.workspace)
 
 
@@ -70,8 +70,10 @@ def _step(step: Step, rates: Any) -> Row:
 
 
 def _row(what: str, how: str, cost: Any, rates: Any, full_fp32: bool = False) -> Row:
-    flops16, flops32, moved = cost
-    return Row(what, how, flops16 + flops32, moved, None if rates is None else rates.seconds(*cost, full_fp32))
+    flops16, flops32, moved, flops8 = cost
+    # tensor cores multiply numbers of 8 bits at twice the rate of half precision
+    seconds = None if rates is None else rates.seconds(flops16 + flops8 / 2, flops32, moved, full_fp32)
+    return Row(what, how, flops8 + flops16 + flops32, moved, seconds)
 
 
 def _launch(step: Launch) -> str:

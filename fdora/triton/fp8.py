@@ -1,0 +1,117 @@
+"""The layer's forward with a base product of 8-bit numbers: x as e4m3 codes by one kernel, then one product with all inside.
+
+    x -> codes, and a scale for each token, or for each 128 columns of one
+    y = g (sum over 128 columns of (code_x code_w) scale_x scale_w + h B^T) + bias,     h = s x A^T by cuBLAS in the dtype of x
+
+What the numbers mean: fdora/eager/fp8.py. The product is the library's own, with scales of any kind applied in float32 and the
+low-rank term, g and bias behind them: cuBLAS rounds a product with scales of rows to bfloat16, before g. e4m3 products want
+sm_89; roof on an H200: twice the rate of half precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdora._records import Dropout, Operands, Options, Saved
+from fdora._torch import needs_dispatcher
+from fdora.quant import Codes8
+from fdora.triton.codes import Coded
+from fdora.triton.configs import fp8_config, power_of_two
+from fdora.triton.copy import in_dtype
+from fdora.triton.dropout import drop
+from fdora.triton.kernels.fp8 import fp8_blocks_kernel, fp8_gemm_kernel, fp8_rows_kernel
+from fdora.triton.linear import rows_of, saves_pre_scale
+from fdora.triton.op import op
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import Device, cdiv
+from fdora.triton.runtime.plan import Array, Like, Plan
+from fdora.triton.runtime.walk import plan_for, run
+
+BLOCK, TOKENS = 128, 16
+E4M3 = torch.float8_e4m3fn
+
+
+def layers_fwd(
+    x: Tensor, layers: Sequence[Operands], options: Sequence[Options], dropout: Dropout
+) -> tuple[list[Tensor], Saved]:
+    """One layer, whose W is a QuantWeight of e4m3. x (..., K), half precision -> y (..., N), and what backward reads."""
+    (la,), (o,) = layers, options
+    facts, operands = la.W.facts, [*la.W.tensors, *la[1:]]
+    run_it: Any = fp8_linear if needs_dispatcher(x) else _fp8_linear
+    y, h, *before = run_it(x, operands, o.s, o.save, dropout.p, facts.scale, list(facts.block))
+    kept = before[0] if before else None if o.save == "nothing" else y
+    return [y], Saved(h, (kept,), (bool(before),))
+
+
+def _fp8_linear(
+    x: Tensor, operands: Sequence[Tensor | None], s: float, save: str, p: float, mode: str, block: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """y, h, and the value before g where it is saved."""
+    return run(*_planned(x, operands, s, save, p, mode, block))
+
+
+def _planned(
+    x: Tensor, operands: Sequence[Tensor | None], s: float, save: str, p: float, mode: str, block: Sequence[int]
+) -> tuple[Plan, tuple, tuple]:
+    tensors = (x, *operands)
+    return plan_for(plan_fp8_linear, tensors, save, p, mode, tuple(block)), tensors, (s,)
+
+
+def plan_fp8_linear(
+    likes: Sequence[Like | None], device: Device, save: str, p: float, mode: str, block: tuple[int, int]
+) -> Plan:
+    """likes: x, the codes and the scales of W, A, B, m, c, bias, seed. Pure."""
+    plan = Builder("dora_linear forward, 8-bit product", device)
+    x, codes, scales = plan.tokens(likes[0]), plan.matrix(likes[1]), plan.flat(likes[2])
+    A, B, m, c, bias = plan.operand(likes[3]), plan.matrix(likes[4]), *map(plan.vector, likes[5:8])
+    seed, s = plan.matrix(likes[8]), plan.scalar("s")
+    assert likes[0] is not None
+    (M, K), N, r, t = x.shape, codes.shape[0], A.shape[0], x.dtype
+    y = plan.result("y0", (*likes[0].shape[:-1], N), t).flat()
+    h = plan.result("h", (M, r), t)
+    la: Any = Operands(Coded((N, K), Codes8("e4m3", mode, block, 1.0)), A, B, m, c, bias, seed)
+    pre = plan.result("pre_scale0", (M, N), t) if saves_pre_scale(t, M, la, "lora", save) else None
+    plan.path = "x as e4m3 codes, then one fused product of codes; low-rank term and g inside"
+    plan.product(h, drop(plan, x, seed, p), in_dtype(plan, A, t).T, s)
+    x8, x_scale = _quantised(plan, x, mode == "block")
+    B = in_dtype(plan, B, t)
+    bm, bn, bk, num_warps, num_stages = fp8_config(M, N, K, device.capability)
+    rows, columns = block if mode == "block" else (1, 1)
+    plan.launch(
+        fp8_gemm_kernel, (cdiv(M, bm) * cdiv(N, bn),),
+        (x8, x_scale, codes, scales, h, B, y, pre, m, c, bias, M, N, K, r, cdiv(K, columns),
+         *codes.stride, *h.stride, *B.T.stride),
+        (mode, rows, columns, bias is not None, pre is not None, bm, bn, bk, max(16, min(64, power_of_two(r))), 8),
+        num_warps, num_stages,
+    )  # fmt: skip
+    return plan.plan()
+
+
+def _quantised(plan: Builder, x: Array, blocks: bool) -> tuple[Array, Array]:
+    """(M, K) -> e4m3 codes without gaps, and scales (1, M) or (blocks of columns, M)."""
+    M, K = x.shape
+    out = plan.temp((M, K), E4M3)
+    scale = plan.temp((cdiv(K, BLOCK) if blocks else 1, M), torch.float32)
+    args = (x, out.words((M, K), (K, 1), torch.uint8), scale, M, K, x.stride[0])
+    if blocks:
+        plan.launch(fp8_blocks_kernel, (cdiv(M, TOKENS), cdiv(K, BLOCK)), args, (TOKENS, BLOCK), 4)
+    else:
+        plan.launch(fp8_rows_kernel, (M,), args, (min(4096, max(128, power_of_two(K))),), 4)
+    return out, scale
+
+
+def _fake_fp8_linear(x, operands, s, save, p, mode, block):
+    (N, K), M = operands[0].shape, rows_of(x)
+    la = Operands(Coded((N, K), Codes8("e4m3", mode, (0, 0), 1.0)), *operands[2:])
+    y, h = x.new_empty((*x.shape[:-1], N)), x.new_empty((M, la.A.shape[0]))
+    return [y, h, x.new_empty((M, N))] if saves_pre_scale(x.dtype, M, la, "lora", save) else [y, h]
+
+
+fp8_linear = op(
+    "fp8_linear", _fp8_linear, _fake_fp8_linear, _planned,
+    "(Tensor x, Tensor?[] operands, float s, str save, float p, str mode, int[] block) -> Tensor[]",
+)  # fmt: skip

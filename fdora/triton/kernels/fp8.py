@@ -1,0 +1,100 @@
+"""x as e4m3 codes, and the layer's product of such codes with those of W; see fdora/triton/fp8.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.kernels.g import g_tile
+from fdora.triton.kernels.gemm import tile_of_product
+from fdora.triton.kernels.tile import products
+from fdora.triton.runtime.cost import launched
+
+
+@triton.jit
+def _scale_of(largest):
+    return tl.where(largest > 0, tl.div_rn(largest, 448.0), 1.0)
+
+
+@triton.jit
+def _code(v):
+    """The bytes of e4m3 for float32 of up to 448, to nearest, ties to even: the same on every GPU, and in the interpreter."""
+    bits = v.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    # below 2^-6 codes are multiples of 2^-9, which the sum with 1.5 * 2^23 rounds to
+    below = (tl.abs(v) * 512 + 12582912.0).to(tl.int32, bitcast=True) & 15
+    code = tl.where(size < (121 << 23), below, normal)
+    code = tl.where(size > 0x7F800000, 127, code)  # NaN
+    return (code | ((bits >> 24) & 128)).to(tl.uint8)
+
+
+@triton.jit(launch_metadata=launched)
+def fp8_rows_kernel(x, out, scale, M, K, stride_xm, BLOCK_K: tl.constexpr):
+    """A token for each program; what it reads twice comes from a cache."""
+    t = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    largest = tl.zeros((BLOCK_K,), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        v = tl.load(x + t * stride_xm + k0 + k, mask=k < K - k0, other=0.0)
+        largest = tl.maximum(largest, tl.abs(v.to(tl.float32)))
+    s = _scale_of(tl.max(largest, axis=0))
+    tl.store(scale + t, s)
+    for k0 in range(0, K, BLOCK_K):
+        v = tl.load(x + t * stride_xm + k0 + k, mask=k < K - k0, other=0.0)
+        tl.store(out + t * K + k0 + k, _code(tl.div_rn(v.to(tl.float32), s + tl.zeros_like(v).to(tl.float32))), mask=k < K - k0)
+
+
+@triton.jit(launch_metadata=launched)
+def fp8_blocks_kernel(x, out, scale, M, K, stride_xm, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    """Some tokens and BLOCK columns for each program; the scales of a column of blocks lie side by side."""
+    t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (t < M)[:, None] & (k < K)[None, :]
+    v = tl.load(x + t[:, None].to(tl.int64) * stride_xm + k[None, :], mask=mask, other=0.0).to(tl.float32)
+    s = _scale_of(tl.max(tl.abs(v), axis=1))
+    tl.store(scale + tl.program_id(1).to(tl.int64) * M + t, s, mask=t < M)
+    tl.store(out + t[:, None].to(tl.int64) * K + k[None, :], _code(tl.div_rn(v, s[:, None] + tl.zeros_like(v))), mask=mask)
+
+
+@triton.jit(launch_metadata=launched)
+def fp8_gemm_kernel(
+    x, x_scale, w, w_scale, h, b, out, pre_scale, m, c, bias, M, N, K, R, groups,
+    stride_wn, stride_wk, stride_hm, stride_hr, stride_br, stride_bn,
+    MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """Products of BLOCK_K columns are added in float32: the tensor cores of sm_90 keep 14 bits of a sum (DeepSeek-V3, 2024,
+    arXiv:2412.19437, section 3.3)."""
+    row, col = tile_of_product(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    t, n, k = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    at_x = x + t[:, None].to(tl.int64) * K + k[None, :]
+    at_w = w + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
+    at_scale = x_scale + t
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        xt = tl.load(at_x, mask=(t < M)[:, None] & (k < K - k0)[None, :], other=0.0)
+        wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0)
+        part = tl.dot(xt, wt)
+        if MODE == "block":
+            by_t = tl.load(at_scale, mask=t < M, other=0.0)
+            by_n = tl.load(w_scale + (n // BN).to(tl.int64) * groups + k0 // BK, mask=n < N, other=0.0)
+            acc += part * (by_t[:, None] * by_n[None, :])
+            at_scale += M
+        else:
+            acc += part
+        at_x += BLOCK_K
+        at_w += BLOCK_K * stride_wk
+    if MODE != "block":
+        by_t = tl.load(x_scale + t, mask=t < M, other=0.0)
+        by_n = tl.load(w_scale + (n if MODE == "row" else n * 0), mask=n < N, other=0.0)
+        acc = acc * (by_t[:, None] * by_n[None, :])
+    acc = products(acc, h, b, row, col, M, N, R, stride_hm, stride_hr, stride_br, stride_bn, BLOCK_M, BLOCK_N, BLOCK_R)
+    at = t[:, None].to(tl.int64) * N + n[None, :]
+    mask = (t < M)[:, None] & (n < N)[None, :]
+    if STORE_PRE_SCALE:
+        tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
+    acc = acc * g_tile(m, c, n, N)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,153 @@
+"""dora_linear(compute="fp8"): x as 8-bit numbers, and nothing else rounded; backward that of the decoded weight."""
+
+import pytest
+import torch
+
+from fdora import FdoraError
+from fdora.functional import dora_linear, dora_norm
+from fdora.quant import quantize
+from tests import device
+from tests.close import rel_l2
+
+S = 0.7
+BLOCKS = {"tensor": None, "row": "row", "block": (128, 128), "tall block": (64, 256)}
+BF16 = torch.bfloat16
+
+
+def layer(kind="row", N=72, K=300, r=4, dtype=BF16, adapters=torch.float32):
+    g = torch.Generator().manual_seed(0)
+    W = quantize(torch.randn(N, K, generator=g) / 8, "fp8", block=BLOCKS[kind], dtype=dtype).to(device.NAME)
+    A, B = ((torch.randn(shape, generator=g) / 8).to(device.NAME, adapters) for shape in ((r, K), (N, r)))
+    m = (dora_norm(W, A, B, s=S) * (1 + 0.05 * torch.randn(N, generator=g).to(device.NAME))).to(adapters)
+    return W, *(t.requires_grad_() for t in (A, B, m))
+
+
+def x_of(*shape, K=300, dtype=BF16):
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(*shape, K, generator=g) * torch.rand(*shape, 1, generator=g).add(0.01) * torch.rand(K, generator=g).exp2()
+    return x.to(device.NAME, dtype).requires_grad_()
+
+
+def rounded(x, columns):
+    """x to 3 bits of fraction of the scale of its run of columns, by float64 arithmetic of its own."""
+    K = x.shape[-1]
+    parts = []
+    for begin in range(0, K, columns):
+        part = x[..., begin : begin + columns].double()
+        a = part.abs().amax(-1, keepdim=True).float() / 448
+        a = torch.where(a > 0, a, 1.0)
+        v = (part.float() / a).double()
+        step = torch.exp2(v.abs().clamp_min(2.0**-6).log2().floor() - 3)
+        parts.append((v / step).round() * step * a.double())
+    return torch.cat(parts, -1)
+
+
+def same(got, want):
+    """On a GPU few tokens form x A^T another way, whose last bits differ."""
+    return torch.equal(got, want) if device.NAME == "cpu" else rel_l2(got, want) < 5e-3
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_only_x_is_rounded(kind, bias):
+    W, A, B, m = layer(kind)
+    x, b = x_of(3, 5), torch.randn(72, device=device.NAME, dtype=BF16) if bias else None
+    c = dora_norm(W, A, B, s=S)
+    y = dora_linear(x, W, A, B, m, s=S, bias=b, norm=c, compute="fp8")
+    assert y.shape == (3, 5, 72) and y.dtype == BF16
+    dense, g = W.dequantize(torch.float64), (m.double() / c.double())
+    q = rounded(x.detach(), 128 if "block" in kind else 300)
+    base, lora = q @ dense.T, S * x.double() @ A.double().T @ B.double().T
+    want = g * (base + lora) + (0 if b is None else b.double())
+    assert rel_l2(y.detach(), want.detach()) < 3e-3  # y and the low-rank factors are bfloat16
+    lost = rel_l2(y.detach(), dora_linear(x, W, A, B, m, s=S, bias=b, norm=c).detach())
+    assert 0.005 < lost < 0.04
+    with torch.no_grad():
+        assert torch.equal(dora_linear(x, W, A, B, m, s=S, bias=b, norm=c, compute="fp8"), y)
+
+
+@pytest.mark.parametrize("kind", ["row", "block"])
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
+def test_backward_is_that_of_the_decoded_weight(kind, dtype):
+    """dx, dA and dB do not read what forward rounded; dm is the derivative of what forward computed."""
+    W, A, B, m = layer(kind, dtype=dtype)
+    x, b = x_of(9, dtype=dtype), torch.randn(72, device=device.NAME, dtype=dtype).requires_grad_()
+    c, dy = dora_norm(W, A, B, s=S), torch.randn(9, 72, device=device.NAME, dtype=dtype)
+    leaves = [x, A, B, m, b]
+    results = [
+        torch.autograd.grad(dora_linear(x, W, A, B, m, s=S, bias=b, norm=c, compute=how), leaves, dy) for how in ("fp8", None)
+    ]
+    for name, got, want in zip(("x", "A", "B", "m", "bias"), *results, strict=True):
+        assert name == "m" or same(got, want), name
+    y = dora_linear(x, W, A, B, m, s=S, norm=c, compute="fp8").detach().double()
+    dm = (dy.double() * y).sum(0) / m.detach().double()
+    assert rel_l2(results[0][3], dm) < 5e-3 < rel_l2(results[1][3], dm)
+
+
+def test_a_row_of_zeros_and_a_nan():
+    W, A, B, m = layer()
+    x = x_of(4).detach()
+    x[1], x[2, 7] = 0, float("nan")
+    y = dora_linear(x, W, A, B, m, s=S, compute="fp8")
+    assert (y[1] == 0).all() and y[2].isnan().all() and y[[0, 3]].isfinite().all()
+
+
+def test_dropout_of_the_adapter_alone():
+    W, A, B, m = layer()
+    x = x_of(6)
+    y = dora_linear(x, W, A, B, m, s=S, compute="fp8", dropout_p=0.4, seed=3)
+    plain = dora_linear(x, W, A, B, m, s=S, dropout_p=0.4, seed=3)
+    assert rel_l2(y.detach(), plain.detach()) < 0.04
+    assert rel_l2(y.detach(), dora_linear(x, W, A, B, m, s=S, compute="fp8").detach()) > 0.005
+    got, want = (torch.autograd.grad(v.float().sum(), [A, B]) for v in (y, plain))
+    assert all(map(same, got, want))
+
+
+def test_what_is_saved_is_stored():
+    W, A, B, m = layer(N=256, K=256)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        dora_linear(x_of(3, K=256), W, A, B, m, s=S, compute="fp8")
+    assert {t.data_ptr() for t in W.tensors} <= {t.data_ptr() for t in saved}
+    assert not any(t.is_floating_point() and t.element_size() > 1 and t.numel() >= 256 * 256 for t in saved)
+
+
+def test_autocast_and_compiled_whole():
+    W, A, B, m = layer()
+    x = x_of(4)
+    with torch.autocast(device.NAME, BF16):
+        y = dora_linear(x.float(), W, A, B, m, s=S, compute="fp8")
+    want = dora_linear(x, W, A, B, m, s=S, compute="fp8")
+    assert torch.equal(y, want)
+
+    def f(x, W, A, B, m):
+        return dora_linear(x, W, A, B, m, s=S, compute="fp8")
+
+    torch._dynamo.reset()
+    results = []
+    for call in (torch.compile(f, backend="aot_eager", fullgraph=True), f):
+        out = call(x, W, A, B, m)
+        results.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), [x, A, B, m])])
+    for got, want in zip(*results, strict=True):
+        assert rel_l2(got, want) < 5e-3
+
+
+def test_no_tokens():
+    W, A, B, m = layer()
+    assert dora_linear(x_of(0), W, A, B, m, s=S, compute="fp8").shape == (0, 72)
+
+
+def test_what_is_refused():
+    W, A, B, m = layer()
+    x = x_of(3)
+
+    def refused(match, W=W, x=x, **options):
+        with pytest.raises(FdoraError, match=match):
+            dora_linear(x, W, A, B, m, s=S, **{"compute": "fp8"} | options)
+
+    refused("`compute` must be None or 'fp8', got 'int8'", compute="int8")
+    refused("`compute` must be None for a W that is not of e4m3 codes, got 'fp8' with a tensor", W.dequantize())
+    refused("got 'fp8' with one of kind int8. Pass fdora.quant.quantize", quantize(W.dequantize(), "int8"))
+    refused(r"for scales of so few columns, got 'fp8' with \(16, 32\)", quantize(W.dequantize(), "fp8", block=(16, 32)))
+    refused("for an x that is not half precision, got 'fp8' with float32", W.to(torch.float32), x.float())
+    refused("None for dropout_mode='peft', got 'fp8'", dropout_p=0.1, dropout_mode="peft")
