@@ -22,6 +22,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import c_void_p
 from dataclasses import replace
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -148,6 +149,8 @@ def axolotl_linear(
     def layer(x: Tensor) -> Tensor:
         if not keep and hasattr(m, "_dora_cache"):
             del m._dora_cache  # as if A and B had been written
+        if state is not None:  # they decode on the stream of the first call: not that of a graph
+            sys.modules["axolotl.kernels.quantize"].CUDA_STREAM.clear()
         return apply(x.unsqueeze(0), None, W, None, state, A, B, s, None, m).squeeze(0)
 
     return layer
@@ -155,7 +158,15 @@ def axolotl_linear(
 
 def unsloth_linear(folders: Sequence[Path], W: Tensor, A: Tensor, B: Tensor, s: float, state=None) -> Linear:
     apply = unsloth(folders).LoRA_W.apply
-    return lambda x: apply(x.unsqueeze(0), W, state, A, B, s).squeeze(0)
+
+    def layer(x: Tensor) -> Tensor:
+        if state is not None:  # they decode on the stream of when they were imported: not that of a graph
+            now = torch.cuda.current_stream(x.device).cuda_stream
+            utils = sys.modules["unsloth.kernels.utils"]
+            utils.CUDA_STREAMS = tuple(None if each is None else c_void_p(now) for each in utils.CUDA_STREAMS)
+        return apply(x.unsqueeze(0), W, state, A, B, s).squeeze(0)
+
+    return layer
 
 
 def axolotl_group(folders: Sequence[Path], part: str, layers: Sequence[Layer], s: float) -> Group:

@@ -55,9 +55,10 @@ MODES = ("inference", "step", "micro", "checkpointing")
 COMPILED = ("default", "reduce-overhead")
 MICRO = 8
 LEAST = 5  # turns
-SIZES = {  # of Qwen3-8B and Qwen3-1.7B
+SIZES = {  # of Qwen3-8B, Qwen3-1.7B and Llama-3.1-70B
     "8b": dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128),
     "2048": dict(hidden_size=2048, intermediate_size=6144, num_attention_heads=16, num_key_value_heads=8, head_dim=128),
+    "70b": dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8, head_dim=128),
     "tiny": dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16),
 }
 
@@ -98,7 +99,8 @@ def adapted(way: str, base: Stack, values: dict) -> tuple[Stack, dict[str, Tenso
     """A model of this way around the same weights, and its leaves."""
     from fdora.integrations.peft import use_fdora
 
-    model = copy.deepcopy(base, {id(p): p for p in base.parameters()})
+    shared = [*base.parameters(), *(state for m in base.modules() if (state := getattr(m, "quant_state", None)) is not None)]
+    model = copy.deepcopy(base, {id(each): each for each in shared})
     if way == "frozen":
         return model, {}
     leaves = inject(model, values, LINEARS, S, way != "peft_lora")

@@ -1,0 +1,138 @@
+"""Decoder layers on an NF4 base through PEFT: time and memory of a training step, and whether a whole model fits.
+
+    python -m bench.quant_model --device cuda --json FILE
+    python -m bench.quant_model --device cuda --model 8b --layers 4 --S 4096 --r 64 --ways qlora,use_fdora
+
+XX
+(qlora), its DoRA (qdora), that after ``use_fdora`` and after ``use_fdora(fuse=True)``. A step takes the gradients of x and of all
+adapters and changes the sign of every A, so that all norms are new; ``micro`` is one of eight micro-batches of a step. Wall
+time until the GPU is done, GPU time of replayed CUDA graphs, peak of the allocator beyond weights and adapters.
+
+``whole`` sums what a model of such layers takes in training, each layer checkpointed: packed weights, embedding and head in
+bf16, adapters in float32 with gradients and two moments of Adam, the input of every layer, and the peak of one layer's step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bench import layers12
+from bench.attempt import Failures
+from bench.clock import medians, once
+from bench.layer import free
+from bench.norm_forms import about
+from bench.rivals import paths
+from bench.save import save
+from bench.steps import MICRO, SIZES, Cell, Gpu, Stack, Way, agreement, inputs, names
+from bench.table import table
+from tests.memory import peak_bytes
+
+WAYS = {"qlora": "peft_lora", "qdora": "peft_dora", "use_fdora": "use_fdora", "use_fdora_fused": "use_fdora_fused"}
+MODELS = {"70b": (80, 128256), "8b": (36, 151936), "2048": (28, 151936), "tiny": (2, 100)}  # layers and words of the whole
+
+
+def quantise(model: nn.Module) -> None:
+    """Every linear as bitsandbytes' Linear4bit."""
+    import bitsandbytes as bnb
+
+    for name, layer in list(model.named_modules()):
+        if type(layer) is not nn.Linear:
+            continue
+        device, W = layer.weight.device, layer.weight.detach().cpu()
+        made = bnb.nn.Linear4bit(W.shape[1], W.shape[0], False, W.dtype, True, "nf4", device="meta")
+        made.weight = bnb.nn.Params4bit(W, requires_grad=False, compress_statistics=True, quant_type="nf4").to(device)
+        made.quant_state = made.weight.quant_state
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, made)
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Codes and scales of all layers."""
+    from fdora.quant import from_bnb
+
+    found = 0
+    for layer in model.modules():
+        if getattr(layer, "quant_state", None) is not None:
+            found += sum(t.nbytes for t in from_bnb(layer.weight).tensors if t is not None)
+    return found
+
+
+def whole(options: argparse.Namespace, packed: int, adapters: int, peak: int) -> dict[str, float]:
+    """GB of a model of such layers."""
+    layers, words = MODELS[options.model]
+    width = SIZES[options.model]["hidden_size"]
+    parts = {
+        "packed weights": packed / options.layers * layers,
+        "embedding and head": 2 * 2 * words * width,
+        "adapters, gradients, moments": 16 * adapters / options.layers * layers,
+        "inputs of layers": 2 * options.S * width * layers,
+        "peak of one layer": peak / options.layers,
+    }
+    return {name: round(size / 1e9, 2) for name, size in {**parts, "sum": sum(parts.values())}.items()}
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", choices=list(MODELS), default="70b")
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--S", type=int, default=4096)
+    parser.add_argument("--r", type=int, default=64)
+    parser.add_argument("--ways", type=names(WAYS), default=list(WAYS))
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="recorded in the JSON")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options, failures = parse(argv), Failures()
+    facts = about(options.device, options.commit, argv)
+    print(facts, "\n", flush=True)
+    torch.manual_seed(0)
+    base = Stack(options.model, options.layers, torch.bfloat16, options.device)
+    values = layers12.adapters(base, options.r, torch.bfloat16)
+    quantise(base)
+    free(options.device)
+    cell = Cell(options.model, options.S, options.r)
+    ways = failures.attempt(options.ways, lambda name: Way(WAYS[name], base, values))
+    options.dtype, options.loss_tokens = "bf16", 1024
+    inputs(cell, ways, options)
+    found: dict = {"packed_bytes": stored_bytes(base), "rows": []}
+    found["adapters"] = sum(t.numel() for t in next(iter(ways.values())).leaves.values())
+    if "qdora" in ways:
+        mine = {name: way for name, way in ways.items() if "fdora" in name}
+        found["agreement"] = {n: {"apart": agreement(way, ways["qdora"]), "paths": paths(way.model)} for n, way in mine.items()}
+        print(found["agreement"], flush=True)
+    gpu = None if options.device == "cpu" else Gpu(True)
+    for mode in ("inference", "step", "micro"):
+        share = MICRO if mode == "micro" else 1
+        fns = {name: getattr(way, mode) for name, way in ways.items()}
+        peaks = {name: peak_bytes(fn, options.device) for name, fn in fns.items()} if mode == "step" else {}
+        wall = medians({name: lambda fn=fn: once(fn, options.device) for name, fn in fns.items()}, options.runs)
+        times, by = gpu.times(fns, wall, options.runs, failures) if gpu else ({}, "")
+        for name in fns:
+            row = {"mode": mode, "way": name, "ms": round(wall[name] / share, 3)}
+            row |= {"gpu_ms": round(times[name] / share, 3), "gpu_by": by} if name in times else {}
+            row |= {"peak_mb": round(peaks[name] / 2**20, 1)} if peaks else {}
+            found["rows"].append(row)
+    for name in ways:
+        row = next(row for row in found["rows"] if row["way"] == name and row["mode"] == "step")
+        found.setdefault("whole", {})[name] = whole(
+            options, found["packed_bytes"], found["adapters"], math.ceil(row["peak_mb"] * 2**20)
+        )
+    head = ["mode", "way", "wall ms", "GPU ms", "peak MB"]
+    print(table(head, [[row.get(k, "") for k in ("mode", "way", "ms", "gpu_ms", "peak_mb")] for row in found["rows"]]))
+    print(found["whole"], f"failed: {dict(failures)}")
+    save(options.json, {"about": facts, "layers": options.layers, "cell": cell._asdict(), **found, "failed": dict(failures)})
+    if any("fdora" in name for name in failures):
+        raise SystemExit(f"fdora failed: {dict(failures)}")
+
+
+if __name__ == "__main__":
+    main()
