@@ -109,8 +109,9 @@ def test_a_merge_takes_out_what_fits_elsewhere():
 
 def test_what_is_taken_out_makes_room_for_more():
     """Once c has gone to a, batch 0 of adapter 0 is through at a, and d need not stay behind c."""
-    a, c, d, e = Sample(0, 0, 0, 3), Sample(0, 0, 1, 2), Sample(0, 1, 0, 1), Sample(1, 0, 0, 4)
-    assert merge([(a,), (e,), (c,), (d,)], Spec(5)) == ((a, c), (d, e))
+    a, c, d = Sample(0, 0, 0, 3), Sample(0, 0, 1, 2), Sample(0, 1, 0, 1)
+    e, f = Sample(1, 0, 0, 4), Sample(1, 1, 0, 5)  # which stay where they are
+    assert merge([(a,), (e,), (c,), (f,), (d,)], Spec(5)) == ((a, c), (d, e), (f,))
 
 
 def test_who_waits_lets_others_pass():
