@@ -16,8 +16,8 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from fdora import FdoraError
-from fdora.integrations import _norm
 from fdora.functional import dora_mlp
+from fdora.integrations import _norm
 from fdora.integrations._peft import blocks, linear, quant, variants
 from fdora.integrations.peft import init_magnitude, report, restore, use_fdora
 from fdora.quant import from_bnb
@@ -258,6 +258,16 @@ def test_a_forward_that_is_not_bitsandbytes_own_keeps_its_product():
     assert rel_l2(use_fdora(model)(x), want) < 1e-5
     assert paths(model) == [(0, 1, 0)] * 2
     assert "not bitsandbytes' own" in report(model)[0].why_not_fused
+
+
+@pytest.mark.parametrize("disable", [torch._disable_dynamo, torch.compiler.disable])
+def test_a_forward_that_is_not_to_be_compiled_is_the_same(monkeypatch, disable):
+    """As Unsloth leaves it."""
+    for kind in (bnb.nn.Linear4bit, type(layers(four_bits())[0])):
+        monkeypatch.setattr(kind, "forward", disable(kind.forward))
+    model = use_fdora(four_bits())
+    model(inputs())
+    assert paths(model) == [(1, 0, 0)] * 2
 
 
 def test_the_state_that_fsdp_drops_is_that_of_the_layer():
