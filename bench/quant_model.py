@@ -3,8 +3,8 @@
     python -m bench.quant_model --device cuda --json FILE
     python -m bench.quant_model --device cuda --model 8b --layers 4 --S 4096 --r 64 --ways qlora,use_fdora
 
-XX
-(qlora), its DoRA (qdora), that after ``use_fdora`` and after ``use_fdora(fuse=True)``. A step takes the gradients of x and of all
+Layers, ways and modes as in bench.steps, every linear packed by bitsandbytes in NF4 with nested scales: PEFT's LoRA (qlora),
+its DoRA (qdora), that after ``use_fdora`` and after ``use_fdora(fuse=True)``. A step takes the gradients of x and of all
 adapters and changes the sign of every A, so that all norms are new; ``micro`` is one of eight micro-batches of a step. Wall
 time until the GPU is done, GPU time of replayed CUDA graphs, peak of the allocator beyond weights and adapters.
 

@@ -15,6 +15,7 @@ from torch import Generator, nn
 from transformers import PreTrainedModel
 
 from fdora.functional import DoraParams, dora_init, dora_linear
+from fdora.quant import from_bnb
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -25,8 +26,9 @@ def adapt(model: nn.Module, r: int, s: float, generator: Generator) -> dict[str,
     """Adapt the linear layers of a frozen model in place; returns what is to be trained."""
     params = {}
     for name, layer in linear_layers(model).items():
-        p = params[name] = DoraParams(*(t.requires_grad_() for t in dora_init(layer.weight, r, generator=generator)))
-        layer.forward = partial(dora_linear, W=layer.weight, A=p.A, B=p.B, m=p.m, s=s, bias=layer.bias)
+        W = layer.weight if type(layer) is nn.Linear else from_bnb(layer.weight)
+        p = params[name] = DoraParams(*(t.requires_grad_() for t in dora_init(W, r, generator=generator)))
+        layer.forward = partial(dora_linear, W=W, A=p.A, B=p.B, m=p.m, s=s, bias=layer.bias)
     return params
 
 

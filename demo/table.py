@@ -32,7 +32,8 @@ def table(report: dict[str, Any]) -> str:
         for line in lines
     ]
     text.insert(1, "-" * len(text[0]))
-    settings = report["settings"]
+    settings, weights = report["settings"], report["bytes_of_linear_weights"]
+    text += ["", "weights of the linear layers: " + ", ".join(f"{n / 2**20:.1f} MiB in {kind}" for kind, n in weights.items())]
     return "\n".join(
         [
             *text,

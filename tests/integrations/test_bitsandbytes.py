@@ -260,6 +260,16 @@ def test_a_forward_that_is_not_bitsandbytes_own_keeps_its_product():
     assert "not bitsandbytes' own" in report(model)[0].why_not_fused
 
 
+@pytest.mark.parametrize("disable", [torch._disable_dynamo, torch.compiler.disable])
+def test_a_forward_that_is_not_to_be_compiled_is_the_same(monkeypatch, disable):
+    """As Unsloth leaves it."""
+    for kind in (bnb.nn.Linear4bit, type(layers(four_bits())[0])):
+        monkeypatch.setattr(kind, "forward", disable(kind.forward))
+    model = use_fdora(four_bits())
+    model(inputs())
+    assert paths(model) == [(1, 0, 0)] * 2
+
+
 def test_the_state_that_fsdp_drops_is_that_of_the_layer():
     model, x = use_fdora(four_bits()), inputs()
     want = model(x)

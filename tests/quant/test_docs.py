@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import quant_error
 from fdora.quant import kinds, quantize
 from tests import reference
 
@@ -66,3 +67,16 @@ def test_bytes_per_weight(kind, options, said):
     assert said in cells[1]
     number = float(said.split()[0])
     assert W.nbytes / 2**20 == pytest.approx(number, rel=5e-3)
+
+
+def test_errors_are_those_that_the_command_finds():
+    """The page rounds to one digit, and another order of summation moves float32's last bit."""
+    found = quant_error.figures()
+    assert found.keys() == kinds.KINDS.keys()
+    said = {tuple(re.findall(r"`(\w+)`", name)): [float(cell) for cell in cells[-3:]] for name, cells in ROWS.items()}
+    for names, errors in said.items():
+        for i, error in enumerate(errors):
+            assert max(found[name][i + 1] for name in names) == pytest.approx(error, rel=0.6)
+    assert [line.count("|") for line in quant_error.written(PAGE, found).splitlines()] == [
+        n.count("|") for n in PAGE.splitlines()
+    ]

@@ -27,6 +27,7 @@ CLASSES = {
 }
 # What HQQ's backends that dequantise are called; the int8 one rounds x.
 HQQ_FORWARDS = ("pytorch", "pytorch_compile", "pytorch_backprop", "pytorch_backprop_compile", "aten", "aten_backprop")
+DISABLED = ("torch._compile", "torch._dynamo.eval_frame", "torch._dynamo.external_utils")  # where torch.compiler.disable wraps
 PACKS = "support_avx512bf16_for_cpu"  # of a Linear4bit: whether its eval forward on a CPU packs the weight anew, in place
 
 
@@ -59,8 +60,11 @@ def own_product(base: Any, kind: str) -> str:
 
 
 def is_bnbs(function: Any) -> bool:
-    """By where it was written, not by what functools.wraps says."""
-    return getattr(function, "__globals__", {}).get("__name__") == "bitsandbytes.nn.modules"
+    """By where it was written, not by what functools.wraps says; but where torch is told not to compile it (Unsloth) it is
+    still the same."""
+    while (module := getattr(function, "__globals__", {}).get("__name__", "")) in DISABLED and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return bool(module == "bitsandbytes.nn.modules")
 
 
 def compute_dtype(base: Any, kind: str, x: Tensor) -> torch.dtype | None:

@@ -46,7 +46,7 @@ class Report(list[Row]):
     """One row for each DoRA adapter of a model. ``print`` it."""
 
     def __str__(self) -> str:
-        head = ("module", "adapter", "N x K", "r", "backend", "weight", "fused", "composed", "stock", "saved/call", "")
+        head = ("module", "adapter", "N x K", "r", "backend", "fused", "composed", "stock", "weight", "saved/call", "")
         table = [head, *map(cells, self)]
         widths = [max(len(line[i]) for line in table) for i in range(len(head))]
         reasons = dict.fromkeys(f"{row.backend}: {row.why}" for row in self)
@@ -67,19 +67,10 @@ def cells(row: Row) -> tuple[str, ...]:
     notes = [f"stock {n}x: {why}" for why, n in row.fallbacks.items()]
     if row.composed and row.why_not_fused:
         notes.insert(0, f"not fused: {row.why_not_fused}")
-    counts = (row.fused, row.composed, sum(row.fallbacks.values()))
+    counts = map(str, (row.fused, row.composed, sum(row.fallbacks.values())))
     shape, saved = "x".join(map(str, row.shape)), f"{row.saved / 1e6:.1f} MB"
-    return (
-        row.module,
-        row.adapter,
-        shape,
-        str(row.r),
-        row.backend,
-        row.weight or "dense",
-        *map(str, counts),
-        saved,
-        "; ".join(notes),
-    )
+    end = (row.weight or "dense", saved, "; ".join(notes))
+    return (row.module, row.adapter, shape, str(row.r), row.backend, *counts, *end)
 
 
 def rows(layers: Iterable[tuple[str, Any]]) -> list[Row]:
