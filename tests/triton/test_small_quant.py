@@ -108,7 +108,7 @@ def test_wide_groups_and_many_tokens():
     ("code", "unit", "mode", "block"),
     [
         ("int8", 1.0, "tensor", (1, 1)), ("int8", UNIT, "row", (1, 1)), ("e4m3", 1.0, "row", (1, 1)),
-        ("e4m3", 1.0, "block", (128, 128)), ("int8", 1.0, "block", (16, 48)),
+        ("e4m3", 1.0, "block", (16, 128)), ("int8", 1.0, "block", (16, 48)),
     ],
 )  # fmt: skip
 def test_eight_bits(code, unit, mode, block):
