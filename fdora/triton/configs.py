@@ -196,12 +196,23 @@ class CodesConfig(NamedTuple):
 
 @lru_cache(4096)
 def small_codes_config(rows: int, N: int, K: int, bits: int, columns: bool, capability: int) -> CodesConfig:
-    """``rows``: tokens, padded. ``columns``: the result has the columns of W (backward), and K counts its rows."""
-    if capability < 80:  # interpreted, or an AMD GPU
-        return CodesConfig(64 if columns else 16, 16 if columns else 128, 2, 2, 2)
+    """``rows``: tokens, padded. ``columns``: the result has the columns of W (backward), and K counts its rows.
+
+    Not measured on a GPU: these fit and do not spill. Slices fill it where columns are few; with many tokens x fills shared
+    memory, and one slice reads it once for all warps.
+    """
+    if not capability:  # interpreted, or an AMD GPU, with 64 KiB of shared memory
+        return CodesConfig(64, 16, 1, 4, 2) if columns else CodesConfig(16, 128, 1 if rows > 16 else 2, 2, 2)
+    hopper = 90 <= capability < 100
     if columns:
-        return CodesConfig(64, 16, 8, 8, 3)
-    return CodesConfig(32, 128, 8 if rows <= 16 else 4, 8 if rows <= 16 else 4, 3 if rows <= 16 else 2)
+        return CodesConfig(64, 16, 4 if rows > 32 else 8, 4 if rows > 32 else 8, 3)
+    if rows > 32:
+        return CodesConfig(64, 128, 1, 4, 3) if hopper else CodesConfig(32, 128, 1, 2, 2)
+    if rows > 16:
+        return CodesConfig(64, 128, 1, 4, 4) if hopper and N >= 8192 else CodesConfig(16, 128, 4, 4, 2)
+    if N >= 8192:
+        return CodesConfig(32, 128, 4, 4, 2)
+    return CodesConfig(16, 128, 4 if K < 4096 else 8, 4 if K < 4096 else 8, 2)
 
 
 def nearest(table: dict[tuple, tuple], shape: tuple[int, ...], weights: tuple[float, ...] = (1, 1, 1)) -> tuple:

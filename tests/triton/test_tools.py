@@ -62,3 +62,23 @@ def test_every_piece_of_a_launch_runs(monkeypatch):
     torch.testing.assert_close(launches.custom(partial), partial.sum(0))
     for piece in pieces.values():
         piece()
+
+
+def test_products_from_codes_are_checked_and_timed(monkeypatch, capsys):
+    from bench import quant_forms
+
+    monkeypatch.setattr(quant_forms, "DTYPE", HALF[0])
+    monkeypatch.setattr(quant_forms, "CACHE", 1)
+    monkeypatch.setattr(quant_forms, "vendor", lambda: None)
+    monkeypatch.setattr(quant_forms, "FORMS", {"fp8": quant_forms.FORMS["fp8 block"]})
+    monkeypatch.setattr(quant_forms, "FORWARD", {8: [(16, 128, 2, 2, 2)]})
+    monkeypatch.setattr(quant_forms, "COLUMNS", {8: [(64, 16, 2, 2, 2)]})
+    monkeypatch.setattr(quant_forms, "GEMMS", [(64, 64, 128, 4, 2)])
+    shape, name = [(64, 128)], device.NAME
+    rows = [*quant_forms.few_rows(name, shape, (3,), (8,)), *quant_forms.back_rows(name, shape, (3,), (8,))]
+    rows += quant_forms.many_rows(name, shape, (70,), (8,))
+    assert all(len(row["tiles"]) == 1 for row in rows)
+    assert all(row["right"] == [True, True] for row in quant_forms.format_rows(name, shape, (3,)))
+    assert "WRONG" not in capsys.readouterr().out
+    wrong = quant_forms.searched(quant_forms.Timed("cpu", 1), lambda tile: lambda: torch.ones(2), [(1,)], torch.zeros(2) + 2)
+    assert not wrong and "WRONG" in capsys.readouterr().out

@@ -41,12 +41,8 @@ def _weights(x, scale, dtype: tl.constexpr, TABLE: tl.constexpr, HIGH_FIRST: tl.
     """Words of 8 codes, a scale for each -> weights in ``dtype`` on three more axes: number 4 s + 2 h + b at (b, h, s)."""
     if PTX:
         IS_BF16: tl.constexpr = dtype == tl.bfloat16
-        if TABLE == "nf4":
-            TEXT: tl.constexpr = NF4_BF16 if IS_BF16 else NF4_F16
-        elif TABLE == "fp4":
-            TEXT: tl.constexpr = FP4_BF16 if IS_BF16 else FP4_F16
-        else:
-            TEXT: tl.constexpr = E2M1_BF16 if IS_BF16 else E2M1_F16
+        FOUR: tl.constexpr = (NF4_BF16 if IS_BF16 else NF4_F16) if TABLE == "nf4" else FP4_BF16 if IS_BF16 else FP4_F16
+        TEXT: tl.constexpr = (E2M1_BF16 if IS_BF16 else E2M1_F16) if TABLE == "e2m1" else FOUR
         # One table for all words of a group in a thread: what is computed twice from the same register is computed once.
         t0, t1, t2, t3, t4, t5, t6, t7 = tl.inline_asm_elementwise(
             TEXT, TO_TABLE, [scale], (tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), True, 1

@@ -1,0 +1,75 @@
+"""The kernel for few tokens of a W of codes builds for every GPU we name: it fits, spills nothing, moves no weight."""
+
+import re
+from itertools import product
+from math import prod
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+from fdora._records import Operands
+from fdora.quant import Codes8, Lut4
+from fdora.triton.codes import Coded, packed
+from fdora.triton.small import Out
+from fdora.triton.small_quant import small_backward_of_codes, small_forward_of_codes
+from tests.triton.test_compile import TARGETS, WORDS, assert_fits, build, device, pytestmark  # noqa: F401
+from tests.triton.written import BF16, FP32, alike, launches, likes_of_codes, plan_of
+
+NF4 = Lut4("nf4", True, 64, "nested", "flat")
+FORMS = {
+    "nf4": NF4,
+    "nvfp4": Lut4("e2m1", False, 16, "e4m3*global", "row"),
+    "int8": Codes8("int8", "row", (0, 0), 1.0),
+    "fp8": Codes8("e4m3", "block", (128, 128), 1.0),
+}
+
+
+def step_of(form, target, M, columns, N=4096, K=4096, r=16):
+    """What a layer launches forward, with all that forward can store, or backward."""
+
+    def write(plan, x, dz, A, B, m, *likes):
+        x, dz, A, B = (plan.matrix(like) for like in (x, dz, A, B))
+        m, W, s = plan.vector(m), packed(plan, likes, Coded((N, K), form)), plan.scalar("s")
+        if columns:
+            dx, dA = plan.result("dx", (M, K), BF16), plan.result("dA", (r, K), BF16)
+            small_backward_of_codes(plan, dz, W, A, B, x, s, dx, dA, accumulate=True)
+        else:
+            out = Out(*(plan.result(name, (M, n), BF16) for name, n in (("y", N), ("h", r), ("pre", N))))
+            small_forward_of_codes(plan, x, W, Operands(None, A, B, m, m, m, None), s, out)
+
+    matrices = (alike(*shape, dtype=BF16) for shape in ((M, K), (M, N), (r, K), (N, r)))
+    likes = (*matrices, alike(N, dtype=FP32), *likes_of_codes(Coded((N, K), form)))
+    (step,) = launches(plan_of(write, *likes, device=device(target)), "small_codes")
+    return step
+
+
+TOKENS = {80: (16, 64), 90: (1, 16, 64)}  # elsewhere 16: the tiles are those of sm_80
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_nf4(target, tmp_path):
+    for M, columns in product(TOKENS.get(target, (16,)), (False, True)):
+        made = build(step_of(NF4, target, M, columns), target)
+        assert_fits(made, target, tmp_path)
+        if target == 90 and M <= 16 and not columns:
+            assert_moves_no_weight(made)
+
+
+def assert_moves_no_weight(made):
+    """What changes registers, or goes through shared memory, is not as large as a tile of weights: x is, and comes from there."""
+    moved = [line for line in made.asm["ttgir"].splitlines() if "ttg.convert_layout" in line or "ttg.local_alloc %" in line]
+    sizes = [prod(map(int, found[1].split("x"))) for line in moved if (found := re.search(r"tensor<([\dx]+)xbf16", line))]
+    assert max(sizes, default=0) < 16 * 128 * 4
+    assert made.asm["ptx"].count("cvt.rn.bf16x2.f32") > 8 and "cp.async" in made.asm["ptx"]
+
+
+@pytest.mark.parametrize(("name", "target"), [("nvfp4", 80), ("int8", 90), ("fp8", 90)])
+def test_other_formats(name, target, tmp_path):
+    for M, columns in ((1, False), (32, True)):
+        assert_fits(build(step_of(FORMS[name], target, M, columns), target), target, tmp_path)
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_ragged_tiles(columns, tmp_path):
+    """A mask for each load, and three slabs of the rank."""
+    assert_fits(build(step_of(NF4, 90, 16, columns, 1000, 4160, 130), 90), 90, tmp_path, spill=WORDS)
