@@ -29,10 +29,9 @@ def norm(
         c = ops.norm_of_codes(W.spec, W.tensors, A, B, s, squared)
         if c is not None:
             return c
-    forward, budget = ops.sqnorm_fwd if squared else ops.norm_fwd, _budget(W, max_bytes)
-    parts = []
-    for i, j in _parts(W, budget):
-        parts.append(forward(_rows(W, i, j), A, B[i:j], None if base is None else base[i:j], s, budget // 2))
+    forward, parts = ops.sqnorm_fwd if squared else ops.norm_fwd, []
+    for i, j, budget in norm_parts(W, max_bytes):
+        parts.append(forward(_rows(W, i, j), A, B[i:j], None if base is None else base[i:j], s, budget))
     return torch.cat(parts)
 
 
@@ -109,6 +108,12 @@ def smallest_bytes(W: QuantWeight, A: Tensor, B: Tensor, factored: bool) -> int:
     """One decoded row, or the least tile of the norm, and as much again for the other. Decoding takes its own beside that."""
     row = A.new_empty((1, W.shape[1]), dtype=acc_dtype(W.dtype), device="meta").expand(W.shape)
     return 2 * max(row.shape[1] * row.itemsize, dense_bytes(row, A, B, factored))
+
+
+def norm_parts(W: QuantWeight, max_bytes: int | None) -> list[tuple[int, int, int]]:
+    """Runs of rows that are decoded together, and the bytes that the norm of each may take."""
+    budget = _budget(W, max_bytes)
+    return [(i, j, budget // 2) for i, j in _parts(W, budget)]
 
 
 def _budget(W: QuantWeight, max_bytes: int | None) -> int:

@@ -79,6 +79,14 @@ class Explanation:
         return "\n".join(lines)
 
 
+def stored(W: QuantWeight) -> str:
+    """What a quantised weight takes in memory, and what it would take."""
+    N, K = W.shape
+    dense = N * K * W.dtype.itemsize
+    each = f", {W.nbytes / (N * K):.3f} bytes a weight" if N * K else ""
+    return f"{(N, K)}: {W.nbytes / 2**20:.2f} MiB stored{each}; {dense / 2**20:.2f} MiB in {name(W.dtype)}"
+
+
 def stand_in(t: Any) -> Any:
     """A tensor without data that a plan cannot tell from this one."""
     if isinstance(t, QuantWeight):

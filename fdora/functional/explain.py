@@ -13,12 +13,13 @@ from fdora._check import fail, name
 from fdora._dispatch import BackendChoice, choose, forced
 from fdora._records import Dropout
 from fdora.autograd._ops import import_explain
+from fdora.autograd.quant import norm_parts
 from fdora.functional._explanation import Explanation as Explanation
-from fdora.functional._explanation import Kept, kept_of, stand_in
+from fdora.functional._explanation import Kept, kept_of, stand_in, stored
 from fdora.functional.backend import select_backend
 from fdora.functional.compose import as_matrix, check_compose, dora_compose, dora_delta
 from fdora.functional.group import DoraLayer, check_group, dora_linear_group, prepared
-from fdora.functional.linear import check_dropout, check_layer, dora_linear, dtype_of_products
+from fdora.functional.linear import check_compute, check_dropout, check_layer, dora_linear, dtype_of_products
 from fdora.functional.merge import check_merge, dora_merge, dora_unmerge
 from fdora.functional.mlp import check_mlp, dora_mlp
 from fdora.functional.norm import check_norm, dora_norm
@@ -74,24 +75,27 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
     device, dtype, planner = CALLS[fn](a)
     triton, missing = import_explain()
     choice, rates, where = _target(device, dtype, gpu, a.backend, missing)
+    weights = tuple([f"{label}: {W.kind}, {stored(W)}" for label, W in _coded(a).items()])
     if choice.name == "eager":
-        return Explanation(a.fn, *choice, rates, (), (), ("Plain torch runs: it has no plan.",))
-    _codes_that_kernels_read(a, triton.is_decoded)
+        note = "Plain torch runs: it has no plan." + (f" {DECODED.get(a.fn, DECODED_TWICE)}" if weights else "")
+        return Explanation(a.fn, *choice, rates, (), (), (note, *weights))
     on = triton.device(where) if where is not None else triton.device(None, rates.capability, rates.num_sms)  # type: ignore
     parts = planner(triton, on)
     plans = (*parts.forward, *(parts.backward if backward else ()))
     described = tuple(triton.describe(plan, rates) for plan in plans)
-    return Explanation(a.fn, *choice, rates, described, tuple(parts.kept), parts.notes)
+    return Explanation(a.fn, *choice, rates, described, tuple(parts.kept), (*parts.notes, *weights))
 
 
-def _codes_that_kernels_read(a: Any, is_decoded: Callable[[Any], bool]) -> None:
-    """Of other quantised weights, and by other functions, plain torch makes a dense copy first, which is in no plan."""
-    layers = [a, *getattr(a, "layers", ()), *(getattr(a, part, None) for part in ("gate", "up", "down"))]
-    found = [each.W for each in layers if isinstance(getattr(each, "W", None), QuantWeight)]
-    whole = a.fn in ("dora_merge", "dora_unmerge") or (a.fn == "dora_norm" and not (a.state is None and a.max_bytes is None))
-    if found and (whole or not all(is_decoded(W.spec) for W in found)):
-        kinds = ", ".join(sorted({W.kind for W in found}))
-        raise fail("explain", "W", "a tensor here", f"a QuantWeight ({kinds})", "Pass W.dequantize(): the plan begins with it.")
+DECODED = {"dora_norm": "W is decoded some rows at a time.", "dora_merge": "W is decoded, some rows at a time for the norm."}
+DECODED_TWICE = "W is decoded for forward and again for backward, and freed after each; autograd keeps what is stored."
+
+
+def _coded(a: Any) -> dict[str, QuantWeight]:
+    """The quantised weights of a call, by name."""
+    layers = {"W": a} | {f"layers[{i}].W": la for i, la in enumerate(getattr(a, "layers", ()))}
+    layers |= {f"{part}.W": getattr(a, part) for part in ("gate", "up", "down") if hasattr(a, part)}
+    found = {label: getattr(each, "W", None) for label, each in layers.items()}
+    return {label: W for label, W in found.items() if isinstance(W, QuantWeight)}
 
 
 def _target(
@@ -123,6 +127,9 @@ def _target(
 
 def _linear(a: Any) -> Call:
     check_layer(a.fn, a.x, a.W, a.A, a.B, a.m, a.s, a.bias, a.norm)
+    if a.compute is not None:
+        x = stand_in(a.x).to(dtype_of_products(a.fn, a.x, a.W))
+        check_compute(a.fn, a.compute, x, a.W, a.dropout_mode if a.dropout_p else "lora", "eager")
     return _layers(a, [DoraLayer(a.W, a.A, a.B, a.m, a.s, a.bias, a.norm)])
 
 
@@ -140,20 +147,26 @@ def _mlp(a: Any) -> Call:
 def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
     check_dropout(a.fn, a.dropout_p, a.dropout_mode)
     x = stand_in(a.x).to(dtype_of_products(a.fn, a.x, layers[0].W))
-    mlp = a.fn == "dora_mlp"
+    mlp, fp8 = a.fn == "dora_mlp", getattr(a, "compute", None) is not None
     drop = Dropout(a.dropout_p, a.dropout_mode if a.dropout_p else "lora")
 
     def plans(triton: Any, on: Any) -> Parts:
-        norms, ready, new = [], [], {}
+        if fp8 and on.gpu >= 0 and on.capability < 89:
+            raise fail(a.fn, "compute", "None on this GPU", "'fp8'", "Products of e4m3 want sm_89 or later of NVIDIA.")
+        norms, decoded, ready, new = [], [], [], {}
         for i, layer in enumerate(layers):
             la = DoraLayer._make(map(stand_in, layer))
-            inside = la.A is not None and la.norm is None and isinstance(la.W, QuantWeight)
+            read = isinstance(la.W, QuantWeight) and triton.is_decoded(la.W.spec)
+            inside = la.A is not None and la.norm is None and read and not fp8
             if la.A is not None and la.norm is None:
                 c = torch.empty(la.W.shape[0], dtype=torch.float32, device="meta")
                 if not inside:
-                    norms.append(triton.norm(on, la.W, la.A, la.B, None, False))
+                    norms += _norms(triton, on, la.W, la.A, la.B, None, False)
                     new[f"c{i}"] = c
                 la = la._replace(norm=c)
+            if isinstance(la.W, QuantWeight) and not read:
+                decoded.append(triton.Decoding(la.W.kind, la.W.nbytes, *la.W.shape, x.dtype))
+                la = la._replace(W=torch.empty(la.W.shape, dtype=x.dtype, device="meta"))
             seed = torch.empty((), dtype=torch.int64, device="meta") if a.dropout_p else None
             operand, option = prepared(x, la, seed, a.keep_inner and (not mlp or i == 2), "triton")
             ready.append((operand._replace(c=None) if inside else operand, option))
@@ -161,12 +174,25 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
         if mlp:
             (forward, *backward), kept = triton.mlp(on, x, operands, options, drop, a.act)
         else:
-            (forward, *backward), kept = triton.linear(on, x, operands, options, drop)
+            (forward, *backward), kept = triton.linear(on, x, operands, options, drop, fp8)
         kept = kept | new if backward else {}
+        norms += decoded
+        backward = [*decoded, *backward] if backward else []
         single = len(layers) == 1
         return Parts([*norms, forward], backward, [kept_of(n.rstrip("0") if single else n, t) for n, t in kept.items()])
 
     return a.x.device, x.dtype, plans
+
+
+def _norms(triton: Any, on: Any, W: Any, A: Any, B: Any, max_bytes: int | None, squared: bool) -> list[Any]:
+    """One plan; of codes that no kernel reads, or in little memory, one for each run of rows that plain torch decodes."""
+    if not isinstance(W, QuantWeight) or (max_bytes is None and triton.is_decoded(W.spec)):
+        return [triton.norm(on, W, A, B, max_bytes, squared)]
+    plans: list[Any] = [triton.Decoding(W.kind, W.nbytes, *W.shape, torch.float32)]
+    for i, j, budget in norm_parts(W, max_bytes):
+        rows = torch.empty((j - i, W.shape[1]), dtype=torch.float32, device="meta")
+        plans.append(triton.norm(on, rows, A, B[i:j], budget, squared))
+    return plans
 
 
 def _norm(a: Any) -> Call:
@@ -175,9 +201,12 @@ def _norm(a: Any) -> Call:
 
     def plans(triton: Any, on: Any) -> Parts:
         w, down, up = stand_in(W), stand_in(A), stand_in(B)
-        if a.state is not None:
+        coded = isinstance(w, QuantWeight)
+        if a.state is not None and not (coded and (a.max_bytes is not None or not triton.is_decoded(w.spec))):
             return Parts([triton.guarded_norm(on, w, down, up, a.max_bytes, *map(stand_in, a.state))])
-        forward = [triton.norm(on, w, down, up, a.max_bytes, a.squared)]
+        forward = _norms(triton, on, w, down, up, a.max_bytes, a.squared)
+        if a.state is not None:
+            return Parts(forward, notes=("The fingerprint and the choice by it are plain torch; no plan saves any work.",))
         if a.detach or not torch.is_grad_enabled() or not (A.requires_grad or B.requires_grad):
             return Parts(forward)
         c = torch.empty(w.shape[0], dtype=torch.float32, device="meta")
@@ -205,7 +234,10 @@ def _merge(a: Any) -> Call:
 
     def plans(triton: Any, on: Any) -> Parts:
         W, A, B, m, c = map(stand_in, (a.W, a.A, a.B, a.m, a.norm))
-        norms = [] if c is not None else [triton.norm(on, W, A, B, None, False)]
+        norms = [] if c is not None else _norms(triton, on, W, A, B, None, False)
+        if isinstance(W, QuantWeight):
+            norms.append(triton.Decoding(W.kind, W.nbytes, *W.shape, W.dtype))
+            W = torch.empty(W.shape, dtype=W.dtype, device="meta")
         c = torch.empty(W.shape[0], dtype=torch.float32, device="meta") if c is None else c
         return Parts([*norms, triton.merge(on, W, A, B, m, c, a.fn == "dora_unmerge")])
 

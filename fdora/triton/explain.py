@@ -14,6 +14,7 @@ from torch import Tensor
 from fdora._records import Dropout, Needs, Operands, Options
 from fdora.quant import QuantWeight
 from fdora.triton import compose as _compose
+from fdora.triton import fp8 as _fp8
 from fdora.triton import linear as _linear
 from fdora.triton import merge as _merge
 from fdora.triton import mlp as _mlp
@@ -24,7 +25,8 @@ from fdora.triton.codes import is_decoded as is_decoded
 from fdora.triton.operands import facts, forms_norm
 from fdora.triton.operands import flat as flat_of
 from fdora.triton.runtime.describe import Described as Described
-from fdora.triton.runtime.describe import describe as describe
+from fdora.triton.runtime.describe import Row
+from fdora.triton.runtime.describe import describe as _describe
 from fdora.triton.runtime.device import Device, device_of, of_gpu
 from fdora.triton.runtime.plan import Plan
 from fdora.triton.runtime.walk import Maker, like
@@ -39,6 +41,27 @@ class Parts(NamedTuple):
     kept: dict[str, Tensor]
 
 
+class Decoding(NamedTuple):
+    """A dense W, or its rows one run after the other, made by plain torch."""
+
+    kind: str
+    stored: int
+    N: int
+    K: int
+    dtype: torch.dtype
+
+
+def describe(plan: Plan | Decoding, rates: Any = None) -> Described:
+    if not isinstance(plan, Decoding):
+        return _describe(plan, rates)
+    dense = plan.N * plan.K * plan.dtype.itemsize
+    moved = float(plan.stored + dense)
+    how = "reads what is stored, writes W; what torch moves between is not counted"
+    row = Row("plain torch", how, 0.0, moved, None if rates is None else rates.seconds(0, 0, moved))
+    path = f"{plan.kind} ({plan.N}, {plan.K}) to {str(plan.dtype).removeprefix('torch.')}; no kernel reads it here"
+    return Described("decoding of W", path, (row,), dense)
+
+
 def device(where: torch.device | None, capability: int = 0, num_sms: int = 0) -> Device:
     """The facts of a GPU of this machine; without one, of any GPU of these numbers."""
     return of_gpu(0, capability, num_sms) if where is None else device_of(where)
@@ -50,7 +73,9 @@ def norm(on: Device, W: Any, A: Tensor, B: Tensor, max_bytes: int | None, square
     return _plan(on, _norm.plan_norm, (W, A, B), max_bytes, squared)
 
 
-def guarded_norm(on: Device, W: Tensor, A: Tensor, B: Tensor, max_bytes: int | None, c: Tensor, fingerprint: Tensor) -> Plan:
+def guarded_norm(on: Device, W: Any, A: Tensor, B: Tensor, max_bytes: int | None, c: Tensor, fingerprint: Tensor) -> Plan:
+    if isinstance(W, QuantWeight):
+        return _plan(on, _quant.plan_guarded_quant_norm, (A, B, c, fingerprint, *W.tensors), coded_of(W))
     return _plan(on, _norm.plan_guarded_norm, (W, A, B, c, fingerprint), max_bytes, False)
 
 
@@ -68,11 +93,15 @@ def compose(on: Device, base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | No
     return Parts((forward, backward), {"base": base, "lora": lora, "g": g})
 
 
-def linear(on: Device, x: Tensor, layers: Layers, options: Sequence[Options], drop: Dropout) -> Parts:
-    """One layer, or several on one x."""
+def linear(on: Device, x: Tensor, layers: Layers, options: Sequence[Options], drop: Dropout, fp8: bool = False) -> Parts:
+    """One layer, or several on one x. ``fp8``: one, by products of 8 bits."""
     flat, codes = flat_of(layers), _facts(layers)
     saves, s = tuple(o.save for o in options), [o.s for o in options]
-    forward = _plan(on, _linear.plan_forward, (x, *flat), *drop, saves, _linear.same(s), *codes)
+    if fp8:
+        W, *rest = layers[0]
+        forward = _plan(on, _fp8.plan_fp8_linear, (x, *W.tensors, *rest), saves[0], drop.p, W.facts.scale, W.facts.block)
+    else:
+        forward = _plan(on, _linear.plan_forward, (x, *flat), *drop, saves, _linear.same(s), *codes)
     if not any(map(_needs, (x, *flat))):
         return Parts((forward,), {})
     results = _results(forward)

@@ -300,6 +300,20 @@ def test_a_bank_of_adapters_by_vmap():
         torch.testing.assert_close(got[i], dora_linear(x, W, *(b[i] for b in banks), s=S))
 
 
+def test_explain_in_plain_torch():
+    W, x = weight("nf4 nested", 256, 256), x_of(256)
+    A, B, m = adapter(W)
+    said = explain(dora_linear, x, W, A, B, m, s=S)
+    note, stored = said.notes
+    assert said.backend == "eager" and "decoded for forward and again for backward" in note
+    assert stored == f"W: nf4, (256, 256): 0.03 MiB stored, {W.nbytes / 2**16:.3f} bytes a weight; 0.25 MiB in float32"
+    la = DoraLayer(W, A, B, m, S)
+    group = explain(dora_linear_group, x, [DoraLayer(W.dequantize()), la]).notes
+    assert [each.partition(":")[0] for each in group[1:]] == ["layers[1].W"]
+    assert "some rows at a time" in explain(dora_norm, W, A, B, s=S).notes[0]
+    assert explain(dora_linear, x, W.dequantize(), A, B, m, s=S).notes == ("Plain torch runs: it has no plan.",)
+
+
 def test_what_is_refused():
     W, x = weight(), x_of()
     A, B, m = adapter(W)
@@ -313,7 +327,6 @@ def test_what_is_refused():
         dora_linear(x, W, torch.randn(R, 8), B, m, s=S)
     with pytest.raises(FdoraError, match=r"`x` must be a torch\.Tensor, got a QuantWeight"):
         dora_linear(W, W, A, B, m, s=S)
-    assert explain(dora_linear, x, W, A, B, m, s=S).backend == "eager"
     with pytest.raises(FdoraError, match=r"`W` must be a QuantWeight, got a Tensor. Pass dora_merge\(...\) to fdora.quant"):
         dora_merge_quantized(W.dequantize(), A, B, m, s=S)
     with pytest.raises(FdoraError, match=r"`W` must be of kind nf4, .* got opaque of .* with the library that made W"):

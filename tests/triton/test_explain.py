@@ -1,5 +1,7 @@
 """explain() shows the plans that a real call runs, and what it keeps; nothing runs for it."""
 
+from dataclasses import replace
+
 import optree
 import pytest
 import torch
@@ -12,6 +14,7 @@ from fdora import FdoraError
 from fdora.functional import explain
 from fdora.quant import opaque, quantize
 from fdora.triton.runtime import walk
+from fdora.triton.runtime.plan import Plan
 from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 
@@ -41,6 +44,10 @@ def norm_of(W, A, B):
 def coded(N=40, K=48, norm=False, needs=NEEDS):
     la = layer(N, K, adapter=torch.float32, needs=needs, norm=norm)
     return la._replace(W=quantize(la.W, "nf4" if K == 48 else "mxfp4"))
+
+
+def twice():
+    return opaque(lambda t: 2 * t, (40, 48), H, device.NAME, (draw(40, 48),))
 
 
 def one(M=80, lead=(), x=None, needs=NEEDS, dtype=H, of=None, **options):
@@ -124,6 +131,16 @@ CALLS = {
     "a group with codes": lambda: group(coded(), layer(), F.DoraLayer(coded().W)),
     "an MLP of codes": lambda: (F.dora_mlp, (draw(80, 48, grad=True), coded(32), layer(32, bias=True), coded(48, 32)), {}),
     "a norm of codes": lambda: (F.dora_norm, coded(needs=())[:3], {"s": 2.0, "squared": True}),
+    "codes that plain torch decodes": lambda: one(of=coded()._replace(W=twice())),
+    "a norm of codes with a state": lambda: (lambda w: (F.dora_norm, w, {"s": 2.0, "state": F.dora_norm_state(w[0])}))(
+        coded(needs=())[:3]
+    ),
+    "a norm of codes in little memory": lambda: (F.dora_norm, coded(needs=())[:3], {"s": 2.0, "max_bytes": 2**14}),
+    "a merge of codes": lambda: (F.dora_merge, coded(needs=())[:4], {"s": 2.0}),
+    "8-bit products": lambda: one(of=coded()._replace(W=quantize(draw(40, 48), "fp8")), compute="fp8"),
+    "8-bit products, few tokens": lambda: one(
+        of=coded(norm=True)._replace(W=quantize(draw(40, 48), "fp8")), compute="fp8", M=3
+    ),
     "a norm": lambda: (F.dora_norm, weights(), {"s": 2.0}),
     "a norm of float32": lambda: (F.dora_norm, weights(torch.float32), {"s": 2.0}),
     "a norm of mixed": lambda: (F.dora_norm, weights(adapter=torch.float32), {"s": 2.0}),
@@ -169,6 +186,7 @@ def test_the_plans_are_those_of_the_real_call(what, monkeypatch):
         said = explain(fn, *args, backend="triton", **kwargs).plans
     assert not walk._plans and said
     backward_of(fn(*args, backend="triton", **kwargs))
+    said = [plan for plan in said if isinstance(plan, Plan)]  # no decoding by plain torch
     assert distinct(said) == distinct(walk._plans.values())  # the first call's key is Python's, later ones the C walk's
 
 
@@ -210,22 +228,63 @@ def meta(N=4096, K=4096, r=16, M=4096, dtype=torch.bfloat16):
     return [x.requires_grad_(), W, A.requires_grad_(), B.requires_grad_(), m.requires_grad_()]
 
 
-def test_codes_that_no_plan_reads():
-    """Where plain torch makes a dense copy ahead of the plan, which would count none of it."""
+def test_what_it_says_of_codes():
+    """The bytes of what is stored, the decoding, and nothing dense among what is kept."""
+    x, W, A, B, m = meta()
+    W = quantize(torch.randn(64, 64, dtype=torch.bfloat16), "nf4", nested=True)
+    groups = 4096 * 4096 // 64
+    tensors = [
+        torch.empty(n, dtype=t.dtype, device="meta")
+        for n, t in zip((2**23, groups, 256, groups // 256), W.tensors, strict=False)
+    ]
+    W = replace(W, tensors=(*tensors, W.tensors[4].to("meta")), shape=(4096, 4096))
+    said = explain(F.dora_linear, x, W, A, B, m, s=2.0, gpu="h200")
+    assert W.nbytes == 2**23 + groups + 4 * (256 + groups // 256 + 1)
+    assert said.notes == ("W: nf4, (4096, 4096): 8.25 MiB stored, 0.516 bytes a weight; 32.00 MiB in bfloat16",)
+    backward = said.plans[1]
+    assert "; W is decoded first, its norm with it" in str(said) and backward.workspace >= 2 * 4096 * 4096
+    (row,) = [row for row in backward.steps if row.what == "dequantize4_kernel"]
+    assert row.bytes == pytest.approx(W.nbytes + 2 * 4096 * 4096, rel=1e-3)
+    assert not any(t.shape == (4096, 4096) and t.name not in "xy" for t in said.kept)
+    assert explain(F.dora_linear, x, W, A, B, m, s=2.0).notes[1:] == said.notes  # where the tensors are: plain torch
+
+
+def test_decoding_by_plain_torch_is_a_step_without_a_plan():
     la = coded(needs=())
-    twice = opaque(lambda t: 2 * t, (40, 48), H, device.NAME, (draw(40, 48),))
-    for fn, args, more in (
-        (F.dora_linear, (draw(8, 48), twice, *la[1:4]), {}),
-        (F.dora_linear_group, (draw(8, 48), [la, la._replace(W=twice)]), {}),
-        (F.dora_merge, la[:4], {"s": 2.0}),
-        (F.dora_norm, la[:3], {"s": 2.0, "max_bytes": 2**20}),
-        (F.dora_norm, la[:3], {"s": 2.0, "state": F.dora_norm_state(la.W)}),
+    said = explain(F.dora_linear, draw(8, 48, grad=True), twice(), *coded()[1:4], s=2.0, gpu="h200")
+    assert [plan.name for plan in said.plans] == ["decoding of W", "dora_norm", "decoding of W", "dora_linear forward", "decoding of W",
+                                                  "dora_linear backward"]  # fmt: skip
+    first, _, second, *_ = said.plans
+    assert first.bytes == 40 * 48 * (2 + 4) and second.bytes == 40 * 48 * (2 + 2) == 2 * second.workspace
+    assert first.seconds == first.bytes / 4.80e12 and "opaque (40, 48) to float32; no kernel reads it" in str(said)
+    for fn, more, names in (
+        (F.dora_merge, {}, ["dora_norm of codes", "decoding of W", "dora_merge"]),
+        (F.dora_norm, {"max_bytes": 2**20}, ["decoding of W", "dora_norm"]),
+        (F.dora_norm, {"state": F.dora_norm_state(la.W)}, ["dora_norm of codes where A, B or s changed"]),
+        (F.dora_norm, {"state": F.dora_norm_state(la.W), "max_bytes": 2**20}, ["decoding of W", "dora_norm"]),
     ):
-        more = {"s": 2.0} if fn is F.dora_linear else more
-        with pytest.raises(FdoraError, match=r"`W` must be a tensor here, got a QuantWeight \(.*\)\. Pass W\.dequantize"):
-            explain(fn, *args, gpu="h200", **more)
-    said = explain(F.dora_linear, draw(80, 48, grad=True), *coded()[:4], s=2.0, gpu="h200")
-    assert "; W is decoded first, its norm with it" in str(said) and "dequantize4_kernel" in str(said)
+        args = la[:4] if fn is F.dora_merge else la[:3]
+        assert [plan.name for plan in explain(fn, *args, s=2.0, gpu="h200", **more).plans] == names
+    with pytest.raises(
+        FdoraError, match=r"`W` must be a tensor, got a QuantWeight\. Quantising the merged weight was for good"
+    ):
+        explain(F.dora_unmerge, *la[:4], s=2.0, norm=torch.ones(40, device=device.NAME))
+
+
+def test_products_of_8_bits():
+    x, W, A, B, m = meta(64, 128)
+    W = quantize(torch.randn(64, 128, dtype=torch.bfloat16), "fp8", block=(64, 128)).to("meta")
+    said = explain(F.dora_linear, x, W, A, B, m, s=2.0, compute="fp8", gpu="h200")
+    norm, forward, _ = said.plans
+    assert norm.name == "dora_norm of codes" and [row.what for row in forward.steps][-2:] == [
+        "fp8_blocks_kernel",
+        "fp8_gemm_kernel",
+    ]
+    product = forward.steps[-1]
+    assert product.flops == 2 * 4096 * 64 * (128 + 16)
+    assert product.seconds == pytest.approx(max(2 * 4096 * 64 * (128 / 2 + 16) / 989e12, product.bytes / 4.80e12))
+    with pytest.raises(FdoraError, match="`compute` must be None on this GPU"):
+        explain(F.dora_linear, x, W, A, B, m, s=2.0, compute="fp8", gpu="a100")
 
 
 def test_a_gpu_that_is_not_there():

@@ -1,6 +1,7 @@
 """Layers of quantised weights whose plans read the codes: the same bits as with the dense weight, which nobody makes before."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora import _dispatch
+from fdora.autograd.weight import forms_norm
 from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp, dora_norm
-from fdora.quant import Codes8, Lut4, QuantWeight, opaque, quantize
+from fdora.quant import Codes8, Lut4, QuantWeight, kinds, lut4, opaque, quantize
 from fdora.triton.codes import Coded, coded_of, is_decoded, packed, tensors_of, written
 from fdora.triton.dequantize import dequantized
 from fdora.triton.linear import plan_backward, plan_forward
@@ -182,15 +184,9 @@ def test_rows_with_no_magnitude_have_their_gradient(need_x, tokens, undecoded):
     y = dora_linear(x, W, A, B, m, s=S)
     dy = torch.randn(y.shape, device=y.device).to(HALF)
     (dm,) = torch.autograd.grad(y, m, dy)
-    V = x.detach().double() @ (Wide(W) + S * B.double() @ A.double()).detach().T
+    V = x.detach().double() @ (lut4.decode(W, 0, 48).double() + S * B.double() @ A.double()).detach().T
     want = (dy.double() * V).sum(0) / dora_norm(W, A, B, s=S).double()
     assert rel_l2(dm[[3, 7]], want[[3, 7]]) < 5e-3 and rel_l2(dm, want) < 5e-3
-
-
-def Wide(W):
-    from fdora.quant.lut4 import decode
-
-    return decode(W, 0, W.shape[0]).double()
 
 
 @pytest.fixture
@@ -294,6 +290,18 @@ def test_compiled_whole(undecoded):
         assert all(rel_l2(got, want) < 2e-3 for got, want in zip(*results, strict=True))
 
 
+@needs_kernels
+def test_what_kernels_may_read(monkeypatch):
+    """Not a kind of somebody's own that borrows the facts, nor a norm in float64."""
+    monkeypatch.setattr(kinds, "KINDS", dict(kinds.KINDS))
+    W = weight("nf4")
+    kinds.register_kind("mine", dequantize=lambda W, i, j: 2 * lut4.decode(W, i, j))
+    assert is_decoded(W.spec) and not is_decoded(replace(W, kind="mine").spec)
+    assert not is_decoded(replace(weight("int8"), facts=Codes8("int8", "row", (0, 0), 0.5)).spec)
+    assert forms_norm(W, "triton") and not forms_norm(W, "eager") and not forms_norm(W.to(torch.float64), "triton")
+    assert not forms_norm(W.dequantize(), "triton")
+
+
 # what needs no kernels
 
 NESTED = Lut4("nf4", True, 64, "nested", "flat")
@@ -321,6 +329,8 @@ def test_a_dense_weight_is_there_once_at_a_time(tokens):
     plan = plan_forward(likes, HOPPER, 0.0, "lora", ("output", "output", "nothing"), True, *facts(coded, coded, coded))
     assert kernels(plan)["dequantize4_kernel"] == 3
     assert DENSE <= plan.workspace < DENSE + 2**20
+    kept = {a.name for a in plan.results if a.name.startswith("pre_scale")}
+    assert kept == ({"pre_scale0", "pre_scale1"} if tokens == 16 else set())  # for the gradient of m, without W
     moved = [step.cost.bytes for step in plan.steps if step.cost.flops == 0 and "dequantize" in step.kernel.__name__]
     assert moved == [STORED + DENSE] * 3
 
