@@ -18,6 +18,7 @@ from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, gemm
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.small import LIMIT, is_small, small_backward
+from fdora.triton.small_quant import reads, small_backward_of_codes
 
 
 def _forms(la: Any, needs: Sequence[bool]) -> list[tuple[Any, torch.dtype] | None]:
@@ -91,8 +92,10 @@ def _backward(
     if dz is None:
         return
     if dx is not None and small:
-        # Few tokens and a W of codes: here a kernel that reads these would run.
-        small_backward(plan, dz, weight_in(plan, la.W, t), la.A, la.B, x, s, dx, grads.A, accumulate)
+        if isinstance(la.W, Packed) and reads(la.W):
+            small_backward_of_codes(plan, dz, la.W, la.A, la.B, x, s, dx, grads.A, accumulate)
+        else:
+            small_backward(plan, dz, weight_in(plan, la.W, t), la.A, la.B, x, s, dx, grads.A, accumulate)
     elif dx is not None or grads.A is not None:
         dh = plan.temp((x.shape[0], la.A.shape[0]), t)
         plan.product(dh, dz, in_dtype(plan, la.B, t), s)

@@ -13,10 +13,12 @@ from fdora.triton.dequantize import weight_in, weight_of
 from fdora.triton.dropout import drop
 from fdora.triton.gemm import Epilogue, Operand, gemm
 from fdora.triton.kernels.epilogue import epilogue_kernel
+from fdora.triton.quant import norm
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.small import LIMIT, Out, is_small, small_forward
+from fdora.triton.small_quant import reads, small_forward_of_codes
 
 BLOCK_M, BLOCK_N = 4, 512
 
@@ -40,8 +42,12 @@ def forward(
         if la.A is None:
             _frozen_forward(plan, x, la, each.y)
         elif small and la.seed is None:  # it forms h in passing, faster than it could read one
-            # Few tokens and a W of codes: here a kernel that reads these would run.
-            small_forward(plan, x, la._replace(W=weight_of(plan, la, s, x.dtype, each.c)), s, each)
+            if isinstance(la.W, Packed) and reads(la.W):
+                if each.c is not None:
+                    norm(plan, la.W, la.A, la.B, s, each.c)
+                small_forward_of_codes(plan, x, la.W, la, s, each)
+            else:
+                small_forward(plan, x, la._replace(W=weight_of(plan, la, s, x.dtype, each.c)), s, each)
         else:
             _forward(plan, x, la, s, each, dropout, at_once)
     if not half:
@@ -50,7 +56,10 @@ def forward(
         plan.path = f"few tokens: one pass over W; up to {LIMIT} tokens reading it is what a call costs"
     else:
         plan.path = f"x A^T, then one fused product; g inside, more than {LIMIT} tokens fill its tiles"
-    if any(isinstance(la.W, Packed) for la in layers):
+    packed = [la for la in layers if isinstance(la.W, Packed)]
+    if small and packed and all(la.A is not None and la.seed is None and reads(la.W) for la in packed):
+        plan.path += "; codes of W are decoded where they are multiplied"
+    elif packed:
         plan.path += "; W is decoded first" + (", its norm with it" if any(each.c is not None for each in out) else "")
 
 
