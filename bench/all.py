@@ -72,6 +72,9 @@ TABLE = {
     "model_qwen3-8b_sweep_width": Entry(200, "bench.model --sweep width --layers 1 --quick"),
     **{f"converge_s{i}": Entry(140, f"bench.converge --seeds {i} --optimizers adamw") for i in range(3)},
     **{f"converge_muon_s{i}": Entry(180, f"bench.converge --seeds {i} --optimizers muon") for i in range(3)},
+    "quant": Entry(330, "bench.quant --runs 5"),
+    "quant_forms": Entry(170, "bench.quant_forms"),
+    "quant_model": Entry(60, "bench.quant_model"),
     "demo": Entry(60, "demo.run"),
 }
 # no --seconds of their own
@@ -82,6 +85,7 @@ UNTIMED = (
     "bench.launches",
     "bench.issue_time",
     "bench.schedule",
+    "bench.quant_model",
     "demo.run",
 )
 
@@ -95,7 +99,9 @@ def arguments(name: str, out: Path, options, left: float) -> list[str]:
     command += [f"--json={out}", *([f"--commit={options.commit}"] if options.commit else [])]
     if module not in UNTIMED and left < math.inf:
         command.append(f"--seconds={max(0, int(left - LAST_CASE))}")
-    return command + [f"--rival-path={folder}" for folder in options.rival_path if module in ("bench.layer", "bench.group")]
+    return command + [
+        f"--rival-path={folder}" for folder in options.rival_path if module in ("bench.layer", "bench.group", "bench.quant")
+    ]
 
 
 def watch(command: list[str], left: float) -> tuple[int | None, str]:

@@ -260,6 +260,7 @@ def main(argv: list[str] | None = None) -> None:
     for M, (K, N), r in product(map(int, options.M.split(",")), shapes, ranks):
         if time.perf_counter() - start > options.seconds:
             skipped.append([M, K, N, r])
+            keep()
             continue
         for row in layer_rows(M, K, N, r, options):
             rows.append(row)
