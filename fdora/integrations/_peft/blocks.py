@@ -24,7 +24,8 @@ from fdora.integrations._hook import hooked
 from fdora.integrations._norm import version
 from fdora.integrations._peft.dora import FUSED, Dora
 from fdora.integrations._peft.known import ATTENTION, MLP, act_of, forward_of, is_gated_mlp, shares_x
-from fdora.integrations._peft.linear import Call, Layer, active, call_of, verdict
+from fdora.integrations._peft.linear import Call, Layer, active, call_of
+from fdora.integrations._peft.verdict import verdict
 
 
 class Waiting(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fdora._torch import PLAIN, is_traced, jit_tracing
 from fdora.integrations._norm import KeptNorm
-from fdora.integrations._peft.quant import Held
+from fdora.integrations._peft.quant import Held, look
 from fdora.quant import QuantWeight
 
 EPS = 1e-12  # dora_scale's floor of c
@@ -45,13 +45,18 @@ class Dora:
         self.why_not_fused = ""
         self.kept = KeptNorm()
         self.held = Held()
+        self.base = "", ""  # what quant.py said of the base layer when use_fdora looked
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"stock": self.stock, "keep_inner": self.keep_inner}
+        return {"stock": self.stock, "keep_inner": self.keep_inner, "base": self.base}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["stock"])  # type: ignore[misc]
-        self.keep_inner = state["keep_inner"]
+        self.keep_inner, self.base = state["keep_inner"], state["base"]
+
+    def look(self, base: Any) -> tuple[str, str]:
+        """Whose quantised layer it is, and why its product is its own. No compiler needs to follow how that is found out."""
+        return self.base if is_traced() else look(base)
 
     def weights(self, module: Any, adapter: str) -> Weights | str:
         """The tensors of one adapter, or why fdora cannot take them."""

@@ -6,7 +6,6 @@ and torch.compile see an ordinary module. What the one call does not serve runs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,17 +15,15 @@ from peft.tuners.lora import torchao
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
-from fdora._check import FLOATS
-from fdora._dispatch import forced
-from fdora._facts import facts
 from fdora._records import Operands
-from fdora._torch import PLAIN, autocast_on, in_subgraph, is_traced
+from fdora._torch import in_subgraph
 from fdora.functional import dora_linear, select_backend
 from fdora.functional.linear import checked_linears
 from fdora.integrations._hook import hooked
-from fdora.integrations._peft.dora import FUSED, Dora, forget, paused, release, reused, served
-from fdora.integrations._peft.quant import compute_dtype, family, own_product
+from fdora.integrations._peft.dora import FUSED, Dora, forget, paused, release, reused
+from fdora.integrations._peft.quant import compute_dtype
 from fdora.integrations._peft.torchao import Merging
+from fdora.integrations._peft.verdict import verdict
 from fdora.quant import QuantWeight
 
 
@@ -182,13 +179,12 @@ def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | str:
         parts["lora_magnitude_vector"]._modules[name],
         parts["lora_dropout"]._modules[name],
     )
-    kind = family(base)
+    kind, why = variant.look(base)
     for part in (base, lora_A, lora_B):
         if type(part) is not nn.Linear and not (kind and part is base):  # another quantised layer, a wrapper that shards
             return f"a {type(part).__name__} in the place of a torch.nn.Linear"
         if hooked(part):
             return "hooks on the layer's parts"
-    why = own_product(base, kind) if kind else ""
     if why:
         return why
     if type(magnitude) is not DoraLinearLayer or hooked(magnitude):
@@ -204,7 +200,7 @@ def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | str:
     why = paused(magnitude, s)
     if why:
         return why
-    A, B, m = (part._parameters.get("weight") for part in (lora_A, lora_B, magnitude))
+    A, B, m = [part._parameters.get("weight") for part in (lora_A, lora_B, magnitude)]
     if A is None or B is None or m is None:  # FSDP1 holds views of its flat parameter in their places
         A, B, m = lora_A.weight, lora_B.weight, magnitude.weight
     if not kind:
@@ -219,87 +215,6 @@ def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | str:
     if m.dtype not in (torch.float32, quant.dtype):  # PEFT takes it from a weight of the state's dtype
         m = m.float()
     return Call(variant, quant, A, B, m, base.bias, s, p, dtype)
-
-
-Verdict = tuple[str, str]
-_verdicts: dict[tuple, Verdict] = {}
-MAX_VERDICTS = 8192
-
-
-def verdict(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> Verdict:
-    """Why dora_linear cannot take these tensors, empty where it can; and the backend that runs if nothing is left to check.
-
-    Remembered by all that it looks at. All calls have the same p.
-    """
-    W = calls[0].W
-    key = None
-    if not is_traced() and W.device.type != "meta":
-        tensors: list[Tensor | None] = [x]
-        specs: list[Any] = []
-        for call in calls:
-            if isinstance(call.W, QuantWeight):
-                specs += (call.W.spec, call.dtype)
-                tensors += (*call.W.tensors, *call[2:6])
-            else:
-                tensors += call[1:6]  # type: ignore[arg-type]
-        found = facts(tuple(tensors))
-        if found is not None:
-            frozen = not (W.requires_grad if len(calls) == 1 else any([call.W.requires_grad for call in calls]))
-            key = (found, tuple(specs), frozen, calls[0].p == 0, mlp, autocast_on(x), forced())
-            known = _verdicts.get(key)
-            if known is not None:
-                return known
-    made = next(filter(None, (_refusal(x, *call[1:6], call.dtype) for call in calls)), ""), ""
-    if key is None:
-        return made
-    if not made[0] and calls[0].p == 0 and fits(x, calls, mlp):
-        made = "", select_backend(x).name
-    if len(_verdicts) >= MAX_VERDICTS:
-        _verdicts.clear()
-    _verdicts[key] = made
-    return made
-
-
-def fits(x: Tensor, calls: Sequence[Call], mlp: bool) -> bool:
-    """Whether dora_linear, or dora_mlp, would find nothing wrong, and cast nothing."""
-    if (
-        x.dim() == 0
-        or x.dtype != calls[0].W.dtype
-        or autocast_on(x)
-        or any([isinstance(call.W, QuantWeight) for call in calls])
-    ):
-        return False
-    widths = [x.shape[-1]] * len(calls)
-    if mlp:
-        widths[2] = calls[0].W.shape[0]
-    if any(
-        call.W.shape[1] != K or call.W.dtype != x.dtype or call.A.shape[0] == 0 for call, K in zip(calls, widths, strict=True)
-    ):
-        return False
-    for _, W, *_, bias, _, _, _ in calls:
-        if bias is not None and (bias.shape != W.shape[:1] or bias.device != x.device or bias.dtype not in FLOATS):
-            return False
-    return not mlp or calls[0].W.shape == calls[1].W.shape
-
-
-def _refusal(x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> str:
-    if type(x) not in PLAIN:
-        return f"the input is a {type(x).__name__}"
-    device, quant = W.device, isinstance(W, QuantWeight)
-    for t in (A, B, m) if quant else (W, A, B, m):
-        if type(t) not in PLAIN or t.device != device:
-            return "sharded parameters, or on several devices"
-    if x.device != device or device.type == "meta":
-        return "the input is on another device, or meta tensors"
-    w = served(W, W, A, B, m)
-    if isinstance(w, str):
-        return w
-    if not torch.is_autocast_enabled(device.type):
-        if dtype is None and x.dtype != W.dtype:
-            return f"a {x.dtype} input for a {W.dtype} base weight"
-        if not quant and bias is not None and x.dtype == torch.float32 and select_backend(x).name == "eager":
-            return "float32 with a bias, eager: the base layer's own sum keeps a fresh adapter an exact no-op"
-    return ""
 
 
 def draws(dropout: nn.Module, x: Tensor) -> bool:

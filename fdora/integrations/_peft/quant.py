@@ -44,6 +44,11 @@ def of_class(kind: type) -> str:
     return next(filter(None, found), "")
 
 
+def look(base: nn.Module) -> tuple[str, str]:
+    kind = family(base)
+    return kind, own_product(base, kind) if kind else ""
+
+
 def own_product(base: Any, kind: str) -> str:
     """Why the base layer's product is not that of its dequantised weight; empty where it is, to rounding."""
     if kind == BNB8:

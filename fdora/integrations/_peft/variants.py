@@ -21,7 +21,7 @@ from fdora._torch import PLAIN
 from fdora.functional import dora_compose, dora_delta, dora_norm, dora_scale
 from fdora.integrations._peft.dora import Dora, Weights, obstacle, reused, served
 from fdora.integrations._peft.linear import fuse_layer
-from fdora.integrations._peft.quant import BNB4, BNB8, Held, dont_pack, family, mend, misread
+from fdora.integrations._peft.quant import BNB4, BNB8, Held, dont_pack, family, look, mend, misread
 from fdora.quant import QuantWeight
 
 BITSANDBYTES = ("Params4bit", "Int8Params")
@@ -40,7 +40,7 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
     def keep(self, module: Any) -> None:
         base = module.get_base_layer()
         self.kept.make_room(None if module.fan_in_fan_out else getattr(base, "weight", None))
-        self.held = Held()
+        self.held, self.base = Held(), look(base)
         dont_pack(base)
         mend(base)
 
@@ -48,7 +48,7 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
         base = module.get_base_layer()
         A, B = module.lora_A[adapter].weight, module.lora_B[adapter].weight
         m = module.lora_magnitude_vector[adapter].weight
-        found: Any = self.quantised(base, A, B, m) if family(base) or quantised(base) else (base.weight, base.weight)
+        found: Any = self.quantised(base, A, B, m) if self.look(base)[0] or quantised(base) else (base.weight, base.weight)
         why = found if isinstance(found, str) else obstacle(found[1], A, B, m)
         if why:
             return why
@@ -58,7 +58,7 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
 
     def quantised(self, base: Any, A: Tensor, B: Tensor, m: Tensor) -> tuple[Any, Any] | str:
         """What the base weight is made from, and the weight: dense where fdora knows no such format, but PEFT does."""
-        why, kind = obstacle(A, B, m), family(base)
+        why, kind = obstacle(A, B, m), self.look(base)[0]
         if why:
             return why
         W = self.held.of(base, kind, fitting(A, B, m)) if kind else ""
