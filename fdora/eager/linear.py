@@ -106,15 +106,15 @@ def linear_fwd(
     if h is None:
         h = xd @ A.to(t).T
     lora = matmul(h, _scaled(B, o.s, t).T)
+    w: Any = None if base is not None else W.to(t).T
     both_dropped = seed is not None and dropout.mode == "peft"
     if both_dropped:
-        w = W.to(t).T
         base = matmul(xd, w)
         v = base + lora
         out = matmul(x, w) + ((g - 1) * base + g * lora)
         out = out if bias is None else out + bias.to(acc)
     else:
-        v = (matmul(x, W.to(t).T) if base is None else base) + lora
+        v = matmul(x, w) + lora if base is None else base + lora
         out = v * g if bias is None else torch.addcmul(bias.to(acc), v, g)
     y = cast(out, t)
     if o.save == "nothing" or (o.save == "output" and bias is None and not both_dropped and _recoverable(g, t)):
