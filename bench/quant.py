@@ -218,6 +218,36 @@ def summarize(rows: list[dict], norms: list[dict]) -> dict:
     return {"mean_and_worst": found, "dearer_than_qlora": dearer, "norms": ratios, "failed": failed}
 
 
+def markdown(result: dict) -> str:
+    """Of the layers a mean and the worst case by tokens; of the norms every case."""
+    spread = result["summary"]["mean_and_worst"]
+    pairs = list(dict.fromkeys(pair for values in spread.values() for pair in values))
+    cells = [
+        [what, *(" / ".join(f"{v:.2f}" for v in values.get(pair, [])) for pair in pairs)] for what, values in spread.items()
+    ]
+    ways = list(dict.fromkeys(way for row in result["norms"] for way in row["ms"]))
+    head = ["N x K, r", *(f"{way}, us" for way in ways), "roof, us", "error"]
+    norms = [
+        [
+            "{N} x {K}, {r}".format(**row),
+            *(f"{1000.0 * row['ms'][way]:.1f}" if way in row["ms"] else "" for way in ways),
+            f"{1000.0 * max(row['roof_ms'].values()):.1f}" if "roof_ms" in row else "",
+            f"{row['error']:.0e}",
+        ]
+        for row in result["norms"]
+    ]
+    few = [row for row in result["rows"] if row["M"] in (1, 16, 4096)]
+    names = [way for way in WAYS if any(way in row["ms"] for row in few)]
+    cases = [
+        ["{M}, {K} x {N}, {r}, {mode}".format(**row), *(f"{row['ms'][way]:.3f}" if way in row["ms"] else "" for way in names)]
+        for row in few
+        if row["r"] == 64
+    ]
+    parts = [table(["mean / worst", *pairs], cells)] if cells else []
+    parts += [table(["M, K x N, r = 64, ms", *names], cases)] if cases else []
+    return "\n\n".join([*parts, table(head, norms)] if norms else parts)
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cpu")

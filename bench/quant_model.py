@@ -90,6 +90,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def markdown(result: dict) -> str:
+    head = ["mode", "way", "wall ms", "GPU ms", "peak MB"]
+    rows = table(head, [[row.get(k, "") for k in ("mode", "way", "ms", "gpu_ms", "peak_mb")] for row in result["rows"]])
+    parts = list(next(iter(result["whole"].values())))
+    sums = table(["a whole model, GB", *parts], [[way, *each.values()] for way, each in result["whole"].items()])
+    return f"{rows}\n\n{sums}"
+
+
 def main(argv: list[str] | None = None) -> None:
     options, failures = parse(argv), Failures()
     facts = about(options.device, options.commit, argv)
@@ -126,9 +134,7 @@ def main(argv: list[str] | None = None) -> None:
         found.setdefault("whole", {})[name] = whole(
             options, found["packed_bytes"], found["adapters"], math.ceil(row["peak_mb"] * 2**20)
         )
-    head = ["mode", "way", "wall ms", "GPU ms", "peak MB"]
-    print(table(head, [[row.get(k, "") for k in ("mode", "way", "ms", "gpu_ms", "peak_mb")] for row in found["rows"]]))
-    print(found["whole"], f"failed: {dict(failures)}")
+    print(markdown(found), f"\n\nfailed: {dict(failures)}")
     save(options.json, {"about": facts, "layers": options.layers, "cell": cell._asdict(), **found, "failed": dict(failures)})
     if any("fdora" in name for name in failures):
         raise SystemExit(f"fdora failed: {dict(failures)}")

@@ -16,6 +16,7 @@ import re
 import statistics
 import textwrap
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -212,8 +213,26 @@ def demo_duels(result: dict) -> Iterator[tuple]:
         yield what, "peft_dora", f"{result['adapted_layers']} layers", result[field]["peft"], result[field]["fdora"]
 
 
+def quant_duels(result: dict) -> Iterator[tuple]:
+    """Of bench.quant and bench.quant_model; bench.quant_forms compares tiles."""
+    for row in result["rows"] if "norms" in result else []:
+        case = "{M}, {K} x {N}, {r}".format(**row)
+        for rival in ("linear4bit", "qlora", "qdora", "unsloth_qlora", "axolotl_qlora", "axolotl_qdora"):
+            if {rival, "fdora"} <= row["ms"].keys():
+                yield f"NF4 layer, {row['mode']}", rival, case, row["ms"][rival], row["ms"]["fdora"]
+    for row in result.get("norms", []):
+        for rival, mine in (("dense", "codes"), ("decode", "dequantize"), ("decode", "dequantize_norm")):
+            if {rival, mine} <= row["ms"].keys():
+                yield f"norm of NF4 codes: {mine}", rival, "{N} x {K}, {r}".format(**row), row["ms"][rival], row["ms"][mine]
+    for row in result["rows"] if "whole" in result else []:
+        theirs = {each["way"]: each for each in result["rows"] if each["mode"] == row["mode"]}
+        for rival, field in product(("qlora", "qdora"), ("ms", "gpu_ms", "peak_mb")):
+            if row["way"].startswith("use_fdora") and field in row and field in theirs.get(rival, {}):
+                yield f"NF4 decoder layer, {field}: {NAMES[row['way']]}", rival, row["mode"], theirs[rival][field], row[field]
+
+
 DUELS = {"layer": layer_duels, "layers12": layers12_duels, "model": model_duels, "host": host_duels}
-DUELS |= {"steps": steps_duels, "issue": issue_duels}
+DUELS |= {"steps": steps_duels, "issue": issue_duels, "quant": quant_duels}
 DUELS |= {"norm": norm_duels, "compose": compose_duels, "demo": demo_duels, "group": group_duels, "converge": converge_duels}
 
 
@@ -777,6 +796,25 @@ def schedules() -> str:
     return "\n\n".join([SCHEDULES, *(schedule.markdown(load(name)) for name in names("schedule"))])
 
 
+QUANTISED = (
+    "NF4 with nested scales as bitsandbytes packs it, GPU time; the ways are those of `python -m bench.quant`, and of "
+    "`python -m bench.quant_model` for a decoder layer through PEFT. A mean is geometric; below 1 the first is faster."
+)
+
+
+def quantised() -> str:
+    from bench import quant, quant_model
+
+    parts = [QUANTISED]
+    for name in names("quant"):
+        result = load(name)
+        if "norms" in result:
+            parts += [f"### {name}", quant.markdown(result)]
+        elif "whole" in result:
+            parts += [f"### {name}: {{model}}, S {{S}}, r {{r}}".format(**result["cell"]), quant_model.markdown(result)]
+    return "\n\n".join(parts)
+
+
 LAUNCHES = "What it costs the host to reach a kernel, in us per call (`python -m bench.launches`):"
 
 
@@ -804,6 +842,8 @@ def document() -> str:
         parts += ["## Whole models", models()]
     if names("converge"):
         parts += ["## Fine-tuning, step by step", convergence()]
+    if names("quant"):
+        parts += ["## Quantised base weights", quantised()]
     if names("schedule"):
         parts += ["## Many adapters in a pipeline", schedules()]
     parts += ["## The host", f"16 tokens, 512 x 512: {host_lines()}."]
