@@ -60,9 +60,10 @@ FULL = [(64, 128, 1, 4, 4, p) for p in (1, 2, 4, 8)] + [(64, 128, 1, 4, 3, p) fo
 FULL += [(64, 256, 1, 4, 3, p) for p in (1, 2, 4)] + [(64, 256, 1, 4, 2, 4), (128, 128, 1, 8, 3, 2), (128, 128, 1, 8, 3, 4)]
 SLICED = [(32, 128, 4, 4, 3, 1), (32, 128, 4, 4, 3, 2), (32, 128, 4, 4, 2, 4)]
 FORWARD = {8: FULL + SLICED, 16: FULL + SLICED, 32: FULL, 64: FULL}
-NARROW = [(64, 32, 8, 8, 3, p) for p in (1, 2, 4, 8)] + [(64, 32, 4, 4, 3, 2), (64, 32, 4, 4, 3, 4), (64, 32, 4, 4, 4, 8)]
-NARROW += [(128, 16, 8, 8, 3, 1), (128, 16, 8, 8, 3, 2), (128, 16, 4, 4, 3, 4), (64, 16, 4, 4, 4, 4)]
-COLUMNS = {8: NARROW, 16: NARROW, 64: NARROW}
+NARROW = [(64, 32, 8, 8, 3, p) for p in (1, 2, 4)] + [(64, 32, 4, 4, 3, p) for p in (2, 4, 8)]
+NARROW += [(256, 32, 1, 4, 4, p) for p in (2, 4, 8, 16)] + [(256, 64, 1, 4, 3, p) for p in (4, 8, 16)]
+NARROW += [(512, 32, 1, 4, 3, p) for p in (4, 8, 16)]
+COLUMNS = {8: NARROW, 16: NARROW, 64: NARROW[:-3]}
 GEMMS = [(64, 64, 128, 4, 3), (128, 64, 128, 4, 3), (128, 128, 128, 8, 3), (64, 128, 128, 8, 3), (256, 128, 128, 8, 2),
          (256, 64, 128, 4, 2)]  # tokens, columns, terms, warps, stages  # fmt: skip
 
@@ -357,13 +358,19 @@ def compiled(case):
     return None
 
 
+def kernels_of(configs):
+    """One of each tile, with parts and without, and one of each number of parts: what has to be compiled."""
+    of_tile, of_parts = {(c[:5], c[5] == 1): c for c in configs}, {c[5]: c for c in configs}
+    return {*of_tile.values(), *of_parts.values()}
+
+
 def all_cases(parts):
     if "few" in parts:
         for M in TOKENS:
-            yield from (("few", NESTED, M, 16, config) for config in FORWARD[padded(M)])
+            yield from (("few", NESTED, M, 16, config) for config in kernels_of(FORWARD[padded(M)]))
     if "back" in parts:
         for M in (1, 16, 64):
-            yield from (("back", NESTED, M, 16, config) for config in COLUMNS[padded(M)])
+            yield from (("back", NESTED, M, 16, config) for config in kernels_of(COLUMNS[padded(M)]))
     if "many" in parts:
         yield from (("many", NESTED, 512, 16, config) for config in GEMMS)
         yield from (("after", NESTED, M, 16, shape) for M in MANY for shape in SOME)

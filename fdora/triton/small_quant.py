@@ -67,7 +67,7 @@ def _small(
                 plan.zero(t)
         return
     part, pdl = shrunk(plan, x, a)
-    rows = 8 if M <= 8 and dA is None else power_of_two(M)  # dA sums over tokens, 16 at least
+    rows = 8 if M <= 8 else power_of_two(M)
     capability, codes, strides = plan.device.capability, W.codes, W.codes.stride
     how: tuple
     if isinstance(form, Lut4):
@@ -83,7 +83,8 @@ def _small(
     config = config or small_codes_config(rows, N, K, how[0], columns, capability, plan.device.num_sms)
     block_n, block_k, slices, warps, stages, splits = config
     step = block_k * slices
-    even, steps = N % block_n == 0 and K % step == 0, cdiv(cdiv(K, step), splits)
+    even, splits = N % block_n == 0 and K % step == 0, min(splits, cdiv(K, step))
+    rows = rows if splits > 1 or dA is None else max(16, rows)  # dA sums over tokens, 16 at least
     tile = (even, rows, block_n, block_k)
     weight, sizes = (x, codes, scales, code256, scales2, offset), (W.shape[1] // 8, groups_of(W))
     ends = (part, h, b, out, pre_scale, m, c, bias, u, dA, s)
@@ -98,10 +99,9 @@ def _small(
             (*how, columns, *flags, *tile, block_r, slices), warps, stages, pdl,
         )  # fmt: skip
         return
-    splits = cdiv(K, steps * step)
     sums = plan.temp((splits, M, N), torch.float32)
     plan.launch(
-        codes_parts_kernel, (cdiv(N, block_n), splits), (*weight, sums, M, N, K, *sizes, steps, *x.stride, *strides),
+        codes_parts_kernel, (cdiv(N, block_n), splits), (*weight, sums, M, N, K, *sizes, *x.stride, *strides),
         (*how, columns, pdl, *tile, slices), warps, stages, pdl,
     )  # fmt: skip
     rows, wide = power_of_two(M), 64 if M <= 16 else 32

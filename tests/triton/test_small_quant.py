@@ -100,7 +100,7 @@ def test_four_bits(table, scales):
 @needs_kernels
 def test_wide_groups_and_many_tokens():
     assert_right(four("nf4", "nested", 24, 1024, 512), 64, 70, ROWS[0], COLUMNS[0])
-    assert_right(four("fp4", "fp32", 48, 640, 128), 40, 16, ROWS[1], COLUMNS[1])
+    assert_right(four("fp4", "fp32", 48, 640, 128), 40, 16, ROWS[1], CodesConfig(512, 16, 1, 4, 2, 2))
 
 
 @needs_kernels

@@ -38,17 +38,18 @@ def _product(
 
 @triton.jit(launch_metadata=launched)
 def codes_parts_kernel(
-    x, codes, scales, code256, scales2, offset, out, M, N, K, words, groups, steps, stride_xm, stride_xk, stride_wk, stride_wn,
+    x, codes, scales, code256, scales2, offset, out, M, N, K, words, groups, stride_xm, stride_xk, stride_wk, stride_wn,
     BITS: tl.constexpr, KIND: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """x w alone, in parts of ``steps`` steps: out is (parts, M, N) float32."""
+    """x w alone, in parts of whole steps: out is (parts, M, N) float32."""
     if PDL:
         gdc_launch_dependents()
     STEP: tl.constexpr = SLICES * BLOCK_K
-    col, begin = tl.program_id(0) * BLOCK_N, tl.program_id(1) * steps * STEP  # a multiple of STEP: loads of 16 bytes
-    end = min(begin + steps * STEP, K)
+    span = tl.cdiv(tl.cdiv(K, STEP), tl.num_programs(1)) * STEP  # its divisor is seen: loads of 16 bytes
+    col, begin = tl.program_id(0) * BLOCK_N, tl.program_id(1) * span
+    end = min(begin + span, K)
     acc = _product(
         x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk, stride_wk,
         stride_wn, BITS, KIND, HIGH_FIRST, GROUP, SCALES, BLOCK_COLUMNS, PTX, COLUMNS, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,

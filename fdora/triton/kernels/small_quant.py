@@ -136,6 +136,8 @@ def rows4(
     for k0 in range(begin, end, SLICES * BLOCK_K):
         at_far, far = _groups(n, k0 + 2 * SLICES * BLOCK_K + i, N, groups, GROUP, IN_TILE)
         after = tl.load(scales + at_far, mask=far, other=0)
+        at_next, there = _groups(n, k0 + SLICES * BLOCK_K + i, N, groups, GROUP, IN_TILE)
+        next_scale = scale_of(stored, code256, scales2, offset, at_next, there, SCALES)
         first = k0 + i
         w = _tile4(
             codes, scale, n, (first // 8)[:, None] + c[None, :], N, words, x.dtype.element_ty, TABLE, HIGH_FIRST, PTX,
@@ -148,9 +150,7 @@ def rows4(
         w = tl.permute(tl.reshape(w, (SLICES, BLOCK_N, J, 4, 4, 2, 2, 2)), (0, 1, 2, 4, 7, 6, 3, 5))
         xt = tl.permute(tl.reshape(xt, (SLICES, BLOCK_M, J, 4, 4, 2, 2, 2)), (0, 2, 4, 5, 6, 3, 7, 1))
         acc = _product(acc, w, xt, SLICES, BLOCK_N, BLOCK_K, BLOCK_M)
-        at_next, there = _groups(n, k0 + SLICES * BLOCK_K + i, N, groups, GROUP, IN_TILE)
-        scale = scale_of(stored, code256, scales2, offset, at_next, there, SCALES)
-        stored = after
+        scale, stored = next_scale, after
     return acc if SLICES == 1 else tl.sum(acc, axis=0)
 
 
@@ -163,8 +163,10 @@ def columns4(
     """Columns of W (K, N) from ``col`` on times x (M, K): (BLOCK_N, BLOCK_M). A word is eight rows of the operand here."""
     WORDS: tl.constexpr = BLOCK_N // 8
     IN_TILE: tl.constexpr = BLOCK_N // GROUP if BLOCK_N > GROUP else 1
-    I: tl.constexpr = 4 if WORDS >= 32 else WORDS // 8  # words in a row that a thread takes
-    J: tl.constexpr = WORDS // (8 * I)
+    # Four warps that multiply as one (wgmma) hold 16 rows of each 64; a word of eight, two to a lane, asks for four times 64.
+    TOGETHER: tl.constexpr = SLICES == 1 and WORDS >= 32
+    I: tl.constexpr = WORDS // 32 if TOGETHER else 4 if WORDS >= 32 else WORDS // 8  # words in a row that a thread takes
+    J: tl.constexpr = WORDS // (8 * I)  # TOGETHER: the four warps
     t, k = tl.arange(0, BLOCK_M), (tl.arange(0, SLICES) * BLOCK_K)[:, None] + tl.arange(0, BLOCK_K)[None, :]
     word = tl.broadcast_to((col // 8 + tl.arange(0, WORDS))[None, :], (SLICES, WORDS))
     first = tl.zeros((SLICES,), tl.int32) + col
@@ -177,6 +179,8 @@ def columns4(
     for k0 in range(begin, end, STEP):
         at_far, far = _groups(k0 + 2 * STEP + k, first, K, groups, GROUP, IN_TILE)
         after = tl.load(scales + at_far, mask=far, other=0)
+        at_next, there = _groups(k0 + STEP + k, first, K, groups, GROUP, IN_TILE)
+        next_scale = scale_of(stored, code256, scales2, offset, at_next, there, SCALES)
         at_k = k0 + k
         w = _tile4(
             codes, scale, at_k, word, K, words, x.dtype.element_ty, TABLE, HIGH_FIRST, PTX,
@@ -184,14 +188,17 @@ def columns4(
         )  # fmt: skip
         at_x = x + t[None, :, None].to(tl.int64) * stride_xm + at_k[:, None, :].to(tl.int64) * stride_xk
         xt = tl.load(at_x, mask=(t < M)[None, :, None] & (EVEN | (at_k < K))[:, None, :], other=0.0)
-        # Row 64 I j + 64 i + 32 s + 16 h + 8 b + l is column 64 I j + 8 I l + 8 i + 4 s + 2 h + b.
-        w = tl.permute(tl.reshape(w, (SLICES, BLOCK_K, J, 8, I, 2, 2, 2)), (0, 2, 4, 7, 6, 5, 3, 1))
+        # Row 64 I j + 64 i + 32 s + 16 h + 8 b + l is column 64 I j + 8 I l + 8 i + 4 s + 2 h + b;
+        # TOGETHER it is row 256 i + 128 s + 64 h + 16 j + 8 b + l.
+        w = tl.reshape(w, (SLICES, BLOCK_K, J, 8, I, 2, 2, 2))
+        w = tl.permute(w, (0, 4, 7, 6, 2, 5, 3, 1)) if TOGETHER else tl.permute(w, (0, 2, 4, 7, 6, 5, 3, 1))
         acc = _product(acc, w, tl.permute(xt, (0, 2, 1)), SLICES, BLOCK_N, BLOCK_K, BLOCK_M)
-        at_next, there = _groups(k0 + STEP + k, first, K, groups, GROUP, IN_TILE)
-        scale = scale_of(stored, code256, scales2, offset, at_next, there, SCALES)
-        stored = after
+        scale, stored = next_scale, after
     acc = acc if SLICES == 1 else tl.sum(acc, axis=0)
-    acc = tl.permute(tl.reshape(acc, (J, I, 2, 2, 2, 8, BLOCK_M)), (0, 5, 1, 2, 3, 4, 6))
+    if TOGETHER:
+        acc = tl.permute(tl.reshape(acc, (I, 2, 2, J, 2, 8, BLOCK_M)), (3, 5, 0, 1, 2, 4, 6))
+    else:
+        acc = tl.permute(tl.reshape(acc, (J, I, 2, 2, 2, 8, BLOCK_M)), (0, 5, 1, 2, 3, 4, 6))
     return tl.reshape(acc, (BLOCK_N, BLOCK_M))
 
 
