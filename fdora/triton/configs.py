@@ -209,7 +209,7 @@ def small_codes_config(rows: int, N: int, K: int, bits: int, columns: bool, capa
     hopper = 90 <= capability < 100
     if columns:
         config = CodesConfig(64, 32 if hopper else 16, *((4, 4) if rows > 32 else (8, 8)), 3)
-    elif hopper:
+    elif hopper and (bits == 4 or rows > 16):
         config = CodesConfig(64, 128, 1, 4, 4 if rows <= 32 else 3)
     elif rows > 32:
         config = CodesConfig(32, 128, 1, 2, 2)
@@ -220,7 +220,7 @@ def small_codes_config(rows: int, N: int, K: int, bits: int, columns: bool, capa
     else:
         config = CodesConfig(16, 128, 4 if K < 4096 else 8, 4 if K < 4096 else 8, 2)
     tiles = -(-N // config.BLOCK_N)
-    programs = 2 if hopper and not columns else 1  # for each multiprocessor
+    programs = 2 if hopper and bits == 4 else 1  # for each multiprocessor
     return config._replace(SPLITS=max(1, min(8, programs * num_sms // tiles, K // 1024)))
 
 
