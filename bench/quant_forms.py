@@ -55,17 +55,15 @@ FORMS = {
 }  # fmt: skip
 DTYPE = torch.bfloat16
 CACHE, S = 2**28, 2.0  # bytes: more than any GPU's L2 holds
-ONE = [(16, 128, 8, 8, 2), (16, 128, 8, 8, 3), (16, 128, 4, 4, 3), (16, 256, 4, 4, 3), (16, 256, 8, 8, 2), (32, 128, 4, 4, 3),
-       (32, 128, 8, 8, 2), (32, 128, 8, 8, 3), (32, 256, 4, 4, 2), (16, 128, 16, 16, 2)]  # fmt: skip
-WIDE = [(16, 128, 4, 4, 2), (32, 128, 4, 4, 2), (32, 128, 2, 2, 3), (64, 128, 1, 4, 3), (64, 128, 1, 4, 4), (64, 256, 1, 4, 3),
-        (32, 128, 1, 2, 3), (16, 128, 8, 8, 2)]  # fmt: skip
-FORWARD = {8: ONE, 16: ONE, 32: ONE[:4] + WIDE, 64: WIDE}
-NARROW = [(64, 16, 8, 8, 3), (64, 16, 8, 8, 5), (64, 32, 8, 8, 3), (64, 16, 16, 16, 3), (64, 16, 4, 4, 4)]
-COLUMNS = {
-    8: [*NARROW, (128, 16, 8, 8, 3), (128, 16, 16, 16, 3)],
-    16: [*NARROW, (128, 16, 8, 8, 3), (128, 16, 4, 4, 3)],
-    64: NARROW,
-}
+# columns, terms, slices, warps, stages, parts of K
+FULL = [(64, 128, 1, 4, 4, p) for p in (1, 2, 4, 8)] + [(64, 128, 1, 4, 3, p) for p in (1, 2, 4, 8)]
+FULL += [(64, 256, 1, 4, 3, p) for p in (1, 2, 4)] + [(64, 256, 1, 4, 2, 4), (128, 128, 1, 8, 3, 2), (128, 128, 1, 8, 3, 4)]
+SLICED = [(32, 128, 4, 4, 3, 1), (32, 128, 4, 4, 3, 2), (32, 128, 4, 4, 2, 4)]
+FORWARD = {8: FULL + SLICED, 16: FULL + SLICED, 32: FULL, 64: FULL}
+NARROW = [(64, 32, 8, 8, 3, p) for p in (1, 2, 4)] + [(64, 32, 4, 4, 3, p) for p in (2, 4, 8)]
+NARROW += [(256, 32, 1, 4, 4, p) for p in (2, 4, 8, 16)] + [(256, 64, 1, 4, 3, p) for p in (4, 8, 16)]
+NARROW += [(512, 32, 1, 4, 3, p) for p in (4, 8, 16)]
+COLUMNS = {8: NARROW, 16: NARROW, 64: NARROW[:-3]}
 GEMMS = [(64, 64, 128, 4, 3), (128, 64, 128, 4, 3), (128, 128, 128, 8, 3), (64, 128, 128, 8, 3), (256, 128, 128, 8, 2),
          (256, 64, 128, 4, 2)]  # tokens, columns, terms, warps, stages  # fmt: skip
 
@@ -162,8 +160,8 @@ def many_kernel(
     col = (group * GROUP_N + (pid % (GROUP_N * tiles_m)) % height) * BLOCK_N
     row = ((pid % (GROUP_N * tiles_m)) // height) * BLOCK_M
     acc = rows4(
-        x + row.to(tl.int64) * stride_xm, codes, scales, code256, scales2, offset, col, M - row, N, K, words, groups, stride_xm,
-        stride_xk, KIND, HIGH_FIRST, GROUP, SCALES, PTX, True, BLOCK_M, BLOCK_N, BLOCK_K, 1,
+        x + row.to(tl.int64) * stride_xm, codes, scales, code256, scales2, offset, col, 0, K, M - row, N, K, words, groups,
+        stride_xm, stride_xk, KIND, HIGH_FIRST, GROUP, SCALES, PTX, True, BLOCK_M, BLOCK_N, BLOCK_K, 1,
     )  # fmt: skip
     t, n, r = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     for r0 in range(0, R, BLOCK_R):
@@ -328,6 +326,12 @@ def searched(timed, make, candidates, want):
     return sorted(timed.medians(ways).items(), key=lambda item: item[1])
 
 
+def of_shape(candidates, columns):
+    """Those whose programs neither leave most of a GPU idle nor are many times what it holds."""
+    sms = 132 if not torch.cuda.is_available() else torch.cuda.get_device_properties(0).multi_processor_count
+    return [c for c in candidates if sms // 3 <= -(-columns // c[0]) * c[5] <= 12 * sms] or candidates
+
+
 def padded(M):
     return 8 if M <= 8 else 1 << (M - 1).bit_length()
 
@@ -354,13 +358,19 @@ def compiled(case):
     return None
 
 
+def kernels_of(configs):
+    """One of each tile, with parts and without, and one of each number of parts: what has to be compiled."""
+    of_tile, of_parts = {(c[:5], c[5] == 1): c for c in configs}, {c[5]: c for c in configs}
+    return {*of_tile.values(), *of_parts.values()}
+
+
 def all_cases(parts):
     if "few" in parts:
         for M in TOKENS:
-            yield from (("few", NESTED, M, 16, config) for config in FORWARD[padded(M)])
+            yield from (("few", NESTED, M, 16, config) for config in kernels_of(FORWARD[padded(M)]))
     if "back" in parts:
         for M in (1, 16, 64):
-            yield from (("back", NESTED, M, 16, config) for config in COLUMNS[padded(M)])
+            yield from (("back", NESTED, M, 16, config) for config in kernels_of(COLUMNS[padded(M)]))
     if "many" in parts:
         yield from (("many", NESTED, 512, 16, config) for config in GEMMS)
         yield from (("after", NESTED, M, 16, shape) for M in MANY for shape in SOME)
@@ -388,7 +398,8 @@ def few_rows(device, shapes, tokens, ranks):
                 want = (la.x.float() @ dense(Ws[0], la).float().T + S * (la.x @ la.A.T).float() @ la.B.float().T) * la.m
                 row = {"M": M, "N": N, "K": K, "r": r}
                 if best is None:
-                    found = searched(timed, lambda config: few(NESTED, M, N, K, r, Ws, la, config), FORWARD[padded(M)], want)
+                    tiles = of_shape(FORWARD[padded(M)], N)
+                    found = searched(timed, lambda config: few(NESTED, M, N, K, r, Ws, la, config), tiles, want)
                     if not found:
                         break
                     best, row["tiles"] = found[0][0], [[list(c), round(ms, 5)] for c, ms in found]
@@ -409,7 +420,8 @@ def back_rows(device, shapes, tokens, ranks):
             r = ranks[0]
             la, dz = layer(M, N, K, r, device), torch.randn(M, N, device=device).to(DTYPE)
             want = dz.float() @ dense(Ws[0], la).float() + S * (dz @ la.B).float() @ la.A.float()
-            found = searched(timed, lambda config: back(NESTED, M, N, K, r, Ws, la, dz, config), COLUMNS[padded(M)], want)
+            tiles = of_shape(COLUMNS[padded(M)], K)
+            found = searched(timed, lambda config: back(NESTED, M, N, K, r, Ws, la, dz, config), tiles, want)
             if not found:
                 continue
             best = found[0][0]

@@ -3,6 +3,11 @@
     parts of h = s x A^T             as in small.py
     out = g (x W + h B) + bias       one program per few columns, all of K, then all of r
 
+Where columns are too few to fill the GPU, K is split too, and the second launch becomes two:
+
+    parts of x W                     one program per few columns and part of K
+    out = g (sum + h B) + bias       one program per few columns; parts are added in their order
+
 Each weight is value(code) * scale in float32, rounded once to the dtype of x: the number that a dense W of that dtype holds.
 So y is that of the dense way up to the order of a sum. Nothing of the size of W is written.
 """
@@ -16,7 +21,8 @@ import torch
 from fdora.quant import Lut4
 from fdora.triton.codes import Packed, byte_facts, groups_of, has_ptx
 from fdora.triton.configs import CodesConfig, power_of_two, small_codes_config
-from fdora.triton.kernels.small_quant import small_codes_kernel
+from fdora.triton.kernels.small import add_parts_kernel
+from fdora.triton.kernels.small_codes import codes_parts_kernel, small_codes_kernel
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array, Scalar
@@ -61,7 +67,7 @@ def _small(
                 plan.zero(t)
         return
     part, pdl = shrunk(plan, x, a)
-    rows = 8 if M <= 8 and dA is None else power_of_two(M)  # dA sums over tokens, 16 at least
+    rows = 8 if M <= 8 else power_of_two(M)
     capability, codes, strides = plan.device.capability, W.codes, W.codes.stride
     how: tuple
     if isinstance(form, Lut4):
@@ -74,14 +80,32 @@ def _small(
         strides = strides if columns else strides[::-1]
         code, by_bits, mode, block_rows, block_columns, ptx = byte_facts(W, capability)
         how = (8, code, by_bits, block_rows, mode, block_columns, ptx)
-    config = config or small_codes_config(rows, N, K, how[0], columns, capability)
-    block_n, block_k, slices, warps, stages = config
-    even = N % block_n == 0 and K % (block_k * slices) == 0
+    config = config or small_codes_config(rows, N, K, how[0], columns, capability, plan.device.num_sms)
+    block_n, block_k, slices, warps, stages, splits = config
+    step = block_k * slices
+    even, splits = N % block_n == 0 and K % step == 0, min(splits, cdiv(K, step))
+    rows = rows if splits > 1 or dA is None else max(16, rows)  # dA sums over tokens, 16 at least
+    tile = (even, rows, block_n, block_k)
+    weight, sizes = (x, codes, scales, code256, scales2, offset), (W.shape[1] // 8, groups_of(W))
+    ends = (part, h, b, out, pre_scale, m, c, bias, u, dA, s)
+    end_strides = (*b.stride, 0 if h is None else h.stride[0], *((1, 1) if u is None else u.stride))
+    given = (t is not None for t in (m, bias, pre_scale, h, u))
+    flags = (part.shape[0], *given, accumulate, pdl)
+    block_r = min(64, power_of_two(r))
+    if splits == 1:
+        plan.launch(
+            small_codes_kernel, (cdiv(N, block_n),),
+            (*weight, *ends, M, N, K, r, *sizes, *x.stride, *strides, *end_strides),
+            (*how, columns, *flags, *tile, block_r, slices), warps, stages, pdl,
+        )  # fmt: skip
+        return
+    sums = plan.temp((splits, M, N), torch.float32)
     plan.launch(
-        small_codes_kernel, (cdiv(N, block_n),),
-        (x, codes, scales, code256, scales2, offset, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, r,
-         W.shape[1] // 8, groups_of(W), *x.stride, *strides, *b.stride, 0 if h is None else h.stride[0],
-         *((1, 1) if u is None else u.stride)),
-        (*how, columns, part.shape[0], m is not None, bias is not None, pre_scale is not None, h is not None, u is not None,
-         accumulate, pdl, even, rows, block_n, block_k, min(64, power_of_two(r)), slices), warps, stages, pdl,
+        codes_parts_kernel, (cdiv(N, block_n), splits), (*weight, sums, M, N, K, *sizes, *x.stride, *strides),
+        (*how, columns, pdl, *tile, slices), warps, stages, pdl,
+    )  # fmt: skip
+    rows, wide = power_of_two(M), 64 if M <= 16 else 32
+    plan.launch(
+        add_parts_kernel, (cdiv(N, wide),), (sums, x, *ends, M, N, r, *end_strides),
+        (splits, *flags, rows, wide, block_r), 4, 2, pdl,
     )  # fmt: skip

@@ -71,8 +71,8 @@ def test_products_from_codes_are_checked_and_timed(monkeypatch, capsys):
     monkeypatch.setattr(quant_forms, "CACHE", 1)
     monkeypatch.setattr(quant_forms, "vendor", lambda: None)
     monkeypatch.setattr(quant_forms, "FORMS", {"fp8": quant_forms.FORMS["fp8 block"]})
-    monkeypatch.setattr(quant_forms, "FORWARD", {8: [(16, 128, 2, 2, 2)]})
-    monkeypatch.setattr(quant_forms, "COLUMNS", {8: [(64, 16, 2, 2, 2)]})
+    monkeypatch.setattr(quant_forms, "FORWARD", {8: [(16, 128, 2, 2, 2, 1)]})
+    monkeypatch.setattr(quant_forms, "COLUMNS", {8: [(64, 16, 2, 2, 2, 2)]})
     monkeypatch.setattr(quant_forms, "GEMMS", [(64, 64, 128, 4, 2)])
     shape, name = [(64, 128)], device.NAME
     rows = [*quant_forms.few_rows(name, shape, (3,), (8,)), *quant_forms.back_rows(name, shape, (3,), (8,))]

@@ -33,20 +33,15 @@ def shrink_kernel(
     tl.store(at, acc, mask=(t < M)[:, None] & (r < R)[None, :])
 
 
-@triton.jit(launch_metadata=launched)
-def small_kernel(
-    x, w, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, R,
-    stride_xm, stride_xk, stride_wk, stride_wn, stride_br, stride_bn, stride_hm, stride_um, stride_un,
-    PARTS: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, STORE_H: tl.constexpr,
-    NEED_A: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+@triton.jit
+def _finish(
+    acc, col, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R, stride_br, stride_bn, stride_hm, stride_um, stride_un,
+    dtype: tl.constexpr, PARTS: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
+    STORE_H: tl.constexpr, NEED_A: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    col = tl.program_id(0) * BLOCK_N
+    """What comes with x w, (BLOCK_M, BLOCK_N) in ``acc``: the term of low rank, g, the bias; h and dA."""
     t, n = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc = products(acc, x, w, 0, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K)
-    if PDL:
-        gdc_wait()
     r = tl.arange(0, BLOCK_R)
     # With many parts a second stage of this loop would hold twice as many tiles in shared memory as there is.
     for r0 in tl.range(0, R, BLOCK_R, num_stages=1 if PARTS > 2 else 2):
@@ -56,7 +51,7 @@ def small_kernel(
         sums = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
         for i in tl.static_range(PARTS):  # always in the same order
             sums += tl.load(part + i * M * R + at_h, mask=mask_h, other=0.0)
-        ht = (s * sums).to(x.dtype.element_ty)
+        ht = (s * sums).to(dtype)
         if STORE_H:  # noqa: SIM102  h is None where this is False, and must not be looked at
             if tl.program_id(0) == 0:
                 tl.store(h + t[:, None] * stride_hm + (r0 + r)[None, :], ht, mask=mask_h)
@@ -78,3 +73,46 @@ def small_kernel(
     if ACCUMULATE:  # no other program touches this tile
         acc += tl.load(out + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(launch_metadata=launched)
+def small_kernel(
+    x, w, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, R,
+    stride_xm, stride_xk, stride_wk, stride_wn, stride_br, stride_bn, stride_hm, stride_um, stride_un,
+    PARTS: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, STORE_H: tl.constexpr,
+    NEED_A: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    col = tl.program_id(0) * BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = products(acc, x, w, 0, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K)
+    if PDL:
+        gdc_wait()
+    _finish(
+        acc, col, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R, stride_br, stride_bn, stride_hm, stride_um,
+        stride_un, x.dtype.element_ty, PARTS, SCALE, HAS_BIAS, STORE_PRE_SCALE, STORE_H, NEED_A, ACCUMULATE,
+        BLOCK_M, BLOCK_N, BLOCK_R,
+    )  # fmt: skip
+
+
+@triton.jit(launch_metadata=launched)
+def add_parts_kernel(
+    sums, x, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R, stride_br, stride_bn, stride_hm, stride_um, stride_un,
+    SPLITS: tl.constexpr, PARTS: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
+    STORE_H: tl.constexpr, NEED_A: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """small_kernel where x w is there, in (SPLITS, M, N) parts. Of x the dtype counts."""
+    if PDL:  # for all that ran ahead: the kernel before this one has waited too
+        gdc_wait()
+    col = tl.program_id(0) * BLOCK_N
+    t, n = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for i in tl.static_range(SPLITS):  # always in the same order
+        at = (i * M + t)[:, None].to(tl.int64) * N + n[None, :]
+        acc += tl.load(sums + at, mask=(t < M)[:, None] & (n < N)[None, :], other=0.0)
+    _finish(
+        acc, col, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R, stride_br, stride_bn, stride_hm, stride_um,
+        stride_un, x.dtype.element_ty, PARTS, SCALE, HAS_BIAS, STORE_PRE_SCALE, STORE_H, NEED_A, ACCUMULATE,
+        BLOCK_M, BLOCK_N, BLOCK_R,
+    )  # fmt: skip

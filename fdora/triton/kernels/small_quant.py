@@ -23,15 +23,16 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.decode import byte_weights, nibble, scale_of
-from fdora.triton.kernels.g import g_tile
-from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.lookup import PICKED, SCALED
-from fdora.triton.runtime.private import gdc_wait
 
-NF4_BF16, NF4_F16 = tl.constexpr(SCALED["bf16"]["nf4"]), tl.constexpr(SCALED["f16"]["nf4"])
-FP4_BF16, FP4_F16 = tl.constexpr(SCALED["bf16"]["fp4"]), tl.constexpr(SCALED["f16"]["fp4"])
-E2M1_BF16, E2M1_F16 = tl.constexpr(SCALED["bf16"]["e2m1"]), tl.constexpr(SCALED["f16"]["e2m1"])
-HIGH, LOW = tl.constexpr(PICKED[True]), tl.constexpr(PICKED[False])
+NF4_BF16 = tl.constexpr(SCALED["bf16"]["nf4"])
+NF4_F16 = tl.constexpr(SCALED["f16"]["nf4"])
+FP4_BF16 = tl.constexpr(SCALED["bf16"]["fp4"])
+FP4_F16 = tl.constexpr(SCALED["f16"]["fp4"])
+E2M1_BF16 = tl.constexpr(SCALED["bf16"]["e2m1"])
+E2M1_F16 = tl.constexpr(SCALED["f16"]["e2m1"])
+HIGH = tl.constexpr(PICKED[True])
+LOW = tl.constexpr(PICKED[False])
 TO_TABLE = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r")
 TO_WEIGHTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r,r,r,r,r")
 
@@ -115,11 +116,11 @@ def _zeros(SLICES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def rows4(
-    x, codes, scales, code256, scales2, offset, col, M, N, K, words, groups, stride_xm, stride_xk,
+    x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """Rows of W from ``col`` on times x: (BLOCK_N, BLOCK_M)."""
+    """Rows of W from ``col`` on times x, terms from ``begin``, a whole step, to ``end``: (BLOCK_N, BLOCK_M)."""
     WORDS: tl.constexpr = BLOCK_K // 8
     IN_TILE: tl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
     J: tl.constexpr = WORDS // 16
@@ -128,13 +129,15 @@ def rows4(
     c = tl.arange(0, WORDS)
     acc = _zeros(SLICES, BLOCK_N, BLOCK_M)
     # Scales come two steps ahead of the codes they belong to: a nested one takes two loads, one after the other.
-    at, mask = _groups(n, i, N, groups, GROUP, IN_TILE)
+    at, mask = _groups(n, begin + i, N, groups, GROUP, IN_TILE)
     scale = scale_of(tl.load(scales + at, mask=mask, other=0), code256, scales2, offset, at, mask, SCALES)
-    at, mask = _groups(n, i + SLICES * BLOCK_K, N, groups, GROUP, IN_TILE)
+    at, mask = _groups(n, begin + SLICES * BLOCK_K + i, N, groups, GROUP, IN_TILE)
     stored = tl.load(scales + at, mask=mask, other=0)
-    for k0 in range(0, K, SLICES * BLOCK_K):
+    for k0 in range(begin, end, SLICES * BLOCK_K):
         at_far, far = _groups(n, k0 + 2 * SLICES * BLOCK_K + i, N, groups, GROUP, IN_TILE)
         after = tl.load(scales + at_far, mask=far, other=0)
+        at_next, there = _groups(n, k0 + SLICES * BLOCK_K + i, N, groups, GROUP, IN_TILE)
+        next_scale = scale_of(stored, code256, scales2, offset, at_next, there, SCALES)
         first = k0 + i
         w = _tile4(
             codes, scale, n, (first // 8)[:, None] + c[None, :], N, words, x.dtype.element_ty, TABLE, HIGH_FIRST, PTX,
@@ -147,35 +150,37 @@ def rows4(
         w = tl.permute(tl.reshape(w, (SLICES, BLOCK_N, J, 4, 4, 2, 2, 2)), (0, 1, 2, 4, 7, 6, 3, 5))
         xt = tl.permute(tl.reshape(xt, (SLICES, BLOCK_M, J, 4, 4, 2, 2, 2)), (0, 2, 4, 5, 6, 3, 7, 1))
         acc = _product(acc, w, xt, SLICES, BLOCK_N, BLOCK_K, BLOCK_M)
-        at_next, there = _groups(n, k0 + SLICES * BLOCK_K + i, N, groups, GROUP, IN_TILE)
-        scale = scale_of(stored, code256, scales2, offset, at_next, there, SCALES)
-        stored = after
+        scale, stored = next_scale, after
     return acc if SLICES == 1 else tl.sum(acc, axis=0)
 
 
 @triton.jit
-def _columns4(
-    x, codes, scales, code256, scales2, offset, col, M, N, K, words, groups, stride_xm, stride_xk,
+def columns4(
+    x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """Columns of W (K, N) from ``col`` on times x (M, K): (BLOCK_N, BLOCK_M). A word is eight rows of the operand here."""
     WORDS: tl.constexpr = BLOCK_N // 8
     IN_TILE: tl.constexpr = BLOCK_N // GROUP if BLOCK_N > GROUP else 1
-    I: tl.constexpr = 4 if WORDS >= 32 else WORDS // 8  # words in a row that a thread takes
-    J: tl.constexpr = WORDS // (8 * I)
+    # Four warps that multiply as one (wgmma) hold 16 rows of each 64; a word of eight, two to a lane, asks for four times 64.
+    TOGETHER: tl.constexpr = SLICES == 1 and WORDS >= 32
+    I: tl.constexpr = WORDS // 32 if TOGETHER else 4 if WORDS >= 32 else WORDS // 8  # words in a row that a thread takes
+    J: tl.constexpr = WORDS // (8 * I)  # TOGETHER: the four warps
     t, k = tl.arange(0, BLOCK_M), (tl.arange(0, SLICES) * BLOCK_K)[:, None] + tl.arange(0, BLOCK_K)[None, :]
     word = tl.broadcast_to((col // 8 + tl.arange(0, WORDS))[None, :], (SLICES, WORDS))
     first = tl.zeros((SLICES,), tl.int32) + col
     acc = _zeros(SLICES, BLOCK_N, BLOCK_M)
     STEP: tl.constexpr = SLICES * BLOCK_K
-    at, mask = _groups(k, first, K, groups, GROUP, IN_TILE)
+    at, mask = _groups(begin + k, first, K, groups, GROUP, IN_TILE)
     scale = scale_of(tl.load(scales + at, mask=mask, other=0), code256, scales2, offset, at, mask, SCALES)
-    at, mask = _groups(k + STEP, first, K, groups, GROUP, IN_TILE)
+    at, mask = _groups(begin + STEP + k, first, K, groups, GROUP, IN_TILE)
     stored = tl.load(scales + at, mask=mask, other=0)
-    for k0 in range(0, K, STEP):
+    for k0 in range(begin, end, STEP):
         at_far, far = _groups(k0 + 2 * STEP + k, first, K, groups, GROUP, IN_TILE)
         after = tl.load(scales + at_far, mask=far, other=0)
+        at_next, there = _groups(k0 + STEP + k, first, K, groups, GROUP, IN_TILE)
+        next_scale = scale_of(stored, code256, scales2, offset, at_next, there, SCALES)
         at_k = k0 + k
         w = _tile4(
             codes, scale, at_k, word, K, words, x.dtype.element_ty, TABLE, HIGH_FIRST, PTX,
@@ -183,20 +188,23 @@ def _columns4(
         )  # fmt: skip
         at_x = x + t[None, :, None].to(tl.int64) * stride_xm + at_k[:, None, :].to(tl.int64) * stride_xk
         xt = tl.load(at_x, mask=(t < M)[None, :, None] & (EVEN | (at_k < K))[:, None, :], other=0.0)
-        # Row 64 I j + 64 i + 32 s + 16 h + 8 b + l is column 64 I j + 8 I l + 8 i + 4 s + 2 h + b.
-        w = tl.permute(tl.reshape(w, (SLICES, BLOCK_K, J, 8, I, 2, 2, 2)), (0, 2, 4, 7, 6, 5, 3, 1))
+        # Row 64 I j + 64 i + 32 s + 16 h + 8 b + l is column 64 I j + 8 I l + 8 i + 4 s + 2 h + b;
+        # TOGETHER it is row 256 i + 128 s + 64 h + 16 j + 8 b + l.
+        w = tl.reshape(w, (SLICES, BLOCK_K, J, 8, I, 2, 2, 2))
+        w = tl.permute(w, (0, 4, 7, 6, 2, 5, 3, 1)) if TOGETHER else tl.permute(w, (0, 2, 4, 7, 6, 5, 3, 1))
         acc = _product(acc, w, tl.permute(xt, (0, 2, 1)), SLICES, BLOCK_N, BLOCK_K, BLOCK_M)
-        at_next, there = _groups(k0 + STEP + k, first, K, groups, GROUP, IN_TILE)
-        scale = scale_of(stored, code256, scales2, offset, at_next, there, SCALES)
-        stored = after
+        scale, stored = next_scale, after
     acc = acc if SLICES == 1 else tl.sum(acc, axis=0)
-    acc = tl.permute(tl.reshape(acc, (J, I, 2, 2, 2, 8, BLOCK_M)), (0, 5, 1, 2, 3, 4, 6))
+    if TOGETHER:
+        acc = tl.permute(tl.reshape(acc, (I, 2, 2, J, 2, 8, BLOCK_M)), (3, 5, 0, 1, 2, 4, 6))
+    else:
+        acc = tl.permute(tl.reshape(acc, (J, I, 2, 2, 2, 8, BLOCK_M)), (0, 5, 1, 2, 3, 4, 6))
     return tl.reshape(acc, (BLOCK_N, BLOCK_M))
 
 
 @triton.jit
-def _bytes(
-    x, codes, scales, col, M, N, K, groups, stride_xm, stride_xk, stride_wk, stride_wn,
+def bytes8(
+    x, codes, scales, col, begin, end, M, N, K, groups, stride_xm, stride_xk, stride_wk, stride_wn,
     CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     COLUMNS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr,
@@ -210,7 +218,7 @@ def _bytes(
     one = tl.load(scales) if MODE == "tensor" else 0.0
     by_row = tl.load(scales + n, mask=n < N, other=0.0)[None, :, None] if MODE == "row" and not COLUMNS else 0.0
     acc = _zeros(SLICES, BLOCK_N, BLOCK_M)
-    for k0 in range(0, K, SLICES * BLOCK_K):
+    for k0 in range(begin, end, SLICES * BLOCK_K):
         at_k = k0 + k
         mask = (n < N)[None, :, None] & (at_k < K)[:, None, :]
         at_w = codes + n[None, :, None].to(tl.int64) * stride_wn + at_k[:, None, :].to(tl.int64) * stride_wk
@@ -233,65 +241,3 @@ def _bytes(
         w = byte_weights(c, scale, CODE, BY_BITS)
         acc = _product(acc, w.to(x.dtype.element_ty), tl.permute(xt, (0, 2, 1)), SLICES, BLOCK_N, BLOCK_K, BLOCK_M)
     return acc if SLICES == 1 else tl.sum(acc, axis=0)
-
-
-@triton.jit(launch_metadata=launched)
-def small_codes_kernel(
-    x, codes, scales, code256, scales2, offset, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, R, words, groups,
-    stride_xm, stride_xk, stride_wk, stride_wn, stride_br, stride_bn, stride_hm, stride_um, stride_un,
-    BITS: tl.constexpr, KIND: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, STORE_H: tl.constexpr,
-    NEED_A: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SLICES: tl.constexpr,
-):  # fmt: skip
-    """small_kernel, for W of codes. ``COLUMNS``: y has the columns of W, and K counts its rows (backward)."""
-    col = tl.program_id(0) * BLOCK_N
-    if BITS == 8:
-        acc = _bytes(
-            x, codes, scales, col, M, N, K, groups, stride_xm, stride_xk, stride_wk, stride_wn,
-            KIND, HIGH_FIRST, SCALES, GROUP, BLOCK_COLUMNS, COLUMNS, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
-        )  # fmt: skip
-    elif COLUMNS:
-        acc = _columns4(
-            x, codes, scales, code256, scales2, offset, col, M, N, K, words, groups, stride_xm, stride_xk,
-            KIND, HIGH_FIRST, GROUP, SCALES, PTX, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
-        )  # fmt: skip
-    else:
-        acc = rows4(
-            x, codes, scales, code256, scales2, offset, col, M, N, K, words, groups, stride_xm, stride_xk,
-            KIND, HIGH_FIRST, GROUP, SCALES, PTX, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
-        )  # fmt: skip
-    if PDL:
-        gdc_wait()
-    t, n, r = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
-    in_m, in_n = (t < M)[None, :], (n < N)[:, None]
-    for r0 in tl.range(0, R, BLOCK_R, num_stages=1 if PARTS > 2 else 2):
-        in_r = r < R - r0
-        mask_h = in_r[:, None] & in_m
-        at_h = t[None, :] * R + (r0 + r)[:, None]
-        sums = tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
-        for i in tl.static_range(PARTS):  # always in the same order
-            sums += tl.load(part + i * M * R + at_h, mask=mask_h, other=0.0)
-        ht = (s * sums).to(x.dtype.element_ty)
-        if STORE_H:  # noqa: SIM102  h is None where this is False, and must not be looked at
-            if tl.program_id(0) == 0:
-                tl.store(h + t[None, :] * stride_hm + (r0 + r)[:, None], ht, mask=mask_h)
-        if NEED_A:  # the columns of u = x that belong to this program
-            at = u + t[:, None].to(tl.int64) * stride_um + n[None, :].to(tl.int64) * stride_un
-            ut = tl.load(at, mask=(t < M)[:, None] & (n < N)[None, :], other=0.0)
-            at = dA + (r0 + r)[:, None].to(tl.int64) * N + n[None, :]
-            tl.store(at, tl.dot(ht, ut).to(dA.dtype.element_ty), mask=in_r[:, None] & (n < N)[None, :])
-        at = b + (r0 + r)[None, :].to(tl.int64) * stride_br + n[:, None].to(tl.int64) * stride_bn
-        acc = tl.dot(tl.load(at, mask=in_r[None, :] & in_n, other=0.0).to(ht.dtype), ht, acc)
-    mask = in_n & in_m
-    at = t[None, :].to(tl.int64) * N + n[:, None]
-    if STORE_PRE_SCALE:
-        tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
-    if SCALE:
-        acc = acc * g_tile(m, c, n, N)[:, None]
-    if HAS_BIAS:
-        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    if ACCUMULATE:  # no other program touches this tile
-        acc += tl.load(out + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)

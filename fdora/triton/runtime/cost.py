@@ -68,6 +68,15 @@ def _small_codes(
     return product(M, N, wide, x) + what
 
 
+def _codes_parts(*, x, codes, scales, scales2, out, M, N, K, **_: Any) -> Cost:
+    return product(M, N, K, x) + moved(x, codes, scales, scales2, out)
+
+
+def _add_parts(*, sums, x, part, h, b, out, pre_scale, u, dA, M, N, R, ACCUMULATE, **_: Any) -> Cost:
+    what = moved(sums, part, h, b, out, pre_scale, u, dA, out if ACCUMULATE else None)
+    return product(M, N, R if u is None else 2 * R, x) + what
+
+
 def _scale(
     *, dy, saved, h, dz, dz_minus_dy, partial_m, partial_bias, partial_B, dB, M, N, R, NEED_M, NEED_C, BLOCK_R, SINGLE, **_: Any
 ) -> Cost:
@@ -160,7 +169,9 @@ def _split(*, x, out, scale, **_: Any) -> Cost:
 COSTS: dict[str, Callable[..., Cost]] = {
     "act_bwd_kernel": _act_bwd,
     "act_fwd_kernel": _act_fwd,
+    "add_parts_kernel": _add_parts,
     "choose_kernel": _choose,
+    "codes_parts_kernel": _codes_parts,
     "compose_bwd_kernel": _compose_bwd,
     "compose_fwd_kernel": _compose_fwd,
     "copy_kernel": _copy,

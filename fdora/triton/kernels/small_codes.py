@@ -1,0 +1,112 @@
+"""The layer for a handful of tokens, straight from codes, in one launch or in parts of K; see fdora/triton/small_quant.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.kernels.g import g_tile
+from fdora.triton.kernels.small_quant import bytes8, columns4, rows4
+from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _product(
+    x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk, stride_wk,
+    stride_wn, BITS: tl.constexpr, KIND: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """Columns of the result from ``col`` on, terms from ``begin`` to ``end``: (BLOCK_N, BLOCK_M)."""
+    if BITS == 8:
+        return bytes8(
+            x, codes, scales, col, begin, end, M, N, K, groups, stride_xm, stride_xk, stride_wk, stride_wn,
+            KIND, HIGH_FIRST, SCALES, GROUP, BLOCK_COLUMNS, COLUMNS, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
+        )  # fmt: skip
+    elif COLUMNS:
+        return columns4(
+            x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk,
+            KIND, HIGH_FIRST, GROUP, SCALES, PTX, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
+        )  # fmt: skip
+    else:
+        return rows4(
+            x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk,
+            KIND, HIGH_FIRST, GROUP, SCALES, PTX, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
+        )  # fmt: skip
+
+
+@triton.jit(launch_metadata=launched)
+def codes_parts_kernel(
+    x, codes, scales, code256, scales2, offset, out, M, N, K, words, groups, stride_xm, stride_xk, stride_wk, stride_wn,
+    BITS: tl.constexpr, KIND: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """x w alone, in parts of whole steps: out is (parts, M, N) float32."""
+    if PDL:
+        gdc_launch_dependents()
+    STEP: tl.constexpr = SLICES * BLOCK_K
+    span = tl.cdiv(tl.cdiv(K, STEP), tl.num_programs(1)) * STEP  # its divisor is seen: loads of 16 bytes
+    col, begin = tl.program_id(0) * BLOCK_N, tl.program_id(1) * span
+    end = min(begin + span, K)
+    acc = _product(
+        x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk, stride_wk,
+        stride_wn, BITS, KIND, HIGH_FIRST, GROUP, SCALES, BLOCK_COLUMNS, PTX, COLUMNS, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
+    )  # fmt: skip
+    if PDL:  # what is written here may be another's until the kernel ahead has ended
+        gdc_wait()
+    t, n = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    at = (tl.program_id(1) * M + t)[None, :].to(tl.int64) * N + n[:, None]
+    tl.store(out + at, acc, mask=(n < N)[:, None] & (t < M)[None, :])
+
+
+@triton.jit(launch_metadata=launched)
+def small_codes_kernel(
+    x, codes, scales, code256, scales2, offset, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, R, words, groups,
+    stride_xm, stride_xk, stride_wk, stride_wn, stride_br, stride_bn, stride_hm, stride_um, stride_un,
+    BITS: tl.constexpr, KIND: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, STORE_H: tl.constexpr,
+    NEED_A: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """small_kernel, for W of codes. ``COLUMNS``: y has the columns of W, and K counts its rows (backward)."""
+    col = tl.program_id(0) * BLOCK_N
+    acc = _product(
+        x, codes, scales, code256, scales2, offset, col, 0, K, M, N, K, words, groups, stride_xm, stride_xk, stride_wk,
+        stride_wn, BITS, KIND, HIGH_FIRST, GROUP, SCALES, BLOCK_COLUMNS, PTX, COLUMNS, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
+    )  # fmt: skip
+    if PDL:
+        gdc_wait()
+    t, n, r = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    in_m, in_n = (t < M)[None, :], (n < N)[:, None]
+    for r0 in tl.range(0, R, BLOCK_R, num_stages=1 if PARTS > 2 else 2):
+        in_r = r < R - r0
+        mask_h = in_r[:, None] & in_m
+        at_h = t[None, :] * R + (r0 + r)[:, None]
+        sums = tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
+        for i in tl.static_range(PARTS):  # always in the same order
+            sums += tl.load(part + i * M * R + at_h, mask=mask_h, other=0.0)
+        ht = (s * sums).to(x.dtype.element_ty)
+        if STORE_H:  # noqa: SIM102  h is None where this is False, and must not be looked at
+            if tl.program_id(0) == 0:
+                tl.store(h + t[None, :] * stride_hm + (r0 + r)[:, None], ht, mask=mask_h)
+        if NEED_A:  # the columns of u = x that belong to this program
+            at = u + t[:, None].to(tl.int64) * stride_um + n[None, :].to(tl.int64) * stride_un
+            ut = tl.load(at, mask=(t < M)[:, None] & (n < N)[None, :], other=0.0)
+            at = dA + (r0 + r)[:, None].to(tl.int64) * N + n[None, :]
+            tl.store(at, tl.dot(ht, ut).to(dA.dtype.element_ty), mask=in_r[:, None] & (n < N)[None, :])
+        at = b + (r0 + r)[None, :].to(tl.int64) * stride_br + n[:, None].to(tl.int64) * stride_bn
+        acc = tl.dot(tl.load(at, mask=in_r[None, :] & in_n, other=0.0).to(ht.dtype), ht, acc)
+    mask = in_n & in_m
+    at = t[None, :].to(tl.int64) * N + n[:, None]
+    if STORE_PRE_SCALE:
+        tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
+    if SCALE:
+        acc = acc * g_tile(m, c, n, N)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if ACCUMULATE:  # no other program touches this tile
+        acc += tl.load(out + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
