@@ -24,6 +24,7 @@ from fdora.triton.runtime.plan import Array, Like
 
 TABLES, LAYOUTS, MODES = ("nf4", "fp4", "e2m1"), ("flat", "row"), ("tensor", "row", "block")
 MORE = {"fp32": 0, "nested": 3, "e8m0": 0, "e4m3*global": 1, "e4m3/global": 1}  # tensors beside codes and scales
+PERMUTES, SHUFFLES = 1, 2  # what looks codes up, as kernels/decode.py has it
 TEXTS, NUMBERS = 3, 4  # of each W, as an op takes its facts
 
 
@@ -177,12 +178,12 @@ def has_ptx(capability: int) -> bool:
     return capability > 0 and not INTERPRETED
 
 
-def lut_facts(W: Packed, capability: int) -> tuple:
-    """TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX of a kernel for 4-bit codes."""
+def lut_facts(W: Packed, capability: int, by: int = PERMUTES) -> tuple:
+    """TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX of a kernel for 4-bit codes, looked up ``by`` what."""
     form = W.form
     assert isinstance(form, Lut4)
     flat, pairs = form.layout == "flat", in_pairs(form, W.shape[1])
-    return form.table, form.hi_first, form.group, form.scales, flat, pairs, has_ptx(capability)
+    return form.table, form.hi_first, form.group, form.scales, flat, pairs, by if has_ptx(capability) else 0
 
 
 def byte_facts(W: Packed, capability: int) -> tuple:

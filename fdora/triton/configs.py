@@ -50,20 +50,40 @@ def norm_config(r: int, half: bool, capability: int, aligned: bool = False, half
     return NormConfig(128, 128, 16 if r <= 16 else 32, "ieee", 4 if 90 <= capability < 100 else 8, 3)
 
 
-def quant_config(r: int, half: bool, capability: int, pairs: bool = True) -> NormConfig:
+class QuantConfig(NamedTuple):
+    """As NormConfig; ``RUN``: how many tiles of the same rows a program walks, 0 for what run_of says."""
+
+    BLOCK_N: int
+    BLOCK_K: int
+    BLOCK_R: int
+    PRECISION: str
+    num_warps: int
+    num_stages: int
+    RUN: int = 0
+
+
+def run_of(tiles_n: int, tiles_k: int, num_sms: int) -> int:
+    """The longest run of tiles along K, up to 8, with which programs, two to a multiprocessor, fill the GPU three times."""
+    run = 8
+    while run > 1 and tiles_n * -(-tiles_k // run) < 6 * num_sms:
+        run //= 2
+    return run
+
+
+def quant_config(r: int, half: bool, capability: int, pairs: bool = True) -> QuantConfig:
     """The norm of a W of codes. ``pairs``: two 4-bit codes of a row to a byte, or one of 8 bits.
 
-    Not measured on a GPU: these fit and do not spill. NF4 takes 155 registers on sm_90: of 128 x 128 with 8 warps one program
-    fills a multiprocessor and nothing runs beside its waits, of 64 x 128 with 4 there are three. The flat tile fetches each
-    slab of A twice as often, 3 bytes of L2 a weight at r = 64 instead of 2; above that the square one.
+    Not measured on a GPU: these fit and do not spill. NF4, r = 64 on sm_90, 64 x 128 in runs of tiles, by registers: with 8
+    warps 108 (128 where a dense W is stored), 16 warps on a multiprocessor; with 4 warps 168 and 12 (255 and 8), and 9 %
+    fewer instructions. The flat tile fetches each slab of A twice as often as the square one, which serves larger ranks.
     """
     if not half:
-        return NormConfig(64, 64, 32, "tf32x3" if capability else "ieee", 4, 2)
+        return QuantConfig(64, 64, 32, "tf32x3" if capability else "ieee", 4, 2)
     if not pairs:  # an address of 64 bits for each code and for each scale
-        return NormConfig(64, 64, 32, "ieee", 8, 2)
+        return QuantConfig(64, 64, 32, "ieee", 8, 2)
     if r <= 64:
-        return NormConfig(64, 128, 16 if r <= 16 else 32, "ieee", 4, 3)
-    return NormConfig(128, 128, 32, "ieee", 8, 3)
+        return QuantConfig(64, 128, min(64, power_of_two(r)), "ieee", 8, 3)
+    return QuantConfig(128, 128, 32, "ieee", 8, 3)
 
 
 class DequantizeConfig(NamedTuple):

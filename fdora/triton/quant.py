@@ -1,7 +1,7 @@
 """The row norm of W + s B A where W is codes and scales: decoded in registers, no dense W, or a dense W out of the same pass.
 
-As in norm.py a program owns one tile and writes a partial sum per row, which a second kernel adds in a fixed order. What a
-tile costs to decode, and the roofs: kernels/quant.py.
+A program walks a run of tiles of the same rows, with the codes of the next on their way, and writes one partial sum
+per row, which a second kernel adds in a fixed order. What a tile costs to decode, and the roofs: kernels/quant.py.
 
 The number is that of the float32 weights w = value(code) * scale, rounded once. A nested scale is
 ``code256[code] * scales2 + offset``, rounded twice, as bitsandbytes has it; one in e4m3 is rounded after the global scale.
@@ -18,6 +18,7 @@ from torch import Tensor
 from fdora._torch import needs_dispatcher
 from fdora.quant import Lut4, QuantSpec
 from fdora.triton.codes import (
+    SHUFFLES,
     Coded,
     Packed,
     byte_facts,
@@ -31,7 +32,7 @@ from fdora.triton.codes import (
     weights_of,
     written,
 )
-from fdora.triton.configs import quant_config
+from fdora.triton.configs import quant_config, run_of
 from fdora.triton.copy import in_dtype
 from fdora.triton.hash import WORDS, fingerprint
 from fdora.triton.kernels.quant import quant4_kernel, quant8_kernel
@@ -43,6 +44,8 @@ from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.split import rows_at_a_time, split_A, split_B
 from fdora.triton.sums import column_sums
+
+LOOKUP = SHUFFLES  # of 4-bit codes: a third of the instructions
 
 
 def quant_norm(W: Coded, tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, squared: bool = False) -> Tensor:
@@ -153,11 +156,12 @@ def _norm_of_rows(
 ) -> None:  # fmt: skip
     N, K, R, capability = c.shape[0], W.shape[1], A.shape[0], plan.device.capability
     config = quant_config(R, A.itemsize == 2, capability, in_pairs(W.form, K))
-    block_n, block_k, block_r, precision, num_warps, num_stages, _ = config
-    tiles = cdiv(K, block_k)
-    partial = plan.temp((tiles, N), torch.float32)
+    block_n, block_k, block_r, precision, num_warps, num_stages, run = config
+    run = run or run_of(cdiv(N, block_n), cdiv(K, block_k), plan.device.num_sms)
+    runs = cdiv(K, block_k * run)
+    partial = plan.temp((runs, N), torch.float32)
     even = N % block_n == 0 and K % block_k == 0 and R % block_r == 0
-    tile = (block_n, block_k, block_r, GROUP_N, even, precision, by_n is not None)
+    tile = (block_n, block_k, block_r, run, GROUP_N, even, precision, block_r >= R, by_n is not None)
     pitch = 0 if dense is None else dense.stride[0]
     hashes = (None, None) if guard is None else guard.hashes
     common = (A, B, by_n, by_k, partial, dense, pitch, *hashes, s, first, N, K, R)
@@ -165,14 +169,14 @@ def _norm_of_rows(
     kernel: Any
     if isinstance(W.form, Lut4):
         kernel, args = quant4_kernel, (W.codes, *W.rest, *common, groups_of(W), *strides)
-        how = (*lut_facts(W, capability), dense is not None)
+        how = (*lut_facts(W, capability, LOOKUP), dense is not None)
     else:
         kernel, args = quant8_kernel, (W.codes, *W.rest, *common, groups_of(W), *W.codes.stride, *strides)
         how = (*byte_facts(W, capability), dense is not None)
-    programs = cdiv(N, block_n) * tiles
+    programs = cdiv(N, block_n) * runs
     pdl = guard is not None and plan.device.supports_pdl
-    if guard is not None:  # three programs of 64 x 128 fit on a multiprocessor, see quant_config
-        programs = min(programs, 3 * plan.device.num_sms)
+    if guard is not None:  # two programs of 64 x 128 fit on a multiprocessor, see quant_config
+        programs = min(programs, 2 * plan.device.num_sms)
     plan.launch(kernel, (programs,), args, (*how, *tile, guard is not None, WORDS, pdl), num_warps, num_stages, pdl)
     if guard is None:
         column_sums(plan, partial, c, sqrt=not squared)

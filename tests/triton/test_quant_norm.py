@@ -13,11 +13,13 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora import quant as quantised
 from fdora.quant import Codes8, Lut4
 from fdora.quant.bnb import UNIT
+from fdora.triton import quant
 from fdora.triton.codes import Coded, weights_of, written
+from fdora.triton.configs import run_of
 from fdora.triton.quant import plan_quant_norm, quant_norm, quant_row_norm
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.describe import describe
-from fdora.triton.runtime.lookup import PTX
+from fdora.triton.runtime.lookup import LANE_VALUE, PTX, SHUFFLED
 from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels
 from tests.triton.written import HOPPER, forms_of_codes, launches, likes_of_norm, plan_dense, plan_dense_norm
@@ -435,11 +437,12 @@ def test_a_plan_says_what_it_costs():
         likes, made = likes_of_norm(coded, r), 2 * N * K if dense else 0
         plan = plan_dense_norm(likes, HOPPER, coded, dense) if dense else plan_quant_norm(likes, HOPPER, coded, False)
         first, second = plan.steps
-        assert first.cost.flops16 == 2 * N * K * r
-        assert first.cost.bytes == stored + 2 * r * (N + K) + 4 * (K // 128) * N + made
+        run = run_of(N // 64, K // 128, HOPPER.num_sms)
+        assert run > 1 and first.cost.flops16 == 2 * N * K * r
+        assert first.cost.bytes == stored + 2 * r * (N + K) + 4 * (K // (128 * run)) * N + made
         assert second.kernel.__name__ == "sum_kernel" and "HIGH_FIRST" in str(describe(plan))
     (alone, _) = plan_dense(likes[2:], HOPPER, coded, torch.bfloat16).steps
-    assert alone.cost == (0, 0, stored + 2 * N * K)
+    assert alone.cost == (0, 0, stored + 2 * N * K, 0)
 
 
 def test_what_does_not_fit_is_refused():
@@ -457,9 +460,10 @@ def test_what_does_not_fit_is_refused():
             plan_quant_norm(likes_of_norm(Coded((64, 64), have), 8), HOPPER, Coded(shape, form), False)
 
 
-def executed(ptx, word):
-    """The eight outputs of the PTX for one 32-bit word: an interpreter of the six instructions that it is made of."""
-    at, full = {"$8": word}, 0xFFFFFFFF
+def executed(ptx, word, held=(), lane=0):
+    """The outputs of the PTX for one 32-bit word: an interpreter of the few instructions that it is made of. ``held``: what
+    the lanes of the warp have in $9."""
+    at, full = {"$8": word, "$9": None, "%laneid": lane}, 0xFFFFFFFF
 
     def value(name):
         return at[name] if name in at else int(name, 0)
@@ -473,27 +477,55 @@ def executed(ptx, word):
     def lop3(a, b, c, table):
         return sum(((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1))) & 1) << i for i in range(32))
 
+    def shfl(_, index, clamp, members):
+        segment, last = clamp >> 8, clamp & 31
+        source = (lane & segment) | (index & 31 & ~segment)
+        assert members == full and source <= (lane & segment) | (last & ~segment)
+        return held[source]
+
     steps = {
+        "mov": lambda a: a,
         "and": lambda a, b: a & b,
         "shr": lambda a, n: a >> n,
         "shl": lambda a, n: a << n & full,
         "prmt": prmt,
         "lop3": lop3,
+        "setp.ne": lambda a, b: a != b,
+        "selp": lambda a, b, first: a if first else b,
+        "shfl.sync.idx": shfl,
     }
-    for line in ptx.strip("{}\n").splitlines()[1:]:
-        name, out, *rest = re.split(r"[ ,]+", line.rstrip(";"))
-        at[out] = steps[name.removesuffix(".b32")](*map(value, rest))
-    return [at[f"${i}"] for i in range(8)]
+    for line in ptx.strip("{}\n").splitlines():
+        if not line.startswith(".reg"):
+            name, out, *rest = re.split(r"[ ,]+", line.rstrip(";"))
+            at[out] = steps[name.removesuffix(".b32").removesuffix(".u32")](*map(value, rest))
+    return [at[f"${i}"] for i in range(8) if f"${i}" in at]
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_the_permutes_find_each_nibble(table):
+def test_permutes_and_shuffles_find_each_nibble(table):
     """What no machine here can run: each code in each of the eight places, among random others."""
     assert torch.equal(torch.tensor(quantised.TABLES[table]), TABLES[table])
-    bits = TABLES[table].view(torch.int32).tolist()
-    text, rand = PTX[table], torch.Generator().manual_seed(0)
+    bits = [b & 0xFFFFFFFF for b in TABLES[table].view(torch.int32).tolist()]
+    rand = torch.Generator().manual_seed(0)
+    held = [executed(LANE_VALUE[table], 0, lane=lane)[0] for lane in range(32)]
+    assert held == 2 * bits
     for code, place in product(range(16), range(8)):
         codes = torch.randint(16, (8,), generator=rand).tolist()
         codes[place] = code
-        found = executed(text, sum(c << 4 * i for i, c in enumerate(codes)))
-        assert found == [bits[c] & 0xFFFFFFFF for c in (*codes[::2], *codes[1::2])]
+        word, want = sum(c << 4 * i for i, c in enumerate(codes)), [bits[c] for c in (*codes[::2], *codes[1::2])]
+        assert executed(PTX[table], word) == want
+        assert executed(SHUFFLED, word, held, lane=2 * code + place % 2) == want
+
+
+@needs_kernels
+def test_runs_of_tiles(chosen_anew, monkeypatch):
+    """A program walks several tiles of K, fewer in the last run of a row; its codes and scales come ahead."""
+    nf4, mxfp4 = four("nf4", "nested", 70, 392, 8), four("e2m1", "e8m0", 64, 640, 32, False)
+    e4m3 = eight("e4m3", "block", 70, 650)
+    for case, r, dtype, tiles in ((nf4, 8, HALF, 2), (nf4, 24, FP32, 8), (mxfp4, 80, HALF, 2), (e4m3, 8, HALF, 4)):
+        chosen_anew.clear()
+        monkeypatch.setattr(quant, "run_of", lambda *_, tiles=tiles: tiles)
+        A, B = adapter(case, r, dtype)
+        c, W = run(case, A, B, dense=FP32)
+        assert torch.equal(W, case.W)
+        assert_norm(c, case.W, A, B, 0.7)

@@ -6,13 +6,18 @@ import triton
 import triton.language as tl
 
 from fdora.quant.bnb import UNIT as BNB_UNIT
-from fdora.triton.runtime.lookup import PTX
+from fdora.triton.runtime.lookup import LANE_VALUE, PTX, SHUFFLED
 
 NF4 = tl.constexpr(PTX["nf4"])
 FP4 = tl.constexpr(PTX["fp4"])
 E2M1 = tl.constexpr(PTX["e2m1"])
 UNIT = tl.constexpr(BNB_UNIT)
 REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r")
+NF4_LANE = tl.constexpr(LANE_VALUE["nf4"])
+FP4_LANE = tl.constexpr(LANE_VALUE["fp4"])
+E2M1_LANE = tl.constexpr(LANE_VALUE["e2m1"])
+SHUFFLE = tl.constexpr(SHUFFLED)
+AND_VALUES = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r")  # those of four bytes, all the same
 
 
 @triton.jit
@@ -55,8 +60,12 @@ def nibble(x, TABLE: tl.constexpr):
 
 @triton.jit
 def nibbles(x, TABLE: tl.constexpr, PTX: tl.constexpr):
-    """The values of the low and of the high halves of bytes."""
-    if PTX:
+    """The values of the low and of the high halves of bytes. ``PTX``: 2 by shuffles, 1 by permutes, 0 by selects."""
+    if PTX == 2:
+        LANE: tl.constexpr = NF4_LANE if TABLE == "nf4" else FP4_LANE if TABLE == "fp4" else E2M1_LANE
+        value = tl.inline_asm_elementwise(LANE, "=r", [], tl.int32, True, 1)
+        low, high = tl.inline_asm_elementwise(SHUFFLE, AND_VALUES, [x, value], (tl.float32, tl.float32), True, 4)
+    elif PTX:
         TEXT: tl.constexpr = NF4 if TABLE == "nf4" else FP4 if TABLE == "fp4" else E2M1
         low, high = tl.inline_asm_elementwise(TEXT, REGISTERS, [x], (tl.float32, tl.float32), True, 4)
     else:
@@ -81,13 +90,30 @@ def _e8m0(x):
 
 
 @triton.jit
+def scale_terms(x, code256, scales2, at, mask, SCALES: tl.constexpr):
+    """What a nested scale is made of, read: its value in code256 and its second scale. Of others the stored one, twice."""
+    if SCALES == "nested":
+        return tl.load(code256 + x.to(tl.int32), mask=mask, other=0.0), tl.load(scales2 + (at >> 8), mask=mask, other=0.0)
+    else:
+        return x, x
+
+
+@triton.jit
+def scale_from(x, second, code256, offset, mask, SCALES: tl.constexpr):
+    """The float32 scale of these terms; see scale_of."""
+    if SCALES == "nested":
+        return tl.where(mask, tl.fma(x, second, 0.0) + tl.load(offset), 0.0)
+    else:
+        return scale_of(x, code256, None, offset, None, mask, SCALES)
+
+
+@triton.jit
 def scale_of(x, code256, scales2, offset, at, mask, SCALES: tl.constexpr):
     """The float32 scale that a stored one, of the group ``at``, stands for. 0 outside of the mask."""
     if SCALES == "nested":
         # A fused multiply-add for the product alone, so that no compiler fuses it with the sum: bitsandbytes rounds twice.
-        second = tl.load(scales2 + (at >> 8), mask=mask, other=0.0)
-        x = tl.fma(tl.load(code256 + x.to(tl.int32), mask=mask, other=0.0), second, 0.0) + tl.load(offset)
-        return tl.where(mask, x, 0.0)
+        x, second = scale_terms(x, code256, scales2, at, mask, SCALES)
+        return tl.where(mask, tl.fma(x, second, 0.0) + tl.load(offset), 0.0)
     elif SCALES == "e8m0":
         return tl.where(mask, _e8m0(x), 0.0)
     elif SCALES == "e4m3*global":  # code256 is the global scale
@@ -113,13 +139,19 @@ def pair_codes(codes, row, first_k, in_n, K, BLOCK_K: tl.constexpr, VECTOR: tl.c
 
 
 @triton.jit
+def pair_groups(row, first_k, in_n, groups, GROUP: tl.constexpr, IN_TILE: tl.constexpr):
+    """(BLOCK_N, IN_TILE): numbers of the groups of a tile, and which there are."""
+    g = first_k // GROUP + tl.arange(0, IN_TILE)
+    return row[:, None] * groups + g[None, :], in_n[:, None] & (g < groups)[None, :]
+
+
+@triton.jit
 def pair_scales(
     scales, code256, scales2, offset, row, first_k, in_n, groups,
     GROUP: tl.constexpr, SCALES: tl.constexpr, IN_TILE: tl.constexpr,
 ):  # fmt: skip
     """(BLOCK_N, IN_TILE): of the groups of a tile."""
-    g = first_k // GROUP + tl.arange(0, IN_TILE)
-    at, mask = row[:, None] * groups + g[None, :], in_n[:, None] & (g < groups)[None, :]
+    at, mask = pair_groups(row, first_k, in_n, groups, GROUP, IN_TILE)
     return group_scale(scales, code256, scales2, offset, at, mask, SCALES)
 
 

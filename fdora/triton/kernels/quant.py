@@ -3,10 +3,12 @@
 A decoder turns a tile of codes into float32 in registers. No weight is looked up in memory: that took twice as long as
 writing a dense W first (H200). Instructions for each weight, of which a multiprocessor starts 64 a clock (128 where float32):
 
-4 bits   5.6 byte permutes for NF4 and FP4: 16 float32 are four planes of 16 bytes. PRMT looks four nibbles up in 8 bytes at
-         once, so a plane takes one for the lower half of the table, one for the upper and one to choose; what was found is
-         transposed by two. E2M1 has two planes, and 3.6 do. Elsewhere (AMD, the interpreter) selects, or the bits of a
-         float32 put together.
+4 bits   a shift and a shuffle. A lane holds the float32 of code lane % 16, and SHFL, which reads four bits of its index, takes
+         one from its half of the warp: another unit than those that compute, 32 lanes a clock for a multiprocessor. Or 5.6
+         byte permutes for NF4 and FP4 (kernels/dequantize.py): 16 float32 are four planes of 16 bytes. PRMT looks four
+         nibbles up in 8 bytes at once, so a plane takes one for the lower half of the table, one for the upper and one to
+         choose; what was found is transposed by two. E2M1 has two planes, and 3.6 do. Elsewhere (AMD, the interpreter)
+         selects, or the bits of a float32 put together.
 8 bits   int8 1, a conversion; e4m3 the conversion of sm_89, 1.5, or 5 for the bits of a float32 of another bias.
 
 Then one product by the scale, one sum with s B A and one square. A group's scale is decoded once and broadcast. 4-bit codes
@@ -14,8 +16,9 @@ lie in pairs: the low-rank tile is split into even and odd columns, which costs 
 the weights would. A sum of squares has no order.
 
 Roofs at 8192 x 8192, r = 64 on an H100, none of them measured. NF4 with nested scales: 0.516 bytes a weight, 35 MB, 10 us;
-8.6 GFLOP, 11 us; 18 instructions a weight in all (SASS for sm_90), 42 us: starting instructions is what bounds it, up to
-r = 240, where the products take as long. Norms of dense bf16 read 134 MB (45 us) after a dequantisation of 170 MB (57 us).
+8.6 GFLOP, 11 us; 11 instructions a weight in all (SASS for sm_90, 10 with 4 warps), 26 us: starting instructions is what bounds
+it, up to r = 150, where the products take as long. By permutes and a tile to a program it was 21. Norms of dense bf16 read
+134 MB (45 us) after a dequantisation of 170 MB (57 us).
 e4m3 and int8: 67 MB, 20 us; 12 instructions a weight, 29 us. With a dense W stored: 134 MB more, 40 us, beside the same.
 
 A guarded norm begins as kernels/norm.py does: its few programs have no tile to walk over where A, B and s are what they were.
@@ -26,9 +29,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.decode import beside, byte_scales, byte_weights, nibbles, pair_codes, pair_scales, single_weights
+from fdora.triton.kernels.decode import (
+    beside,
+    byte_scales,
+    byte_weights,
+    nibbles,
+    pair_codes,
+    pair_groups,
+    scale_from,
+    scale_terms,
+    single_weights,
+)
 from fdora.triton.kernels.hash import unchanged
-from fdora.triton.kernels.tile import low_rank, tile_at, unscaled
+from fdora.triton.kernels.tile import low_rank, slab_of_A, slab_of_B, tile_at, unscaled
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
@@ -44,68 +57,103 @@ def _store(dense, w, row, k, inside, pitch, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _tiles(
+def _runs(
     old_hash, new_hash, N, K,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """How many there are to do."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    tiles = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, BLOCK_K)
-    return tl.where(unchanged(old_hash, new_hash, WORDS), 0, tiles)
+    runs = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, BLOCK_K * RUN)
+    return tl.where(unchanged(old_hash, new_hash, WORDS), 0, runs)
 
 
 @triton.jit
-def _tile(i, first, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """Column of tile i, its rows from ``first`` on and as W has them, its columns, and what is inside."""
-    tile_n, tile_k = tile_at(i, N, K, BLOCK_N, BLOCK_K, GROUP)
-    n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    row, in_n = (first + n).to(tl.int64), n < N
-    inside = in_n[:, None] & (k < K)[None, :]
-    return tile_k, n, k, row, in_n, inside
+def _run(i, first, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr):
+    """Number i: its column among the partials, its tiles of K, its rows from ``first`` on and as W has them."""
+    tile_n, run = tile_at(i, N, K, BLOCK_N, BLOCK_K * RUN, GROUP)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    return run, run * RUN, min(run * RUN + RUN, tl.cdiv(K, BLOCK_K)), n, (first + n).to(tl.int64), n < N
 
 
 @triton.jit
-def _quant4_tile(
+def _product(
+    A, B, b, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, scale_n, scale_k,
+    BLOCK_R: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """B A. ``b``: the only slab of B, if it is one."""
+    if ONE_SLAB:
+        a = slab_of_A(A, k, K, R, stride_ar, stride_ak, BLOCK_R, EVEN)
+        acc = tl.dot(b, a, input_precision=PRECISION)
+    else:
+        acc = low_rank(A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION)
+    if SCALED:
+        acc = unscaled(acc, scale_n, scale_k, n, k, N, K)
+    return acc
+
+
+@triton.jit
+def _quant4_run(
     i, codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
     stride_ar, stride_ak, stride_bn, stride_br,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
     PAIRS: tl.constexpr, PTX: tl.constexpr, STORE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    tile_k, n, k, row, in_n, inside = _tile(i, first, N, K, BLOCK_N, BLOCK_K, GROUP)
+    run, begin, end, n, row, in_n = _run(i, first, N, K, BLOCK_N, BLOCK_K, RUN, GROUP)
     IN_TILE: tl.constexpr = BLOCK_K // GROUP_SIZE if BLOCK_K > GROUP_SIZE else 1
     PART: tl.constexpr = BLOCK_K // 2 // IN_TILE
+    b = slab_of_B(B, n, N, R, stride_bn, stride_br, BLOCK_R, EVEN) if ONE_SLAB else None
+    squares = tl.zeros((BLOCK_N,), tl.float32)
     if PAIRS:
-        x = pair_codes(codes, row, tile_k * BLOCK_K, in_n, K, BLOCK_K, 16, EVEN)
-        scale = pair_scales(scales, code256, scales2, offset, row, tile_k * BLOCK_K, in_n, groups, GROUP_SIZE, SCALES, IN_TILE)
-    else:
-        w = single_weights(
-            codes, scales, code256, scales2, offset, row, k, in_n, K, groups, TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT
-        )
-    acc = low_rank(A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION)
-    if SCALED:
-        acc = unscaled(acc, scale_n, scale_k, n, k, N, K)
-    if PAIRS:
-        acc_even, acc_odd = tl.split(tl.reshape(acc, (BLOCK_N, IN_TILE, PART, 2)))
-        low, high = nibbles(beside(tl.reshape(x, (BLOCK_N, IN_TILE, PART)), acc_even, PTX), TABLE, PTX)
-        even, odd = (high if HIGH_FIRST else low) * scale[:, :, None], (low if HIGH_FIRST else high) * scale[:, :, None]
-        if not EVEN:
-            pairs = tile_k * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
-            whole = tl.reshape(in_n[:, None] & (pairs < K // 2)[None, :], (BLOCK_N, IN_TILE, PART))
-            even, odd = tl.where(whole, even, 0.0), tl.where(whole, odd, 0.0)
-        v, u = even + s * acc_even, odd + s * acc_odd
-        squares = tl.sum(tl.sum(v * v + u * u, axis=2), axis=1)
-        if STORE:
-            _store(dense, tl.reshape(tl.join(even, odd), (BLOCK_N, BLOCK_K)), row, k, inside, pitch, EVEN)
-    else:
-        v = w + s * acc
-        squares = tl.sum(v * v, axis=1)
-        if STORE:
-            _store(dense, w, row, k, inside, pitch, EVEN)
-    tl.store(partial + tile_k.to(tl.int64) * N + n, squares, mask=in_n)
+        # Codes come a tile ahead, scales two: a nested one takes two loads, one after the other. The last tile's, again.
+        x = pair_codes(codes, row, begin * BLOCK_K, in_n, K, BLOCK_K, 16, EVEN)
+        at, here = pair_groups(row, begin * BLOCK_K, in_n, groups, GROUP_SIZE, IN_TILE)
+        stored = tl.load(scales + at, mask=here, other=0)
+        value, second = scale_terms(stored, code256, scales2, at, here, SCALES)
+        at, there = pair_groups(row, min(begin + 1, end - 1) * BLOCK_K, in_n, groups, GROUP_SIZE, IN_TILE)
+        stored = tl.load(scales + at, mask=there, other=0)
+    for tile_k in range(begin, end):
+        k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+        if PAIRS:
+            _, here = pair_groups(row, tile_k * BLOCK_K, in_n, groups, GROUP_SIZE, IN_TILE)
+            scale = scale_from(value, second, code256, offset, here, SCALES)
+            if RUN > 1:
+                x_next = pair_codes(codes, row, min(tile_k + 1, end - 1) * BLOCK_K, in_n, K, BLOCK_K, 16, EVEN)
+                value, second = scale_terms(stored, code256, scales2, at, there, SCALES)
+                at, there = pair_groups(row, min(tile_k + 2, end - 1) * BLOCK_K, in_n, groups, GROUP_SIZE, IN_TILE)
+                stored = tl.load(scales + at, mask=there, other=0)
+        else:
+            w = single_weights(
+                codes, scales, code256, scales2, offset, row, k, in_n, K, groups, TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT
+            )
+        acc = _product(
+            A, B, b, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, scale_n, scale_k,
+            BLOCK_R, EVEN, PRECISION, ONE_SLAB, SCALED,
+        )  # fmt: skip
+        inside = in_n[:, None] & (k < K)[None, :]
+        if PAIRS:
+            acc_even, acc_odd = tl.split(tl.reshape(acc, (BLOCK_N, IN_TILE, PART, 2)))
+            low, high = nibbles(beside(tl.reshape(x, (BLOCK_N, IN_TILE, PART)), acc_even, PTX), TABLE, PTX)
+            even, odd = (high if HIGH_FIRST else low) * scale[:, :, None], (low if HIGH_FIRST else high) * scale[:, :, None]
+            if not EVEN:
+                pairs = tile_k * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
+                whole = tl.reshape(in_n[:, None] & (pairs < K // 2)[None, :], (BLOCK_N, IN_TILE, PART))
+                even, odd = tl.where(whole, even, 0.0), tl.where(whole, odd, 0.0)
+            v, u = even + s * acc_even, odd + s * acc_odd
+            squares += tl.sum(tl.sum(v * v + u * u, axis=2), axis=1)
+            if STORE:
+                _store(dense, tl.reshape(tl.join(even, odd), (BLOCK_N, BLOCK_K)), row, k, inside, pitch, EVEN)
+            if RUN > 1:
+                x = x_next
+        else:
+            v = w + s * acc
+            squares += tl.sum(v * v, axis=1)
+            if STORE:
+                _store(dense, w, row, k, inside, pitch, EVEN)
+    tl.store(partial + run.to(tl.int64) * N + n, squares, mask=in_n)
 
 
 @triton.jit(launch_metadata=launched)
@@ -114,51 +162,82 @@ def quant4_kernel(
     N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
     PAIRS: tl.constexpr, PTX: tl.constexpr, STORE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr,
+    WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """N rows from ``first`` on: B, scale_n and partial begin there, W and what is stored of it do not."""
     if GUARDED:
-        for i in range(tl.program_id(0), _tiles(old_hash, new_hash, N, K, BLOCK_N, BLOCK_K, WORDS, PDL), tl.num_programs(0)):
-            _quant4_tile(
+        runs = _runs(old_hash, new_hash, N, K, BLOCK_N, BLOCK_K, RUN, WORDS, PDL)
+        for i in range(tl.program_id(0), runs, tl.num_programs(0)):
+            _quant4_run(
                 i, codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, s, first,
                 N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
                 TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
-                BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, SCALED,
+                BLOCK_N, BLOCK_K, BLOCK_R, RUN, GROUP, EVEN, PRECISION, ONE_SLAB, SCALED,
             )  # fmt: skip
     else:
-        _quant4_tile(
+        _quant4_run(
             tl.program_id(0), codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, s, first,
             N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
             TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
-            BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, SCALED,
+            BLOCK_N, BLOCK_K, BLOCK_R, RUN, GROUP, EVEN, PRECISION, ONE_SLAB, SCALED,
         )  # fmt: skip
 
 
 @triton.jit
-def _quant8_tile(
+def _quant8_run(
     i, codes, scales, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
     stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br,
     CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PTX: tl.constexpr, STORE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    tile_k, n, k, row, in_n, inside = _tile(i, first, N, K, BLOCK_N, BLOCK_K, GROUP)
+    run, begin, end, n, row, in_n = _run(i, first, N, K, BLOCK_N, BLOCK_K, RUN, GROUP)
+    b = slab_of_B(B, n, N, R, stride_bn, stride_br, BLOCK_R, EVEN) if ONE_SLAB else None
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    AHEAD: tl.constexpr = RUN > 1 and (MODE != "block" or BK % BLOCK_K == 0)
+    if AHEAD:
+        x, scale = _codes8(
+            codes, scales, row, begin * BLOCK_K, in_n, K, groups, stride_cn, stride_ck, MODE, BN, BK, BLOCK_K, EVEN
+        )
+    for tile_k in range(begin, end):
+        k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+        next_k = (min(tile_k + 1, end - 1) if AHEAD else tile_k) * BLOCK_K
+        x_next, scale_next = _codes8(
+            codes, scales, row, next_k, in_n, K, groups, stride_cn, stride_ck, MODE, BN, BK, BLOCK_K, EVEN
+        )
+        if not AHEAD:
+            x, scale = x_next, scale_next
+        acc = _product(
+            A, B, b, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, scale_n, scale_k,
+            BLOCK_R, EVEN, PRECISION, ONE_SLAB, SCALED,
+        )  # fmt: skip
+        inside = in_n[:, None] & (k < K)[None, :]
+        w = byte_weights(beside(x, acc, PTX), scale, CODE, BY_BITS)
+        if not EVEN:
+            w = tl.where(inside, w, 0.0)
+        v = w + s * acc
+        squares += tl.sum(v * v, axis=1)
+        if STORE:
+            _store(dense, w, row, k, inside, pitch, EVEN)
+        if AHEAD:
+            x, scale = x_next, scale_next
+    tl.store(partial + run.to(tl.int64) * N + n, squares, mask=in_n)
+
+
+@triton.jit
+def _codes8(
+    codes, scales, row, first_k, in_n, K, groups, stride_cn, stride_ck,
+    MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Codes of a tile and their scales."""
+    k = first_k + tl.arange(0, BLOCK_K)
+    inside = in_n[:, None] & (k < K)[None, :]
     at = codes + row[:, None] * stride_cn + k[None, :].to(tl.int64) * stride_ck
     x = tl.load(at) if EVEN else tl.load(at, mask=inside, other=0)
-    scale = byte_scales(scales, row, k, tile_k * BLOCK_K, in_n, inside, groups, MODE, BN, BK, BLOCK_K)
-    acc = low_rank(A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION)
-    if SCALED:
-        acc = unscaled(acc, scale_n, scale_k, n, k, N, K)
-    x = beside(x, acc, PTX)
-    w = byte_weights(x, scale, CODE, BY_BITS)
-    if not EVEN:
-        w = tl.where(inside, w, 0.0)
-    v = w + s * acc
-    tl.store(partial + tile_k.to(tl.int64) * N + n, tl.sum(v * v, axis=1), mask=in_n)
-    if STORE:
-        _store(dense, w, row, k, inside, pitch, EVEN)
+    return x, byte_scales(scales, row, k, first_k, in_n, inside, groups, MODE, BN, BK, BLOCK_K)
 
 
 @triton.jit(launch_metadata=launched)
@@ -167,20 +246,22 @@ def quant8_kernel(
     stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br,
     CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PTX: tl.constexpr, STORE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr,
+    WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """N rows from ``first`` on, as above. e4m3 codes come as bytes: Triton has no float8 below sm_89 (BY_BITS)."""
     if GUARDED:
-        for i in range(tl.program_id(0), _tiles(old_hash, new_hash, N, K, BLOCK_N, BLOCK_K, WORDS, PDL), tl.num_programs(0)):
-            _quant8_tile(
+        runs = _runs(old_hash, new_hash, N, K, BLOCK_N, BLOCK_K, RUN, WORDS, PDL)
+        for i in range(tl.program_id(0), runs, tl.num_programs(0)):
+            _quant8_run(
                 i, codes, scales, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
                 stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br, CODE, BY_BITS, MODE, BN, BK, PTX, STORE,
-                BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, SCALED,
+                BLOCK_N, BLOCK_K, BLOCK_R, RUN, GROUP, EVEN, PRECISION, ONE_SLAB, SCALED,
             )  # fmt: skip
     else:
-        _quant8_tile(
+        _quant8_run(
             tl.program_id(0), codes, scales, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
             stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br, CODE, BY_BITS, MODE, BN, BK, PTX, STORE,
-            BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, SCALED,
+            BLOCK_N, BLOCK_K, BLOCK_R, RUN, GROUP, EVEN, PRECISION, ONE_SLAB, SCALED,
         )  # fmt: skip

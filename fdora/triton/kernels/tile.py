@@ -39,6 +39,22 @@ def low_rank(
 
 
 @triton.jit
+def slab_of_B(B, n, N, R, stride_bn, stride_br, BLOCK_R: tl.constexpr, EVEN: tl.constexpr):
+    """Rows n of a B no wider than a slab."""
+    r = tl.arange(0, BLOCK_R)
+    at = B + n[:, None].to(tl.int64) * stride_bn + r[None, :].to(tl.int64) * stride_br
+    return tl.load(at) if EVEN else tl.load(at, mask=(n < N)[:, None] & (r < R)[None, :], other=0.0)
+
+
+@triton.jit
+def slab_of_A(A, k, K, R, stride_ar, stride_ak, BLOCK_R: tl.constexpr, EVEN: tl.constexpr):
+    """Columns k of an A no higher than a slab."""
+    r = tl.arange(0, BLOCK_R)
+    at = A + r[:, None].to(tl.int64) * stride_ar + k[None, :].to(tl.int64) * stride_ak
+    return tl.load(at) if EVEN else tl.load(at, mask=(r < R)[:, None] & (k < K)[None, :], other=0.0)
+
+
+@triton.jit
 def _weight_and_product(
     W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
     BLOCK_R: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,

@@ -42,6 +42,43 @@ def lookup(table: tuple[float, ...]) -> str:
 PTX = {name: lookup(table) for name, table in TABLES.items()}
 
 
+def lane_value(table: tuple[float, ...]) -> str:
+    """PTX: the bits of the entry whose number is that of the lane, modulo 16."""
+    rows = [struct.pack("<f", v) for v in table]
+    lines = [
+        ".reg .b32 lane, code, p<4>, lo, hi, first, second;",
+        ".reg .pred upper;",
+        "mov.u32 lane, %laneid;",
+        "and.b32 code, lane, 7;",
+        "and.b32 lane, lane, 8;",
+        "setp.ne.u32 upper, lane, 0;",
+    ]
+    for p in range(4):
+        words = ["0x" + bytes(row[p] for row in rows[i : i + 4])[::-1].hex() for i in (0, 4, 8, 12)]
+        lines += [
+            f"selp.b32 first, {words[2]}, {words[0]}, upper;",
+            f"selp.b32 second, {words[3]}, {words[1]}, upper;",
+            f"prmt.b32 p{p}, first, second, code;",
+        ]
+    lines += ["prmt.b32 lo, p0, p1, 0x5140;", "prmt.b32 hi, p2, p3, 0x5140;", "prmt.b32 $0, lo, hi, 0x5410;"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+def shuffled() -> str:
+    """PTX: what ``lookup`` gives, where $9 holds what ``lane_value`` does. A shuffle reads the lower four bits of its index:
+    a lane takes the entry from that lane of its half of the warp."""
+    lines = [".reg .b32 code;"]
+    for i in range(8):
+        source = "$8" if i == 0 else "code"
+        lines += [f"shr.b32 code, $8, {4 * i};"] * (i > 0)
+        lines.append(f"shfl.sync.idx.b32 ${i // 2 + 4 * (i % 2)}, $9, {source}, 0x100f, 0xffffffff;")
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+LANE_VALUE = {name: lane_value(table) for name, table in TABLES.items()}
+SHUFFLED = shuffled()
+
+
 def scaled(table: tuple[float, ...], half: str) -> str:
     """PTX: the table times the float32 $8, each product rounded once, as 16 numbers of 16 bits ("bf16", "f16"). $0 to $3 hold
     their low bytes, four to a register, $4 to $7 the high ones."""
