@@ -92,7 +92,7 @@ def _backward(
     if dz is None:
         return
     if dx is not None and small:
-        if isinstance(la.W, Packed) and reads(la.W):
+        if isinstance(la.W, Packed) and reads(la.W, x.shape[0], True):
             small_backward_of_codes(plan, dz, la.W, la.A, la.B, x, s, dx, grads.A, accumulate)
         else:
             small_backward(plan, dz, weight_in(plan, la.W, t), la.A, la.B, x, s, dx, grads.A, accumulate)
