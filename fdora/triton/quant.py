@@ -157,7 +157,7 @@ def _norm_of_rows(
     N, K, R, capability = c.shape[0], W.shape[1], A.shape[0], plan.device.capability
     config = quant_config(R, A.itemsize == 2, capability, in_pairs(W.form, K))
     block_n, block_k, block_r, precision, num_warps, num_stages, run = config
-    run = run or run_of(cdiv(N, block_n), cdiv(K, block_k), plan.device.num_sms)
+    run = run or (run_of(cdiv(N, block_n), cdiv(K, block_k), plan.device.num_sms) if comes_ahead(W, block_k) else 1)
     runs = cdiv(K, block_k * run)
     partial = plan.temp((runs, N), torch.float32)
     even = N % block_n == 0 and K % block_k == 0 and R % block_r == 0
@@ -182,6 +182,13 @@ def _norm_of_rows(
         column_sums(plan, partial, c, sqrt=not squared)
     else:
         chosen(plan, partial, c, guard)
+
+
+def comes_ahead(W: Packed, block_k: int) -> bool:
+    """Whether a kernel fetches the next tile's codes early. Beside a scale or an address for each code it would spill."""
+    if isinstance(W.form, Lut4):
+        return in_pairs(W.form, W.shape[1])
+    return W.form.scale != "block" or W.form.block[1] % block_k == 0
 
 
 def _fake_quant_row_norm(tensors, A, B, s, text, numbers, squared):

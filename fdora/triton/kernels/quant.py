@@ -74,7 +74,9 @@ def _run(i, first, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.c
     """Number i: its column among the partials, its tiles of K, its rows from ``first`` on and as W has them."""
     tile_n, run = tile_at(i, N, K, BLOCK_N, BLOCK_K * RUN, GROUP)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    return run, run * RUN, min(run * RUN + RUN, tl.cdiv(K, BLOCK_K)), n, (first + n).to(tl.int64), n < N
+    begin = run * RUN
+    end = begin + 1 if RUN == 1 else min(begin + RUN, tl.cdiv(K, BLOCK_K))
+    return run, begin, end, n, (first + n).to(tl.int64), n < N
 
 
 @triton.jit
