@@ -75,7 +75,8 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, call, *flat = inputs
+        x, call = inputs[:2]
+        flat = list(inputs[2:])  # what a star gathers, Dynamo (torch 2.11) takes for a tuple
         n = len(call.options)
         rest = output[n:]
         ctx.mark_non_differentiable(*rest)

@@ -62,7 +62,8 @@ class Mlp(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.call, *flat = inputs
+        x, ctx.call = inputs[:2]
+        flat = list(inputs[2:])  # as in linear.py
         y, *rest = output
         ctx.mark_non_differentiable(*rest)
         ctx.set_materialize_grads(False)

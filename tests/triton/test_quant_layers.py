@@ -86,6 +86,11 @@ def assert_equal(results):
     assert all(t.abs().sum() > 0 for t in got)
 
 
+def assert_rounded(results):
+    got, want = results
+    assert len(got) == len(want) and all(rel_l2(a, b) < 2e-3 for a, b in zip(got, want, strict=True))
+
+
 @needs_kernels
 @pytest.mark.parametrize("name", CASES)
 def test_dense_to_the_bit(name):
@@ -108,10 +113,12 @@ def test_a_layer(name, tokens):
     A, B, m = adapter(W)
     c, bias = dora_norm(W, A, B, s=S), (torch.randn(48, device=device.NAME) if name == "fp8" else None)
     # few tokens of codes keep the value before g; a dense weight would keep the output
-    assert_equal(both(lambda w: dora_linear(x, w, A, B, m, s=S, norm=c, bias=bias, keep_inner=True), [W], [x, A, B, m], True))
+    results = both(lambda w: dora_linear(x, w, A, B, m, s=S, norm=c, bias=bias, keep_inner=True), [W], [x, A, B, m], True)
+    agree = assert_equal if tokens == MANY else assert_rounded  # few tokens read the codes themselves, in sums of another order
+    agree(results)
     with torch.no_grad():
         dense = W.dequantize()
-        assert torch.equal(dora_linear(x, W, A, B, m, s=S, norm=c), dora_linear(x, dense, A, B, m, s=S, norm=c))
+        agree(([dora_linear(x, W, A, B, m, s=S, norm=c)], [dora_linear(x, dense, A, B, m, s=S, norm=c)]))
 
 
 @needs_kernels
@@ -322,17 +329,19 @@ def facts(*coded):
 
 @pytest.mark.parametrize("tokens", [16, 512])
 def test_a_dense_weight_is_there_once_at_a_time(tokens):
-    """Three layers on one x: what they decode takes its place after the other, and it is all that their plan takes."""
+    """Three layers on one x: what they decode takes its place after the other, and it is all that their plan takes. Of few
+    tokens only the layer without an adapter has a dense weight."""
     la, codes, coded = of_codes()
     frozen, *_ = of_codes(frozen=True)
     likes = [alike(tokens, K, dtype=BF16), *la, *la, *frozen, *codes * 3]
     plan = plan_forward(likes, HOPPER, 0.0, "lora", ("output", "output", "nothing"), True, *facts(coded, coded, coded))
-    assert kernels(plan)["dequantize4_kernel"] == 3
-    assert DENSE <= plan.workspace < DENSE + 2**20
+    times = 1 if tokens == 16 else 3
+    assert kernels(plan)["dequantize4_kernel"] == times
+    assert DENSE <= plan.workspace < DENSE + 2**21
     kept = {a.name for a in plan.results if a.name.startswith("pre_scale")}
     assert kept == ({"pre_scale0", "pre_scale1"} if tokens == 16 else set())  # for the gradient of m, without W
     moved = [step.cost.bytes for step in plan.steps if step.cost.flops == 0 and "dequantize" in step.kernel.__name__]
-    assert moved == [STORED + DENSE] * 3
+    assert moved == [STORED + DENSE] * times
 
 
 def test_a_backward_decodes_once_and_only_where_it_reads():
