@@ -201,8 +201,7 @@ def small_codes_config(rows: int, N: int, K: int, bits: int, columns: bool, capa
     """``rows``: tokens, padded. ``columns``: the result has the columns of W (backward), and K counts its rows.
 
     ms on an H200, 14336 x 4096: 32 tokens 0.038 by one slice of 64 columns, 0.117 by the best of several; 1 token 0.063 by
-    several. Splits are not measured yet: programs for each multiprocessor hide the waits of one another, and each split
-    costs what it writes and reads again.
+    several. Splits are not measured yet: the programs of a multiprocessor hide the waits of one another.
     """
     if not capability:  # interpreted, or an AMD GPU, with 64 KiB of shared memory
         return CodesConfig(64, 16, 1, 4, 2) if columns else CodesConfig(16, 128, 1 if rows > 16 else 2, 2, 2)
@@ -220,8 +219,10 @@ def small_codes_config(rows: int, N: int, K: int, bits: int, columns: bool, capa
     else:
         config = CodesConfig(16, 128, 4 if K < 4096 else 8, 4 if K < 4096 else 8, 2)
     tiles = -(-N // config.BLOCK_N)
-    programs = 2 if hopper and bits == 4 else 1  # for each multiprocessor
-    return config._replace(SPLITS=max(1, min(8, programs * num_sms // tiles, K // 1024)))
+    programs = 1 if not hopper or bits == 8 else 4 if rows <= 16 and not columns else 2  # for each multiprocessor
+    # Parts are written and read again, no more bytes than codes have; and a program has two steps at least.
+    most = K // max(16 * rows, 2 * config.BLOCK_K * config.SLICES)
+    return config._replace(SPLITS=max(1, min(16, programs * num_sms // tiles, most)))
 
 
 def nearest(table: dict[tuple, tuple], shape: tuple[int, ...], weights: tuple[float, ...] = (1, 1, 1)) -> tuple:
