@@ -56,9 +56,9 @@ FORMS = {
 DTYPE = torch.bfloat16
 CACHE, S = 2**28, 2.0  # bytes: more than any GPU's L2 holds
 # columns, terms, slices, warps, stages, parts of K
-FULL = [(64, 128, 1, 4, 4, p) for p in (1, 2, 4, 8)] + [(64, 128, 1, 4, 3, p) for p in (1, 2, 4, 8)]
+FULL = [(64, 128, 1, 4, 4, p) for p in (1, 2, 4, 8, 16)] + [(64, 128, 1, 4, 3, p) for p in (1, 2, 4)]
 FULL += [(64, 256, 1, 4, 3, p) for p in (1, 2, 4)] + [(64, 256, 1, 4, 2, 4), (128, 128, 1, 8, 3, 2), (128, 128, 1, 8, 3, 4)]
-SLICED = [(32, 128, 4, 4, 3, 1), (32, 128, 4, 4, 3, 2), (32, 128, 4, 4, 2, 4)]
+SLICED = [(32, 128, 4, 4, 3, 1), (32, 128, 4, 4, 3, 2)]
 FORWARD = {8: FULL + SLICED, 16: FULL + SLICED, 32: FULL, 64: FULL}
 NARROW = [(64, 32, 8, 8, 3, p) for p in (1, 2, 4)] + [(64, 32, 4, 4, 3, p) for p in (2, 4, 8)]
 NARROW += [(256, 32, 1, 4, 4, p) for p in (2, 4, 8, 16)] + [(256, 64, 1, 4, 3, p) for p in (4, 8, 16)]

@@ -247,7 +247,9 @@ def small_codes_config(rows: int, N: int, K: int, bits: int, columns: bool, capa
     else:
         config = CodesConfig(16, 128, 4 if K < 4096 else 8, 4 if K < 4096 else 8, 2)
     programs = (7 if rows <= 32 else 3.5) if hopper else 1  # for each multiprocessor
-    return config._replace(SPLITS=split_of(int(programs * num_sms), -(-N // config.BLOCK_N), min(8, max(1, K // 512))))
+    # Parts are written and read again: no more bytes than codes have, and a program has two steps at least.
+    most = min(8, max(1, K // max(16 * rows, 2 * config.BLOCK_K * config.SLICES)))
+    return config._replace(SPLITS=split_of(int(programs * num_sms), -(-N // config.BLOCK_N), most))
 
 
 def split_of(programs: int, tiles: int, most: int) -> int:

@@ -208,6 +208,7 @@ def test_tiles_for_any_shape():
         config = small_codes_config(rows, N, K, bits, columns, capability, 132)
         assert config.BLOCK_N % (64 if columns else 16) == 0 and config.BLOCK_K % (16 if columns else 128) == 0
         assert config.SLICES in (1, config.num_warps)
+        assert 1 <= config.SPLITS <= max(1, K // (config.BLOCK_K * config.SLICES))
 
 
 def executed(ptx, given):
