@@ -63,9 +63,10 @@ class QuantConfig(NamedTuple):
 
 
 def run_of(tiles_n: int, tiles_k: int, num_sms: int) -> int:
-    """The longest run of tiles along K, up to 8, with which programs, two to a multiprocessor, fill the GPU three times."""
+    """The longest run of tiles along K, up to 8, that leaves three programs for two multiprocessors. 4096 x 4096 in runs of 8
+    has 256 and takes 15.4 us on an H200, in runs of 4 16.4, of 2 18.0, of 1 21.4."""
     run = 8
-    while run > 1 and tiles_n * -(-tiles_k // run) < 6 * num_sms:
+    while run > 1 and 2 * tiles_n * -(-tiles_k // run) < 3 * num_sms:
         run //= 2
     return run
 
@@ -73,16 +74,16 @@ def run_of(tiles_n: int, tiles_k: int, num_sms: int) -> int:
 def quant_config(r: int, half: bool, capability: int, pairs: bool = True) -> QuantConfig:
     """The norm of a W of codes. ``pairs``: two 4-bit codes of a row to a byte, or one of 8 bits.
 
-    Not measured on a GPU: these fit and do not spill. NF4, r = 64 on sm_90, 64 x 128 in runs of tiles, by registers: with 8
-    warps 108 (128 where a dense W is stored), 16 warps on a multiprocessor; with 4 warps 168 and 12 (255 and 8), and 9 %
-    fewer instructions. The flat tile fetches each slab of A twice as often as the square one, which serves larger ranks.
+    us on an H200, NF4, r = 64, 14336 x 4096, in runs of 8 tiles: 64 x 128 by 4 warps 43, 64 x 64 47 (in runs of 4), 128 x 128
+    by 8 warps 54, 64 x 128 by 8 warps 54 (in runs of 4); single tiles 60 to 100. Above r = 64 the square one fetches half as
+    much of A: not compared there.
     """
     if not half:
         return QuantConfig(64, 64, 32, "tf32x3" if capability else "ieee", 4, 2)
     if not pairs:  # an address of 64 bits for each code and for each scale
         return QuantConfig(64, 64, 32, "ieee", 8, 2)
     if r <= 64:
-        return QuantConfig(64, 128, min(64, power_of_two(r)), "ieee", 8, 3)
+        return QuantConfig(64, 128, min(64, power_of_two(r)), "ieee", 4 if 90 <= capability < 100 else 8, 3)
     return QuantConfig(128, 128, 32, "ieee", 8, 3)
 
 
@@ -220,17 +221,17 @@ class CodesConfig(NamedTuple):
 def small_codes_config(rows: int, N: int, K: int, bits: int, columns: bool, capability: int, num_sms: int) -> CodesConfig:
     """``rows``: tokens, padded. ``columns``: the result has the columns of W (backward), and K counts its rows.
 
-    sm_90, NF4, from bench.quant_forms (h200/quant_forms.json): 64 columns by four warps, whose products wgmma takes, and as many
-    splits as give each multiprocessor several programs, which hide the waits of one another; each split costs what it writes
-    and what is read again. ms for 16 tokens, 4096 x 4096 / 14336 x 4096: 0.013 / 0.029; by slices inside of one program 0.028
-    / 0.089. Backward: 512 columns, since a row of W is read in one piece. Elsewhere by count: these fit and do not spill.
+    sm_90, NF4, from bench.quant_forms (h200/quant_forms.json): 64 columns by four warps, whose products wgmma takes, and as
+    many splits as give each multiprocessor several programs, which hide the waits of one another; each split costs what it
+    writes and what is read again. ms for 16 tokens, 4096 x 4096 / 14336 x 4096: 0.013 / 0.029; by slices inside of one program
+    0.028 / 0.089. Backward: 512 columns, since a row of W is read in one piece. Elsewhere by count: these fit, nothing spills.
     """
     if not capability:  # interpreted, or an AMD GPU, with 64 KiB of shared memory
         return CodesConfig(64, 16, 1, 4, 2) if columns else CodesConfig(16, 128, 1 if rows > 16 else 2, 2, 2)
     hopper = 90 <= capability < 100
     if hopper and columns and bits == 4:
         config = CodesConfig(512, 32, 1, 4, 3) if rows <= 32 else CodesConfig(256, 32, 1, 4, 4)
-        most = min(16, max(4, K // 512))
+        most = min(16, max(4, K // 512), max(1, K // config.BLOCK_K))
         return config._replace(SPLITS=split_of(2 * num_sms, -(-N // config.BLOCK_N), most))
     if columns:
         config = CodesConfig(64, 32 if hopper else 16, *((4, 4) if rows > 32 else (8, 8)), 3)

@@ -44,7 +44,7 @@ def layers_fwd(
     run_it: Any = fp8_linear if needs_dispatcher(x) else _fp8_linear
     y, h, *before = run_it(x, operands, o.s, o.save, dropout.p, facts.scale, list(facts.block))
     kept = before[0] if before else None if o.save == "nothing" else y
-    return [y], Saved(h, (kept,), (bool(before),))
+    return [y], Saved(h, (kept,), (len(before) > 0,))
 
 
 def _fp8_linear(

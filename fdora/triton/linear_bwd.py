@@ -65,8 +65,10 @@ def backward(
     else:
         product = f"one fused product for dx; more than {LIMIT} tokens"
     plan.path = f"one pass for dz and the sums over tokens, then {product}"
-    if dx is not None and any(isinstance(la.W, Packed) for la in layers):
-        plan.path += "; W is decoded first"
+    packed = [la for la in layers if isinstance(la.W, Packed)]
+    if dx is not None and packed:
+        few = x.dtype != torch.float32 and is_small(x.shape[0]) and all(la.seed is None and reads(la.W) for la in packed)
+        plan.path += "; codes of W are decoded where they are multiplied" if few else "; W is decoded first"
 
 
 def _backward(
@@ -92,7 +94,7 @@ def _backward(
     if dz is None:
         return
     if dx is not None and small:
-        if isinstance(la.W, Packed) and reads(la.W, x.shape[0], True):
+        if isinstance(la.W, Packed) and reads(la.W):
             small_backward_of_codes(plan, dz, la.W, la.A, la.B, x, s, dx, grads.A, accumulate)
         else:
             small_backward(plan, dz, weight_in(plan, la.W, t), la.A, la.B, x, s, dx, grads.A, accumulate)

@@ -42,7 +42,7 @@ def forward(
         if la.A is None:
             _frozen_forward(plan, x, la, each.y)
         elif small and la.seed is None:  # it forms h in passing, faster than it could read one
-            if isinstance(la.W, Packed) and reads(la.W, x.shape[0], False):
+            if isinstance(la.W, Packed) and reads(la.W):
                 if each.c is not None:
                     norm(plan, la.W, la.A, la.B, s, each.c)
                 small_forward_of_codes(plan, x, la.W, la, s, each)
@@ -57,7 +57,7 @@ def forward(
     else:
         plan.path = f"x A^T, then one fused product; g inside, more than {LIMIT} tokens fill its tiles"
     packed = [la for la in layers if isinstance(la.W, Packed)]
-    if small and packed and all(la.A is not None and la.seed is None and reads(la.W, x.shape[0], False) for la in packed):
+    if small and packed and all(la.A is not None and la.seed is None and reads(la.W) for la in packed):
         plan.path += "; codes of W are decoded where they are multiplied"
     elif packed:
         plan.path += "; W is decoded first" + (", its norm with it" if any(each.c is not None for each in out) else "")

@@ -175,8 +175,8 @@ def _norm_of_rows(
         how = (*byte_facts(W, capability), dense is not None)
     programs = cdiv(N, block_n) * runs
     pdl = guard is not None and plan.device.supports_pdl
-    if guard is not None:  # two programs of 64 x 128 fit on a multiprocessor, see quant_config
-        programs = min(programs, 2 * plan.device.num_sms)
+    if guard is not None:  # three programs of 64 x 128 fit on a multiprocessor
+        programs = min(programs, 3 * plan.device.num_sms)
     plan.launch(kernel, (programs,), args, (*how, *tile, guard is not None, WORDS, pdl), num_warps, num_stages, pdl)
     if guard is None:
         column_sums(plan, partial, c, sqrt=not squared)

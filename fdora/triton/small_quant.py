@@ -29,20 +29,8 @@ from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.small import Out, shrunk
 
 
-def pays(tokens: int, N: int, K: int, bits: int, columns: bool) -> bool:
-    """Whether it is faster than decoding W and a product of it. ``columns``: backward.
-
-    ms on an H200 for 4096 x 4096, decoding 0.014 and the product 0.012: 64 tokens 0.034 and backward 0.061, 16 tokens 0.028
-    and 0.036, all of K at once.
-    """
-    return tokens <= (32 if columns and bits == 4 else 64)
-
-
-def reads(W: Packed, tokens: int, columns: bool) -> bool:
-    """Whether the functions here take it: 4-bit codes in whole words of rows and groups, or any 8-bit ones, where that pays."""
-    four = isinstance(W.form, Lut4)
-    if not pays(tokens, *W.shape, 4 if four else 8, columns):
-        return False
+def reads(W: Packed) -> bool:
+    """Whether the functions here take it: 4-bit codes in whole words of rows and groups, or any 8-bit ones."""
     if not isinstance(W.form, Lut4):
         return True
     K, group = W.shape[1], W.form.group

@@ -86,7 +86,9 @@ def assert_reads_wide_and_moves_bytes(made, form, bytes_only):
     """Codes do not come byte by byte; what changes registers is codes, scales of groups and what is stored, nothing in float32
     that is as large as a tile."""
     ptx = made.asm["ptx"]
-    assert len(re.findall(r"ld\.global\S*\.[bus]8\b", ptx)) <= 8  # scales; of codes a thread has 16 bytes at least
+    assert (
+        len(re.findall(r"ld\.global\S*\.[bus]8\b", ptx)) <= 12
+    )  # scales of three steps; of codes a thread has 16 bytes at least
     if isinstance(form, Lut4):  # 32 codes to a thread
         assert ptx.count("shfl.sync.idx.b32") >= 32
     moved = [line for line in made.asm["ttgir"].splitlines() if "ttg.convert_layout" in line]

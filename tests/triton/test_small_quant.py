@@ -163,7 +163,7 @@ def plan_for(coded, aligned=True):
 
     def write(plan, x, A, B, *likes):
         x, A, B, W = plan.matrix(x), plan.matrix(A), plan.matrix(B), packed(plan, likes, coded)
-        read.append(reads(W, 16, False))
+        read.append(reads(W))
         if read[0]:
             out = Out(plan.result("y", (16, N), torch.bfloat16), None, None)
             small_forward_of_codes(plan, x, W, Operands(None, A, B, None, None, None, None), plan.scalar("s"), out)

@@ -37,7 +37,9 @@ from tests.triton.written import (  # noqa: E402
     FP16,
     FP32,
     alike,
+    calls_of_coded_layers,
     calls_of_codes,
+    calls_of_fp8,
     calls_of_groups,
     calls_of_linear,
     calls_of_weights,
@@ -109,6 +111,9 @@ def small_calls():
     for r, (dtype, adapter) in itertools.product((8, 100), ((BF16, None), (BF16, FP32), (FP32, None))):
         yield from calls_of_weights(96, 128, r, dtype, adapter)
     yield from calls_of_codes(96, 128, 16, BF16)
+    for M in (8, 200):
+        yield from calls_of_coded_layers(M, 96, 512, 16, BF16)
+        yield from calls_of_fp8(M, 96, 128, 16, BF16)
 
 
 @in_c
