@@ -38,7 +38,8 @@ def quantised(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     M, K = x.shape
     wide = torch.nn.functional.pad(x.float(), (0, -K % columns)).unflatten(1, (-1, columns)) if K else x.float()[:, None]
     largest = wide.abs().amax(2) if K else wide.new_zeros((M, 1))
-    scale = torch.where(largest > 0, largest / LARGEST, 1.0)
+    # By a tensor: by a number a GPU multiplies with its reciprocal, and the kernel divides.
+    scale = torch.where(largest > 0, largest / torch.full_like(largest, LARGEST), 1.0)
     codes = (wide / scale[:, :, None]).to(torch.float8_e4m3fn)
     return codes.flatten(1)[:, :K], scale
 
