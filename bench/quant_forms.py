@@ -34,7 +34,7 @@ from bench.save import save
 from fdora._records import Operands
 from fdora.quant import TABLES, Codes8, Lut4, QuantWeight
 from fdora.triton.codes import Coded, packed
-from fdora.triton.configs import CodesConfig
+from fdora.triton.configs_few import CodesConfig
 from fdora.triton.dequantize import dequantized
 from fdora.triton.gemm import Epilogue, Operand, gemm
 from fdora.triton.kernels.g import g_tile

@@ -20,7 +20,8 @@ import torch
 
 from fdora.quant import Lut4
 from fdora.triton.codes import Packed, byte_facts, groups_of, has_ptx
-from fdora.triton.configs import CodesConfig, power_of_two, small_codes_config
+from fdora.triton.configs import power_of_two
+from fdora.triton.configs_few import CodesConfig, small_codes_config
 from fdora.triton.kernels.small import add_parts_kernel
 from fdora.triton.kernels.small_codes import codes_parts_kernel, small_codes_kernel
 from fdora.triton.runtime.builder import Builder

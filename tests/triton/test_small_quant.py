@@ -13,7 +13,7 @@ from fdora._records import Operands
 from fdora.quant import TABLES, Lut4
 from fdora.quant.bnb import UNIT
 from fdora.triton.codes import Coded, packed
-from fdora.triton.configs import CodesConfig, small_codes_config
+from fdora.triton.configs_few import CodesConfig, small_codes_config
 from fdora.triton.runtime.lookup import PICKED, SCALED
 from fdora.triton.small import Out
 from fdora.triton.small_quant import reads, small_backward_of_codes, small_forward_of_codes
