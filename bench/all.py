@@ -73,6 +73,11 @@ TABLE = {
     **{f"converge_s{i}": Entry(140, f"bench.converge --seeds {i} --optimizers adamw") for i in range(3)},
     **{f"converge_muon_s{i}": Entry(180, f"bench.converge --seeds {i} --optimizers muon") for i in range(3)},
     "quant": Entry(330, "bench.quant --runs 5"),
+    "quant_many": Entry(
+        60,
+        "bench.quant --shapes 4096x4096,4096x14336 --M 512,4096 --r 64 "
+        "--ways linear,linear4bit,qlora,qdora,fdora,fdora_inside --no-norms",
+    ),
     "quant_forms": Entry(170, "bench.quant_forms"),
     "quant_model": Entry(60, "bench.quant_model"),
     "demo": Entry(60, "demo.run"),

@@ -60,7 +60,7 @@ class Quantised:
         import bitsandbytes as bnb
 
         self.i = Inputs.random(M, K, N, r, BF16, device)
-        self.weight = bnb.nn.Params4bit(self.i.W.cpu(), requires_grad=False, compress_statistics=True, quant_type="nf4")
+        self.weight = bnb.nn.Params4bit(self.i.W, requires_grad=False, compress_statistics=True, quant_type="nf4")
         self.weight = self.weight.to(device)
         self.qw: QuantWeight = from_bnb(self.weight)
         self.i.W = self.qw.dequantize(BF16)
