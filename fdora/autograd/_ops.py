@@ -49,7 +49,7 @@ class Backend:
     merge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     unmerge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     tree_layers: Callable[..., Any]  # what norms of many layers are made with
-    reads_codes: Callable[[Any], bool] | None = None
+    is_decoded: Callable[[Any], bool] | None = None
     """Whether a W of this QuantSpec may come as it is to layers_fwd, layers_bwd, mlp_fwd and mlp_bwd."""
     norm_of_codes: Callable[[Any, Sequence[Tensor | None], Tensor, Tensor, float, bool], Tensor | None] | None = None
     norm_of_codes_guarded: Callable[..., tuple[Tensor, Tensor] | None] | None = None
@@ -73,7 +73,7 @@ OPS: dict[str, Backend] = {
         layers_bwd=eager.linear.layers_bwd,
         mlp_fwd=eager.mlp.mlp_fwd,
         mlp_bwd=eager.mlp.mlp_bwd,
-        fp8_fwd=eager.fp8.layers_fwd,
+        fp8_fwd=eager.fp8.fp8_fwd,
         merge_fwd=eager.merge.merge_fwd,
         unmerge_fwd=eager.merge.unmerge_fwd,
         tree_layers=eager.tree.Layers,
@@ -95,11 +95,11 @@ def kernels(triton: Any) -> Backend:
         layers_bwd=triton.linear.layers_bwd,
         mlp_fwd=triton.mlp.mlp_fwd,
         mlp_bwd=triton.mlp.mlp_bwd,
-        fp8_fwd=triton.fp8.layers_fwd,
+        fp8_fwd=triton.fp8.fp8_fwd,
         merge_fwd=triton.merge.merge_fwd,
         unmerge_fwd=triton.merge.unmerge_fwd,
         tree_layers=triton.tree.Layers,
-        reads_codes=triton.codes.is_decoded,
+        is_decoded=triton.codes.is_decoded,
         norm_of_codes=triton.quant.norm_of_codes,
         norm_of_codes_guarded=triton.quant.norm_of_codes_guarded,
         norm_kept=triton.norm.norm_kept,

@@ -50,7 +50,7 @@ def layers_of(flat: Sequence[Any], specs: Specs, dtype: torch.dtype, backend: st
         la = Operands(*flat[i * WIDTH : (i + 1) * WIDTH])
         if spec is not None:
             W = spec.weight(flat[at : at + spec.count])
-            la = la._replace(W=W if reads_codes(spec, backend) else W.dequantize(dtype))
+            la = la._replace(W=W if is_decoded(spec, backend) else W.dequantize(dtype))
             at += spec.count
         layers.append(la)
     return layers
@@ -64,12 +64,12 @@ def readable(layers: Sequence[Operands], dtype: torch.dtype, backend: str) -> Se
 
 
 def _readable(W: QuantWeight, dtype: torch.dtype, backend: str) -> QuantWeight | Tensor:
-    return W if reads_codes(W.spec, backend) else W.dequantize(dtype)
+    return W if is_decoded(W.spec, backend) else W.dequantize(dtype)
 
 
 def forms_norm(W: Any, backend: str) -> bool:
     """Whether a layer of this W may come without its norm: the plan that decodes W forms it in the same pass."""
-    return isinstance(W, QuantWeight) and W.dtype != torch.float64 and reads_codes(W.spec, backend)
+    return isinstance(W, QuantWeight) and W.dtype != torch.float64 and is_decoded(W.spec, backend)
 
 
 def without_norm(flat: Sequence[Any], count: int) -> list[int]:
@@ -77,6 +77,6 @@ def without_norm(flat: Sequence[Any], count: int) -> list[int]:
     return [i + 4 for i in range(0, count * WIDTH, WIDTH) if flat[i + 1] is not None and flat[i + 4] is None]
 
 
-def reads_codes(spec: QuantSpec, backend: str) -> bool:
-    known = OPS[backend].reads_codes
+def is_decoded(spec: QuantSpec, backend: str) -> bool:
+    known = OPS[backend].is_decoded
     return known is not None and known(spec)

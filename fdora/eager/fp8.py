@@ -24,7 +24,7 @@ BLOCK = 128  # columns of x under one scale where W has scales of blocks
 LARGEST = 448.0
 
 
-def layers_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout) -> tuple[list[Tensor], Saved]:
+def fp8_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout) -> tuple[list[Tensor], Saved]:
     """One layer, whose W is a QuantWeight of e4m3. x (..., K), half precision -> y (..., N), and what backward reads."""
     (la,), (o,), flat = layers, options, as_matrix(x)
     y, h, v = linear_fwd(flat, la, o, drop, None, base_of(flat, la.W))

@@ -35,9 +35,7 @@ BLOCK, TOKENS = 128, 16
 E4M3 = torch.float8_e4m3fn
 
 
-def layers_fwd(
-    x: Tensor, layers: Sequence[Operands], options: Sequence[Options], dropout: Dropout
-) -> tuple[list[Tensor], Saved]:
+def fp8_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], dropout: Dropout) -> tuple[list[Tensor], Saved]:
     """One layer, whose W is a QuantWeight of e4m3. x (..., K), half precision -> y (..., N), and what backward reads."""
     (la,), (o,) = layers, options
     facts, operands = la.W.facts, [*la.W.tensors, *la[1:]]

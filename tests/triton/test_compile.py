@@ -155,7 +155,7 @@ def asked():
 
 
 KERNELS = (
-    "dequantize4", "dequantize8", "fp8_blocks", "fp8_gemm", "fp8_rows",
+    "add_parts", "codes_parts", "small_codes", "dequantize4", "dequantize8", "fp8_blocks", "fp8_gemm", "fp8_rows",
     "act_bwd", "act_fwd", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "epilogue", "finish", "gemm_pointer", "gemm_tma",
     "hash", "merge", "norm", "quant4", "quant8", "scale", "shrink", "small", "split", "sum",
 )  # fmt: skip
