@@ -8,11 +8,12 @@ from torch import nn
 
 from fdora.integrations.peft import report, restore, use_fdora
 from fdora.quant import from_hqq
-from tests import device, reference
-from tests.close import assert_within, rel_l2
+from tests import device
+from tests.close import rel_l2
 from tests.integrations.models import perturb
+from tests.integrations.one_layer import assert_one_call, inputs, step
 
-K, N, S = 64, 128, 2.0
+K, N = 64, 128
 HALF = torch.bfloat16
 
 
@@ -26,52 +27,23 @@ def model(dtype=torch.float32, dropout=0.0, **config):
     return made
 
 
-def step(made, x):
-    torch.manual_seed(1)
-    y = made(x)
-    return [y.detach(), *torch.autograd.grad(y.float().square().mean(), [x, *trained(made)])]
-
-
-def trained(made):
-    layer = made.base_model.model[0]
-    return [part["default"].weight for part in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)]
-
-
-def truth(made, x):
-    base, parameters = made.base_model.model[0].base_layer, [p.detach().double().requires_grad_() for p in trained(made)]
-    x = x.detach().double().requires_grad_()
-    y = reference.dora(x, from_hqq(base).dequantize(torch.float64), *parameters, S, base.bias)
-    return [y.detach(), *torch.autograd.grad(y.square().mean(), [x, *parameters])]
-
-
-def inputs(dtype):
-    torch.manual_seed(1)
-    return torch.randn(6, K, device=device.NAME).to(dtype).requires_grad_()
-
-
 @pytest.mark.parametrize("config", [{}, {"axis": 0}, {"nbits": 8}, {"nbits": 2, "group_size": 16}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.float16], ids=str)
 def test_one_call(config, dtype):
-    made, x = model(dtype, **config), inputs(dtype)
-    with torch.autocast(device.NAME, dtype, enabled=dtype != torch.float32):  # else PEFT's adapters run in float32
-        stock = step(made, x)
-    got = step(use_fdora(made), x)
-    for a, b, c in zip(got, stock, truth(made, x), strict=True):
-        assert_within(a, b, c)
-    assert got[0].dtype == dtype
-    (row,) = report(made)
-    assert (row.fused, row.composed, row.fallbacks, row.weight) == (1, 0, {}, "hqq")
+    made, x = model(dtype, **config), inputs(K, dtype)
+    row = assert_one_call(made, x, dtype, from_hqq(made.base_model.model[0].base_layer).dequantize(torch.float64))
+    assert row.weight == "hqq"
 
 
 def test_under_autocast():
-    made, x = model(), inputs(torch.float32)
+    made, x = model(), inputs(K, torch.float32)
     with torch.autocast(device.NAME, HALF):
         want, got = made(x), use_fdora(made)(x)
     assert got.dtype == HALF and rel_l2(got, want) < 2e-2
 
 
 def test_three_bits_are_dequantised_by_hqq():
-    made, x = model(nbits=3), inputs(torch.float32)
+    made, x = model(nbits=3), inputs(K, torch.float32)
     for a, b in zip(step(made, x), step(use_fdora(made), x), strict=True):
         assert rel_l2(a, b) < 1e-5
     (row,) = report(made)
@@ -80,7 +52,7 @@ def test_three_bits_are_dequantised_by_hqq():
 
 
 def test_a_backend_that_rounds_x_keeps_its_product(monkeypatch):
-    made, x = model(), inputs(torch.float32)
+    made, x = model(), inputs(K, torch.float32)
     monkeypatch.setattr(HQQLinear, "forward", lambda self, x: 3 * self.forward_pytorch(x))
     want = made(x)
     assert rel_l2(use_fdora(made)(x), want) < 1e-5
@@ -93,7 +65,7 @@ def test_a_backend_that_rounds_x_keeps_its_product(monkeypatch):
 
 
 def test_merge_and_the_way_back():
-    made, x = use_fdora(model()), inputs(torch.float32)
+    made, x = use_fdora(model()), inputs(K, torch.float32)
     again = model()
     before = made(x)
     for each in (made, again):
@@ -106,7 +78,7 @@ def test_merge_and_the_way_back():
 
 
 def test_compiled_whole():
-    made, x = use_fdora(model()), inputs(torch.float32)
+    made, x = use_fdora(model()), inputs(K, torch.float32)
     compiled = torch.compile(made, backend="eager", fullgraph=True)
     for a, b in zip(step(compiled, x), step(made, x), strict=True):
         assert rel_l2(a, b) < 1e-5

@@ -11,11 +11,12 @@ from torch import nn
 
 from fdora.integrations.peft import report, restore, use_fdora
 from fdora.quant import from_torchao
-from tests import device, reference
-from tests.close import assert_within, rel_l2
+from tests import device
+from tests.close import rel_l2
 from tests.integrations.models import perturb
+from tests.integrations.one_layer import assert_one_call, inputs, step
 
-K, N, S = 128, 256, 2.0
+K, N = 128, 256
 HALF = torch.bfloat16
 FORMATS = {
     "int8": lambda: ao.Int8WeightOnlyConfig(version=2),
@@ -41,46 +42,17 @@ def model(config, dtype=torch.float32, dropout=0.0):
     return made
 
 
-def trained(made):
-    layer = made.base_model.model[0]
-    return [part["default"].weight for part in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)]
-
-
-def step(made, x):
-    torch.manual_seed(1)
-    y = made(x)
-    return [y.detach(), *torch.autograd.grad(y.float().square().mean(), [x, *trained(made)])]
-
-
-def truth(made, x):
-    base, parameters = made.base_model.model[0].base_layer, [p.detach().double().requires_grad_() for p in trained(made)]
-    x = x.detach().double().requires_grad_()
-    y = reference.dora(x, from_torchao(base.weight).dequantize(torch.float64), *parameters, S, base.bias)
-    return [y.detach(), *torch.autograd.grad(y.square().mean(), [x, *parameters])]
-
-
-def inputs(dtype):
-    torch.manual_seed(1)
-    return torch.randn(6, K, device=device.NAME).to(dtype).requires_grad_()
-
-
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_one_call(kind, dtype):
-    made, x = model(FORMATS[kind](), dtype), inputs(dtype)
-    with torch.autocast(device.NAME, dtype, enabled=dtype != torch.float32):  # else PEFT's adapters run in float32
-        stock = step(made, x)
-    got = step(use_fdora(made), x)
-    for a, b, c in zip(got, stock, truth(made, x), strict=True):
-        assert_within(a, b, c)
-    assert got[0].dtype == dtype
-    (row,) = report(made)
-    assert (row.fused, row.composed, row.fallbacks, row.weight, row.layout) == (1, 0, {}, kind, None)
+    made, x = model(FORMATS[kind](), dtype), inputs(K, dtype)
+    row = assert_one_call(made, x, dtype, from_torchao(made.base_model.model[0].base_layer.weight).dequantize(torch.float64))
+    assert (row.weight, row.layout) == (kind, None)
 
 
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_what_rounds_x_keeps_its_product(kind):
-    made, x = model(ROUNDED[kind]()), inputs(torch.float32).detach()
+    made, x = model(ROUNDED[kind]()), inputs(K, torch.float32).detach()
     with torch.no_grad():
         want = made(x)
         assert rel_l2(use_fdora(made)(x), want) < 1e-5
@@ -91,7 +63,7 @@ def test_what_rounds_x_keeps_its_product(kind):
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_merge_copy_and_the_way_back(kind):
-    made, x = use_fdora(model(FORMATS[kind]())), inputs(torch.float32).detach()
+    made, x = use_fdora(model(FORMATS[kind]())), inputs(K, torch.float32).detach()
     with torch.no_grad():
         before = made(x)
         assert torch.equal(copy.deepcopy(made)(x), before)
@@ -104,7 +76,7 @@ def test_merge_copy_and_the_way_back(kind):
 
 
 def test_compiled_whole():
-    made, x = use_fdora(model(FORMATS["int8"]())), inputs(torch.float32)
+    made, x = use_fdora(model(FORMATS["int8"]())), inputs(K, torch.float32)
     compiled = torch.compile(made, backend="eager", fullgraph=True)
     for a, b in zip(step(compiled, x), step(made, x), strict=True):
         assert rel_l2(a, b) < 1e-5

@@ -48,7 +48,7 @@ def _weights(x, scale, dtype: tl.constexpr, TABLE: tl.constexpr, HIGH_FIRST: tl.
         t0, t1, t2, t3, t4, t5, t6, t7 = tl.inline_asm_elementwise(
             TEXT, TO_TABLE, [scale], (tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), True, 1
         )
-        TO: tl.constexpr = HIGH if HIGH_FIRST else LOW
+        TO: tl.constexpr = HIGH if HIGH_FIRST else LOW  # twice, since Triton (3.6, 3.9) takes no argument for these dtypes
         if IS_BF16:
             w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(
                 TO,
