@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -185,6 +186,28 @@ def decoding(qw: QuantWeight, adapter: tuple[Tensor, Tensor] | None) -> Callable
     return lambda: run(done, tensors, (S,))
 
 
+def compile_case(case: tuple[int, int, int, int]) -> str:
+    """In a process of its own: what later launches find in Triton's cache. Returns why not."""
+    try:
+        made = Quantised(*case, "cuda")
+        for name in FDORA:
+            way = made.way(name, [])
+            way.forward()
+            assert way.both is not None
+            way.both()
+        dora_norm(made.i.W, made.i.A.detach(), made.i.B.detach(), s=S)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{case}: {type(error).__name__}"
+    return ""
+
+
+def compile_all(cases: Sequence[tuple[int, int, int, int]], jobs: int) -> None:
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        for problem in filter(None, pool.imap_unordered(compile_case, cases)):
+            print(f"not compiled ahead: {problem}", flush=True)
+
+
 PAIRS = (
     *(("fdora", other) for other in ("linear", "linear4bit", "qlora", "unsloth_qlora", "axolotl_qlora")),
     *(("qdora", "fdora"), ("qdora", "fdora_inside"), ("axolotl_qdora", "fdora"), ("fdora_inside", "qlora")),
@@ -256,6 +279,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--r", default="16,64,384")
     parser.add_argument("--ways", default=",".join(WAYS), help="comma separated")
     parser.add_argument("--no-norms", action="store_true", help="layers alone")
+    parser.add_argument("--jobs", type=int, default=0, help="compile so many cases at once before the first is timed (GPU)")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
     add_rival_path(parser)
@@ -280,6 +304,10 @@ def main(argv: list[str] | None = None) -> None:
         result = {"about": facts, "runs": options.runs, "rows": rows, "norms": norms, "skipped": skipped}
         save(options.json, result | {"summary": summarize(rows, norms)})
 
+    cases = [(M, K, N, r) for M, (K, N), r in product(map(int, options.M.split(",")), shapes, ranks)]
+    if options.jobs:
+        compile_all(cases, options.jobs)
+        print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     if not options.no_norms:
         roof = {} if options.device == "cpu" else roofs(options.device)
         for (K, N), r in product(shapes, ranks):
@@ -287,7 +315,7 @@ def main(argv: list[str] | None = None) -> None:
             print(norms[-1], flush=True)
             keep()
     print(table(["M, K x N, r, mode", *(f"{name} ms" for name in options.ways), "peak MB of fdora, qlora"], []))
-    for M, (K, N), r in product(map(int, options.M.split(",")), shapes, ranks):
+    for M, K, N, r in cases:
         if time.perf_counter() - start > options.seconds:
             skipped.append([M, K, N, r])
             keep()
