@@ -242,12 +242,17 @@ def norm_eps(dtype: torch.dtype) -> float:
 
 
 def adapted(e: Draw, N: int, K: int, r: int, s: float, kind: str, dtypes: dict, layouts: dict) -> tuple[Tensors, Tensor]:
-    """W, A, B and m as they are laid out, and the true c. m is tiny where c is 0, or g would be infinite."""
+    """W, A, B and m as they are laid out, and the true c. m is tiny where c is 0, or g would be infinite; an expanded m is one
+    value for all rows, and g of a row with a small c would take dz = g dy past what float16 holds."""
     *values, m = weights(e, N, K, r, s, kind)
     t = {n: e.lay(v, dtypes[n], layouts[n]) for n, v in zip("WAB", values, strict=True)}
     c = reference.norm(t["W"], t["A"], t["B"], s)
     zero = c == 0
-    t["m"] = e.lay(m.where(~zero, 1e-12), dtypes["m"], "plain" if zero.any() else layouts["m"])
+    m = m.where(~zero, 1e-12)
+    layout = layouts["m"]
+    if zero.any() or (layout == "expanded" and N and m.abs().max() > 1e3 * c.min()):
+        layout = "plain"
+    t["m"] = e.lay(m, dtypes["m"], layout)
     return t, c
 
 
