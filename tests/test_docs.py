@@ -466,7 +466,7 @@ def test_how_much_of_the_steps_was_measured(elsewhere):
     result["rows"] = [row for row in result["rows"] if row["model"] == "2048"]
     path.write_text(json.dumps(result | {"about": {}}))
     said = "5 of the 16 cells of `python -m bench.steps --device cuda`, 5 to 7 calls each, commit not recorded"
-    assert report.readme_steps() == said and "cpu/demo, h100/demo, h200/steps: not recorded" in report.since()
+    assert report.readme_steps() == said and "cpu/demo, h200/demo, h200/steps: not recorded" in report.since()
 
 
 def test_every_source_has_a_machine_and_a_torch():
