@@ -230,6 +230,23 @@ def test_a_private_name_is_seen(source):
     assert list(private("eager/linear.py", source))
 
 
+def untraced(source):
+    """Methods of NamedTuples that Dynamo of torch 2.8 does not trace."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in ("_replace", "_make"):
+            yield ast.unparse(node)
+
+
+def test_what_is_traced_is_traced_by_torch_2_8():
+    assert list(untraced("x = call._replace(specs=specs)"))
+    assert not [
+        fault
+        for room in ("autograd", "eager")
+        for file in (PACKAGE / room).glob("*.py")
+        for fault in untraced(file.read_text())
+    ]
+
+
 @pytest.mark.parametrize("source", ["import torch\ntorch.__version__, torch.nn.Linear", "import triton.language as tl\ntl.dot"])
 def test_a_public_name_is_not(source):
     assert not list(private("eager/linear.py", source))

@@ -22,7 +22,8 @@ def fp8_linear(x: Tensor, layer: Operands, call: Call) -> Tensor:
     if no_graph() and not autocast_on(x):
         return OPS[call.backend].fp8_fwd(x, [layer], call.options, call.drop)[0][0]
     specs = specs_of([layer])
-    y: Tensor = apply(Fp8Linear, x, call._replace(specs=specs), *flat_of([layer], specs))[0]
+    call = Call(call.options, call.drop, call.backend, specs)
+    y: Tensor = apply(Fp8Linear, x, call, *flat_of([layer], specs))[0]
     return y
 
 
@@ -30,7 +31,7 @@ class Fp8Linear(Linear):
     @staticmethod
     def forward(x: Tensor, call: Call, *flat: Tensor | None) -> Any:
         assert call.specs is not None and call.specs[0] is not None
-        layer = Operands(*flat[:WIDTH])._replace(W=call.specs[0].weight(flat[WIDTH:]))
+        layer = Operands(call.specs[0].weight(flat[WIDTH:]), *flat[1:WIDTH])
         with autocast_off(x):
             ys, saved = OPS[call.backend].fp8_fwd(x, [layer], call.options, call.drop)
         return outputs(x, ys, saved)

@@ -29,7 +29,7 @@ def linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[Tensor
     if no_graph() and not autocast_on(x):
         return OPS[call.backend].layers_fwd(x, readable(layers, x.dtype, call.backend), call.options, call.drop)[0]
     specs = specs_of(layers)
-    call = call if specs is None else call._replace(specs=specs)
+    call = call if specs is None else Call(call.options, call.drop, call.backend, specs)
     return apply(Linear, x, call, *flat_of(layers, specs))[: len(layers)]
 
 
@@ -87,7 +87,7 @@ class Linear(torch.autograd.Function):
         h, before = None, rest[: len(rest) - len(inside)]
         if any([A is not None for A in flat[1 : n * WIDTH : WIDTH]]):
             h, *before = before
-        kept = [None if o.save == "nothing" else y for o, y in zip(call.options, output, strict=False)]
+        kept = [None if o.save == "nothing" else y for o, y in zip(call.options, output[:n], strict=True)]
         ctx.pre_scale = (False,) * n
         if before:
             ctx.pre_scale = tuple(t.dim() == 2 for t in before)

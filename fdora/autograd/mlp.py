@@ -34,7 +34,7 @@ def mlp(x: Tensor, layers: Sequence[Operands], call: Call) -> Tensor:
     if no_graph() and not autocast_on(x):
         return OPS[call.backend].mlp_fwd(x, readable(layers, x.dtype, call.backend), call.options, call.drop, call.act)[0]
     specs = specs_of(layers)
-    call = call if specs is None else call._replace(specs=specs)
+    call = call if specs is None else Call(call.options, call.drop, call.act, call.backend, specs)
     return apply(Mlp, x, call, *flat_of(layers, specs))[0]
 
 

@@ -33,16 +33,21 @@ def flat_of(layers: Sequence[Operands], specs: Specs) -> Iterator[Tensor | None]
             yield from la
         return
     for la, spec in zip(layers, specs, strict=True):
-        yield from la if spec is None else la._replace(W=None)
+        yield from la if spec is None else with_weight(la, None)
     for la in layers:
         if isinstance(la.W, QuantWeight):
             yield from la.W.tensors
 
 
+def with_weight(la: Operands, W: Any) -> Operands:
+    """Dynamo of torch 2.8 traces neither ``_replace`` and ``_make`` nor a slice of a NamedTuple."""
+    return Operands(W, la.A, la.B, la.m, la.c, la.bias, la.seed)
+
+
 def layers_of(flat: Sequence[Any], specs: Specs, dtype: torch.dtype, backend: str) -> list[Operands]:
     """The operands again, as the backend takes them: a W that it cannot read is dense, in the dtype of the products."""
     if len(flat) == WIDTH:
-        return [Operands._make(flat)]
+        return [Operands(*flat)]
     if specs is None:
         return [Operands(*flat[i : i + WIDTH]) for i in range(0, len(flat), WIDTH)]
     layers, at = [], WIDTH * len(specs)
@@ -50,7 +55,7 @@ def layers_of(flat: Sequence[Any], specs: Specs, dtype: torch.dtype, backend: st
         la = Operands(*flat[i * WIDTH : (i + 1) * WIDTH])
         if spec is not None:
             W = spec.weight(flat[at : at + spec.count])
-            la = la._replace(W=W if is_decoded(spec, backend) else W.dequantize(dtype))
+            la = with_weight(la, W if is_decoded(spec, backend) else W.dequantize(dtype))
             at += spec.count
         layers.append(la)
     return layers
@@ -60,7 +65,7 @@ def readable(layers: Sequence[Operands], dtype: torch.dtype, backend: str) -> Se
     """The same where nothing is saved."""
     if specs_of(layers) is None:
         return layers
-    return [la._replace(W=_readable(la.W, dtype, backend)) if isinstance(la.W, QuantWeight) else la for la in layers]
+    return [with_weight(la, _readable(la.W, dtype, backend)) if isinstance(la.W, QuantWeight) else la for la in layers]
 
 
 def _readable(W: QuantWeight, dtype: torch.dtype, backend: str) -> QuantWeight | Tensor:

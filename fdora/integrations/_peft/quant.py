@@ -40,8 +40,8 @@ def family(base: nn.Module) -> str:
 
 
 def of_class(kind: type) -> str:
-    found = [CLASSES.get((each.__module__, each.__qualname__), "") for each in kind.__mro__]
-    return next(filter(None, found), "")
+    found = [CLASSES[key] for each in kind.__mro__ if (key := (each.__module__, each.__qualname__)) in CLASSES]
+    return found[0] if found else ""
 
 
 def look(base: nn.Module) -> tuple[str, str]:

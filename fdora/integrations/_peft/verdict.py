@@ -47,7 +47,12 @@ def verdict(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> Verdict:
             known = _verdicts.get(key)
             if known is not None:
                 return known
-    made = next(filter(None, (_refusal(x, *call[1:6], call.dtype) for call in calls)), ""), ""
+    made = "", ""
+    for call in calls:  # no next(.., "") and no slice of a NamedTuple: Dynamo of torch 2.8 has neither
+        why = _refusal(x, call.W, call.A, call.B, call.m, call.bias, call.dtype)
+        if why:
+            made = why, ""
+            break
     if key is None:
         return made
     if not made[0] and calls[0].p == 0 and fits(x, calls, mlp):
