@@ -225,7 +225,8 @@ class Layer:
             g = m / (self.c**p if c is None else c).clamp_min(1e-12**p)
             xd = x * self.mask(x) ** p
             lora = abs(self.s) ** p * (xd @ A.mT) @ B.mT
-            base = base + (g + 1) * (xd @ W.mT) + g * lora if self.mode == "peft" else g * (base + lora)
+            # In "peft" kernels add (g - 1) times what they have rounded, the low-rank term in it: docs/contract.md, rounding.
+            base = base + (g + 1) * (xd @ W.mT + lora) if self.mode == "peft" else g * (base + lora)
         return base if bias is None else base + bias
 
     def look(self, t: Tensors) -> float:
