@@ -90,7 +90,7 @@ FAULTS = [
     ("linear", "wide * g if bias is None", "wide if bias is None", mlp),
     ("linear", "_plus(dx, dy @ w, dy.dtype)", "dy @ (2 * w)", mlp),
     ("linear", "for A in As]).T", "for A in As][::-1]).T", group),
-    ("linear", "_linear_bwd(as_matrix(dy), flat, la, o.s,", "_linear_bwd(as_matrix(dy), flat, la, options[0].s,", group),
+    ("linear", "linear_bwd(as_matrix(dy), flat, la, o.s,", "linear_bwd(as_matrix(dy), flat, la, options[0].s,", group),
     ("mlp", "output(v, la.m, la.c, la.bias) if y is None", "v if y is None", mlp),
     ("mlp", "list(act_bwd(da, gate, up, act))", "list(act_bwd(da, gate, up, act))[::-1]", mlp),
     ("act", "cast(_f(gate.to(acc), act) * up.to(acc), gate.dtype)", "cast(_f(up.to(acc), act) * gate.to(acc), gate.dtype)", mlp),
@@ -105,7 +105,7 @@ FAULTS = [
     ("merge", "W[i:j].to(acc) / g[i:j]", "W[i:j].to(acc) * g[i:j]", merge),
     ("dropout", "x * (1 / (1 - p))", "x", DROPOUT),
     ("dropout", "int(p * 2**32)", "int((1 - p) * 2**32)", DROPOUT),
-    ("dropout", "torch.where(keep_mask(x.shape[0], x.shape[1], seed, p), x * (1 / (1 - p)), 0)", "keep_mask(x.shape[0], x.shape[1], seed, p) * x * (1 / (1 - p))", DROPOUT),
+    ("dropout", "torch.where(keep_mask(x.shape[0], x.shape[1], seed, p, rows), x * (1 / (1 - p)), 0)", "keep_mask(x.shape[0], x.shape[1], seed, p, rows) * x * (1 / (1 - p))", DROPOUT),
     ("dropout", "((t + 1) & _MASK) ^ key", "((t // 2 + 1) & _MASK) ^ key", DROPOUT),
     ("dropout", "_mix((seed >> 32) & _MASK)", "0", DROPOUT),
 ]  # fmt: skip
