@@ -1,5 +1,6 @@
-"""Many adapters on one W, each for its own tokens: ``y_t = g_a (x_t W^T + s_a h_t B_a^T) + bias`` with ``h_t = x_t A_a^T``, where
-a is the adapter of token t. Tokens of none get ``x_t W^T + bias``.
+"""Many adapters on one W: ``y_t = g_a (x_t W^T + s_a h_t B_a^T) + bias`` with ``h_t = x_t A_a^T``, a the adapter of token t.
+
+Tokens of no adapter get ``x_t W^T + bias``.
 
 Two ways to the same numbers; neither asks a GPU for a length.
 
