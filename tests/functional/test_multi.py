@@ -209,3 +209,39 @@ def test_messages_of_banks():
         with pytest.raises(FdoraError) as caught:
             call()
         assert text in str(caught.value), str(caught.value)
+
+
+def test_segments_may_be_mapped():
+    """vmap over offsets, over ids, and over banks: each as its own call, with gradients."""
+    t = case((4, 0, 3), 2, bias=False)
+    A, B, m = dora_stack(t.adapters)
+
+    def loss(x, A, B, m, offsets=None, ids=None, s=t.s):
+        y = dora_linear_multi(x, t.W, A, B, m, s=s, offsets=offsets, ids=ids)
+        return (y * torch.arange(1, 7)).square().sum()
+
+    offsets = torch.tensor([[4, 4, 7], [0, 9, 9], [1, 2, 3]], dtype=torch.int32)
+    ids = torch.tensor([[0, 1, 2, -1, 0, 1, 2, -1, 0], [-1] * 9, [2, 2, 2, 1, 1, 0, 0, -1, 2]])
+    banks = [torch.stack([v, 2 * v, v.flip(0)]) for v in (A, B, m)]
+    s = torch.tensor([t.s] * 3).double() * torch.arange(1, 4)[:, None]
+    every = range(4)
+    for given, bank, dims in (
+        ({"offsets": offsets}, (A, B, m), (None, None, None)),
+        ({"ids": ids}, (A, B, m), (None, None, None)),
+        ({"offsets": offsets, "s": s}, banks, (0, 0, 0)),
+        ({"ids": ids}, banks, (0, 0, 0)),
+    ):
+
+        def of(x, A, B, m, given):
+            return torch.func.grad(loss, argnums=(0, 1, 2, 3))(x, A, B, m, **given)
+
+        got = torch.func.vmap(of, in_dims=(None, *dims, 0))(t.x, *bank, given)
+        for i in range(3):
+            one = [v if d is None else v[i] for v, d in zip(bank, dims, strict=True)]
+            want = of(t.x, *one, {n: v[i] for n, v in given.items()})
+            for j in every:
+                assert_exact(got[j][i], want[j], f"{list(given)} {j}")
+    one = [v[0] for v in banks]
+    got = torch.func.vmap(lambda x: dora_linear_multi(x, t.W, *one, s=t.s, offsets=offsets[0]))(torch.stack([t.x, -t.x]))
+    assert_exact(got[1], -got[0])
+    assert_exact(got[0], truth(t))
