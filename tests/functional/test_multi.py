@@ -225,7 +225,7 @@ def test_segments_may_be_mapped():
     banks = [torch.stack([v, 2 * v, v.flip(0)]) for v in (A, B, m)]
     s = torch.tensor([t.s] * 3).double() * torch.arange(1, 4)[:, None]
     every = range(4)
-    for given, bank, dims in (
+    for how, bank, dims in (
         ({"offsets": offsets}, (A, B, m), (None, None, None)),
         ({"ids": ids}, (A, B, m), (None, None, None)),
         ({"offsets": offsets, "s": s}, banks, (0, 0, 0)),
@@ -235,12 +235,12 @@ def test_segments_may_be_mapped():
         def of(x, A, B, m, given):
             return torch.func.grad(loss, argnums=(0, 1, 2, 3))(x, A, B, m, **given)
 
-        got = torch.func.vmap(of, in_dims=(None, *dims, 0))(t.x, *bank, given)
+        got = torch.func.vmap(of, in_dims=(None, *dims, 0))(t.x, *bank, how)
         for i in range(3):
             one = [v if d is None else v[i] for v, d in zip(bank, dims, strict=True)]
-            want = of(t.x, *one, {n: v[i] for n, v in given.items()})
+            want = of(t.x, *one, {n: v[i] for n, v in how.items()})
             for j in every:
-                assert_exact(got[j][i], want[j], f"{list(given)} {j}")
+                assert_exact(got[j][i], want[j], f"{list(how)} {j}")
     one = [v[0] for v in banks]
     got = torch.func.vmap(lambda x: dora_linear_multi(x, t.W, *one, s=t.s, offsets=offsets[0]))(torch.stack([t.x, -t.x]))
     assert_exact(got[1], -got[0])
