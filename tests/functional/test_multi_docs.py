@@ -2,7 +2,7 @@
 
 import re
 
-import torch
+import pytest
 
 from tests.test_layers import ROOT
 
@@ -10,9 +10,11 @@ PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/adapters.md").read_t
 
 
 def test_the_programs():
+    pytest.importorskip("peft", reason="the last is PEFT's; `make test` installs it")
     space = {}
     for program in PROGRAMS:
         exec(compile(program, "docs/adapters.md", "exec"), space)
-    x, W, A, B = space["x"], space["W"], space["adapters"][1].A, space["adapters"][1].B
-    assert space["y"].shape == (30, 48) and space["adapters"][0].m.grad.abs().sum() > 0
-    assert len(PROGRAMS) == 3 and not torch.equal(space["y"][:12], x[:12] @ W.T) and A.shape[0] == B.shape[1] == 2
+    assert len(PROGRAMS) == 4 and space["adapters"][0].m.grad.abs().sum() > 0
+    assert space["y"].shape == (3, 10, 48)
+    (bank,) = space["banks"].values()
+    assert bank.adapters == ("law", "med") and bank.ranks == (8, 4) and bank.params.m.shape == (2, 48)
