@@ -46,15 +46,11 @@ def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, 
     """dx, dA, dB, dm, dc, dbias in float32; None where it is not needed. ``kept`` as multi_fwd returned it, or (y,)."""
     run_it: Any = multi_backward if needs_dispatcher(x) or needs_dispatcher(dy) else _multi_backward
     before = kept[0] if kept else None
-    results = iter(
-        run_it(dy, x, h, before, len(kept) == 2, list(bank[:TENSORS]), list(bank.ranks or ()), bank.p, list(needs))
-    )
+    results = iter(run_it(dy, x, h, before, len(kept) == 2, list(bank[:TENSORS]), list(bank.ranks or ()), bank.p, list(needs)))
     return tuple(next(results) if need else None for need in needs)
 
 
-def _multi(
-    x: Tensor, bank: Sequence[Tensor | None], ranks: Sequence[int], p: float, save_for_dm: bool
-) -> tuple[Tensor, ...]:
+def _multi(x: Tensor, bank: Sequence[Tensor | None], ranks: Sequence[int], p: float, save_for_dm: bool) -> tuple[Tensor, ...]:
     return run(*_planned(x, bank, ranks, p, save_for_dm))
 
 
@@ -93,9 +89,7 @@ def _read_bank(plan: Builder, likes: Sequence[Like | None]) -> Any:
     )  # fmt: skip
 
 
-def plan_forward(
-    likes: Sequence[Like | None], device: Device, ranks: tuple[int, ...], p: float, save_for_dm: bool
-) -> Plan:
+def plan_forward(likes: Sequence[Like | None], device: Device, ranks: tuple[int, ...], p: float, save_for_dm: bool) -> Plan:
     plan = Builder("dora_linear_multi forward", device)
     x = plan.tokens(likes[0])
     bank = _read_bank(plan, likes[1:])

@@ -19,7 +19,7 @@ from fdora.triton.kernels.multi_gemm import multi_epilogue_kernel, multi_gemm_po
 from fdora.triton.dropout import threshold
 from fdora.triton.multi_rows import as_matrix
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv, is_tma_compatible
+from fdora.triton.runtime.device import INTERPRETED, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Tile
 
 BLOCK_GN = 1024  # columns of g that a program writes
@@ -166,7 +166,7 @@ def multi_gemm(
             (Tile(x, (bm, bk)), Tile(w.T if trans_b else w, block), Tile(pad, (bm, bk)), Tile(b, block), Tile(out, (bm, width)),
              None if pre_scale is None else Tile(pre_scale, (bm, width)), found.g, bias, found.ids, found.route, found.steps,
              M, N, K, R, height, programs),
-            (trans_b, *flags, bm, bn, bk, config.EPILOGUE_SUBTILE, config.persistent, config.GROUP_M),
+            (trans_b, *flags, bm, bn, bk, config.EPILOGUE_SUBTILE, config.GROUP_M, not INTERPRETED),
             config.num_warps, config.num_stages,
         )  # fmt: skip
         return

@@ -11,9 +11,14 @@ from fdora.triton.kernels.multi_rows import keep_of_segments
 from fdora.triton.kernels.tile import products
 from fdora.triton.runtime.cost import launched
 
+LOAD = tl.constexpr("ld.global.f32 $0, [$1];")
+
 
 @triton.jit
-def _scaled(acc, g, bias, ids, first, last, row, n, M, N, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr):
+def _scaled(
+    acc, g, bias, ids, first, last, row, n, M, N, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
     """g of each row's segment, and bias."""
     if HAS_G:
         if first == last:
@@ -21,7 +26,11 @@ def _scaled(acc, g, bias, ids, first, last, row, n, M, N, HAS_G: tl.constexpr, H
         else:
             t = row + tl.arange(0, BLOCK_M)
             a = tl.load(ids + t, mask=t < M, other=0).to(tl.int64)
-            acc = acc * tl.load(g + a[:, None] * N + n[None, :], mask=(t < M)[:, None] & (n < N)[None, :], other=0.0)
+            at = g + a[:, None] * N + tl.minimum(n, N - 1)[None, :]
+            if PTX:  # as a load it would want the product in a layout of its own, through shared memory that is full
+                acc = acc * tl.inline_asm_elementwise(LOAD, "=f,l", [at.to(tl.int64)], tl.float32, True, 1)
+            else:
+                acc = acc * tl.load(at)
     if HAS_BIAS:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     return acc
@@ -30,53 +39,76 @@ def _scaled(acc, g, bias, ids, first, last, row, n, M, N, HAS_G: tl.constexpr, H
 @triton.jit
 def _store_tma(
     acc, out, pre_scale, g, bias, ids, first, last, row, col, M, N,
-    HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, PTX: tl.constexpr, BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     if STORE_PRE_SCALE:
         pre_scale.store([row, col], acc.to(pre_scale.dtype))
-    acc = _scaled(acc, g, bias, ids, first, last, row, col + tl.arange(0, WIDTH), M, N, HAS_G, HAS_BIAS, BLOCK_M)
+    acc = _scaled(acc, g, bias, ids, first, last, row, col + tl.arange(0, WIDTH), M, N, HAS_G, HAS_BIAS, PTX, BLOCK_M)
     out.store([row, col], acc.to(out.dtype))
+
+
+@triton.jit
+def _steps_of(route, tiles, M, N, steps_k, PROGRAMS, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """How many steps all tiles of this program have."""
+    total = tl.program_id(0) * 0
+    for i in range(tl.program_id(0), tiles, PROGRAMS * 32):
+        tile = i + tl.arange(0, 32) * PROGRAMS
+        row, _ = tile_of_product(tl.minimum(tile, tiles - 1), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        count = tl.load(route + 4 * (row // BLOCK_M) + 2, mask=tile < tiles, other=-steps_k)
+        total += tl.sum(count + steps_k, axis=0)
+    return total
 
 
 @triton.jit(launch_metadata=launched)
 def multi_gemm_tma_kernel(
     x, w, h, b, out, pre_scale, g, bias, ids, route, steps, M, N, K, R, SPAN, PROGRAMS,
     TRANS_B: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EPILOGUE_SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EPILOGUE_SUBTILE: tl.constexpr, GROUP_M: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
-    """SPAN: rows of b from one adapter to the next."""
+    """SPAN: rows of b from one adapter to the next. One loop over the steps of all tiles of a program: the compiler joins two
+    only where the inner one is always as long."""
     steps_k = tl.cdiv(K, BLOCK_K)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
-        row, col = tile_of_product(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        at_row = row // BLOCK_M
-        first, last = tl.load(route + 4 * at_row), tl.load(route + 4 * at_row + 1)
-        count, base = tl.load(route + 4 * at_row + 2), tl.load(route + 4 * at_row + 3)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for i in range(steps_k + count):
-            step = tl.load(steps + base + i - steps_k, mask=i >= steps_k, other=0)
-            a, slab = step // 32768, step % 32768
-            if i < steps_k:
-                left, right, top, at, down = x, w, row, i * BLOCK_K, 0
-            else:
-                left, right, top, at, down = h, b, (at_row + a) * BLOCK_M, slab * BLOCK_K, a * SPAN
-            wt = right.load([down + col, at]).T if TRANS_B else right.load([down + at, col])
-            acc = tl.dot(left.load([top, at]), wt, acc)
-        if EPILOGUE_SUBTILE:  # half the tile at a time through shared memory leaves room for one more stage
-            WIDTH: tl.constexpr = BLOCK_N // 2
-            one, two = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
-            _store_tma(
-                one, out, pre_scale, g, bias, ids, first, last, row, col, M, N, HAS_G, HAS_BIAS, STORE_PRE_SCALE, BLOCK_M, WIDTH
-            )
-            _store_tma(
-                two, out, pre_scale, g, bias, ids, first, last, row, col + WIDTH, M, N, HAS_G, HAS_BIAS, STORE_PRE_SCALE,
-                BLOCK_M, WIDTH,
-            )  # fmt: skip
+    total = _steps_of(route, tiles, M, N, steps_k, PROGRAMS, BLOCK_M, BLOCK_N, GROUP_M)
+    tile = tl.program_id(0) - PROGRAMS
+    i, end, row, col, at_row, base = -1, 0, 0, 0, 0, 0
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in range(0, total):
+        i = tl.where(i == end - 1, 0, i + 1)
+        if i == 0:
+            tile += PROGRAMS
+            row, col = tile_of_product(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+            at_row = row // BLOCK_M
+            end = steps_k + tl.load(route + 4 * at_row + 2)
+            base = tl.load(route + 4 * at_row + 3) - steps_k
+        if i < steps_k:
+            left, right, top, at, down = x, w, row, i * BLOCK_K, 0
         else:
-            _store_tma(
-                acc, out, pre_scale, g, bias, ids, first, last, row, col, M, N, HAS_G, HAS_BIAS, STORE_PRE_SCALE, BLOCK_M,
-                BLOCK_N,
-            )  # fmt: skip
+            step = tl.load(steps + base + i)
+            left, right, top, at, down = h, b, (at_row + step // 32768) * BLOCK_M, step % 32768 * BLOCK_K, step // 32768 * SPAN
+        wt = right.load([down + col, at]).T if TRANS_B else right.load([down + at, col])
+        acc = tl.dot(left.load([top, at]), wt, acc)
+        if i == end - 1:
+            first, last = tl.load(route + 4 * at_row), tl.load(route + 4 * at_row + 1)
+            if EPILOGUE_SUBTILE:  # half the tile at a time through shared memory leaves room for one more stage
+                WIDTH: tl.constexpr = BLOCK_N // 2
+                one, two = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
+                _store_tma(
+                    one, out, pre_scale, g, bias, ids, first, last, row, col, M, N, HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, BLOCK_M,
+                    WIDTH,
+                )  # fmt: skip
+                _store_tma(
+                    two, out, pre_scale, g, bias, ids, first, last, row, col + WIDTH, M, N, HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX,
+                    BLOCK_M, WIDTH,
+                )  # fmt: skip
+            else:
+                _store_tma(
+                    acc, out, pre_scale, g, bias, ids, first, last, row, col, M, N, HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, BLOCK_M,
+                    BLOCK_N,
+                )  # fmt: skip
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
 
 
 @triton.jit
@@ -123,7 +155,7 @@ def multi_gemm_pointer_kernel(
     mask = (t < M)[:, None] & (n < N)[None, :]
     if STORE_PRE_SCALE:
         tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
-    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, HAS_G, HAS_BIAS, BLOCK_M)
+    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, HAS_G, HAS_BIAS, False, BLOCK_M)
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
@@ -150,5 +182,5 @@ def multi_epilogue_kernel(
     acc += tl.load(v + at, mask=mask, other=0.0)
     if STORE_PRE_SCALE:
         tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
-    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, HAS_G, HAS_BIAS, BLOCK_M)
+    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, HAS_G, HAS_BIAS, False, BLOCK_M)
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
