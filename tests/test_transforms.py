@@ -53,6 +53,18 @@ def mlp_dropped(x, W, A, B, m, bias, seed):
     return mlp(x, W, A, B, m, bias, dropout_p=0.4, dropout_mode="peft", seed=[seed, seed + 1, seed + 2])
 
 
+def many(A, B, m):
+    """Two adapters of that rank."""
+    return torch.stack([A, -A]), torch.stack([B, 2 * B]), torch.stack([m, 0.5 * m])
+
+
+def multi(x, W, A, B, m, bias, **extra):
+    """The last token is the base layer's."""
+    tokens = x.shape[:-1].numel() if not extra else x.shape[0]
+    ends = (torch.arange(1, 3, device=x.device) * tokens // 3).to(torch.int32)
+    return F.dora_linear_multi(x, W, *many(A, B, m), s=[S, 2 * S], offsets=ends, bias=bias, **extra)
+
+
 ADAPTER = ("A", "B", "m")
 OPS = {
     "norm": Op(lambda W, A, B: F.dora_norm(W, A, B, s=S, detach=False), ("A", "B"), ()),

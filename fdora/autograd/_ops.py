@@ -177,7 +177,10 @@ def no_second_derivative(op: str) -> NotImplementedError:
     )
 
 
-def reread(ctx: Any, op: str) -> Any:
+KEEP_INNER = "Pass keep_inner=True (in PEFT: use_fdora(model, keep_inner=True)), or write `y = c * y`."
+
+
+def reread(ctx: Any, op: str, remedy: str = KEEP_INNER) -> Any:
     """What the Function saved. Where its output was changed in place since, the error says what to do."""
     try:
         return ctx.saved_tensors
@@ -186,7 +189,7 @@ def reread(ctx: Any, op: str) -> Any:
             raise
         raise RuntimeError(
             f"fdora.{op}: `y` must be left as it is until backward, got a tensor that was changed in place. "
-            f"Pass keep_inner=True (in PEFT: use_fdora(model, keep_inner=True)), or write `y = c * y`. (torch: {error})"
+            f"{remedy} (torch: {error})"
         ) from error
 
 

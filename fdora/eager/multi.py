@@ -1,10 +1,12 @@
-"""Many adapters on one W, each for its own tokens: ``y_t = g_a (x_t W^T + s_a h_t B_a^T) + bias`` with ``h_t = x_t A_a^T``, where
-a is the adapter of token t. Tokens of none get ``x_t W^T + bias``.
+"""Many adapters on one W: ``y_t = g_a (x_t W^T + s_a h_t B_a^T) + bias`` with ``h_t = x_t A_a^T``, a the adapter of token t.
+
+Tokens of no adapter get ``x_t W^T + bias``.
 
 Two ways to the same numbers; neither asks a GPU for a length.
 
 by segments  where offsets can be read for free: the code of linear.py on the tokens of each adapter, so that its values and
-             gradients are the bits of a call of its own. W is read once for each adapter that has tokens.
+             gradients are the bits of a call of its own. The last of them depend on how the operands of a product are aligned:
+             A and h are copied to begin where tensors of their own would. W is read for each adapter that has tokens.
 masked       elsewhere (on a GPU, traced, offsets that are mapped): see multi_masked.py. W is read once.
 
 Gradients are those of linear.py, of each adapter over its own tokens; dbias is the sum over all of them.
@@ -31,7 +33,6 @@ BankGrads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Te
 
 def multi_fwd(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """x (M, K) -> y (M, N), h (M, r) in sorted order, and what dm reads beside h: nothing where y itself will do."""
-    x = masked.sort(x, bank.order)
     y, h, kept = (_forward if _readable(bank) else masked.forward)(x, bank, save_for_dm)
     return masked.unsort(y, bank.order), h, kept
 
@@ -41,9 +42,6 @@ def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, 
 
     ``kept`` as :func:`multi_fwd` returned it, ``(y,)`` where that was empty; ``()`` where neither dm nor dc is needed.
     """
-    if len(kept) == 1:
-        kept = (masked.sort(kept[0], bank.order),)
-    x, dy = masked.sort(x, bank.order), masked.sort(dy, bank.order)
     backward = _backward if _readable(bank) else masked.backward
     dx, dA, dB, dm, dc = backward(dy, x, bank, h, kept, needs)
     dbias = dy.to(acc_dtype(dy.dtype)).sum(0) if needs.bias else None
@@ -81,8 +79,12 @@ class Segment(NamedTuple):
     la: Any
     s: float
 
-    def of(self, t: Tensor) -> Tensor:
+    def sorted(self, t: Tensor) -> Tensor:
         return t[self.first : self.end]
+
+    def of(self, t: Tensor, order: Tensor | None) -> Tensor:
+        """Its tokens of what is in the caller's order."""
+        return self.sorted(t) if order is None else t[self.sorted(order)]
 
 
 def segments(bank: Bank, tokens: int) -> Iterator[Segment]:
@@ -94,7 +96,7 @@ def segments(bank: Bank, tokens: int) -> Iterator[Segment]:
             ones = bank.A.new_ones(bank.W.shape[0], dtype=acc_dtype(bank.W.dtype)) if bank.m is None else None
             m, c = (ones, ones) if bank.m is None or bank.c is None else (bank.m[g], bank.c[g])
             seed = None if bank.seed is None else bank.seed[g]
-            yield Segment(g, last, end, Operands(bank.W, A, B, m, c, bank.bias, seed), s)
+            yield Segment(g, last, end, Operands(bank.W, A.clone(), B, m, c, bank.bias, seed), s)
             last = end
     if last < tokens or last == 0:
         yield Segment(-1, last, tokens, None, 1.0)
@@ -108,7 +110,7 @@ def _forward(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, 
     ys, hs, kept = [], [], []
     pre_scale = [False] * bank.A.shape[0]
     for each in segments(bank, x.shape[0]):
-        xs, v = each.of(x), None
+        xs, v = each.of(x, bank.order), None
         if each.la is None:
             y, h = frozen_fwd(xs, bank.W, bank.bias), x.new_zeros((xs.shape[0], bank.A.shape[1]))
         else:
@@ -134,14 +136,13 @@ def _backward(
     need = Needs(*needs[1:5], bias=False)
     for each in segments(bank, x.shape[0]):
         if each.la is None:
-            dxs.append(frozen_bwd(each.of(dy), bank.W, needs.x, False, None)[0])
+            dxs.append(frozen_bwd(each.of(dy, bank.order), bank.W, needs.x, False, None)[0])
             continue
-        own_h = each.of(h)[:, : each.la.A.shape[0]].contiguous()
-        v = each.of(kept[0]) if kept else None
+        dys, xs = each.of(dy, bank.order), each.of(x, bank.order)
+        own_h = each.sorted(h)[:, : each.la.A.shape[0]].clone()
+        v = None if not kept else each.of(kept[0], bank.order) if len(kept) == 1 else each.sorted(kept[0])
         pre = pre_scale[each.g]
-        dx, grads = linear_bwd(
-            each.of(dy), each.of(x), each.la, each.s, Dropout(bank.p, "lora"), own_h, v, pre, needs.x, need, None
-        )
+        dx, grads = linear_bwd(dys, xs, each.la, each.s, Dropout(bank.p, "lora"), own_h, v, pre, needs.x, need, None)
         dxs.append(dx)
         found[each.g] = grads[:4]
     likes = (bank.A, bank.B, bank.m, bank.c)

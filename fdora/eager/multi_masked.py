@@ -38,14 +38,14 @@ def cut(A: Tensor, B: Tensor, ranks: tuple[int, ...] | None) -> list[tuple[Tenso
 
 
 def forward(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    t, acc, r = x.dtype, acc_dtype(x.dtype), bank.A.shape[1]
+    x, t, acc, r = sort(x, bank.order), x.dtype, acc_dtype(x.dtype), bank.A.shape[1]
     who = adapter_of(bank.offsets, x.shape[0])
     xd = _drop(x, bank, who)
     v = matmul(x, bank.W.to(t).T)
-    base, h = v, x.new_zeros((x.shape[0], r))
+    h = x.new_zeros((x.shape[0], r))
     for g, (A, B) in enumerate(cut(bank.A, bank.B, bank.ranks)):
         own, h_g = (who == g)[:, None], xd @ A.to(t).T
-        v = torch.where(own, base + matmul(h_g, scaled(B, bank.s[g], t).T), v)
+        v = torch.where(own, v + matmul(h_g, scaled(B, bank.s[g], t).T), v)
         h = torch.where(own, F.pad(h_g, (0, r - h_g.shape[1])), h)
     g_t = _g(bank, who)
     out = v if g_t is None else v * g_t
@@ -56,13 +56,15 @@ def forward(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, t
 def backward(
     dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, ...], needs: BankNeeds
 ) -> tuple[Tensor | None, ...]:
-    """dx, dA, dB, dm, dc."""
+    """dx, dA, dB, dm, dc; dx is sorted."""
+    dy, x = sort(dy, bank.order), sort(x, bank.order)
     t, acc, r = x.dtype, acc_dtype(x.dtype), bank.A.shape[1]
     who = adapter_of(bank.offsets, x.shape[0])
     xd = _drop(x, bank, who)
     wide, g_t = dy.to(acc), _g(bank, who)
     dz = dy if g_t is None else (wide * g_t).to(t)
     low, dAs, dBs, dgs = torch.zeros_like(x, dtype=acc), [], [], []
+    products = wide * (sort(kept[0], bank.order) if len(kept) == 1 else kept[0]).to(acc) if kept else None
     for g, (A, B) in enumerate(cut(bank.A, bank.B, bank.ranks)):
         own, b = (who == g)[:, None], scaled(B, bank.s[g], t)
         dh = torch.where(own, dz @ b, 0)
@@ -74,14 +76,15 @@ def backward(
         if needs.B:
             dB = bank.s[g] * matmul(torch.where(own, dz, 0).T, torch.where(own, h[:, : B.shape[1]], 0))
             dBs.append(F.pad(cast(dB, bank.B.dtype), (0, r - dB.shape[1])))
-        if needs.m or needs.c:
-            dgs.append(torch.where(own, wide * kept[0].to(acc), 0).sum(0))
+        if products is not None:
+            dgs.append(torch.where(own, products, 0).sum(0))
     dx = cast(matmul(dz, bank.W.to(t)) + _drop(low, bank, who), t) if needs.x else None
     dm = dc = None
-    if needs.m or needs.c:
+    if dgs:
         assert bank.m is not None and bank.c is not None
         scales, dg = scale(bank.m, bank.c), torch.stack(dgs)
-        dg = torch.where(kept[1][:, None], dg, dg / scales) if len(kept) == 2 else dg / scales
+        by_y = torch.where(dg == 0, 0, dg / scales)  # g may be 0 where an adapter has no tokens
+        dg = torch.where(kept[1][:, None], dg, by_y) if len(kept) == 2 else by_y
         dm, dc = magnitude_grads(dg, bank.m, bank.c, scales, needs)
     return dx, torch.stack(dAs) if dAs else None, torch.stack(dBs) if dBs else None, dm, dc
 
