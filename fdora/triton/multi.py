@@ -4,8 +4,8 @@ Half precision. Forward: h = s_a x A_a^T by segments, then one product for all t
 (multi_gemm.py); up to 64 tokens: multi_small.py. Backward: multi_bwd.py. Inside, tokens are sorted; what comes in another order is
 copied into it and back. float32, and the dx of a call with dropout: the product by cuBLAS, the rest in one pass behind it.
 
-Nothing asks for a length: grids depend on M, G and shapes alone. What lies beyond an adapter's rank is multiplied by zero, so it
-must be finite; its gradient is zero.
+Nothing asks for a length: grids depend on M, G and shapes alone. What is not finite in an adapter makes its own tokens NaN (all of
+them by TMA) and nobody else's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fdora._records import Bank, BankNeeds
 from fdora._torch import needs_dispatcher
 from fdora.triton.copy import operand
 from fdora.triton.multi_bwd import Out, backward
-from fdora.triton.multi_gemm import Right, Wanted, low_rank_input, multi_gemm, rank_table, routes, shape_of
+from fdora.triton.multi_gemm import Right, Wanted, lay, low_rank_input, multi_gemm, rank_table, routes, shape_of
 from fdora.triton.multi_norm import bank_norm as bank_norm
 from fdora.triton.multi_rows import drop, sort, unsort
 from fdora.triton.multi_small import multi_small
@@ -108,10 +108,12 @@ def plan_forward(likes: Sequence[Like | None], device: Device, ranks: tuple[int,
     out = y if bank.order is None else plan.temp((M, N), t)
     W = operand(plan, bank.W).T
     shape = shape_of(plan, x, out, W, R, pre_scale is not None, False)
-    found = routes(plan, bank, M, table, shape, bank.m is not None)
+    right = Right(W, bank.B, True)
+    laid = lay(plan, right, shape, t, ranks or None, table)
+    found = routes(plan, bank, M, table, shape, None if laid is None else laid.flags)
     xd = drop(plan, x, bank, found.ids, p)
     pad = low_rank_input(plan, xd, bank.A, False, bank, table, shape, h)
-    multi_gemm(plan, x, h, pad, Right(W, bank.B, True), bank, found, shape, Wanted(out, pre_scale, bank.bias))
+    multi_gemm(plan, x, h, pad, right, laid, bank, found, shape, Wanted(out, pre_scale, bank.bias))
     if bank.order is not None:
         unsort(plan, out, bank.order, y)
     if t == torch.float32:

@@ -19,6 +19,7 @@ from fdora.triton.multi_gemm import (
     Routes,
     Wanted,
     block_of,
+    lay,
     low_rank_input,
     multi_gemm,
     rank_table,
@@ -60,7 +61,9 @@ def backward(
     dz = plan.temp(dy.shape, t) if any(d is not None for d in out[:3]) else None
     shape = shape_of(plan, dz or dy, out.dx or x, bank.W, R, False, bank.seed is not None)
     ranks = rank_table(plan, numbers)
-    found = routes(plan, bank, M, ranks, shape, bank.m is not None)
+    right = Right(bank.W, bank.A, False)
+    laid = None if out.dx is None else lay(plan, right, shape, t, numbers, ranks)
+    found = routes(plan, bank, M, ranks, shape, None if laid is None else laid.flags)
     _scale(plan, dy, x, bank, h, kept, pre_scale, found, dz, out)
     if dz is None:
         return
@@ -68,9 +71,8 @@ def backward(
         dh = plan.temp((M, R), t)
         pad = low_rank_input(plan, dz, bank.B, True, bank, ranks, shape, dh)
         if out.dx is not None:
-            right = Right(bank.W, bank.A, False)
             plain = found._replace(g=None)
-            multi_gemm(plan, dz, dh, pad, right, bank, plain, shape, Wanted(out.dx), p, bank.seed is not None)
+            multi_gemm(plan, dz, dh, pad, right, laid, bank, plain, shape, Wanted(out.dx), p, bank.seed is not None)
         if out.dA is not None:
             _gradient(plan, out.dA, dh, drop(plan, x, bank, found.ids, p), bank, ranks, True)
     if out.dB is not None:

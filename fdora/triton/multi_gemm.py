@@ -9,6 +9,7 @@ those of x W (see gemm.py). g of a tile of one adapter is a vector; elsewhere ea
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from fdora.triton.configs import GemmConfig, gemm_config, power_of_two
 from fdora.triton.kernels.multi import multi_h_kernel, multi_ranks_kernel, multi_routes_kernel
 from fdora.triton.kernels.multi_gemm import multi_epilogue_kernel, multi_gemm_pointer_kernel, multi_gemm_tma_kernel
 from fdora.triton.dropout import threshold
-from fdora.triton.multi_rows import as_matrix
+from fdora.triton.multi_rows import Laid, as_matrix
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import INTERPRETED, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Tile
@@ -75,18 +76,19 @@ def rank_table(plan: Builder, ranks: tuple[int, ...] | None) -> Array | None:
     return out
 
 
-def routes(plan: Builder, bank: Any, M: int, ranks: Array | None, shape: Shape, with_g: bool) -> Routes:
+def routes(plan: Builder, bank: Any, M: int, ranks: Array | None, shape: Shape, flags: Array | None = None) -> Routes:
+    """``flags``: which adapters hold what is not finite; they get a g that is a NaN."""
     (G, R, _), N = bank.A.shape, bank.B.shape[1]
     tiles, span = cdiv(M, shape.BLOCK_M), cdiv(R, shape.BLOCK_R)
     ids, route = plan.temp((M,), torch.int32), plan.temp((tiles, 4), torch.int32)
     steps = plan.temp(((tiles + G) * span,), torch.int32)
+    with_g = bank.m is not None or flags is not None
     g = plan.temp((G + 1, N), torch.float32) if with_g else None
     blocks = (G + 1) * cdiv(N, BLOCK_GN) if with_g else 0
-    m, c = (bank.m, bank.c) if with_g else (None, None)
     plan.launch(
         multi_routes_kernel, (tiles + blocks,),
-        (bank.offsets, ranks, m, c, ids, route, steps, g, M, G, N, R, span, tiles),
-        (ranks is not None, with_g, shape.BLOCK_M, shape.BLOCK_R, block_of(G), BLOCK_GN), 4,
+        (bank.offsets, ranks, flags, bank.m, bank.c, ids, route, steps, g, M, G, N, R, span, tiles),
+        (ranks is not None, bank.m is not None, with_g, 0 if flags is None else flags.shape[1], shape.BLOCK_M, shape.BLOCK_R, block_of(G), BLOCK_GN), 4,
     )  # fmt: skip
     return Routes(ids, route, steps, g, ranks)
 
@@ -130,8 +132,8 @@ class Wanted(NamedTuple):
 
 
 def multi_gemm(
-    plan: Builder, x: Array, h: Array, pad: Array | None, right: Right, bank: Any, found: Routes, shape: Shape, wanted: Wanted,
-    p: float = 0.0, masked: bool = False,
+    plan: Builder, x: Array, h: Array, pad: Array | None, right: Right, laid: Laid | None, bank: Any, found: Routes,
+    shape: Shape, wanted: Wanted, p: float = 0.0, masked: bool = False,
 ) -> None:  # fmt: skip
     """``masked``: the mask of dropout is on the term of low rank."""
     out, pre_scale, bias = wanted
@@ -155,17 +157,16 @@ def multi_gemm(
     if config.tma:
         bm, bn, bk = config.BLOCK_M, config.BLOCK_N, config.BLOCK_K
         trans_b = w.stride[0] == 1 and w.stride[1] != 1
-        b, height = _laid(plan, b, right.trans, trans_b, x.dtype, bk)
         width = bn // 2 if config.EPILOGUE_SUBTILE else bn
         block = (bn, bk) if trans_b else (bk, bn)
         count = cdiv(M, bm) * cdiv(N, bn)
         programs = min(count, plan.device.num_sms) if config.persistent else count
-        assert pad is not None
+        assert pad is not None and laid is not None
         plan.launch(
             multi_gemm_tma_kernel, (programs,),
-            (Tile(x, (bm, bk)), Tile(w.T if trans_b else w, block), Tile(pad, (bm, bk)), Tile(b, block), Tile(out, (bm, width)),
+            (Tile(x, (bm, bk)), Tile(w.T if trans_b else w, block), Tile(pad, (bm, bk)), Tile(laid.matrix, block), Tile(out, (bm, width)),
              None if pre_scale is None else Tile(pre_scale, (bm, width)), found.g, bias, found.ids, found.route, found.steps,
-             M, N, K, R, height, programs),
+             M, N, K, R, laid.height, programs),
             (trans_b, *flags, bm, bn, bk, config.EPILOGUE_SUBTILE, config.GROUP_M, not INTERPRETED),
             config.num_warps, config.num_stages,
         )  # fmt: skip
@@ -179,16 +180,17 @@ def multi_gemm(
     )  # fmt: skip
 
 
-def _laid(plan: Builder, b: Array, trans: bool, trans_b: bool, dtype: torch.dtype, step: int) -> tuple[Array, int]:
-    """The bank as the kernel reads it beside w: below each other, (N, R) each where w is transposed, else (R, N), whose rows are
-    filled up so that no step reaches into the next adapter."""
-    if trans != trans_b:  # another layout of W than the usual
-        b = _turned(b)
-    return as_matrix(plan, b, dtype, 1 if trans_b else step)
+def lay(
+    plan: Builder, right: Right, shape: Shape, dtype: torch.dtype, numbers: tuple[int, ...] | None, ranks: Array | None
+) -> Laid | None:
+    """The bank as the product by TMA reads it beside w: (N, R) each where the columns of w are contiguous, else (R, N)."""
+    if shape.config is None or not shape.config.tma:
+        return None
+    trans_b = right.w.stride[0] == 1 and right.w.stride[1] != 1
+    b = right.b if right.trans == trans_b else _turned(right.b)  # another layout of W than the usual
+    return as_matrix(plan, b, dtype, not trans_b, shape.config.BLOCK_K, numbers, ranks)
 
 
 def _turned(b: Array) -> Array:
-    from dataclasses import replace
-
     (G, P, Q), (by_bank, by_p, by_q) = b.shape, b.stride
     return replace(b, shape=(G, Q, P), stride=(by_bank, by_q, by_p))

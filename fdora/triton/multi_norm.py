@@ -54,9 +54,7 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
     table = rank_table(plan, ranks or None)
     half = A.dtype == B.dtype and A.itemsize == 2
     config = norm_config(min(R, 64), half, plan.device.capability, False, W.itemsize == 2)
-    block_n, block_k, block_r, precision, num_warps, num_stages, _ = config
-    if half:  # the tile of W stays in registers
-        num_warps = 8
+    block_n, block_k, block_r, precision, _, num_stages, _ = config  # by 8 warps: a tile of W stays in registers
     tiles = cdiv(K, block_k)
     rows = N if max_bytes is None else max(block_n, max_bytes // (4 * tiles * G) // block_n * block_n)
     even = N % block_n == 0 and rows % block_n == 0 and K % block_k == 0 and R % block_r == 0
@@ -67,7 +65,7 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
         plan.launch(
             multi_norm_kernel, (cdiv(own, block_n) * tiles,),
             (w, A, b, s, table, partial, own, K, R, G, *w.stride, *A.stride, *B.stride),
-            (table is not None, block_n, block_k, block_r, GROUP_N, even, precision), num_warps, num_stages,
+            (table is not None, block_n, block_k, block_r, GROUP_N, even, precision), 8, num_stages,
         )  # fmt: skip
         plan.launch(
             multi_root_kernel, (cdiv(own, SUM_N), G), (partial, c, own, G, tiles, i, N), (SUM_N, SUM_T), 4

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 
+from fdora.triton.configs import power_of_two
 from fdora.triton.dropout import threshold
 from fdora.triton.kernels.multi_rows import bank_kernel, multi_drop_kernel, rows_kernel
 from fdora.triton.runtime.builder import Builder
@@ -14,7 +16,9 @@ from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 
 BLOCK_M, BLOCK_N = 8, 512
-BLOCK_P, BLOCK_Q = 16, 256
+BLOCK_Q, AREA = 256, 4096
+CHUNKS = 32  # of the rows of an adapter, a program each
+NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def sort(plan: Builder, t: Any, order: Array | None) -> Any:
@@ -50,19 +54,37 @@ def drop(plan: Builder, x: Array, bank: Any, ids: Array, p: float) -> Array:
     return out
 
 
-def as_matrix(plan: Builder, bank: Array, dtype: torch.dtype, unit: int = 1) -> tuple[Array, int]:
-    """(G, P, Q) as (G * height, Q) as TMA takes it, and the height of each: P, or filled up with zeros to a multiple of
-    ``unit``. Itself, or a copy."""
+class Laid(NamedTuple):
+    """A bank as TMA reads it: (G * height, Q)."""
+
+    matrix: Array
+    height: int
+    flags: Array  # (G, CHUNKS), which of them holds what is not finite
+
+
+def as_matrix(
+    plan: Builder,
+    bank: Array,
+    dtype: torch.dtype,
+    by_row: bool,
+    step: int,
+    numbers: tuple[int, ...] | None,
+    ranks: Array | None,
+) -> Laid:
+    """(G, P, Q), ranks along P where ``by_row``, else along Q: itself, or a copy in which a step of that many ranks meets zeros
+    beyond the last one, not the next adapter (0 times a NaN is one)."""
     G, P, Q = bank.shape
-    by_bank, by_row, by_column = bank.stride
-    height = cdiv(P, unit) * unit
-    pitched = by_column == 1 and by_row >= Q and by_row * bank.itemsize % 16 == 0 and (by_bank == P * by_row or G == 1)
-    if bank.dtype == dtype and bank.aligned and height == P and pitched:
-        return replace(bank, shape=(G * P, Q), stride=(by_row, 1)), P
+    by_bank, by_p, by_q = bank.stride
+    height = cdiv(P, step) * step if by_row else P
+    pitched = by_q == 1 and by_p >= Q and by_p * bank.itemsize % 16 == 0 and (by_bank == P * by_p or G == 1)
+    whole = numbers is None or all(r % step == 0 for r in numbers)
+    copy = not (bank.dtype == dtype and bank.aligned and height == P and pitched and whole)
     pitch = cdiv(Q, 16 // dtype.itemsize) * (16 // dtype.itemsize)
-    out = plan.temp((G * height, Q), dtype, (pitch, 1))
+    out = plan.temp((G * height, Q), dtype, (pitch, 1)) if copy else replace(bank, shape=(G * P, Q), stride=(by_p, 1))
+    flags = plan.temp((G, CHUNKS), torch.int32)
+    block_q = min(BLOCK_Q, power_of_two(Q))
     plan.launch(
-        bank_kernel, (cdiv(Q, BLOCK_Q), cdiv(height, BLOCK_P), G), (bank, out, P, Q, height, pitch, *bank.stride),
-        (BLOCK_P, BLOCK_Q), 4,
+        bank_kernel, (G, CHUNKS), (bank, ranks, out if copy else None, flags, P, Q, height, pitch, *bank.stride),
+        (NAMES[dtype], copy, ranks is not None, by_row, step, CHUNKS, AREA // block_q, block_q), 4,
     )  # fmt: skip
-    return out, height
+    return Laid(out, height, flags)

@@ -76,9 +76,22 @@ def multi_ranks_kernel(ranks, G, first, w0, w1, w2, w3, w4, w5, w6, w7):
 
 
 @triton.jit
+def _is_finite(flags, a, G, FLAGS: tl.constexpr):
+    """Whether all of each of these adapters is."""
+    i = tl.arange(0, FLAGS)
+    return (
+        tl.max(
+            tl.load(flags + a[:, None] * FLAGS + i[None, :], mask=i[None, :] < tl.where(a < G, FLAGS, 0)[:, None], other=0),
+            axis=1,
+        )
+        == 0
+    )
+
+
+@triton.jit
 def _route(
-    tile, offsets, ranks, ids, route, steps, M, G, R, span, HAS_RANKS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+    tile, offsets, ranks, flags, ids, route, steps, M, G, R, span, HAS_RANKS: tl.constexpr, FLAGS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     row = tile * BLOCK_M
     t = row + tl.arange(0, BLOCK_M)
@@ -96,6 +109,8 @@ def _route(
         here = known & (tl.maximum(lo, row) < tl.minimum(tl.minimum(hi, M), row + BLOCK_M))
         r = tl.load(ranks + a, mask=known, other=0) if HAS_RANKS else tl.where(known, R, 0)
         slabs = tl.where(here, (r + BLOCK_R - 1) // BLOCK_R, 0)
+        if FLAGS > 0:  # zeros times what is not finite would reach the rows of others: its own get a NaN by g
+            slabs = tl.where(_is_finite(flags, a, G, FLAGS) | (first == last), slabs, 0)
         at = base + count + tl.cumsum(slabs, axis=0) - slabs
         for i in range(0, span):
             tl.store(steps + at + i, a * 32768 + i, mask=i < slabs)
@@ -108,24 +123,32 @@ def _route(
 
 @triton.jit(launch_metadata=launched)
 def multi_routes_kernel(
-    offsets, ranks, m, c, ids, route, steps, g, M, G, N, R, span, tiles,
-    HAS_RANKS: tl.constexpr, HAS_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+    offsets, ranks, flags, m, c, ids, route, steps, g, M, G, N, R, span, tiles,
+    HAS_RANKS: tl.constexpr, HAS_M: tl.constexpr, HAS_G: tl.constexpr, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Of each tile of rows: its first and last segment, and its steps of low rank (adapter and slab), one after the other.
     Of each token its segment, and of each segment g: 1 behind the last adapter."""
     pid = tl.program_id(0)
     if pid < tiles:
-        _route(pid, offsets, ranks, ids, route, steps, M, G, R, span, HAS_RANKS, BLOCK_M, BLOCK_R, BLOCK_G)
-    elif HAS_M:
+        _route(pid, offsets, ranks, flags, ids, route, steps, M, G, R, span, HAS_RANKS, FLAGS, BLOCK_M, BLOCK_R, BLOCK_G)
+    elif HAS_G:
         blocks = tl.cdiv(N, BLOCK_N)
         a = (pid - tiles) // blocks
         n = (pid - tiles) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
         at = tl.cast(a, tl.int64) * N
-        if a < G:
-            tl.store(g + at + n, g_tile(m + at, c + at, n, N), mask=n < N)
-        else:
-            tl.store(g + at + n, tl.full((BLOCK_N,), 1.0, tl.float32), mask=n < N)
+        ga = tl.full((BLOCK_N,), 1.0, tl.float32)
+        if HAS_M:
+            if a < G:
+                ga = g_tile(m + at, c + at, n, N)
+        if FLAGS > 0:
+            i = tl.arange(0, FLAGS)
+            ga = tl.where(
+                tl.max(tl.load(flags + a * FLAGS + i, mask=i < tl.where(a < G, FLAGS, 0), other=0), axis=0) == 0,
+                ga,
+                float("nan"),
+            )
+        tl.store(g + at + n, ga, mask=n < N)
 
 
 @triton.jit(launch_metadata=launched)
@@ -157,7 +180,7 @@ def multi_h_kernel(
             acc = tl.dot(xt, ft.to(xt.dtype), acc, input_precision=PRECISION)
             at_x += BLOCK_K * stride_xk
             at_f += BLOCK_K * stride_fk
-        out = (acc * tl.load(s + a, mask=a < G, other=0.0)).to(h.dtype.element_ty)
+        out = tl.where(mine[:, None], acc * tl.load(s + a, mask=a < G, other=0.0), 0.0).to(h.dtype.element_ty)
         tl.store(h + t[:, None].to(tl.int64) * stride_hm + r[None, :], out, mask=mine[:, None] & (r < R)[None, :])
         if PADDED:
             row = (pair * TILE + part + tl.arange(0, BLOCK_M)).to(tl.int64)

@@ -25,16 +25,33 @@ def rows_kernel(x, order, out, M, N, stride_x, SCATTER: tl.constexpr, BLOCK_M: t
 
 @triton.jit(launch_metadata=launched)
 def bank_kernel(
-    x, out, P, Q, height, pitch, stride_xa, stride_xp, stride_xq, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr
+    x, ranks, out, flags, P, Q, height, pitch, stride_xa, stride_xp, stride_xq,
+    dtype: tl.constexpr, COPY: tl.constexpr, HAS_RANKS: tl.constexpr, BY_ROW: tl.constexpr, STEP: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """(G, P, Q) -> (G, height, Q), zeros below, rows ``pitch`` apart."""
-    p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
-    q = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    a = tl.program_id(2).to(tl.int64)
-    at = x + a * stride_xa + p[:, None].to(tl.int64) * stride_xp + q[None, :].to(tl.int64) * stride_xq
-    t = tl.load(at, mask=(p < P)[:, None] & (q < Q)[None, :], other=0.0)
-    at = out + (a * height + p[:, None]) * pitch + q[None, :]
-    tl.store(at, t.to(out.dtype.element_ty), mask=(p < height)[:, None] & (q < Q)[None, :])
+    """(G, P, Q) -> (G, height, Q), zeros below and beyond a rank (of rows where BY_ROW), rows ``pitch`` apart. ``flags``: of each
+    adapter and chunk of rows, whether a number is not finite. What no step of STEP reads is not written."""
+    a, chunk = tl.program_id(0), tl.program_id(1)
+    rank = tl.load(ranks + a) if HAS_RANKS else tl.maximum(P, Q)
+    read = tl.minimum(P, rank) if BY_ROW else P
+    wide = Q if BY_ROW else tl.minimum(Q, rank)
+    written = tl.minimum(height, tl.cdiv(read, STEP) * STEP) if BY_ROW else height
+    across = Q if BY_ROW else tl.minimum(Q, tl.cdiv(wide, STEP) * STEP)
+    rows = tl.cdiv(tl.cdiv(written, CHUNKS), BLOCK_P) * BLOCK_P
+    bad = tl.zeros((BLOCK_P,), tl.int32)
+    for p0 in range(chunk * rows, tl.minimum(written, (chunk + 1) * rows), BLOCK_P):
+        for q0 in range(0, across, BLOCK_Q):
+            p, q = p0 + tl.arange(0, BLOCK_P), q0 + tl.arange(0, BLOCK_Q)
+            at = (
+                x + tl.cast(a, tl.int64) * stride_xa + p[:, None].to(tl.int64) * stride_xp + q[None, :].to(tl.int64) * stride_xq
+            )
+            t = tl.load(at, mask=(p < read)[:, None] & (q < wide)[None, :], other=0.0).to(dtype)
+            v = t.to(tl.float32)
+            bad = tl.maximum(bad, tl.max((v - v != 0).to(tl.int32), axis=1))
+            if COPY:
+                at = out + (tl.cast(a, tl.int64) * height + p[:, None]) * pitch + q[None, :]
+                tl.store(at, t, mask=(p < written)[:, None] & (q < across)[None, :])
+    tl.store(flags + a * CHUNKS + chunk, tl.max(bad, axis=0))
 
 
 @triton.jit
