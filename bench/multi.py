@@ -16,8 +16,8 @@ mean, so that it does as much.
                  correction and a scatter. As PEFT writes it for one adapter, its norm given
 
 ``decode``: 64 tokens of 64 adapters under no_grad, against one call with 64 tokens. ``norm``: all norms of a bank against one.
-Every way is compared with float64 before it is timed; one that cannot run is listed with its reason, and a wrong fdora fails the
-command at its end. The JSON is rewritten after every case.
+Every way is compared with float64 before it is timed; one that cannot run is listed with its reason, and a wrong fdora fails
+the command at its end. The JSON is rewritten after every case.
 """
 
 from __future__ import annotations
@@ -200,6 +200,21 @@ def truth(i: Bank, lora: bool) -> dict[str, Tensor]:
     return found | {"dm": (dy * (x @ V.mT)).sum(0) / V.norm(dim=1), "at": at, "g": torch.tensor(g)}
 
 
+def kernels(fn: Callable[[], object]) -> dict[str, float]:
+    """us of GPU time in one call, by kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(3):
+        fn()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(10):
+            fn()
+        torch.cuda.synchronize()
+    events = sorted(seen.key_averages(), key=lambda e: -e.device_time_total)
+    return {f"{e.count // 10} x {e.key[:60]}": round(e.device_time_total / 10, 2) for e in events}
+
+
 class Timed(NamedTuple):
     """Time of each way by CUDA graph and, with the host in it, by wall clock."""
 
@@ -294,6 +309,9 @@ def parse(argv=None):
     parser.add_argument("--quick", action="store_true", help="4 and 32 adapters, three runs")
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--loop-ms", type=float, default=20.0, help="of wall time, at least, in one measurement")
+    parser.add_argument(
+        "--kernels", action="store_true", help="of one and multi: GPU time by kernel, as torch's profiler sees it"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this time")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", help="recorded in the JSON")
@@ -325,6 +343,8 @@ def main(argv=None):
             worst = max(row["error"].get("multi", {}).values(), default=float("nan"))
             cells = [row["ms"].get(n, "") for n in options.ways] + [row["ratio"].get("multi/one", ""), row["target"]]
             print(line([f"{name}, {row['mode']}", *cells, row["wall"].get("multi", ""), f"{worst:.1e}"]), flush=True)
+            for n, found in row.get("kernels", {}).items():
+                print("\n".join([f"  {n}", *(f"    {us:9.2f} us  {kernel}" for kernel, us in found.items())]), flush=True)
             rows.append(row)
         save(options.json, {"about": facts, "runs": options.runs, "rows": rows, "skipped": skipped, "failed": failed})
         free(options.device)
