@@ -82,10 +82,11 @@ def fits(x: Tensor, calls: Sequence[Call], mlp: bool) -> bool:
 
 def _refusal(x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> str:
     why = unfit(x, W, A, B, m, dtype)
-    plain = not isinstance(W, QuantWeight) and not torch.is_autocast_enabled(W.device.type)
-    if not why and plain and bias is not None and x.dtype == torch.float32 and select_backend(x).name == "eager":
+    if why or isinstance(W, QuantWeight) or torch.is_autocast_enabled(W.device.type):
+        return why
+    if bias is not None and x.dtype == torch.float32 and select_backend(x).name == "eager":
         return "float32 with a bias, eager: the base layer's own sum keeps a fresh adapter an exact no-op"
-    return why
+    return ""
 
 
 def unfit(x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor | None, dtype: torch.dtype | None) -> str:
