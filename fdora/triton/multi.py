@@ -1,11 +1,11 @@
 """Many adapters on one W, each for its own tokens, as one plan for each direction; formulas: fdora/eager/multi.py.
 
 Half precision. Forward: h = s_a x A_a^T by segments, then one product for all tokens with the low-rank terms, g and bias inside
-(multi_gemm.py); up to 64 tokens: multi_small.py. Backward: multi_bwd.py. Inside, tokens are sorted; what comes in another order is
-copied into it and back. float32, and the dx of a call with dropout: the product by cuBLAS, the rest in one pass behind it.
+(multi_gemm.py); up to 64 tokens: multi_small.py. Backward: multi_bwd.py. Inside, tokens are sorted; what comes in another
+order is copied into it and back. float32, and the dx of a call with dropout: the product by cuBLAS, the rest in one pass.
 
-Nothing asks for a length: grids depend on M, G and shapes alone. What is not finite in an adapter makes its own tokens NaN (all of
-them by TMA) and nobody else's.
+Nothing asks for a length: grids depend on M, G and shapes alone. What is not finite in an adapter makes its own tokens NaN (all
+of them by TMA) and nobody else's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BankGrads = tuple[Tensor | None, ...]
 
 
 def multi_fwd(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """x (M, K) -> y (M, N), h = s_a x A_a^T (M, r) in sorted order, and what dm reads beside h: nothing where y itself will do."""
+    """x (M, K) -> y (M, N), h = s_a x A_a^T (M, r) in sorted order, and what dm reads beside h: nothing where y will do."""
     run_it: Any = multi if needs_dispatcher(x) else _multi
     y, h, *before = run_it(x, list(bank[:TENSORS]), list(bank.ranks or ()), bank.p, save_for_dm)
     return y, h, (before[0], x.new_empty(0)) if before else ()
@@ -93,7 +93,7 @@ def plan_forward(likes: Sequence[Like | None], device: Device, ranks: tuple[int,
     plan = Builder("dora_linear_multi forward", device)
     x = plan.tokens(likes[0])
     bank = _read_bank(plan, likes[1:])
-    (M, _), (G, R, _), N, t = x.shape, bank.A.shape, bank.B.shape[1], x.dtype
+    (M, _), (_, R, _), N, t = x.shape, bank.A.shape, bank.B.shape[1], x.dtype
     y, h = plan.result("y", (M, N), t), plan.result("h", (M, R), t)
     pre_scale = plan.result("pre_scale", (M, N), t) if save_for_dm and saves_pre_scale(t, bank) else None
     if M == 0:

@@ -1,6 +1,6 @@
 """Backward of a layer whose tokens belong to many adapters, all in sorted order; see multi.py.
 
-    dz = g_a dy       dm_a = sum_t dy v / c_a       dh = s_a dz B_a       dx = dz W + dh A_a       dA_a = dh^T x       dB_a = dz^T h
+    dz = g_a dy     dm_a = sum_t dy v / c_a     dh = s_a dz B_a     dx = dz W + dh A_a     dA_a = dh^T x     dB_a = dz^T h
 
 Sums run over the tokens of one adapter: a program owns what one segment and one strip of rows have in common, and a second pass
 adds such parts in their order. No atomics.

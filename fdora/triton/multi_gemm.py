@@ -2,9 +2,10 @@
 
     out = g_a (x W + h B_a) + bias        a: the adapter of the row
 
-A tile of rows knows the segments that meet it (:class:`Routes`, written on the device). h lies twice: (M, R), and by pairs of a tile
-and a segment with zeros in the rows of others, so that the steps of low rank of a tile are whole products, in the same loop as
-those of x W (see gemm.py). g of a tile of one adapter is a vector; elsewhere each row fetches its own.
+A tile of rows knows the segments that meet it (:class:`Routes`, written on the device). h lies twice: (M, R), and by pairs of
+a tile and a segment with zeros in the rows of others, so that the steps of low rank of a tile are whole products, in the same
+loop as those of x W (see gemm.py). g of a tile of one adapter is a vector; elsewhere each row fetches its own. Zeros times what
+is not finite are NaN: an adapter that holds such numbers is left out of tiles that others share, and gets a g of NaN.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fdora.triton.configs import GemmConfig, gemm_config, power_of_two
+from fdora.triton.dropout import threshold
 from fdora.triton.kernels.multi import multi_h_kernel, multi_ranks_kernel, multi_routes_kernel
 from fdora.triton.kernels.multi_gemm import multi_epilogue_kernel, multi_gemm_pointer_kernel, multi_gemm_tma_kernel
-from fdora.triton.dropout import threshold
 from fdora.triton.multi_rows import Laid, as_matrix
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import INTERPRETED, cdiv, is_tma_compatible
@@ -88,7 +89,8 @@ def routes(plan: Builder, bank: Any, M: int, ranks: Array | None, shape: Shape, 
     plan.launch(
         multi_routes_kernel, (tiles + blocks,),
         (bank.offsets, ranks, flags, bank.m, bank.c, ids, route, steps, g, M, G, N, R, span, tiles),
-        (ranks is not None, bank.m is not None, with_g, 0 if flags is None else flags.shape[1], shape.BLOCK_M, shape.BLOCK_R, block_of(G), BLOCK_GN), 4,
+        (ranks is not None, bank.m is not None, with_g, 0 if flags is None else flags.shape[1], shape.BLOCK_M, shape.BLOCK_R,
+         block_of(G), BLOCK_GN), 4,
     )  # fmt: skip
     return Routes(ids, route, steps, g, ranks)
 
@@ -164,9 +166,9 @@ def multi_gemm(
         assert pad is not None and laid is not None
         plan.launch(
             multi_gemm_tma_kernel, (programs,),
-            (Tile(x, (bm, bk)), Tile(w.T if trans_b else w, block), Tile(pad, (bm, bk)), Tile(laid.matrix, block), Tile(out, (bm, width)),
-             None if pre_scale is None else Tile(pre_scale, (bm, width)), found.g, bias, found.ids, found.route, found.steps,
-             M, N, K, R, laid.height, programs),
+            (Tile(x, (bm, bk)), Tile(w.T if trans_b else w, block), Tile(pad, (bm, bk)), Tile(laid.matrix, block),
+             Tile(out, (bm, width)), None if pre_scale is None else Tile(pre_scale, (bm, width)), found.g, bias,
+             found.ids, found.route, found.steps, M, N, K, R, laid.height, programs),
             (trans_b, *flags, bm, bn, bk, config.EPILOGUE_SUBTILE, config.GROUP_M, not INTERPRETED),
             config.num_warps, config.num_stages,
         )  # fmt: skip

@@ -42,14 +42,15 @@ def _rows(plan: Builder, x: Array, order: Array, out: Array, scatter: bool) -> N
 
 
 def drop(plan: Builder, x: Array, bank: Any, ids: Array, p: float) -> Array:
-    """The dropped x, each token counted from the start of its segment, under the seed of its adapter; x itself without a seed."""
+    """The dropped x, tokens counted from the start of their segment, under the seed of its adapter; x itself without seeds."""
     if bank.seed is None:
         return x
     M, K = x.shape
     out = plan.temp(x.shape, x.dtype)
     plan.launch(
         multi_drop_kernel, (cdiv(M, BLOCK_M), cdiv(K, BLOCK_N)),
-        (x, out, bank.seed, bank.offsets, ids, threshold(p), 1 / (1 - p), M, bank.A.shape[0], K, *x.stride), (BLOCK_M, BLOCK_N), 4,
+        (x, out, bank.seed, bank.offsets, ids, threshold(p), 1 / (1 - p), M, bank.A.shape[0], K, *x.stride),
+        (BLOCK_M, BLOCK_N), 4,
     )  # fmt: skip
     return out
 

@@ -1,7 +1,7 @@
 """Who owns which token where many adapters share a W; see fdora/triton/multi.py.
 
-Tokens are sorted: segment a holds those of adapter a, segment G those behind the last end, which have no adapter. The pairs of a
-tile of rows and a segment that meet lie on a staircase, so ``tile + segment`` numbers them: at most tiles + G of them, known
+Tokens are sorted: segment a holds those of adapter a, segment G those behind the last end, which have no adapter. The pairs of
+a tile of rows and a segment that meet lie on a staircase, so ``tile + segment`` numbers them: at most tiles + G of them, known
 without a look at the lengths. A program of a pair finds its own by counting.
 """
 
@@ -46,7 +46,7 @@ def segment_of(t, offsets, G, BLOCK_G: tl.constexpr):
 
 @triton.jit
 def pair_of(pair, offsets, G, M, ROWS: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Tile and segment of this number, and the first token that is in both and the one behind the last: none if no such pair."""
+    """Tile and segment of this number, the first token in both and the one behind the last: none where they do not meet."""
     a = pair * 0
     for a0 in range(0, G, BLOCK_G):
         before = a0 + tl.arange(0, BLOCK_G)
@@ -79,13 +79,8 @@ def multi_ranks_kernel(ranks, G, first, w0, w1, w2, w3, w4, w5, w6, w7):
 def _is_finite(flags, a, G, FLAGS: tl.constexpr):
     """Whether all of each of these adapters is."""
     i = tl.arange(0, FLAGS)
-    return (
-        tl.max(
-            tl.load(flags + a[:, None] * FLAGS + i[None, :], mask=i[None, :] < tl.where(a < G, FLAGS, 0)[:, None], other=0),
-            axis=1,
-        )
-        == 0
-    )
+    bad = tl.load(flags + a[:, None] * FLAGS + i[None, :], mask=i[None, :] < tl.where(a < G, FLAGS, 0)[:, None], other=0)
+    return tl.max(bad, axis=1) == 0
 
 
 @triton.jit
@@ -124,8 +119,8 @@ def _route(
 @triton.jit(launch_metadata=launched)
 def multi_routes_kernel(
     offsets, ranks, flags, m, c, ids, route, steps, g, M, G, N, R, span, tiles,
-    HAS_RANKS: tl.constexpr, HAS_M: tl.constexpr, HAS_G: tl.constexpr, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    HAS_RANKS: tl.constexpr, HAS_M: tl.constexpr, HAS_G: tl.constexpr, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Of each tile of rows: its first and last segment, and its steps of low rank (adapter and slab), one after the other.
     Of each token its segment, and of each segment g: 1 behind the last adapter."""
@@ -138,16 +133,12 @@ def multi_routes_kernel(
         n = (pid - tiles) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
         at = tl.cast(a, tl.int64) * N
         ga = tl.full((BLOCK_N,), 1.0, tl.float32)
-        if HAS_M:
-            if a < G:
-                ga = g_tile(m + at, c + at, n, N)
+        if HAS_M and a < G:
+            ga = g_tile(m + at, c + at, n, N)
         if FLAGS > 0:
             i = tl.arange(0, FLAGS)
-            ga = tl.where(
-                tl.max(tl.load(flags + a * FLAGS + i, mask=i < tl.where(a < G, FLAGS, 0), other=0), axis=0) == 0,
-                ga,
-                float("nan"),
-            )
+            bad = tl.load(flags + a * FLAGS + i, mask=i < tl.where(a < G, FLAGS, 0), other=0)
+            ga = tl.where(tl.max(bad, axis=0) == 0, ga, float("nan"))
         tl.store(g + at + n, ga, mask=n < N)
 
 

@@ -96,17 +96,17 @@ def multi_gemm_tma_kernel(
                 WIDTH: tl.constexpr = BLOCK_N // 2
                 one, two = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
                 _store_tma(
-                    one, out, pre_scale, g, bias, ids, first, last, row, col, M, N, HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, BLOCK_M,
-                    WIDTH,
+                    one, out, pre_scale, g, bias, ids, first, last, row, col, M, N, HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX,
+                    BLOCK_M, WIDTH,
                 )  # fmt: skip
                 _store_tma(
-                    two, out, pre_scale, g, bias, ids, first, last, row, col + WIDTH, M, N, HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX,
-                    BLOCK_M, WIDTH,
+                    two, out, pre_scale, g, bias, ids, first, last, row, col + WIDTH, M, N, HAS_G, HAS_BIAS, STORE_PRE_SCALE,
+                    PTX, BLOCK_M, WIDTH,
                 )  # fmt: skip
             else:
                 _store_tma(
-                    acc, out, pre_scale, g, bias, ids, first, last, row, col, M, N, HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, BLOCK_M,
-                    BLOCK_N,
+                    acc, out, pre_scale, g, bias, ids, first, last, row, col, M, N, HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX,
+                    BLOCK_M, BLOCK_N,
                 )  # fmt: skip
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
 

@@ -24,8 +24,8 @@ def multi_norm_kernel(
     for a in range(0, G):
         rank = tl.load(ranks + a) if HAS_RANKS else R
         acc = low_rank(
-            A + tl.cast(a, tl.int64) * stride_aa, B + tl.cast(a, tl.int64) * stride_ba, n, k, N, K, rank, stride_ar, stride_ak, stride_bn,
-            stride_br, BLOCK_R, EVEN and not HAS_RANKS, PRECISION,
+            A + tl.cast(a, tl.int64) * stride_aa, B + tl.cast(a, tl.int64) * stride_ba, n, k, N, K, rank, stride_ar, stride_ak,
+            stride_bn, stride_br, BLOCK_R, EVEN and not HAS_RANKS, PRECISION,
         )  # fmt: skip
         v = w.to(tl.float32) + tl.load(s + a) * acc
         at = partial + (tile_k.to(tl.int64) * G + a) * N + n

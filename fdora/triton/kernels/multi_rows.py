@@ -29,8 +29,8 @@ def bank_kernel(
     dtype: tl.constexpr, COPY: tl.constexpr, HAS_RANKS: tl.constexpr, BY_ROW: tl.constexpr, STEP: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """(G, P, Q) -> (G, height, Q), zeros below and beyond a rank (of rows where BY_ROW), rows ``pitch`` apart. ``flags``: of each
-    adapter and chunk of rows, whether a number is not finite. What no step of STEP reads is not written."""
+    """(G, P, Q) -> (G, height, Q), zeros below and beyond a rank (of rows where BY_ROW), rows ``pitch`` apart. ``flags``: of
+    each adapter and chunk of rows, whether a number is not finite. What no step of STEP reads is not written."""
     a, chunk = tl.program_id(0), tl.program_id(1)
     rank = tl.load(ranks + a) if HAS_RANKS else tl.maximum(P, Q)
     read = tl.minimum(P, rank) if BY_ROW else P

@@ -209,16 +209,16 @@ def _multi_norm(*, W, A, B, partial, N, K, R, G, **_: Any) -> Cost:
     return product(N, K, R * G, A) + moved(W, A, B, partial)
 
 
-def _multi_routes(*, g, **_: Any) -> Cost:
-    return moved(g)
+def _multi_routes(*, ids, g, **_: Any) -> Cost:
+    return moved(ids, g)
 
 
 def _multi_root(*, partial, c, **_: Any) -> Cost:
     return moved(partial, c)
 
 
-def _none(**_: Any) -> Cost:
-    return Cost()
+def _multi_ranks(*, ranks, **_: Any) -> Cost:
+    return Cost(bytes=4.0 * ranks.shape[0])
 
 
 def _rows(*, x, out, **_: Any) -> Cost:
@@ -256,7 +256,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "multi_grad_kernel": _multi_grad,
     "multi_h_kernel": _multi_h,
     "multi_norm_kernel": _multi_norm,
-    "multi_ranks_kernel": _none,
+    "multi_ranks_kernel": _multi_ranks,
     "multi_root_kernel": _multi_root,
     "multi_routes_kernel": _multi_routes,
     "multi_scale_kernel": _multi_scale,
