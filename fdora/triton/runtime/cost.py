@@ -181,8 +181,9 @@ def _multi_epilogue(*, v, h, b, out, pre_scale, g, M, N, R, **_: Any) -> Cost:
     return product(M, N, R, h) + moved(v, h, b, out, pre_scale, g)
 
 
-def _multi_scale(*, dy, saved, g, dz, partial_m, partial_bias, **_: Any) -> Cost:
-    return moved(dy, saved, g, dz, partial_m, partial_bias)
+def _multi_scale(*, dy, saved, h, g, dz, partial_m, partial_bias, partial_B, M, N, R, BLOCK_R, **_: Any) -> Cost:
+    what = moved(dy, saved, h, g, dz, partial_m, partial_bias, partial_B)
+    return product(M, N, R, dy) + what if BLOCK_R else what
 
 
 def _multi_finish(*, partial_m, **_: Any) -> Cost:
