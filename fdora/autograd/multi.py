@@ -84,11 +84,6 @@ def bank_norm(W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: Tensor, ranks: t
         return torch.cat(parts, 1)
 
 
-def has_kernels(backend: str) -> bool:
-    """Whether these functions are the backend's own."""
-    return backend == "eager" or OPS[backend].multi_fwd is not OPS["eager"].multi_fwd
-
-
 def _bank(
     call: Call, s: Tensor, offsets: Tensor, order: Tensor | None, flat: tuple[Any, ...], dtype: torch.dtype
 ) -> Bank:  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fdora._check import FLOATS, Weight, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, fail
 from fdora._dispatch import Backend
-from fdora.autograd.multi import bank_norm, has_kernels
+from fdora.autograd.multi import bank_norm
 from fdora.functional.backend import select_backend
 from fdora.quant import QuantWeight
 
@@ -60,16 +60,6 @@ def scalings(fn: str, s: Any, adapters: int, like: Tensor | Weight) -> Tensor:
     return torch.stack([torch.full((), each, dtype=dtype, device=like.device) for each in s])
 
 
-def backend_of(fn: str, like: Tensor | Weight, backend: Backend) -> str:
-    """The backend that runs for banks."""
-    name, reason = select_backend(like, backend=backend)
-    if has_kernels(name):
-        return name
-    if backend == name or reason.startswith("asked for"):
-        raise fail(fn, "backend", "'auto' or 'eager'", f"'{name}'", "There are no kernels for many adapters in one call yet.")
-    return "eager"
-
-
 def norm_of_bank(
     W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: Tensor | Sequence[float], refused: dict[str, bool], backend: Backend
 ) -> Tensor:
@@ -79,4 +69,4 @@ def norm_of_bank(
         if given:
             raise fail(fn, arg, "left out for a bank of adapters", "a value", "Ask for the norm of one adapter at a time.")
     adapters = check_bank(fn, {"W": W, "A": A, "B": B})
-    return bank_norm(W, A, B, scalings(fn, s, adapters, W), None, backend_of(fn, W, backend))
+    return bank_norm(W, A, B, scalings(fn, s, adapters, W), None, select_backend(W, backend=backend).name)

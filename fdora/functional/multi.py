@@ -13,7 +13,8 @@ from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_
 from fdora._dispatch import Backend
 from fdora._records import Operands
 from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, route
-from fdora.functional.bank import backend_of, check_bank, check_ranks, scalings
+from fdora.functional.backend import select_backend
+from fdora.functional.bank import check_bank, check_ranks, scalings
 from fdora.functional.linear import cast_x, check_dropout, save_for_dm, seed_tensor
 from fdora.functional.norm import WIDE
 from fdora.quant import QuantWeight
@@ -93,7 +94,7 @@ def dora_linear_multi(
     if wrong:
         arg, want = ("ids", f"from -1 to {G - 1}") if offsets is None else ("offsets", "ends, in order, of segments of x")
         raise fail(fn, arg, want, wrong, "They say whose each token is.")
-    name = backend_of(fn, x, backend)
+    name = select_backend(x, backend=backend).name
     scale = scalings(fn, s, G, x)
     c = None
     if m is not None:
