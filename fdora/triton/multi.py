@@ -22,6 +22,7 @@ from fdora.triton.copy import in_dtype, operand
 from fdora.triton.multi_bwd import Out, backward
 from fdora.triton.multi_gemm import Right, Wanted, lay, low_rank_input, multi_gemm, rank_table, routes, shape_of
 from fdora.triton.multi_norm import bank_norm as bank_norm
+from fdora.triton.multi_route import route as route
 from fdora.triton.multi_rows import drop, sort, unsort
 from fdora.triton.multi_small import multi_small
 from fdora.triton.op import op

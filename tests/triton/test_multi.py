@@ -188,6 +188,16 @@ def test_a_weight_of_another_dtype_under_autocast(shape, as_hopper):
     assert all(rel_l2(got[n], want[n]) < 2 * CLOSE for n in ("y", "x", "A0", "B2", "m2"))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_tokens_are_sorted_by_counting(dtype):
+    """As the eager backend sorts them, stably; what is no adapter's comes last."""
+    for M, G in ((0, 3), (1, 1), (200, 5), (150, 70)):
+        ids = torch.randint(-1, G + 1, (M,), device=device.NAME).to(dtype)
+        assert all(map(torch.equal, multi.route(ids, G), eager.route(ids, G))), (M, G)
+        ids = torch.stack([ids, ids])[:, : M // 2].T[:, 0]  # any stride
+        assert all(map(torch.equal, multi.route(ids, G), eager.route(ids, G))), (M, G)
+
+
 def test_no_tokens_and_one():
     for M in (0, 1):
         t = drawn("many", HALF[0])

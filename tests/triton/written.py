@@ -293,6 +293,7 @@ def calls_of_multi(M, N, K, r, G, dtype, adapter=None):
     """Many adapters: sorted and not, with what there may be beside them, and each set of gradients that makes other kernels."""
     from fdora.triton import multi
     from fdora.triton.multi_norm import plan_bank_norm
+    from fdora.triton.multi_route import plan_route
 
     adapter = adapter or dtype
     x, dy, h = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype), alike(M, r, dtype=dtype)
@@ -311,6 +312,7 @@ def calls_of_multi(M, N, K, r, G, dtype, adapter=None):
                 for pre_scale in (dtype == FP32 or bias, True):
                     kept = dy if wanted[3] or wanted[4] else None
                     yield multi.plan_backward, [dy, x, h, kept, *tensors], (pre_scale, of, p, wanted)
+        yield plan_route, [alike(M, dtype=torch.int64)], (G,)
         yield plan_bank_norm, [tensors[0], tensors[1], tensors[2], tensors[6]], (of, None)
 
 

@@ -210,6 +210,10 @@ def _multi_norm(*, W, A, B, partial, N, K, R, G, **_: Any) -> Cost:
     return product(N, K, R * G, A) + moved(W, A, B, partial)
 
 
+def _multi_route(*, ids, offsets, order, **_: Any) -> Cost:
+    return moved(ids, offsets, order)
+
+
 def _multi_routes(*, ids, g, **_: Any) -> Cost:
     return moved(ids, g)
 
@@ -259,6 +263,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "multi_norm_kernel": _multi_norm,
     "multi_ranks_kernel": _multi_ranks,
     "multi_root_kernel": _multi_root,
+    "multi_route_kernel": _multi_route,
     "multi_routes_kernel": _multi_routes,
     "multi_scale_kernel": _multi_scale,
     "multi_shrink_kernel": _multi_shrink,
