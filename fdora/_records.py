@@ -85,7 +85,7 @@ class Bank(NamedTuple):
     Tokens are sorted by adapter, those of none last. x (M, K), y and their gradients are in the caller's order, h is sorted.
     """
 
-    W: Any  # (N, K) tensor; dense wherever a backend sees it
+    W: Any  # (N, K) tensor; dense and in the dtype of x wherever a backend sees it
     A: Tensor  # (G, r, K)
     B: Tensor  # (G, N, r)
     m: Tensor | None  # (G, N); None: plain LoRA, g = 1

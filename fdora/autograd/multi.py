@@ -86,10 +86,10 @@ def bank_norm(W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: Tensor, ranks: t
 def _bank(
     call: Call, s: Tensor, offsets: Tensor, order: Tensor | None, flat: tuple[Any, ...], dtype: torch.dtype
 ) -> Bank:  # fmt: skip
-    """W is dense: codes are decoded here, in the dtype of the products."""
+    """W is dense and in the dtype of the products: codes are decoded here, and autocast's copy is made once for all."""
     ((W, A, B, m, c, bias, seed),) = layers_of(flat, call.specs, dtype, "eager")
     assert A is not None and B is not None
-    return Bank(W, A, B, m, c, bias, s, offsets, order, seed, call.ranks, call.p)
+    return Bank(W if W.dtype == dtype else W.to(dtype), A, B, m, c, bias, s, offsets, order, seed, call.ranks, call.p)
 
 
 class Multi(torch.autograd.Function):
