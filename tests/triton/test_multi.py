@@ -1,5 +1,7 @@
 """Kernels for many adapters on one W: against float64 code that knows each token's adapter, and against calls of their own."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -20,7 +22,8 @@ FEW = ((5, 0, 17), 4, 72, 48, (20, 3, 16))
 ONES = ((1,) * 6, 0, 40, 64, (4, 1, 2) * 2)  # each token its own adapter
 MANY = ((60, 0, 90), 12, 72, 48, (20, 3, 16))
 CROWDED = ((3, 0, 1, 40, 2) * 2, 0, 70, 33, (4, 1, 2, 4, 3) * 2)  # tiles of many segments; nothing is a multiple of 8
-SHAPES = {"few": FEW, "ones": ONES, "many": MANY, "crowded": CROWDED}
+THIN = ((200, 0, 90), 5, 40, 32, (2, 1, 2))  # dB on the tiles of dz; sums over tokens in parts
+SHAPES = {"few": FEW, "ones": ONES, "many": MANY, "crowded": CROWDED, "thin": THIN}
 S = (0.7, -1.5, 2.0, 1.0)
 CLOSE = 2 * torch.finfo(HALF[0]).eps  # a few roundings, one after the other
 
@@ -52,7 +55,7 @@ def assert_as_the_truth(t, ranks, what):
         assert_within(v, budget, want[n].double(), f"{what} {n}")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["few", "ones", "many", "crowded"])
 @pytest.mark.parametrize("route", ["offsets", "ids"])
 def test_as_the_truth(shape, route):
     for i, dtype in enumerate((*HALF, torch.float32)):
@@ -196,6 +199,14 @@ def test_tokens_are_sorted_by_counting(dtype):
         assert all(map(torch.equal, multi.route(ids, G), eager.route(ids, G))), (M, G)
         ids = torch.stack([ids, ids])[:, : M // 2].T[:, 0]  # any stride
         assert all(map(torch.equal, multi.route(ids, G), eager.route(ids, G))), (M, G)
+
+
+def test_sums_in_parts(as_hopper):
+    """The gradient of B on the tiles of dz, and sums over tokens in parts, where these are few beside their operands."""
+    plans = as_hopper()
+    assert_as_the_truth(drawn("thin", torch.float16, None, "offsets", False), True, "thin")
+    found = sum((kernels(p) for p in plans.values() if p.name.endswith("backward")), Counter())
+    assert found["multi_sum_kernel"] == 2 and found["multi_grad_kernel"] == 1
 
 
 def test_no_tokens_and_one():
