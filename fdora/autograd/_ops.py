@@ -49,6 +49,7 @@ class Backend:
     multi_fwd: Callable[[Tensor, Bank, bool], tuple[Tensor, Tensor, tuple[Tensor, ...]]]
     multi_bwd: Callable[[Tensor, Tensor, Bank, Tensor, tuple[Tensor, ...], BankNeeds], tuple[Tensor | None, ...]]
     bank_norm: Callable[[Tensor, Tensor, Tensor, Tensor, tuple[int, ...] | None, int | None], Tensor]
+    route: Callable[[Tensor, int], tuple[Tensor, Tensor]]
     merge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     unmerge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     tree_layers: Callable[..., Any]  # what norms of many layers are made with
@@ -80,6 +81,7 @@ OPS: dict[str, Backend] = {
         multi_fwd=eager.multi.multi_fwd,
         multi_bwd=eager.multi.multi_bwd,
         bank_norm=eager.multi.bank_norm,
+        route=eager.multi.route,
         merge_fwd=eager.merge.merge_fwd,
         unmerge_fwd=eager.merge.unmerge_fwd,
         tree_layers=eager.tree.Layers,
@@ -105,6 +107,7 @@ def kernels(triton: Any) -> Backend:
         multi_fwd=triton.multi.multi_fwd,
         multi_bwd=triton.multi.multi_bwd,
         bank_norm=triton.multi.bank_norm,
+        route=triton.multi.route,
         merge_fwd=triton.merge.merge_fwd,
         unmerge_fwd=triton.merge.unmerge_fwd,
         tree_layers=triton.tree.Layers,

@@ -26,6 +26,7 @@ from fdora._records import Bank, BankNeeds, Dropout, Needs, Operands, Options
 from fdora.eager import multi_masked as masked
 from fdora.eager._matmul import acc_dtype, cast, is_plain
 from fdora.eager.linear import frozen_bwd, frozen_fwd, linear_bwd, linear_fwd
+from fdora.eager.multi_masked import route as route
 from fdora.eager.norm import blocks, default_bytes, tile_of
 
 BankGrads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from fdora._records import Bank, BankNeeds
 from fdora._torch import needs_dispatcher
-from fdora.triton.copy import operand
+from fdora.triton.copy import in_dtype, operand
 from fdora.triton.multi_bwd import Out, backward
 from fdora.triton.multi_gemm import Right, Wanted, lay, low_rank_input, multi_gemm, rank_table, routes, shape_of
 from fdora.triton.multi_norm import bank_norm as bank_norm
+from fdora.triton.multi_route import route as route
 from fdora.triton.multi_rows import drop, sort, unsort
 from fdora.triton.multi_small import multi_small
 from fdora.triton.op import op
@@ -102,11 +103,11 @@ def plan_forward(likes: Sequence[Like | None], device: Device, ranks: tuple[int,
     table = rank_table(plan, ranks or None)
     if t != torch.float32 and is_small(M) and bank.seed is None:
         plan.path = f"few tokens: one pass over W; up to {LIMIT} tokens reading it is what a call costs"
-        multi_small(plan, x, bank, table, y, h, pre_scale)
+        multi_small(plan, x, bank._replace(W=in_dtype(plan, bank.W, t)), table, y, h, pre_scale)
         return plan.plan()
     x = sort(plan, x, bank.order)
     out = y if bank.order is None else plan.temp((M, N), t)
-    W = operand(plan, bank.W).T
+    W = operand(plan, in_dtype(plan, bank.W, t)).T
     shape = shape_of(plan, x, out, W, R, pre_scale is not None, False)
     right = Right(W, bank.B, True)
     laid = lay(plan, right, shape, t, ranks or None, table)
@@ -140,7 +141,7 @@ def plan_backward(
     dbias = plan.result("dbias", (N,), f32) if need.bias else None
     order = bank.order
     out = Out(dx if order is None or dx is None else plan.temp(x.shape, x.dtype), dA, dB, dm, dc, dbias)
-    bank = bank._replace(W=operand(plan, bank.W))
+    bank = bank._replace(W=operand(plan, in_dtype(plan, bank.W, x.dtype)))
     x, dy = sort(plan, x, order), sort(plan, dy, order)
     kept = kept if pre_scale else sort(plan, kept, order)
     backward(plan, dy, x, bank, h, kept, pre_scale, ranks or None, p, out)

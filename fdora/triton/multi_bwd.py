@@ -64,7 +64,7 @@ def backward(
     right = Right(bank.W, bank.A, False)
     laid = None if out.dx is None else lay(plan, right, shape, t, numbers, ranks)
     found = routes(plan, bank, M, ranks, shape, None if laid is None else laid.flags)
-    _scale(plan, dy, x, bank, h, kept, pre_scale, found, dz, out)
+    fused = _scale(plan, dy, x, bank, h, kept, pre_scale, found, dz, out)
     if dz is None:
         return
     if out.dx is not None or out.dA is not None:
@@ -75,7 +75,7 @@ def backward(
             multi_gemm(plan, dz, dh, pad, right, laid, bank, plain, shape, Wanted(out.dx), p, bank.seed is not None)
         if out.dA is not None:
             _gradient(plan, out.dA, dh, drop(plan, x, bank, found.ids, p), bank, ranks, True)
-    if out.dB is not None:
+    if out.dB is not None and not fused:
         assert h is not None
         _gradient(plan, out.dB, dz, h, bank, ranks, False)
 
@@ -83,8 +83,8 @@ def backward(
 def _scale(
     plan: Builder, dy: Array, x: Array, bank: Any, h: Array | None, kept: Array | None, pre_scale: bool, found: Routes,
     dz: Array | None, out: Out,
-) -> None:  # fmt: skip
-    """dz, dm, dc and dbias."""
+) -> bool:  # fmt: skip
+    """dz, dm, dc and dbias; and dB, where its parts are few beside dz: whether that is so."""
     (M, N), K, (G, R, _) = dy.shape, x.shape[1], bank.A.shape
     config = scale_config(M, N, R, dy.dtype != torch.float32, plan.device.capability)
     rows = config.ROWS
@@ -93,12 +93,19 @@ def _scale(
     partial_m = plan.temp((pairs, N), torch.float32) if need_m else None
     partial_bias = plan.temp((pairs, N), torch.float32) if need_bias else None
     has_g = found.g is not None
+    block_r = config.BLOCK_R if out.dB is not None and 4 * pairs * R < M else 0
+    partial_B = plan.temp((pairs, N, R), torch.float32) if block_r else None
     if dz is not None or need_m or need_bias:
         plan.launch(
             multi_scale_kernel, (cdiv(N, config.BLOCK_N), pairs),
-            (dy, kept, found.g, bank.offsets, dz, partial_m, partial_bias, M, G, N, dy.stride[0],
-             0 if kept is None else kept.stride[0]),
-            (has_g, dz is not None, need_m, need_bias, config.BLOCK_M, config.BLOCK_N, rows, block_of(G)), config.num_warps,
+            (dy, kept, h if block_r else None, found.g, bank.offsets, dz, partial_m, partial_bias, partial_B, M, G, N, R,
+             dy.stride[0], 0 if kept is None else kept.stride[0], 0 if h is None else h.stride[0]),
+            (has_g, dz is not None, need_m, need_bias, block_r, config.BLOCK_M, config.BLOCK_N, rows, block_of(G)),
+            config.num_warps,
+        )  # fmt: skip
+    if out.dB is not None and partial_B is not None:
+        plan.launch(
+            multi_sum_kernel, (cdiv(N * R, SUM), G), (partial_B, bank.offsets, out.dB, M, G, N * R), (rows, SUM), 4
         )  # fmt: skip
     if out.dbias is not None:
         assert partial_bias is not None
@@ -114,6 +121,7 @@ def _scale(
              dy.stride[0], x.stride[0], *bank.W.stride, h.stride[0], *by_b),
             (out.dm is not None, out.dc is not None, pre_scale, rows, FINISH_N, FINISH_T), 4,
         )  # fmt: skip
+    return partial_B is not None
 
 
 def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, ranks: Array | None, rank_first: bool) -> None:
@@ -123,8 +131,10 @@ def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, ranks: A
     wide, narrow, block_t = (128, min(64, power_of_two(R)), 64) if half else (64, min(32, power_of_two(R)), 32)
     block_p, block_q = (narrow, wide) if rank_first else (wide, narrow)
     blocks = cdiv(P, block_p) * cdiv(Q, block_q)
-    # Were all tokens one adapter's, so many parts would still keep the GPU busy.
+    # Were all tokens one adapter's, so many parts would still keep the GPU busy; but they must be few beside u and v.
     strips = max(1, min(cdiv(3 * plan.device.num_sms, blocks), cdiv(M, 4 * block_t), 16))
+    if 8 * (strips + G) * P * Q > M * (P + Q):
+        strips = 1
     rows = 1 << (cdiv(M, strips) - 1).bit_length() if strips > 1 else 0
     single = rows == 0
     places = G if single else cdiv(M, rows) + G

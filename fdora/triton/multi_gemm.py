@@ -107,10 +107,10 @@ def low_rank_input(
     width = cdiv(R, 8) * 8
     pad = plan.temp((pairs * tile, R), x.dtype, (width, 1)) if padded else None
     block_m = min(tile, 32 if R <= 32 else 64)
-    block_r = min(128 if half and plan.device.capability >= 90 else 64, power_of_two(R))
+    block_r = min(64, power_of_two(R))
     block_k = (128 if block_r <= 64 else 64) if half else 32
     plan.launch(
-        multi_h_kernel, (pairs * (tile // block_m), cdiv(R, block_r)),
+        multi_h_kernel, (cdiv(R, block_r), pairs * (tile // block_m)),
         (x, f, bank.s, bank.offsets, ranks, h, pad, M, G, K, R, *x.stride, by_bank, by_k, by_r, h.stride[0], width),
         (ranks is not None, padded, "ieee", tile, block_m, block_r, block_k, block_of(G)), 4, 4 if half else 2,
     )  # fmt: skip

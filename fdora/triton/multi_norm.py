@@ -64,7 +64,7 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
         b = replace(B, shape=(G, own, R), offset=B.offset + i * B.stride[1], aligned=B.aligned and i * B.stride[1] % 8 == 0)
         plan.launch(
             multi_norm_kernel, (cdiv(own, block_n) * tiles,),
-            (w, A, b, s, table, partial, own, K, R, G, *w.stride, *A.stride, *B.stride),
+            (w, A, b, s, table, partial, own, K, R, G, cdiv(R, block_r), *w.stride, *A.stride, *B.stride),
             (table is not None, block_n, block_k, block_r, GROUP_N, even, precision), 8, num_stages,
         )  # fmt: skip
         plan.launch(

@@ -151,16 +151,17 @@ def multi_h_kernel(
     """s_a x f_a for the rows of each adapter, (M, R). ``pad``: by pairs with the tiles of the product, TILE rows each, zeros
     where a row belongs to another adapter."""
     PARTS: tl.constexpr = TILE // BLOCK_M
-    pair = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS * BLOCK_M
+    pair = tl.program_id(1) // PARTS
+    part = tl.program_id(1) % PARTS * BLOCK_M
+    first_r = tl.program_id(0) * BLOCK_R
     tile, a, lo, hi = pair_of(pair, offsets, G, M, TILE, BLOCK_G)
     if lo < hi:
         t = tile * TILE + part + tl.arange(0, BLOCK_M)
-        r, k = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+        r, k = first_r + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
         mine = (t >= lo) & (t < hi)
         rank = rank_of(ranks, a, G, R, HAS_RANKS)
         # Nothing to multiply: no row of this part is the adapter's, or the slab lies behind its rank.
-        some = (tile * TILE + part < hi) & (tile * TILE + part + BLOCK_M > lo) & (tl.program_id(1) * BLOCK_R < rank)
+        some = (tile * TILE + part < hi) & (tile * TILE + part + BLOCK_M > lo) & (first_r < rank)
         at_x = x + t[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk
         at_f = f + tl.cast(a, tl.int64) * stride_fa + k[:, None].to(tl.int64) * stride_fk + r[None, :].to(tl.int64) * stride_fr
         acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)

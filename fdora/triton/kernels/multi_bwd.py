@@ -13,11 +13,11 @@ from fdora.triton.runtime.cost import launched
 
 @triton.jit(launch_metadata=launched)
 def multi_scale_kernel(
-    dy, saved, g, offsets, dz, partial_m, partial_bias, M, G, N, stride_dy, stride_saved,
-    HAS_G: tl.constexpr, NEED_DZ: tl.constexpr, NEED_M: tl.constexpr, NEED_BIAS: tl.constexpr,
+    dy, saved, h, g, offsets, dz, partial_m, partial_bias, partial_B, M, G, N, R, stride_dy, stride_saved, stride_hm,
+    HAS_G: tl.constexpr, NEED_DZ: tl.constexpr, NEED_M: tl.constexpr, NEED_BIAS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """dz = g dy, and of each pair of a strip of ROWS rows and a segment the sums of dy v and dy."""
+    """dz = g dy, and of each pair of a strip of ROWS rows and a segment the sums of dy v, dy and dz^T h."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = n < N
     pair = tl.program_id(1)
@@ -26,13 +26,20 @@ def multi_scale_kernel(
         ga = tl.load(g + tl.cast(a, tl.int64) * N + n, mask=in_n, other=0.0)[None, :]
     sum_m = tl.zeros((BLOCK_N,), tl.float32)
     sum_bias = tl.zeros((BLOCK_N,), tl.float32)
+    if BLOCK_R > 0:
+        r = tl.arange(0, BLOCK_R)
+        sum_B = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
     for i in range(lo, hi, BLOCK_M):
         t = i + tl.arange(0, BLOCK_M)
         mask = (t < hi)[:, None] & in_n[None, :]
         row = t[:, None].to(tl.int64)
         d = tl.load(dy + row * stride_dy + n[None, :], mask=mask, other=0.0).to(tl.float32)
         if NEED_DZ:
-            tl.store(dz + row * N + n[None, :], (d * ga if HAS_G else d).to(dz.dtype.element_ty), mask=mask)
+            z = (d * ga if HAS_G else d).to(dz.dtype.element_ty)
+            tl.store(dz + row * N + n[None, :], z, mask=mask)
+            if BLOCK_R > 0:
+                ht = tl.load(h + row * stride_hm + r[None, :], mask=(t < hi)[:, None] & (r < R)[None, :], other=0.0)
+                sum_B = tl.dot(tl.trans(z), ht, sum_B)
         if NEED_M:
             v = tl.load(saved + row * stride_saved + n[None, :], mask=mask, other=0.0).to(tl.float32)
             sum_m += tl.sum(d * v, axis=0)
@@ -43,6 +50,8 @@ def multi_scale_kernel(
         tl.store(partial_m + at, sum_m, mask=in_n)
     if NEED_BIAS:
         tl.store(partial_bias + at, sum_bias, mask=in_n)
+    if BLOCK_R > 0:
+        tl.store(partial_B + at[:, None] * R + r[None, :], sum_B, mask=in_n[:, None] & (r < R)[None, :])
 
 
 @triton.jit(launch_metadata=launched)

@@ -181,8 +181,9 @@ def _multi_epilogue(*, v, h, b, out, pre_scale, g, M, N, R, **_: Any) -> Cost:
     return product(M, N, R, h) + moved(v, h, b, out, pre_scale, g)
 
 
-def _multi_scale(*, dy, saved, g, dz, partial_m, partial_bias, **_: Any) -> Cost:
-    return moved(dy, saved, g, dz, partial_m, partial_bias)
+def _multi_scale(*, dy, saved, h, g, dz, partial_m, partial_bias, partial_B, M, N, R, BLOCK_R, **_: Any) -> Cost:
+    what = moved(dy, saved, h, g, dz, partial_m, partial_bias, partial_B)
+    return product(M, N, R, dy) + what if BLOCK_R else what
 
 
 def _multi_finish(*, partial_m, **_: Any) -> Cost:
@@ -207,6 +208,10 @@ def _multi_small(*, x, w, lora, m, c, out, pre_scale, M, N, K, **_: Any) -> Cost
 
 def _multi_norm(*, W, A, B, partial, N, K, R, G, **_: Any) -> Cost:
     return product(N, K, R * G, A) + moved(W, A, B, partial)
+
+
+def _multi_route(*, ids, offsets, order, **_: Any) -> Cost:
+    return moved(ids, offsets, order)
 
 
 def _multi_routes(*, ids, g, **_: Any) -> Cost:
@@ -258,6 +263,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "multi_norm_kernel": _multi_norm,
     "multi_ranks_kernel": _multi_ranks,
     "multi_root_kernel": _multi_root,
+    "multi_route_kernel": _multi_route,
     "multi_routes_kernel": _multi_routes,
     "multi_scale_kernel": _multi_scale,
     "multi_shrink_kernel": _multi_shrink,
