@@ -116,6 +116,8 @@ FAULTS = [
     ("multi", "sum([v.square() for v in sq[1:]], sq[0].square()).sqrt()", "sq[0]", multi),
     ("multi", "return torch.cat(c, 1)", "return torch.cat(c[::-1], 1)", multi),
     ("multi_masked", "t[order.argsort()]", "t[order]", multi.MASKED),
+    ("multi_masked", "(key[None] <= torch", "(key[None] < torch", multi),
+    ("multi_masked", "torch.where((ids < 0) | (ids >= adapters), adapters, ids.long())", "ids.long()", multi),
     ("multi_masked", "(t[:, None] >= offsets)", "(t[:, None] > offsets)", multi.MASKED),
     ("multi_masked", "xd @ A.to(t).T", "x @ A.to(t).T", multi.MASKED),
     ("multi_masked", "matmul(h_g, scaled(B, bank.s[g], t).T)", "matmul(h_g, scaled(B, bank.s[0], t).T)", multi.MASKED),
