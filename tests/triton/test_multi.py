@@ -9,6 +9,7 @@ import fdora
 from fdora.eager import multi as eager
 from fdora.functional import dora_linear_multi, dora_norm, dora_stack
 from fdora.triton import multi
+from fdora.triton.configs import ScaleConfig
 from fdora.triton.runtime import walk
 from tests import device, reference
 from tests.checks.multi import case, dy_of, places, ranks_of, routed, seeds_of, together, truth, whole, with_gradients
@@ -201,8 +202,9 @@ def test_tokens_are_sorted_by_counting(dtype):
         assert all(map(torch.equal, multi.route(ids, G), eager.route(ids, G))), (M, G)
 
 
-def test_sums_in_parts(as_hopper):
+def test_sums_in_parts(as_hopper, monkeypatch):
     """The gradient of B on the tiles of dz, and sums over tokens in parts, where these are few beside their operands."""
+    monkeypatch.setattr("fdora.triton.multi_bwd.scale_config", lambda *_: ScaleConfig(32, 64, 128, 16, 4))
     plans = as_hopper()
     assert_as_the_truth(drawn("thin", torch.float16, None, "offsets", False), True, "thin")
     found = sum((kernels(p) for p in plans.values() if p.name.endswith("backward")), Counter())
