@@ -79,6 +79,37 @@ class Grads(NamedTuple):
     bias: Tensor | None = None
 
 
+class Bank(NamedTuple):
+    """One layer with G adapters: its tensors beside x, and which tokens are whose.
+
+    Tokens are sorted by adapter, those of none last. x (M, K), y and their gradients are in the caller's order, h is sorted.
+    """
+
+    W: Any  # (N, K) tensor; dense and in the dtype of x wherever a backend sees it
+    A: Tensor  # (G, r, K)
+    B: Tensor  # (G, N, r)
+    m: Tensor | None  # (G, N); None: plain LoRA, g = 1
+    c: Tensor | None  # (G, N) float32 or float64, given where m is
+    bias: Tensor | None  # (N,)
+    s: Tensor  # (G,) float32, float64 beside a float64 x
+    offsets: Tensor  # (G,) int32: where the tokens of each adapter end; those of the first begin at 0
+    order: Tensor | None  # (M,) int64: which token stands at a place when they are sorted; None: they came sorted
+    seed: Tensor | None  # (G,) int64, None for no dropout; the mask counts tokens from the start of their segment
+    ranks: tuple[int, ...] | None  # rows of A and columns of B from here on are not read, their gradients are 0; None: r
+    p: float = 0.0  # of dropout, which is that of mode "lora"
+
+
+class BankNeeds(NamedTuple):
+    """Which gradients of such a layer are asked for."""
+
+    x: bool
+    A: bool
+    B: bool
+    m: bool
+    c: bool
+    bias: bool
+
+
 class SavedMlp(NamedTuple):
     """What the backward of a gated MLP reads beside its operands: of gate and up the output, or the value before g."""
 

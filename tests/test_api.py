@@ -23,6 +23,8 @@ SIGNATURES = {
     "dora_linear": "(x, W, A, B, m, *, s, bias=None, norm=None, dropout_p=0.0, dropout_mode='lora', seed=None, "
     "keep_inner=False, compute=None, backend='auto')",
     "dora_linear_group": "(x, layers, *, dropout_p=0.0, dropout_mode='lora', seed=None, keep_inner=False, backend='auto')",
+    "dora_linear_multi": "(x, W, A, B, m, *, s, offsets=None, ids=None, norm=None, bias=None, dropout_p=0.0, seed=None, "
+    "ranks=None, backend='auto')",
     "dora_merge": "(W, A, B, m, *, s, norm=None, backend='auto')",
     "dora_merge_quantized": "(W, A, B, m, *, s, norm=None, backend='auto')",
     "dora_merge_tree": "(weights, params, *, s, norm=None, backend='auto')",
@@ -34,7 +36,9 @@ SIGNATURES = {
     "dora_norm_tree": "(weights, params, *, s, state=None, backend='auto')",
     "dora_norm_tree_state": "(weights)",
     "dora_scale": "(m, c)",
+    "dora_stack": "(params)",
     "dora_unmerge": "(W, A, B, m, *, s, norm, backend='auto')",
+    "dora_unstack": "(bank, ranks=None)",
     "explain": "(fn, /, *args, gpu=None, backward=True, **kwargs)",
     "select_backend": "(x, dtype=None, *, backend='auto')",
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import device  # noqa: F401 (read by the condition below)
-from tests.checks import compose, group, linear, merge, mlp, norm
+from tests.checks import compose, group, linear, merge, mlp, multi, norm
 from tests.eager import test_dropout
 
 DROPOUT = [
@@ -90,7 +90,7 @@ FAULTS = [
     ("linear", "wide * g if bias is None", "wide if bias is None", mlp),
     ("linear", "_plus(dx, dy @ w, dy.dtype)", "dy @ (2 * w)", mlp),
     ("linear", "for A in As]).T", "for A in As][::-1]).T", group),
-    ("linear", "_linear_bwd(as_matrix(dy), flat, la, o.s,", "_linear_bwd(as_matrix(dy), flat, la, options[0].s,", group),
+    ("linear", "linear_bwd(as_matrix(dy), flat, la, o.s,", "linear_bwd(as_matrix(dy), flat, la, options[0].s,", group),
     ("mlp", "output(v, la.m, la.c, la.bias) if y is None", "v if y is None", mlp),
     ("mlp", "list(act_bwd(da, gate, up, act))", "list(act_bwd(da, gate, up, act))[::-1]", mlp),
     ("act", "cast(_f(gate.to(acc), act) * up.to(acc), gate.dtype)", "cast(_f(up.to(acc), act) * gate.to(acc), gate.dtype)", mlp),
@@ -98,6 +98,45 @@ FAULTS = [
     ("act", "_slope_times(da.to(acc) * up.to(acc), gate.to(acc), act)", "_slope_times(da.to(acc) * gate.to(acc), up.to(acc), act)", mlp),
     ("act", "cast(da.to(acc) * _f(gate.to(acc), act), t)", "cast(da.to(acc) * gate.to(acc), t)", mlp),
     ("act", '"tanh" if act == "gelu_tanh"', '"none" if act == "gelu_tanh"', mlp),
+    ("multi", "(bank.m[g], bank.c[g])", "(bank.m[0], bank.c[g])", multi),
+    ("multi", "(ones, ones) if bank.m is None or", "(2 * ones, ones) if bank.m is None or", multi),
+    ("multi", "None if bank.seed is None else bank.seed[g]", "None if bank.seed is None else bank.seed[0]", multi),
+    ("multi", "or last == 0:", "or False:", multi),
+    ("multi", "y, h = frozen_fwd(xs, bank.W, bank.bias)", "y, h = frozen_fwd(xs, bank.W, None)", multi),
+    ("multi", "pre_scale[each.g] = v is not None", "pre_scale[0] = v is not None", multi),
+    ("multi", "kept.append(y if v is None else v)", "kept.append(y)", multi),
+    ("multi", "zip(bank.offsets.tolist(), bank.s.tolist(),", "zip(bank.offsets.tolist(), bank.s.flip(0).tolist(),", multi),
+    ("multi", "found[each.g] = grads[:4]", "found[-1 - each.g] = grads[:4]", multi),
+    ("multi", "if d is None else _filled(d, shape)", "if d is None else _filled(d, shape).flip(0)", multi),
+    ("multi", "dy.to(acc_dtype(dy.dtype)).sum(0)", "dy[1:].to(acc_dtype(dy.dtype)).sum(0)", multi),
+    ("multi", "masked.unsort(y, bank.order), h, kept", "y, h, kept", multi),
+    ("multi", "else masked.unsort(dx, bank.order)", "else dx", multi),
+    ("multi", "None if not kept else each.of(kept[0], bank.order) if len(kept) == 1 else", "None if not kept else", multi),
+    ("multi", "scaled = [s[g].to(acc) *", "scaled = [s[0].to(acc) *", multi),
+    ("multi", "sum([v.square() for v in sq[1:]], sq[0].square()).sqrt()", "sq[0]", multi),
+    ("multi", "return torch.cat(c, 1)", "return torch.cat(c[::-1], 1)", multi),
+    ("multi_masked", "t[order.argsort()]", "t[order]", multi.MASKED),
+    ("multi_masked", "(key[None] <= torch", "(key[None] < torch", multi),
+    ("multi_masked", "torch.where((ids < 0) | (ids >= adapters), adapters, ids.long())", "ids.long()", multi),
+    ("multi_masked", "(t[:, None] >= offsets)", "(t[:, None] > offsets)", multi.MASKED),
+    ("multi_masked", "xd @ A.to(t).T", "x @ A.to(t).T", multi.MASKED),
+    ("multi_masked", "matmul(h_g, scaled(B, bank.s[g], t).T)", "matmul(h_g, scaled(B, bank.s[0], t).T)", multi.MASKED),
+    ("multi_masked", "h = torch.where(own, F.pad", "h = torch.where(own | ~own, F.pad", multi.MASKED),
+    ("multi_masked", "out + bank.bias.to(acc), t)", "out, t)", multi.MASKED),
+    ("multi_masked", "dz = dy if g_t is None else (wide * g_t).to(t)", "dz = dy", multi.MASKED),
+    ("multi_masked", "dh = torch.where(own, dz @ b, 0)", "dh = dz @ b", multi.MASKED),
+    ("multi_masked", "low = torch.where(own, matmul(dh, A.to(t)), low)", "low = low + matmul(dh, A.to(t))", multi.MASKED),
+    ("multi_masked", "matmul(dh.T, torch.where(own, xd, 0))", "matmul(dh.T, xd)", multi.MASKED),
+    ("multi_masked", "matmul(dh.T, torch.where(own, xd, 0))", "matmul(dh.T, torch.where(own, x, 0))", multi.MASKED),
+    ("multi_masked", "torch.where(own, dz, 0).T", "dz.T", multi.MASKED),
+    ("multi_masked", "torch.where(own, h[:, : B.shape[1]], 0)", "h[:, : B.shape[1]]", multi.MASKED),
+    ("multi_masked", "torch.where(own, products, 0).sum(0)", "products.sum(0)", multi.MASKED),
+    ("multi_masked", "+ _drop(low, bank, who)", "+ low", multi.MASKED),
+    ("multi_masked", "torch.ones_like(g[:1])", "g[:1]", multi.MASKED),
+    ("multi_masked", "- starts[who]", "", multi.MASKED),
+    ("multi_masked", "torch.cat([bank.seed, bank.seed[:1]])[who]", "bank.seed[0]", multi.MASKED),
+    ("multi_masked", "F.pad(dA, (0, 0, 0, r - dA.shape[0]))", "F.pad(dA, (0, 0, r - dA.shape[0], 0))", multi.MASKED),
+    ("multi_masked", "(0, r - dB.shape[1])", "(r - dB.shape[1], 0)", multi.MASKED),
     ("merge", "(g[i:j] * torch.addmm", "(torch.addmm", merge),
     ("merge", "s * B[i:j].to(acc), A.to(acc))).to", "B[i:j].to(acc), A.to(acc))).to", merge),
     ("merge", "-s * B[i:j]", "s * B[i:j]", merge),
@@ -105,7 +144,7 @@ FAULTS = [
     ("merge", "W[i:j].to(acc) / g[i:j]", "W[i:j].to(acc) * g[i:j]", merge),
     ("dropout", "x * (1 / (1 - p))", "x", DROPOUT),
     ("dropout", "int(p * 2**32)", "int((1 - p) * 2**32)", DROPOUT),
-    ("dropout", "torch.where(keep_mask(x.shape[0], x.shape[1], seed, p), x * (1 / (1 - p)), 0)", "keep_mask(x.shape[0], x.shape[1], seed, p) * x * (1 / (1 - p))", DROPOUT),
+    ("dropout", "torch.where(keep_mask(x.shape[0], x.shape[1], seed, p, rows), x * (1 / (1 - p)), 0)", "keep_mask(x.shape[0], x.shape[1], seed, p, rows) * x * (1 / (1 - p))", DROPOUT),
     ("dropout", "((t + 1) & _MASK) ^ key", "((t // 2 + 1) & _MASK) ^ key", DROPOUT),
     ("dropout", "_mix((seed >> 32) & _MASK)", "0", DROPOUT),
 ]  # fmt: skip
@@ -138,6 +177,8 @@ def test_fault_is_caught(monkeypatch, name, old, new, checks):
     assert caught_by(getattr(checks, "CHECKS", checks)), "no check noticed"
 
 
-@pytest.mark.parametrize("checks", [norm, compose, linear, merge, group, mlp], ids=lambda m: m.__name__.rpartition(".")[2])
+@pytest.mark.parametrize(
+    "checks", [norm, compose, linear, merge, group, mlp, multi], ids=lambda m: m.__name__.rpartition(".")[2]
+)
 def test_the_sound_code_passes(checks):
     assert caught_by(checks.CHECKS) is None

@@ -53,6 +53,23 @@ def mlp_dropped(x, W, A, B, m, bias, seed):
     return mlp(x, W, A, B, m, bias, dropout_p=0.4, dropout_mode="peft", seed=[seed, seed + 1, seed + 2])
 
 
+def many(A, B, m):
+    """Two adapters of that rank."""
+    return torch.stack([A, -A]), torch.stack([B, 2 * B]), torch.stack([m, 0.5 * m])
+
+
+def multi(x, W, A, B, m, bias, **extra):
+    """Of five tokens, two for each and one for the base layer."""
+    tokens = x.numel() // x.shape[-1]
+    ends = (torch.arange(1, 3, device=x.device) * (tokens + 1) // 3).to(torch.int32)
+    return F.dora_linear_multi(x, W, *many(A, B, m), s=[S, 2 * S], offsets=ends, bias=bias, **extra)
+
+
+def multi_ids(x, W, A, B, m):
+    ids = (torch.arange(x.numel() // x.shape[-1], device=x.device) + 1) % 3 - 1
+    return F.dora_linear_multi(x, W, *many(A, B, m), s=[S, 2 * S], ids=ids)
+
+
 ADAPTER = ("A", "B", "m")
 OPS = {
     "norm": Op(lambda W, A, B: F.dora_norm(W, A, B, s=S, detach=False), ("A", "B"), ()),
@@ -75,6 +92,13 @@ OPS = {
     "group": Op(lambda x, W, A, B, m, bias: grouped(x, W, A, B, m, bias), ("x", *ADAPTER, "bias"), ("x",)),
     "mlp": Op(lambda x, W, A, B, m, bias: mlp(x, W, A, B, m, bias), ("x", *ADAPTER, "bias"), ("x",)),
     "mlp_dropout": Op(mlp_dropped, ("x", *ADAPTER, "bias"), ("x", "seed")),
+    "multi": Op(lambda x, W, A, B, m, bias: multi(x, W, A, B, m, bias), ("x", *ADAPTER, "bias"), ("x",)),
+    "multi_ids": Op(multi_ids, ("x", *ADAPTER), ("x",)),
+    "multi_dropout": Op(
+        lambda x, W, A, B, m, bias, seed: multi(x, W, A, B, m, bias, dropout_p=0.4, seed=seed),
+        ("x", *ADAPTER, "bias"),
+        ("x", "seed"),
+    ),
     "base_sqnorm": Op(lambda W: F.dora_base_sqnorm(W), (), ()),
     "unmerge": Op(lambda W, A, B, m, c: F.dora_unmerge(W, A, B, m, s=S, norm=c), (), ()),
     "merge": Op(lambda W, A, B, m: F.dora_merge(W, A, B, m, s=S), (), ()),
@@ -137,7 +161,7 @@ def test_vmap_over_tokens(name):
     got = vmap(lambda t: op.call(**t), in_dims=(dims,))(t)
     for i in range(5):
         assert_exact(got[i], op.call(**{n: v[i] if n in op.per_token else v for n, v in t.items()}))
-    if "seed" not in t:
+    if "seed" not in t and not name.startswith("multi"):  # where each token's place says whose it is
         assert_exact(got, op.call(**t))
 
 
@@ -376,12 +400,14 @@ def test_autocast_leaves_float64_and_the_other_ops_alone():
         assert_exact(inside, op.call(**t), name)
 
 
-@pytest.mark.parametrize("name", [n for n in OPS if n != "mlp_dropout"])
+@pytest.mark.parametrize("name", [n for n in OPS if n not in ("mlp_dropout", "multi_dropout", "multi_ids")])
 def test_compile(name):
     """fullgraph through inductor, forward and backward, any number of tokens with one compilation."""
     op = OPS[name]
     torch._dynamo.reset()
-    through = "aot_eager" if name == "mlp" else "inductor"  # what inductor makes of it are the ops of linear: 15 s more
+    through = (
+        "aot_eager" if name in ("mlp", "multi") else "inductor"
+    )  # what inductor makes of them are the ops of linear: 15 s more
     step = torch.compile(lambda trained, rest: loss_of(op)(trained, rest), fullgraph=True, dynamic=True, backend=through)
     value = torch.compile(op.call, fullgraph=True, dynamic=True, backend=through)
     for M in (5, 7, 12) if op.per_token else (5,):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fdora import eager
-from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved, SavedMlp
+from fdora._records import Bank, BankNeeds, Dropout, Grads, Needs, Operands, Options, Saved, SavedMlp
 from fdora._torch import autocast_on as autocast_on
 
 Layers = Sequence[Operands]
@@ -46,6 +46,10 @@ class Backend:
         tuple[Tensor | None, list[Grads]],
     ]
     fp8_fwd: Callable[[Tensor, Layers, AllOptions, Dropout], tuple[list[Tensor], Saved]]
+    multi_fwd: Callable[[Tensor, Bank, bool], tuple[Tensor, Tensor, tuple[Tensor, ...]]]
+    multi_bwd: Callable[[Tensor, Tensor, Bank, Tensor, tuple[Tensor, ...], BankNeeds], tuple[Tensor | None, ...]]
+    bank_norm: Callable[[Tensor, Tensor, Tensor, Tensor, tuple[int, ...] | None, int | None], Tensor]
+    route: Callable[[Tensor, int], tuple[Tensor, Tensor]]
     merge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     unmerge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     tree_layers: Callable[..., Any]  # what norms of many layers are made with
@@ -74,6 +78,10 @@ OPS: dict[str, Backend] = {
         mlp_fwd=eager.mlp.mlp_fwd,
         mlp_bwd=eager.mlp.mlp_bwd,
         fp8_fwd=eager.fp8.fp8_fwd,
+        multi_fwd=eager.multi.multi_fwd,
+        multi_bwd=eager.multi.multi_bwd,
+        bank_norm=eager.multi.bank_norm,
+        route=eager.multi.route,
         merge_fwd=eager.merge.merge_fwd,
         unmerge_fwd=eager.merge.unmerge_fwd,
         tree_layers=eager.tree.Layers,
@@ -96,6 +104,10 @@ def kernels(triton: Any) -> Backend:
         mlp_fwd=triton.mlp.mlp_fwd,
         mlp_bwd=triton.mlp.mlp_bwd,
         fp8_fwd=triton.fp8.fp8_fwd,
+        multi_fwd=triton.multi.multi_fwd,
+        multi_bwd=triton.multi.multi_bwd,
+        bank_norm=triton.multi.bank_norm,
+        route=triton.multi.route,
         merge_fwd=triton.merge.merge_fwd,
         unmerge_fwd=triton.merge.unmerge_fwd,
         tree_layers=triton.tree.Layers,
@@ -168,7 +180,10 @@ def no_second_derivative(op: str) -> NotImplementedError:
     )
 
 
-def reread(ctx: Any, op: str) -> Any:
+KEEP_INNER = "Pass keep_inner=True (in PEFT: use_fdora(model, keep_inner=True)), or write `y = c * y`."
+
+
+def reread(ctx: Any, op: str, remedy: str = KEEP_INNER) -> Any:
     """What the Function saved. Where its output was changed in place since, the error says what to do."""
     try:
         return ctx.saved_tensors
@@ -177,7 +192,7 @@ def reread(ctx: Any, op: str) -> Any:
             raise
         raise RuntimeError(
             f"fdora.{op}: `y` must be left as it is until backward, got a tensor that was changed in place. "
-            f"Pass keep_inner=True (in PEFT: use_fdora(model, keep_inner=True)), or write `y = c * y`. (torch: {error})"
+            f"{remedy} (torch: {error})"
         ) from error
 
 

@@ -10,5 +10,6 @@ from fdora.eager import fp8 as fp8
 from fdora.eager import linear as linear
 from fdora.eager import merge as merge
 from fdora.eager import mlp as mlp
+from fdora.eager import multi as multi
 from fdora.eager import norm as norm
 from fdora.eager import tree as tree

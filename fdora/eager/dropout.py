@@ -24,17 +24,20 @@ def _mix(v: Tensor) -> Tensor:
     return v ^ (v >> 15)
 
 
-def keep_mask(M: int, K: int, seed: Tensor, p: float) -> Tensor:
-    """(M, K) bool, True where an element survives. ``seed``: int64, no axes."""
-    t = torch.arange(M, device=seed.device)
+def keep_mask(M: int, K: int, seed: Tensor, p: float, rows: Tensor | None = None) -> Tensor:
+    """(M, K) bool, True where an element survives. ``seed``: int64, no axes; or (M,), one for each row.
+
+    ``rows``: (M,) int64, what each row counts as; None is 0, 1, 2 and so on.
+    """
+    t = torch.arange(M, device=seed.device) if rows is None else rows
     k = torch.arange(K, device=seed.device)
     key = _mix((seed & _MASK) ^ _mix((seed >> 32) & _MASK))
     row = _mix(((t + 1) & _MASK) ^ key) ^ _mix(t >> 32)
     return _mix(row[:, None] ^ ((k * 0x1E3779B1) & _MASK)) >= int(p * 2**32)
 
 
-def drop(x: Tensor, seed: Tensor | None, p: float) -> Tensor:
+def drop(x: Tensor, seed: Tensor | None, p: float, rows: Tensor | None = None) -> Tensor:
     """x with its elements zeroed with probability p and the rest scaled by 1 / (1 - p); x itself when seed is None."""
     if seed is None:
         return x
-    return torch.where(keep_mask(x.shape[0], x.shape[1], seed, p), x * (1 / (1 - p)), 0)
+    return torch.where(keep_mask(x.shape[0], x.shape[1], seed, p, rows), x * (1 / (1 - p)), 0)

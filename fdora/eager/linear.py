@@ -42,7 +42,7 @@ def layers_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options]
     ys, hs, kept, pre_scale = [], [], [], []
     for la, o in zip(layers, options, strict=True):
         if la.A is None:
-            y, v = _frozen_fwd(flat, la.W, la.bias), None
+            y, v = frozen_fwd(flat, la.W, la.bias), None
         else:
             y, h, v = linear_fwd(flat, la, o, drop, next(given))
             hs.append(h)
@@ -74,11 +74,11 @@ def layers_bwd(
         if dy is None:
             grads.append(Grads())
         elif h is None:
-            dx, dbias = _frozen_bwd(as_matrix(dy), la.W, need_x, need.bias, dx)
+            dx, dbias = frozen_bwd(as_matrix(dy), la.W, need_x, need.bias, dx)
             grads.append(Grads(bias=dbias))
         else:
             v = None if kept is None else as_matrix(kept)
-            dx, each = _linear_bwd(as_matrix(dy), flat, la, o.s, drop, h, v, pre, need_x, need, dx)
+            dx, each = linear_bwd(as_matrix(dy), flat, la, o.s, drop, h, v, pre, need_x, need, dx)
             grads.append(each)
     return dx if dx is None or x.dim() == 2 else dx.reshape(x.shape), grads
 
@@ -105,7 +105,7 @@ def linear_fwd(
     xd = drop(x, seed, dropout.p)
     if h is None:
         h = xd @ A.to(t).T
-    lora = matmul(h, _scaled(B, o.s, t).T)
+    lora = matmul(h, scaled(B, o.s, t).T)
     w: Any = None if base is not None else W.to(t).T
     both_dropped = seed is not None and dropout.mode == "peft"
     if both_dropped:
@@ -122,7 +122,7 @@ def linear_fwd(
     return y, h, cast(v, t)
 
 
-def _linear_bwd(
+def linear_bwd(
     dy: Tensor, x: Tensor, la: Any, s: float, dropout: Dropout, h: Tensor, kept: Tensor | None, pre_scale: bool, need_x: bool,
     needs: Needs, accumulate_into: Tensor | None,
 ) -> tuple[Tensor | None, Grads]:  # fmt: skip
@@ -135,7 +135,7 @@ def _linear_bwd(
     dz = wide_dz.to(t)
     dx, dA, dB, dm, dc = accumulate_into, None, None, None, None
 
-    dh = dz @ _scaled(B, s, t) if need_x or needs.A else None
+    dh = dz @ scaled(B, s, t) if need_x or needs.A else None
     if need_x:
         assert dh is not None
         w = W.to(t)
@@ -155,10 +155,15 @@ def _linear_bwd(
         dg = (wide * kept.to(acc)).sum(0)
         if not pre_scale:
             dg = dg / g  # |g| is bounded away from 0 here, see _recoverable
-        wide_dm = dg / c.clamp_min(eps())
-        dm = cast(wide_dm, m.dtype) if needs.m else None
-        dc = torch.where(c > eps(), -wide_dm * g, 0) if needs.c else None
+        dm, dc = magnitude_grads(dg, m, c, g, needs)
     return dx, Grads(dA, dB, dm, dc, wide.sum(0) if needs.bias else None)
+
+
+def magnitude_grads(dg: Tensor, m: Tensor, c: Tensor, g: Tensor, needs: Any) -> tuple[Tensor | None, Tensor | None]:
+    """dm and dc, of any number of layers at once."""
+    wide_dm = dg / c.clamp_min(eps())
+    dm = cast(wide_dm, m.dtype) if needs.m else None
+    return dm, torch.where(c > eps(), -wide_dm * g, 0) if needs.c else None
 
 
 def lora_shrink(x: Tensor, As: Sequence[Tensor]) -> Tensor:
@@ -172,12 +177,12 @@ def output(pre_scale: Tensor, m: Tensor, c: Tensor, bias: Tensor | None) -> Tens
     return cast(wide * g if bias is None else torch.addcmul(bias.to(wide.dtype), wide, g), pre_scale.dtype)
 
 
-def _frozen_fwd(x: Tensor, W: Tensor, bias: Tensor | None) -> Tensor:
+def frozen_fwd(x: Tensor, W: Tensor, bias: Tensor | None) -> Tensor:
     """A layer of the group that has no adapter."""
     return F.linear(x, W.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def _frozen_bwd(
+def frozen_bwd(
     dy: Tensor, W: Tensor, need_x: bool, need_bias: bool, accumulate_into: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx, added to ``accumulate_into``, and dbias (in acc_dtype)."""
@@ -195,7 +200,7 @@ def _plus(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
     return total.add_(part) if is_real(total) and is_real(part) else cast(total + part, dtype)
 
 
-def _scaled(B: Tensor, s: float, dtype: torch.dtype) -> Tensor:
+def scaled(B: Tensor, s: float | Tensor, dtype: torch.dtype) -> Tensor:
     """s B for a product in ``dtype``: scaling the (N, r) factor saves a pass over the (M, N) product."""
     return cast(s * B.to(acc_dtype(dtype)), dtype)
 

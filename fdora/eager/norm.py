@@ -54,13 +54,13 @@ def norm_fwd(W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: flo
     """(N, K), (r, K), (N, r) -> c (N,) in acc_dtype(W.dtype), using at most max_bytes beside the inputs."""
     budget = default_bytes(W.device) if max_bytes is None else max_bytes
     if base_sqnorm is None or not (is_plain(W) and is_plain(A) and is_plain(B)):
-        rows, cols = _tile(W, A, B, False, budget)
+        rows, cols = tile_of(W, A, B, False, budget)
         return _direct(W, A, B, s, rows, cols)
-    rows, cols = _tile(W, A, B, True, budget)
+    rows, cols = tile_of(W, A, B, True, budget)
     sq = _factored(W, A, B, base_sqnorm, s, rows, cols)
     lost = (sq < CANCELLED * base_sqnorm).nonzero().squeeze(1)  # NaN compares false: the row keeps its NaN
     c = sq.clamp_min_(0).sqrt_()
-    rows, cols = _tile(W, A, B, False, budget // 2)  # the other half holds the gathered rows of W
+    rows, cols = tile_of(W, A, B, False, budget // 2)  # the other half holds the gathered rows of W
     rows = max(1, min(rows, budget // (2 * W.element_size() * max(1, W.shape[1]))))
     for part in lost.split(rows):
         c[part] = _direct(W[part], A, B[part], s, rows, cols)
@@ -169,7 +169,7 @@ def _tile_bytes(W: Tensor, A: Tensor, B: Tensor, factored: bool, rows: int, cols
     return elements * acc.itemsize
 
 
-def _tile(W: Tensor, A: Tensor, B: Tensor, factored: bool, budget: int) -> tuple[int, int]:
+def tile_of(W: Tensor, A: Tensor, B: Tensor, factored: bool, budget: int) -> tuple[int, int]:
     """The largest (rows, cols) whose workspace fits: whole rows of K while at least 64 of them fit, then fewer columns."""
     N, K = W.shape
     cols = max(1, K)

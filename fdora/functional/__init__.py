@@ -18,6 +18,7 @@ from fdora.functional.merge import dora_merge as dora_merge
 from fdora.functional.merge import dora_merge_quantized as dora_merge_quantized
 from fdora.functional.merge import dora_unmerge as dora_unmerge
 from fdora.functional.mlp import dora_mlp as dora_mlp
+from fdora.functional.multi import dora_linear_multi as dora_linear_multi
 from fdora.functional.norm import NormState as NormState
 from fdora.functional.norm import dora_base_sqnorm as dora_base_sqnorm
 from fdora.functional.norm import dora_norm as dora_norm
@@ -25,6 +26,8 @@ from fdora.functional.norm import dora_norm_state as dora_norm_state
 from fdora.functional.norm import dora_scale as dora_scale
 from fdora.functional.params import DoraParams as DoraParams
 from fdora.functional.params import dora_init as dora_init
+from fdora.functional.stack import dora_stack as dora_stack
+from fdora.functional.stack import dora_unstack as dora_unstack
 from fdora.functional.tree import NormTreeState as NormTreeState
 from fdora.functional.tree import dora_init_tree as dora_init_tree
 from fdora.functional.tree import dora_merge_tree as dora_merge_tree
@@ -45,6 +48,7 @@ __all__ = [
     "dora_init_tree",
     "dora_linear",
     "dora_linear_group",
+    "dora_linear_multi",
     "dora_merge",
     "dora_merge_quantized",
     "dora_merge_tree",
@@ -54,7 +58,9 @@ __all__ = [
     "dora_norm_tree",
     "dora_norm_tree_state",
     "dora_scale",
+    "dora_stack",
     "dora_unmerge",
+    "dora_unstack",
     "explain",
     "select_backend",
 ]

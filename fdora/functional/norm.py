@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -28,6 +29,7 @@ from fdora.autograd.norm import base_sqnorm as _base_sqnorm
 from fdora.autograd.norm import give_norm as give_norm
 from fdora.autograd.norm import kept_norm as kept_norm
 from fdora.functional.backend import select_backend
+from fdora.functional.bank import norm_of_bank
 from fdora.quant import QuantWeight
 
 WIDE = (torch.float32, torch.float64)
@@ -64,8 +66,9 @@ def dora_norm_state(W: Tensor | QuantWeight) -> NormState:
 
 @overload
 def dora_norm(
-    W: Tensor | QuantWeight, A: Tensor, B: Tensor, *, s: float, norm_axis: int = ..., base_sqnorm: Tensor | None = ...,
-    detach: bool = ..., max_bytes: int | None = ..., state: None = ..., squared: bool = ..., backend: Backend = ...,
+    W: Tensor | QuantWeight, A: Tensor, B: Tensor, *, s: float | Tensor | Sequence[float], norm_axis: int = ...,
+    base_sqnorm: Tensor | None = ..., detach: bool = ..., max_bytes: int | None = ..., state: None = ..., squared: bool = ...,
+    backend: Backend = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def dora_norm(
@@ -77,7 +80,7 @@ def dora_norm(
     A: Tensor,
     B: Tensor,
     *,
-    s: float,
+    s: Any,
     norm_axis: int = 1,
     base_sqnorm: Tensor | None = None,
     detach: bool = True,
@@ -100,8 +103,9 @@ def dora_norm(
     Args:
       W: (N, K) frozen weight, float16, bfloat16, float32 or float64; any strides. Or a :class:`fdora.quant.QuantWeight`, whose
         norm is that of the weight before it is rounded to W.dtype; never more than some rows of it are dense.
-      A: (r, K), float32 or the dtype of W.
-      B: (N, r), float32 or the dtype of W.
+      A: (r, K), float32 or the dtype of W. Or (G, r, K), a bank of adapters: one pass over W gives the norms of all. Of the
+        rest a bank takes s, a tensor (G,) or G numbers, and backend.
+      B: (N, r), float32 or the dtype of W; (G, N, r) in a bank.
       s: LoRA scaling, usually alpha / r. Not differentiated.
       norm_axis: the axis that is summed away. 1 is DoRA's: c_n of each output row, ``y = g * (...)``. 0 is LyCORIS's default:
         c_k of each input column, where g scales the input instead, ``y = (g * x) @ W.T + s * ((g * x) @ A.T) @ B.T + bias``.
@@ -119,8 +123,8 @@ def dora_norm(
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
-      (N,), for norm_axis=0 (K,), float32 (float64 for a float64 W), never rounded below that. A row with a NaN is
-      NaN; the others are not.
+      (N,), for norm_axis=0 (K,), of a bank (G, N), float32 (float64 for a float64 W), never rounded below that. A row with a
+      NaN is NaN; the others are not.
       With a state: ``NormState(c, fingerprint)``, c the same bit for bit.
 
     Raises:
@@ -132,6 +136,10 @@ def dora_norm(
     Memory: keeps nothing for backward when detached, else W, A, B and c. Derivation: ``fdora/eager/norm.py``.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3; Scaling DoRA, arXiv:2603.22276, eq. 3.
     """
+    if isinstance(A, Tensor) and A.dim() == 3:
+        refused = {"norm_axis": norm_axis != 1, "detach": not detach, "squared": squared}
+        refused |= {"base_sqnorm": base_sqnorm is not None, "max_bytes": max_bytes is not None, "state": state is not None}
+        return norm_of_bank(W, A, B, s, refused, backend)
     W, A, B = check_norm("dora_norm", W, A, B, s, norm_axis, base_sqnorm, detach, max_bytes, state, squared)
     choice = select_backend(W, backend=backend)
     if squared:

@@ -14,7 +14,7 @@ gives: the same formula with another mask than stock. Elsewhere PEFT's own modul
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from fdora import FdoraError
 from fdora.functional import dora_norm
 from fdora.integrations._framework import put_back
 from fdora.integrations._hook import hook, unhook
+from fdora.integrations._peft.bank import LayerBank, banks_of, put_banks
 from fdora.integrations._peft.blocks import fuse_blocks, unfuse_blocks
 from fdora.integrations._peft.dora import Dora
 from fdora.integrations._peft.linear import Linear, fuse_layer, norms_of, unfuse_layer
@@ -35,7 +36,18 @@ from fdora.integrations._peft.quant import warn_of
 from fdora.integrations._peft.report import Report, rows
 from fdora.integrations._peft.variants import OURS, LinearVariant
 
-__all__ = ["disable", "enable", "enabled", "init_magnitude", "report", "restore", "use_fdora"]
+__all__ = [
+    "LayerBank",
+    "disable",
+    "enable",
+    "enabled",
+    "init_magnitude",
+    "read_banks",
+    "report",
+    "restore",
+    "use_fdora",
+    "write_banks",
+]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -163,6 +175,34 @@ def init_magnitude(model: Model) -> Model:
                 norms.append((layer.lora_magnitude_vector[adapter].weight, c))
     for m, c in norms:
         m.copy_(c.view(m.shape))
+    return model
+
+
+@torch.no_grad()
+def read_banks(model: nn.Module, adapters: Sequence[str] | None = None) -> dict[str, LayerBank]:
+    """The adapters of every linear layer as one bank each, for :func:`fdora.functional.dora_linear_multi`: copies.
+
+    Args:
+      model: a PeftModel, or any module with PEFT layers in it. It need not run through fdora.
+      adapters: their names, in the order of the banks; None is all, in the order in which a layer got them.
+
+    Returns:
+      A :class:`LayerBank` for each layer that has one of them, by the name of the layer.
+
+    Raises:
+      FdoraError: no layer has such an adapter, or those of a layer differ in dtype.
+    """
+    return banks_of(_layers("read_banks", model), adapters)
+
+
+@torch.no_grad()
+def write_banks(model: Model, banks: dict[str, LayerBank]) -> Model:
+    """Copy banks back into the parameters of the adapters, in place, bit for bit: the inverse of :func:`read_banks`.
+
+    Raises:
+      FdoraError: the model lacks a layer or an adapter, or one has another shape or dtype.
+    """
+    put_banks(_layers("write_banks", model), banks)
     return model
 
 

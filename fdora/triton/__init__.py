@@ -11,6 +11,7 @@ from fdora.triton import fp8 as fp8
 from fdora.triton import linear as linear
 from fdora.triton import merge as merge
 from fdora.triton import mlp as mlp
+from fdora.triton import multi as multi
 from fdora.triton import norm as norm
 from fdora.triton import quant as quant
 from fdora.triton import tree as tree

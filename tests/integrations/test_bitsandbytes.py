@@ -413,3 +413,19 @@ def test_no_norm_is_stale_under_8_bit_adamw(monkeypatch):
         assert all(p._version == v and not torch.equal(p, old) for p, (v, old) in zip(leaves, before, strict=True))
         with torch.no_grad():
             torch.testing.assert_close(model(x), restore(copy.deepcopy(model))(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_mixed_batch_reads_the_codes_once():
+    """Each row as a forward of its adapter alone."""
+    model = four_bits()
+    model.add_adapter("other", LoraConfig(**CONFIG | {"r": 4}, use_dora=True))
+    model = use_fdora(perturb(model)).eval()
+    names, x = ["other", "default", "__base__", "other", "default", "default"], inputs().detach()
+    y = model(x, adapter_names=names)
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        rows = [i for i, each in enumerate(names) if each == name]
+        torch.testing.assert_close(y[rows], model(x)[rows], rtol=1e-4, atol=1e-5)
+    assert all(row.fused == 2 and not row.fallbacks for row in report(model))
+    with pytest.raises(ValueError, match="Cannot pass `adapter_names` when DoRA is enabled"):  # LLM.int8 keeps its own product
+        use_fdora(eight_bits()).eval()(x, adapter_names=["default"] * 6)

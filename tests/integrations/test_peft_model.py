@@ -444,12 +444,6 @@ def test_pieces_are_seen():
         assert "sharded" in dora.served(W, *pieces)
 
 
-def test_mixed_batches_raise_as_before():
-    model, x = use_fdora(build("linear")).eval(), inputs("linear")
-    with pytest.raises(ValueError, match="Cannot pass `adapter_names` when DoRA is enabled"):
-        model(x, adapter_names=["default"] * 3)
-
-
 def test_dora_caching_stays_pefts():
     from peft import helpers
 

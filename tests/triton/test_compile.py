@@ -157,7 +157,9 @@ def asked():
 KERNELS = (
     "add_parts", "codes_parts", "small_codes", "dequantize4", "dequantize8", "fp8_blocks", "fp8_gemm", "fp8_rows",
     "act_bwd", "act_fwd", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "epilogue", "finish", "gemm_pointer", "gemm_tma",
-    "hash", "merge", "norm", "quant4", "quant8", "scale", "shrink", "small", "split", "sum",
+    "bank", "multi_drop", "multi_epilogue", "multi_expand", "multi_finish", "multi_gemm_pointer", "multi_gemm_tma", "multi_grad",
+    "multi_h", "multi_norm", "multi_ranks", "multi_root", "multi_route", "multi_routes", "multi_scale", "multi_shrink", "multi_small", "multi_sum",
+    "rows", "hash", "merge", "norm", "quant4", "quant8", "scale", "shrink", "small", "split", "sum",
 )  # fmt: skip
 
 

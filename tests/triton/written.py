@@ -278,6 +278,44 @@ def calls_of_fp8(M, N, K, r, dtype):
             yield plan_fp8_linear, likes, (save, 0.1 if seed else 0.0, mode, (128, 128) if mode == "block" else (0, 0))
 
 
+def bank(M, N, K, r, G, dtype, adapter, bias=False, order=False, seed=False, m=True):
+    """The likes of a bank's tensors."""
+    vectors = alike(G, N, dtype=FP32)
+    return [
+        *(alike(N, K, dtype=dtype), alike(G, r, K, dtype=adapter), alike(G, N, r, dtype=adapter)),
+        *((alike(G, N, dtype=adapter), vectors) if m else (None, None)),
+        *(alike(N, dtype=dtype) if bias else None, alike(G, dtype=FP32), alike(G, dtype=torch.int32)),
+        *(alike(M, dtype=torch.int64) if order else None, alike(G, dtype=torch.int64) if seed else None),
+    ]
+
+
+def calls_of_multi(M, N, K, r, G, dtype, adapter=None):
+    """Many adapters: sorted and not, with what there may be beside them, and each set of gradients that makes other kernels."""
+    from fdora.triton import multi
+    from fdora.triton.multi_norm import plan_bank_norm
+    from fdora.triton.multi_route import plan_route
+
+    adapter = adapter or dtype
+    x, dy, h = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype), alike(M, r, dtype=dtype)
+    ranks = tuple(1 + (r - 1) * (g + 1) // G for g in range(G))
+    full = (True,) * 5
+    for bias, order, seed, m, of in (
+        (False, False, False, True, ()), (True, True, False, True, ranks), (False, True, True, True, ()),
+        (True, False, False, False, ranks),
+    ):  # fmt: skip
+        tensors, p = bank(M, N, K, r, G, dtype, adapter, bias, order, seed, m), 0.1 if seed else 0.0
+        for save in (False, m):
+            yield multi.plan_forward, [x, *tensors], (of, p, save)
+        for needs in (full, (True, False, False, False, False), (False, True, True, True, False), (False,) * 3 + (True, True)):
+            wanted = (*needs[:3], *(need and m for need in needs[3:]), bias)
+            if any(wanted):
+                for pre_scale in (dtype == FP32 or bias, True):
+                    kept = dy if wanted[3] or wanted[4] else None
+                    yield multi.plan_backward, [dy, x, h, kept, *tensors], (pre_scale, of, p, wanted)
+        yield plan_route, [alike(M, dtype=torch.int64)], (G,)
+        yield plan_bank_norm, [tensors[0], tensors[1], tensors[2], tensors[6]], (of, None)
+
+
 def every_call():
     """Few tokens and many, small ranks and large, every mix of dtypes; sizes that are multiples of 16 and, once, that are not."""
     for M, r in ((8, 16), (64, 384), (4096, 16), (4096, 64), (4096, 384)):
@@ -285,6 +323,10 @@ def every_call():
     yield from calls_of_linear(130, 137, 70, 20, FP16, FP32)
     for M in (16, 4096):
         yield from calls_of_linear(M, 512, 1024, 16, FP32)
+    for M, r, G in ((8, 16, 8), (64, 64, 64), (512, 16, 4), (8192, 16, 32), (8192, 256, 4)):
+        yield from calls_of_multi(M, 4096, 4096, r, G, BF16)
+    for M, dtype in ((8, FP16), (130, FP16), (130, FP32)):
+        yield from calls_of_multi(M, 137, 70, 20, 3, dtype, FP32)
     for M, dtype in ((8, BF16), (512, BF16), (512, FP32)):
         yield from calls_of_groups(M, 1024, 512, 16, dtype)
     yield from calls_of_groups(70, 137, 70, 5, FP16)

@@ -21,6 +21,7 @@ from fdora.functional import dora_linear, select_backend
 from fdora.functional.linear import checked_linears
 from fdora.integrations._hook import hooked
 from fdora.integrations._peft.dora import FUSED, Dora, forget, paused, release, reused
+from fdora.integrations._peft.mixed import mixed
 from fdora.integrations._peft.quant import compute_dtype
 from fdora.integrations._peft.torchao import Merging
 from fdora.integrations._peft.verdict import verdict
@@ -37,6 +38,9 @@ class Layer(nn.Module):
         if not isinstance(self, Layer):  # bound methods outlive unfuse_layer
             return type(self).forward(self, x, *args, **kwargs)
         stock = type(self).STOCK
+        if kwargs.keys() == {"adapter_names"} and not args:
+            out = mixed(self, x, kwargs["adapter_names"], call_of)
+            return stock.forward(self, x, **kwargs) if isinstance(out, str) else out
         found = None if args or kwargs else active(self)
         if found is None:
             return stock.forward(self, x, *args, **kwargs)

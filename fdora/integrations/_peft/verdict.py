@@ -86,6 +86,17 @@ def fits(x: Tensor, calls: Sequence[Call], mlp: bool) -> bool:
 
 
 def _refusal(x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> str:
+    why = unfit(x, W, A, B, m, dtype)
+    if why or isinstance(W, QuantWeight) or torch.is_autocast_enabled(W.device.type):
+        return why
+    if bias is not None and x.dtype == torch.float32 and select_backend(x).name == "eager":
+        return "float32 with a bias, eager: the base layer's own sum keeps a fresh adapter an exact no-op"
+    return ""
+
+
+def unfit(x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor | None, dtype: torch.dtype | None) -> str:
+    """Why no call takes these tensors; m is None of plain LoRA."""
+    m = B.new_empty(W.shape[0]) if m is None else m
     if type(x) not in PLAIN:
         return f"the input is a {type(x).__name__}"
     device, quant = W.device, isinstance(W, QuantWeight)
@@ -97,9 +108,6 @@ def _refusal(x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor, bias: Tensor | 
     w = served(W, W, A, B, m)
     if isinstance(w, str):
         return w
-    if not torch.is_autocast_enabled(device.type):
-        if dtype is None and x.dtype != W.dtype:
-            return f"a {x.dtype} input for a {W.dtype} base weight"
-        if not quant and bias is not None and x.dtype == torch.float32 and select_backend(x).name == "eager":
-            return "float32 with a bias, eager: the base layer's own sum keeps a fresh adapter an exact no-op"
+    if dtype is None and x.dtype != W.dtype and not torch.is_autocast_enabled(device.type):
+        return f"a {x.dtype} input for a {W.dtype} base weight"
     return ""

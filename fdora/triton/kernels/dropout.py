@@ -23,7 +23,12 @@ def _mix(v):
 @triton.jit
 def keep_tile(seed, threshold, t, k):
     """Where the elements (t, k) survive. ``seed`` points at one int64, ``threshold`` is p * 2**32."""
-    bits = tl.load(seed)
+    return keep_rows(tl.load(seed), threshold, t, k)
+
+
+@triton.jit
+def keep_rows(bits, threshold, t, k):
+    """The same for a seed that is loaded, or for one of each row."""
     key = _mix(bits.to(tl.uint32) ^ _mix((bits >> 32).to(tl.uint32)))
     t = t.to(tl.int64)
     row = _mix((t + 1).to(tl.uint32) ^ key) ^ _mix((t >> 32).to(tl.uint32))

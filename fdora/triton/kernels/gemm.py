@@ -16,7 +16,7 @@ def tile_of_product(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GRO
     """First row and column of a tile; GROUP_M rows of tiles run together, so that their slabs of W meet in L2."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     group = pid // (GROUP_M * tiles_n)
-    height = min(tiles_m - group * GROUP_M, GROUP_M)
+    height = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
     within = pid % (GROUP_M * tiles_n)
     return (group * GROUP_M + within % height) * BLOCK_M, (within // height) * BLOCK_N
 

@@ -10,7 +10,7 @@ from fdora.triton.runtime.cost import launched
 
 
 @triton.jit
-def _dot_rows(dy, x, w, n, N, M, K, stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, BLOCK_N: tl.constexpr):
+def dot_rows(dy, x, w, n, N, M, K, stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, BLOCK_N: tl.constexpr):
     """sum_k (dy^T x)_nk w_nk for the columns n of dy."""
     total = tl.zeros((BLOCK_N,), tl.float32)
     t = tl.arange(0, 32)
@@ -42,8 +42,8 @@ def _finish(
             dg = sum_m / tl.where(lost, 1.0, g)
             # float32 always keeps pre_scale (linear.py), so the products here are of half precision.
             if tl.max(lost.to(tl.int32), axis=0) > 0:
-                exact = _dot_rows(dy, x, w, n, N, M, K, stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, BLOCK_N)
-                exact += _dot_rows(dy, h, b, n, N, M, R, stride_dy, stride_hm, stride_hr, stride_bn, stride_br, BLOCK_N)
+                exact = dot_rows(dy, x, w, n, N, M, K, stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, BLOCK_N)
+                exact += dot_rows(dy, h, b, n, N, M, R, stride_dy, stride_hm, stride_hr, stride_bn, stride_br, BLOCK_N)
                 dg = tl.where(lost, exact, dg)
         cn = tl.load(c + n, mask=n < N, other=1.0)
         out = dg / tl.where(cn < EPS, EPS, cn)

@@ -1,0 +1,155 @@
+"""Autograd of a layer with many adapters: one node. Which tokens are whose is settled before it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fdora._records import Bank, BankNeeds, Operands
+from fdora._torch import apply, detached, no_graph
+from fdora.autograd import quant
+from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
+from fdora.autograd.weight import Specs, flat_of, layers_of, specs_of
+from fdora.eager._matmul import acc_dtype, is_plain
+from fdora.eager.linear import as_matrix
+from fdora.quant import QuantWeight
+
+COUNTED = 16384  # tokens: kernels compare each with each, a sort does not; not measured on a GPU
+REMEDY = "Write `y = c * y` in the place of what changes it."
+
+
+class Tokens(NamedTuple):
+    """Which tokens are whose, see :class:`fdora._records.Bank`."""
+
+    s: Tensor
+    offsets: Tensor
+    order: Tensor | None
+
+
+class Call(NamedTuple):
+    """What is no tensor in a call."""
+
+    ranks: tuple[int, ...] | None
+    p: float
+    save_for_dm: bool
+    backend: str
+    specs: Specs = None
+    """Of a quantised weight; :func:`multi` fills it in."""
+
+
+def multi(x: Tensor, bank: Operands, tokens: Tokens, call: Call) -> Tensor:
+    """x (..., K) -> y (..., N). Each tensor of ``bank`` but W and bias has one more axis, of adapters."""
+    specs = specs_of([bank])
+    call = call if specs is None else call._replace(specs=specs)
+    flat = as_matrix(x)
+    if no_graph() and not autocast_on(x):
+        ready = _bank(call, *tokens, tuple(flat_of([bank], specs)), x.dtype)
+        y: Tensor = OPS[call.backend].multi_fwd(flat, ready, False)[0]
+    else:
+        y = apply(Multi, flat, call, *tokens, *flat_of([bank], specs))[0]
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def route(ids: Tensor, adapters: int, backend: str) -> tuple[Tensor, Tensor]:
+    """offsets and order from the adapter of each token; nobody waits for the device."""
+    return OPS[backend if ids.shape[0] <= COUNTED else "eager"].route(ids, adapters)
+
+
+def fault(offsets: Tensor | None, ids: Tensor | None, tokens: int, adapters: int) -> str:
+    """What is wrong with the values, where they can be read for free."""
+    if offsets is not None and is_plain(offsets):
+        ends = offsets.tolist()
+        if ends != sorted(ends) or ends[0] < 0 or ends[-1] > tokens:
+            return f"{ends} for {tokens} tokens"
+    if ids is not None and is_plain(ids) and ids.numel():
+        low, high = ids.aminmax()
+        if low < -1 or high >= adapters:
+            return f"{low.item()} to {high.item()}"
+    return ""
+
+
+def bank_norm(W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: Tensor, ranks: tuple[int, ...] | None, backend: str) -> Tensor:
+    """c (G, N) of all adapters, detached."""
+    W, A, B, s = detached(W, A, B, s)
+    with torch.no_grad(), autocast_off(A):
+        if not isinstance(W, QuantWeight):
+            return OPS[backend].bank_norm(W, A, B, s, ranks, None)
+        parts = [
+            OPS[backend].bank_norm(W.dequantize(acc_dtype(W.dtype), rows=slice(i, j)), A, B[:, i:j], s, ranks, budget)
+            for i, j, budget in quant.norm_parts(W, None)
+        ]
+        return torch.cat(parts, 1)
+
+
+def _bank(
+    call: Call, s: Tensor, offsets: Tensor, order: Tensor | None, flat: tuple[Any, ...], dtype: torch.dtype
+) -> Bank:  # fmt: skip
+    """W is dense and in the dtype of the products: codes are decoded here, and autocast's copy is made once for all."""
+    ((W, A, B, m, c, bias, seed),) = layers_of(flat, call.specs, dtype, "eager")
+    assert A is not None and B is not None
+    return Bank(W if W.dtype == dtype else W.to(dtype), A, B, m, c, bias, s, offsets, order, seed, call.ranks, call.p)
+
+
+class Multi(torch.autograd.Function):
+    """Saves x, h and, for the gradient of m, the output itself or what the backend asks for; the operands are the caller's."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, call: Call, s: Tensor, offsets: Tensor, order: Tensor | None, *flat: Tensor | None) -> Any:
+        with autocast_off(x):
+            y, h, kept = OPS[call.backend].multi_fwd(x, _bank(call, s, offsets, order, flat, x.dtype), call.save_for_dm)
+        return y, h, *kept
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.call, s, offsets, order, *flat = inputs
+        y, h, *kept = output
+        ctx.mark_non_differentiable(h, *kept)
+        ctx.set_materialize_grads(False)
+        if ctx.call.save_for_dm and not kept:
+            kept = [y]
+        ctx.kept = len(kept)
+        ctx.save_for_backward(x, s, offsets, order, h, *kept, *flat)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
+        flags = ctx.needs_input_grad
+        if dy is None:
+            return (None,) * len(flags)
+        call, saved = ctx.call, reread(ctx, "dora_linear_multi", REMEDY)
+        needs = BankNeeds(flags[0], *flags[6:11])
+        if no_graph() and not autocast_on(dy):
+            found = _backward(call, ctx.kept, needs, dy, *saved)
+        else:
+            found = restore_none(apply(MultiBwd, call, ctx.kept, needs, dy, *saved), needs)
+        dx, *grads = found
+        #      x   call  s     offsets order W   A B m c bias   seed and packed tensors
+        return dx, None, None, None, None, None, *grads, *[None] * (len(flags) - 11)
+
+
+def _backward(
+    call: Call, count: int, needs: BankNeeds, dy: Tensor, x: Tensor, s: Tensor, offsets: Tensor, order: Tensor | None,
+    h: Tensor, *rest: Any,
+) -> Any:  # fmt: skip
+    bank = _bank(call, s, offsets, order, rest[count:], x.dtype)
+    return OPS[call.backend].multi_bwd(dy, x, bank, h, rest[:count], needs)
+
+
+class MultiBwd(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call: Call, count: int, needs: BankNeeds, dy: Tensor, x: Tensor, *rest: Any) -> Any:
+        with autocast_off(x):
+            return drop_none(_backward(call, count, needs, dy, x, *rest))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise no_second_derivative("dora_linear_multi")

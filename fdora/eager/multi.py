@@ -1,0 +1,170 @@
+"""Many adapters on one W: ``y_t = g_a (x_t W^T + s_a h_t B_a^T) + bias`` with ``h_t = x_t A_a^T``, a the adapter of token t.
+
+Tokens of no adapter get ``x_t W^T + bias``.
+
+Two ways to the same numbers; neither asks a GPU for a length.
+
+by segments  where offsets can be read for free: the code of linear.py on the tokens of each adapter, so that its values and
+             gradients are the bits of a call of its own. The last of them depend on how the operands of a product are aligned:
+             A and h are copied to begin where tensors of their own would. W is read for each adapter that has tokens.
+masked       elsewhere (on a GPU, traced, offsets that are mapped): see multi_masked.py. W is read once.
+
+Gradients are those of linear.py, of each adapter over its own tokens; dbias is the sum over all of them.
+Rows of A and columns of B that are zero beyond an adapter's rank give zeros in h, and so in dA and dB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fdora._records import Bank, BankNeeds, Dropout, Needs, Operands, Options
+from fdora.eager import multi_masked as masked
+from fdora.eager._matmul import acc_dtype, cast, is_plain
+from fdora.eager.linear import frozen_bwd, frozen_fwd, linear_bwd, linear_fwd
+from fdora.eager.multi_masked import route as route
+from fdora.eager.norm import blocks, default_bytes, tile_of
+
+BankGrads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def multi_fwd(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """x (M, K) -> y (M, N), h (M, r) in sorted order, and what dm reads beside h: nothing where y itself will do."""
+    y, h, kept = (_forward if _readable(bank) else masked.forward)(x, bank, save_for_dm)
+    return masked.unsort(y, bank.order), h, kept
+
+
+def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, ...], needs: BankNeeds) -> BankGrads:
+    """dx, dA, dB, dm, dc, each of its parameter's dtype, and dbias in acc_dtype; None where it is not needed.
+
+    ``kept`` as :func:`multi_fwd` returned it, ``(y,)`` where that was empty; ``()`` where neither dm nor dc is needed.
+    """
+    backward = _backward if _readable(bank) else masked.backward
+    dx, dA, dB, dm, dc = backward(dy, x, bank, h, kept, needs)
+    dbias = dy.to(acc_dtype(dy.dtype)).sum(0) if needs.bias else None
+    return None if dx is None else masked.unsort(dx, bank.order), dA, dB, dm, dc, dbias
+
+
+def bank_norm(
+    W: Tensor, A: Tensor, B: Tensor, s: Tensor, ranks: tuple[int, ...] | None, max_bytes: int | None = None
+) -> Tensor:
+    """(N, K), (G, r, K), (G, N, r), (G,) -> c (G, N) in acc_dtype(W.dtype). A tile of W serves all adapters at once."""
+    acc, (N, K) = acc_dtype(W.dtype), W.shape
+    rows, cols = tile_of(W, A[0], B[0], False, default_bytes(W.device) if max_bytes is None else max_bytes)
+    factors = masked.cut(A, B, ranks)
+    c = []
+    for i, j in blocks(N, rows):
+        scaled = [s[g].to(acc) * b[i:j].to(acc) for g, (_, b) in enumerate(factors)]
+        sq: list[Any] = []
+        for k, l in blocks(K, cols):
+            w = W[i:j, k:l].to(acc)
+            part = [
+                torch.linalg.vector_norm(torch.addmm(w, b, a[:, k:l].to(acc)), dim=1)
+                for (a, _), b in zip(factors, scaled, strict=True)
+            ]
+            sq.append(torch.stack(part))
+        c.append(sq[0] if len(sq) == 1 else sum([v.square() for v in sq[1:]], sq[0].square()).sqrt())
+    return torch.cat(c, 1)
+
+
+class Segment(NamedTuple):
+    """Tokens of one adapter, and the layer that it makes of W; those of no adapter have no la."""
+
+    g: int
+    first: int
+    end: int
+    la: Any
+    s: float
+
+    def sorted(self, t: Tensor) -> Tensor:
+        return t[self.first : self.end]
+
+    def of(self, t: Tensor, order: Tensor | None) -> Tensor:
+        """Its tokens of what is in the caller's order."""
+        return self.sorted(t) if order is None else t[self.sorted(order)]
+
+
+def segments(bank: Bank, tokens: int) -> Iterator[Segment]:
+    """Where there are tokens. At least one, which may be empty."""
+    last = 0
+    adapters = masked.cut(bank.A, bank.B, bank.ranks)
+    for g, (end, s, (A, B)) in enumerate(zip(bank.offsets.tolist(), bank.s.tolist(), adapters, strict=True)):
+        if last < end:
+            ones = bank.A.new_ones(bank.W.shape[0], dtype=acc_dtype(bank.W.dtype)) if bank.m is None else None
+            m, c = (ones, ones) if bank.m is None or bank.c is None else (bank.m[g], bank.c[g])
+            seed = None if bank.seed is None else bank.seed[g]
+            yield Segment(g, last, end, Operands(bank.W, A.clone(), B, m, c, bank.bias, seed), s)
+            last = end
+    if last < tokens or last == 0:
+        yield Segment(-1, last, tokens, None, 1.0)
+
+
+def _readable(bank: Bank) -> bool:
+    return is_plain(bank.offsets) and is_plain(bank.s)
+
+
+def _forward(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    ys, hs, kept = [], [], []
+    pre_scale = [False] * bank.A.shape[0]
+    for each in segments(bank, x.shape[0]):
+        xs, v = each.of(x, bank.order), None
+        if each.la is None:
+            y, h = frozen_fwd(xs, bank.W, bank.bias), x.new_zeros((xs.shape[0], bank.A.shape[1]))
+        else:
+            save = Options(each.s, "output" if save_for_dm else "nothing")
+            y, h, v = linear_fwd(xs, each.la, save, Dropout(bank.p, "lora"), None)
+            h = F.pad(h, (0, bank.A.shape[1] - h.shape[1]))
+            pre_scale[each.g] = v is not None
+        ys.append(y)
+        hs.append(h)
+        kept.append(y if v is None else v)
+    if not any(pre_scale):
+        return _cat(ys), _cat(hs), ()
+    return _cat(ys), _cat(hs), (_cat(kept), torch.tensor(pre_scale))
+
+
+def _backward(
+    dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, ...], needs: BankNeeds
+) -> tuple[Tensor | None, ...]:
+    """dx, dA, dB, dm, dc."""
+    dxs: list[Any] = []
+    found: list[tuple[Any, ...]] = [(None,) * 4] * bank.A.shape[0]
+    pre_scale = kept[1].tolist() if len(kept) == 2 else [False] * bank.A.shape[0]
+    need = Needs(*needs[1:5], bias=False)
+    for each in segments(bank, x.shape[0]):
+        if each.la is None:
+            dxs.append(frozen_bwd(each.of(dy, bank.order), bank.W, needs.x, False, None)[0])
+            continue
+        dys, xs = each.of(dy, bank.order), each.of(x, bank.order)
+        own_h = each.sorted(h)[:, : each.la.A.shape[0]].clone()
+        v = None if not kept else each.of(kept[0], bank.order) if len(kept) == 1 else each.sorted(kept[0])
+        pre = pre_scale[each.g]
+        dx, grads = linear_bwd(dys, xs, each.la, each.s, Dropout(bank.p, "lora"), own_h, v, pre, needs.x, need, None)
+        dxs.append(dx)
+        found[each.g] = grads[:4]
+    likes = (bank.A, bank.B, bank.m, bank.c)
+    out = [
+        stacked(like, [each[i] for each in found], bank.ranks) if want else None
+        for i, (like, want) in enumerate(zip(likes, needs[1:5], strict=True))
+    ]
+    return _cat(dxs) if needs.x else None, *out
+
+
+def stacked(like: Any, grads: list[Tensor | None], ranks: tuple[int, ...] | None) -> Tensor:
+    """The gradient of a bank from those of its adapters: zeros beyond their ranks, and where there is none."""
+    shape = like.shape[1:]
+    whole = [torch.zeros_like(like[0]) if d is None else _filled(d, shape) for d in grads]
+    return cast(torch.stack(whole), like.dtype)
+
+
+def _filled(d: Tensor, shape: Any) -> Tensor:
+    missing = [after for n, have in zip(reversed(shape), reversed(d.shape), strict=True) for after in (0, n - have)]
+    return F.pad(d, missing) if any(missing) else d
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,72 @@
+"""What functions of banks share: the parameters of G adapters of one layer, each with one more axis in front."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdora._check import FLOATS, Weight, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, fail
+from fdora._dispatch import Backend
+from fdora.autograd.multi import bank_norm
+from fdora.functional.backend import select_backend
+from fdora.quant import QuantWeight
+
+
+def check_bank(fn: str, tensors: dict[str, Any]) -> int:
+    """W, A, B and perhaps more of one bank; how many adapters it has."""
+    axes = {"W": "N K", "A": "G r K", "B": "G N r", "m": "G N", "norm": "G N", "bias": "N", "x": "... K"}
+    sizes = check_shapes(fn, {arg: axes[arg] for arg in tensors}, tensors)
+    check_rank(fn, sizes["r"])
+    if sizes["G"] < 1:
+        have = tuple(tensors["A"].shape)
+        raise fail(fn, "A", "a bank of at least one adapter", have, "A layer without is torch.nn.functional.linear.")
+    check_device(fn, "W", tensors)
+    W = tensors["W"]
+    check_dtype(fn, "W", W, FLOATS, "Dequantise or cast it first.")
+    for arg in ("A", "B", "m"):
+        check_dtype(fn, arg, tensors.get(arg), (torch.float32, W.dtype))
+    check_frozen(fn, "W", W)
+    return sizes["G"]
+
+
+def check_ranks(fn: str, ranks: Sequence[int] | None, adapters: int, r: int) -> tuple[int, ...] | None:
+    if ranks is None:
+        return None
+    each = tuple(ranks)
+    if len(each) != adapters or not all([isinstance(n, int) and 1 <= n <= r for n in each]):
+        raise fail(fn, "ranks", f"{adapters} of 1 to {r}", list(each), "One for each adapter, at most the r of A.")
+    return each
+
+
+def scalings(fn: str, s: Any, adapters: int, like: Tensor | Weight) -> Tensor:
+    """(G,) in the dtype of sums. Numbers reach a GPU by fills, which do not wait for it."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    if isinstance(s, Tensor):
+        if tuple(s.shape) != (adapters,):
+            raise fail(fn, "s", f"({adapters},), one for each adapter", tuple(s.shape), "Pass the alpha / r of each.")
+        check_dtype(fn, "s", s, (torch.float32, torch.float64))
+        check_device(fn, "W", {"W": like, "s": s})
+        if s.requires_grad:
+            raise fail(fn, "s", "without a gradient", "requires_grad=True", "Pass s.detach().")
+        return s.to(dtype)
+    if not isinstance(s, (list, tuple)) or len(s) != adapters:
+        have = f"{len(s)}" if isinstance(s, (list, tuple)) else f"a {type(s).__name__}"
+        raise fail(fn, "s", f"{adapters} numbers, one for each adapter", have, "Pass the alpha / r of each.")
+    for each in s:
+        check_s(fn, each)
+    return torch.stack([torch.full((), each, dtype=dtype, device=like.device) for each in s])
+
+
+def norm_of_bank(
+    W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: Tensor | Sequence[float], refused: dict[str, bool], backend: Backend
+) -> Tensor:
+    """:func:`dora_norm` of a bank. ``refused``: arguments that have no meaning there, and whether they are given."""
+    fn = "dora_norm"
+    for arg, given in refused.items():
+        if given:
+            raise fail(fn, arg, "left out for a bank of adapters", "a value", "Ask for the norm of one adapter at a time.")
+    adapters = check_bank(fn, {"W": W, "A": A, "B": B})
+    return bank_norm(W, A, B, scalings(fn, s, adapters, W), None, select_backend(W, backend=backend).name)

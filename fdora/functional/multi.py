@@ -1,0 +1,156 @@
+"""Many adapters on one W, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_shapes, fail, key_of, passed, remember
+from fdora._dispatch import Backend
+from fdora._records import Operands
+from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, route
+from fdora.functional.backend import select_backend
+from fdora.functional.bank import check_bank, check_ranks, scalings
+from fdora.functional.linear import cast_x, check_dropout, save_for_dm, seed_tensor
+from fdora.functional.norm import WIDE
+from fdora.quant import QuantWeight
+
+
+def dora_linear_multi(
+    x: Tensor,
+    W: Tensor | QuantWeight,
+    A: Tensor,
+    B: Tensor,
+    m: Tensor | None,
+    *,
+    s: Tensor | Sequence[float],
+    offsets: Tensor | None = None,
+    ids: Tensor | None = None,
+    norm: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | Sequence[int | Tensor] | None = None,
+    ranks: Sequence[int] | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Many DoRA adapters on one W: ``y_t = g_a * (x_t @ W.T + s_a * (x_t @ A_a.T) @ B_a.T) + bias``, a that of token t.
+
+    Equivalent to one :func:`dora_linear` for the tokens of each adapter, values and gradients. Tokens of no adapter get
+    ``x_t @ W.T + bias``. The parameters of G adapters are a bank: :class:`DoraParams` with one more axis, from
+    :func:`dora_stack`. Nothing waits for a GPU to say how long a segment is.
+
+        bank = dora_stack([first, second])  # of ranks 8 and 16
+        y = dora_linear_multi(x, W, *bank, s=[2.0, 1.0], offsets=torch.tensor([100, 300], dtype=torch.int32), ranks=[8, 16])
+        y = dora_linear_multi(x, W, *bank, s=[2.0, 1.0], ids=torch.tensor([1, -1, 0, 1]))  # one token each
+
+    Args:
+      x: (..., K), float16, bfloat16, float32 or float64; its leading axes, flattened, are the M tokens.
+      W: (N, K) frozen weight, in the dtype of x (any, under autocast), or a :class:`fdora.quant.QuantWeight`, which is dense in
+        the dtype of x while forward or backward runs.
+      A: (G, r, K), float32 or the dtype of W.
+      B: (G, N, r), float32 or the dtype of W.
+      m: (G, N) magnitudes, float32 or the dtype of W; None is plain LoRA for all, ``g = 1``. For plain LoRA beside DoRA give
+        such adapters a row of ones, here and in ``norm``: g is then 1 exactly.
+      s: G numbers, or a float32 or float64 tensor (G,), which costs a GPU no copies. Not differentiated.
+      offsets: (G,) int32 on the device of x: where the tokens of each adapter end, as in ``torch.nn.functional.grouped_mm``.
+        Segments may be empty. Tokens behind the last end belong to no adapter. On a GPU the values are not looked at; they
+        must not decrease or pass M.
+      ids: (M,) or the leading axes of x, int64 or int32, instead of offsets: the adapter of each token in any order, -1 for
+        none. Above G - 1 they are refused on a CPU and count as none on a GPU.
+      norm: (G, N) float32 (or float64), from :func:`dora_norm` of the bank; None computes it, detached. A norm that was
+        computed with a graph passes its gradient on.
+      bias: (N,), added after g.
+      dropout_p: probability in [0, 1) that an element of an adapter's input is dropped ("lora" of :func:`dora_linear`).
+      seed: one int or int64 tensor for all, or G of them. Masks count tokens from the start of their adapter's segment (with
+        ids, among its tokens): they are those of a call of its own. None draws G seeds.
+      ranks: each adapter's own rank. Rows of A and columns of B beyond it are not read, and their gradients are 0. None reads
+        all of r: padding of zeros gives the same numbers.
+      backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
+
+    Returns:
+      (..., N), dtype and device of x. Gradients reach x, A, B, m, bias and a given norm, as for :func:`dora_linear`; those of
+      an adapter without tokens are 0. Plain calls on a CPU give each adapter the bits of a call of its own.
+
+    Raises:
+      FdoraError: as for :func:`dora_linear`; not exactly one of offsets and ids is given, or their values cannot be; there is
+        not one s, seed or rank for each adapter.
+      NotImplementedError: a second derivative is asked for.
+
+    Memory: keeps x, x @ A.T (M, r) and, for m, y itself or one (M, N) tensor in the dtype of x, by the rules of
+    :func:`dora_linear`. On a GPU eager code runs each low-rank product over all tokens. Derivation: ``fdora/eager/multi.py``.
+    References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3; Zhu et al., LoRAFusion, 2025, arXiv:2510.00206.
+    """
+    fn = "dora_linear_multi"
+    of_each = None if ranks is None else tuple(ranks)
+    check_multi(fn, x, W, A, B, m, offsets, ids, norm, bias, of_each)
+    check_dropout(fn, dropout_p, "lora")
+    x = cast_x(fn, x, W)
+    G = A.shape[0]
+    wrong = fault(offsets, ids, prod(x.shape[:-1]), G)
+    if wrong:
+        arg, want = ("ids", f"from -1 to {G - 1}") if offsets is None else ("offsets", "ends, in order, of segments of x")
+        raise fail(fn, arg, want, wrong, "They say whose each token is.")
+    name = select_backend(x, backend=backend).name
+    scale = scalings(fn, s, G, x)
+    c = None
+    if m is not None:
+        c = bank_norm(W, A, B, scale, of_each, name) if norm is None else norm
+        c = c.to(torch.promote_types(x.dtype, torch.float32))
+    seeds = seeds_of(fn, seed, G, x.device) if dropout_p else None
+    ends, order = (offsets, None) if ids is None else route(ids.reshape(-1), G, name)
+    assert ends is not None
+    saves = m is not None and save_for_dm(m, c, False) != "nothing"
+    call = Call(of_each, float(dropout_p), saves, name)
+    return multi(x, Operands(W, A, B, m, c, bias, seeds), Tokens(scale, ends, order), call)
+
+
+def check_multi(
+    fn: str, x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor | None, offsets: Tensor | None, ids: Tensor | None,
+    norm: Tensor | None, bias: Tensor | None, ranks: tuple[int, ...] | None,
+) -> None:  # fmt: skip
+    """Everything but values and s."""
+    key = key_of(f"{fn} {ranks}", (x, W, A, B, m, offsets, ids, norm, bias))
+    if passed(key):
+        check_frozen(fn, "W", W)
+        return
+    tensors = {"W": W, "A": A, "B": B, "m": m, "norm": norm, "bias": bias, "x": x}
+    if m is None:
+        del tensors["m"]
+        if norm is not None:
+            raise fail(fn, "norm", "None without m", "a Tensor", "Plain LoRA has no norm: g is 1.")
+    check_ranks(fn, ranks, check_bank(fn, tensors), A.shape[1])
+    check_dtype(fn, "x", x, FLOATS, "Cast it to the dtype of W.")
+    check_dtype(fn, "bias", bias, FLOATS)
+    check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
+    if (offsets is None) == (ids is None):
+        have = "neither" if ids is None else "both"
+        raise fail(fn, "offsets", "given, or ids, not both", have, "One of them says which adapter each token has.")
+    check_device(fn, "W", {"W": W, "offsets": offsets, "ids": ids})
+    if offsets is not None:
+        check_shapes(fn, {"A": "G r K", "offsets": "G"}, {"A": A, "offsets": offsets})
+        check_dtype(fn, "offsets", offsets, (torch.int32,))
+    elif ids is not None:
+        lead = tuple(x.shape[:-1])
+        check_dtype(fn, "ids", ids, (torch.int64, torch.int32))
+        if tuple(ids.shape) not in ((prod(lead),), lead):
+            raise fail(fn, "ids", f"{lead}, one for each token", tuple(ids.shape), "-1 is the layer without an adapter.")
+    remember(key)
+
+
+def seeds_of(fn: str, seed: Any, adapters: int, device: torch.device) -> Tensor:
+    """(G,) int64."""
+    if seed is None:
+        return torch.randint(2**62, (adapters,), device=device)
+    if isinstance(seed, Tensor) and seed.dim() == 1:
+        check_dtype(fn, "seed", seed, (torch.int64,))
+        check_device(fn, "seed", {"seed": seed})
+        seed = seed.unbind() if seed.shape[0] != adapters else seed
+    if isinstance(seed, (list, tuple)):
+        if len(seed) != adapters:
+            raise fail(fn, "seed", f"one, or {adapters}, one for each adapter", len(seed), "Adapters may share a seed.")
+        return torch.stack([seed_tensor(fn, each, device) for each in seed])
+    return seed if isinstance(seed, Tensor) and seed.dim() == 1 else seed_tensor(fn, seed, device).expand(adapters)

@@ -1,0 +1,179 @@
+"""Who owns which token where many adapters share a W; see fdora/triton/multi.py.
+
+Tokens are sorted: segment a holds those of adapter a, segment G those behind the last end, which have no adapter. The pairs of
+a tile of rows and a segment that meet lie on a staircase, so ``tile + segment`` numbers them: at most tiles + G of them, known
+without a look at the lengths. A program of a pair finds its own by counting.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.kernels.g import g_tile
+from fdora.triton.runtime.cost import launched
+
+
+@triton.jit
+def bounds_of(offsets, a, G, M):
+    """First token of segment a and the one behind its last."""
+    lo = tl.load(offsets + a - 1, mask=a > 0, other=0)
+    hi = tl.load(offsets + a, mask=a < G, other=M)
+    return tl.minimum(lo, M), tl.minimum(hi, M)
+
+
+@triton.jit
+def segments_of(t, offsets, G, BLOCK_G: tl.constexpr):
+    """The segment of each token t: how many end before it."""
+    found = tl.zeros_like(t)
+    for a0 in range(0, G, BLOCK_G):
+        a = a0 + tl.arange(0, BLOCK_G)
+        end = tl.load(offsets + a, mask=a < G, other=0x7FFFFFFF)
+        found += tl.sum((end[None, :] <= t[:, None]).to(tl.int32), axis=1)
+    return found
+
+
+@triton.jit
+def segment_of(t, offsets, G, BLOCK_G: tl.constexpr):
+    """The same for one token."""
+    found = t * 0
+    for a0 in range(0, G, BLOCK_G):
+        a = a0 + tl.arange(0, BLOCK_G)
+        end = tl.load(offsets + a, mask=a < G, other=0x7FFFFFFF)
+        found += tl.sum((end <= t).to(tl.int32), axis=0)
+    return found
+
+
+@triton.jit
+def pair_of(pair, offsets, G, M, ROWS: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Tile and segment of this number, the first token in both and the one behind the last: none where they do not meet."""
+    a = pair * 0
+    for a0 in range(0, G, BLOCK_G):
+        before = a0 + tl.arange(0, BLOCK_G)
+        end = tl.minimum(tl.load(offsets + before, mask=before < G, other=0), M)  # where the segment after it begins
+        a += tl.sum(((end // ROWS + before + 1 <= pair) & (before < G)).to(tl.int32), axis=0)
+    lo, hi = bounds_of(offsets, a, G, M)
+    tile = pair - a
+    return tile, a, tl.maximum(lo, tile * ROWS), tl.minimum(hi, (tile + 1) * ROWS)
+
+
+@triton.jit
+def rank_of(ranks, a, G, R, HAS_RANKS: tl.constexpr):
+    """The true rank of adapter a, 0 where there is none."""
+    r = tl.load(ranks + a, mask=a < G, other=0) if HAS_RANKS else R
+    return tl.where(a < G, r, 0)
+
+
+@triton.jit(launch_metadata=launched)
+def multi_ranks_kernel(ranks, G, first, w0, w1, w2, w3, w4, w5, w6, w7):
+    """32 ranks from 8 integers, four of 15 bits in each: numbers of the plan, as a table on the device."""
+    i = tl.arange(0, 32)
+    word = i // 4
+    low = tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
+    high = tl.where(word == 4, w4, tl.where(word == 5, w5, tl.where(word == 6, w6, w7)))
+    r = (tl.where(word < 4, low, high) >> (15 * (i % 4)).to(tl.int64)) & 0x7FFF
+    tl.store(ranks + first + i, r.to(tl.int32), mask=first + i < G)
+
+
+@triton.jit
+def _is_finite(flags, a, G, FLAGS: tl.constexpr):
+    """Whether all of each of these adapters is."""
+    i = tl.arange(0, FLAGS)
+    bad = tl.load(flags + a[:, None] * FLAGS + i[None, :], mask=i[None, :] < tl.where(a < G, FLAGS, 0)[:, None], other=0)
+    return tl.max(bad, axis=1) == 0
+
+
+@triton.jit
+def _route(
+    tile, offsets, ranks, flags, ids, route, steps, M, G, R, span, HAS_RANKS: tl.constexpr, FLAGS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    row = tile * BLOCK_M
+    t = row + tl.arange(0, BLOCK_M)
+    mine = segments_of(t, offsets, G, BLOCK_G)
+    tl.store(ids + t, mine, mask=t < M)
+    first = tl.min(mine, axis=0)
+    last = tl.max(tl.where(t < M, mine, 0), axis=0)
+    base = (tile + first) * span
+    count = tile * 0
+    for a0 in range(first, tl.minimum(last + 1, G), BLOCK_G):
+        a = a0 + tl.arange(0, BLOCK_G)
+        known = a < G
+        lo = tl.load(offsets + a - 1, mask=known & (a > 0), other=0)
+        hi = tl.load(offsets + a, mask=known, other=0)
+        here = known & (tl.maximum(lo, row) < tl.minimum(tl.minimum(hi, M), row + BLOCK_M))
+        r = tl.load(ranks + a, mask=known, other=0) if HAS_RANKS else tl.where(known, R, 0)
+        slabs = tl.where(here, (r + BLOCK_R - 1) // BLOCK_R, 0)
+        if FLAGS > 0:  # zeros times what is not finite would reach the rows of others: its own get a NaN by g
+            slabs = tl.where(_is_finite(flags, a, G, FLAGS) | (first == last), slabs, 0)
+        at = base + count + tl.cumsum(slabs, axis=0) - slabs
+        for i in range(0, span):
+            tl.store(steps + at + i, a * 32768 + i, mask=i < slabs)
+        count += tl.sum(slabs, axis=0)
+    tl.store(route + 4 * tile, first)
+    tl.store(route + 4 * tile + 1, last)
+    tl.store(route + 4 * tile + 2, count)
+    tl.store(route + 4 * tile + 3, base)
+
+
+@triton.jit(launch_metadata=launched)
+def multi_routes_kernel(
+    offsets, ranks, flags, m, c, ids, route, steps, g, M, G, N, R, span, tiles,
+    HAS_RANKS: tl.constexpr, HAS_M: tl.constexpr, HAS_G: tl.constexpr, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Of each tile of rows: its first and last segment, and its steps of low rank (adapter and slab), one after the other.
+    Of each token its segment, and of each segment g: 1 behind the last adapter."""
+    pid = tl.program_id(0)
+    if pid < tiles:
+        _route(pid, offsets, ranks, flags, ids, route, steps, M, G, R, span, HAS_RANKS, FLAGS, BLOCK_M, BLOCK_R, BLOCK_G)
+    elif HAS_G:
+        blocks = tl.cdiv(N, BLOCK_N)
+        a = (pid - tiles) // blocks
+        n = (pid - tiles) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+        at = tl.cast(a, tl.int64) * N
+        ga = tl.full((BLOCK_N,), 1.0, tl.float32)
+        if HAS_M and a < G:
+            ga = g_tile(m + at, c + at, n, N)
+        if FLAGS > 0:
+            i = tl.arange(0, FLAGS)
+            bad = tl.load(flags + a * FLAGS + i, mask=i < tl.where(a < G, FLAGS, 0), other=0)
+            ga = tl.where(tl.max(bad, axis=0) == 0, ga, float("nan"))
+        tl.store(g + at + n, ga, mask=n < N)
+
+
+@triton.jit(launch_metadata=launched)
+def multi_h_kernel(
+    x, f, s, offsets, ranks, h, pad, M, G, K, R, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr, stride_hm, stride_pm,
+    HAS_RANKS: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """s_a x f_a for the rows of each adapter, (M, R). ``pad``: by pairs with the tiles of the product, TILE rows each, zeros
+    where a row belongs to another adapter."""
+    PARTS: tl.constexpr = TILE // BLOCK_M
+    pair = tl.program_id(1) // PARTS
+    part = tl.program_id(1) % PARTS * BLOCK_M
+    first_r = tl.program_id(0) * BLOCK_R
+    tile, a, lo, hi = pair_of(pair, offsets, G, M, TILE, BLOCK_G)
+    if lo < hi:
+        t = tile * TILE + part + tl.arange(0, BLOCK_M)
+        r, k = first_r + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+        mine = (t >= lo) & (t < hi)
+        rank = rank_of(ranks, a, G, R, HAS_RANKS)
+        # Nothing to multiply: no row of this part is the adapter's, or the slab lies behind its rank.
+        some = (tile * TILE + part < hi) & (tile * TILE + part + BLOCK_M > lo) & (first_r < rank)
+        at_x = x + t[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk
+        at_f = f + tl.cast(a, tl.int64) * stride_fa + k[:, None].to(tl.int64) * stride_fk + r[None, :].to(tl.int64) * stride_fr
+        acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+        end = tl.where(some, K, 0)
+        for k0 in range(0, end, BLOCK_K):
+            xt = tl.load(at_x, mask=mine[:, None] & (k < K - k0)[None, :], other=0.0)
+            ft = tl.load(at_f, mask=(k < K - k0)[:, None] & (r < rank)[None, :], other=0.0)
+            acc = tl.dot(xt, ft.to(xt.dtype), acc, input_precision=PRECISION)
+            at_x += BLOCK_K * stride_xk
+            at_f += BLOCK_K * stride_fk
+        out = tl.where(mine[:, None], acc * tl.load(s + a, mask=a < G, other=0.0), 0.0).to(h.dtype.element_ty)
+        tl.store(h + t[:, None].to(tl.int64) * stride_hm + r[None, :], out, mask=mine[:, None] & (r < R)[None, :])
+        if PADDED:
+            row = (pair * TILE + part + tl.arange(0, BLOCK_M)).to(tl.int64)
+            tl.store(pad + row[:, None] * stride_pm + r[None, :], out, mask=(r < R)[None, :] & (row >= 0)[:, None])

@@ -1,0 +1,186 @@
+"""The product of a layer whose tokens belong to many adapters; see fdora/triton/multi_gemm.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.kernels.gemm import tile_of_product
+from fdora.triton.kernels.multi import bounds_of, rank_of
+from fdora.triton.kernels.multi_rows import keep_of_segments
+from fdora.triton.kernels.tile import products
+from fdora.triton.runtime.cost import launched
+
+LOAD = tl.constexpr("ld.global.f32 $0, [$1];")
+
+
+@triton.jit
+def _scaled(
+    acc, g, bias, ids, first, last, row, n, M, N, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """g of each row's segment, and bias."""
+    if HAS_G:
+        if first == last:
+            acc = acc * tl.load(g + tl.cast(first, tl.int64) * N + n, mask=n < N, other=0.0)[None, :]
+        else:
+            t = row + tl.arange(0, BLOCK_M)
+            a = tl.load(ids + t, mask=t < M, other=0).to(tl.int64)
+            at = g + a[:, None] * N + tl.minimum(n, N - 1)[None, :]
+            if PTX:  # as a load it would want the product in a layout of its own, through shared memory that is full
+                acc = acc * tl.inline_asm_elementwise(LOAD, "=f,l", [at.to(tl.int64)], tl.float32, True, 1)
+            else:
+                acc = acc * tl.load(at)
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def _store_tma(
+    acc, out, pre_scale, g, bias, ids, first, last, row, col, M, N,
+    HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, PTX: tl.constexpr, BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    if STORE_PRE_SCALE:
+        pre_scale.store([row, col], acc.to(pre_scale.dtype))
+    acc = _scaled(acc, g, bias, ids, first, last, row, col + tl.arange(0, WIDTH), M, N, HAS_G, HAS_BIAS, PTX, BLOCK_M)
+    out.store([row, col], acc.to(out.dtype))
+
+
+@triton.jit
+def _steps_of(route, tiles, M, N, steps_k, PROGRAMS, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """How many steps all tiles of this program have."""
+    total = tl.program_id(0) * 0
+    for i in range(tl.program_id(0), tiles, PROGRAMS * 32):
+        tile = i + tl.arange(0, 32) * PROGRAMS
+        row, _ = tile_of_product(tl.minimum(tile, tiles - 1), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        count = tl.load(route + 4 * (row // BLOCK_M) + 2, mask=tile < tiles, other=-steps_k)
+        total += tl.sum(count + steps_k, axis=0)
+    return total
+
+
+@triton.jit(launch_metadata=launched)
+def multi_gemm_tma_kernel(
+    x, w, h, b, out, pre_scale, g, bias, ids, route, steps, M, N, K, R, SPAN, PROGRAMS,
+    TRANS_B: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EPILOGUE_SUBTILE: tl.constexpr, GROUP_M: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """SPAN: rows of b from one adapter to the next. One loop over the steps of all tiles of a program: the compiler joins two
+    only where the inner one is always as long."""
+    steps_k = tl.cdiv(K, BLOCK_K)
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    total = _steps_of(route, tiles, M, N, steps_k, PROGRAMS, BLOCK_M, BLOCK_N, GROUP_M)
+    tile = tl.program_id(0) - PROGRAMS
+    i, end, row, col, at_row, base = -1, 0, 0, 0, 0, 0
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in range(0, total):
+        i = tl.where(i == end - 1, 0, i + 1)
+        if i == 0:
+            tile += PROGRAMS
+            row, col = tile_of_product(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+            at_row = row // BLOCK_M
+            end = steps_k + tl.load(route + 4 * at_row + 2)
+            base = tl.load(route + 4 * at_row + 3) - steps_k
+        if i < steps_k:
+            left, right, top, at, down = x, w, row, i * BLOCK_K, 0
+        else:
+            step = tl.load(steps + base + i)
+            left, right, top, at, down = h, b, (at_row + step // 32768) * BLOCK_M, step % 32768 * BLOCK_K, step // 32768 * SPAN
+        wt = right.load([down + col, at]).T if TRANS_B else right.load([down + at, col])
+        acc = tl.dot(left.load([top, at]), wt, acc)
+        if i == end - 1:
+            first, last = tl.load(route + 4 * at_row), tl.load(route + 4 * at_row + 1)
+            if EPILOGUE_SUBTILE:  # half the tile at a time through shared memory leaves room for one more stage
+                WIDTH: tl.constexpr = BLOCK_N // 2
+                one, two = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
+                _store_tma(
+                    one, out, pre_scale, g, bias, ids, first, last, row, col, M, N, HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX,
+                    BLOCK_M, WIDTH,
+                )  # fmt: skip
+                _store_tma(
+                    two, out, pre_scale, g, bias, ids, first, last, row, col + WIDTH, M, N, HAS_G, HAS_BIAS, STORE_PRE_SCALE,
+                    PTX, BLOCK_M, WIDTH,
+                )  # fmt: skip
+            else:
+                _store_tma(
+                    acc, out, pre_scale, g, bias, ids, first, last, row, col, M, N, HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX,
+                    BLOCK_M, BLOCK_N,
+                )  # fmt: skip
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+
+
+@triton.jit
+def low_rank_terms(
+    acc, h, b, offsets, ranks, first, last, row, col, M, N, G, R, stride_hm, stride_ba, stride_br, stride_bn,
+    HAS_RANKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """acc + h_a b_a in the rows of each adapter of the tile; what is not finite in one reaches no row of another."""
+    t, n, r = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    for a in range(first, tl.minimum(last + 1, G)):
+        lo, hi = bounds_of(offsets, a, G, M)
+        mine = (t >= lo) & (t < hi)
+        rank = tl.where(lo < hi, rank_of(ranks, a, G, R, HAS_RANKS), 0)
+        part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        at_h = h + t[:, None].to(tl.int64) * stride_hm + r[None, :]
+        at_b = b + tl.cast(a, tl.int64) * stride_ba + r[:, None].to(tl.int64) * stride_br + n[None, :].to(tl.int64) * stride_bn
+        for r0 in range(0, rank, BLOCK_R):
+            ht = tl.load(at_h, mask=mine[:, None] & (r < rank - r0)[None, :], other=0.0)
+            bt = tl.load(at_b, mask=(r < rank - r0)[:, None] & (n < N)[None, :], other=0.0)
+            part = tl.dot(ht, bt.to(ht.dtype), part, input_precision=PRECISION)
+            at_h += BLOCK_R
+            at_b += BLOCK_R * stride_br
+        acc += tl.where(mine[:, None], part, 0.0)
+    return acc
+
+
+@triton.jit(launch_metadata=launched)
+def multi_gemm_pointer_kernel(
+    x, w, h, b, out, pre_scale, g, bias, ids, offsets, ranks, route, M, N, K, R, G,
+    stride_xm, stride_xk, stride_wk, stride_wn, stride_hm, stride_ba, stride_br, stride_bn,
+    HAS_RANKS: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    row, col = tile_of_product(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    first, last = tl.load(route + 4 * (row // BLOCK_M)), tl.load(route + 4 * (row // BLOCK_M) + 1)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = low_rank_terms(
+        acc, h, b, offsets, ranks, first, last, row, col, M, N, G, R, stride_hm, stride_ba, stride_br, stride_bn, HAS_RANKS,
+        "ieee", BLOCK_M, BLOCK_N, BLOCK_R,
+    )  # fmt: skip
+    acc = products(acc, x, w, row, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K)
+    t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    at = t[:, None].to(tl.int64) * N + n[None, :]
+    mask = (t < M)[:, None] & (n < N)[None, :]
+    if STORE_PRE_SCALE:
+        tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
+    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, HAS_G, HAS_BIAS, False, BLOCK_M)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(launch_metadata=launched)
+def multi_epilogue_kernel(
+    v, h, b, out, pre_scale, g, bias, ids, offsets, ranks, route, seed, threshold, keep_scale, M, N, R, G,
+    stride_hm, stride_ba, stride_br, stride_bn,
+    HAS_RANKS: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, DROP: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """The same on a float32 product that is there. DROP masks the term of low rank."""
+    row, col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    first, last = tl.load(route + 4 * tl.program_id(0)), tl.load(route + 4 * tl.program_id(0) + 1)
+    t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    at = t[:, None].to(tl.int64) * N + n[None, :]
+    mask = (t < M)[:, None] & (n < N)[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = low_rank_terms(
+        acc, h, b, offsets, ranks, first, last, row, col, M, N, G, R, stride_hm, stride_ba, stride_br, stride_bn, HAS_RANKS,
+        PRECISION, BLOCK_M, BLOCK_N, BLOCK_R,
+    )  # fmt: skip
+    if DROP:
+        acc = tl.where(keep_of_segments(seed, threshold, ids, t, n, offsets, M, G), acc * keep_scale, 0.0)
+    acc += tl.load(v + at, mask=mask, other=0.0)
+    if STORE_PRE_SCALE:
+        tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
+    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, HAS_G, HAS_BIAS, False, BLOCK_M)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)

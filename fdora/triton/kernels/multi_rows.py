@@ -1,0 +1,75 @@
+"""Copies for many adapters: tokens into sorted order and back, a bank as one matrix."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.kernels.dropout import keep_rows
+from fdora.triton.kernels.multi import bounds_of
+from fdora.triton.runtime.cost import launched
+
+
+@triton.jit(launch_metadata=launched)
+def rows_kernel(x, order, out, M, N, stride_x, SCATTER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """out[t] = x[order[t]]; SCATTER: out[order[t]] = x[t]."""
+    t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (t < M)[:, None] & (n < N)[None, :]
+    there, here = tl.load(order + t, mask=t < M, other=0)[:, None], t[:, None].to(tl.int64)
+    if SCATTER:
+        tl.store(out + there * N + n[None, :], tl.load(x + here * stride_x + n[None, :], mask=mask), mask=mask)
+    else:
+        tl.store(out + here * N + n[None, :], tl.load(x + there * stride_x + n[None, :], mask=mask), mask=mask)
+
+
+@triton.jit(launch_metadata=launched)
+def bank_kernel(
+    x, ranks, out, flags, P, Q, height, pitch, stride_xa, stride_xp, stride_xq,
+    dtype: tl.constexpr, COPY: tl.constexpr, HAS_RANKS: tl.constexpr, BY_ROW: tl.constexpr, STEP: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """(G, P, Q) -> (G, height, Q), zeros below and beyond a rank (of rows where BY_ROW), rows ``pitch`` apart. ``flags``: of
+    each adapter and chunk of rows, whether a number is not finite. What no step of STEP reads is not written."""
+    a, chunk = tl.program_id(0), tl.program_id(1)
+    rank = tl.load(ranks + a) if HAS_RANKS else tl.maximum(P, Q)
+    read = tl.minimum(P, rank) if BY_ROW else P
+    wide = Q if BY_ROW else tl.minimum(Q, rank)
+    written = tl.minimum(height, tl.cdiv(read, STEP) * STEP) if BY_ROW else height
+    across = Q if BY_ROW else tl.minimum(Q, tl.cdiv(wide, STEP) * STEP)
+    rows = tl.cdiv(tl.cdiv(written, CHUNKS), BLOCK_P) * BLOCK_P
+    bad = tl.zeros((BLOCK_P,), tl.int32)
+    for p0 in range(chunk * rows, tl.minimum(written, (chunk + 1) * rows), BLOCK_P):
+        for q0 in range(0, across, BLOCK_Q):
+            p, q = p0 + tl.arange(0, BLOCK_P), q0 + tl.arange(0, BLOCK_Q)
+            at = (
+                x + tl.cast(a, tl.int64) * stride_xa + p[:, None].to(tl.int64) * stride_xp + q[None, :].to(tl.int64) * stride_xq
+            )
+            t = tl.load(at, mask=(p < read)[:, None] & (q < wide)[None, :], other=0.0).to(dtype)
+            v = t.to(tl.float32)
+            bad = tl.maximum(bad, tl.max((v - v != 0).to(tl.int32), axis=1))
+            if COPY:
+                at = out + (tl.cast(a, tl.int64) * height + p[:, None]) * pitch + q[None, :]
+                tl.store(at, t, mask=(p < written)[:, None] & (q < across)[None, :])
+    tl.store(flags + a * CHUNKS + chunk, tl.max(bad, axis=0))
+
+
+@triton.jit
+def keep_of_segments(seed, threshold, ids, t, k, offsets, M, G):
+    """Where the elements (t, k) survive: a token counts from the start of its segment, under the seed of its adapter."""
+    a = tl.load(ids + t, mask=t < M, other=0)
+    lo, _ = bounds_of(offsets, a, G, M)
+    return keep_rows(tl.load(seed + a, mask=a < G, other=0), threshold, t - lo, k)
+
+
+@triton.jit(launch_metadata=launched)
+def multi_drop_kernel(
+    x, out, seed, offsets, ids, threshold, scale, M, G, K, stride_xm, stride_xk, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (t < M)[:, None] & (k < K)[None, :]
+    row = t[:, None].to(tl.int64)
+    v = tl.load(x + row * stride_xm + k[None, :].to(tl.int64) * stride_xk, mask=mask).to(tl.float32)
+    v = tl.where(keep_of_segments(seed, threshold, ids, t, k, offsets, M, G), v * scale, 0.0)
+    tl.store(out + row * K + k[None, :], v.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,120 @@
+"""A handful of tokens of many adapters (decoding); see fdora/triton/multi_small.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.kernels.g import EPS
+from fdora.triton.kernels.multi import bounds_of, rank_of, segment_of, segments_of
+from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _place(order, t, M, HAS_ORDER: tl.constexpr):
+    """Where the token of this sorted position lies."""
+    return tl.load(order + t, mask=t < M, other=0) if HAS_ORDER else t.to(tl.int64)
+
+
+@triton.jit(launch_metadata=launched)
+def multi_shrink_kernel(
+    x, f, offsets, ranks, order, part, M, G, K, R, span, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr,
+    HAS_RANKS: tl.constexpr, HAS_ORDER: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """Parts of x f_a. The program of the first token of a segment does all of it, BLOCK_T tokens at a time."""
+    if PDL:
+        gdc_launch_dependents()
+    a = segment_of(tl.program_id(0), offsets, G, BLOCK_G)
+    lo, hi = bounds_of(offsets, a, G, M)
+    rank = rank_of(ranks, a, G, R, HAS_RANKS)
+    r, k = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+    begin = tl.program_id(2) * span
+    end = tl.where(tl.program_id(1) * BLOCK_R < rank, tl.minimum(begin + span, K), begin)
+    if (tl.program_id(0) == lo) & (a < G):
+        for t0 in range(lo, hi, BLOCK_T):
+            t = t0 + tl.arange(0, BLOCK_T)
+            at_x = x + _place(order, t, M, HAS_ORDER)[:, None] * stride_xm
+            at_f = f + tl.cast(a, tl.int64) * stride_fa + r[None, :].to(tl.int64) * stride_fr
+            acc = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+            for k0 in range(begin, end, BLOCK_K):
+                at = (k0 + k).to(tl.int64)
+                xt = tl.load(at_x + at[None, :] * stride_xk, mask=(t < hi)[:, None] & (at < end)[None, :], other=0.0)
+                ft = tl.load(at_f + at[:, None] * stride_fk, mask=(at < end)[:, None] & (r < rank)[None, :], other=0.0)
+                acc = tl.dot(xt, ft.to(xt.dtype), acc)
+            at = part + (tl.program_id(2) * M + t)[:, None] * R + r[None, :]
+            tl.store(at, acc, mask=(t < hi)[:, None] & (r < R)[None, :])
+
+
+@triton.jit(launch_metadata=launched)
+def multi_expand_kernel(
+    part, s, b, offsets, ranks, h, lora, M, G, N, R, stride_ba, stride_br, stride_bn,
+    PARTS: tl.constexpr, HAS_RANKS: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """h = s_a times the sum of the parts, and h b_a in float32, sorted; zeros for tokens without an adapter."""
+    if PDL:
+        gdc_launch_dependents()
+    a = segment_of(tl.program_id(1), offsets, G, BLOCK_G)
+    lo, hi = bounds_of(offsets, a, G, M)
+    rank = rank_of(ranks, a, G, R, HAS_RANKS)
+    n, r = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    sa = tl.load(s + a, mask=a < G, other=0.0)
+    if PDL:
+        gdc_wait()
+    if tl.program_id(1) == lo:
+        for t0 in range(lo, hi, BLOCK_T):
+            t = t0 + tl.arange(0, BLOCK_T)
+            acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+            for r0 in range(0, R, BLOCK_R):
+                here = (t < hi)[:, None] & (r0 + r < R)[None, :]
+                at = t[:, None] * R + (r0 + r)[None, :]
+                sums = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+                for i in tl.static_range(PARTS):  # always in the same order
+                    sums += tl.load(part + i * M * R + at, mask=here & (r0 + r < rank)[None, :], other=0.0)
+                ht = (sa * sums).to(h.dtype.element_ty)
+                if tl.program_id(0) == 0:
+                    tl.store(h + at, ht, mask=here)
+                at_b = b + tl.cast(a, tl.int64) * stride_ba + (r0 + r)[:, None].to(tl.int64) * stride_br
+                mask = (r0 + r < rank)[:, None] & (n < N)[None, :]
+                bt = tl.load(at_b + n[None, :].to(tl.int64) * stride_bn, mask=mask, other=0.0)
+                acc = tl.dot(ht, bt.to(ht.dtype), acc)
+            tl.store(lora + t[:, None].to(tl.int64) * N + n[None, :], acc, mask=(t < hi)[:, None] & (n < N)[None, :])
+
+
+@triton.jit(launch_metadata=launched)
+def multi_small_kernel(
+    x, w, lora, m, c, bias, offsets, order, out, pre_scale, M, G, N, K, stride_xm, stride_xk, stride_wk, stride_wn,
+    HAS_M: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, HAS_ORDER: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """One pass over W for all tokens; the term of low rank is there by then."""
+    t, n, k = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    place = _place(order, t, M, HAS_ORDER)
+    at_x = x + place[:, None] * stride_xm + k[None, :].to(tl.int64) * stride_xk
+    at_w = w + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        xt = tl.load(at_x, mask=(t < M)[:, None] & (k < K - k0)[None, :], other=0.0)
+        wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0)
+        acc = tl.dot(xt, wt, acc)
+        at_x += BLOCK_K * stride_xk
+        at_w += BLOCK_K * stride_wk
+    mask = (t < M)[:, None] & (n < N)[None, :]
+    if HAS_M:
+        a = segments_of(t, offsets, G, BLOCK_G).to(tl.int64)
+        at = a[:, None] * N + n[None, :]
+        own = mask & (a < G)[:, None]
+        ca = tl.load(c + at, mask=own, other=1.0).to(tl.float32)
+        g = tl.div_rn(tl.load(m + at, mask=own, other=1.0).to(tl.float32), tl.where(ca < EPS, EPS, ca))
+    if PDL:
+        gdc_wait()
+    acc += tl.load(lora + t[:, None].to(tl.int64) * N + n[None, :], mask=mask, other=0.0)
+    if STORE_PRE_SCALE:
+        tl.store(pre_scale + t[:, None].to(tl.int64) * N + n[None, :], acc.to(pre_scale.dtype.element_ty), mask=mask)
+    if HAS_M:
+        acc = acc * g
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + place[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=mask)

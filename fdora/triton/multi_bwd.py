@@ -1,0 +1,150 @@
+"""Backward of a layer whose tokens belong to many adapters, all in sorted order; see multi.py.
+
+    dz = g_a dy     dm_a = sum_t dy v / c_a     dh = s_a dz B_a     dx = dz W + dh A_a     dA_a = dh^T x     dB_a = dz^T h
+
+Sums run over the tokens of one adapter: a program owns what one segment and one strip of rows have in common, and a second pass
+adds such parts in their order. No atomics.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fdora.triton.configs import power_of_two, scale_config
+from fdora.triton.kernels.multi_bwd import multi_finish_kernel, multi_grad_kernel, multi_scale_kernel, multi_sum_kernel
+from fdora.triton.multi_gemm import (
+    Right,
+    Routes,
+    Wanted,
+    block_of,
+    lay,
+    low_rank_input,
+    multi_gemm,
+    rank_table,
+    routes,
+    shape_of,
+)
+from fdora.triton.multi_rows import drop
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.plan import Array
+from fdora.triton.sums import column_sums
+
+FINISH_N, FINISH_T = 32, 32
+SUM = 1024
+
+
+class Out(NamedTuple):
+    """Where the gradients go; None for what nobody wants."""
+
+    dx: Array | None
+    dA: Array | None
+    dB: Array | None
+    dm: Array | None
+    dc: Array | None
+    dbias: Array | None
+
+
+def backward(
+    plan: Builder, dy: Array, x: Array, bank: Any, h: Array | None, kept: Array | None, pre_scale: bool,
+    numbers: tuple[int, ...] | None, p: float, out: Out,
+) -> None:  # fmt: skip
+    M, t = x.shape[0], x.dtype
+    if M == 0:
+        for each in out:
+            if each is not None:
+                plan.zero(each)
+        return
+    R = bank.A.shape[1]
+    dz = plan.temp(dy.shape, t) if any(d is not None for d in out[:3]) else None
+    shape = shape_of(plan, dz or dy, out.dx or x, bank.W, R, False, bank.seed is not None)
+    ranks = rank_table(plan, numbers)
+    right = Right(bank.W, bank.A, False)
+    laid = None if out.dx is None else lay(plan, right, shape, t, numbers, ranks)
+    found = routes(plan, bank, M, ranks, shape, None if laid is None else laid.flags)
+    fused = _scale(plan, dy, x, bank, h, kept, pre_scale, found, dz, out)
+    if dz is None:
+        return
+    if out.dx is not None or out.dA is not None:
+        dh = plan.temp((M, R), t)
+        pad = low_rank_input(plan, dz, bank.B, True, bank, ranks, shape, dh)
+        if out.dx is not None:
+            plain = found._replace(g=None)
+            multi_gemm(plan, dz, dh, pad, right, laid, bank, plain, shape, Wanted(out.dx), p, bank.seed is not None)
+        if out.dA is not None:
+            _gradient(plan, out.dA, dh, drop(plan, x, bank, found.ids, p), bank, ranks, True)
+    if out.dB is not None and not fused:
+        assert h is not None
+        _gradient(plan, out.dB, dz, h, bank, ranks, False)
+
+
+def _scale(
+    plan: Builder, dy: Array, x: Array, bank: Any, h: Array | None, kept: Array | None, pre_scale: bool, found: Routes,
+    dz: Array | None, out: Out,
+) -> bool:  # fmt: skip
+    """dz, dm, dc and dbias; and dB, where its parts are few beside dz: whether that is so."""
+    (M, N), K, (G, R, _) = dy.shape, x.shape[1], bank.A.shape
+    config = scale_config(M, N, R, dy.dtype != torch.float32, plan.device.capability)
+    rows = config.ROWS
+    pairs = cdiv(M, rows) + G
+    need_m, need_bias = out.dm is not None or out.dc is not None, out.dbias is not None
+    partial_m = plan.temp((pairs, N), torch.float32) if need_m else None
+    partial_bias = plan.temp((pairs, N), torch.float32) if need_bias else None
+    has_g = found.g is not None
+    block_r = config.BLOCK_R if out.dB is not None and 4 * pairs * R < M else 0
+    partial_B = plan.temp((pairs, N, R), torch.float32) if block_r else None
+    if dz is not None or need_m or need_bias:
+        plan.launch(
+            multi_scale_kernel, (cdiv(N, config.BLOCK_N), pairs),
+            (dy, kept, h if block_r else None, found.g, bank.offsets, dz, partial_m, partial_bias, partial_B, M, G, N, R,
+             dy.stride[0], 0 if kept is None else kept.stride[0], 0 if h is None else h.stride[0]),
+            (has_g, dz is not None, need_m, need_bias, block_r, config.BLOCK_M, config.BLOCK_N, rows, block_of(G)),
+            config.num_warps,
+        )  # fmt: skip
+    if out.dB is not None and partial_B is not None:
+        plan.launch(
+            multi_sum_kernel, (cdiv(N * R, SUM), G), (partial_B, bank.offsets, out.dB, M, G, N * R), (rows, SUM), 4
+        )  # fmt: skip
+    if out.dbias is not None:
+        assert partial_bias is not None
+        column_sums(plan, partial_bias, out.dbias)
+    if need_m:
+        assert h is not None
+        info = torch.finfo(dy.dtype)
+        tiny = info.tiny / info.eps  # below it y = g v is subnormal where v is not small
+        by_b = bank.B.stride
+        plan.launch(
+            multi_finish_kernel, (cdiv(N, FINISH_N), G),
+            (dy, x, bank.W, h, bank.B, found.g, bank.c, bank.offsets, partial_m, out.dm, out.dc, M, G, N, K, R, tiny,
+             dy.stride[0], x.stride[0], *bank.W.stride, h.stride[0], *by_b),
+            (out.dm is not None, out.dc is not None, pre_scale, rows, FINISH_N, FINISH_T), 4,
+        )  # fmt: skip
+    return partial_B is not None
+
+
+def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, ranks: Array | None, rank_first: bool) -> None:
+    """u_a^T v_a over the tokens of each adapter: (M, P), (M, Q) -> (G, P, Q)."""
+    (M, P), Q, (G, R, _) = u.shape, v.shape[1], bank.A.shape
+    half = u.dtype != torch.float32
+    wide, narrow, block_t = (128, min(64, power_of_two(R)), 64) if half else (64, min(32, power_of_two(R)), 32)
+    block_p, block_q = (narrow, wide) if rank_first else (wide, narrow)
+    blocks = cdiv(P, block_p) * cdiv(Q, block_q)
+    # Were all tokens one adapter's, so many parts would still keep the GPU busy; but they must be few beside u and v.
+    strips = max(1, min(cdiv(3 * plan.device.num_sms, blocks), cdiv(M, 4 * block_t), 16))
+    if 8 * (strips + G) * P * Q > M * (P + Q):
+        strips = 1
+    rows = 1 << (cdiv(M, strips) - 1).bit_length() if strips > 1 else 0
+    single = rows == 0
+    places = G if single else cdiv(M, rows) + G
+    target = out if single else plan.temp((places, P, Q), torch.float32)
+    plan.launch(
+        multi_grad_kernel, (cdiv(P, block_p), cdiv(Q, block_q), places),
+        (u, v, bank.offsets, ranks, target, M, G, P, Q, R, u.stride[0], v.stride[0]),
+        (ranks is not None, rank_first, single, "ieee", rows, block_p, block_q, block_t, block_of(G)), 4, 3,
+    )  # fmt: skip
+    if not single:
+        plan.launch(
+            multi_sum_kernel, (cdiv(P * Q, SUM), G), (target, bank.offsets, out, M, G, P * Q), (rows, SUM), 4
+        )  # fmt: skip

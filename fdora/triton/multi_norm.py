@@ -1,0 +1,84 @@
+"""``c_a = ||W + s_a B_a A_a||`` of every adapter in one pass over W, nothing of size (N, K) written; compare norm.py.
+
+A program owns one tile of W, which it reads once. For each adapter it multiplies the slabs of B and A that belong there, adds
+the tile, squares, and writes one partial sum per row; they are added in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdora._torch import needs_dispatcher
+from fdora.triton.configs import norm_config
+from fdora.triton.kernels.multi_norm import multi_norm_kernel, multi_root_kernel
+from fdora.triton.multi_gemm import rank_table
+from fdora.triton.norm import GROUP_N
+from fdora.triton.op import op
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import Device, cdiv
+from fdora.triton.runtime.plan import Like, Plan
+from fdora.triton.runtime.walk import plan_for, run
+from fdora.triton.sums import SUM_N, SUM_T
+
+
+def bank_norm(
+    W: Tensor, A: Tensor, B: Tensor, s: Tensor, ranks: tuple[int, ...] | None, max_bytes: int | None = None
+) -> Tensor:
+    """(N, K), (G, r, K), (G, N, r), (G,) -> c (G, N) float32. ``max_bytes`` bounds the partials."""
+    run_it: Any = row_norms if needs_dispatcher(W) else _row_norms
+    return run_it(W, A, B, s, list(ranks or ()), max_bytes)
+
+
+def _row_norms(W: Tensor, A: Tensor, B: Tensor, s: Tensor, ranks: Sequence[int], max_bytes: int | None) -> Tensor:
+    return run(*_planned(W, A, B, s, ranks, max_bytes))[0]
+
+
+def _planned(
+    W: Tensor, A: Tensor, B: Tensor, s: Tensor, ranks: Sequence[int], max_bytes: int | None
+) -> tuple[Plan, tuple, tuple]:
+    tensors = (W, A, B, s)
+    return plan_for(plan_bank_norm, tensors, tuple(ranks), max_bytes), tensors, ()
+
+
+def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[int, ...], max_bytes: int | None) -> Plan:
+    plan = Builder("norms of a bank", device)
+    W, A, B = map(plan.matrix, likes[:3])
+    s = plan.vector(likes[3])
+    (N, K), (G, R, _) = W.shape, A.shape
+    c = plan.result("c", (G, N), torch.float32)
+    table = rank_table(plan, ranks or None)
+    half = A.dtype == B.dtype and A.itemsize == 2
+    config = norm_config(min(R, 64), half, plan.device.capability, False, W.itemsize == 2)
+    block_n, block_k, block_r, precision, _, num_stages, _ = config  # by 8 warps: a tile of W stays in registers
+    tiles = cdiv(K, block_k)
+    rows = N if max_bytes is None else max(block_n, max_bytes // (4 * tiles * G) // block_n * block_n)
+    even = N % block_n == 0 and rows % block_n == 0 and K % block_k == 0 and R % block_r == 0
+    for i in range(0, N, max(1, rows)):
+        w, own = W.rows(i, i + rows), min(rows, N - i)
+        partial = plan.temp((tiles, G * own), torch.float32)
+        b = replace(B, shape=(G, own, R), offset=B.offset + i * B.stride[1], aligned=B.aligned and i * B.stride[1] % 8 == 0)
+        plan.launch(
+            multi_norm_kernel, (cdiv(own, block_n) * tiles,),
+            (w, A, b, s, table, partial, own, K, R, G, cdiv(R, block_r), *w.stride, *A.stride, *B.stride),
+            (table is not None, block_n, block_k, block_r, GROUP_N, even, precision), 8, num_stages,
+        )  # fmt: skip
+        plan.launch(
+            multi_root_kernel, (cdiv(own, SUM_N), G), (partial, c, own, G, tiles, i, N), (SUM_N, SUM_T), 4
+        )  # fmt: skip
+    plan.path = "one pass over W for all adapters, nothing of its size written"
+    return plan.plan()
+
+
+def _fake_row_norms(W, A, B, s, ranks, max_bytes):
+    return W.new_empty((A.shape[0], W.shape[0]), dtype=torch.float32)
+
+
+row_norms = op(
+    "row_norms", _row_norms, _fake_row_norms, _planned,
+    "(Tensor W, Tensor A, Tensor B, Tensor s, SymInt[] ranks, int? max_bytes) -> Tensor",
+)  # fmt: skip

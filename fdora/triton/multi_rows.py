@@ -1,0 +1,91 @@
+"""Copies for many adapters: tokens into sorted order and back, the dropped x, a bank as one matrix of one dtype."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+
+from fdora.triton.configs import power_of_two
+from fdora.triton.dropout import threshold
+from fdora.triton.kernels.multi_rows import bank_kernel, multi_drop_kernel, rows_kernel
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.plan import Array
+
+BLOCK_M, BLOCK_N = 8, 512
+BLOCK_Q, AREA = 256, 4096
+CHUNKS = 32  # of the rows of an adapter, a program each
+NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def sort(plan: Builder, t: Any, order: Array | None) -> Any:
+    """Row by row in sorted order; itself where it is sorted already."""
+    if order is None or t is None:
+        return t
+    out = plan.temp(t.shape, t.dtype)
+    _rows(plan, t, order, out, False)
+    return out
+
+
+def unsort(plan: Builder, t: Array, order: Array, out: Array) -> None:
+    """From sorted order into ``out``."""
+    _rows(plan, t, order, out, True)
+
+
+def _rows(plan: Builder, x: Array, order: Array, out: Array, scatter: bool) -> None:
+    M, N = x.shape
+    grid = (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N))
+    plan.launch(rows_kernel, grid, (x, order, out, M, N, x.stride[0]), (scatter, BLOCK_M, BLOCK_N), 4)
+
+
+def drop(plan: Builder, x: Array, bank: Any, ids: Array, p: float) -> Array:
+    """The dropped x, tokens counted from the start of their segment, under the seed of its adapter; x itself without seeds."""
+    if bank.seed is None:
+        return x
+    M, K = x.shape
+    out = plan.temp(x.shape, x.dtype)
+    plan.launch(
+        multi_drop_kernel, (cdiv(M, BLOCK_M), cdiv(K, BLOCK_N)),
+        (x, out, bank.seed, bank.offsets, ids, threshold(p), 1 / (1 - p), M, bank.A.shape[0], K, *x.stride),
+        (BLOCK_M, BLOCK_N), 4,
+    )  # fmt: skip
+    return out
+
+
+class Laid(NamedTuple):
+    """A bank as TMA reads it: (G * height, Q)."""
+
+    matrix: Array
+    height: int
+    flags: Array  # (G, CHUNKS), which of them holds what is not finite
+
+
+def as_matrix(
+    plan: Builder,
+    bank: Array,
+    dtype: torch.dtype,
+    by_row: bool,
+    step: int,
+    numbers: tuple[int, ...] | None,
+    ranks: Array | None,
+) -> Laid:
+    """(G, P, Q), ranks along P where ``by_row``, else along Q: itself, or a copy in which a step of that many ranks meets zeros
+    beyond the last one, not the next adapter (0 times a NaN is one)."""
+    G, P, Q = bank.shape
+    by_bank, by_p, by_q = bank.stride
+    height = cdiv(P, step) * step if by_row else P
+    pitched = by_q == 1 and by_p >= Q and by_p * bank.itemsize % 16 == 0 and (by_bank == P * by_p or G == 1)
+    whole = numbers is None or all(r % step == 0 for r in numbers)
+    copy = not (bank.dtype == dtype and bank.aligned and height == P and pitched and whole)
+    pitch = cdiv(Q, 16 // dtype.itemsize) * (16 // dtype.itemsize)
+    out = plan.temp((G * height, Q), dtype, (pitch, 1)) if copy else replace(bank, shape=(G * P, Q), stride=(by_p, 1))
+    flags = plan.temp((G, CHUNKS), torch.int32)
+    block_q = min(BLOCK_Q, power_of_two(Q))
+    plan.launch(
+        bank_kernel, (G, CHUNKS), (bank, ranks, out if copy else None, flags, P, Q, height, pitch, *bank.stride),
+        (NAMES[dtype], copy, ranks is not None, by_row, step, CHUNKS, AREA // block_q, block_q), 4,
+    )  # fmt: skip
+    return Laid(out, height, flags)

@@ -1,0 +1,457 @@
+"""What dora_linear_multi promises, against float64 code and against each adapter's own call."""
+
+import itertools
+from functools import wraps
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from fdora.eager import multi
+from fdora.eager.dropout import drop
+from fdora.eager.norm import smallest_bytes
+from fdora.functional import DoraParams, dora_linear, dora_linear_multi, dora_norm, dora_stack, dora_unstack
+from fdora.quant import quantize
+from tests import device, reference
+from tests.close import assert_exact, assert_within, rel_l2
+from tests.make import KINDS, grads, tensors
+
+P, SEEDS = 0.4, [11, 5, 2**40 + 7]
+DROPOUT = {"none": {}, "dropout": {"dropout_p": P, "seed": SEEDS}}
+ROUTES = ("offsets", "ids")
+RANKS, SCALES, LENGTHS = (2, 1, 3), (0.7, -1.5, 2.0), (4, 0, 3)
+
+
+class Case(NamedTuple):
+    """Tokens that several adapters share out among themselves."""
+
+    x: torch.Tensor
+    W: torch.Tensor
+    bias: torch.Tensor | None
+    adapters: list  # DoraParams of each; m None for plain LoRA
+    s: tuple
+    ids: torch.Tensor  # (M,) whose each token is, -1: nobody's
+
+    def leaves(self):
+        """By name: x, bias, A0, B0, m0, A1 and so on."""
+        own = {f"{n}{g}": t for g, p in enumerate(self.adapters) for n, t in zip("ABm", p, strict=True) if t is not None}
+        return {"x": self.x} | ({} if self.bias is None else {"bias": self.bias}) | own
+
+    def tracked(self):
+        leaves = {n: t.detach().clone().requires_grad_() for n, t in self.leaves().items()}
+        adapters = [DoraParams(*(leaves.get(f"{n}{g}") for n in "ABm")) for g in range(len(self.adapters))]
+        return self._replace(x=leaves["x"], bias=leaves.get("bias"), adapters=adapters)
+
+    def double(self):
+        wide = [DoraParams(*(None if t is None else t.double() for t in p)) for p in self.adapters]
+        return self._replace(x=self.x.double(), W=self.W.double(), bias=_double(self.bias), adapters=wide)
+
+
+def _double(t):
+    return None if t is None else t.double()
+
+
+def case(
+    lengths=LENGTHS, tail=2, N=6, K=5, ranks=RANKS, s=SCALES, dtype=torch.float64, adapter=None, kind="plain", bias=True,
+    route="offsets", spread=0.05, seed=0,
+):  # fmt: skip
+    """Adapters of one W; each has the g that tests.make gave it. By offsets tokens are sorted, by ids shuffled."""
+    M = sum(lengths) + tail
+    own = [
+        tensors(N, K, r, (M,), dtype, adapter, kind, si, spread, seed + i)
+        for i, (r, si) in enumerate(zip(ranks, s, strict=True))
+    ]
+    W, adapters = own[0]["W"], []
+    for t in own:
+        c, theirs = reference.norm(W, t["A"], t["B"], t["s"]), reference.norm(t["W"], t["A"], t["B"], t["s"])
+        m = torch.where(theirs > 0, t["m"] * c / theirs, t["m"])
+        adapters.append(DoraParams(t["A"], t["B"], m.to(t["m"].dtype)))
+    ids = torch.tensor([g for g, n in enumerate(lengths) for _ in range(n)] + [-1] * tail)
+    if route == "ids":
+        ids = ids[torch.randperm(M, generator=torch.Generator().manual_seed(seed))]
+    bias = own[0]["bias"] if bias else None
+    return Case(own[0]["x"], W, bias, adapters, tuple(s), ids.to(device.NAME))
+
+
+def routed(t):
+    """offsets or ids for the call."""
+    ends = [int((t.ids == g).sum()) for g in range(len(t.s))]
+    if bool((t.ids[:-1] % (len(t.s) + 1) <= t.ids[1:] % (len(t.s) + 1)).all()):  # -1 counts as the last
+        return {"offsets": torch.tensor(ends, device=device.NAME).cumsum(0).to(torch.int32)}
+    return {"ids": t.ids}
+
+
+def ranks_of(t):
+    return [p.A.shape[0] for p in t.adapters]
+
+
+def together(t, ranks=True, **extra):
+    extra = routed(t) | ({"ranks": ranks_of(t)} if ranks else {}) | extra
+    return dora_linear_multi(t.x, t.W, *dora_stack(t.adapters), s=t.s, bias=t.bias, **extra)
+
+
+def seeds_of(t):
+    return [SEEDS[g % 3] for g in range(len(t.s))]
+
+
+def places(t):
+    """The tokens of each adapter, then those of none."""
+    return [(t.ids == g).nonzero().squeeze(1) for g in [*range(len(t.s)), -1]]
+
+
+def whole(t, parts):
+    """Outputs of :func:`places` at their places."""
+    at = torch.cat(places(t))
+    return torch.cat(parts)[at.argsort()]
+
+
+def alone(t, dropout, dy):
+    """One call for each adapter that has tokens, on these tokens where they lie, or gathered: y and gradients, by name."""
+    found, at = {}, places(t)
+    if "offsets" in routed(t):
+        at = [slice(int(i[0]), int(i[-1]) + 1) if len(i) else i for i in at]
+    for g, (i, p, s) in enumerate(zip(at, [*t.adapters, None], [*t.s, None], strict=True)):
+        x = t.x[i].detach().requires_grad_()
+        if p is None:
+            found |= {f"y{g}": (i, torch.nn.functional.linear(x, t.W, t.bias))}
+        elif x.shape[0]:
+            p = DoraParams(*(v.detach().requires_grad_() for v in p))
+            drops = {} if dropout == "none" else {"dropout_p": P, "dropout_mode": "lora", "seed": seeds_of(t)[g]}
+            y = dora_linear(x, t.W, *p, s=s, bias=t.bias, **drops)
+            dx, *own = torch.autograd.grad(y, [x, *p], dy[i])
+            found |= {f"y{g}": (i, y), f"x{g}": (i, dx)} | {f"{n}{g}": (None, d) for n, d in zip("ABm", own, strict=True)}
+    return found
+
+
+def bits_of_own_calls(t, dropout="none"):
+    got = with_gradients(
+        lambda t: together(t, **({} if dropout == "none" else {"dropout_p": P, "seed": seeds_of(t)})), t, dy_of(t)
+    )
+    for n, (at, want) in alone(t, dropout, dy_of(t)).items():
+        assert torch.equal(got[n] if at is None else got[n[0]][at], want), n
+    return got
+
+
+def truth(t, dropout="none", g_is_one=()):
+    """In float64, by code of its own."""
+    *own, rest = places(t)
+    ys = []
+    for g, (at, (A, B, m), s) in enumerate(zip(own, t.adapters, t.s, strict=True)):
+        seed = torch.tensor(seeds_of(t)[g], device=device.NAME)
+        dropped = (lambda x, seed=seed: drop(x, seed, P)) if dropout != "none" else None
+        one = m is None or g in g_is_one
+        c = m = torch.ones(t.W.shape[0], dtype=torch.float64, device=device.NAME) if one else m
+        ys.append(reference.dora(t.x[at], t.W, A, B, m, s, t.bias, c if one else None, dropped, "lora"))
+    base = torch.nn.functional.linear(t.x[rest].double(), t.W.double(), _double(t.bias))
+    return whole(t, [*ys, base])
+
+
+def with_gradients(call, t, dy):
+    """y and the gradient of every leaf; zeros where none comes, as for an adapter without tokens."""
+    t = t.tracked()
+    y = call(t)
+    leaves = t.leaves()
+    found = torch.autograd.grad(y, list(leaves.values()), dy.to(y.dtype), allow_unused=True)
+    return {"y": y.detach()} | {
+        n: torch.zeros_like(leaf) if d is None else d for (n, leaf), d in zip(leaves.items(), found, strict=True)
+    }
+
+
+def dy_of(t, seed=1):
+    rand = torch.Generator().manual_seed(seed)
+    return torch.randn(t.x.shape[0], t.W.shape[0], generator=rand, dtype=torch.float64).to(t.x)
+
+
+def matches_the_truth():
+    """Outputs and gradients: all kinds of rows, both routes, with dropout and bias and without, ranks said or padded."""
+    for kind, dropout, route, extra in itertools.product(KINDS, DROPOUT, ROUTES, (False, True)):
+        t = case(kind=kind, route=route, bias=extra)
+        got = with_gradients(lambda t: together(t, ranks=extra, **DROPOUT[dropout]), t, dy_of(t))
+        want = with_gradients(lambda t: truth(t, dropout), t, dy_of(t))
+        for n, v in want.items():
+            assert_exact(got[n], v, f"{kind} {dropout} {route} {extra} d{n}")
+
+
+def any_segments():
+    """None at all, one that has all, only tokens of nobody, single tokens; and any leading axes of x."""
+    for lengths, tail in (((0, 0, 0), 0), ((0, 0, 0), 4), ((5, 0, 0), 0), ((0, 0, 5), 1), ((1, 1, 1), 0), ((0, 2, 0), 3)):
+        for route in ROUTES:
+            t = case(lengths, tail, route=route)
+            got, want = (with_gradients(f, t, dy_of(t)) for f in (together, truth))
+            for n, v in want.items():
+                assert_exact(got[n], v, f"{lengths} {tail} {route} d{n}")
+    t = case((3, 4, 1), 4)
+    for lead in ((2, 6), (3, 2, 2), (1, 12)):
+        y = together(t._replace(x=t.x.reshape(*lead, -1)))
+        assert_exact(y, truth(t).reshape(*lead, -1))
+        y = together(t._replace(x=t.x.reshape(*lead, -1)), offsets=None, ids=t.ids.reshape(lead))
+        assert_exact(y, truth(t).reshape(*lead, -1))
+    one = case((0, 1, 0), 0)
+    assert_exact(together(one._replace(x=one.x[0])), truth(one)[0])
+
+
+def gradients_are_right():
+    """gradcheck of banks, with norms given as values."""
+    for kind, dropout, frozen in itertools.product(("plain", "zero_m"), DROPOUT, ((), ("x",), ("A", "B"), ("m", "c"))):
+        t = case((2, 0, 1), 1, N=3, K=2, ranks=(1, 1, 1), kind=kind)
+        A, B, m = dora_stack(t.adapters)
+        c = dora_norm(t.W, A, B, s=t.s)
+        leaves = dict(x=t.x, A=A, B=B, m=m, c=c, bias=t.bias)
+        args = [v.detach().requires_grad_(n not in frozen) for n, v in leaves.items()]
+
+        def f(x, A, B, m, c, bias):
+            return dora_linear_multi(x, t.W, A, B, m, s=t.s, norm=c, bias=bias, **routed(t), **DROPOUT[dropout])
+
+        assert gradcheck(f, args, fast_mode=True, rtol=1e-4, atol=1e-5), (kind, dropout, frozen)
+
+
+def norms_of_a_bank():
+    """Those of each adapter, for dense and quantised weights and in any tile; and the gradient of c, by which one trains."""
+    for dtype, shape in itertools.product((torch.float64, torch.float32, torch.bfloat16), ((6, 5), (40, 33), (0, 5))):
+        t = case(N=shape[0], K=shape[1], dtype=dtype, adapter=torch.promote_types(dtype, torch.float32))
+        A, B, _ = dora_stack(t.adapters)
+        c = dora_norm(t.W, A, B, s=t.s)
+        assert c.dtype == A.dtype and c.shape == (3, shape[0]) and not c.requires_grad
+        for got, (a, b, _), s in zip(c, t.adapters, t.s, strict=True):
+            want = reference.norm(t.W, a, b, s)
+            assert ((got - want).abs() <= 1e-6 * want).all(), (dtype, shape)
+        scales = torch.tensor(t.s, device=device.NAME)
+        torch.testing.assert_close(dora_norm(t.W, A, B, s=scales), c, rtol=1e-6, atol=0)
+        least = smallest_bytes(t.W, A[0], B[0], False)
+        tiled = multi.bank_norm(t.W, A, B, scales.to(c.dtype), None, least)
+        torch.testing.assert_close(tiled, c, rtol=1e-6, atol=0)
+    t = case(N=8, K=64, dtype=torch.float32)
+    for kind in ("nf4", "int8", "fp8"):
+        Q = quantize(t.W, kind)
+        c = dora_norm(Q, *dora_stack(t.adapters)[:2], s=t.s)
+        for got, (a, b, _), s in zip(c, t.adapters, t.s, strict=True):
+            torch.testing.assert_close(got, dora_norm(Q, a, b, s=s), rtol=1e-6, atol=0)
+
+
+def padding_is_not_read():
+    """Beyond its rank an adapter's part of the bank may hold anything, and has no gradient; zeros there need no ranks."""
+    for route in ROUTES:
+        t = case(route=route)
+        want = with_gradients(truth, t, dy_of(t))
+        for fill in (0.0, float("nan")):
+            A, B, m = (v.detach().clone() for v in dora_stack(t.adapters))
+            for g, r in enumerate(ranks_of(t)):
+                A[g, r:], B[g, :, r:] = fill, fill
+            leaves = [v.requires_grad_() for v in (A, B, m)]
+            for ranks in (ranks_of(t), None) if fill == 0 else (ranks_of(t),):
+                y = dora_linear_multi(t.x, t.W, *leaves, s=t.s, bias=t.bias, ranks=ranks, **routed(t))
+                assert_exact(y, want["y"])
+                found = dict(zip("ABm", torch.autograd.grad(y, leaves, dy_of(t)), strict=True))
+                for g, each in enumerate(dora_unstack(DoraParams(**found), ranks_of(t))):
+                    r = ranks_of(t)[g]
+                    for n, d in zip("ABm", each, strict=True):
+                        assert_exact(d, want[f"{n}{g}"], f"{fill} {ranks} d{n}{g}")
+                    assert not found["A"][g, r:].any() and not found["B"][g, :, r:].any()
+
+
+def stacks_and_unstacks_bit_for_bit():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        t = case(dtype=dtype)
+        t.adapters[0].A[0, 0] = -0.0
+        bank = dora_stack(t.adapters)
+        assert [tuple(v.shape) for v in bank] == [(3, 3, 5), (3, 6, 3), (3, 6)]
+        for back, p in zip(dora_unstack(bank, ranks_of(t)), t.adapters, strict=True):
+            assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(back, p, strict=True))
+        assert dora_unstack(bank, ranks_of(t))[0].A[0, 0].signbit()
+        assert not bank.A[1, 1:].any() and not bank.B[0, :, 2:].any()
+        again = dora_stack(dora_unstack(bank, ranks_of(t)))
+        assert all(torch.equal(a, b) for a, b in zip(again, bank, strict=True))
+    lora = dora_stack([p._replace(m=None) for p in t.adapters])
+    assert lora.m is None and dora_unstack(lora)[0].m is None
+
+
+def plain_lora_beside_dora():
+    """m None for all; or rows of ones in m and in norm, with which g is 1 to the bit, and B trains at rows of zeros too."""
+    for kind, route in itertools.product(("plain", "zero_rows"), ROUTES):
+        t = case(kind=kind, route=route)
+        lora = t._replace(adapters=[p._replace(m=None) for p in t.adapters])
+        got, want = (with_gradients(f, lora, dy_of(t)) for f in (together, truth))
+        for n, v in want.items():
+            assert_exact(got[n], v, f"{kind} {route} d{n}")
+        plain = torch.tensor([False, True, True], device=device.NAME)[:, None]
+
+        def mixed(t):
+            A, B, m = dora_stack(t.adapters)
+            c = torch.where(plain, 1, dora_norm(t.W, A, B, s=t.s))
+            return dora_linear_multi(t.x, t.W, A, B, torch.where(plain, 1, m), s=t.s, norm=c, bias=t.bias, **routed(t))
+
+        got = with_gradients(mixed, t, dy_of(t))
+        want = with_gradients(lambda t: truth(t, g_is_one=(1, 2)), t, dy_of(t))
+        for n, v in want.items():
+            assert_exact(got[n], v, f"{kind} {route} mixed d{n}")
+
+
+def strangers_stay_strangers():
+    """A NaN or an infinity in one adapter, or in a token of one, reaches nobody else's tokens and no other gradient."""
+    for route, bad, what in itertools.product(ROUTES, (float("nan"), float("inf")), ("A", "B", "m", "x", "dy")):
+        t = case((3, 2, 2), 2, route=route, bias=False)
+        dy = dy_of(t)
+        want = with_gradients(together, t, dy)
+        sick = places(t)[1]
+        if what in ("x", "dy"):
+            (t.x if what == "x" else dy)[sick[0]] = bad
+        else:
+            getattr(t.adapters[1], what).fill_(bad)
+        got = with_gradients(together, t, dy)
+        well = torch.cat([at for g, at in enumerate(places(t)) if g != 1])
+        for n in ("y", "x"):
+            assert_exact(got[n][well], want[n][well], f"{bad} in {what}: {n}")
+        for n in ("A0", "B0", "m0", "A2", "B2", "m2"):
+            assert_exact(got[n], want[n], f"{bad} in {what}: {n}")
+
+
+def mixed_dtypes_are_within_budget():
+    """Adapters in x's dtype or float32: no worse than twice what naive code loses, gradients in each parameter's own dtype."""
+    half = (torch.bfloat16, torch.float16)
+    mixes = [(d, a) for d in half for a in (d, torch.float32)] + [
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float32),
+    ]
+    for (dtype, adapter), route in itertools.product(mixes, ROUTES):
+        t = case((20, 0, 33), 5, 40, 64, (8, 4, 16), (0.7, 1.0, 2.0), dtype, adapter, route=route, spread=0.0015)
+
+        def naive(t):
+            *own, rest = places(t)
+            ys = [reference.naive(t.x[at], t.W, *p, s, t.bias) for at, p, s in zip(own, t.adapters, t.s, strict=True)]
+            return whole(t, [*ys, torch.nn.functional.linear(t.x[rest], t.W, t.bias)])
+
+        dy = dy_of(t)
+        got, theirs, want = (with_gradients(f, t, dy) for f in (together, naive, truth))
+        for n, v in got.items():
+            assert n == "y" or v.dtype == t.leaves()[n].dtype
+            assert_within(v, theirs[n], want[n].double(), f"{dtype} {adapter} {route} {n}")
+
+
+def is_at_the_rounding_floor():
+    for route in ROUTES:
+        t = case((100, 56, 90), 10, 512, 768, (16, 8, 16), (2.0, 1.0, 2.0), torch.bfloat16, spread=0.0015, route=route)
+        t = t._replace(adapters=[p._replace(m=p.m.float()) for p in t.adapters])
+        got = rel_l2(together(t), truth(t))
+        assert got <= 1.7e-3, got
+
+
+def dm_of_rows_that_hide_it():
+    """A bias of hundreds, m = 0 and m near it in bf16: dm as good as without."""
+    for trap in ("bias", "zero_m"):
+        t = case((128, 0, 100), 3, 48, 64, (8, 8, 8), (0.7, 0.7, 0.7), torch.bfloat16, torch.float32, bias=trap == "bias",
+                 kind=trap if trap == "zero_m" else "plain")  # fmt: skip
+        t = t._replace(bias=None if t.bias is None else (t.bias.float() + 300).bfloat16())
+        got, want = (with_gradients(f, t, dy_of(t)) for f in (together, truth))
+        for g in (0, 2):
+            assert rel_l2(got[f"m{g}"], want[f"m{g}"]) <= 5e-3, (trap, g)
+
+
+def every_subset_of_gradients():
+    t = case()
+    A, B, m = dora_stack(t.adapters)
+    all_of = dict(x=t.x, A=A, B=B, m=m, norm=dora_norm(t.W, A, B, s=t.s), bias=t.bias)
+
+    def run(names):
+        leaves = {n: v.detach().clone().requires_grad_(n in names) for n, v in all_of.items()}
+        y = dora_linear_multi(leaves["x"], t.W, *(leaves[n] for n in "ABm"), s=t.s, norm=leaves["norm"], bias=leaves["bias"],
+                              **routed(t))  # fmt: skip
+        return grads(y, dy_of(t), **{n: leaves[n] for n in names})
+
+    want = run(list(all_of))
+    for n in all_of:
+        assert_exact(run([n])[n], want[n], n)
+
+
+def quantised_weights():
+    """As the dense weight that the codes stand for."""
+    t = case((5, 0, 4), 2, 8, 64, dtype=torch.float32)
+    for kind, route in itertools.product(("nf4", "int8"), ROUTES):
+        t = case((5, 0, 4), 2, 8, 64, dtype=torch.float32, route=route)
+        Q = quantize(t.W, kind)
+        dense = t._replace(W=Q.dequantize())
+        got, want = (with_gradients(together, each, dy_of(t)) for each in (t._replace(W=Q), dense))
+        for n, v in want.items():
+            torch.testing.assert_close(got[n], v, rtol=1e-4, atol=1e-5)
+
+
+def seeds_decide_the_masks():
+    t = case((6, 5, 4), 3, K=40)
+    one = [together(t, dropout_p=P, seed=seed) for seed in (7, torch.tensor(7, device=device.NAME), [7, 7, 7])]
+    assert torch.equal(one[0], one[1]) and torch.equal(one[0], one[2])
+    each = together(t, dropout_p=P, seed=torch.tensor([7, 8, 9], device=device.NAME))
+    assert torch.equal(each, together(t, dropout_p=P, seed=[7, 8, 9]))
+    assert torch.equal(each[:6], one[0][:6]) and not torch.equal(each[6:11], one[0][6:11])
+    torch.manual_seed(3)
+    drawn = together(t, dropout_p=P)
+    assert not torch.equal(drawn, together(t, dropout_p=P))
+    torch.manual_seed(3)
+    assert torch.equal(drawn, together(t, dropout_p=P))
+
+
+def takes_any_strides():
+    t = case((4, 2, 3), 2, route="ids")
+    want = with_gradients(together, t, dy_of(t))
+
+    def turned(v):
+        return v.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+    A, B, m = dora_stack(t.adapters)
+    odd = torch.stack([t.ids, t.ids], 1)[:, 1]
+    y = dora_linear_multi(turned(t.x), turned(t.W), turned(A), turned(B), turned(m), s=t.s, bias=t.bias, ids=odd)
+    assert_exact(y, want["y"])
+
+
+def same_bits_every_time():
+    t = case((30, 0, 20), 3, 64, 96, (8, 4, 2), dtype=torch.bfloat16, adapter=torch.float32, route="ids")
+    runs = [with_gradients(lambda t: together(t, **DROPOUT["dropout"]), t, dy_of(t)) for _ in range(2)]
+    assert all(torch.equal(runs[0][n], runs[1][n]) for n in runs[0])
+
+
+def each_adapter_has_the_bits_of_its_own_call():
+    """Of plain calls on a CPU; tokens of none have those of the base layer."""
+    for dtype, adapter, kind, dropout in itertools.product(
+        (torch.float32, torch.bfloat16), (torch.float32,), ("plain", "zero_m"), DROPOUT
+    ):
+        for route, bias in itertools.product(ROUTES, (False, True)):
+            t = case((20, 0, 33), 7, 24, 40, (8, 3, 16), dtype=dtype, adapter=adapter, kind=kind, route=route, bias=bias)
+            bits_of_own_calls(t, dropout)
+    for K, r in itertools.product((7, 11, 18), (1, 3)):  # none of whose rows begins where a tensor would
+        for lengths, N in (((1, 0, 2), 3), ((3, 30, 21), 1)):
+            bits_of_own_calls(case(lengths, 1, N, K, (1, r, r), dtype=torch.float32))
+
+
+CHECKS = [
+    matches_the_truth,
+    any_segments,
+    gradients_are_right,
+    norms_of_a_bank,
+    padding_is_not_read,
+    stacks_and_unstacks_bit_for_bit,
+    plain_lora_beside_dora,
+    strangers_stay_strangers,
+    mixed_dtypes_are_within_budget,
+    is_at_the_rounding_floor,
+    dm_of_rows_that_hide_it,
+    every_subset_of_gradients,
+    quantised_weights,
+    seeds_decide_the_masks,
+    takes_any_strides,
+    same_bits_every_time,
+]
+BITS = [each_adapter_has_the_bits_of_its_own_call]
+
+
+def without_a_look(check):
+    """The same where values may not be read."""
+
+    @wraps(check)
+    def run():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(multi, "_readable", lambda bank: False)
+            check()
+
+    return run
+
+
+MASKED = [without_a_look(check) for check in CHECKS]

@@ -1,0 +1,261 @@
+"""Every promise of tests/checks/multi.py, by segments and without a look at the offsets."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tests.test_properties  # noqa: F401 (its profile of hypothesis)
+from fdora import FdoraError
+from fdora.autograd import quant
+from fdora.eager import multi
+from fdora.functional import dora_linear_multi, dora_norm, dora_stack, dora_unstack
+from fdora.quant import quantize
+from tests import device
+from tests.checks.multi import BITS, CHECKS, MASKED, bits_of_own_calls, case, dy_of, together, truth, with_gradients
+from tests.close import assert_exact
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
+def test_multi(check):
+    check()
+
+
+@pytest.mark.skipif("device.NAME != 'cpu'", reason="elsewhere nothing looks; runs with --device cpu")
+@pytest.mark.parametrize("check", MASKED, ids=lambda f: f.__name__)
+def test_without_a_look_at_the_offsets(check):
+    check()
+
+
+@pytest.mark.skipif("device.NAME != 'cpu'", reason="by segments on a CPU only; runs with --device cpu")
+@pytest.mark.parametrize("check", BITS, ids=lambda f: f.__name__)
+def test_bits(check):
+    check()
+
+
+segments = st.lists(st.integers(0, 6), min_size=1, max_size=5)
+
+
+@st.composite
+def cases(draw):
+    lengths = draw(segments)
+    G = len(lengths)
+    ranks = draw(st.lists(st.integers(1, 9), min_size=G, max_size=G))
+    s = draw(st.lists(st.sampled_from((0.5, -1.25, 2.0, 0.0)), min_size=G, max_size=G))
+    tail, N, K = draw(st.integers(0, 4)), draw(st.integers(1, 20)), draw(st.integers(1, 20))
+    route, kind = draw(st.sampled_from(("offsets", "ids"))), draw(st.sampled_from(("plain", "zero_m", "negative_m")))
+    return case(lengths, tail, N, K, ranks, s, torch.float32, kind=kind, route=route, bias=draw(st.booleans()))
+
+
+@given(cases())
+def test_any_segments_and_ranks_have_the_bits_of_their_own_calls(t):
+    if device.NAME != "cpu":
+        pytest.skip("by segments on a CPU only; runs with --device cpu")
+    got, padded = bits_of_own_calls(t), with_gradients(lambda t: together(t, ranks=False), t, dy_of(t))
+    for n, v in got.items():
+        torch.testing.assert_close(padded[n], v, rtol=1e-4, atol=1e-5)
+
+
+@given(cases())
+def test_any_segments_and_ranks_without_a_look_at_them(t):
+    t = t.double()
+    want = with_gradients(truth, t, dy_of(t))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multi, "_readable", lambda bank: False)
+        got = with_gradients(together, t, dy_of(t))
+    for n, v in want.items():
+        assert_exact(got[n], v, n)
+
+
+@pytest.mark.skipif("device.NAME != 'cpu'", reason="elsewhere there is one way; runs with --device cpu")
+def test_what_one_way_kept_the_other_reads():
+    """A backward may run where values cannot be read, though its forward could (compiled autograd), or the other way round."""
+    for kind, first, route in itertools.product(("plain", "zero_m"), (False, True), ("offsets", "ids")):
+        t = case(kind=kind, route=route, bias=False).tracked()
+        want = with_gradients(truth, t, dy_of(t))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(multi, "_readable", lambda bank: first)
+            y = together(t)
+            patch.setattr(multi, "_readable", lambda bank: not first)
+            found = torch.autograd.grad(y, list(t.leaves().values()), dy_of(t))
+        for n, d in zip(t.leaves(), found, strict=True):
+            assert_exact(d, want[n], f"{kind} {first} {n}")
+
+
+def test_tokens_behind_the_last_end_are_the_base_layer():
+    """To the bit, in float32 and in half precision; and dx is dy W."""
+    for dtype in (torch.float32, torch.bfloat16):
+        t = case((0, 0, 0), 6, 24, 40, (4, 4, 4), dtype=dtype)
+        x = t.x.clone().requires_grad_()
+        y = together(t._replace(x=x))
+        assert torch.equal(y, torch.nn.functional.linear(x, t.W, t.bias)) or device.NAME != "cpu"
+        dy = dy_of(t)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        torch.testing.assert_close(dx, dy @ t.W)
+
+
+def test_an_output_may_be_written_over_unless_backward_reads_it():
+    t = case(bias=False).tracked()
+    frozen = t._replace(adapters=[p._replace(m=p.m.detach()) for p in t.adapters])
+    want = torch.autograd.grad(together(frozen).mul(2).sum(), t.x)[0]
+    assert torch.equal(torch.autograd.grad(together(frozen).mul_(2).sum(), t.x)[0], want)
+    if device.NAME == "cpu":  # elsewhere what backward reads is kept apart
+        y = together(t)
+        with pytest.raises(RuntimeError, match=r"fdora.dora_linear_multi: `y` must be left as it is.*Write `y = c \* y`"):
+            y.mul_(2).sum().backward()
+
+
+def test_nothing_is_kept_without_a_gradient():
+    t = case()
+    with torch.no_grad():
+        assert together(t).grad_fn is None
+    y = together(t._replace(bias=None).tracked())
+    kept = [v for v in y.grad_fn.saved_tensors if v is not None and v.shape == y.shape]
+    assert len(kept) == 1 and (kept[0].data_ptr() == y.data_ptr() or device.NAME != "cpu")
+
+
+def test_second_derivatives_are_refused():
+    t = case().tracked()
+    (dx,) = torch.autograd.grad(together(t).square().sum(), t.x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives of dora_linear_multi"):
+        dx.sum().backward()
+
+
+def test_autocast():
+    t = case((60, 0, 50), 10, 48, 64, (8, 4, 2), dtype=torch.float32, spread=0.0015)
+    dy = dy_of(t).bfloat16()
+    want = with_gradients(truth, t, dy)
+    with torch.autocast(device.NAME, torch.bfloat16):
+        inside = with_gradients(together, t, dy)
+    assert inside["y"].dtype == torch.bfloat16
+    for n, v in want.items():
+        assert n == "y" or inside[n].dtype == torch.float32
+        assert (inside[n].double() - v).norm() <= 8e-3 * v.norm(), n
+
+
+def test_lengths_and_scalings_are_tensors_that_may_change():
+    """The same call with other values: nothing of the first is kept."""
+    t = case((4, 0, 3), 2)
+    A, B, m = dora_stack(t.adapters)
+    offsets = torch.tensor([4, 4, 7], dtype=torch.int32, device=device.NAME)
+    s = torch.tensor(t.s, device=device.NAME)
+    args = (t.x, t.W, A, B, m)
+    first = dora_linear_multi(*args, s=s.double(), offsets=offsets, bias=t.bias)
+    assert_exact(first, truth(t))
+    offsets += torch.tensor([-3, 0, 2], device=device.NAME)
+    s *= 2
+    ids = torch.tensor([0] * 1 + [1] * 3 + [2] * 5, device=device.NAME)
+    other = t._replace(ids=ids, s=tuple(2 * each for each in t.s))
+    torch.testing.assert_close(dora_linear_multi(*args, s=s, offsets=offsets, bias=t.bias), truth(other))
+
+
+@pytest.mark.skipif("device.NAME != 'cpu'", reason="elsewhere values are not looked at; runs with --device cpu")
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (dict(offsets=None), "`offsets` must be given, or ids, not both, got neither."),
+        (dict(ids=torch.zeros(9, dtype=torch.int64)), "`offsets` must be given, or ids, not both, got both."),
+        (dict(offsets=torch.tensor([4, 4, 7])), "`offsets` must be int32, got int64."),
+        (dict(offsets=torch.tensor([4, 7], dtype=torch.int32)), r"`offsets` must be (G,) with G=3 (from `A`), got (2,)."),
+        (dict(offsets=torch.tensor([4, 3, 7], dtype=torch.int32)), "`offsets` must be ends, in order, of segments of x, got [4, 3, 7] for 9 tokens."),
+        (dict(offsets=torch.tensor([4, 4, 10], dtype=torch.int32)), "got [4, 4, 10] for 9 tokens."),
+        (dict(offsets=torch.tensor([-1, 4, 9], dtype=torch.int32)), "got [-1, 4, 9] for 9 tokens."),
+        (dict(offsets=None, ids=torch.tensor([0] * 8 + [3])), "`ids` must be from -1 to 2, got 0 to 3."),
+        (dict(offsets=None, ids=torch.tensor([0] * 8 + [-2])), "`ids` must be from -1 to 2, got -2 to 0."),
+        (dict(offsets=None, ids=torch.zeros(8, dtype=torch.int64)), "`ids` must be (9,), one for each token, got (8,)."),
+        (dict(offsets=None, ids=torch.zeros(9)), "`ids` must be int64 or int32, got float32."),
+        (dict(s=[1.0, 2.0]), "`s` must be 3 numbers, one for each adapter, got 2."),
+        (dict(s=2.0), "`s` must be 3 numbers, one for each adapter, got a float."),
+        (dict(s=[1.0, float("nan"), 2.0]), "`s` must be a finite Python number, got nan."),
+        (dict(s=torch.ones(2)), "`s` must be (3,), one for each adapter, got (2,)."),
+        (dict(s=torch.ones(3, requires_grad=True)), "`s` must be without a gradient, got requires_grad=True."),
+        (dict(ranks=[1, 2]), "`ranks` must be 3 of 1 to 3, got [1, 2]."),
+        (dict(ranks=[1, 2, 4]), "`ranks` must be 3 of 1 to 3, got [1, 2, 4]."),
+        (dict(ranks=[1, 0, 2]), "`ranks` must be 3 of 1 to 3, got [1, 0, 2]."),
+        (dict(m=None, norm=torch.ones(3, 6).double()), "`norm` must be None without m, got a Tensor."),
+        (dict(m=torch.ones(6).double()), "`m` must be (G, N) with G=3 (from `A`), N=6 (from `W`), got (6,)."),
+        (dict(A=torch.ones(3, 5).double()), "`A` must be (G, r, K) with K=5 (from `W`), got (3, 5)."),
+        (dict(norm=torch.ones(3, 6).bfloat16()), "`norm` must be float32 or float64, got bfloat16."),
+        (dict(x=torch.ones(9, 5)), "`x` must be float64, got float32."),
+        (dict(W=torch.ones(6, 5).double().requires_grad_()), "`W` must be frozen, got requires_grad=True."),
+        (dict(dropout_p=0.5, seed=[1, 2]), "`seed` must be one, or 3, one for each adapter, got 2."),
+        (dict(dropout_p=0.5, seed=torch.tensor([1, 2])), "`seed` must be one, or 3, one for each adapter, got 2."),
+        (dict(dropout_p=0.5, seed=-1), "`seed` must be in [0, 2**63), got -1."),
+        (dict(dropout_p=1.0), "`dropout_p` must be in [0, 1), got 1.0."),
+    ],
+)  # fmt: skip
+def test_messages(change, text):
+    t = case((4, 0, 3), 2)
+    A, B, m = dora_stack(t.adapters)
+    given = dict(x=t.x, W=t.W, A=A, B=B, m=m, s=t.s, offsets=torch.tensor([4, 4, 7], dtype=torch.int32)) | change
+    with pytest.raises(FdoraError) as caught:
+        dora_linear_multi(**given)
+    assert str(caught.value).startswith("fdora.dora_linear_multi: ") and text in str(caught.value), str(caught.value)
+
+
+def test_messages_of_banks():
+    t = case(dtype=torch.float32)
+    one, other = t.adapters[0], t.adapters[2]
+    A, B, m = dora_stack(t.adapters)
+    for call, text in (
+        (lambda: dora_stack([]), "fdora.dora_stack: `params` must be at least one adapter, got none."),
+        (lambda: dora_stack([one, other._replace(A=other.A[:, 1:])]), "`params[1].A` must be (r1, K) with K=5 (from `params[0].A`), got (3, 4)."),
+        (lambda: dora_stack([one, other._replace(A=other.A.double())]), "`params[1].A` must be float32, got float64."),
+        (lambda: dora_stack([one, other._replace(m=None)]), "`params[1].m` must be a Tensor, as in others, got None."),
+        (lambda: dora_unstack((A, B, m[0])), "fdora.dora_unstack: `m` must be (G, N) with G=3 (from `A`), N=6 (from `B`), got (6,)."),
+        (lambda: dora_unstack((A, B, m), [1]), "fdora.dora_unstack: `ranks` must be 3 of 1 to 3, got [1]."),
+        (lambda: dora_norm(t.W, A, B, s=t.s, detach=False), "fdora.dora_norm: `detach` must be left out for a bank of adapters, got a value."),
+        (lambda: dora_norm(t.W, A, B, s=t.s, squared=True), "fdora.dora_norm: `squared` must be left out for a bank of adapters, got a value."),
+        (lambda: dora_norm(t.W, A, B, s=1.0), "fdora.dora_norm: `s` must be 3 numbers, one for each adapter, got a float."),
+        (lambda: dora_norm(t.W, A[:0], B[:0], s=[]), "fdora.dora_norm: `A` must be a bank of at least one adapter, got (0, 3, 5)."),
+    ):  # fmt: skip
+        with pytest.raises(FdoraError) as caught:
+            call()
+        assert text in str(caught.value), str(caught.value)
+
+
+def test_segments_may_be_mapped():
+    """vmap over offsets, over ids, and over banks: each as its own call, with gradients."""
+    t = case((4, 0, 3), 2, bias=False)
+    A, B, m = dora_stack(t.adapters)
+
+    def loss(x, A, B, m, offsets=None, ids=None, s=t.s):
+        y = dora_linear_multi(x, t.W, A, B, m, s=s, offsets=offsets, ids=ids)
+        return (y * torch.arange(1, 7, device=y.device)).square().sum()
+
+    offsets = torch.tensor([[4, 4, 7], [0, 9, 9], [1, 2, 3]], dtype=torch.int32, device=device.NAME)
+    ids = torch.tensor([[0, 1, 2, -1, 0, 1, 2, -1, 0], [-1] * 9, [2, 2, 2, 1, 1, 0, 0, -1, 2]], device=device.NAME)
+    banks = [torch.stack([v, 2 * v, v.flip(0)]) for v in (A, B, m)]
+    s = (torch.tensor([t.s] * 3).double() * torch.arange(1, 4)[:, None]).to(device.NAME)
+    every = range(4)
+    for how, bank, dims in (
+        ({"offsets": offsets}, (A, B, m), (None, None, None)),
+        ({"ids": ids}, (A, B, m), (None, None, None)),
+        ({"offsets": offsets, "s": s}, banks, (0, 0, 0)),
+        ({"ids": ids}, banks, (0, 0, 0)),
+    ):
+
+        def of(x, A, B, m, given):
+            return torch.func.grad(loss, argnums=(0, 1, 2, 3))(x, A, B, m, **given)
+
+        got = torch.func.vmap(of, in_dims=(None, *dims, 0))(t.x, *bank, how)
+        for i in range(3):
+            one = [v if d is None else v[i] for v, d in zip(bank, dims, strict=True)]
+            want = of(t.x, *one, {n: v[i] for n, v in how.items()})
+            for j in every:
+                assert_exact(got[j][i], want[j], f"{list(how)} {j}")
+    one = [v[0] for v in banks]
+    got = torch.func.vmap(lambda x: dora_linear_multi(x, t.W, *one, s=t.s, offsets=offsets[0]))(torch.stack([t.x, -t.x]))
+    assert_exact(got[1], -got[0])
+    assert_exact(got[0], truth(t))
+
+
+def test_norms_of_a_bank_decode_some_rows_at_a_time(monkeypatch):
+    t = case(N=12, K=64, dtype=torch.float32)
+    Q, (A, B, _) = quantize(t.W, "nf4"), dora_stack(t.adapters)
+    want = dora_norm(Q, A, B, s=t.s)
+    monkeypatch.setattr(quant, "default_bytes", lambda device: 2 * 5 * 64 * 4)
+    assert len(quant.norm_parts(Q, None)) == 3
+    torch.testing.assert_close(dora_norm(Q, A, B, s=t.s), want, rtol=1e-6, atol=0)

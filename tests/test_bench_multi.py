@@ -1,0 +1,50 @@
+"""bench.multi in small, on the CPU: what it writes, and that it sees a wrong result."""
+
+import json
+
+import pytest
+
+from bench import multi
+from fdora.functional import dora_linear_multi
+
+SMALL = "--shapes 48x32 --M 24 --decode 6 --runs 1 --loop-ms 0 "
+
+
+def run(tmp_path, options):
+    path = tmp_path / "result.json"
+    multi.main([*(SMALL + options).split(), "--json", str(path), "--commit", "abc"])
+    result = json.loads(path.read_text())
+    assert result["about"]["commit"] == "abc" and result["skipped"] == []
+    return result["rows"]
+
+
+def test_every_case(tmp_path, capsys):
+    rows = run(tmp_path, "--G 2,3")
+    kinds = [(row["kind"], row["G"], row["r"], row["mode"]) for row in rows]
+    trained = [("train", G, r, mode) for r in ("16", "mixed") for G in (2, 3) for mode in ("fwd", "fwd_bwd")]
+    assert kinds == [*trained, ("decode", 6, "16", "fwd"), ("norm", 4, "16", "norm")]
+    for row in rows:
+        ways = {"one", "loop", "multi"} if row["kind"] == "norm" else {*multi.WAYS} - set(row["failed"])
+        assert set(row["ms"]) == set(row["wall"]) == ways and not {"one", "loop", "multi", "multi_ids"} & set(row["failed"])
+        assert row["target"] == multi.TARGETS[row["kind"]]
+        assert row["ratio"]["multi/one"] == pytest.approx(row["ms"]["multi"] / row["ms"]["one"], rel=0.05, abs=2e-3)
+        assert max(row["error"]["multi"].values()) < 5e-3
+        if row["kind"] != "norm":
+            assert set(row["error"]["multi"]) == {"y", "dx", "dA", "dB", "dm"}
+            assert all(max(row["error"][way].values()) < 0.02 for way in ("loop", "peft_loop"))
+    assert "| decode 48x32, fwd |" in capsys.readouterr().out
+
+
+def test_lengths_are_all_tokens_in_uneven_segments():
+    for M, G in ((8192, 32), (8192, 1), (64, 64), (24, 3)):
+        lengths = multi.lengths_of(M, G)
+        assert len(lengths) == G and sum(lengths) == M and min(lengths) > 0
+    assert len(set(multi.lengths_of(8192, 32))) > 3
+
+
+def test_a_wrong_result_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(multi, "dora_linear_multi", lambda *args, s, **given: dora_linear_multi(*args, s=2 * s, **given))
+    with pytest.raises(SystemExit, match=r"multi is wrong: .*dA by 1"):
+        run(tmp_path, "--G 2 --r 16 --ways one,multi")
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert all("multi" not in row["ms"] for row in rows if row["kind"] != "norm")  # no time for a wrong result

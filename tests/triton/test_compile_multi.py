@@ -1,0 +1,59 @@
+"""The kernels for many adapters on one W build for every GPU we name, without one: they fit, and spill nothing or little."""
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+from fdora.triton import multi
+from fdora.triton.multi_norm import plan_bank_norm
+from tests.triton.test_compile import assert_builds, device, pytestmark  # noqa: F401
+from tests.triton.written import BF16, FP32, alike, bank, by_tma, launches
+
+GPUS = (80, 90, 100)
+# Bytes of stack: masks and addresses of single elements, where a norm of float32 factors or float32 tokens are multiplied.
+SPILL = {"multi_epilogue_kernel": 32, "multi_norm_kernel": 64, "multi_h_kernel": 16, "multi_gemm_tma_kernel": 8}
+
+
+def plans(target, M, N, K, r, G, dtype=BF16, adapter=BF16, **beside):
+    d, likes = device(target), bank(M, N, K, r, G, dtype, adapter, **beside)
+    x, dy, h, bias = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype), alike(M, r, dtype=dtype), "bias" in beside
+    p = 0.1 if "seed" in beside else 0.0
+    yield multi.plan_forward((x, *likes), d, (), p, True)
+    yield multi.plan_backward((dy, x, h, dy, *likes), d, dtype == FP32 or bias, (), p, (*(True,) * 5, bias))
+
+
+SHAPES = {
+    80: [(8192, 4096, 4096, 16, 32)],
+    90: [(8192, 4096, 4096, 16, 32), (8192, 4096, 14336, 256, 4)],
+}
+SHAPES[100] = SHAPES[80]
+
+
+@pytest.mark.parametrize(("target", "shape"), [(target, shape) for target in GPUS for shape in SHAPES[target]], ids=str)
+def test_tiles(target, shape, tmp_path):
+    made = list(plans(target, *shape, bias=True))
+    products = [step for plan in made for step in launches(plan, "multi_gemm")]
+    assert len(products) == 2 and all(by_tma(step) == (target >= 90) for step in products)
+    assert_builds(made, target, tmp_path, "multi", SPILL)
+    assert_builds(made, target, tmp_path, "bank") if target >= 90 else None
+
+
+@pytest.mark.parametrize("target", GPUS)
+def test_few_tokens_float32_and_dropout(target, tmp_path):
+    made = [next(plans(target, M, 4096, 4096, r, 64, bias=True, order=True)) for M, r in ((16, 16), (64, 64))]
+    made += [*plans(target, 512, 4096, 4096, 16, 4, FP32, FP32), *plans(target, 512, 4096, 4096, 16, 4, seed=True, order=True)]
+    kernels = {step.kernel.__name__ for plan in made for step in launches(plan)}
+    assert {"multi_small_kernel", "multi_expand_kernel", "multi_shrink_kernel", "rows_kernel", "multi_drop_kernel"} <= kernels
+    assert_builds(made, target, tmp_path, "multi", SPILL)
+    assert_builds(made, target, tmp_path, "rows")
+
+
+@pytest.mark.parametrize("target", GPUS)
+def test_norms(target, tmp_path):
+    made = [
+        plan_bank_norm(
+            (alike(4096, 4096, dtype=BF16), alike(4, r, 4096, dtype=t), alike(4, 4096, r, dtype=t), alike(4, dtype=FP32)),
+            device(target), (), None,
+        )
+        for r, t in ((16, BF16), (64, FP32))
+    ]  # fmt: skip
+    assert_builds(made, target, tmp_path, "multi", SPILL)

@@ -1,0 +1,229 @@
+"""Kernels for many adapters on one W: against float64 code that knows each token's adapter, and against calls of their own."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+import fdora
+from fdora.eager import multi as eager
+from fdora.functional import dora_linear_multi, dora_norm, dora_stack
+from fdora.triton import multi
+from fdora.triton.configs import ScaleConfig
+from fdora.triton.runtime import walk
+from tests import device, reference
+from tests.checks.multi import case, dy_of, places, ranks_of, routed, seeds_of, together, truth, whole, with_gradients
+from tests.close import assert_within, rel_l2
+from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
+from tests.triton.written import by_tma, kernels, launches
+
+pytestmark = needs_kernels
+# lengths of segments, tokens of nobody, N, K, ranks; up to 64 tokens take the kernels of multi_small.py, the rest tiles
+FEW = ((5, 0, 17), 4, 72, 48, (20, 3, 16))
+ONES = ((1,) * 6, 0, 40, 64, (4, 1, 2) * 2)  # each token its own adapter
+MANY = ((60, 0, 90), 12, 72, 48, (20, 3, 16))
+CROWDED = ((3, 0, 1, 40, 2) * 2, 0, 70, 33, (4, 1, 2, 4, 3) * 2)  # tiles of many segments; nothing is a multiple of 8
+THIN = ((200, 0, 90), 5, 40, 32, (2, 1, 2))  # dB on the tiles of dz; sums over tokens in parts
+SHAPES = {"few": FEW, "ones": ONES, "many": MANY, "crowded": CROWDED, "thin": THIN}
+S = (0.7, -1.5, 2.0, 1.0)
+CLOSE = 2 * torch.finfo(HALF[0]).eps  # a few roundings, one after the other
+
+
+def drawn(shape, dtype, adapter=None, route="offsets", bias=True):
+    lengths, tail, N, K, ranks = SHAPES[shape]
+    s = (S * len(ranks))[: len(ranks)]
+    return case(lengths, tail, N, K, ranks, s, dtype, adapter, bias=bias, route=route, spread=0.02)
+
+
+def naive(t):
+    *own, rest = places(t)
+    ys = [reference.naive(t.x[at], t.W, *p, s, t.bias) for at, p, s in zip(own, t.adapters, t.s, strict=True)]
+    return whole(t, [*ys, torch.nn.functional.linear(t.x[rest], t.W, t.bias)])
+
+
+def assert_as_the_truth(t, ranks, what):
+    dy = dy_of(t)
+    got = with_gradients(lambda t: together(t, ranks=ranks, backend="triton"), t, dy)
+    theirs, want = with_gradients(naive, t, dy), with_gradients(truth, t.double(), dy.double())
+    for n, v in got.items():
+        budget = theirs[n].double()
+        if n[0] == "m" and v.numel():  # it reads y back, rounded once more
+            noise = torch.finfo(t.x.dtype).eps * (dy.double() * want["y"].double()).norm(dim=0) / want[n].abs().clamp_min(1e-3)
+            budget = want[n] + noise.amax() + (budget - want[n]).abs()
+        if n[0] in "AB":  # products of two rounded factors; one that naive code happens to round well sets no budget
+            floor = torch.finfo(t.x.dtype).eps * want[n].double().abs().amax() if v.numel() else 0
+            budget = want[n] + floor + (budget - want[n]).abs()
+        assert_within(v, budget, want[n].double(), f"{what} {n}")
+
+
+@pytest.mark.parametrize("shape", ["few", "ones", "many", "crowded"])
+@pytest.mark.parametrize("route", ["offsets", "ids"])
+def test_as_the_truth(shape, route):
+    for i, dtype in enumerate((*HALF, torch.float32)):
+        bias = (route == "ids") != bool(i % 2)
+        t = drawn(shape, dtype, dtype if bias else torch.float32, route, bias)
+        assert_as_the_truth(t, bias, f"{shape} {dtype} {route}")
+
+
+@pytest.mark.parametrize("shape", ["many", "crowded"])
+def test_by_tma(shape, as_hopper):
+    """The tiles that Hopper takes, interpreted; "crowded" lies as no descriptor can be made, and takes pointers."""
+    plans = as_hopper()
+    for route, bias in (("offsets", False), ("ids", True))[shape == "crowded" :]:
+        assert_as_the_truth(drawn(shape, torch.float16, None, route, bias), bias, f"{shape} {route}")
+    products = [s for p in plans.values() for s in launches(p, "multi_gemm")]
+    assert len(products) in (2, 4) and all(by_tma(s) == (shape == "many") for s in products)
+
+
+@pytest.mark.parametrize("dtype", [HALF[0], torch.float32], ids=str)
+def test_dropout_has_the_masks_of_own_calls(dtype):
+    t = drawn("many", dtype, bias=False)
+    dy = dy_of(t)
+    drop = {"dropout_p": 0.4, "seed": seeds_of(t)}
+    got = with_gradients(lambda t: together(t, backend="triton", **drop), t, dy)
+    want = with_gradients(lambda t: truth(t, "dropout"), t.double(), dy.double())
+    for n, v in want.items():
+        if v.numel() and v.norm() > 0:
+            assert rel_l2(got[n], v) < (CLOSE if dtype != torch.float32 else 1e-5), n
+
+
+def test_plain_lora_and_a_norm_with_a_gradient():
+    t = drawn("many", HALF[0], bias=False)
+    lora = t._replace(adapters=[p._replace(m=None) for p in t.adapters])
+    dy = dy_of(t)
+    got = with_gradients(lambda t: together(t, backend="triton"), lora, dy)
+    want = with_gradients(truth, lora.double(), dy.double())
+    for n, v in want.items():
+        assert v.norm() == 0 or rel_l2(got[n], v) < CLOSE, n
+    A, B, m = dora_stack(t.adapters)
+    c = dora_norm(t.W, A, B, s=t.s).requires_grad_()
+    y = dora_linear_multi(t.x, t.W, A, B, m, s=t.s, norm=c, backend="triton", **routed(t))
+    (dc,) = torch.autograd.grad(y, c, dy)
+    wide = t.double()
+    C = c.detach().double().requires_grad_()
+    y = dora_linear_multi(wide.x, wide.W, *dora_stack(wide.adapters), s=t.s, norm=C, **routed(t))
+    assert rel_l2(dc, torch.autograd.grad(y, C, dy.double())[0]) < CLOSE
+
+
+def test_rows_whose_magnitude_is_zero_have_exact_gradients():
+    """g = 0 left nothing of the value before it in y: it is formed again, for these rows of this adapter."""
+    lengths, tail, N, K, ranks = MANY
+    t = case(lengths, tail, N, K, ranks, S[:3], HALF[0], torch.float32, kind="zero_m", bias=False)
+    dy = dy_of(t)
+    got, want = with_gradients(lambda t: together(t, backend="triton"), t, dy), with_gradients(truth, t.double(), dy.double())
+    for n in ("m0", "m2"):
+        assert rel_l2(got[n], want[n]) < CLOSE and (got[n][::3] != 0).all()
+    assert not got["m1"].any()
+
+
+@pytest.mark.parametrize(("shape", "hopper"), [("few", False), ("many", False), ("many", True)])
+def test_strangers_stay_strangers(shape, hopper, request):
+    """What is not finite in one adapter, or in a token of one, reaches nobody else's tokens and no other gradient."""
+    if hopper:
+        request.getfixturevalue("as_hopper")()
+    healthy = drawn(shape, HALF[0], bias=False)
+    want, well = (
+        with_gradients(lambda t: together(t, backend="triton"), healthy, dy_of(healthy)),
+        torch.cat(places(healthy)[1:]),
+    )
+    for bad, what in zip(map(float, ("nan", "inf", "nan", "inf", "nan")), ("A", "B", "m", "x", "dy"), strict=True):
+        t = drawn(shape, HALF[0], bias=False)
+        dy = dy_of(t)
+        if what in ("x", "dy"):
+            (t.x if what == "x" else dy)[1] = bad
+        else:
+            getattr(t.adapters[0], what).fill_(bad)
+        got = with_gradients(lambda t: together(t, backend="triton"), t, dy)
+        assert torch.equal(got["y"][well], want["y"][well]) and torch.equal(got["x"][well], want["x"][well]), (bad, what)
+        assert all(torch.equal(got[n], want[n]) for n in ("A1", "B1", "m1", "A2", "B2", "m2")), (bad, what)
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+def test_what_lies_beyond_a_rank_is_not_read(hopper, request):
+    if hopper:
+        request.getfixturevalue("as_hopper")()
+    for shape in ("few", "many"):
+        t = drawn(shape, HALF[0], bias=False)
+        found = []
+        for fill in (0.0, float("nan")):
+            bank = [v.detach().clone() for v in dora_stack(t.adapters)]
+            for g, r in enumerate(ranks_of(t)):
+                bank[0][g, r:], bank[1][g, :, r:] = fill, fill
+            bank = [v.requires_grad_() for v in bank]
+            c = multi.bank_norm(t.W, bank[0].detach(), bank[1].detach(), torch.tensor(t.s, device=device.NAME), ranks_of(t))
+            y = dora_linear_multi(t.x, t.W, *bank, s=t.s, norm=c, ranks=ranks_of(t), backend="triton", **routed(t))
+            found.append([c, y, *torch.autograd.grad(y, bank, dy_of(t))])
+        assert all(map(torch.equal, *found)), shape
+
+
+@pytest.mark.parametrize("max_bytes", [None, 20_000])
+def test_norms_of_a_bank(max_bytes):
+    for dtype, adapter in ((HALF[0], HALF[0]), (HALF[0], torch.float32), (torch.float32, torch.float32)):
+        for N, K, ranks in ((150, 140, (20, 3, 16)), (256, 128, (16, 16))):
+            t = case((1,) * len(ranks), 0, N, K, ranks, S[: len(ranks)], dtype, adapter)
+            A, B, _ = dora_stack(t.adapters)
+            s = torch.tensor(t.s, device=device.NAME)
+            for given in (None, ranks):
+                c = multi.bank_norm(t.W, A, B, s, given, max_bytes)
+                want = eager.bank_norm(t.W.double(), A.double(), B.double(), s.double(), given)
+                assert rel_l2(c, want) < 1e-6, (dtype, adapter, N, given)
+
+
+def test_one_plan_whatever_the_lengths(chosen_anew):
+    """Nothing asks for a length: other segments are other numbers in the same launches."""
+    t = drawn("many", HALF[0])
+    made = []
+    for ends in ((60, 60, 150), (0, 0, 0), (1, 162, 162)):
+        offsets = torch.tensor(ends, dtype=torch.int32, device=device.NAME)
+        together(t, offsets=offsets, norm=torch.ones(3, 72, device=device.NAME), backend="triton")
+        made.append(list(chosen_anew.values()))
+    assert made[0] and made[0] == made[1] == made[2]
+    assert sum(kernels(p)["multi_gemm_pointer_kernel"] + kernels(p)["multi_gemm_tma_kernel"] for p in made[0]) == 1
+
+
+@pytest.mark.parametrize("shape", ["few", "many"])
+def test_a_weight_of_another_dtype_under_autocast(shape, as_hopper):
+    as_hopper()
+    t = drawn(shape, torch.float32)
+    with torch.autocast(device.NAME, HALF[0]):
+        got = with_gradients(lambda t: together(t, backend="triton"), t, dy_of(t))
+    want = with_gradients(truth, t.double(), dy_of(t).double())
+    assert got["y"].dtype == HALF[0] and got["A0"].dtype == torch.float32
+    assert all(rel_l2(got[n], want[n]) < 2 * CLOSE for n in ("y", "x", "A0", "B2", "m2"))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_tokens_are_sorted_by_counting(dtype):
+    """As the eager backend sorts them, stably; what is no adapter's comes last."""
+    for M, G in ((0, 3), (1, 1), (200, 5), (150, 70)):
+        ids = torch.randint(-1, G + 1, (M,), device=device.NAME).to(dtype)
+        assert all(map(torch.equal, multi.route(ids, G), eager.route(ids, G))), (M, G)
+        ids = torch.stack([ids, ids])[:, : M // 2].T[:, 0]  # any stride
+        assert all(map(torch.equal, multi.route(ids, G), eager.route(ids, G))), (M, G)
+
+
+def test_sums_in_parts(as_hopper, monkeypatch):
+    """The gradient of B on the tiles of dz, and sums over tokens in parts, where these are few beside their operands."""
+    monkeypatch.setattr("fdora.triton.multi_bwd.scale_config", lambda *_: ScaleConfig(32, 64, 128, 16, 4))
+    plans = as_hopper()
+    assert_as_the_truth(drawn("thin", torch.float16, None, "offsets", False), True, "thin")
+    found = sum((kernels(p) for p in plans.values() if p.name.endswith("backward")), Counter())
+    assert found["multi_sum_kernel"] == 2 and found["multi_grad_kernel"] == 1
+
+
+def test_no_tokens_and_one():
+    for M in (0, 1):
+        t = drawn("many", HALF[0])
+        t = t._replace(x=t.x[:M], ids=t.ids[:M])
+        offsets = torch.full((3,), M, dtype=torch.int32, device=device.NAME)
+        got = with_gradients(lambda t, o=offsets: together(t, offsets=o, backend="triton"), t, dy_of(t))
+        assert got["y"].shape == (M, 72) and not got["A1"].any()
+        if M:
+            assert rel_l2(got["y"], truth(t.double())) < CLOSE
+
+
+def test_the_kernels_are_what_the_backend_runs(chosen_anew):
+    t = drawn("few", HALF[0])
+    with fdora.backend("triton"):
+        together(t)
+    assert {p.name for p in walk._plans.values()} == {"dora_linear_multi forward", "norms of a bank"}
