@@ -79,6 +79,15 @@ class Grads(NamedTuple):
     bias: Tensor | None = None
 
 
+class Lookup(NamedTuple):
+    """What an embedding does, beside its tensors."""
+
+    s: float
+    per_row: bool  # m and c of each row of the table, not of each column
+    padding_idx: int | None
+    max_norm: float | None
+
+
 class SavedMlp(NamedTuple):
     """What the backward of a gated MLP reads beside its operands: of gate and up the output, or the value before g."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fdora import eager
-from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved, SavedMlp
+from fdora._records import Dropout, Grads, Lookup, Needs, Operands, Options, Saved, SavedMlp
 from fdora._torch import autocast_on as autocast_on
 
 Layers = Sequence[Operands]
@@ -46,6 +46,10 @@ class Backend:
         tuple[Tensor | None, list[Grads]],
     ]
     fp8_fwd: Callable[[Tensor, Layers, AllOptions, Dropout], tuple[list[Tensor], Saved]]
+    embedding_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup], Tensor]
+    embedding_bwd: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup, Needs], tuple[Tensor | None, ...]
+    ]
     merge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     unmerge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     tree_layers: Callable[..., Any]  # what norms of many layers are made with
@@ -74,6 +78,8 @@ OPS: dict[str, Backend] = {
         mlp_fwd=eager.mlp.mlp_fwd,
         mlp_bwd=eager.mlp.mlp_bwd,
         fp8_fwd=eager.fp8.fp8_fwd,
+        embedding_fwd=eager.embedding.embedding_fwd,
+        embedding_bwd=eager.embedding.embedding_bwd,
         merge_fwd=eager.merge.merge_fwd,
         unmerge_fwd=eager.merge.unmerge_fwd,
         tree_layers=eager.tree.Layers,
@@ -82,7 +88,7 @@ OPS: dict[str, Backend] = {
 
 
 def kernels(triton: Any) -> Backend:
-    """The Triton backend. What it has no kernel for, plain torch computes on the GPU: these two lines say which."""
+    """The Triton backend. What it has no kernel for, plain torch computes on the GPU: these lines say which."""
     return Backend(
         norm_fwd=triton.norm.norm_fwd,
         sqnorm_fwd=triton.norm.sqnorm_fwd,
@@ -96,6 +102,8 @@ def kernels(triton: Any) -> Backend:
         mlp_fwd=triton.mlp.mlp_fwd,
         mlp_bwd=triton.mlp.mlp_bwd,
         fp8_fwd=triton.fp8.fp8_fwd,
+        embedding_fwd=eager.embedding.embedding_fwd,
+        embedding_bwd=eager.embedding.embedding_bwd,
         merge_fwd=triton.merge.merge_fwd,
         unmerge_fwd=triton.merge.unmerge_fwd,
         tree_layers=triton.tree.Layers,

@@ -8,6 +8,7 @@ W is (N, K), A (r, K), B (N, r), m (N,); s is alpha / r; c = ||W + s B A|| per r
 from fdora.functional.backend import select_backend as select_backend
 from fdora.functional.compose import dora_compose as dora_compose
 from fdora.functional.compose import dora_delta as dora_delta
+from fdora.functional.embedding import dora_embedding as dora_embedding
 from fdora.functional.explain import Explanation as Explanation
 from fdora.functional.explain import explain as explain
 from fdora.functional.group import DoraLayer as DoraLayer
@@ -41,6 +42,7 @@ __all__ = [
     "dora_base_sqnorm",
     "dora_compose",
     "dora_delta",
+    "dora_embedding",
     "dora_init",
     "dora_init_tree",
     "dora_linear",
