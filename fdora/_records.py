@@ -88,6 +88,18 @@ class Lookup(NamedTuple):
     max_norm: float | None
 
 
+class Conv(NamedTuple):
+    """What a convolution does, beside its tensors; a number for each axis of space."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...] | str
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: str
+    transposed: bool
+    output_padding: tuple[int, ...]
+
+
 class SavedMlp(NamedTuple):
     """What the backward of a gated MLP reads beside its operands: of gate and up the output, or the value before g."""
 

@@ -188,6 +188,8 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "hash_kernel": _hash,
     "merge_kernel": _merge,
     "norm_kernel": _norm,
+    "planes_bwd_kernel": _compose_bwd,
+    "planes_fwd_kernel": _compose_fwd,
     "quant4_kernel": _quant4,
     "quant8_kernel": _quant8,
     "scale_kernel": _scale,
