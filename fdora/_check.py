@@ -67,9 +67,7 @@ def check_shapes(
     return sizes
 
 
-def _shape_remedy(
-    arg: str, named: list[str], shape: tuple[int, ...], sizes: dict[str, int], layout: str, norm: str
-) -> str:
+def _shape_remedy(arg: str, named: list[str], shape: tuple[int, ...], sizes: dict[str, int], layout: str, norm: str) -> str:
     if arg == "norm" or arg == "base_sqnorm":
         maker = norm if arg == "norm" else "dora_base_sqnorm(W)"
         return f"It was computed for another weight: compute it again with {maker}."

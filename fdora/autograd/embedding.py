@@ -12,9 +12,7 @@ from fdora._torch import apply, no_graph
 from fdora.autograd._ops import OPS, autocast_off, drop_none, no_second_derivative, restore_none
 
 
-def embedding(
-    ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor | None, how: Lookup, backend: str
-) -> Tensor:
+def embedding(ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor | None, how: Lookup, backend: str) -> Tensor:
     if no_graph():
         with autocast_off(W):
             return OPS[backend].embedding_fwd(ids, W, A, B, m, c, how)

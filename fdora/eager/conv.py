@@ -1,15 +1,15 @@
 """Convolutions: ``y = g (conv(x, W) + s conv1(conv(x, A), B)) + bias``, one g for each output channel.
 
-The update of a kernel is a product, s B A, if the kernel of one output channel is a row: c channels (those of its group) times the
-points of the kernel. Row o of W is the kernel of channel o, and
+The update of a kernel is a product, s B A, if the kernel of one output channel is a row: c channels (those of its group) times
+the points of the kernel. Row o of W is the kernel of channel o, and
 
     W (O, c, k...), A (r, c, k...), B (O, r, 1...)                  c = C / groups
     W (C, O / groups, k...), A (c, r, k...), B (O, r, 1...)         transposed
 
-A makes r channels of each group's input, B mixes those into the group's outputs: every group has the whole of A, as W' = W + s B A
-says, so the norm is that of ``rows``. PEFT's layers with groups have A (r, C, k...) and B (O, r / groups, 1...) instead: an output
-channel has r / groups of the ranks, and these see all C channels of x. The weight in use is then dense: ``rows`` is W with zeros in
-the channels of the other groups, and B with zeros in the ranks of the others.
+A makes r channels of each group's input, B mixes those into the group's outputs: every group has the whole of A, as
+W' = W + s B A says, so the norm is that of ``rows``. PEFT's layers with groups have A (r, C, k...) and B (O, r / groups, 1...)
+instead: an output channel has r / groups of the ranks, and these see all C channels of x. The weight in use is then dense:
+``rows`` is W with zeros in the channels of the other groups, and B with zeros in the ranks of the others.
 
 A has the geometry of W (stride, padding and its mode, dilation), or s B A would belong elsewhere than W.
 """

@@ -19,6 +19,7 @@ from torch import Tensor
 from fdora._records import Lookup, Needs, eps
 from fdora.eager._matmul import acc_dtype, cast, matmul
 from fdora.eager.linear import _scaled as scaled
+from fdora.eager.linear import own
 from fdora.eager.norm import scale
 from fdora.eager.segment import segment_sum
 
@@ -30,7 +31,7 @@ def embedding_fwd(ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Te
     flat = ids.reshape(-1)
     u = _rows(flat, W, A, B, how)
     y = cast(u * _scale(flat, u, m, c, how)[0], W.dtype)
-    return y.reshape(*ids.shape, W.shape[1])
+    return y if ids.dim() == 1 else own(y, (*ids.shape, W.shape[1]))
 
 
 def embedding_bwd(

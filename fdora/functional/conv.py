@@ -24,8 +24,8 @@ PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 
 def dora_conv1d(
     x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, bias: Tensor | None = None, norm: Tensor | None = None,
-    stride: Numbers = 1, padding: Numbers | str = 0, dilation: Numbers = 1, groups: int = 1, padding_mode: PaddingMode = "zeros",
-    transposed: bool = False, output_padding: Numbers = 0, backend: Backend = "auto",
+    stride: Numbers = 1, padding: Numbers | str = 0, dilation: Numbers = 1, groups: int = 1,
+    padding_mode: PaddingMode = "zeros", transposed: bool = False, output_padding: Numbers = 0, backend: Backend = "auto",
 ) -> Tensor:  # fmt: skip
     """An adapted convolution along one axis: ``y = g * (conv(x, W) + s * conv(conv(x, A), B)) + bias``.
 
@@ -56,8 +56,8 @@ def dora_conv1d(
 
 def dora_conv2d(
     x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, bias: Tensor | None = None, norm: Tensor | None = None,
-    stride: Numbers = 1, padding: Numbers | str = 0, dilation: Numbers = 1, groups: int = 1, padding_mode: PaddingMode = "zeros",
-    transposed: bool = False, output_padding: Numbers = 0, backend: Backend = "auto",
+    stride: Numbers = 1, padding: Numbers | str = 0, dilation: Numbers = 1, groups: int = 1,
+    padding_mode: PaddingMode = "zeros", transposed: bool = False, output_padding: Numbers = 0, backend: Backend = "auto",
 ) -> Tensor:  # fmt: skip
     """An adapted convolution along two axes: ``y = g * (conv(x, W) + s * conv(conv(x, A), B)) + bias``.
 
@@ -69,7 +69,7 @@ def dora_conv2d(
       x: (L, C, Y, X) or (C, Y, X), float16, bfloat16, float32 or float64.
       W: (O, C / groups, kY, kX) frozen kernel, in the dtype of x (any, under autocast); transposed (C, O / groups, kY, kX).
       A: (r, C / groups, kY, kX), float32 or the dtype of W; transposed (C / groups, r, kY, kX). With groups each group applies
-        all of A to its own channels. Or (r, C, kY, kX), as PEFT has it: then A reads all channels, and B is (O, r / groups, 1, 1).
+        all of A to its own channels. Or (r, C, kY, kX), as PEFT has it: A reads all channels, and B is (O, r / groups, 1, 1).
       B: (O, r, 1, 1), float32 or the dtype of W.
       m: (O,), float32 or the dtype of W.
       s: LoRA scaling, usually alpha / r. Not differentiated.
@@ -86,16 +86,16 @@ def dora_conv2d(
         "auto" picks.
 
     Returns:
-      (L, O, Y, X) or (O, Y, X), dtype and device of x. Gradients reach x, A, B, m, bias and a given norm, each in its own dtype;
-      those of x, A and B as torch's convolution computes them, in the dtype of x.
+      (L, O, Y, X) or (O, Y, X), dtype and device of x. Gradients reach x, A, B, m, bias and a given norm, each in its own
+      dtype; those of x, A and B as torch's convolution computes them, in the dtype of x.
 
     Raises:
       FdoraError: shapes, dtypes or devices disagree, W requires grad or is quantised, s is not finite, or a number of the
         geometry is none that torch's convolution takes.
       NotImplementedError: a second derivative is asked for.
 
-    Memory: keeps x, conv(x, A), and the two halves of y in the dtype of x. With PEFT's A and groups the norm is that of a kernel
-    of all C channels, which is made for it. Derivation: ``fdora/eager/conv.py``.
+    Memory: keeps x, conv(x, A), and the two halves of y in the dtype of x. With PEFT's A and groups the norm is that of a
+    kernel of all C channels, which is made for it. Derivation: ``fdora/eager/conv.py``.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
     """
     how = stride, padding, dilation, groups, padding_mode, transposed, output_padding
@@ -104,8 +104,8 @@ def dora_conv2d(
 
 def dora_conv3d(
     x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, bias: Tensor | None = None, norm: Tensor | None = None,
-    stride: Numbers = 1, padding: Numbers | str = 0, dilation: Numbers = 1, groups: int = 1, padding_mode: PaddingMode = "zeros",
-    transposed: bool = False, output_padding: Numbers = 0, backend: Backend = "auto",
+    stride: Numbers = 1, padding: Numbers | str = 0, dilation: Numbers = 1, groups: int = 1,
+    padding_mode: PaddingMode = "zeros", transposed: bool = False, output_padding: Numbers = 0, backend: Backend = "auto",
 ) -> Tensor:  # fmt: skip
     """An adapted convolution along three axes: ``y = g * (conv(x, W) + s * conv(conv(x, A), B)) + bias``.
 
@@ -136,7 +136,8 @@ def dora_conv3d(
 
 def _conv(
     fn: str, n: int, x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, s: float, bias: Tensor | None, norm: Tensor | None,
-    stride: Any, padding: Any, dilation: Any, groups: int, padding_mode: str, transposed: bool, output_padding: Any, backend: Any,
+    stride: Any, padding: Any, dilation: Any, groups: int, padding_mode: str, transposed: bool, output_padding: Any,
+    backend: Any,
 ) -> Tensor:  # fmt: skip
     how = geometry(fn, n, stride, padding, dilation, groups, padding_mode, transposed, output_padding)
     check_conv(fn, n, x, W, A, B, m, s, bias, norm, how)

@@ -7,8 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, fail
-from fdora._check import key_of, passed, remember
+from fdora._check import (
+    FLOATS,
+    check_device,
+    check_dtype,
+    check_frozen,
+    check_rank,
+    check_s,
+    check_shapes,
+    fail,
+    key_of,
+    passed,
+    remember,
+)
 from fdora._dispatch import Backend
 from fdora._records import Lookup
 from fdora.autograd.embedding import embedding
@@ -32,7 +43,7 @@ def dora_embedding(
     max_norm: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """The rows of an adapted table: ``y = g * (W[ids] + s * A.T[ids] @ B.T)`` with ``g = m / ||W + s * (B @ A).T||`` per column.
+    """Rows of an adapted table: ``y = g * (W[ids] + s * A.T[ids] @ B.T)`` with ``g = m / ||W + s * (B @ A).T||`` per column.
 
     The product runs in the dtype of W with float32 accumulation; g and the sum are float32, rounded once. A head that shares
     W as its weight has an adapter of its own, ``dora_linear(x, W, A_head, B_head, m_head, s=s)``. With ``norm_axis=1`` the two
@@ -112,10 +123,10 @@ def check_embedding(
     if padding_idx is not None:
         whole = isinstance(padding_idx, (int, torch.SymInt)) and not isinstance(padding_idx, bool)
         if not whole or not -W.shape[0] <= padding_idx < W.shape[0]:
-            have = padding_idx if whole else f"a {type(padding_idx).__name__}"
+            have = str(padding_idx) if whole else f"a {type(padding_idx).__name__}"
             raise fail(fn, "padding_idx", f"None or the number of one of {W.shape[0]} rows", have, "Pass nn.Embedding's.")
     if max_norm is not None:
         number = isinstance(max_norm, (int, float, torch.SymFloat)) and not isinstance(max_norm, bool)
         if not number or not 0 < max_norm < float("inf"):
-            have = max_norm if number else f"a {type(max_norm).__name__}"
+            have = str(max_norm) if number else f"a {type(max_norm).__name__}"
             raise fail(fn, "max_norm", "None or a positive Python number", have, "Pass nn.Embedding's.")

@@ -135,7 +135,7 @@ def _planes_backward(plan: Builder, likes: Sequence[Any], delta: bool, needs: tu
     dy, base, lora = (plan.flat(like) for like in likes[:3])
     g, s = plan.vector(likes[3]), plan.scalar("s")
     rows, points = _blocks(P)
-    strip = points if P <= points else STRIP
+    strip = points if points >= P else STRIP
     plan.path = "one pass over what the wanted gradients need, a row for each channel; sums over points, then over rows"
     out, partials = _wanted(plan, (L, N, P), base.dtype, lora.dtype, N, L * cdiv(P, strip), needs)
     plan.launch(
