@@ -102,7 +102,7 @@ def kernels(triton: Any) -> Backend:
         mlp_fwd=triton.mlp.mlp_fwd,
         mlp_bwd=triton.mlp.mlp_bwd,
         fp8_fwd=triton.fp8.fp8_fwd,
-        embedding_fwd=eager.embedding.embedding_fwd,
+        embedding_fwd=triton.embedding.embedding_fwd,
         embedding_bwd=eager.embedding.embedding_bwd,
         merge_fwd=triton.merge.merge_fwd,
         unmerge_fwd=triton.merge.unmerge_fwd,

@@ -63,7 +63,8 @@ def dora_embedding(
       padding_idx: tokens of this number add nothing to a gradient, as in F.embedding; their row is read like any other.
         (In PEFT they do reach B and m.)
       max_norm: a row of W that is longer counts as ``W[v] * max_norm / (||W[v]|| + 1e-7)``, as in F.embedding, but W stays as
-        it is. The norm of columns is that of W as it stands: call torch.embedding_renorm_ on all rows first to have both.
+        it is; in plain torch on every device. The norm of columns is that of W as it stands: call torch.embedding_renorm_ on
+        all rows first to have both.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
@@ -82,6 +83,8 @@ def dora_embedding(
     """
     check_embedding("dora_embedding", ids, W, A, B, m, s, norm, norm_axis, padding_idx, max_norm)
     choice = select_backend(W, backend=backend)
+    if max_norm is not None and backend == "triton":
+        raise fail("dora_embedding", "max_norm", "None with backend='triton'", max_norm, "Plain torch has it: backend='auto'.")
     c = norm
     if c is None and norm_axis == 0:
         c = row_norm(W.T, A, B, None, s, None, True, choice.name)
@@ -90,7 +93,7 @@ def dora_embedding(
     if padding_idx is not None and padding_idx < 0:
         padding_idx += W.shape[0]
     how = Lookup(s, norm_axis == 1, padding_idx, max_norm)
-    return embedding(ids, W, A, B, m, c, how, choice.name)
+    return embedding(ids, W, A, B, m, c, how, choice.name if max_norm is None else "eager")
 
 
 def check_embedding(

@@ -34,6 +34,8 @@ from tests.triton.written import (  # noqa: E402
     FP32,
     alike,
     by_tma,
+    calls_of_embeddings,
+    calls_of_planes,
     calls_of_weights,
     every_call,
     launches,
@@ -156,8 +158,8 @@ def asked():
 
 KERNELS = (
     "add_parts", "codes_parts", "small_codes", "dequantize4", "dequantize8", "fp8_blocks", "fp8_gemm", "fp8_rows",
-    "act_bwd", "act_fwd", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "epilogue", "finish", "gemm_pointer", "gemm_tma",
-    "hash", "merge", "norm", "quant4", "quant8", "scale", "shrink", "small", "split", "sum",
+    "act_bwd", "act_fwd", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "embedding", "epilogue", "finish", "gemm_pointer", "gemm_tma",
+    "hash", "merge", "norm", "planes_bwd", "planes_fwd", "quant4", "quant8", "scale", "shrink", "small", "split", "sum",
 )  # fmt: skip
 
 
@@ -244,6 +246,23 @@ def test_compose(target, lora, tmp_path):
     plans = [maker(tuple(likes), device(target), *options) for maker, likes, options in calls]
     assert len(plans) == 4
     assert_builds(plans, target, tmp_path)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_compose_of_planes(target, tmp_path):
+    for P in (49, 3136):
+        calls = [call for call in calls_of_planes(8, 64, P, BF16, FP32) if None not in call[1]]
+        calls = [call for call in calls if all(call[2][1] if len(call[2]) > 1 else (True,))]
+        plans = [maker(tuple(likes), device(target), *options) for maker, likes, options in calls]
+        assert len(plans) == 2
+        assert_builds(plans, target, tmp_path)
+
+
+@pytest.mark.parametrize(("T", "r", "dtype", "adapter"), [(4096, 16, BF16, FP32), (64, 384, FP32, FP32)])
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_embedding(target, T, r, dtype, adapter, tmp_path):
+    calls = list(calls_of_embeddings(T, 1024, 4096, r, dtype, adapter))[:3:2]
+    assert_builds([maker(tuple(likes), device(target), *options) for maker, likes, options in calls], target, tmp_path)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
