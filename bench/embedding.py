@@ -2,9 +2,9 @@
 
     python -m bench.embedding [--device cuda] [--tokens 512,8192] [--only embedding] [--tiles] [--json FILE]
 
-GPU time of replayed CUDA graphs, or CPU wall time; medians of turns. A rival is the formula of its library in torch, its
-norm inside, as it computes it in every call. ``norm_read`` is the time that reading the table once takes at measured copy speed.
-``--tiles`` times the kernel's tiles instead: what fdora/triton/embedding.py chooses among.
+GPU time of replayed CUDA graphs, or CPU wall time; medians of turns. A rival is the formula of its library in plain torch,
+its norm inside, as it computes it in every call. ``norm_read`` is the time that reading the table once takes at measured copy
+speed. ``--tiles`` times the kernel's tiles instead: what fdora/triton/embedding.py chooses among.
 """
 
 from __future__ import annotations
