@@ -8,8 +8,8 @@ from torch import Tensor
 from fdora._records import Conv
 from fdora.autograd.compose import compose
 from fdora.autograd.norm import row_norm, scale
-from fdora.eager.conv import halves, planes, rows, unplanes
-from fdora.eager.conv import sees_all as sees_all
+from fdora.eager.conv import halves, planes, unplanes
+from fdora.eager.conv import rows as rows
 
 
 def conv(

@@ -11,7 +11,7 @@ from torch import Tensor
 from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, fail
 from fdora._dispatch import Backend
 from fdora._records import Conv
-from fdora.autograd.conv import conv, conv_norm
+from fdora.autograd.conv import conv, conv_norm, rows
 from fdora.functional.backend import select_backend
 from fdora.functional.linear import cast_x
 from fdora.functional.norm import WIDE
@@ -146,6 +146,12 @@ def _conv(
     c = conv_norm(W, A, B, s, how, choice.name) if norm is None else norm
     y = conv(x if x.dim() == n + 2 else x[None], W, A, B, m, c, bias, s, how, choice.name)
     return y if x.dim() == n + 2 else y[0]
+
+
+def kernel_rows(W: Tensor, A: Tensor, B: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """W (O, K), A (r, K), B (O, r): their ``dora_norm`` is that of such a convolution. For integrations, which keep it."""
+    n = W.dim() - 2
+    return rows(W, A, B, Conv((1,) * n, (0,) * n, (1,) * n, groups, "zeros", False, (0,) * n))
 
 
 def geometry(
