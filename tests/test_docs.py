@@ -132,6 +132,7 @@ RUN_BY = {
 # tests/convert/test_docs.py, of docs/integrations.md as RUN_BY says
 RUN = {"README.md": 2, "docs/programs.md": 3, "docs/conversion.md": PAGES["docs/conversion.md"].count("```python")}
 RUN["docs/explain.md"] = 1  # tests/test_explain_docs.py
+RUN["docs/layers.md"] = 2  # tests/functional/test_layers_docs.py
 RUN["docs/schedule.md"] = 4  # tests/schedule/test_docs.py
 RUN["docs/quantised.md"] = 2  # tests/quant/test_docs.py
 RUN["docs/integrations.md"] = sum(language == "python" for _, language in RUN_BY)
