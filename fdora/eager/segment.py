@@ -20,8 +20,27 @@ def segment_sum(values: Tensor, ids: Tensor, count: int) -> Tensor:
 
 
 def _segment_sum(values: Tensor, ids: Tensor, count: int) -> Tensor:
-    """On a GPU a stable sort, then sums along the sorted rows; on a CPU each thread owns some of the numbers."""
-    return torch.ops.aten.embedding_dense_backward(values, ids, count, -1, False)
+    """On a CPU each thread owns some of the numbers, and takes their rows in order."""
+    if values.device.type == "cpu":
+        return torch.ops.aten.embedding_dense_backward(values, ids, count, -1, False)
+    return _by_sorting(values, ids, count)
+
+
+def _by_sorting(values: Tensor, ids: Tensor, count: int) -> Tensor:
+    """Where threads race: rows of one number side by side, then sums along them in doubling steps.
+
+    torch's own gradient of an embedding gave other bits in another run on an H200 (torch 2.11), and so does index_add.
+    """
+    key, order = torch.sort(ids, stable=True)
+    sums, step = values[order], 1
+    while step < key.shape[0]:
+        same = (key[step:] == key[:-step])[:, None]
+        sums = torch.cat([sums[:step], sums[step:] + torch.where(same, sums[:-step], 0)])
+        step *= 2
+    last = torch.cat([key[1:] != key[:-1], key.new_ones(min(1, key.shape[0]), dtype=torch.bool)])
+    out = values.new_zeros((count + 1, values.shape[1]))  # what is no whole sum goes to a row of its own
+    out[torch.where(last, key, count)] = sums
+    return out[:count]
 
 
 def _fake(values: Tensor, ids: Tensor, count: int) -> Tensor:

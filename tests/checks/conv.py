@@ -1,5 +1,6 @@
 """What dora_conv1d, 2d and 3d promise."""
 
+import functools
 import itertools
 
 import torch
@@ -114,6 +115,18 @@ def gradients_are_right():
             assert_exact(f(*args), ours(t, how), "the norm that it would compute")
 
 
+def in_full_float32(check):
+    """cuDNN rounds float32 to tf32 unless told otherwise."""
+
+    @functools.wraps(check)
+    def run():
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            check()
+
+    return run
+
+
+@in_full_float32
 def keeps_the_memory_format():
     """Channels last stay last, first stay first: what torch's convolution gives, gradients too; nothing else would be a copy."""
     for n, G in ((2, 1), (2, 2), (3, 1)):
@@ -129,6 +142,7 @@ def keeps_the_memory_format():
             assert dx.stride() == torch.autograd.grad(plain, x, torch.ones_like(plain))[0].stride()
 
 
+@in_full_float32
 def half_precision_is_within_budget():
     for dtype, mixed in itertools.product((torch.bfloat16, torch.float32), (False, True)):
         t, how = layer(2, dtype, torch.float32 if mixed else None, spread=0.0015, size=(16, 24, 8), padding=1)

@@ -53,3 +53,20 @@ def test_a_number_that_is_no_row():
     for wrong in (-1, 11):
         with pytest.raises(IndexError):
             dora_embedding(torch.tensor([0, wrong]), W, A, B, m, s=S)
+
+
+def test_sums_of_rows_that_share_a_number_as_a_gpu_makes_them():
+    from fdora.eager.segment import _by_sorting, _segment_sum
+
+    for T, V, dtype in (
+        (0, 5, torch.int64),
+        (1, 5, torch.int64),
+        (7, 5, torch.int32),
+        (1000, 40, torch.int64),
+        (513, 1, torch.int64),
+    ):
+        ids = torch.randint(0, V, (T,), dtype=dtype, device=device.NAME)
+        values = torch.randn(T, 3, dtype=torch.float64, device=device.NAME)
+        want = torch.zeros(V, 3, dtype=torch.float64, device=device.NAME).index_add(0, ids, values)
+        for made in (_by_sorting, _segment_sum):
+            torch.testing.assert_close(made(values, ids, V), want)
