@@ -91,3 +91,16 @@ def conv(x, W, A, B, m, s, bias=None, c=None, groups=1, transposed=False, paddin
     along = (1, -1, *[1] * n)
     y = scale(m, c).view(along) * y
     return y if bias is None else y + bias.double().view(along)
+
+
+def experts(x, W, A, B, m, s, ends, bias=None, c=None):
+    """Token by token, in float64."""
+    rows = []
+    for t in range(x.shape[0]):
+        e = sum(t >= end for end in ends)
+        if e == len(ends):
+            rows.append(x.new_zeros(W.shape[1], dtype=torch.float64))
+            continue
+        extra = [None if v is None else v[e] for v in (bias, c)]
+        rows.append(dora(x[t], W[e], A[e], B[e], m[e], s, *extra))
+    return torch.stack(rows) if rows else x.new_zeros(0, W.shape[1], dtype=torch.float64)

@@ -26,6 +26,7 @@ SIGNATURES = {
     "dora_conv3d": CONV,
     "dora_delta": "(base, lora, g, *, s, backend='auto')",
     "dora_embedding": "(ids, W, A, B, m, *, s, norm=None, norm_axis=0, padding_idx=None, max_norm=None, backend='auto')",
+    "dora_experts": "(x, W, A, B, m, *, s, offsets, bias=None, norm=None, backend='auto')",
     "dora_init": "(W, r, *, dtype=None, generator=None)",
     "dora_init_tree": "(weights, r, *, dtype=None, generator=None)",
     "dora_linear": "(x, W, A, B, m, *, s, bias=None, norm=None, dropout_p=0.0, dropout_mode='lora', seed=None, "
