@@ -400,13 +400,17 @@ def test_autocast_leaves_float64_and_the_other_ops_alone():
         assert_exact(inside, op.call(**t), name)
 
 
-@pytest.mark.parametrize("name", [n for n in OPS if n != "mlp_dropout" and "conv" not in n])  # tests/functional/test_conv.py
+# as others of their kind; convolutions: tests/functional/test_conv.py
+UNCOMPILED = ("mlp_dropout", "embedding_rows", "conv", "conv_grouped")
+
+
+@pytest.mark.parametrize("name", [n for n in OPS if n not in UNCOMPILED])
 def test_compile(name):
     """fullgraph through inductor, forward and backward, any number of tokens with one compilation."""
     op = OPS[name]
     torch._dynamo.reset()
     # what inductor makes of these are the ops of linear, or torch's own: 15 s more each
-    through = "aot_eager" if name in ("mlp", "embedding_rows") else "inductor"
+    through = "aot_eager" if name in ("mlp", "embedding") else "inductor"
     step = torch.compile(lambda trained, rest: loss_of(op)(trained, rest), fullgraph=True, dynamic=True, backend=through)
     value = torch.compile(op.call, fullgraph=True, dynamic=True, backend=through)
     for M in (5, 7, 12) if op.per_token else (5,):

@@ -219,6 +219,19 @@ def test_norm(target, weight, adapter, r, guarded, tma, max_bytes, tmp_path):
     assert_builds(plans, target, tmp_path, spill={"norm_kernel": stack})
 
 
+@pytest.mark.parametrize("target", [80, 90, 100])
+def test_norm_of_the_columns_of_a_table(target, tmp_path):
+    """W^T of an embedding: rows are adjacent there, and a thread still loads 16 bytes of them at a time."""
+    from fdora.triton.norm import plan_norm
+
+    V, d, r = 4096, 1024, 16
+    likes = [alike(d, V, dtype=BF16, stride=(1, d)), alike(r, V, dtype=FP32), alike(d, r, dtype=FP32)]
+    plan = plan_norm(tuple(likes), device(target), None, False)
+    assert_builds([plan], target, tmp_path, "norm")
+    (step,) = launches(plan, "norm")
+    assert "ld.global.v4.b32" in build(step, target).asm["ptx"]
+
+
 MERGES = [*((BF16, BF16, r, tma, 2048) for r in RANKS for tma in (True, False)), (BF16, FP32, 384, True, 2048)]
 MERGES += [(BF16, FP32, 64, False, 2048), (FP32, FP32, 64, True, 2048), (FP32, FP32, 8, True, 2048)]
 MERGES += [(weight, FP32, 384, True, 1 << 15) for weight in (BF16, FP32)]  # too wide for split factors
@@ -248,7 +261,7 @@ def test_compose(target, lora, tmp_path):
     assert_builds(plans, target, tmp_path)
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("target", [80, 90, 100])
 def test_compose_of_planes(target, tmp_path):
     for P in (49, 3136):
         calls = [call for call in calls_of_planes(8, 64, P, BF16, FP32) if None not in call[1]]
@@ -259,7 +272,7 @@ def test_compose_of_planes(target, tmp_path):
 
 
 @pytest.mark.parametrize(("T", "r", "dtype", "adapter"), [(4096, 16, BF16, FP32), (64, 384, FP32, FP32)])
-@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("target", [80, 90, 100])
 def test_embedding(target, T, r, dtype, adapter, tmp_path):
     calls = list(calls_of_embeddings(T, 1024, 4096, r, dtype, adapter))[:3:2]
     assert_builds([maker(tuple(likes), device(target), *options) for maker, likes, options in calls], target, tmp_path)
