@@ -38,14 +38,17 @@ class Config(NamedTuple):
 
 
 def config_of(T: int, D: int, R: int, half: bool, num_sms: int) -> Config:
-    """As wide a span and as many tokens as leave two programs for each multiprocessor. float32 is multiplied in registers."""
+    """As wide a span as leaves enough programs to fill the GPU twice over: some three of them share a multiprocessor.
+
+    Reasoned, not measured: `python -m bench.embedding --device cuda --tiles` times others. float32 is multiplied in registers.
+    """
     if half:
         many = T >= 2048 and R <= WHOLE
         block_t, block_d, block_r = (64 if many else 16), 128, (power_of_two(R) if R <= WHOLE else 32)
     else:
         block_t, block_d, block_r = 16, 64, 16
     span = block_d
-    while 2 * span <= 1024 and cdiv(T, block_t) * cdiv(D, 2 * span) >= 2 * num_sms:
+    while 2 * span <= 1024 and cdiv(T, block_t) * cdiv(D, 2 * span) >= 6 * num_sms:
         span *= 2
     return Config(block_t, block_d, block_r, span, 4, 3)
 
