@@ -35,18 +35,17 @@ def test_matches_the_truth(shape, dtype):
         assert rel_l2(y, want) <= few * limit, (axis, adapter, given, rel_l2(y, want))
 
 
-def test_many_tokens_and_a_span_of_several_blocks():
-    """The tile of many tokens, whose programs walk three blocks of columns; the last block is ragged, and so are the tokens."""
-    from fdora.triton.embedding import config_of
-    from fdora.triton.runtime.device import device_of
+def test_the_tile_of_many_tokens(chosen_anew, monkeypatch):
+    """Programs that walk three blocks of columns; the last block is ragged, and so are the tokens."""
+    from fdora.triton import embedding
 
-    T, d = 2100, 300
-    config = config_of(T, d, 20, True, device_of(torch.device(device.NAME)).num_sms)
-    assert config.BLOCK_T == 64 and (device.NAME != "cpu" or config.SPAN > d)
+    config = embedding.config_of(70_000, 300, 20, True, 2)
+    assert config.BLOCK_T == 64 and config.SPAN == 1024
+    monkeypatch.setattr(embedding, "config_of", lambda *_: config)
     for axis in (0, 1):
-        W, A, B, m = table(50, d, 20, axis, torch.float16, torch.float32)
-        ids = numbers(50, (T,))
-        y = dora_embedding(ids, W, A, B, m, s=S, norm_axis=axis, backend="triton")
+        W, A, B, m = table(50, 300, 20, axis, torch.float16, torch.float32)
+        ids, norm = numbers(50, (70,)), norm_of(W, A, B, axis)
+        y = dora_embedding(ids, W, A, B, m, s=S, norm=norm, norm_axis=axis, backend="triton")
         assert rel_l2(y, reference.embedding(ids, W, A, B, m, S, axis)) <= 2.5e-4
 
 
