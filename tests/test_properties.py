@@ -15,6 +15,7 @@ from fdora.functional import (
     dora_scale,
 )
 from tests import device, reference
+from tests.checks import experts
 from tests.close import assert_within
 from tests.make import grads
 
@@ -179,3 +180,13 @@ def test_conv(L, groups, c, out, r, kernel, stride, padding, dilation, transpose
         leaves, zip(grads(y, dy, **leaves).values(), grads(want, dy, **leaves).values(), strict=True), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8, msg=lambda text: f"d{n}: {text}")
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=5), st.integers(0, 3), st.integers(1, 6), st.integers(1, 6), st.integers(1, 3)
+)  # fmt: skip
+def test_experts(counts, left, N, K, r):
+    """Any number of tokens for each expert, and some behind them."""
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    t = experts.mixture(len(counts), N, K, r, ends[-1] + left)
+    torch.testing.assert_close(experts.ours(t, ends), experts.truth(t, ends), rtol=1e-9, atol=1e-9)
