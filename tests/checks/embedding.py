@@ -28,7 +28,7 @@ def numbers(V=11, lead=(3, 4), seed=0):
     return (torch.rand(lead, generator=rand) ** 2 * V).long().to(device.NAME)
 
 
-EXTRAS = ({}, {"padding_idx": 2}, {"padding_idx": -1}, {"max_norm": 0.9}, {"padding_idx": 0, "max_norm": 0.8})
+EXTRAS = ({}, {"padding_idx": 2}, {"padding_idx": -10}, {"max_norm": 0.9}, {"padding_idx": 0, "max_norm": 0.8})
 
 
 def wrapped(extra, V):

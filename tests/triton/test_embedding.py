@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+import fdora
 from fdora.functional import dora_embedding, dora_norm
 from tests import device, reference
 from tests.checks.embedding import CHECKS, S, numbers, table
@@ -80,6 +81,16 @@ def test_a_number_that_is_no_row_is_nan_and_reads_nothing():
         for norm in (None, norm_of(W, A, B, axis)):
             y = dora_embedding(ids, W, A, B, m, s=S, norm=norm, norm_axis=axis, backend="triton")
             assert y.isnan().all(1).tolist() == y.isnan().any(1).tolist() == [False, True, True, True, False]
+
+
+def test_max_norm_is_plain_torch():
+    W, A, B, m = table(6, 5, 2, 0, torch.float32)
+    ids = numbers(6)
+    with fdora.backend("triton"):
+        y = dora_embedding(ids, W, A, B, m, s=S, max_norm=0.5)
+    assert rel_l2(y, reference.embedding(ids, W, A, B, m, S, max_norm=0.5)) <= 1e-6
+    with pytest.raises(fdora.FdoraError, match="`max_norm` must be None with backend='triton', got 0.5"):
+        dora_embedding(ids, W, A, B, m, s=S, max_norm=0.5, backend="triton")
 
 
 def test_rows_of_zeros():
