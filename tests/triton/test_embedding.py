@@ -89,7 +89,7 @@ def test_max_norm_is_plain_torch():
     with fdora.backend("triton"):
         y = dora_embedding(ids, W, A, B, m, s=S, max_norm=0.5)
     assert rel_l2(y, reference.embedding(ids, W, A, B, m, S, max_norm=0.5)) <= 1e-6
-    with pytest.raises(fdora.FdoraError, match="`max_norm` must be None with backend='triton', got 0.5"):
+    with pytest.raises(fdora.FdoraError, match="`max_norm` must be None with backend='triton'"):
         dora_embedding(ids, W, A, B, m, s=S, max_norm=0.5, backend="triton")
 
 
