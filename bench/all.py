@@ -43,6 +43,7 @@ FLOORS = "--ways frozen,bare,peft_lora,fdora,fdora_inside"
 TABLE = {
     "norm_forms": Entry(15, "bench.norm_forms --runs 15"),
     "compose": Entry(15, "bench.compose"),
+    "embedding": Entry(40, "bench.embedding"),
     "host": Entry(45, "bench.host --first-call"),
     "launches": Entry(15, "bench.launches"),
     "issue_time": Entry(40, "bench.issue_time"),
@@ -87,6 +88,7 @@ TABLE = {
 UNTIMED = (
     "bench.norm_forms",
     "bench.compose",
+    "bench.embedding",
     "bench.host",
     "bench.launches",
     "bench.issue_time",

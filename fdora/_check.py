@@ -36,7 +36,9 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_shapes(fn: str, spec: dict[str, str], tensors: dict[str, Any]) -> dict[str, int]:
+def check_shapes(
+    fn: str, spec: dict[str, str], tensors: dict[str, Any], layout: str = "nn.Linear", norm: str = "dora_norm(W, A, B, s=s)"
+) -> dict[str, int]:
     """Match each tensor against its axes, e.g. ``{"W": "N K", "x": "... K"}``; the first to name an axis defines it."""
     sizes: dict[str, int] = {}
     owner: dict[str, str] = {}
@@ -58,22 +60,22 @@ def check_shapes(fn: str, spec: dict[str, str], tensors: dict[str, Any]) -> dict
             want = "(" + ", ".join(axes) + ("," if len(axes) == 1 else "") + ")"
             given = [f"{a}={sizes[a]} (from `{owner[a]}`)" for a in named if a in sizes]
             want += " with " + ", ".join(given) if given else ""
-            raise fail(fn, arg, want, shape, _shape_remedy(arg, named, shape, sizes))
+            raise fail(fn, arg, want, shape, _shape_remedy(arg, named, shape, sizes, layout, norm))
         for a, n in zip(named, tail, strict=True):
             if a not in sizes:
                 sizes[a], owner[a] = n, arg
     return sizes
 
 
-def _shape_remedy(arg: str, named: list[str], shape: tuple[int, ...], sizes: dict[str, int]) -> str:
+def _shape_remedy(arg: str, named: list[str], shape: tuple[int, ...], sizes: dict[str, int], layout: str, norm: str) -> str:
     if arg == "norm" or arg == "base_sqnorm":
-        maker = "dora_norm(W, A, B, s=s)" if arg == "norm" else "dora_base_sqnorm(W)"
+        maker = norm if arg == "norm" else "dora_base_sqnorm(W)"
         return f"It was computed for another weight: compute it again with {maker}."
     if not named:
         return f"Pass a tensor without axes, for example {arg}[0]."
     if len(named) == len(shape) == 2 and all(sizes.get(a, n) == n for a, n in zip(named, shape[::-1], strict=True)):
         return f"Did you pass {arg} transposed? Pass {arg}.T."
-    return f"Pass the {arg} that belongs to this layer, in nn.Linear layout."
+    return f"Pass the {arg} that belongs to this layer, in {layout} layout."
 
 
 def check_device(fn: str, like: str, tensors: dict[str, Any]) -> None:

@@ -110,6 +110,27 @@ class BankNeeds(NamedTuple):
     bias: bool
 
 
+class Lookup(NamedTuple):
+    """What an embedding does, beside its tensors."""
+
+    s: float
+    per_row: bool  # m and c of each row of the table, not of each column
+    padding_idx: int | None
+    max_norm: float | None
+
+
+class Conv(NamedTuple):
+    """What a convolution does, beside its tensors; a number for each axis of space."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...] | str
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: str
+    transposed: bool
+    output_padding: tuple[int, ...]
+
+
 class SavedMlp(NamedTuple):
     """What the backward of a gated MLP reads beside its operands: of gate and up the output, or the value before g."""
 

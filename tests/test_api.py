@@ -8,6 +8,10 @@ import pytest
 import fdora
 import fdora.functional as F
 
+CONV = (
+    "(x, W, A, B, m, *, s, bias=None, norm=None, stride=1, padding=0, dilation=1, groups=1, padding_mode='zeros', "
+    "transposed=False, output_padding=0, backend='auto')"
+)
 SIGNATURES = {
     "DoraLayer": "(W, A=None, B=None, m=None, s=None, bias=None, norm=None)",
     "DoraParams": "(A, B, m)",
@@ -17,7 +21,12 @@ SIGNATURES = {
     "NormTreeState": "(c, buffers, fingerprint)",
     "dora_base_sqnorm": "(W, *, max_bytes=None, backend='auto')",
     "dora_compose": "(base, lora, g, *, s, bias=None, backend='auto')",
+    "dora_conv1d": CONV,
+    "dora_conv2d": CONV,
+    "dora_conv3d": CONV,
     "dora_delta": "(base, lora, g, *, s, backend='auto')",
+    "dora_embedding": "(ids, W, A, B, m, *, s, norm=None, norm_axis=0, padding_idx=None, max_norm=None, backend='auto')",
+    "dora_experts": "(x, W, A, B, m, *, s, offsets, bias=None, norm=None, backend='auto')",
     "dora_init": "(W, r, *, dtype=None, generator=None)",
     "dora_init_tree": "(weights, r, *, dtype=None, generator=None)",
     "dora_linear": "(x, W, A, B, m, *, s, bias=None, norm=None, dropout_p=0.0, dropout_mode='lora', seed=None, "

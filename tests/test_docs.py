@@ -133,6 +133,7 @@ RUN_BY = {
 RUN = {"README.md": 2, "docs/programs.md": 3, "docs/conversion.md": PAGES["docs/conversion.md"].count("```python")}
 RUN["docs/explain.md"] = 1  # tests/test_explain_docs.py
 RUN["docs/adapters.md"] = 4  # tests/functional/test_multi_docs.py
+RUN["docs/layers.md"] = 2  # tests/functional/test_layers_docs.py
 RUN["docs/schedule.md"] = 4  # tests/schedule/test_docs.py
 RUN["docs/quantised.md"] = 2  # tests/quant/test_docs.py
 RUN["docs/integrations.md"] = sum(language == "python" for _, language in RUN_BY)

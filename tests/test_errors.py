@@ -49,6 +49,20 @@ def mlp(gate=None, up=None, down=None, **extra):
     return F.dora_mlp(good()["x"], gate or layer(), up or layer(), back if down is None else down, **extra)
 
 
+def embedding(**change):
+    t = {"ids": torch.arange(3), "W": torch.randn(N, K), "A": torch.randn(r, N), "B": torch.randn(K, r), "m": torch.rand(K)}
+    return F.dora_embedding(**(t | {"s": 2.0} | change))
+
+
+def conv(**change):
+    t = {"x": torch.randn(1, 4, 5, 5), "W": torch.randn(6, 4, 3, 3), "A": torch.randn(2, 4, 3, 3), "B": torch.randn(6, 2, 1, 1)}
+    return F.dora_conv2d(**(t | {"m": torch.rand(6), "s": 2.0} | change))
+
+
+def nf4():
+    return fdora.quant.quantize(torch.randn(64, 64), "nf4")
+
+
 def wiped():
     t = good()
     t.pop("x")
@@ -75,6 +89,36 @@ MESSAGES = [
     (lambda: linear(m=None), "fdora.dora_linear: `m` must be a torch.Tensor, got a NoneType. Wrap it with torch.as_tensor."),
     (lambda: norm(A=None), "fdora.dora_norm: `A` must be a torch.Tensor, got a NoneType. Wrap it with torch.as_tensor."),
     (lambda: group(F.DoraLayer(None)), "fdora.dora_linear_group: layers[0]: `W` must be a torch.Tensor, got a NoneType. Wrap it with torch.as_tensor."),
+    (lambda: embedding(A=torch.randn(N, r)), "fdora.dora_embedding: `A` must be (r, V) with V=6 (from `W`), got (6, 2). Did you pass A transposed? Pass A.T."),
+    (lambda: embedding(m=torch.rand(N)), "fdora.dora_embedding: `m` must be (d,) with d=5 (from `W`), got (6,). Pass the m that belongs to this layer, in nn.Embedding layout."),
+    (lambda: embedding(norm_axis=1), "fdora.dora_embedding: `m` must be (V,) with V=6 (from `W`), got (5,). Pass the m that belongs to this layer, in nn.Embedding layout."),
+    (lambda: embedding(norm=torch.rand(N)), "fdora.dora_embedding: `norm` must be (d,) with d=5 (from `W`), got (6,). It was computed for another weight: compute it again with dora_norm(W.T, A, B, s=s)."),
+    (lambda: embedding(norm_axis=2), "fdora.dora_embedding: `norm_axis` must be 0 (a norm for each column) or 1 (for each row of the table), got 2. PEFT's is 0."),
+    (lambda: embedding(ids=torch.rand(3)), "fdora.dora_embedding: `ids` must be int64 or int32, got float32. Pass row numbers, for example ids.long()."),
+    (lambda: embedding(ids=torch.empty(3, dtype=torch.int64, device="meta")), "fdora.dora_embedding: `ids` must be on cpu (the device of `W`), got meta. Move it with ids.to('cpu')."),
+    (lambda: embedding(padding_idx=N), "fdora.dora_embedding: `padding_idx` must be None or the number of one of 6 rows, got 6. Pass nn.Embedding's."),
+    (lambda: embedding(padding_idx=1.0), "fdora.dora_embedding: `padding_idx` must be None or the number of one of 6 rows, got a float. Pass nn.Embedding's."),
+    (lambda: embedding(max_norm=0.0), "fdora.dora_embedding: `max_norm` must be None or a positive Python number, got 0.0. Pass nn.Embedding's."),
+    (lambda: embedding(W=torch.randn(N, K).requires_grad_()), "fdora.dora_embedding: `W` must be frozen, got requires_grad=True. Call W.requires_grad_(False) on the layer, or pass W.detach()."),
+    (lambda: embedding(W=nf4()), "fdora.dora_embedding: `W` must be a tensor, got a QuantWeight. Pass W.dequantize(): formats of tables are not read row by row."),
+    (lambda: embedding(s=nan), "fdora.dora_embedding: `s` must be a finite Python number, got nan. Pass alpha / r, or alpha / sqrt(r) for rsLoRA."),
+    (lambda: conv(A=torch.randn(2, 3, 3, 3)), "fdora.dora_conv2d: `A` must be of 4 channels (those of a group of `W`), got (2, 3, 3, 3). Pass the A that belongs to this layer, in nn.Conv2d layout."),
+    (lambda: conv(A=torch.randn(2, 4, 3)), "fdora.dora_conv2d: `A` must be (r, a, kY, kX) with kY=3 (from `W`), kX=3 (from `W`), got (2, 4, 3). Pass the A that belongs to this layer, in nn.Conv2d layout."),
+    (lambda: conv(B=torch.randn(6, 2)), "fdora.dora_conv2d: `B` must be (6, 2, 1, 1), got (6, 2). Pass the B that belongs to this layer."),
+    (lambda: conv(m=torch.rand(1, 6, 1, 1)), "fdora.dora_conv2d: `m` must be (6,), got (1, 6, 1, 1). Pass the m that belongs to this layer."),
+    (lambda: conv(x=torch.randn(4, 5)), "fdora.dora_conv2d: `x` must be (4, ...) or (L, 4, ...) with 2 axes of space, got (4, 5). Pass the x that belongs to this layer, channels first."),
+    (lambda: conv(groups=4), "fdora.dora_conv2d: `groups` must be a divisor of the channels, 16 and 6, got 4. Pass nn.Conv's."),
+    (lambda: conv(groups=0), "fdora.dora_conv2d: `groups` must be a whole number of at least 1, got 0. Pass nn.Conv's."),
+    (lambda: conv(stride=(1, 2, 3)), "fdora.dora_conv2d: `stride` must be a whole number of at least 1, or 2 of them, got (1, 2, 3). Pass nn.Conv's."),
+    (lambda: conv(padding="full"), "fdora.dora_conv2d: `padding` must be 'same', 'valid' or whole numbers, got 'full'. Pass nn.Conv's."),
+    (lambda: conv(padding="same", stride=2), "fdora.dora_conv2d: `padding` must be a number where the stride is not 1, got 'same'. torch knows 'same' for a stride of 1 alone."),
+    (lambda: conv(padding_mode="mirror"), "fdora.dora_conv2d: `padding_mode` must be one of zeros, reflect, replicate, circular, got 'mirror'. Pass nn.Conv's."),
+    (lambda: conv(padding_mode="circular", transposed=True), "fdora.dora_conv2d: `padding_mode` must be 'zeros' with transposed=True, got 'circular'. Pass nn.Conv's."),
+    (lambda: conv(output_padding=1), "fdora.dora_conv2d: `output_padding` must be 0 without transposed=True, got 1. Leave it out."),
+    (lambda: conv(x=torch.randn(1, 4, 5, 5).double()), "fdora.dora_conv2d: `x` must be float32, got float64. Cast it with x.to(torch.float32), or run under torch.autocast."),
+    (lambda: conv(W=torch.randn(6, 4, 3, 3).requires_grad_()), "fdora.dora_conv2d: `W` must be frozen, got requires_grad=True. Call W.requires_grad_(False) on the layer, or pass W.detach()."),
+    (lambda: conv(W=nf4()), "fdora.dora_conv2d: `W` must be a tensor, got a QuantWeight. Pass W.dequantize(): formats of kernels are not known."),
+    (lambda: conv(W=torch.randn(6, 2, 3, 3), A=torch.randn(3, 4, 3, 3), groups=2), "fdora.dora_conv2d: `A` must be of a rank that 2 groups divide, where it reads all channels, got 3. Give it those of a group."),
     # types and dtypes
     (lambda: linear(W=[[1.0]]), "fdora.dora_linear: `W` must be a torch.Tensor, got a list. Wrap it with torch.as_tensor."),
     (lambda: linear(W=torch.ones(N, K, dtype=torch.int8)), "fdora.dora_linear: `W` must be float16 or bfloat16 or float32 or float64, got int8. Dequantise or cast it first."),

@@ -54,7 +54,8 @@ PRIVATE = {
 }
 PUBLIC_TRITON = ("triton.__version__", "triton.jit", "triton.language", "triton.tools.tensor_descriptor.TensorDescriptor")
 FOREIGN = {
-    "eager": {"torch"},
+    # einops: a dependency of fdora; it names the axes that are split and merged
+    "eager": {"torch", "einops"},
     "triton": {"torch", "triton"},
     # optree: a dependency of fdora; it takes apart what the functions of whole trees are given
     "functional": {"torch", "optree"},
@@ -318,9 +319,9 @@ def light(root, calls, new):
         return False
     if torch.version.cuda or torch.version.hip or os.environ.get("TRITON_INTERPRET") == "1":
         # Triton is loaded where a GPU may come to be used
-        theirs = {m.partition(".")[0] for m in new} <= {"triton", "torch", "optree"}
+        theirs = {m.partition(".")[0] for m in new} <= {"triton", "torch", "optree", "einops"}
         return calls < 200_000 and theirs and not {"torch._dynamo", "torch._inductor", "torch.onnx"} & set(new)
-    return calls < 20_000 and {m.partition(".")[0] for m in new} <= {"optree"}
+    return calls < 20_000 and {m.partition(".")[0] for m in new} <= {"optree", "einops"}
 
 
 def test_import_is_light_and_patches_nothing():
@@ -329,7 +330,7 @@ def test_import_is_light_and_patches_nothing():
     assert light(int(root), int(calls), new), (root, calls, new)
 
 
-@pytest.mark.parametrize("line", ["import einops", "sum(map(lambda i: i, range(20_000)))"])
+@pytest.mark.parametrize("line", ["import hypothesis", "sum(map(lambda i: i, range(20_000)))"])
 def test_a_heavy_import_would_be_seen(line):
     root, calls, *new = run(IMPORT.replace("import fdora\n", f"import fdora\n{line}\n")).split()
     assert not light(int(root), int(calls), new), (root, calls, new)
@@ -341,7 +342,7 @@ def test_each_bound_of_an_import_counts():
     for heavy in (
         (1_200, 8_000, []),
         (500, 200_000, []),
-        (500, 8_000, ["optree", "einops.parsing"]),
+        (500, 8_000, ["optree", "packaging.version"]),
         (500, 8_000, ["torch._dynamo"]),
     ):
         assert not light(*heavy), heavy

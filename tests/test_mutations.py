@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import device  # noqa: F401 (read by the condition below)
-from tests.checks import compose, group, linear, merge, mlp, multi, norm
+from tests.checks import compose, conv, embedding, group, linear, merge, mlp, multi, norm
 from tests.eager import test_dropout
 
 DROPOUT = [
@@ -142,6 +142,34 @@ FAULTS = [
     ("merge", "-s * B[i:j]", "s * B[i:j]", merge),
     ("merge", "torch.where(zero[i:j], 0, W[i:j].to(acc) / g[i:j])", "W[i:j].to(acc) / g[i:j]", merge),
     ("merge", "W[i:j].to(acc) / g[i:j]", "W[i:j].to(acc) * g[i:j]", merge),
+    ("embedding", "cast(u * _scale(flat, u, m, c, how)[0], W.dtype)", "cast(u, W.dtype) * _scale(flat, u, m, c, how)[0].to(W.dtype)", embedding),
+    ("embedding", "if how.padding_idx is not None", "if how.padding_idx", embedding),
+    ("embedding", "torch.where((flat == how.padding_idx)[:, None], 0, wide)", "wide * (flat != how.padding_idx)[:, None]", embedding),
+    ("embedding", "dz = cast(wide * g, t)", "dz = cast(wide, t)", embedding),
+    ("embedding", "segment_sum(matmul(dz, scaled(B, how.s, t)), flat, V)", "segment_sum(matmul(dz, B.to(t)), flat, V)", embedding),
+    ("embedding", "dB = cast(how.s * matmul", "dB = cast(matmul", embedding),
+    ("embedding", "each.sum(1, keepdim=True) / floored", "each.sum(1, keepdim=True)", embedding),
+    ("embedding", "dm = each.sum(0) / floored", "dm = each.sum(0) / g", embedding),
+    ("embedding", "torch.where(c > eps(), -dm * scale(m, c), 0)", "-dm * scale(m, c)", embedding),
+    ("embedding", "-dm * scale(m, c)", "dm * scale(m, c)", embedding),
+    ("embedding", "(size + TINY)", "size", embedding),
+    ("embedding", "torch.where(size > how.max_norm, how.max_norm / (size + TINY), 1)", "how.max_norm / (size + TINY)", embedding),
+    ("embedding", "base + matmul(_columns(flat, A).to(t), scaled(B, how.s, t).T)", "(base.to(t) + _columns(flat, A).to(t) @ scaled(B, how.s, t).T).to(base)", embedding),
+    ("embedding", "size = torch.linalg.vector_norm(u, dim=1, keepdim=True)\n    else", "size = torch.linalg.vector_norm(u, dim=1, keepdim=True).detach() + 1e-3\n    else", embedding),
+    ("conv", "return base, one(_convolve(x, A, how, 1), B)\n    if sees_all", "return base, one(_convolve(x, A, how._replace(dilation=(1,) * len(how.stride)), 1), B)\n    if sees_all", conv),
+    ("conv", "one(_convolve(x, A, how, 1), B, groups=how.groups)", "one(_convolve(x, A, how, 1), B.roll(1, 0), groups=how.groups)", conv),
+    ("conv", '"c r ... -> (G c) r ..."', '"c r ... -> (c G) r ..."', conv),
+    ("conv", '"r c ... -> (G r) c ..."', '"r c ... -> (r G) c ..."', conv),
+    ("conv", '"(G c) o ... -> (G o) (c ...)"', '"(G c) o ... -> (o G) (c ...)"', conv),
+    ("conv", 'rearrange(eye, "G H -> G 1 H 1")', 'rearrange(torch.ones_like(eye), "G H -> G 1 H 1")', conv),
+    ("conv", '"G H -> G 1 H 1")\n        return', '"G H -> G 1 H 1").flip(2)\n        return', conv),
+    ("conv", "return rearrange(W, form), rearrange(A, form), B", 'return rearrange(W, form), rearrange(A, "O c ... -> O (c ...)"), B', conv),
+    ("conv", "(w // 2, w - w // 2)", "(w - w // 2, w // 2)", conv),
+    ("conv", "for n in reversed(how.padding)", "for n in how.padding", conv),
+    ("conv", "return F.pad(x, sides, how.padding_mode)", "return F.pad(x, sides)", conv),
+    ("conv", "last.flatten(0, -2) if last.is_contiguous() else t.flatten(2)", "last.flatten(0, -2)", conv),
+    ("compose", "g, bias = g[:, None], None if bias is None else bias[:, None]", "g = g[:, None]", conv),
+    ("compose", "(None if d is None else d.sum(1) for d in (dg, dbias))", "(None if d is None else d[:, 0] for d in (dg, dbias))", conv),
     ("dropout", "x * (1 / (1 - p))", "x", DROPOUT),
     ("dropout", "int(p * 2**32)", "int((1 - p) * 2**32)", DROPOUT),
     ("dropout", "torch.where(keep_mask(x.shape[0], x.shape[1], seed, p, rows), x * (1 / (1 - p)), 0)", "keep_mask(x.shape[0], x.shape[1], seed, p, rows) * x * (1 / (1 - p))", DROPOUT),
@@ -178,7 +206,7 @@ def test_fault_is_caught(monkeypatch, name, old, new, checks):
 
 
 @pytest.mark.parametrize(
-    "checks", [norm, compose, linear, merge, group, mlp, multi], ids=lambda m: m.__name__.rpartition(".")[2]
+    "checks", [norm, compose, linear, merge, group, mlp, multi, embedding, conv], ids=lambda m: m.__name__.rpartition(".")[2]
 )
 def test_the_sound_code_passes(checks):
     assert caught_by(checks.CHECKS) is None

@@ -4,8 +4,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fdora.functional import dora_compose, dora_delta, dora_linear, dora_merge, dora_norm, dora_scale
+from fdora.functional import (
+    dora_compose,
+    dora_conv2d,
+    dora_delta,
+    dora_embedding,
+    dora_linear,
+    dora_merge,
+    dora_norm,
+    dora_scale,
+)
 from tests import device, reference
+from tests.checks import experts
 from tests.close import assert_within
 from tests.make import grads
 
@@ -114,3 +124,69 @@ def test_compose_and_delta(lead, N, dtype, lora_dtype, s, layout, seed):
     assert_within(dora_compose(base, lora, g, s=s), y.to(dtype), y, "y")
     delta = (g.double() - 1) * base.double() + g.double() * s * lora.double()
     assert_within(dora_delta(base, lora, g, s=s), delta.to(dtype), delta, "delta")
+
+
+@given(layers(), leads, st.booleans(), st.integers(0, 10**6))
+def test_embedding(t, lead, per_row, seed):
+    """The table of a layer's weight, with norms of its rows or of its columns."""
+    axis, s = int(per_row), t["s"]
+    W, A, B = (t["W"], t["B"].T, t["A"].T) if per_row else (t["W"].T, t["A"], t["B"])
+    V = W.shape[0]
+    ids = torch.randint(0, V, lead, generator=torch.Generator().manual_seed(seed)).to(device.NAME)
+    padding_idx = seed % V if seed % 2 else None
+    leaves = {"A": A.detach().requires_grad_(), "B": B.detach().requires_grad_(), "m": t["m"].detach().requires_grad_()}
+    args = (ids, W, leaves["A"], leaves["B"], leaves["m"])
+    y = dora_embedding(*args, s=s, norm_axis=axis, padding_idx=padding_idx)
+    want = reference.embedding(*args, s, axis, padding_idx=padding_idx)
+    assert y.shape == (*lead, W.shape[1]) and y.dtype == W.dtype
+    dy = torch.randn_like(y)
+    got = {"y": y} | grads(y, dy, **leaves)
+    ref = {"y": want} | grads(want, dy.double(), **leaves)
+    # the sum of the absolute terms of each, with the norm of the signed ones
+    absolute = [v.detach().double().abs().requires_grad_() for v in leaves.values()]
+    c = reference.norm(t["W"], t["A"], t["B"], s)
+    size = reference.embedding(ids, W.abs(), *absolute, abs(s), axis, c)
+    sizes = {"y": size.detach()} | grads(size, dy.double().abs(), **dict(zip(leaves, absolute, strict=True)))
+    info = torch.finfo(W.dtype)
+    for n, value in got.items():
+        assert n == "y" or (value.dtype == leaves[n].dtype and value.shape == leaves[n].shape)
+        error = (value.double() - ref[n].double()).abs()
+        # an element of dA is a sum over the columns, whose dz and s B are rounded; one of y is a product and a sum
+        assert (error <= 4 * info.eps * sizes[n] + info.tiny).all(), (
+            f"{n}: {(error / sizes[n]).max().item() / info.eps:.2f} eps"
+        )
+
+
+@given(
+    st.integers(0, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3),
+    st.integers(1, 2), st.integers(0, 2), st.integers(1, 2), st.booleans(), scalings, layouts, st.integers(0, 10**6),
+)  # fmt: skip
+def test_conv(L, groups, c, out, r, kernel, stride, padding, dilation, transposed, s, layout, seed):
+    rand = torch.Generator().manual_seed(seed)
+
+    def make(*shape):
+        return laid_out(torch.randn(*shape, generator=rand, dtype=torch.float64).to(device.NAME), layout)
+
+    k, C, N = (kernel, 2), c * groups, out * groups
+    W = make(C, out, *k) if transposed else make(N, c, *k)
+    A = make(c, r, *k) if transposed else make(r, c, *k)
+    x, B, m, bias = make(L, C, 7, 6), make(N, r, 1, 1), make(N), make(N)
+    leaves = {n: v.requires_grad_() for n, v in {"x": x, "A": A, "B": B, "m": m, "bias": bias}.items()}
+    how = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "transposed": transposed}
+    y, want = dora_conv2d(x, W, A, B, m, s=s, bias=bias, **how), reference.conv(x, W, A, B, m, s, bias, **how)
+    torch.testing.assert_close(y, want, rtol=1e-9, atol=1e-9)
+    dy = torch.randn_like(y)
+    for n, (a, b) in zip(
+        leaves, zip(grads(y, dy, **leaves).values(), grads(want, dy, **leaves).values(), strict=True), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8, msg=lambda text: f"d{n}: {text}")
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=5), st.integers(0, 3), st.integers(1, 6), st.integers(1, 6), st.integers(1, 3)
+)  # fmt: skip
+def test_experts(counts, left, N, K, r):
+    """Any number of tokens for each expert, and some behind them."""
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    t = experts.mixture(len(counts), N, K, r, ends[-1] + left)
+    torch.testing.assert_close(experts.ours(t, ends), experts.truth(t, ends), rtol=1e-9, atol=1e-9)

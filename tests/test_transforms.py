@@ -70,6 +70,23 @@ def multi_ids(x, W, A, B, m):
     return F.dora_linear_multi(x, W, *many(A, B, m), s=[S, 2 * S], ids=ids)
 
 
+def embedded(axis):
+    def call(ids, W, A, B, m):
+        m = m if axis == 0 else torch.cat([m, m[:-1]])[: W.shape[1]]
+        return F.dora_embedding(ids, W.T, A, B, m, s=S, norm_axis=axis, padding_idx=1)
+
+    return call
+
+
+def convolved(image, kernel, down, B, m, bias):
+    return F.dora_conv2d(image, kernel, down, B[..., None, None], m, s=S, bias=bias).flatten(-3)
+
+
+def grouped_conv(image, kernel, down, B, m):
+    image = image.repeat_interleave(2, -3)  # groups of as many channels as the kernel has
+    return F.dora_conv2d(image, kernel, down, B[..., None, None], m, s=S, groups=2).flatten(-3)
+
+
 ADAPTER = ("A", "B", "m")
 OPS = {
     "norm": Op(lambda W, A, B: F.dora_norm(W, A, B, s=S, detach=False), ("A", "B"), ()),
@@ -99,6 +116,10 @@ OPS = {
         ("x", *ADAPTER, "bias"),
         ("x", "seed"),
     ),
+    "embedding": Op(embedded(0), ADAPTER, ("ids",)),
+    "embedding_rows": Op(embedded(1), ADAPTER, ("ids",)),
+    "conv": Op(convolved, ("image", "down", "B", "m", "bias"), ("image",)),
+    "conv_grouped": Op(grouped_conv, ("image", "down", "B", "m"), ("image",)),
     "base_sqnorm": Op(lambda W: F.dora_base_sqnorm(W), (), ()),
     "unmerge": Op(lambda W, A, B, m, c: F.dora_unmerge(W, A, B, m, s=S, norm=c), (), ()),
     "merge": Op(lambda W, A, B, m: F.dora_merge(W, A, B, m, s=S), (), ()),
@@ -113,6 +134,9 @@ def inputs(op, M=5, dtype=torch.float64, seed=0):
     rand = torch.Generator().manual_seed(seed)
     base, lora = (torch.randn(M, 6, generator=rand).to(t["x"]) for _ in range(2))
     t |= {"c": c, "g": (t["m"] / c), "base": base, "lora": lora, "seed": torch.tensor(seed + 3, device=device.NAME)}
+    t["ids"] = torch.randint(0, 5, (M,), generator=rand).to(device.NAME)
+    shapes = {"image": (M, 2, 3, 4), "kernel": (6, 2, 2, 2), "down": (2, 2, 2, 2)}
+    t |= {n: torch.randn(shape, generator=rand).to(t["x"]) for n, shape in shapes.items()}
     names = op.call.__code__.co_varnames[: op.call.__code__.co_argcount]
     return {n: t[n] for n in names}
 
@@ -400,14 +424,17 @@ def test_autocast_leaves_float64_and_the_other_ops_alone():
         assert_exact(inside, op.call(**t), name)
 
 
-@pytest.mark.parametrize("name", [n for n in OPS if n not in ("mlp_dropout", "multi_dropout", "multi_ids")])
+# as others of their kind; convolutions: tests/functional/test_conv.py
+UNCOMPILED = ("mlp_dropout", "multi_dropout", "multi_ids", "embedding_rows", "conv", "conv_grouped")
+
+
+@pytest.mark.parametrize("name", [n for n in OPS if n not in UNCOMPILED])
 def test_compile(name):
     """fullgraph through inductor, forward and backward, any number of tokens with one compilation."""
     op = OPS[name]
     torch._dynamo.reset()
-    through = (
-        "aot_eager" if name in ("mlp", "multi") else "inductor"
-    )  # what inductor makes of them are the ops of linear: 15 s more
+    # what inductor makes of these are the ops of linear, or torch's own: 15 s more each
+    through = "aot_eager" if name in ("mlp", "multi", "embedding") else "inductor"
     step = torch.compile(lambda trained, rest: loss_of(op)(trained, rest), fullgraph=True, dynamic=True, backend=through)
     value = torch.compile(op.call, fullgraph=True, dynamic=True, backend=through)
     for M in (5, 7, 12) if op.per_token else (5,):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fdora import eager
-from fdora._records import Bank, BankNeeds, Dropout, Grads, Needs, Operands, Options, Saved, SavedMlp
+from fdora._records import Bank, BankNeeds, Dropout, Grads, Lookup, Needs, Operands, Options, Saved, SavedMlp
 from fdora._torch import autocast_on as autocast_on
 
 Layers = Sequence[Operands]
@@ -50,6 +50,10 @@ class Backend:
     multi_bwd: Callable[[Tensor, Tensor, Bank, Tensor, tuple[Tensor, ...], BankNeeds], tuple[Tensor | None, ...]]
     bank_norm: Callable[[Tensor, Tensor, Tensor, Tensor, tuple[int, ...] | None, int | None], Tensor]
     route: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    embedding_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup], Tensor]
+    embedding_bwd: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup, Needs], tuple[Tensor | None, ...]
+    ]
     merge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     unmerge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     tree_layers: Callable[..., Any]  # what norms of many layers are made with
@@ -82,6 +86,8 @@ OPS: dict[str, Backend] = {
         multi_bwd=eager.multi.multi_bwd,
         bank_norm=eager.multi.bank_norm,
         route=eager.multi.route,
+        embedding_fwd=eager.embedding.embedding_fwd,
+        embedding_bwd=eager.embedding.embedding_bwd,
         merge_fwd=eager.merge.merge_fwd,
         unmerge_fwd=eager.merge.unmerge_fwd,
         tree_layers=eager.tree.Layers,
@@ -90,7 +96,7 @@ OPS: dict[str, Backend] = {
 
 
 def kernels(triton: Any) -> Backend:
-    """The Triton backend. What it has no kernel for, plain torch computes on the GPU: these two lines say which."""
+    """The Triton backend. What it has no kernel for, plain torch computes on the GPU: these lines say which."""
     return Backend(
         norm_fwd=triton.norm.norm_fwd,
         sqnorm_fwd=triton.norm.sqnorm_fwd,
@@ -108,6 +114,8 @@ def kernels(triton: Any) -> Backend:
         multi_bwd=triton.multi.multi_bwd,
         bank_norm=triton.multi.bank_norm,
         route=triton.multi.route,
+        embedding_fwd=triton.embedding.embedding_fwd,
+        embedding_bwd=eager.embedding.embedding_bwd,
         merge_fwd=triton.merge.merge_fwd,
         unmerge_fwd=triton.merge.unmerge_fwd,
         tree_layers=triton.tree.Layers,

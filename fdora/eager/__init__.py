@@ -6,6 +6,8 @@ on a CPU computes u + a @ b (torch 2.13), and addmm before a pointwise op loses 
 
 from fdora.eager import act as act
 from fdora.eager import compose as compose
+from fdora.eager import conv as conv
+from fdora.eager import embedding as embedding
 from fdora.eager import fp8 as fp8
 from fdora.eager import linear as linear
 from fdora.eager import merge as merge

@@ -3,6 +3,8 @@
 With h = g for the whole output and h = g - 1 for the delta, both are ``out = h base + g s lora (+ bias)``, in acc_dtype,
 rounded once. g - 1 is formed in acc_dtype: in bf16 it would be 0 for most rows of a real adapter (|g - 1| ~ 0.0015).
 
+base and lora are (M, N), or (L, N, P) where the channels of a convolution lie before its P points; g and bias are (N,).
+
 Backward:   d base = h dout     d lora = g s dout     dg = sum_t dout (base + s lora)     dbias = sum_t dout
 """
 
@@ -14,8 +16,10 @@ from fdora.eager._matmul import acc_dtype, cast
 
 
 def compose_fwd(base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, s: float, delta: bool) -> Tensor:
-    """(M, N), (M, N), (N,), (N,) or None -> (M, N) in the dtype of base."""
+    """(M, N), (M, N), (N,), (N,) or None -> (M, N) in the dtype of base; or (L, N, P)."""
     acc = acc_dtype(base.dtype)
+    if base.dim() == 3:
+        g, bias = g[:, None], None if bias is None else bias[:, None]
     wide_base, wide_lora = base.to(acc), s * lora.to(acc)
     out = (g - 1) * wide_base + g * wide_lora if delta else g * (wide_base + wide_lora)
     return cast(out if bias is None else out + bias.to(acc), base.dtype)
@@ -27,8 +31,12 @@ def compose_bwd(
     """dbase, dlora, dg, dbias (the last in acc_dtype); each only when needed."""
     acc = acc_dtype(base.dtype)
     wide = dy.to(acc)
+    if base.dim() == 3:
+        g = g[:, None]
     dbase = cast(wide * (g - 1 if delta else g), base.dtype) if needs[0] else None
     dlora = cast(wide * (s * g), lora.dtype) if needs[1] else None
     dg = (wide * (base.to(acc) + s * lora.to(acc))).sum(0) if needs[2] else None
     dbias = wide.sum(0) if needs[3] else None
+    if base.dim() == 3:
+        dg, dbias = (None if d is None else d.sum(1) for d in (dg, dbias))
     return dbase, dlora, dg, dbias

@@ -8,6 +8,11 @@ W is (N, K), A (r, K), B (N, r), m (N,); s is alpha / r; c = ||W + s B A|| per r
 from fdora.functional.backend import select_backend as select_backend
 from fdora.functional.compose import dora_compose as dora_compose
 from fdora.functional.compose import dora_delta as dora_delta
+from fdora.functional.conv import dora_conv1d as dora_conv1d
+from fdora.functional.conv import dora_conv2d as dora_conv2d
+from fdora.functional.conv import dora_conv3d as dora_conv3d
+from fdora.functional.embedding import dora_embedding as dora_embedding
+from fdora.functional.experts import dora_experts as dora_experts
 from fdora.functional.explain import Explanation as Explanation
 from fdora.functional.explain import explain as explain
 from fdora.functional.group import DoraLayer as DoraLayer
@@ -43,7 +48,12 @@ __all__ = [
     "NormTreeState",
     "dora_base_sqnorm",
     "dora_compose",
+    "dora_conv1d",
+    "dora_conv2d",
+    "dora_conv3d",
     "dora_delta",
+    "dora_embedding",
+    "dora_experts",
     "dora_init",
     "dora_init_tree",
     "dora_linear",

@@ -18,6 +18,7 @@ from fdora.functional._explanation import Explanation as Explanation
 from fdora.functional._explanation import Kept, kept_of, stand_in, stored
 from fdora.functional.backend import select_backend
 from fdora.functional.compose import as_matrix, check_compose, dora_compose, dora_delta
+from fdora.functional.embedding import check_embedding, dora_embedding
 from fdora.functional.group import DoraLayer, check_group, dora_linear_group, prepared
 from fdora.functional.linear import check_compute, check_dropout, check_layer, dora_linear, dtype_of_products
 from fdora.functional.merge import check_merge, dora_merge, dora_unmerge
@@ -50,7 +51,8 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
     is taken to lie like the output.
 
     Args:
-      fn: dora_linear, dora_linear_group, dora_mlp, dora_norm, dora_compose, dora_delta, dora_merge or dora_unmerge.
+      fn: dora_linear, dora_linear_group, dora_mlp, dora_embedding, dora_norm, dora_compose, dora_delta, dora_merge or
+        dora_unmerge.
       args: as for ``fn``; tensors may be on any device, also "meta". Their values are not read.
       gpu: a key of ``fdora.predict.GPUS`` ("h200", "h100", "a100", "l40s", "b200", "4090"), or a GPU of this machine, such as
         "cuda". None: where the tensors are.
@@ -229,6 +231,24 @@ def _compose(a: Any) -> Call:
     return a.base.device, a.base.dtype, plans
 
 
+def _embedding(a: Any) -> Call:
+    check_embedding(a.fn, a.ids, a.W, a.A, a.B, a.m, a.s, a.norm, a.norm_axis, a.padding_idx, a.max_norm)
+
+    def plans(triton: Any, on: Any) -> Parts:
+        ids, W, A, B, m, c = map(stand_in, (a.ids, a.W, a.A, a.B, a.m, a.norm))
+        trained = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (A, B, m, c)])
+        kept, norms = ([kept_of("ids", ids, "argument")] if trained else []), []
+        if c is None and a.norm_axis == 0:
+            norms, c = [triton.norm(on, W.T, A, B, None, False)], torch.empty(W.shape[1], dtype=torch.float32, device="meta")
+            kept += [kept_of("c", c)] if trained else []
+        notes = ("Backward is plain torch: it has no plan.",) if trained else ()
+        if a.max_norm is not None:
+            return Parts(norms, (), kept, ("With max_norm forward is plain torch, too.", *notes))
+        return Parts([*norms, triton.embedding(on, ids, W, A, B, m, c, a.norm_axis == 1)], (), kept, notes)
+
+    return a.W.device, a.W.dtype, plans
+
+
 def _merge(a: Any) -> Call:
     check_merge(a.fn, a.W, a.A, a.B, a.m, a.s, a.norm)
 
@@ -248,6 +268,7 @@ CALLS: dict[Callable, Callable[[Any], Call]] = {
     dora_linear: _linear,
     dora_linear_group: _group,
     dora_mlp: _mlp,
+    dora_embedding: _embedding,
     dora_norm: _norm,
     dora_compose: _compose,
     dora_delta: _compose,

@@ -34,7 +34,7 @@ from fdora.integrations._peft.dora import Dora
 from fdora.integrations._peft.linear import Linear, fuse_layer, norms_of, unfuse_layer
 from fdora.integrations._peft.quant import warn_of
 from fdora.integrations._peft.report import Report, rows
-from fdora.integrations._peft.variants import OURS, LinearVariant
+from fdora.integrations._peft.variants import OURS, LinearVariant, own_norm, warn_of_groups
 
 __all__ = [
     "LayerBank",
@@ -88,6 +88,9 @@ def use_fdora(model: Model, *, fuse: bool = False, keep_inner: bool = False) -> 
                     wrong.append(path)
     if wrong:
         warn_of(len(wrong), wrong[0])
+    grouped = [path for path, layer in layers if own_norm(layer)]
+    if grouped:
+        warn_of_groups(len(grouped), grouped[0])
     if not found:
         raise FdoraError(
             "fdora.use_fdora: `model` must have a DoRA adapter of PEFT, got none. "

@@ -14,6 +14,7 @@ from torch import Tensor
 from fdora._records import Dropout, Needs, Operands, Options
 from fdora.quant import QuantWeight
 from fdora.triton import compose as _compose
+from fdora.triton import embedding as _embedding
 from fdora.triton import fp8 as _fp8
 from fdora.triton import linear as _linear
 from fdora.triton import merge as _merge
@@ -81,6 +82,10 @@ def guarded_norm(on: Device, W: Any, A: Tensor, B: Tensor, max_bytes: int | None
 
 def merge(on: Device, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, undo: bool) -> Plan:
     return _plan(on, _merge.plan_merge, (W, A, B, m, c), undo)
+
+
+def embedding(on: Device, ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor | None, per_row: bool) -> Plan:
+    return _plan(on, _embedding.plan_embedding, (ids, W, A, B, m, c), per_row)
 
 
 def compose(on: Device, base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, delta: bool) -> Parts:

@@ -57,10 +57,8 @@ KINDS = {
     "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=1), (2, 4, 9)),
     "conv2d": (lambda: nn.Conv2d(4, 6, (3, 2), stride=2, bias=False), (2, 4, 7, 6)),
     "conv3d": (lambda: nn.Conv3d(2, 6, 2), (2, 2, 4, 3, 5)),
-    "grouped": (lambda: nn.Conv2d(4, 6, 3, groups=2), (2, 4, 6, 6)),
 }
-FUSED = ("linear", "no_bias")
-STOCK = ("grouped",)
+FUSED = ("linear", "no_bias", "embedding", "conv1d", "conv2d", "conv3d")
 
 
 def perturb(model, spread=0.05):

@@ -13,10 +13,7 @@ from fdora._dispatch import forced
 from fdora.integrations import _norm
 from fdora.integrations.peft import init_magnitude, report, restore, use_fdora
 from tests.close import assert_exact
-from tests.integrations.models import KINDS, build, inputs, layer, path, run
-from tests.integrations.models import STOCK as STOCK_KINDS
-
-SERVED = [kind for kind in KINDS if kind not in STOCK_KINDS]
+from tests.integrations.models import FUSED, KINDS, build, inputs, layer, path, run
 
 
 def differentiated(model):
@@ -25,7 +22,7 @@ def differentiated(model):
     return trained, lambda params, x: functional_call(model, params, (x,)).square().sum()
 
 
-@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_each_sample(kind):
     """On both paths: a hook on the base layer leaves the correction of its output."""
     model, x = build(kind), inputs(kind).detach()
@@ -43,10 +40,10 @@ def test_gradients_of_each_sample(kind):
         for name in want:
             assert_exact(one[name], want[name][0], name)
             assert_exact(each[name], want[name], name)
-        assert path(model) == ("fused" if kind in ("linear", "no_bias") and not base_hook else "composed")
+        assert path(model) == ("fused" if kind in FUSED and not base_hook else "composed")
 
 
-@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_several_adapters_at_once(kind):
     """functional_call over a stack of them."""
     model, x = use_fdora(build(kind)), inputs(kind).detach()
@@ -68,7 +65,7 @@ def swapping(monkeypatch):
     torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_parameters_that_are_swapped(kind, swapping):
     """model.to() exchanges what a parameter holds, and refuses one that somebody refers to weakly."""
     model = use_fdora(build(kind))
@@ -98,7 +95,7 @@ def test_jit_trace(kind, monkeypatch):
     want = model(x)
     traced = torch.jit.trace(model, (x,), check_trace=False)
     assert_exact(traced(x), want)
-    assert kind in STOCK_KINDS or report(model)[0].fallbacks == {"torch.jit.trace or torch.onnx.export": 1}
+    assert report(model)[0].fallbacks == {"torch.jit.trace or torch.onnx.export": 1}
     with torch.no_grad():
         for p in model.parameters():
             if p.is_floating_point():
@@ -134,7 +131,7 @@ def test_torch_onnx(kind, dynamo, tmp_path):
     torch.testing.assert_close(torch.from_numpy(y), model(x).detach())
 
 
-@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_tensor_scalings_run_stock(kind):
     model, x = build(kind), inputs(kind)
     config = model.peft_config["default"]

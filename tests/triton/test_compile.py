@@ -34,6 +34,8 @@ from tests.triton.written import (  # noqa: E402
     FP32,
     alike,
     by_tma,
+    calls_of_embeddings,
+    calls_of_planes,
     calls_of_weights,
     every_call,
     launches,
@@ -156,10 +158,10 @@ def asked():
 
 KERNELS = (
     "add_parts", "codes_parts", "small_codes", "dequantize4", "dequantize8", "fp8_blocks", "fp8_gemm", "fp8_rows",
-    "act_bwd", "act_fwd", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "epilogue", "finish", "gemm_pointer", "gemm_tma",
+    "act_bwd", "act_fwd", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "embedding", "epilogue", "finish", "gemm_pointer", "gemm_tma",
     "bank", "multi_drop", "multi_epilogue", "multi_expand", "multi_finish", "multi_gemm_pointer", "multi_gemm_tma", "multi_grad",
     "multi_h", "multi_norm", "multi_ranks", "multi_root", "multi_route", "multi_routes", "multi_scale", "multi_shrink", "multi_small", "multi_sum",
-    "rows", "hash", "merge", "norm", "quant4", "quant8", "scale", "shrink", "small", "split", "sum",
+    "rows", "hash", "merge", "norm", "planes_bwd", "planes_fwd", "quant4", "quant8", "scale", "shrink", "small", "split", "sum",
 )  # fmt: skip
 
 
@@ -219,6 +221,19 @@ def test_norm(target, weight, adapter, r, guarded, tma, max_bytes, tmp_path):
     assert_builds(plans, target, tmp_path, spill={"norm_kernel": stack})
 
 
+@pytest.mark.parametrize("target", [80, 90, 100])
+def test_norm_of_the_columns_of_a_table(target, tmp_path):
+    """W^T of an embedding: rows are adjacent there, and a thread still loads 16 bytes of them at a time."""
+    from fdora.triton.norm import plan_norm
+
+    V, d, r = 4096, 1024, 16
+    likes = [alike(d, V, dtype=BF16, stride=(1, d)), alike(r, V, dtype=FP32), alike(d, r, dtype=FP32)]
+    plan = plan_norm(tuple(likes), device(target), None, False)
+    assert_builds([plan], target, tmp_path, "norm")
+    (step,) = launches(plan, "norm")
+    assert "ld.global.v4.b32" in build(step, target).asm["ptx"]
+
+
 MERGES = [*((BF16, BF16, r, tma, 2048) for r in RANKS for tma in (True, False)), (BF16, FP32, 384, True, 2048)]
 MERGES += [(BF16, FP32, 64, False, 2048), (FP32, FP32, 64, True, 2048), (FP32, FP32, 8, True, 2048)]
 MERGES += [(weight, FP32, 384, True, 1 << 15) for weight in (BF16, FP32)]  # too wide for split factors
@@ -246,6 +261,23 @@ def test_compose(target, lora, tmp_path):
     plans = [maker(tuple(likes), device(target), *options) for maker, likes, options in calls]
     assert len(plans) == 4
     assert_builds(plans, target, tmp_path)
+
+
+@pytest.mark.parametrize("target", [80, 90, 100])
+def test_compose_of_planes(target, tmp_path):
+    for P in (49, 3136):
+        calls = [call for call in calls_of_planes(8, 64, P, BF16, FP32) if None not in call[1]]
+        calls = [call for call in calls if all(call[2][1] if len(call[2]) > 1 else (True,))]
+        plans = [maker(tuple(likes), device(target), *options) for maker, likes, options in calls]
+        assert len(plans) == 2
+        assert_builds(plans, target, tmp_path)
+
+
+@pytest.mark.parametrize(("T", "r", "dtype", "adapter"), [(4096, 16, BF16, FP32), (64, 384, FP32, FP32)])
+@pytest.mark.parametrize("target", [80, 90, 100])
+def test_embedding(target, T, r, dtype, adapter, tmp_path):
+    calls = list(calls_of_embeddings(T, 1024, 4096, r, dtype, adapter))[:3:2]
+    assert_builds([maker(tuple(likes), device(target), *options) for maker, likes, options in calls], target, tmp_path)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)

@@ -16,6 +16,7 @@ from fdora.quant import opaque, quantize
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.plan import Plan
 from tests import device
+from tests.make import tensors
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 
 H = torch.float16
@@ -97,6 +98,15 @@ def merged(fn, norm):
     return fn, (W, A, B, draw(40) + 1), {"s": 2.0, "norm": norm_of(W, A, B) if norm else None}
 
 
+def embedded(axis=0, given=False):
+    """A table whose rows are those of a layer's weight, or its columns."""
+    t = tensors(40, 48, 8, dtype=torch.float16, adapter=torch.float32)
+    W, A, B = (t["W"].T.contiguous(), t["A"], t["B"]) if axis == 0 else (t["W"], t["B"].T, t["A"].T)
+    leaves = [v.detach().requires_grad_() for v in (A, B, t["m"])]
+    c = {"norm": torch.ones(40, device=device.NAME)} if given else {}
+    return F.dora_embedding, (torch.arange(12, device=device.NAME).view(3, 4), W, *leaves), {"s": 2.0, "norm_axis": axis} | c
+
+
 CALLS = {
     "many tokens": one,
     "few tokens": lambda: one(M=3, lead=(2, 5)),
@@ -141,6 +151,9 @@ CALLS = {
     "8-bit products, few tokens": lambda: one(
         of=coded(norm=True)._replace(W=quantize(draw(40, 48), "fp8")), compute="fp8", M=3
     ),
+    "an embedding": lambda: embedded(),
+    "an embedding, norm given": lambda: embedded(given=True),
+    "an embedding of a table of rows": lambda: embedded(axis=1),
     "a norm": lambda: (F.dora_norm, weights(), {"s": 2.0}),
     "a norm of float32": lambda: (F.dora_norm, weights(torch.float32), {"s": 2.0}),
     "a norm of mixed": lambda: (F.dora_norm, weights(adapter=torch.float32), {"s": 2.0}),

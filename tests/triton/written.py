@@ -151,6 +151,30 @@ def calls_of_weights(N, K, r, dtype, adapter=None):
                 yield compose.plan_compose_backward, [base, base, lora, n], (flag, needs)
 
 
+def calls_of_planes(L, N, P, dtype, lora=None):
+    """Compose where the channels of a convolution lie before its points."""
+    from fdora.triton import compose
+
+    base, low, n = alike(L, N, P, dtype=dtype), alike(L, N, P, dtype=lora or dtype), alike(N, dtype=torch.float32)
+    for bias in (None, n):
+        yield compose.plan_compose, [base, low, n, bias], (False,)
+    for needs in product((False, True), repeat=4):
+        if any(needs):
+            yield compose.plan_compose_backward, [base, base, low, n], (False, needs)
+
+
+def calls_of_embeddings(T, V, d, r, dtype, adapter=None):
+    """With a norm of each column, and of each row of the table, given or not."""
+    from fdora.triton.embedding import plan_embedding
+
+    adapter = adapter or dtype
+    W, A, B = alike(V, d, dtype=dtype), alike(r, V, dtype=adapter), alike(d, r, dtype=adapter)
+    for ids in (torch.int64, torch.int32):
+        for per_row, given in ((False, True), (True, True), (True, False)):
+            own, c = alike(V if per_row else d, dtype=adapter), alike(V if per_row else d, dtype=torch.float32)
+            yield plan_embedding, [alike(2, T // 2, dtype=ids), W, A, B, own, c if given else None], (per_row,)
+
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -333,6 +357,12 @@ def every_call():
     for r, (dtype, adapter) in product((8, 64, 384), ((BF16, None), (BF16, FP32), (FP32, None), (FP32, BF16))):
         yield from calls_of_weights(1024, 2048, r, dtype, adapter)
     yield from calls_of_weights(137, 70, 20, FP16, FP32)
+    for P in (49, 3136):
+        yield from calls_of_planes(8, 64, P, BF16, FP32)
+    yield from calls_of_planes(3, 37, 1001, FP16)
+    for T, r, dtype, adapter in ((4096, 16, BF16, FP32), (64, 64, BF16, None), (4096, 384, FP32, None)):
+        yield from calls_of_embeddings(T, 1024, 4096, r, dtype, adapter)
+    yield from calls_of_embeddings(70, 137, 75, 5, FP16, FP32)
     for dtype in (BF16, FP32):
         yield from calls_of_codes(1024, 2048, 64, dtype)
         yield from calls_of_codes(137, 75, 20, dtype)

@@ -152,11 +152,11 @@ def owner(W: Any) -> Any:
     return W.tensors[0] if isinstance(W, QuantWeight) else W
 
 
-def active(module: Any) -> tuple[str, Dora] | None:
-    """The one adapter that is active, and its variant; None where PEFT's forward has to run."""
+def active(module: Any, of: Any = None) -> tuple[str, Dora] | None:
+    """The one adapter that is active, and its variant; None where PEFT's forward has to run. ``of``: all adapters."""
     if module._disable_adapters or module.merged_adapters:
         return None
-    adapters, named = module._modules["lora_A"]._modules, module._active_adapter
+    adapters, named = module._modules["lora_A"]._modules if of is None else of, module._active_adapter
     if type(named) is list and len(named) == 1:
         named = named[0]
     names = ([named] if named in adapters else []) if type(named) is str else [name for name in named if name in adapters]

@@ -9,6 +9,7 @@ Initialisation, merge and checkpoint keys stay PEFT's. What cannot be served goe
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 
 from fdora._torch import PLAIN
 from fdora.functional import dora_compose, dora_delta, dora_norm, dora_scale
-from fdora.integrations._peft.dora import Dora, Weights, obstacle, reused, served
+from fdora.functional.conv import kernel_rows
+from fdora.integrations._peft import layers as layers  # fuse_layer knows its classes
+from fdora.integrations._peft.dora import Dora, Weights, dtypes, obstacle, reused, served
 from fdora.integrations._peft.linear import fuse_layer
 from fdora.integrations._peft.quant import BNB4, BNB8, Held, dont_pack, family, look, mend, misread
 from fdora.quant import QuantWeight
@@ -139,6 +142,10 @@ class EmbeddingVariant(Dora, variants.DoraEmbeddingVariant):
 
     STOCK = variants.DoraEmbeddingVariant
 
+    def init(self, module: Any, adapter_name: str, **kwargs: Any) -> None:
+        super().init(module, adapter_name, **kwargs)
+        fuse_layer(module)
+
     def weights(self, module: Any, adapter: str) -> Weights | str:
         W = module.get_base_layer().weight
         A, B = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]
@@ -159,18 +166,39 @@ class EmbeddingVariant(Dora, variants.DoraEmbeddingVariant):
 
 
 class Conv(Dora):
-    """nn.Conv1d, 2d, 3d: the linear layer of the flattened kernel. g lies along axis 1."""
+    """nn.Conv1d, 2d, 3d: the linear layer of the flattened kernel. g lies along axis 1.
+
+    With groups PEFT's norm is of no kernel at all: ours is of the one that the layer applies, see fdora/eager/conv.py.
+    """
+
+    def init(self, module: Any, adapter_name: str, **kwargs: Any) -> None:
+        super().init(module, adapter_name, **kwargs)
+        fuse_layer(module)
 
     def weights(self, module: Any, adapter: str) -> Weights | str:
         base = module.get_base_layer()
-        if base.groups > 1:
-            return "grouped convolution: PEFT's norm is of another weight"
         W, A, B = base.weight, module.lora_A[adapter].weight, module.lora_B[adapter].weight
         m = module.lora_magnitude_vector[adapter].weight
-        why = obstacle(W, A, B, m)
+        why = obstacle(W, A, B, m) or dtypes(W, A, B, m)
         if why or not W.dim() == A.dim() == B.dim():
             return why or "parameters of other shapes (sharded)"
-        return served(W, W.flatten(1), A.flatten(1), B.flatten(1), m.flatten())
+        G = base.groups
+        if A.shape[2:] != W.shape[2:] or A.shape[1] != G * W.shape[1] or B.shape[:2] != (W.shape[0], A.shape[0] // G):
+            return "parameters of other shapes (sharded)"
+        return served(W, *kernel_rows(W, A, B, G), m.flatten())
+
+    def fall_back(self, why: str, module: Any, adapter: str, *args: Any, **kwargs: Any) -> Tensor:
+        w = self.weights(module, adapter) if module.get_base_layer().groups > 1 else ""
+        if isinstance(w, str):
+            return super().fall_back(why, module, adapter, *args, **kwargs)
+        layer: Any = module.lora_magnitude_vector[adapter]
+        W: Any = w.W
+        c = torch.linalg.vector_norm(W + module.scaling[adapter] * (w.B @ w.A), dim=1).view(layer.weight.shape)
+        layer.get_weight_norm = lambda *_, **__: c
+        try:
+            return super().fall_back(why, module, adapter, *args, **kwargs)
+        finally:
+            del layer.get_weight_norm
 
     def compose(self, module: Any, active_adapter: str, w: Weights, x: Tensor, result: Tensor) -> Tensor:
         s, base = module.scaling[active_adapter], module.get_base_layer()
@@ -186,6 +214,19 @@ class Conv(Dora):
         conv = getattr(F, f"conv{result.dim() - 2}d")
         base_result = conv(x, base.weight, None, base.stride, base.padding, base.dilation, base.groups)
         return (result + (g - 1) * base_result + (s * g) * lora).to(result.dtype)
+
+
+def own_norm(module: Any) -> bool:
+    """Whether it has a norm of ours that is another than PEFT's."""
+    return any(isinstance(v, Conv) for v in module.lora_variant.values()) and module.get_base_layer().groups > 1
+
+
+def warn_of_groups(count: int, example: str) -> None:
+    warnings.warn(
+        f"fdora.use_fdora: {count} convolutions with groups, one of them `{example}`, run with the norm of the kernel that "
+        "they apply. PEFT's own norm is of no kernel: an adapter that PEFT trained gives other outputs now.",
+        stacklevel=3,
+    )
 
 
 class Conv1dVariant(Conv, variants.DoraConv1dVariant):

@@ -57,3 +57,55 @@ def compose_bwd_kernel(
         tl.store(partial_g + at, sum_g, mask=in_n)
     if NEED_BIAS:
         tl.store(partial_bias + at, sum_bias, mask=in_n)
+
+
+@triton.jit(launch_metadata=launched)
+def planes_fwd_kernel(
+    base, lora, g, bias, y, s, rows, N, P,
+    DELTA: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """The same where row l N + n, of P points, is channel n."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
+    mask = (m < rows)[:, None] & (p < P)[None, :]
+    at = m[:, None].to(tl.int64) * P + p[None, :]
+    u = tl.load(base + at, mask=mask).to(tl.float32)
+    v = s * tl.load(lora + at, mask=mask).to(tl.float32)
+    gn = tl.load(g + m % N)[:, None]
+    out = (gn - 1) * u + gn * v if DELTA else gn * (u + v)
+    if HAS_BIAS:
+        out += tl.load(bias + m % N).to(tl.float32)[:, None]
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(launch_metadata=launched)
+def planes_bwd_kernel(
+    dy, base, lora, g, dbase, dlora, partial_g, partial_bias, s, rows, N, P,
+    DELTA: tl.constexpr, NEED_BASE: tl.constexpr, NEED_LORA: tl.constexpr, NEED_G: tl.constexpr, NEED_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, STRIP: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_m = m < rows
+    gn = tl.load(g + m % N)[:, None]
+    sum_g = tl.zeros((BLOCK_M,), tl.float32)
+    sum_bias = tl.zeros((BLOCK_M,), tl.float32)
+    for i in range(0, STRIP, BLOCK_P):
+        p = tl.program_id(1) * STRIP + i + tl.arange(0, BLOCK_P)
+        mask = in_m[:, None] & (p < P)[None, :]
+        at = m[:, None].to(tl.int64) * P + p[None, :]
+        d = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+        if NEED_BASE:
+            tl.store(dbase + at, (d * (gn - 1 if DELTA else gn)).to(dbase.dtype.element_ty), mask=mask)
+        if NEED_LORA:
+            tl.store(dlora + at, (d * (s * gn)).to(dlora.dtype.element_ty), mask=mask)
+        if NEED_G:
+            u = tl.load(base + at, mask=mask, other=0.0).to(tl.float32)
+            v = tl.load(lora + at, mask=mask, other=0.0).to(tl.float32)
+            sum_g += tl.sum(d * (u + s * v), axis=1)
+        if NEED_BIAS:
+            sum_bias += tl.sum(d, axis=1)
+    to = ((m // N).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * N + m % N
+    if NEED_G:
+        tl.store(partial_g + to, sum_g, mask=in_m)
+    if NEED_BIAS:
+        tl.store(partial_bias + to, sum_bias, mask=in_m)

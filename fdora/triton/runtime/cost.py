@@ -130,6 +130,11 @@ def _compose_bwd(*, dy, base, lora, dbase, dlora, partial_g, partial_bias, NEED_
     return moved(dy, *((base, lora) if NEED_G else ()), dbase, dlora, partial_g, partial_bias)
 
 
+def _embedding(*, ids, W, A, B, y, T, D, R, OWN_NORM, **_: Any) -> Cost:
+    flops, read = product(T, D, R, W), Cost(bytes=float(T * D * W.dtype.itemsize + T * R * A.dtype.itemsize))
+    return flops + read + moved(ids, B, y) + (flops + read if OWN_NORM else Cost())
+
+
 def _act_fwd(*, gate, up, a, **_: Any) -> Cost:
     return moved(gate, up, a)
 
@@ -243,6 +248,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "dequantize4_kernel": _dequantize4,
     "dequantize8_kernel": _dequantize8,
     "drop_kernel": _drop,
+    "embedding_kernel": _embedding,
     "epilogue_kernel": _epilogue,
     "finish_kernel": _finish,
     "fp8_blocks_kernel": _fp8_rows,
@@ -270,6 +276,8 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "multi_small_kernel": _multi_small,
     "multi_sum_kernel": _sum,
     "norm_kernel": _norm,
+    "planes_bwd_kernel": _compose_bwd,
+    "planes_fwd_kernel": _compose_fwd,
     "quant4_kernel": _quant4,
     "quant8_kernel": _quant8,
     "rows_kernel": _rows,

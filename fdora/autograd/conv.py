@@ -1,0 +1,30 @@
+"""Convolutions: torch's own, and its gradients of them; then compose."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fdora._records import Conv
+from fdora.autograd.compose import compose
+from fdora.autograd.norm import row_norm, scale
+from fdora.eager.conv import halves, planes, unplanes
+from fdora.eager.conv import rows as rows
+
+
+def conv(
+    x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, bias: Tensor | None, s: float, how: Conv, backend: str
+) -> Tensor:
+    """x (L, C, space...) -> y (L, O, space...)."""
+    base, lora = halves(x, W, A, B, how)
+    wide = torch.promote_types(base.dtype, torch.float32)
+    g = scale(m, c.to(wide))
+    flat = planes(base)
+    other = lora.movedim(1, -1).flatten(0, -2) if flat.dim() == 2 else lora.flatten(2)
+    return unplanes(compose(flat, other, g, bias, s, False, backend), base)
+
+
+def conv_norm(W: Tensor, A: Tensor, B: Tensor, s: float, how: Conv, backend: str) -> Tensor:
+    """(O,), detached."""
+    with torch.no_grad():
+        return row_norm(*rows(W, A, B, how), None, s, None, True, backend)

@@ -1,0 +1,59 @@
+"""Autograd of the adapted embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdora._records import Lookup, Needs
+from fdora._torch import apply, no_graph
+from fdora.autograd._ops import OPS, autocast_off, drop_none, no_second_derivative, restore_none
+
+
+def embedding(ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor | None, how: Lookup, backend: str) -> Tensor:
+    if no_graph():
+        with autocast_off(W):
+            return OPS[backend].embedding_fwd(ids, W, A, B, m, c, how)
+    return apply(Embedding, ids, W, A, B, m, c, how, backend)
+
+
+class Embedding(torch.autograd.Function):
+    """Keeps its arguments, and nothing else."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(ids, W, A, B, m, c, how, backend):
+        with autocast_off(W):
+            return OPS[backend].embedding_fwd(ids, W, A, B, m, c, how)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs, output):
+        *tensors, ctx.how, ctx.backend = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, dy):
+        needs = ctx.needs_input_grad[2:6]
+        grads = restore_none(apply(EmbeddingBwd, dy, *ctx.saved_tensors, ctx.how, needs, ctx.backend), needs)
+        #      ids   W     A B m c  how   backend
+        return None, None, *grads, None, None
+
+
+class EmbeddingBwd(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(dy, ids, W, A, B, m, c, how, needs, backend):
+        with autocast_off(W):
+            return drop_none(OPS[backend].embedding_bwd(dy, ids, W, A, B, m, c, how, Needs(*needs, False)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_):
+        raise no_second_derivative("dora_embedding")

@@ -1,0 +1,99 @@
+"""Convolutions: ``y = g (conv(x, W) + s conv1(conv(x, A), B)) + bias``, one g for each output channel.
+
+The update of a kernel is a product, s B A, if the kernel of one output channel is a row: c channels (those of its group) times
+the points of the kernel. Row o of W is the kernel of channel o, and
+
+    W (O, c, k...), A (r, c, k...), B (O, r, 1...)                  c = C / groups
+    W (C, O / groups, k...), A (c, r, k...), B (O, r, 1...)         transposed
+
+A makes r channels of each group's input, B mixes those into the group's outputs: every group has the whole of A, as
+W' = W + s B A says, so the norm is that of ``rows``. PEFT's layers with groups have A (r, C, k...) and B (O, r / groups, 1...)
+instead: an output channel has r / groups of the ranks, and these see all C channels of x. The weight in use is then dense:
+``rows`` is W with zeros in the channels of the other groups, and B with zeros in the ranks of the others.
+
+A has the geometry of W (stride, padding and its mode, dilation), or s B A would belong elsewhere than W.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, repeat
+from torch import Tensor
+
+from fdora._records import Conv
+
+CONV: tuple[Any, ...] = (F.conv1d, F.conv2d, F.conv3d)
+TRANSPOSED: tuple[Any, ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
+
+def halves(x: Tensor, W: Tensor, A: Tensor, B: Tensor, how: Conv) -> tuple[Tensor, Tensor]:
+    """base = conv(x, W) and lora = conv1(conv(x, A), B), in the dtype of x and the memory format that torch gives them."""
+    x, how = padded(x, W, how)
+    base = _convolve(x, W.to(x.dtype), how, how.groups)
+    A, B = A.to(x.dtype), B.to(x.dtype)
+    one = CONV[len(how.stride) - 1]
+    if how.groups == 1:
+        return base, one(_convolve(x, A, how, 1), B)
+    if sees_all(W, A, how):
+        return base, one(_convolve(x, A, how, 1), B, groups=how.groups)
+    A = repeat(A, "c r ... -> (G c) r ..." if how.transposed else "r c ... -> (G r) c ...", G=how.groups)
+    return base, one(_convolve(x, A, how, how.groups), B, groups=how.groups)
+
+
+def rows(W: Tensor, A: Tensor, B: Tensor, how: Conv) -> tuple[Tensor, Tensor, Tensor]:
+    """W (O, K), A (r, K), B (O, r) of which the row norm is the one to divide by. Views, where the memory allows it."""
+    G = how.groups
+    B = B.flatten(1)
+    if how.transposed:
+        return rearrange(W, "(G c) o ... -> (G o) (c ...)", G=G), rearrange(A, "c r ... -> r (c ...)"), B
+    if sees_all(W, A, how):
+        eye = torch.eye(G, device=W.device, dtype=W.dtype)
+        W = rearrange(W, "(G o) c ... -> G o 1 (c ...)", G=G) * rearrange(eye, "G H -> G 1 H 1")
+        B = rearrange(B, "(G o) r -> G o 1 r", G=G) * rearrange(eye.to(B.dtype), "G H -> G 1 H 1")
+        return rearrange(W, "G o H k -> (G o) (H k)"), A.flatten(1), rearrange(B, "G o H r -> (G o) (H r)")
+    last = not W.is_contiguous() and W.movedim(1, -1).is_contiguous()  # any order of K will do that A has as well
+    form = "O c ... -> O (... c)" if last else "O c ... -> O (c ...)"
+    return rearrange(W, form), rearrange(A, form), B
+
+
+def sees_all(W: Tensor, A: Tensor, how: Conv) -> bool:
+    """Whether A reads all channels of x, where W reads those of a group: PEFT's layout."""
+    return how.groups > 1 and not how.transposed and A.shape[1] != W.shape[1]
+
+
+def padded(x: Tensor, W: Tensor, how: Conv) -> tuple[Tensor, Conv]:
+    """x with its border, where torch's convolutions cannot make that themselves."""
+    if how.padding_mode == "zeros":
+        return x, how
+    if how.padding == "valid":
+        sides = [0] * (2 * len(how.stride))
+    elif isinstance(how.padding, str):
+        whole = [d * (k - 1) for d, k in zip(how.dilation, W.shape[2:], strict=True)]
+        sides = [n for w in reversed(whole) for n in (w // 2, w - w // 2)]
+    else:
+        sides = [n for n in reversed(how.padding) for _ in range(2)]
+    return F.pad(x, sides, how.padding_mode), how._replace(padding=(0,) * len(how.stride))
+
+
+def _convolve(x: Tensor, W: Tensor, how: Conv, groups: int) -> Tensor:
+    n = len(how.stride) - 1
+    if how.transposed:
+        return TRANSPOSED[n](x, W, None, how.stride, how.padding, how.output_padding, groups, how.dilation)
+    return CONV[n](x, W, None, how.stride, how.padding, how.dilation, groups)
+
+
+def planes(t: Tensor) -> Tensor:
+    """(L, N, space...) as what compose takes: (L space, N) where the channels lie last, (L, N, space) where not."""
+    last = t.movedim(1, -1)
+    return last.flatten(0, -2) if last.is_contiguous() else t.flatten(2)
+
+
+def unplanes(y: Tensor, like: Tensor) -> Tensor:
+    """Undo :func:`planes`."""
+    if y.dim() == 3:
+        return y.reshape(like.shape)
+    L, N, *space = like.shape
+    return y.reshape(L, *space, N).movedim(-1, 1)

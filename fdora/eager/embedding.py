@@ -1,0 +1,92 @@
+"""The rows of an adapted table: ``y_t = g (W_v + s A_v B^T)`` with v the number of token t and A_v = A[:, v].
+
+W is (V, d), A (r, V), B (d, r). g = m / c has one value for each column, c_k = ||(W + s (B A)^T)_k|| along V, or one for each
+row of the table, c_v = ||W_v + s A_v B^T||, which is known as soon as the row is.
+
+Backward, with dz = g dy and u_t = W_v + s A_v B^T, which is made again: a gather and a thin product, nothing of it is kept.
+    dA_v = s sum dz_t B over the tokens of v        dB = s sum_t dz_t A_v^T
+    columns: dm_k = sum_t (dy u)_tk / c_k           rows: dm_v = sum <dy_t, u_t> / c_v over the tokens of v
+and dc = -dm g (0 where c is at its floor). The tokens of the padding row count in none of the sums.
+Sums over the tokens of a row: segment.py. Nothing here has the size of W.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fdora._records import Lookup, Needs, eps
+from fdora.eager._matmul import acc_dtype, cast, matmul
+from fdora.eager.linear import scaled as scaled
+from fdora.eager.linear import own
+from fdora.eager.norm import scale
+from fdora.eager.segment import segment_sum
+
+TINY = 1e-7  # torch's embedding_renorm_ divides by the norm plus this
+
+
+def embedding_fwd(ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor | None, how: Lookup) -> Tensor:
+    """ids (...) -> y (..., d) in the dtype of W. c of None: of each row that is read."""
+    flat = ids.reshape(-1)
+    u = _rows(flat, W, A, B, how)
+    y = cast(u * _scale(flat, u, m, c, how)[0], W.dtype)
+    return y if ids.dim() == 1 else own(y, (*ids.shape, W.shape[1]))
+
+
+def embedding_bwd(
+    dy: Tensor, ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor | None, how: Lookup, needs: Needs
+) -> tuple[Tensor | None, ...]:
+    """dA, dB, dm, dc; each only when needed."""
+    t, acc, flat, V = W.dtype, acc_dtype(W.dtype), ids.reshape(-1), W.shape[0]
+    wide = dy.reshape(flat.shape[0], W.shape[1]).to(acc)
+    if how.padding_idx is not None:
+        wide = torch.where((flat == how.padding_idx)[:, None], 0, wide)
+    u = _rows(flat, W, A, B, how) if needs.m or needs.c or (how.per_row and c is None) else None
+    g, floored = _scale(flat, u, m, c, how)
+    dz = cast(wide * g, t)
+    dA = dB = dm = dc = None
+    if needs.A:
+        dA = cast(segment_sum(matmul(dz, scaled(B, how.s, t)), flat, V).T, A.dtype)
+    if needs.B:
+        dB = cast(how.s * matmul(dz.T, _columns(flat, A).to(t)), B.dtype)
+    if needs.m or needs.c:
+        assert u is not None
+        each = wide * u
+        if how.per_row:
+            part = each.sum(1, keepdim=True) / floored
+            dm = segment_sum(part, flat, V)[:, 0]
+        else:
+            dm = each.sum(0) / floored
+        if needs.c:
+            assert c is not None
+            dc = torch.where(c > eps(), -dm * scale(m, c), 0)
+        dm = cast(dm, m.dtype) if needs.m else None
+    return dA, dB, dm, dc
+
+
+def _rows(flat: Tensor, W: Tensor, A: Tensor, B: Tensor, how: Lookup) -> Tensor:
+    """u (T, d) in acc_dtype."""
+    t, base = W.dtype, F.embedding(flat, W).to(acc_dtype(W.dtype))
+    if how.max_norm is not None:
+        size = torch.linalg.vector_norm(base, dim=1, keepdim=True)
+        base = base * torch.where(size > how.max_norm, how.max_norm / (size + TINY), 1)
+    return base + matmul(_columns(flat, A).to(t), scaled(B, how.s, t).T)
+
+
+def _columns(flat: Tensor, A: Tensor) -> Tensor:
+    """(T, r)."""
+    return F.embedding(flat, A.T)
+
+
+def _scale(flat: Tensor, u: Tensor | None, m: Tensor, c: Tensor | None, how: Lookup) -> tuple[Tensor, Tensor]:
+    """g and max(c, eps), to be broadcast against (T, d)."""
+    if not how.per_row:
+        assert c is not None
+        return scale(m, c), c.clamp_min(eps())
+    if c is None:
+        assert u is not None
+        size = torch.linalg.vector_norm(u, dim=1, keepdim=True)
+    else:
+        size = F.embedding(flat, c[:, None])
+    return scale(F.embedding(flat, m[:, None]), size), size.clamp_min(eps())

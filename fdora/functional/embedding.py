@@ -1,0 +1,135 @@
+"""An adapted embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdora._check import (
+    FLOATS,
+    check_device,
+    check_dtype,
+    check_frozen,
+    check_rank,
+    check_s,
+    check_shapes,
+    fail,
+    key_of,
+    passed,
+    remember,
+)
+from fdora._dispatch import Backend
+from fdora._records import Lookup
+from fdora.autograd.embedding import embedding
+from fdora.autograd.norm import row_norm
+from fdora.functional.backend import select_backend
+from fdora.functional.norm import WIDE
+from fdora.quant import QuantWeight
+
+
+def dora_embedding(
+    ids: Tensor,
+    W: Tensor,
+    A: Tensor,
+    B: Tensor,
+    m: Tensor,
+    *,
+    s: float,
+    norm: Tensor | None = None,
+    norm_axis: int = 0,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Rows of an adapted table: ``y = g * (W[ids] + s * A.T[ids] @ B.T)`` with ``g = m / ||W + s * (B @ A).T||`` per column.
+
+    The product runs in the dtype of W with float32 accumulation; g and the sum are float32, rounded once. A head that shares
+    W as its weight has an adapter of its own, ``dora_linear(x, W, A_head, B_head, m_head, s=s)``. With ``norm_axis=1`` the two
+    can share the adapter as well: ``dora_linear(x, W, B.T, A.T, m, s=s)`` is then the same adapted table.
+
+    Args:
+      ids: (...) int64 or int32, row numbers in [0, V).
+      W: (V, d) frozen table, float16, bfloat16, float32 or float64.
+      A: (r, V), float32 or the dtype of W. As PEFT's lora_embedding_A.
+      B: (d, r), float32 or the dtype of W.
+      m: (d,) magnitude, float32 or the dtype of W; (V,) with ``norm_axis=1``.
+      s: LoRA scaling, usually alpha / r. Not differentiated.
+      norm: (d,) float32 (or float64), ``dora_norm(W.T, A, B, s=s)``; None computes it, detached, which reads all of W. With
+        ``norm_axis=1`` (V,), ``dora_norm(W, B.T, A.T, s=s)``; None takes that of each row as it is read, which costs nothing.
+      norm_axis: the axis of W that is summed away. 0: a norm and a magnitude for each column, as in PEFT. 1: for each row of
+        the table, as in LyCORIS.
+      padding_idx: tokens of this number add nothing to a gradient, as in F.embedding; their row is read like any other.
+        (In PEFT they do reach B and m.)
+      max_norm: a row of W that is longer counts as ``W[v] * max_norm / (||W[v]|| + 1e-7)``, as in F.embedding, but W stays as
+        it is; in plain torch on every device. The norm of columns is that of W as it stands: call torch.embedding_renorm_ on
+        all rows first to have both.
+      backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
+
+    Returns:
+      (..., d), dtype and device of W. Gradients reach A, B, m and a given norm, each in its own dtype; those of A (and of m and
+      the norm with ``norm_axis=1``) are zero where no token was, and the sums over the tokens of a row have one order.
+
+    Raises:
+      FdoraError: shapes, dtypes or devices disagree, W requires grad or is quantised, s is not finite, norm_axis is neither 0
+        nor 1, padding_idx is no row of W, or max_norm is not positive.
+      IndexError: a number is no row of W; a kernel, which cannot raise, gives a row of NaN for it.
+      NotImplementedError: a second derivative is asked for.
+
+    Memory: keeps its arguments, no activation; backward makes the rows again. Nothing of the size of W is ever made, but the
+    gradient of A is (r, V). Derivation: ``fdora/eager/embedding.py``.
+    References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5; Yeh et al., LyCORIS, 2023, arXiv:2309.14859 (norm_axis=1).
+    """
+    check_embedding("dora_embedding", ids, W, A, B, m, s, norm, norm_axis, padding_idx, max_norm)
+    choice = select_backend(W, backend=backend)
+    if max_norm is not None and backend == "triton":
+        raise fail("dora_embedding", "max_norm", "None with backend='triton'", max_norm, "Plain torch has it: backend='auto'.")
+    c = norm
+    if c is None and norm_axis == 0:
+        c = row_norm(W.T, A, B, None, s, None, True, choice.name)
+    if c is not None:
+        c = c if c.dtype == torch.float32 and W.dtype != torch.float64 else c.to(torch.promote_types(W.dtype, torch.float32))
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += W.shape[0]
+    how = Lookup(s, norm_axis == 1, padding_idx, max_norm)
+    return embedding(ids, W, A, B, m, c, how, choice.name if max_norm is None else "eager")
+
+
+def check_embedding(
+    fn: str, ids: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor, s: float, norm: Tensor | None, norm_axis: int,
+    padding_idx: int | None, max_norm: float | None,
+) -> None:  # fmt: skip
+    if isinstance(W, QuantWeight):
+        raise fail(fn, "W", "a tensor", "a QuantWeight", "Pass W.dequantize(): formats of tables are not read row by row.")
+    if norm_axis not in (0, 1) or isinstance(norm_axis, bool):
+        want = "0 (a norm for each column) or 1 (for each row of the table)"
+        raise fail(fn, "norm_axis", want, norm_axis, "PEFT's is 0.")
+    key = key_of(fn, (ids, W, A, B, m, norm), s, float(norm_axis))
+    if passed(key):
+        check_frozen(fn, "W", W)
+    else:
+        axis, maker = ("d", "dora_norm(W.T, A, B, s=s)") if norm_axis == 0 else ("V", "dora_norm(W, B.T, A.T, s=s)")
+        spec = {"ids": "...", "W": "V d", "A": "r V", "B": "d r", "m": axis, "norm": axis}
+        tensors = {"ids": ids, "W": W, "A": A, "B": B, "m": m, "norm": norm}
+        sizes = check_shapes(fn, spec, tensors, "nn.Embedding", maker)
+        check_rank(fn, sizes["r"])
+        check_device(fn, "W", tensors)
+        check_dtype(fn, "ids", ids, (torch.int64, torch.int32), "Pass row numbers, for example ids.long().")
+        check_dtype(fn, "W", W, FLOATS, "Dequantise or cast it first.")
+        for arg in ("A", "B", "m"):
+            check_dtype(fn, arg, tensors[arg], (torch.float32, W.dtype))
+        check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
+        check_frozen(fn, "W", W)
+        check_s(fn, s)
+        remember(key)
+    if padding_idx is not None:
+        whole = isinstance(padding_idx, (int, torch.SymInt)) and not isinstance(padding_idx, bool)
+        if not whole or not -W.shape[0] <= padding_idx < W.shape[0]:
+            have = str(padding_idx) if whole else f"a {type(padding_idx).__name__}"
+            raise fail(fn, "padding_idx", f"None or the number of one of {W.shape[0]} rows", have, "Pass nn.Embedding's.")
+    if max_norm is not None:
+        number = isinstance(max_norm, (int, float, torch.SymFloat)) and not isinstance(max_norm, bool)
+        if not number or not 0 < max_norm < float("inf"):
+            have = str(max_norm) if number else f"a {type(max_norm).__name__}"
+            raise fail(fn, "max_norm", "None or a positive Python number", have, "Pass nn.Embedding's.")

@@ -1,0 +1,76 @@
+"""Rows of an adapted table, gathered, updated and scaled in one pass; formulas in fdora/eager/embedding.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.kernels.g import EPS, g_tile
+from fdora.triton.runtime.cost import launched
+
+
+@triton.jit
+def _columns_of_A(A, v, known, r, R, stride_ar, stride_av):
+    """A^T at rows v, a slab of the rank."""
+    at = A + v[:, None] * stride_av + r[None, :].to(tl.int64) * stride_ar
+    return tl.load(at, mask=known[:, None] & (r < R)[None, :], other=0.0)
+
+
+@triton.jit
+def _tile(
+    W, A, B, a, v, known, d, s, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
+    BLOCK_R: tl.constexpr, SINGLE: tl.constexpr,
+):  # fmt: skip
+    """W + s A^T B^T at rows v and columns d, in float32. SINGLE: a is all of A there."""
+    in_d = d < D
+    at_w = W + v[:, None] * stride_wv + d[None, :].to(tl.int64) * stride_wd
+    w = tl.load(at_w, mask=known[:, None] & in_d[None, :], other=0.0)
+    acc = tl.zeros((v.shape[0], d.shape[0]), tl.float32)
+    for r0 in range(0, BLOCK_R if SINGLE else R, BLOCK_R):
+        r = r0 + tl.arange(0, BLOCK_R)
+        at_b = B + r[:, None].to(tl.int64) * stride_br + d[None, :].to(tl.int64) * stride_bd
+        b = s * tl.load(at_b, mask=(r < R)[:, None] & in_d[None, :], other=0.0).to(tl.float32)
+        a = a if SINGLE else _columns_of_A(A, v, known, r, R, stride_ar, stride_av).to(w.dtype)
+        acc = tl.dot(a, b.to(w.dtype), acc, input_precision="ieee")
+    return w.to(tl.float32) + acc
+
+
+@triton.jit(launch_metadata=launched)
+def embedding_kernel(
+    ids, W, A, B, m, c, y, s, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
+    PER_ROW: tl.constexpr, OWN_NORM: tl.constexpr, SINGLE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """y of BLOCK_T tokens and SPAN columns. A number that is no row of W gives NaN, and reads nothing."""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    v = tl.load(ids + t, mask=t < T, other=0).to(tl.int64)
+    known = (t < T) & (v >= 0) & (v < V)
+    r = tl.arange(0, BLOCK_R)
+    a = _columns_of_A(A, v, known, r, R, stride_ar, stride_av).to(W.dtype.element_ty)
+    g = tl.full((BLOCK_T, 1), 1.0, tl.float32)
+    if PER_ROW:
+        if OWN_NORM:
+            squares = tl.zeros((BLOCK_T,), tl.float32)
+            for d0 in range(0, D, BLOCK_D):
+                d = d0 + tl.arange(0, BLOCK_D)
+                u = _tile(
+                    W, A, B, a, v, known, d, s, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
+                    BLOCK_R, SINGLE,
+                )  # fmt: skip
+                squares += tl.sum(u * u, axis=1)
+            cv = tl.sqrt_rn(squares)
+        else:
+            cv = tl.load(c + v, mask=known, other=1.0).to(tl.float32)
+        mv = tl.load(m + v, mask=known, other=0.0).to(tl.float32)
+        g = tl.div_rn(mv, tl.where(cv < EPS, EPS, cv))[:, None]
+    first = tl.program_id(1) * SPAN
+    for d0 in range(first, min(first + SPAN, D), BLOCK_D):
+        d = d0 + tl.arange(0, BLOCK_D)
+        u = _tile(
+            W, A, B, a, v, known, d, s, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
+            BLOCK_R, SINGLE,
+        )  # fmt: skip
+        out = g * u if PER_ROW else g_tile(m, c, d, D)[None, :] * u
+        out = tl.where(known[:, None], out, float("nan"))
+        at = y + t[:, None].to(tl.int64) * D + d[None, :]
+        tl.store(at, out.to(y.dtype.element_ty), mask=(t < T)[:, None] & (d < D)[None, :])

@@ -1,0 +1,171 @@
+"""What dora_conv1d, 2d and 3d promise."""
+
+import functools
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import gradcheck
+
+import fdora.functional
+from fdora.functional import dora_conv1d, dora_norm
+from tests import device, reference
+from tests.close import assert_exact, assert_within, rel_l2
+from tests.make import grads
+
+S = 0.7
+C, OUT, R = 4, 6, 2
+KERNEL, SPACE = (3, 2, 2), (7, 6, 5)
+GEOMETRIES = (
+    {},
+    {"stride": 2, "padding": 1},
+    {"dilation": 2, "padding": 2},
+    {"groups": 2, "padding": 1},
+    {"groups": 2, "seen": "all", "stride": 2},
+    {"padding": "same"},
+    {"padding": "valid", "dilation": 2},
+    {"padding": 1, "padding_mode": "circular"},
+    {"padding": "same", "padding_mode": "circular"},
+    {"padding": (2, 1, 0), "padding_mode": "replicate"},
+    {"padding": 2, "padding_mode": "reflect", "groups": 2, "seen": "all"},
+    {"padding": 1, "padding_mode": "replicate", "stride": 2},
+    {"transposed": True},
+    {"transposed": True, "stride": 2, "padding": 1, "output_padding": 1},
+    {"transposed": True, "groups": 2, "dilation": 2},
+)
+
+
+def call(n):
+    return getattr(fdora.functional, f"dora_conv{n}d")
+
+
+def layer(n=2, dtype=torch.float64, adapter=None, seed=0, spread=0.05, size=None, **geometry):
+    """x, W, A, B, m, bias and what to call with: an adapter away from its start."""
+    rand = torch.Generator().manual_seed(seed)
+    geometry = {name: v[:n] if isinstance(v, tuple) else v for name, v in geometry.items()}
+    G, seen, transposed = geometry.get("groups", 1), geometry.pop("seen", "group"), geometry.get("transposed", False)
+    c, out, r = (C, OUT, R) if size is None else size
+    k = KERNEL[:n]
+
+    def draw(*shape, std=1.0):
+        return torch.randn(*shape, generator=rand, dtype=torch.float64) * std
+
+    std = (c // G * k[0]) ** -0.5
+    W = draw(c, out // G, *k, std=std) if transposed else draw(out, c // G, *k, std=std)
+    A = draw(c // G, r, *k, std=std) if transposed else draw(r, c if seen == "all" else c // G, *k, std=std)
+    B = draw(out, r // G if seen == "all" else r, *[1] * n, std=0.1)
+    adapter = dtype if adapter is None else adapter
+    W, A, B = W.to(dtype), A.to(adapter), B.to(adapter)
+    V = reference.kernel(W, A, B, S, G, transposed)
+    V = V.unflatten(0, (G, -1)).transpose(1, 2).flatten(0, 1) if transposed else V
+    m = V.flatten(1).norm(dim=1) * (1 + spread * draw(out))
+    t = dict(x=draw(2, c, *SPACE[:n]).to(dtype), W=W, A=A, B=B, m=m.to(adapter), bias=draw(out).to(dtype))
+    return {name: v.to(device.NAME) for name, v in t.items()}, geometry
+
+
+def truth(t, geometry, bias=True, s=S, c=None):
+    geometry = dict(geometry)
+    if geometry.get("padding") == "valid":
+        geometry["padding"] = 0
+    args = [t[n] for n in ("x", "W", "A", "B", "m")]
+    return reference.conv(*args, s, t["bias"] if bias else None, c, **geometry)
+
+
+def ours(t, geometry, bias=True, s=S, **extra):
+    f = call(t["W"].dim() - 2)
+    return f(*(t[n] for n in ("x", "W", "A", "B", "m")), s=s, bias=t["bias"] if bias else None, **geometry, **extra)
+
+
+def matches_the_truth():
+    for n, geometry, bias in itertools.product((1, 2, 3), GEOMETRIES, (True, False)):
+        t, how = layer(n, **geometry)
+        leaves = {name: t[name].requires_grad_() for name in ("x", "A", "B", "m", *(("bias",) if bias else ()))}
+        y, want = ours(t, how, bias), truth(t, how, bias)
+        assert_exact(y, want, f"{n} {geometry}")
+        dy = torch.randn_like(y)
+        for (name, a), b in zip(grads(y, dy, **leaves).items(), grads(want, dy, **leaves).values(), strict=True):
+            assert_exact(a, b, f"d{name} {n} {geometry}")
+        one = t | {"x": t["x"][1].detach()}
+        assert_exact(ours(one, how, bias), want[1].detach(), "without a batch")
+
+
+def is_one_convolution_with_the_merged_kernel():
+    """s of 0 and below, and no tokens; the merged kernel is what a framework would save."""
+    for s in (0.0, -2.0):
+        t, how = layer(2, stride=2)
+        V = reference.kernel(t["W"], t["A"], t["B"], s)
+        g = t["m"] / V.flatten(1).norm(dim=1)
+        assert_exact(ours(t, how, s=s), F.conv2d(t["x"], g.view(-1, 1, 1, 1) * V, t["bias"], stride=2))
+    t, how = layer(2)
+    assert ours(t | {"x": t["x"][:0]}, how).shape == (0, OUT, 5, 5)
+
+
+def gradients_are_right():
+    for geometry in ({}, {"groups": 2}, {"transposed": True, "stride": 2}):
+        t, how = layer(1, **geometry)
+        c = dora_norm(t["W"].flatten(1), t["A"].flatten(1), t["B"].flatten(1), s=S) if not geometry else t["m"] * 1.1
+        names = ("x", "A", "B", "m", "bias")
+        args = [*(t[n].detach().requires_grad_() for n in names), c.detach().requires_grad_()]
+
+        def f(x, A, B, m, bias, c, t=t, how=how):
+            return dora_conv1d(x, t["W"], A, B, m, s=S, bias=bias, norm=c, **how)
+
+        assert gradcheck(f, args)
+        if not geometry:
+            assert_exact(f(*args), ours(t, how), "the norm that it would compute")
+
+
+def in_full_float32(check):
+    """cuDNN rounds float32 to tf32 unless told otherwise."""
+
+    @functools.wraps(check)
+    def run():
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            check()
+
+    return run
+
+
+@in_full_float32
+def keeps_the_memory_format():
+    """Channels last stay last, first stay first: what torch's convolution gives, gradients too; nothing else would be a copy."""
+    for n, G in ((2, 1), (2, 2), (3, 1)):
+        last = torch.channels_last if n == 2 else torch.channels_last_3d
+        t, how = layer(n, torch.float32, padding=1, groups=G, size=(16, 24, 8))
+        for form in (torch.contiguous_format, last):
+            x, W = t["x"].to(memory_format=form).requires_grad_(), t["W"].to(memory_format=form)
+            conv = F.conv2d if n == 2 else F.conv3d
+            y, plain = ours(t | {"x": x, "W": W}, how), conv(x, W, padding=1, groups=G)
+            assert y.stride() == plain.stride(), (n, G, form)
+            torch.testing.assert_close(y, truth(t, how).float(), rtol=1e-5, atol=1e-5)
+            (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+            assert dx.stride() == torch.autograd.grad(plain, x, torch.ones_like(plain))[0].stride()
+
+
+@in_full_float32
+def half_precision_is_within_budget():
+    for dtype, mixed in itertools.product((torch.bfloat16, torch.float32), (False, True)):
+        t, how = layer(2, dtype, torch.float32 if mixed else None, spread=0.0015, size=(16, 24, 8), padding=1)
+        leaves = {n: t[n].requires_grad_() for n in ("x", "A", "B", "m", "bias")}
+        y, want = ours(t, how), truth(t, how)
+        assert y.dtype == dtype and rel_l2(y, want) <= (4e-3 if dtype == torch.bfloat16 else 1e-6), rel_l2(y, want)
+        low = {n: v.detach().to(dtype).requires_grad_() for n, v in leaves.items()}
+        base = F.conv2d(low["x"], t["W"], padding=1)
+        lora = F.conv2d(F.conv2d(low["x"], low["A"], padding=1), low["B"])
+        V = reference.kernel(t["W"], t["A"], t["B"], S)
+        g = low["m"] / V.flatten(1).norm(dim=1).detach().to(dtype)
+        naive = g.view(-1, 1, 1) * (base + S * lora) + low["bias"].view(-1, 1, 1)
+        dy = torch.randn_like(y)
+        got, rough, exact = grads(y, dy, **leaves), grads(naive, dy, **low), grads(want, dy.double(), **leaves)
+        for n, leaf in leaves.items():
+            assert got[n].dtype == leaf.dtype
+            assert_within(got[n], rough[n], exact[n], f"d{n} {dtype} {mixed}")
+
+
+CHECKS = [
+    matches_the_truth,
+    is_one_convolution_with_the_merged_kernel,
+    gradients_are_right,
+    keeps_the_memory_format,
+    half_precision_is_within_budget,
+]

@@ -1,0 +1,181 @@
+"""What dora_embedding promises."""
+
+import itertools
+
+import torch
+from torch.autograd import gradcheck
+
+from fdora.functional import dora_embedding, dora_linear, dora_merge, dora_norm
+from tests import device, reference
+from tests.close import assert_exact, assert_within, rel_l2
+from tests.make import grads, tensors
+
+S = 0.7
+
+
+def table(V=11, d=6, r=2, axis=0, dtype=torch.float64, adapter=None, seed=0, spread=0.05):
+    """W, A, B and m of an embedding: an adapter away from its start."""
+    if axis == 1:  # rows of the table are the rows of a linear layer
+        t = tensors(V, d, r, dtype=dtype, adapter=adapter, seed=seed, spread=spread)
+        return t["W"], t["B"].T, t["A"].T, t["m"]
+    t = tensors(d, V, r, dtype=dtype, adapter=adapter, seed=seed, spread=spread)
+    return t["W"].T.contiguous(), t["A"], t["B"], t["m"]
+
+
+def numbers(V=11, lead=(3, 4), seed=0):
+    """Some come often, some never."""
+    rand = torch.Generator().manual_seed(seed)
+    return (torch.rand(lead, generator=rand) ** 2 * V).long().to(device.NAME)
+
+
+EXTRAS = ({}, {"padding_idx": 2}, {"padding_idx": -10}, {"max_norm": 0.9}, {"padding_idx": 0, "max_norm": 0.8})
+
+
+def wrapped(extra, V):
+    return extra | ({"padding_idx": extra["padding_idx"] % V} if "padding_idx" in extra else {})
+
+
+def matches_the_truth():
+    for axis, lead, extra, s in itertools.product((0, 1), ((), (0,), (7,), (2, 1, 3)), EXTRAS, (S, 0.0, -2.0)):
+        W, A, B, m = table(axis=axis)
+        leaves = {"A": A.requires_grad_(), "B": B.requires_grad_(), "m": m.requires_grad_()}
+        ids = numbers(11, lead)
+        y = dora_embedding(ids, W, A, B, m, s=s, norm_axis=axis, **extra)
+        want = reference.embedding(ids, W, A, B, m, s, axis, **wrapped(extra, 11))
+        assert_exact(y, want, f"{axis} {lead} {extra} {s}")
+        dy = torch.randn_like(y)
+        for (n, a), b in zip(grads(y, dy, **leaves).items(), grads(want, dy, **leaves).values(), strict=True):
+            assert_exact(a, b, f"d{n} {axis} {lead} {extra} {s}")
+
+
+def gradients_reach_a_given_norm():
+    for axis in (0, 1):
+        W, A, B, m = table(axis=axis)
+        c = (dora_norm(W.T, A, B, s=S) if axis == 0 else dora_norm(W, B.T, A.T, s=S)).requires_grad_()
+        args = [A.requires_grad_(), B.requires_grad_(), m.requires_grad_(), c]
+        ids = numbers()
+        assert gradcheck(lambda A, B, m, c: dora_embedding(ids, W, A, B, m, s=S, norm=c, norm_axis=axis), args)
+        y = dora_embedding(ids, W, *args[:3], s=S, norm=c, norm_axis=axis)
+        assert_exact(y, dora_embedding(ids, W, *args[:3], s=S, norm_axis=axis), "the norm that it would compute")
+        for frozen in ((0,), (1, 2), (0, 1, 3)):
+            some = [t.detach().requires_grad_(i not in frozen) for i, t in enumerate(args)]
+            y = dora_embedding(ids, W, *some[:3], s=S, norm=some[3], norm_axis=axis)
+            want = reference.embedding(ids, W, *some[:3], S, axis, some[3])
+            asked = {str(i): t for i, t in enumerate(some) if t.requires_grad}
+            dy = torch.randn_like(y)
+            for a, b in zip(grads(y, dy, **asked).values(), grads(want, dy, **asked).values(), strict=True):
+                assert_exact(a, b)
+    c = torch.tensor([0.0, 1.0], dtype=torch.float64, device=device.NAME).requires_grad_()  # at its floor it has no slope
+    W, A, B, m = table(3, 2, 1)
+    y = dora_embedding(numbers(3), W, A, B, m * 1e-12, s=S, norm=c)
+    (dc,) = torch.autograd.grad(y.sum(), c)
+    assert dc[0] == 0 and dc[1] != 0
+
+
+def half_precision_is_within_budget():
+    """One rounding of y; gradients in their parameter's dtype, straight from float32."""
+    for axis, dtype, mixed in itertools.product((0, 1), (torch.bfloat16, torch.float16, torch.float32), (False, True)):
+        V, d = 50, 64
+        W, A, B, m = table(V, d, 8, axis, dtype, torch.float32 if mixed else None, spread=0.0015)
+        ids = numbers(V, (33, 3))
+        leaves = {"A": A.requires_grad_(), "B": B.requires_grad_(), "m": m.requires_grad_()}
+        y, want = dora_embedding(ids, W, A, B, m, s=S, norm_axis=axis), reference.embedding(ids, W, A, B, m, S, axis)
+        limit = {torch.bfloat16: 1.8e-3, torch.float16: 2.4e-4, torch.float32: 1e-6}[dtype]
+        assert y.dtype == dtype and rel_l2(y, want) <= limit, (axis, dtype, rel_l2(y, want))
+        dy = torch.randn_like(y)
+        low = {n: t.detach().to(dtype).requires_grad_() for n, t in leaves.items()}
+        dense = W + S * (low["B"] @ low["A"]).T
+        c = dense.norm(dim=axis).detach()
+        rough = (dense * (low["m"] / c).unsqueeze(axis))[ids]
+        got, truth, naive = grads(y, dy, **leaves), grads(want, dy.double(), **leaves), grads(rough, dy, **low)
+        for n, t in leaves.items():
+            assert got[n].dtype == t.dtype
+            assert_within(got[n], naive[n], truth[n], f"d{n} axis={axis} {dtype} mixed={mixed}")
+
+
+def only_rows_that_were_read():
+    """A NaN elsewhere in the table, in A or in the gradient of the padding row reaches nothing."""
+    for axis in (0, 1):
+        W, A, B, m = table(axis=axis)
+        c = dora_norm(W.T, A, B, s=S) if axis == 0 else dora_norm(W, B.T, A.T, s=S)
+        W[5], A[:, 5] = float("nan"), float("nan")
+        leaves = {"A": A.requires_grad_(), "B": B.requires_grad_(), "m": m.requires_grad_()}
+        ids = torch.tensor([[1, 3, 1], [3, 0, 7]], device=device.NAME)
+        y = dora_embedding(ids, W, A, B, m, s=S, norm=c, norm_axis=axis, padding_idx=7)
+        dy = torch.ones_like(y)
+        dy[1, 2] = float("nan")
+        d = grads(y, dy, **leaves)
+        assert all(t.isfinite().all() for t in d.values())
+        read = d["A"].any(0).nonzero().flatten().tolist()
+        assert read == [0, 1, 3], read
+        if axis == 1:
+            assert d["m"].nonzero().flatten().tolist() == [0, 1, 3]
+        assert W[0].isfinite().all() and W.grad is None
+
+
+def max_norm_leaves_w_alone():
+    W, A, B, m = table()
+    before = W.clone()
+    dora_embedding(numbers(), W, A, B, m, s=S, max_norm=0.5)
+    assert torch.equal(W, before)
+    layer = torch.nn.Embedding.from_pretrained(W.clone(), max_norm=0.5)  # what torch makes of the rows
+    c = dora_norm(W.T, A, torch.zeros_like(B), s=S)
+    got = dora_embedding(numbers(), W, A, torch.zeros_like(B), c, s=S, norm=c, max_norm=0.5)
+    assert_exact(got, layer(numbers()))
+
+
+def a_head_that_shares_the_table():
+    """Each with its adapter; or, with a norm of each row, both with one."""
+    W, A, B, m = table(axis=1)
+    leaves = {"A": A.requires_grad_(), "B": B.requires_grad_(), "m": m.requires_grad_()}
+    ids = numbers()
+    x = dora_embedding(ids, W, A, B, m, s=S, norm_axis=1)
+    logits = dora_linear(x, W, B.T, A.T, m, s=S)
+    merged = dora_merge(W, B.T.detach(), A.T.detach(), m.detach(), s=S)
+    assert_exact(x, merged[ids])
+    assert_exact(logits, merged[ids] @ merged.T)
+    want = reference.dora(reference.embedding(ids, W, A, B, m, S, 1), W, B.T, A.T, m, S)
+    dy = torch.randn_like(logits)
+    for a, b in zip(grads(logits, dy, **leaves).values(), grads(want, dy, **leaves).values(), strict=True):
+        assert_exact(a, b)
+    W, A, B, m = table()
+    head = tensors(11, 6, 3, seed=1)
+    own = {n: head[n].requires_grad_() for n in "ABm"} | {"A_e": A.requires_grad_(), "B_e": B.requires_grad_()}
+    logits = dora_linear(dora_embedding(ids, W, A, B, m, s=S), W, *(head[n] for n in "ABm"), s=2.0)
+    want = reference.dora(reference.embedding(ids, W, A, B, m, S), W, *(head[n] for n in "ABm"), 2.0)
+    assert_exact(logits, want)
+    for a, b in zip(grads(logits, dy, **own).values(), grads(want, dy, **own).values(), strict=True):
+        assert_exact(a, b)
+
+
+def takes_any_strides_and_int32():
+    W, A, B, m = table()
+    ids = numbers()
+    want = dora_embedding(ids, W, A, B, m, s=S)
+    for other in ((W.T.contiguous().T, A, B, m), (W, A.T.contiguous().T, B.T.contiguous().T, m)):
+        assert_exact(dora_embedding(ids, *other, s=S), want)
+    assert_exact(dora_embedding(ids.T.contiguous().T.int(), W, A, B, m, s=S), want)
+    y = dora_embedding(ids, W, A.requires_grad_(), B, m, s=S)
+    dy = torch.ones((), dtype=y.dtype, device=y.device).expand_as(y)
+    assert_exact(torch.autograd.grad(y, A, dy)[0], torch.autograd.grad(dora_embedding(ids.int(), W, A, B, m, s=S), A, dy)[0])
+
+
+def the_same_bits_from_run_to_run():
+    W, A, B, m = table(40, 8, 4, dtype=torch.float32)
+    ids = numbers(40, (5000,))
+    leaves = {"A": A.requires_grad_(), "B": B.requires_grad_(), "m": m.requires_grad_()}
+    dy = torch.randn(5000, 8, device=device.NAME)
+    runs = [grads(dora_embedding(ids, W, A, B, m, s=S), dy, **leaves) for _ in range(3)]
+    assert all(torch.equal(run[n], runs[0][n]) for run in runs for n in leaves)
+
+
+CHECKS = [
+    matches_the_truth,
+    gradients_reach_a_given_norm,
+    half_precision_is_within_budget,
+    only_rows_that_were_read,
+    max_norm_leaves_w_alone,
+    a_head_that_shares_the_table,
+    takes_any_strides_and_int32,
+    the_same_bits_from_run_to_run,
+]

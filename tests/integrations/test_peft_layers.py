@@ -1,0 +1,228 @@
+"""Embeddings and convolutions of PEFT in one call: its numbers in every configuration, and the truth where it is wrong."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from fdora.integrations.peft import init_magnitude, report, restore, use_fdora
+from tests import reference
+from tests.close import assert_exact
+from tests.integrations import models
+from tests.integrations.models import layer, path, run
+
+V, D = 24, 40
+LAYERS = {
+    "embedding": lambda: nn.Embedding(V, D),
+    "padded": lambda: nn.Embedding(V, D, padding_idx=3),  # PEFT's numbers where that row is zero
+    "conv1d same": lambda: nn.Conv1d(4, 6, 3, padding="same"),
+    "conv1d strided": lambda: nn.Conv1d(4, 6, 5, stride=2, padding=2, bias=False),
+    "conv2d": lambda: nn.Conv2d(4, 6, (3, 2), padding=(1, 0), stride=(2, 1)),
+    "conv2d of one point": lambda: nn.Conv2d(4, 6, 1),
+    "conv3d": lambda: nn.Conv3d(4, 6, (1, 3, 2), padding=(0, 1, 1)),
+}
+SPACE = {"conv1d": (9,), "conv2d": (7, 6), "conv3d": (4, 5, 3)}
+
+
+def build(base, dtype=torch.float64, **config):
+    config = {"r": 4, "lora_alpha": 6, "target_modules": ["0"], "use_dora": True} | config
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT says that it cannot merge groups
+        return models.perturb(get_peft_model(nn.Sequential(base).to(dtype), LoraConfig(**config)))
+
+
+def inputs(kind, dtype=torch.float64):
+    if kind.startswith("conv"):
+        return torch.randn(2, 4, *SPACE[kind.split()[0]], dtype=dtype, requires_grad=True)
+    return torch.randint(0, V, (3, 5))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"use_rslora": True},
+        {"rank_pattern": {"0": 2}, "alpha_pattern": {"0": 5}},
+        {"init_lora_weights": False},
+        {"bias": "all"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_pefts_numbers(kind, config):
+    """In float32, as the issue asks, and to the last digits in float64."""
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        model, x = build(LAYERS[kind](), dtype, **config), inputs(kind, dtype)
+        stock, ours = run(model, x), run(use_fdora(model), x)
+        assert stock.keys() == ours.keys() and path(model) == "fused"
+        for n in stock:
+            assert ours[n].dtype == stock[n].dtype
+            if dtype == torch.float32:
+                torch.testing.assert_close(ours[n], stock[n], rtol=1e-5, atol=1e-5, msg=lambda text, n=n: f"{n}: {text}")
+            else:
+                assert_exact(ours[n], stock[n], n)
+
+
+@pytest.mark.parametrize("kind", ["conv1d strided", "conv2d", "conv3d"])
+def test_channels_last(kind):
+    """The norm too: of a kernel whose channels lie last."""
+    model, x = build(LAYERS[kind](), torch.float32), inputs(kind, torch.float32)
+    want = run(model, x)
+    form = {"conv1d": None, "conv2d": torch.channels_last, "conv3d": torch.channels_last_3d}[kind.split()[0]]
+    if form is not None:
+        model, x = model.to(memory_format=form), x.detach().to(memory_format=form).requires_grad_()
+    got = run(use_fdora(model), x)
+    for n in want:
+        torch.testing.assert_close(got[n], want[n], rtol=1e-5, atol=1e-5)
+
+
+def test_the_padding_row_adds_nothing_to_a_gradient():
+    """PEFT lets its tokens into the gradients of m and B, where the row is not zero; the output is PEFT's."""
+    model = build(nn.Embedding.from_pretrained(torch.randn(V, D).double(), padding_idx=3), init_lora_weights=False)
+    x = torch.tensor([[3, 5, 3], [1, 3, 5]])
+    stock, ours = run(model, x), run(use_fdora(model), x)
+    module = layer(model)
+    A, B = module.lora_embedding_A["default"], module.lora_embedding_B["default"]
+    m, W = module.lora_magnitude_vector["default"].weight, module.base_layer.weight
+    y = reference.embedding(x, W, A, B, m, 1.5, padding_idx=3)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    want = {"y": y.detach()} | dict(zip(("A", "B", "m"), torch.autograd.grad(y, (A, B, m), dy), strict=True))
+    names = {"y": "y", "A": "lora_embedding_A", "B": "lora_embedding_B", "m": "magnitude"}
+    for short, value in want.items():
+        (full,) = [n for n in ours if names[short] in n]
+        assert_exact(ours[full], value, full)
+        agrees = torch.allclose(stock[full], value, rtol=1e-9, atol=1e-9)
+        assert agrees == (short in "yA"), full
+
+
+NOT_FUSED = {
+    "max_norm": (lambda: nn.Embedding(V, D, max_norm=2.0), "max_norm"),
+    "by frequency": (lambda: nn.Embedding(V, D, scale_grad_by_freq=True), "frequency"),
+    "another class": (lambda: models.Scaled(V, D), "Scaled"),
+    "conv2d mirrored": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), "padding mode"),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_FUSED)
+def test_what_is_not_one_call_is_pefts_formula_with_a_reason(kind):
+    make, why = NOT_FUSED[kind]
+    model, x = build(make()), inputs(kind)
+    twin = copy.deepcopy(model)
+    for n, value in run(use_fdora(model), x).items():
+        assert_exact(value, run(twin, x)[n], n)
+    assert path(model) == "composed" and why in report(model)[0].why_not_fused and why in str(report(model))
+
+
+def test_hooks_wrappers_dropout_and_modes_of_use():
+    """What else leaves the one call, and comes back to it."""
+    model, x = use_fdora(build(LAYERS["conv2d"](), lora_dropout=0.3)), inputs("conv2d")
+    model(x)
+    assert report(model)[0].composed == 1 and "dropout" in report(model)[0].why_not_fused
+    model.eval()(x)
+    assert report(model)[0].fused == 1
+    handle = layer(model).lora_A["default"].register_forward_hook(lambda *_: None)
+    model(x)
+    handle.remove()
+    assert report(model)[0].composed == 2 and "hooks" in report(model)[0].why_not_fused
+    with model.disable_adapter():
+        assert_exact(model(x), layer(model).base_layer(x))
+    assert type(layer(restore(model))).__module__.startswith("peft.")
+    model = use_fdora(build(LAYERS["embedding"]()))
+    ids = inputs("embedding")
+    model(ids), model(ids.int()), model(ids[0, 0])
+    assert report(model)[0].fused == 3
+    assert type(copy.deepcopy(layer(model))) is type(layer(model))
+
+
+@pytest.mark.parametrize("kind", ["embedding", "conv2d"])
+def test_compiled_whole(kind):
+    """fullgraph; PEFT's own embedding breaks the graph."""
+    model, x = use_fdora(build(LAYERS[kind]())), inputs(kind)
+    want = run(model, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    got = run(compiled, x)
+    for n, value in got.items():
+        assert_exact(value, want[n.removeprefix("_orig_mod.")], n)
+
+
+# groups: A of PEFT reads all channels, B has groups; its norm is of another kernel
+
+
+def grouped(dtype=torch.float64, seed=0, **config):
+    torch.manual_seed(seed)
+    return build(nn.Conv2d(4, 6, 3, groups=2, padding=1), dtype, **config), torch.randn(
+        2, 4, 6, 6, dtype=dtype, requires_grad=True
+    )
+
+
+def parts(model):
+    module = layer(model)
+    A, B = module.lora_A["default"].weight, module.lora_B["default"].weight
+    return module.base_layer, A, B, module.lora_magnitude_vector["default"].weight
+
+
+def truth(model, x, dropped=None):
+    """y, and PEFT's dropout: its formula, with the norm of the kernel that it applies."""
+    base, A, B, m = parts(model)
+    if dropped is None:
+        return reference.conv(x, base.weight, A, B, m.view(-1), 1.5, base.bias, groups=2, padding=1)
+    c = reference.kernel(base.weight, A, B, 1.5, 2).flatten(1).norm(dim=1).detach().view(1, -1, 1, 1)
+    plain = F.conv2d(dropped, base.weight, padding=1, groups=2)
+    lora = F.conv2d(F.conv2d(dropped, A, padding=1), B, groups=2)
+    return base(x) + (m / c - 1) * plain + m / c * 1.5 * lora
+
+
+@pytest.mark.parametrize("how", ["train", "eval", "dropout"])
+def test_groups_have_the_norm_of_the_kernel_in_use(how):
+    model, x = grouped(lora_dropout=0.4 if how == "dropout" else 0.0)
+    model.train(how != "eval")
+    stock = run(model, x)
+    with pytest.warns(UserWarning, match="1 convolutions with groups, one of them `base_model.model.0`"):
+        ours = run(use_fdora(model), x)
+    torch.manual_seed(0)
+    want = truth(model, x, layer(model).lora_dropout["default"](x) if how == "dropout" else None)
+    dy = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    leaves = {n: p for n, p in model.named_parameters() if p.requires_grad} | {"x": x}
+    assert_exact(ours["y"], want.detach())
+    for n, g in zip(leaves, torch.autograd.grad(want, list(leaves.values()), dy), strict=True):
+        assert_exact(ours[n], g, n)
+    assert not torch.allclose(stock["y"], ours["y"])
+    assert path(model) == ("composed" if how == "dropout" else "fused")
+
+
+def test_groups_have_one_norm_wherever_they_run():
+    """What PEFT's code must run for us, tracing, has it too; a new adapter has PEFT's; magnitudes can be made anew."""
+    model, x = grouped()
+    want = truth(model, x).detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        use_fdora(model)
+        traced = torch.jit.trace(model.eval(), (x,))
+    assert_exact(traced(x), want)
+    assert report(model)[0].fallbacks
+    base, A, B, m = parts(model)
+    init_magnitude(model)
+    c = reference.kernel(base.weight, A, B, 1.5, 2).flatten(1).norm(dim=1)
+    assert_exact(m.detach().view(-1), c.detach())
+    with torch.no_grad():
+        B.zero_()
+    init_magnitude(model)
+    assert_exact(model(x), base(x))
+    assert_exact(restore(model)(x), base(x))
+
+
+def test_a_dilated_kernel_is_served_where_peft_cannot():
+    model, x = build(nn.Conv2d(4, 6, 3, dilation=2)), torch.randn(2, 4, 7, 7, dtype=torch.float64)
+    with pytest.raises(RuntimeError):
+        model(x)
+    base, A, B, m = parts(model)
+    want = reference.conv(x, base.weight, A, B, m.view(-1), 1.5, base.bias, dilation=2)
+    assert_exact(use_fdora(model)(x), want)
+    model.merge_adapter()
+    assert_exact(model(x), want)

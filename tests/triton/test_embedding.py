@@ -1,0 +1,136 @@
+"""The embedding kernel against the truth: interpreted on a CPU (TRITON_INTERPRET=1), or for real with --device cuda."""
+
+import itertools
+
+import pytest
+import torch
+
+import fdora
+from fdora.functional import dora_embedding, dora_norm
+from tests import device, reference
+from tests.checks.embedding import CHECKS, S, numbers, table
+from tests.close import rel_l2
+from tests.make import grads
+from tests.triton.marks import DTYPES, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
+
+pytestmark = needs_kernels
+SHAPES = ((1, 1, 1), (7, 130, 2), (50, 257, 24), (33, 128, 70))  # V, d, r: the last in two slabs
+
+
+def norm_of(W, A, B, axis):
+    return dora_norm(W.T, A, B, s=S, backend="eager") if axis == 0 else dora_norm(W, B.T, A.T, s=S, backend="eager")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_the_truth(shape, dtype):
+    limit = {torch.float16: 2.5e-4, torch.bfloat16: 2e-3, torch.float32: 1e-6}[dtype]
+    for axis, adapter, given in itertools.product((0, 1), {dtype, torch.float32}, (True, False)):
+        W, A, B, m = table(*shape, axis, dtype, adapter)
+        ids = numbers(shape[0], (3, 7))
+        norm = norm_of(W, A, B, axis) if given else None
+        y = dora_embedding(ids, W, A, B, m, s=S, norm=norm, norm_axis=axis, backend="triton")
+        want = reference.embedding(ids, W, A, B, m, S, axis)
+        assert y.dtype == dtype and y.is_contiguous() and y.shape == want.shape
+        few = 2 if y.numel() < 100 else 1  # a single value may lie in the middle of two
+        assert rel_l2(y, want) <= few * limit, (axis, adapter, given, rel_l2(y, want))
+
+
+def test_the_tile_of_many_tokens(chosen_anew, monkeypatch):
+    """Programs that walk three blocks of columns; the last block is ragged, and so are the tokens."""
+    from fdora.triton import embedding
+
+    config = embedding.config_of(70_000, 300, 20, True, 2)
+    assert config.BLOCK_T == 64 and config.SPAN == 1024
+    monkeypatch.setattr(embedding, "config_of", lambda *_: config)
+    for axis in (0, 1):
+        W, A, B, m = table(50, 300, 20, axis, torch.float16, torch.float32)
+        ids, norm = numbers(50, (70,)), norm_of(W, A, B, axis)
+        y = dora_embedding(ids, W, A, B, m, s=S, norm=norm, norm_axis=axis, backend="triton")
+        assert rel_l2(y, reference.embedding(ids, W, A, B, m, S, axis)) <= 2.5e-4
+
+
+def test_gradients_are_those_of_eager():
+    for axis in (0, 1):
+        W, A, B, m = table(50, 40, 8, axis, torch.float32)
+        ids, leaves = numbers(50, (33,)), {"A": A.requires_grad_(), "B": B.requires_grad_(), "m": m.requires_grad_()}
+        dy = torch.randn(33, 40, device=device.NAME)
+        both = [
+            grads(dora_embedding(ids, W, A, B, m, s=S, norm_axis=axis, padding_idx=0, backend=backend), dy, **leaves)
+            for backend in ("triton", "eager")
+        ]
+        for n in leaves:
+            assert rel_l2(both[0][n], both[1][n]) <= 1e-6, (axis, n)
+
+
+def test_strides_int32_and_nothing_at_all():
+    W, A, B, m = table(50, 70, 20, dtype=torch.float32)
+    ids = numbers(50, (4, 5))
+    want = dora_embedding(ids, W, A, B, m, s=S, backend="triton")
+    for other in ((W.T.contiguous().T, A, B, m), (W, A.T.contiguous().T, B.T.contiguous().T, m)):
+        assert rel_l2(dora_embedding(ids, *other, s=S, backend="triton"), want) <= 1e-6
+    assert torch.equal(dora_embedding(ids.T.contiguous().T.int(), W, A, B, m, s=S, backend="triton"), want)
+    assert dora_embedding(ids[:0], W, A, B, m, s=S, backend="triton").shape == (0, 5, 70)
+    assert dora_embedding(ids[0, 0], W, A, B, m, s=S, backend="triton").shape == (70,)
+
+
+def test_a_number_that_is_no_row_is_nan_and_reads_nothing():
+    for axis in (0, 1):
+        W, A, B, m = table(50, 70, 20, axis, torch.float32)
+        ids = torch.tensor([3, -1, 50, 2**40, 4], device=device.NAME)
+        for norm in (None, norm_of(W, A, B, axis)):
+            y = dora_embedding(ids, W, A, B, m, s=S, norm=norm, norm_axis=axis, backend="triton")
+            assert y.isnan().all(1).tolist() == y.isnan().any(1).tolist() == [False, True, True, True, False]
+
+
+def test_max_norm_is_plain_torch():
+    W, A, B, m = table(6, 5, 2, 0, torch.float32)
+    ids = numbers(6)
+    with fdora.backend("triton"):
+        y = dora_embedding(ids, W, A, B, m, s=S, max_norm=0.5)
+    assert rel_l2(y, reference.embedding(ids, W, A, B, m, S, max_norm=0.5)) <= 1e-6
+    with pytest.raises(fdora.FdoraError, match="`max_norm` must be None with backend='triton'"):
+        dora_embedding(ids, W, A, B, m, s=S, max_norm=0.5, backend="triton")
+
+
+def test_rows_of_zeros():
+    W, A, B, m = table(6, 5, 2, 1, torch.float32)
+    W[2] = A[:, 2] = 0
+    y = dora_embedding(torch.tensor([2, 1], device=device.NAME), W, A, B, m, s=S, norm_axis=1, backend="triton")
+    assert (y[0] == 0).all() and y[1].isfinite().all()
+
+
+def test_a_bank_of_adapters_and_opcheck():
+    from fdora.triton.embedding import embedding
+
+    many = [table(20, 40, 8, dtype=torch.float32, seed=i) for i in range(3)]
+    W, ids, c = many[0][0], numbers(20, (5,)), torch.rand(40, device=device.NAME)
+    A, B, m = (torch.stack([t[i] for t in many]) for i in (1, 2, 3))
+
+    def one(A, B, m):
+        return dora_embedding(ids, W, A, B, m, s=S, norm=c, backend="triton")
+
+    got = torch.func.vmap(one)(A, B, m)
+    assert all(torch.equal(got[i], one(A[i], B[i], m[i])) for i in range(3))
+    torch.library.opcheck(embedding, (ids, W, A[0], B[0], m[0], c, S, False))
+
+
+@pytest.mark.skipif(
+    "device.NAME == 'cpu'",
+    reason="the promises in full, in float64 too, need both backends on one device; runs with --device cuda",
+)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
+def test_promises_on_the_gpu(check):
+    check()
+
+
+@needs_gpu
+def test_past_two_to_the_31_elements():
+    V, d = 70_000, 32_768
+    W = torch.zeros((V, d), device=device.NAME, dtype=torch.bfloat16)
+    W[-300:] = torch.randn(300, d, device=device.NAME)
+    A, B = torch.randn(8, V, device=device.NAME).bfloat16(), torch.randn(d, 8, device=device.NAME).bfloat16() / 181
+    m, c = torch.rand(d, device=device.NAME), torch.rand(d, device=device.NAME) + 1
+    ids = torch.arange(V - 300, V, device=device.NAME)
+    got = dora_embedding(ids, W, A, B, m, s=S, norm=c)
+    assert rel_l2(got, reference.embedding(ids - V + 300, W[-300:], A[:, -300:], B, m, S, c=c)) <= 4e-3
