@@ -42,7 +42,7 @@ class Call(NamedTuple):
 def multi(x: Tensor, bank: Operands, tokens: Tokens, call: Call) -> Tensor:
     """x (..., K) -> y (..., N). Each tensor of ``bank`` but W and bias has one more axis, of adapters."""
     specs = specs_of([bank])
-    call = call if specs is None else call._replace(specs=specs)
+    call = call if specs is None else Call(call.ranks, call.p, call.save_for_dm, call.backend, specs)
     flat = as_matrix(x)
     if no_graph() and not autocast_on(x):
         ready = _bank(call, *tokens, tuple(flat_of([bank], specs)), x.dtype)

@@ -75,7 +75,8 @@ def padded(x: Tensor, W: Tensor, how: Conv) -> tuple[Tensor, Conv]:
         sides = [n for w in reversed(whole) for n in (w // 2, w - w // 2)]
     else:
         sides = [n for n in reversed(how.padding) for _ in range(2)]
-    return F.pad(x, sides, how.padding_mode), how._replace(padding=(0,) * len(how.stride))
+    _, _, *rest = how
+    return F.pad(x, sides, how.padding_mode), Conv(how.stride, (0,) * len(how.stride), *rest)
 
 
 def _convolve(x: Tensor, W: Tensor, how: Conv, groups: int) -> Tensor:

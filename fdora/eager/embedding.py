@@ -18,8 +18,7 @@ from torch import Tensor
 
 from fdora._records import Lookup, Needs, eps
 from fdora.eager._matmul import acc_dtype, cast, matmul
-from fdora.eager.linear import scaled as scaled
-from fdora.eager.linear import own
+from fdora.eager.linear import own, scaled
 from fdora.eager.norm import scale
 from fdora.eager.segment import segment_sum
 
