@@ -98,11 +98,12 @@ def same(s: Sequence[float]) -> bool:
 
 
 def saves_pre_scale(dtype: torch.dtype, tokens: int, la: Any, mode: str, save: str) -> bool:
-    """Whether y cannot stand in for the value before g. Rows with g near 0 can, in half precision: backward redoes them.
+    """Whether y cannot stand in for the value before g. In half precision also columns with g near 0 or a large bias can:
+    backward redoes them (scale.py).
 
     It reads W for that; of codes few tokens need no dense W for anything else, and they cost nothing to keep.
     """
-    exact = la.bias is None and (la.seed is None or mode != "peft") and dtype != torch.float32
+    exact = (la.seed is None or mode != "peft") and dtype != torch.float32
     exact = exact and not (is_coded(la.W) and is_small(tokens))
     return la.A is not None and (save == "pre_scale" or (save == "output" and not exact))
 

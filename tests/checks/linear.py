@@ -8,7 +8,7 @@ from torch.autograd import gradcheck
 from fdora.eager.dropout import drop
 from fdora.functional import dora_linear, dora_norm
 from tests import device, reference
-from tests.close import assert_exact, assert_within, rel_l2
+from tests.close import assert_exact, assert_within, rel_l2, rms
 from tests.make import KINDS, grads, tensors, tracked
 
 P, SEED = 0.4, 11
@@ -147,6 +147,38 @@ def dm_survives_the_two_traps():
         assert rel_l2(got[::3], ref[::3]) <= 5e-3, (trap, rel_l2(got[::3], ref[::3]))
 
 
+def dm_read_beside_a_bias_loses_its_bound(backend="auto", dtypes=(torch.bfloat16,), tokens=(40, 300)):
+    """The bound of fdora/eager/linear.py, column by column, and what a kept inner would lose, by the size of the bias.
+
+    Qwen2.5's k has a bias of about the size of the product in most columns and of hundreds in some. Columns of equal sizes
+    stand side by side: 4 are read, 400 formed again, where tokens differ in size both in one column.
+    """
+    N, K, sizes = 192, 64, (0.0, 0.5, 2.0, 8.0, 60.0, 400.0)
+    for dtype, M, uneven in itertools.product(dtypes, tokens, (False, True)):
+        t = tensors(N, K, 8, (M,), dtype, torch.float32, spread=0.3)
+        t["m"][5::48] = 0
+        bias = (torch.tensor(sizes).repeat_interleave(N // len(sizes)) * torch.randn(N).sign()).to(t["x"])
+        if uneven:
+            t["x"] = t["x"] * torch.logspace(-2, 1, M).to(t["x"])[:, None]
+        t = tracked(t, "m")
+        want = truth(t, "none", bias)
+        dy = torch.randn(M, N).to(t["x"])
+        (ref,) = torch.autograd.grad(want, t["m"], dy.double())
+        read, kept = (
+            torch.autograd.grad(call(t, bias=bias, backend=backend, keep_inner=keep), t["m"], dy)[0].double()
+            for keep in (False, True)
+        )
+        c = reference.norm(t["W"], t["A"], t["B"], t["s"])
+        v = truth(t | {"m": c}, "none", None)
+        u = torch.finfo(dtype).eps / 2
+        bound = u * (dy.double() * v).abs().sum(0) / c
+        # k / (1 - k u) of it, and one for h, which is rounded as well
+        over = ((read - ref).abs() / (6 * bound)).max().item()
+        assert over <= 1, (dtype, M, uneven, over)
+        for size, a, b in zip(sizes, (read - ref).view(len(sizes), -1), (kept - ref).view(len(sizes), -1), strict=True):
+            assert rms(a) <= 4 * rms(b), (dtype, M, uneven, size, rms(a) / rms(b))
+
+
 def fp16_magnitudes_that_underflow_keep_dm():
     t = tracked(tensors(48, 64, 8, (128,), torch.float16, torch.float32), "m")
     with torch.no_grad():
@@ -196,6 +228,7 @@ CHECKS = [
     mixed_dtypes_are_within_budget,
     float32_adapters_keep_float32_gradients,
     dm_survives_the_two_traps,
+    dm_read_beside_a_bias_loses_its_bound,
     fp16_magnitudes_that_underflow_keep_dm,
     zero_and_nan_rows_stay_in_their_row,
     takes_any_strides,

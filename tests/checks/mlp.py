@@ -75,6 +75,14 @@ def matches_the_truth_and_layers_by_themselves():
                 assert_exact(got[n], ref[n], f"{kind} {mode} {act} bias={biased} d{n}")
 
 
+def an_inner_that_is_kept_says_the_same():
+    layers, leaves, x = leaves_of(three(), ("A", "B", "m", "bias"))
+    y, want = dora_mlp(x, *(packed(t, True) for t in layers), keep_inner=True), truth(layers, x, "silu", True)
+    dy = torch.randn_like(y)
+    for (n, d), ref in zip(grads(y, dy, **leaves).items(), grads(want, dy, **leaves).values(), strict=True):
+        assert_exact(d, ref, f"d{n}")
+
+
 def some_without_an_adapter():
     for adapted in itertools.product((False, True), repeat=3):
         layers, leaves, x = leaves_of(three(), ("A", "B", "m", "bias"))
@@ -180,6 +188,7 @@ def extreme_gates_stay_finite():
 
 CHECKS = [
     matches_the_truth_and_layers_by_themselves,
+    an_inner_that_is_kept_says_the_same,
     some_without_an_adapter,
     any_shape,
     only_what_is_asked_for,

@@ -156,7 +156,7 @@ def asked():
 
 KERNELS = (
     "add_parts", "codes_parts", "small_codes", "dequantize4", "dequantize8", "fp8_blocks", "fp8_gemm", "fp8_rows",
-    "act_bwd", "act_fwd", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "epilogue", "finish", "gemm_pointer", "gemm_tma",
+    "act_bwd", "act_fwd", "again", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "epilogue", "finish", "gemm_pointer", "gemm_tma",
     "hash", "merge", "norm", "quant4", "quant8", "scale", "shrink", "small", "split", "sum",
 )  # fmt: skip
 
@@ -362,7 +362,10 @@ def test_scale(target, tokens, r, dtype, adapter, tmp_path):
     likes, options = (x, alike(tokens, r, dtype=dtype), x, x, *la), (0.0, "lora", (dtype == FP32,), True, (True,) * 5)
     plan = plan_backward(likes, device(target), *options)
     assert len(launches(plan, "finish")) == (tokens == 4096)
-    assert_builds([plan], target, tmp_path, "scale")
+    assert len(launches(plan, "again")) == (tokens == 4096 and dtype != FP32)
+    assert_builds([plan], target, tmp_path, "scale", {"scale_kernel": WORDS})
+    if dtype != FP32 and tokens == 4096:
+        assert_builds([plan], target, tmp_path, "again")
     if tokens == 4096:
         assert_builds([plan], target, tmp_path, "finish", {} if adapter == dtype else {"finish_kernel": WORDS})
 

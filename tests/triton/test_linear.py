@@ -7,6 +7,7 @@ import torch
 
 from fdora.functional import dora_linear, dora_norm
 from tests import device, reference
+from tests.checks.linear import dm_read_beside_a_bias_loses_its_bound
 from tests.close import assert_within, rel_l2
 from tests.make import grads, tensors, tracked
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels
@@ -77,6 +78,28 @@ def test_rows_without_magnitude_keep_their_gradient():
             (ref,) = torch.autograd.grad(y, wide["m"], dy)
             assert rel_l2(got["m"][::3], ref[::3]) <= 5e-3, (M, dtype)
             assert rel_l2(got["m"], ref) <= 5e-3, (M, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_dm_read_beside_a_bias_loses_its_bound(dtype):
+    """Columns that the bias drowns form their products again, in one strip of tokens or in those of several."""
+    dm_read_beside_a_bias_loses_its_bound("triton", (dtype,))
+
+
+def test_a_column_is_formed_again_where_its_bias_drowns_it_and_only_there():
+    """What is read off y - bias is what y holds: with another y, only those columns change."""
+    for M in (40, 200):
+        t = tensors(96, 64, 8, (M,), HALF[0])
+        bias = torch.zeros_like(t["bias"])
+        bias[::3] = 500
+        found = []
+        for drift in (0.0, 1.0):
+            leaves = tracked(t, "m")
+            y = dora_linear(*(leaves[n] for n in "xWABm"), s=t["s"], bias=bias, backend="triton")
+            y.data += drift
+            found.append(*torch.autograd.grad(y, leaves["m"], torch.ones_like(y)))
+        same = found[0] == found[1]
+        assert same[::3].all() and not same[1::3].any() and not same[2::3].any(), M
 
 
 def test_every_subset_of_gradients():
@@ -161,7 +184,8 @@ def test_tiles_by_tma(tokens, mode, as_hopper):
     products = [step for plan in plans.values() for step in launches(plan, "gemm")]
     assert len(products) == (3 if mode == "peft" else 2) and all(map(by_tma, products))
     for n, v in got.items():
-        torch.testing.assert_close(v, want[n], rtol=4e-3, atol=4e-3)
+        tol = 1e-2 if n == "m" else 4e-3  # the roundings of y - bias add up over the tokens
+        torch.testing.assert_close(v, want[n], rtol=tol, atol=tol)
 
 
 @pytest.mark.parametrize("tokens", [8, 96])

@@ -5,8 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora._records import drowned
 from fdora.triton.kernels.g import EPS, g_tile
+from fdora.triton.kernels.tile import products
 from fdora.triton.runtime.cost import launched
+
+DROWNED = tl.constexpr(drowned())
+
+
+@triton.jit
+def _lost(g, over, tiny, HAS_BIAS: tl.constexpr):
+    """The columns whose value before g cannot be read off the output; ``over``: sum_t |dy y| - DROWNED |dy (y - bias)|."""
+    lost = tl.abs(g) < tiny
+    if HAS_BIAS:
+        lost = lost | (over > 0)
+    return lost
 
 
 @triton.jit
@@ -29,16 +42,17 @@ def _dot_rows(dy, x, w, n, N, M, K, stride_dy, stride_xm, stride_xk, stride_wn, 
 
 @triton.jit
 def _finish(
-    sum_m, sum_bias, dy, x, w, h, b, m, c, dm, dc, dbias, n, N, M, K, R, tiny,
+    sum_m, over, sum_bias, dy, x, w, h, b, m, c, dm, dc, dbias, n, N, M, K, R, tiny,
     stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
-    NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
+    NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """From the sums over all tokens to the gradients of m, c and bias for the columns n."""
     if NEED_M or NEED_C:
         g = g_tile(m, c, n, N)
         dg = sum_m
         if not SAVED_PRE_SCALE:
-            lost = (tl.abs(g) < tiny) & (n < N)
+            lost = _lost(g, over, tiny, HAS_BIAS) & (n < N)
             dg = sum_m / tl.where(lost, 1.0, g)
             # float32 always keeps pre_scale (linear.py), so the products here are of half precision.
             if tl.max(lost.to(tl.int32), axis=0) > 0:
@@ -57,10 +71,10 @@ def _finish(
 
 @triton.jit(launch_metadata=launched)
 def scale_kernel(
-    dy, saved, x, w, h, b, m, c, dz, dz_minus_dy, partial_m, partial_bias, partial_B, dm, dc, dbias, dB, M, N, K, R, tiny,
+    dy, saved, x, w, h, b, m, c, bias, dz, dz_minus_dy, partial_m, partial_bias, partial_B, dm, dc, dbias, dB, M, N, K, R, tiny,
     stride_dy, stride_saved, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
     NEED_DZ: tl.constexpr, NEED_DZ_MINUS_DY: tl.constexpr, NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr,
-    BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, SINGLE: tl.constexpr,
+    BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, SINGLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -69,7 +83,10 @@ def scale_kernel(
     if NEED_DZ or NEED_DZ_MINUS_DY or BLOCK_R > 0:
         g = g_tile(m, c, n, N)[None, :]
     sum_m = tl.zeros((BLOCK_N,), tl.float32)
+    over = tl.zeros((BLOCK_N,), tl.float32)
     sum_bias = tl.zeros((BLOCK_N,), tl.float32)
+    if HAS_BIAS:
+        added = tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
     if BLOCK_R > 0:
         r = tl.arange(0, BLOCK_R)
         sum_B = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
@@ -86,6 +103,9 @@ def scale_kernel(
             tl.store(dz_minus_dy + row * N + n[None, :], (d * (g - 1)).to(dz_minus_dy.dtype.element_ty), mask=mask)
         if NEED_M or NEED_C:
             v = tl.load(saved + row * stride_saved + n[None, :], mask=mask, other=0.0).to(tl.float32)
+            if HAS_BIAS:  # outside the mask d is 0
+                over += tl.sum(tl.abs(d) * (tl.abs(v) - DROWNED * tl.abs(v - added)), axis=0)
+                v -= added
             sum_m += tl.sum(d * v, axis=0)
         if NEED_BIAS:
             sum_bias += tl.sum(d, axis=0)
@@ -95,11 +115,15 @@ def scale_kernel(
             sum_B = tl.dot(tl.trans(z), ht, sum_B)
     at_n = strip.to(tl.int64) * N + n
     if SINGLE:
-        _finish(sum_m, sum_bias, dy, x, w, h, b, m, c, dm, dc, dbias, n, N, M, K, R, tiny, stride_dy, stride_xm, stride_xk,
-                stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br, NEED_M, NEED_C, NEED_BIAS, SAVED_PRE_SCALE,
-                BLOCK_N)  # fmt: skip
+        _finish(sum_m, over, sum_bias, dy, x, w, h, b, m, c, dm, dc, dbias, n, N, M, K, R, tiny, stride_dy, stride_xm,
+                stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br, NEED_M, NEED_C, NEED_BIAS,
+                SAVED_PRE_SCALE, HAS_BIAS, BLOCK_N)  # fmt: skip
     else:
         if NEED_M or NEED_C:
+            if HAS_BIAS:  # a NaN asks again_kernel for the products of this column in this strip
+                by = g_tile(m, c, n, N)
+                lost = _lost(by, over, tiny, HAS_BIAS)
+                sum_m = tl.where(lost, float("nan"), sum_m / tl.where(lost, 1.0, by))
             tl.store(partial_m + at_n, sum_m, mask=in_n)
         if NEED_BIAS:
             tl.store(partial_bias + at_n, sum_bias, mask=in_n)
@@ -109,6 +133,32 @@ def scale_kernel(
             tl.store(dB + n[:, None] * R + r[None, :], sum_B.to(dB.dtype.element_ty), mask=mask)
         else:
             tl.store(partial_B + at_n[:, None] * R + r[None, :], sum_B, mask=mask)
+
+
+@triton.jit(launch_metadata=launched)
+def again_kernel(
+    dy, x, w, h, b, partial_m, M, N, K, R,
+    stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """sum_t dy v of a strip, formed again from the products where scale_kernel left a NaN."""
+    col, strip = tl.program_id(0) * BLOCK_N, tl.program_id(1)
+    n = col + tl.arange(0, BLOCK_N)
+    at = partial_m + strip.to(tl.int64) * N + n
+    sums = tl.load(at, mask=n < N, other=0.0)
+    lost = sums != sums
+    if tl.max(lost.to(tl.int32), axis=0) > 0:
+        exact = tl.zeros((BLOCK_N,), tl.float32)
+        for i in range(0, ROWS, BLOCK_M):
+            row = strip * ROWS + i
+            v = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            v = products(v, x, w, row, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K)
+            v = products(v, h, b, row, col, M, N, R, stride_hm, stride_hr, stride_br, stride_bn, BLOCK_M, BLOCK_N, BLOCK_R)
+            t = row + tl.arange(0, BLOCK_M)
+            mask = (t < M)[:, None] & (n < N)[None, :]
+            d = tl.load(dy + t[:, None].to(tl.int64) * stride_dy + n[None, :], mask=mask, other=0.0)
+            exact += tl.sum(tl.where(mask, d.to(tl.float32) * v, 0.0), axis=0)
+        tl.store(at, tl.where(lost, exact, sums), mask=n < N)
 
 
 @triton.jit(launch_metadata=launched)
@@ -129,9 +179,9 @@ def finish_kernel(
             sum_m += tl.sum(tl.load(partial_m + at, mask=mask, other=0.0), axis=0)
         if NEED_BIAS:
             sum_bias += tl.sum(tl.load(partial_bias + at, mask=mask, other=0.0), axis=0)
-    _finish(sum_m, sum_bias, dy, x, w, h, b, m, c, dm, dc, dbias, n, N, M, K, R, tiny, stride_dy, stride_xm, stride_xk,
-            stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br, NEED_M, NEED_C, NEED_BIAS, SAVED_PRE_SCALE,
-            BLOCK_N)  # fmt: skip
+    _finish(sum_m, sum_m, sum_bias, dy, x, w, h, b, m, c, dm, dc, dbias, n, N, M, K, R, tiny, stride_dy, stride_xm,
+            stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br, NEED_M, NEED_C, NEED_BIAS,
+            SAVED_PRE_SCALE, False, BLOCK_N)  # fmt: skip
     if BLOCK_R > 0:
         r = tl.arange(0, BLOCK_R)
         at = n[:, None].to(tl.int64) * R + r[None, :]

@@ -113,7 +113,7 @@ def products(
     for k0 in range(0, K, BLOCK_K):
         xt = tl.load(at_x, mask=(t < M)[:, None] & (k < K - k0)[None, :], other=0.0)
         wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0)
-        acc = tl.dot(xt, wt, acc)
+        acc = tl.dot(xt, wt.to(xt.dtype), acc)
         at_x += BLOCK_K * stride_xk
         at_w += BLOCK_K * stride_wk
     return acc

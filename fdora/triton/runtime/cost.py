@@ -86,6 +86,11 @@ def _scale(
     return what
 
 
+def _again(*, partial_m, **_: Any) -> Cost:
+    """What it asks; the products that it may form are of few columns."""
+    return moved(partial_m)
+
+
 def _finish(*, partial_m, partial_bias, partial_B, dB, **_: Any) -> Cost:
     return moved(partial_m, partial_bias, partial_B, dB)
 
@@ -170,6 +175,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "act_bwd_kernel": _act_bwd,
     "act_fwd_kernel": _act_fwd,
     "add_parts_kernel": _add_parts,
+    "again_kernel": _again,
     "choose_kernel": _choose,
     "codes_parts_kernel": _codes_parts,
     "compose_bwd_kernel": _compose_bwd,
