@@ -5,7 +5,7 @@ import itertools
 import torch
 import torch.nn.functional as F
 
-from fdora.functional import DoraLayer, dora_linear, dora_mlp
+from fdora.functional import DoraLayer, dora_linear, dora_mlp, dora_norm
 from tests import device, reference
 from tests.checks.group import MODES, masked, named, packed
 from tests.close import assert_exact, assert_within, rel_l2
@@ -76,15 +76,17 @@ def matches_the_truth_and_layers_by_themselves():
 
 
 def kept_inners_say_the_same():
-    """Where tokens and m are mapped nothing is looked at: of gate and up inner is kept, from which the output follows."""
+    """Where tokens and norms are mapped nothing is looked at: of gate and up inner is kept, from which the output follows."""
     for biased in (False, True):
         layers, leaves, x = leaves_of(three(), ("A", "B", "m", "bias") if biased else ("A", "B", "m"))
         want = truth(layers, x, "silu", biased)
 
-        def call(x, *ms, layers=layers, biased=biased):
-            return dora_mlp(x, *(packed(t | {"m": m}, biased) for t, m in zip(layers, ms, strict=True)))
+        norms = [dora_norm(*(t[n].detach() for n in "WAB"), s=t["s"]).expand(2, -1) for t in layers]
 
-        y = torch.vmap(call)(x, *(t["m"].expand(2, -1) for t in layers))
+        def call(x, *norms, layers=layers, biased=biased):
+            return dora_mlp(x, *(packed(t, biased, norm=c) for t, c in zip(layers, norms, strict=True)))
+
+        y = torch.vmap(call)(x, *norms)
         assert_exact(y, want)
         dy = torch.randn_like(want)
         for (n, d), ref in zip(grads(y, dy, **leaves).items(), grads(want, dy, **leaves).values(), strict=True):
