@@ -28,6 +28,7 @@ SHAPES = ((16448, 4608, 1536, 16), (16448, 1536, 4096, 16), (4096, 3584, 3584, 1
 BIASES = ("none", "even", "k")
 TRUTH = 1024  # columns that are compared with float64
 S = 2.0
+COLUMNS = (("ms", ".4f"), ("mb", ".2f"), ("error", ".2e"))
 
 
 def inputs(shape, kind, device):
@@ -71,24 +72,21 @@ def measured(shape, kind, device, runs):
     return row | {f"{name}_ms": ms for name, ms in clock.medians(timers, runs).items()}
 
 
-def main():
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a smoke test")
     parser.add_argument("--json", type=Path, help="write the result to this file as well")
     parser.add_argument("--commit", help="the commit that is measured, for the file")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     shapes = ((96, 64, 48, 8),) if options.tiny else SHAPES
     rows = [measured(shape, kind, options.device, options.runs) for shape in shapes for kind in BIASES]
     head = ("M N K r", "bias", "ms: read", "kept", "MiB: read", "kept", "error of dm: read", "kept")
-    cells = [
-        (" ".join(map(str, r["shape"])), r["bias"], *(f"{r[f'{n}_{k}']:{f}}" for k, f in (("ms", ".4f"), ("mb", ".2f"), ("error", ".2e"))
-                                                   for n in ("read", "kept")))
-        for r in rows
-    ]  # fmt: skip
+    columns = [(f"{name}_{what}", form) for what, form in COLUMNS for name in ("read", "kept")]
+    cells = [(" ".join(map(str, r["shape"])), r["bias"], *(f"{r[key]:{form}}" for key, form in columns)) for r in rows]
     print(table(head, cells))
-    save(options.json, about(options.device, options.commit) | {"rows": rows})
+    save(options.json, {"about": about(options.device, options.commit, argv), "rows": rows})
 
 
 if __name__ == "__main__":
