@@ -708,6 +708,12 @@ def test_converge_says_what_it_leaves_out(tmp_path, monkeypatch, capsys):
     assert run(converge, tmp_path, short + "--optimizers adamw --seconds 0")["skipped"] == [[3, "adamw"]]
 
 
+def test_converge_with_full_dora(tmp_path, capsys):
+    (row,) = run(converge, tmp_path, CONVERGE + "--steps 2 --pretrain 2 --seeds 3 --optimizers adamw --full")["rows"]
+    assert list(row["held_out"]) == [*converge.WAYS, "full"] and row["difference"]["full, fdora"]["worst"] > 0
+    assert "full after" in capsys.readouterr().out
+
+
 def test_converge_starts_everywhere_from_the_same_adapters():
     options = converge.parse([*CONVERGE.split(), "--pretrain", "1"])
     base, _ = converge.pretrained(bytes(range(256)) * 9, options)

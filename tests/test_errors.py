@@ -8,6 +8,7 @@ import fdora
 import fdora.functional as F
 from fdora import FdoraError
 from fdora._dispatch import choose
+from fdora.quant import quantize
 
 N, K, r = 6, 5, 2
 nan = float("nan")
@@ -58,6 +59,9 @@ def wiped():
 
 
 MESSAGES = [
+    # full DoRA
+    (lambda: linear(W=quantize(torch.randn(N, K), "int8"), detach=False), "fdora.dora_linear: `detach` must be True for a quantised W, got False. Pass W.dequantize()."),
+    (lambda: F.dora_linear_group(good()["x"], [layer(W=quantize(torch.randn(N, K), "int8"))], detach=False), "fdora.dora_linear_group: layers[0]: `detach` must be True for a quantised W, got False. Pass W.dequantize()."),
     # shapes
     (lambda: linear(A=torch.randn(K, r)), "fdora.dora_linear: `A` must be (r, K) with K=5 (from `W`), got (5, 2). Did you pass A transposed? Pass A.T."),
     (lambda: linear(B=torch.randn(r, N)), "fdora.dora_linear: `B` must be (N, r) with N=6 (from `W`), r=2 (from `A`), got (2, 6). Did you pass B transposed? Pass B.T."),

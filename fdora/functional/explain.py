@@ -19,7 +19,7 @@ from fdora.functional._explanation import Kept, kept_of, stand_in, stored
 from fdora.functional.backend import select_backend
 from fdora.functional.compose import as_matrix, check_compose, dora_compose, dora_delta
 from fdora.functional.group import DoraLayer, check_group, dora_linear_group, prepared
-from fdora.functional.linear import check_compute, check_dropout, check_layer, dora_linear, dtype_of_products
+from fdora.functional.linear import check_compute, check_detach, check_dropout, check_layer, dora_linear, dtype_of_products
 from fdora.functional.merge import check_merge, dora_merge, dora_unmerge
 from fdora.functional.mlp import check_mlp, dora_mlp
 from fdora.functional.norm import check_norm, dora_norm
@@ -87,6 +87,7 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
 
 
 DECODED = {"dora_norm": "W is decoded some rows at a time.", "dora_merge": "W is decoded, some rows at a time for the norm."}
+PLAIN_BACKWARD = "Backward through the norm is plain torch: it has no plan."
 DECODED_TWICE = "W is decoded for forward and again for backward, and freed after each; autograd keeps what is stored."
 
 
@@ -154,6 +155,7 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
         if fp8 and on.gpu >= 0 and on.capability < 89:
             raise fail(a.fn, "compute", "None on this GPU", "'fp8'", "Products of e4m3 want sm_89 or later of NVIDIA.")
         norms, decoded, ready, new = [], [], [], {}
+        notes: tuple[str, ...] = ()
         for i, layer in enumerate(layers):
             la = DoraLayer._make(map(stand_in, layer))
             read = isinstance(la.W, QuantWeight) and triton.is_decoded(la.W.spec)
@@ -167,8 +169,14 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
             if isinstance(la.W, QuantWeight) and not read:
                 decoded.append(triton.Decoding(la.W.kind, la.W.nbytes, *la.W.shape, x.dtype))
                 la = la._replace(W=torch.empty(la.W.shape, dtype=x.dtype, device="meta"))
+            if la.norm is not None and not a.detach:
+                check_detach(a.fn, layer.W)
+                trained = any(t is not None and t.requires_grad for t in (layer.A, layer.B))
+                la = la._replace(norm=la.norm.detach().requires_grad_(trained))
+                new[f"c{i}"] = la.norm  # a copy, if it was given
+                notes = (PLAIN_BACKWARD,) if torch.is_grad_enabled() and trained else notes
             seed = torch.empty((), dtype=torch.int64, device="meta") if a.dropout_p else None
-            operand, option = prepared(x, la, seed, a.keep_inner and (not mlp or i == 2), "triton")
+            operand, option = prepared(a.fn, x, la, seed, a.keep_inner and (not mlp or i == 2), True, "triton")
             ready.append((operand._replace(c=None) if inside else operand, option))
         operands, options = [la for la, _ in ready], [o for _, o in ready]
         if mlp:
@@ -179,7 +187,7 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
         norms += decoded
         backward = [*decoded, *backward] if backward else []
         single = len(layers) == 1
-        return Parts([*norms, forward], backward, [kept_of(n.rstrip("0") if single else n, t) for n, t in kept.items()])
+        return Parts([*norms, forward], backward, [kept_of(n.rstrip("0") if single else n, t) for n, t in kept.items()], notes)
 
     return a.x.device, x.dtype, plans
 
@@ -211,8 +219,8 @@ def _norm(a: Any) -> Call:
             return Parts(forward)
         c = torch.empty(w.shape[0], dtype=torch.float32, device="meta")
         kept = {"W": w, "A": down, "B": up}
-        note = "Backward through the norm is plain torch: it has no plan."
-        return Parts(forward, (), [*(kept_of(n, t, "argument") for n, t in kept.items()), kept_of("c", c, "output")], (note,))
+        known = [*(kept_of(n, t, "argument") for n, t in kept.items()), kept_of("c", c, "output")]
+        return Parts(forward, (), known, (PLAIN_BACKWARD,))
 
     return W.device, W.dtype, plans
 

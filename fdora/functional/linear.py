@@ -14,7 +14,7 @@ from fdora._dispatch import Backend
 from fdora._records import Dropout, DropoutMode, Operands, Options, SaveForDm
 from fdora.autograd.fp8 import fp8_linear
 from fdora.autograd.linear import Call, eager_linear, linear
-from fdora.autograd.norm import row_norm
+from fdora.autograd.norm import row_norm, with_gradient
 from fdora.autograd.weight import forms_norm
 from fdora.functional.backend import select_backend
 from fdora.functional.norm import WIDE, check_weights
@@ -35,6 +35,7 @@ def dora_linear(
     dropout_mode: Literal["lora", "peft"] = "lora",
     seed: int | Tensor | None = None,
     keep_inner: bool = False,
+    detach: bool = True,
     compute: Literal["fp8"] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -61,6 +62,8 @@ def dora_linear(
         Under vmap, map over a tensor of seeds; one shared seed gives every mapped element the same mask.
       keep_inner: keep ``base + s * lora`` for the gradient of m even where the output would do. Needed when you change y
         in place before backward (autograd says so).
+      detach: True treats c as a constant, as DoRA does to save memory. False lets gradients reach A and B through c as well, in
+        low-rank form, of a computed norm or of the value of a given one.
       compute: None, or "fp8" for a half-precision x and a W of e4m3 codes (:func:`fdora.quant.from_fp8`): forward rounds x to
         e4m3, with a scale for each token (for 128 columns of one where W has scales of blocks), and multiplies the codes: about
         2.6 % of the base product are lost. The low-rank term reads x itself; backward is in the dtype of x, on the decoded W.
@@ -71,8 +74,8 @@ def dora_linear(
       those that need one are computed.
 
     Raises:
-      FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, dropout_p is outside [0, 1), or compute
-        does not know such a W, x, dropout or GPU.
+      FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, dropout_p is outside [0, 1), W is
+        quantised with detach=False, or compute does not know such a W, x, dropout or GPU.
       NotImplementedError: a second derivative is asked for.
 
     Memory: keeps x, x @ A.T (M, r) and, for m, y itself, also with a bias: where y - bias has too few digits, the products are
@@ -89,7 +92,7 @@ def dora_linear(
     choice = select_backend(x, backend=backend)
     if compute is not None:
         check_compute(fn, compute, x, W, dropout_mode if dropout_p else "lora", choice.name)
-    c = norm_for(x, W, A, B, s, norm, choice.name)
+    c = norm_for(x, W, A, B, s, norm, choice.name) if detach else full_norm(fn, x, W, A, B, s, norm, choice.name)
     mask_seed = seed_tensor(fn, seed, x.device) if dropout_p else None
     mode = dropout_mode if dropout_p else "lora"
     make = _call if torch.compiler.is_compiling() else _remembered_call
@@ -162,6 +165,25 @@ def norm_for(x: Tensor, W: Any, A: Tensor, B: Tensor, s: float, norm: Tensor | N
         return None
     c = row_norm(W, A, B, None, s, None, True, backend) if norm is None else norm
     return c if c.dtype == torch.float32 and x.dtype != torch.float64 else c.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def full_norm(fn: str, x: Tensor, W: Any, A: Tensor, B: Tensor, s: float, norm: Tensor | None, backend: str) -> Tensor:
+    """c with gradients to A and B; of a given norm the value is taken."""
+    check_detach(fn, W)
+    c = row_norm(W, A, B, None, s, None, False, backend) if norm is None else with_gradient(norm, W, A, B, s, backend)
+    return c.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def attached(fn: str, c: Tensor, W: Any, A: Tensor, B: Tensor, s: float, backend: str) -> Tensor:
+    """A norm that was kept, with gradients to A and B: for integrations."""
+    check_detach(fn, W)
+    return with_gradient(c, W, A, B, s, backend)
+
+
+def check_detach(fn: str, W: Any) -> None:
+    """For detach=False."""
+    if isinstance(W, QuantWeight):
+        raise fail(fn, "detach", "True for a quantised W", "False", "Pass W.dequantize().")
 
 
 def save_for_dm(m: Tensor, c: Tensor | None, pre_scale: bool) -> SaveForDm:

@@ -91,6 +91,24 @@ def a_given_norm_gets_its_gradient():
     assert (dc[::2] == 0).all() and (dc[1::2] != 0).all()
 
 
+def gradients_go_through_the_norm_on_request():
+    """detach=False, of a norm that is computed and of one that is given; against float64 autograd through the dense norm."""
+    for kind, mode, given in itertools.product(("plain", "cancelling", "negative_m"), DROPOUT, (False, True)):
+        t = tracked(tensors(9, 7, 3, (2, 4), kind=kind), *"xABm")
+        c = dora_norm(*(t[n].detach() for n in "WAB"), s=t["s"]) if given else None
+        want = truth(t, mode, None, reference.norm(*(t[n] for n in "WABs")))
+        y = call(t, mode, norm=c, detach=False)
+        dy = torch.randn_like(y)
+        got, ref = (grads(v, dy, **{n: t[n] for n in "xABm"}) for v in (y, want))
+        for n in got:
+            assert_exact(got[n], ref[n], f"{kind} {mode} given={given} d{n}")
+        held = grads(call(t, mode, norm=c), dy, A=t["A"])
+        assert rel_l2(held["A"], ref["A"]) > 1e-3, "a norm that is detached gives no gradient"
+    t = tensors(4, 3, 2, (3,))
+    args = [t[n].requires_grad_() for n in "xABm"]
+    assert gradcheck(lambda x, A, B, m: dora_linear(x, t["W"], A, B, m, s=t["s"], detach=False), args)
+
+
 def is_at_the_rounding_floor():
     """bf16 at g near 1 (std 0.0015): one rounding of the output, as if everything before it were exact."""
     for kind_of_bias in (False, True):
@@ -224,6 +242,7 @@ CHECKS = [
     any_shape,
     gradients_are_right,
     a_given_norm_gets_its_gradient,
+    gradients_go_through_the_norm_on_request,
     is_at_the_rounding_floor,
     mixed_dtypes_are_within_budget,
     float32_adapters_keep_float32_gradients,

@@ -102,6 +102,23 @@ def test_a_column_is_formed_again_where_its_bias_drowns_it_and_only_there():
         assert same[::3].all() and not same[1::3].any() and not same[2::3].any(), M
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["computed", "given"])
+@pytest.mark.parametrize("M", [9, 70])
+def test_full_dora(M, given):
+    """Gradients through the norm, with adapters in float32: against float64 through the dense norm."""
+    t = tensors(40, 72, 16, (M,), HALF[0], torch.float32, spread=0.3)
+    c = dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="triton") if given else None
+    got = forward_and_back(t, norm=c, detach=False)
+    wide = tracked({n: v.double() if isinstance(v, torch.Tensor) else v for n, v in t.items()}, *"xABm")
+    torch.manual_seed(1)
+    dy = torch.randn(M, 40, device=device.NAME).to(HALF[0]).double()
+    want = reference.dora(*(wide[n] for n in "xWABms"), None, reference.norm(*(wide[n] for n in "WABs")))
+    for n, d in grads(want, dy, **{n: wide[n] for n in "xABm"}).items():
+        assert rel_l2(got[n], d) <= 6e-3, (n, rel_l2(got[n], d))
+    held = forward_and_back(t, norm=c)
+    assert rel_l2(held["B"], got["B"]) > 2e-2
+
+
 def test_every_subset_of_gradients():
     t = tensors(40, 72, 16, (70,), HALF[0], torch.float32)
     c = dora_norm(t["W"], t["A"], t["B"], s=t["s"])
