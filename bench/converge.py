@@ -164,7 +164,8 @@ def case(base: nn.Module, seed: int, kind: str, texts: tuple[bytes, bytes], opti
 
 def markdown(rows: list[dict]) -> str:
     """Loss of a step, mean / worst difference; held-out loss before and after. (Seeds may share a GPU: no times.)"""
-    ways, pairs = list(rows[0]["held_out"]), list(rows[0]["difference"])
+    ways = list(rows[0]["held_out"]) if rows else WAYS
+    pairs = list(rows[0]["difference"]) if rows else [f"{a}, {b}" for a, b in PAIRS]
     head = ["seed", "optimizer", *(f"{pair.replace(', ', ' - ')}: mean / worst" for pair in pairs), "held out before"]
     head += [f"{way} after" for way in ways]
     lines = []
