@@ -23,6 +23,11 @@ so that y may be subnormal or 0 where v is not (rows with m = 0 carry nothing; f
 y loses as a subnormal number is at most eps^2 of v.
 Plain code looks at these sums where looking is free. Everywhere else (GPU, traced, mapped) v is saved: exact, and no sync.
 
+A residual is added before the one rounding, y = g v + bias + residual. y then holds v no better than beside a large bias, in
+every column: v is saved. A gamma on the whole (LayerScale), y = gamma (g v + bias) + residual, is this layer with m' = gamma m
+and bias' = gamma bias: g' = gamma g, and autograd of the two (N,) products gives
+    dgamma = m dm' + bias dbias' = sum_t dy (g v + bias)        dm = gamma dm'        dbias = gamma dbias'
+
 Layers that share x share the product for h (``lora_shrink``) and the sum for dx (``accumulate_into``).
 """
 
@@ -42,8 +47,10 @@ from fdora.eager.dropout import drop
 from fdora.eager.norm import scale
 
 
-def layers_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout) -> tuple[list[Tensor], Saved]:
-    """x (..., K) -> each y (..., N), and what backward reads."""
+def layers_fwd(
+    x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout, residual: Tensor | None = None
+) -> tuple[list[Tensor], Saved]:
+    """x (..., K) -> each y (..., N), and what backward reads. ``residual``, like the y of a single layer, is added to it."""
     flat = as_matrix(x)
     As = [la.A for la in layers if la.A is not None]
     shared = lora_shrink(flat, As) if len(As) > 1 and not drop.p else None
@@ -53,7 +60,7 @@ def layers_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options]
         if la.A is None:
             y, v = _frozen_fwd(flat, la.W, la.bias), None
         else:
-            y, h, v = linear_fwd(flat, la, o, drop, next(given))
+            y, h, v = linear_fwd(flat, la, o, drop, next(given), None if residual is None else as_matrix(residual))
             hs.append(h)
         ys.append(y if x.dim() == 2 else own(y, (*x.shape[:-1], y.shape[-1])))
         kept.append(ys[-1] if v is None and o.save != "nothing" else v)
@@ -105,7 +112,13 @@ def own(y: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def linear_fwd(
-    x: Tensor, la: Any, o: Options, dropout: Dropout, h: Tensor | None, base: Tensor | None = None
+    x: Tensor,
+    la: Any,
+    o: Options,
+    dropout: Dropout,
+    h: Tensor | None,
+    residual: Tensor | None = None,
+    base: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """x (M, K) -> y (M, N), h (M, r) and, when y cannot stand in for it, v, all in x's dtype. ``base``: x W^T if known."""
     W, A, B, m, c, bias, seed = la
@@ -125,7 +138,7 @@ def linear_fwd(
     else:
         v = matmul(x, w) + lora if base is None else base + lora
         out = v * g if bias is None else torch.addcmul(bias.to(acc), v, g)
-    y = cast(out, t)
+    y = cast(out if residual is None else out + residual.to(acc), t)
     readable = is_plain(g) and (bias is None or is_plain(x))
     if o.save == "nothing" or (o.save == "output" and not both_dropped and readable):
         return y, h, None

@@ -172,8 +172,8 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
             if la.norm is not None and not a.detach:
                 check_detach(a.fn, layer.W)
                 trained = any(t is not None and t.requires_grad for t in (layer.A, layer.B))
-                la = la._replace(norm=la.norm.detach().requires_grad_(trained))
-                new[f"c{i}"] = la.norm  # a copy, if it was given
+                new[f"c{i}"] = c = la.norm.detach().requires_grad_(trained)  # a copy, if it was given
+                la = la._replace(norm=c)
                 notes = (PLAIN_BACKWARD,) if torch.is_grad_enabled() and trained else notes
             seed = torch.empty((), dtype=torch.int64, device="meta") if a.dropout_p else None
             operand, option = prepared(a.fn, x, la, seed, a.keep_inner and (not mlp or i == 2), True, "triton")

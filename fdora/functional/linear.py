@@ -15,7 +15,9 @@ from fdora._records import Dropout, DropoutMode, Operands, Options, SaveForDm
 from fdora.autograd.fp8 import fp8_linear
 from fdora.autograd.linear import Call, eager_linear, linear
 from fdora.autograd.norm import row_norm, with_gradient
+from fdora.autograd.residual import residual_linear
 from fdora.autograd.weight import forms_norm
+from fdora.functional._ends import check_ends, folded, loses_inner
 from fdora.functional.backend import select_backend
 from fdora.functional.norm import WIDE, check_weights
 from fdora.quant import Codes8, QuantWeight
@@ -30,6 +32,8 @@ def dora_linear(
     *,
     s: float,
     bias: Tensor | None = None,
+    gamma: Tensor | None = None,
+    residual: Tensor | None = None,
     norm: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_mode: Literal["lora", "peft"] = "lora",
@@ -41,7 +45,8 @@ def dora_linear(
 ) -> Tensor:
     """A DoRA layer: ``y = g * (x @ W.T + s * (x @ A.T) @ B.T) + bias`` with ``g = m / ||W + s * B @ A||`` per row.
 
-    Products run in the dtype of x with float32 accumulation; g, bias and the sum are float32, rounded once. Under
+    With gamma and residual, which LayerScale and the caller's sum are: ``gamma * (g * (...) + bias) + residual``.
+    Products run in the dtype of x with float32 accumulation; g, bias and the sums are float32, rounded once. Under
     torch.autocast x is cast to the autocast dtype first, and y has that dtype.
 
     Args:
@@ -53,6 +58,8 @@ def dora_linear(
       m: (N,) magnitude, float32 or the dtype of W.
       s: LoRA scaling, usually alpha / r. Not differentiated.
       bias: (N,), added after g, as PEFT does.
+      gamma: (N,), float16, bfloat16, float32 or float64, multiplies the whole layer: m and bias take it up, exactly.
+      residual: (..., N) in the dtype of y, added last.
       norm: (N,) float32 (or float64), c of :func:`dora_norm` for these W, A, B and s; None computes it, detached. A norm
         that was computed with ``detach=False`` passes its gradient on.
       dropout_p: probability in [0, 1) that an element of x is dropped; pass 0 in evaluation.
@@ -70,17 +77,19 @@ def dora_linear(
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
-      (..., N), dtype and device of x. Gradients reach x, A, B, m, bias and a given norm, each in its own dtype, and only
-      those that need one are computed.
+      (..., N), dtype and device of x. Gradients reach x, A, B, m, bias, gamma, residual and a given norm, each in its own
+      dtype, and only those that need one are computed.
 
     Raises:
       FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, dropout_p is outside [0, 1), W is
-        quantised with detach=False, or compute does not know such a W, x, dropout or GPU.
+        quantised with detach=False, gamma or residual meets dropout_mode "peft", residual meets compute, or compute does not
+        know such a W, x, dropout or GPU.
       NotImplementedError: a second derivative is asked for.
 
     Memory: keeps x, x @ A.T (M, r) and, for m, y itself, also with a bias: where y - bias has too few digits, the products are
     formed again in backward. Of a quantised W it keeps what is stored. Under dropout_mode "peft" and in float32 on a GPU it
-    keeps one more (M, N) tensor in the dtype of x; the eager backend also on a GPU and in traced code.
+    keeps one more (M, N) tensor in the dtype of x; the eager backend also on a GPU and in traced code. With a residual, or a
+    gamma in float16, that tensor takes the place of y.
     Derivation: ``fdora/eager/linear.py``, kernels: ``fdora/triton/linear.py``.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3 (c is detached).
     """
@@ -88,6 +97,10 @@ def dora_linear(
     check_layer(fn, x, W, A, B, m, s, bias, norm)
     x = cast_x(fn, x, W)
     check_dropout(fn, dropout_p, dropout_mode)
+    if gamma is not None or residual is not None:
+        check_ends(fn, x, W, gamma, residual, dropout_mode if dropout_p else "lora", compute)
+        keep_inner = keep_inner or loses_inner(x.dtype, gamma, residual)
+        m, bias = folded(x.dtype, gamma, m, bias)
 
     choice = select_backend(x, backend=backend)
     if compute is not None:
@@ -100,6 +113,8 @@ def dora_linear(
     if compute is not None:
         c = row_norm(W, A, B, None, s, None, True, choice.name) if c is None else c
         return fp8_linear(x, Operands(W, A, B, m, c, bias, mask_seed), call)
+    if residual is not None:
+        return residual_linear(x, Operands(W, A, B, m, c, bias, mask_seed), residual, call)
     return linear(x, (Operands(W, A, B, m, c, bias, mask_seed),), call)[0]
 
 

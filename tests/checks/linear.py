@@ -109,6 +109,56 @@ def gradients_go_through_the_norm_on_request():
     assert gradcheck(lambda x, A, B, m: dora_linear(x, t["W"], A, B, m, s=t["s"], detach=False), args)
 
 
+def gamma_and_residual_are_inside():
+    """y = gamma (layer) + residual with all gradients, every kind of row; a gamma of 0 and a negative one in it."""
+    for kind, mode, with_bias, ends in itertools.product(
+        KINDS, ("none", "lora"), (False, True), (("gamma",), ("residual",), ("gamma", "residual"))
+    ):
+        t = tensors(9, 7, 3, (2, 4), kind=kind)
+        t["gamma"], t["residual"] = torch.randn(9).to(t["x"]), torch.randn(2, 4, 9).to(t["x"])
+        t["gamma"][4] = 0
+        names = ("x", "A", "B", "m", *(["bias"] if with_bias else []), *ends)
+        t = tracked(t, *names)
+        bias, given = (t["bias"] if with_bias else None), {n: t[n] for n in ends}
+        y = call(t, mode, bias=bias, **given)
+        want = given.get("gamma", 1) * truth(t, mode, bias) + given.get("residual", 0)
+        assert_exact(y, want, f"{kind} {mode} {ends} y")
+        dy = torch.randn_like(y)
+        got, ref = (grads(v, dy, **{n: t[n] for n in names}) for v in (y, want))
+        for n in names:
+            assert_exact(got[n], ref[n], f"{kind} {mode} {ends} bias={with_bias} d{n}")
+    t = tensors(4, 3, 2, (3,))
+    args = [*(t[n] for n in "xABm"), t["bias"], torch.randn(4).to(t["x"]), torch.randn(3, 4).to(t["x"])]
+
+    c = dora_norm(*(t[n] for n in "WAB"), s=t["s"])
+
+    def f(x, A, B, m, bias, gamma, residual):
+        return dora_linear(x, t["W"], A, B, m, s=t["s"], norm=c, bias=bias, gamma=gamma, residual=residual)
+
+    assert gradcheck(f, [v.requires_grad_() for v in args])
+
+
+def ends_round_once(backend="auto", dtypes=(torch.bfloat16, torch.float16, torch.float32), tokens=(7, 33, 140)):
+    """No worse than the same steps one by one, each of which rounds; a LayerScale of 1e-3, residuals 30 times as large."""
+    for dtype, M, adapter in itertools.product(dtypes, tokens, (None, torch.float32)):
+        t = tensors(40, 64, 8, (M,), dtype, adapter, spread=0.05)
+        t["gamma"] = (1e-3 * torch.randn(40).double()).to(t["x"])
+        t["residual"] = torch.randn(M, 40).to(t["x"]) * 0.03
+        names = ("x", "A", "B", "m", "bias", "gamma", "residual")
+        t = tracked(t, *names)
+        leaves = {n: t[n] for n in names}
+        y = call(t, bias=t["bias"], gamma=t["gamma"], residual=t["residual"], backend=backend)
+        rough = reference.naive(*(t[n] for n in ("x", "W", "A", "B", "m", "s", "bias"))) * t["gamma"] + t["residual"]
+        want = truth(t, "none", t["bias"]) * t["gamma"].double() + t["residual"].double()
+        assert y.dtype == dtype
+        assert_within(y, rough, want, f"{dtype} {M} y")
+        dy = torch.randn(M, 40, device=device.NAME).to(dtype)
+        got, eager, ref = grads(y, dy, **leaves), grads(rough, dy, **leaves), grads(want, dy.double(), **leaves)
+        for n, leaf in leaves.items():
+            assert got[n].dtype == leaf.dtype
+            assert_within(got[n], eager[n].to(leaf.dtype), ref[n].double(), f"{dtype} {adapter} {M} d{n}")
+
+
 def is_at_the_rounding_floor():
     """bf16 at g near 1 (std 0.0015): one rounding of the output, as if everything before it were exact."""
     for kind_of_bias in (False, True):
@@ -243,6 +293,8 @@ CHECKS = [
     gradients_are_right,
     a_given_norm_gets_its_gradient,
     gradients_go_through_the_norm_on_request,
+    gamma_and_residual_are_inside,
+    ends_round_once,
     is_at_the_rounding_floor,
     mixed_dtypes_are_within_budget,
     float32_adapters_keep_float32_gradients,

@@ -292,6 +292,8 @@ MODES = {
         "scale": ("scale", ()),
         "pre_scale": ("scale", ("bias", "pre_scale")),
         "residual": ("residual", ("bias",)),
+        "scale, residual": ("scale", ("bias", "beside")),
+        "scale, residual, pre_scale": ("scale", ("bias", "beside", "pre_scale")),
     },
     False: {
         "plain": ("none", ()),
@@ -313,7 +315,7 @@ def gemms(target):
         shapes = GEMM[trans] if 90 <= capability < 120 else [(64, 64, 64, 64), (4096,) * 4]
         for number, (mode, (epilogue, beside)) in enumerate(modes.items()):
             for shape in shapes:
-                extra = "pre_scale" in beside or epilogue in ("residual", "accumulate")
+                extra = bool({"pre_scale", "beside"} & {*beside}) or epilogue in ("residual", "accumulate")
                 config = gemm_config(*shape, trans, extra, capability)
                 large = config.persistent and config.BLOCK_M * config.BLOCK_N == LARGE if config.tma else shape[0] > 64
                 if large or (number == 0 if target != 100 else extra):
@@ -329,7 +331,9 @@ def product_plan(trans: bool, mode: str, config: GemmConfig, target):
         x, h = plan.matrix(alike(M, K, dtype=BF16)), plan.matrix(alike(M, 384, dtype=BF16))
         w, b = (plan.matrix(alike(*s, dtype=BF16)) for s in (((N, K), (N, 384)) if trans else ((K, N), (384, N))))
         m, c, bias = (plan.vector(alike(N, dtype=t)) for t in (FP32, FP32, BF16))
-        residual = plan.matrix(alike(M, N, dtype=BF16)) if epilogue in ("residual", "accumulate") else None
+        residual = (
+            plan.matrix(alike(M, N, dtype=BF16)) if epilogue in ("residual", "accumulate") or "beside" in beside else None
+        )
         seed = plan.matrix(alike(dtype=torch.int64)) if "seed" in beside else None
         x_masked = plan.matrix(alike(M, K, dtype=BF16)) if "x_masked" in beside else None
         pre = plan.result("pre_scale", (M, N), BF16) if "pre_scale" in beside else None

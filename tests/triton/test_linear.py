@@ -7,7 +7,7 @@ import torch
 
 from fdora.functional import dora_linear, dora_norm
 from tests import device, reference
-from tests.checks.linear import dm_read_beside_a_bias_loses_its_bound
+from tests.checks.linear import dm_read_beside_a_bias_loses_its_bound, ends_round_once
 from tests.close import assert_within, rel_l2
 from tests.make import grads, tensors, tracked
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels
@@ -119,6 +119,23 @@ def test_full_dora(M, given):
     assert rel_l2(held["B"], got["B"]) > 2e-2
 
 
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+def test_gamma_and_residual_are_inside(dtype):
+    ends_round_once("triton", (dtype,))
+
+
+@pytest.mark.parametrize("M", [9, 70])
+def test_a_residual_of_any_strides_and_three_axes(M):
+    t = tensors(40, 72, 16, (M,), HALF[0])
+    wide = torch.randn(M, 50, device=device.NAME).to(HALF[0])
+    want = forward_and_back(t, residual=wide[:, :40].contiguous(), bias=t["bias"])
+    for residual in (wide[:, :40], wide.T.contiguous().T[:, :40]):
+        got = forward_and_back(t, residual=residual, bias=t["bias"])
+        assert all(torch.equal(v, want[n]) for n, v in got.items())
+    got = forward_and_back(t | {"x": t["x"][None]}, residual=wide[None, :, :40], bias=t["bias"])
+    assert torch.equal(got["y"][0], want["y"])
+
+
 def test_every_subset_of_gradients():
     t = tensors(40, 72, 16, (70,), HALF[0], torch.float32)
     c = dora_norm(t["W"], t["A"], t["B"], s=t["s"])
@@ -200,6 +217,10 @@ def test_tiles_by_tma(tokens, mode, as_hopper):
     got = forward_and_back(t, mode, bias=t["bias"])
     products = [step for plan in plans.values() for step in launches(plan, "gemm")]
     assert len(products) == (3 if mode == "peft" else 2) and all(map(by_tma, products))
+    residual = torch.randn_like(want["y"])
+    ended = forward_and_back(t, mode, bias=t["bias"], residual=residual)["y"] if mode != "peft" and tokens == 70 else None
+    if ended is not None:
+        torch.testing.assert_close(ended, want["y"] + residual, rtol=4e-3, atol=8e-3)
     for n, v in got.items():
         tol = 1e-2 if n == "m" else 4e-3  # the roundings of y - bias add up over the tokens
         torch.testing.assert_close(v, want[n], rtol=tol, atol=tol)
