@@ -59,6 +59,11 @@ def wiped():
 
 
 MESSAGES = [
+    # gamma and residual
+    (lambda: linear(gamma=torch.rand(4)), "fdora.dora_linear: `gamma` must be (N,) with N=6 (from `W`), got (4,). Pass the gamma that belongs to this layer, in nn.Linear layout."),
+    (lambda: linear(residual=torch.rand(N)), "fdora.dora_linear: `residual` must be (3, 6), as y is, got (6,). Expand it, or add it to y yourself."),
+    (lambda: linear(residual=torch.rand(3, N).double()), "fdora.dora_linear: `residual` must be float32, as y is, got float64. Cast it, or add it to y yourself."),
+    (lambda: linear(gamma=torch.rand(N), dropout_p=0.5, dropout_mode="peft"), "fdora.dora_linear: `gamma` must be None where dropout reaches the base product, got a Tensor with dropout_mode='peft'. Scale y and add to it yourself."),
     # full DoRA
     (lambda: linear(W=quantize(torch.randn(N, K), "int8"), detach=False), "fdora.dora_linear: `detach` must be True for a quantised W, got False. Pass W.dequantize()."),
     (lambda: F.dora_linear_group(good()["x"], [layer(W=quantize(torch.randn(N, K), "int8"))], detach=False), "fdora.dora_linear_group: layers[0]: `detach` must be True for a quantised W, got False. Pass W.dequantize()."),

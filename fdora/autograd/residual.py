@@ -9,7 +9,7 @@ from torch import Tensor
 from fdora._records import Operands
 from fdora._torch import apply, no_graph
 from fdora.autograd._ops import OPS, autocast_off, autocast_on
-from fdora.autograd.linear import Call, Linear, outputs
+from fdora.autograd.linear import Call, Linear, backward, outputs
 from fdora.autograd.weight import flat_of, layers_of, readable, specs_of
 
 
@@ -43,4 +43,4 @@ class ResidualLinear(Linear):
     def backward(ctx: Any, *dys: Tensor | None) -> Any:
         if dys[0] is None:
             return (None,) * len(ctx.needs_input_grad)
-        return (*Linear.backward(ctx, *dys), dys[0] if ctx.needs_input_grad[-1] else None)
+        return (*backward(ctx, *dys), dys[0] if ctx.needs_input_grad[-1] else None)

@@ -14,6 +14,7 @@ from fdora._dispatch import BackendChoice, choose, forced
 from fdora._records import Dropout
 from fdora.autograd._ops import import_explain
 from fdora.autograd.quant import norm_parts
+from fdora.functional._ends import check_ends, folded, loses_inner
 from fdora.functional._explanation import Explanation as Explanation
 from fdora.functional._explanation import Kept, kept_of, stand_in, stored
 from fdora.functional.backend import select_backend
@@ -128,10 +129,15 @@ def _target(
 
 def _linear(a: Any) -> Call:
     check_layer(a.fn, a.x, a.W, a.A, a.B, a.m, a.s, a.bias, a.norm)
+    x = stand_in(a.x).to(dtype_of_products(a.fn, a.x, a.W))
+    mode = a.dropout_mode if a.dropout_p else "lora"
     if a.compute is not None:
-        x = stand_in(a.x).to(dtype_of_products(a.fn, a.x, a.W))
-        check_compute(a.fn, a.compute, x, a.W, a.dropout_mode if a.dropout_p else "lora", "eager")
-    return _layers(a, [DoraLayer(a.W, a.A, a.B, a.m, a.s, a.bias, a.norm)])
+        check_compute(a.fn, a.compute, x, a.W, mode, "eager")
+    if a.gamma is not None or a.residual is not None:
+        check_ends(a.fn, x, a.W, a.gamma, a.residual, mode, a.compute)
+    a.keep_inner = a.keep_inner or loses_inner(x.dtype, a.gamma, a.residual)
+    m, bias = folded(x.dtype, *map(stand_in, (a.gamma, a.m, a.bias)))
+    return _layers(a, [DoraLayer(a.W, a.A, a.B, m, a.s, bias, a.norm)])
 
 
 def _group(a: Any) -> Call:
@@ -182,7 +188,9 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
         if mlp:
             (forward, *backward), kept = triton.mlp(on, x, operands, options, drop, a.act)
         else:
-            (forward, *backward), kept = triton.linear(on, x, operands, options, drop, fp8)
+            (forward, *backward), kept = triton.linear(
+                on, x, operands, options, drop, fp8, stand_in(getattr(a, "residual", None))
+            )
         kept = kept | new if backward else {}
         norms += decoded
         backward = [*decoded, *backward] if backward else []

@@ -292,7 +292,6 @@ MODES = {
         "scale": ("scale", ()),
         "pre_scale": ("scale", ("bias", "pre_scale")),
         "residual": ("residual", ("bias",)),
-        "scale, residual": ("scale", ("bias", "beside")),
         "scale, residual, pre_scale": ("scale", ("bias", "beside", "pre_scale")),
     },
     False: {

@@ -107,6 +107,8 @@ CALLS = {
     "norm given": lambda: one(layer=dict(norm=True)),
     "keep_inner": lambda: one(keep_inner=True),
     "full": lambda: one(detach=False),
+    "a residual": lambda: one(residual=draw(80, 40)),
+    "a residual, few tokens": lambda: one(M=3, residual=draw(3, 40)),
     "full, norm given": lambda: one(layer=dict(norm=True), detach=False),
     "an MLP, full": lambda: mlp(detach=False),
     "lora dropout": lambda: one(dropout_p=0.2, seed=1),
