@@ -37,6 +37,7 @@ from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.plan import Array, Plan
 from fdora.triton.runtime.walk import plan_for, run
+from fdora.triton.scale import BESIDE_BIAS
 from fdora.triton.small import Out, is_small
 
 # forward
@@ -111,7 +112,7 @@ def saves_pre_scale(dtype: torch.dtype, tokens: int, la: Any, mode: str, save: s
 
     It reads W for that; of codes few tokens need no dense W for anything else, and they cost nothing to keep.
     """
-    exact = (la.seed is None or mode != "peft") and dtype != torch.float32
+    exact = (la.seed is None or mode != "peft") and dtype != torch.float32 and (la.bias is None or tokens > BESIDE_BIAS)
     exact = exact and not (is_coded(la.W) and is_small(tokens))
     return la.A is not None and (save == "pre_scale" or (save == "output" and not exact))
 

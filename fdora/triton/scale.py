@@ -6,8 +6,9 @@ A program walks down ROWS rows of its columns; with more than one strip of rows 
 kernel adds in a fixed order. v = base + s lora is read back as (y - bias) / g where the output was saved. A row of W with g at
 or near 0 left nothing of v in y, and a large bias little: for those columns, and only there, the products are formed again,
 dg_n = sum_t dy_tn (x_t . W_n + h_t . B_n). That is a branch on the device; the host never looks. Which columns, and what the
-others lose: fdora/eager/linear.py. With a bias each strip asks for itself, by a NaN in its partial, which a kernel between the
-two replaces: models have such columns in every layer, and strips are many where columns are few.
+others lose: fdora/eager/linear.py. Models have drowned columns in every layer: there each strip asks for itself, by a NaN in
+its partial. One kernel lists these columns, another forms the products of their gathered rows of W.
+At most BESIDE_BIAS tokens are not worth these launches: forward keeps v for them.
 
 Bytes: dy and y read, dz written, 3 M N; dB is formed on the tiles that are there anyway (h holds s x A^T).
 """
@@ -19,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fdora.triton.configs import ScaleConfig, power_of_two, scale_config
-from fdora.triton.kernels.scale import again_kernel, finish_kernel, scale_kernel
+from fdora.triton.kernels.scale import again_kernel, finish_kernel, lost_kernel, scale_kernel
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 
 FINISH_N, FINISH_T = 32, 32
-AGAIN_M, AGAIN_N, AGAIN_K = 128, 32, 64
+BESIDE_BIAS = 512
+AGAIN_M, AGAIN_N, AGAIN_K, MOST_COLUMNS = 128, 32, 64, 32
 
 
 class Sums(NamedTuple):
@@ -57,15 +59,16 @@ def scale_backward(
         config.BLOCK_R if out.dB is not None else 0,
     )
     strips = cdiv(M, config.ROWS)
-    single = strips == 1
+    bias = None if pre_scale or not need_m else la.bias
+    single = strips == 1 and bias is None
+    split = 1 if bias is None else cdiv(config.ROWS, AGAIN_M)
 
     def partial(need: bool, *shape: int) -> Array | None:
         return plan.temp(shape, torch.float32) if need and not single else None
 
-    partials = (partial(need_m, strips, N), partial(need_bias, strips, N), partial(block_r > 0, strips, N, r))
+    partials = (partial(need_m, strips * split, N), partial(need_bias, strips, N), partial(block_r > 0, strips, N, r))
     info = torch.finfo(dy.dtype)
     tiny = info.tiny / info.eps  # below it y = g v is subnormal where v is not small
-    bias = None if pre_scale or not need_m else la.bias
     operands = (x, la.W, h, la.B, la.m, la.c)
     strides = tuple(d for t in operands[:4] for d in ((0, 0) if t is None else t.stride))
     needs = (out.dm is not None, out.dc is not None, need_bias)
@@ -73,21 +76,23 @@ def scale_backward(
         scale_kernel, (cdiv(N, config.BLOCK_N), strips),
         (dy, saved, *operands, bias, out.dz, out.dz_minus_dy, *partials, *sums, M, N, K, r, tiny,
          dy.stride[0], 0 if saved is None else saved.stride[0], *strides),
-        (out.dz is not None, out.dz_minus_dy is not None, *needs, block_r, pre_scale, bias is not None, single,
+        (out.dz is not None, out.dz_minus_dy is not None, *needs, block_r, pre_scale, bias is not None, single, split,
          config.BLOCK_M, config.BLOCK_N, config.ROWS), config.num_warps,
     )  # fmt: skip
     if not single and bias is not None:
-        assert h is not None
+        lost, count = plan.temp((strips, N), torch.int32), plan.temp((strips,), torch.int32)
+        plan.launch(lost_kernel, (strips,), (partials[0], lost, count, N), (split, 1024), 4)
+        columns = min(cdiv(N, AGAIN_N), MOST_COLUMNS)
         plan.launch(
-            again_kernel, (cdiv(N, AGAIN_N), strips),
-            (dy, *operands[:4], partials[0], M, N, K, r, dy.stride[0], *strides),
-            (min(AGAIN_M, config.ROWS), AGAIN_N, AGAIN_K, min(AGAIN_K, power_of_two(r)), config.ROWS), 4, 3,
+            again_kernel, (columns, strips * split),
+            (dy, *operands[:4], partials[0], lost, count, M, N, K, r, columns, dy.stride[0], *strides),
+            (split, AGAIN_M, AGAIN_N, AGAIN_K, min(AGAIN_K, power_of_two(r))), 8, 3,
         )  # fmt: skip
     if not single and any((*needs, block_r)):
         plan.launch(
             finish_kernel,
             (cdiv(N, FINISH_N),),
-            (dy, *operands, *partials, *sums, M, N, K, r, strips, tiny, dy.stride[0], *strides),
+            (dy, *operands, *partials, *sums, M, N, K, r, strips, strips * split, tiny, dy.stride[0], *strides),
             (*needs, block_r, pre_scale or bias is not None, FINISH_N, FINISH_T),
             4,
         )

@@ -26,6 +26,7 @@ from fdora.triton.linear import plan_backward, plan_forward  # noqa: E402
 from fdora.triton.runtime.device import Device  # noqa: E402
 from fdora.triton.runtime.plan import Array, Scalar, Tile  # noqa: E402
 from fdora.triton.runtime.private import HAS_PDL  # noqa: E402
+from fdora.triton.scale import BESIDE_BIAS  # noqa: E402
 from fdora.triton.small import small_backward  # noqa: E402
 from fdora.triton.table import GEMM  # noqa: E402
 from tests.triton.recorder import NAMES  # noqa: E402
@@ -157,7 +158,7 @@ def asked():
 KERNELS = (
     "add_parts", "codes_parts", "small_codes", "dequantize4", "dequantize8", "fp8_blocks", "fp8_gemm", "fp8_rows",
     "act_bwd", "act_fwd", "again", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "epilogue", "finish", "gemm_pointer", "gemm_tma",
-    "hash", "merge", "norm", "quant4", "quant8", "scale", "shrink", "small", "split", "sum",
+    "hash", "lost", "merge", "norm", "quant4", "quant8", "scale", "shrink", "small", "split", "sum",
 )  # fmt: skip
 
 
@@ -362,13 +363,15 @@ def test_gemm(target, trans, mode, tmp_path):
 def test_scale(target, tokens, r, dtype, adapter, tmp_path):
     x = alike(tokens, 4096, dtype=dtype)
     la = layer(4096, 4096, r, dtype, adapter, bias=True)
-    likes, options = (x, alike(tokens, r, dtype=dtype), x, x, *la), (0.0, "lora", (dtype == FP32,), True, (True,) * 5)
+    pre_scale = dtype == FP32 or tokens <= BESIDE_BIAS
+    likes, options = (x, alike(tokens, r, dtype=dtype), x, x, *la), (0.0, "lora", (pre_scale,), True, (True,) * 5)
     plan = plan_backward(likes, device(target), *options)
     assert len(launches(plan, "finish")) == (tokens == 4096)
-    assert len(launches(plan, "again")) == (tokens == 4096 and dtype != FP32)
+    assert len(launches(plan, "again")) == len(launches(plan, "lost")) == (tokens == 4096 and dtype != FP32)
     assert_builds([plan], target, tmp_path, "scale", {"scale_kernel": WORDS})
     if dtype != FP32 and tokens == 4096:
-        assert_builds([plan], target, tmp_path, "again")
+        for name in ("again", "lost"):
+            assert_builds([plan], target, tmp_path, name)
     if tokens == 4096:
         assert_builds([plan], target, tmp_path, "finish", {} if adapter == dtype else {"finish_kernel": WORDS})
 

@@ -86,9 +86,13 @@ def _scale(
     return what
 
 
-def _again(*, partial_m, **_: Any) -> Cost:
+def _again(*, lost, count, **_: Any) -> Cost:
     """What it asks; the products that it may form are of few columns."""
-    return moved(partial_m)
+    return moved(lost, count)
+
+
+def _lost(*, partial_m, lost, count, **_: Any) -> Cost:
+    return moved(partial_m, lost, count)
 
 
 def _finish(*, partial_m, partial_bias, partial_B, dB, **_: Any) -> Cost:
@@ -192,6 +196,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "gemm_pointer_kernel": _gemm,
     "gemm_tma_kernel": _gemm,
     "hash_kernel": _hash,
+    "lost_kernel": _lost,
     "merge_kernel": _merge,
     "norm_kernel": _norm,
     "quant4_kernel": _quant4,
