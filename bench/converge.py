@@ -2,6 +2,7 @@
 
     python -m bench.converge --device cuda --json FILE
     python -m bench.converge --device cuda --seeds 0 --optimizers muon --json FILE
+    python -m bench.converge --device cuda --full --json FILE    # beside them full DoRA, with gradients through the norm
 
 A small causal language model of bytes learns the standard library's source (top-level modules), in float32. DoRA then adapts
 all its linears to another text, the language reference that pydoc carries, of which every tenth topic is held out. A seed
@@ -34,6 +35,7 @@ from bench.save import save
 from bench.table import line, table
 
 WAYS = ("peft", "fdora", "float32")
+FULL = "full"  # fdora with detach=False
 PAIRS = (("fdora", "peft"), ("peft", "float32"), ("fdora", "float32"))
 SIZES = dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4)
 TINY = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
@@ -125,7 +127,7 @@ def adapted(way: str, base: nn.Module, options, seed: int) -> nn.Module:
     for name, p in model.named_parameters():
         if p.requires_grad:
             p.data = start[name].data.to(DTYPES[options.adapter])
-    return use_fdora(model) if way == "fdora" else model
+    return model if way == "peft" else use_fdora(model, detach=way != FULL)
 
 
 def optimizers_of(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -142,7 +144,8 @@ def case(base: nn.Module, seed: int, kind: str, texts: tuple[bytes, bytes], opti
     data, last = batches(texts[0], options.steps, options, seed), batches(texts[1], options.eval, options, 0)
     row: dict = {"seed": seed, "optimizer": kind, "held_out_before": {}, "held_out": {}, "loss": {}}
     losses = {}
-    for way in WAYS:
+    ways, pairs = ((*WAYS, FULL), (*PAIRS, (FULL, "fdora"))) if options.full else (WAYS, PAIRS)
+    for way in ways:
         model = adapted(way, base, options, seed)
         mixed = way != "float32" and options.adapter == "fp32"
         context = torch.autocast(options.device, torch.bfloat16) if mixed else nullcontext()
@@ -153,7 +156,7 @@ def case(base: nn.Module, seed: int, kind: str, texts: tuple[bytes, bytes], opti
         if way == "fdora":
             row["paths"] = paths(model)
     row["difference"] = {}
-    for a, b in PAIRS:
+    for a, b in pairs:
         apart = (losses[a] - losses[b]).abs()
         row["difference"][f"{a}, {b}"] = {"mean": apart.mean().item(), "worst": apart.max().item()}
     return row
@@ -161,12 +164,14 @@ def case(base: nn.Module, seed: int, kind: str, texts: tuple[bytes, bytes], opti
 
 def markdown(rows: list[dict]) -> str:
     """Loss of a step, mean / worst difference; held-out loss before and after. (Seeds may share a GPU: no times.)"""
-    head = ["seed", "optimizer", *(f"{a} - {b}: mean / worst" for a, b in PAIRS), "held out before"]
-    head += [f"{way} after" for way in WAYS]
+    ways = list(rows[0]["held_out"]) if rows else WAYS
+    pairs = list(rows[0]["difference"]) if rows else [f"{a}, {b}" for a, b in PAIRS]
+    head = ["seed", "optimizer", *(f"{pair.replace(', ', ' - ')}: mean / worst" for pair in pairs), "held out before"]
+    head += [f"{way} after" for way in ways]
     lines = []
     for row in rows:
-        apart = [f"{v['mean']:.1e} / {v['worst']:.1e}" for v in row["difference"].values()]
-        after = [f"{row['held_out'][way]:.4f}" for way in WAYS]
+        apart = [f"{row['difference'][pair]['mean']:.1e} / {row['difference'][pair]['worst']:.1e}" for pair in pairs]
+        after = [f"{row['held_out'][way]:.4f}" for way in ways]
         lines.append([row["seed"], row["optimizer"], *apart, f"{row['held_out_before']['float32']:.4f}", *after])
     return table(head, lines)
 
@@ -192,6 +197,7 @@ def parse(argv):
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--quick", action="store_true", help="one seed, 200 steps")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
+    parser.add_argument("--full", action="store_true", help="also full DoRA: gradients through the norm")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", help="recorded in the JSON")

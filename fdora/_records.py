@@ -16,6 +16,14 @@ def eps() -> float:
     return 1e-12
 
 
+def drowned() -> float:
+    """How many times larger than the value before it a column's output may be, in sums of |dy|, to be read back from y - bias.
+
+    Derivation: fdora/eager/linear.py. A function, as eps is.
+    """
+    return 4.0
+
+
 DropoutMode = Literal["lora", "peft"]
 # What the gradient of m will read; "output" allows the value before g where the output will not do.
 SaveForDm = Literal["nothing", "output", "pre_scale"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
-from bench import checkouts, converge, group, host, layer, layers12, model, report, ways
+from bench import bias, checkouts, converge, group, host, layer, layers12, model, report, ways
 from bench.attempt import Failures
 from bench.truth import Truth
 from fdora.functional import dora_linear
@@ -708,6 +708,12 @@ def test_converge_says_what_it_leaves_out(tmp_path, monkeypatch, capsys):
     assert run(converge, tmp_path, short + "--optimizers adamw --seconds 0")["skipped"] == [[3, "adamw"]]
 
 
+def test_converge_with_full_dora(tmp_path, capsys):
+    (row,) = run(converge, tmp_path, CONVERGE + "--steps 2 --pretrain 2 --seeds 3 --optimizers adamw --full")["rows"]
+    assert list(row["held_out"]) == [*converge.WAYS, "full"] and row["difference"]["full, fdora"]["worst"] > 0
+    assert "full after" in capsys.readouterr().out
+
+
 def test_converge_starts_everywhere_from_the_same_adapters():
     options = converge.parse([*CONVERGE.split(), "--pretrain", "1"])
     base, _ = converge.pretrained(bytes(range(256)) * 9, options)
@@ -827,3 +833,13 @@ def test_what_was_not_started_is_in_the_result(tmp_path):
     assert run(layer, tmp_path, LAYER + "--seconds 0")["summary"]["skipped"] == [[8, 48, 32, 4, "bf16"]]
     late = run(converge, tmp_path, CONVERGE + "--seeds 7 --optimizers adamw --pretrain 1 --seconds 0")
     assert late["skipped"] == [[7, "adamw"]] and late["rows"] == []
+
+
+# a bias
+
+
+def test_bias(tmp_path):
+    rows = run(bias, tmp_path, "--tiny --runs 1")["rows"]
+    assert [row["bias"] for row in rows] == list(bias.BIASES)
+    for row in rows:
+        assert row["kept_error"] < 4e-3 and row["read_error"] < 4 * row["kept_error"] and row["read_ms"] > 0

@@ -8,6 +8,7 @@ import fdora
 import fdora.functional as F
 from fdora import FdoraError
 from fdora._dispatch import choose
+from fdora.quant import quantize
 
 N, K, r = 6, 5, 2
 nan = float("nan")
@@ -72,6 +73,14 @@ def wiped():
 
 
 MESSAGES = [
+    # gamma and residual
+    (lambda: linear(gamma=torch.rand(4)), "fdora.dora_linear: `gamma` must be (N,) with N=6 (from `W`), got (4,). Pass the gamma that belongs to this layer, in nn.Linear layout."),
+    (lambda: linear(residual=torch.rand(N)), "fdora.dora_linear: `residual` must be (3, 6), as y is, got (6,). Expand it, or add it to y yourself."),
+    (lambda: linear(residual=torch.rand(3, N).double()), "fdora.dora_linear: `residual` must be float32, as y is, got float64. Cast it, or add it to y yourself."),
+    (lambda: linear(gamma=torch.rand(N), dropout_p=0.5, dropout_mode="peft"), "fdora.dora_linear: `gamma` must be None where dropout reaches the base product, got a Tensor with dropout_mode='peft'. Scale y and add to it yourself."),
+    # full DoRA
+    (lambda: linear(W=quantize(torch.randn(N, K), "int8"), detach=False), "fdora.dora_linear: `detach` must be True for a quantised W, got False. Pass W.dequantize()."),
+    (lambda: F.dora_linear_group(good()["x"], [layer(W=quantize(torch.randn(N, K), "int8"))], detach=False), "fdora.dora_linear_group: layers[0]: `detach` must be True for a quantised W, got False. Pass W.dequantize()."),
     # shapes
     (lambda: linear(A=torch.randn(K, r)), "fdora.dora_linear: `A` must be (r, K) with K=5 (from `W`), got (5, 2). Did you pass A transposed? Pass A.T."),
     (lambda: linear(B=torch.randn(r, N)), "fdora.dora_linear: `B` must be (N, r) with N=6 (from `W`), r=2 (from `A`), got (2, 6). Did you pass B transposed? Pass B.T."),

@@ -104,6 +104,11 @@ OPS = {
     "linear": Op(lambda x, W, A, B, m: linear(x, W, A, B, m, None), ("x", *ADAPTER), ("x",)),
     "linear_bias": Op(linear, ("x", *ADAPTER, "bias"), ("x",)),
     "linear_own_norm": Op(own_norm, ("x", *ADAPTER, "bias"), ("x",)),
+    "linear_ends": Op(
+        lambda x, W, A, B, m, bias, g, base: linear(x, W, A, B, m, bias, gamma=g, residual=base),
+        ("x", *ADAPTER, "bias", "g", "base"),
+        ("x", "base"),
+    ),
     "linear_dropout": Op(dropped("lora"), ("x", *ADAPTER, "bias"), ("x", "seed")),
     "linear_dropout_peft": Op(dropped("peft"), ("x", *ADAPTER, "bias"), ("x", "seed")),
     "group": Op(lambda x, W, A, B, m, bias: grouped(x, W, A, B, m, bias), ("x", *ADAPTER, "bias"), ("x",)),

@@ -35,7 +35,7 @@ class Backend:
     compose_bwd: Callable[
         [Tensor, Tensor, Tensor, Tensor, float, bool, tuple[bool, bool, bool, bool]], tuple[Tensor | None, ...]
     ]
-    layers_fwd: Callable[[Tensor, Layers, AllOptions, Dropout], tuple[list[Tensor], Saved]]
+    layers_fwd: Callable[..., tuple[list[Tensor], Saved]]  # x, layers, options, dropout, and for one layer a residual
     layers_bwd: Callable[
         [Sequence[Tensor | None], Tensor, Layers, AllOptions, Dropout, Saved, bool, Sequence[Needs]],
         tuple[Tensor | None, list[Grads]],

@@ -61,6 +61,29 @@ def outputs(x: Tensor, ys: Sequence[Tensor], saved: Saved) -> tuple[Tensor, ...]
     return (*out, *norms)
 
 
+def backward(ctx: Any, *dys: Tensor | None) -> Any:
+    """Of :class:`Linear`; no method that another Function calls, which a compiler would not follow."""
+    call, n = ctx.call, len(ctx.pre_scale)
+    dys = dys[:n]
+    if all([dy is None for dy in dys]):
+        return (None,) * len(ctx.needs_input_grad)
+    # once: checkpoint forms them again when they are asked for
+    x, h, *rest = reread(ctx, "dora_linear" if n == 1 else "dora_linear_group")
+    kept, flat = tuple(rest[:n]), rest[n:]
+    need_x, needs = ctx.needs_input_grad[0], needs_of(ctx.needs_input_grad[2:], n)
+    if no_graph() and not autocast_on(x):
+        saved = Saved(h, kept, ctx.pre_scale)
+        bwd, layers = OPS[call.backend].layers_bwd, layers_of(flat, call.specs, x.dtype, call.backend)
+        dx, grads = bwd(dys, x, layers, call.options, call.drop, saved, need_x, needs)
+    else:
+        needs = [NO_NEEDS if dy is None else each for dy, each in zip(dys, needs, strict=True)]
+        flags = (need_x, *(need for each in needs for need in each))
+        found = restore_none(apply(LinearBwd, call, ctx.pre_scale, flags, x, h, *dys, *kept, *flat), flags)
+        dx, grads = found[0], [Grads(*found[i : i + 5]) for i in range(1, len(found), 5)]
+    #      x   call
+    return dx, None, *to_inputs(grads, len(flat))
+
+
 class Linear(torch.autograd.Function):
     """Saves x, h and, for the gradient of each m, the output itself or the value before g; the operands are the caller's."""
 
@@ -97,25 +120,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> Any:
-        call, n = ctx.call, len(ctx.pre_scale)
-        dys = dys[:n]
-        if all([dy is None for dy in dys]):
-            return (None,) * len(ctx.needs_input_grad)
-        # once: checkpoint forms them again when they are asked for
-        x, h, *rest = reread(ctx, "dora_linear" if n == 1 else "dora_linear_group")
-        kept, flat = tuple(rest[:n]), rest[n:]
-        need_x, needs = ctx.needs_input_grad[0], needs_of(ctx.needs_input_grad[2:], n)
-        if no_graph() and not autocast_on(x):
-            saved = Saved(h, kept, ctx.pre_scale)
-            bwd, layers = OPS[call.backend].layers_bwd, layers_of(flat, call.specs, x.dtype, call.backend)
-            dx, grads = bwd(dys, x, layers, call.options, call.drop, saved, need_x, needs)
-        else:
-            needs = [NO_NEEDS if dy is None else each for dy, each in zip(dys, needs, strict=True)]
-            flags = (need_x, *(need for each in needs for need in each))
-            found = restore_none(apply(LinearBwd, call, ctx.pre_scale, flags, x, h, *dys, *kept, *flat), flags)
-            dx, grads = found[0], [Grads(*found[i : i + 5]) for i in range(1, len(found), 5)]
-        #      x   call
-        return dx, None, *to_inputs(grads, len(flat))
+        return backward(ctx, *dys)
 
 
 class EagerLinear(Linear):

@@ -23,12 +23,17 @@ def row_norm(
     W: AnyWeight, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None, detach: bool, backend: str
 ) -> Tensor:
     if not detach:
-        return apply(Norm, W, A, B, base_sqnorm, s, max_bytes, backend)
+        return apply(Norm, W, A, B, base_sqnorm, None, s, max_bytes, backend)
     W, A, B, base_sqnorm = detached(W, A, B, base_sqnorm)
     with torch.no_grad(), autocast_off(A):
         if isinstance(W, QuantWeight):
             return quant.norm(W, A, B, base_sqnorm, s, max_bytes, False, backend)
         return OPS[backend].norm_fwd(W, A, B, base_sqnorm, s, max_bytes)
+
+
+def with_gradient(c: Tensor, W: Tensor, A: Tensor, B: Tensor, s: float, backend: str) -> Tensor:
+    """c, which somebody computed from these, with gradients to A and B."""
+    return apply(Norm, W, A, B, None, c.detach(), s, None, backend)
 
 
 def row_sqnorm(
@@ -81,26 +86,28 @@ def smallest_bytes_of(W: AnyWeight, A: Tensor, B: Tensor, factored: bool) -> int
 
 
 class Norm(torch.autograd.Function):
-    """Keeps W, A, B and c."""
+    """Keeps W, A, B and c, which is computed where none is given."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(W, A, B, base_sqnorm, s, max_bytes, backend):
+    def forward(W, A, B, base_sqnorm, c, s, max_bytes, backend):
+        if c is not None:
+            return c.clone()
         with autocast_off(W):
             return OPS[backend].norm_fwd(W, A, B, base_sqnorm, s, max_bytes)
 
     @staticmethod
     def setup_context(ctx: Any, inputs, output):
-        W, A, B, _, ctx.s, _, ctx.backend = inputs
+        W, A, B, _, _, ctx.s, _, ctx.backend = inputs
         ctx.save_for_backward(W, A, B, output)
 
     @staticmethod
     def backward(ctx: Any, dc):
         needs = tuple(ctx.needs_input_grad[1:3])
         dA, dB = restore_none(apply(NormBwd, dc, *ctx.saved_tensors, ctx.s, needs, ctx.backend), needs)
-        #      W     A   B   base  s     bytes backend
-        return None, dA, dB, None, None, None, None
+        #      W     A   B   base  c     s     bytes backend
+        return None, dA, dB, None, None, None, None, None
 
 
 class NormBwd(torch.autograd.Function):

@@ -75,8 +75,9 @@ def padded(x: Tensor, W: Tensor, how: Conv) -> tuple[Tensor, Conv]:
         sides = [n for w in reversed(whole) for n in (w // 2, w - w // 2)]
     else:
         sides = [n for n in reversed(how.padding) for _ in range(2)]
-    _, _, *rest = how
-    return F.pad(x, sides, how.padding_mode), Conv(how.stride, (0,) * len(how.stride), *rest)
+    none = (0,) * len(how.stride)
+    left = Conv(how.stride, none, how.dilation, how.groups, how.padding_mode, how.transposed, how.output_padding)
+    return F.pad(x, sides, how.padding_mode), left
 
 
 def _convolve(x: Tensor, W: Tensor, how: Conv, groups: int) -> Tensor:

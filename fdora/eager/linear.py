@@ -10,9 +10,23 @@ Backward, with dz = g dy and v = base + s lora, base = x W^T (of D(x) for "peft"
     dB = s dz^T h                     dg = sum_t dy v            dm = dg / c      dc = -dm g (0 where c is at its floor)
 and for "peft"  dx = dy W + D'((dz - dy) W + s dz B A).  D' applies the same mask and scale as D.
 
-v is not saved when y can stand in for it: v = y / g needs no bias (a bias of hundreds leaves no digits of v
-in y) and |g| not so small that y is subnormal or zero (rows with m = 0 carry nothing). Both are known in the forward: the
-second by looking at g, where looking is free. Everywhere else (GPU, traced, mapped) v is saved: exact, and no sync.
+v is not saved where y can stand in for it, v = (y - bias) / g. Let u = eps / 2. y = g v + bias + e with |e| <= u |y| while y
+is a normal number, so that
+
+    |error of dg| <= u / |g| sum_t |dy y|       where v, saved and rounded, would leave    u sum_t |dy v|.
+
+Both sums are known in the backward, the second as S = sum_t |dy (y - bias)|, for  S <= |g| sum_t |dy v| + u sum_t |dy y|.
+A column is read off where sum_t |dy y| <= k S with k = 4 (``drowned``): its dg loses at most k / (1 - k u), four times what a
+saved v would cost it, two bits of a rounding that dy has as well. Without a bias y - bias is y, and nothing is lost. Other
+columns form their products again: those that the bias drowns (Qwen's k: hundreds beside one), and those where |g| < tiny / eps,
+so that y may be subnormal or 0 where v is not (rows with m = 0 carry nothing; fp16: 0.06, bf16: 1e-36). With |g| above it, what
+y loses as a subnormal number is at most eps^2 of v.
+Plain code looks at these sums where looking is free. Everywhere else (GPU, traced, mapped) v is saved: exact, and no sync.
+
+A residual is added before the one rounding, y = g v + bias + residual. y then holds v no better than beside a large bias, in
+every column: v is saved. A gamma on the whole (LayerScale), y = gamma (g v + bias) + residual, is this layer with m' = gamma m
+and bias' = gamma bias: g' = gamma g, and autograd of the two (N,) products gives
+    dgamma = m dm' + bias dbias' = sum_t dy (g v + bias)        dm = gamma dm'        dbias = gamma dbias'
 
 Layers that share x share the product for h (``lora_shrink``) and the sum for dx (``accumulate_into``).
 """
@@ -26,15 +40,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved, eps
+from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved, drowned, eps
 from fdora._torch import unsafe_view
 from fdora.eager._matmul import acc_dtype, cast, is_plain, is_real, matmul
 from fdora.eager.dropout import drop
 from fdora.eager.norm import scale
 
 
-def layers_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout) -> tuple[list[Tensor], Saved]:
-    """x (..., K) -> each y (..., N), and what backward reads."""
+def layers_fwd(
+    x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout, residual: Tensor | None = None
+) -> tuple[list[Tensor], Saved]:
+    """x (..., K) -> each y (..., N), and what backward reads. ``residual``, like the y of a single layer, is added to it."""
     flat = as_matrix(x)
     As = [la.A for la in layers if la.A is not None]
     shared = lora_shrink(flat, As) if len(As) > 1 and not drop.p else None
@@ -44,7 +60,7 @@ def layers_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options]
         if la.A is None:
             y, v = frozen_fwd(flat, la.W, la.bias), None
         else:
-            y, h, v = linear_fwd(flat, la, o, drop, next(given))
+            y, h, v = linear_fwd(flat, la, o, drop, next(given), None if residual is None else as_matrix(residual))
             hs.append(h)
         ys.append(y if x.dim() == 2 else own(y, (*x.shape[:-1], y.shape[-1])))
         kept.append(ys[-1] if v is None and o.save != "nothing" else v)
@@ -96,7 +112,13 @@ def own(y: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def linear_fwd(
-    x: Tensor, la: Any, o: Options, dropout: Dropout, h: Tensor | None, base: Tensor | None = None
+    x: Tensor,
+    la: Any,
+    o: Options,
+    dropout: Dropout,
+    h: Tensor | None,
+    residual: Tensor | None = None,
+    base: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """x (M, K) -> y (M, N), h (M, r) and, when y cannot stand in for it, v, all in x's dtype. ``base``: x W^T if known."""
     W, A, B, m, c, bias, seed = la
@@ -116,8 +138,9 @@ def linear_fwd(
     else:
         v = matmul(x, w) + lora if base is None else base + lora
         out = v * g if bias is None else torch.addcmul(bias.to(acc), v, g)
-    y = cast(out, t)
-    if o.save == "nothing" or (o.save == "output" and bias is None and not both_dropped and _recoverable(g, t)):
+    y = cast(out if residual is None else out + residual.to(acc), t)
+    readable = is_plain(g) and (bias is None or is_plain(x))
+    if o.save == "nothing" or (o.save == "output" and not both_dropped and readable):
         return y, h, None
     return y, h, cast(v, t)
 
@@ -152,9 +175,8 @@ def linear_bwd(
         dB = cast(s * matmul(dz.T, h), B.dtype)
     if needs.m or needs.c:
         assert kept is not None
-        dg = (wide * kept.to(acc)).sum(0)
-        if not pre_scale:
-            dg = dg / g  # |g| is bounded away from 0 here, see _recoverable
+        kept = kept.to(acc)
+        dg = (wide * kept).sum(0) if pre_scale else _dg_of_output(wide, kept, g, la, s, x, h)
         dm, dc = magnitude_grads(dg, m, c, g, needs)
     return dx, Grads(dA, dB, dm, dc, wide.sum(0) if needs.bias else None)
 
@@ -205,13 +227,18 @@ def scaled(B: Tensor, s: float | Tensor, dtype: torch.dtype) -> Tensor:
     return cast(s * B.to(acc_dtype(dtype)), dtype)
 
 
-def _recoverable(g: Tensor, dtype: torch.dtype) -> bool:
-    """Whether y / g gives inner back in every row.
-
-    y = round(g inner) keeps all its digits while |g inner| >= tiny. With |g| >= tiny / eps that holds for |inner| >= eps;
-    smaller ones are off by at most eps^2. (fp16: |g| >= 0.06, bf16: 1e-36.)
-    """
-    if not is_plain(g):
-        return False
-    info = torch.finfo(dtype)
-    return not bool((g.abs() < info.tiny / info.eps).any())
+def _dg_of_output(dy: Tensor, y: Tensor, g: Tensor, la: Any, s: float, x: Tensor, h: Tensor) -> Tensor:
+    """sum_t dy v with v read off y, in float32 as dy is; where it is lost the products are formed again."""
+    W, _, B, _, _, bias, _ = la
+    t, info = x.dtype, torch.finfo(x.dtype)
+    of_v = dy * (y if bias is None else y - bias.to(y.dtype))
+    dg, lost = of_v.sum(0) / g, g.abs() < info.tiny / info.eps
+    if bias is not None:
+        lost = lost | ((dy * y).abs().sum(0) > drowned() * of_v.abs().sum(0))
+    if not is_plain(lost):
+        return torch.where(lost, (dy * (matmul(x, W.to(t).T) + matmul(h, scaled(B, s, t).T))).sum(0), dg)
+    n = lost.nonzero().flatten()
+    if len(n):
+        v = matmul(x, W[n].to(t).T) + matmul(h, scaled(B[n], s, t).T)
+        dg = dg.index_copy(0, n, (dy[:, n] * v).sum(0))
+    return dg

@@ -48,16 +48,23 @@ def forward(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, t
     x, t, acc, r = sort(x, bank.order), x.dtype, acc_dtype(x.dtype), bank.A.shape[1]
     who = adapter_of(bank.offsets, x.shape[0])
     xd = _drop(x, bank, who)
-    v = matmul(x, bank.W.to(t).T)
     h = x.new_zeros((x.shape[0], r))
-    for g, (A, B) in enumerate(cut(bank.A, bank.B, bank.ranks)):
-        own, h_g = (who == g)[:, None], xd @ A.to(t).T
-        v = torch.where(own, v + matmul(h_g, scaled(B, bank.s[g], t).T), v)
-        h = torch.where(own, F.pad(h_g, (0, r - h_g.shape[1])), h)
+    for g, (A, _) in enumerate(cut(bank.A, bank.B, bank.ranks)):
+        h_g = xd @ A.to(t).T
+        h = torch.where((who == g)[:, None], F.pad(h_g, (0, r - h_g.shape[1])), h)
+    v = _before_g(x, h, bank, who)
     g_t = _g(bank, who)
     out = v if g_t is None else v * g_t
     y = cast(out if bank.bias is None else out + bank.bias.to(acc), t)
     return y, h, (cast(v, t), torch.ones_like(bank.offsets, dtype=torch.bool)) if save_for_dm else ()
+
+
+def _before_g(x: Tensor, h: Tensor, bank: Bank, who: Tensor) -> Tensor:
+    """x W^T + s h B^T of each token, in acc_dtype."""
+    v = matmul(x, bank.W.to(x.dtype).T)
+    for g, (_, B) in enumerate(cut(bank.A, bank.B, bank.ranks)):
+        v = torch.where((who == g)[:, None], v + matmul(h[:, : B.shape[1]], scaled(B, bank.s[g], x.dtype).T), v)
+    return v
 
 
 def backward(
@@ -71,7 +78,8 @@ def backward(
     wide, g_t = dy.to(acc), _g(bank, who)
     dz = dy if g_t is None else (wide * g_t).to(t)
     low, dAs, dBs, dgs = torch.zeros_like(x, dtype=acc), [], [], []
-    products = wide * (sort(kept[0], bank.order) if len(kept) == 1 else kept[0]).to(acc) if kept else None
+    # y alone is kept by a forward that could look at its values: from it not every column is read back, so form it again.
+    products = wide * (_before_g(x, h, bank, who) if len(kept) == 1 else kept[0].to(acc)) if kept else None
     for g, (A, B) in enumerate(cut(bank.A, bank.B, bank.ranks)):
         own, b = (who == g)[:, None], scaled(B, bank.s[g], t)
         dh = torch.where(own, dz @ b, 0)
@@ -89,10 +97,7 @@ def backward(
     dm = dc = None
     if dgs:
         assert bank.m is not None and bank.c is not None
-        scales, dg = scale(bank.m, bank.c), torch.stack(dgs)
-        by_y = torch.where(dg == 0, 0, dg / scales)  # g may be 0 where an adapter has no tokens
-        dg = torch.where(kept[1][:, None], dg, by_y) if len(kept) == 2 else by_y
-        dm, dc = magnitude_grads(dg, bank.m, bank.c, scales, needs)
+        dm, dc = magnitude_grads(torch.stack(dgs), bank.m, bank.c, scale(bank.m, bank.c), needs)
     return dx, torch.stack(dAs) if dAs else None, torch.stack(dBs) if dBs else None, dm, dc
 
 

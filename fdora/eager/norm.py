@@ -15,6 +15,7 @@ the table. factored runs when the caller brings base_n and the values can be rea
 Backward, only when c is not detached. With v = W + s B A and c = ||v||, dv = (dc / c) v. Let u = dc / c:
     dB = s dv A^T = s u (W A^T + s B (A A^T))
     dA = s B^T dv = s ((uB)^T W + s ((uB)^T B) A)
+W is read once for each, in its own dtype: A and u B, where they are wider, as two terms that are good to 2^-17.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 from fdora._records import eps
 from fdora.eager._fingerprint import WORDS as WORDS
 from fdora.eager._fingerprint import fingerprint
-from fdora.eager._matmul import acc_dtype, cast, is_plain
+from fdora.eager._matmul import acc_dtype, cast, is_plain, matmul
 
 # A row is repeated when its terms add up to less than this share of the first: the others are then nearly its negative,
 # and float32 sums that are good to 3e-7 of it leave 3e-7 / 0.25 / 2 of c.
@@ -104,15 +105,27 @@ def norm_bwd(
     a, b = A.to(acc), B.to(acc)
     u = torch.where(c > 0, dc / c, 0)[:, None]
     ub = u * b
-    rows = max(1, default_bytes(W.device) // (W.element_size() * max(1, W.shape[1])))
     dA = dB = None
     if needs[0]:
-        parts = [ub[i:j].T @ W[i:j].to(acc) for i, j in blocks(W.shape[0], rows)]
-        dA = cast(s * (sum(parts[1:], parts[0]) + s * ((ub.T @ b) @ a)), A.dtype)
+        dA = cast(s * (_times(ub.T, W, 2) + s * ((ub.T @ b) @ a)), A.dtype)
     if needs[1]:
-        U = torch.cat([W[i:j].to(acc) @ a.T for i, j in blocks(W.shape[0], rows)])
+        U = _times(a, W.T, 1 if A.dtype == W.dtype else 2).T
         dB = cast(s * u * (U + s * (b @ (a @ a.T))), B.dtype)
     return dA, dB
+
+
+def _times(b: Tensor, W: Tensor, terms: int) -> Tensor:
+    """b W for a b in acc_dtype. Of a half-precision W no wider copy: b, scaled by a power of two, is a sum of terms like W."""
+    if W.dtype == b.dtype:
+        return b @ W
+    largest = b.abs().amax() if b.numel() else b.new_ones(())
+    unit = torch.exp2(torch.floor(torch.log2(torch.where(largest > 0, largest, 1))))
+    rest, parts = b / unit, []
+    for _ in range(terms):
+        parts.append(rest.to(W.dtype))
+        rest = rest - parts[-1].to(b.dtype)
+    found = matmul(torch.cat(parts), W).split(b.shape[0])
+    return (found[0] if terms == 1 else found[0] + found[1]) * unit
 
 
 def _direct(W: Tensor, A: Tensor, B: Tensor, s: float, rows: int, cols: int) -> Tensor:

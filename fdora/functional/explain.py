@@ -14,13 +14,14 @@ from fdora._dispatch import BackendChoice, choose, forced
 from fdora._records import Dropout
 from fdora.autograd._ops import import_explain
 from fdora.autograd.quant import norm_parts
+from fdora.functional._ends import check_ends, folded, loses_inner
 from fdora.functional._explanation import Explanation as Explanation
 from fdora.functional._explanation import Kept, kept_of, stand_in, stored
 from fdora.functional.backend import select_backend
 from fdora.functional.compose import as_matrix, check_compose, dora_compose, dora_delta
 from fdora.functional.embedding import check_embedding, dora_embedding
 from fdora.functional.group import DoraLayer, check_group, dora_linear_group, prepared
-from fdora.functional.linear import check_compute, check_dropout, check_layer, dora_linear, dtype_of_products
+from fdora.functional.linear import check_compute, check_detach, check_dropout, check_layer, dora_linear, dtype_of_products
 from fdora.functional.merge import check_merge, dora_merge, dora_unmerge
 from fdora.functional.mlp import check_mlp, dora_mlp
 from fdora.functional.norm import check_norm, dora_norm
@@ -89,6 +90,7 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
 
 
 DECODED = {"dora_norm": "W is decoded some rows at a time.", "dora_merge": "W is decoded, some rows at a time for the norm."}
+PLAIN_BACKWARD = "Backward through the norm is plain torch: it has no plan."
 DECODED_TWICE = "W is decoded for forward and again for backward, and freed after each; autograd keeps what is stored."
 
 
@@ -129,10 +131,15 @@ def _target(
 
 def _linear(a: Any) -> Call:
     check_layer(a.fn, a.x, a.W, a.A, a.B, a.m, a.s, a.bias, a.norm)
+    x = stand_in(a.x).to(dtype_of_products(a.fn, a.x, a.W))
+    mode = a.dropout_mode if a.dropout_p else "lora"
     if a.compute is not None:
-        x = stand_in(a.x).to(dtype_of_products(a.fn, a.x, a.W))
-        check_compute(a.fn, a.compute, x, a.W, a.dropout_mode if a.dropout_p else "lora", "eager")
-    return _layers(a, [DoraLayer(a.W, a.A, a.B, a.m, a.s, a.bias, a.norm)])
+        check_compute(a.fn, a.compute, x, a.W, mode, "eager")
+    if a.gamma is not None or a.residual is not None:
+        check_ends(a.fn, x, a.W, a.gamma, a.residual, mode, a.compute)
+    a.keep_inner = a.keep_inner or loses_inner(x.dtype, a.gamma, a.residual)
+    m, bias = folded(x.dtype, *map(stand_in, (a.gamma, a.m, a.bias)))
+    return _layers(a, [DoraLayer(a.W, a.A, a.B, m, a.s, bias, a.norm)])
 
 
 def _group(a: Any) -> Call:
@@ -156,6 +163,7 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
         if fp8 and on.gpu >= 0 and on.capability < 89:
             raise fail(a.fn, "compute", "None on this GPU", "'fp8'", "Products of e4m3 want sm_89 or later of NVIDIA.")
         norms, decoded, ready, new = [], [], [], {}
+        notes: tuple[str, ...] = ()
         for i, layer in enumerate(layers):
             la = DoraLayer._make(map(stand_in, layer))
             read = isinstance(la.W, QuantWeight) and triton.is_decoded(la.W.spec)
@@ -169,19 +177,27 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
             if isinstance(la.W, QuantWeight) and not read:
                 decoded.append(triton.Decoding(la.W.kind, la.W.nbytes, *la.W.shape, x.dtype))
                 la = la._replace(W=torch.empty(la.W.shape, dtype=x.dtype, device="meta"))
+            if la.norm is not None and not a.detach:
+                check_detach(a.fn, layer.W)
+                trained = any(t is not None and t.requires_grad for t in (layer.A, layer.B))
+                new[f"c{i}"] = c = la.norm.detach().requires_grad_(trained)  # a copy, if it was given
+                la = la._replace(norm=c)
+                notes = (PLAIN_BACKWARD,) if torch.is_grad_enabled() and trained else notes
             seed = torch.empty((), dtype=torch.int64, device="meta") if a.dropout_p else None
-            operand, option = prepared(x, la, seed, a.keep_inner and (not mlp or i == 2), "triton")
+            operand, option = prepared(a.fn, x, la, seed, a.keep_inner and (not mlp or i == 2), True, "triton")
             ready.append((operand._replace(c=None) if inside else operand, option))
         operands, options = [la for la, _ in ready], [o for _, o in ready]
         if mlp:
             (forward, *backward), kept = triton.mlp(on, x, operands, options, drop, a.act)
         else:
-            (forward, *backward), kept = triton.linear(on, x, operands, options, drop, fp8)
+            (forward, *backward), kept = triton.linear(
+                on, x, operands, options, drop, fp8, stand_in(getattr(a, "residual", None))
+            )
         kept = kept | new if backward else {}
         norms += decoded
         backward = [*decoded, *backward] if backward else []
         single = len(layers) == 1
-        return Parts([*norms, forward], backward, [kept_of(n.rstrip("0") if single else n, t) for n, t in kept.items()])
+        return Parts([*norms, forward], backward, [kept_of(n.rstrip("0") if single else n, t) for n, t in kept.items()], notes)
 
     return a.x.device, x.dtype, plans
 
@@ -213,8 +229,8 @@ def _norm(a: Any) -> Call:
             return Parts(forward)
         c = torch.empty(w.shape[0], dtype=torch.float32, device="meta")
         kept = {"W": w, "A": down, "B": up}
-        note = "Backward through the norm is plain torch: it has no plan."
-        return Parts(forward, (), [*(kept_of(n, t, "argument") for n, t in kept.items()), kept_of("c", c, "output")], (note,))
+        known = [*(kept_of(n, t, "argument") for n, t in kept.items()), kept_of("c", c, "output")]
+        return Parts(forward, (), known, (PLAIN_BACKWARD,))
 
     return W.device, W.dtype, plans
 

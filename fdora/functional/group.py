@@ -13,7 +13,16 @@ from fdora._records import Dropout, Operands, Options
 from fdora.autograd._ops import autocast_on
 from fdora.autograd.linear import Call, linear
 from fdora.functional.backend import select_backend
-from fdora.functional.linear import cast_x, check_dropout, check_layer, dtype_of_products, norm_for, save_for_dm, seed_tensor
+from fdora.functional.linear import (
+    cast_x,
+    check_dropout,
+    check_layer,
+    dtype_of_products,
+    full_norm,
+    norm_for,
+    save_for_dm,
+    seed_tensor,
+)
 from fdora.quant import QuantWeight
 
 
@@ -48,6 +57,7 @@ def dora_linear_group(
     dropout_mode: Literal["lora", "peft"] = "lora",
     seed: Sequence[int | Tensor] | None = None,
     keep_inner: bool = False,
+    detach: bool = True,
     backend: Backend = "auto",
 ) -> tuple[Tensor, ...]:
     """DoRA layers on the same x (q, k and v; gate and up): ``y_i = g_i * (x @ W_i.T + s_i * (x @ A_i.T) @ B_i.T) + bias_i``.
@@ -65,6 +75,7 @@ def dora_linear_group(
       dropout_mode: "lora" or "peft", as for :func:`dora_linear`.
       seed: one int or int64 tensor without axes for each layer; each alone decides the mask of its layer. None draws them.
       keep_inner: as for :func:`dora_linear`, for every layer.
+      detach: as for :func:`dora_linear`, for every layer.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
@@ -86,7 +97,10 @@ def dora_linear_group(
     x = cast_x(fn, x, layers[0].W)
     name = select_backend(x, backend=backend).name
     seeds = seeds_for(fn, seed, len(layers), dropout_p, x)
-    ready = [prepared(x, layer, s, keep_inner, name) for layer, s in zip(layers, seeds, strict=True)]
+    ready = [
+        prepared(f"{fn}: layers[{i}]", x, layer, s, keep_inner, detach, name)
+        for i, (layer, s) in enumerate(zip(layers, seeds, strict=True))
+    ]
     drop = Dropout(dropout_p, dropout_mode if dropout_p else "lora")
     return tuple(linear(x, [la for la, _ in ready], Call(tuple(o for _, o in ready), drop, name)))
 
@@ -143,9 +157,11 @@ def seeds_for(fn: str, seed: Sequence[int | Tensor] | None, count: int, p: float
     return [seed_tensor(fn, s, x.device) for s in (seed or [None] * count)]
 
 
-def prepared(x: Tensor, layer: DoraLayer, seed: Tensor | None, keep_inner: bool, backend: str) -> tuple[Operands, Options]:
+def prepared(
+    fn: str, x: Tensor, layer: DoraLayer, seed: Tensor | None, keep_inner: bool, detach: bool, backend: str
+) -> tuple[Operands, Options]:
     W, A, B, m, s, bias, norm = layer
     if A is None or B is None or m is None or s is None:
         return Operands(W, None, None, None, None, bias, None), Options(1.0, "nothing")
-    c = norm_for(x, W, A, B, s, norm, backend)
+    c = norm_for(x, W, A, B, s, norm, backend) if detach else full_norm(fn, x, W, A, B, s, norm, backend)
     return Operands(W, A, B, m, c, bias, seed), Options(s, save_for_dm(m, c, keep_inner))

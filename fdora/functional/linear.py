@@ -14,8 +14,10 @@ from fdora._dispatch import Backend
 from fdora._records import Dropout, DropoutMode, Operands, Options, SaveForDm
 from fdora.autograd.fp8 import fp8_linear
 from fdora.autograd.linear import Call, eager_linear, linear
-from fdora.autograd.norm import row_norm
+from fdora.autograd.norm import row_norm, with_gradient
+from fdora.autograd.residual import residual_linear
 from fdora.autograd.weight import forms_norm
+from fdora.functional._ends import check_ends, folded, loses_inner
 from fdora.functional.backend import select_backend
 from fdora.functional.norm import WIDE, check_weights
 from fdora.quant import Codes8, QuantWeight
@@ -30,17 +32,21 @@ def dora_linear(
     *,
     s: float,
     bias: Tensor | None = None,
+    gamma: Tensor | None = None,
+    residual: Tensor | None = None,
     norm: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_mode: Literal["lora", "peft"] = "lora",
     seed: int | Tensor | None = None,
     keep_inner: bool = False,
+    detach: bool = True,
     compute: Literal["fp8"] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """A DoRA layer: ``y = g * (x @ W.T + s * (x @ A.T) @ B.T) + bias`` with ``g = m / ||W + s * B @ A||`` per row.
 
-    Products run in the dtype of x with float32 accumulation; g, bias and the sum are float32, rounded once. Under
+    With gamma and residual, which LayerScale and the caller's sum are: ``gamma * (g * (...) + bias) + residual``.
+    Products run in the dtype of x with float32 accumulation; g, bias and the sums are float32, rounded once. Under
     torch.autocast x is cast to the autocast dtype first, and y has that dtype.
 
     Args:
@@ -52,6 +58,8 @@ def dora_linear(
       m: (N,) magnitude, float32 or the dtype of W.
       s: LoRA scaling, usually alpha / r. Not differentiated.
       bias: (N,), added after g, as PEFT does.
+      gamma: (N,), float16, bfloat16, float32 or float64, multiplies the whole layer: m and bias take it up, exactly.
+      residual: (..., N) in the dtype of y, added last.
       norm: (N,) float32 (or float64), c of :func:`dora_norm` for these W, A, B and s; None computes it, detached. A norm
         that was computed with ``detach=False`` passes its gradient on.
       dropout_p: probability in [0, 1) that an element of x is dropped; pass 0 in evaluation.
@@ -61,23 +69,27 @@ def dora_linear(
         Under vmap, map over a tensor of seeds; one shared seed gives every mapped element the same mask.
       keep_inner: keep ``base + s * lora`` for the gradient of m even where the output would do. Needed when you change y
         in place before backward (autograd says so).
+      detach: True treats c as a constant, as DoRA does to save memory. False lets gradients reach A and B through c as well, in
+        low-rank form, of a computed norm or of the value of a given one.
       compute: None, or "fp8" for a half-precision x and a W of e4m3 codes (:func:`fdora.quant.from_fp8`): forward rounds x to
         e4m3, with a scale for each token (for 128 columns of one where W has scales of blocks), and multiplies the codes: about
         2.6 % of the base product are lost. The low-rank term reads x itself; backward is in the dtype of x, on the decoded W.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
-      (..., N), dtype and device of x. Gradients reach x, A, B, m, bias and a given norm, each in its own dtype, and only
-      those that need one are computed.
+      (..., N), dtype and device of x. Gradients reach x, A, B, m, bias, gamma, residual and a given norm, each in its own
+      dtype, and only those that need one are computed.
 
     Raises:
-      FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, dropout_p is outside [0, 1), or compute
-        does not know such a W, x, dropout or GPU.
+      FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, dropout_p is outside [0, 1), W is
+        quantised with detach=False, gamma or residual meets dropout_mode "peft", residual meets compute, or compute does not
+        know such a W, x, dropout or GPU.
       NotImplementedError: a second derivative is asked for.
 
-    Memory: keeps x, x @ A.T (M, r) and, for m, y itself; of a quantised W what is stored. With a bias, dropout_mode "peft" or
-    float32 on a GPU it keeps one more (M, N) tensor in the dtype of x; the eager backend also for rows where m is 0 or tiny, on
-    a GPU and in traced code.
+    Memory: keeps x, x @ A.T (M, r) and, for m, y itself, also with a bias: where y - bias has too few digits, the products are
+    formed again in backward. Of a quantised W it keeps what is stored. Under dropout_mode "peft" and in float32 on a GPU it
+    keeps one more (M, N) tensor in the dtype of x; the eager backend also on a GPU and in traced code. With a residual, or a
+    gamma in float16, that tensor takes the place of y.
     Derivation: ``fdora/eager/linear.py``, kernels: ``fdora/triton/linear.py``.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3 (c is detached).
     """
@@ -85,11 +97,15 @@ def dora_linear(
     check_layer(fn, x, W, A, B, m, s, bias, norm)
     x = cast_x(fn, x, W)
     check_dropout(fn, dropout_p, dropout_mode)
+    if gamma is not None or residual is not None:
+        check_ends(fn, x, W, gamma, residual, dropout_mode if dropout_p else "lora", compute)
+        keep_inner = keep_inner or loses_inner(x.dtype, gamma, residual)
+        m, bias = folded(x.dtype, gamma, m, bias)
 
     choice = select_backend(x, backend=backend)
     if compute is not None:
         check_compute(fn, compute, x, W, dropout_mode if dropout_p else "lora", choice.name)
-    c = norm_for(x, W, A, B, s, norm, choice.name)
+    c = norm_for(x, W, A, B, s, norm, choice.name) if detach else full_norm(fn, x, W, A, B, s, norm, choice.name)
     mask_seed = seed_tensor(fn, seed, x.device) if dropout_p else None
     mode = dropout_mode if dropout_p else "lora"
     make = _call if torch.compiler.is_compiling() else _remembered_call
@@ -97,6 +113,8 @@ def dora_linear(
     if compute is not None:
         c = row_norm(W, A, B, None, s, None, True, choice.name) if c is None else c
         return fp8_linear(x, Operands(W, A, B, m, c, bias, mask_seed), call)
+    if residual is not None:
+        return residual_linear(x, Operands(W, A, B, m, c, bias, mask_seed), residual, call)
     return linear(x, (Operands(W, A, B, m, c, bias, mask_seed),), call)[0]
 
 
@@ -162,6 +180,25 @@ def norm_for(x: Tensor, W: Any, A: Tensor, B: Tensor, s: float, norm: Tensor | N
         return None
     c = row_norm(W, A, B, None, s, None, True, backend) if norm is None else norm
     return c if c.dtype == torch.float32 and x.dtype != torch.float64 else c.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def full_norm(fn: str, x: Tensor, W: Any, A: Tensor, B: Tensor, s: float, norm: Tensor | None, backend: str) -> Tensor:
+    """c with gradients to A and B; of a given norm the value is taken."""
+    check_detach(fn, W)
+    c = row_norm(W, A, B, None, s, None, False, backend) if norm is None else with_gradient(norm, W, A, B, s, backend)
+    return c.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def attached(fn: str, c: Tensor, W: Any, A: Tensor, B: Tensor, s: float, backend: str) -> Tensor:
+    """A norm that was kept, with gradients to A and B: for integrations."""
+    check_detach(fn, W)
+    return with_gradient(c, W, A, B, s, backend)
+
+
+def check_detach(fn: str, W: Any) -> None:
+    """For detach=False."""
+    if isinstance(W, QuantWeight):
+        raise fail(fn, "detach", "True for a quantised W", "False", "Pass W.dequantize().")
 
 
 def save_for_dm(m: Tensor, c: Tensor | None, pre_scale: bool) -> SaveForDm:

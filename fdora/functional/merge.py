@@ -13,6 +13,7 @@ from fdora._torch import detached
 from fdora.autograd import quant
 from fdora.autograd._ops import OPS, autocast_off
 from fdora.autograd.norm import is_real, row_norm, scale
+from fdora.functional._ends import check_gamma, folded
 from fdora.functional.backend import select_backend
 from fdora.functional.norm import WIDE, check_weights
 from fdora.quant import QuantWeight
@@ -21,11 +22,20 @@ from fdora.quant.quantize import NAMES, quantizes
 
 @torch.no_grad()
 def dora_merge(
-    W: Tensor | QuantWeight, A: Tensor, B: Tensor, m: Tensor, *, s: float, norm: Tensor | None = None, backend: Backend = "auto"
+    W: Tensor | QuantWeight,
+    A: Tensor,
+    B: Tensor,
+    m: Tensor,
+    *,
+    s: float,
+    gamma: Tensor | None = None,
+    norm: Tensor | None = None,
+    backend: Backend = "auto",
 ) -> Tensor:
     """One weight that does what the adapted layer does: ``W' = g * (W + s * B @ A)``, ``g = m / ||W + s * B @ A||``.
 
-    ``F.linear(x, W', bias)`` equals ``dora_linear(x, W, A, B, m, s=s, bias=bias)`` up to rounding.
+    ``F.linear(x, W', bias)`` equals ``dora_linear(x, W, A, B, m, s=s, bias=bias)`` up to rounding; with a gamma,
+    ``F.linear(x, W', gamma * bias)`` equals ``dora_linear(x, W, A, B, m, s=s, bias=bias, gamma=gamma)``.
 
     Args:
       W: (N, K) weight, float16, bfloat16, float32 or float64, or a :class:`fdora.quant.QuantWeight`; the result is dense.
@@ -33,6 +43,7 @@ def dora_merge(
       B: (N, r), float32 or the dtype of W.
       m: (N,), float32 or the dtype of W.
       s: LoRA scaling, usually alpha / r.
+      gamma: (N,), multiplies the rows of W' before they are rounded. To unmerge, pass ``gamma * m`` in float32 for m.
       norm: (N,) from :func:`dora_norm`; None computes it. Compute and keep it when you mean to unmerge.
       backend: "auto", "eager" or "triton".
 
@@ -46,7 +57,9 @@ def dora_merge(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
     """
     check_merge("dora_merge", W, A, B, m, s, norm)
+    check_gamma("dora_merge", W, gamma)
     choice = select_backend(W, backend=backend)
+    m, _ = folded(W.dtype, gamma, m, None)
     W, A, B, m, norm = detached(W, A, B, m, norm)
     c = row_norm(W, A, B, None, s, None, True, choice.name) if norm is None else norm
     dense = W.dequantize() if isinstance(W, QuantWeight) else W

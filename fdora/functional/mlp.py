@@ -28,6 +28,7 @@ def dora_mlp(
     dropout_mode: Literal["lora", "peft"] = "lora",
     seed: Sequence[int | Tensor] | None = None,
     keep_inner: bool = False,
+    detach: bool = True,
     backend: Backend = "auto",
 ) -> Tensor:
     """A gated MLP of DoRA layers: ``y = down(f(gate(x)) * up(x))``, each layer as in :func:`dora_linear`.
@@ -47,6 +48,7 @@ def dora_mlp(
       dropout_mode: "lora" or "peft", as for :func:`dora_linear`.
       seed: three ints or int64 tensors without axes, of gate, up and down. None draws them.
       keep_inner: as for :func:`dora_linear`, for down.
+      detach: as for :func:`dora_linear`, for all three.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
@@ -69,7 +71,10 @@ def dora_mlp(
     x = cast_x(fn, x, gate.W)
     name = select_backend(x, backend=backend).name
     seeds = seeds_for(fn, seed, 3, dropout_p, x)
-    ready = [prepared(x, la, s, keep_inner and la is down, name) for la, s in zip(layers.values(), seeds, strict=True)]
+    ready = [
+        prepared(f"{fn}: {label}", x, la, s, keep_inner and la is down, detach, name)
+        for (label, la), s in zip(layers.items(), seeds, strict=True)
+    ]
     drop = Dropout(dropout_p, dropout_mode if dropout_p else "lora")
     return mlp(x, [la for la, _ in ready], Call(tuple(o for _, o in ready), drop, act, name))
 

@@ -52,7 +52,7 @@ __all__ = [
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def use_fdora(model: Model, *, fuse: bool = False, keep_inner: bool = False) -> Model:
+def use_fdora(model: Model, *, fuse: bool = False, keep_inner: bool = False, detach: bool = True) -> Model:
     """Run the DoRA layers of this model through fdora. In place; nothing enters its state dict. Idempotent.
 
     Layers that are added later run stock until it is called again; :func:`report` shows them. It also makes every layer
@@ -63,14 +63,17 @@ def use_fdora(model: Model, *, fuse: bool = False, keep_inner: bool = False) -> 
       model: a PeftModel, or any module with PEFT layers in it.
       fuse: also run q, k, v and the gated MLP of Llama-, Qwen-, Gemma- and Mistral-style blocks in one call each: less time,
         and half of what an MLP keeps for backward. A copy or a pickle of the model forgets it for q, k, v.
-      keep_inner: keep one more activation per layer without bias. Needed where the model changes the layer's output in
+      keep_inner: keep one more activation per layer. Needed where the model changes the layer's output in
         place before backward, as ``nn.ReLU(inplace=True)`` or Gemma 3n with ``"all-linear"`` does (the error says so).
+      detach: True treats the norm as a constant, as PEFT does. False lets gradients reach A and B through it too: full DoRA, on
+        weights that are not quantised. What runs PEFT's own code (:func:`report` says so) stays detached.
 
     Returns:
       The model.
 
     Raises:
-      FdoraError: there is no DoRA adapter in it, or ``fuse`` finds no block all of whose layers have one.
+      FdoraError: there is no DoRA adapter in it, or ``fuse`` finds no block all of whose layers have one. With ``detach=False``
+        a quantised layer raises when it runs.
     """
     found, layers, wrong = False, _layers("use_fdora", model), []
     unfuse_blocks(model)
@@ -81,7 +84,7 @@ def use_fdora(model: Model, *, fuse: bool = False, keep_inner: bool = False) -> 
                 variant = layer.lora_variant[name] = OURS[type(variant)](variant)
             if isinstance(variant, Dora):
                 found = True
-                variant.keep_inner = keep_inner
+                variant.keep_inner, variant.detach = keep_inner, detach
                 variant.keep(layer)
                 fuse_layer(layer)
                 if isinstance(variant, LinearVariant) and variant.misread(layer) is not None:

@@ -54,6 +54,11 @@ def gradient(plan: Builder, out: Array, a: Array, b: Array) -> None:
     _copy(plan, [wide], out)
 
 
+def copied(plan: Builder, t: Array, out: Array) -> None:
+    """t into ``out``, of the same shape."""
+    _copy(plan, [t], out)
+
+
 def _copy(plan: Builder, parts: Sequence[Array], out: Array) -> None:
     """Below each other, into the rows of ``out``."""
     columns = out.shape[1]

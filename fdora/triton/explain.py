@@ -98,15 +98,19 @@ def compose(on: Device, base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | No
     return Parts((forward, backward), {"base": base, "lora": lora, "g": g})
 
 
-def linear(on: Device, x: Tensor, layers: Layers, options: Sequence[Options], drop: Dropout, fp8: bool = False) -> Parts:
-    """One layer, or several on one x. ``fp8``: one, by products of 8 bits."""
+def linear(
+    on: Device, x: Tensor, layers: Layers, options: Sequence[Options], drop: Dropout, fp8: bool = False,
+    residual: Tensor | None = None,
+) -> Parts:  # fmt: skip
+    """One layer, or several on one x. ``fp8``: one, by products of 8 bits; ``residual``: one, to which this is added."""
     flat, codes = flat_of(layers), _facts(layers)
     saves, s = tuple(o.save for o in options), [o.s for o in options]
     if fp8:
         W, *rest = layers[0]
         forward = _plan(on, _fp8.plan_fp8_linear, (x, *W.tensors, *rest), saves[0], drop.p, W.facts.scale, W.facts.block)
     else:
-        forward = _plan(on, _linear.plan_forward, (x, *flat), *drop, saves, _linear.same(s), *codes)
+        ends = () if residual is None else (residual,)
+        forward = _plan(on, _linear.plan_forward, (x, *flat, *ends), *drop, saves, _linear.same(s), *codes, len(ends) > 0)
     if not any(map(_needs, (x, *flat))):
         return Parts((forward,), {})
     results = _results(forward)

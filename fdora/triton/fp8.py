@@ -39,6 +39,8 @@ def fp8_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], d
     """One layer, whose W is a QuantWeight of e4m3. x (..., K), half precision -> y (..., N), and what backward reads."""
     (la,), (o,) = layers, options
     facts, operands = la.W.facts, [*la.W.tensors, *la[1:]]
+    if la.bias is not None and o.save == "output":  # columns that it drowns would be formed again by another product than this
+        o = o._replace(save="pre_scale")
     run_it: Any = fp8_linear if needs_dispatcher(x) else _fp8_linear
     y, h, *before = run_it(x, operands, o.s, o.save, dropout.p, facts.scale, list(facts.block))
     kept = before[0] if before else None if o.save == "nothing" else y

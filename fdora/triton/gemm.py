@@ -1,7 +1,8 @@
 """One matrix product with the low-rank term and everything elementwise inside: nothing of size (M, N) but the result.
 
     out = epilogue( x W + mask( x' W + h B ) )      x, x' (M, K), W (K, N), h (M, r), B (r, N)
-    epilogue(v) = v | g v + bias | v + (g - 1) residual + bias | v + residual      g = m / max(c, EPS), one value per column
+    epilogue(v) = v | g v + bias (+ residual) | v + (g - 1) residual + bias | v + residual
+    g = m / max(c, EPS), one value per column
 
 Forward: W and B are the transposed weights, h = s x A^T. Backward: x is dz, W the weight as it is, h = s dz B, B is A.
 The mask (dropout of the adapter's input) belongs to the low-rank term only, so that term is accumulated first and masked in

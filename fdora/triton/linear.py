@@ -28,6 +28,7 @@ from fdora._records import NO_NEEDS, Dropout, DropoutMode, Grads, Needs, Operand
 from fdora._torch import PLAIN, needs_dispatcher
 from fdora.quant import QuantWeight
 from fdora.triton.codes import is_coded
+from fdora.triton.copy import dense
 from fdora.triton.linear_bwd import backward, fake_grads, result_grads
 from fdora.triton.linear_fwd import forward
 from fdora.triton.op import op
@@ -36,15 +37,20 @@ from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.plan import Array, Plan
 from fdora.triton.runtime.walk import plan_for, run
+from fdora.triton.scale import BESIDE_BIAS
 from fdora.triton.small import Out, is_small
 
 # forward
 
 
-def layers_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout) -> tuple[list[Tensor], Saved]:
-    """x (..., K) -> each y (..., N), and what backward reads."""
+def layers_fwd(
+    x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout, residual: Tensor | None = None
+) -> tuple[list[Tensor], Saved]:
+    """x (..., K) -> each y (..., N), and what backward reads. ``residual``, like the y of a single layer, is added to it."""
     seen = needs_dispatcher(x)
-    short = len(layers) == 1 and not seen and layers[0].A is not None and type(layers[0].W) is not QuantWeight
+    short = (
+        len(layers) == 1 and residual is None and not seen and layers[0].A is not None and type(layers[0].W) is not QuantWeight
+    )
     if short:  # of the rest, for the host's sake
         (o,), tensors, s = options, (x, *layers[0]), (options[0].s,)
         y, h, *before = run(plan_for(plan_forward, tensors, drop.p, drop.mode, (o.save,), True), tensors, s)
@@ -52,7 +58,7 @@ def layers_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options]
         return [y], Saved(h, (kept,), (bool(before),))
     run_it: Any = linear if seen else _linear
     operands = flat(layers)
-    results = run_it(x, operands, [o.s for o in options], [o.save for o in options], *drop, *facts(layers))
+    results = run_it(x, operands, [o.s for o in options], [o.save for o in options], *drop, *facts(layers), residual)
     return unpacked(results, x, layers, options, drop.mode)
 
 
@@ -79,18 +85,21 @@ def unpacked(
 
 def _linear(
     x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str,
-    text: Sequence[str], numbers: Sequence[int],
+    text: Sequence[str], numbers: Sequence[int], residual: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Each y, h if there is any, each value before g that is saved, each norm that nobody gave."""
-    return run(*_planned(x, operands, s, saves, p, mode, text, numbers))
+    return run(*_planned(x, operands, s, saves, p, mode, text, numbers, residual))
 
 
 def _planned(
     x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str,
-    text: Sequence[str], numbers: Sequence[int],
+    text: Sequence[str], numbers: Sequence[int], residual: Tensor | None = None,
 ) -> tuple[Plan, tuple, tuple]:  # fmt: skip
-    tensors, s, options = (x, *operands), tuple(s), (p, mode, tuple(saves))
-    return plan_for(plan_forward, tensors, *options, same(s), tuple(text), tuple(numbers)), tensors, s
+    tensors, s = (x, *operands), tuple(s)
+    options: tuple = (p, mode, tuple(saves), same(s), tuple(text), tuple(numbers))
+    if residual is not None:
+        tensors, options = (*tensors, residual), (*options, True)
+    return plan_for(plan_forward, tensors, *options), tensors, s
 
 
 def same(s: Sequence[float]) -> bool:
@@ -98,19 +107,21 @@ def same(s: Sequence[float]) -> bool:
 
 
 def saves_pre_scale(dtype: torch.dtype, tokens: int, la: Any, mode: str, save: str) -> bool:
-    """Whether y cannot stand in for the value before g. Rows with g near 0 can, in half precision: backward redoes them.
+    """Whether y cannot stand in for the value before g. In half precision also columns with g near 0 or a large bias can:
+    backward redoes them (scale.py).
 
     It reads W for that; of codes few tokens need no dense W for anything else, and they cost nothing to keep.
     """
-    exact = la.bias is None and (la.seed is None or mode != "peft") and dtype != torch.float32
+    exact = (la.seed is None or mode != "peft") and dtype != torch.float32 and (la.bias is None or tokens > BESIDE_BIAS)
     exact = exact and not (is_coded(la.W) and is_small(tokens))
     return la.A is not None and (save == "pre_scale" or (save == "output" and not exact))
 
 
 def plan_forward(
     likes: Likes, device: Device, p: float, mode: DropoutMode, saves: tuple[str, ...], same_s: bool,
-    text: tuple[str, ...] = (), numbers: tuple[int, ...] = (),
+    text: tuple[str, ...] = (), numbers: tuple[int, ...] = (), has_residual: bool = False,
 ) -> Plan:  # fmt: skip
+    """likes: x, the operands, and behind them a residual."""
     plan = Builder("dora_linear forward" if len(saves) == 1 else f"forward of {len(saves)} layers on one x", device)
     x = plan.tokens(likes[0])
     layers = read_layers(plan, x.dtype, likes[1:], len(saves), text, numbers)
@@ -123,7 +134,8 @@ def plan_forward(
         for i, (y, la, save) in enumerate(zip(ys, layers, saves, strict=True))
     ]
     out = [Out(*each) for each in zip(ys, h.parts, pre, norms_of(plan, layers), strict=True)]
-    forward(plan, x, layers, scalars, out, h.whole, Dropout(p, mode), same_s)
+    residual = dense(plan, plan.tokens(likes[-1])) if has_residual else None
+    forward(plan, x, layers, scalars, out, h.whole, Dropout(p, mode), same_s, residual)
     return plan.plan()
 
 
@@ -217,7 +229,7 @@ def plan_backward(
 # the same as ops that torch sees
 
 
-def _fake_linear(x, operands, s, saves, p, mode, text, numbers):
+def _fake_linear(x, operands, s, saves, p, mode, text, numbers, residual=None):
     layers = fake_layers(operands, len(saves), text, numbers)
     ys = [x.new_empty((*x.shape[:-1], la.W.shape[0])) for la in layers]
     M, total = rows_of(x), sum(la.A.shape[0] for la in layers if la.A is not None)
@@ -237,7 +249,8 @@ def _fake_linear_backward(x, h, dys, kept, operands, s, pre_scale, p, mode, need
 
 linear = op(
     "linear", _linear, _fake_linear, _planned,
-    "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str[] text, SymInt[] numbers) -> Tensor[]",
+    "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str[] text, SymInt[] numbers, "
+    "Tensor? residual=None) -> Tensor[]",
 )  # fmt: skip
 linear_backward = op(
     "linear_backward", _linear_backward, _fake_linear_backward, _planned_backward,

@@ -8,7 +8,7 @@ import torch
 
 from fdora._records import Dropout
 from fdora.triton.codes import Packed
-from fdora.triton.copy import in_dtype, operand, stacked
+from fdora.triton.copy import copied, in_dtype, operand, stacked
 from fdora.triton.dequantize import weight_in, weight_of
 from fdora.triton.dropout import drop
 from fdora.triton.gemm import Epilogue, Operand, gemm
@@ -25,9 +25,9 @@ BLOCK_M, BLOCK_N = 4, 512
 
 def forward(
     plan: Builder, x: Array, layers: list[Any], scalars: list[Scalar], out: list[Out], h: Array | None, dropout: Dropout,
-    same_s: bool,
+    same_s: bool, residual: Array | None = None,
 ) -> None:  # fmt: skip
-    """All layers on x: also the two halves of an MLP (mlp.py)."""
+    """All layers on x: also the two halves of an MLP (mlp.py). One layer may have a residual, (M, N) like its y, to add."""
     half = x.dtype != torch.float32
     small = half and is_small(x.shape[0])
     adapted = [la for la in layers if la.A is not None]
@@ -42,14 +42,17 @@ def forward(
         if la.A is None:
             _frozen_forward(plan, x, la, each.y)
         elif small and la.seed is None:  # it forms h in passing, faster than it could read one
+            if residual is not None:
+                copied(plan, residual, each.y)
+            onto = residual is not None
             if isinstance(la.W, Packed) and reads(la.W):
                 if each.c is not None:
                     norm(plan, la.W, la.A, la.B, s, each.c)
-                small_forward_of_codes(plan, x, la.W, la, s, each)
+                small_forward_of_codes(plan, x, la.W, la, s, each, accumulate=onto)
             else:
-                small_forward(plan, x, la._replace(W=weight_of(plan, la, s, x.dtype, each.c)), s, each)
+                small_forward(plan, x, la._replace(W=weight_of(plan, la, s, x.dtype, each.c)), s, each, accumulate=onto)
         else:
-            _forward(plan, x, la, s, each, dropout, at_once)
+            _forward(plan, x, la, s, each, dropout, at_once, residual)
     if not half:
         plan.path = "products by cuBLAS, then g in one pass; float32 obeys torch.set_float32_matmul_precision"
     elif small:
@@ -63,7 +66,9 @@ def forward(
         plan.path += "; W is decoded first" + (", its norm with it" if any(each.c is not None for each in out) else "")
 
 
-def _forward(plan: Builder, x: Array, la: Any, s: Scalar, out: Out, dropout: Dropout, h_is_there: bool) -> None:
+def _forward(
+    plan: Builder, x: Array, la: Any, s: Scalar, out: Out, dropout: Dropout, h_is_there: bool, residual: Array | None
+) -> None:
     t, (y, h, pre, c) = x.dtype, out
     assert h is not None
     W, peft = weight_of(plan, la, s, t, c), la.seed is not None and dropout.mode == "peft"
@@ -79,13 +84,13 @@ def _forward(plan: Builder, x: Array, la: Any, s: Scalar, out: Out, dropout: Dro
             pre = plan.temp(y.shape, t) if pre is None else pre
             plan.product(pre, xd, W.T)
             plan.product(pre, h, B.T, accumulate=True)
-        epilogue_of(plan, v, y, Epilogue("residual" if peft else "scale", la.m, la.c, la.bias, pre if peft else None))
+        epilogue_of(plan, v, y, Epilogue("residual" if peft else "scale", la.m, la.c, la.bias, pre if peft else residual))
     elif peft:
         pre = plan.temp(y.shape, t) if pre is None else pre
         gemm(plan, pre, xd, h, Operand(W, B, trans=True))
         gemm(plan, y, x, h, Operand(W, B, trans=True), Epilogue("residual", la.m, la.c, la.bias, pre))
     else:
-        gemm(plan, y, x, h, Operand(W, B, trans=True), Epilogue("scale", la.m, la.c, la.bias), pre_scale=pre)
+        gemm(plan, y, x, h, Operand(W, B, trans=True), Epilogue("scale", la.m, la.c, la.bias, residual), pre_scale=pre)
 
 
 def _frozen_forward(plan: Builder, x: Array, la: Any, y: Array) -> None:

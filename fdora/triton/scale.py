@@ -3,9 +3,12 @@
     dz = g dy       dg_n = sum_t dy v       dm = dg / c       dc = -dm g       dbias = sum_t dy       dB = dz^T h
 
 A program walks down ROWS rows of its columns; with more than one strip of rows the sums go through partials that a second
-kernel adds in a fixed order. v = base + s lora is read back as y / g where the output was saved. A row of W with g at or
-near 0 left nothing of v in y: for those columns, and only there, the products are formed again from x and h,
-dg_n = (dy_n^T x) . W_n + (dy_n^T h) . B_n. That is a branch on the device; the host never looks.
+kernel adds in a fixed order. v = base + s lora is read back as (y - bias) / g where the output was saved. A row of W with g at
+or near 0 left nothing of v in y, and a large bias little: for those columns, and only there, the products are formed again,
+dg_n = sum_t dy_tn (x_t . W_n + h_t . B_n). That is a branch on the device; the host never looks. Which columns, and what the
+others lose: fdora/eager/linear.py. Models have drowned columns in every layer: there each strip asks for itself, by a NaN in
+its partial. One kernel lists these columns, another forms the products of their gathered rows of W.
+At most BESIDE_BIAS tokens are not worth these launches: forward keeps v for them.
 
 Bytes: dy and y read, dz written, 3 M N; dB is formed on the tiles that are there anyway (h holds s x A^T).
 """
@@ -16,13 +19,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdora.triton.configs import ScaleConfig, scale_config
-from fdora.triton.kernels.scale import finish_kernel, scale_kernel
+from fdora.triton.configs import ScaleConfig, power_of_two, scale_config
+from fdora.triton.kernels.scale import again_kernel, finish_kernel, lost_kernel, scale_kernel
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 
 FINISH_N, FINISH_T = 32, 32
+BESIDE_BIAS = 512
+AGAIN_M, AGAIN_N, AGAIN_K, MOST_COLUMNS = 128, 32, 64, 32
 
 
 class Sums(NamedTuple):
@@ -54,12 +59,14 @@ def scale_backward(
         config.BLOCK_R if out.dB is not None else 0,
     )
     strips = cdiv(M, config.ROWS)
-    single = strips == 1
+    bias = None if pre_scale or not need_m else la.bias
+    single = strips == 1 and bias is None
+    split = 1 if bias is None else cdiv(config.ROWS, AGAIN_M)
 
     def partial(need: bool, *shape: int) -> Array | None:
         return plan.temp(shape, torch.float32) if need and not single else None
 
-    partials = (partial(need_m, strips, N), partial(need_bias, strips, N), partial(block_r > 0, strips, N, r))
+    partials = (partial(need_m, strips * split, N), partial(need_bias, strips, N), partial(block_r > 0, strips, N, r))
     info = torch.finfo(dy.dtype)
     tiny = info.tiny / info.eps  # below it y = g v is subnormal where v is not small
     operands = (x, la.W, h, la.B, la.m, la.c)
@@ -67,16 +74,25 @@ def scale_backward(
     needs = (out.dm is not None, out.dc is not None, need_bias)
     plan.launch(
         scale_kernel, (cdiv(N, config.BLOCK_N), strips),
-        (dy, saved, *operands, out.dz, out.dz_minus_dy, *partials, *sums, M, N, K, r, tiny,
+        (dy, saved, *operands, bias, out.dz, out.dz_minus_dy, *partials, *sums, M, N, K, r, tiny,
          dy.stride[0], 0 if saved is None else saved.stride[0], *strides),
-        (out.dz is not None, out.dz_minus_dy is not None, *needs, block_r, pre_scale, single,
+        (out.dz is not None, out.dz_minus_dy is not None, *needs, block_r, pre_scale, bias is not None, single, split,
          config.BLOCK_M, config.BLOCK_N, config.ROWS), config.num_warps,
     )  # fmt: skip
+    if not single and bias is not None:
+        lost, count = plan.temp((strips, N), torch.int32), plan.temp((strips,), torch.int32)
+        plan.launch(lost_kernel, (strips,), (partials[0], lost, count, N), (split, 1024), 4)
+        columns = min(cdiv(N, AGAIN_N), MOST_COLUMNS)
+        plan.launch(
+            again_kernel, (columns, strips * split),
+            (dy, *operands[:4], partials[0], lost, count, M, N, K, r, columns, dy.stride[0], *strides),
+            (split, AGAIN_M, AGAIN_N, AGAIN_K, min(AGAIN_K, power_of_two(r))), 8, 3,
+        )  # fmt: skip
     if not single and any((*needs, block_r)):
         plan.launch(
             finish_kernel,
             (cdiv(N, FINISH_N),),
-            (dy, *operands, *partials, *sums, M, N, K, r, strips, tiny, dy.stride[0], *strides),
-            (*needs, block_r, pre_scale, FINISH_N, FINISH_T),
+            (dy, *operands, *partials, *sums, M, N, K, r, strips, strips * split, tiny, dy.stride[0], *strides),
+            (*needs, block_r, pre_scale or bias is not None, FINISH_N, FINISH_T),
             4,
         )

@@ -35,10 +35,15 @@ class Out(NamedTuple):
     c: Array | None = None  # the norm, where nobody gave it
 
 
-def small_forward(plan: Builder, x: Array, la: Any, s: Scalar, out: Out, config: SmallConfig | None = None) -> None:
-    """(M, K) and a layer, W in the dtype of x -> y, pre_scale (M, N) and h = s x A^T (M, r). ``config`` overrides the table."""
+def small_forward(
+    plan: Builder, x: Array, la: Any, s: Scalar, out: Out, config: SmallConfig | None = None, accumulate: bool = False
+) -> None:
+    """(M, K) and a layer, W in the dtype of x -> y, pre_scale (M, N) and h = s x A^T (M, r). ``accumulate``: added to y.
+
+    ``config`` overrides the table.
+    """
     y, h, pre_scale, _ = out
-    _small(plan, x, la.W.T, la.A.T, la.B.T, s, config, y, pre_scale, h=h, m=la.m, c=la.c, bias=la.bias)
+    _small(plan, x, la.W.T, la.A.T, la.B.T, s, config, y, pre_scale, h=h, m=la.m, c=la.c, bias=la.bias, accumulate=accumulate)
 
 
 def small_backward(

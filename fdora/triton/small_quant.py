@@ -40,11 +40,19 @@ def reads(W: Packed) -> bool:
 
 
 def small_forward_of_codes(
-    plan: Builder, x: Array, W: Packed, la: Any, s: Scalar, out: Out, config: CodesConfig | None = None
+    plan: Builder,
+    x: Array,
+    W: Packed,
+    la: Any,
+    s: Scalar,
+    out: Out,
+    config: CodesConfig | None = None,
+    accumulate: bool = False,
 ) -> None:
     """:func:`fdora.triton.small.small_forward`, W of codes. float16 or bfloat16 x."""
     y, h, pre_scale, _ = out
-    _small(plan, x, W, False, la.A.T, la.B.T, s, config, y, pre_scale, h=h, m=la.m, c=la.c, bias=la.bias)
+    ends: Any = dict(h=h, m=la.m, c=la.c, bias=la.bias, accumulate=accumulate)
+    _small(plan, x, W, False, la.A.T, la.B.T, s, config, y, pre_scale, **ends)
 
 
 def small_backward_of_codes(

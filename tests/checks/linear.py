@@ -8,7 +8,7 @@ from torch.autograd import gradcheck
 from fdora.eager.dropout import drop
 from fdora.functional import dora_linear, dora_norm
 from tests import device, reference
-from tests.close import assert_exact, assert_within, rel_l2
+from tests.close import assert_exact, assert_within, rel_l2, rms
 from tests.make import KINDS, grads, tensors, tracked
 
 P, SEED = 0.4, 11
@@ -91,6 +91,74 @@ def a_given_norm_gets_its_gradient():
     assert (dc[::2] == 0).all() and (dc[1::2] != 0).all()
 
 
+def gradients_go_through_the_norm_on_request():
+    """detach=False, of a norm that is computed and of one that is given; against float64 autograd through the dense norm."""
+    for kind, mode, given in itertools.product(("plain", "cancelling", "negative_m"), DROPOUT, (False, True)):
+        t = tracked(tensors(9, 7, 3, (2, 4), kind=kind), *"xABm")
+        c = dora_norm(*(t[n].detach() for n in "WAB"), s=t["s"]) if given else None
+        want = truth(t, mode, None, reference.norm(*(t[n] for n in "WABs")))
+        y = call(t, mode, norm=c, detach=False)
+        dy = torch.randn_like(y)
+        got, ref = (grads(v, dy, **{n: t[n] for n in "xABm"}) for v in (y, want))
+        for n in got:
+            assert_exact(got[n], ref[n], f"{kind} {mode} given={given} d{n}")
+        held = grads(call(t, mode, norm=c), dy, A=t["A"])
+        assert rel_l2(held["A"], ref["A"]) > 1e-3, "a norm that is detached gives no gradient"
+    t = tensors(4, 3, 2, (3,))
+    args = [t[n].requires_grad_() for n in "xABm"]
+    assert gradcheck(lambda x, A, B, m: dora_linear(x, t["W"], A, B, m, s=t["s"], detach=False), args)
+
+
+def gamma_and_residual_are_inside():
+    """y = gamma (layer) + residual with all gradients, every kind of row; a gamma of 0 and a negative one in it."""
+    for kind, mode, with_bias, ends in itertools.product(
+        KINDS, ("none", "lora"), (False, True), (("gamma",), ("residual",), ("gamma", "residual"))
+    ):
+        t = tensors(9, 7, 3, (2, 4), kind=kind)
+        t["gamma"], t["residual"] = torch.randn(9).to(t["x"]), torch.randn(2, 4, 9).to(t["x"])
+        t["gamma"][4] = 0
+        names = ("x", "A", "B", "m", *(["bias"] if with_bias else []), *ends)
+        t = tracked(t, *names)
+        bias, given = (t["bias"] if with_bias else None), {n: t[n] for n in ends}
+        y = call(t, mode, bias=bias, **given)
+        want = given.get("gamma", 1) * truth(t, mode, bias) + given.get("residual", 0)
+        assert_exact(y, want, f"{kind} {mode} {ends} y")
+        dy = torch.randn_like(y)
+        got, ref = (grads(v, dy, **{n: t[n] for n in names}) for v in (y, want))
+        for n in names:
+            assert_exact(got[n], ref[n], f"{kind} {mode} {ends} bias={with_bias} d{n}")
+    t = tensors(4, 3, 2, (3,))
+    args = [*(t[n] for n in "xABm"), t["bias"], torch.randn(4).to(t["x"]), torch.randn(3, 4).to(t["x"])]
+
+    c = dora_norm(*(t[n] for n in "WAB"), s=t["s"])
+
+    def f(x, A, B, m, bias, gamma, residual):
+        return dora_linear(x, t["W"], A, B, m, s=t["s"], norm=c, bias=bias, gamma=gamma, residual=residual)
+
+    assert gradcheck(f, [v.requires_grad_() for v in args])
+
+
+def ends_round_once(backend="auto", dtypes=(torch.bfloat16, torch.float16, torch.float32), tokens=(7, 33, 140)):
+    """No worse than the same steps one by one, each of which rounds; a LayerScale of 1e-3, residuals 30 times as large."""
+    for dtype, M, adapter in itertools.product(dtypes, tokens, (None, torch.float32)):
+        t = tensors(40, 64, 8, (M,), dtype, adapter, spread=0.05)
+        t["gamma"] = (1e-3 * torch.randn(40).double()).to(t["x"])
+        t["residual"] = torch.randn(M, 40).to(t["x"]) * 0.03
+        names = ("x", "A", "B", "m", "bias", "gamma", "residual")
+        t = tracked(t, *names)
+        leaves = {n: t[n] for n in names}
+        y = call(t, bias=t["bias"], gamma=t["gamma"], residual=t["residual"], backend=backend)
+        rough = reference.naive(*(t[n] for n in ("x", "W", "A", "B", "m", "s", "bias"))) * t["gamma"] + t["residual"]
+        want = truth(t, "none", t["bias"]) * t["gamma"].double() + t["residual"].double()
+        assert y.dtype == dtype
+        assert_within(y, rough, want, f"{dtype} {M} y")
+        dy = torch.randn(M, 40, device=device.NAME).to(dtype)
+        got, eager, ref = grads(y, dy, **leaves), grads(rough, dy, **leaves), grads(want, dy.double(), **leaves)
+        for n, leaf in leaves.items():
+            assert got[n].dtype == leaf.dtype
+            assert_within(got[n], eager[n].to(leaf.dtype), ref[n].double(), f"{dtype} {adapter} {M} d{n}")
+
+
 def is_at_the_rounding_floor():
     """bf16 at g near 1 (std 0.0015): one rounding of the output, as if everything before it were exact."""
     for kind_of_bias in (False, True):
@@ -147,6 +215,38 @@ def dm_survives_the_two_traps():
         assert rel_l2(got[::3], ref[::3]) <= 5e-3, (trap, rel_l2(got[::3], ref[::3]))
 
 
+def dm_read_beside_a_bias_loses_its_bound(backend="auto", dtypes=(torch.bfloat16,), tokens=(40, 300)):
+    """The bound of fdora/eager/linear.py, column by column, and what a kept inner would lose, by the size of the bias.
+
+    Qwen2.5's k has a bias of about the size of the product in most columns and of hundreds in some. Columns of equal sizes
+    stand side by side: 4 are read, 400 formed again, where tokens differ in size both in one column.
+    """
+    N, K, sizes = 96, 32, (0.0, 0.5, 2.0, 8.0, 60.0, 400.0)
+    for dtype, M, uneven in itertools.product(dtypes, tokens, (False, True)):
+        t = tensors(N, K, 8, (M,), dtype, torch.float32, spread=0.3)
+        t["m"][5::24] = 0
+        bias = (torch.tensor(sizes).repeat_interleave(N // len(sizes)) * torch.randn(N).sign()).to(t["x"])
+        if uneven:
+            t["x"] = t["x"] * torch.logspace(-2, 1, M).to(t["x"])[:, None]
+        t = tracked(t, "m")
+        want = truth(t, "none", bias)
+        dy = torch.randn(M, N).to(t["x"])
+        (ref,) = torch.autograd.grad(want, t["m"], dy.double())
+        read, kept = (
+            torch.autograd.grad(call(t, bias=bias, backend=backend, keep_inner=keep), t["m"], dy)[0].double()
+            for keep in (False, True)
+        )
+        c = reference.norm(t["W"], t["A"], t["B"], t["s"])
+        v = truth(t | {"m": c}, "none", None)
+        u = torch.finfo(dtype).eps / 2
+        bound = u * (dy.double() * v).abs().sum(0) / c
+        # k / (1 - k u) of it, and one for h, which is rounded as well
+        over = ((read - ref).abs() / (6 * bound)).max().item()
+        assert over <= 1, (dtype, M, uneven, over)
+        for size, a, b in zip(sizes, (read - ref).view(len(sizes), -1), (kept - ref).view(len(sizes), -1), strict=True):
+            assert rms(a) <= 4 * rms(b), (dtype, M, uneven, size, rms(a) / rms(b))
+
+
 def fp16_magnitudes_that_underflow_keep_dm():
     t = tracked(tensors(48, 64, 8, (128,), torch.float16, torch.float32), "m")
     with torch.no_grad():
@@ -192,10 +292,14 @@ CHECKS = [
     any_shape,
     gradients_are_right,
     a_given_norm_gets_its_gradient,
+    gradients_go_through_the_norm_on_request,
+    gamma_and_residual_are_inside,
+    ends_round_once,
     is_at_the_rounding_floor,
     mixed_dtypes_are_within_budget,
     float32_adapters_keep_float32_gradients,
     dm_survives_the_two_traps,
+    dm_read_beside_a_bias_loses_its_bound,
     fp16_magnitudes_that_underflow_keep_dm,
     zero_and_nan_rows_stay_in_their_row,
     takes_any_strides,

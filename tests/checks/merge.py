@@ -23,6 +23,19 @@ def merged_weight_does_what_the_layer_does():
         assert torch.equal(dora_merge(t["W"], *p, s=t["s"], norm=c), merged)
 
 
+def gamma_is_in_the_merged_weight():
+    t = tensors(70, 33, 8)
+    p, gamma = [t[n] for n in NAMES], torch.linspace(-1, 2, 70).to(t["x"])
+    merged = dora_merge(t["W"], *p, s=t["s"], gamma=gamma)
+    want = dora_linear(t["x"], t["W"], *p, s=t["s"], bias=t["bias"], gamma=gamma)
+    assert_exact(linear(t["x"], merged, gamma * t["bias"]), want)
+    half = tensors(70, 33, 8, dtype=torch.bfloat16, adapter=torch.float32)  # rounded once, not for g and again for gamma
+    got = dora_merge(half["W"], *(half[n] for n in NAMES), s=t["s"], gamma=gamma.bfloat16())
+    V = half["W"].double() + t["s"] * half["B"].double() @ half["A"].double()
+    exact = (gamma.bfloat16().double() * half["m"].double() / V.norm(dim=1))[:, None] * V
+    assert ((got.double() - exact).abs() <= 2**-8 * exact.abs() * 1.001).all()
+
+
 def round_trip():
     limits = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
     for dtype, kind in itertools.product(limits, ("plain", "zero_rows", "cancelling", "negative_m")):
@@ -63,6 +76,7 @@ def has_shapes_on_meta():
 
 CHECKS = [
     merged_weight_does_what_the_layer_does,
+    gamma_is_in_the_merged_weight,
     round_trip,
     zero_rows_come_back,
     leaves_its_input_alone,

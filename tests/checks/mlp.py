@@ -5,7 +5,7 @@ import itertools
 import torch
 import torch.nn.functional as F
 
-from fdora.functional import DoraLayer, dora_linear, dora_mlp
+from fdora.functional import DoraLayer, dora_linear, dora_mlp, dora_norm
 from tests import device, reference
 from tests.checks.group import MODES, masked, named, packed
 from tests.close import assert_exact, assert_within, rel_l2
@@ -73,6 +73,24 @@ def matches_the_truth_and_layers_by_themselves():
             ref = grads(want, dy, **leaves)
             for n in leaves:
                 assert_exact(got[n], ref[n], f"{kind} {mode} {act} bias={biased} d{n}")
+
+
+def kept_inners_say_the_same():
+    """Where tokens and norms are mapped nothing is looked at: of gate and up inner is kept, from which the output follows."""
+    for biased in (False, True):
+        layers, leaves, x = leaves_of(three(), ("A", "B", "m", "bias") if biased else ("A", "B", "m"))
+        want = truth(layers, x, "silu", biased)
+
+        norms = [dora_norm(*(t[n].detach() for n in "WAB"), s=t["s"]).expand(2, -1) for t in layers]
+
+        def call(x, *norms, layers=layers, biased=biased):
+            return dora_mlp(x, *(packed(t, biased, norm=c) for t, c in zip(layers, norms, strict=True)))
+
+        y = torch.vmap(call)(x, *norms)
+        assert_exact(y, want)
+        dy = torch.randn_like(want)
+        for (n, d), ref in zip(grads(y, dy, **leaves).items(), grads(want, dy, **leaves).values(), strict=True):
+            assert_exact(d, ref, f"d{n}")
 
 
 def some_without_an_adapter():
@@ -178,8 +196,22 @@ def extreme_gates_stay_finite():
         assert y.isfinite().all() and dx.isfinite().all(), act
 
 
+def gradients_go_through_each_norm_on_request():
+    layers, leaves, x = leaves_of(three(), ("A", "B", "m"))
+
+    def layer(i, t, x):
+        return reference.dora(x, *(t[n] for n in "WABms"), None, reference.norm(*(t[n] for n in "WABs")))
+
+    y, want = dora_mlp(x, *(packed(t, False) for t in layers), detach=False), by_layers(layer, layers, x, "silu")
+    dy = torch.randn_like(y)
+    for (n, d), ref in zip(grads(y, dy, **leaves).items(), grads(want, dy, **leaves).values(), strict=True):
+        assert_exact(d, ref, f"d{n}")
+
+
 CHECKS = [
+    gradients_go_through_each_norm_on_request,
     matches_the_truth_and_layers_by_themselves,
+    kept_inners_say_the_same,
     some_without_an_adapter,
     any_shape,
     only_what_is_asked_for,

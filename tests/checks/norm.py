@@ -7,7 +7,7 @@ from torch.autograd import gradcheck
 
 from fdora.functional import dora_base_sqnorm, dora_norm, dora_norm_state, dora_scale
 from tests import device, reference
-from tests.close import assert_exact
+from tests.close import assert_exact, rel_l2
 from tests.make import KINDS, grads, tensors, tracked
 
 SHAPES = ((6, 5, 2), (1, 1, 1), (33, 17, 24), (7, 130, 8), (130, 7, 1))
@@ -146,7 +146,21 @@ def scale_divides_once_in_float32():
     gradcheck(dora_scale, (m, c))
 
 
+def gradients_on_half_weights_are_those_of_float32():
+    """No copy of W is made in float32, and a float32 factor is no half-precision one: dc of any size, adapters in either."""
+    for dtype, adapter, size in itertools.product((torch.bfloat16, torch.float16), (None, torch.float32), (1e-7, 1.0, 1e5)):
+        t = tracked(tensors(40, 64, 8, (1,), dtype, adapter), "A", "B")
+        dc = size * torch.randn(40).to(t["x"].device)
+        c = dora_norm(t["W"], t["A"], t["B"], s=0.7, detach=False)
+        want = reference.norm(t["W"], t["A"], t["B"], 0.7)
+        for got, ref in zip(*(torch.autograd.grad(v, (t["A"], t["B"]), dc.to(v)) for v in (c, want)), strict=True):
+            if got.dtype != torch.float16:  # whose own gradient may be too large or too small for it
+                limit = 1.7e-5 if got.dtype == torch.float32 else 2e-3
+                assert rel_l2(got, ref) <= limit, (dtype, adapter, size, rel_l2(got, ref))
+
+
 CHECKS = [
+    gradients_on_half_weights_are_those_of_float32,
     matches_the_truth,
     is_float32_accurate,
     holds_its_budget_in_any_tile,

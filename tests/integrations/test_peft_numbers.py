@@ -8,10 +8,12 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
+from fdora import FdoraError
 from fdora.eager.dropout import drop
 from fdora.functional import dora_norm
 from fdora.integrations._peft import linear
 from fdora.integrations.peft import init_magnitude, report, use_fdora
+from fdora.quant import quantize
 from tests import reference
 from tests.close import assert_exact, assert_within
 from tests.integrations import models
@@ -263,6 +265,30 @@ def test_inner_is_kept_for_models_that_write_over_the_output():
     use_fdora(model, keep_inner=True)
     for kept in (whole, copy.deepcopy(whole)):
         assert_exact(torch.autograd.grad(kept(x).sum(), x)[0], want)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "quantised"])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_full_dora_is_stock_without_its_detach(kind, dropout, monkeypatch):
+    """Gradients through the norm; in PEFT it is what a detach takes away."""
+    dropout = dropout if inputs(kind).is_floating_point() else 0.0
+    model, x = build(kind, dropout=dropout), inputs(kind)
+    model.train()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "detach", lambda self: self)
+        stock = run(model, x)
+    use_fdora(model, detach=False)
+    same(run(model, x), stock)
+    same(run(copy.deepcopy(model), x), stock)
+    with pytest.raises(AssertionError):
+        same(run(use_fdora(model), x), stock)
+
+
+def test_a_quantised_layer_refuses_full_dora():
+    dora = layer(use_fdora(build("linear"), detach=False))
+    variant, W = dora.lora_variant["default"], quantize(torch.randn(N, K), "int8")
+    with pytest.raises(FdoraError, match="`detach` must be True for a quantised W"):
+        variant.with_gradient(torch.ones(N), W, torch.randn(4, K), torch.randn(N, 4), 1.0)
 
 
 def test_a_transposed_weight_in_a_plain_linear():

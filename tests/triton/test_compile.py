@@ -26,6 +26,7 @@ from fdora.triton.linear import plan_backward, plan_forward  # noqa: E402
 from fdora.triton.runtime.device import Device  # noqa: E402
 from fdora.triton.runtime.plan import Array, Scalar, Tile  # noqa: E402
 from fdora.triton.runtime.private import HAS_PDL  # noqa: E402
+from fdora.triton.scale import BESIDE_BIAS  # noqa: E402
 from fdora.triton.small import small_backward  # noqa: E402
 from fdora.triton.table import GEMM  # noqa: E402
 from tests.triton.recorder import NAMES  # noqa: E402
@@ -158,10 +159,10 @@ def asked():
 
 KERNELS = (
     "add_parts", "codes_parts", "small_codes", "dequantize4", "dequantize8", "fp8_blocks", "fp8_gemm", "fp8_rows",
-    "act_bwd", "act_fwd", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "embedding", "epilogue", "finish", "gemm_pointer", "gemm_tma",
+    "act_bwd", "act_fwd", "again", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "embedding", "epilogue", "finish", "gemm_pointer", "gemm_tma",
     "bank", "multi_drop", "multi_epilogue", "multi_expand", "multi_finish", "multi_gemm_pointer", "multi_gemm_tma", "multi_grad",
     "multi_h", "multi_norm", "multi_ranks", "multi_root", "multi_route", "multi_routes", "multi_scale", "multi_shrink", "multi_small", "multi_sum",
-    "rows", "hash", "merge", "norm", "planes_bwd", "planes_fwd", "quant4", "quant8", "scale", "shrink", "small", "split", "sum",
+    "rows", "hash", "lost", "merge", "norm", "planes_bwd", "planes_fwd", "quant4", "quant8", "scale", "shrink", "small", "split", "sum",
 )  # fmt: skip
 
 
@@ -326,6 +327,7 @@ MODES = {
         "scale": ("scale", ()),
         "pre_scale": ("scale", ("bias", "pre_scale")),
         "residual": ("residual", ("bias",)),
+        "scale, residual, pre_scale": ("scale", ("bias", "beside", "pre_scale")),
     },
     False: {
         "plain": ("none", ()),
@@ -347,7 +349,7 @@ def gemms(target):
         shapes = GEMM[trans] if 90 <= capability < 120 else [(64, 64, 64, 64), (4096,) * 4]
         for number, (mode, (epilogue, beside)) in enumerate(modes.items()):
             for shape in shapes:
-                extra = "pre_scale" in beside or epilogue in ("residual", "accumulate")
+                extra = bool({"pre_scale", "beside"} & {*beside}) or epilogue in ("residual", "accumulate")
                 config = gemm_config(*shape, trans, extra, capability)
                 large = config.persistent and config.BLOCK_M * config.BLOCK_N == LARGE if config.tma else shape[0] > 64
                 if large or (number == 0 if target != 100 else extra):
@@ -363,7 +365,9 @@ def product_plan(trans: bool, mode: str, config: GemmConfig, target):
         x, h = plan.matrix(alike(M, K, dtype=BF16)), plan.matrix(alike(M, 384, dtype=BF16))
         w, b = (plan.matrix(alike(*s, dtype=BF16)) for s in (((N, K), (N, 384)) if trans else ((K, N), (384, N))))
         m, c, bias = (plan.vector(alike(N, dtype=t)) for t in (FP32, FP32, BF16))
-        residual = plan.matrix(alike(M, N, dtype=BF16)) if epilogue in ("residual", "accumulate") else None
+        residual = (
+            plan.matrix(alike(M, N, dtype=BF16)) if epilogue in ("residual", "accumulate") or "beside" in beside else None
+        )
         seed = plan.matrix(alike(dtype=torch.int64)) if "seed" in beside else None
         x_masked = plan.matrix(alike(M, K, dtype=BF16)) if "x_masked" in beside else None
         pre = plan.result("pre_scale", (M, N), BF16) if "pre_scale" in beside else None
@@ -381,7 +385,8 @@ def test_gemm(target, trans, mode, tmp_path):
     configs = [config for t, m, config in gemms(target) if (t, m) == (trans, mode)]
     plans = [product_plan(trans, mode, config, target) for config in configs]
     assert plans and all(by_tma(step) == (target in (90, 100)) for plan in plans for step in plan.steps)
-    assert_builds(plans, target, tmp_path)
+    addresses = 3 * WORDS if mode.startswith("scale, residual") else 0  # of a tile read and two written, on sm_100
+    assert_builds(plans, target, tmp_path, spill={"gemm_tma_kernel": addresses})
 
 
 @pytest.mark.parametrize(
@@ -393,12 +398,17 @@ def test_gemm(target, trans, mode, tmp_path):
 def test_scale(target, tokens, r, dtype, adapter, tmp_path):
     x = alike(tokens, 4096, dtype=dtype)
     la = layer(4096, 4096, r, dtype, adapter, bias=True)
-    likes, options = (x, alike(tokens, r, dtype=dtype), x, x, *la), (0.0, "lora", (dtype == FP32,), True, (True,) * 5)
+    pre_scale = dtype == FP32 or tokens <= BESIDE_BIAS
+    likes, options = (x, alike(tokens, r, dtype=dtype), x, x, *la), (0.0, "lora", (pre_scale,), True, (True,) * 5)
     plan = plan_backward(likes, device(target), *options)
     assert len(launches(plan, "finish")) == (tokens == 4096)
-    assert_builds([plan], target, tmp_path, "scale")
+    assert len(launches(plan, "again")) == len(launches(plan, "lost")) == (tokens == 4096 and dtype != FP32)
+    assert_builds([plan], target, tmp_path, "scale", {"scale_kernel": 2 * WORDS})
+    if dtype != FP32 and tokens == 4096:
+        for name in ("again", "lost"):
+            assert_builds([plan], target, tmp_path, name)
     if tokens == 4096:
-        assert_builds([plan], target, tmp_path, "finish", {} if adapter == dtype else {"finish_kernel": WORDS})
+        assert_builds([plan], target, tmp_path, "finish", {"finish_kernel": WORDS})
 
 
 @pytest.mark.parametrize("tokens", [1, 64])

@@ -87,6 +87,8 @@ def calls_of_linear(M, N, K, r, dtype, adapter=None):
         p = 0.1 if seed else 0.0
         for save in ("nothing", "output", "pre_scale"):
             yield plan_forward, [x, *la], (p, mode, (save,), True)
+            if mode == "lora":
+                yield plan_forward, [x, *la, dy], (p, mode, (save,), True, (), (), True)
         for pre_scale, need_x, *needs in product((dtype == torch.float32, True), *((False, True),) * 6):
             if any((need_x, *needs)) and bias >= needs[4]:
                 kept = dy if needs[2] or needs[3] else None

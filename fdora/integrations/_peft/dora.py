@@ -12,6 +12,8 @@ from peft.tuners.lora import dora
 from torch import Tensor
 
 from fdora._torch import PLAIN, is_traced, jit_tracing
+from fdora.functional import select_backend
+from fdora.functional.linear import attached
 from fdora.integrations._norm import KeptNorm
 from fdora.integrations._peft.quant import Held, look
 from fdora.quant import QuantWeight
@@ -40,6 +42,7 @@ class Dora:
     def __init__(self, stock: Any = None):
         self.stock = self.STOCK() if stock is None else stock
         self.keep_inner = False
+        self.detach = True
         self.shared: Any = None  # with the layers that read the same x, see blocks.py
         self.calls: Counter[str] = Counter()
         self.why_not_fused = ""
@@ -48,11 +51,12 @@ class Dora:
         self.base = "", ""  # what quant.py said of the base layer when use_fdora looked
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"stock": self.stock, "keep_inner": self.keep_inner, "base": self.base}
+        return {"stock": self.stock, "keep_inner": self.keep_inner, "detach": self.detach, "base": self.base}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["stock"])  # type: ignore[misc]
         self.keep_inner, self.base = state["keep_inner"], state["base"]
+        self.detach = state.get("detach", True)  # a pickle of before
 
     def look(self, base: Any) -> tuple[str, str]:
         """Whose quantised layer it is, and why its product is its own. No compiler needs to follow how that is found out."""
@@ -75,6 +79,10 @@ class Dora:
 
     def norm(self, w: Weights, s: float) -> Tensor:
         return self.kept.of(w.owner, w.W, w.A, w.B, s)
+
+    def with_gradient(self, c: Tensor, W: Any, A: Tensor, B: Tensor, s: float) -> Tensor:
+        """c, whose gradient reaches A and B where use_fdora was asked for that."""
+        return c if self.detach else attached("use_fdora", c, W, A, B, s, select_backend(W).name)
 
     def compose(self, module: Any, active_adapter: str, w: Weights, x: Tensor, result: Tensor) -> Tensor:
         """The layer's output, from that of its base layer."""

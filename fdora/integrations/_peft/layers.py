@@ -42,7 +42,7 @@ class Embedding(Layer, lora.Embedding):
             return lora.Embedding.forward(self, x)
         variant.count(FUSED)
         s = module.scaling[name]
-        c = variant.norm(w, s)
+        c = variant.with_gradient(variant.norm(w, s), w.W, w.A, w.B, s)
         return dora_embedding(x, base.weight, w.A, w.B, w.m, s=s, norm=c, padding_idx=base.padding_idx)
 
 
@@ -81,7 +81,7 @@ class Conv(Layer):
         variant.count(FUSED)
         parts: Any = self
         s = parts.scaling[name]
-        c = variant.norm(w, s)
+        c = variant.with_gradient(variant.norm(w, s), w.W, w.A, w.B, s)
         return CONV[n - 1](
             x, base.weight, parts.lora_A[name].weight, parts.lora_B[name].weight, w.m, s=s, bias=base.bias, norm=c,
             stride=base.stride, padding=base.padding, dilation=base.dilation, groups=base.groups,

@@ -141,10 +141,12 @@ class Call(NamedTuple):
         """With the norm, counted; where nothing traces. W is no QuantWeight."""
         variant, W, A, B, m, bias, s, _, _ = self
         variant.count(FUSED)
-        return Operands(W, A, B, m, variant.kept.eager(W, W, A, B, s), bias, None)
+        c = variant.kept.eager(W, W, A, B, s)
+        return Operands(W, A, B, m, c if variant.detach else variant.with_gradient(c, W, A, B, s), bias, None)
 
     def norm(self) -> Tensor:
-        return self.variant.kept.of(owner(self.W), self.W, self.A, self.B, self.s)
+        variant, W, A, B, s = self.variant, self.W, self.A, self.B, self.s
+        return variant.with_gradient(variant.kept.of(owner(W), W, A, B, s), W, A, B, s)
 
 
 def owner(W: Any) -> Any:

@@ -117,6 +117,7 @@ def scale_and_bias(
         c = dora_norm(w.W, w.A, w.B, s=s)
         if not torch.compiler.is_compiling():
             variant.kept.drop()
+    c = variant.with_gradient(c, w.W, w.A, w.B, s)
     g = dora_scale(w.m, c).to(torch.promote_types(result.dtype, torch.float32))
     if bias is None:
         return g, None

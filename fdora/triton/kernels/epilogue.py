@@ -21,6 +21,8 @@ def epilogue_kernel(
     y = tl.load(v + at, mask=mask)
     if EPILOGUE == "scale":
         y = g_tile(m, c, n, N)[None, :] * y
+        if residual is not None:
+            y += tl.load(residual + at, mask=mask)
     if EPILOGUE == "residual":
         y = y + (g_tile(m, c, n, N) - 1)[None, :] * tl.load(residual + at, mask=mask)
     if HAS_BIAS:

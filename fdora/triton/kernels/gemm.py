@@ -42,6 +42,8 @@ def _store_tma(
         pre_scale.store([row, col], acc.to(pre_scale.dtype))
     if EPILOGUE == "scale":
         acc = acc * g_tile(m, c, n, N)[None, :] + _bias_tile(bias, n, N, HAS_BIAS)
+        if residual is not None:
+            acc = acc + residual.load([row, col]).to(tl.float32)
     if EPILOGUE == "residual":
         correction = (g_tile(m, c, n, N) - 1)[None, :] * residual.load([row, col]).to(tl.float32)
         acc = acc + correction + _bias_tile(bias, n, N, HAS_BIAS)
@@ -118,6 +120,8 @@ def gemm_pointer_kernel(
         tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
     if EPILOGUE == "scale":
         acc = acc * g_tile(m, c, n, N)[None, :] + _bias_tile(bias, n, N, HAS_BIAS)
+        if residual is not None:
+            acc = acc + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     if EPILOGUE == "residual":
         correction = (g_tile(m, c, n, N) - 1)[None, :] * tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
         acc = acc + correction + _bias_tile(bias, n, N, HAS_BIAS)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora._records import drowned
 from fdora.triton.kernels.g import EPS, g_tile
+from fdora.triton.kernels.tile import products_at
 from fdora.triton.runtime.cost import launched
+
+DROWNED = tl.constexpr(drowned())
 
 
 @triton.jit
@@ -57,10 +61,10 @@ def _finish(
 
 @triton.jit(launch_metadata=launched)
 def scale_kernel(
-    dy, saved, x, w, h, b, m, c, dz, dz_minus_dy, partial_m, partial_bias, partial_B, dm, dc, dbias, dB, M, N, K, R, tiny,
+    dy, saved, x, w, h, b, m, c, bias, dz, dz_minus_dy, partial_m, partial_bias, partial_B, dm, dc, dbias, dB, M, N, K, R, tiny,
     stride_dy, stride_saved, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
     NEED_DZ: tl.constexpr, NEED_DZ_MINUS_DY: tl.constexpr, NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr,
-    BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, SINGLE: tl.constexpr,
+    BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, SINGLE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -69,7 +73,10 @@ def scale_kernel(
     if NEED_DZ or NEED_DZ_MINUS_DY or BLOCK_R > 0:
         g = g_tile(m, c, n, N)[None, :]
     sum_m = tl.zeros((BLOCK_N,), tl.float32)
+    over = tl.zeros((BLOCK_N,), tl.float32)
     sum_bias = tl.zeros((BLOCK_N,), tl.float32)
+    if HAS_BIAS:
+        added = tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
     if BLOCK_R > 0:
         r = tl.arange(0, BLOCK_R)
         sum_B = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
@@ -86,6 +93,9 @@ def scale_kernel(
             tl.store(dz_minus_dy + row * N + n[None, :], (d * (g - 1)).to(dz_minus_dy.dtype.element_ty), mask=mask)
         if NEED_M or NEED_C:
             v = tl.load(saved + row * stride_saved + n[None, :], mask=mask, other=0.0).to(tl.float32)
+            if HAS_BIAS:  # outside the mask d is 0
+                over += tl.sum(tl.abs(d) * (tl.abs(v) - DROWNED * tl.abs(v - added)), axis=0)
+                v -= added
             sum_m += tl.sum(d * v, axis=0)
         if NEED_BIAS:
             sum_bias += tl.sum(d, axis=0)
@@ -100,7 +110,14 @@ def scale_kernel(
                 BLOCK_N)  # fmt: skip
     else:
         if NEED_M or NEED_C:
-            tl.store(partial_m + at_n, sum_m, mask=in_n)
+            if HAS_BIAS:  # a NaN asks for the products of this column in this strip
+                by = g_tile(m, c, n, N)
+                lost = (tl.abs(by) < tiny) | (over > 0)
+                sum_m = tl.where(lost, float("nan"), sum_m / tl.where(lost, 1.0, by))
+            at_piece = partial_m + strip.to(tl.int64) * SPLIT * N + n
+            tl.store(at_piece, sum_m, mask=in_n)
+            for i in tl.static_range(1, SPLIT):
+                tl.store(at_piece + i * N, tl.zeros((BLOCK_N,), tl.float32), mask=in_n)
         if NEED_BIAS:
             tl.store(partial_bias + at_n, sum_bias, mask=in_n)
     if BLOCK_R > 0:
@@ -112,8 +129,56 @@ def scale_kernel(
 
 
 @triton.jit(launch_metadata=launched)
+def lost_kernel(partial_m, lost, count, N, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The columns of a strip where scale_kernel left a NaN, one after the other, and how many they are."""
+    strip = tl.program_id(0).to(tl.int64)
+    found = 0
+    for n0 in range(0, N, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        v = tl.load(partial_m + strip * SPLIT * N + n, mask=n < N, other=0.0)
+        here = (v != v).to(tl.int32)
+        tl.store(lost + strip * N + found + tl.cumsum(here, 0) - 1, n, mask=here > 0)
+        found += tl.sum(here, axis=0)
+    tl.store(count + strip, found)
+
+
+@triton.jit(launch_metadata=launched)
+def again_kernel(
+    dy, x, w, h, b, partial_m, lost, count, M, N, K, R, PROGRAMS,
+    stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """sum_t dy v of those columns, formed again from the products: SPLIT programs share the rows of a strip."""
+    piece = tl.program_id(1)
+    strip = (piece // SPLIT).to(tl.int64)
+    t = piece * BLOCK_M + tl.arange(0, BLOCK_M)
+    total = tl.load(count + strip)
+    if piece * BLOCK_M >= M:
+        total = 0
+    for j in range(tl.program_id(0) * BLOCK_N, total, PROGRAMS * BLOCK_N):
+        at = j + tl.arange(0, BLOCK_N)
+        n = tl.load(lost + strip * N + at, mask=at < total, other=N)
+        v = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        v = products_at(v, x, w, t, n, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_K)
+        v = products_at(v, h, b, t, n, M, N, R, stride_hm, stride_hr, stride_br, stride_bn, BLOCK_R)
+        mask = (t < M)[:, None] & (n < N)[None, :]
+        d = tl.load(dy + t[:, None].to(tl.int64) * stride_dy + n[None, :], mask=mask, other=0.0)
+        exact = tl.sum(tl.where(mask, d.to(tl.float32) * v, 0.0), axis=0)
+        tl.store(partial_m + piece.to(tl.int64) * N + n, exact, mask=n < N)
+
+
+@triton.jit
+def _column_sums(partial, n, N, strips, t):
+    total = tl.zeros((n.shape[0],), tl.float32)
+    for t0 in range(0, strips, t.shape[0]):
+        mask = (t0 + t < strips)[:, None] & (n < N)[None, :]
+        total += tl.sum(tl.load(partial + (t0 + t)[:, None].to(tl.int64) * N + n[None, :], mask=mask, other=0.0), axis=0)
+    return total
+
+
+@triton.jit(launch_metadata=launched)
 def finish_kernel(
-    dy, x, w, h, b, m, c, partial_m, partial_bias, partial_B, dm, dc, dbias, dB, M, N, K, R, strips, tiny,
+    dy, x, w, h, b, m, c, partial_m, partial_bias, partial_B, dm, dc, dbias, dB, M, N, K, R, strips, strips_m, tiny,
     stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
     NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr, BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -122,13 +187,10 @@ def finish_kernel(
     sum_m = tl.zeros((BLOCK_N,), tl.float32)
     sum_bias = tl.zeros((BLOCK_N,), tl.float32)
     t = tl.arange(0, BLOCK_T)
-    for t0 in range(0, strips, BLOCK_T):
-        at = (t0 + t)[:, None].to(tl.int64) * N + n[None, :]
-        mask = (t0 + t < strips)[:, None] & (n < N)[None, :]
-        if NEED_M or NEED_C:
-            sum_m += tl.sum(tl.load(partial_m + at, mask=mask, other=0.0), axis=0)
-        if NEED_BIAS:
-            sum_bias += tl.sum(tl.load(partial_bias + at, mask=mask, other=0.0), axis=0)
+    if NEED_M or NEED_C:
+        sum_m = _column_sums(partial_m, n, N, strips_m, t)
+    if NEED_BIAS:
+        sum_bias = _column_sums(partial_bias, n, N, strips, t)
     _finish(sum_m, sum_bias, dy, x, w, h, b, m, c, dm, dc, dbias, n, N, M, K, R, tiny, stride_dy, stride_xm, stride_xk,
             stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br, NEED_M, NEED_C, NEED_BIAS, SAVED_PRE_SCALE,
             BLOCK_N)  # fmt: skip

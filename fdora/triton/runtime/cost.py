@@ -86,6 +86,15 @@ def _scale(
     return what
 
 
+def _again(*, lost, count, **_: Any) -> Cost:
+    """What it asks; the products that it may form are of few columns."""
+    return moved(lost, count)
+
+
+def _lost(*, partial_m, lost, count, **_: Any) -> Cost:
+    return moved(partial_m, lost, count)
+
+
 def _finish(*, partial_m, partial_bias, partial_B, dB, **_: Any) -> Cost:
     return moved(partial_m, partial_bias, partial_B, dB)
 
@@ -240,6 +249,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "act_fwd_kernel": _act_fwd,
     "bank_kernel": _rows,
     "add_parts_kernel": _add_parts,
+    "again_kernel": _again,
     "choose_kernel": _choose,
     "codes_parts_kernel": _codes_parts,
     "compose_bwd_kernel": _compose_bwd,
@@ -257,6 +267,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "gemm_pointer_kernel": _gemm,
     "gemm_tma_kernel": _gemm,
     "hash_kernel": _hash,
+    "lost_kernel": _lost,
     "merge_kernel": _merge,
     "multi_drop_kernel": _rows,
     "multi_epilogue_kernel": _multi_epilogue,
