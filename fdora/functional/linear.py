@@ -34,6 +34,7 @@ def dora_linear(
     dropout_p: float = 0.0,
     dropout_mode: Literal["lora", "peft"] = "lora",
     seed: int | Tensor | None = None,
+    mask_origin: tuple[int, int] | None = None,
     keep_inner: bool = False,
     compute: Literal["fp8"] | None = None,
     backend: Backend = "auto",
@@ -59,6 +60,8 @@ def dora_linear(
         the correction of the base too: ``x W^T + (g - 1) D(x) W^T + g s D(x) A^T B^T + bias``.
       seed: int, or int64 tensor without axes, that alone decides the mask. None draws one from torch's generator.
         Under vmap, map over a tensor of seeds; one shared seed gives every mapped element the same mask.
+      mask_origin: None, or (t0, k0): x is a part of a larger input, whose token t0 and column k0 are its first. The mask is
+        the one of the larger input there, however that is cut.
       keep_inner: keep ``base + s * lora`` for the gradient of m even where the output would do. Needed when you change y
         in place before backward (autograd says so).
       compute: None, or "fp8" for a half-precision x and a W of e4m3 codes (:func:`fdora.quant.from_fp8`): forward rounds x to
@@ -71,8 +74,8 @@ def dora_linear(
       those that need one are computed.
 
     Raises:
-      FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, dropout_p is outside [0, 1), or compute
-        does not know such a W, x, dropout or GPU.
+      FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, dropout_p is outside [0, 1), mask_origin
+        is no pair of positions, or compute does not know such a W, x, dropout or GPU.
       NotImplementedError: a second derivative is asked for.
 
     Memory: keeps x, x @ A.T (M, r) and, for m, y itself; of a quantised W what is stored. With a bias, dropout_mode "peft" or
@@ -90,7 +93,7 @@ def dora_linear(
     if compute is not None:
         check_compute(fn, compute, x, W, dropout_mode if dropout_p else "lora", choice.name)
     c = norm_for(x, W, A, B, s, norm, choice.name)
-    mask_seed = seed_tensor(fn, seed, x.device) if dropout_p else None
+    mask_seed = placed(seed_tensor(fn, seed, x.device), check_origin(fn, mask_origin)) if dropout_p else None
     mode = dropout_mode if dropout_p else "lora"
     make = _call if torch.compiler.is_compiling() else _remembered_call
     call = make((s,), (save_for_dm(m, c, keep_inner),), dropout_p, mode, choice.name)
@@ -211,3 +214,19 @@ def seed_tensor(fn: str, seed: int | Tensor | None, device: torch.device) -> Ten
     if not 0 <= seed < 2**63:
         raise fail(fn, "seed", "in [0, 2**63)", seed, "Pass a non-negative int.")
     return torch.full((), seed, dtype=torch.int64, device=device)
+
+
+def check_origin(fn: str, origin: tuple[int, int] | None, want: str = "(t0, k0)") -> tuple[int, int] | None:
+    if origin is None:
+        return None
+    whole = isinstance(origin, tuple) and len(origin) == 2 and all([isinstance(at, (int, torch.SymInt)) for at in origin])
+    if not whole or origin[0] < 0 or origin[1] < 0:
+        raise fail(fn, "mask_origin", f"{want}, two ints that are not negative", origin, "None is (0, 0).")
+    return origin
+
+
+def placed(seed: Tensor, origin: tuple[int, int] | None) -> Tensor:
+    """The seed, and behind it where the mask begins: made by fills, which no host waits for."""
+    if origin is None:
+        return seed
+    return torch.stack([seed, *(torch.full((), at, dtype=torch.int64, device=seed.device) for at in origin)])
