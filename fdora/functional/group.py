@@ -7,7 +7,18 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_shapes, fail, key_of, passed, remember
+from fdora._check import (
+    FLOATS,
+    check_device,
+    check_dtype,
+    check_frozen,
+    check_shapes,
+    fail,
+    is_sharded,
+    key_of,
+    passed,
+    remember,
+)
 from fdora._dispatch import Backend
 from fdora._records import Dropout, Operands, Options
 from fdora.autograd._ops import autocast_on
@@ -93,8 +104,13 @@ def dora_linear_group(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3.
     """
     fn = "dora_linear_group"
-    check_group(fn, x, layers)
+    sharded = check_group(fn, x, layers)
     check_dropout(fn, dropout_p, dropout_mode)
+    if sharded:
+        from fdora.functional import _sharded
+
+        options = {"dropout_mode": dropout_mode, "keep_inner": keep_inner, "backend": backend}
+        return _sharded.group(dora_linear_group, x, layers, dropout_p, seed, mask_origin, **options)
     x = cast_x(fn, x, layers[0].W)
     name = select_backend(x, backend=backend).name
     seeds = seeds_for(fn, seed, [check_origin(fn, mask_origin)] * len(layers), dropout_p, x)
@@ -103,14 +119,18 @@ def dora_linear_group(
     return tuple(linear(x, [la for la, _ in ready], Call(tuple(o for _, o in ready), drop, name)))
 
 
-def check_group(fn: str, x: Tensor, layers: Sequence[DoraLayer]) -> None:
+def check_group(fn: str, x: Tensor, layers: Sequence[DoraLayer]) -> bool:
+    """Whether there are DTensors among them."""
     if not layers:
         raise fail(fn, "layers", "at least one DoraLayer", "none", "Pass the layers that read x.")
-    check_members(fn, x, {f"layers[{i}]": layer for i, layer in enumerate(layers)})
+    return check_members(fn, x, {f"layers[{i}]": layer for i, layer in enumerate(layers)})
 
 
-def check_members(fn: str, x: Tensor, layers: dict[str, DoraLayer], other_x: Callable[[], dict[str, Tensor]] = dict) -> None:
-    """Every layer beside the x it reads. ``other_x`` checks what they have to do with each other, and may know another x."""
+def check_members(fn: str, x: Tensor, layers: dict[str, DoraLayer], other_x: Callable[[], dict[str, Tensor]] = dict) -> bool:
+    """Every layer beside the x it reads. ``other_x`` checks what they have to do with each other, and may know another x.
+
+    Returns whether there are DTensors among them, whose parts are checked in their turn.
+    """
     for label, layer in layers.items():
         if not isinstance(layer, DoraLayer):
             have = f"a {type(layer).__name__}"
@@ -122,11 +142,14 @@ def check_members(fn: str, x: Tensor, layers: dict[str, DoraLayer], other_x: Cal
         for label, layer in layers.items():
             if layer.W.requires_grad:
                 check_frozen(f"{fn}: {label}", "W", layer.W)
-        return
+        return False
+    if is_sharded(x, *tensors):
+        return True
     xs = other_x()
     for label, layer in layers.items():
         check_member(f"{fn}: {label}", xs.get(label, x), layer)
     remember(key)
+    return False
 
 
 def check_member(fn: str, x: Tensor, layer: DoraLayer) -> None:

@@ -9,7 +9,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_shapes, fail, key_of, name, passed, remember
+from fdora._check import (
+    FLOATS,
+    check_device,
+    check_dtype,
+    check_frozen,
+    check_shapes,
+    fail,
+    is_sharded,
+    key_of,
+    name,
+    passed,
+    remember,
+)
 from fdora._dispatch import Backend
 from fdora._records import Dropout, DropoutMode, Operands, Options, SaveForDm
 from fdora.autograd.fp8 import fp8_linear
@@ -85,7 +97,14 @@ def dora_linear(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3 (c is detached).
     """
     fn = "dora_linear"
-    check_layer(fn, x, W, A, B, m, s, bias, norm)
+    if check_layer(fn, x, W, A, B, m, s, bias, norm):
+        from fdora.functional import _sharded
+        from fdora.functional.group import DoraLayer
+
+        check_dropout(fn, dropout_p, dropout_mode)
+        options = {"dropout_mode": dropout_mode, "keep_inner": keep_inner, "compute": compute, "backend": backend}
+        layer = DoraLayer(W, A, B, m, s, bias, norm)
+        return _sharded.linear(dora_linear, x, layer, dropout_p, seed, mask_origin, **options)
     x = cast_x(fn, x, W)
     check_dropout(fn, dropout_p, dropout_mode)
 
@@ -122,16 +141,20 @@ _remembered_call = lru_cache(1024)(_call)  # three records in the time of one lo
 
 def check_layer(
     fn: str, x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor, s: float, bias: Tensor | None, norm: Tensor | None
-) -> None:
+) -> bool:
+    """Whether they are DTensors, whose parts are checked in their turn."""
     key = key_of(fn, (x, W, A, B, m, bias, norm), s)
     if passed(key):
         check_frozen(fn, "W", W)
-        return
+        return False
+    if is_sharded(x, W, A, B, m, bias, norm):
+        return True
     check_weights(fn, {"W": W, "A": A, "B": B, "m": m, "bias": bias, "norm": norm, "x": x}, s)
     check_dtype(fn, "x", x, FLOATS, "Cast it to the dtype of W.")
     check_dtype(fn, "bias", bias, FLOATS)
     check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
     remember(key)
+    return False
 
 
 def cast_x(fn: str, x: Tensor, W: Any) -> Tensor:

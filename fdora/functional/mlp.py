@@ -67,8 +67,13 @@ def dora_mlp(
     """
     fn = "dora_mlp"
     layers = {"gate": gate, "up": up, "down": down}
-    check_mlp(fn, x, layers, act)
+    sharded = check_mlp(fn, x, layers, act)
     check_dropout(fn, dropout_p, dropout_mode)
+    if sharded:
+        from fdora.functional import _sharded
+
+        options = {"act": act, "dropout_mode": dropout_mode, "keep_inner": keep_inner, "backend": backend}
+        return _sharded.mlp(dora_mlp, x, layers, dropout_p, seed, mask_origin, **options)
     x = cast_x(fn, x, gate.W)
     name = select_backend(x, backend=backend).name
     t0, f0 = check_origin(fn, mask_origin, "(t0, f0)") or (0, 0)
@@ -92,14 +97,15 @@ def _remembered_call(s: tuple[float, ...], saves: tuple[SaveForDm, ...], act: st
     return Call(tuple(map(Options, s, saves)), Dropout(0.0, "lora"), act, backend)
 
 
-def check_mlp(fn: str, x: Tensor, layers: dict[str, DoraLayer], act: str) -> None:
-    """gate, up and down beside each other, and each beside the x it reads."""
+def check_mlp(fn: str, x: Tensor, layers: dict[str, DoraLayer], act: str) -> bool:
+    """gate, up and down beside each other, and each beside the x it reads. Returns whether there are DTensors among them."""
 
     def other_x() -> dict[str, Tensor]:
         axes = {"gate.W": "F K", "up.W": "F K", "down.W": "N F"}
         sizes = check_shapes(fn, axes, {f"{label}.W": layer.W for label, layer in layers.items()})
         return {"down": x.new_empty((0, sizes["F"]))}
 
-    check_members(fn, x, layers, other_x)
+    sharded = check_members(fn, x, layers, other_x)
     if act not in ACTS:
         raise fail(fn, "act", f"one of {', '.join(ACTS)}", repr(act), "Other activations need dora_linear for each layer.")
+    return sharded

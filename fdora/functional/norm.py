@@ -17,6 +17,7 @@ from fdora._check import (
     check_s,
     check_shapes,
     fail,
+    is_sharded,
     key_of,
     passed,
     remember,
@@ -118,7 +119,13 @@ def dora_norm(
     Memory: keeps nothing for backward when detached, else W, A, B and c. Derivation: ``fdora/eager/norm.py``.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3; Scaling DoRA, arXiv:2603.22276, eq. 3.
     """
-    W, A, B = check_norm("dora_norm", W, A, B, s, norm_axis, base_sqnorm, detach, max_bytes, state, squared, group)
+    fn = "dora_norm"
+    if is_sharded(W, A, B, base_sqnorm):
+        from fdora.functional import _sharded_norm
+
+        options = (norm_axis, base_sqnorm, detach, max_bytes, state, squared, group, backend)
+        return _sharded_norm.norm(fn, W, A, B, s, *options)
+    W, A, B = check_norm(fn, W, A, B, s, norm_axis, base_sqnorm, detach, max_bytes, state, squared, group)
     choice = select_backend(W, backend=backend)
     if group is not None:
         if state is None:
@@ -201,6 +208,11 @@ def dora_base_sqnorm(W: Tensor | QuantWeight, *, max_bytes: int | None = None, b
     References: Scaling DoRA, arXiv:2603.22276, eq. 3 (base term).
     """
     fn = "dora_base_sqnorm"
+    if is_sharded(W):
+        from fdora.functional import _sharded_norm
+
+        squares: Tensor = _sharded_norm.base(fn, W, max_bytes, backend)
+        return squares
     check_shapes(fn, {"W": "N K"}, {"W": W})
     check_dtype(fn, "W", W, FLOATS, "Dequantise it first.")
     check_frozen(fn, "W", W)

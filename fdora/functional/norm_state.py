@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_dtype, check_shapes, fail, name
+from fdora._check import FLOATS, check_dtype, check_shapes, fail, is_sharded, name
 from fdora.autograd.norm import WORDS
 from fdora.quant import QuantWeight
 
@@ -44,6 +44,11 @@ def dora_norm_state(W: Tensor | QuantWeight) -> NormState:
     References: none; it is bookkeeping of this library.
     """
     fn = "dora_norm_state"
+    if is_sharded(W):
+        from fdora.functional import _sharded_norm
+
+        start: Any = _sharded_norm.norm_state(W)
+        return start
     check_shapes(fn, {"W": "N K"}, {"W": W})
     check_dtype(fn, "W", W, FLOATS, "Dequantise it first.")
     c = torch.zeros(W.shape[0], device=W.device, dtype=torch.promote_types(W.dtype, torch.float32))
