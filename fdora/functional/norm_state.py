@@ -33,6 +33,7 @@ def dora_norm_state(W: Tensor | QuantWeight) -> NormState:
 
     Args:
       W: (N, K) frozen weight, float16, bfloat16, float32 or float64. Its values are not read; the state belongs to it alone.
+        Of a DTensor it is a :class:`ShardNormState`.
 
     Returns:
       ``NormState(c, fingerprint)``: (N,) float32 (float64 for a float64 W) and (256,) int64, on the device of W.

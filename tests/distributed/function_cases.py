@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from fdora import FdoraError
 from fdora.functional import (
@@ -13,17 +13,21 @@ from fdora.functional import (
     dora_compose,
     dora_delta,
     dora_init,
+    dora_init_tree,
     dora_linear,
     dora_linear_group,
     dora_merge,
+    dora_merge_tree,
     dora_mlp,
     dora_norm,
     dora_norm_state,
+    dora_norm_tree,
+    dora_norm_tree_state,
     dora_unmerge,
 )
 from tests import reference
 from tests.close import assert_exact
-from tests.distributed.lay import DEVICE, LAYER, R, TRAINED, Collectives, full, laid, made, mesh
+from tests.distributed.lay import DEVICE, LAYER, TRAINED, Collectives, R, full, laid, made, mesh
 from tests.distributed.world import run
 
 
@@ -58,7 +62,10 @@ def case_norm_of_columns():
 def case_gradient_of_the_norm_of_columns():
     """The sum of what the processes make of c is differentiated: each uses c in its own way."""
     t = made(N=6, K=9, r=3)
-    ways = [torch.linspace(1, 2, 6, dtype=torch.float64, device=DEVICE), torch.linspace(-1, 3, 6, dtype=torch.float64, device=DEVICE)]
+    ways = [
+        torch.linspace(1, 2, 6, dtype=torch.float64, device=DEVICE),
+        torch.linspace(-1, 3, 6, dtype=torch.float64, device=DEVICE),
+    ]
     A, B = (t[n].clone().requires_grad_() for n in "AB")
     c = (t["W"] + t["s"] * B @ A).norm(dim=1)
     want = torch.autograd.grad((c * (ways[0] + ways[1])).sum(), (A, B))
@@ -225,7 +232,9 @@ def case_masks_are_those_of_one_process():
     y = dora_linear(*(l[n] for n in "xWABm"), s=t["s"], dropout_p=0.4, seed=1)
     assert_exact(full(y).detach(), dora_linear(*(t[n] for n in "xWABm"), s=t["s"], dropout_p=0.4, seed=1))
     cut = l | {"x": distribute_tensor(t["x"], where, [Shard(1)])}
-    assert_exact(full(dora_linear(*(cut[n] for n in "xWABm"), s=t["s"])).detach(), dora_linear(*(t[n] for n in "xWABm"), s=t["s"]))
+    assert_exact(
+        full(dora_linear(*(cut[n] for n in "xWABm"), s=t["s"])).detach(), dora_linear(*(t[n] for n in "xWABm"), s=t["s"])
+    )
     with pytest.raises(FdoraError, match="`x` must be cut along its first axis for dropout"):
         dora_linear(*(cut[n] for n in "xWABm"), s=t["s"], dropout_p=0.4, seed=1)
 
@@ -369,11 +378,64 @@ def case_norms_merges_and_starts():
         assert_exact(full(W1), merged)
         assert_exact(full(dora_unmerge(W1, A, B, m, s=t["s"], norm=got)), t["W"])
 
-        start = dora_init(W, 3, generator=torch.Generator(DEVICE).manual_seed(dist.get_rank()))  # the first process's A everywhere
+        start = dora_init(
+            W, 3, generator=torch.Generator(DEVICE).manual_seed(dist.get_rank())
+        )  # the first process's A everywhere
         want = dora_init(t["W"], 3, generator=torch.Generator(DEVICE).manual_seed(0))
         assert [p.placements[0] for p in start] == [LAYER[way][n] for n in "ABm"]
         for a, b in zip(start, want, strict=True):
             assert_exact(full(a), b)
+
+
+def case_trees_as_fsdp_keeps_them():
+    """All norms with one all-gather of A, one of c: no weight is sent. Uneven shards and empty ones; and a plain leaf."""
+    where = mesh(2)
+    ts = {f"{i}": made(N=n, K=8, r=r, seed=i) for i, (n, r) in enumerate(((6, 4), (7, 3), (1, 1), (33, 2)))}
+    cut = {i: {n: distribute_tensor(t[n], where, [Shard(0)]) for n in "WAB"} for i, t in ts.items()}
+    plain = {n: ts["0"][n] for n in "WAB"}
+    weights = {i: l["W"] for i, l in cut.items()} | {"plain": plain["W"]}
+    params = {i: (l["A"], l["B"]) for i, l in cut.items()} | {"plain": (plain["A"], plain["B"])}
+    want = {i: dora_norm(t["W"], t["A"], t["B"], s=0.7) for i, t in ts.items()}
+    with Collectives() as seen:
+        c = dora_norm_tree(weights, params, s=0.7)
+    assert sum(seen.count.values()) == 1, seen.count
+    for i, v in want.items():
+        assert c[i].placements == (Shard(0),) and torch.equal(full(c[i]), v), i
+    with Collectives() as seen:
+        c = dora_norm_tree(weights, params, s=0.7, gather=True)
+    assert sum(seen.count.values()) == 2, seen.count
+    for i, v in want.items():
+        assert type(c[i]) is torch.Tensor and torch.equal(c[i], v), i
+    assert torch.equal(c["plain"], want["0"])
+    state = dora_norm_tree_state(weights)
+    for _ in range(2):
+        with Collectives() as seen:
+            state = dora_norm_tree(weights, params, s=0.7, state=state, gather=True)
+        assert sum(seen.count.values()) == 2
+        assert all(torch.equal(state.c[i], v) for i, v in want.items())
+    poisoned = state._replace(buffers=tuple(b * 0 + 5 for b in state.buffers))
+    assert (dora_norm_tree(weights, params, s=0.7, state=poisoned, gather=True).c["1"] == 5).all()
+    merged = dora_merge_tree(weights, {i: (*p, want.get(i, want["0"])) for i, p in params.items()}, s=0.7)
+    for i, v in ts.items():
+        assert_exact(full(merged[i]), v["W"] + 0.7 * v["B"] @ v["A"])
+
+
+def case_trees_of_tensor_parallel_weights():
+    """Squares of all cut rows in one all-reduce."""
+    where = mesh(2)
+    ts = {f"{i}": made(N=6 + i, K=9, r=2, seed=i) for i in range(4)}
+    ways = dict(zip(ts, ("col", "row", "row", "same"), strict=True))
+    l = {i: {n: v.detach() for n, v in laid({n: t[n] for n in "WAB"}, where, [ways[i]]).items()} for i, t in ts.items()}
+    weights, params = {i: v["W"] for i, v in l.items()}, {i: (v["A"], v["B"]) for i, v in l.items()}
+    for gather, count in ((False, 1), (True, 2)):
+        with Collectives() as seen:
+            c = dora_norm_tree(weights, params, s=0.7, gather=gather)
+        assert sum(seen.count.values()) == count, seen.count
+        for i, t in ts.items():
+            assert_exact(full(c[i]), norm_truth(t))
+            assert gather or c[i].placements == (LAYER[ways[i]]["norm"],)
+    start = dora_init_tree(weights, 3)
+    assert {i: p.A.placements[0] for i, p in start.items()} == {i: LAYER[way]["A"] for i, way in ways.items()}
 
 
 def case_compose():
@@ -412,7 +474,9 @@ def case_errors():
 
     def call(way, fn=dora_linear, **change):
         l = laid(t, where, [way]) | change
-        return dora_linear(*(l[n] for n in "xWABm"), s=t["s"], bias=l["bias"], **{k: v for k, v in change.items() if k not in t})
+        return dora_linear(
+            *(l[n] for n in "xWABm"), s=t["s"], bias=l["bias"], **{k: v for k, v in change.items() if k not in t}
+        )
 
     cut = lambda v, i: distribute_tensor(v.detach(), where, [Shard(i)])  # noqa: E731
     refused = {
