@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
@@ -29,6 +30,7 @@ from fdora.functional._layout import (
     sums_over,
     whole,
 )
+from fdora.functional._tree import Leaf
 
 
 class Cut(NamedTuple):
@@ -87,6 +89,30 @@ def _padded(t: Tensor, cut: Cut, count: int) -> Tensor:
     return pad(t.flatten(), (0, missing * (t.shape[1] if t.dim() > 1 else 1))) if missing else t.flatten()
 
 
+@torch.no_grad()
+def norms(
+    call: Callable,
+    fn: str,
+    spec: Any,
+    leaves: tuple[list, list, list],
+    scales: list,
+    state: Any,
+    gather: bool | str,
+    backend: Any,
+) -> Any:
+    """What dora_norm_tree, which is ``call``, returns for leaves with DTensors among them."""
+
+    def leaf(i: int) -> Leaf:
+        return Leaf(spec, i)
+
+    layouts, W, A, B = tree_of_parts(fn, *leaves, leaf)
+    here, pairs, each = (optree.tree_unflatten(spec, t) for t in (W, zip(A, B, strict=True), scales))
+    found = call(here, pairs, s=each, state=state, backend=backend)
+    c = spec.flatten_up_to(found if state is None else found.c)
+    result = optree.tree_unflatten(spec, finished(fn, layouts, leaves[0], c, gather))
+    return result if state is None else found._replace(c=result)
+
+
 class Tree(NamedTuple):
     """What each leaf is on this process."""
 
@@ -134,9 +160,9 @@ def finished(fn: str, layouts: Sequence[Layout | None], W: Sequence[Any], c: Seq
         for i, each in zip(places, total.split([c[i].numel() for i in places]), strict=True):
             c[i] = each
     spread = [cuts(w) if lay is not None else [] for w, lay in zip(W, layouts, strict=True)]
-    names: list[Any] = [
-        () if lay is None else _gathered_names(fn, lay, each, gather) for lay, each in zip(layouts, spread, strict=True)
-    ]
+    names: list[tuple[int, ...]] = []
+    for lay, each in zip(layouts, spread, strict=True):
+        names.append(() if lay is None else _gathered_names(fn, lay, each, gather))
     c = gathered(c, [[cut for cut in each if cut.dim in done] for each, done in zip(spread, names, strict=True)])
     return [
         t if lay is None else _result(t, lay, w.shape[:1], done) for t, lay, w, done in zip(c, layouts, W, names, strict=True)

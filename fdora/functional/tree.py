@@ -87,10 +87,10 @@ def dora_norm_tree(
         means in :func:`dora_norm`: the bits of A, B and s decide, on the device, and nothing waits or is mutated. The weights
         are not looked at: others, or changed ones, need a new state. A captured CUDA graph must copy buffers and
         fingerprint of the result over those of the state; make one call before the capture.
-      gather: of DTensors, which may lie as FSDP keeps them. False gives c as a DTensor that lies like the rows of W; True whole,
-        as a plain tensor in every process; the name of a mesh dimension, such as "dp", as the forward has it where FSDP gathered
-        over that dimension. No weight is sent: one all-gather of all A, one all-reduce of squares where rows are cut, and with
-        ``gather`` one all-gather of all c. For a call outside of forward, once per step.
+      gather: of DTensors, which may lie as FSDP keeps them. False gives c as a DTensor that lies like the rows of W; True
+        whole, as a plain tensor in every process; the name of a mesh dimension, such as "dp", as a forward has it where FSDP
+        gathered over that dimension. No weight is sent: one all-gather of all A, one all-reduce of squares where rows are cut,
+        and with ``gather`` one all-gather of all c. For a call outside of forward, once per step.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks for each weight.
 
     Returns:
@@ -98,8 +98,8 @@ def dora_norm_tree(
       With a state: ``NormTreeState(c, buffers, fingerprint)``, c the same bit for bit.
 
     Raises:
-      FdoraError: as :func:`dora_norm`, with the path of the leaf; the structures disagree; the state is of other weights; or gather
-        names no dimension that can be gathered alone.
+      FdoraError: as :func:`dora_norm`, with the path of the leaf; the structures disagree; the state is of other weights; or
+        gather names no dimension that can be gathered alone.
 
     Memory: c, and for each 1024 columns one number per row while it runs; keeps nothing for backward. In compiled code, under
     torch.func and for tensor subclasses it is a loop of :func:`dora_norm`, which computes whatever the state says.
@@ -114,7 +114,9 @@ def dora_norm_tree(
         raise _no_factors(fn, spec, pairs) from None
     scales = _for_each(fn, "s", spec, s, NUMBER)
     if is_sharded(*W, *A, *B) and not is_traced():
-        return _sharded(fn, spec, W, A, B, scales, state, gather, backend)
+        from fdora.functional._sharded_tree import norms
+
+        return norms(dora_norm_tree, fn, spec, (W, A, B), scales, state, gather, backend)
     if not (set(map(type, W)) <= {*PLAIN, QuantWeight} and set(map(type, (*A, *B))) <= PLAIN) or is_traced():
         return _one_by_one(fn, spec, W, A, B, scales, state, gather, backend)
     parts = plan(fn, spec, W, A, B, scales, backend)
@@ -195,41 +197,8 @@ def dora_merge_tree(weights: Any, params: Any, *, s: Any, norm: Any = None, back
     return _each(fn, spec, lambda i: dora_merge(W[i], *each[i], s=scales[i], norm=norms[i], backend=backend))
 
 
-@torch.no_grad()
-def _sharded(
-    fn: str,
-    spec: Any,
-    W: list,
-    A: list,
-    B: list,
-    scales: list,
-    state: NormTreeState | None,
-    gather: bool | str,
-    backend: Backend,
-) -> Any:
-    from fdora.functional._sharded_tree import finished, tree_of_parts
-
-    def leaf(i: int) -> Leaf:
-        return Leaf(spec, i)
-
-    layouts, ws, down, up = tree_of_parts(fn, W, A, B, leaf)
-    here, pairs, each = (optree.tree_unflatten(spec, t) for t in (ws, zip(down, up, strict=True), scales))
-    found = dora_norm_tree(here, pairs, s=each, state=state, backend=backend)
-    norms = spec.flatten_up_to(found if state is None else found.c)
-    c = optree.tree_unflatten(spec, finished(fn, layouts, W, norms, gather))
-    return c if state is None else found._replace(c=c)
-
-
 def _one_by_one(
-    fn: str,
-    spec: Any,
-    W: list,
-    A: list,
-    B: list,
-    scales: list,
-    state: NormTreeState | None,
-    gather: bool | str,
-    backend: Backend,
+    fn: str, spec: Any, W: list, A: list, B: list, scales: list, state: Any, gather: bool | str, backend: Backend
 ) -> Any:
     c = _each(fn, spec, lambda i: dora_norm(W[i], A[i], B[i], s=scales[i], backend=backend))
     if is_sharded(*W, *A, *B) and (gather or state is not None):
