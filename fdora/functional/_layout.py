@@ -56,7 +56,8 @@ def mesh_of(fn: str, tensors: dict[str, Any]) -> Any:
             if mesh is None:
                 mesh, first = t.device_mesh, arg
             elif t.device_mesh != mesh:
-                raise fail(fn, arg, f"on {mesh} (the mesh of `{first}`)", t.device_mesh, "Distribute all over one mesh.")
+                remedy = "Distribute all over one mesh, and unshard what FSDP keeps in shards."
+                raise fail(fn, arg, f"on {mesh} (the mesh of `{first}`)", t.device_mesh, remedy)
     return mesh
 
 
