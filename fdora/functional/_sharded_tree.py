@@ -191,4 +191,4 @@ def _result(t: Tensor, lay: Layout, shape: Any, done: Sequence[int]) -> Any:
         return t
     names = lay.mesh.mesh_dim_names
     mesh = lay.mesh if not done else lay.mesh[tuple(names[i] for i in left)]
-    return whole(t, lay._replace(mesh=mesh), [lies[i] for i in left], shape)
+    return whole(t, mesh, [lies[i] for i in left], shape)

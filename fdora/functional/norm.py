@@ -238,6 +238,11 @@ def dora_scale(m: Tensor, c: Tensor) -> Tensor:
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
     """
     fn = "dora_scale"
+    if is_sharded(m, c):
+        from fdora.functional import _sharded
+
+        g: Tensor = _sharded.scale(dora_scale, m, c)
+        return g
     check_shapes(fn, {"m": "N", "c": "N"}, {"m": m, "c": c})
     check_dtype(fn, "m", m, FLOATS)
     check_dtype(fn, "c", c, WIDE, "Keep it as dora_norm returns it.")
