@@ -11,9 +11,10 @@ from fdora import FdoraError
 from fdora.functional import dora_linear, dora_merge, dora_norm, dora_norm_tree
 from tests.close import assert_exact
 from tests.distributed.lay import LAYER, TRAINED, Collectives, full, laid, made, mesh
+from tests.distributed.programs import check, inside
 from tests.distributed.world import run
 
-PAIRS = list(itertools.product(LAYER, LAYER))
+DROPPED = [("data", "col"), ("data", "row"), ("row", "col"), ("col", "row"), ("row", "row")]
 
 
 def case_layers_on_two_dimensions():
@@ -26,7 +27,7 @@ def case_layers_on_two_dimensions():
         args = t | leaves
         want = dora_linear(*(args[n] for n in "xWABm"), s=t["s"], bias=args["bias"], **options)
         (want * dy).sum().backward()
-        for ways in PAIRS:
+        for ways in DROPPED if options else itertools.product(LAYER, LAYER):
             l = laid(t, where, ways)
             y = dora_linear(*(l[n] for n in "xWABm"), s=t["s"], bias=l["bias"], **options)
             (full(y) * dy).sum().backward()
@@ -127,6 +128,10 @@ def case_hsdp():
         assert_exact(full(dora_norm_tree([l["W"]], [(l["A"], l["B"])], s=0.7, gather=gather)[0]), want)
     assert_exact(full(dora_norm(l["W"], l["A"], l["B"], s=0.7)), want)
     assert_exact(full(dora_merge(*(l[n] for n in "WABm"), s=0.7)), dora_merge(*(t[n] for n in "WABm"), s=0.7))
+
+
+def case_program_both():
+    check(inside("both"), inside("one"), 1, 2)
 
 
 if __name__ == "__main__":
