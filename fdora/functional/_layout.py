@@ -48,6 +48,15 @@ class Layout(NamedTuple):
     """Placements of x."""
 
 
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two placements are equal, also where Dynamo (torch 2.8) compares objects; strided shards equal no others."""
+    if a.is_replicate():
+        return bool(b.is_replicate())
+    if a.is_partial():
+        return bool(b.is_partial()) and a.reduce_op == b.reduce_op
+    return is_cut(b, (a.dim,)) and is_strided(a) == is_strided(b)
+
+
 def mesh_of(fn: str, tensors: dict[str, Any]) -> Any:
     """The one mesh of all DTensors."""
     mesh, first = None, ""
@@ -73,7 +82,7 @@ def is_cut(p: Any, axes: Sequence[int]) -> bool:
 
 def is_strided(p: Any) -> bool:
     """Whether FSDP cut what tensor parallelism had cut before."""
-    return not (p.is_replicate() or p.is_partial()) and (not isinstance(p, Shard) or hasattr(p, "split_factor"))
+    return not (p.is_replicate() or p.is_partial()) and type(p) is not Shard
 
 
 def layer_layout(fn: str, mesh: Any, W: Any, x: Any = None) -> Layout:
@@ -126,15 +135,16 @@ def local(fn: str, lay: Layout, arg: str, t: Any, move: bool = False) -> Any:
         return None
     want, have = placements(lay, arg, t.dim()), placed(t, lay.mesh)
     gradient = placements(lay, arg, t.dim(), True)
-    if want != have:
-        i = [a == b for a, b in zip(want, have, strict=True)].index(False)
+    agree = [is_same(a, b) for a, b in zip(want, have, strict=True)]
+    if not all(agree):
+        i = agree.index(False)
         if not move or is_strided(want[i]) or is_strided(have[i]):
             raise _misplaced(fn, lay, arg, t, want[i], have[i], i)
     if not isinstance(t, DTensor):
-        if want == have and (gradient == want or not t.requires_grad):
+        if all(agree) and (not t.requires_grad or all([p.is_replicate() for p in gradient])):
             return t
         t = DTensor.from_local(t, lay.mesh, have, run_check=False)
-    if want != have:
+    if not all(agree):
         t = t.redistribute(placements=want)
     return t.to_local(grad_placements=gradient)
 
