@@ -22,7 +22,7 @@ def mlp_fwd(
     (gate, up), saved = layers_fwd(as_matrix(x), layers[:2], options[:2], drop)
     (y,), below = layers_fwd(act_fwd(gate, up, act), layers[2:], options[2:], drop)
     pre = [v if has else None for v, has in zip((*saved.kept, *below.kept), (*saved.pre_scale, *below.pre_scale), strict=True)]
-    outputs = [v if before is None or drop.mode == "peft" else None for v, before in zip((gate, up), pre, strict=False)]
+    outputs = [v if before is None or drop.mode == "peft" else None for v, before in zip((gate, up), pre[:2], strict=True)]
     y = y if x.dim() == 2 else own(y, (*x.shape[:-1], y.shape[-1]))
     kept = y if pre[2] is None and options[2].save != "nothing" else None
     return y, SavedMlp(saved.h, below.h, outputs[0], outputs[1], kept, *pre), ()
@@ -36,7 +36,7 @@ def mlp_bwd(
     flat, pre = as_matrix(x), (saved.pre_gate, saved.pre_up, saved.pre_down)
     gate, up = (
         output(v, la.m, la.c, la.bias) if y is None else y  # type: ignore[arg-type]
-        for y, v, la in zip((saved.gate, saved.up), pre, layers, strict=False)
+        for y, v, la in zip((saved.gate, saved.up), pre[:2], layers[:2], strict=True)
     )
     need_a = need_x or any(map(any, needs[:2]))
     below = Saved(saved.h_down, (saved.y if pre[2] is None else pre[2],), (pre[2] is not None,))
@@ -45,7 +45,7 @@ def mlp_bwd(
         return None, [Grads(), Grads(), *of_down]
     pair: list[Tensor | None] = list(act_bwd(da, gate, up, act))
     del da
-    kept = tuple(y if v is None else v for y, v in zip((gate, up), pre, strict=False))
+    kept = tuple(y if v is None else v for y, v in zip((gate, up), pre[:2], strict=True))
     del gate, up
     above = Saved(saved.h, kept, tuple(v is not None for v in pre[:2]))
     dx, grads = layers_bwd(pair, flat, layers[:2], options[:2], drop, above, need_x, needs[:2])

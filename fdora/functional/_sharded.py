@@ -74,8 +74,8 @@ def mlp(call: Callable, x: Any, layers: dict[str, DoraLayer], p: float, seed: An
         if above == "row" or (above == "col") != (way == "row"):
             both = f"{tuple(map(str, first.rows))} and down's {tuple(map(str, below.rows))}"
             raise fail(fn, "gate.W", "Shard(0) where down's is Shard(1), else Replicate", both, "Cut all three along F.")
-    third = below._replace(ways=tuple(["data" if way == "data" else "row" if way == "col" else way for way in first.ways]))
-    third = third._replace(tokens=first.tokens)
+    ways = tuple(["row" if way == "col" else way for way in first.ways])
+    third = Layout(below.mesh, below.table, ways, below.rows, first.tokens)
     la, _ = _local_layer(f"{fn}: gate", first, gate, rest["backend"])
     lb, _ = _local_layer(f"{fn}: up", second, up, rest["backend"])
     lc, bias = _local_layer(f"{fn}: down", third, down, rest["backend"])

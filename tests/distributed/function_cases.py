@@ -272,6 +272,26 @@ def case_compiled_layers():
             assert_exact(full(l[n].grad), full(again[n].grad), f"{way} {n}")
 
 
+def case_compiled_mlp():
+    where, x = mesh(2), made(N=6, K=8, lead=(4,))["x"]
+    sizes = dict(N=7, K=8), dict(N=7, K=8, r=3), dict(N=8, K=7)
+    plain = [layer({}, each, i) for i, each in enumerate(sizes)]
+    torch._dynamo.reset()
+
+    def f(x, gate, up, down):
+        return dora_mlp(x, *map(dora_layer, (gate, up, down)), dropout_p=0.3, seed=[1, 2, 3])
+
+    found = []
+    for g in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
+        lays = [laid(l, where, [way]) for l, way in zip(plain, MLP["tp"], strict=True)]
+        x1 = laid({"x": x}, where, ["col"])["x"]
+        y = g(x1, *lays)
+        (full(y) ** 2).sum().backward()
+        found.append([full(y).detach(), *(full(v.grad) for v in (x1, *trained(lays)))])
+    for a, b in zip(*found, strict=True):
+        assert_exact(a, b)
+
+
 # several layers
 
 
