@@ -36,6 +36,29 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_sharded(*tensors: Any) -> bool:
+    """Whether there is a DTensor among them: by name, for torch.distributed is not imported to find none."""
+    return "DTensor" in [type(t).__name__ for t in tensors]
+
+
+def check_whole(fn: str, tensors: dict[str, Any]) -> None:
+    """For functions without a table of layouts."""
+    for arg, t in tensors.items():
+        if is_sharded(t):
+            raise fail(
+                fn, arg, "a plain tensor", "a DTensor", f"Pass {arg}.full_tensor(), or .to_local() where that is the whole."
+            )
+
+
+def check_left_out(fn: str, options: dict[str, bool]) -> None:
+    """``options``: arguments that calls with DTensors do not have, and whether they are given."""
+    for arg, given in options.items():
+        if given:
+            raise fail(
+                fn, arg, "left out with DTensors", "a value", "Pass plain tensors: .to_local() or .full_tensor() of each."
+            )
+
+
 def check_shapes(
     fn: str, spec: dict[str, str], tensors: dict[str, Any], layout: str = "nn.Linear", norm: str = "dora_norm(W, A, B, s=s)"
 ) -> dict[str, int]:

@@ -19,6 +19,7 @@ SIGNATURES = {
     "MergedWeight": "(W, error)",
     "NormState": "(c, fingerprint)",
     "NormTreeState": "(c, buffers, fingerprint)",
+    "ShardNormState": "(c, fingerprint, part)",
     "dora_base_sqnorm": "(W, *, max_bytes=None, backend='auto')",
     "dora_compose": "(base, lora, g, *, s, bias=None, backend='auto')",
     "dora_conv1d": CONV,
@@ -30,20 +31,20 @@ SIGNATURES = {
     "dora_init": "(W, r, *, dtype=None, generator=None)",
     "dora_init_tree": "(weights, r, *, dtype=None, generator=None)",
     "dora_linear": "(x, W, A, B, m, *, s, bias=None, gamma=None, residual=None, norm=None, dropout_p=0.0, "
-    "dropout_mode='lora', seed=None, keep_inner=False, detach=True, compute=None, backend='auto')",
-    "dora_linear_group": "(x, layers, *, dropout_p=0.0, dropout_mode='lora', seed=None, keep_inner=False, detach=True, "
-    "backend='auto')",
+    "dropout_mode='lora', seed=None, mask_origin=None, keep_inner=False, detach=True, compute=None, backend='auto')",
+    "dora_linear_group": "(x, layers, *, dropout_p=0.0, dropout_mode='lora', seed=None, mask_origin=None, keep_inner=False, "
+    "detach=True, backend='auto')",
     "dora_linear_multi": "(x, W, A, B, m, *, s, offsets=None, ids=None, norm=None, bias=None, dropout_p=0.0, seed=None, "
     "ranks=None, backend='auto')",
     "dora_merge": "(W, A, B, m, *, s, gamma=None, norm=None, backend='auto')",
     "dora_merge_quantized": "(W, A, B, m, *, s, norm=None, backend='auto')",
     "dora_merge_tree": "(weights, params, *, s, norm=None, backend='auto')",
-    "dora_mlp": "(x, gate, up, down, *, act='silu', dropout_p=0.0, dropout_mode='lora', seed=None, keep_inner=False, "
-    "detach=True, backend='auto')",
+    "dora_mlp": "(x, gate, up, down, *, act='silu', dropout_p=0.0, dropout_mode='lora', seed=None, mask_origin=None, "
+    "keep_inner=False, detach=True, backend='auto')",
     "dora_norm": "(W, A, B, *, s, norm_axis=1, base_sqnorm=None, detach=True, max_bytes=None, state=None, squared=False, "
-    "backend='auto')",
+    "group=None, backend='auto')",
     "dora_norm_state": "(W)",
-    "dora_norm_tree": "(weights, params, *, s, state=None, backend='auto')",
+    "dora_norm_tree": "(weights, params, *, s, state=None, gather=False, backend='auto')",
     "dora_norm_tree_state": "(weights)",
     "dora_scale": "(m, c)",
     "dora_stack": "(params)",

@@ -136,6 +136,7 @@ RUN["docs/adapters.md"] = 4  # tests/functional/test_multi_docs.py
 RUN["docs/layers.md"] = 2  # tests/functional/test_layers_docs.py
 RUN["docs/schedule.md"] = 4  # tests/schedule/test_docs.py
 RUN["docs/quantised.md"] = 2  # tests/quant/test_docs.py
+RUN["docs/distributed.md"] = 4  # tests/distributed/test_docs.py
 RUN["docs/integrations.md"] = sum(language == "python" for _, language in RUN_BY)
 
 

@@ -8,7 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, Weight, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, fail
+from fdora._check import (
+    FLOATS,
+    Weight,
+    check_device,
+    check_dtype,
+    check_frozen,
+    check_rank,
+    check_s,
+    check_shapes,
+    check_whole,
+    fail,
+)
 from fdora._dispatch import Backend
 from fdora.autograd.multi import bank_norm
 from fdora.functional.backend import select_backend
@@ -18,6 +29,7 @@ from fdora.quant import QuantWeight
 def check_bank(fn: str, tensors: dict[str, Any]) -> int:
     """W, A, B and perhaps more of one bank; how many adapters it has."""
     axes = {"W": "N K", "A": "G r K", "B": "G N r", "m": "G N", "norm": "G N", "bias": "N", "x": "... K"}
+    check_whole(fn, tensors)
     sizes = check_shapes(fn, {arg: axes[arg] for arg in tensors}, tensors)
     check_rank(fn, sizes["r"])
     if sizes["G"] < 1:

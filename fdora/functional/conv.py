@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, fail
+from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, check_whole, fail
 from fdora._dispatch import Backend
 from fdora._records import Conv
 from fdora.autograd.conv import conv, conv_norm, rows
@@ -189,6 +189,7 @@ def check_conv(
 ) -> None:  # fmt: skip
     if isinstance(W, QuantWeight):
         raise fail(fn, "W", "a tensor", "a QuantWeight", "Pass W.dequantize(): formats of kernels are not known.")
+    check_whole(fn, {"x": x, "W": W, "A": A, "B": B, "m": m})
     kernel, G, layout = " ".join(("kZ", "kY", "kX")[3 - n :]), how.groups, f"nn.Conv{n}d"
     if how.transposed:
         layout = f"nn.ConvTranspose{n}d"

@@ -15,6 +15,7 @@ from fdora._check import (
     check_rank,
     check_s,
     check_shapes,
+    check_whole,
     fail,
     key_of,
     passed,
@@ -112,6 +113,7 @@ def check_embedding(
         axis, maker = ("d", "dora_norm(W.T, A, B, s=s)") if norm_axis == 0 else ("V", "dora_norm(W, B.T, A.T, s=s)")
         spec = {"ids": "...", "W": "V d", "A": "r V", "B": "d r", "m": axis, "norm": axis}
         tensors = {"ids": ids, "W": W, "A": A, "B": B, "m": m, "norm": norm}
+        check_whole(fn, tensors)
         sizes = check_shapes(fn, spec, tensors, "nn.Embedding", maker)
         check_rank(fn, sizes["r"])
         check_device(fn, "W", tensors)

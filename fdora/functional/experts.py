@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, fail
+from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, check_whole, fail
 from fdora._dispatch import Backend
 from fdora.autograd.norm import is_real
 from fdora.functional.linear import dora_linear
@@ -90,6 +90,7 @@ def check_experts(
     spec = {"W": "E N K", "A": "E r K", "B": "E N r", "m": "E N", "bias": "E N", "norm": "E N", "x": "T K"}
     tensors = {"W": W, "A": A, "B": B, "m": m, "bias": bias, "norm": norm, "x": x}
     maker = "torch.stack([dora_norm(w, a, b, s=s) for w, a, b in zip(W, A, B)])"
+    check_whole(fn, tensors)
     sizes = check_shapes(fn, spec, tensors, "(experts, out, in)", maker)
     check_rank(fn, sizes["r"])
     if sizes["E"] < 1:

@@ -7,9 +7,10 @@ from inspect import signature
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import optree
 import torch
 
-from fdora._check import fail, name
+from fdora._check import fail, is_sharded, name
 from fdora._dispatch import BackendChoice, choose, forced
 from fdora._records import Dropout
 from fdora.autograd._ops import import_explain
@@ -75,6 +76,9 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
     bound = signature(fn).bind(*args, **kwargs)
     bound.apply_defaults()
     a = SimpleNamespace(fn=fn.__name__, **bound.arguments)
+    given: Any = list(bound.arguments.values())
+    if is_sharded(*optree.tree_leaves(given)):
+        raise fail("explain", "args", "plain tensors", "a DTensor", "Ask for one process: pass .to_local() of each.")
     device, dtype, planner = CALLS[fn](a)
     triton, missing = import_explain()
     choice, rates, where = _target(device, dtype, gpu, a.backend, missing)
@@ -183,7 +187,7 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
                 new[f"c{i}"] = c = la.norm.detach().requires_grad_(trained)  # a copy, if it was given
                 la = la._replace(norm=c)
                 notes = (PLAIN_BACKWARD,) if torch.is_grad_enabled() and trained else notes
-            seed = torch.empty((), dtype=torch.int64, device="meta") if a.dropout_p else None
+            seed = torch.empty(() if a.mask_origin is None else (3,), dtype=torch.int64, device="meta") if a.dropout_p else None
             operand, option = prepared(a.fn, x, la, seed, a.keep_inner and (not mlp or i == 2), True, "triton")
             ready.append((operand._replace(c=None) if inside else operand, option))
         operands, options = [la for la, _ in ready], [o for _, o in ready]
@@ -214,7 +218,7 @@ def _norms(triton: Any, on: Any, W: Any, A: Any, B: Any, max_bytes: int | None, 
 
 
 def _norm(a: Any) -> Call:
-    options = (a.s, a.norm_axis, a.base_sqnorm, a.detach, a.max_bytes, a.state, a.squared)
+    options = (a.s, a.norm_axis, a.base_sqnorm, a.detach, a.max_bytes, a.state, a.squared, a.group)
     W, A, B = check_norm(a.fn, a.W, a.A, a.B, *options)
 
     def plans(triton: Any, on: Any) -> Parts:

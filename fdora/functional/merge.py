@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._check import FdoraError, check_dtype, fail
+from fdora._check import FdoraError, check_dtype, check_left_out, fail, is_sharded
 from fdora._dispatch import Backend
 from fdora._torch import detached
 from fdora.autograd import quant
@@ -35,7 +35,8 @@ def dora_merge(
     """One weight that does what the adapted layer does: ``W' = g * (W + s * B @ A)``, ``g = m / ||W + s * B @ A||``.
 
     ``F.linear(x, W', bias)`` equals ``dora_linear(x, W, A, B, m, s=s, bias=bias)`` up to rounding; with a gamma,
-    ``F.linear(x, W', gamma * bias)`` equals ``dora_linear(x, W, A, B, m, s=s, bias=bias, gamma=gamma)``.
+    ``F.linear(x, W', gamma * bias)`` equals ``dora_linear(x, W, A, B, m, s=s, bias=bias, gamma=gamma)``. A DTensor W gives
+    one that lies as it does.
 
     Args:
       W: (N, K) weight, float16, bfloat16, float32 or float64, or a :class:`fdora.quant.QuantWeight`; the result is dense.
@@ -56,8 +57,15 @@ def dora_merge(
     Memory: the result and one block of rows (Triton: the result alone); keeps nothing for backward.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
     """
-    check_merge("dora_merge", W, A, B, m, s, norm)
-    check_gamma("dora_merge", W, gamma)
+    fn = "dora_merge"
+    if is_sharded(W, A, B, m, norm):
+        from fdora.functional import _sharded
+
+        check_left_out(fn, {"gamma": gamma is not None})
+        merged: Tensor = _sharded.merge(dora_merge, fn, W, A, B, m, s, norm, backend)
+        return merged
+    check_merge(fn, W, A, B, m, s, norm)
+    check_gamma(fn, W, gamma)
     choice = select_backend(W, backend=backend)
     m, _ = folded(W.dtype, gamma, m, None)
     W, A, B, m, norm = detached(W, A, B, m, norm)
@@ -140,6 +148,11 @@ def dora_unmerge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, norm: 
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5, solved for W.
     """
     fn = "dora_unmerge"
+    if is_sharded(W, A, B, m, norm):
+        from fdora.functional import _sharded
+
+        before: Tensor = _sharded.merge(dora_unmerge, fn, W, A, B, m, s, norm, backend)
+        return before
     check_merge(fn, W, A, B, m, s, norm)
     W, A, B, m, norm = detached(W, A, B, m, norm)
     wiped = (scale(m, norm) == 0) & (norm > 0)
