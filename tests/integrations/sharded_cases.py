@@ -1,0 +1,236 @@
+"""What test_sharded.py runs in each of its processes: ``python -m tests.integrations.sharded_cases RANK WORLD FOLDER [CASE ...]``.
+
+Every case gives numbers; rank 0 writes them, the test looks at them. Each rank has data of its own, else a sum that is lost
+would not be seen.
+"""
+
+import copy
+import json
+import sys
+import traceback
+from collections import Counter
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fdora.eager import norm as arithmetic
+from fdora.integrations import _norm
+from fdora.integrations.peft import report, use_fdora
+from tests.integrations.tiny import LORA, llama
+from tests.integrations.sharded_layouts import LAYOUTS, adapters, gradients
+
+STEPS, MICRO, RATE = 3, 2, 0.2
+VOCAB = 64
+
+
+def built(**config):
+    """The same on every rank and in every call, with adapters that have moved."""
+    torch.manual_seed(1)
+    model = get_peft_model(llama(), LoraConfig(use_dora=True, **LORA | config)).eval()
+    return moved(model)
+
+
+@torch.no_grad()
+def moved(model):
+    draw = torch.Generator().manual_seed(2)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.normal_(std=0.05, generator=draw)
+        if "magnitude" in name:
+            p.mul_(1 + 0.1 * torch.randn(p.shape, generator=draw))
+    return model
+
+
+def batches():
+    """For each step, micro-batch and rank."""
+    draw = torch.Generator().manual_seed(3)
+    return torch.randint(3, 260, (STEPS, MICRO, dist.get_world_size(), 2, 12), generator=draw)
+
+
+def loss_of(model, ids):
+    return F.cross_entropy(model(input_ids=ids).logits.double()[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+@contextmanager
+def norms_counted():
+    """How many norms of layers were computed, not reused."""
+    counts, direct = [0], arithmetic._direct
+
+    def one(*args):
+        counts[0] += 1
+        return direct(*args)
+
+    arithmetic._direct = one
+    try:
+        yield counts
+    finally:
+        arithmetic._direct = direct
+
+
+class Collectives(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            self.counts[func.__name__.partition(".")[0].strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def train(run, rank, alone=False):
+    """Losses of this rank by step, norms computed by micro-batch. ``alone`` averages the ranks' gradients by hand."""
+    losses, norms = [], []
+    parameters = [p for p in run.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
+    for step in batches():
+        total, before = 0.0, [None] * len(parameters)
+        for micro in step:
+            with norms_counted() as count:
+                loss = loss_of(run, micro[rank]) / MICRO
+                loss.backward()
+            norms.append(count[0])
+            total += loss.detach()
+            if alone:  # before they are added up, as a sharded model does it: else other bits
+                average(run)
+                before = [p.grad if g is None else g + p.grad for g, p in zip(before, parameters, strict=True)]
+                optimizer.zero_grad()
+        losses.append(total)
+        if alone:
+            for g, p in zip(before, parameters, strict=True):
+                p.grad = g
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses), norms
+
+
+def average(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
+class Truth:
+    """PEFT in float64 on the data of all ranks, and fdora on whole parameters on that of one, averaged by hand."""
+
+    def __init__(self, rank, world):
+        self.rank, self.world = rank, world
+        exact = built().double()
+        ids = batches()
+        optimizer = torch.optim.SGD([p for p in exact.parameters() if p.requires_grad], lr=RATE, momentum=0.9)
+        self.losses = []
+        for i, step in enumerate(ids):
+            loss = sum(loss_of(exact, x) for micro in step for x in micro) / (MICRO * world)
+            if i == 0:
+                first = sum(loss_of(exact, x) for x in step[0]) / world
+                wanted = dict(trained(exact))
+                self.gradients = dict(zip(wanted, torch.autograd.grad(first, list(wanted.values())), strict=True))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            self.losses.append(loss.detach())
+        self.losses = torch.stack(self.losses)
+        self.adapters = {n: p.detach() for n, p in trained(exact)}
+        alone = use_fdora(built())
+        self.logits, self.loss = first_step(alone, rank)
+        average(alone)
+        self.alone = {n: p.grad for n, p in trained(alone)}
+        alone = use_fdora(built())
+        self.alone_losses, self.alone_norms = train(alone, rank, alone=True)
+        self.alone_adapters = {n: p.detach() for n, p in trained(alone)}
+
+
+def trained(model):
+    return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+
+
+def first_step(run, rank):
+    ids = batches()[0, 0, rank]
+    with torch.no_grad():
+        logits = run(input_ids=ids).logits
+    loss = loss_of(run, ids)
+    loss.backward()
+    return logits, loss.detach()
+
+
+def off(got, want):
+    """The largest relative error of a set of tensors, each in its norm; that of one that is missing is infinite."""
+    if set(got) != set(want):
+        return float("inf")
+    return max([((got[n].double() - want[n]).norm() / want[n].norm().clamp_min(1e-30)).item() for n in want])
+
+
+def same(got, want):
+    return set(got) == set(want) and all(torch.equal(got[n], want[n]) for n in want)
+
+
+def layout(name, truth, mesh):
+    """One way to shard, from the first forward to the last step."""
+    wrap = LAYOUTS[name]
+    model = use_fdora(built())
+    run = wrap(model, mesh)
+    logits, loss = first_step(run, truth.rank)
+    got = gradients(run, truth.alone)
+    rows = report(model)
+    found = {
+        "logits same": torch.equal(logits, truth.logits),
+        "logits off": (logits - truth.logits).abs().max().item(),
+        "loss same": torch.equal(loss, truth.loss),
+        "gradients same": same(got, truth.alone),
+        "gradients off": off(got, truth.gradients),
+        "gradients off from alone": off(got, truth.alone),
+        "fused": sum(row.fused for row in rows),
+        "composed": sum(row.composed for row in rows),
+        "fallbacks": dict(sum((Counter(row.fallbacks) for row in rows), Counter())),
+        "why": sorted({row.why_not_fused for row in rows}),
+        "shapes": sorted({str(row.shape) for row in rows}),
+    }
+    model = use_fdora(built())
+    run = wrap(model, mesh)
+    losses, norms = train(run, truth.rank)
+    dist.all_reduce(losses)
+    found["norms"] = norms
+    found["losses off"] = (losses / truth.world - truth.losses).abs().max().item()
+    last = adapters(run, truth.alone)
+    found["adapters same"] = same(last, truth.alone_adapters)
+    found["adapters off"] = off(last, truth.adapters)
+    with Collectives() as collectives:
+        loss_of(run, batches()[0, 0, truth.rank]).backward()
+    found["collectives"] = dict(collectives.counts)
+    return found
+
+
+CASES = {name: (lambda truth, mesh, name=name: layout(name, truth, mesh)) for name in LAYOUTS}
+
+
+def main(rank, world, folder, *names):
+    torch.set_num_threads(1)
+    _norm.SMALL = 0  # norms are kept however small the weights are
+    folder = Path(folder)
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    mesh = dist.init_device_mesh("cpu", (world,))
+    truth = Truth(rank, world)
+    found = {}
+    for name in names or CASES:
+        try:
+            mine = CASES[name](truth, mesh)
+        except Exception as error:
+            mine = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        every = [None] * world
+        dist.all_gather_object(every, mine)
+        found[name] = every
+        if rank == 0:
+            (folder / "found.json").write_text(json.dumps(found, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
