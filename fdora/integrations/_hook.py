@@ -30,6 +30,7 @@ class Hook:
             if torch.compiler.is_dynamo_compiling() and not exporting() and not in_subgraph():
                 self.norms.trace()
             return
+        self.norms.watch()
         self.norms.local.run = None if watched() else self.norms.compute(backward_task())
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -54,9 +55,11 @@ def hooked(module: nn.Module) -> Any:
 def hook(roots: Sequence[nn.Module], kepts: Sequence[Any], find: Callable[[], Found]) -> None:
     """Before each forward of any of these modules compute the norms of the layers that ``find`` lists, some of ``kepts``."""
     norms, left = ModelNorms(find), Left(len(kepts))
+    norms.kepts = list(map(weakref.ref, kepts))
     for kept in kepts:
         kept.norms = norms
         left.watch(kept)
+    norms.watch()
     for root in roots:
         each = Hook(norms, root)
         left.handles.append(root.register_forward_pre_hook(each.before, prepend=True, with_kwargs=True))

@@ -174,6 +174,7 @@ class ModelNorms:
         self.lock = threading.RLock()
         self.local = threading.local()
         self.table: Table | None = None
+        self.kepts: list[weakref.ref[Any]] = []  # of all layers
         self.placed: list[weakref.ref[Any]] = []  # whose norms the table has
         self.asleep = self.used = False
         self.changes = self.idle = 0
@@ -181,6 +182,14 @@ class ModelNorms:
         self.traced_by = ""  # that trace; what a graph break leaves here is for no other one, nor for another thread
         self.name = next(_names)
         _models[self.name] = self
+
+    def watch(self) -> None:
+        """Before a forward, while what is sharded lies in pieces: each layer looks at its own."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            for ref in self.kepts:
+                kept = ref()
+                if kept is not None:
+                    kept.watch()
 
     def compute(self, task: int) -> Run | None:
         with self.lock:

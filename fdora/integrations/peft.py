@@ -174,7 +174,12 @@ def _hook(model: nn.Module) -> None:
         roots = [inner] if type(model).forward is PeftModel.forward else [model, inner]
     ref = weakref.ref(model)
     layers = [layer for _, layer in _layers("use_fdora", model) if type(layer) is Linear]  # those that norms_of may list
-    kepts = [v.kept for layer in layers for v in layer.lora_variant.values() if isinstance(v, Dora)]
+    kepts = []
+    for layer in layers:
+        for variant in layer.lora_variant.values():
+            if isinstance(variant, Dora):
+                variant.kept.base = weakref.ref(layer.get_base_layer())
+                kepts.append(variant.kept)
     if kepts:
         hook([m for m in roots if not isinstance(m, LoraLayer)], kepts, lambda: norms_of(ref()))
 
