@@ -196,7 +196,7 @@ def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | str:
         if why:
             return why
         magnitude = leaves[2].inner
-    if type(magnitude) is not DoraLinearLayer:
+    elif type(magnitude) is not DoraLinearLayer:
         return LISTENED
     p = 0.0
     if type(dropout) is not nn.Identity and module.training:
