@@ -5,10 +5,10 @@
 
 Starts one process per GPU (NCCL; gloo without GPUs). Architecture, adapters and ways are bench.model's; every rank has a
 sequence of its own. A step: forward, backward, fused AdamW; also with gradient checkpointing, and of 4 micro-batches, which
-share their norms. Wall time from one barrier until every rank's GPU is done, median of turns; what the host takes to issue forward,
-backward and the optimizer's step, nothing waited for in between; peak memory above what is there between steps. On a GPU a
-profile of one step sums the kernels of all norms, the collectives, and the busiest of the rest. Before anything is timed, loss
-and averaged gradients are compared with those of PEFT's DoRA; the collectives of a step are counted.
+share their norms. Wall time from one barrier until every rank's GPU is done, median of turns; what the host takes to issue
+forward, backward and the optimizer's step, nothing waited for in between; peak memory above what is there between steps. On
+a GPU a profile of one step sums the kernels of all norms, the collectives, and the busiest of the rest. Before anything is
+timed, loss and averaged gradients are compared with those of PEFT's DoRA; the collectives of a step are counted.
 """
 
 from __future__ import annotations
