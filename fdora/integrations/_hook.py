@@ -52,14 +52,14 @@ def hooked(module: nn.Module) -> Any:
     return d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"] or d["_backward_pre_hooks"] or "forward" in d
 
 
-def hook(roots: Sequence[nn.Module], kepts: Sequence[Any], find: Callable[[], Found]) -> None:
-    """Before each forward of any of these modules compute the norms of the layers that ``find`` lists, some of ``kepts``."""
-    norms, left = ModelNorms(find), Left(len(kepts))
+def hook(model: nn.Module, roots: Sequence[nn.Module], kepts: Sequence[Any], find: Callable[[], Found]) -> None:
+    """Before each forward of any of these modules of the model compute the norms of the layers that ``find`` lists, some of
+    ``kepts``."""
+    norms, left = ModelNorms(weakref.ref(model), find), Left(len(kepts))
     norms.kepts = list(map(weakref.ref, kepts))
     for kept in kepts:
         kept.norms = norms
         left.watch(kept)
-    norms.watch()
     for root in roots:
         each = Hook(norms, root)
         left.handles.append(root.register_forward_pre_hook(each.before, prepend=True, with_kwargs=True))

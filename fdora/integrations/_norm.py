@@ -58,16 +58,16 @@ class KeptNorm:
             self.room = (weakref.ref(W), c, words)
             give_norm(words, self)
 
-    def watch(self) -> None:
-        """Between two forwards of the model: what stands in the place of W."""
+    def watch(self, known: dict[int, Tensor]) -> None:
+        """Between two forwards of the model: what stands in the place of W. ``known`` are shards of what is gathered now."""
         base = None if self.base is None else self.base()
         if base is not None:
-            self.shard = watched(self.shard, dict.get(base._parameters, "weight"))
+            self.shard = watched(self.shard, known.get(id(base), dict.get(base._parameters, "weight")))
 
     def frozen(self, W: Tensor) -> Tensor:
         """W, detached where it is FSDP1's view of trained parameters beside a frozen one."""
         param = None if self.shard is None else self.shard.param()
-        return W if param is None or param is W or param.requires_grad else W.detach()
+        return W if param is None or param.requires_grad else W.detach()
 
     def of(self, owner: Any, W: Any, A: Tensor, B: Tensor, s: float) -> Tensor:
         """c (N,). owner is the tensor that W is, or was made from. Mapped code computes it every time."""
@@ -89,7 +89,7 @@ class KeptNorm:
         if W.shape[0] * W.shape[1] < SMALL:
             return dora_norm(W, A, B, s=s)
         storage = owner.untyped_storage()
-        shard = () if self.shard is None else self.shard.state(owner)
+        shard = () if self.shard is None else self.shard.state()
         where = 0 if shard else storage._cdata  # what a shard is gathered into comes and goes
         # FSDP1 makes another view for each forward; a parameter is another one only when somebody replaced it.
         who = id(owner) if type(owner) is torch.nn.Parameter else 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._torch import PLAIN
+from fdora._torch import PLAIN, fsdp2_shards, piece_of
 
 
 class Shard:
@@ -21,34 +21,38 @@ class Shard:
 
     def __init__(self, param: Tensor):
         self.param = weakref.ref(param)
-        self.apart = type(param) not in PLAIN
         self.pieces = [weakref.ref(t) for t in pieces(param)]
 
-    def state(self, gathered: Any) -> tuple[int, ...]:
-        """Moves with changes in place of the shard that this was gathered from; empty where it was from none that is known."""
-        param = self.param()
-        if param is None or (param is gathered and len(self.pieces) == 1):
-            return ()
+    def state(self) -> tuple[int, ...]:
+        """Moves with changes in place of what was gathered; empty once that is gone."""
         found = [piece() for piece in self.pieces]
         if any([t is None for t in found]):
             return ()
-        return id(param), *[0 if t.is_inference() else t._version for t in found if t is not None]
+        return id(found[0]), *[0 if t.is_inference() else t._version for t in found if t is not None]
 
 
 def pieces(param: Any) -> list[Tensor]:
-    """The tensors by whose versions a change is seen: of a DTensor also the local one."""
-    if type(param) not in PLAIN and hasattr(param, "to_local"):
-        with torch.no_grad():  # where it is the local tensor itself, no view of it
-            return [param, param.to_local()]
-    piece = getattr(param, "ds_tensor", None)
-    return [param] if piece is None else [param, piece]
+    """The tensors by whose versions a change is seen, the parameter first; none where it is whole."""
+    if type(param) not in PLAIN:
+        piece = piece_of(param)
+        return [] if piece is None else [param, piece]
+    if hasattr(param, "ds_tensor"):
+        return [param, param.ds_tensor]
+    return [param] if param.dim() == 1 else []  # a flat piece of a matrix
 
 
 def watched(before: Shard | None, param: Tensor | None) -> Shard | None:
-    """The shard to look at from now on, if this is what stands in the layer between two forwards of its model."""
-    known = None if before is None else before.param()
-    if param is None or known is param:
+    """The shard to look at from now on, if this is what stands in the layer between two forwards of its model.
+
+    What is whole says nothing: FSDP2 keeps a unit gathered where it was asked to.
+    """
+    if param is None or (before is not None and before.param() is param) or not pieces(param):
         return before
-    if before is not None and known is not None and before.apart and type(param) in PLAIN:
-        return before  # FSDP2 keeps a unit gathered where it was asked to
     return Shard(param)
+
+
+def known_shards(model: Any) -> dict[int, Tensor]:
+    """By the id of the module whose weight it is, for what FSDP2 has gathered already: the root's own unit, for one."""
+    if model is None or not torch.distributed.is_available():
+        return {}
+    return {id(module): shard for module, name, shard in fsdp2_shards(model) if name == "weight"}

@@ -46,6 +46,7 @@ from torch import Tensor
 
 from fdora._dispatch import forced
 from fdora._torch import backward_task, dispatch_modes, trace, while_tracing
+from fdora.integrations._shard import known_shards
 from fdora.functional._tree import Part, forget_norms, kept_norms, no_words, tables
 
 Found = list[tuple[Any, Tensor, Tensor, Tensor, float]]  # KeptNorm, W, A, B, s
@@ -169,14 +170,14 @@ def collect(name: str) -> bool:
 class ModelNorms:
     """The table of one model, and whose turn it is. ``find`` lists the layers that can be served now."""
 
-    def __init__(self, find: Callable[[], Found]):
-        self.find = find
+    def __init__(self, model: Callable[[], Any], find: Callable[[], Found]):
+        self.model, self.find = model, find
         self.lock = threading.RLock()
         self.local = threading.local()
         self.table: Table | None = None
         self.kepts: list[weakref.ref[Any]] = []  # of all layers
         self.placed: list[weakref.ref[Any]] = []  # whose norms the table has
-        self.asleep = self.used = False
+        self.asleep = self.used = self.looked = False
         self.changes = self.idle = 0
         self.traced: list[Tensor] | None = None  # in a trace of the whole model, between the hooks
         self.traced_by = ""  # that trace; what a graph break leaves here is for no other one, nor for another thread
@@ -186,10 +187,12 @@ class ModelNorms:
     def watch(self) -> None:
         """Before a forward, while what is sharded lies in pieces: each layer looks at its own."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            for ref in self.kepts:
-                kept = ref()
+            kepts = [ref() for ref in self.kepts]
+            known = {} if self.looked else known_shards(self.model())
+            self.looked = True
+            for kept in kepts:
                 if kept is not None:
-                    kept.watch()
+                    kept.watch(known)
 
     def compute(self, task: int) -> Run | None:
         with self.lock:
@@ -235,7 +238,7 @@ class ModelNorms:
         """Other layers, or the same elsewhere: the next forward collects them."""
         with self.lock:
             forget_norms()
-            self.table, self.asleep, self.idle, self.changes = None, False, 0, 0
+            self.table, self.asleep, self.idle, self.changes, self.looked = None, False, 0, 0, False
             self.local = threading.local()  # a Run refers weakly to the weights, which torch.utils.swap_tensors refuses
             forget_captured()
 

@@ -181,7 +181,7 @@ def _hook(model: nn.Module) -> None:
                 variant.kept.base = weakref.ref(layer.get_base_layer())
                 kepts.append(variant.kept)
     if kepts:
-        hook([m for m in roots if not isinstance(m, LoraLayer)], kepts, lambda: norms_of(ref()))
+        hook(model, [m for m in roots if not isinstance(m, LoraLayer)], kepts, lambda: norms_of(ref()))
 
 
 def _no_magnitude(name: str, why: str) -> FdoraError:

@@ -145,6 +145,22 @@ class Truth:
         alone = use_fdora(built())
         self.alone_losses, self.alone_norms = train(alone, rank, alone=True)
         self.alone_adapters = {n: p.detach() for n, p in trained(alone)}
+        self.after = logits_of(alone, rank)
+        change(alone)
+        self.after_change = logits_of(alone, rank)
+
+
+@torch.no_grad()
+def change(run):
+    """Every frozen parameter, in place: of what is sharded each rank its piece."""
+    for p in run.parameters():
+        if not p.requires_grad:
+            p.mul_(1.05)
+
+
+@torch.no_grad()
+def logits_of(run, rank):
+    return run(input_ids=batches()[0, 0, rank]).logits
 
 
 def trained(model):
@@ -204,6 +220,10 @@ def layout(name, truth, mesh):
     with Collectives() as collectives:
         loss_of(run, batches()[0, 0, truth.rank]).backward()
     found["collectives"] = dict(collectives.counts)
+    found["after off"] = (logits_of(run, truth.rank) - truth.after).abs().max().item()
+    loss_of(run, batches()[0, 0, truth.rank]).backward()  # what stayed gathered goes
+    change(run)
+    found["after change off"] = (logits_of(run, truth.rank) - truth.after_change).abs().max().item()
     return found
 
 
