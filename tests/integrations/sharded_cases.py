@@ -6,11 +6,13 @@ would not be seen.
 
 import copy
 import json
+import os
 import sys
 import traceback
 from collections import Counter
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -194,7 +196,6 @@ def layout(name, truth, mesh):
     run = wrap(model, mesh)
     logits, loss = first_step(run, truth.rank)
     got = gradients(run, truth.alone)
-    rows = report(model)
     found = {
         "logits same": torch.equal(logits, truth.logits),
         "logits off": (logits - truth.logits).abs().max().item(),
@@ -202,11 +203,7 @@ def layout(name, truth, mesh):
         "gradients same": same(got, truth.alone),
         "gradients off": off(got, truth.gradients),
         "gradients off from alone": off(got, truth.alone),
-        "fused": sum(row.fused for row in rows),
-        "composed": sum(row.composed for row in rows),
-        "fallbacks": dict(sum((Counter(row.fallbacks) for row in rows), Counter())),
-        "why": sorted({row.why_not_fused for row in rows}),
-        "shapes": sorted({str(row.shape) for row in rows}),
+        **paths(model),
     }
     model = use_fdora(built())
     run = wrap(model, mesh)
@@ -227,12 +224,70 @@ def layout(name, truth, mesh):
     return found
 
 
+def zero(stage, truth, mesh):
+    """DeepSpeed's engine does what :func:`layout` does by hand; its gradients are seen in the steps."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    model = use_fdora(built())
+    parameters = dict(trained(model))
+    optimizer = torch.optim.SGD(parameters.values(), lr=RATE, momentum=0.9)
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICRO}
+    allow = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0}
+    shards = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    run, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=sizes | allow | shards)
+    found, losses, norms = {}, [], []
+    for i, step in enumerate(batches()):
+        total = 0.0
+        for j, micro in enumerate(step):
+            with norms_counted() as count:
+                loss = loss_of(run, micro[truth.rank])
+                run.backward(loss)
+            norms.append(count[0])
+            total += loss.detach() / MICRO
+            if i == j == 0:
+                found["loss same"] = torch.equal(loss.detach(), truth.loss)
+                found |= paths(model)
+            run.step()
+        losses.append(total)
+    losses = torch.stack(losses)
+    dist.all_reduce(losses)
+    found |= {"norms": norms, "losses off": (losses / truth.world - truth.losses).abs().max().item()}
+    last = {n: safe_get_full_fp32_param(p) for n, p in parameters.items()}
+    found["adapters off"] = off(last, truth.adapters)
+    found["after off"] = (logits_of(run, truth.rank) - truth.after).abs().max().item()
+    with Collectives() as collectives:
+        run.backward(loss_of(run, batches()[0, 0, truth.rank]))
+    found["collectives"] = dict(collectives.counts)
+    with torch.no_grad():
+        for p in model.parameters():
+            if not p.requires_grad:
+                getattr(p, "ds_tensor", p).mul_(1.05)
+    found["after change off"] = (logits_of(run, truth.rank) - truth.after_change).abs().max().item()
+    return found
+
+
+def paths(model):
+    """What the report says: how often each path ran, why not the fastest, and shapes."""
+    rows = report(model)
+    return {
+        "fused": sum(row.fused for row in rows),
+        "composed": sum(row.composed for row in rows),
+        "fallbacks": dict(sum((Counter(row.fallbacks) for row in rows), Counter())),
+        "why": sorted({row.why_not_fused for row in rows}),
+        "shapes": sorted({str(row.shape) for row in rows}),
+    }
+
+
 CASES = {name: (lambda truth, mesh, name=name: layout(name, truth, mesh)) for name in LAYOUTS}
+
+ZERO = {f"zero {stage}": partial(zero, stage) for stage in (2, 3)}  # want DeepSpeed
 
 
 def main(rank, world, folder, *names):
     torch.set_num_threads(1)
     _norm.SMALL = 0  # norms are kept however small the weights are
+    os.environ |= {"LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}  # DeepSpeed wants both
     folder = Path(folder)
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
@@ -241,9 +296,10 @@ def main(rank, world, folder, *names):
     found = {}
     for name in names or CASES:
         try:
-            mine = CASES[name](truth, mesh)
+            mine = (CASES | ZERO)[name](truth, mesh)
         except Exception as error:
-            mine = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+            traceback.print_exc()
+            mine = {"error": f"{type(error).__name__}: {error}"}
         every = [None] * world
         dist.all_gather_object(every, mine)
         found[name] = every
