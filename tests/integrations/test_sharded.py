@@ -1,0 +1,88 @@
+"""PEFT models that FSDP, DDP, DeepSpeed or tensor parallelism shard: two processes with gloo, many cases (sharded_cases.py)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("peft", reason="`make test` installs it")
+from tests.integrations.sharded_cases import CASES, ZERO
+from tests.integrations.sharded_layouts import LAYOUTS
+from tests.integrations.tiny import LAYERS
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 240  # seconds: a collective that a rank leaves out would wait for a minute
+BLOCKS, LEAVES = {"all-gathers": 5, "reduce-scatters": 2}, {"all-gathers": 89, "reduce-scatters": 42}
+# One forward and backward of two decoder layers: as many as LoRA's there, and for each leaf one in forward, one in backward.
+COLLECTIVES = {
+    "ddp": {"all-reduces": 1},
+    "fsdp2 blocks, kept gathered": {"all-gathers": 3, "reduce-scatters": 2},
+    "fsdp2 layers": {"all-gathers": 29, "reduce-scatters": 14},
+    "fsdp2 root": {"all-gathers": 1, "reduce-scatters": 1},
+}
+NAMES = {"allgather": "all-gathers", "allgather_base": "all-gathers", "reduce_scatter_base": "reduce-scatters"}
+NAMES |= {"allreduce": "all-reduces"}
+
+
+def run(folder, names, path=""):
+    """What each case found, for each rank."""
+    command = [sys.executable, "-m", "tests.integrations.sharded_cases"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, (path, str(ROOT))))}
+    logs = [folder / f"log{rank}" for rank in range(2)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as out:
+            line = [*command, str(rank), "2", str(folder), *names]
+            ranks.append(subprocess.Popen(line, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT))
+    try:
+        for each in ranks:
+            each.wait(LIMIT)
+    finally:
+        for each in ranks:
+            each.kill()
+    file = folder / "found.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    assert set(found) == set(names), "\n".join(log.read_text()[-4000:] for log in logs)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("sharded"), list(CASES))
+
+
+def each_rank(found, name):
+    for rank, mine in enumerate(found[name]):
+        assert "error" not in mine, f"rank {rank}: {mine['error']}"
+        yield mine
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout(found, name):
+    """Every call is fused, with the bits of whole parameters on the rank's batch; a norm is computed once for each step."""
+    for mine in each_rank(found, name):
+        again = "checkpointed" in name
+        assert (mine["fused"], mine["composed"], mine["fallbacks"]) == ((3 if again else 2) * LAYERS, 0, {})
+        assert mine["norms"] == [LAYERS, 0] * 3
+        assert mine["logits same"] and mine["loss same"] and mine["gradients same"]
+        assert mine["gradients off"] < 2e-6 and mine["losses off"] < 1e-6 and mine["adapters off"] < 1e-6
+        assert mine["adapters same"] or name == "ddp"  # which reduces the sum of micro-batches, in other bits
+        assert mine["after off"] < 1e-6 and mine["after change off"] < 1e-6  # a norm of before would leave 1e-2
+        counts = {NAMES[op]: n for op, n in mine["collectives"].items() if op in NAMES}
+        assert counts == COLLECTIVES.get(name, LEAVES if "leaves" in name else BLOCKS)
+
+
+def test_zero(tmp_path):
+    path = Path(sys.prefix) / "deepspeed"
+    if not path.exists():
+        pytest.skip(f"`make test` installs DeepSpeed into {path}; this environment was made otherwise")
+    found = run(tmp_path, list(ZERO), str(path))
+    for name in ZERO:
+        for mine in each_rank(found, name):
+            assert (mine["fused"], mine["composed"], mine["fallbacks"]) == (LAYERS, 0, {})
+            assert mine["norms"] == [LAYERS, 0] * 3 and mine["loss same"]
+            assert mine["losses off"] < 1e-6 and mine["adapters off"] < 1e-6
+            assert mine["after off"] < 1e-6 and mine["after change off"] < 1e-6
