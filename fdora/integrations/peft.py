@@ -33,6 +33,7 @@ from fdora.integrations._peft.dora import Dora
 from fdora.integrations._peft.linear import Linear, fuse_layer, norms_of, unfuse_layer
 from fdora.integrations._peft.quant import warn_of
 from fdora.integrations._peft.report import Report, rows
+from fdora.integrations._peft.sharded import gathers
 from fdora.integrations._peft.variants import OURS, LinearVariant
 
 __all__ = ["disable", "enable", "enabled", "init_magnitude", "report", "restore", "use_fdora"]
@@ -137,7 +138,7 @@ def report(model: nn.Module) -> Report:
 
     Calls are counted outside of torch.compile only: compiled code counts the calls that were not compiled.
     """
-    return Report(rows(_layers("report", model)))
+    return Report(rows(_layers("report", model)), gathers(model))
 
 
 @torch.no_grad()

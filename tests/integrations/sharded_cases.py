@@ -275,7 +275,8 @@ def paths(model):
         "composed": sum(row.composed for row in rows),
         "fallbacks": dict(sum((Counter(row.fallbacks) for row in rows), Counter())),
         "why": sorted({row.why_not_fused for row in rows}),
-        "shapes": sorted({str(row.shape) for row in rows}),
+        "shapes": sorted({row.shape for row in rows}),
+        "says": str(rows).splitlines()[-1],
     }
 
 

@@ -71,8 +71,13 @@ def test_layout(found, name):
         assert mine["gradients off"] < 2e-6 and mine["losses off"] < 1e-6 and mine["adapters off"] < 1e-6
         assert mine["adapters same"] or name == "ddp"  # which reduces the sum of micro-batches, in other bits
         assert mine["after off"] < 1e-6 and mine["after change off"] < 1e-6  # a norm of before would leave 1e-2
+        assert mine["shapes"] == [[32, 64], [64, 64], [64, 96], [96, 64]]
         counts = {NAMES[op]: n for op, n in mine["collectives"].items() if op in NAMES}
         assert counts == COLLECTIVES.get(name, LEAVES if "leaves" in name else BLOCKS)
+        if name.startswith("fsdp"):
+            gathers = BLOCKS["all-gathers"] if "kept" in name else counts["all-gathers"]
+            assert mine["says"].startswith(f"FSDP: {gathers} all-gathers in a forward and backward")
+            assert mine["says"].endswith("Wrap whole blocks alone: 5.") == ("leaves" in name)
 
 
 def test_zero(tmp_path):

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, distributed, nn
 
 from fdora._torch import is_traced
 
 LISTENED = "hooks on the layer's parts"
 SHARDERS = ("torch.distributed.fsdp.", "torch.distributed._composable.fsdp.", "deepspeed.")
+PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -65,6 +67,23 @@ def fetch(unit: nn.Module, inner: nn.Module) -> Tensor:
     finally:
         del inner.__dict__["forward"]
     return weight
+
+
+def gathers(model: nn.Module) -> tuple[int, int]:
+    """All-gathers of a forward and backward through FSDP's units, and how many of them are for parts of layers alone.
+
+    Each unit is gathered in forward and again in backward, but for the outermost, be it this model or around it.
+    """
+    if not distributed.is_available():
+        return 0, 0
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    units = [m for m in model.modules() if isinstance(m, (FSDPModule, FullyShardedDataParallel))]
+    if not units:
+        return 0, 0
+    parts = [part for m in model.modules() if isinstance(m, LoraLayer) for name in PARTS for part in getattr(m, name).values()]
+    leaves = {id(part) for part in parts if isinstance(part, (FSDPModule, FullyShardedDataParallel))}
+    return 1 + 2 * sum(unit is not model for unit in units), 2 * len(leaves)
 
 
 def listened(module: nn.Module) -> bool:
