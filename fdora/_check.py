@@ -36,6 +36,11 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_sharded(*tensors: Any) -> bool:
+    """Whether there is a DTensor among them: by name, for torch.distributed is not imported to find none."""
+    return "DTensor" in [type(t).__name__ for t in tensors]
+
+
 def check_shapes(fn: str, spec: dict[str, str], tensors: dict[str, Any]) -> dict[str, int]:
     """Match each tensor against its axes, e.g. ``{"W": "N K", "x": "... K"}``; the first to name an axis defines it."""
     sizes: dict[str, int] = {}

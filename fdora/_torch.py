@@ -143,6 +143,17 @@ def detached(*tensors: Any) -> tuple[Any, ...]:
     return tuple(None if t is None else t.detach() for t in tensors)
 
 
+def all_reduce_sum(t: Tensor, group: Any) -> Tensor:
+    """A new tensor, the sum over a process group, a 1-D mesh or (a mesh, its dimension): an op that compilers see.
+
+    torch.distributed.all_reduce writes in place, which they do not trace in every version; the functional form has no public
+    name. Not differentiable before torch 2.11: callers have a backward of their own.
+    """
+    from torch.distributed import _functional_collectives as collectives
+
+    return collectives.wait_tensor(collectives.all_reduce(t, "sum", group))
+
+
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)``, past what ``Function.apply`` does for the sake of torch.func and of default arguments.
 

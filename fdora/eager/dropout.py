@@ -25,9 +25,15 @@ def _mix(v: Tensor) -> Tensor:
 
 
 def keep_mask(M: int, K: int, seed: Tensor, p: float) -> Tensor:
-    """(M, K) bool, True where an element survives. ``seed``: int64, no axes."""
+    """(M, K) bool, True where an element survives.
+
+    ``seed``: int64, no axes; or three, the seed and the position (t, k) of the first element in a larger matrix.
+    """
     t = torch.arange(M, device=seed.device)
     k = torch.arange(K, device=seed.device)
+    if seed.dim():
+        seed, t0, k0 = seed.unbind()
+        t, k = t + t0, k + k0
     key = _mix((seed & _MASK) ^ _mix((seed >> 32) & _MASK))
     row = _mix(((t + 1) & _MASK) ^ key) ^ _mix(t >> 32)
     return _mix(row[:, None] ^ ((k * 0x1E3779B1) & _MASK)) >= int(p * 2**32)

@@ -18,11 +18,12 @@ from fdora.functional.merge import dora_merge as dora_merge
 from fdora.functional.merge import dora_merge_quantized as dora_merge_quantized
 from fdora.functional.merge import dora_unmerge as dora_unmerge
 from fdora.functional.mlp import dora_mlp as dora_mlp
-from fdora.functional.norm import NormState as NormState
 from fdora.functional.norm import dora_base_sqnorm as dora_base_sqnorm
 from fdora.functional.norm import dora_norm as dora_norm
-from fdora.functional.norm import dora_norm_state as dora_norm_state
 from fdora.functional.norm import dora_scale as dora_scale
+from fdora.functional.norm_state import NormState as NormState
+from fdora.functional.norm_state import ShardNormState as ShardNormState
+from fdora.functional.norm_state import dora_norm_state as dora_norm_state
 from fdora.functional.params import DoraParams as DoraParams
 from fdora.functional.params import dora_init as dora_init
 from fdora.functional.tree import NormTreeState as NormTreeState
@@ -38,6 +39,7 @@ __all__ = [
     "MergedWeight",
     "NormState",
     "NormTreeState",
+    "ShardNormState",
     "dora_base_sqnorm",
     "dora_compose",
     "dora_delta",

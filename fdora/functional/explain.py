@@ -167,7 +167,7 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
             if isinstance(la.W, QuantWeight) and not read:
                 decoded.append(triton.Decoding(la.W.kind, la.W.nbytes, *la.W.shape, x.dtype))
                 la = la._replace(W=torch.empty(la.W.shape, dtype=x.dtype, device="meta"))
-            seed = torch.empty((), dtype=torch.int64, device="meta") if a.dropout_p else None
+            seed = torch.empty(() if a.mask_origin is None else (3,), dtype=torch.int64, device="meta") if a.dropout_p else None
             operand, option = prepared(x, la, seed, a.keep_inner and (not mlp or i == 2), "triton")
             ready.append((operand._replace(c=None) if inside else operand, option))
         operands, options = [la for la, _ in ready], [o for _, o in ready]
@@ -196,7 +196,7 @@ def _norms(triton: Any, on: Any, W: Any, A: Any, B: Any, max_bytes: int | None, 
 
 
 def _norm(a: Any) -> Call:
-    options = (a.s, a.norm_axis, a.base_sqnorm, a.detach, a.max_bytes, a.state, a.squared)
+    options = (a.s, a.norm_axis, a.base_sqnorm, a.detach, a.max_bytes, a.state, a.squared, a.group)
     W, A, B = check_norm(a.fn, a.W, a.A, a.B, *options)
 
     def plans(triton: Any, on: Any) -> Parts:

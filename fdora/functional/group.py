@@ -7,13 +7,34 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_shapes, fail, key_of, passed, remember
+from fdora._check import (
+    FLOATS,
+    check_device,
+    check_dtype,
+    check_frozen,
+    check_shapes,
+    fail,
+    is_sharded,
+    key_of,
+    passed,
+    remember,
+)
 from fdora._dispatch import Backend
 from fdora._records import Dropout, Operands, Options
 from fdora.autograd._ops import autocast_on
 from fdora.autograd.linear import Call, linear
 from fdora.functional.backend import select_backend
-from fdora.functional.linear import cast_x, check_dropout, check_layer, dtype_of_products, norm_for, save_for_dm, seed_tensor
+from fdora.functional.linear import (
+    cast_x,
+    check_dropout,
+    check_layer,
+    check_origin,
+    dtype_of_products,
+    norm_for,
+    placed,
+    save_for_dm,
+    seed_tensor,
+)
 from fdora.quant import QuantWeight
 
 
@@ -47,6 +68,7 @@ def dora_linear_group(
     dropout_p: float = 0.0,
     dropout_mode: Literal["lora", "peft"] = "lora",
     seed: Sequence[int | Tensor] | None = None,
+    mask_origin: tuple[int, int] | None = None,
     keep_inner: bool = False,
     backend: Backend = "auto",
 ) -> tuple[Tensor, ...]:
@@ -64,6 +86,7 @@ def dora_linear_group(
       dropout_p: probability in [0, 1) that an element of x is dropped, in each adapted layer with a mask of its own.
       dropout_mode: "lora" or "peft", as for :func:`dora_linear`.
       seed: one int or int64 tensor without axes for each layer; each alone decides the mask of its layer. None draws them.
+      mask_origin: as for :func:`dora_linear`, for every layer.
       keep_inner: as for :func:`dora_linear`, for every layer.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
@@ -81,24 +104,33 @@ def dora_linear_group(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3.
     """
     fn = "dora_linear_group"
-    check_group(fn, x, layers)
+    sharded = check_group(fn, x, layers)
     check_dropout(fn, dropout_p, dropout_mode)
+    if sharded:
+        from fdora.functional import _sharded
+
+        options = {"dropout_mode": dropout_mode, "keep_inner": keep_inner, "backend": backend}
+        return _sharded.group(dora_linear_group, x, layers, dropout_p, seed, mask_origin, **options)
     x = cast_x(fn, x, layers[0].W)
     name = select_backend(x, backend=backend).name
-    seeds = seeds_for(fn, seed, len(layers), dropout_p, x)
+    seeds = seeds_for(fn, seed, [check_origin(fn, mask_origin)] * len(layers), dropout_p, x)
     ready = [prepared(x, layer, s, keep_inner, name) for layer, s in zip(layers, seeds, strict=True)]
     drop = Dropout(dropout_p, dropout_mode if dropout_p else "lora")
     return tuple(linear(x, [la for la, _ in ready], Call(tuple(o for _, o in ready), drop, name)))
 
 
-def check_group(fn: str, x: Tensor, layers: Sequence[DoraLayer]) -> None:
+def check_group(fn: str, x: Tensor, layers: Sequence[DoraLayer]) -> bool:
+    """Whether there are DTensors among them."""
     if not layers:
         raise fail(fn, "layers", "at least one DoraLayer", "none", "Pass the layers that read x.")
-    check_members(fn, x, {f"layers[{i}]": layer for i, layer in enumerate(layers)})
+    return check_members(fn, x, {f"layers[{i}]": layer for i, layer in enumerate(layers)})
 
 
-def check_members(fn: str, x: Tensor, layers: dict[str, DoraLayer], other_x: Callable[[], dict[str, Tensor]] = dict) -> None:
-    """Every layer beside the x it reads. ``other_x`` checks what they have to do with each other, and may know another x."""
+def check_members(fn: str, x: Tensor, layers: dict[str, DoraLayer], other_x: Callable[[], dict[str, Tensor]] = dict) -> bool:
+    """Every layer beside the x it reads. ``other_x`` checks what they have to do with each other, and may know another x.
+
+    Returns whether there are DTensors among them, whose parts are checked in their turn.
+    """
     for label, layer in layers.items():
         if not isinstance(layer, DoraLayer):
             have = f"a {type(layer).__name__}"
@@ -110,11 +142,14 @@ def check_members(fn: str, x: Tensor, layers: dict[str, DoraLayer], other_x: Cal
         for label, layer in layers.items():
             if layer.W.requires_grad:
                 check_frozen(f"{fn}: {label}", "W", layer.W)
-        return
+        return False
+    if is_sharded(x, *tensors):
+        return True
     xs = other_x()
     for label, layer in layers.items():
         check_member(f"{fn}: {label}", xs.get(label, x), layer)
     remember(key)
+    return False
 
 
 def check_member(fn: str, x: Tensor, layer: DoraLayer) -> None:
@@ -134,13 +169,18 @@ def check_member(fn: str, x: Tensor, layer: DoraLayer) -> None:
     dtype_of_products(fn, x, W)  # may raise
 
 
-def seeds_for(fn: str, seed: Sequence[int | Tensor] | None, count: int, p: float, x: Tensor) -> list[Tensor | None]:
+def seeds_for(
+    fn: str, seed: Sequence[int | Tensor] | None, origins: Sequence[tuple[int, int] | None], p: float, x: Tensor
+) -> list[Tensor | None]:
+    """One for each layer, whose mask begins at its origin."""
+    count = len(origins)
     if not p:
         return [None] * count
     if seed is not None and (not isinstance(seed, (list, tuple)) or len(seed) != count):
         have = f"{len(seed)}" if isinstance(seed, (list, tuple)) else f"a {type(seed).__name__}"
         raise fail(fn, "seed", f"a list of {count} seeds, one for each layer", have, "Layers that share a mask share a seed.")
-    return [seed_tensor(fn, s, x.device) for s in (seed or [None] * count)]
+    found = [seed_tensor(fn, s, x.device) for s in (seed or [None] * count)]
+    return [placed(s, origin) for s, origin in zip(found, origins, strict=True)]
 
 
 def prepared(x: Tensor, layer: DoraLayer, seed: Tensor | None, keep_inner: bool, backend: str) -> tuple[Operands, Options]:

@@ -9,7 +9,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_shapes, fail, key_of, name, passed, remember
+from fdora._check import (
+    FLOATS,
+    check_device,
+    check_dtype,
+    check_frozen,
+    check_shapes,
+    fail,
+    is_sharded,
+    key_of,
+    name,
+    passed,
+    remember,
+)
 from fdora._dispatch import Backend
 from fdora._records import Dropout, DropoutMode, Operands, Options, SaveForDm
 from fdora.autograd.fp8 import fp8_linear
@@ -34,6 +46,7 @@ def dora_linear(
     dropout_p: float = 0.0,
     dropout_mode: Literal["lora", "peft"] = "lora",
     seed: int | Tensor | None = None,
+    mask_origin: tuple[int, int] | None = None,
     keep_inner: bool = False,
     compute: Literal["fp8"] | None = None,
     backend: Backend = "auto",
@@ -59,6 +72,8 @@ def dora_linear(
         the correction of the base too: ``x W^T + (g - 1) D(x) W^T + g s D(x) A^T B^T + bias``.
       seed: int, or int64 tensor without axes, that alone decides the mask. None draws one from torch's generator.
         Under vmap, map over a tensor of seeds; one shared seed gives every mapped element the same mask.
+      mask_origin: None, or (t0, k0): x is a part of a larger input, whose token t0 and column k0 are its first. The mask is
+        the one of the larger input there, however that is cut.
       keep_inner: keep ``base + s * lora`` for the gradient of m even where the output would do. Needed when you change y
         in place before backward (autograd says so).
       compute: None, or "fp8" for a half-precision x and a W of e4m3 codes (:func:`fdora.quant.from_fp8`): forward rounds x to
@@ -71,8 +86,8 @@ def dora_linear(
       those that need one are computed.
 
     Raises:
-      FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, dropout_p is outside [0, 1), or compute
-        does not know such a W, x, dropout or GPU.
+      FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, dropout_p is outside [0, 1), mask_origin
+        is no pair of positions, or compute does not know such a W, x, dropout or GPU.
       NotImplementedError: a second derivative is asked for.
 
     Memory: keeps x, x @ A.T (M, r) and, for m, y itself; of a quantised W what is stored. With a bias, dropout_mode "peft" or
@@ -82,7 +97,14 @@ def dora_linear(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3 (c is detached).
     """
     fn = "dora_linear"
-    check_layer(fn, x, W, A, B, m, s, bias, norm)
+    if check_layer(fn, x, W, A, B, m, s, bias, norm):
+        from fdora.functional import _sharded
+        from fdora.functional.group import DoraLayer
+
+        check_dropout(fn, dropout_p, dropout_mode)
+        options = {"dropout_mode": dropout_mode, "keep_inner": keep_inner, "compute": compute, "backend": backend}
+        layer = DoraLayer(W, A, B, m, s, bias, norm)
+        return _sharded.linear(dora_linear, x, layer, dropout_p, seed, mask_origin, **options)
     x = cast_x(fn, x, W)
     check_dropout(fn, dropout_p, dropout_mode)
 
@@ -90,7 +112,7 @@ def dora_linear(
     if compute is not None:
         check_compute(fn, compute, x, W, dropout_mode if dropout_p else "lora", choice.name)
     c = norm_for(x, W, A, B, s, norm, choice.name)
-    mask_seed = seed_tensor(fn, seed, x.device) if dropout_p else None
+    mask_seed = placed(seed_tensor(fn, seed, x.device), check_origin(fn, mask_origin)) if dropout_p else None
     mode = dropout_mode if dropout_p else "lora"
     make = _call if torch.compiler.is_compiling() else _remembered_call
     call = make((s,), (save_for_dm(m, c, keep_inner),), dropout_p, mode, choice.name)
@@ -119,16 +141,20 @@ _remembered_call = lru_cache(1024)(_call)  # three records in the time of one lo
 
 def check_layer(
     fn: str, x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor, s: float, bias: Tensor | None, norm: Tensor | None
-) -> None:
+) -> bool:
+    """Whether they are DTensors, whose parts are checked in their turn."""
     key = key_of(fn, (x, W, A, B, m, bias, norm), s)
     if passed(key):
         check_frozen(fn, "W", W)
-        return
+        return False
+    if is_sharded(x, W, A, B, m, bias, norm):
+        return True
     check_weights(fn, {"W": W, "A": A, "B": B, "m": m, "bias": bias, "norm": norm, "x": x}, s)
     check_dtype(fn, "x", x, FLOATS, "Cast it to the dtype of W.")
     check_dtype(fn, "bias", bias, FLOATS)
     check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
     remember(key)
+    return False
 
 
 def cast_x(fn: str, x: Tensor, W: Any) -> Tensor:
@@ -211,3 +237,19 @@ def seed_tensor(fn: str, seed: int | Tensor | None, device: torch.device) -> Ten
     if not 0 <= seed < 2**63:
         raise fail(fn, "seed", "in [0, 2**63)", seed, "Pass a non-negative int.")
     return torch.full((), seed, dtype=torch.int64, device=device)
+
+
+def check_origin(fn: str, origin: tuple[int, int] | None, want: str = "(t0, k0)") -> tuple[int, int] | None:
+    if origin is None:
+        return None
+    whole = isinstance(origin, tuple) and len(origin) == 2 and all([isinstance(at, (int, torch.SymInt)) for at in origin])
+    if not whole or origin[0] < 0 or origin[1] < 0:
+        raise fail(fn, "mask_origin", f"{want}, two ints that are not negative", origin, "None is (0, 0).")
+    return origin
+
+
+def placed(seed: Tensor, origin: tuple[int, int] | None) -> Tensor:
+    """The seed, and behind it where the mask begins: made by fills, which no host waits for."""
+    if origin is None:
+        return seed
+    return torch.stack([seed, *(torch.full((), at, dtype=torch.int64, device=seed.device) for at in origin)])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._check import FdoraError, check_dtype, fail
+from fdora._check import FdoraError, check_dtype, fail, is_sharded
 from fdora._dispatch import Backend
 from fdora._torch import detached
 from fdora.autograd import quant
@@ -45,7 +45,13 @@ def dora_merge(
     Memory: the result and one block of rows (Triton: the result alone); keeps nothing for backward.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
     """
-    check_merge("dora_merge", W, A, B, m, s, norm)
+    fn = "dora_merge"
+    if is_sharded(W, A, B, m, norm):
+        from fdora.functional import _sharded
+
+        merged: Tensor = _sharded.merge(dora_merge, fn, W, A, B, m, s, norm, backend)
+        return merged
+    check_merge(fn, W, A, B, m, s, norm)
     choice = select_backend(W, backend=backend)
     W, A, B, m, norm = detached(W, A, B, m, norm)
     c = row_norm(W, A, B, None, s, None, True, choice.name) if norm is None else norm
@@ -127,6 +133,11 @@ def dora_unmerge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, norm: 
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5, solved for W.
     """
     fn = "dora_unmerge"
+    if is_sharded(W, A, B, m, norm):
+        from fdora.functional import _sharded
+
+        before: Tensor = _sharded.merge(dora_unmerge, fn, W, A, B, m, s, norm, backend)
+        return before
     check_merge(fn, W, A, B, m, s, norm)
     W, A, B, m, norm = detached(W, A, B, m, norm)
     wiped = (scale(m, norm) == 0) & (norm > 0)

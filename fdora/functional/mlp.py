@@ -14,7 +14,7 @@ from fdora._records import Dropout, Operands, Options, SaveForDm
 from fdora.autograd.mlp import ACTS, Call, eager_mlp, mlp
 from fdora.functional.backend import select_backend
 from fdora.functional.group import DoraLayer, check_members, prepared, seeds_for
-from fdora.functional.linear import cast_x, check_dropout, save_for_dm
+from fdora.functional.linear import cast_x, check_dropout, check_origin, save_for_dm
 
 
 def dora_mlp(
@@ -27,6 +27,7 @@ def dora_mlp(
     dropout_p: float = 0.0,
     dropout_mode: Literal["lora", "peft"] = "lora",
     seed: Sequence[int | Tensor] | None = None,
+    mask_origin: tuple[int, int] | None = None,
     keep_inner: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -46,6 +47,8 @@ def dora_mlp(
       dropout_p: probability in [0, 1) that an element of a layer's input is dropped, each layer with a mask of its own.
       dropout_mode: "lora" or "peft", as for :func:`dora_linear`.
       seed: three ints or int64 tensors without axes, of gate, up and down. None draws them.
+      mask_origin: None, or (t0, f0): x begins at token t0 of a larger input, and these rows of gate and up, these columns of
+        down, at f0 of larger ones; the masks are those of the larger layers there.
       keep_inner: as for :func:`dora_linear`, for down.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
@@ -64,11 +67,18 @@ def dora_mlp(
     """
     fn = "dora_mlp"
     layers = {"gate": gate, "up": up, "down": down}
-    check_mlp(fn, x, layers, act)
+    sharded = check_mlp(fn, x, layers, act)
     check_dropout(fn, dropout_p, dropout_mode)
+    if sharded:
+        from fdora.functional import _sharded
+
+        options = {"act": act, "dropout_mode": dropout_mode, "keep_inner": keep_inner, "backend": backend}
+        return _sharded.mlp(dora_mlp, x, layers, dropout_p, seed, mask_origin, **options)
     x = cast_x(fn, x, gate.W)
     name = select_backend(x, backend=backend).name
-    seeds = seeds_for(fn, seed, 3, dropout_p, x)
+    t0, f0 = check_origin(fn, mask_origin, "(t0, f0)") or (0, 0)
+    origins = [None if mask_origin is None else (t0, k0) for k0 in (0, 0, f0)]
+    seeds = seeds_for(fn, seed, origins, dropout_p, x)
     ready = [prepared(x, la, s, keep_inner and la is down, name) for la, s in zip(layers.values(), seeds, strict=True)]
     drop = Dropout(dropout_p, dropout_mode if dropout_p else "lora")
     return mlp(x, [la for la, _ in ready], Call(tuple(o for _, o in ready), drop, act, name))
@@ -87,14 +97,15 @@ def _remembered_call(s: tuple[float, ...], saves: tuple[SaveForDm, ...], act: st
     return Call(tuple(map(Options, s, saves)), Dropout(0.0, "lora"), act, backend)
 
 
-def check_mlp(fn: str, x: Tensor, layers: dict[str, DoraLayer], act: str) -> None:
-    """gate, up and down beside each other, and each beside the x it reads."""
+def check_mlp(fn: str, x: Tensor, layers: dict[str, DoraLayer], act: str) -> bool:
+    """gate, up and down beside each other, and each beside the x it reads. Returns whether there are DTensors among them."""
 
     def other_x() -> dict[str, Tensor]:
         axes = {"gate.W": "F K", "up.W": "F K", "down.W": "N F"}
         sizes = check_shapes(fn, axes, {f"{label}.W": layer.W for label, layer in layers.items()})
         return {"down": x.new_empty((0, sizes["F"]))}
 
-    check_members(fn, x, layers, other_x)
+    sharded = check_members(fn, x, layers, other_x)
     if act not in ACTS:
         raise fail(fn, "act", f"one of {', '.join(ACTS)}", repr(act), "Other activations need dora_linear for each layer.")
+    return sharded

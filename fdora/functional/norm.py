@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -17,61 +17,43 @@ from fdora._check import (
     check_s,
     check_shapes,
     fail,
+    is_sharded,
     key_of,
-    name,
     passed,
     remember,
 )
 from fdora._dispatch import Backend
-from fdora.autograd.norm import WORDS, guarded_norm, row_norm, row_sqnorm, scale, smallest_bytes_of
+from fdora.autograd.norm import WORDS as WORDS
 from fdora.autograd.norm import base_sqnorm as _base_sqnorm
 from fdora.autograd.norm import give_norm as give_norm
+from fdora.autograd.norm import guarded_norm, row_norm, row_sqnorm, scale, smallest_bytes_of
 from fdora.autograd.norm import kept_norm as kept_norm
+from fdora.autograd.sharded import sharded_guarded_norm, sharded_norm
 from fdora.functional.backend import select_backend
+from fdora.functional.norm_state import NormState, ShardNormState, check_state
 from fdora.quant import QuantWeight
 
 WIDE = (torch.float32, torch.float64)
 
 
-class NormState(NamedTuple):
-    """A norm and what it was computed from: the value that ``dora_norm(state=)`` takes and returns."""
-
-    c: Tensor
-    fingerprint: Tensor
-
-
-def dora_norm_state(W: Tensor | QuantWeight) -> NormState:
-    """The state to start with: it matches nothing, so that the first ``dora_norm(W, A, B, s=s, state=state)`` computes.
-
-    Args:
-      W: (N, K) frozen weight, float16, bfloat16, float32 or float64. Its values are not read; the state belongs to it alone.
-
-    Returns:
-      ``NormState(c, fingerprint)``: (N,) float32 (float64 for a float64 W) and (256,) int64, on the device of W.
-
-    Raises:
-      FdoraError: W is not a floating matrix.
-
-    Memory: N numbers and 2 KiB; keeps nothing for backward.
-    References: none; it is bookkeeping of this library.
-    """
-    fn = "dora_norm_state"
-    check_shapes(fn, {"W": "N K"}, {"W": W})
-    check_dtype(fn, "W", W, FLOATS, "Dequantise it first.")
-    c = torch.zeros(W.shape[0], device=W.device, dtype=torch.promote_types(W.dtype, torch.float32))
-    return NormState(c, torch.zeros(WORDS, device=W.device, dtype=torch.int64))
-
-
 @overload
 def dora_norm(
     W: Tensor | QuantWeight, A: Tensor, B: Tensor, *, s: float, norm_axis: int = ..., base_sqnorm: Tensor | None = ...,
-    detach: bool = ..., max_bytes: int | None = ..., state: None = ..., squared: bool = ..., backend: Backend = ...,
+    detach: bool = ..., max_bytes: int | None = ..., state: None = ..., squared: bool = ..., group: Any = ...,
+    backend: Backend = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def dora_norm(
     W: Tensor | QuantWeight, A: Tensor, B: Tensor, *, s: float, norm_axis: int = ..., base_sqnorm: Tensor | None = ...,
-    detach: bool = ..., max_bytes: int | None = ..., state: NormState, squared: bool = ..., backend: Backend = ...,
+    detach: bool = ..., max_bytes: int | None = ..., state: NormState, squared: bool = ..., group: None = ...,
+    backend: Backend = ...,
 ) -> NormState: ...  # fmt: skip
+@overload
+def dora_norm(
+    W: Tensor | QuantWeight, A: Tensor, B: Tensor, *, s: float, norm_axis: int = ..., base_sqnorm: Tensor | None = ...,
+    detach: bool = ..., max_bytes: int | None = ..., state: NormState | ShardNormState, squared: bool = ..., group: Any,
+    backend: Backend = ...,
+) -> ShardNormState: ...  # fmt: skip
 def dora_norm(
     W: Tensor | QuantWeight,
     A: Tensor,
@@ -82,10 +64,11 @@ def dora_norm(
     base_sqnorm: Tensor | None = None,
     detach: bool = True,
     max_bytes: int | None = None,
-    state: NormState | None = None,
+    state: NormState | ShardNormState | None = None,
     squared: bool = False,
+    group: Any = None,
     backend: Backend = "auto",
-) -> Tensor | NormState:
+) -> Tensor | NormState | ShardNormState:
     """Row norm of the adapted weight: ``c = ||W + s * B @ A||`` along K (with ``norm_axis=0`` along N).
 
     Equivalent to ``torch.linalg.vector_norm(W.float() + s * B.float() @ A.float(), dim=1)`` without an (N, K) temporary.
@@ -114,36 +97,52 @@ def dora_norm(
         GPU without waiting for it; eager code saves work on a CPU only. Nothing is mutated: a captured CUDA graph must end
         with ``for a, b in zip(old, new): a.copy_(b)``. W is not looked at: another W, or one that changed, needs a new
         state. Only with detach=True.
-      squared: True returns ``c ** 2``, for a weight sharded along K: add those of the shards, then take the root, as in
-        ``torch.sqrt(all_reduce(dora_norm(W_k, A_k, B, s=s, squared=True)))``. Only with detach=True, without a state.
+      squared: True returns ``c ** 2`` of these columns. Only with detach=True, without a state or a group.
+      group: None, or the torch.distributed.ProcessGroup or 1-D DeviceMesh over which the columns of W and A are spread (with
+        norm_axis=0 the rows of W and B); each process passes its own, and gets c of the whole rows: squares are added up
+        before the root, in every call. base_sqnorm is that of these columns. With detach=False the gradient of c is added up
+        over the group; A gets that of its columns, B this process's share, as from :func:`dora_linear` on such columns.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
       (N,), for norm_axis=0 (K,), float32 (float64 for a float64 W), never rounded below that. A row with a NaN is
-      NaN; the others are not.
-      With a state: ``NormState(c, fingerprint)``, c the same bit for bit.
+      NaN; the others are not. With a group the bits are the same in every process of it.
+      With a state: ``NormState(c, fingerprint)``, c the same bit for bit; with a group too ``ShardNormState(c, fingerprint,
+      part)``, where part, the norm of these columns, is what is reused.
 
     Raises:
       FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, norm_axis is neither 0 nor 1,
-        max_bytes is too small to honour, the state is of another weight, norm_axis=0 or detach=False meets a quantised W, or
-        state or squared meets detach=False or each other.
+        max_bytes is too small to honour, the state is of another weight, norm_axis=0 or detach=False meets a quantised W,
+        state or squared meets detach=False or each other, or the group is none.
       NotImplementedError: a second derivative is asked for.
 
     Memory: keeps nothing for backward when detached, else W, A, B and c. Derivation: ``fdora/eager/norm.py``.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3; Scaling DoRA, arXiv:2603.22276, eq. 3.
     """
-    W, A, B = check_norm("dora_norm", W, A, B, s, norm_axis, base_sqnorm, detach, max_bytes, state, squared)
+    fn = "dora_norm"
+    if is_sharded(W, A, B, base_sqnorm):
+        from fdora.functional import _sharded_norm
+
+        options = (norm_axis, base_sqnorm, detach, max_bytes, state, squared, group, backend)
+        return _sharded_norm.norm(fn, W, A, B, s, *options)
+    W, A, B = check_norm(fn, W, A, B, s, norm_axis, base_sqnorm, detach, max_bytes, state, squared, group)
     choice = select_backend(W, backend=backend)
+    if group is not None:
+        if state is None:
+            return sharded_norm(W, A, B, base_sqnorm, s, max_bytes, detach, (group,), True, choice.name)
+        part = state.part if isinstance(state, ShardNormState) else state.c
+        seen = state.fingerprint
+        return ShardNormState(*sharded_guarded_norm(W, A, B, base_sqnorm, s, max_bytes, part, seen, (group,), choice.name))
     if squared:
         return row_sqnorm(W, A, B, base_sqnorm, s, max_bytes, choice.name)
     if state is not None:
-        return NormState(*guarded_norm(W, A, B, base_sqnorm, s, max_bytes, *state, choice.name))
+        return NormState(*guarded_norm(W, A, B, base_sqnorm, s, max_bytes, state[0], state[1], choice.name))
     return row_norm(W, A, B, base_sqnorm, s, max_bytes, detach, choice.name)
 
 
 def check_norm(
     fn: str, W: Any, A: Tensor, B: Tensor, s: float, norm_axis: int, base_sqnorm: Tensor | None, detach: bool,
-    max_bytes: int | None, state: NormState | None, squared: bool,
+    max_bytes: int | None, state: NormState | ShardNormState | None, squared: bool, group: Any,
 ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
     """W, A and B as the norm of rows takes them."""
     if isinstance(W, Weight) and (norm_axis != 1 or not detach):
@@ -168,12 +167,27 @@ def check_norm(
         need = smallest_bytes_of(W, A, B, base_sqnorm is not None)
         if max_bytes < need:
             raise fail(fn, "max_bytes", f"at least {need} for these shapes", max_bytes, "Raise it, or pass None.")
-    if squared and (state is not None or not detach):
-        have = "True with detach=False" if state is None else "True with a state"
-        raise fail(fn, "squared", "False there", have, "Square the norm, or take the root, yourself.")
+    if squared and (state is not None or group is not None or not detach):
+        have = "a state" if state is not None else "a group" if group is not None else "detach=False"
+        raise fail(fn, "squared", "False there", f"True with {have}", "Square the norm, or take the root, yourself.")
+    if group is not None:
+        check_one_group(fn, group)
     if state is not None:
-        check_state(fn, W, state, detach)
+        check_state(fn, W, state, detach, group is not None)
     return W, A, B
+
+
+def check_one_group(fn: str, group: Any) -> None:
+    """What squares can be added up over."""
+    if torch.distributed.is_available():
+        from torch.distributed import ProcessGroup
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if isinstance(group, ProcessGroup) or (isinstance(group, DeviceMesh) and group.ndim == 1):
+            return
+    mesh = type(group).__name__ == "DeviceMesh"
+    have = f"a mesh of {group.ndim} dimensions" if mesh else f"a {type(group).__name__}"
+    raise fail(fn, "group", "a ProcessGroup or a DeviceMesh of one dimension", have, "Pass that of the columns, as mesh['tp'].")
 
 
 def dora_base_sqnorm(W: Tensor | QuantWeight, *, max_bytes: int | None = None, backend: Backend = "auto") -> Tensor:
@@ -194,6 +208,11 @@ def dora_base_sqnorm(W: Tensor | QuantWeight, *, max_bytes: int | None = None, b
     References: Scaling DoRA, arXiv:2603.22276, eq. 3 (base term).
     """
     fn = "dora_base_sqnorm"
+    if is_sharded(W):
+        from fdora.functional import _sharded_norm
+
+        squares: Tensor = _sharded_norm.base(fn, W, max_bytes, backend)
+        return squares
     check_shapes(fn, {"W": "N K"}, {"W": W})
     check_dtype(fn, "W", W, FLOATS, "Dequantise it first.")
     check_frozen(fn, "W", W)
@@ -238,17 +257,3 @@ def check_weights(fn: str, tensors: dict[str, Any], s: float) -> None:
         check_dtype(fn, arg, tensors.get(arg), (torch.float32, W.dtype))
     check_frozen(fn, "W", W)
     check_s(fn, s)
-
-
-def check_state(fn: str, W: Any, state: NormState, detach: bool) -> None:
-    """A state of this W's shape, dtype and device."""
-    start = "Start with dora_norm_state(W)."
-    if not isinstance(state, tuple) or len(state) != 2:
-        raise fail(fn, "state", "a NormState", f"a {type(state).__name__}", start)
-    if not detach:
-        raise fail(fn, "state", "None with detach=False", "a NormState", "A norm that is reused has no gradient: detach it.")
-    like = {"c": ((W.shape[0],), torch.promote_types(W.dtype, torch.float32)), "fingerprint": ((WORDS,), torch.int64)}
-    for (part, (shape, dtype)), t in zip(like.items(), state, strict=True):
-        if tuple(t.shape) != shape or t.dtype != dtype or t.device != W.device:
-            have = f"{tuple(t.shape)} {name(t.dtype)} on {t.device}"
-            raise fail(fn, f"state.{part}", f"{shape} {name(dtype)} on {W.device}", have, start)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from fdora._check import FLOATS, check_dtype, check_rank, check_shapes
+from fdora._check import FLOATS, check_dtype, check_rank, check_shapes, is_sharded
 from fdora.functional.norm import dora_norm
 from fdora.quant import QuantWeight
 
@@ -52,13 +52,18 @@ def dora_init(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, section 4.1; PEFT 0.21, ``LoraLayer.reset_lora_parameters``.
     """
     fn = "dora_init"
-    N, K = check_shapes(fn, {"W": "N K"}, {"W": W}).values()
+    sharded = is_sharded(W)
+    N, K = W.shape if sharded and len(W.shape) == 2 else check_shapes(fn, {"W": "N K"}, {"W": W}).values()
     check_dtype(fn, "W", W, FLOATS, "Dequantise it first.")
     check_rank(fn, r)
     wide = torch.promote_types(W.dtype, torch.float32)
     dtype = wide if dtype is None else dtype
     A = torch.empty((r, K), dtype=wide, device=W.device)
     torch.nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=generator)
+    if sharded:
+        from fdora.functional import _sharded_norm
+
+        return DoraParams(*_sharded_norm.init(fn, W, A, dtype))
     B = torch.zeros((N, r), dtype=wide, device=W.device)
     m = dora_norm(W.detach(), A, B, s=1.0)
     return DoraParams(A=A.to(dtype), B=B.to(dtype), m=m)

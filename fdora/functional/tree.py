@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Generator, Tensor
 
-from fdora._check import FLOATS, FdoraError, Weight, check_dtype, check_shapes, fail, name
+from fdora._check import FLOATS, FdoraError, Weight, check_dtype, check_shapes, fail, is_sharded, name
 from fdora._dispatch import Backend
 from fdora._torch import is_traced
 from fdora.autograd._ops import autocast_off
@@ -50,6 +50,7 @@ def dora_norm_tree_state(weights: Any) -> NormTreeState:
     """
     fn = "dora_norm_tree_state"
     W, spec = optree.tree_flatten(weights, is_leaf=_is_weight)
+    W = [w.to_local() if is_sharded(w) else w for w in W]
     for i, w in enumerate(W):
         with Leaf(spec, i):
             check_shapes(fn, {"W": "N K"}, {"W": w})
@@ -59,7 +60,15 @@ def dora_norm_tree_state(weights: Any) -> NormTreeState:
     return NormTreeState(tree_of(spec, parts, buffers), buffers, tuple(map(no_words, parts)))
 
 
-def dora_norm_tree(weights: Any, params: Any, *, s: Any, state: NormTreeState | None = None, backend: Backend = "auto") -> Any:
+def dora_norm_tree(
+    weights: Any,
+    params: Any,
+    *,
+    s: Any,
+    state: NormTreeState | None = None,
+    gather: bool | str = False,
+    backend: Backend = "auto",
+) -> Any:
     """Row norms of all adapted weights of a model: ``c = ||W + s * B @ A||`` at each leaf, as :func:`dora_norm` has it.
 
     On a GPU all weights of one device take three launches together, however many they are and whatever their shapes, ranks
@@ -78,6 +87,10 @@ def dora_norm_tree(weights: Any, params: Any, *, s: Any, state: NormTreeState | 
         means in :func:`dora_norm`: the bits of A, B and s decide, on the device, and nothing waits or is mutated. The weights
         are not looked at: others, or changed ones, need a new state. A captured CUDA graph must copy buffers and
         fingerprint of the result over those of the state; make one call before the capture.
+      gather: of DTensors, which may lie as FSDP keeps them. False gives c as a DTensor that lies like the rows of W; True
+        whole, as a plain tensor in every process; the name of a mesh dimension, such as "dp", as a forward has it where FSDP
+        gathered over that dimension. No weight is sent: one all-gather of all A, one all-reduce of squares where rows are cut,
+        and with ``gather`` one all-gather of all c. For a call outside of forward, once per step.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks for each weight.
 
     Returns:
@@ -85,7 +98,8 @@ def dora_norm_tree(weights: Any, params: Any, *, s: Any, state: NormTreeState | 
       With a state: ``NormTreeState(c, buffers, fingerprint)``, c the same bit for bit.
 
     Raises:
-      FdoraError: as :func:`dora_norm`, with the path of the leaf; the structures disagree; or the state is of other weights.
+      FdoraError: as :func:`dora_norm`, with the path of the leaf; the structures disagree; the state is of other weights; or
+        gather names no dimension that can be gathered alone.
 
     Memory: c, and for each 1024 columns one number per row while it runs; keeps nothing for backward. In compiled code, under
     torch.func and for tensor subclasses it is a loop of :func:`dora_norm`, which computes whatever the state says.
@@ -99,8 +113,12 @@ def dora_norm_tree(weights: Any, params: Any, *, s: Any, state: NormTreeState | 
     except (TypeError, IndexError, KeyError):
         raise _no_factors(fn, spec, pairs) from None
     scales = _for_each(fn, "s", spec, s, NUMBER)
+    if is_sharded(*W, *A, *B) and not is_traced():
+        from fdora.functional._sharded_tree import norms
+
+        return norms(dora_norm_tree, fn, spec, (W, A, B), scales, state, gather, backend)
     if not (set(map(type, W)) <= {*PLAIN, QuantWeight} and set(map(type, (*A, *B))) <= PLAIN) or is_traced():
-        return _one_by_one(fn, spec, W, A, B, scales, state, backend)
+        return _one_by_one(fn, spec, W, A, B, scales, state, gather, backend)
     parts = plan(fn, spec, W, A, B, scales, backend)
     if state is not None:
         _check_state(fn, parts, state)
@@ -180,9 +198,12 @@ def dora_merge_tree(weights: Any, params: Any, *, s: Any, norm: Any = None, back
 
 
 def _one_by_one(
-    fn: str, spec: Any, W: list, A: list, B: list, scales: list, state: NormTreeState | None, backend: Backend
+    fn: str, spec: Any, W: list, A: list, B: list, scales: list, state: Any, gather: bool | str, backend: Backend
 ) -> Any:
     c = _each(fn, spec, lambda i: dora_norm(W[i], A[i], B[i], s=scales[i], backend=backend))
+    if is_sharded(*W, *A, *B) and (gather or state is not None):
+        remedy = "Call it outside of what is compiled."
+        raise fail(fn, "gather" if gather else "state", "left out for DTensors in compiled code", "one", remedy)
     if state is None:
         return c
     parts, leaves = parts_of(W), optree.tree_leaves(c)

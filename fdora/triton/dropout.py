@@ -15,6 +15,11 @@ def threshold(p: float) -> int:
     return int(p * 2**32)
 
 
+def has_origin(seed: Array | None) -> bool:
+    """Whether the position of the first element stands behind the seed."""
+    return seed is not None and seed.numel > 1
+
+
 def drop(plan: Builder, x: Array, seed: Array | None, p: float, accumulate_into: Array | None = None) -> Array:
     """x with its elements zeroed with probability p and the rest scaled by 1 / (1 - p), or that added to ``accumulate_into``.
 
@@ -27,6 +32,7 @@ def drop(plan: Builder, x: Array, seed: Array | None, p: float, accumulate_into:
     out = plan.temp((M, K), x.dtype) if accumulate_into is None else accumulate_into
     plan.launch(
         drop_kernel, (cdiv(M, BLOCK_M), cdiv(K, BLOCK_K)),
-        (x, out, seed, threshold(p), 1 / (1 - p), M, K, *x.stride), (accumulate_into is not None, BLOCK_M, BLOCK_K), 4,
+        (x, out, seed, threshold(p), 1 / (1 - p), M, K, *x.stride),
+        (accumulate_into is not None, has_origin(seed), BLOCK_M, BLOCK_K), 4,
     )  # fmt: skip
     return out

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from fdora.triton.configs import GemmConfig, gemm_config, power_of_two
 from fdora.triton.copy import stacked
-from fdora.triton.dropout import threshold
+from fdora.triton.dropout import has_origin, threshold
 from fdora.triton.kernels.gemm import gemm_pointer_kernel, gemm_tma_kernel
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv, is_tma_compatible
@@ -74,6 +74,7 @@ def gemm(
     x_masked = masked.x
     vectors = (epilogue.m, epilogue.c, epilogue.bias, masked.seed, threshold(masked.p), 1 / (1 - masked.p), M, N, K, r)
     flags = (epilogue.kind, epilogue.bias is not None, pre_scale is not None, masked.seed is not None, x_masked is not None)
+    origin = has_origin(masked.seed)
     tiles: Any = (x, x_masked, out, pre_scale, epilogue.residual, w.T if trans_b else w)
     if config.tma and all(t is None or is_tma_compatible(t) for t in tiles):
         bm, bn, bk = config.BLOCK_M, config.BLOCK_N, config.BLOCK_K
@@ -87,7 +88,8 @@ def gemm(
             (Tile(x, (bm, bk)), _tile(x_masked, (bm, bk)), Tile(w.T if trans_b else w, block), Tile(hb[0], (bm, bk)),
              Tile(hb[1], block), Tile(out, (bm, width)), _tile(pre_scale, (bm, width)), _tile(epilogue.residual, (bm, width)),
              *vectors, programs),
-            (trans_b, *flags, bm, bn, bk, config.EPILOGUE_SUBTILE, config.persistent and masked.seed is None, config.GROUP_M),
+            (trans_b, *flags, origin, bm, bn, bk, config.EPILOGUE_SUBTILE, config.persistent and masked.seed is None,
+             config.GROUP_M),
             config.num_warps, config.num_stages,
         )  # fmt: skip
         return
@@ -99,7 +101,7 @@ def gemm(
         gemm_pointer_kernel,
         (cdiv(M, config.BLOCK_M) * cdiv(N, config.BLOCK_N),),
         (x, x_masked, w, h, b, out, pre_scale, epilogue.residual, *vectors, *x.stride, *w.stride, *h.stride, *b.stride),
-        (*flags, config.BLOCK_M, config.BLOCK_N, config.BLOCK_K, min(config.BLOCK_K, power_of_two(r)), config.GROUP_M),
+        (*flags, origin, config.BLOCK_M, config.BLOCK_N, config.BLOCK_K, min(config.BLOCK_K, power_of_two(r)), config.GROUP_M),
         config.num_warps,
         config.num_stages,
     )

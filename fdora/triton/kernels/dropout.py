@@ -21,11 +21,17 @@ def _mix(v):
 
 
 @triton.jit
-def keep_tile(seed, threshold, t, k):
-    """Where the elements (t, k) survive. ``seed`` points at one int64, ``threshold`` is p * 2**32."""
+def keep_tile(seed, threshold, t, k, ORIGIN: tl.constexpr):
+    """Where the elements (t, k) survive. ``seed`` points at one int64, ``threshold`` is p * 2**32.
+
+    ``ORIGIN``: behind the seed stands where in a larger matrix (0, 0) is.
+    """
     bits = tl.load(seed)
     key = _mix(bits.to(tl.uint32) ^ _mix((bits >> 32).to(tl.uint32)))
     t = t.to(tl.int64)
+    if ORIGIN:
+        t += tl.load(seed + 1)
+        k = k.to(tl.int64) + tl.load(seed + 2)
     row = _mix((t + 1).to(tl.uint32) ^ key) ^ _mix((t >> 32).to(tl.uint32))
     # Compared as int64: p * 2**32 may not fit 31 bits, and comparing across signs is where compilers differ.
     return _mix(row[:, None] ^ (k.to(tl.uint32) * 0x1E3779B1)[None, :]).to(tl.int64) >= threshold
@@ -34,14 +40,14 @@ def keep_tile(seed, threshold, t, k):
 @triton.jit(launch_metadata=launched)
 def drop_kernel(
     x, out, seed, threshold, scale, M, K, stride_xm, stride_xk,
-    ACCUMULATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    ACCUMULATE: tl.constexpr, ORIGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (t < M)[:, None] & (k < K)[None, :]
     row = t[:, None].to(tl.int64)
     v = tl.load(x + row * stride_xm + k[None, :].to(tl.int64) * stride_xk, mask=mask).to(tl.float32)
-    v = tl.where(keep_tile(seed, threshold, t, k), v * scale, 0.0)
+    v = tl.where(keep_tile(seed, threshold, t, k, ORIGIN), v * scale, 0.0)
     if ACCUMULATE:
         v += tl.load(out + row * K + k[None, :], mask=mask).to(tl.float32)
     tl.store(out + row * K + k[None, :], v.to(out.dtype.element_ty), mask=mask)

@@ -22,8 +22,8 @@ def tile_of_product(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GRO
 
 
 @triton.jit
-def _masked(acc, row, col, seed, threshold, keep_scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    keep = keep_tile(seed, threshold, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N))
+def _masked(acc, row, col, seed, threshold, keep_scale, ORIGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    keep = keep_tile(seed, threshold, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), ORIGIN)
     return tl.where(keep, acc * keep_scale, 0.0)
 
 
@@ -54,7 +54,7 @@ def _store_tma(
 def gemm_tma_kernel(
     x, x_masked, w, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, M, N, K, R, PROGRAMS,
     TRANS_B: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, DROP: tl.constexpr,
-    HAS_X_MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_X_MASKED: tl.constexpr, ORIGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EPILOGUE_SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     steps_k, steps_r = tl.cdiv(K, BLOCK_K), tl.cdiv(R, BLOCK_K)
@@ -70,7 +70,7 @@ def gemm_tma_kernel(
                 for i in range(steps_k):
                     wt = w.load([col, i * BLOCK_K]).T if TRANS_B else w.load([i * BLOCK_K, col])
                     acc = tl.dot(x_masked.load([row, i * BLOCK_K]), wt, acc)
-            acc = _masked(acc, row, col, seed, threshold, keep_scale, BLOCK_M, BLOCK_N)
+            acc = _masked(acc, row, col, seed, threshold, keep_scale, ORIGIN, BLOCK_M, BLOCK_N)
             for i in range(steps_k):
                 wt = w.load([col, i * BLOCK_K]).T if TRANS_B else w.load([i * BLOCK_K, col])
                 acc = tl.dot(x.load([row, i * BLOCK_K]), wt, acc)
@@ -98,8 +98,8 @@ def gemm_pointer_kernel(
     x, x_masked, w, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, M, N, K, R,
     stride_xm, stride_xk, stride_wk, stride_wn, stride_hm, stride_hr, stride_br, stride_bn,
     EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, DROP: tl.constexpr,
-    HAS_X_MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    HAS_X_MASKED: tl.constexpr, ORIGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     row, col = tile_of_product(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -109,7 +109,7 @@ def gemm_pointer_kernel(
             acc, x_masked, w, row, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K
         )
     if DROP:
-        acc = _masked(acc, row, col, seed, threshold, keep_scale, BLOCK_M, BLOCK_N)
+        acc = _masked(acc, row, col, seed, threshold, keep_scale, ORIGIN, BLOCK_M, BLOCK_N)
     acc = products(acc, x, w, row, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K)
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     at = t[:, None].to(tl.int64) * N + n[None, :]

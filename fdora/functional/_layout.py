@@ -1,0 +1,189 @@
+"""How the arguments of one call lie on a mesh: one table, applied to each mesh dimension by itself.
+
+    way    x      W     A     B     m, norm  bias   y      gradients
+    col    R      S(0)  R     S(0)  S(0)     S(0)   S(-1)  of x and A partial, of others as the argument
+    row    S(-1)  S(1)  S(1)  R     R        R      P      of B, m, norm partial; bias is added after the sum
+    data   S(t)   R     R     R     R        R      S(t)   of A, B, m, norm, bias partial
+    same   R      R     R     R     R        R      R      whole
+
+R is replicated, S(i) cut along axis i, P a sum that is pending, t an axis of tokens. A plain tensor among DTensors counts as R,
+and its gradient comes back whole. Imported only where a DTensor was given: `import fdora` loads nothing of torch.distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Size, Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from fdora._check import FdoraError, fail
+
+# For each argument how it lies, and how its gradient does. L: cut along the last axis. N: cut as the rows of W. T: as x.
+LAYER = {
+    "col": {"x": "RP", "A": "RP", "B": "NN", "m": "NN", "norm": "NN", "bias": "NN", "y": "L", "c": "NN"},
+    "row": {"x": "LL", "A": "LL", "B": "RP", "m": "RP", "norm": "RP", "bias": "RR", "y": "P", "c": "PP"},
+    "data": {"x": "TT", "A": "RP", "B": "RP", "m": "RP", "norm": "RP", "bias": "RP", "y": "T", "c": "RR"},
+    "same": {"x": "RR", "A": "RR", "B": "RR", "m": "RR", "norm": "RR", "bias": "RR", "y": "R", "c": "RR"},
+}
+# Of compose, where base decides; pending sums of base and lora stay pending.
+COMPOSE = {
+    "cols": {"base": "LL", "lora": "LL", "g": "NN", "bias": "NN", "y": "L"},
+    "sum": {"base": "PR", "lora": "PR", "g": "RP", "bias": "RR", "y": "P"},
+    "data": {"base": "TT", "lora": "TT", "g": "RP", "bias": "RP", "y": "T"},
+    "same": {"base": "RR", "lora": "RR", "g": "RR", "bias": "RR", "y": "R"},
+}
+
+
+class Layout(NamedTuple):
+    """Of one layer: what each mesh dimension does to it."""
+
+    mesh: Any
+    table: dict[str, dict[str, str]]
+    ways: tuple[str, ...]
+    rows: tuple[Any, ...]
+    """Placements of W."""
+    tokens: tuple[Any, ...]
+    """Placements of x."""
+
+
+def mesh_of(fn: str, tensors: dict[str, Any]) -> Any:
+    """The one mesh of all DTensors."""
+    mesh, first = None, ""
+    for arg, t in tensors.items():
+        if isinstance(t, DTensor):
+            if mesh is None:
+                mesh, first = t.device_mesh, arg
+            elif t.device_mesh != mesh:
+                raise fail(fn, arg, f"on {mesh} (the mesh of `{first}`)", t.device_mesh, "Distribute all over one mesh.")
+    return mesh
+
+
+def placed(t: Any, mesh: Any) -> tuple[Any, ...]:
+    """Where a tensor lies: a plain one everywhere."""
+    return tuple(t.placements) if isinstance(t, DTensor) else (Replicate(),) * mesh.ndim
+
+
+def is_cut(p: Any, axes: Sequence[int]) -> bool:
+    """Whether along one of these axes."""
+    return not p.is_replicate() and not p.is_partial() and p.dim in axes
+
+
+def is_strided(p: Any) -> bool:
+    """Whether FSDP cut what tensor parallelism had cut before."""
+    return not (p.is_replicate() or p.is_partial()) and (not isinstance(p, Shard) or hasattr(p, "split_factor"))
+
+
+def layer_layout(fn: str, mesh: Any, W: Any, x: Any = None) -> Layout:
+    """What W and x decide. Without x: a function of the weight alone, whose rows may lie anywhere."""
+    rows = placed(W, mesh)
+    tokens = () if x is None else placed(x, mesh)
+    ways = []
+    for i, p in enumerate(rows):
+        if p.is_replicate():
+            ways.append("data" if x is not None and is_cut(tokens[i], range(x.dim() - 1)) else "same")
+            continue
+        if p.is_partial() or p.dim > 1 or (is_strided(p) and (p.dim == 1 or x is not None)):
+            remedy = "Unshard what FSDP keeps in shards first." if is_strided(p) else "Redistribute it."
+            raise fail(fn, "W", f"Replicate, Shard(0) or Shard(1) {where(mesh, i)}", p, remedy)
+        ways.append("col" if p.dim == 0 else "row")
+    return Layout(mesh, LAYER, tuple(ways), rows, tokens)
+
+
+def compose_layout(fn: str, mesh: Any, base: Any) -> Layout:
+    ways, tokens = [], placed(base, mesh)
+    for i, p in enumerate(tokens):
+        if is_strided(p):
+            raise fail(fn, "base", f"Replicate, Shard or Partial {where(mesh, i)}", p, "Redistribute it.")
+        if p.is_replicate() or p.is_partial():
+            ways.append("same" if p.is_replicate() else "sum")
+        else:
+            ways.append("cols" if p.dim == base.dim() - 1 else "data")
+    return Layout(mesh, COMPOSE, tuple(ways), (Shard(0),) * mesh.ndim, tokens)
+
+
+def placements(lay: Layout, arg: str, dims: int, gradient: bool = False) -> tuple[Any, ...]:
+    """How an argument of so many axes must lie, or how its gradient does."""
+    found: list[Any] = []
+    for i, way in enumerate(lay.ways):
+        kind = lay.table[way][arg][int(gradient)]
+        if kind == "R":
+            found.append(Replicate())
+        elif kind == "P":
+            found.append(Partial())
+        elif kind == "L":
+            found.append(Shard(dims - 1))
+        else:
+            found.append(lay.rows[i] if kind == "N" else lay.tokens[i])
+    return tuple(found)
+
+
+def local(fn: str, lay: Layout, arg: str, t: Any, move: bool = False) -> Any:
+    """This process's part of an argument, through which its gradient finds back. ``move``: it may lie otherwise."""
+    if t is None:
+        return None
+    want, have = placements(lay, arg, t.dim()), placed(t, lay.mesh)
+    gradient = placements(lay, arg, t.dim(), True)
+    if want != have:
+        i = [a == b for a, b in zip(want, have, strict=True)].index(False)
+        if not move or is_strided(want[i]) or is_strided(have[i]):
+            raise _misplaced(fn, lay, arg, t, want[i], have[i], i)
+    if not isinstance(t, DTensor):
+        if want == have and (gradient == want or not t.requires_grad):
+            return t
+        t = DTensor.from_local(t, lay.mesh, have, run_check=False)
+    if want != have:
+        t = t.redistribute(placements=want)
+    return t.to_local(grad_placements=gradient)
+
+
+def part(W: Any) -> Any:
+    """This process's part of W, or of what else has no gradient."""
+    return W.to_local() if isinstance(W, DTensor) else W
+
+
+def _misplaced(fn: str, lay: Layout, arg: str, t: Any, want: Any, have: Any, i: int) -> FdoraError:
+    what = f"base is {lay.tokens[i]}" if lay.table is COMPOSE else f"W is {lay.rows[i]}"
+    if not isinstance(t, DTensor):
+        have, remedy = f"a plain tensor, which counts as {have}", "Wrap each process's part with DTensor.from_local."
+    elif arg == "x":
+        remedy = "Redistribute it; if W is what FSDP keeps in shards, unshard that first."
+    else:
+        remedy = "Redistribute it."
+    return fail(fn, arg, f"{want} {where(lay.mesh, i)}, on which {what}", have, remedy)
+
+
+def where(mesh: Any, i: int) -> str:
+    return f"on mesh dimension {mesh.mesh_dim_names[i] if mesh.mesh_dim_names else i}"
+
+
+def whole(t: Tensor, lay: Layout, lies: Sequence[Any], shape: Sequence[int]) -> Any:
+    """The DTensor of everyone's parts. Its shape is given: it cannot be told from one part where others are shorter."""
+    stride = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        stride[i] = stride[i + 1] * max(1, shape[i + 1])
+    return DTensor.from_local(t, lay.mesh, tuple(lies), run_check=False, shape=Size(shape), stride=tuple(stride))
+
+
+def summed(lies: Sequence[Any]) -> tuple[Any, ...]:
+    """The same placements after all pending sums."""
+    return tuple([Replicate() if p.is_partial() else p for p in lies])
+
+
+def sums_over(lay: Layout) -> tuple[Any, ...]:
+    """The mesh dimensions that the columns of W are spread over."""
+    return tuple([(lay.mesh, i) for i, way in enumerate(lay.ways) if way == "row"])
+
+
+def begins(t: Any, mesh: Any, axis: int) -> int:
+    """Where in the whole tensor this process's part begins along an axis: torch.chunk, one mesh dimension after the other."""
+    start, length = 0, t.shape[axis]
+    if not isinstance(t, DTensor):
+        return start
+    for i, p in enumerate(t.placements):
+        if is_cut(p, (axis,)):
+            chunk = -(-length // mesh.size(i))
+            before = min(length, chunk * mesh.get_coordinate()[i])
+            start, length = start + before, min(chunk, length - before)
+    return start

@@ -1,0 +1,193 @@
+"""Norms of all weights of a model that several processes hold together: few collectives, however many weights there are.
+
+A of every weight is gathered along its rows in one all-gather for each mesh dimension, dtype and device; the norms of what is
+here are one call; squares of cut rows are added up in one all-reduce; and c is gathered, where it is asked for, as A was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.functional import pad
+
+from fdora._check import fail
+from fdora.autograd.sharded import root_of_sum
+from fdora.functional._layout import (
+    Layout,
+    is_cut,
+    is_strided,
+    layer_layout,
+    local,
+    mesh_of,
+    part,
+    placements,
+    summed,
+    sums_over,
+    whole,
+)
+from fdora.functional._tree import Leaf
+
+
+class Cut(NamedTuple):
+    """Rows that are spread over one mesh dimension, by torch.chunk."""
+
+    mesh: Any
+    dim: int
+    rows: int
+    """Of all processes of this dimension."""
+
+
+def cuts(t: Any) -> list[Cut]:
+    """How the rows of a tensor were cut, one mesh dimension after the other: FSDP cuts last what others had cut."""
+    if not isinstance(t, DTensor):
+        return []
+    mesh, rows, found = t.device_mesh, t.shape[0], []
+    dims = [i for i, p in enumerate(t.placements) if is_cut(p, (0,))]
+    for i in sorted(dims, key=lambda i: is_strided(t.placements[i])):
+        found.append(Cut(mesh, i, rows))
+        chunk = -(-rows // mesh.size(i))
+        at: Any = mesh.get_coordinate()
+        rows = max(0, min(chunk, rows - chunk * at[i]))
+    return found
+
+
+def gathered(parts: Sequence[Tensor], found: Sequence[list[Cut]]) -> list[Tensor]:
+    """Each with all its rows, new where anything was cut. All processes of a mesh call with tensors that are cut alike."""
+    parts, found = list(parts), [list(each) for each in found]
+    while any(found):
+        together: dict[tuple, list[int]] = {}
+        for i, each in enumerate(found):
+            if each:
+                together.setdefault((each[-1].mesh, each[-1].dim, parts[i].dtype, parts[i].device), []).append(i)
+        for places in together.values():
+            last = [found[i].pop() for i in places]
+            for i, t in zip(places, _one_gather([parts[i] for i in places], last), strict=True):
+                parts[i] = t
+    return parts
+
+
+def _one_gather(parts: list[Tensor], found: list[Cut]) -> list[Tensor]:
+    """Padded to the first process's rows, which are the most; behind each other; and apart again in one copy."""
+    mesh, dim, _ = found[0]
+    count = mesh.size(dim)
+    flat = [_padded(t, cut, count) for t, cut in zip(parts, found, strict=True)]
+    mine = torch.cat(flat)
+    out = mine.new_empty(count * mine.numel())
+    torch.distributed.all_gather_into_tensor(out, mine, group=mesh.get_group(dim))
+    made = [t.new_empty((count, v.numel())) for t, v in zip(parts, flat, strict=True)]
+    torch.split_with_sizes_copy(out.view(count, -1), [v.numel() for v in flat], 1, out=made)
+    return [v.view(-1, *t.shape[1:])[: cut.rows] for v, t, cut in zip(made, parts, found, strict=True)]
+
+
+def _padded(t: Tensor, cut: Cut, count: int) -> Tensor:
+    missing = -(-cut.rows // count) - t.shape[0]
+    return pad(t.flatten(), (0, missing * (t.shape[1] if t.dim() > 1 else 1))) if missing else t.flatten()
+
+
+@torch.no_grad()
+def norms(
+    call: Callable,
+    fn: str,
+    spec: Any,
+    leaves: tuple[list, list, list],
+    scales: list,
+    state: Any,
+    gather: bool | str,
+    backend: Any,
+) -> Any:
+    """What dora_norm_tree, which is ``call``, returns for leaves with DTensors among them."""
+
+    def leaf(i: int) -> Leaf:
+        return Leaf(spec, i)
+
+    layouts, W, A, B = tree_of_parts(fn, *leaves, leaf)
+    here, pairs, each = (optree.tree_unflatten(spec, t) for t in (W, zip(A, B, strict=True), scales))
+    found = call(here, pairs, s=each, state=state, backend=backend)
+    c = spec.flatten_up_to(found if state is None else found.c)
+    result = optree.tree_unflatten(spec, finished(fn, layouts, leaves[0], c, gather))
+    return result if state is None else found._replace(c=result)
+
+
+class Tree(NamedTuple):
+    """What each leaf is on this process."""
+
+    layouts: list[Layout | None]
+    W: list[Any]
+    A: list[Tensor]
+    B: list[Tensor]
+
+
+def tree_of_parts(fn: str, W: Sequence[Any], A: Sequence[Any], B: Sequence[Any], leaf: Callable[[int], Any]) -> Tree:
+    layouts: list[Layout | None] = []
+    ws, bs = [], []
+    rows: list[Any] = list(A)
+    spread: list[list[Cut]] = [[] for _ in A]
+    for i, (w, a, b) in enumerate(zip(W, A, B, strict=True)):
+        with leaf(i):
+            mesh = mesh_of(fn, {"W": w, "A": a, "B": b})
+            lay = None if mesh is None else layer_layout(fn, mesh, w)
+            layouts.append(lay)
+            ws.append(part(w))
+            bs.append(b if lay is None else local(fn, lay, "B", b.detach(), True))
+            if lay is None:
+                continue
+            if isinstance(a, DTensor) and _without_rows(a) == placements(lay, "A", 2):
+                rows[i], spread[i] = part(a.detach()), cuts(a)
+            else:
+                rows[i] = local(fn, lay, "A", a.detach(), True)
+    return Tree(layouts, ws, gathered(rows, spread), bs)
+
+
+def _without_rows(t: Any) -> tuple[Any, ...]:
+    """Its placements once its rows are gathered."""
+    return tuple([Replicate() if is_cut(p, (0,)) else p for p in t.placements])
+
+
+def finished(fn: str, layouts: Sequence[Layout | None], W: Sequence[Any], c: Sequence[Tensor], gather: bool | str) -> list[Any]:
+    """c of each leaf: squares of cut rows added up; then gathered over all of the mesh, one dimension of it, or nothing."""
+    c = list(c)
+    over: dict[tuple, list[int]] = {}
+    for i, lay in enumerate(layouts):
+        if lay is not None and sums_over(lay):
+            over.setdefault((sums_over(lay), c[i].dtype, c[i].device), []).append(i)
+    for (groups, *_), places in over.items():
+        total = root_of_sum(torch.cat([c[i] for i in places]).square(), groups)
+        for i, each in zip(places, total.split([c[i].numel() for i in places]), strict=True):
+            c[i] = each
+    spread = [cuts(w) if lay is not None else [] for w, lay in zip(W, layouts, strict=True)]
+    names: list[tuple[int, ...]] = []
+    for lay, each in zip(layouts, spread, strict=True):
+        names.append(() if lay is None else _gathered_names(fn, lay, each, gather))
+    c = gathered(c, [[cut for cut in each if cut.dim in done] for each, done in zip(spread, names, strict=True)])
+    return [
+        t if lay is None else _result(t, lay, w.shape[:1], done) for t, lay, w, done in zip(c, layouts, W, names, strict=True)
+    ]
+
+
+def _gathered_names(fn: str, lay: Layout, spread: list[Cut], gather: bool | str) -> tuple[int, ...]:
+    """The mesh dimensions that are no longer one of the result."""
+    if isinstance(gather, bool):
+        return tuple(range(lay.mesh.ndim)) if gather else ()
+    known = tuple(lay.mesh.mesh_dim_names or ())
+    if gather not in known:
+        raise fail(fn, "gather", f"True, False or one of {known}", repr(gather), "Name the dimension that FSDP cuts over.")
+    i = known.index(gather)
+    if i in [cut.dim for cut in spread[:-1]]:
+        raise fail(fn, "gather", "a dimension that cut last", repr(gather), "Gather over all of them, with True.")
+    return (i,)
+
+
+def _result(t: Tensor, lay: Layout, shape: Any, done: Sequence[int]) -> Any:
+    """c as a DTensor over what is left of the mesh; plain where nothing is."""
+    left = [i for i in range(lay.mesh.ndim) if i not in done]
+    lies = summed(placements(lay, "c", 1))
+    if not left:
+        return t
+    names = lay.mesh.mesh_dim_names
+    mesh = lay.mesh if not done else lay.mesh[tuple(names[i] for i in left)]
+    return whole(t, lay._replace(mesh=mesh), [lies[i] for i in left], shape)

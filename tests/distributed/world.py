@@ -1,0 +1,82 @@
+"""Cases that several processes run together: one start of a gloo group for all cases of a file, since importing torch takes seconds.
+
+A file of cases ends with ``if __name__ == "__main__": run(globals())``; each function ``case_...(mesh)`` is one case, which every
+process runs. ``results(file, world)`` starts the processes and gives what each case said: "ok" or the first error of any process.
+"""
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 30  # a collective that somebody does not join fails after these
+
+
+def results(module, world, timeout=300):
+    """{case: "ok" or an error}; the names of the cases that ran are its keys."""
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {"WORLD_SIZE": str(world), "FOLDER": folder, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", module]
+        started = []
+        for rank in range(world):
+            with open(f"{folder}/{rank}.log", "w") as log:
+                started.append(subprocess.Popen(command, cwd=ROOT, env=env | {"RANK": str(rank)}, stdout=log, stderr=log))
+        try:
+            for process in started:
+                process.wait(timeout)
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        said = "".join(Path(f"{folder}/{rank}.log").read_text()[-3000:] for rank in range(world))
+        Path("/tmp/shardf.log").write_text(said)  # XX
+        found = [Path(f"{folder}/{rank}.json") for rank in range(world)]
+        assert all(path.exists() for path in found), said
+        each = [json.loads(path.read_text()) for path in found]
+    cases = dict.fromkeys(case for one in each for case in one)
+    wrong = {case: [one[case] for one in each if one.get(case, "ok") != "ok"] for case in cases}
+    return {case: "\n".join(errors) or "ok" for case, errors in wrong.items()}
+
+
+def names(path):
+    """Of the cases in a file, without importing it."""
+    return [
+        line.split("(")[0][len("def case_") :] for line in Path(path).read_text().splitlines() if line.startswith("def case_")
+    ]
+
+
+def run(space):
+    """Every case of a file, in this process."""
+    rank, world, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["FOLDER"]
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=SECONDS)
+    group = torch.distributed.init_process_group
+    group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=limit)
+    said = {}
+    wanted = os.environ.get("CASES", "").split()
+    for name in [name for name in space if name.startswith("case_")]:
+        if wanted and name[5:] not in wanted:
+            continue
+        torch.manual_seed(0)
+        try:
+            start = time.time()
+            space[name]()
+            print(name, round(time.time() - start, 2), file=sys.stderr)
+            said[name[5:]] = "ok"
+        except BaseException:
+            said[name[5:]] = f"rank {rank}: {traceback.format_exc()[-3000:]}"
+        try:
+            torch.distributed.barrier()
+        except RuntimeError as error:  # another process failed inside the case
+            said[name[5:]] += f" (then: {error})"
+            break
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(said))
+    torch.distributed.destroy_process_group()
