@@ -30,13 +30,14 @@ class KeptNorm:
         self.watcher: Any = None  # tells the hooks of the model when this is gone
         self.base: weakref.ref[Any] | None = None  # the module whose weight it is the norm of
         self.shard: Shard | None = None
+        self.spread: tuple[Any, Any] | None = None  # of a DTensor: its id and versions, and its state
 
     def __reduce__(self) -> tuple[type[KeptNorm], tuple[()]]:
         return KeptNorm, ()
 
     def drop(self) -> None:
         """What was computed here does not hold: the next norm is computed."""
-        self.memo = None
+        self.memo = self.spread = None
         if self.room is not None:
             self.room[2].zero_()
 
@@ -50,7 +51,7 @@ class KeptNorm:
         """Forget; and where compiled code can keep the norm of W, make room: it fills tensors, but makes none that stay."""
         if self.norms is not None:
             self.norms.restart()
-        self.memo, self.room, self.place, self.shard = None, None, UNASKED, None
+        self.memo, self.room, self.place, self.shard, self.spread = None, None, UNASKED, None, None
         plain = type(W) in PLAIN and W.is_floating_point() and W.element_size() > 1 and not W.is_meta
         if plain and W.numel() >= SMALL and select_backend(W).name == "triton":
             with torch.inference_mode(False):  # else nobody outside of it could write there
@@ -80,6 +81,17 @@ class KeptNorm:
         if room is None or room[0]() is not owner or room[1].device != W.device or not compiled_kernels(W):
             return dora_norm(W, A, B, s=s)
         return kept_norm(W, A, B, s, room[1], room[2])
+
+    def on_mesh(self, W: Any, A: Any, B: Any, s: float) -> Tensor:
+        """c of a DTensor. Where columns are spread every process adds up in every call, whatever it has kept."""
+        seen = () if is_traced() else Shard(W).state()
+        if not seen:
+            c: Tensor = dora_norm(W, A, B, s=s)
+            return c
+        memo = self.spread
+        state = dora_norm(W, A, B, s=s, state=memo[1] if memo is not None and memo[0] == seen else dora_norm_state(W))
+        self.spread = seen, state
+        return state.c
 
     def eager(self, owner: Any, W: Any, A: Tensor, B: Tensor, s: float) -> Tensor:
         """The same where nothing traces."""

@@ -19,22 +19,24 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdora.eager import norm as arithmetic
 from fdora.integrations import _norm
-from fdora.integrations.peft import report, use_fdora
+from fdora.integrations.peft import enabled, report, use_fdora
 from tests.integrations.tiny import LORA, llama
-from tests.integrations.sharded_layouts import LAYOUTS, adapters, gradients
+from tests.integrations.sharded_layouts import LAYOUTS, adapters, gradients, parallelize
 
 STEPS, MICRO, RATE = 3, 2, 0.2
-VOCAB = 64
+HEADS = {"tie_word_embeddings": False}
 
 
-def built(**config):
+def built(sizes=None):
     """The same on every rank and in every call, with adapters that have moved."""
+    base = llama(**(sizes or {}))
     torch.manual_seed(1)
-    model = get_peft_model(llama(), LoraConfig(use_dora=True, **LORA | config)).eval()
+    model = get_peft_model(base, LoraConfig(use_dora=True, **LORA)).eval()
     return moved(model)
 
 
@@ -224,6 +226,79 @@ def layout(name, truth, mesh):
     return found
 
 
+def loaded(truth, mesh, folder, **sizes):
+    """transformers shards the model as it loads it; then PEFT makes the adapters."""
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    if dist.get_rank() == 0:
+        llama(**HEADS).save_pretrained(folder / "base")
+    dist.barrier()
+    base = LlamaForCausalLM.from_pretrained(folder / "base", distributed_config=DistributedConfig(**sizes))
+    torch.manual_seed(1)
+    with enabled():
+        return get_peft_model(base, LoraConfig(use_dora=True, **LORA)).eval()
+
+
+def tensor_parallel(how, truth, mesh, folder):
+    """Every rank has the same batch. Gradients, some steps, and that a fresh adapter changes nothing."""
+    whole = built(HEADS)
+    fresh = None
+    if how == "transformers":
+        run = loaded(truth, mesh, folder, tp_size=truth.world)
+        fresh = logits_of(run, 0)
+        fill(run, whole)
+    else:
+        run = use_fdora(built(HEADS))
+        parallelize(run, mesh)
+    exact = built(HEADS).double()
+    found = {} if fresh is None else {"fresh off": (fresh - logits_of(llama(**HEADS).eval(), 0)).abs().max().item()}
+    ids = batches()[0, :, 0]
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=RATE, momentum=0.9) for m in (run, exact)]
+    found["logits off"] = (logits_of(run, 0) - logits_of(exact, 0)).abs().max().item()
+    norms = []
+    for i in range(STEPS):
+        for x in ids:
+            with norms_counted() as count:
+                loss = loss_of(run, x)
+                loss.backward()
+            norms.append(count[0])
+            want = loss_of(exact, x)
+            want.backward()
+            if i == 0:
+                wanted = {n: p.grad for n, p in trained(exact)}
+                found["gradients off"] = off({n: full(p.grad) for n, p in trained(run)}, wanted)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found |= {"norms": norms, "loss off": (loss - want).abs().item(), **paths(run)}
+    last = {n: full(p.detach()) for n, p in trained(run)}
+    found["adapters off"] = off(last, dict(trained(exact)))
+    everyone = [None] * truth.world
+    dist.all_gather_object(everyone, last)
+    found["replicas same"] = same(everyone[0], everyone[1])
+    with Collectives() as collectives:
+        loss_of(run, ids[0]).backward()
+    found["collectives"] = dict(collectives.counts)
+    change(run)
+    change(exact)
+    found["after change off"] = (logits_of(run, 0) - logits_of(exact, 0)).abs().max().item()
+    return found
+
+
+def full(t):
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+@torch.no_grad()
+def fill(run, whole):
+    """The adapters of another model, whatever each lies like."""
+    values = dict(whole.named_parameters())
+    for name, p in trained(run):
+        value = values[name].detach()
+        p.copy_(distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) else value)
+
+
 def zero(stage, truth, mesh):
     """DeepSpeed's engine does what :func:`layout` does by hand; its gradients are seen in the steps."""
     import deepspeed
@@ -282,6 +357,7 @@ def paths(model):
 
 CASES = {name: (lambda truth, mesh, name=name: layout(name, truth, mesh)) for name in LAYOUTS}
 
+CASES |= {f"tp {how}": partial(tensor_parallel, how) for how in ("transformers", "parallelize_module")}
 ZERO = {f"zero {stage}": partial(zero, stage) for stage in (2, 3)}  # want DeepSpeed
 
 
@@ -297,7 +373,8 @@ def main(rank, world, folder, *names):
     found = {}
     for name in names or CASES:
         try:
-            mine = (CASES | ZERO)[name](truth, mesh)
+            options = {"folder": folder} if name.startswith("tp") else {}
+            mine = (CASES | ZERO)[name](truth, mesh, **options)
         except Exception as error:
             traceback.print_exc()
             mine = {"error": f"{type(error).__name__}: {error}"}

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer as Block
 
@@ -56,6 +57,20 @@ LAYOUTS = {
     "fsdp1 leaves, original parameters": partial(fsdp1, leaves=True, orig=True),
     "fsdp1 blocks, original parameters": partial(fsdp1, orig=True),
 }
+
+
+def parallelize(model, mesh):
+    """As for plain LoRA: B of what is cut along rows, A of what is cut along columns, cut with it."""
+    for block in model.get_base_model().model.layers:
+        plan = {}
+        for path in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            plan |= {f"{path}.base_layer": ColwiseParallel(), f"{path}.lora_B.default": ColwiseParallel()}
+        for path in ("self_attn.o_proj", "mlp.down_proj"):
+            plan |= {f"{path}.base_layer": RowwiseParallel(), f"{path}.lora_A.default": RowwiseParallel()}
+        parallelize_module(block, mesh, plan)
+    return model
+
+
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 

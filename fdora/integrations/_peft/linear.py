@@ -21,6 +21,7 @@ from fdora.functional import dora_linear, select_backend
 from fdora.functional.linear import checked_linears
 from fdora.integrations._hook import hooked
 from fdora.integrations._peft.dora import FUSED, Dora, forget, paused, release, reused
+from fdora.integrations._peft.mesh import lies_on_mesh, on_mesh
 from fdora.integrations._peft.quant import compute_dtype
 from fdora.integrations._peft.sharded import LISTENED, leaf, listened
 from fdora.integrations._peft.torchao import Merging
@@ -48,6 +49,12 @@ class Layer(nn.Module):
                 return y
         call = call_of(self, x, *found)
         why, backend = (call, "") if isinstance(call, str) else verdict(x, (call,))
+        if why is LISTENED and lies_on_mesh(self.base_layer.weight):
+            found_y = on_mesh(self, *found, x)
+            if not isinstance(found_y, str):
+                found[1].count(FUSED)
+                return found_y
+            why = found_y
         if why or isinstance(call, str):
             note(found[1], why)
             return stock.forward(self, x)

@@ -21,6 +21,7 @@ from fdora._torch import PLAIN
 from fdora.functional import dora_compose, dora_delta, dora_norm, dora_scale
 from fdora.integrations._peft.dora import Dora, Weights, obstacle, reused, served
 from fdora.integrations._peft.linear import fuse_layer
+from fdora.integrations._peft.mesh import init_on_mesh, lies_on_mesh
 from fdora.integrations._peft.quant import BNB4, BNB8, Held, dont_pack, family, look, mend, misread
 from fdora.quant import QuantWeight
 
@@ -33,7 +34,11 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
     STOCK = variants.DoraLinearVariant
 
     def init(self, module: Any, adapter_name: str, **kwargs: Any) -> None:
-        super().init(module, adapter_name, **kwargs)
+        base = module.get_base_layer()
+        if type(base) is nn.Linear and lies_on_mesh(base.weight):
+            init_on_mesh(module, adapter_name)
+        else:
+            super().init(module, adapter_name, **kwargs)
         fuse_layer(module)
         self.keep(module)
 
