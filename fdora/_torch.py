@@ -109,7 +109,7 @@ def needs_dispatcher(t: Tensor) -> bool:
 
 
 def fsdp2_shards(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, Tensor]]:
-    """Module, name and sharded parameter of each that :func:`fully_shard` shards in this model; nothing where it is not as known.
+    """Module, name and sharded parameter of each that :func:`fully_shard` has sharded; nothing where it is not as known.
 
     While a unit is gathered, its modules hold other parameters, and the public way to these (the model's own state dict)
     reshards it.

@@ -46,8 +46,8 @@ from torch import Tensor
 
 from fdora._dispatch import forced
 from fdora._torch import backward_task, dispatch_modes, trace, while_tracing
-from fdora.integrations._shard import known_shards
 from fdora.functional._tree import Part, forget_norms, kept_norms, no_words, tables
+from fdora.integrations._shard import known_shards
 
 Found = list[tuple[Any, Tensor, Tensor, Tensor, float]]  # KeptNorm, W, A, B, s
 UNASKED, ALONE = -1, -2  # instead of a layer's place among the norms of a model

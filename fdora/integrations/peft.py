@@ -179,7 +179,7 @@ def _hook(model: nn.Module) -> None:
     for layer in layers:
         for variant in layer.lora_variant.values():
             if isinstance(variant, Dora):
-                variant.kept.base = weakref.ref(layer.get_base_layer())
+                variant.kept.base = weakref.ref(layer._modules["base_layer"])
                 kepts.append(variant.kept)
     if kepts:
         hook(model, [m for m in roots if not isinstance(m, LoraLayer)], kepts, lambda: norms_of(ref()))

@@ -4,7 +4,6 @@ Every case gives numbers; rank 0 writes them, the test looks at them. Each rank 
 would not be seen.
 """
 
-import copy
 import json
 import os
 import sys
@@ -25,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fdora.eager import norm as arithmetic
 from fdora.integrations import _norm
 from fdora.integrations.peft import enabled, report, use_fdora
-from tests.integrations.tiny import LORA, llama
 from tests.integrations.sharded_layouts import LAYOUTS, adapters, gradients, parallelize
+from tests.integrations.tiny import LORA, llama
 
 STEPS, MICRO, RATE = 3, 2, 0.2
 HEADS = {"tie_word_embeddings": False}
@@ -286,6 +285,26 @@ def tensor_parallel(how, truth, mesh, folder):
     return found
 
 
+def fsdp_loaded(truth, mesh, folder):
+    """Adapters are made after FSDP2 has sharded the base: they are whole on each rank, and the trainer averages their gradients."""
+    run = loaded(truth, mesh, folder, fsdp_size=truth.world)
+    whole = built(HEADS)
+    found = {"fresh off": (logits_of(run, truth.rank) - logits_of(llama(**HEADS).eval(), truth.rank)).abs().max().item()}
+    start = use_fdora(get_peft_model(llama(**HEADS), LoraConfig(use_dora=True, **LORA)))
+    names = [n for n, _ in trained(start) if "magnitude" in n]
+    found["m off"] = off(
+        {n: p.detach() for n, p in trained(run) if n in names}, {n: p.detach() for n, p in trained(start) if n in names}
+    )
+    fill(run, whole)
+    logits, _ = first_step(run, truth.rank)
+    average(run)
+    exact = built(HEADS).double()
+    (sum(loss_of(exact, x) for x in batches()[0, 0]) / truth.world).backward()
+    found["gradients off"] = off({n: p.grad for n, p in trained(run)}, {n: p.grad for n, p in trained(exact)})
+    found["logits off"] = (logits - logits_of(exact, truth.rank)).abs().max().item()
+    return found | paths(run)
+
+
 def full(t):
     return t.full_tensor() if isinstance(t, DTensor) else t
 
@@ -357,6 +376,7 @@ def paths(model):
 
 CASES = {name: (lambda truth, mesh, name=name: layout(name, truth, mesh)) for name in LAYOUTS}
 
+CASES["loaded by transformers under fsdp"] = fsdp_loaded
 CASES |= {f"tp {how}": partial(tensor_parallel, how) for how in ("transformers", "parallelize_module")}
 ZERO = {f"zero {stage}": partial(zero, stage) for stage in (2, 3)}  # want DeepSpeed
 
@@ -373,7 +393,7 @@ def main(rank, world, folder, *names):
     found = {}
     for name in names or CASES:
         try:
-            options = {"folder": folder} if name.startswith("tp") else {}
+            options = {"folder": folder} if name not in {**LAYOUTS, **ZERO} else {}
             mine = (CASES | ZERO)[name](truth, mesh, **options)
         except Exception as error:
             traceback.print_exc()

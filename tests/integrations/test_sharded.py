@@ -80,6 +80,24 @@ def test_layout(found, name):
             assert mine["says"].endswith("Wrap whole blocks alone: 5.") == ("leaves" in name)
 
 
+@pytest.mark.parametrize("how", ["transformers", "parallelize_module"])
+def test_tensor_parallel(found, how):
+    for mine in each_rank(found, f"tp {how}"):
+        assert mine["fused"] and (mine["composed"], mine["fallbacks"]) == (0, {})
+        assert mine["norms"] == [0, 0, LAYERS, 0, LAYERS, 0]  # the first was computed for the logits before
+        assert mine["logits off"] < 1e-6 and mine["gradients off"] < 2e-6 and mine["loss off"] < 1e-6
+        assert mine["adapters off"] < 1e-6 and mine["replicas same"] and mine["after change off"] < 1e-6
+        assert mine.get("fresh off", 0) < 1e-6
+        assert mine["shapes"] == [[32, 64], [64, 64], [64, 96], [96, 64]]
+
+
+def test_a_model_that_was_loaded_sharded(found):
+    for mine in each_rank(found, "loaded by transformers under fsdp"):
+        assert (mine["composed"], mine["fallbacks"]) == (0, {}) and mine["fused"]
+        assert mine["fresh off"] < 1e-6 and mine["m off"] < 3e-7
+        assert mine["gradients off"] < 2e-6 and mine["logits off"] < 1e-6
+
+
 def test_zero(tmp_path):
     path = Path(sys.prefix) / "deepspeed"
     if not path.exists():

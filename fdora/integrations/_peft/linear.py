@@ -49,12 +49,12 @@ class Layer(nn.Module):
                 return y
         call = call_of(self, x, *found)
         why, backend = (call, "") if isinstance(call, str) else verdict(x, (call,))
-        if why is LISTENED and lies_on_mesh(self.base_layer.weight):
-            found_y = on_mesh(self, *found, x)
-            if not isinstance(found_y, str):
+        if why is LISTENED and lies_on_mesh(self._modules["base_layer"].weight):  # type: ignore[union-attr]
+            y_or_why = on_mesh(self, *found, x)
+            if not isinstance(y_or_why, str):
                 found[1].count(FUSED)
-                return found_y
-            why = found_y
+                return y_or_why
+            why = y_or_why
         if why or isinstance(call, str):
             note(found[1], why)
             return stock.forward(self, x)

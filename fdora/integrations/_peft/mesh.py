@@ -144,7 +144,7 @@ def init_on_mesh(module: Any, name: str) -> None:
     W, A, B = module.get_base_layer().weight.detach(), module.lora_A[name].weight, module.lora_B[name].weight
     local = B.shape[0] != W.shape[0] or getattr(module.get_base_layer(), "_hf_tp_plan", None) == "colwise"
     a, b, _ = factors(W, A, B)
-    c = dora_norm(W, a, b, s=float(module.scaling[name]))
+    c: Any = dora_norm(W, a, b, s=float(module.scaling[name]))
     if not local:  # a plain B has a plain m beside it
         c = c.full_tensor()
     layer.weight = nn.Parameter(c.to(torch.promote_types(W.dtype, A.dtype)), requires_grad=True)

@@ -34,7 +34,7 @@ class Leaf(NamedTuple):
 
     def weight(self) -> Tensor:
         weight: Any = fetch(self.part, self.inner) if self.gathered else self.inner.weight
-        return weight  # type: ignore[no-any-return]
+        return weight
 
 
 def leaf(part: nn.Module, kind: Any) -> Leaf | str:
@@ -52,16 +52,16 @@ def inside(part: nn.Module, kind: Any) -> nn.Module | None:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     if isinstance(part, FSDPModule):
-        return part if type(part).__bases__ == (FSDPModule, kind) else None  # type: ignore[return-value]
+        return part if type(part).__bases__ == (FSDPModule, kind) else None
     if type(part) is not FullyShardedDataParallel:
         return None
     inner: nn.Module = part.module
     return inner if type(inner) is kind and not listened(inner) else None
 
 
-def fetch(unit: nn.Module, inner: nn.Module) -> Tensor:
+def fetch(unit: nn.Module, inner: Any) -> Tensor:
     """The weight of a unit of FSDP, with a gradient that the unit reduces."""
-    inner.__dict__["forward"] = lambda: inner.weight.clone()  # type: ignore[operator]
+    inner.__dict__["forward"] = lambda: inner.weight.clone()
     try:
         weight: Tensor = unit()
     finally:
