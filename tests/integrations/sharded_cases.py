@@ -17,14 +17,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdora.eager import norm as arithmetic
 from fdora.integrations import _norm
 from fdora.integrations.peft import enabled, report, use_fdora
-from tests.integrations.sharded_layouts import LAYOUTS, adapters, gradients, parallelize
+from tests.integrations.sharded_layouts import FSDP1, LAYOUTS, adapters, gradients, parallelize, plain_name
 from tests.integrations.tiny import LORA, llama
 
 STEPS, MICRO, RATE = 3, 2, 0.2
@@ -148,7 +150,11 @@ class Truth:
         alone = use_fdora(built())
         self.alone_losses, self.alone_norms = train(alone, rank, alone=True)
         self.alone_adapters = {n: p.detach() for n, p in trained(alone)}
+        self.checkpoint = {n: t.clone() for n, t in get_peft_model_state_dict(alone).items()}
+        stock = built()
+        loaded = set_peft_model_state_dict(stock, self.checkpoint)
         self.after = logits_of(alone, rank)
+        self.loads = not loaded.unexpected_keys and torch.allclose(logits_of(stock, rank), self.after, atol=2e-6)
         change(alone)
         self.after_change = logits_of(alone, rank)
 
@@ -164,6 +170,29 @@ def change(run):
 @torch.no_grad()
 def logits_of(run, rank):
     return run(input_ids=batches()[0, 0, rank]).logits
+
+
+def checkpoint(run):
+    """The adapter's as PEFT writes it, by torch's full state dict: through a whole model, for FSDP1's wrappers hide the layers."""
+    if isinstance(run, FSDP1):
+        with FSDP1.state_dict_type(run, StateDictType.FULL_STATE_DICT):
+            whole = {plain_name(n): t.clone() for n, t in run.state_dict().items()}
+    else:
+        whole = get_model_state_dict(run, options=StateDictOptions(full_state_dict=True))
+    return get_peft_model_state_dict(built(), state_dict=whole)
+
+
+def fused(wrap, truth, mesh):
+    """The same with q, k, v and the MLP in one call each: other sums, in the same norms."""
+    model = use_fdora(built(), fuse=True)
+    run = wrap(model, mesh)
+    logits, loss = first_step(run, truth.rank)
+    got = gradients(run, truth.alone)
+    found = {"logits off": (logits - truth.logits).abs().max().item(), "gradients off": off(got, truth.gradients), **paths(model)}
+    model = use_fdora(built(), fuse=True)
+    losses, found["norms"] = train(wrap(model, mesh), truth.rank)
+    dist.all_reduce(losses)
+    return found | {"losses off": (losses / truth.world - truth.losses).abs().max().item()}
 
 
 def trained(model):
@@ -215,6 +244,10 @@ def layout(name, truth, mesh):
     last = adapters(run, truth.alone)
     found["adapters same"] = same(last, truth.alone_adapters)
     found["adapters off"] = off(last, truth.adapters)
+    saved = checkpoint(run)
+    found["checkpoint loads"] = truth.loads
+    found["checkpoint same"] = same(saved, truth.checkpoint)
+    found["checkpoint off"] = off(saved, truth.checkpoint)
     with Collectives() as collectives:
         loss_of(run, batches()[0, 0, truth.rank]).backward()
     found["collectives"] = dict(collectives.counts)
@@ -376,6 +409,8 @@ def paths(model):
 
 CASES = {name: (lambda truth, mesh, name=name: layout(name, truth, mesh)) for name in LAYOUTS}
 
+FUSED = ("fsdp2 blocks", "fsdp2 blocks, checkpointed", "fsdp2 leaves", "fsdp1 leaves", "fsdp1 blocks, original parameters")
+CASES |= {f"fuse, {name}": partial(fused, LAYOUTS[name]) for name in FUSED}
 CASES["loaded by transformers under fsdp"] = fsdp_loaded
 CASES |= {f"tp {how}": partial(tensor_parallel, how) for how in ("transformers", "parallelize_module")}
 ZERO = {f"zero {stage}": partial(zero, stage) for stage in (2, 3)}  # want DeepSpeed
@@ -393,7 +428,7 @@ def main(rank, world, folder, *names):
     found = {}
     for name in names or CASES:
         try:
-            options = {"folder": folder} if name not in {**LAYOUTS, **ZERO} else {}
+            options = {"folder": folder} if name.startswith(("tp", "loaded")) else {}
             mine = (CASES | ZERO)[name](truth, mesh, **options)
         except Exception as error:
             traceback.print_exc()

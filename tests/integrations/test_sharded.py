@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("peft", reason="`make test` installs it")
-from tests.integrations.sharded_cases import CASES, ZERO
+from tests.integrations.sharded_cases import CASES, FUSED, ZERO
 from tests.integrations.sharded_layouts import LAYOUTS
 from tests.integrations.tiny import LAYERS
 
@@ -70,6 +70,7 @@ def test_layout(found, name):
         assert mine["logits same"] and mine["loss same"] and mine["gradients same"]
         assert mine["gradients off"] < 2e-6 and mine["losses off"] < 1e-6 and mine["adapters off"] < 1e-6
         assert mine["adapters same"] or name == "ddp"  # which reduces the sum of micro-batches, in other bits
+        assert mine["checkpoint loads"] and mine["checkpoint off"] < 1e-6 and (mine["checkpoint same"] or name == "ddp")
         assert mine["after off"] < 1e-6 and mine["after change off"] < 1e-6  # a norm of before would leave 1e-2
         assert mine["shapes"] == [[32, 64], [64, 64], [64, 96], [96, 64]]
         counts = {NAMES[op]: n for op, n in mine["collectives"].items() if op in NAMES}
@@ -78,6 +79,15 @@ def test_layout(found, name):
             gathers = BLOCKS["all-gathers"] if "kept" in name else counts["all-gathers"]
             assert mine["says"].startswith(f"FSDP: {gathers} all-gathers in a forward and backward")
             assert mine["says"].endswith("Wrap whole blocks alone: 5.") == ("leaves" in name)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fuse(found, name):
+    for mine in each_rank(found, f"fuse, {name}"):
+        again = "checkpointed" in name
+        assert (mine["fused"], mine["composed"], mine["fallbacks"]) == ((3 if again else 2) * LAYERS, 0, {})
+        assert mine["norms"] == [LAYERS, 0] * 3
+        assert mine["logits off"] < 1e-6 and mine["gradients off"] < 2e-6 and mine["losses off"] < 1e-6
 
 
 @pytest.mark.parametrize("how", ["transformers", "parallelize_module"])
