@@ -84,10 +84,11 @@ class KeptNorm:
 
     def on_mesh(self, W: Any, A: Any, B: Any, s: float) -> Tensor:
         """c of a DTensor. Where columns are spread every process adds up in every call, whatever it has kept."""
-        seen = () if is_traced() else Shard(W).state()
-        if not seen:
+        if is_traced():
             c: Tensor = dora_norm(W, A, B, s=s)
             return c
+        shard = () if self.shard is None else self.shard.state()  # what FSDP has gathered along another dimension of the mesh
+        seen = id(W), *(shard or Shard(W).state())
         memo = self.spread
         state = dora_norm(W, A, B, s=s, state=memo[1] if memo is not None and memo[0] == seen else dora_norm_state(W))
         self.spread = seen, state

@@ -26,7 +26,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fdora.eager import norm as arithmetic
 from fdora.integrations import _norm
 from fdora.integrations.peft import enabled, report, use_fdora
-from tests.integrations.sharded_layouts import FSDP1, LAYOUTS, adapters, gradients, parallelize, plain_name
+from tests.integrations.sharded_layouts import (
+    BF16,
+    FSDP1,
+    LAYOUTS,
+    adapters,
+    fsdp2,
+    fsdp_over_tp,
+    gradients,
+    parallelize,
+    plain_name,
+)
 from tests.integrations.tiny import LORA, llama
 
 STEPS, MICRO, RATE = 3, 2, 0.2
@@ -186,13 +196,29 @@ def fused(wrap, truth, mesh):
     """The same with q, k, v and the MLP in one call each: other sums, in the same norms."""
     model = use_fdora(built(), fuse=True)
     run = wrap(model, mesh)
-    logits, loss = first_step(run, truth.rank)
+    logits, _ = first_step(run, truth.rank)
     got = gradients(run, truth.alone)
-    found = {"logits off": (logits - truth.logits).abs().max().item(), "gradients off": off(got, truth.gradients), **paths(model)}
+    found = {
+        "logits off": (logits - truth.logits).abs().max().item(),
+        "gradients off": off(got, truth.gradients),
+        **paths(model),
+    }
     model = use_fdora(built(), fuse=True)
     losses, found["norms"] = train(wrap(model, mesh), truth.rank)
     dist.all_reduce(losses)
     return found | {"losses off": (losses / truth.world - truth.losses).abs().max().item()}
+
+
+def policy(truth, mesh):
+    """bf16 copies of float32 shards: PEFT's own code beside it, under the same policy."""
+    found = {}
+    for who, made in (("stock", built()), ("fdora", use_fdora(built()))):
+        run = fsdp2(made, mesh, mp_policy=BF16)
+        first_step(run, truth.rank)
+        found[f"{who} off"] = off(gradients(run, truth.alone), truth.gradients)
+    with norms_counted() as count:
+        first_step(run, truth.rank)
+    return found | {"norms": count[0], **paths(run)}
 
 
 def trained(model):
@@ -281,8 +307,7 @@ def tensor_parallel(how, truth, mesh, folder):
         fresh = logits_of(run, 0)
         fill(run, whole)
     else:
-        run = use_fdora(built(HEADS))
-        parallelize(run, mesh)
+        run = {"parallelize_module": parallelize, "fsdp over it": fsdp_over_tp}[how](use_fdora(built(HEADS)), mesh)
     exact = built(HEADS).double()
     found = {} if fresh is None else {"fresh off": (fresh - logits_of(llama(**HEADS).eval(), 0)).abs().max().item()}
     ids = batches()[0, :, 0]
@@ -411,8 +436,9 @@ CASES = {name: (lambda truth, mesh, name=name: layout(name, truth, mesh)) for na
 
 FUSED = ("fsdp2 blocks", "fsdp2 blocks, checkpointed", "fsdp2 leaves", "fsdp1 leaves", "fsdp1 blocks, original parameters")
 CASES |= {f"fuse, {name}": partial(fused, LAYOUTS[name]) for name in FUSED}
+CASES["bf16 policy"] = policy
 CASES["loaded by transformers under fsdp"] = fsdp_loaded
-CASES |= {f"tp {how}": partial(tensor_parallel, how) for how in ("transformers", "parallelize_module")}
+CASES |= {f"tp {how}": partial(tensor_parallel, how) for how in ("transformers", "parallelize_module", "fsdp over it")}
 ZERO = {f"zero {stage}": partial(zero, stage) for stage in (2, 3)}  # want DeepSpeed
 
 

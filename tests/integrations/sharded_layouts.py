@@ -37,6 +37,10 @@ def fsdp2(model, mesh, units=(Block,), leaves=False, checkpoint=False, **options
     return fully_shard(model, mesh=mesh, **options)
 
 
+def hsdp(model, mesh):
+    return fsdp2(model, dist.init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("replicas", "shards")))
+
+
 def fsdp1(model, mesh, leaves=False, orig=False):
     blocks = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
     policy = fsdp_auto_wrap_policy(model) if leaves else blocks
@@ -50,6 +54,7 @@ LAYOUTS = {
     "fsdp2 blocks, checkpointed": partial(fsdp2, checkpoint=True),
     "fsdp2 blocks, offloaded": partial(fsdp2, offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "fsdp2 layers": partial(fsdp2, units=(LoraLayer,)),
+    "hsdp blocks": hsdp,
     "fsdp2 root": partial(fsdp2, units=()),
     "fsdp2 leaves": partial(fsdp2, leaves=True),
     "fsdp2 leaves, checkpointed": partial(fsdp2, leaves=True, checkpoint=True),
@@ -72,6 +77,12 @@ def parallelize(model, mesh):
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def fsdp_over_tp(model, mesh):
+    """Two dimensions, of which two processes can fill one."""
+    both = dist.init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "tp"))
+    return fsdp2(parallelize(model, both["tp"]), both["dp"])
 
 
 def plain_name(name):

@@ -21,6 +21,7 @@ COLLECTIVES = {
     "ddp": {"all-reduces": 1},
     "fsdp2 blocks, kept gathered": {"all-gathers": 3, "reduce-scatters": 2},
     "fsdp2 layers": {"all-gathers": 29, "reduce-scatters": 14},
+    "hsdp blocks": {"all-reduces": 2},  # over one process each shard is whole
     "fsdp2 root": {"all-gathers": 1, "reduce-scatters": 1},
 }
 NAMES = {"allgather": "all-gathers", "allgather_base": "all-gathers", "reduce_scatter_base": "reduce-scatters"}
@@ -90,7 +91,7 @@ def test_fuse(found, name):
         assert mine["logits off"] < 1e-6 and mine["gradients off"] < 2e-6 and mine["losses off"] < 1e-6
 
 
-@pytest.mark.parametrize("how", ["transformers", "parallelize_module"])
+@pytest.mark.parametrize("how", ["transformers", "parallelize_module", "fsdp over it"])
 def test_tensor_parallel(found, how):
     for mine in each_rank(found, f"tp {how}"):
         assert mine["fused"] and (mine["composed"], mine["fallbacks"]) == (0, {})
@@ -99,6 +100,12 @@ def test_tensor_parallel(found, how):
         assert mine["adapters off"] < 1e-6 and mine["replicas same"] and mine["after change off"] < 1e-6
         assert mine.get("fresh off", 0) < 1e-6
         assert mine["shapes"] == [[32, 64], [64, 64], [64, 96], [96, 64]]
+
+
+def test_a_bf16_policy(found):
+    for mine in each_rank(found, "bf16 policy"):
+        assert (mine["composed"], mine["fallbacks"], mine["norms"]) == (0, {}, 0)
+        assert mine["fdora off"] < 1.05 * mine["stock off"] < 0.1
 
 
 def test_a_model_that_was_loaded_sharded(found):
