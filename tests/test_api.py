@@ -15,23 +15,25 @@ SIGNATURES = {
     "MergedWeight": "(W, error)",
     "NormState": "(c, fingerprint)",
     "NormTreeState": "(c, buffers, fingerprint)",
+    "ShardNormState": "(c, fingerprint, part)",
     "dora_base_sqnorm": "(W, *, max_bytes=None, backend='auto')",
     "dora_compose": "(base, lora, g, *, s, bias=None, backend='auto')",
     "dora_delta": "(base, lora, g, *, s, backend='auto')",
     "dora_init": "(W, r, *, dtype=None, generator=None)",
     "dora_init_tree": "(weights, r, *, dtype=None, generator=None)",
     "dora_linear": "(x, W, A, B, m, *, s, bias=None, norm=None, dropout_p=0.0, dropout_mode='lora', seed=None, "
-    "keep_inner=False, compute=None, backend='auto')",
-    "dora_linear_group": "(x, layers, *, dropout_p=0.0, dropout_mode='lora', seed=None, keep_inner=False, backend='auto')",
+    "mask_origin=None, keep_inner=False, compute=None, backend='auto')",
+    "dora_linear_group": "(x, layers, *, dropout_p=0.0, dropout_mode='lora', seed=None, mask_origin=None, keep_inner=False, "
+    "backend='auto')",
     "dora_merge": "(W, A, B, m, *, s, norm=None, backend='auto')",
     "dora_merge_quantized": "(W, A, B, m, *, s, norm=None, backend='auto')",
     "dora_merge_tree": "(weights, params, *, s, norm=None, backend='auto')",
-    "dora_mlp": "(x, gate, up, down, *, act='silu', dropout_p=0.0, dropout_mode='lora', seed=None, keep_inner=False, "
-    "backend='auto')",
+    "dora_mlp": "(x, gate, up, down, *, act='silu', dropout_p=0.0, dropout_mode='lora', seed=None, mask_origin=None, "
+    "keep_inner=False, backend='auto')",
     "dora_norm": "(W, A, B, *, s, norm_axis=1, base_sqnorm=None, detach=True, max_bytes=None, state=None, squared=False, "
-    "backend='auto')",
+    "group=None, backend='auto')",
     "dora_norm_state": "(W)",
-    "dora_norm_tree": "(weights, params, *, s, state=None, backend='auto')",
+    "dora_norm_tree": "(weights, params, *, s, state=None, gather=False, backend='auto')",
     "dora_norm_tree_state": "(weights)",
     "dora_scale": "(m, c)",
     "dora_unmerge": "(W, A, B, m, *, s, norm, backend='auto')",

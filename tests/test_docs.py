@@ -134,6 +134,7 @@ RUN = {"README.md": 2, "docs/programs.md": 3, "docs/conversion.md": PAGES["docs/
 RUN["docs/explain.md"] = 1  # tests/test_explain_docs.py
 RUN["docs/schedule.md"] = 4  # tests/schedule/test_docs.py
 RUN["docs/quantised.md"] = 2  # tests/quant/test_docs.py
+RUN["docs/distributed.md"] = 4  # tests/distributed/test_docs.py
 RUN["docs/integrations.md"] = sum(language == "python" for _, language in RUN_BY)
 
 

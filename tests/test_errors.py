@@ -8,6 +8,7 @@ import fdora
 import fdora.functional as F
 from fdora import FdoraError
 from fdora._dispatch import choose
+from fdora.quant import quantize
 
 N, K, r = 6, 5, 2
 nan = float("nan")
@@ -163,11 +164,16 @@ def test_message(call, text):
 
 
 def test_dtensor_is_refused_by_name():
+    """Where no part of it would do."""
+
     class DTensor(torch.Tensor):
         pass
 
-    with pytest.raises(FdoraError, match=r"`W` must be a plain tensor, got a DTensor. Call .full_tensor\(\) on it"):
-        linear(W=torch.randn(N, K).as_subclass(DTensor))
+    A = torch.randn(r, K).as_subclass(DTensor)
+    with pytest.raises(FdoraError, match=r"`A` must be a plain tensor, got a DTensor. Call .full_tensor\(\) on it"):
+        F.dora_merge_quantized(quantize(torch.randn(N, 64), "nf4"), A, *(good()[n] for n in "Bm"), s=1.0)
+    with pytest.raises(FdoraError, match=r"explain: `args` must be plain tensors, got a DTensor. Ask for one process"):
+        F.explain(F.dora_linear, **(good() | {"A": A}))
 
 
 def test_a_weight_that_requires_grad_is_fine_where_no_gradient_flows():

@@ -56,7 +56,8 @@ def mesh_of(fn: str, tensors: dict[str, Any]) -> Any:
             if mesh is None:
                 mesh, first = t.device_mesh, arg
             elif t.device_mesh != mesh:
-                raise fail(fn, arg, f"on {mesh} (the mesh of `{first}`)", t.device_mesh, "Distribute all over one mesh.")
+                remedy = "Distribute all over one mesh, and unshard what FSDP keeps in shards."
+                raise fail(fn, arg, f"on {mesh} (the mesh of `{first}`)", t.device_mesh, remedy)
     return mesh
 
 
@@ -158,12 +159,12 @@ def where(mesh: Any, i: int) -> str:
     return f"on mesh dimension {mesh.mesh_dim_names[i] if mesh.mesh_dim_names else i}"
 
 
-def whole(t: Tensor, lay: Layout, lies: Sequence[Any], shape: Sequence[int]) -> Any:
+def whole(t: Tensor, mesh: Any, lies: Sequence[Any], shape: Sequence[int]) -> Any:
     """The DTensor of everyone's parts. Its shape is given: it cannot be told from one part where others are shorter."""
     stride = [1] * len(shape)
     for i in range(len(shape) - 2, -1, -1):
         stride[i] = stride[i + 1] * max(1, shape[i + 1])
-    return DTensor.from_local(t, lay.mesh, tuple(lies), run_check=False, shape=Size(shape), stride=tuple(stride))
+    return DTensor.from_local(t, mesh, tuple(lies), run_check=False, shape=Size(shape), stride=tuple(stride))
 
 
 def summed(lies: Sequence[Any]) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fdora._check import fail
 from fdora.autograd.sharded import sharded_norm
@@ -21,6 +22,7 @@ from fdora.functional._layout import (
     local,
     mesh_of,
     part,
+    placed,
     placements,
     summed,
     sums_over,
@@ -92,12 +94,22 @@ def compose(call: Callable, fn: str, base: Any, lora: Any, g: Any, s: float, bia
     return _biased(fn, lay, y, base.shape, bias if pending else None)
 
 
+def scale(call: Callable, m: Any, c: Any) -> Any:
+    fn, mesh = "dora_scale", mesh_of("dora_scale", {"m": m, "c": c})
+    lies = placed(c, mesh)
+    if placed(m, mesh) != lies or any([p.is_partial() for p in lies]):
+        have = f"{tuple(map(str, placed(m, mesh)))} and c {tuple(map(str, lies))}"
+        raise fail(fn, "m", "cut as c is", have, "Redistribute it.")
+    parts = [t.to_local(grad_placements=lies) if isinstance(t, DTensor) else t for t in (m, c)]
+    return whole(call(*parts), mesh, lies, c.shape)
+
+
 def merge(call: Callable, fn: str, W: Any, A: Any, B: Any, m: Any, s: float, norm: Any, backend: Any) -> Any:
     lay = layer_layout(fn, mesh_of(fn, {"W": W, "A": A, "B": B, "m": m, "norm": norm}), W)
     w = part(W)
     a, b, mag, c = (local(fn, lay, arg, t, True) for arg, t in (("A", A), ("B", B), ("m", m), ("norm", norm)))
     c = _norm(fn, lay, w, a, b, s, c, backend)
-    return whole(call(w, a, b, mag, s=s, norm=c, backend=backend), lay, lay.rows, W.shape)
+    return whole(call(w, a, b, mag, s=s, norm=c, backend=backend), lay.mesh, lay.rows, W.shape)
 
 
 def _layouts(fn: str, x: Any, layers: dict[str, DoraLayer], others: Sequence[DoraLayer] = ()) -> list[Layout]:
@@ -157,9 +169,9 @@ def _output(fn: str, lay: Layout, y: Tensor, x: Any, W: Any, bias: Any) -> Any:
 def _biased(fn: str, lay: Layout, y: Tensor, shape: Sequence[int], bias: Any) -> Any:
     """The whole y; with a bias that waited for it, after the sum."""
     lies = placements(lay, "y", len(shape))
-    result = whole(y, lay, lies, shape)
+    result = whole(y, lay.mesh, lies, shape)
     if bias is None:
         return result
     lies = summed(lies)
     y = result.redistribute(placements=lies).to_local(grad_placements=lies)
-    return whole((y + local(fn, lay, "bias", bias)).to(y.dtype), lay, lies, shape)
+    return whole((y + local(fn, lay, "bias", bias)).to(y.dtype), lay.mesh, lies, shape)

@@ -36,27 +36,27 @@ def norm(
     pending = placements(lay, "c", 1)
     lies = summed(pending)
     if squared:
-        return whole(row_sqnorm(w, a, b, base, s, max_bytes, choice), lay, pending, W.shape[:1])
+        return whole(row_sqnorm(w, a, b, base, s, max_bytes, choice), lay.mesh, pending, W.shape[:1])
     if seen is not None:
         c, now, mine = sharded_guarded_norm(w, a, b, base, s, max_bytes, *seen, over, choice)
-        return ShardNormState(whole(c, lay, lies, W.shape[:1]), now, mine)
+        return ShardNormState(whole(c, lay.mesh, lies, W.shape[:1]), now, mine)
     if over:
         c = sharded_norm(w, a, b, base, s, max_bytes, detach, over, False, choice)
     else:
         c = row_norm(w, a, b, base, s, max_bytes, detach, choice)
-    return whole(c, lay, lies, W.shape[:1])
+    return whole(c, lay.mesh, lies, W.shape[:1])
 
 
 def norm_state(W: Any) -> ShardNormState:
     c, fingerprint = dora_norm_state(part(W))[:2]
     lay = layer_layout("dora_norm_state", W.device_mesh, W)
-    return ShardNormState(whole(c, lay, summed(placements(lay, "c", 1)), W.shape[:1]), fingerprint, c)
+    return ShardNormState(whole(c, lay.mesh, summed(placements(lay, "c", 1)), W.shape[:1]), fingerprint, c)
 
 
 def base(fn: str, W: Any, max_bytes: int | None, backend: Any) -> Any:
     lay, w = layer_layout(fn, W.device_mesh, W), part(W)
     found = base_sqnorm(w, max_bytes, select_backend(w, backend=backend).name)
-    return whole(found, lay, placements(lay, "c", 1), W.shape[:1])
+    return whole(found, lay.mesh, placements(lay, "c", 1), W.shape[:1])
 
 
 def init(fn: str, W: Any, A: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
@@ -65,6 +65,6 @@ def init(fn: str, W: Any, A: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
     w = part(W.detach())
     a = distribute_tensor(A, lay.mesh, placements(lay, "A", 2))
     zeros = torch.zeros((w.shape[0], A.shape[0]), dtype=A.dtype, device=w.device)
-    b = whole(zeros, lay, placements(lay, "B", 2), (W.shape[0], A.shape[0]))
+    b = whole(zeros, lay.mesh, placements(lay, "B", 2), (W.shape[0], A.shape[0]))
     m = norm(fn, W.detach(), a, b, 1.0, 1, None, True, None, None, False, None, "auto")
     return a.to(dtype), b.to(dtype), m

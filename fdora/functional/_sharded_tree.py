@@ -78,7 +78,8 @@ def _one_gather(parts: list[Tensor], found: list[Cut]) -> list[Tensor]:
     flat = [_padded(t, cut, count) for t, cut in zip(parts, found, strict=True)]
     mine = torch.cat(flat)
     out = mine.new_empty(count * mine.numel())
-    torch.distributed.all_gather_into_tensor(out, mine, group=mesh.get_group(dim))
+    gather = getattr(torch.distributed, "all_gather_single", None)  # since torch 2.13 the name of the other
+    (gather or torch.distributed.all_gather_into_tensor)(out, mine, group=mesh.get_group(dim))
     made = [t.new_empty((count, v.numel())) for t, v in zip(parts, flat, strict=True)]
     torch.split_with_sizes_copy(out.view(count, -1), [v.numel() for v in flat], 1, out=made)
     return [v.view(-1, *t.shape[1:])[: cut.rows] for v, t, cut in zip(made, parts, found, strict=True)]
@@ -105,7 +106,7 @@ def norms(
     def leaf(i: int) -> Leaf:
         return Leaf(spec, i)
 
-    layouts, W, A, B = tree_of_parts(fn, *leaves, leaf)
+    layouts, W, A, B = tree_of_parts(fn, leaves, leaf)
     here, pairs, each = (optree.tree_unflatten(spec, t) for t in (W, zip(A, B, strict=True), scales))
     found = call(here, pairs, s=each, state=state, backend=backend)
     c = spec.flatten_up_to(found if state is None else found.c)
@@ -122,12 +123,12 @@ class Tree(NamedTuple):
     B: list[Tensor]
 
 
-def tree_of_parts(fn: str, W: Sequence[Any], A: Sequence[Any], B: Sequence[Any], leaf: Callable[[int], Any]) -> Tree:
+def tree_of_parts(fn: str, leaves: tuple[list, ...], leaf: Callable[[int], Any]) -> Tree:
     layouts: list[Layout | None] = []
     ws, bs = [], []
-    rows: list[Any] = list(A)
-    spread: list[list[Cut]] = [[] for _ in A]
-    for i, (w, a, b) in enumerate(zip(W, A, B, strict=True)):
+    rows: list[Any] = list(leaves[1])
+    spread: list[list[Cut]] = [[] for _ in rows]
+    for i, (w, a, b) in enumerate(zip(*leaves, strict=True)):
         with leaf(i):
             mesh = mesh_of(fn, {"W": w, "A": a, "B": b})
             lay = None if mesh is None else layer_layout(fn, mesh, w)
@@ -190,4 +191,4 @@ def _result(t: Tensor, lay: Layout, shape: Any, done: Sequence[int]) -> Any:
         return t
     names = lay.mesh.mesh_dim_names
     mesh = lay.mesh if not done else lay.mesh[tuple(names[i] for i in left)]
-    return whole(t, lay._replace(mesh=mesh), [lies[i] for i in left], shape)
+    return whole(t, mesh, [lies[i] for i in left], shape)

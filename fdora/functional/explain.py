@@ -7,9 +7,10 @@ from inspect import signature
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import optree
 import torch
 
-from fdora._check import fail, name
+from fdora._check import fail, is_sharded, name
 from fdora._dispatch import BackendChoice, choose, forced
 from fdora._records import Dropout
 from fdora.autograd._ops import import_explain
@@ -72,6 +73,9 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
     bound = signature(fn).bind(*args, **kwargs)
     bound.apply_defaults()
     a = SimpleNamespace(fn=fn.__name__, **bound.arguments)
+    given: Any = list(bound.arguments.values())
+    if is_sharded(*optree.tree_leaves(given)):
+        raise fail("explain", "args", "plain tensors", "a DTensor", "Ask for one process: pass .to_local() of each.")
     device, dtype, planner = CALLS[fn](a)
     triton, missing = import_explain()
     choice, rates, where = _target(device, dtype, gpu, a.backend, missing)

@@ -23,6 +23,7 @@ from fdora._check import (
     remember,
 )
 from fdora._dispatch import Backend
+from fdora._torch import PLAIN
 from fdora.autograd.norm import WORDS as WORDS
 from fdora.autograd.norm import base_sqnorm as _base_sqnorm
 from fdora.autograd.norm import give_norm as give_norm
@@ -120,7 +121,7 @@ def dora_norm(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3; Scaling DoRA, arXiv:2603.22276, eq. 3.
     """
     fn = "dora_norm"
-    if is_sharded(W, A, B, base_sqnorm):
+    if not (type(W) in PLAIN and type(A) in PLAIN and type(B) in PLAIN) and is_sharded(W, A, B):
         from fdora.functional import _sharded_norm
 
         options = (norm_axis, base_sqnorm, detach, max_bytes, state, squared, group, backend)
@@ -237,6 +238,11 @@ def dora_scale(m: Tensor, c: Tensor) -> Tensor:
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
     """
     fn = "dora_scale"
+    if is_sharded(m, c):
+        from fdora.functional import _sharded
+
+        g: Tensor = _sharded.scale(dora_scale, m, c)
+        return g
     check_shapes(fn, {"m": "N", "c": "N"}, {"m": m, "c": c})
     check_dtype(fn, "m", m, FLOATS)
     check_dtype(fn, "c", c, WIDE, "Keep it as dora_norm returns it.")

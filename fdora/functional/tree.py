@@ -113,11 +113,11 @@ def dora_norm_tree(
     except (TypeError, IndexError, KeyError):
         raise _no_factors(fn, spec, pairs) from None
     scales = _for_each(fn, "s", spec, s, NUMBER)
-    if is_sharded(*W, *A, *B) and not is_traced():
-        from fdora.functional._sharded_tree import norms
-
-        return norms(dora_norm_tree, fn, spec, (W, A, B), scales, state, gather, backend)
     if not (set(map(type, W)) <= {*PLAIN, QuantWeight} and set(map(type, (*A, *B))) <= PLAIN) or is_traced():
+        if is_sharded(*W, *A, *B) and not is_traced():
+            from fdora.functional._sharded_tree import norms
+
+            return norms(dora_norm_tree, fn, spec, (W, A, B), scales, state, gather, backend)
         return _one_by_one(fn, spec, W, A, B, scales, state, gather, backend)
     parts = plan(fn, spec, W, A, B, scales, backend)
     if state is not None:

@@ -28,6 +28,7 @@ from fdora.functional import (
 from tests import reference
 from tests.close import assert_exact
 from tests.distributed.lay import DEVICE, LAYER, TRAINED, Collectives, R, full, laid, made, mesh
+from tests.distributed.programs import check, inside
 from tests.distributed.world import run
 
 
@@ -256,7 +257,7 @@ def case_compiled_layers():
     def f(x, W, A, B, m, bias):
         return dora_linear(x, W, A, B, m, s=0.7, bias=bias)
 
-    for way in LAYER:
+    for way in ("col", "row"):
         torch._dynamo.reset()
         l, again = laid(t, where, [way]), laid(t, where, [way])
         names = ("x", "W", "A", "B", "m", "bias")
@@ -464,6 +465,10 @@ def case_compose():
             assert_exact(full(v.grad), w.grad, kind)
         delta = dora_delta(a.detach(), b.detach(), c.detach(), s=0.7)
         assert_exact(full(delta), dora_delta(base, lora, g, s=0.7), kind)
+
+
+def case_program_tp():
+    check(inside("tp"), inside("one"), 1, 0)
 
 
 # what is refused

@@ -8,9 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests import device
 from tests.make import tensors
 
-DEVICE = os.environ.get("DEVICE", "cpu")
+DEVICE = os.environ.get("DEVICE", device.NAME)
 R = Replicate()
 LAYER = {  # one mesh dimension; an x of two axes
     "col": dict(x=R, W=Shard(0), A=R, B=Shard(0), m=Shard(0), bias=Shard(0), norm=Shard(0)),

@@ -1,7 +1,7 @@
 """Cases that several processes run together: one start of a gloo group for all cases of a file, since importing torch takes seconds.
 
-A file of cases ends with ``if __name__ == "__main__": run(globals())``; each function ``case_...(mesh)`` is one case, which every
-process runs. ``results(file, world)`` starts the processes and gives what each case said: "ok" or the first error of any process.
+A file of cases ends with ``if __name__ == "__main__": run(globals())``; each function ``case_...()`` is one case, which every
+process runs. ``results(module, world)`` starts the processes and gives what each case said: "ok" or the first error of any process.
 """
 
 import datetime
@@ -10,11 +10,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
 
 import torch
+
+from tests import device
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 30  # a collective that somebody does not join fails after these
@@ -23,7 +24,13 @@ SECONDS = 30  # a collective that somebody does not join fails after these
 def results(module, world, timeout=300):
     """{case: "ok" or an error}; the names of the cases that ran are its keys."""
     with tempfile.TemporaryDirectory() as folder:
-        env = os.environ | {"WORLD_SIZE": str(world), "FOLDER": folder, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        env = os.environ | {
+            "WORLD_SIZE": str(world),
+            "FOLDER": folder,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "DEVICE": device.NAME,
+        }
         command = [sys.executable, "-m", module]
         started = []
         for rank in range(world):
@@ -37,7 +44,6 @@ def results(module, world, timeout=300):
                 process.kill()
                 process.wait()
         said = "".join(Path(f"{folder}/{rank}.log").read_text()[-3000:] for rank in range(world))
-        Path("/tmp/shardf.log").write_text(said)  # XX
         found = [Path(f"{folder}/{rank}.json") for rank in range(world)]
         assert all(path.exists() for path in found), said
         each = [json.loads(path.read_text()) for path in found]
@@ -58,8 +64,10 @@ def run(space):
     rank, world, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["FOLDER"]
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=SECONDS)
-    group = torch.distributed.init_process_group
-    group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=limit)
+    start, cuda = torch.distributed.init_process_group, os.environ.get("DEVICE") == "cuda"
+    if cuda:
+        torch.cuda.set_device(rank)
+    start("nccl" if cuda else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=limit)
     said = {}
     wanted = os.environ.get("CASES", "").split()
     for name in [name for name in space if name.startswith("case_")]:
@@ -67,9 +75,7 @@ def run(space):
             continue
         torch.manual_seed(0)
         try:
-            start = time.time()
             space[name]()
-            print(name, round(time.time() - start, 2), file=sys.stderr)
             said[name[5:]] = "ok"
         except BaseException:
             said[name[5:]] = f"rank {rank}: {traceback.format_exc()[-3000:]}"
