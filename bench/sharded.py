@@ -8,7 +8,8 @@ sequence of its own. A step: forward, backward, fused AdamW; also with gradient 
 share their norms. Wall time from one barrier until every rank's GPU is done, median of turns; what the host takes to issue
 forward, backward and the optimizer's step, nothing waited for in between; peak memory above what is there between steps. On
 a GPU a profile of one step sums the kernels of all norms, the collectives, and the busiest of the rest. Before anything is
-timed, loss and averaged gradients are compared with those of PEFT's DoRA; the collectives of a step are counted.
+timed, loss and averaged gradients are compared with those of PEFT's DoRA; the collectives of a step are counted. Ways that
+end in ``_shards`` compute norms on the shards (``norms_on_shards=True``); their collectives are not among those counted.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from bench.norm_forms import about
 from bench.rivals import paths
 from bench.save import save
 from bench.table import table
+from fdora.integrations.peft import use_fdora
 from tests.memory import peak_bytes
 
 MODES = ("step", "step_checkpointing", "step_4")
@@ -51,7 +53,9 @@ class Sharded(Run):
     """One way's model; its leaves are shards."""
 
     def __init__(self, way, base, values, inputs, options, mesh):
-        super().__init__(way, base, values, inputs, min(options.loss_tokens, options.seq), False)
+        super().__init__(way.removesuffix("_shards"), base, values, inputs, min(options.loss_tokens, options.seq), False)
+        if way.endswith("_shards"):
+            use_fdora(self.model, fuse="fused" in way, norms_on_shards=True)
         names = {id(p): name for name, p in self.leaves.items()}
         places = {name: names[id(p)] for name, p in self.model.named_parameters() if id(p) in names}
         blocks = self.model.get_base_model().get_decoder().layers
@@ -244,7 +248,7 @@ def parse(argv=None):
     parser.add_argument("--loss-tokens", type=int, default=1024)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations")
     parser.add_argument("--adapter", choices=DTYPES, default="bf16", help="of A, B and m")
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--ways", default=",".join((*WAYS, "peft_fdora_shards", "peft_fdora_fused_shards")))
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--compiled", action="store_true", help="torch.compile of each decoder layer")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")

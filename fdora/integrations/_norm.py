@@ -126,9 +126,16 @@ class KeptNorm:
 
     def given(self, W: Any, A: Tensor, B: Tensor, s: float, compiled: bool = True) -> Tensor | None:
         """c that the model's hook computed, if it holds for this call: for compiled code, too, when it runs."""
-        if self.norms is None or self.place == ALONE:
+        c: Tensor | None
+        if self.norms is None:
             return None
-        c: Tensor | None = self.norms.c_of(self.place, W, A, B, s, compiled)
+        if self.norms.on_shards is not None and not compiled:
+            c = self.norms.on_shards.c_of(self, W, A, s)
+            if c is not None:
+                return c
+        if self.place == ALONE:
+            return None
+        c = self.norms.c_of(self.place, W, A, B, s, compiled)
         if c is None and self.place == UNASKED:  # it was not collected, and is again by the next forward if it can be
             self.norms.restart()
             self.place = ALONE

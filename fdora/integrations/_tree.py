@@ -48,6 +48,7 @@ from fdora._dispatch import forced
 from fdora._torch import backward_task, dispatch_modes, trace, while_tracing
 from fdora.functional._tree import Part, forget_norms, kept_norms, no_words, tables
 from fdora.integrations._shard import known_shards
+from fdora.integrations._shard_norms import ShardNorms
 
 Found = list[tuple[Any, Tensor, Tensor, Tensor, float]]  # KeptNorm, W, A, B, s
 UNASKED, ALONE = -1, -2  # instead of a layer's place among the norms of a model
@@ -177,6 +178,7 @@ class ModelNorms:
         self.table: Table | None = None
         self.kepts: list[weakref.ref[Any]] = []  # of all layers
         self.placed: list[weakref.ref[Any]] = []  # whose norms the table has
+        self.on_shards: ShardNorms | None = None  # where use_fdora was asked for it
         self.asleep = self.used = self.looked = False
         self.changes = self.idle = 0
         self.traced: list[Tensor] | None = None  # in a trace of the whole model, between the hooks
@@ -231,6 +233,8 @@ class ModelNorms:
             forget_norms()
             if self.table is not None:
                 self.table.norms.clear()
+            if self.on_shards is not None:
+                self.on_shards.norms = None
             forget_captured()
             self.local = threading.local()  # nor do slices of this forward hold
 
@@ -239,6 +243,8 @@ class ModelNorms:
         with self.lock:
             forget_norms()
             self.table, self.asleep, self.idle, self.changes, self.looked = None, False, 0, 0, False
+            if self.on_shards is not None:
+                self.on_shards.forget()
             self.local = threading.local()  # a Run refers weakly to the weights, which torch.utils.swap_tensors refuses
             forget_captured()
 

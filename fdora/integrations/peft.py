@@ -30,7 +30,7 @@ from fdora.integrations._framework import put_back
 from fdora.integrations._hook import hook, unhook
 from fdora.integrations._peft.blocks import fuse_blocks, unfuse_blocks
 from fdora.integrations._peft.dora import Dora
-from fdora.integrations._peft.linear import Linear, fuse_layer, norms_of, unfuse_layer
+from fdora.integrations._peft.linear import Linear, fuse_layer, norms_of, shards_of, unfuse_layer
 from fdora.integrations._peft.quant import warn_of
 from fdora.integrations._peft.report import Report, rows
 from fdora.integrations._peft.sharded import gathers
@@ -41,7 +41,7 @@ __all__ = ["disable", "enable", "enabled", "init_magnitude", "report", "restore"
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def use_fdora(model: Model, *, fuse: bool = False, keep_inner: bool = False) -> Model:
+def use_fdora(model: Model, *, fuse: bool = False, keep_inner: bool = False, norms_on_shards: bool = False) -> Model:
     """Run the DoRA layers of this model through fdora. In place; nothing enters its state dict. Idempotent.
 
     Layers that are added later run stock until it is called again; :func:`report` shows them. It also makes every layer
@@ -54,6 +54,9 @@ def use_fdora(model: Model, *, fuse: bool = False, keep_inner: bool = False) -> 
         and half of what an MLP keeps for backward. A copy or a pickle of the model forgets it for q, k, v.
       keep_inner: keep one more activation per layer without bias. Needed where the model changes the layer's output in
         place before backward, as ``nn.ReLU(inplace=True)`` or Gemma 3n with ``"all-linear"`` does (the error says so).
+      norms_on_shards: under FSDP2 each process computes the norms of its own rows, all layers in one call before the forward,
+        with an all-gather of all A and one of all norms in every forward; else each computes all, as units are gathered.
+        Less work with many processes or large ranks. Layers in the root's own unit, and other layouts, go on as without it.
 
     Returns:
       The model.
@@ -82,7 +85,7 @@ def use_fdora(model: Model, *, fuse: bool = False, keep_inner: bool = False) -> 
             "fdora.use_fdora: `model` must have a DoRA adapter of PEFT, got none. "
             "Make it with LoraConfig(use_dora=True), and call this after get_peft_model or load_adapter."
         )
-    _hook(model)
+    _hook(model, norms_on_shards)
     if fuse and not fuse_blocks(model):
         raise FdoraError(
             "fdora.use_fdora: `fuse` must be False for a model without blocks it knows, got True. It wants transformers' "
@@ -167,7 +170,7 @@ def init_magnitude(model: Model) -> Model:
     return model
 
 
-def _hook(model: nn.Module) -> None:
+def _hook(model: nn.Module, on_shards: bool) -> None:
     """On what is called. A PeftModel calls the model inside or, for a task, only its forward; generate calls that as well."""
     roots: list[nn.Module] = [model]
     if isinstance(model, PeftModel):
@@ -182,7 +185,8 @@ def _hook(model: nn.Module) -> None:
                 variant.kept.base = weakref.ref(layer._modules["base_layer"])
                 kepts.append(variant.kept)
     if kepts:
-        hook(model, [m for m in roots if not isinstance(m, LoraLayer)], kepts, lambda: norms_of(ref()))
+        shards = (lambda: shards_of(ref())) if on_shards else None
+        hook(model, [m for m in roots if not isinstance(m, LoraLayer)], kepts, lambda: norms_of(ref()), shards)
 
 
 def _no_magnitude(name: str, why: str) -> FdoraError:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdora.eager import norm as arithmetic
+from fdora.functional import _sharded_tree
 from fdora.integrations import _norm
 from fdora.integrations.peft import enabled, report, use_fdora
 from tests.integrations.sharded_layouts import (
@@ -209,6 +210,63 @@ def fused(wrap, truth, mesh):
     return found | {"losses off": (losses / truth.world - truth.losses).abs().max().item()}
 
 
+def on_shards(wrap, truth, mesh):
+    """Norms of each rank's rows, all in one call: the same bits. And A changed on one rank alone: nobody waits for ever."""
+    run = wrap(use_fdora(built(), norms_on_shards=True), mesh)
+    logits, loss = first_step(run, truth.rank)
+    got = gradients(run, truth.alone)
+    found = {"same": torch.equal(logits, truth.logits) and torch.equal(loss, truth.loss) and same(got, truth.alone)}
+    model = use_fdora(built(), norms_on_shards=True)
+    run = wrap(model, mesh)
+    losses, found["norms"], found["rows"] = *train(run, truth.rank), rows_of_one_step(run, truth.rank)
+    found["adapters same"] = same(adapters(run, truth.alone), truth.alone_adapters)
+    found["gathers"] = gathers_of_a_step(run, truth.rank)
+    change(run)
+    found["after change off"] = (logits_of(run, truth.rank) - truth.after_change).abs().max().item()
+    with torch.no_grad():
+        for n, p in run.named_parameters():
+            if "lora_A" in n and truth.rank == 1:
+                p.to_local().mul_(1.5)
+    odd = logits_of(run, truth.rank)
+    plain = use_fdora(built())
+    fill(plain, {plain_name(n): full(p) for n, p in run.named_parameters()})
+    change(plain)
+    found["after one rank's change off"] = (odd - logits_of(plain, truth.rank)).abs().max().item()
+    return found | paths(model)
+
+
+def gathers_of_a_step(run, rank):
+    """All-gathers for norms. Under a mode that counts operations there would be none: values of now are not for it."""
+    count, one = [0], _sharded_tree._one_gather
+
+    def counted(*args):
+        count[0] += 1
+        return one(*args)
+
+    _sharded_tree._one_gather = counted
+    try:
+        loss_of(run, batches()[0, 0, rank]).backward()
+    finally:
+        _sharded_tree._one_gather = one
+    return count[0]
+
+
+def rows_of_one_step(run, rank):
+    """Rows whose norm this rank computes after a step of the optimizer."""
+    rows, direct = [0], arithmetic._direct
+
+    def one(W, *args):
+        rows[0] += W.shape[0]
+        return direct(W, *args)
+
+    arithmetic._direct = one
+    try:
+        logits_of(run, rank)
+    finally:
+        arithmetic._direct = direct
+    return rows[0]
+
+
 def policy(truth, mesh):
     """bf16 copies of float32 shards: PEFT's own code beside it, under the same policy."""
     found = {}
@@ -370,7 +428,7 @@ def full(t):
 @torch.no_grad()
 def fill(run, whole):
     """The adapters of another model, whatever each lies like."""
-    values = dict(whole.named_parameters())
+    values = whole if isinstance(whole, dict) else dict(whole.named_parameters())
     for name, p in trained(run):
         value = values[name].detach()
         p.copy_(distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) else value)
@@ -436,6 +494,8 @@ CASES = {name: (lambda truth, mesh, name=name: layout(name, truth, mesh)) for na
 
 FUSED = ("fsdp2 blocks", "fsdp2 blocks, checkpointed", "fsdp2 leaves", "fsdp1 leaves", "fsdp1 blocks, original parameters")
 CASES |= {f"fuse, {name}": partial(fused, LAYOUTS[name]) for name in FUSED}
+ON_SHARDS = ("fsdp2 blocks", "fsdp2 blocks, checkpointed", "fsdp2 leaves", "hsdp blocks")
+CASES |= {f"on shards, {name}": partial(on_shards, LAYOUTS[name]) for name in ON_SHARDS}
 CASES["bf16 policy"] = policy
 CASES["loaded by transformers under fsdp"] = fsdp_loaded
 CASES |= {f"tp {how}": partial(tensor_parallel, how) for how in ("transformers", "parallelize_module", "fsdp over it")}

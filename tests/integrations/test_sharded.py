@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("peft", reason="`make test` installs it")
-from tests.integrations.sharded_cases import CASES, FUSED, ZERO
+from tests.integrations.sharded_cases import CASES, FUSED, ON_SHARDS, ZERO
 from tests.integrations.sharded_layouts import LAYOUTS
 from tests.integrations.tiny import LAYERS
 
@@ -100,6 +100,17 @@ def test_tensor_parallel(found, how):
         assert mine["adapters off"] < 1e-6 and mine["replicas same"] and mine["after change off"] < 1e-6
         assert mine.get("fresh off", 0) < 1e-6
         assert mine["shapes"] == [[32, 64], [64, 64], [64, 96], [96, 64]]
+
+
+@pytest.mark.parametrize("name", ON_SHARDS)
+def test_norms_on_shards(found, name):
+    """The same bits; each rank computes half of the rows, with two all-gathers in a forward, whatever it has kept."""
+    for mine in each_rank(found, f"on shards, {name}"):
+        shared = not name.startswith("hsdp")  # there each rank is a replica
+        assert mine["same"] and mine["adapters same"] and (mine["composed"], mine["fallbacks"]) == (0, {})
+        assert mine["norms"] == [LAYERS, 0] * 3 and mine["rows"] == (448 if shared else 896)
+        assert mine["gathers"] == 2
+        assert mine["after change off"] < 1e-6 and mine["after one rank's change off"] < 1e-6
 
 
 def test_a_bf16_policy(found):

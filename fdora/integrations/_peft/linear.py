@@ -26,6 +26,7 @@ from fdora.integrations._peft.quant import compute_dtype
 from fdora.integrations._peft.sharded import LISTENED, leaf, listened
 from fdora.integrations._peft.torchao import Merging
 from fdora.integrations._peft.verdict import verdict
+from fdora.integrations._shard_norms import lies_in_rows
 from fdora.quant import QuantWeight
 
 
@@ -273,6 +274,21 @@ def norms_of(model: nn.Module | None) -> list[tuple[Any, Tensor, Tensor, Tensor,
         ):
             continue
         found.append((variant.kept, w.W, w.A, w.B, s))
+    return found
+
+
+def shards_of(model: nn.Module | None) -> list[tuple[Any, Any, Any, Any, float]]:
+    """The same of layers that FSDP2 keeps in shards now: KeptNorm, and shards of W, A and B, and s."""
+    found: list[tuple[Any, Any, Any, Any, float]] = []
+    layers: Any = () if model is None else model.modules()
+    for layer in layers:
+        pair = active(layer) if type(layer) is Linear and reused(layer) and not layer.fan_in_fan_out else None
+        base = None if pair is None else layer._modules["base_layer"]
+        if pair is None or type(base) is not nn.Linear or hooked(base):
+            continue
+        W, A, B = base.weight, layer.lora_A[pair[0]].weight, layer.lora_B[pair[0]].weight
+        if lies_in_rows(W, A, B) and not isinstance(layer.scaling[pair[0]], Tensor):
+            found.append((pair[1].kept, W, A, B, layer.scaling[pair[0]]))
     return found
 
 
