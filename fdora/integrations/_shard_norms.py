@@ -43,9 +43,8 @@ class ShardNorms:
     def compute(self) -> None:
         found = self.find()
         weights = [tuple(layer[1:]) for layer in found]
-        if list(map(identity, weights)) != list(map(identity, self.weights)) or [k() for k in self.kepts] != [
-            f[0] for f in found
-        ]:
+        kepts = [kept() for kept in self.kepts]
+        if list(map(identity, weights)) != list(map(identity, self.weights)) or kepts != [layer[0] for layer in found]:
             self.forget()
             self.weights, self.kepts = weights, [weakref.ref(layer[0]) for layer in found]
             self.shards = [tuple(map(Shard, layer[:3])) for layer in weights]

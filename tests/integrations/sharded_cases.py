@@ -41,6 +41,7 @@ from tests.integrations.sharded_layouts import (
 from tests.integrations.tiny import LORA, llama
 
 STEPS, MICRO, RATE = 3, 2, 0.2
+device = "cpu"
 HEADS = {"tie_word_embeddings": False}
 
 
@@ -49,7 +50,7 @@ def built(sizes=None):
     base = llama(**(sizes or {}))
     torch.manual_seed(1)
     model = get_peft_model(base, LoraConfig(use_dora=True, **LORA)).eval()
-    return moved(model)
+    return moved(model).to(device)
 
 
 @torch.no_grad()
@@ -66,7 +67,7 @@ def moved(model):
 def batches():
     """For each step, micro-batch and rank."""
     draw = torch.Generator().manual_seed(3)
-    return torch.randint(3, 260, (STEPS, MICRO, dist.get_world_size(), 2, 12), generator=draw)
+    return torch.randint(3, 260, (STEPS, MICRO, dist.get_world_size(), 2, 12), generator=draw).to(device)
 
 
 def loss_of(model, ids):
@@ -218,7 +219,8 @@ def on_shards(wrap, truth, mesh):
     found = {"same": torch.equal(logits, truth.logits) and torch.equal(loss, truth.loss) and same(got, truth.alone)}
     model = use_fdora(built(), norms_on_shards=True)
     run = wrap(model, mesh)
-    losses, found["norms"], found["rows"] = *train(run, truth.rank), rows_of_one_step(run, truth.rank)
+    _, found["norms"] = train(run, truth.rank)
+    found["rows"] = rows_of_one_step(run, truth.rank)
     found["adapters same"] = same(adapters(run, truth.alone), truth.alone_adapters)
     found["gathers"] = gathers_of_a_step(run, truth.rank)
     change(run)
@@ -350,7 +352,7 @@ def loaded(truth, mesh, folder, **sizes):
     if dist.get_rank() == 0:
         llama(**HEADS).save_pretrained(folder / "base")
     dist.barrier()
-    base = LlamaForCausalLM.from_pretrained(folder / "base", distributed_config=DistributedConfig(**sizes))
+    base = LlamaForCausalLM.from_pretrained(folder / "base", distributed_config=DistributedConfig(**sizes)).to(device)
     torch.manual_seed(1)
     with enabled():
         return get_peft_model(base, LoraConfig(use_dora=True, **LORA)).eval()
@@ -367,7 +369,7 @@ def tensor_parallel(how, truth, mesh, folder):
     else:
         run = {"parallelize_module": parallelize, "fsdp over it": fsdp_over_tp}[how](use_fdora(built(HEADS)), mesh)
     exact = built(HEADS).double()
-    found = {} if fresh is None else {"fresh off": (fresh - logits_of(llama(**HEADS).eval(), 0)).abs().max().item()}
+    found = {} if fresh is None else {"fresh off": (fresh - logits_of(llama(**HEADS).to(device).eval(), 0)).abs().max().item()}
     ids = batches()[0, :, 0]
     optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=RATE, momentum=0.9) for m in (run, exact)]
     found["logits off"] = (logits_of(run, 0) - logits_of(exact, 0)).abs().max().item()
@@ -405,8 +407,10 @@ def fsdp_loaded(truth, mesh, folder):
     """Adapters are made after FSDP2 has sharded the base: they are whole on each rank, and the trainer averages their gradients."""
     run = loaded(truth, mesh, folder, fsdp_size=truth.world)
     whole = built(HEADS)
-    found = {"fresh off": (logits_of(run, truth.rank) - logits_of(llama(**HEADS).eval(), truth.rank)).abs().max().item()}
-    start = use_fdora(get_peft_model(llama(**HEADS), LoraConfig(use_dora=True, **LORA)))
+    found = {
+        "fresh off": (logits_of(run, truth.rank) - logits_of(llama(**HEADS).to(device).eval(), truth.rank)).abs().max().item()
+    }
+    start = use_fdora(get_peft_model(llama(**HEADS).to(device), LoraConfig(use_dora=True, **LORA)))
     names = [n for n, _ in trained(start) if "magnitude" in n]
     found["m off"] = off(
         {n: p.detach() for n, p in trained(run) if n in names}, {n: p.detach() for n, p in trained(start) if n in names}
@@ -503,13 +507,18 @@ ZERO = {f"zero {stage}": partial(zero, stage) for stage in (2, 3)}  # want DeepS
 
 
 def main(rank, world, folder, *names):
+    global device
+    if "cuda" in names:  # to look at by hand: other sums than whole parameters on a CPU, and norms that nobody counts here
+        device, names = f"cuda:{rank}", [name for name in names if name != "cuda"]
+        torch.cuda.set_device(rank)
     torch.set_num_threads(1)
     _norm.SMALL = 0  # norms are kept however small the weights are
     os.environ |= {"LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}  # DeepSpeed wants both
     folder = Path(folder)
     store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    mesh = dist.init_device_mesh("cpu", (world,))
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    mesh = dist.init_device_mesh(device.partition(":")[0], (world,))
     truth = Truth(rank, world)
     found = {}
     for name in names or CASES:

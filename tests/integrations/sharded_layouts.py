@@ -38,13 +38,13 @@ def fsdp2(model, mesh, units=(Block,), leaves=False, checkpoint=False, **options
 
 
 def hsdp(model, mesh):
-    return fsdp2(model, dist.init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("replicas", "shards")))
+    return fsdp2(model, dist.init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("replicas", "shards")))
 
 
 def fsdp1(model, mesh, leaves=False, orig=False):
     blocks = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
     policy = fsdp_auto_wrap_policy(model) if leaves else blocks
-    return FSDP1(model, auto_wrap_policy=policy, use_orig_params=orig, device_id=torch.device("cpu"))
+    return FSDP1(model, auto_wrap_policy=policy, use_orig_params=orig, device_id=next(model.parameters()).device)
 
 
 LAYOUTS = {
@@ -81,7 +81,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 def fsdp_over_tp(model, mesh):
     """Two dimensions, of which two processes can fill one."""
-    both = dist.init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "tp"))
+    both = dist.init_device_mesh(mesh.device_type, (1, mesh.size()), mesh_dim_names=("dp", "tp"))
     return fsdp2(parallelize(model, both["tp"]), both["dp"])
 
 
