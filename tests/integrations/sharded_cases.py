@@ -45,11 +45,11 @@ device = "cpu"
 HEADS = {"tie_word_embeddings": False}
 
 
-def built(sizes=None):
+def built(sizes=None, **config):
     """The same on every rank and in every call, with adapters that have moved."""
     base = llama(**(sizes or {}))
     torch.manual_seed(1)
-    model = get_peft_model(base, LoraConfig(use_dora=True, **LORA)).eval()
+    model = get_peft_model(base, LoraConfig(use_dora=True, **LORA, **config)).eval()
     return moved(model).to(device)
 
 
@@ -267,6 +267,22 @@ def rows_of_one_step(run, rank):
     finally:
         arithmetic._direct = direct
     return rows[0]
+
+
+def dropped(wrap, truth, mesh):
+    """With torch's own masks: the base layer, then its correction, by the same seeds."""
+    alone = use_fdora(built(lora_dropout=0.2)).train()
+    model = use_fdora(built(lora_dropout=0.2)).train()
+    run = wrap(model, mesh)
+    losses = []
+    for each in (alone, run):
+        torch.manual_seed(truth.rank)
+        loss = loss_of(each, batches()[0, 0, truth.rank])
+        loss.backward()
+        losses.append(loss)
+    average(alone)
+    wanted = {n: p.grad for n, p in trained(alone)}
+    return {"loss same": torch.equal(*losses), "gradients off": off(gradients(run, wanted), wanted), **paths(model)}
 
 
 def policy(truth, mesh):
@@ -500,6 +516,8 @@ FUSED = ("fsdp2 blocks", "fsdp2 blocks, checkpointed", "fsdp2 leaves", "fsdp1 le
 CASES |= {f"fuse, {name}": partial(fused, LAYOUTS[name]) for name in FUSED}
 ON_SHARDS = ("fsdp2 blocks", "fsdp2 blocks, checkpointed", "fsdp2 leaves", "hsdp blocks")
 CASES |= {f"on shards, {name}": partial(on_shards, LAYOUTS[name]) for name in ON_SHARDS}
+DROPPED = ("fsdp2 leaves", "fsdp1 leaves, original parameters", "fsdp1 blocks, original parameters")
+CASES |= {f"dropout, {name}": partial(dropped, LAYOUTS[name]) for name in DROPPED}
 CASES["bf16 policy"] = policy
 CASES["loaded by transformers under fsdp"] = fsdp_loaded
 CASES |= {f"tp {how}": partial(tensor_parallel, how) for how in ("transformers", "parallelize_module", "fsdp over it")}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("peft", reason="`make test` installs it")
-from tests.integrations.sharded_cases import CASES, FUSED, ON_SHARDS, ZERO
+from tests.integrations.sharded_cases import CASES, DROPPED, FUSED, ON_SHARDS, ZERO
 from tests.integrations.sharded_layouts import LAYOUTS
 from tests.integrations.tiny import LAYERS
 
@@ -111,6 +111,13 @@ def test_norms_on_shards(found, name):
         assert mine["norms"] == [LAYERS, 0] * 3 and mine["rows"] == (448 if shared else 896)
         assert mine["gathers"] == 2
         assert mine["after change off"] < 1e-6 and mine["after one rank's change off"] < 1e-6
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_dropout(found, name):
+    for mine in each_rank(found, f"dropout, {name}"):
+        assert (mine["fused"], mine["composed"], mine["fallbacks"]) == (0, LAYERS, {})
+        assert mine["loss same"] and mine["gradients off"] < 1e-6
 
 
 def test_a_bf16_policy(found):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, distributed, nn
 
@@ -35,6 +36,18 @@ class Leaf(NamedTuple):
     def weight(self) -> Tensor:
         weight: Any = fetch(self.part, self.inner) if self.gathered else self.inner.weight
         return weight
+
+
+def weight_of(part: Any) -> Tensor:
+    """As it lies there now."""
+    weight: Tensor = part.weight
+    return weight
+
+
+def gather(part: nn.Module) -> Tensor:
+    """The same, where it is a unit of FSDP alone by a call of it."""
+    found = next((each for kind in (nn.Linear, DoraLinearLayer) if isinstance(each := leaf(part, kind), Leaf)), None)
+    return weight_of(part) if found is None else found.weight()
 
 
 def leaf(part: nn.Module, kind: Any) -> Leaf | str:
