@@ -14,6 +14,7 @@ from tests.eager import test_dropout
 DROPOUT = [
     test_dropout.test_known_bits,
     test_dropout.test_rate_and_independence,
+    test_dropout.test_a_part_has_the_mask_of_the_whole,
     test_dropout.test_drop_keeps_the_mean_and_dtype,
 ]
 
@@ -108,6 +109,8 @@ FAULTS = [
     ("dropout", "torch.where(keep_mask(x.shape[0], x.shape[1], seed, p), x * (1 / (1 - p)), 0)", "keep_mask(x.shape[0], x.shape[1], seed, p) * x * (1 / (1 - p))", DROPOUT),
     ("dropout", "((t + 1) & _MASK) ^ key", "((t // 2 + 1) & _MASK) ^ key", DROPOUT),
     ("dropout", "_mix((seed >> 32) & _MASK)", "0", DROPOUT),
+    ("dropout", "t, k = t + t0, k + k0", "t, k = t + t0, k", DROPOUT),
+    ("dropout", "t, k = t + t0, k + k0", "t, k = t, k + k0", DROPOUT),
 ]  # fmt: skip
 
 

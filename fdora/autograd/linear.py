@@ -87,7 +87,7 @@ class Linear(torch.autograd.Function):
         h, before = None, rest[: len(rest) - len(inside)]
         if any([A is not None for A in flat[1 : n * WIDTH : WIDTH]]):
             h, *before = before
-        kept = [None if o.save == "nothing" else y for o, y in zip(call.options, output, strict=False)]
+        kept = [None if o.save == "nothing" else y for o, y in zip(call.options, output[:n], strict=True)]
         ctx.pre_scale = (False,) * n
         if before:
             ctx.pre_scale = tuple(t.dim() == 2 for t in before)

@@ -42,7 +42,7 @@ def flat_of(layers: Sequence[Operands], specs: Specs) -> Iterator[Tensor | None]
 def layers_of(flat: Sequence[Any], specs: Specs, dtype: torch.dtype, backend: str) -> list[Operands]:
     """The operands again, as the backend takes them: a W that it cannot read is dense, in the dtype of the products."""
     if len(flat) == WIDTH:
-        return [Operands._make(flat)]
+        return [Operands(*flat)]
     if specs is None:
         return [Operands(*flat[i : i + WIDTH]) for i in range(0, len(flat), WIDTH)]
     layers, at = [], WIDTH * len(specs)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fdora._check import FdoraError, fail
 
-# For each argument how it lies, and how its gradient does. L: cut along the last axis. N: cut as the rows of W. T: as x.
+# For each argument how it lies, and how its gradient does. L: cut along the last axis. N: as the rows of W. T: as x. C: S(0).
 LAYER = {
     "col": {"x": "RP", "A": "RP", "B": "NN", "m": "NN", "norm": "NN", "bias": "NN", "y": "L", "c": "NN"},
     "row": {"x": "LL", "A": "LL", "B": "RP", "m": "RP", "norm": "RP", "bias": "RR", "y": "P", "c": "PP"},
@@ -29,7 +29,7 @@ LAYER = {
 }
 # Of compose, where base decides; pending sums of base and lora stay pending.
 COMPOSE = {
-    "cols": {"base": "LL", "lora": "LL", "g": "NN", "bias": "NN", "y": "L"},
+    "cols": {"base": "LL", "lora": "LL", "g": "CC", "bias": "CC", "y": "L"},
     "sum": {"base": "PR", "lora": "PR", "g": "RP", "bias": "RR", "y": "P"},
     "data": {"base": "TT", "lora": "TT", "g": "RP", "bias": "RP", "y": "T"},
     "same": {"base": "RR", "lora": "RR", "g": "RR", "bias": "RR", "y": "R"},
@@ -46,6 +46,15 @@ class Layout(NamedTuple):
     """Placements of W."""
     tokens: tuple[Any, ...]
     """Placements of x."""
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two placements are equal, also where Dynamo (torch 2.8) compares objects; of strided shards their axes."""
+    if a.is_replicate():
+        return bool(b.is_replicate())
+    if a.is_partial():
+        return bool(b.is_partial()) and a.reduce_op == b.reduce_op
+    return is_cut(b, (a.dim,))
 
 
 def mesh_of(fn: str, tensors: dict[str, Any]) -> Any:
@@ -73,7 +82,7 @@ def is_cut(p: Any, axes: Sequence[int]) -> bool:
 
 def is_strided(p: Any) -> bool:
     """Whether FSDP cut what tensor parallelism had cut before."""
-    return not (p.is_replicate() or p.is_partial()) and (not isinstance(p, Shard) or hasattr(p, "split_factor"))
+    return not (p.is_replicate() or p.is_partial()) and type(p) is not Shard
 
 
 def layer_layout(fn: str, mesh: Any, W: Any, x: Any = None) -> Layout:
@@ -101,7 +110,7 @@ def compose_layout(fn: str, mesh: Any, base: Any) -> Layout:
             ways.append("same" if p.is_replicate() else "sum")
         else:
             ways.append("cols" if p.dim == base.dim() - 1 else "data")
-    return Layout(mesh, COMPOSE, tuple(ways), (Shard(0),) * mesh.ndim, tokens)
+    return Layout(mesh, COMPOSE, tuple(ways), (), tokens)
 
 
 def placements(lay: Layout, arg: str, dims: int, gradient: bool = False) -> tuple[Any, ...]:
@@ -113,8 +122,8 @@ def placements(lay: Layout, arg: str, dims: int, gradient: bool = False) -> tupl
             found.append(Replicate())
         elif kind == "P":
             found.append(Partial())
-        elif kind == "L":
-            found.append(Shard(dims - 1))
+        elif kind == "L" or kind == "C":
+            found.append(Shard(dims - 1 if kind == "L" else 0))
         else:
             found.append(lay.rows[i] if kind == "N" else lay.tokens[i])
     return tuple(found)
@@ -126,15 +135,18 @@ def local(fn: str, lay: Layout, arg: str, t: Any, move: bool = False) -> Any:
         return None
     want, have = placements(lay, arg, t.dim()), placed(t, lay.mesh)
     gradient = placements(lay, arg, t.dim(), True)
-    if want != have:
-        i = [a == b for a, b in zip(want, have, strict=True)].index(False)
-        if not move or is_strided(want[i]) or is_strided(have[i]):
+    # only what lies as the rows of W may be strided: of a Shard that was made here Dynamo (torch 2.8) does not know the type
+    strided = [lay.table[way][arg][0] == "N" and is_strided(lay.rows[i]) for i, way in enumerate(lay.ways)]
+    agree = [is_same(a, b) and is_strided(b) == cut for a, b, cut in zip(want, have, strided, strict=True)]
+    if not all(agree):
+        i = agree.index(False)
+        if not move or strided[i] or is_strided(have[i]):
             raise _misplaced(fn, lay, arg, t, want[i], have[i], i)
     if not isinstance(t, DTensor):
-        if want == have and (gradient == want or not t.requires_grad):
+        if all(agree) and (not t.requires_grad or all([p.is_replicate() for p in gradient])):
             return t
         t = DTensor.from_local(t, lay.mesh, have, run_check=False)
-    if want != have:
+    if not all(agree):
         t = t.redistribute(placements=want)
     return t.to_local(grad_placements=gradient)
 

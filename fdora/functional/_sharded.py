@@ -33,6 +33,8 @@ from fdora.functional.group import DoraLayer
 from fdora.functional.linear import check_origin
 from fdora.functional.norm import check_norm
 
+FIELDS = DoraLayer._fields  # Dynamo (torch 2.8) does not read them off a layer
+
 
 def linear(call: Callable, x: Any, layer: DoraLayer, p: float, seed: Any, origin: Any, **rest: Any) -> Any:
     fn = "dora_linear"
@@ -116,8 +118,8 @@ def _layouts(fn: str, x: Any, layers: dict[str, DoraLayer], others: Sequence[Dor
     """Of each layer beside x. All tensors lie on one mesh."""
     tensors = {"x": x}
     for label, la in layers.items():
-        tensors |= {f"{label[2:]}.{arg}" if label else arg: t for arg, t in zip(la._fields, la, strict=True)}
-    tensors |= {f"down.{arg}": t for la in others for arg, t in zip(la._fields, la, strict=True)}
+        tensors |= {f"{label[2:]}.{arg}" if label else arg: t for arg, t in zip(FIELDS, la, strict=True)}
+    tensors |= {f"down.{arg}": t for la in others for arg, t in zip(FIELDS, la, strict=True)}
     mesh = mesh_of(fn, tensors)
     return [layer_layout(fn + label, mesh, la.W, x) for label, la in layers.items()]
 

@@ -76,7 +76,7 @@ def dora_linear_group(
 
     Equivalent to one :func:`dora_linear` for each layer, as one node of the graph: all ``x @ A_i.T`` are one product, x is
     kept once, and each layer adds its part of dx in place to that of the layer before. N, r, s, bias, norm and dtypes of the
-    adapters may differ from layer to layer; some may have no adapter.
+    adapters may differ from layer to layer; some may have no adapter. DTensors must lie alike in all layers.
 
         q, k, v = dora_linear_group(x, [DoraLayer(W, *p, s=2.0) for W, p in zip(Ws, params)])
 

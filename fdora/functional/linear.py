@@ -54,7 +54,8 @@ def dora_linear(
     """A DoRA layer: ``y = g * (x @ W.T + s * (x @ A.T) @ B.T) + bias`` with ``g = m / ||W + s * B @ A||`` per row.
 
     Products run in the dtype of x with float32 accumulation; g, bias and the sum are float32, rounded once. Under
-    torch.autocast x is cast to the autocast dtype first, and y has that dtype.
+    torch.autocast x is cast to the autocast dtype first, and y has that dtype. The tensors may be DTensors, and so is y then:
+    ``docs/distributed.md`` says how they may lie.
 
     Args:
       x: (..., K), float16, bfloat16, float32 or float64.

@@ -25,7 +25,8 @@ def dora_merge(
 ) -> Tensor:
     """One weight that does what the adapted layer does: ``W' = g * (W + s * B @ A)``, ``g = m / ||W + s * B @ A||``.
 
-    ``F.linear(x, W', bias)`` equals ``dora_linear(x, W, A, B, m, s=s, bias=bias)`` up to rounding.
+    ``F.linear(x, W', bias)`` equals ``dora_linear(x, W, A, B, m, s=s, bias=bias)`` up to rounding. A DTensor W gives one that
+    lies as it does.
 
     Args:
       W: (N, K) weight, float16, bfloat16, float32 or float64, or a :class:`fdora.quant.QuantWeight`; the result is dense.

@@ -34,7 +34,8 @@ def dora_mlp(
     """A gated MLP of DoRA layers: ``y = down(f(gate(x)) * up(x))``, each layer as in :func:`dora_linear`.
 
     SwiGLU for ``f(z) = z * sigmoid(z)``, GeGLU for ``f(z) = z * P(Z <= z)`` of the normal law or its tanh form. f and the
-    product with up run in float32 (float64 for float64), rounded once. One node of the graph.
+    product with up run in float32 (float64 for float64), rounded once. One node of the graph. DTensors: F is what tensor
+    parallelism cuts, ``docs/distributed.md``.
 
         y = dora_mlp(x, *(DoraLayer(W[n], *params[n], s=2.0) for n in ("gate", "up", "down")))
 

@@ -74,7 +74,8 @@ def dora_norm(
 
     Equivalent to ``torch.linalg.vector_norm(W.float() + s * B.float() @ A.float(), dim=1)`` without an (N, K) temporary.
     A and B change once per optimizer step: compute c once and pass it to every call in between as ``norm=c``. Where no one
-    can say when they change, keep a state and ask every time: the bits of A, B and s decide, so c is never stale.
+    can say when they change, keep a state and ask every time: the bits of A, B and s decide, so c is never stale. Of DTensors,
+    W in whatever rows or columns, c is one: a state of them is a :class:`ShardNormState`.
 
         state = dora_norm_state(W)
         state = dora_norm(W, A, B, s=s, state=state)  # computes

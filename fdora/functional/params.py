@@ -32,7 +32,8 @@ def dora_init(
 ) -> DoraParams:
     """Start of an adapter that changes nothing: ``B = 0``, ``A`` Kaiming-uniform, ``m = ||W||``, so that ``g = 1``.
 
-    m is computed by the code that computes c, so at the start m / c is exactly 1 and y is exactly ``x @ W.T``.
+    m is computed by the code that computes c, so at the start m / c is exactly 1 and y is exactly ``x @ W.T``. Of a DTensor the
+    three lie as W does, and A is the one that the mesh's first process draws.
 
     Args:
       W: (N, K) weight, float16, bfloat16, float32 or float64; it may still require grad. Or a

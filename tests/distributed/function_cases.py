@@ -23,6 +23,7 @@ from fdora.functional import (
     dora_norm_state,
     dora_norm_tree,
     dora_norm_tree_state,
+    dora_scale,
     dora_unmerge,
 )
 from tests import reference
@@ -377,6 +378,9 @@ def case_norms_merges_and_starts():
         W1 = dora_merge(W, A, B, m, s=t["s"])
         assert W1.placements == W.placements and W1.shape == (7, 9)
         assert_exact(full(W1), merged)
+        g = dora_scale(m, got)
+        assert g.placements == m.placements
+        assert_exact(full(g), dora_scale(t["m"], c))
         assert_exact(full(dora_unmerge(W1, A, B, m, s=t["s"], norm=got)), t["W"])
 
         start = dora_init(
@@ -506,6 +510,8 @@ def case_errors():
     state = dora_norm(t["W"], t["A"], t["B"], s=1.0, state=dora_norm_state(t["W"]), group=where)
     with pytest.raises(FdoraError, match="`state` must be a NormState without a group, got a ShardNormState"):
         dora_norm(t["W"], t["A"], t["B"], s=1.0, state=state)
+    with pytest.raises(FdoraError, match="`m` must be cut as c is"):
+        dora_scale(t["m"], cut(t["m"], 0))
     a, b = laid(t, where, ["col"]), laid(t, where, ["same"])
     one = [dora_layer({n: v for n, v in l.items() if n != "s"}) for l in (a, b)]
     with pytest.raises(FdoraError, match=r"layers\[1\]: `W` must be .*, as in layers\[0\]"):

@@ -127,6 +127,14 @@ def case_hsdp():
     for gather in (False, True):
         assert_exact(full(dora_norm_tree([l["W"]], [(l["A"], l["B"])], s=0.7, gather=gather)[0]), want)
     assert_exact(full(dora_norm(l["W"], l["A"], l["B"], s=0.7)), want)
+    twice = {n: distribute_tensor(t[n], where, [Shard(0)] * 2) for n in "WB"}
+    trees = [twice["W"]], [(l["A"], twice["B"])]
+    for gather, left in ((True, None), ("tp", where["dp"])):
+        (c,) = dora_norm_tree(*trees, s=0.7, gather=gather)
+        assert_exact(full(c), want)
+        assert left is None or c.device_mesh == left
+    with pytest.raises(FdoraError, match="`gather` must be a dimension that cut last, got 'dp'"):
+        dora_norm_tree(*trees, s=0.7, gather="dp")
     assert_exact(full(dora_merge(*(l[n] for n in "WABm"), s=0.7)), dora_merge(*(t[n] for n in "WABm"), s=0.7))
 
 

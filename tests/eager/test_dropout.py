@@ -49,6 +49,20 @@ def test_high_word_of_the_seed_counts():
     assert not torch.equal(mask(4, 64, 1), mask(4, 64, 1 + (1 << 32)))
 
 
+def test_a_part_has_the_mask_of_the_whole():
+    """However the whole is cut, and beyond 2^32 rows."""
+
+    def part(M, K, t0, k0):
+        return keep_mask(M, K, torch.tensor([7, t0, k0], device=device.NAME), P)
+
+    whole = mask(40, 30, 7)
+    for i, j, k, l in ((0, 40, 0, 30), (0, 17, 0, 30), (17, 40, 3, 9), (39, 40, 29, 30), (5, 5, 0, 3)):
+        assert torch.equal(part(j - i, l - k, i, k), whole[i:j, k:l])
+    far = part(20, 30, 2**32 - 10, 2**31 - 5)
+    assert torch.equal(part(9, 20, 2**32 + 1, 2**31 + 5), far[11:, 10:])
+    assert not torch.equal(far[10:], part(10, 30, 0, 2**31 - 5))  # the high word of a position counts
+
+
 def test_drop_keeps_the_mean_and_dtype():
     x = torch.ones(500, 400, device=device.NAME).bfloat16()
     y = drop(x, torch.tensor(3, device=device.NAME), P)

@@ -280,7 +280,7 @@ def test_copies_dropout_epilogues_and_activations(target, tmp_path):
     vector, d = alike(N, dtype=FP32), device(target)
     plans = [plan_of(copies, *[alike(32, N, dtype=t)] * n, device=d) for t in (BF16, FP32) for n in range(1, MAX_AT_ONCE + 1)]
     for t in (BF16, FP32):
-        plans.append(plan_of(dropped, alike(M, N, dtype=t), alike(dtype=torch.int64), device=d))
+        plans += [plan_of(dropped, alike(M, N, dtype=t), alike(*n, dtype=torch.int64), device=d) for n in ((), (3,))]
         plans.append(plan_of(activations, *[alike(M, N, dtype=t)] * 3, device=d))
     plans.append(plan_of(epilogues, alike(M, N, dtype=FP32), vector, vector, vector, device=d))
     assert_builds(plans, target, tmp_path)
@@ -297,6 +297,7 @@ MODES = {
         "plain": ("none", ()),
         "dropped": ("none", ("seed",)),
         "dropped twice": ("none", ("seed", "x_masked")),
+        "dropped twice, a part": ("none", ("origin", "x_masked")),
         "accumulate": ("accumulate", ()),
         "accumulate, dropped twice": ("accumulate", ("seed", "x_masked")),
     },
@@ -330,7 +331,8 @@ def product_plan(trans: bool, mode: str, config: GemmConfig, target):
         w, b = (plan.matrix(alike(*s, dtype=BF16)) for s in (((N, K), (N, 384)) if trans else ((K, N), (384, N))))
         m, c, bias = (plan.vector(alike(N, dtype=t)) for t in (FP32, FP32, BF16))
         residual = plan.matrix(alike(M, N, dtype=BF16)) if epilogue in ("residual", "accumulate") else None
-        seed = plan.matrix(alike(dtype=torch.int64)) if "seed" in beside else None
+        seeds = {"seed": (), "origin": (3,)}
+        seed = next((plan.matrix(alike(*seeds[n], dtype=torch.int64)) for n in beside if n in seeds), None)
         x_masked = plan.matrix(alike(M, K, dtype=BF16)) if "x_masked" in beside else None
         pre = plan.result("pre_scale", (M, N), BF16) if "pre_scale" in beside else None
         scaled = (m, c) if epilogue in ("scale", "residual") else (None, None)

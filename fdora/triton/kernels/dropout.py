@@ -31,7 +31,7 @@ def keep_tile(seed, threshold, t, k, ORIGIN: tl.constexpr):
     t = t.to(tl.int64)
     if ORIGIN:
         t += tl.load(seed + 1)
-        k = k.to(tl.int64) + tl.load(seed + 2)
+        k = k.to(tl.uint32) + tl.load(seed + 2).to(tl.uint32)
     row = _mix((t + 1).to(tl.uint32) ^ key) ^ _mix((t >> 32).to(tl.uint32))
     # Compared as int64: p * 2**32 may not fit 31 bits, and comparing across signs is where compilers differ.
     return _mix(row[:, None] ^ (k.to(tl.uint32) * 0x1E3779B1)[None, :]).to(tl.int64) >= threshold
@@ -46,8 +46,9 @@ def drop_kernel(
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (t < M)[:, None] & (k < K)[None, :]
     row = t[:, None].to(tl.int64)
+    keep = keep_tile(seed, threshold, t, k, ORIGIN)
     v = tl.load(x + row * stride_xm + k[None, :].to(tl.int64) * stride_xk, mask=mask).to(tl.float32)
-    v = tl.where(keep_tile(seed, threshold, t, k, ORIGIN), v * scale, 0.0)
+    v = tl.where(keep, v * scale, 0.0)
     if ACCUMULATE:
         v += tl.load(out + row * K + k[None, :], mask=mask).to(tl.float32)
     tl.store(out + row * K + k[None, :], v.to(out.dtype.element_ty), mask=mask)
