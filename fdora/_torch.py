@@ -5,6 +5,7 @@ All exist in torch 2.8 to 2.13; where one may be missing, the line that asks for
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -105,6 +106,28 @@ def needs_dispatcher(t: Tensor) -> bool:
     takes the interpreter lock again while the autograd thread still holds it (H100 host, torch 2.11).
     """
     return is_traced() or type(t) not in PLAIN or dispatch_modes() > 0
+
+
+def fsdp2_shards(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, Tensor]]:
+    """Module, name and sharded parameter of each that :func:`fully_shard` has sharded; nothing where it is not as known.
+
+    While a unit is gathered, its modules hold other parameters, and the public way to these (the model's own state dict)
+    reshards it.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for unit in model.modules():
+        state = unit._get_fsdp_state() if isinstance(unit, FSDPModule) and hasattr(unit, "_get_fsdp_state") else None
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 has several to a unit
+        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
+            for each in getattr(group, "fsdp_params", ()):
+                yield each._module_info.module, each._module_info.param_name, each.sharded_param
+
+
+def piece_of(t: Any) -> Tensor | None:
+    """A DTensor's own tensor of this rank; None of another tensor. ``to_local`` gives a view of it, which nobody holds."""
+    piece: Tensor | None = getattr(t, "_local_tensor", None)
+    return piece
 
 
 def no_graph() -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fdora._torch import backward_task, dispatch_modes, exporting, functorch_active, in_subgraph
+from fdora.integrations._shard_norms import ShardNorms
 from fdora.integrations._tree import Found, ModelNorms
 
 
@@ -30,12 +31,20 @@ class Hook:
             if torch.compiler.is_dynamo_compiling() and not exporting() and not in_subgraph():
                 self.norms.trace()
             return
-        self.norms.local.run = None if watched() else self.norms.compute(backward_task())
+        self.norms.watch()
+        if watched():
+            self.norms.local.run = None
+            return
+        self.norms.local.run = self.norms.compute(backward_task())
+        if self.norms.on_shards is not None:
+            self.norms.on_shards.compute()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.norms is not None and self.root is not None and self.root() is module:
             if not torch.compiler.is_compiling():
                 self.norms.local.run = None
+                if self.norms.on_shards is not None:
+                    self.norms.on_shards.running = False
             if self.norms.traced is not None:
                 self.norms.traced = None
 
@@ -51,9 +60,15 @@ def hooked(module: nn.Module) -> Any:
     return d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"] or d["_backward_pre_hooks"] or "forward" in d
 
 
-def hook(roots: Sequence[nn.Module], kepts: Sequence[Any], find: Callable[[], Found]) -> None:
-    """Before each forward of any of these modules compute the norms of the layers that ``find`` lists, some of ``kepts``."""
-    norms, left = ModelNorms(find), Left(len(kepts))
+def hook(
+    model: nn.Module, roots: Sequence[nn.Module], kepts: Sequence[Any], find: Callable[[], Found],
+    find_shards: Callable[[], Any] | None = None,
+) -> None:  # fmt: skip
+    """Before each forward of any of these modules of the model compute the norms of the layers that ``find`` lists, some of
+    ``kepts``; and on their shards of those that ``find_shards`` does."""
+    norms, left = ModelNorms(weakref.ref(model), find), Left(len(kepts))
+    norms.on_shards = None if find_shards is None else ShardNorms(find_shards)
+    norms.kepts = list(map(weakref.ref, kepts))
     for kept in kepts:
         kept.norms = norms
         left.watch(kept)

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fdora._torch import PLAIN, functorch_active, is_traced, stays
 from fdora.functional import NormState, dora_norm, dora_norm_state, select_backend
 from fdora.functional.norm import give_norm, guarded_norm, kept_norm
+from fdora.integrations._shard import Shard, watched
 from fdora.integrations._tree import ALONE, UNASKED, capturing
 from fdora.quant import QuantWeight
 
@@ -27,13 +28,16 @@ class KeptNorm:
         self.norms: Any = None  # those of all layers of a model, see _tree.py
         self.place = UNASKED
         self.watcher: Any = None  # tells the hooks of the model when this is gone
+        self.base: weakref.ref[Any] | None = None  # the module whose weight it is the norm of
+        self.shard: Shard | None = None
+        self.spread: tuple[Any, Any] | None = None  # of a DTensor: its id and versions, and its state
 
     def __reduce__(self) -> tuple[type[KeptNorm], tuple[()]]:
         return KeptNorm, ()
 
     def drop(self) -> None:
         """What was computed here does not hold: the next norm is computed."""
-        self.memo = None
+        self.memo = self.spread = None
         if self.room is not None:
             self.room[2].zero_()
 
@@ -47,13 +51,24 @@ class KeptNorm:
         """Forget; and where compiled code can keep the norm of W, make room: it fills tensors, but makes none that stay."""
         if self.norms is not None:
             self.norms.restart()
-        self.memo, self.room, self.place = None, None, UNASKED
+        self.memo, self.room, self.place, self.shard, self.spread = None, None, UNASKED, None, None
         plain = type(W) in PLAIN and W.is_floating_point() and W.element_size() > 1 and not W.is_meta
         if plain and W.numel() >= SMALL and select_backend(W).name == "triton":
             with torch.inference_mode(False):  # else nobody outside of it could write there
                 c, words = map(stays, dora_norm_state(W.detach()))
             self.room = (weakref.ref(W), c, words)
             give_norm(words, self)
+
+    def watch(self, known: dict[int, Tensor]) -> None:
+        """Between two forwards of the model: what stands in the place of W. ``known`` are shards of what is gathered now."""
+        base = None if self.base is None else self.base()
+        if base is not None:
+            self.shard = watched(self.shard, known.get(id(base), dict.get(base._parameters, "weight")))
+
+    def frozen(self, W: Tensor) -> Tensor:
+        """W, detached where it is FSDP1's view of trained parameters beside a frozen one."""
+        param = None if self.shard is None else self.shard.param()
+        return W if param is None or param.requires_grad else W.detach()
 
     def of(self, owner: Any, W: Any, A: Tensor, B: Tensor, s: float) -> Tensor:
         """c (N,). owner is the tensor that W is, or was made from. Mapped code computes it every time."""
@@ -67,6 +82,18 @@ class KeptNorm:
             return dora_norm(W, A, B, s=s)
         return kept_norm(W, A, B, s, room[1], room[2])
 
+    def on_mesh(self, W: Any, A: Any, B: Any, s: float) -> Tensor:
+        """c of a DTensor. Where columns are spread every process adds up in every call, whatever it has kept."""
+        if is_traced():
+            c: Tensor = dora_norm(W, A, B, s=s)
+            return c
+        shard = () if self.shard is None else self.shard.state()  # what FSDP has gathered along another dimension of the mesh
+        seen = id(W), *(shard or Shard(W).state())
+        memo = self.spread
+        state = dora_norm(W, A, B, s=s, state=memo[1] if memo is not None and memo[0] == seen else dora_norm_state(W))
+        self.spread = seen, state
+        return state.c
+
     def eager(self, owner: Any, W: Any, A: Tensor, B: Tensor, s: float) -> Tensor:
         """The same where nothing traces."""
         c = self.given(W, A, B, s, False)
@@ -75,13 +102,15 @@ class KeptNorm:
         if W.shape[0] * W.shape[1] < SMALL:
             return dora_norm(W, A, B, s=s)
         storage = owner.untyped_storage()
+        shard = () if self.shard is None else self.shard.state()
+        where = 0 if shard else storage._cdata  # what a shard is gathered into comes and goes
         # FSDP1 makes another view for each forward; a parameter is another one only when somebody replaced it.
         who = id(owner) if type(owner) is torch.nn.Parameter else 0
         stored = W.tensors if isinstance(W, QuantWeight) else (owner,)
         versions = tuple([version(t) for t in stored if t is not None])
-        key = (W.dtype, W.device, W.shape, torch.is_inference_mode_enabled(), who, versions, owner.storage_offset())
+        key = (W.dtype, W.device, W.shape, torch.is_inference_mode_enabled(), who, versions, owner.storage_offset(), shard)
         memo = self.memo  # read and written as a whole: the replicas of DataParallel share it
-        if memo is None or memo[0] != key or memo[1].cdata != storage._cdata:
+        if memo is None or memo[0] != key or (where and memo[1].cdata != where):
             # Not weakref.ref(owner): torch.utils.swap_tensors, and so model.to, refuses such a tensor.
             memo = (key, StorageWeakRef(storage), dora_norm_state(W))
             after = dora_norm(W, A, B, s=s, state=memo[2])
@@ -97,9 +126,16 @@ class KeptNorm:
 
     def given(self, W: Any, A: Tensor, B: Tensor, s: float, compiled: bool = True) -> Tensor | None:
         """c that the model's hook computed, if it holds for this call: for compiled code, too, when it runs."""
-        if self.norms is None or self.place == ALONE:
+        c: Tensor | None
+        if self.norms is None:
             return None
-        c: Tensor | None = self.norms.c_of(self.place, W, A, B, s, compiled)
+        if self.norms.on_shards is not None and not compiled:
+            c = self.norms.on_shards.c_of(self, W, A, s)
+            if c is not None:
+                return c
+        if self.place == ALONE:
+            return None
+        c = self.norms.c_of(self.place, W, A, B, s, compiled)
         if c is None and self.place == UNASKED:  # it was not collected, and is again by the next forward if it can be
             self.norms.restart()
             self.place = ALONE

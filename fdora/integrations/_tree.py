@@ -47,6 +47,8 @@ from torch import Tensor
 from fdora._dispatch import forced
 from fdora._torch import backward_task, dispatch_modes, trace, while_tracing
 from fdora.functional._tree import Part, forget_norms, kept_norms, no_words, tables
+from fdora.integrations._shard import known_shards
+from fdora.integrations._shard_norms import ShardNorms
 
 Found = list[tuple[Any, Tensor, Tensor, Tensor, float]]  # KeptNorm, W, A, B, s
 UNASKED, ALONE = -1, -2  # instead of a layer's place among the norms of a model
@@ -169,18 +171,30 @@ def collect(name: str) -> bool:
 class ModelNorms:
     """The table of one model, and whose turn it is. ``find`` lists the layers that can be served now."""
 
-    def __init__(self, find: Callable[[], Found]):
-        self.find = find
+    def __init__(self, model: Callable[[], Any], find: Callable[[], Found]):
+        self.model, self.find = model, find
         self.lock = threading.RLock()
         self.local = threading.local()
         self.table: Table | None = None
+        self.kepts: list[weakref.ref[Any]] = []  # of all layers
         self.placed: list[weakref.ref[Any]] = []  # whose norms the table has
-        self.asleep = self.used = False
+        self.on_shards: ShardNorms | None = None  # where use_fdora was asked for it
+        self.asleep = self.used = self.looked = False
         self.changes = self.idle = 0
         self.traced: list[Tensor] | None = None  # in a trace of the whole model, between the hooks
         self.traced_by = ""  # that trace; what a graph break leaves here is for no other one, nor for another thread
         self.name = next(_names)
         _models[self.name] = self
+
+    def watch(self) -> None:
+        """Before a forward, while what is sharded lies in pieces: each layer looks at its own."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            kepts = [ref() for ref in self.kepts]
+            known = {} if self.looked else known_shards(self.model())
+            self.looked = True
+            for kept in kepts:
+                if kept is not None:
+                    kept.watch(known)
 
     def compute(self, task: int) -> Run | None:
         with self.lock:
@@ -219,6 +233,8 @@ class ModelNorms:
             forget_norms()
             if self.table is not None:
                 self.table.norms.clear()
+            if self.on_shards is not None:
+                self.on_shards.norms = None
             forget_captured()
             self.local = threading.local()  # nor do slices of this forward hold
 
@@ -226,7 +242,9 @@ class ModelNorms:
         """Other layers, or the same elsewhere: the next forward collects them."""
         with self.lock:
             forget_norms()
-            self.table, self.asleep, self.idle, self.changes = None, False, 0, 0
+            self.table, self.asleep, self.idle, self.changes, self.looked = None, False, 0, 0, False
+            if self.on_shards is not None:
+                self.on_shards.forget()
             self.local = threading.local()  # a Run refers weakly to the weights, which torch.utils.swap_tensors refuses
             forget_captured()
 

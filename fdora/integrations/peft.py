@@ -31,9 +31,10 @@ from fdora.integrations._hook import hook, unhook
 from fdora.integrations._peft.bank import LayerBank, banks_of, put_banks
 from fdora.integrations._peft.blocks import fuse_blocks, unfuse_blocks
 from fdora.integrations._peft.dora import Dora
-from fdora.integrations._peft.linear import Linear, fuse_layer, norms_of, unfuse_layer
+from fdora.integrations._peft.linear import Linear, fuse_layer, norms_of, shards_of, unfuse_layer
 from fdora.integrations._peft.quant import warn_of
 from fdora.integrations._peft.report import Report, rows
+from fdora.integrations._peft.sharded import gathers
 from fdora.integrations._peft.variants import OURS, LinearVariant, own_norm, warn_of_groups
 
 __all__ = [
@@ -52,7 +53,9 @@ __all__ = [
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def use_fdora(model: Model, *, fuse: bool = False, keep_inner: bool = False, detach: bool = True) -> Model:
+def use_fdora(
+    model: Model, *, fuse: bool = False, keep_inner: bool = False, detach: bool = True, norms_on_shards: bool = False
+) -> Model:
     """Run the DoRA layers of this model through fdora. In place; nothing enters its state dict. Idempotent.
 
     Layers that are added later run stock until it is called again; :func:`report` shows them. It also makes every layer
@@ -67,6 +70,9 @@ def use_fdora(model: Model, *, fuse: bool = False, keep_inner: bool = False, det
         place before backward, as ``nn.ReLU(inplace=True)`` or Gemma 3n with ``"all-linear"`` does (the error says so).
       detach: True treats the norm as a constant, as PEFT does. False lets gradients reach A and B through it too: full DoRA, on
         weights that are not quantised. What runs PEFT's own code (:func:`report` says so) stays detached.
+      norms_on_shards: under FSDP2 each process computes the norms of its own rows, all layers in one call before the forward,
+        with an all-gather of all A and one of all norms in every forward; else each computes all, as units are gathered.
+        Less work with many processes or large ranks. Layers in the root's own unit, and other layouts, go on as without it.
 
     Returns:
       The model.
@@ -99,7 +105,7 @@ def use_fdora(model: Model, *, fuse: bool = False, keep_inner: bool = False, det
             "fdora.use_fdora: `model` must have a DoRA adapter of PEFT, got none. "
             "Make it with LoraConfig(use_dora=True), and call this after get_peft_model or load_adapter."
         )
-    _hook(model)
+    _hook(model, norms_on_shards)
     if fuse and not fuse_blocks(model):
         raise FdoraError(
             "fdora.use_fdora: `fuse` must be False for a model without blocks it knows, got True. It wants transformers' "
@@ -155,7 +161,7 @@ def report(model: nn.Module) -> Report:
 
     Calls are counted outside of torch.compile only: compiled code counts the calls that were not compiled.
     """
-    return Report(rows(_layers("report", model)))
+    return Report(rows(_layers("report", model)), gathers(model))
 
 
 @torch.no_grad()
@@ -212,7 +218,7 @@ def write_banks(model: Model, banks: dict[str, LayerBank]) -> Model:
     return model
 
 
-def _hook(model: nn.Module) -> None:
+def _hook(model: nn.Module, on_shards: bool) -> None:
     """On what is called. A PeftModel calls the model inside or, for a task, only its forward; generate calls that as well."""
     roots: list[nn.Module] = [model]
     if isinstance(model, PeftModel):
@@ -220,9 +226,15 @@ def _hook(model: nn.Module) -> None:
         roots = [inner] if type(model).forward is PeftModel.forward else [model, inner]
     ref = weakref.ref(model)
     layers = [layer for _, layer in _layers("use_fdora", model) if type(layer) is Linear]  # those that norms_of may list
-    kepts = [v.kept for layer in layers for v in layer.lora_variant.values() if isinstance(v, Dora)]
+    kepts = []
+    for layer in layers:
+        for variant in layer.lora_variant.values():
+            if isinstance(variant, Dora):
+                variant.kept.base = weakref.ref(layer._modules["base_layer"])
+                kepts.append(variant.kept)
     if kepts:
-        hook([m for m in roots if not isinstance(m, LoraLayer)], kepts, lambda: norms_of(ref()))
+        shards = (lambda: shards_of(ref())) if on_shards else None
+        hook(model, [m for m in roots if not isinstance(m, LoraLayer)], kepts, lambda: norms_of(ref()), shards)
 
 
 def _no_magnitude(name: str, why: str) -> FdoraError:

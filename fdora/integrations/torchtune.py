@@ -48,9 +48,10 @@ def use_fdora(model: Model) -> Model:
         layer.__class__ = FdoraLinear
         kepts.append(layer.__dict__.setdefault("_fdora", _Run()).kept)
         kepts[-1].make_room(layer.weight)
+        kepts[-1].base = weakref.ref(layer)
     if not isinstance(model, DoRALinear):
         ref = weakref.ref(model)
-        hook([model], kepts, lambda: _norms_of(ref()))
+        hook(model, [model], kepts, lambda: _norms_of(ref()))
     return model
 
 

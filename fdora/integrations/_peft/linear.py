@@ -21,10 +21,13 @@ from fdora.functional import dora_linear, select_backend
 from fdora.functional.linear import checked_linears
 from fdora.integrations._hook import hooked
 from fdora.integrations._peft.dora import FUSED, Dora, forget, paused, release, reused
+from fdora.integrations._peft.mesh import lies_on_mesh, on_mesh
 from fdora.integrations._peft.mixed import mixed
 from fdora.integrations._peft.quant import compute_dtype
+from fdora.integrations._peft.sharded import LISTENED, leaf, listened
 from fdora.integrations._peft.torchao import Merging
 from fdora.integrations._peft.verdict import verdict
+from fdora.integrations._shard_norms import lies_in_rows
 from fdora.quant import QuantWeight
 
 
@@ -51,6 +54,12 @@ class Layer(nn.Module):
                 return y
         call = call_of(self, x, *found)
         why, backend = (call, "") if isinstance(call, str) else verdict(x, (call,))
+        if why is LISTENED and lies_on_mesh(self._modules["base_layer"].weight):  # type: ignore[union-attr]
+            y_or_why = on_mesh(self, *found, x)
+            if not isinstance(y_or_why, str):
+                found[1].count(FUSED)
+                return y_or_why
+            why = y_or_why
         if why or isinstance(call, str):
             note(found[1], why)
             return stock.forward(self, x)
@@ -186,15 +195,23 @@ def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | str:
         parts["lora_dropout"]._modules[name],
     )
     kind, why = variant.look(base)
-    for part in (base, lora_A, lora_B):
-        if type(part) is not nn.Linear and not (kind and part is base):  # another quantised layer, a wrapper that shards
-            return f"a {type(part).__name__} in the place of a torch.nn.Linear"
-        if hooked(part):
-            return "hooks on the layer's parts"
+    if type(base) is not nn.Linear and not kind:  # another quantised layer, a wrapper that shards
+        return f"a {type(base).__name__} in the place of a torch.nn.Linear"
+    sharded = hooked(base)
+    if sharded and listened(base):
+        return LISTENED
     if why:
         return why
-    if type(magnitude) is not DoraLinearLayer or hooked(magnitude):
-        return "hooks on the layer's parts"
+    leaves: Any = lora_A, lora_B, magnitude
+    if type(lora_A) is not nn.Linear or type(lora_B) is not nn.Linear or any([hooked(part) for part in leaves]) or sharded:
+        sharded = True
+        leaves = [leaf(part, of) for part, of in zip(leaves, (nn.Linear, nn.Linear, DoraLinearLayer), strict=True)]
+        why = next((each for each in leaves if isinstance(each, str)), "")
+        if why:
+            return why
+        magnitude = leaves[2].inner
+    elif type(magnitude) is not DoraLinearLayer:
+        return LISTENED
     p = 0.0
     if type(dropout) is not nn.Identity and module.training:
         if not draws(dropout, x):
@@ -206,13 +223,18 @@ def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | str:
     why = paused(magnitude, s)
     if why:
         return why
-    A, B, m = [part._parameters.get("weight") for part in (lora_A, lora_B, magnitude)]
-    if A is None or B is None or m is None:  # FSDP1 holds views of its flat parameter in their places
-        A, B, m = lora_A.weight, lora_B.weight, magnitude.weight
+    if sharded:
+        A, B, m = [each.weight() for each in leaves]
+    else:
+        A, B, m = [part._parameters.get("weight") for part in leaves]
+        if A is None or B is None or m is None:  # FSDP1 holds views of its flat parameter in their places
+            A, B, m = [part.weight for part in leaves]
     if not kind:
         W, bias = base._parameters.get("weight"), base._parameters.get("bias")
-        if W is None:
+        if W is None or sharded:
             W, bias = base.weight, base.bias
+        if W.requires_grad and not W.is_leaf:
+            W = variant.kept.frozen(W)
         return Call(variant, W, A, B, m, bias, s, p)
     dtype = compute_dtype(base, kind, x)
     quant = variant.held.of(base, kind, dtype)
@@ -258,6 +280,21 @@ def norms_of(model: nn.Module | None) -> list[tuple[Any, Tensor, Tensor, Tensor,
         ):
             continue
         found.append((variant.kept, w.W, w.A, w.B, s))
+    return found
+
+
+def shards_of(model: nn.Module | None) -> list[tuple[Any, Any, Any, Any, float]]:
+    """The same of layers that FSDP2 keeps in shards now: KeptNorm, and shards of W, A and B, and s."""
+    found: list[tuple[Any, Any, Any, Any, float]] = []
+    layers: Any = () if model is None else model.modules()
+    for layer in layers:
+        pair = active(layer) if type(layer) is Linear and reused(layer) and not layer.fan_in_fan_out else None
+        base = None if pair is None else layer._modules["base_layer"]
+        if pair is None or type(base) is not nn.Linear or hooked(base):
+            continue
+        W, A, B = base.weight, layer.lora_A[pair[0]].weight, layer.lora_B[pair[0]].weight
+        if lies_in_rows(W, A, B) and not isinstance(layer.scaling[pair[0]], Tensor):
+            found.append((pair[1].kept, W, A, B, layer.scaling[pair[0]]))
     return found
 
 

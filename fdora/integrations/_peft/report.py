@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from fdora import FdoraError
 from fdora.functional import select_backend
 from fdora.integrations._peft.dora import COMPOSED, FUSED, Dora
@@ -45,14 +47,18 @@ class Row(NamedTuple):
 class Report(list[Row]):
     """One row for each DoRA adapter of a model. ``print`` it."""
 
+    def __init__(self, rows: Iterable[Row] = (), gathers: tuple[int, int] = (0, 0)):
+        super().__init__(rows)
+        self.gathers = gathers
+        """All-gathers of a forward and backward through FSDP's units, and how many are for parts of layers alone."""
+
     def __str__(self) -> str:
         head = ("module", "adapter", "N x K", "r", "backend", "fused", "composed", "stock", "weight", "saved/call", "")
         table = [head, *map(cells, self)]
         widths = [max(len(line[i]) for line in table) for i in range(len(head))]
         reasons = dict.fromkeys(f"{row.backend}: {row.why}" for row in self)
-        return "\n".join(
-            ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table] + list(reasons)
-        )
+        lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        return "\n".join([*lines, *reasons, *advice(*self.gathers)])
 
     def explain(self, tokens: int = 4096, gpu: str | None = None) -> str:
         """The plans of each kind of layer and their sum over the model: kernels, flops, bytes, times, what backward keeps.
@@ -61,6 +67,15 @@ class Report(list[Row]):
         :func:`fdora.functional.explain`, None is the GPU that the model is on.
         """
         return explain_rows(self, tokens, gpu)
+
+
+def advice(gathers: int, alone: int) -> list[str]:
+    if not gathers:
+        return []
+    line = f"FSDP: {gathers} all-gathers in a forward and backward"
+    if not alone:
+        return [line]
+    return [f"{line}, {alone} of them for A, B and m as units of their own. Wrap whole blocks alone: {gathers - alone}."]
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -86,13 +101,16 @@ def row(name: str, layer: Any, adapter: str, variant: Any) -> Row:
     m = layer.lora_magnitude_vector[adapter].weight
     linear = adapter in layer.lora_A
     A = layer.lora_A[adapter].weight if linear else layer.lora_embedding_A[adapter]
+    base = layer.get_base_layer()
     N, K = shape = m.numel(), math.prod(A.shape[1:])  # indexing a sharded parameter would communicate
+    if type(base) is nn.Linear:  # of the whole: FSDP1 and ZeRO-3 leave pieces of any shape in the place of parameters
+        N, K = shape = base.out_features, base.in_features
     r = layer.r[adapter]
     if not isinstance(variant, Dora):
         why = "use_fdora was not called, or not since"
         return Row(name, adapter, shape, r, "stock", why, 0, 0, "", {}, 0, layout(layer, adapter), stored(layer, Held()))
     backend, why = select_backend(m)
-    eye = K * K if linear and A.dim() == 2 else 0
+    eye = K * K if linear and (A.dim() == 2 or type(base) is nn.Linear) else 0
     weight = stored(layer, variant.held)
     fallbacks = {path.removeprefix("stock: "): n for path, n in variant.calls.items() if path not in (FUSED, COMPOSED)}
     counts = variant.calls[FUSED], variant.calls[COMPOSED], variant.why_not_fused, fallbacks

@@ -22,9 +22,11 @@ from fdora._torch import PLAIN
 from fdora.functional import dora_compose, dora_delta, dora_norm, dora_scale
 from fdora.functional.conv import kernel_rows
 from fdora.integrations._peft import layers as layers  # fuse_layer knows its classes
-from fdora.integrations._peft.dora import Dora, Weights, dtypes, obstacle, reused, served
+from fdora.integrations._peft.dora import Dora, Weights, dtypes, obstacle, paused, reused, served
 from fdora.integrations._peft.linear import fuse_layer
+from fdora.integrations._peft.mesh import init_on_mesh, lies_on_mesh
 from fdora.integrations._peft.quant import BNB4, BNB8, Held, dont_pack, family, look, mend, misread
+from fdora.integrations._peft.sharded import gather, weight_of
 from fdora.quant import QuantWeight
 
 BITSANDBYTES = ("Params4bit", "Int8Params")
@@ -36,7 +38,11 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
     STOCK = variants.DoraLinearVariant
 
     def init(self, module: Any, adapter_name: str, **kwargs: Any) -> None:
-        super().init(module, adapter_name, **kwargs)
+        base = module.get_base_layer()
+        if type(base) is nn.Linear and lies_on_mesh(base.weight):
+            init_on_mesh(module, adapter_name)
+        else:
+            super().init(module, adapter_name, **kwargs)
         fuse_layer(module)
         self.keep(module)
 
@@ -47,11 +53,18 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
         dont_pack(base)
         mend(base)
 
-    def weights(self, module: Any, adapter: str) -> Weights | str:
+    def ready(self, module: Any, adapter: str) -> Weights | str:
+        """In a forward: what FSDP has sharded alone is gathered by a call of it."""
+        return paused(module.lora_magnitude_vector[adapter], module.scaling[adapter]) or self.weights(module, adapter, gather)
+
+    def weights(self, module: Any, adapter: str, read: Any = weight_of) -> Weights | str:
         base = module.get_base_layer()
-        A, B = module.lora_A[adapter].weight, module.lora_B[adapter].weight
-        m = module.lora_magnitude_vector[adapter].weight
-        found: Any = self.quantised(base, A, B, m) if self.look(base)[0] or quantised(base) else (base.weight, base.weight)
+        A, B, m = (read(part[adapter]) for part in (module.lora_A, module.lora_B, module.lora_magnitude_vector))
+        if self.look(base)[0] or quantised(base):
+            found: Any = self.quantised(base, A, B, m)
+        else:
+            W = base.weight
+            found = (W, self.kept.frozen(W) if W.requires_grad and not W.is_leaf else W)
         why = found if isinstance(found, str) else obstacle(found[1], A, B, m)
         if why:
             return why

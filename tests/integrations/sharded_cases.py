@@ -1,0 +1,558 @@
+"""What test_sharded.py runs in each of its processes: ``python -m tests.integrations.sharded_cases RANK WORLD FOLDER [CASE ...]``.
+
+Every case gives numbers; rank 0 writes them, the test looks at them. Each rank has data of its own, else a sum that is lost
+would not be seen.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections import Counter
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fdora.eager import norm as arithmetic
+from fdora.functional import _sharded_tree
+from fdora.integrations import _norm
+from fdora.integrations.peft import enabled, report, use_fdora
+from tests.integrations.sharded_layouts import (
+    BF16,
+    FSDP1,
+    LAYOUTS,
+    adapters,
+    fsdp2,
+    fsdp_over_tp,
+    gradients,
+    parallelize,
+    plain_name,
+)
+from tests.integrations.tiny import LORA, llama
+
+STEPS, MICRO, RATE = 3, 2, 0.2
+device = "cpu"
+HEADS = {"tie_word_embeddings": False}
+
+
+def built(sizes=None, **config):
+    """The same on every rank and in every call, with adapters that have moved."""
+    base = llama(**(sizes or {}))
+    torch.manual_seed(1)
+    model = get_peft_model(base, LoraConfig(use_dora=True, **LORA, **config)).eval()
+    return moved(model).to(device)
+
+
+@torch.no_grad()
+def moved(model):
+    draw = torch.Generator().manual_seed(2)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.normal_(std=0.05, generator=draw)
+        if "magnitude" in name:
+            p.mul_(1 + 0.1 * torch.randn(p.shape, generator=draw))
+    return model
+
+
+def batches():
+    """For each step, micro-batch and rank."""
+    draw = torch.Generator().manual_seed(3)
+    return torch.randint(3, 260, (STEPS, MICRO, dist.get_world_size(), 2, 12), generator=draw).to(device)
+
+
+def loss_of(model, ids):
+    return F.cross_entropy(model(input_ids=ids).logits.double()[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+@contextmanager
+def norms_counted():
+    """How many norms of layers were computed, not reused."""
+    counts, direct = [0], arithmetic._direct
+
+    def one(*args):
+        counts[0] += 1
+        return direct(*args)
+
+    arithmetic._direct = one
+    try:
+        yield counts
+    finally:
+        arithmetic._direct = direct
+
+
+class Collectives(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            self.counts[func.__name__.partition(".")[0].strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def train(run, rank, alone=False):
+    """Losses of this rank by step, norms computed by micro-batch. ``alone`` averages the ranks' gradients by hand."""
+    losses, norms = [], []
+    parameters = [p for p in run.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
+    for step in batches():
+        total, before = 0.0, [None] * len(parameters)
+        for micro in step:
+            with norms_counted() as count:
+                loss = loss_of(run, micro[rank]) / MICRO
+                loss.backward()
+            norms.append(count[0])
+            total += loss.detach()
+            if alone:  # before they are added up, as a sharded model does it: else other bits
+                average(run)
+                before = [p.grad if g is None else g + p.grad for g, p in zip(before, parameters, strict=True)]
+                optimizer.zero_grad()
+        losses.append(total)
+        if alone:
+            for g, p in zip(before, parameters, strict=True):
+                p.grad = g
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses), norms
+
+
+def average(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
+class Truth:
+    """PEFT in float64 on the data of all ranks, and fdora on whole parameters on that of one, averaged by hand."""
+
+    def __init__(self, rank, world):
+        self.rank, self.world = rank, world
+        exact = built().double()
+        ids = batches()
+        optimizer = torch.optim.SGD([p for p in exact.parameters() if p.requires_grad], lr=RATE, momentum=0.9)
+        self.losses = []
+        for i, step in enumerate(ids):
+            loss = sum(loss_of(exact, x) for micro in step for x in micro) / (MICRO * world)
+            if i == 0:
+                first = sum(loss_of(exact, x) for x in step[0]) / world
+                wanted = dict(trained(exact))
+                self.gradients = dict(zip(wanted, torch.autograd.grad(first, list(wanted.values())), strict=True))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            self.losses.append(loss.detach())
+        self.losses = torch.stack(self.losses)
+        self.adapters = {n: p.detach() for n, p in trained(exact)}
+        alone = use_fdora(built())
+        self.logits, self.loss = first_step(alone, rank)
+        average(alone)
+        self.alone = {n: p.grad for n, p in trained(alone)}
+        alone = use_fdora(built())
+        self.alone_losses, self.alone_norms = train(alone, rank, alone=True)
+        self.alone_adapters = {n: p.detach() for n, p in trained(alone)}
+        self.checkpoint = {n: t.clone() for n, t in get_peft_model_state_dict(alone).items()}
+        stock = built()
+        loaded = set_peft_model_state_dict(stock, self.checkpoint)
+        self.after = logits_of(alone, rank)
+        self.loads = not loaded.unexpected_keys and torch.allclose(logits_of(stock, rank), self.after, atol=2e-6)
+        change(alone)
+        self.after_change = logits_of(alone, rank)
+
+
+@torch.no_grad()
+def change(run):
+    """Every frozen parameter, in place: of what is sharded each rank its piece."""
+    for p in run.parameters():
+        if not p.requires_grad:
+            p.mul_(1.05)
+
+
+@torch.no_grad()
+def logits_of(run, rank):
+    return run(input_ids=batches()[0, 0, rank]).logits
+
+
+def checkpoint(run):
+    """The adapter's as PEFT writes it, by torch's full state dict: through a whole model, for FSDP1's wrappers hide the layers."""
+    if isinstance(run, FSDP1):
+        with FSDP1.state_dict_type(run, StateDictType.FULL_STATE_DICT):
+            whole = {plain_name(n): t.clone() for n, t in run.state_dict().items()}
+    else:
+        whole = get_model_state_dict(run, options=StateDictOptions(full_state_dict=True))
+    return get_peft_model_state_dict(built(), state_dict=whole)
+
+
+def fused(wrap, truth, mesh):
+    """The same with q, k, v and the MLP in one call each: other sums, in the same norms."""
+    model = use_fdora(built(), fuse=True)
+    run = wrap(model, mesh)
+    logits, _ = first_step(run, truth.rank)
+    got = gradients(run, truth.alone)
+    found = {
+        "logits off": (logits - truth.logits).abs().max().item(),
+        "gradients off": off(got, truth.gradients),
+        **paths(model),
+    }
+    model = use_fdora(built(), fuse=True)
+    losses, found["norms"] = train(wrap(model, mesh), truth.rank)
+    dist.all_reduce(losses)
+    return found | {"losses off": (losses / truth.world - truth.losses).abs().max().item()}
+
+
+def on_shards(wrap, truth, mesh):
+    """Norms of each rank's rows, all in one call: the same bits. And A changed on one rank alone: nobody waits for ever."""
+    run = wrap(use_fdora(built(), norms_on_shards=True), mesh)
+    logits, loss = first_step(run, truth.rank)
+    got = gradients(run, truth.alone)
+    found = {"same": torch.equal(logits, truth.logits) and torch.equal(loss, truth.loss) and same(got, truth.alone)}
+    model = use_fdora(built(), norms_on_shards=True)
+    run = wrap(model, mesh)
+    _, found["norms"] = train(run, truth.rank)
+    found["rows"] = rows_of_one_step(run, truth.rank)
+    found["adapters same"] = same(adapters(run, truth.alone), truth.alone_adapters)
+    found["gathers"] = gathers_of_a_step(run, truth.rank)
+    change(run)
+    found["after change off"] = (logits_of(run, truth.rank) - truth.after_change).abs().max().item()
+    with torch.no_grad():
+        for n, p in run.named_parameters():
+            if "lora_A" in n and truth.rank == 1:
+                p.to_local().mul_(1.5)
+    odd = logits_of(run, truth.rank)
+    plain = use_fdora(built())
+    fill(plain, {plain_name(n): full(p) for n, p in run.named_parameters()})
+    change(plain)
+    found["after one rank's change off"] = (odd - logits_of(plain, truth.rank)).abs().max().item()
+    return found | paths(model)
+
+
+def gathers_of_a_step(run, rank):
+    """All-gathers for norms. Under a mode that counts operations there would be none: values of now are not for it."""
+    count, one = [0], _sharded_tree._one_gather
+
+    def counted(*args):
+        count[0] += 1
+        return one(*args)
+
+    _sharded_tree._one_gather = counted
+    try:
+        loss_of(run, batches()[0, 0, rank]).backward()
+    finally:
+        _sharded_tree._one_gather = one
+    return count[0]
+
+
+def rows_of_one_step(run, rank):
+    """Rows whose norm this rank computes after a step of the optimizer."""
+    rows, direct = [0], arithmetic._direct
+
+    def one(W, *args):
+        rows[0] += W.shape[0]
+        return direct(W, *args)
+
+    arithmetic._direct = one
+    try:
+        logits_of(run, rank)
+    finally:
+        arithmetic._direct = direct
+    return rows[0]
+
+
+def dropped(wrap, truth, mesh):
+    """With torch's own masks: the base layer, then its correction, by the same seeds."""
+    alone = use_fdora(built(lora_dropout=0.2)).train()
+    model = use_fdora(built(lora_dropout=0.2)).train()
+    run = wrap(model, mesh)
+    losses = []
+    for each in (alone, run):
+        torch.manual_seed(truth.rank)
+        loss = loss_of(each, batches()[0, 0, truth.rank])
+        loss.backward()
+        losses.append(loss)
+    average(alone)
+    wanted = {n: p.grad for n, p in trained(alone)}
+    return {"loss same": torch.equal(*losses), "gradients off": off(gradients(run, wanted), wanted), **paths(model)}
+
+
+def policy(truth, mesh):
+    """bf16 copies of float32 shards: PEFT's own code beside it, under the same policy."""
+    found = {}
+    for who, made in (("stock", built()), ("fdora", use_fdora(built()))):
+        run = fsdp2(made, mesh, mp_policy=BF16)
+        first_step(run, truth.rank)
+        found[f"{who} off"] = off(gradients(run, truth.alone), truth.gradients)
+    with norms_counted() as count:
+        first_step(run, truth.rank)
+    return found | {"norms": count[0], **paths(run)}
+
+
+def trained(model):
+    return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+
+
+def first_step(run, rank):
+    ids = batches()[0, 0, rank]
+    with torch.no_grad():
+        logits = run(input_ids=ids).logits
+    loss = loss_of(run, ids)
+    loss.backward()
+    return logits, loss.detach()
+
+
+def off(got, want):
+    """The largest relative error of a set of tensors, each in its norm; that of one that is missing is infinite."""
+    if set(got) != set(want):
+        return float("inf")
+    return max([((got[n].double() - want[n]).norm() / want[n].norm().clamp_min(1e-30)).item() for n in want])
+
+
+def same(got, want):
+    return set(got) == set(want) and all(torch.equal(got[n], want[n]) for n in want)
+
+
+def layout(name, truth, mesh):
+    """One way to shard, from the first forward to the last step."""
+    wrap = LAYOUTS[name]
+    model = use_fdora(built())
+    run = wrap(model, mesh)
+    logits, loss = first_step(run, truth.rank)
+    got = gradients(run, truth.alone)
+    found = {
+        "logits same": torch.equal(logits, truth.logits),
+        "logits off": (logits - truth.logits).abs().max().item(),
+        "loss same": torch.equal(loss, truth.loss),
+        "gradients same": same(got, truth.alone),
+        "gradients off": off(got, truth.gradients),
+        "gradients off from alone": off(got, truth.alone),
+        **paths(model),
+    }
+    model = use_fdora(built())
+    run = wrap(model, mesh)
+    losses, norms = train(run, truth.rank)
+    dist.all_reduce(losses)
+    found["norms"] = norms
+    found["losses off"] = (losses / truth.world - truth.losses).abs().max().item()
+    last = adapters(run, truth.alone)
+    found["adapters same"] = same(last, truth.alone_adapters)
+    found["adapters off"] = off(last, truth.adapters)
+    saved = checkpoint(run)
+    found["checkpoint loads"] = truth.loads
+    found["checkpoint same"] = same(saved, truth.checkpoint)
+    found["checkpoint off"] = off(saved, truth.checkpoint)
+    with Collectives() as collectives:
+        loss_of(run, batches()[0, 0, truth.rank]).backward()
+    found["collectives"] = dict(collectives.counts)
+    found["after off"] = (logits_of(run, truth.rank) - truth.after).abs().max().item()
+    loss_of(run, batches()[0, 0, truth.rank]).backward()  # what stayed gathered goes
+    change(run)
+    found["after change off"] = (logits_of(run, truth.rank) - truth.after_change).abs().max().item()
+    return found
+
+
+def loaded(truth, mesh, folder, **sizes):
+    """transformers shards the model as it loads it; then PEFT makes the adapters."""
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    if dist.get_rank() == 0:
+        llama(**HEADS).save_pretrained(folder / "base")
+    dist.barrier()
+    base = LlamaForCausalLM.from_pretrained(folder / "base", distributed_config=DistributedConfig(**sizes)).to(device)
+    torch.manual_seed(1)
+    with enabled():
+        return get_peft_model(base, LoraConfig(use_dora=True, **LORA)).eval()
+
+
+def tensor_parallel(how, truth, mesh, folder):
+    """Every rank has the same batch. Gradients, some steps, and that a fresh adapter changes nothing."""
+    whole = built(HEADS)
+    fresh = None
+    if how == "transformers":
+        run = loaded(truth, mesh, folder, tp_size=truth.world)
+        fresh = logits_of(run, 0)
+        fill(run, whole)
+    else:
+        run = {"parallelize_module": parallelize, "fsdp over it": fsdp_over_tp}[how](use_fdora(built(HEADS)), mesh)
+    exact = built(HEADS).double()
+    found = {} if fresh is None else {"fresh off": (fresh - logits_of(llama(**HEADS).to(device).eval(), 0)).abs().max().item()}
+    ids = batches()[0, :, 0]
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=RATE, momentum=0.9) for m in (run, exact)]
+    found["logits off"] = (logits_of(run, 0) - logits_of(exact, 0)).abs().max().item()
+    norms = []
+    for i in range(STEPS):
+        for x in ids:
+            with norms_counted() as count:
+                loss = loss_of(run, x)
+                loss.backward()
+            norms.append(count[0])
+            want = loss_of(exact, x)
+            want.backward()
+            if i == 0:
+                wanted = {n: p.grad for n, p in trained(exact)}
+                found["gradients off"] = off({n: full(p.grad) for n, p in trained(run)}, wanted)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found |= {"norms": norms, "loss off": (loss - want).abs().item(), **paths(run)}
+    last = {n: full(p.detach()) for n, p in trained(run)}
+    found["adapters off"] = off(last, dict(trained(exact)))
+    everyone = [None] * truth.world
+    dist.all_gather_object(everyone, last)
+    found["replicas same"] = same(everyone[0], everyone[1])
+    with Collectives() as collectives:
+        loss_of(run, ids[0]).backward()
+    found["collectives"] = dict(collectives.counts)
+    change(run)
+    change(exact)
+    found["after change off"] = (logits_of(run, 0) - logits_of(exact, 0)).abs().max().item()
+    return found
+
+
+def fsdp_loaded(truth, mesh, folder):
+    """Adapters are made after FSDP2 has sharded the base: they are whole on each rank, and the trainer averages their gradients."""
+    run = loaded(truth, mesh, folder, fsdp_size=truth.world)
+    whole = built(HEADS)
+    found = {
+        "fresh off": (logits_of(run, truth.rank) - logits_of(llama(**HEADS).to(device).eval(), truth.rank)).abs().max().item()
+    }
+    start = use_fdora(get_peft_model(llama(**HEADS).to(device), LoraConfig(use_dora=True, **LORA)))
+    names = [n for n, _ in trained(start) if "magnitude" in n]
+    found["m off"] = off(
+        {n: p.detach() for n, p in trained(run) if n in names}, {n: p.detach() for n, p in trained(start) if n in names}
+    )
+    fill(run, whole)
+    logits, _ = first_step(run, truth.rank)
+    average(run)
+    exact = built(HEADS).double()
+    (sum(loss_of(exact, x) for x in batches()[0, 0]) / truth.world).backward()
+    found["gradients off"] = off({n: p.grad for n, p in trained(run)}, {n: p.grad for n, p in trained(exact)})
+    found["logits off"] = (logits - logits_of(exact, truth.rank)).abs().max().item()
+    return found | paths(run)
+
+
+def full(t):
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+@torch.no_grad()
+def fill(run, whole):
+    """The adapters of another model, whatever each lies like."""
+    values = whole if isinstance(whole, dict) else dict(whole.named_parameters())
+    for name, p in trained(run):
+        value = values[name].detach()
+        p.copy_(distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) else value)
+
+
+def zero(stage, truth, mesh):
+    """DeepSpeed's engine does what :func:`layout` does by hand; its gradients are seen in the steps."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    model = use_fdora(built())
+    parameters = dict(trained(model))
+    optimizer = torch.optim.SGD(parameters.values(), lr=RATE, momentum=0.9)
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICRO}
+    allow = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0}
+    shards = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    run, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=sizes | allow | shards)
+    found, losses, norms = {}, [], []
+    for i, step in enumerate(batches()):
+        total = 0.0
+        for j, micro in enumerate(step):
+            with norms_counted() as count:
+                loss = loss_of(run, micro[truth.rank])
+                run.backward(loss)
+            norms.append(count[0])
+            total += loss.detach() / MICRO
+            if i == j == 0:
+                found["loss same"] = torch.equal(loss.detach(), truth.loss)
+                found |= paths(model)
+            run.step()
+        losses.append(total)
+    losses = torch.stack(losses)
+    dist.all_reduce(losses)
+    found |= {"norms": norms, "losses off": (losses / truth.world - truth.losses).abs().max().item()}
+    last = {n: safe_get_full_fp32_param(p) for n, p in parameters.items()}
+    found["adapters off"] = off(last, truth.adapters)
+    found["after off"] = (logits_of(run, truth.rank) - truth.after).abs().max().item()
+    with Collectives() as collectives:
+        run.backward(loss_of(run, batches()[0, 0, truth.rank]))
+    found["collectives"] = dict(collectives.counts)
+    with torch.no_grad():
+        for p in model.parameters():
+            if not p.requires_grad:
+                getattr(p, "ds_tensor", p).mul_(1.05)
+    found["after change off"] = (logits_of(run, truth.rank) - truth.after_change).abs().max().item()
+    return found
+
+
+def paths(model):
+    """What the report says: how often each path ran, why not the fastest, and shapes."""
+    rows = report(model)
+    return {
+        "fused": sum(row.fused for row in rows),
+        "composed": sum(row.composed for row in rows),
+        "fallbacks": dict(sum((Counter(row.fallbacks) for row in rows), Counter())),
+        "why": sorted({row.why_not_fused for row in rows}),
+        "shapes": sorted({row.shape for row in rows}),
+        "says": str(rows).splitlines()[-1],
+    }
+
+
+CASES = {name: (lambda truth, mesh, name=name: layout(name, truth, mesh)) for name in LAYOUTS}
+
+FUSED = ("fsdp2 blocks", "fsdp2 blocks, checkpointed", "fsdp2 leaves", "fsdp1 leaves", "fsdp1 blocks, original parameters")
+CASES |= {f"fuse, {name}": partial(fused, LAYOUTS[name]) for name in FUSED}
+ON_SHARDS = ("fsdp2 blocks", "fsdp2 blocks, checkpointed", "fsdp2 leaves", "hsdp blocks")
+CASES |= {f"on shards, {name}": partial(on_shards, LAYOUTS[name]) for name in ON_SHARDS}
+DROPPED = ("fsdp2 leaves", "fsdp1 leaves, original parameters", "fsdp1 blocks, original parameters")
+CASES |= {f"dropout, {name}": partial(dropped, LAYOUTS[name]) for name in DROPPED}
+CASES["bf16 policy"] = policy
+CASES["loaded by transformers under fsdp"] = fsdp_loaded
+CASES |= {f"tp {how}": partial(tensor_parallel, how) for how in ("transformers", "parallelize_module", "fsdp over it")}
+ZERO = {f"zero {stage}": partial(zero, stage) for stage in (2, 3)}  # want DeepSpeed
+
+
+def main(rank, world, folder, *names):
+    global device
+    if "cuda" in names:  # to look at by hand: other sums than whole parameters on a CPU, and norms that nobody counts here
+        device, names = f"cuda:{rank}", [name for name in names if name != "cuda"]
+        torch.cuda.set_device(rank)
+    torch.set_num_threads(1)
+    _norm.SMALL = 0  # norms are kept however small the weights are
+    os.environ |= {"LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}  # DeepSpeed wants both
+    folder = Path(folder)
+    store = dist.FileStore(str(folder / "store"), world)
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    mesh = dist.init_device_mesh(device.partition(":")[0], (world,))
+    truth = Truth(rank, world)
+    found = {}
+    for name in names or CASES:
+        try:
+            options = {"folder": folder} if name.startswith(("tp", "loaded")) else {}
+            mine = (CASES | ZERO)[name](truth, mesh, **options)
+        except Exception as error:
+            traceback.print_exc()
+            mine = {"error": f"{type(error).__name__}: {error}"}
+        every = [None] * world
+        dist.all_gather_object(every, mine)
+        found[name] = every
+        if rank == 0:
+            (folder / "found.json").write_text(json.dumps(found, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,146 @@
+"""PEFT models that FSDP, DDP, DeepSpeed or tensor parallelism shard: two processes with gloo, many cases (sharded_cases.py)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("peft", reason="`make test` installs it")
+from tests.integrations.sharded_cases import CASES, DROPPED, FUSED, ON_SHARDS, ZERO
+from tests.integrations.sharded_layouts import LAYOUTS
+from tests.integrations.tiny import LAYERS
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 240  # seconds: a collective that a rank leaves out would wait for a minute
+BLOCKS, LEAVES = {"all-gathers": 5, "reduce-scatters": 2}, {"all-gathers": 89, "reduce-scatters": 42}
+# One forward and backward of two decoder layers: as many as LoRA's there, and for each leaf one in forward, one in backward.
+COLLECTIVES = {
+    "ddp": {"all-reduces": 1},
+    "fsdp2 blocks, kept gathered": {"all-gathers": 3, "reduce-scatters": 2},
+    "fsdp2 layers": {"all-gathers": 29, "reduce-scatters": 14},
+    "hsdp blocks": {"all-reduces": 2},  # over one process each shard is whole
+    "fsdp2 root": {"all-gathers": 1, "reduce-scatters": 1},
+}
+NAMES = {"allgather": "all-gathers", "allgather_base": "all-gathers", "reduce_scatter_base": "reduce-scatters"}
+NAMES |= {"allreduce": "all-reduces"}
+
+
+def run(folder, names, path=""):
+    """What each case found, for each rank."""
+    command = [sys.executable, "-m", "tests.integrations.sharded_cases"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, (path, str(ROOT))))}
+    logs = [folder / f"log{rank}" for rank in range(2)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as out:
+            line = [*command, str(rank), "2", str(folder), *names]
+            ranks.append(subprocess.Popen(line, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT))
+    try:
+        for each in ranks:
+            each.wait(LIMIT)
+    finally:
+        for each in ranks:
+            each.kill()
+    file = folder / "found.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    assert set(found) == set(names), "\n".join(log.read_text()[-4000:] for log in logs)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("sharded"), list(CASES))
+
+
+def each_rank(found, name):
+    for rank, mine in enumerate(found[name]):
+        assert "error" not in mine, f"rank {rank}: {mine['error']}"
+        yield mine
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout(found, name):
+    """Every call is fused, with the bits of whole parameters on the rank's batch; a norm is computed once for each step."""
+    for mine in each_rank(found, name):
+        again = "checkpointed" in name
+        assert (mine["fused"], mine["composed"], mine["fallbacks"]) == ((3 if again else 2) * LAYERS, 0, {})
+        assert mine["norms"] == [LAYERS, 0] * 3
+        assert mine["logits same"] and mine["loss same"] and mine["gradients same"]
+        assert mine["gradients off"] < 2e-6 and mine["losses off"] < 1e-6 and mine["adapters off"] < 1e-6
+        assert mine["adapters same"] or name == "ddp"  # which reduces the sum of micro-batches, in other bits
+        assert mine["checkpoint loads"] and mine["checkpoint off"] < 1e-6 and (mine["checkpoint same"] or name == "ddp")
+        assert mine["after off"] < 1e-6 and mine["after change off"] < 1e-6  # a norm of before would leave 1e-2
+        assert mine["shapes"] == [[32, 64], [64, 64], [64, 96], [96, 64]]
+        counts = {NAMES[op]: n for op, n in mine["collectives"].items() if op in NAMES}
+        assert counts == COLLECTIVES.get(name, LEAVES if "leaves" in name else BLOCKS)
+        if name.startswith("fsdp"):
+            gathers = BLOCKS["all-gathers"] if "kept" in name else counts["all-gathers"]
+            assert mine["says"].startswith(f"FSDP: {gathers} all-gathers in a forward and backward")
+            assert mine["says"].endswith("Wrap whole blocks alone: 5.") == ("leaves" in name)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fuse(found, name):
+    for mine in each_rank(found, f"fuse, {name}"):
+        again = "checkpointed" in name
+        assert (mine["fused"], mine["composed"], mine["fallbacks"]) == ((3 if again else 2) * LAYERS, 0, {})
+        assert mine["norms"] == [LAYERS, 0] * 3
+        assert mine["logits off"] < 1e-6 and mine["gradients off"] < 2e-6 and mine["losses off"] < 1e-6
+
+
+@pytest.mark.parametrize("how", ["transformers", "parallelize_module", "fsdp over it"])
+def test_tensor_parallel(found, how):
+    for mine in each_rank(found, f"tp {how}"):
+        assert mine["fused"] and (mine["composed"], mine["fallbacks"]) == (0, {})
+        assert mine["norms"] == [0, 0, LAYERS, 0, LAYERS, 0]  # the first was computed for the logits before
+        assert mine["logits off"] < 1e-6 and mine["gradients off"] < 2e-6 and mine["loss off"] < 1e-6
+        assert mine["adapters off"] < 1e-6 and mine["replicas same"] and mine["after change off"] < 1e-6
+        assert mine.get("fresh off", 0) < 1e-6
+        assert mine["shapes"] == [[32, 64], [64, 64], [64, 96], [96, 64]]
+
+
+@pytest.mark.parametrize("name", ON_SHARDS)
+def test_norms_on_shards(found, name):
+    """The same bits; each rank computes half of the rows, with two all-gathers in a forward, whatever it has kept."""
+    for mine in each_rank(found, f"on shards, {name}"):
+        shared = not name.startswith("hsdp")  # there each rank is a replica
+        assert mine["same"] and mine["adapters same"] and (mine["composed"], mine["fallbacks"]) == (0, {})
+        assert mine["norms"] == [LAYERS, 0] * 3 and mine["rows"] == (448 if shared else 896)
+        assert mine["gathers"] == 2
+        assert mine["after change off"] < 1e-6 and mine["after one rank's change off"] < 1e-6
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_dropout(found, name):
+    for mine in each_rank(found, f"dropout, {name}"):
+        assert (mine["fused"], mine["composed"], mine["fallbacks"]) == (0, LAYERS, {})
+        assert mine["loss same"] and mine["gradients off"] < 1e-6
+
+
+def test_a_bf16_policy(found):
+    for mine in each_rank(found, "bf16 policy"):
+        assert (mine["composed"], mine["fallbacks"], mine["norms"]) == (0, {}, 0)
+        assert mine["fdora off"] < 1.05 * mine["stock off"] < 0.1
+
+
+def test_a_model_that_was_loaded_sharded(found):
+    for mine in each_rank(found, "loaded by transformers under fsdp"):
+        assert (mine["composed"], mine["fallbacks"]) == (0, {}) and mine["fused"]
+        assert mine["fresh off"] < 1e-6 and mine["m off"] < 3e-7
+        assert mine["gradients off"] < 2e-6 and mine["logits off"] < 1e-6
+
+
+def test_zero(tmp_path):
+    path = Path(sys.prefix) / "deepspeed"
+    if not path.exists():
+        pytest.skip(f"`make test` installs DeepSpeed into {path}; this environment was made otherwise")
+    found = run(tmp_path, list(ZERO), str(path))
+    for name in ZERO:
+        for mine in each_rank(found, name):
+            assert (mine["fused"], mine["composed"], mine["fallbacks"]) == (LAYERS, 0, {})
+            assert mine["norms"] == [LAYERS, 0] * 3 and mine["loss same"]
+            assert mine["losses off"] < 1e-6 and mine["adapters off"] < 1e-6
+            assert mine["after off"] < 1e-6 and mine["after change off"] < 1e-6
