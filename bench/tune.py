@@ -13,37 +13,47 @@ import argparse
 import copy
 import itertools
 import json
+import math
 import pprint
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
+from bench import clock
 from bench.norm_forms import about, medians
+from bench.shapes import draw
 from fdora._records import Operands
 from fdora.triton.configs import GemmConfig, ScaleConfig, SmallConfig, power_of_two
 from fdora.triton.gemm import Epilogue, Operand, gemm
+from fdora.triton.product import beside_cublas, summed_after, summed_product
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import device_of
 from fdora.triton.runtime.walk import like, run
 from fdora.triton.scale import Sums, scale_backward
 from fdora.triton.small import Out, small_backward, small_forward
 
-# (M, N, K, r): the linears of 8B to 70B models, few and many tokens, small and large ranks
-GEMM_SHAPES = [
-    (128, 4096, 4096, 16), (128, 14336, 4096, 64), (128, 4096, 14336, 64), (512, 1024, 4096, 16), (512, 4096, 4096, 16),
-    (512, 14336, 4096, 64), (512, 4096, 14336, 64), (1024, 4096, 4096, 64), (2048, 1024, 4096, 64), (2048, 4096, 4096, 64),
-    (4096, 1024, 4096, 16), (4096, 4096, 4096, 16), (4096, 4096, 4096, 384), (4096, 14336, 4096, 64),
-    (4096, 4096, 14336, 64), (4096, 8192, 8192, 384), (4096, 28672, 8192, 64), (4096, 8192, 28672, 64),
-    (16384, 1024, 4096, 64), (16384, 4096, 4096, 64), (16384, 14336, 4096, 16), (16384, 4096, 14336, 16),
-]  # fmt: skip
-GEMM_CANDIDATES = [
-    GemmConfig(True, bm, bn, bk, group, halves, persistent, warps, stages)
-    for bm, bn, bk, halves, warps, stages in (
-        (128, 256, 64, True, 8, 4), (128, 256, 64, True, 8, 3), (256, 128, 64, True, 8, 4), (128, 128, 64, False, 8, 4),
-        (128, 128, 64, True, 4, 4), (128, 64, 64, False, 4, 4), (64, 128, 64, False, 4, 4), (64, 64, 128, False, 4, 4),
+# BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EPILOGUE_SUBTILE, persistent, num_warps, num_stages
+TILES = [
+    GemmConfig(True, *tile)
+    for tile in (
+        (128, 256, 64, 8, True, True, 8, 4), (128, 256, 64, 8, True, False, 8, 4), (256, 128, 64, 8, True, True, 8, 4),
+        (256, 128, 64, 8, True, False, 8, 4), (128, 128, 64, 8, True, True, 4, 4), (128, 128, 64, 8, True, False, 4, 3),
+        (64, 256, 64, 8, True, True, 4, 4), (64, 128, 64, 8, False, False, 4, 4), (128, 64, 64, 8, False, False, 4, 4),
+        (64, 64, 128, 8, False, True, 4, 4), (64, 64, 64, 8, False, False, 4, 6),
     )
-    for group, persistent in ((8, True), (16, True), (8, False))
 ]  # fmt: skip
+PASSES = [  # beside cuBLAS
+    GemmConfig(True, *tile)
+    for tile in (
+        (128, 128, 32, 8, True, False, 4, 2),
+        (64, 128, 32, 8, False, False, 4, 2),
+        (64, 64, 64, 8, False, False, 4, 2),
+    )
+] + [GemmConfig(False, 64, 128, 16, 8, False, False, 4, 2)]
 SCALE_SHAPES = [
     (512, 4096, 16), (4096, 1024, 16), (4096, 4096, 8), (4096, 4096, 16), (4096, 4096, 64), (4096, 4096, 384),
     (4096, 14336, 16), (4096, 14336, 64), (4096, 8192, 384), (16384, 4096, 16), (16384, 4096, 64), (16384, 4096, 384),
@@ -101,30 +111,121 @@ def close(got, want, what):
     assert error <= 5e-3, f"{what} is wrong by {error:.1e}"
 
 
-def tune_gemm(shapes, known):
-    for forward in (True, False):
-        for M, N, K, r in (shape for shape in shapes if shape not in known.get(forward, {})):
-            if not forward and M * N > 2**28:
-                continue
-            x, h, W = randn(M, K), randn(M, r), randn(N, K, std=K**-0.5) if forward else randn(K, N, std=K**-0.5)
-            b = randn(N, r, std=r**-0.5) if forward else randn(r, N, std=r**-0.5)
-            w, low = (W.T, b.T) if forward else (W, b)
-            m, c = torch.rand(N, device=DEVICE) + 1, torch.ones(N, device=DEVICE)
-            rows = slice(0, None, max(1, M // 128))
-            want = (x[rows].float() @ w.float() + h[rows].float() @ low.float()) * (m if forward else 1)
+def name_of(way, config=None):
+    return way if config is None else f"{way} " + "x".join(map(str, tuple(config)[1:4])) + f" {tuple(config)[4:]}"
 
-            def make(config):
-                def write(plan, x, h, W, b, m, c):
-                    epilogue = Epilogue("scale", m, c) if forward else Epilogue()
-                    gemm(plan, plan.result("y", (M, N), x.dtype), x, h, Operand(W, b, trans=forward), epilogue, config=config)
 
-                tensors = (x, h, W, b, m, c)
-                launch = planned(write, *tensors)
-                return lambda: launch(*tensors)[0]
+def product_ways(forward):
+    """name -> (way, config)"""
+    ways = {name_of("fused", tile): ("fused", tile) for tile in TILES}
+    if forward:
+        ways |= {name_of("wide", tile): ("wide", tile) for tile in PASSES[:2]}
+        return ways | {name_of("cublas", tile): ("cublas", tile) for tile in PASSES} | {"bare": ("bare", None)}
+    ways |= {name_of("after", tile): ("after", tile) for tile in PASSES[:2]}
+    return ways | {"cublas": ("cublas", None), "bare": ("bare", None)}
 
-            results = fastest(make, GEMM_CANDIDATES, lambda y: close(y[rows], want, "gemm"))
-            bare = medians({"bare": lambda: x @ w}, DEVICE, 5)["bare"]
-            yield forward, (M, N, K, r), results, bare
+
+class Drawn:
+    """One product and its low-rank term; several sets where one would stay in the cache."""
+
+    def __init__(self, forward, M, N, K, r):
+        self.forward, self.M, self.N, self.r = forward, M, N, r
+        sets = max(1, min(8, CACHE // (2 * (M * K + K * N + M * N))))
+        self.sets = [self.one(M, N, K, r) for _ in range(sets)]
+        x, h, W, b, m, _ = self.sets[0]
+        w, low = (W.T, b.T) if forward else (W, b)
+        self.rows = slice(0, None, max(1, M // 64))
+        self.want = (x[self.rows].float() @ w.float() + h[self.rows].float() @ low.float()) * (m if forward else 1)
+
+    def one(self, M, N, K, r):
+        x, h = randn(M, K), randn(M, r)
+        W = randn(N, K, std=K**-0.5) if self.forward else randn(K, N, std=K**-0.5)
+        b = randn(N, r, std=0.1 * r**-0.5) if self.forward else randn(r, N, std=0.1 * r**-0.5)
+        return x, h, W, b, torch.rand(N, device=DEVICE) + 1, torch.ones(N, device=DEVICE)
+
+    def write(self, way, config, plan, x, h, W, b, m, c):
+        y = plan.result("y", (self.M, self.N), x.dtype)
+        if way == "bare":
+            plan.product(y, x, W.T if self.forward else W)
+        elif way == "fused":
+            epilogue = Epilogue("scale", m, c) if self.forward else Epilogue()
+            gemm(plan, y, x, h, Operand(W, b, trans=self.forward), epilogue, config=config)
+        elif self.forward:
+            beside_cublas(plan, y, x, h, W, b, Epilogue("scale", m, c), config=config, wide=way == "wide")
+        elif way == "after":
+            summed_after(plan, y, x, h, W, b, config)
+        else:
+            summed_product(plan, y, x, h, W, b, False)
+
+    def make(self, way, config):
+        launch = planned(partial(self.write, way, config), *self.sets[0])
+        turns = itertools.cycle(self.sets)
+        if way != "bare":
+            close(launch(*self.sets[0])[0][self.rows], self.want, way)
+        return lambda: launch(*next(turns))[0]
+
+
+def compile_way(forward, way, config):
+    """In a process of its own: whatever the shape, the same kernel."""
+    Drawn(forward, 256, 256, 256, 16).make(way, config)
+
+
+def compiled(jobs):
+    tasks = [(forward, *way) for forward in (True, False) for way in product_ways(forward).values() if way[0] != "bare"]
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        for task, done in [(task, pool.submit(compile_way, *task)) for task in tasks]:
+            try:
+                done.result()
+            except Exception as error:
+                print(task, type(error).__name__, str(error)[:200], flush=True)
+
+
+def time_scale(M, N, r, anchor):
+    sets = []
+    for _ in range(max(1, min(8, CACHE // (6 * M * N)))):
+        dy, y, x, W, h, B = randn(M, N), randn(M, N), randn(M, 64), randn(N, 64), randn(M, r), randn(N, r)
+        sets.append((dy, y, x, W, h, B, torch.rand(N, device=DEVICE) + 1, torch.ones(N, device=DEVICE)))
+
+    def write(tile, plan, dy, y, x, W, h, B, m, c):
+        rank = power_of_two(r) if tile[3] else 0
+        dz, dm = plan.result("dz", (M, N), dy.dtype), plan.result("dm", (N,), m.dtype)
+        dB = plan.result("dB", (N, r), dy.dtype)
+        sums = Sums(dz=dz, dm=dm, dB=dB if rank else None)
+        scale_backward(
+            plan, dy, y, False, x, Operands(W, None, B, m, c, None, None), h, sums, ScaleConfig(*tile[:3], rank, tile[4])
+        )
+        if not rank:
+            plan.product(dB, dz.T, h)
+
+    def make(tile):
+        launch, turns = planned(partial(write, tile), *sets[0]), itertools.cycle(sets)
+        return lambda: launch(*next(turns))[0]
+
+    timers = {}
+    for tile in itertools.product((64, 128), (64,), (64, 128, 256, 512, 1024), (False, True), (4,)):
+        if tile[0] <= tile[2] and (r <= 64 or not tile[3]):
+            timers[str(tile)] = clock.graph_timer(make(tile), anchor)
+    return {name: round(t, 5) for name, t in clock.medians(timers, 5).items()}
+
+
+def time_products(shapes, end):
+    """ms of every way, in both directions. (M, K, N, r) of the layer: backward multiplies (M, N) by (N, K)."""
+    anchor = clock.anchor_graph()
+    for number, ((M, K, N, r), forward) in enumerate(itertools.product(shapes, (True, False))):
+        if time.perf_counter() > end:
+            return
+        if number % 4 == 0:
+            yield {"shape": (M, N, r), "scale": time_scale(M, N, r, anchor)}
+        drawn, timers = Drawn(forward, M, *((N, K) if forward else (K, N)), r), {}
+        for name, way in product_ways(forward).items():
+            try:
+                timers[name] = clock.graph_timer(drawn.make(*way), anchor)
+            except AssertionError:
+                raise
+            except Exception as error:  # too much shared memory, too many registers: not a candidate on this GPU
+                print(f"    {name}: {type(error).__name__}", flush=True)
+        ms = {name: round(t, 5) for name, t in clock.medians(timers, 5).items()}
+        yield {"shape": (M, K, N, r), "forward": forward, "ms": ms}
 
 
 def tune_scale(shapes, known):
@@ -188,7 +289,7 @@ def tune_small(shapes, known):
             yield columns, (M, N, K), results, medians({"bare": bare()}, DEVICE, 5)["bare"]
 
 
-OPS = {"gemm": (tune_gemm, GEMM_SHAPES), "scale": (tune_scale, SCALE_SHAPES), "small": (tune_small, SMALL_SHAPES)}
+OPS = {"scale": (tune_scale, SCALE_SHAPES), "small": (tune_small, SMALL_SHAPES)}
 HEAD = '"""Written by `python -m bench.tune --write`: shape -> fastest config, the fields of configs.py in their order."""\n'
 NOTES = {
     "gemm": "# (M, N, K, r) -> GemmConfig, by whether the columns of W are contiguous\nGEMM: dict[bool, dict[tuple, tuple]]",
@@ -198,6 +299,23 @@ NOTES = {
 }
 
 
+def products(options):
+    start = time.perf_counter()
+    compiled(options.jobs)
+    print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
+    facts, rows = about("cuda", options.commit), []
+    for row in time_products(draw(options.seed, options.shapes), start + options.seconds):
+        rows.append(row)
+        if "scale" in row:
+            print(row["shape"], sorted((ms, name) for name, ms in row["scale"].items())[:4], flush=True)
+            continue
+        best = sorted((ms, name) for name, ms in row["ms"].items() if name != "bare")
+        print(row["shape"], row["forward"], row["ms"]["bare"], best[:4], row["ms"].get("cublas"), flush=True)
+        if len(rows) % 8 == 0:
+            options.json.write_text(json.dumps({"about": facts, "rows": rows}) + "\n")
+    options.json.write_text(json.dumps({"about": facts, "rows": rows}) + "\n")
+
+
 def main():
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--ops", default="gemm,scale,small")
@@ -205,7 +323,14 @@ def main():
     options.add_argument("--write", type=Path)
     options.add_argument("--json", type=Path)
     options.add_argument("--commit", help="recorded in the JSON")
+    options.add_argument("--products", action="store_true", help="time every way of a product on shapes drawn at random")
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--shapes", type=int, default=100)
+    options.add_argument("--seconds", type=float, default=math.inf, help="start no shape after this time")
+    options.add_argument("--jobs", type=int, default=14, help="processes that compile")
     options = options.parse_args()
+    if options.products:
+        return products(options)
     from fdora.triton import table
 
     facts = about("cuda", options.commit)

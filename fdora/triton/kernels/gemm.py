@@ -38,9 +38,11 @@ def _store_tma(
     EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     n = col + tl.arange(0, WIDTH)
+    if EPILOGUE == "base":
+        acc = acc + residual.load([row, col]).to(tl.float32)
     if STORE_PRE_SCALE:
         pre_scale.store([row, col], acc.to(pre_scale.dtype))
-    if EPILOGUE == "scale":
+    if EPILOGUE == "scale" or EPILOGUE == "base":
         acc = acc * g_tile(m, c, n, N)[None, :] + _bias_tile(bias, n, N, HAS_BIAS)
     if EPILOGUE == "residual":
         correction = (g_tile(m, c, n, N) - 1)[None, :] * residual.load([row, col]).to(tl.float32)
@@ -50,7 +52,8 @@ def _store_tma(
     out.store([row, col], acc.to(out.dtype))
 
 
-@triton.jit(launch_metadata=launched)
+# Tokens, terms and programs only bound loops there: one kernel serves them all.
+@triton.jit(launch_metadata=launched, do_not_specialize=["M", "K", "R", "PROGRAMS"])
 def gemm_tma_kernel(
     x, x_masked, w, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, M, N, K, R, PROGRAMS,
     TRANS_B: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, DROP: tl.constexpr,
@@ -114,9 +117,11 @@ def gemm_pointer_kernel(
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     at = t[:, None].to(tl.int64) * N + n[None, :]
     mask = (t < M)[:, None] & (n < N)[None, :]
+    if EPILOGUE == "base":
+        acc = acc + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     if STORE_PRE_SCALE:
         tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
-    if EPILOGUE == "scale":
+    if EPILOGUE == "scale" or EPILOGUE == "base":
         acc = acc * g_tile(m, c, n, N)[None, :] + _bias_tile(bias, n, N, HAS_BIAS)
     if EPILOGUE == "residual":
         correction = (g_tile(m, c, n, N) - 1)[None, :] * tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
