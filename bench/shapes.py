@@ -1,17 +1,45 @@
-"""Whole layers on shapes drawn at random, where no table and no fit can have seen them."""
+"""One adapted linear on shapes drawn at random: no table and no fit has seen them.
+
+    python -m bench.shapes --device cuda --seed 16 --shapes 64 --json FILE
+
+GPU time by CUDA graph, bf16, ways in turns, medians. Every way has several sets of inputs and weights where one would stay in
+the cache of the GPU. ``fdora`` is given its norm, ``fdora_inside`` computes it; of 8 micro-batches of a step one computes it,
+``micro_batches`` is their mean. ``bare`` is the eight matrix products alone, three of them forward. Every fdora is compared
+with float64 samples first, and a wrong one fails the command.
+"""
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import math
+import time
+from pathlib import Path
 from random import Random
+
+import torch
+
+from bench.attempt import Failures
+from bench.clock import anchor_graph, medians, timer
+from bench.layer import TOLERANCE, free
+from bench.norm_forms import about
+from bench.save import save
+from bench.table import table
+from bench.truth import Truth
+from bench.ways import BF16, S, Inputs, build
+
+WAYS = ("bare", "peft_lora", "fdora", "fdora_inside")
+MICRO_BATCHES = 8
+CACHE = 2**28  # bytes: several times what any GPU keeps
 
 # K x N of linears: Qwen3 0.6B to 32B, Llama 1B to 70B, Gemma 3, Phi 4, Mistral, ViT-g/14
 MODELS = (
-    (1024, 3072), (3072, 1024), (2048, 1024), (1024, 2048), (2048, 6144), (6144, 2048), (2048, 2048), (2560, 9728), (9728, 2560),
-    (2560, 4096), (4096, 2560), (2560, 1024), (4096, 4096), (4096, 1024), (4096, 12288), (12288, 4096), (4096, 14336), (14336, 4096),
-    (5120, 5120), (5120, 1024), (5120, 25600), (25600, 5120), (2048, 8192), (8192, 2048), (3072, 8192), (8192, 3072), (8192, 8192),
-    (8192, 1024), (8192, 28672), (28672, 8192), (3840, 15360), (15360, 3840), (5120, 17920), (17920, 5120), (1536, 4608),
-    (1536, 6144), (1536, 1536), (5120, 7680), (1152, 4304), (768, 3072), (3072, 768), (1280, 5120), (5120, 1280), (4096, 11008),
+    (1024, 3072), (3072, 1024), (2048, 1024), (1024, 2048), (2048, 6144), (6144, 2048), (2048, 2048), (2560, 9728),
+    (9728, 2560), (2560, 4096), (4096, 2560), (2560, 1024), (4096, 4096), (4096, 1024), (4096, 12288), (12288, 4096),
+    (4096, 14336), (14336, 4096), (5120, 5120), (5120, 1024), (5120, 25600), (25600, 5120), (2048, 8192), (8192, 2048),
+    (3072, 8192), (8192, 3072), (8192, 8192), (8192, 1024), (8192, 28672), (28672, 8192), (3840, 15360), (15360, 3840),
+    (5120, 17920), (17920, 5120), (1536, 4608), (1536, 6144), (1536, 1536), (5120, 7680), (1152, 4304), (768, 3072),
+    (3072, 768), (1280, 5120), (5120, 1280), (4096, 11008),
 )  # fmt: skip
 RANKS = (4, 8, 12, 16, 16, 24, 32, 32, 48, 64, 64, 96, 128, 192, 256, 384, 512)
 MOST = 2**28  # elements of W: no published layer has more
@@ -29,3 +57,80 @@ def draw(seed: int, count: int) -> list[tuple[int, int, int, int]]:
         if K * N <= MOST and shape not in shapes:
             shapes.append(shape)
     return shapes
+
+
+def case(shape: tuple[int, int, int, int], options) -> list[dict]:
+    M, K, N, r = shape
+    sets = 1 if options.device == "cpu" else max(1, min(8, CACHE // (2 * (M * K + K * N + 2 * M * N))))
+    inputs = [Inputs.random(*shape, BF16, options.device) for _ in range(sets)]
+    i, failed = inputs[0], Failures()
+    x, A, B, m = (t.detach() for t in (i.x, i.A, i.B, i.m))
+    truth = Truth(x, i.W, A, B, m, S, i.dy)
+
+    def prepare(name):
+        ways = [build(name, each) for each in inputs]
+        if name.startswith("fdora"):
+            found = truth.errors(ways[0].both())
+            wrong = {key: error for key, error in found.items() if not error <= TOLERANCE}
+            assert not wrong, f"{name} is wrong at {shape}: {wrong}"
+        return ways
+
+    ways = {name: prepare(name) for name in options.ways}
+    free(options.device)
+    anchor, rows = None if options.device == "cpu" else anchor_graph(), []
+    for mode in ("fwd", "fwd_bwd"):
+
+        def turns(name, mode=mode):
+            fns = itertools.cycle([way.forward if mode == "fwd" else way.both for way in ways[name]])
+            return lambda: next(fns)()
+
+        ms = medians(failed.attempt(ways, lambda name: timer(turns(name), options.device, anchor)), options.runs)
+        if "fdora_inside" in ms:
+            ms["micro_batches"] = ((MICRO_BATCHES - 1) * ms["fdora"] + ms["fdora_inside"]) / MICRO_BATCHES
+        rows.append({"shape": shape, "mode": mode, "ms": {name: round(t, 5) for name, t in ms.items()}, "failed": failed})
+    return rows
+
+
+PAIRS = (("fdora", "bare"), ("fdora", "peft_lora"), ("micro_batches", "peft_lora"), ("peft_lora", "bare"))
+
+
+def summarize(rows: list[dict]) -> dict:
+    """For each mode and pair: the geometric mean, the worst and its shape."""
+    summary: dict = {}
+    for mode, (a, b) in itertools.product(("fwd", "fwd_bwd"), PAIRS):
+        ratios = [(row["ms"][a] / row["ms"][b], row["shape"]) for row in rows if row["mode"] == mode and {a, b} <= {*row["ms"]}]
+        if ratios:
+            mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
+            worst, where = max(ratios)
+            summary[f"{mode}: {a}/{b}"] = {"mean": round(mean, 3), "worst": round(worst, 3), "at": where, "cases": len(ratios)}
+    return summary
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=16)
+    parser.add_argument("--shapes", type=int, default=64)
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help="comma separated")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="recorded in the JSON")
+    options = parser.parse_args(argv)
+    start, rows = time.perf_counter(), []
+    facts, shapes = about(options.device, options.commit, argv), draw(options.seed, options.shapes)
+    for shape in shapes:
+        if time.perf_counter() - start > options.seconds:
+            print(f"{len(shapes) - len(rows) // 2} cases not started in {options.seconds:.0f} s")
+            break
+        rows += case(shape, options)
+        for row in rows[-2:]:
+            print(row["shape"], row["mode"], row["ms"], flush=True)
+        save(options.json, {"about": facts, "rows": rows, "summary": summarize(rows)})
+        free(options.device)
+    lines = [[name, *found.values()] for name, found in summarize(rows).items()]
+    print(table(["ratio", "mean", "worst", "at", "cases"], lines))
+
+
+if __name__ == "__main__":
+    main()
