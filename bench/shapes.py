@@ -14,19 +14,20 @@ import argparse
 import itertools
 import math
 import time
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import torch
 
 from bench.attempt import Failures
-from bench.clock import anchor_graph, medians, timer
+from bench.clock import anchor_graph, launches_of, medians, once, quick_timer
 from bench.layer import TOLERANCE, free
 from bench.norm_forms import about
 from bench.save import save
 from bench.table import table
 from bench.truth import Truth
-from bench.ways import BF16, S, Inputs, build
+from bench.ways import BF16, Inputs, S, build
 
 WAYS = ("bare", "peft_lora", "fdora", "fdora_inside")
 MICRO_BATCHES = 8
@@ -60,7 +61,7 @@ def draw(seed: int, count: int) -> list[tuple[int, int, int, int]]:
 
 
 def case(shape: tuple[int, int, int, int], options) -> list[dict]:
-    M, K, N, r = shape
+    M, K, N, _ = shape
     sets = 1 if options.device == "cpu" else max(1, min(8, CACHE // (2 * (M * K + K * N + 2 * M * N))))
     inputs = [Inputs.random(*shape, BF16, options.device) for _ in range(sets)]
     i, failed = inputs[0], Failures()
@@ -77,14 +78,21 @@ def case(shape: tuple[int, int, int, int], options) -> list[dict]:
 
     ways = {name: prepare(name) for name in options.ways}
     free(options.device)
-    anchor, rows = None if options.device == "cpu" else anchor_graph(), []
+    rows, gpu = [], options.device != "cpu"
+    where = (anchor_graph(), torch.cuda.Stream()) if gpu else ()
     for mode in ("fwd", "fwd_bwd"):
 
         def turns(name, mode=mode):
             fns = itertools.cycle([way.forward if mode == "fwd" else way.both for way in ways[name]])
             return lambda: next(fns)()
 
-        ms = medians(failed.attempt(ways, lambda name: timer(turns(name), options.device, anchor)), options.runs)
+        about_ms = (1 if mode == "fwd" else 3) * (0.02 + 2e-9 * M * K * N / 600)
+        launches = launches_of(about_ms, sets)
+
+        def timer(name, turns=turns, launches=launches):
+            return quick_timer(turns(name), launches, *where) if gpu else partial(once, turns(name), "cpu")
+
+        ms = medians(failed.attempt(ways, timer), options.runs)
         if "fdora_inside" in ms:
             ms["micro_batches"] = ((MICRO_BATCHES - 1) * ms["fdora"] + ms["fdora_inside"]) / MICRO_BATCHES
         rows.append({"shape": shape, "mode": mode, "ms": {name: round(t, 5) for name, t in ms.items()}, "failed": failed})

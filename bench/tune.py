@@ -27,9 +27,10 @@ from bench import clock
 from bench.norm_forms import about, medians
 from bench.shapes import draw
 from fdora._records import Operands
-from fdora.triton.configs import GemmConfig, ScaleConfig, SmallConfig, power_of_two
-from fdora.triton.gemm import Epilogue, Operand, gemm
-from fdora.triton.product import beside_cublas, summed_after, summed_product
+from fdora.triton.choice import Way
+from fdora.triton.configs import GemmConfig, RestConfig, ScaleConfig, SmallConfig, power_of_two
+from fdora.triton.gemm import Epilogue
+from fdora.triton.product import scaled_product, summed_product
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import device_of
 from fdora.triton.runtime.walk import like, run
@@ -40,20 +41,19 @@ from fdora.triton.small import Out, small_backward, small_forward
 TILES = [
     GemmConfig(True, *tile)
     for tile in (
-        (128, 256, 64, 8, True, True, 8, 4), (128, 256, 64, 8, True, False, 8, 4), (256, 128, 64, 8, True, True, 8, 4),
-        (256, 128, 64, 8, True, False, 8, 4), (128, 128, 64, 8, True, True, 4, 4), (128, 128, 64, 8, True, False, 4, 3),
-        (64, 256, 64, 8, True, True, 4, 4), (64, 128, 64, 8, False, False, 4, 4), (128, 64, 64, 8, False, False, 4, 4),
-        (64, 64, 128, 8, False, True, 4, 4), (64, 64, 64, 8, False, False, 4, 6),
+        (128, 256, 64, 8, True, True, 8, 4), (256, 128, 64, 8, True, True, 8, 4), (128, 128, 64, 8, True, True, 4, 4),
+        (128, 128, 64, 8, True, False, 4, 3), (64, 256, 64, 8, True, True, 4, 4), (64, 128, 64, 8, False, False, 4, 4),
+        (64, 64, 128, 8, False, True, 4, 4),
     )
 ]  # fmt: skip
-PASSES = [  # beside cuBLAS
-    GemmConfig(True, *tile)
+RESTS = [
+    RestConfig(*tile)
     for tile in (
-        (128, 128, 32, 8, True, False, 4, 2),
-        (64, 128, 32, 8, False, False, 4, 2),
-        (64, 64, 64, 8, False, False, 4, 2),
+        (64, 128, 64, 4, 3, True), (64, 128, 128, 4, 2, True), (32, 128, 64, 4, 3, True), (64, 64, 64, 4, 3, True),
+        (128, 128, 64, 8, 3, True), (64, 128, 64, 4, 3, False),
     )
-] + [GemmConfig(False, 64, 128, 16, 8, False, False, 4, 2)]
+]  # fmt: skip
+SCALED = [RestConfig(64, 128, 64, 4, 3, True), RestConfig(16, 256, 64, 4, 3, True)]
 SCALE_SHAPES = [
     (512, 4096, 16), (4096, 1024, 16), (4096, 4096, 8), (4096, 4096, 16), (4096, 4096, 64), (4096, 4096, 384),
     (4096, 14336, 16), (4096, 14336, 64), (4096, 8192, 384), (16384, 4096, 16), (16384, 4096, 64), (16384, 4096, 384),
@@ -111,18 +111,16 @@ def close(got, want, what):
     assert error <= 5e-3, f"{what} is wrong by {error:.1e}"
 
 
-def name_of(way, config=None):
-    return way if config is None else f"{way} " + "x".join(map(str, tuple(config)[1:4])) + f" {tuple(config)[4:]}"
-
-
 def product_ways(forward):
     """name -> (way, config)"""
-    ways = {name_of("fused", tile): ("fused", tile) for tile in TILES}
-    if forward:
-        ways |= {name_of("wide", tile): ("wide", tile) for tile in PASSES[:2]}
-        return ways | {name_of("cublas", tile): ("cublas", tile) for tile in PASSES} | {"bare": ("bare", None)}
-    ways |= {name_of("after", tile): ("after", tile) for tile in PASSES[:2]}
-    return ways | {"cublas": ("cublas", None), "bare": ("bare", None)}
+    ways = {name_of("fused", tile): ("fused", tile) for tile in TILES} | {"bare": ("bare", None)}
+    ways |= {name_of("after", tile): ("after", tile) for tile in (RESTS if forward else RESTS[:4])}
+    return ways | ({name_of("first", tile): ("first", tile) for tile in SCALED} if forward else {"first": ("first", None)})
+
+
+def name_of(way, config):
+    """The fields that differ."""
+    return " ".join([way, *map(str, tuple(config)[1 if way == "fused" else 0 :])])
 
 
 class Drawn:
@@ -145,17 +143,13 @@ class Drawn:
 
     def write(self, way, config, plan, x, h, W, b, m, c):
         y = plan.result("y", (self.M, self.N), x.dtype)
+        chosen = Way(way, config if way == "fused" else None, None if way == "fused" else config, 0.0)
         if way == "bare":
             plan.product(y, x, W.T if self.forward else W)
-        elif way == "fused":
-            epilogue = Epilogue("scale", m, c) if self.forward else Epilogue()
-            gemm(plan, y, x, h, Operand(W, b, trans=self.forward), epilogue, config=config)
         elif self.forward:
-            beside_cublas(plan, y, x, h, W, b, Epilogue("scale", m, c), config=config, wide=way == "wide")
-        elif way == "after":
-            summed_after(plan, y, x, h, W, b, config)
+            scaled_product(plan, y, x, h, W, b, Epilogue("scale", m, c), None, chosen)
         else:
-            summed_product(plan, y, x, h, W, b, False)
+            summed_product(plan, y, x, h, W, b, False, chosen)
 
     def make(self, way, config):
         launch = planned(partial(self.write, way, config), *self.sets[0])
@@ -180,7 +174,7 @@ def compiled(jobs):
                 print(task, type(error).__name__, str(error)[:200], flush=True)
 
 
-def time_scale(M, N, r, anchor):
+def time_scale(M, N, r, where):
     sets = []
     for _ in range(max(1, min(8, CACHE // (6 * M * N)))):
         dy, y, x, W, h, B = randn(M, N), randn(M, N), randn(M, 64), randn(N, 64), randn(M, r), randn(N, r)
@@ -202,24 +196,27 @@ def time_scale(M, N, r, anchor):
         return lambda: launch(*next(turns))[0]
 
     timers = {}
-    for tile in itertools.product((64, 128), (64,), (64, 128, 256, 512, 1024), (False, True), (4,)):
-        if tile[0] <= tile[2] and (r <= 64 or not tile[3]):
-            timers[str(tile)] = clock.graph_timer(make(tile), anchor)
+    tiles = [(128, 64, 128, 4), (128, 64, 256, 4), (128, 64, 512, 4), (64, 64, 64, 4)]
+    tiles += [(128, 64, 1024, 4)] if M > 1024 else [(128, 32, 128, 4), (128, 32, 256, 4), (128, 32, 512, 4), (256, 32, 512, 8)]
+    for tile in [(*tile[:3], fuse, tile[3]) for tile in tiles for fuse in (False, True)]:
+        if r <= 64 or not tile[3]:
+            timers[str(tile)] = clock.quick_timer(make(tile), clock.launches_of(0.01 + 9 * M * N / 4e9, len(sets)), *where)
     return {name: round(t, 5) for name, t in clock.medians(timers, 5).items()}
 
 
 def time_products(shapes, end):
     """ms of every way, in both directions. (M, K, N, r) of the layer: backward multiplies (M, N) by (N, K)."""
-    anchor = clock.anchor_graph()
+    where = clock.anchor_graph(), torch.cuda.Stream()
     for number, ((M, K, N, r), forward) in enumerate(itertools.product(shapes, (True, False))):
         if time.perf_counter() > end:
             return
         if number % 4 == 0:
-            yield {"shape": (M, N, r), "scale": time_scale(M, N, r, anchor)}
+            yield {"shape": (M, N, r), "scale": time_scale(M, N, r, where)}
         drawn, timers = Drawn(forward, M, *((N, K) if forward else (K, N)), r), {}
+        launches = clock.launches_of(0.005 + 2e-9 * M * N * K / 600, len(drawn.sets))
         for name, way in product_ways(forward).items():
             try:
-                timers[name] = clock.graph_timer(drawn.make(*way), anchor)
+                timers[name] = clock.quick_timer(drawn.make(*way), launches, *where)
             except AssertionError:
                 raise
             except Exception as error:  # too much shared memory, too many registers: not a candidate on this GPU
@@ -310,7 +307,7 @@ def products(options):
             print(row["shape"], sorted((ms, name) for name, ms in row["scale"].items())[:4], flush=True)
             continue
         best = sorted((ms, name) for name, ms in row["ms"].items() if name != "bare")
-        print(row["shape"], row["forward"], row["ms"]["bare"], best[:4], row["ms"].get("cublas"), flush=True)
+        print(row["shape"], row["forward"], row["ms"]["bare"], best[:4], flush=True)
         if len(rows) % 8 == 0:
             options.json.write_text(json.dumps({"about": facts, "rows": rows}) + "\n")
     options.json.write_text(json.dumps({"about": facts, "rows": rows}) + "\n")

@@ -12,7 +12,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from fdora.triton.table import GEMM, SCALE, SMALL
+from fdora.triton.table import SCALE, SMALL
 
 MAX_N, MIN_K = 128, 64  # the tallest and the narrowest tile of any norm
 
@@ -144,22 +144,15 @@ class GemmConfig(NamedTuple):
     num_stages: int
 
 
-@lru_cache(4096)
-def gemm_config(M: int, N: int, K: int, r: int, trans_b: bool, extra: bool, capability: int) -> GemmConfig:
-    """``trans_b``: the columns of W are contiguous (forward). ``extra``: one more tile is read or written at the end."""
-    if not 90 <= capability < 120:
-        narrow = M <= 64 or N <= 64
-        return GemmConfig(False, 64 if narrow else 128, 64 if narrow else 128, 32, 8, False, False, 4 if narrow else 8, 3)
-    tiles = {shape: tile for shape, tile in GEMM[trans_b].items() if tile[1] <= max(64, power_of_two(M))}  # none taller than x
-    config = GemmConfig(*nearest(tiles, (M, N, K, r), (1, 1, 1, 0.25)))
-    room = 16384 if capability < 100 else 8192  # 128 x 128 on 4 warps would spill on sm_100
-    area = config.BLOCK_M * config.BLOCK_N
-    if not extra or area <= room:
-        return config
-    if capability >= 100:  # it would spill there
-        return GemmConfig(True, 128, 128, 64, 8, False, True, 8, 4)
-    # A tile of 128 x 256 leaves room in shared memory for four stages or for another tile.
-    return config._replace(num_stages=min(3, config.num_stages))
+class RestConfig(NamedTuple):
+    """Tile of what is added to a product that is there, slab of the rank; ``PDL``: it may start before the product ends."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_R: int
+    num_warps: int
+    num_stages: int
+    PDL: bool
 
 
 class ScaleConfig(NamedTuple):

@@ -1,12 +1,11 @@
 """One matrix product with the low-rank term and everything elementwise inside: nothing of size (M, N) but the result.
 
     out = epilogue( x W + mask( x' W + h B ) )      x, x' (M, K), W (K, N), h (M, r), B (r, N)
-    epilogue(v) = v | g v + bias | g (v + residual) + bias | v + (g - 1) residual + bias | v + residual
-                                                                                   g = m / max(c, EPS), one value per column
+    epilogue(v) = v | g v + bias | v + (g - 1) residual + bias | v + residual      g = m / max(c, EPS), one value per column
 
 Forward: W and B are the transposed weights, h = s x A^T. Backward: x is dz, W the weight as it is, h = s dz B, B is A.
 The mask (dropout of the adapter's input) belongs to the low-rank term only, so that term is accumulated first and masked in
-registers. The kernels accumulate in float32 and round once. The residual may be ``out`` or ``pre_scale`` itself: a program
+registers. The kernels accumulate in float32 and round once. In the last epilogue the residual is ``out`` itself: a program
 reads a tile before it writes it, and no other program touches it.
 
 On Hopper and data-centre Blackwell tiles travel by TMA. Both products then run in *one* loop of K / BLOCK_K + r / BLOCK_K
@@ -17,9 +16,10 @@ bench/NOTES.md); two loops after each other lose 5 to 10 %. Elsewhere, and where
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from fdora.triton.configs import GemmConfig, gemm_config, power_of_two
+from fdora.triton.choice import fused_config
+from fdora.triton.configs import GemmConfig, power_of_two
 from fdora.triton.copy import stacked
 from fdora.triton.dropout import threshold
 from fdora.triton.kernels.gemm import gemm_pointer_kernel, gemm_tma_kernel
@@ -29,7 +29,7 @@ from fdora.triton.runtime.plan import Array, Tile
 
 
 class Epilogue(NamedTuple):
-    """What happens to the accumulator, in the order above: "none", "scale", "base", "residual" or "accumulate"."""
+    """What happens to the accumulator: "none", "scale", "residual" or "accumulate"."""
 
     kind: str = "none"
     m: Array | None = None
@@ -58,32 +58,30 @@ NO_EPILOGUE, UNMASKED = Epilogue(), Masked()
 
 
 def gemm(
-    plan: Builder, out: Array, x: Array, h: Array | None, right: Operand, epilogue: Epilogue = NO_EPILOGUE,
+    plan: Builder, out: Array, x: Array, h: Array, right: Operand, epilogue: Epilogue = NO_EPILOGUE,
     masked: Masked = UNMASKED, pre_scale: Array | None = None, config: GemmConfig | None = None,
 ) -> None:  # fmt: skip
     """x (M, K), h (M, r), float16 or bfloat16 -> ``out`` and, where given, ``pre_scale``, both (M, N) and contiguous.
 
-    Without h: the product of x alone. ``config`` overrides the choice, for the command that measures tiles.
+    ``config`` overrides the choice, for the command that measures tiles.
     """
-    (M, K), N, r = x.shape, out.shape[1], 0 if h is None else h.shape[1]
+    (M, K), N, r = x.shape, out.shape[1], h.shape[1]
     if out.numel == 0:
         return
-    h = x if h is None else h
     w, b = (right.w.T, right.b.T) if right.trans else (right.w, right.b)
-    trans_b = w.stride[0] == 1 and w.stride[1] != 1
     one_more_tile = pre_scale is not None or epilogue.residual is not None
-    config = config or gemm_config(M, N, K, r, trans_b, one_more_tile, plan.device.capability)
     x_masked = masked.x
     vectors = (epilogue.m, epilogue.c, epilogue.bias, masked.seed, threshold(masked.p), 1 / (1 - masked.p), M, N, K, r)
     flags = (epilogue.kind, epilogue.bias is not None, pre_scale is not None, masked.seed is not None, x_masked is not None)
-    tiles: Any = (x, x_masked, out, pre_scale, epilogue.residual, w.T if trans_b else w)
-    if config.tma and all(t is None or is_tma_compatible(t) for t in tiles):
+    trans_b, tma = by_tma(x, right, out, x_masked, pre_scale, epilogue.residual)
+    config = config or fused_config(M, N, K, r, trans_b, one_more_tile, tma, plan.device.capability, plan.device.num_sms)
+    if config.tma:
         bm, bn, bk = config.BLOCK_M, config.BLOCK_N, config.BLOCK_K
         width = bn // 2 if config.EPILOGUE_SUBTILE else bn
         block = (bn, bk) if trans_b else (bk, bn)
         count = cdiv(M, bm) * cdiv(N, bn)
         programs = min(count, plan.device.num_sms) if config.persistent else count
-        hb = (fitting(plan, h), fitting(plan, b.T if trans_b else b))
+        hb = (_fit(plan, h), _fit(plan, b.T if trans_b else b))
         plan.launch(
             gemm_tma_kernel, (programs,),
             (Tile(x, (bm, bk)), _tile(x_masked, (bm, bk)), Tile(w.T if trans_b else w, block), Tile(hb[0], (bm, bk)),
@@ -93,8 +91,6 @@ def gemm(
             config.num_warps, config.num_stages,
         )  # fmt: skip
         return
-    if config.tma:
-        config = gemm_config(M, N, K, r, False, False, 0)
     if x_masked is not None and x_masked.stride != x.stride:
         x, x_masked = stacked(plan, [x], x.dtype), stacked(plan, [x_masked], x.dtype)
     plan.launch(
@@ -107,7 +103,14 @@ def gemm(
     )
 
 
-def fitting(plan: Builder, t: Array) -> Array:
+def by_tma(x: Array, right: Operand, *others: Array | None) -> tuple[bool, bool]:
+    """Whether the columns of the right-hand W are contiguous, and whether all of these lie as TMA wants them."""
+    w = right.w.T if right.trans else right.w
+    trans_b = w.stride[0] == 1 and w.stride[1] != 1
+    return trans_b, all(t is None or is_tma_compatible(t) for t in (x, w.T if trans_b else w, *others))
+
+
+def _fit(plan: Builder, t: Array) -> Array:
     """A factor of the adapter as TMA takes it: itself, or a copy with padded rows (small beside W)."""
     return t if is_tma_compatible(t) else stacked(plan, [t], t.dtype)
 

@@ -10,39 +10,74 @@ adds its product to dh A. Two more passes over the result, which few tokens leav
 
 from __future__ import annotations
 
-import torch
-
-from fdora.triton.configs import GemmConfig
+from fdora.triton.choice import Way, product_way
+from fdora.triton.configs import RestConfig, power_of_two
 from fdora.triton.copy import operand
-from fdora.triton.gemm import Epilogue, Operand, fitting, gemm
+from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Operand, by_tma, gemm
+from fdora.triton.kernels.rest import rest_kernel
 from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 
 
 def scaled_product(
     plan: Builder, y: Array, x: Array, h: Array, W: Array, B: Array, epilogue: Epilogue, pre: Array | None,
-) -> None:  # fmt: skip
-    gemm(plan, y, x, h, Operand(W, B, trans=True), epilogue, pre_scale=pre)
-
-
-def beside_cublas(
-    plan: Builder, y: Array, x: Array, h: Array, W: Array, B: Array, epilogue: Epilogue, pre: Array | None = None,
-    config: GemmConfig | None = None, wide: bool = False,
-) -> None:  # fmt: skip
-    base = plan.temp(y.shape, torch.float32) if wide else y if pre is None else pre
+    way: Way | None = None,
+) -> str:  # fmt: skip
+    """(M, K) (M, r) (N, K) (N, r) -> y and, where given, pre, both (M, N). Returns what it does, in words."""
+    right = Operand(W, B, trans=True)
+    way = way or way_of(plan, x, h, right, y, pre)
+    if way.kind == "fused":
+        gemm(plan, y, x, h, right, epilogue, pre_scale=pre, config=way.fused)
+        return "one fused product; g inside"
+    assert way.rest is not None
+    base = y if pre is None else pre
+    if way.kind == "first":
+        plan.product(base, h, operand(plan, B).T)
+        plan.product(base, x, operand(plan, W).T, accumulate=True)
+        rest(plan, y, base, None, None, way.rest, epilogue)
+        return "h B^T and x W^T by cuBLAS, then g"
     plan.product(base, x, operand(plan, W).T)
-    h, B = fitting(plan, h), fitting(plan, B)
-    gemm(
-        plan, y, h, None, Operand(B, B, trans=True), epilogue._replace(kind="base", residual=base), pre_scale=pre, config=config
-    )
+    rest(plan, y, base, h, B.T, way.rest, epilogue, pre)
+    return "x W^T by cuBLAS, then one pass for the rest"
 
 
-def summed_product(plan: Builder, dx: Array, dz: Array, dh: Array, W: Array, A: Array, accumulate: bool) -> None:
-    plan.product(dx, dh, operand(plan, A), accumulate=accumulate)
-    plan.product(dx, dz, operand(plan, W), accumulate=True)
+def summed_product(
+    plan: Builder, dx: Array, dz: Array, dh: Array, W: Array, A: Array, accumulate: bool, way: Way | None = None
+) -> str:  # fmt: skip
+    """(M, N) (M, r) (N, K) (r, K) -> dx (M, K). ``accumulate``: added to it. Returns what it does, in words."""
+    right = Operand(W, A, trans=False)
+    way = way or way_of(plan, dz, dh, right, dx, dx if accumulate else None)
+    if way.kind == "fused":
+        gemm(plan, dx, dz, dh, right, Epilogue("accumulate", residual=dx) if accumulate else NO_EPILOGUE, config=way.fused)
+        return "one fused product for dx"
+    if way.kind == "first":
+        plan.product(dx, dh, operand(plan, A), accumulate=accumulate)
+        plan.product(dx, dz, operand(plan, W), accumulate=True)
+        return "dh A and dz W by cuBLAS"
+    assert way.rest is not None
+    plan.product(dx, dz, operand(plan, W), accumulate=accumulate)
+    rest(plan, dx, dx, dh, A, way.rest)
+    return "dz W by cuBLAS, then one pass for dh A"
 
 
-def summed_after(plan: Builder, dx: Array, dz: Array, dh: Array, W: Array, A: Array, config: GemmConfig | None = None) -> None:
-    plan.product(dx, dz, operand(plan, W))
-    dh, A = fitting(plan, dh), fitting(plan, A)
-    gemm(plan, dx, dh, None, Operand(A, A, trans=False), Epilogue("accumulate", residual=dx), config=config)
+def way_of(plan: Builder, x: Array, h: Array, right: Operand, out: Array, beside: Array | None) -> Way:
+    (M, K), N, r, on = x.shape, out.shape[1], h.shape[1], plan.device
+    trans_b, tma = by_tma(x, right, out, beside)
+    return product_way(M, N, K, r, trans_b, beside is not None, tma, on.capability, on.num_sms)
+
+
+def rest(
+    plan: Builder, out: Array, base: Array, h: Array | None, b: Array | None, config: RestConfig,
+    epilogue: Epilogue = NO_EPILOGUE, pre_scale: Array | None = None,
+) -> None:  # fmt: skip
+    """(M, N) base, (M, r) h, (r, N) b -> out and pre_scale; either may be ``base``. Right after the product that wrote it."""
+    (M, N), r = base.shape, 0 if h is None else h.shape[1]
+    pdl = plan.device.supports_pdl and config.PDL
+    strides = (0, 0, 0, 0) if h is None or b is None else (*h.stride, *b.stride)
+    plan.launch(
+        rest_kernel, (cdiv(M, config.BLOCK_M) * cdiv(N, config.BLOCK_N),),
+        (base, h, b, out, pre_scale, epilogue.m, epilogue.c, epilogue.bias, M, N, r, *strides),
+        (h is not None, epilogue.m is not None, epilogue.bias is not None, pre_scale is not None, pdl, config.BLOCK_M,
+         config.BLOCK_N, min(config.BLOCK_R, power_of_two(r)), 8), config.num_warps, config.num_stages, pdl,
+    )  # fmt: skip

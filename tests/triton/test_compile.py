@@ -19,7 +19,7 @@ from triton.compiler import ASTSource, make_backend  # noqa: E402
 
 from fdora._records import Dropout  # noqa: E402
 from fdora.triton import act  # noqa: E402
-from fdora.triton.configs import GemmConfig, gemm_config  # noqa: E402
+from fdora.triton.configs import GemmConfig  # noqa: E402
 from fdora.triton.fp8 import plan_fp8_linear  # noqa: E402
 from fdora.triton.gemm import Epilogue, Masked, Operand, gemm  # noqa: E402
 from fdora.triton.linear import plan_backward, plan_forward  # noqa: E402
@@ -27,7 +27,7 @@ from fdora.triton.runtime.device import Device  # noqa: E402
 from fdora.triton.runtime.plan import Array, Scalar, Tile  # noqa: E402
 from fdora.triton.runtime.private import HAS_PDL  # noqa: E402
 from fdora.triton.small import small_backward  # noqa: E402
-from fdora.triton.table import GEMM  # noqa: E402
+
 from tests.triton.recorder import NAMES  # noqa: E402
 from tests.triton.written import (  # noqa: E402
     BF16,

@@ -38,11 +38,9 @@ def _store_tma(
     EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     n = col + tl.arange(0, WIDTH)
-    if EPILOGUE == "base":
-        acc = acc + residual.load([row, col]).to(tl.float32)
     if STORE_PRE_SCALE:
         pre_scale.store([row, col], acc.to(pre_scale.dtype))
-    if EPILOGUE == "scale" or EPILOGUE == "base":
+    if EPILOGUE == "scale":
         acc = acc * g_tile(m, c, n, N)[None, :] + _bias_tile(bias, n, N, HAS_BIAS)
     if EPILOGUE == "residual":
         correction = (g_tile(m, c, n, N) - 1)[None, :] * residual.load([row, col]).to(tl.float32)
@@ -117,11 +115,9 @@ def gemm_pointer_kernel(
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     at = t[:, None].to(tl.int64) * N + n[None, :]
     mask = (t < M)[:, None] & (n < N)[None, :]
-    if EPILOGUE == "base":
-        acc = acc + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     if STORE_PRE_SCALE:
         tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
-    if EPILOGUE == "scale" or EPILOGUE == "base":
+    if EPILOGUE == "scale":
         acc = acc * g_tile(m, c, n, N)[None, :] + _bias_tile(bias, n, N, HAS_BIAS)
     if EPILOGUE == "residual":
         correction = (g_tile(m, c, n, N) - 1)[None, :] * tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
