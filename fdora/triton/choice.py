@@ -10,9 +10,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from fdora.triton.configs import GemmConfig, RestConfig
+from fdora.triton.configs import GemmConfig
 from fdora.triton.fitted import AFTER, CUBLAS, FIRST, FUSED
-from fdora.triton.waves import CublasFit, Fit, Gpu, PassFit, Tile, cublas_us, fused_us, gpu_of, pass_us
+from fdora.triton.waves import DOUBT, CublasFit, Fit, Gpu, PassFit, Tile, cublas_us, fused_us, gpu_of, pass_us
 
 # By pointers: they fit and do not spill on any GPU. In the end, products out of registers reach less than those out of shared
 # memory, and small tiles less than large ones.
@@ -25,16 +25,13 @@ POINTERS = {
 # On sm_100 another tile beside the one that is summed up would spill above 64 x 128 with 4 warps.
 WITH_ANOTHER_TILE = (128, 128, 64, 8, False, True, 8, 4)
 
-G_ALONE = (64, 128, 64, 4, 3, True)  # of a W whose columns are not contiguous in forward, which was not measured
-
 
 class Way(NamedTuple):
     """``kind``: "fused", "after" (a pass for the rest follows cuBLAS) or "first" (cuBLAS adds to the low-rank term)."""
 
     kind: str
-    fused: GemmConfig | None
-    rest: RestConfig | None
-    us: float
+    tile: GemmConfig | None  # of a fused product
+    us: float  # by the model
 
 
 @lru_cache(4096)
@@ -45,12 +42,11 @@ def product_way(
     all operands lie as TMA wants them."""
     gpu = gpu_of(capability, num_sms)
     tile, us = _fused(M, N, K, r, trans_b, extra, tma, gpu, capability)
-    ways = [Way("fused", tile, None, us)]
     alone = cublas_us(M, N, K, CublasFit(*CUBLAS[trans_b]), gpu)
-    for kind, configs in (("after", AFTER), ("first", FIRST)):
-        for config, fit in configs[trans_b].items():
-            us = alone + pass_us(M, N, r, PassFit(*fit), gpu)
-            ways.append(Way(kind, None, RestConfig(*(config or G_ALONE)), us))
+    ways = [Way("fused", tile, us * DOUBT)]
+    for kind, fits in (("after", AFTER), ("first", FIRST)):
+        if trans_b in fits:
+            ways.append(Way(kind, None, alone + pass_us(M, N, r, PassFit(*fits[trans_b]), gpu)))
     return min(ways, key=lambda way: way.us)
 
 

@@ -1,17 +1,18 @@
-"""The product of a layer with its low-rank term, in one of two ways; which one is a function of the shape (configs.py).
+"""The product of a layer with its low-rank term, in one of two ways; which one is a function of the shape (choice.py).
 
     forward   y = g (x W^T + h B^T) + bias
     backward  dx = dz W + dh A
 
 Fused: everything in one product (gemm.py); nothing of size (M, N) but the result is written. Beside cuBLAS: its product of x
-alone, tuned for any number of tiles, and one pass over the result for the rest. In backward the pass comes first: cuBLAS
-adds its product to dh A. Two more passes over the result, which few tokens leave in the cache; forward rounds x W^T once more.
+alone, tuned for any number of tiles, and one pass over the result for the rest ("after"); or, in backward, cuBLAS adds its
+product to dh A ("first"). Two more passes over the result, which few tokens leave in the cache. "after" rounds the product
+of x to the dtype of x before the rest is added in float32, "first" dh A.
 """
 
 from __future__ import annotations
 
 from fdora.triton.choice import Way, product_way
-from fdora.triton.configs import RestConfig, power_of_two
+from fdora.triton.configs import rest_config
 from fdora.triton.copy import operand
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Operand, by_tma, gemm
 from fdora.triton.kernels.rest import rest_kernel
@@ -28,17 +29,11 @@ def scaled_product(
     right = Operand(W, B, trans=True)
     way = way or way_of(plan, x, h, right, y, pre)
     if way.kind == "fused":
-        gemm(plan, y, x, h, right, epilogue, pre_scale=pre, config=way.fused)
+        gemm(plan, y, x, h, right, epilogue, pre_scale=pre, config=way.tile)
         return "one fused product; g inside"
-    assert way.rest is not None
     base = y if pre is None else pre
-    if way.kind == "first":
-        plan.product(base, h, operand(plan, B).T)
-        plan.product(base, x, operand(plan, W).T, accumulate=True)
-        rest(plan, y, base, None, None, way.rest, epilogue)
-        return "h B^T and x W^T by cuBLAS, then g"
     plan.product(base, x, operand(plan, W).T)
-    rest(plan, y, base, h, B.T, way.rest, epilogue, pre)
+    rest(plan, y, base, h, B.T, epilogue, pre)
     return "x W^T by cuBLAS, then one pass for the rest"
 
 
@@ -49,15 +44,14 @@ def summed_product(
     right = Operand(W, A, trans=False)
     way = way or way_of(plan, dz, dh, right, dx, dx if accumulate else None)
     if way.kind == "fused":
-        gemm(plan, dx, dz, dh, right, Epilogue("accumulate", residual=dx) if accumulate else NO_EPILOGUE, config=way.fused)
+        gemm(plan, dx, dz, dh, right, Epilogue("accumulate", residual=dx) if accumulate else NO_EPILOGUE, config=way.tile)
         return "one fused product for dx"
     if way.kind == "first":
         plan.product(dx, dh, operand(plan, A), accumulate=accumulate)
         plan.product(dx, dz, operand(plan, W), accumulate=True)
         return "dh A and dz W by cuBLAS"
-    assert way.rest is not None
     plan.product(dx, dz, operand(plan, W), accumulate=accumulate)
-    rest(plan, dx, dx, dh, A, way.rest)
+    rest(plan, dx, dx, dh, A)
     return "dz W by cuBLAS, then one pass for dh A"
 
 
@@ -68,16 +62,17 @@ def way_of(plan: Builder, x: Array, h: Array, right: Operand, out: Array, beside
 
 
 def rest(
-    plan: Builder, out: Array, base: Array, h: Array | None, b: Array | None, config: RestConfig,
-    epilogue: Epilogue = NO_EPILOGUE, pre_scale: Array | None = None,
+    plan: Builder, out: Array, base: Array, h: Array, b: Array, epilogue: Epilogue = NO_EPILOGUE,
+    pre_scale: Array | None = None,
 ) -> None:  # fmt: skip
-    """(M, N) base, (M, r) h, (r, N) b -> out and pre_scale; either may be ``base``. Right after the product that wrote it."""
-    (M, N), r = base.shape, 0 if h is None else h.shape[1]
-    pdl = plan.device.supports_pdl and config.PDL
-    strides = (0, 0, 0, 0) if h is None or b is None else (*h.stride, *b.stride)
+    """(M, N) base, (M, r) h, (r, N) b -> out and pre_scale = base + h b; either may be ``base``."""
+    (M, N), r = base.shape, h.shape[1]
+    if base.numel == 0:
+        return
+    config, m = rest_config(r), epilogue.m
     plan.launch(
         rest_kernel, (cdiv(M, config.BLOCK_M) * cdiv(N, config.BLOCK_N),),
-        (base, h, b, out, pre_scale, epilogue.m, epilogue.c, epilogue.bias, M, N, r, *strides),
-        (h is not None, epilogue.m is not None, epilogue.bias is not None, pre_scale is not None, pdl, config.BLOCK_M,
-         config.BLOCK_N, min(config.BLOCK_R, power_of_two(r)), 8), config.num_warps, config.num_stages, pdl,
+        (base, h, b, out, pre_scale, m, epilogue.c, epilogue.bias, M, N, r, *h.stride, *b.stride),
+        (m is not None, epilogue.bias is not None, pre_scale is not None, config.BLOCK_M, config.BLOCK_N, config.BLOCK_R, 8),
+        config.num_warps, config.num_stages,
     )  # fmt: skip

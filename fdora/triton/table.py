@@ -1,21 +1,5 @@
 """Written by `python -m bench.tune --write`: shape -> fastest config, the fields of configs.py in their order."""
 
-# (M, N, r) -> BLOCK_M, BLOCK_N, ROWS, fuse_dB, num_warps
-SCALE: dict[tuple, tuple] = {
-    (512, 4096, 16): (128, 64, 128, True, 4),
-    (4096, 1024, 16): (128, 64, 256, True, 4),
-    (4096, 4096, 8): (64, 64, 512, True, 4),
-    (4096, 4096, 16): (64, 64, 512, True, 4),
-    (4096, 4096, 64): (128, 64, 1024, True, 4),
-    (4096, 4096, 384): (128, 64, 512, False, 4),
-    (4096, 14336, 16): (64, 64, 1024, True, 4),
-    (4096, 14336, 64): (128, 64, 128, False, 4),
-    (4096, 8192, 384): (128, 64, 1024, False, 4),
-    (16384, 4096, 16): (64, 64, 1024, True, 4),
-    (16384, 4096, 64): (128, 64, 1024, True, 4),
-    (16384, 4096, 384): (128, 64, 128, False, 4),
-}
-
 # (tokens, N, K) -> SmallConfig, by whether neighbours in memory are columns of W
 SMALL: dict[bool, dict[tuple, tuple]] = {
     True: {

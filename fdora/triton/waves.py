@@ -26,6 +26,7 @@ TILES = ((256, 128), (128, 256), (192, 128), (128, 192), (128, 128), (64, 256), 
 SPLITS = (1, 2, 3, 4, 6, 8)
 LEAST_K = 512  # of a part
 SLOW_COPY = 4.0  # us: rows of h and B that do not begin at 16 bytes are copied first
+DOUBT = 1.03  # a fused product must be faster by this: of the two it is predicted worse
 
 
 class Gpu(NamedTuple):
@@ -76,7 +77,8 @@ class CublasFit(NamedTuple):
     start: float
     memory: float
     latency: float
-    split: float  # us: adding parts
+    split: float  # us: adding parts,
+    part: float  # and for each 10^6 elements of one
 
 
 class PassFit(NamedTuple):
@@ -105,7 +107,7 @@ def cublas_us(M: int, N: int, K: int, fit: CublasFit, gpu: Gpu) -> float:
         for splits in SPLITS:
             if splits > 1 and splits * LEAST_K > K:
                 break
-            added = fit.split + 8 * splits * M * N / gpu.bytes if splits > 1 else 0.0
+            added = fit.split + fit.part * splits * M * N / 1e6 if splits > 1 else 0.0
             products = _waves(M, N, Tile(bm, bn, 64, 1), K / (64 * splits), each, gpu, splits) + added
             best = min(best, _joined(products, memory))
     return fit.start + best

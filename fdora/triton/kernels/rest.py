@@ -9,13 +9,12 @@ from fdora.triton.kernels.g import g_tile
 from fdora.triton.kernels.gemm import tile_of_product
 from fdora.triton.kernels.tile import products
 from fdora.triton.runtime.cost import launched
-from fdora.triton.runtime.private import gdc_wait
 
 
 @triton.jit(launch_metadata=launched, do_not_specialize=["M"])
 def rest_kernel(
     base, h, b, out, pre_scale, m, c, bias, M, N, R, stride_hm, stride_hr, stride_br, stride_bn,
-    LOW_RANK: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, PDL: tl.constexpr,
+    SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """(M, N) base, (M, R) h, (R, N) b -> g (base + h b) + bias. ``out`` or ``pre_scale`` may be ``base``."""
@@ -23,12 +22,9 @@ def rest_kernel(
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     at = t[:, None].to(tl.int64) * N + n[None, :]
     mask = (t < M)[:, None] & (n < N)[None, :]
-    if PDL:
-        gdc_wait()
     there = tl.load(base + at, mask=mask, other=0.0)  # on its way while the product runs
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if LOW_RANK:
-        acc = products(acc, h, b, row, col, M, N, R, stride_hm, stride_hr, stride_br, stride_bn, BLOCK_M, BLOCK_N, BLOCK_R)
+    acc = products(acc, h, b, row, col, M, N, R, stride_hm, stride_hr, stride_br, stride_bn, BLOCK_M, BLOCK_N, BLOCK_R)
     acc += there.to(tl.float32)
     if STORE_PRE_SCALE:
         tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
