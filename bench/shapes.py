@@ -11,10 +11,14 @@ with float64 samples first, and a wrong one fails the command.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import math
 import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import fields
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
@@ -60,11 +64,35 @@ def draw(seed: int, count: int) -> list[tuple[int, int, int, int]]:
     return shapes
 
 
-def case(shape: tuple[int, int, int, int], options) -> list[dict]:
+def compile_case(shape: tuple[int, int, int, int], ways: list[str]) -> None:
+    """In a process of its own: Triton keeps what it compiles on disk."""
+    i = Inputs.random(*shape, BF16, "cuda")
+    for name in ways:
+        way = build(name, i)
+        way.forward()
+        assert way.both is not None
+        way.both()
+    torch.cuda.synchronize()
+
+
+def compile_all(shapes: list[tuple[int, int, int, int]], options) -> None:
+    ways = [name for name in options.ways if name.startswith("fdora")]
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        for done in [pool.submit(compile_case, shape, ways) for shape in shapes]:
+            done.result()
+
+
+def copied(i: Inputs) -> Inputs:
+    each = {f.name: getattr(i, f.name) for f in fields(i)}
+    return Inputs(**{name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in each.items()})
+
+
+def case(shape: tuple[int, int, int, int], where: tuple, options) -> list[dict]:
+    """``where``: what quick_timer captures into; empty on a CPU."""
     M, K, N, _ = shape
-    sets = 1 if options.device == "cpu" else max(1, min(8, CACHE // (2 * (M * K + K * N + 2 * M * N))))
-    inputs = [Inputs.random(*shape, BF16, options.device) for _ in range(sets)]
-    i, failed = inputs[0], Failures()
+    sets = max(1, min(8, CACHE // (2 * (M * K + K * N + 2 * M * N)))) if where else 1
+    i, failed = Inputs.random(*shape, BF16, options.device), Failures()
+    inputs = [i, *(copied(i) for _ in range(sets - 1))]
     x, A, B, m = (t.detach() for t in (i.x, i.A, i.B, i.m))
     truth = Truth(x, i.W, A, B, m, S, i.dy)
 
@@ -77,9 +105,7 @@ def case(shape: tuple[int, int, int, int], options) -> list[dict]:
         return ways
 
     ways = {name: prepare(name) for name in options.ways}
-    free(options.device)
-    rows, gpu = [], options.device != "cpu"
-    where = (anchor_graph(), torch.cuda.Stream()) if gpu else ()
+    rows = []
     for mode in ("fwd", "fwd_bwd"):
 
         def turns(name, mode=mode):
@@ -90,7 +116,7 @@ def case(shape: tuple[int, int, int, int], options) -> list[dict]:
         launches = launches_of(about_ms, sets)
 
         def timer(name, turns=turns, launches=launches):
-            return quick_timer(turns(name), launches, *where) if gpu else partial(once, turns(name), "cpu")
+            return quick_timer(turns(name), launches, *where) if where else partial(once, turns(name), "cpu")
 
         ms = medians(failed.attempt(ways, timer), options.runs)
         if "fdora_inside" in ms:
@@ -121,21 +147,31 @@ def main(argv=None):
     parser.add_argument("--shapes", type=int, default=64)
     parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help="comma separated")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     start, rows = time.perf_counter(), []
     facts, shapes = about(options.device, options.commit, argv), draw(options.seed, options.shapes)
+    where: tuple = ()
+    if options.device != "cpu":
+        if options.jobs:
+            compile_all(shapes, options)
+            print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
+        where = (anchor_graph(), torch.cuda.Stream())
     for shape in shapes:
         if time.perf_counter() - start > options.seconds:
             print(f"{len(shapes) - len(rows) // 2} cases not started in {options.seconds:.0f} s")
             break
-        rows += case(shape, options)
+        rows += case(shape, where, options)
         for row in rows[-2:]:
             print(row["shape"], row["mode"], row["ms"], flush=True)
         save(options.json, {"about": facts, "rows": rows, "summary": summarize(rows)})
+        if len(rows) == 2:  # what is imported stays: nothing to search for garbage
+            gc.freeze()
         free(options.device)
+    gc.unfreeze()
     lines = [[name, *found.values()] for name, found in summarize(rows).items()]
     print(table(["ratio", "mean", "worst", "at", "cases"], lines))
 
