@@ -1,4 +1,4 @@
-"""Fit the model of fdora/triton/waves.py to what bench.tune measured, say how well it predicts, and write it down.
+"""Fit the model of fdora/triton/waves.py to what bench.products measured, say how well it predicts, and write it down.
 
     python -m bench.fit FILE... [--write fdora/triton/fitted.py] [--json FILE] [--figure FILE]
 
@@ -20,6 +20,8 @@ from scipy.optimize import least_squares, nnls
 from bench.norm_forms import about
 from bench.save import save
 from bench.table import table
+from fdora.triton.choice import together
+from fdora.triton.configs import GemmConfig
 from fdora.triton.waves import DOUBT, CublasFit, Fit, PassFit, Tile, cublas_us, fused_us, gpu_of, pass_us
 
 GPU = gpu_of(90, 132)
@@ -35,14 +37,13 @@ def size(row):
 
 
 def fields(name):
-    """Of a config that bench.tune names."""
+    """Of a config that bench.products names."""
     return tuple(json.loads(word.lower()) for word in name.split()[1:])
 
 
 def tile_of(config):
-    """Without the first field of a GemmConfig."""
-    bm, bn, bk, _, _, persistent, _, stages = config
-    return Tile(bm, bn, bk, 2 if not persistent and bm * bn <= 16384 and (stages <= 3 or bm * bn <= 8192) else 1)
+    """Of a GemmConfig without its first field."""
+    return Tile(*config[:3], together(GemmConfig(True, *config)))
 
 
 def best_of(residuals, starts, bounds=(-math.inf, math.inf), scale=0.1, step=None):

@@ -140,7 +140,7 @@ def summarize(rows: list[dict]) -> dict:
     return summary
 
 
-def main(argv=None):
+def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=16)
@@ -151,7 +151,11 @@ def main(argv=None):
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", help="recorded in the JSON")
-    options = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    options = parse(argv)
     start, rows = time.perf_counter(), []
     facts, shapes = about(options.device, options.commit, argv), draw(options.seed, options.shapes)
     where: tuple = ()
