@@ -57,7 +57,7 @@ def forward(
     elif small:
         plan.path = f"few tokens: one pass over W; up to {LIMIT} tokens reading it is what a call costs"
     else:
-        plan.path = f"x A^T, then {how}; more than {LIMIT} tokens"
+        plan.path = f"x A^T, then the product; {how}; more than {LIMIT} tokens"
     packed = [la for la in layers if isinstance(la.W, Packed)]
     if small and packed and all(la.A is not None and la.seed is None and reads(la.W) for la in packed):
         plan.path += "; codes of W are decoded where they are multiplied"

@@ -50,8 +50,7 @@ def _store_tma(
     out.store([row, col], acc.to(out.dtype))
 
 
-# Tokens, terms and programs only bound loops there: one kernel serves them all.
-@triton.jit(launch_metadata=launched, do_not_specialize=["M", "K", "R", "PROGRAMS"])
+@triton.jit(launch_metadata=launched)
 def gemm_tma_kernel(
     x, x_masked, w, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, M, N, K, R, PROGRAMS,
     TRANS_B: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, DROP: tl.constexpr,

@@ -11,7 +11,7 @@ from fdora.triton.kernels.tile import products
 from fdora.triton.runtime.cost import launched
 
 
-@triton.jit(launch_metadata=launched, do_not_specialize=["M"])
+@triton.jit(launch_metadata=launched)
 def rest_kernel(
     base, h, b, out, pre_scale, m, c, bias, M, N, R, stride_hm, stride_hr, stride_br, stride_bn,
     SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
