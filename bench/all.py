@@ -57,6 +57,8 @@ TABLE = {
     ),
     "layer_few": Entry(180, f"bench.layer --M 1,16,64,128,512 --r 16,128,384 {FLOORS}"),
     "layer_ranks": Entry(90, f"bench.layer --r 8,64,128,768 {FLOORS}"),
+    "products": Entry(170, "bench.products"),
+    "shapes": Entry(60, "bench.shapes --jobs 8"),
     "group": Entry(60, "bench.group"),
     "multi": Entry(200, "bench.multi --runs 5"),
     "layers12_r384_eager": Entry(60, "bench.layers12 --r 384 --no-compile"),

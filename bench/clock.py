@@ -83,6 +83,26 @@ def graph_timer(fn: Callable[[], object], anchor: torch.cuda.CUDAGraph | None = 
     return lambda: replay_ms(graph) / launches
 
 
+def launches_of(ms: float, at_least: int = 1) -> int:
+    """How many launches of this length make a replay long enough."""
+    return max(at_least, min(MOST_LAUNCHES, math.ceil(REPLAY_MS / ms)))
+
+
+def quick_timer(fn: Callable[[], object], launches: int, anchor: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Timer:
+    """As graph_timer, for searches: torch.cuda.graph collects garbage and empties the cache before every capture."""
+    fn()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=anchor.pool())
+        try:
+            for _ in range(launches):
+                fn()
+        finally:
+            graph.capture_end()
+    return lambda: replay_ms(graph) / launches
+
+
 def timer(fn: Callable[[], object], device: str, anchor: torch.cuda.CUDAGraph | None = None) -> Timer:
     return wall_timer(fn, device, 0) if device == "cpu" else graph_timer(fn, anchor)
 

@@ -1,10 +1,10 @@
-"""Search the tiles of the layer's kernels on this GPU, and write the table they are chosen from.
+"""Search the tiles for few tokens on this GPU, and write the table they are chosen from.
 
-    python -m bench.tune [--ops gemm,scale,small] [--missing] [--write fdora/triton/table.py] [--json FILE] [--commit H]
+    python -m bench.tune [--missing] [--write fdora/triton/table.py] [--json FILE] [--commit H]
 
 Every candidate is checked against float32 torch on the same inputs, then timed in replayed CUDA graphs, all candidates of a
 shape in turns; the fastest is written. ``--missing`` keeps what the table has and searches the other shapes. Nothing is ever
-timed outside this command.
+timed outside of commands. For more tokens: bench.products and bench.fit.
 """
 
 from __future__ import annotations
@@ -18,42 +18,14 @@ from pathlib import Path
 
 import torch
 
+from bench import products
 from bench.norm_forms import about, medians
+from bench.products import close, planned, randn
+from bench.shapes import CACHE
 from fdora._records import Operands
-from fdora.triton.configs import GemmConfig, ScaleConfig, SmallConfig, power_of_two
-from fdora.triton.gemm import Epilogue, Operand, gemm
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import device_of
-from fdora.triton.runtime.walk import like, run
-from fdora.triton.scale import Sums, scale_backward
+from fdora.triton.configs import SmallConfig
 from fdora.triton.small import Out, small_backward, small_forward
 
-# (M, N, K, r): the linears of 8B to 70B models, few and many tokens, small and large ranks
-GEMM_SHAPES = [
-    (128, 4096, 4096, 16), (128, 14336, 4096, 64), (128, 4096, 14336, 64), (512, 1024, 4096, 16), (512, 4096, 4096, 16),
-    (512, 14336, 4096, 64), (512, 4096, 14336, 64), (1024, 4096, 4096, 64), (2048, 1024, 4096, 64), (2048, 4096, 4096, 64),
-    (4096, 1024, 4096, 16), (4096, 4096, 4096, 16), (4096, 4096, 4096, 384), (4096, 14336, 4096, 64),
-    (4096, 4096, 14336, 64), (4096, 8192, 8192, 384), (4096, 28672, 8192, 64), (4096, 8192, 28672, 64),
-    (16384, 1024, 4096, 64), (16384, 4096, 4096, 64), (16384, 14336, 4096, 16), (16384, 4096, 14336, 16),
-]  # fmt: skip
-GEMM_CANDIDATES = [
-    GemmConfig(True, bm, bn, bk, group, halves, persistent, warps, stages)
-    for bm, bn, bk, halves, warps, stages in (
-        (128, 256, 64, True, 8, 4), (128, 256, 64, True, 8, 3), (256, 128, 64, True, 8, 4), (128, 128, 64, False, 8, 4),
-        (128, 128, 64, True, 4, 4), (128, 64, 64, False, 4, 4), (64, 128, 64, False, 4, 4), (64, 64, 128, False, 4, 4),
-    )
-    for group, persistent in ((8, True), (16, True), (8, False))
-]  # fmt: skip
-SCALE_SHAPES = [
-    (512, 4096, 16), (4096, 1024, 16), (4096, 4096, 8), (4096, 4096, 16), (4096, 4096, 64), (4096, 4096, 384),
-    (4096, 14336, 16), (4096, 14336, 64), (4096, 8192, 384), (16384, 4096, 16), (16384, 4096, 64), (16384, 4096, 384),
-]  # fmt: skip
-SCALE_CANDIDATES = [
-    (bm, bn, rows, fuse_dB, warps)
-    for bm, bn, warps in ((64, 128, 4), (64, 64, 4), (128, 128, 8), (64, 128, 8), (128, 64, 4), (32, 128, 4), (32, 64, 4))
-    for rows in (128, 256, 512, 1024)
-    for fuse_dB in (False, True)
-]
 SMALL_SHAPES = [(tokens, N, K) for tokens in (16, 64) for N, K in ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336),
                 (8192, 8192), (512, 512))]  # fmt: skip
 SMALL_CANDIDATES = [
@@ -63,20 +35,7 @@ SMALL_CANDIDATES = [
 ]
 
 
-DEVICE, DTYPE = "cuda", torch.bfloat16
-CACHE = 2**28  # bytes: more than any GPU's L2 holds
-
-
-def randn(*shape, std=1.0):
-    return torch.randn(*shape, device=DEVICE).mul_(std).to(DTYPE)
-
-
-def planned(write, *tensors):
-    """``write(builder, *arrays)`` as a plan for tensors like these; a function that runs it on tensors."""
-    builder = Builder("tune", device_of(tensors[0].device))
-    write(builder, *(builder.matrix(like(t)) for t in tensors))
-    plan = builder.plan()
-    return lambda *given: run(plan, given, (1.0,) * len(plan.scalars))
+DEVICE = products.DEVICE
 
 
 def fastest(make, candidates, check, calls=1):
@@ -94,64 +53,6 @@ def fastest(make, candidates, check, calls=1):
     medians(runs, DEVICE, 1)
     ms = medians(runs, DEVICE, 5)
     return sorted(ms.items(), key=lambda item: item[1])
-
-
-def close(got, want, what):
-    error = ((got.float() - want).norm() / want.norm()).item()
-    assert error <= 5e-3, f"{what} is wrong by {error:.1e}"
-
-
-def tune_gemm(shapes, known):
-    for forward in (True, False):
-        for M, N, K, r in (shape for shape in shapes if shape not in known.get(forward, {})):
-            if not forward and M * N > 2**28:
-                continue
-            x, h, W = randn(M, K), randn(M, r), randn(N, K, std=K**-0.5) if forward else randn(K, N, std=K**-0.5)
-            b = randn(N, r, std=r**-0.5) if forward else randn(r, N, std=r**-0.5)
-            w, low = (W.T, b.T) if forward else (W, b)
-            m, c = torch.rand(N, device=DEVICE) + 1, torch.ones(N, device=DEVICE)
-            rows = slice(0, None, max(1, M // 128))
-            want = (x[rows].float() @ w.float() + h[rows].float() @ low.float()) * (m if forward else 1)
-
-            def make(config):
-                def write(plan, x, h, W, b, m, c):
-                    epilogue = Epilogue("scale", m, c) if forward else Epilogue()
-                    gemm(plan, plan.result("y", (M, N), x.dtype), x, h, Operand(W, b, trans=forward), epilogue, config=config)
-
-                tensors = (x, h, W, b, m, c)
-                launch = planned(write, *tensors)
-                return lambda: launch(*tensors)[0]
-
-            results = fastest(make, GEMM_CANDIDATES, lambda y: close(y[rows], want, "gemm"))
-            bare = medians({"bare": lambda: x @ w}, DEVICE, 5)["bare"]
-            yield forward, (M, N, K, r), results, bare
-
-
-def tune_scale(shapes, known):
-    for M, N, r in (shape for shape in shapes if shape not in known):
-        K = 64
-        dy, y, x, W, h, B = randn(M, N), randn(M, N), randn(M, K), randn(N, K), randn(M, r), randn(N, r)
-        m, c = torch.rand(N, device=DEVICE) + 1, torch.ones(N, device=DEVICE)
-        want = (dy.float() * m).to(DTYPE).float().T @ h.float()
-
-        def make(config):
-            rank = power_of_two(r) if config[3] else 0
-            scale = ScaleConfig(*config[:3], rank, config[4])
-
-            def write(plan, dy, y, x, W, h, B, m, c):
-                dB = plan.result("dB", (N, r), dy.dtype)
-                dz, dm = plan.result("dz", (M, N), dy.dtype), plan.result("dm", (N,), m.dtype)
-                sums = Sums(dz=dz, dm=dm, dB=dB if rank else None)
-                scale_backward(plan, dy, y, False, x, Operands(W, None, B, m, c, None, None), h, sums, scale)
-                if not rank:
-                    plan.product(dB, dz.T, h)
-
-            tensors = (dy, y, x, W, h, B, m, c)
-            launch = planned(write, *tensors)
-            return lambda: launch(*tensors)[0]
-
-        candidates = [t for t in SCALE_CANDIDATES if t[2] <= M and (r <= 64 or not t[3])]
-        yield None, (M, N, r), fastest(make, candidates, lambda dB: close(dB, want, "scale")), 3 * dy.nbytes / 3e9
 
 
 def tune_small(shapes, known):
@@ -188,45 +89,35 @@ def tune_small(shapes, known):
             yield columns, (M, N, K), results, medians({"bare": bare()}, DEVICE, 5)["bare"]
 
 
-OPS = {"gemm": (tune_gemm, GEMM_SHAPES), "scale": (tune_scale, SCALE_SHAPES), "small": (tune_small, SMALL_SHAPES)}
-HEAD = '"""Written by `python -m bench.tune --write`: shape -> fastest config, the fields of configs.py in their order."""\n'
-NOTES = {
-    "gemm": "# (M, N, K, r) -> GemmConfig, by whether the columns of W are contiguous\nGEMM: dict[bool, dict[tuple, tuple]]",
-    "scale": "# (M, N, r) -> BLOCK_M, BLOCK_N, ROWS, fuse_dB, num_warps\nSCALE: dict[tuple, tuple]",
-    "small": "# (tokens, N, K) -> SmallConfig, by whether neighbours in memory are columns of W\n"
-    "SMALL: dict[bool, dict[tuple, tuple]]",
-}
+HEAD = '''"""Written by `python -m bench.tune --write`: shape -> fastest config, the fields of configs.py in their order."""
+
+# (tokens, N, K) -> SmallConfig, by whether neighbours in memory are columns of W
+SMALL: dict[bool, dict[tuple, tuple]] = '''
 
 
 def main():
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--ops", default="gemm,scale,small")
     options.add_argument("--missing", action="store_true", help="only shapes that the table lacks")
     options.add_argument("--write", type=Path)
     options.add_argument("--json", type=Path)
     options.add_argument("--commit", help="recorded in the JSON")
     options = options.parse_args()
-    from fdora.triton import table
+    from fdora.triton.table import SMALL
 
     facts = about("cuda", options.commit)
-    tables = {"gemm": table.GEMM, "scale": table.SCALE, "small": table.SMALL}
+    table: dict = copy.deepcopy(SMALL) if options.missing else {}
     rows = []
-    for op in options.ops.split(","):
-        search, shapes = OPS[op]
-        new: dict = copy.deepcopy(tables[op]) if options.missing else {}
-        for half, shape, results, bare in search(shapes, new):
-            best, ms = results[0]
-            (new if half is None else new.setdefault(half, {}))[shape] = tuple(best)
-            line = {"op": op, "side": half, "shape": shape, "bare_ms": round(bare, 4), "best": tuple(best), "ms": round(ms, 4)}
-            line["next"] = [(tuple(config), round(ms, 4)) for config, ms in results[1:4]]
-            rows.append(line)
-            print(op, half, shape, f"bare {bare:.4f}", *(f"{tuple(c)} {ms:.4f}" for c, ms in results[:3]), sep="  ", flush=True)
-        tables[op] = new
+    for columns, shape, results, bare in tune_small(SMALL_SHAPES, table):
+        best, ms = results[0]
+        table.setdefault(columns, {})[shape] = tuple(best)
+        line = {"side": columns, "shape": shape, "bare_ms": round(bare, 4), "best": tuple(best), "ms": round(ms, 4)}
+        line["next"] = [(tuple(config), round(ms, 4)) for config, ms in results[1:4]]
+        rows.append(line)
+        print(columns, shape, f"bare {bare:.4f}", *(f"{tuple(c)} {ms:.4f}" for c, ms in results[:3]), sep="  ", flush=True)
     if options.json:
         options.json.write_text(json.dumps({"about": facts, "rows": rows}, indent=1) + "\n")
     if options.write:
-        body = [f"\n{NOTES[op]} = {pprint.pformat(tables[op], width=120, sort_dicts=False)}\n" for op in OPS]
-        options.write.write_text(HEAD + "".join(body))
+        options.write.write_text(HEAD + pprint.pformat(table, width=120, sort_dicts=False) + "\n")
 
 
 if __name__ == "__main__":

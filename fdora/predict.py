@@ -134,7 +134,7 @@ def predict(M: int, N: int, K: int, r: int, *, gpu: str = "h200", method: Method
             path = "few tokens: one pass over W"
             forward = [norm, (base[0] + h[0] + lora[0], base[1] + r * K + N * r + M * r)]
         else:
-            path = "x A^T, then one fused product"
+            path = "x A^T, then the product"
             forward = [norm, h, (base[0] + lora[0], base[1] + M * r + N * r)]
         scale: list[Op] = [(0, 3 * M * N), dB]
         if r <= FUSE_DB:

@@ -116,9 +116,11 @@ def test_our_numbers_are_those_of_the_plans_and_near_the_formulas(gpu, tokens, N
     planned, formula = cost(tokens, kind, gpu, "fdora"), predict.predict(tokens, N, K, r, gpu=gpu)
     assert planned == by_plans(tokens, kind, gpu) and planned.path == formula.path and planned.output == formula.output
     assert planned.kept == formula.kept + 4 * N  # c
-    # What the formulas leave out: partial sums, of the norm and of dm and dB.
-    assert formula.forward <= planned.forward <= 1.03 * formula.forward
-    assert formula.backward <= planned.backward <= 1.10 * formula.backward
+    # What the formulas leave out: partial sums, of the norm and of dm and dB; and where cuBLAS multiplies and a pass adds the
+    # rest, the product that is written and read between them.
+    forward, backward = (2 * 2 * tokens * size / GPUS[gpu].bytes for size in (N, K))
+    assert formula.forward <= planned.forward <= 1.03 * formula.forward + forward
+    assert formula.backward <= planned.backward <= 1.10 * formula.backward + backward
 
 
 def test_above_rank_64_dB_reads_dz_again(counting):
@@ -192,7 +194,7 @@ def test_the_total(tmp_path, capsys):
     head, shapes = "qwen3, 3 layers, all linear layers adapted, 4096 tokens, bfloat16", [
         (96, 64), (48, 64), (48, 64), (64, 96), (160, 64), (160, 64), (64, 160),
     ]  # fmt: skip
-    assert out.startswith(head) and out.count("one fused product") == 7
+    assert out.startswith(head) and out.count("x A^T, then the product") == 7
     each = {m: [predict.predict(4096, *s, 8, gpu="b200", method=m) for s in shapes] for m in ("fdora", "lora", "peft_dora")}
     ms = [f"{3e3 * sum(p.forward + p.backward for p in ps):.1f}" for ps in each.values()]
     again = 3 * 3 * 2 * 4096 * 64  # two times x of q, k, v and one of gate and up, in each of three layers

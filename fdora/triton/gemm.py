@@ -17,9 +17,10 @@ bench/NOTES.md); two loops after each other lose 5 to 10 %. Elsewhere, and where
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from fdora.triton.configs import GemmConfig, gemm_config, power_of_two
+from fdora.triton.choice import fused_config
+from fdora.triton.configs import GemmConfig, power_of_two
 from fdora.triton.copy import stacked
 from fdora.triton.dropout import has_origin, threshold
 from fdora.triton.kernels.gemm import gemm_pointer_kernel, gemm_tma_kernel
@@ -63,21 +64,20 @@ def gemm(
 ) -> None:  # fmt: skip
     """x (M, K), h (M, r), float16 or bfloat16 -> ``out`` and, where given, ``pre_scale``, both (M, N) and contiguous.
 
-    ``config`` overrides the table, for the search that writes it.
+    ``config`` overrides the choice, for the command that measures tiles.
     """
     (M, K), N, r = x.shape, out.shape[1], h.shape[1]
     if out.numel == 0:
         return
     w, b = (right.w.T, right.b.T) if right.trans else (right.w, right.b)
-    trans_b = w.stride[0] == 1 and w.stride[1] != 1
     one_more_tile = pre_scale is not None or epilogue.residual is not None
-    config = config or gemm_config(M, N, K, r, trans_b, one_more_tile, plan.device.capability)
     x_masked = masked.x
     vectors = (epilogue.m, epilogue.c, epilogue.bias, masked.seed, threshold(masked.p), 1 / (1 - masked.p), M, N, K, r)
     flags = (epilogue.kind, epilogue.bias is not None, pre_scale is not None, masked.seed is not None, x_masked is not None)
     origin = has_origin(masked.seed)
-    tiles: Any = (x, x_masked, out, pre_scale, epilogue.residual, w.T if trans_b else w)
-    if config.tma and all(t is None or is_tma_compatible(t) for t in tiles):
+    trans_b, tma = by_tma(x, right, out, x_masked, pre_scale, epilogue.residual)
+    config = config or fused_config(M, N, K, r, trans_b, one_more_tile, tma, plan.device.capability, plan.device.num_sms)
+    if config.tma:
         bm, bn, bk = config.BLOCK_M, config.BLOCK_N, config.BLOCK_K
         width = bn // 2 if config.EPILOGUE_SUBTILE else bn
         block = (bn, bk) if trans_b else (bk, bn)
@@ -94,8 +94,6 @@ def gemm(
             config.num_warps, config.num_stages,
         )  # fmt: skip
         return
-    if config.tma:
-        config = gemm_config(M, N, K, r, False, False, 0)
     if x_masked is not None and x_masked.stride != x.stride:
         x, x_masked = stacked(plan, [x], x.dtype), stacked(plan, [x_masked], x.dtype)
     plan.launch(
@@ -106,6 +104,13 @@ def gemm(
         config.num_warps,
         config.num_stages,
     )
+
+
+def by_tma(x: Array, right: Operand, *others: Array | None) -> tuple[bool, bool]:
+    """Whether the columns of the right-hand W are contiguous, and whether all of these lie as TMA wants them."""
+    w = right.w.T if right.trans else right.w
+    trans_b = w.stride[0] == 1 and w.stride[1] != 1
+    return trans_b, all(t is None or is_tma_compatible(t) for t in (x, w.T if trans_b else w, *others))
 
 
 def _fit(plan: Builder, t: Array) -> Array:

@@ -15,6 +15,7 @@ from fdora.triton.copy import gradient, in_dtype, operand
 from fdora.triton.dequantize import weight_in
 from fdora.triton.dropout import drop
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, gemm
+from fdora.triton.product import summed_product
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.small import LIMIT, is_small, small_backward
@@ -45,14 +46,14 @@ def backward(
     kept: Sequence[Array | None], pre_scale: Sequence[bool], dropout: Dropout, dx: Array | None, grads: Sequence[Any],
 ) -> None:  # fmt: skip
     """Into dx, in place from the second layer on, and into grads."""
-    first = True
+    first, how = True, "products by cuBLAS"
     for i, (dy, la) in enumerate(zip(dys, layers, strict=True)):
         if dy is None:
             continue
         if la.A is None:
             _frozen_backward(plan, dy, la, dx, not first, grads[i].bias)
         else:
-            _backward(plan, dy, x, la, scalars[i], hs[i], kept[i], pre_scale[i], dropout, dx, not first, grads[i])
+            how = _backward(plan, dy, x, la, scalars[i], hs[i], kept[i], pre_scale[i], dropout, dx, not first, grads[i])
         first = False
     if dx is not None and first:
         plan.zero(dx)
@@ -63,7 +64,7 @@ def backward(
     elif is_small(x.shape[0]):
         product = f"one pass over W; at most {LIMIT} tokens"
     else:
-        product = f"one fused product for dx; more than {LIMIT} tokens"
+        product = f"{how}; more than {LIMIT} tokens"
     plan.path = f"one pass for dz and the sums over tokens, then {product}"
     packed = [la for la in layers if isinstance(la.W, Packed)]
     if dx is not None and packed:
@@ -74,8 +75,9 @@ def backward(
 def _backward(
     plan: Builder, dy: Array, x: Array, la: Any, s: Scalar, h: Array | None, kept: Array | None, pre_scale: bool,
     dropout: Dropout, dx: Array | None, accumulate: bool, grads: Any,
-) -> None:  # fmt: skip
-    t = x.dtype
+) -> str:  # fmt: skip
+    """Returns how dx is formed, in words."""
+    t, how = x.dtype, "no dx is asked for"
     half, peft = t != torch.float32, la.seed is not None and dropout.mode == "peft"
     config = scale.config_for(plan, dy, la.A.shape[0])
     fused_B = grads.B if config.BLOCK_R else None
@@ -92,7 +94,7 @@ def _backward(
         la = dense if dense.W is not None else la
     scale.scale_backward(plan, dy, kept, pre_scale, x, dense, h, sums, config)
     if dz is None:
-        return
+        return how
     if dx is not None and small:
         if isinstance(la.W, Packed) and reads(la.W):
             small_backward_of_codes(plan, dz, la.W, la.A, la.B, x, s, dx, grads.A, accumulate)
@@ -102,31 +104,36 @@ def _backward(
         dh = plan.temp((x.shape[0], la.A.shape[0]), t)
         plan.product(dh, dz, in_dtype(plan, la.B, t), s)
         if dx is not None:
-            _dx(plan, dx, accumulate, dy, dz, less, weight_in(plan, la.W, t), in_dtype(plan, la.A, t), dh, la.seed, dropout.p)
+            W, A = weight_in(plan, la.W, t), in_dtype(plan, la.A, t)
+            how = _dx(plan, dx, accumulate, dy, dz, less, W, A, dh, la.seed, dropout.p)
         if grads.A is not None:
             gradient(plan, grads.A, dh.T, drop(plan, x, la.seed, dropout.p))
     if grads.B is not None and fused_B is None:
         assert h is not None
         gradient(plan, grads.B, dz.T, h)
+    return how
 
 
 def _dx(
     plan: Builder, dx: Array, accumulate: bool, dy: Array, dz: Array, less: Array | None, W: Array, A: Array, dh: Array,
     seed: Array | None, p: float,
-) -> None:  # fmt: skip
+) -> str:  # fmt: skip
+    if dx.dtype != torch.float32 and seed is None:
+        return summed_product(plan, dx, dz, dh, W, A, accumulate)
     if dx.dtype != torch.float32:
         epilogue = Epilogue("accumulate", residual=dx) if accumulate else NO_EPILOGUE
         gemm(plan, dx, dz if less is None else dy, dh, Operand(W, A, trans=False), epilogue, Masked(seed, p, less))
-        return
+        return "one fused product for dx"
     plan.product(dx, dz if less is None else dy, W, accumulate=accumulate)
     if seed is None:
         plan.product(dx, dh, A, accumulate=True)
-        return
+        return "products by cuBLAS"
     part = plan.temp(dx.shape, dx.dtype)
     if less is not None:
         plan.product(part, less, W)
     plan.product(part, dh, A, accumulate=less is not None)
     drop(plan, part, seed, p, accumulate_into=dx)
+    return "products by cuBLAS"
 
 
 def _frozen_backward(plan: Builder, dy: Array, la: Any, dx: Array | None, accumulate: bool, dbias: Array | None) -> None:

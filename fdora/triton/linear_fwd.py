@@ -13,6 +13,7 @@ from fdora.triton.dequantize import weight_in, weight_of
 from fdora.triton.dropout import drop
 from fdora.triton.gemm import Epilogue, Operand, gemm
 from fdora.triton.kernels.epilogue import epilogue_kernel
+from fdora.triton.product import scaled_product
 from fdora.triton.quant import norm
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
@@ -36,6 +37,7 @@ def forward(
     if at_once:  # one product reads x once
         assert h is not None
         plan.product(h, x, stacked(plan, [la.A for la in adapted], x.dtype).T, scalars[0])
+    how = "nothing"
     for la, s, each in zip(layers, scalars, out, strict=True):
         if each.c is not None:
             la = la._replace(c=each.c)
@@ -52,13 +54,13 @@ def forward(
             else:
                 small_forward(plan, x, la._replace(W=weight_of(plan, la, s, x.dtype, each.c)), s, each, accumulate=onto)
         else:
-            _forward(plan, x, la, s, each, dropout, at_once, residual)
+            how = _forward(plan, x, la, s, each, dropout, at_once, residual)
     if not half:
         plan.path = "products by cuBLAS, then g in one pass; float32 obeys torch.set_float32_matmul_precision"
     elif small:
         plan.path = f"few tokens: one pass over W; up to {LIMIT} tokens reading it is what a call costs"
     else:
-        plan.path = f"x A^T, then one fused product; g inside, more than {LIMIT} tokens fill its tiles"
+        plan.path = f"x A^T, then the product; {how}; more than {LIMIT} tokens"
     packed = [la for la in layers if isinstance(la.W, Packed)]
     if small and packed and all(la.A is not None and la.seed is None and reads(la.W) for la in packed):
         plan.path += "; codes of W are decoded where they are multiplied"
@@ -68,7 +70,7 @@ def forward(
 
 def _forward(
     plan: Builder, x: Array, la: Any, s: Scalar, out: Out, dropout: Dropout, h_is_there: bool, residual: Array | None
-) -> None:
+) -> str:
     t, (y, h, pre, c) = x.dtype, out
     assert h is not None
     W, peft = weight_of(plan, la, s, t, c), la.seed is not None and dropout.mode == "peft"
@@ -85,12 +87,16 @@ def _forward(
             plan.product(pre, xd, W.T)
             plan.product(pre, h, B.T, accumulate=True)
         epilogue_of(plan, v, y, Epilogue("residual" if peft else "scale", la.m, la.c, la.bias, pre if peft else residual))
-    elif peft:
+        return "products by cuBLAS"
+    if peft:
         pre = plan.temp(y.shape, t) if pre is None else pre
         gemm(plan, pre, xd, h, Operand(W, B, trans=True))
         gemm(plan, y, x, h, Operand(W, B, trans=True), Epilogue("residual", la.m, la.c, la.bias, pre))
-    else:
+        return "two fused products"
+    if residual is not None:
         gemm(plan, y, x, h, Operand(W, B, trans=True), Epilogue("scale", la.m, la.c, la.bias, residual), pre_scale=pre)
+        return "one fused product"
+    return scaled_product(plan, y, x, h, W, B, Epilogue("scale", la.m, la.c, la.bias), pre)
 
 
 def _frozen_forward(plan: Builder, x: Array, la: Any, y: Array) -> None:

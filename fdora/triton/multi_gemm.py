@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdora.triton.configs import GemmConfig, gemm_config, power_of_two
+from fdora.triton.choice import fused_config
+from fdora.triton.configs import GemmConfig, power_of_two
 from fdora.triton.dropout import threshold
 from fdora.triton.kernels.multi import multi_h_kernel, multi_ranks_kernel, multi_routes_kernel
 from fdora.triton.kernels.multi_gemm import multi_epilogue_kernel, multi_gemm_pointer_kernel, multi_gemm_tma_kernel
@@ -48,9 +49,8 @@ def shape_of(plan: Builder, x: Array, out: Array, w: Array, R: int, extra: bool,
     if x.dtype == torch.float32 or masked:
         return Shape(None, EPILOGUE_M, min(64, power_of_two(R)))
     trans = w.stride[0] == 1 and w.stride[1] != 1
-    config = gemm_config(M, N, K, R, trans, extra, plan.device.capability)
-    if config.tma and not all(map(is_tma_compatible, (x, out, w.T if trans else w))):
-        config = gemm_config(M, N, K, R, False, False, 0)
+    tma, on = all(map(is_tma_compatible, (x, out, w.T if trans else w))), plan.device
+    config = fused_config(M, N, K, R, trans, extra, tma, on.capability, on.num_sms)
     return Shape(config, config.BLOCK_M, config.BLOCK_K if config.tma else min(config.BLOCK_K, power_of_two(R)))
 
 

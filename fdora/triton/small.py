@@ -87,7 +87,8 @@ def _small(
     rows = power_of_two(M)
     part, pdl = shrunk(plan, x, a)
     parts = part.shape[0]
-    block_n, block_k, warps, stages = config or small_config(rows, N, K, w.stride[1] == 1, plan.device.capability)
+    on = plan.device
+    block_n, block_k, warps, stages = config or small_config(rows, N, K, w.stride[1] == 1, on.capability, on.num_sms)
     plan.launch(
         small_kernel, (cdiv(N, block_n),),
         (x, w, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, r, *x.stride, *w.stride, *b.stride,

@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import subprocess
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -19,16 +20,17 @@ from triton.compiler import ASTSource, make_backend  # noqa: E402
 
 from fdora._records import Dropout  # noqa: E402
 from fdora.triton import act  # noqa: E402
-from fdora.triton.configs import GemmConfig, gemm_config  # noqa: E402
+from fdora.triton.choice import tiles  # noqa: E402
+from fdora.triton.configs import GemmConfig  # noqa: E402
 from fdora.triton.fp8 import plan_fp8_linear  # noqa: E402
 from fdora.triton.gemm import Epilogue, Masked, Operand, gemm  # noqa: E402
 from fdora.triton.linear import plan_backward, plan_forward  # noqa: E402
+from fdora.triton.product import rest  # noqa: E402
 from fdora.triton.runtime.device import Device  # noqa: E402
 from fdora.triton.runtime.plan import Array, Scalar, Tile  # noqa: E402
 from fdora.triton.runtime.private import HAS_PDL  # noqa: E402
 from fdora.triton.scale import BESIDE_BIAS  # noqa: E402
 from fdora.triton.small import small_backward  # noqa: E402
-from fdora.triton.table import GEMM  # noqa: E402
 from tests.triton.recorder import NAMES  # noqa: E402
 from tests.triton.written import (  # noqa: E402
     BF16,
@@ -162,7 +164,7 @@ KERNELS = (
     "act_bwd", "act_fwd", "again", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "embedding", "epilogue", "finish", "gemm_pointer", "gemm_tma",
     "bank", "multi_drop", "multi_epilogue", "multi_expand", "multi_finish", "multi_gemm_pointer", "multi_gemm_tma", "multi_grad",
     "multi_h", "multi_norm", "multi_ranks", "multi_root", "multi_route", "multi_routes", "multi_scale", "multi_shrink", "multi_small", "multi_sum",
-    "rows", "hash", "lost", "merge", "norm", "planes_bwd", "planes_fwd", "quant4", "quant8", "scale", "shrink", "small", "split", "sum",
+    "rows", "hash", "lost", "merge", "norm", "planes_bwd", "planes_fwd", "quant4", "quant8", "rest", "scale", "shrink", "small", "split", "sum",
 )  # fmt: skip
 
 
@@ -338,24 +340,16 @@ MODES = {
         "accumulate, dropped twice": ("accumulate", ("seed", "x_masked")),
     },
 }
-LARGE = 128 * 256  # a tile that fills registers and shared memory
+ROUGH = ("residual", "dropped", "dropped twice")  # of these the largest tile, which fills registers and shared memory
 
 
-def gemms(target):
-    """(trans, mode, config), each shipped config at least once: all of them where they were measured (sm_90), elsewhere the
-    large tiles, in each mode."""
-    capability = target if isinstance(target, int) else 0
-    seen = {}
-    for trans, modes in MODES.items():
-        shapes = GEMM[trans] if 90 <= capability < 120 else [(64, 64, 64, 64), (4096,) * 4]
-        for number, (mode, (epilogue, beside)) in enumerate(modes.items()):
-            for shape in shapes:
-                extra = bool({"pre_scale", "beside"} & {*beside}) or epilogue in ("residual", "accumulate")
-                config = gemm_config(*shape, trans, extra, capability)
-                large = config.persistent and config.BLOCK_M * config.BLOCK_N == LARGE if config.tma else shape[0] > 64
-                if large or (number == 0 if target != 100 else extra):
-                    seen[trans, mode, config._replace(GROUP_M=8)] = None
-    return list(seen)
+def gemms(target, trans, mode):
+    """Every tile that a product of this kind may be given there."""
+    capability, (epilogue, beside) = target if isinstance(target, int) else 0, MODES[trans][mode]
+    extra = bool({"pre_scale", "beside"} & {*beside}) or epilogue in ("residual", "accumulate")
+    found = [*tiles(trans, extra, 90 <= capability < 120, capability)]
+    rough = ROUGH if 90 <= capability < 120 else (*ROUGH, "pre_scale", "accumulate")
+    return [max(found, key=lambda config: config.BLOCK_M * config.BLOCK_N)] if mode in rough else found
 
 
 def product_plan(trans: bool, mode: str, config: GemmConfig, target):
@@ -384,11 +378,31 @@ def product_plan(trans: bool, mode: str, config: GemmConfig, target):
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize(("trans", "mode"), [(trans, mode) for trans, modes in MODES.items() for mode in modes])
 def test_gemm(target, trans, mode, tmp_path):
-    configs = [config for t, m, config in gemms(target) if (t, m) == (trans, mode)]
-    plans = [product_plan(trans, mode, config, target) for config in configs]
+    plans = [product_plan(trans, mode, config, target) for config in gemms(target, trans, mode)]
     assert plans and all(by_tma(step) == (target in (90, 100)) for plan in plans for step in plan.steps)
     addresses = 3 * WORDS if mode.startswith("scale, residual") else 0  # of a tile read and two written, on sm_100
     assert_builds(plans, target, tmp_path, spill={"gemm_tma_kernel": addresses})
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_rest(target, tmp_path):
+    """What is added to a product of cuBLAS, with all that may come with it and with nothing."""
+    M = N = 4096
+
+    def write(plan, base, h, B, m, c, bias, forward):
+        base, h, B = plan.matrix(base), plan.matrix(h), plan.matrix(B)
+        if forward:
+            y, pre = plan.result("y", (M, N), BF16), plan.result("pre", (M, N), BF16)
+            rest(plan, y, base, h, B.T, Epilogue("scale", *map(plan.vector, (m, c, bias))), pre)
+        else:
+            rest(plan, base, base, h, B)
+
+    plans = []
+    for r, forward in product((12, 192), (True, False)):
+        likes = [alike(*s, dtype=BF16) for s in ((M, N), (M, r), (N, r) if forward else (r, N))]
+        vectors = [alike(N, dtype=t) for t in (FP32, FP32, BF16)]
+        plans.append(plan_of(partial(write, forward=forward), *likes, *vectors, device=device(target)))
+    assert_builds(plans, target, tmp_path)
 
 
 @pytest.mark.parametrize(

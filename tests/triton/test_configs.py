@@ -1,38 +1,90 @@
 """Configs are a pure function of the shape and the GPU: defined for every one of them, and inside the table where one stands."""
 
 import itertools
+import math
 
 import pytest
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
-from fdora.triton.configs import gemm_config, nearest, scale_config, small_config
-from fdora.triton.table import GEMM, SCALE, SMALL
+from fdora.triton import fitted, waves
+from fdora.triton.choice import POINTERS, fused_config, product_way, tiles
+from fdora.triton.configs import nearest, rest_config, scale_config, small_config
+from fdora.triton.table import SMALL
+from fdora.triton.waves import CublasFit, Fit, PassFit, Tile, cublas_us, fused_us, gpu_of, pass_us
+
+H200 = gpu_of(90, 132)
+LARGE = next(config for config in fitted.FUSED[True] if config[:2] == (128, 256))
+
+
+def fused(M, N, K, r=16, config=LARGE, gpu=H200, trans_b=True):
+    return fused_us(M, N, K, r, Tile(*config[:3], 1), Fit(*fitted.FUSED[trans_b][config]), gpu)
 
 
 def test_measured_shapes_get_what_was_measured():
-    for trans_b, table in GEMM.items():
-        assert all(tuple(gemm_config(*shape, trans_b, False, 90)) == config for shape, config in table.items())
-    for shape, config in SCALE.items():
-        found = scale_config(*shape, True, 90)
-        assert (*found[:3], found.BLOCK_R > 0, found.num_warps) == (*config[:3], config[3] and shape[2] <= 64, config[4])
     for columns, table in SMALL.items():
-        assert all(tuple(small_config(*shape, columns, 90)) == config for shape, config in table.items())
+        assert all(tuple(small_config(*shape, columns, 90, 132)) == config for shape, config in table.items())
+
+
+def test_no_second_wave_that_is_almost_empty():
+    """64 tokens, 9344 columns: 64 of them a program would be 146 programs for 132 multiprocessors."""
+    assert small_config(64, 8192, 8192, False, 90, 132).BLOCK_N == 64
+    assert -(-9344 // small_config(64, 9344, 9344, False, 90, 132).BLOCK_N) <= 132
+    assert small_config(64, 9344, 9344, False, 90, 148).BLOCK_N == 64
 
 
 def test_any_shape_on_any_gpu():
-    sizes = (0, 1, 17, 4096, 200_000)
-    for M, N, K, capability in itertools.product(sizes, sizes, sizes, (0, 75, 80, 86, 90, 100, 120, 150)):
-        for r in (1, 64, 1024):
-            gemm = gemm_config(M, N, K, r, True, True, capability)
-            assert gemm.tma == (90 <= capability < 120)
-            assert scale_config(M, N, r, True, capability).ROWS % scale_config(M, N, r, True, capability).BLOCK_M == 0
-        small_config(16, N, K, False, capability)
+    sizes = (0, 17, 200_000)
+    for M, N, K, capability in itertools.product(sizes, sizes, sizes, (0, 75, 80, 86, 89, 90, 100, 103, 120, 150)):
+        for r, (trans_b, extra) in itertools.product((1, 64), itertools.product((True, False), repeat=2)):
+            on = (trans_b, extra, True, capability, 132)
+            tile = fused_config(M, N, K, r, *on)
+            assert tile.tma == (90 <= capability < 120) and tile in tiles(trans_b, extra, tile.tma, capability)
+            way = product_way(M, N, K, r, *on)
+            assert way.kind in ("fused", "after", "first") and way.us > 0 and way == product_way.__wrapped__(M, N, K, r, *on)
+            assert (way.tile is not None) == (way.kind == "fused")
+            config = scale_config(M, N, r, True, capability)
+            assert config.ROWS % config.BLOCK_M == 0 and rest_config(r).BLOCK_R <= 64
+        small_config(16, N, K, False, capability, 132)
+
+
+def test_a_wave_more_takes_its_time():
+    """One tile for each multiprocessor, and one more."""
+    one, more, two = (fused(128 * rows, 256 * 11, 8192) for rows in (12, 13, 24))
+    assert 1.8 < more / one < 2.1 and math.isclose(more, two, rel_tol=0.01)
+    assert fused(128 * 13, 256 * 11, 8192, gpu=gpu_of(90, 143)) < 1.1 * one
+
+
+def test_few_tiles_are_split_by_cublas_alone():
+    fit = CublasFit(*fitted.CUBLAS[True])
+    assert cublas_us(256, 1024, 16384, fit, H200) < 0.6 * fused(256, 1024, 16384)
+    assert cublas_us(4096, 4096, 4096, fit, H200) > 0.85 * fused(4096, 4096, 4096, config=(256, 128, *LARGE[2:]))
+
+
+def test_more_of_anything_takes_longer():
+    sizes, fit, rest = (128, 1000, 3000, 8192), CublasFit(*fitted.CUBLAS[False]), PassFit(*fitted.AFTER[False])
+    for M, N, K in itertools.product(sizes, repeat=3):
+        for more in ((M + 700, N, K), (M, N + 700, K), (M, N, K + 700)):
+            assert fused(*more) >= fused(M, N, K) and pass_us(*more[:2], 16, rest, H200) >= pass_us(M, N, 16, rest, H200)
+            assert cublas_us(*more, fit, H200) >= 0.999 * cublas_us(M, N, K, fit, H200)
+    b200, a100 = gpu_of(100, 148), gpu_of(80, 108)
+    assert fused(8192, 8192, 8192, gpu=b200) < fused(8192, 8192, 8192) < fused(8192, 8192, 8192, gpu=a100)
+
+
+def test_shapes_of_the_issue():
+    """128 x 256 tiles of dx would be 160 for 132 multiprocessors; from 3000 tokens on the fused product measured fastest."""
+    assert product_way(2048, 2560, 9728, 24, False, False, True, 90, 132).kind != "fused"
+    assert product_way(16384, 4096, 4096, 64, True, False, True, 90, 132).kind == "fused"
+    assert product_way(300, 1024, 16384, 64, True, False, True, 90, 132).kind != "fused"
+
+
+def test_an_unknown_gpu_counts_as_the_one_before_it():
+    assert waves.gpu_of(150, 100)._replace(num_sms=170) == waves.gpu_of(120, 170)
+    assert waves.gpu_of(87, 10).flops == waves.gpu_of(86, 10).flops and waves.gpu_of(0, 304).flops == 1307e6 / 304
+    assert all(0 < fit[0] < 1 for side in (*fitted.FUSED.values(), POINTERS) for fit in side.values())
 
 
 def test_the_nearest_in_factors_of_two():
     table = {(16, 16): "small", (1024, 16): "tall"}
-    assert nearest(table, (100, 16), (1, 1)) == "small" and nearest(table, (200, 16), (1, 1)) == "tall"
-    assert nearest(table, (128, 16), (1, 1)) == "small"  # equals: the first
-    table = {(512, 16): "few tokens", (2048, 64): "large rank"}
-    assert nearest(table, (600, 128), (1, 1)) == "large rank" and nearest(table, (600, 128), (1, 0.25)) == "few tokens"
+    assert nearest(table, (100, 16)) == "small" and nearest(table, (200, 16)) == "tall"
+    assert nearest(table, (128, 16)) == "small"  # equals: the first

@@ -1,5 +1,7 @@
 """The commands of bench that write plans themselves: the search for tiles, and the cost of a launch."""
 
+import math
+
 import pytest
 import torch
 
@@ -11,14 +13,73 @@ from tests.triton.marks import HALF, INTERPRETED, needs_kernels
 
 pytestmark = needs_kernels
 
-GEMMS = [GemmConfig(tma, 64, 64, 64, 8, False, False, 4, 3) for tma in (True, False)]
+
+@pytest.fixture
+def products(monkeypatch):
+    """bench.products on this device, in float16, with few tiles and no clock."""
+    from bench import products
+
+    def quick_timer(fn, *_):
+        fn()
+        return lambda: 1.0
+
+    tiles = [GemmConfig(False, bm, 64, 32, 8, False, False, 4, 3) for bm in (64, 128)]
+    for name, value in (("DEVICE", device.NAME), ("DTYPE", HALF[0]), ("CACHE", 1), ("TILES", tiles), ("SCALES", SCALES)):
+        monkeypatch.setattr(products, name, value)
+    monkeypatch.setattr(products.clock, "quick_timer", quick_timer)
+    monkeypatch.setattr(products.clock, "anchor_graph", lambda: None)
+    monkeypatch.setattr(products.torch.cuda, "Stream", lambda: None)
+    return products
+
+
 SCALES = [(64, 64, 128, fuse_dB, 4) for fuse_dB in (False, True)]
+
+
+def test_every_way_of_a_product_is_checked_and_timed(products):
+    scale, forward, backward = products.time_products([(130, 64, 128, 16)], math.inf)
+    assert len(scale["scale"]) == 2 and set(forward["ms"]) == {*products.ways_of(True)} and len(forward["ms"]) == 4
+    assert set(backward["ms"]) == set(forward["ms"]) | {"first"} and (forward["forward"], backward["forward"]) == (True, False)
+
+
+def test_a_wrong_way_is_an_error(products, monkeypatch):
+    monkeypatch.setattr(
+        products, "planned", lambda write, *tensors: lambda *given: (torch.zeros(130, 128, device=device.NAME),)
+    )
+    with pytest.raises(AssertionError, match="is wrong"):
+        list(products.time_products([(130, 64, 128, 16)], math.inf))
+
+
+def test_the_fit_finds_what_made_the_times():
+    """Times from the model itself, with numbers of its own: they are found again, and the model chooses the fastest way."""
+    pytest.importorskip("scipy", reason="the fit needs scipy; `make test` installs it")
+    from bench import fit
+    from bench.shapes import draw
+    from fdora.triton.choice import together
+    from fdora.triton.waves import CublasFit, Fit, PassFit, Tile, cublas_us, fused_us, pass_us
+
+    config, made = (128, 128, 64, 8, True, True, 4, 4), Fit(0.7, 0.2, 2.0, 1.5, 0.8)
+    name, cublas = "fused 128 128 64 8 True True 4 4", CublasFit(0.8, 9.0, 2.0, 2.0, 0.85, 0.1, 2.0, 0.5)
+    rows = []
+    for M, K, N, r in draw(3, 30):
+        tile = Tile(*config[:3], together(GemmConfig(True, *config)))
+        bare = cublas_us(M, N, K, cublas, fit.GPU)
+        us = {name: fused_us(M, N, K, r, tile, made, fit.GPU), "bare": bare}
+        us["after"] = bare + pass_us(M, N, r, PassFit(3.0, 0.5, 1.0, 0.2), fit.GPU)
+        rows.append({"shape": (M, K, N, r), "forward": True, "ms": {key: t / 1e3 for key, t in us.items()}})
+    model = fit.fitted(rows)
+    assert model["after"] == pytest.approx((3.0, 0.5, 1.0, 0.2), rel=0.05)
+    said = fit.summary(fit.judged(model, rows, {name, "after"}))
+    assert said["median error"] < 0.01 and said["mean regret"] < 1.01, said
+    text = fit.written({True: model}, rows, "a GPU")
+    written: dict = {}
+    exec(text, written)
+    assert written["FUSED"] == {True: {config: tuple(model["fused"][config])}} and set(written["AFTER"]) == {True}
+
+
 SMALLS = [SmallConfig(16, 64, 4, 2), SmallConfig(32, 64, 4, 2)]
 
 
-@pytest.fixture
-def tune(monkeypatch):
-    """bench.tune on this device, with few candidates and no clock."""
+def test_every_candidate_is_checked_and_timed(products, monkeypatch):
     from bench import tune
 
     def medians(runs, *_):
@@ -26,29 +87,10 @@ def tune(monkeypatch):
             fn()
         return {name: float(i) for i, name in enumerate(runs)}
 
-    monkeypatch.setattr(tune, "DEVICE", device.NAME)
-    monkeypatch.setattr(tune, "DTYPE", HALF[0])
-    monkeypatch.setattr(tune, "medians", medians)
-    monkeypatch.setattr(tune, "CACHE", 50_000)  # three weights in turn
-    for name, few in (("GEMM_CANDIDATES", GEMMS), ("SCALE_CANDIDATES", SCALES), ("SMALL_CANDIDATES", SMALLS)):
-        monkeypatch.setattr(tune, name, few)
-    return tune
-
-
-@pytest.mark.parametrize(
-    ("op", "shape", "count"), [("gemm", (130, 128, 64, 16), 2), ("scale", (130, 64, 16), 2), ("small", (8, 64, 128), 2)]
-)
-def test_every_candidate_is_checked_and_timed(op, shape, count, tune):
-    search, _ = tune.OPS[op]
-    found = list(search([shape], {}))
-    assert [row[0] for row in found] == {"gemm": [True, False], "scale": [None], "small": [False, True]}[op]
-    assert all(len(results) == count for _, _, results, _ in found)  # none failed to run
-
-
-def test_a_wrong_candidate_is_an_error(tune, monkeypatch):
-    monkeypatch.setattr(tune, "planned", lambda write, *tensors: lambda *given: (torch.zeros(130, 128, device=device.NAME),))
-    with pytest.raises(AssertionError, match="gemm is wrong"):
-        list(tune.tune_gemm([(130, 128, 64, 16)], {}))
+    for name, value in (("DEVICE", device.NAME), ("CACHE", 50_000), ("medians", medians), ("SMALL_CANDIDATES", SMALLS)):
+        monkeypatch.setattr(tune, name, value)
+    found = list(tune.tune_small([(8, 64, 128)], {}))
+    assert [row[0] for row in found] == [False, True] and all(len(results) == 2 for _, _, results, _ in found)
 
 
 def test_every_piece_of_a_launch_runs(monkeypatch):

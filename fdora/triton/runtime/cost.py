@@ -77,6 +77,10 @@ def _add_parts(*, sums, x, part, h, b, out, pre_scale, u, dA, M, N, R, ACCUMULAT
     return product(M, N, R if u is None else 2 * R, x) + what
 
 
+def _rest(*, base, h, b, out, pre_scale, M, N, R, **_: Any) -> Cost:
+    return product(M, N, R, base) + moved(base, h, b, out, pre_scale)
+
+
 def _scale(
     *, dy, saved, h, dz, dz_minus_dy, partial_m, partial_bias, partial_B, dB, M, N, R, NEED_M, NEED_C, BLOCK_R, SINGLE, **_: Any
 ) -> Cost:
@@ -291,6 +295,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "planes_fwd_kernel": _compose_fwd,
     "quant4_kernel": _quant4,
     "quant8_kernel": _quant8,
+    "rest_kernel": _rest,
     "rows_kernel": _rows,
     "scale_kernel": _scale,
     "shrink_kernel": _shrink,

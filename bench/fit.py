@@ -1,0 +1,198 @@
+"""Fit the model of fdora/triton/waves.py to what bench.products measured, say how well it predicts, and write it down.
+
+    python -m bench.fit FILE... [--write fdora/triton/fitted.py] [--json FILE] [--figure FILE]
+
+Shapes are held out in ``--folds`` parts: each is predicted by a fit that has not seen it. ``regret`` is the measured time of
+the way that the model chooses over that of the fastest way measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from pathlib import Path
+
+import numpy
+from scipy.optimize import least_squares, nnls
+
+from bench.norm_forms import about
+from bench.save import save
+from bench.table import table
+from fdora.triton.choice import together
+from fdora.triton.configs import GemmConfig
+from fdora.triton.waves import DOUBT, CublasFit, Fit, PassFit, Tile, cublas_us, fused_us, gpu_of, pass_us
+
+GPU = gpu_of(90, 132)
+LEAST, MOST = (0.2, 0.02, 0.1, 0.3, 0.2), (0.97, 1.0, 10.0, 5.0, 1.1)
+STARTS = ((0.6, 0.3, 2.0, 2.0, 0.8), (0.8, 0.15, 4.0, 2.0, 0.9))
+CUBLAS_STARTS = ((0.85, 10.0, 3.0, 2.0, 0.8, 0.15, 2.0, 1.0), (0.9, 20.0, 2.0, 1.0, 0.9, 0.2, 1.0, 0.5))
+
+
+def size(row):
+    """M, N, K, r of the product."""
+    M, K, N, r = row["shape"]
+    return (M, N, K, r) if row["forward"] else (M, K, N, r)
+
+
+def fields(name):
+    """Of a config that bench.products names."""
+    return tuple(json.loads(word.lower()) for word in name.split()[1:])
+
+
+def tile_of(config):
+    """Of a GemmConfig without its first field."""
+    return Tile(*config[:3], together(GemmConfig(True, *config)))
+
+
+def best_of(residuals, starts, bounds=(-math.inf, math.inf), scale=0.1, step=None):
+    fits = [
+        least_squares(residuals, numpy.log(s), bounds=bounds, loss="soft_l1", f_scale=scale, diff_step=step) for s in starts
+    ]
+    return [float(f"{v:.4g}") for v in numpy.exp(min(fits, key=lambda fit: fit.cost).x)]
+
+
+def fitted(rows):
+    """{"fused": {config: Fit}, "cublas": CublasFit, way: PassFit} of one direction."""
+    ms = {name: [(size(row), row["ms"][name]) for row in rows if name in row["ms"]] for name in rows[0]["ms"]}
+    found = {"fused": {}}
+    for name, times in ms.items():
+        way = name.split()[0]
+        if way == "fused":
+            tile = tile_of(fields(name))
+
+            def error(q, tile=tile, times=times):
+                return [math.log(fused_us(*s, tile, Fit(*numpy.exp(q)), GPU) / (1e3 * t)) for s, t in times]
+
+            found["fused"][fields(name)] = Fit(*best_of(error, STARTS, (numpy.log(LEAST), numpy.log(MOST))))
+        elif way == "bare":
+
+            def error(q, times=times):
+                return [math.log(cublas_us(*s[:3], CublasFit(*numpy.exp(q)), GPU) / (1e3 * t)) for s, t in times]
+
+            found["cublas"] = CublasFit(*best_of(error, CUBLAS_STARTS, scale=0.05, step=0.02))
+        else:  # what it adds, as a share of the product
+            at = [(1, r / 64, M * N / 1e6, M * N / 1e6 * r / 64) for (M, N, _, r), _ in times]
+            weights = [1 / (1e3 * row["ms"]["bare"]) for row in rows if name in row["ms"]]
+            added = [1e3 * (row["ms"][name] - row["ms"]["bare"]) for row in rows if name in row["ms"]]
+            x, _ = nnls(numpy.array(at) * numpy.array(weights)[:, None], numpy.maximum(0, added) * numpy.array(weights))
+            found[way] = PassFit(*(float(f"{v:.4g}") for v in x))
+    return found
+
+
+def predicted(model, row):
+    """name -> us"""
+    s, times = size(row), {}
+    for name in row["ms"]:
+        way = name.split()[0]
+        if way == "fused":
+            times[name] = fused_us(*s, tile_of(fields(name)), model["fused"][fields(name)], GPU)
+        elif way == "bare":
+            times[name] = cublas_us(*s[:3], model["cublas"], GPU)
+        else:
+            times[name] = cublas_us(*s[:3], model["cublas"], GPU) + pass_us(s[0], s[1], s[3], model[way], GPU)
+    return times
+
+
+def judged(model, rows, names):
+    """For each shape: the way the model takes, its predicted and measured us, and its regret."""
+    out = []
+    for row in rows:
+        times = {name: us for name, us in predicted(model, row).items() if name in names}
+        way = min(times, key=lambda name: times[name] * (DOUBT if name.startswith("fused") else 1))
+        fastest = min(ms for name, ms in row["ms"].items() if name != "bare")
+        regret = row["ms"][way] / fastest
+        out.append({"shape": row["shape"], "forward": row["forward"], "way": way, "predicted_us": round(times[way], 2),
+                    "us": round(1e3 * row["ms"][way], 2), "regret": round(regret, 4)})  # fmt: skip
+    return out
+
+
+def summary(judgements):
+    errors = [abs(math.log(each["predicted_us"] / each["us"])) for each in judgements]
+    regrets = [each["regret"] for each in judgements]
+    return {
+        "shapes": len(judgements),
+        "median error": round(statistics.median(errors), 3),
+        "worst error": round(max(errors), 3),
+        "mean regret": round(math.exp(statistics.mean(map(math.log, regrets))), 4),
+        "worst regret": round(max(regrets), 3),
+    }
+
+
+def held_out(rows, folds):
+    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
+    out = []
+    for fold in range(folds):
+        test = set(shapes[fold::folds])
+        model = fitted([row for row in rows if tuple(row["shape"]) not in test])
+        out += judged(model, [row for row in rows if tuple(row["shape"]) in test], set(rows[0]["ms"]) - {"bare"})
+    return out
+
+
+HEAD = '''"""The model of waves.py fitted to {gpu}, {shapes} shapes: written by `python -m bench.fit --write`."""
+
+# Fit of each config, CublasFit, PassFit (waves.py), by whether the columns of W are contiguous (forward)
+'''
+
+
+def written(models, rows, gpu):
+    text = HEAD.format(gpu=gpu, shapes=len(rows) // 2) + "FUSED: dict[bool, dict[tuple, tuple]] = {\n"
+    for side, model in models.items():
+        lines = "".join(f"        {config}: {tuple(fit)},\n" for config, fit in model["fused"].items())
+        text += f"    {side}: {{\n{lines}    }},\n"
+    text += "}\n"
+    for name, of in (("CUBLAS", "cublas"), ("AFTER", "after"), ("FIRST", "first")):
+        lines = "".join(f"    {side}: {tuple(model[of])},\n" for side, model in models.items() if of in model)
+        text += f"{name}: dict[bool, tuple] = {{\n{lines}}}\n"
+    return text
+
+
+def figure(judgements, path):
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    _, axes = pyplot.subplots(figsize=(5, 5))
+    for kind in ("fused", "after", "first"):
+        some = [each for each in judgements if each["way"].startswith(kind)]
+        axes.plot([each["us"] for each in some], [each["predicted_us"] for each in some], ".", label=kind)
+    ends = [min(each["us"] for each in judgements), max(each["us"] for each in judgements)]
+    axes.plot(ends, ends, color="0.6", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="measured us", ylabel="predicted us, held out")
+    axes.legend()
+    pyplot.savefig(path, bbox_inches="tight", metadata={"Date": None})
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--folds", type=int, default=4)
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--figure", type=Path)
+    parser.add_argument("--commit", help="recorded in the JSON")
+    options = parser.parse_args(argv)
+    results = [json.loads(file.read_text()) for file in options.files]
+    rows = [row for result in results for row in result["rows"] if "ms" in row]
+    models, judgements, lines = {}, [], []
+    for forward in (True, False):
+        side = [row for row in rows if row["forward"] == forward]
+        models[forward], held = fitted(side), held_out(side, options.folds)
+        inside = judged(models[forward], side, set(side[0]["ms"]) - {"bare"})
+        judgements += held
+        for name, found in (("all seen", inside), ("held out", held)):
+            lines.append(["forward" if forward else "backward", name, *summary(found).values()])
+    heads = ["direction", "shapes", *summary(judgements)]
+    print(table(heads, lines))
+    save(options.json, {"about": about("cpu", options.commit, argv), "measured": [r["about"] for r in results],
+                        "summary": [dict(zip(heads, line, strict=True)) for line in lines], "rows": judgements})  # fmt: skip
+    if options.figure:
+        figure(judgements, options.figure)
+    if options.write:
+        options.write.write_text(written(models, rows, results[0]["about"]["gpu"]))
+
+
+if __name__ == "__main__":
+    main()

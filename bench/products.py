@@ -1,0 +1,197 @@
+"""Time every way of a product with its low-rank term, and of backward's elementwise pass, on shapes drawn at random.
+
+    python -m bench.products --device cuda --seed 1 --shapes 120 --seconds 170 --json FILE
+    python -m bench.fit FILE --write fdora/triton/fitted.py
+
+GPU time of replayed CUDA graphs, all ways of a shape in turns, medians; each way is checked against float32 torch first. Inputs
+in turn from sets larger than the cache. ``bare`` is the product of x alone, by cuBLAS. Nothing is ever timed
+outside of commands: what they find is data that a pure function reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from bench import clock
+from bench.norm_forms import about
+from bench.save import save
+from bench.shapes import CACHE, draw
+from fdora._records import Operands
+from fdora.triton.choice import Way
+from fdora.triton.configs import GemmConfig, ScaleConfig, power_of_two
+from fdora.triton.gemm import Epilogue
+from fdora.triton.product import scaled_product, summed_product
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import device_of
+from fdora.triton.runtime.walk import like, run
+from fdora.triton.scale import Sums, scale_backward
+
+# BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EPILOGUE_SUBTILE, persistent, num_warps, num_stages
+TILES = [
+    GemmConfig(True, *tile)
+    for tile in (
+        (128, 256, 64, 8, True, True, 8, 4), (256, 128, 64, 8, True, True, 8, 4), (128, 128, 64, 8, True, True, 4, 4),
+        (128, 128, 64, 8, True, False, 4, 3), (64, 256, 64, 8, True, True, 4, 4), (64, 128, 64, 8, False, False, 4, 4),
+        (64, 64, 128, 8, False, True, 4, 4),
+    )
+]  # fmt: skip
+SCALES = [(128, 64, rows, fuse_dB, 4) for rows in (128, 256, 512, 1024) for fuse_dB in (False, True)]
+SCALES += [(64, 64, 64, fuse_dB, 4) for fuse_dB in (False, True)]
+DEVICE, DTYPE = "cuda", torch.bfloat16
+
+
+def randn(*shape, std=1.0):
+    return torch.randn(*shape, device=DEVICE).mul_(std).to(DTYPE)
+
+
+def planned(write, *tensors):
+    """``write(builder, *arrays)`` as a plan for tensors like these; a function that runs it on tensors."""
+    builder = Builder("tune", device_of(tensors[0].device))
+    write(builder, *(builder.matrix(like(t)) for t in tensors))
+    plan = builder.plan()
+    return lambda *given: run(plan, given, (1.0,) * len(plan.scalars))
+
+
+def close(got, want, what):
+    error = ((got.float() - want).norm() / want.norm()).item()
+    assert error <= 5e-3, f"{what} is wrong by {error:.1e}"
+
+
+def ways_of(forward):
+    """name -> (way, config)"""
+    ways = {" ".join(["fused", *map(str, tuple(tile)[1:])]): ("fused", tile) for tile in TILES}
+    return ways | {way: (way, None) for way in ("after", "first", "bare") if way != "first" or not forward}
+
+
+class Drawn:
+    """One product and its low-rank term; several sets where one would stay in the cache."""
+
+    def __init__(self, forward, M, N, K, r):
+        self.forward, self.M, self.N, self.r = forward, M, N, r
+        sets = max(1, min(8, CACHE // (2 * (M * K + K * N + M * N))))
+        self.sets = [self.one(M, N, K, r) for _ in range(sets)]
+        x, h, W, b, m, _ = self.sets[0]
+        w, low = (W.T, b.T) if forward else (W, b)
+        self.rows = slice(0, None, max(1, M // 64))
+        self.want = (x[self.rows].float() @ w.float() + h[self.rows].float() @ low.float()) * (m if forward else 1)
+
+    def one(self, M, N, K, r):
+        x, h = randn(M, K), randn(M, r)
+        W = randn(N, K, std=K**-0.5) if self.forward else randn(K, N, std=K**-0.5)
+        b = randn(N, r, std=0.1 * r**-0.5) if self.forward else randn(r, N, std=0.1 * r**-0.5)
+        return x, h, W, b, torch.rand(N, device=DEVICE) + 1, torch.ones(N, device=DEVICE)
+
+    def write(self, way, config, plan, x, h, W, b, m, c):
+        y = plan.result("y", (self.M, self.N), x.dtype)
+        chosen = Way(way, config, 0.0)
+        if way == "bare":
+            plan.product(y, x, W.T if self.forward else W)
+        elif self.forward:
+            scaled_product(plan, y, x, h, W, b, Epilogue("scale", m, c), None, chosen)
+        else:
+            summed_product(plan, y, x, h, W, b, False, chosen)
+
+    def make(self, way, config):
+        launch = planned(partial(self.write, way, config), *self.sets[0])
+        turns = itertools.cycle(self.sets)
+        if way != "bare":
+            close(launch(*self.sets[0])[0][self.rows], self.want, way)
+        return lambda: launch(*next(turns))[0]
+
+
+def compile_way(forward, way, config):
+    """In a process of its own: whatever the shape, the same kernel."""
+    Drawn(forward, 256, 256, 256, 16).make(way, config)
+
+
+def compile_all(jobs):
+    tasks = [(forward, *way) for forward in (True, False) for way in ways_of(forward).values()]
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        for task, done in [(task, pool.submit(compile_way, *task)) for task in tasks]:
+            if error := done.exception():
+                print(task, type(error).__name__, str(error)[:200], flush=True)
+
+
+def time_scale(M, N, r, where):
+    sets = []
+    for _ in range(max(1, min(8, CACHE // (6 * M * N)))):
+        dy, y, x, W, h, B = randn(M, N), randn(M, N), randn(M, 64), randn(N, 64), randn(M, r), randn(N, r)
+        sets.append((dy, y, x, W, h, B, torch.rand(N, device=DEVICE) + 1, torch.ones(N, device=DEVICE)))
+
+    def write(tile, plan, dy, y, x, W, h, B, m, c):
+        rank = power_of_two(r) if tile[3] else 0
+        dz, dm = plan.result("dz", (M, N), dy.dtype), plan.result("dm", (N,), m.dtype)
+        dB = plan.result("dB", (N, r), dy.dtype)
+        sums = Sums(dz=dz, dm=dm, dB=dB if rank else None)
+        scale_backward(
+            plan, dy, y, False, x, Operands(W, None, B, m, c, None, None), h, sums, ScaleConfig(*tile[:3], rank, tile[4])
+        )
+        if not rank:
+            plan.product(dB, dz.T, h)
+
+    def make(tile):
+        launch, turns = planned(partial(write, tile), *sets[0]), itertools.cycle(sets)
+        return lambda: launch(*next(turns))[0]
+
+    timers = {}
+    for tile in SCALES:
+        if r <= 64 or not tile[3]:
+            timers[str(tile)] = clock.quick_timer(make(tile), clock.launches_of(0.01 + 9 * M * N / 4e9, len(sets)), *where)
+    return {name: round(t, 5) for name, t in clock.medians(timers, 5).items()}
+
+
+def time_products(shapes, end):
+    """ms of every way, in both directions. (M, K, N, r) of the layer: backward multiplies (M, N) by (N, K)."""
+    where = clock.anchor_graph(), torch.cuda.Stream()
+    for number, ((M, K, N, r), forward) in enumerate(itertools.product(shapes, (True, False))):
+        if time.perf_counter() > end:
+            return
+        if number % 4 == 0:
+            yield {"shape": (M, N, r), "scale": time_scale(M, N, r, where)}
+        drawn, timers = Drawn(forward, M, *((N, K) if forward else (K, N)), r), {}
+        launches = clock.launches_of(0.005 + 2e-9 * M * N * K / 600, len(drawn.sets))
+        for name, way in ways_of(forward).items():
+            try:
+                timers[name] = clock.quick_timer(drawn.make(*way), launches, *where)
+            except AssertionError:
+                raise
+            except Exception as error:  # too much shared memory, too many registers: not a candidate on this GPU
+                print(f"    {name}: {type(error).__name__}", flush=True)
+        ms = {name: round(t, 5) for name, t in clock.medians(timers, 5).items()}
+        yield {"shape": (M, K, N, r), "forward": forward, "ms": ms}
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cuda"], default="cuda")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--shapes", type=int, default=120)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no shape after this time")
+    parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="recorded in the JSON")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    options, start = parse(argv), time.perf_counter()
+    compile_all(options.jobs)
+    facts, rows = about("cuda", options.commit, argv), []
+    for row in time_products(draw(options.seed, options.shapes), start + options.seconds):
+        rows.append(row)
+        fastest = sorted((ms, name) for name, ms in row.get("ms", row.get("scale")).items())
+        print(row["shape"], row.get("forward", "scale"), fastest[:4], flush=True)
+        save(options.json, {"about": facts, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

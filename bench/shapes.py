@@ -1,0 +1,184 @@
+"""One adapted linear on shapes drawn at random: no table and no fit has seen them.
+
+    python -m bench.shapes --device cuda --seed 16 --shapes 64 --json FILE
+
+GPU time by CUDA graph, bf16, ways in turns, medians. Every way has several sets of inputs and weights where one would stay in
+the cache of the GPU. ``fdora`` is given its norm, ``fdora_inside`` computes it; of 8 micro-batches of a step one computes it,
+``micro_batches`` is their mean. ``bare`` is the eight matrix products alone, three of them forward. Every fdora is compared
+with float64 samples first, and a wrong one fails the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import math
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import fields
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+
+import torch
+
+from bench.attempt import Failures
+from bench.clock import anchor_graph, launches_of, medians, once, quick_timer
+from bench.layer import TOLERANCE, free
+from bench.norm_forms import about
+from bench.save import save
+from bench.table import table
+from bench.truth import Truth
+from bench.ways import BF16, Inputs, S, build
+
+WAYS = ("bare", "peft_lora", "fdora", "fdora_inside")
+MICRO_BATCHES = 8
+CACHE = 2**28  # bytes: several times what any GPU keeps
+
+# K x N of linears: Qwen3 0.6B to 32B, Llama 1B to 70B, Gemma 3, Phi 4, Mistral, ViT-g/14
+MODELS = (
+    (1024, 3072), (3072, 1024), (2048, 1024), (1024, 2048), (2048, 6144), (6144, 2048), (2048, 2048), (2560, 9728),
+    (9728, 2560), (2560, 4096), (4096, 2560), (2560, 1024), (4096, 4096), (4096, 1024), (4096, 12288), (12288, 4096),
+    (4096, 14336), (14336, 4096), (5120, 5120), (5120, 1024), (5120, 25600), (25600, 5120), (2048, 8192), (8192, 2048),
+    (3072, 8192), (8192, 3072), (8192, 8192), (8192, 1024), (8192, 28672), (28672, 8192), (3840, 15360), (15360, 3840),
+    (5120, 17920), (17920, 5120), (1536, 4608), (1536, 6144), (1536, 1536), (5120, 7680), (1152, 4304), (768, 3072),
+    (3072, 768), (1280, 5120), (5120, 1280), (4096, 11008),
+)  # fmt: skip
+RANKS = (4, 8, 12, 16, 16, 24, 32, 32, 48, 64, 64, 96, 128, 192, 256, 384, 512)
+MOST = 2**28  # elements of W: no published layer has more
+
+
+def draw(seed: int, count: int) -> list[tuple[int, int, int, int]]:
+    """(M, K, N, r): 64 to 8192 tokens, half of them no multiple of anything; half of the weights are of models."""
+    random, shapes = Random(seed), []
+    while len(shapes) < count:
+        M = round(math.exp(random.uniform(math.log(64), math.log(8192))))
+        M = M if random.random() < 0.5 else max(64, M // 64 * 64)
+        K, N = (128 * round(math.exp(random.uniform(math.log(6), math.log(224)))) for _ in range(2))
+        K, N = random.choice(MODELS) if random.random() < 0.5 else (K, N)
+        shape = (M, K, N, random.choice(RANKS))
+        if K * N <= MOST and shape not in shapes:
+            shapes.append(shape)
+    return shapes
+
+
+def compile_case(shape: tuple[int, int, int, int], ways: list[str]) -> None:
+    """In a process of its own: Triton keeps what it compiles on disk."""
+    i = Inputs.random(*shape, BF16, "cuda")
+    for name in ways:
+        way = build(name, i)
+        way.forward()
+        assert way.both is not None
+        way.both()
+    torch.cuda.synchronize()
+
+
+def compile_all(shapes: list[tuple[int, int, int, int]], options) -> None:
+    ways = [name for name in options.ways if name.startswith("fdora")]
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        for done in [pool.submit(compile_case, shape, ways) for shape in shapes]:
+            done.result()
+
+
+def copied(i: Inputs) -> Inputs:
+    each = {f.name: getattr(i, f.name) for f in fields(i)}
+    return Inputs(**{name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in each.items()})
+
+
+def case(shape: tuple[int, int, int, int], where: tuple, options) -> list[dict]:
+    """``where``: what quick_timer captures into; empty on a CPU."""
+    M, K, N, _ = shape
+    sets = max(1, min(8, CACHE // (2 * (M * K + K * N + 2 * M * N)))) if where else 1
+    i, failed = Inputs.random(*shape, BF16, options.device), Failures()
+    inputs = [i, *(copied(i) for _ in range(sets - 1))]
+    x, A, B, m = (t.detach() for t in (i.x, i.A, i.B, i.m))
+    truth = Truth(x, i.W, A, B, m, S, i.dy)
+
+    def prepare(name):
+        ways = [build(name, each) for each in inputs]
+        if name.startswith("fdora"):
+            found = truth.errors(ways[0].both())
+            wrong = {key: error for key, error in found.items() if not error <= TOLERANCE}
+            assert not wrong, f"{name} is wrong at {shape}: {wrong}"
+        return ways
+
+    ways = {name: prepare(name) for name in options.ways}
+    rows = []
+    for mode in ("fwd", "fwd_bwd"):
+
+        def turns(name, mode=mode):
+            fns = itertools.cycle([way.forward if mode == "fwd" else way.both for way in ways[name]])
+            return lambda: next(fns)()
+
+        about_ms = (1 if mode == "fwd" else 3) * (0.02 + 2e-9 * M * K * N / 600)
+        launches = launches_of(about_ms, sets)
+
+        def timer(name, turns=turns, launches=launches):
+            return quick_timer(turns(name), launches, *where) if where else partial(once, turns(name), "cpu")
+
+        ms = medians(failed.attempt(ways, timer), options.runs)
+        if "fdora_inside" in ms:
+            ms["micro_batches"] = ((MICRO_BATCHES - 1) * ms["fdora"] + ms["fdora_inside"]) / MICRO_BATCHES
+        rows.append({"shape": shape, "mode": mode, "ms": {name: round(t, 5) for name, t in ms.items()}, "failed": failed})
+    return rows
+
+
+PAIRS = (("fdora", "bare"), ("fdora", "peft_lora"), ("micro_batches", "peft_lora"), ("peft_lora", "bare"))
+
+
+def summarize(rows: list[dict]) -> dict:
+    """For each mode and pair: the geometric mean, the worst and its shape."""
+    summary: dict = {}
+    for mode, (a, b) in itertools.product(("fwd", "fwd_bwd"), PAIRS):
+        ratios = [(row["ms"][a] / row["ms"][b], row["shape"]) for row in rows if row["mode"] == mode and {a, b} <= {*row["ms"]}]
+        if ratios:
+            mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
+            worst, where = max(ratios)
+            summary[f"{mode}: {a}/{b}"] = {"mean": round(mean, 3), "worst": round(worst, 3), "at": where, "cases": len(ratios)}
+    return summary
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=16)
+    parser.add_argument("--shapes", type=int, default=64)
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help="comma separated")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="recorded in the JSON")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    options = parse(argv)
+    start, rows = time.perf_counter(), []
+    facts, shapes = about(options.device, options.commit, argv), draw(options.seed, options.shapes)
+    where: tuple = ()
+    if options.device != "cpu":
+        if options.jobs:
+            compile_all(shapes, options)
+            print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
+        where = (anchor_graph(), torch.cuda.Stream())
+    for shape in shapes:
+        if time.perf_counter() - start > options.seconds:
+            print(f"{len(shapes) - len(rows) // 2} cases not started in {options.seconds:.0f} s")
+            break
+        rows += case(shape, where, options)
+        for row in rows[-2:]:
+            print(row["shape"], row["mode"], row["ms"], flush=True)
+        save(options.json, {"about": facts, "rows": rows, "summary": summarize(rows)})
+        if len(rows) == 2:  # what is imported stays: nothing to search for garbage
+            gc.freeze()
+        free(options.device)
+    gc.unfreeze()
+    lines = [[name, *found.values()] for name, found in summarize(rows).items()]
+    print(table(["ratio", "mean", "worst", "at", "cases"], lines))
+
+
+if __name__ == "__main__":
+    main()

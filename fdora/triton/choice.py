@@ -1,0 +1,93 @@
+"""Which way a product with a low-rank term takes, and by which tile: the least time by the model of waves.py.
+
+The tiles and their numbers on Hopper are in fitted.py. Data-centre Blackwell takes the same by its own rate and number of
+multiprocessors, without those that would spill there. Where there is no TMA, pointers bring the tiles, by numbers that are
+not measured but those of tiles as large.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from fdora.triton.configs import GemmConfig
+from fdora.triton.fitted import AFTER, CUBLAS, FIRST, FUSED
+from fdora.triton.waves import DOUBT, CublasFit, Fit, Gpu, PassFit, Tile, cublas_us, fused_us, gpu_of, pass_us
+
+# By pointers: they fit and do not spill on any GPU. In the end, products out of registers reach less than those out of shared
+# memory, and small tiles less than large ones.
+POINTERS = {
+    (128, 128, 32, 8, False, False, 8, 3): (0.6, 0.5, 2.0, 2.0, 0.8),
+    (64, 128, 32, 8, False, False, 4, 3): (0.5, 0.5, 1.5, 2.0, 0.8),
+    (128, 64, 32, 8, False, False, 4, 3): (0.5, 0.5, 1.5, 2.0, 0.8),
+    (64, 64, 64, 8, False, False, 4, 3): (0.35, 0.5, 1.0, 2.0, 0.8),
+}
+# On sm_100 another tile beside the one that is summed up would spill above 64 x 128 with 4 warps.
+WITH_ANOTHER_TILE = (128, 128, 64, 8, False, True, 8, 4)
+
+
+class Way(NamedTuple):
+    """``kind``: "fused", "after" (a pass for the rest follows cuBLAS) or "first" (cuBLAS adds to the low-rank term)."""
+
+    kind: str
+    tile: GemmConfig | None  # of a fused product
+    us: float  # by the model
+
+
+@lru_cache(4096)
+def product_way(
+    M: int, N: int, K: int, r: int, trans_b: bool, extra: bool, tma: bool, capability: int, num_sms: int
+) -> Way:  # fmt: skip
+    """``trans_b``: the columns of W are contiguous (forward). ``extra``: one more tile is read or written at the end. ``tma``:
+    all operands lie as TMA wants them."""
+    gpu = gpu_of(capability, num_sms)
+    tile, us = _fused(M, N, K, r, trans_b, extra, tma, gpu, capability)
+    alone = cublas_us(M, N, K, CublasFit(*CUBLAS[trans_b]), gpu)
+    ways = [Way("fused", tile, us * DOUBT)]
+    for kind, fits in (("after", AFTER), ("first", FIRST)):
+        if trans_b in fits:
+            ways.append(Way(kind, None, alone + pass_us(M, N, r, PassFit(*fits[trans_b]), gpu)))
+    return min(ways, key=lambda way: way.us)
+
+
+@lru_cache(4096)
+def fused_config(
+    M: int, N: int, K: int, r: int, trans_b: bool, extra: bool, tma: bool, capability: int, num_sms: int
+) -> GemmConfig:  # fmt: skip
+    """The fastest tile of one product with everything inside."""
+    return _fused(M, N, K, r, trans_b, extra, tma, gpu_of(capability, num_sms), capability)[0]
+
+
+def _fused(
+    M: int, N: int, K: int, r: int, trans_b: bool, extra: bool, tma: bool, gpu: Gpu, capability: int
+) -> tuple[GemmConfig, float]:  # fmt: skip
+    times = {
+        config: fused_us(M, N, K, r, Tile(*config[1:4], together(config)), fit, gpu)
+        for config, fit in tiles(trans_b, extra, tma and 90 <= capability < 120, capability).items()
+    }
+    return min(times.items(), key=lambda item: item[1])
+
+
+def tiles(trans_b: bool, extra: bool, tma: bool, capability: int) -> dict[GemmConfig, Fit]:
+    """All that may be chosen."""
+    if not tma:
+        return {GemmConfig(False, *config): Fit(*fit) for config, fit in POINTERS.items()}
+    found = {GemmConfig(True, *config): Fit(*fit) for config, fit in FUSED[trans_b].items()}
+    if extra and capability >= 100:
+        large = [config for config in found if config.BLOCK_M * config.BLOCK_N > 8192]
+        replaced = max((found[config] for config in large if config.BLOCK_M == config.BLOCK_N), default=found[large[0]])
+        found = {config: fit for config, fit in found.items() if config not in large}
+        return found | {GemmConfig(True, *WITH_ANOTHER_TILE): replaced}
+    if extra:  # a tile of 128 x 256 leaves room in shared memory for four stages or for another tile
+        return {_with_room(config): fit for config, fit in found.items()}
+    return found
+
+
+def _with_room(config: GemmConfig) -> GemmConfig:
+    return config._replace(num_stages=min(3, config.num_stages)) if config.BLOCK_M * config.BLOCK_N > 16384 else config
+
+
+def together(config: GemmConfig) -> int:
+    """Programs that share a multiprocessor: two of those that do not walk over tiles, where their memory leaves room."""
+    tile, stages = config.BLOCK_M * config.BLOCK_N, config.num_stages
+    return 2 if not config.persistent and tile <= 16384 and (stages <= 3 or tile <= 8192) else 1

@@ -1,0 +1,135 @@
+"""How long a product takes on a GPU, by a model of waves: a pure function of the shape and the GPU.
+
+The tiles of a result are spread over the multiprocessors. One that gets ``share`` of them, ``together`` at a time, takes
+
+    max( share steps step, waves steps latency ) + waves edge      share = ceil(tiles / multiprocessors)
+                                                                   waves = ceil(share / together)
+
+with ``step`` the flops of a tile's step along K over ``reached`` x the rate of a multiprocessor, ``latency`` what a step takes
+at least, and ``edge`` what begins and ends a tile. Beside it stands the time of the bytes, at ``memory`` x bandwidth. Both are
+joined by a norm of fourth order, and ``start`` is added: a launch.
+
+cuBLAS is the same model with many tiles, each also split along K, and the best of them. What a pass over the result adds to it
+is linear in the result's size and in the rank.
+
+The numbers are fitted to measurements on one GPU (fitted.py, written by ``bench.fit``). On any other the shares of rate and
+bandwidth stay, and the times in us, which are mostly latencies.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fdora.triton.runtime.device import cdiv
+
+TILES = ((256, 128), (128, 256), (192, 128), (128, 192), (128, 128), (64, 256), (64, 192), (64, 128), (128, 64), (64, 64))
+SPLITS = (1, 2, 3, 4, 6, 8)
+LEAST_K = 512  # of a part
+SLOW_COPY = 4.0  # us: rows of h and B that do not begin at 16 bytes are copied first
+DOUBT = 1.03  # a fused product must be faster by this: of the two it is predicted worse
+
+
+class Gpu(NamedTuple):
+    """Multiprocessors, half-precision flops of each of them per us, and bytes of memory per us."""
+
+    num_sms: int
+    flops: float
+    bytes: float
+
+
+# capability -> TFLOP/s (dense, float32 sums), the multiprocessors they are of, TB/s. 0: AMD MI300X.
+PUBLISHED = {
+    80: (312, 108, 2.0), 86: (71, 82, 0.94), 89: (165, 128, 1.01), 90: (989, 132, 4.8), 100: (2250, 148, 8.0),
+    103: (2500, 148, 8.0), 120: (210, 170, 1.79), 0: (1307, 304, 5.3),
+}  # fmt: skip
+
+
+def gpu_of(capability: int, num_sms: int) -> Gpu:
+    """A capability that is not listed counts as the one before it."""
+    known = max((c for c in PUBLISHED if c <= capability), default=0)
+    tflops, sms, tbytes = PUBLISHED[known]
+    return Gpu(max(1, num_sms), tflops * 1e6 / sms, tbytes * 1e6)
+
+
+class Tile(NamedTuple):
+    """A tile of a product and how programs run it; see the formula above."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    together: int
+
+
+class Fit(NamedTuple):
+    reached: float
+    latency: float  # us
+    edge: float  # us
+    start: float  # us
+    memory: float
+
+
+class CublasFit(NamedTuple):
+    """``reached`` by a tile is ``most`` / (1 + ``bytes_weigh`` (1 / BLOCK_M + 1 / BLOCK_N)); ``edge`` is that of 128 x 256."""
+
+    most: float
+    bytes_weigh: float
+    edge: float
+    start: float
+    memory: float
+    latency: float
+    split: float  # us: adding parts,
+    part: float  # and for each 10^6 elements of one
+
+
+class PassFit(NamedTuple):
+    """us: ``start`` + ``rank`` r / 64 + M N / 10^6 (``size`` + ``both`` r / 64)."""
+
+    start: float
+    rank: float
+    size: float
+    both: float
+
+
+def fused_us(M: int, N: int, K: int, r: int, tile: Tile, fit: Fit, gpu: Gpu) -> float:
+    """One product with the low-rank term inside."""
+    steps = cdiv(K, tile.BLOCK_K) + cdiv(r, tile.BLOCK_K)
+    copies = SLOW_COPY if r % 8 else 0.0
+    products = _waves(M, N, tile, steps, fit, gpu)
+    return copies + fit.start + _joined(products, _bytes(M, N, K, r) / (gpu.bytes * fit.memory))
+
+
+def cublas_us(M: int, N: int, K: int, fit: CublasFit, gpu: Gpu) -> float:
+    """x W alone."""
+    best, memory = float("inf"), _bytes(M, N, K, 0) / (gpu.bytes * fit.memory)
+    for bm, bn in TILES:
+        reached = fit.most / (1 + fit.bytes_weigh * (1 / bm + 1 / bn))
+        each = Fit(reached, fit.latency, fit.edge * bm * bn / 32768, 0, 1)
+        for splits in SPLITS:
+            if splits > 1 and splits * LEAST_K > K:
+                break
+            added = fit.split + fit.part * splits * M * N / 1e6 if splits > 1 else 0.0
+            products = _waves(M, N, Tile(bm, bn, 64, 1), K / (64 * splits), each, gpu, splits) + added
+            best = min(best, _joined(products, memory))
+    return fit.start + best
+
+
+def pass_us(M: int, N: int, r: int, fit: PassFit, gpu: Gpu) -> float:
+    """What low rank, g and bias add where the product is there."""
+    ranks, size = r / 64, M * N / 1e6 * (PUBLISHED[90][2] * 1e6 / gpu.bytes)
+    return fit.start + fit.rank * ranks + size * (fit.size + fit.both * ranks)
+
+
+def _waves(M: int, N: int, tile: Tile, steps: float, fit: Fit, gpu: Gpu, splits: int = 1) -> float:
+    bm, bn, bk, together = tile
+    share = cdiv(cdiv(M, bm) * cdiv(N, bn) * splits, gpu.num_sms)
+    waves = cdiv(share, together)
+    step = 2 * bm * bn * bk / (gpu.flops * fit.reached)
+    return max(share * steps * step, waves * steps * fit.latency) + waves * fit.edge
+
+
+def _joined(a: float, b: float) -> float:
+    return (a**4 + b**4) ** 0.25
+
+
+def _bytes(M: int, N: int, K: int, r: int) -> int:
+    return 2 * (M * K + K * N + M * N + (M + N) * r)
