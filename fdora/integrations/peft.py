@@ -31,11 +31,12 @@ from fdora.integrations._hook import hook, unhook
 from fdora.integrations._peft.bank import LayerBank, banks_of, put_banks
 from fdora.integrations._peft.blocks import fuse_blocks, unfuse_blocks
 from fdora.integrations._peft.dora import Dora
-from fdora.integrations._peft.linear import Linear, fuse_layer, norms_of, shards_of, unfuse_layer
+from fdora.integrations._peft.linear import Linear, fuse_layer, unfuse_layer
 from fdora.integrations._peft.quant import warn_of
 from fdora.integrations._peft.report import Report, rows
 from fdora.integrations._peft.sharded import gathers
 from fdora.integrations._peft.variants import OURS, LinearVariant, own_norm, warn_of_groups
+from fdora.integrations._peft.whole import norms_of, shards_of
 
 __all__ = [
     "LayerBank",

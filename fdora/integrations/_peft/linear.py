@@ -20,14 +20,13 @@ from fdora._torch import in_subgraph
 from fdora.functional import dora_linear, select_backend
 from fdora.functional.linear import checked_linears
 from fdora.integrations._hook import hooked
-from fdora.integrations._peft.dora import FUSED, Dora, forget, paused, release, reused
+from fdora.integrations._peft.dora import FUSED, Dora, forget, paused, release
 from fdora.integrations._peft.mesh import lies_on_mesh, on_mesh
 from fdora.integrations._peft.mixed import mixed
 from fdora.integrations._peft.quant import compute_dtype
 from fdora.integrations._peft.sharded import LISTENED, leaf, listened
 from fdora.integrations._peft.torchao import Merging
 from fdora.integrations._peft.verdict import verdict
-from fdora.integrations._shard_norms import lies_in_rows
 from fdora.quant import QuantWeight
 
 
@@ -259,43 +258,6 @@ def fuse_layer(module: Any) -> None:
 def unfuse_layer(module: Any) -> None:
     if isinstance(module, Layer):
         module.__class__ = module.STOCK
-
-
-def norms_of(model: nn.Module | None) -> list[tuple[Any, Tensor, Tensor, Tensor, float]]:
-    """The layers of a model whose norms its hook can compute together: KeptNorm, W, A, B and s of each."""
-    found: list[tuple[Any, Tensor, Tensor, Tensor, float]] = []
-    layers: Any = () if model is None else model.modules()
-    for layer in layers:
-        pair = active(layer) if type(layer) is Linear and reused(layer) and not layer.fan_in_fan_out else None
-        if pair is None or type(layer._modules["base_layer"]) is not nn.Linear:
-            continue
-        name, variant = pair
-        w, s = variant.weights(layer, name), layer.scaling[name]
-        if (
-            isinstance(w, str)
-            or isinstance(w.W, QuantWeight)
-            or isinstance(s, Tensor)
-            or any(t.is_inference() for t in (w.W, w.A, w.B))
-            or select_backend(w.W).name != "triton"
-        ):
-            continue
-        found.append((variant.kept, w.W, w.A, w.B, s))
-    return found
-
-
-def shards_of(model: nn.Module | None) -> list[tuple[Any, Any, Any, Any, float]]:
-    """The same of layers that FSDP2 keeps in shards now: KeptNorm, and shards of W, A and B, and s."""
-    found: list[tuple[Any, Any, Any, Any, float]] = []
-    layers: Any = () if model is None else model.modules()
-    for layer in layers:
-        pair = active(layer) if type(layer) is Linear and reused(layer) and not layer.fan_in_fan_out else None
-        base = None if pair is None else layer._modules["base_layer"]
-        if pair is None or type(base) is not nn.Linear or hooked(base):
-            continue
-        W, A, B = base.weight, layer.lora_A[pair[0]].weight, layer.lora_B[pair[0]].weight
-        if lies_in_rows(W, A, B) and not isinstance(layer.scaling[pair[0]], Tensor):
-            found.append((pair[1].kept, W, A, B, layer.scaling[pair[0]]))
-    return found
 
 
 OURS: dict[type, Any] = {lora.Linear: Linear, torchao.TorchaoLoraLinear: TorchaoLoraLinear}

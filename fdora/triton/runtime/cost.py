@@ -7,43 +7,11 @@ such as proton sees what ``explain`` says. Vectors of one number per column are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class Cost(NamedTuple):
-    """Flops of products, by the width of their operands, and bytes."""
-
-    flops16: float = 0
-    flops32: float = 0
-    bytes: float = 0
-    flops8: float = 0
-
-    @property
-    def flops(self) -> float:
-        return self.flops8 + self.flops16 + self.flops32
-
-    def __add__(self, other: Any) -> Cost:
-        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
-
-
-def product(M: int, N: int, K: int, operand: Any) -> Cost:
-    """(M, K) (K, N), in the dtype of this operand."""
-    flops, t = 2.0 * M * N * K, _matrix(operand)
-    if t.dtype.itemsize == 1:
-        return Cost(flops8=flops)
-    return Cost(flops16=flops) if t.dtype.itemsize == 2 else Cost(flops32=flops)
-
-
-def moved(*arrays: Any) -> Cost:
-    return Cost(bytes=float(sum(_matrix(a).nbytes for a in arrays if a is not None)))
-
-
-def _matrix(a: Any) -> Any:
-    """Behind a tensor descriptor, the plan's or Triton's."""
-    return getattr(a, "array", None) or getattr(a, "base", a)
-
-
-# one function for each kernel, of its arguments by name
+from fdora.triton.runtime.amount import Cost as Cost
+from fdora.triton.runtime.amount import moved, product
+from fdora.triton.runtime.cost_multi import MULTI
 
 
 def _gemm(*, x, x_masked, w, h, b, out, pre_scale, residual, M, N, K, R, **_: Any) -> Cost:
@@ -187,68 +155,12 @@ def _split(*, x, out, scale, **_: Any) -> Cost:
 # many adapters on one W: lengths are not known, so each product counts once for every token
 
 
-def _multi_h(*, x, f, h, pad, M, K, R, **_: Any) -> Cost:
-    return product(M, R, K, x) + moved(x, f, h, pad)
-
-
-def _multi_gemm(*, x, w, h, b, out, pre_scale, g, M, N, K, R, **_: Any) -> Cost:
-    return product(M, N, K + R, x) + moved(x, w, h, b, out, pre_scale, g)
-
-
-def _multi_epilogue(*, v, h, b, out, pre_scale, g, M, N, R, **_: Any) -> Cost:
-    return product(M, N, R, h) + moved(v, h, b, out, pre_scale, g)
-
-
-def _multi_scale(*, dy, saved, h, g, dz, partial_m, partial_bias, partial_B, M, N, R, BLOCK_R, **_: Any) -> Cost:
-    what = moved(dy, saved, h, g, dz, partial_m, partial_bias, partial_B)
-    return product(M, N, R, dy) + what if BLOCK_R else what
-
-
-def _multi_finish(*, partial_m, **_: Any) -> Cost:
-    return moved(partial_m)
-
-
-def _multi_grad(*, u, v, out, M, P, Q, **_: Any) -> Cost:
-    return product(M, P, Q, u) + moved(u, v, out)
-
-
-def _multi_shrink(*, x, f, part, M, K, R, **_: Any) -> Cost:
-    return product(M, R, K, x) + moved(x, f, part)
-
-
-def _multi_expand(*, part, b, h, lora, M, N, R, **_: Any) -> Cost:
-    return product(M, N, R, h) + moved(part, b, h, lora)
-
-
-def _multi_small(*, x, w, lora, m, c, out, pre_scale, M, N, K, **_: Any) -> Cost:
-    return product(M, N, K, x) + moved(x, w, lora, m, c, out, pre_scale)
-
-
-def _multi_norm(*, W, A, B, partial, N, K, R, G, **_: Any) -> Cost:
-    return product(N, K, R * G, A) + moved(W, A, B, partial)
-
-
-def _multi_route(*, ids, offsets, order, **_: Any) -> Cost:
-    return moved(ids, offsets, order)
-
-
-def _multi_routes(*, ids, g, **_: Any) -> Cost:
-    return moved(ids, g)
-
-
-def _multi_root(*, partial, c, **_: Any) -> Cost:
-    return moved(partial, c)
-
-
-def _multi_ranks(*, ranks, **_: Any) -> Cost:
-    return Cost(bytes=4.0 * ranks.shape[0])
-
-
 def _rows(*, x, out, **_: Any) -> Cost:
     return moved(x, out)
 
 
 COSTS: dict[str, Callable[..., Cost]] = {
+    **MULTI,
     "act_bwd_kernel": _act_bwd,
     "act_fwd_kernel": _act_fwd,
     "bank_kernel": _rows,
@@ -274,21 +186,6 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "lost_kernel": _lost,
     "merge_kernel": _merge,
     "multi_drop_kernel": _rows,
-    "multi_epilogue_kernel": _multi_epilogue,
-    "multi_expand_kernel": _multi_expand,
-    "multi_finish_kernel": _multi_finish,
-    "multi_gemm_pointer_kernel": _multi_gemm,
-    "multi_gemm_tma_kernel": _multi_gemm,
-    "multi_grad_kernel": _multi_grad,
-    "multi_h_kernel": _multi_h,
-    "multi_norm_kernel": _multi_norm,
-    "multi_ranks_kernel": _multi_ranks,
-    "multi_root_kernel": _multi_root,
-    "multi_route_kernel": _multi_route,
-    "multi_routes_kernel": _multi_routes,
-    "multi_scale_kernel": _multi_scale,
-    "multi_shrink_kernel": _multi_shrink,
-    "multi_small_kernel": _multi_small,
     "multi_sum_kernel": _sum,
     "norm_kernel": _norm,
     "planes_bwd_kernel": _compose_bwd,
