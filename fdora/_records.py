@@ -21,7 +21,7 @@ def drowned() -> float:
 
     Derivation: fdora/eager/linear.py. A function, as eps is.
     """
-    return 4.0
+    return 2.0
 
 
 DropoutMode = Literal["lora", "peft"]

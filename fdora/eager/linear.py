@@ -16,8 +16,8 @@ is a normal number, so that
     |error of dg| <= u / |g| sum_t |dy y|       where v, saved and rounded, would leave    u sum_t |dy v|.
 
 Both sums are known in the backward, the second as S = sum_t |dy (y - bias)|, for  S <= |g| sum_t |dy v| + u sum_t |dy y|.
-A column is read off where sum_t |dy y| <= k S with k = 4 (``drowned``): its dg loses at most k / (1 - k u), four times what a
-saved v would cost it, two bits of a rounding that dy has as well. Without a bias y - bias is y, and nothing is lost. Other
+A column is read off where sum_t |dy y| <= k S with k = 2 (``drowned``): its dg loses at most k / (1 - k u), twice what a
+saved v would cost it, one bit of a rounding that dy has as well. Without a bias y - bias is y, and nothing is lost. Other
 columns form their products again: those that the bias drowns (Qwen's k: hundreds beside one), and those where |g| < tiny / eps,
 so that y may be subnormal or 0 where v is not (rows with m = 0 carry nothing; fp16: 0.06, bf16: 1e-36). With |g| above it, what
 y loses as a subnormal number is at most eps^2 of v.
