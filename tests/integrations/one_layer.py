@@ -39,8 +39,11 @@ def assert_one_call(made, x, dtype, W):
         stock = step(made, x)
     got = step(use_fdora(made), x)
     for i, (a, b, c) in enumerate(zip(got, stock, truth(made, x, W), strict=True)):
-        # m reads the value before g off y - bias, which may cost it twice a rounding of that value (docs/contract.md).
-        assert_within(a, b, c, roundings=drowned() if i == len(got) - 1 else 1.0)
+        # m reads the value before g off y - bias, which may cost it twice a rounding of that value (docs/contract.md): that is
+        # half an eps of the dtype of x, whatever dtype the gradient has.
+        of_m = i == len(got) - 1 and dtype != torch.float32
+        lost = drowned() * torch.finfo(dtype).eps / 2 / torch.finfo(a.dtype).eps
+        assert_within(a, b, c, roundings=1 + lost if of_m else 1.0)
     assert got[0].dtype == dtype
     (row,) = report(made)
     assert (row.fused, row.composed, row.fallbacks) == (1, 0, {})
