@@ -50,7 +50,7 @@ def multi_small(
         (parts, ranked, pdl, BLOCK_T, EXPAND_N, min(32, power_of_two(R)), block_g), 4, 2, pdl,
     )  # fmt: skip
     w = bank.W.T
-    block_n, block_k, warps, stages = small_config(rows, N, K, w.stride[1] == 1, plan.device.capability)
+    block_n, block_k, warps, stages = small_config(rows, N, K, w.stride[1] == 1, plan.device.capability, plan.device.num_sms)
     flags = (bank.m is not None, bank.bias is not None, pre_scale is not None, ordered)
     plan.launch(
         multi_small_kernel, (cdiv(N, block_n),),

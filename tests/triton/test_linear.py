@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fdora.functional import dora_linear, dora_norm
+from fdora.triton import scale
 from tests import device, reference
 from tests.checks.linear import dm_read_beside_a_bias_loses_its_bound, ends_round_once
 from tests.close import assert_within, rel_l2
@@ -87,8 +88,9 @@ def test_dm_read_beside_a_bias_loses_its_bound(dtype):
 
 
 @pytest.mark.skipif("device.NAME != 'cpu'", reason="a GPU has its own strips; runs on a CPU with TRITON_INTERPRET=1")
-def test_programs_share_a_strip_of_products(as_hopper):
-    plans = as_hopper()
+def test_programs_share_a_strip_of_products(as_hopper, monkeypatch):
+    plans, chosen = as_hopper(), scale.scale_config
+    monkeypatch.setattr(scale, "scale_config", lambda *shape: chosen(*shape)._replace(ROWS=512))  # as of more than 4096 tokens
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is full of NaN: each partial must be written
     try:
         dm_read_beside_a_bias_loses_its_bound("triton", (HALF[0],), (1100,))
