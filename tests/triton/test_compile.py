@@ -29,7 +29,6 @@ from fdora.triton.product import rest  # noqa: E402
 from fdora.triton.runtime.device import Device  # noqa: E402
 from fdora.triton.runtime.plan import Array, Scalar, Tile  # noqa: E402
 from fdora.triton.runtime.private import HAS_PDL  # noqa: E402
-from fdora.triton.scale import BESIDE_BIAS  # noqa: E402
 from fdora.triton.small import small_backward  # noqa: E402
 from tests.triton.recorder import NAMES  # noqa: E402
 from tests.triton.written import (  # noqa: E402
@@ -414,7 +413,7 @@ def test_rest(target, tmp_path):
 def test_scale(target, tokens, r, dtype, adapter, tmp_path):
     x = alike(tokens, 4096, dtype=dtype)
     la = layer(4096, 4096, r, dtype, adapter, bias=True)
-    pre_scale = dtype == FP32 or tokens <= BESIDE_BIAS
+    pre_scale = dtype == FP32 or tokens <= 512
     likes, options = (x, alike(tokens, r, dtype=dtype), x, x, *la), (0.0, "lora", (pre_scale,), True, (True,) * 5)
     plan = plan_backward(likes, device(target), *options)
     assert len(launches(plan, "finish")) == (tokens == 4096)

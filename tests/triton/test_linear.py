@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fdora.functional import dora_linear, dora_norm
-from fdora.triton import scale
+from fdora.triton import linear, scale
 from tests import device, reference
 from tests.checks.linear import dm_read_beside_a_bias_loses_its_bound, ends_round_once
 from tests.close import assert_within, rel_l2
@@ -81,12 +81,20 @@ def test_rows_without_magnitude_keep_their_gradient():
             assert rel_l2(got["m"], ref) <= 5e-3, (M, dtype)
 
 
+@pytest.fixture
+def read_beside_a_bias(chosen_anew, monkeypatch):
+    """As it is meant for many tokens."""
+    monkeypatch.setattr(linear, "BESIDE_BIAS", 512)
+
+
+@pytest.mark.usefixtures("read_beside_a_bias")
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_dm_read_beside_a_bias_loses_its_bound(dtype):
     """Columns that the bias drowns form their products again, in one strip of tokens or in those of several."""
     dm_read_beside_a_bias_loses_its_bound("triton", (dtype,), (40, 540))
 
 
+@pytest.mark.usefixtures("read_beside_a_bias")
 @pytest.mark.skipif("device.NAME != 'cpu'", reason="a GPU has its own strips; runs on a CPU with TRITON_INTERPRET=1")
 def test_programs_share_a_strip_of_products(as_hopper, monkeypatch):
     plans, chosen = as_hopper(), scale.scale_config
@@ -100,6 +108,7 @@ def test_programs_share_a_strip_of_products(as_hopper, monkeypatch):
     assert again > 1
 
 
+@pytest.mark.usefixtures("read_beside_a_bias")
 def test_a_column_is_formed_again_where_its_bias_drowns_it_and_only_there():
     """What is read off y - bias is what y holds: with another y, only those columns change."""
     for M in (540,):
