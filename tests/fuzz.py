@@ -418,7 +418,8 @@ def norm(d: Draw) -> Callable[[Draw], Problem]:
     def one(e: Draw) -> Problem:
         values = dict(zip("WAB", weights(e, N, K, r, s, kind), strict=False))
         t = {n: e.lay(v, dtypes[n], layouts[n]) for n, v in values.items()}
-        t["A2"] = t["A"].flip(0) if r > 1 else 2 * t["A"]
+        # An expanded A flipped has the same bits, which a state reuses, but other strides, and so perhaps another last bit.
+        t["A2"] = t["A"].flip(0) if r > 1 and layouts["A"] != "expanded" else 2 * t["A"]
 
         def call(t: Tensors) -> list[Tensor]:
             W, extra = t["W"] if axis else t["W"].mT, {"s": s, "norm_axis": axis, "max_bytes": budget, "backend": d.backend}
