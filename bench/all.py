@@ -84,6 +84,8 @@ TABLE = {
     ),
     "quant_forms": Entry(170, "bench.quant_forms"),
     "quant_model": Entry(60, "bench.quant_model"),
+    "sharded_r64": Entry(60, "bench.sharded --world 2 --layers 6 --r 64 --runs 7"),  # two GPUs
+    "sharded_r384": Entry(60, "bench.sharded --world 2 --layers 6 --r 384 --runs 7"),
     "demo": Entry(60, "demo.run"),
 }
 # no --seconds of their own
@@ -96,6 +98,7 @@ UNTIMED = (
     "bench.issue_time",
     "bench.schedule",
     "bench.quant_model",
+    "bench.sharded",
     "demo.run",
 )
 

@@ -654,7 +654,7 @@ def test_progress(capsys, monkeypatch):
 def test_stock_layers_are_seen(tmp_path, monkeypatch):
     from fdora.integrations import peft
 
-    monkeypatch.setattr(peft, "use_fdora", lambda model: model)
+    monkeypatch.setattr(peft, "use_fdora", lambda model, **_: model)
     with pytest.raises(SystemExit, match="did not run"):
         run(model, tmp_path, MODEL + "--no-compile --adapter bf16 --modes inference")
     with pytest.raises(SystemExit, match="did not run"):

@@ -119,20 +119,20 @@ def test_says_what_a_call_raises(monkeypatch, capsys):
     def broken(*args):
         raise IndexError("out of luck")
 
-    monkeypatch.setattr(linear, "_linear_bwd", broken)
+    monkeypatch.setattr(linear, "linear_bwd", broken)
     found = failures(FEW + "0-3 --functions linear,norm", capsys)
     assert {what.partition(":")[2] for what, _ in found} == {" IndexError: out of luck"}
     assert all("--functions linear,norm" in command for _, command in found)
 
 
 def test_a_gradient_that_does_not_come(monkeypatch, capsys):
-    stock = linear._linear_bwd
+    stock = linear.linear_bwd
 
     def without_dm(*args):
         dx, grads = stock(*args)
         return dx, grads._replace(m=None)
 
-    monkeypatch.setattr(linear, "_linear_bwd", without_dm)
+    monkeypatch.setattr(linear, "linear_bwd", without_dm)
     found = failures(FEW + "0-5 --functions linear", capsys)
     assert any("dm0 is missing" in what for what, _ in found), found
 

