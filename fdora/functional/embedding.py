@@ -64,8 +64,8 @@ def dora_embedding(
       padding_idx: tokens of this number add nothing to a gradient, as in F.embedding; their row is read like any other.
         (In PEFT they do reach B and m.)
       max_norm: a row of W that is longer counts as ``W[v] * max_norm / (||W[v]|| + 1e-7)``, as in F.embedding, but W stays as
-        it is; in plain torch on every device. The norm of columns is that of W as it stands: call torch.embedding_renorm_ on
-        all rows first to have both.
+        it is; in plain torch on every device. The norm of columns is that of W as it stands: to have both, call
+        ``torch.embedding_renorm_`` on all rows first.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:

@@ -66,7 +66,12 @@ class KeptNorm:
             self.shard = watched(self.shard, known.get(id(base), dict.get(base._parameters, "weight")))
 
     def frozen(self, W: Tensor) -> Tensor:
-        """W, detached where it is FSDP1's view of trained parameters beside a frozen one."""
+        """W, detached where nobody asks for its gradient: in a call without a graph, and where it is FSDP1's view of trained
+        parameters beside a frozen one."""
+        if W.requires_grad and not torch.is_grad_enabled():
+            return W.detach()
+        if not W.requires_grad or W.is_leaf:
+            return W
         param = None if self.shard is None else self.shard.param()
         return W if param is None or param.requires_grad else W.detach()
 

@@ -43,7 +43,7 @@ class Embedding(Layer, lora.Embedding):
         variant.count(FUSED)
         s = module.scaling[name]
         c = variant.with_gradient(variant.norm(w, s), w.W, w.A, w.B, s)
-        return dora_embedding(x, base.weight, w.A, w.B, w.m, s=s, norm=c, padding_idx=base.padding_idx)
+        return dora_embedding(x, variant.kept.frozen(base.weight), w.A, w.B, w.m, s=s, norm=c, padding_idx=base.padding_idx)
 
 
 def not_looked_up(module: Any, base: Any, magnitude: Any) -> str:
@@ -80,10 +80,10 @@ class Conv(Layer):
             return stock.forward(self, x)
         variant.count(FUSED)
         parts: Any = self
-        s = parts.scaling[name]
+        s, W = parts.scaling[name], variant.kept.frozen(base.weight)
         c = variant.with_gradient(variant.norm(w, s), w.W, w.A, w.B, s)
         return CONV[n - 1](
-            x, base.weight, parts.lora_A[name].weight, parts.lora_B[name].weight, w.m, s=s, bias=base.bias, norm=c,
+            x, W, parts.lora_A[name].weight, parts.lora_B[name].weight, w.m, s=s, bias=base.bias, norm=c,
             stride=base.stride, padding=base.padding, dilation=base.dilation, groups=base.groups,
         )  # fmt: skip
 

@@ -161,7 +161,7 @@ class EmbeddingVariant(Dora, variants.DoraEmbeddingVariant):
         fuse_layer(module)
 
     def weights(self, module: Any, adapter: str) -> Weights | str:
-        W = module.get_base_layer().weight
+        W = self.kept.frozen(module.get_base_layer().weight)
         A, B = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]
         m = module.lora_magnitude_vector[adapter].weight
         return obstacle(W, A, B, m) or served(W, W.T if W.dim() == 2 else W, A, B, m)
@@ -189,9 +189,10 @@ class Conv(Dora):
         super().init(module, adapter_name, **kwargs)
         fuse_layer(module)
 
-    def weights(self, module: Any, adapter: str) -> Weights | str:
+    def weights(self, module: Any, adapter: str, W: Any = None) -> Weights | str:
         base = module.get_base_layer()
-        W, A, B = base.weight, module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        W = self.kept.frozen(base.weight) if W is None else W
+        A, B = module.lora_A[adapter].weight, module.lora_B[adapter].weight
         m = module.lora_magnitude_vector[adapter].weight
         why = obstacle(W, A, B, m) or dtypes(W, A, B, m)
         if why or not W.dim() == A.dim() == B.dim():
@@ -202,7 +203,8 @@ class Conv(Dora):
         return served(W, *kernel_rows(W, A, B, G), m.flatten())
 
     def fall_back(self, why: str, module: Any, adapter: str, *args: Any, **kwargs: Any) -> Tensor:
-        w = self.weights(module, adapter) if module.get_base_layer().groups > 1 else ""
+        base = module.get_base_layer()
+        w = self.weights(module, adapter, base.weight.detach()) if base.groups > 1 else ""
         if isinstance(w, str):
             return super().fall_back(why, module, adapter, *args, **kwargs)
         layer: Any = module.lora_magnitude_vector[adapter]
