@@ -378,7 +378,21 @@ def samples():
     bare = [None, A, B, m, None, None, None]
     of_gate = (["nf4", "fp32", "flat", *[""] * 6], [*W.shape, 16, 1, *[0] * 8])
     eight = [torch.ones_like(W, dtype=torch.int8), torch.ones(len(W), device=x.device)]
+    banked = [torch.stack([v, v]) for v in (A, B, m, c)]
+    ends, scales = torch.tensor([4, 7], device=x.device, dtype=torch.int32), torch.tensor([S, 2 * S], device=x.device)
+    ids = torch.tensor([1, 0, 1, 0, -1, 1, 0, 1, 0], device=x.device)
+    order = (ids % 3).argsort(stable=True)
+    many = [W, *banked, bias, scales, ends, None, None]
+    many_dropped = [*many[:8], order, torch.stack([seed, seed + 1])]
     return {
+        "embedding": [(ids.abs(), W, B.T, A.T, m[:80], c[:80], S, False), (ids.abs(), W, B.T, A.T, m, None, S, True)],
+        "row_norms": [(W, A2, B2, scales, ranks, None) for A2, B2 in (banked[:2],) for ranks in ([], [8, 4])],
+        "multi_route": [(ids, 2)],
+        "multi": [(x, many, [], 0.0, True), (x, many_dropped, [8, 4], 0.3, False)],
+        "multi_backward": [
+            (dy, x, h, dy, False, [*many[:5], None, *many[6:]], [], 0.0, [True] * 5 + [False]),
+            (dy, x, h, dy, True, many_dropped, [8, 4], 0.3, [True] * 6),
+        ],
         "row_norm": [(W, A, B, S, None, squared) for squared in (False, True)],
         "row_norm_guarded": [(W, A, B, S, None, *dora_norm_state(W))],
         "row_norm_kept": [(W, A, B, S, *dora_norm(W, A, B, s=S, state=dora_norm_state(W), **BACKEND))],  # nothing to write
@@ -441,8 +455,9 @@ def custom_ops():
 
 
 OPS = (
-    "compose", "compose_backward", "fp8_linear", "linear", "linear_backward", "merge", "mlp", "mlp_backward", "model_norms",
-    "quant_row_norm", "quant_row_norm_guarded", "row_norm", "row_norm_guarded", "row_norm_kept",
+    "compose", "compose_backward", "embedding", "fp8_linear", "linear", "linear_backward", "merge", "mlp", "mlp_backward",
+    "model_norms", "multi", "multi_backward", "multi_route", "quant_row_norm", "quant_row_norm_guarded", "row_norm",
+    "row_norm_guarded", "row_norm_kept", "row_norms",
 )  # fmt: skip
 
 
