@@ -21,7 +21,8 @@ saved v would cost it, one bit of a rounding that dy has as well. Without a bias
 columns form their products again: those that the bias drowns (Qwen's k: hundreds beside one), and those where |g| < tiny / eps,
 so that y may be subnormal or 0 where v is not (rows with m = 0 carry nothing; fp16: 0.06, bf16: 1e-36). With |g| above it, what
 y loses as a subnormal number is at most eps^2 of v.
-Plain code looks at these sums where looking is free. Everywhere else (GPU, traced, mapped) v is saved: exact, and no sync.
+Plain code looks at these sums where looking is free: on a CPU. Everywhere else (GPU, traced, mapped) v is saved: exact,
+no sync. So it is in half precision, where that bit would show: there y has 8 or 11 digits, and kernels save v too (BESIDE_BIAS).
 
 A residual is added before the one rounding, y = g v + bias + residual. y then holds v no better than beside a large bias, in
 every column: v is saved. A gamma on the whole (LayerScale), y = gamma (g v + bias) + residual, is this layer with m' = gamma m
@@ -139,7 +140,7 @@ def linear_fwd(
         v = matmul(x, w) + lora if base is None else base + lora
         out = v * g if bias is None else torch.addcmul(bias.to(acc), v, g)
     y = cast(out if residual is None else out + residual.to(acc), t)
-    readable = is_plain(g) and (bias is None or is_plain(x))
+    readable = is_plain(g) and (bias is None or (is_plain(x) and t == acc))  # half precision: as kernels, BESIDE_BIAS
     if o.save == "nothing" or (o.save == "output" and not both_dropped and readable):
         return y, h, None
     return y, h, cast(v, t)

@@ -105,8 +105,8 @@ def dora_linear(
 
     Memory: keeps x, x @ A.T (M, r) and, for m, y itself; of a quantised W what is stored. With a bias, under dropout_mode
     "peft" and in float32 on a GPU it keeps one more (M, N) tensor in the dtype of x; the eager backend always on a GPU and in
-    traced code, on a CPU not for a bias: where y - bias has too few digits, backward forms the products again. With a
-    residual, or a gamma in float16, that tensor takes the place of y.
+    traced code, on a CPU not for a bias in float32 and float64: where y - bias has too few digits, backward forms the
+    products again. With a residual, or a gamma in float16, that tensor takes the place of y.
     Derivation: ``fdora/eager/linear.py``, kernels: ``fdora/triton/linear.py``.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3 (c is detached).
     """

@@ -215,7 +215,7 @@ def dm_survives_the_two_traps():
         assert rel_l2(got[::3], ref[::3]) <= 5e-3, (trap, rel_l2(got[::3], ref[::3]))
 
 
-def dm_read_beside_a_bias_loses_its_bound(backend="auto", dtypes=(torch.bfloat16,), tokens=(40, 300)):
+def dm_read_beside_a_bias_loses_its_bound(backend="auto", dtypes=(torch.bfloat16, torch.float32), tokens=(40, 300)):
     """The bound of fdora/eager/linear.py, column by column, and what a kept inner would lose, by the size of the bias.
 
     Qwen2.5's k has a bias of about the size of the product in most columns and of hundreds in some. Columns of equal sizes
