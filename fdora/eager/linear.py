@@ -22,7 +22,7 @@ columns form their products again: those that the bias drowns (Qwen's k: hundred
 so that y may be subnormal or 0 where v is not (rows with m = 0 carry nothing; fp16: 0.06, bf16: 1e-36). With |g| above it, what
 y loses as a subnormal number is at most eps^2 of v.
 Plain code looks at these sums where looking is free: on a CPU. Everywhere else (GPU, traced, mapped) v is saved: exact,
-no sync. So it is in half precision, where that bit would show: there y has 8 or 11 digits, and kernels save v too (BESIDE_BIAS).
+no sync. So it is in half precision, where that bit would show; kernels save v there too (BESIDE_BIAS).
 
 A residual is added before the one rounding, y = g v + bias + residual. y then holds v no better than beside a large bias, in
 every column: v is saved. A gamma on the whole (LayerScale), y = gamma (g v + bias) + residual, is this layer with m' = gamma m
