@@ -68,8 +68,10 @@ def test_our_quantiser_is_its(kind, nested, dtype):
     assert ours.spec == theirs.spec
     # A value at the middle of two codes, to a rounding, may take either; everything else is the same but for codes without a
     # value: of 0 and -0, and of groups whose scale is 0, a GPU gives others than a CPU.
+    # A nested scale of such a group is not quite 0, and shows that code.
     mixed = theirs.spec.weight((ours.tensors[0], *theirs.tensors[1:]))
-    assert (mixed.dequantize(torch.float32) != theirs.dequantize(torch.float32)).float().mean() < 1e-3
+    has_scale = W.reshape(-1, 64).any(1, keepdim=True).expand(-1, 64).reshape(W.shape)
+    assert (mixed.dequantize(torch.float32) != theirs.dequantize(torch.float32))[has_scale].float().mean() < 1e-3
     for a, b in zip(ours.tensors[2:], theirs.tensors[2:], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(ours.tensors[1].float(), theirs.tensors[1].float(), rtol=0, atol=0 if not nested else 1)
