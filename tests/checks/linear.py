@@ -141,9 +141,9 @@ def gamma_and_residual_are_inside():
 def ends_round_once(backend="auto", dtypes=(torch.bfloat16, torch.float16, torch.float32), tokens=(7, 33, 140)):
     """No worse than the same steps one by one, each of which rounds; a LayerScale of 1e-3, residuals 30 times as large."""
     for dtype, M, adapter in itertools.product(dtypes, tokens, (None, torch.float32)):
-        t = tensors(40, 64, 8, (M,), dtype, adapter, spread=0.05)
-        t["gamma"] = (1e-3 * torch.randn(40).double()).to(t["x"])
-        t["residual"] = torch.randn(M, 40).to(t["x"]) * 0.03
+        t = tensors(200, 64, 8, (M,), dtype, adapter, spread=0.05)
+        t["gamma"] = (1e-3 * torch.randn(200).double()).to(t["x"])
+        t["residual"] = torch.randn(M, 200).to(t["x"]) * 0.03
         names = ("x", "A", "B", "m", "bias", "gamma", "residual")
         t = tracked(t, *names)
         leaves = {n: t[n] for n in names}
@@ -152,7 +152,7 @@ def ends_round_once(backend="auto", dtypes=(torch.bfloat16, torch.float16, torch
         want = truth(t, "none", t["bias"]) * t["gamma"].double() + t["residual"].double()
         assert y.dtype == dtype
         assert_within(y, rough, want, f"{dtype} {M} y")
-        dy = torch.randn(M, 40, device=device.NAME).to(dtype)
+        dy = torch.randn(M, 200, device=device.NAME).to(dtype)
         got, eager, ref = grads(y, dy, **leaves), grads(rough, dy, **leaves), grads(want, dy.double(), **leaves)
         for n, leaf in leaves.items():
             assert got[n].dtype == leaf.dtype
