@@ -104,7 +104,7 @@ class Quantised:
         if name == "unsloth_qlora":
             return trained(unsloth_linear(rival_path, self.weight.data, i.A, i.B, S, state), i, lora, "lora")
         if name == "axolotl_qdora" and i.A.shape[0] > 128:
-            # It holds A's rows, padded to 512 here, by 2048 columns in registers: at r = 384 Triton had not ended after 4 minutes.
+            # It holds A's rows, padded to 512, by 2048 columns in registers: at r = 384 Triton had not ended after 4 minutes.
             raise NotImplementedError("its kernel of the norm does not compile in minutes above r = 128")
         if name.startswith("axolotl"):
             m = i.m.detach().clone().requires_grad_() if name.endswith("dora") else None
