@@ -76,12 +76,8 @@ TABLE = {
     "model_qwen3-8b_sweep_width": Entry(200, "bench.model --sweep width --layers 1 --quick"),
     **{f"converge_s{i}": Entry(140, f"bench.converge --seeds {i} --optimizers adamw") for i in range(3)},
     **{f"converge_muon_s{i}": Entry(180, f"bench.converge --seeds {i} --optimizers muon") for i in range(3)},
-    "quant": Entry(330, "bench.quant --runs 5"),
-    "quant_many": Entry(
-        60,
-        "bench.quant --shapes 4096x4096,4096x14336 --M 512,4096 --r 64 "
-        "--ways linear,linear4bit,qlora,qdora,fdora,fdora_inside --no-norms",
-    ),
+    "quant": Entry(230, "bench.quant --runs 3 --no-norms --jobs 15 --M 512,4096,1,16,16384"),
+    "quant_norms": Entry(330, "bench.quant --runs 5 --M 1 --ways linear"),
     "quant_forms": Entry(170, "bench.quant_forms"),
     "quant_model": Entry(60, "bench.quant_model"),
     "sharded_r64": Entry(60, "bench.sharded --world 2 --layers 6 --r 64 --runs 7"),  # two GPUs
