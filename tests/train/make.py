@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from fdora.functional import dora_init, dora_linear, dora_linear_multi, dora_norm, dora_stack
 from fdora.schedule import segment_ends
-from fdora.train import Job, Model, Stage
+from fdora.train import Job, Model, Stage, Wire, run_pipeline, select_state
 
 K, H, C = 12, 16, 5
 RANKS, S = (4, 2, 3), (2.0, 1.0, 0.5)
@@ -80,6 +80,13 @@ def keep_of(base):
     return lambda params: {n: dora_norm(getattr(base, n), *params[n][:2], s=S) for n in params if n != "head"}
 
 
+def losses_of(head, y, data):
+    mean = torch.zeros(len(data.labels), H, dtype=y.dtype).index_add(0, data.owners, torch.tanh(y))
+    mean = mean / torch.bincount(data.owners).unsqueeze(1)
+    logits = (head[data.adapters] @ mean.unsqueeze(2)).squeeze(2)
+    return cross_entropy(logits, data.labels, reduction="none")
+
+
 def first(base):
     def forward(params, kept, x, data):
         return torch.tanh(
@@ -92,12 +99,31 @@ def first(base):
 def second(base):
     def forward(params, kept, x, data):
         y = dora_linear_multi(x, base.two, *params["two"], s=S, offsets=data.ends, norm=kept["two"], ranks=RANKS)
-        mean = torch.zeros(len(data.labels), H, dtype=x.dtype).index_add(0, data.owners, torch.tanh(y))
-        mean = mean / torch.bincount(data.owners).unsqueeze(1)
-        logits = (params["head"]["weight"][data.adapters] @ mean.unsqueeze(2)).squeeze(2)
-        return cross_entropy(logits, data.labels, reduction="none")
+        return losses_of(params["head"]["weight"], y, data)
 
     return Stage(forward, ("two", "head"), keep_of(base))
+
+
+def four(base):
+    """The same in four stages."""
+    one, two = first(base), second(base)
+
+    def raw(params, kept, x, data):
+        return dora_linear_multi(data.x, base.one, *params["one"], s=S, offsets=data.ends, norm=kept["one"], ranks=RANKS)
+
+    def half(params, kept, x, data):
+        return dora_linear_multi(x, base.two, *params["two"], s=S, offsets=data.ends, norm=kept["two"], ranks=RANKS)
+
+    def last(params, kept, x, data):
+        return losses_of(params["head"]["weight"], x, data)
+
+    keep = keep_of(base)
+    return [
+        one._replace(forward=raw),
+        Stage(lambda params, kept, x, data: torch.tanh(x), ()),
+        Stage(half, ("two",), keep),
+        two._replace(forward=last, names=("head",), keep=None),
+    ]
 
 
 def whole(base):
@@ -128,6 +154,18 @@ def alone(base, own, a):
         found.append(torch.stack(losses).mean().item())
     assert own["one"][0].shape[0] == r
     return found, own
+
+
+WIRE = Wire(lambda work: (sum(s.length for s in work.samples), H))
+
+
+def piped(works, state, stages, links, **options):
+    """The schedule through the stages of this process."""
+    own = {n: stage for n, stage in enumerate(stages) if n % len(links.ranks) == links.rank}
+    names = [name for stage in own.values() for name in stage.names]
+    data = lambda n: data_of(works[n].samples)  # noqa: E731
+    mine = select_state(state, names)
+    return run_pipeline(mine, works, data, stages=own, wire=WIRE, jobs=JOBS, links=links, **options)
 
 
 def curves(works, losses):

@@ -115,7 +115,7 @@ def test_errors():
     summed = model._replace(forward=lambda *given: model.forward(*given).sum())
     with pytest.raises(FdoraError, match=r"the loss of each sample, got \(\)"):
         train_step(state, works[0], make.data_of(works[0].samples), model=summed, jobs=make.JOBS)
-    with pytest.raises(FdoraError, match=r"params\['one'\]\[0\]` must be a floating tensor with 2 rows"):
+    with pytest.raises(FdoraError, match=r"params\['head'\]\['weight'\]` must be a floating tensor with 2 rows"):
         init_state(state.params, make.JOBS[:2])
     with pytest.raises(FdoraError, match="each with a name of its own"):
         init_state(state.params, [Job("law", 1.0)] * 3)

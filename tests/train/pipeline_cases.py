@@ -1,0 +1,83 @@
+"""What two processes run as one pipeline."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from fdora import FdoraError
+from fdora.schedule import Spec, schedule
+from fdora.train import connect, gather_state, load, save, works_of
+from tests.distributed.world import run
+from tests.train import make
+from tests.train.test_step import start, together
+
+FRAMES = {"1F1B": (2, lambda base: [make.first(base), make.second(base)]), "interleaved": (4, make.four)}
+
+
+def works(depth):
+    found = schedule(make.LENGTHS, Spec(16, depth=depth, seconds=0))
+    assert depth < 4 or found.noops, "no-ops are to be walked over"
+    return works_of(found)
+
+
+def agree(kind):
+    depth, stages = FRAMES[kind]
+    base, plan, links = make.frozen(), works(depth), connect()
+    wanted, losses = together(plan, start(base), make.whole(base))
+    ran = make.piped(plan, start(base), stages(base), links)
+    assert set(ran.losses) == (set(losses) if links.rank == 1 else set())
+    assert all(torch.equal(ran.losses[n], losses[n]) for n in ran.losses)
+    make.same(gather_state(ran.state, links), wanted)
+
+
+def case_one_f_one_b_gives_the_bits_of_one_process():
+    agree("1F1B")
+
+
+def case_interleaved_stages_give_the_bits_of_one_process():
+    agree("interleaved")
+
+
+def case_resumed_in_the_middle_with_one_process_more():
+    """Begun in one process, saved in the middle of batches, gone on in two, saved again, ended in two: the same bits."""
+    base, plan, links = make.frozen(), works(2), connect()
+    model, stages = make.whole(base), FRAMES["1F1B"][1](base)
+    wanted, _ = together(plan, start(base), model)
+    folder = Path(os.environ["FOLDER"])
+    half, _ = together(plan[:1], start(base), model)
+    open_ = [n for n, w in enumerate(plan) if {s[:2] for s in w.samples} - set(w.due)]  # they leave a batch unfinished
+    for stop, name in ((open_[-1] + 1, "two"), (len(plan), "end")):
+        if links.rank == 0:
+            save(folder / name, half, make.JOBS)
+        torch.distributed.barrier()
+        ran = make.piped(plan[:stop], load(folder / name, start(base), make.JOBS), stages, links)
+        half = gather_state(ran.state, links)
+        assert stop == len(plan) or half.grads["one"].A.any()
+    make.same(half, wanted)
+
+
+def case_a_schedule_of_another_depth_is_refused_by_all():
+    base, links = make.frozen(), connect()
+    found = {depth: works_of(schedule(make.LENGTHS[:1], Spec(16, depth=depth, seconds=0))) for depth in (1, 2)}
+    with pytest.raises(FdoraError, match=r"each batch 2 microbatches after .* Make the schedule with Spec\(depth=2\)"):
+        make.piped(found[1], start(base), FRAMES["1F1B"][1](base), links)
+    with pytest.raises(FdoraError, match=r"each batch 4 microbatches after"):
+        make.piped(found[2], start(base), make.four(base), links)
+
+
+def case_it_keeps_what_is_in_flight_alone():
+    """On the first process at most two microbatches lie between their forward and their backward."""
+    base, plan, links = make.frozen(), works(2), connect()
+    times = iter(range(10**6))
+    ran = make.piped(plan, start(base), FRAMES["1F1B"][1](base), links, clock=lambda: float(next(times)))
+    flying, most = 0, 0
+    for task in ran.tasks:
+        flying += -1 if task.action.backward else 1
+        most = max(most, flying)
+    assert most == 2 - links.rank and len(ran.tasks) == 2 * sum(bool(w.samples) for w in plan)
+
+
+if __name__ == "__main__":
+    run(globals())

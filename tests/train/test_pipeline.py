@@ -1,0 +1,45 @@
+"""A pipeline of stages gives what one process gives."""
+
+import pytest
+import torch
+
+from fdora import FdoraError
+from fdora.schedule import Spec, schedule
+from fdora.train import connect, works_of
+from tests.distributed.world import names, results
+from tests.train import make
+from tests.train.test_step import start, together
+
+MODULE = "tests.train.pipeline_cases"
+
+
+@pytest.fixture(scope="module")
+def said():
+    return results(MODULE, 2)
+
+
+@pytest.mark.parametrize("case", names(MODULE.replace(".", "/") + ".py"))
+def test_case(said, case):
+    assert said.get(case, "it never ran: a case before it failed") == "ok"
+
+
+@pytest.mark.parametrize("stages", [lambda base: [make.first(base), make.second(base)], make.four])
+def test_all_stages_in_one_process(stages):
+    base, links = make.frozen(), connect()
+    works = works_of(schedule(make.LENGTHS, Spec(16, depth=4, seconds=0)))
+    wanted, losses = together(works, start(base), make.whole(base))
+    ran = make.piped(works, start(base), stages(base), links)
+    make.same(ran.state, wanted._replace(params=ran.state.params | wanted.params))
+    assert ran.losses.keys() == losses.keys() and all(torch.equal(ran.losses[n], losses[n]) for n in losses)
+
+
+def test_stages_of_another_process_are_refused():
+    base, links = make.frozen(), connect()
+    works = works_of(schedule(make.LENGTHS, Spec(40, seconds=0)))
+    given = {"works": works, "data": None, "wire": make.WIRE, "jobs": make.JOBS, "links": links}
+    from fdora.train import run_pipeline
+
+    with pytest.raises(FdoraError, match=r"`stages` must be numbered 0, 1, ... on process 0 of 1, got \[1\]"):
+        run_pipeline(start(base), stages={1: make.second(base)}, **given)
+    with pytest.raises(FdoraError, match=r"None or \[0\] in one process, got \[0, 1\]"):
+        connect([0, 1])
