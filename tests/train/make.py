@@ -54,7 +54,9 @@ def banks(each):
 def sample_of(adapter, batch, number, dtype=torch.float32):
     """Its tokens, and its label."""
     g = torch.Generator().manual_seed(1000 * adapter + 100 * batch + number)
-    return torch.randn(LENGTHS[adapter][batch][number], K, generator=g, dtype=dtype), random.Random(number + adapter).randrange(C)
+    return torch.randn(LENGTHS[adapter][batch][number], K, generator=g, dtype=dtype), random.Random(number + adapter).randrange(
+        C
+    )
 
 
 class Data(NamedTuple):
@@ -128,13 +130,17 @@ def four(base):
 
 def whole(base):
     one, two = first(base), second(base)
-    return Model(lambda params, kept, data: two.forward(params, kept, one.forward(params, kept, None, data), data), keep_of(base))
+    return Model(
+        lambda params, kept, data: two.forward(params, kept, one.forward(params, kept, None, data), data), keep_of(base)
+    )
 
 
 def alone(base, own, a):
     """PyTorch's loop for one adapter: a batch at once. Losses of its batches, and what it became."""
     job, r = JOBS[a], RANKS[a]
-    own = {n: tuple(t.clone().requires_grad_() for t in p) if n != "head" else p.clone().requires_grad_() for n, p in own.items()}
+    own = {
+        n: tuple(t.clone().requires_grad_() for t in p) if n != "head" else p.clone().requires_grad_() for n, p in own.items()
+    }
     leaves = [*own["one"], *own["two"], own["head"]]
     optimizer = torch.optim.AdamW(leaves, lr=1.0, betas=job.betas, eps=job.eps, weight_decay=job.weight_decay)
     found = []

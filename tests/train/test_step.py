@@ -110,7 +110,7 @@ def test_errors():
     state, works = start(base), works_of(schedule(make.LENGTHS, Spec(16, seconds=0)))
     model = make.whole(base)
     late = next(n for n, w in enumerate(works) if any(s.batch for s in w.samples))
-    with pytest.raises(FdoraError, match="of batch 0 of adapter ., which is next, got one of batch 1"):
+    with pytest.raises(FdoraError, match=r"of batch 0 of adapter ., which is next, got one of batch 1"):
         train_step(state, works[late], make.data_of(works[late].samples), model=model, jobs=make.JOBS)
     summed = model._replace(forward=lambda *given: model.forward(*given).sum())
     with pytest.raises(FdoraError, match=r"the loss of each sample, got \(\)"):
