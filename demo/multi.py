@@ -66,7 +66,7 @@ def compare(options: argparse.Namespace) -> int:
     names = [job.name for job in world.jobs]
     each = [together.alone(setting, world, a) for a in range(len(names))]
     mixed, mixed_seconds = together.together(setting, world, plan)
-    piped, piped_seconds = together.pipelined(setting, plan)
+    piped, piped_seconds = together.pipelined(setting, world, plan)
     single = [losses for losses, _ in each]
     report: dict[str, Any] = {
         "encoder": "random" if options.random else "all-MiniLM-L6-v2",

@@ -48,7 +48,7 @@ EPS = 1e-6  # the usual 1e-8 would blow rounding differences in tiny gradients u
 
 
 class Setting(NamedTuple):
-    """What every process makes for itself, the same everywhere."""
+    """What is asked for."""
 
     steps: int
     random: bool
@@ -150,11 +150,12 @@ def together(setting: Setting, world: World, plan: Schedule) -> tuple[Curves, fl
     return curves(works, found, world), seconds
 
 
-def pipelined(setting: Setting, plan: Schedule) -> tuple[Curves, float]:
+def pipelined(setting: Setting, world: World, plan: Schedule) -> tuple[Curves, float]:
     """All adapters in a pipeline of two processes, by gloo."""
     with tempfile.TemporaryDirectory() as folder:
+        torch.save((setting, world, plan), Path(folder) / "given.pt")
         context = multiprocessing.get_context("spawn")
-        started = [context.Process(target=stage_process, args=(rank, folder, setting, plan)) for rank in range(2)]
+        started = [context.Process(target=stage_process, args=(rank, folder)) for rank in range(2)]
         try:
             for process in started:
                 process.start()
@@ -172,11 +173,12 @@ def pipelined(setting: Setting, plan: Schedule) -> tuple[Curves, float]:
     return result["curves"], result["seconds"]
 
 
-def stage_process(rank: int, folder: str, setting: Setting, plan: Schedule) -> None:
+def stage_process(rank: int, folder: str) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))
     torch.set_float32_matmul_precision("highest")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    world, works, links = world_of(setting), works_of(plan), connect()
+    setting, world, plan = torch.load(Path(folder) / "given.pt", weights_only=False)
+    works, links = works_of(plan), connect()
     model = encoder_of(setting)
     stage = stages_of(model, world.adapters, 2)[rank]
     state = select_state(init_state(world.params(), world.jobs), stage.names)

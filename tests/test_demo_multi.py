@@ -29,8 +29,7 @@ def test_alone_together_and_as_a_pipeline(tmp_path, capsys):
 def test_curves_that_part_fail_the_command(tmp_path, capsys, monkeypatch):
     from demo import multi, together
 
-    def parted(setting, plan):
-        world = together.world_of(setting)
+    def parted(setting, world, plan):
         losses, _ = together.together(setting, world, plan)
         losses[2][1] += 3e-5
         return losses, 0.0
@@ -41,15 +40,16 @@ def test_curves_that_part_fail_the_command(tmp_path, capsys, monkeypatch):
     assert math.isnan(multi.apart([[1.0, math.nan]], [[1.0, 2.0]])) and math.isnan(multi.apart([[1.0, math.nan]], [[2.0, 2.0]]))
 
 
-def test_the_texts_are_four_kinds_and_the_same_each_time():
+def test_the_texts_are_four_kinds_and_the_same_each_time(tmp_path):
     from demo.corpora import KINDS, PACKAGES, load_corpora
     from demo.data import DataError
 
-    counts = dict.fromkeys(KINDS, 200)
-    corpora = load_corpora(counts)
-    assert load_corpora(counts) == corpora and {len(texts) for texts in corpora.values()} == {200}
+    corpora = load_corpora(dict.fromkeys(KINDS, 200))
+    assert load_corpora({"messages": 200})["messages"] == corpora["messages"] and {
+        len(texts) for texts in corpora.values()
+    } == {200}
     for texts in corpora.values():
         assert len({t.text for t in texts}) == 200 and {t.label for t in texts} <= set(range(len(PACKAGES)))
     assert all(t.text.startswith("def ") for t in corpora["signatures"])
-    with pytest.raises(DataError, match="needs 1000000 comments"):
-        load_corpora({"comments": 10**6})
+    with pytest.raises(DataError, match=f"needs 1 comments of asyncio, .* but {tmp_path} holds 0"):
+        load_corpora({"comments": 1}, tmp_path)
