@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
 from bench import jobs
 
-SMALL = "--tiny --layers 2 --r 4 --runs 1 --batches 1 --samples 4 --commit abc".split()
+SMALL = ["--tiny", "--layers", "2", "--r", "4", "--runs", "1", "--batches", "1", "--samples", "4", "--commit", "abc"]
 
 
 def test_one_process(tmp_path):

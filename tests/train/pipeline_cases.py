@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from fdora import FdoraError
+from fdora.functional import dora_linear_multi
 from fdora.schedule import Spec, schedule
-from fdora.train import connect, gather_state, load, save, works_of
+from fdora.train import Stage, connect, gather_state, load, save, works_of
 from tests.distributed.world import run
 from tests.train import make
 from tests.train.test_step import start, together
@@ -77,6 +79,40 @@ def case_it_keeps_what_is_in_flight_alone():
         flying += -1 if task.action.backward else 1
         most = max(most, flying)
     assert most == 2 - links.rank and len(ran.tasks) == 2 * sum(bool(w.samples) for w in plan)
+
+
+class Sharded(torch.nn.Module):
+    """A frozen layer whose W FSDP2 shards; whole inside forward, where its norms are computed, too."""
+
+    def __init__(self, W):
+        super().__init__()
+        self.weight = torch.nn.Parameter(W.clone(), requires_grad=False)
+
+    def forward(self, x, bank, data):
+        return dora_linear_multi(x, self.weight, *bank, s=make.S, offsets=data.ends, ranks=make.RANKS)
+
+
+def case_fsdp2_around_the_stages_of_jobs_of_ones_own():
+    """Every process trains adapters of its own on a base that all of them shard, two microbatches in flight: the bits of one."""
+    base, plan, links = make.frozen(), works(2), connect([torch.distributed.get_rank()])
+    mine = start(base)
+    for t in (mine.params["one"].B, mine.params["two"].B):
+        t.add_(0.01 * torch.distributed.get_rank())
+    mine = mine._replace(kept=make.keep_of(base)(mine.params))
+    wanted, losses = together(plan, mine, make.whole(base))
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    one, two = (fully_shard(Sharded(W), mesh=mesh) for W in base)
+    stages = [
+        Stage(lambda params, kept, x, data: torch.tanh(one(data.x, params["one"], data)), ("one",)),
+        Stage(
+            lambda params, kept, x, data: make.losses_of(params["head"]["weight"], two(x, params["two"], data), data),
+            ("two", "head"),
+        ),
+    ]
+    ran = make.piped(plan, mine, stages, links)
+    assert type(one.weight).__name__ == "DTensor" and one.weight.to_local().shape[0] == make.H // 2
+    assert all(torch.equal(ran.losses[n], losses[n]) for n in losses)
+    make.same(ran.state, wanted)
 
 
 if __name__ == "__main__":
