@@ -131,7 +131,9 @@ def run_pipeline(
             dy = check_losses(fn, y, work) if action.stage == end else mail.take(action)
             start = clock() if clock else 0.0
             inputs = leaves if x is None else [x, *leaves]
-            found: Sequence[Any] = torch.autograd.grad(y, inputs, dy, allow_unused=True)
+            found: Sequence[Any] = ()
+            if inputs:  # a first stage may train nothing
+                found = torch.autograd.grad(y, inputs, dy, allow_unused=True)
             if x is not None:
                 dx, *found = found
                 y = torch.zeros_like(x) if dx is None else dx

@@ -90,12 +90,12 @@ def init_state(params: Params, jobs: Sequence[Job], keep: Callable[[Params], Any
             want = f"a floating tensor with {len(jobs)} rows, one for each job"
             raise fail(fn, f"params{''.join(f'[{key!r}]' for key in path)}", want, have, "Stack adapters with dora_stack.")
     params = optree.tree_map(lambda t: t.detach(), params)
-    zeros = [optree.tree_map(torch.zeros_like, params) for _ in range(3)]
-    return State(params, kept_of(keep, params), *zeros, (0,) * len(jobs), 0)
+    grads, mean, square = (optree.tree_map(torch.zeros_like, params) for _ in range(3))
+    return State(params, kept_of(keep, params), grads, mean, square, (0,) * len(jobs), 0)
 
 
-def select_state(state: State, names: Iterable[str], keep: Callable[[Params], Any] | None = None) -> State:
-    """The part of a state that holds the parameters of these names: what a stage of a pipeline trains.
+def select_state(state: State, names: Iterable[str]) -> State:
+    """The part of a state that holds the parameters of these names: what a process of a pipeline trains. ``kept`` is None.
 
     Raises:
       FdoraError: a name is not among those of the state.
@@ -104,8 +104,8 @@ def select_state(state: State, names: Iterable[str], keep: Callable[[Params], An
     lacking = [name for name in names if name not in state.params]
     if lacking:
         raise fail("train.select_state", "names", f"among {sorted(state.params)}", lacking, "They are the keys of params.")
-    parts = {part: {name: getattr(state, part)[name] for name in names} for part in TREES}
-    return state._replace(**parts, kept=kept_of(keep, parts["params"]))
+    parts: dict[str, Any] = {part: {name: getattr(state, part)[name] for name in names} for part in TREES}
+    return state._replace(**parts, kept=None)
 
 
 TREES = ("params", "grads", "mean", "square")

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fdora._check import fail
-from fdora.train.records import Job, Params, State, Work, kept_of
+from fdora.train.records import TREES, Job, Params, State, Work, kept_of
 
 
 class Model(NamedTuple):
@@ -108,7 +108,7 @@ def added(grads: Params, found: Sequence[Tensor | None], donate: bool) -> Params
 def square_sum(grads: Params, adapter: int) -> Tensor:
     """Of the squares of one adapter's gradient: () float64, added in the order of the tree."""
     parts = [t[adapter].double().square().sum() for t in optree.tree_leaves(grads)]
-    return torch.stack(parts).sum()
+    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)  # a stage may train nothing
 
 
 @torch.no_grad()
@@ -135,5 +135,5 @@ def optimizer_step(state: State, jobs: Sequence[Job], squares: dict[int, Tensor]
         for t in row_grads:
             t.zero_()
         steps[a] += 1
-    built = [optree.tree_unflatten(spec, each) for each in (params, grads, mean, square)]
-    return State(built[0], state.kept, *built[1:], tuple(steps), state.position)
+    after: Any = [optree.tree_unflatten(spec, each) for each in (params, grads, mean, square)]
+    return state._replace(**dict(zip(TREES, after, strict=True)), steps=tuple(steps))

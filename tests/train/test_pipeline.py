@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from fdora import FdoraError
+from fdora.functional import dora_linear_multi
 from fdora.schedule import Spec, schedule
-from fdora.train import connect, works_of
+from fdora.train import Model, Stage, Wire, connect, run_pipeline, select_state, works_of
+from fdora.train.records import TREES
+from fdora.train.step import square_sum
 from tests import device
 from tests.distributed.world import names, results
 from tests.train import make
@@ -40,9 +43,35 @@ def test_stages_of_another_process_are_refused():
     base, links = make.frozen(), connect()
     works = works_of(schedule(make.LENGTHS, Spec(40, seconds=0)))
     given = {"works": works, "data": None, "wire": make.WIRE, "jobs": make.JOBS, "links": links}
-    from fdora.train import run_pipeline
-
     with pytest.raises(FdoraError, match=r"`stages` must be numbered 0, 1, ... on process 0 of 1, got \[1\]"):
         run_pipeline(start(base), stages={1: make.second(base)}, **given)
     with pytest.raises(FdoraError, match=r"None or \[0\] in one process, got \[0, 1\]"):
         connect([0, 1])
+
+
+def test_stages_that_train_nothing():
+    """The first and the last of three, clipping all the same."""
+    base, links = make.frozen(), connect()
+    works = works_of(schedule(make.LENGTHS, Spec(16, depth=3, seconds=0)))
+    layer = make.four(base)[0]._replace(forward=None)
+
+    def project(params, kept, x, data):
+        return dora_linear_multi(x, base.one, *params["one"], s=make.S, offsets=data.ends, norm=kept["one"], ranks=make.RANKS)
+
+    def losses_of(params, kept, x, data):
+        return torch.zeros(len(data.labels)).index_add(0, data.owners, x.square().mean(1))
+
+    stages = [
+        Stage(lambda params, kept, x, data: data.x, ()),
+        layer._replace(forward=project),
+        Stage(losses_of, ()),
+    ]
+    model = Model(lambda p, kept, data: losses_of(p, kept, project(p, kept, data.x, data), data), make.keep_of(base))
+    begin = start(base)
+    wanted, _ = together(works, begin._replace(**{t: {"one": getattr(begin, t)["one"]} for t in TREES}), model)
+    ran = run_pipeline(
+        select_state(begin, ["one"]), works, lambda n: make.data_of(works[n].samples), stages=dict(enumerate(stages)),
+        wire=Wire(lambda work: (sum(s.length for s in work.samples), make.K)), jobs=make.JOBS, links=links,
+    )  # fmt: skip
+    make.same(ran.state, wanted)
+    assert square_sum({}, 0) == 0
