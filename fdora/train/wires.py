@@ -1,7 +1,8 @@
 """What stages send each other: activations one way, their gradients the other.
 
-Each direction out of each process has a group of its own: with NCCL a group is a queue, and two processes that both send first
-in one queue wait for each other. In a queue tensors go in the order of the sender's actions, which is that of the receiver's.
+With NCCL a group is a queue between each two processes, and two that both send first in one queue wait for each other. So
+activations and gradients have groups of their own, and of each kind even and odd senders: nobody sends both ways in one. In a
+queue tensors go in the order of the sender's actions, which is that of the receiver's.
 """
 
 from __future__ import annotations
@@ -39,15 +40,17 @@ class Links(NamedTuple):
     rank: int
     """This process's place among them."""
     down: tuple[Any, ...]
-    """Of each process: the group in which it sends activations."""
+    """The groups in which even and odd places send activations."""
     up: tuple[Any, ...]
-    """Of each process: the group in which it sends gradients."""
+    """Those in which they send gradients."""
     sums: Any
     """All, through gloo: norms."""
 
 
 def connect(ranks: Sequence[int] | None = None) -> Links:
-    """The groups of a pipeline over these processes, in the order of its stages. All of them call it, once.
+    """The groups of a pipeline over these processes, in the order of its stages. All of them call it, and no other.
+
+    They must have made equally many groups before: by that number torch names one that not all processes of the world make.
 
     Args:
       ranks: global ranks; None is all of them, or this process alone where ``torch.distributed`` was not started.
@@ -67,14 +70,11 @@ def connect(ranks: Sequence[int] | None = None) -> Links:
     if len(members) == 1:
         return Links(members, 0, (None,), (None,), None)
 
-    def group(*places: int, **options: Any) -> Any:
-        chosen = [members[p] for p in places]
-        return dist.new_group(sorted(chosen), use_local_synchronization=True, **options) if me in chosen else None
-
-    count = len(members)
-    down = tuple(group(p, (p + 1) % count) for p in range(count))
-    up = tuple(group(p, (p - 1) % count) for p in range(count))
-    return Links(members, members.index(me), down, up, group(*range(count), backend="gloo"))
+    down, up, (sums,) = (
+        tuple(dist.new_group(sorted(members), use_local_synchronization=True, backend=backend) for _ in range(count))
+        for count, backend in ((2, None), (2, None), (1, "gloo"))
+    )
+    return Links(members, members.index(me), down, up, sums)
 
 
 class Mail:
@@ -86,6 +86,9 @@ class Mail:
         self.here: dict[Action, tuple[Any, Tensor]] = {}
         self.sent: deque[tuple[Any, Tensor]] = deque()
 
+    def group(self, action: Action, sender: int) -> Any:
+        return (self.links.up if action.backward else self.links.down)[sender % 2]
+
     def expect(self, at: int) -> None:
         """Post the receives of the action at this place and of the next, so that what arrives early has a place."""
         while self.posted < min(at + 2, len(self.order)):
@@ -96,7 +99,7 @@ class Mail:
             if not 0 <= source <= self.end or source % count == self.links.rank:
                 continue
             tensor = self.empty(action.microbatch)
-            group = (self.links.up if action.backward else self.links.down)[source % count]
+            group = self.group(action, source % count)
             self.here[action] = dist.irecv(tensor, self.links.ranks[source % count], group=group), tensor
 
     def take(self, action: Action) -> Tensor:
@@ -113,7 +116,7 @@ class Mail:
         if place == self.links.rank:
             self.here[action._replace(stage=target)] = None, tensor
             return
-        group = (self.links.up if action.backward else self.links.down)[self.links.rank]
+        group = self.group(action, self.links.rank)
         tensor = tensor.contiguous()
         self.sent.append((dist.isend(tensor, self.links.ranks[place], group=group), tensor))
         while self.sent and self.sent[0][0].is_completed():

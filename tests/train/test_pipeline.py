@@ -14,19 +14,20 @@ from tests.distributed.world import names, results
 from tests.train import make
 from tests.train.test_step import start, together
 
-MODULE = "tests.train.pipeline_cases"
+FILES = {"tests.train.pipeline_cases": 2, "tests.train.three_cases": 3}
+CASES = [(module, case) for module in FILES for case in names(module.replace(".", "/") + ".py")]
 
 
 @pytest.fixture(scope="module")
 def said():
     if device.NAME == "cuda":
         pytest.skip("its tensors lie on a CPU; python -m bench.jobs --device cuda --world 2 is the same through NCCL")
-    return results(MODULE, 2)
+    return {module: results(module, world, timeout=120) for module, world in FILES.items()}
 
 
-@pytest.mark.parametrize("case", names(MODULE.replace(".", "/") + ".py"))
-def test_case(said, case):
-    assert said.get(case, "it never ran: a case before it failed") == "ok"
+@pytest.mark.parametrize(("module", "case"), CASES, ids=[case for _, case in CASES])
+def test_case(said, module, case):
+    assert said[module].get(case, "it never ran: a case before it failed") == "ok"
 
 
 @pytest.mark.parametrize("stages", [lambda base: [make.first(base), make.second(base)], make.four])
