@@ -12,7 +12,7 @@ FRAMEWORKS ?=
 # VENV as the name of a target, where make takes a space for the end of a name.
 VENV_TARGET = $(subst $() ,\ ,$(VENV))
 
-.PHONY: test lint demo bench docs acceptance frameworks clean
+.PHONY: test lint demo demo-multi bench docs acceptance frameworks clean
 
 test: $(VENV_TARGET)/.dev
 	OMP_NUM_THREADS=1 "$(VENV)/bin/python" -m pytest -n $(JOBS) $(TESTS)
@@ -25,6 +25,10 @@ lint: $(VENV_TARGET)/.dev
 
 demo: $(VENV_TARGET)/.demo
 	"$(VENV)/bin/python" -m demo.run $(DEMO)
+
+# Four adapters together, alone, and as a pipeline of two processes. DEMO=--random wants no model.
+demo-multi: $(VENV_TARGET)/.demo
+	"$(VENV)/bin/python" -m demo.multi $(DEMO)
 
 # Checked against float64, then timed. On a GPU: BENCH="--device cuda --benchmark-save before"; what got 10 % slower than the
 # last that was saved makes BENCH="--device cuda --benchmark-compare --benchmark-compare-fail=median:10%" fail.
@@ -72,4 +76,4 @@ $(VENV_TARGET)/.docs: $(VENV_TARGET)/.torch pyproject.toml
 
 clean:
 	rm -rf "$(VENV)" "$(VENV)-peft" "$(VENV)-frameworks" build dist *.egg-info
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks demo/loss.png demo/report.json
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks demo/loss.png demo/report.json demo/multi.json demo/schedule.png

@@ -82,6 +82,8 @@ TABLE = {
     "quant_model": Entry(60, "bench.quant_model"),
     "sharded_r64": Entry(60, "bench.sharded --world 2 --layers 6 --r 64 --runs 7"),  # two GPUs
     "sharded_r384": Entry(60, "bench.sharded --world 2 --layers 6 --r 384 --runs 7"),
+    "jobs": Entry(70, "bench.jobs"),
+    "jobs_pipeline": Entry(60, "bench.jobs --world 2"),  # two GPUs
     "demo": Entry(60, "demo.run"),
 }
 # no --seconds of their own
@@ -95,6 +97,7 @@ UNTIMED = (
     "bench.schedule",
     "bench.quant_model",
     "bench.sharded",
+    "bench.jobs",
     "demo.run",
 )
 

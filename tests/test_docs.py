@@ -132,7 +132,7 @@ RUN_BY = {
 # tests/convert/test_docs.py, of docs/integrations.md as RUN_BY says
 RUN = {"README.md": 2, "docs/programs.md": 3, "docs/conversion.md": PAGES["docs/conversion.md"].count("```python")}
 RUN["docs/explain.md"] = 1  # tests/test_explain_docs.py
-RUN["docs/adapters.md"] = 4  # tests/functional/test_multi_docs.py
+RUN["docs/adapters.md"] = 6  # tests/functional/test_multi_docs.py
 RUN["docs/layers.md"] = 2  # tests/functional/test_layers_docs.py
 RUN["docs/schedule.md"] = 4  # tests/schedule/test_docs.py
 RUN["docs/quantised.md"] = 2  # tests/quant/test_docs.py
@@ -213,9 +213,10 @@ def test_every_public_name_is_in_the_reference():
     import fdora.integrations.peft
     import fdora.quant
     import fdora.schedule
+    import fdora.train
 
     text = PAGES["docs/reference.md"]
-    for module in (fdora, fdora.functional, fdora.convert, fdora.quant, fdora.schedule, fdora.integrations.peft):
+    for module in (fdora, fdora.functional, fdora.convert, fdora.quant, fdora.schedule, fdora.train, fdora.integrations.peft):
         (section,) = re.findall(rf"^## {module.__name__}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
         names = set(module.__all__) - {"__version__"}
         assert names == set(re.findall(r"`(\w+)`", section)), module.__name__

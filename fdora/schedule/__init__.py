@@ -17,6 +17,8 @@ from fdora.schedule.records import Schedule as Schedule
 from fdora.schedule.records import Spec as Spec
 from fdora.schedule.records import from_json as from_json
 from fdora.schedule.records import to_json as to_json
+from fdora.schedule.simulate import Action as Action
+from fdora.schedule.simulate import Task as Task
 from fdora.schedule.simulate import Timeline as Timeline
 from fdora.schedule.simulate import depth_of as depth_of
 from fdora.schedule.simulate import interleaved as interleaved
@@ -26,11 +28,13 @@ from fdora.schedule.verify import verify as verify
 from fdora.schedule.whole import schedule as schedule
 
 __all__ = [
+    "Action",
     "Packed",
     "Packing",
     "Sample",
     "Schedule",
     "Spec",
+    "Task",
     "Timeline",
     "depth_of",
     "draw",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fdora._check import FdoraError
 from fdora.schedule.simulate import Timeline
@@ -28,11 +28,11 @@ def bars(timeline: Timeline) -> dict[tuple[int, bool], list[Bar]]:
     return found
 
 
-def draw(timeline: Timeline, path: str | Path, *, names: Sequence[str] = (), title: str = "") -> Any:
+def draw(timeline: Timeline, path: str | Path | IO[bytes], *, names: Sequence[str] = (), title: str = "") -> Any:
     """Stages by time, coloured by adapter, backward fainter than forward; returns matplotlib's figure, too.
 
     Args:
-      path: of the file to write; its suffix is its format.
+      path: of the file to write; its suffix is its format. Or an open one, which becomes a PNG.
       names: of the adapters, in order; their numbers where it is too short.
 
     Raises:

@@ -1,0 +1,139 @@
+"""One microbatch through one process: losses, gradients of every adapter in it, and the optimizer steps that are due.
+
+The loss of a batch of adapter a is the mean over its samples, in however many microbatches they are. When the last is through,
+
+    dP_a = sum over microbatches of d(sum_i w_i loss_i) / dP_a,     w_i = 1 / samples of the batch
+    dP_a <- dP_a min(1, clip_a / (||dP_a|| + 1e-6)),   then AdamW with the rate of a
+
+Row a of a parameter meets tokens of adapter a alone: its gradient is that of training alone, and a NaN stays with its adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from fdora._check import fail
+from fdora.train.records import TREES, Job, Params, State, Work, kept_of
+
+
+class Model(NamedTuple):
+    """What is trained, as functions."""
+
+    forward: Callable[[Params, Any, Any], Tensor]
+    """``forward(params, kept, data)``: (samples,) losses, in the order of the microbatch's samples."""
+    keep: Callable[[Params], Any] | None = None
+    """``keep(params)``: what forward wants of them once for each optimizer step, such as norms. Without gradients."""
+
+
+def train_step(
+    state: State, work: Work, data: Any, *, model: Model, jobs: Sequence[Job], donate: bool = False
+) -> tuple[State, Tensor]:
+    """A microbatch forward and backward, then one AdamW step for each adapter whose batch it ends.
+
+    Args:
+      state: of :func:`init_state`, or the one before.
+      work: of :func:`works_of`; one without samples does nothing.
+      data: what ``model.forward`` takes: the tokens of ``work.samples``, in their order.
+      model: forward, and what is kept between optimizer steps.
+      jobs: rate, clipping and AdamW's numbers of each adapter.
+      donate: may write gradients and moments into the memory of ``state``, which is then worth nothing. Parameters are
+        always new tensors where they change, for a microbatch in flight may hold the old ones.
+
+    Returns:
+      The state after it, and the losses of its samples (samples,), detached.
+
+    Raises:
+      FdoraError: forward gave no (samples,) losses, or a sample's batch comes before the one ahead of it has stepped.
+
+    Memory: gradients of all parameters once more while they are added; without ``donate`` a copy of what changes.
+    References: Zhu et al., LoRAFusion, 2025, arXiv:2510.00206, section 5; Loshchilov and Hutter, 2019, arXiv:1711.05101.
+    """
+    fn = "train.train_step"
+    if not work.samples:
+        return state._replace(position=state.position + 1), torch.empty(0)
+    check_turn(fn, state, work)
+    params, leaves = leaves_of(state.params)
+    losses = model.forward(params, state.kept, data)
+    weights = check_losses(fn, losses, work)
+    found = torch.autograd.grad(losses, leaves, weights, allow_unused=True)
+    grads = added(state.grads, found, donate)
+    state = state._replace(grads=grads, position=state.position + 1)
+    due = [a for a, _ in work.due]
+    if due:
+        state = optimizer_step(state, jobs, {a: square_sum(grads, a) for a in due if jobs[a].clip is not None}, due, donate)
+        state = state._replace(kept=kept_of(model.keep, state.params))
+    return state, losses.detach()
+
+
+def check_turn(fn: str, state: State, work: Work) -> None:
+    """A microbatch must meet the weights that all earlier batches of its adapters have made."""
+    for sample in work.samples:
+        have = state.steps[sample.adapter]
+        if sample.batch != have:
+            want = f"of batch {have} of adapter {sample.adapter}, which is next"
+            remedy = "Give the microbatches in the schedule's order, and the schedule the depth of this pipeline (depth_of)."
+            raise fail(fn, "work", want, f"one of batch {sample.batch}", remedy)
+
+
+def check_losses(fn: str, losses: Any, work: Work) -> Tensor:
+    """The weights, as their gradient."""
+    if not isinstance(losses, Tensor) or tuple(losses.shape) != (len(work.samples),):
+        have = tuple(losses.shape) if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        raise fail(fn, "forward", f"a function that gives ({len(work.samples)},), the loss of each sample", have, "Do not sum.")
+    return torch.tensor(work.weights, dtype=losses.dtype, device=losses.device)
+
+
+def leaves_of(params: Params) -> tuple[Params, list[Tensor]]:
+    """The same memory as leaves of a graph of their own."""
+    leaves, spec = optree.tree_flatten(params)
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    return optree.tree_unflatten(spec, leaves), leaves
+
+
+@torch.no_grad()
+def added(grads: Params, found: Sequence[Tensor | None], donate: bool) -> Params:
+    old, spec = optree.tree_flatten(grads)
+    pairs = zip(old, found, strict=True)
+    new = [have if more is None else have.add_(more) if donate else have + more for have, more in pairs]
+    return optree.tree_unflatten(spec, new)
+
+
+@torch.no_grad()
+def square_sum(grads: Params, adapter: int) -> Tensor:
+    """Of the squares of one adapter's gradient: () float64, added in the order of the tree."""
+    parts = [t[adapter].double().square().sum() for t in optree.tree_leaves(grads)]
+    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)  # a stage may train nothing
+
+
+@torch.no_grad()
+def optimizer_step(state: State, jobs: Sequence[Job], squares: dict[int, Tensor], due: Sequence[int], donate: bool) -> State:
+    """AdamW of each adapter in ``due``, on its rows; their gradients are zero afterwards. ``kept`` is left as it was."""
+    _, spec = optree.tree_flatten(state.params)
+    params = [t.clone() for t in optree.tree_leaves(state.params)]
+    trees = (state.grads, state.mean, state.square)
+    grads, mean, square = ([t if donate else t.clone() for t in optree.tree_leaves(tree)] for tree in trees)
+    steps = list(state.steps)
+    for a in due:
+        job = jobs[a]
+        rows, row_grads, row_mean, row_square = ([t[a] for t in each] for each in (params, grads, mean, square))
+        if a in squares:
+            assert job.clip is not None
+            scale = (job.clip / (squares[a].sqrt() + 1e-6)).clamp(max=1.0)  # torch.nn.utils.clip_grad_norm_
+            for t in row_grads:
+                t.mul_(scale.to(t))
+        counts = [torch.tensor(float(steps[a])) for _ in params]
+        adamw(
+            rows, row_grads, row_mean, row_square, [], counts, amsgrad=False, beta1=job.betas[0], beta2=job.betas[1],
+            lr=job.rate(steps[a]), weight_decay=job.weight_decay, eps=job.eps, maximize=False,
+        )  # fmt: skip
+        for t in row_grads:
+            t.zero_()
+        steps[a] += 1
+    after: Any = [optree.tree_unflatten(spec, each) for each in (params, grads, mean, square)]
+    return state._replace(**dict(zip(TREES, after, strict=True)), steps=tuple(steps))

@@ -1,0 +1,46 @@
+"""bench.jobs in small: it looks at the numbers before it times them, and the pipeline's bubble is told next to the simulator's."""
+
+import json
+
+import pytest
+
+pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
+from bench import jobs
+
+SMALL = ["--tiny", "--layers", "2", "--r", "4", "--runs", "1", "--batches", "1", "--samples", "4", "--commit", "abc"]
+
+
+def test_one_process(tmp_path):
+    path = tmp_path / "result.json"
+    jobs.main([*SMALL, "--json", str(path)])
+    result = json.loads(path.read_text())
+    assert result["about"]["commit"] == "abc" and result["failed"] == {}
+    assert [row["way"] for row in result["rows"]] == list(jobs.WAYS)
+    for row in result["rows"]:
+        assert row["tokens_per_s"] * row["seconds"] == pytest.approx(result["tokens"])
+    assert set(result["agreement"]) == {"fdora_alone", "fdora_together"}
+    assert all(0 < found[part] < 1e-5 for found in result["agreement"].values() for part in ("losses", "gradients"))
+    assert result["microbatches"]["together"] <= result["microbatches"]["alone"]
+
+
+def test_a_wrong_way_fails_it(monkeypatch):
+    right = jobs.by_modules
+    calls = []
+
+    def wrong(model, data):
+        calls.append(model)
+        return right(model, data) * (1.01 if len(calls) == 2 else 1)  # of fdora_alone
+
+    monkeypatch.setattr(jobs, "by_modules", wrong)
+    with pytest.raises(SystemExit, match=r"apart from PEFT's DoRA: \['fdora_alone'\]; failed: {}"):
+        jobs.main([*SMALL, "--ways", "peft_dora,fdora_alone"])
+
+
+def test_two_stages(tmp_path):
+    path = tmp_path / "result.json"
+    jobs.main([*SMALL, "--world", "2", "--json", str(path)])
+    result = json.loads(path.read_text())
+    assert [row["way"] for row in result["rows"]] == ["alone", "together"]
+    bubble = result["bubble"]
+    assert 0 <= bubble["simulated_from_times"] < 1 and 0 <= bubble["measured"] < 1
+    assert bubble["simulated_seconds"] <= bubble["measured_seconds"]  # each action as early as can be

@@ -1,0 +1,128 @@
+"""Adapters trained together are adapters trained alone."""
+
+import math
+
+import optree
+import pytest
+import torch
+
+from fdora import FdoraError
+from fdora.functional import dora_unstack
+from fdora.schedule import Sample, Spec, schedule
+from fdora.train import Job, init_state, load, save, train_step, works_of
+from tests.train import make
+
+
+def together(works, state, model, jobs=make.JOBS, dtype=torch.float32, donate=False):
+    losses = {}
+    for n in range(state.position, len(works)):
+        data = make.data_of(works[n].samples, dtype) if works[n].samples else None
+        state, found = train_step(state, works[n], data, model=model, jobs=jobs, donate=donate)
+        if works[n].samples:
+            losses[n] = found
+    return state, losses
+
+
+def start(base, jobs=make.JOBS):
+    return init_state(make.banks(make.adapters(base)), jobs, make.keep_of(base))
+
+
+@pytest.mark.parametrize("capacity", [16, 40])
+def test_curves_and_adapters_are_those_of_pytorchs_own_loop(capacity):
+    base = make.frozen(torch.float64)
+    works = works_of(schedule(make.LENGTHS, Spec(capacity, depth=2, seconds=0)))
+    assert any(len({s.adapter for s in w.samples}) > 1 for w in works) and len(works) > max(map(len, make.LENGTHS))
+    state, losses = together(works, start(base), make.whole(base), dtype=torch.float64)
+    curves = make.curves(works, losses)
+    for a, own in enumerate(make.adapters(base)):
+        wanted, became = make.alone(base, own, a)
+        assert [curves[a, j] for j in range(len(wanted))] == pytest.approx(wanted, abs=1e-12)
+        for name in ("one", "two"):
+            mine = dora_unstack(state.params[name], make.RANKS)[a]
+            for t, want in zip(mine, became[name], strict=True):
+                torch.testing.assert_close(t, want.detach(), rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(state.params["head"]["weight"][a], became["head"].detach(), rtol=1e-9, atol=1e-11)
+    assert state.steps == tuple(map(len, make.LENGTHS)) and state.position == len(works)
+    assert not any(t.any() for t in optree.tree_leaves(state.grads))
+
+
+def test_what_is_not_donated_stays():
+    base = make.frozen()
+    works, state = works_of(schedule(make.LENGTHS, Spec(40, seconds=0))), start(base)
+    copy = lambda t: t.clone() if isinstance(t, torch.Tensor) else t  # noqa: E731
+    before = optree.tree_map(copy, state)
+    after, losses = together(works, state, make.whole(base))
+    make.same(state, before)
+    donated, others = together(works, optree.tree_map(copy, state), make.whole(base), donate=True)
+    make.same(after, donated)
+    assert all(torch.equal(losses[n], others[n]) for n in losses)
+
+
+def test_one_that_diverges_harms_nobody():
+    base = make.frozen()
+    works = works_of(schedule(make.LENGTHS, Spec(16, seconds=0)))
+    jobs = (make.JOBS[0], make.JOBS[1]._replace(lr=math.inf), make.JOBS[2])
+    calm, wild = together(works, start(base), make.whole(base))[0], together(works, start(base), make.whole(base), jobs)[0]
+    assert not torch.isfinite(wild.params["one"].A[1]).all()
+    for a in (0, 2):
+        for t, other in zip(optree.tree_leaves(calm.params), optree.tree_leaves(wild.params), strict=True):
+            assert torch.equal(t[a], other[a])
+
+
+@pytest.mark.parametrize("stop", [1, 4])
+def test_resumed_in_the_middle_to_the_bit(tmp_path, stop):
+    """In the middle of batches: gradients are part of the state."""
+    pytest.importorskip("safetensors")
+    base = make.frozen()
+    model, works = make.whole(base), works_of(schedule(make.LENGTHS, Spec(16, seconds=0)))
+    whole, losses = together(works, start(base), model)
+    half, some = together(works[:stop], start(base), model)
+    assert any(t.any() for t in optree.tree_leaves(half.grads))
+    save(tmp_path, half, make.JOBS)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(job.name for job in make.JOBS)
+    read = load(tmp_path, start(base), make.JOBS, model.keep)
+    make.same(read, half)
+    again, rest = together(works, read, model)
+    make.same(again, whole)
+    assert all(torch.equal(losses[n], (some | rest)[n]) for n in losses)
+
+
+def test_a_folder_of_two_moments_is_refused(tmp_path):
+    pytest.importorskip("safetensors")
+    base = make.frozen()
+    works, state = works_of(schedule(make.LENGTHS, Spec(16, seconds=0))), start(base)
+    save(tmp_path, state, make.JOBS)
+    later, _ = together(works[:2], state, make.whole(base))
+    save(tmp_path / "later", later, make.JOBS)
+    (tmp_path / "later/law/training.safetensors").rename(tmp_path / "law/training.safetensors")
+    with pytest.raises(FdoraError, match=r"train.load: `folder` must be of one moment, got positions \[2, 0, 0\]"):
+        load(tmp_path, state, make.JOBS)
+    with pytest.raises(FdoraError, match="no such file"):
+        load(tmp_path / "later", state, make.JOBS)
+    fewer = start(base)
+    del fewer.params["head"]
+    with pytest.raises(FdoraError, match="another set of tensors"):
+        load(tmp_path, fewer, make.JOBS)
+
+
+def test_errors():
+    base = make.frozen()
+    state, works = start(base), works_of(schedule(make.LENGTHS, Spec(16, seconds=0)))
+    model = make.whole(base)
+    late = next(n for n, w in enumerate(works) if any(s.batch for s in w.samples))
+    with pytest.raises(FdoraError, match=r"of batch 0 of adapter ., which is next, got one of batch 1"):
+        train_step(state, works[late], make.data_of(works[late].samples), model=model, jobs=make.JOBS)
+    summed = model._replace(forward=lambda *given: model.forward(*given).sum())
+    with pytest.raises(FdoraError, match=r"the loss of each sample, got \(\)"):
+        train_step(state, works[0], make.data_of(works[0].samples), model=summed, jobs=make.JOBS)
+    with pytest.raises(FdoraError, match=r"params\['head'\]\['weight'\]` must be a floating tensor with 2 rows"):
+        init_state(state.params, make.JOBS[:2])
+    with pytest.raises(FdoraError, match="each with a name of its own"):
+        init_state(state.params, [Job("law", 1.0)] * 3)
+
+
+def test_weights_count_the_whole_batch():
+    a, b, c = Sample(0, 0, 0, 3), Sample(0, 0, 1, 3), Sample(1, 0, 0, 2)
+    works = works_of([(a, c), (), (b,)])
+    assert [w.weights for w in works] == [(0.5, 1.0), (), (0.5,)]
+    assert [w.due for w in works] == [((1, 0),), (), ((0, 0),)]
