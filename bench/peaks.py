@@ -8,7 +8,8 @@ adapted, bfloat16; adapters in bfloat16, and in float32 under autocast. Ways: ``
 each also with gradient checkpointing of every layer. Loss of all tokens, as trainers have it, or of the last of each
 sequence. The first step brings the optimizer's state (fused AdamW), kept norms, and the work spaces of libraries; in the
 second the allocator's counters are read: ``before`` it, after forward (``kept``, beyond before), and the most in forward,
-backward and the optimizer's step (beyond before). Then wall time, median of ``--runs`` steps. ``--alive`` lists what is alive
+backward and the optimizer's step (beyond before); ``reserved`` is what its pool has grown to, ``used`` what the driver says is
+taken of ``total``, by whomever. Then wall time, median of ``--runs`` steps. ``--alive`` lists what is alive
 at the peak, by the line that asked for it. On a CPU a profiler sees what forward keeps and the peak of a whole step.
 """
 
@@ -125,6 +126,8 @@ def by_counters(step: Step) -> dict[str, int]:
     step.update()
     phase("update")
     found["after"] = torch.cuda.memory_allocated() - before
+    free_, total = torch.cuda.mem_get_info()
+    found |= {"reserved": torch.cuda.memory_reserved(), "used": total - free_, "total": total}
     return found | {"peak": max(found[name] for name in ("forward", "backward", "update"))}
 
 
