@@ -18,10 +18,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fdora.plan.model import ATTENTION, MLP, Model
-from fdora.plan.setup import Setup
+from fdora.plan.setup import WEIGHTS, Setup
 from fdora.plan.tape import Op, Segment
+from fdora.plan.work import E, Kernel, Work, attention, decoding, linear, passes, rms_norm, rotation
 
-E = 2  # bytes of an activation
 STRIP = 128  # tokens whose dm is one partial sum
 
 
@@ -47,7 +47,7 @@ class Block:
         """RMSNorm in float32, each of its operations by itself."""
         n = self.M * width
         y, wide = self.piece(f"{at}.y", E * n), self.piece(f"{at}.float32", 4 * n + 4 * self.M * width // self._normed(width))
-        self.ops.append(Op(at, (x,), (y,), (wide,), 8 * n, 16 * n))
+        self.ops.append(Op(at, (x,), (y,), (wide,), 8 * n, 16 * n, work=rms_norm(n)))
         return y
 
     def _normed(self, width: int) -> int:
@@ -57,9 +57,10 @@ class Block:
     def linear(self, at: str, names: tuple[str, ...], x: str, own: str = "") -> list[str]:
         """Layers on one x, in one call where there are several."""
         M, setup = self.M, self.setup
-        ys, keeps, forward, backward, gradients = [], [x], 0, 0, 0
+        ys, keeps, forward, backward, gradients, work = [], [x], 0, 0, 0, Work()
         for name in names:
             N, K = self.model.linears[name]
+            work += self.work(name)
             ys.append(self.piece(f"{at}.{name}", E * M * N))
             forward = max(forward, setup.decoded(N * K))
             if name not in setup.targets:
@@ -72,31 +73,45 @@ class Block:
             gradients += setup.adapter_elements(N, K) * setup.adapter_bytes
         if len(keeps) == 1:
             keeps = []  # a frozen W keeps nothing
-        self.ops.append(Op(f"{at}.{own or names[0]}", (x,), tuple(ys), tuple(keeps), forward, backward, gradients))
+        work = work._replace(calls=min(1, work.calls))
+        self.ops.append(Op(f"{at}.{own or names[0]}", (x,), tuple(ys), tuple(keeps), forward, backward, gradients, work=work))
         return ys
+
+    def work(self, name: str) -> Work:
+        (N, K), setup = self.model.linears[name], self.setup
+        stored, coded = WEIGHTS[setup.weights]
+        more = decoding(N, K, stored) if coded else Work()
+        return linear(self.M, N, K, setup.width if name in setup.targets else 0, True) + more
 
     def scratch(self, N: int) -> int:
         """Of the backward of one layer."""
         return E * self.M * N + max(4 * -(-self.M // STRIP) * N, E * self.M * self.setup.width)
 
     def attention(self, at: str, layer: int, x: str) -> str:
-        m, M = self.model, self.M
+        m, M, setup = self.model, self.M, self.setup
         q_width, kv_width = m.heads * m.head_dim, m.kv_heads * m.head_dim
-        if self.setup.fuse and self.setup.targets.issuperset(ATTENTION):
+        if setup.fuse and setup.targets.issuperset(ATTENTION):
             q, k, v = self.linear(at, ATTENTION, x, "qkv_proj")
         else:
             q, k, v = (self.linear(at, (name,), x)[0] for name in ATTENTION)
         if m.head_norms:
             q, k = self.norm(f"{at}.q_norm", q, q_width), self.norm(f"{at}.k_norm", k, kv_width)
         turned = [self.piece(f"{at}.{name} turned", E * M * width) for name, width in (("q", q_width), ("k", kv_width))]
-        self.ops.append(Op(f"{at}.rotation", (q, k), tuple(turned), (), 2 * E * M * q_width, 3 * E * M * q_width))
+        n, both = M * q_width, rotation(M * q_width) + rotation(M * kv_width)
+        self.ops.append(Op(f"{at}.rotation", (q, k), tuple(turned), (), 2 * E * n, 3 * E * n, work=both))
         q, k = turned
-        if m.windowed(layer) and self.setup.length > m.window and m.heads != m.kv_heads:  # a mask wants a k for each q
-            wide = [self.piece(f"{at}.{name} repeated", E * M * q_width) for name in ("k", "v")]
-            self.ops.append(Op(f"{at}.repeat", (k, v), tuple(wide), (), 0, 0))
-            k, v = wide
-        out, sums = self.piece(f"{at}.attention", E * M * q_width), self.piece(f"{at}.sums", 4 * M * m.heads)
-        self.ops.append(Op(f"{at}.attention", (q, k, v), (out,), (q, k, v, out, sums), 0, 4 * E * M * q_width))
+        seen = m.window if m.windowed(layer) and setup.length > m.window else 0
+        keeps = []
+        if seen:  # a mask: torch makes it additive for each layer, and a k and v for each q
+            keeps.append(self.piece(f"{at}.mask", E * M * setup.length))
+            if m.heads != m.kv_heads:
+                wide = [self.piece(f"{at}.{name} repeated", E * n) for name in ("k", "v")]
+                self.ops.append(Op(f"{at}.repeat", (k, v), tuple(wide), work=Work(passes(n, 4, 4), passes(n, 4, 4))))
+                k, v = wide
+        out, sums = self.piece(f"{at}.attention", E * n), self.piece(f"{at}.sums", 4 * M * m.heads)
+        keeps += [q, k, v, out, sums]
+        work = attention(M, setup.length, seen, q_width, kv_width)
+        self.ops.append(Op(f"{at}.attention", (q, k, v), (out,), tuple(keeps), 0, 4 * E * n, work=work))
         return self.linear(at, ("o_proj",), out)[0]
 
     def mlp(self, at: str, x: str) -> str:
@@ -111,17 +126,21 @@ class Block:
             decoded = max(setup.decoded(N * K) for N, K in sizes)
             gradients = sum(setup.adapter_elements(N, K) for N, K in sizes) * setup.adapter_bytes
             backward = 2 * inner + self.scratch(m.inner) + decoded
-            self.ops.append(Op(f"{at}.mlp", (x,), (y,), tuple(keeps), inner + decoded, backward, gradients))
+            work = sum((self.work(name) for name in (*MLP, "down_proj")), Work())._replace(calls=1)
+            work += Work(passes(M * m.inner, 6), passes(M * m.inner, 6, 10))
+            self.ops.append(Op(f"{at}.mlp", (x,), (y,), tuple(keeps), inner + decoded, backward, gradients, work=work))
             return y
         gate, up = (self.linear(at, (name,), x)[0] for name in MLP)
         active, both = self.piece(f"{at}.act", inner), self.piece(f"{at}.act up", inner)
-        self.ops.append(Op(f"{at}.act", (gate,), (active,), (gate,)))
-        self.ops.append(Op(f"{at}.product", (active, up), (both,), (active, up)))
+        n = M * m.inner
+        self.ops.append(Op(f"{at}.act", (gate,), (active,), (gate,), work=Work(passes(n, 4), passes(n, 6))))
+        self.ops.append(Op(f"{at}.product", (active, up), (both,), (active, up), work=Work(passes(n, 6), passes(n, 6, 6))))
         return self.linear(at, ("down_proj",), both)[0]
 
     def add(self, at: str, x: str, y: str) -> str:
-        total = self.piece(at, E * self.M * self.model.hidden)
-        self.ops.append(Op(at, (x, y), (total,), same=True))
+        n = self.M * self.model.hidden
+        total = self.piece(at, E * n)
+        self.ops.append(Op(at, (x, y), (total,), same=True, work=Work(passes(n, 6))))
         return total
 
     def layer(self, layer: int, x: str) -> str:
@@ -132,14 +151,15 @@ class Block:
         return self.add(f"{at}.sum 2", x, self.norm(f"{at}.norm 4", y, H) if self.model.sandwich else y)
 
     def loss(self, x: str, tokens: int) -> None:
-        n = tokens * self.model.vocab
-        normed = self.norm("norm", x, self.model.hidden)
+        n, H = tokens * self.model.vocab, self.model.hidden
+        normed = self.norm("norm", x, H)
         logits, wide, logs = self.piece("logits", E * n), self.piece("float32", 4 * n), self.piece("logs", 4 * n)
+        one = Kernel(2 * n * H, E * (n + (tokens + self.model.vocab) * H))
         self.ops += [
-            Op("head", (normed,), (logits,), (), 0, E * tokens * self.model.hidden),
-            Op("float32", (logits,), (wide,)),
-            Op("softmax", (wide,), (logs,), (logs,), E * n),
-            Op("loss", (logs,), (self.piece("loss", 4),)),
+            Op("head", (normed,), (logits,), (), 0, E * tokens * H, work=Work((one,), (one,))),
+            Op("float32", (logits,), (wide,), work=Work(passes(n, 6), passes(n, 6))),
+            Op("softmax", (wide,), (logs,), (logs,), E * n, work=Work(passes(n, 8), passes(n, 12))),
+            Op("loss", (logs,), (self.piece("loss", 4),), work=Work((), passes(n, 4))),
         ]
 
     def take(self, checkpointed: bool) -> Segment:
@@ -156,7 +176,9 @@ def decoder(model: Model, setup: Setup, tokens: int, first: bool = True, last: b
     block = Block(model, setup, tokens)
     x = block.piece("x", E * tokens * model.hidden)
     segments = []
-    inputs: tuple[str, ...] = (block.piece("angles", 2 * E * setup.length * model.head_dim),)
+    inputs = [block.piece("angles", (2 if model.window else 1) * 2 * E * setup.length * model.head_dim)]
+    if model.window and setup.length > model.window:
+        inputs.append(block.piece("mask", tokens * setup.length))
     if first:
         block.ops.append(Op("embedding", (), (x,)))
         segments.append(block.take(False))
@@ -171,4 +193,4 @@ def decoder(model: Model, setup: Setup, tokens: int, first: bool = True, last: b
     else:
         block.ops.append(Op("sent", (x,), (block.piece("loss", 4),)))
     segments.append(block.take(False))
-    return Network(tuple(segments), block.sizes, inputs)
+    return Network(tuple(segments), block.sizes, tuple(inputs))

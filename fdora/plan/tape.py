@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from fdora.plan.work import Work
+
 
 class Op(NamedTuple):
     """Names, and bytes of what has none."""
@@ -26,6 +28,7 @@ class Op(NamedTuple):
     backward: int = 0
     gradients: int = 0  # of its parameters: they stay after backward
     same: bool = False  # the gradient of each input is that of the output, as of a sum
+    work: Work = Work()
 
 
 class Segment(NamedTuple):
