@@ -191,6 +191,6 @@ def decoder(model: Model, setup: Setup, tokens: int, first: bool = True, last: b
     if last:
         block.loss(x, setup.loss_of(tokens))
     else:
-        block.ops.append(Op("sent", (x,), (block.piece("loss", 4),)))
+        block.ops.append(Op("sent", (x,), (block.piece("loss", 4),), (x,)))
     segments.append(block.take(False))
     return Network(tuple(segments), block.sizes, tuple(inputs))
