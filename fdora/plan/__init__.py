@@ -1,4 +1,4 @@
-"""What training adapters on a model takes, before it runs: memory by component, tokens of a microbatch, time, and on how many GPUs.
+"""What training adapters on a model takes, before it runs: memory by component, tokens of a microbatch, time, a layout on GPUs.
 
     python -m fdora.plan --model config.json --adapters 64 --gpu h200 --gpus 2
 
@@ -27,7 +27,22 @@ from fdora.plan.time import Time as Time
 from fdora.plan.time import card as card
 from fdora.plan.time import times as times
 
-__all__ = ["Adapter", "Card", "Layout", "Memory", "Model", "Plan", "Setup", "Time", "capacity", "card", "memory", "plan", "read_model", "times"]
+__all__ = [
+    "Adapter",
+    "Card",
+    "Layout",
+    "Memory",
+    "Model",
+    "Plan",
+    "Setup",
+    "Time",
+    "capacity",
+    "card",
+    "memory",
+    "plan",
+    "read_model",
+    "times",
+]
 
 
 class Plan(NamedTuple):
@@ -52,7 +67,15 @@ class Plan(NamedTuple):
         setup = self.setup._asdict() | {"adapters": [a._asdict() for a in self.setup.adapters]}
         setup |= {"targets": sorted(self.setup.targets)}
         own = self.card._asdict() | {"profile": self.card.profile._asdict()}
-        return {"model": model, "setup": setup, "gpu": own, "gpus": self.gpus, "tokens": self.tokens, "best": best, "layouts": layouts}
+        return {
+            "model": model,
+            "setup": setup,
+            "gpu": own,
+            "gpus": self.gpus,
+            "tokens": self.tokens,
+            "best": best,
+            "layouts": layouts,
+        }
 
 
 def _memory(found: Memory) -> dict[str, Any]:
@@ -101,14 +124,18 @@ def read_adapters(texts: list[str]) -> tuple[tuple[Adapter, ...], frozenset[str]
             names = config.get("target_modules")
             if not isinstance(names, list) or config.get("rank_pattern"):
                 have = "a pattern" if isinstance(names, list) else repr(names)
-                raise fail("plan", "adapters", "folders whose target_modules are a list, without rank_pattern", have, "Pass a rank.")
+                raise fail(
+                    "plan", "adapters", "folders whose target_modules are a list, without rank_pattern", have, "Pass a rank."
+                )
             targets.add(frozenset(names))
             found.append(Adapter(Path(text).name, int(config["r"])))
             continue
         name, _, r = text.rpartition("=")
         count, _, r = r.rpartition("x")
         if not r.isdigit() or not (count or "1").isdigit():
-            raise fail("plan", "adapters", "ranks (64, 4x64, name=64) or folders of PEFT adapters", repr(text), "Check the path.")
+            raise fail(
+                "plan", "adapters", "ranks (64, 4x64, name=64) or folders of PEFT adapters", repr(text), "Check the path."
+            )
         many = int(count or 1)
         found += [Adapter(name or f"adapter {len(found) + i}", int(r)) for i in range(many)]
     if len(targets) > 1:

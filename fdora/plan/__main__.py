@@ -35,7 +35,9 @@ def table(found: Plan) -> str:
         f"{setup.microbatches} microbatches of {found.tokens} tokens for each GPU and step, sequences of {setup.length}",
         "",
     ]
-    rows: list[tuple[str, ...]] = [("layout", "fuse", "checkpointing", "GiB", "fits", "tokens at most", "ms a step", "tokens/s", "bubble")]
+    rows: list[tuple[str, ...]] = [
+        ("layout", "fuse", "checkpointing", "GiB", "fits", "tokens at most", "ms a step", "tokens/s", "bubble")
+    ]
     for each in found.layouts:
         ms = "?" if each.seconds is None else f"{1e3 * each.seconds:.1f}"
         rate = "?" if each.tokens_per_second is None else f"{each.tokens_per_second:.0f}"
@@ -75,7 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--microbatches", type=int, default=1, help="of an optimizer step, for each GPU (default: %(default)s)")
     parser.add_argument("--loss-tokens", type=int, help="of each sequence that reach the head (default: all)")
     parser.add_argument("--weights", choices=WEIGHTS, default="bf16", help="of the frozen linears (default: %(default)s)")
-    parser.add_argument("--adapter-dtype", choices=("float32", "bfloat16"), default="float32", help="(default: %(default)s, as PEFT)")
+    parser.add_argument(
+        "--adapter-dtype", choices=("float32", "bfloat16"), default="float32", help="(default: %(default)s, as PEFT)"
+    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
     parser.add_argument("--targets", nargs="+", help=f"adapted layers (default: {' '.join(LINEARS)}, or those of the folders)")
     parser.add_argument("--profile", help="a file of bench.profile_gpu, for rates of your own")

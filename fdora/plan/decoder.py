@@ -110,7 +110,7 @@ class Block:
                 k, v = wide
         out, sums = self.piece(f"{at}.attention", E * n), self.piece(f"{at}.sums", 4 * M * m.heads)
         keeps += [q, k, v, out, sums]
-        work = attention(M, setup.length, seen, q_width, kv_width)
+        work = attention(M, setup.length, seen > 0, q_width, kv_width)
         self.ops.append(Op(f"{at}.attention", (q, k, v), (out,), tuple(keeps), 0, 4 * E * n, work=work))
         return self.linear(at, ("o_proj",), out)[0]
 
@@ -119,9 +119,10 @@ class Block:
         inner = E * M * m.inner
         if setup.fuse and setup.targets.issuperset((*MLP, "down_proj")):
             y = self.piece(f"{at}.down_proj", E * M * m.hidden)
-            keeps = [x, y, *(self.piece(f"{at}.{name}", inner) for name in MLP)]
+            before = "down_proj" in m.biases  # gate and up before g take the place of their outputs likewise
+            last = self.piece(f"{at}.down_proj before g", E * M * m.hidden) if before else y
+            keeps = [x, last, *(self.piece(f"{at}.{name}", inner) for name in MLP)]
             keeps += [self.piece(f"{at}.{name} h", E * M * setup.width) for name in (*MLP, "down_proj")]
-            keeps += [self.piece(f"{at}.{name} before g", E * M * m.inner) for name in MLP if name in m.biases]
             sizes = [m.linears[name] for name in (*MLP, "down_proj")]
             decoded = max(setup.decoded(N * K) for N, K in sizes)
             gradients = sum(setup.adapter_elements(N, K) for N, K in sizes) * setup.adapter_bytes
@@ -169,7 +170,7 @@ class Block:
 
 
 def decoder(model: Model, setup: Setup, tokens: int, first: bool = True, last: bool = True) -> Network:
-    """All layers on so many tokens. ``first`` and ``last``: with the embedding, with head and loss; stages between have neither.
+    """All layers on so many tokens. ``first``: with the embedding; ``last``: with head and loss. Stages between have neither.
 
     A stage that is not the first gets an input whose gradient it must give; its own layers need it, so nothing is left out.
     """

@@ -1,10 +1,10 @@
 """Which way to spread a training over GPUs: what each holds, how long a step takes, and the fastest that fits.
 
-    replicas   each GPU has everything and microbatches of its own; gradients of adapters are summed once for a step
-    fsdp2      weights in shards; a block is gathered while the one before it computes, forward and backward:
-               max(compute, bytes of all blocks (n - 1) / n / link). Two blocks, embedding and head are whole at a time
-    pipeline   a stage of layers on each GPU, 1F1B over all microbatches (fdora.schedule.simulate); stage s keeps
-               min(n - s, microbatches) microbatches. The last stage has as many layers less as its head takes time
+replicas   each GPU has everything and microbatches of its own; gradients of adapters are summed once for a step
+fsdp2      weights in shards; a block is gathered while the one before it computes, forward and backward:
+           max(compute, bytes of all blocks (n - 1) / n / link). Two blocks, embedding and head are whole at a time
+pipeline   a stage of layers on each GPU, 1F1B over all microbatches (fdora.schedule.simulate); stage s keeps
+           min(n - s, microbatches) microbatches. The last stage has as many layers less as its head takes time
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GATHERED = 2  # blocks
 
 
 class Layout(NamedTuple):
-    """One way. ``seconds``: of an optimizer step of ``microbatches`` for each GPU (a pipeline has them for all GPUs together)."""
+    """One way. ``seconds``: of an optimizer step; a pipeline has as many microbatches as all GPUs of the others together."""
 
     kind: str
     gpus: int
@@ -148,4 +148,3 @@ def pipeline(request: Request) -> Layout:
         seconds, bubble = line.time + max(time.update for time in each), line.bubble
     worst = max(held, key=lambda memory: memory.peak)
     return _layout(request, "pipeline", worst, most, seconds, count * tokens, bubble=bubble, stages=stages)
-

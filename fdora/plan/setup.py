@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from fdora._check import fail
@@ -70,7 +71,7 @@ def check_setup(setup: Setup) -> Setup:
             raise fail("plan", arg, "a positive int", repr(value), "It is a number of tokens, microbatches or a rank.")
     if not setup.adapters:
         raise fail("plan", "adapters", "at least one", "none", "Without an adapter nothing is trained.")
-    known = {"weights": WEIGHTS, "optimizer": OPTIMIZERS, "adapter_bytes": (2, 4)}
+    known: dict[str, Collection] = {"weights": WEIGHTS, "optimizer": OPTIMIZERS, "adapter_bytes": (2, 4)}
     for arg, among in known.items():
         if getattr(setup, arg) not in among:
             raise fail("plan", arg, f"one of {', '.join(map(str, among))}", repr(getattr(setup, arg)), "Take the nearest.")

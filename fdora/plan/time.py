@@ -64,7 +64,16 @@ def card(gpu: str, file: str | Path | None = None) -> Card:
         return Card(GPUS[key].name, found.get("memory") or int(GIB[key] * 2**30), Profile(**found["profile"]), True)
     like, mine, theirs = read(FOLDER / f"{MEASURED}.json"), GPUS[key], GPUS[MEASURED]
     flops, moved = mine.flops / theirs.flops, mine.bytes / theirs.bytes
-    scale = {"flops": flops, "attention": flops, "attention_backward": flops, "bytes": moved, "gather": 0.0, "send": 0.0}
+    scale = {
+        "flops": flops,
+        "attention": flops,
+        "attention_backward": flops,
+        "norm16": flops,
+        "norm32": flops,
+        "bytes": moved,
+        "gather": 0.0,
+        "send": 0.0,
+    }
     profile = Profile(**{name: value * scale.get(name, 1.0) for name, value in like["profile"].items()})
     return Card(mine.name, int(GIB[key] * 2**30), profile, False)
 
@@ -80,7 +89,9 @@ def read(path: Path) -> dict[str, Any]:
         Profile(**found["profile"])
         return found
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise fail("plan", "profile", "a file that bench.profile_gpu wrote", f"{type(error).__name__} for {path}", "Check it.") from error
+        raise fail(
+            "plan", "profile", "a file that bench.profile_gpu wrote", f"{type(error).__name__} for {path}", "Check it."
+        ) from error
 
 
 def times(model: Model, setup: Setup, tokens: int, profile: Profile, part: Part | None = None) -> Time:
@@ -96,7 +107,8 @@ def times(model: Model, setup: Setup, tokens: int, profile: Profile, part: Part 
             host += own * (1.5 if segment.checkpointed else 1.0)
     frozen, _, adapters = elements(model, setup, part)
     stored = frozen * WEIGHTS[setup.weights][0]
-    norms = len(setup.adapters) * 2 * frozen * setup.width / profile.flops
+    rate = profile.norm16 if setup.adapter_bytes == 2 else profile.norm32
+    norms = len(setup.adapters) * 2 * frozen * setup.width / rate
     states = 3 + 2 * OPTIMIZERS[setup.optimizer]  # parameter and states read and written, its gradient read
     update = max(stored / profile.bytes, norms) + states * adapters * setup.adapter_bytes / profile.bytes
     return Time(forward, backward, host, update)

@@ -53,10 +53,10 @@ def rotation(n: int) -> Work:
     return Work(passes(n, 4, 2, 4, 4, 6), passes(n, 4, 4, 2, 4, 4, 6, 6))
 
 
-def attention(tokens: int, length: int, window: int, width: int, kv_width: int) -> Work:
-    """Causal: a token sees half of its sequence, or what its window holds."""
-    seen = length / 2 if not window or window >= length else window - window * window / (2 * length)
-    flops, moved = 4 * tokens * seen * width, E * tokens * 2 * (width + kv_width)
+def attention(tokens: int, length: int, masked: bool, width: int, kv_width: int) -> Work:
+    """Causal, a token sees half of its sequence; by a mask, of which nothing is left out, it is compared with all of it."""
+    flops = 4 * tokens * (length if masked else length / 2) * width
+    moved = E * tokens * 2 * (width + kv_width)
     return Work((Kernel(flops, moved, "attention"),), (Kernel(2.5 * flops, 2 * moved, "attention_backward"),))
 
 
@@ -84,6 +84,8 @@ class Profile(NamedTuple):
     start: float
     attention: float
     attention_backward: float
+    norm16: float  # flops of the norms, of adapters of 16 and of 32 bits
+    norm32: float
     host: float
     layer: float
     gather: float = 0.0  # 0: not measured
