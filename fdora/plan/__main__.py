@@ -16,11 +16,11 @@ from pathlib import Path
 
 from fdora._check import FdoraError
 from fdora.explain_model import align
-from fdora.plan import Plan, plan, read_adapters, read_model
+from fdora.plan import Plan, Setup, card, plan, read_model
+from fdora.plan.adapters import read_adapters
 from fdora.plan.layout import Layout
 from fdora.plan.memory import SPARE
-from fdora.plan.setup import LINEARS, OPTIMIZERS, WEIGHTS, Setup
-from fdora.plan.time import card
+from fdora.plan.setup import LINEARS, OPTIMIZERS, WEIGHTS
 
 GIB = 2**30
 
