@@ -52,9 +52,6 @@ class Peaks(NamedTuple):
         return max(self.forward, self.backward)
 
 
-MADE = ("", ""), ("d ", ""), ("d ", " again")  # names of a piece, of its gradient, and of a sum with that
-
-
 class _Memory:
     """Pieces by name, each as long as somebody holds it."""
 
@@ -95,7 +92,7 @@ def walk(segments: Sequence[Segment], sizes: Mapping[str, int], inputs: Sequence
     for op in ops:
         if op.gradients or trained.intersection(op.reads):
             trained.update(op.writes)
-    memory = _Memory({f"{d}{name}{again}": size for name, size in sizes.items() for d, again in MADE})
+    memory = _Memory({**sizes, **{f"d {name}": size for name, size in sizes.items()}})
     for name in inputs:
         memory.hold([name], 1 + readers[name])
     start = memory.total
@@ -150,14 +147,8 @@ def _backward(memory: _Memory, op: Op, trained: set[str], given: dict[str, str],
         if name not in given:
             given[name] = came[0] if op.same else f"d {name}"
             memory.hold([given[name]])
-        elif op.same:
-            continue  # added to what is there
-        elif memory.held[given[name]] > 1:  # somebody else reads it: the sum is a new one
-            memory.hold([f"d {name} again"])
-            memory.release([given[name]])
-            given[name] = f"d {name} again"
-        else:
-            added += memory.sizes[name]
+        elif not op.same:
+            added += memory.sizes[name]  # and one of the two goes
     memory.total += gradients
     memory.look(op.backward + added, f"backward of {op.name}")
     memory.release(came)

@@ -121,6 +121,10 @@ def test_layouts():
     assert shards.seconds >= one.seconds
     assert sum(line.stages) == 6 and 1 / 9 < line.bubble < 0.4  # 8 microbatches in 2 stages: at least 1 / 9
     assert line.memory.linears < one.memory.linears
+    assert line.seconds == pytest.approx(one.seconds / (1 - line.bubble), rel=0.2)  # as many tokens, half a model on each GPU
+    part = Part(3, True, False)
+    kept, twice = (memory(MODEL, SETUP, 1024, part, n).activations for n in (1, 2))
+    assert twice == 2 * kept > 0
     no_links = plan(MODEL, SETUP, gpu=SMALL._replace(profile=PROFILE._replace(gather=0.0, send=0.0)), gpus=2)
     assert {way.kind for way in no_links.layouts if way.seconds is None} == {"fsdp2", "pipeline"}
     tiny = plan(MODEL, SETUP, gpu=SMALL._replace(bytes=2**20))

@@ -50,8 +50,10 @@ def test_the_gradient_of_a_sum_is_one_piece_until_one_side_adds_to_it():
     start = Op("start", (), ("a",), gradients=1)
     found = walk([Segment((start, branch, add, Op("last", ("c",), ("loss",))))], sizes, [])
     assert found.kept == 0
-    # d c is d a and d b at once; branch adds to d a, which it reads as d b: a second piece
-    assert found.backward == 100 + 100 + 1
+    # d c is d a and d b at once; branch reads it as d b, and makes another that is added to it as d a
+    assert found.backward == 100 + 100 + 1 and (found.forward, found.at) == (300, "forward of add")
+    apart = walk([Segment((start, branch, add._replace(same=False), Op("last", ("c",), ("loss",))))], sizes, [])
+    assert apart.backward == 300
 
 
 def test_work_adds_up():
