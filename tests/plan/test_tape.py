@@ -53,7 +53,7 @@ def test_the_gradient_of_a_sum_is_one_piece_until_one_side_adds_to_it():
     # d c is d a and d b at once; branch reads it as d b, and makes another that is added to it as d a
     assert found.backward == 100 + 100 + 1 and (found.forward, found.at) == (300, "forward of add")
     apart = walk([Segment((start, branch, add._replace(same=False), Op("last", ("c",), ("loss",))))], sizes, [])
-    assert apart.backward == 300
+    assert apart.backward == 100 + 100 + 100 + 1
 
 
 def test_work_adds_up():
