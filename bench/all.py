@@ -38,7 +38,7 @@ class Entry(NamedTuple):
     command: str
 
 
-MODELS = ("llama-3.1-8b", "gemma-3-12b --layers 6", "qwen2.5-32b", "mistral-small-24b", "qwen3-vl-8b")
+MODELS = ("llama-3.1-8b", "gemma-3-12b --layers 6", "qwen2.5-7b", "qwen2.5-32b", "mistral-small-24b", "qwen3-vl-8b")
 FLOORS = "--ways frozen,bare,peft_lora,fdora,fdora_inside"
 TABLE = {
     "norm_forms": Entry(15, "bench.norm_forms --runs 15"),
@@ -57,6 +57,7 @@ TABLE = {
     ),
     "layer_few": Entry(180, f"bench.layer --M 1,16,64,128,512 --r 16,128,384 {FLOORS}"),
     "layer_ranks": Entry(90, f"bench.layer --r 8,64,128,768 {FLOORS}"),
+    "peaks": Entry(100, "bench.peaks"),
     "products": Entry(170, "bench.products"),
     "shapes": Entry(60, "bench.shapes --jobs 8"),
     "group": Entry(60, "bench.group"),

@@ -63,6 +63,11 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         | dict(head_dim=256, vocab_size=262208, rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=131072)
         | dict(sliding_window=1024, query_pre_attn_scalar=256, rope_scaling={"rope_type": "linear", "factor": 8.0}),
     ),
+    "qwen2.5-7b": (
+        "Qwen2Config",
+        dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4)
+        | dict(vocab_size=152064, rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=131072),
+    ),
     "qwen2.5-32b": (
         "Qwen2Config",
         dict(hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8)

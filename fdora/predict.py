@@ -96,29 +96,35 @@ class Prediction(NamedTuple):
     output: int = 0
 
 
-def predict(M: int, N: int, K: int, r: int, *, gpu: str = "h200", method: Method = "fdora", itemsize: int = 2) -> Prediction:
+class Operations(NamedTuple):
+    """One layer by the formulas above; ``norm`` is that of fdora alone, for PEFT's is among those of forward. Elements."""
+
+    path: str
+    norm: list[Op]
+    forward: list[Op]
+    backward: list[Op]
+    kept: int
+    output: int = 0
+
+
+def operations(M: int, N: int, K: int, r: int, method: Method = "fdora") -> Operations:
     """The formulas at the head of this file.
 
     Raises:
-      FdoraError: a size is less than 1, or the GPU or the method is unknown.
+      FdoraError: a size is less than 1, or the method is unknown.
     """
     for arg, size in {"M": M, "N": N, "K": K, "r": r}.items():
         if size < 1:
             raise fail("predict", arg, "at least 1", size, "It is a number of tokens, features or ranks.")
-    if gpu not in GPUS:
-        raise fail("predict", "gpu", f"one of {', '.join(GPUS)}", repr(gpu), "Others can be added to fdora/predict.py.")
     base: Op = (2 * M * N * K, M * K + N * K + M * N)
     h: Op = (2 * M * K * r, M * K + r * K + M * r)
     lora: Op = (2 * M * N * r, M * r + N * r + M * N)
     dh, dA, dB = lora, h, lora  # the same sizes, other roles
     stock_backward: list[Op] = [dh, dA, dB, h, base, (0, 3 * M * K)]
-    output = 0
     if method == "lora":
-        path, kept = "PEFT", M * K + M * r
         forward = [base, h, lora, (0, 2 * M * N), (0, 3 * M * N)]
-        backward = [(0, 2 * M * N), *stock_backward]
-    elif method == "peft_dora":
-        path, kept = "PEFT", M * K + M * r + 2 * M * N
+        return Operations("PEFT", [], forward, [(0, 2 * M * N), *stock_backward], M * K + M * r)
+    if method == "peft_dora":
         dense: list[Op] = [
             (0, K * K),
             (2 * K * K * r, K * K + 2 * K * r),
@@ -126,22 +132,33 @@ def predict(M: int, N: int, K: int, r: int, *, gpu: str = "h200", method: Method
             *((0, passes * N * K) for passes in (2, 3, 1)),
         ]
         forward = [base, h, lora, *dense, (0, 12 * M * N)]
-        backward = [(0, 17 * M * N), *stock_backward]
-    elif method == "fdora":
-        kept, output = M * K + M * r, M * N
-        norm: Op = (2 * N * K * r, N * K + r * K + N * r)
-        if M <= FEW:
-            path = "few tokens: one pass over W"
-            forward = [norm, (base[0] + h[0] + lora[0], base[1] + r * K + N * r + M * r)]
-        else:
-            path = "x A^T, then the product"
-            forward = [norm, h, (base[0] + lora[0], base[1] + M * r + N * r)]
-        scale: list[Op] = [(0, 3 * M * N), dB]
-        if r <= FUSE_DB:
-            scale = [(dB[0], 3 * M * N + M * r + N * r)]
-        backward = [*scale, dh, dA, (base[0] + h[0], base[1] + M * r + r * K)]
-    else:
+        return Operations("PEFT", [], forward, [(0, 17 * M * N), *stock_backward], M * K + M * r + 2 * M * N)
+    if method != "fdora":
         raise fail("predict", "method", "'fdora', 'lora' or 'peft_dora'", repr(method), "Compare these.")
+    norm: list[Op] = [(2 * N * K * r, N * K + r * K + N * r)]
+    if M <= FEW:
+        path = "few tokens: one pass over W"
+        forward = [(base[0] + h[0] + lora[0], base[1] + r * K + N * r + M * r)]
+    else:
+        path = "x A^T, then the product"
+        forward = [h, (base[0] + lora[0], base[1] + M * r + N * r)]
+    scale: list[Op] = [(0, 3 * M * N), dB]
+    if r <= FUSE_DB:
+        scale = [(dB[0], 3 * M * N + M * r + N * r)]
+    backward = [*scale, dh, dA, (base[0] + h[0], base[1] + M * r + r * K)]
+    return Operations(path, norm, forward, backward, M * K + M * r, M * N)
+
+
+def predict(M: int, N: int, K: int, r: int, *, gpu: str = "h200", method: Method = "fdora", itemsize: int = 2) -> Prediction:
+    """The least time of :func:`operations`, the norm with those of forward.
+
+    Raises:
+      FdoraError: a size is less than 1, or the GPU or the method is unknown.
+    """
+    if gpu not in GPUS:
+        raise fail("predict", "gpu", f"one of {', '.join(GPUS)}", repr(gpu), "Others can be added to fdora/predict.py.")
+    path, norm, forward, backward, kept, output = operations(M, N, K, r, method)
     rate = GPUS[gpu]
-    seconds = [sum(max(f / rate.flops, n * itemsize / rate.bytes) for f, n in ops) for ops in (forward, backward)]
+    both = [*norm, *forward], backward
+    seconds = [sum(max(f / rate.flops, n * itemsize / rate.bytes) for f, n in ops) for ops in both]
     return Prediction(path, seconds[0], seconds[1], kept * itemsize, output * itemsize)

@@ -48,17 +48,29 @@ def _cuda(fn):
     return torch.cuda.max_memory_allocated() - before, result
 
 
+def held_bytes(fn):
+    """What fn() leaves alive on a CPU while its result is held: of a forward, that and what it keeps for backward."""
+    events, _held = _events(fn)
+    return sum(events)
+
+
 def _cpu(fn):
+    events, result = _events(fn)
+    alive = peak = 0
+    for size in events:
+        alive += size
+        peak = max(peak, alive)
+    return peak, result
+
+
+def _events(fn):
+    """Bytes that the CPU's allocator gave, or took back (negative), in order; and the result."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as prof:
         result = fn()
     events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert events, "the profiler saw no allocation"
-    alive = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak, result
+    return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())], result
 
 
 def _storages(result, device):

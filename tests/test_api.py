@@ -180,6 +180,37 @@ def test_schedules(name):
     assert text == SCHEDULE[name]
 
 
+PLAN = {
+    "Adapter": "(name, r)",
+    "Card": "(name, bytes, profile, measured)",
+    "Layout": "(kind, gpus, fuse, checkpointing, tokens, memory, capacity, fits, seconds, tokens_per_second, bubble, stages)",
+    "Memory": "(linears, embeddings, adapters, optimizer, gradients, norms, workspace, activations, temporary, at)",
+    "Model": "(kind, layers, hidden, inner, heads, kv_heads, head_dim, vocab, tied, head_norms, sandwich, window, biases)",
+    "Part": "(layers, first=True, last=True)",
+    "Plan": "(model, setup, card, gpus, tokens, layouts)",
+    "Profile": "(flops, bytes, start, attention, attention_backward, norm16, norm32, host, layer, gather=0.0, send=0.0)",
+    "Time": "(forward, backward, host, update)",
+    "capacity": "(model, setup, budget, part=None, in_flight=1)",
+    "card": "(gpu, file=None)",
+    "memory": "(model, setup, tokens, part=None, in_flight=1)",
+    "plan": "(model, setup, *, gpu='h200', gpus=1, tokens=None)",
+    "read_model": "(source, layers=None)",
+    "times": "(model, setup, tokens, profile, part=None)",
+}
+
+
+def test_plans():
+    import fdora.plan as plan
+
+    public = {n for n, v in vars(plan).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    # submodules and functions share the names memory and plan
+    assert public == set(plan.__all__) == {"Setup", *PLAN}
+    for name, want in PLAN.items():
+        signature = inspect.signature(getattr(plan, name))
+        bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+        assert str(inspect.Signature(bare)) == want, name
+
+
 def test_typed():
     from pathlib import Path
 

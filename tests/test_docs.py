@@ -135,6 +135,7 @@ RUN["docs/explain.md"] = 1  # tests/test_explain_docs.py
 RUN["docs/adapters.md"] = 6  # tests/functional/test_multi_docs.py
 RUN["docs/layers.md"] = 2  # tests/functional/test_layers_docs.py
 RUN["docs/schedule.md"] = 4  # tests/schedule/test_docs.py
+RUN["docs/plan.md"] = 2  # tests/plan/test_docs.py
 RUN["docs/quantised.md"] = 2  # tests/quant/test_docs.py
 RUN["docs/distributed.md"] = 4  # tests/distributed/test_docs.py
 RUN["docs/integrations.md"] = sum(language == "python" for _, language in RUN_BY)
@@ -211,12 +212,14 @@ def test_every_public_name_is_in_the_reference():
     import fdora.convert
     import fdora.functional
     import fdora.integrations.peft
+    import fdora.plan
     import fdora.quant
     import fdora.schedule
     import fdora.train
 
     text = PAGES["docs/reference.md"]
-    for module in (fdora, fdora.functional, fdora.convert, fdora.quant, fdora.schedule, fdora.train, fdora.integrations.peft):
+    modules = (fdora, fdora.functional, fdora.convert, fdora.quant, fdora.schedule, fdora.plan, fdora.train)
+    for module in (*modules, fdora.integrations.peft):
         (section,) = re.findall(rf"^## {module.__name__}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
         names = set(module.__all__) - {"__version__"}
         assert names == set(re.findall(r"`(\w+)`", section)), module.__name__

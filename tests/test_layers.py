@@ -36,6 +36,7 @@ MAY = {
     "triton": {"_records", "_torch", "_facts", "quant"},
     "quant": {"_check", "_torch"},  # a value that all of them carry; it knows no vendor's package
     "schedule": {"_check"},  # lengths in, microbatches out: it knows no tensor
+    "plan": {"_check", "explain_model", "predict", "schedule"},  # shapes in, bytes and seconds out: nor does it
     "_check": {"_facts", "_torch"},
     "_dispatch": {"_check"},
     "_facts": {"_torch"},

@@ -1,0 +1,109 @@
+"""What the tape says of a decoder against what torch keeps of transformers' own, through use_fdora, on a CPU."""
+
+import warnings
+
+import pytest
+import torch
+
+from fdora.plan import Adapter, Setup, read_model
+from fdora.plan.decoder import decoder
+from fdora.plan.memory import Part, elements
+from fdora.plan.tape import walk
+from tests.memory import held_bytes
+
+peft = pytest.importorskip("peft", reason="compares with PEFT's models; `make test` installs it")
+transformers = pytest.importorskip("transformers", reason="compares with its models; `make test` installs it")
+
+SIZES = dict(hidden_size=128, intermediate_size=320, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+SIZES |= dict(vocab_size=512, tie_word_embeddings=False, head_dim=32)
+CASES = {
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "gemma": ("GemmaConfig", {}),
+    "gemma3_text": ("Gemma3TextConfig", {"sliding_window": 512}),
+    "llama with biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+}
+LENGTH, SEQUENCES, R = 128, 2, 8
+
+
+def model_of(case):
+    name, more = CASES[case]
+    config = getattr(transformers, name)(**SIZES | more, pad_token_id=0)
+    config._attn_implementation = "sdpa"
+    base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return base, read_model(config.to_dict())
+
+
+def adapted(base, fuse, targets="all-linear"):
+    from fdora.integrations.peft import use_fdora
+
+    config = peft.LoraConfig(r=R, use_dora=True, target_modules=targets)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
+    use_fdora(model, fuse=fuse)
+    return model.train()
+
+
+def kept(model, base, last):
+    ids = torch.randint(1, 500, (SEQUENCES, LENGTH))
+
+    def loss():
+        logits = model(input_ids=ids, logits_to_keep=last, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, -last:].flatten())
+
+    loss()  # norms, and whatever is made once
+    return held_bytes(loss)
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["plain", "fuse"])
+@pytest.mark.parametrize("case", CASES)
+def test_forward_keeps_what_is_said(case, fuse):
+    """Within 2 %: c, roots of norms' means and the like are left out."""
+    base, found = model_of(case)
+    frozen = sum(p.numel() for p in base.parameters())
+    model = adapted(base, fuse)
+    setup = Setup(LENGTH, (Adapter("", R),), fuse=fuse, adapter_bytes=2)
+    linears, rest, adapters = elements(found, setup, Part(2))
+    assert linears + rest == frozen and adapters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    for last in (LENGTH, 4):
+        net = decoder(found, setup._replace(loss_tokens=last), SEQUENCES * LENGTH)
+        said = walk(net.segments, net.sizes, net.inputs).kept
+        assert said == pytest.approx(kept(model, base, last), rel=0.02)
+
+
+def test_layers_that_are_not_targets_keep_nothing_of_their_own():
+    base, found = model_of("llama")
+    model = adapted(base, False, ["q_proj", "v_proj", "down_proj"])
+    setup = Setup(LENGTH, (Adapter("", R),), adapter_bytes=2, targets=frozenset({"q_proj", "v_proj", "down_proj"}))
+    net = decoder(found, setup, SEQUENCES * LENGTH)
+    said = walk(net.segments, net.sizes, net.inputs).kept
+    assert said == pytest.approx(kept(model, base, LENGTH), rel=0.02)
+
+
+def test_workspaces_are_those_of_the_plans():
+    """Temporaries of backward, of one layer and of a whole MLP: the kernels' own plans."""
+    pytest.importorskip("triton", reason="plans need Triton; `make test` installs it")
+    from fdora.functional import DoraLayer, dora_linear, dora_mlp, explain
+
+    M, H, F, r = 4096, 1024, 3072, 64
+
+    def layer(N, K):
+        make = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
+        A, B, m = (make(*shape).requires_grad_() for shape in ((r, K), (N, r), (N,)))
+        return DoraLayer(make(N, K), A, B, m, 1.0, None, make(N, dtype=torch.float32))
+
+    x = torch.empty(M, H, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    up = layer(F, H)
+    config = SIZES | {"model_type": "llama", "hidden_size": H, "intermediate_size": F, "head_dim": 256}
+    for fuse, said in {
+        False: explain(dora_linear, x, up.W, up.A, up.B, up.m, s=1.0, norm=up.norm, gpu="h200"),
+        True: explain(dora_mlp, x, layer(F, H), up, layer(H, F), act="silu", gpu="h200"),
+    }.items():
+        setup = Setup(M, (Adapter("", r),), fuse=fuse)
+        ops = [op for segment in decoder(read_model(config), setup, M).segments for op in segment.ops]
+        mine = next(op for op in ops if op.name == ("1.mlp" if fuse else "1.up_proj"))
+        assert mine.backward == pytest.approx(said.plans[-1].workspace, rel=0.02)
+        assert mine.forward == pytest.approx(said.plans[0].workspace, abs=4 * 2**20)

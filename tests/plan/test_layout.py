@@ -1,0 +1,221 @@
+"""Capacity, times and layouts: their arithmetic, with rates that are round numbers."""
+
+import json
+
+import pytest
+
+from fdora import FdoraError
+from fdora.plan import Adapter, Card, Setup, capacity, memory, plan, read_model, times
+from fdora.plan.__main__ import main
+from fdora.plan.layout import stages_of
+from fdora.plan.memory import SPARE, Part, elements
+from fdora.plan.setup import LINEARS, OPTIMIZERS
+from fdora.plan.time import card
+from fdora.plan.work import Kernel, Profile, attention, linear
+
+CONFIG = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 4096}
+CONFIG |= {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False}
+MODEL = read_model(CONFIG)
+SETUP = Setup(1024, (Adapter("a", 16),))
+PROFILE = Profile(1e12, 1e10, 0.0, 1e12, 1e12, 1e12, 1e11, 0.0, 0.0, 1e10, 1e10)
+SMALL = Card("small", 2 * 2**30, PROFILE, True)
+
+
+def test_capacity_is_the_most_that_fits():
+    budget = 2 * 2**30
+    for part, flight in ((Part(6), 1), (Part(3, True, False), 2), (Part(3, False, True), 1)):
+        most = capacity(MODEL, SETUP, budget, part, flight)
+        assert most > 0 and memory(MODEL, SETUP, most, part, flight).peak <= budget
+        assert memory(MODEL, SETUP, most + 256, part, flight).peak > budget
+    assert capacity(MODEL, SETUP, 2**20) == 0
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4_nested", "int8", "fp8_blocks"])
+def test_stored_bytes_of_a_kind_are_those_of_the_format(kind):
+    """Two linears of a layer, quantised by fdora.quant; scales of rows are left out (0.1 %)."""
+    import torch
+
+    from fdora.plan.setup import WEIGHTS
+    from fdora.quant import quantize
+
+    W = torch.randn(512, 1024)
+    more = {"block": (128, 128)} if kind == "fp8_blocks" else {"nested": True} if kind == "nf4_nested" else {}
+    stored = quantize(W, kind.removesuffix("_nested").removesuffix("_blocks"), **more).nbytes
+    bytes_each, decoded = WEIGHTS[kind]
+    # a table of 256 values, an offset, and one scale for each row
+    assert decoded and W.numel() * bytes_each == pytest.approx(stored, abs=4 * (512 + 256 + 2))
+    dense, coded = memory(MODEL, SETUP, 1024), memory(MODEL, SETUP._replace(weights=kind), 1024)
+    assert coded.linears == int(dense.linears / 2 * bytes_each) and coded.embeddings == dense.embeddings
+    assert coded.activations == dense.activations and coded.peak < dense.peak
+
+
+def test_components_by_hand():
+    shapes = MODEL.linears
+    linears = sum(N * K for N, K in shapes.values())
+    found = memory(MODEL, SETUP._replace(microbatches=4, adapter_bytes=2), 1024)
+    adapter = sum(16 * (N + K) + N for N, K in shapes.values())
+    assert found.linears == 2 * 6 * linears
+    assert found.embeddings == 2 * (2 * 4096 * 1024 + (2 * 6 + 1) * 1024)
+    assert (found.adapters, found.optimizer, found.gradients) == (2 * 6 * adapter, 4 * 6 * adapter, 2 * 6 * adapter)
+    assert found.norms == 4 * 6 * sum(N for N, _ in shapes.values())
+    assert found.peak == found.resident + found.gradients + found.activations + found.temporary
+    several = memory(MODEL, SETUP._replace(adapters=(Adapter("a", 16), Adapter("b", 4))), 1024)
+    one = memory(MODEL, SETUP, 1024)
+    assert several.adapters == 2 * one.adapters and several.activations == one.activations  # a bank is as wide as its widest
+    tied = memory(read_model(CONFIG | {"tie_word_embeddings": True}), SETUP, 1024)
+    assert one.embeddings - tied.embeddings == 2 * 4096 * 1024
+    assert elements(MODEL, SETUP, Part(2, True, False))[1] == 4096 * 1024 + 2 * 2 * 1024
+
+
+def test_optimizers_and_checkpointing_and_fuse_save_what_they_should():
+    base = memory(MODEL, SETUP, 4096)
+    assert [memory(MODEL, SETUP._replace(optimizer=o), 4096).optimizer for o in OPTIMIZERS] == [
+        2 * base.adapters,
+        0,
+        base.adapters,
+    ]
+    fused = memory(MODEL, SETUP._replace(fuse=True), 4096)
+    assert base.activations - fused.activations == 6 * 2 * 4096 * 2 * 4096  # act(gate) and its product with up
+    again = memory(MODEL, SETUP._replace(checkpointing=True), 4096)
+    assert again.activations < fused.activations / 4
+    few = memory(MODEL, SETUP._replace(loss_tokens=1), 4096)
+    assert base.activations - few.activations == 4 * (4096 - 4) * 4096
+
+
+def test_a_layer_multiplies_what_it_must():
+    """Forward and backward of a linear layer: 2 M N K each, and its low rank six times."""
+    M, N, K, r = 512, 256, 128, 8
+    found = linear(M, N, K, r, True)
+    assert sum(k.flops for k in found.forward) == 2 * M * (N * K + r * K + N * r)
+    assert sum(k.flops for k in found.backward) == 2 * M * (N * K + 2 * r * K + 2 * N * r)
+    frozen = linear(M, N, K, 0, True)
+    assert [k.flops for k in (*frozen.forward, *frozen.backward)] == [2 * M * N * K] * 2
+    full, masked = attention(1024, 1024, False, 64, 64), attention(1024, 1024, True, 64, 64)
+    assert full.forward[0].flops == 2 * 1024 * 1024 * 64  # two products, half masked
+    assert masked.forward[0].flops == 2 * full.forward[0].flops
+
+
+def test_times_add_up():
+    assert PROFILE._replace(start=2.0).seconds((Kernel(1e12, 0), Kernel(0, 3e10))) == 8.0
+    plain, again = (times(MODEL, SETUP._replace(checkpointing=c), 1024, PROFILE) for c in (False, True))
+    inside = times(MODEL, SETUP, 1024, PROFILE, Part(6, False, False))  # without head and loss
+    assert again.backward - plain.backward == pytest.approx(inside.forward) and again.forward == plain.forward
+    assert plain.step(8) == pytest.approx(8 * (plain.forward + plain.backward) + plain.update)
+    waiting = times(MODEL, SETUP, 1024, PROFILE._replace(layer=10.0))
+    assert waiting.host == 6 * 7 * 10 and waiting.step(2) == 2 * 420  # seven calls in each layer
+    fused = times(MODEL, SETUP._replace(fuse=True), 1024, PROFILE._replace(layer=10.0))
+    assert fused.host == 6 * 3 * 10
+
+
+def test_layouts():
+    found = plan(MODEL, SETUP._replace(microbatches=4), gpu=SMALL, gpus=2, tokens=2048)
+    kinds = {(way.kind, way.fuse, way.checkpointing): way for way in found.layouts}
+    assert len(kinds) == 3 * 4
+    rates = [way.tokens_per_second for way in found.layouts if way.fits]
+    assert rates == sorted(rates, reverse=True) and found.best == found.layouts[0] and found.best.fits
+    for way in found.layouts:
+        assert way.fits == (way.memory.peak <= SMALL.bytes * (1 - SPARE)) == (way.capacity >= 2048)
+    one, shards, line = (kinds[kind, False, False] for kind in ("replicas", "fsdp2", "pipeline"))
+    assert one.tokens_per_second == pytest.approx(2 * 4 * 2048 / one.seconds)
+    assert shards.memory.optimizer == one.memory.optimizer // 2 and shards.memory.activations == one.memory.activations
+    assert shards.seconds >= one.seconds
+    assert sum(line.stages) == 6 and 1 / 9 < line.bubble < 0.4  # 8 microbatches in 2 stages: at least 1 / 9
+    assert line.memory.linears < one.memory.linears
+    assert line.seconds == pytest.approx(one.seconds / (1 - line.bubble), rel=0.2)  # as many tokens, half a model on each GPU
+    part = Part(3, True, False)
+    kept, twice = (memory(MODEL, SETUP, 1024, part, n).activations for n in (1, 2))
+    assert twice == 2 * kept > 0
+    no_links = plan(MODEL, SETUP, gpu=SMALL._replace(profile=PROFILE._replace(gather=0.0, send=0.0)), gpus=2)
+    assert {way.kind for way in no_links.layouts if way.seconds is None} == {"fsdp2", "pipeline"}
+    tiny = plan(MODEL, SETUP, gpu=SMALL._replace(bytes=2**20))
+    assert tiny.best is None and all(way.capacity == 0 for way in tiny.layouts)
+
+
+def test_slow_links_cost_time_only_where_they_are_used():
+    slow = SMALL._replace(profile=PROFILE._replace(gather=1e7))
+    fast, late = (plan(MODEL, SETUP, gpu=c, gpus=2, tokens=1024) for c in (SMALL, slow))
+
+    def by_kind(found, kind):
+        return next(w.seconds for w in found.layouts if (w.kind, w.fuse, w.checkpointing) == (kind, False, False))
+
+    assert by_kind(late, "fsdp2") > 10 * by_kind(fast, "fsdp2") and by_kind(late, "replicas") == by_kind(fast, "replicas")
+
+
+@pytest.mark.parametrize(("layers", "gpus", "head", "want"), [(32, 2, 0, (16, 16)), (32, 2, 4, (18, 14)), (7, 3, 1, (3, 2, 2))])
+def test_stages(layers, gpus, head, want):
+    assert stages_of(layers, gpus, head) == want
+
+
+def test_several_adapters_run_layer_by_layer():
+    found = plan(MODEL, SETUP._replace(adapters=(Adapter("a", 16), Adapter("b", 8))), gpu=SMALL)
+    assert {way.fuse for way in found.layouts} == {False}
+
+
+BAD = {
+    "length": dict(length=0),
+    "loss_tokens": dict(loss_tokens=0),
+    "adapters": dict(adapters=()),
+    "adapters[0]": dict(adapters=(Adapter("a", 0),)),
+    "weights": dict(weights="nf3"),
+    "optimizer": dict(optimizer="lion"),
+    "adapter_bytes": dict(adapter_bytes=3),
+    "targets": dict(targets=frozenset({"lm_head"})),
+    "fuse": dict(fuse=True, adapters=(Adapter("a", 4), Adapter("b", 4))),
+}
+
+
+@pytest.mark.parametrize("arg", BAD)
+def test_arguments_out_of_range(arg):
+    with pytest.raises(FdoraError, match=rf"plan: `{arg}".replace("[", r"\[")):
+        plan(MODEL, SETUP._replace(**BAD[arg]), gpu=SMALL)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "mixtral"}, "router"),
+        ({"model_type": "gemma2"}, "soft cap"),
+        ({"model_type": "bert"}, "got 'bert'"),
+        ({"model_type": "gemma3", "text_config": {}}, "text part"),
+        (CONFIG | {"hidden_size": -1}, "'hidden_size'"),
+    ],
+)
+def test_models_that_are_refused(config, said):
+    with pytest.raises(FdoraError, match=said):
+        read_model(config)
+
+
+def test_command_line(tmp_path, capsys):
+    files = {name: tmp_path / f"{name}.json" for name in ("config", "profile", "out")}
+    files["config"].write_text(json.dumps(CONFIG))
+    files["profile"].write_text(json.dumps({"gpu": "h200", "memory": 2**31, "profile": PROFILE._asdict()}))
+    given = ["--model", str(files["config"]), "--profile", str(files["profile"]), "--length", "1024"]
+    assert main([*given, "--adapters", "2x8", "law=16", "--gpus", "2", "--json", str(files["out"])]) == 0
+    out = capsys.readouterr().out
+    assert "law (r = 16)" in out and "Best: " in out and "fsdp2" in out
+    said = json.loads(files["out"].read_text())
+    assert [each["r"] for each in said["setup"]["adapters"]] == [8, 8, 16] and said["best"] == 0
+    assert f"{said['layouts'][0]['memory']['peak'] / 2**30:.2f}" in out
+    folder = tmp_path / "law"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "target_modules": ["q_proj", "v_proj"]}))
+    assert main([*given, "--adapters", str(folder), "--json", str(files["out"])]) == 0
+    assert json.loads(files["out"].read_text())["setup"]["targets"] == ["q_proj", "v_proj"]
+    for wrong, text in {
+        ("--adapters", "many"): "ranks",
+        ("--gpu", "tpu"): "`gpu`",
+        ("--gpu", "h100"): "of a h100",
+        ("--tokens", "1000"): "multiple of the length",
+        ("--targets", "lm_head"): "`targets`",
+        ("--model", str(tmp_path / "none.json")): "Nothing is downloaded",
+    }.items():
+        with pytest.raises(SystemExit) as stopped:
+            main([*given, *wrong])
+        assert stopped.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_a_broken_profile(tmp_path):
+    (tmp_path / "p.json").write_text("{}")
+    with pytest.raises(FdoraError, match=r"bench\.profile_gpu"):
+        card("h200", tmp_path / "p.json")
+    assert set(LINEARS) == set(MODEL.linears)
