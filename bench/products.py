@@ -1,4 +1,4 @@
-"""Time every way of a product with its low-rank term, and of backward's elementwise pass, on shapes drawn at random.
+"""Time every way of a product with its low-rank term, on shapes drawn at random.
 
     python -m bench.products --device cuda --seed 1 --shapes 120 --seconds 170 --json FILE
     python -m bench.fit FILE --write fdora/triton/fitted.py
@@ -25,15 +25,13 @@ from bench import clock
 from bench.norm_forms import about
 from bench.save import save
 from bench.shapes import CACHE, draw
-from fdora._records import Operands
 from fdora.triton.choice import Way
-from fdora.triton.configs import GemmConfig, ScaleConfig, power_of_two
+from fdora.triton.configs import GemmConfig
 from fdora.triton.gemm import Epilogue
 from fdora.triton.product import scaled_product, summed_product
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import device_of
 from fdora.triton.runtime.walk import like, run
-from fdora.triton.scale import Sums, scale_backward
 
 # BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EPILOGUE_SUBTILE, persistent, num_warps, num_stages
 TILES = [
@@ -44,8 +42,6 @@ TILES = [
         (64, 64, 128, 8, False, True, 4, 4),
     )
 ]  # fmt: skip
-SCALES = [(128, 64, rows, fuse_dB, 4) for rows in (128, 256, 512, 1024) for fuse_dB in (False, True)]
-SCALES += [(64, 64, 64, fuse_dB, 4) for fuse_dB in (False, True)]
 DEVICE, DTYPE = "cuda", torch.bfloat16
 
 
@@ -121,42 +117,12 @@ def compile_all(jobs):
                 print(task, type(error).__name__, str(error)[:200], flush=True)
 
 
-def time_scale(M, N, r, where):
-    sets = []
-    for _ in range(max(1, min(8, CACHE // (6 * M * N)))):
-        dy, y, x, W, h, B = randn(M, N), randn(M, N), randn(M, 64), randn(N, 64), randn(M, r), randn(N, r)
-        sets.append((dy, y, x, W, h, B, torch.rand(N, device=DEVICE) + 1, torch.ones(N, device=DEVICE)))
-
-    def write(tile, plan, dy, y, x, W, h, B, m, c):
-        rank = power_of_two(r) if tile[3] else 0
-        dz, dm = plan.result("dz", (M, N), dy.dtype), plan.result("dm", (N,), m.dtype)
-        dB = plan.result("dB", (N, r), dy.dtype)
-        sums = Sums(dz=dz, dm=dm, dB=dB if rank else None)
-        scale_backward(
-            plan, dy, y, False, x, Operands(W, None, B, m, c, None, None), h, sums, ScaleConfig(*tile[:3], rank, tile[4])
-        )
-        if not rank:
-            plan.product(dB, dz.T, h)
-
-    def make(tile):
-        launch, turns = planned(partial(write, tile), *sets[0]), itertools.cycle(sets)
-        return lambda: launch(*next(turns))[0]
-
-    timers = {}
-    for tile in SCALES:
-        if r <= 64 or not tile[3]:
-            timers[str(tile)] = clock.quick_timer(make(tile), clock.launches_of(0.01 + 9 * M * N / 4e9, len(sets)), *where)
-    return {name: round(t, 5) for name, t in clock.medians(timers, 5).items()}
-
-
 def time_products(shapes, end):
     """ms of every way, in both directions. (M, K, N, r) of the layer: backward multiplies (M, N) by (N, K)."""
     where = clock.anchor_graph(), torch.cuda.Stream()
-    for number, ((M, K, N, r), forward) in enumerate(itertools.product(shapes, (True, False))):
+    for (M, K, N, r), forward in itertools.product(shapes, (True, False)):
         if time.perf_counter() > end:
             return
-        if number % 4 == 0:
-            yield {"shape": (M, N, r), "scale": time_scale(M, N, r, where)}
         drawn, timers = Drawn(forward, M, *((N, K) if forward else (K, N)), r), {}
         launches = clock.launches_of(0.005 + 2e-9 * M * N * K / 600, len(drawn.sets))
         for name, way in ways_of(forward).items():
@@ -188,8 +154,8 @@ def main(argv=None):
     facts, rows = about("cuda", options.commit, argv), []
     for row in time_products(draw(options.seed, options.shapes), start + options.seconds):
         rows.append(row)
-        fastest = sorted((ms, name) for name, ms in row.get("ms", row.get("scale")).items())
-        print(row["shape"], row.get("forward", "scale"), fastest[:4], flush=True)
+        fastest = sorted((ms, name) for name, ms in row["ms"].items())
+        print(row["shape"], row["forward"], fastest[:4], flush=True)
         save(options.json, {"about": facts, "rows": rows})
 
 

@@ -160,13 +160,15 @@ def rest_config(r: int) -> RestConfig:
 
 
 class ScaleConfig(NamedTuple):
-    """Tile and strip of backward's elementwise pass; ``BLOCK_R``: the padded rank of the dB formed on the same tiles, or 0."""
+    """Tile and strip of backward's elementwise pass; ``BLOCK_R``: the padded rank of the dB formed on the same tiles, or 0.
+    ``STAGES``: tiles that are under way at once; 1 leaves that to the programs beside each other."""
 
     BLOCK_M: int
     BLOCK_N: int
     ROWS: int
     BLOCK_R: int
     num_warps: int
+    STAGES: int = 1
 
 
 @lru_cache(4096)
@@ -179,7 +181,7 @@ def scale_config(M: int, N: int, r: int, half: bool, capability: int) -> ScaleCo
         return ScaleConfig(32, 64, 128, 0, 4)
     # Beside few elements dB costs less than a product of its own; one of ranks that cuBLAS cannot load at once is slow.
     fuse_dB = M * N * power_of_two(r) <= (1e8 if r % 8 == 0 else 4e8)
-    return ScaleConfig(128, 64, 512 if M > 4096 else 128, _block_r(r, half) if fuse_dB else 0, 4)
+    return ScaleConfig(32, 64, 512 if M > 4096 else 128, _block_r(r, half) if fuse_dB else 0, 4)
 
 
 def _block_r(r: int, half: bool) -> int:

@@ -76,10 +76,10 @@ def scale_backward(
     needs = (out.dm is not None, out.dc is not None, need_bias)
     plan.launch(
         scale_kernel, (cdiv(N, config.BLOCK_N), strips),
-        (dy, saved, *operands, bias, out.dz, out.dz_minus_dy, *partials, *sums, M, N, K, r, tiny,
-         dy.stride[0], 0 if saved is None else saved.stride[0], *strides),
+        (dy, saved, *operands, bias, out.dz, out.dz_minus_dy, *partials, *sums, M, N, K, r,
+         config.ROWS, tiny, dy.stride[0], 0 if saved is None else saved.stride[0], *strides),
         (out.dz is not None, out.dz_minus_dy is not None, *needs, block_r, pre_scale, bias is not None, single, split,
-         config.BLOCK_M, config.BLOCK_N, config.ROWS), config.num_warps,
+         config.BLOCK_M, config.BLOCK_N, config.STAGES), config.num_warps,
     )  # fmt: skip
     if not single and bias is not None:
         lost, count = plan.temp((strips, N), torch.int32), plan.temp((strips,), torch.int32)
