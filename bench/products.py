@@ -1,10 +1,12 @@
 """Time every way of a product with its low-rank term, on shapes drawn at random.
 
     python -m bench.products --device cuda --seed 1 --shapes 120 --seconds 170 --json FILE
-    python -m bench.fit FILE --write fdora/triton/fitted.py
+    python -m bench.products --device cuda --seed 5 --shapes 10 --exhaustive --jobs 14 --json EVERY
+    python -m bench.fit FILE --write fdora/triton/fitted.py --unseen EVERY
 
 GPU time of replayed CUDA graphs, all ways of a shape in turns, medians; each way is checked against float32 torch first. Inputs
-in turn from sets larger than the cache. ``bare`` is the product of x alone, by cuBLAS. Nothing is ever timed
+in turn from sets larger than the cache. ``bare`` is the product of x alone, by cuBLAS. ``--exhaustive``: every tile that fits,
+not only those that the model knows: what its choice costs beside the best there is. Nothing is ever timed
 outside of commands: what they find is data that a pure function reads.
 """
 
@@ -42,6 +44,22 @@ TILES = [
         (64, 64, 128, 8, False, True, 4, 4),
     )
 ]  # fmt: skip
+SHARED = 232_448  # bytes of shared memory
+
+
+def every_tile():
+    """What fits on Hopper, with its deepest pipeline, and with one that leaves room for a second program or a stage less."""
+    sides = [(m, n) for m in (64, 128, 256) for n in (64, 128, 256) if m * n <= 32768]
+    for (m, n), k, persistent in itertools.product(sides, (64, 128), (True, False)):
+        subtile = m * n > 16384
+        out = 2 * m * n // (2 if subtile else 1)  # on its way from registers to memory
+        deepest, shared = ((room - out) // (2 * k * (m + n)) for room in (SHARED, SHARED // 2))
+        depths = {min(8, deepest), min(8, deepest - 1 if subtile or shared < 2 else shared)}
+        for stages, warps in itertools.product(sorted(depths), (4, 8) if m * n == 16384 else (8 if subtile else 4,)):
+            if stages >= 2:
+                yield GemmConfig(True, m, n, k, 8, subtile, persistent, warps, stages)
+
+
 DEVICE, DTYPE = "cuda", torch.bfloat16
 
 
@@ -62,9 +80,10 @@ def close(got, want, what):
     assert error <= 5e-3, f"{what} is wrong by {error:.1e}"
 
 
-def ways_of(forward):
+def ways_of(forward, exhaustive=False):
     """name -> (way, config)"""
-    ways = {" ".join(["fused", *map(str, tuple(tile)[1:])]): ("fused", tile) for tile in TILES}
+    tiles = dict.fromkeys([*TILES, *every_tile()] if exhaustive else TILES)
+    ways = {" ".join(["fused", *map(str, tuple(tile)[1:])]): ("fused", tile) for tile in tiles}
     return ways | {way: (way, None) for way in ("after", "first", "bare") if way != "first" or not forward}
 
 
@@ -109,15 +128,15 @@ def compile_way(forward, way, config):
     Drawn(forward, 256, 256, 256, 16).make(way, config)
 
 
-def compile_all(jobs):
-    tasks = [(forward, *way) for forward in (True, False) for way in ways_of(forward).values()]
+def compile_all(jobs, exhaustive):
+    tasks = [(forward, *way) for forward in (True, False) for way in ways_of(forward, exhaustive).values()]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for task, done in [(task, pool.submit(compile_way, *task)) for task in tasks]:
             if error := done.exception():
                 print(task, type(error).__name__, str(error)[:200], flush=True)
 
 
-def time_products(shapes, end):
+def time_products(shapes, end, exhaustive):
     """ms of every way, in both directions. (M, K, N, r) of the layer: backward multiplies (M, N) by (N, K)."""
     where = clock.anchor_graph(), torch.cuda.Stream()
     for (M, K, N, r), forward in itertools.product(shapes, (True, False)):
@@ -125,7 +144,7 @@ def time_products(shapes, end):
             return
         drawn, timers = Drawn(forward, M, *((N, K) if forward else (K, N)), r), {}
         launches = clock.launches_of(0.005 + 2e-9 * M * N * K / 600, len(drawn.sets))
-        for name, way in ways_of(forward).items():
+        for name, way in ways_of(forward, exhaustive).items():
             try:
                 timers[name] = clock.quick_timer(drawn.make(*way), launches, *where)
             except AssertionError:
@@ -141,6 +160,7 @@ def parse(argv=None):
     parser.add_argument("--device", choices=["cuda"], default="cuda")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shapes", type=int, default=120)
+    parser.add_argument("--exhaustive", action="store_true", help="every tile that fits")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no shape after this time")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
     parser.add_argument("--json", type=Path)
@@ -150,9 +170,10 @@ def parse(argv=None):
 
 def main(argv=None):
     options, start = parse(argv), time.perf_counter()
-    compile_all(options.jobs)
+    compile_all(options.jobs, options.exhaustive)
+    print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
     facts, rows = about("cuda", options.commit, argv), []
-    for row in time_products(draw(options.seed, options.shapes), start + options.seconds):
+    for row in time_products(draw(options.seed, options.shapes), start + options.seconds, options.exhaustive):
         rows.append(row)
         fastest = sorted((ms, name) for name, ms in row["ms"].items())
         print(row["shape"], row["forward"], fastest[:4], flush=True)
