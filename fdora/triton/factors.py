@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from fdora.triton.configs import power_of_two
 from fdora.triton.kernels.factors import factors_kernel
 from fdora.triton.runtime.builder import Builder
@@ -23,6 +25,15 @@ class FactorsConfig(NamedTuple):
     BLOCK_M: int
     num_warps: int
     num_stages: int
+
+
+MOST_TOKENS = 1024
+
+
+def at_once(x: Array, dz: Array, dh: Array, h: Array, capability: int) -> bool:
+    """Whether one launch is faster, and these lie as its kernel wants them."""
+    few = x.shape[0] <= MOST_TOKENS and capability >= 80
+    return few and x.dtype != torch.float32 and all(t.stride[1] == 1 for t in (x, dz, dh, h))
 
 
 def factors_config(r: int) -> FactorsConfig:

@@ -14,6 +14,7 @@ from fdora.triton.codes import Packed
 from fdora.triton.copy import gradient, in_dtype, operand
 from fdora.triton.dequantize import weight_in
 from fdora.triton.dropout import drop
+from fdora.triton.factors import at_once, factor_gradients
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, gemm
 from fdora.triton.product import summed_product
 from fdora.triton.runtime.builder import Builder
@@ -107,7 +108,11 @@ def _backward(
             W, A = weight_in(plan, la.W, t), in_dtype(plan, la.A, t)
             how = _dx(plan, dx, accumulate, dy, dz, less, W, A, dh, la.seed, dropout.p)
         if grads.A is not None:
-            gradient(plan, grads.A, dh.T, drop(plan, x, la.seed, dropout.p))
+            xd = drop(plan, x, la.seed, dropout.p)
+            if grads.B is not None and h is not None and fused_B is None and at_once(xd, dz, dh, h, plan.device.capability):
+                factor_gradients(plan, xd, dh, grads.A, dz, h, grads.B)
+                return how
+            gradient(plan, grads.A, dh.T, xd)
     if grads.B is not None and fused_B is None:
         assert h is not None
         gradient(plan, grads.B, dz.T, h)
