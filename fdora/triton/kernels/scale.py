@@ -9,6 +9,7 @@ from fdora._records import drowned
 from fdora.triton.kernels.g import EPS, g_tile
 from fdora.triton.kernels.tile import products_at
 from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 DROWNED = tl.constexpr(drowned())
 
@@ -66,10 +67,12 @@ def scale_kernel(
     stride_dy, stride_saved, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
     NEED_DZ: tl.constexpr, NEED_DZ_MINUS_DY: tl.constexpr, NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr,
     BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, SINGLE: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Everything is loaded before anything is stored: no load is moved ahead of a store. Sums stay one to an element of the
     tile until the end: their reduction asks the warps to meet."""
+    if PDL:
+        gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     strip = tl.program_id(1)
     in_n = n < N
@@ -187,8 +190,10 @@ def finish_kernel(
     dy, x, w, h, b, m, c, partial_m, partial_bias, partial_B, dm, dc, dbias, dB, M, N, K, R, strips, strips_m, tiny,
     stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
     NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr, BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     sum_m = tl.zeros((BLOCK_N,), tl.float32)
     sum_bias = tl.zeros((BLOCK_N,), tl.float32)
