@@ -27,17 +27,20 @@ class FactorsConfig(NamedTuple):
     num_stages: int
 
 
-MOST_TOKENS = 1024
-
-
-def at_once(x: Array, dz: Array, dh: Array, h: Array, capability: int) -> bool:
-    """Whether one launch is faster, and these lie as its kernel wants them."""
-    few = x.shape[0] <= MOST_TOKENS and capability >= 80
-    return few and x.dtype != torch.float32 and all(t.stride[1] == 1 for t in (x, dz, dh, h))
+def at_once(x: Array, dz: Array, r: int, capability: int) -> bool:
+    """(M, K) x and (M, N) dz: whether one launch is faster. us on an H200 (h200/passes.json), beside two products: 192 tokens,
+    1280 -> 5120, r = 16 2.5 (5.9); 576, 4096 -> 12288, r = 128 9.5 (11.4); 4705, 1664 -> 12672, r = 64 36 (43). Few columns
+    beside many tokens leave multiprocessors idle, where cuBLAS splits the sum; r = 384 takes 23 (18); rows that begin at no 16
+    bytes are slow.
+    """
+    if x.dtype == torch.float32 or capability < 80 or r % 8 or (x.stride[1], dz.stride[1]) != (1, 1):
+        return False
+    few = x.shape[0] <= 640
+    return (few and r <= 128) or (r <= 64 and x.shape[1] + dz.shape[1] >= 12288)
 
 
 def factors_config(r: int) -> FactorsConfig:
-    return FactorsConfig(64, min(64, power_of_two(r)), 64, 4, 3)
+    return FactorsConfig(64, power_of_two(r), 64, 4, 4) if r <= 64 else FactorsConfig(128, 64, 64, 4, 3)
 
 
 def factor_gradients(

@@ -43,8 +43,8 @@ class Sums(NamedTuple):
     dB: Array | None = None
 
 
-def config_for(plan: Builder, dy: Array, r: int) -> ScaleConfig:
-    return scale_config(*dy.shape, r, dy.dtype != torch.float32, plan.device.capability)
+def config_for(plan: Builder, dy: Array, r: int, with_dB: bool = True) -> ScaleConfig:
+    return scale_config(*dy.shape, r, dy.dtype != torch.float32, plan.device.capability, with_dB)
 
 
 def scale_backward(

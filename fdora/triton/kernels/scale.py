@@ -86,7 +86,7 @@ def scale_kernel(
     if BLOCK_R > 0:
         r = tl.arange(0, BLOCK_R)
         sum_B = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
-    for i in tl.range(0, ROWS, BLOCK_M, num_stages=STAGES):
+    for i in tl.range(0, tl.minimum(ROWS, M - strip * ROWS), BLOCK_M, num_stages=STAGES):
         t = strip * ROWS + i + tl.arange(0, BLOCK_M)
         mask = (t < M)[:, None] & in_n[None, :]
         row = t[:, None].to(tl.int64)
