@@ -1,11 +1,13 @@
 """A layer with a bias: what reading the value before g off the output saves, costs and loses.
 
-    python -m bench.bias --device cuda [--json FILE]
+    python -m bench.bias --device cuda --beside 512 [--json FILE]
 
 Forward and backward (all gradients) of ``dora_linear`` with the norm given, beside ``keep_inner=True``, which keeps the value
 before g: time (on a GPU of replayed CUDA graphs, in turns), what is kept for backward beside inputs and y, and the error of the
 gradient of m against float64, relative, over the columns. Biases: none; as large as the product, as vision transformers have
 them; and "k": every tenth column 20 to 400 times as large, as in Qwen2.5's k, whose products are formed again in backward.
+``--beside``: the tokens from which a bias is read off, for this run (BESIDE_BIAS in fdora/triton/scale.py); without it what is
+shipped, where "read" may keep as well.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from bench.norm_forms import about
 from bench.save import save
 from bench.table import table
 from fdora.functional import dora_linear, dora_norm
+from fdora.triton import linear
 from tests.memory import peak_bytes
 
 # tokens, N, K, r: ViT-g/14 (64 images of 224 x 224) qkv and w3; Qwen2.5-7B q and k
@@ -76,10 +79,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--beside", type=int, help="read y - bias beyond this many tokens")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a smoke test")
     parser.add_argument("--json", type=Path, help="write the result to this file as well")
     parser.add_argument("--commit", help="the commit that is measured, for the file")
     options = parser.parse_args(argv)
+    if options.beside is not None:  # plans are made when they are first asked for: this reaches all of them
+        linear.BESIDE_BIAS = options.beside
     shapes = ((96, 64, 48, 8),) if options.tiny else SHAPES
     rows = [measured(shape, kind, options.device, options.runs) for shape in shapes for kind in BIASES]
     head = ("M N K r", "bias", "ms: read", "kept", "MiB: read", "kept", "error of dm: read", "kept")

@@ -1,9 +1,10 @@
 """Fit the model of fdora/triton/waves.py to what bench.products measured, say how well it predicts, and write it down.
 
-    python -m bench.fit FILE... [--write fdora/triton/fitted.py] [--json FILE] [--figure FILE]
+    python -m bench.fit FILE... [--unseen FILE] [--write fdora/triton/fitted.py] [--json FILE] [--figure FILE]
 
 Shapes are held out in ``--folds`` parts: each is predicted by a fit that has not seen it. ``regret`` is the measured time of
-the way that the model chooses over that of the fastest way measured.
+the way that the model chooses over that of the fastest way measured. ``--unseen``: other shapes, which no fit sees; where
+every tile was timed (``bench.products --exhaustive``) their regret is what the choice costs beside the best there is.
 """
 
 from __future__ import annotations
@@ -82,10 +83,12 @@ def fitted(rows):
 
 
 def predicted(model, row):
-    """name -> us"""
+    """name -> us, of the ways that the model knows"""
     s, times = size(row), {}
     for name in row["ms"]:
         way = name.split()[0]
+        if way == "fused" and fields(name) not in model["fused"]:
+            continue
         if way == "fused":
             times[name] = fused_us(*s, tile_of(fields(name)), model["fused"][fields(name)], GPU)
         elif way == "bare":
@@ -168,6 +171,7 @@ def figure(judgements, path):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--unseen", type=Path, help="of bench.products too")
     parser.add_argument("--folds", type=int, default=4)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--json", type=Path)
@@ -176,13 +180,17 @@ def main(argv=None):
     options = parser.parse_args(argv)
     results = [json.loads(file.read_text()) for file in options.files]
     rows = [row for result in results for row in result["rows"] if "ms" in row]
+    unseen = [row for row in json.loads(options.unseen.read_text())["rows"] if "ms" in row] if options.unseen else []
     models, judgements, lines = {}, [], []
     for forward in (True, False):
         side = [row for row in rows if row["forward"] == forward]
         models[forward], held = fitted(side), held_out(side, options.folds)
-        inside = judged(models[forward], side, set(side[0]["ms"]) - {"bare"})
+        names = set(side[0]["ms"]) - {"bare"}
+        inside, new = judged(models[forward], side, names), [row for row in unseen if row["forward"] == forward]
         judgements += held
-        for name, found in (("all seen", inside), ("held out", held)):
+        for name, found in (("all seen", inside), ("held out", held), ("unseen", judged(models[forward], new, names))):
+            if not found:
+                continue
             lines.append(["forward" if forward else "backward", name, *summary(found).values()])
     heads = ["direction", "shapes", *summary(judgements)]
     print(table(heads, lines))

@@ -1,10 +1,12 @@
-"""Time every way of a product with its low-rank term, and of backward's elementwise pass, on shapes drawn at random.
+"""Time every way of a product with its low-rank term, on shapes drawn at random.
 
     python -m bench.products --device cuda --seed 1 --shapes 120 --seconds 170 --json FILE
-    python -m bench.fit FILE --write fdora/triton/fitted.py
+    python -m bench.products --device cuda --seed 5 --shapes 10 --exhaustive --jobs 14 --json EVERY
+    python -m bench.fit FILE --write fdora/triton/fitted.py --unseen EVERY
 
 GPU time of replayed CUDA graphs, all ways of a shape in turns, medians; each way is checked against float32 torch first. Inputs
-in turn from sets larger than the cache. ``bare`` is the product of x alone, by cuBLAS. Nothing is ever timed
+in turn from sets larger than the cache. ``bare`` is the product of x alone, by cuBLAS. ``--exhaustive``: every tile that fits,
+not only those that the model knows: what its choice costs beside the best there is. Nothing is ever timed
 outside of commands: what they find is data that a pure function reads.
 """
 
@@ -25,15 +27,13 @@ from bench import clock
 from bench.norm_forms import about
 from bench.save import save
 from bench.shapes import CACHE, draw
-from fdora._records import Operands
 from fdora.triton.choice import Way
-from fdora.triton.configs import GemmConfig, ScaleConfig, power_of_two
+from fdora.triton.configs import GemmConfig
 from fdora.triton.gemm import Epilogue
 from fdora.triton.product import scaled_product, summed_product
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import device_of
 from fdora.triton.runtime.walk import like, run
-from fdora.triton.scale import Sums, scale_backward
 
 # BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EPILOGUE_SUBTILE, persistent, num_warps, num_stages
 TILES = [
@@ -44,8 +44,22 @@ TILES = [
         (64, 64, 128, 8, False, True, 4, 4),
     )
 ]  # fmt: skip
-SCALES = [(128, 64, rows, fuse_dB, 4) for rows in (128, 256, 512, 1024) for fuse_dB in (False, True)]
-SCALES += [(64, 64, 64, fuse_dB, 4) for fuse_dB in (False, True)]
+SHARED = 232_448  # bytes of shared memory
+
+
+def every_tile():
+    """What fits on Hopper, with its deepest pipeline, and with one that leaves room for a second program or a stage less."""
+    sides = [(m, n) for m in (64, 128, 256) for n in (64, 128, 256) if m * n <= 32768]
+    for (m, n), k, persistent in itertools.product(sides, (64, 128), (True, False)):
+        subtile = m * n > 16384
+        out = 2 * m * n // (2 if subtile else 1)  # on its way from registers to memory
+        deepest, shared = ((room - out) // (2 * k * (m + n)) for room in (SHARED, SHARED // 2))
+        depths = {min(8, deepest), min(8, deepest - 1 if subtile or shared < 2 else shared)}
+        for stages, warps in itertools.product(sorted(depths), (4, 8) if m * n == 16384 else (8 if subtile else 4,)):
+            if stages >= 2:
+                yield GemmConfig(True, m, n, k, 8, subtile, persistent, warps, stages)
+
+
 DEVICE, DTYPE = "cuda", torch.bfloat16
 
 
@@ -66,9 +80,10 @@ def close(got, want, what):
     assert error <= 5e-3, f"{what} is wrong by {error:.1e}"
 
 
-def ways_of(forward):
+def ways_of(forward, exhaustive=False):
     """name -> (way, config)"""
-    ways = {" ".join(["fused", *map(str, tuple(tile)[1:])]): ("fused", tile) for tile in TILES}
+    tiles = dict.fromkeys([*TILES, *every_tile()] if exhaustive else TILES)
+    ways = {" ".join(["fused", *map(str, tuple(tile)[1:])]): ("fused", tile) for tile in tiles}
     return ways | {way: (way, None) for way in ("after", "first", "bare") if way != "first" or not forward}
 
 
@@ -113,53 +128,23 @@ def compile_way(forward, way, config):
     Drawn(forward, 256, 256, 256, 16).make(way, config)
 
 
-def compile_all(jobs):
-    tasks = [(forward, *way) for forward in (True, False) for way in ways_of(forward).values()]
+def compile_all(jobs, exhaustive):
+    tasks = [(forward, *way) for forward in (True, False) for way in ways_of(forward, exhaustive).values()]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for task, done in [(task, pool.submit(compile_way, *task)) for task in tasks]:
             if error := done.exception():
                 print(task, type(error).__name__, str(error)[:200], flush=True)
 
 
-def time_scale(M, N, r, where):
-    sets = []
-    for _ in range(max(1, min(8, CACHE // (6 * M * N)))):
-        dy, y, x, W, h, B = randn(M, N), randn(M, N), randn(M, 64), randn(N, 64), randn(M, r), randn(N, r)
-        sets.append((dy, y, x, W, h, B, torch.rand(N, device=DEVICE) + 1, torch.ones(N, device=DEVICE)))
-
-    def write(tile, plan, dy, y, x, W, h, B, m, c):
-        rank = power_of_two(r) if tile[3] else 0
-        dz, dm = plan.result("dz", (M, N), dy.dtype), plan.result("dm", (N,), m.dtype)
-        dB = plan.result("dB", (N, r), dy.dtype)
-        sums = Sums(dz=dz, dm=dm, dB=dB if rank else None)
-        scale_backward(
-            plan, dy, y, False, x, Operands(W, None, B, m, c, None, None), h, sums, ScaleConfig(*tile[:3], rank, tile[4])
-        )
-        if not rank:
-            plan.product(dB, dz.T, h)
-
-    def make(tile):
-        launch, turns = planned(partial(write, tile), *sets[0]), itertools.cycle(sets)
-        return lambda: launch(*next(turns))[0]
-
-    timers = {}
-    for tile in SCALES:
-        if r <= 64 or not tile[3]:
-            timers[str(tile)] = clock.quick_timer(make(tile), clock.launches_of(0.01 + 9 * M * N / 4e9, len(sets)), *where)
-    return {name: round(t, 5) for name, t in clock.medians(timers, 5).items()}
-
-
-def time_products(shapes, end):
+def time_products(shapes, end, exhaustive):
     """ms of every way, in both directions. (M, K, N, r) of the layer: backward multiplies (M, N) by (N, K)."""
     where = clock.anchor_graph(), torch.cuda.Stream()
-    for number, ((M, K, N, r), forward) in enumerate(itertools.product(shapes, (True, False))):
+    for (M, K, N, r), forward in itertools.product(shapes, (True, False)):
         if time.perf_counter() > end:
             return
-        if number % 4 == 0:
-            yield {"shape": (M, N, r), "scale": time_scale(M, N, r, where)}
         drawn, timers = Drawn(forward, M, *((N, K) if forward else (K, N)), r), {}
         launches = clock.launches_of(0.005 + 2e-9 * M * N * K / 600, len(drawn.sets))
-        for name, way in ways_of(forward).items():
+        for name, way in ways_of(forward, exhaustive).items():
             try:
                 timers[name] = clock.quick_timer(drawn.make(*way), launches, *where)
             except AssertionError:
@@ -175,6 +160,7 @@ def parse(argv=None):
     parser.add_argument("--device", choices=["cuda"], default="cuda")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shapes", type=int, default=120)
+    parser.add_argument("--exhaustive", action="store_true", help="every tile that fits")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no shape after this time")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
     parser.add_argument("--json", type=Path)
@@ -184,12 +170,13 @@ def parse(argv=None):
 
 def main(argv=None):
     options, start = parse(argv), time.perf_counter()
-    compile_all(options.jobs)
+    compile_all(options.jobs, options.exhaustive)
+    print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
     facts, rows = about("cuda", options.commit, argv), []
-    for row in time_products(draw(options.seed, options.shapes), start + options.seconds):
+    for row in time_products(draw(options.seed, options.shapes), start + options.seconds, options.exhaustive):
         rows.append(row)
-        fastest = sorted((ms, name) for name, ms in row.get("ms", row.get("scale")).items())
-        print(row["shape"], row.get("forward", "scale"), fastest[:4], flush=True)
+        fastest = sorted((ms, name) for name, ms in row["ms"].items())
+        print(row["shape"], row["forward"], fastest[:4], flush=True)
         save(options.json, {"about": facts, "rows": rows})
 
 

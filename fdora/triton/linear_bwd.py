@@ -14,6 +14,7 @@ from fdora.triton.codes import Packed
 from fdora.triton.copy import gradient, in_dtype, operand
 from fdora.triton.dequantize import weight_in
 from fdora.triton.dropout import drop
+from fdora.triton.factors import at_once, factor_gradients
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, gemm
 from fdora.triton.product import summed_product
 from fdora.triton.runtime.builder import Builder
@@ -79,13 +80,15 @@ def _backward(
     """Returns how dx is formed, in words."""
     t, how = x.dtype, "no dx is asked for"
     half, peft = t != torch.float32, la.seed is not None and dropout.mode == "peft"
-    config = scale.config_for(plan, dy, la.A.shape[0])
+    r, few = la.A.shape[0], half and is_small(x.shape[0])
+    both = grads.A is not None and grads.B is not None and not few and at_once(x, dy, r, plan.device.capability)
+    config = scale.config_for(plan, dy, r, not both)
     fused_B = grads.B if config.BLOCK_R else None
     need_dz = dx is not None or grads.A is not None or (grads.B is not None and fused_B is None)
     dz = plan.temp(dy.shape, t) if need_dz else None
     less = plan.temp(dy.shape, t) if peft and dx is not None else None
     sums = scale.Sums(dz, less, grads.m, grads.c, grads.bias, fused_B)
-    small = dx is not None and la.seed is None and half and is_small(x.shape[0])
+    small = dx is not None and la.seed is None and few
     dense = la
     if isinstance(la.W, Packed):
         # The pass for dm reads rows of W where it has no value before g (see scale.py): decoded ahead of it, once for both.
@@ -107,7 +110,12 @@ def _backward(
             W, A = weight_in(plan, la.W, t), in_dtype(plan, la.A, t)
             how = _dx(plan, dx, accumulate, dy, dz, less, W, A, dh, la.seed, dropout.p)
         if grads.A is not None:
-            gradient(plan, grads.A, dh.T, drop(plan, x, la.seed, dropout.p))
+            xd = drop(plan, x, la.seed, dropout.p)
+            if both:
+                assert h is not None
+                factor_gradients(plan, xd, dh, grads.A, dz, h, grads.B)
+                return how
+            gradient(plan, grads.A, dh.T, xd)
     if grads.B is not None and fused_B is None:
         assert h is not None
         gradient(plan, grads.B, dz.T, h)

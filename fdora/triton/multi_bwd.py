@@ -100,7 +100,8 @@ def _scale(
             multi_scale_kernel, (cdiv(N, config.BLOCK_N), pairs),
             (dy, kept, h if block_r else None, found.g, bank.offsets, dz, partial_m, partial_bias, partial_B, M, G, N, R,
              dy.stride[0], 0 if kept is None else kept.stride[0], 0 if h is None else h.stride[0]),
-            (has_g, dz is not None, need_m, need_bias, block_r, config.BLOCK_M, config.BLOCK_N, rows, block_of(G)),
+            (has_g, dz is not None, need_m, need_bias, block_r, config.BLOCK_M, config.BLOCK_N, rows, config.STAGES,
+             block_of(G)),
             config.num_warps,
         )  # fmt: skip
     if out.dB is not None and partial_B is not None:

@@ -43,8 +43,8 @@ class Sums(NamedTuple):
     dB: Array | None = None
 
 
-def config_for(plan: Builder, dy: Array, r: int) -> ScaleConfig:
-    return scale_config(*dy.shape, r, dy.dtype != torch.float32, plan.device.capability)
+def config_for(plan: Builder, dy: Array, r: int, with_dB: bool = True) -> ScaleConfig:
+    return scale_config(*dy.shape, r, dy.dtype != torch.float32, plan.device.capability, with_dB)
 
 
 def scale_backward(
@@ -69,17 +69,19 @@ def scale_backward(
         return plan.temp(shape, torch.float32) if need and not single else None
 
     partials = (partial(need_m, strips * split, N), partial(need_bias, strips, N), partial(block_r > 0, strips, N, r))
+    needs = (out.dm is not None, out.dc is not None, need_bias)
+    finish = not single and any((*needs, block_r))
+    pdl = finish and bias is None and plan.device.supports_pdl  # the sums are resident when the last strip ends
     info = torch.finfo(dy.dtype)
     tiny = info.tiny / info.eps  # below it y = g v is subnormal where v is not small
     operands = (x, la.W, h, la.B, la.m, la.c)
     strides = tuple(d for t in operands[:4] for d in ((0, 0) if t is None else t.stride))
-    needs = (out.dm is not None, out.dc is not None, need_bias)
     plan.launch(
         scale_kernel, (cdiv(N, config.BLOCK_N), strips),
-        (dy, saved, *operands, bias, out.dz, out.dz_minus_dy, *partials, *sums, M, N, K, r, tiny,
-         dy.stride[0], 0 if saved is None else saved.stride[0], *strides),
+        (dy, saved, *operands, bias, out.dz, out.dz_minus_dy, *partials, *sums, M, N, K, r,
+         config.ROWS, tiny, dy.stride[0], 0 if saved is None else saved.stride[0], *strides),
         (out.dz is not None, out.dz_minus_dy is not None, *needs, block_r, pre_scale, bias is not None, single, split,
-         config.BLOCK_M, config.BLOCK_N, config.ROWS), config.num_warps,
+         config.BLOCK_M, config.BLOCK_N, config.STAGES, pdl), config.num_warps,
     )  # fmt: skip
     if not single and bias is not None:
         lost, count = plan.temp((strips, N), torch.int32), plan.temp((strips,), torch.int32)
@@ -90,11 +92,12 @@ def scale_backward(
             (dy, *operands[:4], partials[0], lost, count, M, N, K, r, columns, dy.stride[0], *strides),
             (split, AGAIN_M, AGAIN_N, AGAIN_K, min(AGAIN_K, power_of_two(r))), 8, 3,
         )  # fmt: skip
-    if not single and any((*needs, block_r)):
+    if finish:
         plan.launch(
             finish_kernel,
             (cdiv(N, FINISH_N),),
             (dy, *operands, *partials, *sums, M, N, K, r, strips, strips * split, tiny, dy.stride[0], *strides),
-            (*needs, block_r, pre_scale or bias is not None, FINISH_N, FINISH_T),
+            (*needs, block_r, pre_scale or bias is not None, FINISH_N, FINISH_T, pdl),
             4,
+            pdl=pdl,
         )

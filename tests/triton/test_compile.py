@@ -22,6 +22,7 @@ from fdora._records import Dropout  # noqa: E402
 from fdora.triton import act  # noqa: E402
 from fdora.triton.choice import tiles  # noqa: E402
 from fdora.triton.configs import GemmConfig  # noqa: E402
+from fdora.triton.factors import factor_gradients  # noqa: E402
 from fdora.triton.fp8 import plan_fp8_linear  # noqa: E402
 from fdora.triton.gemm import Epilogue, Masked, Operand, gemm  # noqa: E402
 from fdora.triton.linear import plan_backward, plan_forward  # noqa: E402
@@ -160,7 +161,7 @@ def asked():
 
 KERNELS = (
     "add_parts", "codes_parts", "small_codes", "dequantize4", "dequantize8", "fp8_blocks", "fp8_gemm", "fp8_rows",
-    "act_bwd", "act_fwd", "again", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "embedding", "epilogue", "finish", "gemm_pointer", "gemm_tma",
+    "act_bwd", "act_fwd", "again", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "embedding", "epilogue", "factors", "finish", "gemm_pointer", "gemm_tma",
     "bank", "multi_drop", "multi_epilogue", "multi_expand", "multi_finish", "multi_gemm_pointer", "multi_gemm_tma", "multi_grad",
     "multi_h", "multi_norm", "multi_ranks", "multi_root", "multi_route", "multi_routes", "multi_scale", "multi_shrink", "multi_small", "multi_sum",
     "rows", "hash", "lost", "merge", "norm", "planes_bwd", "planes_fwd", "quant4", "quant8", "rest", "scale", "shrink", "small", "split", "sum",
@@ -426,6 +427,22 @@ def test_scale(target, tokens, r, dtype, adapter, tmp_path):
             assert_builds([plan], target, tmp_path, name)
     if tokens == 4096:
         assert_builds([plan], target, tmp_path, "finish", {"finish_kernel": WORDS})
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_factors(target, tmp_path):
+    """In one slab of the rank and in several; rows that begin at no 16 bytes."""
+    M, N, K = 520, 4096, 2048
+
+    def write(plan, x, dh, dz, h, r):
+        x, dh, dz, h = map(plan.matrix, (x, dh, dz, h))
+        factor_gradients(plan, x, dh, plan.result("dA", (r, K), FP32), dz, h, plan.result("dB", (N, r), BF16))
+
+    plans = []
+    for r in (12, 384):
+        likes = [alike(M, n, dtype=BF16) for n in (K, r, N, r)]
+        plans.append(plan_of(partial(write, r=r), *likes, device=device(target)))
+    assert_builds(plans, target, tmp_path)
 
 
 @pytest.mark.parametrize("tokens", [1, 64])

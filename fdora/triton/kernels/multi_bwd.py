@@ -15,36 +15,40 @@ from fdora.triton.runtime.cost import launched
 def multi_scale_kernel(
     dy, saved, h, g, offsets, dz, partial_m, partial_bias, partial_B, M, G, N, R, stride_dy, stride_saved, stride_hm,
     HAS_G: tl.constexpr, NEED_DZ: tl.constexpr, NEED_M: tl.constexpr, NEED_BIAS: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """dz = g dy, and of each pair of a strip of ROWS rows and a segment the sums of dy v, dy and dz^T h."""
+    """dz = g dy, and of each pair of a strip of ROWS rows and a segment the sums of dy v, dy and dz^T h. As scale_kernel: loads
+    ahead of stores, sums one to an element."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = n < N
     pair = tl.program_id(1)
     _, a, lo, hi = pair_of(pair, offsets, G, M, ROWS, BLOCK_G)
     if HAS_G:
         ga = tl.load(g + tl.cast(a, tl.int64) * N + n, mask=in_n, other=0.0)[None, :]
-    sum_m = tl.zeros((BLOCK_N,), tl.float32)
-    sum_bias = tl.zeros((BLOCK_N,), tl.float32)
+    all_m = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    all_bias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if BLOCK_R > 0:
         r = tl.arange(0, BLOCK_R)
         sum_B = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
-    for i in range(lo, hi, BLOCK_M):
+    for i in tl.range(lo, hi, BLOCK_M, num_stages=STAGES):
         t = i + tl.arange(0, BLOCK_M)
         mask = (t < hi)[:, None] & in_n[None, :]
         row = t[:, None].to(tl.int64)
         d = tl.load(dy + row * stride_dy + n[None, :], mask=mask, other=0.0).to(tl.float32)
+        if NEED_M:
+            v = tl.load(saved + row * stride_saved + n[None, :], mask=mask, other=0.0).to(tl.float32)
         if NEED_DZ:
+            if BLOCK_R > 0:
+                ht = tl.load(h + row * stride_hm + r[None, :], mask=(t < hi)[:, None] & (r < R)[None, :], other=0.0)
             z = (d * ga if HAS_G else d).to(dz.dtype.element_ty)
             tl.store(dz + row * N + n[None, :], z, mask=mask)
             if BLOCK_R > 0:
-                ht = tl.load(h + row * stride_hm + r[None, :], mask=(t < hi)[:, None] & (r < R)[None, :], other=0.0)
                 sum_B = tl.dot(tl.trans(z), ht, sum_B)
         if NEED_M:
-            v = tl.load(saved + row * stride_saved + n[None, :], mask=mask, other=0.0).to(tl.float32)
-            sum_m += tl.sum(d * v, axis=0)
+            all_m += d * v
         if NEED_BIAS:
-            sum_bias += tl.sum(d, axis=0)
+            all_bias += d
+    sum_m, sum_bias = tl.sum(all_m, axis=0), tl.sum(all_bias, axis=0)
     at = pair.to(tl.int64) * N + n
     if NEED_M:
         tl.store(partial_m + at, sum_m, mask=in_n)

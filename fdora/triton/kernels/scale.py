@@ -9,6 +9,7 @@ from fdora._records import drowned
 from fdora.triton.kernels.g import EPS, g_tile
 from fdora.triton.kernels.tile import products_at
 from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 DROWNED = tl.constexpr(drowned())
 
@@ -61,30 +62,40 @@ def _finish(
 
 @triton.jit(launch_metadata=launched)
 def scale_kernel(
-    dy, saved, x, w, h, b, m, c, bias, dz, dz_minus_dy, partial_m, partial_bias, partial_B, dm, dc, dbias, dB, M, N, K, R, tiny,
+    dy, saved, x, w, h, b, m, c, bias, dz, dz_minus_dy, partial_m, partial_bias, partial_B, dm, dc, dbias, dB,
+    M, N, K, R, ROWS, tiny,
     stride_dy, stride_saved, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
     NEED_DZ: tl.constexpr, NEED_DZ_MINUS_DY: tl.constexpr, NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr,
     BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, SINGLE: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Everything is loaded before anything is stored: no load is moved ahead of a store. Sums stay one to an element of the
+    tile until the end: their reduction asks the warps to meet."""
+    if PDL:
+        gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     strip = tl.program_id(1)
     in_n = n < N
     if NEED_DZ or NEED_DZ_MINUS_DY or BLOCK_R > 0:
         g = g_tile(m, c, n, N)[None, :]
-    sum_m = tl.zeros((BLOCK_N,), tl.float32)
-    over = tl.zeros((BLOCK_N,), tl.float32)
-    sum_bias = tl.zeros((BLOCK_N,), tl.float32)
+    all_m = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    all_over = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    all_bias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if HAS_BIAS:
         added = tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
     if BLOCK_R > 0:
         r = tl.arange(0, BLOCK_R)
         sum_B = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
-    for i in range(0, ROWS, BLOCK_M):
+    for i in tl.range(0, tl.minimum(ROWS, M - strip * ROWS), BLOCK_M, num_stages=STAGES):
         t = strip * ROWS + i + tl.arange(0, BLOCK_M)
         mask = (t < M)[:, None] & in_n[None, :]
         row = t[:, None].to(tl.int64)
         d = tl.load(dy + row * stride_dy + n[None, :], mask=mask, other=0.0).to(tl.float32)
+        if NEED_M or NEED_C:
+            v = tl.load(saved + row * stride_saved + n[None, :], mask=mask, other=0.0).to(tl.float32)
+        if BLOCK_R > 0:
+            at = h + row * stride_hm + r[None, :] * stride_hr
+            ht = tl.load(at, mask=(t < M)[:, None] & (r < R)[None, :], other=0.0)
         if NEED_DZ or BLOCK_R > 0:
             z = (d * g).to(dy.dtype.element_ty)
         if NEED_DZ:
@@ -92,17 +103,15 @@ def scale_kernel(
         if NEED_DZ_MINUS_DY:
             tl.store(dz_minus_dy + row * N + n[None, :], (d * (g - 1)).to(dz_minus_dy.dtype.element_ty), mask=mask)
         if NEED_M or NEED_C:
-            v = tl.load(saved + row * stride_saved + n[None, :], mask=mask, other=0.0).to(tl.float32)
             if HAS_BIAS:  # outside the mask d is 0
-                over += tl.sum(tl.abs(d) * (tl.abs(v) - DROWNED * tl.abs(v - added)), axis=0)
+                all_over += tl.abs(d) * (tl.abs(v) - DROWNED * tl.abs(v - added))
                 v -= added
-            sum_m += tl.sum(d * v, axis=0)
+            all_m += d * v
         if NEED_BIAS:
-            sum_bias += tl.sum(d, axis=0)
+            all_bias += d
         if BLOCK_R > 0:
-            at = h + row * stride_hm + r[None, :] * stride_hr
-            ht = tl.load(at, mask=(t < M)[:, None] & (r < R)[None, :], other=0.0)
             sum_B = tl.dot(tl.trans(z), ht, sum_B)
+    sum_m, over, sum_bias = tl.sum(all_m, axis=0), tl.sum(all_over, axis=0), tl.sum(all_bias, axis=0)
     at_n = strip.to(tl.int64) * N + n
     if SINGLE:
         _finish(sum_m, sum_bias, dy, x, w, h, b, m, c, dm, dc, dbias, n, N, M, K, R, tiny, stride_dy, stride_xm, stride_xk,
@@ -181,8 +190,10 @@ def finish_kernel(
     dy, x, w, h, b, m, c, partial_m, partial_bias, partial_B, dm, dc, dbias, dB, M, N, K, R, strips, strips_m, tiny,
     stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
     NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr, BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     sum_m = tl.zeros((BLOCK_N,), tl.float32)
     sum_bias = tl.zeros((BLOCK_N,), tl.float32)

@@ -71,6 +71,10 @@ def _finish(*, partial_m, partial_bias, partial_B, dB, **_: Any) -> Cost:
     return moved(partial_m, partial_bias, partial_B, dB)
 
 
+def _factors(*, x, dh, dA, dz, h, dB, M, K, N, R, **_: Any) -> Cost:
+    return product(R, K + N, M, x) + moved(x, dh, dA, dz, h, dB)
+
+
 def _norm(*, W, A, B, partial, N, K, R, **_: Any) -> Cost:
     return product(N, K, R, A) + moved(W, A, B, partial)
 
@@ -176,6 +180,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "drop_kernel": _drop,
     "embedding_kernel": _embedding,
     "epilogue_kernel": _epilogue,
+    "factors_kernel": _factors,
     "finish_kernel": _finish,
     "fp8_blocks_kernel": _fp8_rows,
     "fp8_gemm_kernel": _fp8_gemm,

@@ -1,0 +1,98 @@
+"""The norms of all adapted linears of a model in one call, and what each of its launches takes.
+
+    python -m bench.norm_model --device cuda [--json FILE]
+
+Layers of Qwen3-8B's and Qwen3-1.7B's shapes, bf16. ``plain``: with no state. ``changed``: with a state that nothing matches;
+``unchanged``: with one that matches, where the bits of A and B alone are read; ``layers``: the same as a loop of dora_norm with
+a state for each, which the launches for a model replaced. GPU ms by torch's profiler: of each kernel, and their sum.
+``bytes_ms``: what must be read, W, A and B or A and B, over a measured copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bench.norm_forms import about, roofs
+from bench.save import save
+from bench.table import table
+from fdora.functional import dora_norm, dora_norm_state, dora_norm_tree, dora_norm_tree_state
+
+S, CALLS = 2.0, 10
+# hidden size, width of the MLP, N of k and v
+MODELS = {"qwen3-8b": (4096, 12288, 1024), "qwen3-1.7b": (2048, 6144, 1024), "tiny": (64, 96, 32)}
+
+
+def linears(model: str, layers: int, r: int, device: str) -> tuple[list, list]:
+    width, mlp, kv = MODELS[model]
+    shapes = [(width, width), (kv, width), (kv, width), (width, width), (mlp, width), (mlp, width), (width, mlp)] * layers
+    W = [torch.randn(n, k, device=device).mul_(k**-0.5).bfloat16() for n, k in shapes]
+    pairs = [(torch.randn(r, k, device=device).bfloat16(), torch.randn(n, r, device=device).bfloat16()) for n, k in shapes]
+    return W, pairs
+
+
+def kernels(call: Callable[[], object], device: str) -> dict[str, float]:
+    """GPU ms of each kernel of a call; of the whole call on a CPU."""
+    call()
+    activity = ProfilerActivity.CPU if device == "cpu" else ProfilerActivity.CUDA
+    with profile(activities=[activity]) as found:
+        for _ in range(CALLS):
+            call()
+        if device != "cpu":
+            torch.cuda.synchronize()
+    times: dict[str, float] = defaultdict(float)
+    for event in found.key_averages():
+        us = event.self_cpu_time_total if device == "cpu" else event.self_device_time_total
+        times["cpu" if device == "cpu" else event.key] += us / 1e3 / CALLS
+    return dict(times)
+
+
+def case(model: str, layers: int, r: int, device: str, speed: float | None) -> list[dict]:
+    W, pairs = linears(model, layers, r, device)
+    new = dora_norm_tree_state(W)
+    kept = dora_norm_tree(W, pairs, s=S, state=new)
+    states = [dora_norm(w, *p, s=S, state=dora_norm_state(w)) for w, p in zip(W, pairs, strict=True)]
+    ways = {
+        "plain": lambda: dora_norm_tree(W, pairs, s=S),
+        "changed": lambda: dora_norm_tree(W, pairs, s=S, state=new),
+        "unchanged": lambda: dora_norm_tree(W, pairs, s=S, state=kept),
+        "layers": lambda: [dora_norm(w, *p, s=S, state=old) for w, p, old in zip(W, pairs, states, strict=True)],
+    }
+    rows, factors = [], sum(t.nbytes for pair in pairs for t in pair)
+    for name, call in ways.items():
+        each = kernels(call, device)
+        row = {"model": model, "layers": layers, "r": r, "way": name, "ms": round(sum(each.values()), 4)}
+        row["kernels"] = {kernel: round(ms, 5) for kernel, ms in each.items()}
+        if speed:
+            read = factors + (sum(w.nbytes for w in W) if name in ("plain", "changed") else 0)
+            row["bytes_ms"] = round(read / speed, 4)
+        rows.append(row)
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--models", default="qwen3-8b,qwen3-1.7b", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--r", default="16,384")
+    parser.add_argument("--json", type=Path, help="write the result to this file as well")
+    parser.add_argument("--commit", help="the commit that is measured, for the file")
+    options = parser.parse_args(argv)
+    speed = None if options.device == "cpu" else roofs(options.device)["bytes_per_ms"]
+    rows = []
+    for model in options.models.split(","):
+        for r in map(int, options.r.split(",")):
+            rows += case(model, options.layers, r, options.device, speed)
+    heads = ("model", "layers", "r", "way", "ms", "bytes", "kernels")
+    print(table(heads, [[*list(row.values())[:5], row.get("bytes_ms", ""), row["kernels"]] for row in rows]))
+    save(options.json, {"about": about(options.device, options.commit, argv), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

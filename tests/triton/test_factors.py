@@ -1,0 +1,44 @@
+"""Gradients of both factors in one launch, against float64."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+
+from fdora.triton.factors import factor_gradients
+from fdora.triton.linear import plan_backward
+from tests import device
+from tests.close import assert_within
+from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401 (read by the mark)
+from tests.triton.test_compile import device as gpu
+from tests.triton.written import BF16, alike, kernels, layer, results_of
+
+pytestmark = needs_kernels
+
+HALF = torch.float16  # the interpreter multiplies bf16 wrongly
+
+
+@pytest.mark.parametrize(("M", "K", "N", "r"), [(70, 96, 136, 12), (5, 33, 64, 80), (130, 200, 96, 1)])
+@pytest.mark.parametrize("dtypes", [(HALF, HALF), (torch.float32, HALF)], ids=str)
+def test_factor_gradients(M, K, N, r, dtypes):
+    """Ragged in every axis, ranks of several slabs and of less than one, h as columns of a wider one."""
+    torch.manual_seed(0)
+    x, dh, dz = (torch.randn(M, n, device=device.NAME).to(HALF) for n in (K, r, N))
+    h = torch.randn(M, 2 * r + 3, device=device.NAME).to(HALF)[:, r : 2 * r]
+
+    def write(plan, *likes):
+        x, dh, dz, h = map(plan.matrix, likes)
+        dA, dB = plan.result("dA", (r, K), dtypes[0]), plan.result("dB", (N, r), dtypes[1])
+        factor_gradients(plan, x, dh, dA, dz, h, dB)
+
+    dA, dB = results_of(write, x, dh, dz, h)
+    assert dA.dtype == dtypes[0] and dB.dtype == dtypes[1]
+    for got, u, v in ((dA, dh, x), (dB, dz, h)):
+        assert_within(got, (u.float().T @ v.float()).to(got.dtype), u.double().T @ v.double(), "a factor")
+
+
+@pytest.mark.parametrize(("tokens", "need_B", "launches"), [(512, True, 1), (512, False, 0), (8192, True, 0)])
+def test_few_tokens_take_one_launch_for_both(tokens, need_B, launches):
+    x, la = alike(tokens, 8192, dtype=BF16), layer(8192, 8192, 128, BF16, BF16)
+    likes, needs = (x, alike(tokens, 128, dtype=BF16), x, x, *la), (True, need_B, True, False, False)
+    assert kernels(plan_backward(likes, gpu(90), 0.0, "lora", (False,), True, needs))["factors_kernel"] == launches
