@@ -7,8 +7,8 @@ a tile and a segment with zeros in the rows of others, so that the steps of low 
 loop as those of x W (see gemm.py). g of a tile of one adapter is a vector; elsewhere each row fetches its own. Zeros times what
 is not finite are NaN: an adapter that holds such numbers is left out of tiles that others share, and gets a g of NaN.
 
-The same product serves experts, w (G, K, N) and bias (G, N): a tile of rows then has one segment, at whose first row the first of
-them begins, and reads the matrix of that segment. Rows behind the last segment are zeros.
+The same product serves experts, w (G, K, N) and bias (G, N): a tile of rows then has one segment, whose first tile begins
+at its first row, and reads the matrix of that segment. Rows behind the last segment are zeros.
 """
 
 from __future__ import annotations
@@ -153,8 +153,9 @@ def low_rank_input(
     tile, half = shape.BLOCK_M, x.dtype != torch.float32
     pairs = cdiv(M, tile) + G
     width, experts = cdiv(R, 8) * 8, shape.experts > 0
+    pad: Array | None = h
     if experts and padded and is_tma_compatible(h):
-        padded, pad = False, h
+        padded = False
     else:
         pad = plan.temp((M if experts else pairs * tile, R), x.dtype, (width, 1)) if padded else None
     block_m = min(tile, 32 if R <= 32 else 64)

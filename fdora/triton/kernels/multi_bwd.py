@@ -81,7 +81,19 @@ def multi_finish_kernel(
             top = lo.to(tl.int64)
             dya, ba = dy + top * stride_dy, b + tl.cast(a, tl.int64) * stride_ba
             exact = dot_rows(
-                dya, x + top * stride_xm, w + tl.cast(a, tl.int64) * stride_we, n, N, hi - lo, K, stride_dy, stride_xm, 1, stride_wn, stride_wk, BLOCK_N
+                dya,
+                x + top * stride_xm,
+                w + tl.cast(a, tl.int64) * stride_we,
+                n,
+                N,
+                hi - lo,
+                K,
+                stride_dy,
+                stride_xm,
+                1,
+                stride_wn,
+                stride_wk,
+                BLOCK_N,
             )
             exact += dot_rows(
                 dya, h + top * stride_hm, ba, n, N, hi - lo, R, stride_dy, stride_hm, 1, stride_bn, stride_br, BLOCK_N
