@@ -19,7 +19,8 @@ forward keeps for its backward beside parameters and x.
     fdora           dora_experts, dora_experts_mlp
     fdora_inside    the same, its norms computed in every call
 
-An MLP of a rival takes the rows of each token by an index that is there, and adds them up by index_add; fdora sorts in its call.
+An MLP of a rival takes the rows of each token by an index that is there, and adds them up by index_add; fdora sorts in its
+call.
 ``norm``: all norms of a stack in one launch, one expert's after the other, and by dora_norm_tree.
 
 Before it is timed every fdora way is compared with float64: samples of y, dx and the gates' gradients, and all of one expert's

@@ -356,6 +356,22 @@ def calls_of_experts(M, N, K, r, E, dtype, adapter=None):
         for pre_scale in {dtype == FP32 or bias, True}:
             yield multi.plan_backward, [dy, x, h, dy, *tensors], (pre_scale, (), 0.0, (*(True,) * 5, bias))
         yield plan_bank_norm, [tensors[0], tensors[1], tensors[2], tensors[6]], ((), None)
+    yield from calls_around_experts(M, N, dtype)
+
+
+def calls_around_experts(M, N, dtype):
+    """k = 2."""
+    from fdora.triton import experts
+
+    order, place = alike(M, dtype=torch.int64), alike(M // 2, 2, dtype=torch.int64)
+    x, rows = alike(M // 2, N, dtype=dtype), alike(M, N, dtype=dtype)
+    for gates in (None, alike(M // 2, 2, dtype=dtype), alike(M // 2, 2, dtype=FP32)):
+        yield experts.plan_spread, [x, order, gates], (2,)
+        yield experts.plan_combine, [rows, place, gates], (2,)
+    yield experts.plan_gates, [x, rows, place], (2, dtype)
+    for act in ("silu", "gelu", "gelu_tanh", "gpt_oss"):
+        yield experts.plan_gated, [alike(M, 2 * N, dtype=dtype)], (act,)
+        yield experts.plan_gated_bwd, [rows, alike(M, 2 * N, dtype=dtype)], (act,)
 
 
 def every_call():
