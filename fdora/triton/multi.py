@@ -115,7 +115,7 @@ def plan_forward(likes: Sequence[Like | None], device: Device, ranks: tuple[int,
     shape = shape_of(plan, x, out, W, R, pre_scale is not None, False)
     right = Right(W, bank.B, True)
     laid = lay(plan, right, shape, t, ranks or None, table)
-    found = routes(plan, bank, M, table, shape, None if laid is None else laid.flags, out)
+    found = routes(plan, bank, M, table, shape, None if laid is None else laid.flags, out, pre_scale)
     xd = drop(plan, x, bank, found.ids, p)
     pad = low_rank_input(plan, xd, bank.A, False, bank, table, shape, h)
     multi_gemm(plan, x, h, pad, right, laid, bank, found, shape, Wanted(out, pre_scale, bank.bias))

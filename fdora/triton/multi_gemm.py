@@ -119,11 +119,13 @@ def most_tiles(M: int, shape: Shape) -> int:
 
 
 def routes(
-    plan: Builder, bank: Any, M: int, ranks: Array | None, shape: Shape, flags: Array | None = None, out: Array | None = None
-) -> Routes:
-    """``flags``: which adapters hold what is not finite; they get a g that is a NaN. ``out``: what the product will write; of
-    experts, its rows behind the last segment are filled."""
+    plan: Builder, bank: Any, M: int, ranks: Array | None, shape: Shape, flags: Array | None = None, out: Array | None = None,
+    pre_scale: Array | None = None,
+) -> Routes:  # fmt: skip
+    """``flags``: which adapters hold what is not finite; they get a g that is a NaN. ``out`` and ``pre_scale``: what the
+    product will write; of experts, rows behind the last segment are filled."""
     (G, R, _), N, experts = bank.A.shape, bank.B.shape[1], shape.experts > 0
+    out, pre_scale = (out, pre_scale) if experts else (None, None)
     tiles, span = most_tiles(M, shape), cdiv(R, shape.BLOCK_R)
     route = plan.temp((tiles + 1, 4), torch.int32)
     ids = None if experts else plan.temp((M,), torch.int32)
@@ -131,13 +133,13 @@ def routes(
     with_g = bank.m is not None or flags is not None
     g = plan.temp((G + 1, N), torch.float32) if with_g else None
     blocks = (G + 1) * cdiv(N, BLOCK_GN) if with_g else 0
-    out = out if experts else None
     width = 0 if out is None else out.shape[1]
     plan.launch(
         multi_routes_kernel, (tiles + blocks + (cdiv(M, TAIL_M) if width else 0),),
-        (bank.offsets, ranks, flags, bank.m, bank.c, ids, route, steps, g, out, M, G, N, R, span, tiles, blocks, width),
-        (ranks is not None, bank.m is not None, with_g, 0 if flags is None else flags.shape[1], experts, shape.BLOCK_M,
-         shape.BLOCK_R, block_of(G), BLOCK_GN), 4,
+        (bank.offsets, ranks, flags, bank.m, bank.c, ids, route, steps, g, out, pre_scale, M, G, N, R, span, tiles, blocks,
+         width),
+        (ranks is not None, bank.m is not None, with_g, 0 if flags is None else flags.shape[1], experts, pre_scale is not None,
+         shape.BLOCK_M, shape.BLOCK_R, block_of(G), BLOCK_GN), 4,
     )  # fmt: skip
     return Routes(ids, route, steps, g, ranks)
 

@@ -158,13 +158,13 @@ def _zero_tail(strip, out, offsets, M, G, width, BLOCK_M: tl.constexpr, BLOCK_N:
 
 @triton.jit(launch_metadata=launched)
 def multi_routes_kernel(
-    offsets, ranks, flags, m, c, ids, route, steps, g, out, M, G, N, R, span, tiles, blocks, width,
+    offsets, ranks, flags, m, c, ids, route, steps, g, out, pre_scale, M, G, N, R, span, tiles, blocks, width,
     HAS_RANKS: tl.constexpr, HAS_M: tl.constexpr, HAS_G: tl.constexpr, FLAGS: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    STORE_PRE_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Of each tile of rows: its first and last segment, and its steps of low rank (adapter and slab), one after the other.
     Of each token its segment, and of each segment g: 1 behind the last adapter. EXPERTS: see _route_experts; the last
-    programs write zeros behind the last segment of ``out``, ``width`` columns."""
+    programs write zeros behind the last segment of ``out`` and ``pre_scale``, ``width`` columns."""
     pid = tl.program_id(0)
     if pid < tiles:
         if EXPERTS:
@@ -173,6 +173,8 @@ def multi_routes_kernel(
             _route(pid, offsets, ranks, flags, ids, route, steps, M, G, R, span, HAS_RANKS, FLAGS, BLOCK_M, BLOCK_R, BLOCK_G)
     elif EXPERTS and pid >= tiles + blocks:
         _zero_tail(pid - tiles - blocks, out, offsets, M, G, width, 64, 64)
+        if STORE_PRE_SCALE:
+            _zero_tail(pid - tiles - blocks, pre_scale, offsets, M, G, width, 64, 64)
     elif HAS_G:
         across = tl.cdiv(N, BLOCK_N)
         a = (pid - tiles) // across
