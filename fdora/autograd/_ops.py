@@ -50,6 +50,11 @@ class Backend:
     multi_bwd: Callable[[Tensor, Tensor, Bank, Tensor, tuple[Tensor, ...], BankNeeds], tuple[Tensor | None, ...]]
     bank_norm: Callable[[Tensor, Tensor, Tensor, Tensor, tuple[int, ...] | None, int | None], Tensor]
     route: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    experts_spread: Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
+    experts_combine: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    experts_gates: Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor]
+    experts_act: Callable[[Tensor, str], Tensor]
+    experts_act_backward: Callable[[Tensor, Tensor, str], Tensor]
     embedding_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup], Tensor]
     embedding_bwd: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup, Needs], tuple[Tensor | None, ...]
@@ -86,6 +91,11 @@ OPS: dict[str, Backend] = {
         multi_bwd=eager.multi.multi_bwd,
         bank_norm=eager.multi.bank_norm,
         route=eager.multi.route,
+        experts_spread=eager.experts.spread,
+        experts_combine=eager.experts.combine,
+        experts_gates=eager.experts.gates_bwd,
+        experts_act=eager.experts.gated_fwd,
+        experts_act_backward=eager.experts.gated_bwd,
         embedding_fwd=eager.embedding.embedding_fwd,
         embedding_bwd=eager.embedding.embedding_bwd,
         merge_fwd=eager.merge.merge_fwd,
@@ -114,6 +124,11 @@ def kernels(triton: Any) -> Backend:
         multi_bwd=triton.multi.multi_bwd,
         bank_norm=triton.multi.bank_norm,
         route=triton.multi.route,
+        experts_spread=triton.experts.spread,
+        experts_combine=triton.experts.combine,
+        experts_gates=triton.experts.gates_bwd,
+        experts_act=triton.experts.gated_fwd,
+        experts_act_backward=triton.experts.gated_bwd,
         embedding_fwd=triton.embedding.embedding_fwd,
         embedding_bwd=eager.embedding.embedding_bwd,
         merge_fwd=triton.merge.merge_fwd,

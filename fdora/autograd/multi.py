@@ -37,15 +37,16 @@ class Call(NamedTuple):
     backend: str
     specs: Specs = None
     """Of a quantised weight; :func:`multi` fills it in."""
+    fn: str = "dora_linear_multi"
 
 
 def multi(x: Tensor, bank: Operands, tokens: Tokens, call: Call) -> Tensor:
-    """x (..., K) -> y (..., N). Each tensor of ``bank`` but W and bias has one more axis, of adapters."""
+    """x (..., K) -> y (..., N). Each tensor of ``bank`` but W and bias has one more axis, of adapters; of experts these too."""
     specs = specs_of([bank])
-    call = call if specs is None else Call(call.ranks, call.p, call.save_for_dm, call.backend, specs)
+    call = call if specs is None else Call(call.ranks, call.p, call.save_for_dm, call.backend, specs, call.fn)
     flat = as_matrix(x)
     if no_graph() and not autocast_on(x):
-        ready = _bank(call, *tokens, tuple(flat_of([bank], specs)), x.dtype)
+        ready = bank_of(call, *tokens, tuple(flat_of([bank], specs)), x.dtype)
         y: Tensor = OPS[call.backend].multi_fwd(flat, ready, False)[0]
     else:
         y = apply(Multi, flat, call, *tokens, *flat_of([bank], specs))[0]
@@ -83,8 +84,8 @@ def bank_norm(W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: Tensor, ranks: t
         return torch.cat(parts, 1)
 
 
-def _bank(
-    call: Call, s: Tensor, offsets: Tensor, order: Tensor | None, flat: tuple[Any, ...], dtype: torch.dtype
+def bank_of(
+    call: Any, s: Tensor, offsets: Tensor, order: Tensor | None, flat: tuple[Any, ...], dtype: torch.dtype
 ) -> Bank:  # fmt: skip
     """W is dense and in the dtype of the products: codes are decoded here, and autocast's copy is made once for all."""
     ((W, A, B, m, c, bias, seed),) = layers_of(flat, call.specs, dtype, "eager")
@@ -100,7 +101,7 @@ class Multi(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, call: Call, s: Tensor, offsets: Tensor, order: Tensor | None, *flat: Tensor | None) -> Any:
         with autocast_off(x):
-            y, h, kept = OPS[call.backend].multi_fwd(x, _bank(call, s, offsets, order, flat, x.dtype), call.save_for_dm)
+            y, h, kept = OPS[call.backend].multi_fwd(x, bank_of(call, s, offsets, order, flat, x.dtype), call.save_for_dm)
         return y, h, *kept
 
     @staticmethod
@@ -119,7 +120,7 @@ class Multi(torch.autograd.Function):
         flags = ctx.needs_input_grad
         if dy is None:
             return (None,) * len(flags)
-        call, saved = ctx.call, reread(ctx, "dora_linear_multi", REMEDY)
+        call, saved = ctx.call, reread(ctx, ctx.call.fn, REMEDY)
         needs = BankNeeds(flags[0], *flags[6:11])
         if no_graph() and not autocast_on(dy):
             found = _backward(call, ctx.kept, needs, dy, *saved)
@@ -134,7 +135,7 @@ def _backward(
     call: Call, count: int, needs: BankNeeds, dy: Tensor, x: Tensor, s: Tensor, offsets: Tensor, order: Tensor | None,
     h: Tensor, *rest: Any,
 ) -> Any:  # fmt: skip
-    bank = _bank(call, s, offsets, order, rest[count:], x.dtype)
+    bank = bank_of(call, s, offsets, order, rest[count:], x.dtype)
     return OPS[call.backend].multi_bwd(dy, x, bank, h, rest[:count], needs)
 
 
@@ -148,8 +149,8 @@ class MultiBwd(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+        ctx.fn = inputs[0].fn
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise no_second_derivative("dora_linear_multi")
+        raise no_second_derivative(ctx.fn)

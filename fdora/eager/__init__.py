@@ -8,6 +8,7 @@ from fdora.eager import act as act
 from fdora.eager import compose as compose
 from fdora.eager import conv as conv
 from fdora.eager import embedding as embedding
+from fdora.eager import experts as experts
 from fdora.eager import fp8 as fp8
 from fdora.eager import linear as linear
 from fdora.eager import merge as merge

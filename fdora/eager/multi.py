@@ -52,7 +52,13 @@ def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, 
 def bank_norm(
     W: Tensor, A: Tensor, B: Tensor, s: Tensor, ranks: tuple[int, ...] | None, max_bytes: int | None = None
 ) -> Tensor:
-    """(N, K), (G, r, K), (G, N, r), (G,) -> c (G, N) in acc_dtype(W.dtype). A tile of W serves all adapters at once."""
+    """(N, K), (G, r, K), (G, N, r), (G,) -> c (G, N) in acc_dtype(W.dtype). A tile of W serves all adapters at once.
+
+    W (G, N, K): each adapter, an expert, has its own.
+    """
+    if W.dim() == 3:
+        each = zip(W.split(1), A.split(1), B.split(1), s.split(1), strict=True)
+        return torch.cat([bank_norm(w[0], a, b, own, None, max_bytes) for w, a, b, own in each])
     acc, (N, K) = acc_dtype(W.dtype), W.shape
     rows, cols = tile_of(W, A[0], B[0], False, default_bytes(W.device) if max_bytes is None else max_bytes)
     factors = masked.cut(A, B, ranks)

@@ -13,6 +13,7 @@ from fdora.functional.conv import dora_conv2d as dora_conv2d
 from fdora.functional.conv import dora_conv3d as dora_conv3d
 from fdora.functional.embedding import dora_embedding as dora_embedding
 from fdora.functional.experts import dora_experts as dora_experts
+from fdora.functional.experts_mlp import dora_experts_mlp as dora_experts_mlp
 from fdora.functional.explain import Explanation as Explanation
 from fdora.functional.explain import explain as explain
 from fdora.functional.group import DoraLayer as DoraLayer
@@ -56,6 +57,7 @@ __all__ = [
     "dora_delta",
     "dora_embedding",
     "dora_experts",
+    "dora_experts_mlp",
     "dora_init",
     "dora_init_tree",
     "dora_linear",

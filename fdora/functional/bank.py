@@ -72,13 +72,39 @@ def scalings(fn: str, s: Any, adapters: int, like: Tensor | Weight) -> Tensor:
     return torch.stack([torch.full((), each, dtype=dtype, device=like.device) for each in s])
 
 
+def norm_of_experts(W: Tensor, A: Tensor, B: Tensor, s: Any, refused: dict[str, bool], backend: Backend) -> Tensor:
+    """:func:`dora_norm` of a stack of experts, W (E, N, K)."""
+    fn = "dora_norm"
+    _refuse(fn, refused, "a stack of experts", "Ask for the norm of one expert at a time.")
+    tensors = {"W": W, "A": A, "B": B}
+    check_whole(fn, tensors)
+    sizes = check_shapes(fn, {"W": "E N K", "A": "E r K", "B": "E N r"}, tensors)
+    check_rank(fn, sizes["r"])
+    check_device(fn, "W", tensors)
+    check_dtype(fn, "W", W, FLOATS, "Dequantise or cast it first.")
+    for arg in ("A", "B"):
+        check_dtype(fn, arg, tensors[arg], (torch.float32, W.dtype))
+    check_frozen(fn, "W", W)
+    check_s(fn, s)
+    return bank_norm(W, A, B, scaling_of(s, sizes["E"], W), None, select_backend(W, backend=backend).name)
+
+
+def scaling_of(s: float, experts: int, like: Tensor) -> Tensor:
+    """(E,) in the dtype of sums: one for all."""
+    return torch.full((experts,), s, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+
+
+def _refuse(fn: str, refused: dict[str, bool], what: str, remedy: str) -> None:
+    for arg, given in refused.items():
+        if given:
+            raise fail(fn, arg, f"left out for {what}", "a value", remedy)
+
+
 def norm_of_bank(
     W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: Tensor | Sequence[float], refused: dict[str, bool], backend: Backend
 ) -> Tensor:
     """:func:`dora_norm` of a bank. ``refused``: arguments that have no meaning there, and whether they are given."""
     fn = "dora_norm"
-    for arg, given in refused.items():
-        if given:
-            raise fail(fn, arg, "left out for a bank of adapters", "a value", "Ask for the norm of one adapter at a time.")
+    _refuse(fn, refused, "a bank of adapters", "Ask for the norm of one adapter at a time.")
     adapters = check_bank(fn, {"W": W, "A": A, "B": B})
     return bank_norm(W, A, B, scalings(fn, s, adapters, W), None, select_backend(W, backend=backend).name)

@@ -1,4 +1,4 @@
-"""The adapted experts of a mixture, on tokens that are sorted by expert."""
+"""The adapted experts of a mixture: one layer, on tokens that are sorted by expert or come with the experts of each."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from torch import Tensor
 
 from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, check_whole, fail
 from fdora._dispatch import Backend
+from fdora._records import Operands
+from fdora.autograd.experts import Route, combine, spread
+from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, route
 from fdora.autograd.norm import is_real
-from fdora.functional.linear import dora_linear
+from fdora.functional.backend import select_backend
+from fdora.functional.bank import scaling_of
+from fdora.functional.linear import cast_x, dora_linear, save_for_dm
 from fdora.functional.norm import WIDE
 from fdora.quant import QuantWeight
 
@@ -24,54 +29,103 @@ def dora_experts(
     m: Tensor,
     *,
     s: float,
-    offsets: Tensor | Sequence[int],
+    offsets: Tensor | Sequence[int] | None = None,
+    ids: Tensor | None = None,
+    gates: Tensor | None = None,
     bias: Tensor | None = None,
     norm: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """A DoRA layer for each expert: ``y[t] = g[e] * (x[t] @ W[e].T + s * (x[t] @ A[e].T) @ B[e].T) + bias[e]``, e of token t.
 
-    ``g = m / ||W + s * B @ A||`` for each row of each expert. A loop of :func:`dora_linear` over the experts that have tokens:
-    there is no grouped kernel yet.
+    ``g = m / ||W + s * B @ A||`` for each row of each expert. Kernels route the tokens on the device: one grouped product for
+    all experts, that of :func:`dora_linear_multi`. In plain torch a loop of :func:`dora_linear` over the experts that have
+    tokens.
+
+        y = dora_experts(x, W, A, B, m, s=s, offsets=counts.cumsum(0))  # sorted
+        y = dora_experts(x, W, A, B, m, s=s, ids=top_k, gates=weights)  # y[t] = sum of gates[t, j] * (expert ids[t, j] of x[t])
 
     Args:
-      x: (T, K) tokens, those of expert 0 first, float16, bfloat16, float32 or float64.
+      x: (T, K) tokens, float16, bfloat16, float32 or float64; by offsets those of expert 0 first.
       W: (E, N, K) frozen weights, in the dtype of x (any, under autocast). Where a model keeps (E, K, N), its transpose.
       A: (E, r, K), float32 or the dtype of W.
       B: (E, N, r), float32 or the dtype of W.
       m: (E, N), float32 or the dtype of W.
       s: LoRA scaling, usually alpha / r. Not differentiated.
-      offsets: E whole numbers: where the tokens of each expert end, as ``torch.cumsum`` of their counts gives it. A tensor is
-        read by the host, which waits for it; compiled code takes Python numbers alone.
+      offsets: E whole numbers: where the tokens of each expert end, as ``torch.cumsum`` of their counts gives it. Kernels do
+        not look at the values of a tensor on a GPU: they must not decrease or pass T. Plain torch reads it on the host, which
+        waits for it, and compiled takes Python numbers alone.
+      ids: (T, k) or (T,), int64 or int32, instead of offsets: the experts of each token, -1 for none. Plain torch reads how
+        many each has on the host.
+      gates: as ids, any float dtype, or None.
       bias: (E, N), added after g.
-      norm: (E, N) float32 (or float64), :func:`dora_norm` of each expert; None computes that of the experts that have tokens.
+      norm: (E, N) float32 (or float64), :func:`dora_norm` of the stack; None computes it (in plain torch that of the experts
+        that have tokens).
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
-      (T, N), dtype and device of x; rows behind the last offset are zero. Gradients reach x, A, B, m, bias and a given norm,
-      each in its own dtype; those of an expert without tokens are zero.
+      (T, N), dtype and device of x; with ids and no gates (T, k, N), each expert by itself, or (T, N) where ids are (T,). Rows
+      behind the last offset, and those of -1, are zero. Gradients reach x, A, B, m, bias, gates and a given norm, each in its
+      own dtype; those of an expert without tokens are zero.
 
     Raises:
-      FdoraError: shapes, dtypes or devices disagree, W requires grad or is quantised, s is not finite, offsets fall or end
-        behind x, or a compiler meets them as a tensor.
+      FdoraError: shapes, dtypes or devices disagree, W requires grad or is quantised, s is not finite, not exactly one of
+        offsets and ids is given, gates come without ids, offsets fall or end behind x, or a compiler of plain torch meets
+        offsets or ids as a tensor.
       NotImplementedError: a second derivative is asked for.
 
-    Memory: as :func:`dora_linear` for the tokens of each expert; y once more while its parts are put together.
-    References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
+    Memory: as :func:`dora_linear` for the tokens of each expert: x, x @ A.T and y itself or the value before g; by ids T k rows
+    of x and y, whose order takes 24 bytes a row. Derivation: ``fdora/eager/multi.py`` and ``fdora/eager/experts.py``.
+    References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5; Shazeer et al., 2017, arXiv:1701.06538, eq. 2, for the gates.
     """
     fn = "dora_experts"
     check_experts(fn, x, W, A, B, m, s, bias, norm)
-    ends = ends_of(fn, offsets, x.shape[0], W.shape[0])
+    E = W.shape[0]
+    check_route(fn, x, E, offsets, ids, gates)
+    name = select_backend(x, backend=backend).name
+    bank = Operands(W, A, B, m, norm, bias, None)
+    if ids is None:
+        return sorted_rows(fn, x, bank, s, offsets, name)
+    to = route_of(fn, ids, E, name)
+    x = cast_x(fn, x, W)
+    y = combine(sorted_rows(fn, spread(x, to, name), bank, s, to.offsets, name), pairs(gates), to, name)
+    return y.squeeze(1) if gates is None and ids.dim() == 1 else y
+
+
+def sorted_rows(fn: str, x: Tensor, bank: Operands, s: float, offsets: Any, name: str) -> Tensor:
+    """x (T, K), sorted by expert -> (T, N)."""
+    if name != "triton":
+        return _loop(fn, x, bank, s, ends_of(fn, offsets, x.shape[0], bank.W.shape[0]))
+    x = cast_x(fn, x, bank.W)
+    scale, ready = scaled(x, bank, s, name)
+    saves = save_for_dm(ready.m, ready.c, False) != "nothing"  # type: ignore[arg-type]
+    return multi(
+        x, ready, Tokens(scale, ends_on(fn, offsets, x, bank.W.shape[0]), None), Call(None, 0.0, saves, name, None, fn)
+    )
+
+
+def scaled(x: Tensor, bank: Operands, s: float, name: str) -> tuple[Tensor, Operands]:
+    """s of each expert, and the bank with its norms."""
+    W, A, B, m, c, bias, _ = bank
+    assert A is not None and B is not None
+    scale = scaling_of(s, W.shape[0], x)
+    c = bank_norm(W, A, B, scale, None, name) if c is None else c
+    return scale, Operands(W, A, B, m, c.to(torch.promote_types(x.dtype, torch.float32)), bias, None)
+
+
+def _loop(fn: str, x: Tensor, bank: Operands, s: float, ends: list[int]) -> Tensor:
+    W, A, B, m, norm, bias, _ = bank
+    assert A is not None and B is not None and m is not None
     counts = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
     *xs, rest = x.split([*counts, x.shape[0] - ends[-1]])
     lists = [W.unbind(), A.unbind(), B.unbind(), m.unbind()]
     biases, norms = (([None] * len(counts)) if t is None else t.unbind() for t in (bias, norm))
     parts = [
-        dora_linear(part, *operands, s=s, bias=b, norm=c, backend=backend)
+        dora_linear(part, *operands, s=s, bias=b, norm=c, backend="eager")
         for part, count, *operands, b, c in zip(xs, counts, *lists, biases, norms, strict=True)
         if count
     ]
-    like = parts[0] if parts else dora_linear(rest[:0], *(t[0] for t in lists), s=s, norm=_ones(W), backend=backend)
+    like = parts[0] if parts else dora_linear(rest[:0], *(t[0] for t in lists), s=s, norm=_ones(W), backend="eager")
     if rest.shape[0] or not parts:
         parts.append(like.new_zeros(rest.shape[0], W.shape[1]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -83,15 +137,14 @@ def _ones(W: Tensor) -> Tensor:
 
 
 def check_experts(
-    fn: str, x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor, s: float, bias: Tensor | None, norm: Tensor | None
-) -> None:
+    fn: str, x: Tensor, W: Any, A: Any, B: Any, m: Any, s: Any, bias: Tensor | None, norm: Tensor | None
+) -> None:  # fmt: skip
     if isinstance(W, QuantWeight):
         raise fail(fn, "W", "a tensor", "a QuantWeight", "Call dora_linear for each expert: it takes one.")
     spec = {"W": "E N K", "A": "E r K", "B": "E N r", "m": "E N", "bias": "E N", "norm": "E N", "x": "T K"}
     tensors = {"W": W, "A": A, "B": B, "m": m, "bias": bias, "norm": norm, "x": x}
-    maker = "torch.stack([dora_norm(w, a, b, s=s) for w, a, b in zip(W, A, B)])"
     check_whole(fn, tensors)
-    sizes = check_shapes(fn, spec, tensors, "(experts, out, in)", maker)
+    sizes = check_shapes(fn, spec, tensors, "(experts, out, in)", "dora_norm(W, A, B, s=s)")
     check_rank(fn, sizes["r"])
     if sizes["E"] < 1:
         raise fail(fn, "W", "of at least one expert", f"{tuple(W.shape)}", "Stack the weights of the experts.")
@@ -106,11 +159,71 @@ def check_experts(
     check_s(fn, s)
 
 
+def check_route(fn: str, x: Tensor, experts: int, offsets: Any, ids: Tensor | None, gates: Tensor | None) -> None:
+    """What says which token goes where, but for its values."""
+    if (offsets is None) == (ids is None):
+        have = "neither" if ids is None else "both"
+        raise fail(fn, "offsets", "given, or ids, not both", have, "One of them says which experts each token has.")
+    if ids is None:
+        if gates is not None:
+            raise fail(fn, "gates", "None without ids", "a Tensor", "Multiply y, or pass the ids that they belong to.")
+        return
+    check_dtype(fn, "ids", ids, (torch.int64, torch.int32))
+    check_device(fn, "x", {"x": x, "ids": ids, "gates": gates})
+    if ids.dim() not in (1, 2) or ids.shape[0] != x.shape[0]:
+        raise fail(fn, "ids", f"({x.shape[0]}, k), k experts for each token of `x`", tuple(ids.shape), "-1 is no expert.")
+    if gates is not None:
+        check_dtype(fn, "gates", gates, FLOATS)
+        if gates.shape != ids.shape:
+            raise fail(fn, "gates", f"{tuple(ids.shape)}, as `ids`", tuple(gates.shape), "One for each expert of a token.")
+    wrong = fault(None, ids, x.shape[0], experts)
+    if wrong:
+        raise fail(fn, "ids", f"from -1 to {experts - 1}", wrong, "They number the experts of `W`.")
+
+
+def pairs(gates: Tensor | None) -> Tensor | None:
+    return gates[:, None] if gates is not None and gates.dim() == 1 else gates
+
+
+def route_of(fn: str, ids: Tensor, experts: int, name: str) -> Route:
+    """(T, k) or (T,) -> the pairs of tokens and experts, sorted; kernels do not wait for it."""
+    if name != "triton" and not is_real(ids):
+        raise fail(
+            fn, "ids", "read by the host in plain torch", "code that is compiled, mapped or on meta",
+            "Call it outside, or sort the tokens and pass offsets.tolist().",
+        )  # fmt: skip
+    offsets, order = route(ids.reshape(-1), experts, name)
+    place = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+    return Route(offsets, order, place.reshape(ids.shape[0], -1))
+
+
+def ends_on(fn: str, offsets: Any, x: Tensor, experts: int) -> Tensor:
+    """(E,) int32 on the device of x. Numbers are copied there; a tensor there is not looked at."""
+    if not isinstance(offsets, Tensor):
+        return torch.tensor(ends_of(fn, offsets, x.shape[0], experts), dtype=torch.int32, device=x.device)
+    _check_offsets(fn, offsets, experts)
+    check_device(fn, "x", {"x": x, "offsets": offsets})
+    wrong = fault(offsets, None, x.shape[0], experts)
+    if wrong:
+        raise fail(fn, "offsets", "rising, and the ends of segments of `x`", wrong, "Pass counts.cumsum(0).")
+    return offsets.to(torch.int32)
+
+
+def _check_offsets(fn: str, offsets: Tensor, experts: int) -> None:
+    check_dtype(fn, "offsets", offsets, (torch.int64, torch.int32))
+    check_shapes(fn, {"offsets": "E"}, {"offsets": offsets})
+    _check_count(fn, offsets.shape[0], experts)
+
+
+def _check_count(fn: str, have: int, experts: int) -> None:
+    if have != experts:
+        raise fail(fn, "offsets", f"{experts} numbers (the experts of `W`)", have, "The end of each, without a 0 in front.")
+
+
 def ends_of(fn: str, offsets: Any, tokens: int, experts: int) -> list[int]:
     """On the host."""
     if isinstance(offsets, Tensor):
-        check_dtype(fn, "offsets", offsets, (torch.int64, torch.int32))
-        check_shapes(fn, {"offsets": "E"}, {"offsets": offsets})
+        _check_offsets(fn, offsets, experts)
         if not is_real(offsets):
             remedy = "Call it outside, or pass offsets.tolist()."
             raise fail(fn, "offsets", "Python numbers in code that is compiled, mapped or on meta", "a Tensor", remedy)
@@ -119,10 +232,7 @@ def ends_of(fn: str, offsets: Any, tokens: int, experts: int) -> list[int]:
         ends = list(offsets) if isinstance(offsets, (list, tuple)) else [None]
         if not all(isinstance(end, (int, torch.SymInt)) and not isinstance(end, bool) for end in ends):
             raise fail(fn, "offsets", "a tensor or a list of whole numbers", repr(offsets), "Pass counts.cumsum(0).")
-    if len(ends) != experts:
-        raise fail(
-            fn, "offsets", f"{experts} numbers (the experts of `W`)", len(ends), "The end of each, without a 0 in front."
-        )
+        _check_count(fn, len(ends), experts)
     if any(b > e for b, e in zip([0, *ends], [*ends, tokens], strict=True)):
         raise fail(fn, "offsets", f"rising from 0 to {tokens} at most (the tokens of `x`)", ends, "Pass counts.cumsum(0).")
     return ends

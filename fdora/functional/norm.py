@@ -32,7 +32,7 @@ from fdora.autograd.norm import guarded_norm, row_norm, row_sqnorm, scale, small
 from fdora.autograd.norm import kept_norm as kept_norm
 from fdora.autograd.sharded import sharded_guarded_norm, sharded_norm
 from fdora.functional.backend import select_backend
-from fdora.functional.bank import norm_of_bank
+from fdora.functional.bank import norm_of_bank, norm_of_experts
 from fdora.functional.norm_state import NormState, ShardNormState, check_state
 from fdora.quant import QuantWeight
 
@@ -87,7 +87,8 @@ def dora_norm(
 
     Args:
       W: (N, K) frozen weight, float16, bfloat16, float32 or float64; any strides. Or a :class:`fdora.quant.QuantWeight`, whose
-        norm is that of the weight before it is rounded to W.dtype; never more than some rows of it are dense.
+        norm is that of the weight before it is rounded to W.dtype; never more than some rows of it are dense. Or (E, N, K), a
+        stack of experts with A (E, r, K), B (E, N, r) and one s: all their norms in one launch. It takes backend beside them.
       A: (r, K), float32 or the dtype of W. Or (G, r, K), a bank of adapters: one pass over W gives the norms of all. Of the
         rest a bank takes s, a tensor (G,) or G numbers, and backend.
       B: (N, r), float32 or the dtype of W; (G, N, r) in a bank.
@@ -111,8 +112,8 @@ def dora_norm(
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
-      (N,), for norm_axis=0 (K,), of a bank (G, N), float32 (float64 for a float64 W), never rounded below that. A row with a
-      NaN is NaN; the others are not. With a group the bits are the same in every process of it.
+      (N,), for norm_axis=0 (K,), of a bank (G, N), of experts (E, N), float32 (float64 for a float64 W), never rounded below
+      that. A row with a NaN is NaN; the others are not. With a group the bits are the same in every process of it.
       With a state: ``NormState(c, fingerprint)``, c the same bit for bit; with a group too ``ShardNormState(c, fingerprint,
       part)``, where part, the norm of these columns, is what is reused.
 
@@ -128,6 +129,8 @@ def dora_norm(
     if isinstance(A, Tensor) and A.dim() == 3:
         refused = {"norm_axis": norm_axis != 1, "detach": not detach, "squared": squared}
         refused |= {"base_sqnorm": base_sqnorm is not None, "max_bytes": max_bytes is not None, "state": state is not None}
+        if isinstance(W, Tensor) and W.dim() == 3:
+            return norm_of_experts(W, A, B, s, refused | {"group": group is not None}, backend)
         return norm_of_bank(W, A, B, s, refused, backend)
     fn = "dora_norm"
     if not (type(W) in PLAIN and type(A) in PLAIN and type(B) in PLAIN) and is_sharded(W, A, B):

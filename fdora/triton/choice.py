@@ -58,12 +58,26 @@ def fused_config(
     return _fused(M, N, K, r, trans_b, extra, tma, gpu_of(capability, num_sms), capability)[0]
 
 
+@lru_cache(4096)
+def grouped_config(
+    M: int, N: int, K: int, r: int, groups: int, trans_b: bool, tma: bool, capability: int, num_sms: int
+) -> GemmConfig:  # fmt: skip
+    """The same where each group of rows has a W of its own. A group ends in the middle of a tile, so each costs half of one
+    more; the rows that leave at its end go by pointers, another tile in shared memory. Not fitted: the numbers are those of
+    one W."""
+    return _fused(M, N, K, r, trans_b, True, tma, gpu_of(capability, num_sms), capability, groups)[0]
+
+
 def _fused(
-    M: int, N: int, K: int, r: int, trans_b: bool, extra: bool, tma: bool, gpu: Gpu, capability: int
+    M: int, N: int, K: int, r: int, trans_b: bool, extra: bool, tma: bool, gpu: Gpu, capability: int, groups: int = 0
 ) -> tuple[GemmConfig, float]:  # fmt: skip
+    found = tiles(trans_b, extra, tma and 90 <= capability < 120, capability)
+    if groups and not trans_b:  # what a tile reads of the next matrix must not be summed up: 0 times a NaN is one
+        inside = {config: fit for config, fit in found.items() if not config.tma or K % config.BLOCK_K == 0}
+        found = inside or tiles(trans_b, extra, False, capability)
     times = {
-        config: fused_us(M, N, K, r, Tile(*config[1:4], together(config)), fit, gpu)
-        for config, fit in tiles(trans_b, extra, tma and 90 <= capability < 120, capability).items()
+        config: fused_us(M + groups * config.BLOCK_M // 2, N, K, r, Tile(*config[1:4], together(config)), fit, gpu, groups)
+        for config, fit in found.items()
     }
     return min(times.items(), key=lambda item: item[1])
 

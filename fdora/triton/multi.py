@@ -4,6 +4,9 @@ Half precision. Forward: h = s_a x A_a^T by segments, then one product for all t
 (multi_gemm.py); up to 64 tokens: multi_small.py. Backward: multi_bwd.py. Inside, tokens are sorted; what comes in another
 order is copied into it and back. float32, and the dx of a call with dropout: the product by cuBLAS, the rest in one pass.
 
+W of three axes, and a bias of two: each adapter is an expert with a W of its own. The same plans with another grouping of the
+rows into tiles (multi_gemm.py); float32 then is a Triton product too, since cuBLAS would want lengths.
+
 Nothing asks for a length: grids depend on M, G and shapes alone. What is not finite in an adapter makes its own tokens NaN (all
 of them by TMA) and nobody else's.
 """
@@ -20,7 +23,7 @@ from fdora._records import Bank, BankNeeds
 from fdora._torch import needs_dispatcher
 from fdora.triton.copy import in_dtype, operand
 from fdora.triton.multi_bwd import Out, backward
-from fdora.triton.multi_gemm import Right, Wanted, lay, low_rank_input, multi_gemm, rank_table, routes, shape_of
+from fdora.triton.multi_gemm import Right, Wanted, lay, low_rank_input, multi_gemm, rank_table, routes, shape_of, turned
 from fdora.triton.multi_norm import bank_norm as bank_norm
 from fdora.triton.multi_route import route as route
 from fdora.triton.multi_rows import drop, sort, unsort
@@ -85,7 +88,7 @@ def saves_pre_scale(dtype: torch.dtype, bank: Any) -> bool:
 def _read_bank(plan: Builder, likes: Sequence[Like | None]) -> Any:
     W, A, B, m, c, bias, s, offsets, order, seed = likes
     return Bank(
-        plan.matrix(W), plan.matrix(A), plan.matrix(B), plan.flat(m), plan.flat(c), plan.vector(bias), plan.vector(s),
+        plan.stack(W), plan.matrix(A), plan.matrix(B), plan.flat(m), plan.flat(c), plan.flat(bias), plan.vector(s),
         plan.vector(offsets), plan.vector(order), plan.vector(seed), None,
     )  # fmt: skip
 
@@ -101,23 +104,26 @@ def plan_forward(likes: Sequence[Like | None], device: Device, ranks: tuple[int,
         plan.path = "no tokens"
         return plan.plan()
     table = rank_table(plan, ranks or None)
-    if t != torch.float32 and is_small(M) and bank.seed is None:
+    experts = len(bank.W.shape) == 3
+    if t != torch.float32 and is_small(M) and bank.seed is None and not experts:
         plan.path = f"few tokens: one pass over W; up to {LIMIT} tokens reading it is what a call costs"
         multi_small(plan, x, bank._replace(W=in_dtype(plan, bank.W, t)), table, y, h, pre_scale)
         return plan.plan()
     x = sort(plan, x, bank.order)
     out = y if bank.order is None else plan.temp((M, N), t)
-    W = operand(plan, in_dtype(plan, bank.W, t)).T
+    W = turned(bank.W) if experts else operand(plan, in_dtype(plan, bank.W, t)).T
     shape = shape_of(plan, x, out, W, R, pre_scale is not None, False)
     right = Right(W, bank.B, True)
     laid = lay(plan, right, shape, t, ranks or None, table)
-    found = routes(plan, bank, M, table, shape, None if laid is None else laid.flags)
+    found = routes(plan, bank, M, table, shape, None if laid is None else laid.flags, out, pre_scale)
     xd = drop(plan, x, bank, found.ids, p)
     pad = low_rank_input(plan, xd, bank.A, False, bank, table, shape, h)
     multi_gemm(plan, x, h, pad, right, laid, bank, found, shape, Wanted(out, pre_scale, bank.bias))
     if bank.order is not None:
         unsort(plan, out, bank.order, y)
-    if t == torch.float32:
+    if experts:
+        plan.path = "x A_e^T by segments, then one grouped product; g inside, the tiles routed on the device"
+    elif t == torch.float32:
         plan.path = "the product by cuBLAS, then the terms of low rank and g in one pass"
     else:
         plan.path = f"x A_a^T by segments, then one fused product; g inside, more than {LIMIT} tokens fill its tiles"
@@ -138,10 +144,12 @@ def plan_backward(
     dB = plan.result("dB", bank.B.shape, bank.B.dtype) if need.B else None
     dm = plan.result("dm", (G, N), bank.m.dtype) if need.m else None
     dc = plan.result("dc", (G, N), f32) if need.c else None
-    dbias = plan.result("dbias", (N,), f32) if need.bias else None
+    experts = len(bank.W.shape) == 3
+    dbias = plan.result("dbias", (G, N) if experts else (N,), f32) if need.bias else None
     order = bank.order
     out = Out(dx if order is None or dx is None else plan.temp(x.shape, x.dtype), dA, dB, dm, dc, dbias)
-    bank = bank._replace(W=operand(plan, in_dtype(plan, bank.W, x.dtype)))
+    if not experts:
+        bank = bank._replace(W=operand(plan, in_dtype(plan, bank.W, x.dtype)))
     x, dy = sort(plan, x, order), sort(plan, dy, order)
     kept = kept if pre_scale else sort(plan, kept, order)
     backward(plan, dy, x, bank, h, kept, pre_scale, ranks or None, p, out)
@@ -157,7 +165,7 @@ def plan_backward(
 
 def _fake_multi(x, bank, ranks, p, save_for_dm):
     W, A, bias = bank[0], bank[1], bank[5]
-    M, N = x.shape[0], W.shape[0]
+    M, N = x.shape[0], W.shape[-2]
     out = [x.new_empty((M, N)), x.new_empty((M, A.shape[1]))]
     return out + [x.new_empty((M, N))] * (save_for_dm and (bias is not None or x.dtype == torch.float32))
 
@@ -168,7 +176,7 @@ def _fake_multi_backward(dy, x, h, kept, pre_scale, bank, ranks, p, needs):
     made = []
     for like, need, name in zip(full, needs, BankNeeds._fields, strict=True):
         if need:
-            shape = (W.shape[0],) if name == "bias" else like.shape
+            shape = W.shape[:-1] if name == "bias" else like.shape
             made.append(x.new_empty(shape, dtype=torch.float32 if name in ("c", "bias") else like.dtype))
     return made
 

@@ -63,7 +63,7 @@ def backward(
     ranks = rank_table(plan, numbers)
     right = Right(bank.W, bank.A, False)
     laid = None if out.dx is None else lay(plan, right, shape, t, numbers, ranks)
-    found = routes(plan, bank, M, ranks, shape, None if laid is None else laid.flags)
+    found = routes(plan, bank, M, ranks, shape, None if laid is None else laid.flags, out.dx)
     fused = _scale(plan, dy, x, bank, h, kept, pre_scale, found, dz, out)
     if dz is None:
         return
@@ -110,7 +110,12 @@ def _scale(
         )  # fmt: skip
     if out.dbias is not None:
         assert partial_bias is not None
-        column_sums(plan, partial_bias, out.dbias)
+        if len(out.dbias.shape) == 2:
+            plan.launch(
+                multi_sum_kernel, (cdiv(N, SUM), G), (partial_bias, bank.offsets, out.dbias, M, G, N), (rows, SUM), 4
+            )  # fmt: skip
+        else:
+            column_sums(plan, partial_bias, out.dbias)
     if need_m:
         assert h is not None
         info = torch.finfo(dy.dtype)
@@ -119,7 +124,7 @@ def _scale(
         plan.launch(
             multi_finish_kernel, (cdiv(N, FINISH_N), G),
             (dy, x, bank.W, h, bank.B, found.g, bank.c, bank.offsets, partial_m, out.dm, out.dc, M, G, N, K, R, tiny,
-             dy.stride[0], x.stride[0], *bank.W.stride, h.stride[0], *by_b),
+             dy.stride[0], x.stride[0], *((0,) if len(bank.W.shape) == 2 else ()), *bank.W.stride, h.stride[0], *by_b),
             (out.dm is not None, out.dc is not None, pre_scale, rows, FINISH_N, FINISH_T), 4,
         )  # fmt: skip
     return partial_B is not None

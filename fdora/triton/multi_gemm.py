@@ -6,6 +6,9 @@ A tile of rows knows the segments that meet it (:class:`Routes`, written on the 
 a tile and a segment with zeros in the rows of others, so that the steps of low rank of a tile are whole products, in the same
 loop as those of x W (see gemm.py). g of a tile of one adapter is a vector; elsewhere each row fetches its own. Zeros times what
 is not finite are NaN: an adapter that holds such numbers is left out of tiles that others share, and gets a g of NaN.
+
+The same product serves experts, w (G, K, N) and bias (G, N): a tile of rows then has one segment, whose first tile begins
+at its first row, and reads the matrix of that segment. Rows behind the last segment are zeros.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdora.triton.choice import fused_config
+from fdora.triton.choice import fused_config, grouped_config
 from fdora.triton.configs import GemmConfig, power_of_two
 from fdora.triton.dropout import threshold
 from fdora.triton.kernels.multi import multi_h_kernel, multi_ranks_kernel, multi_routes_kernel
@@ -28,6 +31,9 @@ from fdora.triton.runtime.plan import Array, Tile
 BLOCK_GN = 1024  # columns of g that a program writes
 EPILOGUE_M, EPILOGUE_N = 64, 64
 RANKS = 32  # that one launch writes
+TAIL_M = 64  # rows that a program fills with zeros
+# Of experts in float32: digits of float32, whatever matmul precision torch is set to.
+EXPERTS_F32 = GemmConfig(False, 64, 64, 32, 8, False, False, 4, 2)
 
 
 def block_of(G: int) -> int:
@@ -41,15 +47,45 @@ class Shape(NamedTuple):
     config: GemmConfig | None
     BLOCK_M: int
     BLOCK_R: int  # a step of low rank
+    experts: int = 0  # how many matrices w has; 0: one for all
+
+
+def turned(t: Array) -> Array:
+    """A matrix, or each of a stack, transposed."""
+    shape, stride = (*t.shape[:-2], t.shape[-1], t.shape[-2]), (*t.stride[:-2], t.stride[-1], t.stride[-2])
+    return replace(t, shape=shape, stride=stride)
+
+
+def joined(w: Array) -> Array | None:
+    """A stack as one matrix, (G * P, Q) or, where columns have no gaps, its transpose (G * Q, P); None where it is none."""
+    rows = turned(w) if has_columns(w) else w
+    if len(w.shape) == 2:
+        return rows
+    G, P, Q = rows.shape
+    by_w, by_p, by_q = rows.stride
+    return replace(rows, shape=(G * P, Q), stride=(by_p, by_q)) if by_w == P * by_p or G == 1 else None
+
+
+def has_columns(w: Array) -> bool:
+    """Whether the columns of a matrix have no gaps, and its rows do."""
+    return w.stride[-2] == 1 and w.stride[-1] != 1
 
 
 def shape_of(plan: Builder, x: Array, out: Array, w: Array, R: int, extra: bool, masked: bool) -> Shape:
-    """w (K, N). ``extra``: one more tile leaves at the end. ``masked``: dropout, whose mask is not of the base product."""
-    (M, K), N = x.shape, out.shape[1]
+    """w (K, N), or (G, K, N) of experts. ``extra``: one more tile leaves at the end. ``masked``: dropout, whose mask is not of
+    the base product."""
+    (M, K), N, on = x.shape, out.shape[1], plan.device
+    trans, matrix = has_columns(w), joined(w)
+    if len(w.shape) == 3:
+        G = w.shape[0]
+        tma = matrix is not None and all(map(is_tma_compatible, (x, out, matrix)))
+        if x.dtype == torch.float32:
+            return Shape(EXPERTS_F32, EXPERTS_F32.BLOCK_M, min(32, power_of_two(R)), G)
+        config = grouped_config(M, N, K, R, G, trans, tma, on.capability, on.num_sms)
+        return Shape(config, config.BLOCK_M, config.BLOCK_K if config.tma else min(config.BLOCK_K, power_of_two(R)), G)
     if x.dtype == torch.float32 or masked:
         return Shape(None, EPILOGUE_M, min(64, power_of_two(R)))
-    trans = w.stride[0] == 1 and w.stride[1] != 1
-    tma, on = all(map(is_tma_compatible, (x, out, w.T if trans else w))), plan.device
+    tma = matrix is not None and all(map(is_tma_compatible, (x, out, matrix)))
     config = fused_config(M, N, K, R, trans, extra, tma, on.capability, on.num_sms)
     return Shape(config, config.BLOCK_M, config.BLOCK_K if config.tma else min(config.BLOCK_K, power_of_two(R)))
 
@@ -57,9 +93,9 @@ def shape_of(plan: Builder, x: Array, out: Array, w: Array, R: int, extra: bool,
 class Routes(NamedTuple):
     """Whose tokens are where, for tiles of BLOCK_M rows."""
 
-    ids: Array  # (M,) segment of each token
-    route: Array  # (tiles, 4) first and last segment, steps of low rank and where they begin
-    steps: Array  # adapter * 32768 + slab
+    ids: Array | None  # (M,) segment of each token; not of experts
+    route: Array  # (tiles + 1, 4) first and last segment, steps of low rank and where they begin; of experts: kernels/multi.py
+    steps: Array | None  # adapter * 32768 + slab
     g: Array | None  # (G + 1, N), 1 behind the last adapter
     ranks: Array | None  # (G,)
 
@@ -77,20 +113,33 @@ def rank_table(plan: Builder, ranks: tuple[int, ...] | None) -> Array | None:
     return out
 
 
-def routes(plan: Builder, bank: Any, M: int, ranks: Array | None, shape: Shape, flags: Array | None = None) -> Routes:
-    """``flags``: which adapters hold what is not finite; they get a g that is a NaN."""
-    (G, R, _), N = bank.A.shape, bank.B.shape[1]
-    tiles, span = cdiv(M, shape.BLOCK_M), cdiv(R, shape.BLOCK_R)
-    ids, route = plan.temp((M,), torch.int32), plan.temp((tiles, 4), torch.int32)
-    steps = plan.temp(((tiles + G) * span,), torch.int32)
+def most_tiles(M: int, shape: Shape) -> int:
+    """Tiles of rows that there may be."""
+    return cdiv(M, shape.BLOCK_M) + shape.experts
+
+
+def routes(
+    plan: Builder, bank: Any, M: int, ranks: Array | None, shape: Shape, flags: Array | None = None, out: Array | None = None,
+    pre_scale: Array | None = None,
+) -> Routes:  # fmt: skip
+    """``flags``: which adapters hold what is not finite; they get a g that is a NaN. ``out`` and ``pre_scale``: what the
+    product will write; of experts, rows behind the last segment are filled."""
+    (G, R, _), N, experts = bank.A.shape, bank.B.shape[1], shape.experts > 0
+    out, pre_scale = (out, pre_scale) if experts else (None, None)
+    tiles, span = most_tiles(M, shape), cdiv(R, shape.BLOCK_R)
+    route = plan.temp((tiles + 1, 4), torch.int32)
+    ids = None if experts else plan.temp((M,), torch.int32)
+    steps = None if experts else plan.temp(((tiles + G) * span,), torch.int32)
     with_g = bank.m is not None or flags is not None
     g = plan.temp((G + 1, N), torch.float32) if with_g else None
     blocks = (G + 1) * cdiv(N, BLOCK_GN) if with_g else 0
+    width = 0 if out is None else out.shape[1]
     plan.launch(
-        multi_routes_kernel, (tiles + blocks,),
-        (bank.offsets, ranks, flags, bank.m, bank.c, ids, route, steps, g, M, G, N, R, span, tiles),
-        (ranks is not None, bank.m is not None, with_g, 0 if flags is None else flags.shape[1], shape.BLOCK_M, shape.BLOCK_R,
-         block_of(G), BLOCK_GN), 4,
+        multi_routes_kernel, (tiles + blocks + (cdiv(M, TAIL_M) if width else 0),),
+        (bank.offsets, ranks, flags, bank.m, bank.c, ids, route, steps, g, out, pre_scale, M, G, N, R, span, tiles, blocks,
+         width),
+        (ranks is not None, bank.m is not None, with_g, 0 if flags is None else flags.shape[1], experts, pre_scale is not None,
+         shape.BLOCK_M, shape.BLOCK_R, block_of(G), BLOCK_GN), 4,
     )  # fmt: skip
     return Routes(ids, route, steps, g, ranks)
 
@@ -98,27 +147,33 @@ def routes(plan: Builder, bank: Any, M: int, ranks: Array | None, shape: Shape, 
 def low_rank_input(
     plan: Builder, x: Array, f: Array, trans: bool, bank: Any, ranks: Array | None, shape: Shape, h: Array
 ) -> Array | None:
-    """h = s_a x f_a^T; f (G, R, K), or (G, K, R) where ``trans``. Returns it by pairs, where the product wants that."""
+    """h = s_a x f_a^T; f (G, R, K), or (G, K, R) where ``trans``. Returns it by pairs, where the product wants that, and of
+    experts as TMA reads it."""
     (M, K), R, G = x.shape, h.shape[1], f.shape[0]
     by_bank, by_r, by_k = f.stride if not trans else (f.stride[0], f.stride[2], f.stride[1])
     padded = shape.config is not None and shape.config.tma
     tile, half = shape.BLOCK_M, x.dtype != torch.float32
     pairs = cdiv(M, tile) + G
-    width = cdiv(R, 8) * 8
-    pad = plan.temp((pairs * tile, R), x.dtype, (width, 1)) if padded else None
+    width, experts = cdiv(R, 8) * 8, shape.experts > 0
+    pad: Array | None = h
+    if experts and padded and is_tma_compatible(h):
+        padded = False
+    else:
+        pad = plan.temp((M if experts else pairs * tile, R), x.dtype, (width, 1)) if padded else None
     block_m = min(tile, 32 if R <= 32 else 64)
     block_r = min(64, power_of_two(R))
     block_k = (128 if block_r <= 64 else 64) if half else 32
     plan.launch(
         multi_h_kernel, (cdiv(R, block_r), pairs * (tile // block_m)),
-        (x, f, bank.s, bank.offsets, ranks, h, pad, M, G, K, R, *x.stride, by_bank, by_k, by_r, h.stride[0], width),
-        (ranks is not None, padded, "ieee", tile, block_m, block_r, block_k, block_of(G)), 4, 4 if half else 2,
+        (x, f, bank.s, bank.offsets, ranks, h, pad if padded else None, M, G, K, R, *x.stride, by_bank, by_k, by_r,
+         h.stride[0], width),
+        (ranks is not None, padded, experts, "ieee", tile, block_m, block_r, block_k, block_of(G)), 4, 4 if half else 2,
     )  # fmt: skip
     return pad
 
 
 class Right(NamedTuple):
-    """w (K, N), and the bank b of (R, N) matrices: (G, R, N), or (G, N, R) where ``trans``."""
+    """w (K, N), of experts (G, K, N), and the bank b of (R, N) matrices: (G, R, N), or (G, N, R) where ``trans``."""
 
     w: Array
     b: Array
@@ -145,7 +200,8 @@ def multi_gemm(
     w, b = right.w, right.b
     flags = (found.g is not None, bias is not None, pre_scale is not None)
     by_bank, by_r, by_n = (b.stride[0], b.stride[2], b.stride[1]) if right.trans else b.stride
-    config = shape.config
+    config, experts = shape.config, shape.experts > 0
+    span = N if experts else 0  # of bias
     if config is None:
         wide = plan.temp(out.shape, torch.float32)
         plan.product(wide, x, w)
@@ -158,26 +214,28 @@ def multi_gemm(
         return
     if config.tma:
         bm, bn, bk = config.BLOCK_M, config.BLOCK_N, config.BLOCK_K
-        trans_b = w.stride[0] == 1 and w.stride[1] != 1
+        trans_b, matrix = has_columns(w), joined(w)
         width = bn // 2 if config.EPILOGUE_SUBTILE else bn
         block = (bn, bk) if trans_b else (bk, bn)
-        count = cdiv(M, bm) * cdiv(N, bn)
+        count = most_tiles(M, shape) * cdiv(N, bn)
         programs = min(count, plan.device.num_sms) if config.persistent else count
-        assert pad is not None and laid is not None
+        assert pad is not None and laid is not None and matrix is not None
         plan.launch(
             multi_gemm_tma_kernel, (programs,),
-            (Tile(x, (bm, bk)), Tile(w.T if trans_b else w, block), Tile(pad, (bm, bk)), Tile(laid.matrix, block),
-             Tile(out, (bm, width)), None if pre_scale is None else Tile(pre_scale, (bm, width)), found.g, bias,
-             found.ids, found.route, found.steps, M, N, K, R, laid.height, programs),
-            (trans_b, *flags, bm, bn, bk, config.EPILOGUE_SUBTILE, config.GROUP_M, not INTERPRETED),
+            (Tile(x, (bm, bk)), Tile(matrix, block), Tile(pad, (bm, bk)), Tile(laid.matrix, block),
+             Tile(out, (bm, width)), None if pre_scale is None else Tile(pre_scale, (bm, width)), *(
+             (out, pre_scale) if experts else (None, None)), found.g, bias, found.ids, found.route, found.steps, M, N, K, R,
+             laid.height, (N if trans_b else K) if experts else 0, span, most_tiles(M, shape), programs),
+            (trans_b, *flags, experts, bm, bn, bk, config.EPILOGUE_SUBTILE, config.GROUP_M, not INTERPRETED),
             config.num_warps, config.num_stages,
         )  # fmt: skip
         return
     plan.launch(
-        multi_gemm_pointer_kernel, (cdiv(M, config.BLOCK_M) * cdiv(N, config.BLOCK_N),),
-        (x, w, h, b, out, pre_scale, found.g, bias, found.ids, bank.offsets, found.ranks, found.route, M, N, K, R, G, *x.stride,
-         *w.stride, h.stride[0], by_bank, by_r, by_n),
-        (found.ranks is not None, *flags, config.BLOCK_M, config.BLOCK_N, config.BLOCK_K, shape.BLOCK_R, config.GROUP_M),
+        multi_gemm_pointer_kernel, (most_tiles(M, shape) * cdiv(N, config.BLOCK_N),),
+        (x, w, h, b, out, pre_scale, found.g, bias, found.ids, bank.offsets, found.ranks, found.route, M, N, K, R, G, span,
+         most_tiles(M, shape), *x.stride, w.stride[0] if experts else 0, *w.stride[-2:], h.stride[0], by_bank, by_r, by_n),
+        (found.ranks is not None, *flags, experts, "ieee" if x.dtype == torch.float32 else None, config.BLOCK_M, config.BLOCK_N,
+         config.BLOCK_K, shape.BLOCK_R, config.GROUP_M),
         config.num_warps, config.num_stages,
     )  # fmt: skip
 
@@ -188,11 +246,6 @@ def lay(
     """The bank as the product by TMA reads it beside w: (N, R) each where the columns of w are contiguous, else (R, N)."""
     if shape.config is None or not shape.config.tma:
         return None
-    trans_b = right.w.stride[0] == 1 and right.w.stride[1] != 1
-    b = right.b if right.trans == trans_b else _turned(right.b)  # another layout of W than the usual
-    return as_matrix(plan, b, dtype, not trans_b, shape.config.BLOCK_K, numbers, ranks)
-
-
-def _turned(b: Array) -> Array:
-    (G, P, Q), (by_bank, by_p, by_q) = b.shape, b.stride
-    return replace(b, shape=(G, Q, P), stride=(by_bank, by_q, by_p))
+    trans_b = has_columns(right.w)
+    b = right.b if right.trans == trans_b else turned(right.b)  # another layout of W than the usual
+    return as_matrix(plan, b, dtype, not trans_b, shape.config.BLOCK_K, numbers, ranks, shape.experts > 0)

@@ -29,7 +29,7 @@ from fdora.triton.sums import SUM_N, SUM_T
 def bank_norm(
     W: Tensor, A: Tensor, B: Tensor, s: Tensor, ranks: tuple[int, ...] | None, max_bytes: int | None = None
 ) -> Tensor:
-    """(N, K), (G, r, K), (G, N, r), (G,) -> c (G, N) float32. ``max_bytes`` bounds the partials."""
+    """(N, K), (G, r, K), (G, N, r), (G,) -> c (G, N) float32. ``max_bytes`` bounds the partials. W (G, N, K): of experts."""
     run_it: Any = row_norms if needs_dispatcher(W) else _row_norms
     return run_it(W, A, B, s, list(ranks or ()), max_bytes)
 
@@ -49,7 +49,9 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
     plan = Builder("norms of a bank", device)
     W, A, B = map(plan.matrix, likes[:3])
     s = plan.vector(likes[3])
-    (N, K), (G, R, _) = W.shape, A.shape
+    (N, K), (G, R, _) = W.shape[-2:], A.shape
+    weights = W.shape[0] if len(W.shape) == 3 else 1
+    by_w, by_n, by_k = W.stride if len(W.shape) == 3 else (0, *W.stride)
     c = plan.result("c", (G, N), torch.float32)
     table = rank_table(plan, ranks or None)
     half = A.dtype == B.dtype and A.itemsize == 2
@@ -59,23 +61,24 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
     rows = N if max_bytes is None else max(block_n, max_bytes // (4 * tiles * G) // block_n * block_n)
     even = N % block_n == 0 and rows % block_n == 0 and K % block_k == 0 and R % block_r == 0
     for i in range(0, N, max(1, rows)):
-        w, own = W.rows(i, i + rows), min(rows, N - i)
+        own, skipped = min(rows, N - i), i * by_n
+        w = replace(W, shape=(*W.shape[:-2], own, K), offset=W.offset + skipped, aligned=W.aligned and skipped % 8 == 0)
         partial = plan.temp((tiles, G * own), torch.float32)
         b = replace(B, shape=(G, own, R), offset=B.offset + i * B.stride[1], aligned=B.aligned and i * B.stride[1] % 8 == 0)
         plan.launch(
-            multi_norm_kernel, (cdiv(own, block_n) * tiles,),
-            (w, A, b, s, table, partial, own, K, R, G, cdiv(R, block_r), *w.stride, *A.stride, *B.stride),
+            multi_norm_kernel, (cdiv(own, block_n) * tiles, weights),
+            (w, A, b, s, table, partial, own, K, R, G, cdiv(R, block_r), G // weights, by_w, by_n, by_k, *A.stride, *B.stride),
             (table is not None, block_n, block_k, block_r, GROUP_N, even, precision), 8, num_stages,
         )  # fmt: skip
         plan.launch(
             multi_root_kernel, (cdiv(own, SUM_N), G), (partial, c, own, G, tiles, i, N), (SUM_N, SUM_T), 4
         )  # fmt: skip
-    plan.path = "one pass over W for all adapters, nothing of its size written"
+    plan.path = f"one pass over {'all W' if weights > 1 else 'W for all adapters'}, nothing of its size written"
     return plan.plan()
 
 
 def _fake_row_norms(W, A, B, s, ranks, max_bytes):
-    return W.new_empty((A.shape[0], W.shape[0]), dtype=torch.float32)
+    return W.new_empty((A.shape[0], W.shape[-2]), dtype=torch.float32)
 
 
 row_norms = op(

@@ -41,7 +41,7 @@ def _rows(plan: Builder, x: Array, order: Array, out: Array, scatter: bool) -> N
     plan.launch(rows_kernel, grid, (x, order, out, M, N, x.stride[0]), (scatter, BLOCK_M, BLOCK_N), 4)
 
 
-def drop(plan: Builder, x: Array, bank: Any, ids: Array, p: float) -> Array:
+def drop(plan: Builder, x: Array, bank: Any, ids: Array | None, p: float) -> Array:
     """The dropped x, tokens counted from the start of their segment, under the seed of its adapter; x itself without seeds."""
     if bank.seed is None:
         return x
@@ -60,7 +60,7 @@ class Laid(NamedTuple):
 
     matrix: Array
     height: int
-    flags: Array  # (G, CHUNKS), which of them holds what is not finite
+    flags: Array | None  # (G, CHUNKS), which of them holds what is not finite; None where tiles are not shared
 
 
 def as_matrix(
@@ -71,6 +71,7 @@ def as_matrix(
     step: int,
     numbers: tuple[int, ...] | None,
     ranks: Array | None,
+    experts: bool = False,
 ) -> Laid:
     """(G, P, Q), ranks along P where ``by_row``, else along Q: itself, or a copy in which a step of that many ranks meets zeros
     beyond the last one, not the next adapter (0 times a NaN is one)."""
@@ -82,10 +83,12 @@ def as_matrix(
     copy = not (bank.dtype == dtype and bank.aligned and height == P and pitched and whole)
     pitch = cdiv(Q, 16 // dtype.itemsize) * (16 // dtype.itemsize)
     out = plan.temp((G * height, Q), dtype, (pitch, 1)) if copy else replace(bank, shape=(G * P, Q), stride=(by_p, 1))
+    if experts and not copy:
+        return Laid(out, height, None)
     flags = plan.temp((G, CHUNKS), torch.int32)
     block_q = min(BLOCK_Q, power_of_two(Q))
     plan.launch(
         bank_kernel, (G, CHUNKS), (bank, ranks, out if copy else None, flags, P, Q, height, pitch, *bank.stride),
         (NAMES[dtype], copy, ranks is not None, by_row, step, CHUNKS, AREA // block_q, block_q), 4,
     )  # fmt: skip
-    return Laid(out, height, flags)
+    return Laid(out, height, None if experts else flags)

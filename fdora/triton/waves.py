@@ -90,12 +90,16 @@ class PassFit(NamedTuple):
     both: float
 
 
-def fused_us(M: int, N: int, K: int, r: int, tile: Tile, fit: Fit, gpu: Gpu) -> float:
-    """One product with the low-rank term inside."""
+def fused_us(M: int, N: int, K: int, r: int, tile: Tile, fit: Fit, gpu: Gpu, weights: int = 1) -> float:
+    """One product with the low-rank term inside; of rows that have so many W."""
     steps = cdiv(K, tile.BLOCK_K) + cdiv(r, tile.BLOCK_K)
     copies = SLOW_COPY if r % 8 else 0.0
     products = _waves(M, N, tile, steps, fit, gpu)
-    return copies + fit.start + _joined(products, _bytes(M, N, K, r) / (gpu.bytes * fit.memory))
+    return (
+        copies
+        + fit.start
+        + _joined(products, (_bytes(M, N, K, r) + 2 * (max(1, weights) - 1) * N * K) / (gpu.bytes * fit.memory))
+    )
 
 
 def cublas_us(M: int, N: int, K: int, fit: CublasFit, gpu: Gpu) -> float:

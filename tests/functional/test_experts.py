@@ -6,8 +6,10 @@ from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from fdora import FdoraError
-from fdora.functional import experts
-from tests.checks.experts import CHECKS, mixture, ours
+from fdora.eager import experts as eager
+from fdora.eager import multi
+from fdora.functional import dora_norm, experts, experts_mlp
+from tests.checks.experts import CHECKS, IDS, layers_of_mlps, mixture, mlp, ours
 from tests.close import assert_exact
 from tests.make import grads
 from tests.test_mutations import caught_by, swap
@@ -28,13 +30,25 @@ FAULTS = [
     ("bias=b, norm=c", "bias=b, norm=None if c is None else c.detach()"),
     ("if rest.shape[0] or not parts", "if not parts"),
     ("like.new_zeros", "like.new_ones"),
+    ("combine(sorted_rows(fn, spread(x, to, name), bank, s, to.offsets, name), pairs(gates)",
+     "combine(sorted_rows(fn, spread(x, to, name), bank, s, to.offsets, name), 2 * gates"),
+]  # fmt: skip
+FAULTS = [(experts, *each) for each in FAULTS] + [
+    (eager, "rows.to(acc) * gates.reshape(-1)[order, None]", "rows.to(acc) * gates.reshape(-1)[order * 0, None]"),
+    (eager, "part * gates[:, j, None]", "part * gates[:, 0, None]"),
+    (eager, "dy.to(acc) * rows[place[:, j]]", "dy.to(acc) * rows[place[:, 0]]"),
+    (eager, "torch.where(gate > LIMIT, 0,", "torch.where(gate > 2 * LIMIT, 0,"),
+    (eager, "(up > LIMIT) | (up < -LIMIT), 0,", "(up > LIMIT), 0,"),
+    (eager, "share + SHARPNESS * v * share", "share + v * share"),
+    (experts_mlp, "second, down.s, of_each", "second, 2 * down.s, of_each"),
+    (multi, "own, None, max_bytes)", "2 * own, None, max_bytes)"),
 ]
 
 
-@pytest.mark.parametrize(("old", "new"), FAULTS, ids=[new for _, new in FAULTS])
-def test_fault_is_caught(monkeypatch, old, new):
-    swap(monkeypatch, experts, old, new)
-    assert caught_by(CHECKS), "no check noticed"
+@pytest.mark.parametrize(("module", "old", "new"), FAULTS, ids=[new for *_, new in FAULTS])
+def test_fault_is_caught(monkeypatch, module, old, new):
+    swap(monkeypatch, module, old, new)
+    assert caught_by(CHECKS if module is experts else CHECKS[::-1]), "no check noticed"
 
 
 def loss(trained, t, ends=ENDS):
@@ -84,6 +98,31 @@ def test_messages():
         with pytest.raises(FdoraError) as error:
             ours(t, ends)
         assert str(error.value).startswith("fdora.dora_experts: ") and words in str(error.value)
+    gates = torch.ones(IDS.shape)
+    for ends, extra, words in (
+        (None, {}, "`offsets` must be given, or ids, not both, got neither."),
+        (ENDS, {"ids": IDS}, "`offsets` must be given, or ids, not both, got both."),
+        (ENDS, {"gates": gates}, "`gates` must be None without ids"),
+        (None, {"ids": IDS[:3]}, "`ids` must be (7, k), k experts for each token of `x`, got (3, 2)."),
+        (None, {"ids": IDS + 1}, "`ids` must be from -1 to 2, got 0 to 3."),
+        (None, {"ids": IDS, "gates": gates[:, :1]}, "`gates` must be (7, 2), as `ids`, got (7, 1)."),
+    ):
+        with pytest.raises(FdoraError) as error:
+            ours(t, ends, **extra)
+        assert words in str(error.value)
+    with pytest.raises(FdoraError, match="`detach` must be left out for a stack of experts"):
+        dora_norm(t["W"], t["A"], t["B"], s=1.0, detach=False)
+    x, up, down = layers_of_mlps()
+    for change, words in (
+        ({"act": "relu"}, "fdora.dora_experts_mlp: `act` must be one of silu, gelu, gelu_tanh, gpt_oss, got 'relu'."),
+        ({"up": down}, "`gate_up.W` must be (E, 2 F, K) beside down.W (E, N, F), got (3, 6, 4) beside down.W (3, 6, 4)."),
+        ({"down": down | {"A": down["A"][:, :, :3]}}, "fdora.dora_experts_mlp: down: `A` must be (E, r, K)"),
+        ({"down": down | {"m": None}}, "fdora.dora_experts_mlp: `down` must be with an adapter, m and s"),
+    ):
+        call = {"x": x, "up": up, "down": down, "act": "silu"} | change
+        with pytest.raises(FdoraError) as error:
+            mlp(**call, offsets=ENDS)
+        assert words in str(error.value)
     for name, wrong, words in (
         (
             "B",

@@ -1,5 +1,7 @@
 """The kernels for many adapters on one W build for every GPU we name, without one: they fit, and spill nothing or little."""
 
+from itertools import product
+
 import pytest
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
@@ -45,6 +47,20 @@ def test_few_tokens_float32_and_dropout(target, tmp_path):
     assert {"multi_small_kernel", "multi_expand_kernel", "multi_shrink_kernel", "rows_kernel", "multi_drop_kernel"} <= kernels
     assert_builds(made, target, tmp_path, "multi", SPILL)
     assert_builds(made, target, tmp_path, "rows")
+
+
+EXPERTS = [(16384, 1536, 2048, 16, 128), (32768, 4096, 14336, 64, 8), (64, 2880, 2880, 16, 32)]
+
+
+@pytest.mark.parametrize(("target", "shape"), [(80, EXPERTS[0]), *product((90, 100), EXPERTS)], ids=str)
+def test_experts(target, shape, tmp_path):
+    """As models have them: each with a W of its own, which one grouped product reads."""
+    r = shape[3]
+    made = [plan for bias in (False, True) for plan in plans(target, *shape, experts=True, **({"bias": True} if bias else {}))]
+    products = [step for plan in made for step in launches(plan, "multi_gemm")]
+    assert len(products) == 4 and all(by_tma(step) == (target >= 90) for step in products)
+    for name in ("multi_gemm", "multi_routes") if r > 16 or target == 80 else ("multi_gemm",):
+        assert_builds(made, target, tmp_path, name, SPILL)
 
 
 @pytest.mark.parametrize("target", GPUS)

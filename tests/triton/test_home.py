@@ -384,14 +384,25 @@ def samples():
     order = (ids % 3).argsort(stable=True)
     many = [W, *banked, bias, scales, ends, None, None]
     many_dropped = [*many[:8], order, torch.stack([seed, seed + 1])]
+    stack = [torch.stack([W, W]), *banked, torch.stack([bias, bias]), scales, ends, None, None]
+    place, rows, own_gates = order.reshape(3, 3), x[order], torch.rand(3, 3, device=x.device)
     return {
         "embedding": [(ids.abs(), W, B.T, A.T, m[:80], c[:80], S, False), (ids.abs(), W, B.T, A.T, m, None, S, True)],
-        "row_norms": [(W, A2, B2, scales, ranks, None) for A2, B2 in (banked[:2],) for ranks in ([], [8, 4])],
+        "row_norms": [
+            *((W, A2, B2, scales, ranks, None) for A2, B2 in (banked[:2],) for ranks in ([], [8, 4])),
+            (stack[0], *banked[:2], scales, [], None),
+        ],
+        "experts_spread": [(x[:3], order, None, 3), (x[:3], order, own_gates, 3)],
+        "experts_combine": [(rows, place, None), (rows, place, own_gates)],
+        "experts_gates": [(x[:3], rows, place, torch.float32), (x[:3], rows, place, HALF)],
+        "experts_act": [(dy, act) for act in ("silu", "gelu", "gelu_tanh", "gpt_oss")],
+        "experts_act_backward": [(dy[:, : dy.shape[1] // 2], dy, act) for act in ("silu", "gelu", "gelu_tanh", "gpt_oss")],
         "multi_route": [(ids, 2)],
-        "multi": [(x, many, [], 0.0, True), (x, many_dropped, [8, 4], 0.3, False)],
+        "multi": [(x, stack, [], 0.0, True), (x, many, [], 0.0, True), (x, many_dropped, [8, 4], 0.3, False)],
         "multi_backward": [
             (dy, x, h, dy, False, [*many[:5], None, *many[6:]], [], 0.0, [True] * 5 + [False]),
             (dy, x, h, dy, True, many_dropped, [8, 4], 0.3, [True] * 6),
+            (dy, x, h, dy, True, stack, [], 0.0, [True] * 6),
         ],
         "row_norm": [(W, A, B, S, None, squared) for squared in (False, True)],
         "row_norm_guarded": [(W, A, B, S, None, *dora_norm_state(W))],
@@ -455,7 +466,8 @@ def custom_ops():
 
 
 OPS = (
-    "compose", "compose_backward", "embedding", "fp8_linear", "linear", "linear_backward", "merge", "mlp", "mlp_backward",
+    "compose", "compose_backward", "embedding", "experts_act", "experts_act_backward", "experts_combine", "experts_gates",
+    "experts_spread", "fp8_linear", "linear", "linear_backward", "merge", "mlp", "mlp_backward",
     "model_norms", "multi", "multi_backward", "multi_route", "quant_row_norm", "quant_row_norm_guarded", "row_norm",
     "row_norm_guarded", "row_norm_kept", "row_norms",
 )  # fmt: skip

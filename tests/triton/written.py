@@ -304,13 +304,13 @@ def calls_of_fp8(M, N, K, r, dtype):
             yield plan_fp8_linear, likes, (save, 0.1 if seed else 0.0, mode, (128, 128) if mode == "block" else (0, 0))
 
 
-def bank(M, N, K, r, G, dtype, adapter, bias=False, order=False, seed=False, m=True):
-    """The likes of a bank's tensors."""
-    vectors = alike(G, N, dtype=FP32)
+def bank(M, N, K, r, G, dtype, adapter, bias=False, order=False, seed=False, m=True, experts=False):
+    """The likes of a bank's tensors; of experts each with a W and a bias of its own."""
+    vectors, own = alike(G, N, dtype=FP32), (G,) if experts else ()
     return [
-        *(alike(N, K, dtype=dtype), alike(G, r, K, dtype=adapter), alike(G, N, r, dtype=adapter)),
+        *(alike(*own, N, K, dtype=dtype), alike(G, r, K, dtype=adapter), alike(G, N, r, dtype=adapter)),
         *((alike(G, N, dtype=adapter), vectors) if m else (None, None)),
-        *(alike(N, dtype=dtype) if bias else None, alike(G, dtype=FP32), alike(G, dtype=torch.int32)),
+        *(alike(*own, N, dtype=dtype) if bias else None, alike(G, dtype=FP32), alike(G, dtype=torch.int32)),
         *(alike(M, dtype=torch.int64) if order else None, alike(G, dtype=torch.int64) if seed else None),
     ]
 
@@ -342,6 +342,38 @@ def calls_of_multi(M, N, K, r, G, dtype, adapter=None):
         yield plan_bank_norm, [tensors[0], tensors[1], tensors[2], tensors[6]], (of, None)
 
 
+def calls_of_experts(M, N, K, r, E, dtype, adapter=None):
+    """A W for each segment, in both layouts that models have."""
+    from fdora.triton import multi
+    from fdora.triton.multi_norm import plan_bank_norm
+
+    x, dy, h = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype), alike(M, r, dtype=dtype)
+    for bias, by_columns in ((False, False), (True, True)):
+        tensors = bank(M, N, K, r, E, dtype, adapter or dtype, bias, experts=True)
+        if by_columns:
+            tensors[0] = tensors[0]._replace(stride=(N * K, 1, N))
+        yield multi.plan_forward, [x, *tensors], ((), 0.0, True)
+        for pre_scale in {dtype == FP32 or bias, True}:
+            yield multi.plan_backward, [dy, x, h, dy, *tensors], (pre_scale, (), 0.0, (*(True,) * 5, bias))
+        yield plan_bank_norm, [tensors[0], tensors[1], tensors[2], tensors[6]], ((), None)
+    yield from calls_around_experts(M, N, dtype)
+
+
+def calls_around_experts(M, N, dtype):
+    """k = 2."""
+    from fdora.triton import experts
+
+    order, place = alike(M, dtype=torch.int64), alike(M // 2, 2, dtype=torch.int64)
+    x, rows = alike(M // 2, N, dtype=dtype), alike(M, N, dtype=dtype)
+    for gates in (None, alike(M // 2, 2, dtype=dtype), alike(M // 2, 2, dtype=FP32)):
+        yield experts.plan_spread, [x, order, gates], (2,)
+        yield experts.plan_combine, [rows, place, gates], (2,)
+    yield experts.plan_gates, [x, rows, place], (2, dtype)
+    for act in ("silu", "gelu", "gelu_tanh", "gpt_oss"):
+        yield experts.plan_gated, [alike(M, 2 * N, dtype=dtype)], (act,)
+        yield experts.plan_gated_bwd, [rows, alike(M, 2 * N, dtype=dtype)], (act,)
+
+
 def every_call():
     """Few tokens and many, small ranks and large, every mix of dtypes; sizes that are multiples of 16 and, once, that are not."""
     for M, r in ((8, 16), (64, 384), (4096, 16), (4096, 64), (4096, 384)):
@@ -353,6 +385,10 @@ def every_call():
         yield from calls_of_multi(M, 4096, 4096, r, G, BF16)
     for M, dtype in ((8, FP16), (130, FP16), (130, FP32)):
         yield from calls_of_multi(M, 137, 70, 20, 3, dtype, FP32)
+    for M, r in ((64, 16), (16384, 64)):
+        yield from calls_of_experts(M, 1536, 2048, r, 128, BF16)
+    for dtype in (FP16, FP32):
+        yield from calls_of_experts(130, 137, 70, 20, 3, dtype, FP32)
     for M, dtype in ((8, BF16), (512, BF16), (512, FP32)):
         yield from calls_of_groups(M, 1024, 512, 16, dtype)
     yield from calls_of_groups(70, 137, 70, 5, FP16)

@@ -14,7 +14,7 @@ DENSITY_0 = tl.constexpr(0.3989422804014327)  # of the normal law
 
 
 @triton.jit
-def _share(z, ACT: tl.constexpr):
+def share_of(z, ACT: tl.constexpr):
     """f(z) / z."""
     if ACT == "silu":
         return tl.sigmoid(z)
@@ -24,12 +24,24 @@ def _share(z, ACT: tl.constexpr):
         return tl.sigmoid((z + z * z * z * CUBIC) * TWICE_ROOT_2_OVER_PI)
 
 
+@triton.jit
+def slope_of(z, share, ACT: tl.constexpr):
+    """f'(z)."""
+    f = z * share
+    if ACT == "silu":
+        return share + f * (1 - share)
+    elif ACT == "gelu":
+        return share + z * tl.exp(-0.5 * z * z) * DENSITY_0
+    else:
+        return share + f * (1 - share) * (1 + z * z * CUBIC * 3) * TWICE_ROOT_2_OVER_PI
+
+
 @triton.jit(launch_metadata=launched)
 def act_fwd_kernel(gate, up, a, count, ACT: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(gate + at, mask=at < count).to(tl.float32)
     u = tl.load(up + at, mask=at < count).to(tl.float32)
-    tl.store(a + at, (z * _share(z, ACT) * u).to(a.dtype.element_ty), mask=at < count)
+    tl.store(a + at, (z * share_of(z, ACT) * u).to(a.dtype.element_ty), mask=at < count)
 
 
 @triton.jit(launch_metadata=launched)
@@ -38,13 +50,7 @@ def act_bwd_kernel(da, gate, up, dgate, dup, count, ACT: tl.constexpr, BLOCK: tl
     z = tl.load(gate + at, mask=at < count).to(tl.float32)
     u = tl.load(up + at, mask=at < count).to(tl.float32)
     d = tl.load(da + at, mask=at < count).to(tl.float32)
-    share = _share(z, ACT)
+    share = share_of(z, ACT)
     f = z * share
-    if ACT == "silu":
-        slope = share + f * (1 - share)
-    elif ACT == "gelu":
-        slope = share + z * tl.exp(-0.5 * z * z) * DENSITY_0
-    else:
-        slope = share + f * (1 - share) * (1 + z * z * CUBIC * 3) * TWICE_ROOT_2_OVER_PI
-    tl.store(dgate + at, (d * u * slope).to(dgate.dtype.element_ty), mask=at < count)
+    tl.store(dgate + at, (d * u * slope_of(z, share, ACT)).to(dgate.dtype.element_ty), mask=at < count)
     tl.store(dup + at, (d * f).to(dup.dtype.element_ty), mask=at < count)

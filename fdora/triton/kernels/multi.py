@@ -13,6 +13,8 @@ import triton.language as tl
 from fdora.triton.kernels.g import g_tile
 from fdora.triton.runtime.cost import launched
 
+ROUTE = tl.constexpr(4)  # numbers that a tile of rows has in the table of routes
+
 
 @triton.jit
 def bounds_of(offsets, a, G, M):
@@ -110,27 +112,73 @@ def _route(
         for i in range(0, span):
             tl.store(steps + at + i, a * 32768 + i, mask=i < slabs)
         count += tl.sum(slabs, axis=0)
-    tl.store(route + 4 * tile, first)
-    tl.store(route + 4 * tile + 1, last)
-    tl.store(route + 4 * tile + 2, count)
-    tl.store(route + 4 * tile + 3, base)
+    tl.store(route + ROUTE * tile, first)
+    tl.store(route + ROUTE * tile + 1, last)
+    tl.store(route + ROUTE * tile + 2, count)
+    tl.store(route + ROUTE * tile + 3, base)
+
+
+@triton.jit
+def _route_experts(tile, offsets, route, M, G, slabs, tiles, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Segments have tiles of their own, one segment's after the other's: segment, the row behind its last, steps of low rank
+    and the tile's first row. Behind all ``tiles`` that there may be: how many there are."""
+    e, ahead, total = tile * 0, tile * 0, tile * 0
+    for a0 in range(0, G, BLOCK_G):
+        a = a0 + tl.arange(0, BLOCK_G)
+        lo = tl.minimum(tl.load(offsets + a - 1, mask=(a > 0) & (a < G), other=0), M)
+        hi = tl.minimum(tl.load(offsets + a, mask=a < G, other=0), M)
+        own = tl.where((a < G) & (hi > lo), (hi - lo + BLOCK_M - 1) // BLOCK_M, 0)
+        ends = total + tl.cumsum(own, axis=0)
+        before = (ends <= tile) & (a < G)
+        e += tl.sum(before.to(tl.int32), axis=0)
+        ahead += tl.sum(tl.where(before, own, 0), axis=0)
+        total += tl.sum(own, axis=0)
+    if tile < total:
+        lo, hi = bounds_of(offsets, e, G, M)
+        tl.store(route + ROUTE * tile, e)
+        tl.store(route + ROUTE * tile + 1, hi)
+        tl.store(route + ROUTE * tile + 2, slabs)
+        tl.store(route + ROUTE * tile + 3, lo + (tile - ahead) * BLOCK_M)
+    if tile == 0:
+        tl.store(route + ROUTE * tiles, tl.minimum(total, tiles))
+
+
+@triton.jit
+def _zero_tail(strip, out, offsets, M, G, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows behind the last segment have no W."""
+    t = strip * BLOCK_M + tl.arange(0, BLOCK_M)
+    begin = tl.load(offsets + G - 1)
+    if (strip + 1) * BLOCK_M > begin:
+        mine = (t >= begin) & (t < M)
+        for n0 in range(0, width, BLOCK_N):
+            n = n0 + tl.arange(0, BLOCK_N)
+            at = out + t[:, None].to(tl.int64) * width + n[None, :]
+            tl.store(at, tl.zeros((BLOCK_M, BLOCK_N), out.dtype.element_ty), mask=mine[:, None] & (n < width)[None, :])
 
 
 @triton.jit(launch_metadata=launched)
 def multi_routes_kernel(
-    offsets, ranks, flags, m, c, ids, route, steps, g, M, G, N, R, span, tiles,
-    HAS_RANKS: tl.constexpr, HAS_M: tl.constexpr, HAS_G: tl.constexpr, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    offsets, ranks, flags, m, c, ids, route, steps, g, out, pre_scale, M, G, N, R, span, tiles, blocks, width,
+    HAS_RANKS: tl.constexpr, HAS_M: tl.constexpr, HAS_G: tl.constexpr, FLAGS: tl.constexpr, EXPERTS: tl.constexpr,
+    STORE_PRE_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Of each tile of rows: its first and last segment, and its steps of low rank (adapter and slab), one after the other.
-    Of each token its segment, and of each segment g: 1 behind the last adapter."""
+    Of each token its segment, and of each segment g: 1 behind the last adapter. EXPERTS: see _route_experts; the last
+    programs write zeros behind the last segment of ``out`` and ``pre_scale``, ``width`` columns."""
     pid = tl.program_id(0)
     if pid < tiles:
-        _route(pid, offsets, ranks, flags, ids, route, steps, M, G, R, span, HAS_RANKS, FLAGS, BLOCK_M, BLOCK_R, BLOCK_G)
+        if EXPERTS:
+            _route_experts(pid, offsets, route, M, G, span, tiles, BLOCK_M, BLOCK_G)
+        else:
+            _route(pid, offsets, ranks, flags, ids, route, steps, M, G, R, span, HAS_RANKS, FLAGS, BLOCK_M, BLOCK_R, BLOCK_G)
+    elif EXPERTS and pid >= tiles + blocks:
+        _zero_tail(pid - tiles - blocks, out, offsets, M, G, width, 64, 64)
+        if STORE_PRE_SCALE:
+            _zero_tail(pid - tiles - blocks, pre_scale, offsets, M, G, width, 64, 64)
     elif HAS_G:
-        blocks = tl.cdiv(N, BLOCK_N)
-        a = (pid - tiles) // blocks
-        n = (pid - tiles) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+        across = tl.cdiv(N, BLOCK_N)
+        a = (pid - tiles) // across
+        n = (pid - tiles) % across * BLOCK_N + tl.arange(0, BLOCK_N)
         at = tl.cast(a, tl.int64) * N
         ga = tl.full((BLOCK_N,), 1.0, tl.float32)
         if HAS_M and a < G:
@@ -145,11 +193,11 @@ def multi_routes_kernel(
 @triton.jit(launch_metadata=launched)
 def multi_h_kernel(
     x, f, s, offsets, ranks, h, pad, M, G, K, R, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr, stride_hm, stride_pm,
-    HAS_RANKS: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
+    HAS_RANKS: tl.constexpr, PADDED: tl.constexpr, EXPERTS: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """s_a x f_a for the rows of each adapter, (M, R). ``pad``: by pairs with the tiles of the product, TILE rows each, zeros
-    where a row belongs to another adapter."""
+    where a row belongs to another adapter. EXPERTS: the same rows as h, further apart."""
     PARTS: tl.constexpr = TILE // BLOCK_M
     pair = tl.program_id(1) // PARTS
     part = tl.program_id(1) % PARTS * BLOCK_M
@@ -174,6 +222,8 @@ def multi_h_kernel(
             at_f += BLOCK_K * stride_fk
         out = tl.where(mine[:, None], acc * tl.load(s + a, mask=a < G, other=0.0), 0.0).to(h.dtype.element_ty)
         tl.store(h + t[:, None].to(tl.int64) * stride_hm + r[None, :], out, mask=mine[:, None] & (r < R)[None, :])
-        if PADDED:
+        if PADDED and EXPERTS:
+            tl.store(pad + t[:, None].to(tl.int64) * stride_pm + r[None, :], out, mask=mine[:, None] & (r < R)[None, :])
+        elif PADDED:
             row = (pair * TILE + part + tl.arange(0, BLOCK_M)).to(tl.int64)
             tl.store(pad + row[:, None] * stride_pm + r[None, :], out, mask=(r < R)[None, :] & (row >= 0)[:, None])

@@ -61,7 +61,7 @@ def multi_scale_kernel(
 @triton.jit(launch_metadata=launched)
 def multi_finish_kernel(
     dy, x, w, h, b, g, c, offsets, partial_m, dm, dc, M, G, N, K, R, tiny,
-    stride_dy, stride_xm, stride_wn, stride_wk, stride_hm, stride_ba, stride_bn, stride_br,
+    stride_dy, stride_xm, stride_we, stride_wn, stride_wk, stride_hm, stride_ba, stride_bn, stride_br,
     NEED_M: tl.constexpr, NEED_C: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +85,19 @@ def multi_finish_kernel(
             top = lo.to(tl.int64)
             dya, ba = dy + top * stride_dy, b + tl.cast(a, tl.int64) * stride_ba
             exact = dot_rows(
-                dya, x + top * stride_xm, w, n, N, hi - lo, K, stride_dy, stride_xm, 1, stride_wn, stride_wk, BLOCK_N
+                dya,
+                x + top * stride_xm,
+                w + tl.cast(a, tl.int64) * stride_we,
+                n,
+                N,
+                hi - lo,
+                K,
+                stride_dy,
+                stride_xm,
+                1,
+                stride_wn,
+                stride_wk,
+                BLOCK_N,
             )
             exact += dot_rows(
                 dya, h + top * stride_hm, ba, n, N, hi - lo, R, stride_dy, stride_hm, 1, stride_bn, stride_br, BLOCK_N

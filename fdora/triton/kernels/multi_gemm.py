@@ -1,4 +1,6 @@
-"""The product of a layer whose tokens belong to many adapters; see fdora/triton/multi_gemm.py."""
+"""The product of a layer whose tokens belong to many adapters; see fdora/triton/multi_gemm.py.
+
+EXPERTS: each segment has a W of its own. Its tiles begin where it does, and end in it."""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.gemm import tile_of_product
-from fdora.triton.kernels.multi import bounds_of, rank_of
+from fdora.triton.kernels.multi import ROUTE, bounds_of, rank_of
 from fdora.triton.kernels.multi_rows import keep_of_segments
 from fdora.triton.kernels.tile import products
 from fdora.triton.runtime.cost import launched
@@ -16,12 +18,12 @@ LOAD = tl.constexpr("ld.global.f32 $0, [$1];")
 
 @triton.jit
 def _scaled(
-    acc, g, bias, ids, first, last, row, n, M, N, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    acc, g, bias, ids, first, last, row, n, M, N, BIAS_SPAN, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """g of each row's segment, and bias."""
     if HAS_G:
-        if first == last:
+        if EXPERTS or first == last:
             acc = acc * tl.load(g + tl.cast(first, tl.int64) * N + n, mask=n < N, other=0.0)[None, :]
         else:
             t = row + tl.arange(0, BLOCK_M)
@@ -32,20 +34,36 @@ def _scaled(
             else:
                 acc = acc * tl.load(at)
     if HAS_BIAS:
-        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        own = bias + tl.cast(first, tl.int64) * BIAS_SPAN if EXPERTS else bias
+        acc += tl.load(own + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     return acc
 
 
 @triton.jit
+def _store_rows(acc, out, row, stop, col, N, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """The rows of a tile that are before ``stop``: what is behind belongs to the next segment."""
+    t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, WIDTH)
+    at = out + t[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(at, acc, mask=(t < stop)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
 def _store_tma(
-    acc, out, pre_scale, g, bias, ids, first, last, row, col, M, N,
-    HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, PTX: tl.constexpr, BLOCK_M: tl.constexpr,
-    WIDTH: tl.constexpr,
+    acc, out, pre_scale, out_at, pre_scale_at, g, bias, ids, first, last, row, stop, col, M, N, BIAS_SPAN,
+    HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, PTX: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    n = col + tl.arange(0, WIDTH)
     if STORE_PRE_SCALE:
-        pre_scale.store([row, col], acc.to(pre_scale.dtype))
-    acc = _scaled(acc, g, bias, ids, first, last, row, col + tl.arange(0, WIDTH), M, N, HAS_G, HAS_BIAS, PTX, BLOCK_M)
-    out.store([row, col], acc.to(out.dtype))
+        if EXPERTS and row + BLOCK_M > stop:
+            _store_rows(acc.to(pre_scale.dtype), pre_scale_at, row, stop, col, N, BLOCK_M, WIDTH)
+        else:
+            pre_scale.store([row, col], acc.to(pre_scale.dtype))
+    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, BIAS_SPAN, HAS_G, HAS_BIAS, PTX, EXPERTS, BLOCK_M)
+    if EXPERTS and row + BLOCK_M > stop:
+        _store_rows(acc.to(out.dtype), out_at, row, stop, col, N, BLOCK_M, WIDTH)
+    else:
+        out.store([row, col], acc.to(out.dtype))
 
 
 @triton.jit
@@ -55,58 +73,65 @@ def _steps_of(route, tiles, M, N, steps_k, PROGRAMS, BLOCK_M: tl.constexpr, BLOC
     for i in range(tl.program_id(0), tiles, PROGRAMS * 32):
         tile = i + tl.arange(0, 32) * PROGRAMS
         row, _ = tile_of_product(tl.minimum(tile, tiles - 1), M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        count = tl.load(route + 4 * (row // BLOCK_M) + 2, mask=tile < tiles, other=-steps_k)
+        count = tl.load(route + ROUTE * (row // BLOCK_M) + 2, mask=tile < tiles, other=-steps_k)
         total += tl.sum(count + steps_k, axis=0)
     return total
 
 
 @triton.jit(launch_metadata=launched)
 def multi_gemm_tma_kernel(
-    x, w, h, b, out, pre_scale, g, bias, ids, route, steps, M, N, K, R, SPAN, PROGRAMS,
-    TRANS_B: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EPILOGUE_SUBTILE: tl.constexpr, GROUP_M: tl.constexpr,
-    PTX: tl.constexpr,
+    x, w, h, b, out, pre_scale, out_at, pre_scale_at, g, bias, ids, route, steps, M, N, K, R, SPAN, W_SPAN, BIAS_SPAN, MOST,
+    PROGRAMS, TRANS_B: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EPILOGUE_SUBTILE: tl.constexpr,
+    GROUP_M: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """SPAN: rows of b from one adapter to the next. One loop over the steps of all tiles of a program: the compiler joins two
-    only where the inner one is always as long."""
+    """SPAN, W_SPAN: rows of b and of w from one adapter to the next. MOST: tiles of rows that there may be. One loop over the
+    steps of all tiles of a program: the compiler joins two only where the inner one is always as long."""
     steps_k = tl.cdiv(K, BLOCK_K)
-    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    total = _steps_of(route, tiles, M, N, steps_k, PROGRAMS, BLOCK_M, BLOCK_N, GROUP_M)
+    rows = tl.load(route + ROUTE * MOST) * BLOCK_M if EXPERTS else M
+    tiles = tl.cdiv(rows, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    total = _steps_of(route, tiles, rows, N, steps_k, PROGRAMS, BLOCK_M, BLOCK_N, GROUP_M)
     tile = tl.program_id(0) - PROGRAMS
-    i, end, row, col, at_row, base = -1, 0, 0, 0, 0, 0
+    i, end, row, col, at_row, base, own = -1, 0, 0, 0, 0, 0, 0
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for _ in range(0, total):
         i = tl.where(i == end - 1, 0, i + 1)
         if i == 0:
             tile += PROGRAMS
-            row, col = tile_of_product(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+            row, col = tile_of_product(tile, rows, N, BLOCK_M, BLOCK_N, GROUP_M)
             at_row = row // BLOCK_M
-            end = steps_k + tl.load(route + 4 * at_row + 2)
-            base = tl.load(route + 4 * at_row + 3) - steps_k
+            end = steps_k + tl.load(route + ROUTE * at_row + 2)
+            if EXPERTS:
+                own, row = tl.load(route + ROUTE * at_row), tl.load(route + ROUTE * at_row + 3)
+            else:
+                base = tl.load(route + ROUTE * at_row + 3) - steps_k
         if i < steps_k:
-            left, right, top, at, down = x, w, row, i * BLOCK_K, 0
+            left, right, top, at, down = x, w, row, i * BLOCK_K, own * W_SPAN
+        elif EXPERTS:
+            left, right, top, at, down = h, b, row, (i - steps_k) * BLOCK_K, own * SPAN
         else:
             step = tl.load(steps + base + i)
             left, right, top, at, down = h, b, (at_row + step // 32768) * BLOCK_M, step % 32768 * BLOCK_K, step // 32768 * SPAN
         wt = right.load([down + col, at]).T if TRANS_B else right.load([down + at, col])
         acc = tl.dot(left.load([top, at]), wt, acc)
         if i == end - 1:
-            first, last = tl.load(route + 4 * at_row), tl.load(route + 4 * at_row + 1)
+            first, last = tl.load(route + ROUTE * at_row), tl.load(route + ROUTE * at_row + 1)
+            stop = last if EXPERTS else M
             if EPILOGUE_SUBTILE:  # half the tile at a time through shared memory leaves room for one more stage
                 WIDTH: tl.constexpr = BLOCK_N // 2
                 one, two = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
                 _store_tma(
-                    one, out, pre_scale, g, bias, ids, first, last, row, col, M, N, HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX,
-                    BLOCK_M, WIDTH,
+                    one, out, pre_scale, out_at, pre_scale_at, g, bias, ids, first, last, row, stop, col, M, N, BIAS_SPAN,
+                    HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, EXPERTS, BLOCK_M, WIDTH,
                 )  # fmt: skip
                 _store_tma(
-                    two, out, pre_scale, g, bias, ids, first, last, row, col + WIDTH, M, N, HAS_G, HAS_BIAS, STORE_PRE_SCALE,
-                    PTX, BLOCK_M, WIDTH,
+                    two, out, pre_scale, out_at, pre_scale_at, g, bias, ids, first, last, row, stop, col + WIDTH, M, N,
+                    BIAS_SPAN, HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, EXPERTS, BLOCK_M, WIDTH,
                 )  # fmt: skip
             else:
                 _store_tma(
-                    acc, out, pre_scale, g, bias, ids, first, last, row, col, M, N, HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX,
-                    BLOCK_M, BLOCK_N,
+                    acc, out, pre_scale, out_at, pre_scale_at, g, bias, ids, first, last, row, stop, col, M, N, BIAS_SPAN,
+                    HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, EXPERTS, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
 
@@ -137,25 +162,35 @@ def low_rank_terms(
 
 @triton.jit(launch_metadata=launched)
 def multi_gemm_pointer_kernel(
-    x, w, h, b, out, pre_scale, g, bias, ids, offsets, ranks, route, M, N, K, R, G,
-    stride_xm, stride_xk, stride_wk, stride_wn, stride_hm, stride_ba, stride_br, stride_bn,
-    HAS_RANKS: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
+    x, w, h, b, out, pre_scale, g, bias, ids, offsets, ranks, route, M, N, K, R, G, BIAS_SPAN, MOST,
+    stride_xm, stride_xk, stride_we, stride_wk, stride_wn, stride_hm, stride_ba, stride_br, stride_bn,
+    HAS_RANKS: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, EXPERTS: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    row, col = tile_of_product(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    first, last = tl.load(route + 4 * (row // BLOCK_M)), tl.load(route + 4 * (row // BLOCK_M) + 1)
+    rows = tl.load(route + ROUTE * MOST) * BLOCK_M if EXPERTS else M
+    if tl.program_id(0) >= tl.cdiv(rows, BLOCK_M) * tl.cdiv(N, BLOCK_N):
+        return
+    row, col = tile_of_product(tl.program_id(0), rows, N, BLOCK_M, BLOCK_N, GROUP_M)
+    record = route + ROUTE * (row // BLOCK_M)
+    first, last, stop = tl.load(record), tl.load(record + 1), M
+    if EXPERTS:
+        row, stop, last = tl.load(record + 3), last, first
+        w += tl.cast(first, tl.int64) * stride_we
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = low_rank_terms(
         acc, h, b, offsets, ranks, first, last, row, col, M, N, G, R, stride_hm, stride_ba, stride_br, stride_bn, HAS_RANKS,
         "ieee", BLOCK_M, BLOCK_N, BLOCK_R,
     )  # fmt: skip
-    acc = products(acc, x, w, row, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K)
+    acc = products(
+        acc, x, w, row, col, stop, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+    )
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     at = t[:, None].to(tl.int64) * N + n[None, :]
-    mask = (t < M)[:, None] & (n < N)[None, :]
+    mask = (t < stop)[:, None] & (n < N)[None, :]
     if STORE_PRE_SCALE:
         tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
-    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, HAS_G, HAS_BIAS, False, BLOCK_M)
+    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, BIAS_SPAN, HAS_G, HAS_BIAS, False, EXPERTS, BLOCK_M)
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
@@ -168,7 +203,7 @@ def multi_epilogue_kernel(
 ):  # fmt: skip
     """The same on a float32 product that is there. DROP masks the term of low rank."""
     row, col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
-    first, last = tl.load(route + 4 * tl.program_id(0)), tl.load(route + 4 * tl.program_id(0) + 1)
+    first, last = tl.load(route + ROUTE * tl.program_id(0)), tl.load(route + ROUTE * tl.program_id(0) + 1)
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     at = t[:, None].to(tl.int64) * N + n[None, :]
     mask = (t < M)[:, None] & (n < N)[None, :]
@@ -182,5 +217,5 @@ def multi_epilogue_kernel(
     acc += tl.load(v + at, mask=mask, other=0.0)
     if STORE_PRE_SCALE:
         tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
-    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, HAS_G, HAS_BIAS, False, BLOCK_M)
+    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, 0, HAS_G, HAS_BIAS, False, False, BLOCK_M)
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)

@@ -47,6 +47,10 @@ class Builder:
         """Rows or columns without gaps: what cuBLAS takes."""
         return self._input(like, like is None or is_operand(like.shape, like.stride))
 
+    def stack(self, like: Like | None) -> Any:
+        """A matrix of any strides, or several on a first axis, each with rows or columns without gaps."""
+        return self._input(like, like is None or len(like.shape) == 2 or 1 in like.stride[1:])
+
     def tokens(self, like: Like | None) -> Any:
         """(..., K) as (M, K), the elements of a row next to each other, rows at one distance."""
         if like is None:

@@ -45,7 +45,7 @@ def _multi_small(*, x, w, lora, m, c, out, pre_scale, M, N, K, **_: Any) -> Cost
     return product(M, N, K, x) + moved(x, w, lora, m, c, out, pre_scale)
 
 
-def _multi_norm(*, W, A, B, partial, N, K, R, G, **_: Any) -> Cost:
+def _multi_norm(*, W, A, B, partial, N, K, R, G, **_: Any) -> Cost:  # G products, whoever's W it is
     return product(N, K, R * G, A) + moved(W, A, B, partial)
 
 
@@ -65,7 +65,32 @@ def _multi_ranks(*, ranks, **_: Any) -> Cost:
     return Cost(bytes=4.0 * ranks.shape[0])
 
 
+def _spread(*, order, gates, out, **_: Any) -> Cost:
+    return moved(order, gates, out, out)
+
+
+def _combine(*, rows, place, gates, out, **_: Any) -> Cost:
+    return moved(rows, place, gates, out)
+
+
+def _gates(*, dy, rows, place, out, **_: Any) -> Cost:
+    return moved(dy, rows, place, out)
+
+
+def _gated_fwd(*, z, a, **_: Any) -> Cost:
+    return moved(z, a)
+
+
+def _gated_bwd(*, da, z, dz, **_: Any) -> Cost:
+    return moved(da, z, dz)
+
+
 MULTI: dict[str, Callable[..., Cost]] = {
+    "combine_kernel": _combine,
+    "gated_bwd_kernel": _gated_bwd,
+    "gated_fwd_kernel": _gated_fwd,
+    "gates_kernel": _gates,
+    "spread_kernel": _spread,
     "multi_epilogue_kernel": _multi_epilogue,
     "multi_expand_kernel": _multi_expand,
     "multi_finish_kernel": _multi_finish,

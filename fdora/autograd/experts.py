@@ -1,0 +1,273 @@
+"""Autograd of what a mixture of experts does beside its layers, and of an expert's whole MLP as one node."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fdora._records import BankNeeds, Operands
+from fdora._torch import apply, no_graph
+from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
+from fdora.autograd.multi import REMEDY, bank_of
+from fdora.autograd.multi import Call as BankCall
+
+WIDTH = len(Operands._fields)
+
+
+class Route(NamedTuple):
+    """Which pairs of a token and one of its k experts are whose."""
+
+    offsets: Tensor  # (E,) int32, ends of the experts among the sorted pairs
+    order: Tensor  # (T k,) int64: the pair t k + j at each place
+    place: Tensor  # (T, k) int64: its inverse
+
+
+class Spread(torch.autograd.Function):
+    """x (T, N) -> (T k, N), the row of each pair, sorted by expert."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, order: Tensor, place: Tensor, backend: str) -> Tensor:
+        return OPS[backend].experts_spread(x, order, None, place.shape[1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:3])
+        ctx.backend = inputs[3]
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Any:
+        return apply(Combine, d, *ctx.saved_tensors, ctx.backend), None, None, None
+
+
+class Combine(torch.autograd.Function):
+    """The other way: (T k, N) -> (T, N), the sum of a token's rows."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, order: Tensor, place: Tensor, backend: str) -> Tensor:
+        return OPS[backend].experts_combine(rows, place, None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:3])
+        ctx.backend = inputs[3]
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Any:
+        return apply(Spread, d, *ctx.saved_tensors, ctx.backend), None, None, None
+
+
+class Weighted(torch.autograd.Function):
+    """The same with a gate (T, k) for each row. Saves the rows, which whoever made them keeps too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, gates: Tensor, order: Tensor, place: Tensor, backend: str) -> Tensor:
+        return OPS[backend].experts_combine(rows, place, gates)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:4])
+        ctx.backend = inputs[4]
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Any:
+        needs = tuple(ctx.needs_input_grad[:2])
+        drows, dgates = restore_none(apply(WeightedBwd, ctx.backend, needs, d, *ctx.saved_tensors), needs)
+        return drows, dgates, None, None, None
+
+
+class WeightedBwd(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        backend: str, needs: tuple[bool, bool], d: Tensor, rows: Tensor, gates: Tensor, order: Tensor, place: Tensor
+    ) -> Any:
+        ops = OPS[backend]
+        drows = ops.experts_spread(d, order, gates, place.shape[1]) if needs[0] else None
+        return drop_none((drows, ops.experts_gates(d, rows, place, gates.dtype) if needs[1] else None))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise no_second_derivative("experts")
+
+
+class Gated(torch.autograd.Function):
+    """z (M, 2 F) -> (M, F). Saves z. For plain torch, whose backward is differentiable."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z: Tensor, act: str) -> Tensor:
+        return OPS["eager"].experts_act(z, act)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.act = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, da: Tensor) -> Any:
+        (z,) = ctx.saved_tensors
+        return OPS["eager"].experts_act_backward(da, z, ctx.act), None
+
+
+class Call(NamedTuple):
+    """What is no tensor in a call of an MLP."""
+
+    act: str
+    saves: tuple[bool, bool]  # whether the m of each layer needs a gradient
+    backend: str
+
+    def bank(self, i: int) -> BankCall:
+        return BankCall(None, 0.0, self.saves[i], self.backend)
+
+
+class Mlp(torch.autograd.Function):
+    """down(f(gate) up) of sorted rows. Saves x as it came, both h, z and, for the m of down, y; rows and a are formed again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, call: Call, s1: Tensor, s2: Tensor, offsets: Tensor, order: Tensor | None, place: Tensor | None, *flat: Any
+    ) -> Any:
+        ops = OPS[call.backend]
+        with autocast_off(x):
+            rows = _rows(ops, x, order, place)
+            z, h1, kept1 = ops.multi_fwd(rows, _bank(call, 0, s1, offsets, flat, x.dtype), call.saves[0])
+            a = ops.experts_act(z, call.act)
+            y, h2, kept2 = ops.multi_fwd(a, _bank(call, 1, s2, offsets, flat, x.dtype), call.saves[1])
+        return y, z, h1, h2, *(kept1[:1] if kept1 else ()), *(kept2[:1] if kept2 else ())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.call, *tensors = inputs
+        y, z, h1, h2, *kept = output
+        ctx.mark_non_differentiable(z, h1, h2, *kept)
+        ctx.set_materialize_grads(False)
+        # With a bias in the first or both layers, or in float32, the value before g is kept beside the output.
+        before = [_saves_before(ctx.call, i, x.dtype, tensors[5 + i * WIDTH :][5]) for i in range(2)]
+        rest = iter(kept)
+        first, second = (next(rest) if each else None for each in before)
+        ctx.save_for_backward(x, z, h1, h2, first, y if second is None and ctx.call.saves[1] else second, *tensors)
+        ctx.before = tuple(before)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
+        flags = ctx.needs_input_grad
+        if dy is None:
+            return (None,) * len(flags)
+        #        x  call s1 s2 offsets order place  W A B m c bias seed  W ...
+        own: Any = [flags[7 + i * WIDTH + 1 : 7 + i * WIDTH + 6] for i in range(2)]
+        needs = BankNeeds(flags[0], *own[0]), BankNeeds(any((flags[0], *own[0])), *own[1])
+        wanted = (*needs[0], *needs[1][1:])
+        saved = reread(ctx, "dora_experts_mlp", REMEDY)
+        if no_graph() and not autocast_on(dy):
+            found: Any = _backward(ctx.call, ctx.before, needs, dy, *saved)
+        else:
+            found = restore_none(apply(MlpBwd, ctx.call, ctx.before, needs, dy, *saved), wanted)
+        dx, *grads = tuple(found)
+        return dx, *[None] * 6, None, *grads[:5], None, None, *grads[5:], None
+
+
+class MlpBwd(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        call: Call, before: tuple[bool, bool], needs: tuple[BankNeeds, BankNeeds], dy: Tensor, x: Tensor, *saved: Any
+    ) -> Any:
+        with autocast_off(x):
+            return drop_none(_backward(call, before, needs, dy, x, *saved))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise no_second_derivative("dora_experts_mlp")
+
+
+def _backward(
+    call: Call, before: tuple[bool, bool], needs: tuple[BankNeeds, BankNeeds], dy: Tensor, x: Tensor, z: Tensor, h1: Tensor,
+    h2: Tensor, kept1: Tensor | None, kept2: Tensor | None, s1: Tensor, s2: Tensor, offsets: Tensor, order: Tensor | None,
+    place: Tensor | None, *flat: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """dx, then dA, dB, dm, dc and dbias of each layer."""
+    ops = OPS[call.backend]
+    down = _bank(call, 1, s2, offsets, flat, x.dtype)
+    a = ops.experts_act(z, call.act)
+    da, *second = ops.multi_bwd(dy, a, down, h2, _kept(kept2, kept2, before[1]), needs[1])
+    dx: Tensor | None = None
+    first: Any = (None,) * 5
+    if da is not None:
+        dz = ops.experts_act_backward(da, z, call.act)
+        bank = _bank(call, 0, s1, offsets, flat, x.dtype)
+        seen = z if call.saves[0] else None
+        dx, *first = ops.multi_bwd(dz, _rows(ops, x, order, place), bank, h1, _kept(kept1, seen, before[0]), needs[0])
+        if dx is not None and place is not None:
+            dx = ops.experts_combine(dx, place, None)
+    return dx, *first, *second
+
+
+def _kept(value: Tensor | None, output: Tensor | None, before: bool) -> tuple[Tensor, ...]:
+    """As multi_bwd takes it: the value before g and a mark, or the output."""
+    if before:
+        assert value is not None
+        return value, value.new_empty(0)
+    return () if output is None else (output,)
+
+
+def _rows(ops: Any, x: Tensor, order: Tensor | None, place: Tensor | None) -> Tensor:
+    rows: Tensor = x if order is None or place is None else ops.experts_spread(x, order, None, place.shape[1])
+    return rows
+
+
+def _saves_before(call: Call, i: int, dtype: torch.dtype, bias: Tensor | None) -> bool:
+    return call.saves[i] and (bias is not None or dtype == torch.float32)
+
+
+def _bank(call: Call, i: int, s: Tensor, offsets: Tensor, flat: Any, dtype: torch.dtype) -> Any:
+    return bank_of(call.bank(i), s, offsets, None, tuple(flat[i * WIDTH : (i + 1) * WIDTH]), dtype)
+
+
+def experts_mlp(
+    x: Tensor, layers: tuple[Operands, Operands], s: tuple[Tensor, Tensor], offsets: Tensor, route: Route | None, call: Call
+) -> Tensor:
+    """x (T, K), or rows that are sorted where there is no route -> sorted rows of y."""
+    order, place = (None, None) if route is None else (route.order, route.place)
+    y: Tensor = apply(Mlp, x, call, *s, offsets, order, place, *layers[0], *layers[1])[0]
+    return y
+
+
+def spread(x: Tensor, route: Route, backend: str) -> Tensor:
+    out: Tensor = apply(Spread, x, route.order, route.place, backend)
+    return out
+
+
+def combine(rows: Tensor, gates: Tensor | None, route: Route, backend: str) -> Tensor:
+    """The weighted sum of the rows of a token; without gates, (T, k, N): each by itself."""
+    if gates is None:
+        T, k = route.place.shape
+        back: Tensor = apply(Spread, rows, route.place.reshape(-1), route.order[:, None], backend)
+        return back.reshape(T, k, -1)
+    out: Tensor = apply(Weighted, rows, gates, route.order, route.place, backend)
+    return out
+
+
+def gated(z: Tensor, act: str) -> Tensor:
+    a: Tensor = apply(Gated, z, act)
+    return a

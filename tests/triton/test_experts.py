@@ -1,0 +1,270 @@
+"""The kernels of experts: the grouped product with a W of each, what stands around it, and an MLP as one node, against float64."""
+
+import pytest
+import torch
+
+import fdora
+from fdora.eager import experts as eager
+from fdora.functional import dora_experts, dora_norm
+from fdora.triton import experts as kernels_of
+from fdora.triton import multi
+from tests import device, reference
+from tests.checks.experts import S, layers_of_mlps, mixture, mlp, ours, true_mlp, weights_of
+from tests.close import assert_within, rel_l2
+from tests.make import grads
+from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
+from tests.triton.written import by_tma, kernels, launches
+
+pytestmark = needs_kernels
+CLOSE = 4 * torch.finfo(HALF[0]).eps
+NAMES = ("x", "A", "B", "m", "bias")
+# experts, N, K, r, tokens, ends: without tokens, with few, ending within tiles; tokens of nobody; sizes that nothing divides
+SHAPES = {
+    "few": (4, 40, 48, 3, 9, [2, 2, 3, 8]),
+    "many": (3, 128, 64, 20, 280, [130, 130, 277]),
+    "odd": (3, 37, 33, 5, 150, [1, 70, 150]),
+    "full": (2, 64, 64, 8, 256, [128, 256]),
+}
+
+
+def drawn(shape, dtype, adapter=None, turned=False):
+    E, N, K, r, T, ends = SHAPES[shape]
+    t = mixture(E, N, K, r, T, dtype, adapter, spread=0.02)
+    if turned:  # as gpt-oss keeps it
+        t["W"] = t["W"].transpose(1, 2).contiguous().transpose(1, 2)
+    return t, ends
+
+
+def parts(layer, t, ends, bias):
+    """The tokens of each expert through a layer of its own."""
+    begins = [0, *ends[:-1]]
+    own = t["bias"] if bias else [None] * len(ends)
+    found = [
+        layer(t["x"][i:j], *(t[n][e] for n in "WABm"), S, own[e]) for e, (i, j) in enumerate(zip(begins, ends, strict=True))
+    ]
+    return torch.cat([*found, found[0].new_zeros(len(t["x"]) - ends[-1], found[0].shape[1])])
+
+
+def assert_as_the_truth(t, ends, bias, what=""):
+    names = NAMES if bias else NAMES[:4]
+    leaves = {n: t[n].requires_grad_() for n in names}
+    offsets = torch.tensor(ends, device=device.NAME)
+    y, want, rough = (
+        ours(t, offsets, bias, backend="triton"),
+        parts(reference.dora, t, ends, bias),
+        parts(reference.naive, t, ends, bias),
+    )
+    assert_within(y, rough, want, what)
+    assert not y[ends[-1] :].any()
+    dy = torch.randn_like(y)
+    got, exact, budget = grads(y, dy, **leaves), grads(want, dy.double(), **leaves), grads(rough, dy, **leaves)
+    for n, d in got.items():
+        assert d.dtype == leaves[n].dtype
+        noise = 4 * torch.finfo(y.dtype).eps * exact[n].double().abs().amax()  # one that naive code rounds well sets no budget
+        assert_within(
+            d, exact[n].double() + noise + (budget[n].double() - exact[n].double()).abs(), exact[n].double(), f"d{n} {what}"
+        )
+
+
+@pytest.mark.parametrize("shape", ["few", "many", "odd"])
+def test_as_the_truth(shape):
+    for i, dtype in enumerate((*HALF, torch.float32)):
+        t, ends = drawn(shape, dtype, torch.float32 if i % 2 else None, turned=bool(i % 2))
+        assert_as_the_truth(t, ends, bool(i % 2), f"{shape} {dtype}")
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("shape", ["many", "full", "odd"])
+def test_by_tma(shape, turned, as_hopper):
+    """The tiles that Hopper takes, interpreted; "odd" lies as no descriptor can be made, and takes pointers."""
+    plans = as_hopper()
+    t, ends = drawn(shape, torch.float16, None, turned)
+    assert_as_the_truth(t, ends, turned, f"{shape} {turned}")
+    products = [s for p in plans.values() for s in launches(p, "multi_gemm")]
+    assert len(products) == 2 and all(by_tma(s) == (shape != "odd") for s in products)
+
+
+def test_one_launch_whatever_the_lengths(chosen_anew):
+    """Nothing asks for a length: other segments are other numbers in the same launches, and one product serves all experts."""
+    t, ends = drawn("many", HALF[0])
+    made = []
+    for each in (ends, [0, 0, 0], [1, 279, 280]):
+        y = ours(t, torch.tensor(each, device=device.NAME), backend="triton")
+        assert rel_l2(y, parts(reference.dora, t, each, True)) < CLOSE if each[-1] else not y.any()
+        made.append(list(chosen_anew.values()))
+    assert made[0] == made[1] == made[2]
+    found = sum((kernels(p) for p in made[0]), start=kernels(made[0][0])) - kernels(made[0][0])
+    assert found["multi_gemm_pointer_kernel"] + found["multi_gemm_tma_kernel"] == found["multi_norm_kernel"] == 1
+
+
+def test_same_bits_every_time():
+    t, ends = drawn("few", HALF[0])
+    leaves = {n: t[n].requires_grad_() for n in NAMES}
+    norm = dora_norm(t["W"], t["A"].detach(), t["B"].detach(), s=S, backend="triton")
+    runs = []
+    for _ in range(2):
+        y = ours(t, torch.tensor(ends, device=device.NAME), norm=norm, backend="triton")
+        runs.append([y, *grads(y, torch.ones_like(y), **leaves).values()])
+    assert all(map(torch.equal, *runs))
+
+
+def test_strangers_stay_strangers(as_hopper):
+    """What is not finite in one expert, or in a token of one, reaches nobody else's tokens and no other gradient, though the
+    tiles of its tokens end in those of others."""
+    as_hopper()
+    well, want = slice(130, 280), None
+    for what in ("", "W", "A", "x"):
+        t, ends = drawn("many", HALF[0])
+        norm = torch.ones(3, 128, device=device.NAME)
+        if what:
+            (t["x"][:1] if what == "x" else t[what][0]).fill_(float("nan"))
+        leaves = {n: t[n].requires_grad_() for n in NAMES}
+        y = ours(t, torch.tensor(ends, device=device.NAME), norm=norm, backend="triton")
+        torch.manual_seed(0)
+        found = grads(y, torch.randn_like(y), **leaves)
+        got = [y[well], found["x"][well], *(found[n][2] for n in NAMES[1:])]
+        want = want or got
+        assert all(map(torch.equal, got, want)), what
+
+
+def test_norms_of_all_experts_in_one_launch():
+    for dtype, adapter in ((HALF[0], HALF[0]), (HALF[0], torch.float32), (torch.float32, torch.float32)):
+        t = mixture(3, 150, 140, 20, 1, dtype, adapter)
+        want = torch.stack([reference.norm(*(t[n][e] for n in "WAB"), S) for e in range(3)])
+        assert rel_l2(dora_norm(t["W"], t["A"], t["B"], s=S, backend="triton"), want) < 1e-6
+        s = torch.full((3,), S, device=device.NAME)
+        assert rel_l2(multi.bank_norm(t["W"], t["A"], t["B"], s, None, 20_000), want) < 1e-6
+
+
+def test_what_stands_around():
+    """Each pass against plain torch."""
+    T, k, N = 37, 3, 70
+    for dtype in (*HALF, torch.float32):
+        x, rows = (torch.randn(n, N, device=device.NAME).to(dtype) for n in (T, T * k))
+        order = torch.randperm(T * k, device=device.NAME)
+        place = order.argsort().reshape(T, k)
+        for gates in (None, weights_of(place, torch.float32), weights_of(place, dtype)):
+            for ours_, theirs, args in (
+                (kernels_of.spread, eager.spread, (x, order, gates, k)),
+                (kernels_of.combine, eager.combine, (rows, place, gates)),
+            ):
+                got, want = ours_(*args), theirs(*args)
+                assert got.dtype == dtype and rel_l2(got, want) < 2 * torch.finfo(dtype).eps
+        got, want = kernels_of.gates_bwd(x, rows, place, dtype), eager.gates_bwd(x, rows, place, dtype)
+        assert got.shape == (T, k) and rel_l2(got, want) < 2 * torch.finfo(dtype).eps
+        z, da = (4 * torch.randn(T, n, device=device.NAME).to(dtype) for n in (2 * N, N))
+        z[0, :2] = float("nan")
+        for act in eager.ACTS:
+            for got, want in (
+                (kernels_of.gated_fwd(z, act), eager.gated_fwd(z, act)),
+                (kernels_of.gated_bwd(da, z, act), eager.gated_bwd(da, z, act)),
+            ):
+                assert torch.equal(got.isnan(), want.isnan())
+                assert rel_l2(got.nan_to_num(), want.nan_to_num()) < 8 * torch.finfo(dtype).eps, act
+
+
+@pytest.mark.parametrize("dtype", [HALF[0], torch.float32], ids=str)
+def test_tokens_with_their_experts(dtype):
+    """ids and gates through one layer and through an MLP: y and every gradient."""
+    ids = torch.randint(-1, 3, (24, 2), generator=torch.Generator().manual_seed(0)).to(device.NAME)
+    tolerance = 2 * CLOSE if dtype != torch.float32 else 1e-5
+    for act, bias in ((None, True), ("silu", False), ("gpt_oss", True)):
+        x, up, down = layers_of_mlps(dtype, None, 3, 24, 16, 40, 4, 24, spread=0.02)
+        gates = weights_of(ids, torch.float32)
+        layers = (up, down) if act else (up,)
+        own = ("A", "B", "m", *(("bias",) if bias else ()))
+        leaves = {"x": x, "gates": gates} | {f"{n}{i}": t[n] for i, t in enumerate(layers) for n in own}
+        leaves = {n: v.requires_grad_() for n, v in leaves.items()}
+        route = {"ids": ids, "gates": gates, "backend": "triton"}
+        if act:
+            y, want = mlp(x, up, down, act, bias, **route), true_mlp(x, up, down, act, ids, gates, bias)
+        else:
+            y = dora_experts(x, *(up[n] for n in "WABm"), s=S, bias=up["bias"], **route)
+            want = reference.routed(
+                ids, gates, lambda i, e, t=up, x=x: reference.dora(x[i], *(t[n][e] for n in "WABm"), S, t["bias"][e])
+            )
+        assert rel_l2(y, want) < tolerance, act
+        dy = torch.randn_like(y)
+        for (n, a), b in zip(grads(y, dy, **leaves).items(), grads(want, dy.double(), **leaves).values(), strict=True):
+            assert a.dtype == leaves[n].dtype and rel_l2(a, b) < tolerance, (act, n)
+        with torch.no_grad():
+            again = mlp(x, up, down, act, bias, **route) if act else y
+        assert torch.equal(again, y)
+
+
+def test_an_mlp_keeps_what_it_says(monkeypatch):
+    """x as it came, z, both h and y: no sorted copy, no f(gate) up; and a part of the gradients, each as with all."""
+    ids = torch.randint(0, 3, (24, 2), generator=torch.Generator().manual_seed(0)).to(device.NAME)
+    x, up, down = layers_of_mlps(HALF[0], None, 3, 24, 16, 40, 4, 24)
+    gates = weights_of(ids, torch.float32)
+    leaves = {"x": x, "A": up["A"], "B": down["B"], "m": up["m"]}
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        y = mlp(x, up, down, "silu", False, ids=ids, gates=gates, backend="triton")
+    assert not seen
+    for v in leaves.values():
+        v.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        y = mlp(x, up, down, "silu", False, ids=ids, gates=gates, backend="triton")
+    given = {t.data_ptr() for part in (up, down) for t in part.values()} | {x.data_ptr(), gates.data_ptr()}
+    kept = {t.data_ptr(): tuple(t.shape) for t in seen if t.data_ptr() not in given and t.dtype == HALF[0]}
+    assert sorted(kept.values()) == sorted([(48, 32), (48, 4), (48, 4), (48, 40)])
+    dy = torch.randn_like(y)
+    want = grads(y, dy, **leaves)
+    for n in ("x", "B"):
+        v = leaves[n]
+        for other in leaves.values():
+            other.requires_grad_(other is v)
+        y = mlp(x, up, down, "silu", False, ids=ids, gates=gates, backend="triton")
+        assert torch.equal(grads(y, dy, **{n: v})[n], want[n]), n
+
+
+def test_second_derivatives_raise_and_the_backend_is_chosen():
+    t, ends = drawn("few", HALF[0])
+    x = t["x"].requires_grad_()
+    with fdora.backend("triton"):
+        y = ours(t, ends)
+    (dx,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="of dora_experts are"):
+        torch.autograd.grad(dx.sum(), x)
+    x, up, down = layers_of_mlps(HALF[0], None, 3, 24, 16, 40, 4, 24)
+    x.requires_grad_()
+    ids = torch.zeros(24, 1, dtype=torch.int64, device=device.NAME)
+    for gates in (None, weights_of(ids).requires_grad_()):
+        y = mlp(x, up, down, "silu", ids=ids, gates=gates, backend="triton")
+        (dx,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match="experts"):
+            torch.autograd.grad(dx.sum(), x)
+
+
+def test_compiled_with_tensors():
+    """Nothing is read on the host: offsets and ids may be tensors of a graph."""
+    t, ends = drawn("few", torch.float32)
+    ids = torch.randint(0, 4, (9, 2), device=device.NAME)
+    torch._dynamo.reset()
+    for route in ({"offsets": torch.tensor(ends, device=device.NAME)}, {"ids": ids, "gates": weights_of(ids, torch.float32)}):
+
+        def loss(x, A, route=route):
+            rest = {"bias": t["bias"], "backend": "triton"}
+            return dora_experts(x, t["W"], A, t["B"], t["m"], s=S, **rest, **route).square().sum()
+
+        leaves = {"x": t["x"].detach().requires_grad_(), "A": t["A"].detach().requires_grad_()}
+        want = grads(loss(**leaves), None, **leaves)
+        got = grads(torch.compile(loss, fullgraph=True, backend="aot_eager")(**leaves), None, **leaves)
+        for n in leaves:
+            torch.testing.assert_close(got[n], want[n], msg=n)
+
+
+def test_vmap_over_adapters():
+    t, ends = drawn("few", torch.float32)
+    offsets = torch.tensor(ends, device=device.NAME)
+
+    def loss(A, x):
+        return dora_experts(x, t["W"], A, t["B"], t["m"], s=S, offsets=offsets, backend="triton").square().sum()
+
+    bank = torch.stack([t["A"], 2 * t["A"]])
+    got = torch.func.vmap(torch.func.grad(loss), in_dims=(0, None))(bank, t["x"])
+    for A, d in zip(bank, got, strict=True):
+        A = A.detach().requires_grad_()
+        (want,) = torch.autograd.grad(loss(A, t["x"]), A)
+        torch.testing.assert_close(d, want)
