@@ -86,13 +86,21 @@ TABLE = {
     "quant_model": Entry(60, "bench.quant_model"),
     "sharded_r64": Entry(60, "bench.sharded --world 2 --layers 6 --r 64 --runs 7"),  # two GPUs
     "sharded_r384": Entry(60, "bench.sharded --world 2 --layers 6 --r 384 --runs 7"),
-    "sharded_12": Entry(60, "bench.sharded --world 2 --layers 12 --modes step --runs 7 --no-profile"),
-    "sharded_compiled": Entry(
-        90, "bench.sharded --world 2 --layers 6 --ways peft_lora,peft_fdora,peft_fdora_shards --modes step,step_4 --compiled"
+    "sharded_12": Entry(
+        60,
+        "bench.sharded --world 2 --layers 12 --ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused,peft_fdora_shards "
+        "--modes step --runs 7 --no-profile",
     ),
-    "sharded_qwen2.5-32b": Entry(60, "bench.sharded --world 2 --model qwen2.5-32b --layers 4 --modes step --runs 7"),
-    "sharded_tp": Entry(60, "bench.sharded --world 2 --layout tp --layers 6 --modes step,step_4 --runs 7"),
-    "parallel": Entry(60, "bench.parallel --world 2"),
+    "sharded_qwen2.5-32b": Entry(
+        60,
+        "bench.sharded --world 2 --model qwen2.5-32b --layers 4 --ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused "
+        "--modes step --runs 7 --no-profile",
+    ),
+    "sharded_tp": Entry(60, "bench.sharded --world 2 --layout tp --layers 6 --modes step --runs 7"),
+    "sharded_compiled": Entry(
+        120, "bench.sharded --world 2 --layers 6 --ways peft_lora,peft_fdora,peft_fdora_shards --modes step,step_4 --compiled"
+    ),
+    "parallel": Entry(60, "bench.parallel --world 2 --runs 5"),
     "demo": Entry(60, "demo.run"),
 }
 # no --seconds of their own

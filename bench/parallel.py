@@ -78,11 +78,13 @@ class Shared(torch.autograd.Function):
 
 def made(N: int, K: int, M: int, r: int, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
     """The same on every rank."""
-    torch.manual_seed(0)
-    t = {"x": torch.randn(M, K), "W": torch.randn(N, K) / K**0.5, "A": torch.randn(r, K) / K**0.5, "B": torch.randn(N, r) / 50}
-    t = {name: v.to(device, dtype) for name, v in t.items()}
+    draw = torch.Generator(device).manual_seed(0)
+    shapes = {"x": (M, K), "W": (N, K), "A": (r, K), "B": (N, r), "spread": (N,)}
+    t = {name: torch.randn(shape, generator=draw, device=device, dtype=dtype) for name, shape in shapes.items()}
+    scales = {"x": 1, "W": K**-0.5, "A": K**-0.5, "B": 0.02}
+    t = {name: scales[name] * v for name, v in t.items() if name in scales} | {"spread": t["spread"]}
     norm = dora_norm(t["W"], t["A"], t["B"], s=S)
-    return t | {"m": (norm * (1 + 0.1 * torch.randn(N).to(device))).to(dtype), "norm": norm}
+    return t | {"m": (norm * (1 + 0.1 * t.pop("spread"))).to(dtype), "norm": norm}
 
 
 def laid(t: dict[str, torch.Tensor], cut: str, mesh: Any) -> dict[str, DTensor]:
@@ -189,7 +191,8 @@ def layers(rank: int, options, mesh: Any, device: str) -> list[dict]:
         for r in options.r:
             for cut, (N, K) in {"rows": (inner, hidden), "columns": (hidden, inner)}.items():
                 t = made(N, K, options.M, r, DTYPES[options.dtype], device)
-                dy = torch.randn(options.M, N, generator=torch.Generator().manual_seed(1)).to(device, t["W"].dtype)
+                draw = torch.Generator(device).manual_seed(1)
+                dy = torch.randn(options.M, N, generator=draw, device=device, dtype=t["W"].dtype)
                 row = {"model": model, "cut": cut, "N": N, "K": K, "r": r, "errors": errors(cut, t, dy, mesh)}
                 mine = dy.chunk(options.world, 1)[rank].contiguous() if cut == "rows" else dy
                 each = ways(cut, t, mesh)

@@ -8,7 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, check_whole, fail
+from fdora._check import (
+    FLOATS,
+    check_device,
+    check_dtype,
+    check_frozen,
+    check_rank,
+    check_s,
+    check_shapes,
+    check_whole,
+    fail,
+    is_sharded,
+)
 from fdora._dispatch import Backend
 from fdora.autograd.norm import is_real
 from fdora.functional.linear import dora_linear
@@ -60,6 +71,10 @@ def dora_experts(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
     """
     fn = "dora_experts"
+    if is_sharded(x, W, A, B, m, bias, norm):
+        from fdora.functional import _sharded_layers
+
+        return _sharded_layers.experts(dora_experts, x, W, A, B, m, bias, norm, s=s, offsets=offsets, backend=backend)
     check_experts(fn, x, W, A, B, m, s, bias, norm)
     ends = ends_of(fn, offsets, x.shape[0], W.shape[0])
     counts = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
