@@ -166,14 +166,16 @@ def case_experts():
 def case_compiled():
     where = mesh(2)
 
-    def f(x, W, A, B, m, ids, table, a, b, mag):
+    def f(x, W, A, B, m, ids, table, a, b, mag, image, *kernel):
         y = dora_linear_multi(x, W, A, B, m, s=torch.ones(3, dtype=torch.float64, device=DEVICE), ids=ids)
-        return y, dora_embedding(ids.clamp_min(0), table, a, b, mag, s=0.7)
+        return y, dora_embedding(ids.clamp_min(0), table, a, b, mag, s=0.7), dora_conv1d(image, *kernel, s=0.7)
 
     t, lies = bank(), BANK["rows"][0]
     args = [distribute_tensor(t[n], where, [lies[n]]).requires_grad_(n in "ABm") for n in ("x", "W", "A", "B", "m", "ids")]
     table = {"W": random(6, 4), "A": random(2, 6, seed=1), "B": random(4, 2, seed=2), "m": random(4, seed=3)}
     args += [distribute_tensor(v, where, [TABLES[0]["vocabulary"][0][n]]) for n, v in table.items()]
+    kernel = {"x": random(2, 3, 5), "W": random(4, 3, 3), "A": random(2, 3, 3), "B": random(4, 2, 1), "m": random(4)}
+    args += [distribute_tensor(v, where, [CONV["columns"][0][n]]) for n, v in kernel.items()]
     got = torch.compile(f, fullgraph=True, backend="aot_eager")(*args)
     for a, b in zip(got, f(*args), strict=True):
         assert a.placements == b.placements

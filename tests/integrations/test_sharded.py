@@ -18,10 +18,9 @@ from tests.integrations.sharded_layouts import LAYOUTS
 from tests.integrations.tiny import LAYERS
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 60 * PROCESSES * max(2, STEPS // 3)  # seconds: a collective that a rank leaves out would wait for a minute
+LIMIT = 240 if STEPS == 3 else 3600  # seconds: a collective that a rank leaves out would wait for a minute
 TWO = PROCESSES == 2
 NORMS = [LAYERS, 0] * STEPS
-FAR = 1e-6 if STEPS == 3 else 1e-4  # logits after the last step
 BLOCKS, LEAVES = {"all-gathers": 5, "reduce-scatters": 2}, {"all-gathers": 89, "reduce-scatters": 42}
 # One forward and backward of two decoder layers: as many as LoRA's there, and for each leaf one in forward, one in backward.
 COLLECTIVES = {
@@ -86,7 +85,7 @@ def test_layout(found, name):
         assert mine["adapters same"] or name == "ddp" or not TWO  # which reduces the sum of micro-batches, in other bits
         assert mine["checkpoint loads"] and mine["checkpoint written"]
         assert mine["checkpoint same"] == mine["adapters same"]
-        assert mine["after off"] < FAR and mine["after change off"] < FAR  # a norm of before would leave 1e-2
+        assert mine["after off"] < 1e-6 and mine["after change off"] < 1e-6  # a norm of before would leave 1e-2
         assert mine["shapes"] == [[32, 64], [64, 64], [64, 96], [96, 64]]
         counts = {NAMES[op]: n for op, n in mine["collectives"].items() if op in NAMES}
         assert counts == COLLECTIVES.get(name, LEAVES if "leaves" in name else BLOCKS)
@@ -118,8 +117,8 @@ def test_tensor_parallel(found, how):
     for mine in each_rank(found, f"tp {how}"):
         assert mine["fused"] and (mine["composed"], mine["fallbacks"]) == (0, {})
         assert mine["norms"] == [0, 0, *NORMS[2:]]  # the first was computed for the logits before
-        assert mine["logits off"] < 1e-6 and mine["gradients off"] < 2e-6 and mine["loss off"] < FAR
-        assert mine["adapters off"] < FAR and mine["replicas same"] and mine["after change off"] < FAR
+        assert mine["logits off"] < 1e-6 and mine["gradients off"] < 2e-6 and trains(mine) and mine["replicas same"]
+        assert mine["after change off"] < max(1e-6, 2 * mine["after change may be off"])
         assert mine.get("fresh off", 0) < 1e-6
         assert mine["shapes"] == [*([[32, 64]] if TWO else []), [64, 64], [64, 96], [96, 64]]
 
@@ -134,7 +133,7 @@ def test_norms_on_shards(found, name):
         assert mine["adapters off"] < max(1e-6, 2 * mine["adapters may be off"])
         assert mine["norms"] == NORMS and mine["rows"] == 896 // (PROCESSES if shared else PROCESSES // 2)
         assert mine["gathers"] == 2
-        assert mine["after change off"] < FAR and mine["after one rank's change off"] < FAR
+        assert mine["after change off"] < 1e-6 and mine["after one rank's change off"] < 1e-6
 
 
 @pytest.mark.parametrize("name", DROPPED)
@@ -166,4 +165,4 @@ def test_zero(tmp_path):
         for mine in each_rank(found, name):
             assert (mine["fused"], mine["composed"], mine["fallbacks"]) == (LAYERS, 0, {})
             assert mine["norms"] == NORMS and mine["loss same"] and trains(mine)
-            assert mine["after off"] < FAR and mine["after change off"] < FAR
+            assert mine["after off"] < 1e-6 and mine["after change off"] < 1e-6
