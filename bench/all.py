@@ -86,6 +86,21 @@ TABLE = {
     "sharded_r384": Entry(60, "bench.sharded --world 2 --layers 6 --r 384 --runs 7"),
     "jobs": Entry(70, "bench.jobs"),
     "jobs_pipeline": Entry(60, "bench.jobs --world 2"),  # two GPUs
+    "sharded_12": Entry(
+        60,
+        "bench.sharded --world 2 --layers 12 --ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused,peft_fdora_shards "
+        "--modes step --runs 7 --no-profile",
+    ),
+    "sharded_qwen2.5-32b": Entry(
+        60,
+        "bench.sharded --world 2 --model qwen2.5-32b --layers 4 --ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused "
+        "--modes step --runs 7 --no-profile",
+    ),
+    "sharded_tp": Entry(60, "bench.sharded --world 2 --layout tp --layers 6 --modes step --runs 7"),
+    "sharded_compiled": Entry(
+        120, "bench.sharded --world 2 --layers 6 --ways peft_lora,peft_fdora,peft_fdora_shards --modes step,step_4 --compiled"
+    ),
+    "parallel": Entry(60, "bench.parallel --world 2 --runs 5"),
     "demo": Entry(60, "demo.run"),
 }
 # no --seconds of their own
@@ -100,6 +115,7 @@ UNTIMED = (
     "bench.quant_model",
     "bench.sharded",
     "bench.jobs",
+    "bench.parallel",
     "demo.run",
 )
 

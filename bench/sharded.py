@@ -1,15 +1,19 @@
-"""A language model under FSDP2, each decoder layer a unit: PEFT's LoRA, its DoRA, and that after ``use_fdora``, in one run.
+"""A language model on several GPUs: PEFT's LoRA, its DoRA, and that after ``use_fdora``, in one run.
 
     python -m bench.sharded --world 2 --device cuda --json FILE
+    python -m bench.sharded --world 2 --device cuda --layout tp
     python -m bench.sharded --world 2 --tiny --layers 2 --seq 16 --loss-tokens 4 --r 4 --runs 1     # gloo, CPU
 
-Starts one process per GPU (NCCL; gloo without GPUs). Architecture, adapters and ways are bench.model's; every rank has a
-sequence of its own. A step: forward, backward, fused AdamW; also with gradient checkpointing, and of 4 micro-batches, which
-share their norms. Wall time from one barrier until every rank's GPU is done, median of turns; what the host takes to issue
-forward, backward and the optimizer's step, nothing waited for in between; peak memory above what is there between steps. On
-a GPU a profile of one step sums the kernels of all norms, the collectives, and the busiest of the rest. Before anything is
-timed, loss and averaged gradients are compared with those of PEFT's DoRA; the collectives of a step are counted. Ways that
-end in ``_shards`` compute norms on the shards (``norms_on_shards=True``); their collectives are not among those counted.
+Starts one process per GPU (NCCL; gloo without GPUs). Architecture, adapters and ways are bench.model's. FSDP2: each decoder
+layer is a unit, every rank has a sequence of its own. ``--layout tp``: torch's parallelize_module cuts q, k, v, gate and up by
+rows, o and down by columns, and of each adapter what plain LoRA's has cut (``rows``, ``columns``: these alone); every rank has
+the same sequence; PEFT's DoRA raises there. A step: forward, backward, fused AdamW; also with gradient checkpointing, and of 4
+micro-batches, which share their norms. Wall time from one barrier until every rank's GPU is done, median of turns; what the
+host takes to issue forward, backward and the optimizer's step, nothing waited for in between; peak memory above what is there
+between steps. On a GPU a profile of one step sums the kernels of all norms, the collectives, and the busiest of the rest.
+Before anything is timed, loss and averaged gradients are compared with those of PEFT's DoRA (of whole weights, for tensor
+parallelism); the collectives of a step are counted. Ways that end in ``_shards`` compute norms on the shards
+(``norms_on_shards=True``); their collectives are not among those counted.
 """
 
 from __future__ import annotations
@@ -20,90 +24,28 @@ import json
 import statistics
 import tempfile
 import time
-from collections import Counter
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.attempt import Failures
 from bench.clock import synchronize
 from bench.layer import free
 from bench.layers12 import DTYPES, MOST_APART, adapters, apart
-from bench.model import ARCHITECTURES, WAYS, Run, network
+from bench.model import ARCHITECTURES, WAYS, network
 from bench.norm_forms import about
 from bench.rivals import paths
 from bench.save import save
+from bench.sharded_run import LAYOUTS, Collectives, Sharded, truth
 from bench.table import table
-from fdora.integrations.peft import use_fdora
 from tests.memory import peak_bytes
 
 MODES = ("step", "step_checkpointing", "step_4")
 PARTS = ("forward", "backward", "optimizer")
 NORMS = ("norm_kernel", "choose_kernel", "norms_kernel", "fingerprint", "roots_kernel")
-
-
-class Sharded(Run):
-    """One way's model; its leaves are shards."""
-
-    def __init__(self, way, base, values, inputs, options, mesh):
-        super().__init__(way.removesuffix("_shards"), base, values, inputs, min(options.loss_tokens, options.seq), False)
-        if way.endswith("_shards"):
-            use_fdora(self.model, fuse="fused" in way, norms_on_shards=True)
-        names = {id(p): name for name, p in self.leaves.items()}
-        places = {name: names[id(p)] for name, p in self.model.named_parameters() if id(p) in names}
-        blocks = self.model.get_base_model().get_decoder().layers
-        if options.compiled:
-            self.compile()
-        for block in blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        self.leaves = {places[name]: p for name, p in self.model.named_parameters() if name in places}
-        self.optimizer = torch.optim.AdamW(self.leaves.values(), lr=1e-5, fused=options.device == "cuda")
-
-    def issue(self, device: str) -> list[float]:
-        """ms in which the host issues each part of a step, from an empty queue."""
-        dist.barrier()
-        synchronize(device)
-        times = [time.perf_counter()]
-        loss = self.loss()
-        times.append(time.perf_counter())
-        loss.backward()
-        times.append(time.perf_counter())
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        times.append(time.perf_counter())
-        synchronize(device)
-        return [1e3 * (b - a) for a, b in pairwise(times)]
-
-    def gradients_of_all(self) -> dict[str, torch.Tensor]:
-        """The average over the ranks, of all A, all B, all m; and the loss."""
-        loss = self.loss()
-        loss.backward()
-        found = {"loss": loss.detach().clone()}
-        dist.all_reduce(found["loss"])
-        for part in "ABm":
-            grads = [p.grad for name, p in self.leaves.items() if name[0] == part]
-            found[f"d{part}"] = torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in grads])
-        self.optimizer.zero_grad(set_to_none=True)
-        return found
-
-
-class Collectives(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.namespace in ("c10d", "_c10d_functional") and "wait" not in op.__name__:
-            self.counts[op.__name__.partition(".")[0].strip("_")] += 1
-        return op(*args, **(kwargs or {}))
 
 
 def timed(step, device: str) -> float:
@@ -160,20 +102,30 @@ def worker(rank: int, options, store: str) -> None:
     torch.manual_seed(0)
     base = network(options, options.layers)
     values = adapters(base, options.r, DTYPES[options.adapter])
-    draw = torch.Generator().manual_seed(1 + rank)
+    draw = torch.Generator().manual_seed(1 + rank * (options.layout == "fsdp"))
     inputs = {"input_ids": torch.randint(base.lm_head.out_features - 1, (1, options.seq), generator=draw).to(device)}
+    exact = None if options.layout == "fsdp" else truth(base, values, inputs, options)
     runs = failures.attempt(options.ways, lambda way: Sharded(way, copy.deepcopy(base), values, inputs, options, mesh))
     base = None
     free(options.device)
     result = {"about": facts, "world": options.world, "model": options.model, "layers": options.layers, "seq": options.seq}
-    result |= {"r": options.r, "adapter": options.adapter, "compiled": options.compiled, "runs": options.runs, "rows": []}
-    result |= {"agreement": {}, "collectives": {}, "paths": {}, "profiles": {}, "failed": failures}
-    if "peft_dora" in runs:
-        truth = runs["peft_dora"].gradients_of_all()
+    result |= {"layout": options.layout, "r": options.r, "adapter": options.adapter, "compiled": options.compiled}
+    result |= {
+        "runs": options.runs,
+        "rows": [],
+        "agreement": {},
+        "collectives": {},
+        "paths": {},
+        "profiles": {},
+        "failed": failures,
+    }
+    if exact is None and "peft_dora" in runs:
+        exact = runs["peft_dora"].gradients_of_all()
+    if exact is not None:
         for way in [way for way in runs if "fdora" in way]:
             mine = runs[way].gradients_of_all()
-            result["agreement"][way] = {name: apart(mine[name], truth[name])["relative"] for name in truth}
-        del truth
+            result["agreement"][way] = {name: apart(mine[name], exact[name])["relative"] for name in exact}
+    exact = None
     for way, run in runs.items():
         run.of("step")
         with Collectives() as collectives:
@@ -241,6 +193,7 @@ def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--world", type=int, default=2, help="processes")
+    parser.add_argument("--layout", choices=LAYOUTS, default="fsdp", help="tensor parallel: tp, or rows or columns alone")
     parser.add_argument("--model", choices=[m for m in ARCHITECTURES if "vl" not in m], default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--seq", type=int, default=4096)
@@ -248,7 +201,7 @@ def parse(argv=None):
     parser.add_argument("--loss-tokens", type=int, default=1024)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations")
     parser.add_argument("--adapter", choices=DTYPES, default="bf16", help="of A, B and m")
-    parser.add_argument("--ways", default=",".join((*WAYS, "peft_fdora_shards", "peft_fdora_fused_shards")))
+    parser.add_argument("--ways", help="default: all that the layout has")
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--compiled", action="store_true", help="torch.compile of each decoder layer")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
@@ -257,7 +210,9 @@ def parse(argv=None):
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
-    options.ways, options.modes, options.sweep = options.ways.split(","), options.modes.split(","), None
+    every = (*WAYS, "peft_fdora_shards", "peft_fdora_fused_shards") if options.layout == "fsdp" else ("peft_lora", "peft_fdora")
+    options.ways = options.ways.split(",") if options.ways else list(every)
+    options.modes, options.sweep = options.modes.split(","), None
     if options.runs < 1 or options.seq < 2:
         parser.error("--runs and --seq must be at least 1 and 2")
     return options

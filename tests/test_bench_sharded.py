@@ -21,3 +21,14 @@ def test_sharded(tmp_path):
     assert all(error < 1e-5 for found in result["agreement"].values() for error in found.values())
     assert all(set(calls) == {"fused"} for calls in result["paths"].values())
     assert len({json.dumps(counts) for counts in result["collectives"].values()}) == 1  # those of LoRA
+
+
+def test_tensor_parallel(tmp_path):
+    path = tmp_path / "result.json"
+    sizes = "--layout tp --tiny --layers 1 --seq 16 --loss-tokens 4 --r 4 --runs 1 --modes step --dtype fp32 --adapter fp32"
+    sharded.main([*sizes.split(), "--json", str(path)])
+    result = json.loads(path.read_text())
+    assert result["failed"] == {} and [row["way"] for row in result["rows"]] == ["peft_lora", "peft_fdora"]
+    assert set(result["agreement"]) == {"peft_fdora"}
+    assert all(error < 1e-5 for error in result["agreement"]["peft_fdora"].values())
+    assert set(result["paths"]["peft_fdora"]) == {"fused"}

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fdora._check import FdoraError, fail
 
-# For each argument how it lies, and how its gradient does. L: cut along the last axis. N: as the rows of W. T: as x. C: S(0).
+# For each argument how it lies, and how its gradient does. L: cut along the last axis. N: as the rows of W. T: as x. A digit:
+# cut along that axis.
 LAYER = {
     "col": {"x": "RP", "A": "RP", "B": "NN", "m": "NN", "norm": "NN", "bias": "NN", "y": "L", "c": "NN"},
     "row": {"x": "LL", "A": "LL", "B": "RP", "m": "RP", "norm": "RP", "bias": "RR", "y": "P", "c": "PP"},
@@ -29,10 +30,32 @@ LAYER = {
 }
 # Of compose, where base decides; pending sums of base and lora stay pending.
 COMPOSE = {
-    "cols": {"base": "LL", "lora": "LL", "g": "CC", "bias": "CC", "y": "L"},
+    "cols": {"base": "LL", "lora": "LL", "g": "00", "bias": "00", "y": "L"},
     "sum": {"base": "PR", "lora": "PR", "g": "RP", "bias": "RR", "y": "P"},
     "data": {"base": "TT", "lora": "TT", "g": "RP", "bias": "RP", "y": "T"},
     "same": {"base": "RR", "lora": "RR", "g": "RR", "bias": "RR", "y": "R"},
+}
+# Of a bank of adapters, whose parameters have one more axis in front.
+BANK = {
+    "col": {"x": "RP", "A": "RP", "B": "11", "m": "11", "norm": "11", "bias": "00", "ids": "RR", "y": "L"},
+    "row": {"x": "LL", "A": "22", "B": "RP", "m": "RP", "norm": "RP", "bias": "RR", "ids": "RR", "y": "P"},
+    "data": {"x": "TT", "A": "RP", "B": "RP", "m": "RP", "norm": "RP", "bias": "RP", "ids": "00", "y": "T"},
+    "same": {"x": "RR", "A": "RR", "B": "RR", "m": "RR", "norm": "RR", "bias": "RR", "ids": "RR", "y": "R"},
+}
+# Of an embedding: the rows of its table are a vocabulary, and m and norm belong to columns, or to rows (norm_axis=1).
+TABLE = {
+    "vocabulary": {"ids": "RR", "A": "11", "B": "RP", "m": "RP", "norm": "RP", "y": "P"},
+    "columns": {"ids": "RR", "A": "RP", "B": "00", "m": "00", "norm": "00", "y": "L"},
+    "data": {"ids": "TT", "A": "RP", "B": "RP", "m": "RP", "norm": "RP", "y": "T"},
+    "same": {"ids": "RR", "A": "RR", "B": "RR", "m": "RR", "norm": "RR", "y": "R"},
+}
+TABLE_OF_ROWS = TABLE | {"vocabulary": TABLE["vocabulary"] | {"m": "00", "norm": "00"}}
+# Of a convolution: by channels of its output, by channels of its input, by images.
+CONV = {
+    "col": {"x": "RP", "A": "RP", "B": "00", "m": "00", "norm": "00", "bias": "00", "y": "1"},
+    "row": {"x": "11", "A": "11", "B": "RP", "m": "RP", "norm": "RP", "bias": "RR", "y": "P"},
+    "data": {"x": "00", "A": "RP", "B": "RP", "m": "RP", "norm": "RP", "bias": "RP", "y": "0"},
+    "same": {"x": "RR", "A": "RR", "B": "RR", "m": "RR", "norm": "RR", "bias": "RR", "y": "R"},
 }
 
 
@@ -87,18 +110,24 @@ def is_strided(p: Any) -> bool:
 
 def layer_layout(fn: str, mesh: Any, W: Any, x: Any = None) -> Layout:
     """What W and x decide. Without x: a function of the weight alone, whose rows may lie anywhere."""
+    return layout(fn, mesh, LAYER, W, x, () if x is None else range(x.dim() - 1))
+
+
+def layout(fn: str, mesh: Any, table: dict, W: Any, x: Any, axes: Sequence[int]) -> Layout:
+    """The same for a table. ``axes`` are those of x that data is cut along."""
     rows = placed(W, mesh)
     tokens = () if x is None else placed(x, mesh)
+    first, second, *_ = table
     ways = []
     for i, p in enumerate(rows):
         if p.is_replicate():
-            ways.append("data" if x is not None and is_cut(tokens[i], range(x.dim() - 1)) else "same")
+            ways.append("data" if x is not None and is_cut(tokens[i], axes) else "same")
             continue
         if p.is_partial() or p.dim > 1 or (is_strided(p) and (p.dim == 1 or x is not None)):
             remedy = "Unshard what FSDP keeps in shards first." if is_strided(p) else "Redistribute it."
             raise fail(fn, "W", f"Replicate, Shard(0) or Shard(1) {where(mesh, i)}", p, remedy)
-        ways.append("col" if p.dim == 0 else "row")
-    return Layout(mesh, LAYER, tuple(ways), rows, tokens)
+        ways.append(first if p.dim == 0 else second)
+    return Layout(mesh, table, tuple(ways), rows, tokens)
 
 
 def compose_layout(fn: str, mesh: Any, base: Any) -> Layout:
@@ -122,8 +151,8 @@ def placements(lay: Layout, arg: str, dims: int, gradient: bool = False) -> tupl
             found.append(Replicate())
         elif kind == "P":
             found.append(Partial())
-        elif kind == "L" or kind == "C":
-            found.append(Shard(dims - 1 if kind == "L" else 0))
+        elif kind in "L012":
+            found.append(Shard(dims - 1 if kind == "L" else int(kind)))
         else:
             found.append(lay.rows[i] if kind == "N" else lay.tokens[i])
     return tuple(found)

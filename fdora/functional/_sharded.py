@@ -93,7 +93,7 @@ def compose(call: Callable, fn: str, base: Any, lora: Any, g: Any, s: float, bia
     pending = "sum" in lay.ways
     options = rest if bias is None else rest | {"bias": None if pending else local(fn, lay, "bias", bias)}
     y = call(*(local(fn, lay, arg, t) for arg, t in (("base", base), ("lora", lora), ("g", g))), s=s, **options)
-    return _biased(fn, lay, y, base.shape, bias if pending else None)
+    return biased(fn, lay, y, base.shape, bias if pending else None)
 
 
 def scale(call: Callable, m: Any, c: Any) -> Any:
@@ -165,15 +165,16 @@ def _origin(fn: str, lay: Layout, x: Any, p: Any, seed: Any, origin: Any) -> tup
 
 
 def _output(fn: str, lay: Layout, y: Tensor, x: Any, W: Any, bias: Any) -> Any:
-    return _biased(fn, lay, y, (*x.shape[:-1], W.shape[0]), bias)
+    return biased(fn, lay, y, (*x.shape[:-1], W.shape[0]), bias)
 
 
-def _biased(fn: str, lay: Layout, y: Tensor, shape: Sequence[int], bias: Any) -> Any:
-    """The whole y; with a bias that waited for it, after the sum."""
+def biased(fn: str, lay: Layout, y: Tensor, shape: Sequence[int], bias: Any, behind: int = 0) -> Any:
+    """The whole y; with a bias that waited for it, after the sum. ``behind``: axes of y behind that of the bias."""
     lies = placements(lay, "y", len(shape))
     result = whole(y, lay.mesh, lies, shape)
     if bias is None:
         return result
     lies = summed(lies)
     y = result.redistribute(placements=lies).to_local(grad_placements=lies)
-    return whole((y + local(fn, lay, "bias", bias)).to(y.dtype), lay.mesh, lies, shape)
+    added = local(fn, lay, "bias", bias)
+    return whole((y + added.view(-1, *[1] * behind)).to(y.dtype), lay.mesh, lies, shape)

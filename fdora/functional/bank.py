@@ -19,9 +19,11 @@ from fdora._check import (
     check_shapes,
     check_whole,
     fail,
+    is_sharded,
 )
 from fdora._dispatch import Backend
 from fdora.autograd.multi import bank_norm
+from fdora.autograd.sharded import root_of_sum
 from fdora.functional.backend import select_backend
 from fdora.quant import QuantWeight
 
@@ -101,10 +103,17 @@ def _refuse(fn: str, refused: dict[str, bool], what: str, remedy: str) -> None:
 
 
 def norm_of_bank(
-    W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: Tensor | Sequence[float], refused: dict[str, bool], backend: Backend
-) -> Tensor:
+    W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: Tensor | Sequence[float], refused: dict[str, bool], group: Any,
+    backend: Backend,
+) -> Tensor:  # fmt: skip
     """:func:`dora_norm` of a bank. ``refused``: arguments that have no meaning there, and whether they are given."""
     fn = "dora_norm"
     _refuse(fn, refused, "a bank of adapters", "Ask for the norm of one adapter at a time.")
+    if is_sharded(W, A, B):
+        from fdora.functional import _sharded_layers
+
+        c: Tensor = _sharded_layers.norm_of_bank(fn, W, A, B, s, group, backend)
+        return c
     adapters = check_bank(fn, {"W": W, "A": A, "B": B})
-    return bank_norm(W, A, B, scalings(fn, s, adapters, W), None, select_backend(W, backend=backend).name)
+    c = bank_norm(W, A, B, scalings(fn, s, adapters, W), None, select_backend(W, backend=backend).name)
+    return c if group is None else root_of_sum(c.square(), (group,))

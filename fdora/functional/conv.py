@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, check_whole, fail
+from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, fail, is_sharded
 from fdora._dispatch import Backend
 from fdora._records import Conv
 from fdora.autograd.conv import conv, conv_norm, rows
@@ -139,6 +139,13 @@ def _conv(
     stride: Any, padding: Any, dilation: Any, groups: int, padding_mode: str, transposed: bool, output_padding: Any,
     backend: Any,
 ) -> Tensor:  # fmt: skip
+    if is_sharded(x, W, A, B, m, bias, norm):
+        from fdora.functional import _sharded_layers
+
+        call: Any = (dora_conv1d, dora_conv2d, dora_conv3d)[n - 1]
+        rest = {"stride": stride, "padding": padding, "dilation": dilation, "padding_mode": padding_mode}
+        rest |= {"output_padding": output_padding}
+        return _sharded_layers.conv(call, fn, n, x, W, A, B, m, s, bias, norm, groups, transposed, backend, **rest)
     how = geometry(fn, n, stride, padding, dilation, groups, padding_mode, transposed, output_padding)
     check_conv(fn, n, x, W, A, B, m, s, bias, norm, how)
     x = cast_x(fn, x, W)
@@ -189,7 +196,6 @@ def check_conv(
 ) -> None:  # fmt: skip
     if isinstance(W, QuantWeight):
         raise fail(fn, "W", "a tensor", "a QuantWeight", "Pass W.dequantize(): formats of kernels are not known.")
-    check_whole(fn, {"x": x, "W": W, "A": A, "B": B, "m": m})
     kernel, G, layout = " ".join(("kZ", "kY", "kX")[3 - n :]), how.groups, f"nn.Conv{n}d"
     if how.transposed:
         layout = f"nn.ConvTranspose{n}d"

@@ -15,8 +15,8 @@ from fdora._check import (
     check_rank,
     check_s,
     check_shapes,
-    check_whole,
     fail,
+    is_sharded,
     key_of,
     passed,
     remember,
@@ -82,7 +82,11 @@ def dora_embedding(
     gradient of A is (r, V). Derivation: ``fdora/eager/embedding.py``.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5; Yeh et al., LyCORIS, 2023, arXiv:2309.14859 (norm_axis=1).
     """
-    check_embedding("dora_embedding", ids, W, A, B, m, s, norm, norm_axis, padding_idx, max_norm)
+    if check_embedding("dora_embedding", ids, W, A, B, m, s, norm, norm_axis, padding_idx, max_norm):
+        from fdora.functional import _sharded_layers
+
+        how_read = norm, norm_axis, padding_idx, max_norm, backend
+        return _sharded_layers.embedding(dora_embedding, ids, W, A, B, m, s, *how_read)
     choice = select_backend(W, backend=backend)
     if max_norm is not None and backend == "triton":
         raise fail("dora_embedding", "max_norm", "None with backend='triton'", max_norm, "Plain torch has it: backend='auto'.")
@@ -100,20 +104,21 @@ def dora_embedding(
 def check_embedding(
     fn: str, ids: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor, s: float, norm: Tensor | None, norm_axis: int,
     padding_idx: int | None, max_norm: float | None,
-) -> None:  # fmt: skip
+) -> bool:  # fmt: skip
+    """Whether they are DTensors, whose parts are checked in their turn."""
     if isinstance(W, QuantWeight):
         raise fail(fn, "W", "a tensor", "a QuantWeight", "Pass W.dequantize(): formats of tables are not read row by row.")
     if norm_axis not in (0, 1) or isinstance(norm_axis, bool):
         want = "0 (a norm for each column) or 1 (for each row of the table)"
         raise fail(fn, "norm_axis", want, norm_axis, "PEFT's is 0.")
     key = key_of(fn, (ids, W, A, B, m, norm), s, float(norm_axis))
+    sharded = is_sharded(ids, W, A, B, m, norm)
     if passed(key):
         check_frozen(fn, "W", W)
-    else:
+    elif not sharded:
         axis, maker = ("d", "dora_norm(W.T, A, B, s=s)") if norm_axis == 0 else ("V", "dora_norm(W, B.T, A.T, s=s)")
         spec = {"ids": "...", "W": "V d", "A": "r V", "B": "d r", "m": axis, "norm": axis}
         tensors = {"ids": ids, "W": W, "A": A, "B": B, "m": m, "norm": norm}
-        check_whole(fn, tensors)
         sizes = check_shapes(fn, spec, tensors, "nn.Embedding", maker)
         check_rank(fn, sizes["r"])
         check_device(fn, "W", tensors)
@@ -135,3 +140,4 @@ def check_embedding(
         if not number or not 0 < max_norm < float("inf"):
             have = str(max_norm) if number else f"a {type(max_norm).__name__}"
             raise fail(fn, "max_norm", "None or a positive Python number", have, "Pass nn.Embedding's.")
+    return sharded

@@ -8,7 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, check_whole, fail
+from fdora._check import (
+    FLOATS,
+    check_device,
+    check_dtype,
+    check_frozen,
+    check_rank,
+    check_s,
+    check_shapes,
+    check_whole,
+    fail,
+    is_sharded,
+)
 from fdora._dispatch import Backend
 from fdora._records import Operands
 from fdora.autograd.experts import Route, combine, spread
@@ -79,6 +90,11 @@ def dora_experts(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5; Shazeer et al., 2017, arXiv:1701.06538, eq. 2, for the gates.
     """
     fn = "dora_experts"
+    if is_sharded(x, W, A, B, m, bias, norm):
+        from fdora.functional import _sharded_layers
+
+        given: dict[str, Any] = {"s": s, "offsets": offsets, "ids": ids, "gates": gates, "backend": backend}
+        return _sharded_layers.experts(dora_experts, x, W, A, B, m, bias, norm, **given)
     check_experts(fn, x, W, A, B, m, s, bias, norm)
     E = W.shape[0]
     check_route(fn, x, E, offsets, ids, gates)

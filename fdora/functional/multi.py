@@ -9,7 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_shapes, fail, key_of, passed, remember
+from fdora._check import (
+    FLOATS,
+    check_device,
+    check_dtype,
+    check_frozen,
+    check_shapes,
+    fail,
+    is_sharded,
+    key_of,
+    passed,
+    remember,
+)
 from fdora._dispatch import Backend
 from fdora._records import Operands
 from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, route
@@ -86,7 +97,11 @@ def dora_linear_multi(
     """
     fn = "dora_linear_multi"
     of_each = None if ranks is None else tuple(ranks)
-    check_multi(fn, x, W, A, B, m, offsets, ids, norm, bias, of_each)
+    if check_multi(fn, x, W, A, B, m, offsets, ids, norm, bias, of_each):
+        from fdora.functional import _sharded_layers
+
+        rest: dict[str, Any] = {"ranks": ranks, "backend": backend}
+        return _sharded_layers.multi(dora_linear_multi, x, W, A, B, m, s, offsets, ids, norm, bias, dropout_p, **rest)
     check_dropout(fn, dropout_p, "lora")
     x = cast_x(fn, x, W)
     G = A.shape[0]
@@ -111,12 +126,14 @@ def dora_linear_multi(
 def check_multi(
     fn: str, x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor | None, offsets: Tensor | None, ids: Tensor | None,
     norm: Tensor | None, bias: Tensor | None, ranks: tuple[int, ...] | None,
-) -> None:  # fmt: skip
-    """Everything but values and s."""
+) -> bool:  # fmt: skip
+    """Everything but values and s. Whether they are DTensors, whose parts are checked in their turn."""
     key = key_of(f"{fn} {ranks}", (x, W, A, B, m, offsets, ids, norm, bias))
     if passed(key):
         check_frozen(fn, "W", W)
-        return
+        return False
+    if is_sharded(x, W, A, B, m, norm, bias, ids):
+        return True
     tensors = {"W": W, "A": A, "B": B, "m": m, "norm": norm, "bias": bias, "x": x}
     if m is None:
         del tensors["m"]
@@ -139,6 +156,7 @@ def check_multi(
         if tuple(ids.shape) not in ((prod(lead),), lead):
             raise fail(fn, "ids", f"{lead}, one for each token", tuple(ids.shape), "-1 is the layer without an adapter.")
     remember(key)
+    return False
 
 
 def seeds_of(fn: str, seed: Any, adapters: int, device: torch.device) -> Tensor:

@@ -131,7 +131,9 @@ def dora_norm(
         refused |= {"base_sqnorm": base_sqnorm is not None, "max_bytes": max_bytes is not None, "state": state is not None}
         if isinstance(W, Tensor) and W.dim() == 3:
             return norm_of_experts(W, A, B, s, refused | {"group": group is not None}, backend)
-        return norm_of_bank(W, A, B, s, refused, backend)
+        if group is not None:
+            check_one_group("dora_norm", group)
+        return norm_of_bank(W, A, B, s, refused, group, backend)
     fn = "dora_norm"
     if not (type(W) in PLAIN and type(A) in PLAIN and type(B) in PLAIN) and is_sharded(W, A, B):
         from fdora.functional import _sharded_norm

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fdora._torch import PLAIN, functorch_active, is_traced, stays
+from fdora._torch import PLAIN, functorch_active, is_traced, piece_of, stays
 from fdora.functional import NormState, dora_norm, dora_norm_state, select_backend
 from fdora.functional.norm import give_norm, guarded_norm, kept_norm
-from fdora.integrations._shard import Shard, watched
+from fdora.integrations._shard import Shard, lies_in_rows, watched
 from fdora.integrations._tree import ALONE, UNASKED, capturing
 from fdora.quant import QuantWeight
 
@@ -24,7 +24,7 @@ class KeptNorm:
 
     def __init__(self) -> None:
         self.memo: tuple[Any, Any, NormState] | None = None
-        self.room: tuple[Any, Tensor, Tensor] | None = None
+        self.room: tuple[Any, Tensor, Tensor] | None = None  # whose it is (None: what FSDP gathers comes and goes), c, words
         self.norms: Any = None  # those of all layers of a model, see _tree.py
         self.place = UNASKED
         self.watcher: Any = None  # tells the hooks of the model when this is gone
@@ -52,18 +52,34 @@ class KeptNorm:
         if self.norms is not None:
             self.norms.restart()
         self.memo, self.room, self.place, self.shard, self.spread = None, None, UNASKED, None, None
-        plain = type(W) in PLAIN and W.is_floating_point() and W.element_size() > 1 and not W.is_meta
-        if plain and W.numel() >= SMALL and select_backend(W).name == "triton":
+        if type(W) in PLAIN:
+            self.room_of(W, W.shape, weakref.ref(W))
+
+    def room_of(self, W: Any, shape: Any, who: Any) -> None:
+        """For a W of this shape; of what FSDP gathers ``W`` is the piece that lies here, and ``who`` is None."""
+        if not W.is_floating_point() or W.element_size() == 1 or W.is_meta or shape.numel() < SMALL:
+            return
+        if select_backend(W).name == "triton":
             with torch.inference_mode(False):  # else nobody outside of it could write there
-                c, words = map(stays, dora_norm_state(W.detach()))
-            self.room = (weakref.ref(W), c, words)
+                c, words = map(stays, dora_norm_state(W.detach().new_empty(1).expand(shape)))
+            self.room = (who, c, words)
             give_norm(words, self)
 
     def watch(self, known: dict[int, Tensor]) -> None:
         """Between two forwards of the model: what stands in the place of W. ``known`` are shards of what is gathered now."""
         base = None if self.base is None else self.base()
-        if base is not None:
-            self.shard = watched(self.shard, known.get(id(base), dict.get(base._parameters, "weight")))
+        if base is None:
+            return
+        before, param = self.shard, known.get(id(base), dict.get(base._parameters, "weight"))
+        self.shard = watched(before, param)
+        if self.shard is not before and lies_in_rows(param):  # FSDP2 gathers it; the others' shards say no shape
+            assert param is not None
+            self.room_of(piece_of(param), param.shape, None)
+
+    def made_from(self, W: Tensor) -> tuple[int, ...]:
+        """Which W compiled code has the norm of, as :meth:`eager` asks."""
+        shard = () if self.shard is None else self.shard.state()
+        return shard or (W.data_ptr(), version(W))
 
     def frozen(self, W: Tensor) -> Tensor:
         """W, detached where nobody asks for its gradient: in a call without a graph, and where it is FSDP1's view of trained
@@ -83,7 +99,9 @@ class KeptNorm:
         if c is not None:
             return c
         room = self.room
-        if room is None or room[0]() is not owner or room[1].device != W.device or not compiled_kernels(W):
+        if room is None or not compiled_kernels(W) or room[1].device != W.device or room[1].shape[0] != W.shape[0]:
+            return dora_norm(W, A, B, s=s)
+        if room[0] is not None and room[0]() is not owner:
             return dora_norm(W, A, B, s=s)
         return kept_norm(W, A, B, s, room[1], room[2])
 
@@ -134,7 +152,7 @@ class KeptNorm:
         c: Tensor | None
         if self.norms is None:
             return None
-        if self.norms.on_shards is not None and not compiled:
+        if self.norms.on_shards is not None and not (compiled and capturing(W.device)):
             c = self.norms.on_shards.c_of(self, W, A, s)
             if c is not None:
                 return c

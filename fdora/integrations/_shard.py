@@ -56,3 +56,14 @@ def known_shards(model: Any) -> dict[int, Tensor]:
     if model is None or not torch.distributed.is_available():
         return {}
     return {id(module): shard for module, name, shard in fsdp2_shards(model) if name == "weight"}
+
+
+def lies_in_rows(*shards: Any) -> bool:
+    """Whether these are DTensors as FSDP2 keeps them, on the device that computes."""
+    return all([piece_of(t) is not None and t.device.type == t.device_mesh.device_type and plain_rows(t) for t in shards])
+
+
+def plain_rows(t: Any) -> bool:
+    from torch.distributed.tensor import Replicate, Shard
+
+    return all([p == Replicate() or (type(p) is Shard and p.dim == 0) for p in t.placements])

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fdora._torch import backward_task, piece_of
+from fdora._torch import backward_task
 from fdora.functional import dora_norm_tree, dora_norm_tree_state
 from fdora.integrations._shard import Shard
 
@@ -75,14 +75,3 @@ class ShardNorms:
 
 def identity(weights: tuple[Any, ...]) -> tuple[Any, ...]:
     return *map(id, weights[:3]), weights[3]
-
-
-def lies_in_rows(*shards: Any) -> bool:
-    """Whether these are DTensors as FSDP2 keeps them, on the device that computes."""
-    return all([piece_of(t) is not None and t.device.type == t.device_mesh.device_type and plain_rows(t) for t in shards])
-
-
-def plain_rows(t: Any) -> bool:
-    from torch.distributed.tensor import Replicate, Shard
-
-    return all([p == Replicate() or (type(p) is Shard and p.dim == 0) for p in t.placements])

@@ -193,9 +193,9 @@ def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> tuple[tuple, tupl
 
 
 givers: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""Address of old_hash -> who may have c already: given(W, A, B, s) is it, or None."""
+"""Address of old_hash -> who may have c already, given(W, A, B, s), or None; and knows which W that is, made_from(W)."""
 
-_made_from: dict[int, tuple[int, int]] = {}  # address of old_hash -> address and version of the W that c is of
+_made_from: dict[int, tuple[int, ...]] = {}  # address of old_hash -> the W that c is of
 
 
 def give_norm(old_hash: Tensor, giver: Any) -> None:
@@ -214,7 +214,8 @@ def _row_norm_kept(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, old_has
     if given is not None:
         return given.clone()  # whoever asked may write there
     c, old_hash = c.data, old_hash.data
-    made_from = (W.data_ptr(), 0 if W.is_inference() else W._version)
+    default = (W.data_ptr(), 0 if W.is_inference() else W._version)
+    made_from = default if giver is None else giver.made_from(W)
     if _made_from.get(old_hash.data_ptr()) != made_from:
         old_hash.zero_()  # which matches nothing
         _made_from[old_hash.data_ptr()] = made_from

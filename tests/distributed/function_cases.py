@@ -292,6 +292,41 @@ def case_compiled_mlp():
         assert_exact(a, b)
 
 
+def case_compiled_functions():
+    """Several layers, the norm, the merge and compose, in one graph each."""
+    where, t = mesh(2), made(N=6, K=8, r=3)
+
+    def layers(x, W, A, B, m, bias):
+        c = dora_norm(W, A, B, s=0.7)
+        y, z = dora_linear_group(x, [DoraLayer(W, A, B, m, 0.7, bias, c), DoraLayer(W, A, B, m, 0.7)])
+        return y, z, dora_scale(m, c)
+
+    def weights(x, W, A, B, m, bias):
+        return (dora_merge(W, A.detach(), B.detach(), m.detach(), s=0.7),)
+
+    def composed(x, W, A, B, m, bias):
+        return (dora_compose(x, x * 2, W[0], s=0.7),)
+
+    def sums(ys):
+        return [(full(y) ** 2).sum() for y in ys]
+
+    names = ("x", "W", "A", "B", "m", "bias")
+    for way in ("col", "row", "data"):
+        torch._dynamo.reset()
+        l = laid(t, where, [way])
+        args, trained = [l[n] for n in names], [l[n] for n in TRAINED]
+        for f in (layers, weights) if way != "data" else (layers, composed):
+            got, want = torch.compile(f, fullgraph=True, backend="aot_eager")(*args), f(*args)
+            for a, b in zip(got, want, strict=True):
+                assert a.placements == b.placements
+                assert_exact(full(a).detach(), full(b).detach(), f"{way} {f.__name__}")
+            if f is layers:
+                for n, a, b in zip(
+                    TRAINED, *(torch.autograd.grad(sum(ys), trained) for ys in (sums(got), sums(want))), strict=True
+                ):
+                    assert_exact(full(a), full(b), f"{way} {n}")
+
+
 # several layers
 
 

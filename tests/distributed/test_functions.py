@@ -6,7 +6,7 @@ import torch
 from tests import device
 from tests.distributed.world import names, results
 
-FILES = {"tests.distributed.function_cases": 2, "tests.distributed.mesh_cases": 4}
+FILES = {"tests.distributed.function_cases": 2, "tests.distributed.layer_cases": 2, "tests.distributed.mesh_cases": 4}
 CASES = [(module, case) for module in FILES for case in names(module.replace(".", "/") + ".py")]
 
 

@@ -21,14 +21,14 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 30  # a collective that somebody does not join fails after these
 
 
-def results(module, world, timeout=300):
-    """{case: "ok" or an error}; the names of the cases that ran are its keys."""
+def results(module, world, timeout=300, packages=()):
+    """{case: "ok" or an error}; the names of the cases that ran are its keys. ``packages``: folders to import from first."""
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {
             "WORLD_SIZE": str(world),
             "FOLDER": folder,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(map(str, (*packages, ROOT))),
             "DEVICE": device.NAME,
         }
         command = [sys.executable, "-m", module]

@@ -38,7 +38,8 @@ def fsdp2(model, mesh, units=(Block,), leaves=False, checkpoint=False, **options
 
 
 def hsdp(model, mesh):
-    return fsdp2(model, dist.init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("replicas", "shards")))
+    sizes = (2, mesh.size() // 2)
+    return fsdp2(model, dist.init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicas", "shards")))
 
 
 def fsdp1(model, mesh, leaves=False, orig=False):
@@ -81,7 +82,8 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 def fsdp_over_tp(model, mesh):
     """Two dimensions, of which two processes can fill one."""
-    both = dist.init_device_mesh(mesh.device_type, (1, mesh.size()), mesh_dim_names=("dp", "tp"))
+    sizes = (max(1, mesh.size() // 2), 2)
+    both = dist.init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("dp", "tp"))
     return fsdp2(parallelize(model, both["tp"]), both["dp"])
 
 

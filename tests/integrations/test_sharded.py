@@ -1,4 +1,8 @@
-"""PEFT models that FSDP, DDP, DeepSpeed or tensor parallelism shard: two processes with gloo, many cases (sharded_cases.py)."""
+"""PEFT models that FSDP, DDP, DeepSpeed or tensor parallelism shard: two processes with gloo, many cases (sharded_cases.py).
+
+With two every gradient has the bits of one process: the sum of two numbers has no order. With more
+(``python -m tests.integrations.sharded_cases --processes 4 --steps 10``) it is as near to float64 as that of one process.
+"""
 
 import json
 import os
@@ -9,19 +13,21 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("peft", reason="`make test` installs it")
-from tests.integrations.sharded_cases import CASES, DROPPED, FUSED, ON_SHARDS, ZERO
+from tests.integrations.sharded_cases import CASES, COMPILED, DROPPED, FUSED, ON_SHARDS, PROCESSES, STEPS, ZERO
 from tests.integrations.sharded_layouts import LAYOUTS
 from tests.integrations.tiny import LAYERS
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 240  # seconds: a collective that a rank leaves out would wait for a minute
+LIMIT = 240 if STEPS == 3 else 3600  # seconds: a collective that a rank leaves out would wait for a minute
+TWO = PROCESSES == 2
+NORMS = [LAYERS, 0] * STEPS
 BLOCKS, LEAVES = {"all-gathers": 5, "reduce-scatters": 2}, {"all-gathers": 89, "reduce-scatters": 42}
 # One forward and backward of two decoder layers: as many as LoRA's there, and for each leaf one in forward, one in backward.
 COLLECTIVES = {
     "ddp": {"all-reduces": 1},
     "fsdp2 blocks, kept gathered": {"all-gathers": 3, "reduce-scatters": 2},
     "fsdp2 layers": {"all-gathers": 29, "reduce-scatters": 14},
-    "hsdp blocks": {"all-reduces": 2},  # over one process each shard is whole
+    "hsdp blocks": {"all-reduces": 2} if TWO else BLOCKS | {"all-reduces": 2},  # over one process each shard is whole
     "fsdp2 root": {"all-gathers": 1, "reduce-scatters": 1},
 }
 NAMES = {"allgather": "all-gathers", "allgather_base": "all-gathers", "reduce_scatter_base": "reduce-scatters"}
@@ -32,11 +38,11 @@ def run(folder, names, path=""):
     """What each case found, for each rank."""
     command = [sys.executable, "-m", "tests.integrations.sharded_cases"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, (path, str(ROOT))))}
-    logs = [folder / f"log{rank}" for rank in range(2)]
+    logs = [folder / f"log{rank}" for rank in range(PROCESSES)]
     ranks = []
     for rank, log in enumerate(logs):
         with log.open("w") as out:
-            line = [*command, str(rank), "2", str(folder), *names]
+            line = [*command, str(rank), str(PROCESSES), str(folder), *names]
             ranks.append(subprocess.Popen(line, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT))
     try:
         for each in ranks:
@@ -61,17 +67,24 @@ def each_rank(found, name):
         yield mine
 
 
+def trains(mine):
+    """As near to float64, over all steps, as one process that averages by hand: twice as far at most."""
+    losses = mine["losses off"] < max(1e-6, 2 * mine["losses may be off"])
+    return losses and mine.get("adapters off", 0) < max(1e-6, 2 * mine.get("adapters may be off", 0))
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout(found, name):
     """Every call is fused, with the bits of whole parameters on the rank's batch; a norm is computed once for each step."""
     for mine in each_rank(found, name):
         again = "checkpointed" in name
         assert (mine["fused"], mine["composed"], mine["fallbacks"]) == ((3 if again else 2) * LAYERS, 0, {})
-        assert mine["norms"] == [LAYERS, 0] * 3
-        assert mine["logits same"] and mine["loss same"] and mine["gradients same"]
-        assert mine["gradients off"] < 2e-6 and mine["losses off"] < 1e-6 and mine["adapters off"] < 1e-6
-        assert mine["adapters same"] or name == "ddp"  # which reduces the sum of micro-batches, in other bits
-        assert mine["checkpoint loads"] and mine["checkpoint off"] < 1e-6 and (mine["checkpoint same"] or name == "ddp")
+        assert mine["norms"] == NORMS
+        assert mine["logits same"] and mine["loss same"] and (mine["gradients same"] or not TWO)
+        assert mine["gradients off"] < 2e-6 and mine["gradients off from alone"] < 1e-6 and trains(mine)
+        assert mine["adapters same"] or name == "ddp" or not TWO  # which reduces the sum of micro-batches, in other bits
+        assert mine["checkpoint loads"] and mine["checkpoint written"]
+        assert mine["checkpoint same"] == mine["adapters same"]
         assert mine["after off"] < 1e-6 and mine["after change off"] < 1e-6  # a norm of before would leave 1e-2
         assert mine["shapes"] == [[32, 64], [64, 64], [64, 96], [96, 64]]
         counts = {NAMES[op]: n for op, n in mine["collectives"].items() if op in NAMES}
@@ -87,28 +100,38 @@ def test_fuse(found, name):
     for mine in each_rank(found, f"fuse, {name}"):
         again = "checkpointed" in name
         assert (mine["fused"], mine["composed"], mine["fallbacks"]) == ((3 if again else 2) * LAYERS, 0, {})
-        assert mine["norms"] == [LAYERS, 0] * 3
-        assert mine["logits off"] < 1e-6 and mine["gradients off"] < 2e-6 and mine["losses off"] < 1e-6
+        assert mine["norms"] == NORMS
+        assert mine["logits off"] < 1e-6 and mine["gradients off"] < 2e-6 and trains(mine)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(found, name):
+    """One graph for each block, as PEFT's LoRA has there, and what eager code trains to."""
+    for mine in each_rank(found, f"compiled, {name}"):
+        assert mine["breaks"] == 0
+        assert mine["loss off"] < 1e-6 and mine["gradients off"] < 2e-6 and trains(mine)
 
 
 @pytest.mark.parametrize("how", ["transformers", "parallelize_module", "fsdp over it"])
 def test_tensor_parallel(found, how):
     for mine in each_rank(found, f"tp {how}"):
         assert mine["fused"] and (mine["composed"], mine["fallbacks"]) == (0, {})
-        assert mine["norms"] == [0, 0, LAYERS, 0, LAYERS, 0]  # the first was computed for the logits before
-        assert mine["logits off"] < 1e-6 and mine["gradients off"] < 2e-6 and mine["loss off"] < 1e-6
-        assert mine["adapters off"] < 1e-6 and mine["replicas same"] and mine["after change off"] < 1e-6
+        assert mine["norms"] == [0, 0, *NORMS[2:]]  # the first was computed for the logits before
+        assert mine["logits off"] < 1e-6 and mine["gradients off"] < 2e-6 and trains(mine) and mine["replicas same"]
+        assert mine["after change off"] < max(1e-6, 2 * mine["after change may be off"])
         assert mine.get("fresh off", 0) < 1e-6
-        assert mine["shapes"] == [[32, 64], [64, 64], [64, 96], [96, 64]]
+        assert mine["shapes"] == [*([[32, 64]] if TWO else []), [64, 64], [64, 96], [96, 64]]
 
 
 @pytest.mark.parametrize("name", ON_SHARDS)
 def test_norms_on_shards(found, name):
-    """The same bits; each rank computes half of the rows, with two all-gathers in a forward, whatever it has kept."""
+    """The same bits; each rank computes its share of the rows, with two all-gathers in a forward, whatever it has kept."""
     for mine in each_rank(found, f"on shards, {name}"):
         shared = not name.startswith("hsdp")  # there each rank is a replica
-        assert mine["same"] and mine["adapters same"] and (mine["composed"], mine["fallbacks"]) == (0, {})
-        assert mine["norms"] == [LAYERS, 0] * 3 and mine["rows"] == (448 if shared else 896)
+        assert mine["same"] and (mine["composed"], mine["fallbacks"]) == (0, {}) and mine["gradients off"] < 2e-6
+        assert (mine["gradients same"] and mine["adapters same"]) or not TWO
+        assert mine["adapters off"] < max(1e-6, 2 * mine["adapters may be off"])
+        assert mine["norms"] == NORMS and mine["rows"] == 896 // (PROCESSES if shared else PROCESSES // 2)
         assert mine["gathers"] == 2
         assert mine["after change off"] < 1e-6 and mine["after one rank's change off"] < 1e-6
 
@@ -141,6 +164,5 @@ def test_zero(tmp_path):
     for name in ZERO:
         for mine in each_rank(found, name):
             assert (mine["fused"], mine["composed"], mine["fallbacks"]) == (LAYERS, 0, {})
-            assert mine["norms"] == [LAYERS, 0] * 3 and mine["loss same"]
-            assert mine["losses off"] < 1e-6 and mine["adapters off"] < 1e-6
+            assert mine["norms"] == NORMS and mine["loss same"] and trains(mine)
             assert mine["after off"] < 1e-6 and mine["after change off"] < 1e-6

@@ -29,8 +29,9 @@ def llama(**config):
     """The same weights on every call."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 512}
     ids = {"vocab_size": 260, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=512, **ids, **config))
+    return LlamaForCausalLM(LlamaConfig(**(sizes | ids | config)))
 
 
 def checkpoint(folder, **config):

@@ -10,7 +10,7 @@ from fdora.functional import select_backend
 from fdora.integrations._hook import hooked
 from fdora.integrations._peft.dora import reused
 from fdora.integrations._peft.linear import Linear, active
-from fdora.integrations._shard_norms import lies_in_rows
+from fdora.integrations._shard import lies_in_rows
 from fdora.quant import QuantWeight
 
 

@@ -1,0 +1,212 @@
+"""Two processes: banks of adapters, embeddings, convolutions and experts on DTensors, against one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+from fdora import FdoraError
+from fdora.functional import dora_conv1d, dora_conv2d, dora_embedding, dora_experts, dora_linear, dora_linear_multi, dora_norm
+from fdora.quant import quantize
+from tests.close import assert_exact
+from tests.distributed.lay import DEVICE, Collectives, R, full, mesh
+from tests.distributed.world import run
+
+S, P = Shard, Partial()
+
+
+def random(*shape, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=draw, dtype=torch.float64).to(DEVICE)
+
+
+def check(fn, tensors, lies, trained, out, gradients, forward, **options):
+    """fn on DTensors that lie so, against fn on whole tensors: y, where it lies, gradients, and collectives in forward."""
+    where = mesh(2)
+    whole = {n: t.clone().requires_grad_(n in trained) for n, t in tensors.items()}
+    want = fn(**whole, **options)
+    dy = random(*want.shape, seed=9)
+    (want * dy).sum().backward()
+    cut = {n: distribute_tensor(t, where, [lies[n]]).requires_grad_(n in trained) for n, t in tensors.items()}
+    with Collectives() as seen:
+        got = fn(**cut, **options)
+    assert sum(seen.count.values()) == forward, seen.count
+    assert got.placements == (out,) and got.shape == want.shape, got.placements
+    (full(got) * dy).sum().backward()
+    assert_exact(full(got).detach(), want.detach())
+    for n in trained:
+        assert cut[n].grad.placements[0] == gradients.get(n, lies[n]), n
+        assert_exact(full(cut[n].grad), whole[n].grad, n)
+
+
+BANK = {
+    "rows": (dict(x=R, W=S(0), A=R, B=S(1), m=S(1), norm=S(1), bias=S(0), ids=R), S(1), dict(x=P, A=P), 0),
+    "columns": (dict(x=S(1), W=S(1), A=S(2), B=R, m=R, norm=R, bias=R, ids=R), R, dict(B=P, m=P), 2),
+    "data": (dict(x=S(0), W=R, A=R, B=R, m=R, norm=R, bias=R, ids=S(0)), S(0), dict(A=P, B=P, m=P, bias=P), 0),
+    "same": (dict(x=R, W=R, A=R, B=R, m=R, norm=R, bias=R, ids=R), R, {}, 0),
+}
+
+
+def bank(N=7, K=9, G=3, r=2, M=6):
+    t = {"x": random(M, K), "W": random(N, K, seed=1), "A": random(G, r, K, seed=2), "B": random(G, N, r, seed=3)}
+    ids = torch.tensor([2, -1, 0, 1, 1, 0], device=DEVICE)
+    return t | {"m": 1 + random(G, N, seed=4), "bias": random(N, seed=5), "ids": ids}
+
+
+def case_banks():
+    s = [0.5, 1.0, 2.0]
+    for kind, (lies, out, gradients, forward) in BANK.items():
+        t = bank()
+        check(dora_linear_multi, t, lies, ("x", "A", "B", "m", "bias"), out, gradients, forward, s=s)
+        c = dora_norm(t["W"], t["A"], t["B"], s=s)
+        weights = [distribute_tensor(t[n], mesh(2), [lies[n]]) for n in "WAB"]
+        norm = dora_norm(*weights, s=s)
+        assert norm.placements == (lies["norm"],)
+        assert_exact(full(norm), c)
+        given = t | {"norm": c}
+        check(dora_linear_multi, given, lies, ("x", "A", "B", "m", "bias"), out, gradients, int(kind == "columns"), s=s)
+        if kind != "data":
+            del t["ids"]
+            offsets = torch.tensor([1, 1, 4], dtype=torch.int32, device=DEVICE)
+            check(
+                dora_linear_multi, t, lies, ("x", "A", "B", "m"), out, gradients, forward, s=s, offsets=offsets, ranks=[1, 2, 2]
+            )
+    t = bank()
+    part = t["W"].chunk(2, 1)[dist.get_rank()], t["A"].chunk(2, 2)[dist.get_rank()]
+    with Collectives() as seen:
+        assert_exact(dora_norm(*part, t["B"], s=s, group=mesh(2)), dora_norm(t["W"], t["A"], t["B"], s=s))
+    assert seen.count == {"all_reduce": 1}
+
+
+TABLES = {  # by norm_axis
+    0: {
+        "vocabulary": (dict(ids=R, W=S(0), A=S(1), B=R, m=R), P, dict(B=P, m=P), 1),
+        "columns": (dict(ids=R, W=S(1), A=R, B=S(0), m=S(0)), S(2), dict(A=P), 0),
+        "data": (dict(ids=S(0), W=R, A=R, B=R, m=R), S(0), dict(A=P, B=P, m=P), 0),
+        "tokens": (dict(ids=S(1), W=R, A=R, B=R, m=R), S(1), dict(A=P, B=P, m=P), 0),
+        "same": (dict(ids=R, W=R, A=R, B=R, m=R), R, {}, 0),
+    },
+    1: {
+        "vocabulary": (dict(ids=R, W=S(0), A=S(1), B=R, m=S(0)), P, dict(B=P), 0),
+        "data": (dict(ids=S(0), W=R, A=R, B=R, m=R), S(0), dict(A=P, B=P, m=P), 0),
+    },
+}
+
+
+def case_embeddings():
+    """Uneven vocabularies, and one row for two processes; padding and a longest row, wherever they lie."""
+    for axis, kinds in TABLES.items():
+        for V, d in ((7, 5), (1, 3)):
+            t = {"ids": torch.arange(15, device=DEVICE).view(3, 5) % V, "W": random(V, d)}
+            t |= {"A": random(2, V, seed=1), "B": random(d, 2, seed=2), "m": 1 + random((d, V)[axis], seed=3)}
+            for kind, (lies, out, gradients, forward) in kinds.items():
+                for more in ({}, {"padding_idx": 0}, {"padding_idx": -1}, {"max_norm": 1.0}):
+                    if not (kind == "columns" and "max_norm" in more):
+                        check(dora_embedding, t, lies, "ABm", out, gradients, forward, s=0.7, norm_axis=axis, **more)
+    where, t = mesh(2), {"W": random(6, 4), "A": random(2, 6), "B": random(4, 2), "m": random(4)}
+    cut = {n: distribute_tensor(v, where, [TABLES[0]["vocabulary"][0][n]]) for n, v in t.items()}
+    y = full(dora_embedding(torch.tensor([5, 6, -1], device=DEVICE), **cut, s=1.0))  # plain numbers: the same everywhere
+    assert y[0].isfinite().all() and y[1:].isnan().all()
+
+
+CONV = {
+    "rows": (dict(x=R, W=S(0), A=R, B=S(0), m=S(0), bias=S(0)), S(1), dict(x=P, A=P), 0),
+    "columns": (dict(x=S(1), W=S(1), A=S(1), B=R, m=R, bias=R), R, dict(B=P, m=P), 2),
+    "data": (dict(x=S(0), W=R, A=R, B=R, m=R, bias=R), S(0), dict(A=P, B=P, m=P, bias=P), 0),
+    "same": (dict(x=R, W=R, A=R, B=R, m=R, bias=R), R, {}, 0),
+}
+
+
+def case_convolutions():
+    for lies, out, gradients, forward in CONV.values():
+        for n, fn in ((1, dora_conv1d), (2, dora_conv2d)):
+            t = {"x": random(3, 5, *(6, 4)[:n]), "W": random(7, 5, *(3, 3)[:n], seed=1), "A": random(2, 5, *(3, 3)[:n], seed=2)}
+            t |= {"B": random(7, 2, *(1, 1)[:n], seed=3), "m": 1 + random(7, seed=4), "bias": random(7, seed=5)}
+            check(fn, t, lies, ("x", "A", "B", "m", "bias"), out, gradients, forward, s=0.7, padding=1)
+    t = {"x": random(3, 4, 5), "W": random(6, 2, 3, seed=1), "A": random(2, 2, 3, seed=2), "B": random(6, 2, 1, seed=3)}
+    lies, out, gradients, _ = CONV["data"]
+    check(dora_conv1d, t | {"m": random(6, seed=4)}, lies, ("x", "A", "B", "m"), out, gradients, 0, s=0.7, groups=2)
+
+
+def case_quantised_weights():
+    """A QuantWeight is whole in every process: with tokens that are cut, and with nothing that is."""
+    W, data = quantize(random(64, 64), "nf4"), dict(x=S(0), A=R, B=R, m=R)
+    t = {"x": random(6, 64), "A": random(2, 64, seed=1), "B": random(64, 2, seed=2), "m": 1 + random(64, seed=3)}
+
+    def layer(x, A, B, m):
+        return dora_linear(x, W, A, B, m, s=0.7)
+
+    check(layer, t, data, "ABm", S(0), dict(A=P, B=P, m=P), 0)
+    check(layer, t, dict.fromkeys("xABm", R), "ABm", R, {}, 0)
+    cut = [distribute_tensor(t[n], mesh(2), [S(0) if n in "Bm" else R]) for n in ("x", "A", "B", "m")]
+    with pytest.raises(FdoraError, match="`B` must be R on mesh dimension tp, on which W is R"):
+        layer(*cut)
+
+
+def case_experts():
+    """Whole experts, two here and one there: the numbers of one process's call, no collective."""
+    t = {"x": random(9, 5), "W": random(3, 4, 5, seed=1), "A": random(3, 2, 5, seed=2), "B": random(3, 4, 2, seed=3)}
+    t |= {"m": 1 + random(3, 4, seed=4), "bias": random(3, 4, seed=5)}
+    whole = {n: v.clone().requires_grad_(n not in ("W", "x")) for n, v in t.items()}
+    want = dora_experts(**whole, s=0.7, offsets=[2, 5, 9])
+    (want**2).sum().backward()
+    first, last, ends = ((0, 5, [2, 5]), (5, 9, [4]))[dist.get_rank()]
+    cut = {n: distribute_tensor(v, mesh(2), [S(0)]).requires_grad_(n != "W") for n, v in t.items() if n != "x"}
+    with Collectives() as seen:
+        got = dora_experts(t["x"][first:last], **cut, s=0.7, offsets=ends)
+        (got**2).sum().backward()
+    assert not seen.count and not isinstance(got, DTensor)
+    assert_exact(got.detach(), want[first:last].detach())
+    for n, v in cut.items():
+        assert n == "W" or v.grad.placements == (S(0),)
+        if n != "W":
+            assert_exact(full(v.grad), whole[n].grad, n)
+
+
+def case_compiled():
+    where = mesh(2)
+
+    def f(x, W, A, B, m, ids, table, a, b, mag, image, *kernel):
+        y = dora_linear_multi(x, W, A, B, m, s=torch.ones(3, dtype=torch.float64, device=DEVICE), ids=ids)
+        return y, dora_embedding(ids.clamp_min(0), table, a, b, mag, s=0.7), dora_conv1d(image, *kernel, s=0.7)
+
+    t, lies = bank(), BANK["rows"][0]
+    args = [distribute_tensor(t[n], where, [lies[n]]).requires_grad_(n in "ABm") for n in ("x", "W", "A", "B", "m", "ids")]
+    table = {"W": random(6, 4), "A": random(2, 6, seed=1), "B": random(4, 2, seed=2), "m": random(4, seed=3)}
+    args += [distribute_tensor(v, where, [TABLES[0]["vocabulary"][0][n]]) for n, v in table.items()]
+    kernel = {"x": random(2, 3, 5), "W": random(4, 3, 3), "A": random(2, 3, 3), "B": random(4, 2, 1), "m": random(4)}
+    args += [distribute_tensor(v, where, [CONV["columns"][0][n]]) for n, v in kernel.items()]
+    got = torch.compile(f, fullgraph=True, backend="aot_eager")(*args)
+    for a, b in zip(got, f(*args), strict=True):
+        assert a.placements == b.placements
+        assert_exact(full(a).detach(), full(b).detach())
+
+
+def case_errors():
+    where, t, table = mesh(2), bank(), {"W": random(6, 4), "A": random(2, 6), "B": random(4, 2), "m": random(4)}
+
+    def lie(tensors, lies, **change):
+        return {n: distribute_tensor(v, where, [(lies | change)[n]]) for n, v in tensors.items()}
+
+    data, rows, ids = BANK["data"][0], BANK["rows"][0], torch.arange(3, device=DEVICE)
+    offsets = torch.tensor([1, 1, 4], dtype=torch.int32, device=DEVICE)
+    image = {"x": random(2, 4, 5), "W": random(4, 2, 3), "A": random(2, 2, 3), "B": random(4, 2, 1), "m": random(4)}
+    no_ids = {n: v for n, v in t.items() if n != "ids"}
+    for text, call in {
+        "dora_linear_multi: `dropout_p` must be 0 with DTensors": lambda: dora_linear_multi(**lie(t, rows), s=[1.0] * 3, dropout_p=0.5, seed=1),
+        "dora_linear_multi: `ids` must be .* where x is cut by tokens, got offsets": lambda: dora_linear_multi(**lie(no_ids, data), s=[1.0] * 3, offsets=offsets),
+        r"dora_linear_multi: `B` must be S.* on mesh dimension tp, on which W is S": lambda: dora_linear_multi(**lie(t, rows, B=R), s=[1.0] * 3),
+        "dora_norm: `group` must be None for DTensors": lambda: dora_norm(*[lie(t, rows)[n] for n in "WAB"], s=[1.0] * 3, group=where),
+        "dora_embedding: `norm_axis` must be 0 where W is cut by columns": lambda: dora_embedding(ids, **lie(table, TABLES[0]["columns"][0]), s=1.0, norm_axis=1),
+        "dora_embedding: `max_norm` must be None where W is cut by columns": lambda: dora_embedding(ids, **lie(table, TABLES[0]["columns"][0]), s=1.0, max_norm=2.0),
+        "dora_conv1d: `groups` must be 1 where W is cut": lambda: dora_conv1d(**lie(image, CONV["rows"][0]), s=1.0, groups=2),
+        "dora_conv1d: `x` must be of 3 axes with DTensors": lambda: dora_conv1d(**lie(image | {"x": random(4, 5)}, CONV["data"][0]), s=1.0),
+        "dora_experts: `x` must be a plain tensor": lambda: dora_experts(**lie({n: t[n] for n in "xABm"} | {"W": random(3, 7, 9)}, dict.fromkeys("xWABm", S(0))), s=1.0, offsets=[1, 2, 3]),
+        r"dora_experts: `B` must be Shard\(0\), by experts": lambda: dora_experts(t["x"], **lie({n: t[n] for n in "ABm"} | {"W": random(3, 7, 9)}, dict.fromkeys("WAm", S(0)) | {"B": R}), s=1.0, offsets=[1, 2, 3]),
+    }.items():  # fmt: skip
+        with pytest.raises(FdoraError, match=text):
+            call()
+
+
+if __name__ == "__main__":
+    run(globals())
