@@ -37,6 +37,7 @@ MAY = {
     "quant": {"_check", "_torch"},  # a value that all of them carry; it knows no vendor's package
     "schedule": {"_check"},  # lengths in, microbatches out: it knows no tensor
     "plan": {"_check", "explain_model", "predict", "schedule"},  # shapes in, bytes and seconds out: nor does it
+    "train": {"_check", "schedule"},  # a schedule and functions of parameters in, parameters out: it knows no DoRA
     "_check": {"_facts", "_torch"},
     "_dispatch": {"_check"},
     "_facts": {"_torch"},

@@ -8,7 +8,7 @@ import triton.language as tl
 from fdora.triton.kernels.act import share_of, slope_of
 from fdora.triton.runtime.cost import launched
 
-SHARPNESS, LIMIT = tl.constexpr(1.702), tl.constexpr(7.0)  # as fdora/eager/experts.py
+SHARPNESS, LIMIT = map(tl.constexpr, (1.702, 7.0))  # as fdora/eager/experts.py
 
 
 @triton.jit(launch_metadata=launched)
