@@ -37,7 +37,7 @@ MAY = {
     "quant": {"_check", "_torch"},  # a value that all of them carry; it knows no vendor's package
     "schedule": {"_check"},  # lengths in, microbatches out: it knows no tensor
     "plan": {"_check", "explain_model", "predict", "schedule"},  # shapes in, bytes and seconds out: nor does it
-    "train": {"_check", "schedule"},  # a schedule and functions of parameters in, parameters out: it knows no DoRA
+    "train": {"_check", "schedule", "convert"},  # a schedule and functions of parameters in, parameters out: it knows no DoRA
     "_check": {"_facts", "_torch"},
     "_dispatch": {"_check"},
     "_facts": {"_torch"},
@@ -63,6 +63,7 @@ FOREIGN = {
     "functional": {"torch", "optree"},
     "quant": {"torch", "optree"},
     "convert": {"torch", "safetensors"},
+    "train": {"torch", "optree", "safetensors"},
     # of the extra of that name, each imported inside the one function that wants it; no torch
     "schedule": {"numpy", "scipy", "matplotlib"},
     # transformers: a dependency of PEFT; by its activations a gated MLP is known

@@ -12,6 +12,7 @@ from fdora._torch import apply, no_graph
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
 from fdora.autograd.multi import REMEDY, bank_of
 from fdora.autograd.multi import Call as BankCall
+from fdora.eager.experts import ACTS as ACTS
 
 WIDTH = len(Operands._fields)
 

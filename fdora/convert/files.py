@@ -34,7 +34,7 @@ class Weights(Mapping[str, Tensor]):
         self._open = safe_open
         self._file: dict[str, Path] = {}
         for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
-            with _readable("convert.Weights", file), safe_open(str(file), "pt") as f:
+            with readable("convert.Weights", file), safe_open(str(file), "pt") as f:
                 self._file |= {key.removesuffix(".weight"): file for key in f.keys() if key.endswith(".weight")}  # noqa: SIM118
         if not self._file:
             raise fail("convert.Weights", "path", "a safetensors file, or a folder of them", str(path), "Save the model so.")
@@ -47,7 +47,7 @@ class Weights(Mapping[str, Tensor]):
                 f"{f'; one of them is {near[0]!r}' if near else ''}. Pass the model that the adapter was trained on."
             )
         file = self._file[path]
-        with _readable("convert.Weights", file), self._open(str(file), "pt") as f:
+        with readable("convert.Weights", file), self._open(str(file), "pt") as f:
             return f.get_tensor(path + ".weight")
 
     def __iter__(self) -> Iterator[str]:
@@ -79,7 +79,7 @@ def write(
       FdoraError: the dialect cannot hold the adapters, or the place cannot be written.
     """
     if dialect == "kohya":
-        _write_file(Path(path), to_kohya(adapters, _given(names)))
+        write_file(Path(path), to_kohya(adapters, _given(names)))
         return
     state, config = (to_peft if _known(dialect) == "peft" else to_torchtune)(adapters)
     text = json.dumps(config, indent=2) + "\n"
@@ -94,18 +94,18 @@ def write_scales(path: str | Path, weights: Mapping[str, Tensor], adapters: Mapp
     for layer, p in adapters.items():
         if p.norm_axis == 0:
             raise fail("convert.write_scales", "norm_axis", "1", f"0 for {layer!r}", "A g of input columns scales x: merge it.")
-    _write_file(Path(path), {f"{PEFT}{layer}.g": adapter_scale(weights[layer], p).float() for layer, p in adapters.items()})
+    write_file(Path(path), {f"{PEFT}{layer}.g": adapter_scale(weights[layer], p).float() for layer, p in adapters.items()})
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    with _readable("convert.read", file):
+    with readable("convert.read", file):
         return load_file(file)
 
 
 def _config(file: Path) -> dict[str, Any]:
-    with _readable("convert.read", file):
+    with readable("convert.read", file):
         config = json.loads(file.read_text())
     if not isinstance(config, dict):
         raise fail("convert.read", CONFIG, "an object of JSON", f"a {type(config).__name__}", "Save the adapter again.")
@@ -119,7 +119,7 @@ def _save(file: Path, state: dict[str, Tensor]) -> None:
     save_file(own, file, metadata={"format": "pt"})
 
 
-def _write_file(path: Path, state: dict[str, Tensor]) -> None:
+def write_file(path: Path, state: dict[str, Tensor]) -> None:
     _replace(path.parent, {path.name: lambda file: _save(file, state)})
 
 
@@ -153,7 +153,7 @@ def _replace(folder: Path, files: Mapping[str, Callable[[Path], object]]) -> Non
 
 
 @contextmanager
-def _readable(fn: str, file: Path) -> Iterator[None]:
+def readable(fn: str, file: Path) -> Iterator[None]:
     """What the file system, safetensors or JSON say about a bad file, as one sentence."""
     from safetensors import SafetensorError
 

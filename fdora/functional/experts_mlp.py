@@ -12,8 +12,7 @@ from fdora._check import fail
 from fdora._dispatch import Backend
 from fdora._records import Operands
 from fdora._torch import no_graph
-from fdora.autograd.experts import Call, combine, experts_mlp, gated, spread
-from fdora.eager.experts import ACTS
+from fdora.autograd.experts import ACTS, Call, combine, experts_mlp, gated, spread
 from fdora.functional.backend import select_backend
 from fdora.functional.experts import check_experts, check_route, ends_on, pairs, route_of, scaled, sorted_rows
 from fdora.functional.group import DoraLayer

@@ -15,7 +15,7 @@ import optree
 import torch
 
 from fdora._check import fail
-from fdora.convert.files import _readable, _write_file
+from fdora.convert.files import readable, write_file
 from fdora.train.records import TREES, Job, Params, State, kept_of
 
 FILE = "training.safetensors"
@@ -32,7 +32,7 @@ def save(folder: str | Path, state: State, jobs: Sequence[Job]) -> None:
         where.mkdir(parents=True, exist_ok=True)
         tensors = {f"{part}/{key}": t[a] for part in TREES for key, t in flat(getattr(state, part)).items()}
         tensors["counters"] = torch.tensor([state.steps[a], state.position])
-        _write_file(where / FILE, tensors)
+        write_file(where / FILE, tensors)
 
 
 def load(folder: str | Path, like: State, jobs: Sequence[Job], keep: Callable[[Params], Any] | None = None) -> State:
@@ -54,7 +54,7 @@ def load(folder: str | Path, like: State, jobs: Sequence[Job], keep: Callable[[P
     found, counters = [], []
     for job in jobs:
         path = Path(folder) / job.name / FILE
-        with _readable(fn, path):
+        with readable(fn, path):
             tensors = load_file(path)
         counters.append(tensors.pop("counters").tolist())
         wanted = {f"{part}/{key}": (t.shape[1:], t.dtype) for part, tree in trees.items() for key, t in tree.items()}
