@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import experts
+from bench import experts, experts_case
 from fdora.functional import dora_experts_mlp
 
 SMALL = "--models tiny --T 24 --r 8 --runs 1 --loop-ms 0 "
@@ -36,7 +36,7 @@ def test_a_wrong_result_is_seen(tmp_path, monkeypatch):
     def wrong(x, *layers, **given):
         return 1.1 * dora_experts_mlp(x, *layers, **given)
 
-    monkeypatch.setattr(experts, "dora_experts_mlp", wrong)
+    monkeypatch.setattr(experts_case, "dora_experts_mlp", wrong)
     with pytest.raises(SystemExit, match=r"fdora is wrong: y by 1"):
         run(tmp_path, "--ways fdora")
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]

@@ -1,0 +1,222 @@
+"""What bench.experts times: the experts of a mixture, the ways to run them, and what each must give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.truth import rel_l2, some
+from bench.ways import BF16
+from fdora.functional import DoraLayer, dora_experts, dora_experts_mlp, dora_linear, dora_norm
+
+S = 2.0
+MODELS = {  # experts, experts of a token, hidden size, F
+    "mixtral": (8, 2, 4096, 14336),
+    "qwen3-30b": (128, 8, 2048, 768),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+    "tiny": (3, 2, 48, 32),
+}
+
+
+class Stack(NamedTuple):
+    """One layer of all experts, its adapters away from their start."""
+
+    W: Tensor
+    A: Tensor
+    B: Tensor
+    m: Tensor
+    norm: Tensor
+
+    @classmethod
+    def random(cls, E: int, N: int, K: int, r: int, adapter: torch.dtype, generator: torch.Generator) -> Stack:
+        def normal(*shape: int, std: float, dtype: torch.dtype) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=generator.device, dtype=dtype).mul_(std)
+
+        W = normal(E, N, K, std=K**-0.5, dtype=BF16)
+        A, B = normal(E, r, K, std=K**-0.5, dtype=adapter), normal(E, N, r, std=0.05 * r**-0.5, dtype=adapter)
+        norm = torch.stack([dora_norm(w, a, b, s=S, backend="eager") for w, a, b in zip(W, A, B, strict=True)])
+        m = (norm * (1 + normal(E, N, std=0.0015, dtype=torch.float32))).to(adapter)
+        return cls(W, A, B, m, norm)
+
+    def fresh(self) -> Stack:
+        """The same memory under leaves of their own."""
+        return self._replace(**{n: getattr(self, n).detach().requires_grad_() for n in "ABm"})
+
+    def layer(self, norm: bool = True) -> DoraLayer:
+        return DoraLayer(self.W, self.A, self.B, self.m, S, None, self.norm if norm else None)
+
+    def one(self, e: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.W[e], self.A[e], self.B[e], self.m[e]
+
+
+class Case(NamedTuple):
+    """Tokens, their experts and both layers. ``order``: the pairs of tokens and experts, sorted; ``lengths`` of the experts."""
+
+    x: Tensor
+    up: Stack
+    down: Stack
+    ids: Tensor
+    gates: Tensor
+    order: Tensor
+    offsets: Tensor
+    lengths: list[int]
+
+    @classmethod
+    def random(cls, model: str, T: int, r: int, adapter: torch.dtype, device: str) -> Case:
+        E, k, H, wide = MODELS[model]
+        generator = torch.Generator(device).manual_seed(0)
+        x = torch.randn(T, H, generator=generator, device=device, dtype=BF16)
+        up, down = (Stack.random(E, N, K, r, adapter, generator) for N, K in ((2 * wide, H), (H, wide)))
+        # Gumbel noise on logits that favour some experts: segments of different lengths
+        logits = torch.randn(E, generator=generator, device=device) * 0.5
+        noise = torch.rand(T, E, generator=generator, device=device).clamp(1e-9, 1 - 1e-7).log().neg().log().neg()
+        weight, ids = (logits + noise).topk(k)
+        key, order = ids.reshape(-1).sort(stable=True)
+        lengths = torch.bincount(key, minlength=E).tolist()
+        offsets = torch.tensor(lengths).cumsum(0).to(torch.int32).to(device)
+        return cls(x, up, down, ids, weight.softmax(1), order, offsets, lengths)
+
+    def fresh(self) -> Case:
+        x, gates = (t.detach().requires_grad_() for t in (self.x, self.gates))
+        return self._replace(x=x, gates=gates, up=self.up.fresh(), down=self.down.fresh())
+
+
+class Way(NamedTuple):
+    call: Callable[[], Tensor]
+    leaves: dict[str, Tensor]
+    dy: Tensor
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            return self.call()
+
+    def both(self) -> dict[str, Tensor]:
+        y = self.call()
+        grads = torch.autograd.grad(y, list(self.leaves.values()), self.dy)
+        return {"y": y, **{f"d{n}": d for n, d in zip(self.leaves, grads, strict=True)}}
+
+    def kept(self, given: set[int]) -> float:
+        """MiB that stay between forward and backward, beside the leaves and what was ``given``."""
+        seen: dict[int, int] = {}
+
+        def note(t: Tensor) -> Tensor:
+            seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            y = self.call()
+        given = given | {t.untyped_storage().data_ptr() for t in self.leaves.values()}
+        kept = sum(size for at, size in seen.items() if at not in given) / 2**20
+        del y
+        return round(kept, 3)
+
+
+def linear_of(name: str) -> Callable[[Tensor, Stack, Case], Tensor]:
+    """Sorted rows through one layer."""
+    if name in ("fdora", "fdora_inside"):
+        inside = name == "fdora_inside"
+        return lambda x, p, i: dora_experts(x, p.W, p.A, p.B, p.m, s=S, offsets=i.offsets, norm=None if inside else p.norm)
+    if name == "frozen_grouped":
+        return lambda x, p, i: F.grouped_mm(x, p.W.mT, offs=i.offsets)
+    if name == "lora_grouped":
+        return lora_grouped
+    each = {"frozen_loop": frozen, "lora_loop": lora, "loop": dora}[name]
+    return lambda x, p, i: torch.cat([each(part, p, e) for e, part in enumerate(x.split(i.lengths)) if len(part)])
+
+
+def frozen(x: Tensor, p: Stack, e: int) -> Tensor:
+    return F.linear(x, p.W[e])
+
+
+def lora(x: Tensor, p: Stack, e: int) -> Tensor:
+    W, A, B, _ = p.one(e)
+    return F.linear(x, W) + S * F.linear(F.linear(x, A.to(x.dtype)), B.to(x.dtype))
+
+
+def dora(x: Tensor, p: Stack, e: int) -> Tensor:
+    return dora_linear(x, *p.one(e), s=S, norm=p.norm[e])
+
+
+def lora_grouped(x: Tensor, p: Stack, i: Case) -> Tensor:
+    h = F.grouped_mm(x, p.A.to(x.dtype).mT, offs=i.offsets)
+    return F.grouped_mm(x, p.W.mT, offs=i.offsets) + S * F.grouped_mm(h, p.B.to(x.dtype).mT, offs=i.offsets)
+
+
+def leaves_of(name: str, **stacks: Stack) -> dict[str, Tensor]:
+    parts = "" if "frozen" in name else "AB" if "lora" in name else "ABm"
+    return {f"{n}_{label}": getattr(p, n) for label, p in stacks.items() for n in parts}
+
+
+def layer_way(name: str, i: Case) -> Way:
+    i = i.fresh()
+    rows = i.x.detach()[i.order // i.ids.shape[1]].requires_grad_()
+    linear, dy = linear_of(name), torch.randn(len(rows), i.up.W.shape[1], device=rows.device).to(BF16)
+    return Way(lambda: linear(rows, i.up, i), {"x": rows, **leaves_of(name, up=i.up)}, dy)
+
+
+def mlp_way(name: str, i: Case) -> Way:
+    i = i.fresh()
+    leaves = {"x": i.x, "gates": i.gates, **leaves_of(name, up=i.up, down=i.down)}
+    dy = torch.randn(i.x.shape, device=i.x.device).to(BF16)
+    if name in ("fdora", "fdora_inside"):
+        given = name == "fdora"
+        layers = (i.up.layer(given), i.down.layer(given))
+        return Way(lambda: dora_experts_mlp(i.x, *layers, ids=i.ids, gates=i.gates), leaves, dy)
+    linear, at = linear_of(name), i.order // i.ids.shape[1]
+
+    def call() -> Tensor:
+        gate, up = linear(i.x[at], i.up, i).chunk(2, 1)
+        y = linear(F.silu(gate) * up, i.down, i) * i.gates.reshape(-1)[i.order, None]
+        return torch.zeros_like(i.x).index_add(0, at, y.to(i.x.dtype))
+
+    return Way(call, leaves, dy)
+
+
+def whole(p: Stack, e: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one expert in float64: g (W + s B A), g, and c."""
+    W, A, B, m = (t.detach().double() for t in p.one(e))
+    V = W + S * B @ A
+    c = V.norm(dim=1)
+    return (m / c)[:, None] * V, m / c, c
+
+
+def layer_errors(way: Way, i: Case) -> dict[str, float]:
+    """Of some rows of y and dx, and of all the gradients of the expert with the fewest rows."""
+    found = {n: t.detach() for n, t in way.both().items()}
+    e = min((e for e, n in enumerate(i.lengths) if n), key=i.lengths.__getitem__)
+    begin = sum(i.lengths[:e])
+    own = slice(begin, begin + i.lengths[e])
+    x, dy = way.leaves["x"].detach()[own].double(), way.dy[own].double()
+    V, g, c = whole(i.up, e)
+    A, B = i.up.A[e].detach().double(), i.up.B[e].detach().double()
+    dz = g * dy
+    want = {"y": x @ V.mT, "dx": dy @ V, "dA_up": S * (dz @ B).mT @ x, "dB_up": S * dz.mT @ (x @ A.mT)}
+    want["dm_up"] = (dy * (x @ (V / g[:, None]).mT)).sum(0) / c
+    return {n: float(f"{rel_l2(t[own] if n in ('y', 'dx') else t[e], want[n]):.2e}") for n, t in found.items()}
+
+
+def mlp_errors(way: Way, i: Case) -> dict[str, float]:
+    """Of some tokens: y, dx and the gradients of the gates."""
+    found = {n: t.detach() for n, t in way.both().items()}
+    at = some(len(i.x), 4, i.x.device)
+    x, gates = (i.x[at].detach().double().requires_grad_(), i.gates[at].detach().double().requires_grad_())
+    ys = []
+    for t, token in enumerate(at.tolist()):
+        y = torch.zeros_like(x[t])
+        for j, e in enumerate(i.ids[token].tolist()):
+            gate, up = (whole(i.up, e)[0] @ x[t]).chunk(2)
+            y = y + gates[t, j] * (whole(i.down, e)[0] @ (F.silu(gate) * up))
+        ys.append(y)
+    want = torch.stack(ys)
+    dx, dgates = torch.autograd.grad(want, (x, gates), way.dy[at].double())
+    truth = {"y": want.detach(), "dx": dx, "dgates": dgates}
+    return {n: float(f"{rel_l2(found[n][at], v):.2e}") for n, v in truth.items()}
+
+
+def given_of(i: Case) -> set[int]:
+    tensors = [i.x, i.ids, i.gates, i.order, i.offsets, *i.up, *i.down]
+    return {t.untyped_storage().data_ptr() for t in tensors}
