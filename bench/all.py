@@ -61,7 +61,7 @@ TABLE = {
     "products": Entry(170, "bench.products"),
     "shapes": Entry(60, "bench.shapes --jobs 8"),
     "group": Entry(60, "bench.group"),
-    "multi": Entry(200, "bench.multi --runs 5"),
+    "multi": Entry(150, "bench.multi --runs 5 --jobs 8"),
     "experts": Entry(150, "bench.experts --runs 5"),
     "layers12_r384_eager": Entry(60, "bench.layers12 --r 384 --no-compile"),
     "layers12_r16_eager": Entry(60, "bench.layers12 --r 16 --no-compile"),

@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -277,23 +279,56 @@ def norms(K: int, N: int, G: int, r: int, options) -> list[dict]:
     return [row_of("norm", timed(fns, failed, options), TARGETS["norm"], **facts) | {"error": error, "failed": dict(failed)}]
 
 
-def cases(options) -> list[tuple[str, Callable[[], list[dict]]]]:
-    """By name, each in its turn."""
+class Case(NamedTuple):
+    """``kind``: train, decode or norm. ``label``: of the ranks."""
+
+    kind: str
+    M: int
+    K: int
+    N: int
+    ranks: list[int]
+    label: str
+
+    @property
+    def name(self) -> str:
+        more = f" {self.label} {len(self.ranks)}" if self.kind == "train" else ""
+        return f"{self.kind} {self.K}x{self.N}{more}"
+
+    def run(self, options) -> list[dict]:
+        if self.kind == "norm":
+            return norms(self.K, self.N, len(self.ranks), self.ranks[0], options)
+        return train(self.M, self.K, self.N, self.ranks, self.label, self.kind, options)
+
+
+def cases(options) -> list[Case]:
+    """Of each shape what is short first: a limit of time leaves out the last."""
     shapes = [tuple(map(int, text.split("x"))) for text in options.shapes]
-    found: list[tuple[str, Callable[[], list[dict]]]] = []
+    found = []
     for K, N in shapes:
+        found += [Case("decode", options.decode, K, N, [16] * options.decode, "16"), Case("norm", 8, K, N, [16] * 4, "16")]
         for label in options.r:
             for G in options.G:
                 ranks = [MIXED[g % len(MIXED)] for g in range(G)] if label == "mixed" else [int(label)] * G
-                if label == "mixed" and G == 1:
-                    continue
-                found.append(
-                    (f"train {K}x{N} {label} {G}", lambda a=(options.M, K, N, ranks, label, "train"): train(*a, options))
-                )
-        few, r = options.decode, [16] * options.decode
-        found.append((f"decode {K}x{N}", lambda a=(few, K, N, r, "16", "decode"): train(*a, options)))
-        found.append((f"norm {K}x{N}", lambda a=(K, N, 4, 16): norms(*a, options)))
+                if label != "mixed" or G > 1:
+                    found.append(Case("train", options.M, K, N, ranks, label))
     return found
+
+
+def compile_case(case: Case, adapter: str, device: str) -> None:
+    """Everything of fdora once, in a process of its own: the kernels are in Triton's cache then."""
+    bank = Bank.random(case.M, case.K, case.N, case.ranks, ADAPTERS[adapter], device)
+    dora_norm(bank.W, bank.A.detach(), bank.B.detach(), s=bank.s)
+    for name in () if case.kind == "norm" else ("one", "loop", "multi", "multi_ids"):
+        way = build(name, bank)
+        way.forward()
+        if case.kind == "train":
+            way.both()
+
+
+def compile_all(found: list[Case], options) -> None:
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        for done in [pool.submit(compile_case, case, options.adapter, options.device) for case in found]:
+            done.result()
 
 
 def parse(argv=None):
@@ -312,6 +347,7 @@ def parse(argv=None):
     parser.add_argument(
         "--kernels", action="store_true", help="of one and multi: GPU time by kernel, as torch's profiler sees it"
     )
+    parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this time")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", help="recorded in the JSON")
@@ -335,16 +371,21 @@ def main(argv=None):
     skipped: list[str] = []
     failed = Failures()
     print(table(["case", *(f"{n} ms" for n in options.ways), "multi/one", "target", "multi's wall", "worst error"], []))
-    for name, run in cases(options):
+    found = cases(options)
+    if options.jobs:
+        compile_all(found, options)
+        print(f"compiled after {perf_counter() - start:.0f} s", flush=True)
+    for case in found:
+        name = case.name
         if perf_counter() - start > options.seconds:
             skipped.append(name)
             continue
-        for row in failed.attempt([name], lambda _, run=run: run()).get(name, []):
+        for row in failed.attempt([name], lambda _, case=case: case.run(options)).get(name, []):
             worst = max(row["error"].get("multi", {}).values(), default=float("nan"))
             cells = [row["ms"].get(n, "") for n in options.ways] + [row["ratio"].get("multi/one", ""), row["target"]]
             print(line([f"{name}, {row['mode']}", *cells, row["wall"].get("multi", ""), f"{worst:.1e}"]), flush=True)
-            for n, found in row.get("kernels", {}).items():
-                print("\n".join([f"  {n}", *(f"    {us:9.2f} us  {kernel}" for kernel, us in found.items())]), flush=True)
+            for n, seen in row.get("kernels", {}).items():
+                print("\n".join([f"  {n}", *(f"    {us:9.2f} us  {kernel}" for kernel, us in seen.items())]), flush=True)
             rows.append(row)
         save(options.json, {"about": facts, "runs": options.runs, "rows": rows, "skipped": skipped, "failed": failed})
         free(options.device)

@@ -22,7 +22,7 @@ def test_every_case(tmp_path, capsys):
     rows = run(tmp_path, "--G 2,3")
     kinds = [(row["kind"], row["G"], row["r"], row["mode"]) for row in rows]
     trained = [("train", G, r, mode) for r in ("16", "mixed") for G in (2, 3) for mode in ("fwd", "fwd_bwd")]
-    assert kinds == [*trained, ("decode", 6, "16", "fwd"), ("norm", 4, "16", "norm")]
+    assert kinds == [("decode", 6, "16", "fwd"), ("norm", 4, "16", "norm"), *trained]
     for row in rows:
         ways = {"one", "loop", "multi"} if row["kind"] == "norm" else {*multi.WAYS} - set(row["failed"])
         assert set(row["ms"]) == set(row["wall"]) == ways and not {"one", "loop", "multi", "multi_ids"} & set(row["failed"])
@@ -33,6 +33,17 @@ def test_every_case(tmp_path, capsys):
             assert set(row["error"]["multi"]) == {"y", "dx", "dA", "dB", "dm"}
             assert all(max(row["error"][way].values()) < 0.02 for way in ("loop", "peft_loop"))
     assert "| decode 48x32, fwd |" in capsys.readouterr().out
+
+
+def test_kernels_are_compiled_ahead(monkeypatch):
+    """What a process does that compiles: everything of fdora, there and back."""
+    called = []
+    monkeypatch.setattr(
+        multi, "dora_linear_multi", lambda *args, **given: called.append(1) or dora_linear_multi(*args, **given)
+    )
+    for case in multi.cases(multi.parse([*SMALL.split(), "--G", "2", "--r", "16"])):
+        multi.compile_case(case, "bf16", "cpu")
+    assert len(called) == 2 + 4  # by offsets and by ids: decode forward, train there and back
 
 
 def test_lengths_are_all_tokens_in_uneven_segments():

@@ -28,7 +28,7 @@ GIB = 2**30
 def table(found: Plan) -> str:
     model, setup = found.model, found.setup
     adapters = ", ".join(f"{each.name} (r = {each.r})" for each in setup.adapters)
-    rates = "measured rates" if found.card.measured else "published rates, at the shares that an H200 reaches"
+    rates = "measured rates" if found.card.measured else "published rates: times are floors, links are not known"
     head = [
         f"{model.kind}, {model.layers} layers, weights in {setup.weights}; {adapters}",
         f"{found.gpus} x {found.card.name}, {found.card.bytes / GIB:.1f} GiB of which {SPARE:.0%} are left free; {rates}",

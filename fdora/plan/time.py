@@ -2,7 +2,8 @@
 
     step = max( microbatches (forward + backward) + update,  microbatches x host )
 
-The rates are measured (profiles/, written by ``bench.profile_gpu``); kernels and bytes are those of :mod:`fdora.plan.work`. An
+The rates are measured (profiles/, written by ``bench.profile_gpu``), or where they are not the maker's, for which times are
+floors; kernels and bytes are those of :mod:`fdora.plan.work`. An
 update forms all norms again, for A and B are new, and moves each parameter with its gradient and states.
 """
 
@@ -23,7 +24,6 @@ from fdora.predict import GPUS
 FOLDER = Path(__file__).parent / "profiles"
 # GiB that torch sees, of GPUs without a file in profiles/
 GIB = {"h200": 139.8, "h100": 79.1, "a100": 79.2, "l40s": 44.4, "b200": 178.3, "4090": 23.5}
-MEASURED = "h200"  # whose shares of the published rates stand for other GPUs
 
 
 class Card(NamedTuple):
@@ -32,7 +32,7 @@ class Card(NamedTuple):
     name: str
     bytes: int  # of memory
     profile: Profile
-    measured: bool  # or by its published rates, at the shares that another reaches
+    measured: bool  # or the maker's published rates, by which times are floors
 
 
 class Time(NamedTuple):
@@ -62,20 +62,9 @@ def card(gpu: str, file: str | Path | None = None) -> Card:
         if found.get("gpu") != key:
             raise fail("plan", "profile", f"of a {key}", repr(found.get("gpu")), "Pass the file that was measured there.")
         return Card(GPUS[key].name, found.get("memory") or int(GIB[key] * 2**30), Profile(**found["profile"]), True)
-    like, mine, theirs = read(FOLDER / f"{MEASURED}.json"), GPUS[key], GPUS[MEASURED]
-    flops, moved = mine.flops / theirs.flops, mine.bytes / theirs.bytes
-    scale = {
-        "flops": flops,
-        "attention": flops,
-        "attention_backward": flops,
-        "norm16": flops,
-        "norm32": flops,
-        "bytes": moved,
-        "gather": 0.0,
-        "send": 0.0,
-    }
-    profile = Profile(**{name: value * scale.get(name, 1.0) for name, value in like["profile"].items()})
-    return Card(mine.name, int(GIB[key] * 2**30), profile, False)
+    rate = GPUS[key]
+    floors = Profile(rate.flops, rate.bytes, 0.0, rate.flops, rate.flops, rate.flops, rate.tf32, 0.0, 0.0)
+    return Card(rate.name, int(GIB[key] * 2**30), floors, False)
 
 
 @lru_cache(8)

@@ -214,6 +214,13 @@ def test_command_line(tmp_path, capsys):
         assert stopped.value.code == 2 and text in capsys.readouterr().err
 
 
+def test_a_gpu_that_nobody_measured_has_floors():
+    found = card("B200")
+    assert not found.measured and found.profile.flops == 2250e12 and found.profile.start == found.profile.host == 0
+    ways = plan(MODEL, SETUP, gpu="b200", gpus=2).layouts
+    assert {way.kind for way in ways if way.seconds is None} == {"fsdp2", "pipeline"} and ways[0].kind == "replicas"
+
+
 def test_a_broken_profile(tmp_path):
     (tmp_path / "p.json").write_text("{}")
     with pytest.raises(FdoraError, match=r"bench\.profile_gpu"):

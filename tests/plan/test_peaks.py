@@ -1,11 +1,14 @@
 """What the planner says against what a GPU's allocator counted: bench/results/h200, written by bench.peaks and bench.model."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from bench import planned
 from bench.model import ARCHITECTURES
+from bench.planned import setup_of
 from fdora.plan import Adapter, Setup, memory, read_model
 from fdora.plan.decoder import decoder
 from fdora.plan.memory import Part, peaks
@@ -17,18 +20,6 @@ TYPES = {"LlamaConfig": "llama", "Gemma3TextConfig": "gemma3_text", "Qwen2Config
 OTHERS = ("llama-3.1-8b", "gemma-3-12b", "qwen2.5-32b", "mistral-small-24b")
 PROMISED = 0.08  # of the whole
 WITHIN = 0.02  # what is beyond parameters and states: far from the promise a formula is wrong
-
-
-def setup_of(row):
-    size = {"bf16": 2, "fp32": 4}[row["adapter"]]
-    return Setup(
-        row["length"],
-        (Adapter("", row["r"]),),
-        row["way"] == "fuse",
-        row["checkpointing"],
-        row["loss_tokens"],
-        adapter_bytes=size,
-    )
 
 
 def name(row):
@@ -46,6 +37,13 @@ def test_measured_peaks(row):
     found = peaks(model, setup, tokens, Part(model.layers))
     assert found.kept == pytest.approx(measured["kept"], rel=WITHIN)
     assert found.most == pytest.approx(measured["peak"], rel=WITHIN)
+
+
+def test_the_comparison(capsys):
+    planned.main([str(RESULTS / "peaks.json")])
+    out = capsys.readouterr().out
+    low, high = map(float, re.findall(r"^peaks: ([\d.]+) to ([\d.]+) of", out, re.M)[0])
+    assert 1 - PROMISED < low <= high < 1 + PROMISED and out.count("| llama-3.1-8b |") == 16
 
 
 def test_three_models_were_measured_in_every_way():
