@@ -28,7 +28,7 @@ from bench.decoder import LINEARS  # noqa: E402
 from bench.issue_time import PARTS  # noqa: E402
 from bench.steps import Cell, Way, add_model, build, inputs  # noqa: E402
 from bench.table import table  # noqa: E402
-from fdora import _facts  # noqa: E402
+from fdora import _facts, _plain  # noqa: E402
 from fdora.triton import tree  # noqa: E402
 from fdora.triton.runtime import native, private, walk  # noqa: E402
 from fdora.triton.runtime.device import Device  # noqa: E402
@@ -63,12 +63,13 @@ def pretend() -> None:
         each.device_of = lambda device: H200
     native.program, native.tensor_map = program, lambda *_: bytes(128)
     _facts.use(module.facts)
+    _plain.use(module.parameters)
     walk.current_device, walk.raw_stream, walk.usual_math = int, abs, bool_of_one
 
 
 def bool_of_one() -> bool:
     """In the place of usual_math: as many calls."""
-    return bool(private._first((1,))) and bool(private._first((1,)))
+    return bool(int() == 0 and abs(1)) and not bool()
 
 
 def program(plan):

@@ -66,6 +66,10 @@ class Run(NamedTuple):
     captured: bool  # whether its kernels went into a CUDA graph
 
 
+class Local(threading.local):
+    run: Run | None = None
+
+
 class Table:
     """The layers of a model, their tensors, and their norms of before, by part and stream."""
 
@@ -94,12 +98,17 @@ class Table:
 
     def has(self, i: int, W: Tensor, A: Tensor, B: Tensor, versions: list[int], compiled: bool) -> bool:
         """Whether these are the tensors of layer i. Compiled code, whose guards know them, may hand over other views."""
-        for t in (W, A, B):
-            known = t.data_ptr() == self.pointers[i] if compiled else self.tensors[i]() is t
-            if not known or versions[i] != t._version or self.strides[i] != t.stride():
-                return False
-            i += self.count
-        return True
+        a, b = i + self.count, i + 2 * self.count
+        refs, at, strides = self.tensors, self.pointers, self.strides
+        if compiled:
+            known = W.data_ptr() == at[i] and A.data_ptr() == at[a] and B.data_ptr() == at[b]
+        else:
+            known = refs[i]() is W and refs[a]() is A and refs[b]() is B
+        return (
+            known
+            and (versions[i], versions[a], versions[b]) == (W._version, A._version, B._version)
+            and (strides[i], strides[a], strides[b]) == (W.stride(), A.stride(), B.stride())
+        )
 
     def traced(self) -> list[Tensor] | None:
         """The norms as ops of the graph that is traced."""
@@ -174,7 +183,7 @@ class ModelNorms:
     def __init__(self, model: Callable[[], Any], find: Callable[[], Found]):
         self.model, self.find = model, find
         self.lock = threading.RLock()
-        self.local = threading.local()
+        self.local = Local()
         self.table: Table | None = None
         self.kepts: list[weakref.ref[Any]] = []  # of all layers
         self.placed: list[weakref.ref[Any]] = []  # whose norms the table has
@@ -236,7 +245,7 @@ class ModelNorms:
             if self.on_shards is not None:
                 self.on_shards.norms = None
             forget_captured()
-            self.local = threading.local()  # nor do slices of this forward hold
+            self.local = Local()  # nor do slices of this forward hold
 
     def restart(self) -> None:
         """Other layers, or the same elsewhere: the next forward collects them."""
@@ -245,7 +254,7 @@ class ModelNorms:
             self.table, self.asleep, self.idle, self.changes, self.looked = None, False, 0, 0, False
             if self.on_shards is not None:
                 self.on_shards.forget()
-            self.local = threading.local()  # a Run refers weakly to the weights, which torch.utils.swap_tensors refuses
+            self.local = Local()  # a Run refers weakly to the weights, which torch.utils.swap_tensors refuses
             forget_captured()
 
     def trace(self) -> None:
@@ -263,7 +272,7 @@ class ModelNorms:
 
     def c_of(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, compiled: bool) -> Tensor | None:
         """The slice of layer i; None where it has to look after itself."""
-        run, task = getattr(self.local, "run", None), backward_task()
+        run, task = self.local.run, backward_task()
         if run is None or run.task != task:
             self.asleep = False
             if task == -1 or dispatch_modes() or (compiled and capturing(W.device)):
