@@ -96,19 +96,18 @@ class Table:
         moved = list(map(Tensor.data_ptr, tensors)) != self.pointers or [t.shape for t in tensors] != self.shapes
         return None if moved else tensors
 
-    def has(self, i: int, W: Tensor, A: Tensor, B: Tensor, versions: list[int], compiled: bool) -> bool:
+    def has(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, versions: list[int], compiled: bool) -> bool:
         """Whether these are the tensors of layer i. Compiled code, whose guards know them, may hand over other views."""
+        if i >= self.count or self.s[i] != s:
+            return False
         a, b = i + self.count, i + 2 * self.count
         refs, at, strides = self.tensors, self.pointers, self.strides
         if compiled:
             known = W.data_ptr() == at[i] and A.data_ptr() == at[a] and B.data_ptr() == at[b]
         else:
             known = refs[i]() is W and refs[a]() is A and refs[b]() is B
-        return (
-            known
-            and (versions[i], versions[a], versions[b]) == (W._version, A._version, B._version)
-            and (strides[i], strides[a], strides[b]) == (W.stride(), A.stride(), B.stride())
-        )
+        same = known and versions[i] == W._version and versions[a] == A._version and versions[b] == B._version
+        return same and strides[i] == W.stride() and strides[a] == A.stride() and strides[b] == B.stride()
 
     def traced(self) -> list[Tensor] | None:
         """The norms as ops of the graph that is traced."""
@@ -286,7 +285,7 @@ class ModelNorms:
         if compiled and run.captured != capturing(W.device):  # of another graph, whose replays this one's do not follow
             return None
         table = run.table
-        if 0 <= i < table.count and table.s[i] == s and table.has(i, W, A, B, run.versions, compiled):
+        if 0 <= i and table.has(i, W, A, B, s, run.versions, compiled):
             self.used = True
             return run.c[i]
         with self.lock:

@@ -44,7 +44,10 @@ class Call(NamedTuple):
         """With the norm, counted; where nothing traces. W is no QuantWeight."""
         variant, W, A, B, m, bias, s, _, _ = self
         variant.calls[FUSED] += 1
-        c = variant.kept.eager(W, W, A, B, s)
+        kept = variant.kept
+        c = kept.given(W, A, B, s, False)
+        if c is None:
+            c = kept.own(W, W, A, B, s)
         return Operands(W, A, B, m, c if variant.detach else variant.with_gradient(c, W, A, B, s), bias, None)
 
     def norm(self) -> Tensor:
