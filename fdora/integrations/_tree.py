@@ -285,7 +285,7 @@ class ModelNorms:
         if compiled and run.captured != capturing(W.device):  # of another graph, whose replays this one's do not follow
             return None
         table = run.table
-        if 0 <= i and table.has(i, W, A, B, s, run.versions, compiled):
+        if i >= 0 and table.has(i, W, A, B, s, run.versions, compiled):
             self.used = True
             return run.c[i]
         with self.lock:

@@ -8,8 +8,8 @@ from torch import nn
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
-from fdora._plain import python_parameters  # noqa: E402
-from fdora.triton.runtime import private  # noqa: E402
+from fdora._plain import python_parameters
+from fdora.triton.runtime import private
 
 QUIET = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward", "mark")
 SPEC = (

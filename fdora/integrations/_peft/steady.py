@@ -1,8 +1,8 @@
 """The short way of a call: what layers take where nothing about them, or about x, is out of the ordinary.
 
 Most calls are like the one before them. They are asked as little as is enough to know that: the layer for its adapter, its
-modules for hooks and classes (fdora/_plain.py), the tensors for their facts (verdict.py). Whatever is another goes the whole way
-(:func:`fdora.integrations._peft.linear.call_of`), which serves it or says why not. Nothing here runs while a compiler traces.
+modules for hooks and classes (fdora/_plain.py), the tensors for their facts (verdict.py). Whatever is another goes the whole
+way (:func:`fdora.integrations._peft.linear.call_of`), which serves it or says why not. Nothing here runs in a trace.
 """
 
 from __future__ import annotations

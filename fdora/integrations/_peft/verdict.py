@@ -64,7 +64,7 @@ def verdict(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> Verdict:
 
 
 def settled(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> str:
-    """The backend of a call of dense layers without dropout that :func:`verdict` has passed before; empty where there is none."""
+    """The backend of a call of dense layers without dropout, if :func:`verdict` has passed one like it; else empty."""
     tensors = (x, *calls[0][1:6])
     for call in calls[1:]:
         tensors += call[1:6]
