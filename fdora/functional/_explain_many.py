@@ -31,7 +31,7 @@ def multi(a: Any) -> Call:
     ranks = None if a.ranks is None else tuple(a.ranks)
     check_multi(a.fn, a.x, a.W, a.A, a.B, a.m, a.offsets, a.ids, a.norm, a.bias, ranks)
     check_dropout(a.fn, a.dropout_p, "lora")
-    dtype, (G, R, K) = dtype_of_products(a.fn, a.x, a.W), a.A.shape
+    dtype, (G, _, K) = dtype_of_products(a.fn, a.x, a.W), a.A.shape
     scalings(a.fn, a.s, G, a.x)
     x = stand_in(a.x).to(dtype)
     x = (x if x.dim() == 2 else x.reshape(-1, K)).detach().requires_grad_(a.x.requires_grad)

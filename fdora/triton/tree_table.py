@@ -90,7 +90,7 @@ def launches_of(rows: list[Row]) -> list[tuple]:
 
 def _address(t: Tensor) -> int:
     """Of a tensor without data, as much of it as decides between kernels."""
-    return t.storage_offset() * t.itemsize if t.is_meta else t.data_ptr()
+    return int(t.storage_offset()) * t.itemsize if t.is_meta else t.data_ptr()
 
 
 def _unit(t: Tensor) -> int:
