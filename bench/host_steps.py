@@ -104,7 +104,8 @@ def forward(way: Way) -> tuple[float, float]:
 
 def calls(way: Way) -> tuple[int, int, int]:
     """Of Python functions and of C functions in one forward, and the files of fdora among them."""
-    counts, files = {"call": 0, "c_call": 0}, set()
+    counts = {"call": 0, "c_call": 0}
+    files: set[str] = set()
 
     def count(frame, event, argument):
         if event in counts:
