@@ -5,7 +5,8 @@
 
 The models of bench.issue_time, tiny, on the CPU: torch's own operators compute, which costs little at this size; fdora's plans
 run through walk.c for an H200 and launch nothing, so no value means anything. us for each adapted linear and beyond the frozen
-model's; calls of Python functions and of C functions, counted in one forward.
+model's; calls of Python and of C functions for each adapted linear, and how many of fdora's files they are in, counted
+in one forward.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from bench.decoder import LINEARS  # noqa: E402
 from bench.issue_time import PARTS  # noqa: E402
 from bench.steps import Cell, Way, add_model, build, inputs  # noqa: E402
 from bench.table import table  # noqa: E402
-from fdora import _facts  # noqa: E402
+from fdora import _facts, _plain  # noqa: E402
 from fdora.triton import tree  # noqa: E402
 from fdora.triton.runtime import native, private, walk  # noqa: E402
 from fdora.triton.runtime.device import Device  # noqa: E402
@@ -36,6 +37,7 @@ from fdora.triton.runtime.plan import Launch, Tile  # noqa: E402
 from fdora.triton.runtime.private import Compiled  # noqa: E402
 
 H200 = Device(0, 90, 132, True)
+PACKAGE = os.path.dirname(_facts.__file__)
 NOTHING = """
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -63,12 +65,13 @@ def pretend() -> None:
         each.device_of = lambda device: H200
     native.program, native.tensor_map = program, lambda *_: bytes(128)
     _facts.use(module.facts)
+    _plain.use(module.parameters)
     walk.current_device, walk.raw_stream, walk.usual_math = int, abs, bool_of_one
 
 
 def bool_of_one() -> bool:
     """In the place of usual_math: as many calls."""
-    return bool(private._first((1,))) and bool(private._first((1,)))
+    return bool(0 == 0 and abs(1)) and not False
 
 
 def program(plan):
@@ -99,19 +102,21 @@ def forward(way: Way) -> tuple[float, float]:
     return 1e6 * (middle - start), 1e6 * (time.perf_counter() - middle)
 
 
-def calls(way: Way) -> tuple[int, int]:
-    """Of Python functions and of C functions in one forward."""
+def calls(way: Way) -> tuple[int, int, int]:
+    """Of Python functions and of C functions in one forward, and the files of fdora among them."""
     counts = {"call": 0, "c_call": 0}
+    files: set[str] = set()
 
     def count(frame, event, argument):
         if event in counts:
             counts[event] += 1
+            files.add(frame.f_code.co_filename)
 
     way.optimize()
     sys.setprofile(count)
     way.loss()
     sys.setprofile(None)
-    return counts["call"], counts["c_call"]
+    return counts["call"], counts["c_call"], sum(file.startswith(PACKAGE) for file in files)
 
 
 def parse(argv=None):
@@ -135,7 +140,8 @@ def main(argv=None):
     best = {name: [min(turn[name][i] for turn in turns) / count for i in range(2)] for name in ways}
     lines = []
     for name, way in ways.items():
-        line = [name, *(f"{n / count:.1f}" for n in calls(way))]
+        python, c, files = calls(way)
+        line = [name, f"{python / count:.1f}", f"{c / count:.1f}", files]
         for found in (us, best):
             for i in range(2):
                 beyond = found[name][i] - found["frozen"][i] if "frozen" in found else 0
@@ -146,6 +152,7 @@ def main(argv=None):
         "way",
         "Python calls",
         "C calls",
+        "files",
         *(f"{part}, us (beyond frozen, of LoRA's)" for part in PARTS),
         *(f"fastest {part}" for part in PARTS),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -39,6 +40,14 @@ class Operands(NamedTuple):
     c: Tensor | None  # (N,) float32 or float64; None beside an A: a backend that reads this W's codes forms it
     bias: Tensor | None  # (N,)
     seed: Tensor | None  # () int64: the dropout mask, None for no dropout
+
+
+def layers_in(flat: Sequence[Tensor | None]) -> list[Operands]:
+    """Operands one behind the other, as layers again."""
+    return [Operands(*flat[i : i + WIDTH]) for i in range(0, len(flat), WIDTH)]
+
+
+WIDTH = len(Operands._fields)
 
 
 class Options(NamedTuple):

@@ -136,6 +136,11 @@ def no_graph() -> bool:
     return not watched and forward_ad._current_level < 0
 
 
+def values_only() -> bool:
+    """:func:`no_graph` where nothing traces."""
+    return not torch.is_grad_enabled() and forward_ad._current_level < 0
+
+
 def detached(*tensors: Any) -> tuple[Any, ...]:
     """The tensors as constants to every derivative: no_grad stops gradients, but not the tangents of forward mode."""
     if forward_ad._current_level < 0 and not torch.compiler.is_compiling():

@@ -24,6 +24,7 @@ MAY = {
         "_check",
         "_dispatch",
         "_facts",
+        "_plain",
         "_records",
         "_torch",
         "functional",
@@ -33,7 +34,7 @@ MAY = {
     "functional": {"_check", "_dispatch", "_records", "_torch", "autograd", "predict", "quant"},
     "autograd": {"eager", "triton", "_records", "_torch", "quant"},
     "eager": {"_records", "_torch", "quant"},
-    "triton": {"_records", "_torch", "_facts", "quant"},
+    "triton": {"_records", "_torch", "_facts", "_plain", "quant"},
     "quant": {"_check", "_torch"},  # a value that all of them carry; it knows no vendor's package
     "schedule": {"_check"},  # lengths in, microbatches out: it knows no tensor
     "plan": {"_check", "explain_model", "predict", "schedule"},  # shapes in, bytes and seconds out: nor does it
@@ -41,6 +42,7 @@ MAY = {
     "_check": {"_facts", "_torch"},
     "_dispatch": {"_check"},
     "_facts": {"_torch"},
+    "_plain": set(),
     "_records": set(),
     "_torch": set(),
 }

@@ -40,11 +40,15 @@ class Backend:
         [Sequence[Tensor | None], Tensor, Layers, AllOptions, Dropout, Saved, bool, Sequence[Needs]],
         tuple[Tensor | None, list[Grads]],
     ]
+    layers_run: Callable[[Tensor, Sequence[Tensor | None], AllOptions, Dropout], tuple[list[Tensor], Saved]]
+    """layers_fwd of plain tensors where nothing traces: operands one behind the other, W dense, A and c given."""
     mlp_fwd: Callable[[Tensor, Layers, AllOptions, Dropout, Any], tuple[Tensor, SavedMlp, tuple[Tensor, ...]]]
     mlp_bwd: Callable[
         [Tensor, Tensor, Layers, AllOptions, Dropout, Any, SavedMlp, bool, Sequence[Needs]],
         tuple[Tensor | None, list[Grads]],
     ]
+    mlp_run: Callable[[Tensor, Sequence[Tensor | None], AllOptions, Dropout, Any], tuple[Tensor, SavedMlp]]
+    """mlp_fwd in the same case."""
     fp8_fwd: Callable[[Tensor, Layers, AllOptions, Dropout], tuple[list[Tensor], Saved]]
     multi_fwd: Callable[[Tensor, Bank, bool], tuple[Tensor, Tensor, tuple[Tensor, ...]]]
     multi_bwd: Callable[[Tensor, Tensor, Bank, Tensor, tuple[Tensor, ...], BankNeeds], tuple[Tensor | None, ...]]
@@ -84,7 +88,9 @@ OPS: dict[str, Backend] = {
         compose_bwd=eager.compose.compose_bwd,
         layers_fwd=eager.linear.layers_fwd,
         layers_bwd=eager.linear.layers_bwd,
+        layers_run=eager.linear.layers_run,
         mlp_fwd=eager.mlp.mlp_fwd,
+        mlp_run=eager.mlp.mlp_run,
         mlp_bwd=eager.mlp.mlp_bwd,
         fp8_fwd=eager.fp8.fp8_fwd,
         multi_fwd=eager.multi.multi_fwd,
@@ -117,7 +123,9 @@ def kernels(triton: Any) -> Backend:
         compose_bwd=triton.compose.compose_bwd,
         layers_fwd=triton.linear.layers_fwd,
         layers_bwd=triton.linear.layers_bwd,
+        layers_run=triton.linear.layers_run,
         mlp_fwd=triton.mlp.mlp_fwd,
+        mlp_run=triton.mlp.mlp_run,
         mlp_bwd=triton.mlp.mlp_bwd,
         fp8_fwd=triton.fp8.fp8_fwd,
         multi_fwd=triton.multi.multi_fwd,

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fdora._records import Operands
+from fdora._records import WIDTH, Operands
 from fdora._torch import apply, no_graph
 from fdora.autograd._ops import OPS, autocast_off, autocast_on
 from fdora.autograd.linear import Call, Linear, outputs
-from fdora.autograd.weight import WIDTH, flat_of, specs_of
+from fdora.autograd.weight import flat_of, specs_of
 
 
 def fp8_linear(x: Tensor, layer: Operands, call: Call) -> Tensor:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._records import NO_NEEDS, Dropout, Grads, Needs, Operands, Options, Saved
-from fdora._torch import apply, apply_eager, no_graph
+from fdora._records import NO_NEEDS, WIDTH, Dropout, Grads, Needs, Operands, Options, Saved
+from fdora._torch import apply, apply_eager, no_graph, values_only
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
-from fdora.autograd.weight import WIDTH, Specs, flat_of, layers_of, readable, specs_of, without_norm
+from fdora.autograd.weight import Specs, flat_of, layers_of, readable, specs_of, without_norm
 
 
 class Call(NamedTuple):
@@ -34,10 +34,12 @@ def linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[Tensor
 
 
 def eager_linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[Tensor]:
-    """The same where nothing traces and autocast is off."""
-    if no_graph():
+    """The same for plain tensors where nothing traces and autocast is off."""
+    if values_only():
         return OPS[call.backend].layers_fwd(x, layers, call.options, call.drop)[0]
-    return apply_eager(EagerLinear, x, call, *layers[0], *[t for la in layers[1:] for t in la])
+    if len(layers) == 1:
+        return apply_eager(EagerLinear, x, call, *layers[0])
+    return apply_eager(EagerLinear, x, call, *[t for la in layers for t in la])
 
 
 def needs_of(flags: Sequence[bool], count: int) -> list[Needs]:
@@ -130,8 +132,7 @@ class EagerLinear(Linear):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call, *flat: Tensor | None) -> Any:  # type: ignore[override]
-        layers = layers_of(flat, None, x.dtype, call.backend)
-        ys, (h, kept, ctx.pre_scale, _) = OPS[call.backend].layers_fwd(x, layers, call.options, call.drop)
+        ys, (h, kept, ctx.pre_scale, _) = OPS[call.backend].layers_run(x, flat, call.options, call.drop)
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, h, *kept, *flat)

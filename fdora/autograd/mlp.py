@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fdora._records import Dropout, Grads, Needs, Operands, Options, SavedMlp
-from fdora._torch import apply, apply_eager, no_graph
+from fdora._torch import apply, apply_eager, no_graph, values_only
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
 from fdora.autograd.linear import needs_of, to_inputs
 from fdora.autograd.weight import Specs, flat_of, layers_of, readable, specs_of, without_norm
@@ -39,8 +39,8 @@ def mlp(x: Tensor, layers: Sequence[Operands], call: Call) -> Tensor:
 
 
 def eager_mlp(x: Tensor, layers: Sequence[Operands], call: Call) -> Tensor:
-    """The same where nothing traces and autocast is off."""
-    if no_graph():
+    """The same for plain tensors where nothing traces and autocast is off."""
+    if values_only():
         return OPS[call.backend].mlp_fwd(x, layers, call.options, call.drop, call.act)[0]
     gate, up, down = layers
     y: Tensor = apply_eager(EagerMlp, x, call, *gate, *up, *down)
@@ -102,8 +102,7 @@ class EagerMlp(Mlp):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call, *flat: Tensor | None) -> Any:  # type: ignore[override]
-        layers = layers_of(flat, None, x.dtype, call.backend)
-        y, saved, _ = OPS[call.backend].mlp_fwd(x, layers, call.options, call.drop, call.act)
+        y, saved = OPS[call.backend].mlp_run(x, flat, call.options, call.drop, call.act)
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *saved, *flat)

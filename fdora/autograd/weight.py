@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._records import Operands
+from fdora._records import WIDTH, Operands, layers_in
 from fdora.autograd._ops import OPS
 from fdora.quant import QuantSpec, QuantWeight
 
-WIDTH = len(Operands._fields)
 Specs = tuple[QuantSpec | None, ...] | None  # one for each layer; None where every W is a tensor
 
 
@@ -49,7 +48,7 @@ def layers_of(flat: Sequence[Any], specs: Specs, dtype: torch.dtype, backend: st
     if len(flat) == WIDTH:
         return [Operands(*flat)]
     if specs is None:
-        return [Operands(*flat[i : i + WIDTH]) for i in range(0, len(flat), WIDTH)]
+        return layers_in(flat)
     layers, at = [], WIDTH * len(specs)
     for i, spec in enumerate(specs):
         la = Operands(*flat[i * WIDTH : (i + 1) * WIDTH])

@@ -41,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved, drowned, eps
+from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved, drowned, eps, layers_in
 from fdora._torch import unsafe_view
 from fdora.eager._matmul import acc_dtype, cast, is_plain, is_real, matmul
 from fdora.eager.dropout import drop
@@ -69,6 +69,13 @@ def layers_fwd(
     if shared is None and hs:
         shared = hs[0] if len(hs) == 1 else torch.cat(hs, 1)
     return ys, Saved(shared, tuple(kept), tuple(pre_scale))
+
+
+def layers_run(
+    x: Tensor, operands: Sequence[Tensor | None], options: Sequence[Options], drop: Dropout
+) -> tuple[list[Tensor], Saved]:
+    """The same of operands one behind the other."""
+    return layers_fwd(x, layers_in(operands), options, drop)
 
 
 def layers_bwd(

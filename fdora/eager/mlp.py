@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved, SavedMlp
+from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved, SavedMlp, layers_in
 from fdora.eager.act import Act, act_bwd, act_fwd
 from fdora.eager.linear import as_matrix, layers_bwd, layers_fwd, output, own
 
@@ -26,6 +26,13 @@ def mlp_fwd(
     y = y if x.dim() == 2 else own(y, (*x.shape[:-1], y.shape[-1]))
     kept = y if pre[2] is None and options[2].save != "nothing" else None
     return y, SavedMlp(saved.h, below.h, outputs[0], outputs[1], kept, *pre), ()
+
+
+def mlp_run(
+    x: Tensor, operands: Sequence[Tensor | None], options: Sequence[Options], drop: Dropout, act: Act
+) -> tuple[Tensor, SavedMlp]:
+    """The same of operands one behind the other."""
+    return mlp_fwd(x, layers_in(operands), options, drop, act)[:2]
 
 
 def mlp_bwd(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +23,19 @@ class Kept(NamedTuple):
     dtype: torch.dtype
     nbytes: int
     whose: str
+
+
+class Parts(NamedTuple):
+    """The plans of a call, those of backward apart, and what it keeps."""
+
+    forward: Sequence[Any]
+    backward: Sequence[Any] = ()
+    kept: Sequence[Kept] = ()
+    notes: tuple[str, ...] = ()
+
+
+Planner = Callable[[Any, Any], Parts]  # (fdora.triton.explain, device)
+Call = tuple[torch.device, torch.dtype, Planner]  # what decides the backend, and how the plans are made
 
 
 @dataclass(frozen=True)

@@ -93,14 +93,18 @@ def plan(fn: str, spec: Any, W: list, A: list, B: list, scales: list, backend: B
         for each, parts in _plans:
             if each == key:
                 return parts
-    for i, (w, a, b, s) in enumerate(zip(W, A, B, scales, strict=True)):
-        with Leaf(spec, i):
-            check_weights(fn, {"W": w, "A": a, "B": b}, s)
+    check_leaves(fn, spec, W, A, B, scales)
     parts = tables(W, A, B, scales, backend)
     if known:
         with _lock:
             _plans[:] = [(key, parts), *_plans[: MOST - 1]]
     return parts
+
+
+def check_leaves(fn: str, spec: Any, W: list, A: list, B: list, scales: list) -> None:
+    for i, (w, a, b, s) in enumerate(zip(W, A, B, scales, strict=True)):
+        with Leaf(spec, i):
+            check_weights(fn, {"W": w, "A": a, "B": b}, s)
 
 
 def kept_norms(W: list, A: list, B: list, scales: list) -> Sequence[Tensor]:

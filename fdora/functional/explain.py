@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from inspect import signature
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -16,8 +16,9 @@ from fdora._records import Dropout
 from fdora.autograd._ops import import_explain
 from fdora.autograd.quant import norm_parts
 from fdora.functional._ends import check_ends, folded, loses_inner
+from fdora.functional._explain_many import multi, norm_of_bank, norm_tree
+from fdora.functional._explanation import Call, Parts, kept_of, stand_in, stored
 from fdora.functional._explanation import Explanation as Explanation
-from fdora.functional._explanation import Kept, kept_of, stand_in, stored
 from fdora.functional.backend import select_backend
 from fdora.functional.compose import as_matrix, check_compose, dora_compose, dora_delta
 from fdora.functional.embedding import check_embedding, dora_embedding
@@ -25,22 +26,11 @@ from fdora.functional.group import DoraLayer, check_group, dora_linear_group, pr
 from fdora.functional.linear import check_compute, check_detach, check_dropout, check_layer, dora_linear, dtype_of_products
 from fdora.functional.merge import check_merge, dora_merge, dora_unmerge
 from fdora.functional.mlp import check_mlp, dora_mlp
+from fdora.functional.multi import dora_linear_multi
 from fdora.functional.norm import check_norm, dora_norm
+from fdora.functional.tree import dora_norm_tree
 from fdora.predict import GPUS, Gpu, gpu_of
 from fdora.quant import QuantWeight
-
-
-class Parts(NamedTuple):
-    """The plans of a call, those of backward apart, and what it keeps."""
-
-    forward: Sequence[Any]
-    backward: Sequence[Any] = ()
-    kept: Sequence[Kept] = ()
-    notes: tuple[str, ...] = ()
-
-
-Planner = Callable[[Any, Any], Parts]  # (fdora.triton.explain, device)
-Call = tuple[torch.device, torch.dtype, Planner]  # what decides the backend, and how the plans are made
 
 
 def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool = True, **kwargs: Any) -> Explanation:
@@ -53,8 +43,8 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
     is taken to lie like the output.
 
     Args:
-      fn: dora_linear, dora_linear_group, dora_mlp, dora_embedding, dora_norm, dora_compose, dora_delta, dora_merge or
-        dora_unmerge.
+      fn: dora_linear, dora_linear_group, dora_linear_multi, dora_mlp, dora_embedding, dora_norm, dora_norm_tree, dora_compose,
+        dora_delta, dora_merge or dora_unmerge.
       args: as for ``fn``; tensors may be on any device, also "meta". Their values are not read.
       gpu: a key of ``fdora.predict.GPUS`` ("h200", "h100", "a100", "l40s", "b200", "4090"), or a GPU of this machine, such as
         "cuda". None: where the tensors are.
@@ -218,6 +208,8 @@ def _norms(triton: Any, on: Any, W: Any, A: Any, B: Any, max_bytes: int | None, 
 
 
 def _norm(a: Any) -> Call:
+    if a.A.dim() == 3:
+        return norm_of_bank(a)
     options = (a.s, a.norm_axis, a.base_sqnorm, a.detach, a.max_bytes, a.state, a.squared, a.group)
     W, A, B = check_norm(a.fn, a.W, a.A, a.B, *options)
 
@@ -289,7 +281,9 @@ CALLS: dict[Callable, Callable[[Any], Call]] = {
     dora_linear_group: _group,
     dora_mlp: _mlp,
     dora_embedding: _embedding,
+    dora_linear_multi: multi,
     dora_norm: _norm,
+    dora_norm_tree: norm_tree,
     dora_compose: _compose,
     dora_delta: _compose,
     dora_merge: _merge,

@@ -149,7 +149,11 @@ def checked_linears(
     """What :func:`dora_linear` and :func:`dora_linear_group` do after their checks, without dropout or autocast, where nothing
     traces: for integrations, whose own checks cover them.
     """
-    saves = tuple([save_for_dm(la.m, la.c, keep_inner) for la in layers])  # type: ignore[arg-type]
+    saves: tuple[SaveForDm, ...]
+    if len(layers) == 1:
+        saves = (save_for_dm(layers[0].m, layers[0].c, keep_inner),)  # type: ignore[arg-type]
+    else:
+        saves = tuple([save_for_dm(la.m, la.c, keep_inner) for la in layers])  # type: ignore[arg-type]
     return eager_linear(x, layers, _remembered_call(s, saves, 0.0, "lora", backend))
 
 

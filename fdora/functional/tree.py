@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 
 from fdora._check import FLOATS, FdoraError, Weight, check_dtype, check_shapes, fail, is_sharded, name
 from fdora._dispatch import Backend
-from fdora._torch import is_traced
+from fdora._torch import dispatch_modes, is_traced
 from fdora.autograd._ops import autocast_off
 from fdora.functional._tree import ALIGN, Leaf, no_words, parts_of, plan, tree_of
 from fdora.functional.merge import dora_merge
@@ -106,14 +106,9 @@ def dora_norm_tree(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3.
     """
     fn = "dora_norm_tree"
-    W, spec = optree.tree_flatten(weights, is_leaf=_is_weight)
-    pairs = _up_to(fn, "params", spec, params)
-    try:
-        A, B = [p[0] for p in pairs], [p[1] for p in pairs]
-    except (TypeError, IndexError, KeyError):
-        raise _no_factors(fn, spec, pairs) from None
-    scales = _for_each(fn, "s", spec, s, NUMBER)
-    if not (set(map(type, W)) <= {*PLAIN, QuantWeight} and set(map(type, (*A, *B))) <= PLAIN) or is_traced():
+    spec, W, A, B, scales = leaves_of(fn, weights, params, s)
+    plain = set(map(type, W)) <= {*PLAIN, QuantWeight} and set(map(type, (*A, *B))) <= PLAIN
+    if not plain or is_traced() or dispatch_modes():  # a mode sees each norm as an op, with its flops
         if is_sharded(*W, *A, *B) and not is_traced():
             from fdora.functional._sharded_tree import norms
 
@@ -137,6 +132,17 @@ def dora_norm_tree(
                     part.layers.guarded(w, a, b, *old, buffers[i], words[i])
         c = tree_of(spec, parts, buffers)
     return c if state is None else NormTreeState(c, tuple(buffers), tuple(words))
+
+
+def leaves_of(fn: str, weights: Any, params: Any, s: Any) -> tuple[Any, list, list, list, list]:
+    """The structure of weights, and W, A, B and s of each leaf."""
+    W, spec = optree.tree_flatten(weights, is_leaf=_is_weight)
+    pairs = _up_to(fn, "params", spec, params)
+    try:
+        A, B = [p[0] for p in pairs], [p[1] for p in pairs]
+    except (TypeError, IndexError, KeyError):
+        raise _no_factors(fn, spec, pairs) from None
+    return spec, W, A, B, _for_each(fn, "s", spec, s, NUMBER)
 
 
 def dora_init_tree(weights: Any, r: Any, *, dtype: torch.dtype | None = None, generator: Generator | None = None) -> Any:

@@ -120,8 +120,10 @@ class KeptNorm:
     def eager(self, owner: Any, W: Any, A: Tensor, B: Tensor, s: float) -> Tensor:
         """The same where nothing traces."""
         c = self.given(W, A, B, s, False)
-        if c is not None:
-            return c
+        return self.own(owner, W, A, B, s) if c is None else c
+
+    def own(self, owner: Any, W: Any, A: Tensor, B: Tensor, s: float) -> Tensor:
+        """The same where the model's hook gives none."""
         if W.shape[0] * W.shape[1] < SMALL:
             return dora_norm(W, A, B, s=s)
         storage = owner.untyped_storage()

@@ -66,6 +66,10 @@ class Run(NamedTuple):
     captured: bool  # whether its kernels went into a CUDA graph
 
 
+class Local(threading.local):
+    run: Run | None = None
+
+
 class Table:
     """The layers of a model, their tensors, and their norms of before, by part and stream."""
 
@@ -92,14 +96,18 @@ class Table:
         moved = list(map(Tensor.data_ptr, tensors)) != self.pointers or [t.shape for t in tensors] != self.shapes
         return None if moved else tensors
 
-    def has(self, i: int, W: Tensor, A: Tensor, B: Tensor, versions: list[int], compiled: bool) -> bool:
+    def has(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, versions: list[int], compiled: bool) -> bool:
         """Whether these are the tensors of layer i. Compiled code, whose guards know them, may hand over other views."""
-        for t in (W, A, B):
-            known = t.data_ptr() == self.pointers[i] if compiled else self.tensors[i]() is t
-            if not known or versions[i] != t._version or self.strides[i] != t.stride():
-                return False
-            i += self.count
-        return True
+        if i >= self.count or self.s[i] != s:
+            return False
+        a, b = i + self.count, i + 2 * self.count
+        refs, at, strides = self.tensors, self.pointers, self.strides
+        if compiled:
+            known = W.data_ptr() == at[i] and A.data_ptr() == at[a] and B.data_ptr() == at[b]
+        else:
+            known = refs[i]() is W and refs[a]() is A and refs[b]() is B
+        same = known and versions[i] == W._version and versions[a] == A._version and versions[b] == B._version
+        return same and strides[i] == W.stride() and strides[a] == A.stride() and strides[b] == B.stride()
 
     def traced(self) -> list[Tensor] | None:
         """The norms as ops of the graph that is traced."""
@@ -174,7 +182,7 @@ class ModelNorms:
     def __init__(self, model: Callable[[], Any], find: Callable[[], Found]):
         self.model, self.find = model, find
         self.lock = threading.RLock()
-        self.local = threading.local()
+        self.local = Local()
         self.table: Table | None = None
         self.kepts: list[weakref.ref[Any]] = []  # of all layers
         self.placed: list[weakref.ref[Any]] = []  # whose norms the table has
@@ -236,7 +244,7 @@ class ModelNorms:
             if self.on_shards is not None:
                 self.on_shards.norms = None
             forget_captured()
-            self.local = threading.local()  # nor do slices of this forward hold
+            self.local = Local()  # nor do slices of this forward hold
 
     def restart(self) -> None:
         """Other layers, or the same elsewhere: the next forward collects them."""
@@ -245,7 +253,7 @@ class ModelNorms:
             self.table, self.asleep, self.idle, self.changes, self.looked = None, False, 0, 0, False
             if self.on_shards is not None:
                 self.on_shards.forget()
-            self.local = threading.local()  # a Run refers weakly to the weights, which torch.utils.swap_tensors refuses
+            self.local = Local()  # a Run refers weakly to the weights, which torch.utils.swap_tensors refuses
             forget_captured()
 
     def trace(self) -> None:
@@ -263,7 +271,7 @@ class ModelNorms:
 
     def c_of(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, compiled: bool) -> Tensor | None:
         """The slice of layer i; None where it has to look after itself."""
-        run, task = getattr(self.local, "run", None), backward_task()
+        run, task = self.local.run, backward_task()
         if run is None or run.task != task:
             self.asleep = False
             if task == -1 or dispatch_modes() or (compiled and capturing(W.device)):
@@ -277,7 +285,7 @@ class ModelNorms:
         if compiled and run.captured != capturing(W.device):  # of another graph, whose replays this one's do not follow
             return None
         table = run.table
-        if 0 <= i < table.count and table.s[i] == s and table.has(i, W, A, B, run.versions, compiled):
+        if i >= 0 and table.has(i, W, A, B, s, run.versions, compiled):
             self.used = True
             return run.c[i]
         with self.lock:

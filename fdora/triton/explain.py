@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._records import Dropout, Needs, Operands, Options
+from fdora._records import Bank, BankNeeds, Dropout, Needs, Operands, Options
 from fdora.quant import QuantWeight
 from fdora.triton import compose as _compose
 from fdora.triton import embedding as _embedding
@@ -19,8 +19,12 @@ from fdora.triton import fp8 as _fp8
 from fdora.triton import linear as _linear
 from fdora.triton import merge as _merge
 from fdora.triton import mlp as _mlp
+from fdora.triton import multi as _multi
+from fdora.triton import multi_norm as _multi_norm
+from fdora.triton import multi_route as _multi_route
 from fdora.triton import norm as _norm
 from fdora.triton import quant as _quant
+from fdora.triton import tree as _tree
 from fdora.triton.codes import coded_of
 from fdora.triton.codes import is_decoded as is_decoded
 from fdora.triton.operands import facts, forms_norm
@@ -78,6 +82,34 @@ def guarded_norm(on: Device, W: Any, A: Tensor, B: Tensor, max_bytes: int | None
     if isinstance(W, QuantWeight):
         return _plan(on, _quant.plan_guarded_quant_norm, (A, B, c, fingerprint, *W.tensors), coded_of(W))
     return _plan(on, _norm.plan_guarded_norm, (W, A, B, c, fingerprint), max_bytes, False)
+
+
+def bank_norm(on: Device, W: Tensor, A: Tensor, B: Tensor, ranks: tuple[int, ...] | None, max_bytes: int | None) -> Plan:
+    s = torch.empty(A.shape[0], device="meta")
+    return _plan(on, _multi_norm.plan_bank_norm, (W, A, B, s), ranks or (), max_bytes)
+
+
+def norm_tree(on: Device, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], guarded: bool) -> Plan:
+    return _tree.plan_tree(on, W, A, B, guarded)
+
+
+def route(on: Device, ids: Tensor, adapters: int) -> Plan:
+    return _plan(on, _multi_route.plan_route, (ids,), adapters)
+
+
+def multi(on: Device, x: Tensor, bank: Bank, save_for_dm: bool) -> Parts:
+    """Many adapters, each for its own tokens."""
+    operands, ranks = tuple(bank[: _multi.TENSORS]), bank.ranks or ()
+    forward = _plan(on, _multi.plan_forward, (x, *operands), ranks, bank.p, save_for_dm)
+    needs = BankNeeds(*map(_needs, (x, bank.A, bank.B, bank.m, bank.c, bank.bias)))
+    if not any(needs):
+        return Parts((forward,), {})
+    results = _results(forward)
+    y, h, *before = results
+    kept = before[0] if before else y if save_for_dm else None
+    tensors = (y, x, h, kept, *operands)  # dy as y
+    backward = _plan(on, _multi.plan_backward, tensors, bool(before), ranks, bank.p, tuple(needs))
+    return Parts((forward, backward), _named(forward, results, (h, kept)) | {"x": x})
 
 
 def merge(on: Device, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, undo: bool) -> Plan:

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._records import NO_NEEDS, Dropout, DropoutMode, Grads, Needs, Operands, Options, Saved
-from fdora._torch import PLAIN, needs_dispatcher
+from fdora._records import NO_NEEDS, Dropout, DropoutMode, Grads, Needs, Operands, Options, Saved, layers_in
+from fdora._torch import PLAIN, dispatch_modes, needs_dispatcher
 from fdora.quant import QuantWeight
 from fdora.triton.codes import is_coded
 from fdora.triton.copy import dense
@@ -48,18 +48,36 @@ def layers_fwd(
 ) -> tuple[list[Tensor], Saved]:
     """x (..., K) -> each y (..., N), and what backward reads. ``residual``, like the y of a single layer, is added to it."""
     seen = needs_dispatcher(x)
-    short = (
-        len(layers) == 1 and residual is None and not seen and layers[0].A is not None and type(layers[0].W) is not QuantWeight
-    )
-    if short:  # of the rest, for the host's sake
-        (o,), tensors, s = options, (x, *layers[0]), (options[0].s,)
-        y, h, *before = run(plan_for(plan_forward, tensors, drop.p, drop.mode, (o.save,), True), tensors, s)
-        kept = before[0] if before else None if o.save == "nothing" else y
-        return [y], Saved(h, (kept,), (bool(before),))
+    if not seen and residual is None and len(layers) == 1 and is_ready(layers[0]):
+        return layers_run(x, layers[0], options, drop)
     run_it: Any = linear if seen else _linear
     operands = flat(layers)
     results = run_it(x, operands, [o.s for o in options], [o.save for o in options], *drop, *facts(layers), residual)
     return unpacked(results, x, layers, options, drop.mode)
+
+
+def is_ready(la: Operands) -> bool:
+    return la.A is not None and la.c is not None and type(la.W) is not QuantWeight
+
+
+def layers_run(
+    x: Tensor, operands: Sequence[Tensor | None], options: Sequence[Options], drop: Dropout
+) -> tuple[list[Tensor], Saved]:
+    """The same for plain tensors where nothing traces, every layer with a dense W, an adapter and c: the host's short way."""
+    if dispatch_modes():
+        return layers_fwd(x, layers_in(operands), options, drop)
+    n, tensors, p, mode = len(options), (x, *operands), *drop
+    if n == 1:
+        ((s, save),) = options
+        y, h, *before = run(plan_for(plan_forward, tensors, p, mode, (save,), True, (), ()), tensors, (s,))
+        kept = before[0] if before else None if save == "nothing" else y
+        return [y], Saved(h, (kept,), (bool(before),))
+    scalars, saves = zip(*options, strict=True)
+    results = run(plan_for(plan_forward, tensors, p, mode, saves, same(scalars), (), ()), tensors, scalars)
+    if len(results) > n + 1:
+        return unpacked(results, x, layers_in(operands), options, mode)
+    kept = tuple([None if save == "nothing" else y for y, save in zip(results, saves, strict=False)])
+    return list(results[:n]), Saved(results[n], kept, (False,) * n)
 
 
 def unpacked(

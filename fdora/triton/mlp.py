@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fdora._records import Dropout, DropoutMode, Grads, Needs, Operands, Options, SavedMlp
-from fdora._torch import needs_dispatcher
+from fdora._records import Dropout, DropoutMode, Grads, Needs, Operands, Options, SavedMlp, layers_in
+from fdora._torch import dispatch_modes, needs_dispatcher
 from fdora.triton import act as activation
 from fdora.triton.copy import dense
 from fdora.triton.gemm import Epilogue
@@ -31,6 +31,20 @@ def mlp_fwd(
     s, saves = [o.s for o in options], [o.save for o in options]
     results = (mlp if needs_dispatcher(x) else _mlp)(x, flat(layers), s, saves, *drop, act, *facts(layers))
     return unpacked(results, x, layers, saves, drop.mode)
+
+
+def mlp_run(
+    x: Tensor, operands: Sequence[Tensor | None], options: Sequence[Options], drop: Dropout, act: str
+) -> tuple[Tensor, SavedMlp]:
+    """The same for plain tensors where nothing traces, every layer with a dense W, an adapter and c: the host's short way."""
+    if dispatch_modes():
+        return mlp_fwd(x, layers_in(operands), options, drop, act)[:2]
+    (tensors, p, mode), (s, saves) = ((x, *operands), *drop), zip(*options, strict=True)
+    results = run(plan_for(plan_forward, tensors, p, mode, saves, s[0] == s[1], act, (), ()), tensors, s)
+    if len(results) > 5:
+        return unpacked(results, x, layers_in(operands), saves, mode)[:2]
+    y, h, h_down, gate, up = results
+    return y, SavedMlp(h, h_down, gate, up, None if saves[2] == "nothing" else y, None, None, None)
 
 
 def unpacked(

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._records import Operands
+from fdora._records import WIDTH, Operands
 from fdora.quant import QuantWeight
 from fdora.triton.codes import coded_of, packed, tensors_of, weights_of, written
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.plan import Array
 
 Likes = Sequence[Any]  # of Like and None
-WIDTH = len(Operands._fields)
 
 
 def flat(layers: Sequence[Operands]) -> list[Tensor | None]:

@@ -11,37 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from struct import pack, unpack
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from fdora._facts import facts
-from fdora.triton.configs import power_of_two, tree_config
-from fdora.triton.kernels.tree import WORDS16, WORDS32, WORDS64, fingerprints_kernel, norms_kernel, roots_kernel
+from fdora.triton.kernels.tree import fingerprints_kernel, norms_kernel, roots_kernel
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.cost import Cost
-from fdora.triton.runtime.device import by_another_thread, cdiv, device_of
+from fdora.triton.runtime.device import by_another_thread, device_of
 from fdora.triton.runtime.plan import Like, Plan
 from fdora.triton.runtime.private import raw_stream
 from fdora.triton.runtime.walk import ready, run
+from fdora.triton.tree_table import CHUNK, FIELDS, flops_of, launches_of, rows_of
 
-FIELDS = (  # the rows of the table, in the order of F_ in kernels/tree.py
-    "W", "A", "B", "N", "K", "R", "stride_wn", "stride_wk", "stride_ar", "stride_ak", "stride_bn", "stride_br",
-    "s", "items", "partial", "c", "form_a", "count_a", "form_b", "count_b", "kind", "leaf",
-)  # fmt: skip
 WORDS = 16  # as in fdora/eager/tree.py
 HASH, ROOTS = 2048, 256  # words and rows at a time
-CHUNK = 1024  # columns of an item: a few tiles, so that the sums in between are a thousandth of W
-MOST = 1024  # layers of a launch, whose item counts a program holds in registers
 ALIGN = 32  # numbers: each c begins at 128 bytes, as in fdora/functional/_tree.py
 MODELS = 32  # whose norms compiled code keeps
-KIND = 3  # the eager backend has another: its words never match these
-_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _captured: dict[int, Any] = {}  # by id: tables and norms that CUDA graphs read, for as long as the process lives
 
 
@@ -53,14 +43,9 @@ class Layers:
 
     def __init__(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float], at: Sequence[int]):
         self.device = W[0].device
-        rows = [_row(i, *layer, device_of(self.device).capability) for i, layer in enumerate(zip(W, A, B, s, at, strict=True))]
-        rows.sort(key=lambda row: row.order)
-        self.partials = 0
-        for row in rows:
-            row.fields["partial"] = self.partials
-            self.partials += row.fields["N"] * cdiv(row.fields["K"], CHUNK)
-        self.launches = _launches(rows)
-        self.count = len(rows)
+        rows, self.partials = rows_of(W, A, B, s, at, device_of(self.device).capability)
+        self.launches = launches_of(rows)
+        self.count, self.flops = len(rows), float(sum(map(flops_of, rows)))
         table = torch.tensor([[row.fields[name] for row in rows] for name in FIELDS], dtype=torch.int64)
         self.host = table.pin_memory() if self.device.type == "cuda" else table
         self.tables: dict[int, Tensor] = {}  # by stream: nothing waits for a copy on another one
@@ -95,12 +80,21 @@ class Layers:
         found = self.plans.get((guarded, c.shape[0]))
         if found is None:
             device = device_of(self.device)
-            made = _plan(device, self.launches, self.count, self.partials, c.shape[0], self.moved, guarded)
+            work = Cost(flops16=self.flops, bytes=self.moved)
+            made = _plan(device, self.launches, self.count, self.partials, c.shape[0], work, guarded)
             found = self.plans[guarded, c.shape[0]] = made
         return found
 
 
-def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: int, moved: int, guarded: bool) -> Plan:
+def plan_tree(device: Any, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], guarded: bool) -> Plan:
+    """The plan of such layers, for a device that need not be there."""
+    *at, size = accumulate(map(room, W), initial=0)
+    rows, partials = rows_of(W, A, B, [1.0] * len(W), at, device.capability)
+    work = Cost(flops16=float(sum(map(flops_of, rows))), bytes=sum(t.nbytes for t in (*W, *A, *B)))
+    return _plan(device, launches_of(rows), len(rows), partials, size, work, guarded)
+
+
+def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: int, work: Cost, guarded: bool) -> Plan:
     """Of the table (FIELDS, layers), the words of before and of now (layers, WORDS), and the norms of before and of now."""
     plan = Builder("norms of a model", device)
     plan.path = "one launch for the tiles of all layers"
@@ -114,7 +108,8 @@ def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: 
     if guarded:
         args = (table, old_words, new_words, differs, layers)
         plan.launch(fingerprints_kernel, (layers * WORDS,), args, (WORDS, HASH, device.supports_pdl), 8, cost=Cost())
-    work = Cost(bytes=moved / max(1, len(launches)))  # the kernels find out by themselves what they read: at most all of it
+    share = 1 / max(1, len(launches))
+    work = Cost(flops16=share * work.flops16, bytes=share * work.bytes)  # guarded, kernels see how much of it there is to do
     for first, count, items, consts, (num_warps, num_stages) in launches:
         plan.launch(
             norms_kernel, (min(items, 2 * device.num_sms),), (table, differs, partial, layers, first, count),
@@ -125,64 +120,6 @@ def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: 
         (guarded, WORDS, CHUNK, ROOTS, pdl), 4, 3, pdl, Cost(),
     )  # fmt: skip
     return plan.plan()
-
-
-class Row(NamedTuple):
-    """A layer's column of the table, what its kernel is compiled for, and that as words, to sort by."""
-
-    order: tuple[str, ...]
-    kernel: tuple
-    fields: dict[str, int]
-
-
-def _row(i: int, W: Tensor, A: Tensor, B: Tensor, s: float, at: int, capability: int) -> Row:
-    (N, K), R = W.shape, A.shape[0]
-    units = tuple(map(_unit, (W, A, B)))
-    even = N % 128 == 0 and K % 128 == 0
-    half = A.element_size() == B.element_size() == 2
-    config = tree_config(R, half, W.element_size() == 2, even and all(units), capability)
-    dtypes = tuple(_DTYPES[t.dtype] for t in (W, A, B))
-    split = torch.float32 in (A.dtype, B.dtype)
-    kind = (*dtypes, *units, even, R % config.BLOCK_R == 0, R <= config.BLOCK_R, split, *config)
-    (form_a, count_a), (form_b, count_b) = _form(A), _form(B)
-    fields = {
-        "W": W.data_ptr(), "A": A.data_ptr(), "B": B.data_ptr(), "N": N, "K": K, "R": R,
-        "stride_wn": W.stride(0), "stride_wk": W.stride(1), "stride_ar": A.stride(0), "stride_ak": A.stride(1),
-        "stride_bn": B.stride(0), "stride_br": B.stride(1), "s": unpack("i", pack("f", s))[0],
-        "items": cdiv(N, config.BLOCK_N) * cdiv(K, CHUNK), "c": at, "leaf": i,
-        "form_a": form_a, "count_a": count_a, "form_b": form_b, "count_b": count_b,
-        "kind": KIND + 16 * A.element_size() + 256 * B.element_size(),
-    }  # fmt: skip
-    return Row(tuple(map(str, kind)), kind, fields)
-
-
-def _launches(rows: list[Row]) -> list[tuple]:
-    """(first column, columns, items, constants, how a program runs) for each run of columns with one kernel."""
-    found, first = [], 0
-    while first < len(rows):
-        last = first
-        while last < len(rows) and last - first < MOST and rows[last].order == rows[first].order:
-            last += 1
-        *code, block_n, block_k, block_r, num_warps, num_stages = rows[first].kernel
-        items = sum(row.fields["items"] for row in rows[first:last])
-        consts = (*code, block_n, block_k, block_r, CHUNK, power_of_two(last - first))
-        if items:
-            found.append((first, last - first, items, consts, (num_warps, num_stages)))
-        first = last
-    return found
-
-
-def _unit(t: Tensor) -> int:
-    """Elements in 16 bytes, where every row begins at a multiple of those and its columns are adjacent; else 0."""
-    unit = 16 // t.element_size()
-    return unit if t.stride(1) == 1 and t.stride(0) % unit == 0 and t.data_ptr() % 16 == 0 else 0
-
-
-def _form(t: Tensor) -> tuple[int, int]:
-    """How its bits are read, and in how many words."""
-    if t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0:
-        return WORDS64.value, t.nbytes // 8
-    return (WORDS32 if t.element_size() == 4 else WORDS16).value, t.numel()
 
 
 class Kept:

@@ -8,6 +8,8 @@ import torch
 triton = pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora.triton import tree  # noqa: E402
 from fdora.triton.configs import tree_config  # noqa: E402
+from fdora.triton.runtime.cost import Cost  # noqa: E402
+from fdora.triton.tree_table import launches_of, rows_of  # noqa: E402
 from tests.triton.test_compile import TARGETS, assert_fits, build, device, pytestmark  # noqa: E402, F401
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -28,8 +30,8 @@ CASES = [
 def steps(target, W, A, B):
     """What a plan of many such layers launches: by name."""
     gpu = device(target)
-    launches = tree._launches([tree._row(0, W, A, B, 1.0, 0, gpu.capability)] * LAYERS)
-    plan = tree._plan(gpu, launches, LAYERS, LAYERS * W.shape[0], LAYERS * W.shape[0], 0, True)
+    rows, partials = rows_of([W] * LAYERS, [A] * LAYERS, [B] * LAYERS, [1.0] * LAYERS, [0] * LAYERS, gpu.capability)
+    plan = tree._plan(gpu, launches_of(rows), LAYERS, partials, LAYERS * W.shape[0], Cost(), True)
     found = {step.kernel.__name__: step for step in plan.steps}
     assert len(found) == len(plan.steps) == 3
     return found

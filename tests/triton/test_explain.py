@@ -107,7 +107,29 @@ def embedded(axis=0, given=False):
     return F.dora_embedding, (torch.arange(12, device=device.NAME).view(3, 4), W, *leaves), {"s": 2.0, "norm_axis": axis} | c
 
 
+def bank(M=80, G=3, needs=NEEDS, bias=False, norm=False, ids=False, ranks=None, plain=False, **options):
+    x, W, A, B = (
+        draw(M, 48, grad="x" in needs),
+        draw(40, 48),
+        draw(G, 4, 48, grad="A" in needs),
+        draw(G, 40, 4, grad="B" in needs),
+    )
+    m = None if plain else draw(G, 40, grad="m" in needs)
+    ends = torch.tensor([M // 4, M // 2, M - 1][:G], dtype=torch.int32, device=device.NAME)
+    whose = {"ids": torch.arange(M, device=device.NAME) % (G + 1) - 1} if ids else {"offsets": ends}
+    c = torch.rand(G, 40, device=device.NAME) + 1 if norm else None
+    given = {"bias": draw(40, grad=True) if bias else None, "norm": c, "ranks": ranks, "s": [2.0] * G}
+    return F.dora_linear_multi, (x, W, A, B, m), whose | given | options
+
+
 CALLS = {
+    "many adapters": bank,
+    "many adapters, few tokens": lambda: bank(M=8, norm=True),
+    "many adapters, tokens in any order": lambda: bank(ids=True, bias=True, ranks=[4, 2, 1]),
+    "many adapters, dropout": lambda: bank(dropout_p=0.2, seed=[1, 2, 3]),
+    "many adapters, no gradient": lambda: bank(needs=()),
+    "many adapters without m": lambda: bank(plain=True, needs=("x", "A")),
+    "norms of a bank": lambda: (F.dora_norm, (draw(40, 48), draw(3, 4, 48), draw(3, 40, 4)), {"s": [1.0, 2.0, 3.0]}),
     "many tokens": one,
     "few tokens": lambda: one(M=3, lead=(2, 5)),
     "one token": lambda: one(M=1),
@@ -236,8 +258,8 @@ def test_kept_is_what_autograd_keeps(what):
     flat = [t for t in optree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     x = args[0]
     own = {t.data_ptr() for t in flat if t is not x} if fn not in (F.dora_compose, F.dora_delta) else set()
-    found = sorted((shape, t.dtype) for (at, shape), t in packed.items() if at not in own and shape not in ((), (0,)))
-    assert sorted((t.shape, t.dtype) for t in said.kept) == found
+    found = sorted((shape, str(t.dtype)) for (at, shape), t in packed.items() if at not in own and shape not in ((), (0,)))
+    assert sorted((t.shape, str(t.dtype)) for t in said.kept) == found
     assert all(t.nbytes == torch.Size(t.shape).numel() * t.dtype.itemsize for t in said.kept)
 
 
@@ -361,3 +383,32 @@ def test_a_copy_is_a_step():
     gaps = torch.empty(4096, 8192, dtype=torch.bfloat16, device="meta")[:, ::2]
     forward = explain(F.dora_linear, gaps, *rest, s=2.0, gpu="h200").plans[1]
     assert forward.steps[0].what == "copy of argument 0" and forward.steps[0].bytes == 2 * 2 * 4096 * 4096
+
+
+@needs_kernels
+@pytest.mark.parametrize("guarded", [False, True])
+def test_norms_of_a_tree(guarded, monkeypatch):
+    """The plan of a tree is made with its table; the same likes give the same."""
+    from fdora.triton import tree
+
+    weights_of = {"one": [draw(40, 48), draw(24, 48)], "two": draw(40, 48, dtype=torch.float32)}
+    params = optree.tree_map(lambda W: F.DoraParams(draw(4, W.shape[1]), draw(W.shape[0], 4), None), weights_of)
+    params["two"] = F.DoraParams(draw(4, 48, dtype=torch.float32), draw(40, 4, dtype=torch.float32), None)
+    state = F.dora_norm_tree_state(weights_of) if guarded else None
+    made, make = [], tree._plan
+    monkeypatch.setattr(tree, "_plan", lambda *args: made.append(make(*args)) or made[-1])
+    F.dora_norm_tree(weights_of, params, s=2.0, state=state, backend="triton")
+    monkeypatch.setattr(explaining, "describe", lambda plan, rates: plan)
+    said = explain(F.dora_norm_tree, weights_of, params, s=2.0, state=state, backend="triton")
+    (real, again) = made
+    assert facts(real) == facts(again) == facts(said.plans[0])
+    assert real.cost.flops == 2 * 4 * 48 * (40 + 24 + 3 * 40)
+    assert bool(said.notes) == guarded
+    meta = optree.tree_map(lambda t: t.to("meta"), weights_of), optree.tree_map(lambda t: t.to("meta"), params)
+    there = explain(F.dora_norm_tree, *meta, s=2.0, gpu="h200")
+    assert [step.kernel.__name__ for step in there.plans[0].steps][-1] == "roots_kernel"
+
+
+def test_a_tree_without_weights():
+    with pytest.raises(FdoraError, match="a nesting with a weight"):
+        explain(F.dora_norm_tree, {}, {}, s=2.0)

@@ -126,3 +126,13 @@ def test_every_op_has_a_formula():
         f"fdora.{name}"
         for name in ours - {"segment_sum"}  # it adds, which no counter counts
     }
+
+
+@needs_kernels
+def test_norms_of_a_tree_and_of_a_bank():
+    W, A, B = (t.detach() for t in layer(40)[:3])
+    tree = {"a": W, "b": [W, W]}
+    with FlopCounterMode(display=False) as counter:
+        F.dora_norm_tree(tree, {"a": (A, B), "b": [(A, B)] * 2}, s=2.0, backend="triton")
+    assert counter.get_total_flops() == 3 * norm(40, K)
+    assert counted(F.dora_norm, W, torch.stack([A, A]), torch.stack([B, B]), s=[1.0, 2.0])[0] == 2 * norm(40, K)

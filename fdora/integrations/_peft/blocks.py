@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fdora._records import Operands
-from fdora._torch import trace
+from fdora._torch import is_traced, trace
 from fdora.functional import DoraLayer, dora_linear_group, dora_mlp
 from fdora.functional.linear import checked_linears
 from fdora.functional.mlp import checked_mlp
@@ -24,8 +24,9 @@ from fdora.integrations._hook import hooked
 from fdora.integrations._norm import version
 from fdora.integrations._peft.dora import FUSED, Dora
 from fdora.integrations._peft.known import ATTENTION, MLP, act_of, forward_of, is_gated_mlp, shares_x
-from fdora.integrations._peft.linear import Call, Layer, active, call_of
-from fdora.integrations._peft.verdict import verdict
+from fdora.integrations._peft.linear import Layer, active, call_of
+from fdora.integrations._peft.steady import Call, plain_calls
+from fdora.integrations._peft.verdict import settled, verdict
 
 
 class Waiting(NamedTuple):
@@ -143,6 +144,11 @@ class Together(NamedTuple):
 
 def together(layers: list[Any], x: Tensor, mlp: bool = False) -> Together | None:
     """What each layer would do with x, if all do it in one call of dora_linear, nobody listens, and p is the same."""
+    if not is_traced():
+        calls = plain_calls(layers) if all([isinstance(layer, Layer) for layer in layers]) else None
+        backend = "" if calls is None else settled(x, calls, mlp)
+        if calls is not None and backend:
+            return Together(calls, backend)
     found: list[Call] = []
     for layer in layers:
         adapter = active(layer) if isinstance(layer, Layer) and not hooked(layer) else None

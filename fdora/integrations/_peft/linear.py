@@ -7,7 +7,7 @@ and torch.compile see an ordinary module. What the one call does not serve runs 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft.tuners.lora import layer as lora
@@ -15,8 +15,7 @@ from peft.tuners.lora import torchao
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
-from fdora._records import Operands
-from fdora._torch import in_subgraph
+from fdora._torch import in_subgraph, is_traced
 from fdora.functional import dora_linear, select_backend
 from fdora.functional.linear import checked_linears
 from fdora.integrations._hook import hooked
@@ -25,9 +24,9 @@ from fdora.integrations._peft.mesh import lies_on_mesh, on_mesh
 from fdora.integrations._peft.mixed import mixed
 from fdora.integrations._peft.quant import compute_dtype
 from fdora.integrations._peft.sharded import LISTENED, leaf, listened
+from fdora.integrations._peft.steady import Call, plain_call, variant_of
 from fdora.integrations._peft.torchao import Merging
-from fdora.integrations._peft.verdict import verdict
-from fdora.quant import QuantWeight
+from fdora.integrations._peft.verdict import settled, verdict
 
 
 class Layer(nn.Module):
@@ -39,6 +38,11 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(self, Layer):  # bound methods outlive unfuse_layer
             return type(self).forward(self, x, *args, **kwargs)
+        steady = None if args or kwargs or is_traced() else variant_of(self)
+        if steady is not None:
+            y = short_way(self, x, *steady)
+            if y is not None:
+                return y
         stock = type(self).STOCK
         if kwargs.keys() == {"adapter_names"} and not args:
             out = mixed(self, x, kwargs["adapter_names"], call_of)
@@ -47,7 +51,7 @@ class Layer(nn.Module):
         if found is None:
             return stock.forward(self, x, *args, **kwargs)
         shared = found[1].shared
-        if shared is not None and not (torch.compiler.is_dynamo_compiling() and in_subgraph()):
+        if shared is not None and steady is None and not (torch.compiler.is_dynamo_compiling() and in_subgraph()):
             y = shared.output(self, x)
             if y is not None:
                 return y
@@ -131,35 +135,17 @@ def blank(stock: Any) -> Any:
     return cls.__new__(cls)
 
 
-class Call(NamedTuple):
-    """What one call of dora_linear takes."""
-
-    variant: Dora
-    W: Tensor | QuantWeight
-    A: Tensor
-    B: Tensor
-    m: Tensor
-    bias: Tensor | None
-    s: float
-    p: float
-    dtype: torch.dtype | None = None
-    """To which x is cast, and y back: of a Linear4bit, that in which it computes."""
-
-    def operands(self) -> Operands:
-        """With the norm, counted; where nothing traces. W is no QuantWeight."""
-        variant, W, A, B, m, bias, s, _, _ = self
-        variant.count(FUSED)
-        c = variant.kept.eager(W, W, A, B, s)
-        return Operands(W, A, B, m, c if variant.detach else variant.with_gradient(c, W, A, B, s), bias, None)
-
-    def norm(self) -> Tensor:
-        variant, W, A, B, s = self.variant, self.W, self.A, self.B, self.s
-        return variant.with_gradient(variant.kept.of(owner(W), W, A, B, s), W, A, B, s)
-
-
-def owner(W: Any) -> Any:
-    """The tensor whose storage says whether W is another one."""
-    return W.tensors[0] if isinstance(W, QuantWeight) else W
+def short_way(layer: Any, x: Tensor, name: str, variant: Dora) -> Tensor | None:
+    """The layer's y where it is like calls before, or waits already; None where there is more to ask."""
+    if variant.shared is not None:
+        y: Tensor | None = variant.shared.output(layer, x)
+        if y is not None:
+            return y
+    call = plain_call(layer, name, variant)
+    backend = "" if call is None else settled(x, (call,))
+    if call is None or not backend:
+        return None
+    return checked_linears(x, (call.operands(),), (call.s,), variant.keep_inner, backend)[0]
 
 
 def active(module: Any, of: Any = None) -> tuple[str, Dora] | None:

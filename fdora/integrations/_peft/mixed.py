@@ -17,7 +17,7 @@ from fdora.integrations._peft.dora import FUSED, Dora
 from fdora.integrations._peft.verdict import unfit
 
 if TYPE_CHECKING:
-    from fdora.integrations._peft.linear import Call
+    from fdora.integrations._peft.steady import Call
 
 CallOf = Callable[[Any, Tensor, str, Dora], Any]
 

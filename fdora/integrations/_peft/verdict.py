@@ -11,13 +11,13 @@ from torch import Tensor
 from fdora._check import FLOATS
 from fdora._dispatch import forced
 from fdora._facts import facts
-from fdora._torch import PLAIN, autocast_on, is_traced
+from fdora._torch import PLAIN, any_autocast, autocast_on, is_traced
 from fdora.functional import select_backend
 from fdora.integrations._peft.dora import served
 from fdora.quant import QuantWeight
 
 if TYPE_CHECKING:
-    from fdora.integrations._peft.linear import Call
+    from fdora.integrations._peft.steady import Call
 
 Verdict = tuple[str, str]
 _verdicts: dict[tuple, Verdict] = {}
@@ -61,6 +61,19 @@ def verdict(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> Verdict:
         _verdicts.clear()
     _verdicts[key] = made
     return made
+
+
+def settled(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> str:
+    """The backend of a call of dense layers without dropout, if :func:`verdict` has passed one like it; else empty."""
+    tensors = (x, *calls[0][1:6])
+    for call in calls[1:]:
+        tensors += call[1:6]
+    found = facts(tensors)
+    if found is None or any_autocast() or x.is_mps:
+        return ""
+    #                                     no codes, frozen, p == 0, no autocast
+    known = _verdicts.get((found, (), True, True, mlp, False, forced()))
+    return "" if known is None or known[0] else known[1]
 
 
 def fits(x: Tensor, calls: Sequence[Call], mlp: bool) -> bool:

@@ -149,7 +149,7 @@ def walker() -> Any:
     try:
         from triton.runtime.build import compile_module_from_src
 
-        source = (Path(__file__).parent / "walk.c").read_text()
+        source = "\n".join([(Path(__file__).parent / name).read_text() for name in ("plain.c", "walk.c")])
         module = compile_module_from_src(src=source, name="fdora_walk", library_dirs=[], include_dirs=[], libraries=[])
         launch = replace = gemm = 0
         empty: Any = _empty_anywhere
@@ -190,11 +190,12 @@ raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 def usual_math() -> bool:
     """Whether cuBLAS may multiply as torch lets it by default; else torch's own products, which obey the setting, run."""
-    allow = torch._C._get_cublas_allow_bf16_reduced_precision_reduction
-    sums_in_half = getattr(torch._C, "_get_cublas_allow_fp16_accumulation", lambda: False)()
-    allowed = (allow(), torch._C._get_cublas_allow_fp16_reduced_precision_reduction())
-    return all(map(_first, allowed)) and not sums_in_half
+    bf16, fp16 = _bf16_reductions(), _fp16_reductions()
+    if type(bf16) is tuple:  # torch 2.10 and later
+        bf16, fp16 = bf16[0], fp16[0]
+    return bool(bf16 and fp16) and not _fp16_sums()
 
 
-def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, tuple) else value
+_bf16_reductions: Any = torch._C._get_cublas_allow_bf16_reduced_precision_reduction
+_fp16_reductions: Any = torch._C._get_cublas_allow_fp16_reduced_precision_reduction
+_fp16_sums: Any = getattr(torch._C, "_get_cublas_allow_fp16_accumulation", bool)

@@ -3,7 +3,7 @@
    facts(tensors)   -> bytes: shapes, strides, dtypes, devices and alignment, a key for plans; None where a tensor is not a plain one
    Program(...)     -> a plan whose kernels are compiled; program.run(tensors, scalars, stream) -> its results
 
-   native.py compiles this file with the compiler that Triton uses for its own launchers, and builds Programs. Every address
+   native.py compiles this file, behind plain.c, with the compiler that Triton uses for its own launchers, and builds Programs. Every address
    of the driver and of cuBLAS comes in through setup(), so the tests can put recorders in their places. A Program is never
    written to while it runs: each run works on a copy of the arguments on its own stack, so threads do not meet. */
 #define PY_SSIZE_T_CLEAN
@@ -339,6 +339,7 @@ static PyObject *setup(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"setup", setup, METH_VARARGS, "where torch, the driver and cuBLAS are"},
     {"facts", facts, METH_O, "a key of a tuple of tensors and None"},
+    {"parameters", (PyCFunction)(void (*)(void))parameters, METH_FASTCALL, "the parameters of plain modules (plain.c)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fdora import _facts
+from fdora import _facts, _plain
 from fdora._torch import PLAIN
 from fdora.triton.runtime import native
 from fdora.triton.runtime.device import device_of
@@ -37,18 +37,22 @@ def like(t: Tensor | None) -> Like | None:
     return Like(tuple(t.shape), t.stride(), t.dtype, at % 16 == 0)
 
 
-def ready() -> None:
-    """Before any key is made: from now on facts are asked of walk.c, where there is one. Its keys are other ones."""
-    if _facts._facts is _facts.python_facts and (module := walker()) is not None:
-        _facts.use(module.facts)
+def ready() -> bool:
+    """From now on ask walk.c for facts, where there is one; whether it was not asked before. Its keys are other ones."""
+    if _facts._facts is not _facts.python_facts or (module := walker()) is None:
+        return False
+    _facts.use(module.facts)
+    _plain.use(module.parameters)
+    return True
 
 
 def plan_for(maker: Maker, tensors: tuple[Tensor | None, ...], *options: Any) -> Plan:
     """The plan of this call: made once for all calls with the same facts and options. Not for subclasses of Tensor."""
-    ready()
-    key = (maker, _facts.facts(tensors), options)
+    key = (maker, _facts._facts(tensors), options)
     plan = _plans.get(key)
     if plan is None:
+        if ready():
+            return plan_for(maker, tensors, *options)
         first = next(t for t in tensors if t is not None)
         plan = maker(tuple(map(like, tensors)), device_of(first.device), *options)
         if key[1] is not None:

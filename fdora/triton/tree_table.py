@@ -1,0 +1,106 @@
+"""The table of layers that the kernels of kernels/tree.py read: where each layer lies, and which of them one launch serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from struct import pack, unpack
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from fdora.triton.configs import power_of_two, tree_config
+from fdora.triton.kernels.tree import WORDS16, WORDS32, WORDS64
+from fdora.triton.runtime.device import cdiv
+
+FIELDS = (  # the rows of the table, in the order of F_ in kernels/tree.py
+    "W", "A", "B", "N", "K", "R", "stride_wn", "stride_wk", "stride_ar", "stride_ak", "stride_bn", "stride_br",
+    "s", "items", "partial", "c", "form_a", "count_a", "form_b", "count_b", "kind", "leaf",
+)  # fmt: skip
+CHUNK = 1024  # columns of an item: a few tiles, so that the sums in between are a thousandth of W
+MOST = 1024  # layers of a launch, whose item counts a program holds in registers
+KIND = 3  # the eager backend has another: its words never match these
+_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def rows_of(
+    W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float], at: Sequence[int], capability: int
+) -> tuple[list[Row], int]:
+    """The columns of the table, those of one kernel side by side, and how many partial sums they have."""
+    rows = [_row(i, *layer, capability) for i, layer in enumerate(zip(W, A, B, s, at, strict=True))]
+    rows.sort(key=lambda row: row.order)
+    partials = 0
+    for row in rows:
+        row.fields["partial"] = partials
+        partials += row.fields["N"] * cdiv(row.fields["K"], CHUNK)
+    return rows, partials
+
+
+class Row(NamedTuple):
+    """A layer's column of the table, what its kernel is compiled for, and that as words, to sort by."""
+
+    order: tuple[str, ...]
+    kernel: tuple
+    fields: dict[str, int]
+    split: bool
+
+
+def _row(i: int, W: Tensor, A: Tensor, B: Tensor, s: float, at: int, capability: int) -> Row:
+    (N, K), R = W.shape, A.shape[0]
+    units = tuple(map(_unit, (W, A, B)))
+    even = N % 128 == 0 and K % 128 == 0
+    half = A.element_size() == B.element_size() == 2
+    config = tree_config(R, half, W.element_size() == 2, even and all(units), capability)
+    dtypes = tuple(_DTYPES[t.dtype] for t in (W, A, B))
+    split = torch.float32 in (A.dtype, B.dtype)
+    kind = (*dtypes, *units, even, R % config.BLOCK_R == 0, R <= config.BLOCK_R, split, *config)
+    (form_a, count_a), (form_b, count_b) = _form(A), _form(B)
+    fields = {
+        "W": _address(W), "A": _address(A), "B": _address(B), "N": N, "K": K, "R": R,
+        "stride_wn": W.stride(0), "stride_wk": W.stride(1), "stride_ar": A.stride(0), "stride_ak": A.stride(1),
+        "stride_bn": B.stride(0), "stride_br": B.stride(1), "s": unpack("i", pack("f", s))[0],
+        "items": cdiv(N, config.BLOCK_N) * cdiv(K, CHUNK), "c": at, "leaf": i,
+        "form_a": form_a, "count_a": count_a, "form_b": form_b, "count_b": count_b,
+        "kind": KIND + 16 * A.element_size() + 256 * B.element_size(),
+    }  # fmt: skip
+    return Row(tuple(map(str, kind)), kind, fields, split)
+
+
+def flops_of(row: Row) -> int:
+    """Of B A; three products of float16 terms stand for one of float32."""
+    return 2 * row.fields["N"] * row.fields["K"] * row.fields["R"] * (3 if row.split else 1)
+
+
+def launches_of(rows: list[Row]) -> list[tuple]:
+    """(first column, columns, items, constants, how a program runs) for each run of columns with one kernel."""
+    found, first = [], 0
+    while first < len(rows):
+        last = first
+        while last < len(rows) and last - first < MOST and rows[last].order == rows[first].order:
+            last += 1
+        *code, block_n, block_k, block_r, num_warps, num_stages = rows[first].kernel
+        items = sum(row.fields["items"] for row in rows[first:last])
+        consts = (*code, block_n, block_k, block_r, CHUNK, power_of_two(last - first))
+        if items:
+            found.append((first, last - first, items, consts, (num_warps, num_stages)))
+        first = last
+    return found
+
+
+def _address(t: Tensor) -> int:
+    """Of a tensor without data, as much of it as decides between kernels."""
+    return int(t.storage_offset()) * t.itemsize if t.is_meta else t.data_ptr()
+
+
+def _unit(t: Tensor) -> int:
+    """Elements in 16 bytes, where every row begins at a multiple of those and its columns are adjacent; else 0."""
+    unit = 16 // t.element_size()
+    return unit if t.stride(1) == 1 and t.stride(0) % unit == 0 and _address(t) % 16 == 0 else 0
+
+
+def _form(t: Tensor) -> tuple[int, int]:
+    """How its bits are read, and in how many words."""
+    if t.is_contiguous() and t.nbytes % 8 == 0 and _address(t) % 8 == 0:
+        return WORDS64.value, t.nbytes // 8
+    return (WORDS32 if t.element_size() == 4 else WORDS16).value, t.numel()

@@ -1,0 +1,96 @@
+"""A layer that has run the short way, and is another by the next call: it does what one does that was so from the start."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from fdora.integrations.peft import report, use_fdora
+from tests import device
+from tests.close import rel_l2
+
+
+def made():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 32, bias=False))  # float32 beside a bias is PEFT's own on a CPU
+    model = model.to(device.NAME)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["0"], use_dora=True, init_lora_weights=False))
+    return model.train()
+
+
+def layer_of(model):
+    return model.base_model.model[0]
+
+
+def doubled(module, args, output):
+    return 2 * output
+
+
+def swapped(model):
+    layer = layer_of(model)
+    layer.lora_A["default"] = nn.Linear(24, 4, bias=False, device=device.NAME)
+    torch.nn.init.constant_(layer.lora_A["default"].weight, 0.1)
+
+
+def dropping(model):
+    layer_of(model).lora_dropout["default"] = nn.Dropout(0.5)
+
+
+CHANGES = {
+    "a hook on A": lambda model: layer_of(model).lora_A["default"].register_forward_hook(doubled),
+    "a hook on the base": lambda model: layer_of(model).base_layer.register_forward_hook(doubled),
+    "an A of its own forward": lambda model: setattr(layer_of(model).lora_A["default"], "forward", lambda x: x[..., :4]),
+    "another A": swapped,
+    "switched off": lambda model: layer_of(model).enable_adapters(False),
+    "merged": lambda model: layer_of(model).merge(),
+    "another scale": lambda model: layer_of(model).set_scale("default", 3),
+    "a scale that is whole": lambda model: layer_of(model).scaling.update(default=5),
+    "another base weight": lambda model: layer_of(model).base_layer.weight.data.mul_(1.5),
+    "a bias": lambda model: setattr(layer_of(model).base_layer, "bias", nn.Parameter(torch.ones(32, device=device.NAME))),
+    "a base that is trained": lambda model: layer_of(model).base_layer.weight.requires_grad_(),
+    "dropout in eval": lambda model: (dropping(model), model.eval()),
+    "dropout": dropping,
+    "a transposed weight": lambda model: (
+        setattr(layer_of(model).base_layer, "weight", nn.Parameter(layer_of(model).base_layer.weight.detach().T.contiguous())),
+        setattr(layer_of(model), "fan_in_fan_out", True),
+    ),
+}
+
+
+def run(model, x):
+    torch.manual_seed(1)
+    try:
+        y = model(x)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), [x])]
+    except RuntimeError:  # a transposed weight under nn.Linear: as PEFT's
+        return None
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_two_calls_is_seen(change):
+    one = made()
+    fresh, steady = use_fdora(copy.deepcopy(one)), use_fdora(one)
+    x = torch.randn(5, 24, device=device.NAME, requires_grad=True)
+    before = [run(steady, x) for _ in range(3)][-1]
+    assert report(steady)[0].fused == 3  # else this test is of another way
+    for model in (fresh, steady):
+        CHANGES[change](model)
+    wanted, got = run(fresh, x), run(steady, x)
+    assert (wanted is None) == (got is None) == (change == "a transposed weight")
+    for a, b in zip(wanted or (), got or (), strict=True):
+        assert torch.equal(a, b)
+    if change not in ("a base that is trained", "dropout in eval", "a transposed weight"):
+        assert not torch.equal(got[0], before[0])
+
+
+def test_under_autocast_and_after_it():
+    stock = made()
+    mine = use_fdora(copy.deepcopy(stock))
+    x = torch.randn(5, 24, device=device.NAME, requires_grad=True)
+    for enabled in (False, True, False):
+        with torch.autocast(device.NAME, torch.bfloat16, enabled=enabled):
+            wanted, got = run(stock, x), run(mine, x)
+        assert got[0].dtype == wanted[0].dtype
+        assert rel_l2(got[0], wanted[0]) < (2e-2 if enabled else 2e-5)
