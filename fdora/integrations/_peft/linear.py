@@ -63,12 +63,17 @@ class Layer(nn.Module):
             note(found[1], why)
             return stock.forward(self, x)
         variant, keep_inner = call.variant, call.variant.keep_inner
-        if backend:
+        ends = None if variant.tail is None else call.ends(self, x)
+        if backend and ends is None:
             return checked_linears(x, (call.operands(),), (call.s,), keep_inner, backend)[0]
         variant.count(FUSED)
         _, W, A, B, m, bias, s, p, dtype = call
         x, given = (x if dtype is None else x.to(dtype)), x.dtype
         c = call.norm()
+        if ends is not None:
+            variant.tail.taken()
+            end = {"gamma": ends.gamma, "residual": ends.residual}
+            return dora_linear(x, W, A, B, m, s=s, bias=bias, norm=c, keep_inner=keep_inner, **end)
         y = dora_linear(x, W, A, B, m, s=s, bias=bias, norm=c, dropout_p=p, dropout_mode="peft", keep_inner=keep_inner)
         return y if dtype is None else y.to(given)
 
@@ -151,6 +156,12 @@ class Call(NamedTuple):
         variant.count(FUSED)
         c = variant.kept.eager(W, W, A, B, s)
         return Operands(W, A, B, m, c if variant.detach else variant.with_gradient(c, W, A, B, s), bias, None)
+
+    def ends(self, layer: Any, x: Tensor) -> Any:
+        """What the block of a vision transformer wants done beside the layer; None where it is to do that itself."""
+        if self.p or self.dtype not in (None, x.dtype):
+            return None
+        return self.variant.tail.take(layer, x, self.W.shape[0])
 
     def norm(self) -> Tensor:
         variant, W, A, B, s = self.variant, self.W, self.A, self.B, self.s
