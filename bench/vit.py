@@ -10,8 +10,8 @@ down in one call. Wall time of one call until the GPU is done, median of turns; 
 a second. Blocks are compiled one by one (one graph serves all of them), or the model as a whole (``--whole``). First the
 outputs and gradients of fdora's ways are compared with PEFT's DoRA in float32, on two layers.
 
-torch.profiler names and times the kernels of the middle block (of the gradient: of a layer's mean). In the picture they stand in their order, each
-as wide as its time: what one box does was one operation for each name in eager mode.
+torch.profiler names and times the kernels of the middle block; of the gradient those of a layer, by name. In the picture they
+stand in their order, each as wide as its time: what one box does was one operation for each name in eager mode.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Run:
 
 def loss(y: Tensor) -> Tensor:
     """Of a normalised y, whose squares would always have the same mean."""
-    return (y.float() * torch.arange(y.shape[-1], device=y.device).sin()).mean()
+    return (y.float() * torch.arange(y.shape[-1], device=y.device).sin()).sum()
 
 
 def pixels(batch: int, options) -> Tensor:
