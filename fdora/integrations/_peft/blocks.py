@@ -189,7 +189,7 @@ def halves(both: DoraLayer, gate_last: bool) -> tuple[DoraLayer, DoraLayer]:
     """gate and up of a layer that computes the two beside each other: rows of W, B, m, bias and c; A is that of both."""
     W, A, B, m, s, bias, c = both
     parts: Any = zip(*[(None, None) if t is None else t.chunk(2) for t in (W, B, m, bias, c)], strict=True)  # type: ignore[union-attr]
-    As = A, A.view_as(A)  # type: ignore[union-attr]  # Dynamo takes no tensor twice
+    As: Any = A, A.view(A.shape)  # type: ignore[union-attr]  # Dynamo takes no tensor twice
     first, second = (DoraLayer(W, a, B, m, s, bias, c) for a, (W, B, m, bias, c) in zip(As, parts, strict=True))
     return (second, first) if gate_last else (first, second)
 
