@@ -1,14 +1,14 @@
 """DINOv2's ViT-g/14 in half precision: plain, with PEFT's LoRA and DoRA, and with fdora, eager and compiled.
 
     python -m bench.vit --device cuda --json FILE --picture FILE.svg
-    python -m bench.vit --device cuda --layers 8 --batch 256 --modes inference --json FILE
+    python -m bench.vit --device cuda --layers 40 --modes inference --json FILE
 
 The model is bench/vit_model.py, random weights; every linear of its blocks is adapted, away from its start. "plain_folded" has
 LayerScale multiplied into the weights before it, as one may do by hand where nothing trains. "fdora" is PEFT's DoRA after
 ``use_fdora``, "fdora_fused" after ``use_fdora(fuse=True)``: LayerScale and the residual in the layer before them, gate, up and
 down in one call. Wall time of one call until the GPU is done, median of turns; peak memory above weights and adapters; images
-a second. Blocks are compiled one by one (one graph serves all of them), or the model as a whole (``--whole``). First the
-outputs and gradients of fdora's ways are compared with PEFT's DoRA in float32, on two layers.
+a second. Blocks are compiled one by one: one graph serves all of them. The gradient is that of all adapters and of the images.
+First the outputs and gradients of fdora's ways are compared with PEFT's DoRA in float32, on two layers.
 
 torch.profiler names and times the kernels of the middle block; of the gradient those of a layer, by name. In the picture they
 stand in their order, each as wide as its time: what one box does was one operation for each name in eager mode.
@@ -23,6 +23,7 @@ import time
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,10 +83,11 @@ class Run:
     def vit(self) -> Vit:
         return self.model if isinstance(self.model, Vit) else self.model.get_base_model()
 
-    def compile(self, whole: bool) -> None:
-        if whole:
-            self.model = torch.compile(self.model, dynamic=False)
-            return
+    def eager(self) -> None:
+        for block in self.vit.blocks:
+            block.__dict__.pop("forward", None)
+
+    def compile(self) -> None:
         compiled = torch.compile(own_code(call, f"call_{self.way}"), dynamic=False)
         for block in self.vit.blocks:
             block.forward = partial(compiled, block)
@@ -93,9 +95,8 @@ class Run:
     def of(self, mode: str, images: Tensor):
         if mode == "inference":
             return torch.no_grad()(lambda: self.model(images))
-        if not self.leaves:  # of the plain model: of what goes in
-            images = images.detach().requires_grad_()
-        wanted = list(self.leaves.values()) or [images]
+        images = images.detach().requires_grad_()  # so that all blocks are alike: one graph serves them
+        wanted = [*self.leaves.values(), images]
         return lambda: torch.autograd.grad(loss(self.model(images)), wanted)
 
 
@@ -112,7 +113,8 @@ def agreement(options) -> dict[str, dict[str, float]]:
     """Outputs and gradients of two layers, against PEFT's DoRA in float32."""
     torch.manual_seed(1)
     base = vit(options.sizes, 2, options.device, options.dtype)
-    values, images = adapters(base.blocks, options.r, options.dtype), pixels(2, options)
+    values = adapters(base.blocks, options.r, options.dtype)
+    images = pixels(2 if options.device == "cpu" else MODES["gradient"], options)  # kernels that will be timed
     values = {f"blocks.{name}": parts for name, parts in values.items()}
 
     def results(way: str, base: Vit, values: dict, images: Tensor) -> Tensor:
@@ -138,43 +140,46 @@ class Bench:
         self.options, self.start, self.failures = options, time.perf_counter(), Failures()
         self.kernels: dict[str, list[Kernel]] = {}
         self.result: dict = {"about": about(options.device, options.commit, argv), "tiny": options.tiny}
-        self.result |= {"layers": options.layers, "r": options.r, "dtype": str(options.dtype), "whole": options.whole}
+        self.result |= {"layers": options.layers, "r": options.r, "dtype": str(options.dtype)}
         self.result |= {"agreement": {}, "rows": [], "kernels": {}, "paths": {}, "failed": self.failures, "skipped": []}
 
-    def way(self, way: str, base: Vit, values: dict) -> None:
-        options = self.options
-        run = Run(way, base, values)
-        for compiled in options.compiled:
-            label = f"{way}{', compiled' if compiled else ''}"
-            if compiled:
-                torch._dynamo.reset()
-                run.compile(options.whole)
-            for mode in options.modes:
-                if time.perf_counter() - self.start > options.seconds:
-                    self.result["skipped"].append(f"{label}, {mode}")
-                    continue
-                self.failures.attempt([f"{label}, {mode}"], lambda _, m=mode, c=compiled: self.case(run, m, c))
-        if way.startswith("fdora") and not options.whole:
-            self.result["paths"][way] = paths(run.model)
-        save(options.json, self.result)
+    def late(self) -> bool:
+        return time.perf_counter() - self.start > self.options.seconds
 
-    def case(self, run: Run, mode: str, compiled: bool) -> None:
+    def cases(self, runs: dict[str, Run], mode: str, compiled: bool) -> None:
+        """The ways of one mode, timed in turns."""
         options, batch = self.options, self.options.batch or MODES[mode]
-        images = pixels(batch, options)
-        fn = run.of(mode, images)
-        peak = peak_bytes(fn, options.device) / 2**20
-        ms = medians({run.way: wall_timer(fn, options.device, 0)}, options.runs)[run.way]
-        row = {"way": run.way, "compiled": compiled, "mode": mode, "batch": batch, "ms": round(ms, 2)}
-        row |= {"peak_mb": round(peak, 1), "images_per_s": round(1e3 * batch / ms, 1)}
-        label = f"{mode}, {run.way}{', compiled' if compiled else ''}"
-        if options.device != "cpu":
-            every = profiled(fn)
-            row["kernels_per_layer"] = round(len(every) / options.layers, 1)
-            row["gpu_ms"] = round(sum(kernel.us for kernel in every) / 1e3, 2)
-            self.kernels[label] = (middle_block if mode == "inference" else by_name)(every, options.layers)
-            self.result["kernels"][label] = [kernel._asdict() for kernel in self.kernels[label]]
-        self.result["rows"].append(row)
-        print(row, flush=True)
+        images, label = pixels(batch, options), f"{mode}, {{}}{', compiled' if compiled else ''}"
+
+        def prepared(tag: str) -> tuple[Any, dict]:
+            run = runs[tags[tag]]
+            run.compile() if compiled else run.eager()
+            fn = run.of(mode, images)
+            row = {"peak_mb": round(peak_bytes(fn, options.device) / 2**20, 1)}
+            if options.device != "cpu":
+                every = profiled(fn)
+                row |= {"kernels_per_layer": round(len(every) / options.layers, 1)}
+                row |= {"gpu_ms": round(sum(kernel.us for kernel in every) / 1e3, 2)}
+                self.kernels[tag] = (middle_block if mode == "inference" else by_name)(every, options.layers)
+                self.result["kernels"][tag] = [kernel._asdict() for kernel in self.kernels[tag]]
+            return fn, row
+
+        tags = {label.format(way): way for way in runs}
+        ready = {}
+        for tag in tags:
+            if self.late():
+                self.result["skipped"].append(tag)
+                continue
+            ready |= self.failures.attempt([tag], prepared)
+            free(options.device)
+        ms = medians({tag: wall_timer(fn, options.device, 0) for tag, (fn, _) in ready.items()}, options.runs)
+        for tag, (_, row) in ready.items():
+            way, t = tags[tag], ms[tag]
+            known = {"way": way, "compiled": compiled, "mode": mode, "batch": batch, "ms": round(t, 2)}
+            self.result["rows"].append(known | {"images_per_s": round(1e3 * batch / t, 1)} | row)
+            print(self.result["rows"][-1], flush=True)
+        self.result["paths"] = {way: paths(run.model) for way, run in runs.items() if way.startswith("fdora")}
+        save(options.json, self.result)
 
 
 def summary(rows: list[dict]) -> list[str]:
@@ -204,7 +209,7 @@ def markdown(result: dict) -> str:
 def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--layers", type=int, default=40)
+    parser.add_argument("--layers", type=int, default=8, help="the model has 40, all alike")
     parser.add_argument("--batch", type=int, help="256 for inference and 64 for the gradient, if not given")
     parser.add_argument("--r", type=int, default=16)
     parser.add_argument("--dtype", choices=DTYPES, default="fp16")
@@ -212,7 +217,6 @@ def parse(argv):
     parser.add_argument("--modes", type=lambda s: s.split(","), default=list(MODES))
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--no-eager", action="store_true")
-    parser.add_argument("--whole", action="store_true", help="compile the model as a whole, which takes minutes for 40 layers")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
@@ -237,9 +241,11 @@ def main(argv=None):
     torch.manual_seed(0)
     base = vit(options.sizes, options.layers, options.device, options.dtype)
     values = {f"blocks.{name}": parts for name, parts in adapters(base.blocks, options.r, options.dtype).items()}
-    for way in options.ways:
-        bench.way(way, base, values)
-        free(options.device)
+    runs = {way: Run(way, base, values) for way in options.ways}
+    for mode in options.modes:
+        for compiled in options.compiled:
+            bench.cases(runs, mode, compiled)
+            free(options.device)
     result = bench.result
     print("\n" + markdown(result), *summary(result["rows"]), sep="\n")
     for label, kernels in bench.kernels.items():
