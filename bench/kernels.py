@@ -36,7 +36,7 @@ def middle_block(kernels: Sequence[Kernel], layers: int) -> list[Kernel]:
     """Of a forward: those of one block from the middle, where what is there repeats; else the mean over all, by name."""
     period, start = len(kernels) // layers, len(kernels) // 2
     names = [kernel.name for kernel in kernels]
-    for size in range(period, max(0, period - 5), -1):  # what runs before and after the blocks is counted in
+    for size in range(period, max(period // 2, period - 5), -1):  # what runs before and after the blocks is counted in
         if start >= size and names[start - size : start] == names[start : start + size]:
             return list(kernels[start : start + size])
     return by_name(kernels, layers)
