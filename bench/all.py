@@ -86,6 +86,7 @@ TABLE = {
     "quant_model": Entry(60, "bench.quant_model"),
     "vit": Entry(110, "bench.vit"),
     "vit_40": Entry(300, "bench.vit --layers 40"),
+    "full": Entry(20, "bench.full"),
     "full_dora": Entry(600, "bench.converge --ways fdora,full"),
     "sharded_r64": Entry(60, "bench.sharded --world 2 --layers 6 --r 64 --runs 7"),  # two GPUs
     "sharded_r384": Entry(60, "bench.sharded --world 2 --layers 6 --r 384 --runs 7"),
@@ -96,6 +97,7 @@ UNTIMED = (
     "bench.norm_forms",
     "bench.compose",
     "bench.embedding",
+    "bench.full",
     "bench.host",
     "bench.launches",
     "bench.issue_time",
