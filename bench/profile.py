@@ -1,7 +1,7 @@
 """Where the time of a layer or a model goes: NVTX ranges, a table of kernels with their share of the roof, a chrome trace.
 
     python -m bench.profile layer --M 4096 --K 4096 --N 4096 --r 64 --device cuda --out FOLDER
-    python -m bench.profile vit --layers 4 --way fdora_fused --mode inference --device cuda --out FOLDER
+    python -m bench.profile vit --layers 4 --way peft_fdora_fused --mode inference --device cuda --out FOLDER
     python -m bench.profile model --layers 2 --way peft_fdora --device cuda --out FOLDER
 
 FOLDER gets ``trace.json`` (chrome://tracing, Perfetto), ``kernels.json`` and ``kernels.md``. A kernel of ours has the flops and
@@ -231,7 +231,7 @@ def vit_model(options) -> tuple[Any, dict[str, nn.Module], int]:
     o = vit.parse([f"--device={options.device}", f"--layers={options.layers}", f"--r={options.r}", *given])
     base = vit.vit(o.sizes, o.layers, o.device, o.dtype)
     values = {f"blocks.{name}": parts for name, parts in vit.adapters(base.blocks, o.r, o.dtype).items()}
-    run = vit.Run(options.way or "fdora_fused", base, values)
+    run = vit.Run(options.way or "peft_fdora_fused", base, values)
     batch = options.batch or (2 if options.device == "cpu" else vit.MODES[options.mode])
     blocks = {f"block {i}": block for i, block in enumerate(run.vit.blocks)}
     return run.of(options.mode, vit.pixels(batch, o)), blocks, 2

@@ -4,11 +4,11 @@
     python -m bench.vit --device cuda --layers 40 --modes inference --json FILE
 
 The model is bench/vit_model.py, random weights; every linear of its blocks is adapted, away from its start. "plain_folded" has
-LayerScale multiplied into the weights before it, as one may do by hand where nothing trains. "fdora" is PEFT's DoRA after
-``use_fdora``, "fdora_fused" after ``use_fdora(fuse=True)``: LayerScale and the residual in the layer before them, gate, up and
-down in one call. Wall time of one call until the GPU is done, median of turns; peak memory above weights and adapters; images
-a second. Blocks are compiled one by one: one graph serves all of them. The gradient is that of all adapters and of the images.
-First the outputs and gradients of fdora's ways are compared with PEFT's DoRA in float32, on two layers.
+LayerScale multiplied into the weights before it, as one may do by hand where nothing trains. "peft_fdora" is PEFT's DoRA after
+``use_fdora``, "peft_fdora_fused" after ``use_fdora(fuse=True)``: LayerScale and the residual in the layer before them, gate,
+up and down in one call. Wall time of one call until the GPU is done, median of turns; peak memory above weights and adapters;
+images a second. Blocks are compiled one by one: one graph serves all of them. The gradient is that of all adapters and of the
+images. First the outputs and gradients of fdora's ways are compared with PEFT's DoRA in float32, on two layers.
 
 torch.profiler names and times the kernels of the middle block; of the gradient those of a layer, by name. In the picture they
 stand in their order, each as wide as its time: what one box does was one operation for each name in eager mode.
@@ -41,7 +41,7 @@ from bench.vit_model import GIANT, LINEARS, TINY, Vit, fold_scale, vit
 from bench.ways import S
 from tests.memory import peak_bytes
 
-WAYS = ("plain", "plain_folded", "peft_lora", "peft_dora", "fdora", "fdora_fused")
+WAYS = ("plain", "plain_folded", "peft_lora", "peft_dora", "peft_fdora", "peft_fdora_fused")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 MODES = {"inference": 256, "gradient": 64}  # images of a batch
 GOAL = 1.12  # compiled DoRA over the compiled plain model
@@ -63,8 +63,8 @@ def adapted(way: str, base: Vit, values: dict) -> tuple[nn.Module, dict[str, Ten
         config = LoraConfig(r=r, lora_alpha=S * r, use_dora=dora, target_modules=list(LINEARS))
         model = get_peft_model(model, config, autocast_adapter_dtype=False)
     leaves = fill_all(model, values, dora, "base_model.model.")
-    if way.startswith("fdora"):
-        use_fdora(model, fuse=way == "fdora_fused")
+    if "fdora" in way:
+        use_fdora(model, fuse=way == "peft_fdora_fused")
     return model, leaves
 
 
@@ -178,7 +178,7 @@ class Bench:
             known = {"way": way, "compiled": compiled, "mode": mode, "batch": batch, "ms": round(t, 2)}
             self.result["rows"].append(known | {"images_per_s": round(1e3 * batch / t, 1)} | row)
             print(self.result["rows"][-1], flush=True)
-        self.result["paths"] = {way: paths(run.model) for way, run in runs.items() if way.startswith("fdora")}
+        self.result["paths"] = {way: paths(run.model) for way, run in runs.items() if "fdora" in way}
         save(options.json, self.result)
 
 
@@ -187,7 +187,7 @@ def summary(rows: list[dict]) -> list[str]:
     lines = []
     for mode in MODES:
         ms = {row["way"]: row["ms"] for row in rows if row["mode"] == mode and row["compiled"]}
-        ours = {way: t for way, t in ms.items() if way.startswith("fdora")}
+        ours = {way: t for way, t in ms.items() if "fdora" in way}
         if ours and "plain" in ms:
             way = min(ours, key=lambda way: ours[way])
             lines.append(f"{mode}: compiled {way} takes {ours[way] / ms['plain']:.3f} of the compiled plain model")

@@ -13,7 +13,7 @@ from bench.profile import Ran, Step, costed, grouped, markdown, product_cost
 from bench.vit_model import GIANT, TINY, Vit, fold_scale
 from fdora.integrations._peft import ends
 
-SMALL = "--tiny --layers 2 --batch 2 --runs 1 --dtype bf16 --no-compile --modes inference --ways plain,plain_folded,fdora_fused"
+SMALL = "--tiny --layers 2 --batch 2 --runs 1 --dtype bf16 --no-compile --modes inference --ways plain,plain_folded,peft_fdora_fused"
 
 
 def run(tmp_path, options=SMALL):
@@ -26,11 +26,11 @@ def test_vit(tmp_path, capsys):
     result = run(tmp_path)
     assert result["about"]["commit"] == "abc" and result["failed"] == {} and result["skipped"] == []
     assert [(row["way"], row["compiled"], row["batch"]) for row in result["rows"]] == [
-        ("plain", False, 2), ("plain_folded", False, 2), ("fdora_fused", False, 2),
+        ("plain", False, 2), ("plain_folded", False, 2), ("peft_fdora_fused", False, 2),
     ]  # fmt: skip
-    assert result["agreement"]["fdora_fused"]["gradients"] < 0.05
-    assert set(result["paths"]["fdora_fused"]) == {"fused"}
-    assert "| inference of 2, fdora_fused, eager |" in capsys.readouterr().out
+    assert result["agreement"]["peft_fdora_fused"]["gradients"] < 0.05
+    assert set(result["paths"]["peft_fdora_fused"]) == {"fused"}
+    assert "| inference of 2, peft_fdora_fused, eager |" in capsys.readouterr().out
 
 
 def test_vit_sees_a_wrong_fold(tmp_path, monkeypatch):
@@ -41,7 +41,7 @@ def test_vit_sees_a_wrong_fold(tmp_path, monkeypatch):
         return found and found._replace(gamma=found.gamma * 1.3)
 
     monkeypatch.setattr(ends.Tail, "take", wrong)
-    with pytest.raises(SystemExit, match="fdora_fused"):
+    with pytest.raises(SystemExit, match="peft_fdora_fused"):
         run(tmp_path)
 
 
