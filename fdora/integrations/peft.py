@@ -67,8 +67,8 @@ def use_fdora(
       model: a PeftModel, or any module with PEFT layers in it.
       fuse: also run q, k, v and the gated MLP of Llama-, Qwen-, Gemma- and Mistral-style blocks in one call each: less time,
         and half of what an MLP keeps for backward. In the blocks of timm's and transformers' vision transformers LayerScale and
-        the residual go into the layer before them, in the place of three roundings one. A copy or a pickle of the model forgets
-        it for q, k, v and for such blocks.
+        the residual go into the layer before them: fewer passes and roundings. A copy or a pickle of the model forgets it for
+        q, k, v and for such blocks.
       keep_inner: keep one more activation per layer. Needed where the model changes the layer's output in
         place before backward, as ``nn.ReLU(inplace=True)`` or Gemma 3n with ``"all-linear"`` does (the error says so).
       detach: True treats the norm as a constant, as PEFT does. False lets gradients reach A and B through it too: full DoRA, on
