@@ -231,7 +231,25 @@ def quant_duels(result: dict) -> Iterator[tuple]:
                 yield f"NF4 decoder layer, {field}: {NAMES[row['way']]}", rival, row["mode"], theirs[rival][field], row[field]
 
 
+def vit_duels(result: dict) -> Iterator[tuple]:
+    yield from ways_duels(result["rows"], {unit: f"ViT-g/14{extra}" for unit, extra in UNITS.items()}, where_vit, where_vit)
+
+
+def where_vit(row: dict) -> str:
+    return f"{row['mode']} of {row['batch']}, {how(row)}"
+
+
+def full_duels(result: dict) -> Iterator[tuple]:
+    from bench.full import GOAL
+
+    for row in result["rows"]:
+        if "ratio" in row:
+            case = "{M}, {K} x {N}, {r}, norm {norm}".format(**row)
+            yield "gradients through the norm, over without", "the goal", case, GOAL, row["ratio"]
+
+
 DUELS = {"layer": layer_duels, "layers12": layers12_duels, "model": model_duels, "host": host_duels}
+DUELS |= {"vit": vit_duels, "full": full_duels}
 DUELS |= {"steps": steps_duels, "issue": issue_duels, "quant": quant_duels}
 DUELS |= {"norm": norm_duels, "compose": compose_duels, "demo": demo_duels, "group": group_duels, "converge": converge_duels}
 
@@ -815,6 +833,42 @@ def quantised() -> str:
     return "\n\n".join(parts)
 
 
+VISION = (
+    "DINOv2's ViT-g/14, 224 x 224, half precision, random weights, every linear of its blocks adapted (`python -m bench.vit`, "
+    "which says what the ways are)."
+)
+
+
+def vision() -> str:
+    from bench.vit import markdown, summary
+
+    parts = [VISION]
+    for name in names("vit"):
+        result = load(name)
+        head = f"### {name}: {result['layers']} layers, r {result['r']}"
+        parts += [head, markdown(result), "; ".join(summary(result["rows"])) + "."]
+    return "\n\n".join(parts)
+
+
+def full() -> str:
+    """Gradients through the norm: what they cost, and whether they train better."""
+    from bench import converge
+
+    parts = []
+    for name in names("full"):
+        rows = load(name)["rows"]
+        body = table(list(rows[0]), [row.values() for row in rows]) if "ratio" in rows[0] else converge.markdown(rows)
+        parts += [f"### {name}", f"`{command_of(name)}`, commit {commit_of(load(name))}", body]
+    return "\n\n".join(parts)
+
+
+def command_of(name: str) -> str:
+    from bench.all import TABLE
+
+    module = TABLE[name.split("/")[1]].command.split()[0]
+    return f"python -m {module} {load(name)['about']['arguments']}".strip()
+
+
 LAUNCHES = "What it costs the host to reach a kernel, in us per call (`python -m bench.launches`):"
 
 
@@ -844,6 +898,10 @@ def document() -> str:
         parts += ["## Fine-tuning, step by step", convergence()]
     if names("quant"):
         parts += ["## Quantised base weights", quantised()]
+    if names("vit"):
+        parts += ["## A vision transformer", vision()]
+    if names("full"):
+        parts += ["## Gradients through the norm", full()]
     if names("schedule"):
         parts += ["## Many adapters in a pipeline", schedules()]
     parts += ["## The host", f"16 tokens, 512 x 512: {host_lines()}."]

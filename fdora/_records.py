@@ -134,6 +134,7 @@ class Lookup(NamedTuple):
     per_row: bool  # m and c of each row of the table, not of each column
     padding_idx: int | None
     max_norm: float | None
+    sparse: bool = False  # the gradients of what has a value for each row of the table
 
 
 class Conv(NamedTuple):

@@ -714,6 +714,13 @@ def test_converge_with_full_dora(tmp_path, capsys):
     assert "full after" in capsys.readouterr().out
 
 
+def test_converge_of_two_ways(tmp_path):
+    (row,) = run(converge, tmp_path, CONVERGE + "--steps 2 --pretrain 2 --seeds 3 --optimizers adamw --ways fdora,full")["rows"]
+    assert list(row["held_out"]) == ["fdora", "full"] and list(row["difference"]) == ["full, fdora"]
+    with pytest.raises(SystemExit):
+        converge.parse(["--ways", "ful"])
+
+
 def test_converge_starts_everywhere_from_the_same_adapters():
     options = converge.parse([*CONVERGE.split(), "--pretrain", "1"])
     base, _ = converge.pretrained(bytes(range(256)) * 9, options)

@@ -132,6 +132,7 @@ RUN_BY = {
 # tests/convert/test_docs.py, of docs/integrations.md as RUN_BY says
 RUN = {"README.md": 2, "docs/programs.md": 3, "docs/conversion.md": PAGES["docs/conversion.md"].count("```python")}
 RUN["docs/explain.md"] = 1  # tests/test_explain_docs.py
+RUN["docs/profiling.md"] = 1  # tests/test_bench_vit.py
 RUN["docs/adapters.md"] = 6  # tests/functional/test_multi_docs.py
 RUN["docs/layers.md"] = 3  # tests/functional/test_layers_docs.py
 RUN["docs/schedule.md"] = 4  # tests/schedule/test_docs.py

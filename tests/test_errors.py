@@ -105,6 +105,8 @@ MESSAGES = [
     (lambda: embedding(norm_axis=2), "fdora.dora_embedding: `norm_axis` must be 0 (a norm for each column) or 1 (for each row of the table), got 2. PEFT's is 0."),
     (lambda: embedding(ids=torch.rand(3)), "fdora.dora_embedding: `ids` must be int64 or int32, got float32. Pass row numbers, for example ids.long()."),
     (lambda: embedding(ids=torch.empty(3, dtype=torch.int64, device="meta")), "fdora.dora_embedding: `ids` must be on cpu (the device of `W`), got meta. Move it with ids.to('cpu')."),
+    (lambda: embedding(sparse=1), "fdora.dora_embedding: `sparse` must be a bool, got a int. Pass nn.Embedding's."),
+    (lambda: torch.func.vmap(lambda B: embedding(B=B, sparse=True), randomness="same")(torch.randn(2, K, r)), "fdora.dora_embedding: `sparse` must be False under torch.func and torch.compile, got True. They know no sparse gradients."),
     (lambda: embedding(padding_idx=N), "fdora.dora_embedding: `padding_idx` must be None or the number of one of 6 rows, got 6. Pass nn.Embedding's."),
     (lambda: embedding(padding_idx=1.0), "fdora.dora_embedding: `padding_idx` must be None or the number of one of 6 rows, got a float. Pass nn.Embedding's."),
     (lambda: embedding(max_norm=0.0), "fdora.dora_embedding: `max_norm` must be None or a positive Python number, got 0.0. Pass nn.Embedding's."),

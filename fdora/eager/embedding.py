@@ -7,7 +7,8 @@ Backward, with dz = g dy and u_t = W_v + s A_v B^T, which is made again: a gathe
     dA_v = s sum dz_t B over the tokens of v        dB = s sum_t dz_t A_v^T
     columns: dm_k = sum_t (dy u)_tk / c_k           rows: dm_v = sum <dy_t, u_t> / c_v over the tokens of v
 and dc = -dm g (0 where c is at its floor). The tokens of the padding row count in none of the sums.
-Sums over the tokens of a row: segment.py. Nothing here has the size of W.
+Sums over the tokens of a row: segment.py. Nothing here has the size of W, and with ``sparse`` nothing that of A: dA then is a
+coalesced COO tensor (r, V), whose entries are the columns that were read, and dm of rows one (V,).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fdora._records import Lookup, Needs, eps
 from fdora.eager._matmul import acc_dtype, cast, matmul
 from fdora.eager.linear import own, scaled
 from fdora.eager.norm import scale
-from fdora.eager.segment import segment_sum
+from fdora.eager.segment import segment_sum, sums_by_number
 
 TINY = 1e-7  # torch's embedding_renorm_ divides by the norm plus this
 
@@ -46,22 +47,29 @@ def embedding_bwd(
     dz = cast(wide * g, t)
     dA = dB = dm = dc = None
     if needs.A:
-        dA = cast(segment_sum(matmul(dz, scaled(B, how.s, t)), flat, V).T, A.dtype)
+        dA = _by_row(matmul(dz, scaled(B, how.s, t)), flat, V, how, A.dtype)
     if needs.B:
         dB = cast(how.s * matmul(dz.T, _columns(flat, A).to(t)), B.dtype)
     if needs.m or needs.c:
         assert u is not None
         each = wide * u
-        if how.per_row:
-            part = each.sum(1, keepdim=True) / floored
-            dm = segment_sum(part, flat, V)[:, 0]
-        else:
-            dm = each.sum(0) / floored
+        dm = _by_row(each.sum(1, keepdim=True) / floored, flat, V, how, acc)[0] if how.per_row else each.sum(0) / floored
         if needs.c:
             assert c is not None
-            dc = torch.where(c > eps(), -dm * scale(m, c), 0)
-        dm = cast(dm, m.dtype) if needs.m else None
+            total = dm.to_dense() if dm.is_sparse else dm
+            dc = torch.where(c > eps(), -total * scale(m, c), 0)
+        dm = (dm.to(m.dtype).coalesce() if dm.is_sparse else cast(dm, m.dtype)) if needs.m else None
     return dA, dB, dm, dc
+
+
+def _by_row(each: Tensor, flat: Tensor, V: int, how: Lookup, dtype: torch.dtype) -> Tensor:
+    """Of values (T, r) for each token: (r, V), the sums over the tokens of each row of the table."""
+    if not how.sparse:
+        return cast(segment_sum(each, flat, V).T, dtype)
+    rows, sums = sums_by_number(each, flat, how.padding_idx)
+    r, n = each.shape[1], rows.shape[0]
+    at = torch.stack([torch.arange(r, device=rows.device).repeat_interleave(n), rows.repeat(r)])
+    return torch.sparse_coo_tensor(at, cast(sums.T, dtype).reshape(-1), (r, V), is_coalesced=True, check_invariants=False)
 
 
 def _rows(flat: Tensor, W: Tensor, A: Tensor, B: Tensor, how: Lookup) -> Tensor:

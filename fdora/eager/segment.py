@@ -19,6 +19,15 @@ def segment_sum(values: Tensor, ids: Tensor, count: int) -> Tensor:
     return run(values, ids, count)
 
 
+def sums_by_number(values: Tensor, ids: Tensor, skip: int | None) -> tuple[Tensor, Tensor]:
+    """The numbers that occur, but for ``skip``, ascending (n,), and their sums (n, r). The host waits to hear how many."""
+    if skip is not None:
+        kept = ids != skip
+        values, ids = values[kept], ids[kept]
+    rows, place = torch.unique(ids, return_inverse=True)
+    return rows, segment_sum(values, place, rows.shape[0])
+
+
 def _segment_sum(values: Tensor, ids: Tensor, count: int) -> Tensor:
     """On a CPU each thread owns some of the numbers, and takes their rows in order."""
     if values.device.type == "cpu":

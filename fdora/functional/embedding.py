@@ -23,6 +23,7 @@ from fdora._check import (
 )
 from fdora._dispatch import Backend
 from fdora._records import Lookup
+from fdora._torch import is_traced
 from fdora.autograd.embedding import embedding
 from fdora.autograd.norm import row_norm
 from fdora.functional.backend import select_backend
@@ -42,6 +43,7 @@ def dora_embedding(
     norm_axis: int = 0,
     padding_idx: int | None = None,
     max_norm: float | None = None,
+    sparse: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
     """Rows of an adapted table: ``y = g * (W[ids] + s * A.T[ids] @ B.T)`` with ``g = m / ||W + s * (B @ A).T||`` per column.
@@ -66,6 +68,9 @@ def dora_embedding(
       max_norm: a row of W that is longer counts as ``W[v] * max_norm / (||W[v]|| + 1e-7)``, as in F.embedding, but W stays as
         it is; in plain torch on every device. The norm of columns is that of W as it stands: to have both, call
         ``torch.embedding_renorm_`` on all rows first.
+      sparse: True gives the gradients of A and, with ``norm_axis=1``, of m as coalesced sparse COO tensors of the rows that
+        were read, without the padding row: torch.optim.SparseAdam, SGD and Adagrad take them, as they take those of
+        nn.Embedding(sparse=True). Not under torch.func or torch.compile. The host waits to hear how many rows there are.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
@@ -74,12 +79,12 @@ def dora_embedding(
 
     Raises:
       FdoraError: shapes, dtypes or devices disagree, W requires grad or is quantised, s is not finite, norm_axis is neither 0
-        nor 1, padding_idx is no row of W, or max_norm is not positive.
+        nor 1, padding_idx is no row of W, max_norm is not positive, or sparse meets torch.func or torch.compile.
       IndexError: a number is no row of W; a kernel, which cannot raise, gives a row of NaN for it.
       NotImplementedError: a second derivative is asked for.
 
     Memory: keeps its arguments, no activation; backward makes the rows again. Nothing of the size of W is ever made, but the
-    gradient of A is (r, V). Derivation: ``fdora/eager/embedding.py``.
+    gradient of A is (r, V), if it is not sparse. Derivation: ``fdora/eager/embedding.py``.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5; Yeh et al., LyCORIS, 2023, arXiv:2309.14859 (norm_axis=1).
     """
     if check_embedding("dora_embedding", ids, W, A, B, m, s, norm, norm_axis, padding_idx, max_norm):
@@ -97,8 +102,16 @@ def dora_embedding(
         c = c if c.dtype == torch.float32 and W.dtype != torch.float64 else c.to(torch.promote_types(W.dtype, torch.float32))
     if padding_idx is not None and padding_idx < 0:
         padding_idx += W.shape[0]
-    how = Lookup(s, norm_axis == 1, padding_idx, max_norm)
+    check_sparse("dora_embedding", sparse)
+    how = Lookup(s, norm_axis == 1, padding_idx, max_norm, sparse)
     return embedding(ids, W, A, B, m, c, how, choice.name if max_norm is None else "eager")
+
+
+def check_sparse(fn: str, sparse: bool) -> None:
+    if not isinstance(sparse, bool):
+        raise fail(fn, "sparse", "a bool", f"a {type(sparse).__name__}", "Pass nn.Embedding's.")
+    if sparse and is_traced():
+        raise fail(fn, "sparse", "False under torch.func and torch.compile", "True", "They know no sparse gradients.")
 
 
 def check_embedding(

@@ -66,7 +66,9 @@ def use_fdora(
     Args:
       model: a PeftModel, or any module with PEFT layers in it.
       fuse: also run q, k, v and the gated MLP of Llama-, Qwen-, Gemma- and Mistral-style blocks in one call each: less time,
-        and half of what an MLP keeps for backward. A copy or a pickle of the model forgets it for q, k, v.
+        and half of what an MLP keeps for backward. In the blocks of timm's and transformers' vision transformers LayerScale and
+        the residual go into the layer before them: fewer passes and roundings. A copy or a pickle of the model forgets it for
+        q, k, v and for such blocks.
       keep_inner: keep one more activation per layer. Needed where the model changes the layer's output in
         place before backward, as ``nn.ReLU(inplace=True)`` or Gemma 3n with ``"all-linear"`` does (the error says so).
       detach: True treats the norm as a constant, as PEFT does. False lets gradients reach A and B through it too: full DoRA, on
@@ -110,7 +112,8 @@ def use_fdora(
     if fuse and not fuse_blocks(model):
         raise FdoraError(
             "fdora.use_fdora: `fuse` must be False for a model without blocks it knows, got True. It wants transformers' "
-            "q_proj, k_proj, v_proj or gate_proj, up_proj, down_proj, all with DoRA. Its layers run one by one now."
+            "q_proj, k_proj, v_proj or gate_proj, up_proj, down_proj, all with DoRA, or a vision transformer's blocks. "
+            "Its layers run one by one now."
         )
     return model
 

@@ -169,6 +169,39 @@ def the_same_bits_from_run_to_run():
     assert all(torch.equal(run[n], runs[0][n]) for run in runs for n in leaves)
 
 
+def sparse_gradients_are_the_dense_ones():
+    """Bit for bit, of the rows that were read and no others, and an optimizer for such gradients takes them."""
+    for axis, extra in itertools.product((0, 1), ({}, {"padding_idx": 0}, {"max_norm": 0.9})):
+        W, A, B, m = table(40, 8, 3, axis, torch.float32)
+        A, leaves = A.contiguous(), {}
+        leaves = {"A": A.requires_grad_(), "B": B.requires_grad_(), "m": m.requires_grad_()}
+        ids = numbers(20, (30,))
+        dy = torch.randn(30, 8, device=device.NAME)
+        dense, sparse = (
+            grads(dora_embedding(ids, W, A, B, m, s=S, norm_axis=axis, sparse=how, **extra), dy, **leaves)
+            for how in (False, True)
+        )
+        read = sorted(set(ids.tolist()) - {extra.get("padding_idx")})
+        for n, want in dense.items():
+            got = sparse[n]
+            assert got.is_sparse == (n == "A" or (n == "m" and axis == 1)), (n, axis)
+            if got.is_sparse:
+                assert got.is_coalesced() and got.indices()[-1].unique().tolist() == read
+                assert got._nnz() == len(read) * (3 if n == "A" else 1) and got.dtype == leaves[n].dtype
+            assert torch.equal(got.to_dense() if got.is_sparse else got, want), (n, axis, extra)
+    W, A, B, m = table(9, 4, 2)
+    before = A.T.clone()
+    rows = A.T.contiguous().requires_grad_()  # a leaf (V, r), as nn.Embedding has it
+    dora_embedding(torch.tensor([3, 5, 3], device=device.NAME), W, rows.T, B, m, s=S, sparse=True).sum().backward()
+    torch.optim.SparseAdam([rows]).step()
+    assert (rows != before).any(1).nonzero().flatten().tolist() == [3, 5]
+    c = dora_norm(W, B.T, A.T, s=S).requires_grad_()
+    y = dora_embedding(numbers(9), W, A, B, c.detach(), s=S, norm=c, norm_axis=1, sparse=True)
+    assert not torch.autograd.grad(y.sum(), c)[0].is_sparse
+    nobody = dora_embedding(numbers(9, (0,)), W, A.requires_grad_(), B, m, s=S, sparse=True)
+    assert torch.autograd.grad(nobody.sum(), A)[0]._nnz() == 0
+
+
 CHECKS = [
     matches_the_truth,
     gradients_reach_a_given_norm,
@@ -178,4 +211,5 @@ CHECKS = [
     a_head_that_shares_the_table,
     takes_any_strides_and_int32,
     the_same_bits_from_run_to_run,
+    sparse_gradients_are_the_dense_ones,
 ]

@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fdora import FdoraError
 from fdora.integrations._peft import linear
-from fdora.integrations._peft.blocks import MLP, Mlp, block
-from fdora.integrations._peft.known import act_of, is_gated_mlp, shares_x
+from fdora.integrations._peft.blocks import Mlp, block
+from fdora.integrations._peft.known import MLP, act_of, is_gated_mlp, shares_x
 from fdora.integrations.peft import report, restore, use_fdora
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", *MLP]

@@ -100,6 +100,20 @@ def test_the_padding_row_adds_nothing_to_a_gradient():
         assert agrees == (short in "yA"), full
 
 
+def test_sparse_gradients_of_a_sparse_embedding():
+    """PEFT's A is the other way round, which torch cannot turn where rows are dense."""
+    model, x = build(nn.Embedding(V, D, sparse=True), init_lora_weights=False), torch.tensor([[3, 5, 3], [1, 3, 5]])
+    with pytest.raises(RuntimeError, match="transpositions between sparse and dense"):
+        run(model, x)
+    dense = build(nn.Embedding(V, D), init_lora_weights=False)
+    dense.load_state_dict(model.state_dict())
+    got, want = run(use_fdora(model), x), run(use_fdora(dense), x)
+    assert path(model) == "fused"
+    for n, value in want.items():
+        assert got[n].is_sparse == ("lora_embedding_A" in n)
+        assert torch.equal(got[n].to_dense(), value), n
+
+
 NOT_FUSED = {
     "max_norm": (lambda: nn.Embedding(V, D, max_norm=2.0), "max_norm"),
     "by frequency": (lambda: nn.Embedding(V, D, scale_grad_by_freq=True), "frequency"),

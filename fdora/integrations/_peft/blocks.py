@@ -18,15 +18,19 @@ from torch import Tensor, nn
 from fdora._records import Operands
 from fdora._torch import is_traced, trace
 from fdora.functional import DoraLayer, dora_linear_group, dora_mlp
+from fdora.functional._ends import folded, loses_inner
 from fdora.functional.linear import checked_linears
 from fdora.functional.mlp import checked_mlp
 from fdora.integrations._hook import hooked
 from fdora.integrations._norm import version
 from fdora.integrations._peft.dora import FUSED, Dora
-from fdora.integrations._peft.known import ATTENTION, MLP, act_of, forward_of, is_gated_mlp, shares_x
+from fdora.integrations._peft.ends import fuse_vit, unfuse_vit
+from fdora.integrations._peft.gated import Gated, gated_of
+from fdora.integrations._peft.known import ATTENTION, act_of, forward_of, shares_x
 from fdora.integrations._peft.linear import Layer, active, call_of
 from fdora.integrations._peft.steady import Call, plain_calls
 from fdora.integrations._peft.verdict import settled, verdict
+from fdora.quant import QuantWeight
 
 
 class Waiting(NamedTuple):
@@ -86,24 +90,31 @@ class Mlp(nn.Module):
     STOCK: type
     FORWARD: Any
     """STOCK's, when it was looked at."""
+    HOW: Any
+    """How it is written, see gated.py."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(self, Mlp):  # bound methods outlive unfuse_blocks
             return type(self).forward(self, *args, **kwargs)
         cls: Any = type(self)  # self.FORWARD would be bound
-        if len(args) == 1 and not kwargs and cls.STOCK.forward is cls.FORWARD:
-            act: Any = act_of(getattr(self, "act_fn", None))  # it may be another one by now, or have hooks
-            found = together([self._modules[name] for name in MLP], *args, mlp=True) if act is not None else None
-            if found is not None and found.backend:
-                layers, s = found.now()
-                return checked_mlp(args[0], layers, s, act, found.keep_inner(), found.backend)
+        how: Gated = cls.HOW
+        if len(args) == 1 and not kwargs and cls.STOCK.forward is cls.FORWARD and how.serves(self):
+            act: Any = act_of(getattr(self, how.act, None))  # it may be another one by now, or have hooks
+            layers = [self._modules[name] for name in how.layers()]
+            found = together(layers, *args, mlp=True, packed=how.packed) if act is not None else None
             if found is not None:
-                return dora_mlp(*args, *found.layers(), act=act, **found.options())
+                down = found.calls[-1]
+                ends = None if down.variant.tail is None else down.ends(layers[-1], args[0])
+                if ends is not None:
+                    down.variant.tail.taken()
+                gate_last = how.packed and self.gate_last
+                return found.mlp(args[0], act, None if not how.packed else gate_last, ends)  # type: ignore[arg-type]
         return cls.STOCK.forward(self, *args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        mine = name in type(self).HOW.layers()
         super().__setattr__(name, value)
-        if name in MLP and not isinstance(value, Layer):  # unload, merge_and_unload
+        if mine and not isinstance(value, Layer):  # unload, merge_and_unload
             self.__class__ = self.STOCK
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -113,11 +124,12 @@ class Mlp(nn.Module):
 @cache
 def block(stock: Any) -> Any:
     bases: Any = (Mlp, stock)
-    return type(stock.__name__, bases, {"STOCK": stock, "FORWARD": stock.forward, "__module__": stock.__module__})
+    own = {"STOCK": stock, "FORWARD": stock.forward, "HOW": gated_of(stock.forward), "__module__": stock.__module__}
+    return type(stock.__name__, bases, own)
 
 
 def blank(stock: Any) -> Any:
-    cls = block(stock) if is_gated_mlp(stock.forward) else stock  # another process may have patched it
+    cls = block(stock) if gated_of(stock.forward) is not None else stock  # another process may have patched it
     return cls.__new__(cls)
 
 
@@ -141,10 +153,25 @@ class Together(NamedTuple):
     def options(self) -> dict[str, Any]:
         return {"dropout_p": self.calls[0].p, "dropout_mode": "peft", "keep_inner": self.keep_inner()}
 
+    def mlp(self, x: Tensor, act: Any, gate_last: bool | None, ends: Any) -> Tensor:
+        """Of gate, up and down; or of both in one layer and down, where ``gate_last`` is not None: which half is the gate."""
+        if self.backend and ends is None and gate_last is None:
+            layers, s = self.now()
+            return checked_mlp(x, layers, s, act, self.keep_inner(), self.backend)
+        *pair, down = self.layers()
+        gate, up = pair if gate_last is None else halves(pair[0], gate_last)
+        options = self.options()
+        if ends is None:
+            return dora_mlp(x, gate, up, down, act=act, **options)
+        m, bias = folded(x.dtype, ends.gamma, down.m, down.bias)  # type: ignore[arg-type]
+        options["keep_inner"] = options["keep_inner"] or loses_inner(x.dtype, ends.gamma, None)
+        y = dora_mlp(x, gate, up, down._replace(m=m, bias=bias), act=act, **options)
+        return y if ends.residual is None else y + ends.residual
 
-def together(layers: list[Any], x: Tensor, mlp: bool = False) -> Together | None:
+
+def together(layers: list[Any], x: Tensor, mlp: bool = False, packed: bool = False) -> Together | None:
     """What each layer would do with x, if all do it in one call of dora_linear, nobody listens, and p is the same."""
-    if not is_traced():
+    if not packed and not is_traced():
         calls = plain_calls(layers) if all([isinstance(layer, Layer) for layer in layers]) else None
         backend = "" if calls is None else settled(x, calls, mlp)
         if calls is not None and backend:
@@ -158,8 +185,19 @@ def together(layers: list[Any], x: Tensor, mlp: bool = False) -> Together | None
         if mlp and call.dtype not in (None, x.dtype):  # layer by layer, what lies between has the dtype of x
             return None
         found.append(call)
-    why, backend = verdict(x, found, mlp)
+    if packed and (isinstance(found[0].W, QuantWeight) or found[0].p or found[0].W.shape[0] != 2 * found[1].W.shape[1]):
+        return None  # dropout draws one mask for both halves
+    why, backend = verdict(x, found, mlp and not packed)
     return None if why else Together(found, backend)
+
+
+def halves(both: DoraLayer, gate_last: bool) -> tuple[DoraLayer, DoraLayer]:
+    """gate and up of a layer that computes the two beside each other: rows of W, B, m, bias and c; A is that of both."""
+    W, A, B, m, s, bias, c = both
+    parts: Any = zip(*[(None, None) if t is None else t.chunk(2) for t in (W, B, m, bias, c)], strict=True)  # type: ignore[union-attr]
+    As: Any = A, A.view(A.shape)  # type: ignore[union-attr]  # Dynamo takes no tensor twice
+    first, second = (DoraLayer(W, a, B, m, s, bias, c) for a, (W, B, m, bias, c) in zip(As, parts, strict=True))
+    return (second, first) if gate_last else (first, second)
 
 
 def of(call: Call) -> DoraLayer:
@@ -173,7 +211,8 @@ def fuse_blocks(model: nn.Module) -> int:
     found = 0
     for module in list(model.modules()):
         parts, forward = module._modules, forward_of(module)
-        if adapted(parts, MLP) and is_gated_mlp(forward) and act_of(getattr(module, "act_fn", None)) is not None:
+        how = gated_of(forward)
+        if how is not None and adapted(parts, how.layers()) and act_of(getattr(module, how.act, None)) is not None:
             stock: Any = type(module)
             module.__class__ = block(stock)
             found += 1
@@ -184,7 +223,7 @@ def fuse_blocks(model: nn.Module) -> int:
                 for layer in layers:
                     layer.lora_variant[adapter].shared = shared
             found += 1
-    return found
+    return found + fuse_vit(model)
 
 
 def adapted(parts: dict[str, Any], names: tuple[str, ...]) -> bool:
@@ -192,6 +231,7 @@ def adapted(parts: dict[str, Any], names: tuple[str, ...]) -> bool:
 
 
 def unfuse_blocks(model: nn.Module) -> None:
+    unfuse_vit(model)
     for module in model.modules():
         if isinstance(module, Mlp):
             module.__class__ = module.STOCK

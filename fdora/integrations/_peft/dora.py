@@ -44,6 +44,7 @@ class Dora:
         self.keep_inner = False
         self.detach = True
         self.shared: Any = None  # with the layers that read the same x, see blocks.py
+        self.tail: Any = None  # what may follow the layer in its call, see ends.py
         self.calls: Counter[str] = Counter()
         self.why_not_fused = ""
         self.kept = KeptNorm()

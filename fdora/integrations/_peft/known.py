@@ -157,3 +157,54 @@ def same(a: Any, b: Any) -> bool:
     if (a.co_name, a.co_varnames, len(a.co_consts), body(a)) != (b.co_name, b.co_varnames, len(b.co_consts), body(b)):
         return False
     return all(map(same, a.co_consts, b.co_consts))
+
+
+@cache
+def chain(function: Any) -> tuple[str, ...]:
+    """The modules that what a function returns has passed, the last one first: proj_drop, proj, norm of
+
+        ``x = self.norm(x); x = self.proj(x); x = self.proj_drop(x); return x`` (or ``return x, weights``)
+
+    Plain statements at its end, each of them the only one that names its module. Nothing else reads what passes between.
+    """
+    tree = tree_of(function)
+    nodes = [] if tree is None else list(ast.walk(tree))[1:]
+    if tree is None or not tree.args.args or any(isinstance(node, LATER) for node in nodes):
+        return ()
+    me, attributes = tree.args.args[0].arg, [node.attr for node in nodes if isinstance(node, ast.Attribute)]
+    *before, last = tree.body
+    if not isinstance(last, ast.Return) or sum(isinstance(node, ast.Return) for node in nodes) != 1:
+        return ()
+    given: Any = last.value
+    value, *rest = given.elts if isinstance(given, ast.Tuple) and given.elts else [given]
+    others = {node.id for each in rest for node in ast.walk(each) if isinstance(node, ast.Name)}
+    found: list[str] = []
+    while isinstance(value, (ast.Name, ast.Call)):
+        name = called(value, me)
+        if name is not None and attributes.count(name) == 1:
+            found.append(name)
+            value = value.args[0]  # type: ignore[union-attr]
+        elif isinstance(value, ast.Name) and before and is_assigned(before[-1], value.id) and value.id not in others:
+            value = before.pop().value  # type: ignore[attr-defined]
+        else:
+            break
+    return tuple(found)
+
+
+LATER = (ast.Yield, ast.YieldFrom, ast.Await, ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def called(node: ast.AST | None, me: str) -> str | None:
+    """The module of ``self.module(x)``."""
+    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1 or not isinstance(node.func, ast.Attribute):
+        return None
+    of = node.func.value
+    return node.func.attr if isinstance(of, ast.Name) and of.id == me and not isinstance(node.args[0], ast.Starred) else None
+
+
+def is_assigned(node: ast.AST, name: str) -> bool:
+    """Whether a statement is ``name = ...``."""
+    if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+        return False
+    target = node.targets[0]
+    return isinstance(target, ast.Name) and target.id == name

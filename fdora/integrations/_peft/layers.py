@@ -9,7 +9,7 @@ from peft.tuners.lora import dora
 from peft.tuners.lora import layer as lora
 from torch import Tensor, nn
 
-from fdora._torch import PLAIN
+from fdora._torch import PLAIN, is_traced
 from fdora.functional import dora_conv1d, dora_conv2d, dora_conv3d, dora_embedding
 from fdora.integrations._hook import hooked
 from fdora.integrations._peft.dora import FUSED, Dora, Weights
@@ -43,7 +43,8 @@ class Embedding(Layer, lora.Embedding):
         variant.count(FUSED)
         s = module.scaling[name]
         c = variant.with_gradient(variant.norm(w, s), w.W, w.A, w.B, s)
-        return dora_embedding(x, variant.kept.frozen(base.weight), w.A, w.B, w.m, s=s, norm=c, padding_idx=base.padding_idx)
+        how = {"padding_idx": base.padding_idx, "sparse": base.sparse}
+        return dora_embedding(x, variant.kept.frozen(base.weight), w.A, w.B, w.m, s=s, norm=c, **how)
 
 
 def not_looked_up(module: Any, base: Any, magnitude: Any) -> str:
@@ -54,8 +55,10 @@ def not_looked_up(module: Any, base: Any, magnitude: Any) -> str:
         return "hooks on the layer's parts"
     if base.max_norm is not None:
         return "max_norm, which rewrites the base weight"
-    if base.scale_grad_by_freq or base.sparse:
-        return "gradients that are sparse or divided by frequency"
+    if base.scale_grad_by_freq:
+        return "gradients divided by frequency"
+    if base.sparse and is_traced():
+        return "sparse gradients under torch.compile or torch.func"
     return "tensor parallel" if getattr(module, "tp_layer", None) is not None else ""
 
 

@@ -67,12 +67,17 @@ class Layer(nn.Module):
             note(found[1], why)
             return stock.forward(self, x)
         variant, keep_inner = call.variant, call.variant.keep_inner
-        if backend:
+        ends = None if variant.tail is None else call.ends(self, x)
+        if backend and ends is None:
             return checked_linears(x, (call.operands(),), (call.s,), keep_inner, backend)[0]
         variant.count(FUSED)
         _, W, A, B, m, bias, s, p, dtype = call
         x, given = (x if dtype is None else x.to(dtype)), x.dtype
         c = call.norm()
+        if ends is not None:
+            variant.tail.taken()
+            end = {"gamma": ends.gamma, "residual": ends.residual}
+            return dora_linear(x, W, A, B, m, s=s, bias=bias, norm=c, keep_inner=keep_inner, **end)
         y = dora_linear(x, W, A, B, m, s=s, bias=bias, norm=c, dropout_p=p, dropout_mode="peft", keep_inner=keep_inner)
         return y if dtype is None else y.to(given)
 

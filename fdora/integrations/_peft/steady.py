@@ -50,6 +50,12 @@ class Call(NamedTuple):
             c = kept.own(W, W, A, B, s)
         return Operands(W, A, B, m, c if variant.detach else variant.with_gradient(c, W, A, B, s), bias, None)
 
+    def ends(self, layer: Any, x: Tensor) -> Any:
+        """What the block of a vision transformer wants done beside the layer; None where it is to do that itself."""
+        if self.p or self.dtype not in (None, x.dtype):
+            return None
+        return self.variant.tail.take(layer, x, self.W.shape[0])
+
     def norm(self) -> Tensor:
         variant, W, A, B, s = self.variant, self.W, self.A, self.B, self.s
         return variant.with_gradient(variant.kept.of(owner(W), W, A, B, s), W, A, B, s)
@@ -82,7 +88,7 @@ def variant_of(module: Any) -> tuple[str, Dora] | None:
     if type(name) is list and len(name) == 1:
         name = name[0]
     variant = module.lora_variant.get(name) if type(name) is str else None
-    return (name, variant) if isinstance(variant, Dora) else None
+    return (name, variant) if isinstance(variant, Dora) and variant.tail is None else None  # who has a tail may be told more
 
 
 def plain_call(module: Any, name: str, variant: Dora, kind: type | None = None) -> Call | None:

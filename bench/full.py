@@ -1,0 +1,83 @@
+"""Full DoRA: what gradients through the norm cost a layer, beside the norm as a constant.
+
+    python -m bench.full --device cuda --json FILE
+
+Forward and backward of ``dora_linear`` with ``detach=False`` and with ``detach=True``, the norm computed inside and given, GPU
+time of replayed CUDA graphs (CPU wall time), medians of turns. Before they are timed both are compared with float64: y and all
+gradients, through a norm that is differentiated or not. The goal is 1.10.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.clock import anchor_graph, medians, timer
+from bench.norm_forms import about
+from bench.save import save
+from bench.table import table
+from bench.ways import Inputs, S
+from fdora.functional import dora_linear
+
+GOAL = 1.10
+SHAPES = ((4096, 4096, 4096, 16), (4096, 4096, 4096, 384), (4096, 4096, 14336, 64), (512, 4096, 4096, 16))  # M, K, N, r
+MOST_APART = 0.02  # relative L2, bf16
+LEAVES = ("x", "A", "B", "m")
+
+
+def step(i: Inputs, detach: bool, given: bool) -> tuple[Tensor, ...]:
+    y = dora_linear(i.x, i.W, i.A, i.B, i.m, s=S, norm=i.norm if given else None, detach=detach)
+    return y.detach(), *torch.autograd.grad(y, [getattr(i, name) for name in LEAVES], i.dy)
+
+
+def truth(i: Inputs, detach: bool) -> tuple[Tensor, ...]:
+    x, A, B, m = leaves = [getattr(i, name).detach().double().requires_grad_() for name in LEAVES]
+    whole = i.W.double() + S * B @ A
+    c = torch.linalg.vector_norm(whole, dim=1)
+    y = x @ (whole * (m / (c.detach() if detach else c))[:, None]).T
+    return y.detach(), *torch.autograd.grad(y, leaves, i.dy.double())
+
+
+def rows_of(shape: tuple[int, int, int, int], device: str, runs: int) -> list[dict]:
+    M, K, N, r = shape
+    i = Inputs.random(M, K, N, r, torch.bfloat16, device)
+    apart: dict[bool, float] = {}
+    for detach in (True, False):
+        pairs = zip(step(i, detach, False), truth(i, detach), strict=True)
+        apart[detach] = max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
+        assert apart[detach] <= MOST_APART, f"{shape}, detach={detach}: {apart[detach]:.1e} from float64"
+    rows, anchor = [], None if device == "cpu" else anchor_graph()
+    for given in (False, True):
+        ways = {str(detach): timer(lambda d=detach: step(i, d, given), device, anchor) for detach in (True, False)}
+        ms = medians(ways, runs)
+        row = {"M": M, "K": K, "N": N, "r": r, "norm": "given" if given else "inside", "detached_ms": round(ms["True"], 4)}
+        row |= {"full_ms": round(ms["False"], 4), "ratio": round(ms["False"] / ms["True"], 3), "goal": GOAL}
+        rows.append(row | {"error": float(f"{apart[False]:.1e}")})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tiny", action="store_true", help="one small shape, for a smoke test")
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="recorded in the JSON")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    options = parse(argv)
+    result: dict = {"about": about(options.device, options.commit, argv), "rows": []}
+    for shape in ((64, 96, 80, 8),) if options.tiny else SHAPES:
+        result["rows"] += rows_of(shape, options.device, options.runs)
+        save(options.json, result)
+    print("\n" + table(list(result["rows"][0]), [row.values() for row in result["rows"]]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""Where the time of a layer or a model goes: NVTX ranges, a table of kernels with their share of the roof, a chrome trace.
+
+    python -m bench.profile layer --M 4096 --K 4096 --N 4096 --r 64 --device cuda --out FOLDER
+    python -m bench.profile vit --layers 4 --way peft_fdora_fused --mode inference --device cuda --out FOLDER
+    python -m bench.profile model --layers 2 --way peft_fdora --device cuda --out FOLDER
+
+FOLDER gets ``trace.json`` (chrome://tracing, Perfetto), ``kernels.json`` and ``kernels.md``. A kernel of ours has the flops and
+bytes that its plan counts (``explain`` shows the same), a matrix product of torch's those of its shapes; the share of the roof
+is the larger of flops over the rate of a large bf16 product and bytes over that of a large copy, both measured here first, over
+the kernel's time. Of other kernels nobody says what they move. Each plan and each block is a range with its name, in the trace
+and as NVTX: ``nsys profile -t cuda,nvtx python -m bench.profile ...`` shows them. Without a GPU rows are torch's operations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from bench.kernels import short
+from bench.norm_forms import about
+from bench.save import save
+from bench.table import table
+
+
+class Step(NamedTuple):
+    """Of a plan: what runs, and what the plan says that it costs."""
+
+    plan: str
+    what: str
+    flops: float
+    bytes: float
+
+
+class Ran(NamedTuple):
+    """One kernel."""
+
+    name: str
+    us: float
+    plan: str = ""
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+@contextmanager
+def named(name: str, device: str) -> Iterator[None]:
+    """A range in torch's trace, and for NVIDIA's tools."""
+    nvtx = torch.cuda.nvtx.range(name) if device != "cpu" else nullcontext()
+    with torch.profiler.record_function(name), nvtx:
+        yield
+
+
+@contextmanager
+def plans_named(device: str) -> Iterator[list[Step]]:
+    """Each plan that runs inside is a range; its steps, in the order in which they are launched."""
+    try:
+        from fdora.triton.runtime import walk
+        from fdora.triton.runtime.describe import describe
+    except ImportError:  # no Triton: plain torch has no plans
+        yield []
+        return
+    steps: list[Step] = []
+    stock = walk._run, walk._walk
+    inside = False
+
+    def ranged(original: Any, plan: Any, *rest: Any) -> Any:
+        nonlocal inside
+        if inside:  # the one calls the other
+            return original(plan, *rest)
+        inside = True
+        try:
+            steps.extend(Step(plan.name, row.what, row.flops, row.bytes) for row in describe(plan).steps)
+            with named(plan.name, device):
+                return original(plan, *rest)
+        finally:
+            inside = False
+
+    walk._run, walk._walk = (partial(ranged, each) for each in stock)
+    try:
+        yield steps
+    finally:
+        walk._run, walk._walk = stock
+
+
+@contextmanager
+def blocks_named(blocks: dict[str, nn.Module], device: str) -> Iterator[None]:
+    """The forward of each is a range. Hooks on the layers inside would keep them from what they do together."""
+    open_ranges: list[Any] = []
+
+    def before(module: nn.Module, args: Any, name: str) -> None:
+        open_ranges.append(named(name, device))
+        open_ranges[-1].__enter__()
+
+    def after(module: nn.Module, args: Any, y: Any) -> None:
+        open_ranges.pop().__exit__(None, None, None)
+
+    handles = [m.register_forward_pre_hook(partial(before, name=name)) for name, m in blocks.items()]
+    handles += [m.register_forward_hook(after, always_call=True) for m in blocks.values()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def costed(kernels: Iterable[Ran], steps: Sequence[Step]) -> list[Ran]:
+    """Kernels of ours with the cost of their step: the n-th of a name is the n-th step of that name."""
+    left: dict[str, deque[Step]] = defaultdict(deque)
+    for step in steps:
+        left[step.what].append(step)
+    found = []
+    for ran in kernels:
+        step = left[ran.name].popleft() if left.get(ran.name) else None
+        found.append(ran if step is None else ran._replace(plan=step.plan, flops=step.flops, bytes=step.bytes))
+    return found
+
+
+def product_cost(shapes: Sequence[Sequence[int]], itemsize: int) -> tuple[float, float]:
+    """Flops and bytes of a (M, K) x (K, N) product, from the shapes of an operation's arguments."""
+    matrices = [shape for shape in shapes if len(shape) == 2]
+    if len(matrices) < 2:
+        return 0.0, 0.0
+    (M, K), (_, N) = matrices[-2:]
+    return 2.0 * M * K * N, float(itemsize * (M * K + K * N + M * N))
+
+
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear", "aten::matmul")
+
+
+def kernels_of(seen: Any, itemsize: int, on_gpu: bool) -> list[Ran]:
+    """In order; a product of torch's with the cost of its shapes. Without a GPU operations, with their own time."""
+    events = seen.events()
+    if not on_gpu:
+        return [Ran(e.name, e.self_cpu_time_total) for e in events if e.name.startswith(("aten::", "fdora::"))]
+    costs: dict[tuple[str, float], deque] = defaultdict(deque)
+    for event in events:
+        if event.name in PRODUCTS and len(event.kernels) == 1:  # several: a split sum, of which no part is the whole
+            kernel = event.kernels[0]
+            costs[kernel.name, kernel.duration].append(product_cost(event.input_shapes, itemsize))
+    ran = []
+    gpu = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation]
+    for event in sorted(gpu, key=lambda e: e.time_range.start):
+        us = event.time_range.elapsed_us()
+        cost = costs[event.name, us].popleft() if costs.get((event.name, us)) else (0.0, 0.0)
+        ran.append(Ran(event.name, us, "", *cost))
+    return ran
+
+
+def grouped(kernels: Sequence[Ran], rates: dict[str, float]) -> list[dict[str, Any]]:
+    """A row for each kernel of each plan, the longest first."""
+    rows: dict[tuple[str, str], list[Ran]] = defaultdict(list)
+    for ran in kernels:
+        rows[ran.plan, ran.name].append(ran)
+    found = []
+    for (plan, name), group in rows.items():
+        us, flops, moved = (sum(getattr(ran, key) for ran in group) for key in ("us", "flops", "bytes"))
+        floor = max(flops / rates["flops_per_ms"], moved / rates["bytes_per_ms"]) * 1e3 if rates else 0.0
+        found.append({"plan": plan, "kernel": name, "calls": len(group), "us": us, "flops": flops, "bytes": moved})
+        found[-1]["roof"] = floor / us if floor and us else None
+    return sorted(found, key=lambda row: -row["us"])
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    total = sum(row["us"] for row in rows)
+    share = "{:.0f} %".format
+    lines = []
+    for row in rows:
+        cost = [f"{row['flops'] / 1e9:.2f}" if row["flops"] else "", f"{row['bytes'] / 2**20:.1f}" if row["bytes"] else ""]
+        roof = "" if row["roof"] is None else share(100 * row["roof"])
+        part = share(100 * row["us"] / max(total, 1e-9))
+        lines.append([row["plan"], short(row["kernel"]), row["calls"], f"{row['us']:.1f}", part, *cost, roof])
+    known = sum(row["us"] for row in rows if row["roof"] is not None)
+    calls, told = sum(row["calls"] for row in rows), share(100 * known / max(total, 1e-9))
+    lines.append(["", f"all; costs are known of {told} of the time", calls, f"{total:.1f}", "", "", "", ""])
+    return table(["plan", "kernel", "calls", "us", "share of time", "GFLOP", "MiB", "share of roof"], lines)
+
+
+def profile(fn: Any, device: str, out: Path, blocks: dict[str, nn.Module], itemsize: int, rates: dict) -> list[dict[str, Any]]:
+    """One call of it, after two that nobody looks at; the trace is written."""
+    from torch.profiler import ProfilerActivity
+
+    on_gpu = device != "cpu"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    for _ in range(2):
+        fn()
+    seen = torch.profiler.profile(activities=activities, record_shapes=True)
+    with blocks_named(blocks, device), plans_named(device) as steps, seen:
+        fn()
+        if on_gpu:
+            torch.cuda.synchronize()
+    out.mkdir(parents=True, exist_ok=True)
+    seen.export_chrome_trace(str(out / "trace.json"))
+    return grouped(costed(kernels_of(seen, itemsize, on_gpu), steps), rates)
+
+
+def layer(options) -> tuple[Any, dict[str, nn.Module], int]:
+    """dora_linear with its norm given, or computed inside (``--way inside``)."""
+    from fdora.functional import dora_linear, dora_norm
+
+    torch.manual_seed(0)
+    M, K, N, r, device = options.M, options.K, options.N, options.r, options.device
+    x, W = (torch.randn(*shape, device=device).bfloat16() for shape in ((M, K), (N, K)))
+    A, B = (0.05 * torch.randn(*shape, device=device).bfloat16() for shape in ((r, K), (N, r)))
+    c = dora_norm(W, A, B, s=2.0)
+    leaves = [x, A, B, (c * 1.001).bfloat16()]
+    dy = torch.randn(M, N, device=device).bfloat16()
+
+    def forward() -> torch.Tensor:
+        x, A, B, m = leaves
+        return dora_linear(x, W, A, B, m, s=2.0, norm=None if options.way == "inside" else c)
+
+    if options.mode == "inference":
+        return torch.no_grad()(forward), {}, 2
+    for leaf in leaves:
+        leaf.requires_grad_()
+    return lambda: torch.autograd.grad(forward(), leaves, dy), {}, 2
+
+
+def vit_model(options) -> tuple[Any, dict[str, nn.Module], int]:
+    from bench import vit
+
+    given = ["--tiny", "--dtype=bf16"] if options.device == "cpu" else []
+    o = vit.parse([f"--device={options.device}", f"--layers={options.layers}", f"--r={options.r}", *given])
+    base = vit.vit(o.sizes, o.layers, o.device, o.dtype)
+    values = {f"blocks.{name}": parts for name, parts in vit.adapters(base.blocks, o.r, o.dtype).items()}
+    run = vit.Run(options.way or "peft_fdora_fused", base, values)
+    batch = options.batch or (2 if options.device == "cpu" else vit.MODES[options.mode])
+    blocks = {f"block {i}": block for i, block in enumerate(run.vit.blocks)}
+    return run.of(options.mode, vit.pixels(batch, o)), blocks, 2
+
+
+def language_model(options) -> tuple[Any, dict[str, nn.Module], int]:
+    from bench import model
+
+    given = ["--tiny", "--seq=32", "--loss-tokens=8"] if options.device == "cpu" else []
+    o = model.parse([f"--device={options.device}", f"--layers={options.layers}", f"--r={options.r}", *given])
+    base = model.network(o, o.layers)
+    values, inputs = model.adapters(base, o.r, model.DTYPES[o.dtype]), model.inputs_for(base, o.seq)
+    run = model.Run(options.way or "peft_fdora", base, values, inputs, o.loss_tokens, False)
+    blocks = {f"layer {i}": each for i, each in enumerate(run.model.get_base_model().get_decoder().layers)}
+    return run.of(options.mode), blocks, 2
+
+
+WHAT = {"layer": layer, "vit": vit_model, "model": language_model}
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=WHAT)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--mode", choices=["inference", "gradient"], default="gradient")
+    parser.add_argument("--way", help='of a model: one of bench.vit, of bench.model; of a layer "inside" computes its norm too')
+    for name, size in (("M", 4096), ("K", 4096), ("N", 4096), ("r", 64), ("layers", 2), ("batch", 0)):
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--out", type=Path, required=True, help="a folder")
+    parser.add_argument("--commit", help="recorded in the JSON")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    options = parse(argv)
+    facts = about(options.device, options.commit, argv)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fn, blocks, itemsize = WHAT[options.what](options)
+        rows = profile(fn, options.device, options.out, blocks, itemsize, facts if options.device != "cpu" else {})
+    text = markdown(rows)
+    (options.out / "kernels.md").write_text(text + "\n")
+    save(options.out / "kernels.json", {"about": facts, "rows": rows})
+    print(f"{facts}\n\n{text}\n\n{options.out}: trace.json, kernels.json, kernels.md")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""bench.vit, bench.kernels and bench.profile in small, on the CPU: what they write, and that they see a wrong result."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import profile, vit
+from bench.kernels import Kernel, by_name, kind, middle_block, picture, shares, short
+from bench.profile import Ran, Step, costed, grouped, markdown, product_cost
+from bench.vit_model import GIANT, TINY, Vit, fold_scale
+from fdora.integrations._peft import ends
+
+SMALL = "--tiny --layers 2 --batch 2 --runs 1 --dtype bf16 --no-compile --modes inference --ways plain,plain_folded,peft_fdora_fused"
+
+
+def run(tmp_path, options=SMALL):
+    path = tmp_path / "result.json"
+    vit.main([*options.split(), "--json", str(path), "--commit", "abc"])
+    return json.loads(path.read_text())
+
+
+def test_vit(tmp_path, capsys):
+    result = run(tmp_path)
+    assert result["about"]["commit"] == "abc" and result["failed"] == {} and result["skipped"] == []
+    assert [(row["way"], row["compiled"], row["batch"]) for row in result["rows"]] == [
+        ("plain", False, 2), ("plain_folded", False, 2), ("peft_fdora_fused", False, 2),
+    ]  # fmt: skip
+    assert result["agreement"]["peft_fdora_fused"]["gradients"] < 0.05
+    assert set(result["paths"]["peft_fdora_fused"]) == {"fused"}
+    assert "| inference of 2, peft_fdora_fused, eager |" in capsys.readouterr().out
+
+
+def test_vit_sees_a_wrong_fold(tmp_path, monkeypatch):
+    stock = ends.Tail.take
+
+    def wrong(self, layer, x, N):
+        found = stock(self, layer, x, N)
+        return found and found._replace(gamma=found.gamma * 1.3)
+
+    monkeypatch.setattr(ends.Tail, "take", wrong)
+    with pytest.raises(SystemExit, match="peft_fdora_fused"):
+        run(tmp_path)
+
+
+def test_the_architecture():
+    with torch.device("meta"):
+        model = Vit(GIANT, 40)
+    published = 1_136_480_768  # of Meta's checkpoint: positions for 518 x 518 pixels, and a token for masked patches
+    assert sum(p.numel() for p in model.parameters()) == published - 1536 * (1370 - 257) - 1536
+    block = model.blocks[0]
+    assert (block.attn.qkv.weight.shape, block.mlp.fc1.weight.shape) == ((4608, 1536), (8192, 1536))
+    small = vit.vit(TINY, 2, "cpu", torch.float64)
+    images = torch.randn(2, 3, 28, 28, dtype=torch.float64)
+    torch.testing.assert_close(fold_scale(small)(images), small(images))
+
+
+KERNELS = [Kernel("void embed<1>(x)", 5.0)] * 3 + [Kernel("nvjet_hsh_128x256", 10.0), Kernel("gemm_tma_kernel", 6.0)] * 6
+
+
+def test_kernels_of_a_block(tmp_path):
+    block = middle_block(KERNELS, 6)
+    assert block == [Kernel("nvjet_hsh_128x256", 10.0), Kernel("gemm_tma_kernel", 6.0)]
+    assert middle_block(KERNELS[:5], 2)[0] == Kernel("void embed<1>(x)", 7.5)  # nothing repeats there: by name, of one layer
+    assert by_name(KERNELS, 6)[0] == Kernel("nvjet_hsh_128x256", 10.0)
+    assert "| product | nvjet_hsh_128x256 | 10.0 | 62.5 % |" in shares(block)
+    assert [kind(n) for n in ("flash_fwd_kernel", "triton_red_fused_add_3", "scale_kernel", "Memcpy DtoD", "odd")] == [
+        "attention", "fused", "fdora", "copy", "other",
+    ]  # fmt: skip
+    assert short("triton_poi_fused_mul_silu_2") == "mul + silu" and short("void at::native::cat<int>(x)") == "cat"
+    picture({"one": block, "two": KERNELS}, tmp_path / "a.svg")
+    assert "gemm_tma" in (tmp_path / "a.svg").read_text() or (tmp_path / "a.svg").stat().st_size > 1000
+
+
+def test_a_kernel_has_the_cost_of_its_step():
+    steps = [Step("forward", "gemm", 8e9, 2e6), Step("forward", "cuBLAS", 1e9, 1e6), Step("backward", "gemm", 4e9, 1e6)]
+    ran = costed([Ran("gemm", 10.0), Ran("other", 5.0), Ran("gemm", 20.0), Ran("gemm", 1.0)], steps)
+    assert [(r.plan, r.flops) for r in ran] == [("forward", 8e9), ("", 0.0), ("backward", 4e9), ("", 0.0)]
+    rates = {"flops_per_ms": 1e12, "bytes_per_ms": 1e9}
+    rows = grouped(ran, rates)
+    assert [(row["plan"], row["kernel"], row["roof"]) for row in rows[:3]] == [
+        ("backward", "gemm", pytest.approx(0.2)), ("forward", "gemm", pytest.approx(0.8)), ("", "other", None),
+    ]  # fmt: skip
+    assert "costs are known of 83 % of the time" in markdown(rows)
+    assert product_cost([[1], [3, 4], [4, 5]], 2) == (120.0, 94.0) and product_cost([[3]], 2) == (0.0, 0.0)
+
+
+def test_the_page_keeps_its_word(capsys):
+    """Its figures are those of the plan it prints, and its commands are ones that the parser takes."""
+    page = (Path(__file__).parents[1] / "docs" / "profiling.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    space = {}
+    exec(compile(program, "docs/profiling.md", "exec"), space)
+    commands = re.findall(r"python -m bench.profile (.*?--out \S+?)[`\n]", page)
+    assert len(commands) >= 5
+    for command in commands:
+        profile.parse(command.split())
+    forward, backward = space["said"].plans[-2:]
+    products = [step for plan in (forward, backward) for step in plan.steps if step.what == "gemm_tma_kernel"]
+    assert [f"{step.flops / 1e9:.1f}" for step in products] == ["139.6"] * 2 and "139.6 GFLOP" in page
+    (scale,) = (step for step in backward.steps if step.what == "scale_kernel")
+    assert f"{scale.bytes / 2**20:.1f} MiB" in page
+    small = [step for plan in (forward, backward) for step in plan.steps if step.what == "cuBLAS"]
+    assert {f"{step.flops / 1e9:.1f} GFLOP" for step in small} == {"2.1 GFLOP"} and "2.1 GFLOP" in page
+
+
+@pytest.mark.parametrize("what", ["layer --M 8 --K 32 --N 16", "vit --layers 1"])
+def test_profile(what, tmp_path, capsys):
+    profile.main([*what.split(), "--r", "4", "--out", str(tmp_path), "--commit", "abc"])
+    result = json.loads((tmp_path / "kernels.json").read_text())
+    assert result["about"]["commit"] == "abc" and any("mm" in row["kernel"] for row in result["rows"])
+    trace = (tmp_path / "trace.json").read_text()
+    assert json.loads(trace)["traceEvents"] and ('"block 0"' in trace) == what.startswith("vit")
+    assert (tmp_path / "kernels.md").read_text() in capsys.readouterr().out + "\n"
