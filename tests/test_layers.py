@@ -35,6 +35,11 @@ MAY = {
     "eager": {"_records", "_torch", "quant"},
     "triton": {"_records", "_torch", "_facts", "quant"},
     "quant": {"_check", "_torch"},  # a value that all of them carry; it knows no vendor's package
+    "train": {
+        "_check",
+        "schedule",
+        "convert",
+    },  # it knows no layer: a model is a function; of convert it has how files are written
     "schedule": {"_check"},  # lengths in, microbatches out: it knows no tensor
     "_check": {"_facts", "_torch"},
     "_dispatch": {"_check"},
@@ -61,6 +66,7 @@ FOREIGN = {
     "functional": {"torch", "optree"},
     "quant": {"torch", "optree"},
     "convert": {"torch", "safetensors"},
+    "train": {"torch", "optree", "safetensors"},
     # of the extra of that name, each imported inside the one function that wants it; no torch
     "schedule": {"numpy", "scipy", "matplotlib"},
     # transformers: a dependency of PEFT; by its activations a gated MLP is known
