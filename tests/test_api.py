@@ -143,11 +143,13 @@ def test_docstrings_of_quant_have_every_part_in_order(name):
 
 
 SCHEDULE = {
+    "Action": "(stage, microbatch, backward)",
     "Packed": "(adapters, microbatches, bound, remainder, method, why)",
     "Packing": "(microbatches, bound, remainder, method, why)",
     "Sample": "(adapter, batch, number, length)",
     "Schedule": "(spec, groups, microbatches, packings)",
     "Spec": "(capacity, depth=1, multiple=1, seconds=10.0, workers=1)",
+    "Task": "(device, action, start, end)",
     "Timeline": "(devices, microbatches, tasks)",
     "depth_of": "(orders)",
     "draw": "(timeline, path, *, names=(), title='')",
@@ -178,6 +180,38 @@ def test_schedules(name):
     # the default of forward is a function, whose repr has an address
     text = re.sub(r"(\w+)=<function (\w+) at \w+>", r"\1=\2", str(inspect.Signature(bare)))
     assert text == SCHEDULE[name]
+
+
+TRAIN = {
+    "Job": "(name, lr, clip=None, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0)",
+    "Links": "(ranks, rank, down, up, sums)",
+    "Model": "(forward, keep=None)",
+    "Ran": "(state, losses, tasks)",
+    "Stage": "(forward, names, keep=None)",
+    "State": "(params, kept, grads, mean, square, steps, position)",
+    "Wire": "(shape, dtype=torch.float32, device='cpu')",
+    "Work": "(samples, weights, due)",
+    "connect": "(ranks=None)",
+    "gather_state": "(state, links)",
+    "init_state": "(params, jobs, keep=None)",
+    "load": "(folder, like, jobs, keep=None)",
+    "run_pipeline": "(state, works, data, *, stages, wire, jobs, links, clock=None)",
+    "save": "(folder, state, jobs)",
+    "select_state": "(state, names)",
+    "train_step": "(state, work, data, *, model, jobs, donate=False)",
+    "works_of": "(schedule)",
+}
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_training(name):
+    import fdora.train as train
+
+    public = {n for n, v in vars(train).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    assert public == set(train.__all__) == set(TRAIN)
+    signature = inspect.signature(getattr(train, name))
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    assert str(inspect.Signature(bare)) == TRAIN[name]
 
 
 def test_typed():
