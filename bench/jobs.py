@@ -19,14 +19,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from bench.attempt import Failures
 from bench.clock import synchronize
@@ -37,8 +34,8 @@ from bench.save import save
 from bench.schedule import KINDS, drawn
 from bench.table import table
 from fdora.functional import DoraParams, dora_init, dora_stack
-from fdora.schedule import Sample, Spec, schedule, simulate
-from fdora.train import Job, Model, Wire, connect, init_state, run_pipeline, select_state, train_step, works_of
+from fdora.schedule import Sample, Spec, schedule
+from fdora.train import Job, Model, init_state, train_step, works_of
 
 WAYS = ("peft_lora", "peft_dora", "fdora_alone", "fdora_together")
 MOST_APART = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
@@ -236,83 +233,6 @@ def report(result, turns, options) -> None:
     save(options.json, result)
 
 
-def worker(rank: int, options, store: str) -> None:
-    if options.device == "cuda":
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)
-    backend = "nccl" if options.device == "cuda" else "gloo"
-    limit = timedelta(seconds=60)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=options.world, timeout=limit)
-    jobs, links = Jobs(options), connect()
-    cuts = [options.layers * n // options.world for n in range(options.world + 1)]
-    stage = jobs.stage(range(cuts[rank], cuts[rank + 1]), rank == 0, rank == options.world - 1)
-    start = select_state(jobs.state(stage), stage.names)
-    wire = Wire(lambda work: (sum(s.length for s in work.samples), jobs.sizes.hidden), jobs.dtype, jobs.device)
-
-    def run(works, clock=None):
-        fresh = start._replace(**{part: copied(getattr(start, part)) for part in ("grads", "mean", "square")})
-        return run_pipeline(
-            fresh,
-            works,
-            lambda n: jobs.data(works[n]),
-            stages={rank: stage},
-            wire=wire,
-            jobs=jobs.jobs,
-            links=links,
-            clock=clock,
-        )
-
-    def clock():
-        synchronize(jobs.device)
-        return time.perf_counter()
-
-    ways = {"alone": lambda: [run(works) for works in jobs.alone], "together": lambda: run(jobs.works)}
-    turns = {way: [] for way in ways}
-    for turn in range(options.runs + 1):
-        for way, step in ways.items():
-            dist.barrier()
-            seconds = wall(lambda step=step: (step(), synchronize(jobs.device), dist.barrier()), jobs.device)
-            if turn:
-                turns[way].append(seconds)
-    dist.barrier()
-    begin = clock()
-    tasks = run(jobs.works, clock).tasks
-    dist.barrier()
-    took, each = clock() - begin, [None] * options.world
-    dist.all_gather_object(each, tasks, group=links.sums)
-    if rank == 0:
-        result = head(options, jobs) | {"rows": [], "bubble": bubbles(jobs, each, took, options.world)}
-        print(result["bubble"], flush=True)
-        report(result, turns, options)
-    dist.destroy_process_group()
-
-
-def copied(tree):
-    import optree
-
-    return optree.tree_map(torch.clone, tree)
-
-
-def bubbles(jobs: Jobs, each, took: float, world: int) -> dict:
-    spent = {}
-    for tasks in each:
-        for task in tasks:
-            samples = jobs.plan.microbatches[task.action.microbatch]
-            spent[samples, task.action.stage, task.action.backward] = task.end - task.start
-    busy = sum(spent.values())
-    forward = lambda samples, stage: spent.get((samples, stage, False), 0.0)  # noqa: E731
-    backward = lambda samples, stage: spent.get((samples, stage, True), 0.0)  # noqa: E731
-    told = simulate(jobs.plan, world, forward=forward, backward=backward)
-    return {
-        "measured": 1 - busy / (world * took),
-        "measured_seconds": took,
-        "simulated_from_times": told.bubble,
-        "simulated_seconds": told.time,
-        "simulated_from_tokens": simulate(jobs.plan, world).bubble,
-    }
-
-
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -335,8 +255,9 @@ def main(argv=None):
     if options.world == 1:
         one_process(options)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (options, f"{folder}/store"), options.world)
+    from bench import jobs_pipeline
+
+    jobs_pipeline.start(options)
 
 
 if __name__ == "__main__":

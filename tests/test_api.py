@@ -145,12 +145,12 @@ def test_docstrings_of_quant_have_every_part_in_order(name):
 
 SCHEDULE = {
     "Action": "(stage, microbatch, backward)",
-    "Task": "(device, action, start, end)",
     "Packed": "(adapters, microbatches, bound, remainder, method, why)",
     "Packing": "(microbatches, bound, remainder, method, why)",
     "Sample": "(adapter, batch, number, length)",
     "Schedule": "(spec, groups, microbatches, packings)",
     "Spec": "(capacity, depth=1, multiple=1, seconds=10.0, workers=1)",
+    "Task": "(device, action, start, end)",
     "Timeline": "(devices, microbatches, tasks)",
     "depth_of": "(orders)",
     "draw": "(timeline, path, *, names=(), title='')",

@@ -87,7 +87,8 @@ def run_pipeline(
       clock: gives the time; each action is then timed, without what it waits for others. On a GPU it should wait for it.
 
     Raises:
-      FdoraError: the stages are not this process's, the schedule's depth is too small, or the last stage gave no losses.
+      FdoraError: the stages are not this process's, the schedule's depth is too small, a stage gave what ``wire`` does not
+        announce, or the last one no losses.
 
     Memory: between forward and backward what autograd keeps, of at most ``depth`` microbatches a stage; a received tensor goes
     with its microbatch.
@@ -126,6 +127,8 @@ def run_pipeline(
             if action.stage == end:
                 check_losses(fn, y, work)
                 losses[n] = y.detach()
+            else:
+                wire.check(fn, y, work)
         else:
             x, y, leaves = flights.pop(action._replace(backward=False))
             dy = check_losses(fn, y, work) if action.stage == end else mail.take(action)

@@ -34,7 +34,7 @@ class Model(NamedTuple):
 def train_step(
     state: State, work: Work, data: Any, *, model: Model, jobs: Sequence[Job], donate: bool = False
 ) -> tuple[State, Tensor]:
-    """A microbatch forward and backward, then one AdamW step for each adapter whose batch it ends.
+    """A microbatch forward and backward; for each adapter whose batch it ends, ``P_a <- AdamW_a(P_a, clip_a(dP_a))``.
 
     Args:
       state: of :func:`init_state`, or the one before.

@@ -31,6 +31,12 @@ class Wire(NamedTuple):
     def empty(self, work: Work) -> Tensor:
         return torch.empty(tuple(self.shape(work)), dtype=self.dtype, device=self.device)
 
+    def check(self, fn: str, y: Tensor, work: Work) -> None:
+        """The other side takes it for what was announced."""
+        want, have = (tuple(self.shape(work)), self.dtype), (tuple(y.shape), y.dtype)
+        if want != have:
+            raise fail(fn, "wire", f"{have[0]} {have[1]}, what forward gave", f"{want[0]} {want[1]}", "It says what comes.")
+
 
 class Links(NamedTuple):
     """Groups of one pipeline."""

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from fdora import FdoraError
 from fdora.functional import dora_linear_multi
 from fdora.schedule import Spec, schedule
-from fdora.train import Model, Stage, Wire, connect, run_pipeline, select_state, works_of
+from fdora.train import Model, Stage, connect, run_pipeline, select_state, works_of
 from fdora.train.records import TREES
 from fdora.train.step import square_sum
 from tests import device
@@ -42,10 +43,13 @@ def test_all_stages_in_one_process(stages):
 
 def test_stages_of_another_process_are_refused():
     base, links = make.frozen(), connect()
-    works = works_of(schedule(make.LENGTHS, Spec(40, seconds=0)))
+    works = works_of(schedule(make.LENGTHS, Spec(40, depth=2, seconds=0)))
     given = {"works": works, "data": None, "wire": make.WIRE, "jobs": make.JOBS, "links": links}
     with pytest.raises(FdoraError, match=r"`stages` must be numbered 0, 1, ... on process 0 of 1, got \[1\]"):
         run_pipeline(start(base), stages={1: make.second(base)}, **given)
+    given |= {"data": lambda n: make.data_of(works[n].samples), "wire": make.WIRE._replace(shape=lambda work: (1, make.H))}
+    with pytest.raises(FdoraError, match=r"`wire` must be \(\d+, 16\) torch.float32, what forward gave, got \(1, 16\)"):
+        run_pipeline(start(base), stages={0: make.first(base), 1: make.second(base)}, **given)
     with pytest.raises(FdoraError, match=r"None or \[0\] in one process, got \[0, 1\]"):
         connect([0, 1])
 
@@ -57,13 +61,15 @@ def test_stages_that_train_nothing():
     layer = make.four(base)[0]._replace(forward=None)
 
     def project(params, kept, x, data):
-        return dora_linear_multi(x, base.one, *params["one"], s=make.S, offsets=data.ends, norm=kept["one"], ranks=make.RANKS)
+        return dora_linear_multi(
+            x[:, : make.K], base.one, *params["one"], s=make.S, offsets=data.ends, norm=kept["one"], ranks=make.RANKS
+        )
 
     def losses_of(params, kept, x, data):
         return torch.zeros(len(data.labels)).index_add(0, data.owners, x.square().mean(1))
 
     stages = [
-        Stage(lambda params, kept, x, data: data.x, ()),
+        Stage(lambda params, kept, x, data: pad(data.x, (0, make.H - make.K)), ()),
         layer._replace(forward=project),
         Stage(losses_of, ()),
     ]
@@ -72,7 +78,7 @@ def test_stages_that_train_nothing():
     wanted, _ = together(works, begin._replace(**{t: {"one": getattr(begin, t)["one"]} for t in TREES}), model)
     ran = run_pipeline(
         select_state(begin, ["one"]), works, lambda n: make.data_of(works[n].samples), stages=dict(enumerate(stages)),
-        wire=Wire(lambda work: (sum(s.length for s in work.samples), make.K)), jobs=make.JOBS, links=links,
+        wire=make.WIRE, jobs=make.JOBS, links=links,
     )  # fmt: skip
     make.same(ran.state, wanted)
     assert square_sum({}, 0) == 0
