@@ -58,7 +58,11 @@ TABLE = {
     "layer_few": Entry(180, f"bench.layer --M 1,16,64,128,512 --r 16,128,384 {FLOORS}"),
     "layer_ranks": Entry(90, f"bench.layer --r 8,64,128,768 {FLOORS}"),
     "products": Entry(170, "bench.products"),
+    "products_every": Entry(90, "bench.products --seed 5 --shapes 10 --exhaustive"),
+    "passes": Entry(75, "bench.passes"),
     "shapes": Entry(60, "bench.shapes --jobs 8"),
+    "bias": Entry(45, "bench.bias --beside 512"),
+    "norm_model": Entry(25, "bench.norm_model"),
     "group": Entry(60, "bench.group"),
     "multi": Entry(200, "bench.multi --runs 5"),
     "layers12_r384_eager": Entry(60, "bench.layers12 --r 384 --no-compile"),
@@ -91,6 +95,8 @@ TABLE = {
 # no --seconds of their own
 UNTIMED = (
     "bench.norm_forms",
+    "bench.norm_model",
+    "bench.bias",
     "bench.compose",
     "bench.embedding",
     "bench.host",
