@@ -80,8 +80,8 @@ def use_fdora(
       The model.
 
     Raises:
-      FdoraError: there is no DoRA adapter in it, or ``fuse=True`` finds no block all of whose layers have one. With ``detach=False``
-        a quantised layer raises when it runs.
+      FdoraError: there is no DoRA adapter in it, or ``fuse=True`` finds no block all of whose layers have one. With
+        ``detach=False`` a quantised layer raises when it runs.
     """
     found, layers, wrong = False, _layers("use_fdora", model), []
     unfuse_blocks(model)
@@ -110,8 +110,8 @@ def use_fdora(
     _hook(model, norms_on_shards)
     if fuse is not False and not fuse_blocks(model) and fuse:
         raise FdoraError(
-            "fdora.use_fdora: `fuse` must be None or False for a model without blocks it knows, got True. It wants transformers' "
-            "q_proj, k_proj, v_proj or gate_proj, up_proj, down_proj, all with DoRA. Its layers run one by one now."
+            "fdora.use_fdora: `fuse` must be None or False for a model without blocks it knows, got True. It wants "
+            "transformers' q_proj, k_proj, v_proj or gate_proj, up_proj, down_proj, all with DoRA. Its layers run one by one now."
         )
     return model
 
