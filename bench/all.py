@@ -59,7 +59,11 @@ TABLE = {
     "layer_ranks": Entry(90, f"bench.layer --r 8,64,128,768 {FLOORS}"),
     "peaks": Entry(100, "bench.peaks"),
     "products": Entry(170, "bench.products"),
+    "products_every": Entry(90, "bench.products --seed 5 --shapes 10 --exhaustive"),
+    "passes": Entry(75, "bench.passes"),
     "shapes": Entry(60, "bench.shapes --jobs 8"),
+    "bias": Entry(45, "bench.bias --beside 512"),
+    "norm_model": Entry(25, "bench.norm_model"),
     "group": Entry(60, "bench.group"),
     "multi": Entry(150, "bench.multi --runs 5 --jobs 8"),
     "experts": Entry(150, "bench.experts --runs 5"),
@@ -112,6 +116,8 @@ TABLE = {
 # no --seconds of their own
 UNTIMED = (
     "bench.norm_forms",
+    "bench.norm_model",
+    "bench.bias",
     "bench.compose",
     "bench.embedding",
     "bench.full",

@@ -128,7 +128,7 @@ def adapted(way: str, base: nn.Module, options, seed: int) -> nn.Module:
     for name, p in model.named_parameters():
         if p.requires_grad:
             p.data = start[name].data.to(DTYPES[options.adapter])
-    return model if way == "peft" else use_fdora(model, detach=way != FULL)
+    return model if way == "peft" else use_fdora(model, fuse=False, detach=way != FULL)
 
 
 def optimizers_of(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:

@@ -192,7 +192,7 @@ def main(argv=None):
             if not found:
                 continue
             lines.append(["forward" if forward else "backward", name, *summary(found).values()])
-    heads = ["direction", "shapes", *summary(judgements)]
+    heads = ["direction", "which", *summary(judgements)]
     print(table(heads, lines))
     save(options.json, {"about": about("cpu", options.commit, argv), "measured": [r["about"] for r in results],
                         "summary": [dict(zip(heads, line, strict=True)) for line in lines], "rows": judgements})  # fmt: skip

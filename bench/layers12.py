@@ -86,7 +86,7 @@ def adapt(way: str, base: nn.ModuleList, values: dict) -> tuple[nn.ModuleList, d
         if way == "peft_fdora":
             from fdora.integrations.peft import use_fdora
 
-            use_fdora(model)
+            use_fdora(model, fuse=False)
         return model, leaves
     for name, value in values.items():
         parent, _, child = name.rpartition(".")

@@ -879,6 +879,19 @@ def launches() -> str:
     return table(head, [[piece, *(result["us"].get(piece, "") for result in found.values())] for piece in pieces])
 
 
+def unseen() -> str:
+    from bench import report_shapes
+
+    kinds = {"shapes": report_shapes.shapes, "passes": report_shapes.passes, "fit": report_shapes.fit}
+    parts = []
+    for kind, write in kinds.items():
+        for name in names(kind):
+            parts += [f"### {name}", write(load(name))]
+            if kind == "fit":
+                parts.append("![Predicted against measured times](waves.png)")
+    return "\n\n".join(parts)
+
+
 def document() -> str:
     parts = ["# Benchmarks", INTRO, "## Where fdora loses", losses()]
     parts += ["## One layer", "The other's time over fdora's, geometric means (above 1: fdora is faster)."]
@@ -886,6 +899,8 @@ def document() -> str:
     parts += [LAYER, one_layer()]
     parts += ["## The norm", figure("roofline", "Roofline of the norm"), NORM, norm_gpu(), NORM_CPU, norm_cpu()]
     parts += ["## Compose", compose_line()]
+    if names("shapes"):
+        parts += ["## Shapes that nobody tuned for", unseen()]
     if names("suite"):
         parts += ["## One launch out of a cold cache", suites()]
     parts += ["## Layers that share their input", "4096 tokens, norms given.", groups()]

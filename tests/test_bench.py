@@ -12,7 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
-from bench import bias, checkouts, converge, group, host, layer, layers12, model, report, ways
+from bench import bias, checkouts, converge, group, host, layer, layers12, model, norm_model, report, ways
 from bench.attempt import Failures
 from bench.truth import Truth
 from fdora.functional import dora_linear
@@ -843,6 +843,12 @@ def test_what_was_not_started_is_in_the_result(tmp_path):
 
 
 # a bias
+
+
+def test_norms_of_a_model(tmp_path):
+    rows = run(norm_model, tmp_path, "--models tiny --layers 1 --r 4")["rows"]
+    assert [row["way"] for row in rows] == ["plain", "changed", "unchanged", "layers"]
+    assert all(row["ms"] > 0 and row["kernels"] for row in rows)
 
 
 def test_bias(tmp_path):

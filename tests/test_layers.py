@@ -36,14 +36,13 @@ MAY = {
     "eager": {"_records", "_torch", "quant"},
     "triton": {"_records", "_torch", "_facts", "_plain", "quant"},
     "quant": {"_check", "_torch"},  # a value that all of them carry; it knows no vendor's package
+    "schedule": {"_check"},  # lengths in, microbatches out: it knows no tensor
+    "plan": {"_check", "explain_model", "predict", "schedule"},  # shapes in, bytes and seconds out: nor does it
     "train": {
         "_check",
         "schedule",
         "convert",
-    },  # it knows no layer: a model is a function; of convert it has how files are written
-    "schedule": {"_check"},  # lengths in, microbatches out: it knows no tensor
-    "plan": {"_check", "explain_model", "predict", "schedule"},  # shapes in, bytes and seconds out: nor does it
-    "train": {"_check", "schedule", "convert"},  # a schedule and functions of parameters in, parameters out: it knows no DoRA
+    },  # knows no layer: a model is a function; of convert it has how files are written
     "_check": {"_facts", "_torch"},
     "_dispatch": {"_check"},
     "_facts": {"_torch"},

@@ -55,7 +55,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def use_fdora(
-    model: Model, *, fuse: bool = False, keep_inner: bool = False, detach: bool = True, norms_on_shards: bool = False
+    model: Model, *, fuse: bool | None = None, keep_inner: bool = False, detach: bool = True, norms_on_shards: bool = False
 ) -> Model:
     """Run the DoRA layers of this model through fdora. In place; nothing enters its state dict. Idempotent.
 
@@ -67,8 +67,9 @@ def use_fdora(
       model: a PeftModel, or any module with PEFT layers in it.
       fuse: also run q, k, v and the gated MLP of Llama-, Qwen-, Gemma- and Mistral-style blocks in one call each: less time,
         and half of what an MLP keeps for backward. In the blocks of timm's and transformers' vision transformers LayerScale and
-        the residual go into the layer before them: fewer passes and roundings. A copy or a pickle of the model forgets it for
-        q, k, v and for such blocks.
+        the residual go into the layer before them: fewer passes and roundings. None does so wherever such a block is, True
+        raises where there is none, False runs layer by layer. A copy or a pickle of the model forgets it for q, k, v and for
+        blocks of vision transformers.
       keep_inner: keep one more activation per layer. Needed where the model changes the layer's output in
         place before backward, as ``nn.ReLU(inplace=True)`` or Gemma 3n with ``"all-linear"`` does (the error says so).
       detach: True treats the norm as a constant, as PEFT does. False lets gradients reach A and B through it too: full DoRA, on
@@ -81,8 +82,8 @@ def use_fdora(
       The model.
 
     Raises:
-      FdoraError: there is no DoRA adapter in it, or ``fuse`` finds no block all of whose layers have one. With ``detach=False``
-        a quantised layer raises when it runs.
+      FdoraError: there is no DoRA adapter in it, or ``fuse=True`` finds no block all of whose layers have one. With
+        ``detach=False`` a quantised layer raises when it runs.
     """
     found, layers, wrong = False, _layers("use_fdora", model), []
     unfuse_blocks(model)
@@ -109,11 +110,11 @@ def use_fdora(
             "Make it with LoraConfig(use_dora=True), and call this after get_peft_model or load_adapter."
         )
     _hook(model, norms_on_shards)
-    if fuse and not fuse_blocks(model):
+    if fuse is not False and not fuse_blocks(model) and fuse:
         raise FdoraError(
-            "fdora.use_fdora: `fuse` must be False for a model without blocks it knows, got True. It wants transformers' "
+            "fdora.use_fdora: `fuse` must be None or False for a model without blocks it knows, got True. It wants transformers' "
             "q_proj, k_proj, v_proj or gate_proj, up_proj, down_proj, all with DoRA, or a vision transformer's blocks. "
-            "Its layers run one by one now."
+            "Its layers run apart now."
         )
     return model
 

@@ -12,7 +12,9 @@ At most BESIDE_BIAS tokens are not worth these launches: forward keeps v for the
 only a first form of these kernels, which took 4 % less time without drowned columns and 15 to 120 % more with them
 (bench/NOTES.md, With a bias). 512 is what `bench.bias` should be run with.
 
-Bytes: dy and y read, dz written, 3 M N; dB is formed on the tiles that are there anyway (h holds s x A^T).
+Bytes: dy and y read, dz written, 3 M N; dB is formed on the tiles that are there anyway (h holds s x A^T), or with dA in a
+launch of their own (factors.py). The roof is those bytes: products that read dy itself, as bare ones do, would need neither y
+nor dz, so backward costs 2 M N elements more than bare products, and forward saves the one write of h B^T.
 """
 
 from __future__ import annotations

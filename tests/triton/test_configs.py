@@ -33,6 +33,15 @@ def test_no_second_wave_that_is_almost_empty():
     assert small_config(64, 9344, 9344, False, 90, 148).BLOCK_N == 64
 
 
+def test_few_tokens_are_one_strip():
+    """Whose sums need no second kernel; many tokens are strips that fill the GPU."""
+    assert all(scale_config(M, N, 384, True, 90).ROWS >= M for M, N in ((65, 1024), (203, 14720), (256, 1024), (512, 16000)))
+    for M, N in ((512, 1024), (700, 4096), (4964, 8064), (8192, 1024)):
+        rows = scale_config(M, N, 384, True, 90).ROWS
+        assert rows < M and (-(-M // rows) * -(-N // 64) >= 130 or rows == 128)
+    assert scale_config(1000, 1024, 16, True, 90).BLOCK_R == 16 and not scale_config(1000, 1024, 16, True, 90, False).BLOCK_R
+
+
 def test_any_shape_on_any_gpu():
     sizes = (0, 17, 200_000)
     for M, N, K, capability in itertools.product(sizes, sizes, sizes, (0, 75, 80, 86, 89, 90, 100, 103, 120, 150)):
