@@ -81,7 +81,7 @@ def norm_of_bank(a: Any) -> Call:
     return (
         a.W.device,
         a.W.dtype,
-        lambda triton, on: Parts(bank_norms(triton, on, *map(stand_in, (a.W, a.A, a.B)), None)),
+        lambda triton, on: Parts(bank_norms(triton, on, stand_in(a.W), stand_in(a.A), stand_in(a.B), None)),
     )
 
 

@@ -99,7 +99,8 @@ def route(on: Device, ids: Tensor, adapters: int) -> Plan:
 
 def multi(on: Device, x: Tensor, bank: Bank, save_for_dm: bool) -> Parts:
     """Many adapters, each for its own tokens."""
-    operands, ranks = tuple(bank[: _multi.TENSORS]), bank.ranks or ()
+    operands: tuple[Any, ...] = tuple(bank[: _multi.TENSORS])
+    ranks = bank.ranks or ()
     forward = _plan(on, _multi.plan_forward, (x, *operands), ranks, bank.p, save_for_dm)
     needs = BankNeeds(*map(_needs, (x, bank.A, bank.B, bank.m, bank.c, bank.bias)))
     if not any(needs):

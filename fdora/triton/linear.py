@@ -76,8 +76,8 @@ def layers_run(
     results = run(plan_for(plan_forward, tensors, p, mode, saves, same(scalars), (), ()), tensors, scalars)
     if len(results) > n + 1:
         return unpacked(results, x, layers_in(operands), options, mode)
-    kept = tuple([None if save == "nothing" else y for y, save in zip(results, saves, strict=False)])
-    return list(results[:n]), Saved(results[n], kept, (False,) * n)
+    ys = tuple([None if save == "nothing" else y for y, save in zip(results, saves, strict=False)])
+    return list(results[:n]), Saved(results[n], ys, (False,) * n)
 
 
 def unpacked(

@@ -65,7 +65,7 @@ def verdict(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> Verdict:
 
 def settled(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> str:
     """The backend of a call of dense layers without dropout, if :func:`verdict` has passed one like it; else empty."""
-    tensors = (x, *calls[0][1:6])
+    tensors: tuple[Any, ...] = (x, *calls[0][1:6])
     for call in calls[1:]:
         tensors += call[1:6]
     found = facts(tensors)
