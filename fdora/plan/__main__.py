@@ -54,7 +54,8 @@ def table(found: Plan) -> str:
 def _words(way: Layout) -> str:
     kinds = {"one": "one GPU", "replicas": "a replica on each GPU", "fsdp2": "FSDP2", "pipeline": "a pipeline"}
     more = [*(["fuse=True"] if way.fuse else []), *(["gradient checkpointing"] if way.checkpointing else [])]
-    return ", ".join([kinds[way.kind], *more])
+    known = [] if way.seconds is not None else ["of what fits the first; no time is known"]
+    return ", ".join([kinds[way.kind], *more, *known])
 
 
 def components(way: Layout) -> list[str]:
