@@ -43,7 +43,7 @@ def dora_experts(
     """A DoRA layer for each expert: ``y[t] = g[e] * (x[t] @ W[e].T + s * (x[t] @ A[e].T) @ B[e].T) + bias[e]``, e of token t.
 
     ``g = m / ||W + s * B @ A||`` for each row of each expert. A loop of :func:`dora_linear` over the experts that have tokens:
-    there is no grouped kernel yet.
+    there is no grouped kernel yet. Stacks that are DTensors are cut by experts: x and offsets are those of the experts here.
 
     Args:
       x: (T, K) tokens, those of expert 0 first, float16, bfloat16, float32 or float64.
