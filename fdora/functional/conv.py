@@ -63,7 +63,8 @@ def dora_conv2d(
 
     ``g = m / ||W + s * B @ A||`` for each output channel, over its kernel as one row. Equal to one convolution with the kernel
     ``g * (W + s * B @ A)``, whatever the geometry: A has that of W. torch convolves, in the dtype of x; g, the sum and bias are
-    float32, rounded once, in the memory format that the convolution gives (channels last stays so, nothing is copied).
+    float32, rounded once, in the memory format that the convolution gives (channels last stays so, nothing is copied). The
+    tensors may be DTensors, and lie as docs/distributed.md has it.
 
     Args:
       x: (L, C, Y, X) or (C, Y, X), float16, bfloat16, float32 or float64.

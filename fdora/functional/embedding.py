@@ -50,7 +50,8 @@ def dora_embedding(
 
     The product runs in the dtype of W with float32 accumulation; g and the sum are float32, rounded once. A head that shares
     W as its weight has an adapter of its own, ``dora_linear(x, W, A_head, B_head, m_head, s=s)``. With ``norm_axis=1`` the two
-    can share the adapter as well: ``dora_linear(x, W, B.T, A.T, m, s=s)`` is then the same adapted table.
+    can share the adapter as well: ``dora_linear(x, W, B.T, A.T, m, s=s)`` is then the same adapted table. The tensors may be
+    DTensors, and lie as docs/distributed.md has it: a vocabulary that is cut gives a pending sum.
 
     Args:
       ids: (...) int64 or int32, row numbers in [0, V).
@@ -80,7 +81,7 @@ def dora_embedding(
     Raises:
       FdoraError: shapes, dtypes or devices disagree, W requires grad or is quantised, s is not finite, norm_axis is neither 0
         nor 1, padding_idx is no row of W, max_norm is not positive, or sparse meets torch.func or torch.compile.
-      IndexError: a number is no row of W; a kernel, which cannot raise, gives a row of NaN for it.
+      IndexError: a number is no row of W; a kernel, which cannot raise, and a vocabulary that is cut give a row of NaN for it.
       NotImplementedError: a second derivative is asked for.
 
     Memory: keeps its arguments, no activation; backward makes the rows again. Nothing of the size of W is ever made, but the

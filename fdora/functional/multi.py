@@ -52,7 +52,8 @@ def dora_linear_multi(
 
     Equivalent to one :func:`dora_linear` for the tokens of each adapter, values and gradients. Tokens of no adapter get
     ``x_t @ W.T + bias``. The parameters of G adapters are a bank: :class:`DoraParams` with one more axis, from
-    :func:`dora_stack`. Nothing waits for a GPU to say how long a segment is.
+    :func:`dora_stack`. Nothing waits for a GPU to say how long a segment is. The tensors may be DTensors, and lie as
+    docs/distributed.md has it.
 
         bank = dora_stack([first, second])  # of ranks 8 and 16
         y = dora_linear_multi(x, W, *bank, s=[2.0, 1.0], offsets=torch.tensor([100, 300], dtype=torch.int32), ranks=[8, 16])

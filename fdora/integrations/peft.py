@@ -113,7 +113,7 @@ def use_fdora(
     if fuse is not False and not fuse_blocks(model) and fuse:
         raise FdoraError(
             "fdora.use_fdora: `fuse` must be None or False for a model without blocks it knows, got True. It wants "
-            "transformers' q_proj, k_proj, v_proj or gate_proj, up_proj, down_proj, all with DoRA, or blocks of vision transformers. "
+            "transformers' q_proj, k_proj, v_proj or gate_proj, up_proj, down_proj, all with DoRA, or vision blocks. "
             "Its layers run apart now."
         )
     return model

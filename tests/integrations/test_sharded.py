@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,13 @@ COLLECTIVES = {
     "hsdp blocks": {"all-reduces": 2} if TWO else BLOCKS | {"all-reduces": 2},  # over one process each shard is whole
     "fsdp2 root": {"all-gathers": 1, "reduce-scatters": 1},
 }
+# Tensor parallel, through PEFT, whose A, B and m are plain: in forward two norms and two sums of y for each layer; in backward dx of
+# five layers, but three of the first, dA of five, dB and dm of two, and the rows of dm of five. transformers keeps m in parts,
+# and has sums of its own, for the embedding and the head.
+PARALLEL = {False: {"all-reduces": 33, "all-gathers": 10}, True: {"all-reduces": 35, "all-gathers": 1}}
+PARALLEL_NAMES = {"all_reduce", "all_gather_into_tensor"}
 NAMES = {"allgather": "all-gathers", "allgather_base": "all-gathers", "reduce_scatter_base": "reduce-scatters"}
-NAMES |= {"allreduce": "all-reduces"}
+NAMES |= {"allreduce": "all-reduces", "all_reduce": "all-reduces", "all_gather_into_tensor": "all-gathers"}
 
 
 def run(folder, names, path=""):
@@ -119,6 +125,8 @@ def test_tensor_parallel(found, how):
         assert mine["norms"] == [0, 0, *NORMS[2:]]  # the first was computed for the logits before
         assert mine["logits off"] < 1e-6 and mine["gradients off"] < 2e-6 and trains(mine) and mine["replicas same"]
         assert mine["after change off"] < max(1e-6, 2 * mine["after change may be off"])
+        counts = Counter({NAMES[op]: n for op, n in mine["collectives"].items() if op in PARALLEL_NAMES})
+        assert counts == PARALLEL[how == "transformers"]
         assert mine.get("fresh off", 0) < 1e-6
         assert mine["shapes"] == [*([[32, 64]] if TWO else []), [64, 64], [64, 96], [96, 64]]
 
