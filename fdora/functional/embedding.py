@@ -91,6 +91,8 @@ def dora_embedding(
     if check_embedding("dora_embedding", ids, W, A, B, m, s, norm, norm_axis, padding_idx, max_norm):
         from fdora.functional import _sharded_layers
 
+        if sparse:
+            raise fail("dora_embedding", "sparse", "False with DTensors", sparse, "They know no sparse gradients.")
         how_read = norm, norm_axis, padding_idx, max_norm, backend
         return _sharded_layers.embedding(dora_embedding, ids, W, A, B, m, s, *how_read)
     choice = select_backend(W, backend=backend)

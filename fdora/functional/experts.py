@@ -49,50 +49,45 @@ def dora_experts(
 ) -> Tensor:
     """A DoRA layer for each expert: ``y[t] = g[e] * (x[t] @ W[e].T + s * (x[t] @ A[e].T) @ B[e].T) + bias[e]``, e of token t.
 
-    <<<<<<< HEAD
-        ``g = m / ||W + s * B @ A||`` for each row of each expert. Kernels route the tokens on the device: one grouped product for
-        all experts, that of :func:`dora_linear_multi`. In plain torch a loop of :func:`dora_linear` over the experts that have
-        tokens.
+    ``g = m / ||W + s * B @ A||`` for each row of each expert. Kernels route the tokens on the device: one grouped product for
+    all experts, that of :func:`dora_linear_multi`. In plain torch a loop of :func:`dora_linear` over the experts that have
+    tokens. Stacks that are DTensors are cut by experts: x, with offsets or ids, is that of the experts here.
 
-            y = dora_experts(x, W, A, B, m, s=s, offsets=counts.cumsum(0))  # sorted
-            y = dora_experts(x, W, A, B, m, s=s, ids=top_k, gates=weights)  # y[t] = sum of gates[t, j] * (expert ids[t, j] of x[t])
-    =======
-        ``g = m / ||W + s * B @ A||`` for each row of each expert. A loop of :func:`dora_linear` over the experts that have tokens:
-        there is no grouped kernel yet. Stacks that are DTensors are cut by experts: x and offsets are those of the experts here.
-    >>>>>>> shards
+        y = dora_experts(x, W, A, B, m, s=s, offsets=counts.cumsum(0))  # sorted
+        y = dora_experts(x, W, A, B, m, s=s, ids=top_k, gates=weights)  # y[t] = sum of gates[t, j] * (expert ids[t, j] of x[t])
 
-        Args:
-          x: (T, K) tokens, float16, bfloat16, float32 or float64; by offsets those of expert 0 first.
-          W: (E, N, K) frozen weights, in the dtype of x (any, under autocast). Where a model keeps (E, K, N), its transpose.
-          A: (E, r, K), float32 or the dtype of W.
-          B: (E, N, r), float32 or the dtype of W.
-          m: (E, N), float32 or the dtype of W.
-          s: LoRA scaling, usually alpha / r. Not differentiated.
-          offsets: E whole numbers: where the tokens of each expert end, as ``torch.cumsum`` of their counts gives it. Kernels do
-            not look at the values of a tensor on a GPU: they must not decrease or pass T. Plain torch reads it on the host, which
-            waits for it, and compiled takes Python numbers alone.
-          ids: (T, k) or (T,), int64 or int32, instead of offsets: the experts of each token, -1 for none. Plain torch reads how
-            many each has on the host.
-          gates: as ids, any float dtype, or None.
-          bias: (E, N), added after g.
-          norm: (E, N) float32 (or float64), :func:`dora_norm` of the stack; None computes it (in plain torch that of the experts
-            that have tokens).
-          backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
+    Args:
+      x: (T, K) tokens, float16, bfloat16, float32 or float64; by offsets those of expert 0 first.
+      W: (E, N, K) frozen weights, in the dtype of x (any, under autocast). Where a model keeps (E, K, N), its transpose.
+      A: (E, r, K), float32 or the dtype of W.
+      B: (E, N, r), float32 or the dtype of W.
+      m: (E, N), float32 or the dtype of W.
+      s: LoRA scaling, usually alpha / r. Not differentiated.
+      offsets: E whole numbers: where the tokens of each expert end, as ``torch.cumsum`` of their counts gives it. Kernels do
+        not look at the values of a tensor on a GPU: they must not decrease or pass T. Plain torch reads it on the host, which
+        waits for it, and compiled takes Python numbers alone.
+      ids: (T, k) or (T,), int64 or int32, instead of offsets: the experts of each token, -1 for none. Plain torch reads how
+        many each has on the host.
+      gates: as ids, any float dtype, or None.
+      bias: (E, N), added after g.
+      norm: (E, N) float32 (or float64), :func:`dora_norm` of the stack; None computes it (in plain torch that of the experts
+        that have tokens).
+      backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
-        Returns:
-          (T, N), dtype and device of x; with ids and no gates (T, k, N), each expert by itself, or (T, N) where ids are (T,). Rows
-          behind the last offset, and those of -1, are zero. Gradients reach x, A, B, m, bias, gates and a given norm, each in its
-          own dtype; those of an expert without tokens are zero.
+    Returns:
+      (T, N), dtype and device of x; with ids and no gates (T, k, N), each expert by itself, or (T, N) where ids are (T,). Rows
+      behind the last offset, and those of -1, are zero. Gradients reach x, A, B, m, bias, gates and a given norm, each in its
+      own dtype; those of an expert without tokens are zero.
 
-        Raises:
-          FdoraError: shapes, dtypes or devices disagree, W requires grad or is quantised, s is not finite, not exactly one of
-            offsets and ids is given, gates come without ids, offsets fall or end behind x, or a compiler of plain torch meets
-            offsets or ids as a tensor.
-          NotImplementedError: a second derivative is asked for.
+    Raises:
+      FdoraError: shapes, dtypes or devices disagree, W requires grad or is quantised, s is not finite, not exactly one of
+        offsets and ids is given, gates come without ids, offsets fall or end behind x, or a compiler of plain torch meets
+        offsets or ids as a tensor.
+      NotImplementedError: a second derivative is asked for.
 
-        Memory: as :func:`dora_linear` for the tokens of each expert: x, x @ A.T and y itself or the value before g; by ids T k rows
-        of x and y, whose order takes 24 bytes a row. Derivation: ``fdora/eager/multi.py`` and ``fdora/eager/experts.py``.
-        References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5; Shazeer et al., 2017, arXiv:1701.06538, eq. 2, for the gates.
+    Memory: as :func:`dora_linear` for the tokens of each expert: x, x @ A.T and y itself or the value before g; by ids T k rows
+    of x and y, whose order takes 24 bytes a row. Derivation: ``fdora/eager/multi.py`` and ``fdora/eager/experts.py``.
+    References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5; Shazeer et al., 2017, arXiv:1701.06538, eq. 2, for the gates.
     """
     fn = "dora_experts"
     if is_sharded(x, W, A, B, m, bias, norm):
