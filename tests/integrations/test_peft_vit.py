@@ -12,6 +12,7 @@ from torch import nn
 from transformers import Dinov2Config, Dinov2Model, ViTConfig, ViTModel
 
 from bench.vit_model import LINEARS, TINY, GluMlp, LayerScale, vit
+from fdora.integrations._peft import blocks as peft_blocks
 from fdora.integrations._peft.blocks import Mlp
 from fdora.integrations._peft.ends import Ends, Tail, VitBlock, last_layers, where
 from fdora.integrations._peft.gated import gated_of
@@ -194,14 +195,17 @@ def test_what_else_happens_is_left_alone(change, taken):
     assert folds == 2 * LAYERS - (change is not hook_drop)  # gamma is folded before a drop path
 
 
-def test_dropout_after_the_layer_and_between(taken):
+def test_dropout_after_the_layer_and_between(taken, monkeypatch):
+    whole, stock = [], peft_blocks.dora_mlp
+    monkeypatch.setattr(peft_blocks, "dora_mlp", lambda *args, **kwargs: whole.append(1) or stock(*args, **kwargs))
     model = use_fdora(made(), fuse=True).train()
     first(model).attn.proj_drop.p = first(model).mlp.drop1.p = 0.5
     step(model)
     assert len(taken) == 2 * LAYERS - 1  # the MLP runs layer by layer, and its last one folds
+    assert len(whole) == LAYERS - 1
     model.eval()
     step(model)
-    assert len(taken) == 4 * LAYERS - 1
+    assert (len(taken), len(whole)) == (4 * LAYERS - 1, 2 * LAYERS - 1)
 
 
 def test_what_waits_belongs_to_one_call():
