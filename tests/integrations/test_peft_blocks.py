@@ -506,6 +506,6 @@ def test_no_block_is_an_error():
     with pytest.raises(FdoraError, match="`fuse` must be None or False for a model without blocks it knows"):
         use_fdora(model, fuse=True)
     model = get_peft_model(Cross(), LoraConfig(r=2, use_dora=True, target_modules=["q_proj", "k_proj", "v_proj"]))
-    with pytest.raises(FdoraError, match="`fuse` must be False"):
+    with pytest.raises(FdoraError, match="`fuse` must be None or False"):
         use_fdora(model, fuse=True)
     assert sum(isinstance(m, Mlp) for m in use_fdora(made(targets=["q_proj", *MLP]), fuse=True).modules()) == 2
