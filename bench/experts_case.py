@@ -105,7 +105,7 @@ class Way(NamedTuple):
 
         def note(t: Tensor) -> Tensor:
             seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
+            return t.detach()  # an output that its own node holds would keep both alive, and every later capture would fail
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
             y = self.call()

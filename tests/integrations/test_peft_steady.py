@@ -47,7 +47,7 @@ CHANGES = {
     "merged": lambda model: layer_of(model).merge(),
     "another scale": lambda model: layer_of(model).set_scale("default", 3),
     "a scale that is whole": lambda model: layer_of(model).scaling.update(default=5),
-    "another base weight": lambda model: layer_of(model).base_layer.weight.data.mul_(1.5),
+    "another base weight": lambda model: layer_of(model).base_layer.weight.detach().mul_(1.5),
     "a bias": lambda model: setattr(layer_of(model).base_layer, "bias", nn.Parameter(torch.ones(32, device=device.NAME))),
     "a base that is trained": lambda model: layer_of(model).base_layer.weight.requires_grad_(),
     "dropout in eval": lambda model: (dropping(model), model.eval()),
@@ -80,7 +80,8 @@ def test_what_changes_between_two_calls_is_seen(change):
     wanted, got = run(fresh, x), run(steady, x)
     assert (wanted is None) == (got is None) == (change == "a transposed weight")
     for a, b in zip(wanted or (), got or (), strict=True):
-        assert torch.equal(a, b)
+        # On a GPU the one has its norm from the model's launch, the other its own, which adds up in another order.
+        assert torch.equal(a, b) if device.NAME == "cpu" else rel_l2(a, b) < 1e-6
     if change not in ("a base that is trained", "dropout in eval", "a transposed weight"):
         assert not torch.equal(got[0], before[0])
 

@@ -59,6 +59,10 @@ def test_experts(target, shape, tmp_path):
     made = [plan for bias in (False, True) for plan in plans(target, *shape, experts=True, **({"bias": True} if bias else {}))]
     products = [step for plan in made for step in launches(plan, "multi_gemm")]
     assert len(products) == 4 and all(by_tma(step) == (target >= 90) for step in products)
+    (M, K, N, _, G), d = shape, device(target)
+    x, dy, h = alike(M, K, dtype=BF16), alike(M, N, dtype=BF16), alike(M, r, dtype=BF16)
+    likes, no_dx = bank(M, N, K, r, G, BF16, BF16, experts=True), (False, *(True,) * 4, False)
+    made.append(multi.plan_backward((dy, x, h, dy, *likes), d, False, (), 0.0, no_dx))
     for name in ("multi_gemm", "multi_routes") if r > 16 or target == 80 else ("multi_gemm",):
         assert_builds(made, target, tmp_path, name, SPILL)
 

@@ -34,7 +34,9 @@ def test_factor_gradients(M, K, N, r, dtypes):
     dA, dB = results_of(write, x, dh, dz, h)
     assert dA.dtype == dtypes[0] and dB.dtype == dtypes[1]
     for got, u, v in ((dA, dh, x), (dB, dz, h)):
-        assert_within(got, (u.float().T @ v.float()).to(got.dtype), u.double().T @ v.double(), "a factor")
+        # Tensor cores add up with fewer digits than float32 has: there cuBLAS with the same operands is the measure.
+        naive = u.float().T @ v.float() if device.NAME == "cpu" else torch.mm(u.T, v, out_dtype=torch.float32)
+        assert_within(got, naive.to(got.dtype), u.double().T @ v.double(), "a factor")
 
 
 @pytest.mark.parametrize(("tokens", "need_B", "launches"), [(512, True, 1), (512, False, 0), (8192, True, 0)])

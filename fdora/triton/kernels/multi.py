@@ -172,7 +172,8 @@ def multi_routes_kernel(
         else:
             _route(pid, offsets, ranks, flags, ids, route, steps, M, G, R, span, HAS_RANKS, FLAGS, BLOCK_M, BLOCK_R, BLOCK_G)
     elif EXPERTS and pid >= tiles + blocks:
-        _zero_tail(pid - tiles - blocks, out, offsets, M, G, width, 64, 64)
+        if out is not None:  # backward without a dx
+            _zero_tail(pid - tiles - blocks, out, offsets, M, G, width, 64, 64)
         if STORE_PRE_SCALE:
             _zero_tail(pid - tiles - blocks, pre_scale, offsets, M, G, width, 64, 64)
     elif HAS_G:
