@@ -9,7 +9,7 @@ import pytest
 from bench import planned
 from bench.model import ARCHITECTURES
 from bench.planned import setup_of
-from fdora.plan import Adapter, Setup, memory, read_model
+from fdora.plan import Adapter, Setup, card, memory, read_model
 from fdora.plan.decoder import decoder
 from fdora.plan.memory import Part, peaks
 from fdora.plan.tape import walk
@@ -44,6 +44,17 @@ def test_the_comparison(capsys):
     out = capsys.readouterr().out
     low, high = map(float, re.findall(r"^peaks: ([\d.]+) to ([\d.]+) of", out, re.M)[0])
     assert 1 - PROMISED < low <= high < 1 + PROMISED and out.count("| llama-3.1-8b |") == 16
+
+
+def test_times():
+    """By the rates of h200/profiles. 4096 tokens with adapters in 16 bits hold the promise; float32 ones and few tokens at once,
+    where torch's own elementwise kernels weigh more, come out up to 0.17 short."""
+    gpu = card("h200")
+    assert gpu.measured
+    for row in PEAKS:
+        ratio = planned.compared(row, gpu)["of them"]
+        close = row["adapter"] == "bf16" and row["length"] == 4096
+        assert 1 - (PROMISED if close else 0.18) < ratio < 1 + PROMISED, (name(row), ratio)
 
 
 def test_three_models_were_measured_in_every_way():
