@@ -144,7 +144,7 @@ def test_the_demo_gets_what_the_others_have(tmp_path, monkeypatch):
 
 def test_every_committed_result_has_its_command():
     committed = {path.stem for path in (ROOT / "bench/results").glob("*/*.json")}
-    assert committed and committed <= set(everything.TABLE)
+    assert committed and committed <= set(everything.TABLE) | {"fit"}  # of results that are there: bench.fit measures nothing
     with pytest.raises(SystemExit):
         everything.parse(["--only", "norm_form"])
 

@@ -453,10 +453,11 @@ def test_training_steps_are_lost_and_won_too():
     lost = f"{sum(each['use_fdora_fused'] > each['peft_lora'] for each in times.values())} of {len(times)}"
     assert f"| h200/steps_compiled | training step, wall time: use_fdora(fuse=True) | PEFT LoRA | {lost} | " in losses
     shares = [run["ms"]["use_fdora"]["forward"] / run["ms"]["peft_lora"]["forward"] for run in load("issue_time")["runs"]]
-    lost = f"{sum(share > 1 for share in shares)} of 3 | {max(shares):.2f}"
-    assert f"| h200/issue_time | time to issue a forward: use_fdora | PEFT LoRA | {lost} | run " in losses
+    row = "| h200/issue_time | time to issue a forward: use_fdora | PEFT LoRA |"
+    lost = sum(share > 1 for share in shares)
+    assert (f"{row} {lost} of {len(shares)} | {max(shares):.2f} | run " in losses) if lost else (row not in losses)
     page = BENCHMARKS.partition("## Training steps, few tokens and many")[2].partition("\n## ")[0]
-    assert page.count("\n| 2048, S ") + page.count("\n| 8b, S ") == 40 + 12 and page.count(" | use_fdora | ") == 2 + 3
+    assert page.count("\n| 2048, S ") + page.count("\n| 8b, S ") == 40 + 12 and page.count(" | use_fdora | ") == 2 + len(shares)
 
 
 def test_how_much_of_the_steps_was_measured(elsewhere):

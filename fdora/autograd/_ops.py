@@ -56,9 +56,9 @@ class Backend:
     route: Callable[[Tensor, int], tuple[Tensor, Tensor]]
     experts_spread: Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
     experts_combine: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    experts_gates: Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor]
-    experts_act: Callable[[Tensor, str], Tensor]
-    experts_act_backward: Callable[[Tensor, Tensor, str], Tensor]
+    experts_gates_bwd: Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor]
+    experts_gated_fwd: Callable[[Tensor, str], Tensor]
+    experts_gated_bwd: Callable[[Tensor, Tensor, str], Tensor]
     embedding_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup], Tensor]
     embedding_bwd: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup, Needs], tuple[Tensor | None, ...]
@@ -99,9 +99,9 @@ OPS: dict[str, Backend] = {
         route=eager.multi.route,
         experts_spread=eager.experts.spread,
         experts_combine=eager.experts.combine,
-        experts_gates=eager.experts.gates_bwd,
-        experts_act=eager.experts.gated_fwd,
-        experts_act_backward=eager.experts.gated_bwd,
+        experts_gates_bwd=eager.experts.gates_bwd,
+        experts_gated_fwd=eager.experts.gated_fwd,
+        experts_gated_bwd=eager.experts.gated_bwd,
         embedding_fwd=eager.embedding.embedding_fwd,
         embedding_bwd=eager.embedding.embedding_bwd,
         merge_fwd=eager.merge.merge_fwd,
@@ -134,9 +134,9 @@ def kernels(triton: Any) -> Backend:
         route=triton.multi.route,
         experts_spread=triton.experts.spread,
         experts_combine=triton.experts.combine,
-        experts_gates=triton.experts.gates_bwd,
-        experts_act=triton.experts.gated_fwd,
-        experts_act_backward=triton.experts.gated_bwd,
+        experts_gates_bwd=triton.experts.gates_bwd,
+        experts_gated_fwd=triton.experts.gated_fwd,
+        experts_gated_bwd=triton.experts.gated_bwd,
         embedding_fwd=triton.embedding.embedding_fwd,
         embedding_bwd=eager.embedding.embedding_bwd,
         merge_fwd=triton.merge.merge_fwd,

@@ -93,7 +93,7 @@ class WeightedBwd(torch.autograd.Function):
     ) -> Any:
         ops = OPS[backend]
         drows = ops.experts_spread(d, order, gates, place.shape[1]) if needs[0] else None
-        return drop_none((drows, ops.experts_gates(d, rows, place, gates.dtype) if needs[1] else None))
+        return drop_none((drows, ops.experts_gates_bwd(d, rows, place, gates.dtype) if needs[1] else None))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -111,7 +111,7 @@ class Gated(torch.autograd.Function):
 
     @staticmethod
     def forward(z: Tensor, act: str) -> Tensor:
-        return OPS["eager"].experts_act(z, act)
+        return OPS["eager"].experts_gated_fwd(z, act)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -121,7 +121,7 @@ class Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, da: Tensor) -> Any:
         (z,) = ctx.saved_tensors
-        return OPS["eager"].experts_act_backward(da, z, ctx.act), None
+        return OPS["eager"].experts_gated_bwd(da, z, ctx.act), None
 
 
 class Call(NamedTuple):
@@ -148,7 +148,7 @@ class Mlp(torch.autograd.Function):
         with autocast_off(x):
             rows = _rows(ops, x, order, place)
             z, h1, kept1 = ops.multi_fwd(rows, _bank(call, 0, s1, offsets, flat, x.dtype), call.saves[0])
-            a = ops.experts_act(z, call.act)
+            a = ops.experts_gated_fwd(z, call.act)
             y, h2, kept2 = ops.multi_fwd(a, _bank(call, 1, s2, offsets, flat, x.dtype), call.saves[1])
         return y, z, h1, h2, *(kept1[:1] if kept1 else ()), *(kept2[:1] if kept2 else ())
 
@@ -210,12 +210,12 @@ def _backward(
     """dx, then dA, dB, dm, dc and dbias of each layer."""
     ops = OPS[call.backend]
     down = _bank(call, 1, s2, offsets, flat, x.dtype)
-    a = ops.experts_act(z, call.act)
+    a = ops.experts_gated_fwd(z, call.act)
     da, *second = ops.multi_bwd(dy, a, down, h2, _kept(kept2, kept2, before[1]), needs[1])
     dx: Tensor | None = None
     first: Any = (None,) * 5
     if da is not None:
-        dz = ops.experts_act_backward(da, z, call.act)
+        dz = ops.experts_gated_bwd(da, z, call.act)
         bank = _bank(call, 0, s1, offsets, flat, x.dtype)
         seen = z if call.saves[0] else None
         dx, *first = ops.multi_bwd(dz, _rows(ops, x, order, place), bank, h1, _kept(kept1, seen, before[0]), needs[0])

@@ -108,7 +108,8 @@ def dora_norm_tree(
     fn = "dora_norm_tree"
     spec, W, A, B, scales = leaves_of(fn, weights, params, s)
     plain = set(map(type, W)) <= {*PLAIN, QuantWeight} and set(map(type, (*A, *B))) <= PLAIN
-    if not plain or is_traced() or dispatch_modes():  # a mode sees each norm as an op, with its flops
+    # A mode sees each norm as an op, with its flops; but what a state keeps is of one launch, or of one by one.
+    if not plain or is_traced() or (state is None and dispatch_modes()):
         if is_sharded(*W, *A, *B) and not is_traced():
             from fdora.functional._sharded_tree import norms
 

@@ -158,11 +158,11 @@ class Truth:
             self.losses.append(loss.detach())
         self.losses = torch.stack(self.losses)
         self.adapters = {n: p.detach() for n, p in trained(exact)}
-        alone = use_fdora(built())
+        alone = use_fdora(built(), fuse=False)
         self.logits, self.loss = first_step(alone, rank)
         average(alone)
         self.alone = {n: p.grad for n, p in trained(alone)}
-        alone = use_fdora(built())
+        alone = use_fdora(built(), fuse=False)
         self.alone_losses, self.alone_norms = train(alone, rank, alone=True)
         self.alone_adapters = {n: p.detach() for n, p in trained(alone)}
         dist.all_reduce(self.alone_losses)
@@ -231,12 +231,12 @@ def fused(wrap, truth, mesh):
 
 def on_shards(wrap, truth, mesh):
     """Norms of each rank's rows, all in one call: the same bits. And A changed on one rank alone: nobody waits for ever."""
-    run = wrap(use_fdora(built(), norms_on_shards=True), mesh)
+    run = wrap(use_fdora(built(), fuse=False, norms_on_shards=True), mesh)
     logits, loss = first_step(run, truth.rank)
     got = gradients(run, truth.alone)
     found = {"same": torch.equal(logits, truth.logits) and torch.equal(loss, truth.loss)}
     found |= {"gradients same": same(got, truth.alone), "gradients off": off(got, truth.gradients)}
-    model = use_fdora(built(), norms_on_shards=True)
+    model = use_fdora(built(), fuse=False, norms_on_shards=True)
     run = wrap(model, mesh)
     _, found["norms"] = train(run, truth.rank)
     found["rows"] = rows_of_one_step(run, truth.rank)
@@ -251,7 +251,7 @@ def on_shards(wrap, truth, mesh):
             if "lora_A" in n and truth.rank == 1:
                 p.to_local().mul_(1.5)
     odd = logits_of(run, truth.rank)
-    plain = use_fdora(built())
+    plain = use_fdora(built(), fuse=False)
     fill(plain, {plain_name(n): full(p) for n, p in run.named_parameters()})
     change(plain)
     found["after one rank's change off"] = (odd - logits_of(plain, truth.rank)).abs().max().item()
@@ -321,8 +321,8 @@ def compiled(wrap, fuse, truth, mesh):
 
 def dropped(wrap, truth, mesh):
     """With torch's own masks: the base layer, then its correction, by the same seeds."""
-    alone = use_fdora(built(lora_dropout=0.2)).train()
-    model = use_fdora(built(lora_dropout=0.2)).train()
+    alone = use_fdora(built(lora_dropout=0.2), fuse=False).train()
+    model = use_fdora(built(lora_dropout=0.2), fuse=False).train()
     run = wrap(model, mesh)
     losses = []
     for each in (alone, run):
@@ -338,7 +338,7 @@ def dropped(wrap, truth, mesh):
 def policy(truth, mesh):
     """bf16 copies of float32 shards: PEFT's own code beside it, under the same policy."""
     found = {}
-    for who, made in (("stock", built()), ("fdora", use_fdora(built()))):
+    for who, made in (("stock", built()), ("fdora", use_fdora(built(), fuse=False))):
         run = fsdp2(made, mesh, mp_policy=BF16)
         first_step(run, truth.rank)
         found[f"{who} off"] = off(gradients(run, truth.alone), truth.gradients)
@@ -374,7 +374,7 @@ def same(got, want):
 def layout(name, truth, mesh):
     """One way to shard, from the first forward to the last step."""
     wrap = LAYOUTS[name]
-    model = use_fdora(built())
+    model = use_fdora(built(), fuse=False)
     run = wrap(model, mesh)
     logits, loss = first_step(run, truth.rank)
     got = gradients(run, truth.alone)
@@ -388,7 +388,7 @@ def layout(name, truth, mesh):
         **paths(model),
     }
     found["losses may be off"], found["adapters may be off"] = truth.alone_losses_off, truth.alone_adapters_off
-    model = use_fdora(built())
+    model = use_fdora(built(), fuse=False)
     run = wrap(model, mesh)
     losses, norms = train(run, truth.rank)
     dist.all_reduce(losses)
@@ -435,8 +435,8 @@ def tensor_parallel(how, truth, mesh, folder):
         fresh = logits_of(run, 0)
         fill(run, whole)
     else:
-        run = {"parallelize_module": parallelize, "fsdp over it": fsdp_over_tp}[how](use_fdora(built(HEADS)), mesh)
-    exact, alone = built(HEADS).double(), use_fdora(built(HEADS))
+        run = {"parallelize_module": parallelize, "fsdp over it": fsdp_over_tp}[how](use_fdora(built(HEADS), fuse=False), mesh)
+    exact, alone = built(HEADS).double(), use_fdora(built(HEADS), fuse=False)
     found = {} if fresh is None else {"fresh off": (fresh - logits_of(llama(**HEADS).to(device).eval(), 0)).abs().max().item()}
     ids = batches()[0, :, 0]
     models = (run, exact, alone)
@@ -483,7 +483,7 @@ def fsdp_loaded(truth, mesh, folder):
     found = {
         "fresh off": (logits_of(run, truth.rank) - logits_of(llama(**HEADS).to(device).eval(), truth.rank)).abs().max().item()
     }
-    start = use_fdora(get_peft_model(llama(**HEADS).to(device), LoraConfig(use_dora=True, **LORA)))
+    start = use_fdora(get_peft_model(llama(**HEADS).to(device), LoraConfig(use_dora=True, **LORA)), fuse=False)
     names = [n for n, _ in trained(start) if "magnitude" in n]
     found["m off"] = off(
         {n: p.detach() for n, p in trained(run) if n in names}, {n: p.detach() for n, p in trained(start) if n in names}
@@ -516,7 +516,7 @@ def zero(stage, truth, mesh):
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
-    model = use_fdora(built())
+    model = use_fdora(built(), fuse=False)
     parameters = dict(trained(model))
     optimizer = torch.optim.SGD(parameters.values(), lr=RATE, momentum=0.9)
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICRO}

@@ -92,7 +92,7 @@ def test_the_model_stays_the_same(name):
     classes, want = [type(m) for m in model.modules()], step(model)
     keep_inner = settings.get("keep_inner", False)
     if fused == NEITHER:
-        with pytest.raises(FdoraError, match="`fuse` must be False"):
+        with pytest.raises(FdoraError, match="`fuse` must be None or False"):
             use_fdora(model, fuse=True, keep_inner=keep_inner)
     else:
         use_fdora(model, fuse=True, keep_inner=keep_inner)
