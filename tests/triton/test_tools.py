@@ -24,7 +24,7 @@ def products(monkeypatch):
         return lambda: 1.0
 
     tiles = [GemmConfig(False, bm, 64, 32, 8, False, False, 4, 3) for bm in (64, 128)]
-    for name, value in (("DEVICE", device.NAME), ("DTYPE", HALF[0]), ("CACHE", 1), ("TILES", tiles), ("SCALES", SCALES)):
+    for name, value in (("DEVICE", device.NAME), ("DTYPE", HALF[0]), ("CACHE", 1), ("TILES", tiles)):
         monkeypatch.setattr(products, name, value)
     monkeypatch.setattr(products.clock, "quick_timer", quick_timer)
     monkeypatch.setattr(products.clock, "anchor_graph", lambda: None)
@@ -32,12 +32,9 @@ def products(monkeypatch):
     return products
 
 
-SCALES = [(64, 64, 128, fuse_dB, 4) for fuse_dB in (False, True)]
-
-
 def test_every_way_of_a_product_is_checked_and_timed(products):
-    scale, forward, backward = products.time_products([(130, 64, 128, 16)], math.inf)
-    assert len(scale["scale"]) == 2 and set(forward["ms"]) == {*products.ways_of(True)} and len(forward["ms"]) == 4
+    forward, backward = products.time_products([(130, 64, 128, 16)], math.inf, False)
+    assert set(forward["ms"]) == {*products.ways_of(True)} and len(forward["ms"]) == 4
     assert set(backward["ms"]) == set(forward["ms"]) | {"first"} and (forward["forward"], backward["forward"]) == (True, False)
 
 
@@ -46,7 +43,7 @@ def test_a_wrong_way_is_an_error(products, monkeypatch):
         products, "planned", lambda write, *tensors: lambda *given: (torch.zeros(130, 128, device=device.NAME),)
     )
     with pytest.raises(AssertionError, match="is wrong"):
-        list(products.time_products([(130, 64, 128, 16)], math.inf))
+        list(products.time_products([(130, 64, 128, 16)], math.inf, False))
 
 
 def test_the_fit_finds_what_made_the_times():
