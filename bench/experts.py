@@ -37,9 +37,9 @@ from time import perf_counter
 import torch
 
 from bench.attempt import Failures
-from bench.experts_case import MODELS, Case, S, Way, given_of, layer_errors, layer_way, mlp_errors, mlp_way
+from bench.experts_case import MODELS, Case, S, given_of, kept_by, layer_errors, layer_way, mlp_errors, mlp_way
 from bench.layer import free
-from bench.multi import Timed, timed
+from bench.multi import Timed, Way, timed
 from bench.norm_forms import about
 from bench.save import save
 from bench.table import line, table
@@ -65,7 +65,7 @@ def run(kind: str, model: str, T: int, r: int, options) -> list[dict]:
             assert not wrong, f"{name} is wrong: {wrong}"
         else:
             way.both()
-        kept[name] = way.kept(given_of(case))
+        kept[name] = kept_by(way, given_of(case))
         free(options.device)
         return way
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.multi import Way
 from bench.truth import rel_l2, some
 from bench.ways import BF16
 from fdora.functional import DoraLayer, dora_experts, dora_experts_mlp, dora_linear, dora_norm
@@ -85,34 +86,20 @@ class Case(NamedTuple):
         return self._replace(x=x, gates=gates, up=self.up.fresh(), down=self.down.fresh())
 
 
-class Way(NamedTuple):
-    call: Callable[[], Tensor]
-    leaves: dict[str, Tensor]
-    dy: Tensor
+def kept_by(way: Way, given: set[int]) -> float:
+    """MiB that stay between forward and backward, beside the leaves and what was ``given``."""
+    seen: dict[int, int] = {}
 
-    def forward(self) -> Tensor:
-        with torch.no_grad():
-            return self.call()
+    def note(t: Tensor) -> Tensor:
+        seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t.detach()  # an output that its own node holds would keep both alive, and every later capture would fail
 
-    def both(self) -> dict[str, Tensor]:
-        y = self.call()
-        grads = torch.autograd.grad(y, list(self.leaves.values()), self.dy)
-        return {"y": y, **{f"d{n}": d for n, d in zip(self.leaves, grads, strict=True)}}
-
-    def kept(self, given: set[int]) -> float:
-        """MiB that stay between forward and backward, beside the leaves and what was ``given``."""
-        seen: dict[int, int] = {}
-
-        def note(t: Tensor) -> Tensor:
-            seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t.detach()  # an output that its own node holds would keep both alive, and every later capture would fail
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            y = self.call()
-        given = given | {t.untyped_storage().data_ptr() for t in self.leaves.values()}
-        kept = sum(size for at, size in seen.items() if at not in given) / 2**20
-        del y
-        return round(kept, 3)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        y = way.call()
+    given = given | {t.untyped_storage().data_ptr() for t in way.leaves.values()}
+    kept = sum(size for at, size in seen.items() if at not in given) / 2**20
+    del y
+    return round(kept, 3)
 
 
 def linear_of(name: str) -> Callable[[Tensor, Stack, Case], Tensor]:

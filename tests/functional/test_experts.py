@@ -82,7 +82,10 @@ def test_compiled_with_numbers():
     value = torch.compile(lambda leaves, t: loss(leaves, t), fullgraph=True, backend="aot_eager")(leaves, t)
     for n, d in grads(value, None, **leaves).items():
         assert_exact(d, plain(t)[n], n)
-    with pytest.raises(Exception, match=r"Python numbers in code that is compiled|FdoraError"):  # torch 2.8 leaves the text out
+    text = (
+        "Python numbers in code that is compiled" if torch.__version__ >= "2.9" else "FdoraError"
+    )  # torch 2.8 leaves the text out
+    with pytest.raises(Exception, match=text):
         torch.compile(lambda t, ends: ours(t, ends), fullgraph=True, backend="aot_eager")(t, torch.tensor(ENDS))
 
 

@@ -5,7 +5,7 @@ import torch
 
 from fdora.functional import DoraLayer, dora_experts_mlp, dora_init
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="the expert modules are its; `make test` installs it")
 E, K, F, TOP = 4, 24, 16, 2
 
 

@@ -240,16 +240,27 @@ def fails(module, args):
 def test_threads_do_not_hear_each_other():
     """Both are between the block's words and the layer's ears at the same time."""
     model = use_fdora(made(), fuse=True)
-    block, both, found = first(model), threading.Barrier(2, timeout=20), {}
+    block, both, found = first(model), threading.Barrier(2), {}
+    passed = set()
     xs = [torch.randn(2, 5, TINY.width, dtype=torch.float64) for _ in range(2)]
     want = [block(x) for x in xs]
-    block.attn.qkv.register_forward_hook(lambda *_: (both.wait(), None)[1])
+
+    def meet(*_):
+        both.wait()
+        passed.add(threading.get_ident())
+
+    block.attn.qkv.register_forward_hook(meet)
 
     def one(i):
-        found[i] = block(xs[i])
+        try:
+            found[i] = block(xs[i])
+        finally:
+            if threading.get_ident() not in passed:  # it will not come: the other must not wait for it
+                both.abort()
 
     threads = [threading.Thread(target=one, args=(i,)) for i in range(2)]
     [t.start() for t in threads], [t.join() for t in threads]
+    assert len(passed) == 2
     for i, y in enumerate(want):
         torch.testing.assert_close(found[i], y)
 

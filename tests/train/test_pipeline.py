@@ -23,7 +23,7 @@ CASES = [(module, case) for module in FILES for case in names(module.replace("."
 def said():
     if device.NAME == "cuda":
         pytest.skip("its tensors lie on a CPU; python -m bench.jobs --device cuda --world 2 is the same through NCCL")
-    return {module: results(module, world, timeout=120) for module, world in FILES.items()}
+    return {module: results(module, world) for module, world in FILES.items()}
 
 
 @pytest.mark.parametrize(("module", "case"), CASES, ids=[case for _, case in CASES])

@@ -72,7 +72,7 @@ def test_one_that_diverges_harms_nobody():
 @pytest.mark.parametrize("stop", [1, 4])
 def test_resumed_in_the_middle_to_the_bit(tmp_path, stop):
     """In the middle of batches: gradients are part of the state."""
-    pytest.importorskip("safetensors")
+    pytest.importorskip("safetensors", reason="it writes the files; `make test` installs it")
     base = make.frozen()
     model, works = make.whole(base), works_of(schedule(make.LENGTHS, Spec(16, seconds=0)))
     whole, losses = together(works, start(base), model)
@@ -88,7 +88,7 @@ def test_resumed_in_the_middle_to_the_bit(tmp_path, stop):
 
 
 def test_a_folder_of_two_moments_is_refused(tmp_path):
-    pytest.importorskip("safetensors")
+    pytest.importorskip("safetensors", reason="it writes the files; `make test` installs it")
     base = make.frozen()
     works, state = works_of(schedule(make.LENGTHS, Spec(16, seconds=0))), start(base)
     save(tmp_path, state, make.JOBS)
