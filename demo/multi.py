@@ -10,31 +10,20 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from demo.run import HERE, fail, positive
+from demo.run import HERE, fail, positive, status_of
 
 TOLERANCE = 1e-5
 """How far two loss curves may be apart, in float32."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    from demo import stop
-
     options = parse(argv)
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    try:
-        with stop.on_ctrl_c():
-            return compare(options)
-    except KeyboardInterrupt:
-        print("\nStopped by Ctrl-C; no half-written file is left.", file=sys.stderr)
-        return 130
-    except ModuleNotFoundError as error:
-        return fail(f"{error}. `make demo-multi` installs what it needs; --random does without the encoder's package.")
+    needs = "`make demo-multi` installs what it needs; --random does without the encoder's package."
+    return status_of(lambda: compare(options), needs)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

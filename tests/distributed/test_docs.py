@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_fsdp_by_torchrun(tmp_path):
     if device.NAME == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("NCCL wants a GPU for each of 2 processes")
+        pytest.skip("NCCL wants a GPU for each of 2 processes; runs with --device cpu, or on a machine with two")
     for name, code in PROGRAMS.items():
         (tmp_path / f"{name}.py").write_text(code)
     hidden = {} if device.NAME == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}

@@ -25,5 +25,7 @@ def said():
 @pytest.mark.parametrize(("module", "case"), CASES, ids=[case for _, case in CASES])
 def test_case(said, module, case):
     if device.NAME == "cuda" and torch.cuda.device_count() < FILES[module]:
-        pytest.skip(f"NCCL wants a GPU for each of {FILES[module]} processes")
+        pytest.skip(
+            f"NCCL wants a GPU for each of {FILES[module]} processes; runs with --device cpu, or on a machine with as many GPUs"
+        )
     assert said(module).get(case, "it never ran: a case before it failed") == "ok"

@@ -69,7 +69,12 @@ def of_c(*args):
 
 READERS = [
     python_parameters,
-    pytest.param(of_c, marks=pytest.mark.skipif("private.walker() is None", reason="needs a C compiler and torch 2.10")),
+    pytest.param(
+        of_c,
+        marks=pytest.mark.skipif(
+            "private.walker() is None", reason="needs a C compiler and torch 2.10; `make test` has torch 2.13"
+        ),
+    ),
 ]
 
 
@@ -98,7 +103,7 @@ def test_nothing_is_kept(read):
     assert list(map(sys.getrefcount, parts)) == before
 
 
-@pytest.mark.skipif("private.walker() is None", reason="needs a C compiler and torch 2.10")
+@pytest.mark.skipif("private.walker() is None", reason="needs a C compiler and torch 2.10; `make test` has torch 2.13")
 def test_what_c_does_not_take():
     with pytest.raises(TypeError, match="path, class, names"):
         of_c(made(), list(SPEC), QUIET)
