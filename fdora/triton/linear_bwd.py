@@ -82,7 +82,7 @@ def _backward(
     half, peft = t != torch.float32, la.seed is not None and dropout.mode == "peft"
     r, few = la.A.shape[0], half and is_small(x.shape[0])
     both = grads.A is not None and grads.B is not None and not few and at_once(x, dy, r, plan.device.capability)
-    config = scale.config_for(plan, dy, r, not both)
+    config = scale.config_for(plan, dy, r, grads.B is not None and not both)
     fused_B = grads.B if config.BLOCK_R else None
     need_dz = dx is not None or grads.A is not None or (grads.B is not None and fused_B is None)
     dz = plan.temp(dy.shape, t) if need_dz else None

@@ -83,7 +83,8 @@ def test_what_changes_between_two_calls_is_seen(change):
     for model in (stock, fresh, steady):
         CHANGES[change](model)
     wanted, got = run(fresh, x), run(steady, x)
-    if change not in OF_A:
+    # On a GPU dropout's mask is drawn inside of the kernels, another one than torch's (docs/contract.md).
+    if change not in OF_A and (change != "dropout" or device.NAME == "cpu"):
         for a, b in zip(run(stock, x) or (), got or (), strict=True):  # what both of ours might get wrong together
             assert rel_l2(b, a) < 2e-5
     assert (wanted is None) == (got is None) == (change == "a transposed weight")

@@ -38,6 +38,8 @@ def made(family="timm", dtype=torch.float64, **config):
     """Two layers with adapters that have moved."""
     torch.manual_seed(0)
     model = FAMILIES[family]().to(dtype)
+    if isinstance(model, Dinov2Model) and not any(name.endswith("q_proj") for name, _ in model.named_modules()):
+        pytest.skip("this transformers has other blocks, whose layers run apart; the one that `make test` installs has these")
     names = LINEARS if family == "timm" else ALL
     model = get_peft_model(model, LoraConfig(r=3, use_dora=True, target_modules=list(names), **config))
     with torch.no_grad():

@@ -46,8 +46,11 @@ def weight_of(part: Any) -> Tensor:
 
 def gather(part: nn.Module) -> Tensor:
     """The same, where it is a unit of FSDP alone by a call of it."""
-    found = next((each for kind in (nn.Linear, DoraLinearLayer) if isinstance(each := leaf(part, kind), Leaf)), None)
-    return weight_of(part) if found is None else found.weight()
+    for kind in (nn.Linear, DoraLinearLayer):  # no name bound inside a comprehension: Dynamo of torch 2.11 cannot trace one
+        found = leaf(part, kind)
+        if isinstance(found, Leaf):
+            return found.weight()
+    return weight_of(part)
 
 
 def leaf(part: nn.Module, kind: Any) -> Leaf | str:
