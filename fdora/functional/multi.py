@@ -147,6 +147,9 @@ def check_multi(
     if (offsets is None) == (ids is None):
         have = "neither" if ids is None else "both"
         raise fail(fn, "offsets", "given, or ids, not both", have, "One of them says which adapter each token has.")
+    arg, tokens = ("ids", ids) if offsets is None else ("offsets", offsets)
+    if not isinstance(tokens, Tensor):
+        raise fail(fn, arg, "a torch.Tensor", f"a {type(tokens).__name__}", "Wrap it with torch.as_tensor.")
     check_device(fn, "W", {"W": W, "offsets": offsets, "ids": ids})
     if offsets is not None:
         check_shapes(fn, {"A": "G r K", "offsets": "G"}, {"A": A, "offsets": offsets})
