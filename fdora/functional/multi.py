@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fdora._check import (
     FLOATS,
+    WIDE,
     check_device,
     check_dtype,
     check_frozen,
@@ -27,7 +28,6 @@ from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, route
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import check_bank, check_ranks, scalings
 from fdora.functional.linear import cast_x, check_dropout, save_for_dm, seed_tensor
-from fdora.functional.norm import WIDE
 from fdora.quant import QuantWeight
 
 
