@@ -15,8 +15,8 @@ VENV_TARGET = $(subst $() ,\ ,$(VENV))
 .PHONY: test lint demo demo-multi bench docs acceptance frameworks clean
 
 test: $(VENV_TARGET)/.dev
-	OMP_NUM_THREADS=1 "$(VENV)/bin/python" -m pytest -n $(JOBS) $(TESTS)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 "$(VENV)/bin/python" -m pytest -n $(JOBS) tests/triton
+	OMP_NUM_THREADS=1 "$(VENV)/bin/python" -m pytest -n $(JOBS) --dist loadgroup $(TESTS)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 "$(VENV)/bin/python" -m pytest -n $(JOBS) --dist loadgroup tests/triton
 
 lint: $(VENV_TARGET)/.dev
 	"$(VENV)/bin/python" -m ruff check .

@@ -12,13 +12,12 @@ shipped, where "read" may keep as well.
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from bench import clock
+from bench.command import command
 from bench.norm_forms import about
 from bench.save import save
 from bench.table import table
@@ -76,13 +75,9 @@ def measured(shape, kind, device, runs):
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--runs", type=int, default=9)
+    parser = command(__doc__, runs=9)
     parser.add_argument("--beside", type=int, help="read y - bias beyond this many tokens")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a smoke test")
-    parser.add_argument("--json", type=Path, help="write the result to this file as well")
-    parser.add_argument("--commit", help="the commit that is measured, for the file")
     options = parser.parse_args(argv)
     if options.beside is not None:  # plans are made when they are first asked for: this reaches all of them
         linear.BESIDE_BIAS = options.beside

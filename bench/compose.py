@@ -8,11 +8,9 @@ that the fewest possible bytes take at measured copy speed.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
 
+from bench.command import command
 from bench.norm_forms import about, medians
 from bench.save import save
 from fdora.functional import dora_compose, dora_delta, select_backend
@@ -52,11 +50,7 @@ def case(M, N, delta, device, runs, facts):
 
 
 def main():
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--device", default="cpu")
-    options.add_argument("--runs", type=int, default=9)
-    options.add_argument("--json", type=Path)
-    options.add_argument("--commit", help="recorded in the JSON")
+    options = command(__doc__, runs=9)
     options = options.parse_args()
     facts = about(options.device, options.commit)
     print(facts, "\n")

@@ -16,7 +16,6 @@ fails where fdora ends farther from float32 than twice PEFT's distance and 0.01.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import sysconfig
@@ -29,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.command import command
 from bench.decoder import LINEARS
 from bench.norm_forms import about
 from bench.rivals import paths
@@ -186,8 +186,7 @@ def worse(row: dict) -> bool:
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    parser = command(__doc__, seconds=math.inf)
     parser.add_argument("--seeds", type=lambda s: [int(v) for v in s.split(",")], default=[0, 1, 2])
     parser.add_argument("--optimizers", type=lambda s: s.split(","), default=["adamw", "muon"])
     parser.add_argument("--adapter", choices=DTYPES, default="fp32")
@@ -202,9 +201,6 @@ def parse(argv):
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
     parser.add_argument("--full", action="store_true", help="also full DoRA: gradients through the norm")
     parser.add_argument("--ways", type=lambda s: s.split(","), help=f"some of {', '.join((*WAYS, FULL))}")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     options.ways = options.ways or [*WAYS, *([FULL] if options.full else [])]
     if unknown := set(options.ways) - {*WAYS, FULL}:

@@ -29,14 +29,14 @@ parameters in a layer. A way that cannot run is listed with its reason, and a wr
 
 from __future__ import annotations
 
-import argparse
+import math
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter
 
 import torch
 
 from bench.attempt import Failures
+from bench.command import command
 from bench.experts_case import MODELS, Case, S, given_of, kept_by, layer_errors, layer_way, mlp_errors, mlp_way
 from bench.layer import free
 from bench.multi import Timed, Way, timed
@@ -112,19 +112,14 @@ def cases(options) -> list[tuple[str, Callable[[], list[dict]]]]:
 
 
 def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    parser = command(__doc__, runs=9, seconds=math.inf)
     parser.add_argument("--models", default="mixtral,qwen3-30b,gpt-oss-20b")
     parser.add_argument("--T", default="64,4096", help="tokens, each of k experts")
     parser.add_argument("--r", default="16,64")
     parser.add_argument("--adapter", default="bf16", choices=list(ADAPTERS))
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--quick", action="store_true", help="4096 tokens, r = 16, three runs")
-    parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--loop-ms", type=float, default=20.0, help="of wall time, at least, in one measurement")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this time")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     if options.quick:
         options.T, options.r, options.runs = "4096", "16", 3

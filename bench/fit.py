@@ -9,7 +9,6 @@ every tile was timed (``bench.products --exhaustive``) their regret is what the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy
 from scipy.optimize import least_squares, nnls
 
+from bench.command import command
 from bench.norm_forms import about
 from bench.save import save
 from bench.table import table
@@ -169,14 +169,12 @@ def figure(judgements, path):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command(__doc__, device=None)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--unseen", type=Path, help="of bench.products too")
     parser.add_argument("--folds", type=int, default=4)
     parser.add_argument("--write", type=Path)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--figure", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     results = [json.loads(file.read_text()) for file in options.files]
     rows = [row for result in results for row in result["rows"] if "ms" in row]

@@ -9,11 +9,9 @@ have them, a few columns 50 times as large as the others.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
 
+from bench.command import command
 from bench.norm_forms import about
 from bench.save import save
 from bench.table import table
@@ -53,9 +51,7 @@ def errors(scale, kind, M, N, K, r):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the result to this file as well")
-    parser.add_argument("--commit", help="the commit that is measured, for the file")
+    parser = command(__doc__, device=None)
     for name, size in (("tokens", 512), ("out", 1024), ("in", 4096), ("rank", 16)):
         parser.add_argument(f"--{name}", type=int, default=size)
     sizes = vars(args := parser.parse_args())

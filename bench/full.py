@@ -9,13 +9,11 @@ gradients, through a norm that is differentiated or not. The goal is 1.10.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from bench.clock import anchor_graph, medians, timer
+from bench.command import command
 from bench.norm_forms import about
 from bench.save import save
 from bench.table import table
@@ -61,12 +59,8 @@ def rows_of(shape: tuple[int, int, int, int], device: str, runs: int) -> list[di
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    parser = command(__doc__, runs=9)
     parser.add_argument("--tiny", action="store_true", help="one small shape, for a smoke test")
-    parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     return parser.parse_args(argv)
 
 

@@ -14,7 +14,7 @@ beside x and the parameters (the output of the call included, where it is kept).
 
 from __future__ import annotations
 
-import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -29,6 +29,7 @@ from torch import Tensor
 from bench.attempt import Failures
 from bench.checkouts import add_rival_path, axolotl_group, unsloth_group
 from bench.clock import anchor_graph, medians, timer
+from bench.command import command
 from bench.layer import free
 from bench.norm_forms import about
 from bench.rivals import peft_layer
@@ -235,8 +236,7 @@ def run(model: str, part: str, M: int, r: int, adapter: str, options) -> list[di
 
 
 def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    parser = command(__doc__, runs=9, seconds=math.inf)
     parser.add_argument("--models", default="llama8b,qwen8b", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--M", default="4096")
@@ -245,10 +245,6 @@ def parse(argv=None):
     parser.add_argument("--ways", default=",".join(WAYS))
     add_rival_path(parser)
     parser.add_argument("--quick", action="store_true", help="llama8b only, r 16 and 384, three runs")
-    parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this time")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     if options.quick:
         options.models, options.runs = "llama8b", 3

@@ -8,7 +8,6 @@ own, from the end of ``import torch``, with an empty Triton cache and again with
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from bench.attempt import Failures
 from bench.clock import medians, wall_timer
+from bench.command import command
 from bench.norm_forms import about
 from bench.save import save
 from bench.table import table
@@ -79,17 +79,13 @@ def per_call(options) -> list[dict]:
 
 
 def main(argv=None):
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--device", default="cpu")
+    options = command(__doc__, runs=31)
     for name, size in (("M", 16), ("K", 512), ("N", 512), ("r", 16)):
         options.add_argument(f"--{name}", type=int, default=size)
     options.add_argument("--adapter", choices=("bf16", "fp32"), default="bf16")
     options.add_argument("--ways", default=",".join(WAYS))
     options.add_argument("--first-call", action="store_true")
-    options.add_argument("--runs", type=int, default=31)
     options.add_argument("--loop-ms", type=float, default=20.0, help="about the length of one loop")
-    options.add_argument("--json", type=Path)
-    options.add_argument("--commit", help="recorded in the JSON")
     options = options.parse_args(argv)
     facts = about(options.device, options.commit, argv)
     sizes = (options.M, options.K, options.N, options.r)

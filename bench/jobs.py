@@ -17,16 +17,15 @@ times, and as it has it from tokens alone.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from bench.attempt import Failures
 from bench.clock import synchronize
+from bench.command import command
 from bench.jobs_model import LINEARS, TINY, Sizes, by_modules, data_of, decoder, stage_of
 from bench.layer import free
 from bench.norm_forms import about
@@ -234,8 +233,7 @@ def report(result, turns, options) -> None:
 
 
 def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser = command(__doc__, runs=5)
     parser.add_argument("--world", type=int, default=1, help="stages of a pipeline, a process for each")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--r", type=int, default=16)
@@ -244,9 +242,6 @@ def parse(argv=None):
     parser.add_argument("--batches", type=int, default=3, help="of each job")
     parser.add_argument("--ways", type=lambda s: s.split(","), default=list(WAYS))
     parser.add_argument("--tiny", action="store_true", help="small widths and samples in float32, for a smoke test")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     return parser.parse_args(argv)
 
 

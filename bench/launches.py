@@ -8,14 +8,12 @@ descriptors built for each launch or kept; torch's own calls beside them. A plan
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bench.clock import medians, wall_timer
+from bench.command import command
 from bench.norm_forms import about
 from bench.save import save
 from bench.table import table
@@ -109,11 +107,7 @@ def pieces(device="cuda"):
 
 
 def main():
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--device", choices=["cuda"], default="cuda")
-    options.add_argument("--runs", type=int, default=15)
-    options.add_argument("--json", type=Path)
-    options.add_argument("--commit", help="recorded in the JSON")
+    options = command(__doc__, device="cuda", runs=15)
     options = options.parse_args()
     timers = {name: wall_timer(fn, "cuda", 20.0) for name, fn in pieces().items()}
     us = {name: round(1e3 * ms, 1) for name, ms in medians(timers, options.runs).items()}

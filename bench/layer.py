@@ -21,18 +21,17 @@ installed package. float32 adapters are cast to bf16 in every call there, which 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
 import time
 from itertools import product
-from pathlib import Path
 
 import torch
 
 from bench.attempt import Failures
 from bench.checkouts import add_rival_path
 from bench.clock import anchor_graph, medians, timer, wall_timer
+from bench.command import command
 from bench.norm_forms import about
 from bench.save import save
 from bench.table import line, table
@@ -191,8 +190,7 @@ def cases(options) -> list[tuple]:
 
 
 def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    parser = command(__doc__, runs=9, seconds=math.inf)
     parser.add_argument("--shapes", default="llama8b", help=f"of {', '.join(MODELS)}, all, or KxN")
     parser.add_argument("--M", default="4096")
     parser.add_argument("--r", default="16,64,384")
@@ -202,10 +200,6 @@ def parse(argv=None):
     add_rival_path(parser)
     parser.add_argument("--peft-autocast", action="store_true", help="PEFT's layers under bf16 autocast, as trainers run them")
     parser.add_argument("--wall", action="store_true")
-    parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     named = options.ways.split(",")
     dropped = {name[1:] for name in named if name.startswith("-")}

@@ -12,14 +12,12 @@ memory above weights and adapters. Outputs and gradients of ``fdora`` and ``peft
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import time
 import types
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.attempt import Failures
 from bench.clock import medians, wall_timer
+from bench.command import command
 from bench.decoder import LINEARS, Sizes, angles, decoder
 from bench.norm_forms import about
 from bench.rivals import inject, paths
@@ -188,8 +187,7 @@ def measure(steps: dict[str, Step], compiled: bool, options, failures: Failures)
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    parser = command(__doc__, runs=7, seconds=math.inf)
     parser.add_argument("--r", type=int, default=384)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--seq", type=int, default=4096)
@@ -202,10 +200,6 @@ def parse(argv):
     parser.add_argument("--no-eager", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
     parser.add_argument("--quick", action="store_true", help="four layers, three turns")
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no mode after this time")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     if options.quick:
         options.layers, options.runs = 4, 3

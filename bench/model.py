@@ -17,7 +17,6 @@ the vocabulary is small: the head, which has no adapter, would be most of a narr
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import math
@@ -25,7 +24,6 @@ import time
 import warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +31,7 @@ from torch import Tensor, nn
 
 from bench.attempt import Failures
 from bench.clock import medians, wall_timer
+from bench.command import command
 from bench.layer import free
 from bench.layers12 import DTYPES, MOST_APART, adapters, apart, own_code
 from bench.norm_forms import about
@@ -446,8 +445,7 @@ def markdown(result: dict) -> str:
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    parser = command(__doc__, runs=7, seconds=math.inf)
     parser.add_argument("--model", choices=ARCHITECTURES, default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--r", type=int, default=64)
@@ -463,10 +461,6 @@ def parse(argv):
     parser.add_argument("--no-eager", action="store_true")
     parser.add_argument("--quick", action="store_true", help="bf16 adapters, four modes, three turns")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     if options.quick:
         options.runs = 3

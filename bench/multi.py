@@ -22,11 +22,10 @@ the command at its end. The JSON is rewritten after every case.
 
 from __future__ import annotations
 
-import argparse
+import math
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
@@ -36,6 +35,7 @@ from torch import Tensor
 
 from bench.attempt import Failures
 from bench.clock import anchor_graph, medians, timer, wall_timer
+from bench.command import command
 from bench.layer import free
 from bench.norm_forms import about
 from bench.save import save
@@ -332,8 +332,7 @@ def compile_all(found: list[Case], options) -> None:
 
 
 def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    parser = command(__doc__, runs=9, seconds=math.inf)
     parser.add_argument("--shapes", default="4096x4096,4096x14336", help="K x N")
     parser.add_argument("--M", type=int, default=8192)
     parser.add_argument("--decode", type=int, default=64, help="tokens, each of its own adapter")
@@ -342,15 +341,11 @@ def parse(argv=None):
     parser.add_argument("--adapter", default="bf16", choices=list(ADAPTERS))
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--quick", action="store_true", help="4 and 32 adapters, three runs")
-    parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--loop-ms", type=float, default=20.0, help="of wall time, at least, in one measurement")
     parser.add_argument(
         "--kernels", action="store_true", help="of one and multi: GPU time by kernel, as torch's profiler sees it"
     )
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this time")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     if options.quick:
         options.G, options.runs = "4,32", 3

@@ -9,16 +9,15 @@ W's bytes over a measured copy and the product's flops over a measured cuBLAS pr
 
 from __future__ import annotations
 
-import argparse
 import platform
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from bench import clock
+from bench.command import command
 from bench.save import save
 from fdora.functional import dora_base_sqnorm, dora_norm, select_backend
 from tests.memory import peak_bytes
@@ -113,11 +112,7 @@ def rows_of(N, K, r, dtype, device, runs, facts):
 
 
 def main():
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--device", default="cpu")
-    options.add_argument("--runs", type=int, default=9)
-    options.add_argument("--json", type=Path)
-    options.add_argument("--commit", help="recorded in the JSON")
+    options = command(__doc__, runs=9)
     options = options.parse_args()
     device, digits = options.device, 1 if options.device == "cpu" else 3
     facts = about(device, options.commit)

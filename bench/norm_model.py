@@ -10,14 +10,13 @@ a state for each, which the launches for a model replaced. GPU ms by torch's pro
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bench.command import command
 from bench.norm_forms import about, roofs
 from bench.save import save
 from bench.table import table
@@ -76,13 +75,10 @@ def case(model: str, layers: int, r: int, device: str, speed: float | None) -> l
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
+    parser = command(__doc__)
     parser.add_argument("--models", default="qwen3-8b,qwen3-1.7b", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--r", default="16,384")
-    parser.add_argument("--json", type=Path, help="write the result to this file as well")
-    parser.add_argument("--commit", help="the commit that is measured, for the file")
     options = parser.parse_args(argv)
     speed = None if options.device == "cpu" else roofs(options.device)["bytes_per_ms"]
     rows = []

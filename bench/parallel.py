@@ -15,14 +15,12 @@ gathered (``world``), with its two collectives.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +30,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from bench.clock import synchronize
+from bench.command import command
 from bench.layers12 import DTYPES, MOST_APART
 from bench.norm_forms import about
 from bench.save import save
@@ -261,17 +260,13 @@ def worker(rank: int, options, store: str) -> None:
 
 
 def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser = command(__doc__, runs=9)
     parser.add_argument("--world", type=int, default=2, help="processes")
     parser.add_argument("--M", type=int, default=4096, help="tokens")
     parser.add_argument("--r", type=lambda s: [int(r) for r in s.split(",")], default=[64, 384])
     parser.add_argument("--layers", type=int, default=4, help="decoder layers whose norms are computed")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
-    parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     options.widths = {"tiny": (64, 96, 32)} if options.tiny else WIDTHS
     if options.runs < 1:

@@ -11,18 +11,17 @@ torch's sum of two tensors into a third, which moves the bytes of the pass, and 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 
 from bench import clock
+from bench.command import command
 from bench.norm_forms import about
 from bench.products import DEVICE, DTYPE, close, planned, randn
 from bench.save import save
@@ -174,15 +173,10 @@ def case(shape, runs, where):
 
 
 def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cuda"], default="cuda")
+    parser = command(__doc__, device="cuda", runs=3, seconds=math.inf)
     parser.add_argument("--seed", type=int, help="draw shapes instead of those above")
     parser.add_argument("--shapes", type=int, default=20)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no shape after this time")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     return parser.parse_args(argv)
 
 

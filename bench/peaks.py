@@ -15,7 +15,7 @@ at the peak, by the line that asked for it. On a CPU a profiler sees what forwar
 
 from __future__ import annotations
 
-import argparse
+import math
 import statistics
 import time
 import warnings
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from bench.attempt import Failures
 from bench.clock import once
+from bench.command import command
 from bench.layer import free
 from bench.layers12 import DTYPES, adapters
 from bench.model import adapted, network
@@ -205,8 +206,7 @@ def rows_of(model: str, options, failures: Failures) -> list[dict]:
 
 
 def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    parser = command(__doc__, runs=3, seconds=math.inf)
     parser.add_argument("--models", type=lambda s: s.split(","), default=list(MODELS))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--r", type=int, default=64)
@@ -214,10 +214,6 @@ def parse(argv=None):
     parser.add_argument("--ways", type=lambda s: s.split(","), default=list(WAYS))
     parser.add_argument("--alive", type=int, default=0, metavar="LINES", help="list what is alive at the peak")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no model after this time")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     options.cases = [Case.read(text) for text in options.cases.split(",")]
     return options

@@ -22,7 +22,6 @@ An earlier file of the same GPU keeps the rates that this call does not measure.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -38,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.clock import capture, medians, once, replay_ms, synchronize, wall_timer
+from bench.command import command
 from bench.norm_forms import about
 from bench.save import save
 from fdora.functional import dora_init, dora_linear, dora_norm
@@ -181,15 +181,11 @@ def linked(options) -> dict[str, float]:
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    parser = command(__doc__, runs=9)
     parser.add_argument("--gpu", required=True, help="its name in fdora.predict.GPUS")
     parser.add_argument("--world", type=int, default=1, help="GPUs whose links are measured")
-    parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--warm", type=float, default=0.7, help="seconds of the same work before it is timed")
     parser.add_argument("--small", type=int, default=1, help="divides the sizes, for a smoke test")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     earlier = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     found = earlier.get("profile", {}) if earlier.get("gpu") == options.gpu else {}

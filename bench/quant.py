@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from bench.attempt import Failures
 from bench.checkouts import add_rival_path, axolotl_linear, unsloth_linear
 from bench.clock import anchor_graph, medians, timer
+from bench.command import command
 from bench.layer import TOLERANCE, errors, free
 from bench.norm_forms import about, roofs
 from bench.rivals import fill
@@ -275,19 +276,14 @@ def markdown(result: dict) -> str:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    parser = command(__doc__, runs=7, seconds=math.inf)
     parser.add_argument("--shapes", default=SHAPES, help="KxN, comma separated (default: %(default)s)")
     parser.add_argument("--M", default="1,16,512,4096,16384")
     parser.add_argument("--r", default="16,64,384")
     parser.add_argument("--ways", default=",".join(WAYS), help="comma separated")
     parser.add_argument("--no-norms", action="store_true", help="layers alone")
     parser.add_argument("--jobs", type=int, default=0, help="compile so many cases at once before the first is timed (GPU)")
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
     add_rival_path(parser)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     options.ways = options.ways.split(",")
     if unknown := set(options.ways) - set(WAYS):

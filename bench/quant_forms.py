@@ -15,13 +15,11 @@ With ``--device cpu`` only small shapes run, interpreted or not at all: for the 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import multiprocessing
 import os
 import statistics
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -29,6 +27,7 @@ import triton
 import triton.language as tl
 
 from bench import clock
+from bench.command import command
 from bench.norm_forms import about
 from bench.save import save
 from fdora._records import Operands
@@ -479,12 +478,8 @@ def many_rows(device, shapes, tokens, ranks):
 
 
 def main():
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--device", default="cuda")
+    options = command(__doc__, device="cuda", seconds=140)
     options.add_argument("--only", default="few,formats,back,many")
-    options.add_argument("--seconds", type=float, default=140)
-    options.add_argument("--json", type=Path)
-    options.add_argument("--commit", help="recorded in the JSON")
     options = options.parse_args()
     start, device, parts = time.perf_counter(), options.device, options.only.split(",")
     shapes, tokens, ranks, more, some = SHAPES, TOKENS, RANKS, MANY, SOME

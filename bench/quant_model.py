@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -24,6 +23,7 @@ from torch import nn
 from bench import layers12
 from bench.attempt import Failures
 from bench.clock import medians, once
+from bench.command import command
 from bench.layer import free
 from bench.norm_forms import about
 from bench.rivals import paths
@@ -77,16 +77,12 @@ def whole(options: argparse.Namespace, packed: int, adapters: int, peak: int) ->
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    parser = command(__doc__, runs=7)
     parser.add_argument("--model", choices=list(MODELS), default="70b")
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--S", type=int, default=4096)
     parser.add_argument("--r", type=int, default=64)
     parser.add_argument("--ways", type=names(WAYS), default=list(WAYS))
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     return parser.parse_args(argv)
 
 

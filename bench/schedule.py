@@ -17,14 +17,13 @@ What the paper reports was measured on its machines and texts, so it stands besi
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Iterator
 from math import log
-from pathlib import Path
 from statistics import mean
 
+from bench.command import command
 from bench.norm_forms import about
 from bench.save import save
 from bench.table import table
@@ -132,7 +131,7 @@ def markdown(result: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options = command(__doc__, device=None)
     options.add_argument("--device", default="cpu", choices=("cpu",))
     options.add_argument("--capacity", type=int, default=6144)
     options.add_argument("--depth", type=int, default=4)
@@ -140,8 +139,6 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--samples", type=int, default=16)
     options.add_argument("--batches", type=int, default=12)
     options.add_argument("--total", type=int, default=25_600, help="samples of the schedule that is timed; 0: none")
-    options.add_argument("--json", type=Path)
-    options.add_argument("--commit", help="recorded in the JSON")
     a = options.parse_args(argv)
     spec = Spec(a.capacity, a.depth, a.multiple, 0.0)
     sizes = {name: getattr(a, name) for name in ("capacity", "depth", "multiple", "samples", "batches")}

@@ -10,7 +10,6 @@ with float64 samples first, and a wrong one fails the command.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import math
@@ -19,13 +18,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from random import Random
 
 import torch
 
 from bench.attempt import Failures
 from bench.clock import anchor_graph, launches_of, medians, once, quick_timer
+from bench.command import command
 from bench.layer import TOLERANCE, free
 from bench.norm_forms import about
 from bench.save import save
@@ -141,16 +140,11 @@ def summarize(rows: list[dict]) -> dict:
 
 
 def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    parser = command(__doc__, runs=5, seconds=math.inf)
     parser.add_argument("--seed", type=int, default=16)
     parser.add_argument("--shapes", type=int, default=64)
     parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help="comma separated")
-    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     return parser.parse_args(argv)
 
 

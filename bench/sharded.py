@@ -18,14 +18,12 @@ parallelism); the collectives of a step are counted. Ways that end in ``_shards`
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import statistics
 import tempfile
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,6 +31,7 @@ import torch.multiprocessing as mp
 
 from bench.attempt import Failures
 from bench.clock import synchronize
+from bench.command import command
 from bench.layer import free
 from bench.layers12 import DTYPES, MOST_APART, adapters, apart
 from bench.model import ARCHITECTURES, WAYS, network
@@ -190,8 +189,7 @@ def show(rank: int, found: dict) -> None:
 
 
 def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser = command(__doc__, runs=9)
     parser.add_argument("--world", type=int, default=2, help="processes")
     parser.add_argument("--layout", choices=LAYOUTS, default="fsdp", help="tensor parallel: tp, or rows or columns alone")
     parser.add_argument("--model", choices=[m for m in ARCHITECTURES if "vl" not in m], default="llama-3.1-8b")
@@ -206,9 +204,6 @@ def parse(argv=None):
     parser.add_argument("--compiled", action="store_true", help="torch.compile of each decoder layer")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
     parser.add_argument("--no-profile", action="store_true")
-    parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     every = (*WAYS, "peft_fdora_shards", "peft_fdora_fused_shards") if options.layout == "fsdp" else ("peft_lora", "peft_fdora")
     options.ways = options.ways.split(",") if options.ways else list(every)

@@ -12,6 +12,7 @@ from fdora._torch import functorch_active
 
 OPTIONAL = ("bias", "norm", "base_sqnorm")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WIDE = (torch.float32, torch.float64)  # of norms
 
 
 class FdoraError(ValueError):
@@ -121,6 +122,8 @@ def check_dtype(fn: str, arg: str, t: Tensor | Weight | None, allowed: tuple[tor
 
 
 def check_rank(fn: str, r: int) -> None:
+    if not isinstance(r, (int, torch.SymInt)):
+        raise fail(fn, "r", "an int of at least 1", f"a {type(r).__name__}", "Pass the rank of the adapter.")
     if r < 1:
         raise fail(fn, "r", "at least 1", r, "A layer without an adapter is torch.nn.functional.linear.")
 
@@ -133,6 +136,20 @@ def check_s(fn: str, s: float) -> None:
         raise fail(fn, "s", "a finite Python number", f"a {type(s).__name__}", "Pass alpha / r.")
     if s - s != 0:  # inf or NaN; math.isfinite breaks the graph where torch.compile makes s symbolic
         raise fail(fn, "s", "a finite Python number", s, "Pass alpha / r, or alpha / sqrt(r) for rsLoRA.")
+
+
+def check_weights(fn: str, tensors: dict[str, Any], s: float) -> None:
+    """What every function that takes W, A, B (and perhaps x and more, each with one axis N) asks of them."""
+    axes = {"W": "N K", "A": "r K", "B": "N r", "x": "... K"}
+    sizes = check_shapes(fn, {arg: axes.get(arg, "N") for arg in tensors}, tensors)
+    check_rank(fn, sizes["r"])
+    W = tensors["W"]
+    check_device(fn, "W", tensors)
+    check_dtype(fn, "W", W, FLOATS, "Dequantise or cast it first.")
+    for arg in ("A", "B", "m"):
+        check_dtype(fn, arg, tensors.get(arg), (torch.float32, W.dtype))
+    check_frozen(fn, "W", W)
+    check_s(fn, s)
 
 
 def check_frozen(fn: str, arg: str, t: Tensor | Weight | None) -> None:

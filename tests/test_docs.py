@@ -139,6 +139,7 @@ RUN["docs/schedule.md"] = 4  # tests/schedule/test_docs.py
 RUN["docs/plan.md"] = 2  # tests/plan/test_docs.py
 RUN["docs/quantised.md"] = 2  # tests/quant/test_docs.py
 RUN["docs/distributed.md"] = 4  # tests/distributed/test_docs.py
+RUN["docs/walk.md"] = 1  # tests/test_walk_docs.py
 RUN["docs/integrations.md"] = sum(language == "python" for _, language in RUN_BY)
 
 

@@ -55,6 +55,11 @@ def embedding(**change):
     return F.dora_embedding(**(t | {"s": 2.0} | change))
 
 
+def multi(**change):
+    bank = {n: torch.stack([good()[n]] * 2) for n in ("A", "B", "m")}
+    return F.dora_linear_multi(**(good() | bank | {"s": [2.0, 2.0]} | change))
+
+
 def conv(**change):
     t = {"x": torch.randn(1, 4, 5, 5), "W": torch.randn(6, 4, 3, 3), "A": torch.randn(2, 4, 3, 3), "B": torch.randn(6, 2, 1, 1)}
     return F.dora_conv2d(**(t | {"m": torch.rand(6), "s": 2.0} | change))
@@ -95,6 +100,10 @@ MESSAGES = [
     (lambda: compose(g=torch.rand(3, 1)), "fdora.dora_compose: `g` must be (N,) with N=6 (from `base`), got (3, 1). Pass the g that belongs to this layer, in nn.Linear layout."),
     (lambda: linear(A=torch.randn(0, K), B=torch.randn(N, 0)), "fdora.dora_linear: `r` must be at least 1, got 0. A layer without an adapter is torch.nn.functional.linear."),
     (lambda: F.dora_init(torch.randn(N, K), 0), "fdora.dora_init: `r` must be at least 1, got 0. A layer without an adapter is torch.nn.functional.linear."),
+    (lambda: F.dora_init(torch.randn(N, K), "8"), "fdora.dora_init: `r` must be an int of at least 1, got a str. Pass the rank of the adapter."),
+    (lambda: F.dora_linear_group(None, [layer()]), "fdora.dora_linear_group: `x` must be a torch.Tensor, got a NoneType. Wrap it with torch.as_tensor."),
+    (lambda: F.dora_mlp(None, layer(), layer(), layer()), "fdora.dora_mlp: `x` must be a torch.Tensor, got a NoneType. Wrap it with torch.as_tensor."),
+    (lambda: multi(offsets=[1, 3]), "fdora.dora_linear_multi: `offsets` must be a torch.Tensor, got a list. Wrap it with torch.as_tensor."),
     (lambda: linear(m=None), "fdora.dora_linear: `m` must be a torch.Tensor, got a NoneType. Wrap it with torch.as_tensor."),
     (lambda: norm(A=None), "fdora.dora_norm: `A` must be a torch.Tensor, got a NoneType. Wrap it with torch.as_tensor."),
     (lambda: group(F.DoraLayer(None)), "fdora.dora_linear_group: layers[0]: `W` must be a torch.Tensor, got a NoneType. Wrap it with torch.as_tensor."),

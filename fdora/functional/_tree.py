@@ -10,13 +10,12 @@ import optree
 import torch
 from torch import Tensor
 
-from fdora._check import FdoraError
+from fdora._check import FdoraError, check_weights
 from fdora._dispatch import Backend, forced
 from fdora.autograd import quant
 from fdora.autograd._ops import OPS
+from fdora.autograd.norm import WORDS as WORDS_OF_ONE
 from fdora.functional.backend import select_backend
-from fdora.functional.norm import WORDS as WORDS_OF_ONE
-from fdora.functional.norm import check_weights
 from fdora.quant import QuantSpec, QuantWeight
 
 WORDS = 16  # of a fingerprint, for each weight that is a tensor

@@ -8,13 +8,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_rank, check_s, check_shapes, fail, is_sharded
+from fdora._check import (
+    FLOATS,
+    WIDE,
+    check_device,
+    check_dtype,
+    check_frozen,
+    check_rank,
+    check_s,
+    check_shapes,
+    fail,
+    is_sharded,
+)
 from fdora._dispatch import Backend
 from fdora._records import Conv
 from fdora.autograd.conv import conv, conv_norm, rows
 from fdora.functional.backend import select_backend
 from fdora.functional.linear import cast_x
-from fdora.functional.norm import WIDE
 from fdora.quant import QuantWeight
 
 Numbers = int | Sequence[int]

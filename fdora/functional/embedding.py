@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fdora._check import (
     FLOATS,
+    WIDE,
     check_device,
     check_dtype,
     check_frozen,
@@ -27,7 +28,6 @@ from fdora._torch import is_traced
 from fdora.autograd.embedding import embedding
 from fdora.autograd.norm import row_norm
 from fdora.functional.backend import select_backend
-from fdora.functional.norm import WIDE
 from fdora.quant import QuantWeight
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fdora._check import (
     FLOATS,
+    WIDE,
     check_device,
     check_dtype,
     check_frozen,
@@ -28,7 +29,6 @@ from fdora.autograd.norm import is_real
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import scaling_of
 from fdora.functional.linear import cast_x, dora_linear, save_for_dm
-from fdora.functional.norm import WIDE
 from fdora.quant import QuantWeight
 
 

@@ -139,6 +139,8 @@ def check_members(fn: str, x: Tensor, layers: dict[str, DoraLayer], other_x: Cal
 
     Returns whether there are DTensors among them, whose parts are checked in their turn.
     """
+    if not isinstance(x, Tensor):
+        raise fail(fn, "x", "a torch.Tensor", f"a {type(x).__name__}", "Wrap it with torch.as_tensor.")
     for label, layer in layers.items():
         if not isinstance(layer, DoraLayer):
             have = f"a {type(layer).__name__}"

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from fdora._check import (
     FLOATS,
+    WIDE,
     check_device,
     check_dtype,
     check_frozen,
     check_left_out,
     check_shapes,
+    check_weights,
     fail,
     is_sharded,
     key_of,
@@ -32,7 +34,6 @@ from fdora.autograd.residual import residual_linear
 from fdora.autograd.weight import forms_norm
 from fdora.functional._ends import check_ends, folded, loses_inner
 from fdora.functional.backend import select_backend
-from fdora.functional.norm import WIDE, check_weights
 from fdora.quant import Codes8, QuantWeight
 
 

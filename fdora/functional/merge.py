@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._check import FdoraError, check_dtype, check_left_out, fail, is_sharded
+from fdora._check import WIDE, FdoraError, check_dtype, check_left_out, check_weights, fail, is_sharded
 from fdora._dispatch import Backend
 from fdora._torch import detached
 from fdora.autograd import quant
@@ -15,7 +15,6 @@ from fdora.autograd._ops import OPS, autocast_off
 from fdora.autograd.norm import is_real, row_norm, scale
 from fdora.functional._ends import check_gamma, folded
 from fdora.functional.backend import select_backend
-from fdora.functional.norm import WIDE, check_weights
 from fdora.quant import QuantWeight
 from fdora.quant.quantize import NAMES, quantizes
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fdora._check import (
     FLOATS,
+    WIDE,
     check_device,
     check_dtype,
     check_frozen,
@@ -27,7 +28,6 @@ from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, route
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import check_bank, check_ranks, scalings
 from fdora.functional.linear import cast_x, check_dropout, save_for_dm, seed_tensor
-from fdora.functional.norm import WIDE
 from fdora.quant import QuantWeight
 
 
@@ -147,6 +147,9 @@ def check_multi(
     if (offsets is None) == (ids is None):
         have = "neither" if ids is None else "both"
         raise fail(fn, "offsets", "given, or ids, not both", have, "One of them says which adapter each token has.")
+    arg, tokens = ("ids", ids) if offsets is None else ("offsets", offsets)
+    if not isinstance(tokens, Tensor):
+        raise fail(fn, arg, "a torch.Tensor", f"a {type(tokens).__name__}", "Wrap it with torch.as_tensor.")
     check_device(fn, "W", {"W": W, "offsets": offsets, "ids": ids})
     if offsets is not None:
         check_shapes(fn, {"A": "G r K", "offsets": "G"}, {"A": A, "offsets": offsets})

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from fdora._check import (
     FLOATS,
+    WIDE,
     Weight,
     check_device,
     check_dtype,
     check_frozen,
-    check_rank,
-    check_s,
     check_shapes,
+    check_weights,
     fail,
     is_sharded,
     key_of,
@@ -25,7 +25,6 @@ from fdora._check import (
 )
 from fdora._dispatch import Backend
 from fdora._torch import PLAIN
-from fdora.autograd.norm import WORDS as WORDS
 from fdora.autograd.norm import base_sqnorm as _base_sqnorm
 from fdora.autograd.norm import give_norm as give_norm
 from fdora.autograd.norm import guarded_norm, row_norm, row_sqnorm, scale, smallest_bytes_of
@@ -35,8 +34,6 @@ from fdora.functional.backend import select_backend
 from fdora.functional.bank import norm_of_bank, norm_of_experts
 from fdora.functional.norm_state import NormState, ShardNormState, check_state
 from fdora.quant import QuantWeight
-
-WIDE = (torch.float32, torch.float64)
 
 
 @overload
@@ -262,18 +259,3 @@ def dora_scale(m: Tensor, c: Tensor) -> Tensor:
     check_dtype(fn, "c", c, WIDE, "Keep it as dora_norm returns it.")
     check_device(fn, "m", {"m": m, "c": c})
     return scale(m, c)
-
-
-def check_weights(fn: str, tensors: dict[str, Any], s: float) -> None:
-    """What every function that takes W, A, B (and perhaps x and more, each with one axis N) asks of them."""
-    axes = {"W": "N K", "A": "r K", "B": "N r", "x": "... K"}
-    sizes = check_shapes(fn, {arg: axes.get(arg, "N") for arg in tensors}, tensors)
-    check_rank(fn, sizes["r"])
-    W = tensors["W"]
-    assert W is not None
-    check_device(fn, "W", tensors)
-    check_dtype(fn, "W", W, FLOATS, "Dequantise or cast it first.")
-    for arg in ("A", "B", "m"):
-        check_dtype(fn, arg, tensors.get(arg), (torch.float32, W.dtype))
-    check_frozen(fn, "W", W)
-    check_s(fn, s)

@@ -512,8 +512,12 @@ def case_compose():
     want = dora_compose(*p[:3], s=0.7, bias=p[3])
     (want**2).sum().backward()
     for kind, ((tokens, vector), out) in ways.items():
-        share = (lambda v: v * (0.25 + 0.5 * dist.get_rank())) if kind == "sum" else (lambda v: v)
-        lie = lambda v, where_to: DTensor.from_local(share(v), where, [where_to], run_check=False) if kind == "sum" else distribute_tensor(v, where, [where_to])  # fmt: skip  # noqa: E731
+
+        def lie(v, where_to, kind=kind):
+            if kind == "sum":  # each process its share of it
+                return DTensor.from_local(v * (0.25 + 0.5 * dist.get_rank()), where, [where_to], run_check=False)
+            return distribute_tensor(v, where, [where_to])
+
         a, b = (lie(v, tokens).detach().requires_grad_() for v in (base, lora))
         c, d = (distribute_tensor(v, where, [vector]).requires_grad_() for v in (g, bias))
         y = dora_compose(a, b, c, s=0.7, bias=d)

@@ -291,7 +291,7 @@ def rows_of_one_step(run, rank):
 
 
 def compiled(wrap, fuse, truth, mesh):
-    """Blocks that are compiled in one graph each, and then sharded; beside PEFT's LoRA, which has no graph break either."""
+    """Blocks that are compiled in one graph each, and then sharded; in the long run beside PEFT's LoRA, which breaks none either."""
 
     def made(dora):
         torch._dynamo.reset()
@@ -302,7 +302,8 @@ def compiled(wrap, fuse, truth, mesh):
             block.compile(backend="aot_eager", fullgraph=True)
         return wrap(model, mesh)
 
-    loss_of(made(False), batches()[0, 0, truth.rank]).backward()
+    if STEPS > 3:
+        loss_of(made(False), batches()[0, 0, truth.rank]).backward()
     run = made(True)
     loss = loss_of(run, batches()[0, 0, truth.rank])
     loss.backward()

@@ -1,6 +1,13 @@
 """Fixtures of the kernel tests."""
 
+import os
+
 import pytest
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.triton.interpreter import speed_up
+
+    speed_up()
 
 
 @pytest.fixture
