@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fdora._check import fail
+from fdora._torch import foreach_add, foreach_add_, foreach_clone, foreach_mul_, foreach_norms, foreach_zero_
 from fdora.train.records import TREES, Job, Params, State, Work, kept_of
 
 
@@ -86,7 +87,12 @@ def check_losses(fn: str, losses: Any, work: Work) -> Tensor:
     if not isinstance(losses, Tensor) or tuple(losses.shape) != (len(work.samples),):
         have = tuple(losses.shape) if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
         raise fail(fn, "forward", f"a function that gives ({len(work.samples)},), the loss of each sample", have, "Do not sum.")
-    return torch.tensor(work.weights, dtype=losses.dtype, device=losses.device)
+    return on(losses.device, torch.tensor(work.weights, dtype=losses.dtype))
+
+
+def on(device: torch.device, t: Tensor) -> Tensor:
+    """Small numbers of the host, on a GPU without a wait for what it still has to do: that is only so from pinned memory."""
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
 def leaves_of(params: Params) -> tuple[Params, list[Tensor]]:
@@ -98,26 +104,38 @@ def leaves_of(params: Params) -> tuple[Params, list[Tensor]]:
 
 @torch.no_grad()
 def added(grads: Params, found: Sequence[Tensor | None], donate: bool) -> Params:
-    old, spec = optree.tree_flatten(grads)
-    pairs = zip(old, found, strict=True)
-    new = [have if more is None else have.add_(more) if donate else have + more for have, more in pairs]
-    return optree.tree_unflatten(spec, new)
+    have, spec = optree.tree_flatten(grads)
+    more = {i: t for i, t in enumerate(found) if t is not None}
+    if more:
+        old = [have[i] for i in more]
+        if donate:
+            foreach_add_(old, [*more.values()])
+        else:
+            for i, t in zip(more, foreach_add(old, [*more.values()]), strict=True):
+                have[i] = t
+    return optree.tree_unflatten(spec, have)
 
 
 @torch.no_grad()
 def square_sum(grads: Params, adapter: int) -> Tensor:
     """Of the squares of one adapter's gradient: () float64, added in the order of the tree."""
-    parts = [t[adapter].double().square().sum() for t in optree.tree_leaves(grads)]
-    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)  # a stage may train nothing
+    rows = [t[adapter] for t in optree.tree_leaves(grads)]
+    return foreach_norms(rows).square().sum() if rows else torch.zeros((), dtype=torch.float64)  # a stage may train nothing
 
 
 @torch.no_grad()
 def optimizer_step(state: State, jobs: Sequence[Job], squares: dict[int, Tensor], due: Sequence[int], donate: bool) -> State:
-    """AdamW of each adapter in ``due``, on its rows; their gradients are zero afterwards. ``kept`` is left as it was."""
-    _, spec = optree.tree_flatten(state.params)
-    params = [t.clone() for t in optree.tree_leaves(state.params)]
-    trees = (state.grads, state.mean, state.square)
-    grads, mean, square = ([t if donate else t.clone() for t in optree.tree_leaves(tree)] for tree in trees)
+    """AdamW of each adapter in ``due``, on its rows; their gradients are zero afterwards. ``kept`` is left as it was.
+
+    Kernels that take all tensors at once: a model's banks are hundreds of tensors, and one launch for each would cost the host
+    more than the GPU has to do.
+    """
+    leaves, spec = optree.tree_flatten(state.params)
+    if not leaves:  # a stage may train nothing
+        return state._replace(steps=tuple(n + (a in due) for a, n in enumerate(state.steps)))
+    params = foreach_clone(leaves)
+    trees = (optree.tree_leaves(tree) for tree in (state.grads, state.mean, state.square))
+    grads, mean, square = (each if donate else foreach_clone(each) for each in trees)
     steps = list(state.steps)
     for a in due:
         job = jobs[a]
@@ -125,15 +143,15 @@ def optimizer_step(state: State, jobs: Sequence[Job], squares: dict[int, Tensor]
         if a in squares:
             assert job.clip is not None
             scale = (job.clip / (squares[a].sqrt() + 1e-6)).clamp(max=1.0)  # torch.nn.utils.clip_grad_norm_
-            for t in row_grads:
-                t.mul_(scale.to(t))
+            for dtype in {t.dtype for t in row_grads}:
+                own = [t for t in row_grads if t.dtype == dtype]
+                foreach_mul_(own, scale.to(own[0]))
         counts = [torch.tensor(float(steps[a])) for _ in params]
         adamw(
             rows, row_grads, row_mean, row_square, [], counts, amsgrad=False, beta1=job.betas[0], beta2=job.betas[1],
             lr=job.rate(steps[a]), weight_decay=job.weight_decay, eps=job.eps, maximize=False,
         )  # fmt: skip
-        for t in row_grads:
-            t.zero_()
+        foreach_zero_(row_grads)
         steps[a] += 1
     after: Any = [optree.tree_unflatten(spec, each) for each in (params, grads, mean, square)]
     return state._replace(**dict(zip(TREES, after, strict=True)), steps=tuple(steps))
