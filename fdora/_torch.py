@@ -175,6 +175,13 @@ def all_reduce_sum(t: Tensor, group: Any) -> Tensor:
     return collectives.wait_tensor(collectives.all_reduce(t, "sum", group))
 
 
+def default_store() -> Any:
+    """Where all processes of torch.distributed meet; it has no public name."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)``, past what ``Function.apply`` does for the sake of torch.func and of default arguments.
 
