@@ -58,27 +58,38 @@ def train_step(
     fn = "train.train_step"
     if not work.samples:
         return state._replace(position=state.position + 1), torch.empty(0)
-    check_turn(fn, state, work)
+    check_turn(fn, state, work, TURN)
+    found, losses = gradients(fn, state, work, data, model)
+    state = state._replace(grads=added(state.grads, found, donate), position=state.position + 1)
+    return stepped(state, [a for a, _ in work.due], model, jobs, donate), losses
+
+
+def gradients(fn: str, state: State, work: Work, data: Any, model: Model) -> tuple[Sequence[Tensor | None], Tensor]:
+    """Of all parameters, in the order of the tree; and the losses."""
     params, leaves = leaves_of(state.params)
     losses = model.forward(params, state.kept, data)
     weights = check_losses(fn, losses, work)
-    found = torch.autograd.grad(losses, leaves, weights, allow_unused=True)
-    grads = added(state.grads, found, donate)
-    state = state._replace(grads=grads, position=state.position + 1)
-    due = [a for a, _ in work.due]
-    if due:
-        state = optimizer_step(state, jobs, {a: square_sum(grads, a) for a in due if jobs[a].clip is not None}, due, donate)
-        state = state._replace(kept=kept_of(model.keep, state.params))
-    return state, losses.detach()
+    return torch.autograd.grad(losses, leaves, weights, allow_unused=True), losses.detach()
 
 
-def check_turn(fn: str, state: State, work: Work) -> None:
+def stepped(state: State, due: Sequence[int], model: Model, jobs: Sequence[Job], donate: bool) -> State:
+    """Once the batches of these adapters are through."""
+    if not due:
+        return state
+    squares = {a: square_sum(state.grads, a) for a in due if jobs[a].clip is not None}
+    state = optimizer_step(state, jobs, squares, due, donate)
+    return state._replace(kept=kept_of(model.keep, state.params))
+
+
+TURN = "Give the microbatches in the schedule's order, and the schedule the depth of this pipeline (depth_of)."
+
+
+def check_turn(fn: str, state: State, work: Work, remedy: str) -> None:
     """A microbatch must meet the weights that all earlier batches of its adapters have made."""
     for sample in work.samples:
         have = state.steps[sample.adapter]
         if sample.batch != have:
             want = f"of batch {have} of adapter {sample.adapter}, which is next"
-            remedy = "Give the microbatches in the schedule's order, and the schedule the depth of this pipeline (depth_of)."
             raise fail(fn, "work", want, f"one of batch {sample.batch}", remedy)
 
 

@@ -1,4 +1,4 @@
-"""A pipeline of stages gives what one process gives."""
+"""A pipeline of stages gives what one process gives, and so do replicas."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.distributed.world import names, results
 from tests.train import make
 from tests.train.test_step import start, together
 
-FILES = {"tests.train.pipeline_cases": 2, "tests.train.three_cases": 3}
+FILES = {"tests.train.pipeline_cases": 2, "tests.train.three_cases": 3, "tests.train.replica_cases": 2}
 CASES = [(module, case) for module in FILES for case in names(module.replace(".", "/") + ".py")]
 
 
