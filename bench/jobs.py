@@ -211,6 +211,7 @@ def one_process(options) -> None:
     for turn in range(options.runs + 1):
         for way in ways:
             seconds = wall(ways[way].run, options.device)
+            print(f"turn {turn}, {way}: {seconds[0]:.3f} s", flush=True)
             if turn:
                 turns[way].append(seconds)
     report(result, turns, options)
