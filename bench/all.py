@@ -114,6 +114,7 @@ TABLE = {
     "demo": Entry(60, "demo.run"),
 }
 # no --seconds of their own
+WITH_RIVALS = ("bench.layer", "bench.group", "bench.multi", "bench.quant")
 UNTIMED = (
     "bench.norm_forms",
     "bench.norm_model",
@@ -142,9 +143,7 @@ def arguments(name: str, out: Path, options, left: float) -> list[str]:
     command += [f"--json={out}", *([f"--commit={options.commit}"] if options.commit else [])]
     if module not in UNTIMED and left < math.inf:
         command.append(f"--seconds={max(0, int(left - LAST_CASE))}")
-    return command + [
-        f"--rival-path={folder}" for folder in options.rival_path if module in ("bench.layer", "bench.group", "bench.quant")
-    ]
+    return command + [f"--rival-path={folder}" for folder in options.rival_path if module in WITH_RIVALS]
 
 
 def watch(command: list[str], left: float) -> tuple[int | None, str]:
@@ -217,7 +216,7 @@ def parse(argv=None):
     parser.add_argument("--seconds", type=float, default=math.inf, help="for everything together")
     parser.add_argument("--only", type=lambda s: s.split(","), default=list(TABLE), help="names, in any order")
     parser.add_argument("--missing", action="store_true", help="only what has no whole result of this commit")
-    parser.add_argument("--rival-path", type=folders, action="extend", default=[], help="for layer and group")
+    parser.add_argument("--rival-path", type=folders, action="extend", default=[], help="for layer, group, multi and quant")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args(argv)
     if unknown := set(options.only) - set(TABLE):

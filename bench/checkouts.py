@@ -2,16 +2,16 @@
 
     axolotl-ai-cloud/axolotl  axolotl/kernels/ (in src): lora, dora, quantize, geglu, swiglu, op_registry, utils
     unslothai/unsloth         unsloth/: bnb_availability; unsloth/kernels/: fast_lora, utils, geglu, swiglu
-    CentML/lorafusion         lorafusion/utils/common, lorafusion/ops/lora_v1; lorafusion/ops/triton_ops/: config, utils,
-                              fused_lora_xw_sb, fused_lora_dys_dyb, fused_lora_dyw_dsa
+    CentML/lorafusion         lorafusion/utils/common, lorafusion/ops/: lora_v1, multi_lora; lorafusion/ops/triton_ops/: config,
+                              utils, fused_lora_xw_sb, fused_lora_dys_dyb, fused_lora_dyw_dsa, and the same of fused_multi_lora
 
 Only these modules run, none of the ``__init__`` above them. What they import beside torch, Triton and numpy serves quantised
 weights, dropout, logging, their own benchmarks, or the tensor descriptors that Triton had up to 3.3 (LoRAFusion's variant with
 TMA); :func:`stand_ins` answers for it. A checkout of each repository will do as well.
 
 One projection each: Axolotl's ``LoRA_O`` (LoRA and DoRA), Unsloth's ``LoRA_W``, LoRAFusion's ``FusedLinearLoRA`` without
-dropout. Layers that share their input: Axolotl's ``LoRA_QKV``, ``LoRA_FusedProj``, ``LoRA_MLP``; Unsloth's ``LoRA_QKV``,
-``LoRA_MLP``, not in place, since x is read again by the next call here.
+dropout; for many adapters its ``FusedLinearMultiLoRA``. Layers that share their input: Axolotl's ``LoRA_QKV``,
+``LoRA_FusedProj``, ``LoRA_MLP``; Unsloth's ``LoRA_QKV``, ``LoRA_MLP``, not in place, since x is read again here.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from types import ModuleType
 from unittest.mock import MagicMock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Linear = Callable[[Tensor], Tensor]
@@ -79,6 +80,8 @@ def stand_ins() -> dict[str, dict[str, ModuleType]]:
             module("loguru", logger=logging.getLogger("lorafusion")),
             *(module(f"{ops}.{name}", **{name: None}) for name in ("fused_lora_xw_sb_tma", "fused_lora_dyw_dsa_tma")),
             *(module(f"{ops}.dropout", seeded_dropout=None), module(f"{ops}.tma_utils", HAS_TMA_DESC=False)),
+            *(module(f"{ops}.blocked_dropout", blocked_seeded_dropout=None), module("megatron")),
+            module("megatron.core", parallel_state=None),
             module(f"{ops}.fused_dropout_matmul", fused_dropout_matmul=None),
             module("lorafusion.utils.benchmark", benchmark=None, set_warmup_and_number=None),
             module("lorafusion.utils.testing", assert_verbose_allclose_two_rounds=None),
@@ -201,13 +204,51 @@ def squeezed(ys: Sequence[Tensor]) -> list[Tensor]:
 def lorafusion_linear(folders: Sequence[Path], W: Tensor, A: Tensor, B: Tensor, s: float) -> Linear:
     """All in x's dtype: their kernels take nothing else."""
     code = load("lorafusion.ops.lora_v1", folders)
-    r = A.shape[0]
+    lorafusion_takes(W, A.shape[0])
+    code.fused_lora_dyw_dsa_func = partial(without_dropout, code.fused_lora_dyw_dsa)
+    return lambda x: code.fused_linear_lora(x.unsqueeze(0), W, A.to(x.dtype), B.to(x.dtype), s).squeeze(0)
+
+
+LORAFUSION_ROWS = 128  # of a tile: in the call for many adapters each segment is padded to a multiple of it
+
+
+def lorafusion_multi(
+    folders: Sequence[Path], W: Tensor, A: Sequence[Tensor], B: Sequence[Tensor], s: float, lengths: Sequence[int]
+) -> Linear:
+    """Many adapters of one rank, by these lengths; x is padded as :func:`padded` does. Their tables are made once, here."""
+    code = load("lorafusion.ops.multi_lora", folders)
+    count, r = len(A), A[0].shape[0]
+    if count > 4 or any(a.shape[0] != r for a in A):
+        raise ValueError(f"LoRAFusion's call takes up to four adapters, here of one rank, got {[a.shape[0] for a in A]}")
+    lorafusion_takes(W, r)
+    info = code.prepare_multi_lora_batch_info(
+        list(lengths), list(range(count)), [r] * count, [0.0] * count, [s] * count, LORAFUSION_ROWS, W.dtype
+    )
+    fields = ("seq_len_list", "padded_seq_len_list", "block_to_lookup_table", "block_to_dropout_p", "block_to_alpha")
+    given = {name: getattr(info, name) for name in (*fields, "enable_dropout", "same_dropout_p_value", "max_r")}
+
+    def layer(x: Tensor) -> Tensor:
+        factors = {"lora_a_list": [a.to(x.dtype) for a in A], "lora_b_list": [b.to(x.dtype) for b in B]}  # it appends to them
+        return code.fused_linear_multi_lora(x.unsqueeze(0), W, **factors, **given).squeeze(0)
+
+    return layer
+
+
+def padded(t: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Rows with zeros behind each segment."""
+    return torch.cat([F.pad(part, (0, 0, 0, -len(part) % LORAFUSION_ROWS)) for part in t.split(list(lengths))])
+
+
+def unpadded(t: Tensor, lengths: Sequence[int]) -> Tensor:
+    each = t.split([n + -n % LORAFUSION_ROWS for n in lengths])
+    return torch.cat([part[:n] for part, n in zip(each, lengths, strict=True)])
+
+
+def lorafusion_takes(W: Tensor, r: int) -> None:
     if r < 16 or r & (r - 1):
         raise ValueError(f"LoRAFusion's kernels take ranks that are powers of two from 16 on, got {r}")
     if W.is_cuda and torch.cuda.get_device_capability(W.device)[0] == 9:
         fit_lorafusion(r)
-    code.fused_lora_dyw_dsa_func = partial(without_dropout, code.fused_lora_dyw_dsa)
-    return lambda x: code.fused_linear_lora(x.unsqueeze(0), W, A.to(x.dtype), B.to(x.dtype), s).squeeze(0)
 
 
 def without_dropout(theirs: Callable[..., Tensor], *, dy: Tensor, w: Tensor, dropout_mask: None, **others) -> Tensor:
@@ -222,7 +263,7 @@ def fit_lorafusion(r: int) -> None:
     """
     config = sys.modules["lorafusion.ops.triton_ops.config"]
     fitted = {}
-    for kernel in ("fused_lora_xw_sb", "fused_lora_dyw_dsa"):
+    for kernel in ("fused_lora_xw_sb", "fused_lora_dyw_dsa", "fused_multi_lora_xw_sb", "fused_multi_lora_dyw_dsa"):
         tile = getattr(config.H100_CONFIG, kernel)
         rows = 2 * (tile.block_size_m + tile.block_size_n)
         stages = (232448 // rows - r) // tile.block_size_k

@@ -39,7 +39,8 @@ from bench.attempt import Failures
 from bench.command import command
 from bench.experts_case import MODELS, Case, S, given_of, kept_by, layer_errors, layer_way, mlp_errors, mlp_way
 from bench.layer import free
-from bench.multi import Timed, Way, timed
+from bench.multi import Timed, timed
+from bench.multi_ways import Way
 from bench.norm_forms import about
 from bench.save import save
 from bench.table import line, table

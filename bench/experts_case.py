@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.multi import Way
+from bench.multi_ways import Way
 from bench.truth import rel_l2, some
 from bench.ways import BF16
 from fdora.functional import DoraLayer, dora_experts, dora_experts_mlp, dora_linear, dora_norm

@@ -51,6 +51,7 @@ class Data(NamedTuple):
 
     x: Tensor  # (M, hidden)
     lengths: tuple[int, ...]  # of the samples
+    counts: Tensor  # the same on the device
     cos: Tensor  # (M, head)
     sin: Tensor
     owner: Tensor  # (M,): sample of each token
@@ -65,7 +66,8 @@ def data_of(work: Work, sizes: Sizes, adapters: int, dtype: torch.dtype, device:
     turns = torch.outer(torch.cat([torch.arange(n, device=device) for n in lengths]), frequencies).repeat(1, 2)
     owner = torch.repeat_interleave(torch.tensor(lengths)).to(device)
     ends = torch.tensor(segment_ends(work.samples, adapters), dtype=torch.int32).to(device)
-    return Data(x, lengths, turns.cos().to(dtype), turns.sin().to(dtype), owner, ends)
+    counts = torch.tensor(lengths).to(device)
+    return Data(x, lengths, counts, turns.cos().to(dtype), turns.sin().to(dtype), owner, ends)
 
 
 class Decoder(nn.Module):
@@ -108,7 +110,7 @@ def block(project: Project, x: Tensor, data: Data, sizes: Sizes) -> Tensor:
 def losses_of(x: Tensor, data: Data) -> Tensor:
     of_token = x.float().square().mean(1)
     sums = of_token.new_zeros(len(data.lengths)).index_add(0, data.owner, of_token)
-    return sums / torch.tensor(data.lengths, device=x.device)
+    return sums / data.counts
 
 
 def by_modules(model: nn.Module, data: Data) -> Tensor:

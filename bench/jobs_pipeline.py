@@ -59,6 +59,8 @@ def worker(rank: int, options, store: str) -> None:
         for way, step in ways.items():
             dist.barrier()
             seconds = wall(lambda step=step: (step(), synchronize(jobs.device), dist.barrier()), jobs.device)
+            if rank == 0:
+                print(f"turn {turn}, {way}: {seconds[0]:.3f} s", flush=True)
             if turn:
                 turns[way].append(seconds)
     dist.barrier()

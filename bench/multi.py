@@ -12,6 +12,8 @@ mean, so that it does as much.
     loop         dora_linear for each adapter on its tokens, the lengths known on the host
     multi        dora_linear_multi by offsets, multi_ids by the adapter of each token
     grouped_lora LoRA with torch.nn.functional.grouped_mm: no magnitude
+    lorafusion   LoRA by LoRAFusion's grouped kernels, from ``--rival-path`` (bench/checkouts.py): no magnitude. At most four
+                 adapters of one rank, each with tensors of its own; x and dy are padded to its tiles beforehand
     peft_loop    the formula of PEFT's mixed batches: the base for all tokens, then of each adapter's tokens a gather, DoRA's
                  correction and a scatter. As PEFT writes it for one adapter, its norm given
 
@@ -30,176 +32,24 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bench.attempt import Failures
+from bench.checkouts import add_rival_path
 from bench.clock import anchor_graph, medians, timer, wall_timer
 from bench.command import command
 from bench.layer import free
+from bench.multi_ways import WAYS, Bank, S, Way, build, errors
 from bench.norm_forms import about
 from bench.save import save
 from bench.table import line, table
-from bench.truth import rel_l2, some
-from bench.ways import ADAPTERS, BF16
-from fdora.functional import dora_linear, dora_linear_multi, dora_norm
+from bench.truth import rel_l2
+from bench.ways import ADAPTERS
+from fdora.functional import dora_norm
 
-S = 2.0
-WAYS = ("one", "loop", "grouped_lora", "peft_loop", "multi", "multi_ids")
-LORA = ("grouped_lora",)
 MIXED = (8, 16, 32, 64, 128, 256)
 TOLERANCE = 5e-3
-TARGETS = {"train": 1.08, "decode": 1.3, "norm": 1.5}  # multi over one
-
-
-class Bank(NamedTuple):
-    """x, W and dy in bf16; G adapters away from their start, their norms, and whose each token is."""
-
-    x: Tensor
-    W: Tensor
-    A: Tensor
-    B: Tensor
-    m: Tensor
-    norm: Tensor
-    dy: Tensor
-    s: Tensor
-    offsets: Tensor
-    lengths: list[int]
-    ranks: list[int]
-
-    @classmethod
-    def random(cls, M: int, K: int, N: int, ranks: list[int], adapter: torch.dtype, device: str) -> Bank:
-        generator = torch.Generator(device).manual_seed(0)
-
-        def normal(*shape: int, std: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
-            return torch.randn(*shape, generator=generator, device=device, dtype=dtype).mul_(std)
-
-        G, r = len(ranks), max(ranks)
-        x, W, dy = normal(M, K), normal(N, K, std=K**-0.5), normal(M, N)
-        A, B = normal(G, r, K, std=K**-0.5, dtype=adapter), normal(G, N, r, std=0.05 * r**-0.5, dtype=adapter)
-        for g, own in enumerate(ranks):
-            A[g, own:], B[g, :, own:] = 0, 0
-        norm = torch.stack([dora_norm(W, a, b, s=S, backend="eager") for a, b in zip(A, B, strict=True)])
-        m = (norm * (1 + normal(G, N, std=0.0015, dtype=torch.float32))).to(adapter)
-        lengths = lengths_of(M, G)
-        ends = torch.tensor(lengths).cumsum(0).to(torch.int32).to(device)
-        leaves = (t.requires_grad_() for t in (A, B, m))
-        return cls(x.requires_grad_(), W, *leaves, norm, dy, torch.full((G,), S, device=device), ends, lengths, ranks)
-
-    def fresh(self) -> Bank:
-        """The same memory under leaves of their own: see bench/group.py."""
-        return self._replace(**{n: getattr(self, n).detach().requires_grad_() for n in ("x", "A", "B", "m")})
-
-    def adapter(self, g: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self.A[g, : self.ranks[g]], self.B[g, :, : self.ranks[g]], self.m[g]
-
-
-def lengths_of(M: int, G: int) -> list[int]:
-    """Segments of 1/2 to 3/2 of the mean, in an order of their own; one token each where there are as many."""
-    weight = [2 + (5 * g) % 7 % 5 for g in range(G)]
-    ends = [round(M * sum(weight[: g + 1]) / sum(weight)) for g in range(G)]
-    ends = list(range(1, M + 1)) if M == G else ends
-    return [b - a for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-
-
-class Way(NamedTuple):
-    call: Callable[[], Tensor]
-    leaves: dict[str, Tensor]
-    dy: Tensor
-
-    def forward(self) -> Tensor:
-        with torch.no_grad():
-            return self.call()
-
-    def both(self) -> dict[str, Tensor]:
-        y = self.call()
-        grads = torch.autograd.grad(y, list(self.leaves.values()), self.dy)
-        return {"y": y, **{f"d{n}": d for n, d in zip(self.leaves, grads, strict=True)}}
-
-
-def build(name: str, bank: Bank) -> Way:
-    i = bank.fresh()
-    leaves = {"x": i.x, "A": i.A, "B": i.B, **({} if name in LORA else {"m": i.m})}
-    if name == "one":
-        own = {n: t.detach().contiguous().requires_grad_() for n, t in zip("ABm", of_mean_rank(i), strict=True)}
-        return Way(lambda: dora_linear(i.x, i.W, *own.values(), s=S, norm=i.norm[0]), {"x": i.x, **own}, i.dy)
-    if name in ("multi", "multi_ids"):
-        ids = torch.repeat_interleave(torch.arange(len(i.ranks)), torch.tensor(i.lengths)).to(i.x.device)
-        route = {"offsets": i.offsets} if name == "multi" else {"ids": ids}
-        ranks = None if len(set(i.ranks)) == 1 else i.ranks
-        return Way(lambda: dora_linear_multi(i.x, i.W, i.A, i.B, i.m, s=i.s, norm=i.norm, ranks=ranks, **route), leaves, i.dy)
-    if name == "loop":
-        return Way(lambda: loop(i, lambda x, g: dora_linear(x, i.W, *i.adapter(g), s=S, norm=i.norm[g])), leaves, i.dy)
-    if name == "peft_loop":
-        return Way(lambda: peft_loop(i), leaves, i.dy)
-    assert name == "grouped_lora"
-    return Way(lambda: grouped_lora(i), leaves, i.dy)
-
-
-def of_mean_rank(i: Bank) -> tuple[Tensor, Tensor, Tensor]:
-    """The first adapters below each other until there is as much of them as one token meets in the mean."""
-    r = max(8, round(sum(map(int.__mul__, i.ranks, i.lengths)) / sum(i.lengths) / 8) * 8)
-    at = max(range(len(i.ranks)), key=i.ranks.__getitem__)
-    return i.A[at, :r], i.B[at, :, :r], i.m[0]
-
-
-def loop(i: Bank, layer: Callable[[Tensor, int], Tensor]) -> Tensor:
-    return torch.cat([layer(x, g) for g, x in enumerate(i.x.split(i.lengths)) if len(x)])
-
-
-def peft_loop(i: Bank) -> Tensor:
-    """(g - 1) base + g s lora of each adapter's tokens, added to the base of all."""
-    y = F.linear(i.x, i.W)
-    parts = []
-    for g, (x, base) in enumerate(zip(i.x.split(i.lengths), y.split(i.lengths), strict=True)):
-        A, B, m = i.adapter(g)
-        scale = (m / i.norm[g]).to(x.dtype)
-        lora = F.linear(F.linear(x, A.to(x.dtype)), B.to(x.dtype))
-        parts.append((scale - 1) * base + scale * lora * S)
-    return y + torch.cat(parts)
-
-
-def grouped_lora(i: Bank) -> Tensor:
-    A, B = i.A.to(i.x.dtype), i.B.to(i.x.dtype)
-    h = F.grouped_mm(i.x, A.mT, offs=i.offsets)
-    return F.linear(i.x, i.W) + S * F.grouped_mm(h, B.mT, offs=i.offsets)
-
-
-def errors(name: str, way: Way, bank: Bank) -> dict[str, float]:
-    """Relative L2 of some rows of y and dx, and of the gradients of one adapter, against float64."""
-    if name == "one":
-        return {}
-    found = {n: t.detach() for n, t in way.both().items()}
-    want = truth(bank, name in LORA)
-    at, g = want.pop("at"), int(want.pop("g"))
-    pick = {"y": lambda t: t[at], "dx": lambda t: t[at], "dB": lambda t: t[g, :, : bank.ranks[g]]}
-    pick |= {"dA": lambda t: t[g, : bank.ranks[g]], "dm": lambda t: t[g]}
-    return {n: float(f"{rel_l2(pick[n](t), want[n]):.2e}") for n, t in found.items()}
-
-
-def truth(i: Bank, lora: bool) -> dict[str, Tensor]:
-    """In float64: samples of rows of each adapter, all of the shortest adapter's gradients."""
-    at = some(len(i.x), 64, i.x.device)
-    ids = (i.offsets[None] <= at[:, None]).sum(1).tolist()
-    g = min((g for g, n in enumerate(i.lengths) if n), key=i.lengths.__getitem__)
-    ys, dxs, W = [], [], i.W.double()
-
-    def whole(a: int) -> tuple[Tensor, Tensor]:
-        A, B, m = (t.detach().double() for t in i.adapter(a))
-        V = W + S * B @ A
-        return V, torch.ones_like(m) if lora else m / V.norm(dim=1)
-
-    for t, a in zip(at.tolist(), ids, strict=True):
-        V, scale = whole(a)
-        ys.append(scale * (V @ i.x[t].detach().double()))
-        dxs.append((scale * i.dy[t].double()) @ V)
-    begin = sum(i.lengths[:g])
-    x, dy = (t.detach()[begin : begin + i.lengths[g]].double() for t in (i.x, i.dy))
-    A, B, _ = (t.detach().double() for t in i.adapter(g))
-    V, scale = whole(g)
-    dz = scale * dy
-    found = {"y": torch.stack(ys), "dx": torch.stack(dxs), "dA": S * (dz @ B).mT @ x, "dB": S * dz.mT @ (x @ A.mT)}
-    return found | {"dm": (dy * (x @ V.mT)).sum(0) / V.norm(dim=1), "at": at, "g": torch.tensor(g)}
+TARGETS = {"train": 1.08, "decode": 1.3, "norm": 1.5}  # multi over one; lorafusion over multi: at least 1.2
 
 
 def kernels(fn: Callable[[], object]) -> dict[str, float]:
@@ -244,7 +94,7 @@ def train(M: int, K: int, N: int, ranks: list[int], label: str, kind: str, optio
     failed, error = Failures(), {}
 
     def prepare(name: str) -> Way:
-        way = build(name, bank)
+        way = build(name, bank, options.rival_path)
         error[name] = errors(name, way, bank)
         if name in ("multi", "multi_ids", "loop"):
             wrong = ", ".join(f"{key} by {e:.1e}" for key, e in error[name].items() if not e <= TOLERANCE)
@@ -257,9 +107,10 @@ def train(M: int, K: int, N: int, ranks: list[int], label: str, kind: str, optio
     for mode in ("fwd",) if kind == "decode" else ("fwd", "fwd_bwd"):
         fns = {n: way.forward if mode == "fwd" else way.both for n, way in ways.items()}
         facts = {"M": M, "K": K, "N": N, "G": len(ranks), "r": label, "adapter": options.adapter, "mode": mode}
-        rows.append(
-            row_of(kind, timed(fns, failed, options), TARGETS[kind], **facts) | {"error": error, "failed": dict(failed)}
-        )
+        row = row_of(kind, timed(fns, failed, options), TARGETS[kind], **facts) | {"error": error, "failed": dict(failed)}
+        if options.kernels:
+            row["kernels"] = {n: kernels(fns[n]) for n in ("one", "multi") if n in fns}
+        rows.append(row)
     return rows
 
 
@@ -340,6 +191,7 @@ def parse(argv=None):
     parser.add_argument("--r", default="16,mixed")
     parser.add_argument("--adapter", default="bf16", choices=list(ADAPTERS))
     parser.add_argument("--ways", default=",".join(WAYS))
+    add_rival_path(parser)
     parser.add_argument("--quick", action="store_true", help="4 and 32 adapters, three runs")
     parser.add_argument("--loop-ms", type=float, default=20.0, help="of wall time, at least, in one measurement")
     parser.add_argument(

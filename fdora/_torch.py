@@ -148,6 +148,22 @@ def detached(*tensors: Any) -> tuple[Any, ...]:
     return tuple(None if t is None else t.detach() for t in tensors)
 
 
+def foreach_norms(tensors: list[Tensor]) -> Tensor:
+    """(len,) float64: the norm of each tensor, by one kernel for many of them."""
+    return torch.stack(torch._foreach_norm(tensors, 2, torch.float64))
+
+
+foreach_add, foreach_add_ = torch._foreach_add, torch._foreach_add_  # likewise
+foreach_mul_, foreach_zero_ = torch._foreach_mul_, torch._foreach_zero_
+
+
+def foreach_clone(tensors: list[Tensor]) -> list[Tensor]:
+    made = [torch.empty_like(t) for t in tensors]
+    if made:
+        torch._foreach_copy_(made, tensors)
+    return made
+
+
 def all_reduce_sum(t: Tensor, group: Any) -> Tensor:
     """A new tensor, the sum over a process group, a 1-D mesh or (a mesh, its dimension): an op that compilers see.
 
@@ -157,6 +173,13 @@ def all_reduce_sum(t: Tensor, group: Any) -> Tensor:
     from torch.distributed import _functional_collectives as collectives
 
     return collectives.wait_tensor(collectives.all_reduce(t, "sum", group))
+
+
+def default_store() -> Any:
+    """Where all processes of torch.distributed meet; it has no public name."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -218,6 +218,7 @@ TRAIN = {
     "run_pipeline": "(state, works, data, *, stages, wire, jobs, links, clock=None)",
     "save": "(folder, state, jobs)",
     "select_state": "(state, names)",
+    "replica_step": "(state, works, data, *, model, jobs, group=None, donate=False)",
     "train_step": "(state, work, data, *, model, jobs, donate=False)",
     "works_of": "(schedule)",
 }

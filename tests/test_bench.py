@@ -235,8 +235,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Tile: block_size_m: int; block_size_n: int; block_size_k: int; num_stages: int
 @dataclass
-class Config: fused_lora_xw_sb: Tile; fused_lora_dyw_dsa: Tile
-H100_CONFIG = Config(Tile(128, 256, 64, 4), Tile(128, 256, 64, 3))
+class Config: fused_lora_xw_sb: Tile; fused_lora_dyw_dsa: Tile; fused_multi_lora_xw_sb: Tile; fused_multi_lora_dyw_dsa: Tile
+H100_CONFIG = Config(Tile(128, 256, 64, 4), Tile(128, 256, 64, 3), Tile(128, 256, 64, 4), Tile(128, 256, 64, 4))
 HARDWARE_CONFIGS = {"h100": H100_CONFIG}
 def get_device_short_name(): return "h200"
 """,
@@ -299,6 +299,7 @@ def test_lorafusion_on_other_hopper_chips_and_ranks(rivals):
         checkouts.fit_lorafusion(r)
         fitted = config.HARDWARE_CONFIGS["h200"]
         assert (fitted.fused_lora_xw_sb.num_stages, fitted.fused_lora_dyw_dsa.num_stages) == stages
+        assert fitted.fused_multi_lora_xw_sb == fitted.fused_multi_lora_dyw_dsa == fitted.fused_lora_xw_sb
 
 
 def test_rival_path_is_a_folder(tmp_path):

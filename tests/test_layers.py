@@ -40,6 +40,7 @@ MAY = {
     "plan": {"_check", "explain_model", "predict", "schedule"},  # shapes in, bytes and seconds out: nor does it
     "train": {
         "_check",
+        "_torch",
         "schedule",
         "convert",
     },  # knows no layer: a model is a function; of convert it has how files are written

@@ -106,6 +106,7 @@ def dora_linear_multi(
     check_dropout(fn, dropout_p, "lora")
     x = cast_x(fn, x, W)
     G = A.shape[0]
+    of_each = None if of_each and min(of_each) == A.shape[1] else of_each  # nothing lies beyond: no table of ranks, no copies
     wrong = fault(offsets, ids, prod(x.shape[:-1]), G)
     if wrong:
         arg, want = ("ids", f"from -1 to {G - 1}") if offsets is None else ("offsets", "ends, in order, of segments of x")

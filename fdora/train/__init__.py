@@ -1,4 +1,4 @@
-"""Many adapters trained together on one base: a schedule's microbatches through one process, or through a pipeline.
+"""Many adapters trained together on one base: a schedule's microbatches through one process, replicas, or a pipeline.
 
 Functions of values: a state goes in, a state comes out. The engine knows nothing of DoRA, nor of PEFT: parameters are pytrees
 of tensors with a row for each adapter, such as the banks of :func:`fdora.functional.dora_stack`. docs/adapters.md shows it.
@@ -16,6 +16,7 @@ from fdora.train.records import Work as Work
 from fdora.train.records import init_state as init_state
 from fdora.train.records import select_state as select_state
 from fdora.train.records import works_of as works_of
+from fdora.train.replicas import replica_step as replica_step
 from fdora.train.step import Model as Model
 from fdora.train.step import train_step as train_step
 from fdora.train.wires import Links as Links
@@ -35,6 +36,7 @@ __all__ = [
     "gather_state",
     "init_state",
     "load",
+    "replica_step",
     "run_pipeline",
     "save",
     "select_state",

@@ -28,6 +28,7 @@ from fdora._check import fail
 from fdora.schedule import Action, Task, depth_of, interleaved
 from fdora.train.records import TREES, Job, Params, State, Work, kept_of
 from fdora.train.step import added, check_losses, leaves_of, optimizer_step, square_sum
+from fdora.train.watch import Watch, watching
 from fdora.train.wires import Links, Mail, Wire
 
 Sum = Callable[[], Tensor]
@@ -88,7 +89,7 @@ def run_pipeline(
 
     Raises:
       FdoraError: the stages are not this process's, the schedule's depth is too small, a stage gave what ``wire`` does not
-        announce, or the last one no losses.
+        announce, or the last one no losses; or another process failed, with what it said.
 
     Memory: between forward and backward what autograd keeps, of at most ``depth`` microbatches a stage; a received tensor goes
     with its microbatch.
@@ -97,60 +98,67 @@ def run_pipeline(
     fn = "train.run_pipeline"
     order = check_order(fn, state, works, stages, links)
     end = len(links.ranks) * len(stages) - 1
-    mail = Mail(links, order, end, lambda n: wire.empty(works[n]))
-    kept = {number: kept_of(stage.keep, part(state.params, stage)) for number, stage in stages.items()}
-    flights: dict[Action, Flight] = {}
-    losses: dict[int, Tensor] = {}
-    due: dict[int, Sum | None] = {}  # adapters whose batch is through
-    tasks = []
-
-    def settle(adapters: Sequence[int]) -> None:
-        nonlocal state, kept
-        if not adapters:
-            return
-        found = {a: due.pop(a) for a in adapters}
-        squares = {a: total() for a, total in found.items() if total is not None}
-        state = optimizer_step(state, jobs, squares, adapters, donate=True)
+    with watching(fn, links.sums, (*links.down, *links.up)) as watch:
+        mail = Mail(links, order, end, lambda n: wire.empty(works[n]), watch)
         kept = {number: kept_of(stage.keep, part(state.params, stage)) for number, stage in stages.items()}
+        flights: dict[Action, Flight] = {}
+        losses: dict[int, Tensor] = {}
+        due: dict[int, Sum | None] = {}  # adapters whose batch is through
+        tasks = []
 
-    for at, action in enumerate(order):
-        mail.expect(at)
-        n, stage, work = action.microbatch, stages[action.stage], works[action.microbatch]
-        if not action.backward:
-            settle([a for a in due if any(s.adapter == a and s.batch > state.steps[a] for s in work.samples)])
-            x = mail.take(action) if action.stage else None
-            start = clock() if clock else 0.0
-            params, leaves = leaves_of(part(state.params, stage))
-            x = None if x is None else x.requires_grad_()
-            y = stage.forward(params, kept[action.stage], x, data(n))
-            flights[action] = Flight(x, y, leaves)
-            if action.stage == end:
-                check_losses(fn, y, work)
-                losses[n] = y.detach()
+        def settle(adapters: Sequence[int]) -> None:
+            nonlocal state, kept
+            if not adapters:
+                return
+            found = {a: due.pop(a) for a in adapters}
+            squares = {a: total() for a, total in found.items() if total is not None}
+            state = optimizer_step(state, jobs, squares, adapters, donate=True)
+            kept = {number: kept_of(stage.keep, part(state.params, stage)) for number, stage in stages.items()}
+
+        def now() -> float:
+            assert clock is not None
+            watch.idle(torch.device(wire.device))
+            return clock()
+
+        for at, action in enumerate(order):
+            mail.expect(at)
+            n, stage, work = action.microbatch, stages[action.stage], works[action.microbatch]
+            if not action.backward:
+                settle([a for a in due if any(s.adapter == a and s.batch > state.steps[a] for s in work.samples)])
+                x = mail.take(action) if action.stage else None
+                start = now() if clock else 0.0
+                params, leaves = leaves_of(part(state.params, stage))
+                x = None if x is None else x.requires_grad_()
+                y = stage.forward(params, kept[action.stage], x, data(n))
+                flights[action] = Flight(x, y, leaves)
+                if action.stage == end:
+                    check_losses(fn, y, work)
+                    losses[n] = y.detach()
+                else:
+                    wire.check(fn, y, work)
             else:
-                wire.check(fn, y, work)
-        else:
-            x, y, leaves = flights.pop(action._replace(backward=False))
-            dy = check_losses(fn, y, work) if action.stage == end else mail.take(action)
-            start = clock() if clock else 0.0
-            inputs = leaves if x is None else [x, *leaves]
-            found: Sequence[Any] = ()
-            if inputs:  # a first stage may train nothing
-                found = torch.autograd.grad(y, inputs, dy, allow_unused=True)
-            if x is not None:
-                dx, *found = found
-                y = torch.zeros_like(x) if dx is None else dx
-            new = added(part(state.grads, stage), found, donate=True)
-            state = state._replace(grads=state.grads | new)
-            if action.stage == links.rank:  # the first of this process, whose backward is its last
-                due |= posted(state.grads, [a for a, _ in work.due], jobs, links)
-        if clock:
-            tasks.append(Task(links.rank, action, start, clock()))
-        if action.stage != (0 if action.backward else end):
-            mail.send(action, y.detach())
-    settle(sorted(due))
-    mail.close()
-    return Ran(state._replace(position=len(works)), losses, tuple(tasks))
+                x, y, leaves = flights.pop(action._replace(backward=False))
+                dy = check_losses(fn, y, work) if action.stage == end else mail.take(action)
+                start = now() if clock else 0.0
+                inputs = leaves if x is None else [x, *leaves]
+                found: Sequence[Any] = ()
+                if inputs:  # a first stage may train nothing
+                    found = torch.autograd.grad(y, inputs, dy, allow_unused=True)
+                if x is not None:
+                    dx, *found = found
+                    y = torch.zeros_like(x) if dx is None else dx
+                new = added(part(state.grads, stage), found, donate=True)
+                state = state._replace(grads=state.grads | new)
+                if action.stage == links.rank:  # the first of this process, whose backward is its last
+                    due |= posted(state.grads, [a for a, _ in work.due], jobs, links, watch)
+            if clock:
+                tasks.append(Task(links.rank, action, start, now()))
+            if action.stage != (0 if action.backward else end):
+                mail.send(action, y.detach())
+        settle(sorted(due))
+        mail.close()
+        watch.idle(torch.device(wire.device))
+        return Ran(state._replace(position=len(works)), losses, tuple(tasks))
 
 
 def check_order(fn: str, state: State, works: Sequence[Work], stages: Mapping[int, Stage], links: Links) -> list[Action]:
@@ -180,24 +188,25 @@ def part(params: Params, stage: Stage) -> Params:
     return {name: params[name] for name in stage.names}
 
 
-def posted(grads: Params, ended: Sequence[int], jobs: Sequence[Job], links: Links) -> dict[int, Sum | None]:
+def posted(grads: Params, ended: Sequence[int], jobs: Sequence[Job], links: Links, watch: Watch) -> dict[int, Sum | None]:
     """Of each adapter that ended a batch, if it is clipped: what waits for the sum of squares over all processes."""
     found: dict[int, Sum | None] = dict.fromkeys(ended)
     for a in ended:
         if jobs[a].clip is not None:
-            found[a] = sum_of(square_sum(grads, a), links)
+            found[a] = sum_of(square_sum(grads, a), links, watch)
     return found
 
 
-def sum_of(mine: Tensor, links: Links) -> Sum:
+def sum_of(mine: Tensor, links: Links, watch: Watch) -> Sum:
     if links.sums is None:
         return lambda: mine
+    watch.idle(mine.device)
     mine = mine.cpu()  # on a GPU the host waits here for this microbatch's backward, once for each batch of an adapter
     each = [torch.empty_like(mine) for _ in links.ranks]
     work: Any = dist.all_gather(each, mine, group=links.sums, async_op=True)
 
     def total() -> Tensor:
-        work.wait()
+        watch.wait(work, mine)
         return torch.stack(each).sum()
 
     return total

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fdora._check import fail
+from fdora._torch import foreach_add, foreach_add_, foreach_clone, foreach_mul_, foreach_norms, foreach_zero_
 from fdora.train.records import TREES, Job, Params, State, Work, kept_of
 
 
@@ -57,27 +58,38 @@ def train_step(
     fn = "train.train_step"
     if not work.samples:
         return state._replace(position=state.position + 1), torch.empty(0)
-    check_turn(fn, state, work)
+    check_turn(fn, state, work, TURN)
+    found, losses = gradients(fn, state, work, data, model)
+    state = state._replace(grads=added(state.grads, found, donate), position=state.position + 1)
+    return stepped(state, [a for a, _ in work.due], model, jobs, donate), losses
+
+
+def gradients(fn: str, state: State, work: Work, data: Any, model: Model) -> tuple[Sequence[Tensor | None], Tensor]:
+    """Of all parameters, in the order of the tree; and the losses."""
     params, leaves = leaves_of(state.params)
     losses = model.forward(params, state.kept, data)
     weights = check_losses(fn, losses, work)
-    found = torch.autograd.grad(losses, leaves, weights, allow_unused=True)
-    grads = added(state.grads, found, donate)
-    state = state._replace(grads=grads, position=state.position + 1)
-    due = [a for a, _ in work.due]
-    if due:
-        state = optimizer_step(state, jobs, {a: square_sum(grads, a) for a in due if jobs[a].clip is not None}, due, donate)
-        state = state._replace(kept=kept_of(model.keep, state.params))
-    return state, losses.detach()
+    return torch.autograd.grad(losses, leaves, weights, allow_unused=True), losses.detach()
 
 
-def check_turn(fn: str, state: State, work: Work) -> None:
+def stepped(state: State, due: Sequence[int], model: Model, jobs: Sequence[Job], donate: bool) -> State:
+    """Once the batches of these adapters are through."""
+    if not due:
+        return state
+    squares = {a: square_sum(state.grads, a) for a in due if jobs[a].clip is not None}
+    state = optimizer_step(state, jobs, squares, due, donate)
+    return state._replace(kept=kept_of(model.keep, state.params))
+
+
+TURN = "Give the microbatches in the schedule's order, and the schedule the depth of this pipeline (depth_of)."
+
+
+def check_turn(fn: str, state: State, work: Work, remedy: str) -> None:
     """A microbatch must meet the weights that all earlier batches of its adapters have made."""
     for sample in work.samples:
         have = state.steps[sample.adapter]
         if sample.batch != have:
             want = f"of batch {have} of adapter {sample.adapter}, which is next"
-            remedy = "Give the microbatches in the schedule's order, and the schedule the depth of this pipeline (depth_of)."
             raise fail(fn, "work", want, f"one of batch {sample.batch}", remedy)
 
 
@@ -86,7 +98,12 @@ def check_losses(fn: str, losses: Any, work: Work) -> Tensor:
     if not isinstance(losses, Tensor) or tuple(losses.shape) != (len(work.samples),):
         have = tuple(losses.shape) if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
         raise fail(fn, "forward", f"a function that gives ({len(work.samples)},), the loss of each sample", have, "Do not sum.")
-    return torch.tensor(work.weights, dtype=losses.dtype, device=losses.device)
+    return on(losses.device, torch.tensor(work.weights, dtype=losses.dtype))
+
+
+def on(device: torch.device, t: Tensor) -> Tensor:
+    """Small numbers of the host, on a GPU without a wait for what it still has to do: that is only so from pinned memory."""
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
 def leaves_of(params: Params) -> tuple[Params, list[Tensor]]:
@@ -98,26 +115,38 @@ def leaves_of(params: Params) -> tuple[Params, list[Tensor]]:
 
 @torch.no_grad()
 def added(grads: Params, found: Sequence[Tensor | None], donate: bool) -> Params:
-    old, spec = optree.tree_flatten(grads)
-    pairs = zip(old, found, strict=True)
-    new = [have if more is None else have.add_(more) if donate else have + more for have, more in pairs]
-    return optree.tree_unflatten(spec, new)
+    have, spec = optree.tree_flatten(grads)
+    more = {i: t for i, t in enumerate(found) if t is not None}
+    if more:
+        old = [have[i] for i in more]
+        if donate:
+            foreach_add_(old, [*more.values()])
+        else:
+            for i, t in zip(more, foreach_add(old, [*more.values()]), strict=True):
+                have[i] = t
+    return optree.tree_unflatten(spec, have)
 
 
 @torch.no_grad()
 def square_sum(grads: Params, adapter: int) -> Tensor:
     """Of the squares of one adapter's gradient: () float64, added in the order of the tree."""
-    parts = [t[adapter].double().square().sum() for t in optree.tree_leaves(grads)]
-    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)  # a stage may train nothing
+    rows = [t[adapter] for t in optree.tree_leaves(grads)]
+    return foreach_norms(rows).square().sum() if rows else torch.zeros((), dtype=torch.float64)  # a stage may train nothing
 
 
 @torch.no_grad()
 def optimizer_step(state: State, jobs: Sequence[Job], squares: dict[int, Tensor], due: Sequence[int], donate: bool) -> State:
-    """AdamW of each adapter in ``due``, on its rows; their gradients are zero afterwards. ``kept`` is left as it was."""
-    _, spec = optree.tree_flatten(state.params)
-    params = [t.clone() for t in optree.tree_leaves(state.params)]
-    trees = (state.grads, state.mean, state.square)
-    grads, mean, square = ([t if donate else t.clone() for t in optree.tree_leaves(tree)] for tree in trees)
+    """AdamW of each adapter in ``due``, on its rows; their gradients are zero afterwards. ``kept`` is left as it was.
+
+    Kernels that take all tensors at once: a model's banks are hundreds of tensors, and one launch for each would cost the host
+    more than the GPU has to do.
+    """
+    leaves, spec = optree.tree_flatten(state.params)
+    if not leaves:  # a stage may train nothing
+        return state._replace(steps=tuple(n + (a in due) for a, n in enumerate(state.steps)))
+    params = foreach_clone(leaves)
+    trees = (optree.tree_leaves(tree) for tree in (state.grads, state.mean, state.square))
+    grads, mean, square = (each if donate else foreach_clone(each) for each in trees)
     steps = list(state.steps)
     for a in due:
         job = jobs[a]
@@ -125,15 +154,15 @@ def optimizer_step(state: State, jobs: Sequence[Job], squares: dict[int, Tensor]
         if a in squares:
             assert job.clip is not None
             scale = (job.clip / (squares[a].sqrt() + 1e-6)).clamp(max=1.0)  # torch.nn.utils.clip_grad_norm_
-            for t in row_grads:
-                t.mul_(scale.to(t))
+            for dtype in {t.dtype for t in row_grads}:
+                own = [t for t in row_grads if t.dtype == dtype]
+                foreach_mul_(own, scale.to(own[0]))
         counts = [torch.tensor(float(steps[a])) for _ in params]
         adamw(
             rows, row_grads, row_mean, row_square, [], counts, amsgrad=False, beta1=job.betas[0], beta2=job.betas[1],
             lr=job.rate(steps[a]), weight_decay=job.weight_decay, eps=job.eps, maximize=False,
         )  # fmt: skip
-        for t in row_grads:
-            t.zero_()
+        foreach_zero_(row_grads)
         steps[a] += 1
     after: Any = [optree.tree_unflatten(spec, each) for each in (params, grads, mean, square)]
     return state._replace(**dict(zip(TREES, after, strict=True)), steps=tuple(steps))

@@ -18,6 +18,7 @@ from torch import Tensor
 from fdora._check import fail
 from fdora.schedule import Action
 from fdora.train.records import Work
+from fdora.train.watch import Handed, Waiter, Watch
 
 
 class Wire(NamedTuple):
@@ -86,11 +87,12 @@ def connect(ranks: Sequence[int] | None = None) -> Links:
 class Mail:
     """What is under way to and from this process."""
 
-    def __init__(self, links: Links, order: Sequence[Action], end: int, empty: Callable[[int], Tensor]) -> None:
-        self.links, self.order, self.end, self.empty = links, order, end, empty
+    def __init__(self, links: Links, order: Sequence[Action], end: int, empty: Callable[[int], Tensor], watch: Watch) -> None:
+        self.links, self.order, self.end, self.empty, self.watch = links, order, end, empty, watch
         self.posted = 0
         self.here: dict[Action, tuple[Any, Tensor]] = {}
-        self.sent: deque[tuple[Any, Tensor]] = deque()
+        self.waiter = Waiter()  # gloo says that a send is through only to those who wait for it
+        self.sent: deque[tuple[Any, Handed | None, Tensor]] = deque()
 
     def group(self, action: Action, sender: int) -> Any:
         return (self.links.up if action.backward else self.links.down)[sender % 2]
@@ -111,8 +113,7 @@ class Mail:
     def take(self, action: Action) -> Tensor:
         """What this action works on."""
         work, tensor = self.here.pop(action)
-        if work is not None:
-            work.wait()
+        self.watch.wait(work, tensor)
         return tensor
 
     def send(self, action: Action, tensor: Tensor) -> None:
@@ -124,10 +125,17 @@ class Mail:
             return
         group = self.group(action, self.links.rank)
         tensor = tensor.contiguous()
-        self.sent.append((dist.isend(tensor, self.links.ranks[place], group=group), tensor))
-        while self.sent and self.sent[0][0].is_completed():
+        work = dist.isend(tensor, self.links.ranks[place], group=group)
+        self.sent.append((work, None if tensor.is_cuda else self.waiter.hand(work), tensor))
+        while self.sent and (self.sent[0][0].is_completed() if self.sent[0][1] is None else self.sent[0][1].done.is_set()):
             self.sent.popleft()
 
     def close(self) -> None:
-        while self.sent:
-            self.sent.popleft()[0].wait()
+        """Until all that was sent is through."""
+        for work, handed, tensor in self.sent:
+            if handed is None:
+                self.watch.wait(work, tensor)
+            else:
+                self.watch.finish(handed)
+        self.sent.clear()
+        self.waiter.queue.put(None)

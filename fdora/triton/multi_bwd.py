@@ -32,7 +32,7 @@ from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 from fdora.triton.sums import column_sums
 
-FINISH_N, FINISH_T = 32, 32
+FINISH = ((32, 32), (64, 8))  # columns and strips: where an adapter has many strips, and where adapters are many
 SUM = 1024
 
 
@@ -120,12 +120,12 @@ def _scale(
         assert h is not None
         info = torch.finfo(dy.dtype)
         tiny = info.tiny / info.eps  # below it y = g v is subnormal where v is not small
-        by_b = bank.B.stride
+        by_b, (finish_n, finish_t) = bank.B.stride, FINISH[pairs < 8 * G]
         plan.launch(
-            multi_finish_kernel, (cdiv(N, FINISH_N), G),
+            multi_finish_kernel, (cdiv(N, finish_n), G),
             (dy, x, bank.W, h, bank.B, found.g, bank.c, bank.offsets, partial_m, out.dm, out.dc, M, G, N, K, R, tiny,
              dy.stride[0], x.stride[0], *((0,) if len(bank.W.shape) == 2 else ()), *bank.W.stride, h.stride[0], *by_b),
-            (out.dm is not None, out.dc is not None, pre_scale, rows, FINISH_N, FINISH_T), 4,
+            (out.dm is not None, out.dc is not None, pre_scale, rows, finish_n, finish_t), 4,
         )  # fmt: skip
     return partial_B is not None
 

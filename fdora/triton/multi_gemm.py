@@ -162,12 +162,13 @@ def low_rank_input(
         pad = plan.temp((M if experts else pairs * tile, R), x.dtype, (width, 1)) if padded else None
     block_m = min(tile, 32 if R <= 32 else 64)
     block_r = min(64, power_of_two(R))
-    block_k = (128 if block_r <= 64 else 64) if half else 32
+    # Bytes under way: 80 KB of a program, and room for two, where a step is wide; else programs are many.
+    block_k, stages = ((128, 4) if block_r <= 32 else (64, 6)) if half else (32, 2)
     plan.launch(
         multi_h_kernel, (cdiv(R, block_r), pairs * (tile // block_m)),
         (x, f, bank.s, bank.offsets, ranks, h, pad if padded else None, M, G, K, R, *x.stride, by_bank, by_k, by_r,
          h.stride[0], width),
-        (ranks is not None, padded, experts, "ieee", tile, block_m, block_r, block_k, block_of(G)), 4, 4 if half else 2,
+        (ranks is not None, padded, experts, "ieee", tile, block_m, block_r, block_k, block_of(G)), 4, stages,
     )  # fmt: skip
     return pad
 

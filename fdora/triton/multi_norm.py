@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fdora._torch import needs_dispatcher
-from fdora.triton.configs import norm_config
+from fdora.triton.configs import NormConfig, norm_config, power_of_two
 from fdora.triton.kernels.multi_norm import multi_norm_kernel, multi_root_kernel
 from fdora.triton.multi_gemm import rank_table
 from fdora.triton.norm import GROUP_N
@@ -24,6 +24,16 @@ from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.plan import Like, Plan
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.sums import SUM_N, SUM_T
+
+SMALL_R = 32
+
+
+def bank_config(R: int, half: bool, capability: int, half_weight: bool) -> NormConfig:
+    """A tile of W stays in registers while the adapters pass: by 8 warps, whose 160 registers leave room for one program.
+    Small ranks pass faster than the next tile comes, so theirs is small, and six programs share a multiprocessor."""
+    if half and half_weight and R <= SMALL_R and 90 <= capability < 120:
+        return NormConfig(64, 64, power_of_two(R), "ieee", 4, 3)
+    return norm_config(min(R, 64), half, capability, False, half_weight)._replace(num_warps=8)
 
 
 def bank_norm(
@@ -55,8 +65,8 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
     c = plan.result("c", (G, N), torch.float32)
     table = rank_table(plan, ranks or None)
     half = A.dtype == B.dtype and A.itemsize == 2
-    config = norm_config(min(R, 64), half, plan.device.capability, False, W.itemsize == 2)
-    block_n, block_k, block_r, precision, _, num_stages, _ = config  # by 8 warps: a tile of W stays in registers
+    config = bank_config(R, half, plan.device.capability, W.itemsize == 2)
+    block_n, block_k, block_r, precision, num_warps, num_stages, _ = config
     tiles = cdiv(K, block_k)
     rows = N if max_bytes is None else max(block_n, max_bytes // (4 * tiles * G) // block_n * block_n)
     even = N % block_n == 0 and rows % block_n == 0 and K % block_k == 0 and R % block_r == 0
@@ -68,7 +78,7 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
         plan.launch(
             multi_norm_kernel, (cdiv(own, block_n) * tiles, weights),
             (w, A, b, s, table, partial, own, K, R, G, cdiv(R, block_r), G // weights, by_w, by_n, by_k, *A.stride, *B.stride),
-            (table is not None, block_n, block_k, block_r, GROUP_N, even, precision), 8, num_stages,
+            (table is not None, block_n, block_k, block_r, GROUP_N, even, precision), num_warps, num_stages,
         )  # fmt: skip
         plan.launch(
             multi_root_kernel, (cdiv(own, SUM_N), G), (partial, c, own, G, tiles, i, N), (SUM_N, SUM_T), 4

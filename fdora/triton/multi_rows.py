@@ -17,7 +17,7 @@ from fdora.triton.runtime.plan import Array
 
 BLOCK_M, BLOCK_N = 8, 512
 BLOCK_Q, AREA = 256, 4096
-CHUNKS = 32  # of the rows of an adapter, a program each
+CHUNKS = 32  # programs of an adapter, which share its tiles
 NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -60,7 +60,7 @@ class Laid(NamedTuple):
 
     matrix: Array
     height: int
-    flags: Array | None  # (G, CHUNKS), which of them holds what is not finite; None where tiles are not shared
+    flags: Array | None  # (G, CHUNKS), which of them found what is not finite; None where tiles are not shared
 
 
 def as_matrix(

@@ -1,7 +1,7 @@
 """A handful of tokens of many adapters (decoding: each token its own): bound by reading W once, and what adapters there are.
 
     parts of h = x A_a^T           one program per segment, slab of the rank and part of K
-    h = s_a h, l = h B_a^T         one program per segment and few columns
+    h = s_a h, l = h B_a^T         one program per few tokens, or above r = 32 per segment, and few columns
     out = g_a (x W^T + l) + bias   one program per few columns, all of K, then l
 
 Each kernel starts while the one ahead runs, where the GPU has programmatic dependent launch: the last streams W meanwhile.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fdora.triton.configs import power_of_two, small_config
-from fdora.triton.kernels.multi_small import multi_expand_kernel, multi_shrink_kernel, multi_small_kernel
+from fdora.triton.kernels.multi_small import multi_expand_kernel, multi_gather_kernel, multi_shrink_kernel, multi_small_kernel
 from fdora.triton.multi_gemm import block_of
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
@@ -23,6 +23,7 @@ from fdora.triton.runtime.plan import Array
 
 BLOCK_T = 16  # tokens of a segment at a time
 EXPAND_N = 128
+GATHER_R, GATHER_T, GATHER = 32, 8, 4096  # largest rank, tokens of a program, and numbers of B that it reads
 
 
 def multi_small(
@@ -36,19 +37,25 @@ def multi_small(
     parts = max(1, min(8 if R <= 64 else 4 if R <= 128 else 2, K // 256))
     part, lora = plan.temp((parts, M, R), torch.float32), plan.temp((M, N), torch.float32)
     pdl, rows, block_g = plan.device.supports_pdl, power_of_two(M), block_of(G)
-    span = cdiv(cdiv(K, parts), 16) * 16
+    step = min(256, power_of_two(cdiv(K, parts)))
+    span = cdiv(cdiv(K, parts), step) * step
     ranked, ordered = ranks is not None, bank.order is not None
     by_a, by_b = bank.A.stride, bank.B.stride
     plan.launch(
         multi_shrink_kernel, (M, cdiv(R, 16), parts),
         (x, bank.A, bank.offsets, ranks, bank.order, part, M, G, K, R, span, *x.stride, by_a[0], by_a[2], by_a[1]),
-        (ranked, ordered, pdl, BLOCK_T, 16, min(256, power_of_two(span)), block_g), 4, 3,
+        (ranked, ordered, pdl, BLOCK_T, 16, step, block_g), 4, 3,
     )  # fmt: skip
-    plan.launch(
-        multi_expand_kernel, (cdiv(N, EXPAND_N), M),
-        (part, bank.s, bank.B, bank.offsets, ranks, h, lora, M, G, N, R, by_b[0], by_b[2], by_b[1]),
-        (parts, ranked, pdl, BLOCK_T, EXPAND_N, min(32, power_of_two(R)), block_g), 4, 2, pdl,
-    )  # fmt: skip
+    args = (part, bank.s, bank.B, bank.offsets, ranks, h, lora, M, G, N, R, by_b[0], by_b[2], by_b[1])
+    if R <= GATHER_R:
+        r = power_of_two(R)
+        tile = (GATHER_T, max(16, GATHER // (GATHER_T * r)), r)
+        grid = (cdiv(N, tile[1]), cdiv(M, GATHER_T))
+        plan.launch(multi_gather_kernel, grid, args, (parts, ranked, pdl, *tile, block_g), 4, 2, pdl)
+    else:
+        grid = (cdiv(N, EXPAND_N), M)
+        tile = (BLOCK_T, EXPAND_N, min(32, power_of_two(R)))
+        plan.launch(multi_expand_kernel, grid, args, (parts, ranked, pdl, *tile, block_g), 4, 2, pdl)
     w = bank.W.T
     block_n, block_k, warps, stages = small_config(rows, N, K, w.stride[1] == 1, plan.device.capability, plan.device.num_sms)
     flags = (bank.m is not None, bank.bias is not None, pre_scale is not None, ordered)

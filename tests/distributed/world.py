@@ -28,7 +28,7 @@ def results(module, world, timeout=300, packages=()):
             "WORLD_SIZE": str(world),
             "FOLDER": folder,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(map(str, (*packages, ROOT))),
+            "PYTHONPATH": os.pathsep.join(map(str, (*packages, ROOT, *filter(None, [os.environ.get("PYTHONPATH")])))),
             "DEVICE": device.NAME,
         }
         command = [sys.executable, "-m", module]

@@ -18,7 +18,7 @@ def test_the_programs(tmp_path, monkeypatch):
     space = {}
     for program in PROGRAMS:
         exec(compile(program, "docs/adapters.md", "exec"), space)
-    assert len(PROGRAMS) == 6 and space["adapters"][0].m.grad.abs().sum() > 0
+    assert len(PROGRAMS) == 7 and space["adapters"][0].m.grad.abs().sum() > 0
     assert space["y"].shape == (3, 10, 48)
     (bank,) = space["banks"].values()
     files = {"adapter_config.json", "adapter_model.safetensors", "training.safetensors"}

@@ -221,6 +221,11 @@ def test_a_gpu_that_nobody_measured_has_floors():
     assert {way.kind for way in ways if way.seconds is None} == {"fsdp2", "pipeline"} and ways[0].kind == "replicas"
 
 
+def test_every_layout_of_an_h200_has_a_time():
+    """Its links are measured, too."""
+    assert all(way.seconds for way in plan(MODEL, SETUP, gpu="h200", gpus=2).layouts)
+
+
 def test_a_broken_profile(tmp_path):
     (tmp_path / "p.json").write_text("{}")
     with pytest.raises(FdoraError, match=r"bench\.profile_gpu"):

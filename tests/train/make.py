@@ -83,7 +83,7 @@ def keep_of(base):
 
 
 def losses_of(head, y, data):
-    mean = torch.zeros(len(data.labels), H, dtype=y.dtype).index_add(0, data.owners, torch.tanh(y))
+    mean = y.new_zeros(len(data.labels), H).index_add(0, data.owners, torch.tanh(y))
     mean = mean / torch.bincount(data.owners).unsqueeze(1)
     logits = (head[data.adapters] @ mean.unsqueeze(2)).squeeze(2)
     return cross_entropy(logits, data.labels, reduction="none")

@@ -1,6 +1,7 @@
 """What two processes run as one pipeline."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from fdora import FdoraError
 from fdora.functional import dora_linear_multi
 from fdora.schedule import Spec, schedule
 from fdora.train import Stage, connect, gather_state, load, save, works_of
+from fdora.train.wires import Mail
 from tests.distributed.world import run
 from tests.train import make
 from tests.train.test_step import start, together
@@ -78,6 +80,57 @@ def case_it_keeps_what_is_in_flight_alone():
         flying += -1 if task.action.backward else 1
         most = max(most, flying)
     assert most == 2 - links.rank and len(ran.tasks) == 2 * sum(bool(w.samples) for w in plan)
+
+
+def broken(of, stages, at):
+    """The stages, of which one on process ``of`` raises at the microbatch ``at``, forward or backward."""
+    calls = []
+
+    def forward(params, kept, x, data):
+        calls.append(1)
+        if len(calls) == at + 1:
+            raise ArithmeticError("all of it is lost")
+        return stages[of].forward(params, kept, x, data)
+
+    return [stages[of]._replace(forward=forward) if n == of else stage for n, stage in enumerate(stages)]
+
+
+def case_one_process_that_raises_ends_all():
+    """With what it said, not after the 30 minutes that are the limit of these groups; and new groups work again."""
+    base, plan = make.frozen(), works(2)
+    stages = FRAMES["1F1B"][1](base)
+    for of in (0, 1):
+        for at in (0, 2):
+            links = connect()
+            with pytest.raises((ArithmeticError, FdoraError)) as caught:
+                make.piped(plan, start(base), broken(of, stages, at), links)
+            if links.rank == of:
+                assert caught.type is ArithmeticError
+            else:
+                said = (
+                    rf"processes that all go on, got process {of} of 2, which failed: ArithmeticError: all of it is lost. Mend"
+                )
+                assert re.search(said, str(caught.value)), caught.value
+            with pytest.raises(FdoraError, match="all of it is lost"):
+                make.piped(plan, start(base), stages, links)
+    agree(*FRAMES["1F1B"])
+
+
+def case_what_was_sent_is_let_go():
+    """Not kept until the end of a run: at most two messages are under way."""
+    base, plan, links = make.frozen(), works(2), connect()
+    most, send = [], Mail.send
+
+    def counted(mail, *given):
+        if len(mail.sent) > 1:  # the other side has had it by now: its gradient is here
+            mail.sent[0][1].done.wait()
+        send(mail, *given)
+        most.append(len(mail.sent))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mail, "send", counted)
+        make.piped(plan, start(base), FRAMES["1F1B"][1](base), links)
+    assert len(most) > 4 and max(most) <= 2
 
 
 class Sharded(torch.nn.Module):

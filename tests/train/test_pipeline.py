@@ -1,4 +1,4 @@
-"""A pipeline of stages gives what one process gives."""
+"""A pipeline of stages gives what one process gives, and so do replicas."""
 
 import pytest
 import torch
@@ -15,20 +15,35 @@ from tests.distributed.world import names, results
 from tests.train import make
 from tests.train.test_step import start, together
 
-FILES = {"tests.train.pipeline_cases": 2, "tests.train.three_cases": 3}
+FILES = {"tests.train.pipeline_cases": 2, "tests.train.three_cases": 3, "tests.train.replica_cases": 2}
 CASES = [(module, case) for module in FILES for case in names(module.replace(".", "/") + ".py")]
 
 
 @pytest.fixture(scope="module")
 def said():
     if device.NAME == "cuda":
-        pytest.skip("its tensors lie on a CPU; python -m bench.jobs --device cuda --world 2 is the same through NCCL")
+        pytest.skip("its tensors lie on a CPU; test_on_two_gpus goes through NCCL")
     return {module: results(module, world) for module, world in FILES.items()}
 
 
 @pytest.mark.parametrize(("module", "case"), CASES, ids=[case for _, case in CASES])
 def test_case(said, module, case):
     assert said[module].get(case, "it never ran: a case before it failed") == "ok"
+
+
+GPU_CASES = names("tests/train/gpu_cases.py")
+
+
+@pytest.fixture(scope="module")
+def said_on_gpus():
+    if device.NAME != "cuda" or torch.cuda.device_count() < 2:
+        pytest.skip("NCCL wants a GPU for each of two processes; pytest --device cuda on a machine with two runs it")
+    return results("tests.train.gpu_cases", 2)
+
+
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_on_two_gpus(said_on_gpus, case):
+    assert said_on_gpus.get(case, "it never ran: a case before it failed") == "ok"
 
 
 @pytest.mark.parametrize("stages", [lambda base: [make.first(base), make.second(base)], make.four])

@@ -10,6 +10,7 @@ from fdora import FdoraError
 from fdora.functional import dora_unstack
 from fdora.schedule import Sample, Spec, schedule
 from fdora.train import Job, init_state, load, save, train_step, works_of
+from tests import device
 from tests.train import make
 
 
@@ -44,6 +45,19 @@ def test_curves_and_adapters_are_those_of_pytorchs_own_loop(capacity):
         torch.testing.assert_close(state.params["head"]["weight"][a], became["head"].detach(), rtol=1e-9, atol=1e-11)
     assert state.steps == tuple(map(len, make.LENGTHS)) and state.position == len(works)
     assert not any(t.any() for t in optree.tree_leaves(state.grads))
+
+
+def test_on_a_gpu_as_on_a_cpu():
+    """Kernels for many tensors at once, numbers that come from pinned memory: with --device cuda."""
+    base, works = make.frozen(), works_of(schedule(make.LENGTHS, Spec(40, seconds=0)))
+    wanted, _ = together(works, start(base), make.whole(base))
+    move = lambda t: t.to(device.NAME) if isinstance(t, torch.Tensor) else t  # noqa: E731
+    there = make.Frozen(*map(move, base))
+    model, state = make.whole(there), optree.tree_map(move, start(base))
+    near = model._replace(forward=lambda p, kept, data: model.forward(p, kept, make.Data(*map(move, data))))
+    state, _ = together(works, state, near)
+    for t, want in zip(optree.tree_leaves(state.params), optree.tree_leaves(wanted.params), strict=True):
+        torch.testing.assert_close(t.cpu(), want, rtol=2e-4, atol=2e-5)
 
 
 def test_what_is_not_donated_stays():

@@ -163,7 +163,7 @@ def asked():
 KERNELS = (
     "add_parts", "codes_parts", "small_codes", "dequantize4", "dequantize8", "fp8_blocks", "fp8_gemm", "fp8_rows",
     "act_bwd", "act_fwd", "again", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "embedding", "epilogue", "factors", "finish", "gemm_pointer", "gemm_tma",
-    "bank", "multi_drop", "multi_epilogue", "multi_expand", "multi_finish", "multi_gemm_pointer", "multi_gemm_tma", "multi_grad",
+    "bank", "multi_drop", "multi_epilogue", "multi_expand", "multi_finish", "multi_gather", "multi_gemm_pointer", "multi_gemm_tma", "multi_grad",
     "multi_h", "multi_norm", "multi_ranks", "multi_root", "multi_route", "multi_routes", "multi_scale", "multi_shrink", "multi_small", "multi_sum",
     "combine", "gated_bwd", "gated_fwd", "gates", "spread", "rows", "hash", "lost", "merge", "norm", "planes_bwd", "planes_fwd", "quant4", "quant8", "rest", "scale", "shrink", "small", "split", "sum",
 )  # fmt: skip

@@ -12,7 +12,7 @@ from tests.triton.written import BF16, FP32, alike, bank, by_tma, launches
 
 GPUS = (80, 90, 100)
 # Bytes of stack: masks and addresses of single elements, where a norm of float32 factors or float32 tokens are multiplied.
-# 8 bytes on sm_100 where the pass of backward has three tiles under way and drops.
+# Backward's pass in float32 on sm_100: ptxas puts two words aside although it uses 72 registers, and frees none by it.
 SPILL = {
     "multi_scale_kernel": 8,
     "multi_epilogue_kernel": 32,
@@ -51,7 +51,8 @@ def test_few_tokens_float32_and_dropout(target, tmp_path):
     made = [next(plans(target, M, 4096, 4096, r, 64, bias=True, order=True)) for M, r in ((16, 16), (64, 64))]
     made += [*plans(target, 512, 4096, 4096, 16, 4, FP32, FP32), *plans(target, 512, 4096, 4096, 16, 4, seed=True, order=True)]
     kernels = {step.kernel.__name__ for plan in made for step in launches(plan)}
-    assert {"multi_small_kernel", "multi_expand_kernel", "multi_shrink_kernel", "rows_kernel", "multi_drop_kernel"} <= kernels
+    few = {f"multi_{name}_kernel" for name in ("small", "expand", "gather", "shrink", "drop")}
+    assert few | {"rows_kernel"} <= kernels
     assert_builds(made, target, tmp_path, "multi", SPILL)
     assert_builds(made, target, tmp_path, "rows")
 

@@ -213,15 +213,19 @@ def multi_h_kernel(
         some = (tile * TILE + part < hi) & (tile * TILE + part + BLOCK_M > lo) & (first_r < rank)
         at_x = x + t[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk
         at_f = f + tl.cast(a, tl.int64) * stride_fa + k[:, None].to(tl.int64) * stride_fk + r[None, :].to(tl.int64) * stride_fr
+        # By eights: a rank that is only known here would make these loads as narrow as one number. What lies beyond it stays in
+        # columns of its own.
+        near = (r // 8 * 8 < rank) & (r < R)
         acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
         end = tl.where(some, K, 0)
         for k0 in range(0, end, BLOCK_K):
             xt = tl.load(at_x, mask=mine[:, None] & (k < K - k0)[None, :], other=0.0)
-            ft = tl.load(at_f, mask=(k < K - k0)[:, None] & (r < rank)[None, :], other=0.0)
+            ft = tl.load(at_f, mask=(k < K - k0)[:, None] & near[None, :], other=0.0)
             acc = tl.dot(xt, ft.to(xt.dtype), acc, input_precision=PRECISION)
             at_x += BLOCK_K * stride_xk
             at_f += BLOCK_K * stride_fk
-        out = tl.where(mine[:, None], acc * tl.load(s + a, mask=a < G, other=0.0), 0.0).to(h.dtype.element_ty)
+        known = mine[:, None] & (r < rank)[None, :]
+        out = tl.where(known, acc * tl.load(s + a, mask=a < G, other=0.0), 0.0).to(h.dtype.element_ty)
         tl.store(h + t[:, None].to(tl.int64) * stride_hm + r[None, :], out, mask=mine[:, None] & (r < R)[None, :])
         if PADDED and EXPERTS:
             tl.store(pad + t[:, None].to(tl.int64) * stride_pm + r[None, :], out, mask=mine[:, None] & (r < R)[None, :])

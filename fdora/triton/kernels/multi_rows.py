@@ -30,27 +30,27 @@ def bank_kernel(
     CHUNKS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """(G, P, Q) -> (G, height, Q), zeros below and beyond a rank (of rows where BY_ROW), rows ``pitch`` apart. ``flags``: of
-    each adapter and chunk of rows, whether a number is not finite. What no step of STEP reads is not written."""
+    each adapter and program, whether a number is not finite. What no step of STEP reads is not written."""
     a, chunk = tl.program_id(0), tl.program_id(1)
     rank = tl.load(ranks + a) if HAS_RANKS else tl.maximum(P, Q)
     read = tl.minimum(P, rank) if BY_ROW else P
     wide = Q if BY_ROW else tl.minimum(Q, rank)
     written = tl.minimum(height, tl.cdiv(read, STEP) * STEP) if BY_ROW else height
     across = Q if BY_ROW else tl.minimum(Q, tl.cdiv(wide, STEP) * STEP)
-    rows = tl.cdiv(tl.cdiv(written, CHUNKS), BLOCK_P) * BLOCK_P
     bad = tl.zeros((BLOCK_P,), tl.int32)
-    for p0 in range(chunk * rows, tl.minimum(written, (chunk + 1) * rows), BLOCK_P):
-        for q0 in range(0, across, BLOCK_Q):
-            p, q = p0 + tl.arange(0, BLOCK_P), q0 + tl.arange(0, BLOCK_Q)
-            at = (
-                x + tl.cast(a, tl.int64) * stride_xa + p[:, None].to(tl.int64) * stride_xp + q[None, :].to(tl.int64) * stride_xq
-            )
-            t = tl.load(at, mask=(p < read)[:, None] & (q < wide)[None, :], other=0.0).to(dtype)
-            v = t.to(tl.float32)
-            bad = tl.maximum(bad, tl.max((v - v != 0).to(tl.int32), axis=1))
-            if COPY:
-                at = out + (tl.cast(a, tl.int64) * height + p[:, None]) * pitch + q[None, :]
-                tl.store(at, t, mask=(p < written)[:, None] & (q < across)[None, :])
+    columns = tl.cdiv(across, BLOCK_Q)
+    for i in range(chunk, tl.cdiv(written, BLOCK_P) * columns, CHUNKS):
+        p, q = i // columns * BLOCK_P + tl.arange(0, BLOCK_P), i % columns * BLOCK_Q + tl.arange(0, BLOCK_Q)
+        at = x + tl.cast(a, tl.int64) * stride_xa + p[:, None].to(tl.int64) * stride_xp + q[None, :].to(tl.int64) * stride_xq
+        # By eights: a rank that is only known here would make loads and stores as narrow as one number.
+        near = q // 8 * 8 < across
+        t = tl.load(at, mask=(p < read)[:, None] & (near & (q < Q))[None, :], other=0.0)
+        t = tl.where((q < wide)[None, :], t, 0.0).to(dtype)
+        v = t.to(tl.float32)
+        bad = tl.maximum(bad, tl.max((v - v != 0).to(tl.int32), axis=1))
+        if COPY:
+            at = out + (tl.cast(a, tl.int64) * height + p[:, None]) * pitch + q[None, :]
+            tl.store(at, t, mask=(p < written)[:, None] & (near & (q < pitch))[None, :])
     tl.store(flags + a * CHUNKS + chunk, tl.max(bad, axis=0))
 
 

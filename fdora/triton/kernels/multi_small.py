@@ -40,8 +40,9 @@ def multi_shrink_kernel(
             acc = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
             for k0 in range(begin, end, BLOCK_K):
                 at = (k0 + k).to(tl.int64)
-                xt = tl.load(at_x + at[None, :] * stride_xk, mask=(t < hi)[:, None] & (at < end)[None, :], other=0.0)
-                ft = tl.load(at_f + at[:, None] * stride_fk, mask=(at < end)[:, None] & (r < rank)[None, :], other=0.0)
+                # Not (at < end), which is only known here and would make these loads as narrow as one number.
+                xt = tl.load(at_x + at[None, :] * stride_xk, mask=(t < hi)[:, None] & (at < K)[None, :], other=0.0)
+                ft = tl.load(at_f + at[:, None] * stride_fk, mask=(at < K)[:, None] & (r < rank)[None, :], other=0.0)
                 acc = tl.dot(xt, ft.to(xt.dtype), acc)
             at = part + (tl.program_id(2) * M + t)[:, None] * R + r[None, :]
             tl.store(at, acc, mask=(t < hi)[:, None] & (r < R)[None, :])
@@ -77,10 +78,45 @@ def multi_expand_kernel(
                 if tl.program_id(0) == 0:
                     tl.store(h + at, ht, mask=here)
                 at_b = b + tl.cast(a, tl.int64) * stride_ba + (r0 + r)[:, None].to(tl.int64) * stride_br
-                mask = (r0 + r < rank)[:, None] & (n < N)[None, :]
-                bt = tl.load(at_b + n[None, :].to(tl.int64) * stride_bn, mask=mask, other=0.0)
+                near = ((r0 + r) // 8 * 8 < rank) & (r0 + r < R)  # by eights: loads as wide as they can be
+                bt = tl.load(at_b + n[None, :].to(tl.int64) * stride_bn, mask=near[:, None] & (n < N)[None, :], other=0.0)
+                bt = tl.where((r0 + r < rank)[:, None], bt, 0.0)
                 acc = tl.dot(ht, bt.to(ht.dtype), acc)
             tl.store(lora + t[:, None].to(tl.int64) * N + n[None, :], acc, mask=(t < hi)[:, None] & (n < N)[None, :])
+
+
+@triton.jit(launch_metadata=launched)
+def multi_gather_kernel(
+    part, s, b, offsets, ranks, h, lora, M, G, N, R, stride_ba, stride_br, stride_bn,
+    PARTS: tl.constexpr, HAS_RANKS: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """The same for small ranks: each token reads its own b_a, all at once. What tokens share comes from the cache."""
+    if PDL:
+        gdc_launch_dependents()
+    t, r = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    a = segments_of(t, offsets, G, BLOCK_G)
+    known = (t < M) & (a < G)
+    rank = tl.where(known, tl.load(ranks + a, mask=known, other=0) if HAS_RANKS else R, 0)
+    at_b = b + a.to(tl.int64)[:, None, None] * stride_ba + n.to(tl.int64)[None, :, None] * stride_bn
+    mask = known[:, None, None] & (n < N)[None, :, None] & (r < R)[None, None, :]
+    bt = tl.load(at_b + r.to(tl.int64)[None, None, :] * stride_br, mask=mask, other=0.0)
+    sa = tl.load(s + a, mask=known, other=0.0)
+    inside = (r[None, :] < rank[:, None])[:, None, :]
+    bt = tl.where(inside, bt, 0.0).to(h.dtype.element_ty).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    at = t[:, None] * R + r[None, :]
+    here = (t < M)[:, None] & (r < R)[None, :]
+    sums = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+    for i in tl.static_range(PARTS):  # always in the same order
+        sums += tl.load(part + i * M * R + at, mask=here & (r[None, :] < rank[:, None]), other=0.0)
+    ht = (sa[:, None] * sums).to(h.dtype.element_ty)
+    if tl.program_id(0) == 0:
+        tl.store(h + at, ht, mask=here)
+    acc = tl.sum(bt * ht.to(tl.float32)[:, None, :], axis=2)
+    tl.store(lora + t[:, None].to(tl.int64) * N + n[None, :], acc, mask=(t < M)[:, None] & (n < N)[None, :])
 
 
 @triton.jit(launch_metadata=launched)

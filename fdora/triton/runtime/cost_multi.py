@@ -93,6 +93,7 @@ MULTI: dict[str, Callable[..., Cost]] = {
     "spread_kernel": _spread,
     "multi_epilogue_kernel": _multi_epilogue,
     "multi_expand_kernel": _multi_expand,
+    "multi_gather_kernel": _multi_expand,
     "multi_finish_kernel": _multi_finish,
     "multi_gemm_pointer_kernel": _multi_gemm,
     "multi_gemm_tma_kernel": _multi_gemm,

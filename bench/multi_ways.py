@@ -1,0 +1,188 @@
+"""The ways of bench.multi: a bank of adapters, tokens for each, and every call that serves them, checked against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.checkouts import lorafusion_multi, padded, unpadded
+from bench.truth import rel_l2, some
+from bench.ways import BF16
+from fdora.functional import dora_linear, dora_linear_multi, dora_norm
+
+S = 2.0
+WAYS = ("one", "loop", "grouped_lora", "lorafusion", "peft_loop", "multi", "multi_ids")
+LORA = ("grouped_lora", "lorafusion")
+
+
+class Bank(NamedTuple):
+    """x, W and dy in bf16; G adapters away from their start, their norms, and whose each token is."""
+
+    x: Tensor
+    W: Tensor
+    A: Tensor
+    B: Tensor
+    m: Tensor
+    norm: Tensor
+    dy: Tensor
+    s: Tensor
+    offsets: Tensor
+    lengths: list[int]
+    ranks: list[int]
+
+    @classmethod
+    def random(cls, M: int, K: int, N: int, ranks: list[int], adapter: torch.dtype, device: str) -> Bank:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int, std: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=device, dtype=dtype).mul_(std)
+
+        G, r = len(ranks), max(ranks)
+        x, W, dy = normal(M, K), normal(N, K, std=K**-0.5), normal(M, N)
+        A, B = normal(G, r, K, std=K**-0.5, dtype=adapter), normal(G, N, r, std=0.05 * r**-0.5, dtype=adapter)
+        for g, own in enumerate(ranks):
+            A[g, own:], B[g, :, own:] = 0, 0
+        norm = torch.stack([dora_norm(W, a, b, s=S, backend="eager") for a, b in zip(A, B, strict=True)])
+        m = (norm * (1 + normal(G, N, std=0.0015, dtype=torch.float32))).to(adapter)
+        lengths = lengths_of(M, G)
+        ends = torch.tensor(lengths).cumsum(0).to(torch.int32).to(device)
+        leaves = (t.requires_grad_() for t in (A, B, m))
+        return cls(x.requires_grad_(), W, *leaves, norm, dy, torch.full((G,), S, device=device), ends, lengths, ranks)
+
+    def fresh(self) -> Bank:
+        """The same memory under leaves of their own: see bench/group.py."""
+        return self._replace(**{n: getattr(self, n).detach().requires_grad_() for n in ("x", "A", "B", "m")})
+
+    def adapter(self, g: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.A[g, : self.ranks[g]], self.B[g, :, : self.ranks[g]], self.m[g]
+
+
+def lengths_of(M: int, G: int) -> list[int]:
+    """Segments of 1/2 to 3/2 of the mean, in an order of their own; one token each where there are as many."""
+    weight = [2 + (5 * g) % 7 % 5 for g in range(G)]
+    ends = [round(M * sum(weight[: g + 1]) / sum(weight)) for g in range(G)]
+    ends = list(range(1, M + 1)) if M == G else ends
+    return [b - a for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+class Way(NamedTuple):
+    call: Callable[[], Tensor]
+    leaves: dict[str, Tensor]
+    dy: Tensor
+    as_banks: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda found: found
+    """What came of it, in the shapes of a bank."""
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            return self.call()
+
+    def both(self) -> dict[str, Tensor]:
+        y = self.call()
+        grads = torch.autograd.grad(y, list(self.leaves.values()), self.dy)
+        return {"y": y, **{f"d{n}": d for n, d in zip(self.leaves, grads, strict=True)}}
+
+
+def build(name: str, bank: Bank, rival_path: Sequence[Path] = ()) -> Way:
+    i = bank.fresh()
+    leaves = {"x": i.x, "A": i.A, "B": i.B, **({} if name in LORA else {"m": i.m})}
+    if name == "one":
+        own = {n: t.detach().contiguous().requires_grad_() for n, t in zip("ABm", of_mean_rank(i), strict=True)}
+        return Way(lambda: dora_linear(i.x, i.W, *own.values(), s=S, norm=i.norm[0]), {"x": i.x, **own}, i.dy)
+    if name in ("multi", "multi_ids"):
+        ids = torch.repeat_interleave(torch.arange(len(i.ranks)), torch.tensor(i.lengths)).to(i.x.device)
+        route = {"offsets": i.offsets} if name == "multi" else {"ids": ids}
+        ranks = None if len(set(i.ranks)) == 1 else i.ranks
+        return Way(lambda: dora_linear_multi(i.x, i.W, i.A, i.B, i.m, s=i.s, norm=i.norm, ranks=ranks, **route), leaves, i.dy)
+    if name == "loop":
+        return Way(lambda: loop(i, lambda x, g: dora_linear(x, i.W, *i.adapter(g), s=S, norm=i.norm[g])), leaves, i.dy)
+    if name == "peft_loop":
+        return Way(lambda: peft_loop(i), leaves, i.dy)
+    if name == "lorafusion":
+        return lorafusion(i, rival_path)
+    assert name == "grouped_lora"
+    return Way(lambda: grouped_lora(i), leaves, i.dy)
+
+
+def of_mean_rank(i: Bank) -> tuple[Tensor, Tensor, Tensor]:
+    """The first adapters below each other until there is as much of them as one token meets in the mean."""
+    r = max(8, round(sum(map(int.__mul__, i.ranks, i.lengths)) / sum(i.lengths) / 8) * 8)
+    at = max(range(len(i.ranks)), key=i.ranks.__getitem__)
+    return i.A[at, :r], i.B[at, :, :r], i.m[0]
+
+
+def loop(i: Bank, layer: Callable[[Tensor, int], Tensor]) -> Tensor:
+    return torch.cat([layer(x, g) for g, x in enumerate(i.x.split(i.lengths)) if len(x)])
+
+
+def peft_loop(i: Bank) -> Tensor:
+    """(g - 1) base + g s lora of each adapter's tokens, added to the base of all."""
+    y = F.linear(i.x, i.W)
+    parts = []
+    for g, (x, base) in enumerate(zip(i.x.split(i.lengths), y.split(i.lengths), strict=True)):
+        A, B, m = i.adapter(g)
+        scale = (m / i.norm[g]).to(x.dtype)
+        lora = F.linear(F.linear(x, A.to(x.dtype)), B.to(x.dtype))
+        parts.append((scale - 1) * base + scale * lora * S)
+    return y + torch.cat(parts)
+
+
+def grouped_lora(i: Bank) -> Tensor:
+    A, B = i.A.to(i.x.dtype), i.B.to(i.x.dtype)
+    h = F.grouped_mm(i.x, A.mT, offs=i.offsets)
+    return F.linear(i.x, i.W) + S * F.grouped_mm(h, B.mT, offs=i.offsets)
+
+
+def lorafusion(i: Bank, rival_path: Sequence[Path]) -> Way:
+    each = [i.adapter(g) for g in range(len(i.ranks))]
+    A, B = ([own[n].detach().clone().requires_grad_() for own in each] for n in (0, 1))
+    layer = lorafusion_multi(rival_path, i.W, A, B, S, i.lengths)
+    x = padded(i.x.detach(), i.lengths).requires_grad_()
+    leaves = {"x": x, **{f"{n}{g}": t for n, of in (("A", A), ("B", B)) for g, t in enumerate(of)}}
+
+    def as_banks(found: dict[str, Tensor]) -> dict[str, Tensor]:
+        whole = {n: unpadded(found[n], i.lengths) for n in ("y", "dx")}
+        return whole | {f"d{n}": torch.stack([found[f"d{n}{g}"] for g in range(len(A))]) for n in "AB"}
+
+    return Way(lambda: layer(x), leaves, padded(i.dy, i.lengths), as_banks)
+
+
+def errors(name: str, way: Way, bank: Bank) -> dict[str, float]:
+    """Relative L2 of some rows of y and dx, and of the gradients of one adapter, against float64."""
+    if name == "one":
+        return {}
+    found = way.as_banks({n: t.detach() for n, t in way.both().items()})
+    want = truth(bank, name in LORA)
+    at, g = want.pop("at"), int(want.pop("g"))
+    pick = {"y": lambda t: t[at], "dx": lambda t: t[at], "dB": lambda t: t[g, :, : bank.ranks[g]]}
+    pick |= {"dA": lambda t: t[g, : bank.ranks[g]], "dm": lambda t: t[g]}
+    return {n: float(f"{rel_l2(pick[n](t), want[n]):.2e}") for n, t in found.items()}
+
+
+def truth(i: Bank, lora: bool) -> dict[str, Tensor]:
+    """In float64: samples of rows of each adapter, all of the shortest adapter's gradients."""
+    at = some(len(i.x), 64, i.x.device)
+    ids = (i.offsets[None] <= at[:, None]).sum(1).tolist()
+    g = min((g for g, n in enumerate(i.lengths) if n), key=i.lengths.__getitem__)
+    ys, dxs, W = [], [], i.W.double()
+
+    def whole(a: int) -> tuple[Tensor, Tensor]:
+        A, B, m = (t.detach().double() for t in i.adapter(a))
+        V = W + S * B @ A
+        return V, torch.ones_like(m) if lora else m / V.norm(dim=1)
+
+    for t, a in zip(at.tolist(), ids, strict=True):
+        V, scale = whole(a)
+        ys.append(scale * (V @ i.x[t].detach().double()))
+        dxs.append((scale * i.dy[t].double()) @ V)
+    begin = sum(i.lengths[:g])
+    x, dy = (t.detach()[begin : begin + i.lengths[g]].double() for t in (i.x, i.dy))
+    A, B, _ = (t.detach().double() for t in i.adapter(g))
+    V, scale = whole(g)
+    dz = scale * dy
+    found = {"y": torch.stack(ys), "dx": torch.stack(dxs), "dA": S * (dz @ B).mT @ x, "dB": S * dz.mT @ (x @ A.mT)}
+    return found | {"dm": (dy * (x @ V.mT)).sum(0) / V.norm(dim=1), "at": at, "g": torch.tensor(g)}
