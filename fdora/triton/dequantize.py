@@ -9,7 +9,7 @@ Roof: the bytes. NF4 to bf16 moves 2.52 bytes a weight, 8192 x 8192 in 57 us on 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +22,16 @@ from fdora.triton.quant import norm
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.scale import tiny_of
 
 TOGETHER = 64  # ranks up to this have their norm out of the pass that decodes
+
+
+class G(NamedTuple):
+    """g = m / c of each row."""
+
+    m: Array
+    c: Array
 
 
 def weight_in(plan: Builder, W: Array | Packed, dtype: torch.dtype) -> Array:
@@ -39,18 +47,35 @@ def weight_of(plan: Builder, la: Any, s: Scalar, dtype: torch.dtype, c: Array | 
 
 
 def dequantized(plan: Builder, W: Packed, dtype: torch.dtype) -> Array:
+    out = room(plan, W, dtype)
+    decode(plan, W, out)
+    return out
+
+
+def decode(plan: Builder, W: Packed, out: Array, by: G | None = None) -> None:
+    """W into ``out``, by rows of ``room``. ``by``: each row times its g in float32, then rounded."""
+    _launch(plan, W, out, by, False)
+
+
+def decode_lost(plan: Builder, W: Packed, out: Array, g: G) -> None:
+    """Rows of W whose g is (nearly) 0, and those beside them; the others are not touched."""
+    _launch(plan, W, out, g, True)
+
+
+def _launch(plan: Builder, W: Packed, out: Array, g: G | None, lost: bool) -> None:
     (N, K), capability = W.shape, plan.device.capability
-    out = _room(plan, W, dtype)
-    block_n, block_k, vector, num_warps = dequantize_config(in_pairs(W.form, K), dtype.itemsize, isinstance(W.form, Lut4))
+    block_n, block_k, vector, num_warps = dequantize_config(in_pairs(W.form, K), out.itemsize, isinstance(W.form, Lut4))
     tile = (block_n, block_k, vector, N % block_n == 0 and K % block_k == 0)
-    common = (out, N, K, groups_of(W), out.stride[0])
+    m, c = g or (None, None)
+    common = (m, c, out, N, K, groups_of(W), out.stride[0])
     kernel: Any
     if isinstance(W.form, Lut4):
         kernel, args, how = dequantize4_kernel, (W.codes, *W.rest, *common), lut_facts(W, capability)
     else:
         kernel, args, how = dequantize8_kernel, (W.codes, *W.rest, *common, *W.codes.stride), byte_facts(W, capability)
-    plan.launch(kernel, (cdiv(N, block_n) * cdiv(K, block_k),), args, (*how, *tile), num_warps)
-    return out
+    programs = cdiv(N, block_n) * (1 if lost else cdiv(K, block_k))
+    by = (tiny_of(out.dtype), g is not None and not lost, lost)
+    plan.launch(kernel, (programs,), (*args, by[0]), (*by[1:], *how, *tile), num_warps)
 
 
 def dequantized_with_norm(plan: Builder, W: Packed, A: Array, B: Array, s: Scalar, c: Array, dtype: torch.dtype) -> Array:
@@ -62,12 +87,12 @@ def dequantized_with_norm(plan: Builder, W: Packed, A: Array, B: Array, s: Scala
     if A.shape[0] > TOGETHER:
         norm(plan, W, A, B, s, c)
         return dequantized(plan, W, dtype)
-    out = _room(plan, W, dtype)
+    out = room(plan, W, dtype)
     norm(plan, W, A, B, s, c, out)
     return out
 
 
-def _room(plan: Builder, W: Packed, dtype: torch.dtype) -> Array:
+def room(plan: Builder, W: Packed, dtype: torch.dtype) -> Array:
     """(N, K), rows at multiples of 16 bytes: as TMA wants them."""
     N, K = W.shape
     unit = 16 // dtype.itemsize

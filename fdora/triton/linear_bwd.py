@@ -12,11 +12,12 @@ from fdora._records import Dropout, Grads, Operands
 from fdora.triton import scale
 from fdora.triton.codes import Packed
 from fdora.triton.copy import gradient, in_dtype, operand
-from fdora.triton.dequantize import weight_in
+from fdora.triton.dequantize import G, decode_lost, room, weight_in
 from fdora.triton.dropout import drop
 from fdora.triton.factors import at_once, factor_gradients
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, gemm
 from fdora.triton.product import summed_product
+from fdora.triton.quant_bwd import backward_of_codes
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.small import LIMIT, is_small, small_backward
@@ -66,11 +67,19 @@ def backward(
         product = f"one pass over W; at most {LIMIT} tokens"
     else:
         product = f"{how}; more than {LIMIT} tokens"
-    plan.path = f"one pass for dz and the sums over tokens, then {product}"
     packed = [la for la in layers if isinstance(la.W, Packed)]
+    no_dz = dx is not None and all(la.A is None or takes_g(la, x, dropout) for la in layers)
+    plan.path = f"one pass for {'' if no_dz else 'dz and '}the sums over tokens, then {product}"
     if dx is not None and packed:
         few = x.dtype != torch.float32 and is_small(x.shape[0]) and all(la.seed is None and reads(la.W) for la in packed)
-        plan.path += "; codes of W are decoded where they are multiplied" if few else "; W is decoded first"
+        decoded = "g W" if no_dz else "W"
+        plan.path += "; codes of W are decoded where they are multiplied" if few else f"; {decoded} is decoded first"
+
+
+def takes_g(la: Any, x: Array, dropout: Dropout) -> bool:
+    """Whether W, of codes, is decoded for dx as g W (quant_bwd.py)."""
+    few = x.dtype != torch.float32 and is_small(x.shape[0])
+    return isinstance(la.W, Packed) and not few and (la.seed is None or dropout.mode != "peft")
 
 
 def _backward(
@@ -81,6 +90,12 @@ def _backward(
     t, how = x.dtype, "no dx is asked for"
     half, peft = t != torch.float32, la.seed is not None and dropout.mode == "peft"
     r, few = la.A.shape[0], half and is_small(x.shape[0])
+    if dx is not None and takes_g(la, x, dropout):
+
+        def dx_of(W: Array, A: Array, dh: Array) -> str:
+            return _dx(plan, dx, accumulate, dy, dy, None, W, A, dh, la.seed, dropout.p)
+
+        return backward_of_codes(plan, dy, x, la, s, h, kept, pre_scale, dropout.p, grads, dx_of)
     both = grads.A is not None and grads.B is not None and not few and at_once(x, dy, r, plan.device.capability)
     config = scale.config_for(plan, dy, r, not both)
     fused_B = grads.B if config.BLOCK_R else None
@@ -91,10 +106,15 @@ def _backward(
     small = dx is not None and la.seed is None and few
     dense = la
     if isinstance(la.W, Packed):
-        # The pass for dm reads rows of W where it has no value before g (see scale.py): decoded ahead of it, once for both.
+        # The pass for dm reads rows of W where it has no value before g (see scale.py): those alone, where no dx wants all.
         lost = not pre_scale and (grads.m is not None or grads.c is not None)
-        dense = la._replace(W=weight_in(plan, la.W, t) if lost or (dx is not None and not small) else None)
-        la = dense if dense.W is not None else la
+        if dx is not None and not small:
+            dense = la = la._replace(W=weight_in(plan, la.W, t))
+        elif lost:
+            dense = la._replace(W=room(plan, la.W, t))
+            decode_lost(plan, la.W, dense.W, G(la.m, la.c))
+        else:
+            dense = la._replace(W=None)
     scale.scale_backward(plan, dy, kept, pre_scale, x, dense, h, sums, config)
     if dz is None:
         return how

@@ -49,6 +49,12 @@ def config_for(plan: Builder, dy: Array, r: int, with_dB: bool = True) -> ScaleC
     return scale_config(*dy.shape, r, dy.dtype != torch.float32, plan.device.capability, with_dB)
 
 
+def tiny_of(dtype: torch.dtype) -> float:
+    """Below it y = g v is subnormal where v is not small: a row is lost."""
+    info = torch.finfo(dtype)
+    return info.tiny / info.eps
+
+
 def scale_backward(
     plan: Builder, dy: Array, saved: Array | None, pre_scale: bool, x: Array | None, la: Any, h: Array | None, out: Sums,
     config: ScaleConfig,
@@ -74,8 +80,7 @@ def scale_backward(
     needs = (out.dm is not None, out.dc is not None, need_bias)
     finish = not single and any((*needs, block_r))
     pdl = finish and bias is None and plan.device.supports_pdl  # the sums are resident when the last strip ends
-    info = torch.finfo(dy.dtype)
-    tiny = info.tiny / info.eps  # below it y = g v is subnormal where v is not small
+    tiny = tiny_of(dy.dtype)
     operands = (x, la.W, h, la.B, la.m, la.c)
     strides = tuple(d for t in operands[:4] for d in ((0, 0) if t is None else t.stride))
     plan.launch(

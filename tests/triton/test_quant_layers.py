@@ -86,6 +86,13 @@ def assert_equal(results):
     assert all(t.abs().sum() > 0 for t in got)
 
 
+def assert_outputs_equal(results, outputs=1):
+    """To the bit what comes first; the gradients as rounded, of g W where a dense weight's are of g dy."""
+    got, want = results
+    assert_equal((got[:outputs], want[:outputs]))
+    assert_rounded(results)
+
+
 def assert_rounded(results):
     got, want = results
     assert len(got) == len(want) and all(rel_l2(a, b) < 2e-3 for a, b in zip(got, want, strict=True))
@@ -114,8 +121,9 @@ def test_a_layer(name, tokens):
     c, bias = dora_norm(W, A, B, s=S), (torch.randn(48, device=device.NAME) if name == "fp8" else None)
     # few tokens of codes keep the value before g; a dense weight would keep the output
     results = both(lambda w: dora_linear(x, w, A, B, m, s=S, norm=c, bias=bias, keep_inner=True), [W], [x, A, B, m], True)
-    agree = assert_equal if tokens == MANY else assert_rounded  # few tokens read the codes themselves, in sums of another order
-    agree(results)
+    # few tokens read the codes themselves, in sums of another order
+    (assert_outputs_equal if tokens == MANY else assert_rounded)(results)
+    agree = assert_equal if tokens == MANY else assert_rounded
     with torch.no_grad():
         dense = W.dequantize()
         agree(([dora_linear(x, W, A, B, m, s=S, norm=c)], [dora_linear(x, dense, A, B, m, s=S, norm=c)]))
@@ -134,7 +142,8 @@ def test_other_ways_through_a_plan(case):
         here = torch.autocast(x.device.type, HALF)
         x = x.detach().requires_grad_()
     with here:
-        assert_equal(both(lambda w: dora_linear(x, w, A, B, m, s=S, norm=c, **more), [W], [x, A, B, m], True))
+        agree = assert_equal if case == "peft" else assert_outputs_equal
+        agree(both(lambda w: dora_linear(x, w, A, B, m, s=S, norm=c, **more), [W], [x, A, B, m], True))
 
 
 @needs_kernels
@@ -156,7 +165,7 @@ def test_a_group_with_a_dense_one_and_a_frozen_one():
         layers = [DoraLayer(W, *p, S, norm=c) for W, p, c in zip((q, k), (first, second), norms, strict=True)]
         return dora_linear_group(x, [*layers, DoraLayer(v)])
 
-    assert_equal(both(call, [q, k, v], [x, *first, *second], True))
+    assert_outputs_equal(both(call, [q, k, v], [x, *first, *second], True), 3)
     other = opaque(lambda t: t.mul(2), (24, 96), HALF, device.NAME, (k,))  # beside one that no kernel reads
     got = call(q, other, v)[1]
     assert torch.equal(got, call(q, 2 * k, v)[1])
@@ -174,7 +183,7 @@ def test_an_mlp(tokens):
         return dora_mlp(x, *(DoraLayer(W, *p, S, norm=c) for W, p, c in zip(Ws, params, norms, strict=True)))
 
     got, want = both(call, weights, [x, *leaves], True)
-    assert tokens == FEW or all(map(torch.equal, got, want))
+    assert tokens == FEW or torch.equal(got[0], want[0])
     assert all(rel_l2(a, b) < 2e-3 for a, b in zip(got, want, strict=True))
 
 
@@ -194,6 +203,24 @@ def test_rows_with_no_magnitude_have_their_gradient(need_x, tokens, undecoded):
     V = x.detach().double() @ (lut4.decode(W, 0, 48).double() + S * B.double() @ A.double()).detach().T
     want = (dy.double() * V).sum(0) / dora_norm(W, A, B, s=S).double()
     assert rel_l2(dm[[3, 7]], want[[3, 7]]) < 5e-3 and rel_l2(dm, want) < 5e-3
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["nf4 nested", "fp8 row"])
+def test_gradients_are_no_further_from_the_truth_than_those_of_the_dense_weight(name):
+    """g is rounded with W, once, in the place of g dy beside a rounded W. g far from 1, each row another."""
+    W, x = weight(name, 192, 256), x_of(MANY, 256)
+    A, B, m = adapter(W, 8)
+    m = (m.detach() * torch.linspace(0.3, 3, 192, device=m.device)).requires_grad_()
+    c, dy = dora_norm(W, A, B, s=S), torch.randn(MANY, 192, generator=torch.Generator().manual_seed(3)).to(device.NAME, HALF)
+    exact = [t.detach().double().requires_grad_() for t in (x, A, B, m)]
+    X, a, b, n = exact
+    truth = torch.autograd.grad(n / c.double() * (X @ (W.dequantize(FP32).double() + S * b @ a).T), exact, dy.double())
+    got, naive = (
+        torch.autograd.grad(dora_linear(x, w, A, B, m, s=S, norm=c), (x, A, B, m), dy) for w in (W, W.dequantize(HALF))
+    )
+    for name, ours, dense, want in zip("xABm", got, naive, truth, strict=True):
+        assert rel_l2(ours, want) <= 1.1 * rel_l2(dense, want), f"d{name}"
 
 
 @pytest.fixture
@@ -352,10 +379,22 @@ def test_a_backward_decodes_once_and_only_where_it_reads():
     for pre_scale, need_x in product((False, True), (False, True)):
         likes = (x, h, y, y, *la, *codes)
         plan = plan_backward(likes, HOPPER, 0.0, "lora", (pre_scale,), need_x, (True,) * 3 + (False,) * 2, *facts(coded))
-        counts[pre_scale, need_x] = kernels(plan)["dequantize4_kernel"]
-        assert plan.workspace < (DENSE if counts[pre_scale, need_x] else 0) + 2 * M * (N + K) * 2
-    # without dx the gradient of m may read rows of W, unless it has the values before g
-    assert counts == {(False, False): 1, (False, True): 1, (True, False): 0, (True, True): 1}
+        decoded = [step for step in plan.steps if "dequantize" in getattr(step, "kernel", plan_dense).__name__]
+        counts[pre_scale, need_x] = [step.cost.bytes for step in decoded]
+    # the gradient of m may read rows of W, those that are lost, unless it has the values before g
+    lost, whole = N * (2 + 4), STORED + DENSE
+    assert counts == {(False, False): [lost], (False, True): [lost, whole], (True, False): [], (True, True): [whole]}
+
+
+@pytest.mark.parametrize("n", [N, 4 * N])
+def test_a_backward_writes_nothing_as_large_as_y(n):
+    """Beside the dense W its workspace has what is of the size of B and of h, and partial sums over tokens."""
+    la, codes, coded = of_codes(n=n)
+    M = 2048
+    x, y, h = alike(M, K, dtype=BF16), alike(M, n, dtype=BF16), alike(M, R, dtype=BF16)
+    needs = (True, True, True, False, False)
+    plan = plan_backward((x, h, y, y, *la, *codes), HOPPER, 0.0, "lora", (False,), True, needs, *facts(coded))
+    assert 2 * n * K <= plan.workspace < 2 * n * K + 2 * M * n / 4 and "for dz" not in plan.path
 
 
 def test_a_norm_costs_no_pass_of_its_own():

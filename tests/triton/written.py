@@ -244,6 +244,19 @@ def plan_dense(likes, device, coded, dense):
     return plan.plan()
 
 
+def plan_dense_by_g(likes, device, coded, dense):
+    """As backward decodes: rows without a magnitude, then all times g."""
+    from fdora.triton.codes import packed
+    from fdora.triton.dequantize import G, decode, decode_lost
+
+    plan = Builder("g W", device)
+    g = G(*(plan.vector(alike(coded.shape[0], dtype=FP32)) for _ in range(2)))
+    W, out = packed(plan, likes, coded), plan.result("W", coded.shape, dense)
+    decode_lost(plan, W, out, g)
+    decode(plan, W, out, g)
+    return plan.plan()
+
+
 def calls_of_codes(N, K, r, dtype):
     """Norms of weights of 4 and 8 bits, with and without the dense W, that alone, and norms with a state."""
     from fdora.triton.codes import Coded

@@ -87,12 +87,17 @@ def _quant8(*, codes, scales, A, B, partial, dense, N, K, R, **_: Any) -> Cost:
     return product(N, K, R, A) + moved(codes, scales, A, B, partial, dense)
 
 
-def _dequantize4(*, codes, scales, scales2, out, **_: Any) -> Cost:
-    return moved(codes, scales, scales2, out)
+def _dequantize4(*, codes, scales, scales2, m, c, out, LOST, **_: Any) -> Cost:
+    """LOST: what it asks; there are few such rows, if any."""
+    return moved(m, c) if LOST else moved(codes, scales, scales2, out)
 
 
-def _dequantize8(*, codes, scales, out, **_: Any) -> Cost:
-    return moved(codes, scales, out)
+def _dequantize8(*, codes, scales, m, c, out, LOST, **_: Any) -> Cost:
+    return moved(m, c) if LOST else moved(codes, scales, out)
+
+
+def _by_g(*, t, out, **_: Any) -> Cost:
+    return moved(t, out)
 
 
 def _choose(*, partial, c, out, **_: Any) -> Cost:
@@ -168,6 +173,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "act_bwd_kernel": _act_bwd,
     "act_fwd_kernel": _act_fwd,
     "bank_kernel": _rows,
+    "by_g_kernel": _by_g,
     "add_parts_kernel": _add_parts,
     "again_kernel": _again,
     "choose_kernel": _choose,
