@@ -51,7 +51,7 @@ def norm_config(r: int, half: bool, capability: int, aligned: bool = False, half
 
 
 class QuantConfig(NamedTuple):
-    """As NormConfig; ``RUN``: how many tiles of the same rows a program walks, 0 for what run_of says."""
+    """As NormConfig; ``RUN``: how many tiles of the same rows a program walks, 0 for what run_of says. TMA brings A and B."""
 
     BLOCK_N: int
     BLOCK_K: int
@@ -60,6 +60,7 @@ class QuantConfig(NamedTuple):
     num_warps: int
     num_stages: int
     RUN: int = 0
+    TMA: bool = False
 
 
 def run_of(tiles_n: int, tiles_k: int, num_sms: int) -> int:
@@ -71,7 +72,7 @@ def run_of(tiles_n: int, tiles_k: int, num_sms: int) -> int:
     return run
 
 
-def quant_config(r: int, half: bool, capability: int, pairs: bool = True) -> QuantConfig:
+def quant_config(r: int, half: bool, capability: int, pairs: bool = True, aligned: bool = False) -> QuantConfig:
     """The norm of a W of codes. ``pairs``: two 4-bit codes of a row to a byte, or one of 8 bits.
 
     us on an H200, NF4, r = 64, 14336 x 4096, in runs of 8 tiles: 64 x 128 by 4 warps 43, 64 x 64 47 (in runs of 4), 128 x 128

@@ -41,7 +41,7 @@ from fdora.triton.kernels.decode import (
     single_weights,
 )
 from fdora.triton.kernels.hash import unchanged
-from fdora.triton.kernels.tile import low_rank, slab_of_A, slab_of_B, tile_at, unscaled
+from fdora.triton.kernels.tile import low_rank, low_rank_tma, slab_of_A, slab_of_B, tile_at, unscaled
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
@@ -59,14 +59,17 @@ def _store(dense, w, row, k, inside, pitch, EVEN: tl.constexpr):
 @triton.jit
 def _runs(
     old_hash, new_hash, N, K,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, GUARDED: tl.constexpr, WORDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """How many there are to do."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     runs = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, BLOCK_K * RUN)
-    return tl.where(unchanged(old_hash, new_hash, WORDS), 0, runs)
+    if GUARDED:
+        runs = tl.where(unchanged(old_hash, new_hash, WORDS), 0, runs)
+    return runs
 
 
 @triton.jit
@@ -76,16 +79,19 @@ def _run(i, first, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.c
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = run * RUN
     end = begin + 1 if RUN == 1 else min(begin + RUN, tl.cdiv(K, BLOCK_K))
-    return run, begin, end, n, (first + n).to(tl.int64), n < N
+    return run, begin, end, tile_n * BLOCK_N, n, (first + n).to(tl.int64), n < N
 
 
 @triton.jit
 def _product(
-    A, B, b, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, scale_n, scale_k,
-    BLOCK_R: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
+    A, B, b, n, k, first_n, first_k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, scale_n, scale_k,
+    BLOCK_R: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """B A. ``b``: the only slab of B, if it is one."""
-    if ONE_SLAB:
+    if TMA:
+        acc = low_rank_tma(A, B, first_n, first_k, R, n.shape[0], k.shape[0], BLOCK_R)
+    elif ONE_SLAB:
         a = slab_of_A(A, k, K, R, stride_ar, stride_ak, BLOCK_R, EVEN)
         acc = tl.dot(b, a, input_precision=PRECISION)
     else:
@@ -96,65 +102,94 @@ def _product(
 
 
 @triton.jit
+def _squares4(
+    tile_k, x, scale, b, first_n, n, row, in_n,
+    codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, dense, pitch, s, N, K, R, groups,
+    stride_ar, stride_ak, stride_bn, stride_br,
+    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
+    PAIRS: tl.constexpr, PTX: tl.constexpr, STORE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Of a tile, along K. ``x`` and ``scale``: its codes and their scales, in PAIRS."""
+    IN_TILE: tl.constexpr = BLOCK_K // GROUP_SIZE if BLOCK_K > GROUP_SIZE else 1
+    PART: tl.constexpr = BLOCK_K // 2 // IN_TILE
+    k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    if not PAIRS:
+        w = single_weights(
+            codes, scales, code256, scales2, offset, row, k, in_n, K, groups, TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT
+        )
+    acc = _product(
+        A, B, b, n, k, first_n, tile_k * BLOCK_K, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, scale_n, scale_k,
+        BLOCK_R, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
+    )  # fmt: skip
+    inside = in_n[:, None] & (k < K)[None, :]
+    if PAIRS:
+        acc_even, acc_odd = tl.split(tl.reshape(acc, (BLOCK_N, IN_TILE, PART, 2)))
+        low, high = nibbles(beside(tl.reshape(x, (BLOCK_N, IN_TILE, PART)), acc_even, PTX), TABLE, PTX)
+        even, odd = (high if HIGH_FIRST else low) * scale[:, :, None], (low if HIGH_FIRST else high) * scale[:, :, None]
+        if not EVEN:
+            pairs = tile_k * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
+            whole = tl.reshape(in_n[:, None] & (pairs < K // 2)[None, :], (BLOCK_N, IN_TILE, PART))
+            even, odd = tl.where(whole, even, 0.0), tl.where(whole, odd, 0.0)
+        v, u = even + s * acc_even, odd + s * acc_odd
+        squares = tl.sum(tl.sum(v * v + u * u, axis=2), axis=1)
+        if STORE:
+            _store(dense, tl.reshape(tl.join(even, odd), (BLOCK_N, BLOCK_K)), row, k, inside, pitch, EVEN)
+    else:
+        v = w + s * acc
+        squares = tl.sum(v * v, axis=1)
+        if STORE:
+            _store(dense, w, row, k, inside, pitch, EVEN)
+    return squares
+
+
+@triton.jit
 def _quant4_run(
     i, codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
     stride_ar, stride_ak, stride_bn, stride_br,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
     PAIRS: tl.constexpr, PTX: tl.constexpr, STORE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    run, begin, end, n, row, in_n = _run(i, first, N, K, BLOCK_N, BLOCK_K, RUN, GROUP)
+    run, begin, end, first_n, n, row, in_n = _run(i, first, N, K, BLOCK_N, BLOCK_K, RUN, GROUP)
     IN_TILE: tl.constexpr = BLOCK_K // GROUP_SIZE if BLOCK_K > GROUP_SIZE else 1
-    PART: tl.constexpr = BLOCK_K // 2 // IN_TILE
-    b = slab_of_B(B, n, N, R, stride_bn, stride_br, BLOCK_R, EVEN) if ONE_SLAB else None
-    squares = tl.zeros((BLOCK_N,), tl.float32)
+    b = slab_of_B(B, n, N, R, stride_bn, stride_br, BLOCK_R, EVEN) if ONE_SLAB and not TMA else None
     if PAIRS:
         # Codes come a tile ahead, scales two: a nested one takes two loads, one after the other. The last tile's, again.
         x = pair_codes(codes, row, begin * BLOCK_K, in_n, K, BLOCK_K, 16, EVEN)
         at, here = pair_groups(row, begin * BLOCK_K, in_n, groups, GROUP_SIZE, IN_TILE)
         stored = tl.load(scales + at, mask=here, other=0)
         value, second = scale_terms(stored, code256, scales2, at, here, SCALES)
+    else:
+        x, value, second, here = None, None, None, None
+    if RUN == 1:
+        scale = scale_from(value, second, code256, offset, here, SCALES) if PAIRS else None
+        squares = _squares4(
+            begin, x, scale, b, first_n, n, row, in_n,
+            codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, dense, pitch, s, N, K, R, groups,
+            stride_ar, stride_ak, stride_bn, stride_br, TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
+            BLOCK_N, BLOCK_K, BLOCK_R, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
+        )  # fmt: skip
+    else:
+        squares = tl.zeros((BLOCK_N,), tl.float32)
         at, there = pair_groups(row, min(begin + 1, end - 1) * BLOCK_K, in_n, groups, GROUP_SIZE, IN_TILE)
         stored = tl.load(scales + at, mask=there, other=0)
-    for tile_k in range(begin, end):
-        k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-        if PAIRS:
+        for tile_k in range(begin, end):
             _, here = pair_groups(row, tile_k * BLOCK_K, in_n, groups, GROUP_SIZE, IN_TILE)
             scale = scale_from(value, second, code256, offset, here, SCALES)
-            if RUN > 1:
-                x_next = pair_codes(codes, row, min(tile_k + 1, end - 1) * BLOCK_K, in_n, K, BLOCK_K, 16, EVEN)
-                value, second = scale_terms(stored, code256, scales2, at, there, SCALES)
-                at, there = pair_groups(row, min(tile_k + 2, end - 1) * BLOCK_K, in_n, groups, GROUP_SIZE, IN_TILE)
-                stored = tl.load(scales + at, mask=there, other=0)
-        else:
-            w = single_weights(
-                codes, scales, code256, scales2, offset, row, k, in_n, K, groups, TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT
-            )
-        acc = _product(
-            A, B, b, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, scale_n, scale_k,
-            BLOCK_R, EVEN, PRECISION, ONE_SLAB, SCALED,
-        )  # fmt: skip
-        inside = in_n[:, None] & (k < K)[None, :]
-        if PAIRS:
-            acc_even, acc_odd = tl.split(tl.reshape(acc, (BLOCK_N, IN_TILE, PART, 2)))
-            low, high = nibbles(beside(tl.reshape(x, (BLOCK_N, IN_TILE, PART)), acc_even, PTX), TABLE, PTX)
-            even, odd = (high if HIGH_FIRST else low) * scale[:, :, None], (low if HIGH_FIRST else high) * scale[:, :, None]
-            if not EVEN:
-                pairs = tile_k * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
-                whole = tl.reshape(in_n[:, None] & (pairs < K // 2)[None, :], (BLOCK_N, IN_TILE, PART))
-                even, odd = tl.where(whole, even, 0.0), tl.where(whole, odd, 0.0)
-            v, u = even + s * acc_even, odd + s * acc_odd
-            squares += tl.sum(tl.sum(v * v + u * u, axis=2), axis=1)
-            if STORE:
-                _store(dense, tl.reshape(tl.join(even, odd), (BLOCK_N, BLOCK_K)), row, k, inside, pitch, EVEN)
-            if RUN > 1:
-                x = x_next
-        else:
-            v = w + s * acc
-            squares += tl.sum(v * v, axis=1)
-            if STORE:
-                _store(dense, w, row, k, inside, pitch, EVEN)
+            x_next = pair_codes(codes, row, min(tile_k + 1, end - 1) * BLOCK_K, in_n, K, BLOCK_K, 16, EVEN)
+            value, second = scale_terms(stored, code256, scales2, at, there, SCALES)
+            at, there = pair_groups(row, min(tile_k + 2, end - 1) * BLOCK_K, in_n, groups, GROUP_SIZE, IN_TILE)
+            stored = tl.load(scales + at, mask=there, other=0)
+            squares += _squares4(
+                tile_k, x, scale, b, first_n, n, row, in_n,
+                codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, dense, pitch, s, N, K, R, groups,
+                stride_ar, stride_ak, stride_bn, stride_br, TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
+                BLOCK_N, BLOCK_K, BLOCK_R, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
+            )  # fmt: skip
+            x = x_next
     tl.store(partial + run.to(tl.int64) * N + n, squares, mask=in_n)
 
 
@@ -165,25 +200,25 @@ def quant4_kernel(
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
     PAIRS: tl.constexpr, PTX: tl.constexpr, STORE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr,
-    WORDS: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
+    GUARDED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """N rows from ``first`` on: B, scale_n and partial begin there, W and what is stored of it do not."""
-    if GUARDED:
-        runs = _runs(old_hash, new_hash, N, K, BLOCK_N, BLOCK_K, RUN, WORDS, PDL)
-        for i in range(tl.program_id(0), runs, tl.num_programs(0)):
+    if GUARDED or TMA:  # flattened, the copies of the next tile start under the last products of this one
+        runs = _runs(old_hash, new_hash, N, K, BLOCK_N, BLOCK_K, RUN, GUARDED, WORDS, PDL)
+        for i in tl.range(tl.program_id(0), runs, tl.num_programs(0), flatten=TMA):
             _quant4_run(
                 i, codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, s, first,
                 N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
                 TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
-                BLOCK_N, BLOCK_K, BLOCK_R, RUN, GROUP, EVEN, PRECISION, ONE_SLAB, SCALED,
+                BLOCK_N, BLOCK_K, BLOCK_R, RUN, GROUP, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
             )  # fmt: skip
     else:
         _quant4_run(
             tl.program_id(0), codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, s, first,
             N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
             TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
-            BLOCK_N, BLOCK_K, BLOCK_R, RUN, GROUP, EVEN, PRECISION, ONE_SLAB, SCALED,
+            BLOCK_N, BLOCK_K, BLOCK_R, RUN, GROUP, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
         )  # fmt: skip
 
 
@@ -194,10 +229,10 @@ def _quant8_run(
     CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PTX: tl.constexpr, STORE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    run, begin, end, n, row, in_n = _run(i, first, N, K, BLOCK_N, BLOCK_K, RUN, GROUP)
-    b = slab_of_B(B, n, N, R, stride_bn, stride_br, BLOCK_R, EVEN) if ONE_SLAB else None
+    run, begin, end, first_n, n, row, in_n = _run(i, first, N, K, BLOCK_N, BLOCK_K, RUN, GROUP)
+    b = slab_of_B(B, n, N, R, stride_bn, stride_br, BLOCK_R, EVEN) if ONE_SLAB and not TMA else None
     squares = tl.zeros((BLOCK_N,), tl.float32)
     AHEAD: tl.constexpr = RUN > 1 and (MODE != "block" or BK % BLOCK_K == 0)
     if AHEAD:
@@ -213,8 +248,8 @@ def _quant8_run(
         if not AHEAD:
             x, scale = x_next, scale_next
         acc = _product(
-            A, B, b, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, scale_n, scale_k,
-            BLOCK_R, EVEN, PRECISION, ONE_SLAB, SCALED,
+            A, B, b, n, k, first_n, tile_k * BLOCK_K, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, scale_n, scale_k,
+            BLOCK_R, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
         )  # fmt: skip
         inside = in_n[:, None] & (k < K)[None, :]
         w = byte_weights(beside(x, acc, PTX), scale, CODE, BY_BITS)
@@ -249,21 +284,21 @@ def quant8_kernel(
     CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PTX: tl.constexpr, STORE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr,
-    WORDS: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
+    GUARDED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """N rows from ``first`` on, as above. e4m3 codes come as bytes: Triton has no float8 below sm_89 (BY_BITS)."""
-    if GUARDED:
-        runs = _runs(old_hash, new_hash, N, K, BLOCK_N, BLOCK_K, RUN, WORDS, PDL)
-        for i in range(tl.program_id(0), runs, tl.num_programs(0)):
+    if GUARDED or TMA:  # flattened, the copies of the next tile start under the last products of this one
+        runs = _runs(old_hash, new_hash, N, K, BLOCK_N, BLOCK_K, RUN, GUARDED, WORDS, PDL)
+        for i in tl.range(tl.program_id(0), runs, tl.num_programs(0), flatten=TMA):
             _quant8_run(
                 i, codes, scales, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
                 stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br, CODE, BY_BITS, MODE, BN, BK, PTX, STORE,
-                BLOCK_N, BLOCK_K, BLOCK_R, RUN, GROUP, EVEN, PRECISION, ONE_SLAB, SCALED,
+                BLOCK_N, BLOCK_K, BLOCK_R, RUN, GROUP, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
             )  # fmt: skip
     else:
         _quant8_run(
             tl.program_id(0), codes, scales, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
             stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br, CODE, BY_BITS, MODE, BN, BK, PTX, STORE,
-            BLOCK_N, BLOCK_K, BLOCK_R, RUN, GROUP, EVEN, PRECISION, ONE_SLAB, SCALED,
+            BLOCK_N, BLOCK_K, BLOCK_R, RUN, GROUP, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
         )  # fmt: skip
