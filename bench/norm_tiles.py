@@ -103,7 +103,7 @@ def decoding(states, bnb):
     return lambda: bnb.functional.dequantize_4bit(*states[next(at) % len(states)])
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--device", default="cpu")
     options.add_argument("--ranks", type=lambda s: [int(r) for r in s.split(",")], default=RANKS)
@@ -111,7 +111,7 @@ def main() -> None:
     options.add_argument("--store", action="store_true", help="with the dense W")
     options.add_argument("--json", type=Path)
     options.add_argument("--commit", help="recorded in the JSON")
-    options = options.parse_args()
+    options = options.parse_args(argv)
     torch.manual_seed(0)
     shapes, ranks = (options.shapes, options.ranks) if options.device != "cpu" else (((128, 512),), (128,))
     if options.device != "cpu":
@@ -122,7 +122,7 @@ def main() -> None:
     for N, K in shapes:
         for r in ranks:
             rows.append(row_of(N, K, r, options.device, options.store))
-            save(options.json, {"about": about(options.device, options.commit), "rows": rows})
+            save(options.json, {"about": about(options.device, options.commit, argv), "rows": rows})
 
 
 if __name__ == "__main__":
