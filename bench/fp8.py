@@ -99,13 +99,10 @@ def main(argv: list[str] | None = None) -> None:
         save(options.json, {"about": facts, "runs": options.runs, "rows": rows})
         free(options.device)
     names = list(dict.fromkeys(name for row in rows for name in row["ms"]))
-    cells = [
-        [
-            "{M}, {K} x {N}, {scales}".format(**row),
-            *(f"{row['ms'][n]:.4f} ({row['error'][n]:.0e})" if n in row["ms"] else "" for n in names),
-        ]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        said = {name: f"{ms:.4f} ({row['error'][name]:.0e})" for name, ms in row["ms"].items()}
+        cells.append(["{M}, {K} x {N}, {scales}".format(**row), *(said.get(name, "") for name in names)])
     print(table(["M, K x N, scales", *(f"{n}, ms (error)" for n in names)], cells))
 
 

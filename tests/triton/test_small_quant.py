@@ -120,7 +120,8 @@ def test_eight_bits(code, unit, mode, block):
 @pytest.mark.parametrize(("M", "r", "adapter"), [(1, 384, HALF), (16, 70, FP32), (3, 600, HALF)])
 def test_large_ranks_with_k_in_parts(M, r, adapter):
     """All of B at once, up to r = 512, by the kernel that adds the parts."""
-    assert parts_config(M, r, False).AHEAD == (r <= 512) and not parts_config(M, r, True).AHEAD
+    ahead, back = (parts_config(M, r, columns).AHEAD for columns in (False, True))
+    assert ahead is (r <= 512) and not back
     assert_right(four("nf4", "nested", 40, 256), M, r, ROWS[2], COLUMNS[2], adapter)
 
 
