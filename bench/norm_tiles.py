@@ -18,7 +18,21 @@ from unittest import mock
 import torch
 
 from bench.norm_forms import about
-from bench.quant_forms import DTYPE, NESTED, SOME, S, Timed, dense, layer, line, searched, state_of, vendor, weights
+from bench.quant_forms import (
+    DTYPE,
+    NESTED,
+    SOME,
+    S,
+    Timed,
+    close,
+    dense,
+    layer,
+    line,
+    searched,
+    state_of,
+    vendor,
+    weights,
+)
 from bench.save import save
 from fdora.functional import dora_norm
 from fdora.triton.codes import packed
@@ -73,18 +87,19 @@ def compiled(case: tuple[QuantConfig, int, bool]) -> str | None:
     return None
 
 
-def row_of(N: int, K: int, r: int, device: str, store: bool) -> dict:
+def row_of(N: int, K: int, r: int, device: str, store: bool, others: bool = True) -> dict:
     Ws, la = weights(NESTED, N, K, device), layer(1, N, K, r, device)
     A, B = (t if device != "cpu" else t.half() for t in (la.A, la.B))  # Triton's interpreter multiplies the bits of bfloat16
     timed, W = Timed(device, len(Ws)), dense(Ws[0], la)
     want = torch.cat(
         [(w.double() + S * b.double() @ A.double()).norm(dim=1) for w, b in zip(W.split(512), B.split(512), strict=True)]
     )
-    tiles = STORING if store else TILES
+    tiles = (STORING if store else TILES) if others else []
     tiles = tiles if device != "cpu" else tiles[:1]
     found = searched(timed, lambda config: turns(plan_with(config, Ws[0], A, B, store), Ws, A, B), tiles, want.float())
-    now = quant_config(r, True, device_of(A.device).capability, aligned=True)
+    now = quant_config(r, True, device_of(A.device).capability, True, True, True, store)
     ways = {"now": turns(plan_with(now, Ws[0], A, B, store), Ws, A, B)}
+    close(turns(plan_with(now, Ws[0], A, B, store), Ws, A, B)(), want.float(), "now")
     ways["dense"] = lambda: dora_norm(W.to(A.dtype), A, B, s=S)
     if store and (bnb := vendor()) is not None:
         ways["decode"] = decoding([state_of(bnb, w) for w in Ws], bnb)
@@ -109,19 +124,20 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--ranks", type=lambda s: [int(r) for r in s.split(",")], default=RANKS)
     options.add_argument("--shapes", type=shapes_of, default=SOME, help="NxK, comma separated")
     options.add_argument("--store", action="store_true", help="with the dense W")
+    options.add_argument("--now", action="store_true", help="those that the plans choose, and no others")
     options.add_argument("--json", type=Path)
     options.add_argument("--commit", help="recorded in the JSON")
     options = options.parse_args(argv)
     torch.manual_seed(0)
     shapes, ranks = (options.shapes, options.ranks) if options.device != "cpu" else (((128, 512),), (128,))
-    if options.device != "cpu":
+    if options.device != "cpu" and not options.now:
         with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
             cases = [(config, r, options.store) for config in (STORING if options.store else TILES) for r in ranks]
             print(*filter(None, pool.imap_unordered(compiled, cases)), sep="\n", flush=True)
     rows = []
     for N, K in shapes:
         for r in ranks:
-            rows.append(row_of(N, K, r, options.device, options.store))
+            rows.append(row_of(N, K, r, options.device, options.store, not options.now))
             save(options.json, {"about": about(options.device, options.commit, argv), "rows": rows})
 
 

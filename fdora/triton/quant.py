@@ -35,7 +35,8 @@ from fdora.triton.codes import (
 from fdora.triton.configs import quant_config, run_of
 from fdora.triton.copy import in_dtype
 from fdora.triton.hash import WORDS, fingerprint
-from fdora.triton.kernels.quant import quant4_kernel, quant8_kernel
+from fdora.triton.kernels.quant import quant4_kernel
+from fdora.triton.kernels.quant8 import quant8_kernel
 from fdora.triton.norm import GROUP_N, Guard, chosen
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
@@ -155,8 +156,9 @@ def _norm_of_rows(
     s: Scalar, first: int, squared: bool, guard: Guard | None,
 ) -> None:  # fmt: skip
     N, K, R, capability = c.shape[0], W.shape[1], A.shape[0], plan.device.capability
-    tensors = is_tma_compatible(A) and is_tma_compatible(B)
-    config = quant_config(R, A.itemsize == 2, capability, in_pairs(W.form, K), tensors and by_n is None)
+    aligned = is_tma_compatible(A) and is_tma_compatible(B)
+    wide = isinstance(W.form, Lut4) and W.form.group >= 32 and by_n is None
+    config = quant_config(R, A.itemsize == 2, capability, in_pairs(W.form, K), wide, aligned, dense is not None)
     block_n, block_k, block_r, precision, num_warps, num_stages, run, tma = config
     run = run or (run_of(cdiv(N, block_n), cdiv(K, block_k), plan.device.num_sms) if comes_ahead(W, block_k) else 1)
     runs = cdiv(K, block_k * run)

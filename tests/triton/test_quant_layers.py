@@ -93,6 +93,11 @@ def assert_outputs_equal(results, outputs=1):
     assert_rounded(results)
 
 
+def assert_same_norm(got, want):
+    """To the bit where tiles with and without the dense W are the same, as interpreted; on Hopper they are others."""
+    assert all(torch.equal(a, b) if INTERPRETED else rel_l2(a, b) < 2e-3 for a, b in zip(got, want, strict=True))
+
+
 def assert_rounded(results):
     got, want = results
     assert len(got) == len(want) and all(rel_l2(a, b) < 2e-3 for a, b in zip(got, want, strict=True))
@@ -191,7 +196,7 @@ def test_an_mlp(tokens):
 @pytest.mark.parametrize("tokens", [FEW, MANY])
 @pytest.mark.parametrize("need_x", [False, True])
 def test_rows_with_no_magnitude_have_their_gradient(need_x, tokens, undecoded):
-    """y is 0 there: what backward reads of W instead is decoded in its plan."""
+    """y is 0 there: their products are formed again, from the codes."""
     W, x = weight("nf4 nested"), x_of(tokens).detach().requires_grad_(need_x)
     A, B, m = adapter(W)
     m = m.detach()
@@ -223,6 +228,35 @@ def test_gradients_are_no_further_from_the_truth_than_those_of_the_dense_weight(
         assert rel_l2(ours, want) <= 1.1 * rel_l2(dense, want), f"d{name}"
 
 
+@needs_kernels
+@pytest.mark.parametrize("case", ["", "lora", "a group", "autocast"])
+def test_some_columns_at_a_time(case, monkeypatch):
+    """A dense W that would be too large: backward has parts of it, the last one narrower, and gives the same."""
+    from fdora.triton import quant_bwd
+
+    W, x = weight("nf4 nested", 48, 160), x_of(MANY, 160)
+    V, (A, B, m) = weight("fp8 row", 32, 160), adapter(W)
+    more = dict(dropout_p=0.3, dropout_mode=case, seed=7) if case == "lora" else {}
+
+    def call():
+        if case == "a group":  # the second layer's dx is added
+            return dora_linear_group(x, [DoraLayer(W, A, B, m, S), DoraLayer(V), DoraLayer(V, *other, S)])
+        with torch.autocast(x.device.type, HALF) if case == "autocast" else nullcontext():
+            return dora_linear(x, W, A, B, m, s=S, **more)
+
+    other = adapter(V)
+    leaves = [x, A, B, m, *(other if case == "a group" else ())]
+    whole = gradients(call(), leaves)
+    monkeypatch.setattr(quant_bwd, "COLUMNS", 64)
+    monkeypatch.setattr(quant_bwd, "AT_ONCE", 48 * 64 * 2)
+    monkeypatch.setattr(walk, "_plans", {})
+    seen = []
+    decode = quant_bwd.decode
+    monkeypatch.setattr(quant_bwd, "decode", lambda *args: seen.append(args[2].shape[1]) or decode(*args))
+    assert_rounded((gradients(call(), leaves), whole))
+    assert seen[:3] == ([160] if case == "lora" else [64, 64, 32])[:3]
+
+
 @pytest.fixture
 def ran(monkeypatch):
     """The plans that run, of any facade."""
@@ -239,7 +273,7 @@ def ran(monkeypatch):
 @pytest.mark.parametrize("tokens", [FEW, MANY])
 @pytest.mark.parametrize("name", QUANTISED)
 def test_the_norm_comes_with_the_dense_weight(name, tokens, ran):
-    """The bits of dora_norm, out of the pass that decodes W: one plan for each direction."""
+    """That of dora_norm, out of the pass that decodes W: one plan for each direction."""
     W, x = weight(name), x_of(tokens)
     A, B, m = adapter(W)
     if name == "int8":
@@ -251,7 +285,7 @@ def test_the_norm_comes_with_the_dense_weight(name, tokens, ran):
     assert forward.results[-1][:2] == ("c0", (48,)) and "dequantize" not in str(kernels(forward))
     c = dora_norm(W, A, B, s=S)
     want = gradients(dora_linear(x, W, A, B, m, s=S, norm=c), [x, A, B, m])
-    assert all(map(torch.equal, got, want))
+    assert_same_norm(got, want)
     with torch.no_grad():
         assert torch.equal(dora_linear(x, W, A, B, m, s=S), got[0])
 
@@ -275,12 +309,12 @@ def test_norms_inside_a_group_and_an_mlp(ran):
     leaves = [x, *first, *second, *third]
     want = gradients(group(*norms[:3]), leaves)
     for given in ((), (None, None, norms[2]), (norms[0],)):
-        assert all(map(torch.equal, gradients(group(*given), leaves), want))
+        assert_same_norm(gradients(group(*given), leaves), want)
     leaves, ran[:] = [x, *third, *last], []
     got = gradients(mlp(), leaves)
     assert [plan.name for plan in ran] == ["dora_mlp forward", "dora_mlp backward"]
     for given in (norms[2:], norms[2:3]):
-        assert all(map(torch.equal, gradients(mlp(*given), leaves), got))
+        assert_same_norm(gradients(mlp(*given), leaves), got)
 
 
 @needs_kernels
@@ -379,11 +413,10 @@ def test_a_backward_decodes_once_and_only_where_it_reads():
     for pre_scale, need_x in product((False, True), (False, True)):
         likes = (x, h, y, y, *la, *codes)
         plan = plan_backward(likes, HOPPER, 0.0, "lora", (pre_scale,), need_x, (True,) * 3 + (False,) * 2, *facts(coded))
-        decoded = [step for step in plan.steps if "dequantize" in getattr(step, "kernel", plan_dense).__name__]
-        counts[pre_scale, need_x] = [step.cost.bytes for step in decoded]
-    # the gradient of m may read rows of W, those that are lost, unless it has the values before g
-    lost, whole = N * (2 + 4), STORED + DENSE
-    assert counts == {(False, False): [lost], (False, True): [lost, whole], (True, False): [], (True, True): [whole]}
+        counts[pre_scale, need_x] = (kernels(plan)["dequantize4_kernel"], kernels(plan)["lost4_kernel"])
+        assert need_x or plan.workspace < 2 * M * (N + K) * 2
+    # the gradient of m may want rows of W, those that are lost, unless it has the values before g
+    assert counts == {(False, False): (0, 1), (False, True): (1, 1), (True, False): (0, 0), (True, True): (1, 0)}
 
 
 @pytest.mark.parametrize("n", [N, 4 * N])

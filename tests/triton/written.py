@@ -244,16 +244,17 @@ def plan_dense(likes, device, coded, dense):
     return plan.plan()
 
 
-def plan_dense_by_g(likes, device, coded, dense):
-    """As backward decodes: rows without a magnitude, then all times g."""
+def plan_dense_by_g(likes, device, coded, dense, M=512, r=16):
+    """As backward decodes: some columns of W times g; and what it asks of rows without a magnitude."""
     from fdora.triton.codes import packed
-    from fdora.triton.dequantize import G, decode, decode_lost
+    from fdora.triton.dequantize import G, decode, redo_lost
 
-    plan = Builder("g W", device)
-    g = G(*(plan.vector(alike(coded.shape[0], dtype=FP32)) for _ in range(2)))
-    W, out = packed(plan, likes, coded), plan.result("W", coded.shape, dense)
-    decode_lost(plan, W, out, g)
-    decode(plan, W, out, g)
+    plan, (N, K) = Builder("g W", device), coded.shape
+    dy, x, h, B = (plan.matrix(alike(*shape, dtype=dense)) for shape in ((M, N), (M, K), (M, r), (N, r)))
+    g = G(*(plan.vector(alike(N, dtype=FP32)) for _ in range(2)))
+    W, half = packed(plan, likes, coded), K // 2
+    redo_lost(plan, W, dy, x, h, B, g, plan.result("dm", (N,), FP32), plan.result("dc", (N,), FP32))
+    decode(plan, W, plan.result("W", (N, half), dense), g, half)
     return plan.plan()
 
 
