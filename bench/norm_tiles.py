@@ -1,6 +1,7 @@
-"""Tiles of the norm of a W of NF4 codes where the rank is large: which is fastest, beside the norm of a dense bf16 W.
+"""Tiles of the norm of a W of NF4 codes: which is fastest, beside the norm of a dense bf16 W.
 
-    python -m bench.norm_tiles --device cuda [--ranks 128,384] [--json FILE]
+    python -m bench.norm_tiles --device cuda [--ranks 128,384] [--shapes 4096x4096] [--json FILE]
+    python -m bench.norm_tiles --device cuda --store [--ranks 16,64]    # with the dense W out of the same pass
 
 Every tile is checked against float64, then timed in replayed CUDA graphs, all of a shape in turns; weights take turns from a
 set larger than the GPU's cache. ``--device cpu`` runs one small shape, interpreted or not at all: for the tests.
@@ -16,7 +17,21 @@ import torch
 
 from bench.command import command
 from bench.norm_forms import about
-from bench.quant_forms import NESTED, SOME, S, Timed, dense, layer, line, searched, weights
+from bench.quant_forms import (
+    DTYPE,
+    NESTED,
+    SOME,
+    S,
+    Timed,
+    close,
+    dense,
+    layer,
+    line,
+    searched,
+    state_of,
+    vendor,
+    weights,
+)
 from bench.save import save
 from fdora.functional import dora_norm
 from fdora.triton.codes import packed
@@ -27,25 +42,29 @@ from fdora.triton.runtime.device import device_of
 from fdora.triton.runtime.plan import Plan
 from fdora.triton.runtime.walk import like, run
 
-# rows, columns, slab of the rank, precision, warps, stages; runs of tiles: 0 for as many as the shape wants
-TILES = [
-    QuantConfig(n, k, r, "ieee", warps, stages, tiles)
-    for n, k, r, warps, stages in (
-        *((128, 128, 32, 8, 3), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 128, 8, 2), (128, 128, 64, 4, 3)),
-        *((128, 256, 64, 8, 3), (128, 256, 32, 8, 4), (256, 128, 64, 8, 3), (256, 128, 32, 8, 4), (64, 256, 64, 4, 3)),
-    )
-    for tiles in (0, 1)
+# rows, columns, slab of the rank, warps, stages; by TMA as runs of one tile or more
+POINTERS = [(128, 128, 32, 8, 3), (128, 128, 64, 8, 3), (128, 256, 64, 8, 3)]
+BY_TMA = [
+    *((128, 256, 64, 8, 3), (128, 256, 64, 8, 2), (128, 256, 32, 8, 4), (128, 256, 128, 8, 2), (256, 128, 64, 8, 3)),
+    *((128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 128, 8, 3)),
 ]
+WITH_W = [
+    *((64, 128, 64, 4, 3), (64, 128, 64, 8, 3), (32, 128, 64, 4, 3), (32, 256, 64, 4, 3), (64, 64, 64, 4, 3)),
+    *((128, 128, 64, 8, 3), (64, 256, 64, 8, 3)),
+]
+TILES = [QuantConfig(n, k, r, "ieee", *how, run) for n, k, r, *how in POINTERS for run in (0, 1)]
+TILES += [QuantConfig(n, k, r, "ieee", *how, run, True) for n, k, r, *how in BY_TMA for run in (1, 4)]
+STORING = [QuantConfig(n, k, r, "ieee", *how, run) for n, k, r, *how in WITH_W for run in (1, 2, 4, 8)]
 RANKS = (128, 384)
 
 
-def plan_with(config: QuantConfig, W, A: torch.Tensor, B: torch.Tensor) -> Plan:
+def plan_with(config: QuantConfig, W, A: torch.Tensor, B: torch.Tensor, store: bool) -> Plan:
     plan = Builder("norm of codes", device_of(A.device))
     a, b = plan.matrix(like(A)), plan.matrix(like(B))
     codes = packed(plan, [like(t) for t in W.tensors], W.coded)
     s, c = plan.scalar("s"), plan.result("c", W.coded.shape[:1], torch.float32)
     with mock.patch("fdora.triton.quant.quant_config", lambda *_: config):
-        norm(plan, codes, a, b, s, c)
+        norm(plan, codes, a, b, s, c, plan.temp(W.coded.shape, DTYPE) if store else None)
     return plan.plan()
 
 
@@ -55,49 +74,67 @@ def turns(plan: Plan, Ws, A: torch.Tensor, B: torch.Tensor):
     return lambda: run(plan, (A, B, *Ws[next(at) % len(Ws)].tensors), (S,))[0]
 
 
-def compiled(case: tuple[QuantConfig, int]) -> str | None:
+def compiled(case: tuple[QuantConfig, int, bool]) -> str | None:
     """In a process of its own: what a later launch finds in Triton's cache."""
-    config, r = case
+    config, r, store = case
     try:
         W, la = weights(NESTED, 4096, 4096, "cuda", 1), layer(1, 4096, 4096, r, "cuda")
-        turns(plan_with(config, W[0], la.A, la.B), W, la.A, la.B)()
+        turns(plan_with(config, W[0], la.A, la.B, store), W, la.A, la.B)()
         torch.cuda.synchronize()
     except Exception as error:
         return f"{case}: {type(error).__name__}"
     return None
 
 
-def row_of(N: int, K: int, r: int, device: str) -> dict:
+def row_of(N: int, K: int, r: int, device: str, store: bool, others: bool = True) -> dict:
     Ws, la = weights(NESTED, N, K, device), layer(1, N, K, r, device)
     A, B = (t if device != "cpu" else t.half() for t in (la.A, la.B))  # Triton's interpreter multiplies the bits of bfloat16
     timed, W = Timed(device, len(Ws)), dense(Ws[0], la)
     want = torch.cat(
         [(w.double() + S * b.double() @ A.double()).norm(dim=1) for w, b in zip(W.split(512), B.split(512), strict=True)]
     )
-    tiles = TILES if device != "cpu" else TILES[:1]
-    found = searched(timed, lambda config: turns(plan_with(config, Ws[0], A, B), Ws, A, B), tiles, want.float())
-    now = quant_config(r, True, device_of(A.device).capability)
-    ways = {"now": turns(plan_with(now, Ws[0], A, B), Ws, A, B), "dense": lambda: dora_norm(W.to(A.dtype), A, B, s=S)}
+    tiles = (STORING if store else TILES) if others else []
+    tiles = tiles if device != "cpu" else tiles[:1]
+    found = searched(timed, lambda config: turns(plan_with(config, Ws[0], A, B, store), Ws, A, B), tiles, want.float())
+    now = quant_config(r, True, device_of(A.device).capability, True, True, True, store)
+    ways = {"now": turns(plan_with(now, Ws[0], A, B, store), Ws, A, B)}
+    close(turns(plan_with(now, Ws[0], A, B, store), Ws, A, B)(), want.float(), "now")
+    ways["dense"] = lambda: dora_norm(W.to(A.dtype), A, B, s=S)
+    if store and (bnb := vendor()) is not None:
+        ways["decode"] = decoding([state_of(bnb, w) for w in Ws], bnb)
     row = {"N": N, "K": K, "r": r} | {name: round(ms, 5) for name, ms in timed.medians(ways).items()}
     line(row | {"best": found[:4]})
     return row | {"tiles": [[list(config), round(ms, 5)] for config, ms in found]}
 
 
-def main() -> None:
+def shapes_of(text: str) -> list[tuple[int, ...]]:
+    return [tuple(map(int, shape.split("x"))) for shape in text.split(",")]
+
+
+def decoding(states, bnb):
+    """bitsandbytes' dequantisation alone."""
+    at = iter(range(10**9))
+    return lambda: bnb.functional.dequantize_4bit(*states[next(at) % len(states)])
+
+
+def main(argv: list[str] | None = None) -> None:
     options = command(__doc__)
     options.add_argument("--ranks", type=lambda s: [int(r) for r in s.split(",")], default=RANKS)
-    options = options.parse_args()
+    options.add_argument("--shapes", type=shapes_of, default=SOME, help="NxK, comma separated")
+    options.add_argument("--store", action="store_true", help="with the dense W")
+    options.add_argument("--now", action="store_true", help="those that the plans choose, and no others")
+    options = options.parse_args(argv)
     torch.manual_seed(0)
-    shapes, ranks = (SOME, options.ranks) if options.device != "cpu" else (((128, 512),), (128,))
-    if options.device != "cpu":
+    shapes, ranks = (options.shapes, options.ranks) if options.device != "cpu" else (((128, 512),), (128,))
+    if options.device != "cpu" and not options.now:
         with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
-            cases = [(config, r) for config in TILES for r in ranks]
+            cases = [(config, r, options.store) for config in (STORING if options.store else TILES) for r in ranks]
             print(*filter(None, pool.imap_unordered(compiled, cases)), sep="\n", flush=True)
     rows = []
     for N, K in shapes:
         for r in ranks:
-            rows.append(row_of(N, K, r, options.device))
-            save(options.json, {"about": about(options.device, options.commit), "rows": rows})
+            rows.append(row_of(N, K, r, options.device, options.store, not options.now))
+            save(options.json, {"about": about(options.device, options.commit, argv), "rows": rows})
 
 
 if __name__ == "__main__":

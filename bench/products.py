@@ -1,6 +1,7 @@
 """Time every way of a product with its low-rank term, on shapes drawn at random.
 
     python -m bench.products --device cuda --seed 1 --shapes 120 --seconds 170 --json FILE
+    python -m bench.products --device cuda --of 4096x14336x4096x16,4096x8192x8192x384 --json FILE    # M x K x N x r
     python -m bench.products --device cuda --seed 5 --shapes 10 --exhaustive --jobs 14 --json EVERY
     python -m bench.fit FILE --write fdora/triton/fitted.py --unseen EVERY
 
@@ -158,6 +159,7 @@ def parse(argv=None):
     parser = command(__doc__, device="cuda", seconds=math.inf)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shapes", type=int, default=120)
+    parser.add_argument("--of", help="these shapes, MxKxNxr, comma separated, in the place of drawn ones")
     parser.add_argument("--exhaustive", action="store_true", help="every tile that fits")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
     return parser.parse_args(argv)
@@ -168,7 +170,10 @@ def main(argv=None):
     compile_all(options.jobs, options.exhaustive)
     print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
     facts, rows = about("cuda", options.commit, argv), []
-    for row in time_products(draw(options.seed, options.shapes), start + options.seconds, options.exhaustive):
+    shapes = draw(options.seed, options.shapes)
+    if options.of:
+        shapes = [tuple(map(int, shape.split("x"))) for shape in options.of.split(",")]
+    for row in time_products(shapes, start + options.seconds, options.exhaustive):
         rows.append(row)
         fastest = sorted((ms, name) for name, ms in row["ms"].items())
         print(row["shape"], row["forward"], fastest[:4], flush=True)

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
 pytest.importorskip("bitsandbytes", reason="it packs the weights; `make test` installs it")
-from bench import quant, quant_model
+from bench import fp8, quant, quant_model
 from tests.test_bench import doubled, run
 
 CASE = "--shapes 128x64 --M 4 --r 4 --runs 1 "
@@ -52,3 +52,13 @@ def test_a_decoder_layer(tmp_path):
     assert result["whole"]["qlora"]["sum"] == pytest.approx(
         sum(v for k, v in result["whole"]["qlora"].items() if k != "sum"), abs=0.05
     )
+
+
+def test_products_of_8_bits(tmp_path):
+    """Faster or not, they lose ten times what bf16 loses, and the file says so beside each time."""
+    result = run(fp8, tmp_path, "--shapes 256x128 --M 4 --r 4 --runs 1")
+    assert [row["scales"] for row in result["rows"]] == ["row", "128 x 128"]
+    for row in result["rows"]:
+        error = row["error"]
+        assert set(row["ms"]) == set(error) == {"linear", "dense", "decoded", "fp8"} and not row["failed"]
+        assert max(error["linear"], error["dense"], error["decoded"]) < 5e-3 < 1e-2 < error["fp8"] < 5e-2

@@ -51,7 +51,7 @@ def norm_config(r: int, half: bool, capability: int, aligned: bool = False, half
 
 
 class QuantConfig(NamedTuple):
-    """As NormConfig; ``RUN``: how many tiles of the same rows a program walks, 0 for what run_of says."""
+    """As NormConfig; ``RUN``: how many tiles of the same rows a program walks, 0 for what run_of says. TMA brings A and B."""
 
     BLOCK_N: int
     BLOCK_K: int
@@ -60,6 +60,7 @@ class QuantConfig(NamedTuple):
     num_warps: int
     num_stages: int
     RUN: int = 0
+    TMA: bool = False
 
 
 def run_of(tiles_n: int, tiles_k: int, num_sms: int) -> int:
@@ -71,20 +72,28 @@ def run_of(tiles_n: int, tiles_k: int, num_sms: int) -> int:
     return run
 
 
-def quant_config(r: int, half: bool, capability: int, pairs: bool = True) -> QuantConfig:
-    """The norm of a W of codes. ``pairs``: two 4-bit codes of a row to a byte, or one of 8 bits.
+def quant_config(
+    r: int, half: bool, capability: int, pairs: bool = True, wide: bool = False, aligned: bool = False, stores: bool = False
+) -> QuantConfig:
+    """The norm of a W of codes. ``pairs``: two 4-bit codes of a row to a byte, or one of 8 bits. ``wide``: 4 bits in groups of
+    32 or more, and A and B not split into terms; else a large tile would spill, or move its scales. ``aligned``: A and B lie as
+    TMA wants them. ``stores``: the dense W is written, too.
 
     us on an H200, NF4, r = 64, 14336 x 4096, in runs of 8 tiles: 64 x 128 by 4 warps 43, 64 x 64 47 (in runs of 4), 128 x 128
-    by 8 warps 54, 64 x 128 by 8 warps 54 (in runs of 4); single tiles 60 to 100. Above r = 64 the square one fetches half as
-    much of A: not compared there.
+    by 8 warps 54, 64 x 128 by 8 warps 54 (in runs of 4); single tiles 60 to 100. With W stored 64 x 64 71, 64 x 128 79 to 86,
+    others more. At r = 384 128 x 256 by TMA 99, with three stages 103, by pointers 108; 128 x 128 by pointers 113, in runs 139,
+    by TMA 120 to 135.
     """
     if not half:
         return QuantConfig(64, 64, 32, "tf32x3" if capability else "ieee", 4, 2)
     if not pairs:  # an address of 64 bits for each code and for each scale
         return QuantConfig(64, 64, 32, "ieee", 8, 2)
+    hopper = 90 <= capability < 100
     if r <= 64:
-        return QuantConfig(64, 128, min(64, power_of_two(r)), "ieee", 4 if 90 <= capability < 100 else 8, 3)
-    return QuantConfig(128, 128, 32, "ieee", 8, 3)
+        return QuantConfig(64, 64 if stores and hopper else 128, min(64, power_of_two(r)), "ieee", 4 if hopper else 8, 3)
+    if hopper and wide and not stores:
+        return QuantConfig(128, 256, 64, "ieee", 8, 2 if aligned else 3, 1, aligned)
+    return QuantConfig(128, 128, 32, "ieee", 8, 3, 1)
 
 
 class DequantizeConfig(NamedTuple):

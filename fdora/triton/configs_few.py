@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from fdora.triton.configs import power_of_two
+
 
 class CodesConfig(NamedTuple):
     """Tile for up to 64 tokens and a W of codes: columns of the result, terms at once, how many warps share it, and into how
@@ -16,6 +18,22 @@ class CodesConfig(NamedTuple):
     num_warps: int
     num_stages: int
     SPLITS: int = 1
+
+
+class PartsConfig(NamedTuple):
+    """Tile of the kernel that adds the parts of x W and the rest; AHEAD: all of its B is asked for before it waits."""
+
+    BLOCK_N: int
+    BLOCK_R: int
+    AHEAD: bool
+    num_warps: int
+
+
+def parts_config(M: int, r: int, columns: bool) -> PartsConfig:
+    """Slab by slab B takes one trip to memory after the other, at r = 384 six: a third of the time of one token's layer."""
+    if M <= 16 and r <= 512 and not columns:
+        return PartsConfig(32 if r > 64 else 64, power_of_two(r), True, 8 if r > 128 else 4)
+    return PartsConfig(64 if M <= 16 else 32, min(64, power_of_two(r)), False, 4)
 
 
 @lru_cache(4096)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fdora.triton.kernels.copy import copy_kernel
+from fdora.triton.kernels.copy import by_g_kernel, copy_kernel
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.layout import is_operand
@@ -83,3 +83,12 @@ def _batches(parts: Sequence[Array]) -> list[tuple[int, Sequence[Array]]]:
         batches.append((at, some))
         at += sum(t.shape[0] for t in some)
     return batches
+
+
+def by_g(plan: Builder, t: Array, m: Array, c: Array, out: Array) -> None:
+    """g t into ``out``, rounded once: rows of adjacent columns, any dtype. ``out`` may be t."""
+    (N, K), block_k = t.shape, min(256, max(16, 1 << (t.shape[1] - 1).bit_length()))
+    block_n = 4096 // block_k
+    plan.launch(
+        by_g_kernel, (cdiv(N, block_n), cdiv(K, block_k)), (t, out, m, c, N, K, *t.stride, out.stride[0]), (block_n, block_k), 4
+    )

@@ -9,7 +9,7 @@ Roof: the bytes. NF4 to bf16 moves 2.52 bytes a weight, 8192 x 8192 in 57 us on 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,13 +17,21 @@ from fdora.quant import Lut4
 from fdora.triton.codes import Packed, byte_facts, groups_of, in_pairs, lut_facts
 from fdora.triton.configs import dequantize_config
 from fdora.triton.copy import in_dtype
-from fdora.triton.kernels.dequantize import dequantize4_kernel, dequantize8_kernel
+from fdora.triton.kernels.dequantize import dequantize4_kernel, dequantize8_kernel, lost4_kernel, lost8_kernel
 from fdora.triton.quant import norm
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.scale import tiny_of
 
 TOGETHER = 64  # ranks up to this have their norm out of the pass that decodes
+
+
+class G(NamedTuple):
+    """g = m / c of each row."""
+
+    m: Array
+    c: Array
 
 
 def weight_in(plan: Builder, W: Array | Packed, dtype: torch.dtype) -> Array:
@@ -39,22 +47,45 @@ def weight_of(plan: Builder, la: Any, s: Scalar, dtype: torch.dtype, c: Array | 
 
 
 def dequantized(plan: Builder, W: Packed, dtype: torch.dtype) -> Array:
-    (N, K), capability = W.shape, plan.device.capability
-    out = _room(plan, W, dtype)
-    block_n, block_k, vector, num_warps = dequantize_config(in_pairs(W.form, K), dtype.itemsize, isinstance(W.form, Lut4))
-    tile = (block_n, block_k, vector, N % block_n == 0 and K % block_k == 0)
-    common = (out, N, K, groups_of(W), out.stride[0])
+    out = room(plan, W.shape, dtype)
+    decode(plan, W, out)
+    return out
+
+
+def decode(plan: Builder, W: Packed, out: Array, g: G | None = None, first: int = 0) -> None:
+    """Columns of W from ``first`` on, as many as ``out`` has. ``g``: each row times its g in float32, then rounded."""
+    (N, K), capability, last = W.shape, plan.device.capability, first + out.shape[1]
+    block_n, block_k, vector, num_warps = dequantize_config(in_pairs(W.form, K), out.itemsize, isinstance(W.form, Lut4))
+    tile = (block_n, block_k, vector, N % block_n == 0 and (last - first) % block_k == 0)
+    common = (*(g or (None, None)), out, N, K, groups_of(W), first, last, out.stride[0])
     kernel: Any
     if isinstance(W.form, Lut4):
         kernel, args, how = dequantize4_kernel, (W.codes, *W.rest, *common), lut_facts(W, capability)
     else:
         kernel, args, how = dequantize8_kernel, (W.codes, *W.rest, *common, *W.codes.stride), byte_facts(W, capability)
-    plan.launch(kernel, (cdiv(N, block_n) * cdiv(K, block_k),), args, (*how, *tile), num_warps)
-    return out
+    programs = cdiv(N, block_n) * cdiv(last - first, block_k)
+    plan.launch(kernel, (programs,), args, (*how, g is not None, *tile), num_warps)
+
+
+def redo_lost(
+    plan: Builder, W: Packed, dy: Array, x: Array, h: Array, B: Array, g: G, dm: Array | None, dc: Array | None
+) -> None:
+    """dm and dc, where asked for, again of rows whose g is (nearly) 0: from their products, since y holds nothing of them."""
+    (N, K), (M, r), capability = W.shape, h.shape, plan.device.capability
+    block_n, block_k, vector, num_warps = dequantize_config(in_pairs(W.form, K), x.itemsize, isinstance(W.form, Lut4))
+    tile = (block_n, block_k, vector, N % block_n == 0 and K % block_k == 0)
+    common = (dy, x, h, B, *g, dm, dc, M, N, K, r, groups_of(W), tiny_of(dy.dtype))
+    strides = (dy.stride[0], *x.stride, *h.stride, *B.stride)
+    kernel: Any
+    if isinstance(W.form, Lut4):
+        kernel, args, how = lost4_kernel, (W.codes, *W.rest, *common, *strides), lut_facts(W, capability)
+    else:
+        kernel, args, how = lost8_kernel, (W.codes, *W.rest, *common, *strides, *W.codes.stride), byte_facts(W, capability)
+    plan.launch(kernel, (cdiv(N, block_n),), args, (dm is not None, dc is not None, *how, *tile), num_warps)
 
 
 def dequantized_with_norm(plan: Builder, W: Packed, A: Array, B: Array, s: Scalar, c: Array, dtype: torch.dtype) -> Array:
-    """The same, and the norm of W + s B A into c (N,) float32, to the bit that of dora_norm.
+    """The same, and the norm of W + s B A into c (N,) float32: that of dora_norm, up to the order of its sum.
 
     Of larger ranks a pass each: us on an H200 at 14336 x 4096, together / norm and decoding: r = 16 73 / 36 + 43, r = 64 82 /
     43 + 43, r = 384 233 / 142 + 43.
@@ -62,13 +93,13 @@ def dequantized_with_norm(plan: Builder, W: Packed, A: Array, B: Array, s: Scala
     if A.shape[0] > TOGETHER:
         norm(plan, W, A, B, s, c)
         return dequantized(plan, W, dtype)
-    out = _room(plan, W, dtype)
+    out = room(plan, W.shape, dtype)
     norm(plan, W, A, B, s, c, out)
     return out
 
 
-def _room(plan: Builder, W: Packed, dtype: torch.dtype) -> Array:
+def room(plan: Builder, shape: tuple[int, int], dtype: torch.dtype) -> Array:
     """(N, K), rows at multiples of 16 bytes: as TMA wants them."""
-    N, K = W.shape
+    N, K = shape
     unit = 16 // dtype.itemsize
     return plan.temp((N, K), dtype, (cdiv(K, unit) * unit, 1))

@@ -12,11 +12,12 @@ from fdora._records import Dropout, Grads, Operands
 from fdora.triton import scale
 from fdora.triton.codes import Packed
 from fdora.triton.copy import gradient, in_dtype, operand
-from fdora.triton.dequantize import weight_in
+from fdora.triton.dequantize import G, redo_lost, weight_in
 from fdora.triton.dropout import drop
 from fdora.triton.factors import at_once, factor_gradients
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, gemm
 from fdora.triton.product import summed_product
+from fdora.triton.quant_bwd import backward_of_codes
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.small import LIMIT, is_small, small_backward
@@ -66,11 +67,22 @@ def backward(
         product = f"one pass over W; at most {LIMIT} tokens"
     else:
         product = f"{how}; more than {LIMIT} tokens"
-    plan.path = f"one pass for dz and the sums over tokens, then {product}"
     packed = [la for la in layers if isinstance(la.W, Packed)]
+    no_dz = dx is not None and all(
+        la.A is None or takes_g(la, x, dropout, pre) for la, pre in zip(layers, pre_scale, strict=True)
+    )
+    plan.path = f"one pass for {'' if no_dz else 'dz and '}the sums over tokens, then {product}"
     if dx is not None and packed:
         few = x.dtype != torch.float32 and is_small(x.shape[0]) and all(la.seed is None and reads(la.W) for la in packed)
-        plan.path += "; codes of W are decoded where they are multiplied" if few else "; W is decoded first"
+        decoded = "g W" if no_dz else "W"
+        plan.path += "; codes of W are decoded where they are multiplied" if few else f"; {decoded} is decoded first"
+
+
+def takes_g(la: Any, x: Array, dropout: Dropout, pre_scale: bool) -> bool:
+    """Whether W, of codes, is decoded for dx as g W (quant_bwd.py). Columns that a bias drowns in y want W itself."""
+    few = x.dtype != torch.float32 and is_small(x.shape[0])
+    drowned = la.bias is not None and not pre_scale
+    return isinstance(la.W, Packed) and not few and not drowned and (la.seed is None or dropout.mode != "peft")
 
 
 def _backward(
@@ -81,6 +93,12 @@ def _backward(
     t, how = x.dtype, "no dx is asked for"
     half, peft = t != torch.float32, la.seed is not None and dropout.mode == "peft"
     r, few = la.A.shape[0], half and is_small(x.shape[0])
+    if dx is not None and takes_g(la, x, dropout, pre_scale):
+
+        def dx_of(out: Array, W: Array, A: Array, dh: Array) -> str:
+            return _dx(plan, out, accumulate, dy, dy, None, W, A, dh, la.seed, dropout.p)
+
+        return backward_of_codes(plan, dy, x, la, s, h, kept, pre_scale, dropout.p, dx, grads, dx_of)
     both = grads.A is not None and grads.B is not None and not few and at_once(x, dy, r, plan.device.capability)
     config = scale.config_for(plan, dy, r, grads.B is not None and not both)
     fused_B = grads.B if config.BLOCK_R else None
@@ -89,13 +107,17 @@ def _backward(
     less = plan.temp(dy.shape, t) if peft and dx is not None else None
     sums = scale.Sums(dz, less, grads.m, grads.c, grads.bias, fused_B)
     small = dx is not None and la.seed is None and few
+    lost = isinstance(la.W, Packed) and not pre_scale and (grads.m is not None or grads.c is not None)
     dense = la
     if isinstance(la.W, Packed):
-        # The pass for dm reads rows of W where it has no value before g (see scale.py): decoded ahead of it, once for both.
-        lost = not pre_scale and (grads.m is not None or grads.c is not None)
-        dense = la._replace(W=weight_in(plan, la.W, t) if lost or (dx is not None and not small) else None)
-        la = dense if dense.W is not None else la
+        whole = (dx is not None and not small) or (lost and la.bias is not None)  # drowned columns of y want W too
+        dense = la._replace(W=weight_in(plan, la.W, t) if whole else None)
     scale.scale_backward(plan, dy, kept, pre_scale, x, dense, h, sums, config)
+    if lost and dense.W is None:
+        assert h is not None
+        redo_lost(plan, la.W, dy, x, h, la.B, G(la.m, la.c), grads.m, grads.c)
+    if dense.W is not None:
+        la = dense
     if dz is None:
         return how
     if dx is not None and small:

@@ -43,6 +43,8 @@ def summed_product(
     """(M, N) (M, r) (N, K) (r, K) -> dx (M, K). ``accumulate``: added to it. Returns what it does, in words."""
     right = Operand(W, A, trans=False)
     way = way or way_of(plan, dz, dh, right, dx, dx if accumulate else None)
+    if dx.stride[0] != dx.shape[1] and not (way.tile is not None and way.tile.tma):
+        way = Way("first", None, way.us)  # of some columns: kernels without descriptors write rows that have no gaps
     if way.kind == "fused":
         gemm(plan, dx, dz, dh, right, Epilogue("accumulate", residual=dx) if accumulate else NO_EPILOGUE, config=way.tile)
         return "one fused product for dx"

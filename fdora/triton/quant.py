@@ -35,12 +35,13 @@ from fdora.triton.codes import (
 from fdora.triton.configs import quant_config, run_of
 from fdora.triton.copy import in_dtype
 from fdora.triton.hash import WORDS, fingerprint
-from fdora.triton.kernels.quant import quant4_kernel, quant8_kernel
+from fdora.triton.kernels.quant import quant4_kernel
+from fdora.triton.kernels.quant8 import quant8_kernel
 from fdora.triton.norm import GROUP_N, Guard, chosen
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import Device, cdiv
-from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
+from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
+from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.split import rows_at_a_time, split_A, split_B
 from fdora.triton.sums import column_sums
@@ -155,17 +156,20 @@ def _norm_of_rows(
     s: Scalar, first: int, squared: bool, guard: Guard | None,
 ) -> None:  # fmt: skip
     N, K, R, capability = c.shape[0], W.shape[1], A.shape[0], plan.device.capability
-    config = quant_config(R, A.itemsize == 2, capability, in_pairs(W.form, K))
-    block_n, block_k, block_r, precision, num_warps, num_stages, run = config
+    aligned = is_tma_compatible(A) and is_tma_compatible(B)
+    wide = isinstance(W.form, Lut4) and W.form.group >= 32 and by_n is None
+    config = quant_config(R, A.itemsize == 2, capability, in_pairs(W.form, K), wide, aligned, dense is not None)
+    block_n, block_k, block_r, precision, num_warps, num_stages, run, tma = config
     run = run or (run_of(cdiv(N, block_n), cdiv(K, block_k), plan.device.num_sms) if comes_ahead(W, block_k) else 1)
     runs = cdiv(K, block_k * run)
     partial = plan.temp((runs, N), torch.float32)
     even = N % block_n == 0 and K % block_k == 0 and R % block_r == 0
-    tile = (block_n, block_k, block_r, run, GROUP_N, even, precision, block_r >= R, by_n is not None)
+    tile = (block_n, block_k, block_r, run, GROUP_N, even, precision, tma, block_r >= R, by_n is not None)
     pitch = 0 if dense is None else dense.stride[0]
     hashes = (None, None) if guard is None else guard.hashes
-    common = (A, B, by_n, by_k, partial, dense, pitch, *hashes, s, first, N, K, R)
-    strides: tuple = (*A.stride, *B.stride)
+    factors: tuple = (Tile(A, (block_r, block_k)), Tile(B, (block_n, block_r))) if tma else (A, B)
+    common = (*factors, by_n, by_k, partial, dense, pitch, *hashes, s, first, N, K, R)
+    strides: tuple = (None,) * 4 if tma else (*A.stride, *B.stride)
     kernel: Any
     if isinstance(W.form, Lut4):
         kernel, args = quant4_kernel, (W.codes, *W.rest, *common, groups_of(W), *strides)
@@ -175,8 +179,8 @@ def _norm_of_rows(
         how = (*byte_facts(W, capability), dense is not None)
     programs = cdiv(N, block_n) * runs
     pdl = guard is not None and plan.device.supports_pdl
-    if guard is not None:  # three programs of 64 x 128 fit on a multiprocessor
-        programs = min(programs, 3 * plan.device.num_sms)
+    if guard is not None or tma:  # three programs of 64 x 128 fit on a multiprocessor, one that TMA feeds
+        programs = min(programs, (1 if tma else 3) * plan.device.num_sms)
     plan.launch(kernel, (programs,), args, (*how, *tile, guard is not None, WORDS, pdl), num_warps, num_stages, pdl)
     if guard is None:
         column_sums(plan, partial, c, sqrt=not squared)

@@ -49,11 +49,18 @@ def config_for(plan: Builder, dy: Array, r: int, with_dB: bool = True) -> ScaleC
     return scale_config(*dy.shape, r, dy.dtype != torch.float32, plan.device.capability, with_dB)
 
 
+def tiny_of(dtype: torch.dtype) -> float:
+    """Below it y = g v is subnormal where v is not small: a row is lost."""
+    info = torch.finfo(dtype)
+    return info.tiny / info.eps
+
+
 def scale_backward(
     plan: Builder, dy: Array, saved: Array | None, pre_scale: bool, x: Array | None, la: Any, h: Array | None, out: Sums,
     config: ScaleConfig,
 ) -> None:  # fmt: skip
-    """dy, saved (M, N) with adjacent columns; W, B, m and c of the layer; h is s x A^T. Without m: the sums of dy alone."""
+    """dy, saved (M, N) with adjacent columns; W, B, m and c of the layer; h is s x A^T. Without m: the sums of dy alone.
+    Without W the gradients of lost columns, if there are any, are left to others (quant_bwd.py)."""
     M, N = dy.shape
     K, r = (1 if la.W is None else la.W.shape[1]), (1 if h is None else h.shape[1])
     sums = (out.dm, out.dc, out.dbias, out.dB)
@@ -63,7 +70,7 @@ def scale_backward(
         config.BLOCK_R if out.dB is not None else 0,
     )
     strips = cdiv(M, config.ROWS)
-    bias = None if pre_scale or not need_m else la.bias
+    bias, redo = None if pre_scale or not need_m else la.bias, la.W is not None
     single = strips == 1 and bias is None
     split = 1 if bias is None else cdiv(config.ROWS, AGAIN_M)
 
@@ -74,15 +81,14 @@ def scale_backward(
     needs = (out.dm is not None, out.dc is not None, need_bias)
     finish = not single and any((*needs, block_r))
     pdl = finish and bias is None and plan.device.supports_pdl  # the sums are resident when the last strip ends
-    info = torch.finfo(dy.dtype)
-    tiny = info.tiny / info.eps  # below it y = g v is subnormal where v is not small
+    tiny = tiny_of(dy.dtype)
     operands = (x, la.W, h, la.B, la.m, la.c)
     strides = tuple(d for t in operands[:4] for d in ((0, 0) if t is None else t.stride))
     plan.launch(
         scale_kernel, (cdiv(N, config.BLOCK_N), strips),
         (dy, saved, *operands, bias, out.dz, out.dz_minus_dy, *partials, *sums, M, N, K, r,
          config.ROWS, tiny, dy.stride[0], 0 if saved is None else saved.stride[0], *strides),
-        (out.dz is not None, out.dz_minus_dy is not None, *needs, block_r, pre_scale, bias is not None, single, split,
+        (out.dz is not None, out.dz_minus_dy is not None, *needs, block_r, pre_scale, redo, bias is not None, single, split,
          config.BLOCK_M, config.BLOCK_N, config.STAGES, pdl), config.num_warps,
     )  # fmt: skip
     if not single and bias is not None:
@@ -99,7 +105,7 @@ def scale_backward(
             finish_kernel,
             (cdiv(N, FINISH_N),),
             (dy, *operands, *partials, *sums, M, N, K, r, strips, strips * split, tiny, dy.stride[0], *strides),
-            (*needs, block_r, pre_scale or bias is not None, FINISH_N, FINISH_T, pdl),
+            (*needs, block_r, pre_scale or bias is not None, redo, FINISH_N, FINISH_T, pdl),
             4,
             pdl=pdl,
         )

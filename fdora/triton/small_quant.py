@@ -21,7 +21,7 @@ import torch
 from fdora.quant import Lut4
 from fdora.triton.codes import Packed, byte_facts, groups_of, has_ptx
 from fdora.triton.configs import power_of_two
-from fdora.triton.configs_few import CodesConfig, small_codes_config
+from fdora.triton.configs_few import CodesConfig, parts_config, small_codes_config
 from fdora.triton.kernels.small import add_parts_kernel
 from fdora.triton.kernels.small_codes import codes_parts_kernel, small_codes_kernel
 from fdora.triton.runtime.builder import Builder
@@ -114,8 +114,8 @@ def _small(
         codes_parts_kernel, (cdiv(N, block_n), splits), (*weight, sums, M, N, K, *sizes, *x.stride, *strides),
         (*how, columns, pdl, *tile, slices), warps, stages, pdl,
     )  # fmt: skip
-    rows, wide = power_of_two(M), 64 if M <= 16 else 32
+    rows, (wide, block_r, ahead, warps) = power_of_two(M), parts_config(M, r, columns)
     plan.launch(
         add_parts_kernel, (cdiv(N, wide),), (sums, x, *ends, M, N, r, *end_strides),
-        (splits, *flags, rows, wide, block_r), 4, 2, pdl,
+        (splits, *flags, rows, wide, block_r, ahead), warps, 2, pdl,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from tests.triton.written import (
     likes_of_codes,
     likes_of_norm,
     plan_dense,
+    plan_dense_by_g,
     plan_dense_norm,
     with_state,
 )
@@ -45,6 +46,7 @@ CASES = [(name, target) for name, target in product(FORMS, TARGETS) if name in S
 WHOLE = [
     (1024, 4096, 16, BF16, None),
     (1024, 4096, 384, FP32, None),
+    (1024, 4096, 384, BF16, None),
     (1024, 4096, 64, BF16, BF16),
     (1024, 4096, 64, FP32, FP16),
 ]
@@ -122,6 +124,17 @@ def test_dense_alone(name, target, tmp_path):
         coded = Coded((999, 4097), FORMS[name])
         (step,) = launches(plan_dense(likes_of_codes(coded), device(target), coded, BF16), "dequantize")
         assert_fits(build(step, target), target, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "target"), list(product(ALONE, (80, 90, 100))))
+def test_dense_times_g(name, target, tmp_path):
+    """That of backward, and the pass over rows without a magnitude, which ends at once where there are none."""
+    coded = Coded((1024, 4096), FORMS[name])
+    lost, columns = launches(plan_dense_by_g(likes_of_codes(coded), device(target), coded, BF16))
+    assert lost.kernel.fn.__name__.startswith("lost") and lost.grid < columns.grid
+    for step in (lost, columns):
+        assert_fits(build(step, target), target, tmp_path)
+    assert set(re.findall(r"st\.global\S*", build(columns, target).asm["ptx"])) == {"st.global.v4.b32"}
 
 
 @pytest.mark.parametrize(("target", "by_bits"), [(80, True), (90, False), (100, False), ("gfx942", True)], ids=str)

@@ -13,7 +13,7 @@ from fdora._records import Operands
 from fdora.quant import TABLES, Lut4
 from fdora.quant.bnb import UNIT
 from fdora.triton.codes import Coded, packed
-from fdora.triton.configs_few import CodesConfig, small_codes_config
+from fdora.triton.configs_few import CodesConfig, parts_config, small_codes_config
 from fdora.triton.runtime.lookup import PICKED, SCALED
 from fdora.triton.small import Out
 from fdora.triton.small_quant import reads, small_backward_of_codes, small_forward_of_codes
@@ -114,6 +114,15 @@ def test_wide_groups_and_many_tokens():
 def test_eight_bits(code, unit, mode, block):
     for i, (M, N, K, r) in enumerate(((3, 32, 256, 16), (17, 133, 75, 5))):
         assert_right(eight(code, mode, N, K, block, unit), M, r, ROWS[2 - 2 * i], COLUMNS[2 * i])
+
+
+@needs_kernels
+@pytest.mark.parametrize(("M", "r", "adapter"), [(1, 384, HALF), (16, 70, FP32), (3, 600, HALF)])
+def test_large_ranks_with_k_in_parts(M, r, adapter):
+    """All of B at once, up to r = 512, by the kernel that adds the parts."""
+    ahead, back = (parts_config(M, r, columns).AHEAD for columns in (False, True))
+    assert ahead is (r <= 512) and not back
+    assert_right(four("nf4", "nested", 40, 256), M, r, ROWS[2], COLUMNS[2], adapter)
 
 
 @needs_kernels

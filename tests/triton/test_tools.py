@@ -121,3 +121,14 @@ def test_products_from_codes_are_checked_and_timed(monkeypatch, capsys):
     assert "WRONG" not in capsys.readouterr().out
     wrong = quant_forms.searched(quant_forms.Timed("cpu", 1), lambda tile: lambda: torch.ones(2), [(1,)], torch.zeros(2) + 2)
     assert not wrong and "WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_tiles_of_a_norm_are_checked_and_timed(store, monkeypatch, capsys):
+    from bench import norm_tiles
+
+    monkeypatch.setattr(norm_tiles, "DTYPE", HALF[0])
+    monkeypatch.setattr(norm_tiles, "vendor", lambda: None)
+    row = norm_tiles.row_of(128, 256, 96, "cpu", store)
+    assert len(row["tiles"]) == 1 and row["now"] > 0 and row["dense"] > 0
+    assert "WRONG" not in capsys.readouterr().out

@@ -244,6 +244,20 @@ def plan_dense(likes, device, coded, dense):
     return plan.plan()
 
 
+def plan_dense_by_g(likes, device, coded, dense, M=512, r=16):
+    """As backward decodes: some columns of W times g; and what it asks of rows without a magnitude."""
+    from fdora.triton.codes import packed
+    from fdora.triton.dequantize import G, decode, redo_lost
+
+    plan, (N, K) = Builder("g W", device), coded.shape
+    dy, x, h, B = (plan.matrix(alike(*shape, dtype=dense)) for shape in ((M, N), (M, K), (M, r), (N, r)))
+    g = G(*(plan.vector(alike(N, dtype=FP32)) for _ in range(2)))
+    W, half = packed(plan, likes, coded), K // 2
+    redo_lost(plan, W, dy, x, h, B, g, plan.result("dm", (N,), FP32), plan.result("dc", (N,), FP32))
+    decode(plan, W, plan.result("W", (N, half), dense), g, half)
+    return plan.plan()
+
+
 def calls_of_codes(N, K, r, dtype):
     """Norms of weights of 4 and 8 bits, with and without the dense W, that alone, and norms with a state."""
     from fdora.triton.codes import Coded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.triton.kernels.g import g_tile
 from fdora.triton.runtime.cost import launched
 
 
@@ -41,3 +42,15 @@ def copy_kernel(
         if i >= n0 + n1 + n2:
             row, at = (i - n0 - n1 - n2) * BLOCK_M, rows0 + rows1 + rows2
             _block(src3, out, at, row, col, rows3, columns, stride_m3, stride_n3, stride_out, BLOCK_M, BLOCK_N)
+
+
+@triton.jit(launch_metadata=launched)
+def by_g_kernel(
+    t, out, m, c, N, K, stride_n, stride_k, stride_out, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """g t, row by row; ``out`` may be t."""
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (n < N)[:, None] & (k < K)[None, :]
+    v = tl.load(t + n[:, None].to(tl.int64) * stride_n + k[None, :].to(tl.int64) * stride_k, mask=mask).to(tl.float32)
+    v *= g_tile(m, c, n, N)[:, None]
+    tl.store(out + n[:, None].to(tl.int64) * stride_out + k[None, :], v.to(out.dtype.element_ty), mask=mask)

@@ -15,30 +15,49 @@ DROWNED = tl.constexpr(drowned())
 
 
 @triton.jit
+def over_tokens(dy, x, n, k, N, M, K, stride_dy, stride_xm, stride_xk):
+    """dy^T x at the columns n of dy and k of x."""
+    t = tl.arange(0, 32)
+    v = tl.zeros((n.shape[0], k.shape[0]), tl.float32)
+    for t0 in range(0, M, 32):
+        row = (t0 + t).to(tl.int64)
+        d = tl.load(dy + row[:, None] * stride_dy + n[None, :], mask=(row < M)[:, None] & (n < N)[None, :], other=0.0)
+        at = x + row[:, None] * stride_xm + k[None, :].to(tl.int64) * stride_xk
+        v = tl.dot(tl.trans(d), tl.load(at, mask=(row < M)[:, None] & (k < K)[None, :], other=0.0), v)
+    return v
+
+
+@triton.jit
 def dot_rows(dy, x, w, n, N, M, K, stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, BLOCK_N: tl.constexpr):
     """sum_k (dy^T x)_nk w_nk for the columns n of dy."""
     total = tl.zeros((BLOCK_N,), tl.float32)
-    t = tl.arange(0, 32)
     for k0 in range(0, K, 32):
         k = k0 + tl.arange(0, 32)
-        v = tl.zeros((BLOCK_N, 32), tl.float32)
-        for t0 in range(0, M, 32):
-            row = (t0 + t).to(tl.int64)
-            d = tl.load(dy + row[:, None] * stride_dy + n[None, :], mask=(row < M)[:, None] & (n < N)[None, :], other=0.0)
-            at = x + row[:, None] * stride_xm + k[None, :].to(tl.int64) * stride_xk
-            v = tl.dot(tl.trans(d), tl.load(at, mask=(row < M)[:, None] & (k < K)[None, :], other=0.0), v)
+        v = over_tokens(dy, x, n, k, N, M, K, stride_dy, stride_xm, stride_xk)
         at = w + n[:, None].to(tl.int64) * stride_wn + k[None, :].to(tl.int64) * stride_wk
         total += tl.sum(v * tl.load(at, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32), axis=1)
     return total
 
 
 @triton.jit
+def store_gradients(dg, g, c, dm, dc, n, mask, N, NEED_M: tl.constexpr, NEED_C: tl.constexpr):
+    """dm = dg / c and dc = -dm g."""
+    cn = tl.load(c + n, mask=n < N, other=1.0)
+    out = dg / tl.where(cn < EPS, EPS, cn)
+    if NEED_M:
+        tl.store(dm + n, out.to(dm.dtype.element_ty), mask=mask)
+    if NEED_C:
+        tl.store(dc + n, tl.where(cn > EPS, -out * g, 0.0), mask=mask)
+
+
+@triton.jit
 def _finish(
     sum_m, sum_bias, dy, x, w, h, b, m, c, dm, dc, dbias, n, N, M, K, R, tiny,
     stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
-    NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
+    NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, REDO: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """From the sums over all tokens to the gradients of m, c and bias for the columns n."""
+    """From the sums over all tokens to the gradients of m, c and bias for the columns n. REDO: w is there for the lost ones."""
     if NEED_M or NEED_C:
         g = g_tile(m, c, n, N)
         dg = sum_m
@@ -46,16 +65,11 @@ def _finish(
             lost = (tl.abs(g) < tiny) & (n < N)
             dg = sum_m / tl.where(lost, 1.0, g)
             # float32 always keeps pre_scale (linear.py), so the products here are of half precision.
-            if tl.max(lost.to(tl.int32), axis=0) > 0:
+            if REDO and tl.max(lost.to(tl.int32), axis=0) > 0:
                 exact = dot_rows(dy, x, w, n, N, M, K, stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, BLOCK_N)
                 exact += dot_rows(dy, h, b, n, N, M, R, stride_dy, stride_hm, stride_hr, stride_bn, stride_br, BLOCK_N)
                 dg = tl.where(lost, exact, dg)
-        cn = tl.load(c + n, mask=n < N, other=1.0)
-        out = dg / tl.where(cn < EPS, EPS, cn)
-        if NEED_M:
-            tl.store(dm + n, out.to(dm.dtype.element_ty), mask=n < N)
-        if NEED_C:
-            tl.store(dc + n, tl.where(cn > EPS, -out * g, 0.0), mask=n < N)
+        store_gradients(dg, g, c, dm, dc, n, n < N, N, NEED_M, NEED_C)
     if NEED_BIAS:
         tl.store(dbias + n, sum_bias, mask=n < N)
 
@@ -66,8 +80,8 @@ def scale_kernel(
     M, N, K, R, ROWS, tiny,
     stride_dy, stride_saved, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
     NEED_DZ: tl.constexpr, NEED_DZ_MINUS_DY: tl.constexpr, NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr,
-    BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, SINGLE: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, REDO: tl.constexpr, HAS_BIAS: tl.constexpr, SINGLE: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Everything is loaded before anything is stored: no load is moved ahead of a store. Sums stay one to an element of the
     tile until the end: their reduction asks the warps to meet."""
@@ -116,7 +130,7 @@ def scale_kernel(
     if SINGLE:
         _finish(sum_m, sum_bias, dy, x, w, h, b, m, c, dm, dc, dbias, n, N, M, K, R, tiny, stride_dy, stride_xm, stride_xk,
                 stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br, NEED_M, NEED_C, NEED_BIAS, SAVED_PRE_SCALE,
-                BLOCK_N)  # fmt: skip
+                REDO, BLOCK_N)  # fmt: skip
     else:
         if NEED_M or NEED_C:
             if HAS_BIAS:  # a NaN asks for the products of this column in this strip
@@ -190,7 +204,7 @@ def finish_kernel(
     dy, x, w, h, b, m, c, partial_m, partial_bias, partial_B, dm, dc, dbias, dB, M, N, K, R, strips, strips_m, tiny,
     stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
     NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr, BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+    REDO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -204,7 +218,7 @@ def finish_kernel(
         sum_bias = _column_sums(partial_bias, n, N, strips, t)
     _finish(sum_m, sum_bias, dy, x, w, h, b, m, c, dm, dc, dbias, n, N, M, K, R, tiny, stride_dy, stride_xm, stride_xk,
             stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br, NEED_M, NEED_C, NEED_BIAS, SAVED_PRE_SCALE,
-            BLOCK_N)  # fmt: skip
+            REDO, BLOCK_N)  # fmt: skip
     if BLOCK_R > 0:
         r = tl.arange(0, BLOCK_R)
         at = n[:, None].to(tl.int64) * R + r[None, :]

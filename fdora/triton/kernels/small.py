@@ -34,13 +34,21 @@ def shrink_kernel(
 
 
 @triton.jit
+def _slab(b, n, r, N, R, stride_br, stride_bn):
+    at = b + r[:, None].to(tl.int64) * stride_br + n[None, :].to(tl.int64) * stride_bn
+    return tl.load(at, mask=(r < R)[:, None] & (n < N)[None, :], other=0.0)
+
+
+@triton.jit
 def _finish(
-    acc, col, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R, stride_br, stride_bn, stride_hm, stride_um, stride_un,
+    acc, col, slab, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R,
+    stride_br, stride_bn, stride_hm, stride_um, stride_un,
     dtype: tl.constexpr, PARTS: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
     STORE_H: tl.constexpr, NEED_A: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK_R: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """What comes with x w, (BLOCK_M, BLOCK_N) in ``acc``: the term of low rank, g, the bias; h and dA."""
+    """What comes with x w, (BLOCK_M, BLOCK_N) in ``acc``: the term of low rank, g, the bias; h and dA. AHEAD: ``slab`` is all
+    of b that it reads."""
     t, n = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     r = tl.arange(0, BLOCK_R)
     # With many parts a second stage of this loop would hold twice as many tiles in shared memory as there is.
@@ -60,8 +68,8 @@ def _finish(
             ut = tl.load(at, mask=(t < M)[:, None] & (n < N)[None, :], other=0.0)
             at = dA + (r0 + r)[:, None].to(tl.int64) * N + n[None, :]
             tl.store(at, tl.dot(tl.trans(ht), ut).to(dA.dtype.element_ty), mask=in_r[:, None] & (n < N)[None, :])
-        at = b + (r0 + r)[:, None].to(tl.int64) * stride_br + n[None, :].to(tl.int64) * stride_bn
-        acc = tl.dot(ht, tl.load(at, mask=in_r[:, None] & (n < N)[None, :], other=0.0).to(ht.dtype), acc)
+        bt = slab if AHEAD else _slab(b, n, r0 + r, N, R, stride_br, stride_bn)
+        acc = tl.dot(ht, bt.to(ht.dtype), acc)
     mask = (t < M)[:, None] & (n < N)[None, :]
     at = t[:, None].to(tl.int64) * N + n[None, :]
     if STORE_PRE_SCALE:
@@ -89,9 +97,9 @@ def small_kernel(
     if PDL:
         gdc_wait()
     _finish(
-        acc, col, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R, stride_br, stride_bn, stride_hm, stride_um,
+        acc, col, None, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R, stride_br, stride_bn, stride_hm, stride_um,
         stride_un, x.dtype.element_ty, PARTS, SCALE, HAS_BIAS, STORE_PRE_SCALE, STORE_H, NEED_A, ACCUMULATE,
-        BLOCK_M, BLOCK_N, BLOCK_R,
+        BLOCK_M, BLOCK_N, BLOCK_R, False,
     )  # fmt: skip
 
 
@@ -100,19 +108,21 @@ def add_parts_kernel(
     sums, x, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R, stride_br, stride_bn, stride_hm, stride_um, stride_un,
     SPLITS: tl.constexpr, PARTS: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
     STORE_H: tl.constexpr, NEED_A: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """small_kernel where x w is there, in (SPLITS, M, N) parts. Of x the dtype counts."""
-    if PDL:  # for all that ran ahead: the kernel before this one has waited too
-        gdc_wait()
+    """small_kernel where x w is there, in (SPLITS, M, N) parts. Of x the dtype counts. AHEAD: b, of R up to BLOCK_R, is on its
+    way before this kernel waits for those ahead of it."""
     col = tl.program_id(0) * BLOCK_N
     t, n = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    slab = _slab(b, n, tl.arange(0, BLOCK_R), N, R, stride_br, stride_bn) if AHEAD else None
+    if PDL:  # for all that ran ahead: the kernel before this one has waited too
+        gdc_wait()
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for i in tl.static_range(SPLITS):  # always in the same order
         at = (i * M + t)[:, None].to(tl.int64) * N + n[None, :]
         acc += tl.load(sums + at, mask=(t < M)[:, None] & (n < N)[None, :], other=0.0)
     _finish(
-        acc, col, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R, stride_br, stride_bn, stride_hm, stride_um,
+        acc, col, slab, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R, stride_br, stride_bn, stride_hm, stride_um,
         stride_un, x.dtype.element_ty, PARTS, SCALE, HAS_BIAS, STORE_PRE_SCALE, STORE_H, NEED_A, ACCUMULATE,
-        BLOCK_M, BLOCK_N, BLOCK_R,
+        BLOCK_M, BLOCK_N, BLOCK_R, AHEAD,
     )  # fmt: skip

@@ -39,6 +39,15 @@ def low_rank(
 
 
 @triton.jit
+def low_rank_tma(A, B, first_n, first_k, R, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The same from tensor descriptors."""
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for r0 in range(0, R, BLOCK_R):
+        acc = tl.dot(B.load([first_n, r0]), A.load([r0, first_k]), acc)
+    return acc
+
+
+@triton.jit
 def slab_of_B(B, n, N, R, stride_bn, stride_br, BLOCK_R: tl.constexpr, EVEN: tl.constexpr):
     """Rows n of a B no wider than a slab."""
     r = tl.arange(0, BLOCK_R)
@@ -70,9 +79,7 @@ def _weight_and_product(
 @triton.jit
 def _weight_and_product_tma(W, A, B, first_n, first_k, R, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr):
     """The same from tensor descriptors: the copy engine fetches the tiles and fills with zeros outside."""
-    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for r0 in range(0, R, BLOCK_R):
-        acc = tl.dot(B.load([first_n, r0]), A.load([r0, first_k]), acc)
+    acc = low_rank_tma(A, B, first_n, first_k, R, BLOCK_N, BLOCK_K, BLOCK_R)
     return W.load([first_n, first_k]).to(tl.float32), acc
 
 

@@ -87,12 +87,21 @@ def _quant8(*, codes, scales, A, B, partial, dense, N, K, R, **_: Any) -> Cost:
     return product(N, K, R, A) + moved(codes, scales, A, B, partial, dense)
 
 
-def _dequantize4(*, codes, scales, scales2, out, **_: Any) -> Cost:
-    return moved(codes, scales, scales2, out)
+def _dequantize4(*, codes, scales, scales2, out, K, first, last, **_: Any) -> Cost:
+    return Cost(bytes=moved(codes, scales, scales2).bytes * (last - first) / max(1, K)) + moved(out)
 
 
-def _dequantize8(*, codes, scales, out, **_: Any) -> Cost:
-    return moved(codes, scales, out)
+def _dequantize8(*, codes, scales, out, K, first, last, **_: Any) -> Cost:
+    return Cost(bytes=moved(codes, scales).bytes * (last - first) / max(1, K)) + moved(out)
+
+
+def _lost_rows(*, m, c, **_: Any) -> Cost:
+    """What it asks; there are few such rows, if any."""
+    return moved(m, c)
+
+
+def _by_g(*, t, out, **_: Any) -> Cost:
+    return moved(t, out)
 
 
 def _choose(*, partial, c, out, **_: Any) -> Cost:
@@ -168,6 +177,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "act_bwd_kernel": _act_bwd,
     "act_fwd_kernel": _act_fwd,
     "bank_kernel": _rows,
+    "by_g_kernel": _by_g,
     "add_parts_kernel": _add_parts,
     "again_kernel": _again,
     "choose_kernel": _choose,
@@ -188,6 +198,8 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "gemm_pointer_kernel": _gemm,
     "gemm_tma_kernel": _gemm,
     "hash_kernel": _hash,
+    "lost4_kernel": _lost_rows,
+    "lost8_kernel": _lost_rows,
     "lost_kernel": _lost,
     "merge_kernel": _merge,
     "multi_drop_kernel": _rows,

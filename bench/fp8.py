@@ -1,0 +1,110 @@
+"""A linear on an 8-bit W: products of codes (``compute="fp8"``) beside products of the decoded W, in time and in error.
+
+    python -m bench.fp8 --device cuda --json FILE
+    python -m bench.fp8 --device cuda --shapes 4096x4096 --M 16,4096 --json FILE
+
+bf16 x and adapters, forward without gradients, the norm given. GPU time by CUDA graph (wall time on a CPU), ways in turns,
+medians. The errors are those of y against float64 of some tokens, with the weight as it is decoded: of another rounding of x
+they say what it costs. The ways:
+
+    linear      x W^T of a dense bf16 W
+    scaled_mm   torch's own product of codes with scales of rows, x quantised already (where scales are those of rows)
+    dense       dora_linear on the dense bf16 W
+    decoded     dora_linear on the codes: decoded in the plan, products in bf16
+    fp8         the same with compute="fp8": x quantised in the plan, products of codes
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from bench.attempt import Failures
+from bench.clock import anchor_graph, medians, timer
+from bench.fp8_error import SCALES
+from bench.layer import free
+from bench.norm_forms import about
+from bench.save import save
+from bench.table import table
+from bench.ways import BF16, Inputs, S
+from fdora.functional import dora_linear, dora_norm
+from fdora.quant import QuantWeight, quantize
+
+SHAPES = "4096x4096,4096x14336,14336x4096,8192x8192"  # K x N
+SOME = 64  # tokens whose outputs are compared
+E4M3 = torch.float8_e4m3fn
+
+
+def scaled_mm(x: torch.Tensor, W: QuantWeight) -> torch.Tensor:
+    """The product alone, of codes made before."""
+    codes, scales = W.tensors
+    by_row = (x.abs().amax(1, keepdim=True).float() / torch.finfo(E4M3).max).clamp_min(1e-12)
+    x8 = (x.float() / by_row).to(E4M3)
+    assert codes is not None and scales is not None
+    return partial(
+        torch._scaled_mm, x8, codes.T, scale_a=by_row, scale_b=scales.reshape(1, -1), out_dtype=BF16, use_fast_accum=False
+    )
+
+
+def row_of(M: int, K: int, N: int, r: int, scale: str, options: argparse.Namespace) -> dict:
+    i = Inputs.random(M, K, N, r, BF16, options.device)
+    W = quantize(i.W, "fp8", block=SCALES[scale], dtype=BF16)
+    dense, x = W.dequantize(BF16), i.x.detach()
+    A, B, m = (t.detach() for t in (i.A, i.B, i.m))
+    c = dora_norm(W, A, B, s=S)
+    fns = {
+        "linear": partial(F.linear, x, dense),
+        "dense": partial(dora_linear, x, dense, A, B, m, s=S, norm=c),
+        "decoded": partial(dora_linear, x, W, A, B, m, s=S, norm=c),
+        "fp8": partial(dora_linear, x, W, A, B, m, s=S, norm=c, compute="fp8"),
+    }
+    failed, error = Failures(), {}
+    if scale == "row" and options.device != "cpu":
+        found = failed.attempt(["scaled_mm"], lambda _: scaled_mm(x, W))
+        fns |= found
+    exact, wide = x[:SOME].double(), W.dequantize(torch.float64)
+    base = exact @ wide.T
+    dora = (m.double() / c.double()) * (base + S * (exact @ A.double().T) @ B.double().T)
+    with torch.no_grad():
+        for name, y in failed.attempt(fns, lambda name: fns[name]()[:SOME].double()).items():
+            want = base if name in ("linear", "scaled_mm") else dora
+            error[name] = float(f"{((y - want).norm() / want.norm()).item():.2e}")
+        anchor = None if options.device == "cpu" else anchor_graph()
+        ms = medians(failed.attempt(error, lambda name: timer(fns[name], options.device, anchor)), options.runs)
+    row = {"M": M, "K": K, "N": N, "r": r, "scales": scale, "ms": {name: round(t, 5) for name, t in ms.items()}}
+    return row | {"error": error, "failed": dict(failed)}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shapes", default=SHAPES, help="KxN, comma separated (default: %(default)s)")
+    parser.add_argument("--M", default="16,512,4096")
+    parser.add_argument("--r", type=int, default=64)
+    parser.add_argument("--scales", default="row,128 x 128", help="of W: tensor, row, 128 x 128")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="recorded in the JSON")
+    options = parser.parse_args(argv)
+    facts, rows = about(options.device, options.commit, argv), []
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
+    for M, (K, N), scale in product(map(int, options.M.split(",")), shapes, options.scales.split(",")):
+        rows.append(row_of(M, K, N, options.r, scale, options))
+        print(rows[-1], flush=True)
+        save(options.json, {"about": facts, "runs": options.runs, "rows": rows})
+        free(options.device)
+    names = list(dict.fromkeys(name for row in rows for name in row["ms"]))
+    cells = []
+    for row in rows:
+        said = {name: f"{ms:.4f} ({row['error'][name]:.0e})" for name, ms in row["ms"].items()}
+        cells.append(["{M}, {K} x {N}, {scales}".format(**row), *(said.get(name, "") for name in names)])
+    print(table(["M, K x N, scales", *(f"{n}, ms (error)" for n in names)], cells))
+
+
+if __name__ == "__main__":
+    main()
