@@ -6,8 +6,9 @@
 
 GPU time of replayed CUDA graphs, all ways of a shape in turns, medians; each way is checked against float32 torch first. Inputs
 in turn from sets larger than the cache. ``bare`` is the product of x alone, by cuBLAS. ``--exhaustive``: every tile that fits,
-not only those that the model knows: what its choice costs beside the best there is. Nothing is ever timed
-outside of commands: what they find is data that a pure function reads.
+not only those that the model knows: what its choice costs beside the best there is. Some ways alone, ``--ways
+after,first,bare``, tell the fit what has changed of them; ``--shape`` looks at single shapes. Nothing is ever timed outside of
+commands: what they find is data that a pure function reads.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -80,11 +82,21 @@ def close(got, want, what):
     assert error <= 5e-3, f"{what} is wrong by {error:.1e}"
 
 
-def ways_of(forward, exhaustive=False):
+class Which(NamedTuple):
+    exhaustive: bool = False
+    kinds: tuple = ("fused", "after", "first", "bare")
+
+
+ALL = Which()
+
+
+def ways_of(forward, which=ALL):
     """name -> (way, config)"""
+    exhaustive, kinds = which
     tiles = dict.fromkeys([*TILES, *every_tile()] if exhaustive else TILES)
     ways = {" ".join(["fused", *map(str, tuple(tile)[1:])]): ("fused", tile) for tile in tiles}
-    return ways | {way: (way, None) for way in ("after", "first", "bare") if way != "first" or not forward}
+    ways |= {way: (way, None) for way in ("after", "first", "bare") if way != "first" or not forward}
+    return {name: way for name, way in ways.items() if way[0] in kinds}
 
 
 class Drawn:
@@ -128,15 +140,15 @@ def compile_way(forward, way, config):
     Drawn(forward, 256, 256, 256, 16).make(way, config)
 
 
-def compile_all(jobs, exhaustive):
-    tasks = [(forward, *way) for forward in (True, False) for way in ways_of(forward, exhaustive).values()]
+def compile_all(jobs, which):
+    tasks = [(forward, *way) for forward in (True, False) for way in ways_of(forward, which).values()]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for task, done in [(task, pool.submit(compile_way, *task)) for task in tasks]:
             if error := done.exception():
                 print(task, type(error).__name__, str(error)[:200], flush=True)
 
 
-def time_products(shapes, end, exhaustive):
+def time_products(shapes, end, which):
     """ms of every way, in both directions. (M, K, N, r) of the layer: backward multiplies (M, N) by (N, K)."""
     where = clock.anchor_graph(), torch.cuda.Stream()
     for (M, K, N, r), forward in itertools.product(shapes, (True, False)):
@@ -144,7 +156,7 @@ def time_products(shapes, end, exhaustive):
             return
         drawn, timers = Drawn(forward, M, *((N, K) if forward else (K, N)), r), {}
         launches = clock.launches_of(0.005 + 2e-9 * M * N * K / 600, len(drawn.sets))
-        for name, way in ways_of(forward, exhaustive).items():
+        for name, way in ways_of(forward, which).items():
             try:
                 timers[name] = clock.quick_timer(drawn.make(*way), launches, *where)
             except AssertionError:
@@ -161,6 +173,8 @@ def parse(argv=None):
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shapes", type=int, default=120)
     parser.add_argument("--exhaustive", action="store_true", help="every tile that fits")
+    parser.add_argument("--ways", default=ALL.kinds, type=lambda text: tuple(text.split(",")), help="fused,after,first,bare")
+    parser.add_argument("--shape", action="append", help="M,K,N,r in the place of those drawn")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no shape after this time")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
     parser.add_argument("--json", type=Path)
@@ -170,10 +184,12 @@ def parse(argv=None):
 
 def main(argv=None):
     options, start = parse(argv), time.perf_counter()
-    compile_all(options.jobs, options.exhaustive)
+    which = Which(options.exhaustive, options.ways)
+    given = [tuple(map(int, shape.split(","))) for shape in options.shape or ()]
+    compile_all(options.jobs, which)
     print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
     facts, rows = about("cuda", options.commit, argv), []
-    for row in time_products(draw(options.seed, options.shapes), start + options.seconds, options.exhaustive):
+    for row in time_products(given or draw(options.seed, options.shapes), start + options.seconds, which):
         rows.append(row)
         fastest = sorted((ms, name) for name, ms in row["ms"].items())
         print(row["shape"], row["forward"], fastest[:4], flush=True)

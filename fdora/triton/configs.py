@@ -220,6 +220,15 @@ def small_config(rows: int, N: int, K: int, columns: bool, capability: int, num_
     return SmallConfig(*nearest(table or SMALL[columns], (rows, N, K)))
 
 
+def small_norm_config(rows: int, r: int, N: int, capability: int, num_sms: int) -> SmallConfig:
+    """The same with the norm beside it: two more tiles of float32 in registers."""
+    if capability < 80:
+        return SmallConfig(32, 64, 4, 2)
+    if not 90 <= capability < 100:
+        return SmallConfig(32, 64, 4, 3)
+    return SmallConfig(64, 64, 4, 4)
+
+
 def nearest(table: dict[tuple, tuple], shape: tuple[int, ...]) -> tuple:
     """The entry whose shape is closest, in factors of two summed over the axes; the first of equals."""
 

@@ -33,9 +33,29 @@ def products(monkeypatch):
 
 
 def test_every_way_of_a_product_is_checked_and_timed(products):
-    forward, backward = products.time_products([(130, 64, 128, 16)], math.inf, False)
+    forward, backward = products.time_products([(130, 64, 128, 16)], math.inf, products.Which())
     assert set(forward["ms"]) == {*products.ways_of(True)} and len(forward["ms"]) == 4
     assert set(backward["ms"]) == set(forward["ms"]) | {"first"} and (forward["forward"], backward["forward"]) == (True, False)
+
+
+def test_some_ways_alone(products):
+    which = products.Which(kinds=("after", "bare"))
+    forward, backward = products.time_products([(130, 64, 128, 16)], math.inf, which)
+    assert set(forward["ms"]) == set(backward["ms"]) == {"after", "bare"}
+
+
+def test_few_tokens_both_ways(products, monkeypatch):
+    from bench import few
+
+    monkeypatch.setattr(few, "CACHE", 1)
+    monkeypatch.setattr(few, "INSIDE", [SmallConfig(16, 64, 4, 2)])
+    row = few.case((5, 64, 128, 16), (None, None), 1)
+    assert {"bare", "small", "general", "small_both", "general_both"} <= {*row["ms"]}
+    assert sum(name.startswith("inside") for name in row["ms"]) == len(few.FORMS)
+    drawn = few.Drawn(5, 64, 128, 16)
+    drawn.want = drawn.want + 1
+    with pytest.raises(AssertionError, match="is wrong"):
+        drawn.timer(drawn.ways()["small"])
 
 
 def test_a_wrong_way_is_an_error(products, monkeypatch):
@@ -43,7 +63,7 @@ def test_a_wrong_way_is_an_error(products, monkeypatch):
         products, "planned", lambda write, *tensors: lambda *given: (torch.zeros(130, 128, device=device.NAME),)
     )
     with pytest.raises(AssertionError, match="is wrong"):
-        list(products.time_products([(130, 64, 128, 16)], math.inf, False))
+        list(products.time_products([(130, 64, 128, 16)], math.inf, products.Which()))
 
 
 def test_the_fit_finds_what_made_the_times():

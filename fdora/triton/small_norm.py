@@ -1,0 +1,96 @@
+"""The layer for a handful of tokens that nobody gave its norm: W is read once for both.
+
+    parts of h = s x A^T                        as in small.py
+    c = || W + s B A ||, out = g (x W + h B) + bias       one program per few columns of the result, all of K
+
+A program has whole rows of W. To each tile of them it adds s B A, as norm.py does, and squares: the sum over K is in one place,
+so no partials are written and no second kernel adds them. What that costs beside the product is r more rows of x, and no byte
+of W. Apart, the norm reads W again, which is what few tokens cost altogether.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fdora.triton.configs import SmallConfig, power_of_two, small_norm_config
+from fdora.triton.kernels.small_norm import small_norm_kernel
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.small import Out, shrunk
+
+MOST_RANK = 64  # of one slab: B of a program's columns stays where it is for all of K
+MOST_TOKENS = 64
+
+
+def norm_inside(tokens: int, r: int, dtype: torch.dtype, *operands: torch.dtype) -> bool:
+    """Whether :func:`small_norm_forward` takes it: half-precision W, A and B in the dtype of x."""
+    half = dtype in (torch.float16, torch.bfloat16) and all([each == dtype for each in operands])
+    return half and 0 < r <= MOST_RANK and 0 < tokens <= MOST_TOKENS
+
+
+def small_norm_forward(
+    plan: Builder,
+    x: Array,
+    la: Any,
+    s: Scalar,
+    out: Out,
+    config: SmallConfig | None = None,
+    accumulate: bool = False,
+    form: int = 0,
+) -> None:
+    """:func:`fdora.triton.small.small_forward` of a layer without c, which goes to ``out``."""
+    y, h, pre_scale, c = out
+    assert c is not None
+    (M, K), (N, r), on = x.shape, la.B.shape, plan.device
+    rows = power_of_two(M)
+    if form == 4:
+        rows, form = 64, 0
+    part, pdl = shrunk(plan, x, la.A.T)
+    w, b = la.W.T, la.B.T
+    block_n, block_k, warps, stages = config or small_norm_config(rows, r, N, on.capability, on.num_sms)
+    plan.launch(
+        small_norm_kernel,
+        (cdiv(N, block_n),),
+        (
+            x,
+            w,
+            la.A,
+            part,
+            h,
+            b,
+            y,
+            pre_scale,
+            la.m,
+            c,
+            la.bias,
+            s,
+            M,
+            N,
+            K,
+            r,
+            *x.stride,
+            *w.stride,
+            *la.A.stride,
+            *b.stride,
+            0 if h is None else h.stride[0],
+        ),
+        (
+            part.shape[0],
+            la.bias is not None,
+            pre_scale is not None,
+            h is not None,
+            accumulate,
+            pdl,
+            form,
+            rows,
+            block_n,
+            block_k,
+            power_of_two(r),
+        ),
+        warps,
+        stages,
+        pdl,
+    )
