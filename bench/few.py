@@ -35,7 +35,7 @@ from fdora.triton.norm import plan_norm
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import device_of
 from fdora.triton.runtime.walk import like, run
-from fdora.triton.small_norm import norm_inside, small_norm_forward
+from fdora.triton.small_norm import fits, small_norm_forward
 
 S = 2.0
 WEIGHTS = ((4096, 4096), (4096, 14336), (14336, 4096), (2304, 22144), (1024, 10112))  # K, N
@@ -121,13 +121,13 @@ class Drawn:
 
     def ways(self):
         """name -> what makes a function of a set"""
-        M, _, _, r = self.shape
+        M = self.shape[0]
         found = {"bare": lambda: self.bare, "bare_both": lambda: self.bare_both}
         for name, few in (("small", 64), ("general", 0)):
             found[name] = partial(self.plans, few, False, False)
             found[f"{name}_both"] = partial(self.plans, few, False, True)
             found[f"norm_{name}"] = partial(self.plans, few, True, False)
-        if norm_inside(M, r, self.sets[0][0].dtype):
+        if fits(M, self.sets[0][0].dtype, *self.sets[0][1:4]):
             for config, form in itertools.product(INSIDE, FORMS):
                 found[" ".join(("inside", *map(str, config), str(form)))] = partial(self.inside, config, form)
         return found

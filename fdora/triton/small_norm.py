@@ -13,7 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fdora._torch import PLAIN, needs_dispatcher
 from fdora.triton.configs import SmallConfig, power_of_two, small_norm_config
 from fdora.triton.kernels.small_norm import small_norm_kernel
 from fdora.triton.runtime.builder import Builder
@@ -25,10 +27,17 @@ MOST_RANK = 64  # of one slab: B of a program's columns stays where it is for al
 MOST_TOKENS = 64
 
 
-def norm_inside(tokens: int, r: int, dtype: torch.dtype, *operands: torch.dtype) -> bool:
-    """Whether :func:`small_norm_forward` takes it: half-precision W, A and B in the dtype of x."""
-    half = dtype in (torch.float16, torch.bfloat16) and all([each == dtype for each in operands])
-    return half and 0 < r <= MOST_RANK and 0 < tokens <= MOST_TOKENS
+def norm_inside(x: Tensor, W: Any, A: Tensor, B: Tensor) -> bool:
+    """Whether a layer may come to the plan of its forward without a norm: where the call reads W once for both."""
+    if type(W) not in PLAIN or needs_dispatcher(x):
+        return False
+    return fits(x.numel() // max(1, x.shape[-1]), x.dtype, W, A, B)
+
+
+def fits(tokens: int, dtype: torch.dtype, W: Any, A: Any, B: Any) -> bool:
+    """Whether :func:`small_norm_forward` takes these: all half precision, in the dtype of x."""
+    half = dtype in (torch.float16, torch.bfloat16) and W.dtype == A.dtype == B.dtype == dtype
+    return half and 0 < tokens <= MOST_TOKENS and 0 < A.shape[0] <= MOST_RANK and 0 not in W.shape
 
 
 def small_norm_forward(
