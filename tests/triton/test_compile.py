@@ -122,8 +122,8 @@ def assert_fits(built, target, tmp_path, spill=0):
         assert stack_bytes(built.asm["cubin"], tmp_path) <= spill + OLDER
     else:
         assert built.metadata.shared <= 65_536 and built.asm["hsaco"]
-        spilled = sum(map(int, re.findall(r"\.[sv]gpr_spill_count: *(\d+)", built.asm["amdgcn"])))
-        assert "spill_count" in built.asm["amdgcn"] and spilled == 0, spilled
+        (scratch,) = map(int, re.findall(r"\.private_segment_fixed_size: *(\d+)", built.asm["amdgcn"]))
+        assert scratch <= spill  # registers for scalars that spill go to those for vectors, not to memory
 
 
 def stack_bytes(cubin, tmp_path):
