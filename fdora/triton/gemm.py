@@ -90,8 +90,8 @@ def gemm(
              Tile(hb[1], block), Tile(out, (bm, width)), _tile(pre_scale, (bm, width)), _tile(epilogue.residual, (bm, width)),
              *vectors, programs),
             (trans_b, *flags, origin, bm, bn, bk, config.EPILOGUE_SUBTILE, config.persistent and masked.seed is None,
-             config.GROUP_M),
-            config.num_warps, config.num_stages,
+             config.GROUP_M, plan.device.supports_pdl),
+            config.num_warps, config.num_stages, plan.device.supports_pdl,
         )  # fmt: skip
         return
     if x_masked is not None and x_masked.stride != x.stride:

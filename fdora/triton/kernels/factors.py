@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.private import gdc_wait
 
 
 @triton.jit
@@ -30,8 +31,10 @@ def _over_tokens(
 @triton.jit(launch_metadata=launched)
 def factors_kernel(
     x, dh, dA, dz, h, dB, M, K, N, R, stride_x, stride_dh, stride_dz, stride_h,
-    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:  # what it reads was written by kernels ahead
+        gdc_wait()
     tile, tiles_x = tl.program_id(0), tl.cdiv(K, BLOCK_C)
     if tile < tiles_x:
         _over_tokens(x, dh, dA, tile * BLOCK_C, M, K, R, stride_x, stride_dh, 1, K, BLOCK_C, BLOCK_R, BLOCK_M)
