@@ -1,12 +1,13 @@
 """Time every way of a product with its low-rank term, on shapes drawn at random.
 
     python -m bench.products --device cuda --seed 1 --shapes 120 --seconds 170 --json FILE
-    python -m bench.products --device cuda --seed 5 --shapes 10 --exhaustive --jobs 14 --json EVERY
+    python -m bench.products --device cuda --seed 5 --shapes 10 --exhaustive --multiples 16 --jobs 14 --json EVERY
     python -m bench.fit FILE --write fdora/triton/fitted.py --unseen EVERY
 
 GPU time of replayed CUDA graphs, all ways of a shape in turns, medians; each way is checked against float32 torch first. Inputs
 in turn from sets larger than the cache. ``bare`` is the product of x alone, by cuBLAS. ``--exhaustive``: every tile that fits,
-not only those that the model knows: what its choice costs beside the best there is. Some ways alone, ``--ways
+not only those that the model knows: what its choice costs beside the best there is; ``--multiples 16`` leaves out shapes for
+which each of them would be compiled once more. Some ways alone, ``--ways
 after,first,bare``, tell the fit what has changed of them; ``--shape`` looks at single shapes. Nothing is ever timed outside of
 commands: what they find is data that a pure function reads.
 """
@@ -50,13 +51,15 @@ SHARED = 232_448  # bytes of shared memory
 
 
 def every_tile():
-    """What fits on Hopper, with its deepest pipeline, and with one that leaves room for a second program or a stage less."""
+    """What fits on Hopper, with its deepest pipeline, and where programs do not walk with one that leaves room for a second."""
     sides = [(m, n) for m in (64, 128, 256) for n in (64, 128, 256) if m * n <= 32768]
     for (m, n), k, persistent in itertools.product(sides, (64, 128), (True, False)):
+        if k == 128 and m * n > 8192:
+            continue
         subtile = m * n > 16384
         out = 2 * m * n // (2 if subtile else 1)  # on its way from registers to memory
         deepest, shared = ((room - out) // (2 * k * (m + n)) for room in (SHARED, SHARED // 2))
-        depths = {min(8, deepest), min(8, deepest - 1 if subtile or shared < 2 else shared)}
+        depths = {min(8, deepest)} if persistent or subtile else {min(8, deepest), min(8, shared)}
         for stages, warps in itertools.product(sorted(depths), (4, 8) if m * n == 16384 else (8 if subtile else 4,)):
             if stages >= 2:
                 yield GemmConfig(True, m, n, k, 8, subtile, persistent, warps, stages)
@@ -174,6 +177,7 @@ def parse(argv=None):
     parser.add_argument("--shapes", type=int, default=120)
     parser.add_argument("--exhaustive", action="store_true", help="every tile that fits")
     parser.add_argument("--ways", default=ALL.kinds, type=lambda text: tuple(text.split(",")), help="fused,after,first,bare")
+    parser.add_argument("--multiples", type=int, default=1, help="of the shapes drawn those whose tokens and rank are")
     parser.add_argument("--shape", action="append", help="M,K,N,r in the place of those drawn")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no shape after this time")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
@@ -182,14 +186,19 @@ def parse(argv=None):
     return parser.parse_args(argv)
 
 
+def drawn(options):
+    every = draw(options.seed, 20 * options.shapes if options.multiples > 1 else options.shapes)
+    return [shape for shape in every if shape[0] % options.multiples == shape[3] % options.multiples == 0][: options.shapes]
+
+
 def main(argv=None):
     options, start = parse(argv), time.perf_counter()
     which = Which(options.exhaustive, options.ways)
-    given = [tuple(map(int, shape.split(","))) for shape in options.shape or ()]
+    shapes = [tuple(map(int, shape.split(","))) for shape in options.shape or ()] or drawn(options)
     compile_all(options.jobs, which)
     print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
     facts, rows = about("cuda", options.commit, argv), []
-    for row in time_products(given or draw(options.seed, options.shapes), start + options.seconds, which):
+    for row in time_products(shapes, start + options.seconds, which):
         rows.append(row)
         fastest = sorted((ms, name) for name, ms in row["ms"].items())
         print(row["shape"], row["forward"], fastest[:4], flush=True)

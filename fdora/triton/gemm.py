@@ -71,6 +71,7 @@ def gemm(
         return
     w, b = (right.w.T, right.b.T) if right.trans else (right.w, right.b)
     one_more_tile = pre_scale is not None or epilogue.residual is not None
+    one_more_tile |= masked.seed is not None and plan.device.capability >= 100  # the positions of a mask are as large
     x_masked = masked.x
     vectors = (epilogue.m, epilogue.c, epilogue.bias, masked.seed, threshold(masked.p), 1 / (1 - masked.p), M, N, K, r)
     flags = (epilogue.kind, epilogue.bias is not None, pre_scale is not None, masked.seed is not None, x_masked is not None)

@@ -19,7 +19,7 @@ from fdora._torch import PLAIN, needs_dispatcher
 from fdora.triton.configs import SmallConfig, power_of_two, small_norm_config
 from fdora.triton.kernels.small_norm import small_norm_kernel
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.device import Device, cdiv, device_of
 from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.small import Out, shrunk
 
@@ -31,11 +31,14 @@ def norm_inside(x: Tensor, W: Any, A: Tensor, B: Tensor) -> bool:
     """Whether a layer may come to the plan of its forward without a norm: where the call reads W once for both."""
     if type(W) not in PLAIN or needs_dispatcher(x):
         return False
-    return fits(x.numel() // max(1, x.shape[-1]), x.dtype, W, A, B)
+    return fits(device_of(x.device), x.numel() // max(1, x.shape[-1]), x.dtype, W, A, B)
 
 
-def fits(tokens: int, dtype: torch.dtype, W: Any, A: Any, B: Any) -> bool:
-    """Whether :func:`small_norm_forward` takes these: all half precision, in the dtype of x."""
+def fits(on: Device, tokens: int, dtype: torch.dtype, W: Any, A: Any, B: Any) -> bool:
+    """Whether :func:`small_norm_forward` takes these: all half precision, in the dtype of x. On Hopper, where it was measured:
+    elsewhere W would not be copied ahead of its use."""
+    if on.gpu >= 0 and not 90 <= on.capability < 100:
+        return False
     half = dtype in (torch.float16, torch.bfloat16) and W.dtype == A.dtype == B.dtype == dtype
     return half and 0 < tokens <= MOST_TOKENS and 0 < A.shape[0] <= MOST_RANK and 0 not in W.shape
 
@@ -48,18 +51,15 @@ def small_norm_forward(
     out: Out,
     config: SmallConfig | None = None,
     accumulate: bool = False,
-    form: int = 0,
 ) -> None:
     """:func:`fdora.triton.small.small_forward` of a layer without c, which goes to ``out``."""
     y, h, pre_scale, c = out
     assert c is not None
     (M, K), (N, r), on = x.shape, la.B.shape, plan.device
-    rows = power_of_two(M)
-    if form == 4:
-        rows, form = 64, 0
+    rows = MOST_TOKENS if on.capability else power_of_two(M)  # wgmma takes 64; with fewer, W would not be copied ahead
     part, pdl = shrunk(plan, x, la.A.T)
     w, b = la.W.T, la.B.T
-    block_n, block_k, warps, stages = config or small_norm_config(rows, r, N, on.capability, on.num_sms)
+    block_n, block_k, warps, stages = config or small_norm_config(N, on.capability, on.num_sms)
     plan.launch(
         small_norm_kernel,
         (cdiv(N, block_n),),
@@ -93,7 +93,6 @@ def small_norm_forward(
             h is not None,
             accumulate,
             pdl,
-            form,
             rows,
             block_n,
             block_k,

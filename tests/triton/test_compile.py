@@ -349,8 +349,9 @@ def gemms(target, trans, mode):
     """Every tile that a product of this kind may be given there."""
     capability, (epilogue, beside) = target if isinstance(target, int) else 0, MODES[trans][mode]
     extra = bool({"pre_scale", "beside"} & {*beside}) or epilogue in ("residual", "accumulate")
+    extra |= capability >= 100 and bool({"seed", "origin"} & {*beside})
     found = [*tiles(trans, extra, 90 <= capability < 120, capability)]
-    rough = ROUGH if 90 <= capability < 120 else (*ROUGH, "pre_scale", "accumulate")
+    rough = () if capability == 100 else ROUGH if capability == 90 else (*ROUGH, "pre_scale", "accumulate")
     return [max(found, key=lambda config: config.BLOCK_M * config.BLOCK_N)] if mode in rough else found
 
 

@@ -43,7 +43,6 @@ def small_norm_kernel(
     STORE_H: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     PDL: tl.constexpr,
-    FORM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -59,42 +58,21 @@ def small_norm_kernel(
     at_a = a + r[:, None].to(tl.int64) * stride_ar + k[None, :].to(tl.int64) * stride_ak
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)  # summed over rows at the end, where alone the warps meet
-    if FORM == 1:
-        ahead = tl.load(at_w, mask=(k < K)[:, None] & (n < N)[None, :], other=0.0)
-    if FORM == 2:
-        at_v = w + n[:, None].to(tl.int64) * stride_wn + k[None, :].to(tl.int64) * stride_wk
-        squares = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    if FORM == 3:
-        i = tl.arange(0, BLOCK_N)
-        one = (i[:, None] == i[None, :]).to(w.dtype.element_ty)
     for k0 in range(0, K, BLOCK_K):
-        if FORM == 1:
-            wt = ahead
-            at_w += BLOCK_K * stride_wk
-            ahead = tl.load(at_w, mask=(k < K - k0 - BLOCK_K)[:, None] & (n < N)[None, :], other=0.0)
-        else:
-            wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0)
-            at_w += BLOCK_K * stride_wk
         xt = tl.load(at_x, mask=(t < M)[:, None] & (k < K - k0)[None, :], other=0.0)
+        wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0)
         at = tl.load(at_a, mask=(r < R)[:, None] & (k < K - k0)[None, :], other=0.0)
-        if FORM == 2:
-            again = tl.load(at_v, mask=(n < N)[:, None] & (k < K - k0)[None, :], other=0.0)
-            at_v += BLOCK_K * stride_wk
         acc = tl.dot(xt, wt, acc)
-        if FORM == 2:
-            v = again.to(tl.float32) + s * tl.dot(tl.trans(bt), at)
-        elif FORM == 3:
-            v = tl.dot(wt, one, s * tl.dot(tl.trans(at), bt))
-        else:
-            v = wt.to(tl.float32) + s * tl.dot(tl.trans(at), bt)
+        v = wt.to(tl.float32) + s * tl.dot(tl.trans(at), bt)
         squares += v * v
         at_x += BLOCK_K * stride_xk
+        at_w += BLOCK_K * stride_wk
         at_a += BLOCK_K * stride_ak
     if PDL:
         gdc_wait()
     finish(
         acc,
-        tl.sum(squares, axis=1 if FORM == 2 else 0),
+        tl.sum(squares, axis=0),
         col,
         part,
         h,
