@@ -60,7 +60,7 @@ def forward(
         else:
             how = _forward(plan, x, la, s, each, dropout, at_once, residual)
     if any(inside):
-        plan.path = "few tokens: one pass over W, for its norm too"
+        plan.path = "few tokens: one pass over W; its norm out of the same pass"
     elif not half:
         plan.path = "products by cuBLAS, then g in one pass; float32 obeys torch.set_float32_matmul_precision"
     elif any(few):
