@@ -50,6 +50,7 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing; runs without TRITON_INTERPRET"
 )
 
+# 80: what sm_86 and sm_89 have, which get the same choices; an A100 has 166,912.
 SHARED = {80: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 TARGETS = [*SHARED, "gfx942"]
 
@@ -462,3 +463,15 @@ def test_small(target, tokens, tmp_path):
 
         plans.append(plan_of(onto, x, *la[:3], device=device(target)))
     assert_builds(plans, target, tmp_path, spill={"shrink_kernel": WORDS})
+
+
+@pytest.mark.parametrize("r", [16, 64])
+def test_small_with_its_norm(r, tmp_path):
+    """On Hopper, in both its tiles."""
+    plans = []
+    for N in (4096, 16384):
+        x, la = alike(16, 4096, dtype=BF16), layer(N, 4096, r, BF16, BF16, bias=True)
+        la[4] = None
+        plans.append(plan_forward((x, *la), device(90), *Dropout(0.0, "lora"), ("pre_scale",), True))
+    assert len({step.constexprs for plan in plans for step in launches(plan, "small_norm")}) == 2
+    assert_builds(plans, 90, tmp_path, "small_norm", {"small_norm_kernel": WORDS})
