@@ -2,7 +2,8 @@
 
     python -m bench.fit FILE... [--unseen FILE] [--write fdora/triton/fitted.py] [--json FILE] [--figure FILE]
 
-Shapes are held out in ``--folds`` parts: each is predicted by a fit that has not seen it. ``regret`` is the measured time of
+Of several files, what a later one has timed again (``bench.products --ways after,first,bare``) counts. Shapes are held out in
+``--folds`` parts: each is predicted by a fit that has not seen it. ``regret`` is the measured time of
 the way that the model chooses over that of the fastest way measured. ``--unseen``: other shapes, which no fit sees; where
 every tile was timed (``bench.products --exhaustive``) their regret is what the choice costs beside the best there is.
 """
@@ -31,6 +32,23 @@ STARTS = ((0.6, 0.3, 2.0, 2.0, 0.8), (0.8, 0.15, 4.0, 2.0, 0.9))
 CUBLAS_STARTS = ((0.85, 10.0, 3.0, 2.0, 0.8, 0.15, 2.0, 1.0), (0.9, 20.0, 2.0, 1.0, 0.9, 0.2, 1.0, 0.5))
 
 
+def merged(results):
+    """The rows of all files, one for each product. What a later file has timed again replaces it everywhere: as what it took
+    beyond the bare product of its own run."""
+    rows = {}
+    for result in results:
+        new = [row for row in result["rows"] if "ms" in row]
+        names = {name for row in new for name in row["ms"]} - {"bare"}
+        for old in rows.values():
+            old["ms"] = {name: ms for name, ms in old["ms"].items() if name not in names}
+        for row in new:
+            found = rows.setdefault((*row["shape"], row["forward"]), row)
+            if found is not row:
+                beyond = {name: ms - row["ms"]["bare"] for name, ms in row["ms"].items() if name != "bare"}
+                found["ms"] |= {name: found["ms"]["bare"] + ms for name, ms in beyond.items()}
+    return list(rows.values())
+
+
 def size(row):
     """M, N, K, r of the product."""
     M, K, N, r = row["shape"]
@@ -54,9 +72,13 @@ def best_of(residuals, starts, bounds=(-math.inf, math.inf), scale=0.1, step=Non
     return [float(f"{v:.4g}") for v in numpy.exp(min(fits, key=lambda fit: fit.cost).x)]
 
 
+def names_of(rows):
+    return dict.fromkeys(name for row in rows for name in row["ms"])
+
+
 def fitted(rows):
     """{"fused": {config: Fit}, "cublas": CublasFit, way: PassFit} of one direction."""
-    ms = {name: [(size(row), row["ms"][name]) for row in rows if name in row["ms"]] for name in rows[0]["ms"]}
+    ms = {name: [(size(row), row["ms"][name]) for row in rows if name in row["ms"]] for name in names_of(rows)}
     found = {"fused": {}}
     for name, times in ms.items():
         way = name.split()[0]
@@ -129,7 +151,7 @@ def held_out(rows, folds):
     for fold in range(folds):
         test = set(shapes[fold::folds])
         model = fitted([row for row in rows if tuple(row["shape"]) not in test])
-        out += judged(model, [row for row in rows if tuple(row["shape"]) in test], set(rows[0]["ms"]) - {"bare"})
+        out += judged(model, [row for row in rows if tuple(row["shape"]) in test], set(names_of(rows)) - {"bare"})
     return out
 
 
@@ -177,13 +199,13 @@ def main(argv=None):
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args(argv)
     results = [json.loads(file.read_text()) for file in options.files]
-    rows = [row for result in results for row in result["rows"] if "ms" in row]
+    rows = merged(results)
     unseen = [row for row in json.loads(options.unseen.read_text())["rows"] if "ms" in row] if options.unseen else []
     models, judgements, lines = {}, [], []
     for forward in (True, False):
         side = [row for row in rows if row["forward"] == forward]
         models[forward], held = fitted(side), held_out(side, options.folds)
-        names = set(side[0]["ms"]) - {"bare"}
+        names = set(names_of(side)) - {"bare"}
         inside, new = judged(models[forward], side, names), [row for row in unseen if row["forward"] == forward]
         judgements += held
         for name, found in (("all seen", inside), ("held out", held), ("unseen", judged(models[forward], new, names))):

@@ -1,14 +1,15 @@
 """Time every way of a product with its low-rank term, on shapes drawn at random.
 
     python -m bench.products --device cuda --seed 1 --shapes 120 --seconds 170 --json FILE
-    python -m bench.products --device cuda --of 4096x14336x4096x16,4096x8192x8192x384 --json FILE    # M x K x N x r
-    python -m bench.products --device cuda --seed 5 --shapes 10 --exhaustive --jobs 14 --json EVERY
+    python -m bench.products --device cuda --seed 5 --shapes 10 --exhaustive --multiples 16 --jobs 14 --json EVERY
     python -m bench.fit FILE --write fdora/triton/fitted.py --unseen EVERY
 
 GPU time of replayed CUDA graphs, all ways of a shape in turns, medians; each way is checked against float32 torch first. Inputs
 in turn from sets larger than the cache. ``bare`` is the product of x alone, by cuBLAS. ``--exhaustive``: every tile that fits,
-not only those that the model knows: what its choice costs beside the best there is. Nothing is ever timed
-outside of commands: what they find is data that a pure function reads.
+not only those that the model knows: what its choice costs beside the best there is; ``--multiples 16`` leaves out shapes for
+which each of them would be compiled once more. Some ways alone, ``--ways
+after,first,bare``, tell the fit what has changed of them; ``--shape`` looks at single shapes. Nothing is ever timed outside of
+commands: what they find is data that a pure function reads.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
+from typing import NamedTuple
 
 import torch
 
@@ -48,13 +50,15 @@ SHARED = 232_448  # bytes of shared memory
 
 
 def every_tile():
-    """What fits on Hopper, with its deepest pipeline, and with one that leaves room for a second program or a stage less."""
+    """What fits on Hopper, with its deepest pipeline, and where programs do not walk with one that leaves room for a second."""
     sides = [(m, n) for m in (64, 128, 256) for n in (64, 128, 256) if m * n <= 32768]
     for (m, n), k, persistent in itertools.product(sides, (64, 128), (True, False)):
+        if k == 128 and m * n > 8192:
+            continue
         subtile = m * n > 16384
         out = 2 * m * n // (2 if subtile else 1)  # on its way from registers to memory
         deepest, shared = ((room - out) // (2 * k * (m + n)) for room in (SHARED, SHARED // 2))
-        depths = {min(8, deepest), min(8, deepest - 1 if subtile or shared < 2 else shared)}
+        depths = {min(8, deepest)} if persistent or subtile else {min(8, deepest), min(8, shared)}
         for stages, warps in itertools.product(sorted(depths), (4, 8) if m * n == 16384 else (8 if subtile else 4,)):
             if stages >= 2:
                 yield GemmConfig(True, m, n, k, 8, subtile, persistent, warps, stages)
@@ -80,11 +84,21 @@ def close(got, want, what):
     assert error <= 5e-3, f"{what} is wrong by {error:.1e}"
 
 
-def ways_of(forward, exhaustive=False):
+class Which(NamedTuple):
+    exhaustive: bool = False
+    kinds: tuple = ("fused", "after", "first", "bare")
+
+
+ALL = Which()
+
+
+def ways_of(forward, which=ALL):
     """name -> (way, config)"""
+    exhaustive, kinds = which
     tiles = dict.fromkeys([*TILES, *every_tile()] if exhaustive else TILES)
     ways = {" ".join(["fused", *map(str, tuple(tile)[1:])]): ("fused", tile) for tile in tiles}
-    return ways | {way: (way, None) for way in ("after", "first", "bare") if way != "first" or not forward}
+    ways |= {way: (way, None) for way in ("after", "first", "bare") if way != "first" or not forward}
+    return {name: way for name, way in ways.items() if way[0] in kinds}
 
 
 class Drawn:
@@ -128,15 +142,15 @@ def compile_way(forward, way, config):
     Drawn(forward, 256, 256, 256, 16).make(way, config)
 
 
-def compile_all(jobs, exhaustive):
-    tasks = [(forward, *way) for forward in (True, False) for way in ways_of(forward, exhaustive).values()]
+def compile_all(jobs, which):
+    tasks = [(forward, *way) for forward in (True, False) for way in ways_of(forward, which).values()]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for task, done in [(task, pool.submit(compile_way, *task)) for task in tasks]:
             if error := done.exception():
                 print(task, type(error).__name__, str(error)[:200], flush=True)
 
 
-def time_products(shapes, end, exhaustive):
+def time_products(shapes, end, which):
     """ms of every way, in both directions. (M, K, N, r) of the layer: backward multiplies (M, N) by (N, K)."""
     where = clock.anchor_graph(), torch.cuda.Stream()
     for (M, K, N, r), forward in itertools.product(shapes, (True, False)):
@@ -144,7 +158,7 @@ def time_products(shapes, end, exhaustive):
             return
         drawn, timers = Drawn(forward, M, *((N, K) if forward else (K, N)), r), {}
         launches = clock.launches_of(0.005 + 2e-9 * M * N * K / 600, len(drawn.sets))
-        for name, way in ways_of(forward, exhaustive).items():
+        for name, way in ways_of(forward, which).items():
             try:
                 timers[name] = clock.quick_timer(drawn.make(*way), launches, *where)
             except AssertionError:
@@ -159,21 +173,27 @@ def parse(argv=None):
     parser = command(__doc__, device="cuda", seconds=math.inf)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shapes", type=int, default=120)
-    parser.add_argument("--of", help="these shapes, MxKxNxr, comma separated, in the place of drawn ones")
     parser.add_argument("--exhaustive", action="store_true", help="every tile that fits")
+    parser.add_argument("--ways", default=ALL.kinds, type=lambda text: tuple(text.split(",")), help="fused,after,first,bare")
+    parser.add_argument("--multiples", type=int, default=1, help="of the shapes drawn those whose tokens and rank are")
+    parser.add_argument("--shape", action="append", help="M,K,N,r in the place of those drawn")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
     return parser.parse_args(argv)
 
 
+def drawn(options):
+    every = draw(options.seed, 20 * options.shapes if options.multiples > 1 else options.shapes)
+    return [shape for shape in every if shape[0] % options.multiples == shape[3] % options.multiples == 0][: options.shapes]
+
+
 def main(argv=None):
     options, start = parse(argv), time.perf_counter()
-    compile_all(options.jobs, options.exhaustive)
+    which = Which(options.exhaustive, options.ways)
+    shapes = [tuple(map(int, shape.split(","))) for shape in options.shape or ()] or drawn(options)
+    compile_all(options.jobs, which)
     print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
     facts, rows = about("cuda", options.commit, argv), []
-    shapes = draw(options.seed, options.shapes)
-    if options.of:
-        shapes = [tuple(map(int, shape.split("x"))) for shape in options.of.split(",")]
-    for row in time_products(shapes, start + options.seconds, options.exhaustive):
+    for row in time_products(shapes, start + options.seconds, which):
         rows.append(row)
         fastest = sorted((ms, name) for name, ms in row["ms"].items())
         print(row["shape"], row["forward"], fastest[:4], flush=True)

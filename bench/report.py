@@ -882,7 +882,7 @@ def launches() -> str:
 def unseen() -> str:
     from bench import report_shapes
 
-    kinds = {"shapes": report_shapes.shapes, "passes": report_shapes.passes, "fit": report_shapes.fit}
+    kinds = {"shapes": report_shapes.shapes, "few": report_shapes.few, "passes": report_shapes.passes, "fit": report_shapes.fit}
     parts = []
     for kind, write in kinds.items():
         for name in names(kind):

@@ -20,9 +20,28 @@ FIT = (
 )
 
 
+FEW = (
+    "us on the GPU of one layer and few tokens (`python -m bench.few --device cuda`): bare products; one pass over W by narrow "
+    "tiles, and what more tokens take, forward and with backward; forward with the norm apart, and out of the same pass over W "
+    "by the fastest of its tiles."
+)
+
+
 def shapes(result: dict) -> str:
     lines = [[name, found["mean"], found["worst"], found["at"], found["cases"]] for name, found in result["summary"].items()]
     return "\n\n".join([SHAPES, table(["ratio", "mean", "worst", "at M, K, N, r", "shapes"], lines)])
+
+
+def few(result: dict) -> str:
+    lines = []
+    for row in result["rows"]:
+        us = {name: 1e3 * ms for name, ms in row["ms"].items()}
+        inside = min((t for name, t in us.items() if name.startswith("inside")), default=None)
+        names = ("bare", "small", "general", "bare_both", "small_both", "general_both", "norm_small")
+        times = [f"{us[name]:.1f}" for name in names] + ["" if inside is None else f"{inside:.1f}"]
+        lines.append([", ".join(map(str, row["shape"])), *times])
+    heads = ["M, K, N, r", "bare", "one pass", "general", *(f"{name}, both" for name in ("bare", "one pass", "general"))]
+    return "\n\n".join([FEW, table([*heads, "norm, one pass", "norm inside"], lines)])
 
 
 def passes(result: dict) -> str:

@@ -24,7 +24,8 @@ bias, no dropout. Elements in brackets, flops before them; "+" joins operations.
               backward  compose [17MN]: products with g and s, two sums over tokens for dg, one sum of dy; then as LoRA
               keeps     x, h, base, lora    e (MK + Mr + 2MN)
     fdora     forward   norm 2 N K r [NK + rK + Nr] + h + y: 2 M N (K + r) [MK + NK + Mr + Nr + MN]
-              up to 64 tokens h and y in one pass over W: 2 M (N K + K r + N r) [MK + NK + rK + Nr + Mr + MN]
+              up to 64 tokens h and y in one pass over W: 2 M (N K + K r + N r) [MK + NK + rK + Nr + Mr + MN];
+                        up to r = 64 on Hopper the norm out of the same pass: no bytes of its own
               backward  dz and dm [3MN], dB with it [Mr + Nr] up to r = 64, apart above + dh + dA
                         + dx: 2 M K (N + r) [MN + NK + Mr + rK + MK]
               keeps     x, h, and y         e (MK + Mr) + e MN; without a bias y is the output itself, which costs nothing
@@ -82,6 +83,7 @@ def gpu_of(device_name: str) -> Gpu | None:
 
 
 FEW = 64  # tokens up to which one pass over W does it all
+INSIDE = 64  # rank up to which that pass forms the norm, on Hopper
 FUSE_DB = 64  # rank up to which backward's elementwise pass forms dB too
 Op = tuple[float, float]  # flops, elements
 
@@ -159,6 +161,8 @@ def predict(M: int, N: int, K: int, r: int, *, gpu: str = "h200", method: Method
         raise fail("predict", "gpu", f"one of {', '.join(GPUS)}", repr(gpu), "Others can be added to fdora/predict.py.")
     path, norm, forward, backward, kept, output = operations(M, N, K, r, method)
     rate = GPUS[gpu]
+    if method == "fdora" and M <= FEW and r <= INSIDE and 90 <= rate.capability < 100:
+        forward, norm = [(forward[0][0] + norm[0][0], forward[0][1])], []
     both = [*norm, *forward], backward
     seconds = [sum(max(f / rate.flops, n * itemsize / rate.bytes) for f, n in ops) for ops in both]
     return Prediction(path, seconds[0], seconds[1], kept * itemsize, output * itemsize)

@@ -68,6 +68,8 @@ class Backend:
     tree_layers: Callable[..., Any]  # what norms of many layers are made with
     is_decoded: Callable[[Any], bool] | None = None
     """Whether a W of this QuantSpec may come as it is to layers_fwd, layers_bwd, mlp_fwd and mlp_bwd."""
+    norm_inside: Callable[[Tensor, Any, Tensor, Tensor], bool] | None = None
+    """Whether a layer of x and a dense W may come to layers_fwd and mlp_fwd without its norm."""
     norm_of_codes: Callable[[Any, Sequence[Tensor | None], Tensor, Tensor, float, bool], Tensor | None] | None = None
     norm_of_codes_guarded: Callable[..., tuple[Tensor, Tensor] | None] | None = None
     norm_kept: Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor], Tensor] | None = None
@@ -143,6 +145,7 @@ def kernels(triton: Any) -> Backend:
         unmerge_fwd=triton.merge.unmerge_fwd,
         tree_layers=triton.tree.Layers,
         is_decoded=triton.codes.is_decoded,
+        norm_inside=triton.small_norm.norm_inside,
         norm_of_codes=triton.quant.norm_of_codes,
         norm_of_codes_guarded=triton.quant.norm_of_codes_guarded,
         norm_kept=triton.norm.norm_kept,

@@ -106,7 +106,7 @@ class Linear(torch.autograd.Function):
         rest = output[n:]
         ctx.mark_non_differentiable(*rest)
         ctx.set_materialize_grads(False)  # else torch fills zeros for h and the like on every backward
-        inside = without_norm(flat, n) if call.specs is not None else []
+        inside = without_norm(flat, n)
         for at, c in zip(inside, rest[len(rest) - len(inside) :], strict=True):
             flat[at] = c
         h, before = None, rest[: len(rest) - len(inside)]

@@ -76,6 +76,12 @@ def forms_norm(W: Any, backend: str) -> bool:
     return isinstance(W, QuantWeight) and W.dtype != torch.float64 and is_decoded(W.spec, backend)
 
 
+def norm_beside(x: Tensor, W: Any, A: Tensor, B: Tensor, backend: str) -> bool:
+    """Whether a layer of a dense W may come without its norm: the pass over W that few tokens take forms it."""
+    fits = OPS[backend].norm_inside
+    return fits is not None and fits(x, W, A, B)
+
+
 def without_norm(flat: Sequence[Any], count: int) -> list[int]:
     """Where in the flat operands of so many layers the norms belong that a forward formed."""
     return [i + 4 for i in range(0, count * WIDTH, WIDTH) if flat[i + 1] is not None and flat[i + 4] is None]

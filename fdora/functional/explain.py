@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from inspect import signature
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,7 +162,8 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
         for i, layer in enumerate(layers):
             la = DoraLayer._make(map(stand_in, layer))
             read = isinstance(la.W, QuantWeight) and triton.is_decoded(la.W.spec)
-            inside = la.A is not None and la.norm is None and read and not fp8
+            inside = la.A is not None and la.norm is None and not fp8
+            inside = inside and (read or (a.detach and _rides(triton, on, x, la)))
             if la.A is not None and la.norm is None:
                 c = torch.empty(la.W.shape[0], dtype=torch.float32, device="meta")
                 if not inside:
@@ -194,6 +196,12 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
         return Parts([*norms, forward], backward, [kept_of(n.rstrip("0") if single else n, t) for n, t in kept.items()], notes)
 
     return a.x.device, x.dtype, plans
+
+
+def _rides(triton: Any, on: Any, x: Any, la: DoraLayer) -> bool:
+    """Whether the pass over a dense W forms its norm."""
+    dense = not isinstance(la.W, QuantWeight)
+    return dense and triton.fits(on, prod(x.shape[:-1]), x.dtype, la.W, la.A, la.B)
 
 
 def _norms(triton: Any, on: Any, W: Any, A: Any, B: Any, max_bytes: int | None, squared: bool) -> list[Any]:

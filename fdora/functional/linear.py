@@ -31,7 +31,7 @@ from fdora.autograd.fp8 import fp8_linear
 from fdora.autograd.linear import Call, eager_linear, linear
 from fdora.autograd.norm import row_norm, with_gradient
 from fdora.autograd.residual import residual_linear
-from fdora.autograd.weight import forms_norm
+from fdora.autograd.weight import forms_norm, norm_beside
 from fdora.functional._ends import check_ends, folded, loses_inner
 from fdora.functional.backend import select_backend
 from fdora.quant import Codes8, QuantWeight
@@ -210,7 +210,7 @@ def check_dropout(fn: str, p: float, mode: str) -> None:
 
 def norm_for(x: Tensor, W: Any, A: Tensor, B: Tensor, s: float, norm: Tensor | None, backend: str) -> Tensor | None:
     """c, or None where the plan of the layer forms it."""
-    if norm is None and forms_norm(W, backend):
+    if norm is None and (forms_norm(W, backend) or norm_beside(x, W, A, B, backend)):
         return None
     c = row_norm(W, A, B, None, s, None, True, backend) if norm is None else norm
     return c if c.dtype == torch.float32 and x.dtype != torch.float64 else c.to(torch.promote_types(x.dtype, torch.float32))

@@ -16,4 +16,5 @@ from fdora.triton import mlp as mlp
 from fdora.triton import multi as multi
 from fdora.triton import norm as norm
 from fdora.triton import quant as quant
+from fdora.triton import small_norm as small_norm
 from fdora.triton import tree as tree

@@ -186,7 +186,8 @@ def scale_config(M: int, N: int, r: int, half: bool, capability: int, with_dB: b
     tensors where they fill the GPU; up to 256 tokens, and up to 512 beside many columns, one strip needs no second kernel.
     ``with_dB``: it may be formed here."""
     if M <= 64:
-        return ScaleConfig(min(32, power_of_two(M)), 64 if half else 32, 64, _block_r(r, half), 4)
+        block_r = _block_r(r, half) if with_dB else 0
+        return ScaleConfig(min(32, power_of_two(M)), 64 if half else 32, 64, block_r, 4)
     if not half or not 90 <= capability < 120:  # twice the registers, or half of them left: a small tile, and dB apart
         return ScaleConfig(32, 64, 128, 0, 4)
     # Beside few elements dB costs less than a product of its own; one of ranks that cuBLAS cannot load at once is slow.
@@ -227,6 +228,14 @@ def small_config(rows: int, N: int, K: int, columns: bool, capability: int, num_
         return SmallConfig(32, 64, 4, 3)
     table = {shape: tile for shape, tile in SMALL[columns].items() if not 1 < -(-N // tile[0]) / max(1, num_sms) < 1.5}
     return SmallConfig(*nearest(table or SMALL[columns], (rows, N, K)))
+
+
+def small_norm_config(N: int, capability: int, num_sms: int) -> SmallConfig:
+    """The same with the norm beside it, whose squares are as large as the tile of W. us on an H200, 16 tokens, r = 16, 32 x 128
+    and 64 x 64: 4096 x 4096 20 and 31, 14336 -> 4096 55 and 92; 4096 -> 14336 55 and 45, 2304 -> 22144 52 and 39."""
+    if not capability:
+        return SmallConfig(32, 64, 4, 2)
+    return SmallConfig(32, 128, 4, 4) if 64 * num_sms >= N else SmallConfig(64, 64, 4, 4)
 
 
 def nearest(table: dict[tuple, tuple], shape: tuple[int, ...]) -> tuple:

@@ -18,6 +18,7 @@ from fdora.triton.codes import Packed, byte_facts, groups_of, in_pairs, lut_fact
 from fdora.triton.configs import dequantize_config
 from fdora.triton.copy import in_dtype
 from fdora.triton.kernels.dequantize import dequantize4_kernel, dequantize8_kernel, lost4_kernel, lost8_kernel
+from fdora.triton.norm import norm as norm_of_dense
 from fdora.triton.quant import norm
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
@@ -42,6 +43,9 @@ def weight_in(plan: Builder, W: Array | Packed, dtype: torch.dtype) -> Array:
 def weight_of(plan: Builder, la: Any, s: Scalar, dtype: torch.dtype, c: Array | None) -> Array:
     """That of a layer. ``c``: where its norm goes, if nobody gave one."""
     if c is None:
+        return weight_in(plan, la.W, dtype)
+    if not isinstance(la.W, Packed):
+        norm_of_dense(plan, la.W, la.A, la.B, s, c, None, False)
         return weight_in(plan, la.W, dtype)
     return dequantized_with_norm(plan, la.W, la.A, la.B, s, c, dtype)
 

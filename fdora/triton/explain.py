@@ -35,6 +35,7 @@ from fdora.triton.runtime.describe import describe as _describe
 from fdora.triton.runtime.device import Device, device_of, of_gpu
 from fdora.triton.runtime.plan import Plan
 from fdora.triton.runtime.walk import Maker, like
+from fdora.triton.small_norm import fits as fits
 
 Layers = Sequence[Operands]
 

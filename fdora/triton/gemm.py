@@ -71,6 +71,7 @@ def gemm(
         return
     w, b = (right.w.T, right.b.T) if right.trans else (right.w, right.b)
     one_more_tile = pre_scale is not None or epilogue.residual is not None
+    one_more_tile |= masked.seed is not None and plan.device.capability >= 100  # the positions of a mask are as large
     x_masked = masked.x
     vectors = (epilogue.m, epilogue.c, epilogue.bias, masked.seed, threshold(masked.p), 1 / (1 - masked.p), M, N, K, r)
     flags = (epilogue.kind, epilogue.bias is not None, pre_scale is not None, masked.seed is not None, x_masked is not None)
@@ -90,8 +91,8 @@ def gemm(
              Tile(hb[1], block), Tile(out, (bm, width)), _tile(pre_scale, (bm, width)), _tile(epilogue.residual, (bm, width)),
              *vectors, programs),
             (trans_b, *flags, origin, bm, bn, bk, config.EPILOGUE_SUBTILE, config.persistent and masked.seed is None,
-             config.GROUP_M),
-            config.num_warps, config.num_stages,
+             config.GROUP_M, plan.device.supports_pdl),
+            config.num_warps, config.num_stages, plan.device.supports_pdl,
         )  # fmt: skip
         return
     if x_masked is not None and x_masked.stride != x.stride:

@@ -20,8 +20,16 @@ from fdora.triton.product import summed_product
 from fdora.triton.quant_bwd import backward_of_codes
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.plan import Array, Scalar
-from fdora.triton.small import LIMIT, is_small, small_backward
+from fdora.triton.small import LIMIT, is_small, narrow, small_backward
 from fdora.triton.small_quant import reads, small_backward_of_codes
+
+NARROW = "one pass over W"
+
+
+def _is_few(plan: Builder, dy: Array, la: Any) -> bool:
+    if isinstance(la.W, Packed):
+        return is_small(dy.shape[0])
+    return narrow(plan, dy, la.W, la.A.shape[0])
 
 
 def _forms(la: Any, needs: Sequence[bool]) -> list[tuple[Any, torch.dtype] | None]:
@@ -63,10 +71,11 @@ def backward(
         product = "products by cuBLAS; float32 obeys torch.set_float32_matmul_precision"
     elif dx is None:
         product = "products by cuBLAS; no dx is asked for"
-    elif is_small(x.shape[0]):
+    elif how == NARROW:
         product = f"one pass over W; at most {LIMIT} tokens"
     else:
-        product = f"{how}; more than {LIMIT} tokens"
+        many = f"more than {LIMIT} tokens" if x.shape[0] > LIMIT else "predicted faster than one pass over W"
+        product = f"{how}; {many}"
     packed = [la for la in layers if isinstance(la.W, Packed)]
     no_dz = dx is not None and all(
         la.A is None or takes_g(la, x, dropout, pre) for la, pre in zip(layers, pre_scale, strict=True)
@@ -92,7 +101,7 @@ def _backward(
     """Returns how dx is formed, in words."""
     t, how = x.dtype, "no dx is asked for"
     half, peft = t != torch.float32, la.seed is not None and dropout.mode == "peft"
-    r, few = la.A.shape[0], half and is_small(x.shape[0])
+    r, few = la.A.shape[0], half and _is_few(plan, dy, la)
     if dx is not None and takes_g(la, x, dropout, pre_scale):
 
         def dx_of(out: Array, W: Array, A: Array, dh: Array) -> str:
@@ -121,6 +130,7 @@ def _backward(
     if dz is None:
         return how
     if dx is not None and small:
+        how = NARROW
         if isinstance(la.W, Packed) and reads(la.W):
             small_backward_of_codes(plan, dz, la.W, la.A, la.B, x, s, dx, grads.A, accumulate)
         else:

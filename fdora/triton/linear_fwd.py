@@ -18,7 +18,8 @@ from fdora.triton.quant import norm
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array, Scalar
-from fdora.triton.small import LIMIT, Out, is_small, small_forward
+from fdora.triton.small import LIMIT, Out, is_small, narrow, small_forward
+from fdora.triton.small_norm import fits, small_norm_forward
 from fdora.triton.small_quant import reads, small_forward_of_codes
 
 BLOCK_M, BLOCK_N = 4, 512
@@ -30,24 +31,27 @@ def forward(
 ) -> None:  # fmt: skip
     """All layers on x: also the two halves of an MLP (mlp.py). One layer may have a residual, (M, N) like its y, to add."""
     half = x.dtype != torch.float32
-    small = half and is_small(x.shape[0])
+    few = [half and _is_few(plan, x, la) for la in layers]
     adapted = [la for la in layers if la.A is not None]
+    inside = [each.c is not None and la.seed is None and _norm_fits(plan, x, la) for la, each in zip(layers, out, strict=True)]
     # Another s for each would have to be folded into A, and round it; few tokens are cheap to read.
-    at_once = len(adapted) > 1 and same_s and not small and all(la.seed is None for la in adapted)
+    at_once = len(adapted) > 1 and same_s and not any(few) and not any(inside) and all(la.seed is None for la in adapted)
     if at_once:  # one product reads x once
         assert h is not None
         plan.product(h, x, stacked(plan, [la.A for la in adapted], x.dtype).T, scalars[0])
     how = "nothing"
-    for la, s, each in zip(layers, scalars, out, strict=True):
+    for la, s, each, small, with_norm in zip(layers, scalars, out, few, inside, strict=True):
         if each.c is not None:
             la = la._replace(c=each.c)
         if la.A is None:
             _frozen_forward(plan, x, la, each.y)
-        elif small and la.seed is None:  # it forms h in passing, faster than it could read one
+        elif with_norm or (small and la.seed is None):  # it forms h in passing, faster than it could read one
             if residual is not None:
                 copied(plan, residual, each.y)
             onto = residual is not None
-            if isinstance(la.W, Packed) and reads(la.W):
+            if with_norm:
+                small_norm_forward(plan, x, la, s, each, accumulate=onto)
+            elif isinstance(la.W, Packed) and reads(la.W):
                 if each.c is not None:
                     norm(plan, la.W, la.A, la.B, s, each.c)
                 small_forward_of_codes(plan, x, la.W, la, s, each, accumulate=onto)
@@ -55,17 +59,31 @@ def forward(
                 small_forward(plan, x, la._replace(W=weight_of(plan, la, s, x.dtype, each.c)), s, each, accumulate=onto)
         else:
             how = _forward(plan, x, la, s, each, dropout, at_once, residual)
-    if not half:
+    if any(inside):
+        plan.path = "few tokens: one pass over W; its norm out of the same pass"
+    elif not half:
         plan.path = "products by cuBLAS, then g in one pass; float32 obeys torch.set_float32_matmul_precision"
-    elif small:
+    elif any(few):
         plan.path = f"few tokens: one pass over W; up to {LIMIT} tokens reading it is what a call costs"
     else:
-        plan.path = f"x A^T, then the product; {how}; more than {LIMIT} tokens"
+        many = f"more than {LIMIT} tokens" if x.shape[0] > LIMIT else "predicted faster than one pass over W"
+        plan.path = f"x A^T, then the product; {how}; {many}"
     packed = [la for la in layers if isinstance(la.W, Packed)]
-    if small and packed and all(la.A is not None and la.seed is None and reads(la.W) for la in packed):
+    if any(few) and packed and all(la.A is not None and la.seed is None and reads(la.W) for la in packed):
         plan.path += "; codes of W are decoded where they are multiplied"
     elif packed:
         plan.path += "; W is decoded first" + (", its norm with it" if any(each.c is not None for each in out) else "")
+
+
+def _is_few(plan: Builder, x: Array, la: Any) -> bool:
+    """Whether one pass over W forms h and y."""
+    if la.A is None or isinstance(la.W, Packed):
+        return is_small(x.shape[0])
+    return narrow(plan, x, la.W.T, la.A.shape[0])
+
+
+def _norm_fits(plan: Builder, x: Array, la: Any) -> bool:
+    return la.A is not None and not isinstance(la.W, Packed) and fits(plan.device, x.shape[0], x.dtype, la.W, la.A, la.B)
 
 
 def _forward(

@@ -71,10 +71,11 @@ def rest(
     (M, N), r = base.shape, h.shape[1]
     if base.numel == 0:
         return
-    config, m = rest_config(r), epilogue.m
+    config, m, pdl = rest_config(r), epilogue.m, plan.device.supports_pdl
     plan.launch(
         rest_kernel, (cdiv(M, config.BLOCK_M) * cdiv(N, config.BLOCK_N),),
         (base, h, b, out, pre_scale, m, epilogue.c, epilogue.bias, M, N, r, *h.stride, *b.stride),
-        (m is not None, epilogue.bias is not None, pre_scale is not None, config.BLOCK_M, config.BLOCK_N, config.BLOCK_R, 8),
-        config.num_warps, config.num_stages,
+        (m is not None, epilogue.bias is not None, pre_scale is not None, config.BLOCK_M, config.BLOCK_N, config.BLOCK_R, 8,
+         pdl),
+        config.num_warps, config.num_stages, pdl,
     )  # fmt: skip

@@ -14,16 +14,22 @@ from typing import Any, NamedTuple
 import torch
 
 from fdora.triton.configs import SmallConfig, power_of_two, small_config
+from fdora.triton.few import LIMIT, takes_narrow_tiles
 from fdora.triton.kernels.small import shrink_kernel, small_kernel
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.device import cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Scalar
-
-LIMIT = 64  # tokens; from there on the tiles of gemm.py are better filled
 
 
 def is_small(tokens: int) -> bool:
+    """Whether there are narrow tiles for so many. W of codes and banks take them then."""
     return tokens <= LIMIT
+
+
+def narrow(plan: Builder, x: Array, w: Array, r: int) -> bool:
+    """(M, K) (K, N), W dense: whether the pass of this file is predicted to be faster than the product of gemm.py."""
+    (M, K), N, on = x.shape, w.shape[1], plan.device
+    return takes_narrow_tiles(M, N, K, r, w.stride[1] != 1, is_tma_compatible(x), on.capability, on.num_sms)
 
 
 class Out(NamedTuple):

@@ -1,7 +1,9 @@
 """Configs are a pure function of the shape and the GPU: defined for every one of them, and inside the table where one stands."""
 
 import itertools
+import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora.triton import fitted, waves
 from fdora.triton.choice import POINTERS, fused_config, product_way, tiles
 from fdora.triton.configs import nearest, rest_config, scale_config, small_config
+from fdora.triton.few import takes_narrow_tiles
 from fdora.triton.table import SMALL
 from fdora.triton.waves import CublasFit, Fit, PassFit, Tile, cublas_us, fused_us, gpu_of, pass_us
 
@@ -97,3 +100,28 @@ def test_the_nearest_in_factors_of_two():
     table = {(16, 16): "small", (1024, 16): "tall"}
     assert nearest(table, (100, 16)) == "small" and nearest(table, (200, 16)) == "tall"
     assert nearest(table, (128, 16)) == "small"  # equals: the first
+
+
+def test_few_tokens_take_what_was_faster():
+    """h200/few.json: both ways of both directions, timed."""
+    rows = json.loads((Path(__file__).parents[2] / "bench/results/h200/few.json").read_text())["rows"]
+    assert rows
+    for row in rows:
+        (M, K, N, r), ms = row["shape"], row["ms"]
+        for trans_b, small, general in (
+            (True, ms["small"], ms["general"]),
+            (False, ms["small_both"] - ms["small"], ms["general_both"] - ms["general"]),
+        ):
+            sizes = (M, N, K) if trans_b else (M, K, N)
+            took = small if takes_narrow_tiles(*sizes, r, trans_b, True, 90, 132) else general
+            assert took <= 1.1 * min(small, general), (row["shape"], trans_b)
+
+
+def test_narrow_tiles_end_at_64_tokens_and_where_columns_are_few():
+    assert takes_narrow_tiles(1, 4096, 4096, 16, True, True, 90, 132) and not takes_narrow_tiles(
+        65, 4096, 4096, 16, True, True, 90, 132
+    )
+    assert not takes_narrow_tiles(64, 22144, 2304, 16, True, True, 90, 132)
+    assert not takes_narrow_tiles(16, 2304, 22144, 16, False, True, 90, 132)
+    for capability, sms in ((80, 108), (86, 82), (89, 128), (100, 148), (120, 170)):
+        assert takes_narrow_tiles(8, 4096, 4096, 16, True, True, capability, sms)

@@ -33,9 +33,29 @@ def products(monkeypatch):
 
 
 def test_every_way_of_a_product_is_checked_and_timed(products):
-    forward, backward = products.time_products([(130, 64, 128, 16)], math.inf, False)
+    forward, backward = products.time_products([(130, 64, 128, 16)], math.inf, products.Which())
     assert set(forward["ms"]) == {*products.ways_of(True)} and len(forward["ms"]) == 4
     assert set(backward["ms"]) == set(forward["ms"]) | {"first"} and (forward["forward"], backward["forward"]) == (True, False)
+
+
+def test_some_ways_alone(products):
+    which = products.Which(kinds=("after", "bare"))
+    forward, backward = products.time_products([(130, 64, 128, 16)], math.inf, which)
+    assert set(forward["ms"]) == set(backward["ms"]) == {"after", "bare"}
+
+
+def test_few_tokens_both_ways(products, monkeypatch):
+    from bench import few
+
+    monkeypatch.setattr(few, "CACHE", 1)
+    monkeypatch.setattr(few, "INSIDE", [SmallConfig(16, 64, 4, 2)])
+    row = few.case((5, 64, 128, 16), (None, None), 1)
+    assert {"bare", "small", "general", "small_both", "general_both"} <= {*row["ms"]}
+    assert "inside 16 64 4 2" in row["ms"]
+    drawn = few.Drawn(5, 64, 128, 16)
+    drawn.want = drawn.want + 1
+    with pytest.raises(AssertionError, match="is wrong"):
+        drawn.timer(drawn.ways()["small"])
 
 
 def test_a_wrong_way_is_an_error(products, monkeypatch):
@@ -43,7 +63,7 @@ def test_a_wrong_way_is_an_error(products, monkeypatch):
         products, "planned", lambda write, *tensors: lambda *given: (torch.zeros(130, 128, device=device.NAME),)
     )
     with pytest.raises(AssertionError, match="is wrong"):
-        list(products.time_products([(130, 64, 128, 16)], math.inf, False))
+        list(products.time_products([(130, 64, 128, 16)], math.inf, products.Which()))
 
 
 def test_the_fit_finds_what_made_the_times():
@@ -71,6 +91,19 @@ def test_the_fit_finds_what_made_the_times():
     written: dict = {}
     exec(text, written)
     assert written["FUSED"] == {True: {config: tuple(model["fused"][config])}} and set(written["AFTER"]) == {True}
+
+
+def test_what_was_timed_again_counts():
+    from bench import fit
+
+    def row(M, **ms):
+        return {"shape": [M, 64, 64, 8], "forward": True, "ms": ms}
+
+    first = {"rows": [row(100, bare=2.0, after=3.0, fused=2.5), row(200, bare=4.0, after=9.0), {"shape": [1], "scale": {}}]}
+    rows = fit.merged([first, {"rows": [row(100, bare=3.0, after=3.5), row(300, bare=1.0, after=1.5)]}])
+    ms = [each["ms"] for each in rows]
+    assert ms == [{"bare": 2.0, "after": 2.5, "fused": 2.5}, {"bare": 4.0}, {"bare": 1.0, "after": 1.5}]
+    assert [*fit.names_of(rows)] == ["bare", "fused", "after"]
 
 
 SMALLS = [SmallConfig(16, 64, 4, 2), SmallConfig(32, 64, 4, 2)]

@@ -95,6 +95,19 @@ def calls_of_linear(M, N, K, r, dtype, adapter=None):
                 yield plan_backward, [x, h, dy, kept, *la], (p, mode, (pre_scale,), need_x, tuple(needs))
 
 
+def calls_without_norm(M, N, K, r, dtype):
+    """One layer that nobody gave its norm: every way forward."""
+    from fdora.triton.linear import plan_forward
+
+    x, y = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype)
+    for bias, seed, save in product((False, True), (False, True), ("nothing", "pre_scale")):
+        la = layer(N, K, r, dtype, dtype, bias, seed)
+        la[4] = None
+        yield plan_forward, [x, *la], (0.1 if seed else 0.0, "lora", (save,), True)
+        if not seed:
+            yield plan_forward, [x, *la, y], (0.0, "lora", (save,), True, (), (), True)
+
+
 def calls_of_groups(M, N, K, r, dtype):
     """Layers on one x, a frozen one among them, and a gated MLP."""
     from fdora.triton import linear, mlp
@@ -393,6 +406,13 @@ def every_call():
     for M, r in ((8, 16), (64, 384), (4096, 16), (4096, 64), (4096, 384)):
         yield from calls_of_linear(M, 4096, 4096, r, BF16)
     yield from calls_of_linear(130, 137, 70, 20, FP16, FP32)
+    for M, N, K, r, dtype in (
+        (8, 4096, 4096, 16, BF16),
+        (64, 1024, 4096, 64, BF16),
+        (64, 512, 512, 128, BF16),
+        (5, 137, 70, 20, FP16),
+    ):
+        yield from calls_without_norm(M, N, K, r, dtype)
     for M in (16, 4096):
         yield from calls_of_linear(M, 512, 1024, 16, FP32)
     for M, r, G in ((8, 16, 8), (64, 64, 64), (512, 16, 4), (8192, 16, 32), (8192, 256, 4)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.g import g_tile
+from fdora.triton.kernels.g import g_of, g_tile
 from fdora.triton.kernels.tile import products
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
@@ -40,15 +40,15 @@ def _slab(b, n, r, N, R, stride_br, stride_bn):
 
 
 @triton.jit
-def _finish(
-    acc, col, slab, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R,
+def finish(
+    acc, squares, col, slab, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R,
     stride_br, stride_bn, stride_hm, stride_um, stride_un,
     dtype: tl.constexpr, PARTS: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
     STORE_H: tl.constexpr, NEED_A: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """What comes with x w, (BLOCK_M, BLOCK_N) in ``acc``: the term of low rank, g, the bias; h and dA. AHEAD: ``slab`` is all
-    of b that it reads."""
+    of b that it reads. ``squares``: of the norm of each column, which goes to c; or None, and c is read."""
     t, n = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     r = tl.arange(0, BLOCK_R)
     # With many parts a second stage of this loop would hold twice as many tiles in shared memory as there is.
@@ -75,7 +75,13 @@ def _finish(
     if STORE_PRE_SCALE:
         tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
     if SCALE:
-        acc = acc * g_tile(m, c, n, N)[None, :]
+        if squares is None:
+            g = g_tile(m, c, n, N)
+        else:
+            norm = tl.sqrt_rn(squares)
+            tl.store(c + n, norm, mask=n < N)
+            g = g_of(m, norm, n, N)
+        acc = acc * g[None, :]
     if HAS_BIAS:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if ACCUMULATE:  # no other program touches this tile
@@ -96,8 +102,8 @@ def small_kernel(
     acc = products(acc, x, w, 0, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K)
     if PDL:
         gdc_wait()
-    _finish(
-        acc, col, None, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R, stride_br, stride_bn, stride_hm, stride_um,
+    finish(
+        acc, None, col, None, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R, stride_br, stride_bn, stride_hm, stride_um,
         stride_un, x.dtype.element_ty, PARTS, SCALE, HAS_BIAS, STORE_PRE_SCALE, STORE_H, NEED_A, ACCUMULATE,
         BLOCK_M, BLOCK_N, BLOCK_R, False,
     )  # fmt: skip
@@ -121,8 +127,8 @@ def add_parts_kernel(
     for i in tl.static_range(SPLITS):  # always in the same order
         at = (i * M + t)[:, None].to(tl.int64) * N + n[None, :]
         acc += tl.load(sums + at, mask=(t < M)[:, None] & (n < N)[None, :], other=0.0)
-    _finish(
-        acc, col, slab, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R, stride_br, stride_bn, stride_hm, stride_um,
+    finish(
+        acc, None, col, slab, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R, stride_br, stride_bn, stride_hm, stride_um,
         stride_un, x.dtype.element_ty, PARTS, SCALE, HAS_BIAS, STORE_PRE_SCALE, STORE_H, NEED_A, ACCUMULATE,
         BLOCK_M, BLOCK_N, BLOCK_R, AHEAD,
     )  # fmt: skip

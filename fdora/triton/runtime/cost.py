@@ -28,6 +28,11 @@ def _small(*, x, w, part, h, b, out, pre_scale, u, dA, M, N, K, R, ACCUMULATE, *
     return product(M, N, wide, x) + moved(x, w, part, h, b, out, pre_scale, u, dA, out if ACCUMULATE else None)
 
 
+def _small_norm(*, x, w, a, part, h, b, out, pre_scale, M, N, K, R, ACCUMULATE, **_: Any) -> Cost:
+    products = product(M, N, K + R, x) + product(K, N, R, x)
+    return products + moved(x, w, a, part, h, b, out, pre_scale, out if ACCUMULATE else None)
+
+
 def _small_codes(
     *, x, codes, scales, scales2, part, h, b, out, pre_scale, u, dA, M, N, K, R, ACCUMULATE, **_: Any
 ) -> Cost:  # fmt: skip
@@ -215,6 +220,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "shrink_kernel": _shrink,
     "small_codes_kernel": _small_codes,
     "small_kernel": _small,
+    "small_norm_kernel": _small_norm,
     "split_kernel": _split,
     "sum_kernel": _sum,
 }

@@ -1,0 +1,77 @@
+"""The layer for a handful of tokens with its norm; see fdora/triton/small_norm.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.kernels.small import finish
+from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.private import gdc_wait
+
+
+@triton.jit(launch_metadata=launched)
+def small_norm_kernel(
+    x,
+    w,
+    a,
+    part,
+    h,
+    b,
+    out,
+    pre_scale,
+    m,
+    c,
+    bias,
+    s,
+    M,
+    N,
+    K,
+    R,
+    stride_xm,
+    stride_xk,
+    stride_wk,
+    stride_wn,
+    stride_ar,
+    stride_ak,
+    stride_br,
+    stride_bn,
+    stride_hm,
+    PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    STORE_PRE_SCALE: tl.constexpr,
+    STORE_H: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One slab holds all of the rank."""
+    col = tl.program_id(0) * BLOCK_N
+    t, n, r, k = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+    at_b = b + r[:, None].to(tl.int64) * stride_br + n[None, :].to(tl.int64) * stride_bn
+    bt = tl.load(at_b, mask=(r < R)[:, None] & (n < N)[None, :], other=0.0)
+    at_x = x + t[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk
+    at_w = w + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
+    at_a = a + r[:, None].to(tl.int64) * stride_ar + k[None, :].to(tl.int64) * stride_ak
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    squares = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)  # summed over rows at the end, where alone the warps meet
+    for k0 in range(0, K, BLOCK_K):
+        xt = tl.load(at_x, mask=(t < M)[:, None] & (k < K - k0)[None, :], other=0.0)
+        wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0)
+        at = tl.load(at_a, mask=(r < R)[:, None] & (k < K - k0)[None, :], other=0.0)
+        acc = tl.dot(xt, wt, acc)
+        v = wt.to(tl.float32) + s * tl.dot(tl.trans(at), bt)
+        squares += v * v
+        at_x += BLOCK_K * stride_xk
+        at_w += BLOCK_K * stride_wk
+        at_a += BLOCK_K * stride_ak
+    if PDL:
+        gdc_wait()
+    finish(
+        acc, tl.sum(squares, axis=0), col, None, part, h, b, out, pre_scale, m, c, bias, None, None, s, M, N, R,
+        stride_br, stride_bn, stride_hm, 1, 1, x.dtype.element_ty, PARTS, True, HAS_BIAS, STORE_PRE_SCALE, STORE_H, False,
+        ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, False,
+    )

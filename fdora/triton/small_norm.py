@@ -1,0 +1,104 @@
+"""The layer for a handful of tokens that nobody gave its norm: W is read once for both.
+
+    parts of h = s x A^T                        as in small.py
+    c = || W + s B A ||, out = g (x W + h B) + bias       one program per few columns of the result, all of K
+
+A program has whole rows of W. To each tile of them it adds s B A, as norm.py does, and squares: the sum over K is in one place,
+so no partials are written and no second kernel adds them. What that costs beside the product is r more rows of x, and no byte
+of W. Apart, the norm reads W again, which is what few tokens cost altogether.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdora._torch import PLAIN, needs_dispatcher
+from fdora.triton.configs import SmallConfig, power_of_two, small_norm_config
+from fdora.triton.kernels.small_norm import small_norm_kernel
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import Device, cdiv, device_of
+from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.small import Out, shrunk
+
+MOST_RANK = 64  # of one slab: B of a program's columns stays where it is for all of K
+MOST_TOKENS = 64
+
+
+def norm_inside(x: Tensor, W: Any, A: Tensor, B: Tensor) -> bool:
+    """Whether a layer may come to the plan of its forward without a norm: where the call reads W once for both."""
+    if type(W) not in PLAIN or needs_dispatcher(x):
+        return False
+    return fits(device_of(x.device), x.numel() // max(1, x.shape[-1]), x.dtype, W, A, B)
+
+
+def fits(on: Device, tokens: int, dtype: torch.dtype, W: Any, A: Any, B: Any) -> bool:
+    """Whether :func:`small_norm_forward` takes these: all half precision, in the dtype of x. On Hopper, where it was measured:
+    elsewhere W would not be copied ahead of its use."""
+    if on.gpu >= 0 and not 90 <= on.capability < 100:
+        return False
+    half = dtype in (torch.float16, torch.bfloat16) and W.dtype == A.dtype == B.dtype == dtype
+    return half and 0 < tokens <= MOST_TOKENS and 0 < A.shape[0] <= MOST_RANK and 0 not in W.shape
+
+
+def small_norm_forward(
+    plan: Builder,
+    x: Array,
+    la: Any,
+    s: Scalar,
+    out: Out,
+    config: SmallConfig | None = None,
+    accumulate: bool = False,
+) -> None:
+    """:func:`fdora.triton.small.small_forward` of a layer without c, which goes to ``out``."""
+    y, h, pre_scale, c = out
+    assert c is not None
+    (M, K), (N, r), on = x.shape, la.B.shape, plan.device
+    rows = MOST_TOKENS if on.capability else power_of_two(M)  # wgmma takes 64; with fewer, W would not be copied ahead
+    part, pdl = shrunk(plan, x, la.A.T)
+    w, b = la.W.T, la.B.T
+    block_n, block_k, warps, stages = config or small_norm_config(N, on.capability, on.num_sms)
+    plan.launch(
+        small_norm_kernel,
+        (cdiv(N, block_n),),
+        (
+            x,
+            w,
+            la.A,
+            part,
+            h,
+            b,
+            y,
+            pre_scale,
+            la.m,
+            c,
+            la.bias,
+            s,
+            M,
+            N,
+            K,
+            r,
+            *x.stride,
+            *w.stride,
+            *la.A.stride,
+            *b.stride,
+            0 if h is None else h.stride[0],
+        ),
+        (
+            part.shape[0],
+            la.bias is not None,
+            pre_scale is not None,
+            h is not None,
+            accumulate,
+            pdl,
+            rows,
+            block_n,
+            block_k,
+            power_of_two(r),
+        ),
+        warps,
+        stages,
+        pdl,
+    )

@@ -1,0 +1,135 @@
+"""Few tokens without a norm: the pass over W forms it, and nothing else reads W."""
+
+import math
+
+import pytest
+import torch
+
+from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp, dora_norm
+from fdora.triton import small_norm
+from fdora.triton.linear import plan_forward
+from tests import device
+from tests.close import rel_l2
+from tests.make import grads, tensors, tracked
+from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401  the mark reads it
+from tests.triton.written import HOPPER, alike, arrays, calls_without_norm, kernels, launches, layer
+
+INSIDE = {"shrink_kernel": 1, "small_norm_kernel": 1}
+APART = {"norm_kernel": 1, "sum_kernel": 1}
+
+
+def exact(t):
+    """The norm in float64."""
+    return torch.linalg.vector_norm(t["W"].double() + t["s"] * t["B"].double() @ t["A"].double(), dim=1)
+
+
+def call(t, **kwargs):
+    return dora_linear(*(t[n] for n in "xWABm"), s=t["s"], backend="triton", **kwargs)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("shape", [(1, 33, 16, 1), (3, 40, 70, 20), (17, 64, 130, 64), (64, 137, 136, 16)], ids=str)
+def test_as_with_the_norm_of_dora_norm(shape, dtype):
+    M, N, K, r = shape
+    t = tensors(N, K, r, (M,), dtype, dtype)
+    c = dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="triton")
+    for bias in (None, t["bias"]):
+        found = {}
+        for name, norm in (("inside", None), ("given", c)):
+            leaves = tracked(t, "x", "A", "B", "m")
+            y = call(leaves, norm=norm, bias=bias)
+            torch.manual_seed(1)
+            dy = torch.randn(y.shape, device=y.device).to(y.dtype)
+            found[name] = {"y": y.detach()} | grads(y, dy, **{n: leaves[n] for n in ("x", "A", "B", "m")})
+            with torch.no_grad():
+                assert torch.equal(call(t, norm=norm, bias=bias), y)
+        for n, got in found["inside"].items():
+            assert rel_l2(got, found["given"][n]) < 2 * torch.finfo(dtype).eps, n
+
+
+@needs_kernels
+def test_the_norm_is_exact_where_w_and_the_adapter_cancel_and_nan_stays_in_its_row():
+    """c as a result of the plan: of rows that are 0, that the adapter takes away but for 1 %, and of a NaN."""
+    from fdora.triton.runtime.walk import like, run
+
+    t = tensors(48, 64, 8, (5,), HALF[0], HALF[0])
+    W = (-t["s"] * t["B"].float() @ t["A"].float()).mul(0.99).to(HALF[0])
+    W[3], t["B"][3] = 0, 0
+    W[5, 7] = math.nan
+    operands = (t["x"], W, t["A"], t["B"], t["m"], None, None, None)
+    plan = plan_forward(tuple(None if v is None else like(v) for v in operands), HOPPER, 0.0, "lora", ("nothing",), True)
+    assert dict(kernels(plan)) == INSIDE
+    y, _, c = run(plan, operands, (t["s"],))
+    want = exact(t | {"W": W})
+    others = [i for i in range(48) if i != 5]
+    assert torch.isnan(c[5]) and torch.isnan(y[:, 5]).all() and not torch.isnan(y[:, others]).any()
+    assert c[3] == 0 and (c.double() - want)[others].abs().max() <= 1e-6 * W.float()[others].norm(dim=1).max()
+    assert rel_l2(c[others], want[others]) < 1e-5
+
+
+@needs_kernels
+def test_layers_that_share_x_and_an_mlp(monkeypatch):
+    """Each pass forms the norm of its own W; no launch of the norm is left."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a norm of its own")
+
+    torch.manual_seed(0)
+    dtype, x = HALF[0], torch.randn(4, 48, device=device.NAME).to(HALF[0])
+
+    def made(N, K, r, s):
+        t = tensors(N, K, r, (4,), dtype, dtype)
+        return DoraLayer(*(t[n] for n in "WABm"), s)
+
+    layers = [made(40, 48, 8, 2.0), made(24, 48, 16, 2.0)]
+    mlp = [made(32, 48, 8, 2.0), made(32, 48, 8, 1.0), made(48, 32, 8, 2.0)]
+    with_norms = [[la._replace(norm=dora_norm(*la[:3], s=la.s, backend="triton")) for la in each] for each in (layers, mlp)]
+    want = dora_linear_group(x, with_norms[0], backend="triton")
+    want_mlp = dora_mlp(x, *with_norms[1], act="silu", backend="triton")
+    for name in ("_row_norm", "row_norm"):
+        monkeypatch.setattr(f"fdora.triton.norm.{name}", refuse)
+    for got, y in zip(dora_linear_group(x, layers, backend="triton"), want, strict=True):
+        assert rel_l2(got, y) < 2 * torch.finfo(dtype).eps
+    x.requires_grad_()
+    y = dora_mlp(x, *mlp, act="silu", backend="triton")
+    assert rel_l2(y, want_mlp) < 4 * torch.finfo(dtype).eps
+    y.float().sum().backward()
+    assert x.grad is not None
+    with pytest.raises(AssertionError, match="of its own"):
+        dora_linear(torch.randn(65, 48, device=device.NAME).to(dtype), *layers[0][:4], s=2.0, backend="triton")
+
+
+@needs_kernels
+def test_under_dropout_the_norm_has_launches_of_its_own():
+    t = tensors(40, 48, 8, (4,), HALF[0], HALF[0])
+    options = dict(dropout_p=0.3, seed=5)
+    y = call(t, norm=dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="triton"), **options)
+    assert rel_l2(call(t, **options), y) < 2 * torch.finfo(HALF[0]).eps
+
+
+# what needs no kernels
+
+
+def test_what_a_plan_launches():
+    """W is an argument of one launch; where the pass does not fit, and under dropout, of the norm's too."""
+    for maker, likes, options in calls_without_norm(8, 512, 1024, 16, torch.bfloat16):
+        plan, dropped = maker(tuple(likes), HOPPER, *options), likes[7] is not None
+        found = {k: v for k, v in kernels(plan).items() if k != "copy_kernel"}
+        assert {k: found.get(k) for k in APART} == APART if dropped else found == INSIDE
+        assert sum(a.slot == 1 for step in launches(plan) for a in arrays(step)) == 1 + dropped * (
+            found.get("gemm_tma_kernel", 0) > 0
+        )
+    for M, r, adapter in ((65, 16, torch.bfloat16), (8, 65, torch.bfloat16), (8, 16, torch.float32)):
+        la = layer(512, 1024, r, torch.bfloat16, adapter)
+        la[4] = None
+        plan = plan_forward((alike(M, 1024, dtype=torch.bfloat16), *la), HOPPER, 0.0, "lora", ("nothing",), True)
+        assert "small_norm_kernel" not in kernels(plan) and kernels(plan)["norm_kernel"] == 1
+
+
+def test_what_is_asked_of_the_operands():
+    x, W, A, B = (torch.empty(*s, dtype=torch.bfloat16) for s in ((2, 4, 64), (32, 64), (8, 64), (32, 8)))
+    assert small_norm.norm_inside(x, W, A, B)
+    assert not small_norm.norm_inside(x.new_empty(5, 13, 64), W, A, B) and not small_norm.norm_inside(x, W, A.float(), B)
+    assert not small_norm.norm_inside(x, object(), A, B) and not small_norm.norm_inside(x.float(), W, A, B)
+    assert not small_norm.norm_inside(x.new_empty(0, 64), W, A, B)
