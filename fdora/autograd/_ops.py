@@ -61,8 +61,9 @@ class Backend:
     experts_gated_bwd: Callable[[Tensor, Tensor, str], Tensor]
     embedding_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup], Tensor]
     embedding_bwd: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup, Needs], tuple[Tensor | None, ...]
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup, Needs], tuple[Tensor | None, ...] | None
     ]
+    """None where a backend leaves it to plain torch."""
     merge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     unmerge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     tree_layers: Callable[..., Any]  # what norms of many layers are made with
@@ -138,7 +139,7 @@ def kernels(triton: Any) -> Backend:
         experts_gated_fwd=triton.experts.gated_fwd,
         experts_gated_bwd=triton.experts.gated_bwd,
         embedding_fwd=triton.embedding.embedding_fwd,
-        embedding_bwd=eager.embedding.embedding_bwd,
+        embedding_bwd=triton.embedding_bwd.embedding_bwd,
         merge_fwd=triton.merge.merge_fwd,
         unmerge_fwd=triton.merge.unmerge_fwd,
         tree_layers=triton.tree.Layers,

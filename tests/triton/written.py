@@ -166,8 +166,9 @@ def calls_of_planes(L, N, P, dtype, lora=None):
 
 
 def calls_of_embeddings(T, V, d, r, dtype, adapter=None):
-    """With a norm of each column, and of each row of the table, given or not."""
+    """With a norm of each column, and of each row of the table, given or not; and the gradients by columns."""
     from fdora.triton.embedding import plan_embedding
+    from fdora.triton.embedding_bwd import WHOLE, plan_backward
 
     adapter = adapter or dtype
     W, A, B = alike(V, d, dtype=dtype), alike(r, V, dtype=adapter), alike(d, r, dtype=adapter)
@@ -175,6 +176,13 @@ def calls_of_embeddings(T, V, d, r, dtype, adapter=None):
         for per_row, given in ((False, True), (True, True), (True, False)):
             own, c = alike(V if per_row else d, dtype=adapter), alike(V if per_row else d, dtype=torch.float32)
             yield plan_embedding, [alike(2, T // 2, dtype=ids), W, A, B, own, c if given else None], (per_row,)
+    if r > WHOLE:
+        return
+    dy, n, number = alike(T, d, dtype=dtype), alike(d, dtype=torch.float32), alike(T, dtype=torch.int64)
+    for needs in ((True, True, True, True), (True, False, False, False), (False, False, True, False)):
+        sorted_ids = [number, number] if needs[0] else [None, None]
+        for sparse in (False, True):
+            yield plan_backward, [dy, number, W, A, B, n, n, *sorted_ids], (3, sparse, needs)
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

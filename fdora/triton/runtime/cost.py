@@ -120,6 +120,31 @@ def _embedding(*, ids, W, A, B, y, T, D, R, OWN_NORM, **_: Any) -> Cost:
     return flops + read + moved(ids, B, y) + (flops + read if OWN_NORM else Cost())
 
 
+def _embedding_ready(*, ids, A, B, h, b, T, R, **_: Any) -> Cost:
+    return moved(ids, B, h, b) + Cost(bytes=float(T * R * A.dtype.itemsize))
+
+
+def _embedding_tile(*, ids, W, h, b, y, T, D, R, **_: Any) -> Cost:
+    return product(T, D, R, W) + moved(ids, h, b, y) + Cost(bytes=float(T * D * W.dtype.itemsize))
+
+
+def _embedding_bwd(*, dy, ids, W, h, b, partial_A, partial_Y, partial_m, T, D, R, NEED_A, NEED_Y, NEED_M, **_: Any) -> Cost:
+    read = Cost(bytes=float(T * D * W.dtype.itemsize)) if NEED_M else Cost()
+    return product(T, D, R * (NEED_A + NEED_Y), dy) + read + moved(dy, ids, h, b, partial_A, partial_Y, partial_m)
+
+
+def _embedding_finish(*, partial_Y, partial_m, B, dB, **_: Any) -> Cost:
+    return moved(partial_Y, partial_m, B, dB)
+
+
+def _segment_scan(*, partial_A, key, order, sums, **_: Any) -> Cost:
+    return moved(partial_A, key, order, sums)
+
+
+def _segment_total(*, sums, key, **_: Any) -> Cost:
+    return moved(sums, sums, key)
+
+
 def _act_fwd(*, gate, up, a, **_: Any) -> Cost:
     return moved(gate, up, a)
 
@@ -178,7 +203,11 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "dequantize4_kernel": _dequantize4,
     "dequantize8_kernel": _dequantize8,
     "drop_kernel": _drop,
+    "embedding_bwd_kernel": _embedding_bwd,
+    "embedding_finish_kernel": _embedding_finish,
     "embedding_kernel": _embedding,
+    "embedding_ready_kernel": _embedding_ready,
+    "embedding_tile_kernel": _embedding_tile,
     "epilogue_kernel": _epilogue,
     "factors_kernel": _factors,
     "finish_kernel": _finish,
@@ -200,6 +229,8 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "rest_kernel": _rest,
     "rows_kernel": _rows,
     "scale_kernel": _scale,
+    "segment_scan_kernel": _segment_scan,
+    "segment_total_kernel": _segment_total,
     "shrink_kernel": _shrink,
     "small_codes_kernel": _small_codes,
     "small_kernel": _small,
