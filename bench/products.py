@@ -2,6 +2,7 @@
 
     python -m bench.products --device cuda --seed 1 --shapes 120 --seconds 170 --json FILE
     python -m bench.products --device cuda --seed 5 --shapes 10 --exhaustive --jobs 14 --json EVERY
+    python -m bench.products --device cuda --only 65792x1536x8192x16 --forward --exhaustive --json FILE    # M x K x N x r
     python -m bench.fit FILE --write fdora/triton/fitted.py --unseen EVERY
 
 GPU time of replayed CUDA graphs, all ways of a shape in turns, medians; each way is checked against float32 torch first. Inputs
@@ -128,18 +129,18 @@ def compile_way(forward, way, config):
     Drawn(forward, 256, 256, 256, 16).make(way, config)
 
 
-def compile_all(jobs, exhaustive):
-    tasks = [(forward, *way) for forward in (True, False) for way in ways_of(forward, exhaustive).values()]
+def compile_all(jobs, exhaustive, directions):
+    tasks = [(forward, *way) for forward in directions for way in ways_of(forward, exhaustive).values()]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for task, done in [(task, pool.submit(compile_way, *task)) for task in tasks]:
             if error := done.exception():
                 print(task, type(error).__name__, str(error)[:200], flush=True)
 
 
-def time_products(shapes, end, exhaustive):
+def time_products(shapes, end, exhaustive, directions):
     """ms of every way, in both directions. (M, K, N, r) of the layer: backward multiplies (M, N) by (N, K)."""
     where = clock.anchor_graph(), torch.cuda.Stream()
-    for (M, K, N, r), forward in itertools.product(shapes, (True, False)):
+    for (M, K, N, r), forward in itertools.product(shapes, directions):
         if time.perf_counter() > end:
             return
         drawn, timers = Drawn(forward, M, *((N, K) if forward else (K, N)), r), {}
@@ -155,11 +156,17 @@ def time_products(shapes, end, exhaustive):
         yield {"shape": (M, K, N, r), "forward": forward, "ms": ms}
 
 
+def shapes_of(text):
+    return [tuple(map(int, shape.split("x"))) for shape in text.split(",")]
+
+
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda"], default="cuda")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shapes", type=int, default=120)
+    parser.add_argument("--only", type=shapes_of, help="these instead of drawn ones: MxKxNxr,...")
+    parser.add_argument("--forward", action="store_true", help="that direction alone")
     parser.add_argument("--exhaustive", action="store_true", help="every tile that fits")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no shape after this time")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
@@ -170,10 +177,12 @@ def parse(argv=None):
 
 def main(argv=None):
     options, start = parse(argv), time.perf_counter()
-    compile_all(options.jobs, options.exhaustive)
+    directions = (True,) if options.forward else (True, False)
+    compile_all(options.jobs, options.exhaustive, directions)
     print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
     facts, rows = about("cuda", options.commit, argv), []
-    for row in time_products(draw(options.seed, options.shapes), start + options.seconds, options.exhaustive):
+    shapes = options.only or draw(options.seed, options.shapes)
+    for row in time_products(shapes, start + options.seconds, options.exhaustive, directions):
         rows.append(row)
         fastest = sorted((ms, name) for name, ms in row["ms"].items())
         print(row["shape"], row["forward"], fastest[:4], flush=True)
