@@ -71,6 +71,9 @@ class Backend:
     """Whether a W of this QuantSpec may come as it is to layers_fwd, layers_bwd, mlp_fwd and mlp_bwd."""
     norm_of_codes: Callable[[Any, Sequence[Tensor | None], Tensor, Tensor, float, bool], Tensor | None] | None = None
     norm_of_codes_guarded: Callable[..., tuple[Tensor, Tensor] | None] | None = None
+    stack_norms_of_codes: Callable[[Any, Sequence[Tensor | None], Tensor, Tensor, float], Tensor | None] | None = None
+    dense_of: Callable[[Any, Sequence[Tensor | None], torch.dtype], Tensor | None] | None = None
+    """A W of this QuantSpec; None where only plain torch decodes it."""
     norm_kept: Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor], Tensor] | None = None
     give_norm: Callable[[Tensor, Any], None] | None = None
     norms_kept: Callable[..., Any] | None = None  # of all layers of a model, in compiled code
@@ -146,6 +149,8 @@ def kernels(triton: Any) -> Backend:
         is_decoded=triton.codes.is_decoded,
         norm_of_codes=triton.quant.norm_of_codes,
         norm_of_codes_guarded=triton.quant.norm_of_codes_guarded,
+        stack_norms_of_codes=triton.quant.stack_norms_of_codes,
+        dense_of=triton.dequantize.dense_of,
         norm_kept=triton.norm.norm_kept,
         give_norm=triton.norm.give_norm,
         norms_kept=triton.tree.norms_kept,

@@ -395,6 +395,10 @@ def samples():
                 ((None, None), False, [False, True, True, False]),
             )
         ],
+        "dequantize": [(four, ["nf4", "fp32", "flat"], [*W.shape, 16, 1], dtype) for dtype in (HALF, torch.float32)],
+        "quant_stack_norms": [
+            (four, torch.stack([A, A]), B.unflatten(0, (2, -1)), S, ["nf4", "fp32", "flat"], [*W.shape, 16, 1])
+        ],
         "row_norms": [
             *((W, A2, B2, scales, ranks, None) for A2, B2 in (banked[:2],) for ranks in ([], [8, 4])),
             (stack[0], *banked[:2], scales, [], None),
@@ -473,9 +477,9 @@ def custom_ops():
 
 
 OPS = (
-    "compose", "compose_backward", "embedding", "embedding_backward", "experts_act", "experts_act_backward", "experts_combine", "experts_gates",
+    "compose", "compose_backward", "dequantize", "embedding", "embedding_backward", "experts_act", "experts_act_backward", "experts_combine", "experts_gates",
     "experts_spread", "fp8_linear", "linear", "linear_backward", "merge", "mlp", "mlp_backward",
-    "model_norms", "multi", "multi_backward", "multi_route", "quant_row_norm", "quant_row_norm_guarded", "row_norm",
+    "model_norms", "multi", "multi_backward", "multi_route", "quant_row_norm", "quant_row_norm_guarded", "quant_stack_norms", "row_norm",
     "row_norm_guarded", "row_norm_kept", "row_norms",
 )  # fmt: skip
 
