@@ -53,7 +53,7 @@ class Backend:
     multi_fwd: Callable[[Tensor, Bank, bool], tuple[Tensor, Tensor, tuple[Tensor, ...]]]
     multi_bwd: Callable[[Tensor, Tensor, Bank, Tensor, tuple[Tensor, ...], BankNeeds], tuple[Tensor | None, ...]]
     bank_norm: Callable[[Tensor, Tensor, Tensor, Tensor, tuple[int, ...] | None, int | None], Tensor]
-    route: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    route: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor | None]]
     experts_spread: Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
     experts_combine: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     experts_gates_bwd: Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor]

@@ -55,8 +55,8 @@ def multi(x: Tensor, bank: Operands, tokens: Tokens, call: Call) -> Tensor:
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def route(ids: Tensor, adapters: int, backend: str) -> tuple[Tensor, Tensor]:
-    """offsets and order from the adapter of each token; nobody waits for the device."""
+def route(ids: Tensor, adapters: int, backend: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """offsets, order and, where it costs nothing, its inverse, from the adapter of each token; nobody waits for the device."""
     return OPS[backend if ids.shape[0] <= COUNTED else "eager"].route(ids, adapters)
 
 

@@ -19,6 +19,9 @@ from fdora._check import (
     check_whole,
     fail,
     is_sharded,
+    key_of,
+    passed,
+    remember,
 )
 from fdora._dispatch import Backend
 from fdora._records import Operands
@@ -165,6 +168,10 @@ def _ones(m: Tensor, W: Tensor | QuantWeight) -> Tensor:
 def check_experts(
     fn: str, x: Tensor, W: Any, A: Any, B: Any, m: Any, s: Any, bias: Tensor | None, norm: Tensor | None
 ) -> None:  # fmt: skip
+    key = key_of(fn, (x, W, A, B, m, bias, norm), s)
+    if passed(key):
+        check_frozen(fn, "W", W)
+        return
     spec = {"W": "E N K", "A": "E r K", "B": "E N r", "m": "E N", "bias": "E N", "norm": "E N", "x": "T K"}
     tensors = {"W": W, "A": A, "B": B, "m": m, "bias": bias, "norm": norm, "x": x}
     if isinstance(W, QuantWeight):
@@ -185,6 +192,7 @@ def check_experts(
     check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
     check_frozen(fn, "W", W)
     check_s(fn, s)
+    remember(key)
 
 
 def check_route(fn: str, x: Tensor, experts: int, offsets: Any, ids: Tensor | None, gates: Tensor | None) -> None:
@@ -220,8 +228,9 @@ def route_of(fn: str, ids: Tensor, experts: int, name: str) -> Route:
             fn, "ids", "read by the host in plain torch", "code that is compiled, mapped or on meta",
             "Call it outside, or sort the tokens and pass offsets.tolist().",
         )  # fmt: skip
-    offsets, order = route(ids.reshape(-1), experts, name)
-    place = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+    offsets, order, place = route(ids.reshape(-1), experts, name)
+    if place is None:
+        place = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
     return Route(offsets, order, place.reshape(ids.shape[0], -1))
 
 

@@ -49,8 +49,8 @@ def _multi_norm(*, W, A, B, partial, N, K, R, G, **_: Any) -> Cost:
     return product(N, K, R * G, A) + moved(W, A, B, partial)
 
 
-def _multi_route(*, ids, offsets, order, **_: Any) -> Cost:
-    return moved(ids, offsets, order)
+def _multi_route(*, ids, offsets, order, place, **_: Any) -> Cost:
+    return moved(ids, offsets, order, place)
 
 
 def _multi_routes(*, ids, g, **_: Any) -> Cost:
