@@ -29,7 +29,10 @@ class Backend:
     norm_fwd: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, int | None], Tensor]
     sqnorm_fwd: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, int | None], Tensor]
     norm_guarded: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, int | None, Tensor, Tensor], tuple[Tensor, Tensor]]
-    norm_bwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, tuple[bool, bool]], tuple[Tensor | None, Tensor | None]]
+    norm_bwd: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, float, tuple[bool, bool]], tuple[Tensor | None, Tensor | None] | None
+    ]
+    """None where a backend leaves it to plain torch; so of embedding_bwd."""
     base_sqnorm: Callable[[Tensor, int | None], Tensor]
     compose_fwd: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, bool], Tensor]
     compose_bwd: Callable[
@@ -63,7 +66,6 @@ class Backend:
     embedding_bwd: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup, Needs], tuple[Tensor | None, ...] | None
     ]
-    """None where a backend leaves it to plain torch."""
     merge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     unmerge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     tree_layers: Callable[..., Any]  # what norms of many layers are made with
@@ -121,7 +123,7 @@ def kernels(triton: Any) -> Backend:
         norm_fwd=triton.norm.norm_fwd,
         sqnorm_fwd=triton.norm.sqnorm_fwd,
         norm_guarded=triton.norm.norm_guarded,
-        norm_bwd=eager.norm.norm_bwd,
+        norm_bwd=triton.norm_bwd.norm_bwd,
         base_sqnorm=eager.norm.base_sqnorm,
         compose_fwd=triton.compose.compose_fwd,
         compose_bwd=triton.compose.compose_bwd,

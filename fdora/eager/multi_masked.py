@@ -26,8 +26,8 @@ def unsort(t: Tensor, order: Tensor | None) -> Tensor:
 
 
 def route(ids: Tensor, adapters: int) -> tuple[Tensor, Tensor, None]:
-    """(M,) the adapter of each token -> offsets (G,) int32 and order (M,) int64, without a look at the values. None: the inverse
-    of order is for who wants it."""
+    """(M,) the adapter of each token -> offsets (G,) int32 and order (M,) int64, without a look at the values. None: the
+    inverse of order is for who wants it."""
     key = torch.where((ids < 0) | (ids >= adapters), adapters, ids.long())
     ends = (key[None] <= torch.arange(adapters, device=ids.device)[:, None]).sum(1)
     return ends.to(torch.int32), key.argsort(stable=True), None

@@ -237,8 +237,7 @@ def check_detach(fn: str, W: Any) -> None:
 
 def save_for_dm(m: Tensor, c: Tensor | None, pre_scale: bool) -> SaveForDm:
     """For the gradients of m and c; see :mod:`fdora.eager.linear`. Within vmap an m does not say what a grad around it asks."""
-    asked = m.requires_grad or (c is not None and c.requires_grad) or functorch_active()
-    if not (torch.is_grad_enabled() and asked):
+    if not (torch.is_grad_enabled() and (m.requires_grad or (c is not None and c.requires_grad) or functorch_active())):
         return "nothing"
     return "pre_scale" if pre_scale else "output"
 

@@ -16,5 +16,6 @@ from fdora.triton import merge as merge
 from fdora.triton import mlp as mlp
 from fdora.triton import multi as multi
 from fdora.triton import norm as norm
+from fdora.triton import norm_bwd as norm_bwd
 from fdora.triton import quant as quant
 from fdora.triton import tree as tree

@@ -79,6 +79,14 @@ def _norm(*, W, A, B, partial, N, K, R, **_: Any) -> Cost:
     return product(N, K, R, A) + moved(W, A, B, partial)
 
 
+def _norm_terms(*, B, out, **_: Any) -> Cost:
+    return moved(B, out)
+
+
+def _norm_bwd_finish(*, parts, G, A, B, out, N, K, R, OF_A, **_: Any) -> Cost:
+    return product(R, K if OF_A else N, R, A) + moved(parts, G, A if OF_A else B, out)
+
+
 def _quant4(*, codes, scales, scales2, A, B, partial, dense, N, K, R, **_: Any) -> Cost:
     return product(N, K, R, A) + moved(codes, scales, scales2, A, B, partial, dense)
 
@@ -221,7 +229,9 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "merge_kernel": _merge,
     "multi_drop_kernel": _rows,
     "multi_sum_kernel": _sum,
+    "norm_bwd_finish_kernel": _norm_bwd_finish,
     "norm_kernel": _norm,
+    "norm_terms_kernel": _norm_terms,
     "planes_bwd_kernel": _compose_bwd,
     "planes_fwd_kernel": _compose_fwd,
     "quant4_kernel": _quant4,
