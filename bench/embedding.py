@@ -112,7 +112,8 @@ def tile_rows(V, d, r, tokens, device, runs):
     A, B = adapter(r, V, d, device)
     m = c = torch.ones(d, device=device)
     ones = [facade.Config(t, 128, facade.power_of_two(r), span, 4, 3) for t, span in product((16, 64), (512, 1024))]
-    twos = [facade.TileConfig(*tile) for tile in product((32, 64, 128), (64, 128, 256), (4, 8))]
+    sides = product((16, 32, 64, 128), (128, 256, 512), (4, 8))
+    twos = [facade.TileConfig(*tile) for tile in sides if tile[0] * tile[1] < 65536]
     kept = facade.config_of, facade.tile_config, facade.MANY
     for T in tokens:
         ids = torch.randint(0, V, (T,), device=device)
