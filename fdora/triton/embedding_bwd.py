@@ -46,11 +46,11 @@ def embedding_bwd(
     dy: Tensor, ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor | None, how: Lookup, needs: Needs
 ) -> tuple[Tensor | None, ...] | None:
     """dA, dB, dm, dc; each only when needed. None for what plain torch must do: m of each row, a rank above 64, no tokens."""
-    if how.per_row or how.max_norm is not None or c is None or A.shape[0] > WHOLE or ids.numel() == 0:
+    if how.per_row or how.max_norm is not None or c is None or not serves(ids, A):
         return None
     flat = ids.reshape(-1)
     key, order = torch.sort(flat, stable=True) if needs.A else (None, None)
-    padding = NO_PADDING if how.padding_idx is None else how.padding_idx
+    padding = padding_of(how.padding_idx, W.shape[0])
     run_it: Any = embedding_backward if needs_dispatcher(W) or needs_dispatcher(dy) else _backward
     asked = [needs.A, needs.B, needs.m, needs.c]
     found = iter(run_it(dy.reshape(-1, W.shape[1]), flat, W, A, B, m, c, key, order, how.s, padding, how.sparse, asked))
@@ -59,6 +59,15 @@ def embedding_bwd(
         assert key is not None
         dA = _sparse(dA, key, A, padding)
     return dA, dB, dm, dc
+
+
+def serves(ids: Tensor, A: Tensor) -> bool:
+    return A.shape[0] <= WHOLE and ids.numel() > 0
+
+
+def padding_of(padding_idx: int | None, V: int) -> int:
+    """A number that no token has, or that of the padding row."""
+    return NO_PADDING if padding_idx is None else padding_idx % V
 
 
 def _sparse(sums: Tensor, key: Tensor, A: Tensor, padding: int) -> Tensor:

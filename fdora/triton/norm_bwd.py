@@ -33,11 +33,15 @@ def norm_bwd(
     dc: Tensor, W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None] | None:
     """dA, dB; each only when needed. None for what plain torch must do."""
-    if W.dtype not in SERVED or W.numel() == 0:
+    if not serves(W):
         return None
     run_it: Any = norm_backward if needs_dispatcher(W) or needs_dispatcher(dc) else _norm_bwd
     found = iter(run_it(dc, W, A, B, c, s, list(needs)))
     return next(found) if needs[0] else None, next(found) if needs[1] else None
+
+
+def serves(W: Tensor) -> bool:
+    return W.dtype in SERVED and W.numel() > 0
 
 
 def _norm_bwd(dc: Tensor, W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, needs: Sequence[bool]) -> tuple[Tensor, ...]:
