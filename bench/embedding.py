@@ -4,7 +4,8 @@
 
 GPU time of replayed CUDA graphs, or CPU wall time; medians of turns. A rival is the formula of its library in plain torch,
 its norm inside, as it computes it in every call. ``norm_read`` is the time that reading the table once takes at measured copy
-speed. ``--tiles`` times the kernel's tiles instead: what fdora/triton/embedding.py chooses among.
+speed. The gradient with ``sparse=True`` beside the dense one is wall time. ``--tiles`` times the kernels' tiles instead: what
+fdora/triton/embedding.py chooses among.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from itertools import product
 import torch
 import torch.nn.functional as F
 
+from bench import clock
+from bench.clock import wall_timer
 from bench.command import command
 from bench.norm_forms import about, medians
 from bench.save import save
@@ -92,18 +95,25 @@ def embedding_rows(V, d, r, tokens, device, runs, facts):
             row |= {f"fwd_{n}_ms": round(ms, 4) for n, ms in medians(ways, device, runs).items()}
         print(row, flush=True)  # before anything of backward can fail
         row |= {f"fwd_bwd_{n}_ms": round(ms, 4) for n, ms in medians(grads, device, runs).items()}
+        # the number of rows that were read is asked for on the host: no graph can hold that, so wall time of both
+        sparse = both(lambda ids=ids: dora_embedding(ids, W, A, B, m, s=S, norm=c, sparse=True))
+        walls = {n: wall_timer(fn, device, 0) for n, fn in (("sparse", sparse), ("dense", grads["fdora"]))}
+        row |= {f"wall_fwd_bwd_{n}_ms": round(ms, 4) for n, ms in clock.medians(walls, runs).items()}
         yield row
 
 
 def tile_rows(V, d, r, tokens, device, runs):
-    """The forward kernel with other tiles than config_of's."""
+    """The forward kernels with other tiles than those that are chosen: of one launch, and of two."""
     from fdora.triton import embedding as facade
     from fdora.triton.runtime import walk
 
     W = torch.empty(V, d, device=device, dtype=torch.bfloat16).normal_()
     A, B = adapter(r, V, d, device)
     m = c = torch.ones(d, device=device)
-    chosen = facade.config_of
+    ones = [facade.Config(t, 128, facade.power_of_two(r), span, 4, 3) for t, span in product((16, 64), (512, 1024))]
+    sides = product((16, 32, 64, 128), (128, 256, 512), (4, 8))
+    twos = [facade.TileConfig(*tile) for tile in sides if tile[0] * tile[1] < 65536]
+    kept = facade.config_of, facade.tile_config, facade.MANY
     for T in tokens:
         ids = torch.randint(0, V, (T,), device=device)
         ways = {
@@ -112,17 +122,17 @@ def tile_rows(V, d, r, tokens, device, runs):
         }
         with torch.no_grad():
             ms = medians(ways, device, runs)
-            for t, k, span, warps, stages in product((16, 32, 64), (128, 256), (256, 512, 1024, 4096), (4, 8), (2, 3)):
-                config = facade.Config(t, k, facade.power_of_two(r), span, warps, stages)
-                facade.config_of = lambda *_, config=config: config
+            for config in (*ones, *twos):
+                two = isinstance(config, facade.TileConfig)
+                facade.config_of, facade.tile_config, facade.MANY = (lambda *_, it=config: it,) * 2 + (0 if two else T + 1,)
                 walk._plans.clear()
                 try:
                     ms[str(tuple(config))] = medians({"one": ways["chosen"]}, device, runs)["one"]
                 except Exception as error:  # does not fit
                     print(config, type(error).__name__)
-            facade.config_of = chosen
+            facade.config_of, facade.tile_config, facade.MANY = kept
             walk._plans.clear()
-        for name, value in sorted(ms.items(), key=lambda pair: pair[1])[:12] + [(n, ms[n]) for n in ways]:
+        for name, value in sorted(ms.items(), key=lambda pair: pair[1])[:16] + [(n, ms[n]) for n in ways]:
             yield {"T": T, "tile": name, "ms": round(value, 4)}
 
 

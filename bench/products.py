@@ -2,6 +2,7 @@
 
     python -m bench.products --device cuda --seed 1 --shapes 120 --seconds 170 --json FILE
     python -m bench.products --device cuda --seed 5 --shapes 10 --exhaustive --multiples 16 --jobs 14 --json EVERY
+    python -m bench.products --device cuda --shape 65792,1536,8192,16 --forward --exhaustive --json FILE    # M, K, N, r
     python -m bench.fit FILE --write fdora/triton/fitted.py --unseen EVERY
 
 GPU time of replayed CUDA graphs, all ways of a shape in turns, medians; each way is checked against float32 torch first. Inputs
@@ -142,18 +143,18 @@ def compile_way(forward, way, config):
     Drawn(forward, 256, 256, 256, 16).make(way, config)
 
 
-def compile_all(jobs, which):
-    tasks = [(forward, *way) for forward in (True, False) for way in ways_of(forward, which).values()]
+def compile_all(jobs, which, directions):
+    tasks = [(forward, *way) for forward in directions for way in ways_of(forward, which).values()]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for task, done in [(task, pool.submit(compile_way, *task)) for task in tasks]:
             if error := done.exception():
                 print(task, type(error).__name__, str(error)[:200], flush=True)
 
 
-def time_products(shapes, end, which):
+def time_products(shapes, end, which, directions):
     """ms of every way, in both directions. (M, K, N, r) of the layer: backward multiplies (M, N) by (N, K)."""
     where = clock.anchor_graph(), torch.cuda.Stream()
-    for (M, K, N, r), forward in itertools.product(shapes, (True, False)):
+    for (M, K, N, r), forward in itertools.product(shapes, directions):
         if time.perf_counter() > end:
             return
         drawn, timers = Drawn(forward, M, *((N, K) if forward else (K, N)), r), {}
@@ -173,6 +174,7 @@ def parse(argv=None):
     parser = command(__doc__, device="cuda", seconds=math.inf)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shapes", type=int, default=120)
+    parser.add_argument("--forward", action="store_true", help="that direction alone")
     parser.add_argument("--exhaustive", action="store_true", help="every tile that fits")
     parser.add_argument("--ways", default=ALL.kinds, type=lambda text: tuple(text.split(",")), help="fused,after,first,bare")
     parser.add_argument("--multiples", type=int, default=1, help="of the shapes drawn those whose tokens and rank are")
@@ -188,12 +190,12 @@ def drawn(options):
 
 def main(argv=None):
     options, start = parse(argv), time.perf_counter()
-    which = Which(options.exhaustive, options.ways)
+    which, directions = Which(options.exhaustive, options.ways), (True,) if options.forward else (True, False)
     shapes = [tuple(map(int, shape.split(","))) for shape in options.shape or ()] or drawn(options)
-    compile_all(options.jobs, which)
+    compile_all(options.jobs, which, directions)
     print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
     facts, rows = about("cuda", options.commit, argv), []
-    for row in time_products(shapes, start + options.seconds, which):
+    for row in time_products(shapes, start + options.seconds, which, directions):
         rows.append(row)
         fastest = sorted((ms, name) for name, ms in row["ms"].items())
         print(row["shape"], row["forward"], fastest[:4], flush=True)

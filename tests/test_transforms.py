@@ -225,6 +225,37 @@ def test_vmap_over_a_bank_of_adapters(name):
             assert_exact(d[n][i], plain_grad(op, singles[i])[n], n)
 
 
+def of_experts(x, W, A, B, m, bias):
+    ends = [x.shape[0] // 2, x.shape[0]]
+    return F.dora_experts(x, torch.stack([W, 2 * W]), *many(A, B, m), s=S, offsets=ends, bias=torch.stack([bias, -bias]))
+
+
+def mlps_of_experts(x, W, A, B, m, bias):
+    ends, both = [x.shape[0] // 2, x.shape[0]], torch.stack([W, 2 * W])
+    up, down = F.DoraLayer(both, *many(A, B, m), S), F.DoraLayer(both[:, :5, :3], *many(A[:, :3], B[:5], m[:5]), S)
+    return F.dora_experts_mlp(x, up, down, offsets=ends)
+
+
+OF_EXPERTS = {"experts": of_experts, "experts_mlp": mlps_of_experts}
+
+
+@pytest.mark.parametrize("name", [*(n for n in GRAD if "m" in OPS[n].trained and "dropout" not in n), *OF_EXPERTS])
+def test_a_gradient_around_vmap(name):
+    """Of the magnitudes alone: an m that is mapped does not say that somebody outside asks for its gradient."""
+    op = OPS.get(name) or Op(OF_EXPERTS[name], (*ADAPTER, "bias"), ())
+    t = inputs(op)
+    rest, each = {n: v for n, v in t.items() if n != "m"}, torch.stack([t["m"], 2 * t["m"], -t["m"]])
+
+    def loss(each):
+        return vmap(lambda m: op.call(**rest, m=m))(each).square().sum()
+
+    leaf = each.clone().requires_grad_()
+    (want,) = torch.autograd.grad(sum(op.call(**rest, m=m).square().sum() for m in leaf), leaf)
+    assert want.abs().max() > 0
+    assert_exact(grad(loss)(each), want)
+    assert_exact(torch.autograd.grad(loss(leaf), leaf)[0], want)
+
+
 def test_vmap_draws_only_when_told_how():
     op = OPS["linear"]
     t = inputs(op)

@@ -29,7 +29,10 @@ class Backend:
     norm_fwd: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, int | None], Tensor]
     sqnorm_fwd: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, int | None], Tensor]
     norm_guarded: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, int | None, Tensor, Tensor], tuple[Tensor, Tensor]]
-    norm_bwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, tuple[bool, bool]], tuple[Tensor | None, Tensor | None]]
+    norm_bwd: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, float, tuple[bool, bool]], tuple[Tensor | None, Tensor | None] | None
+    ]
+    """None where a backend leaves it to plain torch; so of embedding_bwd."""
     base_sqnorm: Callable[[Tensor, int | None], Tensor]
     compose_fwd: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, bool], Tensor]
     compose_bwd: Callable[
@@ -53,7 +56,7 @@ class Backend:
     multi_fwd: Callable[[Tensor, Bank, bool], tuple[Tensor, Tensor, tuple[Tensor, ...]]]
     multi_bwd: Callable[[Tensor, Tensor, Bank, Tensor, tuple[Tensor, ...], BankNeeds], tuple[Tensor | None, ...]]
     bank_norm: Callable[[Tensor, Tensor, Tensor, Tensor, tuple[int, ...] | None, int | None], Tensor]
-    route: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    route: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor | None]]
     experts_spread: Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
     experts_combine: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     experts_gates_bwd: Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor]
@@ -61,7 +64,7 @@ class Backend:
     experts_gated_bwd: Callable[[Tensor, Tensor, str], Tensor]
     embedding_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup], Tensor]
     embedding_bwd: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup, Needs], tuple[Tensor | None, ...]
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup, Needs], tuple[Tensor | None, ...] | None
     ]
     merge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     unmerge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
@@ -72,6 +75,9 @@ class Backend:
     """Whether a layer of x and a dense W may come to layers_fwd and mlp_fwd without its norm."""
     norm_of_codes: Callable[[Any, Sequence[Tensor | None], Tensor, Tensor, float, bool], Tensor | None] | None = None
     norm_of_codes_guarded: Callable[..., tuple[Tensor, Tensor] | None] | None = None
+    stack_norms_of_codes: Callable[[Any, Sequence[Tensor | None], Tensor, Tensor, float], Tensor | None] | None = None
+    dense_of: Callable[[Any, Sequence[Tensor | None], torch.dtype], Tensor | None] | None = None
+    """A W of this QuantSpec; None where only plain torch decodes it."""
     norm_kept: Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor], Tensor] | None = None
     give_norm: Callable[[Tensor, Any], None] | None = None
     norms_kept: Callable[..., Any] | None = None  # of all layers of a model, in compiled code
@@ -119,7 +125,7 @@ def kernels(triton: Any) -> Backend:
         norm_fwd=triton.norm.norm_fwd,
         sqnorm_fwd=triton.norm.sqnorm_fwd,
         norm_guarded=triton.norm.norm_guarded,
-        norm_bwd=eager.norm.norm_bwd,
+        norm_bwd=triton.norm_bwd.norm_bwd,
         base_sqnorm=eager.norm.base_sqnorm,
         compose_fwd=triton.compose.compose_fwd,
         compose_bwd=triton.compose.compose_bwd,
@@ -140,7 +146,7 @@ def kernels(triton: Any) -> Backend:
         experts_gated_fwd=triton.experts.gated_fwd,
         experts_gated_bwd=triton.experts.gated_bwd,
         embedding_fwd=triton.embedding.embedding_fwd,
-        embedding_bwd=eager.embedding.embedding_bwd,
+        embedding_bwd=triton.embedding_bwd.embedding_bwd,
         merge_fwd=triton.merge.merge_fwd,
         unmerge_fwd=triton.merge.unmerge_fwd,
         tree_layers=triton.tree.Layers,
@@ -148,6 +154,8 @@ def kernels(triton: Any) -> Backend:
         norm_inside=triton.small_norm.norm_inside,
         norm_of_codes=triton.quant.norm_of_codes,
         norm_of_codes_guarded=triton.quant.norm_of_codes_guarded,
+        stack_norms_of_codes=triton.quant.stack_norms_of_codes,
+        dense_of=triton.dequantize.dense_of,
         norm_kept=triton.norm.norm_kept,
         give_norm=triton.norm.give_norm,
         norms_kept=triton.tree.norms_kept,

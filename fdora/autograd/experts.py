@@ -12,6 +12,7 @@ from fdora._torch import apply, no_graph
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
 from fdora.autograd.multi import REMEDY, bank_of
 from fdora.autograd.multi import Call as BankCall
+from fdora.autograd.weight import Specs, flat_of, specs_of
 from fdora.eager.experts import ACTS as ACTS
 
 WIDTH = len(Operands._fields)
@@ -130,9 +131,18 @@ class Call(NamedTuple):
     act: str
     saves: tuple[bool, bool]  # whether the m of each layer needs a gradient
     backend: str
+    specs: Specs = None
+    """Of quantised weights; :func:`experts_mlp` fills it in."""
 
     def bank(self, i: int) -> BankCall:
-        return BankCall(None, 0.0, self.saves[i], self.backend)
+        own = None if self.specs is None or self.specs[i] is None else (self.specs[i],)
+        return BankCall(None, 0.0, self.saves[i], self.backend, own, "dora_experts_mlp", True)
+
+    def packed(self, i: int) -> slice:
+        """Where what is stored of the W of a layer stands among flat operands."""
+        counts = [0 if self.specs is None or spec is None else spec.count for spec in self.specs or (None, None)]
+        first = 2 * WIDTH + sum(counts[:i])
+        return slice(first, first + counts[i])
 
 
 class Mlp(torch.autograd.Function):
@@ -180,7 +190,8 @@ class Mlp(torch.autograd.Function):
         else:
             found = restore_none(apply(MlpBwd, ctx.call, ctx.before, needs, dy, *saved), wanted)
         dx, *grads = tuple(found)
-        return dx, *[None] * 6, None, *grads[:5], None, None, *grads[5:], None
+        stored = len(flags) - 7 - 2 * WIDTH
+        return dx, *[None] * 6, None, *grads[:5], None, None, *grads[5:], None, *[None] * stored
 
 
 class MlpBwd(torch.autograd.Function):
@@ -242,7 +253,8 @@ def _saves_before(call: Call, i: int, dtype: torch.dtype, bias: Tensor | None) -
 
 
 def _bank(call: Call, i: int, s: Tensor, offsets: Tensor, flat: Any, dtype: torch.dtype) -> Any:
-    return bank_of(call.bank(i), s, offsets, None, tuple(flat[i * WIDTH : (i + 1) * WIDTH]), dtype)
+    own = (*flat[i * WIDTH : (i + 1) * WIDTH], *flat[call.packed(i)])
+    return bank_of(call.bank(i), s, offsets, None, own, dtype)
 
 
 def experts_mlp(
@@ -250,7 +262,9 @@ def experts_mlp(
 ) -> Tensor:
     """x (T, K), or rows that are sorted where there is no route -> sorted rows of y."""
     order, place = (None, None) if route is None else (route.order, route.place)
-    y: Tensor = apply(Mlp, x, call, *s, offsets, order, place, *layers[0], *layers[1])[0]
+    specs = specs_of(layers)
+    call = Call(call.act, call.saves, call.backend, specs)
+    y: Tensor = apply(Mlp, x, call, *s, offsets, order, place, *flat_of(layers, specs))[0]
     return y
 
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._records import Bank, BankNeeds, Operands
+from fdora._records import WIDTH, Bank, BankNeeds, Operands
 from fdora._torch import apply, detached, no_graph
 from fdora.autograd import quant
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
-from fdora.autograd.weight import Specs, flat_of, layers_of, specs_of
+from fdora.autograd.weight import Specs, dense_in, flat_of, specs_of
 from fdora.eager._matmul import acc_dtype, is_plain
 from fdora.eager.linear import as_matrix
 from fdora.quant import QuantWeight
@@ -38,12 +38,14 @@ class Call(NamedTuple):
     specs: Specs = None
     """Of a quantised weight; :func:`multi` fills it in."""
     fn: str = "dora_linear_multi"
+    experts: bool = False
+    """Each adapter has a W of its own; a quantised one is (G N, K)."""
 
 
 def multi(x: Tensor, bank: Operands, tokens: Tokens, call: Call) -> Tensor:
     """x (..., K) -> y (..., N). Each tensor of ``bank`` but W and bias has one more axis, of adapters; of experts these too."""
     specs = specs_of([bank])
-    call = call if specs is None else Call(call.ranks, call.p, call.save_for_dm, call.backend, specs, call.fn)
+    call = call if specs is None else Call(call.ranks, call.p, call.save_for_dm, call.backend, specs, call.fn, call.experts)
     flat = as_matrix(x)
     if no_graph() and not autocast_on(x):
         ready = bank_of(call, *tokens, tuple(flat_of([bank], specs)), x.dtype)
@@ -53,8 +55,8 @@ def multi(x: Tensor, bank: Operands, tokens: Tokens, call: Call) -> Tensor:
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def route(ids: Tensor, adapters: int, backend: str) -> tuple[Tensor, Tensor]:
-    """offsets and order from the adapter of each token; nobody waits for the device."""
+def route(ids: Tensor, adapters: int, backend: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """offsets, order and, where it costs nothing, its inverse, from the adapter of each token; nobody waits for the device."""
     return OPS[backend if ids.shape[0] <= COUNTED else "eager"].route(ids, adapters)
 
 
@@ -84,12 +86,25 @@ def bank_norm(W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: Tensor, ranks: t
         return torch.cat(parts, 1)
 
 
+def experts_norm(W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: float, scale: Tensor, backend: str) -> Tensor:
+    """c (E, N), detached; ``scale`` is s of each."""
+    if not isinstance(W, QuantWeight):
+        return bank_norm(W, A, B, scale, None, backend)
+    A, B = detached(A, B)
+    with torch.no_grad(), autocast_off(A):
+        return quant.stack_norms(W, A, B, s, backend)
+
+
 def bank_of(
     call: Any, s: Tensor, offsets: Tensor, order: Tensor | None, flat: tuple[Any, ...], dtype: torch.dtype
 ) -> Bank:  # fmt: skip
-    """W is dense and in the dtype of the products: codes are decoded here, and autocast's copy is made once for all."""
-    ((W, A, B, m, c, bias, seed),) = layers_of(flat, call.specs, dtype, "eager")
+    """``flat``: operands of one layer, then what is stored of its W. W is dense and in the dtype of the products: codes are
+    decoded here, and autocast's copy is made once for all."""
+    W, A, B, m, c, bias, seed = flat[:WIDTH]
     assert A is not None and B is not None
+    if call.specs is not None:
+        W = dense_in(call.specs[0], flat[WIDTH:], dtype, call.backend)
+        W = W.unflatten(0, tuple(B.shape[:2])) if call.experts else W
     return Bank(W if W.dtype == dtype else W.to(dtype), A, B, m, c, bias, s, offsets, order, seed, call.ranks, call.p)
 
 

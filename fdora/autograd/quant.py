@@ -17,6 +17,7 @@ from fdora.eager._matmul import acc_dtype, is_plain
 from fdora.eager.norm import blocks, default_bytes
 from fdora.eager.norm import smallest_bytes as dense_bytes
 from fdora.quant import QuantWeight
+from fdora.quant.part import experts_of
 from fdora.quant.quantize import bounds_of, quantize_rows
 
 
@@ -54,6 +55,16 @@ def guarded(
         return c.clone(), now
     new = norm(W, A, B, base, s, max_bytes, False, backend)
     return (new if is_plain(now) else torch.where((now == seen).all(), c, new)), now
+
+
+def stack_norms(W: QuantWeight, A: Tensor, B: Tensor, s: float, backend: str) -> Tensor:
+    """c (E, N) of a W (E N, K) of experts, one behind the other; A (E, r, K), B (E, N, r)."""
+    of_codes = OPS[backend].stack_norms_of_codes
+    found = None if of_codes is None or W.dtype == torch.float64 else of_codes(W.spec, W.tensors, A, B, s)
+    if found is not None:
+        return found
+    parts = zip(experts_of(W, A.shape[0]), A, B, strict=True)
+    return torch.stack([norm(w, a, b, None, s, None, False, backend) for w, a, b in parts])
 
 
 class Layers:

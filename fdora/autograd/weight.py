@@ -87,6 +87,13 @@ def without_norm(flat: Sequence[Any], count: int) -> list[int]:
     return [i + 4 for i in range(0, count * WIDTH, WIDTH) if flat[i + 1] is not None and flat[i + 4] is None]
 
 
+def dense_in(spec: QuantSpec, tensors: Sequence[Any], dtype: torch.dtype, backend: str) -> Tensor:
+    """W in the dtype of the products."""
+    decode = OPS[backend].dense_of
+    found = None if decode is None else decode(spec, tensors, dtype)
+    return spec.weight(tensors).dequantize(dtype) if found is None else found
+
+
 def is_decoded(spec: QuantSpec, backend: str) -> bool:
     known = OPS[backend].is_decoded
     return known is not None and known(spec)

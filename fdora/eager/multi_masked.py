@@ -25,11 +25,12 @@ def unsort(t: Tensor, order: Tensor | None) -> Tensor:
     return t if order is None else t[order.argsort()]
 
 
-def route(ids: Tensor, adapters: int) -> tuple[Tensor, Tensor]:
-    """(M,) the adapter of each token -> offsets (G,) int32 and order (M,) int64, without a look at the values."""
+def route(ids: Tensor, adapters: int) -> tuple[Tensor, Tensor, None]:
+    """(M,) the adapter of each token -> offsets (G,) int32 and order (M,) int64, without a look at the values. None: the
+    inverse of order is for who wants it."""
     key = torch.where((ids < 0) | (ids >= adapters), adapters, ids.long())
     ends = (key[None] <= torch.arange(adapters, device=ids.device)[:, None]).sum(1)
-    return ends.to(torch.int32), key.argsort(stable=True)
+    return ends.to(torch.int32), key.argsort(stable=True), None
 
 
 def adapter_of(offsets: Tensor, tokens: int) -> Tensor:

@@ -22,7 +22,7 @@ from fdora._check import (
     is_sharded,
 )
 from fdora._dispatch import Backend
-from fdora.autograd.multi import bank_norm
+from fdora.autograd.multi import bank_norm, experts_norm
 from fdora.autograd.sharded import root_of_sum
 from fdora.functional.backend import select_backend
 from fdora.quant import QuantWeight
@@ -74,13 +74,35 @@ def scalings(fn: str, s: Any, adapters: int, like: Tensor | Weight) -> Tensor:
     return torch.stack([torch.full((), each, dtype=dtype, device=like.device) for each in s])
 
 
-def norm_of_experts(W: Tensor, A: Tensor, B: Tensor, s: Any, refused: dict[str, bool], backend: Backend) -> Tensor:
+def check_stack(fn: str, W: QuantWeight, sizes: dict[str, int]) -> None:
+    """Experts of codes, one behind the other."""
+    E, N, K = (sizes[axis] for axis in "ENK")
+    if tuple(W.shape) != (E * N, K):
+        remedy = "Flatten the first two axes of the stack before its constructor in fdora.quant, or call dora_linear for each."
+        raise fail(fn, "W", f"a QuantWeight of {(E * N, K)}, {E} experts of {N} rows", tuple(W.shape), remedy)
+
+
+def is_stack(W: object, B: Tensor, s: Any) -> bool:
+    """Whether W is the experts of a mixture, dense or of codes. Experts share one s, a bank has one for each adapter."""
+    if isinstance(W, QuantWeight):
+        one = isinstance(s, (int, float, torch.SymFloat))
+        return one and isinstance(B, Tensor) and B.dim() == 3 and W.shape[0] == B.shape[0] * B.shape[1]
+    return isinstance(W, Tensor) and W.dim() == 3
+
+
+def norm_of_experts(
+    W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: Any, refused: dict[str, bool], backend: Backend
+) -> Tensor:
     """:func:`dora_norm` of a stack of experts, W (E, N, K)."""
     fn = "dora_norm"
     _refuse(fn, refused, "a stack of experts", "Ask for the norm of one expert at a time.")
     tensors = {"W": W, "A": A, "B": B}
     check_whole(fn, tensors)
-    sizes = check_shapes(fn, {"W": "E N K", "A": "E r K", "B": "E N r"}, tensors)
+    if isinstance(W, QuantWeight):
+        sizes = check_shapes(fn, {"A": "E r K", "B": "E N r"}, tensors)
+        check_stack(fn, W, sizes)
+    else:
+        sizes = check_shapes(fn, {"W": "E N K", "A": "E r K", "B": "E N r"}, tensors)
     check_rank(fn, sizes["r"])
     check_device(fn, "W", tensors)
     check_dtype(fn, "W", W, FLOATS, "Dequantise or cast it first.")
@@ -88,7 +110,8 @@ def norm_of_experts(W: Tensor, A: Tensor, B: Tensor, s: Any, refused: dict[str, 
         check_dtype(fn, arg, tensors[arg], (torch.float32, W.dtype))
     check_frozen(fn, "W", W)
     check_s(fn, s)
-    return bank_norm(W, A, B, scaling_of(s, sizes["E"], W), None, select_backend(W, backend=backend).name)
+    like = A if isinstance(W, QuantWeight) else W
+    return experts_norm(W, A, B, s, scaling_of(s, sizes["E"], like), select_backend(like, backend=backend).name)
 
 
 def scaling_of(s: float, experts: int, like: Tensor) -> Tensor:

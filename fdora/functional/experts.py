@@ -20,21 +20,25 @@ from fdora._check import (
     check_whole,
     fail,
     is_sharded,
+    key_of,
+    passed,
+    remember,
 )
 from fdora._dispatch import Backend
 from fdora._records import Operands
 from fdora.autograd.experts import Route, combine, spread
-from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, route
+from fdora.autograd.multi import Call, Tokens, experts_norm, fault, multi, route
 from fdora.autograd.norm import is_real
 from fdora.functional.backend import select_backend
-from fdora.functional.bank import scaling_of
+from fdora.functional.bank import check_stack, scaling_of
 from fdora.functional.linear import cast_x, dora_linear, save_for_dm
 from fdora.quant import QuantWeight
+from fdora.quant.part import experts_of
 
 
 def dora_experts(
     x: Tensor,
-    W: Tensor,
+    W: Tensor | QuantWeight,
     A: Tensor,
     B: Tensor,
     m: Tensor,
@@ -58,7 +62,10 @@ def dora_experts(
 
     Args:
       x: (T, K) tokens, float16, bfloat16, float32 or float64; by offsets those of expert 0 first.
-      W: (E, N, K) frozen weights, in the dtype of x (any, under autocast). Where a model keeps (E, K, N), its transpose.
+      W: (E, N, K) frozen weights, in the dtype of x (any, under autocast). Where a model keeps (E, K, N), its transpose. Or a
+        :class:`fdora.quant.QuantWeight` of (E N, K), the rows of expert 0 first: a stack whose first two axes were flattened,
+        as in ``from_mxfp4(blocks.flatten(0, 1), scales.flatten(0, 1))``. Kernels decode all of it, plain torch an expert at a
+        time; it is dense in the dtype of x while forward or backward runs.
       A: (E, r, K), float32 or the dtype of W.
       B: (E, N, r), float32 or the dtype of W.
       m: (E, N), float32 or the dtype of W.
@@ -80,7 +87,7 @@ def dora_experts(
       own dtype; those of an expert without tokens are zero.
 
     Raises:
-      FdoraError: shapes, dtypes or devices disagree, W requires grad or is quantised, s is not finite, not exactly one of
+      FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, not exactly one of
         offsets and ids is given, gates come without ids, offsets fall or end behind x, or a compiler of plain torch meets
         offsets or ids as a tensor.
       NotImplementedError: a second derivative is asked for.
@@ -96,7 +103,7 @@ def dora_experts(
         given: dict[str, Any] = {"s": s, "offsets": offsets, "ids": ids, "gates": gates, "backend": backend}
         return _sharded_layers.experts(dora_experts, x, W, A, B, m, bias, norm, **given)
     check_experts(fn, x, W, A, B, m, s, bias, norm)
-    E = W.shape[0]
+    E = m.shape[0]
     check_route(fn, x, E, offsets, ids, gates)
     name = select_backend(x, backend=backend).name
     bank = Operands(W, A, B, m, norm, bias, None)
@@ -111,21 +118,20 @@ def dora_experts(
 def sorted_rows(fn: str, x: Tensor, bank: Operands, s: float, offsets: Any, name: str) -> Tensor:
     """x (T, K), sorted by expert -> (T, N)."""
     if name != "triton":
-        return _loop(fn, x, bank, s, ends_of(fn, offsets, x.shape[0], bank.W.shape[0]))
+        return _loop(fn, x, bank, s, ends_of(fn, offsets, x.shape[0], count_of(bank)))
     x = cast_x(fn, x, bank.W)
     scale, ready = scaled(x, bank, s, name)
     saves = save_for_dm(ready.m, ready.c, False) != "nothing"  # type: ignore[arg-type]
-    return multi(
-        x, ready, Tokens(scale, ends_on(fn, offsets, x, bank.W.shape[0]), None), Call(None, 0.0, saves, name, None, fn)
-    )
+    tokens = Tokens(scale, ends_on(fn, offsets, x, count_of(bank)), None)
+    return multi(x, ready, tokens, Call(None, 0.0, saves, name, None, fn, True))
 
 
 def scaled(x: Tensor, bank: Operands, s: float, name: str) -> tuple[Tensor, Operands]:
     """s of each expert, and the bank with its norms."""
     W, A, B, m, c, bias, _ = bank
     assert A is not None and B is not None
-    scale = scaling_of(s, W.shape[0], x)
-    c = bank_norm(W, A, B, scale, None, name) if c is None else c
+    scale = scaling_of(s, A.shape[0], x)
+    c = experts_norm(W, A, B, s, scale, name) if c is None else c
     return scale, Operands(W, A, B, m, c.to(torch.promote_types(x.dtype, torch.float32)), bias, None)
 
 
@@ -134,33 +140,46 @@ def _loop(fn: str, x: Tensor, bank: Operands, s: float, ends: list[int]) -> Tens
     assert A is not None and B is not None and m is not None
     counts = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
     *xs, rest = x.split([*counts, x.shape[0] - ends[-1]])
-    lists = [W.unbind(), A.unbind(), B.unbind(), m.unbind()]
+    each = experts_of(W, len(counts)) if isinstance(W, QuantWeight) else W.unbind()
+    lists: list[Any] = [each, A.unbind(), B.unbind(), m.unbind()]
     biases, norms = (([None] * len(counts)) if t is None else t.unbind() for t in (bias, norm))
     parts = [
         dora_linear(part, *operands, s=s, bias=b, norm=c, backend="eager")
         for part, count, *operands, b, c in zip(xs, counts, *lists, biases, norms, strict=True)
         if count
     ]
-    like = parts[0] if parts else dora_linear(rest[:0], *(t[0] for t in lists), s=s, norm=_ones(W), backend="eager")
+    like = parts[0] if parts else dora_linear(rest[:0], *(t[0] for t in lists), s=s, norm=_ones(m, W), backend="eager")
     if rest.shape[0] or not parts:
-        parts.append(like.new_zeros(rest.shape[0], W.shape[1]))
+        parts.append(like.new_zeros(rest.shape[0], m.shape[1]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _ones(W: Tensor) -> Tensor:
+def count_of(bank: Operands) -> int:
+    """How many experts."""
+    assert bank.A is not None
+    return bank.A.shape[0]
+
+
+def _ones(m: Tensor, W: Tensor | QuantWeight) -> Tensor:
     """A norm for a call without tokens."""
-    return W.new_ones(W.shape[1], dtype=torch.promote_types(W.dtype, torch.float32))
+    return m.new_ones(m.shape[1], dtype=torch.promote_types(W.dtype, torch.float32))
 
 
 def check_experts(
     fn: str, x: Tensor, W: Any, A: Any, B: Any, m: Any, s: Any, bias: Tensor | None, norm: Tensor | None
 ) -> None:  # fmt: skip
-    if isinstance(W, QuantWeight):
-        raise fail(fn, "W", "a tensor", "a QuantWeight", "Call dora_linear for each expert: it takes one.")
+    key = key_of(fn, (x, W, A, B, m, bias, norm), s)
+    if passed(key):
+        check_frozen(fn, "W", W)
+        return
     spec = {"W": "E N K", "A": "E r K", "B": "E N r", "m": "E N", "bias": "E N", "norm": "E N", "x": "T K"}
     tensors = {"W": W, "A": A, "B": B, "m": m, "bias": bias, "norm": norm, "x": x}
+    if isinstance(W, QuantWeight):
+        del spec["W"]
     check_whole(fn, tensors)
     sizes = check_shapes(fn, spec, tensors, "(experts, out, in)", "dora_norm(W, A, B, s=s)")
+    if isinstance(W, QuantWeight):
+        check_stack(fn, W, sizes)
     check_rank(fn, sizes["r"])
     if sizes["E"] < 1:
         raise fail(fn, "W", "of at least one expert", f"{tuple(W.shape)}", "Stack the weights of the experts.")
@@ -173,6 +192,7 @@ def check_experts(
     check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
     check_frozen(fn, "W", W)
     check_s(fn, s)
+    remember(key)
 
 
 def check_route(fn: str, x: Tensor, experts: int, offsets: Any, ids: Tensor | None, gates: Tensor | None) -> None:
@@ -208,8 +228,9 @@ def route_of(fn: str, ids: Tensor, experts: int, name: str) -> Route:
             fn, "ids", "read by the host in plain torch", "code that is compiled, mapped or on meta",
             "Call it outside, or sort the tokens and pass offsets.tolist().",
         )  # fmt: skip
-    offsets, order = route(ids.reshape(-1), experts, name)
-    place = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+    offsets, order, place = route(ids.reshape(-1), experts, name)
+    if place is None:
+        place = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
     return Route(offsets, order, place.reshape(ids.shape[0], -1))
 
 

@@ -14,9 +14,10 @@ from fdora._records import Operands
 from fdora._torch import no_graph
 from fdora.autograd.experts import ACTS, Call, combine, experts_mlp, gated, spread
 from fdora.functional.backend import select_backend
-from fdora.functional.experts import check_experts, check_route, ends_on, pairs, route_of, scaled, sorted_rows
+from fdora.functional.experts import check_experts, check_route, count_of, ends_on, pairs, route_of, scaled, sorted_rows
 from fdora.functional.group import DoraLayer
 from fdora.functional.linear import cast_x, save_for_dm
+from fdora.quant import QuantWeight
 
 
 def dora_experts_mlp(
@@ -41,8 +42,9 @@ def dora_experts_mlp(
 
     Args:
       x: (T, K), as for :func:`dora_experts`.
-      gate_up: :class:`DoraLayer` with W (E, 2 F, K), A (E, r, K), B (E, 2 F, r), m (E, 2 F), bias (E, 2 F) or None and norm
-        (E, 2 F) or None; its s is required. Rows of gate come first, or, for "gpt_oss", rows of gate and up in turns.
+      gate_up: :class:`DoraLayer` with W (E, 2 F, K), or a :class:`fdora.quant.QuantWeight` of (E 2 F, K), A (E, r, K),
+        B (E, 2 F, r), m (E, 2 F), bias (E, 2 F) or None and norm (E, 2 F) or None; its s is required. Rows of gate come first,
+        or, for "gpt_oss", rows of gate and up in turns.
       down: the same with W (E, N, F).
       act: "silu", "gelu" (exact), "gelu_tanh", or "gpt_oss": ``(u + 1) * v * sigmoid(1.702 * v)`` with
         ``v = min(gate, 7)`` and ``u = clamp(up, -7, 7)``. gpt-oss keeps (E, K, 2 F) and (E, F, N): pass ``.mT`` of both.
@@ -67,14 +69,15 @@ def dora_experts_mlp(
     """
     fn = "dora_experts_mlp"
     check_layers(fn, x, gate_up, down, act)
-    check_route(fn, x, gate_up.W.shape[0], offsets, ids, gates)
-    name = select_backend(x, backend=backend).name
-    to = None if ids is None else route_of(fn, ids, gate_up.W.shape[0], name)
     first, second = (Operands(la.W, la.A, la.B, la.m, la.norm, la.bias, None) for la in (gate_up, down))
     assert gate_up.s is not None and down.s is not None  # checked
+    E = count_of(first)
+    check_route(fn, x, E, offsets, ids, gates)
+    name = select_backend(x, backend=backend).name
+    to = None if ids is None else route_of(fn, ids, E, name)
     x = cast_x(fn, x, gate_up.W)
     if name == "triton":
-        ends = ends_on(fn, offsets, x, gate_up.W.shape[0]) if to is None else to.offsets
+        ends = ends_on(fn, offsets, x, E) if to is None else to.offsets
         (s1, first), (s2, second) = scaled(x, first, gate_up.s, name), scaled(x, second, down.s, name)
         kept = [save_for_dm(la.m, la.c, False) != "nothing" for la in (first, second)]  # type: ignore[arg-type]
         saves = (False, False) if no_graph() else (kept[0], kept[1])
@@ -96,12 +99,16 @@ def check_layers(fn: str, x: Tensor, gate_up: DoraLayer, down: DoraLayer, act: s
         if la.A is None or la.B is None or la.m is None or la.s is None:
             remedy = "A layer without one: A and B of zeros, and m = dora_norm(W, A, B, s=s)."
             raise fail(fn, label, "with an adapter, m and s", "a layer without", remedy)
-    first = gate_up.W
-    if isinstance(first, Tensor) and isinstance(down.W, Tensor) and first.dim() == down.W.dim() == 3:
-        E, rows, F = first.shape[0], first.shape[1], down.W.shape[2]
-        if (rows, E) != (2 * F, down.W.shape[0]):
-            have = f"{tuple(first.shape)} beside down.W {tuple(down.W.shape)}"
-            raise fail(fn, "gate_up.W", "(E, 2 F, K) beside down.W (E, N, F)", have, "gate and up are one weight.")
-    check_experts(f"{fn}: gate_up", x, first, gate_up.A, gate_up.B, gate_up.m, gate_up.s, gate_up.bias, gate_up.norm)
+    first, second = _stack_of(gate_up), _stack_of(down)
+    if len(first) == len(second) == 3 and first[:2] != (second[0], 2 * second[2]):
+        have = f"{first} beside down.W {second}"
+        raise fail(fn, "gate_up.W", "(E, 2 F, K) beside down.W (E, N, F)", have, "gate and up are one weight.")
+    check_experts(f"{fn}: gate_up", x, gate_up.W, gate_up.A, gate_up.B, gate_up.m, gate_up.s, gate_up.bias, gate_up.norm)
     inner = torch.empty((0, down.W.shape[-1]), dtype=x.dtype, device=x.device)
     check_experts(f"{fn}: down", inner, down.W, down.A, down.B, down.m, down.s, down.bias, down.norm)
+
+
+def _stack_of(la: DoraLayer) -> tuple[int, ...]:
+    """(E, N, K), or something else of what check_experts refuses."""
+    shape = tuple(la.W.shape)
+    return (*la.m.shape, shape[-1]) if isinstance(la.W, QuantWeight) and isinstance(la.m, Tensor) else shape

@@ -159,6 +159,7 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
             raise fail(a.fn, "compute", "None on this GPU", "'fp8'", "Products of e4m3 want sm_89 or later of NVIDIA.")
         norms, decoded, ready, new = [], [], [], {}
         notes: tuple[str, ...] = ()
+        after: list[Any] = []  # the gradients through the norms, that of the last one first
         for i, layer in enumerate(layers):
             la = DoraLayer._make(map(stand_in, layer))
             read = isinstance(la.W, QuantWeight) and triton.is_decoded(la.W.spec)
@@ -178,7 +179,9 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
                 trained = any(t is not None and t.requires_grad for t in (layer.A, layer.B))
                 new[f"c{i}"] = c = la.norm.detach().requires_grad_(trained)  # a copy, if it was given
                 la = la._replace(norm=c)
-                notes = (PLAIN_BACKWARD,) if torch.is_grad_enabled() and trained else notes
+                if torch.is_grad_enabled() and trained:
+                    through = triton.norm_backward(on, la.W, la.A, la.B)
+                    after, notes = [*through, *after], notes if through else (PLAIN_BACKWARD,)
             seed = torch.empty(() if a.mask_origin is None else (3,), dtype=torch.int64, device="meta") if a.dropout_p else None
             operand, option = prepared(a.fn, x, la, seed, a.keep_inner and (not mlp or i == 2), True, "triton")
             ready.append((operand._replace(c=None) if inside else operand, option))
@@ -191,7 +194,7 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
             )
         kept = kept | new if backward else {}
         norms += decoded
-        backward = [*decoded, *backward] if backward else []
+        backward = [*decoded, *backward, *after] if backward else []
         single = len(layers) == 1
         return Parts([*norms, forward], backward, [kept_of(n.rstrip("0") if single else n, t) for n, t in kept.items()], notes)
 
@@ -234,7 +237,8 @@ def _norm(a: Any) -> Call:
         c = torch.empty(w.shape[0], dtype=torch.float32, device="meta")
         kept = {"W": w, "A": down, "B": up}
         known = [*(kept_of(n, t, "argument") for n, t in kept.items()), kept_of("c", c, "output")]
-        return Parts(forward, (), known, (PLAIN_BACKWARD,))
+        backward = triton.norm_backward(on, w, down, up)
+        return Parts(forward, backward, known, () if backward else (PLAIN_BACKWARD,))
 
     return W.device, W.dtype, plans
 
@@ -261,10 +265,13 @@ def _embedding(a: Any) -> Call:
         if c is None and a.norm_axis == 0:
             norms, c = [triton.norm(on, W.T, A, B, None, False)], torch.empty(W.shape[1], dtype=torch.float32, device="meta")
             kept += [kept_of("c", c)] if trained else []
-        notes = ("Backward is plain torch: it has no plan.",) if trained else ()
+        by_columns = trained and a.norm_axis == 0 and a.max_norm is None
+        backward = triton.embedding_backward(on, ids, W, A, B, m, c, a.padding_idx, a.sparse) if by_columns else None
+        notes = () if backward or not trained else ("Backward is plain torch: it has no plan.",)
         if a.max_norm is not None:
             return Parts(norms, (), kept, ("With max_norm forward is plain torch, too.", *notes))
-        return Parts([*norms, triton.embedding(on, ids, W, A, B, m, c, a.norm_axis == 1)], (), kept, notes)
+        forward = [*norms, triton.embedding(on, ids, W, A, B, m, c, a.norm_axis == 1)]
+        return Parts(forward, [backward] if backward else [], kept, notes)
 
     return a.W.device, a.W.dtype, plans
 

@@ -27,6 +27,7 @@ from fdora._check import (
 )
 from fdora._dispatch import Backend
 from fdora._records import Dropout, DropoutMode, Operands, Options, SaveForDm
+from fdora._torch import functorch_active
 from fdora.autograd.fp8 import fp8_linear
 from fdora.autograd.linear import Call, eager_linear, linear
 from fdora.autograd.norm import row_norm, with_gradient
@@ -236,8 +237,8 @@ def check_detach(fn: str, W: Any) -> None:
 
 
 def save_for_dm(m: Tensor, c: Tensor | None, pre_scale: bool) -> SaveForDm:
-    """For the gradients of m and c; see :mod:`fdora.eager.linear`."""
-    if not (torch.is_grad_enabled() and (m.requires_grad or (c is not None and c.requires_grad))):
+    """For the gradients of m and c; see :mod:`fdora.eager.linear`. Within vmap an m does not say what a grad around it asks."""
+    if not (torch.is_grad_enabled() and (m.requires_grad or (c is not None and c.requires_grad) or functorch_active())):
         return "nothing"
     return "pre_scale" if pre_scale else "output"
 

@@ -118,7 +118,7 @@ def dora_linear_multi(
         c = bank_norm(W, A, B, scale, of_each, name) if norm is None else norm
         c = c.to(torch.promote_types(x.dtype, torch.float32))
     seeds = seeds_of(fn, seed, G, x.device) if dropout_p else None
-    ends, order = (offsets, None) if ids is None else route(ids.reshape(-1), G, name)
+    ends, order = (offsets, None) if ids is None else route(ids.reshape(-1), G, name)[:2]
     assert ends is not None
     saves = m is not None and save_for_dm(m, c, False) != "nothing"
     call = Call(of_each, float(dropout_p), saves, name)

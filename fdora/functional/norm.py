@@ -31,7 +31,7 @@ from fdora.autograd.norm import guarded_norm, row_norm, row_sqnorm, scale, small
 from fdora.autograd.norm import kept_norm as kept_norm
 from fdora.autograd.sharded import sharded_guarded_norm, sharded_norm
 from fdora.functional.backend import select_backend
-from fdora.functional.bank import norm_of_bank, norm_of_experts
+from fdora.functional.bank import is_stack, norm_of_bank, norm_of_experts
 from fdora.functional.norm_state import NormState, ShardNormState, check_state
 from fdora.quant import QuantWeight
 
@@ -85,7 +85,8 @@ def dora_norm(
     Args:
       W: (N, K) frozen weight, float16, bfloat16, float32 or float64; any strides. Or a :class:`fdora.quant.QuantWeight`, whose
         norm is that of the weight before it is rounded to W.dtype; never more than some rows of it are dense. Or (E, N, K), a
-        stack of experts with A (E, r, K), B (E, N, r) and one s: all their norms in one launch. It takes backend beside them.
+        stack of experts with A (E, r, K), B (E, N, r) and one s: all their norms in one launch, of a QuantWeight (E N, K) in
+        two for each. It takes backend beside them.
       A: (r, K), float32 or the dtype of W. Or (G, r, K), a bank of adapters: one pass over W gives the norms of all. Of the
         rest a bank takes s, a tensor (G,) or G numbers, and backend.
       B: (N, r), float32 or the dtype of W; (G, N, r) in a bank.
@@ -126,7 +127,7 @@ def dora_norm(
     if isinstance(A, Tensor) and A.dim() == 3:
         refused = {"norm_axis": norm_axis != 1, "detach": not detach, "squared": squared}
         refused |= {"base_sqnorm": base_sqnorm is not None, "max_bytes": max_bytes is not None, "state": state is not None}
-        if isinstance(W, Tensor) and W.dim() == 3:
+        if is_stack(W, B, s):
             return norm_of_experts(W, A, B, s, refused | {"group": group is not None}, backend)
         if group is not None:
             check_one_group("dora_norm", group)

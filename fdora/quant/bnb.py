@@ -23,7 +23,7 @@ def from_bnb(weight: Tensor, quant_state: Any = None) -> QuantWeight:
 
     Args:
       weight: ``Params4bit`` of a ``Linear4bit``, or its data with ``quant_state``. Data that FSDP keeps in a floating dtype
-        (``quant_storage``) is read as bytes.
+        (``quant_storage``) is read as bytes. Of a parameter (E, N, K), the experts of a mixture, the weight is (E N, K).
       quant_state: the ``QuantState``; None takes that of ``weight``, which FSDP drops: ``layer.quant_state`` still has it.
 
     Returns:
@@ -52,7 +52,8 @@ def from_bnb(weight: Tensor, quant_state: Any = None) -> QuantWeight:
         raise fail(
             fn, "quant_state.dtype", "a floating dtype of torch", state.dtype, "Pass the QuantState of a quantised layer."
         )
-    N, K = matrix(fn, tuple(state.shape))
+    shape = tuple(state.shape)
+    N, K = matrix(fn, (shape[0] * shape[1], shape[2]) if len(shape) == 3 else shape)
     group = state.blocksize
     if not isinstance(group, int) or group < 2 or group % 2:
         raise fail(fn, "quant_state.blocksize", "an even number", group, "Quantise the layer with blocksize=64.")

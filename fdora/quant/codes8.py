@@ -62,7 +62,8 @@ def from_fp8(
     compressed-tensors ``weight_scale`` with ``block="row"``; of ModelOpt ``weight_scale`` with ``block=None``.
 
     Args:
-      weight: (N, K) float8_e4m3fn.
+      weight: (N, K) float8_e4m3fn; or (E, N, K), the experts of a mixture: the weight is (E N, K) then, and ``scale`` has one
+        more axis, too (of None: E numbers).
       scale: float32; bfloat16, float16 and float8_e8m0fnu are converted. One number where ``block`` is None, (N,) or (N, 1)
         where it is "row", (ceil(N / bn), ceil(K / bk)) where it is (bn, bk).
       block: what shares a scale.
@@ -109,9 +110,11 @@ def coded(
     fn: str, kind: str, code: str, codes: Tensor, scale: Tensor, block: object, dtype: torch.dtype, unit: float
 ) -> QuantWeight:
     """A weight of codes that were checked, with scales that were not."""
-    N, K = matrix(fn, codes.shape)
     check_floating(fn, dtype)
     check_dtype(fn, "scale", scale, SCALES, "Pass it as the checkpoint holds it.")
+    if codes.ndim == 3:
+        codes, scale, block = flattened(fn, codes, scale, block)
+    N, K = matrix(fn, codes.shape)
     pair = (0, 0)
     if block is None:
         mode, wanted = "tensor", [(), (1,), (1, 1)]
@@ -128,3 +131,18 @@ def coded(
     scale = scale.detach().float().contiguous()
     scale = scale if mode == "block" else scale.reshape(-1)
     return QuantWeight(kind, (codes, scale), (N, K), dtype, Codes8(code, mode, pair, unit))
+
+
+def flattened(fn: str, codes: Tensor, scale: Tensor, block: object) -> tuple[Tensor, Tensor, object]:
+    """Codes (E, N, K) of experts, and their scales, as those of one weight (E N, K)."""
+    E, N, _ = codes.shape
+    if block is None and scale.numel() == E:
+        scale, block = scale.reshape(E, 1).expand(E, N).reshape(-1), "row"
+    elif block == "row" and scale.ndim > 1:
+        scale = scale.reshape(-1, *scale.shape[2:])
+    elif isinstance(block, Sequence) and not isinstance(block, str) and scale.ndim == 3:
+        if N % block[0]:
+            remedy = "Dequantise it, or call dora_linear for each expert."
+            raise fail(fn, "block", f"of rows that divide the {N} of an expert", tuple(block), remedy)
+        scale = scale.flatten(0, 1)
+    return codes.flatten(0, 1), scale, block

@@ -28,8 +28,9 @@ def from_mxfp4(codes: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bflo
 
     Args:
       codes: (N, K / 2) uint8 or float4_e2m1fn_x2, as torchao has it, or (N, K / 32, 16), as gpt-oss has one expert
-        (``blocks[e]``, ``scales[e]``; transformers transposes what it decodes, this does not).
-      scales: (N, ceil(K / 32)) uint8 or float8_e8m0fnu, not swizzled. 255 is NaN.
+        (``blocks[e]``, ``scales[e]``; transformers transposes what it decodes, this does not), or (E, N, K / 32, 16), as it
+        has all of them: the weight is (E N, K) then.
+      scales: (N, ceil(K / 32)) uint8 or float8_e8m0fnu, not swizzled; of experts (E, N, K / 32). 255 is NaN.
       dtype: that the weight stands for.
 
     Returns:
@@ -43,6 +44,8 @@ def from_mxfp4(codes: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bflo
     """
     fn = "quant.from_mxfp4"
     check_floating(fn, dtype)
+    if codes.ndim == 4 and scales.ndim == 3:
+        codes, scales = codes.flatten(0, 1), scales.flatten(0, 1)
     codes = packed(fn, codes, 32)
     N, half = matrix(fn, codes.shape)
     scales = stored(fn, "scales", scales, (torch.uint8, torch.float8_e8m0fnu), (N, -(-2 * half // 32))).view(torch.uint8)

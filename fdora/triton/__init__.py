@@ -8,6 +8,7 @@ if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 4):  # no tensor des
 from fdora.triton import codes as codes
 from fdora.triton import compose as compose
 from fdora.triton import embedding as embedding
+from fdora.triton import embedding_bwd as embedding_bwd
 from fdora.triton import experts as experts
 from fdora.triton import fp8 as fp8
 from fdora.triton import linear as linear
@@ -15,6 +16,7 @@ from fdora.triton import merge as merge
 from fdora.triton import mlp as mlp
 from fdora.triton import multi as multi
 from fdora.triton import norm as norm
+from fdora.triton import norm_bwd as norm_bwd
 from fdora.triton import quant as quant
 from fdora.triton import small_norm as small_norm
 from fdora.triton import tree as tree

@@ -9,20 +9,38 @@ Roof: the bytes. NF4 to bf16 moves 2.52 bytes a weight, 8192 x 8192 in 57 us on 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from fdora.quant import Lut4
-from fdora.triton.codes import Packed, byte_facts, groups_of, in_pairs, lut_facts
+from fdora._torch import needs_dispatcher
+from fdora.quant import Lut4, QuantSpec
+from fdora.triton.codes import (
+    Coded,
+    Packed,
+    byte_facts,
+    coded_of,
+    groups_of,
+    in_pairs,
+    is_decoded,
+    lut_facts,
+    packed,
+    tensors_of,
+    weights_of,
+    written,
+)
 from fdora.triton.configs import dequantize_config
 from fdora.triton.copy import in_dtype
 from fdora.triton.kernels.dequantize import dequantize4_kernel, dequantize8_kernel, lost4_kernel, lost8_kernel
 from fdora.triton.norm import norm as norm_of_dense
+from fdora.triton.op import op
 from fdora.triton.quant import norm
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
-from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.runtime.device import Device, cdiv
+from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
+from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.scale import tiny_of
 
 TOGETHER = 64  # ranks up to this have their norm out of the pass that decodes
@@ -48,6 +66,34 @@ def weight_of(plan: Builder, la: Any, s: Scalar, dtype: torch.dtype, c: Array | 
         norm_of_dense(plan, la.W, la.A, la.B, s, c, None, False)
         return weight_in(plan, la.W, dtype)
     return dequantized_with_norm(plan, la.W, la.A, la.B, s, c, dtype)
+
+
+def dense_of(spec: QuantSpec, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:
+    """``QuantWeight.dequantize(dtype)``; None where no kernel reads the format."""
+    if not is_decoded(spec):
+        return None
+    text, numbers = written([coded_of(spec)])
+    stored = tensors_of(tensors)
+    out: Tensor = (dequantize if needs_dispatcher(stored[0]) else _dequantize)(stored, text, numbers, dtype)
+    return out
+
+
+def _dequantize(tensors: Sequence[Tensor], text: Sequence[str], numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return run(*_planned(tensors, text, numbers, dtype))[0]
+
+
+def _planned(
+    tensors: Sequence[Tensor], text: Sequence[str], numbers: Sequence[int], dtype: torch.dtype
+) -> tuple[Plan, tuple, tuple]:
+    return plan_for(plan_dequantize, tuple(tensors), *weights_of(text, numbers), dtype), tuple(tensors), ()
+
+
+def plan_dequantize(likes: Sequence[Like | None], device: Device, coded: Coded, dtype: torch.dtype) -> Plan:
+    plan = Builder("a dense W of codes", device)
+    W = packed(plan, likes, coded)
+    decode(plan, W, plan.result("W", W.shape, dtype))
+    plan.path = "one pass over the codes"
+    return plan.plan()
 
 
 def dequantized(plan: Builder, W: Packed, dtype: torch.dtype) -> Array:
@@ -107,3 +153,16 @@ def room(plan: Builder, shape: tuple[int, int], dtype: torch.dtype) -> Array:
     N, K = shape
     unit = 16 // dtype.itemsize
     return plan.temp((N, K), dtype, (cdiv(K, unit) * unit, 1))
+
+
+def _fake(tensors: Any, text: Any, numbers: Any, dtype: Any) -> Any:
+    return torch.empty((numbers[0], numbers[1]), device=tensors[0].device, dtype=dtype)
+
+
+dequantize = op(
+    "dequantize",
+    _dequantize,
+    _fake,
+    _planned,
+    "(Tensor[] tensors, str[] text, SymInt[] numbers, ScalarType dtype) -> Tensor",
+)

@@ -1,10 +1,14 @@
-"""Rows of an adapted table, ``y = g (W[ids] + s A^T[ids] B^T)``: a gather, a thin product on tensor cores and g in one pass.
+"""Rows of an adapted table, ``y = g (W[ids] + s A^T[ids] B^T)``: a gather, a thin product on tensor cores and g.
 
-A program owns some tokens and a span of columns. It gathers its columns of A once, then walks the span: the rows of W, the rows
-of B that belong to the columns, one store. B comes out of L2 for every program, A in single elements where it is (r, V) as PEFT
-has it, so a program takes many tokens and a wide span, as long as there are programs for every multiprocessor.
+Roof: a read and a write of the rows, 4 d bytes a token in 16 bits. What is read beside them comes out of L2, which must not
+have as much to do: a tile of t tokens and k columns reads 2 t k bytes of W and writes as many; columns of A, (r, V) as PEFT has
+it, are r sectors of 32 bytes a token, 32 t r, which only k >= 64 r would make little of; B in float32 is 4 k r, g and its
+division 8 k. So where tokens are many a first launch forms h = A^T[ids], s B in 16 bits and g, once (it reads 32 r bytes a
+token, 3 % of the rows for d = 4096 and r = 16, and writes next to nothing). Tiles then read 2 r (t + k), 19 % of 4 t k at
+64 x 128 and r = 16, have no loop, and ask for their rows of W before they wait for the first launch (sm_90).
 
-With a norm of each row that nobody gave, a program owns whole rows and walks them twice. Roof: a read and a write of the rows.
+Few tokens: one launch, whose programs own some tokens and a span of columns. With a norm of each row that nobody gave, a
+program owns whole rows and walks them twice.
 """
 
 from __future__ import annotations
@@ -18,14 +22,18 @@ from torch import Tensor
 from fdora._records import Lookup
 from fdora._torch import needs_dispatcher
 from fdora.triton.configs import power_of_two
-from fdora.triton.kernels.embedding import embedding_kernel
+from fdora.triton.kernels.embedding import embedding_kernel, embedding_ready_kernel, embedding_tile_kernel
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv
-from fdora.triton.runtime.plan import Like, Plan
+from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
 from fdora.triton.runtime.walk import plan_for, run
 
 WHOLE = 64  # up to this rank a program keeps its columns of A
+
+
+MANY = 2048  # tokens, from which on two launches serve
+READY_T = 32  # tokens, or columns, of a program of the first
 
 
 class Config(NamedTuple):
@@ -53,6 +61,21 @@ def config_of(T: int, D: int, R: int, half: bool, num_sms: int) -> Config:
     return Config(block_t, block_d, block_r, span, 4, 3)
 
 
+class TileConfig(NamedTuple):
+    BLOCK_T: int
+    BLOCK_D: int
+    num_warps: int
+
+
+def tile_config(half: bool) -> TileConfig:
+    """Of the second launch. Reasoned, not measured: `python -m bench.embedding --device cuda --tiles` times others."""
+    return TileConfig(64, 128, 4) if half else TileConfig(32, 64, 4)
+
+
+def is_many(T: int, per_row: bool) -> bool:
+    return T >= MANY and not per_row
+
+
 def embedding_fwd(ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor | None, how: Lookup) -> Tensor:
     """ids (...) -> y (..., d) in the dtype of W. c of None: of each row that is read. No max_norm."""
     assert how.max_norm is None
@@ -77,6 +100,21 @@ def plan_embedding(likes: Sequence[Like | None], device: Device, per_row: bool) 
     m, c, s = plan.vector(likes[4]), plan.vector(likes[5]), plan.scalar("s")
     (T,), (V, D), R = ids.shape, W.shape, A.shape[0]
     y = plan.result("y", (*shape, D), W.dtype)
+    if is_many(T, per_row):
+        plan.path = "columns of A, s B and g made ready; then gather, low-rank product and g in one pass"
+        h, b, g = ready(plan, ids, A, B, m, c, s, W.dtype, False)
+        block_t, block_d, num_warps = tile_config(W.itemsize == 2)
+        pdl = plan.device.supports_pdl
+        plan.launch(
+            embedding_tile_kernel,
+            (cdiv(D, block_d), cdiv(T, block_t)),
+            (ids, W, h, b, g, y, T, V, D, R, *W.stride),
+            (pdl, block_t, block_d, min(64, power_of_two(R))),
+            num_warps,
+            2,
+            pdl,
+        )
+        return plan.plan()
     own_norm = per_row and c is None
     block_t, block_d, block_r, span, num_warps, num_stages = config_of(T, D, R, W.itemsize == 2, device.num_sms)
     span = max(D, 1) if own_norm else span
@@ -87,6 +125,23 @@ def plan_embedding(likes: Sequence[Like | None], device: Device, per_row: bool) 
         (per_row, own_norm, block_r >= R, block_t, block_d, block_r, span), num_warps, num_stages,
     )  # fmt: skip
     return plan.plan()
+
+
+def ready(
+    plan: Builder, ids: Array, A: Array, B: Array, m: Array, c: Array, s: Scalar, dtype: torch.dtype, with_g: bool
+) -> tuple[Array, Array, Array]:
+    """h = A^T[ids] (T, r), s B or s g B (d, r), and g (d,)."""
+    (T,), (R, V), D = ids.shape, A.shape, B.shape[0]
+    h, b, g = plan.temp((T, R), dtype), plan.temp((D, R), dtype), plan.temp((D,), torch.float32)
+    block_r = min(64, power_of_two(R))
+    plan.launch(
+        embedding_ready_kernel,
+        (cdiv(max(T, D), READY_T), cdiv(R, block_r)),
+        (ids, A, B, m, c, h, b, g, s, T, V, D, R, *A.stride, *B.stride),
+        (with_g, plan.device.supports_pdl and not with_g, READY_T, block_r),
+        4,
+    )
+    return h, b, g
 
 
 def _fake(ids: Any, W: Any, A: Any, B: Any, m: Any, c: Any, s: float, per_row: bool) -> Any:

@@ -15,6 +15,7 @@ from fdora._records import Bank, BankNeeds, Dropout, Needs, Operands, Options
 from fdora.quant import QuantWeight
 from fdora.triton import compose as _compose
 from fdora.triton import embedding as _embedding
+from fdora.triton import embedding_bwd as _embedding_bwd
 from fdora.triton import fp8 as _fp8
 from fdora.triton import linear as _linear
 from fdora.triton import merge as _merge
@@ -23,6 +24,7 @@ from fdora.triton import multi as _multi
 from fdora.triton import multi_norm as _multi_norm
 from fdora.triton import multi_route as _multi_route
 from fdora.triton import norm as _norm
+from fdora.triton import norm_bwd as _norm_bwd
 from fdora.triton import quant as _quant
 from fdora.triton import tree as _tree
 from fdora.triton.codes import coded_of
@@ -120,6 +122,27 @@ def merge(on: Device, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, und
 
 def embedding(on: Device, ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor | None, per_row: bool) -> Plan:
     return _plan(on, _embedding.plan_embedding, (ids, W, A, B, m, c), per_row)
+
+
+def norm_backward(on: Device, W: Tensor, A: Tensor, B: Tensor) -> list[Plan]:
+    """The gradient through a norm; none where plain torch makes it."""
+    if not _norm_bwd.serves(W):
+        return []
+    c = W.new_empty(W.shape[0], dtype=torch.float32)
+    return [_plan(on, _norm_bwd.plan_norm_bwd, (c, W, A, B, c), (_needs(A), _needs(B)))]
+
+
+def embedding_backward(
+    on: Device, ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, padding_idx: int | None, sparse: bool
+) -> Plan | None:
+    """Of a norm of columns; None where plain torch makes the gradients. dy has the dtype of W."""
+    needs = tuple(map(_needs, (A, B, m, c)))
+    if not any(needs) or not _embedding_bwd.serves(ids, A):
+        return None
+    flat, dy = ids.reshape(-1), W.new_empty((ids.numel(), W.shape[1]))
+    key, order = (flat, torch.empty_like(flat, dtype=torch.int64)) if needs[0] else (None, None)
+    padding = _embedding_bwd.padding_of(padding_idx, W.shape[0])
+    return _plan(on, _embedding_bwd.plan_backward, (dy, flat, W, A, B, m, c, key, order), padding, sparse, needs)
 
 
 def compose(on: Device, base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, delta: bool) -> Parts:

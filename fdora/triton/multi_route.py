@@ -23,11 +23,11 @@ from fdora.triton.runtime.walk import plan_for, run
 BLOCK_T, BLOCK_S = 32, 128
 
 
-def route(ids: Tensor, adapters: int) -> tuple[Tensor, Tensor]:
-    """(M,) -> offsets (G,) int32 and order (M,) int64. Tokens of no adapter come last."""
+def route(ids: Tensor, adapters: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(M,) -> offsets (G,) int32, order (M,) int64 and its inverse. Tokens of no adapter come last."""
     run_it: Any = multi_route if needs_dispatcher(ids) else _route
-    offsets, order = run_it(ids, adapters)
-    return offsets, order
+    offsets, order, place = run_it(ids, adapters)
+    return offsets, order, place
 
 
 def _route(ids: Tensor, adapters: int) -> tuple[Tensor, ...]:
@@ -42,17 +42,19 @@ def plan_route(likes: Sequence[Like | None], device: Device, G: int) -> Plan:
     plan = Builder("tokens sorted by adapter", device)
     ids = plan.vector(likes[0])
     (M,) = ids.shape
-    offsets, order = plan.result("offsets", (G,), torch.int32), plan.result("order", (M,), torch.int64)
+    offsets = plan.result("offsets", (G,), torch.int32)
+    order, place = plan.result("order", (M,), torch.int64), plan.result("place", (M,), torch.int64)
     parts = cdiv(M, BLOCK_T)
     plan.launch(
-        multi_route_kernel, (parts + cdiv(G, BLOCK_T),), (ids, offsets, order, M, G, parts), (BLOCK_T, BLOCK_S), 4
+        multi_route_kernel, (parts + cdiv(G, BLOCK_T),), (ids, offsets, order, place, M, G, parts), (BLOCK_T, BLOCK_S), 4
     )  # fmt: skip
     plan.path = "the place of a token is counted"
     return plan.plan()
 
 
 def _fake_route(ids, adapters):
-    return [ids.new_empty(adapters, dtype=torch.int32), ids.new_empty(ids.shape[0], dtype=torch.int64)]
+    order = ids.new_empty(ids.shape[0], dtype=torch.int64)
+    return [ids.new_empty(adapters, dtype=torch.int32), order, torch.empty_like(order)]
 
 
 multi_route = op("multi_route", _route, _fake_route, _planned, "(Tensor ids, SymInt adapters) -> Tensor[]")

@@ -77,6 +77,42 @@ def norm_of_codes_guarded(
     return c, new_hash
 
 
+def stack_norms_of_codes(spec: QuantSpec, tensors: Sequence[Tensor | None], A: Tensor, B: Tensor, s: float) -> Tensor | None:
+    """c (E, N) float32 of a W (E N, K) whose experts are one behind the other, A (E, r, K) and B (E, N, r)."""
+    if not is_decoded(spec):
+        return None
+    text, numbers = written([coded_of(spec)])
+    stored = tensors_of(tensors)
+    c: Tensor = (quant_stack_norms if needs_dispatcher(stored[0]) else _quant_stack_norms)(stored, A, B, s, text, numbers)
+    return c
+
+
+def _quant_stack_norms(
+    tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, text: Sequence[str], numbers: Sequence[int]
+) -> Tensor:
+    return run(*_planned_stack(tensors, A, B, s, text, numbers))[0]
+
+
+def _planned_stack(
+    tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, text: Sequence[str], numbers: Sequence[int]
+) -> tuple[Plan, tuple, tuple]:
+    every = (A, B, *tensors)
+    return plan_for(plan_stack_norms, every, *weights_of(text, numbers)), every, (s,)
+
+
+def plan_stack_norms(likes: Sequence[Like | None], device: Device, coded: Coded) -> Plan:
+    """likes: A, B, then those of the weight. Pure. Two launches for each expert, which share their temporaries."""
+    plan = Builder("norms of experts of codes", device)
+    A, B = map(plan.matrix, likes[:2])
+    W = packed(plan, likes[2:], coded)
+    (E, N, _), s = B.shape, plan.scalar("s")
+    c = plan.result("c", (E, N), torch.float32)
+    plan.path = "one pass over the codes of each expert, nothing of the size of W written"
+    for e in range(E):
+        norm(plan, W, A[e], B[e], s, c[e], first=e * N)
+    return plan.plan()
+
+
 def _quant_row_norm(
     tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, text: Sequence[str], numbers: Sequence[int], squared: bool
 ) -> Tensor:
@@ -132,10 +168,10 @@ def plan_guarded_quant_norm(likes: Sequence[Like | None], device: Device, coded:
 
 def norm(
     plan: Builder, W: Packed, A: Array, B: Array, s: Scalar, c: Array, dense: Array | None = None, squared: bool = False,
-    guard: Guard | None = None,
+    guard: Guard | None = None, first: int = 0,
 ) -> None:  # fmt: skip
-    """Into c (N,) float32; W, too, into ``dense``."""
-    (N, K), R = W.shape, A.shape[0]
+    """Into c (N,) float32, of N rows of W from ``first`` on; W, too, into ``dense``."""
+    (N, R), K = B.shape, W.shape[1]
     if A.dtype != B.dtype:  # products want one dtype; both hold the values exactly in the wider
         A, B = in_dtype(plan, A, torch.float32), in_dtype(plan, B, torch.float32)
     rows = 0 if A.itemsize == 2 else rows_at_a_time(N, K, R, None, 4 * max(1, cdiv(K, 64)))
@@ -148,7 +184,7 @@ def norm(
         j = min(N, i + (rows or N))
         b, by_n = split_B(plan, B.rows(i, j), hashes) if split else (B.rows(i, j), None)
         part = None if guard is None else guard._replace(c=guard.c.rows(i, j))
-        _norm_of_rows(plan, W, a, b, by_n, by_k, c.rows(i, j), dense, s, i, squared, part)
+        _norm_of_rows(plan, W, a, b, by_n, by_k, c.rows(i, j), dense, s, first + i, squared, part)
 
 
 def _norm_of_rows(
@@ -203,6 +239,17 @@ def _fake_quant_row_norm_guarded(tensors, A, B, s, text, numbers, c, old_hash):
     return [A.new_empty(numbers[0], dtype=torch.float32), A.new_empty(WORDS, dtype=torch.int64)]
 
 
+def _fake_quant_stack_norms(tensors, A, B, s, text, numbers):
+    return A.new_empty(B.shape[:2], dtype=torch.float32)
+
+
+quant_stack_norms = op(
+    "quant_stack_norms",
+    _quant_stack_norms,
+    _fake_quant_stack_norms,
+    _planned_stack,
+    "(Tensor[] tensors, Tensor A, Tensor B, float s, str[] text, SymInt[] numbers) -> Tensor",
+)
 quant_row_norm_guarded = op(
     "quant_row_norm_guarded", _quant_row_norm_guarded, _fake_quant_row_norm_guarded, _guarded,
     "(Tensor[] tensors, Tensor A, Tensor B, float s, str[] text, SymInt[] numbers, Tensor c, Tensor old_hash) -> Tensor[]",

@@ -25,7 +25,7 @@ def test_experts(check):
 
 FAULTS = [
     ("zip([0, *ends[:-1]], ends, strict=True)", "zip([0, *ends[:-1]], [*ends[1:], ends[-1]], strict=True)"),
-    ("W.unbind(), A.unbind()", "W.unbind(), A.unbind()[::-1]"),
+    ("each, A.unbind()", "each, A.unbind()[::-1]"),
     ("bias=b, norm=c", "bias=None, norm=c"),
     ("bias=b, norm=c", "bias=b, norm=None if c is None else c.detach()"),
     ("if rest.shape[0] or not parts", "if not parts"),

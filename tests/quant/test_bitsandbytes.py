@@ -122,7 +122,7 @@ OUTER = State(torch.ones(1), blocksize=256, code=torch.ones(256))
         (BYTES, object(), "Params4bit"),
         ([1], good(), "Params4bit"),
         (BYTES, good(quant_type="int4"), "`quant_state.quant_type` must be nf4 or fp4, got 'int4'"),
-        (BYTES, good(shape=(2, 2, 32)), r"\(N, K\)"),
+        (BYTES, good(shape=(1, 1, 2, 64)), r"\(N, K\)"),
         (BYTES, good(dtype=torch.uint8), "`quant_state.dtype`"),
         (BYTES, good(blocksize=63), "an even number"),
         (BYTES[:63], good(), r"64 bytes for its shape \(2, 64\), got 63 bytes"),

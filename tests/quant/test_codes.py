@@ -100,7 +100,7 @@ E4, S4 = torch.zeros(4, 16).to(torch.float8_e4m3fn), torch.zeros(4, 2).to(torch.
         (lambda: from_fp8(E4, torch.ones(1), (0, 128)), "`block`"),
         (lambda: from_fp8(E4, torch.ones(1).int()), "`scale` must be float32"),
         (lambda: from_fp8(E4, torch.ones(1), dtype=torch.int8), "`dtype` must be a floating"),
-        (lambda: from_fp8(E4[None], torch.ones(1)), r"must be \(N, K\)"),
+        (lambda: from_fp8(E4[None, None], torch.ones(1)), r"must be \(N, K\)"),
         (lambda: from_fp8(E4.T, torch.ones(1)), "`weight` must be contiguous"),
         (lambda: from_fp8([1], torch.ones(1)), "`weight` must be a torch.Tensor, got a list"),
         (lambda: from_int8(E4, torch.ones(4)), "`codes` must be int8"),

@@ -38,6 +38,7 @@ from tests.triton.written import (  # noqa: E402
     alike,
     by_tma,
     calls_of_embeddings,
+    calls_of_norm_gradients,
     calls_of_planes,
     calls_of_weights,
     every_call,
@@ -165,10 +166,11 @@ def asked():
 
 KERNELS = (
     "add_parts", "codes_parts", "small_codes", "dequantize4", "dequantize8", "fp8_blocks", "fp8_gemm", "fp8_rows",
-    "act_bwd", "act_fwd", "again", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "embedding", "epilogue", "factors", "finish", "gemm_pointer", "gemm_tma",
+    "act_bwd", "act_fwd", "again", "choose", "compose_bwd", "compose_fwd", "copy", "drop", "embedding", "embedding_bwd",
+    "embedding_finish", "embedding_ready", "embedding_tile", "segment_scan", "segment_total", "epilogue", "factors", "finish", "gemm_pointer", "gemm_tma",
     "bank", "multi_drop", "multi_epilogue", "multi_expand", "multi_finish", "multi_gather", "multi_gemm_pointer", "multi_gemm_tma", "multi_grad",
     "multi_h", "multi_norm", "multi_ranks", "multi_root", "multi_route", "multi_routes", "multi_scale", "multi_shrink", "multi_small", "multi_sum",
-    "combine", "gated_bwd", "gated_fwd", "gates", "spread", "rows", "hash", "lost", "merge", "norm", "small_norm", "planes_bwd", "planes_fwd", "quant4", "quant8", "rest", "scale", "shrink", "small", "split", "sum",
+    "combine", "experts_norm", "gated_bwd", "gated_fwd", "gates", "spread", "rows", "hash", "lost", "merge", "norm", "norm_bwd_finish", "norm_terms", "small_norm", "planes_bwd", "planes_fwd", "quant4", "quant8", "rest", "scale", "shrink", "small", "split", "sum",
 )  # fmt: skip
 
 
@@ -283,8 +285,16 @@ def test_compose_of_planes(target, tmp_path):
 @pytest.mark.parametrize(("T", "r", "dtype", "adapter"), [(4096, 16, BF16, FP32), (64, 384, FP32, FP32)])
 @pytest.mark.parametrize("target", [80, 90, 100])
 def test_embedding(target, T, r, dtype, adapter, tmp_path):
-    calls = list(calls_of_embeddings(T, 1024, 4096, r, dtype, adapter))[:3:2]
+    first, _, of_rows, *rest = calls_of_embeddings(T, 1024, 4096, r, dtype, adapter)
+    calls = [first, of_rows, *rest[3:5]]  # and all gradients
     assert_builds([maker(tuple(likes), device(target), *options) for maker, likes, options in calls], target, tmp_path)
+
+
+@pytest.mark.parametrize("target", [80, 90, 100])
+def test_gradients_through_the_norm(target, tmp_path):
+    for r, dtype in ((16, BF16), (384, FP32)):
+        calls = calls_of_norm_gradients(1024, 2048, r, dtype, dtype)
+        assert_builds([maker(tuple(likes), device(target), *options) for maker, likes, options in calls], target, tmp_path)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)

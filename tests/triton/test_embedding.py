@@ -9,7 +9,7 @@ import fdora
 from fdora.functional import dora_embedding, dora_norm
 from tests import device, reference
 from tests.checks.embedding import CHECKS, S, numbers, table
-from tests.close import rel_l2
+from tests.close import assert_within, rel_l2
 from tests.make import grads
 from tests.triton.marks import DTYPES, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
 
@@ -50,9 +50,57 @@ def test_the_tile_of_many_tokens(chosen_anew, monkeypatch):
         assert rel_l2(y, reference.embedding(ids, W, A, B, m, S, axis)) <= 2.5e-4
 
 
-def test_gradients_are_those_of_eager():
-    for axis in (0, 1):
-        W, A, B, m = table(50, 40, 8, axis, torch.float32)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
+@pytest.mark.parametrize(("shape", "lead"), [((7, 130, 2), (3, 70)), ((90, 257, 24), (33,)), ((3, 40, 64), (150,))], ids=str)
+def test_many_tokens_in_two_launches(shape, lead, dtype, chosen_anew, monkeypatch):
+    from fdora.triton import embedding
+
+    monkeypatch.setattr(embedding, "MANY", 2)
+    W, A, B, m = table(*shape, 0, dtype, torch.float32)
+    ids, norm = numbers(shape[0], lead), norm_of(W, A, B, 0)
+    y = dora_embedding(ids, W, A, B, m, s=S, norm=norm, backend="triton")
+    limit = {torch.float16: 2.5e-4, torch.float32: 1e-6}[dtype]
+    assert rel_l2(y, reference.embedding(ids, W, A, B, m, S)) <= limit
+    ids[..., 1:3] = torch.tensor([-1, shape[0]], device=device.NAME)
+    y = dora_embedding(ids, W, A, B, m, s=S, norm=norm, backend="triton")
+    assert y.isnan().all(-1).equal((ids < 0) | (ids == shape[0])) and y.isnan().any(-1).equal(y.isnan().all(-1))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
+@pytest.mark.parametrize(("shape", "lead"), [((7, 130, 2), (3, 70)), ((90, 257, 24), (33,)), ((3, 40, 64), (150,))], ids=str)
+def test_gradients_of_columns(shape, lead, dtype):
+    """Numbers that go on over several blocks of tokens, the padding row, one that is no row; dense and sparse."""
+    W, A, B, m = table(*shape, 0, dtype, torch.float32, spread=0.0015)
+    ids, norm = numbers(shape[0], lead), norm_of(W, A, B, 0)
+    leaves = {"A": A.requires_grad_(), "B": B.requires_grad_(), "m": m.requires_grad_(), "norm": norm.requires_grad_()}
+    dy = torch.randn(*lead, shape[1], device=device.NAME).to(dtype)
+    for padding in (None, 1):
+        want = grads(reference.embedding(ids, W, A, B, m, S, 0, norm, padding_idx=padding), dy.double(), **leaves)
+        rough = grads(dora_embedding(ids, W, A, B, m, s=S, norm=norm, padding_idx=padding, backend="eager"), dy, **leaves)
+        for sparse in (False, True):
+            y = dora_embedding(ids, W, A, B, m, s=S, norm=norm, padding_idx=padding, sparse=sparse, backend="triton")
+            got = grads(y, dy, **leaves)
+            assert got["A"].is_sparse == sparse
+            for n, t in got.items():
+                assert_within(t.to_dense(), rough[n], want[n], f"d{n} padding={padding} sparse={sparse}")
+                assert t.dtype == leaves[n].dtype
+
+
+def test_a_number_that_is_no_row_has_no_gradient(monkeypatch):
+    W, A, B, m = table(5, 40, 3, 0, torch.float32)
+    leaves = {"A": A.requires_grad_(), "B": B.requires_grad_(), "m": m.requires_grad_()}
+    c, ids = norm_of(W, A, B, 0), torch.tensor([3, -1, 5, 2**40, 4, 3], device=device.NAME)
+    dy = torch.randn(6, 40, device=device.NAME)
+    got = grads(dora_embedding(ids, W, A, B, m, s=S, norm=c, backend="triton"), dy, **leaves)
+    known = torch.tensor([0, 4, 5], device=device.NAME)
+    want = grads(dora_embedding(ids[known], W, A, B, m, s=S, norm=c, backend="eager"), dy[known], **leaves)
+    assert all(rel_l2(got[n], want[n]) <= 1e-6 for n in leaves)
+
+
+def test_gradients_that_plain_torch_makes():
+    """m of each row of the table, and a rank that no program holds."""
+    for axis, r in ((1, 8), (0, 65)):
+        W, A, B, m = table(50, 40, r, axis, torch.float32)
         ids, leaves = numbers(50, (33,)), {"A": A.requires_grad_(), "B": B.requires_grad_(), "m": m.requires_grad_()}
         dy = torch.randn(33, 40, device=device.NAME)
         both = [

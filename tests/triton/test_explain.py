@@ -139,6 +139,7 @@ CALLS = {
     "norm given": lambda: one(layer=dict(norm=True)),
     "keep_inner": lambda: one(keep_inner=True),
     "full": lambda: one(detach=False),
+    "full, bfloat16": lambda: one(layer=dict(adapter=torch.float32), dtype=torch.bfloat16, detach=False),
     "a residual": lambda: one(residual=draw(80, 40)),
     "a residual, few tokens": lambda: one(M=3, residual=draw(3, 40)),
     "full, norm given": lambda: one(layer=dict(norm=True), detach=False),

@@ -388,6 +388,18 @@ def samples():
     place, rows, own_gates = order.reshape(3, 3), x[order], torch.rand(3, 3, device=x.device)
     return {
         "embedding": [(ids.abs(), W, B.T, A.T, m[:80], c[:80], S, False), (ids.abs(), W, B.T, A.T, m, None, S, True)],
+        "norm_backward": [(m.float(), W, A, B, c, S, needs) for needs in ([True, True], [False, True])],
+        "embedding_backward": [
+            (x, ids.abs(), W, B.T, A.T, m[:80], c[:80], *keys, S, 0, sparse, needs)
+            for keys, sparse, needs in (
+                (ids.abs().sort(), False, [True] * 4), (ids.abs().sort(), True, [True, False, False, False]),
+                ((None, None), False, [False, True, True, False]),
+            )
+        ],
+        "dequantize": [(four, ["nf4", "fp32", "flat"], [*W.shape, 16, 1], dtype) for dtype in (HALF, torch.float32)],
+        "quant_stack_norms": [
+            (four, torch.stack([A, A]), B.unflatten(0, (2, -1)), S, ["nf4", "fp32", "flat"], [*W.shape, 16, 1])
+        ],
         "row_norms": [
             *((W, A2, B2, scales, ranks, None) for A2, B2 in (banked[:2],) for ranks in ([], [8, 4])),
             (stack[0], *banked[:2], scales, [], None),
@@ -466,9 +478,9 @@ def custom_ops():
 
 
 OPS = (
-    "compose", "compose_backward", "embedding", "experts_act", "experts_act_backward", "experts_combine", "experts_gates",
+    "compose", "compose_backward", "dequantize", "embedding", "embedding_backward", "experts_act", "experts_act_backward", "experts_combine", "experts_gates",
     "experts_spread", "fp8_linear", "linear", "linear_backward", "merge", "mlp", "mlp_backward",
-    "model_norms", "multi", "multi_backward", "multi_route", "quant_row_norm", "quant_row_norm_guarded", "row_norm",
+    "model_norms", "multi", "multi_backward", "multi_route", "norm_backward", "quant_row_norm", "quant_row_norm_guarded", "quant_stack_norms", "row_norm",
     "row_norm_guarded", "row_norm_kept", "row_norms",
 )  # fmt: skip
 

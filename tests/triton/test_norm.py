@@ -5,10 +5,12 @@ import itertools
 import pytest
 import torch
 
+from fdora.eager import norm as eager
 from fdora.functional import dora_base_sqnorm, dora_init, dora_norm, dora_norm_state, dora_scale
 from tests import device, reference
+from tests.close import rel_l2
 from tests.make import large, tensors
-from tests.triton.marks import DTYPES, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
+from tests.triton.marks import DTYPES, HALF, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
 from tests.triton.written import by_tma, launches
 
 pytestmark = needs_kernels
@@ -167,3 +169,40 @@ def test_cuda_graph_and_side_stream():
         side = triton_norm(t)
     stream.synchronize()
     assert torch.equal(side, got)
+
+
+@pytest.mark.parametrize("shape", [(130, 70, 3), (64, 96, 16), (200, 130, 80)], ids=str)
+def test_the_gradient_through_the_norm(shape, monkeypatch):
+    """Of every mix of dtypes, each wanted by itself too; a row of zeros, whose norm has no direction."""
+    from fdora.triton import norm_bwd
+
+    N, K, r = shape
+    rand = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(size, generator=rand).to(device.NAME) / 8 for size in ((N, K), (r, K), (N, r))]
+    for dtype, a, b in itertools.product(HALF, (0, 1), (0, 1)):
+        monkeypatch.setattr(norm_bwd, "SERVED", (dtype,))  # float16 needs a scale where gradients are small: these are not
+        W, A, B = (t.to(torch.float32 if wide else dtype) for t, wide in zip(drawn, (0, a, b), strict=True))
+        W[3] = B[3] = 0
+        c, dc = eager.norm_fwd(W, A, B, None, 0.7, None), torch.randn(N, generator=rand).to(device.NAME)
+        truth = eager.norm_bwd(*(t.double() for t in (dc, W, A, B, c)), 0.7, (True, True))
+        whole = norm_bwd.norm_bwd(dc, W, A, B, c, 0.7, (True, True))
+        assert not whole[1][3].any()
+        for got, want, rest, own in zip(whole, truth, (a, b), (b, a), strict=True):
+            # rounded where it is stored and where the other factor is an operand; two terms keep more than stored
+            assert got.dtype == (torch.float32 if rest else dtype)
+            eps = torch.finfo(dtype).eps
+            assert rel_l2(got, want) <= (1e-6 if rest and own else eps), (dtype, a, b, rel_l2(got, want))
+        for needs in ((True, False), (False, True)):
+            for part, all_of, need in zip(norm_bwd.norm_bwd(dc, W, A, B, c, 0.7, needs), whole, needs, strict=True):
+                assert torch.equal(part, all_of) if need else part is None
+
+
+def test_the_gradient_through_a_norm_of_other_dtypes_is_plain_torch():
+    from fdora.triton import norm_bwd
+
+    for dtype in (torch.float16, torch.float32):
+        W, A, B = (torch.randn(4, 4, device=device.NAME, dtype=dtype) for _ in range(3))
+        c = torch.ones(4, device=device.NAME)
+        assert norm_bwd.norm_bwd(c, W, A, B, c, 0.7, (True, True)) is None
+        got, want = (dora_norm(W, A.requires_grad_(), B, s=0.7, detach=False, backend=b).sum() for b in ("triton", "eager"))
+        assert rel_l2(*(torch.autograd.grad(y, A)[0] for y in (got, want))) <= 1e-3

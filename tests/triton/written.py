@@ -178,9 +178,20 @@ def calls_of_planes(L, N, P, dtype, lora=None):
             yield compose.plan_compose_backward, [base, base, low, n], (False, needs)
 
 
+def calls_of_norm_gradients(N, K, r, A, B):
+    """Of a bfloat16 W, with adapters of these dtypes."""
+    from fdora.triton.norm_bwd import plan_norm_bwd
+
+    n = alike(N, dtype=torch.float32)
+    for needs in ((True, True), (True, False), (False, True)):
+        likes = [n, alike(N, K, dtype=torch.bfloat16), alike(r, K, dtype=A), alike(N, r, dtype=B), n]
+        yield plan_norm_bwd, likes, (needs,)
+
+
 def calls_of_embeddings(T, V, d, r, dtype, adapter=None):
-    """With a norm of each column, and of each row of the table, given or not."""
+    """With a norm of each column, and of each row of the table, given or not; and the gradients by columns."""
     from fdora.triton.embedding import plan_embedding
+    from fdora.triton.embedding_bwd import WHOLE, plan_backward
 
     adapter = adapter or dtype
     W, A, B = alike(V, d, dtype=dtype), alike(r, V, dtype=adapter), alike(d, r, dtype=adapter)
@@ -188,6 +199,13 @@ def calls_of_embeddings(T, V, d, r, dtype, adapter=None):
         for per_row, given in ((False, True), (True, True), (True, False)):
             own, c = alike(V if per_row else d, dtype=adapter), alike(V if per_row else d, dtype=torch.float32)
             yield plan_embedding, [alike(2, T // 2, dtype=ids), W, A, B, own, c if given else None], (per_row,)
+    if r > WHOLE:
+        return
+    dy, n, number = alike(T, d, dtype=dtype), alike(d, dtype=torch.float32), alike(T, dtype=torch.int64)
+    for needs in ((True, True, True, True), (True, False, False, False), (False, False, True, False)):
+        sorted_ids = [number, number] if needs[0] else [None, None]
+        for sparse in (False, True):
+            yield plan_backward, [dy, number, W, A, B, n, n, *sorted_ids], (3, sparse, needs)
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -435,6 +453,8 @@ def every_call():
     for T, r, dtype, adapter in ((4096, 16, BF16, FP32), (64, 64, BF16, None), (4096, 384, FP32, None)):
         yield from calls_of_embeddings(T, 1024, 4096, r, dtype, adapter)
     yield from calls_of_embeddings(70, 137, 75, 5, FP16, FP32)
+    for r, A, B in ((16, BF16, BF16), (384, FP32, FP32), (64, FP32, BF16), (5, BF16, FP32)):
+        yield from calls_of_norm_gradients(1024, 2048, r, A, B)
     for dtype in (BF16, FP32):
         yield from calls_of_codes(1024, 2048, 64, dtype)
         yield from calls_of_codes(137, 75, 20, dtype)

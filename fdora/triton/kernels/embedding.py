@@ -1,4 +1,4 @@
-"""Rows of an adapted table, gathered, updated and scaled in one pass; formulas in fdora/eager/embedding.py."""
+"""Rows of an adapted table, gathered, updated and scaled in one pass; see fdora/triton/embedding.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.g import EPS, g_tile
 from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -74,3 +75,91 @@ def embedding_kernel(
         out = tl.where(known[:, None], out, float("nan"))
         at = y + t[:, None].to(tl.int64) * D + d[None, :]
         tl.store(at, out.to(y.dtype.element_ty), mask=(t < T)[:, None] & (d < D)[None, :])
+
+
+@triton.jit(launch_metadata=launched)
+def embedding_ready_kernel(
+    ids,
+    A,
+    B,
+    m,
+    c,
+    h,
+    b,
+    g,
+    s,
+    T,
+    V,
+    D,
+    R,
+    stride_ar,
+    stride_av,
+    stride_bd,
+    stride_br,
+    WITH_G: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """h = A^T[ids], b = s B, or s g B of WITH_G, in the dtype of products, and g: what the tiles read over and over.
+
+    The columns of A are as many sectors of 32 bytes as there are numbers in them; rows of h are a few.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    at, r = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    in_r = (r < R)[None, :]
+    v = tl.load(ids + at, mask=at < T, other=0).to(tl.int64)
+    a = _columns_of_A(A, v, (at < T) & (v >= 0) & (v < V), r, R, stride_ar, stride_av)
+    tl.store(h + at[:, None].to(tl.int64) * R + r[None, :], a.to(h.dtype.element_ty), mask=(at < T)[:, None] & in_r)
+    in_d = (at < D)[:, None] & in_r
+    gd = g_tile(m, c, at, D)
+    part = s * tl.load(B + at[:, None].to(tl.int64) * stride_bd + r[None, :].to(tl.int64) * stride_br, mask=in_d, other=0.0).to(
+        tl.float32
+    )
+    part = part * gd[:, None] if WITH_G else part
+    tl.store(b + at[:, None].to(tl.int64) * R + r[None, :], part.to(b.dtype.element_ty), mask=in_d)
+    tl.store(g + at, gd, mask=at < D)  # every slab of the rank writes the same
+
+
+@triton.jit(launch_metadata=launched)
+def embedding_tile_kernel(
+    ids,
+    W,
+    h,
+    b,
+    g,
+    y,
+    T,
+    V,
+    D,
+    R,
+    stride_wv,
+    stride_wd,
+    PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One tile of y = g (W[ids] + h b^T). The rows of W are on their way before anything else is."""
+    t, d = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_t, in_d = t < T, d < D
+    v = tl.load(ids + t, mask=in_t, other=0).to(tl.int64)
+    known = in_t & (v >= 0) & (v < V)
+    at_w = W + v[:, None] * stride_wv + d[None, :].to(tl.int64) * stride_wd
+    w = tl.load(at_w, mask=known[:, None] & in_d[None, :], other=0.0, eviction_policy="evict_first")
+    if PDL:
+        gdc_wait()
+    acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    for r0 in range(0, R, BLOCK_R):
+        r = r0 + tl.arange(0, BLOCK_R)
+        in_r = r < R
+        at_h = h + t[:, None].to(tl.int64) * R + r[None, :]
+        ht = tl.load(at_h, mask=in_t[:, None] & in_r[None, :], other=0.0, eviction_policy="evict_last")
+        at_b = b + d[None, :].to(tl.int64) * R + r[:, None]
+        bt = tl.load(at_b, mask=in_r[:, None] & in_d[None, :], other=0.0, eviction_policy="evict_last")
+        acc = tl.dot(ht, bt, acc, input_precision="ieee")
+    gd = tl.load(g + d, mask=in_d, other=0.0)
+    out = tl.where(known[:, None], gd[None, :] * (w.to(tl.float32) + acc), float("nan"))
+    at = y + t[:, None].to(tl.int64) * D + d[None, :]
+    tl.store(at, out.to(y.dtype.element_ty), mask=in_t[:, None] & in_d[None, :])

@@ -5,21 +5,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.tile import tile_at
+from fdora.triton.kernels.tile import tile_at, tile_of
 from fdora.triton.runtime.cost import launched
 
 
 @triton.jit(launch_metadata=launched)
 def multi_norm_kernel(
-    W, A, B, s, ranks, partial, N, K, R, G, slabs, count,
-    stride_we, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak, stride_ba, stride_bn, stride_br,
+    W, A, B, s, ranks, partial, N, K, R, G, slabs, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak,
+    stride_ba, stride_bn, stride_br,
     HAS_RANKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums of squares of a tile's rows, (tiles along K, G, N). One loop over the slabs of the ``count`` adapters of this W: the
-    copies of the next adapter's start under the squares of this one."""
-    first = tl.program_id(1) * count
-    W += tl.program_id(1).to(tl.int64) * stride_we
+    """Sums of squares of a tile's rows, (tiles along K, G, N). One loop over the slabs of all adapters: the copies of the next
+    adapter's start under the squares of this one."""
     tile_n, tile_k = tile_at(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, GROUP)
     n, k, r = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_R)
     at_w = W + n[:, None].to(tl.int64) * stride_wn + k[None, :].to(tl.int64) * stride_wk
@@ -27,8 +25,8 @@ def multi_norm_kernel(
     at_a = A + r[:, None].to(tl.int64) * stride_ar + k[None, :].to(tl.int64) * stride_ak
     w = tl.load(at_w) if EVEN else tl.load(at_w, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for i in range(0, count * slabs):
-        g, r0 = tl.cast(first + i // slabs, tl.int64), i % slabs * BLOCK_R
+    for i in range(0, G * slabs):
+        g, r0 = tl.cast(i // slabs, tl.int64), i % slabs * BLOCK_R
         here_b, here_a = at_b + (g * stride_ba + r0 * stride_br), at_a + (g * stride_aa + r0 * stride_ar)
         if EVEN and not HAS_RANKS:
             b, a = tl.load(here_b), tl.load(here_a)
@@ -42,6 +40,61 @@ def multi_norm_kernel(
             at = partial + (tile_k.to(tl.int64) * G + g) * N + n
             tl.store(at, tl.sum(v * v, axis=1), mask=n < N)
             acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+
+
+@triton.jit(launch_metadata=launched)
+def experts_norm_kernel(
+    W,
+    A,
+    B,
+    s,
+    partial,
+    N,
+    K,
+    R,
+    G,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    stride_aa,
+    stride_ar,
+    stride_ak,
+    stride_ba,
+    stride_bn,
+    stride_br,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The same where each adapter has a W of its own, and a tile one product."""
+    g = tl.program_id(1).to(tl.int64)
+    _, tile_k, n, _, w, acc = tile_of(
+        tl.program_id(0),
+        W + g * stride_we,
+        A + g * stride_aa,
+        B + g * stride_ba,
+        N,
+        K,
+        R,
+        stride_wn,
+        stride_wk,
+        stride_ar,
+        stride_ak,
+        stride_bn,
+        stride_br,
+        BLOCK_N,
+        BLOCK_K,
+        BLOCK_R,
+        GROUP,
+        EVEN,
+        PRECISION,
+        False,
+    )
+    v = w + tl.load(s + g) * acc
+    tl.store(partial + (tile_k.to(tl.int64) * G + g) * N + n, tl.sum(v * v, axis=1), mask=n < N)
 
 
 @triton.jit(launch_metadata=launched)

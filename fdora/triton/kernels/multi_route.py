@@ -16,8 +16,9 @@ def _keys(ids, t, M, G):
 
 
 @triton.jit(launch_metadata=launched)
-def multi_route_kernel(ids, offsets, order, M, G, parts, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
-    """order: the tokens of the first adapter in their order, then those of the next. offsets: where each ends."""
+def multi_route_kernel(ids, offsets, order, place, M, G, parts, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
+    """order: the tokens of the first adapter in their order, then those of the next. place: where each token is there.
+    offsets: where each adapter ends."""
     pid = tl.program_id(0)
     i = tl.arange(0, BLOCK_T)
     count = tl.zeros((BLOCK_T,), tl.int32)
@@ -30,6 +31,7 @@ def multi_route_kernel(ids, offsets, order, M, G, parts, BLOCK_T: tl.constexpr, 
             before = (theirs[None, :] < mine[:, None]) | ((theirs[None, :] == mine[:, None]) & (s[None, :] < t[:, None]))
             count += tl.sum(before.to(tl.int32), axis=1)
         tl.store(order + count, t.to(tl.int64), mask=t < M)
+        tl.store(place + t, count.to(tl.int64), mask=t < M)
     else:
         a = (pid - parts) * BLOCK_T + i
         for s0 in range(0, M, BLOCK_S):

@@ -103,8 +103,8 @@ def small_kernel(
     if PDL:
         gdc_wait()
     finish(
-        acc, None, col, None, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R, stride_br, stride_bn, stride_hm, stride_um,
-        stride_un, x.dtype.element_ty, PARTS, SCALE, HAS_BIAS, STORE_PRE_SCALE, STORE_H, NEED_A, ACCUMULATE,
+        acc, None, col, None, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R,
+        stride_br, stride_bn, stride_hm, stride_um, stride_un, x.dtype.element_ty, PARTS, SCALE, HAS_BIAS, STORE_PRE_SCALE, STORE_H, NEED_A, ACCUMULATE,
         BLOCK_M, BLOCK_N, BLOCK_R, False,
     )  # fmt: skip
 
@@ -128,7 +128,7 @@ def add_parts_kernel(
         at = (i * M + t)[:, None].to(tl.int64) * N + n[None, :]
         acc += tl.load(sums + at, mask=(t < M)[:, None] & (n < N)[None, :], other=0.0)
     finish(
-        acc, None, col, slab, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R, stride_br, stride_bn, stride_hm, stride_um,
-        stride_un, x.dtype.element_ty, PARTS, SCALE, HAS_BIAS, STORE_PRE_SCALE, STORE_H, NEED_A, ACCUMULATE,
+        acc, None, col, slab, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R,
+        stride_br, stride_bn, stride_hm, stride_um, stride_un, x.dtype.element_ty, PARTS, SCALE, HAS_BIAS, STORE_PRE_SCALE, STORE_H, NEED_A, ACCUMULATE,
         BLOCK_M, BLOCK_N, BLOCK_R, AHEAD,
     )  # fmt: skip

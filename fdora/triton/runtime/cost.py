@@ -84,6 +84,14 @@ def _norm(*, W, A, B, partial, N, K, R, **_: Any) -> Cost:
     return product(N, K, R, A) + moved(W, A, B, partial)
 
 
+def _norm_terms(*, B, out, **_: Any) -> Cost:
+    return moved(B, out)
+
+
+def _norm_bwd_finish(*, parts, G, A, B, out, N, K, R, OF_A, **_: Any) -> Cost:
+    return product(R, K if OF_A else N, R, A) + moved(parts, G, A if OF_A else B, out)
+
+
 def _quant4(*, codes, scales, scales2, A, B, partial, dense, N, K, R, **_: Any) -> Cost:
     return product(N, K, R, A) + moved(codes, scales, scales2, A, B, partial, dense)
 
@@ -132,6 +140,31 @@ def _compose_bwd(*, dy, base, lora, dbase, dlora, partial_g, partial_bias, NEED_
 def _embedding(*, ids, W, A, B, y, T, D, R, OWN_NORM, **_: Any) -> Cost:
     flops, read = product(T, D, R, W), Cost(bytes=float(T * D * W.dtype.itemsize + T * R * A.dtype.itemsize))
     return flops + read + moved(ids, B, y) + (flops + read if OWN_NORM else Cost())
+
+
+def _embedding_ready(*, ids, A, B, h, b, T, R, **_: Any) -> Cost:
+    return moved(ids, B, h, b) + Cost(bytes=float(T * R * A.dtype.itemsize))
+
+
+def _embedding_tile(*, ids, W, h, b, y, T, D, R, **_: Any) -> Cost:
+    return product(T, D, R, W) + moved(ids, h, b, y) + Cost(bytes=float(T * D * W.dtype.itemsize))
+
+
+def _embedding_bwd(*, dy, ids, W, h, b, partial_A, partial_Y, partial_m, T, D, R, NEED_A, NEED_Y, NEED_M, **_: Any) -> Cost:
+    read = Cost(bytes=float(T * D * W.dtype.itemsize)) if NEED_M else Cost()
+    return product(T, D, R * (NEED_A + NEED_Y), dy) + read + moved(dy, ids, h, b, partial_A, partial_Y, partial_m)
+
+
+def _embedding_finish(*, partial_Y, partial_m, B, dB, **_: Any) -> Cost:
+    return moved(partial_Y, partial_m, B, dB)
+
+
+def _segment_scan(*, partial_A, key, order, sums, **_: Any) -> Cost:
+    return moved(partial_A, key, order, sums)
+
+
+def _segment_total(*, sums, key, **_: Any) -> Cost:
+    return moved(sums, sums, key)
 
 
 def _act_fwd(*, gate, up, a, **_: Any) -> Cost:
@@ -193,7 +226,11 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "dequantize4_kernel": _dequantize4,
     "dequantize8_kernel": _dequantize8,
     "drop_kernel": _drop,
+    "embedding_bwd_kernel": _embedding_bwd,
+    "embedding_finish_kernel": _embedding_finish,
     "embedding_kernel": _embedding,
+    "embedding_ready_kernel": _embedding_ready,
+    "embedding_tile_kernel": _embedding_tile,
     "epilogue_kernel": _epilogue,
     "factors_kernel": _factors,
     "finish_kernel": _finish,
@@ -209,7 +246,9 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "merge_kernel": _merge,
     "multi_drop_kernel": _rows,
     "multi_sum_kernel": _sum,
+    "norm_bwd_finish_kernel": _norm_bwd_finish,
     "norm_kernel": _norm,
+    "norm_terms_kernel": _norm_terms,
     "planes_bwd_kernel": _compose_bwd,
     "planes_fwd_kernel": _compose_fwd,
     "quant4_kernel": _quant4,
@@ -217,6 +256,8 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "rest_kernel": _rest,
     "rows_kernel": _rows,
     "scale_kernel": _scale,
+    "segment_scan_kernel": _segment_scan,
+    "segment_total_kernel": _segment_total,
     "shrink_kernel": _shrink,
     "small_codes_kernel": _small_codes,
     "small_kernel": _small,

@@ -45,12 +45,12 @@ def _multi_small(*, x, w, lora, m, c, out, pre_scale, M, N, K, **_: Any) -> Cost
     return product(M, N, K, x) + moved(x, w, lora, m, c, out, pre_scale)
 
 
-def _multi_norm(*, W, A, B, partial, N, K, R, G, **_: Any) -> Cost:  # G products, whoever's W it is
+def _multi_norm(*, W, A, B, partial, N, K, R, G, **_: Any) -> Cost:
     return product(N, K, R * G, A) + moved(W, A, B, partial)
 
 
-def _multi_route(*, ids, offsets, order, **_: Any) -> Cost:
-    return moved(ids, offsets, order)
+def _multi_route(*, ids, offsets, order, place, **_: Any) -> Cost:
+    return moved(ids, offsets, order, place)
 
 
 def _multi_routes(*, ids, g, **_: Any) -> Cost:
@@ -87,6 +87,7 @@ def _gated_bwd(*, da, z, dz, **_: Any) -> Cost:
 
 MULTI: dict[str, Callable[..., Cost]] = {
     "combine_kernel": _combine,
+    "experts_norm_kernel": _multi_norm,
     "gated_bwd_kernel": _gated_bwd,
     "gated_fwd_kernel": _gated_fwd,
     "gates_kernel": _gates,

@@ -59,6 +59,12 @@ class Array:
     def nbytes(self) -> int:
         return self.numel * self.itemsize
 
+    def __getitem__(self, i: int) -> Array:
+        """The i-th along the first axis."""
+        skipped = i * self.stride[0]
+        aligned = self.aligned and skipped * self.itemsize % 16 == 0
+        return replace(self, offset=self.offset + skipped, shape=self.shape[1:], stride=self.stride[1:], aligned=aligned)
+
     def rows(self, begin: int, end: int) -> Array:
         end = min(end, self.shape[0])
         skipped = begin * self.stride[0]

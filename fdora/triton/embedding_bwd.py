@@ -1,0 +1,206 @@
+"""The gradients of an adapted table whose norm is that of columns; formulas in fdora/eager/embedding.py.
+
+One pass over dy and the rows of W. With h_t = A^T[id of t], Y = sum_t dy_t^T h_t (d, r) and g = m / c:
+    dA_v = sum of dy_t (s g B) over the tokens of v    dB = s g Y    dm = (sum_t dy_t w_t + s sum_r B Y) / c    dc = -dm g
+so neither the rows nor dz are formed: dm's term of low rank is a sum of what dB already is. A program has a strip of columns
+and some tokens; parts are added in their order, without atomics.
+
+dA: the tokens are sorted by their number (torch.sort, stable); blocks of them sum up what shares a number, and a number that
+goes on in the next block takes the sums of the blocks that end in it. Only columns that were read are written, into zeros;
+``sparse`` leaves the zeros out. Roof: dy and the rows once, 4 d bytes a token; (r, V) zeros; 4 r bytes a token for each strip,
+twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdora._records import Lookup, Needs
+from fdora._torch import needs_dispatcher
+from fdora.triton.configs import power_of_two
+from fdora.triton.embedding import ready
+from fdora.triton.kernels.embedding_bwd import (
+    embedding_bwd_kernel,
+    embedding_finish_kernel,
+    segment_scan_kernel,
+    segment_total_kernel,
+)
+from fdora.triton.op import op
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import Device, cdiv
+from fdora.triton.runtime.plan import Like, Plan
+from fdora.triton.runtime.walk import plan_for, run
+
+WHOLE = 64  # the largest rank: sums of (columns, r) stay in registers
+BLOCK_T, BLOCK_D = 32, 128
+SEGMENT, CARRIES = 64, 64  # tokens of a block, and blocks that are looked at together
+FINISH_D = 32
+NO_PADDING = -(1 << 31)
+
+
+def embedding_bwd(
+    dy: Tensor, ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor | None, how: Lookup, needs: Needs
+) -> tuple[Tensor | None, ...] | None:
+    """dA, dB, dm, dc; each only when needed. None for what plain torch must do: m of each row, a rank above 64, no tokens."""
+    if how.per_row or how.max_norm is not None or c is None or not serves(ids, A):
+        return None
+    flat = ids.reshape(-1)
+    key, order = torch.sort(flat, stable=True) if needs.A else (None, None)
+    padding = padding_of(how.padding_idx, W.shape[0])
+    run_it: Any = embedding_backward if needs_dispatcher(W) or needs_dispatcher(dy) else _backward
+    asked = [needs.A, needs.B, needs.m, needs.c]
+    found = iter(run_it(dy.reshape(-1, W.shape[1]), flat, W, A, B, m, c, key, order, how.s, padding, how.sparse, asked))
+    dA, dB, dm, dc = (next(found) if need else None for need in asked)
+    if how.sparse and dA is not None:
+        assert key is not None
+        dA = _sparse(dA, key, A, padding)
+    return dA, dB, dm, dc
+
+
+def serves(ids: Tensor, A: Tensor) -> bool:
+    return A.shape[0] <= WHOLE and ids.numel() > 0
+
+
+def padding_of(padding_idx: int | None, V: int) -> int:
+    """A number that no token has, or that of the padding row."""
+    return NO_PADDING if padding_idx is None else padding_idx % V
+
+
+def _sparse(sums: Tensor, key: Tensor, A: Tensor, padding: int) -> Tensor:
+    """The sums at the last token of each number, as the columns of a coalesced tensor. The host waits to hear how many."""
+    last = torch.cat([key[1:] != key[:-1], key.new_ones(1, dtype=torch.bool)]) & (key != padding)
+    places = last.nonzero().squeeze(1)
+    (r, V), n = A.shape, places.shape[0]
+    at = torch.stack([torch.arange(r, device=key.device).repeat_interleave(n), key[places].long().repeat(r)])
+    values = sums[places].T.to(A.dtype).reshape(-1)
+    return torch.sparse_coo_tensor(at, values, (r, V), is_coalesced=True, check_invariants=False)
+
+
+def _planned(
+    dy: Tensor,
+    ids: Tensor,
+    W: Tensor,
+    A: Tensor,
+    B: Tensor,
+    m: Tensor,
+    c: Tensor,
+    key: Tensor | None,
+    order: Tensor | None,
+    s: float,
+    padding: int,
+    sparse: bool,
+    needs: Sequence[bool],
+) -> tuple[Plan, tuple, tuple]:
+    tensors = (dy, ids, W, A, B, m, c, key, order)
+    return plan_for(plan_backward, tensors, padding, sparse, tuple(needs)), tensors, (s,)
+
+
+def _backward(
+    dy: Tensor,
+    ids: Tensor,
+    W: Tensor,
+    A: Tensor,
+    B: Tensor,
+    m: Tensor,
+    c: Tensor,
+    key: Tensor | None,
+    order: Tensor | None,
+    s: float,
+    padding: int,
+    sparse: bool,
+    needs: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    return run(*_planned(dy, ids, W, A, B, m, c, key, order, s, padding, sparse, needs))
+
+
+def plan_backward(likes: Sequence[Like | None], device: Device, padding: int, sparse: bool, needs: tuple[bool, ...]) -> Plan:
+    plan = Builder("dora_embedding backward", device)
+    dy, ids, (W, A, B) = plan.tokens(likes[0]), plan.vector(likes[1]), map(plan.matrix, likes[2:5])
+    m, c, key, order = map(plan.vector, likes[5:9])
+    s = plan.scalar("s")
+    (T,), (V, D), R, f32 = ids.shape, W.shape, A.shape[0], torch.float32
+    need_a, need_b, need_m, need_c = needs
+    compact = need_a and sparse
+    dA = plan.result("dA", (T, R) if compact else (R, V), f32 if compact else A.dtype) if need_a else None
+    dB = plan.result("dB", (D, R), B.dtype) if need_b else None
+    dm = plan.result("dm", (D,), m.dtype) if need_m else None
+    dc = plan.result("dc", (D,), f32) if need_c else None
+    for_m, for_y = need_m or need_c, need_b or need_m or need_c
+    if not (need_a or for_y):
+        return plan.plan()
+    h, b, _ = ready(plan, ids, A, B, m, c, s, W.dtype, True)
+    block_r, strips = power_of_two(R), cdiv(D, BLOCK_D)
+    rows = BLOCK_T
+    while cdiv(T, 2 * rows) * strips >= 3 * device.num_sms and rows < 4096:
+        rows *= 2
+    parts = cdiv(T, rows)
+    partial_A = plan.temp((strips, T, R), f32) if need_a else None
+    partial_Y = plan.temp((parts, D, R), f32) if for_y else None
+    partial_m = plan.temp((parts, D), f32) if for_m else None
+    plan.launch(
+        embedding_bwd_kernel,
+        (strips, parts),
+        (dy, ids, W, h, b, partial_A, partial_Y, partial_m, T, V, D, R, padding, dy.stride[0], *W.stride),
+        (need_a, for_y, for_m, rows, BLOCK_T, BLOCK_D, block_r),
+        4,
+        2,
+    )
+    if for_y:
+        plan.launch(
+            embedding_finish_kernel,
+            (cdiv(D, FINISH_D),),
+            (partial_Y, partial_m, B, m, c, dB, dm, dc, s, D, R, parts, *B.stride),
+            (need_b, need_m, need_c, FINISH_D, block_r),
+            4,
+        )
+    if dA is not None:
+        sums = plan.temp((T, R), f32)
+        plan.launch(
+            segment_scan_kernel, (cdiv(T, SEGMENT),), (partial_A, key, order, sums, T, R, strips), (SEGMENT, block_r), 4
+        )
+        plan.zero(dA)
+        stride = (R, 1) if compact else (1, V)
+        plan.launch(
+            segment_total_kernel,
+            (cdiv(T, SEGMENT),),
+            (sums, key, dA, T, V, R, padding, *stride),
+            (compact, SEGMENT, block_r, CARRIES),
+            4,
+        )
+    plan.path = "one pass over dy and the rows of W; sums of each number in the order of its tokens"
+    return plan.plan()
+
+
+def _fake(
+    dy: Any,
+    ids: Any,
+    W: Any,
+    A: Any,
+    B: Any,
+    m: Any,
+    c: Any,
+    key: Any,
+    order: Any,
+    s: Any,
+    padding: Any,
+    sparse: Any,
+    needs: Any,
+) -> list[Any]:
+    T, R = ids.shape[0], A.shape[0]
+    first = A.new_empty((T, R), dtype=torch.float32) if sparse else A.new_empty(A.shape)
+    made = (first, B.new_empty(B.shape), m.new_empty(m.shape), m.new_empty(m.shape, dtype=torch.float32))
+    return [t for t, need in zip(made, needs, strict=True) if need]
+
+
+embedding_backward = op(
+    "embedding_backward",
+    _backward,
+    _fake,
+    _planned,
+    "(Tensor dy, Tensor ids, Tensor W, Tensor A, Tensor B, Tensor m, Tensor c, Tensor? key, Tensor? order, float s, "
+    "SymInt padding, bool sparse, bool[] needs) -> Tensor[]",
+)

@@ -1,0 +1,186 @@
+"""The gradients of an adapted table, and sums of the rows that share a number; see fdora/triton/embedding_bwd.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.kernels.g import EPS
+from fdora.triton.runtime.cost import launched
+
+
+@triton.jit(launch_metadata=launched)
+def embedding_bwd_kernel(
+    dy,
+    ids,
+    W,
+    h,
+    b,
+    partial_A,
+    partial_Y,
+    partial_m,
+    T,
+    V,
+    D,
+    R,
+    padding,
+    stride_dy,
+    stride_wv,
+    stride_wd,
+    NEED_A: tl.constexpr,
+    NEED_Y: tl.constexpr,
+    NEED_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Of one strip of columns and ROWS tokens: dy b for each token, and the sums of dy^T h and of dy w over them."""
+    d, r = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
+    in_d, in_r = d < D, r < R
+    part = tl.program_id(1)
+    if NEED_A:
+        at_b = b + d[:, None].to(tl.int64) * R + r[None, :]
+        bt = tl.load(at_b, mask=in_d[:, None] & in_r[None, :], other=0.0)
+    if NEED_Y:
+        sum_Y = tl.zeros((BLOCK_D, BLOCK_R), tl.float32)
+    if NEED_M:
+        sum_m = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    for i in range(0, ROWS, BLOCK_T):
+        t = part * ROWS + i + tl.arange(0, BLOCK_T)
+        in_t = t < T
+        v = tl.load(ids + t, mask=in_t, other=0).to(tl.int64)
+        known = in_t & (v >= 0) & (v < V) & (v != padding)
+        mask = known[:, None] & in_d[None, :]
+        row = t[:, None].to(tl.int64)
+        if NEED_M:
+            at_w = W + v[:, None] * stride_wv + d[None, :].to(tl.int64) * stride_wd
+            w = tl.load(at_w, mask=mask, other=0.0)
+        dt = tl.load(dy + row * stride_dy + d[None, :], mask=mask, other=0.0)
+        if NEED_Y:
+            ht = tl.load(h + row * R + r[None, :], mask=known[:, None] & in_r[None, :], other=0.0)
+            sum_Y = tl.dot(tl.trans(dt), ht, sum_Y, input_precision="ieee")
+        if NEED_A:
+            at_p = partial_A + (tl.program_id(0).to(tl.int64) * T + row) * R + r[None, :]
+            tl.store(at_p, tl.dot(dt, bt, input_precision="ieee"), mask=in_t[:, None] & in_r[None, :])
+        if NEED_M:
+            sum_m += dt.to(tl.float32) * w.to(tl.float32)
+    at = part.to(tl.int64) * D + d
+    if NEED_Y:
+        tl.store(partial_Y + at[:, None] * R + r[None, :], sum_Y, mask=in_d[:, None] & in_r[None, :])
+    if NEED_M:
+        tl.store(partial_m + at, tl.sum(sum_m, axis=0), mask=in_d)
+
+
+@triton.jit(launch_metadata=launched)
+def embedding_finish_kernel(
+    partial_Y,
+    partial_m,
+    B,
+    m,
+    c,
+    dB,
+    dm,
+    dc,
+    s,
+    D,
+    R,
+    parts,
+    stride_bd,
+    stride_br,
+    NEED_B: tl.constexpr,
+    NEED_M: tl.constexpr,
+    NEED_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """dB = s g Y, dm = (sum dy w + s sum_r B Y) / c and dc = -dm g, from the parts of Y = dy^T h in their order."""
+    d, r = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
+    in_d = d < D
+    mask = in_d[:, None] & (r < R)[None, :]
+    at = d[:, None].to(tl.int64) * R + r[None, :]
+    Y = tl.zeros((BLOCK_D, BLOCK_R), tl.float32)
+    base = tl.zeros((BLOCK_D,), tl.float32)
+    for i in range(0, parts):
+        Y += tl.load(partial_Y + tl.cast(i, tl.int64) * D * R + at, mask=mask, other=0.0)
+        if NEED_M or NEED_C:
+            base += tl.load(partial_m + tl.cast(i, tl.int64) * D + d, mask=in_d, other=0.0)
+    cd = tl.load(c + d, mask=in_d, other=1.0).to(tl.float32)
+    floored = tl.where(cd < EPS, EPS, cd)
+    g = tl.div_rn(tl.load(m + d, mask=in_d, other=0.0).to(tl.float32), floored)
+    if NEED_B:
+        tl.store(dB + at, (s * g[:, None] * Y).to(dB.dtype.element_ty), mask=mask)
+    if NEED_M or NEED_C:
+        at_b = B + d[:, None].to(tl.int64) * stride_bd + r[None, :].to(tl.int64) * stride_br
+        low = s * tl.sum(Y * tl.load(at_b, mask=mask, other=0.0).to(tl.float32), axis=1)
+        total = tl.div_rn(base + low, floored)
+        if NEED_M:
+            tl.store(dm + d, total.to(dm.dtype.element_ty), mask=in_d)
+        if NEED_C:
+            tl.store(dc + d, tl.where(cd > EPS, -total * g, 0.0), mask=in_d)
+
+
+@triton.jit
+def _joined(first_a, sum_a, first_b, sum_b):
+    """Two runs side by side; ``first``: whether one begins a number anew."""
+    return first_a | first_b, tl.where(first_b != 0, sum_b, sum_a + sum_b)
+
+
+@triton.jit(launch_metadata=launched)
+def segment_scan_kernel(partial_A, key, order, sums, T, R, parts, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Values of tokens, each the sum of its parts, in the order of their numbers: sums[i] is that of its number, in this block
+    and up to i."""
+    i, r = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
+    in_t = i < T
+    t = tl.load(order + i, mask=in_t, other=0).to(tl.int64)
+    number = tl.load(key + i, mask=in_t, other=0)
+    before = tl.load(key + i - 1, mask=in_t & (i > 0), other=0)
+    first = (i == tl.program_id(0) * BLOCK_T) | (number != before)
+    mask = in_t[:, None] & (r < R)[None, :]
+    value = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+    for p in range(0, parts):
+        at = (tl.cast(p, tl.int64) * T + t)[:, None] * R + r[None, :]
+        value += tl.load(partial_A + at, mask=mask, other=0.0)
+    flags = tl.broadcast_to(first.to(tl.int32)[:, None], (BLOCK_T, BLOCK_R))
+    _, total = tl.associative_scan((flags, value), 0, _joined)
+    tl.store(sums + i[:, None].to(tl.int64) * R + r[None, :], total, mask=mask)
+
+
+@triton.jit(launch_metadata=launched)
+def segment_total_kernel(
+    sums,
+    key,
+    out,
+    T,
+    V,
+    R,
+    padding,
+    stride_ov,
+    stride_or,
+    COMPACT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """The sum of each number to its column of ``out``, or of COMPACT to the row of its last token.
+
+    The number that a block begins with may have begun before: the last sums of the blocks that end in it belong to it.
+    """
+    first = tl.program_id(0) * BLOCK_T
+    i, r = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
+    in_t, in_r = i < T, r < R
+    number = tl.load(key + i, mask=in_t, other=-1).to(tl.int64)
+    after = tl.load(key + i + 1, mask=i + 1 < T, other=-1).to(tl.int64)
+    own = tl.load(key + first).to(tl.int64)
+    carry = tl.zeros((BLOCK_R,), tl.float32)
+    for c0 in range(0, tl.program_id(0), BLOCK_C):
+        end = (c0 + tl.arange(0, BLOCK_C) + 1) * BLOCK_T - 1
+        same = (end < first) & (tl.load(key + end, mask=end < first, other=0).to(tl.int64) == own)
+        carry += tl.sum(
+            tl.load(sums + end[:, None].to(tl.int64) * R + r[None, :], mask=same[:, None] & in_r[None, :], other=0.0), axis=0
+        )
+    total = tl.load(sums + i[:, None].to(tl.int64) * R + r[None, :], mask=in_t[:, None] & in_r[None, :], other=0.0)
+    total = tl.where((number == own)[:, None], carry[None, :] + total, total)
+    last = in_t & ((number != after) | (i + 1 == T)) & (number >= 0) & (number < V) & (number != padding)
+    at = (i.to(tl.int64) if COMPACT else number)[:, None] * stride_ov + r[None, :].to(tl.int64) * stride_or
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=last[:, None] & in_r[None, :])

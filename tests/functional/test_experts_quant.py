@@ -1,0 +1,85 @@
+"""Experts of codes in plain torch, their stacks as checkpoints hold them, and what is refused."""
+
+import types
+
+import pytest
+import torch
+
+from fdora import FdoraError
+from fdora.functional import dora_experts, dora_norm
+from fdora.quant import from_bnb, from_fp8, from_mxfp4, quantize
+from tests.checks import experts_quant as checks
+from tests.checks.experts import S, mixture
+from tests.checks.experts_quant import KINDS, E, K, N
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer(kind):
+    for dtype in (torch.float32, torch.bfloat16):
+        checks.a_layer(kind, dtype, "eager", 0.0)
+
+
+def test_an_mlp():
+    checks.an_mlp(("mxfp4", "nf4"), torch.float32, "eager", 5e-3)  # gate_up is rounded between: the norms are of float32
+    checks.an_mlp((None, "fp8"), torch.float32, "eager", 5e-3)
+
+
+def test_one_expert_and_no_tokens():
+    t = mixture(1, N, K, 2, 7, torch.float32)
+    q = quantize(t["W"][0], "int8").to(torch.float32)
+    y = dora_experts(t["x"], q, t["A"], t["B"], t["m"], s=S, offsets=[7])
+    dense = q.dequantize()[None]
+    assert torch.equal(y, dora_experts(t["x"], dense, t["A"], t["B"], t["m"], s=S, offsets=[7]))
+    assert torch.equal(dora_norm(q, t["A"], t["B"], s=S), dora_norm(q, t["A"][0], t["B"][0], s=S)[None])
+    assert dora_experts(t["x"][:0], q, t["A"], t["B"], t["m"], s=S, offsets=[0]).shape == (0, N)
+
+
+def test_backward_keeps_the_codes_alone():
+    t = mixture(E, N, K, 2, 7, torch.float32)
+    q, seen = quantize(t["W"].flatten(0, 1), "mxfp4").to(torch.float32), set()
+
+    def note(saved):
+        seen.add(saved.untyped_storage().nbytes())
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda v: v):
+        dora_experts(t["x"].requires_grad_(), q, t["A"], t["B"], t["m"], s=S, offsets=[3, 5, 7])
+    assert max(seen) < 4 * N * K  # one dense expert
+
+
+def test_stacks_as_checkpoints_hold_them():
+    """gpt-oss's blocks and scales, bitsandbytes' parameter of three axes, DeepSeek's blocks, a number for each expert."""
+    W = torch.randn(E, N, K)
+    flat = quantize(W.flatten(0, 1), "mxfp4")
+    codes, scales = flat.tensors
+    whole = from_mxfp4(codes.view(E, N, K // 32, 16), scales.view(E, N, K // 32))
+    assert whole.shape == (E * N, K) and torch.equal(whole.dequantize(), flat.dequantize())
+    flat = quantize(W.flatten(0, 1), "nf4")
+    facts = {"shape": W.shape, "blocksize": 64, "quant_type": "nf4", "dtype": torch.float32}
+    state = types.SimpleNamespace(**facts, absmax=flat.tensors[1], state2=None, offset=None)
+    assert torch.equal(from_bnb(flat.tensors[0], state).dequantize(), flat.dequantize())
+    codes = W.to(torch.float8_e4m3fn)
+    blocks, each = torch.rand(E, N // 16, K // 32), torch.rand(E)
+    want = torch.cat([from_fp8(codes[e], blocks[e], (16, 32)).dequantize() for e in range(E)])
+    assert torch.equal(from_fp8(codes, blocks, (16, 32)).dequantize(), want)
+    want = torch.cat([from_fp8(codes[e], each[e]).dequantize() for e in range(E)])
+    for scale in (each, each[:, None, None]):
+        assert torch.equal(from_fp8(codes, scale).dequantize(), want)
+    rows = torch.rand(E, N)
+    for scale in (rows, rows[..., None]):
+        assert torch.equal(
+            from_fp8(codes, scale, "row").dequantize()[N : 2 * N], from_fp8(codes[1], rows[1], "row").dequantize()
+        )
+    with pytest.raises(FdoraError, match="`block` must be of rows that divide the 32 of an expert, got \\(24, 32\\)"):
+        from_fp8(codes, torch.rand(E, 2, 2), (24, 32))
+
+
+def test_other_shapes_are_refused():
+    t = mixture(E, N, K, 2, 7, torch.float32)
+    q = quantize(t["W"][:2].flatten(0, 1), "int8").to(torch.float32)
+    args = t["A"], t["B"]
+    words = r"dora_experts: `W` must be a QuantWeight of \(96, 64\), 3 experts of 32 rows, got \(64, 64\)"
+    with pytest.raises(FdoraError, match=words):
+        dora_experts(t["x"], q, *args, t["m"], s=S, offsets=[1, 2, 7])
+    with pytest.raises(FdoraError, match="`detach` must be left out for a stack of experts"):
+        dora_norm(quantize(t["W"].flatten(0, 1), "int8").to(torch.float32), *args, s=S, detach=False)

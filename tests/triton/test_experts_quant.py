@@ -1,0 +1,38 @@
+"""Experts of codes by kernels: decoded in one pass, then the grouped product; norms from the codes."""
+
+import pytest
+import torch
+
+from fdora.functional import dora_experts
+from fdora.quant import quantize
+from tests import device  # noqa: F401
+from tests.checks import experts_quant as checks
+from tests.checks.experts import S, mixture
+from tests.checks.experts_quant import KINDS, E, K, N
+from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
+from tests.triton.written import kernels
+
+pytestmark = needs_kernels
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer(kind):
+    for dtype, close in ((torch.float32, 1e-6), (HALF[0], 5e-4)):
+        checks.a_layer(kind, dtype, "triton", close)
+
+
+def test_an_mlp():
+    checks.an_mlp(("mxfp4", "nf4"), HALF[0], "triton", 5e-3)
+    checks.an_mlp((None, "fp8"), HALF[0], "triton", 5e-3)
+
+
+def test_nothing_is_decoded_by_torch(chosen_anew, monkeypatch):
+    """One pass for W, two launches for the norm of an expert."""
+    t = mixture(E, N, K, 2, 7, HALF[0])
+    q = quantize(t["W"].flatten(0, 1), "nf4").to(HALF[0])
+    monkeypatch.setattr(type(q), "dequantize", None)
+    offsets = torch.tensor([1, 2, 7], device=t["x"].device)
+    y = dora_experts(t["x"].requires_grad_(), q, t["A"], t["B"], t["m"], s=S, offsets=offsets, backend="triton")
+    y.sum().backward()
+    found = {name: n for plan in chosen_anew.values() for name, n in kernels(plan).items()}
+    assert found["dequantize4_kernel"] == 1 and found["quant4_kernel"] == E
