@@ -62,7 +62,7 @@ def hooked(module: nn.Module) -> Any:
 
 def hook(
     model: nn.Module, roots: Sequence[nn.Module], kepts: Sequence[Any], find: Callable[[], Found],
-    find_shards: Callable[[], Any] | None = None,
+    find_shards: Callable[[Any], Any] | None = None,
 ) -> None:  # fmt: skip
     """Before each forward of any of these modules of the model compute the norms of the layers that ``find`` lists, some of
     ``kepts``; and on their shards of those that ``find_shards`` does."""

@@ -76,6 +76,11 @@ class KeptNorm:
             assert param is not None
             self.room_of(piece_of(param), param.shape, None)
 
+    def look_at(self, param: Any) -> None:
+        """W is a part of this DTensor, whose version says what that of the part does not."""
+        if self.shard is None:
+            self.shard = watched(None, param)
+
     def made_from(self, W: Tensor) -> tuple[int, ...]:
         """Which W compiled code has the norm of, as :meth:`eager` asks."""
         shard = () if self.shard is None else self.shard.state()

@@ -74,7 +74,8 @@ class Table:
     """The layers of a model, their tensors, and their norms of before, by part and stream."""
 
     def __init__(self, found: Found):
-        _, W, A, B, s = map(list, zip(*found, strict=True))
+        kepts, W, A, B, s = map(list, zip(*found, strict=True))
+        self.kepts = list(map(weakref.ref, kepts))
         tensors: list[Tensor] = [*W, *A, *B]
         self.count, self.s = len(W), s
         self.tensors = [weakref.ref(t) for t in tensors]
@@ -82,7 +83,7 @@ class Table:
         self.strides = list(map(Tensor.stride, tensors))
         self.shapes = [t.shape for t in tensors]
         self.forced = forced()  # fdora.backend may ask for another one by the next forward
-        self.w_versions = [w._version for w in W]
+        self.made_from = self.made_from_now(W)
         self.parts = tables(W, A, B, s)
         self.norms: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         with torch.inference_mode(False):  # else nobody outside of it could clear them
@@ -122,6 +123,11 @@ class Table:
                 c[place] = view
         return c
 
+    def made_from_now(self, W: list[Tensor]) -> list[Any]:
+        """By which a change of some W in place is seen: of a DTensor's piece its own version says nothing."""
+        kepts = [ref() for ref in self.kepts]
+        return [None if kept is None else kept.made_from(w) for kept, w in zip(kepts, W, strict=True)]
+
     def forget(self) -> None:
         """Some W is another: all norms are computed again, also by graphs."""
         self.norms.clear()
@@ -130,10 +136,11 @@ class Table:
     @torch.no_grad()
     def run(self, tensors: list[Tensor], task: int) -> Run:
         versions = [t._version for t in tensors]
-        if versions[: self.count] != self.w_versions:
-            self.forget()
-            self.w_versions = versions[: self.count]
         W, A, B = (tensors[i : i + self.count] for i in range(0, 3 * self.count, self.count))
+        made_from = self.made_from_now(W)
+        if made_from != self.made_from:
+            self.forget()
+            self.made_from = made_from
         c: Any = [None] * self.count
         for i, part in enumerate(self.parts):
             w, a, b = (part.of(each) for each in (W, A, B))

@@ -238,7 +238,8 @@ def _hook(model: nn.Module, on_shards: bool) -> None:
                 variant.kept.base = weakref.ref(layer._modules["base_layer"])
                 kepts.append(variant.kept)
     if kepts:
-        shards = (lambda: shards_of(ref())) if on_shards else None
+        linears = [weakref.ref(layer) for layer in layers]
+        shards = (lambda known: shards_of([each() for each in linears], known)) if on_shards else None
         hook(model, [m for m in roots if not isinstance(m, LoraLayer)], kepts, lambda: norms_of(ref()), shards)
 
 

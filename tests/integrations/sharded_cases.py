@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdora.eager import norm as arithmetic
-from fdora.functional import _sharded_tree
+from fdora.functional import _sharded_rows
 from fdora.integrations import _norm
 from fdora.integrations.peft import enabled, report, use_fdora
 from tests.integrations.sharded_layouts import (
@@ -260,17 +260,17 @@ def on_shards(wrap, truth, mesh):
 
 def gathers_of_a_step(run, rank):
     """All-gathers for norms. Under a mode that counts operations there would be none: values of now are not for it."""
-    count, one = [0], _sharded_tree._one_gather
+    count, one = [0], _sharded_rows._all_gather
 
     def counted(*args):
         count[0] += 1
         return one(*args)
 
-    _sharded_tree._one_gather = counted
+    _sharded_rows._all_gather = counted
     try:
         loss_of(run, batches()[0, 0, rank]).backward()
     finally:
-        _sharded_tree._one_gather = one
+        _sharded_rows._all_gather = one
     return count[0]
 
 
