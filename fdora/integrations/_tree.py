@@ -47,8 +47,9 @@ from torch import Tensor
 from fdora._dispatch import forced
 from fdora._torch import backward_task, dispatch_modes, trace, while_tracing
 from fdora.functional._tree import Part, forget_norms, kept_norms, no_words, tables
-from fdora.integrations._shard import known_shards
+from fdora.integrations._shard import gathered_together
 from fdora.integrations._shard_norms import ShardNorms
+from fdora.integrations._units import Unit, units_of
 
 Found = list[tuple[Any, Tensor, Tensor, Tensor, float]]  # KeptNorm, W, A, B, s
 UNASKED, ALONE = -1, -2  # instead of a layer's place among the norms of a model
@@ -68,6 +69,7 @@ class Run(NamedTuple):
 
 class Local(threading.local):
     run: Run | None = None
+    forward = -1  # else a number below, other for each forward
 
 
 class Table:
@@ -186,13 +188,14 @@ def collect(name: str) -> bool:
 class ModelNorms:
     """The table of one model, and whose turn it is. ``find`` lists the layers that can be served now."""
 
-    def __init__(self, model: Callable[[], Any], find: Callable[[], Found]):
+    def __init__(self, model: Callable[[], Any], find: Callable[..., Found]):
         self.model, self.find = model, find
         self.lock = threading.RLock()
         self.local = Local()
         self.table: Table | None = None
         self.kepts: list[weakref.ref[Any]] = []  # of all layers
         self.placed: list[weakref.ref[Any]] = []  # whose norms the table has
+        self.units: dict[int, Unit] = {}  # by the id of a KeptNorm
         self.on_shards: ShardNorms | None = None  # where use_fdora was asked for it
         self.asleep = self.used = self.looked = False
         self.changes = self.idle = 0
@@ -204,12 +207,23 @@ class ModelNorms:
     def watch(self) -> None:
         """Before a forward, while what is sharded lies in pieces: each layer looks at its own."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            kepts = [ref() for ref in self.kepts]
-            known = {} if self.looked else known_shards(self.model())
+            kepts = [kept for kept in [ref() for ref in self.kepts] if kept is not None]
+            groups = [] if self.looked else gathered_together(self.model())
+            known = {id(module): shard for group in groups for module, shard in group}
+            news = [kept.watch(known) for kept in kepts]
+            if any(news) and self.looked:
+                groups = gathered_together(self.model())
+            if groups:
+                self.units = units_of([[module for module, _ in group] for group in groups], kepts, self.find)
             self.looked = True
-            for kept in kepts:
-                if kept is not None:
-                    kept.watch(known)
+
+    def of_unit(self, kept: Any, W: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor | None:
+        """c of a layer whose unit FSDP2 has gathered."""
+        unit, task = self.units.get(id(kept)), backward_task()
+        moment = self.local.forward if task == -1 else task
+        if unit is None or moment == -1 or dispatch_modes() or capturing(W.device) or torch.is_inference_mode_enabled():
+            return None
+        return unit.c_of(kept, W, A, B, s, moment)
 
     def compute(self, task: int) -> Run | None:
         with self.lock:
@@ -246,6 +260,8 @@ class ModelNorms:
     def forget(self) -> None:
         with self.lock:
             forget_norms()
+            for unit in self.units.values():
+                unit.forget()
             if self.table is not None:
                 self.table.norms.clear()
             if self.on_shards is not None:

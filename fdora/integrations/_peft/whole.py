@@ -17,10 +17,9 @@ from fdora.integrations._shard import lies_in_rows
 from fdora.quant import QuantWeight
 
 
-def norms_of(model: nn.Module | None) -> list[tuple[Any, Tensor, Tensor, Tensor, float]]:
-    """The layers of a model whose norms its hook can compute together: KeptNorm, W, A, B and s of each."""
+def norms_of(layers: Iterable[Any]) -> list[tuple[Any, Tensor, Tensor, Tensor, float]]:
+    """Those of these modules whose norms can be computed together: KeptNorm, W, A, B and s of each."""
     found: list[tuple[Any, Tensor, Tensor, Tensor, float]] = []
-    layers: Any = () if model is None else model.modules()
     for layer in layers:
         pair = active(layer) if type(layer) is Linear and reused(layer) and not layer.fan_in_fan_out else None
         if pair is None or type(layer._modules["base_layer"]) is not nn.Linear:
