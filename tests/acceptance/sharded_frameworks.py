@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.distributed.world import results
 
-CASES = {"trl": (), "torchtune": (Path(sys.prefix) / "torchtune",)}
+CASES = {"accelerate": (), "trl": (), "torchtune": (Path(sys.prefix) / "torchtune",)}
 
 
 def main(names):
