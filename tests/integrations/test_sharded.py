@@ -32,9 +32,9 @@ COLLECTIVES = {
     "fsdp2 root": {"all-gathers": 1, "reduce-scatters": 1},
 }
 # Tensor parallel, through PEFT, whose A, B and m are plain: in forward two norms and two sums of y for each layer; in backward dx of
-# five layers, but three of the first, dA of five, dB and dm of two, and the rows of dm of five. transformers keeps m in parts,
-# and has sums of its own, for the embedding and the head.
-PARALLEL = {False: {"all-reduces": 33, "all-gathers": 10}, True: {"all-reduces": 35, "all-gathers": 1}}
+# five layers, but three of the first, and one sum for each adapted layer of all its gradients that are whole. transformers keeps m in
+# parts, and has sums of its own, for the embedding and the head.
+PARALLEL = {False: {"all-reduces": 29}, True: {"all-reduces": 31, "all-gathers": 1}}
 PARALLEL_NAMES = {"all_reduce", "all_gather_into_tensor"}
 NAMES = {"allgather": "all-gathers", "allgather_base": "all-gathers", "reduce_scatter_base": "reduce-scatters"}
 NAMES |= {"allreduce": "all-reduces", "all_reduce": "all-reduces", "all_gather_into_tensor": "all-gathers"}

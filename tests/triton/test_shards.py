@@ -150,7 +150,7 @@ def test_parts_of_tensor_parallelism_are_one_table(model, mesh, monkeypatch):  #
     monkeypatch.setattr(_tree.Table, "has", counted)
     for what in ("base_layer.weight", "lora_A", "nothing"):
         served.clear()
-        got, want = step(model), step(alone)
+        got, want = step(model), step(use_fdora(alone))  # which computes all norms anew
         assert served == [True] * 12  # of both models
         assert_close(got, want)
         with torch.no_grad():
@@ -158,3 +158,48 @@ def test_parts_of_tensor_parallelism_are_one_table(model, mesh, monkeypatch):  #
                 for name, p in each.named_parameters():
                     if what in name:
                         p.mul_(1.25)  # a DTensor as a whole: its part's version stays
+
+
+def test_a_plan_of_rows_follows_its_tensors(mesh, monkeypatch):  # noqa: F811
+    """The kernels read pointers from a table: of gathered A that lie elsewhere by now, and of another model of the same shapes."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from fdora.functional import _sharded_rows, dora_norm, dora_norm_tree, dora_norm_tree_state
+
+    held, gather = [], _sharded_rows.RowsPlan.gather
+
+    def elsewhere(*args):
+        held.append(gather(*args))
+        return held[-1]
+
+    def there(*args):
+        return [old.copy_(new) for old, new in zip(held[0], gather(*args), strict=True)]
+
+    monkeypatch.setattr(_sharded_rows.RowsPlan, "gather", elsewhere)
+
+    def made(seed):
+        draw = torch.Generator().manual_seed(seed)
+        shapes = [((64, 48), (4, 48), (64, 4)), ((32, 160), (8, 160), (32, 8))]
+        layers = [[torch.randn(shape, generator=draw).to(device.NAME, HALF[0]) for shape in three] for three in shapes]
+        return layers, [[distribute_tensor(t, mesh, [Shard(0)]) for t in three] for three in layers]
+
+    def check(plain, cut, state=None):
+        weights, params = [W for W, *_ in cut], [(A, B) for _, A, B in cut]
+        c = dora_norm_tree(weights, params, s=0.5, gather=True)
+        state = dora_norm_tree(weights, params, s=0.5, gather=True, state=state or dora_norm_tree_state(weights))
+        for (W, A, B), mine, kept in zip(plain, c, state.c, strict=True):
+            assert torch.equal(mine, kept)
+            assert_close([mine], [dora_norm(W, A, B, s=0.5)])
+        return state
+
+    models = [made(0), made(1)]
+    for model in models:
+        state = check(*model)
+        for i in (0, 1):
+            for tensors in model:
+                tensors[i][1].mul_(2)
+            state = check(*model, state)
+    assert len({each[0].data_ptr() for each in held}) > 4
+    monkeypatch.setattr(_sharded_rows.RowsPlan, "gather", there)
+    for model in models:
+        check(*model)
