@@ -1,13 +1,11 @@
 """What test_sharded.py runs in each of its processes: ``python -m tests.integrations.sharded_cases RANK WORLD FOLDER [CASE ...]``.
 
-``python -m tests.integrations.sharded_cases --processes 4 --steps 10`` runs that file with more of both, every case. Each gives numbers; rank 0 writes them, the test looks at them. Each rank has data of its own, else a sum that is lost
-would not be seen.
+Each gives numbers; rank 0 writes them, the test looks at them. Each rank has data of its own, else a sum that is lost would not be
+seen. With more processes and steps, as a table: sharded_table.py.
 """
 
-import argparse
 import json
 import os
-import subprocess
 import sys
 import traceback
 from collections import Counter
@@ -618,18 +616,5 @@ def main(rank, world, folder, *names):
     dist.destroy_process_group()
 
 
-def table(argv):
-    """The test, with other sizes."""
-    parser = argparse.ArgumentParser(description=table.__doc__)
-    parser.add_argument("--processes", type=int, default=PROCESSES)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    options, rest = parser.parse_known_args(argv)
-    env = os.environ | {"PROCESSES": str(options.processes), "STEPS": str(options.steps)}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/integrations/test_sharded.py", *rest]
-    return subprocess.run(command, env=env).returncode
-
-
 if __name__ == "__main__":
-    if sys.argv[1].startswith("--"):
-        sys.exit(table(sys.argv[1:]))
     main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
