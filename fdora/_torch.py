@@ -65,6 +65,19 @@ def while_tracing(function: Any) -> Any:
     return function
 
 
+def untraced(function: Any, *args: Any) -> Any:
+    """``function(*args)``, into which no compiler looks. Where Dynamo gave a frame up it traces each function called there.
+
+    Where torch does not say whether it does, the function is called as it is.
+    """
+    asks = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    if asks is None or not asks():
+        return function(*args)
+    from torch._dynamo import disable
+
+    return disable(function)(*args)
+
+
 @while_tracing
 def trace() -> str:
     """The name of what Dynamo traces now: after a graph break it is another."""

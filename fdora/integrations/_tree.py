@@ -44,7 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._torch import backward_task, dispatch_modes, trace, while_tracing
+from fdora._torch import backward_task, dispatch_modes, trace, untraced, while_tracing
 from fdora.functional._tree import forget_norms
 from fdora.integrations._shard import gathered_together
 from fdora.integrations._shard_norms import ShardNorms
@@ -112,7 +112,8 @@ class ModelNorms:
         moment = self.local.forward if task == -1 else task
         if unit is None or moment == -1 or dispatch_modes() or capturing(W.device) or torch.is_inference_mode_enabled():
             return None
-        return unit.c_of(kept, W, A, B, s, moment)
+        c: Tensor | None = untraced(unit.c_of, kept, W, A, B, s, moment)
+        return c
 
     def compute(self, task: int) -> Run | None:
         with self.lock:

@@ -203,3 +203,39 @@ def test_a_plan_of_rows_follows_its_tensors(mesh, monkeypatch):  # noqa: F811
     monkeypatch.setattr(_sharded_rows.RowsPlan, "gather", there)
     for model in models:
         check(*model)
+
+
+def test_no_compiler_looks_into_a_unit(model, mesh, monkeypatch):  # noqa: F811
+    """Dynamo leaves a block alone that once ran under a dispatch mode, and traces each function that it calls by itself."""
+    from types import SimpleNamespace
+
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from fdora import _dispatch
+    from fdora.integrations._peft import whole
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    if device.NAME == "cpu":  # plain torch: Dynamo would trace the interpreter of kernels as well
+        monkeypatch.setattr(_dispatch, "_forced", "auto")
+        monkeypatch.setattr(whole, "select_backend", lambda W: SimpleNamespace(name="triton"))
+    traced, part_of = [], _units.Unit.part_of
+
+    def part(*args):
+        traced.append(bool(torch._C._dynamo.eval_frame.get_eval_frame_callback()))
+        return part_of(*args)
+
+    monkeypatch.setattr(_units.Unit, "part_of", part)
+    model = use_fdora(model.float())
+    alone = use_fdora(copy.deepcopy(model))
+    for block in [m for m in model.modules() if isinstance(m, Block)]:
+        block.compile(backend="eager")
+    fsdp(model, mesh)
+    X = torch.linspace(-1, 1, 5 * 48, device=device.NAME).view(5, 48)
+    with Mode():
+        model(X).sum().backward()
+    for _ in range(2):
+        assert_close([model(X).detach()], [alone(X).detach()])
+    assert traced and not any(traced)
