@@ -125,14 +125,15 @@ def worker(rank: int, options, store: str) -> None:
             mine = runs[way].gradients_of_all()
             result["agreement"][way] = {name: apart(mine[name], exact[name])["relative"] for name in exact}
     exact = None
-    for way, run in runs.items():
+    show(rank, {key: result[key] for key in ("about", "agreement")})
+    for mode in options.modes:
+        measure(rank, runs, mode, options, result, failures)
+    for way, run in runs.items():  # last: compiled code would run as it is written from here on
         run.of("step")
         with Collectives() as collectives:
             run.step(1)
         result["collectives"][way] = dict(collectives.counts)
-    show(rank, {key: result[key] for key in ("about", "agreement", "collectives")})
-    for mode in options.modes:
-        measure(rank, runs, mode, options, result, failures)
+    show(rank, {"collectives": result["collectives"]})
     if options.device == "cuda" and not options.no_profile:
         for way, run in runs.items():
             result["profiles"][way] = profile(micro(run, "step"))

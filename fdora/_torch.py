@@ -65,6 +65,19 @@ def while_tracing(function: Any) -> Any:
     return function
 
 
+def untraced(function: Any, *args: Any) -> Any:
+    """``function(*args)``, into which no compiler looks. Where Dynamo gave a frame up it traces each function called there.
+
+    Where torch does not say whether it does, the function is called as it is.
+    """
+    asks = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    if asks is None or not asks():
+        return function(*args)
+    from torch._dynamo import disable
+
+    return disable(function)(*args)
+
+
 @while_tracing
 def trace() -> str:
     """The name of what Dynamo traces now: after a graph break it is another."""
@@ -108,8 +121,9 @@ def needs_dispatcher(t: Tensor) -> bool:
     return is_traced() or type(t) not in PLAIN or dispatch_modes() > 0
 
 
-def fsdp2_shards(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, Tensor]]:
-    """Module, name and sharded parameter of each that :func:`fully_shard` has sharded; nothing where it is not as known.
+def fsdp2_groups(model: torch.nn.Module) -> Iterator[list[tuple[torch.nn.Module, str, Tensor]]]:
+    """Module, name and sharded parameter of each that :func:`fully_shard` has sharded, in groups that are gathered together;
+    nothing where it is not as known.
 
     While a unit is gathered, its modules hold other parameters, and the public way to these (the model's own state dict)
     reshards it.
@@ -120,8 +134,8 @@ def fsdp2_shards(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str,
         state = unit._get_fsdp_state() if isinstance(unit, FSDPModule) and hasattr(unit, "_get_fsdp_state") else None
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 has several to a unit
         for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
-            for each in getattr(group, "fsdp_params", ()):
-                yield each._module_info.module, each._module_info.param_name, each.sharded_param
+            params = getattr(group, "fsdp_params", ())
+            yield [(each._module_info.module, each._module_info.param_name, each.sharded_param) for each in params]
 
 
 def piece_of(t: Any) -> Tensor | None:

@@ -104,6 +104,7 @@ QUANT = {
     "QuantWeight": "(kind, tensors, shape, dtype, facts)",
     "TorchaoNf4": "(group, outer)",
     "from_awq": "(qweight, qzeros, scales, group=None, *, dtype=None)",
+    "cut": "(W, *, rows=None, columns=None)",
     "from_bnb": "(weight, quant_state=None)",
     "from_bnb_int8": "(weight, scb=None, *, dtype=torch.float16)",
     "from_fp8": "(weight, scale, block=None, *, dtype=torch.bfloat16)",

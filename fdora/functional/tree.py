@@ -111,8 +111,16 @@ def dora_norm_tree(
     # A mode sees each norm as an op, with its flops; but what a state keeps is of one launch, or of one by one.
     if not plain or is_traced() or (state is None and dispatch_modes()):
         if is_sharded(*W, *A, *B) and not is_traced():
+            from fdora.functional._sharded_rows import plan_of
             from fdora.functional._sharded_tree import norms
 
+            rows = plan_of(fn, spec, W, A, B, scales, backend) if gather is True else None
+            if rows is not None:
+                if state is not None:
+                    _check_state(fn, [rows.part], state)
+                leaves, buffer, now = rows.norms(W, A, B, state)
+                c = optree.tree_unflatten(spec, leaves)
+                return c if state is None else NormTreeState(c, (buffer,), (now,))
             return norms(dora_norm_tree, fn, spec, (W, A, B), scales, state, gather, backend)
         return _one_by_one(fn, spec, W, A, B, scales, state, gather, backend)
     parts = plan(fn, spec, W, A, B, scales, backend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from fdora._torch import backward_task, dispatch_modes, exporting, functorch_active, in_subgraph
 from fdora.integrations._shard_norms import ShardNorms
 from fdora.integrations._tree import Found, ModelNorms
+
+FORWARDS = count(-2, -1)  # tasks of backward have the numbers from 0
 
 
 class Hook:
@@ -32,6 +35,7 @@ class Hook:
                 self.norms.trace()
             return
         self.norms.watch()
+        self.norms.local.forward = -1 if watched() else next(FORWARDS)
         if watched():
             self.norms.local.run = None
             return
@@ -42,7 +46,7 @@ class Hook:
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.norms is not None and self.root is not None and self.root() is module:
             if not torch.compiler.is_compiling():
-                self.norms.local.run = None
+                self.norms.local.run, self.norms.local.forward = None, -1
                 if self.norms.on_shards is not None:
                     self.norms.on_shards.running = False
             if self.norms.traced is not None:
@@ -61,11 +65,11 @@ def hooked(module: nn.Module) -> Any:
 
 
 def hook(
-    model: nn.Module, roots: Sequence[nn.Module], kepts: Sequence[Any], find: Callable[[], Found],
-    find_shards: Callable[[], Any] | None = None,
+    model: nn.Module, roots: Sequence[nn.Module], kepts: Sequence[Any], find: Callable[..., Found],
+    find_shards: Callable[[Any], Any] | None = None,
 ) -> None:  # fmt: skip
-    """Before each forward of any of these modules of the model compute the norms of the layers that ``find`` lists, some of
-    ``kepts``; and on their shards of those that ``find_shards`` does."""
+    """Before each forward of any of these modules of the model compute the norms of the layers that ``find`` lists, all or of
+    those that it is given, some of ``kepts``; and on their shards of those that ``find_shards`` does."""
     norms, left = ModelNorms(weakref.ref(model), find), Left(len(kepts))
     norms.on_shards = None if find_shards is None else ShardNorms(find_shards)
     norms.kepts = list(map(weakref.ref, kepts))

@@ -29,6 +29,7 @@ class KeptNorm:
         self.place = UNASKED
         self.watcher: Any = None  # tells the hooks of the model when this is gone
         self.base: weakref.ref[Any] | None = None  # the module whose weight it is the norm of
+        self.layer: weakref.ref[Any] | None = None  # with the adapter
         self.shard: Shard | None = None
         self.spread: tuple[Any, Any] | None = None  # of a DTensor: its id and versions, and its state
 
@@ -65,16 +66,23 @@ class KeptNorm:
             self.room = (who, c, words)
             give_norm(words, self)
 
-    def watch(self, known: dict[int, Tensor]) -> None:
-        """Between two forwards of the model: what stands in the place of W. ``known`` are shards of what is gathered now."""
+    def watch(self, known: dict[int, Tensor]) -> bool:
+        """Between two forwards of the model: what stands in the place of W, and whether that is another. ``known`` are
+        shards of what is gathered now."""
         base = None if self.base is None else self.base()
         if base is None:
-            return
+            return False
         before, param = self.shard, known.get(id(base), dict.get(base._parameters, "weight"))
         self.shard = watched(before, param)
         if self.shard is not before and lies_in_rows(param):  # FSDP2 gathers it; the others' shards say no shape
             assert param is not None
             self.room_of(piece_of(param), param.shape, None)
+        return self.shard is not before
+
+    def look_at(self, param: Any) -> None:
+        """W is a part of this DTensor, whose version says what that of the part does not."""
+        if self.shard is None:
+            self.shard = watched(None, param)
 
     def made_from(self, W: Tensor) -> tuple[int, ...]:
         """Which W compiled code has the norm of, as :meth:`eager` asks."""
@@ -158,13 +166,11 @@ class KeptNorm:
             c = self.norms.on_shards.c_of(self, W, A, s)
             if c is not None:
                 return c
-        if self.place == ALONE:
-            return None
-        c = self.norms.c_of(self.place, W, A, B, s, compiled)
+        c = None if self.place == ALONE else self.norms.c_of(self.place, W, A, B, s, compiled)
         if c is None and self.place == UNASKED:  # it was not collected, and is again by the next forward if it can be
             self.norms.restart()
             self.place = ALONE
-        return c
+        return self.norms.of_unit(self, W, A, B, s) if c is None and not compiled else c
 
 
 def compiled_kernels(W: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._torch import PLAIN, fsdp2_shards, piece_of
+from fdora._torch import PLAIN, fsdp2_groups, piece_of
 
 
 class Shard:
@@ -51,11 +51,11 @@ def watched(before: Shard | None, param: Tensor | None) -> Shard | None:
     return Shard(param)
 
 
-def known_shards(model: Any) -> dict[int, Tensor]:
-    """By the id of the module whose weight it is, for what FSDP2 has gathered already: the root's own unit, for one."""
+def gathered_together(model: Any) -> list[list[tuple[Any, Tensor]]]:
+    """Of each of FSDP2's groups the modules with a weight, and its shard."""
     if model is None or not torch.distributed.is_available():
-        return {}
-    return {id(module): shard for module, name, shard in fsdp2_shards(model) if name == "weight"}
+        return []
+    return [[(module, shard) for module, name, shard in group if name == "weight"] for group in fsdp2_groups(model)]
 
 
 def lies_in_rows(*shards: Any) -> bool:

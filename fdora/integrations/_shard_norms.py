@@ -11,7 +11,7 @@ A layer takes its c while its model's forward runs, or in backward, and only if 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from torch import Tensor
@@ -26,14 +26,15 @@ Found = list[tuple[Any, Any, Any, Any, float]]  # KeptNorm, and shards of W, A, 
 class ShardNorms:
     """``find`` lists the layers whose W, A and B lie in shards now: the same in every process."""
 
-    def __init__(self, find: Callable[[], Found]):
+    def __init__(self, find: Callable[[Container[int]], Found]):
         self.find = find
         self.running = False
         self.forget()
 
     def forget(self) -> None:
         """Nothing refers to a shard any more: torch.utils.swap_tensors, and so model.to, refuses one that somebody does."""
-        self.weights: list[tuple[Any, ...]] = []
+        self.weights: list[tuple[Any, ...]] = []  # which lives as long as its ids are known
+        self.known: set[int] = set()
         self.kepts: list[weakref.ref[Any]] = []
         self.shards: list[tuple[Shard, ...]] = []
         self.states: list[tuple[tuple[int, ...], ...]] = []
@@ -41,11 +42,12 @@ class ShardNorms:
         self.norms: Any = None
 
     def compute(self) -> None:
-        found = self.find()
+        found = self.find(self.known)
         weights = [tuple(layer[1:]) for layer in found]
         kepts = [kept() for kept in self.kepts]
         if list(map(identity, weights)) != list(map(identity, self.weights)) or kepts != [layer[0] for layer in found]:
             self.forget()
+            self.known = {id(t) for layer in weights for t in layer[:3]}
             self.weights, self.kepts = weights, [weakref.ref(layer[0]) for layer in found]
             self.shards = [tuple(map(Shard, layer[:3])) for layer in weights]
             self.place = {id(layer[0]): i for i, layer in enumerate(found)}

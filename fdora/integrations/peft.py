@@ -235,11 +235,16 @@ def _hook(model: nn.Module, on_shards: bool) -> None:
     for layer in layers:
         for variant in layer.lora_variant.values():
             if isinstance(variant, Dora):
-                variant.kept.base = weakref.ref(layer._modules["base_layer"])
+                variant.kept.base, variant.kept.layer = weakref.ref(layer._modules["base_layer"]), weakref.ref(layer)
                 kepts.append(variant.kept)
     if kepts:
-        shards = (lambda: shards_of(ref())) if on_shards else None
-        hook(model, [m for m in roots if not isinstance(m, LoraLayer)], kepts, lambda: norms_of(ref()), shards)
+
+        def find(some: Any = None) -> Any:
+            return norms_of(() if ref() is None else ref().modules() if some is None else some)  # type: ignore[union-attr]
+
+        linears = [weakref.ref(layer) for layer in layers]
+        shards = (lambda known: shards_of([each() for each in linears], known)) if on_shards else None
+        hook(model, [m for m in roots if not isinstance(m, LoraLayer)], kepts, find, shards)
 
 
 def _no_magnitude(name: str, why: str) -> FdoraError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -48,10 +49,14 @@ def use_fdora(model: Model) -> Model:
         layer.__class__ = FdoraLinear
         kepts.append(layer.__dict__.setdefault("_fdora", _Run()).kept)
         kepts[-1].make_room(layer.weight)
-        kepts[-1].base = weakref.ref(layer)
+        kepts[-1].base = kepts[-1].layer = weakref.ref(layer)
     if not isinstance(model, DoRALinear):
         ref = weakref.ref(model)
-        hook(model, [model], kepts, lambda: _norms_of(ref()))
+
+        def find(some: Any = None) -> Any:
+            return _norms_of(() if ref() is None else ref().modules() if some is None else some)  # type: ignore[union-attr]
+
+        hook(model, [model], kepts, find)
     return model
 
 
@@ -160,10 +165,10 @@ def _obstacle(layer: FdoraLinear, x: Tensor) -> str:
     return "" if type(layer.dropout) in (nn.Identity, nn.Dropout) else f"a {type(layer.dropout).__name__} for dropout"
 
 
-def _norms_of(model: nn.Module | None) -> list[tuple[KeptNorm, Tensor, Tensor, Tensor, float]]:
-    """The layers whose norms the model's hook can compute together."""
+def _norms_of(layers: Iterable[Any]) -> list[tuple[KeptNorm, Tensor, Tensor, Tensor, float]]:
+    """Those of these modules whose norms can be computed together."""
     found = []
-    for layer in () if model is None else model.modules():
+    for layer in layers:
         if type(layer) is not FdoraLinear or layer.disabled or isinstance(layer.weight, NF4Tensor):
             continue
         W, A, B = layer.weight, layer.lora_a.weight, layer.lora_b.weight

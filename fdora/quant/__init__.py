@@ -10,6 +10,7 @@ from fdora.quant.bnb import from_bnb_int8 as from_bnb_int8
 from fdora.quant.codes8 import Codes8 as Codes8
 from fdora.quant.codes8 import from_fp8 as from_fp8
 from fdora.quant.codes8 import from_int8 as from_int8
+from fdora.quant.cut import cut as cut
 from fdora.quant.gptq import Gptq as Gptq
 from fdora.quant.gptq import from_awq as from_awq
 from fdora.quant.gptq import from_gptq as from_gptq
@@ -46,6 +47,7 @@ __all__ = [
     "QuantSpec",
     "QuantWeight",
     "TorchaoNf4",
+    "cut",
     "from_awq",
     "from_bnb",
     "from_bnb_int8",

@@ -9,6 +9,7 @@ from fdora import FdoraError
 from fdora.functional import (
     DoraLayer,
     ShardNormState,
+    _sharded_rows,
     dora_base_sqnorm,
     dora_compose,
     dora_delta,
@@ -478,6 +479,45 @@ def case_trees_as_fsdp_keeps_them():
     merged = dora_merge_tree(weights, {i: (*p, want.get(i, want["0"])) for i, p in params.items()}, s=0.7)
     for i, v in ts.items():
         assert_exact(full(merged[i]), v["W"] + 0.7 * v["B"] @ v["A"])
+
+
+def case_trees_in_even_rows():
+    """What FSDP2 keeps of most models, by a plan: the bits of one process, two collectives, whatever lies where; and errors."""
+    where = mesh(2)
+    for dtype in (torch.float64, torch.float32):
+        ts = {f"{i}": made(N=n, K=8 + i, r=r, seed=i) for i, (n, r) in enumerate(((6, 4), (64, 2), (2, 6), (34, 2)))}
+        ts = {i: {n: t[n].to(dtype) for n in "WAB"} for i, t in ts.items()}
+        s = {i: 0.7 if dtype == torch.float64 else 0.5 + int(i) for i in ts}
+        cut = {i: {n: distribute_tensor(t[n], where, [Shard(0)]) for n in "WAB"} for i, t in ts.items()}
+        weights, params = {i: l["W"] for i, l in cut.items()}, {i: (l["A"], l["B"]) for i, l in cut.items()}
+        for most in (1 << 27, 200):  # bytes of A at a time
+            _sharded_rows._plans.clear()
+            _sharded_rows.MOST, before = most, _sharded_rows.MOST
+            want = {i: dora_norm(t["W"], t["A"], t["B"], s=s[i]) for i, t in ts.items()}
+            state = dora_norm_tree_state(weights)
+            for _ in range(3):
+                with Collectives() as seen:
+                    c = dora_norm_tree(weights, params, s=s, gather=True)
+                    state = dora_norm_tree(weights, params, s=s, state=state, gather=True)
+                runs = len(_sharded_rows._plans[0][1].runs)
+                assert len(_sharded_rows._plans) == 1 and runs == (1 if most > 200 else 3 + (dtype == torch.float64))
+                assert sum(seen.count.values()) == 2 * (runs + 1), seen.count
+                assert all(torch.equal(c[i], v) and torch.equal(state.c[i], v) for i, v in want.items())
+                kept = torch.cat([torch.ones(1 << 16, device=DEVICE) for _ in range(2)])  # what is gathered next lies elsewhere
+            poisoned = state._replace(buffers=tuple(b * 0 + 5 for b in state.buffers))
+            with torch.no_grad():
+                cut["1"]["B"].to_local().mul_(2)
+            c = dora_norm_tree(weights, params, s=s, state=poisoned, gather=True).c
+            want = dora_norm(ts["1"]["W"], ts["1"]["A"], 2 * ts["1"]["B"], s=s["1"])
+            assert torch.equal(c["1"], want) and all((c[i] == 5).all() for i in "023")
+            with torch.no_grad():
+                cut["1"]["B"].to_local().div_(2)
+            _sharded_rows.MOST = before
+            del kept
+    with pytest.raises(FdoraError, match="`state` must"):
+        dora_norm_tree(weights, params, s=s, state=dora_norm_tree_state({"0": weights["0"]}), gather=True)
+    with pytest.raises(FdoraError, match=r"of leaf weights\['1'\]"):
+        dora_norm_tree(weights, params | {"1": params["0"]}, s=s, gather=True)
 
 
 def case_trees_of_tensor_parallel_weights():

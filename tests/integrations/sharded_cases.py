@@ -1,13 +1,11 @@
 """What test_sharded.py runs in each of its processes: ``python -m tests.integrations.sharded_cases RANK WORLD FOLDER [CASE ...]``.
 
-``python -m tests.integrations.sharded_cases --processes 4 --steps 10`` runs that file with more of both, every case. Each gives numbers; rank 0 writes them, the test looks at them. Each rank has data of its own, else a sum that is lost
-would not be seen.
+Each gives numbers; rank 0 writes them, the test looks at them. Each rank has data of its own, else a sum that is lost would not be
+seen. With more processes and steps, as a table: sharded_table.py.
 """
 
-import argparse
 import json
 import os
-import subprocess
 import sys
 import traceback
 from collections import Counter
@@ -26,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdora.eager import norm as arithmetic
-from fdora.functional import _sharded_tree
+from fdora.functional import _sharded_rows
 from fdora.integrations import _norm
 from fdora.integrations.peft import enabled, report, use_fdora
 from tests.integrations.sharded_layouts import (
@@ -260,17 +258,17 @@ def on_shards(wrap, truth, mesh):
 
 def gathers_of_a_step(run, rank):
     """All-gathers for norms. Under a mode that counts operations there would be none: values of now are not for it."""
-    count, one = [0], _sharded_tree._one_gather
+    count, one = [0], _sharded_rows._all_gather
 
     def counted(*args):
         count[0] += 1
         return one(*args)
 
-    _sharded_tree._one_gather = counted
+    _sharded_rows._all_gather = counted
     try:
         loss_of(run, batches()[0, 0, rank]).backward()
     finally:
-        _sharded_tree._one_gather = one
+        _sharded_rows._all_gather = one
     return count[0]
 
 
@@ -619,18 +617,5 @@ def main(rank, world, folder, *names):
     dist.destroy_process_group()
 
 
-def table(argv):
-    """The test, with other sizes."""
-    parser = argparse.ArgumentParser(description=table.__doc__)
-    parser.add_argument("--processes", type=int, default=PROCESSES)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    options, rest = parser.parse_known_args(argv)
-    env = os.environ | {"PROCESSES": str(options.processes), "STEPS": str(options.steps)}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/integrations/test_sharded.py", *rest]
-    return subprocess.run(command, env=env).returncode
-
-
 if __name__ == "__main__":
-    if sys.argv[1].startswith("--"):
-        sys.exit(table(sys.argv[1:]))
     main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -398,7 +398,7 @@ def test_weights_are_not_kept_alive(counted):
 def test_what_a_graph_captures_is_its_own(counted, monkeypatch):
     """Norms and fingerprints in place, in memory from before the capture. CUDA is not needed to see that a second call of
     the captured code (a replay) is right, whatever eager forwards did meanwhile."""
-    from fdora.integrations import _tree
+    from fdora.integrations import _table, _tree
 
     model, x = make(), inputs()
     model(x)
@@ -408,7 +408,8 @@ def test_what_a_graph_captures_is_its_own(counted, monkeypatch):
 
     def replay():
         with monkeypatch.context() as patch:
-            patch.setattr(_tree, "capturing", lambda device: True)
+            for module in (_tree, _table):
+                patch.setattr(module, "capturing", lambda device: True)
             return model(x)
 
     B = layers(model)[0].lora_B["default"].weight

@@ -19,6 +19,7 @@ from torch import Tensor, distributed, nn
 from fdora._torch import PLAIN
 from fdora.functional import dora_linear, dora_norm
 from fdora.integrations._peft.dora import Dora, paused
+from fdora.integrations._peft.parts import linear, parts_of
 
 TRANSFORMERS = "transformers.distributed.tensor_parallel"
 STYLES = ("colwise", "rowwise")
@@ -36,12 +37,20 @@ def on_mesh(module: Any, name: str, variant: Dora, x: Tensor) -> Tensor | str:
     why = paused(magnitude, s) or around(base)
     if why or module.fan_in_fan_out or type(base) is not nn.Linear:
         return why or "a DTensor that is no torch.nn.Linear's"
-    A, B, m = factors(W, module.lora_A[name].weight, module.lora_B[name].weight, magnitude.weight)
+    plain = module.lora_A[name].weight, module.lora_B[name].weight, magnitude.weight
     p = dropout.p if type(dropout) is nn.Dropout and module.training and dropout.training else 0.0
     if not p and type(dropout) not in (nn.Identity, nn.Dropout):
         return "another dropout than torch.nn.Dropout"
 
-    def run(x: Tensor, bias: Tensor | None) -> Tensor:
+    def run(x: Any, bias: Any) -> Tensor:
+        from torch.distributed.tensor import Partial, Shard
+
+        parts = None if p else parts_of(W, *plain)
+        y = None if parts is None else linear(parts, variant, W, x, s, bias)
+        if parts is not None and y is not None:
+            lies, width = (Shard(y.dim() - 1), W.shape[0]) if parts.rows else (Partial(), None)
+            return wrap(y, W.device_mesh, lies, width)
+        A, B, m = factors(W, *plain)
         seed = agreed(x, W) if p else None
         c = variant.kept.on_mesh(W, A, B, s)
         return dora_linear(
