@@ -104,8 +104,8 @@ def small_kernel(
         gdc_wait()
     finish(
         acc, None, col, None, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R,
-        stride_br, stride_bn, stride_hm, stride_um, stride_un, x.dtype.element_ty, PARTS, SCALE, HAS_BIAS, STORE_PRE_SCALE, STORE_H, NEED_A, ACCUMULATE,
-        BLOCK_M, BLOCK_N, BLOCK_R, False,
+        stride_br, stride_bn, stride_hm, stride_um, stride_un, x.dtype.element_ty,
+        PARTS, SCALE, HAS_BIAS, STORE_PRE_SCALE, STORE_H, NEED_A, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, False,
     )  # fmt: skip
 
 
@@ -129,6 +129,6 @@ def add_parts_kernel(
         acc += tl.load(sums + at, mask=(t < M)[:, None] & (n < N)[None, :], other=0.0)
     finish(
         acc, None, col, slab, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R,
-        stride_br, stride_bn, stride_hm, stride_um, stride_un, x.dtype.element_ty, PARTS, SCALE, HAS_BIAS, STORE_PRE_SCALE, STORE_H, NEED_A, ACCUMULATE,
-        BLOCK_M, BLOCK_N, BLOCK_R, AHEAD,
+        stride_br, stride_bn, stride_hm, stride_um, stride_un, x.dtype.element_ty,
+        PARTS, SCALE, HAS_BIAS, STORE_PRE_SCALE, STORE_H, NEED_A, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, AHEAD,
     )  # fmt: skip
