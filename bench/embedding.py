@@ -9,12 +9,13 @@ speed. ``--tiles`` times the kernel's tiles instead: what fdora/triton/embedding
 
 from __future__ import annotations
 
+import argparse
 from itertools import product
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from bench.command import command
 from bench.norm_forms import about, medians
 from bench.save import save
 from bench.table import table
@@ -172,10 +173,14 @@ def conv_rows(L, C, O, space, kernel, r, device, runs):
 
 
 def main(argv=None):
-    options = command(__doc__, runs=9)
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--device", default="cpu")
     options.add_argument("--tokens")
     options.add_argument("--only", choices=("embedding", "conv"))
     options.add_argument("--tiles", action="store_true")
+    options.add_argument("--runs", type=int, default=9)
+    options.add_argument("--json", type=Path)
+    options.add_argument("--commit", help="recorded in the JSON")
     options = options.parse_args(argv)
     cpu, device = options.device == "cpu", options.device
     facts = about(device, options.commit, argv)

@@ -8,13 +8,14 @@ set larger than the GPU's cache. ``--device cpu`` runs one small shape, interpre
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
+from pathlib import Path
 from unittest import mock
 
 import torch
 
-from bench.command import command
 from bench.norm_forms import about
 from bench.quant_forms import NESTED, SOME, S, Timed, dense, layer, line, searched, weights
 from bench.save import save
@@ -84,8 +85,11 @@ def row_of(N: int, K: int, r: int, device: str) -> dict:
 
 
 def main() -> None:
-    options = command(__doc__)
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--device", default="cpu")
     options.add_argument("--ranks", type=lambda s: [int(r) for r in s.split(",")], default=RANKS)
+    options.add_argument("--json", type=Path)
+    options.add_argument("--commit", help="recorded in the JSON")
     options = options.parse_args()
     torch.manual_seed(0)
     shapes, ranks = (SOME, options.ranks) if options.device != "cpu" else (((128, 512),), (128,))

@@ -12,17 +12,18 @@ outside of commands: what they find is data that a pure function reads.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 
 from bench import clock
-from bench.command import command
 from bench.norm_forms import about
 from bench.save import save
 from bench.shapes import CACHE, draw
@@ -155,11 +156,15 @@ def time_products(shapes, end, exhaustive):
 
 
 def parse(argv=None):
-    parser = command(__doc__, device="cuda", seconds=math.inf)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cuda"], default="cuda")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shapes", type=int, default=120)
     parser.add_argument("--exhaustive", action="store_true", help="every tile that fits")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no shape after this time")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="recorded in the JSON")
     return parser.parse_args(argv)
 
 
