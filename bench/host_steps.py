@@ -11,6 +11,7 @@ in one forward.
 
 from __future__ import annotations
 
+import argparse
 import cProfile
 import os
 import pstats
@@ -24,7 +25,6 @@ import torch  # noqa: E402
 from triton.runtime.build import compile_module_from_src  # noqa: E402
 
 from bench.attempt import Failures  # noqa: E402
-from bench.command import command  # noqa: E402
 from bench.decoder import LINEARS  # noqa: E402
 from bench.issue_time import PARTS  # noqa: E402
 from bench.steps import Cell, Way, add_model, build, inputs  # noqa: E402
@@ -120,7 +120,7 @@ def calls(way: Way) -> tuple[int, int, int]:
 
 
 def parse(argv=None):
-    parser = command(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_model(parser, 8)
     parser.add_argument("--steps", type=int, default=60, help="of each way")
     parser.add_argument("--profile", type=int, default=0, help="show that many lines of a profile of each way")

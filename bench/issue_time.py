@@ -10,6 +10,7 @@ PEFT's LoRA takes beyond it.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 
@@ -17,7 +18,6 @@ import torch
 
 from bench.attempt import Failures
 from bench.clock import synchronize
-from bench.command import command
 from bench.norm_forms import about
 from bench.save import save
 from bench.steps import SIZES, Cell, Way, add_model, build, check, compared, inputs
@@ -69,12 +69,13 @@ def excess(run: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def parse(argv=None):
-    parser = command(__doc__, runs=3)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_model(parser, 8)
     parser.add_argument("--model", choices=SIZES, default="2048")
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--r", type=int, default=16)
     parser.add_argument("--steps", type=int, default=15, help="of each way in a run")
+    parser.add_argument("--runs", type=int, default=3)
     return parser.parse_args(argv)
 
 

@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -39,7 +40,6 @@ from torch.utils.checkpoint import checkpoint
 from bench import layers12
 from bench.attempt import Failures
 from bench.clock import anchor_graph, capture, medians, once, replay_ms
-from bench.command import command
 from bench.decoder import LINEARS
 from bench.layer import free
 from bench.layers12 import DTYPES, MOST_APART, adapters, own_code
@@ -341,15 +341,18 @@ def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
 
 def add_model(parser: argparse.ArgumentParser, layers: int) -> None:
     """What bench.issue_time shares."""
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--layers", type=int, default=layers)
     parser.add_argument("--loss-tokens", type=int, default=1024)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations")
     parser.add_argument("--adapter", choices=DTYPES, default="bf16", help="of A, B and m")
     parser.add_argument("--ways", type=names(WAYS), default=list(WAYS))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="recorded in the JSON")
 
 
 def parse(argv=None):
-    parser = command(__doc__, seconds=math.inf)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_model(parser, 12)
     parser.add_argument("--cells", type=cells, default=cells(""), help="MODEL:S:r, comma separated; empty parts are any")
     parser.add_argument("--modes", type=names(MODES), default=list(MODES))
@@ -358,6 +361,7 @@ def parse(argv=None):
     parser.add_argument("--no-graphs", action="store_true", help="GPU time by events")
     parser.add_argument("--runs", type=int, default=9, help=f"most turns; {LEAST} of them whatever they take")
     parser.add_argument("--cell-seconds", type=float, default=6.0, help="fewer turns where a cell would take longer")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no cell after this time")
     return parser.parse_args(argv)
 
 

@@ -9,7 +9,6 @@ timed outside of commands. For more tokens: bench.products and bench.fit.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import itertools
 import json
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 
 from bench import products
+from bench.command import command
 from bench.norm_forms import about, medians
 from bench.products import close, planned, randn
 from bench.shapes import CACHE
@@ -96,11 +96,9 @@ SMALL: dict[bool, dict[tuple, tuple]] = '''
 
 
 def main():
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options = command(__doc__, device=None)
     options.add_argument("--missing", action="store_true", help="only shapes that the table lacks")
     options.add_argument("--write", type=Path)
-    options.add_argument("--json", type=Path)
-    options.add_argument("--commit", help="recorded in the JSON")
     options = options.parse_args()
     from fdora.triton.table import SMALL
 

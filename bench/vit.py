@@ -16,7 +16,6 @@ stand in their order, each as wide as its time: what one box does was one operat
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import time
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 
 from bench.attempt import Failures
 from bench.clock import medians, wall_timer
+from bench.command import command
 from bench.kernels import Kernel, by_name, middle_block, picture, profiled, shares
 from bench.layer import free
 from bench.layers12 import adapters, apart, own_code
@@ -207,8 +207,7 @@ def markdown(result: dict) -> str:
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    parser = command(__doc__, runs=3, seconds=math.inf)
     parser.add_argument("--layers", type=int, default=8, help="the model has 40, all alike")
     parser.add_argument("--batch", type=int, help="256 for inference and 64 for the gradient, if not given")
     parser.add_argument("--r", type=int, default=16)
@@ -218,11 +217,7 @@ def parse(argv):
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--no-eager", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this time")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     options.dtype, options.sizes = DTYPES[options.dtype], TINY if options.tiny else GIANT
     options.compiled = [compiled for compiled in (False, True) if not (options.no_compile if compiled else options.no_eager)]
