@@ -142,8 +142,13 @@ def test_strangers_stay_strangers(shape, hopper, request):
 def test_what_lies_beyond_a_rank_is_not_read(hopper, request):
     if hopper:
         request.getfixturevalue("as_hopper")()
-    for shape in ("few", "many"):
-        t = drawn(shape, HALF[0], bias=False)
+    for shape in ("few", "many", "few odd", "many odd"):
+        lengths, tail, N, K, ranks = SHAPES[shape.split()[0]]
+        if "odd" in shape:  # in the middle of what is read at once
+            ranks = [(5, 37, 11, 21)[g % 4] for g in range(len(ranks))]
+        t = case(
+            lengths, tail, N, K, ranks, (S * len(ranks))[: len(ranks)], HALF[0], None, bias=False, route="offsets", spread=0.02
+        )
         found = []
         for fill in (0.0, float("nan")):
             bank = [v.detach().clone() for v in dora_stack(t.adapters)]
