@@ -65,7 +65,7 @@ def pretend() -> None:
         each.device_of = lambda device: H200
     native.program, native.tensor_map = program, lambda *_: bytes(128)
     _facts.use(module.facts)
-    _plain.use(module.parameters)
+    _plain.use(module.follow, module.unchanged)
     walk.current_device, walk.raw_stream, walk.usual_math = int, abs, bool_of_one
 
 

@@ -339,7 +339,8 @@ static PyObject *setup(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"setup", setup, METH_VARARGS, "where torch, the driver and cuBLAS are"},
     {"facts", facts, METH_O, "a key of a tuple of tensors and None"},
-    {"parameters", (PyCFunction)(void (*)(void))parameters, METH_FASTCALL, "the parameters of plain modules (plain.c)"},
+    {"follow", (PyCFunction)(void (*)(void))follow, METH_FASTCALL, "what layers are called with (plain.c)"},
+    {"unchanged", (PyCFunction)(void (*)(void))unchanged, METH_FASTCALL, "whether tensors are those of before (plain.c)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,0 +1,125 @@
+"""The layers of a model whose norms are computed together, and these norms; see _tree.py."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fdora import _facts, _plain
+from fdora._dispatch import forced
+from fdora.functional._tree import Part, kept_norms, no_words, tables
+
+Found = list[tuple[Any, Tensor, Tensor, Tensor, float]]  # KeptNorm, W, A, B, s
+_captured: dict[int, tuple[Tensor, Tensor, Part]] = {}  # words, norms and tables of CUDA graphs, for good
+
+
+class Run(NamedTuple):
+    """The norms of one forward, or of one task of backward."""
+
+    task: int  # -1 for a forward
+    table: Table
+    c: Sequence[Tensor]
+    versions: list[tuple[int, int, int]]  # of each layer's W, A and B
+    captured: bool  # whether its kernels went into a CUDA graph
+
+
+class Table:
+    """The layers of a model, their tensors, and their norms of before, by part and stream."""
+
+    def __init__(self, found: Found):
+        _, W, A, B, s = map(list, zip(*found, strict=True))
+        tensors: list[Tensor] = [*W, *A, *B]
+        self.count, self.s = len(W), s
+        self.tensors = [weakref.ref(t) for t in tensors]
+        self.layers = [tuple(self.tensors[i :: self.count]) for i in range(self.count)]  # W, A and B of each
+        self.pointers = list(map(Tensor.data_ptr, tensors))
+        self.strides = list(map(Tensor.stride, tensors))
+        self.forced = forced()  # fdora.backend may ask for another one by the next forward
+        self.w_versions = [w._version for w in W]
+        self.parts = tables(W, A, B, s)
+        self.facts = _facts.facts(tuple(tensors))  # after the kernels have brought their way to ask for them
+        self.norms: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        with torch.inference_mode(False):  # else nobody outside of it could clear them
+            self.graph = [_pair(part) for part in self.parts]
+
+    def alive(self) -> list[Tensor] | None:
+        """Its tensors, if they lie where and as they lay, and the same backend computes."""
+        tensors: Any = [ref() for ref in self.tensors]
+        if any([t is None for t in tensors]) or self.forced != forced():
+            return None
+        moved = _facts.facts(tuple(tensors)) != self.facts or list(map(Tensor.data_ptr, tensors)) != self.pointers
+        return None if moved else tensors
+
+    def has(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, versions: Sequence[tuple[int, ...]]) -> bool:
+        """Whether these are the tensors of layer i, as they were when the forward began."""
+        return 0 <= i < self.count and self.s[i] == s and _plain.unchanged((W, A, B), self.layers[i], versions[i])
+
+    def has_views(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, versions: Sequence[tuple[int, ...]]) -> bool:
+        """The same of compiled code, whose guards know the tensors: it may hand over other views of their memory."""
+        if not 0 <= i < self.count or self.s[i] != s:
+            return False
+        at, strides, tensors = self.pointers[i :: self.count], self.strides[i :: self.count], (W, A, B)
+        known = at == [t.data_ptr() for t in tensors] and strides == [t.stride() for t in tensors]
+        return known and versions[i] == tuple([t._version for t in tensors])
+
+    def traced(self) -> list[Tensor] | None:
+        """The norms as ops of the graph that is traced."""
+        tensors: Any = [ref() for ref in self.tensors]
+        if any([t is None for t in tensors]):
+            return None
+        W, A, B = (tensors[i : i + self.count] for i in range(0, 3 * self.count, self.count))
+        c: Any = [None] * self.count
+        for part in self.parts:
+            views = kept_norms(*(part.of(each) for each in (W, A, B, self.s)))
+            for place, view in zip(part.places, views, strict=True):
+                c[place] = view
+        return c
+
+    def forget(self) -> None:
+        """Some W is another: all norms are computed again, also by graphs."""
+        self.norms.clear()
+        forget_captured()
+
+    @torch.no_grad()
+    def run(self, tensors: list[Tensor], task: int) -> Run:
+        of_all, n = [t._version for t in tensors], self.count
+        if of_all[:n] != self.w_versions:
+            self.forget()
+            self.w_versions = of_all[:n]
+        versions = list(zip(of_all[:n], of_all[n : 2 * n], of_all[2 * n :], strict=True))
+        W, A, B = (tensors[i : i + n] for i in range(0, 3 * n, n))
+        c: Any = [None] * self.count
+        for i, part in enumerate(self.parts):
+            w, a, b = (part.of(each) for each in (W, A, B))
+            if capturing(part.device):
+                new, words = self.graph[i]
+                part.layers.guarded(w, a, b, new, words, new, words)
+                _captured[id(words)] = words, new, part
+            else:
+                key = (i, torch.cuda.current_stream(part.device).cuda_stream if part.device.type == "cuda" else 0)
+                old, words = self.norms.pop(key) if key in self.norms else _pair(part)  # gone where a launch fails
+                new = torch.empty_like(old)
+                part.layers.guarded(w, a, b, old, words, new, words)
+                self.norms[key] = new, words
+            for place, view in zip(part.places, part.views(new), strict=True):
+                c[place] = view
+        return Run(task, self, c, versions, any([capturing(part.device) for part in self.parts]))
+
+
+def forget_captured() -> None:
+    """Graphs, of whatever model, compute all norms in their next replay."""
+    for words, *_ in _captured.values():
+        words.zero_()
+
+
+def _pair(part: Part) -> tuple[Tensor, Tensor]:
+    return torch.zeros(part.size, device=part.device, dtype=part.dtype), no_words(part)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what runs there now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
