@@ -64,7 +64,7 @@ def pretend() -> None:
     for each in (walk, tree):
         each.device_of = lambda device: H200
     native.program, native.tensor_map = program, lambda *_: bytes(128)
-    _facts.use(module.facts)
+    _facts.use(module.facts, module.places)
     _plain.use(module.follow, module.unchanged)
     walk.current_device, walk.raw_stream, walk.usual_math = int, abs, bool_of_one
 

@@ -26,10 +26,22 @@ def python_facts(tensors: tuple[Tensor | None, ...]) -> Hashable | None:
     return tuple(key)
 
 
-facts: Callable[[tuple], Hashable | None] = python_facts  # ask as _facts.facts: it may become another
+def python_places(references: tuple) -> tuple[tuple[Tensor, ...], Hashable, tuple[int, ...]] | None:
+    """The tensors that are referred to, a key with their facts and addresses, and their versions; None where one is gone, or no
+    plain one."""
+    tensors = tuple([reference() for reference in references])
+    key = None if any([t is None for t in tensors]) else python_facts(tensors)
+    if key is None:
+        return None
+    return tensors, (key, *map(Tensor.data_ptr, tensors)), tuple([t._version for t in tensors])
 
 
-def use(implementation: Callable[[tuple], Hashable | None]) -> None:
-    """From now on ask this one."""
-    global facts
-    facts = implementation
+# Ask as _facts.facts, _facts.places: they may become others.
+facts: Callable[[tuple], Hashable | None] = python_facts
+places: Callable[[tuple], tuple[tuple[Tensor, ...], Hashable, tuple[int, ...]] | None] = python_places
+
+
+def use(reading: Callable, placing: Callable) -> None:
+    """From now on ask these."""
+    global facts, places
+    facts, places = reading, placing

@@ -65,15 +65,17 @@ def python_follow(layers: tuple[Any, ...], own: tuple[str, ...], quiet: tuple[st
     return all_found
 
 
-def python_unchanged(tensors: tuple[Any, ...], references: tuple[Any, ...], versions: tuple[int, ...]) -> bool:
-    """Whether these are the tensors that are referred to, and nobody wrote there since they had these versions."""
-    each = zip(tensors, references, versions, strict=True)
-    return all([reference() is t and t._version == version for t, reference, version in each])
+def python_unchanged(tensors: tuple[Any, ...], references: tuple[Any, ...], versions: tuple[int, ...], i: int) -> bool:
+    """Whether these are the tensors that are referred to, and nobody wrote there since they had these versions. Of n groups of
+    references each has one for a tensor: those at i, i + n, ..."""
+    n = len(references) // len(tensors)
+    known = zip(tensors, references[i::n], versions[i::n], strict=True)
+    return all([reference() is t and t._version == version for t, reference, version in known])
 
 
 # Ask as _plain.follow, _plain.unchanged: they may become others.
 follow: Callable[[tuple[Any, ...], tuple[str, ...], tuple[str, ...]], Sequence[Found] | None] = python_follow
-unchanged: Callable[[tuple[Any, ...], tuple[Any, ...], tuple[int, ...]], bool] = python_unchanged
+unchanged: Callable[[tuple[Any, ...], tuple[Any, ...], tuple[int, ...], int], bool] = python_unchanged
 
 
 def use(following: Callable, comparing: Callable) -> None:

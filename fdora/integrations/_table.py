@@ -23,7 +23,7 @@ class Run(NamedTuple):
     task: int  # -1 for a forward
     table: Table
     c: Sequence[Tensor]
-    versions: list[tuple[int, int, int]]  # of each layer's W, A and B
+    versions: tuple[int, ...]  # of all W, all A and all B
     captured: bool  # whether its kernels went into a CUDA graph
 
 
@@ -34,37 +34,34 @@ class Table:
         _, W, A, B, s = map(list, zip(*found, strict=True))
         tensors: list[Tensor] = [*W, *A, *B]
         self.count, self.s = len(W), s
-        self.tensors = [weakref.ref(t) for t in tensors]
-        self.layers = [tuple(self.tensors[i :: self.count]) for i in range(self.count)]  # W, A and B of each
+        self.tensors = tuple([weakref.ref(t) for t in tensors])
         self.pointers = list(map(Tensor.data_ptr, tensors))
         self.strides = list(map(Tensor.stride, tensors))
         self.forced = forced()  # fdora.backend may ask for another one by the next forward
-        self.w_versions = [w._version for w in W]
+        self.w_versions = tuple([w._version for w in W])
         self.parts = tables(W, A, B, s)
-        self.facts = _facts.facts(tuple(tensors))  # after the kernels have brought their way to ask for them
+        now = _facts.places(self.tensors)  # after the kernels have brought their way to ask for them
+        self.key = None if now is None else now[1]
         self.norms: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         with torch.inference_mode(False):  # else nobody outside of it could clear them
             self.graph = [_pair(part) for part in self.parts]
 
-    def alive(self) -> list[Tensor] | None:
-        """Its tensors, if they lie where and as they lay, and the same backend computes."""
-        tensors: Any = [ref() for ref in self.tensors]
-        if any([t is None for t in tensors]) or self.forced != forced():
-            return None
-        moved = _facts.facts(tuple(tensors)) != self.facts or list(map(Tensor.data_ptr, tensors)) != self.pointers
-        return None if moved else tensors
+    def alive(self) -> tuple[tuple[Tensor, ...], tuple[int, ...]] | None:
+        """Its tensors and their versions, if they lie where and as they lay, and the same backend computes."""
+        now = _facts.places(self.tensors)
+        return None if now is None or now[1] != self.key or self.forced != forced() else (now[0], now[2])
 
-    def has(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, versions: Sequence[tuple[int, ...]]) -> bool:
+    def has(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, versions: tuple[int, ...]) -> bool:
         """Whether these are the tensors of layer i, as they were when the forward began."""
-        return 0 <= i < self.count and self.s[i] == s and _plain.unchanged((W, A, B), self.layers[i], versions[i])
+        return 0 <= i < self.count and self.s[i] == s and _plain.unchanged((W, A, B), self.tensors, versions, i)
 
-    def has_views(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, versions: Sequence[tuple[int, ...]]) -> bool:
+    def has_views(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, versions: tuple[int, ...]) -> bool:
         """The same of compiled code, whose guards know the tensors: it may hand over other views of their memory."""
         if not 0 <= i < self.count or self.s[i] != s:
             return False
         at, strides, tensors = self.pointers[i :: self.count], self.strides[i :: self.count], (W, A, B)
         known = at == [t.data_ptr() for t in tensors] and strides == [t.stride() for t in tensors]
-        return known and versions[i] == tuple([t._version for t in tensors])
+        return known and versions[i :: self.count] == tuple([t._version for t in tensors])
 
     def traced(self) -> list[Tensor] | None:
         """The norms as ops of the graph that is traced."""
@@ -85,12 +82,11 @@ class Table:
         forget_captured()
 
     @torch.no_grad()
-    def run(self, tensors: list[Tensor], task: int) -> Run:
-        of_all, n = [t._version for t in tensors], self.count
-        if of_all[:n] != self.w_versions:
+    def run(self, tensors: tuple[Tensor, ...], versions: tuple[int, ...], task: int) -> Run:
+        n = self.count
+        if versions[:n] != self.w_versions:
             self.forget()
-            self.w_versions = of_all[:n]
-        versions = list(zip(of_all[:n], of_all[n : 2 * n], of_all[2 * n :], strict=True))
+            self.w_versions = versions[:n]
         W, A, B = (tensors[i : i + n] for i in range(0, 3 * n, n))
         c: Any = [None] * self.count
         for i, part in enumerate(self.parts):

@@ -110,16 +110,16 @@ class ModelNorms:
                 self.table, self.asleep, self.idle = None, True, 0
                 return None
             table = self.table
-            tensors = None if table is None else table.alive()
-            if tensors is None:
+            alive = None if table is None else table.alive()
+            if alive is None:
                 if self.changes >= RESTLESS or capturing(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
                     return None
                 self.changes += 1
                 table = self.table = self.collect()
-                tensors = None if table is None else table.alive()
+                alive = None if table is None else table.alive()
             else:
                 self.changes = 0
-            return None if table is None or tensors is None else table.run(tensors, task)
+            return None if table is None or alive is None else table.run(*alive, task)
 
     def collect(self) -> Table | None:
         found = self.find()

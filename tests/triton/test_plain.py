@@ -9,6 +9,7 @@ from torch import nn
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
+from fdora._facts import python_places
 from fdora._plain import Entry, Route, python_follow, python_unchanged
 from fdora.triton.runtime import private
 
@@ -137,22 +138,47 @@ def test_what_c_does_not_take():
         m.lora_variant["a"].route = Route("a", 2.0, ENTRIES, size)
         assert follow((m,), (), QUIET) is None
     assert follow((3,), (), QUIET) is None  # no module at all
-    with pytest.raises(TypeError, match="one length"):
-        unchanged((torch.ones(1),), (), ())
+    with pytest.raises(TypeError, match="and a place"):
+        unchanged((torch.ones(1),), (), (), 0)
 
 
 @pytest.mark.parametrize("unchanged", [python_unchanged, in_c("unchanged")])
 def test_tensors_that_are_those_of_before(unchanged):
-    a, b = torch.ones(2), torch.ones(2)
-    known = tuple(map(weakref.ref, (a, b)))
-    assert unchanged((a, b), known, (0, 0)) and not unchanged((b, a), known, (0, 0))
+    a, b, c, d = (torch.ones(2) for _ in range(4))
+    known = tuple(map(weakref.ref, (a, b, c, d)))  # two layers: a and c, b and d
+    assert unchanged((a, c), known, (0,) * 4, 0) and unchanged((b, d), known, (0,) * 4, 1)
+    assert not unchanged((b, d), known, (0,) * 4, 0) and not unchanged((a, b), known, (0,) * 4, 0)
     before = [sys.getrefcount(t) for t in (a, b)]
-    b.add_(1)
-    assert not unchanged((a, b), known, (0, 0)) and unchanged((a, b), known, (0, 1))
+    d.add_(1)
+    assert not unchanged((b, d), known, (0,) * 4, 1) and unchanged((b, d), known, (0, 0, 0, 1), 1)
     with torch.inference_mode():
-        c = torch.ones(2)
+        e = torch.ones(2)
     with pytest.raises(RuntimeError, match="version"):  # none was among those that the table was made from
-        unchanged((c,), (weakref.ref(c),), (0,))
+        unchanged((e,), (weakref.ref(e),), (0,), 0)
     assert [sys.getrefcount(t) for t in (a, b)] == before
     del a
-    assert not unchanged((b, b), known, (0, 1))
+    assert not unchanged((b, d), known, (0,) * 4, 0)
+
+
+@pytest.mark.parametrize("places", [python_places, in_c("places")])
+def test_where_tensors_lie(places):
+    a, b = torch.ones(2, 3), torch.ones(4)
+    known = tuple(map(weakref.ref, (a, b)))
+    before = [sys.getrefcount(t) for t in (a, b)]
+    (tensors, key, versions), again = places(known), places(known)
+    assert tensors[0] is a and tensors[1] is b and versions == (0, 0) and again[1] == key
+    a.add_(1)
+    assert places(known)[1:] == (key, (1, 0))
+    for change in (
+        lambda a, b: a.t_(),
+        lambda a, b: setattr(b, "data", torch.ones(4)),
+        lambda a, b: setattr(b, "data", torch.ones(5)),
+    ):
+        change(a, b)
+        now = places(known)[1]
+        assert now != key
+        key = now
+    del tensors, again
+    assert [sys.getrefcount(t) for t in (a, b)] == before
+    del a
+    assert places(known) is None

@@ -1,4 +1,4 @@
-/* follow(layers, own, quiet) and unchanged(tensors, references, versions); see fdora/_plain.py, whose twins these are. */
+/* follow(layers, own, quiet) and unchanged(tensors, references, versions, i); see fdora/_plain.py, whose twins these are. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -100,14 +100,15 @@ static PyObject *follow(PyObject *self, PyObject *const *args, Py_ssize_t count)
 }
 
 static PyObject *unchanged(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 3 || !PyTuple_CheckExact(args[0]) || !PyTuple_CheckExact(args[1]) || !PyTuple_CheckExact(args[2])
-        || PyTuple_GET_SIZE(args[0]) != PyTuple_GET_SIZE(args[1]) || PyTuple_GET_SIZE(args[0]) != PyTuple_GET_SIZE(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "unchanged wants three tuples of one length");
+    Py_ssize_t i = count == 4 ? PyLong_AsSsize_t(args[3]) : -1, few, many;
+    if (count != 4 || !PyTuple_CheckExact(args[0]) || !PyTuple_CheckExact(args[1]) || !PyTuple_CheckExact(args[2])
+        || !(few = PyTuple_GET_SIZE(args[0])) || (many = PyTuple_GET_SIZE(args[1])) != PyTuple_GET_SIZE(args[2]) || i < 0 || i >= many / few) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "unchanged wants tensors, references and their versions in tuples, and a place");
         return NULL;
     }
     if (!intern()) return NULL;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[0]); i++) {
-        PyObject *tensor = PyTuple_GET_ITEM(args[0], i), *known = PyObject_CallNoArgs(PyTuple_GET_ITEM(args[1], i));
+    for (Py_ssize_t k = 0; k < few; k++, i += many / few) {
+        PyObject *tensor = PyTuple_GET_ITEM(args[0], k), *known = PyObject_CallNoArgs(PyTuple_GET_ITEM(args[1], i));
         if (!known) return NULL;
         Py_DECREF(known);
         if (known != tensor) Py_RETURN_FALSE;

@@ -41,7 +41,7 @@ def ready() -> bool:
     """From now on ask walk.c for facts, where there is one; whether it was not asked before. Its keys are other ones."""
     if _facts.facts is not _facts.python_facts or (module := walker()) is None:
         return False
-    _facts.use(module.facts)
+    _facts.use(module.facts, module.places)
     _plain.use(module.follow, module.unchanged)
     return True
 
