@@ -2,11 +2,13 @@
 
     python -m bench.host_steps
     python -m bench.host_steps --ways use_fdora --profile 40
+    python -m bench.host_steps --alone
 
 The models of bench.issue_time, tiny, on the CPU: torch's own operators compute, which costs little at this size; fdora's plans
 run through walk.c for an H200 and launch nothing, so no value means anything. us for each adapted linear and beyond the frozen
 model's; calls of Python and of C functions for each adapted linear, and how many of fdora's files they are in, counted
-in one forward.
+in one forward. ``--alone``: us of q, k and v, of o and of the MLP of one layer, each in a loop, the least of many, in time of
+this process: what others do on the machine moves it least.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ def pretend() -> None:
     for each in (walk, tree):
         each.device_of = lambda device: H200
     native.program, native.tensor_map = program, lambda *_: bytes(128)
-    _facts.use(module.facts)
-    _plain.use(module.parameters)
+    _facts.use(module.facts, module.places)
+    _plain.use(module.follow, module.unchanged)
     walk.current_device, walk.raw_stream, walk.usual_math = int, abs, bool_of_one
 
 
@@ -102,6 +104,30 @@ def forward(way: Way) -> tuple[float, float]:
     return 1e6 * (middle - start), 1e6 * (time.perf_counter() - middle)
 
 
+def alone(way: Way) -> dict[str, float]:
+    """us of CPU time of the parts of the first layer, inside of a forward of the model."""
+    layer, found = way.model.layers[0], {}
+    q, k, v, o = (getattr(layer.self_attn, f"{name}_proj") for name in "qkvo")
+    x = way.x.detach().requires_grad_()
+    parts = {"q, k, v": lambda: (q(x), k(x), v(x)), "o": lambda: o(x), "MLP": lambda: layer.mlp(x)}
+
+    def measure(*_) -> None:
+        for name, part in parts.items():
+            taken = []
+            for _ in range(40):
+                start = time.process_time()
+                for _ in range(200):
+                    part()
+                taken.append((time.process_time() - start) / 200)
+            found[name] = 1e6 * min(taken)
+
+    hook = layer.register_forward_pre_hook(measure)
+    way.optimize()
+    way.loss()
+    hook.remove()
+    return found
+
+
 def calls(way: Way) -> tuple[int, int, int]:
     """Of Python functions and of C functions in one forward, and the files of fdora among them."""
     counts = {"call": 0, "c_call": 0}
@@ -123,6 +149,7 @@ def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_model(parser, 8)
     parser.add_argument("--steps", type=int, default=60, help="of each way")
+    parser.add_argument("--alone", action="store_true", help="only parts of one layer in loops")
     parser.add_argument("--profile", type=int, default=0, help="show that many lines of a profile of each way")
     return parser.parse_args(argv)
 
@@ -134,6 +161,15 @@ def main(argv=None):
     cell = Cell("tiny", 128, 16)
     ways = build(cell, options, Failures())
     inputs(cell, ways, options)
+    if options.alone:
+        found = {name: (way.loss(), alone(way))[1] for name, way in ways.items()}
+        print(
+            table(
+                ["way", *next(iter(found.values()))],
+                [[n, *(f"{us:.1f}" for us in parts.values())] for n, parts in found.items()],
+            )
+        )
+        return
     count = options.layers * len(LINEARS)
     turns = [{name: forward(way) for name, way in ways.items()} for _ in range(options.steps + 5)][5:]
     us = {name: [statistics.median(turn[name][i] for turn in turns) / count for i in range(2)] for name in ways}

@@ -1,6 +1,7 @@
 """Host time in a model: how long the CPU takes to issue a forward and a backward, the GPU never waited for in between.
 
     python -m bench.issue_time --device cuda --json FILE
+    python -m bench.issue_time --device cuda --runs 1 --profile 30
 
 Decoder layers and ways of bench.steps: 8 layers of width 2048 (56 adapted linears), 512 tokens, r 16. Every step begins with an
 empty queue and new adapters (an optimizer step before it). Medians over the steps of a run, ways in turns; a run is repeated
@@ -11,6 +12,8 @@ PEFT's LoRA takes beyond it.
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
 import statistics
 import time
 
@@ -68,6 +71,19 @@ def excess(run: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     return found
 
 
+def profiled(way: Way, device: str, steps: int = 10) -> pstats.Stats:
+    """Where forward spends it, by function; what is measured takes longer for being measured, Python more than C."""
+    profile = cProfile.Profile()
+    for _ in range(steps):
+        way.optimize()
+        synchronize(device)
+        profile.enable()
+        loss = way.loss()
+        profile.disable()
+        torch.autograd.grad(loss, [way.x, *way.leaves.values()])
+    return pstats.Stats(profile).sort_stats("tottime")
+
+
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_model(parser, 8)
@@ -76,6 +92,7 @@ def parse(argv=None):
     parser.add_argument("--r", type=int, default=16)
     parser.add_argument("--steps", type=int, default=15, help="of each way in a run")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--profile", type=int, default=0, help="show that many lines of a profile of each way's forward")
     return parser.parse_args(argv)
 
 
@@ -97,6 +114,9 @@ def main(argv=None):
         result["runs"].append({"python_ms": round(host_speed(), 1), "ms": ms, "excess": excess(ms)})
         save(options.json, result)
     print(markdown(result["runs"], order), f"\n\nfailed: {dict(failures)}")
+    for name in order if options.profile else ():
+        print(name)
+        profiled(ways[name], options.device).print_stats(options.profile)
     check(result, failures, options.dtype)
 
 

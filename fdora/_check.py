@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._facts import facts
+from fdora import _facts
 from fdora._torch import functorch_active
 
 OPTIONAL = ("bias", "norm", "base_sqnorm")
@@ -174,7 +174,7 @@ def key_of(fn: str, tensors: tuple[Any, ...], *scalars: float | None) -> tuple |
         if (type(s) is not float and type(s) is not int) or s - s != 0:
             return None
     try:
-        found = facts(tensors)
+        found = _facts.facts(tensors)
     except (
         AttributeError,
         TypeError,

@@ -26,14 +26,22 @@ def python_facts(tensors: tuple[Tensor | None, ...]) -> Hashable | None:
     return tuple(key)
 
 
-_facts: Callable[[tuple], Hashable | None] = python_facts
+def python_places(references: tuple) -> tuple[tuple[Tensor, ...], Hashable, tuple[int, ...]] | None:
+    """The tensors that are referred to, a key with their facts and addresses, and their versions; None where one is gone, or no
+    plain one."""
+    tensors = tuple([reference() for reference in references])
+    key = None if any([t is None for t in tensors]) else python_facts(tensors)
+    if key is None:
+        return None
+    return tensors, (key, *map(Tensor.data_ptr, tensors)), tuple([t._version for t in tensors])
 
 
-def facts(tensors: tuple[Tensor | None, ...]) -> Hashable | None:
-    return _facts(tensors)
+# Ask as _facts.facts, _facts.places: they may become others.
+facts: Callable[[tuple], Hashable | None] = python_facts
+places: Callable[[tuple], tuple[tuple[Tensor, ...], Hashable, tuple[int, ...]] | None] = python_places
 
 
-def use(implementation: Callable[[tuple], Hashable | None]) -> None:
-    """From now on ask this one."""
-    global _facts
-    _facts = implementation
+def use(reading: Callable, placing: Callable) -> None:
+    """From now on ask these."""
+    global facts, places
+    facts, places = reading, placing

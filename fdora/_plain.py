@@ -1,47 +1,84 @@
-"""The parameters of modules that are called as they are: no hooks, no class but the one that is known.
+"""Layers that are called as they were before: what they are called with, asked as little as is enough to know that.
 
 A layer of PEFT is seven modules, and each of them may be another by the next call. To ask them in Python takes the host as long
-as a launch. The C beside the kernels (fdora/triton/runtime/plain.c) brings a faster function with the same meaning.
+as a launch. The C beside the kernels (fdora/triton/runtime/plain.c) brings faster functions with the same meaning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-Entry = tuple[tuple[str, ...], type, tuple[str, ...]]
-"""The path to a module from the one that is asked, its class, and the names of its parameters."""
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 
-def python_parameters(module: Any, spec: tuple[Entry, ...], quiet: tuple[str, ...]) -> tuple | None:
-    """The parameters of all entries in their order; None where a module is missing or of another class, has no parameter of
-    that name (one that is None counts), or has one of the attributes ``quiet`` that is true."""
-    found: list[Any] = []
-    for path, kind, names in spec:
-        part = module
-        for name in path:
-            part = part.__dict__["_modules"].get(name)
-            if part is None:
-                return None
-        facts = part.__dict__
-        if type(part) is not kind or any(map(facts.get, quiet)):
+class Entry(NamedTuple):
+    """A module of a layer, as it was."""
+
+    path: tuple[str, ...]  # from the layer
+    kind: type
+    parameters: tuple[str, ...]  # which of them the call takes
+    same: tuple[tuple[str, Any], ...] = ()  # attributes that have these values
+
+
+class Route(NamedTuple):
+    """What was found out about a layer with one adapter, and what it was found out from. Holds no tensor."""
+
+    name: str  # of the adapter
+    s: float
+    entries: tuple[Entry, ...]  # the layer itself comes first
+    size: int  # how many parameters
+
+
+Found = tuple[Any, ...]  # the variant, s, and the parameters of all entries in their order
+
+
+def python_follow(layers: tuple[Any, ...], own: tuple[str, ...], quiet: tuple[str, ...]) -> list[Found] | None:
+    """Of each layer what its route leads to. None where one has no route for its active adapter; where a module is missing, of
+    another class, has no parameter of that name (one that is None counts), or has other attributes; or where one of the
+    attributes ``own`` of a layer, ``quiet`` of another module, is true."""
+    all_found: list[Found] = []
+    for layer in layers:
+        facts = layer.__dict__
+        name = facts.get("_active_adapter")
+        if type(name) is list and len(name) == 1:
+            name = name[0]
+        variant = facts.get("lora_variant", {}).get(name) if type(name) is str else None
+        route = None if variant is None else variant.__dict__.get("route")
+        if route is None or route.name != name:
             return None
-        own = facts["_parameters"]
-        for name in names:
-            if name not in own:
+        found: list[Any] = [variant, route.s]
+        for i, entry in enumerate(route.entries):
+            part = layer
+            for step in entry.path:
+                part = part.__dict__["_modules"].get(step)
+                if part is None:
+                    return None
+            facts = part.__dict__
+            if type(part) is not entry.kind or any(map(facts.get, quiet if i else own)):
                 return None
-            found.append(own[name])
-    return tuple(found)
+            if any([at not in facts or facts[at] != value for at, value in entry.same]):
+                return None
+            for parameter in entry.parameters:
+                if parameter not in facts["_parameters"]:
+                    return None
+                found.append(facts["_parameters"][parameter])
+        all_found.append(tuple(found))
+    return all_found
 
 
-_parameters: Callable[[Any, tuple[Entry, ...], tuple[str, ...]], tuple | None] = python_parameters
+def python_unchanged(tensors: tuple[Any, ...], references: tuple[Any, ...], versions: tuple[int, ...], i: int) -> bool:
+    """Whether these are the tensors that are referred to, and nobody wrote there since they had these versions. Of n groups of
+    references each has one for a tensor: those at i, i + n, ..."""
+    n = len(references) // len(tensors)
+    known = zip(tensors, references[i::n], versions[i::n], strict=True)
+    return all([reference() is t and t._version == version for t, reference, version in known])
 
 
-def parameters(module: Any, spec: tuple[Entry, ...], quiet: tuple[str, ...]) -> tuple | None:
-    return _parameters(module, spec, quiet)
+# Ask as _plain.follow, _plain.unchanged: they may become others.
+follow: Callable[[tuple[Any, ...], tuple[str, ...], tuple[str, ...]], Sequence[Found] | None] = python_follow
+unchanged: Callable[[tuple[Any, ...], tuple[Any, ...], tuple[int, ...], int], bool] = python_unchanged
 
 
-def use(implementation: Callable[[Any, tuple[Entry, ...], tuple[str, ...]], tuple | None]) -> None:
-    """From now on ask this one."""
-    global _parameters
-    _parameters = implementation
+def use(following: Callable, comparing: Callable) -> None:
+    """From now on ask these."""
+    global follow, unchanged
+    follow, unchanged = following, comparing

@@ -208,9 +208,9 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
         return function.apply(*args) if wanted else function.forward(*args)
     if functorch_active():
         return function.apply(*args)
-    return apply_eager(function, *args)
+    return eager_apply(function)(*args)
 
 
-def apply_eager(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """The same where nothing traces."""
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+def eager_apply(function: type[torch.autograd.Function]) -> Any:
+    """The same, where nothing traces, as something to call."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]

@@ -454,7 +454,7 @@ def test_layers12_sees_a_wrong_result(tmp_path, monkeypatch):
 def test_layers12_sees_calls_that_peft_served(tmp_path, monkeypatch):
     from fdora.integrations._peft import linear
 
-    monkeypatch.setattr(linear, "plain_call", lambda *_: None)
+    monkeypatch.setattr(linear, "ready", lambda *_: None)
     monkeypatch.setattr(linear, "call_of", lambda *_: "no reason")
     with pytest.raises(SystemExit, match=r"calls through PEFT .*composed"):
         run(layers12, tmp_path, TWELVE + "--no-compile --ways peft_dora,peft_fdora --modes inference")

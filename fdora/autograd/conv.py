@@ -8,7 +8,8 @@ from torch import Tensor
 from fdora._records import Conv
 from fdora.autograd.compose import compose
 from fdora.autograd.norm import row_norm, scale
-from fdora.eager.conv import halves, planes, unplanes
+from fdora.eager.conv import halves as halves
+from fdora.eager.conv import planes, unplanes
 from fdora.eager.conv import rows as rows
 
 
@@ -17,11 +18,14 @@ def conv(
 ) -> Tensor:
     """x (L, C, space...) -> y (L, O, space...)."""
     base, lora = halves(x, W, A, B, how)
-    wide = torch.promote_types(base.dtype, torch.float32)
-    g = scale(m, c.to(wide))
+    return unplanes(compose(*composed(base, lora, m, c), bias, s, False, backend), base)
+
+
+def composed(base: Tensor, lora: Tensor, m: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The halves as compose takes them, and g."""
+    g = scale(m, c.to(torch.promote_types(base.dtype, torch.float32)))
     flat = planes(base)
-    other = lora.movedim(1, -1).flatten(0, -2) if flat.dim() == 2 else lora.flatten(2)
-    return unplanes(compose(flat, other, g, bias, s, False, backend), base)
+    return flat, lora.movedim(1, -1).flatten(0, -2) if flat.dim() == 2 else lora.flatten(2), g
 
 
 def conv_norm(W: Tensor, A: Tensor, B: Tensor, s: float, how: Conv, backend: str) -> Tensor:

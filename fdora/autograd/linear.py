@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fdora._records import NO_NEEDS, WIDTH, Dropout, Grads, Needs, Operands, Options, Saved
-from fdora._torch import apply, apply_eager, no_graph, values_only
+from fdora._torch import apply, eager_apply, no_graph, values_only
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
 from fdora.autograd.weight import Specs, flat_of, layers_of, readable, specs_of, without_norm
 
@@ -37,9 +37,7 @@ def eager_linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[
     """The same for plain tensors where nothing traces and autocast is off."""
     if values_only():
         return OPS[call.backend].layers_fwd(x, layers, call.options, call.drop)[0]
-    if len(layers) == 1:
-        return apply_eager(EagerLinear, x, call, *layers[0])
-    return apply_eager(EagerLinear, x, call, *[t for la in layers for t in la])
+    return apply_linear(x, call, *(layers[0] if len(layers) == 1 else [t for la in layers for t in la]))
 
 
 def needs_of(flags: Sequence[bool], count: int) -> list[Needs]:
@@ -137,6 +135,9 @@ class EagerLinear(Linear):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, h, *kept, *flat)
         return tuple(ys)
+
+
+apply_linear = eager_apply(EagerLinear)
 
 
 class LinearBwd(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fdora._records import Dropout, Grads, Needs, Operands, Options, SavedMlp
-from fdora._torch import apply, apply_eager, no_graph, values_only
+from fdora._torch import apply, eager_apply, no_graph, values_only
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
 from fdora.autograd.linear import needs_of, to_inputs
 from fdora.autograd.weight import Specs, flat_of, layers_of, readable, specs_of, without_norm
@@ -43,7 +43,7 @@ def eager_mlp(x: Tensor, layers: Sequence[Operands], call: Call) -> Tensor:
     if values_only():
         return OPS[call.backend].mlp_fwd(x, layers, call.options, call.drop, call.act)[0]
     gate, up, down = layers
-    y: Tensor = apply_eager(EagerMlp, x, call, *gate, *up, *down)
+    y: Tensor = apply_mlp(x, call, *gate, *up, *down)
     return y
 
 
@@ -107,6 +107,9 @@ class EagerMlp(Mlp):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *saved, *flat)
         return y
+
+
+apply_mlp = eager_apply(EagerMlp)
 
 
 class MlpBwd(torch.autograd.Function):

@@ -42,7 +42,7 @@ class Part:
             self.size += N + -N % ALIGN
         self.full = len(self.lengths) == len(places)
 
-    def of(self, leaves: list) -> list:
+    def of(self, leaves: Sequence[Any]) -> Sequence[Any]:
         return leaves if self.whole else [leaves[i] for i in self.places]
 
     def views(self, buffer: Tensor) -> Sequence[Tensor]:
@@ -106,7 +106,7 @@ def check_leaves(fn: str, spec: Any, W: list, A: list, B: list, scales: list) ->
             check_weights(fn, {"W": w, "A": a, "B": b}, s)
 
 
-def kept_norms(W: list, A: list, B: list, scales: list) -> Sequence[Tensor]:
+def kept_norms(W: Sequence[Any], A: Sequence[Any], B: Sequence[Any], scales: Sequence[Any]) -> Sequence[Tensor]:
     """c of each layer of one part, by kernels in compiled code."""
     kernels = OPS["triton"].norms_kept
     assert kernels is not None

@@ -17,12 +17,16 @@ from fdora._records import Dropout
 from fdora.autograd._ops import import_explain
 from fdora.autograd.quant import norm_parts
 from fdora.functional._ends import check_ends, folded, loses_inner
+from fdora.functional._explain_layers import conv, experts, experts_mlp
 from fdora.functional._explain_many import multi, norm_of_bank, norm_tree
 from fdora.functional._explanation import Call, Parts, kept_of, stand_in, stored
 from fdora.functional._explanation import Explanation as Explanation
 from fdora.functional.backend import select_backend
 from fdora.functional.compose import as_matrix, check_compose, dora_compose, dora_delta
+from fdora.functional.conv import dora_conv1d, dora_conv2d, dora_conv3d
 from fdora.functional.embedding import check_embedding, dora_embedding
+from fdora.functional.experts import dora_experts
+from fdora.functional.experts_mlp import dora_experts_mlp
 from fdora.functional.group import DoraLayer, check_group, dora_linear_group, prepared
 from fdora.functional.linear import check_compute, check_detach, check_dropout, check_layer, dora_linear, dtype_of_products
 from fdora.functional.merge import check_merge, dora_merge, dora_unmerge
@@ -44,8 +48,8 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
     is taken to lie like the output.
 
     Args:
-      fn: dora_linear, dora_linear_group, dora_linear_multi, dora_mlp, dora_embedding, dora_norm, dora_norm_tree, dora_compose,
-        dora_delta, dora_merge or dora_unmerge.
+      fn: dora_linear, dora_linear_group, dora_linear_multi, dora_mlp, dora_embedding, dora_conv1d, dora_conv2d, dora_conv3d,
+        dora_experts, dora_experts_mlp, dora_norm, dora_norm_tree, dora_compose, dora_delta, dora_merge or dora_unmerge.
       args: as for ``fn``; tensors may be on any device, also "meta". Their values are not read.
       gpu: a key of ``fdora.predict.GPUS`` ("h200", "h100", "a100", "l40s", "b200", "4090"), or a GPU of this machine, such as
         "cuda". None: where the tensors are.
@@ -296,6 +300,9 @@ CALLS: dict[Callable, Callable[[Any], Call]] = {
     dora_linear_group: _group,
     dora_mlp: _mlp,
     dora_embedding: _embedding,
+    **dict.fromkeys((dora_conv1d, dora_conv2d, dora_conv3d), conv),
+    dora_experts: experts,
+    dora_experts_mlp: experts_mlp,
     dora_linear_multi: multi,
     dora_norm: _norm,
     dora_norm_tree: norm_tree,

@@ -13,7 +13,8 @@ from fdora._torch import PLAIN, functorch_active, is_traced, piece_of, stays
 from fdora.functional import NormState, dora_norm, dora_norm_state, select_backend
 from fdora.functional.norm import give_norm, guarded_norm, kept_norm
 from fdora.integrations._shard import Shard, lies_in_rows, watched
-from fdora.integrations._tree import ALONE, UNASKED, capturing
+from fdora.integrations._table import capturing
+from fdora.integrations._tree import ALONE, UNASKED
 from fdora.quant import QuantWeight
 
 SMALL = 1 << 18  # elements of W below which its norm is computed sooner than A and B are compared

@@ -1,4 +1,4 @@
-"""The layers of a model whose norms one call computes: their tensors, and norms of before (_tree.py says when they hold)."""
+"""The layers of a model whose norms are computed together, and these norms; see _tree.py."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fdora import _facts, _plain
 from fdora._dispatch import forced
 from fdora.functional._tree import Part, kept_norms, no_words, tables
 
@@ -22,7 +23,7 @@ class Run(NamedTuple):
     task: int  # -1 for a forward
     table: Table
     c: Sequence[Tensor]
-    versions: list[int]
+    versions: tuple[int, ...]  # of all W, all A and all B
     captured: bool  # whether its kernels went into a CUDA graph
 
 
@@ -34,37 +35,34 @@ class Table:
         self.kepts = list(map(weakref.ref, kepts))
         tensors: list[Tensor] = [*W, *A, *B]
         self.count, self.s = len(W), s
-        self.tensors = [weakref.ref(t) for t in tensors]
+        self.tensors = tuple([weakref.ref(t) for t in tensors])
         self.pointers = list(map(Tensor.data_ptr, tensors))
         self.strides = list(map(Tensor.stride, tensors))
-        self.shapes = [t.shape for t in tensors]
         self.forced = forced()  # fdora.backend may ask for another one by the next forward
-        self.made_from = self.made_from_now(W)
+        self.made_from: Any = None
         self.parts = tables(W, A, B, s)
+        now = _facts.places(self.tensors)  # after the kernels have brought their way to ask for them
+        self.key = None if now is None else now[1]
         self.norms: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         with torch.inference_mode(False):  # else nobody outside of it could clear them
             self.graph = [_pair(part) for part in self.parts]
 
-    def alive(self) -> list[Tensor] | None:
-        """Its tensors, if they lie where they lay, are as large as they were, and the same backend computes."""
-        tensors: Any = [ref() for ref in self.tensors]
-        if any([t is None for t in tensors]) or self.forced != forced():
-            return None
-        moved = list(map(Tensor.data_ptr, tensors)) != self.pointers or [t.shape for t in tensors] != self.shapes
-        return None if moved else tensors
+    def alive(self) -> tuple[tuple[Tensor, ...], tuple[int, ...]] | None:
+        """Its tensors and their versions, if they lie where and as they lay, and the same backend computes."""
+        now = _facts.places(self.tensors)
+        return None if now is None or now[1] != self.key or self.forced != forced() else (now[0], now[2])
 
-    def has(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, versions: list[int], compiled: bool) -> bool:
-        """Whether these are the tensors of layer i. Compiled code, whose guards know them, may hand over other views."""
-        if i >= self.count or self.s[i] != s:
+    def has(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, versions: tuple[int, ...]) -> bool:
+        """Whether these are the tensors of layer i, as they were when the forward began."""
+        return 0 <= i < self.count and self.s[i] == s and _plain.unchanged((W, A, B), self.tensors, versions, i)
+
+    def has_views(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, versions: tuple[int, ...]) -> bool:
+        """The same of compiled code, whose guards know the tensors: it may hand over other views of their memory."""
+        if not 0 <= i < self.count or self.s[i] != s:
             return False
-        a, b = i + self.count, i + 2 * self.count
-        refs, at, strides = self.tensors, self.pointers, self.strides
-        if compiled:
-            known = W.data_ptr() == at[i] and A.data_ptr() == at[a] and B.data_ptr() == at[b]
-        else:
-            known = refs[i]() is W and refs[a]() is A and refs[b]() is B
-        same = known and versions[i] == W._version and versions[a] == A._version and versions[b] == B._version
-        return same and strides[i] == W.stride() and strides[a] == A.stride() and strides[b] == B.stride()
+        at, strides, tensors = self.pointers[i :: self.count], self.strides[i :: self.count], (W, A, B)
+        known = at == [t.data_ptr() for t in tensors] and strides == [t.stride() for t in tensors]
+        return known and versions[i :: self.count] == tuple([t._version for t in tensors])
 
     def traced(self) -> list[Tensor] | None:
         """The norms as ops of the graph that is traced."""
@@ -79,10 +77,10 @@ class Table:
                 c[place] = view
         return c
 
-    def made_from_now(self, W: list[Tensor]) -> list[Any]:
-        """By which a change of some W in place is seen: of a DTensor's piece its own version says nothing."""
+    def shards(self) -> list[Any]:
+        """By which a change in place of a W that is a piece of a DTensor is seen: the version of the piece says nothing."""
         kepts = [ref() for ref in self.kepts]
-        return [None if kept is None else kept.made_from(w) for kept, w in zip(kepts, W, strict=True)]
+        return [None if kept is None or kept.shard is None else kept.shard.state() for kept in kepts]
 
     def forget(self) -> None:
         """Some W is another: all norms are computed again, also by graphs."""
@@ -90,13 +88,14 @@ class Table:
         forget_captured()
 
     @torch.no_grad()
-    def run(self, tensors: list[Tensor], task: int) -> Run:
-        versions = [t._version for t in tensors]
-        W, A, B = (tensors[i : i + self.count] for i in range(0, 3 * self.count, self.count))
-        made_from = self.made_from_now(W)
+    def run(self, tensors: tuple[Tensor, ...], versions: tuple[int, ...], task: int) -> Run:
+        n = self.count
+        made_from = versions[:n], self.shards()
         if made_from != self.made_from:
-            self.forget()
+            if self.made_from is not None:
+                self.forget()
             self.made_from = made_from
+        W, A, B = (tensors[i : i + n] for i in range(0, 3 * n, n))
         c: Any = [None] * self.count
         for i, part in enumerate(self.parts):
             w, a, b = (part.of(each) for each in (W, A, B))

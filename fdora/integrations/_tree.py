@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -125,16 +125,16 @@ class ModelNorms:
                 self.table, self.asleep, self.idle = None, True, 0
                 return None
             table = self.table
-            tensors = None if table is None else table.alive()
-            if tensors is None:
+            alive = None if table is None else table.alive()
+            if alive is None:
                 if self.changes >= RESTLESS or capturing(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
                     return None
                 self.changes += 1
                 table = self.table = self.collect()
-                tensors = None if table is None else table.alive()
+                alive = None if table is None else table.alive()
             else:
                 self.changes = 0
-            return None if table is None or tensors is None else table.run(tensors, task)
+            return None if table is None or alive is None else table.run(*alive, task)
 
     def collect(self) -> Table | None:
         found = self.find()
@@ -198,10 +198,22 @@ class ModelNorms:
         if compiled and run.captured != capturing(W.device):  # of another graph, whose replays this one's do not follow
             return None
         table = run.table
-        if i >= 0 and table.has(i, W, A, B, s, run.versions, compiled):
+        if (table.has_views if compiled else table.has)(i, W, A, B, s, run.versions):
             self.used = True
             return run.c[i]
         with self.lock:
             if self.table is table:
                 self.table = None  # collected anew by the next forward
         return None
+
+    def c_of_all(self, found: Sequence[tuple[Any, ...]]) -> list[Tensor] | None:
+        """The slices of several layers, each (its variant, s, W, A, B, ...); None where one has to ask by itself."""
+        run = self.local.run
+        if run is None or run.task != backward_task() or self.on_shards is not None or dispatch_modes():
+            return None
+        table, versions, places = run.table, run.versions, [each[0].kept.place for each in found]
+        for i, (variant, s, W, A, B, *_) in zip(places, found, strict=True):
+            if variant.kept.norms is not self or not table.has(i, W, A, B, s, versions):
+                return None
+        self.used = True
+        return [run.c[i] for i in places]

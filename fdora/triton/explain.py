@@ -16,6 +16,7 @@ from fdora.quant import QuantWeight
 from fdora.triton import compose as _compose
 from fdora.triton import embedding as _embedding
 from fdora.triton import embedding_bwd as _embedding_bwd
+from fdora.triton import experts as _experts
 from fdora.triton import fp8 as _fp8
 from fdora.triton import linear as _linear
 from fdora.triton import merge as _merge
@@ -114,6 +115,26 @@ def multi(on: Device, x: Tensor, bank: Bank, save_for_dm: bool) -> Parts:
     tensors = (y, x, h, kept, *operands)  # dy as y
     backward = _plan(on, _multi.plan_backward, tensors, bool(before), ranks, bank.p, tuple(needs))
     return Parts((forward, backward), _named(forward, results, (h, kept)) | {"x": x})
+
+
+def spread(on: Device, x: Tensor, order: Tensor, gates: Tensor | None, k: int) -> Plan:
+    return _plan(on, _experts.plan_spread, (x, order, gates), k)
+
+
+def combine(on: Device, rows: Tensor, place: Tensor, gates: Tensor | None) -> Plan:
+    return _plan(on, _experts.plan_combine, (rows, place, gates), place.shape[1])
+
+
+def gates_backward(on: Device, dy: Tensor, rows: Tensor, place: Tensor, dtype: torch.dtype) -> Plan:
+    return _plan(on, _experts.plan_gates, (dy, rows, place), place.shape[1], dtype)
+
+
+def gated(on: Device, z: Tensor, act: str) -> Plan:
+    return _plan(on, _experts.plan_gated, (z,), act)
+
+
+def gated_backward(on: Device, da: Tensor, z: Tensor, act: str) -> Plan:
+    return _plan(on, _experts.plan_gated_bwd, (da, z), act)
 
 
 def merge(on: Device, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, undo: bool) -> Plan:

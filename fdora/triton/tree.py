@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._facts import facts
+from fdora import _facts
 from fdora.triton.kernels.tree import fingerprints_kernel, norms_kernel, roots_kernel
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
@@ -42,6 +42,7 @@ class Layers:
     """
 
     def __init__(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float], at: Sequence[int]):
+        ready()
         self.device = W[0].device
         rows, self.partials = rows_of(W, A, B, s, at, device_of(self.device).capability)
         self.launches = launches_of(rows)
@@ -194,7 +195,7 @@ def _model_norms(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], 
     """
     ready()
     tensors = (*W, *A, *B)
-    key = (tuple(map(Tensor.data_ptr, tensors)), facts(tensors), tuple(s))
+    key = (tuple(map(Tensor.data_ptr, tensors)), _facts.facts(tensors), tuple(s))
     kept, device = _kept.get(key), W[0].device
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if kept is not None:

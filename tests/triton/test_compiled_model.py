@@ -31,11 +31,11 @@ def fresh(monkeypatch):
 @pytest.fixture
 def own(monkeypatch):
     """How many norms compiled layers compared or computed by themselves, and how many calls there were for all layers."""
-    from fdora.integrations import _tree
+    from fdora.integrations import _table
     from fdora.triton import norm, tree
 
     counts = Counter()
-    for module, name in ((norm, "_kept"), (_tree.Table, "run"), (tree.Kept, "now")):
+    for module, name in ((norm, "_kept"), (_table.Table, "run"), (tree.Kept, "now")):
 
         def counted(*args, name=name, before=getattr(module, name)):  # noqa: B008
             counts[name] += 1

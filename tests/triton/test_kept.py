@@ -212,7 +212,7 @@ def test_the_first_norms_of_a_process_are_found_by_the_second_call(models, monke
     from fdora import _facts
 
     tree, draw = models
-    monkeypatch.setattr(_facts, "_facts", _facts.python_facts)
+    monkeypatch.setattr(_facts, "facts", _facts.python_facts)
     W, A, B = draw()
     first = tree.model_norms(W, A, B, [S, S])
     second = tree.model_norms(W, A, B, [S, S])

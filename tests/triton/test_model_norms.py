@@ -37,12 +37,12 @@ class Net(nn.Module):
 def counted(monkeypatch):
     """Calls for all layers, and layers that looked after themselves."""
     pytest.importorskip("peft", reason="needs PEFT; `make test` installs it")
-    from fdora.integrations import _norm, _tree
+    from fdora.integrations import _norm, _table
 
     monkeypatch.setattr(_norm, "SMALL", 0)
     monkeypatch.setattr(_dispatch, "_forced", "triton")
     counts = {"runs": 0, "alone": 0}
-    run, guarded, norm = _tree.Table.run, _norm.guarded_norm, _norm.dora_norm
+    run, guarded, norm = _table.Table.run, _norm.guarded_norm, _norm.dora_norm
 
     def running(*args):
         counts["runs"] += 1
@@ -55,7 +55,7 @@ def counted(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(_tree.Table, "run", running)
+    monkeypatch.setattr(_table.Table, "run", running)
     monkeypatch.setattr(_norm, "guarded_norm", alone(guarded))
     monkeypatch.setattr(_norm, "dora_norm", alone(norm))
 
@@ -403,12 +403,12 @@ def test_what_a_graph_captures_is_its_own(counted, monkeypatch):
     model, x = make(), inputs()
     model(x)
     taken = []
-    run = _tree.Table.run
-    monkeypatch.setattr(_tree.Table, "run", lambda *args: taken.append(run(*args)) or taken[-1])
+    run = _table.Table.run
+    monkeypatch.setattr(_table.Table, "run", lambda *args: taken.append(run(*args)) or taken[-1])
 
     def replay():
         with monkeypatch.context() as patch:
-            for module in (_tree, _table):
+            for module in (_table, _tree):
                 patch.setattr(module, "capturing", lambda device: True)
             return model(x)
 

@@ -1,6 +1,7 @@
-"""plain.c and its twin in Python: the parameters of plain modules, or None."""
+"""plain.c and its twins in Python: what layers are called with, as long as they are as they were."""
 
 import sys
+import weakref
 
 import pytest
 import torch
@@ -8,25 +9,35 @@ from torch import nn
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
-from fdora._plain import python_parameters
+from fdora._facts import python_places
+from fdora._plain import Entry, Route, python_follow, python_unchanged
 from fdora.triton.runtime import private
 
 QUIET = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward", "mark")
-SPEC = (
-    ((), nn.ModuleDict, ()),
-    (("base",), nn.Linear, ("weight", "bias")),
-    (("parts", "a"), nn.Linear, ("weight",)),
-    (("parts", "b"), nn.Identity, ()),
+ENTRIES = (
+    Entry((), nn.ModuleDict, (), (("off", False), ("merged", []), ("scaling", {"a": 2.0}))),
+    Entry(("base",), nn.Linear, ("weight", "bias")),
+    Entry(("parts", "a"), nn.Linear, ("weight",)),
+    Entry(("parts", "b"), nn.Identity, ()),
 )
+IN_C = pytest.mark.skipif("private.walker() is None", reason="needs a C compiler and torch 2.10; `make test` has torch 2.13")
 
 
 class Other(nn.Linear): ...
 
 
+class Variant:
+    def __init__(self, entries=ENTRIES, name="a", size=3):
+        self.route = Route(name, 2.0, entries, size)
+
+
 def made():
-    return nn.ModuleDict(
+    layer = nn.ModuleDict(
         {"base": nn.Linear(4, 4, bias=False), "parts": nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Identity()})}
     )
+    layer.off, layer.merged, layer.scaling = False, [], {"a": 2.0}
+    layer.lora_variant, layer._active_adapter = {"a": Variant()}, "a"
+    return layer
 
 
 def without_weight(m):
@@ -57,60 +68,117 @@ CHANGES = {
     "parameters that are no dict": not_a_dict,
     "a hook of what is on the way": lambda m: m["parts"].register_forward_hook(lambda *_: None),  # nobody calls it
     "another parameter": lambda m: setattr(m["base"], "bias", nn.Parameter(torch.ones(4))),
+    "switched off": lambda m: setattr(m, "off", True),
+    "merged": lambda m: m.merged.append("a"),
+    "another scale": lambda m: m.scaling.update(a=3.0),
+    "an attribute less": lambda m: delattr(m, "scaling"),
+    "the name in a list": lambda m: setattr(m, "_active_adapter", ["a"]),
+    "several active": lambda m: setattr(m, "_active_adapter", ["a", "b"]),
+    "another active": lambda m: setattr(m, "_active_adapter", "b"),
+    "an equal name": lambda m: setattr(m, "_active_adapter", bytes([97]).decode()),
+    "a route of another adapter": lambda m: setattr(m.lora_variant["a"], "route", Route("b", 2.0, ENTRIES, 3)),
+    "no route": lambda m: setattr(m.lora_variant["a"], "route", None),
+    "a variant without routes": lambda m: m.lora_variant.update(a=nn.Identity()),
+    "no variants": lambda m: delattr(m, "lora_variant"),
 }
-STILL = ("nothing", "an attribute that is false", "a hook of what is on the way", "another parameter")
+STILL = (
+    "nothing", "an attribute that is false", "a hook of what is on the way", "another parameter", "the name in a list",
+    "an equal name",
+)  # fmt: skip
 
 
-def of_c(*args):
-    module = private.walker()
-    assert module is not None, private.why_no_walker
-    return module.parameters(*args)
+def in_c(name):
+    def call(*args):
+        module = private.walker()
+        assert module is not None, private.why_no_walker
+        return getattr(module, name)(*args)
+
+    return pytest.param(call, marks=IN_C)
 
 
-READERS = [
-    python_parameters,
-    pytest.param(
-        of_c,
-        marks=pytest.mark.skipif(
-            "private.walker() is None", reason="needs a C compiler and torch 2.10; `make test` has torch 2.13"
-        ),
-    ),
-]
+FOLLOW = [python_follow, in_c("follow")]
 
 
-@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("follow", FOLLOW)
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_plain_is_read_and_nothing_else(read, change):
+def test_a_route_leads_to_what_it_led_to_and_nowhere_else(follow, change):
     m = made()
     CHANGES[change](m)
-    found = read(m, SPEC, QUIET)
-    if change not in STILL:
-        assert found is None
-        return
-    assert type(found) is tuple and len(found) == 3
-    for t, wanted in zip(found, (m["base"].weight, m["base"].bias, m["parts"]["a"].weight), strict=True):
-        assert t is wanted
+    for own in (QUIET, ()):
+        found = follow((made(), m), own, QUIET)
+        if change not in STILL and not (change == "a hook of the whole" and not own):
+            assert found is None
+            continue
+        (_, before), (variant, s, *tensors) = [found[0][:2], found[1]]
+        assert (before, s) == (2.0, 2.0) and variant is m.lora_variant["a"] and len(tensors) == 3
+        for t, wanted in zip(tensors, (m["base"].weight, m["base"].bias, m["parts"]["a"].weight), strict=True):
+            assert t is wanted
 
 
-@pytest.mark.parametrize("read", READERS)
-def test_nothing_is_kept(read):
-    m = made()
-    parts = [m, m["base"], m["base"].weight, m["parts"]["a"].weight, m["parts"]["b"], m["base"].__dict__]
-    before = list(map(sys.getrefcount, parts))
+@pytest.mark.parametrize("follow", FOLLOW)
+def test_nothing_is_kept(follow):
+    m, lost = made(), made()
+    lost.lora_variant["a"].route = Route("a", 2.0, (*ENTRIES, Entry(("missing",), nn.Linear, ())), 3)
+    parts = [m, m["base"], m["base"].weight, m["parts"]["a"].weight, m["parts"]["b"], m["base"].__dict__, m.lora_variant["a"]]
+    parts += [lost["base"].weight, lost.lora_variant["a"], lost.lora_variant["a"].route, None]
+    before = list(map(sys.getrefcount, parts[:-1]))
     for _ in range(3):
-        read(m, SPEC, QUIET)
-        read(m, (*SPEC, (("missing",), nn.Linear, ())), QUIET)
-    assert list(map(sys.getrefcount, parts)) == before
+        assert follow((m,), (), QUIET) is not None
+        assert follow((m, lost), (), QUIET) is None
+    assert list(map(sys.getrefcount, parts[:-1])) == before
 
 
-@pytest.mark.skipif("private.walker() is None", reason="needs a C compiler and torch 2.10; `make test` has torch 2.13")
+@IN_C
 def test_what_c_does_not_take():
-    with pytest.raises(TypeError, match="path, class, names"):
-        of_c(made(), list(SPEC), QUIET)
-    assert of_c(made(), ((("base",), nn.Linear, ("weight",) * 40),), QUIET) is None  # more than there is room for
-    assert of_c(3, SPEC, QUIET) is None  # no module at all
+    follow, unchanged = private.walker().follow, private.walker().unchanged
+    with pytest.raises(TypeError, match="tuple of layers"):
+        follow([made()], (), QUIET)
+    m = made()
+    for size in (2, 4):  # of another number of parameters than it says
+        m.lora_variant["a"].route = Route("a", 2.0, ENTRIES, size)
+        assert follow((m,), (), QUIET) is None
+    assert follow((3,), (), QUIET) is None  # no module at all
+    with pytest.raises(TypeError, match="and a place"):
+        unchanged((torch.ones(1),), (), (), 0)
 
 
-def test_a_way_that_begins_at_no_module_ends_there():
-    with pytest.raises(AttributeError):
-        python_parameters(3, SPEC, QUIET)
+@pytest.mark.parametrize("unchanged", [python_unchanged, in_c("unchanged")])
+def test_tensors_that_are_those_of_before(unchanged):
+    a, b, c, d = (torch.ones(2) for _ in range(4))
+    known = tuple(map(weakref.ref, (a, b, c, d)))  # two layers: a and c, b and d
+    assert unchanged((a, c), known, (0,) * 4, 0) and unchanged((b, d), known, (0,) * 4, 1)
+    assert not unchanged((b, d), known, (0,) * 4, 0) and not unchanged((a, b), known, (0,) * 4, 0)
+    before = [sys.getrefcount(t) for t in (a, b)]
+    d.add_(1)
+    assert not unchanged((b, d), known, (0,) * 4, 1) and unchanged((b, d), known, (0, 0, 0, 1), 1)
+    with torch.inference_mode():
+        e = torch.ones(2)
+    with pytest.raises(RuntimeError, match="version"):  # none was among those that the table was made from
+        unchanged((e,), (weakref.ref(e),), (0,), 0)
+    assert [sys.getrefcount(t) for t in (a, b)] == before
+    del a
+    assert not unchanged((b, d), known, (0,) * 4, 0)
+
+
+@pytest.mark.parametrize("places", [python_places, in_c("places")])
+def test_where_tensors_lie(places):
+    a, b = torch.ones(2, 3), torch.ones(4)
+    known = tuple(map(weakref.ref, (a, b)))
+    before = [sys.getrefcount(t) for t in (a, b)]
+    (tensors, key, versions), again = places(known), places(known)
+    assert tensors[0] is a and tensors[1] is b and versions == (0, 0) and again[1] == key
+    a.add_(1)
+    assert places(known)[1:] == (key, (1, 0))
+    for change in (
+        lambda a, b: a.t_(),
+        lambda a, b: setattr(b, "data", torch.ones(4)),
+        lambda a, b: setattr(b, "data", torch.ones(5)),
+    ):
+        change(a, b)
+        now = places(known)[1]
+        assert now != key
+        key = now
+    del tensors, again
+    assert [sys.getrefcount(t) for t in (a, b)] == before
+    del a
+    assert places(known) is None

@@ -872,7 +872,7 @@ def test_the_first_call_of_a_process_makes_its_plan_once(chosen_anew, monkeypatc
     """The key that it is kept under is the one that the second call asks with."""
     from fdora import _facts
 
-    monkeypatch.setattr(_facts, "_facts", python_facts)
+    monkeypatch.setattr(_facts, "facts", python_facts)
     made = []
 
     def maker(likes, where):
@@ -882,7 +882,7 @@ def test_the_first_call_of_a_process_makes_its_plan_once(chosen_anew, monkeypatc
     x = torch.ones(4, 4)
     for _ in range(2):
         walk.run(walk.plan_for(maker, (x,)), (x,))
-    assert len(made) == len(chosen_anew) == 1 and _facts._facts is private.walker().facts
+    assert len(made) == len(chosen_anew) == 1 and _facts.facts is private.walker().facts
 
 
 def test_no_thread_adds_a_plan_while_another_looks_for_the_oldest(monkeypatch):

@@ -9,13 +9,13 @@ all, the others hand over what waits for them.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fdora._records import Operands
 from fdora._torch import is_traced, trace
 from fdora.functional import DoraLayer, dora_linear_group, dora_mlp
 from fdora.functional._ends import folded, loses_inner
@@ -28,8 +28,8 @@ from fdora.integrations._peft.ends import fuse_vit, unfuse_vit
 from fdora.integrations._peft.gated import Gated, gated_of
 from fdora.integrations._peft.known import ATTENTION, act_of, forward_of, shares_x
 from fdora.integrations._peft.linear import Layer, active, call_of
-from fdora.integrations._peft.steady import Call, plain_calls
-from fdora.integrations._peft.verdict import settled, verdict
+from fdora.integrations._peft.steady import Call, keep_route, ready
+from fdora.integrations._peft.verdict import verdict
 from fdora.quant import QuantWeight
 
 
@@ -49,29 +49,27 @@ class Shared:
         self.layers = [weakref.ref(layer) for layer in layers]  # they hold this: a cycle would outlive merge_and_unload
         self.waiting: Waiting | None = None
 
-    def output(self, layer: Any, x: Tensor) -> Tensor | None:
+    def output(self, layer: Any, x: Tensor, place: int, traced: bool) -> Tensor | None:
         """This layer's y; None where it is to be computed alone."""
-        members = [each() for each in self.layers]
-        if layer not in members:  # a replica of DataParallel
+        if self.layers[place]() is not layer:  # a replica of DataParallel
             return None
-        place = members.index(layer)
-        waiting = self.waiting
+        waiting, now, grad = self.waiting, state_of(x, traced), torch.is_grad_enabled()
         if waiting is not None:
             self.waiting = None
-        now, grad = state_of(x), torch.is_grad_enabled()
-        holds = waiting is not None and waiting.x is x and waiting.version == now and waiting.grad == grad
-        if waiting is not None and holds and place in waiting.outputs:
-            y = waiting.outputs[place]
-            left = {i: each for i, each in waiting.outputs.items() if i != place}
-            self.waiting = waiting._replace(outputs=left) if left else None
-            return y
-        found = together(members, x) if place == 0 else None
-        if found is None:
+            if place in waiting.outputs and waiting.x is x and waiting.version == now and waiting.grad == grad:
+                left = {i: each for i, each in waiting.outputs.items() if i != place}
+                self.waiting = waiting._replace(outputs=left) if left else None
+                return waiting.outputs[place]
+        if place:
             return None
-        if found.backend:
-            layers, s = found.now()
-            y, *rest = checked_linears(x, layers, s, found.keep_inner(), found.backend)
+        members = tuple([each() for each in self.layers])
+        known = None if traced else ready(members, x, together=True)
+        if known is not None:
+            y, *rest = checked_linears(x, *known)
         else:
+            found = together(members, x)
+            if found is None:
+                return None
             dtype = found.calls[0].dtype  # y of quantised layers goes back to that of x
             ys = dora_linear_group(x if dtype is None else x.to(dtype), found.layers(), **found.options())
             y, *rest = ys if dtype is None else [each.to(x.dtype) for each in ys]
@@ -79,9 +77,9 @@ class Shared:
         return y
 
 
-def state_of(x: Tensor) -> int | str:
+def state_of(x: Tensor, traced: bool) -> int | str:
     """x's version. A trace knows of none: what waits there is for the same trace alone."""
-    return trace() if torch.compiler.is_dynamo_compiling() else version(x)
+    return trace() if traced and torch.compiler.is_dynamo_compiling() else version(x)
 
 
 class Mlp(nn.Module):
@@ -99,8 +97,14 @@ class Mlp(nn.Module):
         cls: Any = type(self)  # self.FORWARD would be bound
         how: Gated = cls.HOW
         if len(args) == 1 and not kwargs and cls.STOCK.forward is cls.FORWARD and how.serves(self):
-            act: Any = act_of(getattr(self, how.act, None))  # it may be another one by now, or have hooks
+            act: Any = act_of(
+                self._modules[how.act] if how.act in self._modules else getattr(self, how.act, None)
+            )  # it may be another one by now, or have hooks
             layers = [self._modules[name] for name in how.layers()]
+            known = None if act is None or how.packed or is_traced() else ready(tuple(layers), *args, together=True, mlp=True)
+            if known is not None:
+                operands, s, keep_inner, backend = known
+                return checked_mlp(args[0], operands, s, act, keep_inner, backend)
             found = together(layers, *args, mlp=True, packed=how.packed) if act is not None else None
             if found is not None:
                 down = found.calls[-1]
@@ -137,12 +141,6 @@ class Together(NamedTuple):
     """What layers do in one call."""
 
     calls: list[Call]
-    backend: str
-    """The one that runs if nothing is left to check; see verdict."""
-
-    def now(self) -> tuple[list[Operands], tuple[float, ...]]:
-        """Operands with norms, and each s: where nothing is left to check."""
-        return [call.operands() for call in self.calls], tuple([call.s for call in self.calls])
 
     def layers(self) -> list[DoraLayer]:
         return [of(call) for call in self.calls]
@@ -155,9 +153,6 @@ class Together(NamedTuple):
 
     def mlp(self, x: Tensor, act: Any, gate_last: bool | None, ends: Any) -> Tensor:
         """Of gate, up and down; or of both in one layer and down, where ``gate_last`` is not None: which half is the gate."""
-        if self.backend and ends is None and gate_last is None:
-            layers, s = self.now()
-            return checked_mlp(x, layers, s, act, self.keep_inner(), self.backend)
         *pair, down = self.layers()
         gate, up = pair if gate_last is None else halves(pair[0], gate_last)
         options = self.options()
@@ -169,13 +164,8 @@ class Together(NamedTuple):
         return y if ends.residual is None else y + ends.residual
 
 
-def together(layers: list[Any], x: Tensor, mlp: bool = False, packed: bool = False) -> Together | None:
+def together(layers: Sequence[Any], x: Tensor, mlp: bool = False, packed: bool = False) -> Together | None:
     """What each layer would do with x, if all do it in one call of dora_linear, nobody listens, and p is the same."""
-    if not packed and not is_traced():
-        calls = plain_calls(layers) if all([isinstance(layer, Layer) for layer in layers]) else None
-        backend = "" if calls is None else settled(x, calls, mlp)
-        if calls is not None and backend:
-            return Together(calls, backend)
     found: list[Call] = []
     for layer in layers:
         adapter = active(layer) if isinstance(layer, Layer) and not hooked(layer) else None
@@ -188,7 +178,10 @@ def together(layers: list[Any], x: Tensor, mlp: bool = False, packed: bool = Fal
     if packed and (isinstance(found[0].W, QuantWeight) or found[0].p or found[0].W.shape[0] != 2 * found[1].W.shape[1]):
         return None  # dropout draws one mask for both halves
     why, backend = verdict(x, found, mlp and not packed)
-    return None if why else Together(found, backend)
+    if backend and not packed:
+        for layer, call in zip(layers, found, strict=True):
+            keep_route(layer, call)
+    return None if why else Together(found)
 
 
 def halves(both: DoraLayer, gate_last: bool) -> tuple[DoraLayer, DoraLayer]:
@@ -220,8 +213,8 @@ def fuse_blocks(model: nn.Module) -> int:
             layers: list[Any] = [parts[name] for name in ATTENTION]
             for adapter in set.intersection(*(set(layer.lora_variant) for layer in layers)):
                 shared = Shared(layers)
-                for layer in layers:
-                    layer.lora_variant[adapter].shared = shared
+                for place, layer in enumerate(layers):
+                    layer.lora_variant[adapter].shared, layer.lora_variant[adapter].place = shared, place
             found += 1
     return found + fuse_vit(model)
 

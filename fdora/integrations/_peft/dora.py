@@ -11,6 +11,7 @@ import torch
 from peft.tuners.lora import dora
 from torch import Tensor
 
+from fdora._plain import Route
 from fdora._torch import PLAIN, is_traced, jit_tracing
 from fdora.functional import select_backend
 from fdora.functional.linear import attached
@@ -44,10 +45,12 @@ class Dora:
         self.keep_inner = False
         self.detach = True
         self.shared: Any = None  # with the layers that read the same x, see blocks.py
+        self.place = 0  # among these
         self.tail: Any = None  # what may follow the layer in its call, see ends.py
         self.calls: Counter[str] = Counter()
         self.why_not_fused = ""
         self.kept = KeptNorm()
+        self.route: Route | None = None  # how its last call was found out, see steady.py
         self.held = Held()
         self.base = "", ""  # what quant.py said of the base layer when use_fdora looked
 

@@ -15,7 +15,7 @@ from peft.tuners.lora import torchao
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
-from fdora._torch import in_subgraph, is_traced
+from fdora._torch import functorch_active, in_subgraph
 from fdora.functional import dora_linear, select_backend
 from fdora.functional.linear import checked_linears
 from fdora.integrations._hook import hooked
@@ -24,9 +24,9 @@ from fdora.integrations._peft.mesh import lies_on_mesh, on_mesh
 from fdora.integrations._peft.mixed import mixed
 from fdora.integrations._peft.quant import compute_dtype
 from fdora.integrations._peft.sharded import LISTENED, leaf, listened
-from fdora.integrations._peft.steady import Call, plain_call, variant_of
+from fdora.integrations._peft.steady import Call, keep_route, ready
 from fdora.integrations._peft.torchao import Merging
-from fdora.integrations._peft.verdict import settled, verdict
+from fdora.integrations._peft.verdict import verdict
 
 
 class Layer(nn.Module):
@@ -38,11 +38,6 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(self, Layer):  # bound methods outlive unfuse_layer
             return type(self).forward(self, x, *args, **kwargs)
-        steady = None if args or kwargs or is_traced() else variant_of(self)
-        if steady is not None:
-            y = short_way(self, x, *steady)
-            if y is not None:
-                return y
         stock = type(self).STOCK
         if kwargs.keys() == {"adapter_names"} and not args:
             out = mixed(self, x, kwargs["adapter_names"], call_of)
@@ -50,11 +45,14 @@ class Layer(nn.Module):
         found = None if args or kwargs else active(self)
         if found is None:
             return stock.forward(self, x, *args, **kwargs)
-        shared = found[1].shared
-        if shared is not None and steady is None and not (torch.compiler.is_dynamo_compiling() and in_subgraph()):
-            y = shared.output(self, x)
+        traced, shared = torch.compiler.is_compiling() or functorch_active(), found[1].shared
+        if shared is not None and not (traced and torch.compiler.is_dynamo_compiling() and in_subgraph()):
+            y = shared.output(self, x, found[1].place, traced)
             if y is not None:
                 return y
+        known = None if traced else ready((self,), x)
+        if known is not None:
+            return checked_linears(x, *known)[0]
         call = call_of(self, x, *found)
         why, backend = (call, "") if isinstance(call, str) else verdict(x, (call,))
         if why is LISTENED and lies_on_mesh(self._modules["base_layer"].weight):  # type: ignore[union-attr]
@@ -69,7 +67,7 @@ class Layer(nn.Module):
         variant, keep_inner = call.variant, call.variant.keep_inner
         ends = None if variant.tail is None else call.ends(self, x)
         if backend and ends is None:
-            return checked_linears(x, (call.operands(),), (call.s,), keep_inner, backend)[0]
+            keep_route(self, call)
         variant.count(FUSED)
         _, W, A, B, m, bias, s, p, dtype = call
         x, given = (x if dtype is None else x.to(dtype)), x.dtype
@@ -140,19 +138,6 @@ def blank(stock: Any) -> Any:
     return cls.__new__(cls)
 
 
-def short_way(layer: Any, x: Tensor, name: str, variant: Dora) -> Tensor | None:
-    """The layer's y where it is like calls before, or waits already; None where there is more to ask."""
-    if variant.shared is not None:
-        y: Tensor | None = variant.shared.output(layer, x)
-        if y is not None:
-            return y
-    call = plain_call(layer, name, variant)
-    backend = "" if call is None else settled(x, (call,))
-    if call is None or not backend:
-        return None
-    return checked_linears(x, (call.operands(),), (call.s,), variant.keep_inner, backend)[0]
-
-
 def active(module: Any, of: Any = None) -> tuple[str, Dora] | None:
     """The one adapter that is active, and its variant; None where PEFT's forward has to run. ``of``: all adapters."""
     if module._disable_adapters or module.merged_adapters:
@@ -160,6 +145,10 @@ def active(module: Any, of: Any = None) -> tuple[str, Dora] | None:
     adapters, named = module._modules["lora_A"]._modules if of is None else of, module._active_adapter
     if type(named) is list and len(named) == 1:
         named = named[0]
+    if type(named) is str and named in adapters:
+        variant = module.lora_variant.get(named)
+        if isinstance(variant, Dora):
+            return named, variant
     names = ([named] if named in adapters else []) if type(named) is str else [name for name in named if name in adapters]
     variant = module.lora_variant.get(names[0]) if len(names) == 1 else None
     if not isinstance(variant, Dora):

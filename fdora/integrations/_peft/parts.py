@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._torch import all_reduce_sum, apply_eager, is_traced, piece_of
+from fdora._torch import all_reduce_sum, eager_apply, is_traced, piece_of
 from fdora.functional import dora_linear
 
 
@@ -119,7 +119,7 @@ def factors(parts: Parts) -> list[Tensor]:
     """A, B and m of this process, through which their gradients find back."""
     found = [t.to_local() if hasattr(t, "placements") else t for t in parts.factors]
     whole = [i for i, cut in enumerate(parts.cuts) if cut.whole]
-    shared = apply_eager(Share, parts.over, [parts.cuts[i] for i in whole], *[found[i] for i in whole])
+    shared = eager_apply(Share)(parts.over, [parts.cuts[i] for i in whole], *[found[i] for i in whole])
     for i, t in zip(whole, shared, strict=True):
         found[i] = t
     return found

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fdora import _facts
 from fdora._check import FLOATS
 from fdora._dispatch import forced
-from fdora._facts import facts
 from fdora._torch import PLAIN, any_autocast, autocast_on, is_traced
 from fdora.functional import select_backend
 from fdora.integrations._peft.dora import served
@@ -40,7 +40,7 @@ def verdict(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> Verdict:
                 tensors += (*call.W.tensors, *call[2:6])
             else:
                 tensors += call[1:6]  # type: ignore[arg-type]
-        found = facts(tuple(tensors))
+        found = _facts.facts(tuple(tensors))
         if found is not None:
             frozen = not (W.requires_grad if len(calls) == 1 else any([call.W.requires_grad for call in calls]))
             key = (found, tuple(specs), frozen, calls[0].p == 0, mlp, autocast_on(x), forced())
@@ -63,13 +63,11 @@ def verdict(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> Verdict:
     return made
 
 
-def settled(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> str:
-    """The backend of a call of dense layers without dropout, if :func:`verdict` has passed one like it; else empty."""
-    tensors: tuple[Any, ...] = (x, *calls[0][1:6])
-    for call in calls[1:]:
-        tensors += call[1:6]
-    found = facts(tensors)
-    if found is None or any_autocast() or x.is_mps:
+def settled(tensors: tuple[Tensor | None, ...], mlp: bool = False) -> str:
+    """The backend of a call with this x and these operands of dense layers, without dropout, if :func:`verdict` has passed one
+    like it; else empty."""
+    found, x = _facts.facts(tensors), tensors[0]
+    if found is None or any_autocast() or x.is_mps:  # type: ignore[union-attr]
         return ""
     #                                     no codes, frozen, p == 0, no autocast
     known = _verdicts.get((found, (), True, True, mlp, False, forced()))

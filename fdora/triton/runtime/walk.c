@@ -1,6 +1,7 @@
 /* Runs a plan: allocates its results, fills in pointers and launches, without coming back to Python in between.
 
    facts(tensors)   -> bytes: shapes, strides, dtypes, devices and alignment, a key for plans; None where a tensor is not a plain one
+   places(references) -> (tensors, key, versions), the key with addresses
    Program(...)     -> a plan whose kernels are compiled; program.run(tensors, scalars, stream) -> its results
 
    native.py compiles this file, behind plain.c, with the compiler that Triton uses for its own launchers, and builds Programs. Every address
@@ -73,6 +74,38 @@ static PyObject *facts(PyObject *self, PyObject *tensors) {
     PyObject *bytes = PyBytes_FromStringAndSize((char *)key, 8 * at);
     PyMem_Free(many);
     return bytes;
+}
+
+/* (tensors, key, versions) of a tuple of weak references: the key has their facts and addresses. None where one is gone. */
+static PyObject *places(PyObject *self, PyObject *references) {
+    if (!PyTuple_CheckExact(references) || !intern()) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "places wants a tuple of references");
+        return NULL;
+    }
+    Py_ssize_t n = PyTuple_GET_SIZE(references);
+    PyObject *tensors = PyTuple_New(n), *versions = PyTuple_New(n), *key = NULL, *out = NULL;
+    void **at = PyMem_Malloc(sizeof(void *) * (n + 1));
+    int whole = tensors && versions && at;
+    for (Py_ssize_t i = 0; whole && i < n; i++) {
+        Tensor t;
+        PyObject *tensor = PyObject_CallNoArgs(PyTuple_GET_ITEM(references, i)), *version = NULL;
+        whole = tensor && tensor != Py_None && !borrow(tensor, &t) && (version = PyObject_GetAttr(tensor, names[VERSION]));
+        if (whole) {
+            at[i] = (char *)t.data + t.byte_offset;
+            PyTuple_SET_ITEM(tensors, i, Py_NewRef(tensor));
+            PyTuple_SET_ITEM(versions, i, version);
+        }
+        Py_XDECREF(tensor);
+    }
+    if (whole && (key = facts(self, tensors)) && PyBytes_Check(key)) {
+        PyObject *addresses = PyBytes_FromStringAndSize((char *)at, sizeof(void *) * n);
+        if (addresses) PyBytes_ConcatAndDel(&key, addresses);
+        out = addresses && key ? PyTuple_Pack(3, tensors, key, versions) : NULL;
+    }
+    PyMem_Free(at);
+    Py_XDECREF(tensors); Py_XDECREF(versions); Py_XDECREF(key);
+    if (out || PyErr_Occurred()) return out;
+    Py_RETURN_NONE;
 }
 
 /* ---- programs ---- */
@@ -339,7 +372,9 @@ static PyObject *setup(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"setup", setup, METH_VARARGS, "where torch, the driver and cuBLAS are"},
     {"facts", facts, METH_O, "a key of a tuple of tensors and None"},
-    {"parameters", (PyCFunction)(void (*)(void))parameters, METH_FASTCALL, "the parameters of plain modules (plain.c)"},
+    {"places", places, METH_O, "what a tuple of weak references refers to, how and where it lies, and its versions"},
+    {"follow", (PyCFunction)(void (*)(void))follow, METH_FASTCALL, "what layers are called with (plain.c)"},
+    {"unchanged", (PyCFunction)(void (*)(void))unchanged, METH_FASTCALL, "whether tensors are those of before (plain.c)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -39,16 +39,16 @@ def like(t: Tensor | None) -> Like | None:
 
 def ready() -> bool:
     """From now on ask walk.c for facts, where there is one; whether it was not asked before. Its keys are other ones."""
-    if _facts._facts is not _facts.python_facts or (module := walker()) is None:
+    if _facts.facts is not _facts.python_facts or (module := walker()) is None:
         return False
-    _facts.use(module.facts)
-    _plain.use(module.parameters)
+    _facts.use(module.facts, module.places)
+    _plain.use(module.follow, module.unchanged)
     return True
 
 
 def plan_for(maker: Maker, tensors: tuple[Tensor | None, ...], *options: Any) -> Plan:
     """The plan of this call: made once for all calls with the same facts and options. Not for subclasses of Tensor."""
-    key = (maker, _facts._facts(tensors), options)
+    key = (maker, _facts.facts(tensors), options)
     plan = _plans.get(key)
     if plan is None:
         if ready():
@@ -65,6 +65,9 @@ def plan_for(maker: Maker, tensors: tuple[Tensor | None, ...], *options: Any) ->
 
 def run(plan: Plan, tensors: tuple[Tensor | None, ...], scalars: tuple[float, ...] = ()) -> tuple[Tensor, ...]:
     """The results of the plan, in its order."""
+    gpu, program = plan.device.gpu, plan.native
+    if program and not plan.copies and current_device() == gpu and walks_in_c(plan):
+        return program.run(tensors, scalars, raw_stream(gpu))
     if plan.copies:
         # clone: contiguous() gives back one row at any address, where the plan counts on an aligned one
         whole = torch.contiguous_format
@@ -88,9 +91,13 @@ def _run(plan: Plan, tensors: tuple[Tensor | None, ...], scalars: tuple[float, .
     program = plan.native
     if program is None:
         program = plan.native = native.program(plan)  # None while a kernel is not compiled
-    if program and not has_launch_hooks() and (not plan.has_products or usual_math()):
+    if program and walks_in_c(plan):
         return program.run(tensors, scalars, raw_stream(plan.device.gpu))
     return _walk(plan, tensors, scalars)
+
+
+def walks_in_c(plan: Plan) -> bool:
+    return not has_launch_hooks() and (not plan.has_products or usual_math())
 
 
 def _walk(plan: Plan, tensors: Sequence[Tensor | None], scalars: tuple[float, ...]) -> tuple[Tensor, ...]:

@@ -1,0 +1,177 @@
+"""What ``explain`` says of convolutions and of experts; each checks the arguments as the function does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdora._records import Bank
+from fdora.autograd.conv import composed, halves, rows
+from fdora.autograd.multi import COUNTED
+from fdora.functional._explain_many import SORTED, bank_norms, bare
+from fdora.functional._explanation import Call, Parts, kept_of, stand_in
+from fdora.functional.conv import check_conv, geometry
+from fdora.functional.experts import check_experts, check_route, ends_on, pairs
+from fdora.functional.experts_mlp import check_layers
+from fdora.functional.linear import dtype_of_products, save_for_dm
+
+CONVOLVED = "torch convolves, forward and backward, and forms g: that has no plan."
+PLACED = "torch inverts the order of the tokens: that has no plan."
+
+
+def conv(a: Any) -> Call:
+    n = int(a.fn[-2])
+    how = geometry(a.fn, n, a.stride, a.padding, a.dilation, a.groups, a.padding_mode, a.transposed, a.output_padding)
+    check_conv(a.fn, n, a.x, a.W, a.A, a.B, a.m, a.s, a.bias, a.norm, how)
+    dtype = dtype_of_products(a.fn, a.x, a.W)
+
+    def plans(triton: Any, on: Any) -> Parts:
+        x, W, A, B, m, c, bias = map(stand_in, (a.x, a.W, a.A, a.B, a.m, a.norm, a.bias))
+        norms = [] if c is not None else [triton.norm(on, *rows(W, A.detach(), B.detach(), how), None, False)]
+        x = (x if x.dim() == n + 2 else x[None]).to(dtype)
+        base, lora = (laid(t, x, W) for t in halves(x, W, A, B, how))
+        of_compose = composed(base, lora, m, bare(*m.shape) if c is None else c)
+        (forward, *backward), kept = triton.compose(on, *of_compose, bias, False)
+        G, r = how.groups, A.shape[1] if how.transposed else A.shape[0]
+        apart = G > 1 and (how.transposed or A.shape[1] == W.shape[1])  # each group applies all of A
+        new = {"h": bare(x.shape[0], r * G if apart else r, *base.shape[2:], dtype=dtype), "c": bare(*m.shape)} | kept
+        if apart:
+            new["A of each group"] = bare(G * A.shape[0], *A.shape[1:], dtype=dtype)
+        elif A.dtype != dtype:
+            new["A in the dtype of x"] = A.to(dtype)
+        if B.dtype != dtype:
+            new["B in the dtype of x"] = B.to(dtype)
+        held = [kept_of("x", x, "argument"), *(kept_of(name, t, "new") for name, t in new.items())] if backward else []
+        return Parts([*norms, forward], backward, held, (CONVOLVED,))
+
+    return a.x.device, dtype, plans
+
+
+def laid(y: Tensor, x: Tensor, W: Tensor) -> Tensor:
+    """Channels last where torch's convolution gives that; of tensors without data it does not say so."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(y.dim(), torch.contiguous_format)
+    asked = any([t.dim() == y.dim() and not t.is_contiguous() and t.is_contiguous(memory_format=last) for t in (x, W)])
+    return y.contiguous(memory_format=last) if asked else y
+
+
+class Way:
+    """How tokens come to their experts and back, and which plans that takes; by offsets none."""
+
+    def __init__(self, triton: Any, on: Any, x: Tensor, a: Any, E: int):
+        self.triton, self.on, self.x, self.ids = triton, on, x, stand_in(a.ids)
+        self.gates: Any = pairs(stand_in(a.gates))
+        self.rows, self.first = x, []
+        self.notes: tuple[str, ...] = ()
+        self.given = isinstance(a.offsets, Tensor) and a.offsets.dtype == torch.int32
+        if self.ids is None:
+            self.offsets = bare(E, dtype=torch.int32)
+            return
+        T, k = self.ids.shape[0], 1 if self.ids.dim() == 1 else self.ids.shape[1]
+        self.offsets, self.order = bare(E, dtype=torch.int32), bare(T * k, dtype=torch.int64)
+        self.place = bare(T, k, dtype=torch.int64)
+        self.first = [triton.route(on, self.ids.reshape(-1), E)] if T * k <= COUNTED else []
+        self.notes = (PLACED,) if T * k <= COUNTED else (SORTED, PLACED)
+        self.rows = x.new_empty((T * k, x.shape[1])).requires_grad_(x.requires_grad)
+
+    def there(self) -> list[Any]:
+        return [] if self.ids is None else [self.triton.spread(self.on, self.x, self.order, None, self.place.shape[1])]
+
+    def there_backward(self) -> list[Any]:
+        wanted = self.ids is not None and self.x.requires_grad and torch.is_grad_enabled()
+        return [self.triton.combine(self.on, self.rows, self.place, None)] if wanted else []
+
+    def back(self, y: Tensor) -> list[Any]:
+        if self.ids is None:
+            return []
+        if self.gates is None:
+            return [self.triton.spread(self.on, y, self.place.reshape(-1), None, 1)]
+        return [self.triton.combine(self.on, y, self.place, self.gates)]
+
+    def back_backward(self, y: Tensor) -> list[Any]:
+        if self.ids is None or not torch.is_grad_enabled():
+            return []
+        if self.gates is None:
+            return [self.triton.combine(self.on, y, self.order[:, None], None)] if y.requires_grad else []
+        dy = y.new_empty((self.place.shape[0], y.shape[1]))
+        k = self.place.shape[1]
+        plans = [self.triton.spread(self.on, dy, self.order, self.gates, k)] if y.requires_grad else []
+        weighted = self.gates.requires_grad
+        return plans + ([self.triton.gates_backward(self.on, dy, y, self.place, self.gates.dtype)] if weighted else [])
+
+    def kept(self, y: Tensor) -> dict[str, Tensor]:
+        if self.ids is None:
+            return {} if self.given else {"offsets": self.offsets}
+        return {"offsets": self.offsets, "order": self.order, "place": self.place} | ({} if self.gates is None else {"y": y})
+
+    def bank(self, layer: Any, dtype: torch.dtype) -> Bank:
+        """Of W, A, B, m, c, bias."""
+        W, A, B, m, c, bias = layer
+        c = bare(*m.shape) if c is None else c
+        return Bank(W if W.dtype == dtype else bare(*W.shape, dtype=dtype), A, B, m, c, bias, bare(A.shape[0]), self.offsets,
+                    None, None, None, 0.0)  # fmt: skip
+
+
+def norms_of(triton: Any, on: Any, layer: Any) -> list[Any]:
+    W, A, B, _, c, _ = layer
+    return [] if c is not None else bank_norms(triton, on, W, A, B, None)
+
+
+def experts(a: Any) -> Call:
+    check_experts(a.fn, a.x, a.W, a.A, a.B, a.m, a.s, a.bias, a.norm)
+    E, N = a.m.shape
+    check_route(a.fn, a.x, E, a.offsets, a.ids, a.gates)
+    if a.ids is None:
+        ends_on(a.fn, a.offsets, a.x, E)
+    dtype = dtype_of_products(a.fn, a.x, a.W)
+
+    def plans(triton: Any, on: Any) -> Parts:
+        layer = tuple(map(stand_in, (a.W, a.A, a.B, a.m, a.norm, a.bias)))
+        way = Way(triton, on, stand_in(a.x).to(dtype), a, E)
+        bank = way.bank(layer, dtype)
+        (forward, *backward), kept = triton.multi(on, way.rows, bank, save_for_dm(bank.m, bank.c, False) != "nothing")  # type: ignore[arg-type]
+        y = bare(way.rows.shape[0], N, dtype=dtype).requires_grad_(bool(backward))
+        first = [*way.first, *way.there(), *norms_of(triton, on, layer)]
+        after = way.back_backward(y) + ([*backward, *way.there_backward()] if backward else [])
+        held = kept | way.kept(y) | {"s": bank.s} | ({} if a.norm is not None else {"c": bank.c})
+        return Parts(
+            [*first, forward, *way.back(y)], after, [kept_of(n, t) for n, t in held.items()] if after else [], way.notes
+        )
+
+    return a.x.device, dtype, plans
+
+
+def experts_mlp(a: Any) -> Call:
+    check_layers(a.fn, a.x, a.gate_up, a.down, a.act)
+    E, N = a.down.m.shape
+    check_route(a.fn, a.x, E, a.offsets, a.ids, a.gates)
+    if a.ids is None:
+        ends_on(a.fn, a.offsets, a.x, E)
+    dtype = dtype_of_products(a.fn, a.x, a.gate_up.W)
+
+    def plans(triton: Any, on: Any) -> Parts:
+        layers = [tuple(map(stand_in, (la.W, la.A, la.B, la.m, la.norm, la.bias))) for la in (a.gate_up, a.down)]
+        way = Way(triton, on, stand_in(a.x).to(dtype), a, E)
+        first, second = (way.bank(layer, dtype) for layer in layers)
+        saves = [save_for_dm(bank.m, bank.c, False) != "nothing" for bank in (first, second)]  # type: ignore[arg-type]
+        (up, *up_backward), kept_up = triton.multi(on, way.rows, first, saves[0])
+        z = bare(way.rows.shape[0], first.B.shape[1], dtype=dtype)
+        inner = bare(z.shape[0], z.shape[1] // 2, dtype=dtype).requires_grad_(bool(up_backward))
+        (down, *down_backward), kept_down = triton.multi(on, inner, second, saves[1])
+        y = bare(z.shape[0], N, dtype=dtype).requires_grad_(bool(down_backward))
+        act = triton.gated(on, z, a.act)
+        after = way.back_backward(y)
+        if down_backward:
+            after += [act, *down_backward]
+            if up_backward:
+                after += [triton.gated_backward(on, inner, z, a.act), *way.there(), *up_backward, *way.there_backward()]
+        held = {"x": way.x, "z": z} | {f"{name} of gate_up": t for name, t in kept_up.items() if name not in ("x", "y")}
+        held |= {name if name == "y" else f"{name} of down": t for name, t in kept_down.items() if name != "x"} | way.kept(y)
+        for label, bank, layer in (("gate_up", first, layers[0]), ("down", second, layers[1])):
+            held |= {f"s of {label}": bank.s} | ({} if layer[4] is not None else {f"c of {label}": bank.c})
+        before = [*way.first, *norms_of(triton, on, layers[0]), *norms_of(triton, on, layers[1]), *way.there()]
+        known = [kept_of(name, t) for name, t in held.items()] if after else []
+        return Parts([*before, up, act, down, *way.back(y)], after, known, way.notes)
+
+    return a.x.device, dtype, plans
