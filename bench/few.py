@@ -10,7 +10,6 @@ in turns, medians; weights in turn from sets larger than the cache. Each forward
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import time
@@ -18,11 +17,11 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 
 from bench import clock, products
+from bench.command import command
 from bench.norm_forms import about
 from bench.products import close, randn
 from bench.save import save
@@ -180,13 +179,8 @@ def case(shape, where, runs):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cuda"], default="cuda")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no shape after this time")
+    parser = command(__doc__, device="cuda", runs=3, seconds=math.inf)
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     start, rows = time.perf_counter(), []
     if options.jobs:

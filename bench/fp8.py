@@ -19,13 +19,13 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from bench.attempt import Failures
 from bench.clock import anchor_graph, medians, timer
+from bench.command import command
 from bench.fp8_error import SCALES
 from bench.layer import free
 from bench.norm_forms import about
@@ -81,15 +81,11 @@ def row_of(M: int, K: int, N: int, r: int, scale: str, options: argparse.Namespa
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    parser = command(__doc__, runs=5)
     parser.add_argument("--shapes", default=SHAPES, help="KxN, comma separated (default: %(default)s)")
     parser.add_argument("--M", default="16,512,4096")
     parser.add_argument("--r", type=int, default=64)
     parser.add_argument("--scales", default="row,128 x 128", help="of W: tensor, row, 128 x 128")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
     facts, rows = about(options.device, options.commit, argv), []
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
