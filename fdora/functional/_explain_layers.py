@@ -1,4 +1,4 @@
-"""What ``explain`` says of convolutions and of experts; each checks the arguments as the function does."""
+"""What ``explain`` says of convolutions, embeddings and experts; each checks the arguments as the function does."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fdora._check import fail
 from fdora._records import Bank
 from fdora.autograd.conv import composed, halves, rows
 from fdora.autograd.multi import COUNTED
 from fdora.functional._explain_many import SORTED, bank_norms, bare
 from fdora.functional._explanation import Call, Parts, kept_of, stand_in
 from fdora.functional.conv import check_conv, geometry
+from fdora.functional.embedding import check_embedding
 from fdora.functional.experts import check_experts, check_route, ends_on, pairs
 from fdora.functional.experts_mlp import check_layers
 from fdora.functional.linear import dtype_of_products, save_for_dm
+from fdora.quant import QuantWeight
 
 CONVOLVED = "torch convolves, forward and backward, and forms g: that has no plan."
 PLACED = "torch inverts the order of the tokens: that has no plan."
@@ -54,6 +57,27 @@ def laid(y: Tensor, x: Tensor, W: Tensor) -> Tensor:
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(y.dim(), torch.contiguous_format)
     asked = any([t.dim() == y.dim() and not t.is_contiguous() and t.is_contiguous(memory_format=last) for t in (x, W)])
     return y.contiguous(memory_format=last) if asked else y
+
+
+def embedding(a: Any) -> Call:
+    check_embedding(a.fn, a.ids, a.W, a.A, a.B, a.m, a.s, a.norm, a.norm_axis, a.padding_idx, a.max_norm)
+
+    def plans(triton: Any, on: Any) -> Parts:
+        ids, W, A, B, m, c = map(stand_in, (a.ids, a.W, a.A, a.B, a.m, a.norm))
+        trained = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (A, B, m, c)])
+        kept, norms = ([kept_of("ids", ids, "argument")] if trained else []), []
+        if c is None and a.norm_axis == 0:
+            norms, c = [triton.norm(on, W.T, A, B, None, False)], torch.empty(W.shape[1], dtype=torch.float32, device="meta")
+            kept += [kept_of("c", c)] if trained else []
+        by_columns = trained and a.norm_axis == 0 and a.max_norm is None
+        backward = triton.embedding_backward(on, ids, W, A, B, m, c, a.padding_idx, a.sparse) if by_columns else None
+        notes = () if backward or not trained else ("Backward is plain torch: it has no plan.",)
+        if a.max_norm is not None:
+            return Parts(norms, (), kept, ("With max_norm forward is plain torch, too.", *notes))
+        forward = [*norms, triton.embedding(on, ids, W, A, B, m, c, a.norm_axis == 1)]
+        return Parts(forward, [backward] if backward else [], kept, notes)
+
+    return a.W.device, a.W.dtype, plans
 
 
 class Way:
@@ -118,7 +142,15 @@ def norms_of(triton: Any, on: Any, layer: Any) -> list[Any]:
     return [] if c is not None else bank_norms(triton, on, W, A, B, None)
 
 
+def refuse_codes(fn: str, *Ws: Any) -> None:
+    for W in Ws:
+        if isinstance(W, QuantWeight):
+            remedy = "Pass W.dequantize() in its shape: the plans are the same, behind a pass that decodes in each direction."
+            raise fail("explain", "W", f"experts of {fn} that are a tensor", f"codes of kind {W.kind}", remedy)
+
+
 def experts(a: Any) -> Call:
+    refuse_codes(a.fn, a.W)
     check_experts(a.fn, a.x, a.W, a.A, a.B, a.m, a.s, a.bias, a.norm)
     E, N = a.m.shape
     check_route(a.fn, a.x, E, a.offsets, a.ids, a.gates)
@@ -143,6 +175,7 @@ def experts(a: Any) -> Call:
 
 
 def experts_mlp(a: Any) -> Call:
+    refuse_codes(a.fn, a.gate_up.W, a.down.W)
     check_layers(a.fn, a.x, a.gate_up, a.down, a.act)
     E, N = a.down.m.shape
     check_route(a.fn, a.x, E, a.offsets, a.ids, a.gates)

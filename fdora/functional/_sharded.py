@@ -28,9 +28,9 @@ from fdora.functional._layout import (
     sums_over,
     whole,
 )
+from fdora.functional._seed import check_origin
 from fdora.functional.backend import select_backend
 from fdora.functional.group import DoraLayer
-from fdora.functional.linear import check_origin
 from fdora.functional.norm import check_norm
 
 FIELDS = DoraLayer._fields  # Dynamo (torch 2.8) does not read them off a layer

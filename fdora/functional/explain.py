@@ -17,14 +17,14 @@ from fdora._records import Dropout
 from fdora.autograd._ops import import_explain
 from fdora.autograd.quant import norm_parts
 from fdora.functional._ends import check_ends, folded, loses_inner
-from fdora.functional._explain_layers import conv, experts, experts_mlp
+from fdora.functional._explain_layers import conv, embedding, experts, experts_mlp
 from fdora.functional._explain_many import multi, norm_of_bank, norm_tree
 from fdora.functional._explanation import Call, Parts, kept_of, stand_in, stored
 from fdora.functional._explanation import Explanation as Explanation
 from fdora.functional.backend import select_backend
 from fdora.functional.compose import as_matrix, check_compose, dora_compose, dora_delta
 from fdora.functional.conv import dora_conv1d, dora_conv2d, dora_conv3d
-from fdora.functional.embedding import check_embedding, dora_embedding
+from fdora.functional.embedding import dora_embedding
 from fdora.functional.experts import dora_experts
 from fdora.functional.experts_mlp import dora_experts_mlp
 from fdora.functional.group import DoraLayer, check_group, dora_linear_group, prepared
@@ -259,27 +259,6 @@ def _compose(a: Any) -> Call:
     return a.base.device, a.base.dtype, plans
 
 
-def _embedding(a: Any) -> Call:
-    check_embedding(a.fn, a.ids, a.W, a.A, a.B, a.m, a.s, a.norm, a.norm_axis, a.padding_idx, a.max_norm)
-
-    def plans(triton: Any, on: Any) -> Parts:
-        ids, W, A, B, m, c = map(stand_in, (a.ids, a.W, a.A, a.B, a.m, a.norm))
-        trained = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (A, B, m, c)])
-        kept, norms = ([kept_of("ids", ids, "argument")] if trained else []), []
-        if c is None and a.norm_axis == 0:
-            norms, c = [triton.norm(on, W.T, A, B, None, False)], torch.empty(W.shape[1], dtype=torch.float32, device="meta")
-            kept += [kept_of("c", c)] if trained else []
-        by_columns = trained and a.norm_axis == 0 and a.max_norm is None
-        backward = triton.embedding_backward(on, ids, W, A, B, m, c, a.padding_idx, a.sparse) if by_columns else None
-        notes = () if backward or not trained else ("Backward is plain torch: it has no plan.",)
-        if a.max_norm is not None:
-            return Parts(norms, (), kept, ("With max_norm forward is plain torch, too.", *notes))
-        forward = [*norms, triton.embedding(on, ids, W, A, B, m, c, a.norm_axis == 1)]
-        return Parts(forward, [backward] if backward else [], kept, notes)
-
-    return a.W.device, a.W.dtype, plans
-
-
 def _merge(a: Any) -> Call:
     check_merge(a.fn, a.W, a.A, a.B, a.m, a.s, a.norm)
 
@@ -299,7 +278,7 @@ CALLS: dict[Callable, Callable[[Any], Call]] = {
     dora_linear: _linear,
     dora_linear_group: _group,
     dora_mlp: _mlp,
-    dora_embedding: _embedding,
+    dora_embedding: embedding,
     **dict.fromkeys((dora_conv1d, dora_conv2d, dora_conv3d), conv),
     dora_experts: experts,
     dora_experts_mlp: experts_mlp,

@@ -24,18 +24,16 @@ from fdora._dispatch import Backend
 from fdora._records import Dropout, Operands, Options
 from fdora.autograd._ops import autocast_on
 from fdora.autograd.linear import Call, linear
+from fdora.functional._seed import check_origin, placed, seed_tensor
 from fdora.functional.backend import select_backend
 from fdora.functional.linear import (
     cast_x,
     check_dropout,
     check_layer,
-    check_origin,
     dtype_of_products,
     full_norm,
     norm_for,
-    placed,
     save_for_dm,
-    seed_tensor,
 )
 from fdora.quant import QuantWeight
 

@@ -12,11 +12,9 @@ from torch import Tensor
 from fdora._check import (
     FLOATS,
     WIDE,
-    check_device,
     check_dtype,
     check_frozen,
     check_left_out,
-    check_shapes,
     check_weights,
     fail,
     is_sharded,
@@ -34,6 +32,7 @@ from fdora.autograd.norm import row_norm, with_gradient
 from fdora.autograd.residual import residual_linear
 from fdora.autograd.weight import forms_norm, norm_beside
 from fdora.functional._ends import check_ends, folded, loses_inner
+from fdora.functional._seed import check_origin, placed, seed_tensor
 from fdora.functional.backend import select_backend
 from fdora.quant import Codes8, QuantWeight
 
@@ -266,36 +265,3 @@ def check_compute(fn: str, compute: Any, x: Tensor, W: Any, mode: str, backend: 
         if not have_8:
             gpu = torch.cuda.get_device_name(x.device)
             raise fail(fn, "compute", "None on this GPU", f"'fp8' on {gpu}", "Products of e4m3 want sm_89 or later of NVIDIA.")
-
-
-def seed_tensor(fn: str, seed: int | Tensor | None, device: torch.device) -> Tensor:
-    """The seed as a tensor without axes: made by a fill or a draw on the device, neither of which waits for it."""
-    if seed is None:
-        return torch.randint(2**62, (), device=device)
-    if isinstance(seed, Tensor):
-        check_shapes(fn, {"seed": ""}, {"seed": seed})
-        check_dtype(fn, "seed", seed, (torch.int64,))
-        check_device(fn, "seed", {"seed": seed})
-        return seed
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        want = "an int or an int64 tensor without axes"
-        raise fail(fn, "seed", want, f"a {type(seed).__name__}", "Pass a whole number: it alone decides the mask.")
-    if not 0 <= seed < 2**63:
-        raise fail(fn, "seed", "in [0, 2**63)", seed, "Pass a non-negative int.")
-    return torch.full((), seed, dtype=torch.int64, device=device)
-
-
-def check_origin(fn: str, origin: tuple[int, int] | None, want: str = "(t0, k0)") -> tuple[int, int] | None:
-    if origin is None:
-        return None
-    whole = isinstance(origin, tuple) and len(origin) == 2 and all([isinstance(at, (int, torch.SymInt)) for at in origin])
-    if not whole or origin[0] < 0 or origin[1] < 0:
-        raise fail(fn, "mask_origin", f"{want}, two ints that are not negative", origin, "None is (0, 0).")
-    return origin
-
-
-def placed(seed: Tensor, origin: tuple[int, int] | None) -> Tensor:
-    """The seed, and behind it where the mask begins: made by fills, which no host waits for."""
-    if origin is None:
-        return seed
-    return torch.stack([seed, *(torch.full((), at, dtype=torch.int64, device=seed.device) for at in origin)])

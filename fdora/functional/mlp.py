@@ -12,9 +12,10 @@ from fdora._check import check_left_out, check_shapes, fail
 from fdora._dispatch import Backend
 from fdora._records import Dropout, Operands, Options, SaveForDm
 from fdora.autograd.mlp import ACTS, Call, eager_mlp, mlp
+from fdora.functional._seed import check_origin
 from fdora.functional.backend import select_backend
 from fdora.functional.group import DoraLayer, check_members, prepared, seeds_for
-from fdora.functional.linear import cast_x, check_dropout, check_origin, save_for_dm
+from fdora.functional.linear import cast_x, check_dropout, save_for_dm
 
 
 def dora_mlp(

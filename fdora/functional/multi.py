@@ -25,9 +25,10 @@ from fdora._check import (
 from fdora._dispatch import Backend
 from fdora._records import Operands
 from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, route
+from fdora.functional._seed import seed_tensor
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import check_bank, check_ranks, scalings
-from fdora.functional.linear import cast_x, check_dropout, save_for_dm, seed_tensor
+from fdora.functional.linear import cast_x, check_dropout, save_for_dm
 from fdora.quant import QuantWeight
 
 

@@ -10,6 +10,7 @@ import fdora.functional as F
 from fdora import FdoraError, backend
 from fdora.functional import explain
 from fdora.predict import GPUS, gpu_of
+from fdora.quant import quantize
 from tests import device
 
 
@@ -102,3 +103,11 @@ def test_a_step_takes_what_is_slower():
     gpu = GPUS["a100"]
     assert gpu.seconds(312e12, 0, 0) == 1 == gpu.seconds(0, 0, 2.04e12) == gpu.seconds(312e12, 0, 1e12)
     assert gpu.seconds(0, 156e12, 0) == 1 == gpu.seconds(0, 19.5e12, 0, True)
+
+
+def test_experts_of_codes_are_refused():
+    W = quantize(draw(4 * 64, 64), "nf4")
+    arguments = (draw(8, 64), W, draw(4, 4, 64), draw(4, 64, 4), draw(4, 64))
+    offsets = torch.tensor([2, 4, 6, 8], dtype=torch.int32, device=device.NAME)
+    with pytest.raises(FdoraError, match="explain: `W` must be experts of dora_experts that are a tensor, got codes of kind nf4"):
+        explain(F.dora_experts, *arguments, s=1.0, offsets=offsets)

@@ -1,0 +1,41 @@
+"""The seed of a dropout mask, and where in a larger mask it begins."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fdora._check import check_device, check_dtype, check_shapes, fail
+
+
+def seed_tensor(fn: str, seed: int | Tensor | None, device: torch.device) -> Tensor:
+    """The seed as a tensor without axes: made by a fill or a draw on the device, neither of which waits for it."""
+    if seed is None:
+        return torch.randint(2**62, (), device=device)
+    if isinstance(seed, Tensor):
+        check_shapes(fn, {"seed": ""}, {"seed": seed})
+        check_dtype(fn, "seed", seed, (torch.int64,))
+        check_device(fn, "seed", {"seed": seed})
+        return seed
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        want = "an int or an int64 tensor without axes"
+        raise fail(fn, "seed", want, f"a {type(seed).__name__}", "Pass a whole number: it alone decides the mask.")
+    if not 0 <= seed < 2**63:
+        raise fail(fn, "seed", "in [0, 2**63)", seed, "Pass a non-negative int.")
+    return torch.full((), seed, dtype=torch.int64, device=device)
+
+
+def check_origin(fn: str, origin: tuple[int, int] | None, want: str = "(t0, k0)") -> tuple[int, int] | None:
+    if origin is None:
+        return None
+    whole = isinstance(origin, tuple) and len(origin) == 2 and all([isinstance(at, (int, torch.SymInt)) for at in origin])
+    if not whole or origin[0] < 0 or origin[1] < 0:
+        raise fail(fn, "mask_origin", f"{want}, two ints that are not negative", origin, "None is (0, 0).")
+    return origin
+
+
+def placed(seed: Tensor, origin: tuple[int, int] | None) -> Tensor:
+    """The seed, and behind it where the mask begins: made by fills, which no host waits for."""
+    if origin is None:
+        return seed
+    return torch.stack([seed, *(torch.full((), at, dtype=torch.int64, device=seed.device) for at in origin)])
