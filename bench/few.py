@@ -193,8 +193,13 @@ def main(argv=None):
         rows.append(case((M, K, N, r), where, options.runs))
         ms = rows[-1]["ms"]
         best = sorted((t, name) for name, t in ms.items() if name.startswith("inside"))[:3]
-        print((M, K, N, r), *(f"{name} {1e3 * t:.1f}" for name, t in ms.items() if not name.startswith("inside")),
-              *(f"{name} {1e3 * t:.1f}" for t, name in best), sep="  ", flush=True)  # fmt: skip
+        print(
+            (M, K, N, r),
+            *(f"{name} {1e3 * t:.1f}" for name, t in ms.items() if not name.startswith("inside")),
+            *(f"{name} {1e3 * t:.1f}" for t, name in best),
+            sep="  ",
+            flush=True,
+        )
         save(options.json, {"about": facts, "rows": rows})
         torch.cuda.empty_cache()
 

@@ -128,8 +128,16 @@ def judged(model, rows, names):
         way = min(times, key=lambda name: times[name] * (DOUBT if name.startswith("fused") else 1))
         fastest = min(ms for name, ms in row["ms"].items() if name != "bare")
         regret = row["ms"][way] / fastest
-        out.append({"shape": row["shape"], "forward": row["forward"], "way": way, "predicted_us": round(times[way], 2),
-                    "us": round(1e3 * row["ms"][way], 2), "regret": round(regret, 4)})  # fmt: skip
+        out.append(
+            {
+                "shape": row["shape"],
+                "forward": row["forward"],
+                "way": way,
+                "predicted_us": round(times[way], 2),
+                "us": round(1e3 * row["ms"][way], 2),
+                "regret": round(regret, 4),
+            }
+        )
     return out
 
 
@@ -214,8 +222,15 @@ def main(argv=None):
             lines.append(["forward" if forward else "backward", name, *summary(found).values()])
     heads = ["direction", "which", *summary(judgements)]
     print(table(heads, lines))
-    save(options.json, {"about": about("cpu", options.commit, argv), "measured": [r["about"] for r in results],
-                        "summary": [dict(zip(heads, line, strict=True)) for line in lines], "rows": judgements})  # fmt: skip
+    save(
+        options.json,
+        {
+            "about": about("cpu", options.commit, argv),
+            "measured": [r["about"] for r in results],
+            "summary": [dict(zip(heads, line, strict=True)) for line in lines],
+            "rows": judgements,
+        },
+    )
     if options.figure:
         figure(judgements, options.figure)
     if options.write:

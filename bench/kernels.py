@@ -54,11 +54,24 @@ def kind(name: str) -> str:
     """By what libraries call their kernels; the first that fits."""
     low = name.lower()
     for word, found in (
-        ("flash", "attention"), ("fmha", "attention"), ("attention", "attention"), ("sdpa", "attention"),
-        ("triton_", "fused"), ("gemm", "product"), ("nvjet", "product"), ("cutlass", "product"), ("xmma", "product"),
-        ("_kernel_", "fdora"), ("layer_norm", "norm"), ("layernorm", "norm"), ("elementwise", "elementwise"),
-        ("memcpy", "copy"), ("memset", "copy"), ("copy", "copy"), ("cat", "copy"),
-    ):  # fmt: skip
+        ("flash", "attention"),
+        ("fmha", "attention"),
+        ("attention", "attention"),
+        ("sdpa", "attention"),
+        ("triton_", "fused"),
+        ("gemm", "product"),
+        ("nvjet", "product"),
+        ("cutlass", "product"),
+        ("xmma", "product"),
+        ("_kernel_", "fdora"),
+        ("layer_norm", "norm"),
+        ("layernorm", "norm"),
+        ("elementwise", "elementwise"),
+        ("memcpy", "copy"),
+        ("memset", "copy"),
+        ("copy", "copy"),
+        ("cat", "copy"),
+    ):
         if word in low:
             return found
     return "fdora" if low.endswith("_kernel") else "other"
@@ -105,8 +118,13 @@ def picture(blocks: Mapping[str, Sequence[Kernel]], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("us of one block on the GPU, kernels in their order")
     axes.margins(x=0.12)
-    axes.legend(handles=[Patch(color=c, label=name) for name, c in COLOURS.items()], fontsize=7, ncols=8, loc="upper right",
-                bbox_to_anchor=(1, 1.15))  # fmt: skip
+    axes.legend(
+        handles=[Patch(color=c, label=name) for name, c in COLOURS.items()],
+        fontsize=7,
+        ncols=8,
+        loc="upper right",
+        bbox_to_anchor=(1, 1.15),
+    )
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

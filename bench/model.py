@@ -487,8 +487,13 @@ def main(argv=None):
             print(f"{name}, {part['from']} to {part['to']}: time ~ {options.sweep}^{part['ms']}, memory ^{part['peak_mb']}")
     bench.write()
     most = MOST_APART[options.dtype]
-    wrong = [f"{n} ({adapter} adapters)" for adapter, found in result["agreement"].items()
-             for parts in fdoras(found).values() for n, v in parts.items() if not v["relative"] <= most]  # fmt: skip
+    wrong = [
+        f"{n} ({adapter} adapters)"
+        for adapter, found in result["agreement"].items()
+        for parts in fdoras(found).values()
+        for n, v in parts.items()
+        if not v["relative"] <= most
+    ]
     stock = {a: p for a, p in result["paths"].items() if set(p) - {"composed"} != {"fused"}}
     if wrong or stock or any("fdora" in name or "agreement" in name for name in bench.failures):
         raise SystemExit(f"fdora parts from PEFT's DoRA in {wrong}, or did not run: {dict(bench.failures)}, calls {stock}")

@@ -45,9 +45,19 @@ MODELS = ("llama-3.1-8b", "qwen3-8b", "qwen2.5-7b")
 WAYS = {"plain": "peft_fdora", "fuse": "peft_fdora_fused"}
 CASES = "bf16:1x4096:0,bf16:1x4096:128,bf16:4x512:0,fp32:1x4096:128"
 SIZES = (
-    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act",
-)  # fmt: skip
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "hidden_act",
+)
 
 
 class Case(NamedTuple):

@@ -42,11 +42,15 @@ from fdora.triton.runtime.walk import like, run
 TILES = [
     GemmConfig(True, *tile)
     for tile in (
-        (128, 256, 64, 8, True, True, 8, 4), (256, 128, 64, 8, True, True, 8, 4), (128, 128, 64, 8, True, True, 4, 4),
-        (128, 128, 64, 8, True, False, 4, 3), (64, 256, 64, 8, True, True, 4, 4), (64, 128, 64, 8, False, False, 4, 4),
+        (128, 256, 64, 8, True, True, 8, 4),
+        (256, 128, 64, 8, True, True, 8, 4),
+        (128, 128, 64, 8, True, True, 4, 4),
+        (128, 128, 64, 8, True, False, 4, 3),
+        (64, 256, 64, 8, True, True, 4, 4),
+        (64, 128, 64, 8, False, False, 4, 4),
         (64, 64, 128, 8, False, True, 4, 4),
     )
-]  # fmt: skip
+]
 SHARED = 232_448  # bytes of shared memory
 
 

@@ -64,9 +64,15 @@ def packed(device):
 def weights(device):
     W = torch.randn(N, K, device=device) * 0.02
     for kind, options in (
-        ("nf4", {}), ("nf4", {"nested": True}), ("fp4", {}), ("mxfp4", {}), ("nvfp4", {}), ("int8", {}),
-        ("fp8", {}), ("fp8", {"block": (128, 128)}),
-    ):  # fmt: skip
+        ("nf4", {}),
+        ("nf4", {"nested": True}),
+        ("fp4", {}),
+        ("mxfp4", {}),
+        ("nvfp4", {}),
+        ("int8", {}),
+        ("fp8", {}),
+        ("fp8", {"block": (128, 128)}),
+    ):
         yield kind, quantize(W, kind, **options, dtype=torch.float32)
     yield from packed(device)
 

@@ -49,9 +49,12 @@ SOME = ((4096, 4096), (14336, 4096), (4096, 14336))
 TOKENS, RANKS, MANY = (1, 4, 16, 32, 64), (16, 64), (128, 512, 4096)
 NESTED, PLAIN = Lut4("nf4", True, 64, "nested", "flat"), Lut4("nf4", True, 64, "fp32", "flat")
 FORMS = {
-    "nf4": PLAIN, "mxfp4": Lut4("e2m1", False, 32, "e8m0", "row"), "nvfp4": Lut4("e2m1", False, 16, "e4m3*global", "row"),
-    "int8 row": Codes8("int8", "row", (0, 0), 1.0), "fp8 block": Codes8("e4m3", "block", (128, 128), 1.0),
-}  # fmt: skip
+    "nf4": PLAIN,
+    "mxfp4": Lut4("e2m1", False, 32, "e8m0", "row"),
+    "nvfp4": Lut4("e2m1", False, 16, "e4m3*global", "row"),
+    "int8 row": Codes8("int8", "row", (0, 0), 1.0),
+    "fp8 block": Codes8("e4m3", "block", (128, 128), 1.0),
+}
 DTYPE = torch.bfloat16
 CACHE, S = 2**28, 2.0  # bytes: more than any GPU's L2 holds
 # columns, terms, slices, warps, stages, parts of K
@@ -63,8 +66,14 @@ NARROW = [(64, 32, 8, 8, 3, p) for p in (1, 2, 4)] + [(64, 32, 4, 4, 3, p) for p
 NARROW += [(256, 32, 1, 4, 4, p) for p in (2, 4, 8, 16)] + [(256, 64, 1, 4, 3, p) for p in (4, 8, 16)]
 NARROW += [(512, 32, 1, 4, 3, p) for p in (4, 8, 16)]
 COLUMNS = {8: NARROW, 16: NARROW, 64: NARROW[:-3]}
-GEMMS = [(64, 64, 128, 4, 3), (128, 64, 128, 4, 3), (128, 128, 128, 8, 3), (64, 128, 128, 8, 3), (256, 128, 128, 8, 2),
-         (256, 64, 128, 4, 2)]  # tokens, columns, terms, warps, stages  # fmt: skip
+GEMMS = [
+    (64, 64, 128, 4, 3),
+    (128, 64, 128, 4, 3),
+    (128, 128, 128, 8, 3),
+    (64, 128, 128, 8, 3),
+    (256, 128, 128, 8, 2),
+    (256, 64, 128, 4, 2),
+]  # tokens, columns, terms, warps, stages
 
 
 class Weight(NamedTuple):
@@ -147,10 +156,36 @@ def back(form, M, N, K, r, Ws, la, dz, config):
 
 @triton.jit
 def many_kernel(
-    x, codes, scales, code256, scales2, offset, h, b, out, m, c, M, N, K, R, words, groups, stride_xm, stride_xk,
-    KIND: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_N: tl.constexpr,
-):  # fmt: skip
+    x,
+    codes,
+    scales,
+    code256,
+    scales2,
+    offset,
+    h,
+    b,
+    out,
+    m,
+    c,
+    M,
+    N,
+    K,
+    R,
+    words,
+    groups,
+    stride_xm,
+    stride_xk,
+    KIND: tl.constexpr,
+    HIGH_FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    PTX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    GROUP_N: tl.constexpr,
+):
     """Tiles of W are decoded where they are multiplied: once for each BLOCK_M tokens. h is (M, R), b (N, R)."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
@@ -159,9 +194,33 @@ def many_kernel(
     col = (group * GROUP_N + (pid % (GROUP_N * tiles_m)) % height) * BLOCK_N
     row = ((pid % (GROUP_N * tiles_m)) // height) * BLOCK_M
     acc = rows4(
-        x + row.to(tl.int64) * stride_xm, codes, scales, code256, scales2, offset, col, 0, K, M - row, N, K, words, groups,
-        stride_xm, stride_xk, KIND, HIGH_FIRST, GROUP, SCALES, PTX, True, BLOCK_M, BLOCK_N, BLOCK_K, 1,
-    )  # fmt: skip
+        x + row.to(tl.int64) * stride_xm,
+        codes,
+        scales,
+        code256,
+        scales2,
+        offset,
+        col,
+        0,
+        K,
+        M - row,
+        N,
+        K,
+        words,
+        groups,
+        stride_xm,
+        stride_xk,
+        KIND,
+        HIGH_FIRST,
+        GROUP,
+        SCALES,
+        PTX,
+        True,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        1,
+    )
     t, n, r = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     for r0 in range(0, R, BLOCK_R):
         in_r = r < R - r0
@@ -182,10 +241,38 @@ def many(form, M, N, K, r, Ws, la, config):
         codes, scales, code256, scales2, offset = next(turns).tensors
         torch.mm(la.x, la.A.T, out=h)
         many_kernel[(-(-M // bm) * -(-N // bn),)](
-            la.x, codes.view(torch.int32), scales, code256, scales2, offset, h, la.B, y, la.m, la.c, M, N, K, r, K // 8,
-            K // form.group, la.x.stride(0), 1, form.table, form.hi_first, form.group, form.scales, ptx, bm, bn, bk,
-            max(16, min(64, r)), 8, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+            la.x,
+            codes.view(torch.int32),
+            scales,
+            code256,
+            scales2,
+            offset,
+            h,
+            la.B,
+            y,
+            la.m,
+            la.c,
+            M,
+            N,
+            K,
+            r,
+            K // 8,
+            K // form.group,
+            la.x.stride(0),
+            1,
+            form.table,
+            form.hi_first,
+            form.group,
+            form.scales,
+            ptx,
+            bm,
+            bn,
+            bk,
+            max(16, min(64, r)),
+            8,
+            num_warps=warps,
+            num_stages=stages,
+        )
         return y
 
     return call
@@ -241,9 +328,15 @@ def state_of(bnb, W):
         second = F.QuantState(absmax=second, code=first, blocksize=256, dtype=torch.float32)
     code = torch.tensor(TABLES["nf4"], device=codes.device)
     state = F.QuantState(
-        absmax=scales, shape=torch.Size((N, K)), code=code, blocksize=64, quant_type="nf4", dtype=torch.bfloat16, offset=offset,
+        absmax=scales,
+        shape=torch.Size((N, K)),
+        code=code,
+        blocksize=64,
+        quant_type="nf4",
+        dtype=torch.bfloat16,
+        offset=offset,
         state2=second,
-    )  # fmt: skip
+    )
     return codes.view(-1, 1), state
 
 

@@ -355,9 +355,13 @@ def readme_picture() -> str:
 
 
 MODELS = {
-    "qwen3-8b": "Qwen3-8B", "llama-3.1-8b": "Llama-3.1-8B", "gemma-3-12b": "Gemma-3-12B", "qwen2.5-32b": "Qwen2.5-32B",
-    "mistral-small-24b": "Mistral-Small-24B", "qwen3-vl-8b": "Qwen3-VL-8B",
-}  # fmt: skip
+    "qwen3-8b": "Qwen3-8B",
+    "llama-3.1-8b": "Llama-3.1-8B",
+    "gemma-3-12b": "Gemma-3-12B",
+    "qwen2.5-32b": "Qwen2.5-32B",
+    "mistral-small-24b": "Mistral-Small-24B",
+    "qwen3-vl-8b": "Qwen3-VL-8B",
+}
 
 
 def eight_steps() -> dict[str, dict[str, dict]]:

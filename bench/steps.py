@@ -431,8 +431,12 @@ def main(argv=None):
 def check(result: dict, failures: Failures, dtype: str) -> None:
     """End with a failure where fdora is wrong or did not run."""
     found = [(where, name, each) for where, ways in result["agreement"].items() for name, each in ways.items()]
-    wrong = [f"{part} of {name}, {where}" for where, name, each in found
-             for part, v in each["apart"].items() if not v <= MOST_APART[dtype]]  # fmt: skip
+    wrong = [
+        f"{part} of {name}, {where}"
+        for where, name, each in found
+        for part, v in each["apart"].items()
+        if not v <= MOST_APART[dtype]
+    ]
     stock = {f"{name}, {where}": each["paths"] for where, name, each in found if set(each["paths"]) - {"composed"} != {"fused"}}
     if wrong or stock or any("fdora" in name or name in result["agreement"] for name in failures):
         raise SystemExit(f"fdora parts from PEFT's DoRA in {wrong}, or did not run: {dict(failures)}, calls {stock}")

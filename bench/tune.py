@@ -26,8 +26,11 @@ from fdora._records import Operands
 from fdora.triton.configs import SmallConfig
 from fdora.triton.small import Out, small_backward, small_forward
 
-SMALL_SHAPES = [(tokens, N, K) for tokens in (16, 64) for N, K in ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336),
-                (8192, 8192), (512, 512))]  # fmt: skip
+SMALL_SHAPES = [
+    (tokens, N, K)
+    for tokens in (16, 64)
+    for N, K in ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (512, 512))
+]
 SMALL_CANDIDATES = [
     SmallConfig(bn, bk, warps, stages)
     for bn, bk in ((16, 256), (16, 512), (32, 128), (32, 256), (32, 512), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128))

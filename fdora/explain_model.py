@@ -13,9 +13,20 @@ from fdora.predict import GPUS, Method, Prediction, predict
 CONFIG, ADAPTER, TENSORS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 # model types of transformers whose decoder layer has exactly q, k, v, o, gate, up and down; True: head_dim must be in the file
 KNOWN = {
-    "gemma": True, "gemma2": True, "gemma3_text": True, "granite": False, "llama": False, "ministral": True, "mistral": False,
-    "olmo2": False, "olmo3": False, "qwen2": False, "qwen3": True, "seed_oss": True, "smollm3": False,
-}  # fmt: skip
+    "gemma": True,
+    "gemma2": True,
+    "gemma3_text": True,
+    "granite": False,
+    "llama": False,
+    "ministral": True,
+    "mistral": False,
+    "olmo2": False,
+    "olmo3": False,
+    "qwen2": False,
+    "qwen3": True,
+    "seed_oss": True,
+    "smollm3": False,
+}
 SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read one x, which is kept once
 METHODS: dict[Method, str] = {"fdora": "fdora", "lora": "LoRA", "peft_dora": "PEFT DoRA"}
 

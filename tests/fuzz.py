@@ -691,8 +691,10 @@ def judge(problem: Problem, got: dict, needs: Sequence[str], dys: Sequence[Tenso
         share = (error / limit).nan_to_num(nan=math.inf).max().item()
         if share > 1:
             worst = tuple(int(i) for i in torch.unravel_index((error / limit).nan_to_num(nan=math.inf).argmax(), error.shape))
-            raise Wrong(f"{name}{list(worst)} of {tuple(want.shape)} is {mine[worst]:.6g}, wanted {want[worst]:.6g}, "
-                        f"{share:.3g} times its budget; {int((error > limit).sum())} like it")  # fmt: skip
+            raise Wrong(
+                f"{name}{list(worst)} of {tuple(want.shape)} is {mine[worst]:.6g}, wanted {want[worst]:.6g}, "
+                f"{share:.3g} times its budget; {int((error > limit).sum())} like it"
+            )
         closest = max(closest, share)
         theirs = naive.get(name)
         if theirs is not None and want.numel() >= MANY and theirs.isfinite().all() and not exact:

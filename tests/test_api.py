@@ -85,11 +85,30 @@ def test_names_of_conversion():
     import fdora.convert as convert
 
     public = {n for n, v in vars(convert).items() if not n.startswith("_") and not inspect.ismodule(v)}
-    assert public == set(convert.__all__) == {
-        "Adapter", "Weights", "adapter_scale", "combine", "from_kohya", "from_peft", "from_torchtune", "kohya_names",
-        "llama_from_torchtune", "llama_to_torchtune", "merge", "read", "to_kohya", "to_lora", "to_peft", "to_torchtune", "write",
-        "write_scales",
-    }  # fmt: skip
+    assert (
+        public
+        == set(convert.__all__)
+        == {
+            "Adapter",
+            "Weights",
+            "adapter_scale",
+            "combine",
+            "from_kohya",
+            "from_peft",
+            "from_torchtune",
+            "kohya_names",
+            "llama_from_torchtune",
+            "llama_to_torchtune",
+            "merge",
+            "read",
+            "to_kohya",
+            "to_lora",
+            "to_peft",
+            "to_torchtune",
+            "write",
+            "write_scales",
+        }
+    )
 
 
 QUANT = {

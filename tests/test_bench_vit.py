@@ -26,8 +26,10 @@ def test_vit(tmp_path, capsys):
     result = run(tmp_path)
     assert result["about"]["commit"] == "abc" and result["failed"] == {} and result["skipped"] == []
     assert [(row["way"], row["compiled"], row["batch"]) for row in result["rows"]] == [
-        ("plain", False, 2), ("plain_folded", False, 2), ("peft_fdora_fused", False, 2),
-    ]  # fmt: skip
+        ("plain", False, 2),
+        ("plain_folded", False, 2),
+        ("peft_fdora_fused", False, 2),
+    ]
     assert result["agreement"]["peft_fdora_fused"]["gradients"] < 0.05
     assert set(result["paths"]["peft_fdora_fused"]) == {"fused"}
     assert "| inference of 2, peft_fdora_fused, eager |" in capsys.readouterr().out
@@ -67,8 +69,12 @@ def test_kernels_of_a_block(tmp_path):
     assert by_name(KERNELS, 6)[0] == Kernel("nvjet_hsh_128x256", 10.0)
     assert "| product | nvjet_hsh_128x256 | 10.0 | 62.5 % |" in shares(block)
     assert [kind(n) for n in ("flash_fwd_kernel", "triton_red_fused_add_3", "scale_kernel", "Memcpy DtoD", "odd")] == [
-        "attention", "fused", "fdora", "copy", "other",
-    ]  # fmt: skip
+        "attention",
+        "fused",
+        "fdora",
+        "copy",
+        "other",
+    ]
     assert short("triton_poi_fused_mul_silu_2") == "mul + silu" and short("void at::native::cat<int>(x)") == "cat"
     picture({"one": block, "two": KERNELS}, tmp_path / "a.svg")
     assert "gemm_tma" in (tmp_path / "a.svg").read_text() or (tmp_path / "a.svg").stat().st_size > 1000
@@ -81,8 +87,10 @@ def test_a_kernel_has_the_cost_of_its_step():
     rates = {"flops_per_ms": 1e12, "bytes_per_ms": 1e9}
     rows = grouped(ran, rates)
     assert [(row["plan"], row["kernel"], row["roof"]) for row in rows[:3]] == [
-        ("backward", "gemm", pytest.approx(0.2)), ("forward", "gemm", pytest.approx(0.8)), ("", "other", None),
-    ]  # fmt: skip
+        ("backward", "gemm", pytest.approx(0.2)),
+        ("forward", "gemm", pytest.approx(0.8)),
+        ("", "other", None),
+    ]
     assert "costs are known of 83 % of the time" in markdown(rows)
     assert product_cost([[1], [3, 4], [4, 5]], 2) == (120.0, 94.0) and product_cost([[3]], 2) == (0.0, 0.0)
 

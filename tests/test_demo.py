@@ -34,9 +34,13 @@ def start(tmp_path, *command):
     """The command in a process of its own; a demo that goes on after the signal ends with status 0 after its steps."""
     return subprocess.Popen(
         [*command, "--steps", "500", "--out", str(tmp_path)],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell ignores it for what it runs in the background
-    )  # fmt: skip
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a shell ignores it for what it runs in the background
+    )
 
 
 def ended_by_ctrl_c(process, out, tmp_path):

@@ -76,8 +76,10 @@ def test_a_wrong_result_is_a_problem(few, capsys, monkeypatch, dtype, what):
         monkeypatch.setattr(selfcheck, "dora_norm", lambda *a, **o: 1.03 * right(*a, **o))
     else:
         right = selfcheck.dora_linear
-        change = {"y": lambda x, W, A, B, m, **o: 1.03 * right(x, W, A, B, m, **o),
-                  "dA": lambda x, W, A, B, m, **o: right(x, W, Scaled.apply(A), B, m, **o)}[what]  # fmt: skip
+        change = {
+            "y": lambda x, W, A, B, m, **o: 1.03 * right(x, W, A, B, m, **o),
+            "dA": lambda x, W, A, B, m, **o: right(x, W, Scaled.apply(A), B, m, **o),
+        }[what]
         monkeypatch.setattr(selfcheck, "dora_linear", change)
     assert main(["doctor"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
@@ -157,8 +159,13 @@ def test_the_backend_that_was_asked_for_cannot_run(few, capsys):
 def test_versions():
     assert numbers("2.13.0+cu128") == (2, 13, 0) and numbers("0.22.0.dev0") == (0, 22, 0) and numbers("3.4rc1") == (3, 4)
     assert [span(v, "0.18", "0.21") for v in ("0.17.1", "0.18", "0.18.0", "0.21.2", "0.22.0.dev0", "1.0")] == [
-        "too old", "supported", "supported", "supported", "newer than what was tested", "newer than what was tested",
-    ]  # fmt: skip
+        "too old",
+        "supported",
+        "supported",
+        "supported",
+        "newer than what was tested",
+        "newer than what was tested",
+    ]
     assert span("2.9", "2.8", "2.13") == "supported" and span("2.7.1", "2.8", None) == "too old"
 
 

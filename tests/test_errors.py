@@ -215,7 +215,7 @@ MESSAGES = [
     (lambda: choose("cuda", torch.float64, "auto", "triton", ("eager", "triton")), "fdora.select_backend: `backend` must be eager for torch.float64 tensors, got 'triton' (from fdora.backend or FDORA_BACKEND). The kernels compute in float32: cast the tensors, or pass backend='auto'."),
     (lambda: fdora.backend("fast").__enter__(), "fdora.backend: `name` must be one of auto, eager, triton, got 'fast'. Use 'auto' unless you compare backends."),
     (lambda: F.select_backend("cpu"), "fdora.select_backend: `dtype` must be a torch.dtype when `x` is a device, got None. Pass dtype=."),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("call", "text"), MESSAGES, ids=[text.split(",")[0][6:60] for _, text in MESSAGES])

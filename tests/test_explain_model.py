@@ -194,9 +194,18 @@ def test_the_total(tmp_path, capsys):
     file.write_text(json.dumps(QWEN))
     assert main(["explain", "--model", str(file), "--tokens", "4096", "--r", "8", "--gpu", "b200"]) == 0
     out = capsys.readouterr().out
-    head, shapes = "qwen3, 3 layers, all linear layers adapted, 4096 tokens, bfloat16", [
-        (96, 64), (48, 64), (48, 64), (64, 96), (160, 64), (160, 64), (64, 160),
-    ]  # fmt: skip
+    head, shapes = (
+        "qwen3, 3 layers, all linear layers adapted, 4096 tokens, bfloat16",
+        [
+            (96, 64),
+            (48, 64),
+            (48, 64),
+            (64, 96),
+            (160, 64),
+            (160, 64),
+            (64, 160),
+        ],
+    )
     assert out.startswith(head) and out.count("x A^T, then the product") == 7
     each = {m: [predict.predict(4096, *s, 8, gpu="b200", method=m) for s in shapes] for m in ("fdora", "lora", "peft_dora")}
     ms = [f"{3e3 * sum(p.forward + p.backward for p in ps):.1f}" for ps in each.values()]
@@ -230,9 +239,15 @@ def tensors(tmp_path, text):
 
 A = '"l.lora_A.weight": {"shape": [4, 8]}'
 MISTAKES = {
-    "nothing": (lambda p: p / "none.json", "`model` must be a config.json, a folder with one, or the folder of a PEFT adapter, got"),
+    "nothing": (
+        lambda p: p / "none.json",
+        "`model` must be a config.json, a folder with one, or the folder of a PEFT adapter, got",
+    ),
     "empty folder": (lambda p: p, "`model` must be a config.json, a folder with one"),
-    "no JSON": (lambda p: [(p / "c.json").write_text("{"), p / "c.json"][1], "`model` must be a JSON file, got JSONDecodeError"),
+    "no JSON": (
+        lambda p: [(p / "c.json").write_text("{"), p / "c.json"][1],
+        "`model` must be a JSON file, got JSONDecodeError",
+    ),
     "a list": (lambda p: [(p / "c.json").write_text("[]"), p / "c.json"][1], "`model` must be a JSON object, got a list"),
     "another model": (lambda p: written(p, **QWEN | {"model_type": "gpt2"}), "`model` must be of a model type among gemma,"),
     "a nested model": (lambda p: written(p, model_type="gemma3", text_config={}), "Pass the 'gemma3' model's text part"),
@@ -240,14 +255,17 @@ MISTAKES = {
     "a size of 0": (lambda p: written(p, **QWEN | {"intermediate_size": 0}), "a positive integer 'intermediate_size', got 0"),
     "no head_dim": (lambda p: written(p, **QWEN | {"head_dim": None}), "a positive integer 'head_dim', got None"),
     "not LoRA": (lambda p: broken(p, peft_type="IA3"), "`model` must be an adapter of peft_type LORA, got 'IA3'"),
-    "parameters": (lambda p: broken(p, target_parameters=["experts.w"]), "`model` must be an adapter of layers, got target_parameters"),
+    "parameters": (
+        lambda p: broken(p, target_parameters=["experts.w"]),
+        "`model` must be an adapter of layers, got target_parameters",
+    ),
     "no tensors": (broken, "`model` must be a folder with a whole adapter_model.safetensors, got FileNotFoundError"),
     "a cut header": (lambda p: tensors(p, '{"a": '), "a whole adapter_model.safetensors, got JSONDecodeError"),
     "no shapes": (lambda p: tensors(p, '{"a": {}}'), "a whole adapter_model.safetensors, got KeyError"),
     "A without B": (lambda p: tensors(p, f"{{{A}}}"), "A (r, K) and B (N, r) for each layer, got (4, 8) and None for l"),
     "another rank": (lambda p: tensors(p, f'{{{A}, "l.lora_B.weight": {{"shape": [8, 5]}}}}'), "got (4, 8) and (8, 5) for l"),
     "no layer": (lambda p: tensors(p, "{}"), "`model` must be an adapter with linear layers, got 0 layers of other kinds"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", MISTAKES)

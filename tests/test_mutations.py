@@ -184,7 +184,7 @@ FAULTS = [
     ("dropout", "_mix((seed >> 32) & _MASK)", "0", DROPOUT),
     ("dropout", "t, k = t + t0, k + k0", "t, k = t + t0, k", DROPOUT),
     ("dropout", "t, k = t + t0, k + k0", "t, k = t, k + k0", DROPOUT),
-]  # fmt: skip
+]
 
 
 def swap(monkeypatch, module, old, new):

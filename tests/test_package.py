@@ -78,7 +78,8 @@ def test_works_in_a_clean_environment(wheel, tmp_path):
     (site / "dependencies.pth").write_text("\n".join(folders) + "\n")
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel, cwd=tmp_path)
     where, version = run(
-        python, "-c",
+        python,
+        "-c",
         "import fdora, importlib.metadata as m, torch\n"
         "from fdora.functional import dora_init, dora_linear\n"
         "import fdora.convert, fdora.eager.norm\n"
@@ -87,7 +88,7 @@ def test_works_in_a_clean_environment(wheel, tmp_path):
         "torch.testing.assert_close(dora_linear(x, W, A, B, m_, s=2.0), x @ W.T)\n"
         "print(fdora.__file__, m.version('fdora'))",
         cwd=tmp_path,
-    ).split()  # fmt: skip
+    ).split()
     assert Path(where).is_relative_to(site) and version == __version__
     assert "python -m fdora doctor" in run(python, "-m", "fdora", cwd=tmp_path)
     report = run(python, "-m", "fdora", "doctor", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")

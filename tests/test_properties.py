@@ -158,9 +158,20 @@ def test_embedding(t, lead, per_row, seed):
 
 
 @given(
-    st.integers(0, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3),
-    st.integers(1, 2), st.integers(0, 2), st.integers(1, 2), st.booleans(), scalings, layouts, st.integers(0, 10**6),
-)  # fmt: skip
+    st.integers(0, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.integers(0, 2),
+    st.integers(1, 2),
+    st.booleans(),
+    scalings,
+    layouts,
+    st.integers(0, 10**6),
+)
 def test_conv(L, groups, c, out, r, kernel, stride, padding, dilation, transposed, s, layout, seed):
     rand = torch.Generator().manual_seed(seed)
 
@@ -183,8 +194,12 @@ def test_conv(L, groups, c, out, r, kernel, stride, padding, dilation, transpose
 
 
 @given(
-    st.lists(st.integers(0, 4), min_size=1, max_size=5), st.integers(0, 3), st.integers(1, 6), st.integers(1, 6), st.integers(1, 3)
-)  # fmt: skip
+    st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    st.integers(0, 3),
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.integers(1, 3),
+)
 def test_experts(counts, left, N, K, r):
     """Any number of tokens for each expert, and some behind them."""
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]

@@ -95,9 +95,7 @@ def experts_norm(W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: float, scale:
         return quant.stack_norms(W, A, B, s, backend)
 
 
-def bank_of(
-    call: Any, s: Tensor, offsets: Tensor, order: Tensor | None, flat: tuple[Any, ...], dtype: torch.dtype
-) -> Bank:  # fmt: skip
+def bank_of(call: Any, s: Tensor, offsets: Tensor, order: Tensor | None, flat: tuple[Any, ...], dtype: torch.dtype) -> Bank:
     """``flat``: operands of one layer, then what is stored of its W. W is dense and in the dtype of the products: codes are
     decoded here, and autocast's copy is made once for all."""
     W, A, B, m, c, bias, seed = flat[:WIDTH]
@@ -147,9 +145,17 @@ class Multi(torch.autograd.Function):
 
 
 def _backward(
-    call: Call, count: int, needs: BankNeeds, dy: Tensor, x: Tensor, s: Tensor, offsets: Tensor, order: Tensor | None,
-    h: Tensor, *rest: Any,
-) -> Any:  # fmt: skip
+    call: Call,
+    count: int,
+    needs: BankNeeds,
+    dy: Tensor,
+    x: Tensor,
+    s: Tensor,
+    offsets: Tensor,
+    order: Tensor | None,
+    h: Tensor,
+    *rest: Any,
+) -> Any:
     bank = bank_of(call, s, offsets, order, rest[count:], x.dtype)
     return OPS[call.backend].multi_bwd(dy, x, bank, h, rest[:count], needs)
 

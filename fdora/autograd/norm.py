@@ -47,9 +47,16 @@ def row_sqnorm(
 
 
 def guarded_norm(
-    W: AnyWeight, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None,
-    c: Tensor, seen: Tensor, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    W: AnyWeight,
+    A: Tensor,
+    B: Tensor,
+    base_sqnorm: Tensor | None,
+    s: float,
+    max_bytes: int | None,
+    c: Tensor,
+    seen: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
     W, A, B, base_sqnorm, c, seen = detached(W, A, B, base_sqnorm, c, seen)
     with torch.no_grad(), autocast_off(A):
         if isinstance(W, QuantWeight):

@@ -37,9 +37,16 @@ def norm(
 
 
 def guarded(
-    W: QuantWeight, A: Tensor, B: Tensor, base: Tensor | None, s: float, max_bytes: int | None,
-    c: Tensor, seen: Tensor, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    W: QuantWeight,
+    A: Tensor,
+    B: Tensor,
+    base: Tensor | None,
+    s: float,
+    max_bytes: int | None,
+    c: Tensor,
+    seen: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
     """c and the fingerprint of A, B, s: the c given where the fingerprint given is theirs.
 
     From codes the kernels decide, as of a dense W. Of a format that no kernel reads, on a GPU, c is computed and the device
@@ -79,9 +86,15 @@ class Layers:
             c[i : i + w.shape[0]] = norm(w, a.detach(), b.detach(), None, s, None, False, self.backend)
 
     def guarded(
-        self, W: Sequence[QuantWeight], A: Sequence[Tensor], B: Sequence[Tensor],
-        old: Tensor, old_words: Tensor, new: Tensor, new_words: Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        W: Sequence[QuantWeight],
+        A: Sequence[Tensor],
+        B: Sequence[Tensor],
+        old: Tensor,
+        old_words: Tensor,
+        new: Tensor,
+        new_words: Tensor,
+    ) -> None:
         """Writes new and new_words: norms of before where the bits of A, B and s are."""
         for j, (w, a, b, s, i) in enumerate(zip(W, A, B, self.s, self.at, strict=True)):
             part = slice(i, i + w.shape[0])

@@ -20,9 +20,17 @@ Groups = Sequence[Any]
 
 
 def sharded_norm(
-    W: AnyWeight, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None, detach: bool,
-    groups: Groups, sum_gradient: bool, backend: str,
-) -> Tensor:  # fmt: skip
+    W: AnyWeight,
+    A: Tensor,
+    B: Tensor,
+    base_sqnorm: Tensor | None,
+    s: float,
+    max_bytes: int | None,
+    detach: bool,
+    groups: Groups,
+    sum_gradient: bool,
+    backend: str,
+) -> Tensor:
     """c of the whole rows from this process's columns of W and A.
 
     ``sum_gradient``: the gradient that reaches c is this process's share of it, to be added up in backward. A gets the gradient
@@ -35,9 +43,17 @@ def sharded_norm(
 
 
 def sharded_guarded_norm(
-    W: AnyWeight, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None,
-    part: Tensor, seen: Tensor, groups: Groups, backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    W: AnyWeight,
+    A: Tensor,
+    B: Tensor,
+    base_sqnorm: Tensor | None,
+    s: float,
+    max_bytes: int | None,
+    part: Tensor,
+    seen: Tensor,
+    groups: Groups,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     """c of the whole rows, the fingerprint, and the norm of these columns: the given one where the fingerprint matches."""
     part, now = guarded_norm(W, A, B, base_sqnorm, s, max_bytes, part, seen, backend)
     return root_of_sum(part.square(), groups), now, part

@@ -21,12 +21,33 @@ READ = {"peft_type", "init_lora_weights", "lora_alpha", "alpha_pattern", "use_rs
 # Which layers have an adapter and of what rank (the tensors say it), training, book-keeping, options of an initialisation.
 # Biases, modules saved whole and token rows have tensors of their own, and from_peft refuses a tensor that is no adapter's.
 CHANGE_NOTHING = {
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "r", "rank_pattern",
-    "lora_dropout", "velora_config", "inference_mode", "runtime_config", "ensure_weight_tying",
-    "task_type", "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "megatron_core", "qalora_group_size",
-    "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-    "bias", "lora_bias", "modules_to_save", "trainable_token_indices",
-}  # fmt: skip
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "r",
+    "rank_pattern",
+    "lora_dropout",
+    "velora_config",
+    "inference_mode",
+    "runtime_config",
+    "ensure_weight_tying",
+    "task_type",
+    "base_model_name_or_path",
+    "revision",
+    "auto_mapping",
+    "peft_version",
+    "megatron_core",
+    "qalora_group_size",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "bias",
+    "lora_bias",
+    "modules_to_save",
+    "trainable_token_indices",
+}
 
 REFUSED = {
     "layer_replication": "Its layers are copies that the model's files do not hold: save the replicated model, and adapt that.",

@@ -79,9 +79,15 @@ def layers_run(
 
 
 def layers_bwd(
-    dys: Sequence[Tensor | None], x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout,
-    saved: Saved, need_x: bool, needs: Sequence[Needs],
-) -> tuple[Tensor | None, list[Grads]]:  # fmt: skip
+    dys: Sequence[Tensor | None],
+    x: Tensor,
+    layers: Sequence[Operands],
+    options: Sequence[Options],
+    drop: Dropout,
+    saved: Saved,
+    need_x: bool,
+    needs: Sequence[Needs],
+) -> tuple[Tensor | None, list[Grads]]:
     """dx, and the gradients of each layer; those of bias in acc_dtype. A dy of None: nobody asked for this y.
 
     A list of dys is emptied.
@@ -154,9 +160,18 @@ def linear_fwd(
 
 
 def linear_bwd(
-    dy: Tensor, x: Tensor, la: Any, s: float, dropout: Dropout, h: Tensor, kept: Tensor | None, pre_scale: bool, need_x: bool,
-    needs: Needs, accumulate_into: Tensor | None,
-) -> tuple[Tensor | None, Grads]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    la: Any,
+    s: float,
+    dropout: Dropout,
+    h: Tensor,
+    kept: Tensor | None,
+    pre_scale: bool,
+    need_x: bool,
+    needs: Needs,
+    accumulate_into: Tensor | None,
+) -> tuple[Tensor | None, Grads]:
     """dx, added to ``accumulate_into`` in place where torch.func and compilers do not look, and what ``needs`` asks for."""
     W, A, B, m, c, _, seed = la
     t, acc = x.dtype, acc_dtype(x.dtype)

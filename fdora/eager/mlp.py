@@ -36,9 +36,16 @@ def mlp_run(
 
 
 def mlp_bwd(
-    dy: Tensor, x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout, act: Act, saved: SavedMlp,
-    need_x: bool, needs: Sequence[Needs],
-) -> tuple[Tensor | None, list[Grads]]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    layers: Sequence[Operands],
+    options: Sequence[Options],
+    drop: Dropout,
+    act: Act,
+    saved: SavedMlp,
+    need_x: bool,
+    needs: Sequence[Needs],
+) -> tuple[Tensor | None, list[Grads]]:
     """dx, and the gradients of gate, up and down; those of bias in acc_dtype."""
     flat, pre = as_matrix(x), (saved.pre_gate, saved.pre_up, saved.pre_down)
     gate, up = (

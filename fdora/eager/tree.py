@@ -25,9 +25,15 @@ class Layers:
             c[i : i + w.shape[0]] = norm_fwd(w.detach(), a.detach(), b.detach(), None, s, None)
 
     def guarded(
-        self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor],
-        old: Tensor, old_words: Tensor, new: Tensor, new_words: Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        W: Sequence[Tensor],
+        A: Sequence[Tensor],
+        B: Sequence[Tensor],
+        old: Tensor,
+        old_words: Tensor,
+        new: Tensor,
+        new_words: Tensor,
+    ) -> None:
         """Writes new and new_words, which may be old and old_words: norms of before where the bits of A, B and s are."""
         for j, (w, a, b, s, i) in enumerate(zip(W, A, B, self.s, self.at, strict=True)):
             a, b, part = a.detach(), b.detach(), slice(i, i + w.shape[0])

@@ -133,8 +133,20 @@ class Way:
         """Of W, A, B, m, c, bias."""
         W, A, B, m, c, bias = layer
         c = bare(*m.shape) if c is None else c
-        return Bank(W if W.dtype == dtype else bare(*W.shape, dtype=dtype), A, B, m, c, bias, bare(A.shape[0]), self.offsets,
-                    None, None, None, 0.0)  # fmt: skip
+        return Bank(
+            W if W.dtype == dtype else bare(*W.shape, dtype=dtype),
+            A,
+            B,
+            m,
+            c,
+            bias,
+            bare(A.shape[0]),
+            self.offsets,
+            None,
+            None,
+            None,
+            0.0,
+        )
 
 
 def norms_of(triton: Any, on: Any, layer: Any) -> list[Any]:

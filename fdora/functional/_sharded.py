@@ -42,9 +42,19 @@ def linear(call: Callable, x: Any, layer: DoraLayer, p: float, seed: Any, origin
     la, bias = _local_layer(fn, lay, layer, rest["backend"])
     at = _origin(fn, lay, x, p, seed, origin)
     y = call(
-        local(fn, lay, "x", x), la.W, la.A, la.B, la.m, s=la.s, bias=la.bias, norm=la.norm, dropout_p=p, seed=seed,
-        mask_origin=at, **rest,
-    )  # fmt: skip
+        local(fn, lay, "x", x),
+        la.W,
+        la.A,
+        la.B,
+        la.m,
+        s=la.s,
+        bias=la.bias,
+        norm=la.norm,
+        dropout_p=p,
+        seed=seed,
+        mask_origin=at,
+        **rest,
+    )
     return _output(fn, lay, y, x, layer.W, bias)
 
 

@@ -41,9 +41,20 @@ from fdora.functional.norm import dora_norm
 
 
 def multi(
-    call: Callable, x: Any, W: Any, A: Any, B: Any, m: Any, s: Any, offsets: Any, ids: Any, norm: Any, bias: Any, p: float,
+    call: Callable,
+    x: Any,
+    W: Any,
+    A: Any,
+    B: Any,
+    m: Any,
+    s: Any,
+    offsets: Any,
+    ids: Any,
+    norm: Any,
+    bias: Any,
+    p: float,
     **rest: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     fn = "dora_linear_multi"
     if p:
         raise fail(fn, "dropout_p", "0 with DTensors", p, "A mask counts the tokens of its adapter, which no part knows.")
@@ -81,9 +92,19 @@ def _bank_norm(fn: str, lay: Layout, W: Any, A: Any, B: Any, s: Any, ranks: Any,
 
 
 def embedding(
-    call: Callable, ids: Any, W: Any, A: Any, B: Any, m: Any, s: float, norm: Any, norm_axis: int, padding_idx: int | None,
-    max_norm: float | None, backend: Any,
-) -> Any:  # fmt: skip
+    call: Callable,
+    ids: Any,
+    W: Any,
+    A: Any,
+    B: Any,
+    m: Any,
+    s: float,
+    norm: Any,
+    norm_axis: int,
+    padding_idx: int | None,
+    max_norm: float | None,
+    backend: Any,
+) -> Any:
     """A process that has not a token's row adds zeros to the sum; a number that is no row of the whole gives NaN."""
     fn = "dora_embedding"
     mesh = mesh_of(fn, {"ids": ids, "W": W, "A": A, "B": B, "m": m, "norm": norm})
@@ -116,9 +137,22 @@ def embedding(
 
 
 def conv(
-    call: Callable, fn: str, n: int, x: Any, W: Any, A: Any, B: Any, m: Any, s: float, bias: Any, norm: Any, groups: Any,
-    transposed: bool, backend: Any, **rest: Any,
-) -> Any:  # fmt: skip
+    call: Callable,
+    fn: str,
+    n: int,
+    x: Any,
+    W: Any,
+    A: Any,
+    B: Any,
+    m: Any,
+    s: float,
+    bias: Any,
+    norm: Any,
+    groups: Any,
+    transposed: bool,
+    backend: Any,
+    **rest: Any,
+) -> Any:
     mesh = mesh_of(fn, {"x": x, "W": W, "A": A, "B": B, "m": m, "norm": norm, "bias": bias})
     lay = layout(fn, mesh, CONV, W, x, (0,))
     if x.dim() != n + 2:

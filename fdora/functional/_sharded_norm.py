@@ -20,9 +20,20 @@ from fdora.functional.norm_state import NormState, ShardNormState, dora_norm_sta
 
 
 def norm(
-    fn: str, W: Any, A: Any, B: Any, s: Any, norm_axis: int, base: Any, detach: bool, max_bytes: int | None, state: Any,
-    squared: bool, group: Any, backend: Any,
-) -> Any:  # fmt: skip
+    fn: str,
+    W: Any,
+    A: Any,
+    B: Any,
+    s: Any,
+    norm_axis: int,
+    base: Any,
+    detach: bool,
+    max_bytes: int | None,
+    state: Any,
+    squared: bool,
+    group: Any,
+    backend: Any,
+) -> Any:
     if group is not None:
         raise fail(fn, "group", "None for DTensors", f"a {type(group).__name__}", "They know what they are cut over.")
     if norm_axis == 0:

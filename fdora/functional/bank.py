@@ -126,9 +126,14 @@ def _refuse(fn: str, refused: dict[str, bool], what: str, remedy: str) -> None:
 
 
 def norm_of_bank(
-    W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: Tensor | Sequence[float], refused: dict[str, bool], group: Any,
+    W: Tensor | QuantWeight,
+    A: Tensor,
+    B: Tensor,
+    s: Tensor | Sequence[float],
+    refused: dict[str, bool],
+    group: Any,
     backend: Backend,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """:func:`dora_norm` of a bank. ``refused``: arguments that have no meaning there, and whether they are given."""
     fn = "dora_norm"
     _refuse(fn, refused, "a bank of adapters", "Ask for the norm of one adapter at a time.")

@@ -118,9 +118,18 @@ def check_sparse(fn: str, sparse: bool) -> None:
 
 
 def check_embedding(
-    fn: str, ids: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor, s: float, norm: Tensor | None, norm_axis: int,
-    padding_idx: int | None, max_norm: float | None,
-) -> bool:  # fmt: skip
+    fn: str,
+    ids: Tensor,
+    W: Any,
+    A: Tensor,
+    B: Tensor,
+    m: Tensor,
+    s: float,
+    norm: Tensor | None,
+    norm_axis: int,
+    padding_idx: int | None,
+    max_norm: float | None,
+) -> bool:
     """Whether they are DTensors, whose parts are checked in their turn."""
     if isinstance(W, QuantWeight):
         raise fail(fn, "W", "a tensor", "a QuantWeight", "Pass W.dequantize(): formats of tables are not read row by row.")

@@ -165,9 +165,7 @@ def _ones(m: Tensor, W: Tensor | QuantWeight) -> Tensor:
     return m.new_ones(m.shape[1], dtype=torch.promote_types(W.dtype, torch.float32))
 
 
-def check_experts(
-    fn: str, x: Tensor, W: Any, A: Any, B: Any, m: Any, s: Any, bias: Tensor | None, norm: Tensor | None
-) -> None:  # fmt: skip
+def check_experts(fn: str, x: Tensor, W: Any, A: Any, B: Any, m: Any, s: Any, bias: Tensor | None, norm: Tensor | None) -> None:
     key = key_of(fn, (x, W, A, B, m, bias, norm), s)
     if passed(key):
         check_frozen(fn, "W", W)
@@ -225,9 +223,12 @@ def route_of(fn: str, ids: Tensor, experts: int, name: str) -> Route:
     """(T, k) or (T,) -> the pairs of tokens and experts, sorted; kernels do not wait for it."""
     if name != "triton" and not is_real(ids):
         raise fail(
-            fn, "ids", "read by the host in plain torch", "code that is compiled, mapped or on meta",
+            fn,
+            "ids",
+            "read by the host in plain torch",
+            "code that is compiled, mapped or on meta",
             "Call it outside, or sort the tokens and pass offsets.tolist().",
-        )  # fmt: skip
+        )
     offsets, order, place = route(ids.reshape(-1), experts, name)
     if place is None:
         place = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))

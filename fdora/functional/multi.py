@@ -127,9 +127,18 @@ def dora_linear_multi(
 
 
 def check_multi(
-    fn: str, x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor | None, offsets: Tensor | None, ids: Tensor | None,
-    norm: Tensor | None, bias: Tensor | None, ranks: tuple[int, ...] | None,
-) -> bool:  # fmt: skip
+    fn: str,
+    x: Tensor,
+    W: Any,
+    A: Tensor,
+    B: Tensor,
+    m: Tensor | None,
+    offsets: Tensor | None,
+    ids: Tensor | None,
+    norm: Tensor | None,
+    bias: Tensor | None,
+    ranks: tuple[int, ...] | None,
+) -> bool:
     """Everything but values and s. Whether they are DTensors, whose parts are checked in their turn."""
     key = key_of(f"{fn} {ranks}", (x, W, A, B, m, offsets, ids, norm, bias))
     if passed(key):

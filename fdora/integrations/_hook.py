@@ -65,9 +65,12 @@ def hooked(module: nn.Module) -> Any:
 
 
 def hook(
-    model: nn.Module, roots: Sequence[nn.Module], kepts: Sequence[Any], find: Callable[..., Found],
+    model: nn.Module,
+    roots: Sequence[nn.Module],
+    kepts: Sequence[Any],
+    find: Callable[..., Found],
     find_shards: Callable[[Any], Any] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Before each forward of any of these modules of the model compute the norms of the layers that ``find`` lists, all or of
     those that it is given, some of ``kepts``; and on their shards of those that ``find_shards`` does."""
     norms, left = ModelNorms(weakref.ref(model), find), Left(len(kepts))

@@ -91,9 +91,15 @@ def main(argv: list[str] | None = None) -> int:
         targets = frozenset(a.targets or own or LINEARS)
         size = 4 if a.adapter_dtype == "float32" else 2
         setup = Setup(
-            a.length, adapters, loss_tokens=a.loss_tokens, weights=a.weights, adapter_bytes=size, optimizer=a.optimizer,
-            microbatches=a.microbatches, targets=targets,
-        )  # fmt: skip
+            a.length,
+            adapters,
+            loss_tokens=a.loss_tokens,
+            weights=a.weights,
+            adapter_bytes=size,
+            optimizer=a.optimizer,
+            microbatches=a.microbatches,
+            targets=targets,
+        )
         found = plan(read_model(a.model), setup, gpu=card(a.gpu, a.profile), gpus=a.gpus, tokens=a.tokens)
     except FdoraError as error:
         parser.exit(2, f"{error}\n")

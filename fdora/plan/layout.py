@@ -73,9 +73,15 @@ def ways(request: Request) -> list[Layout]:
 
 
 def _layout(
-    request: Request, kind: str, held: Memory, most: int, seconds: float | None, trained: int, bubble: float = 0.0,
+    request: Request,
+    kind: str,
+    held: Memory,
+    most: int,
+    seconds: float | None,
+    trained: int,
+    bubble: float = 0.0,
     stages: tuple[int, ...] = (),
-) -> Layout:  # fmt: skip
+) -> Layout:
     """``trained``: tokens of a step on all GPUs."""
     setup, fits = request.setup, held.peak <= request.budget
     rate = None if seconds is None else trained / seconds
@@ -101,9 +107,13 @@ def fsdp2(request: Request) -> Layout:
     def sharded(held: Memory) -> Memory:
         gathered = min(GATHERED, model.layers) * block + held.embeddings
         return held._replace(
-            linears=held.linears // gpus, embeddings=held.embeddings // gpus, adapters=held.adapters // gpus,
-            optimizer=held.optimizer // gpus, gradients=held.gradients // gpus, temporary=held.temporary + gathered,
-        )  # fmt: skip
+            linears=held.linears // gpus,
+            embeddings=held.embeddings // gpus,
+            adapters=held.adapters // gpus,
+            optimizer=held.optimizer // gpus,
+            gradients=held.gradients // gpus,
+            temporary=held.temporary + gathered,
+        )
 
     held = sharded(whole)
     more = held.resident + held.gradients - whole.resident - whole.gradients + held.temporary - whole.temporary
@@ -142,10 +152,12 @@ def pipeline(request: Request) -> Layout:
         each = [times(model, several, tokens, card.profile, part) for part in parts]
         microbatches = tuple((Sample(0, 0, i, tokens),) for i in range(count))
         line = simulate(
-            microbatches, gpus, forward=lambda _, s: max(each[s].forward, each[s].host / 2),
+            microbatches,
+            gpus,
+            forward=lambda _, s: max(each[s].forward, each[s].host / 2),
             backward=lambda _, s: max(each[s].backward, each[s].host / 2),
             transfer=E * tokens * model.hidden / card.profile.send,
-        )  # fmt: skip
+        )
         seconds, bubble = line.time + max(time.update for time in each), line.bubble
     worst = max(held, key=lambda memory: memory.peak)
     return _layout(request, "pipeline", worst, most, seconds, count * tokens, bubble=bubble, stages=stages)

@@ -83,10 +83,17 @@ def memory(model: Model, setup: Setup, tokens: int, part: Part | None = None, in
     norms = 4 * len(setup.adapters) * part.layers * sum(model.linears[name][0] for name in setup.targets)
     most = max(found.most, found.gradients)  # the optimizer makes nothing
     return Memory(
-        int(frozen * WEIGHTS[setup.weights][0]), E * rest, adapters * setup.adapter_bytes,
-        OPTIMIZERS[setup.optimizer] * adapters * setup.adapter_bytes, gradients, norms, WORKSPACE,
-        in_flight * found.kept, most - found.kept, found.at,
-    )  # fmt: skip
+        int(frozen * WEIGHTS[setup.weights][0]),
+        E * rest,
+        adapters * setup.adapter_bytes,
+        OPTIMIZERS[setup.optimizer] * adapters * setup.adapter_bytes,
+        gradients,
+        norms,
+        WORKSPACE,
+        in_flight * found.kept,
+        most - found.kept,
+        found.at,
+    )
 
 
 def capacity(model: Model, setup: Setup, budget: int, part: Part | None = None, in_flight: int = 1) -> int:

@@ -103,10 +103,20 @@ def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -
     window = config.get("sliding_window") if sliding else 0
     tied = config.get("tie_word_embeddings")
     return Model(
-        kind, size("num_hidden_layers") if layers is None else layers, hidden, size("intermediate_size"), heads,
-        size("num_key_value_heads", heads), size("head_dim", family.head_dim or hidden // heads), size("vocab_size"),
-        family.tied if tied is None else bool(tied), family.head_norms, family.sandwich, window or 0, frozenset(biases),
-    )  # fmt: skip
+        kind,
+        size("num_hidden_layers") if layers is None else layers,
+        hidden,
+        size("intermediate_size"),
+        heads,
+        size("num_key_value_heads", heads),
+        size("head_dim", family.head_dim or hidden // heads),
+        size("vocab_size"),
+        family.tied if tied is None else bool(tied),
+        family.head_norms,
+        family.sandwich,
+        window or 0,
+        frozenset(biases),
+    )
 
 
 def _file(path: Path) -> Path:

@@ -124,9 +124,7 @@ def _outside(segment: Segment) -> list[str]:
     return [name for name in dict.fromkeys(name for op in segment.ops for name in op.reads) if name not in written]
 
 
-def _forward(
-    memory: _Memory, ops: Sequence[Op], readers: Mapping[str, int], keep: set[str], own: set[str], where: str
-) -> None:  # fmt: skip
+def _forward(memory: _Memory, ops: Sequence[Op], readers: Mapping[str, int], keep: set[str], own: set[str], where: str) -> None:
     """``keep``: for backward of what writes one of these; ``own``: names that go with their last reader."""
     for op in ops:
         for name in op.writes:

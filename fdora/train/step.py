@@ -159,9 +159,20 @@ def optimizer_step(state: State, jobs: Sequence[Job], squares: dict[int, Tensor]
                 foreach_mul_(own, scale.to(own[0]))
         counts = [torch.tensor(float(steps[a])) for _ in params]
         adamw(
-            rows, row_grads, row_mean, row_square, [], counts, amsgrad=False, beta1=job.betas[0], beta2=job.betas[1],
-            lr=job.rate(steps[a]), weight_decay=job.weight_decay, eps=job.eps, maximize=False,
-        )  # fmt: skip
+            rows,
+            row_grads,
+            row_mean,
+            row_square,
+            [],
+            counts,
+            amsgrad=False,
+            beta1=job.betas[0],
+            beta2=job.betas[1],
+            lr=job.rate(steps[a]),
+            weight_decay=job.weight_decay,
+            eps=job.eps,
+            maximize=False,
+        )
         foreach_zero_(row_grads)
         steps[a] += 1
     after: Any = [optree.tree_unflatten(spec, each) for each in (params, grads, mean, square)]

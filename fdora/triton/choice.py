@@ -35,9 +35,7 @@ class Way(NamedTuple):
 
 
 @lru_cache(4096)
-def product_way(
-    M: int, N: int, K: int, r: int, trans_b: bool, extra: bool, tma: bool, capability: int, num_sms: int
-) -> Way:  # fmt: skip
+def product_way(M: int, N: int, K: int, r: int, trans_b: bool, extra: bool, tma: bool, capability: int, num_sms: int) -> Way:
     """``trans_b``: the columns of W are contiguous (forward). ``extra``: one more tile is read or written at the end. ``tma``:
     all operands lie as TMA wants them."""
     gpu = gpu_of(capability, num_sms)
@@ -53,7 +51,7 @@ def product_way(
 @lru_cache(4096)
 def fused_config(
     M: int, N: int, K: int, r: int, trans_b: bool, extra: bool, tma: bool, capability: int, num_sms: int
-) -> GemmConfig:  # fmt: skip
+) -> GemmConfig:
     """The fastest tile of one product with everything inside."""
     return _fused(M, N, K, r, trans_b, extra, tma, gpu_of(capability, num_sms), capability)[0]
 
@@ -61,7 +59,7 @@ def fused_config(
 @lru_cache(4096)
 def grouped_config(
     M: int, N: int, K: int, r: int, groups: int, trans_b: bool, tma: bool, capability: int, num_sms: int
-) -> GemmConfig:  # fmt: skip
+) -> GemmConfig:
     """The same where each group of rows has a W of its own. A group ends in the middle of a tile, so each costs half of one
     more; the rows that leave at its end go by pointers, another tile in shared memory. Not fitted: the numbers are those of
     one W."""
@@ -70,7 +68,7 @@ def grouped_config(
 
 def _fused(
     M: int, N: int, K: int, r: int, trans_b: bool, extra: bool, tma: bool, gpu: Gpu, capability: int, groups: int = 0
-) -> tuple[GemmConfig, float]:  # fmt: skip
+) -> tuple[GemmConfig, float]:
     found = tiles(trans_b, extra, tma and 90 <= capability < 120, capability)
     if groups and not trans_b:  # what a tile reads of the next matrix must not be summed up: 0 times a NaN is one
         inside = {config: fit for config, fit in found.items() if not config.tma or K % config.BLOCK_K == 0}

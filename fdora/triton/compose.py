@@ -61,9 +61,12 @@ def plan_compose(likes: Sequence[Like | None], device: Device, delta: bool) -> P
     (M, N), s = base.shape, plan.scalar("s")
     plan.path = "one pass over base and lora"
     plan.launch(
-        compose_fwd_kernel, (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)),
-        (base, lora, g, bias, y, s, M, N, base.stride[0], lora.stride[0], N), (delta, bias is not None, BLOCK_M, BLOCK_N), 4,
-    )  # fmt: skip
+        compose_fwd_kernel,
+        (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)),
+        (base, lora, g, bias, y, s, M, N, base.stride[0], lora.stride[0], N),
+        (delta, bias is not None, BLOCK_M, BLOCK_N),
+        4,
+    )
     return plan.plan()
 
 
@@ -124,9 +127,12 @@ def _planes(plan: Builder, likes: Sequence[Any], delta: bool) -> Plan:
     rows, points = _blocks(P)
     plan.path = "one pass over base and lora, a row for each channel"
     plan.launch(
-        planes_fwd_kernel, (cdiv(L * N, rows), cdiv(P, points)), (base, lora, g, bias, y, s, L * N, N, P),
-        (delta, bias is not None, rows, points), 4,
-    )  # fmt: skip
+        planes_fwd_kernel,
+        (cdiv(L * N, rows), cdiv(P, points)),
+        (base, lora, g, bias, y, s, L * N, N, P),
+        (delta, bias is not None, rows, points),
+        4,
+    )
     return plan.plan()
 
 
@@ -139,9 +145,12 @@ def _planes_backward(plan: Builder, likes: Sequence[Any], delta: bool, needs: tu
     plan.path = "one pass over what the wanted gradients need, a row for each channel; sums over points, then over rows"
     out, partials = _wanted(plan, (L, N, P), base.dtype, lora.dtype, N, L * cdiv(P, strip), needs)
     plan.launch(
-        planes_bwd_kernel, (cdiv(L * N, rows), cdiv(P, strip)), (dy, base, lora, g, *out[:2], *partials, s, L * N, N, P),
-        (delta, *needs, rows, points, strip), 4,
-    )  # fmt: skip
+        planes_bwd_kernel,
+        (cdiv(L * N, rows), cdiv(P, strip)),
+        (dy, base, lora, g, *out[:2], *partials, s, L * N, N, P),
+        (delta, *needs, rows, points, strip),
+        4,
+    )
     return _summed(plan, out, partials)
 
 

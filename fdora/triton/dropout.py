@@ -31,8 +31,10 @@ def drop(plan: Builder, x: Array, seed: Array | None, p: float, accumulate_into:
     M, K = x.shape
     out = plan.temp((M, K), x.dtype) if accumulate_into is None else accumulate_into
     plan.launch(
-        drop_kernel, (cdiv(M, BLOCK_M), cdiv(K, BLOCK_K)),
+        drop_kernel,
+        (cdiv(M, BLOCK_M), cdiv(K, BLOCK_K)),
         (x, out, seed, threshold(p), 1 / (1 - p), M, K, *x.stride),
-        (accumulate_into is not None, has_origin(seed), BLOCK_M, BLOCK_K), 4,
-    )  # fmt: skip
+        (accumulate_into is not None, has_origin(seed), BLOCK_M, BLOCK_K),
+        4,
+    )
     return out

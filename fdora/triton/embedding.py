@@ -120,10 +120,13 @@ def plan_embedding(likes: Sequence[Like | None], device: Device, per_row: bool) 
     span = max(D, 1) if own_norm else span
     plan.path = "gather, low-rank product and g in one pass" + (", after one for the norms of the rows" if own_norm else "")
     plan.launch(
-        embedding_kernel, (cdiv(T, block_t), cdiv(D, span)),
+        embedding_kernel,
+        (cdiv(T, block_t), cdiv(D, span)),
         (ids, W, A, B, m, c, y, s, T, V, D, R, *W.stride, *A.stride, *B.stride),
-        (per_row, own_norm, block_r >= R, block_t, block_d, block_r, span), num_warps, num_stages,
-    )  # fmt: skip
+        (per_row, own_norm, block_r >= R, block_t, block_d, block_r, span),
+        num_warps,
+        num_stages,
+    )
     return plan.plan()
 
 

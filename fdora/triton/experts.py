@@ -59,9 +59,12 @@ def plan_spread(likes: Sequence[Like | None], device: Device, k: int) -> Plan:
     (M,), N = order.shape, x.shape[1]
     out = plan.result("rows", (M, N), x.dtype)
     plan.launch(
-        spread_kernel, (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)), (x, order, gates, out, M, N, k, x.stride[0]),
-        (gates is not None, BLOCK_M, BLOCK_N), 4,
-    )  # fmt: skip
+        spread_kernel,
+        (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)),
+        (x, order, gates, out, M, N, k, x.stride[0]),
+        (gates is not None, BLOCK_M, BLOCK_N),
+        4,
+    )
     plan.path = "one pass"
     return plan.plan()
 
@@ -72,9 +75,12 @@ def plan_combine(likes: Sequence[Like | None], device: Device, k: int) -> Plan:
     T, N = place.shape[0] // max(1, k), rows.shape[1]
     out = plan.result("y", (T, N), rows.dtype)
     plan.launch(
-        combine_kernel, (cdiv(T, BLOCK_M), cdiv(N, BLOCK_N)), (rows, place, gates, out, T, N, k, rows.stride[0]),
-        (gates is not None, BLOCK_M, BLOCK_N), 4,
-    )  # fmt: skip
+        combine_kernel,
+        (cdiv(T, BLOCK_M), cdiv(N, BLOCK_N)),
+        (rows, place, gates, out, T, N, k, rows.stride[0]),
+        (gates is not None, BLOCK_M, BLOCK_N),
+        4,
+    )
     plan.path = "one pass"
     return plan.plan()
 

@@ -177,9 +177,14 @@ def compose(on: Device, base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | No
 
 
 def linear(
-    on: Device, x: Tensor, layers: Layers, options: Sequence[Options], drop: Dropout, fp8: bool = False,
+    on: Device,
+    x: Tensor,
+    layers: Layers,
+    options: Sequence[Options],
+    drop: Dropout,
+    fp8: bool = False,
     residual: Tensor | None = None,
-) -> Parts:  # fmt: skip
+) -> Parts:
     """One layer, or several on one x. ``fp8``: one, by products of 8 bits; ``residual``: one, to which this is added."""
     flat, codes = flat_of(layers), _facts(layers)
     saves, s = tuple(o.save for o in options), [o.s for o in options]

@@ -44,9 +44,16 @@ def factors_config(r: int) -> FactorsConfig:
 
 
 def factor_gradients(
-    plan: Builder, x: Array, dh: Array, dA: Array, dz: Array, h: Array, dB: Array, config: FactorsConfig | None = None,
+    plan: Builder,
+    x: Array,
+    dh: Array,
+    dA: Array,
+    dz: Array,
+    h: Array,
+    dB: Array,
+    config: FactorsConfig | None = None,
     g: tuple[Array | None, Array | None] = (None, None),
-) -> None:  # fmt: skip
+) -> None:
     """(M, K) (M, r) -> dA (r, K), (M, N) (M, r) -> dB (N, r), each in the dtype it has; rows of adjacent columns.
 
     ``g``: m and c where dz is dy: dB = g dy^T h."""
@@ -54,7 +61,11 @@ def factor_gradients(
     config = config or factors_config(r)
     block_c, block_r, block_m, warps, stages = config
     plan.launch(
-        factors_kernel, (cdiv(K, block_c) + cdiv(N, block_c), cdiv(r, block_r)),
+        factors_kernel,
+        (cdiv(K, block_c) + cdiv(N, block_c), cdiv(r, block_r)),
         (x, dh, dA, dz, h, dB, *g, M, K, N, r, x.stride[0], dh.stride[0], dz.stride[0], h.stride[0]),
-        (g[0] is not None, block_c, block_r, block_m, pdl), warps, stages, pdl,
-    )  # fmt: skip
+        (g[0] is not None, block_c, block_r, block_m, pdl),
+        warps,
+        stages,
+        pdl,
+    )

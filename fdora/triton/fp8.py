@@ -82,12 +82,33 @@ def plan_fp8_linear(
     bm, bn, bk, num_warps, num_stages = fp8_config(M, N, K, device.capability)
     rows, columns = block if mode == "block" else (1, 1)
     plan.launch(
-        fp8_gemm_kernel, (cdiv(M, bm) * cdiv(N, bn),),
-        (x8, x_scale, codes, scales, h, B, y, pre, m, c, bias, M, N, K, r, cdiv(K, columns),
-         *codes.stride, *h.stride, *B.T.stride),
+        fp8_gemm_kernel,
+        (cdiv(M, bm) * cdiv(N, bn),),
+        (
+            x8,
+            x_scale,
+            codes,
+            scales,
+            h,
+            B,
+            y,
+            pre,
+            m,
+            c,
+            bias,
+            M,
+            N,
+            K,
+            r,
+            cdiv(K, columns),
+            *codes.stride,
+            *h.stride,
+            *B.T.stride,
+        ),
         (mode, rows, columns, bias is not None, pre is not None, bm, bn, bk, max(16, min(64, power_of_two(r))), 8),
-        num_warps, num_stages,
-    )  # fmt: skip
+        num_warps,
+        num_stages,
+    )
     return plan.plan()
 
 
@@ -112,6 +133,9 @@ def _fake_fp8_linear(x, operands, s, save, p, mode, block):
 
 
 fp8_linear = op(
-    "fp8_linear", _fp8_linear, _fake_fp8_linear, _planned,
+    "fp8_linear",
+    _fp8_linear,
+    _fake_fp8_linear,
+    _planned,
     "(Tensor x, Tensor?[] operands, float s, str save, float p, str mode, int[] block) -> Tensor[]",
-)  # fmt: skip
+)

@@ -59,9 +59,16 @@ NO_EPILOGUE, UNMASKED = Epilogue(), Masked()
 
 
 def gemm(
-    plan: Builder, out: Array, x: Array, h: Array, right: Operand, epilogue: Epilogue = NO_EPILOGUE,
-    masked: Masked = UNMASKED, pre_scale: Array | None = None, config: GemmConfig | None = None,
-) -> None:  # fmt: skip
+    plan: Builder,
+    out: Array,
+    x: Array,
+    h: Array,
+    right: Operand,
+    epilogue: Epilogue = NO_EPILOGUE,
+    masked: Masked = UNMASKED,
+    pre_scale: Array | None = None,
+    config: GemmConfig | None = None,
+) -> None:
     """x (M, K), h (M, r), float16 or bfloat16 -> ``out`` and, where given, ``pre_scale``, both (M, N) and contiguous.
 
     ``config`` overrides the choice, for the command that measures tiles.
@@ -86,14 +93,36 @@ def gemm(
         programs = min(count, plan.device.num_sms) if config.persistent else count
         hb = (_fit(plan, h), _fit(plan, b.T if trans_b else b))
         plan.launch(
-            gemm_tma_kernel, (programs,),
-            (Tile(x, (bm, bk)), _tile(x_masked, (bm, bk)), Tile(w.T if trans_b else w, block), Tile(hb[0], (bm, bk)),
-             Tile(hb[1], block), Tile(out, (bm, width)), _tile(pre_scale, (bm, width)), _tile(epilogue.residual, (bm, width)),
-             *vectors, programs),
-            (trans_b, *flags, origin, bm, bn, bk, config.EPILOGUE_SUBTILE, config.persistent and masked.seed is None,
-             config.GROUP_M, plan.device.supports_pdl),
-            config.num_warps, config.num_stages, plan.device.supports_pdl,
-        )  # fmt: skip
+            gemm_tma_kernel,
+            (programs,),
+            (
+                Tile(x, (bm, bk)),
+                _tile(x_masked, (bm, bk)),
+                Tile(w.T if trans_b else w, block),
+                Tile(hb[0], (bm, bk)),
+                Tile(hb[1], block),
+                Tile(out, (bm, width)),
+                _tile(pre_scale, (bm, width)),
+                _tile(epilogue.residual, (bm, width)),
+                *vectors,
+                programs,
+            ),
+            (
+                trans_b,
+                *flags,
+                origin,
+                bm,
+                bn,
+                bk,
+                config.EPILOGUE_SUBTILE,
+                config.persistent and masked.seed is None,
+                config.GROUP_M,
+                plan.device.supports_pdl,
+            ),
+            config.num_warps,
+            config.num_stages,
+            plan.device.supports_pdl,
+        )
         return
     if x_masked is not None and x_masked.stride != x.stride:
         x, x_masked = stacked(plan, [x], x.dtype), stacked(plan, [x_masked], x.dtype)

@@ -27,9 +27,12 @@ def fingerprint(plan: Builder, A: Array, B: Array, s: Scalar, out: Array) -> Non
     cols_a, row_a, col_a = (1, 1, 1) if packed_a else (a.shape[1], *a.stride)  # where packed nobody reads them
     cols_b, row_b, col_b = (1, 1, 1) if packed_b else (b.shape[1], *b.stride)
     plan.launch(
-        hash_kernel, (programs,), (a, b, out, s, a.numel, b.numel, cols_a, cols_b, row_a, col_a, row_b, col_b),
-        (packed_a, packed_b, BLOCK, kind, WORDS, plan.device.supports_pdl), 16,
-    )  # fmt: skip
+        hash_kernel,
+        (programs,),
+        (a, b, out, s, a.numel, b.numel, cols_a, cols_b, row_a, col_a, row_b, col_b),
+        (packed_a, packed_b, BLOCK, kind, WORDS, plan.device.supports_pdl),
+        16,
+    )
 
 
 def _words(t: Array) -> tuple[Array, bool]:

@@ -52,9 +52,18 @@ def fake_grads(x: Tensor, operands: Sequence[Any], need_x: bool, needs: Sequence
 
 
 def backward(
-    plan: Builder, dys: Sequence[Array | None], x: Array, layers: list[Any], scalars: list[Scalar], hs: list[Array | None],
-    kept: Sequence[Array | None], pre_scale: Sequence[bool], dropout: Dropout, dx: Array | None, grads: Sequence[Any],
-) -> None:  # fmt: skip
+    plan: Builder,
+    dys: Sequence[Array | None],
+    x: Array,
+    layers: list[Any],
+    scalars: list[Scalar],
+    hs: list[Array | None],
+    kept: Sequence[Array | None],
+    pre_scale: Sequence[bool],
+    dropout: Dropout,
+    dx: Array | None,
+    grads: Sequence[Any],
+) -> None:
     """Into dx, in place from the second layer on, and into grads."""
     first, how = True, "products by cuBLAS"
     for i, (dy, la) in enumerate(zip(dys, layers, strict=True)):
@@ -95,9 +104,19 @@ def takes_g(la: Any, x: Array, dropout: Dropout, pre_scale: bool) -> bool:
 
 
 def _backward(
-    plan: Builder, dy: Array, x: Array, la: Any, s: Scalar, h: Array | None, kept: Array | None, pre_scale: bool,
-    dropout: Dropout, dx: Array | None, accumulate: bool, grads: Any,
-) -> str:  # fmt: skip
+    plan: Builder,
+    dy: Array,
+    x: Array,
+    la: Any,
+    s: Scalar,
+    h: Array | None,
+    kept: Array | None,
+    pre_scale: bool,
+    dropout: Dropout,
+    dx: Array | None,
+    accumulate: bool,
+    grads: Any,
+) -> str:
     """Returns how dx is formed, in words."""
     t, how = x.dtype, "no dx is asked for"
     half, peft = t != torch.float32, la.seed is not None and dropout.mode == "peft"
@@ -155,9 +174,18 @@ def _backward(
 
 
 def _dx(
-    plan: Builder, dx: Array, accumulate: bool, dy: Array, dz: Array, less: Array | None, W: Array, A: Array, dh: Array,
-    seed: Array | None, p: float,
-) -> str:  # fmt: skip
+    plan: Builder,
+    dx: Array,
+    accumulate: bool,
+    dy: Array,
+    dz: Array,
+    less: Array | None,
+    W: Array,
+    A: Array,
+    dh: Array,
+    seed: Array | None,
+    p: float,
+) -> str:
     if dx.dtype != torch.float32 and seed is None:
         return summed_product(plan, dx, dz, dh, W, A, accumulate)
     if dx.dtype != torch.float32:

@@ -26,9 +26,16 @@ BLOCK_M, BLOCK_N = 4, 512
 
 
 def forward(
-    plan: Builder, x: Array, layers: list[Any], scalars: list[Scalar], out: list[Out], h: Array | None, dropout: Dropout,
-    same_s: bool, residual: Array | None = None,
-) -> None:  # fmt: skip
+    plan: Builder,
+    x: Array,
+    layers: list[Any],
+    scalars: list[Scalar],
+    out: list[Out],
+    h: Array | None,
+    dropout: Dropout,
+    same_s: bool,
+    residual: Array | None = None,
+) -> None:
     """All layers on x: also the two halves of an MLP (mlp.py). One layer may have a residual, (M, N) like its y, to add."""
     half = x.dtype != torch.float32
     few = [half and _is_few(plan, x, la) for la in layers]
@@ -130,6 +137,9 @@ def epilogue_of(plan: Builder, v: Array, y: Array, epilogue: Epilogue) -> None:
     kind, m, c, bias, residual = epilogue
     M, N = y.shape
     plan.launch(
-        epilogue_kernel, (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)), (v, residual, y, m, c, bias, M, N),
-        (kind, bias is not None, BLOCK_M, BLOCK_N), 4,
-    )  # fmt: skip
+        epilogue_kernel,
+        (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)),
+        (v, residual, y, m, c, bias, M, N),
+        (kind, bias is not None, BLOCK_M, BLOCK_N),
+        4,
+    )

@@ -63,9 +63,18 @@ def plan_merge(likes: Sequence[Like | None], device: Device, undo: bool) -> Plan
 
 
 def _merge_rows(
-    plan: Builder, W: Array, A: Array, B: Array, by_n: Array | None, by_k: Array | None, m: Array, c: Array, out: Array,
-    s: Scalar, undo: bool,
-) -> None:  # fmt: skip
+    plan: Builder,
+    W: Array,
+    A: Array,
+    B: Array,
+    by_n: Array | None,
+    by_k: Array | None,
+    m: Array,
+    c: Array,
+    out: Array,
+    s: Scalar,
+    undo: bool,
+) -> None:
     (N, K), R, half = W.shape, A.shape[0], W.itemsize == 2
     aligned = half and all(is_tma_compatible(t) for t in (W, A, B, out))
     config = merge_config(R, A.itemsize == 2, plan.device.capability, aligned, half, by_n is None and not undo)
@@ -76,9 +85,13 @@ def _merge_rows(
     if tma:
         programs, result = min(programs, plan.device.num_sms), Tile(out, (block_n, block_k))
     plan.launch(
-        merge_kernel, (programs,), (*tensors, by_n, by_k, m, c, result, s, N, K, R, *strides),
-        (undo, block_n, block_k, block_r, GROUP_N, even, precision, tma, by_n is not None), num_warps, num_stages,
-    )  # fmt: skip
+        merge_kernel,
+        (programs,),
+        (*tensors, by_n, by_k, m, c, result, s, N, K, R, *strides),
+        (undo, block_n, block_k, block_r, GROUP_N, even, precision, tma, by_n is not None),
+        num_warps,
+        num_stages,
+    )
 
 
 def _fake_merge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float, undo: bool) -> Any:

@@ -68,24 +68,45 @@ def _keeps_output(pre_scale: bool, mode: str) -> bool:
 
 
 def _mlp(
-    x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str, act: str,
-    text: Sequence[str], numbers: Sequence[int],
-) -> tuple[Tensor, ...]:  # fmt: skip
+    x: Tensor,
+    operands: Sequence[Tensor | None],
+    s: Sequence[float],
+    saves: Sequence[str],
+    p: float,
+    mode: str,
+    act: str,
+    text: Sequence[str],
+    numbers: Sequence[int],
+) -> tuple[Tensor, ...]:
     return run(*_planned(x, operands, s, saves, p, mode, act, text, numbers))
 
 
 def _planned(
-    x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str, act: str,
-    text: Sequence[str], numbers: Sequence[int],
-) -> tuple[Plan, tuple, tuple]:  # fmt: skip
+    x: Tensor,
+    operands: Sequence[Tensor | None],
+    s: Sequence[float],
+    saves: Sequence[str],
+    p: float,
+    mode: str,
+    act: str,
+    text: Sequence[str],
+    numbers: Sequence[int],
+) -> tuple[Plan, tuple, tuple]:
     tensors, s, options = (x, *operands), tuple(s), (p, mode, tuple(saves))
     return plan_for(plan_forward, tensors, *options, s[0] == s[1], act, tuple(text), tuple(numbers)), tensors, s
 
 
 def plan_forward(
-    likes: Likes, device: Device, p: float, mode: DropoutMode, saves: tuple[str, ...], same_s: bool, act: str,
-    text: tuple[str, ...] = (), numbers: tuple[int, ...] = (),
-) -> Plan:  # fmt: skip
+    likes: Likes,
+    device: Device,
+    p: float,
+    mode: DropoutMode,
+    saves: tuple[str, ...],
+    same_s: bool,
+    act: str,
+    text: tuple[str, ...] = (),
+    numbers: tuple[int, ...] = (),
+) -> Plan:
     plan = Builder("dora_mlp forward", device)
     x = plan.tokens(likes[0])
     (*lead, _), t = likes[0].shape, x.dtype
@@ -114,9 +135,16 @@ def plan_forward(
 
 
 def mlp_bwd(
-    dy: Tensor, x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout, act: str, saved: SavedMlp,
-    need_x: bool, needs: Sequence[Needs],
-) -> tuple[Tensor | None, list[Grads]]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    layers: Sequence[Operands],
+    options: Sequence[Options],
+    drop: Dropout,
+    act: str,
+    saved: SavedMlp,
+    need_x: bool,
+    needs: Sequence[Needs],
+) -> tuple[Tensor | None, list[Grads]]:
     """dx, and the gradients of gate, up and down; those of bias in float32."""
     flags = [need for each in needs for need in each]
     run_it: Any = mlp_backward if needs_dispatcher(x) or needs_dispatcher(dy) else _mlp_backward
@@ -127,24 +155,51 @@ def mlp_bwd(
 
 
 def _mlp_backward(
-    dy: Tensor, x: Tensor, saved: Sequence[Tensor | None], operands: Sequence[Tensor | None], s: Sequence[float], p: float,
-    mode: str, act: str, need_x: bool, needs: Sequence[bool], text: Sequence[str], numbers: Sequence[int],
-) -> tuple[Tensor, ...]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    saved: Sequence[Tensor | None],
+    operands: Sequence[Tensor | None],
+    s: Sequence[float],
+    p: float,
+    mode: str,
+    act: str,
+    need_x: bool,
+    needs: Sequence[bool],
+    text: Sequence[str],
+    numbers: Sequence[int],
+) -> tuple[Tensor, ...]:
     return run(*_planned_backward(dy, x, saved, operands, s, p, mode, act, need_x, needs, text, numbers))
 
 
 def _planned_backward(
-    dy: Tensor, x: Tensor, saved: Sequence[Tensor | None], operands: Sequence[Tensor | None], s: Sequence[float], p: float,
-    mode: str, act: str, need_x: bool, needs: Sequence[bool], text: Sequence[str], numbers: Sequence[int],
-) -> tuple[Plan, tuple, tuple]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    saved: Sequence[Tensor | None],
+    operands: Sequence[Tensor | None],
+    s: Sequence[float],
+    p: float,
+    mode: str,
+    act: str,
+    need_x: bool,
+    needs: Sequence[bool],
+    text: Sequence[str],
+    numbers: Sequence[int],
+) -> tuple[Plan, tuple, tuple]:
     tensors, options = (dy, x, *saved, *operands), (p, mode, act, need_x, tuple(needs))
     return plan_for(plan_backward, tensors, *options, tuple(text), tuple(numbers)), tensors, tuple(s)
 
 
 def plan_backward(
-    likes: Likes, device: Device, p: float, mode: DropoutMode, act: str, need_x: bool, needs: tuple[bool, ...],
-    text: tuple[str, ...] = (), numbers: tuple[int, ...] = (),
-) -> Plan:  # fmt: skip
+    likes: Likes,
+    device: Device,
+    p: float,
+    mode: DropoutMode,
+    act: str,
+    need_x: bool,
+    needs: tuple[bool, ...],
+    text: tuple[str, ...] = (),
+    numbers: tuple[int, ...] = (),
+) -> Plan:
     plan = Builder("dora_mlp backward", device)
     dy, x = plan.tokens(likes[0]), plan.tokens(likes[1])
     assert dy is not None and x is not None
@@ -210,7 +265,10 @@ mlp = op(
     "-> Tensor[]",
 )
 mlp_backward = op(
-    "mlp_backward", _mlp_backward, _fake_mlp_backward, _planned_backward,
+    "mlp_backward",
+    _mlp_backward,
+    _fake_mlp_backward,
+    _planned_backward,
     "(Tensor dy, Tensor x, Tensor?[] saved, Tensor?[] operands, float[] s, float p, str mode, str act, bool need_x, "
     "bool[] needs, str[] text, SymInt[] numbers) -> Tensor[]",
-)  # fmt: skip
+)

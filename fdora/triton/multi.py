@@ -66,16 +66,30 @@ def _planned(
 
 
 def _multi_backward(
-    dy: Tensor, x: Tensor, h: Tensor, kept: Tensor | None, pre_scale: bool, bank: Sequence[Tensor | None],
-    ranks: Sequence[int], p: float, needs: Sequence[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    h: Tensor,
+    kept: Tensor | None,
+    pre_scale: bool,
+    bank: Sequence[Tensor | None],
+    ranks: Sequence[int],
+    p: float,
+    needs: Sequence[bool],
+) -> tuple[Tensor, ...]:
     return run(*_planned_backward(dy, x, h, kept, pre_scale, bank, ranks, p, needs))
 
 
 def _planned_backward(
-    dy: Tensor, x: Tensor, h: Tensor, kept: Tensor | None, pre_scale: bool, bank: Sequence[Tensor | None],
-    ranks: Sequence[int], p: float, needs: Sequence[bool],
-) -> tuple[Plan, tuple, tuple]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    h: Tensor,
+    kept: Tensor | None,
+    pre_scale: bool,
+    bank: Sequence[Tensor | None],
+    ranks: Sequence[int],
+    p: float,
+    needs: Sequence[bool],
+) -> tuple[Plan, tuple, tuple]:
     tensors = (dy, x, h, kept, *bank)
     return plan_for(plan_backward, tensors, pre_scale, tuple(ranks), p, tuple(needs)), tensors, ()
 
@@ -88,9 +102,18 @@ def saves_pre_scale(dtype: torch.dtype, bank: Any) -> bool:
 def _read_bank(plan: Builder, likes: Sequence[Like | None]) -> Any:
     W, A, B, m, c, bias, s, offsets, order, seed = likes
     return Bank(
-        plan.stack(W), plan.matrix(A), plan.matrix(B), plan.flat(m), plan.flat(c), plan.flat(bias), plan.vector(s),
-        plan.vector(offsets), plan.vector(order), plan.vector(seed), None,
-    )  # fmt: skip
+        plan.stack(W),
+        plan.matrix(A),
+        plan.matrix(B),
+        plan.flat(m),
+        plan.flat(c),
+        plan.flat(bias),
+        plan.vector(s),
+        plan.vector(offsets),
+        plan.vector(order),
+        plan.vector(seed),
+        None,
+    )
 
 
 def plan_forward(likes: Sequence[Like | None], device: Device, ranks: tuple[int, ...], p: float, save_for_dm: bool) -> Plan:
@@ -182,11 +205,17 @@ def _fake_multi_backward(dy, x, h, kept, pre_scale, bank, ranks, p, needs):
 
 
 multi = op(
-    "multi", _multi, _fake_multi, _planned,
+    "multi",
+    _multi,
+    _fake_multi,
+    _planned,
     "(Tensor x, Tensor?[] bank, SymInt[] ranks, float p, bool save_for_dm) -> Tensor[]",
-)  # fmt: skip
+)
 multi_backward = op(
-    "multi_backward", _multi_backward, _fake_multi_backward, _planned_backward,
+    "multi_backward",
+    _multi_backward,
+    _fake_multi_backward,
+    _planned_backward,
     "(Tensor dy, Tensor x, Tensor h, Tensor? kept, bool pre_scale, Tensor?[] bank, SymInt[] ranks, float p, bool[] needs) "
     "-> Tensor[]",
-)  # fmt: skip
+)

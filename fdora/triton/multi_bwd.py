@@ -48,9 +48,17 @@ class Out(NamedTuple):
 
 
 def backward(
-    plan: Builder, dy: Array, x: Array, bank: Any, h: Array | None, kept: Array | None, pre_scale: bool,
-    numbers: tuple[int, ...] | None, p: float, out: Out,
-) -> None:  # fmt: skip
+    plan: Builder,
+    dy: Array,
+    x: Array,
+    bank: Any,
+    h: Array | None,
+    kept: Array | None,
+    pre_scale: bool,
+    numbers: tuple[int, ...] | None,
+    p: float,
+    out: Out,
+) -> None:
     M, t = x.shape[0], x.dtype
     if M == 0:
         for each in out:
@@ -81,9 +89,17 @@ def backward(
 
 
 def _scale(
-    plan: Builder, dy: Array, x: Array, bank: Any, h: Array | None, kept: Array | None, pre_scale: bool, found: Routes,
-    dz: Array | None, out: Out,
-) -> bool:  # fmt: skip
+    plan: Builder,
+    dy: Array,
+    x: Array,
+    bank: Any,
+    h: Array | None,
+    kept: Array | None,
+    pre_scale: bool,
+    found: Routes,
+    dz: Array | None,
+    out: Out,
+) -> bool:
     """dz, dm, dc and dbias; and dB, where its parts are few beside dz: whether that is so."""
     (M, N), K, (G, R, _) = dy.shape, x.shape[1], bank.A.shape
     config = scale_config(M, N, R, dy.dtype != torch.float32, plan.device.capability)
@@ -97,23 +113,46 @@ def _scale(
     partial_B = plan.temp((pairs, N, R), torch.float32) if block_r else None
     if dz is not None or need_m or need_bias:
         plan.launch(
-            multi_scale_kernel, (cdiv(N, config.BLOCK_N), pairs),
-            (dy, kept, h if block_r else None, found.g, bank.offsets, dz, partial_m, partial_bias, partial_B, M, G, N, R,
-             dy.stride[0], 0 if kept is None else kept.stride[0], 0 if h is None else h.stride[0]),
-            (has_g, dz is not None, need_m, need_bias, block_r, config.BLOCK_M, config.BLOCK_N, rows, config.STAGES,
-             block_of(G)),
+            multi_scale_kernel,
+            (cdiv(N, config.BLOCK_N), pairs),
+            (
+                dy,
+                kept,
+                h if block_r else None,
+                found.g,
+                bank.offsets,
+                dz,
+                partial_m,
+                partial_bias,
+                partial_B,
+                M,
+                G,
+                N,
+                R,
+                dy.stride[0],
+                0 if kept is None else kept.stride[0],
+                0 if h is None else h.stride[0],
+            ),
+            (
+                has_g,
+                dz is not None,
+                need_m,
+                need_bias,
+                block_r,
+                config.BLOCK_M,
+                config.BLOCK_N,
+                rows,
+                config.STAGES,
+                block_of(G),
+            ),
             config.num_warps,
-        )  # fmt: skip
+        )
     if out.dB is not None and partial_B is not None:
-        plan.launch(
-            multi_sum_kernel, (cdiv(N * R, SUM), G), (partial_B, bank.offsets, out.dB, M, G, N * R), (rows, SUM), 4
-        )  # fmt: skip
+        plan.launch(multi_sum_kernel, (cdiv(N * R, SUM), G), (partial_B, bank.offsets, out.dB, M, G, N * R), (rows, SUM), 4)
     if out.dbias is not None:
         assert partial_bias is not None
         if len(out.dbias.shape) == 2:
-            plan.launch(
-                multi_sum_kernel, (cdiv(N, SUM), G), (partial_bias, bank.offsets, out.dbias, M, G, N), (rows, SUM), 4
-            )  # fmt: skip
+            plan.launch(multi_sum_kernel, (cdiv(N, SUM), G), (partial_bias, bank.offsets, out.dbias, M, G, N), (rows, SUM), 4)
         else:
             column_sums(plan, partial_bias, out.dbias)
     if need_m:
@@ -122,11 +161,36 @@ def _scale(
         tiny = info.tiny / info.eps  # below it y = g v is subnormal where v is not small
         by_b, (finish_n, finish_t) = bank.B.stride, FINISH[pairs < 8 * G]
         plan.launch(
-            multi_finish_kernel, (cdiv(N, finish_n), G),
-            (dy, x, bank.W, h, bank.B, found.g, bank.c, bank.offsets, partial_m, out.dm, out.dc, M, G, N, K, R, tiny,
-             dy.stride[0], x.stride[0], *((0,) if len(bank.W.shape) == 2 else ()), *bank.W.stride, h.stride[0], *by_b),
-            (out.dm is not None, out.dc is not None, pre_scale, rows, finish_n, finish_t), 4,
-        )  # fmt: skip
+            multi_finish_kernel,
+            (cdiv(N, finish_n), G),
+            (
+                dy,
+                x,
+                bank.W,
+                h,
+                bank.B,
+                found.g,
+                bank.c,
+                bank.offsets,
+                partial_m,
+                out.dm,
+                out.dc,
+                M,
+                G,
+                N,
+                K,
+                R,
+                tiny,
+                dy.stride[0],
+                x.stride[0],
+                *((0,) if len(bank.W.shape) == 2 else ()),
+                *bank.W.stride,
+                h.stride[0],
+                *by_b,
+            ),
+            (out.dm is not None, out.dc is not None, pre_scale, rows, finish_n, finish_t),
+            4,
+        )
     return partial_B is not None
 
 
@@ -146,11 +210,12 @@ def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, ranks: A
     places = G if single else cdiv(M, rows) + G
     target = out if single else plan.temp((places, P, Q), torch.float32)
     plan.launch(
-        multi_grad_kernel, (cdiv(P, block_p), cdiv(Q, block_q), places),
+        multi_grad_kernel,
+        (cdiv(P, block_p), cdiv(Q, block_q), places),
         (u, v, bank.offsets, ranks, target, M, G, P, Q, R, u.stride[0], v.stride[0]),
-        (ranks is not None, rank_first, single, "ieee", rows, block_p, block_q, block_t, block_of(G)), 4, 3,
-    )  # fmt: skip
+        (ranks is not None, rank_first, single, "ieee", rows, block_p, block_q, block_t, block_of(G)),
+        4,
+        3,
+    )
     if not single:
-        plan.launch(
-            multi_sum_kernel, (cdiv(P * Q, SUM), G), (target, bank.offsets, out, M, G, P * Q), (rows, SUM), 4
-        )  # fmt: skip
+        plan.launch(multi_sum_kernel, (cdiv(P * Q, SUM), G), (target, bank.offsets, out, M, G, P * Q), (rows, SUM), 4)

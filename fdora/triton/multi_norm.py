@@ -81,18 +81,23 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
         blocks, sizes = cdiv(own, block_n) * tiles, (own, K, R, G)
         if own_W:
             plan.launch(
-                experts_norm_kernel, (blocks, G), (w, A, b, s, partial, *sizes, *W.stride, *A.stride, *B.stride),
-                (block_n, block_k, block_r, GROUP_N, even, precision), num_warps, num_stages,
-            )  # fmt: skip
+                experts_norm_kernel,
+                (blocks, G),
+                (w, A, b, s, partial, *sizes, *W.stride, *A.stride, *B.stride),
+                (block_n, block_k, block_r, GROUP_N, even, precision),
+                num_warps,
+                num_stages,
+            )
         else:
             plan.launch(
-                multi_norm_kernel, (blocks,),
+                multi_norm_kernel,
+                (blocks,),
                 (w, A, b, s, table, partial, *sizes, cdiv(R, block_r), *W.stride, *A.stride, *B.stride),
-                (table is not None, block_n, block_k, block_r, GROUP_N, even, precision), num_warps, num_stages,
-            )  # fmt: skip
-        plan.launch(
-            multi_root_kernel, (cdiv(own, SUM_N), G), (partial, c, own, G, tiles, i, N), (SUM_N, SUM_T), 4
-        )  # fmt: skip
+                (table is not None, block_n, block_k, block_r, GROUP_N, even, precision),
+                num_warps,
+                num_stages,
+            )
+        plan.launch(multi_root_kernel, (cdiv(own, SUM_N), G), (partial, c, own, G, tiles, i, N), (SUM_N, SUM_T), 4)
     plan.path = f"one pass over {'all W' if len(W.shape) == 3 else 'W for all adapters'}, nothing of its size written"
     return plan.plan()
 
@@ -102,6 +107,9 @@ def _fake_row_norms(W, A, B, s, ranks, max_bytes):
 
 
 row_norms = op(
-    "row_norms", _row_norms, _fake_row_norms, _planned,
+    "row_norms",
+    _row_norms,
+    _fake_row_norms,
+    _planned,
     "(Tensor W, Tensor A, Tensor B, Tensor s, SymInt[] ranks, int? max_bytes) -> Tensor",
-)  # fmt: skip
+)

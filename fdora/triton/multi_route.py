@@ -47,7 +47,7 @@ def plan_route(likes: Sequence[Like | None], device: Device, G: int) -> Plan:
     parts = cdiv(M, BLOCK_T)
     plan.launch(
         multi_route_kernel, (parts + cdiv(G, BLOCK_T),), (ids, offsets, order, place, M, G, parts), (BLOCK_T, BLOCK_S), 4
-    )  # fmt: skip
+    )
     plan.path = "the place of a token is counted"
     return plan.plan()
 

@@ -48,10 +48,12 @@ def drop(plan: Builder, x: Array, bank: Any, ids: Array | None, p: float) -> Arr
     M, K = x.shape
     out = plan.temp(x.shape, x.dtype)
     plan.launch(
-        multi_drop_kernel, (cdiv(M, BLOCK_M), cdiv(K, BLOCK_N)),
+        multi_drop_kernel,
+        (cdiv(M, BLOCK_M), cdiv(K, BLOCK_N)),
         (x, out, bank.seed, bank.offsets, ids, threshold(p), 1 / (1 - p), M, bank.A.shape[0], K, *x.stride),
-        (BLOCK_M, BLOCK_N), 4,
-    )  # fmt: skip
+        (BLOCK_M, BLOCK_N),
+        4,
+    )
     return out
 
 
@@ -88,7 +90,10 @@ def as_matrix(
     flags = plan.temp((G, CHUNKS), torch.int32)
     block_q = min(BLOCK_Q, power_of_two(Q))
     plan.launch(
-        bank_kernel, (G, CHUNKS), (bank, ranks, out if copy else None, flags, P, Q, height, pitch, *bank.stride),
-        (NAMES[dtype], copy, ranks is not None, by_row, step, CHUNKS, AREA // block_q, block_q), 4,
-    )  # fmt: skip
+        bank_kernel,
+        (G, CHUNKS),
+        (bank, ranks, out if copy else None, flags, P, Q, height, pitch, *bank.stride),
+        (NAMES[dtype], copy, ranks is not None, by_row, step, CHUNKS, AREA // block_q, block_q),
+        4,
+    )
     return Laid(out, height, None if experts else flags)

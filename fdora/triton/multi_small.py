@@ -26,9 +26,7 @@ EXPAND_N = 128
 GATHER_R, GATHER_T, GATHER = 32, 8, 4096  # largest rank, tokens of a program, and numbers of B that it reads
 
 
-def multi_small(
-    plan: Builder, x: Array, bank: Any, ranks: Array | None, y: Array, h: Array, pre_scale: Array | None
-) -> None:  # fmt: skip
+def multi_small(plan: Builder, x: Array, bank: Any, ranks: Array | None, y: Array, h: Array, pre_scale: Array | None) -> None:
     """(M, K) and a bank -> y, and h and pre_scale in sorted order."""
     (M, K), (G, R, _), N = x.shape, bank.A.shape, y.shape[1]
     if y.numel == 0:
@@ -42,10 +40,13 @@ def multi_small(
     ranked, ordered = ranks is not None, bank.order is not None
     by_a, by_b = bank.A.stride, bank.B.stride
     plan.launch(
-        multi_shrink_kernel, (M, cdiv(R, 16), parts),
+        multi_shrink_kernel,
+        (M, cdiv(R, 16), parts),
         (x, bank.A, bank.offsets, ranks, bank.order, part, M, G, K, R, span, *x.stride, by_a[0], by_a[2], by_a[1]),
-        (ranked, ordered, pdl, BLOCK_T, 16, step, block_g), 4, 3,
-    )  # fmt: skip
+        (ranked, ordered, pdl, BLOCK_T, 16, step, block_g),
+        4,
+        3,
+    )
     args = (part, bank.s, bank.B, bank.offsets, ranks, h, lora, M, G, N, R, by_b[0], by_b[2], by_b[1])
     if R <= GATHER_R:
         r = power_of_two(R)
@@ -60,7 +61,11 @@ def multi_small(
     block_n, block_k, warps, stages = small_config(rows, N, K, w.stride[1] == 1, plan.device.capability, plan.device.num_sms)
     flags = (bank.m is not None, bank.bias is not None, pre_scale is not None, ordered)
     plan.launch(
-        multi_small_kernel, (cdiv(N, block_n),),
+        multi_small_kernel,
+        (cdiv(N, block_n),),
         (x, w, lora, bank.m, bank.c, bank.bias, bank.offsets, bank.order, y, pre_scale, M, G, N, K, *x.stride, *w.stride),
-        (*flags, pdl, rows, block_n, block_k, block_g), warps, stages, pdl,
-    )  # fmt: skip
+        (*flags, pdl, rows, block_n, block_k, block_g),
+        warps,
+        stages,
+        pdl,
+    )

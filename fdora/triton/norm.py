@@ -119,9 +119,16 @@ def plan_guarded_norm(likes: Sequence[Like | None], device: Device, max_bytes: i
 
 
 def norm(
-    plan: Builder, W: Array, A: Array, B: Array, s: Scalar, c: Array, max_bytes: int | None, squared: bool,
+    plan: Builder,
+    W: Array,
+    A: Array,
+    B: Array,
+    s: Scalar,
+    c: Array,
+    max_bytes: int | None,
+    squared: bool,
     guard: Guard | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """max_bytes bounds the partials and the split factors: fewer rows at a time where they would not fit."""
     (N, K), R = W.shape, A.shape[0]
     if A.dtype != B.dtype:  # products want one dtype; both hold the values exactly in the wider
@@ -145,9 +152,17 @@ def norm(
 
 
 def _norm_of_rows(
-    plan: Builder, W: Array, A: Array, B: Array, by_n: Array | None, by_k: Array | None, c: Array, s: Scalar, squared: bool,
+    plan: Builder,
+    W: Array,
+    A: Array,
+    B: Array,
+    by_n: Array | None,
+    by_k: Array | None,
+    c: Array,
+    s: Scalar,
+    squared: bool,
     guard: Guard | None,
-) -> None:  # fmt: skip
+) -> None:
     (N, K), R, half = W.shape, A.shape[0], W.itemsize == 2
     aligned = half and all(is_tma_compatible(t) for t in (W, A, B))
     config = norm_config(R, A.itemsize == 2, plan.device.capability, aligned, half)
@@ -162,10 +177,14 @@ def _norm_of_rows(
         programs = min(programs, (1 if tma else 2) * plan.device.num_sms)
     tensors, strides, even = tiled(config, W, A, B)
     plan.launch(
-        norm_kernel, (programs,), (*tensors, by_n, by_k, partial, old_hash, new_hash, s, N, K, R, *strides),
+        norm_kernel,
+        (programs,),
+        (*tensors, by_n, by_k, partial, old_hash, new_hash, s, N, K, R, *strides),
         (block_n, block_k, block_r, GROUP_N, even, precision, tma, by_n is not None, guard is not None, WORDS, pdl),
-        num_warps, num_stages, pdl,
-    )  # fmt: skip
+        num_warps,
+        num_stages,
+        pdl,
+    )
     if guard is None:
         column_sums(plan, partial, c, sqrt=not squared)
     else:
@@ -177,9 +196,14 @@ def chosen(plan: Builder, partial: Array, c: Array, guard: Guard) -> None:
     (tiles, N), pdl = partial.shape, plan.device.supports_pdl
     before, old_hash, new_hash, in_place = guard
     plan.launch(
-        choose_kernel, (cdiv(N, SUM_N),), (partial, before, old_hash, new_hash, c, N, tiles),
-        (in_place, WORDS, SUM_N, SUM_T, pdl), 4, 3, pdl,
-    )  # fmt: skip
+        choose_kernel,
+        (cdiv(N, SUM_N),),
+        (partial, before, old_hash, new_hash, c, N, tiles),
+        (in_place, WORDS, SUM_N, SUM_T, pdl),
+        4,
+        3,
+        pdl,
+    )
 
 
 def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> tuple[tuple, tuple, bool]:

@@ -22,9 +22,16 @@ from fdora.triton.runtime.plan import Array
 
 
 def scaled_product(
-    plan: Builder, y: Array, x: Array, h: Array, W: Array, B: Array, epilogue: Epilogue, pre: Array | None,
+    plan: Builder,
+    y: Array,
+    x: Array,
+    h: Array,
+    W: Array,
+    B: Array,
+    epilogue: Epilogue,
+    pre: Array | None,
     way: Way | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """(M, K) (M, r) (N, K) (N, r) -> y and, where given, pre, both (M, N). Returns what it does, in words."""
     right = Operand(W, B, trans=True)
     way = way or way_of(plan, x, h, right, y, pre)
@@ -39,7 +46,7 @@ def scaled_product(
 
 def summed_product(
     plan: Builder, dx: Array, dz: Array, dh: Array, W: Array, A: Array, accumulate: bool, way: Way | None = None
-) -> str:  # fmt: skip
+) -> str:
     """(M, N) (M, r) (N, K) (r, K) -> dx (M, K). ``accumulate``: added to it. Returns what it does, in words."""
     right = Operand(W, A, trans=False)
     way = way or way_of(plan, dz, dh, right, dx, dx if accumulate else None)
@@ -64,18 +71,34 @@ def way_of(plan: Builder, x: Array, h: Array, right: Operand, out: Array, beside
 
 
 def rest(
-    plan: Builder, out: Array, base: Array, h: Array, b: Array, epilogue: Epilogue = NO_EPILOGUE,
+    plan: Builder,
+    out: Array,
+    base: Array,
+    h: Array,
+    b: Array,
+    epilogue: Epilogue = NO_EPILOGUE,
     pre_scale: Array | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """(M, N) base, (M, r) h, (r, N) b -> out and pre_scale = base + h b; either may be ``base``."""
     (M, N), r = base.shape, h.shape[1]
     if base.numel == 0:
         return
     config, m, pdl = rest_config(r), epilogue.m, plan.device.supports_pdl
     plan.launch(
-        rest_kernel, (cdiv(M, config.BLOCK_M) * cdiv(N, config.BLOCK_N),),
+        rest_kernel,
+        (cdiv(M, config.BLOCK_M) * cdiv(N, config.BLOCK_N),),
         (base, h, b, out, pre_scale, m, epilogue.c, epilogue.bias, M, N, r, *h.stride, *b.stride),
-        (m is not None, epilogue.bias is not None, pre_scale is not None, config.BLOCK_M, config.BLOCK_N, config.BLOCK_R, 8,
-         pdl),
-        config.num_warps, config.num_stages, pdl,
-    )  # fmt: skip
+        (
+            m is not None,
+            epilogue.bias is not None,
+            pre_scale is not None,
+            config.BLOCK_M,
+            config.BLOCK_N,
+            config.BLOCK_R,
+            8,
+            pdl,
+        ),
+        config.num_warps,
+        config.num_stages,
+        pdl,
+    )

@@ -127,16 +127,28 @@ def _planned(
 
 
 def _quant_row_norm_guarded(
-    tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, text: Sequence[str], numbers: Sequence[int], c: Tensor,
+    tensors: Sequence[Tensor],
+    A: Tensor,
+    B: Tensor,
+    s: float,
+    text: Sequence[str],
+    numbers: Sequence[int],
+    c: Tensor,
     old_hash: Tensor,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     return list(run(*_guarded(tensors, A, B, s, text, numbers, c, old_hash)))
 
 
 def _guarded(
-    tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, text: Sequence[str], numbers: Sequence[int], c: Tensor,
+    tensors: Sequence[Tensor],
+    A: Tensor,
+    B: Tensor,
+    s: float,
+    text: Sequence[str],
+    numbers: Sequence[int],
+    c: Tensor,
     old_hash: Tensor,
-) -> tuple[Plan, tuple, tuple]:  # fmt: skip
+) -> tuple[Plan, tuple, tuple]:
     every = (A, B, c, old_hash, *tensors)
     return plan_for(plan_guarded_quant_norm, every, *weights_of(text, numbers)), every, (s,)
 
@@ -167,9 +179,17 @@ def plan_guarded_quant_norm(likes: Sequence[Like | None], device: Device, coded:
 
 
 def norm(
-    plan: Builder, W: Packed, A: Array, B: Array, s: Scalar, c: Array, dense: Array | None = None, squared: bool = False,
-    guard: Guard | None = None, first: int = 0,
-) -> None:  # fmt: skip
+    plan: Builder,
+    W: Packed,
+    A: Array,
+    B: Array,
+    s: Scalar,
+    c: Array,
+    dense: Array | None = None,
+    squared: bool = False,
+    guard: Guard | None = None,
+    first: int = 0,
+) -> None:
     """Into c (N,) float32, of N rows of W from ``first`` on; W, too, into ``dense``."""
     (N, R), K = B.shape, W.shape[1]
     if A.dtype != B.dtype:  # products want one dtype; both hold the values exactly in the wider
@@ -188,9 +208,19 @@ def norm(
 
 
 def _norm_of_rows(
-    plan: Builder, W: Packed, A: Array, B: Array, by_n: Array | None, by_k: Array | None, c: Array, dense: Array | None,
-    s: Scalar, first: int, squared: bool, guard: Guard | None,
-) -> None:  # fmt: skip
+    plan: Builder,
+    W: Packed,
+    A: Array,
+    B: Array,
+    by_n: Array | None,
+    by_k: Array | None,
+    c: Array,
+    dense: Array | None,
+    s: Scalar,
+    first: int,
+    squared: bool,
+    guard: Guard | None,
+) -> None:
     N, K, R, capability = c.shape[0], W.shape[1], A.shape[0], plan.device.capability
     aligned = is_tma_compatible(A) and is_tma_compatible(B)
     wide = isinstance(W.form, Lut4) and W.form.group >= 32 and by_n is None
@@ -251,10 +281,16 @@ quant_stack_norms = op(
     "(Tensor[] tensors, Tensor A, Tensor B, float s, str[] text, SymInt[] numbers) -> Tensor",
 )
 quant_row_norm_guarded = op(
-    "quant_row_norm_guarded", _quant_row_norm_guarded, _fake_quant_row_norm_guarded, _guarded,
+    "quant_row_norm_guarded",
+    _quant_row_norm_guarded,
+    _fake_quant_row_norm_guarded,
+    _guarded,
     "(Tensor[] tensors, Tensor A, Tensor B, float s, str[] text, SymInt[] numbers, Tensor c, Tensor old_hash) -> Tensor[]",
-)  # fmt: skip
+)
 quant_row_norm = op(
-    "quant_row_norm", _quant_row_norm, _fake_quant_row_norm, _planned,
+    "quant_row_norm",
+    _quant_row_norm,
+    _fake_quant_row_norm,
+    _planned,
     "(Tensor[] tensors, Tensor A, Tensor B, float s, str[] text, SymInt[] numbers, bool squared) -> Tensor",
-)  # fmt: skip
+)

@@ -32,9 +32,19 @@ COLUMNS, AT_ONCE = 512, 2**28  # parts of W are multiples of so many columns, an
 
 
 def backward_of_codes(
-    plan: Builder, dy: Array, x: Array, la: Any, s: Scalar, h: Array | None, kept: Array | None, pre_scale: bool, p: float,
-    dx: Array, grads: Any, dx_of: Callable[[Array, Array, Array, Array], str],
-) -> str:  # fmt: skip
+    plan: Builder,
+    dy: Array,
+    x: Array,
+    la: Any,
+    s: Scalar,
+    h: Array | None,
+    kept: Array | None,
+    pre_scale: bool,
+    p: float,
+    dx: Array,
+    grads: Any,
+    dx_of: Callable[[Array, Array, Array, Array], str],
+) -> str:
     """``dx_of`` takes columns of dx, and those of g W and of A, and dh, and says how. ``p``: of "lora" dropout, where the layer
     has a seed."""
     t, g, (r, K) = x.dtype, G(la.m, la.c), la.A.shape

@@ -56,9 +56,16 @@ def tiny_of(dtype: torch.dtype) -> float:
 
 
 def scale_backward(
-    plan: Builder, dy: Array, saved: Array | None, pre_scale: bool, x: Array | None, la: Any, h: Array | None, out: Sums,
+    plan: Builder,
+    dy: Array,
+    saved: Array | None,
+    pre_scale: bool,
+    x: Array | None,
+    la: Any,
+    h: Array | None,
+    out: Sums,
     config: ScaleConfig,
-) -> None:  # fmt: skip
+) -> None:
     """dy, saved (M, N) with adjacent columns; W, B, m and c of the layer; h is s x A^T. Without m: the sums of dy alone.
     Without W the gradients of lost columns, if there are any, are left to others (quant_bwd.py)."""
     M, N = dy.shape
@@ -85,21 +92,56 @@ def scale_backward(
     operands = (x, la.W, h, la.B, la.m, la.c)
     strides = tuple(d for t in operands[:4] for d in ((0, 0) if t is None else t.stride))
     plan.launch(
-        scale_kernel, (cdiv(N, config.BLOCK_N), strips),
-        (dy, saved, *operands, bias, out.dz, out.dz_minus_dy, *partials, *sums, M, N, K, r,
-         config.ROWS, tiny, dy.stride[0], 0 if saved is None else saved.stride[0], *strides),
-        (out.dz is not None, out.dz_minus_dy is not None, *needs, block_r, pre_scale, redo, bias is not None, single, split,
-         config.BLOCK_M, config.BLOCK_N, config.STAGES, pdl), config.num_warps,
-    )  # fmt: skip
+        scale_kernel,
+        (cdiv(N, config.BLOCK_N), strips),
+        (
+            dy,
+            saved,
+            *operands,
+            bias,
+            out.dz,
+            out.dz_minus_dy,
+            *partials,
+            *sums,
+            M,
+            N,
+            K,
+            r,
+            config.ROWS,
+            tiny,
+            dy.stride[0],
+            0 if saved is None else saved.stride[0],
+            *strides,
+        ),
+        (
+            out.dz is not None,
+            out.dz_minus_dy is not None,
+            *needs,
+            block_r,
+            pre_scale,
+            redo,
+            bias is not None,
+            single,
+            split,
+            config.BLOCK_M,
+            config.BLOCK_N,
+            config.STAGES,
+            pdl,
+        ),
+        config.num_warps,
+    )
     if not single and bias is not None:
         lost, count = plan.temp((strips, N), torch.int32), plan.temp((strips,), torch.int32)
         plan.launch(lost_kernel, (strips,), (partials[0], lost, count, N), (split, 1024), 4)
         columns = min(cdiv(N, AGAIN_N), MOST_COLUMNS)
         plan.launch(
-            again_kernel, (columns, strips * split),
+            again_kernel,
+            (columns, strips * split),
             (dy, *operands[:4], partials[0], lost, count, M, N, K, r, columns, dy.stride[0], *strides),
-            (split, AGAIN_M, AGAIN_N, AGAIN_K, min(AGAIN_K, power_of_two(r))), 8, 3,
-        )  # fmt: skip
+            (split, AGAIN_M, AGAIN_N, AGAIN_K, min(AGAIN_K, power_of_two(r))),
+            8,
+            3,
+        )
     if finish:
         plan.launch(
             finish_kernel,

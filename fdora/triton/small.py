@@ -53,9 +53,18 @@ def small_forward(
 
 
 def small_backward(
-    plan: Builder, dz: Array, W: Array, A: Array, B: Array, x: Array, s: Scalar, dx: Array, dA: Array | None,
-    accumulate: bool = False, config: SmallConfig | None = None,
-) -> None:  # fmt: skip
+    plan: Builder,
+    dz: Array,
+    W: Array,
+    A: Array,
+    B: Array,
+    x: Array,
+    s: Scalar,
+    dx: Array,
+    dA: Array | None,
+    accumulate: bool = False,
+    config: SmallConfig | None = None,
+) -> None:
     """(M, N) (N, K) (r, K) (N, r) (M, K) -> dx = dz W + s dz B A and dA = (s dz B)^T x. ``accumulate``: added to dx."""
     _small(plan, dz, W, B, A, s, config, dx, None, u=None if dA is None else x, dA=dA, accumulate=accumulate)
 
@@ -72,17 +81,34 @@ def shrunk(plan: Builder, x: Array, a: Array) -> tuple[Array, bool]:
     block_k = min(512 if wide else 128, power_of_two(span))
     stride_ak, stride_ar = a.stride
     plan.launch(
-        shrink_kernel, (cdiv(r, 16), parts), (x, a, part, M, K, r, span, *x.stride, stride_ar, stride_ak),
-        (pdl, rows, 16, block_k), 4, 3,
-    )  # fmt: skip
+        shrink_kernel,
+        (cdiv(r, 16), parts),
+        (x, a, part, M, K, r, span, *x.stride, stride_ar, stride_ak),
+        (pdl, rows, 16, block_k),
+        4,
+        3,
+    )
     return part, pdl
 
 
 def _small(
-    plan: Builder, x: Array, w: Array, a: Array, b: Array, s: Scalar, config: SmallConfig | None, out: Array,
-    pre_scale: Array | None, h: Array | None = None, m: Array | None = None, c: Array | None = None,
-    bias: Array | None = None, u: Array | None = None, dA: Array | None = None, accumulate: bool = False,
-) -> None:  # fmt: skip
+    plan: Builder,
+    x: Array,
+    w: Array,
+    a: Array,
+    b: Array,
+    s: Scalar,
+    config: SmallConfig | None,
+    out: Array,
+    pre_scale: Array | None,
+    h: Array | None = None,
+    m: Array | None = None,
+    c: Array | None = None,
+    bias: Array | None = None,
+    u: Array | None = None,
+    dA: Array | None = None,
+    accumulate: bool = False,
+) -> None:
     """(M, K) (K, N) (K, r) (r, N): x w + s x a b, and what comes with it."""
     (M, K), N, r = x.shape, w.shape[1], a.shape[1]
     if M == 0 or N == 0:
@@ -96,9 +122,47 @@ def _small(
     on = plan.device
     block_n, block_k, warps, stages = config or small_config(rows, N, K, w.stride[1] == 1, on.capability, on.num_sms)
     plan.launch(
-        small_kernel, (cdiv(N, block_n),),
-        (x, w, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, r, *x.stride, *w.stride, *b.stride,
-         0 if h is None else h.stride[0], *((1, 1) if u is None else u.stride)),
-        (parts, m is not None, bias is not None, pre_scale is not None, h is not None, u is not None, accumulate, pdl, rows,
-         block_n, block_k, min(64, power_of_two(r))), warps, stages, pdl,
-    )  # fmt: skip
+        small_kernel,
+        (cdiv(N, block_n),),
+        (
+            x,
+            w,
+            part,
+            h,
+            b,
+            out,
+            pre_scale,
+            m,
+            c,
+            bias,
+            u,
+            dA,
+            s,
+            M,
+            N,
+            K,
+            r,
+            *x.stride,
+            *w.stride,
+            *b.stride,
+            0 if h is None else h.stride[0],
+            *((1, 1) if u is None else u.stride),
+        ),
+        (
+            parts,
+            m is not None,
+            bias is not None,
+            pre_scale is not None,
+            h is not None,
+            u is not None,
+            accumulate,
+            pdl,
+            rows,
+            block_n,
+            block_k,
+            min(64, power_of_two(r)),
+        ),
+        warps,
+        stages,
+        pdl,
+    )

@@ -56,18 +56,41 @@ def small_forward_of_codes(
 
 
 def small_backward_of_codes(
-    plan: Builder, dz: Array, W: Packed, A: Array, B: Array, x: Array, s: Scalar, dx: Array, dA: Array | None,
-    accumulate: bool = False, config: CodesConfig | None = None,
-) -> None:  # fmt: skip
+    plan: Builder,
+    dz: Array,
+    W: Packed,
+    A: Array,
+    B: Array,
+    x: Array,
+    s: Scalar,
+    dx: Array,
+    dA: Array | None,
+    accumulate: bool = False,
+    config: CodesConfig | None = None,
+) -> None:
     """:func:`fdora.triton.small.small_backward`, W of codes."""
     _small(plan, dz, W, True, B, A, s, config, dx, None, u=None if dA is None else x, dA=dA, accumulate=accumulate)
 
 
 def _small(
-    plan: Builder, x: Array, W: Packed, columns: bool, a: Array, b: Array, s: Scalar, config: CodesConfig | None, out: Array,
-    pre_scale: Array | None, h: Array | None = None, m: Array | None = None, c: Array | None = None,
-    bias: Array | None = None, u: Array | None = None, dA: Array | None = None, accumulate: bool = False,
-) -> None:  # fmt: skip
+    plan: Builder,
+    x: Array,
+    W: Packed,
+    columns: bool,
+    a: Array,
+    b: Array,
+    s: Scalar,
+    config: CodesConfig | None,
+    out: Array,
+    pre_scale: Array | None,
+    h: Array | None = None,
+    m: Array | None = None,
+    c: Array | None = None,
+    bias: Array | None = None,
+    u: Array | None = None,
+    dA: Array | None = None,
+    accumulate: bool = False,
+) -> None:
     """(M, K), W (N, K) or, for its columns, (K, N), (K, r) (r, N): x w + s x a b, and what comes with it."""
     (M, K), N, r, form = x.shape, out.shape[1], a.shape[1], W.form
     if M == 0 or N == 0:
@@ -104,18 +127,32 @@ def _small(
     block_r = min(64, power_of_two(r))
     if splits == 1:
         plan.launch(
-            small_codes_kernel, (cdiv(N, block_n),),
+            small_codes_kernel,
+            (cdiv(N, block_n),),
             (*weight, *ends, M, N, K, r, *sizes, *x.stride, *strides, *end_strides),
-            (*how, columns, *flags, *tile, block_r, slices), warps, stages, pdl,
-        )  # fmt: skip
+            (*how, columns, *flags, *tile, block_r, slices),
+            warps,
+            stages,
+            pdl,
+        )
         return
     sums = plan.temp((splits, M, N), torch.float32)
     plan.launch(
-        codes_parts_kernel, (cdiv(N, block_n), splits), (*weight, sums, M, N, K, *sizes, *x.stride, *strides),
-        (*how, columns, pdl, *tile, slices), warps, stages, pdl,
-    )  # fmt: skip
+        codes_parts_kernel,
+        (cdiv(N, block_n), splits),
+        (*weight, sums, M, N, K, *sizes, *x.stride, *strides),
+        (*how, columns, pdl, *tile, slices),
+        warps,
+        stages,
+        pdl,
+    )
     rows, (wide, block_r, ahead, warps) = power_of_two(M), parts_config(M, r, columns)
     plan.launch(
-        add_parts_kernel, (cdiv(N, wide),), (sums, x, *ends, M, N, r, *end_strides),
-        (splits, *flags, rows, wide, block_r, ahead), warps, 2, pdl,
-    )  # fmt: skip
+        add_parts_kernel,
+        (cdiv(N, wide),),
+        (sums, x, *ends, M, N, r, *end_strides),
+        (splits, *flags, rows, wide, block_r, ahead),
+        warps,
+        2,
+        pdl,
+    )

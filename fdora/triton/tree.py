@@ -71,9 +71,15 @@ class Layers:
         run(self._plan(False, c), (self.table(), None, None, c, c))
 
     def guarded(
-        self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor],
-        old: Tensor, old_words: Tensor, new: Tensor, new_words: Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        W: Sequence[Tensor],
+        A: Sequence[Tensor],
+        B: Sequence[Tensor],
+        old: Tensor,
+        old_words: Tensor,
+        new: Tensor,
+        new_words: Tensor,
+    ) -> None:
         """Writes new and new_words, which may be old and old_words: norms of before where the bits of A, B and s are."""
         run(self._plan(True, new), (self.table(), old_words, new_words, old, new))
 
@@ -113,13 +119,25 @@ def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: 
     work = Cost(flops16=share * work.flops16, bytes=share * work.bytes)  # guarded, kernels see how much of it there is to do
     for first, count, items, consts, (num_warps, num_stages) in launches:
         plan.launch(
-            norms_kernel, (min(items, 2 * device.num_sms),), (table, differs, partial, layers, first, count),
-            (guarded, *consts, WORDS, pdl), num_warps, num_stages, pdl, work,
-        )  # fmt: skip
+            norms_kernel,
+            (min(items, 2 * device.num_sms),),
+            (table, differs, partial, layers, first, count),
+            (guarded, *consts, WORDS, pdl),
+            num_warps,
+            num_stages,
+            pdl,
+            work,
+        )
     plan.launch(
-        roots_kernel, (layers, 4), (table, differs, partial, old, new, layers),
-        (guarded, WORDS, CHUNK, ROOTS, pdl), 4, 3, pdl, Cost(),
-    )  # fmt: skip
+        roots_kernel,
+        (layers, 4),
+        (table, differs, partial, old, new, layers),
+        (guarded, WORDS, CHUNK, ROOTS, pdl),
+        4,
+        3,
+        pdl,
+        Cost(),
+    )
     return plan.plan()
 
 
@@ -224,6 +242,10 @@ def _planned(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: S
 
 
 model_norms = op(
-    "model_norms", _model_norms, _fake_model_norms, _planned, "(Tensor[] W, Tensor[] A, Tensor[] B, float[] s) -> Tensor",
+    "model_norms",
+    _model_norms,
+    _fake_model_norms,
+    _planned,
+    "(Tensor[] W, Tensor[] A, Tensor[] B, float[] s) -> Tensor",
     mapped=False,
-)  # fmt: skip
+)

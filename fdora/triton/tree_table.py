@@ -15,9 +15,29 @@ from fdora.triton.kernels.tree import WORDS16, WORDS32, WORDS64
 from fdora.triton.runtime.device import cdiv
 
 FIELDS = (  # the rows of the table, in the order of F_ in kernels/tree.py
-    "W", "A", "B", "N", "K", "R", "stride_wn", "stride_wk", "stride_ar", "stride_ak", "stride_bn", "stride_br",
-    "s", "items", "partial", "c", "form_a", "count_a", "form_b", "count_b", "kind", "leaf",
-)  # fmt: skip
+    "W",
+    "A",
+    "B",
+    "N",
+    "K",
+    "R",
+    "stride_wn",
+    "stride_wk",
+    "stride_ar",
+    "stride_ak",
+    "stride_bn",
+    "stride_br",
+    "s",
+    "items",
+    "partial",
+    "c",
+    "form_a",
+    "count_a",
+    "form_b",
+    "count_b",
+    "kind",
+    "leaf",
+)
 CHUNK = 1024  # columns of an item: a few tiles, so that the sums in between are a thousandth of W
 MOST = 1024  # layers of a launch, whose item counts a program holds in registers
 KIND = 3  # the eager backend has another: its words never match these
@@ -57,13 +77,28 @@ def _row(i: int, W: Tensor, A: Tensor, B: Tensor, s: float, at: int, capability:
     kind = (*dtypes, *units, even, R % config.BLOCK_R == 0, R <= config.BLOCK_R, split, *config)
     (form_a, count_a), (form_b, count_b) = _form(A), _form(B)
     fields = {
-        "W": _address(W), "A": _address(A), "B": _address(B), "N": N, "K": K, "R": R,
-        "stride_wn": W.stride(0), "stride_wk": W.stride(1), "stride_ar": A.stride(0), "stride_ak": A.stride(1),
-        "stride_bn": B.stride(0), "stride_br": B.stride(1), "s": unpack("i", pack("f", s))[0],
-        "items": cdiv(N, config.BLOCK_N) * cdiv(K, CHUNK), "c": at, "leaf": i,
-        "form_a": form_a, "count_a": count_a, "form_b": form_b, "count_b": count_b,
+        "W": _address(W),
+        "A": _address(A),
+        "B": _address(B),
+        "N": N,
+        "K": K,
+        "R": R,
+        "stride_wn": W.stride(0),
+        "stride_wk": W.stride(1),
+        "stride_ar": A.stride(0),
+        "stride_ak": A.stride(1),
+        "stride_bn": B.stride(0),
+        "stride_br": B.stride(1),
+        "s": unpack("i", pack("f", s))[0],
+        "items": cdiv(N, config.BLOCK_N) * cdiv(K, CHUNK),
+        "c": at,
+        "leaf": i,
+        "form_a": form_a,
+        "count_a": count_a,
+        "form_b": form_b,
+        "count_b": count_b,
         "kind": KIND + 16 * A.element_size() + 256 * B.element_size(),
-    }  # fmt: skip
+    }
     return Row(tuple(map(str, kind)), kind, fields, split)
 
 

@@ -93,9 +93,13 @@ def run(python, there, folder, shim, workers):
     options = ["-o", "addopts=", "-p", "no:cacheprovider", "-n", str(workers), "-k", "dora", "-q", "--timeout", "600"]
     plugin = ["-p", "peft_plugin"] if shim else []
     done = subprocess.run(
-        [python, "-m", "pytest", *options, *plugin, f"--junitxml={out}", *files], cwd=there, env=env,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [python, "-m", "pytest", *options, *plugin, f"--junitxml={out}", *files],
+        cwd=there,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     if not out.exists():
         raise SystemExit(f"{name}: pytest wrote no results.\n{done.stdout[-4000:]}")
     calls = sum((Counter(json.loads(f.read_text())) for f in counts.iterdir()), Counter())

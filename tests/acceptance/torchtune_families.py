@@ -111,10 +111,14 @@ def test_the_adapter_is_saved_and_loaded(family):
     found = fresh.load_state_dict({k: v for k, v in model.state_dict().items() if k not in adapter}, strict=False)
     loaded = fresh.load_state_dict(adapter, strict=False)
     peft.validate_missing_and_unexpected_for_lora(
-        lora_attn_modules=LORA["lora_attn_modules"], apply_lora_to_mlp=True, apply_lora_to_output=False,
-        base_missing=found.missing_keys, base_unexpected=found.unexpected_keys,
-        lora_missing=loaded.missing_keys, lora_unexpected=loaded.unexpected_keys,
-    )  # fmt: skip
+        lora_attn_modules=LORA["lora_attn_modules"],
+        apply_lora_to_mlp=True,
+        apply_lora_to_output=False,
+        base_missing=found.missing_keys,
+        base_unexpected=found.unexpected_keys,
+        lora_missing=loaded.missing_keys,
+        lora_unexpected=loaded.unexpected_keys,
+    )
     peft.set_trainable_params(fresh, peft.get_adapter_params(fresh))
     torch.testing.assert_close(fresh(tokens()), model(tokens()))
 

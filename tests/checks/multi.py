@@ -53,9 +53,20 @@ def _double(t):
 
 
 def case(
-    lengths=LENGTHS, tail=2, N=6, K=5, ranks=RANKS, s=SCALES, dtype=torch.float64, adapter=None, kind="plain", bias=True,
-    route="offsets", spread=0.05, seed=0,
-):  # fmt: skip
+    lengths=LENGTHS,
+    tail=2,
+    N=6,
+    K=5,
+    ranks=RANKS,
+    s=SCALES,
+    dtype=torch.float64,
+    adapter=None,
+    kind="plain",
+    bias=True,
+    route="offsets",
+    spread=0.05,
+    seed=0,
+):
     """Adapters of one W; each has the g that tests.make gave it. By offsets tokens are sorted, by ids shuffled."""
     M = sum(lengths) + tail
     own = [
@@ -339,8 +350,18 @@ def is_at_the_rounding_floor():
 def dm_of_rows_that_hide_it():
     """A bias of hundreds, m = 0 and m near it in bf16: dm as good as without."""
     for trap in ("bias", "zero_m"):
-        t = case((128, 0, 100), 3, 48, 64, (8, 8, 8), (0.7, 0.7, 0.7), torch.bfloat16, torch.float32, bias=trap == "bias",
-                 kind=trap if trap == "zero_m" else "plain")  # fmt: skip
+        t = case(
+            (128, 0, 100),
+            3,
+            48,
+            64,
+            (8, 8, 8),
+            (0.7, 0.7, 0.7),
+            torch.bfloat16,
+            torch.float32,
+            bias=trap == "bias",
+            kind=trap if trap == "zero_m" else "plain",
+        )
         t = t._replace(bias=None if t.bias is None else (t.bias.float() + 300).bfloat16())
         got, want = (with_gradients(f, t, dy_of(t)) for f in (together, truth))
         for g in (0, 2):
@@ -354,8 +375,9 @@ def every_subset_of_gradients():
 
     def run(names):
         leaves = {n: v.detach().clone().requires_grad_(n in names) for n, v in all_of.items()}
-        y = dora_linear_multi(leaves["x"], t.W, *(leaves[n] for n in "ABm"), s=t.s, norm=leaves["norm"], bias=leaves["bias"],
-                              **routed(t))  # fmt: skip
+        y = dora_linear_multi(
+            leaves["x"], t.W, *(leaves[n] for n in "ABm"), s=t.s, norm=leaves["norm"], bias=leaves["bias"], **routed(t)
+        )
         return grads(y, dy_of(t), **{n: leaves[n] for n in names})
 
     want = run(list(all_of))

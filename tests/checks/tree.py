@@ -81,7 +81,12 @@ def matches_the_truth(backend, dtype):
     assert all(map(torch.equal, optree.tree_leaves(again), optree.tree_leaves(c)))
     scales = nested(lambda n: float(len(n)))
     c = dora_norm_tree(weights, params, s=scales, backend=backend)
-    for got, W, p, s in zip(*map(optree.tree_leaves, (c, weights)), optree.tree_leaves(params, is_leaf=lambda t: isinstance(t, DoraParams)), optree.tree_leaves(scales), strict=True):  # fmt: skip
+    for got, W, p, s in zip(
+        *map(optree.tree_leaves, (c, weights)),
+        optree.tree_leaves(params, is_leaf=lambda t: isinstance(t, DoraParams)),
+        optree.tree_leaves(scales),
+        strict=True,
+    ):
         torch.testing.assert_close(got.double(), reference.norm(W, p.A, p.B, s), rtol=4e-7, atol=1e-12)
 
 
@@ -249,8 +254,10 @@ def errors_name_the_leaf(backend, dtype):
         r"`s` must be of the structure of weights": dict(s={"head": 1.0}),
         r"`state` must be a NormTreeState": dict(state=3),
         r"`state` must be of these weights": dict(state=dora_norm_tree_state(weights["blocks"])),
-        rf"`W` of leaf {at} must be a torch.Tensor": dict(weights=optree.tree_map(lambda n, w: 1.0 if n == "q" else w, nested(lambda n: n), weights)),
-    }  # fmt: skip
+        rf"`W` of leaf {at} must be a torch.Tensor": dict(
+            weights=optree.tree_map(lambda n, w: 1.0 if n == "q" else w, nested(lambda n: n), weights)
+        ),
+    }
     for message, change_of in cases.items():
         args = {"weights": weights, "params": params, "s": S, "state": None} | change_of
         with pytest.raises(FdoraError, match=message):

@@ -125,9 +125,16 @@ def test_a_weight_follows_the_last_equals_sign(model, capsys):
         write(folder / name, {path: second[path]._replace(s=float(len(name)))})
 
     for given, s, weight in (
-        ("lr", 2.0, 1.0), ("lr=3", 4.0, 1.0), ("lr=3=0.5", 4.0, 0.5), ("lr=2", 2.0, 2.0), ("lr=-1e-1", 2.0, -0.1),
-        ("a=b", 3.0, 1.0), ("a=b=2", 3.0, 2.0), ("2", 1.0, 1.0), ("2=2", 1.0, 2.0),
-    ):  # fmt: skip
+        ("lr", 2.0, 1.0),
+        ("lr=3", 4.0, 1.0),
+        ("lr=3=0.5", 4.0, 0.5),
+        ("lr=2", 2.0, 2.0),
+        ("lr=-1e-1", 2.0, -0.1),
+        ("a=b", 3.0, 1.0),
+        ("a=b=2", 3.0, 2.0),
+        ("2", 1.0, 1.0),
+        ("2=2", 1.0, 2.0),
+    ):
         main(["combine", str(folder / "model"), str(folder / "out"), f"{folder}/{given}"])
         want = target(W[path], [second[path]._replace(s=s)], [weight])
         assert missed(W[path], merge(W[path], read(folder / "out")[path]), want) < 1e-5, given

@@ -67,9 +67,14 @@ def test_pefts_files_mean_what_peft_means(rslora, tmp_path):
     W = {name.removesuffix(".weight"): p.detach().clone() for name, p in base.named_parameters() if name.endswith("weight")}
     start = {n: t.clone() for n, t in base.state_dict().items()}
     config = LoraConfig(
-        r=3, lora_alpha=5, target_modules=["conv", "wide", "last"], use_dora=True, use_rslora=rslora,
-        rank_pattern={"wide": 2}, alpha_pattern={"last": 7},
-    )  # fmt: skip
+        r=3,
+        lora_alpha=5,
+        target_modules=["conv", "wide", "last"],
+        use_dora=True,
+        use_rslora=rslora,
+        rank_pattern={"wide": 2},
+        alpha_pattern={"last": 7},
+    )
     model = get_peft_model(base, config)
     for p in model.parameters():
         if p.requires_grad:

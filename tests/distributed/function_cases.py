@@ -588,14 +588,18 @@ def case_errors():
 
     cut = lambda v, i: distribute_tensor(v.detach(), where, [Shard(i)])  # noqa: E731
     refused = {
-        r"`x` must be \S*R\S* on mesh dimension tp, on which W is S\(0\), got S\(0\). Redistribute it; if W is what FSDP": dict(way="col", x=cut(t["x"], 0)),
+        r"`x` must be \S*R\S* on mesh dimension tp, on which W is S\(0\), got S\(0\). Redistribute it; if W is what FSDP": dict(
+            way="col", x=cut(t["x"], 0)
+        ),
         r"`B` must be .*got a plain tensor, which counts as R. Wrap each process's part": dict(way="col", B=t["B"]),
         r"`A` must be .*, got S\(0\). Redistribute it.": dict(way="row", A=cut(t["A"], 0)),
-        r"`W` must be Replicate, Shard\(0\) or Shard\(1\) on mesh dimension tp, got P": dict(way="same", W=DTensor.from_local(t["W"], where, [Partial()])),
+        r"`W` must be Replicate, Shard\(0\) or Shard\(1\) on mesh dimension tp, got P": dict(
+            way="same", W=DTensor.from_local(t["W"], where, [Partial()])
+        ),
         r"`seed` must be given, the same in every process": dict(way="col", dropout_p=0.5),
         r"`W` must be frozen": dict(way="col", W=cut(t["W"], 0).requires_grad_()),
         r"`m` must be on DeviceMesh": dict(way="col", m=distribute_tensor(t["m"], mesh(1, 2), [R, Shard(0)])),
-    }  # fmt: skip
+    }
     for text, options in refused.items():
         with pytest.raises(FdoraError, match=text):
             call(**options)

@@ -193,17 +193,38 @@ def case_errors():
     image = {"x": random(2, 4, 5), "W": random(4, 2, 3), "A": random(2, 2, 3), "B": random(4, 2, 1), "m": random(4)}
     no_ids = {n: v for n, v in t.items() if n != "ids"}
     for text, call in {
-        "dora_linear_multi: `dropout_p` must be 0 with DTensors": lambda: dora_linear_multi(**lie(t, rows), s=[1.0] * 3, dropout_p=0.5, seed=1),
-        "dora_linear_multi: `ids` must be .* where x is cut by tokens, got offsets": lambda: dora_linear_multi(**lie(no_ids, data), s=[1.0] * 3, offsets=offsets),
-        r"dora_linear_multi: `B` must be S.* on mesh dimension tp, on which W is S": lambda: dora_linear_multi(**lie(t, rows, B=R), s=[1.0] * 3),
-        "dora_norm: `group` must be None for DTensors": lambda: dora_norm(*[lie(t, rows)[n] for n in "WAB"], s=[1.0] * 3, group=where),
-        "dora_embedding: `norm_axis` must be 0 where W is cut by columns": lambda: dora_embedding(ids, **lie(table, TABLES[0]["columns"][0]), s=1.0, norm_axis=1),
-        "dora_embedding: `max_norm` must be None where W is cut by columns": lambda: dora_embedding(ids, **lie(table, TABLES[0]["columns"][0]), s=1.0, max_norm=2.0),
+        "dora_linear_multi: `dropout_p` must be 0 with DTensors": lambda: dora_linear_multi(
+            **lie(t, rows), s=[1.0] * 3, dropout_p=0.5, seed=1
+        ),
+        "dora_linear_multi: `ids` must be .* where x is cut by tokens, got offsets": lambda: dora_linear_multi(
+            **lie(no_ids, data), s=[1.0] * 3, offsets=offsets
+        ),
+        r"dora_linear_multi: `B` must be S.* on mesh dimension tp, on which W is S": lambda: dora_linear_multi(
+            **lie(t, rows, B=R), s=[1.0] * 3
+        ),
+        "dora_norm: `group` must be None for DTensors": lambda: dora_norm(
+            *[lie(t, rows)[n] for n in "WAB"], s=[1.0] * 3, group=where
+        ),
+        "dora_embedding: `norm_axis` must be 0 where W is cut by columns": lambda: dora_embedding(
+            ids, **lie(table, TABLES[0]["columns"][0]), s=1.0, norm_axis=1
+        ),
+        "dora_embedding: `max_norm` must be None where W is cut by columns": lambda: dora_embedding(
+            ids, **lie(table, TABLES[0]["columns"][0]), s=1.0, max_norm=2.0
+        ),
         "dora_conv1d: `groups` must be 1 where W is cut": lambda: dora_conv1d(**lie(image, CONV["rows"][0]), s=1.0, groups=2),
-        "dora_conv1d: `x` must be of 3 axes with DTensors": lambda: dora_conv1d(**lie(image | {"x": random(4, 5)}, CONV["data"][0]), s=1.0),
-        "dora_experts: `x` must be a plain tensor": lambda: dora_experts(**lie({n: t[n] for n in "xABm"} | {"W": random(3, 7, 9)}, dict.fromkeys("xWABm", S(0))), s=1.0, offsets=[1, 2, 3]),
-        r"dora_experts: `B` must be Shard\(0\), by experts": lambda: dora_experts(t["x"], **lie({n: t[n] for n in "ABm"} | {"W": random(3, 7, 9)}, dict.fromkeys("WAm", S(0)) | {"B": R}), s=1.0, offsets=[1, 2, 3]),
-    }.items():  # fmt: skip
+        "dora_conv1d: `x` must be of 3 axes with DTensors": lambda: dora_conv1d(
+            **lie(image | {"x": random(4, 5)}, CONV["data"][0]), s=1.0
+        ),
+        "dora_experts: `x` must be a plain tensor": lambda: dora_experts(
+            **lie({n: t[n] for n in "xABm"} | {"W": random(3, 7, 9)}, dict.fromkeys("xWABm", S(0))), s=1.0, offsets=[1, 2, 3]
+        ),
+        r"dora_experts: `B` must be Shard\(0\), by experts": lambda: dora_experts(
+            t["x"],
+            **lie({n: t[n] for n in "ABm"} | {"W": random(3, 7, 9)}, dict.fromkeys("WAm", S(0)) | {"B": R}),
+            s=1.0,
+            offsets=[1, 2, 3],
+        ),
+    }.items():
         with pytest.raises(FdoraError, match=text):
             call()
 

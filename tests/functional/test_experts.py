@@ -30,9 +30,11 @@ FAULTS = [
     ("bias=b, norm=c", "bias=b, norm=None if c is None else c.detach()"),
     ("if rest.shape[0] or not parts", "if not parts"),
     ("like.new_zeros", "like.new_ones"),
-    ("combine(sorted_rows(fn, spread(x, to, name), bank, s, to.offsets, name), pairs(gates)",
-     "combine(sorted_rows(fn, spread(x, to, name), bank, s, to.offsets, name), 2 * gates"),
-]  # fmt: skip
+    (
+        "combine(sorted_rows(fn, spread(x, to, name), bank, s, to.offsets, name), pairs(gates)",
+        "combine(sorted_rows(fn, spread(x, to, name), bank, s, to.offsets, name), 2 * gates",
+    ),
+]
 FAULTS = [(experts, *each) for each in FAULTS] + [
     (eager, "rows.to(acc) * gates.reshape(-1)[order, None]", "rows.to(acc) * gates.reshape(-1)[order * 0, None]"),
     (eager, "part * gates[:, j, None]", "part * gates[:, 0, None]"),

@@ -26,9 +26,14 @@ def test_the_eager_backend_has_no_plan():
     if device.NAME != "cpu":
         pytest.skip("says what tensors on a CPU are told; runs with --device cpu, as in `make test`")
     x, la = draw(4, 5), layer()
-    for said in (explain(F.dora_linear, x, *la, s=2.0), explain(F.dora_norm, *la[:3], s=2.0), explain(F.dora_merge, *la, s=2.0),
-                 explain(F.dora_linear_group, x, [F.DoraLayer(*la, 2.0)]), explain(F.dora_compose, draw(4, 6), draw(4, 6), draw(6), s=2.0),
-                 explain(F.dora_mlp, x, F.DoraLayer(*la, 2.0), F.DoraLayer(*la, 2.0), F.DoraLayer(*layer(5, 6), 2.0))):  # fmt: skip
+    for said in (
+        explain(F.dora_linear, x, *la, s=2.0),
+        explain(F.dora_norm, *la[:3], s=2.0),
+        explain(F.dora_merge, *la, s=2.0),
+        explain(F.dora_linear_group, x, [F.DoraLayer(*la, 2.0)]),
+        explain(F.dora_compose, draw(4, 6), draw(4, 6), draw(6), s=2.0),
+        explain(F.dora_mlp, x, F.DoraLayer(*la, 2.0), F.DoraLayer(*la, 2.0), F.DoraLayer(*layer(5, 6), 2.0)),
+    ):
         assert said.backend == "eager" and "are on cpu" in said.why and said.plans == () and said.seconds is None
         assert "it has no plan" in str(said) and said.fn in str(said)
 
@@ -62,20 +67,35 @@ def test_without_triton_it_says_so():
 
 
 MISTAKES = {
-    "another function": (lambda: explain(F.dora_scale, draw(6), draw(6)), "fdora.explain: `fn` must be one of dora_linear, dora_linear_group,"),
+    "another function": (
+        lambda: explain(F.dora_scale, draw(6), draw(6)),
+        "fdora.explain: `fn` must be one of dora_linear, dora_linear_group,",
+    ),
     "no function": (lambda: explain("dora_linear"), "got 'dora_linear'"),
-    "another GPU": (lambda: explain(F.dora_linear, draw(4, 5), *layer(), s=2.0, gpu="v100"), "`gpu` must be one of h200, h100,"),
-    "shapes": (lambda: explain(F.dora_linear, draw(4, 7), *layer(), s=2.0, gpu="h200"), "fdora.dora_linear: `x` must be (..., K) with K=5"),
+    "another GPU": (
+        lambda: explain(F.dora_linear, draw(4, 5), *layer(), s=2.0, gpu="v100"),
+        "`gpu` must be one of h200, h100,",
+    ),
+    "shapes": (
+        lambda: explain(F.dora_linear, draw(4, 7), *layer(), s=2.0, gpu="h200"),
+        "fdora.dora_linear: `x` must be (..., K) with K=5",
+    ),
     "dtypes": (lambda: explain(F.dora_linear, draw(4, 5).half(), *layer(), s=2.0), "fdora.dora_linear: `x` must be float32"),
     "dropout": (lambda: explain(F.dora_linear, draw(4, 5), *layer(), s=2.0, dropout_p=2), "`dropout_p` must be in [0, 1)"),
     "no layers": (lambda: explain(F.dora_linear_group, draw(4, 5), []), "`layers` must be at least one DoraLayer"),
     "an MLP": (lambda: explain(F.dora_mlp, draw(4, 5), *[F.DoraLayer(draw(6, 5))] * 3), "`down.W` must be (N, F) with F=6"),
     "a norm's axis": (lambda: explain(F.dora_norm, *layer()[:3], s=2.0, norm_axis=2), "fdora.dora_norm: `norm_axis` must be 1"),
-    "a norm of bytes": (lambda: explain(F.dora_norm, *layer()[:3], s=2.0, max_bytes=1), "fdora.dora_norm: `max_bytes` must be at least"),
-    "a square with a gradient": (lambda: explain(F.dora_norm, *layer()[:3], s=2.0, squared=True, detach=False), "`squared` must be False there"),
+    "a norm of bytes": (
+        lambda: explain(F.dora_norm, *layer()[:3], s=2.0, max_bytes=1),
+        "fdora.dora_norm: `max_bytes` must be at least",
+    ),
+    "a square with a gradient": (
+        lambda: explain(F.dora_norm, *layer()[:3], s=2.0, squared=True, detach=False),
+        "`squared` must be False there",
+    ),
     "compose": (lambda: explain(F.dora_compose, draw(4, 6), draw(4, 5), draw(6), s=2.0), "fdora.dora_compose: `lora` must be"),
     "merge": (lambda: explain(F.dora_merge, *layer(), s=float("nan")), "fdora.dora_merge: `s` must be a finite"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", MISTAKES)
@@ -109,5 +129,7 @@ def test_experts_of_codes_are_refused():
     W = quantize(draw(4 * 64, 64), "nf4")
     arguments = (draw(8, 64), W, draw(4, 4, 64), draw(4, 64, 4), draw(4, 64))
     offsets = torch.tensor([2, 4, 6, 8], dtype=torch.int32, device=device.NAME)
-    with pytest.raises(FdoraError, match="explain: `W` must be experts of dora_experts that are a tensor, got codes of kind nf4"):
+    with pytest.raises(
+        FdoraError, match="explain: `W` must be experts of dora_experts that are a tensor, got codes of kind nf4"
+    ):
         explain(F.dora_experts, *arguments, s=1.0, offsets=offsets)

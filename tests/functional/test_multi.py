@@ -159,7 +159,10 @@ def test_lengths_and_scalings_are_tensors_that_may_change():
         (dict(ids=torch.zeros(9, dtype=torch.int64)), "`offsets` must be given, or ids, not both, got both."),
         (dict(offsets=torch.tensor([4, 4, 7])), "`offsets` must be int32, got int64."),
         (dict(offsets=torch.tensor([4, 7], dtype=torch.int32)), r"`offsets` must be (G,) with G=3 (from `A`), got (2,)."),
-        (dict(offsets=torch.tensor([4, 3, 7], dtype=torch.int32)), "`offsets` must be ends, in order, of segments of x, got [4, 3, 7] for 9 tokens."),
+        (
+            dict(offsets=torch.tensor([4, 3, 7], dtype=torch.int32)),
+            "`offsets` must be ends, in order, of segments of x, got [4, 3, 7] for 9 tokens.",
+        ),
         (dict(offsets=torch.tensor([4, 4, 10], dtype=torch.int32)), "got [4, 4, 10] for 9 tokens."),
         (dict(offsets=torch.tensor([-1, 4, 9], dtype=torch.int32)), "got [-1, 4, 9] for 9 tokens."),
         (dict(offsets=None, ids=torch.tensor([0] * 8 + [3])), "`ids` must be from -1 to 2, got 0 to 3."),
@@ -185,7 +188,7 @@ def test_lengths_and_scalings_are_tensors_that_may_change():
         (dict(dropout_p=0.5, seed=-1), "`seed` must be in [0, 2**63), got -1."),
         (dict(dropout_p=1.0), "`dropout_p` must be in [0, 1), got 1.0."),
     ],
-)  # fmt: skip
+)
 def test_messages(change, text):
     t = case((4, 0, 3), 2)
     A, B, m = dora_stack(t.adapters)
@@ -201,16 +204,31 @@ def test_messages_of_banks():
     A, B, m = dora_stack(t.adapters)
     for call, text in (
         (lambda: dora_stack([]), "fdora.dora_stack: `params` must be at least one adapter, got none."),
-        (lambda: dora_stack([one, other._replace(A=other.A[:, 1:])]), "`params[1].A` must be (r1, K) with K=5 (from `params[0].A`), got (3, 4)."),
+        (
+            lambda: dora_stack([one, other._replace(A=other.A[:, 1:])]),
+            "`params[1].A` must be (r1, K) with K=5 (from `params[0].A`), got (3, 4).",
+        ),
         (lambda: dora_stack([one, other._replace(A=other.A.double())]), "`params[1].A` must be float32, got float64."),
         (lambda: dora_stack([one, other._replace(m=None)]), "`params[1].m` must be a Tensor, as in others, got None."),
-        (lambda: dora_unstack((A, B, m[0])), "fdora.dora_unstack: `m` must be (G, N) with G=3 (from `A`), N=6 (from `B`), got (6,)."),
+        (
+            lambda: dora_unstack((A, B, m[0])),
+            "fdora.dora_unstack: `m` must be (G, N) with G=3 (from `A`), N=6 (from `B`), got (6,).",
+        ),
         (lambda: dora_unstack((A, B, m), [1]), "fdora.dora_unstack: `ranks` must be 3 of 1 to 3, got [1]."),
-        (lambda: dora_norm(t.W, A, B, s=t.s, detach=False), "fdora.dora_norm: `detach` must be left out for a bank of adapters, got a value."),
-        (lambda: dora_norm(t.W, A, B, s=t.s, squared=True), "fdora.dora_norm: `squared` must be left out for a bank of adapters, got a value."),
+        (
+            lambda: dora_norm(t.W, A, B, s=t.s, detach=False),
+            "fdora.dora_norm: `detach` must be left out for a bank of adapters, got a value.",
+        ),
+        (
+            lambda: dora_norm(t.W, A, B, s=t.s, squared=True),
+            "fdora.dora_norm: `squared` must be left out for a bank of adapters, got a value.",
+        ),
         (lambda: dora_norm(t.W, A, B, s=1.0), "fdora.dora_norm: `s` must be 3 numbers, one for each adapter, got a float."),
-        (lambda: dora_norm(t.W, A[:0], B[:0], s=[]), "fdora.dora_norm: `A` must be a bank of at least one adapter, got (0, 3, 5)."),
-    ):  # fmt: skip
+        (
+            lambda: dora_norm(t.W, A[:0], B[:0], s=[]),
+            "fdora.dora_norm: `A` must be a bank of at least one adapter, got (0, 3, 5).",
+        ),
+    ):
         with pytest.raises(FdoraError) as caught:
             call()
         assert text in str(caught.value), str(caught.value)

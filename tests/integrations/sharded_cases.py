@@ -570,9 +570,14 @@ def paths(model):
 CASES = {name: (lambda truth, mesh, name=name: layout(name, truth, mesh)) for name in LAYOUTS}
 
 FUSED = (
-    "ddp", "fsdp2 blocks", "fsdp2 blocks, checkpointed", "fsdp2 layers", "fsdp2 leaves", "fsdp1 leaves",
+    "ddp",
+    "fsdp2 blocks",
+    "fsdp2 blocks, checkpointed",
+    "fsdp2 layers",
+    "fsdp2 leaves",
+    "fsdp1 leaves",
     "fsdp1 blocks, original parameters",
-)  # fmt: skip
+)
 CASES |= {f"fuse, {name}": partial(fused, LAYOUTS[name]) for name in FUSED}
 ON_SHARDS = ("fsdp2 blocks", "fsdp2 blocks, checkpointed", "fsdp2 leaves", "hsdp blocks")
 CASES |= {f"on shards, {name}": partial(on_shards, LAYOUTS[name]) for name in ON_SHARDS}

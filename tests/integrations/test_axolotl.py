@@ -61,12 +61,32 @@ def clean():
 
 def config(files, out, **more):
     return {
-        "base_model": str(files / "model"), "adapter": "lora", "peft_use_dora": True, "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True,
-        "datasets": [{"path": str(files / "data.jsonl"), "ds_type": "json", "type": "completion"}], "dataset_prepared_path": str(files / "prepared"),
-        "sequence_len": 128, "micro_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": STEPS, "learning_rate": 1e-2, "val_set_size": 0,
-        "optimizer": "adamw_torch_fused", "lr_scheduler": "constant", "output_dir": str(out), "bf16": False, "fp16": False, "dataset_num_proc": 1,
-        "lora_dropout": 0.0, "seed": 0, "lora_model_dir": str(files / "adapter-0.0"), **dict.fromkeys(KERNELS, False), **more,
-    }  # fmt: skip
+        "base_model": str(files / "model"),
+        "adapter": "lora",
+        "peft_use_dora": True,
+        "lora_r": 4,
+        "lora_alpha": 8,
+        "lora_target_linear": True,
+        "datasets": [{"path": str(files / "data.jsonl"), "ds_type": "json", "type": "completion"}],
+        "dataset_prepared_path": str(files / "prepared"),
+        "sequence_len": 128,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "val_set_size": 0,
+        "optimizer": "adamw_torch_fused",
+        "lr_scheduler": "constant",
+        "output_dir": str(out),
+        "bf16": False,
+        "fp16": False,
+        "dataset_num_proc": 1,
+        "lora_dropout": 0.0,
+        "seed": 0,
+        "lora_model_dir": str(files / "adapter-0.0"),
+        **dict.fromkeys(KERNELS, False),
+        **more,
+    }
 
 
 def trained(files, out, **more):

@@ -47,19 +47,47 @@ def files(tmp_path_factory):
 
 def v0(files, out, **more):
     return {
-        "model_name_or_path": str(files / "model"), "stage": "sft", "do_train": True, "finetuning_type": "lora", "use_dora": True, "lora_rank": 4,
-        "lora_target": "all", "dataset": "readme", "dataset_dir": str(files), "template": "default", "cutoff_len": 256, "output_dir": str(out),
-        "max_steps": STEPS, "learning_rate": 3e-3, "per_device_train_batch_size": 2, "report_to": "none", "disable_gradient_checkpointing": True,
-        "use_cpu": True, "preprocessing_num_workers": None, "dataloader_num_workers": 0, "seed": 0, **more,
-    }  # fmt: skip
+        "model_name_or_path": str(files / "model"),
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "lora",
+        "use_dora": True,
+        "lora_rank": 4,
+        "lora_target": "all",
+        "dataset": "readme",
+        "dataset_dir": str(files),
+        "template": "default",
+        "cutoff_len": 256,
+        "output_dir": str(out),
+        "max_steps": STEPS,
+        "learning_rate": 3e-3,
+        "per_device_train_batch_size": 2,
+        "report_to": "none",
+        "disable_gradient_checkpointing": True,
+        "use_cpu": True,
+        "preprocessing_num_workers": None,
+        "dataloader_num_workers": 0,
+        "seed": 0,
+        **more,
+    }
 
 
 def v1(files, out, name, **peft):
     return {
-        "model": str(files / "model"), "template": "chatml", "peft_config": {"r": 4, "name": name, **peft}, "train_dataset": str(files / "v1.jsonl"),
-        "output_dir": str(out), "max_steps": STEPS, "learning_rate": 3e-3, "micro_batch_size": 2, "cutoff_len": 256, "bf16": False,
-        "batching_workers": 0, "enable_activation_checkpointing": False, "seed": 0,
-    }  # fmt: skip
+        "model": str(files / "model"),
+        "template": "chatml",
+        "peft_config": {"r": 4, "name": name, **peft},
+        "train_dataset": str(files / "v1.jsonl"),
+        "output_dir": str(out),
+        "max_steps": STEPS,
+        "learning_rate": 3e-3,
+        "micro_batch_size": 2,
+        "cutoff_len": 256,
+        "bf16": False,
+        "batching_workers": 0,
+        "enable_activation_checkpointing": False,
+        "seed": 0,
+    }
 
 
 @pytest.fixture
@@ -166,9 +194,12 @@ def test_the_first_version_under_torchrun(files, tmp_path):
     line = line.replace("torchrun", "-m torch.distributed.run").replace("-node 8", "-node 2")
     words = line.replace("-m fdora.integrations.llamafactory", str(tmp_path / "counted.py")).split()
     done = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and (tmp_path / "out" / "adapter_model.safetensors").exists(), done.stderr[-3000:]
     assert done.stdout.count(f"calls {{'fused': {STEPS * tiny.LAYERS}}}") == 2, done.stdout[-3000:]
 

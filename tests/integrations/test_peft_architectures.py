@@ -52,19 +52,34 @@ CASES = {
     "BitNet": (NO_MLP, {}),
     "DiffLlama": (BOTH, {}),
     "Doge": (BOTH, {"hidden_dropout": 0.3}),
-    "FalconH1": (NO_MLP, {
-        "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8,
-        "targets": ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"],
-    }),
+    "FalconH1": (
+        NO_MLP,
+        {
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "targets": ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"],
+        },
+    ),
     "RecurrentGemma": ((0, 1), {"lru_width": 32, "attention_window_size": 8, "block_types": ["recurrent", "attention"]}),
     "OPT": (NO_MLP, {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.3}),
     "Doge, experts": (NO_MLP, {"is_moe": True, "num_experts": 4, "num_experts_per_tok": 2}),
-    "Gemma3n": (NEITHER, {
-        "config": "Gemma3nTextConfig", "vocab_size_per_layer_input": 50, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
-        "altup_num_inputs": 2, "num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"],
-        "activation_sparsity_pattern": [0.5, 0.0], "keep_inner": True,
-    }),
-}  # fmt: skip
+    "Gemma3n": (
+        NEITHER,
+        {
+            "config": "Gemma3nTextConfig",
+            "vocab_size_per_layer_input": 50,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 4,
+            "altup_num_inputs": 2,
+            "num_kv_shared_layers": 0,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "activation_sparsity_pattern": [0.5, 0.0],
+            "keep_inner": True,
+        },
+    ),
+}
 
 
 def made(name, config="", targets="all-linear", keep_inner=False, **settings):

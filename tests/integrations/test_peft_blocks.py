@@ -387,9 +387,18 @@ def test_a_source_that_is_not_the_code_is_not_believed(tmp_path):
 
 
 ACTS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
-    "gelu_10": None, "quick_gelu": None, "gelu_fast": None, "gelu_python": None, "relu": None, "mish": None,
-}  # fmt: skip
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_10": None,
+    "quick_gelu": None,
+    "gelu_fast": None,
+    "gelu_python": None,
+    "relu": None,
+    "mish": None,
+}
 
 
 @pytest.mark.parametrize("name", ACTS)

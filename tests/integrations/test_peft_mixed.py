@@ -138,8 +138,11 @@ def test_banks_of_a_model_and_back():
         banks = read_banks(model)
         first, second = banks.values()
         assert (first.adapters, first.ranks, first.s, first.dora) == (
-            ("first", "second", "plain"), (4, 2, 8), (1.5, 2.0, 1.0), (True, True, False),
-        )  # fmt: skip
+            ("first", "second", "plain"),
+            (4, 2, 8),
+            (1.5, 2.0, 1.0),
+            (True, True, False),
+        )
         assert second.adapters == ("first", "plain") and second.params.A.shape == (2, 8, N)
         for p in model.parameters():
             p.data.add_(1)

@@ -225,9 +225,13 @@ def test_what_waits_belongs_to_one_call():
     assert last_layers(block.mlp) == [block.mlp.fc2]
     gamma, N = block.ls1.gamma, TINY.width
     for ends, fits in (
-        (Ends(gamma, x), True), (Ends(gamma.float(), x), False), (Ends(gamma, x.float()), False), (Ends(gamma[:1], x), False),
-        (Ends(gamma, x[:, :1]), False), (Ends(None, x), True),
-    ):  # fmt: skip
+        (Ends(gamma, x), True),
+        (Ends(gamma.float(), x), False),
+        (Ends(gamma, x.float()), False),
+        (Ends(gamma[:1], x), False),
+        (Ends(gamma, x[:, :1]), False),
+        (Ends(None, x), True),
+    ):
         tail.waiting[where()] = ends
         assert (tail.take(block.attn.proj, x, N) is ends) == fits
         assert tail.take(block.mlp.fc2, x, N) is None
@@ -328,9 +332,16 @@ class Forwards(nn.Module):
 def test_the_end_of_a_forward_is_known_by_its_structure():
     ends = {name: chain(f) for name, f in vars(Forwards).items() if callable(f)}
     assert ends == {
-        "timm": ("proj_drop", "proj", "qkv"), "pair": ("o_proj",), "nested": ("drop", "proj"), "scaled": (),
-        "kept": ("drop",), "twice": (), "early": (), "listened": (), "later": (),
-    }  # fmt: skip
+        "timm": ("proj_drop", "proj", "qkv"),
+        "pair": ("o_proj",),
+        "nested": ("drop", "proj"),
+        "scaled": (),
+        "kept": ("drop",),
+        "twice": (),
+        "early": (),
+        "listened": (),
+        "later": (),
+    }
 
 
 def test_blocks_mlps_and_scales_are_known_by_all_of_their_code():

@@ -50,11 +50,58 @@ def files(tmp_path_factory):
 
 def command(files, out, *more):
     return [
-        *("--model", files["model"], "--dataset", files["data"], "--model_type", "llama", "--template", "default", "--output_dir", str(out)),
-        *("--torch_dtype", "float32", "--max_steps", "12", "--learning_rate", "3e-3", "--per_device_train_batch_size", "2", "--max_length", "400"),
-        *("--report_to", "none", "--split_dataset_ratio", "0", "--gradient_checkpointing", "false", "--check_model", "false", "--use_hf", "true"),
-        *("--gradient_accumulation_steps", "1", "--lora_rank", "4", "--add_version", "false", "--logging_steps", "1", "--data_seed", "0", "--seed", "0", *more),
-    ]  # fmt: skip
+        *(
+            "--model",
+            files["model"],
+            "--dataset",
+            files["data"],
+            "--model_type",
+            "llama",
+            "--template",
+            "default",
+            "--output_dir",
+            str(out),
+        ),
+        *(
+            "--torch_dtype",
+            "float32",
+            "--max_steps",
+            "12",
+            "--learning_rate",
+            "3e-3",
+            "--per_device_train_batch_size",
+            "2",
+            "--max_length",
+            "400",
+        ),
+        *(
+            "--report_to",
+            "none",
+            "--split_dataset_ratio",
+            "0",
+            "--gradient_checkpointing",
+            "false",
+            "--check_model",
+            "false",
+            "--use_hf",
+            "true",
+        ),
+        *(
+            "--gradient_accumulation_steps",
+            "1",
+            "--lora_rank",
+            "4",
+            "--add_version",
+            "false",
+            "--logging_steps",
+            "1",
+            "--data_seed",
+            "0",
+            "--seed",
+            "0",
+            *more,
+        ),
+    ]
 
 
 def trained(files, out, *more):
@@ -100,8 +147,19 @@ def test_a_fresh_adapter_is_swifts(files, made, tmp_path):
     """Rank, dropout, targets: whatever SWIFT makes of its arguments, with DoRA."""
     from swift.arguments import SftArguments
 
-    args = SftArguments(model=files["model"], model_type="llama", template="default", dataset=[files["data"]], torch_dtype="float32", use_hf=True, lora_rank=5,
-                        external_plugins=[files["plugin"]], tuner_type="fdora", output_dir=str(tmp_path), check_model=False)  # fmt: skip
+    args = SftArguments(
+        model=files["model"],
+        model_type="llama",
+        template="default",
+        dataset=[files["data"]],
+        torch_dtype="float32",
+        use_hf=True,
+        lora_rank=5,
+        external_plugins=[files["plugin"]],
+        tuner_type="fdora",
+        output_dir=str(tmp_path),
+        check_model=False,
+    )
     base = args.get_model_processor()[0]
     stock_args = copy.copy(args)
     stock_args.tuner_type, stock_args.use_dora = "lora", True

@@ -27,13 +27,25 @@ class Losses(SFTTrainer):
 def trainer(folder, steps, dropout=0.0, model=None, **config):
     config = {"per_device_train_batch_size": 2, "gradient_checkpointing": False, "learning_rate": 1e-3} | config
     config = SFTConfig(
-        output_dir=str(folder), max_steps=steps, max_length=64, use_cpu=True, bf16=False, report_to=[], save_strategy="no",
-        logging_steps=10**6, disable_tqdm=True, seed=0, **config,
-    )  # fmt: skip
+        output_dir=str(folder),
+        max_steps=steps,
+        max_length=64,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=10**6,
+        disable_tqdm=True,
+        seed=0,
+        **config,
+    )
     made = Losses(
-        model=model or tiny.llama(), args=config, processing_class=tiny.tokenizer(), train_dataset=Dataset.from_dict({"text": tiny.lines(40)}),
+        model=model or tiny.llama(),
+        args=config,
+        processing_class=tiny.tokenizer(),
+        train_dataset=Dataset.from_dict({"text": tiny.lines(40)}),
         peft_config=LoraConfig(use_dora=True, lora_dropout=dropout, task_type="CAUSAL_LM", **tiny.LORA),
-    )  # fmt: skip
+    )
     made.losses = []
     torch.manual_seed(1)
     perturb(made.model)

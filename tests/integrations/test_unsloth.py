@@ -53,9 +53,20 @@ def made(folder, dropout=0.0):
 
 def trained(model, tokenizer, out):
     args = SFTConfig(
-        output_dir=str(out), max_steps=STEPS, max_length=64, per_device_train_batch_size=2, report_to=[], save_strategy="no", learning_rate=1e-2,
-        disable_tqdm=True, seed=0, use_cpu=True, bf16=False, fp16=False, dataset_text_field="text",
-    )  # fmt: skip
+        output_dir=str(out),
+        max_steps=STEPS,
+        max_length=64,
+        per_device_train_batch_size=2,
+        report_to=[],
+        save_strategy="no",
+        learning_rate=1e-2,
+        disable_tqdm=True,
+        seed=0,
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
+        dataset_text_field="text",
+    )
     data = Dataset.from_dict({"text": tiny.lines(40)})
     unsloth.UnslothTrainer(model=model, args=args, processing_class=tokenizer, train_dataset=data).train()
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}

@@ -214,7 +214,7 @@ CASES = {
     "gptq odd N": lambda: gptq(N=13),
     "awq": awq,
     "opaque": any_function,
-}  # fmt: skip
+}
 
 
 # name -> what quantize is told beside the kind, which is its first word

@@ -254,17 +254,47 @@ def test_a_packing_says_whether_it_can_be_beaten():
 
 
 MESSAGES = [
-    (lambda: schedule([[[9]]], Spec(8)), "fdora.schedule: `lengths[0][0][0]` must be at most 8 tokens, what one microbatch holds, got 9. Truncate or split the sample, or raise the capacity."),
-    (lambda: schedule([[[7]]], Spec(8, 1, 3)), "fdora.schedule: `lengths[0][0][0]` must be at most 6 tokens, what one microbatch holds, got 7. Truncate or split the sample, or raise the capacity."),
-    (lambda: schedule([[[1], []]], Spec(8)), "fdora.schedule: `lengths[0][1]` must be a batch with samples, got none. Leave the batch out: it has no gradient."),
-    (lambda: schedule([[[0]]], Spec(8)), "fdora.schedule: `lengths[0][0][0]` must be a positive int, got 0. It is the number of tokens of one sample."),
-    (lambda: schedule([[[1]], [[2]]], Spec(8), groups=[[0]]), "fdora.schedule: `groups` must be each of the adapters [0, 1] once, got [[0]]. Leave it out to plan them."),
-    (lambda: schedule([[[1]]], Spec(8, 0)), "fdora.schedule: `spec.depth` must be a positive int, got 0. It counts tokens, microbatches or processes."),
-    (lambda: schedule([[[1]]], Spec(8, 1, 9)), "fdora.schedule: `spec.multiple` must be at most the capacity, 8, got 9. Nothing would fit."),
-    (lambda: schedule([[[1]]], Spec(8, seconds=-1)), "fdora.schedule: `spec.seconds` must be a finite number of seconds, 0 or more, got -1. 0 solves nothing exactly."),
-    (lambda: schedule([[[1]]], {"capacity": 8}), "fdora.schedule: `spec` must be a Spec, got a dict. Write Spec(capacity=6144, depth=4)."),
-    (lambda: from_json("{}"), "fdora.schedule.from_json: `text` must be JSON of to_json, got KeyError: 'groups'. Write it again."),
-]  # fmt: skip
+    (
+        lambda: schedule([[[9]]], Spec(8)),
+        "fdora.schedule: `lengths[0][0][0]` must be at most 8 tokens, what one microbatch holds, got 9. Truncate or split the sample, or raise the capacity.",
+    ),
+    (
+        lambda: schedule([[[7]]], Spec(8, 1, 3)),
+        "fdora.schedule: `lengths[0][0][0]` must be at most 6 tokens, what one microbatch holds, got 7. Truncate or split the sample, or raise the capacity.",
+    ),
+    (
+        lambda: schedule([[[1], []]], Spec(8)),
+        "fdora.schedule: `lengths[0][1]` must be a batch with samples, got none. Leave the batch out: it has no gradient.",
+    ),
+    (
+        lambda: schedule([[[0]]], Spec(8)),
+        "fdora.schedule: `lengths[0][0][0]` must be a positive int, got 0. It is the number of tokens of one sample.",
+    ),
+    (
+        lambda: schedule([[[1]], [[2]]], Spec(8), groups=[[0]]),
+        "fdora.schedule: `groups` must be each of the adapters [0, 1] once, got [[0]]. Leave it out to plan them.",
+    ),
+    (
+        lambda: schedule([[[1]]], Spec(8, 0)),
+        "fdora.schedule: `spec.depth` must be a positive int, got 0. It counts tokens, microbatches or processes.",
+    ),
+    (
+        lambda: schedule([[[1]]], Spec(8, 1, 9)),
+        "fdora.schedule: `spec.multiple` must be at most the capacity, 8, got 9. Nothing would fit.",
+    ),
+    (
+        lambda: schedule([[[1]]], Spec(8, seconds=-1)),
+        "fdora.schedule: `spec.seconds` must be a finite number of seconds, 0 or more, got -1. 0 solves nothing exactly.",
+    ),
+    (
+        lambda: schedule([[[1]]], {"capacity": 8}),
+        "fdora.schedule: `spec` must be a Spec, got a dict. Write Spec(capacity=6144, depth=4).",
+    ),
+    (
+        lambda: from_json("{}"),
+        "fdora.schedule.from_json: `text` must be JSON of to_json, got KeyError: 'groups'. Write it again.",
+    ),
+]
 
 
 @pytest.mark.parametrize(("call", "text"), MESSAGES, ids=[text.split("`")[1] + str(n) for n, (_, text) in enumerate(MESSAGES)])

@@ -20,9 +20,15 @@ def test_two_stages_by_hand():
     found = simulate(row(2, 1), 2, backward=lambda each, stage: 2 * sum(s.length for s in each), transfer=1.0)
     when = {(t.device, t.action.microbatch, "B" if t.action.backward else "F"): (t.start, t.end) for t in found.tasks}
     assert when == {
-        (0, 0, "F"): (0, 2), (1, 0, "F"): (3, 5), (1, 0, "B"): (5, 9), (0, 1, "F"): (2, 3), (1, 1, "F"): (9, 10),
-        (1, 1, "B"): (10, 12), (0, 0, "B"): (10, 14), (0, 1, "B"): (14, 16),
-    }  # fmt: skip
+        (0, 0, "F"): (0, 2),
+        (1, 0, "F"): (3, 5),
+        (1, 0, "B"): (5, 9),
+        (0, 1, "F"): (2, 3),
+        (1, 1, "F"): (9, 10),
+        (1, 1, "B"): (10, 12),
+        (0, 0, "B"): (10, 14),
+        (0, 1, "B"): (14, 16),
+    }
     assert found.time == 16 and found.throughput == 3 / 16 and found.bubble == 1 - 18 / 32
 
 
@@ -87,12 +93,24 @@ def test_segments():
 
 
 MESSAGES = [
-    (lambda: simulate([], 0), "fdora.schedule.simulate: `stages` must be a positive int, got 0. One device is a pipeline of one stage."),
-    (lambda: interleaved(2, 3, 2), "fdora.schedule.interleaved: `microbatches` must be a multiple of the 2 devices, got 3. Add no-ops at the end."),
+    (
+        lambda: simulate([], 0),
+        "fdora.schedule.simulate: `stages` must be a positive int, got 0. One device is a pipeline of one stage.",
+    ),
+    (
+        lambda: interleaved(2, 3, 2),
+        "fdora.schedule.interleaved: `microbatches` must be a multiple of the 2 devices, got 3. Add no-ops at the end.",
+    ),
     (lambda: interleaved(2, 4, 0), "fdora.schedule.interleaved: `chunks` must be a positive int, got 0. 1F1B has one chunk."),
-    (lambda: simulate(row(1), 1, backward=lambda each, stage: -1), "fdora.schedule.simulate: `backward` must be a function that gives 0 or more, got -1. It is a time."),
-    (lambda: segment_ends((Sample(2, 0, 0, 1),), 2), "fdora.schedule.segment_ends: `adapters` must be more than 2, got 2. Count all adapters."),
-]  # fmt: skip
+    (
+        lambda: simulate(row(1), 1, backward=lambda each, stage: -1),
+        "fdora.schedule.simulate: `backward` must be a function that gives 0 or more, got -1. It is a time.",
+    ),
+    (
+        lambda: segment_ends((Sample(2, 0, 0, 1),), 2),
+        "fdora.schedule.segment_ends: `adapters` must be more than 2, got 2. Count all adapters.",
+    ),
+]
 
 
 @pytest.mark.parametrize(("call", "text"), MESSAGES)

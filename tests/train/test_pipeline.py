@@ -92,8 +92,13 @@ def test_stages_that_train_nothing():
     begin = start(base)
     wanted, _ = together(works, begin._replace(**{t: {"one": getattr(begin, t)["one"]} for t in TREES}), model)
     ran = run_pipeline(
-        select_state(begin, ["one"]), works, lambda n: make.data_of(works[n].samples), stages=dict(enumerate(stages)),
-        wire=make.WIRE, jobs=make.JOBS, links=links,
-    )  # fmt: skip
+        select_state(begin, ["one"]),
+        works,
+        lambda n: make.data_of(works[n].samples),
+        stages=dict(enumerate(stages)),
+        wire=make.WIRE,
+        jobs=make.JOBS,
+        links=links,
+    )
     make.same(ran.state, wanted)
     assert square_sum({}, 0) == 0

@@ -31,8 +31,14 @@ INVALID_VALUE = 7
 
 
 class Config(ctypes.Structure):  # CUlaunchConfig
-    _fields_ = [("grid", c_uint32 * 3), ("block", c_uint32 * 3), ("shared", c_uint32), ("stream", c_void_p),
-                ("attributes", c_void_p), ("count", c_uint32)]  # fmt: skip
+    _fields_ = [
+        ("grid", c_uint32 * 3),
+        ("block", c_uint32 * 3),
+        ("shared", c_uint32),
+        ("stream", c_void_p),
+        ("attributes", c_void_p),
+        ("count", c_uint32),
+    ]
 
 
 class Attribute(ctypes.Structure):  # CUlaunchAttribute
@@ -75,9 +81,25 @@ class Recorder:
         self.functions = (
             ctypes.CFUNCTYPE(c_int, POINTER(Config), c_void_p, POINTER(c_void_p), c_void_p)(self.launch),
             ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p)(self.replace),
-            ctypes.CFUNCTYPE(c_int, c_void_p, *(c_int,) * 5, POINTER(c_float), c_void_p, c_int, c_int, c_void_p, c_int, c_int,
-                             POINTER(c_float), c_void_p, c_int, c_int, c_int, c_int)(self.gemm),
-        )  # fmt: skip
+            ctypes.CFUNCTYPE(
+                c_int,
+                c_void_p,
+                *(c_int,) * 5,
+                POINTER(c_float),
+                c_void_p,
+                c_int,
+                c_int,
+                c_void_p,
+                c_int,
+                c_int,
+                POINTER(c_float),
+                c_void_p,
+                c_int,
+                c_int,
+                c_int,
+                c_int,
+            )(self.gemm),
+        )
         self.addresses = [ctypes.cast(f, c_void_p).value for f in self.functions]
 
     @property

@@ -79,10 +79,17 @@ def test_experts(target, shape, tmp_path):
 def test_norms(target, tmp_path):
     made = [
         plan_bank_norm(
-            (alike(*lead, 4096, 4096, dtype=BF16), alike(4, r, 4096, dtype=t), alike(4, 4096, r, dtype=t), alike(4, dtype=FP32)),
-            device(target), (), None,
+            (
+                alike(*lead, 4096, 4096, dtype=BF16),
+                alike(4, r, 4096, dtype=t),
+                alike(4, 4096, r, dtype=t),
+                alike(4, dtype=FP32),
+            ),
+            device(target),
+            (),
+            None,
         )
         for lead, (r, t) in product(((), (4,)), ((16, BF16), (64, FP32)))
-    ]  # fmt: skip
+    ]
     assert_builds(made[:2], target, tmp_path, "multi", SPILL)
     assert_builds(made[2:], target, tmp_path, "experts_norm", SPILL)

@@ -350,8 +350,14 @@ def test_what_it_says_of_codes():
 def test_decoding_by_plain_torch_is_a_step_without_a_plan():
     la = coded(needs=())
     said = explain(F.dora_linear, draw(8, 48, grad=True), twice(), *coded()[1:4], s=2.0, gpu="h200")
-    assert [plan.name for plan in said.plans] == ["decoding of W", "dora_norm", "decoding of W", "dora_linear forward", "decoding of W",
-                                                  "dora_linear backward"]  # fmt: skip
+    assert [plan.name for plan in said.plans] == [
+        "decoding of W",
+        "dora_norm",
+        "decoding of W",
+        "dora_linear forward",
+        "decoding of W",
+        "dora_linear backward",
+    ]
     first, _, second, *_ = said.plans
     assert first.bytes == 40 * 48 * (2 + 4) and second.bytes == 40 * 48 * (2 + 2) == 2 * second.workspace
     assert first.seconds == first.bytes / 4.80e12 and "opaque (40, 48) to float32; no kernel reads it" in str(said)
@@ -409,8 +415,18 @@ def test_a_gpu_that_is_not_there():
     }
     assert said.new_bytes == e * M * r + 4 * N and said.workspace == backward.workspace >= e * M * N
     text = str(said)
-    for words in ("triton (bfloat16 on the H200 SXM)", "floors, not measurements", "more than 64 tokens", "(4096, 4096) x (4096, 16)",
-                  "BLOCK_M 256", "8 warps", "workspace", "kept for backward", "new", "us"):  # fmt: skip
+    for words in (
+        "triton (bfloat16 on the H200 SXM)",
+        "floors, not measurements",
+        "more than 64 tokens",
+        "(4096, 4096) x (4096, 16)",
+        "BLOCK_M 256",
+        "8 warps",
+        "workspace",
+        "kept for backward",
+        "new",
+        "us",
+    ):
         assert words in text, words
 
 

@@ -82,9 +82,13 @@ CHANGES = {
     "no variants": lambda m: delattr(m, "lora_variant"),
 }
 STILL = (
-    "nothing", "an attribute that is false", "a hook of what is on the way", "another parameter", "the name in a list",
+    "nothing",
+    "an attribute that is false",
+    "a hook of what is on the way",
+    "another parameter",
+    "the name in a list",
     "an equal name",
-)  # fmt: skip
+)
 
 
 def in_c(name):

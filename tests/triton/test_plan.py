@@ -436,9 +436,13 @@ def test_what_runs_can_be_read():
     from tests.triton.written import layer as operands
 
     plan = plan_forward(
-        (alike(4096, 1024, dtype=BF16), *operands(2048, 1024, 16, BF16, BF16)), HOPPER._replace(num_sms=132), 0.0, "lora",
-        ("output",), True,
-    )  # fmt: skip
+        (alike(4096, 1024, dtype=BF16), *operands(2048, 1024, 16, BF16, BF16)),
+        HOPPER._replace(num_sms=132),
+        0.0,
+        "lora",
+        ("output",),
+        True,
+    )
     assert plan.name == "dora_linear forward" and "g inside" in plan.path
     assert kernels(plan) == {"product": 1, "gemm_tma_kernel": 1}
     assert plan.cost.flops == 2 * 4096 * (1024 * 16 + 2048 * (1024 + 16))

@@ -107,10 +107,13 @@ def test_wide_groups_and_many_tokens():
 @pytest.mark.parametrize(
     ("code", "unit", "mode", "block"),
     [
-        ("int8", 1.0, "tensor", (1, 1)), ("int8", UNIT, "row", (1, 1)), ("e4m3", 1.0, "row", (1, 1)),
-        ("e4m3", 1.0, "block", (16, 128)), ("int8", 1.0, "block", (16, 48)),
+        ("int8", 1.0, "tensor", (1, 1)),
+        ("int8", UNIT, "row", (1, 1)),
+        ("e4m3", 1.0, "row", (1, 1)),
+        ("e4m3", 1.0, "block", (16, 128)),
+        ("int8", 1.0, "block", (16, 48)),
     ],
-)  # fmt: skip
+)
 def test_eight_bits(code, unit, mode, block):
     for i, (M, N, K, r) in enumerate(((3, 32, 256, 16), (17, 133, 75, 5))):
         assert_right(eight(code, mode, N, K, block, unit), M, r, ROWS[2 - 2 * i], COLUMNS[2 * i])

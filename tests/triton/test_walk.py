@@ -456,9 +456,21 @@ def test_what_triton_tells_apart_has_another_key():
 def test_constants_blocks_warps_stages_and_devices_are_in_the_key():
     t = Array(0, 0, (16, 16), (16, 1), FP32, True)
     step = Launch("kernel", (1,), (t, 16), (1,), 4, 3, False, None)
-    others = [step, *(step._replace(**{n: v}) for n, v in (("constexprs", (2,)), ("num_warps", 8), ("num_stages", 4), ("pdl", True),
-                                                           ("kernel", "other"), ("args", (Tile(t, (8, 8)), 16)),
-                                                           ("args", (Tile(t, (8, 16)), 16))))]  # fmt: skip
+    others = [
+        step,
+        *(
+            step._replace(**{n: v})
+            for n, v in (
+                ("constexprs", (2,)),
+                ("num_warps", 8),
+                ("num_stages", 4),
+                ("pdl", True),
+                ("kernel", "other"),
+                ("args", (Tile(t, (8, 8)), 16)),
+                ("args", (Tile(t, (8, 16)), 16)),
+            )
+        ),
+    ]
     keys = {native._key(GPU, each) for each in others} | {native._key(GPU._replace(gpu=1), step)}
     assert len(keys) == 9
     assert native._key(GPU, step._replace(grid=(5,))) in keys  # the grid is not

@@ -371,9 +371,11 @@ def calls_of_multi(M, N, K, r, G, dtype, adapter=None):
     ranks = tuple(1 + (r - 1) * (g + 1) // G for g in range(G))
     full = (True,) * 5
     for bias, order, seed, m, of in (
-        (False, False, False, True, ()), (True, True, False, True, ranks), (False, True, True, True, ()),
+        (False, False, False, True, ()),
+        (True, True, False, True, ranks),
+        (False, True, True, True, ()),
         (True, False, False, False, ranks),
-    ):  # fmt: skip
+    ):
         tensors, p = bank(M, N, K, r, G, dtype, adapter, bias, order, seed, m), 0.1 if seed else 0.0
         for save in (False, m):
             yield multi.plan_forward, [x, *tensors], (of, p, save)

@@ -120,9 +120,18 @@ def is_projection(node: ast.AST) -> bool:
 PLAIN = (ast.Assign, ast.AnnAssign, ast.Expr)
 # What is in one of these runs never, later or often, or is assigned there.
 MAYBE = (
-    ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp, ast.BoolOp, ast.NamedExpr,
-    ast.Await, ast.Yield, ast.YieldFrom,
-)  # fmt: skip
+    ast.Lambda,
+    ast.ListComp,
+    ast.SetComp,
+    ast.DictComp,
+    ast.GeneratorExp,
+    ast.IfExp,
+    ast.BoolOp,
+    ast.NamedExpr,
+    ast.Await,
+    ast.Yield,
+    ast.YieldFrom,
+)
 
 
 def tree_of(function: Any) -> ast.FunctionDef | None:

@@ -86,9 +86,19 @@ class Conv(Layer):
         s, W = parts.scaling[name], variant.kept.frozen(base.weight)
         c = variant.with_gradient(variant.norm(w, s), w.W, w.A, w.B, s)
         return CONV[n - 1](
-            x, W, parts.lora_A[name].weight, parts.lora_B[name].weight, w.m, s=s, bias=base.bias, norm=c,
-            stride=base.stride, padding=base.padding, dilation=base.dilation, groups=base.groups,
-        )  # fmt: skip
+            x,
+            W,
+            parts.lora_A[name].weight,
+            parts.lora_B[name].weight,
+            w.m,
+            s=s,
+            bias=base.bias,
+            norm=c,
+            stride=base.stride,
+            padding=base.padding,
+            dilation=base.dilation,
+            groups=base.groups,
+        )
 
 
 def not_convolved(module: Any, name: str, base: Any, n: int) -> str:

@@ -60,9 +60,15 @@ def mixed(module: Any, x: Tensor, names: Any, call_of: CallOf) -> Tensor | str:
     for call in calls:
         call.variant.count(FUSED)
     y = dora_linear_multi(
-        x if dtype is None else x.to(dtype), W, *dora_stack(params), s=[each.s for each in members], ids=ids, norm=c, bias=bias,
+        x if dtype is None else x.to(dtype),
+        W,
+        *dora_stack(params),
+        s=[each.s for each in members],
+        ids=ids,
+        norm=c,
+        bias=bias,
         ranks=[each.params.A.shape[0] for each in members],
-    )  # fmt: skip
+    )
     return y if dtype is None else y.to(x.dtype)
 
 

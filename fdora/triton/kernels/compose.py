@@ -12,7 +12,7 @@ from fdora.triton.runtime.cost import launched
 def compose_fwd_kernel(
     base, lora, g, bias, y, s, M, N, stride_base, stride_lora, stride_y,
     DELTA: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (m < M)[:, None] & (n < N)[None, :]
@@ -31,7 +31,7 @@ def compose_bwd_kernel(
     dy, base, lora, g, dbase, dlora, partial_g, partial_bias, s, M, N, stride_dy, stride_base, stride_lora,
     DELTA: tl.constexpr, NEED_BASE: tl.constexpr, NEED_LORA: tl.constexpr, NEED_G: tl.constexpr, NEED_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = n < N
     gn = tl.load(g + n, mask=in_n, other=0.0)[None, :]
@@ -63,7 +63,7 @@ def compose_bwd_kernel(
 def planes_fwd_kernel(
     base, lora, g, bias, y, s, rows, N, P,
     DELTA: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
+):
     """The same where row l N + n, of P points, is channel n."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -83,7 +83,7 @@ def planes_bwd_kernel(
     dy, base, lora, g, dbase, dlora, partial_g, partial_bias, s, rows, N, P,
     DELTA: tl.constexpr, NEED_BASE: tl.constexpr, NEED_LORA: tl.constexpr, NEED_G: tl.constexpr, NEED_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, STRIP: tl.constexpr,
-):  # fmt: skip
+):
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_m = m < rows
     gn = tl.load(g + m % N)[:, None]

@@ -23,7 +23,7 @@ def copy_kernel(
     src0, src1, src2, src3, out, rows0, rows1, rows2, rows3, columns, stride_out,
     stride_m0, stride_n0, stride_m1, stride_n1, stride_m2, stride_n2, stride_m3, stride_n3,
     COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """Axis 1 of the grid walks over all blocks of rows of all matrices, one matrix after the other."""
     col, i = tl.program_id(0) * BLOCK_N, tl.program_id(1)
     n0, n1, n2 = tl.cdiv(rows0, BLOCK_M), tl.cdiv(rows1, BLOCK_M), tl.cdiv(rows2, BLOCK_M)
@@ -47,7 +47,7 @@ def copy_kernel(
 @triton.jit(launch_metadata=launched)
 def by_g_kernel(
     t, out, m, c, N, K, stride_n, stride_k, stride_out, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     """g t, row by row; ``out`` may be t."""
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (n < N)[:, None] & (k < K)[None, :]

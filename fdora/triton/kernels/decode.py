@@ -149,7 +149,7 @@ def pair_groups(row, first_k, in_n, groups, GROUP: tl.constexpr, IN_TILE: tl.con
 def pair_scales(
     scales, code256, scales2, offset, row, first_k, in_n, groups,
     GROUP: tl.constexpr, SCALES: tl.constexpr, IN_TILE: tl.constexpr,
-):  # fmt: skip
+):
     """(BLOCK_N, IN_TILE): of the groups of a tile."""
     at, mask = pair_groups(row, first_k, in_n, groups, GROUP, IN_TILE)
     return group_scale(scales, code256, scales2, offset, at, mask, SCALES)
@@ -159,7 +159,7 @@ def pair_scales(
 def single_weights(
     codes, scales, code256, scales2, offset, row, k, in_n, K, groups,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
-):  # fmt: skip
+):
     """W at a tile wherever its codes and groups lie: an address for each. For shapes that no model has."""
     inside = in_n[:, None] & (k < K)[None, :]
     e = row[:, None] * K + k[None, :]
@@ -188,7 +188,7 @@ def byte_weights(x, scale, CODE: tl.constexpr, BY_BITS: tl.constexpr):
 def byte_scales(
     scales, row, k, first_k, in_n, inside, groups,
     MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     """(BLOCK_N, 1), or one for each element where blocks are narrower than tiles."""
     if MODE == "tensor":
         return tl.where(in_n, tl.load(scales), 0.0)[:, None]

@@ -39,7 +39,7 @@ def _decode4(
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
     PAIRS: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+):
     if PAIRS:
         IN_TILE: tl.constexpr = BLOCK_K // GROUP_SIZE if BLOCK_K > GROUP_SIZE else 1
         PART: tl.constexpr = BLOCK_K // 2 // IN_TILE
@@ -60,7 +60,7 @@ def _decode8(
     codes, scales, n, in_n, first_k, k, inside, groups, stride_cn, stride_ck,
     CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
     BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+):
     at = tl.max_contiguous(codes + n[:, None] * stride_cn + k[None, :].to(tl.int64) * stride_ck, (1, VECTOR))
     x = tl.load(at) if EVEN else tl.load(at, mask=inside, other=0)
     scale = byte_scales(scales, n, k, first_k, in_n, inside, groups, MODE, BN, BK, BLOCK_K)
@@ -73,7 +73,7 @@ def dequantize4_kernel(
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
     PAIRS: tl.constexpr, PTX: tl.constexpr,
     BY_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+):
     """Columns from ``first`` to ``last``, a program for each tile, row by row."""
     tiles = tl.cdiv(last - first, BLOCK_K)
     n, in_n = _rows(tl.program_id(0) // tiles, N, BLOCK_N)
@@ -82,7 +82,7 @@ def dequantize4_kernel(
     w = _decode4(
         codes, scales, code256, scales2, offset, n, in_n, first_k, k, K, groups,
         TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, BLOCK_N, BLOCK_K, VECTOR, EVEN,
-    )  # fmt: skip
+    )
     _store(out, w, m, c, n, k, first, N, in_n[:, None] & (k < last)[None, :], pitch, BY_G, EVEN)
 
 
@@ -91,7 +91,7 @@ def dequantize8_kernel(
     codes, scales, m, c, out, N, K, groups, first, last, pitch, stride_cn, stride_ck,
     CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
     BY_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+):
     """As that of 4 bits."""
     tiles = tl.cdiv(last - first, BLOCK_K)
     n, in_n = _rows(tl.program_id(0) // tiles, N, BLOCK_N)
@@ -101,7 +101,7 @@ def dequantize8_kernel(
     w = _decode8(
         codes, scales, n, in_n, first_k, k, inside, groups, stride_cn, stride_ck, CODE, BY_BITS, MODE, BN, BK, PTX,
         BLOCK_K, VECTOR, EVEN,
-    )  # fmt: skip
+    )
     _store(out, w, m, c, n, k, first, N, inside, pitch, BY_G, EVEN)
 
 
@@ -119,7 +119,7 @@ def lost4_kernel(
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
     PAIRS: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+):
     """The gradients of m and c of rows whose g is nothing or nearly so, from the products: dg_n = W_n (dy^T x)_n +
     B_n (dy^T h)_n. A program for each BLOCK_N rows, which ends at once where there is no such row."""
     n, in_n = _rows(tl.program_id(0), N, BLOCK_N)
@@ -131,7 +131,7 @@ def lost4_kernel(
             w = _decode4(
                 codes, scales, code256, scales2, offset, n, in_n, first_k, k, K, groups,
                 TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, BLOCK_N, BLOCK_K, VECTOR, EVEN,
-            )  # fmt: skip
+            )
             dg += tl.sum(over_tokens(dy, x, n, k, N, M, K, stride_dy, stride_xm, stride_xk) * w, axis=1)
         store_gradients(dg, g, c, dm, dc, n, lost, N, NEED_M, NEED_C)
 
@@ -143,7 +143,7 @@ def lost8_kernel(
     NEED_M: tl.constexpr, NEED_C: tl.constexpr,
     CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+):
     """As that of 4 bits."""
     n, in_n = _rows(tl.program_id(0), N, BLOCK_N)
     g, lost = _lost(m, c, n, in_n, N, tiny)
@@ -155,6 +155,6 @@ def lost8_kernel(
             w = _decode8(
                 codes, scales, n, in_n, first_k, k, inside, groups, stride_cn, stride_ck, CODE, BY_BITS, MODE, BN, BK, PTX,
                 BLOCK_K, VECTOR, EVEN,
-            )  # fmt: skip
+            )
             dg += tl.sum(over_tokens(dy, x, n, k, N, M, K, stride_dy, stride_xm, stride_xk) * w, axis=1)
         store_gradients(dg, g, c, dm, dc, n, lost, N, NEED_M, NEED_C)

@@ -47,7 +47,7 @@ def keep_rows(bits, threshold, t, k):
 def drop_kernel(
     x, out, seed, threshold, scale, M, K, stride_xm, stride_xk,
     ACCUMULATE: tl.constexpr, ORIGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (t < M)[:, None] & (k < K)[None, :]

@@ -21,7 +21,7 @@ def _columns_of_A(A, v, known, r, R, stride_ar, stride_av):
 def _tile(
     W, A, B, a, v, known, d, s, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
     BLOCK_R: tl.constexpr, SINGLE: tl.constexpr,
-):  # fmt: skip
+):
     """W + s A^T B^T at rows v and columns d, in float32. SINGLE: a is all of A there."""
     in_d = d < D
     at_w = W + v[:, None] * stride_wv + d[None, :].to(tl.int64) * stride_wd
@@ -41,7 +41,7 @@ def embedding_kernel(
     ids, W, A, B, m, c, y, s, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
     PER_ROW: tl.constexpr, OWN_NORM: tl.constexpr, SINGLE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
+):
     """y of BLOCK_T tokens and SPAN columns. A number that is no row of W gives NaN, and reads nothing."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     v = tl.load(ids + t, mask=t < T, other=0).to(tl.int64)
@@ -57,7 +57,7 @@ def embedding_kernel(
                 u = _tile(
                     W, A, B, a, v, known, d, s, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
                     BLOCK_R, SINGLE,
-                )  # fmt: skip
+                )
                 squares += tl.sum(u * u, axis=1)
             cv = tl.sqrt_rn(squares)
         else:
@@ -70,7 +70,7 @@ def embedding_kernel(
         u = _tile(
             W, A, B, a, v, known, d, s, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
             BLOCK_R, SINGLE,
-        )  # fmt: skip
+        )
         out = g * u if PER_ROW else g_tile(m, c, d, D)[None, :] * u
         out = tl.where(known[:, None], out, float("nan"))
         at = y + t[:, None].to(tl.int64) * D + d[None, :]

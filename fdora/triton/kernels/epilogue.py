@@ -13,7 +13,7 @@ from fdora.triton.runtime.cost import launched
 def epilogue_kernel(
     v, residual, out, m, c, bias, M, N,
     EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = (t < M)[:, None] & (n < N)[None, :]

@@ -14,7 +14,7 @@ SHARPNESS, LIMIT = map(tl.constexpr, (1.702, 7.0))  # as fdora/eager/experts.py
 @triton.jit(launch_metadata=launched)
 def spread_kernel(
     x, order, gates, out, M, N, k, stride_x, HAS_GATES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+):
     """out[i] = gates[order[i]] x[order[i] // k]."""
     i, n = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (i < M)[:, None] & (n < N)[None, :]
@@ -28,7 +28,7 @@ def spread_kernel(
 @triton.jit(launch_metadata=launched)
 def combine_kernel(
     rows, place, gates, out, T, N, k, stride_rows, HAS_GATES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+):
     """out[t] = sum over j, in their order, of gates[t, j] rows[place[t, j]]."""
     t, n = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (t < T)[:, None] & (n < N)[None, :]
@@ -45,7 +45,7 @@ def combine_kernel(
 @triton.jit(launch_metadata=launched)
 def gates_kernel(
     dy, rows, place, out, M, N, k, stride_dy, stride_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+):
     """out[t, j] = dy[t] . rows[place[t, j]]; M pairs (t, j)."""
     i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     at = tl.load(place + i, mask=i < M, other=0)[:, None] * stride_rows

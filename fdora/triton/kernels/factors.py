@@ -14,7 +14,7 @@ from fdora.triton.runtime.private import gdc_wait
 def _over_tokens(
     wide, narrow, out, m, norm, first, M, C, R, stride_wide, stride_narrow, stride_c, stride_r,
     BY_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+):
     """sum_t wide_tc narrow_tr for the columns c that begin at ``first``, times their g."""
     c, r = first + tl.arange(0, BLOCK_C), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     in_c, in_r = c < C, r < R
@@ -35,7 +35,7 @@ def _over_tokens(
 def factors_kernel(
     x, dh, dA, dz, h, dB, m, c, M, K, N, R, stride_x, stride_dh, stride_dz, stride_h,
     BY_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """BY_G: dz is dy, and dB takes g."""
     if PDL:  # what it reads was written by kernels ahead
         gdc_wait()

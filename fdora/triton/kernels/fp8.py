@@ -63,7 +63,7 @@ def fp8_gemm_kernel(
     stride_wn, stride_wk, stride_hm, stride_hr, stride_br, stride_bn,
     MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
+):
     """Products of BLOCK_K columns are added in float32: the tensor cores of sm_90 keep 14 bits of a sum (DeepSeek-V3, 2024,
     arXiv:2412.19437, section 3.3)."""
     row, col = tile_of_product(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)

@@ -37,7 +37,7 @@ def _bias_tile(bias, n, N, HAS_BIAS: tl.constexpr):
 def _store_tma(
     acc, out, pre_scale, residual, m, c, bias, row, col, N,
     EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     n = col + tl.arange(0, WIDTH)
     if STORE_PRE_SCALE:
         pre_scale.store([row, col], acc.to(pre_scale.dtype))
@@ -59,7 +59,7 @@ def gemm_tma_kernel(
     TRANS_B: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, DROP: tl.constexpr,
     HAS_X_MASKED: tl.constexpr, ORIGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EPILOGUE_SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, GROUP_M: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     if PDL:  # what it reads was written by kernels ahead
         gdc_wait()
     steps_k, steps_r = tl.cdiv(K, BLOCK_K), tl.cdiv(R, BLOCK_K)
@@ -105,7 +105,7 @@ def gemm_pointer_kernel(
     EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, DROP: tl.constexpr,
     HAS_X_MASKED: tl.constexpr, ORIGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
+):
     row, col = tile_of_product(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = products(acc, h, b, row, col, M, N, R, stride_hm, stride_hr, stride_br, stride_bn, BLOCK_M, BLOCK_N, BLOCK_R)

@@ -34,7 +34,7 @@ def hash_kernel(
     A, B, out, s, count_a, count_b, cols_a, cols_b, stride_ar, stride_ak, stride_bn, stride_br,
     PACKED_A: tl.constexpr, PACKED_B: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     if PDL:
         gdc_launch_dependents()
     part, parts = tl.program_id(0), tl.num_programs(0)

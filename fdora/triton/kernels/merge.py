@@ -15,11 +15,11 @@ def _merge_tile(
     i, W, A, B, scale_n, scale_k, m, c, out, s, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
     UNDO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
+):
     tile_n, tile_k, n, k, w, acc = tile_of(
         i, W, A, B, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
         BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA,
-    )  # fmt: skip
+    )
     if SCALED:
         acc = unscaled(acc, scale_n, scale_k, n, k, N, K)
     g = g_tile(m, c, n, N)[:, None]
@@ -39,7 +39,7 @@ def merge_kernel(
     W, A, B, scale_n, scale_k, m, c, out, s, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
     UNDO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
+):
     if TMA:
         # Flattened, the copies of the next tile run under the last products and the stores of this one.
         for i in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_N) * tl.cdiv(K, BLOCK_K), tl.num_programs(0), flatten=True):
@@ -47,10 +47,10 @@ def merge_kernel(
                 i, W, A, B, scale_n, scale_k, m, c, out, s, N, K, R,
                 stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
                 UNDO, BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA, SCALED,
-            )  # fmt: skip
+            )
     else:
         _merge_tile(
             tl.program_id(0), W, A, B, scale_n, scale_k, m, c, out, s, N, K, R,
             stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
             UNDO, BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA, SCALED,
-        )  # fmt: skip
+        )

@@ -89,7 +89,7 @@ def _is_finite(flags, a, G, FLAGS: tl.constexpr):
 def _route(
     tile, offsets, ranks, flags, ids, route, steps, M, G, R, span, HAS_RANKS: tl.constexpr, FLAGS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
+):
     row = tile * BLOCK_M
     t = row + tl.arange(0, BLOCK_M)
     mine = segments_of(t, offsets, G, BLOCK_G)
@@ -161,7 +161,7 @@ def multi_routes_kernel(
     offsets, ranks, flags, m, c, ids, route, steps, g, out, pre_scale, M, G, N, R, span, tiles, blocks, width,
     HAS_RANKS: tl.constexpr, HAS_M: tl.constexpr, HAS_G: tl.constexpr, FLAGS: tl.constexpr, EXPERTS: tl.constexpr,
     STORE_PRE_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """Of each tile of rows: its first and last segment, and its steps of low rank (adapter and slab), one after the other.
     Of each token its segment, and of each segment g: 1 behind the last adapter. EXPERTS: see _route_experts; the last
     programs write zeros behind the last segment of ``out`` and ``pre_scale``, ``width`` columns."""
@@ -196,7 +196,7 @@ def multi_h_kernel(
     x, f, s, offsets, ranks, h, pad, M, G, K, R, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr, stride_hm, stride_pm,
     HAS_RANKS: tl.constexpr, PADDED: tl.constexpr, EXPERTS: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
+):
     """s_a x f_a for the rows of each adapter, (M, R). ``pad``: by pairs with the tiles of the product, TILE rows each, zeros
     where a row belongs to another adapter. EXPERTS: the same rows as h, further apart."""
     PARTS: tl.constexpr = TILE // BLOCK_M

@@ -16,7 +16,7 @@ def multi_scale_kernel(
     dy, saved, h, g, offsets, dz, partial_m, partial_bias, partial_B, M, G, N, R, stride_dy, stride_saved, stride_hm,
     HAS_G: tl.constexpr, NEED_DZ: tl.constexpr, NEED_M: tl.constexpr, NEED_BIAS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
+):
     """dz = g dy, and of each pair of a strip of ROWS rows and a segment the sums of dy v, dy and dz^T h. As scale_kernel: loads
     ahead of stores, sums one to an element."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -64,7 +64,7 @@ def multi_finish_kernel(
     stride_dy, stride_xm, stride_we, stride_wn, stride_wk, stride_hm, stride_ba, stride_bn, stride_br,
     NEED_M: tl.constexpr, NEED_C: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
-):  # fmt: skip
+):
     """The gradients of m and c of one adapter: its pairs in their order, and the products again where the output lost v."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = n < N
@@ -116,7 +116,7 @@ def multi_grad_kernel(
     u, v, offsets, ranks, out, M, G, P, Q, R, stride_ut, stride_vt,
     HAS_RANKS: tl.constexpr, RANK_FIRST: tl.constexpr, SINGLE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
+):
     """u_a^T v_a over the tokens of each adapter, (G, P, Q); not SINGLE: of each pair with a strip of ROWS rows."""
     place = tl.program_id(2)
     if SINGLE:

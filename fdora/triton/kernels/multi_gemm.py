@@ -20,7 +20,7 @@ LOAD = tl.constexpr("ld.global.f32 $0, [$1];")
 def _scaled(
     acc, g, bias, ids, first, last, row, n, M, N, BIAS_SPAN, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+):
     """g of each row's segment, and bias."""
     if HAS_G:
         if EXPERTS or first == last:
@@ -52,7 +52,7 @@ def _store_tma(
     acc, out, pre_scale, out_at, pre_scale_at, g, bias, ids, first, last, row, stop, col, M, N, BIAS_SPAN,
     HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, PTX: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     n = col + tl.arange(0, WIDTH)
     if STORE_PRE_SCALE:
         if EXPERTS and row + BLOCK_M > stop:
@@ -84,7 +84,7 @@ def multi_gemm_tma_kernel(
     PROGRAMS, TRANS_B: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EPILOGUE_SUBTILE: tl.constexpr,
     GROUP_M: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
+):
     """SPAN, W_SPAN: rows of b and of w from one adapter to the next. MOST: tiles of rows that there may be. One loop over the
     steps of all tiles of a program: the compiler joins two only where the inner one is always as long."""
     steps_k = tl.cdiv(K, BLOCK_K)
@@ -123,16 +123,16 @@ def multi_gemm_tma_kernel(
                 _store_tma(
                     one, out, pre_scale, out_at, pre_scale_at, g, bias, ids, first, last, row, stop, col, M, N, BIAS_SPAN,
                     HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, EXPERTS, BLOCK_M, WIDTH,
-                )  # fmt: skip
+                )
                 _store_tma(
                     two, out, pre_scale, out_at, pre_scale_at, g, bias, ids, first, last, row, stop, col + WIDTH, M, N,
                     BIAS_SPAN, HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, EXPERTS, BLOCK_M, WIDTH,
-                )  # fmt: skip
+                )
             else:
                 _store_tma(
                     acc, out, pre_scale, out_at, pre_scale_at, g, bias, ids, first, last, row, stop, col, M, N, BIAS_SPAN,
                     HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, EXPERTS, BLOCK_M, BLOCK_N,
-                )  # fmt: skip
+                )
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
 
 
@@ -140,7 +140,7 @@ def multi_gemm_tma_kernel(
 def low_rank_terms(
     acc, h, b, offsets, ranks, first, last, row, col, M, N, G, R, stride_hm, stride_ba, stride_br, stride_bn,
     HAS_RANKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+):
     """acc + h_a b_a in the rows of each adapter of the tile; what is not finite in one reaches no row of another."""
     t, n, r = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     for a in range(first, tl.minimum(last + 1, G)):
@@ -167,7 +167,7 @@ def multi_gemm_pointer_kernel(
     HAS_RANKS: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, EXPERTS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     GROUP_M: tl.constexpr,
-):  # fmt: skip
+):
     rows = tl.load(route + ROUTE * MOST) * BLOCK_M if EXPERTS else M
     if tl.program_id(0) >= tl.cdiv(rows, BLOCK_M) * tl.cdiv(N, BLOCK_N):
         return
@@ -181,7 +181,7 @@ def multi_gemm_pointer_kernel(
     acc = low_rank_terms(
         acc, h, b, offsets, ranks, first, last, row, col, M, N, G, R, stride_hm, stride_ba, stride_br, stride_bn, HAS_RANKS,
         "ieee", BLOCK_M, BLOCK_N, BLOCK_R,
-    )  # fmt: skip
+    )
     acc = products(
         acc, x, w, row, col, stop, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
     )
@@ -200,7 +200,7 @@ def multi_epilogue_kernel(
     stride_hm, stride_ba, stride_br, stride_bn,
     HAS_RANKS: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, DROP: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+):
     """The same on a float32 product that is there. DROP masks the term of low rank."""
     row, col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     first, last = tl.load(route + ROUTE * tl.program_id(0)), tl.load(route + ROUTE * tl.program_id(0) + 1)
@@ -211,7 +211,7 @@ def multi_epilogue_kernel(
     acc = low_rank_terms(
         acc, h, b, offsets, ranks, first, last, row, col, M, N, G, R, stride_hm, stride_ba, stride_br, stride_bn, HAS_RANKS,
         PRECISION, BLOCK_M, BLOCK_N, BLOCK_R,
-    )  # fmt: skip
+    )
     if DROP:
         acc = tl.where(keep_of_segments(seed, threshold, ids, t, n, offsets, M, G), acc * keep_scale, 0.0)
     acc += tl.load(v + at, mask=mask, other=0.0)

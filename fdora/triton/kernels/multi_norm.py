@@ -15,7 +15,7 @@ def multi_norm_kernel(
     stride_ba, stride_bn, stride_br,
     HAS_RANKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Sums of squares of a tile's rows, (tiles along K, G, N). One loop over the slabs of all adapters: the copies of the next
     adapter's start under the squares of this one."""
     tile_n, tile_k = tile_at(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, GROUP)

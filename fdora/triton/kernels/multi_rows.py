@@ -28,7 +28,7 @@ def bank_kernel(
     x, ranks, out, flags, P, Q, height, pitch, stride_xa, stride_xp, stride_xq,
     dtype: tl.constexpr, COPY: tl.constexpr, HAS_RANKS: tl.constexpr, BY_ROW: tl.constexpr, STEP: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
-):  # fmt: skip
+):
     """(G, P, Q) -> (G, height, Q), zeros below and beyond a rank (of rows where BY_ROW), rows ``pitch`` apart. ``flags``: of
     each adapter and program, whether a number is not finite. What no step of STEP reads is not written."""
     a, chunk = tl.program_id(0), tl.program_id(1)
@@ -65,7 +65,7 @@ def keep_of_segments(seed, threshold, ids, t, k, offsets, M, G):
 @triton.jit(launch_metadata=launched)
 def multi_drop_kernel(
     x, out, seed, offsets, ids, threshold, scale, M, G, K, stride_xm, stride_xk, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
+):
     t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (t < M)[:, None] & (k < K)[None, :]

@@ -22,7 +22,7 @@ def multi_shrink_kernel(
     x, f, offsets, ranks, order, part, M, G, K, R, span, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr,
     HAS_RANKS: tl.constexpr, HAS_ORDER: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
+):
     """Parts of x f_a. The program of the first token of a segment does all of it, BLOCK_T tokens at a time."""
     if PDL:
         gdc_launch_dependents()
@@ -53,7 +53,7 @@ def multi_expand_kernel(
     part, s, b, offsets, ranks, h, lora, M, G, N, R, stride_ba, stride_br, stride_bn,
     PARTS: tl.constexpr, HAS_RANKS: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
+):
     """h = s_a times the sum of the parts, and h b_a in float32, sorted; zeros for tokens without an adapter."""
     if PDL:
         gdc_launch_dependents()
@@ -90,7 +90,7 @@ def multi_gather_kernel(
     part, s, b, offsets, ranks, h, lora, M, G, N, R, stride_ba, stride_br, stride_bn,
     PARTS: tl.constexpr, HAS_RANKS: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
+):
     """The same for small ranks: each token reads its own b_a, all at once. What tokens share comes from the cache."""
     if PDL:
         gdc_launch_dependents()
@@ -124,7 +124,7 @@ def multi_small_kernel(
     x, w, lora, m, c, bias, offsets, order, out, pre_scale, M, G, N, K, stride_xm, stride_xk, stride_wk, stride_wn,
     HAS_M: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, HAS_ORDER: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
+):
     """One pass over W for all tokens; the term of low rank is there by then."""
     t, n, k = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     place = _place(order, t, M, HAS_ORDER)

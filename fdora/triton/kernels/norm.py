@@ -16,11 +16,11 @@ def _norm_tile(
     i, W, A, B, scale_n, scale_k, partial, s, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
+):
     _, tile_k, n, k, w, acc = tile_of(
         i, W, A, B, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
         BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA,
-    )  # fmt: skip
+    )
     if SCALED and TMA:  # a half of the columns at a time: the scales of 256 would spill
         low, high = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N, 2, BLOCK_K // 2)), (0, 2, 1)))
         w_low, w_high = tl.split(tl.permute(tl.reshape(w, (BLOCK_N, 2, BLOCK_K // 2)), (0, 2, 1)))
@@ -42,7 +42,7 @@ def norm_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr, WORDS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -56,20 +56,20 @@ def norm_kernel(
                 i, W, A, B, scale_n, scale_k, partial, s, N, K, R,
                 stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
                 BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA, SCALED,
-            )  # fmt: skip
+            )
     else:
         _norm_tile(
             tl.program_id(0), W, A, B, scale_n, scale_k, partial, s, N, K, R,
             stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
             BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA, SCALED,
-        )  # fmt: skip
+        )
 
 
 @triton.jit(launch_metadata=launched)
 def choose_kernel(
     partial, c, old_hash, new_hash, out, N, strips,
     KEEP: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The root of the column sums, added as in sum_kernel; or c as it was. KEEP writes it over c, too."""
     if PDL:
         gdc_wait()

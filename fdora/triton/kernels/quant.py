@@ -59,7 +59,7 @@ def runs_of(
     old_hash, new_hash, N, K,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, GUARDED: tl.constexpr, WORDS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """How many there are to do."""
     if PDL:
         gdc_launch_dependents()
@@ -85,7 +85,7 @@ def product_of(
     A, B, b, n, k, first_n, first_k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, scale_n, scale_k,
     BLOCK_R: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr,
     SCALED: tl.constexpr,
-):  # fmt: skip
+):
     """B A. ``b``: the only slab of B, if it is one."""
     if TMA:
         acc = low_rank_tma(A, B, first_n, first_k, R, n.shape[0], k.shape[0], BLOCK_R)
@@ -109,7 +109,7 @@ def _halves(t, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
 def _squares_of_pairs(
     acc, x, scale, s, TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr,
     IN_TILE: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
+):
     acc_even, acc_odd = tl.split(tl.reshape(acc, (BLOCK_N, IN_TILE, PART, 2)))
     low, high = nibbles(beside(tl.reshape(x, (BLOCK_N, IN_TILE, PART)), acc_even, PTX), TABLE, PTX)
     v = (high if HIGH_FIRST else low) * scale[:, :, None] + s * acc_even
@@ -126,7 +126,7 @@ def _squares4(
     PAIRS: tl.constexpr, PTX: tl.constexpr, STORE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
+):
     """Of a tile, along K. ``x`` and ``scale``: its codes and their scales, in PAIRS."""
     IN_TILE: tl.constexpr = BLOCK_K // GROUP_SIZE if BLOCK_K > GROUP_SIZE else 1
     PART: tl.constexpr = BLOCK_K // 2 // IN_TILE
@@ -138,7 +138,7 @@ def _squares4(
     acc = product_of(
         A, B, b, n, k, first_n, tile_k * BLOCK_K, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, scale_n, scale_k,
         BLOCK_R, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
-    )  # fmt: skip
+    )
     inside = in_n[:, None] & (k < K)[None, :]
     if PAIRS and TMA and EVEN and IN_TILE > 1:
         left, right = _halves(acc, BLOCK_N, BLOCK_K)
@@ -174,7 +174,7 @@ def _quant4_run(
     PAIRS: tl.constexpr, PTX: tl.constexpr, STORE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
+):
     run, begin, end, first_n, n, row, in_n = run_at(i, first, N, K, BLOCK_N, BLOCK_K, RUN, GROUP)
     IN_TILE: tl.constexpr = BLOCK_K // GROUP_SIZE if BLOCK_K > GROUP_SIZE else 1
     b = slab_of_B(B, n, N, R, stride_bn, stride_br, BLOCK_R, EVEN) if ONE_SLAB and not TMA else None
@@ -193,7 +193,7 @@ def _quant4_run(
             codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, dense, pitch, s, N, K, R, groups,
             stride_ar, stride_ak, stride_bn, stride_br, TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
             BLOCK_N, BLOCK_K, BLOCK_R, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
-        )  # fmt: skip
+        )
     else:
         squares = tl.zeros((BLOCK_N,), tl.float32)
         at, there = pair_groups(row, min(begin + 1, end - 1) * BLOCK_K, in_n, groups, GROUP_SIZE, IN_TILE)
@@ -210,7 +210,7 @@ def _quant4_run(
                 codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, dense, pitch, s, N, K, R, groups,
                 stride_ar, stride_ak, stride_bn, stride_br, TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
                 BLOCK_N, BLOCK_K, BLOCK_R, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
-            )  # fmt: skip
+            )
             x = x_next
     tl.store(partial + run.to(tl.int64) * N + n, squares, mask=in_n)
 
@@ -224,7 +224,7 @@ def quant4_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
     GUARDED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """N rows from ``first`` on: B, scale_n and partial begin there, W and what is stored of it do not."""
     if GUARDED or TMA:  # flattened, the copies of the next tile start under the last products of this one
         runs = runs_of(old_hash, new_hash, N, K, BLOCK_N, BLOCK_K, RUN, GUARDED, WORDS, PDL)
@@ -234,11 +234,11 @@ def quant4_kernel(
                 N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
                 TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
                 BLOCK_N, BLOCK_K, BLOCK_R, RUN, GROUP, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
-            )  # fmt: skip
+            )
     else:
         _quant4_run(
             tl.program_id(0), codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, s, first,
             N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
             TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
             BLOCK_N, BLOCK_K, BLOCK_R, RUN, GROUP, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
-        )  # fmt: skip
+        )

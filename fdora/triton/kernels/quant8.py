@@ -19,7 +19,7 @@ def _quant8_run(
     PTX: tl.constexpr, STORE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
+):
     run, begin, end, first_n, n, row, in_n = run_at(i, first, N, K, BLOCK_N, BLOCK_K, RUN, GROUP)
     b = slab_of_B(B, n, N, R, stride_bn, stride_br, BLOCK_R, EVEN) if ONE_SLAB and not TMA else None
     squares = tl.zeros((BLOCK_N,), tl.float32)
@@ -39,7 +39,7 @@ def _quant8_run(
         acc = product_of(
             A, B, b, n, k, first_n, tile_k * BLOCK_K, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, scale_n, scale_k,
             BLOCK_R, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
-        )  # fmt: skip
+        )
         inside = in_n[:, None] & (k < K)[None, :]
         w = byte_weights(beside(x, acc, PTX), scale, CODE, BY_BITS)
         if not EVEN:
@@ -57,7 +57,7 @@ def _quant8_run(
 def _codes8(
     codes, scales, row, first_k, in_n, K, groups, stride_cn, stride_ck,
     MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+):
     """Codes of a tile and their scales."""
     k = first_k + tl.arange(0, BLOCK_K)
     inside = in_n[:, None] & (k < K)[None, :]
@@ -75,7 +75,7 @@ def quant8_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
     GUARDED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """N rows from ``first`` on, as above. e4m3 codes come as bytes: Triton has no float8 below sm_89 (BY_BITS)."""
     if GUARDED or TMA:  # flattened, the copies of the next tile start under the last products of this one
         runs = runs_of(old_hash, new_hash, N, K, BLOCK_N, BLOCK_K, RUN, GUARDED, WORDS, PDL)
@@ -84,10 +84,10 @@ def quant8_kernel(
                 i, codes, scales, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
                 stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br, CODE, BY_BITS, MODE, BN, BK, PTX, STORE,
                 BLOCK_N, BLOCK_K, BLOCK_R, RUN, GROUP, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
-            )  # fmt: skip
+            )
     else:
         _quant8_run(
             tl.program_id(0), codes, scales, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
             stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br, CODE, BY_BITS, MODE, BN, BK, PTX, STORE,
             BLOCK_N, BLOCK_K, BLOCK_R, RUN, GROUP, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
-        )  # fmt: skip
+        )

@@ -17,7 +17,7 @@ def rest_kernel(
     base, h, b, out, pre_scale, m, c, bias, M, N, R, stride_hm, stride_hr, stride_br, stride_bn,
     SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """(M, N) base, (M, R) h, (R, N) b -> g (base + h b) + bias. ``out`` or ``pre_scale`` may be ``base``."""
     if PDL:  # what it reads was written by kernels ahead
         gdc_wait()

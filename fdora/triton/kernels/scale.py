@@ -56,7 +56,7 @@ def _finish(
     stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
     NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, REDO: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """From the sums over all tokens to the gradients of m, c and bias for the columns n. REDO: w is there for the lost ones."""
     if NEED_M or NEED_C:
         g = g_tile(m, c, n, N)
@@ -82,7 +82,7 @@ def scale_kernel(
     NEED_DZ: tl.constexpr, NEED_DZ_MINUS_DY: tl.constexpr, NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr,
     BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, REDO: tl.constexpr, HAS_BIAS: tl.constexpr, SINGLE: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Everything is loaded before anything is stored: no load is moved ahead of a store. Sums stay one to an element of the
     tile until the end: their reduction asks the warps to meet."""
     if PDL:
@@ -130,7 +130,7 @@ def scale_kernel(
     if SINGLE:
         _finish(sum_m, sum_bias, dy, x, w, h, b, m, c, dm, dc, dbias, n, N, M, K, R, tiny, stride_dy, stride_xm, stride_xk,
                 stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br, NEED_M, NEED_C, NEED_BIAS, SAVED_PRE_SCALE,
-                REDO, BLOCK_N)  # fmt: skip
+                REDO, BLOCK_N)
     else:
         if NEED_M or NEED_C:
             if HAS_BIAS:  # a NaN asks for the products of this column in this strip
@@ -170,7 +170,7 @@ def again_kernel(
     dy, x, w, h, b, partial_m, lost, count, M, N, K, R, PROGRAMS,
     stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+):
     """sum_t dy v of those columns, formed again from the products: SPLIT programs share the rows of a strip."""
     piece = tl.program_id(1)
     strip = (piece // SPLIT).to(tl.int64)
@@ -205,7 +205,7 @@ def finish_kernel(
     stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
     NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr, BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr,
     REDO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     if PDL:
         gdc_wait()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -218,7 +218,7 @@ def finish_kernel(
         sum_bias = _column_sums(partial_bias, n, N, strips, t)
     _finish(sum_m, sum_bias, dy, x, w, h, b, m, c, dm, dc, dbias, n, N, M, K, R, tiny, stride_dy, stride_xm, stride_xk,
             stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br, NEED_M, NEED_C, NEED_BIAS, SAVED_PRE_SCALE,
-            REDO, BLOCK_N)  # fmt: skip
+            REDO, BLOCK_N)
     if BLOCK_R > 0:
         r = tl.arange(0, BLOCK_R)
         at = n[:, None].to(tl.int64) * R + r[None, :]

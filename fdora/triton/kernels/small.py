@@ -15,7 +15,7 @@ from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 def shrink_kernel(
     x, a, part, M, K, R, span, stride_xm, stride_xk, stride_ar, stride_ak, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     if PDL:
         gdc_launch_dependents()
     t, r, k = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
@@ -46,7 +46,7 @@ def finish(
     dtype: tl.constexpr, PARTS: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
     STORE_H: tl.constexpr, NEED_A: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
+):
     """What comes with x w, (BLOCK_M, BLOCK_N) in ``acc``: the term of low rank, g, the bias; h and dA. AHEAD: ``slab`` is all
     of b that it reads. ``squares``: of the norm of each column, which goes to c; or None, and c is read."""
     t, n = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
@@ -96,7 +96,7 @@ def small_kernel(
     PARTS: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, STORE_H: tl.constexpr,
     NEED_A: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+):
     col = tl.program_id(0) * BLOCK_N
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = products(acc, x, w, 0, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K)
@@ -106,7 +106,7 @@ def small_kernel(
         acc, None, col, None, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R,
         stride_br, stride_bn, stride_hm, stride_um, stride_un, x.dtype.element_ty,
         PARTS, SCALE, HAS_BIAS, STORE_PRE_SCALE, STORE_H, NEED_A, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, False,
-    )  # fmt: skip
+    )
 
 
 @triton.jit(launch_metadata=launched)
@@ -115,7 +115,7 @@ def add_parts_kernel(
     SPLITS: tl.constexpr, PARTS: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
     STORE_H: tl.constexpr, NEED_A: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
+):
     """small_kernel where x w is there, in (SPLITS, M, N) parts. Of x the dtype counts. AHEAD: b, of R up to BLOCK_R, is on its
     way before this kernel waits for those ahead of it."""
     col = tl.program_id(0) * BLOCK_N
@@ -131,4 +131,4 @@ def add_parts_kernel(
         acc, None, col, slab, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R,
         stride_br, stride_bn, stride_hm, stride_um, stride_un, x.dtype.element_ty,
         PARTS, SCALE, HAS_BIAS, STORE_PRE_SCALE, STORE_H, NEED_A, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, AHEAD,
-    )  # fmt: skip
+    )

@@ -17,23 +17,23 @@ def _product(
     stride_wn, BITS: tl.constexpr, KIND: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
-):  # fmt: skip
+):
     """Columns of the result from ``col`` on, terms from ``begin`` to ``end``: (BLOCK_N, BLOCK_M)."""
     if BITS == 8:
         return bytes8(
             x, codes, scales, col, begin, end, M, N, K, groups, stride_xm, stride_xk, stride_wk, stride_wn,
             KIND, HIGH_FIRST, SCALES, GROUP, BLOCK_COLUMNS, COLUMNS, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
-        )  # fmt: skip
+        )
     elif COLUMNS:
         return columns4(
             x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk,
             KIND, HIGH_FIRST, GROUP, SCALES, PTX, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
-        )  # fmt: skip
+        )
     else:
         return rows4(
             x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk,
             KIND, HIGH_FIRST, GROUP, SCALES, PTX, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
-        )  # fmt: skip
+        )
 
 
 @triton.jit(launch_metadata=launched)
@@ -42,7 +42,7 @@ def codes_parts_kernel(
     BITS: tl.constexpr, KIND: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
-):  # fmt: skip
+):
     """x w alone, in parts of whole steps: out is (parts, M, N) float32."""
     if PDL:
         gdc_launch_dependents()
@@ -53,7 +53,7 @@ def codes_parts_kernel(
     acc = _product(
         x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk, stride_wk,
         stride_wn, BITS, KIND, HIGH_FIRST, GROUP, SCALES, BLOCK_COLUMNS, PTX, COLUMNS, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
-    )  # fmt: skip
+    )
     if PDL:  # what is written here may be another's until the kernel ahead has ended
         gdc_wait()
     t, n = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
@@ -70,13 +70,13 @@ def small_codes_kernel(
     PARTS: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, STORE_H: tl.constexpr,
     NEED_A: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SLICES: tl.constexpr,
-):  # fmt: skip
+):
     """small_kernel, for W of codes. ``COLUMNS``: y has the columns of W, and K counts its rows (backward)."""
     col = tl.program_id(0) * BLOCK_N
     acc = _product(
         x, codes, scales, code256, scales2, offset, col, 0, K, M, N, K, words, groups, stride_xm, stride_xk, stride_wk,
         stride_wn, BITS, KIND, HIGH_FIRST, GROUP, SCALES, BLOCK_COLUMNS, PTX, COLUMNS, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
-    )  # fmt: skip
+    )
     if PDL:
         gdc_wait()
     t, n, r = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)

@@ -85,7 +85,7 @@ def _weight(x, scale, SHIFT: tl.constexpr, dtype: tl.constexpr, TABLE: tl.conste
 def _tile4(
     codes, scale, n, word, N, words, dtype: tl.constexpr, TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, PTX: tl.constexpr,
     EVEN: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, IN_TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Weights at rows n (SLICES, ROWS) and words (SLICES, WORDS), as above, one more axis for the groups."""
     at = codes + n[:, :, None].to(tl.int64) * words + word[:, None, :]
     x = tl.load(at) if EVEN else tl.load(at, mask=(n < N)[:, :, None] & (word < words)[:, None, :], other=0)
@@ -119,7 +119,7 @@ def rows4(
     x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
-):  # fmt: skip
+):
     """Rows of W from ``col`` on times x, terms from ``begin``, a whole step, to ``end``: (BLOCK_N, BLOCK_M)."""
     WORDS: tl.constexpr = BLOCK_K // 8
     IN_TILE: tl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
@@ -142,7 +142,7 @@ def rows4(
         w = _tile4(
             codes, scale, n, (first // 8)[:, None] + c[None, :], N, words, x.dtype.element_ty, TABLE, HIGH_FIRST, PTX,
             EVEN, SLICES, BLOCK_N, WORDS, IN_TILE,
-        )  # fmt: skip
+        )
         at_k = first[:, None] + k[None, :]
         at_x = x + t[None, :, None].to(tl.int64) * stride_xm + at_k[:, None, :].to(tl.int64) * stride_xk
         xt = tl.load(at_x, mask=(t < M)[None, :, None] & (EVEN | (at_k < K))[:, None, :], other=0.0)
@@ -159,7 +159,7 @@ def columns4(
     x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
-):  # fmt: skip
+):
     """Columns of W (K, N) from ``col`` on times x (M, K): (BLOCK_N, BLOCK_M). A word is eight rows of the operand here."""
     WORDS: tl.constexpr = BLOCK_N // 8
     IN_TILE: tl.constexpr = BLOCK_N // GROUP if BLOCK_N > GROUP else 1
@@ -185,7 +185,7 @@ def columns4(
         w = _tile4(
             codes, scale, at_k, word, K, words, x.dtype.element_ty, TABLE, HIGH_FIRST, PTX,
             EVEN, SLICES, BLOCK_K, WORDS, IN_TILE,
-        )  # fmt: skip
+        )
         at_x = x + t[None, :, None].to(tl.int64) * stride_xm + at_k[:, None, :].to(tl.int64) * stride_xk
         xt = tl.load(at_x, mask=(t < M)[None, :, None] & (EVEN | (at_k < K))[:, None, :], other=0.0)
         # Row 64 I j + 64 i + 32 s + 16 h + 8 b + l is column 64 I j + 8 I l + 8 i + 4 s + 2 h + b;
@@ -208,7 +208,7 @@ def bytes8(
     CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     COLUMNS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr,
-):  # fmt: skip
+):
     """Codes of 8 bits, (K, N) as the strides say, times x (M, K): (BLOCK_N, BLOCK_M). ``COLUMNS``: K counts rows of W."""
     n = col + tl.arange(0, BLOCK_N)
     t, k = tl.arange(0, BLOCK_M), (tl.arange(0, SLICES) * BLOCK_K)[:, None] + tl.arange(0, BLOCK_K)[None, :]

@@ -21,7 +21,7 @@ def scaling(top):
 def split_kernel(
     x, out, scale, old_hash, new_hash, P, R, R3, stride_xp, stride_xr, stride_op, stride_or,
     LO_FIRST: tl.constexpr, GUARDED: tl.constexpr, WORDS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+):
     """(P, R) -> (P, R3): hi hi lo, or hi lo hi, then zeros."""
     p = (tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)).to(tl.int64)
     r = tl.arange(0, BLOCK_R).to(tl.int64)

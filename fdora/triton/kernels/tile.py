@@ -19,7 +19,7 @@ def tile_at(i, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.con
 def low_rank(
     A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br,
     BLOCK_R: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """B A at rows n and columns k in float32; zeros outside."""
     r = tl.arange(0, BLOCK_R)
     in_n, in_k = n < N, k < K
@@ -67,7 +67,7 @@ def slab_of_A(A, k, K, R, stride_ar, stride_ak, BLOCK_R: tl.constexpr, EVEN: tl.
 def _weight_and_product(
     W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
     BLOCK_R: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """W and B A at rows n and columns k in float32; zeros outside."""
     at_w = W + n[:, None].to(tl.int64) * stride_wn + k[None, :].to(tl.int64) * stride_wk
     # EVEN: every tile and slab is whole. Masks would keep the loads from being pipelined at full width.
@@ -88,7 +88,7 @@ def tile_of(
     i, W, A, B, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+):
     """Row and column of the i-th tile, the rows n and columns k in it, and W and B A there in float32."""
     tile_n, tile_k = tile_at(i, N, K, BLOCK_N, BLOCK_K, GROUP)
     n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -112,7 +112,7 @@ def unscaled(acc, scale_n, scale_k, n, k, N, K):
 def products(
     acc, x, w, row, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr = None,
-):  # fmt: skip
+):
     """acc + x w in the tile that begins at (row, col)."""
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     return products_at(acc, x, w, t, n, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_K, PRECISION)
@@ -120,7 +120,7 @@ def products(
 
 @triton.jit
 def products_at(acc, x, w, t, n, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_K: tl.constexpr,
-                PRECISION: tl.constexpr = None):  # fmt: skip
+                PRECISION: tl.constexpr = None):
     """acc + x w at the rows t and the columns n."""
     k = tl.arange(0, BLOCK_K)
     at_x = x + t[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk

@@ -19,7 +19,7 @@ from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 (
     F_W, F_A, F_B, F_N, F_K, F_R, F_WN, F_WK, F_AR, F_AK, F_BN, F_BR,
     F_S, F_ITEMS, F_PARTIAL, F_C, F_FORM_A, F_COUNT_A, F_FORM_B, F_COUNT_B, F_KIND, F_LEAF,
-) = map(tl.constexpr, range(22))  # fmt: skip
+) = map(tl.constexpr, range(22))
 WORDS64, WORDS32, WORDS16 = map(tl.constexpr, range(3))  # a form: packed words of 64 bits, or elements with their strides
 
 
@@ -40,7 +40,7 @@ def fingerprints_kernel(
     old, new,  # (L, WORDS) int64, by the layer's field leaf; new may be old
     differs,  # (L, WORDS) int32, by the layer's column
     L, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     if PDL:
         gdc_launch_dependents()
     i = tl.program_id(0)
@@ -50,11 +50,11 @@ def fingerprints_kernel(
     word = _hash_any(
         tl.load(t + F_A * L), tl.load(t + F_FORM_A * L), tl.load(t + F_COUNT_A * L), K,
         tl.load(t + F_AR * L), tl.load(t + F_AK * L), 0, part, WORDS, BLOCK,
-    )  # fmt: skip
+    )
     word += _hash_any(
         tl.load(t + F_B * L), tl.load(t + F_FORM_B * L), tl.load(t + F_COUNT_B * L), R,
         tl.load(t + F_BN * L), tl.load(t + F_BR * L), 1 << 40, part, WORDS, BLOCK,
-    )  # fmt: skip
+    )
     # In every word, so that one without elements is not the 0 that it starts with.
     word += mixed(tl.load(t + F_S * L), tl.load(t + F_KIND * L))
     word = word.to(tl.int64, bitcast=True)
@@ -126,7 +126,7 @@ def norms_kernel(
     EVEN: tl.constexpr, EVEN_R: tl.constexpr, ONE_SLAB: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, BLOCK_L: tl.constexpr,
     WORDS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """An item is BLOCK_N rows and CHUNK columns of one layer. The items of all layers that changed are dealt out in turn."""
     if PDL:
         gdc_launch_dependents()
@@ -188,7 +188,7 @@ def norms_kernel(
 def roots_kernel(
     table, differs, partial, old, new,  # old, new: float32, each layer at its field c; new may be old
     L, GUARDED: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The root of each row's partial sums, added in their order; or the norm of before."""
     if PDL:
         gdc_wait()

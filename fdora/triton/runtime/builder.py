@@ -98,9 +98,16 @@ class Builder:
     # steps
 
     def launch(
-        self, kernel: Any, grid: Sequence[int], args: Sequence[Any], constexprs: Sequence[Any], num_warps: int,
-        num_stages: int = 3, pdl: bool = False, cost: Cost | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        kernel: Any,
+        grid: Sequence[int],
+        args: Sequence[Any],
+        constexprs: Sequence[Any],
+        num_warps: int,
+        num_stages: int = 3,
+        pdl: bool = False,
+        cost: Cost | None = None,
+    ) -> None:
         """``cost`` only where the arguments do not tell it."""
         if prod(grid) == 0:
             return
@@ -137,9 +144,17 @@ class Builder:
         place = len(self.inputs)
         slots = _Slots(place, place + len(self.results))
         return Plan(
-            self.name, self.path, self.device, tuple(self.inputs), tuple(self.copies), tuple(self.scalars), tuple(self.results),
-            tuple(zip(offsets, self.sizes, strict=True)), workspace, tuple(slots.of_step(s) for s in self.steps),
-        )  # fmt: skip
+            self.name,
+            self.path,
+            self.device,
+            tuple(self.inputs),
+            tuple(self.copies),
+            tuple(self.scalars),
+            tuple(self.results),
+            tuple(zip(offsets, self.sizes, strict=True)),
+            workspace,
+            tuple(slots.of_step(s) for s in self.steps),
+        )
 
 
 _RESULT, _WORKSPACE = 1 << 16, 1 << 17  # slots before it is known how many arguments and results there are

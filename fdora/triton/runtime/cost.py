@@ -33,9 +33,7 @@ def _small_norm(*, x, w, a, part, h, b, out, pre_scale, M, N, K, R, ACCUMULATE, 
     return products + moved(x, w, a, part, h, b, out, pre_scale, out if ACCUMULATE else None)
 
 
-def _small_codes(
-    *, x, codes, scales, scales2, part, h, b, out, pre_scale, u, dA, M, N, K, R, ACCUMULATE, **_: Any
-) -> Cost:  # fmt: skip
+def _small_codes(*, x, codes, scales, scales2, part, h, b, out, pre_scale, u, dA, M, N, K, R, ACCUMULATE, **_: Any) -> Cost:
     wide = K + R if u is None else K + 2 * R
     what = moved(x, codes, scales, scales2, part, h, b, out, pre_scale, u, dA, out if ACCUMULATE else None)
     return product(M, N, wide, x) + what

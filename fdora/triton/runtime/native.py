@@ -133,8 +133,22 @@ def _product(step: Product, places: list[int]) -> tuple:
     alpha = step.alpha.number if isinstance(step.alpha, Scalar) else -1
     assert alpha >= 0 or step.alpha == 1.0
     (tb, ldb), (ta, lda) = _layout(a), _layout(b)
-    numbers = (ta, tb, N, M, K, alpha, int(step.accumulate), lda, ldb, max(out.stride[0], N),
-               CUDA_TYPE[b.dtype], CUDA_TYPE[a.dtype], CUDA_TYPE[out.dtype], COMPUTE_32F)  # fmt: skip
+    numbers = (
+        ta,
+        tb,
+        N,
+        M,
+        K,
+        alpha,
+        int(step.accumulate),
+        lda,
+        ldb,
+        max(out.stride[0], N),
+        CUDA_TYPE[b.dtype],
+        CUDA_TYPE[a.dtype],
+        CUDA_TYPE[out.dtype],
+        COMPUTE_32F,
+    )
     return (numbers, _place(b, places), _place(a, places), _place(out, places))
 
 

@@ -129,10 +129,19 @@ def tensor_map(how: dict, dtype: torch.dtype, shape: tuple[int, ...], pitch: int
     u32, u64 = ctypes.c_uint32, ctypes.c_uint64
     interleave, promotion, fill = 0, 2, 0  # none; 128 bytes of L2; zeros outside
     error = _driver().cuTensorMapEncodeTiled(
-        ctypes.byref(room, at), TENSOR_MAP_TYPE[dtype], u32(2), ctypes.c_void_p(address), (u64 * 2)(shape[1], shape[0]),
-        (u64 * 1)(pitch * dtype.itemsize), (u32 * 2)(block[1], block[0]), (u32 * 2)(1, 1),
-        interleave, how["swizzle"], promotion, fill,
-    )  # fmt: skip
+        ctypes.byref(room, at),
+        TENSOR_MAP_TYPE[dtype],
+        u32(2),
+        ctypes.c_void_p(address),
+        (u64 * 2)(shape[1], shape[0]),
+        (u64 * 1)(pitch * dtype.itemsize),
+        (u32 * 2)(block[1], block[0]),
+        (u32 * 2)(1, 1),
+        interleave,
+        how["swizzle"],
+        promotion,
+        fill,
+    )
     return None if error else room.raw[at : at + 128]
 
 
