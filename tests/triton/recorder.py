@@ -111,6 +111,10 @@ class Recorder:
         self.made[threading.get_ident()].append(made)
         return made
 
+    def enter(self):
+        self.mine.append(("enter",))
+        self.errors.pop("launch", None)
+
     def launch(self, config, function, params, extra):
         c = config.contents
         pdl = None
@@ -148,19 +152,25 @@ def matrix(address, dtype, shape, stride):
     return torch.frombuffer(buffer, dtype=dtype).as_strided(shape, stride)
 
 
+TORCH = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), torch.Tensor, torch.nn.Parameter
+
+
+def setup_of(recorder, empty=None, handle=lambda: 77):
+    return *TORCH, empty or recorder.empty, handle, recorder.enter, *recorder.addresses
+
+
 @contextmanager
 def recording(compute=True):
     """walk.c with a recorder in the place of the driver and of cuBLAS: yields the module and the recorder."""
     module, recorder = private.walker(), Recorder(compute)
     assert module is not None, private.why_no_walker
-    capsule = torch.Tensor.__dlpack_c_exchange_api__
-    module.setup(capsule, torch.Tensor, torch.nn.Parameter, recorder.empty, lambda: 77, *recorder.addresses)
+    module.setup(*setup_of(recorder))
     real, native.tensor_map = native.tensor_map, fake_map
     try:
         yield module, recorder
     finally:
         native.tensor_map = real
-        module.setup(capsule, torch.Tensor, torch.nn.Parameter, private._empty_anywhere, None, 0, 0, 0)
+        module.setup(*TORCH, private._empty_anywhere, None, None, 0, 0, 0)
 
 
 def assembled(plan, module, recorder, scratch=0):

@@ -188,10 +188,10 @@ def test_the_gradient_through_the_norm(shape, monkeypatch):
         whole = norm_bwd.norm_bwd(dc, W, A, B, c, 0.7, (True, True))
         assert not whole[1][3].any()
         for got, want, rest, own in zip(whole, truth, (a, b), (b, a), strict=True):
-            # rounded where it is stored and where the other factor is an operand; two terms keep more than stored
+            # rounded where it is stored and where the other factor is an operand; a second term of bfloat16 leaves eps^2 / 4
             assert got.dtype == (torch.float32 if rest else dtype)
             eps = torch.finfo(dtype).eps
-            assert rel_l2(got, want) <= (1e-6 if rest and own else eps), (dtype, a, b, rel_l2(got, want))
+            assert rel_l2(got, want) <= (max(1e-6, eps**2 / 4) if rest and own else eps), (dtype, a, b, rel_l2(got, want))
         for needs in ((True, False), (False, True)):
             for part, all_of, need in zip(norm_bwd.norm_bwd(dc, W, A, B, c, 0.7, needs), whole, needs, strict=True):
                 assert torch.equal(part, all_of) if need else part is None

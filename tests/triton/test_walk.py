@@ -30,7 +30,7 @@ from fdora.triton.runtime.device import Device  # noqa: E402
 from fdora.triton.runtime.plan import Array, Launch, Product, Scalar, Tile  # noqa: E402
 from tests import device  # noqa: E402
 from tests.triton.marks import HALF, INTERPRETED, needs_gpu, needs_kernels  # noqa: E402, F401
-from tests.triton.recorder import INVALID_VALUE, assembled, fake_map, matrix, recording  # noqa: E402
+from tests.triton.recorder import INVALID_VALUE, assembled, fake_map, matrix, recording, setup_of  # noqa: E402
 from tests.triton.test_explain import CALLS, backward_of  # noqa: E402
 from tests.triton.written import (  # noqa: E402
     BF16,
@@ -152,8 +152,8 @@ def test_every_pointer_scalar_and_integer_is_what_the_plan_says():
     assert count > 300 and len(kinds) == OF_LAYERS, kinds
 
 
-OF_LAYERS = 33  # of these, what the calls above launch
-KERNELS = 61  # all of fdora/triton/kernels but those of whole models, which test_tree.py has
+OF_LAYERS = 36  # of these, what the calls above launch
+KERNELS = 74  # all of fdora/triton/kernels but those of whole models, which test_tree.py has
 
 
 def test_every_kernel_is_counted():
@@ -321,13 +321,36 @@ def test_errors_of_the_driver_become_errors_of_python():
 
 @in_c
 @on_cpu
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_thread_without_a_context_of_cuda_gets_one(stays):
+    """Autograd's threads have none before something of CUDA's runtime ran there, and what runs first may be a plan."""
+    made = ((maker(tuple(likes), GPU, *options), likes) for maker, likes, options in calls_of_linear(200, 96, 64, 16, BF16))
+    plan, likes = next((plan, likes) for plan, likes in made if isinstance(plan.steps[0], Launch))
+    tensors = tuple(map(memory_for, likes))
+    with recording(compute=False) as (module, recorder):
+        program, _ = assembled(plan, module, recorder)
+        recorder.errors = {"launch": 201}
+        if stays:
+            recorder.enter = lambda: recorder.mine.append(("enter",))
+            module.setup(*setup_of(recorder))
+            with pytest.raises(RuntimeError, match="step 0 of a plan did not start, error 201"):
+                program.run(tensors, (0.5,), STREAM)
+            assert [call[0] for call in recorder.mine] == ["launch", "enter", "launch"]
+        else:
+            program.run(tensors, (0.5,), STREAM)
+            assert [call[0] for call in recorder.mine][:3] == ["launch", "enter", "launch"]
+            assert len(recorder.mine) == len(plan.steps) + 2
+
+
+@in_c
+@on_cpu
 def test_a_handle_or_memory_that_is_not_to_be_had():
     """An error of torch's comes through, whatever was made before it is let go."""
     plan = plan_of(two_products, alike(5, 8, dtype=FP32), alike(8, 8, dtype=FP32), device=GPU)
     tensors = torch.zeros(5, 8), torch.zeros(8, 8)
     with recording() as (module, recorder):
         program, _ = assembled(plan, module, recorder)
-        capsule, left = torch.Tensor.__dlpack_c_exchange_api__, []
+        left = []
 
         def no_memory(size, stride, dtype):
             if dtype == torch.uint8:
@@ -337,10 +360,10 @@ def test_a_handle_or_memory_that_is_not_to_be_had():
             recorder.made.clear()
             return made
 
-        module.setup(capsule, torch.Tensor, torch.nn.Parameter, no_memory, lambda: 77, *recorder.addresses)
+        module.setup(*setup_of(recorder, empty=no_memory))
         with pytest.raises(torch.OutOfMemoryError, match="no room"):
             program.run(tensors, (1.0,), STREAM)
-        module.setup(capsule, torch.Tensor, torch.nn.Parameter, recorder.empty, lambda: 1 / 0, *recorder.addresses)
+        module.setup(*setup_of(recorder, handle=lambda: 1 / 0))
         with pytest.raises(ZeroDivisionError):
             program.run(tensors, (1.0,), STREAM)
         recorder.made.clear()

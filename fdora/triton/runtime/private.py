@@ -107,6 +107,16 @@ def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def enter_context() -> None:
+    """Makes the context of the current GPU this thread's, as Triton's own launcher does."""
+    number, context = ctypes.c_int(), ctypes.c_void_p()
+    error = _driver().cuDeviceGet(ctypes.byref(number), current_device())
+    error = error or _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
+    error = error or _driver().cuCtxSetCurrent(context)
+    if error:
+        raise RuntimeError(f"fdora: a thread has no context of CUDA and gets none, error {error}")
+
+
 def _parameter_sizes(function: int) -> list[int] | None:
     try:
         ask = _driver().cuFuncGetParamInfo
@@ -168,7 +178,7 @@ def walker() -> Any:
             cublas = ctypes.CDLL(f"libcublas.so.{torch.version.cuda.partition('.')[0]}")  # torch has loaded it
             gemm = _address(cublas, "cublasGemmEx")
             empty, handle = _empty_on_gpu(), torch._C._cuda_getCurrentBlasHandle
-        module.setup(capsule, torch.Tensor, torch.nn.Parameter, empty, handle, launch, replace, gemm)
+        module.setup(capsule, torch.Tensor, torch.nn.Parameter, empty, handle, enter_context, launch, replace, gemm)
     except Exception as error:  # whatever a compiler or a loader says: the walk in Python remains
         global why_no_walker
         why_no_walker = f"{type(error).__name__}: {error}"

@@ -34,7 +34,8 @@ static Exchange *exchange;
 static LaunchKernel launch_kernel;
 static ReplaceAddress replace_address;
 static Gemm gemm_ex;
-static PyObject *empty, *blas_handle, *tensor_type, *parameter_type;
+static PyObject *empty, *blas_handle, *enter_context, *tensor_type, *parameter_type;
+enum { NO_CONTEXT = 201 }; /* of CUDA: a thread of autograd has none before something of the runtime ran there */
 
 /* ---- facts ---- */
 
@@ -323,12 +324,18 @@ static PyObject *program_run(Program *self, PyObject *const *args, Py_ssize_t co
                 goto fail;
             }
         }
-        Py_BEGIN_ALLOW_THREADS
-        for (; !error && at < self->steps; at++) {
-            const Step *s = &self->step[at];
-            error = s->is_product ? product(&s->product, base, values, handle) : launch(&s->launch, self, blob, stream);
+        for (int entered = 0;; entered = 1) {
+            Py_BEGIN_ALLOW_THREADS
+            for (error = at = 0; !error && at < self->steps; at++) {
+                const Step *s = &self->step[at];
+                error = s->is_product ? product(&s->product, base, values, handle) : launch(&s->launch, self, blob, stream);
+            }
+            Py_END_ALLOW_THREADS
+            if (error != NO_CONTEXT || at != 1 || entered) break; /* nothing has run yet: once more, in the GPU's context */
+            PyObject *done = PyObject_CallNoArgs(enter_context);
+            if (!done) goto fail;
+            Py_DECREF(done);
         }
-        Py_END_ALLOW_THREADS
     }
     if (error) { PyErr_Format(PyExc_RuntimeError, "fdora: step %d of a plan did not start, error %d of CUDA or cuBLAS", at - 1, error); goto fail; }
     Py_XDECREF(workspace);
@@ -353,16 +360,17 @@ static PyTypeObject ProgramType = {
     .tp_methods = program_methods,
 };
 
-/* setup(exchange capsule, tensor type, parameter type, empty, blas_handle, cuLaunchKernelEx, cuTensorMapReplaceAddress, cublasGemmEx) */
+/* setup(exchange capsule, tensor type, parameter type, empty, blas_handle, enter_context, cuLaunchKernelEx, cuTensorMapReplaceAddress, cublasGemmEx) */
 static PyObject *setup(PyObject *self, PyObject *args) {
     PyObject *capsule;
     unsigned long long launch_at, replace_at, gemm_at;
-    if (!PyArg_ParseTuple(args, "OOOOOKKK", &capsule, &tensor_type, &parameter_type, &empty, &blas_handle, &launch_at, &replace_at, &gemm_at))
+    if (!PyArg_ParseTuple(args, "OOOOOOKKK", &capsule, &tensor_type, &parameter_type, &empty, &blas_handle, &enter_context, &launch_at,
+                          &replace_at, &gemm_at))
         return NULL;
     exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!exchange) return NULL;
     if (exchange->version.major != 1) { PyErr_SetString(PyExc_RuntimeError, "DLPack's version is not 1"); return NULL; }
-    Py_INCREF(tensor_type); Py_INCREF(parameter_type); Py_INCREF(empty); Py_INCREF(blas_handle);
+    Py_INCREF(tensor_type); Py_INCREF(parameter_type); Py_INCREF(empty); Py_INCREF(blas_handle); Py_INCREF(enter_context);
     launch_kernel = (LaunchKernel)(uintptr_t)launch_at;
     replace_address = (ReplaceAddress)(uintptr_t)replace_at;
     gemm_ex = (Gemm)(uintptr_t)gemm_at;
