@@ -57,15 +57,14 @@ def factor_gradients(
     """(M, K) (M, r) -> dA (r, K), (M, N) (M, r) -> dB (N, r), each in the dtype it has; rows of adjacent columns.
 
     ``g``: m and c where dz is dy: dB = g dy^T h."""
-    (M, K), N, r, pdl = x.shape, dz.shape[1], dh.shape[1], plan.device.supports_pdl
+    (M, K), N, r = x.shape, dz.shape[1], dh.shape[1]
     config = config or factors_config(r)
     block_c, block_r, block_m, warps, stages = config
     plan.launch(
         factors_kernel,
         (cdiv(K, block_c) + cdiv(N, block_c), cdiv(r, block_r)),
         (x, dh, dA, dz, h, dB, *g, M, K, N, r, x.stride[0], dh.stride[0], dz.stride[0], h.stride[0]),
-        (g[0] is not None, block_c, block_r, block_m, pdl),
+        (g[0] is not None, block_c, block_r, block_m),
         warps,
         stages,
-        pdl,
     )

@@ -117,11 +117,9 @@ def gemm(
                 config.EPILOGUE_SUBTILE,
                 config.persistent and masked.seed is None,
                 config.GROUP_M,
-                plan.device.supports_pdl,
             ),
             config.num_warps,
             config.num_stages,
-            plan.device.supports_pdl,
         )
         return
     if x_masked is not None and x_masked.stride != x.stride:

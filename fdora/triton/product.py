@@ -83,7 +83,7 @@ def rest(
     (M, N), r = base.shape, h.shape[1]
     if base.numel == 0:
         return
-    config, m, pdl = rest_config(r), epilogue.m, plan.device.supports_pdl
+    config, m = rest_config(r), epilogue.m
     plan.launch(
         rest_kernel,
         (cdiv(M, config.BLOCK_M) * cdiv(N, config.BLOCK_N),),
@@ -96,9 +96,7 @@ def rest(
             config.BLOCK_N,
             config.BLOCK_R,
             8,
-            pdl,
         ),
         config.num_warps,
         config.num_stages,
-        pdl,
     )

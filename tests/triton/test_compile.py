@@ -554,24 +554,3 @@ def test_small_with_its_norm(r, tmp_path):
         plans.append(plan_forward((x, *la), device(90), *Dropout(0.0, "lora"), ("pre_scale",), True))
     assert len({step.constexprs for plan in plans for step in launches(plan, "small_norm")}) == 2
     assert_builds(plans, 90, tmp_path, "small_norm", {"small_norm_kernel": WORDS})
-
-
-@pytest.mark.skipif(not HAS_PDL, reason="this Triton has no programmatic dependent launch; runs with 3.6 and later")
-def test_what_starts_early_waits_before_it_reads():
-    """A product and a pass behind cuBLAS, and both factors' gradients."""
-    M = N = K = 512
-
-    def write(plan, *likes):
-        x, dz, h, dh, W, B, y = map(plan.matrix, likes)
-        gemm(plan, plan.result("y", (M, N), BF16), x, h, Operand(W, B, True))
-        rest(plan, y, y, h, B.T)
-        factor_gradients(plan, x, dh, plan.result("dA", (64, K), BF16), dz, h, plan.result("dB", (N, 64), BF16))
-
-    shapes = ((M, K), (M, N), (M, 64), (M, 64), (N, K), (N, 64), (M, N))
-    plan = plan_of(write, *[alike(*s, dtype=BF16) for s in shapes], device=device(90))
-    assert [step.kernel.__name__ for step in launches(plan)] == ["gemm_tma_kernel", "rest_kernel", "factors_kernel"]
-    for step in launches(plan):
-        assert step.pdl
-        ptx = build(step, 90).asm["ptx"]
-        reads = [ptx.index(word) for word in ("ld.global", "cp.async") if word in ptx]
-        assert ptx.index("griddepcontrol.wait") < min(reads), step.kernel.__name__

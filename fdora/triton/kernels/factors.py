@@ -7,7 +7,6 @@ import triton.language as tl
 
 from fdora.triton.kernels.g import g_tile
 from fdora.triton.runtime.cost import launched
-from fdora.triton.runtime.private import gdc_wait
 
 
 @triton.jit
@@ -34,11 +33,9 @@ def _over_tokens(
 @triton.jit(launch_metadata=launched)
 def factors_kernel(
     x, dh, dA, dz, h, dB, m, c, M, K, N, R, stride_x, stride_dh, stride_dz, stride_h,
-    BY_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
+    BY_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
     """BY_G: dz is dy, and dB takes g."""
-    if PDL:  # what it reads was written by kernels ahead
-        gdc_wait()
     tile, tiles_x = tl.program_id(0), tl.cdiv(K, BLOCK_C)
     if tile < tiles_x:
         _over_tokens(

@@ -9,7 +9,6 @@ from fdora.triton.kernels.dropout import keep_tile
 from fdora.triton.kernels.g import g_tile
 from fdora.triton.kernels.tile import products
 from fdora.triton.runtime.cost import launched
-from fdora.triton.runtime.private import gdc_wait
 
 
 @triton.jit
@@ -58,10 +57,8 @@ def gemm_tma_kernel(
     x, x_masked, w, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, M, N, K, R, PROGRAMS,
     TRANS_B: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, DROP: tl.constexpr,
     HAS_X_MASKED: tl.constexpr, ORIGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EPILOGUE_SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, GROUP_M: tl.constexpr, PDL: tl.constexpr,
+    EPILOGUE_SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, GROUP_M: tl.constexpr,
 ):
-    if PDL:  # what it reads was written by kernels ahead
-        gdc_wait()
     steps_k, steps_r = tl.cdiv(K, BLOCK_K), tl.cdiv(R, BLOCK_K)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
