@@ -676,8 +676,9 @@ def test_model_sees_what_a_compiler_spoils(tmp_path, monkeypatch):
 def test_model_sees_a_wrong_result(tmp_path, monkeypatch):
     from fdora.integrations._peft import linear
 
-    right = linear.checked_linears
-    monkeypatch.setattr(linear, "checked_linears", lambda x, layers, s, *rest: right(x, layers, (2 * s[0],), *rest))
+    first, later = linear.dora_linear, linear.checked_linears
+    monkeypatch.setattr(linear, "dora_linear", lambda *args, s, **given: first(*args, s=2 * s, **given))
+    monkeypatch.setattr(linear, "checked_linears", lambda x, layers, s, *rest: later(x, layers, (2 * s[0],), *rest))
     with pytest.raises(SystemExit, match=r"'dA \(bf16 adapters\)', 'dB \(bf16 adapters\)'"):
         run(model, tmp_path, MODEL + "--no-compile --adapter bf16 --modes inference")
 

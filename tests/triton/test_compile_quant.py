@@ -50,6 +50,8 @@ WHOLE = [
     (1024, 4096, 64, BF16, BF16),
     (1024, 4096, 64, FP32, FP16),
 ]
+# Bytes of a thread, where r = 384 takes the largest tiles, which measured fastest on an H200 with what Triton 3.6 spills.
+SPILLS = {("mxfp4", 100): 16, ("nf4 4096", 90): 16}
 RAGGED = [(1000, 4160, 70, BF16, BF16), (1000, 4160, 70, FP32, None)]
 CROSSING = [(1000, 4098, 70, FP32, None), (999, 4097, 70, BF16, BF16)]
 
@@ -71,7 +73,7 @@ def step_of(form, target, N, K, r, dtype, dense, guarded=False):
 def test_whole_tiles(name, target, tmp_path):
     for case in WHOLE:
         made = build(step_of(FORMS[name], target, *case), target)
-        assert_fits(made, target, tmp_path, spill=16 if (name, target) == ("mxfp4", 100) else 0)
+        assert_fits(made, target, tmp_path, spill=SPILLS.get((name, target), 0))
         if isinstance(target, int):
             assert_reads_wide_and_moves_bytes(made, FORMS[name], name != NARROW)
             if case[-1] == BF16:
