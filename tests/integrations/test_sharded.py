@@ -44,6 +44,9 @@ def run(folder, names, path=""):
     """What each case found, for each rank."""
     command = [sys.executable, "-m", "tests.integrations.sharded_cases"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, (path, str(ROOT))))}
+    env["TORCH_EXTENSIONS_DIR"] = str(
+        folder / "extensions"
+    )  # a build of DeepSpeed's that was killed leaves a lock in the shared one
     logs = [folder / f"log{rank}" for rank in range(PROCESSES)]
     ranks = []
     for rank, log in enumerate(logs):
