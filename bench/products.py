@@ -155,7 +155,7 @@ def compile_all(jobs, which, directions):
                 print(task, type(error).__name__, str(error)[:200], flush=True)
 
 
-def time_products(shapes, end, which, directions):
+def time_products(shapes, end, which, directions=(True, False)):
     """ms of every way, in both directions. (M, K, N, r) of the layer: backward multiplies (M, N) by (N, K)."""
     where = clock.anchor_graph(), torch.cuda.Stream()
     for (M, K, N, r), forward in itertools.product(shapes, directions):
