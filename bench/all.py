@@ -62,6 +62,7 @@ TABLE = {
     "products_every": Entry(90, "bench.products --seed 5 --shapes 10 --exhaustive --multiples 16"),
     "products_again": Entry(50, "bench.products --shapes 49 --ways after,first,bare"),
     "few": Entry(50, "bench.few --jobs 8"),
+    "few_1": Entry(30, "bench.few --jobs 8 --tokens 32,16,1"),
     "passes": Entry(75, "bench.passes"),
     "shapes": Entry(60, "bench.shapes --jobs 8"),
     "bias": Entry(45, "bench.bias --beside 512"),

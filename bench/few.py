@@ -1,6 +1,7 @@
 """Few tokens: where one pass over W by narrow tiles ends and the product of many tokens begins, and what a norm inside costs.
 
-    python -m bench.few --device cuda --jobs 14 --json FILE
+    python -m bench.few --device cuda --jobs 14 [--tokens 64,48] --json FILE
+    python -m bench.fit_few FILE... --write fdora/triton/fitted_few.py
 
 One layer. ``bare``: its products by cuBLAS, forward three and with backward eight. ``small``: h in passing, one pass over W
 (fdora/triton/small.py). ``general``: what more tokens take, by the model of choice.py. ``norm_small``, ``norm_general``: the
@@ -155,9 +156,9 @@ def compile_case(M, r, names):
     torch.cuda.synchronize()
 
 
-def compile_all(jobs):
+def compile_all(jobs, cases):
     tasks = []
-    for rows, r in sorted({(power_of_two(M), r) for M, _, _, r in CASES}):
+    for rows, r in sorted({(power_of_two(M), r) for M, _, _, r in cases}):
         names = list(Drawn(rows, 64, 64, r).ways())
         tasks += [(rows, r, names[i::4]) for i in range(4)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
@@ -181,13 +182,15 @@ def case(shape, where, runs):
 def main(argv=None):
     parser = command(__doc__, device="cuda", runs=3, seconds=math.inf)
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
+    parser.add_argument("--tokens", type=lambda text: [int(M) for M in text.split(",")], help="of the cases those")
     options = parser.parse_args(argv)
     start, rows = time.perf_counter(), []
+    cases = [case for case in CASES if not options.tokens or case[0] in options.tokens]
     if options.jobs:
-        compile_all(options.jobs)
+        compile_all(options.jobs, cases)
         print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
     where, facts = (clock.anchor_graph(), torch.cuda.Stream()), about("cuda", options.commit, argv)
-    for M, K, N, r in CASES:
+    for M, K, N, r in cases:
         if time.perf_counter() - start > options.seconds:
             break
         rows.append(case((M, K, N, r), where, options.runs))

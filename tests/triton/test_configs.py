@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
-from fdora.triton import fitted, waves
+from fdora.triton import fitted, fitted_few, waves
 from fdora.triton.choice import POINTERS, fused_config, product_way, tiles
 from fdora.triton.configs import nearest, rest_config, scale_config, small_config
 from fdora.triton.few import takes_narrow_tiles
@@ -102,9 +102,13 @@ def test_the_nearest_in_factors_of_two():
     assert nearest(table, (128, 16)) == "small"  # equals: the first
 
 
-def test_few_tokens_take_what_was_faster():
-    """h200/few.json: both ways of both directions, timed."""
-    rows = json.loads((Path(__file__).parents[2] / "bench/results/h200/few.json").read_text())["rows"]
+FEW = [Path(__file__).parents[2] / f"bench/results/h200/{name}.json" for name in ("few", "few_1")]
+
+
+@pytest.mark.parametrize("file", FEW, ids=lambda file: file.stem)
+def test_few_tokens_take_what_was_faster(file):
+    """Both ways of both directions, timed: 16 to 64 tokens, and 1 to 32 at an earlier commit."""
+    rows = json.loads(file.read_text())["rows"]
     assert rows
     for row in rows:
         (M, K, N, r), ms = row["shape"], row["ms"]
@@ -115,6 +119,19 @@ def test_few_tokens_take_what_was_faster():
             sizes = (M, N, K) if trans_b else (M, K, N)
             took = small if takes_narrow_tiles(*sizes, r, trans_b, True, 90, 132) else general
             assert took <= 1.1 * min(small, general), (row["shape"], trans_b)
+
+
+def test_the_choice_of_few_tokens_is_fitted_to_all_of_them():
+    """And to the model of the other way as it stands: what bench.fit_few finds is what is written."""
+    pytest.importorskip("scipy", reason="the fit needs scipy; `make test` installs it")
+    from bench import fit_few
+
+    found = list(fit_few.pairs([json.loads(file.read_text()) for file in FEW]))
+    names: dict = {}
+    exec(fit_few.written(fit_few.fitted(found), found), names)
+    assert fitted_few.__doc__ == names["__doc__"]
+    for name in ("NARROW", "BESIDE"):
+        assert getattr(fitted_few, name) == pytest.approx(names[name], rel=0.02), name
 
 
 def test_narrow_tiles_end_at_64_tokens_and_where_columns_are_few():

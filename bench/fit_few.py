@@ -1,0 +1,102 @@
+"""Fit the model of fdora/triton/few.py to what bench.few measured, say how well it chooses, and write it down.
+
+    python -m bench.fit_few FILE... [--write fdora/triton/fitted_few.py]
+
+Of all files, both ways of both directions; backward is what both take less forward. ``regret`` is the measured time of the way
+that the model chooses over that of the faster one. Of each pair the predictions must differ as the times do, up to MARGIN: a
+fit of the times alone leaves some of them in a tie. The other way's product is that of the model in fitted.py: fit that first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy
+from scipy.optimize import least_squares
+
+from bench.table import table
+from fdora.triton.choice import product_way
+from fdora.triton.few import NarrowFit, narrow_us
+from fdora.triton.waves import gpu_of
+
+GPU = gpu_of(90, 132)
+START = (0.8, 70_000.0, 20_000.0, 3.0, 1.0, 4.0, 8.0, 11.0)  # NarrowFit, what is beside the product forward and backward
+MARGIN, WEIGHT = 0.05, 3.0
+
+
+class Pair(NamedTuple):
+    """us of both ways of one direction."""
+
+    forward: bool
+    shape: tuple[int, int, int, int]  # M, N, K, r of the product
+    narrow: float
+    general: float
+
+
+def pairs(results):
+    for row in (row for result in results for row in result["rows"]):
+        (M, K, N, r), us = row["shape"], {name: 1e3 * ms for name, ms in row["ms"].items()}
+        yield Pair(True, (M, N, K, r), us["small"], us["general"])
+        yield Pair(False, (M, K, N, r), us["small_both"] - us["small"], us["general_both"] - us["general"])
+
+
+def predicted(fit, pair):
+    """us of both."""
+    way = product_way(*pair.shape, pair.forward, False, True, 90, GPU.num_sms)
+    narrow = narrow_us(*pair.shape, pair.forward, NarrowFit(*fit[:6]), GPU, 90)
+    return narrow, way.us + fit[6 if pair.forward else 7]
+
+
+def errors(fit, pair):
+    narrow, general = predicted(fit, pair)
+    found, ahead = math.log(narrow / general), math.log(pair.narrow / pair.general)
+    short = min(MARGIN, abs(ahead)) - math.copysign(found, ahead * found)
+    return math.log(narrow / pair.narrow), math.log(general / pair.general), WEIGHT * max(0.0, short)
+
+
+def fitted(found):
+    def residuals(q):
+        return [error for pair in found for error in errors(numpy.exp(q), pair)]
+
+    fit = least_squares(residuals, numpy.log(START), loss="soft_l1", f_scale=0.05, diff_step=0.01)
+    return tuple(float(f"{v:.4g}") for v in numpy.exp(fit.x))
+
+
+def regret(fit, pair):
+    narrow, general = predicted(fit, pair)
+    return (pair.narrow if narrow <= general else pair.general) / min(pair.narrow, pair.general)
+
+
+def written(fit, found):
+    return (
+        f'"""The model of few.py fitted to {len(found)} pairs of times: written by `python -m bench.fit_few --write`."""\n\n'
+        f"NARROW = {fit[:6]}  # NarrowFit\n"
+        f"BESIDE = {{True: {fit[6]}, False: {fit[7]}}}  # us, forward and backward\n"
+    )
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--write", type=Path)
+    options = parser.parse_args(argv)
+    found = list(pairs([json.loads(file.read_text()) for file in options.files]))
+    fit, lines = fitted(found), []
+    for forward in (True, False):
+        side = [pair for pair in found if pair.forward == forward]
+        off = [max(map(abs, errors(fit, pair)[:2])) for pair in side]
+        regrets = [regret(fit, pair) for pair in side]
+        mean = math.exp(numpy.mean(numpy.log(regrets)))
+        lines.append(["forward" if forward else "backward", len(side), numpy.median(off), max(off), mean, max(regrets)])
+    heads = ["direction", "pairs", "median error", "worst error", "mean regret", "worst regret"]
+    print(table(heads, [[*line[:2], *(f"{v:.3f}" for v in line[2:])] for line in lines]))
+    if options.write:
+        options.write.write_text(written(fit, found))
+
+
+if __name__ == "__main__":
+    main()
