@@ -28,8 +28,9 @@ def worker(rank: int, options, store: str) -> None:
     else:
         torch.set_num_threads(1)
     backend = "nccl" if options.device == "cuda" else "gloo"
+    given = {"device_id": torch.device("cuda", rank)} if options.device == "cuda" else {}
     limit = timedelta(seconds=60)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=options.world, timeout=limit)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=options.world, timeout=limit, **given)
     jobs, links = Jobs(options), connect()
     cuts = [options.layers * n // options.world for n in range(options.world + 1)]
     stage = jobs.stage(range(cuts[rank], cuts[rank + 1]), rank == 0, rank == options.world - 1)
@@ -50,7 +51,8 @@ def worker(rank: int, options, store: str) -> None:
         )
 
     def clock():
-        synchronize(jobs.device)
+        if options.device == "cuda":
+            torch.cuda.current_stream().synchronize()  # not the streams of messages: they wait for the other process
         return time.perf_counter()
 
     ways = {"alone": lambda: [run(works) for works in jobs.alone], "together": lambda: run(jobs.works)}

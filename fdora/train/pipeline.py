@@ -29,7 +29,7 @@ from fdora.schedule import Action, Task, depth_of, interleaved
 from fdora.train.records import TREES, Job, Params, State, Work, kept_of
 from fdora.train.step import added, check_losses, leaves_of, optimizer_step, square_sum
 from fdora.train.watch import Watch, watching
-from fdora.train.wires import Links, Mail, Wire
+from fdora.train.wires import Links, Mail, Wire, receives
 
 Sum = Callable[[], Tensor]
 
@@ -98,8 +98,9 @@ def run_pipeline(
     fn = "train.run_pipeline"
     order = check_order(fn, state, works, stages, links)
     end = len(links.ranks) * len(stages) - 1
+    posts = receives(works, order, links, len(stages), state.position)
     with watching(fn, links.sums, (*links.down, *links.up)) as watch:
-        mail = Mail(links, order, end, lambda n: wire.empty(works[n]), watch)
+        mail = Mail(links, posts, end, lambda n: wire.empty(works[n]), watch)
         kept = {number: kept_of(stage.keep, part(state.params, stage)) for number, stage in stages.items()}
         flights: dict[Action, Flight] = {}
         losses: dict[int, Tensor] = {}
@@ -120,8 +121,8 @@ def run_pipeline(
             watch.idle(torch.device(wire.device))
             return clock()
 
-        for at, action in enumerate(order):
-            mail.expect(at)
+        for action in order:
+            mail.expect(action)
             n, stage, work = action.microbatch, stages[action.stage], works[action.microbatch]
             if not action.backward:
                 settle([a for a in due if any(s.adapter == a and s.batch > state.steps[a] for s in work.samples)])

@@ -115,6 +115,11 @@ class Watch:
                 self.look()
 
 
+def on_gpus(group: Any) -> bool:
+    """NCCL's, perhaps beside gloo for a CPU's tensors."""
+    return torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)
+
+
 class Elsewhere(FdoraError):
     """What failed was another process."""
 
@@ -129,7 +134,7 @@ def watching(fn: str, group: Any, groups: Sequence[Any] = ()) -> Iterator[Watch]
     except BaseException as error:
         watch.note(error)
         for each in groups:
-            if each is not None and dist.get_backend(each) == "nccl":
+            if each is not None and on_gpus(each):
                 each.abort()
         raise
     finally:

@@ -5,11 +5,13 @@ process runs. ``results(module, world)`` starts the processes and gives what eac
 """
 
 import datetime
+import faulthandler
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from tests import device
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 30  # a collective that somebody does not join fails after these
+STANDS = 40  # a case that takes longer says where it stands, as often as that: it may compile, or wait
+GRACE = 5  # for the others, once one process has failed
 
 
 def results(module, world, timeout=300, packages=()):
@@ -37,19 +41,39 @@ def results(module, world, timeout=300, packages=()):
             with open(f"{folder}/{rank}.log", "w") as log:
                 started.append(subprocess.Popen(command, cwd=ROOT, env=env | {"RANK": str(rank)}, stdout=log, stderr=log))
         try:
-            for process in started:
-                process.wait(timeout)
+            ended = wait(started, timeout)
+        except BaseException:  # whoever ends this wants to know where they stand
+            print(logs(folder, world), file=sys.stderr)
+            raise
         finally:
             for process in started:
                 process.kill()
                 process.wait()
-        said = "".join(Path(f"{folder}/{rank}.log").read_text()[-3000:] for rank in range(world))
         found = [Path(f"{folder}/{rank}.json") for rank in range(world)]
-        assert all(path.exists() for path in found), said
+        assert not ended and all(path.exists() for path in found), f"{ended}{logs(folder, world)}"
         each = [json.loads(path.read_text()) for path in found]
     cases = dict.fromkeys(case for one in each for case in one)
     wrong = {case: [one[case] for one in each if one.get(case, "ok") != "ok"] for case in cases}
     return {case: "\n".join(errors) or "ok" for case, errors in wrong.items()}
+
+
+def wait(started, timeout):
+    """Until all have ended; or what is wrong: the first that failed (others may wait for it), or those that have not ended."""
+    end = time.monotonic() + timeout
+    while (codes := [process.poll() for process in started]).count(None):
+        failed = [f"process {rank} ended with {code}. " for rank, code in enumerate(codes) if code]
+        if failed:
+            end = min(end, time.monotonic() + GRACE)
+        if time.monotonic() > end:
+            return "".join(failed) or f"{codes.count(None)} of {len(codes)} processes still ran after {timeout} s. "
+        time.sleep(0.05)
+    return ""
+
+
+def logs(folder, world):
+    """What each process said last: the case it is in, and where in it all its threads stand if it has been long there."""
+    each = [f"--- process {rank}:\n{Path(f'{folder}/{rank}.log').read_text()[-6000:]}" for rank in range(world)]
+    return "\n".join(each)
 
 
 def names(path):
@@ -67,13 +91,16 @@ def run(space):
     start, cuda = torch.distributed.init_process_group, os.environ.get("DEVICE") == "cuda"
     if cuda:
         torch.cuda.set_device(rank)
-    start("nccl" if cuda else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=limit)
+    given = {"device_id": torch.device("cuda", rank)} if cuda else {}
+    start("nccl" if cuda else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=limit, **given)
     said = {}
     wanted = os.environ.get("CASES", "").split()
     for name in [name for name in space if name.startswith("case_")]:
         if wanted and name[5:] not in wanted:
             continue
         torch.manual_seed(0)
+        print(name, flush=True)
+        faulthandler.dump_traceback_later(STANDS, repeat=True)
         try:
             space[name]()
             said[name[5:]] = "ok"
@@ -85,4 +112,5 @@ def run(space):
             said[name[5:]] += f" (then: {error})"
             break
     Path(f"{folder}/{rank}.json").write_text(json.dumps(said))
+    print("all cases are through", flush=True)
     torch.distributed.destroy_process_group()

@@ -4,6 +4,7 @@ Each gives numbers; rank 0 writes them, the test looks at them. Each rank has da
 seen. With more processes and steps, as a table: sharded_table.py.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -27,6 +28,7 @@ from fdora.eager import norm as arithmetic
 from fdora.functional import _sharded_rows
 from fdora.integrations import _norm
 from fdora.integrations.peft import enabled, report, use_fdora
+from tests.distributed.world import STANDS
 from tests.integrations.sharded_layouts import (
     BF16,
     FSDP1,
@@ -515,6 +517,9 @@ def zero(stage, truth, mesh):
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
+    # It would compile an operation for sums in shared memory: minutes of two cores, and a run that is ended in them leaves a lock
+    # that all later ones wait for, without a word. Where the operation is not to be had, DeepSpeed's sums are gloo's.
+    deepspeed.ops.__compatible_ops__ = {}
     model = use_fdora(built(), fuse=False)
     parameters = dict(trained(model))
     optimizer = torch.optim.SGD(parameters.values(), lr=RATE, momentum=0.9)
@@ -608,6 +613,8 @@ def main(rank, world, folder, *names):
     truth = Truth(rank, world)
     found = {}
     for name in names or CASES:
+        print(name, flush=True)
+        faulthandler.dump_traceback_later(STANDS, repeat=True)
         try:
             options = {"folder": folder} if name.startswith(("tp", "loaded")) else {}
             mine = (CASES | ZERO)[name](truth, mesh, **options)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("peft", reason="`make test` installs it")
+from tests.distributed.world import wait
 from tests.integrations.sharded_cases import CASES, COMPILED, DROPPED, FUSED, ON_SHARDS, PROCESSES, STEPS, ZERO
 from tests.integrations.sharded_layouts import LAYOUTS
 from tests.integrations.tiny import LAYERS
@@ -54,14 +55,14 @@ def run(folder, names, path=""):
             line = [*command, str(rank), str(PROCESSES), str(folder), *names]
             ranks.append(subprocess.Popen(line, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT))
     try:
-        for each in ranks:
-            each.wait(LIMIT)
+        ended = wait(ranks, LIMIT)
     finally:
         for each in ranks:
             each.kill()
+            each.wait()
     file = folder / "found.json"
     found = json.loads(file.read_text()) if file.exists() else {}
-    assert set(found) == set(names), "\n".join(log.read_text()[-4000:] for log in logs)
+    assert not ended and set(found) == set(names), "\n".join([ended, *(log.read_text()[-4000:] for log in logs)])
     return found
 
 
