@@ -207,6 +207,10 @@ MESSAGES = [
     (lambda: mlp(down=layer().W), "fdora.dora_mlp: down: `layer` must be a DoraLayer, got a Tensor. Write DoraLayer(W, A, B, m, s=s)."),
     (lambda: mlp(gate=layer(B=torch.randn(r, N))), "fdora.dora_mlp: gate: `B` must be (N, r) with N=6 (from `W`), r=2 (from `A`), got (2, 6). Did you pass B transposed? Pass B.T."),
     (lambda: mlp(act="relu"), "fdora.dora_mlp: `act` must be one of silu, gelu, gelu_tanh, got 'relu'. Other activations need dora_linear for each layer."),
+    # trees
+    (lambda: F.dora_init_tree(None, 4), "fdora.dora_init_tree: `weights` must be a nesting with (N, K) weights at its leaves, got None. Pass, for example, a dict of them."),
+    (lambda: F.dora_norm_tree(None, None, s=1.0), "fdora.dora_norm_tree: `weights` must be a nesting with (N, K) weights at its leaves, got None. Pass, for example, a dict of them."),
+    (lambda: F.dora_norm_tree_state(None), "fdora.dora_norm_tree_state: `weights` must be a nesting with (N, K) weights at its leaves, got None. Pass, for example, a dict of them."),
     # backends
     (lambda: linear(backend="cuda"), "fdora.backend: `backend` must be one of auto, eager, triton, got 'cuda'. Use 'auto' unless you compare backends."),
     (lambda: choose("cuda", torch.float32, "triton", "auto", ("eager",), "this or that"), "fdora.select_backend: `backend` must be one of eager here, got 'triton' (from the backend= argument). This or that. Pass backend='auto'."),

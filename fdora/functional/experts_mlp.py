@@ -104,11 +104,11 @@ def check_layers(fn: str, x: Tensor, gate_up: DoraLayer, down: DoraLayer, act: s
         have = f"{first} beside down.W {second}"
         raise fail(fn, "gate_up.W", "(E, 2 F, K) beside down.W (E, N, F)", have, "gate and up are one weight.")
     check_experts(f"{fn}: gate_up", x, gate_up.W, gate_up.A, gate_up.B, gate_up.m, gate_up.s, gate_up.bias, gate_up.norm)
-    inner = torch.empty((0, down.W.shape[-1]), dtype=x.dtype, device=x.device)
+    inner = torch.empty((0, second[-1] if second else 0), dtype=x.dtype, device=x.device)
     check_experts(f"{fn}: down", inner, down.W, down.A, down.B, down.m, down.s, down.bias, down.norm)
 
 
 def _stack_of(la: DoraLayer) -> tuple[int, ...]:
     """(E, N, K), or something else of what check_experts refuses."""
-    shape = tuple(la.W.shape)
+    shape = tuple(la.W.shape) if isinstance(la.W, (Tensor, QuantWeight)) else ()
     return (*la.m.shape, shape[-1]) if isinstance(la.W, QuantWeight) and isinstance(la.m, Tensor) else shape

@@ -49,7 +49,7 @@ def dora_norm_tree_state(weights: Any) -> NormTreeState:
     References: none; it is bookkeeping of this library.
     """
     fn = "dora_norm_tree_state"
-    W, spec = optree.tree_flatten(weights, is_leaf=_is_weight)
+    W, spec = _weights_of(fn, weights)
     W = [w.to_local() if is_sharded(w) else w for w in W]
     for i, w in enumerate(W):
         with Leaf(spec, i):
@@ -145,7 +145,7 @@ def dora_norm_tree(
 
 def leaves_of(fn: str, weights: Any, params: Any, s: Any) -> tuple[Any, list, list, list, list]:
     """The structure of weights, and W, A, B and s of each leaf."""
-    W, spec = optree.tree_flatten(weights, is_leaf=_is_weight)
+    W, spec = _weights_of(fn, weights)
     pairs = _up_to(fn, "params", spec, params)
     try:
         A, B = [p[0] for p in pairs], [p[1] for p in pairs]
@@ -173,7 +173,7 @@ def dora_init_tree(weights: Any, r: Any, *, dtype: torch.dtype | None = None, ge
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, section 4.1.
     """
     fn = "dora_init_tree"
-    W, spec = optree.tree_flatten(weights, is_leaf=_is_weight)
+    W, spec = _weights_of(fn, weights)
     ranks = _for_each(fn, "r", spec, r, (int, Tensor))
     return _each(fn, spec, lambda i: dora_init(W[i], ranks[i], dtype=dtype, generator=generator))
 
@@ -199,7 +199,7 @@ def dora_merge_tree(weights: Any, params: Any, *, s: Any, norm: Any = None, back
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
     """
     fn = "dora_merge_tree"
-    W, spec = optree.tree_flatten(weights, is_leaf=_is_weight)
+    W, spec = _weights_of(fn, weights)
     each = _up_to(fn, "params", spec, params)
     scales = _for_each(fn, "s", spec, s, NUMBER)
     for i, p in enumerate(each):
@@ -237,6 +237,12 @@ def _each(fn: str, spec: Any, one: Callable[[int], Any]) -> Any:
 
 def _is_weight(node: Any) -> bool:
     return isinstance(node, Weight)
+
+
+def _weights_of(fn: str, weights: Any) -> tuple[list, Any]:
+    if weights is None:  # to optree a nesting of nothing
+        raise fail(fn, "weights", "a nesting with (N, K) weights at its leaves", "None", "Pass, for example, a dict of them.")
+    return optree.tree_flatten(weights, is_leaf=_is_weight)
 
 
 NUMBER = (int, float, torch.SymFloat, Tensor)  # check_s says why a tensor is none

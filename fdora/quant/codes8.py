@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fdora._check import check_dtype, fail
 from fdora.quant.kinds import register_kind
-from fdora.quant.weight import QuantWeight, check_floating, matrix, stored
+from fdora.quant.weight import QuantWeight, check_floating, matrix, read_as, stored
 
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 E4M3 = "float8_e4m3fn"
@@ -33,9 +33,8 @@ class Codes8(NamedTuple):
 
 
 def decode(W: QuantWeight, first: int, last: int) -> Tensor:
-    facts, K = W.facts, W.shape[1]
-    codes, scales = W.tensors
-    assert isinstance(facts, Codes8) and codes is not None and scales is not None
+    facts, (codes, scales) = read_as(W, Codes8, 2)
+    K = W.shape[1]
     values = codes[first:last].float()
     if facts.scale == "row":
         values = values * scales[first:last, None]
@@ -111,20 +110,14 @@ def coded(
 ) -> QuantWeight:
     """A weight of codes that were checked, with scales that were not."""
     check_floating(fn, dtype)
+    if not isinstance(scale, Tensor):
+        raise fail(fn, "scale", "a torch.Tensor", f"a {type(scale).__name__}", "Pass the tensor that the checkpoint holds.")
     check_dtype(fn, "scale", scale, SCALES, "Pass it as the checkpoint holds it.")
+    mode, pair = mode_of(fn, block)
     if codes.ndim == 3:
-        codes, scale, block = flattened(fn, codes, scale, block)
+        codes, scale, mode = flattened(fn, codes, scale, mode, pair)
     N, K = matrix(fn, codes.shape)
-    pair = (0, 0)
-    if block is None:
-        mode, wanted = "tensor", [(), (1,), (1, 1)]
-    elif block == "row":
-        mode, wanted = "row", [(N,), (N, 1)]
-    elif isinstance(block, Sequence) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block):
-        bn, bk = block
-        mode, pair, wanted = "block", (bn, bk), [(-(-N // bn), -(-K // bk))]
-    else:
-        raise fail(fn, "block", "None, 'row' or (bn, bk)", repr(block), "Pass (128, 128) for a fine-grained checkpoint.")
+    wanted = {"tensor": [(), (1,), (1, 1)], "row": [(N,), (N, 1)]}.get(mode) or [(-(-N // pair[0]), -(-K // pair[1]))]
     if tuple(scale.shape) not in wanted:
         want = f"of shape {' or '.join(map(str, wanted))} with block={block!r}"
         raise fail(fn, "scale", want, tuple(scale.shape), "Pass the block that the checkpoint's configuration names.")
@@ -133,16 +126,24 @@ def coded(
     return QuantWeight(kind, (codes, scale), (N, K), dtype, Codes8(code, mode, pair, unit))
 
 
-def flattened(fn: str, codes: Tensor, scale: Tensor, block: object) -> tuple[Tensor, Tensor, object]:
+def mode_of(fn: str, block: object) -> tuple[str, tuple[int, int]]:
+    if block is None or block == "row":
+        return "tensor" if block is None else "row", (0, 0)
+    if isinstance(block, Sequence) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block):
+        return "block", (block[0], block[1])
+    raise fail(fn, "block", "None, 'row' or (bn, bk)", repr(block), "Pass (128, 128) for a fine-grained checkpoint.")
+
+
+def flattened(fn: str, codes: Tensor, scale: Tensor, mode: str, pair: tuple[int, int]) -> tuple[Tensor, Tensor, str]:
     """Codes (E, N, K) of experts, and their scales, as those of one weight (E N, K)."""
     E, N, _ = codes.shape
-    if block is None and scale.numel() == E:
-        scale, block = scale.reshape(E, 1).expand(E, N).reshape(-1), "row"
-    elif block == "row" and scale.ndim > 1:
+    if mode == "tensor" and scale.numel() == E:
+        scale, mode = scale.reshape(E, 1).expand(E, N).reshape(-1), "row"
+    elif mode == "row" and scale.ndim > 1:
         scale = scale.reshape(-1, *scale.shape[2:])
-    elif isinstance(block, Sequence) and not isinstance(block, str) and scale.ndim == 3:
-        if N % block[0]:
+    elif mode == "block" and scale.ndim == 3:
+        if N % pair[0]:
             remedy = "Dequantise it, or call dora_linear for each expert."
-            raise fail(fn, "block", f"of rows that divide the {N} of an expert", tuple(block), remedy)
+            raise fail(fn, "block", f"of rows that divide the {N} of an expert", pair, remedy)
         scale = scale.flatten(0, 1)
-    return codes.flatten(0, 1), scale, block
+    return codes.flatten(0, 1), scale, mode

@@ -14,10 +14,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from fdora._check import FdoraError, fail
+from fdora._check import fail
 from fdora.quant.codes8 import Codes8
 from fdora.quant.lut4 import NESTED, Lut4, scales_of
-from fdora.quant.weight import QuantWeight, _bounds
+from fdora.quant.weight import QuantWeight, bounds, read_as
 
 FN = "quant.cut"
 
@@ -46,21 +46,20 @@ def cut(W: QuantWeight, *, rows: slice | None = None, columns: slice | None = No
     Memory: rows share that of W, but for such scales; keeps nothing.
     References: none; where the groups lie is said by the constructor of each kind.
     """
-    facts = W.facts
+    facts = W.facts if isinstance(W, QuantWeight) else None
     if not isinstance(facts, (Lut4, Codes8)):
-        have = f"{W.kind}, whose layout no cut is known of"
+        have = f"{W.kind}, whose layout no cut is known of" if isinstance(W, QuantWeight) else f"a {type(W).__name__}"
         raise fail(FN, "W", "of kind nf4, fp4, mxfp4, nvfp4, int8 or fp8", have, "Cut the weight, then quantise each part.")
     one = _codes8 if isinstance(facts, Codes8) else _flat if facts.layout == "flat" else _row
     if rows is not None:
-        W = one(W, *_bounds(FN, rows, W.shape[0]), 0)
+        W = one(W, *bounds(FN, "rows", rows, W.shape[0]), 0)
     if columns is not None:
-        W = one(W, *_bounds(FN, columns, W.shape[1]), 1)
+        W = one(W, *bounds(FN, "columns", columns, W.shape[1]), 1)
     return W
 
 
 def _codes8(W: QuantWeight, first: int, last: int, axis: int) -> QuantWeight:
-    facts, (codes, scales) = W.facts, W.tensors
-    assert isinstance(facts, Codes8) and codes is not None and scales is not None
+    facts, (codes, scales) = read_as(W, Codes8, 2)
     if facts.scale == "block":
         size = facts.block[axis]
         _whole(W, first, last, axis, size)
@@ -71,8 +70,8 @@ def _codes8(W: QuantWeight, first: int, last: int, axis: int) -> QuantWeight:
 
 
 def _row(W: QuantWeight, first: int, last: int, axis: int) -> QuantWeight:
-    facts, (codes, scales, *rest) = W.facts, W.tensors
-    assert isinstance(facts, Lut4) and codes is not None and scales is not None
+    facts, (codes, scales) = read_as(W, Lut4, 2)
+    rest = W.tensors[2:]
     if axis == 0:
         return _made(W, (codes[first:last], scales[first:last], *rest), first, last, axis)
     _whole(W, first, last, axis, facts.group)
@@ -82,16 +81,15 @@ def _row(W: QuantWeight, first: int, last: int, axis: int) -> QuantWeight:
 
 
 def _flat(W: QuantWeight, first: int, last: int, axis: int) -> QuantWeight:
-    facts, (N, K), codes = W.facts, W.shape, W.tensors[0]
-    assert isinstance(facts, Lut4) and codes is not None
+    facts, (codes,) = read_as(W, Lut4, 1)
+    N, K = W.shape
     group = facts.group
     if axis == 0:
         _whole(W, first, last, axis, group, K)
         b0, b1 = first * K // group, -(-last * K // group)
         codes, many = codes[first * K // 2 : -(-last * K // 2)], b0 % NESTED == 0
         if facts.scales == "nested" and many:  # whole groups of scales
-            _, scales, code256, outer, offset = W.tensors
-            assert scales is not None and outer is not None
+            _, (_, scales, code256, outer, offset) = read_as(W, Lut4, 5)
             outer = outer[b0 // NESTED : -(-b1 // NESTED)]
             return _made(W, (codes, scales[b0:b1], code256, outer, offset), first, last, axis)
         return _made(_plain(W), (codes, scales_of(W, b0, b1)), first, last, axis)
@@ -107,8 +105,7 @@ def _flat(W: QuantWeight, first: int, last: int, axis: int) -> QuantWeight:
 
 
 def _plain(W: QuantWeight) -> QuantWeight:
-    facts = W.facts
-    assert isinstance(facts, Lut4)
+    facts, _ = read_as(W, Lut4, 0)
     return replace(W, facts=facts._replace(scales="fp32"))
 
 
@@ -122,10 +119,7 @@ def _whole(W: QuantWeight, first: int, last: int, axis: int, group: int, each: i
     length = W.shape[axis]
     if first * each % group == 0 and (last * each % group == 0 or last == length):
         return
-    raise _divided(W, first, last, axis, f"{group} numbers" if each > 1 else f"{group} {'rows' if axis == 0 else 'columns'}")
-
-
-def _divided(W: QuantWeight, first: int, last: int, axis: int, group: str) -> FdoraError:
     arg = ("rows", "columns")[axis]
-    want = f"between whole groups of {group}, which share a scale in this {W.kind} weight of {W.shape}"
-    return fail(FN, arg, want, f"{first} to {last}", "Cut elsewhere, or cut the weight and quantise each part.")
+    what = f"{group} numbers" if each > 1 else f"{group} {arg}"
+    want = f"between whole groups of {what}, which share a scale in this {W.kind} weight of {W.shape}"
+    raise fail(FN, arg, want, f"{first} to {last}", "Cut elsewhere, or cut the weight and quantise each part.")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fdora._check import FLOATS, fail
 from fdora.quant.kinds import register_kind
-from fdora.quant.weight import QuantWeight, check_floating, matrix, stored
+from fdora.quant.weight import QuantWeight, check_floating, matrix, read_as, stored
 
 AWQ_PLACE = (
     0,
@@ -39,9 +39,8 @@ class Gptq(NamedTuple):
 
 
 def decode_gptq(W: QuantWeight, first: int, last: int) -> Tensor:
-    facts = W.facts
-    qweight, qzeros, scales, g_idx = W.tensors
-    assert isinstance(facts, Gptq) and qweight is not None and qzeros is not None and scales is not None
+    facts, (qweight, qzeros, scales) = read_as(W, Gptq, 3)
+    g_idx = W.tensors[3] if len(W.tensors) > 3 else None
     bits, mask = facts.bits, (1 << facts.bits) - 1
     per = 32 // bits
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=qweight.device)
@@ -53,9 +52,7 @@ def decode_gptq(W: QuantWeight, first: int, last: int) -> Tensor:
 
 
 def decode_awq(W: QuantWeight, first: int, last: int) -> Tensor:
-    facts = W.facts
-    qweight, qzeros, scales = W.tensors
-    assert isinstance(facts, Gptq) and qweight is not None and qzeros is not None and scales is not None
+    facts, (qweight, qzeros, scales) = read_as(W, Gptq, 3)
     w0, w1 = first // 8, -(-last // 8)
     i = torch.arange(8, dtype=torch.int32, device=qweight.device)
     shifts = 4 * (i // 2 + i % 2 * 4)  # of AWQ_PLACE, with no copy from the host

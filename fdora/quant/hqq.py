@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fdora._check import FLOATS, fail
 from fdora.quant.kinds import register_kind
-from fdora.quant.weight import QuantWeight, matrix, stored
+from fdora.quant.weight import QuantWeight, matrix, read_as, stored
 
 BITS = {"8bit_u8": 8, "4bit_u8": 4, "2bit_u8": 2, "1bit_u8": 1}  # what a byte holds, by the library's word for it
 STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
@@ -32,9 +32,8 @@ class Hqq(NamedTuple):
 
 
 def decode(W: QuantWeight, first: int, last: int) -> Tensor:
-    facts, K = W.facts, W.shape[1]
-    codes, scales, zeros = W.tensors
-    assert isinstance(facts, Hqq) and codes is not None and scales is not None and zeros is not None
+    facts, (codes, scales, zeros) = read_as(W, Hqq, 3)
+    K = W.shape[1]
     held, C = codes.shape
     begin, end = first * K, last * K
     r0, r1 = begin // C, -(-end // C)  # the rows of (R, C) that these rows touch

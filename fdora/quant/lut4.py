@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fdora.quant.kinds import register_kind
-from fdora.quant.weight import QuantWeight
+from fdora.quant.weight import QuantWeight, read_as
 
 # bitsandbytes: quantiles of a normal distribution (Dettmers et al., QLoRA, 2023, arXiv:2305.14314, appendix E).
 # fmt: off
@@ -99,28 +99,26 @@ def exponent(codes: Tensor) -> Tensor:
 
 def scales_of(W: QuantWeight, first: int, last: int) -> Tensor:
     """Float32 scales first to last: of groups where they are flat, of rows where they belong to rows."""
-    facts = W.facts
-    assert isinstance(facts, Lut4)
-    _, stored, *rest = W.tensors
-    assert stored is not None
+    counts = {"fp32": 2, "e8m0": 2, "nested": 5}
+    facts, (_, stored, *rest) = read_as(W, Lut4, counts.get(getattr(W.facts, "scales", ""), 3))
     s = stored[first:last]
     if facts.scales == "fp32":
         return s
     if facts.scales == "e8m0":
         return exponent(s)
     if facts.scales == "nested":
-        code256, scales2, offset = (t for t in rest if t is not None)
+        code256, scales2, offset = rest
         start = first // NESTED
         outer = scales2[start : -(-last // NESTED)].repeat_interleave(NESTED)
         outer = outer[first - start * NESTED : last - start * NESTED]
         return code256.index_select(0, s.to(torch.int32)) * outer + offset
-    (whole,) = (t for t in rest if t is not None)
+    (whole,) = rest
     return s.float() * whole if facts.scales == "e4m3*global" else s.float() / whole
 
 
 def decode(W: QuantWeight, first: int, last: int) -> Tensor:
-    facts, K, codes = W.facts, W.shape[1], W.tensors[0]
-    assert isinstance(facts, Lut4) and codes is not None
+    facts, (codes,) = read_as(W, Lut4, 1)
+    K = W.shape[1]
     group, lut = facts.group, pairs(facts.table, facts.hi_first, codes.device)
     if facts.layout == "row":
         scales = scales_of(W, first, last)

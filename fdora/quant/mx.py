@@ -44,7 +44,7 @@ def from_mxfp4(codes: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bflo
     """
     fn = "quant.from_mxfp4"
     check_floating(fn, dtype)
-    if codes.ndim == 4 and scales.ndim == 3:
+    if getattr(codes, "ndim", 0) == 4 and getattr(scales, "ndim", 0) == 3:
         codes, scales = codes.flatten(0, 1), scales.flatten(0, 1)
     codes = packed(fn, codes, 32)
     N, half = matrix(fn, codes.shape)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fdora._check import fail
 from fdora.quant.kinds import register_kind
-from fdora.quant.weight import QuantWeight, check_floating, matrix
+from fdora.quant.weight import QuantWeight, check_floating, matrix, read_as
 
 
 class Opaque(NamedTuple):
@@ -20,11 +20,8 @@ class Opaque(NamedTuple):
 
 
 def decode(W: QuantWeight, first: int, last: int) -> Tensor:
-    facts = W.facts
-    assert isinstance(facts, Opaque)
-    place, *tensors = W.tensors
-    assert place is not None
-    dense = facts.f(*tensors)
+    facts, (place,) = read_as(W, Opaque, 1)
+    dense = facts.f(*W.tensors[1:])
     if tuple(dense.shape) != W.shape:
         remedy = "Make f return the weight in nn.Linear layout."
         raise fail("quant.QuantWeight.dequantize", "f", f"a function that returns {W.shape}", tuple(dense.shape), remedy)

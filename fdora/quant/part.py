@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fdora.quant.kinds import kind_of, register_kind
-from fdora.quant.weight import QuantSpec, QuantWeight
+from fdora.quant.weight import QuantSpec, QuantWeight, read_as
 
 KIND = "rows"
 
@@ -20,8 +20,7 @@ class Part(NamedTuple):
 
 
 def decode(W: QuantWeight, first: int, last: int) -> Tensor:
-    facts = W.facts
-    assert isinstance(facts, Part)
+    facts, _ = read_as(W, Part, 0)
     whole = facts.whole.weight(W.tensors)
     return kind_of(whole.kind).dequantize(whole, facts.first + first, facts.first + last)
 

@@ -12,7 +12,7 @@ from fdora._check import FLOATS, fail
 from fdora.quant.codes8 import from_fp8, from_int8
 from fdora.quant.kinds import register_kind
 from fdora.quant.mx import from_mxfp4, from_nvfp4
-from fdora.quant.weight import QuantWeight, matrix, stored
+from fdora.quant.weight import QuantWeight, matrix, read_as, stored
 
 
 class TorchaoNf4(NamedTuple):
@@ -33,10 +33,8 @@ class Affine(NamedTuple):
 
 
 def decode_nf4(W: QuantWeight, first: int, last: int) -> Tensor:
-    facts, K = W.facts, W.shape[1]
-    codes, scalers, factor, mean, table = W.tensors
-    assert isinstance(facts, TorchaoNf4) and codes is not None and scalers is not None and factor is not None
-    assert mean is not None and table is not None
+    facts, (codes, scalers, factor, mean, table) = read_as(W, TorchaoNf4, 5)
+    K = W.shape[1]
     begin, end = first * K, last * K
     b0, b1 = begin // facts.group, -(-end // facts.group)
     f0 = b0 // facts.outer
@@ -50,17 +48,15 @@ def decode_nf4(W: QuantWeight, first: int, last: int) -> Tensor:
 
 
 def decode_affine(W: QuantWeight, first: int, last: int) -> Tensor:
-    facts, K = W.facts, W.shape[1]
-    codes, *rest = W.tensors
-    assert isinstance(facts, Affine) and codes is not None
-    bn, bk = facts.block
+    facts, (codes, *rest) = read_as(W, Affine, 3)
+    K, (bn, bk) = W.shape[1], facts.block
     top = first // bn
 
     def spread(t: Tensor) -> Tensor:
         t = t[top : -(-last // bn)].float().repeat_interleave(bn, 0)[first - top * bn : last - top * bn]
         return t.repeat_interleave(bk, 1)[:, :K]
 
-    scales, zeros = (spread(t) for t in rest if t is not None)
+    scales, zeros = map(spread, rest)
     return (codes[first:last].float() - zeros) * scales
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -15,6 +15,7 @@ from fdora._torch import register_pytree
 from fdora.quant.kinds import kind_of
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+Facts = TypeVar("Facts")
 CHUNK = 1 << 24  # numbers: of a large weight so many at a time are float32 before they are rounded
 
 
@@ -122,7 +123,7 @@ class QuantWeight(Weight):
         References: the constructor of each kind.
         """
         fn, (N, K) = "quant.QuantWeight.dequantize", self.shape
-        first, last = (0, N) if rows is None else _bounds(fn, rows, N)
+        first, last = (0, N) if rows is None else bounds(fn, "rows", rows, N)
         if out is not None:
             if out.shape != (last - first, K) or out.device != self.device:
                 have = f"{tuple(out.shape)} on {out.device}"
@@ -180,10 +181,11 @@ def matrix(fn: str, shape: Sequence[int]) -> tuple[int, int]:
     return N, K
 
 
-def _bounds(fn: str, rows: slice, N: int) -> tuple[int, int]:
+def bounds(fn: str, arg: str, rows: Any, N: int) -> tuple[int, int]:
     """Its first row and the one behind its last. Not by slice.indices, which Dynamo cannot trace before torch 2.12."""
-    if rows.step not in (None, 1):
-        raise fail(fn, "rows", "a slice with step 1", rows, "Take every row of a range, then index the result.")
+    ends = (rows.start, rows.stop) if isinstance(rows, slice) and rows.step in (None, 1) else (0.0,)
+    if not all([i is None or isinstance(i, (int, torch.SymInt)) for i in ends]):
+        raise fail(fn, arg, "a slice with step 1, of ints", rows, "Take all of a range, then index the result.")
     first, last = 0 if rows.start is None else rows.start, N if rows.stop is None else rows.stop
     first, last = (min(N, max(0, i + N if i < 0 else i)) for i in (first, last))
     return first, max(first, last)
@@ -205,6 +207,18 @@ def stored(fn: str, arg: str, t: Any, dtypes: tuple[torch.dtype, ...], size: Seq
         return t
     # autograd keeps no tensor that was made in inference mode, as HQQ makes its own; another one of the same memory it does
     return torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+
+
+def read_as(W: QuantWeight, facts: type[Facts], count: int) -> tuple[Facts, tuple[Tensor, ...]]:
+    """The facts, and so many tensors of those that come first: what a decoder asks of a weight that no constructor made."""
+    fn, remedy = "quant.QuantWeight", "Build it with a constructor of fdora.quant."
+    if not isinstance(W.facts, facts):
+        raise fail(fn, "facts", f"a {facts.__name__} where the kind is {W.kind}", f"a {type(W.facts).__name__}", remedy)
+    first = [t for t in W.tensors[:count] if isinstance(t, Tensor)]
+    if len(first) < count:
+        have = [type(t).__name__ for t in W.tensors]
+        raise fail(fn, "tensors", f"{count} tensors, or more, where the kind is {W.kind}", have, remedy)
+    return W.facts, tuple(first)
 
 
 def _flatten(W: QuantWeight) -> tuple[tuple[Tensor | None, ...], QuantSpec]:

@@ -101,12 +101,9 @@ def unpacked(
     return ys, Saved(h, tuple(kept), pre, norms)
 
 
-def _linear(
-    x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str,
-    text: Sequence[str], numbers: Sequence[int], residual: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _linear(*args: Any) -> tuple[Tensor, ...]:
     """Each y, h if there is any, each value before g that is saved, each norm that nobody gave."""
-    return run(*_planned(x, operands, s, saves, p, mode, text, numbers, residual))
+    return run(*_planned(*args))
 
 
 def _planned(
@@ -200,13 +197,9 @@ def layers_bwd(
     return dx, [Grads._make([next(results) if need else None for need in each]) for each in wanted]
 
 
-def _linear_backward(
-    x: Tensor, h: Tensor | None, dys: Sequence[Tensor | None], kept: Sequence[Tensor | None], operands: Sequence[Tensor | None],
-    s: Sequence[float], pre_scale: Sequence[bool], p: float, mode: str, need_x: bool, needs: Sequence[bool],
-    text: Sequence[str], numbers: Sequence[int],
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _linear_backward(*args: Any) -> tuple[Tensor, ...]:
     """dx if it is needed, then what is needed of each layer's dA, dB, dm, dc, dbias."""
-    return run(*_planned_backward(x, h, dys, kept, operands, s, pre_scale, p, mode, need_x, needs, text, numbers))
+    return run(*_planned_backward(*args))
 
 
 def _planned_backward(

@@ -67,18 +67,8 @@ def _keeps_output(pre_scale: bool, mode: str) -> bool:
     return not pre_scale or mode == "peft"
 
 
-def _mlp(
-    x: Tensor,
-    operands: Sequence[Tensor | None],
-    s: Sequence[float],
-    saves: Sequence[str],
-    p: float,
-    mode: str,
-    act: str,
-    text: Sequence[str],
-    numbers: Sequence[int],
-) -> tuple[Tensor, ...]:
-    return run(*_planned(x, operands, s, saves, p, mode, act, text, numbers))
+def _mlp(*args: Any) -> tuple[Tensor, ...]:
+    return run(*_planned(*args))
 
 
 def _planned(
@@ -154,21 +144,8 @@ def mlp_bwd(
     return dx, [Grads(*(next(results) if need else None for need in each)) for each in needs]
 
 
-def _mlp_backward(
-    dy: Tensor,
-    x: Tensor,
-    saved: Sequence[Tensor | None],
-    operands: Sequence[Tensor | None],
-    s: Sequence[float],
-    p: float,
-    mode: str,
-    act: str,
-    need_x: bool,
-    needs: Sequence[bool],
-    text: Sequence[str],
-    numbers: Sequence[int],
-) -> tuple[Tensor, ...]:
-    return run(*_planned_backward(dy, x, saved, operands, s, p, mode, act, need_x, needs, text, numbers))
+def _mlp_backward(*args: Any) -> tuple[Tensor, ...]:
+    return run(*_planned_backward(*args))
 
 
 def _planned_backward(

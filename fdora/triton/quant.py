@@ -126,17 +126,8 @@ def _planned(
     return plan_for(plan_quant_norm, every, *weights_of(text, numbers), squared), every, (s,)
 
 
-def _quant_row_norm_guarded(
-    tensors: Sequence[Tensor],
-    A: Tensor,
-    B: Tensor,
-    s: float,
-    text: Sequence[str],
-    numbers: Sequence[int],
-    c: Tensor,
-    old_hash: Tensor,
-) -> list[Tensor]:
-    return list(run(*_guarded(tensors, A, B, s, text, numbers, c, old_hash)))
+def _quant_row_norm_guarded(*args: Any) -> list[Tensor]:
+    return list(run(*_guarded(*args)))
 
 
 def _guarded(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fdora import FdoraError
-from fdora.functional import dora_experts, dora_norm
+from fdora.functional import DoraLayer, dora_experts, dora_experts_mlp, dora_norm
 from fdora.quant import from_bnb, from_fp8, from_mxfp4, quantize
 from tests.checks import experts_quant as checks
 from tests.checks.experts import S, mixture
@@ -72,6 +72,13 @@ def test_stacks_as_checkpoints_hold_them():
         )
     with pytest.raises(FdoraError, match="`block` must be of rows that divide the 32 of an expert, got \\(24, 32\\)"):
         from_fp8(codes, torch.rand(E, 2, 2), (24, 32))
+    for block in ((0, 32), ("16", 32), 16):
+        with pytest.raises(FdoraError, match=r"`block` must be None, 'row' or \(bn, bk\), got"):
+            from_fp8(codes, blocks, block)
+    with pytest.raises(FdoraError, match=r"`scale` must be a torch\.Tensor, got a NoneType"):
+        from_fp8(codes, None)
+    with pytest.raises(FdoraError, match=r"`codes` must be a torch\.Tensor, got a NoneType"):
+        from_mxfp4(None, None)
 
 
 def test_other_shapes_are_refused():
@@ -81,5 +88,9 @@ def test_other_shapes_are_refused():
     words = r"dora_experts: `W` must be a QuantWeight of \(96, 64\), 3 experts of 32 rows, got \(64, 64\)"
     with pytest.raises(FdoraError, match=words):
         dora_experts(t["x"], q, *args, t["m"], s=S, offsets=[1, 2, 7])
+    up, down = DoraLayer(t["W"], *args, t["m"], S), DoraLayer(t["W"][:, :, : N // 2], t["A"][:, :, : N // 2], t["B"], t["m"], S)
+    for name, layers in {"gate_up": (up._replace(W=None), down), "down": (up, down._replace(W=[1]))}.items():
+        with pytest.raises(FdoraError, match=rf"dora_experts_mlp: {name}: `W` must be a torch.Tensor, got a \w+. Wrap it"):
+            dora_experts_mlp(t["x"], *layers, offsets=[1, 2, 7])
     with pytest.raises(FdoraError, match="`detach` must be left out for a stack of experts"):
         dora_norm(quantize(t["W"].flatten(0, 1), "int8").to(torch.float32), *args, s=S, detach=False)

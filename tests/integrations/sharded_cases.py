@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import traceback
-from collections import Counter
+from collections import Counter, OrderedDict
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdora.eager import norm as arithmetic
@@ -427,6 +429,9 @@ def loaded(truth, mesh, folder, **sizes):
         return get_peft_model(base, LoraConfig(use_dora=True, **LORA)).eval()
 
 
+TENSOR_PARALLEL = {"parallelize_module": parallelize, "fsdp over it": fsdp_over_tp}
+
+
 def tensor_parallel(how, truth, mesh, folder):
     """Every rank has the same batch. Gradients, some steps, and that a fresh adapter changes nothing."""
     whole = built(HEADS)
@@ -436,7 +441,7 @@ def tensor_parallel(how, truth, mesh, folder):
         fresh = logits_of(run, 0)
         fill(run, whole)
     else:
-        run = {"parallelize_module": parallelize, "fsdp over it": fsdp_over_tp}[how](use_fdora(built(HEADS), fuse=False), mesh)
+        run = TENSOR_PARALLEL[how](use_fdora(built(HEADS), fuse=False), mesh)
     exact, alone = built(HEADS).double(), use_fdora(built(HEADS), fuse=False)
     found = {} if fresh is None else {"fresh off": (fresh - logits_of(llama(**HEADS).to(device).eval(), 0)).abs().max().item()}
     ids = batches()[0, :, 0]
@@ -475,6 +480,37 @@ def tensor_parallel(how, truth, mesh, folder):
     found["after change off"] = (after[0] - after[1]).abs().max().item()
     found["after change may be off"] = (after[2] - after[1]).abs().max().item()
     return found
+
+
+def full_dora(how, truth, mesh):
+    """detach=False: what reaches A and B through the norms, beside one process in float64."""
+    models = [use_fdora(built(HEADS), fuse=False, detach=False), use_fdora(built(HEADS).double(), fuse=False, detach=False)]
+    run, exact = TENSOR_PARALLEL[how](models[0], mesh), models[1]
+    for model in (run, exact):
+        loss_of(model, batches()[0, 0, 0]).backward()
+    wanted = {n: p.grad for n, p in trained(exact)}
+    return {"gradients off": off({n: full(p.grad) for n, p in trained(run)}, wanted), **paths(run)}
+
+
+def few_rows(truth, mesh):
+    """Layers with fewer rows and columns than processes, or with some left over: what is whole must not pass for a part."""
+    found = {}
+    for n in (1, truth.world + 1, 2 * truth.world + 1):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            base = nn.Sequential(OrderedDict(up=nn.Linear(6, n), down=nn.Linear(n, 6, bias=False))).to(device)
+            models.append(get_peft_model(base, LoraConfig(use_dora=True, r=2, target_modules=["up", "down"])))
+            for _, p in trained(models[-1]):
+                nn.init.uniform_(p, 0.2, 1.0)
+        plan = {"base_model.model.up.base_layer": ColwiseParallel(), "base_model.model.down.base_layer": RowwiseParallel()}
+        run, exact = parallelize_module(use_fdora(models[0]), mesh, plan), models[1].double()
+        for model in (run, exact):
+            x = torch.linspace(-1, 1, 24, device=device, dtype=next(model.parameters()).dtype).view(4, 6)
+            model(x).square().sum().backward()
+        wanted = {name: p.grad for name, p in trained(exact)}
+        found[n] = off({name: full(p.grad) for name, p in trained(run)}, wanted)
+    return {"gradients off": max(found.values()), **paths(run)}
 
 
 def fsdp_loaded(truth, mesh, folder):
@@ -593,6 +629,8 @@ DROPPED = ("fsdp2 leaves", "fsdp1 leaves, original parameters", "fsdp1 blocks, o
 CASES |= {f"dropout, {name}": partial(dropped, LAYOUTS[name]) for name in DROPPED}
 CASES["bf16 policy"] = policy
 CASES["loaded by transformers under fsdp"] = fsdp_loaded
+CASES |= {f"full DoRA, {how}": partial(full_dora, how) for how in TENSOR_PARALLEL}
+CASES["few rows"] = few_rows
 CASES |= {f"tp {how}": partial(tensor_parallel, how) for how in ("transformers", "parallelize_module", "fsdp over it")}
 ZERO = {f"zero {stage}": partial(zero, stage) for stage in (2, 3)}  # want DeepSpeed
 

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("peft", reason="`make test` installs it")
 from tests.distributed.world import wait
-from tests.integrations.sharded_cases import CASES, COMPILED, DROPPED, FUSED, ON_SHARDS, PROCESSES, STEPS, ZERO
+from tests.integrations.sharded_cases import CASES, COMPILED, DROPPED, FUSED, ON_SHARDS, PROCESSES, STEPS, TENSOR_PARALLEL, ZERO
 from tests.integrations.sharded_layouts import LAYOUTS
 from tests.integrations.tiny import LAYERS
 
@@ -45,9 +45,6 @@ def run(folder, names, path=""):
     """What each case found, for each rank."""
     command = [sys.executable, "-m", "tests.integrations.sharded_cases"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, (path, str(ROOT))))}
-    env["TORCH_EXTENSIONS_DIR"] = str(
-        folder / "extensions"
-    )  # a build of DeepSpeed's that was killed leaves a lock in the shared one
     logs = [folder / f"log{rank}" for rank in range(PROCESSES)]
     ranks = []
     for rank, log in enumerate(logs):
@@ -135,6 +132,18 @@ def test_tensor_parallel(found, how):
         assert mine["shapes"] == [*([[32, 64]] if TWO else []), [64, 64], [64, 96], [96, 64]]
 
 
+@pytest.mark.parametrize("how", TENSOR_PARALLEL)
+def test_gradients_through_norms_under_tensor_parallelism(found, how):
+    for mine in each_rank(found, f"full DoRA, {how}"):
+        assert mine["fused"] and (mine["composed"], mine["fallbacks"]) == (0, {})
+        assert mine["gradients off"] < 2e-6  # without the norm's they are 1e-3 off
+
+
+def test_few_rows_under_tensor_parallelism(found):
+    for mine in each_rank(found, "few rows"):
+        assert (mine["composed"], mine["fallbacks"]) == (0, {}) and mine["gradients off"] < 2e-6
+
+
 @pytest.mark.parametrize("name", ON_SHARDS)
 def test_norms_on_shards(found, name):
     """The same bits; each rank computes its share of the rows, with two all-gathers in a forward, whatever it has kept."""
@@ -188,7 +197,9 @@ def holds(found, name):
     """The test of one case, for sharded_table.py."""
     kind, _, rest = name.partition(", ")
     kinds = {"fuse": test_fuse, "compiled": test_compiled, "on shards": test_norms_on_shards, "dropout": test_dropout}
+    kinds["full DoRA"] = test_gradients_through_norms_under_tensor_parallelism
     alone = {"bf16 policy": test_a_bf16_policy, "loaded by transformers under fsdp": test_a_model_that_was_loaded_sharded}
+    alone["few rows"] = test_few_rows_under_tensor_parallelism
     if name in alone:
         alone[name](found)
     elif name in ZERO:

@@ -80,6 +80,11 @@ def test_what_would_divide_a_group_is_refused():
     assert torch.equal(cut(narrow, rows=slice(0, 8)).dequantize(), narrow.dequantize())
     with pytest.raises(FdoraError, match=r"K a multiple of 64 to be cut by columns, got 40"):
         cut(narrow, columns=slice(0, 20))
+    with pytest.raises(FdoraError, match="of kind nf4, fp4, mxfp4, nvfp4, int8 or fp8, got a Tensor"):
+        cut(torch.randn(4, 4), rows=slice(0, 2))
+    for rows in (3, (0, 4), slice(0, 4, 2), slice(0, 1.5)):
+        with pytest.raises(FdoraError, match="`columns` must be a slice with step 1, of ints, got"):
+            cut(ALL["nf4"][0], columns=rows)
     with pytest.raises(FdoraError, match="of kind nf4, fp4, mxfp4, nvfp4, int8 or fp8, got gptq"):
         packed = torch.zeros(4, 16, dtype=torch.int32)
         zeros, scales = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 16, dtype=torch.float16)

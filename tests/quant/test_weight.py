@@ -1,6 +1,7 @@
 """What holds of every kind: the value, rows, out, dtypes, spec, trees, copies, files, compiled code."""
 
 import copy
+import dataclasses
 import io
 import pickle
 
@@ -244,3 +245,16 @@ def test_opaque_moves_what_its_function_returns():
     assert W.nbytes == 0 and W.device.type == "cpu"
     assert W.to("meta").device.type == "meta" and W.to("meta").dequantize().device.type == "meta"
     assert torch.equal(W.dequantize(), dense)
+
+
+@every
+def test_a_weight_that_no_constructor_made_says_what_it_lacks(case):
+    W, _ = CASES[case]()
+    build = r"Build it with a constructor of fdora.quant."
+    with pytest.raises(FdoraError, match=rf"`facts` must be a \w+ where the kind is {W.kind}, got a NoneType. {build}"):
+        dataclasses.replace(W, facts=None).dequantize()
+    for tensors in ((), (None,) * len(W.tensors), (*W.tensors[:-2], "text")):
+        with pytest.raises(
+            FdoraError, match=rf"`tensors` must be \d tensors, or more, where the kind is {W.kind}, got .*{build}"
+        ):
+            dataclasses.replace(W, tensors=tensors).dequantize(torch.float32)

@@ -26,6 +26,7 @@ from tests.triton.written import HOPPER, alike, kernels, layer, likes_of_codes, 
 
 HALF, FP32 = torch.float16, torch.float32
 S = 0.7
+EPS = torch.finfo(HALF).eps
 FEW, MANY = 5, LIMIT + 3
 
 
@@ -94,13 +95,18 @@ def assert_outputs_equal(results, outputs=1):
 
 
 def assert_same_norm(got, want):
-    """To the bit where tiles with and without the dense W are the same, as interpreted; on Hopper they are others."""
-    assert all(torch.equal(a, b) if INTERPRETED else rel_l2(a, b) < 2e-3 for a, b in zip(got, want, strict=True))
+    """To the bit where tiles with and without the dense W are the same, as interpreted; on Hopper they are others.
+
+    There c is apart by the order of a float32 sum, 1e-6 at most, so that one number in 500 is rounded to its other neighbour: sqrt(1 / 500)
+    of eps is 4e-5, and gradients round a few times.
+    """
+    assert all(torch.equal(a, b) if INTERPRETED else rel_l2(a, b) < 2e-4 for a, b in zip(got, want, strict=True))
 
 
 def assert_rounded(results):
+    """Each side rounds two or three times, by 0.29 eps on average: sqrt(5) of that is 0.65 eps, 4.8e-4 here at most."""
     got, want = results
-    assert len(got) == len(want) and all(rel_l2(a, b) < 2e-3 for a, b in zip(got, want, strict=True))
+    assert len(got) == len(want) and all(rel_l2(a, b) < EPS for a, b in zip(got, want, strict=True))
 
 
 @needs_kernels
@@ -189,7 +195,7 @@ def test_an_mlp(tokens):
 
     got, want = both(call, weights, [x, *leaves], True)
     assert tokens == FEW or torch.equal(got[0], want[0])
-    assert all(rel_l2(a, b) < 2e-3 for a, b in zip(got, want, strict=True))
+    assert all(rel_l2(a, b) < 2 * EPS for a, b in zip(got, want, strict=True))  # through two layers
 
 
 @needs_kernels
@@ -207,13 +213,17 @@ def test_rows_with_no_magnitude_have_their_gradient(need_x, tokens, undecoded):
     (dm,) = torch.autograd.grad(y, m, dy)
     V = x.detach().double() @ (lut4.decode(W, 0, 48).double() + S * B.double() @ A.double()).detach().T
     want = (dy.double() * V).sum(0) / dora_norm(W, A, B, s=S).double()
-    assert rel_l2(dm[[3, 7]], want[[3, 7]]) < 5e-3 and rel_l2(dm, want) < 5e-3
+    assert rel_l2(dm[[3, 7]], want[[3, 7]]) < EPS and rel_l2(dm, want) < EPS
 
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["nf4 nested", "fp8 row"])
 def test_gradients_are_no_further_from_the_truth_than_those_of_the_dense_weight(name):
-    """g is rounded with W, once, in the place of g dy beside a rounded W. g far from 1, each row another."""
+    """g is rounded with W, once, in the place of g dy beside a rounded W. g far from 1, each row another.
+
+    dx rounds g W and itself, where a dense weight rounds W, g dy and dx; dA (g B, dh) and dB (A, h) likewise two instead of three:
+    sqrt(2 / 3) of the error, 0.77 to 0.84 here. dm is the same sums.
+    """
     W, x = weight(name, 192, 256), x_of(MANY, 256)
     A, B, m = adapter(W, 8)
     m = (m.detach() * torch.linspace(0.3, 3, 192, device=m.device)).requires_grad_()
@@ -225,7 +235,7 @@ def test_gradients_are_no_further_from_the_truth_than_those_of_the_dense_weight(
         torch.autograd.grad(dora_linear(x, w, A, B, m, s=S, norm=c), (x, A, B, m), dy) for w in (W, W.dequantize(HALF))
     )
     for name, ours, dense, want in zip("xABm", got, naive, truth, strict=True):
-        assert rel_l2(ours, want) <= 1.1 * rel_l2(dense, want), f"d{name}"
+        assert rel_l2(ours, want) <= (1.01 if name == "m" else 0.9) * rel_l2(dense, want), f"d{name}"
 
 
 @needs_kernels

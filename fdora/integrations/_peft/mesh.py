@@ -45,14 +45,14 @@ def on_mesh(module: Any, name: str, variant: Dora, x: Tensor) -> Tensor | str:
     def run(x: Any, bias: Any) -> Tensor:
         from torch.distributed.tensor import Partial, Shard
 
-        parts = None if p else parts_of(W, *plain)
+        parts = parts_of(W, *plain) if variant.detach and not p else None
         y = None if parts is None else linear(parts, variant, W, x, s, bias)
         if parts is not None and y is not None:
             lies, width = (Shard(y.dim() - 1), W.shape[0]) if parts.rows else (Partial(), None)
             return wrap(y, W.device_mesh, lies, width)
         A, B, m = factors(W, *plain)
         seed = agreed(x, W) if p else None
-        c = variant.kept.on_mesh(W, A, B, s)
+        c = variant.kept.on_mesh(W, A, B, s) if variant.detach else dora_norm(W, A, B, s=s, detach=False)
         return dora_linear(
             x, W, A, B, m, s=s, bias=bias, norm=c, dropout_p=p, dropout_mode="peft", seed=seed, keep_inner=variant.keep_inner
         )

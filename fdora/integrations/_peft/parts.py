@@ -55,6 +55,8 @@ def parts_of(W: Any, A: Any, B: Any, m: Any) -> Parts | None:
         return None
     axis = lies.dim
     count, length = W.device_mesh.size(), W.shape[axis]
+    if length < count:  # a part may be as long as the whole: one process would take for whole what another takes for its part
+        return None
     start, here = min(length, W.device_mesh.get_local_rank() * -(-length // count)), piece.shape[axis]
     follows = (False, True, True) if axis == 0 else (True, False, False)
     cuts = [cut_of(t, axis, start, here, length) if f else whole_of(t) for t, f in zip((A, B, m), follows, strict=True)]
