@@ -676,8 +676,12 @@ def test_model_sees_what_a_compiler_spoils(tmp_path, monkeypatch):
 def test_model_sees_a_wrong_result(tmp_path, monkeypatch):
     from fdora.integrations._peft import linear
 
+    def wrong(tensors, call):
+        x, W, A, *rest = tensors
+        return right((x, W, 2 * A, *rest), call)
+
     right = linear.checked_linears
-    monkeypatch.setattr(linear, "checked_linears", lambda x, layers, s, *rest: right(x, layers, (2 * s[0],), *rest))
+    monkeypatch.setattr(linear, "checked_linears", wrong)
     with pytest.raises(SystemExit, match=r"'dA \(bf16 adapters\)', 'dB \(bf16 adapters\)'"):
         run(model, tmp_path, MODEL + "--no-compile --adapter bf16 --modes inference")
 
@@ -738,8 +742,9 @@ def test_converge_starts_everywhere_from_the_same_adapters():
 def test_converge_sees_a_wrong_result(tmp_path, monkeypatch):
     from fdora.integrations._peft import linear
 
-    def wrong(x, layers, *rest):
-        return right(x, [la._replace(m=30 * la.m) for la in layers], *rest)
+    def wrong(tensors, call):
+        x, W, A, B, m, *rest = tensors
+        return right((x, W, A, B, 30 * m, *rest), call)
 
     right = linear.checked_linears
     monkeypatch.setattr(linear, "checked_linears", wrong)
