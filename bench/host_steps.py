@@ -61,13 +61,13 @@ def pretend() -> None:
     source = compile_module_from_src(src=NOTHING, name="fdora_nothing", library_dirs=[], include_dirs=[], libraries=[])
     nothing = [source.address()] * 3
     module.setup(
-        torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor, torch.nn.Parameter, _empty_strided_cpu, int, *nothing
+        torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor, torch.nn.Parameter, _empty_strided_cpu, int, int, *nothing
     )  # int() is 0
     for each in (walk, tree):
         each.device_of = lambda device: H200
     native.program, native.tensor_map = program, lambda *_: bytes(128)
     _facts.use(module.facts, module.places)
-    _plain.use(module.follow, module.unchanged)
+    _plain.use(module.follow, module.unchanged, module.operands)
     walk.current_device, walk.raw_stream, walk.usual_math = int, abs, bool_of_one
 
 

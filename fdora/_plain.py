@@ -6,7 +6,7 @@ as a launch. The C beside the kernels (fdora/triton/runtime/plain.c) brings fast
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
@@ -31,10 +31,11 @@ class Route(NamedTuple):
 Found = tuple[Any, ...]  # the variant, s, and the parameters of all entries in their order
 
 
-def python_follow(layers: tuple[Any, ...], own: tuple[str, ...], quiet: tuple[str, ...]) -> list[Found] | None:
+def python_follow(layers: tuple[Any, ...], quiet: tuple[str, ...], alone: bool) -> list[Found] | None:
     """Of each layer what its route leads to. None where one has no route for its active adapter; where a module is missing, of
     another class, has no parameter of that name (one that is None counts), or has other attributes; or where one of the
-    attributes ``own`` of a layer, ``quiet`` of another module, is true."""
+    attributes ``quiet`` of a module is true. ``alone``: the layer is called by itself, so that its own hooks have run: none of
+    its own attributes are asked, and it must not share its call with others."""
     all_found: list[Found] = []
     for layer in layers:
         facts = layer.__dict__
@@ -43,7 +44,7 @@ def python_follow(layers: tuple[Any, ...], own: tuple[str, ...], quiet: tuple[st
             name = name[0]
         variant = facts.get("lora_variant", {}).get(name) if type(name) is str else None
         route = None if variant is None else variant.__dict__.get("route")
-        if route is None or route.name != name:
+        if route is None or route.name != name or (alone and variant.__dict__.get("shared") is not None):
             return None
         found: list[Any] = [variant, route.s]
         for i, entry in enumerate(route.entries):
@@ -53,7 +54,7 @@ def python_follow(layers: tuple[Any, ...], own: tuple[str, ...], quiet: tuple[st
                 if part is None:
                     return None
             facts = part.__dict__
-            if type(part) is not entry.kind or any(map(facts.get, quiet if i else own)):
+            if type(part) is not entry.kind or any(map(facts.get, () if alone and not i else quiet)):
                 return None
             if any([at not in facts or facts[at] != value for at, value in entry.same]):
                 return None
@@ -70,15 +71,34 @@ def python_unchanged(tensors: tuple[Any, ...], references: tuple[Any, ...], vers
     references each has one for a tensor: those at i, i + n, ..."""
     n = len(references) // len(tensors)
     known = zip(tensors, references[i::n], versions[i::n], strict=True)
-    return all([reference() is t and t._version == version for t, reference, version in known])
+    return all([reference() is t is not None and t._version == version for t, reference, version in known])
 
 
-# Ask as _plain.follow, _plain.unchanged: they may become others.
-follow: Callable[[tuple[Any, ...], tuple[str, ...], tuple[str, ...]], Sequence[Found] | None] = python_follow
+def python_operands(
+    x: Any, found: list[Found], norms: Any, references: tuple[Any, ...], s: list[float], versions: tuple[int, ...], c: list[Any]
+) -> tuple[Any, ...] | None:
+    """x, and of each layer the operands, with its c among those of the n layers of a model, whose norms these are: what is
+    known of it stands at the layer's place, its W, A and B as for :func:`python_unchanged`. None where a layer has no place
+    there, has another s, or other tensors."""
+    operands: list[Any] = [x]
+    for variant, scale, W, A, B, m, bias in found:
+        kept = variant.__dict__["kept"].__dict__
+        i = kept["place"]
+        if kept["norms"] is not norms or not 0 <= i < len(s) or s[i] != scale:
+            return None
+        if not python_unchanged((W, A, B), references, versions, i):
+            return None
+        operands += W, A, B, m, c[i], bias, None
+    return tuple(operands)
+
+
+# Ask as _plain.follow and so on: they may become others.
+follow: Callable[[tuple[Any, ...], tuple[str, ...], bool], list[Found] | None] = python_follow
 unchanged: Callable[[tuple[Any, ...], tuple[Any, ...], tuple[int, ...], int], bool] = python_unchanged
+operands: Callable[..., tuple[Any, ...] | None] = python_operands
 
 
-def use(following: Callable, comparing: Callable) -> None:
+def use(following: Callable, comparing: Callable, collecting: Callable) -> None:
     """From now on ask these."""
-    global follow, unchanged
-    follow, unchanged = following, comparing
+    global follow, unchanged, operands
+    follow, unchanged, operands = following, comparing, collecting

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -71,6 +71,13 @@ class Saved(NamedTuple):
     kept: tuple[Tensor | None, ...]  # (M, N) of each layer: what dm reads
     pre_scale: tuple[bool, ...]  # whether that is the value before g, not the output
     norms: tuple[Tensor, ...] = ()  # c of each adapted layer that came without one
+
+
+# What a backend makes once for all calls like one: x and the operands one behind the other -> each y, and the parts of Saved.
+Bound = Callable[
+    [tuple[Tensor | None, ...]],
+    tuple[Sequence[Tensor], Tensor | None, tuple[Tensor | None, ...], tuple[bool, ...]],
+]
 
 
 class Needs(NamedTuple):
@@ -160,3 +167,6 @@ class SavedMlp(NamedTuple):
     pre_gate: Tensor | None
     pre_up: Tensor | None
     pre_down: Tensor | None
+
+
+BoundMlp = Callable[[tuple[Tensor | None, ...]], tuple[Tensor, SavedMlp]]

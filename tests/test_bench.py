@@ -676,9 +676,13 @@ def test_model_sees_what_a_compiler_spoils(tmp_path, monkeypatch):
 def test_model_sees_a_wrong_result(tmp_path, monkeypatch):
     from fdora.integrations._peft import linear
 
+    def wrong(tensors, call):
+        x, W, A, *rest = tensors
+        return later((x, W, 2 * A, *rest), call)
+
     first, later = linear.dora_linear, linear.checked_linears
     monkeypatch.setattr(linear, "dora_linear", lambda *args, s, **given: first(*args, s=2 * s, **given))
-    monkeypatch.setattr(linear, "checked_linears", lambda x, layers, s, *rest: later(x, layers, (2 * s[0],), *rest))
+    monkeypatch.setattr(linear, "checked_linears", wrong)
     with pytest.raises(SystemExit, match=r"'dA \(bf16 adapters\)', 'dB \(bf16 adapters\)'"):
         run(model, tmp_path, MODEL + "--no-compile --adapter bf16 --modes inference")
 
@@ -739,8 +743,9 @@ def test_converge_starts_everywhere_from_the_same_adapters():
 def test_converge_sees_a_wrong_result(tmp_path, monkeypatch):
     from fdora.integrations._peft import linear
 
-    def wrong(x, layers, *rest):
-        return right(x, [la._replace(m=30 * la.m) for la in layers], *rest)
+    def wrong(tensors, call):
+        x, W, A, B, m, *rest = tensors
+        return right((x, W, A, B, 30 * m, *rest), call)
 
     right = linear.checked_linears
     monkeypatch.setattr(linear, "checked_linears", wrong)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fdora import eager
-from fdora._records import Bank, BankNeeds, Dropout, Grads, Lookup, Needs, Operands, Options, Saved, SavedMlp
+from fdora._records import Bank, BankNeeds, Bound, BoundMlp, Dropout, Grads, Lookup, Needs, Operands, Options, Saved, SavedMlp
 from fdora._torch import autocast_on as autocast_on
 
 Layers = Sequence[Operands]
@@ -43,14 +43,15 @@ class Backend:
         [Sequence[Tensor | None], Tensor, Layers, AllOptions, Dropout, Saved, bool, Sequence[Needs]],
         tuple[Tensor | None, list[Grads]],
     ]
-    layers_run: Callable[[Tensor, Sequence[Tensor | None], AllOptions, Dropout], tuple[list[Tensor], Saved]]
-    """layers_fwd of plain tensors where nothing traces: operands one behind the other, W dense, A and c given."""
+    layers_bound: Callable[[tuple[Tensor | None, ...], AllOptions, Dropout], Bound]
+    """layers_fwd of plain tensors like these where nothing traces: x and the operands one behind the other, W dense, A and c
+    given."""
     mlp_fwd: Callable[[Tensor, Layers, AllOptions, Dropout, Any], tuple[Tensor, SavedMlp, tuple[Tensor, ...]]]
     mlp_bwd: Callable[
         [Tensor, Tensor, Layers, AllOptions, Dropout, Any, SavedMlp, bool, Sequence[Needs]],
         tuple[Tensor | None, list[Grads]],
     ]
-    mlp_run: Callable[[Tensor, Sequence[Tensor | None], AllOptions, Dropout, Any], tuple[Tensor, SavedMlp]]
+    mlp_bound: Callable[[tuple[Tensor | None, ...], AllOptions, Dropout, Any], BoundMlp]
     """mlp_fwd in the same case."""
     fp8_fwd: Callable[[Tensor, Layers, AllOptions, Dropout], tuple[list[Tensor], Saved]]
     multi_fwd: Callable[[Tensor, Bank, bool], tuple[Tensor, Tensor, tuple[Tensor, ...]]]
@@ -96,9 +97,9 @@ OPS: dict[str, Backend] = {
         compose_bwd=eager.compose.compose_bwd,
         layers_fwd=eager.linear.layers_fwd,
         layers_bwd=eager.linear.layers_bwd,
-        layers_run=eager.linear.layers_run,
+        layers_bound=eager.linear.layers_bound,
         mlp_fwd=eager.mlp.mlp_fwd,
-        mlp_run=eager.mlp.mlp_run,
+        mlp_bound=eager.mlp.mlp_bound,
         mlp_bwd=eager.mlp.mlp_bwd,
         fp8_fwd=eager.fp8.fp8_fwd,
         multi_fwd=eager.multi.multi_fwd,
@@ -131,9 +132,9 @@ def kernels(triton: Any) -> Backend:
         compose_bwd=triton.compose.compose_bwd,
         layers_fwd=triton.linear.layers_fwd,
         layers_bwd=triton.linear.layers_bwd,
-        layers_run=triton.linear.layers_run,
+        layers_bound=triton.linear.layers_bound,
         mlp_fwd=triton.mlp.mlp_fwd,
-        mlp_run=triton.mlp.mlp_run,
+        mlp_bound=triton.mlp.mlp_bound,
         mlp_bwd=triton.mlp.mlp_bwd,
         fp8_fwd=triton.fp8.fp8_fwd,
         multi_fwd=triton.multi.multi_fwd,

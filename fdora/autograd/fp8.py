@@ -23,13 +23,13 @@ def fp8_linear(x: Tensor, layer: Operands, call: Call) -> Tensor:
         return OPS[call.backend].fp8_fwd(x, [layer], call.options, call.drop)[0][0]
     specs = specs_of([layer])
     call = Call(call.options, call.drop, call.backend, specs)
-    y: Tensor = apply(Fp8Linear, x, call, *flat_of([layer], specs))[0]
+    y: Tensor = apply(Fp8Linear, call, x, *flat_of([layer], specs))[0]
     return y
 
 
 class Fp8Linear(Linear):
     @staticmethod
-    def forward(x: Tensor, call: Call, *flat: Tensor | None) -> Any:
+    def forward(call: Call, x: Tensor, *flat: Tensor | None) -> Any:
         assert call.specs is not None and call.specs[0] is not None
         layer = Operands(call.specs[0].weight(flat[WIDTH:]), *flat[1:WIDTH])
         with autocast_off(x):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._records import NO_NEEDS, WIDTH, Dropout, Grads, Needs, Operands, Options, Saved
+from fdora._records import NO_NEEDS, WIDTH, Bound, Dropout, Grads, Needs, Operands, Options, Saved
 from fdora._torch import apply, eager_apply, no_graph, values_only
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
 from fdora.autograd.weight import Specs, flat_of, layers_of, readable, specs_of, without_norm
@@ -22,6 +22,8 @@ class Call(NamedTuple):
     backend: str
     specs: Specs = None
     """Of quantised weights; :func:`linear` fills it in."""
+    run: Bound | None = None
+    """For :func:`eager_linear`, which :func:`bound` fills in."""
 
 
 def linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[Tensor]:
@@ -30,14 +32,22 @@ def linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[Tensor
         return OPS[call.backend].layers_fwd(x, readable(layers, x.dtype, call.backend), call.options, call.drop)[0]
     specs = specs_of(layers)
     call = call if specs is None else Call(call.options, call.drop, call.backend, specs)
-    return apply(Linear, x, call, *flat_of(layers, specs))[: len(layers)]
+    return apply(Linear, call, x, *flat_of(layers, specs))[: len(layers)]
 
 
-def eager_linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[Tensor]:
-    """The same for plain tensors where nothing traces and autocast is off."""
+def bound(tensors: tuple[Tensor | None, ...], call: Call) -> Call:
+    """For all calls of plain tensors with these facts where nothing traces: x, and the operands of all layers, W dense, A and c
+    given."""
+    run = OPS[call.backend].layers_bound(tensors, call.options, call.drop)
+    return Call(call.options, call.drop, call.backend, None, run)
+
+
+def eager_linear(tensors: tuple[Any, ...], call: Any) -> Sequence[Tensor]:
+    """:func:`linear` of tensors for which the call is bound, without autocast."""
     if values_only():
-        return OPS[call.backend].layers_fwd(x, layers, call.options, call.drop)[0]
-    return apply_linear(x, call, *(layers[0] if len(layers) == 1 else [t for la in layers for t in la]))
+        ys: Sequence[Tensor] = call.run(tensors)[0]
+        return ys
+    return apply_linear(call, *tensors)
 
 
 def needs_of(flags: Sequence[bool], count: int) -> list[Needs]:
@@ -68,9 +78,9 @@ def backward(ctx: Any, *dys: Tensor | None) -> Any:
     if all([dy is None for dy in dys]):
         return (None,) * len(ctx.needs_input_grad)
     # once: checkpoint forms them again when they are asked for
-    x, h, *rest = reread(ctx, "dora_linear" if n == 1 else "dora_linear_group")
-    kept, flat = tuple(rest[:n]), rest[n:]
-    need_x, needs = ctx.needs_input_grad[0], needs_of(ctx.needs_input_grad[2:], n)
+    h, *rest = reread(ctx, "dora_linear" if n == 1 else "dora_linear_group")
+    kept, x, flat = tuple(rest[:n]), rest[n], rest[n + 1 :]
+    need_x, needs = ctx.needs_input_grad[1], needs_of(ctx.needs_input_grad[2:], n)
     if no_graph() and not autocast_on(x):
         saved = Saved(h, kept, ctx.pre_scale)
         bwd, layers = OPS[call.backend].layers_bwd, layers_of(flat, call.specs, x.dtype, call.backend)
@@ -80,8 +90,8 @@ def backward(ctx: Any, *dys: Tensor | None) -> Any:
         flags = (need_x, *(need for each in needs for need in each))
         found = restore_none(apply(LinearBwd, call, ctx.pre_scale, flags, x, h, *dys, *kept, *flat), flags)
         dx, grads = found[0], [Grads(*found[i : i + 5]) for i in range(1, len(found), 5)]
-    #      x   call
-    return dx, None, *to_inputs(grads, len(flat))
+    #      call
+    return None, dx, *to_inputs(grads, len(flat))
 
 
 class Linear(torch.autograd.Function):
@@ -90,7 +100,7 @@ class Linear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, call: Call, *flat: Tensor | None) -> Any:
+    def forward(call: Call, x: Tensor, *flat: Tensor | None) -> Any:
         with autocast_off(x):
             fwd, layers = OPS[call.backend].layers_fwd, layers_of(flat, call.specs, x.dtype, call.backend)
             ys, saved = fwd(x, layers, call.options, call.drop)
@@ -98,7 +108,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, call = inputs[:2]
+        call, x = inputs[:2]
         flat = list(inputs[2:])  # what a star gathers, Dynamo (torch 2.11) takes for a tuple
         n = len(call.options)
         rest = output[n:]
@@ -116,7 +126,7 @@ class Linear(torch.autograd.Function):
             ctx.pre_scale = tuple(t.dim() == 2 for t in before)
             kept = [v if has else y for v, has, y in zip(before, ctx.pre_scale, kept, strict=True)]
         ctx.call = call
-        ctx.save_for_backward(x, h, *kept, *flat)
+        ctx.save_for_backward(h, *kept, x, *flat)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> Any:
@@ -129,11 +139,11 @@ class EagerLinear(Linear):
     setup_context = torch.autograd.Function.setup_context
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Call, *flat: Tensor | None) -> Any:  # type: ignore[override]
-        ys, (h, kept, ctx.pre_scale, _) = OPS[call.backend].layers_run(x, flat, call.options, call.drop)
+    def forward(ctx: Any, call: Any, *tensors: Any) -> Any:  # type: ignore[override]
+        ys, h, kept, ctx.pre_scale = call.run(tensors)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, h, *kept, *flat)
+        ctx.save_for_backward(h, *kept, *tensors)
         return tuple(ys)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._records import Dropout, Grads, Needs, Operands, Options, SavedMlp
+from fdora._records import BoundMlp, Dropout, Grads, Needs, Operands, Options, SavedMlp
 from fdora._torch import apply, eager_apply, no_graph, values_only
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
 from fdora.autograd.linear import needs_of, to_inputs
@@ -27,6 +27,8 @@ class Call(NamedTuple):
     backend: str
     specs: Specs = None
     """Of quantised weights; :func:`mlp` fills it in."""
+    run: BoundMlp | None = None
+    """For :func:`eager_mlp`, which :func:`bound` fills in."""
 
 
 def mlp(x: Tensor, layers: Sequence[Operands], call: Call) -> Tensor:
@@ -35,15 +37,18 @@ def mlp(x: Tensor, layers: Sequence[Operands], call: Call) -> Tensor:
         return OPS[call.backend].mlp_fwd(x, readable(layers, x.dtype, call.backend), call.options, call.drop, call.act)[0]
     specs = specs_of(layers)
     call = call if specs is None else Call(call.options, call.drop, call.act, call.backend, specs)
-    return apply(Mlp, x, call, *flat_of(layers, specs))[0]
+    return apply(Mlp, call, x, *flat_of(layers, specs))[0]
 
 
-def eager_mlp(x: Tensor, layers: Sequence[Operands], call: Call) -> Tensor:
-    """The same for plain tensors where nothing traces and autocast is off."""
-    if values_only():
-        return OPS[call.backend].mlp_fwd(x, layers, call.options, call.drop, call.act)[0]
-    gate, up, down = layers
-    y: Tensor = apply_mlp(x, call, *gate, *up, *down)
+def bound(tensors: tuple[Tensor | None, ...], call: Call) -> Call:
+    """As for linear.py: x, and the operands of gate, up and down."""
+    run = OPS[call.backend].mlp_bound(tensors, call.options, call.drop, call.act)
+    return Call(call.options, call.drop, call.act, call.backend, None, run)
+
+
+def eager_mlp(tensors: tuple[Any, ...], call: Any) -> Tensor:
+    """:func:`mlp` of tensors for which the call is bound, without autocast."""
+    y: Tensor = call.run(tensors)[0] if values_only() else apply_mlp(call, *tensors)
     return y
 
 
@@ -51,7 +56,7 @@ class Mlp(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, call: Call, *flat: Tensor | None) -> Any:
+    def forward(call: Call, x: Tensor, *flat: Tensor | None) -> Any:
         with autocast_off(x):
             fwd, layers = OPS[call.backend].mlp_fwd, layers_of(flat, call.specs, x.dtype, call.backend)
             y, saved, norms = fwd(x, layers, call.options, call.drop, call.act)
@@ -62,7 +67,7 @@ class Mlp(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.call = inputs[:2]
+        ctx.call, x = inputs[:2]
         flat = list(inputs[2:])  # as in linear.py
         y, *rest = output
         ctx.mark_non_differentiable(*rest)
@@ -75,24 +80,24 @@ class Mlp(torch.autograd.Function):
         before = before or [None] * 3
         kept = y if before[2] is None and ctx.call.options[2].save != "nothing" else None
         saved = SavedMlp(h, h_down, gate, up, kept, *before)
-        ctx.save_for_backward(x, *saved, *flat)
+        ctx.save_for_backward(*saved, x, *flat)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
-        call, (x, *rest) = ctx.call, reread(ctx, "dora_mlp")  # once: checkpoint forms them again when they are asked for
-        need_x, needs = ctx.needs_input_grad[0], needs_of(ctx.needs_input_grad[2:], 3)
+        call, rest = ctx.call, reread(ctx, "dora_mlp")  # once: checkpoint forms them again when they are asked for
+        saved, x, flat = rest[:PARTS], rest[PARTS], rest[PARTS + 1 :]
+        need_x, needs = ctx.needs_input_grad[1], needs_of(ctx.needs_input_grad[2:], 3)
         if no_graph() and not autocast_on(dy):
-            bwd, saved = OPS[call.backend].mlp_bwd, SavedMlp(*rest[:PARTS])
-            layers = layers_of(rest[PARTS:], call.specs, x.dtype, call.backend)
-            dx, grads = bwd(dy, x, layers, call.options, call.drop, call.act, saved, need_x, needs)
+            bwd, layers = OPS[call.backend].mlp_bwd, layers_of(flat, call.specs, x.dtype, call.backend)
+            dx, grads = bwd(dy, x, layers, call.options, call.drop, call.act, SavedMlp(*saved), need_x, needs)
         else:
             flags = (need_x, *(need for each in needs for need in each))
-            found = restore_none(apply(MlpBwd, call, flags, dy, x, *rest), flags)
+            found = restore_none(apply(MlpBwd, call, flags, dy, x, *saved, *flat), flags)
             dx, grads = found[0], [Grads(*found[i : i + 5]) for i in range(1, len(found), 5)]
-        #      x   call
-        return dx, None, *to_inputs(grads, len(rest) - PARTS)
+        #      call
+        return None, dx, *to_inputs(grads, len(flat))
 
 
 class EagerMlp(Mlp):
@@ -101,11 +106,11 @@ class EagerMlp(Mlp):
     setup_context = torch.autograd.Function.setup_context
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Call, *flat: Tensor | None) -> Any:  # type: ignore[override]
-        y, saved = OPS[call.backend].mlp_run(x, flat, call.options, call.drop, call.act)
+    def forward(ctx: Any, call: Any, *tensors: Any) -> Any:  # type: ignore[override]
+        y, saved = call.run(tensors)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, *saved, *flat)
+        ctx.save_for_backward(*saved, *tensors)
         return y
 
 

@@ -20,7 +20,7 @@ def residual_linear(x: Tensor, layer: Operands, residual: Tensor, call: Call) ->
         return OPS[call.backend].layers_fwd(x, layers, call.options, call.drop, residual)[0][0]
     specs = specs_of([layer])
     call = call if specs is None else Call(call.options, call.drop, call.backend, specs)
-    y: Tensor = apply(ResidualLinear, x, call, *flat_of([layer], specs), residual)[0]
+    y: Tensor = apply(ResidualLinear, call, x, *flat_of([layer], specs), residual)[0]
     return y
 
 
@@ -28,7 +28,7 @@ class ResidualLinear(Linear):
     """The residual comes last, and is not kept."""
 
     @staticmethod
-    def forward(x: Tensor, call: Call, *flat: Tensor | None) -> Any:
+    def forward(call: Call, x: Tensor, *flat: Tensor | None) -> Any:
         *operands, residual = flat
         with autocast_off(x):
             layers = layers_of(operands, call.specs, x.dtype, call.backend)

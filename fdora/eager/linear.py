@@ -41,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved, drowned, eps, layers_in
+from fdora._records import Bound, Dropout, Grads, Needs, Operands, Options, Saved, drowned, eps, layers_in
 from fdora._torch import unsafe_view
 from fdora.eager._matmul import acc_dtype, cast, is_plain, is_real, matmul
 from fdora.eager.dropout import drop
@@ -71,11 +71,14 @@ def layers_fwd(
     return ys, Saved(shared, tuple(kept), tuple(pre_scale))
 
 
-def layers_run(
-    x: Tensor, operands: Sequence[Tensor | None], options: Sequence[Options], drop: Dropout
-) -> tuple[list[Tensor], Saved]:
-    """The same of operands one behind the other."""
-    return layers_fwd(x, layers_in(operands), options, drop)
+def layers_bound(_: tuple[Tensor | None, ...], options: Sequence[Options], drop: Dropout) -> Bound:
+    """The same of x and the operands one behind the other."""
+
+    def bound(tensors: tuple[Any, ...]) -> Any:
+        ys, (h, kept, pre_scale, _) = layers_fwd(tensors[0], layers_in(tensors[1:]), options, drop)
+        return ys, h, kept, pre_scale
+
+    return bound
 
 
 def layers_bwd(

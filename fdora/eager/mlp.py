@@ -7,10 +7,11 @@ output will not do for dm, the value before g, from which the output follows. On
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved, SavedMlp, layers_in
+from fdora._records import BoundMlp, Dropout, Grads, Needs, Operands, Options, Saved, SavedMlp, layers_in
 from fdora.eager.act import Act, act_bwd, act_fwd
 from fdora.eager.linear import as_matrix, layers_bwd, layers_fwd, output, own
 
@@ -28,11 +29,13 @@ def mlp_fwd(
     return y, SavedMlp(saved.h, below.h, outputs[0], outputs[1], kept, *pre), ()
 
 
-def mlp_run(
-    x: Tensor, operands: Sequence[Tensor | None], options: Sequence[Options], drop: Dropout, act: Act
-) -> tuple[Tensor, SavedMlp]:
-    """The same of operands one behind the other."""
-    return mlp_fwd(x, layers_in(operands), options, drop, act)[:2]
+def mlp_bound(_: tuple[Tensor | None, ...], options: Sequence[Options], drop: Dropout, act: Act) -> BoundMlp:
+    """The same of x and the operands one behind the other."""
+
+    def bound(tensors: tuple[Any, ...]) -> tuple[Tensor, SavedMlp]:
+        return mlp_fwd(tensors[0], layers_in(tensors[1:]), options, drop, act)[:2]
+
+    return bound
 
 
 def mlp_bwd(

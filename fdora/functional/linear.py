@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ from fdora._dispatch import Backend
 from fdora._records import Dropout, DropoutMode, Operands, Options, SaveForDm
 from fdora._torch import functorch_active
 from fdora.autograd.fp8 import fp8_linear
-from fdora.autograd.linear import Call, eager_linear, linear
+from fdora.autograd.linear import Call, bound, eager_linear, linear
 from fdora.autograd.norm import row_norm, with_gradient
 from fdora.autograd.residual import residual_linear
 from fdora.autograd.weight import forms_norm, norm_beside
@@ -144,18 +143,19 @@ def dora_linear(
     return linear(x, (Operands(W, A, B, m, c, bias, mask_seed),), call)[0]
 
 
-def checked_linears(
-    x: Tensor, layers: Sequence[Operands], s: tuple[float, ...], keep_inner: bool, backend: str
-) -> Sequence[Tensor]:
-    """What :func:`dora_linear` and :func:`dora_linear_group` do after their checks, without dropout or autocast, where nothing
-    traces: for integrations, whose own checks cover them.
+def bound_linears(
+    tensors: tuple[Tensor | None, ...], s: tuple[float, ...], saved: tuple[bool, ...], keep_inner: bool, backend: str
+) -> Call:
+    """For integrations, whose own checks cover those of :func:`dora_linear` and :func:`dora_linear_group`: what
+    :func:`checked_linears` takes for all tensors with the facts of these, without dropout or autocast, where nothing traces.
+
+    tensors: x, and the operands of each layer. saved: of each, whether :func:`save_for_dm` names anything.
     """
-    saves: tuple[SaveForDm, ...]
-    if len(layers) == 1:
-        saves = (save_for_dm(layers[0].m, layers[0].c, keep_inner),)  # type: ignore[arg-type]
-    else:
-        saves = tuple([save_for_dm(la.m, la.c, keep_inner) for la in layers])  # type: ignore[arg-type]
-    return eager_linear(x, layers, _remembered_call(s, saves, 0.0, "lora", backend))
+    saves: list[SaveForDm] = [saved_as(each, keep_inner) for each in saved]
+    return bound(tensors, _remembered_call(s, tuple(saves), 0.0, "lora", backend))
+
+
+checked_linears = eager_linear
 
 
 def _call(s: tuple[float, ...], saves: tuple[SaveForDm, ...], p: float, mode: DropoutMode, backend: str) -> Call:
@@ -237,7 +237,12 @@ def check_detach(fn: str, W: Any) -> None:
 
 def save_for_dm(m: Tensor, c: Tensor | None, pre_scale: bool) -> SaveForDm:
     """For the gradients of m and c; see :mod:`fdora.eager.linear`. Within vmap an m does not say what a grad around it asks."""
-    if not (torch.is_grad_enabled() and (m.requires_grad or (c is not None and c.requires_grad) or functorch_active())):
+    asked = m.requires_grad or (c is not None and c.requires_grad) or functorch_active()
+    return saved_as(torch.is_grad_enabled() and asked, pre_scale)
+
+
+def saved_as(anything: bool, pre_scale: bool) -> SaveForDm:
+    if not anything:
         return "nothing"
     return "pre_scale" if pre_scale else "output"
 

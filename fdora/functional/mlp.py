@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Literal
 
 from torch import Tensor
 
 from fdora._check import check_left_out, check_shapes, fail
 from fdora._dispatch import Backend
-from fdora._records import Dropout, Operands, Options, SaveForDm
-from fdora.autograd.mlp import ACTS, Call, eager_mlp, mlp
+from fdora._records import Dropout, Options
+from fdora.autograd.mlp import ACTS, Call, bound, eager_mlp, mlp
 from fdora.functional._seed import check_origin
 from fdora.functional.backend import select_backend
 from fdora.functional.group import DoraLayer, check_members, prepared, seeds_for
-from fdora.functional.linear import cast_x, check_dropout, save_for_dm
+from fdora.functional.linear import cast_x, check_dropout, saved_as
 
 
 def dora_mlp(
@@ -92,17 +91,20 @@ def dora_mlp(
     return mlp(x, [la for la, _ in ready], Call(tuple(o for _, o in ready), drop, act, name))
 
 
-def checked_mlp(
-    x: Tensor, layers: Sequence[Operands], s: tuple[float, ...], act: str, keep_inner: bool, backend: str
-) -> Tensor:
-    """What :func:`dora_mlp` does after its checks, without dropout or autocast, where nothing traces: see checked_linears."""
-    saves = tuple([save_for_dm(la.m, la.c, keep_inner and la is layers[2]) for la in layers])  # type: ignore[arg-type]
-    return eager_mlp(x, layers, _remembered_call(s, saves, act, backend))
+def bound_mlp(
+    tensors: tuple[Tensor | None, ...],
+    s: tuple[float, ...],
+    saved: tuple[bool, ...],
+    keep_inner: bool,
+    backend: str,
+    act: str,
+) -> Call:
+    """What :func:`checked_mlp` takes in the place of :func:`dora_mlp`: see bound_linears."""
+    options = [Options(each, saved_as(has, keep_inner and i == 2)) for i, (each, has) in enumerate(zip(s, saved, strict=True))]
+    return bound(tensors, Call(tuple(options), Dropout(0.0, "lora"), act, backend))
 
 
-@lru_cache(1024)
-def _remembered_call(s: tuple[float, ...], saves: tuple[SaveForDm, ...], act: str, backend: str) -> Call:
-    return Call(tuple(map(Options, s, saves)), Dropout(0.0, "lora"), act, backend)
+checked_mlp = eager_mlp
 
 
 def check_mlp(fn: str, x: Tensor, layers: dict[str, DoraLayer], act: str) -> bool:

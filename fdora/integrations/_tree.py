@@ -37,13 +37,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fdora import _plain
 from fdora._torch import backward_task, dispatch_modes, trace, untraced, while_tracing
 from fdora.functional._tree import forget_norms
 from fdora.integrations._shard import gathered_together
@@ -206,14 +207,12 @@ class ModelNorms:
                 self.table = None  # collected anew by the next forward
         return None
 
-    def c_of_all(self, found: Sequence[tuple[Any, ...]]) -> list[Tensor] | None:
-        """The slices of several layers, each (its variant, s, W, A, B, ...); None where one has to ask by itself."""
+    def with_norms(self, x: Tensor, found: list[tuple[Any, ...]]) -> tuple[Any, ...] | None:
+        """x, and of each layer (its variant, s, W, A, B, m, bias) the operands, with its slice; None where one has to ask by
+        itself. Under no dispatch mode."""
         run = self.local.run
-        if run is None or run.task != backward_task() or self.on_shards is not None or dispatch_modes():
+        if run is None or run.task != backward_task() or self.on_shards is not None:
             return None
-        table, versions, places = run.table, run.versions, [each[0].kept.place for each in found]
-        for i, (variant, s, W, A, B, *_) in zip(places, found, strict=True):
-            if variant.kept.norms is not self or not table.has(i, W, A, B, s, versions):
-                return None
-        self.used = True
-        return [run.c[i] for i in places]
+        tensors = _plain.operands(x, found, self, run.table.tensors, run.table.s, run.versions, run.c)
+        self.used = self.used or tensors is not None
+        return tensors

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._records import NO_NEEDS, Dropout, DropoutMode, Grads, Needs, Operands, Options, Saved, layers_in
-from fdora._torch import PLAIN, dispatch_modes, needs_dispatcher
+from fdora._records import NO_NEEDS, Bound, Dropout, DropoutMode, Grads, Needs, Operands, Options, Saved, layers_in
+from fdora._torch import PLAIN, needs_dispatcher
 from fdora.quant import QuantWeight
 from fdora.triton.codes import is_coded
 from fdora.triton.copy import dense
@@ -49,7 +49,9 @@ def layers_fwd(
     """x (..., K) -> each y (..., N), and what backward reads. ``residual``, like the y of a single layer, is added to it."""
     seen = needs_dispatcher(x)
     if not seen and residual is None and len(layers) == 1 and is_ready(layers[0]):
-        return layers_run(x, layers[0], options, drop)
+        tensors = (x, *layers[0])
+        ys, h, kept, pre_scale = layers_bound(tensors, options, drop)(tensors)
+        return list(ys), Saved(h, kept, pre_scale)
     run_it: Any = linear if seen else _linear
     operands = flat(layers)
     results = run_it(x, operands, [o.s for o in options], [o.save for o in options], *drop, *facts(layers), residual)
@@ -60,24 +62,24 @@ def is_ready(la: Operands) -> bool:
     return la.A is not None and la.c is not None and type(la.W) is not QuantWeight
 
 
-def layers_run(
-    x: Tensor, operands: Sequence[Tensor | None], options: Sequence[Options], drop: Dropout
-) -> tuple[list[Tensor], Saved]:
+def layers_bound(tensors: tuple[Tensor | None, ...], options: Sequence[Options], drop: Dropout) -> Bound:
     """The same for plain tensors where nothing traces, every layer with a dense W, an adapter and c: the host's short way."""
-    if dispatch_modes():
-        return layers_fwd(x, layers_in(operands), options, drop)
-    n, tensors, p, mode = len(options), (x, *operands), *drop
-    if n == 1:
-        ((s, save),) = options
-        y, h, *before = run(plan_for(plan_forward, tensors, p, mode, (save,), True, (), ()), tensors, (s,))
-        kept = before[0] if before else None if save == "nothing" else y
-        return [y], Saved(h, (kept,), (bool(before),))
     scalars, saves = zip(*options, strict=True)
-    results = run(plan_for(plan_forward, tensors, p, mode, saves, same(scalars), (), ()), tensors, scalars)
-    if len(results) > n + 1:
-        return unpacked(results, x, layers_in(operands), options, mode)
-    ys = tuple([None if save == "nothing" else y for y, save in zip(results, saves, strict=False)])
-    return list(results[:n]), Saved(results[n], ys, (False,) * n)
+    plan = plan_for(plan_forward, tensors, *drop, saves, same(scalars), (), ())
+    n = len(options)
+    pre = (False,) * n
+    if len(plan.results) > n + 1:
+        x: Any = tensors[0]
+        layers, tokens = layers_in(tensors[1:]), rows_of(x)
+        pre = tuple([saves_pre_scale(x.dtype, tokens, la, drop.mode, save) for la, save in zip(layers, saves, strict=True)])
+    places = tuple([n + sum(pre[: i + 1]) if pre[i] else None if save == "nothing" else i for i, save in enumerate(saves)])
+
+    def bound(tensors: tuple[Tensor | None, ...]) -> Any:
+        results = run(plan, tensors, scalars)
+        kept = tuple([None if at is None else results[at] for at in places])
+        return results[:n], results[n], kept, pre
+
+    return bound
 
 
 def unpacked(

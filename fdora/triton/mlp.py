@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fdora._records import Dropout, DropoutMode, Grads, Needs, Operands, Options, SavedMlp, layers_in
-from fdora._torch import dispatch_modes, needs_dispatcher
+from fdora._records import BoundMlp, Dropout, DropoutMode, Grads, Needs, Operands, Options, SavedMlp, layers_in
+from fdora._torch import needs_dispatcher
 from fdora.triton import act as activation
 from fdora.triton.copy import dense
 from fdora.triton.gemm import Epilogue
@@ -33,18 +33,20 @@ def mlp_fwd(
     return unpacked(results, x, layers, saves, drop.mode)
 
 
-def mlp_run(
-    x: Tensor, operands: Sequence[Tensor | None], options: Sequence[Options], drop: Dropout, act: str
-) -> tuple[Tensor, SavedMlp]:
+def mlp_bound(tensors: tuple[Tensor | None, ...], options: Sequence[Options], drop: Dropout, act: str) -> BoundMlp:
     """The same for plain tensors where nothing traces, every layer with a dense W, an adapter and c: the host's short way."""
-    if dispatch_modes():
-        return mlp_fwd(x, layers_in(operands), options, drop, act)[:2]
-    (tensors, p, mode), (s, saves) = ((x, *operands), *drop), zip(*options, strict=True)
-    results = run(plan_for(plan_forward, tensors, p, mode, saves, s[0] == s[1], act, (), ()), tensors, s)
-    if len(results) > 5:
-        return unpacked(results, x, layers_in(operands), saves, mode)[:2]
-    y, h, h_down, gate, up = results
-    return y, SavedMlp(h, h_down, gate, up, None if saves[2] == "nothing" else y, None, None, None)
+    s, saves = zip(*options, strict=True)
+    plan = plan_for(plan_forward, tensors, *drop, saves, s[0] == s[1], act, (), ())
+    has_y, more = saves[2] != "nothing", len(plan.results) > 5
+
+    def bound(tensors: tuple[Any, ...]) -> tuple[Tensor, SavedMlp]:
+        results = run(plan, tensors, s)
+        if more:
+            return unpacked(results, tensors[0], layers_in(tensors[1:]), saves, drop.mode)[:2]
+        y, h, h_down, gate, up = results
+        return y, SavedMlp(h, h_down, gate, up, y if has_y else None, None, None, None)
+
+    return bound
 
 
 def unpacked(

@@ -10,7 +10,7 @@ from torch import nn
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora._facts import python_places
-from fdora._plain import Entry, Route, python_follow, python_unchanged
+from fdora._plain import Entry, Route, python_follow, python_operands, python_unchanged
 from fdora.triton.runtime import private
 
 QUIET = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward", "mark")
@@ -80,6 +80,8 @@ CHANGES = {
     "no route": lambda m: setattr(m.lora_variant["a"], "route", None),
     "a variant without routes": lambda m: m.lora_variant.update(a=nn.Identity()),
     "no variants": lambda m: delattr(m, "lora_variant"),
+    "a call that is shared": lambda m: setattr(m.lora_variant["a"], "shared", object()),
+    "a call that is shared no more": lambda m: setattr(m.lora_variant["a"], "shared", None),
 }
 STILL = (
     "nothing",
@@ -88,7 +90,9 @@ STILL = (
     "another parameter",
     "the name in a list",
     "an equal name",
+    "a call that is shared no more",
 )
+ALONE = {"a hook of the whole": True, "a call that is shared": False}  # what is still so, called alone or with others
 
 
 def in_c(name):
@@ -108,9 +112,9 @@ FOLLOW = [python_follow, in_c("follow")]
 def test_a_route_leads_to_what_it_led_to_and_nowhere_else(follow, change):
     m = made()
     CHANGES[change](m)
-    for own in (QUIET, ()):
-        found = follow((made(), m), own, QUIET)
-        if change not in STILL and not (change == "a hook of the whole" and not own):
+    for alone in (False, True):
+        found = follow((made(), m), QUIET, alone)
+        if change not in STILL and alone is not ALONE.get(change):
             assert found is None
             continue
         (_, before), (variant, s, *tensors) = [found[0][:2], found[1]]
@@ -127,8 +131,8 @@ def test_nothing_is_kept(follow):
     parts += [lost["base"].weight, lost.lora_variant["a"], lost.lora_variant["a"].route, None]
     before = list(map(sys.getrefcount, parts[:-1]))
     for _ in range(3):
-        assert follow((m,), (), QUIET) is not None
-        assert follow((m, lost), (), QUIET) is None
+        assert follow((m,), QUIET, True) is not None
+        assert follow((m, lost), QUIET, True) is None
     assert list(map(sys.getrefcount, parts[:-1])) == before
 
 
@@ -136,14 +140,18 @@ def test_nothing_is_kept(follow):
 def test_what_c_does_not_take():
     follow, unchanged = private.walker().follow, private.walker().unchanged
     with pytest.raises(TypeError, match="tuple of layers"):
-        follow([made()], (), QUIET)
+        follow([made()], QUIET, True)
     m = made()
     for size in (2, 4):  # of another number of parameters than it says
         m.lora_variant["a"].route = Route("a", 2.0, ENTRIES, size)
-        assert follow((m,), (), QUIET) is None
-    assert follow((3,), (), QUIET) is None  # no module at all
+        assert follow((m,), QUIET, True) is None
+    assert follow((3,), QUIET, True) is None  # no module at all
     with pytest.raises(TypeError, match="and a place"):
         unchanged((torch.ones(1),), (), (), 0)
+    one = torch.ones(1)
+    for known in (((), [2.0], (), [one]), ((one,) * 3, [2.0], (0,) * 3, (one,)), ((one,) * 3, [2.0], (0,) * 3, [])):
+        with pytest.raises(TypeError, match="of the layers of a model"):
+            private.walker().operands(one, [], None, *known)
 
 
 @pytest.mark.parametrize("unchanged", [python_unchanged, in_c("unchanged")])
@@ -162,6 +170,66 @@ def test_tensors_that_are_those_of_before(unchanged):
     assert [sys.getrefcount(t) for t in (a, b)] == before
     del a
     assert not unchanged((b, d), known, (0,) * 4, 0)
+
+
+class Holder:
+    def __init__(self, **facts):
+        self.__dict__.update(facts)
+
+
+def known_of(n):
+    """A model of n layers as (norms, what was found of each, what is known of all)."""
+    norms = Holder()
+    tensors = [[torch.ones(2) for _ in range(5)] for _ in range(n)]
+    found = [(Holder(kept=Holder(norms=norms, place=i)), 2.0 + i, *each) for i, each in enumerate(tensors)]
+    all_refs = tuple([weakref.ref(each[j]) for j in range(3) for each in tensors])
+    return norms, found, [all_refs, [2.0 + i for i in range(n)], (0,) * (3 * n), [torch.full((2,), i) for i in range(n)]]
+
+
+OTHERS = {
+    "another s": lambda a, b: (a[0], 3.0, *a[2:]),
+    "another W": lambda a, b: (*a[:2], torch.ones(2), *a[3:]),
+    "no W": lambda a, b: (*a[:2], None, *a[3:]),
+    "another A": lambda a, b: (*a[:3], b[3], *a[4:]),
+    "another B": lambda a, b: (*a[:4], b[4], *a[5:]),
+    "of another model": lambda a, b: (Holder(kept=Holder(norms=None, place=0)), *a[1:]),
+    "of none": lambda a, b: (Holder(kept=Holder(norms=a[0].kept.norms, place=-1)), *a[1:]),
+    "beyond the last": lambda a, b: (Holder(kept=Holder(norms=a[0].kept.norms, place=3)), *a[1:]),
+}
+OPERANDS = [python_operands, in_c("operands")]
+
+
+@pytest.mark.parametrize("operands", OPERANDS)
+def test_operands_with_the_norms_of_their_model(operands):
+    norms, found, known = known_of(3)
+    x, c = torch.ones(3), known[-1]
+    parts = [x, *[t for each in found for t in each], *c]
+    before = list(map(sys.getrefcount, parts))
+    assert operands(x, found[:1], Holder(), *known) is None
+    for at in ([0], [2], [1, 2, 0]):
+        out = operands(x, [found[i] for i in at], norms, *known)
+        wanted = [id(x)]
+        for i in at:
+            wanted += [*map(id, found[i][2:6]), id(c[i]), id(found[i][6]), id(None)]
+        assert type(out) is tuple and list(map(id, out)) == wanted
+    del out
+    assert list(map(sys.getrefcount, parts)) == before
+
+
+@pytest.mark.parametrize("operands", OPERANDS)
+@pytest.mark.parametrize("change", OTHERS)
+def test_no_operands_of_another_layer(operands, change):
+    norms, found, known = known_of(3)
+    assert operands(found[0][2], [found[1], OTHERS[change](*found[:2])], norms, *known) is None
+
+
+@pytest.mark.parametrize("operands", OPERANDS)
+@pytest.mark.parametrize("place", (2, 3, 4))
+def test_no_operands_that_were_written_to(operands, place):
+    norms, found, known = known_of(3)
+    assert operands(None, found[:1], norms, *known) is not None
+    found[0][place].add_(1)
+    assert operands(None, found[:1], norms, *known) is None
 
 
 @pytest.mark.parametrize("places", [python_places, in_c("places")])

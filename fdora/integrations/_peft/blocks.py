@@ -63,9 +63,9 @@ class Shared:
         if place:
             return None
         members = tuple([each() for each in self.layers])
-        known = None if traced else ready(members, x, together=True)
+        known = None if traced else ready(members, x, alone=False)
         if known is not None:
-            y, *rest = checked_linears(x, *known)
+            y, *rest = checked_linears(*known)
         else:
             found = together(members, x)
             if found is None:
@@ -101,10 +101,9 @@ class Mlp(nn.Module):
                 self._modules[how.act] if how.act in self._modules else getattr(self, how.act, None)
             )  # it may be another one by now, or have hooks
             layers = [self._modules[name] for name in how.layers()]
-            known = None if act is None or how.packed or is_traced() else ready(tuple(layers), *args, together=True, mlp=True)
+            known = None if act is None or how.packed or is_traced() else ready(tuple(layers), *args, alone=False, act=act)
             if known is not None:
-                operands, s, keep_inner, backend = known
-                return checked_mlp(args[0], operands, s, act, keep_inner, backend)
+                return checked_mlp(*known)
             found = together(layers, *args, mlp=True, packed=how.packed) if act is not None else None
             if found is not None:
                 down = found.calls[-1]

@@ -36,6 +36,10 @@ class Layer(nn.Module):
     lora_variant: Any
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not (args or kwargs or torch.compiler.is_dynamo_compiling() or functorch_active()):
+            known = ready((self,), x)
+            if known is not None:
+                return checked_linears(*known)[0]
         if not isinstance(self, Layer):  # bound methods outlive unfuse_layer
             return type(self).forward(self, x, *args, **kwargs)
         stock = type(self).STOCK
@@ -50,9 +54,6 @@ class Layer(nn.Module):
             y = shared.output(self, x, found[1].place, traced)
             if y is not None:
                 return y
-        known = None if traced else ready((self,), x)
-        if known is not None:
-            return checked_linears(x, *known)[0]
         call = call_of(self, x, *found)
         why, backend = (call, "") if isinstance(call, str) else verdict(x, (call,))
         if why is LISTENED and lies_on_mesh(self._modules["base_layer"].weight):  # type: ignore[union-attr]

@@ -15,10 +15,13 @@ from peft.tuners.lora import dora
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
-from fdora import _plain
+from fdora import _facts, _plain
+from fdora._dispatch import forced
 from fdora._plain import Entry, Route
-from fdora._records import Operands
-from fdora._torch import jit_tracing
+from fdora._records import WIDTH
+from fdora._torch import any_autocast, dispatch_modes, jit_tracing
+from fdora.functional.linear import bound_linears
+from fdora.functional.mlp import bound_mlp
 from fdora.integrations._peft.dora import FUSED, Dora
 from fdora.integrations._peft.sharded import HOOKS
 from fdora.integrations._peft.verdict import settled
@@ -52,38 +55,55 @@ class Call(NamedTuple):
         return variant.with_gradient(variant.kept.of(owner(W), W, A, B, s), W, A, B, s)
 
 
-class Ready(NamedTuple):
-    """A call of which nothing is left to check: for checked_linears and checked_mlp."""
-
-    layers: list[Operands]
-    s: tuple[float, ...]
-    keep_inner: bool
-    backend: str
+_calls: dict[tuple, Any] = {}  # by all that they depend on
+MAX_CALLS = 8192
 
 
-def ready(layers: tuple[Any, ...], x: Tensor, together: bool = False, mlp: bool = False) -> Ready | None:
-    """``together``: their own hooks would not run. With norms, counted; where nothing traces."""
-    found = _plain.follow(layers, QUIET if together else (), QUIET)
-    if found is None or jit_tracing() or getattr(dora, "ENABLE_DORA_CACHING", False):
-        return None
-    tensors: tuple[Any, ...] = (x,)
-    scalars: tuple[float, ...] = ()
-    for each in found:
-        tensors, scalars = tensors + each[2:], (*scalars, each[1])
-        if each[2] is None or each[2].requires_grad:
-            return None
-    backend = settled(tensors, mlp)
-    if not backend:
+def ready(layers: tuple[Any, ...], x: Tensor, alone: bool = True, act: str = "") -> tuple[tuple[Any, ...], Any] | None:
+    """What checked_linears, or with ``act`` checked_mlp, takes: a call of which nothing is left to check, with norms, counted.
+    Where neither Dynamo nor torch.func looks on. ``alone``: the layer itself was called."""
+    found = _plain.follow(layers, QUIET, alone)
+    if found is None or any_autocast() or dispatch_modes() or jit_tracing() or getattr(dora, "ENABLE_DORA_CACHING", False):
         return None
     norms = found[0][0].kept.norms
-    given = None if norms is None else norms.c_of_all(found)
-    operands, keep_inner = [], False
-    for i, (variant, s, W, A, B, m, bias) in enumerate(found):
-        variant.calls[FUSED] += 1
-        c = variant.kept.eager(W, W, A, B, s) if given is None else given[i]
-        operands.append(Operands(W, A, B, m, c if variant.detach else variant.with_gradient(c, W, A, B, s), bias, None))
-        keep_inner = keep_inner or variant.keep_inner
-    return Ready(operands, scalars, keep_inner, backend)
+    tensors = None if norms is None else norms.with_norms(x, found)
+    if tensors is None and (tensors := with_own_norms(x, found, act)) is None:
+        return None
+    saved: tuple[bool, ...] = ()
+    scalars: tuple[float, ...] = ()
+    keep_inner, grad, at = False, torch.is_grad_enabled(), 1
+    for variant, s, W, A, B, m, _ in found:
+        if W.requires_grad or m is None:
+            return None
+        asked = m.requires_grad
+        if not variant.detach:
+            c = variant.with_gradient(tensors[at + 4], W, A, B, s)
+            tensors, asked = (*tensors[: at + 4], c, *tensors[at + 5 :]), asked or c.requires_grad
+        at += WIDTH
+        saved, scalars, keep_inner = (*saved, grad and asked), (*scalars, s), keep_inner or variant.keep_inner
+    key = _facts.facts(tensors), scalars, saved, keep_inner, act, forced()
+    call = _calls.get(key)
+    if call is None:
+        backend = settled(x, found, bool(act))
+        if not backend:
+            return None
+        call = bound_mlp(tensors, *key[1:4], backend, act) if act else bound_linears(tensors, *key[1:4], backend)
+        if len(_calls) >= MAX_CALLS:
+            _calls.clear()
+        _calls[key] = call
+    for each in found:
+        each[0].calls[FUSED] += 1
+    return tensors, call
+
+
+def with_own_norms(x: Tensor, found: list[Any], act: str) -> tuple[Any, ...] | None:
+    """Where the model's hook gives none."""
+    if any([W is None or W.requires_grad for _, _, W, *_ in found]) or not settled(x, found, bool(act)):
+        return None
+    tensors: list[Any] = [x]
+    for variant, s, W, A, B, m, bias in found:
+        tensors += W, A, B, m, variant.kept.eager(W, W, A, B, s), bias, None
+    return tuple(tensors)
 
 
 def keep_route(layer: Any, call: Call) -> None:
@@ -105,7 +125,7 @@ def keep_route(layer: Any, call: Call) -> None:
     if layer.training:  # else its dropout drops nothing
         entries.append(Entry(("lora_dropout", name), nn.Identity, ()))
     variant.route = Route(name, call.s, tuple(entries), sum(len(entry.parameters) for entry in entries))
-    found = _plain.follow((layer,), (), QUIET)
+    found = _plain.follow((layer,), (), False)
     if found is None or any([t is not wanted for t, wanted in zip(found[0][2:], call[1:6], strict=True)]):
         variant.route = None  # its tensors come another way
 

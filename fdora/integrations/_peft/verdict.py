@@ -11,7 +11,7 @@ from torch import Tensor
 from fdora import _facts
 from fdora._check import FLOATS
 from fdora._dispatch import forced
-from fdora._torch import PLAIN, any_autocast, autocast_on, is_traced
+from fdora._torch import PLAIN, autocast_on, is_traced
 from fdora.functional import select_backend
 from fdora.integrations._peft.dora import served
 from fdora.quant import QuantWeight
@@ -63,14 +63,14 @@ def verdict(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> Verdict:
     return made
 
 
-def settled(tensors: tuple[Tensor | None, ...], mlp: bool = False) -> str:
-    """The backend of a call with this x and these operands of dense layers, without dropout, if :func:`verdict` has passed one
-    like it; else empty."""
-    found, x = _facts.facts(tensors), tensors[0]
-    if found is None or any_autocast() or x.is_mps:  # type: ignore[union-attr]
+def settled(x: Tensor, found: Sequence[tuple[Any, ...]], mlp: bool = False) -> str:
+    """The backend of a call of these dense layers, each (its variant, s, its operands), without dropout and autocast, if
+    :func:`verdict` has passed one like it; else empty."""
+    facts = _facts.facts((x, *[t for each in found for t in each[2:]]))
+    if facts is None or x.is_mps:  # who has an autocast of its own
         return ""
     #                                     no codes, frozen, p == 0, no autocast
-    known = _verdicts.get((found, (), True, True, mlp, False, forced()))
+    known = _verdicts.get((facts, (), True, True, mlp, False, forced()))
     return "" if known is None or known[0] else known[1]
 
 

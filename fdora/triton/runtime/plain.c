@@ -1,13 +1,15 @@
-/* follow(layers, own, quiet) and unchanged(tensors, references, versions, i); see fdora/_plain.py, whose twins these are. */
+/* follow(layers, quiet, alone), unchanged(tensors, references, versions, i) and operands(x, found, norms, references, s, versions, c);
+   see fdora/_plain.py, whose twins these are. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-static PyObject *names[6]; /* interned at the first call */
-enum { MODULES, PARAMETERS, VARIANTS, ACTIVE, ROUTE, VERSION };
+enum { MODULES, PARAMETERS, VARIANTS, ACTIVE, ROUTE, VERSION, SHARED, KEPT, NORMS, PLACE, NAMES };
+static PyObject *names[NAMES]; /* interned at the first call */
 
 static int intern(void) {
-    static const char *const text[] = {"_modules", "_parameters", "lora_variant", "_active_adapter", "route", "_version"};
-    for (int i = 0; i < 6; i++)
+    static const char *const text[] = {"_modules", "_parameters", "lora_variant", "_active_adapter", "route",
+                                       "_version", "shared", "kept", "norms", "place"};
+    for (int i = 0; i < NAMES; i++)
         if (!names[i] && !(names[i] = PyUnicode_InternFromString(text[i]))) return 0;
     return 1;
 }
@@ -17,7 +19,7 @@ static PyObject *entry_of(PyObject *dict, PyObject *key) { /* borrowed; NULL whe
 }
 
 /* Whether the module at the end of the path is as the entry (path, class, parameters, attributes) has it. Its parameters go into
-   ``out`` from *n on. */
+   ``out`` from *n on. Without ``quiet`` no attribute must be false. */
 static int read_entry(PyObject *module, PyObject *entry, PyObject *quiet, PyObject *out, Py_ssize_t *n) {
     PyObject *path = PyTuple_GET_ITEM(entry, 0), *wanted = PyTuple_GET_ITEM(entry, 2), *same = PyTuple_GET_ITEM(entry, 3), *dict;
     Py_INCREF(module);
@@ -33,7 +35,7 @@ static int read_entry(PyObject *module, PyObject *entry, PyObject *quiet, PyObje
         module = next;
     }
     int plain = (PyObject *)Py_TYPE(module) == PyTuple_GET_ITEM(entry, 1);
-    for (Py_ssize_t i = 0; plain && i < PyTuple_GET_SIZE(quiet); i++) {
+    for (Py_ssize_t i = 0; plain && quiet && i < PyTuple_GET_SIZE(quiet); i++) {
         PyObject *value = PyDict_GetItemWithError(dict, PyTuple_GET_ITEM(quiet, i));
         plain = !PyErr_Occurred() && (!value || PyObject_IsTrue(value) == 0);
     }
@@ -54,14 +56,15 @@ static int read_entry(PyObject *module, PyObject *entry, PyObject *quiet, PyObje
 }
 
 /* (variant, s, its parameters) of one layer, a new reference; NULL where it is another than its route says. */
-static PyObject *follow_one(PyObject *layer, PyObject *own, PyObject *quiet) {
+static PyObject *follow_one(PyObject *layer, PyObject *quiet, int alone) {
     PyObject *dict = PyObject_GenericGetDict(layer, NULL), *found = NULL;
     if (!dict) return NULL;
     PyObject *active = PyDict_GetItemWithError(dict, names[ACTIVE]);
     if (active && PyList_CheckExact(active) && PyList_GET_SIZE(active) == 1) active = PyList_GET_ITEM(active, 0);
     PyObject *variant = active && PyUnicode_CheckExact(active) ? entry_of(PyDict_GetItemWithError(dict, names[VARIANTS]), active) : NULL;
     PyObject *inside = variant ? PyObject_GenericGetDict(variant, NULL) : NULL;
-    PyObject *route = inside ? PyDict_GetItemWithError(inside, names[ROUTE]) : NULL;
+    PyObject *route = inside ? PyDict_GetItemWithError(inside, names[ROUTE]) : NULL, *shared;
+    if (route && alone && (shared = PyDict_GetItemWithError(inside, names[SHARED])) && shared != Py_None) route = NULL;
     if (route && PyTuple_Check(route)) { /* (name, s, entries, how many parameters) */
         PyObject *entries = PyTuple_GET_ITEM(route, 2);
         Py_ssize_t n = 2, size = 2 + PyLong_AsSsize_t(PyTuple_GET_ITEM(route, 3));
@@ -72,7 +75,7 @@ static PyObject *follow_one(PyObject *layer, PyObject *own, PyObject *quiet) {
             PyTuple_SET_ITEM(found, 0, Py_NewRef(variant));
             PyTuple_SET_ITEM(found, 1, Py_NewRef(PyTuple_GET_ITEM(route, 1)));
             for (Py_ssize_t i = 0; plain && i < PyTuple_GET_SIZE(entries); i++)
-                plain = read_entry(layer, PyTuple_GET_ITEM(entries, i), i ? quiet : own, found, &n);
+                plain = read_entry(layer, PyTuple_GET_ITEM(entries, i), alone && !i ? NULL : quiet, found, &n);
             if (!plain || n != size) Py_CLEAR(found);
         }
         Py_DECREF(route);
@@ -83,20 +86,32 @@ static PyObject *follow_one(PyObject *layer, PyObject *own, PyObject *quiet) {
 }
 
 static PyObject *follow(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 3 || !PyTuple_CheckExact(args[0]) || !PyTuple_CheckExact(args[1]) || !PyTuple_CheckExact(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "follow wants a tuple of layers and two tuples of attributes");
+    if (count != 3 || !PyTuple_CheckExact(args[0]) || !PyTuple_CheckExact(args[1]) || !PyBool_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "follow wants a tuple of layers, one of attributes, and a bool");
         return NULL;
     }
     if (!intern()) return NULL;
     PyObject *out = PyList_New(PyTuple_GET_SIZE(args[0]));
     for (Py_ssize_t i = 0; out && i < PyTuple_GET_SIZE(args[0]); i++) {
-        PyObject *found = follow_one(PyTuple_GET_ITEM(args[0], i), args[1], args[2]);
+        PyObject *found = follow_one(PyTuple_GET_ITEM(args[0], i), args[1], args[2] == Py_True);
         if (found) PyList_SET_ITEM(out, i, found);
         else Py_CLEAR(out);
     }
     if (out) return out;
     PyErr_Clear();
     Py_RETURN_NONE;
+}
+
+/* Whether this is the tensor that is referred to, and has this version; -1 for an error. */
+static int is_same(PyObject *tensor, PyObject *reference, PyObject *before) {
+    PyObject *known = PyObject_CallNoArgs(reference);
+    if (!known) return -1;
+    Py_DECREF(known);
+    if (known != tensor || known == Py_None) return 0;
+    PyObject *version = PyObject_GetAttr(tensor, names[VERSION]);
+    int same = version ? PyObject_RichCompareBool(version, before, Py_EQ) : -1;
+    Py_XDECREF(version);
+    return same;
 }
 
 static PyObject *unchanged(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -108,15 +123,53 @@ static PyObject *unchanged(PyObject *self, PyObject *const *args, Py_ssize_t cou
     }
     if (!intern()) return NULL;
     for (Py_ssize_t k = 0; k < few; k++, i += many / few) {
-        PyObject *tensor = PyTuple_GET_ITEM(args[0], k), *known = PyObject_CallNoArgs(PyTuple_GET_ITEM(args[1], i));
-        if (!known) return NULL;
-        Py_DECREF(known);
-        if (known != tensor) Py_RETURN_FALSE;
-        PyObject *version = PyObject_GetAttr(tensor, names[VERSION]);
-        int same = version ? PyObject_RichCompareBool(version, PyTuple_GET_ITEM(args[2], i), Py_EQ) : -1;
-        Py_XDECREF(version);
+        int same = is_same(PyTuple_GET_ITEM(args[0], k), PyTuple_GET_ITEM(args[1], i), PyTuple_GET_ITEM(args[2], i));
         if (same < 0) return NULL;
         if (!same) Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
+}
+
+/* The place of a layer with this variant among those of ``norms``; -1 where it has none. */
+static Py_ssize_t place_of(PyObject *variant, PyObject *norms) {
+    Py_ssize_t place = -1;
+    PyObject *dict = PyObject_GenericGetDict(variant, NULL), *kept = dict ? PyDict_GetItemWithError(dict, names[KEPT]) : NULL;
+    PyObject *inside = kept ? PyObject_GenericGetDict(kept, NULL) : NULL;
+    if (inside && PyDict_GetItemWithError(inside, names[NORMS]) == norms) {
+        PyObject *number = PyDict_GetItemWithError(inside, names[PLACE]);
+        if (number && PyLong_CheckExact(number)) place = PyLong_AsSsize_t(number);
+    }
+    Py_XDECREF(inside);
+    Py_XDECREF(dict);
+    return place;
+}
+
+enum { LAYER = 7 }; /* W, A, B, m, c, bias, seed */
+
+static PyObject *operands(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    int plain = count == 7 && PyList_CheckExact(args[1]) && PyTuple_CheckExact(args[3]) && PyList_CheckExact(args[4])
+                && PyTuple_CheckExact(args[5]) && PyList_CheckExact(args[6]);
+    Py_ssize_t n = plain ? PyList_GET_SIZE(args[4]) : 0;
+    if (!plain || PyTuple_GET_SIZE(args[3]) != 3 * n || PyTuple_GET_SIZE(args[5]) != 3 * n || PyList_GET_SIZE(args[6]) != n) {
+        PyErr_SetString(PyExc_TypeError, "operands wants x, a list of what was found, and what is known of the layers of a model");
+        return NULL;
+    }
+    if (!intern()) return NULL;
+    PyObject *out = PyTuple_New(1 + LAYER * PyList_GET_SIZE(args[1]));
+    if (out) PyTuple_SET_ITEM(out, 0, Py_NewRef(args[0]));
+    for (Py_ssize_t k = 0; out && k < PyList_GET_SIZE(args[1]); k++) {
+        PyObject *layer = PyList_GET_ITEM(args[1], k), **to = &PyTuple_GET_ITEM(out, 1 + LAYER * k);
+        int same = PyTuple_CheckExact(layer) && PyTuple_GET_SIZE(layer) == 7; /* variant, s, W, A, B, m, bias */
+        Py_ssize_t i = same ? place_of(PyTuple_GET_ITEM(layer, 0), args[2]) : -1;
+        same = i >= 0 && i < n && PyObject_RichCompareBool(PyTuple_GET_ITEM(layer, 1), PyList_GET_ITEM(args[4], i), Py_EQ) == 1;
+        for (Py_ssize_t j = 0; same == 1 && j < 3; j++)
+            same = is_same(PyTuple_GET_ITEM(layer, 2 + j), PyTuple_GET_ITEM(args[3], i + j * n), PyTuple_GET_ITEM(args[5], i + j * n));
+        if (same != 1) { Py_CLEAR(out); break; }
+        for (int j = 0; j < 4; j++) to[j] = Py_NewRef(PyTuple_GET_ITEM(layer, 2 + j));
+        to[4] = Py_NewRef(PyList_GET_ITEM(args[6], i));
+        to[5] = Py_NewRef(PyTuple_GET_ITEM(layer, 6));
+        to[6] = Py_NewRef(Py_None);
+    }
+    if (out || PyErr_Occurred()) return out;
+    Py_RETURN_NONE;
 }

@@ -383,6 +383,7 @@ static PyMethodDef methods[] = {
     {"places", places, METH_O, "what a tuple of weak references refers to, how and where it lies, and its versions"},
     {"follow", (PyCFunction)(void (*)(void))follow, METH_FASTCALL, "what layers are called with (plain.c)"},
     {"unchanged", (PyCFunction)(void (*)(void))unchanged, METH_FASTCALL, "whether tensors are those of before (plain.c)"},
+    {"operands", (PyCFunction)(void (*)(void))operands, METH_FASTCALL, "these, with the norms of a model (plain.c)"},
     {NULL, NULL, 0, NULL},
 };
 

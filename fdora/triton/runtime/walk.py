@@ -42,7 +42,7 @@ def ready() -> bool:
     if _facts.facts is not _facts.python_facts or (module := walker()) is None:
         return False
     _facts.use(module.facts, module.places)
-    _plain.use(module.follow, module.unchanged)
+    _plain.use(module.follow, module.unchanged, module.operands)
     return True
 
 
