@@ -94,7 +94,7 @@ class Which(NamedTuple):
     kinds: tuple = ("fused", "after", "first", "bare")
 
 
-ALL = Which()
+ALL, BOTH = Which(), (True, False)
 
 
 def ways_of(forward, which=ALL):
@@ -142,20 +142,23 @@ class Drawn:
         return lambda: launch(*next(turns))[0]
 
 
-def compile_way(forward, way, config):
-    """In a process of its own: whatever the shape, the same kernel."""
-    Drawn(forward, 256, 256, 256, 16).make(way, config)
+def compile_way(M, r, forward, way, config):
+    """In a process of its own."""
+    Drawn(forward, M, 256, 256, r).make(way, config)
 
 
-def compile_all(jobs, which, directions):
-    tasks = [(forward, *way) for forward in directions for way in ways_of(forward, which).values()]
+def compile_all(jobs, which, directions, shapes):
+    """A kernel knows of the sizes whether 16 divides them."""
+    alike = dict.fromkeys((256 if M % 16 == 0 else 250, r if r % 16 else 16) for M, _, _, r in shapes)
+    ways = [(forward, *way) for forward in directions for way in ways_of(forward, which).values()]
+    tasks = [(*sizes, *way) for sizes in alike for way in ways]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for task, done in [(task, pool.submit(compile_way, *task)) for task in tasks]:
             if error := done.exception():
                 print(task, type(error).__name__, str(error)[:200], flush=True)
 
 
-def time_products(shapes, end, which, directions):
+def time_products(shapes, end, which, directions=BOTH):
     """ms of every way, in both directions. (M, K, N, r) of the layer: backward multiplies (M, N) by (N, K)."""
     where = clock.anchor_graph(), torch.cuda.Stream()
     for (M, K, N, r), forward in itertools.product(shapes, directions):
@@ -194,9 +197,9 @@ def drawn(options):
 
 def main(argv=None):
     options, start = parse(argv), time.perf_counter()
-    which, directions = Which(options.exhaustive, options.ways), (True,) if options.forward else (True, False)
+    which, directions = Which(options.exhaustive, options.ways), (True,) if options.forward else BOTH
     shapes = [tuple(map(int, shape.split(","))) for shape in options.shape or ()] or drawn(options)
-    compile_all(options.jobs, which, directions)
+    compile_all(options.jobs, which, directions, shapes)
     print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
     facts, rows = about("cuda", options.commit, argv), []
     for row in time_products(shapes, start + options.seconds, which, directions):
