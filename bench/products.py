@@ -8,8 +8,8 @@
 GPU time of replayed CUDA graphs, all ways of a shape in turns, medians; each way is checked against float32 torch first. Inputs
 in turn from sets larger than the cache. ``bare`` is the product of x alone, by cuBLAS. ``--exhaustive``: every tile that fits,
 not only those that the model knows: what its choice costs beside the best there is; ``--multiples 16`` leaves out shapes for
-which each of them would be compiled once more. Some ways alone, ``--ways
-after,first,bare``, tell the fit what has changed of them; ``--shape`` looks at single shapes. Nothing is ever timed outside of
+which each of them would be compiled once more. Some ways alone, ``--ways after,first,bare``, tell the fit what has changed of
+them; ``--shape`` looks at single shapes, ``--rests`` at tiles of the pass behind cuBLAS. Nothing is ever timed outside of
 commands: what they find is data that a pure function reads.
 """
 
@@ -19,6 +19,7 @@ import itertools
 import math
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing import get_context
 from typing import NamedTuple
@@ -30,8 +31,9 @@ from bench.command import command
 from bench.norm_forms import about
 from bench.save import save
 from bench.shapes import CACHE, draw
+from fdora.triton import product
 from fdora.triton.choice import Way
-from fdora.triton.configs import GemmConfig
+from fdora.triton.configs import GemmConfig, RestConfig, power_of_two
 from fdora.triton.gemm import Epilogue
 from fdora.triton.product import scaled_product, summed_product
 from fdora.triton.runtime.builder import Builder
@@ -52,6 +54,24 @@ TILES = [
     )
 ]
 SHARED = 232_448  # bytes of shared memory
+# BLOCK_M, BLOCK_N, BLOCK_R, num_warps, num_stages
+RESTS = [
+    RestConfig(*tile)
+    for tile in (
+        (64, 128, 64, 4, 3),
+        (64, 64, 64, 4, 3),
+        (64, 64, 64, 4, 4),
+        (32, 128, 64, 4, 3),
+        (64, 128, 64, 8, 3),
+        (128, 64, 64, 4, 3),
+        (128, 128, 64, 8, 3),
+        (64, 64, 128, 4, 2),
+        (64, 64, 128, 4, 3),
+        (32, 64, 128, 4, 3),
+        (64, 128, 128, 8, 2),
+        (64, 128, 32, 4, 4),
+    )
+]
 
 
 def every_tile():
@@ -89,21 +109,33 @@ def close(got, want, what):
     assert error <= 5e-3, f"{what} is wrong by {error:.1e}"
 
 
+@contextmanager
+def rest_by(tile):
+    """Another tile of the pass behind cuBLAS, while plans are written."""
+    before, product.rest_config = product.rest_config, lambda r: tile._replace(BLOCK_R=min(tile.BLOCK_R, power_of_two(r)))
+    try:
+        yield
+    finally:
+        product.rest_config = before
+
+
 class Which(NamedTuple):
     exhaustive: bool = False
     kinds: tuple = ("fused", "after", "first", "bare")
+    rests: bool = False
 
 
-ALL = Which()
+ALL, BOTH = Which(), (True, False)
 
 
 def ways_of(forward, which=ALL):
     """name -> (way, config)"""
-    exhaustive, kinds = which
+    exhaustive, kinds, rests = which
     tiles = dict.fromkeys([*TILES, *every_tile()] if exhaustive else TILES)
     ways = {" ".join(["fused", *map(str, tuple(tile)[1:])]): ("fused", tile) for tile in tiles}
     ways |= {way: (way, None) for way in ("after", "first", "bare") if way != "first" or not forward}
-    return {name: way for name, way in ways.items() if way[0] in kinds}
+    found = {name: way for name, way in ways.items() if way[0] in kinds}
+    return found | {" ".join(["rest", *map(str, tile)]): ("after", tile) for tile in RESTS if rests}
 
 
 class Drawn:
@@ -135,27 +167,31 @@ class Drawn:
             summed_product(plan, y, x, h, W, b, False, chosen)
 
     def make(self, way, config):
-        launch = planned(partial(self.write, way, config), *self.sets[0])
+        with rest_by(config) if type(config) is RestConfig else nullcontext():
+            launch = planned(partial(self.write, way, config), *self.sets[0])
         turns = itertools.cycle(self.sets)
         if way != "bare":
             close(launch(*self.sets[0])[0][self.rows], self.want, way)
         return lambda: launch(*next(turns))[0]
 
 
-def compile_way(forward, way, config):
-    """In a process of its own: whatever the shape, the same kernel."""
-    Drawn(forward, 256, 256, 256, 16).make(way, config)
+def compile_way(M, r, forward, way, config):
+    """In a process of its own."""
+    Drawn(forward, M, 256, 256, r).make(way, config)
 
 
-def compile_all(jobs, which, directions):
-    tasks = [(forward, *way) for forward in directions for way in ways_of(forward, which).values()]
+def compile_all(jobs, which, directions, shapes):
+    """A kernel knows of the sizes whether 16 divides them, the pass behind cuBLAS a slab of the rank."""
+    alike = dict.fromkeys((256 if M % 16 == 0 else 250, r if r % 16 or which.rests else 16) for M, _, _, r in shapes)
+    ways = [(forward, *way) for forward in directions for way in ways_of(forward, which).values()]
+    tasks = [(*sizes, *way) for sizes in alike for way in ways]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for task, done in [(task, pool.submit(compile_way, *task)) for task in tasks]:
             if error := done.exception():
                 print(task, type(error).__name__, str(error)[:200], flush=True)
 
 
-def time_products(shapes, end, which, directions=(True, False)):
+def time_products(shapes, end, which, directions=BOTH):
     """ms of every way, in both directions. (M, K, N, r) of the layer: backward multiplies (M, N) by (N, K)."""
     where = clock.anchor_graph(), torch.cuda.Stream()
     for (M, K, N, r), forward in itertools.product(shapes, directions):
@@ -180,6 +216,7 @@ def parse(argv=None):
     parser.add_argument("--shapes", type=int, default=120)
     parser.add_argument("--forward", action="store_true", help="that direction alone")
     parser.add_argument("--exhaustive", action="store_true", help="every tile that fits")
+    parser.add_argument("--rests", action="store_true", help="tiles of the pass behind cuBLAS, too")
     parser.add_argument("--ways", default=ALL.kinds, type=lambda text: tuple(text.split(",")), help="fused,after,first,bare")
     parser.add_argument("--multiples", type=int, default=1, help="of the shapes drawn those whose tokens and rank are")
     parser.add_argument("--shape", action="append", help="M,K,N,r in the place of those drawn")
@@ -194,9 +231,9 @@ def drawn(options):
 
 def main(argv=None):
     options, start = parse(argv), time.perf_counter()
-    which, directions = Which(options.exhaustive, options.ways), (True,) if options.forward else (True, False)
+    which, directions = Which(options.exhaustive, options.ways, options.rests), (True,) if options.forward else BOTH
     shapes = [tuple(map(int, shape.split(","))) for shape in options.shape or ()] or drawn(options)
-    compile_all(options.jobs, which, directions)
+    compile_all(options.jobs, which, directions, shapes)
     print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
     facts, rows = about("cuda", options.commit, argv), []
     for row in time_products(shapes, start + options.seconds, which, directions):

@@ -9,8 +9,9 @@ with ``step`` the flops of a tile's step along K over ``reached`` x the rate of 
 at least, and ``edge`` what begins and ends a tile. Beside it stands the time of the bytes, at ``memory`` x bandwidth. Both are
 joined by a norm of fourth order, and ``start`` is added: a launch.
 
-cuBLAS is the same model with many tiles, each also split along K, and the best of them. What a pass over the result adds to it
-is linear in the result's size and in the rank.
+cuBLAS is the same model with many tiles, each also split along K, and the best of them: the sides of its tiles are multiples of
+8 (its kernels are named 64 x 72 or 256 x 136), so rows are divided evenly and the last wave is full. What a pass over the
+result adds to it is linear in the result's size and in the rank.
 
 The numbers are fitted to measurements on one GPU (fitted.py, written by ``bench.fit``). On any other the shares of rate and
 bandwidth stay, and the times in us, which are mostly latencies.
@@ -18,13 +19,14 @@ bandwidth stay, and the times in us, which are mostly latencies.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from fdora.triton.runtime.device import cdiv
 
-TILES = ((256, 128), (128, 256), (192, 128), (128, 192), (128, 128), (64, 256), (64, 192), (64, 128), (128, 64), (64, 64))
+SIDES, LARGEST = (64, 128, 192, 256), 256 * 160  # of cuBLAS's tiles, beside those that fit a shape
 SPLITS = (1, 2, 3, 4, 6, 8)
-LEAST_K = 512  # of a part
+LEAST_K = 256  # of a part
 SLOW_COPY = 4.0  # us: rows of h and B that do not begin at 16 bytes are copied first
 DOUBT = 1.03  # a fused product must be faster by this: of the two it is predicted worse
 
@@ -111,16 +113,31 @@ def fused_us(M: int, N: int, K: int, r: int, tile: Tile, fit: Fit, gpu: Gpu, wei
 def cublas_us(M: int, N: int, K: int, fit: CublasFit, gpu: Gpu) -> float:
     """x W alone."""
     best, memory = float("inf"), _bytes(M, N, K, 0) / (gpu.bytes * fit.memory)
-    for bm, bn in TILES:
+    for bm, bn in _cublas_tiles(M, N, gpu.num_sms):
         reached = fit.most / (1 + fit.bytes_weigh * (1 / bm + 1 / bn))
         each = Fit(reached, fit.latency, fit.edge * bm * bn / 32768, 0, 1)
         for splits in SPLITS:
-            if splits > 1 and splits * LEAST_K > K:
+            if splits > 1 and (splits * LEAST_K > K or (splits - 1) * cdiv(M, bm) * cdiv(N, bn) > 2 * gpu.num_sms):
                 break
             added = fit.split + fit.part * splits * M * N / 1e6 if splits > 1 else 0.0
             products = _waves(M, N, Tile(bm, bn, 64, 1), K / (64 * splits), each, gpu, splits) + added
             best = min(best, _joined(products, memory))
     return fit.start + best
+
+
+def _cublas_tiles(M: int, N: int, num_sms: int) -> Iterator[tuple[int, int]]:
+    """Of rows those that leave few empty, and of columns beside them those that end with a wave."""
+    least = cdiv(M, SIDES[-1])
+    for bm in _sides(cdiv(M, strips) for strips in range(max(1, least), least + 4)):
+        strips = max(1, cdiv(M, bm))
+        for bn in _sides(cdiv(N, waves * num_sms // strips) for waves in range(1, 5) if waves * num_sms >= strips):
+            if bm * bn <= LARGEST:
+                yield bm, bn
+
+
+def _sides(wanted: Iterable[int]) -> set[int]:
+    eights = {8 * cdiv(side, 8) for side in wanted}
+    return {*SIDES, *(side for side in eights if SIDES[0] <= side <= SIDES[-1])}
 
 
 def pass_us(M: int, N: int, r: int, fit: PassFit, gpu: Gpu) -> float:

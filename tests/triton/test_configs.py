@@ -140,5 +140,7 @@ def test_narrow_tiles_end_at_64_tokens_and_where_columns_are_few():
     )
     assert not takes_narrow_tiles(64, 22144, 2304, 16, True, True, 90, 132)
     assert not takes_narrow_tiles(16, 2304, 22144, 16, False, True, 90, 132)
+    for sizes in ((0, 64), (64, 0)):  # a part of a layer may be empty
+        assert takes_narrow_tiles(4, *sizes, 8, True, True, 90, 132)
     for capability, sms in ((80, 108), (86, 82), (89, 128), (100, 148), (120, 170)):
         assert takes_narrow_tiles(8, 4096, 4096, 16, True, True, capability, sms)

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
-from fdora.triton.configs import GemmConfig, SmallConfig
+from fdora.triton.configs import GemmConfig, RestConfig, SmallConfig
 from tests import device
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels
 
@@ -38,10 +38,13 @@ def test_every_way_of_a_product_is_checked_and_timed(products):
     assert set(backward["ms"]) == set(forward["ms"]) | {"first"} and (forward["forward"], backward["forward"]) == (True, False)
 
 
-def test_some_ways_alone(products):
+def test_some_ways_alone(products, monkeypatch):
     which = products.Which(kinds=("after", "bare"))
     forward, backward = products.time_products([(130, 64, 128, 16)], math.inf, which)
     assert set(forward["ms"]) == set(backward["ms"]) == {"after", "bare"}
+    monkeypatch.setattr(products, "RESTS", [RestConfig(32, 64, 64, 4, 2)])
+    forward, _ = products.time_products([(130, 64, 128, 16)], math.inf, which._replace(rests=True))
+    assert set(forward["ms"]) == {"after", "bare", "rest 32 64 64 4 2"}
 
 
 def test_few_tokens_both_ways(products, monkeypatch):
@@ -52,6 +55,9 @@ def test_few_tokens_both_ways(products, monkeypatch):
     row = few.case((5, 64, 128, 16), (None, None), 1)
     assert {"bare", "small", "general", "small_both", "general_both"} <= {*row["ms"]}
     assert "inside 16 64 4 2" in row["ms"]
+    monkeypatch.setattr(few, "NARROW", [(32, 32, 4, 2)])
+    row = few.case((70, 64, 128, 16), (None, None), 1)  # more than the kernel is used for
+    assert {"general", "small 32 32 4 2", "small_both 32 32 4 2"} <= {*row["ms"]}
     drawn = few.Drawn(5, 64, 128, 16)
     drawn.want = drawn.want + 1
     with pytest.raises(AssertionError, match="is wrong"):
