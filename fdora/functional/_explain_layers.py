@@ -174,7 +174,7 @@ def experts(a: Any) -> Call:
         layer = tuple(map(stand_in, (a.W, a.A, a.B, a.m, a.norm, a.bias)))
         way = Way(triton, on, stand_in(a.x).to(dtype), a, E)
         bank = way.bank(layer, dtype)
-        (forward, *backward), kept = triton.multi(on, way.rows, bank, save_for_dm(bank.m, bank.c, False) != "nothing")  # type: ignore[arg-type]
+        (forward, *backward), kept = triton.multi(on, way.rows, bank, save_for_dm(bank.m, bank.c, False) != "nothing")
         y = bare(way.rows.shape[0], N, dtype=dtype).requires_grad_(bool(backward))
         first = [*way.first, *way.there(), *norms_of(triton, on, layer)]
         after = way.back_backward(y) + ([*backward, *way.there_backward()] if backward else [])
@@ -199,7 +199,7 @@ def experts_mlp(a: Any) -> Call:
         layers = [tuple(map(stand_in, (la.W, la.A, la.B, la.m, la.norm, la.bias))) for la in (a.gate_up, a.down)]
         way = Way(triton, on, stand_in(a.x).to(dtype), a, E)
         first, second = (way.bank(layer, dtype) for layer in layers)
-        saves = [save_for_dm(bank.m, bank.c, False) != "nothing" for bank in (first, second)]  # type: ignore[arg-type]
+        saves = [save_for_dm(bank.m, bank.c, False) != "nothing" for bank in (first, second)]
         (up, *up_backward), kept_up = triton.multi(on, way.rows, first, saves[0])
         z = bare(way.rows.shape[0], first.B.shape[1], dtype=dtype)
         inner = bare(z.shape[0], z.shape[1] // 2, dtype=dtype).requires_grad_(bool(up_backward))

@@ -121,7 +121,7 @@ def sorted_rows(fn: str, x: Tensor, bank: Operands, s: float, offsets: Any, name
         return _loop(fn, x, bank, s, ends_of(fn, offsets, x.shape[0], count_of(bank)))
     x = cast_x(fn, x, bank.W)
     scale, ready = scaled(x, bank, s, name)
-    saves = save_for_dm(ready.m, ready.c, False) != "nothing"  # type: ignore[arg-type]
+    saves = save_for_dm(ready.m, ready.c, False) != "nothing"
     tokens = Tokens(scale, ends_on(fn, offsets, x, count_of(bank)), None)
     return multi(x, ready, tokens, Call(None, 0.0, saves, name, None, fn, True))
 

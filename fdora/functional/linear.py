@@ -152,9 +152,9 @@ def checked_linears(
     """
     saves: tuple[SaveForDm, ...]
     if len(layers) == 1:
-        saves = (save_for_dm(layers[0].m, layers[0].c, keep_inner),)  # type: ignore[arg-type]
+        saves = (save_for_dm(layers[0].m, layers[0].c, keep_inner),)
     else:
-        saves = tuple([save_for_dm(la.m, la.c, keep_inner) for la in layers])  # type: ignore[arg-type]
+        saves = tuple([save_for_dm(la.m, la.c, keep_inner) for la in layers])
     return eager_linear(x, layers, _remembered_call(s, saves, 0.0, "lora", backend))
 
 
@@ -235,9 +235,11 @@ def check_detach(fn: str, W: Any) -> None:
         raise fail(fn, "detach", "True for a quantised W", "False", "Pass W.dequantize().")
 
 
-def save_for_dm(m: Tensor, c: Tensor | None, pre_scale: bool) -> SaveForDm:
+def save_for_dm(m: Tensor | None, c: Tensor | None, pre_scale: bool) -> SaveForDm:
     """For the gradients of m and c; see :mod:`fdora.eager.linear`. Within vmap an m does not say what a grad around it asks."""
-    if not (torch.is_grad_enabled() and (m.requires_grad or (c is not None and c.requires_grad) or functorch_active())):
+    if m is None or not torch.is_grad_enabled():
+        return "nothing"
+    if not (m.requires_grad or (c is not None and c.requires_grad) or functorch_active()):
         return "nothing"
     return "pre_scale" if pre_scale else "output"
 

@@ -96,7 +96,7 @@ def checked_mlp(
     x: Tensor, layers: Sequence[Operands], s: tuple[float, ...], act: str, keep_inner: bool, backend: str
 ) -> Tensor:
     """What :func:`dora_mlp` does after its checks, without dropout or autocast, where nothing traces: see checked_linears."""
-    saves = tuple([save_for_dm(la.m, la.c, keep_inner and la is layers[2]) for la in layers])  # type: ignore[arg-type]
+    saves = tuple([save_for_dm(la.m, la.c, keep_inner and la is layers[2]) for la in layers])
     return eager_mlp(x, layers, _remembered_call(s, saves, act, backend))
 
 

@@ -121,7 +121,7 @@ def dora_linear_multi(
     seeds = seeds_of(fn, seed, G, x.device) if dropout_p else None
     ends, order = (offsets, None) if ids is None else route(ids.reshape(-1), G, name)[:2]
     assert ends is not None
-    saves = m is not None and save_for_dm(m, c, False) != "nothing"
+    saves = save_for_dm(m, c, False) != "nothing"
     call = Call(of_each, float(dropout_p), saves, name)
     return multi(x, Operands(W, A, B, m, c, bias, seeds), Tokens(scale, ends, order), call)
 

@@ -63,11 +63,11 @@ def verdict(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> Verdict:
     return made
 
 
-def settled(tensors: tuple[Tensor | None, ...], mlp: bool = False) -> str:
+def settled(tensors: tuple[Any, ...], mlp: bool = False) -> str:
     """The backend of a call with this x and these operands of dense layers, without dropout, if :func:`verdict` has passed one
     like it; else empty."""
     found, x = _facts.facts(tensors), tensors[0]
-    if found is None or any_autocast() or x.is_mps:  # type: ignore[union-attr]
+    if found is None or any_autocast() or x.is_mps:
         return ""
     #                                     no codes, frozen, p == 0, no autocast
     known = _verdicts.get((found, (), True, True, mlp, False, forced()))
