@@ -202,6 +202,9 @@ def check_route(fn: str, x: Tensor, experts: int, offsets: Any, ids: Tensor | No
         if gates is not None:
             raise fail(fn, "gates", "None without ids", "a Tensor", "Multiply y, or pass the ids that they belong to.")
         return
+    for arg, t in (("ids", ids), ("gates", gates)):
+        if t is not None and not isinstance(t, Tensor):
+            raise fail(fn, arg, "a torch.Tensor", f"a {type(t).__name__}", "Wrap it with torch.as_tensor.")
     check_dtype(fn, "ids", ids, (torch.int64, torch.int32))
     check_device(fn, "x", {"x": x, "ids": ids, "gates": gates})
     if ids.dim() not in (1, 2) or ids.shape[0] != x.shape[0]:
