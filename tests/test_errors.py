@@ -55,6 +55,10 @@ def embedding(**change):
     return F.dora_embedding(**(t | {"s": 2.0} | change))
 
 
+def experts(**change):
+    return F.dora_experts(**(good() | {n: torch.stack([good()[n]] * 2) for n in "WABm"} | change))
+
+
 def multi(**change):
     bank = {n: torch.stack([good()[n]] * 2) for n in ("A", "B", "m")}
     return F.dora_linear_multi(**(good() | bank | {"s": [2.0, 2.0]} | change))
@@ -207,6 +211,11 @@ MESSAGES = [
     (lambda: mlp(down=layer().W), "fdora.dora_mlp: down: `layer` must be a DoraLayer, got a Tensor. Write DoraLayer(W, A, B, m, s=s)."),
     (lambda: mlp(gate=layer(B=torch.randn(r, N))), "fdora.dora_mlp: gate: `B` must be (N, r) with N=6 (from `W`), r=2 (from `A`), got (2, 6). Did you pass B transposed? Pass B.T."),
     (lambda: mlp(act="relu"), "fdora.dora_mlp: `act` must be one of silu, gelu, gelu_tanh, got 'relu'. Other activations need dora_linear for each layer."),
+    # many adapters, experts
+    (lambda: multi(offsets=torch.tensor([1, 3], dtype=torch.int32), ranks=2), "fdora.dora_linear_multi: `ranks` must be a sequence of ints, got a int. One for each adapter, at most the r of A."),
+    (lambda: experts(ids=[[0], [1], [1]]), "fdora.dora_experts: `ids` must be a torch.Tensor, got a list. Wrap it with torch.as_tensor."),
+    (lambda: experts(ids=torch.tensor([[0], [1], [1]]), gates=[[1.0]] * 3), "fdora.dora_experts: `gates` must be a torch.Tensor, got a list. Wrap it with torch.as_tensor."),
+    (lambda: norm(max_bytes="1 GB"), "fdora.dora_norm: `max_bytes` must be at least 240 for these shapes, got 1 GB. Raise it, or pass None."),
     # trees
     (lambda: F.dora_init_tree(None, 4), "fdora.dora_init_tree: `weights` must be a nesting with (N, K) weights at its leaves, got None. Pass, for example, a dict of them."),
     (lambda: F.dora_norm_tree(None, None, s=1.0), "fdora.dora_norm_tree: `weights` must be a nesting with (N, K) weights at its leaves, got None. Pass, for example, a dict of them."),

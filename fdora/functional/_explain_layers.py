@@ -80,7 +80,7 @@ def embedding(a: Any) -> Call:
     return a.W.device, a.W.dtype, plans
 
 
-class Way:
+class TokenRoute:
     """How tokens come to their experts and back, and which plans that takes; by offsets none."""
 
     def __init__(self, triton: Any, on: Any, x: Tensor, a: Any, E: int):
@@ -140,12 +140,12 @@ class Way:
             m,
             c,
             bias,
-            bare(A.shape[0]),
-            self.offsets,
-            None,
-            None,
-            None,
-            0.0,
+            s=bare(A.shape[0]),
+            offsets=self.offsets,
+            order=None,
+            seed=None,
+            ranks=None,
+            p=0.0,
         )
 
 
@@ -172,15 +172,15 @@ def experts(a: Any) -> Call:
 
     def plans(triton: Any, on: Any) -> Parts:
         layer = tuple(map(stand_in, (a.W, a.A, a.B, a.m, a.norm, a.bias)))
-        way = Way(triton, on, stand_in(a.x).to(dtype), a, E)
-        bank = way.bank(layer, dtype)
-        (forward, *backward), kept = triton.multi(on, way.rows, bank, save_for_dm(bank.m, bank.c, False) != "nothing")  # type: ignore[arg-type]
-        y = bare(way.rows.shape[0], N, dtype=dtype).requires_grad_(bool(backward))
-        first = [*way.first, *way.there(), *norms_of(triton, on, layer)]
-        after = way.back_backward(y) + ([*backward, *way.there_backward()] if backward else [])
-        held = kept | way.kept(y) | {"s": bank.s} | ({} if a.norm is not None else {"c": bank.c})
+        route = TokenRoute(triton, on, stand_in(a.x).to(dtype), a, E)
+        bank = route.bank(layer, dtype)
+        (forward, *backward), kept = triton.multi(on, route.rows, bank, save_for_dm(bank.m, bank.c, False) != "nothing")
+        y = bare(route.rows.shape[0], N, dtype=dtype).requires_grad_(bool(backward))
+        first = [*route.first, *route.there(), *norms_of(triton, on, layer)]
+        after = route.back_backward(y) + ([*backward, *route.there_backward()] if backward else [])
+        held = kept | route.kept(y) | {"s": bank.s} | ({} if a.norm is not None else {"c": bank.c})
         return Parts(
-            [*first, forward, *way.back(y)], after, [kept_of(n, t) for n, t in held.items()] if after else [], way.notes
+            [*first, forward, *route.back(y)], after, [kept_of(n, t) for n, t in held.items()] if after else [], route.notes
         )
 
     return a.x.device, dtype, plans
@@ -197,26 +197,26 @@ def experts_mlp(a: Any) -> Call:
 
     def plans(triton: Any, on: Any) -> Parts:
         layers = [tuple(map(stand_in, (la.W, la.A, la.B, la.m, la.norm, la.bias))) for la in (a.gate_up, a.down)]
-        way = Way(triton, on, stand_in(a.x).to(dtype), a, E)
-        first, second = (way.bank(layer, dtype) for layer in layers)
-        saves = [save_for_dm(bank.m, bank.c, False) != "nothing" for bank in (first, second)]  # type: ignore[arg-type]
-        (up, *up_backward), kept_up = triton.multi(on, way.rows, first, saves[0])
-        z = bare(way.rows.shape[0], first.B.shape[1], dtype=dtype)
+        route = TokenRoute(triton, on, stand_in(a.x).to(dtype), a, E)
+        first, second = (route.bank(layer, dtype) for layer in layers)
+        saves = [save_for_dm(bank.m, bank.c, False) != "nothing" for bank in (first, second)]
+        (up, *up_backward), kept_up = triton.multi(on, route.rows, first, saves[0])
+        z = bare(route.rows.shape[0], first.B.shape[1], dtype=dtype)
         inner = bare(z.shape[0], z.shape[1] // 2, dtype=dtype).requires_grad_(bool(up_backward))
         (down, *down_backward), kept_down = triton.multi(on, inner, second, saves[1])
         y = bare(z.shape[0], N, dtype=dtype).requires_grad_(bool(down_backward))
         act = triton.gated(on, z, a.act)
-        after = way.back_backward(y)
+        after = route.back_backward(y)
         if down_backward:
             after += [act, *down_backward]
             if up_backward:
-                after += [triton.gated_backward(on, inner, z, a.act), *way.there(), *up_backward, *way.there_backward()]
-        held = {"x": way.x, "z": z} | {f"{name} of gate_up": t for name, t in kept_up.items() if name not in ("x", "y")}
-        held |= {name if name == "y" else f"{name} of down": t for name, t in kept_down.items() if name != "x"} | way.kept(y)
+                after += [triton.gated_backward(on, inner, z, a.act), *route.there(), *up_backward, *route.there_backward()]
+        held = {"x": route.x, "z": z} | {f"{name} of gate_up": t for name, t in kept_up.items() if name not in ("x", "y")}
+        held |= {name if name == "y" else f"{name} of down": t for name, t in kept_down.items() if name != "x"} | route.kept(y)
         for label, bank, layer in (("gate_up", first, layers[0]), ("down", second, layers[1])):
             held |= {f"s of {label}": bank.s} | ({} if layer[4] is not None else {f"c of {label}": bank.c})
-        before = [*way.first, *norms_of(triton, on, layers[0]), *norms_of(triton, on, layers[1]), *way.there()]
+        before = [*route.first, *norms_of(triton, on, layers[0]), *norms_of(triton, on, layers[1]), *route.there()]
         known = [kept_of(name, t) for name, t in held.items()] if after else []
-        return Parts([*before, up, act, down, *way.back(y)], after, known, way.notes)
+        return Parts([*before, up, act, down, *route.back(y)], after, known, route.notes)
 
     return a.x.device, dtype, plans

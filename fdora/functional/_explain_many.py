@@ -62,7 +62,7 @@ def multi(a: Any) -> Call:
             kept["seed"] = seed
         W = W if W.dtype == dtype else bare(*W.shape, dtype=dtype)
         bank = Bank(W, A, B, m, c, bias, bare(G), offsets, order, seed, ranks, float(a.dropout_p))
-        saves = m is not None and save_for_dm(m, c, False) != "nothing"
+        saves = save_for_dm(m, c, False) != "nothing"
         (forward, *backward), new = triton.multi(on, x, bank, saves)
         held = [kept_of(n, t) for n, t in {**new, **kept}.items()] if backward else []
         return Parts([*first, *decoded, forward], [*decoded, *backward] if backward else [], held, notes)

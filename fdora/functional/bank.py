@@ -46,6 +46,12 @@ def check_bank(fn: str, tensors: dict[str, Any]) -> int:
     return sizes["G"]
 
 
+def check_sequence(fn: str, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
+    if ranks is not None and not isinstance(ranks, Sequence):
+        raise fail(fn, "ranks", "a sequence of ints", f"a {type(ranks).__name__}", "One for each adapter, at most the r of A.")
+    return None if ranks is None else tuple(ranks)
+
+
 def check_ranks(fn: str, ranks: Sequence[int] | None, adapters: int, r: int) -> tuple[int, ...] | None:
     if ranks is None:
         return None

@@ -121,7 +121,7 @@ def sorted_rows(fn: str, x: Tensor, bank: Operands, s: float, offsets: Any, name
         return _loop(fn, x, bank, s, ends_of(fn, offsets, x.shape[0], count_of(bank)))
     x = cast_x(fn, x, bank.W)
     scale, ready = scaled(x, bank, s, name)
-    saves = save_for_dm(ready.m, ready.c, False) != "nothing"  # type: ignore[arg-type]
+    saves = save_for_dm(ready.m, ready.c, False) != "nothing"
     tokens = Tokens(scale, ends_on(fn, offsets, x, count_of(bank)), None)
     return multi(x, ready, tokens, Call(None, 0.0, saves, name, None, fn, True))
 
@@ -202,6 +202,9 @@ def check_route(fn: str, x: Tensor, experts: int, offsets: Any, ids: Tensor | No
         if gates is not None:
             raise fail(fn, "gates", "None without ids", "a Tensor", "Multiply y, or pass the ids that they belong to.")
         return
+    for arg, t in (("ids", ids), ("gates", gates)):
+        if t is not None and not isinstance(t, Tensor):
+            raise fail(fn, arg, "a torch.Tensor", f"a {type(t).__name__}", "Wrap it with torch.as_tensor.")
     check_dtype(fn, "ids", ids, (torch.int64, torch.int32))
     check_device(fn, "x", {"x": x, "ids": ids, "gates": gates})
     if ids.dim() not in (1, 2) or ids.shape[0] != x.shape[0]:

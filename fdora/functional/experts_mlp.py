@@ -79,7 +79,7 @@ def dora_experts_mlp(
     if name == "triton":
         ends = ends_on(fn, offsets, x, E) if to is None else to.offsets
         (s1, first), (s2, second) = scaled(x, first, gate_up.s, name), scaled(x, second, down.s, name)
-        kept = [save_for_dm(la.m, la.c, False) != "nothing" for la in (first, second)]  # type: ignore[arg-type]
+        kept = [save_for_dm(la.m, la.c, False) != "nothing" for la in (first, second)]
         saves = (False, False) if no_graph() else (kept[0], kept[1])
         y = experts_mlp(x, (first, second), (s1, s2), ends, to, Call(act, saves, name))
     else:

@@ -235,9 +235,9 @@ def check_detach(fn: str, W: Any) -> None:
         raise fail(fn, "detach", "True for a quantised W", "False", "Pass W.dequantize().")
 
 
-def save_for_dm(m: Tensor, c: Tensor | None, pre_scale: bool) -> SaveForDm:
+def save_for_dm(m: Tensor | None, c: Tensor | None, pre_scale: bool) -> SaveForDm:
     """For the gradients of m and c; see :mod:`fdora.eager.linear`. Within vmap an m does not say what a grad around it asks."""
-    asked = m.requires_grad or (c is not None and c.requires_grad) or functorch_active()
+    asked = m is not None and (m.requires_grad or (c is not None and c.requires_grad) or functorch_active())
     return saved_as(torch.is_grad_enabled() and asked, pre_scale)
 
 

@@ -27,7 +27,7 @@ from fdora._records import Operands
 from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, route
 from fdora.functional._seed import seed_tensor
 from fdora.functional.backend import select_backend
-from fdora.functional.bank import check_bank, check_ranks, scalings
+from fdora.functional.bank import check_bank, check_ranks, check_sequence, scalings
 from fdora.functional.linear import cast_x, check_dropout, save_for_dm
 from fdora.quant import QuantWeight
 
@@ -98,7 +98,7 @@ def dora_linear_multi(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3; Zhu et al., LoRAFusion, 2025, arXiv:2510.00206.
     """
     fn = "dora_linear_multi"
-    of_each = None if ranks is None else tuple(ranks)
+    of_each = check_sequence(fn, ranks)
     if check_multi(fn, x, W, A, B, m, offsets, ids, norm, bias, of_each):
         from fdora.functional import _sharded_layers
 
@@ -121,7 +121,7 @@ def dora_linear_multi(
     seeds = seeds_of(fn, seed, G, x.device) if dropout_p else None
     ends, order = (offsets, None) if ids is None else route(ids.reshape(-1), G, name)[:2]
     assert ends is not None
-    saves = m is not None and save_for_dm(m, c, False) != "nothing"
+    saves = save_for_dm(m, c, False) != "nothing"
     call = Call(of_each, float(dropout_p), saves, name)
     return multi(x, Operands(W, A, B, m, c, bias, seeds), Tokens(scale, ends, order), call)
 

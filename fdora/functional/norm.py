@@ -178,7 +178,7 @@ def check_norm(
         remember(key)
     if max_bytes is not None:
         need = smallest_bytes_of(W, A, B, base_sqnorm is not None)
-        if max_bytes < need:
+        if not isinstance(max_bytes, (int, float)) or max_bytes < need:
             raise fail(fn, "max_bytes", f"at least {need} for these shapes", max_bytes, "Raise it, or pass None.")
     if squared and (state is not None or group is not None or not detach):
         have = "a state" if state is not None else "a group" if group is not None else "detach=False"

@@ -240,7 +240,8 @@ def _hook(model: nn.Module, on_shards: bool) -> None:
     if kepts:
 
         def find(some: Any = None) -> Any:
-            return norms_of(() if ref() is None else ref().modules() if some is None else some)  # type: ignore[union-attr]
+            whole = ref()
+            return norms_of(() if whole is None else whole.modules() if some is None else some)
 
         linears = [weakref.ref(layer) for layer in layers]
         shards = (lambda known: shards_of([each() for each in linears], known)) if on_shards else None

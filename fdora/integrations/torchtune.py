@@ -54,7 +54,8 @@ def use_fdora(model: Model) -> Model:
         ref = weakref.ref(model)
 
         def find(some: Any = None) -> Any:
-            return _norms_of(() if ref() is None else ref().modules() if some is None else some)  # type: ignore[union-attr]
+            whole = ref()
+            return _norms_of(() if whole is None else whole.modules() if some is None else some)
 
         hook(model, [model], kepts, find)
     return model

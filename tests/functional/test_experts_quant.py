@@ -29,8 +29,9 @@ def test_one_expert_and_no_tokens():
     q = quantize(t["W"][0], "int8").to(torch.float32)
     y = dora_experts(t["x"], q, t["A"], t["B"], t["m"], s=S, offsets=[7])
     dense = q.dequantize()[None]
-    assert torch.equal(y, dora_experts(t["x"], dense, t["A"], t["B"], t["m"], s=S, offsets=[7]))
-    assert torch.equal(dora_norm(q, t["A"], t["B"], s=S), dora_norm(q, t["A"][0], t["B"][0], s=S)[None])
+    c = dora_norm(q, t["A"], t["B"], s=S)  # of codes, which kernels add up in another order than a dense W
+    assert torch.equal(y, dora_experts(t["x"], dense, t["A"], t["B"], t["m"], s=S, offsets=[7], norm=c))
+    assert torch.equal(c, dora_norm(q, t["A"][0], t["B"][0], s=S)[None])
     assert dora_experts(t["x"][:0], q, t["A"], t["B"], t["m"], s=S, offsets=[0]).shape == (0, N)
 
 

@@ -105,6 +105,15 @@ def test_the_model_stays_the_same(family, taken):
     assert all(torch.equal(a, b) for a, b in zip(step(model), stock, strict=True))
 
 
+def test_layers_that_ran_alone_are_told_as_well(taken):
+    """What a layer keeps of its last call is of the time before its block knew it."""
+    model = use_fdora(made("dinov2"), fuse=False)
+    alone = step(model)
+    assert not taken
+    close(step(use_fdora(model, fuse=True)), alone)
+    assert len(taken) == 2 * LAYERS
+
+
 @pytest.mark.parametrize("family", ["dinov2_swiglu", "timm"])
 def test_under_a_compiler(family, taken):
     model = made(family)

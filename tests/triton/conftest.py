@@ -32,3 +32,50 @@ def as_hopper(chosen_anew, monkeypatch):
         return chosen_anew
 
     return pretend
+
+
+@pytest.fixture
+def kernels_everywhere(monkeypatch):
+    """For models: every layer takes kernels, and keeps its norm, however small it is; nothing was compiled before."""
+    pytest.importorskip("peft", reason="needs PEFT; `make test` installs it")
+    pytest.importorskip("transformers", reason="needs transformers; `make test` installs it")
+    import torch
+
+    from fdora import _dispatch
+    from fdora.integrations import _norm
+
+    monkeypatch.setattr(_norm, "SMALL", 0)
+    monkeypatch.setattr(_dispatch, "_forced", "triton")
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """How many norms compiled layers compared or computed by themselves, and how many calls there were for all layers."""
+    from collections import Counter
+
+    from fdora.integrations import _table
+    from fdora.triton import norm, tree
+
+    counts = Counter()
+    for module, name in ((norm, "_kept"), (_table.Table, "run"), (tree.Kept, "now")):
+
+        def counted(*args, name=name, before=getattr(module, name)):  # noqa: B008
+            counts[name] += 1
+            return before(*args)
+
+        monkeypatch.setattr(module, name, counted)
+    return counts
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    """Of this process alone."""
+    import torch.distributed as dist
+
+    from tests import device
+
+    backend = "nccl" if device.NAME == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.init_device_mesh(device.NAME, (1,))
+    dist.destroy_process_group()

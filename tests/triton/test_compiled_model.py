@@ -5,44 +5,14 @@ from collections import Counter
 import pytest
 import torch
 
-from fdora import _dispatch
 from tests import device
 from tests.triton.changes import merged, new_weight, same_memory
 from tests.triton.marks import HALF, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.usefixtures("kernels_everywhere")]
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LAYERS = 2
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    """Kernels for every layer, however small; nothing compiled before."""
-    pytest.importorskip("peft", reason="needs PEFT; `make test` installs it")
-    pytest.importorskip("transformers", reason="needs transformers; `make test` installs it")
-    from fdora.integrations import _norm
-
-    monkeypatch.setattr(_norm, "SMALL", 0)
-    monkeypatch.setattr(_dispatch, "_forced", "triton")
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def own(monkeypatch):
-    """How many norms compiled layers compared or computed by themselves, and how many calls there were for all layers."""
-    from fdora.integrations import _table
-    from fdora.triton import norm, tree
-
-    counts = Counter()
-    for module, name in ((norm, "_kept"), (_table.Table, "run"), (tree.Kept, "now")):
-
-        def counted(*args, name=name, before=getattr(module, name)):  # noqa: B008
-            counts[name] += 1
-            return before(*args)
-
-        monkeypatch.setattr(module, name, counted)
-    return counts
 
 
 def made(family="llama", fuse=True, layers=LAYERS, **config):

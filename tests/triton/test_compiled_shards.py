@@ -8,23 +8,14 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests import device
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
-from tests.triton.test_compiled_model import assert_close, fresh, own  # noqa: F401
+from tests.triton.test_compiled_model import assert_close
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.usefixtures("kernels_everywhere")]
 X = torch.linspace(-1, 1, 5 * 48).view(5, 48)
-
-
-@pytest.fixture
-def mesh(tmp_path):
-    backend = "nccl" if device.NAME == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.init_device_mesh(device.NAME, (1,))
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -66,7 +57,7 @@ def change(model, what):
             (p.to_local() if hasattr(p, "to_local") else p).mul_(1.25)
 
 
-def agree(model, eager, own, kept):  # noqa: F811
+def agree(model, eager, own, kept):
     for what in ("lora_A", "base_layer.weight", "lora_B"):
         own.clear()
         assert_close(step(model), step(eager))
@@ -77,7 +68,7 @@ def agree(model, eager, own, kept):  # noqa: F811
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_norms_are_kept(model, own, mesh, first):  # noqa: F811
+def test_norms_are_kept(model, own, mesh, first):
     """``first``: use_fdora before the shards, or of shards."""
     from fdora.integrations.peft import use_fdora
 
@@ -93,7 +84,7 @@ def test_norms_are_kept(model, own, mesh, first):  # noqa: F811
     assert not torch.allclose(step(model)[0], step(eager)[0], rtol=0.1)
 
 
-def test_norms_of_the_shards(model, own, mesh, monkeypatch):  # noqa: F811
+def test_norms_of_the_shards(model, own, mesh, monkeypatch):
     from fdora.integrations._shard_norms import ShardNorms
     from fdora.integrations.peft import use_fdora
 

@@ -15,10 +15,10 @@ from fdora.integrations._norm import KeptNorm
 from fdora.integrations.peft import use_fdora
 from tests import device
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
-from tests.triton.test_compiled_model import assert_close, fresh  # noqa: F401
-from tests.triton.test_compiled_shards import change, mesh, step  # noqa: F401
+from tests.triton.test_compiled_model import assert_close
+from tests.triton.test_compiled_shards import change, step
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.usefixtures("kernels_everywhere")]
 
 
 class Block(nn.Sequential):
@@ -67,7 +67,7 @@ def calls(monkeypatch):
     return seen
 
 
-def fsdp(model, mesh, checkpointed=False):  # noqa: F811
+def fsdp(model, mesh, checkpointed=False):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
     from torch.distributed.fsdp import fully_shard
 
@@ -80,7 +80,7 @@ def fsdp(model, mesh, checkpointed=False):  # noqa: F811
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("first", [True, False])
-def test_one_call_for_a_unit(model, mesh, calls, first, checkpointed):  # noqa: F811
+def test_one_call_for_a_unit(model, mesh, calls, first, checkpointed):
     alone = use_fdora(copy.deepcopy(model))
     if first:
         use_fdora(model)
@@ -99,7 +99,7 @@ def test_one_call_for_a_unit(model, mesh, calls, first, checkpointed):  # noqa: 
             change(each, what)
 
 
-def test_norms_of_a_unit_are_reused(model, mesh, calls):  # noqa: F811
+def test_norms_of_a_unit_are_reused(model, mesh, calls):
     """Where nothing changed the kernels copy what they have: poisoned norms come back."""
     fsdp(use_fdora(model), mesh)
     step(model)
@@ -113,7 +113,7 @@ def test_norms_of_a_unit_are_reused(model, mesh, calls):  # noqa: F811
     assert_close(step(model), right)
 
 
-def test_a_change_inside_of_a_forward_is_seen(model, mesh):  # noqa: F811
+def test_a_change_inside_of_a_forward_is_seen(model, mesh):
     """Between the unit's first layer and its last one somebody writes A: the layer computes its own norm."""
     alone = use_fdora(copy.deepcopy(model))
     fsdp(use_fdora(model), mesh)
@@ -131,7 +131,7 @@ def test_a_change_inside_of_a_forward_is_seen(model, mesh):  # noqa: F811
         assert_close([model(X)], [alone(X)])
 
 
-def test_parts_of_tensor_parallelism_are_one_table(model, mesh, monkeypatch):  # noqa: F811
+def test_parts_of_tensor_parallelism_are_one_table(model, mesh, monkeypatch):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     alone = use_fdora(copy.deepcopy(model))
@@ -160,7 +160,7 @@ def test_parts_of_tensor_parallelism_are_one_table(model, mesh, monkeypatch):  #
                         p.mul_(1.25)  # a DTensor as a whole: its part's version stays
 
 
-def test_a_plan_of_rows_follows_its_tensors(mesh, monkeypatch):  # noqa: F811
+def test_a_plan_of_rows_follows_its_tensors(mesh, monkeypatch):
     """The kernels read pointers from a table: of gathered A that lie elsewhere by now, and of another model of the same shapes."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -205,7 +205,7 @@ def test_a_plan_of_rows_follows_its_tensors(mesh, monkeypatch):  # noqa: F811
         check(*model)
 
 
-def test_no_compiler_looks_into_a_unit(model, mesh, monkeypatch):  # noqa: F811
+def test_no_compiler_looks_into_a_unit(model, mesh, monkeypatch):
     """Dynamo leaves a block alone that once ran under a dispatch mode, and traces each function that it calls by itself."""
     from types import SimpleNamespace
 

@@ -11,7 +11,7 @@ from fdora.triton.linear import plan_forward
 from tests import device
 from tests.close import rel_l2
 from tests.make import grads, tensors, tracked
-from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401  the mark reads it
+from tests.triton.marks import HALF, INTERPRETED, needs_kernels
 from tests.triton.written import HOPPER, alike, arrays, calls_without_norm, kernels, launches, layer
 
 INSIDE = {"shrink_kernel": 1, "small_norm_kernel": 1}
@@ -45,7 +45,8 @@ def test_as_with_the_norm_of_dora_norm(shape, dtype):
             with torch.no_grad():
                 assert torch.equal(call(t, norm=norm, bias=bias), y)
         for n, got in found["inside"].items():
-            assert rel_l2(got, found["given"][n]) < 2 * torch.finfo(dtype).eps, n
+            # c is apart by the order of a float32 sum; on a GPU the other may take the product of many tokens, which rounds h
+            assert rel_l2(got, found["given"][n]) < (0.25 if INTERPRETED else 1) * torch.finfo(dtype).eps, n
 
 
 @needs_kernels

@@ -190,6 +190,7 @@ def give_tail(block: Any, branch: Branch) -> bool:
             for variant in each.lora_variant.values():
                 if isinstance(variant, Dora):
                     variant.tail = Tail(inner, each, tuple(after), by or None, None if scale is None else type(scale).forward)
+                    variant.route = None  # of a call that knew of no tail
             return True
         if not isinstance(each, (nn.Identity, nn.Dropout)):
             return False

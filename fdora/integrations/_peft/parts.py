@@ -60,9 +60,10 @@ def parts_of(W: Any, A: Any, B: Any, m: Any) -> Parts | None:
     start, here = min(length, W.device_mesh.get_local_rank() * -(-length // count)), piece.shape[axis]
     follows = (False, True, True) if axis == 0 else (True, False, False)
     cuts = [cut_of(t, axis, start, here, length) if f else whole_of(t) for t, f in zip((A, B, m), follows, strict=True)]
-    if None in cuts:
+    of_A, of_B, of_m = cuts
+    if of_A is None or of_B is None or of_m is None:
         return None
-    return Parts(piece, (A, B, m), tuple(cuts), (W.device_mesh, 0), axis == 0)  # type: ignore[arg-type]
+    return Parts(piece, (A, B, m), (of_A, of_B, of_m), (W.device_mesh, 0), axis == 0)
 
 
 def whole_of(t: Any) -> Cut | None:
