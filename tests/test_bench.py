@@ -674,15 +674,12 @@ def test_model_sees_what_a_compiler_spoils(tmp_path, monkeypatch):
 
 
 def test_model_sees_a_wrong_result(tmp_path, monkeypatch):
-    from fdora.integrations._peft import linear
+    from fdora.integrations._peft import steady
 
-    def wrong(tensors, call):
-        x, W, A, *rest = tensors
-        return right((x, W, 2 * A, *rest), call)
-
-    right = linear.checked_linears
-    monkeypatch.setattr(linear, "checked_linears", wrong)
-    with pytest.raises(SystemExit, match=r"'dA \(bf16 adapters\)', 'dB \(bf16 adapters\)'"):
+    right = steady.bound_linears
+    monkeypatch.setattr(steady, "_calls", {})
+    monkeypatch.setattr(steady, "bound_linears", lambda tensors, s, *rest: right(tensors, (2 * s[0], *s[1:]), *rest))
+    with pytest.raises(SystemExit, match=r"'logits \(bf16 adapters\)'"):
         run(model, tmp_path, MODEL + "--no-compile --adapter bf16 --modes inference")
 
 
