@@ -674,15 +674,12 @@ def test_model_sees_what_a_compiler_spoils(tmp_path, monkeypatch):
 
 
 def test_model_sees_a_wrong_result(tmp_path, monkeypatch):
-    from fdora.integrations._peft import linear
+    from fdora.integrations._peft import linear, steady
 
-    def wrong(tensors, call):
-        x, W, A, *rest = tensors
-        return later((x, W, 2 * A, *rest), call)
-
-    first, later = linear.dora_linear, linear.checked_linears
+    first, right = linear.dora_linear, steady.bound_linears
     monkeypatch.setattr(linear, "dora_linear", lambda *args, s, **given: first(*args, s=2 * s, **given))
-    monkeypatch.setattr(linear, "checked_linears", wrong)
+    monkeypatch.setattr(steady, "_calls", {})
+    monkeypatch.setattr(steady, "bound_linears", lambda tensors, s, *rest: right(tensors, (2 * s[0], *s[1:]), *rest))
     with pytest.raises(SystemExit, match=r"'dA \(bf16 adapters\)', 'dB \(bf16 adapters\)'"):
         run(model, tmp_path, MODEL + "--no-compile --adapter bf16 --modes inference")
 

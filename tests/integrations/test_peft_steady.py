@@ -104,3 +104,15 @@ def test_under_autocast_and_after_it():
             wanted, got = run(stock, x), run(mine, x)
         assert got[0].dtype == wanted[0].dtype
         assert rel_l2(got[0], wanted[0]) < (2e-2 if enabled else 2e-5)
+
+
+def test_a_scale_of_another_adapter_that_is_a_tensor():
+    stock = made()
+    layer_of(stock).scaling["other"] = torch.ones(2)
+    mine = use_fdora(copy.deepcopy(stock))
+    x = torch.randn(5, 24, device=device.NAME, requires_grad=True)
+    for _ in range(3):
+        for a, b in zip(run(stock, x), run(mine, x), strict=True):
+            assert rel_l2(b, a) < 2e-5
+    variant = layer_of(mine).lora_variant["default"]
+    assert variant.route is None and report(mine)[0].fused == 3

@@ -58,7 +58,7 @@ class Shared:
             self.waiting = None
             if place in waiting.outputs and waiting.x is x and waiting.version == now and waiting.grad == grad:
                 left = {i: each for i, each in waiting.outputs.items() if i != place}
-                self.waiting = waiting._replace(outputs=left) if left else None
+                self.waiting = Waiting(x, now, grad, left) if left else None
                 return waiting.outputs[place]
         if place:
             return None

@@ -43,12 +43,13 @@ class Layer(nn.Module):
         if not isinstance(self, Layer):  # bound methods outlive unfuse_layer
             return type(self).forward(self, x, *args, **kwargs)
         stock = type(self).STOCK
-        if kwargs.keys() == {"adapter_names"} and not args:
-            out = mixed(self, x, kwargs["adapter_names"], call_of)
-            return stock.forward(self, x, **kwargs) if isinstance(out, str) else out
-        found = None if args or kwargs else active(self)
+        if args or kwargs:
+            named = kwargs.keys() == {"adapter_names"} and not args
+            out = mixed(self, x, kwargs["adapter_names"], call_of) if named else ""
+            return stock.forward(self, x, *args, **kwargs) if isinstance(out, str) else out
+        found = active(self)
         if found is None:
-            return stock.forward(self, x, *args, **kwargs)
+            return stock.forward(self, x)
         traced, shared = torch.compiler.is_compiling() or functorch_active(), found[1].shared
         if shared is not None and not (traced and torch.compiler.is_dynamo_compiling() and in_subgraph()):
             y = shared.output(self, x, found[1].place, traced)

@@ -112,6 +112,8 @@ def keep_route(layer: Any, call: Call) -> None:
     name, variant.route = name[0] if type(name) is list else name, None
     if variant.tail is not None or type(call.s) is not float:  # who has a tail may be told more
         return
+    if not {int, float}.issuperset(map(type, layer.scaling.values())):  # compared by ==, which tensors do not answer
+        return
     looked_at = ("_disable_adapters", "merged_adapters", "fan_in_fan_out", "training")
     own = {at: getattr(layer, at) for at in looked_at} | {"merged_adapters": [], "scaling": dict(layer.scaling)}
     entries = [
