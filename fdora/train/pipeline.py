@@ -85,7 +85,8 @@ def run_pipeline(
       wire: what a stage hands to the next.
       jobs: as for :func:`train_step`.
       links: of :func:`connect`.
-      clock: gives the time; each action is then timed, without what it waits for others. On a GPU it should wait for it.
+      clock: gives the time; each action is then timed, with the optimizer steps before it, without what it waits for others.
+        For one process on a GPU it should wait for that.
 
     Raises:
       FdoraError: the stages are not this process's, the schedule's depth is too small, a stage gave what ``wire`` does not
@@ -107,27 +108,31 @@ def run_pipeline(
         due: dict[int, Sum | None] = {}  # adapters whose batch is through
         tasks = []
 
-        def settle(adapters: Sequence[int]) -> None:
-            nonlocal state, kept
-            if not adapters:
-                return
-            found = {a: due.pop(a) for a in adapters}
-            squares = {a: total() for a, total in found.items() if total is not None}
-            state = optimizer_step(state, jobs, squares, adapters, donate=True)
-            kept = {number: kept_of(stage.keep, part(state.params, stage)) for number, stage in stages.items()}
-
         def now() -> float:
-            assert clock is not None
+            if clock is None:
+                return 0.0
             watch.idle(torch.device(wire.device))
             return clock()
 
+        def settle(adapters: Sequence[int]) -> float:
+            """How long it took, once the others' sums were there."""
+            nonlocal state, kept
+            if not adapters:
+                return 0.0
+            found = {a: due.pop(a) for a in adapters}
+            squares = {a: total() for a, total in found.items() if total is not None}
+            start = now()
+            state = optimizer_step(state, jobs, squares, adapters, donate=True)
+            kept = {number: kept_of(stage.keep, part(state.params, stage)) for number, stage in stages.items()}
+            return now() - start
+
         for action in order:
             mail.expect(action)
-            n, stage, work = action.microbatch, stages[action.stage], works[action.microbatch]
+            n, stage, work, settled = action.microbatch, stages[action.stage], works[action.microbatch], 0.0
             if not action.backward:
-                settle([a for a in due if any(s.adapter == a and s.batch > state.steps[a] for s in work.samples)])
+                settled = settle([a for a in due if any(s.adapter == a and s.batch > state.steps[a] for s in work.samples)])
                 x = mail.take(action) if action.stage else None
-                start = now() if clock else 0.0
+                start = now()
                 params, leaves = leaves_of(part(state.params, stage))
                 x = None if x is None else x.requires_grad_()
                 y = stage.forward(params, kept[action.stage], x, data(n))
@@ -140,7 +145,7 @@ def run_pipeline(
             else:
                 x, y, leaves = flights.pop(action._replace(backward=False))
                 dy = check_losses(fn, y, work) if action.stage == end else mail.take(action)
-                start = now() if clock else 0.0
+                start = now()
                 inputs = leaves if x is None else [x, *leaves]
                 found: Sequence[Any] = ()
                 if inputs:  # a first stage may train nothing
@@ -153,7 +158,7 @@ def run_pipeline(
                 if action.stage == links.rank:  # the first of this process, whose backward is its last
                     due |= posted(state.grads, [a for a, _ in work.due], jobs, links, watch)
             if clock:
-                tasks.append(Task(links.rank, action, start, now()))
+                tasks.append(Task(links.rank, action, start - settled, now()))
             if action.stage != (0 if action.backward else end):
                 mail.send(action, y.detach())
         settle(sorted(due))

@@ -15,11 +15,23 @@ def test_one_that_fails_and_one_that_waits_for_it(monkeypatch):
     ]
     try:
         assert world.wait(started, 600) == "process 1 ended with 3. "
-        assert world.wait(started[:1], 0) == "1 of 1 processes still ran after 0 s. "
         assert world.wait(started[1:], 0) == ""
     finally:
         started[0].kill()
         started[0].wait()
+
+
+def test_one_that_does_not_end_says_where_it_stands(tmp_path):
+    code = "import faulthandler, signal, time; faulthandler.register(signal.SIGUSR1); print(1, flush=True); time.sleep(600)"
+    with (tmp_path / "log").open("w") as log:
+        waiting = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=log)
+    try:
+        waiting.stdout.readline()
+        assert world.wait([waiting], 0) == "1 of 1 processes still ran after 0 s. "
+        assert 'File "<string>", line 1' in (tmp_path / "log").read_text()
+    finally:
+        waiting.kill()
+        waiting.communicate()
 
 
 def test_what_they_said_is_in_the_error(monkeypatch):

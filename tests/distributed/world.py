@@ -8,6 +8,7 @@ import datetime
 import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,6 @@ from tests import device
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 30  # a collective that somebody does not join fails after these
-STANDS = 40  # a case that takes longer says where it stands, as often as that: it may compile, or wait
 GRACE = 5  # for the others, once one process has failed
 
 
@@ -43,6 +43,7 @@ def results(module, world, timeout=300, packages=()):
         try:
             ended = wait(started, timeout)
         except BaseException:  # whoever ends this wants to know where they stand
+            stacks(started)
             print(logs(folder, world), file=sys.stderr)
             raise
         finally:
@@ -65,13 +66,22 @@ def wait(started, timeout):
         if failed:
             end = min(end, time.monotonic() + GRACE)
         if time.monotonic() > end:
+            stacks(started)
             return "".join(failed) or f"{codes.count(None)} of {len(codes)} processes still ran after {timeout} s. "
         time.sleep(0.05)
     return ""
 
 
+def stacks(started):
+    """Those that still run write where their threads stand. Only in the end: Python may crash of it."""
+    running = [process for process in started if process.poll() is None]
+    for process in running:
+        process.send_signal(signal.SIGUSR1)
+    time.sleep(1 if running else 0)
+
+
 def logs(folder, world):
-    """What each process said last: the case it is in, and where in it all its threads stand if it has been long there."""
+    """What each process said last: the case it is in, and where its threads stand."""
     each = [f"--- process {rank}:\n{Path(f'{folder}/{rank}.log').read_text()[-6000:]}" for rank in range(world)]
     return "\n".join(each)
 
@@ -85,6 +95,7 @@ def names(path):
 
 def run(space):
     """Every case of a file, in this process."""
+    faulthandler.register(signal.SIGUSR1)
     rank, world, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["FOLDER"]
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=SECONDS)
@@ -100,7 +111,6 @@ def run(space):
             continue
         torch.manual_seed(0)
         print(name, flush=True)
-        faulthandler.dump_traceback_later(STANDS, repeat=True)
         try:
             space[name]()
             said[name[5:]] = "ok"

@@ -4,9 +4,11 @@ Each gives numbers; rank 0 writes them, the test looks at them. Each rank has da
 seen. With more processes and steps, as a table: sharded_table.py.
 """
 
+import copy
 import faulthandler
 import json
 import os
+import signal
 import sys
 import traceback
 from collections import Counter, OrderedDict
@@ -30,7 +32,7 @@ from fdora.eager import norm as arithmetic
 from fdora.functional import _sharded_rows
 from fdora.integrations import _norm
 from fdora.integrations.peft import enabled, report, use_fdora
-from tests.distributed.world import STANDS
+from tests.integrations.permuted import bar, permuted
 from tests.integrations.sharded_layouts import (
     BF16,
     FSDP1,
@@ -66,6 +68,16 @@ def moved(model):
             p.normal_(std=0.05, generator=draw)
         if "magnitude" in name:
             p.mul_(1 + 0.1 * torch.randn(p.shape, generator=draw))
+    return model
+
+
+def in_float64(model):
+    """All of it: transformers' RMSNorm computes in float32 whatever it is given."""
+    model.double()
+    for name, norm in [each for each in model.named_modules() if type(each[1]).__name__ == "LlamaRMSNorm"]:
+        own = torch.nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, dtype=torch.float64)
+        own.weight = norm.weight
+        model.set_submodule(name, own)
     return model
 
 
@@ -144,7 +156,7 @@ class Truth:
 
     def __init__(self, rank, world):
         self.rank, self.world = rank, world
-        exact = built().double()
+        exact = in_float64(built())
         ids = batches()
         optimizer = torch.optim.SGD([p for p in exact.parameters() if p.requires_grad], lr=RATE, momentum=0.9)
         self.losses = []
@@ -442,7 +454,7 @@ def tensor_parallel(how, truth, mesh, folder):
         fill(run, whole)
     else:
         run = TENSOR_PARALLEL[how](use_fdora(built(HEADS), fuse=False), mesh)
-    exact, alone = built(HEADS).double(), use_fdora(built(HEADS), fuse=False)
+    exact, alone = in_float64(built(HEADS)), use_fdora(built(HEADS), fuse=False)
     found = {} if fresh is None else {"fresh off": (fresh - logits_of(llama(**HEADS).to(device).eval(), 0)).abs().max().item()}
     ids = batches()[0, :, 0]
     models = (run, exact, alone)
@@ -468,6 +480,8 @@ def tensor_parallel(how, truth, mesh, folder):
     found["adapters off"] = off(last, wanted)
     found["losses may be off"] = (same_size - want).abs().item()
     found["adapters may be off"] = off({n: p.detach() for n, p in trained(alone)}, wanted)
+    if STEPS > 3:  # the first three stretch little
+        found |= bars_of_orders(exact, want, ids)
     everyone = [None] * truth.world
     dist.all_gather_object(everyone, last)
     found["replicas same"] = all(same(everyone[0], each) for each in everyone)
@@ -513,6 +527,26 @@ def few_rows(truth, mesh):
     return {"gradients off": max(found.values()), **paths(run)}
 
 
+def bars_of_orders(exact, last_loss, ids):
+    """How far losses and adapters may be off, by the same model in one process, in orders of its units that the ranks share out."""
+    found = []
+    for seed in range(2 * dist.get_rank(), 2 * dist.get_rank() + 2):
+        alone = use_fdora(permuted(built(HEADS), seed), fuse=False)
+        optimizer = torch.optim.SGD([p for _, p in trained(alone)], lr=RATE, momentum=0.9)
+        for _ in range(STEPS):
+            for x in ids:
+                loss = loss_of(alone, x)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        wanted = {n: p.detach() for n, p in trained(permuted(copy.deepcopy(exact), seed))}
+        found.append(((loss - last_loss).abs().item(), off({n: p.detach() for n, p in trained(alone)}, wanted)))
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    losses, last = zip(*(each for one in everyone for each in one), strict=True)
+    return {"losses bar": bar(losses), "adapters bar": bar(last)}
+
+
 def fsdp_loaded(truth, mesh, folder):
     """Adapters are made after FSDP2 has sharded the base: they are whole on each rank, and the trainer averages their gradients."""
     run = loaded(truth, mesh, folder, fsdp_size=truth.world)
@@ -528,7 +562,7 @@ def fsdp_loaded(truth, mesh, folder):
     fill(run, whole)
     logits, _ = first_step(run, truth.rank)
     average(run)
-    exact = built(HEADS).double()
+    exact = in_float64(built(HEADS))
     (sum(loss_of(exact, x) for x in batches()[0, 0]) / truth.world).backward()
     found["gradients off"] = off({n: p.grad for n, p in trained(run)}, {n: p.grad for n, p in trained(exact)})
     found["logits off"] = (logits - logits_of(exact, truth.rank)).abs().max().item()
@@ -637,6 +671,7 @@ ZERO = {f"zero {stage}": partial(zero, stage) for stage in (2, 3)}  # want DeepS
 
 def main(rank, world, folder, *names):
     global device
+    faulthandler.register(signal.SIGUSR1)
     if "cuda" in names:  # to look at by hand: other sums than whole parameters on a CPU, and norms that nobody counts here
         device, names = f"cuda:{rank}", [name for name in names if name != "cuda"]
         torch.cuda.set_device(rank)
@@ -652,7 +687,6 @@ def main(rank, world, folder, *names):
     found = {}
     for name in names or CASES:
         print(name, flush=True)
-        faulthandler.dump_traceback_later(STANDS, repeat=True)
         try:
             options = {"folder": folder} if name.startswith(("tp", "loaded")) else {}
             mine = (CASES | ZERO)[name](truth, mesh, **options)

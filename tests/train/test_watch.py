@@ -1,0 +1,30 @@
+"""The host does not go on behind a message on a GPU that never comes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from fdora import FdoraError
+from fdora.train import watch
+
+
+def watched():
+    found = watch.Watch("train.run_pipeline", None)
+    found.store = dist.HashStore()
+    return found
+
+
+def test_it_asks_until_it_is_through_and_only_then_lets_the_stream_wait():
+    answers, waited = [True, False, False], []
+    work = SimpleNamespace(is_completed=lambda: answers.pop(), wait=lambda: waited.append(not answers))
+    watched().wait(work, SimpleNamespace(is_cuda=True))
+    assert waited == [True]
+
+
+def test_a_process_that_failed_ends_it(monkeypatch):
+    monkeypatch.setattr(watch, "LOOK", 0)
+    mine, work = watched(), SimpleNamespace(is_completed=lambda: False, wait=lambda: pytest.fail("the stream is blocked"))
+    mine.store.set(watch.NOTE, "process 1 of 2, which failed: ArithmeticError: all of it is lost")
+    with pytest.raises(FdoraError, match="all of it is lost"):
+        mine.wait(work, SimpleNamespace(is_cuda=True))
