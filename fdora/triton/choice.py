@@ -23,7 +23,7 @@ POINTERS = {
     (64, 64, 64, 8, False, False, 4, 3): (0.35, 0.5, 1.0, 2.0, 0.8),
 }
 SHARED = 232_448  # bytes of a multiprocessor of sm_90 and sm_100
-# On sm_100 another tile beside the one that is summed up would spill above 64 x 128 with 4 warps.
+# On sm_100 another tile beside the one that is summed up would spill above 64 x 128 with 4 warps, and with six stages.
 WITH_ANOTHER_TILE = (128, 128, 64, 8, False, True, 8, 4)
 
 
@@ -89,7 +89,7 @@ def tiles(trans_b: bool, extra: bool, tma: bool, capability: int) -> dict[GemmCo
     if extra and capability >= 100:
         large = [config for config in found if config.BLOCK_M * config.BLOCK_N > 8192]
         replaced = max((found[config] for config in large if config.BLOCK_M == config.BLOCK_N), default=found[large[0]])
-        found = {config: fit for config, fit in found.items() if config not in large}
+        found = {c._replace(num_stages=min(5, c.num_stages)): fit for c, fit in found.items() if c not in large}
         return found | {GemmConfig(True, *WITH_ANOTHER_TILE): replaced}
     if extra:  # shared memory holds a stage less, or another tile
         return {_with_room(config): fit for config, fit in found.items()}
