@@ -1,7 +1,6 @@
 """Few tokens: where one pass over W by narrow tiles ends and the product of many tokens begins, and what a norm inside costs.
 
     python -m bench.few --device cuda --jobs 14 [--tokens 64,48,32,16,1] --json FILE
-    python -m bench.few --device cuda --jobs 14 --tokens 128,96 --json FILE    # tiles for more than the kernel is used for
     python -m bench.fit_few FILE... --write fdora/triton/fitted_few.py
 
 One layer. ``bare``: its products by cuBLAS, forward three and with backward eight. ``small``: h in passing, one pass over W
@@ -42,23 +41,17 @@ S = 2.0
 WEIGHTS = ((4096, 4096), (4096, 14336), (14336, 4096), (2304, 22144), (1024, 10112))  # K, N
 CASES = [(M, K, N, 16) for M in (64, 48, 32, 16, 1) for K, N in WEIGHTS]
 CASES += [(M, K, N, 64) for M in (64, 16) for K, N in WEIGHTS[:3]]
-MORE = ((4096, 4096), (1536, 6144), (2048, 2048), (4096, 1024), (4096, 14336), (14336, 4096), (5120, 17920), (1024, 10112))
-CASES += [(M, K, N, r) for r in (16, 64) for M in (128, 96) for K, N in MORE]
-NARROW = [(32, 128, 4, 4), (64, 128, 4, 4), (64, 128, 8, 4), (64, 64, 4, 4), (16, 128, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3)]
 INSIDE = (SmallConfig(64, 64, 4, 4), SmallConfig(64, 128, 8, 3), SmallConfig(32, 128, 4, 4))
 
 
 @contextmanager
-def few_up_to(tokens, tile=None):
-    """Another limit, and another tile, while plans are written."""
-    before = small.takes_narrow_tiles, small.small_config
-    small.takes_narrow_tiles = lambda M, *_: tokens >= M
-    if tile:
-        small.small_config = lambda *_: SmallConfig(*tile)
+def few_up_to(tokens):
+    """Another limit, while plans are written."""
+    before, small.takes_narrow_tiles = small.takes_narrow_tiles, lambda M, *_: tokens >= M
     try:
         yield
     finally:
-        small.takes_narrow_tiles, small.small_config = before
+        small.takes_narrow_tiles = before
 
 
 class Drawn:
@@ -76,14 +69,14 @@ class Drawn:
         W, A = randn(N, K, std=K**-0.5), randn(r, K, std=K**-0.5)
         return randn(M, K), W, A, randn(N, r, std=0.1 * r**-0.5), torch.rand(N, device=products.DEVICE) + 1, randn(M, N)
 
-    def plans(self, few, norm, backward, tile=None):
+    def plans(self, few, norm, backward):
         """What a call runs, one after the other, as a function of a set."""
         x, W, A, B, m, dy = self.sets[0]
         on, drop = device_of(x.device), (0.0, "lora")
         layer = (W, A, B, m, self.c, None, None)
         likes = tuple(None if t is None else like(t) for t in (x, *layer))
         save = ("output",) if backward else ("nothing",)
-        with few_up_to(few, tile):
+        with few_up_to(few):
             forward = plan_forward(likes, on, *drop, save, True)
             h = torch.empty(x.shape[0], A.shape[0], dtype=x.dtype, device=x.device)
             back = (like(x), like(h), like(dy), like(dy), *likes[1:])
@@ -129,13 +122,6 @@ class Drawn:
         """name -> what makes a function of a set"""
         M = self.shape[0]
         found = {"bare": lambda: self.bare, "bare_both": lambda: self.bare_both}
-        if M > 64:  # no tile was chosen for so many
-            found |= {"general": partial(self.plans, 0, False, False), "general_both": partial(self.plans, 0, False, True)}
-            for tile, both in itertools.product(NARROW, (False, True)):
-                found[" ".join(("small_both" if both else "small", *map(str, tile)))] = partial(
-                    self.plans, M, False, both, tile
-                )
-            return found
         for name, few in (("small", 64), ("general", 0)):
             found[name] = partial(self.plans, few, False, False)
             found[f"{name}_both"] = partial(self.plans, few, False, True)

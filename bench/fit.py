@@ -35,15 +35,11 @@ NEAR, FAR = 1.3, 0.3
 
 
 def merged(results):
-    """The rows of all files, one for each product. What a later file has timed again replaces it everywhere: as what it took
-    beyond the bare product of its own run."""
+    """The rows of all files, one for each product. What a later file has timed again replaces it: as what it took beyond the
+    bare product of its own run."""
     rows = {}
     for result in results:
-        new = [row for row in result["rows"] if "ms" in row]
-        names = {name for row in new for name in row["ms"]} - {"bare"}
-        for old in rows.values():
-            old["ms"] = {name: ms for name, ms in old["ms"].items() if name not in names}
-        for row in new:
+        for row in (row for row in result["rows"] if "ms" in row):
             found = rows.setdefault((*row["shape"], row["forward"]), row)
             if found is not row:
                 beyond = {name: ms - row["ms"]["bare"] for name, ms in row["ms"].items() if name != "bare"}
@@ -84,35 +80,46 @@ def names_of(rows):
 
 def fitted(rows):
     """{"fused": {config: Fit}, "cublas": CublasFit, way: PassFit} of one direction."""
-    ms = {name: [(size(row), row["ms"][name]) for row in rows if name in row["ms"]] for name in names_of(rows)}
+    timed = {name: [row for row in rows if name in row["ms"]] for name in names_of(rows)}
     found = {"fused": {}}
-
-    for name, times in ms.items():
+    for name, some in timed.items():
         way = name.split()[0]
-        if way == "fused":
-            tile = tile_of(fields(name))
-            near = [1.0 if row["ms"][name] <= NEAR * fastest(row) else FAR for row in rows if name in row["ms"]]
-
-            def error(q, tile=tile, times=times, weights=near):
-                fit = Fit(*numpy.exp(q))
-                return [
-                    w * math.log(fused_us(*s, tile, fit, GPU) / (1e3 * t)) for w, (s, t) in zip(weights, times, strict=True)
-                ]
-
-            found["fused"][fields(name)] = Fit(*best_of(error, STARTS, (numpy.log(LEAST), numpy.log(MOST))))
+        if way == "fused" and 2 * len(some) >= len(rows):  # few shapes do not tell what a tile does with others
+            found["fused"][fields(name)] = fused(some, name)
         elif way == "bare":
-
-            def error(q, times=times):
-                return [math.log(cublas_us(*s[:3], CublasFit(*numpy.exp(q)), GPU) / (1e3 * t)) for s, t in times]
-
-            found["cublas"] = CublasFit(*best_of(error, CUBLAS_STARTS, scale=0.05, step=0.02))
-        else:  # what it adds, as a share of the product
-            at = [(1, r / 64, M * N / 1e6, M * N / 1e6 * r / 64) for (M, N, _, r), _ in times]
-            weights = [1 / (1e3 * row["ms"]["bare"]) for row in rows if name in row["ms"]]
-            added = [1e3 * (row["ms"][name] - row["ms"]["bare"]) for row in rows if name in row["ms"]]
-            x, _ = nnls(numpy.array(at) * numpy.array(weights)[:, None], numpy.maximum(0, added) * numpy.array(weights))
-            found[way] = PassFit(*(float(f"{v:.4g}") for v in x))
+            found["cublas"] = cublas(some)
+        elif way != "fused":
+            found[way] = passes(some, name)
     return found
+
+
+def fused(rows, name):
+    tile, times = tile_of(fields(name)), [(size(row), 1e3 * row["ms"][name]) for row in rows]
+    near = [1.0 if row["ms"][name] <= NEAR * fastest(row) else FAR for row in rows]
+
+    def error(q):
+        fit = Fit(*numpy.exp(q))
+        return [w * math.log(fused_us(*s, tile, fit, GPU) / us) for w, (s, us) in zip(near, times, strict=True)]
+
+    return Fit(*best_of(error, STARTS, (numpy.log(LEAST), numpy.log(MOST))))
+
+
+def cublas(rows):
+    times = [(size(row)[:3], 1e3 * row["ms"]["bare"]) for row in rows]
+
+    def error(q):
+        return [math.log(cublas_us(*s, CublasFit(*numpy.exp(q)), GPU) / us) for s, us in times]
+
+    return CublasFit(*best_of(error, CUBLAS_STARTS, scale=0.05, step=0.02))
+
+
+def passes(rows, name):
+    """What it adds, as a share of the product."""
+    at = [(1, r / 64, M * N / 1e6, M * N / 1e6 * r / 64) for M, N, _, r in map(size, rows)]
+    weights = [1 / (1e3 * row["ms"]["bare"]) for row in rows]
+    added = [1e3 * (row["ms"][name] - row["ms"]["bare"]) for row in rows]
+    x, _ = nnls(numpy.array(at) * numpy.array(weights)[:, None], numpy.maximum(0, added) * numpy.array(weights))
+    return PassFit(*(float(f"{v:.4g}") for v in x))
 
 
 def predicted(model, row):

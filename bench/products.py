@@ -32,7 +32,7 @@ from bench.norm_forms import about
 from bench.save import save
 from bench.shapes import CACHE, draw
 from fdora.triton import product
-from fdora.triton.choice import Way
+from fdora.triton.choice import SHARED, Way
 from fdora.triton.configs import GemmConfig, RestConfig, power_of_two
 from fdora.triton.gemm import Epilogue
 from fdora.triton.product import scaled_product, summed_product
@@ -51,9 +51,11 @@ TILES = [
         (64, 256, 64, 8, True, True, 4, 4),
         (64, 128, 64, 8, False, False, 4, 4),
         (64, 64, 128, 8, False, True, 4, 4),
+        (64, 64, 128, 8, False, False, 4, 6),
+        (64, 128, 128, 8, False, True, 4, 4),
+        (128, 128, 64, 8, False, True, 4, 6),
     )
 ]
-SHARED = 232_448  # bytes of shared memory
 # BLOCK_M, BLOCK_N, BLOCK_R, num_warps, num_stages
 RESTS = [
     RestConfig(*tile)
@@ -123,6 +125,7 @@ class Which(NamedTuple):
     exhaustive: bool = False
     kinds: tuple = ("fused", "after", "first", "bare")
     rests: bool = False
+    tiles: int = 0  # the last so many; 0: all
 
 
 ALL, BOTH = Which(), (True, False)
@@ -130,8 +133,8 @@ ALL, BOTH = Which(), (True, False)
 
 def ways_of(forward, which=ALL):
     """name -> (way, config)"""
-    exhaustive, kinds, rests = which
-    tiles = dict.fromkeys([*TILES, *every_tile()] if exhaustive else TILES)
+    exhaustive, kinds, rests, tiles = which
+    tiles = dict.fromkeys([*TILES, *every_tile()] if exhaustive else TILES[-tiles:])
     ways = {" ".join(["fused", *map(str, tuple(tile)[1:])]): ("fused", tile) for tile in tiles}
     ways |= {way: (way, None) for way in ("after", "first", "bare") if way != "first" or not forward}
     found = {name: way for name, way in ways.items() if way[0] in kinds}
@@ -216,6 +219,7 @@ def parse(argv=None):
     parser.add_argument("--shapes", type=int, default=120)
     parser.add_argument("--forward", action="store_true", help="that direction alone")
     parser.add_argument("--exhaustive", action="store_true", help="every tile that fits")
+    parser.add_argument("--tiles", type=int, default=0, help="of TILES the last so many: new ones, for the fit")
     parser.add_argument("--rests", action="store_true", help="tiles of the pass behind cuBLAS, too")
     parser.add_argument("--ways", default=ALL.kinds, type=lambda text: tuple(text.split(",")), help="fused,after,first,bare")
     parser.add_argument("--multiples", type=int, default=1, help="of the shapes drawn those whose tokens and rank are")
@@ -231,7 +235,10 @@ def drawn(options):
 
 def main(argv=None):
     options, start = parse(argv), time.perf_counter()
-    which, directions = Which(options.exhaustive, options.ways, options.rests), (True,) if options.forward else BOTH
+    which, directions = (
+        Which(options.exhaustive, options.ways, options.rests, options.tiles),
+        (True,) if options.forward else BOTH,
+    )
     shapes = [tuple(map(int, shape.split(","))) for shape in options.shape or ()] or drawn(options)
     compile_all(options.jobs, which, directions, shapes)
     print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)

@@ -22,7 +22,8 @@ POINTERS = {
     (128, 64, 32, 8, False, False, 4, 3): (0.5, 0.5, 1.5, 2.0, 0.8),
     (64, 64, 64, 8, False, False, 4, 3): (0.35, 0.5, 1.0, 2.0, 0.8),
 }
-# On sm_100 another tile beside the one that is summed up would spill above 64 x 128 with 4 warps.
+SHARED = 232_448  # bytes of a multiprocessor of sm_90 and sm_100
+# On sm_100 another tile beside the one that is summed up would spill above 64 x 128 with 4 warps, and with six stages.
 WITH_ANOTHER_TILE = (128, 128, 64, 8, False, True, 8, 4)
 
 
@@ -88,18 +89,25 @@ def tiles(trans_b: bool, extra: bool, tma: bool, capability: int) -> dict[GemmCo
     if extra and capability >= 100:
         large = [config for config in found if config.BLOCK_M * config.BLOCK_N > 8192]
         replaced = max((found[config] for config in large if config.BLOCK_M == config.BLOCK_N), default=found[large[0]])
-        found = {config: fit for config, fit in found.items() if config not in large}
+        found = {c._replace(num_stages=min(5, c.num_stages)): fit for c, fit in found.items() if c not in large}
         return found | {GemmConfig(True, *WITH_ANOTHER_TILE): replaced}
-    if extra:  # a tile of 128 x 256 leaves room in shared memory for four stages or for another tile
+    if extra:  # shared memory holds a stage less, or another tile
         return {_with_room(config): fit for config, fit in found.items()}
     return found
 
 
 def _with_room(config: GemmConfig) -> GemmConfig:
-    return config._replace(num_stages=min(3, config.num_stages)) if config.BLOCK_M * config.BLOCK_N > 16384 else config
+    while config.num_stages > 1 and _shared(config, tiles=2) > SHARED:
+        config = config._replace(num_stages=config.num_stages - 1)
+    return config
+
+
+def _shared(config: GemmConfig, tiles: int = 1) -> int:
+    """Bytes of shared memory, with so many tiles of the result on their way."""
+    _, block_m, block_n, block_k, _, subtile, _, _, stages = config
+    return 2 * stages * block_k * (block_m + block_n) + tiles * 2 * block_m * block_n // (2 if subtile else 1)
 
 
 def together(config: GemmConfig) -> int:
     """Programs that share a multiprocessor: two of those that do not walk over tiles, where their memory leaves room."""
-    tile, stages = config.BLOCK_M * config.BLOCK_N, config.num_stages
-    return 2 if not config.persistent and tile <= 16384 and (stages <= 3 or tile <= 8192) else 1
+    return 2 if not config.persistent and _shared(config) <= SHARED // 2 else 1

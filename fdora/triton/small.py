@@ -160,7 +160,7 @@ def _small(
             rows,
             block_n,
             block_k,
-            min(64 if rows <= 64 else 32, power_of_two(r)),
+            min(64, power_of_two(r)),
         ),
         warps,
         stages,
