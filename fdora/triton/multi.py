@@ -99,6 +99,11 @@ def saves_pre_scale(dtype: torch.dtype, bank: Any) -> bool:
     return bank.bias is not None or dtype == torch.float32
 
 
+def copies_beside(device: Device) -> bool:
+    """Whether the copy of the bank runs beside the product x A_a^T."""
+    return device.supports_pdl
+
+
 def _read_bank(plan: Builder, likes: Sequence[Like | None]) -> Any:
     W, A, B, m, c, bias, s, offsets, order, seed = likes
     return Bank(
@@ -137,10 +142,14 @@ def plan_forward(likes: Sequence[Like | None], device: Device, ranks: tuple[int,
     W = turned(bank.W) if experts else operand(plan, in_dtype(plan, bank.W, t)).T
     shape = shape_of(plan, x, out, W, R, pre_scale is not None, False)
     right = Right(W, bank.B, True)
-    laid = lay(plan, right, shape, t, ranks or None, table)
+    by_tma = shape.config is not None and shape.config.tma
+    beside = by_tma and not experts and bank.seed is None and copies_beside(plan.device)
+    if bank.seed is None:
+        pad = low_rank_input(plan, x, bank.A, False, bank, table, shape, h, beside)
+    laid = lay(plan, right, shape, t, ranks or None, table, beside)
     found = routes(plan, bank, M, table, shape, None if laid is None else laid.flags, out, pre_scale)
-    xd = drop(plan, x, bank, found.ids, p)
-    pad = low_rank_input(plan, xd, bank.A, False, bank, table, shape, h)
+    if bank.seed is not None:
+        pad = low_rank_input(plan, drop(plan, x, bank, found.ids, p), bank.A, False, bank, table, shape, h)
     multi_gemm(plan, x, h, pad, right, laid, bank, found, shape, Wanted(out, pre_scale, bank.bias))
     if bank.order is not None:
         unsort(plan, out, bank.order, y)

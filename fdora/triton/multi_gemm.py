@@ -145,10 +145,10 @@ def routes(
 
 
 def low_rank_input(
-    plan: Builder, x: Array, f: Array, trans: bool, bank: Any, ranks: Array | None, shape: Shape, h: Array
+    plan: Builder, x: Array, f: Array, trans: bool, bank: Any, ranks: Array | None, shape: Shape, h: Array, beside: bool = False
 ) -> Array | None:
     """h = s_a x f_a^T; f (G, R, K), or (G, K, R) where ``trans``. Returns it by pairs, where the product wants that, and of
-    experts as TMA reads it."""
+    experts as TMA reads it. ``beside``: the next kernel runs beside this one."""
     (M, K), R, G = x.shape, h.shape[1], f.shape[0]
     by_bank, by_r, by_k = f.stride if not trans else (f.stride[0], f.stride[2], f.stride[1])
     padded = shape.config is not None and shape.config.tma
@@ -168,7 +168,7 @@ def low_rank_input(
         multi_h_kernel, (cdiv(R, block_r), pairs * (tile // block_m)),
         (x, f, bank.s, bank.offsets, ranks, h, pad if padded else None, M, G, K, R, *x.stride, by_bank, by_k, by_r,
          h.stride[0], width),
-        (ranks is not None, padded, experts, "ieee", tile, block_m, block_r, block_k, block_of(G)), 4, stages,
+        (ranks is not None, padded, experts, "ieee", tile, block_m, block_r, block_k, block_of(G), beside), 4, stages,
     )  # fmt: skip
     return pad
 
@@ -242,11 +242,18 @@ def multi_gemm(
 
 
 def lay(
-    plan: Builder, right: Right, shape: Shape, dtype: torch.dtype, numbers: tuple[int, ...] | None, ranks: Array | None
+    plan: Builder,
+    right: Right,
+    shape: Shape,
+    dtype: torch.dtype,
+    numbers: tuple[int, ...] | None,
+    ranks: Array | None,
+    early: bool = False,
 ) -> Laid | None:
-    """The bank as the product by TMA reads it beside w: (N, R) each where the columns of w are contiguous, else (R, N)."""
+    """The bank as the product by TMA reads it beside w: (N, R) each where the columns of w are contiguous, else (R, N).
+    ``early``: beside the kernel ahead."""
     if shape.config is None or not shape.config.tma:
         return None
     trans_b = has_columns(right.w)
     b = right.b if right.trans == trans_b else turned(right.b)  # another layout of W than the usual
-    return as_matrix(plan, b, dtype, not trans_b, shape.config.BLOCK_K, numbers, ranks, shape.experts > 0)
+    return as_matrix(plan, b, dtype, not trans_b, shape.config.BLOCK_K, numbers, ranks, shape.experts > 0, early)

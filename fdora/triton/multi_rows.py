@@ -74,9 +74,10 @@ def as_matrix(
     numbers: tuple[int, ...] | None,
     ranks: Array | None,
     experts: bool = False,
+    early: bool = False,
 ) -> Laid:
     """(G, P, Q), ranks along P where ``by_row``, else along Q: itself, or a copy in which a step of that many ranks meets zeros
-    beyond the last one, not the next adapter (0 times a NaN is one)."""
+    beyond the last one, not the next adapter (0 times a NaN is one). ``early``: beside the kernel ahead."""
     G, P, Q = bank.shape
     by_bank, by_p, by_q = bank.stride
     height = cdiv(P, step) * step if by_row else P
@@ -93,7 +94,8 @@ def as_matrix(
         bank_kernel,
         (G, CHUNKS),
         (bank, ranks, out if copy else None, flags, P, Q, height, pitch, *bank.stride),
-        (NAMES[dtype], copy, ranks is not None, by_row, step, CHUNKS, AREA // block_q, block_q),
+        (NAMES[dtype], copy, ranks is not None, by_row, step, CHUNKS, AREA // block_q, block_q, early),
         4,
+        pdl=early,
     )
     return Laid(out, height, None if experts else flags)
