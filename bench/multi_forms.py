@@ -3,8 +3,9 @@
     python -m bench.multi_forms --device cuda --jobs 8 --json FILE [--only norm,decode,train] [--shapes 4096x4096]
 
 ``norm``: of G = 4, r = 16, beside one norm. ``decode``: 64 tokens of 64 adapters, r = 16, beside one adapter's call.
-``train``: the forward of 8192 tokens of 32 adapters of rank 8 to 256, their bank copied beside x A_a^T or ahead. Every form is
-checked, then timed in replayed CUDA graphs, all forms of a shape in turns. :func:`fastest` reads the choice off the file.
+``train``: forward and backward of 8192 tokens of 32 adapters of rank 8 to 256, their bank copied beside x A_a^T or ahead. Every
+form is checked, then timed in replayed CUDA graphs, all forms of a shape in turns. :func:`fastest` reads the choice off the
+file.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from typing import Any
 from unittest import mock
@@ -49,31 +50,39 @@ FORMS: dict[str, list[tuple[int, ...]]] = {
     "train": [(0,), (1,)],
 }
 TOKENS = 8192
-CHOOSERS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "norm": ("multi_norm.strip_config", StripConfig),
-    "decode": ("multi_small.room_config", RoomConfig),
-    "train": ("multi.copies_beside", bool),
+CHOOSERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "norm": (StripConfig, ("multi_norm.strip_config",)),
+    "decode": (RoomConfig, ("multi_small.room_config",)),
+    "train": (bool, ("multi.copies_beside", "multi_bwd.copies_beside")),
 }
 
 
 @contextmanager
 def formed(kind: str, form: tuple[int, ...]) -> Iterator[None]:
-    where, config = CHOOSERS[kind]
+    config, places = CHOOSERS[kind]
     walk._plans.clear()
-    with mock.patch(f"fdora.triton.{where}", lambda *_: config(*form)):
+    with ExitStack() as stack:
+        for place in places:
+            stack.enter_context(mock.patch(f"fdora.triton.{place}", lambda *_: config(*form)))
         yield
     walk._plans.clear()
 
 
-def calls(kind: str, K: int, N: int, device: str) -> tuple[Callable[[], Tensor], Callable[[], Tensor], Tensor | None]:
+Found = dict[str, Tensor]
+
+
+def calls(kind: str, K: int, N: int, device: str) -> tuple[Callable[[], Found], Callable[[], Found], Found | None]:
     """One adapter's call, that of the bank, and what the latter has to be where it is known."""
     if kind == "norm":
         i = Bank.random(8, K, N, [16] * 4, BF16, device)
         W, A, B = i.W, i.A.detach(), i.B.detach()
-        return lambda: dora_norm(W, A[0], B[0], s=S), lambda: dora_norm(W, A, B, s=i.s), i.norm
+        return lambda: {"c": dora_norm(W, A[0], B[0], s=S)}, lambda: {"c": dora_norm(W, A, B, s=i.s)}, {"c": i.norm}
     M, ranks = (64, [16] * 64) if kind == "decode" else (TOKENS, [MIXED[g % len(MIXED)] for g in range(32)])
     i = Bank.random(M, K, N, ranks, BF16, device)
-    return build("one", i).forward, build("multi", i).forward, None
+    one, multi = build("one", i), build("multi", i)
+    if kind == "train":
+        return one.both, multi.both, None
+    return lambda: {"y": one.forward()}, lambda: {"y": multi.forward()}, None
 
 
 def compiled(kind: str, form: tuple[int, ...], shape: tuple[int, int], device: str) -> None:
@@ -92,7 +101,7 @@ def row_of(kind: str, forms: list[tuple[int, ...]], shape: tuple[int, int], opti
 
     def prepare(name: str) -> Callable[[], float]:
         with formed(kind, form_of(name)):
-            error = rel_l2(multi(), want.double())
+            error = max(rel_l2(t, want[n].double()) for n, t in multi().items())
             assert error < (1e-5 if kind == "norm" else 5e-3), f"wrong by {error:.1e}"
             return timer(multi, options.device, anchor)
 

@@ -23,7 +23,18 @@ from fdora._records import Bank, BankNeeds
 from fdora._torch import needs_dispatcher
 from fdora.triton.copy import in_dtype, operand
 from fdora.triton.multi_bwd import Out, backward
-from fdora.triton.multi_gemm import Right, Wanted, lay, low_rank_input, multi_gemm, rank_table, routes, shape_of, turned
+from fdora.triton.multi_gemm import (
+    Right,
+    Wanted,
+    copies_beside,
+    lay,
+    low_rank_input,
+    multi_gemm,
+    rank_table,
+    routes,
+    shape_of,
+    turned,
+)
 from fdora.triton.multi_norm import bank_norm as bank_norm
 from fdora.triton.multi_route import route as route
 from fdora.triton.multi_rows import drop, sort, unsort
@@ -99,11 +110,6 @@ def saves_pre_scale(dtype: torch.dtype, bank: Any) -> bool:
     return bank.bias is not None or dtype == torch.float32
 
 
-def copies_beside(device: Device) -> bool:
-    """Whether the copy of the bank runs beside the product x A_a^T."""
-    return device.supports_pdl
-
-
 def _read_bank(plan: Builder, likes: Sequence[Like | None]) -> Any:
     W, A, B, m, c, bias, s, offsets, order, seed = likes
     return Bank(
@@ -142,8 +148,7 @@ def plan_forward(likes: Sequence[Like | None], device: Device, ranks: tuple[int,
     W = turned(bank.W) if experts else operand(plan, in_dtype(plan, bank.W, t)).T
     shape = shape_of(plan, x, out, W, R, pre_scale is not None, False)
     right = Right(W, bank.B, True)
-    by_tma = shape.config is not None and shape.config.tma
-    beside = by_tma and not experts and bank.seed is None and copies_beside(plan.device)
+    beside = bank.seed is None and copies_beside(plan.device, shape)
     if bank.seed is None:
         pad = low_rank_input(plan, x, bank.A, False, bank, table, shape, h, beside)
     laid = lay(plan, right, shape, t, ranks or None, table, beside)

@@ -25,7 +25,7 @@ from fdora.triton.kernels.multi import multi_h_kernel, multi_ranks_kernel, multi
 from fdora.triton.kernels.multi_gemm import multi_epilogue_kernel, multi_gemm_pointer_kernel, multi_gemm_tma_kernel
 from fdora.triton.multi_rows import Laid, as_matrix
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import INTERPRETED, cdiv, is_tma_compatible
+from fdora.triton.runtime.device import INTERPRETED, Device, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Tile
 
 BLOCK_GN = 1024  # columns of g that a program writes
@@ -249,11 +249,17 @@ def lay(
     numbers: tuple[int, ...] | None,
     ranks: Array | None,
     early: bool = False,
+    later: bool = False,
 ) -> Laid | None:
     """The bank as the product by TMA reads it beside w: (N, R) each where the columns of w are contiguous, else (R, N).
-    ``early``: beside the kernel ahead."""
+    ``early`` and ``later``: see as_matrix."""
     if shape.config is None or not shape.config.tma:
         return None
     trans_b = has_columns(right.w)
     b = right.b if right.trans == trans_b else turned(right.b)  # another layout of W than the usual
-    return as_matrix(plan, b, dtype, not trans_b, shape.config.BLOCK_K, numbers, ranks, shape.experts > 0, early)
+    return as_matrix(plan, b, dtype, not trans_b, shape.config.BLOCK_K, numbers, ranks, shape.experts > 0, early, later)
+
+
+def copies_beside(device: Device, shape: Shape) -> bool:
+    """Whether a copy of the bank runs beside the product of low rank, which waits for its loads more than for bytes."""
+    return device.supports_pdl and shape.experts == 0 and shape.config is not None and shape.config.tma
