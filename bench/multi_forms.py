@@ -39,13 +39,9 @@ FORMS: dict[str, list[tuple[int, ...]]] = {
     "norm": [(n, k, span, stages, warps) for n, k, stages, warps in TILES for span in (256, 512, 1024, 2048)],
     # the last leaves no room: as many programs as parts of K and columns make
     "decode": [
-        (2, 256, 3, 2),
-        (2, 256, 2, 2),
-        (2, 256, 3, 4),
-        (1, 256, 3, 2),
-        (4, 128, 3, 2),
-        (4, 256, 3, 2),
-        (16, 256, 3, 99),
+        *((2, 128, 4, n, area, w) for n, area in ((2, 2048), (3, 2048), (4, 2048), (2, 4096), (4, 4096)) for w in (4, 8)),
+        *((2, 256, 3, n, 2048, w) for n in (2, 4) for w in (4, 8)),
+        *((2, 256, 3, 4, 4096, 4), (4, 128, 4, 2, 2048, 8), (16, 256, 3, 99, 4096, 4)),
     ],
     "train": [(0,), (1,)],
 }

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bench import checkouts, multi, multi_forms, multi_ways
+from bench import checkouts, multi, multi_ways
 from fdora.functional import dora_linear_multi
 
 SMALL = "--shapes 48x32 --M 24 --decode 6 --runs 1 --loop-ms 0 "
@@ -110,15 +110,3 @@ def test_a_wrong_result_is_seen(tmp_path, monkeypatch):
         run(tmp_path, "--G 2 --r 16 --ways one,multi")
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert all("multi" not in row["ms"] for row in rows if row["kind"] != "norm")  # no time for a wrong result
-
-
-def test_forms(tmp_path, monkeypatch):
-    """Each kind, and which form is read off the file: the fastest of those that ran on every shape."""
-    monkeypatch.setattr(multi_forms, "TOKENS", 40)
-    path = tmp_path / "forms.json"
-    multi_forms.main(["--shapes", "48x32,32x48", "--runs", "1", "--most", "2", "--json", str(path)])
-    rows = json.loads(path.read_text())["rows"]
-    assert [(row["kind"], row["K"]) for row in rows] == [(kind, K) for kind in ("norm", "decode", "train") for K in (48, 32)]
-    assert all(len(row["ms"]) == 3 and not row["failed"] for row in rows)
-    times = [{"one": 1, "1 2": 2, "3 4": 3, "5 6": 1}, {"one": 1, "1 2": 3, "3 4": 1}]
-    assert multi_forms.fastest([{"kind": "norm", "ms": ms} for ms in times], "norm") == (3, 4)

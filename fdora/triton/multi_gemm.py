@@ -162,8 +162,10 @@ def low_rank_input(
         pad = plan.temp((M if experts else pairs * tile, R), x.dtype, (width, 1)) if padded else None
     block_m = min(tile, 32 if R <= 32 else 64)
     block_r = min(64, power_of_two(R))
-    # Bytes under way: 80 KB of a program, and room for two, where a step is wide; else programs are many.
-    block_k, stages = ((128, 4) if block_r <= 32 else (64, 6)) if half else (32, 2)
+    # Bytes under way: 80 KB of a program, and room for two, where a step is wide; else programs are many. So are those of
+    # many adapters of a high rank, 267 at ranks 8 to 256 of 32: with room for two, the last begin when all others end.
+    crowd = (cdiv(M, block_m) + G) * cdiv(R, block_r) > 2 * plan.device.num_sms
+    block_k, stages = ((128, 4) if block_r <= 32 else (64, 4 if crowd else 6)) if half else (32, 2)
     plan.launch(
         multi_h_kernel, (cdiv(R, block_r), pairs * (tile // block_m)),
         (x, f, bank.s, bank.offsets, ranks, h, pad if padded else None, M, G, K, R, *x.stride, by_bank, by_k, by_r,

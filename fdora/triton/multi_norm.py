@@ -45,7 +45,7 @@ class StripConfig(NamedTuple):
 
 
 def strip_config() -> StripConfig:
-    return StripConfig(64, 64, 512, 3, 4)
+    return StripConfig(64, 64, 1024, 3, 4)
 
 
 def bank_norm(

@@ -17,7 +17,7 @@ from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 
 BLOCK_M, BLOCK_N = 8, 512
-BLOCK_Q, AREA = 256, 4096
+BLOCK_Q, AREA = 256, 8192  # 64 numbers of a thread: what a program has under way at once
 CHUNKS = 32  # programs of an adapter, which share its tiles
 NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

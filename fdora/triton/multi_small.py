@@ -23,7 +23,8 @@ from fdora.triton.runtime.plan import Array
 
 BLOCK_T = 16  # tokens of a segment at a time
 EXPAND_N = 128
-GATHER_R, GATHER_T, GATHER = 32, 8, 4096  # largest rank, tokens of a program, and numbers of B that it reads at a time
+WIDE = 4096  # numbers of a tile
+GATHER_R, GATHER_T = 32, 8  # largest rank, and tokens of a program
 
 
 class RoomConfig(NamedTuple):
@@ -33,10 +34,12 @@ class RoomConfig(NamedTuple):
     BLOCK_K: int
     STAGES: int
     GATHER: int  # programs to one multiprocessor
+    AREA: int  # numbers of B that one of them reads at a time
+    WARPS: int  # of the pass over W at least, where its tile is wide: g of each element would spill
 
 
 def room_config() -> RoomConfig:
-    return RoomConfig(2, 256, 3, 2)
+    return RoomConfig(2, 128, 4, 2, 2048, 8)
 
 
 def multi_small(plan: Builder, x: Array, bank: Any, ranks: Array | None, y: Array, h: Array, pre_scale: Array | None) -> None:
@@ -64,16 +67,17 @@ def multi_small(plan: Builder, x: Array, bank: Any, ranks: Array | None, y: Arra
     args = (part, bank.s, bank.B, bank.offsets, ranks, h, lora, M, G, N, R, by_b[0], by_b[2], by_b[1])
     if R <= GATHER_R:
         r = power_of_two(R)
-        tile = (GATHER_T, max(16, GATHER // (GATHER_T * r)), r)
+        tile = (GATHER_T, max(16, room.AREA // (GATHER_T * r)), r)
         strips = cdiv(M, GATHER_T)
         grid = (min(cdiv(N, tile[1]), cdiv(room.GATHER * sms, strips)), strips)
-        plan.launch(multi_gather_kernel, grid, args, (parts, ranked, pdl, *tile, block_g), 4, 2, pdl)
+        plan.launch(multi_gather_kernel, grid, args, (parts, ranked, pdl, *tile, block_g), 4, 3, pdl)
     else:
         grid = (cdiv(N, EXPAND_N), M)
         tile = (BLOCK_T, EXPAND_N, min(32, power_of_two(R)))
         plan.launch(multi_expand_kernel, grid, args, (parts, ranked, pdl, *tile, block_g), 4, 2, pdl)
     w = bank.W.T
     block_n, block_k, warps, stages = small_config(rows, N, K, w.stride[1] == 1, plan.device.capability, plan.device.num_sms)
+    warps = max(warps, room.WARPS) if rows * block_n > WIDE else warps
     flags = (bank.m is not None, bank.bias is not None, pre_scale is not None, ordered)
     plan.launch(
         multi_small_kernel,

@@ -112,7 +112,7 @@ def multi_gather_kernel(
     if tl.program_id(0) == 0:
         tl.store(h + at, ht, mask=here)
     at_b = b + a.to(tl.int64)[:, None, None] * stride_ba + r.to(tl.int64)[None, None, :] * stride_br
-    for n0 in range(tl.program_id(0) * BLOCK_N, N, tl.num_programs(0) * BLOCK_N):
+    for n0 in tl.range(tl.program_id(0) * BLOCK_N, N, tl.num_programs(0) * BLOCK_N, num_stages=3):
         n = n0 + tl.arange(0, BLOCK_N)
         mask = known[:, None, None] & (n < N)[None, :, None] & (r < R)[None, None, :]
         bt = tl.load(at_b + n.to(tl.int64)[None, :, None] * stride_bn, mask=mask, other=0.0)
@@ -143,13 +143,12 @@ def multi_small_kernel(
     mask = (t < M)[:, None] & (n < N)[None, :]
     if PDL:
         gdc_wait()
-    low = tl.load(lora + t[:, None].to(tl.int64) * N + n[None, :], mask=mask, other=0.0)
-    if HAS_M:  # all of these loads at once
+    acc += tl.load(lora + t[:, None].to(tl.int64) * N + n[None, :], mask=mask, other=0.0)
+    if HAS_M:  # behind the wait like the load above: one trip to memory
         at = a[:, None] * N + n[None, :]
         own = mask & (a < G)[:, None]
         ca, ma = tl.load(c + at, mask=own, other=1.0).to(tl.float32), tl.load(m + at, mask=own, other=1.0).to(tl.float32)
         g = tl.div_rn(ma, tl.where(ca < EPS, EPS, ca))
-    acc += low
     if STORE_PRE_SCALE:
         tl.store(pre_scale + t[:, None].to(tl.int64) * N + n[None, :], acc.to(pre_scale.dtype.element_ty), mask=mask)
     if HAS_M:
