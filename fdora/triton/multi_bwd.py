@@ -33,7 +33,7 @@ from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 from fdora.triton.sums import column_sums
 
-FINISH = ((32, 32), (256, 8))  # columns and strips: where an adapter has many strips, and where adapters are many
+FINISH = ((32, 32), (256, 4))  # columns and strips: where an adapter has many strips, and where adapters are many
 SUM = 1024
 
 
