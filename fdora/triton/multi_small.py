@@ -49,7 +49,10 @@ def multi_small(plan: Builder, x: Array, bank: Any, ranks: Array | None, y: Arra
         plan.zero(h)
         return
     room, sms = room_config(), max(1, plan.device.num_sms)
-    parts = max(1, min(8 if R <= 64 else 4 if R <= 128 else 2, K // 256, room.SHRINK * sms // (M * cdiv(R, 16))))
+    parts = min(8 if R <= 64 else 4 if R <= 128 else 2, K // 256)
+    if R <= GATHER_R:  # no more programs than fit beside the others, were each token another adapter's
+        parts = min(parts, room.SHRINK * sms // max(1, min(M, G) * cdiv(R, 16)))
+    parts = max(1, parts)
     part, lora = plan.temp((parts, M, R), torch.float32), plan.temp((M, N), torch.float32)
     pdl, rows, block_g = plan.device.supports_pdl, power_of_two(M), block_of(G)
     step = min(room.BLOCK_K, power_of_two(cdiv(K, parts)))

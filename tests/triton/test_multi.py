@@ -22,10 +22,11 @@ pytestmark = needs_kernels
 # lengths of segments, tokens of nobody, N, K, ranks; up to 64 tokens take the kernels of multi_small.py, the rest tiles
 FEW = ((5, 0, 17), 4, 72, 48, (20, 3, 16))
 ONES = ((1,) * 6, 0, 40, 64, (4, 1, 2) * 2)  # each token its own adapter
+LONG = ((5,), 2, 40, 600, (4,))  # x A^T in parts
 MANY = ((60, 0, 90), 12, 72, 48, (20, 3, 16))
 CROWDED = ((3, 0, 1, 40, 2) * 2, 0, 70, 33, (4, 1, 2, 4, 3) * 2)  # tiles of many segments; nothing is a multiple of 8
 THIN = ((200, 0, 90), 5, 40, 32, (2, 1, 2))  # dB on the tiles of dz; sums over tokens in parts
-SHAPES = {"few": FEW, "ones": ONES, "many": MANY, "crowded": CROWDED, "thin": THIN}
+SHAPES = {"few": FEW, "ones": ONES, "long": LONG, "many": MANY, "crowded": CROWDED, "thin": THIN}
 S = (0.7, -1.5, 2.0, 1.0)
 CLOSE = 2 * torch.finfo(HALF[0]).eps  # a few roundings, one after the other
 
@@ -57,7 +58,7 @@ def assert_as_the_truth(t, ranks, what):
         assert_within(v, budget, want[n].double(), f"{what} {n}")
 
 
-@pytest.mark.parametrize("shape", ["few", "ones", "many", "crowded"])
+@pytest.mark.parametrize("shape", ["few", "ones", "long", "many", "crowded"])
 @pytest.mark.parametrize("route", ["offsets", "ids"])
 def test_as_the_truth(shape, route):
     for i, dtype in enumerate((*HALF, torch.float32)):
