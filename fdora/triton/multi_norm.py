@@ -45,6 +45,7 @@ class StripConfig(NamedTuple):
 
 
 def strip_config() -> StripConfig:
+    """From h200/multi_norms.json, where W has 16 and 59 million elements; strips of a smaller one are cut to fill the GPU."""
     return StripConfig(64, 64, 1024, 3, 4)
 
 
@@ -83,6 +84,8 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
     strip, adapters = strip_config(), 4 if G > 2 else G
     if strips:
         block_n, block_k, block_r = strip.BLOCK_N, strip.BLOCK_K, power_of_two(R)
+        while strip.SPAN > 256 and cdiv(N, block_n) * cdiv(K, strip.SPAN) * cdiv(G, adapters) < plan.device.num_sms:
+            strip = strip._replace(SPAN=strip.SPAN // 2)
     tiles = cdiv(K, strip.SPAN if strips else block_k)
     rows = N if max_bytes is None else max(block_n, max_bytes // (4 * tiles * G) // block_n * block_n)
     even = N % block_n == 0 and rows % block_n == 0 and K % block_k == 0 and R % block_r == 0
