@@ -23,7 +23,18 @@ from fdora._records import Bank, BankNeeds
 from fdora._torch import needs_dispatcher
 from fdora.triton.copy import in_dtype, operand
 from fdora.triton.multi_bwd import Out, backward
-from fdora.triton.multi_gemm import Right, Wanted, lay, low_rank_input, multi_gemm, rank_table, routes, shape_of, turned
+from fdora.triton.multi_gemm import (
+    Right,
+    Wanted,
+    copies_beside,
+    lay,
+    low_rank_input,
+    multi_gemm,
+    rank_table,
+    routes,
+    shape_of,
+    turned,
+)
 from fdora.triton.multi_norm import bank_norm as bank_norm
 from fdora.triton.multi_route import route as route
 from fdora.triton.multi_rows import drop, sort, unsort
@@ -137,10 +148,13 @@ def plan_forward(likes: Sequence[Like | None], device: Device, ranks: tuple[int,
     W = turned(bank.W) if experts else operand(plan, in_dtype(plan, bank.W, t)).T
     shape = shape_of(plan, x, out, W, R, pre_scale is not None, False)
     right = Right(W, bank.B, True)
-    laid = lay(plan, right, shape, t, ranks or None, table)
+    beside = bank.seed is None and copies_beside(plan.device, shape)
+    if bank.seed is None:
+        pad = low_rank_input(plan, x, bank.A, False, bank, table, shape, h, beside)
+    laid = lay(plan, right, shape, t, ranks or None, table, beside)
     found = routes(plan, bank, M, table, shape, None if laid is None else laid.flags, out, pre_scale)
-    xd = drop(plan, x, bank, found.ids, p)
-    pad = low_rank_input(plan, xd, bank.A, False, bank, table, shape, h)
+    if bank.seed is not None:
+        pad = low_rank_input(plan, drop(plan, x, bank, found.ids, p), bank.A, False, bank, table, shape, h)
     multi_gemm(plan, x, h, pad, right, laid, bank, found, shape, Wanted(out, pre_scale, bank.bias))
     if bank.order is not None:
         unsort(plan, out, bank.order, y)

@@ -19,6 +19,7 @@ from fdora.triton.multi_gemm import (
     Routes,
     Wanted,
     block_of,
+    copies_beside,
     lay,
     low_rank_input,
     multi_gemm,
@@ -32,7 +33,7 @@ from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 from fdora.triton.sums import column_sums
 
-FINISH = ((32, 32), (64, 8))  # columns and strips: where an adapter has many strips, and where adapters are many
+FINISH = ((32, 32), (256, 4))  # columns and strips: where an adapter has many strips, and where adapters are many
 SUM = 1024
 
 
@@ -70,14 +71,17 @@ def backward(
     shape = shape_of(plan, dz or dy, out.dx or x, bank.W, R, False, bank.seed is not None)
     ranks = rank_table(plan, numbers)
     right = Right(bank.W, bank.A, False)
-    laid = None if out.dx is None else lay(plan, right, shape, t, numbers, ranks)
+    laid = None if out.dx is None else lay(plan, right, shape, t, numbers, ranks, later=copies_beside(plan.device, shape))
     found = routes(plan, bank, M, ranks, shape, None if laid is None else laid.flags, out.dx)
     fused = _scale(plan, dy, x, bank, h, kept, pre_scale, found, dz, out)
     if dz is None:
         return
     if out.dx is not None or out.dA is not None:
         dh = plan.temp((M, R), t)
-        pad = low_rank_input(plan, dz, bank.B, True, bank, ranks, shape, dh)
+        later = None if laid is None else laid.later
+        pad = low_rank_input(plan, dz, bank.B, True, bank, ranks, shape, dh, later is not None)
+        if later is not None:
+            later()
         if out.dx is not None:
             plain = found._replace(g=None)
             multi_gemm(plan, dz, dh, pad, right, laid, bank, plain, shape, Wanted(out.dx), p, bank.seed is not None)
@@ -103,7 +107,9 @@ def _scale(
     """dz, dm, dc and dbias; and dB, where its parts are few beside dz: whether that is so."""
     (M, N), K, (G, R, _) = dy.shape, x.shape[1], bank.A.shape
     config = scale_config(M, N, R, dy.dtype != torch.float32, plan.device.capability)
-    rows = config.ROWS
+    # Where segments are about as short as strips, most strips are cut in two, and a program has half a tile: 8192 rows of 32
+    # adapters took 1.25 of the pass of one.
+    rows = config.ROWS * (2 if 4 * G * config.ROWS > M else 1)
     pairs = cdiv(M, rows) + G
     need_m, need_bias = out.dm is not None or out.dc is not None, out.dbias is not None
     partial_m = plan.temp((pairs, N), torch.float32) if need_m else None

@@ -25,7 +25,7 @@ from fdora.triton.kernels.multi import multi_h_kernel, multi_ranks_kernel, multi
 from fdora.triton.kernels.multi_gemm import multi_epilogue_kernel, multi_gemm_pointer_kernel, multi_gemm_tma_kernel
 from fdora.triton.multi_rows import Laid, as_matrix
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import INTERPRETED, cdiv, is_tma_compatible
+from fdora.triton.runtime.device import INTERPRETED, Device, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Tile
 
 BLOCK_GN = 1024  # columns of g that a program writes
@@ -145,10 +145,10 @@ def routes(
 
 
 def low_rank_input(
-    plan: Builder, x: Array, f: Array, trans: bool, bank: Any, ranks: Array | None, shape: Shape, h: Array
+    plan: Builder, x: Array, f: Array, trans: bool, bank: Any, ranks: Array | None, shape: Shape, h: Array, beside: bool = False
 ) -> Array | None:
     """h = s_a x f_a^T; f (G, R, K), or (G, K, R) where ``trans``. Returns it by pairs, where the product wants that, and of
-    experts as TMA reads it."""
+    experts as TMA reads it. ``beside``: the next kernel runs beside this one."""
     (M, K), R, G = x.shape, h.shape[1], f.shape[0]
     by_bank, by_r, by_k = f.stride if not trans else (f.stride[0], f.stride[2], f.stride[1])
     padded = shape.config is not None and shape.config.tma
@@ -162,13 +162,15 @@ def low_rank_input(
         pad = plan.temp((M if experts else pairs * tile, R), x.dtype, (width, 1)) if padded else None
     block_m = min(tile, 32 if R <= 32 else 64)
     block_r = min(64, power_of_two(R))
-    # Bytes under way: 80 KB of a program, and room for two, where a step is wide; else programs are many.
-    block_k, stages = ((128, 4) if block_r <= 32 else (64, 6)) if half else (32, 2)
+    # Bytes under way: 80 KB of a program, and room for two, where a step is wide; else programs are many. So are those of
+    # many adapters of a high rank, 267 at ranks 8 to 256 of 32: with room for two, the last begin when all others end.
+    crowd = (cdiv(M, block_m) + G) * cdiv(R, block_r) > 2 * plan.device.num_sms
+    block_k, stages = ((128, 4) if block_r <= 32 else (64, 4 if crowd else 6)) if half else (32, 2)
     plan.launch(
         multi_h_kernel, (cdiv(R, block_r), pairs * (tile // block_m)),
         (x, f, bank.s, bank.offsets, ranks, h, pad if padded else None, M, G, K, R, *x.stride, by_bank, by_k, by_r,
          h.stride[0], width),
-        (ranks is not None, padded, experts, "ieee", tile, block_m, block_r, block_k, block_of(G)), 4, stages,
+        (ranks is not None, padded, experts, "ieee", tile, block_m, block_r, block_k, block_of(G), beside), 4, stages,
     )  # fmt: skip
     return pad
 
@@ -242,11 +244,24 @@ def multi_gemm(
 
 
 def lay(
-    plan: Builder, right: Right, shape: Shape, dtype: torch.dtype, numbers: tuple[int, ...] | None, ranks: Array | None
+    plan: Builder,
+    right: Right,
+    shape: Shape,
+    dtype: torch.dtype,
+    numbers: tuple[int, ...] | None,
+    ranks: Array | None,
+    early: bool = False,
+    later: bool = False,
 ) -> Laid | None:
-    """The bank as the product by TMA reads it beside w: (N, R) each where the columns of w are contiguous, else (R, N)."""
+    """The bank as the product by TMA reads it beside w: (N, R) each where the columns of w are contiguous, else (R, N).
+    ``early`` and ``later``: see as_matrix."""
     if shape.config is None or not shape.config.tma:
         return None
     trans_b = has_columns(right.w)
     b = right.b if right.trans == trans_b else turned(right.b)  # another layout of W than the usual
-    return as_matrix(plan, b, dtype, not trans_b, shape.config.BLOCK_K, numbers, ranks, shape.experts > 0)
+    return as_matrix(plan, b, dtype, not trans_b, shape.config.BLOCK_K, numbers, ranks, shape.experts > 0, early, later)
+
+
+def copies_beside(device: Device, shape: Shape) -> bool:
+    """Whether a copy of the bank runs beside the product of low rank, which waits for its loads more than for bytes."""
+    return device.supports_pdl and shape.experts == 0 and shape.config is not None and shape.config.tma

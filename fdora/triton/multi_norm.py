@@ -1,23 +1,27 @@
 """``c_a = ||W + s_a B_a A_a||`` of every adapter in one pass over W, nothing of size (N, K) written; compare norm.py.
 
 A program owns one tile of W, which it reads once. For each adapter it multiplies the slabs of B and A that belong there, adds
-the tile, squares, and writes one partial sum per row; they are added in a fixed order. Experts, each with a W of its own, take
-the tile of norm.py on another axis of programs: with a loop over adapters that ends after the first, 8 x 28672 x 4096 took
-1.3 ms at r = 64 on an H200, three times what its 1.9 GB take.
+the tile, squares, and writes one partial sum per row; they are added in a fixed order. With small ranks of half precision that
+is bound by instructions: 955 of a warp for 4 adapters and a tile of 64 x 64, of which 256 are sums. A third run before the
+first product, and half of what each adapter adds waits and moves. So there a program has a strip of tiles and four adapters,
+whose B it reads once: 510 (strip_norm_kernel). Four more adapters read W again, out of the cache: they run beside the first.
+
+Experts, each with a W of its own, take the tile of norm.py on another axis of programs: with a loop over adapters that ends
+after the first, 8 x 28672 x 4096 took 1.3 ms at r = 64 on an H200, three times what its 1.9 GB take.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fdora._torch import needs_dispatcher
-from fdora.triton.configs import NormConfig, norm_config, power_of_two
-from fdora.triton.kernels.multi_norm import experts_norm_kernel, multi_norm_kernel, multi_root_kernel
+from fdora.triton.configs import norm_config, power_of_two
+from fdora.triton.kernels.multi_norm import experts_norm_kernel, multi_norm_kernel, multi_root_kernel, strip_norm_kernel
 from fdora.triton.multi_gemm import rank_table
 from fdora.triton.norm import GROUP_N
 from fdora.triton.op import op
@@ -30,12 +34,19 @@ from fdora.triton.sums import SUM_N, SUM_T
 SMALL_R = 32
 
 
-def bank_config(R: int, half: bool, capability: int, half_weight: bool) -> NormConfig:
-    """A tile of W stays in registers while the adapters pass: by 8 warps, whose 160 registers leave room for one program.
-    Small ranks pass faster than the next tile comes, so theirs is small, and six programs share a multiprocessor."""
-    if half and half_weight and R <= SMALL_R and 90 <= capability < 120:
-        return NormConfig(64, 64, power_of_two(R), "ieee", 4, 3)
-    return norm_config(min(R, 64), half, capability, False, half_weight)._replace(num_warps=8)
+class StripConfig(NamedTuple):
+    """Tile of W, columns of a program, tiles under way, and warps."""
+
+    BLOCK_N: int
+    BLOCK_K: int
+    SPAN: int
+    STAGES: int
+    num_warps: int
+
+
+def strip_config() -> StripConfig:
+    """From h200/multi_norms.json, where W has 16 and 59 million elements; strips of a smaller one are cut to fill the GPU."""
+    return StripConfig(64, 64, 1024, 3, 4)
 
 
 def bank_norm(
@@ -66,11 +77,16 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
     c = plan.result("c", (G, N), torch.float32)
     table = rank_table(plan, ranks or None)
     half = A.dtype == B.dtype and A.itemsize == 2
-    form = (half, plan.device.capability)
     own_W, half_weight = len(W.shape) == 3, W.itemsize == 2
-    config = norm_config(min(R, 64), *form, False, half_weight) if own_W else bank_config(R, *form, half_weight)
+    strips = half and half_weight and not own_W and R <= SMALL_R
+    config = norm_config(min(R, 64), half, plan.device.capability, False, half_weight)
     block_n, block_k, block_r, precision, num_warps, num_stages, _ = config
-    tiles = cdiv(K, block_k)
+    strip, adapters = strip_config(), 4 if G > 2 else G
+    if strips:
+        block_n, block_k, block_r = strip.BLOCK_N, strip.BLOCK_K, power_of_two(R)
+        while strip.SPAN > 256 and cdiv(N, block_n) * cdiv(K, strip.SPAN) * cdiv(G, adapters) < plan.device.num_sms:
+            strip = strip._replace(SPAN=strip.SPAN // 2)
+    tiles = cdiv(K, strip.SPAN if strips else block_k)
     rows = N if max_bytes is None else max(block_n, max_bytes // (4 * tiles * G) // block_n * block_n)
     even = N % block_n == 0 and rows % block_n == 0 and K % block_k == 0 and R % block_r == 0
     for i in range(0, N, max(1, rows)):
@@ -88,13 +104,21 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
                 num_warps,
                 num_stages,
             )
-        else:
+        elif strips:
+            plan.launch(
+                strip_norm_kernel,
+                (cdiv(G, adapters), cdiv(own, block_n), tiles),
+                (w, A, b, s, table, partial, *sizes, *W.stride, *A.stride, *B.stride),
+                (table is not None, adapters, *strip[:2], block_r, strip.SPAN, strip.STAGES, even and G % adapters == 0),
+                strip.num_warps,
+            )
+        else:  # a tile of W stays in registers while the adapters pass: by 8 warps, whose 160 leave room for one program
             plan.launch(
                 multi_norm_kernel,
                 (blocks,),
                 (w, A, b, s, table, partial, *sizes, cdiv(R, block_r), *W.stride, *A.stride, *B.stride),
                 (table is not None, block_n, block_k, block_r, GROUP_N, even, precision),
-                num_warps,
+                8,
                 num_stages,
             )
         plan.launch(multi_root_kernel, (cdiv(own, SUM_N), G), (partial, c, own, G, tiles, i, N), (SUM_N, SUM_T), 4)

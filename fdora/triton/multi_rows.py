@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 
 BLOCK_M, BLOCK_N = 8, 512
-BLOCK_Q, AREA = 256, 4096
+BLOCK_Q, AREA = 256, 8192  # 64 numbers of a thread: what a program has under way at once
 CHUNKS = 32  # programs of an adapter, which share its tiles
 NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -63,6 +64,7 @@ class Laid(NamedTuple):
     matrix: Array
     height: int
     flags: Array | None  # (G, CHUNKS), which of them found what is not finite; None where tiles are not shared
+    later: Callable[[], None] | None = None  # launches the copy beside the kernel ahead: only the flags are there by now
 
 
 def as_matrix(
@@ -74,9 +76,12 @@ def as_matrix(
     numbers: tuple[int, ...] | None,
     ranks: Array | None,
     experts: bool = False,
+    early: bool = False,
+    later: bool = False,
 ) -> Laid:
     """(G, P, Q), ranks along P where ``by_row``, else along Q: itself, or a copy in which a step of that many ranks meets zeros
-    beyond the last one, not the next adapter (0 times a NaN is one)."""
+    beyond the last one, not the next adapter (0 times a NaN is one). ``early``: beside the kernel ahead. ``later``:
+    a copy is left to :attr:`Laid.later`."""
     G, P, Q = bank.shape
     by_bank, by_p, by_q = bank.stride
     height = cdiv(P, step) * step if by_row else P
@@ -89,11 +94,17 @@ def as_matrix(
         return Laid(out, height, None)
     flags = plan.temp((G, CHUNKS), torch.int32)
     block_q = min(BLOCK_Q, power_of_two(Q))
-    plan.launch(
-        bank_kernel,
-        (G, CHUNKS),
-        (bank, ranks, out if copy else None, flags, P, Q, height, pitch, *bank.stride),
-        (NAMES[dtype], copy, ranks is not None, by_row, step, CHUNKS, AREA // block_q, block_q),
-        4,
-    )
-    return Laid(out, height, None if experts else flags)
+
+    def launch(copy: bool, early: bool) -> None:
+        plan.launch(
+            bank_kernel,
+            (G, CHUNKS),
+            (bank, ranks, out if copy else None, flags, P, Q, height, pitch, *bank.stride),
+            (NAMES[dtype], copy, ranks is not None, by_row, step, CHUNKS, AREA // block_q, block_q, early),
+            4,
+            pdl=early,
+        )
+
+    later = later and copy
+    launch(copy and not later, early)
+    return Laid(out, height, None if experts else flags, (lambda: launch(True, True)) if later else None)

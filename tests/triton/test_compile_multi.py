@@ -46,6 +46,17 @@ def test_tiles(target, shape, tmp_path):
     assert_builds(made, target, tmp_path, "bank") if target >= 90 else None
 
 
+@pytest.mark.parametrize("r", [16, 256])
+def test_a_copy_of_the_bank_runs_beside_the_product_of_low_rank(r):
+    """Only behind it, which lets the next kernel in, and the copy ends after it; nothing else starts early."""
+    for plan in plans(90, 8192, 4096, 4096, r, 32):
+        steps = launches(plan)
+        early = [i for i, step in enumerate(steps) if step.pdl]
+        lets_in = [i for i, step in enumerate(steps) if step.kernel.__name__ == "multi_h_kernel" and step.constexprs[-1]]
+        assert early == [i + 1 for i in lets_in] and all(steps[i].kernel.__name__ == "bank_kernel" for i in early)
+        assert len(early) == (plan.name.endswith("forward") or r % 64 != 0)
+
+
 @pytest.mark.parametrize("target", GPUS)
 def test_few_tokens_float32_and_dropout(target, tmp_path):
     made = [next(plans(target, M, 4096, 4096, r, 64, bias=True, order=True)) for M, r in ((16, 16), (64, 64))]

@@ -10,6 +10,7 @@ from fdora.eager import multi as eager
 from fdora.functional import dora_linear_multi, dora_norm, dora_stack
 from fdora.triton import multi
 from fdora.triton.configs import ScaleConfig
+from fdora.triton.multi_norm import StripConfig
 from fdora.triton.runtime import walk
 from tests import device, reference
 from tests.checks.multi import case, dy_of, places, ranks_of, routed, seeds_of, together, truth, whole, with_gradients
@@ -21,10 +22,11 @@ pytestmark = needs_kernels
 # lengths of segments, tokens of nobody, N, K, ranks; up to 64 tokens take the kernels of multi_small.py, the rest tiles
 FEW = ((5, 0, 17), 4, 72, 48, (20, 3, 16))
 ONES = ((1,) * 6, 0, 40, 64, (4, 1, 2) * 2)  # each token its own adapter
+LONG = ((5,), 2, 40, 600, (4,))  # x A^T in parts
 MANY = ((60, 0, 90), 12, 72, 48, (20, 3, 16))
 CROWDED = ((3, 0, 1, 40, 2) * 2, 0, 70, 33, (4, 1, 2, 4, 3) * 2)  # tiles of many segments; nothing is a multiple of 8
 THIN = ((200, 0, 90), 5, 40, 32, (2, 1, 2))  # dB on the tiles of dz; sums over tokens in parts
-SHAPES = {"few": FEW, "ones": ONES, "many": MANY, "crowded": CROWDED, "thin": THIN}
+SHAPES = {"few": FEW, "ones": ONES, "long": LONG, "many": MANY, "crowded": CROWDED, "thin": THIN}
 S = (0.7, -1.5, 2.0, 1.0)
 CLOSE = 2 * torch.finfo(HALF[0]).eps  # a few roundings, one after the other
 
@@ -56,7 +58,7 @@ def assert_as_the_truth(t, ranks, what):
         assert_within(v, budget, want[n].double(), f"{what} {n}")
 
 
-@pytest.mark.parametrize("shape", ["few", "ones", "many", "crowded"])
+@pytest.mark.parametrize("shape", ["few", "ones", "long", "many", "crowded"])
 @pytest.mark.parametrize("route", ["offsets", "ids"])
 def test_as_the_truth(shape, route):
     for i, dtype in enumerate((*HALF, torch.float32)):
@@ -172,6 +174,19 @@ def test_norms_of_a_bank(max_bytes):
                 c = multi.bank_norm(t.W, A, B, s, given, max_bytes)
                 want = eager.bank_norm(t.W.double(), A.double(), B.double(), s.double(), given)
                 assert rel_l2(c, want) < 1e-6, (dtype, adapter, N, given)
+
+
+@pytest.mark.parametrize("G", [1, 2, 4, 5])
+def test_norms_by_strips(G, chosen_anew, monkeypatch):
+    """One, two or four adapters at a time, several strips along K, the last one shorter; whole tiles, and others by masks."""
+    monkeypatch.setattr("fdora.triton.multi_norm.strip_config", lambda: StripConfig(64, 64, 128, 3, 4))
+    for N, K, r in ((128, 320, 16), (70, 300, 20)):
+        t = case((1,) * G, 0, N, K, (r,) * G, (*S, 0.5)[:G], HALF[0], HALF[0])
+        A, B, _ = dora_stack(t.adapters)
+        s = torch.tensor(t.s, device=device.NAME)
+        c = multi.bank_norm(t.W, A, B, s, None)
+        assert rel_l2(c, eager.bank_norm(t.W.double(), A.double(), B.double(), s.double(), None)) < 1e-6, (N, K, r)
+    assert all(kernels(plan)["strip_norm_kernel"] == 1 for plan in chosen_anew.values())
 
 
 def test_one_plan_whatever_the_lengths(chosen_anew):

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.g import g_tile
 from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.private import gdc_launch_dependents
 
 ROUTE = tl.constexpr(4)  # numbers that a tile of rows has in the table of routes
 
@@ -195,10 +196,12 @@ def multi_routes_kernel(
 def multi_h_kernel(
     x, f, s, offsets, ranks, h, pad, M, G, K, R, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr, stride_hm, stride_pm,
     HAS_RANKS: tl.constexpr, PADDED: tl.constexpr, EXPERTS: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr,
 ):
     """s_a x f_a for the rows of each adapter, (M, R). ``pad``: by pairs with the tiles of the product, TILE rows each, zeros
     where a row belongs to another adapter. EXPERTS: the same rows as h, further apart."""
+    if PDL:
+        gdc_launch_dependents()
     PARTS: tl.constexpr = TILE // BLOCK_M
     pair = tl.program_id(1) // PARTS
     part = tl.program_id(1) % PARTS * BLOCK_M

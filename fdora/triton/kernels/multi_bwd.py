@@ -58,6 +58,16 @@ def multi_scale_kernel(
         tl.store(partial_B + at[:, None] * R + r[None, :], sum_B, mask=in_n[:, None] & (r < R)[None, :])
 
 
+@triton.jit
+def _store_finished(dg, ga, ca, dm, dc, at, mask, NEED_M: tl.constexpr, NEED_C: tl.constexpr):
+    """dm = dg / c and dc = -dm g."""
+    out = dg / tl.where(ca < EPS, EPS, ca)
+    if NEED_M:
+        tl.store(dm + at, out.to(dm.dtype.element_ty), mask=mask)
+    if NEED_C:
+        tl.store(dc + at, tl.where(ca > EPS, -out * ga, 0.0), mask=mask)
+
+
 @triton.jit(launch_metadata=launched)
 def multi_finish_kernel(
     dy, x, w, h, b, g, c, offsets, partial_m, dm, dc, M, G, N, K, R, tiny,
@@ -65,50 +75,38 @@ def multi_finish_kernel(
     NEED_M: tl.constexpr, NEED_C: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """The gradients of m and c of one adapter: its pairs in their order, and the products again where the output lost v."""
+    """The gradients of m and c of one adapter: its pairs in their order, and the products again where the output lost v: a few
+    columns at a time, since registers for all of them would leave room for few programs."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = n < N
     a = tl.program_id(1)
+    at = tl.cast(a, tl.int64) * N + n  # before the bounds are there: a trip to memory is what a program takes
+    ga, ca = tl.load(g + at, mask=in_n, other=1.0), tl.load(c + at, mask=in_n, other=1.0)
     lo, hi = bounds_of(offsets, a, G, M)
     dg = tl.zeros((BLOCK_N,), tl.float32)
     first, end = lo // ROWS, tl.where(lo < hi, (hi + ROWS - 1) // ROWS, lo // ROWS)
     for strip in range(first, end, BLOCK_T):
         t = strip + tl.arange(0, BLOCK_T)
-        at = (t + a)[:, None].to(tl.int64) * N + n[None, :]
-        dg += tl.sum(tl.load(partial_m + at, mask=(t < end)[:, None] & in_n[None, :], other=0.0), axis=0)
-    at = tl.cast(a, tl.int64) * N + n
-    ga = tl.load(g + at, mask=in_n, other=1.0)
-    if not SAVED_PRE_SCALE:
-        lost = tl.abs(ga) < tiny
-        dg = dg / tl.where(lost, 1.0, ga)
-        if (tl.max(lost.to(tl.int32), axis=0) > 0) & (lo < hi):
+        of = partial_m + (t + a)[:, None].to(tl.int64) * N + n[None, :]
+        dg += tl.sum(tl.load(of, mask=(t < end)[:, None] & in_n[None, :], other=0.0), axis=0)
+    if SAVED_PRE_SCALE:
+        _store_finished(dg, ga, ca, dm, dc, at, in_n, NEED_M, NEED_C)
+    else:
+        dg = dg / tl.where(tl.abs(ga) < tiny, 1.0, ga)
+        again = tl.abs(ga) < tl.where(lo < hi, tiny, 0.0)
+        _store_finished(dg, ga, ca, dm, dc, at, in_n & ~again, NEED_M, NEED_C)
+        if tl.max((again & in_n).to(tl.int32), axis=0) > 0:
             top = lo.to(tl.int64)
             dya, ba = dy + top * stride_dy, b + tl.cast(a, tl.int64) * stride_ba
-            exact = dot_rows(
-                dya,
-                x + top * stride_xm,
-                w + tl.cast(a, tl.int64) * stride_we,
-                n,
-                N,
-                hi - lo,
-                K,
-                stride_dy,
-                stride_xm,
-                1,
-                stride_wn,
-                stride_wk,
-                BLOCK_N,
-            )
-            exact += dot_rows(
-                dya, h + top * stride_hm, ba, n, N, hi - lo, R, stride_dy, stride_hm, 1, stride_bn, stride_br, BLOCK_N
-            )
-            dg = tl.where(lost, exact, dg)
-    ca = tl.load(c + at, mask=in_n, other=1.0)
-    out = dg / tl.where(ca < EPS, EPS, ca)
-    if NEED_M:
-        tl.store(dm + at, out.to(dm.dtype.element_ty), mask=in_n)
-    if NEED_C:
-        tl.store(dc + at, tl.where(ca > EPS, -out * ga, 0.0), mask=in_n)
+            xa, wa, ha = x + top * stride_xm, w + tl.cast(a, tl.int64) * stride_we, h + top * stride_hm
+            for i in range(0, BLOCK_N, 32):
+                few = tl.program_id(0) * BLOCK_N + i + tl.arange(0, 32)
+                here = tl.cast(a, tl.int64) * N + few
+                g_few, c_few = tl.load(g + here, mask=few < N, other=1.0), tl.load(c + here, mask=few < N, other=1.0)
+                exact = dot_rows(dya, xa, wa, few, N, hi - lo, K, stride_dy, stride_xm, 1, stride_wn, stride_wk, 32)
+                exact += dot_rows(dya, ha, ba, few, N, hi - lo, R, stride_dy, stride_hm, 1, stride_bn, stride_br, 32)
+                mask = (few < N) & (tl.abs(g_few) < tiny)
+                _store_finished(exact, g_few, c_few, dm, dc, here, mask, NEED_M, NEED_C)
 
 
 @triton.jit(launch_metadata=launched)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.triton.kernels.multi import rank_of
 from fdora.triton.kernels.tile import tile_at, tile_of
 from fdora.triton.runtime.cost import launched
 
@@ -40,6 +41,69 @@ def multi_norm_kernel(
             at = partial + (tile_k.to(tl.int64) * G + g) * N + n
             tl.store(at, tl.sum(v * v, axis=1), mask=n < N)
             acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+
+
+@triton.jit
+def _factor(f, g, G, R, ranks, i, r, limit, stride_a, stride_i, stride_r, HAS_RANKS: tl.constexpr, EVEN: tl.constexpr):
+    """Elements (i, r) of adapter g; zeros beyond its rank, and where there is no such adapter."""
+    at = f + tl.cast(g, tl.int64) * stride_a + i.to(tl.int64) * stride_i + r.to(tl.int64) * stride_r
+    if EVEN and not HAS_RANKS:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(i < limit) & (r < rank_of(ranks, g, G, R, HAS_RANKS)), other=0.0)
+
+
+@triton.jit
+def _squares(w, b, a, s):
+    v = w.to(tl.float32) + s * tl.dot(b, a)
+    return tl.sum(v * v, axis=1)
+
+
+@triton.jit(launch_metadata=launched)
+def strip_norm_kernel(
+    W, A, B, s, ranks, partial, N, K, R, G, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak,
+    stride_ba, stride_bn, stride_br,
+    HAS_RANKS: tl.constexpr, ADAPTERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    SPAN: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+):
+    """The same for 1, 2 or 4 adapters of a small rank: BLOCK_N rows over SPAN columns, (spans, G, N). B stays where it is, and
+    STAGES tiles of W and A are under way."""
+    g, n = tl.program_id(0) * ADAPTERS, tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin, r, kk = tl.program_id(2) * SPAN, tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+    nb, rb, ra = n[:, None], r[None, :], r[:, None]
+    at_w = W + n[:, None].to(tl.int64) * stride_wn
+    b0 = _factor(B, g, G, R, ranks, nb, rb, N, stride_ba, stride_bn, stride_br, HAS_RANKS, EVEN)
+    s0, sum0 = tl.load(s + g), tl.zeros((BLOCK_N,), tl.float32)
+    if ADAPTERS > 1:
+        b1 = _factor(B, g + 1, G, R, ranks, nb, rb, N, stride_ba, stride_bn, stride_br, HAS_RANKS, EVEN)
+        s1, sum1 = tl.load(s + g + 1, mask=g + 1 < G, other=0.0), tl.zeros((BLOCK_N,), tl.float32)
+    if ADAPTERS > 2:
+        b2 = _factor(B, g + 2, G, R, ranks, nb, rb, N, stride_ba, stride_bn, stride_br, HAS_RANKS, EVEN)
+        b3 = _factor(B, g + 3, G, R, ranks, nb, rb, N, stride_ba, stride_bn, stride_br, HAS_RANKS, EVEN)
+        s2, sum2 = tl.load(s + g + 2, mask=g + 2 < G, other=0.0), tl.zeros((BLOCK_N,), tl.float32)
+        s3, sum3 = tl.load(s + g + 3, mask=g + 3 < G, other=0.0), tl.zeros((BLOCK_N,), tl.float32)
+    # With num_stages given, W is copied ahead too, though it enters no product.
+    for k0 in tl.range(begin, tl.minimum(begin + SPAN, K), BLOCK_K, num_stages=STAGES):
+        k = (k0 + kk)[None, :]
+        at = at_w + k.to(tl.int64) * stride_wk
+        w = tl.load(at) if EVEN else tl.load(at, mask=(n < N)[:, None] & (k < K), other=0.0)
+        a0 = _factor(A, g, G, R, ranks, k, ra, K, stride_aa, stride_ak, stride_ar, HAS_RANKS, EVEN)
+        sum0 += _squares(w, b0, a0, s0)
+        if ADAPTERS > 1:
+            a1 = _factor(A, g + 1, G, R, ranks, k, ra, K, stride_aa, stride_ak, stride_ar, HAS_RANKS, EVEN)
+            sum1 += _squares(w, b1, a1, s1)
+        if ADAPTERS > 2:
+            a2 = _factor(A, g + 2, G, R, ranks, k, ra, K, stride_aa, stride_ak, stride_ar, HAS_RANKS, EVEN)
+            sum2 += _squares(w, b2, a2, s2)
+            a3 = _factor(A, g + 3, G, R, ranks, k, ra, K, stride_aa, stride_ak, stride_ar, HAS_RANKS, EVEN)
+            sum3 += _squares(w, b3, a3, s3)
+    at = partial + (tl.program_id(2).to(tl.int64) * G + g) * N + n
+    tl.store(at, sum0, mask=n < N)
+    if ADAPTERS > 1:
+        tl.store(at + N, sum1, mask=n < tl.where(g + 1 < G, N, 0))
+    if ADAPTERS > 2:
+        tl.store(at + 2 * N, sum2, mask=n < tl.where(g + 2 < G, N, 0))
+        tl.store(at + 3 * N, sum3, mask=n < tl.where(g + 3 < G, N, 0))
 
 
 @triton.jit(launch_metadata=launched)

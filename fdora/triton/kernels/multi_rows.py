@@ -8,6 +8,7 @@ import triton.language as tl
 from fdora.triton.kernels.dropout import keep_rows
 from fdora.triton.kernels.multi import bounds_of
 from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.private import gdc_wait
 
 
 @triton.jit(launch_metadata=launched)
@@ -27,10 +28,11 @@ def rows_kernel(x, order, out, M, N, stride_x, SCATTER: tl.constexpr, BLOCK_M: t
 def bank_kernel(
     x, ranks, out, flags, P, Q, height, pitch, stride_xa, stride_xp, stride_xq,
     dtype: tl.constexpr, COPY: tl.constexpr, HAS_RANKS: tl.constexpr, BY_ROW: tl.constexpr, STEP: tl.constexpr,
-    CHUNKS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr,
 ):
     """(G, P, Q) -> (G, height, Q), zeros below and beyond a rank (of rows where BY_ROW), rows ``pitch`` apart. ``flags``: of
-    each adapter and program, whether a number is not finite. What no step of STEP reads is not written."""
+    each adapter and program, whether a number is not finite. What no step of STEP reads is not written. PDL: it ends after the
+    kernel ahead, beside which it runs: what waits for this one waits for both."""
     a, chunk = tl.program_id(0), tl.program_id(1)
     rank = tl.load(ranks + a) if HAS_RANKS else tl.maximum(P, Q)
     read = tl.minimum(P, rank) if BY_ROW else P
@@ -52,6 +54,8 @@ def bank_kernel(
             at = out + (tl.cast(a, tl.int64) * height + p[:, None]) * pitch + q[None, :]
             tl.store(at, t, mask=(p < written)[:, None] & (near & (q < pitch))[None, :])
     tl.store(flags + a * CHUNKS + chunk, tl.max(bad, axis=0))
+    if PDL:
+        gdc_wait()
 
 
 @triton.jit

@@ -91,32 +91,34 @@ def multi_gather_kernel(
     PARTS: tl.constexpr, HAS_RANKS: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
 ):
-    """The same for small ranks: each token reads its own b_a, all at once. What tokens share comes from the cache."""
+    """The same for small ranks: each token reads its own b_a, all at once. What tokens share comes from the cache. Programs are
+    few, so that the next kernel has room beside them: W is on its way while they wait and run."""
     if PDL:
         gdc_launch_dependents()
     t, r = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     a = segments_of(t, offsets, G, BLOCK_G)
     known = (t < M) & (a < G)
     rank = tl.where(known, tl.load(ranks + a, mask=known, other=0) if HAS_RANKS else R, 0)
-    at_b = b + a.to(tl.int64)[:, None, None] * stride_ba + n.to(tl.int64)[None, :, None] * stride_bn
-    mask = known[:, None, None] & (n < N)[None, :, None] & (r < R)[None, None, :]
-    bt = tl.load(at_b + r.to(tl.int64)[None, None, :] * stride_br, mask=mask, other=0.0)
     sa = tl.load(s + a, mask=known, other=0.0)
-    inside = (r[None, :] < rank[:, None])[:, None, :]
-    bt = tl.where(inside, bt, 0.0).to(h.dtype.element_ty).to(tl.float32)
+    inside = r[None, :] < rank[:, None]
     if PDL:
         gdc_wait()
     at = t[:, None] * R + r[None, :]
     here = (t < M)[:, None] & (r < R)[None, :]
     sums = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
     for i in tl.static_range(PARTS):  # always in the same order
-        sums += tl.load(part + i * M * R + at, mask=here & (r[None, :] < rank[:, None]), other=0.0)
+        sums += tl.load(part + i * M * R + at, mask=here & inside, other=0.0)
     ht = (sa[:, None] * sums).to(h.dtype.element_ty)
     if tl.program_id(0) == 0:
         tl.store(h + at, ht, mask=here)
-    acc = tl.sum(bt * ht.to(tl.float32)[:, None, :], axis=2)
-    tl.store(lora + t[:, None].to(tl.int64) * N + n[None, :], acc, mask=(t < M)[:, None] & (n < N)[None, :])
+    at_b = b + a.to(tl.int64)[:, None, None] * stride_ba + r.to(tl.int64)[None, None, :] * stride_br
+    for n0 in tl.range(tl.program_id(0) * BLOCK_N, N, tl.num_programs(0) * BLOCK_N, num_stages=3):
+        n = n0 + tl.arange(0, BLOCK_N)
+        mask = known[:, None, None] & (n < N)[None, :, None] & (r < R)[None, None, :]
+        bt = tl.load(at_b + n.to(tl.int64)[None, :, None] * stride_bn, mask=mask, other=0.0)
+        bt = tl.where(inside[:, None, :], bt, 0.0).to(h.dtype.element_ty).to(tl.float32)
+        acc = tl.sum(bt * ht.to(tl.float32)[:, None, :], axis=2)
+        tl.store(lora + t[:, None].to(tl.int64) * N + n[None, :], acc, mask=(t < M)[:, None] & (n < N)[None, :])
 
 
 @triton.jit(launch_metadata=launched)
@@ -127,6 +129,7 @@ def multi_small_kernel(
 ):
     """One pass over W for all tokens; the term of low rank is there by then."""
     t, n, k = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    a = segments_of(t, offsets, G, BLOCK_G).to(tl.int64)
     place = _place(order, t, M, HAS_ORDER)
     at_x = x + place[:, None] * stride_xm + k[None, :].to(tl.int64) * stride_xk
     at_w = w + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
@@ -138,15 +141,14 @@ def multi_small_kernel(
         at_x += BLOCK_K * stride_xk
         at_w += BLOCK_K * stride_wk
     mask = (t < M)[:, None] & (n < N)[None, :]
-    if HAS_M:
-        a = segments_of(t, offsets, G, BLOCK_G).to(tl.int64)
-        at = a[:, None] * N + n[None, :]
-        own = mask & (a < G)[:, None]
-        ca = tl.load(c + at, mask=own, other=1.0).to(tl.float32)
-        g = tl.div_rn(tl.load(m + at, mask=own, other=1.0).to(tl.float32), tl.where(ca < EPS, EPS, ca))
     if PDL:
         gdc_wait()
     acc += tl.load(lora + t[:, None].to(tl.int64) * N + n[None, :], mask=mask, other=0.0)
+    if HAS_M:  # behind the wait like the load above: one trip to memory
+        at = a[:, None] * N + n[None, :]
+        own = mask & (a < G)[:, None]
+        ca, ma = tl.load(c + at, mask=own, other=1.0).to(tl.float32), tl.load(m + at, mask=own, other=1.0).to(tl.float32)
+        g = tl.div_rn(ma, tl.where(ca < EPS, EPS, ca))
     if STORE_PRE_SCALE:
         tl.store(pre_scale + t[:, None].to(tl.int64) * N + n[None, :], acc.to(pre_scale.dtype.element_ty), mask=mask)
     if HAS_M:

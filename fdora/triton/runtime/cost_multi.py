@@ -101,6 +101,7 @@ MULTI: dict[str, Callable[..., Cost]] = {
     "multi_grad_kernel": _multi_grad,
     "multi_h_kernel": _multi_h,
     "multi_norm_kernel": _multi_norm,
+    "strip_norm_kernel": _multi_norm,
     "multi_ranks_kernel": _multi_ranks,
     "multi_root_kernel": _multi_root,
     "multi_route_kernel": _multi_route,

@@ -1,0 +1,145 @@
+"""Norms of a bank, decoding and training with many adapters, in other forms: which is fastest.
+
+    python -m bench.multi_forms --device cuda --jobs 8 --json FILE [--only norm,decode,train] [--shapes 4096x4096]
+
+``norm``: of G = 4, r = 16, beside one norm. ``decode``: 64 tokens of 64 adapters, r = 16, beside one adapter's call.
+``train``: forward and backward of 8192 tokens of 32 adapters of rank 8 to 256, their bank copied beside x A_a^T or ahead. Every
+form is checked, then timed in replayed CUDA graphs, all forms of a shape in turns. :func:`fastest` reads the choice off the
+file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from bench.attempt import Failures
+from bench.clock import anchor_graph, medians, timer
+from bench.command import command
+from bench.multi import MIXED
+from bench.multi_ways import Bank, S, build
+from bench.norm_forms import about
+from bench.save import save
+from bench.truth import rel_l2
+from bench.ways import BF16
+from fdora.functional import dora_norm
+from fdora.triton.multi_norm import StripConfig
+from fdora.triton.multi_small import RoomConfig
+from fdora.triton.runtime import walk
+
+TILES = [(64, 64, 3, 4), (64, 64, 2, 4), (64, 64, 4, 4), (128, 64, 3, 8), (64, 128, 3, 8), (64, 32, 4, 4), (128, 128, 2, 8)]
+FORMS: dict[str, list[tuple[int, ...]]] = {
+    "norm": [(n, k, span, stages, warps) for n, k, stages, warps in TILES for span in (256, 512, 1024, 2048)],
+    # the last leaves no room: as many programs as parts of K and columns make
+    "decode": [
+        *((2, 128, 4, n, area, w) for n, area in ((2, 2048), (3, 2048), (4, 2048), (2, 4096), (4, 4096)) for w in (4, 8)),
+        *((2, 256, 3, n, 2048, w) for n in (2, 4) for w in (4, 8)),
+        *((2, 256, 3, 4, 4096, 4), (4, 128, 4, 2, 2048, 8), (16, 256, 3, 99, 4096, 4)),
+    ],
+    "train": [(0,), (1,)],
+}
+TOKENS = 8192
+CHOOSERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "norm": (StripConfig, ("multi_norm.strip_config",)),
+    "decode": (RoomConfig, ("multi_small.room_config",)),
+    "train": (bool, ("multi.copies_beside", "multi_bwd.copies_beside")),
+}
+
+
+@contextmanager
+def formed(kind: str, form: tuple[int, ...]) -> Iterator[None]:
+    config, places = CHOOSERS[kind]
+    walk._plans.clear()
+    with ExitStack() as stack:
+        for place in places:
+            stack.enter_context(mock.patch(f"fdora.triton.{place}", lambda *_: config(*form)))
+        yield
+    walk._plans.clear()
+
+
+Found = dict[str, Tensor]
+
+
+def calls(kind: str, K: int, N: int, device: str) -> tuple[Callable[[], Found], Callable[[], Found], Found | None]:
+    """One adapter's call, that of the bank, and what the latter has to be where it is known."""
+    if kind == "norm":
+        i = Bank.random(8, K, N, [16] * 4, BF16, device)
+        W, A, B = i.W, i.A.detach(), i.B.detach()
+        return lambda: {"c": dora_norm(W, A[0], B[0], s=S)}, lambda: {"c": dora_norm(W, A, B, s=i.s)}, {"c": i.norm}
+    M, ranks = (64, [16] * 64) if kind == "decode" else (TOKENS, [MIXED[g % len(MIXED)] for g in range(32)])
+    i = Bank.random(M, K, N, ranks, BF16, device)
+    one, multi = build("one", i), build("multi", i)
+    if kind == "train":
+        return one.both, multi.both, None
+    return lambda: {"y": one.forward()}, lambda: {"y": multi.forward()}, None
+
+
+def compiled(kind: str, form: tuple[int, ...], shape: tuple[int, int], device: str) -> None:
+    """In a process of its own: what a later launch finds in Triton's cache."""
+    one, multi, _ = calls(kind, *shape, device)
+    one()
+    with formed(kind, form):
+        multi()
+
+
+def row_of(kind: str, forms: list[tuple[int, ...]], shape: tuple[int, int], options: Any) -> dict[str, Any]:
+    one, multi, want = calls(kind, *shape, options.device)
+    want = multi() if want is None else want
+    anchor = None if options.device == "cpu" else anchor_graph()
+    failed = Failures()
+
+    def prepare(name: str) -> Callable[[], float]:
+        with formed(kind, form_of(name)):
+            error = max(rel_l2(t, want[n].double()) for n, t in multi().items())
+            assert error < (1e-5 if kind == "norm" else 5e-3), f"wrong by {error:.1e}"
+            return timer(multi, options.device, anchor)
+
+    timers = failed.attempt([" ".join(map(str, form)) for form in forms], prepare)
+    ms = medians({"one": timer(one, options.device, anchor), **timers}, options.runs)
+    return {"kind": kind, "K": shape[0], "N": shape[1], "ms": {n: round(v, 5) for n, v in ms.items()}, "failed": dict(failed)}
+
+
+def form_of(name: str) -> tuple[int, ...]:
+    return tuple(map(int, name.split()))
+
+
+def fastest(rows: list[Mapping[str, Any]], kind: str) -> tuple[int, ...]:
+    """The form with the smallest geometric mean over the shapes, of those that ran on all of them."""
+    times = [row["ms"] for row in rows if row["kind"] == kind]
+    names = [name for name in times[0] if name != "one" and all(name in ms for ms in times)]
+    return form_of(min(names, key=lambda name: math.prod(ms[name] for ms in times)))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = command(__doc__, runs=5)
+    parser.add_argument("--only", default="norm,decode,train", type=lambda text: text.split(","))
+    parser.add_argument("--shapes", default="4096x4096,4096x14336", help="K x N")
+    parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
+    parser.add_argument("--most", type=int, help="no more forms of each kind than this")
+    options = parser.parse_args(argv)
+    facts = about(options.device, options.commit, argv)
+    shapes = [(int(K), int(N)) for K, N in (text.split("x") for text in options.shapes.split(","))]
+    if options.jobs:
+        with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+            tasks = [(kind, form, shape) for kind in options.only for form in FORMS[kind][: options.most] for shape in shapes]
+            for done in [pool.submit(compiled, *task, options.device) for task in tasks]:
+                done.exception()  # which the search meets again, and records
+    rows: list[dict[str, Any]] = []
+    for kind in options.only:
+        for shape in shapes:
+            rows.append(row_of(kind, FORMS[kind][: options.most], shape, options))
+            ms = rows[-1]["ms"]
+            print(kind, *shape, *(f"\n    {v / ms['one']:7.3f} {v:9.5f} ms  {n}" for n, v in ms.items()), flush=True)
+            save(options.json, {"about": facts, "runs": options.runs, "rows": rows})
+        print(kind, "fastest:", fastest(rows, kind), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""bench.multi_forms in small, on the CPU, and what is read off its results."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="it chooses among kernels; `make test` installs it")
+from bench import multi_forms
+from fdora.triton.multi_norm import strip_config
+
+RESULTS = Path(__file__).parents[1] / "bench/results/h200"
+
+
+def test_every_kind(tmp_path, monkeypatch):
+    monkeypatch.setattr(multi_forms, "TOKENS", 40)
+    path = tmp_path / "forms.json"
+    multi_forms.main(["--shapes", "48x32,32x48", "--runs", "1", "--most", "2", "--json", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["kind"], row["K"]) for row in rows] == [(kind, K) for kind in ("norm", "decode", "train") for K in (48, 32)]
+    assert all(len(row["ms"]) == 3 and not row["failed"] for row in rows)
+
+
+def test_the_fastest_of_those_that_ran_on_every_shape():
+    times = [{"one": 1, "1 2": 2, "3 4": 3, "5 6": 1}, {"one": 1, "1 2": 3, "3 4": 1}]
+    assert multi_forms.fastest([{"kind": "norm", "ms": ms} for ms in times], "norm") == (3, 4)
+
+
+def test_plans_take_what_was_fastest_on_an_h200():
+    rows = json.loads((RESULTS / "multi_norms.json").read_text())["rows"]
+    assert strip_config() == multi_forms.fastest(rows, "norm")
