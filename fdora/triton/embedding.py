@@ -22,7 +22,14 @@ from torch import Tensor
 from fdora._records import Lookup
 from fdora._torch import needs_dispatcher
 from fdora.triton.configs import power_of_two
-from fdora.triton.kernels.embedding import embedding_kernel, embedding_ready_kernel, embedding_tile_kernel
+from fdora.triton.kernels.embedding import (
+    embedding_direct_kernel,
+    embedding_kernel,
+    embedding_ready_kernel,
+    embedding_span_kernel,
+    embedding_tile_kernel,
+    embedding_walk_kernel,
+)
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv
@@ -67,9 +74,51 @@ class TileConfig(NamedTuple):
     num_warps: int
 
 
-def tile_config(half: bool) -> TileConfig:
-    """Of the second launch. Reasoned, not measured: `python -m bench.embedding --device cuda --tiles` times others."""
+class WalkConfig(NamedTuple):
+    BLOCK_T: int
+    BLOCK_D: int
+    num_warps: int
+    STAGES: int
+    per_sm: int
+    direct: bool
+
+
+class SpanConfig(NamedTuple):
+    BLOCK_T: int
+    BLOCK_D: int
+    SPAN: int
+    num_warps: int
+    STAGES: int
+
+
+def many_config(half: bool):
     return TileConfig(64, 128, 4) if half else TileConfig(32, 64, 4)
+
+
+def launch_many(plan, config, ids, W, A, B, m, c, y, s):
+    (T,), (V, D), R = ids.shape, W.shape, A.shape[0]
+    block_r, pdl = min(64, power_of_two(R)), plan.device.supports_pdl
+    direct = isinstance(config, WalkConfig) and config.direct
+    plan.path = "gather, low-rank product and g in one pass"
+    if not direct:
+        h, b, g = ready(plan, ids, A, B, m, c, s, W.dtype, False)
+        args = (ids, W, h, b, g, y, T, V, D, R, *W.stride)
+    if isinstance(config, WalkConfig):
+        strips = cdiv(D, config.BLOCK_D)
+        parts = min(cdiv(T, config.BLOCK_T), max(1, config.per_sm * plan.device.num_sms // strips))
+        tile = (config.STAGES, config.BLOCK_T, config.BLOCK_D, block_r)
+        if direct:
+            args = (ids, W, A, B, m, c, y, s, T, V, D, R, *W.stride, *A.stride, *B.stride)
+            plan.launch(embedding_direct_kernel, (strips, parts), args, tile, config.num_warps, 2)
+        else:
+            plan.launch(embedding_walk_kernel, (strips, parts), args, (pdl, *tile), config.num_warps, 2, pdl)
+    elif isinstance(config, SpanConfig):
+        grid = (cdiv(D, config.SPAN), cdiv(T, config.BLOCK_T))
+        tile = (pdl, config.STAGES, config.SPAN, config.BLOCK_T, config.BLOCK_D, block_r)
+        plan.launch(embedding_span_kernel, grid, args, tile, config.num_warps, 2, pdl)
+    else:
+        grid = (cdiv(D, config.BLOCK_D), cdiv(T, config.BLOCK_T))
+        plan.launch(embedding_tile_kernel, grid, args, (pdl, config.BLOCK_T, config.BLOCK_D, block_r), config.num_warps, 2, pdl)
 
 
 def is_many(T: int, per_row: bool) -> bool:
@@ -100,20 +149,8 @@ def plan_embedding(likes: Sequence[Like | None], device: Device, per_row: bool) 
     m, c, s = plan.vector(likes[4]), plan.vector(likes[5]), plan.scalar("s")
     (T,), (V, D), R = ids.shape, W.shape, A.shape[0]
     y = plan.result("y", (*shape, D), W.dtype)
-    if is_many(T, per_row):
-        plan.path = "columns of A, s B and g made ready; then gather, low-rank product and g in one pass"
-        h, b, g = ready(plan, ids, A, B, m, c, s, W.dtype, False)
-        block_t, block_d, num_warps = tile_config(W.itemsize == 2)
-        pdl = plan.device.supports_pdl
-        plan.launch(
-            embedding_tile_kernel,
-            (cdiv(D, block_d), cdiv(T, block_t)),
-            (ids, W, h, b, g, y, T, V, D, R, *W.stride),
-            (pdl, block_t, block_d, min(64, power_of_two(R))),
-            num_warps,
-            2,
-            pdl,
-        )
+    if is_many(T, per_row) and (config := many_config(W.itemsize == 2)) is not None:
+        launch_many(plan, config, ids, W, A, B, m, c, y, s)
         return plan.plan()
     own_norm = per_row and c is None
     block_t, block_d, block_r, span, num_warps, num_stages = config_of(T, D, R, W.itemsize == 2, device.num_sms)
@@ -123,7 +160,7 @@ def plan_embedding(likes: Sequence[Like | None], device: Device, per_row: bool) 
         embedding_kernel,
         (cdiv(T, block_t), cdiv(D, span)),
         (ids, W, A, B, m, c, y, s, T, V, D, R, *W.stride, *A.stride, *B.stride),
-        (per_row, own_norm, block_r >= R, block_t, block_d, block_r, span),
+        (per_row, own_norm, block_r >= R, own_norm or span > block_d, block_t, block_d, block_r, span),
         num_warps,
         num_stages,
     )

@@ -39,8 +39,8 @@ def _small_codes(*, x, codes, scales, scales2, part, h, b, out, pre_scale, u, dA
     return product(M, N, wide, x) + what
 
 
-def _codes_parts(*, x, codes, scales, scales2, out, M, N, K, **_: Any) -> Cost:
-    return product(M, N, K, x) + moved(x, codes, scales, scales2, out)
+def _codes_parts(*, x, codes, scales, scales2, out, part, h, b, M, N, K, R, **_: Any) -> Cost:
+    return product(M, N, K if b is None else K + R, x) + moved(x, codes, scales, scales2, out, part, h, b)
 
 
 def _add_parts(*, sums, x, part, h, b, out, pre_scale, u, dA, M, N, R, ACCUMULATE, **_: Any) -> Cost:
@@ -140,6 +140,10 @@ def _embedding(*, ids, W, A, B, y, T, D, R, OWN_NORM, **_: Any) -> Cost:
     return flops + read + moved(ids, B, y) + (flops + read if OWN_NORM else Cost())
 
 
+def _embedding_direct(*, ids, W, A, B, y, T, D, R, **_: Any) -> Cost:
+    return _embedding(ids=ids, W=W, A=A, B=B, y=y, T=T, D=D, R=R, OWN_NORM=False)
+
+
 def _embedding_ready(*, ids, A, B, h, b, T, R, **_: Any) -> Cost:
     return moved(ids, B, h, b) + Cost(bytes=float(T * R * A.dtype.itemsize))
 
@@ -226,9 +230,12 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "drop_kernel": _drop,
     "embedding_bwd_kernel": _embedding_bwd,
     "embedding_finish_kernel": _embedding_finish,
+    "embedding_direct_kernel": _embedding_direct,
     "embedding_kernel": _embedding,
     "embedding_ready_kernel": _embedding_ready,
     "embedding_tile_kernel": _embedding_tile,
+    "embedding_walk_kernel": _embedding_tile,
+    "embedding_span_kernel": _embedding_tile,
     "epilogue_kernel": _epilogue,
     "factors_kernel": _factors,
     "finish_kernel": _finish,
