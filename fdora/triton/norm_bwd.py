@@ -18,14 +18,16 @@ from torch import Tensor
 
 from fdora._torch import needs_dispatcher
 from fdora.triton.configs import power_of_two
-from fdora.triton.kernels.norm_bwd import norm_bwd_finish_kernel, norm_terms_kernel
+from fdora.triton.kernels.norm_bwd import norm_add_kernel, norm_bwd_finish_kernel, norm_pass_kernel, norm_terms_kernel
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv
-from fdora.triton.runtime.plan import Array, Like, Plan
+from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
 from fdora.triton.runtime.walk import plan_for, run
 
 BLOCK_N, BLOCK_J = 64, 128
+WHOLE = 64  # up to this rank one launch forms all sums
+PASS, GRAMS = (64, 128), 4  # rows and columns of a tile of W; parts of the sums of r x r matrices
 SERVED = (torch.bfloat16,)  # of W
 
 
@@ -62,6 +64,11 @@ def plan_norm_bwd(likes: Sequence[Like | None], device: Device, needs: tuple[boo
     dA = plan.result("dA", (R, K), A.dtype) if needs[0] else None
     dB = plan.result("dB", (N, R), B.dtype) if needs[1] else None
     t, f32 = W.dtype, torch.float32
+    whole = WHOLE if A.dtype == B.dtype == t else WHOLE // 2
+    if A.shape[0] <= whole:
+        plan.path = "all products with W in one pass, nothing of its size written"
+        _pass(plan, dc, W, A, B, c, s, dA, dB)
+        return plan.plan()
     if dA is not None:
         terms = 1 if B.dtype == t else 2
         slopes, wide = _terms(plan, B, t, terms, dc, c)
@@ -78,6 +85,53 @@ def plan_norm_bwd(likes: Sequence[Like | None], device: Device, needs: tuple[boo
         _finish(plan, parts, gram, (A, B, dc, c, dB), s, (N, K, R), False, terms)
     plan.path = "two products with W, nothing of its size written"
     return plan.plan()
+
+
+def _pass(
+    plan: Builder, dc: Array, W: Array, A: Array, B: Array, c: Array, s: Scalar, dA: Array | None, dB: Array | None
+) -> None:
+    """Two launches: all sums, in parts, and what adds them up."""
+    (N, K), R, f32 = W.shape, A.shape[0], torch.float32
+    block_n, block_k = PASS
+    block_r, ms = power_of_two(R), plan.device.num_sms
+    warps, stages = 4, 3
+    rows = _span(N, block_n, 3 * ms // 2 // cdiv(K, block_k))
+    columns = _span(K, block_k, 3 * ms // 2 // cdiv(N, block_n))
+    parts = {"A": cdiv(N, rows), "B": cdiv(K, columns)}
+    each = {"A": (dA, (parts["A"], R, K)), "B": (dB, (parts["B"], R, N))}
+    sums = [None if d is None else plan.temp(shape, f32) for d, shape in each.values()]
+    grams = [None if d is None else plan.temp((GRAMS, R, R), f32) for d in (dA, dB)]
+    strides = (*A.stride, *B.stride)
+    programs = GRAMS * ((dA is not None) + (dB is not None))
+    programs += 0 if dA is None else cdiv(K, block_k) * parts["A"]
+    programs += 0 if dB is None else cdiv(N, block_n) * parts["B"]
+    wide = [f.dtype != W.dtype for f in (A, B)]
+    terms, gram_block = [1 + w for w in wide[::-1]], 32 if any(wide) else 64
+    precision = [("tf32x3" if plan.device.capability else "ieee") if w else None for w in wide]
+    needs = (dA is not None, dB is not None)
+    plan.launch(
+        norm_pass_kernel,
+        (programs,),
+        (dc, c, W, A, B, *sums, *grams, N, K, R, *W.stride, *strides, rows, columns),
+        (*needs, GRAMS, *terms, *precision, gram_block, block_n, block_k, block_r),
+        warps,
+        stages,
+    )
+    block_i, block_j = min(32, block_r), 64
+    tiles = (0 if dA is None else cdiv(K, block_j)) + (0 if dB is None else cdiv(N, block_j))
+    plan.launch(
+        norm_add_kernel,
+        (tiles, cdiv(R, block_i)),
+        (*sums, *grams, A, B, dc, c, dA, dB, s, N, K, R, *strides),
+        (*needs, *parts.values(), GRAMS, *precision, block_j, block_i, block_r),
+        4,
+        2,
+    )
+
+
+def _span(length: int, block: int, parts: int) -> int:
+    """Of so many parts of a sum, whole blocks."""
+    return cdiv(cdiv(length, block), max(1, min(8, parts))) * block
 
 
 def _terms(

@@ -90,6 +90,15 @@ def _norm_bwd_finish(*, parts, G, A, B, out, N, K, R, OF_A, **_: Any) -> Cost:
     return product(R, K if OF_A else N, R, A) + moved(parts, G, A if OF_A else B, out)
 
 
+def _norm_pass(*, W, A, B, parts_A, parts_B, gram_A, gram_B, N, K, R, NEED_A, NEED_B, **_: Any) -> Cost:
+    flops = product(N, K, R * (NEED_A + NEED_B), W) + product(R, R, NEED_A * N + NEED_B * K, A)
+    return flops + moved(W, A, B, parts_A, parts_B, gram_A, gram_B)
+
+
+def _norm_add(*, parts_A, parts_B, gram_A, gram_B, A, B, dA, dB, N, K, R, NEED_A, NEED_B, **_: Any) -> Cost:
+    return product(R, NEED_A * K + NEED_B * N, R, A) + moved(parts_A, parts_B, gram_A, gram_B, A, B, dA, dB)
+
+
 def _quant4(*, codes, scales, scales2, A, B, partial, dense, N, K, R, **_: Any) -> Cost:
     return product(N, K, R, A) + moved(codes, scales, scales2, A, B, partial, dense)
 
@@ -251,8 +260,10 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "merge_kernel": _merge,
     "multi_drop_kernel": _rows,
     "multi_sum_kernel": _sum,
+    "norm_add_kernel": _norm_add,
     "norm_bwd_finish_kernel": _norm_bwd_finish,
     "norm_kernel": _norm,
+    "norm_pass_kernel": _norm_pass,
     "norm_terms_kernel": _norm_terms,
     "planes_bwd_kernel": _compose_bwd,
     "planes_fwd_kernel": _compose_fwd,
