@@ -31,8 +31,8 @@ def _tile(
         r = r0 + tl.arange(0, BLOCK_R)
         at_b = B + r[:, None].to(tl.int64) * stride_br + d[None, :].to(tl.int64) * stride_bd
         b = s * tl.load(at_b, mask=(r < R)[:, None] & in_d[None, :], other=0.0).to(tl.float32)
-        a = a if KEPT else _columns_of_A(A, v, known, r, R, stride_ar, stride_av)
-        acc = tl.dot(a.to(w.dtype), b.to(w.dtype), acc, input_precision="ieee")
+        slab = a if KEPT else _columns_of_A(A, v, known, r, R, stride_ar, stride_av)
+        acc = tl.dot(slab.to(w.dtype), b.to(w.dtype), acc, input_precision="ieee")
     return w.to(tl.float32) + acc
 
 

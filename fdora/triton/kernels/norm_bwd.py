@@ -179,7 +179,7 @@ def norm_pass_kernel(
                 B, dc, c, gram_A, part, part * span, min(part * span + span, N), N, R, stride_bn, stride_br,
                 True, PRECISION_B, GRAM_BLOCK, BLOCK_R,
             )
-        else:
+        elif NEED_B:
             span = tl.cdiv(K, GRAMS)
             _gram(
                 A, dc, c, gram_B, part, part * span, min(part * span + span, K), N, R, stride_ak, stride_ar,
@@ -190,7 +190,7 @@ def norm_pass_kernel(
             dc, c, W, B, parts_A, p - grams, strips, N, K, R, stride_wn, stride_wk, stride_bn, stride_br, rows_of_part,
             TERMS_A, BLOCK_N, BLOCK_K, BLOCK_R,
         )
-    else:
+    elif NEED_B:
         _rows_of_W(
             W, A, parts_B, p - grams - of_A, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, columns_of_part,
             TERMS_B, BLOCK_N, BLOCK_K, BLOCK_R,
@@ -277,7 +277,7 @@ def norm_add_kernel(
             parts_A, gram_A, A, dA, 1.0, s, j, K, R, stride_ar, stride_ak, K, 1,
             PARTS_A, GRAMS, PRECISION_A, BLOCK_R, BLOCK_I, i,
         )
-    else:
+    elif NEED_B:
         j = (p - of_A) * BLOCK_J + tl.arange(0, BLOCK_J)
         q = _slopes(dc, c, j, N)[None, :]
         _added(
