@@ -107,40 +107,16 @@ def embedding_rows(V, d, r, tokens, device, runs, facts):
 
 
 def tiles_of(facade, T):
-    """Those of one launch for few tokens, and of the ways for many."""
+    """Those of one launch for few tokens, and of both ways for many."""
     ones = [(16, d, span, warps) for d, warps in ((128, 4), (256, 4), (256, 8), (512, 8)) for span in (d, 2 * d)]
     ones += [(32, 128, 128, 4), (32, 256, 256, 8), (64, 128, 128, 4), (16, 128, 512, 4)]
     found = [facade.Config(t, d, 16, span, warps, 3) for t, d, span, warps in (ones if T < facade.MANY else ())]
-    walks = [
-        (16, 512, 8, 3, 4),
-        (16, 512, 8, 5, 4),
-        (16, 512, 4, 5, 4),
-        (16, 256, 4, 5, 4),
-        (16, 256, 4, 5, 6),
-        (16, 1024, 8, 5, 2),
-    ]
-    walks += [
-        (16, 512, 8, 7, 3),
-        (32, 256, 8, 3, 4),
-        (32, 256, 8, 5, 3),
-        (32, 256, 4, 5, 3),
-        (32, 128, 4, 5, 5),
-        (16, 512, 8, 5, 2),
-    ]
-    found += [facade.WalkConfig(*walk, direct) for walk in walks for direct in (True, False)]
+    sides = ((16, 512, 8), (16, 512, 4), (16, 256, 4), (16, 1024, 8), (32, 256, 8), (32, 256, 4), (32, 128, 4), (32, 512, 8))
+    pace = {1: (4, 8, 1000), 3: (4, 1000), 5: (2, 4, 6), 7: (2, 3)}  # stages: programs a multiprocessor
+    found += [facade.WalkConfig(*side, stages, some) for side in sides for stages in pace for some in pace[stages]]
     if T >= facade.MANY:
         sides = product((16, 32, 64), (128, 256, 512), (4, 8))
         found += [facade.TileConfig(*tile) for tile in sides if tile[0] * tile[1] <= 16384]
-        spans = (
-            (16, 256, 4096, 4, 3),
-            (16, 256, 4096, 4, 4),
-            (16, 512, 4096, 8, 3),
-            (32, 128, 1024, 4, 4),
-            (32, 256, 2048, 8, 3),
-        )
-        found += [
-            facade.SpanConfig(*span) for span in (*spans, (64, 64, 1024, 4, 4), (64, 128, 1024, 8, 3), (32, 256, 4096, 8, 3))
-        ]
     return found
 
 
@@ -149,8 +125,10 @@ def choosing(facade, config):
     """Calls take this tile, whatever else they would take."""
     from fdora.triton.runtime import walk
 
-    many = 1 << 30 if isinstance(config, facade.Config) else 0
-    with mock.patch.multiple(facade, config_of=lambda *_: config, many_config=lambda *_: config, MANY=many):
+    kind = type(config).__name__
+    what = {"MANY": 1 << 30 if kind == "Config" else 0, "WALKS": 1 << 30 if kind == "WalkConfig" else 0}
+    what |= {name: lambda *_: config for name in ("config_of", "walk_config", "tile_config")}
+    with mock.patch.multiple(facade, **what):
         walk._plans.clear()
         yield
     walk._plans.clear()

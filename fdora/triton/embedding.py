@@ -23,10 +23,8 @@ from fdora._records import Lookup
 from fdora._torch import needs_dispatcher
 from fdora.triton.configs import power_of_two
 from fdora.triton.kernels.embedding import (
-    embedding_direct_kernel,
     embedding_kernel,
     embedding_ready_kernel,
-    embedding_span_kernel,
     embedding_tile_kernel,
     embedding_walk_kernel,
 )
@@ -37,9 +35,8 @@ from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
 from fdora.triton.runtime.walk import plan_for, run
 
 WHOLE = 64  # up to this rank a program keeps its columns of A
-
-
-MANY = 2048  # tokens, from which on two launches serve
+WALKS = 16  # up to this rank one launch serves many tokens
+MANY = 2048  # tokens, from which on programs walk, or two launches serve
 READY_T = 32  # tokens, or columns, of a program of the first
 
 
@@ -74,51 +71,22 @@ class TileConfig(NamedTuple):
     num_warps: int
 
 
+def tile_config(half: bool) -> TileConfig:
+    """Of the second of two launches; `python -m bench.embedding --device cuda --tiles` times others."""
+    return TileConfig(64, 128, 4) if half else TileConfig(32, 64, 4)
+
+
 class WalkConfig(NamedTuple):
     BLOCK_T: int
     BLOCK_D: int
     num_warps: int
     STAGES: int
     per_sm: int
-    direct: bool
 
 
-class SpanConfig(NamedTuple):
-    BLOCK_T: int
-    BLOCK_D: int
-    SPAN: int
-    num_warps: int
-    STAGES: int
-
-
-def many_config(half: bool):
-    return TileConfig(64, 128, 4) if half else TileConfig(32, 64, 4)
-
-
-def launch_many(plan, config, ids, W, A, B, m, c, y, s):
-    (T,), (V, D), R = ids.shape, W.shape, A.shape[0]
-    block_r, pdl = min(64, power_of_two(R)), plan.device.supports_pdl
-    direct = isinstance(config, WalkConfig) and config.direct
-    plan.path = "gather, low-rank product and g in one pass"
-    if not direct:
-        h, b, g = ready(plan, ids, A, B, m, c, s, W.dtype, False)
-        args = (ids, W, h, b, g, y, T, V, D, R, *W.stride)
-    if isinstance(config, WalkConfig):
-        strips = cdiv(D, config.BLOCK_D)
-        parts = min(cdiv(T, config.BLOCK_T), max(1, config.per_sm * plan.device.num_sms // strips))
-        tile = (config.STAGES, config.BLOCK_T, config.BLOCK_D, block_r)
-        if direct:
-            args = (ids, W, A, B, m, c, y, s, T, V, D, R, *W.stride, *A.stride, *B.stride)
-            plan.launch(embedding_direct_kernel, (strips, parts), args, tile, config.num_warps, 2)
-        else:
-            plan.launch(embedding_walk_kernel, (strips, parts), args, (pdl, *tile), config.num_warps, 2, pdl)
-    elif isinstance(config, SpanConfig):
-        grid = (cdiv(D, config.SPAN), cdiv(T, config.BLOCK_T))
-        tile = (pdl, config.STAGES, config.SPAN, config.BLOCK_T, config.BLOCK_D, block_r)
-        plan.launch(embedding_span_kernel, grid, args, tile, config.num_warps, 2, pdl)
-    else:
-        grid = (cdiv(D, config.BLOCK_D), cdiv(T, config.BLOCK_T))
-        plan.launch(embedding_tile_kernel, grid, args, (pdl, config.BLOCK_T, config.BLOCK_D, block_r), config.num_warps, 2, pdl)
+def walk_config(half: bool) -> WalkConfig:
+    """Of the one launch for many tokens; `python -m bench.embedding --device cuda --tiles` times others."""
+    return WalkConfig(16, 512, 8, 5, 4) if half else WalkConfig(16, 64, 4, 3, 4)
 
 
 def is_many(T: int, per_row: bool) -> bool:
@@ -149,8 +117,9 @@ def plan_embedding(likes: Sequence[Like | None], device: Device, per_row: bool) 
     m, c, s = plan.vector(likes[4]), plan.vector(likes[5]), plan.scalar("s")
     (T,), (V, D), R = ids.shape, W.shape, A.shape[0]
     y = plan.result("y", (*shape, D), W.dtype)
-    if is_many(T, per_row) and (config := many_config(W.itemsize == 2)) is not None:
-        launch_many(plan, config, ids, W, A, B, m, c, y, s)
+    if is_many(T, per_row):
+        launch_many = in_one if WALKS >= R else in_two
+        launch_many(plan, ids, W, A, B, m, c, y, s)
         return plan.plan()
     own_norm = per_row and c is None
     block_t, block_d, block_r, span, num_warps, num_stages = config_of(T, D, R, W.itemsize == 2, device.num_sms)
@@ -165,6 +134,38 @@ def plan_embedding(likes: Sequence[Like | None], device: Device, per_row: bool) 
         num_stages,
     )
     return plan.plan()
+
+
+def in_one(plan: Builder, ids: Array, W: Array, A: Array, B: Array, m: Array, c: Array, y: Array, s: Scalar) -> None:
+    plan.path = "gather, low-rank product and g in one pass, of programs that keep s B and g"
+    (T,), (V, D), R = ids.shape, W.shape, A.shape[0]
+    block_t, block_d, num_warps, stages, per_sm = walk_config(W.itemsize == 2)
+    strips = cdiv(D, block_d)
+    parts = min(cdiv(T, block_t), max(1, per_sm * plan.device.num_sms // strips))
+    plan.launch(
+        embedding_walk_kernel,
+        (strips, parts),
+        (ids, W, A, B, m, c, y, s, T, V, D, R, *W.stride, *A.stride, *B.stride),
+        (stages, block_t, block_d, power_of_two(R)),
+        num_warps,
+    )
+
+
+def in_two(plan: Builder, ids: Array, W: Array, A: Array, B: Array, m: Array, c: Array, y: Array, s: Scalar) -> None:
+    plan.path = "columns of A, s B and g made ready; then gather, low-rank product and g in one pass"
+    (T,), (V, D), R = ids.shape, W.shape, A.shape[0]
+    h, b, g = ready(plan, ids, A, B, m, c, s, W.dtype, False)
+    block_t, block_d, num_warps = tile_config(W.itemsize == 2)
+    pdl = plan.device.supports_pdl
+    plan.launch(
+        embedding_tile_kernel,
+        (cdiv(D, block_d) * cdiv(T, block_t),),
+        (ids, W, h, b, g, y, T, V, D, R, *W.stride),
+        (pdl, block_t, block_d, min(64, power_of_two(R))),
+        num_warps,
+        2,
+        pdl,
+    )
 
 
 def ready(

@@ -189,6 +189,7 @@ KERNELS = (
     "embedding_finish",
     "embedding_ready",
     "embedding_tile",
+    "embedding_walk",
     "segment_scan",
     "segment_total",
     "epilogue",
@@ -352,7 +353,9 @@ def test_compose_of_planes(target, tmp_path):
         assert_builds(plans, target, tmp_path)
 
 
-@pytest.mark.parametrize(("T", "r", "dtype", "adapter"), [(4096, 16, BF16, FP32), (64, 384, FP32, FP32)])
+@pytest.mark.parametrize(
+    ("T", "r", "dtype", "adapter"), [(4096, 16, BF16, FP32), (4096, 64, BF16, FP32), (64, 384, FP32, FP32)]
+)
 @pytest.mark.parametrize("target", [80, 90, 100])
 def test_embedding(target, T, r, dtype, adapter, tmp_path):
     first, _, of_rows, *rest = calls_of_embeddings(T, 1024, 4096, r, dtype, adapter)

@@ -150,7 +150,9 @@ def embedding_tile_kernel(
     BLOCK_R: tl.constexpr,
 ):
     """One tile of y = g (W[ids] + h b^T). The rows of W are on their way before anything else is."""
-    t, d = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    strips = tl.cdiv(D, BLOCK_D)  # those of the same rows run together
+    tile_t, tile_d = tl.program_id(0) // strips, tl.program_id(0) % strips
+    t, d = tile_t * BLOCK_T + tl.arange(0, BLOCK_T), tile_d * BLOCK_D + tl.arange(0, BLOCK_D)
     in_t, in_d = t < T, d < D
     v = tl.load(ids + t, mask=in_t, other=0).to(tl.int64)
     known = in_t & (v >= 0) & (v < V)
@@ -177,91 +179,6 @@ def embedding_tile_kernel(
 def embedding_walk_kernel(
     ids,
     W,
-    h,
-    b,
-    g,
-    y,
-    T,
-    V,
-    D,
-    R,
-    stride_wv,
-    stride_wd,
-    PDL: tl.constexpr,
-    STAGES: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """y = g (W[ids] + h b^T) of one strip of columns and every so many blocks of tokens. b and g stay; rows of W are asked for
-    some blocks ahead."""
-    d, r = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
-    in_d, in_r = d < D, r < R
-    if PDL:
-        gdc_wait()
-    bt = tl.load(b + d[None, :].to(tl.int64) * R + r[:, None], mask=in_r[:, None] & in_d[None, :], other=0.0)
-    gd = tl.load(g + d, mask=in_d, other=0.0)
-    at_d = W + d[None, :].to(tl.int64) * stride_wd
-    for i in tl.range(tl.program_id(1), tl.cdiv(T, BLOCK_T), tl.num_programs(1), num_stages=STAGES):
-        t = i * BLOCK_T + tl.arange(0, BLOCK_T)
-        in_t = t < T
-        v = tl.load(ids + t, mask=in_t, other=0).to(tl.int64)
-        known = in_t & (v >= 0) & (v < V)
-        w = tl.load(at_d + v[:, None] * stride_wv, mask=known[:, None] & in_d[None, :], other=0.0)
-        row = t[:, None].to(tl.int64)
-        ht = tl.load(h + row * R + r[None, :], mask=in_t[:, None] & in_r[None, :], other=0.0)
-        acc = tl.dot(ht, bt, input_precision="ieee")
-        out = tl.where(known[:, None], gd[None, :] * (w.to(tl.float32) + acc), float("nan"))
-        tl.store(y + row * D + d[None, :], out.to(y.dtype.element_ty), mask=in_t[:, None] & in_d[None, :])
-
-
-@triton.jit(launch_metadata=launched)
-def embedding_span_kernel(
-    ids,
-    W,
-    h,
-    b,
-    g,
-    y,
-    T,
-    V,
-    D,
-    R,
-    stride_wv,
-    stride_wd,
-    PDL: tl.constexpr,
-    STAGES: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """y = g (W[ids] + h b^T) of some tokens and a span of columns: rows of W are asked for some blocks ahead."""
-    t, r = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
-    in_t, in_r = t < T, r < R
-    v = tl.load(ids + t, mask=in_t, other=0).to(tl.int64)
-    known = in_t & (v >= 0) & (v < V)
-    row = t[:, None].to(tl.int64)
-    at_w = W + v[:, None] * stride_wv
-    if PDL:
-        gdc_wait()
-    ht = tl.load(h + row * R + r[None, :], mask=in_t[:, None] & in_r[None, :], other=0.0)
-    first = tl.program_id(0) * SPAN
-    for d0 in tl.range(first, min(first + SPAN, D), BLOCK_D, num_stages=STAGES):
-        d = d0 + tl.arange(0, BLOCK_D)
-        in_d = d < D
-        w = tl.load(at_w + d[None, :].to(tl.int64) * stride_wd, mask=known[:, None] & in_d[None, :], other=0.0)
-        bt = tl.load(b + d[None, :].to(tl.int64) * R + r[:, None], mask=in_r[:, None] & in_d[None, :], other=0.0)
-        gd = tl.load(g + d, mask=in_d, other=0.0)
-        acc = tl.dot(ht, bt, input_precision="ieee")
-        out = tl.where(known[:, None], gd[None, :] * (w.to(tl.float32) + acc), float("nan"))
-        tl.store(y + row * D + d[None, :], out.to(y.dtype.element_ty), mask=in_t[:, None] & in_d[None, :])
-
-
-@triton.jit(launch_metadata=launched)
-def embedding_direct_kernel(
-    ids,
-    W,
     A,
     B,
     m,
@@ -283,7 +200,8 @@ def embedding_direct_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """y = g (W[ids] + s A^T[ids] B^T) of one strip of columns and every so many blocks of tokens."""
+    """y = g (W[ids] + s A^T[ids] B^T) of one strip of columns and every so many blocks of tokens. s B and g of the strip stay;
+    rows of W and columns of A are asked for STAGES / 2 blocks ahead."""
     d, r = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
     in_d, in_r = d < D, r < R
     at_b = B + d[None, :].to(tl.int64) * stride_bd + r[:, None].to(tl.int64) * stride_br

@@ -149,7 +149,7 @@ def _embedding(*, ids, W, A, B, y, T, D, R, OWN_NORM, **_: Any) -> Cost:
     return flops + read + moved(ids, B, y) + (flops + read if OWN_NORM else Cost())
 
 
-def _embedding_direct(*, ids, W, A, B, y, T, D, R, **_: Any) -> Cost:
+def _embedding_walk(*, ids, W, A, B, y, T, D, R, **_: Any) -> Cost:
     return _embedding(ids=ids, W=W, A=A, B=B, y=y, T=T, D=D, R=R, OWN_NORM=False)
 
 
@@ -239,12 +239,10 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "drop_kernel": _drop,
     "embedding_bwd_kernel": _embedding_bwd,
     "embedding_finish_kernel": _embedding_finish,
-    "embedding_direct_kernel": _embedding_direct,
     "embedding_kernel": _embedding,
     "embedding_ready_kernel": _embedding_ready,
     "embedding_tile_kernel": _embedding_tile,
-    "embedding_walk_kernel": _embedding_tile,
-    "embedding_span_kernel": _embedding_tile,
+    "embedding_walk_kernel": _embedding_walk,
     "epilogue_kernel": _epilogue,
     "factors_kernel": _factors,
     "finish_kernel": _finish,
