@@ -1,11 +1,13 @@
 """The gradient through a row norm, ``c = ||W + s B A||``, in its form of low rank; formulas: fdora/eager/norm.py. bfloat16 W.
 
 With q = dc / c:    dA = s ((q B)^T W + s ((q B)^T B) A)    dB = s q (W A^T + s B (A A^T))
-Two products with W by cuBLAS, each of which reads it once, two small ones for r x r matrices, and a pass before and one behind
-for each gradient. float32 adapters go through the products as two terms of bfloat16, as in plain torch; there q B needs no
-scale, whose largest element another launch would have to find: float16 is left to plain torch for that.
+Up to r = 64, 32 where an adapter is float32: one launch whose programs take part of W for dA or for dB, or of a factor for
+the r x r matrices, and one that adds the parts in their order. Above: two products with W by cuBLAS, each of which reads it
+once, two small ones, and a pass before and one behind for each gradient. float32 adapters go through the products as two terms
+of bfloat16, as in plain torch; there q B needs no scale, whose largest element another launch would have to find: float16 is
+left to plain torch for that.
 
-Roof: W twice. 4096 x 4096, r = 16: 67 MB, 16 us; plain torch took 160 us beside a step of 461 (H200, some 40 launches).
+Roof: W twice. 4096 x 4096, r = 16: 67 MB, 16 us; 19 are taken (H200), where plain torch took 160 in some 40 launches.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from torch import Tensor
 
 from fdora._torch import needs_dispatcher
 from fdora.triton.configs import power_of_two
-from fdora.triton.kernels.norm_bwd import norm_add_kernel, norm_bwd_finish_kernel, norm_pass_kernel, norm_terms_kernel
+from fdora.triton.kernels.norm_bwd import norm_bwd_finish_kernel, norm_terms_kernel
+from fdora.triton.kernels.norm_pass import norm_add_kernel, norm_pass_kernel
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv
@@ -64,7 +67,7 @@ def plan_norm_bwd(likes: Sequence[Like | None], device: Device, needs: tuple[boo
     dA = plan.result("dA", (R, K), A.dtype) if needs[0] else None
     dB = plan.result("dB", (N, R), B.dtype) if needs[1] else None
     t, f32 = W.dtype, torch.float32
-    whole = WHOLE if A.dtype == B.dtype == t else WHOLE // 2
+    whole = WHOLE if A.dtype == B.dtype == t else WHOLE // 2  # of three tf32 products sm_80 spills above
     if A.shape[0] <= whole:
         plan.path = "all products with W in one pass, nothing of its size written"
         _pass(plan, dc, W, A, B, c, s, dA, dB)
