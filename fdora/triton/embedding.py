@@ -1,11 +1,14 @@
 """Rows of an adapted table, ``y = g (W[ids] + s A^T[ids] B^T)``: a gather, a thin product on tensor cores and g.
 
 Roof: a read and a write of the rows, 4 d bytes a token in 16 bits. What is read beside them comes out of L2, which must not
-have as much to do: a tile of t tokens and k columns reads 2 t k bytes of W and writes as many; columns of A, (r, V) as PEFT has
-it, are r sectors of 32 bytes a token, 32 t r, which only k >= 64 r would make little of; B in float32 is 4 k r, g and its
-division 8 k. So where tokens are many a first launch forms h = A^T[ids], s B in 16 bits and g, once (it reads 32 r bytes a
-token, 3 % of the rows for d = 4096 and r = 16, and writes next to nothing). Tiles then read 2 r (t + k), 19 % of 4 t k at
-64 x 128 and r = 16, have no loop, and ask for their rows of W before they wait for the first launch (sm_90).
+have as much to do. A tile of t tokens and k columns reads 2 t k bytes of W and writes as many; columns of A, (r, V) as PEFT has
+it, are r sectors of 32 bytes a token, 32 t r; B in float32 is 4 k r, g and its division 8 k. Where tokens are many and r is
+small a program owns a strip of columns, keeps its s B and g, and walks over blocks of tokens, whose rows of W it asks for some
+blocks ahead: 32 t r is a quarter of 4 t k at r = 16 and k = 512.
+
+At a larger r strips are narrower, and 32 t r is as much as the rows: a first launch forms h = A^T[ids], s B in 16 bits and g,
+once. Tiles then read 2 r (t + k), have no loop, and ask for their rows of W before they wait for the first launch (sm_90),
+which takes 6 us of 8192 tokens (H200).
 
 Few tokens: one launch, whose programs own some tokens and a span of columns. With a norm of each row that nobody gave, a
 program owns whole rows and walks them twice.
