@@ -8,6 +8,9 @@ Where columns are too few to fill the GPU, K is split too, and the second launch
     parts of x W                     one program per few columns and part of K
     out = g (sum + h B) + bias       one program per few columns; parts are added in their order
 
+Above r = 64 h B is one of the parts, whose programs read B while others read codes: 14336 x 4096, r = 384, one token, 0.039 ms
+before and 0.032 so (H200).
+
 Each weight is value(code) * scale in float32, rounded once to the dtype of x: the number that a dense W of that dtype holds.
 So y is that of the dense way up to the order of a sum. Nothing of the size of W is written.
 """
@@ -29,7 +32,7 @@ from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.small import Out, shrunk
 
-BESIDE = 64  # from this rank on h B is a part beside those of x W, whose programs read B while others read codes
+BESIDE = 64  # above this rank h B is a part beside those of x W
 
 
 def reads(W: Packed) -> bool:
