@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bench.clock import anchor_graph, medians, timer
 from bench.command import command
+from bench.kernels import by_name, profiled, shares
 from bench.norm_forms import about
 from bench.save import save
 from bench.table import table
@@ -39,7 +40,15 @@ def truth(i: Inputs, detach: bool) -> tuple[Tensor, ...]:
     return y.detach(), *torch.autograd.grad(y, leaves, i.dy.double())
 
 
-def rows_of(shape: tuple[int, int, int, int], device: str, runs: int) -> list[dict]:
+def kernels_of(i: Inputs) -> None:
+    """What a step runs with the norm given, the longest first: those that full DoRA adds have other names or more time."""
+    for detach in (True, False):
+        for _ in range(2):
+            kernels = by_name(profiled(lambda d=detach: step(i, d, True)), 1)
+        print(f"detach={detach}\n{shares(kernels)}\n", flush=True)
+
+
+def rows_of(shape: tuple[int, int, int, int], device: str, runs: int, kernels: bool = False) -> list[dict]:
     M, K, N, r = shape
     i = Inputs.random(M, K, N, r, torch.bfloat16, device)
     apart: dict[bool, float] = {}
@@ -55,11 +64,14 @@ def rows_of(shape: tuple[int, int, int, int], device: str, runs: int) -> list[di
         row |= {"full_ms": round(ms["False"], 4), "ratio": round(ms["False"] / ms["True"], 3), "goal": GOAL}
         rows.append(row | {"error": float(f"{apart[False]:.1e}")})
         print(rows[-1], flush=True)
+    if kernels:
+        kernels_of(i)
     return rows
 
 
 def parse(argv):
     parser = command(__doc__, runs=9)
+    parser.add_argument("--kernels", action="store_true", help="print the kernels of a step, named and timed")
     parser.add_argument("--tiny", action="store_true", help="one small shape, for a smoke test")
     return parser.parse_args(argv)
 
@@ -68,7 +80,7 @@ def main(argv=None):
     options = parse(argv)
     result: dict = {"about": about(options.device, options.commit, argv), "rows": []}
     for shape in ((64, 96, 80, 8),) if options.tiny else SHAPES:
-        result["rows"] += rows_of(shape, options.device, options.runs)
+        result["rows"] += rows_of(shape, options.device, options.runs, options.kernels)
         save(options.json, result)
     print("\n" + table(list(result["rows"][0]), [row.values() for row in result["rows"]]))
 

@@ -85,7 +85,8 @@ def dora_embedding(
       NotImplementedError: a second derivative is asked for.
 
     Memory: keeps its arguments, no activation; backward makes the rows again. Nothing of the size of W is ever made, but the
-    gradient of A is (r, V), if it is not sparse. Derivation: ``fdora/eager/embedding.py``.
+    gradient of A is (r, V), if it is not sparse; on a GPU its parts take r d / 32 bytes a token for a while.
+    Derivation: ``fdora/eager/embedding.py``.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5; Yeh et al., LyCORIS, 2023, arXiv:2309.14859 (norm_axis=1).
     """
     if check_embedding("dora_embedding", ids, W, A, B, m, s, norm, norm_axis, padding_idx, max_norm):

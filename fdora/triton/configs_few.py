@@ -30,9 +30,9 @@ class PartsConfig(NamedTuple):
 
 
 def parts_config(M: int, r: int, columns: bool) -> PartsConfig:
-    """Slab by slab B takes one trip to memory after the other, at r = 384 six: a third of the time of one token's layer."""
-    if M <= 16 and r <= 512 and not columns:
-        return PartsConfig(32 if r > 64 else 64, power_of_two(r), True, 8 if r > 128 else 4)
+    """Slab by slab B takes one trip to memory after the other. ``r`` is 0 where h B is a part itself."""
+    if M <= 16 and 0 < r <= 64 and not columns:
+        return PartsConfig(64, power_of_two(r), True, 4)
     return PartsConfig(64 if M <= 16 else 32, min(64, power_of_two(r)), False, 4)
 
 

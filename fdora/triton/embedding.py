@@ -1,11 +1,14 @@
 """Rows of an adapted table, ``y = g (W[ids] + s A^T[ids] B^T)``: a gather, a thin product on tensor cores and g.
 
 Roof: a read and a write of the rows, 4 d bytes a token in 16 bits. What is read beside them comes out of L2, which must not
-have as much to do: a tile of t tokens and k columns reads 2 t k bytes of W and writes as many; columns of A, (r, V) as PEFT has
-it, are r sectors of 32 bytes a token, 32 t r, which only k >= 64 r would make little of; B in float32 is 4 k r, g and its
-division 8 k. So where tokens are many a first launch forms h = A^T[ids], s B in 16 bits and g, once (it reads 32 r bytes a
-token, 3 % of the rows for d = 4096 and r = 16, and writes next to nothing). Tiles then read 2 r (t + k), 19 % of 4 t k at
-64 x 128 and r = 16, have no loop, and ask for their rows of W before they wait for the first launch (sm_90).
+have as much to do. A tile of t tokens and k columns reads 2 t k bytes of W and writes as many; columns of A, (r, V) as PEFT has
+it, are r sectors of 32 bytes a token, 32 t r; B in float32 is 4 k r, g and its division 8 k. Where tokens are many and r is
+small a program owns a strip of columns, keeps its s B and g, and walks over blocks of tokens, whose rows of W it asks for some
+blocks ahead: 32 t r is a quarter of 4 t k at r = 16 and k = 512.
+
+At a larger r strips are narrower, and 32 t r is as much as the rows: a first launch forms h = A^T[ids], s B in 16 bits and g,
+once. Tiles then read 2 r (t + k), have no loop, and ask for their rows of W before they wait for the first launch (sm_90),
+which takes 6 us of 8192 tokens (H200).
 
 Few tokens: one launch, whose programs own some tokens and a span of columns. With a norm of each row that nobody gave, a
 program owns whole rows and walks them twice.
@@ -22,7 +25,12 @@ from torch import Tensor
 from fdora._records import Lookup
 from fdora._torch import needs_dispatcher
 from fdora.triton.configs import power_of_two
-from fdora.triton.kernels.embedding import embedding_kernel, embedding_ready_kernel, embedding_tile_kernel
+from fdora.triton.kernels.embedding import (
+    embedding_kernel,
+    embedding_ready_kernel,
+    embedding_tile_kernel,
+    embedding_walk_kernel,
+)
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv
@@ -30,9 +38,8 @@ from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
 from fdora.triton.runtime.walk import plan_for, run
 
 WHOLE = 64  # up to this rank a program keeps its columns of A
-
-
-MANY = 2048  # tokens, from which on two launches serve
+WALKS = 16  # up to this rank one launch serves many tokens
+MANY = 2048  # tokens, from which on programs walk, or two launches serve
 READY_T = 32  # tokens, or columns, of a program of the first
 
 
@@ -68,8 +75,21 @@ class TileConfig(NamedTuple):
 
 
 def tile_config(half: bool) -> TileConfig:
-    """Of the second launch. Reasoned, not measured: `python -m bench.embedding --device cuda --tiles` times others."""
+    """Of the second of two launches; `python -m bench.embedding --device cuda --tiles` times others."""
     return TileConfig(64, 128, 4) if half else TileConfig(32, 64, 4)
+
+
+class WalkConfig(NamedTuple):
+    BLOCK_T: int
+    BLOCK_D: int
+    num_warps: int
+    STAGES: int
+    per_sm: int
+
+
+def walk_config(half: bool) -> WalkConfig:
+    """Of the one launch for many tokens; `python -m bench.embedding --device cuda --tiles` times others."""
+    return WalkConfig(16, 512, 8, 5, 4) if half else WalkConfig(16, 64, 4, 3, 4)
 
 
 def is_many(T: int, per_row: bool) -> bool:
@@ -101,19 +121,8 @@ def plan_embedding(likes: Sequence[Like | None], device: Device, per_row: bool) 
     (T,), (V, D), R = ids.shape, W.shape, A.shape[0]
     y = plan.result("y", (*shape, D), W.dtype)
     if is_many(T, per_row):
-        plan.path = "columns of A, s B and g made ready; then gather, low-rank product and g in one pass"
-        h, b, g = ready(plan, ids, A, B, m, c, s, W.dtype, False)
-        block_t, block_d, num_warps = tile_config(W.itemsize == 2)
-        pdl = plan.device.supports_pdl
-        plan.launch(
-            embedding_tile_kernel,
-            (cdiv(D, block_d), cdiv(T, block_t)),
-            (ids, W, h, b, g, y, T, V, D, R, *W.stride),
-            (pdl, block_t, block_d, min(64, power_of_two(R))),
-            num_warps,
-            2,
-            pdl,
-        )
+        launch_many = in_one if WALKS >= R else in_two
+        launch_many(plan, ids, W, A, B, m, c, y, s)
         return plan.plan()
     own_norm = per_row and c is None
     block_t, block_d, block_r, span, num_warps, num_stages = config_of(T, D, R, W.itemsize == 2, device.num_sms)
@@ -123,11 +132,43 @@ def plan_embedding(likes: Sequence[Like | None], device: Device, per_row: bool) 
         embedding_kernel,
         (cdiv(T, block_t), cdiv(D, span)),
         (ids, W, A, B, m, c, y, s, T, V, D, R, *W.stride, *A.stride, *B.stride),
-        (per_row, own_norm, block_r >= R, block_t, block_d, block_r, span),
+        (per_row, own_norm, block_r >= R, own_norm or span > block_d, block_t, block_d, block_r, span),
         num_warps,
         num_stages,
     )
     return plan.plan()
+
+
+def in_one(plan: Builder, ids: Array, W: Array, A: Array, B: Array, m: Array, c: Array, y: Array, s: Scalar) -> None:
+    plan.path = "gather, low-rank product and g in one pass, of programs that keep s B and g"
+    (T,), (V, D), R = ids.shape, W.shape, A.shape[0]
+    block_t, block_d, num_warps, stages, per_sm = walk_config(W.itemsize == 2)
+    strips = cdiv(D, block_d)
+    parts = min(cdiv(T, block_t), max(1, per_sm * plan.device.num_sms // strips))
+    plan.launch(
+        embedding_walk_kernel,
+        (strips, parts),
+        (ids, W, A, B, m, c, y, s, T, V, D, R, *W.stride, *A.stride, *B.stride),
+        (stages, block_t, block_d, power_of_two(R)),
+        num_warps,
+    )
+
+
+def in_two(plan: Builder, ids: Array, W: Array, A: Array, B: Array, m: Array, c: Array, y: Array, s: Scalar) -> None:
+    plan.path = "columns of A, s B and g made ready; then gather, low-rank product and g in one pass"
+    (T,), (V, D), R = ids.shape, W.shape, A.shape[0]
+    h, b, g = ready(plan, ids, A, B, m, c, s, W.dtype, False)
+    block_t, block_d, num_warps = tile_config(W.itemsize == 2)
+    pdl = plan.device.supports_pdl
+    plan.launch(
+        embedding_tile_kernel,
+        (cdiv(D, block_d) * cdiv(T, block_t),),
+        (ids, W, h, b, g, y, T, V, D, R, *W.stride),
+        (pdl, block_t, block_d, min(64, power_of_two(R))),
+        num_warps,
+        2,
+        pdl,
+    )
 
 
 def ready(

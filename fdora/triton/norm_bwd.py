@@ -1,11 +1,13 @@
 """The gradient through a row norm, ``c = ||W + s B A||``, in its form of low rank; formulas: fdora/eager/norm.py. bfloat16 W.
 
 With q = dc / c:    dA = s ((q B)^T W + s ((q B)^T B) A)    dB = s q (W A^T + s B (A A^T))
-Two products with W by cuBLAS, each of which reads it once, two small ones for r x r matrices, and a pass before and one behind
-for each gradient. float32 adapters go through the products as two terms of bfloat16, as in plain torch; there q B needs no
-scale, whose largest element another launch would have to find: float16 is left to plain torch for that.
+Up to r = 64, 32 where an adapter is float32: one launch whose programs take part of W for dA or for dB, or of a factor for
+the r x r matrices, and one that adds the parts in their order. Above: two products with W by cuBLAS, each of which reads it
+once, two small ones, and a pass before and one behind for each gradient. float32 adapters go through the products as two terms
+of bfloat16, as in plain torch; there q B needs no scale, whose largest element another launch would have to find: float16 is
+left to plain torch for that.
 
-Roof: W twice. 4096 x 4096, r = 16: 67 MB, 16 us; plain torch took 160 us beside a step of 461 (H200, some 40 launches).
+Roof: W twice. 4096 x 4096, r = 16: 67 MB, 16 us; 19 are taken (H200), where plain torch took 160 in some 40 launches.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ from torch import Tensor
 from fdora._torch import needs_dispatcher
 from fdora.triton.configs import power_of_two
 from fdora.triton.kernels.norm_bwd import norm_bwd_finish_kernel, norm_terms_kernel
+from fdora.triton.kernels.norm_pass import norm_add_kernel, norm_pass_kernel
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv
-from fdora.triton.runtime.plan import Array, Like, Plan
+from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
 from fdora.triton.runtime.walk import plan_for, run
 
 BLOCK_N, BLOCK_J = 64, 128
+WHOLE = 64  # up to this rank one launch forms all sums
+PASS, GRAMS = (64, 128), 4  # rows and columns of a tile of W; parts of the sums of r x r matrices
 SERVED = (torch.bfloat16,)  # of W
 
 
@@ -62,6 +67,11 @@ def plan_norm_bwd(likes: Sequence[Like | None], device: Device, needs: tuple[boo
     dA = plan.result("dA", (R, K), A.dtype) if needs[0] else None
     dB = plan.result("dB", (N, R), B.dtype) if needs[1] else None
     t, f32 = W.dtype, torch.float32
+    whole = WHOLE if A.dtype == B.dtype == t else WHOLE // 2  # of three tf32 products sm_80 spills above
+    if A.shape[0] <= whole:
+        plan.path = "all products with W in one pass, nothing of its size written"
+        _pass(plan, dc, W, A, B, c, s, dA, dB)
+        return plan.plan()
     if dA is not None:
         terms = 1 if B.dtype == t else 2
         slopes, wide = _terms(plan, B, t, terms, dc, c)
@@ -78,6 +88,53 @@ def plan_norm_bwd(likes: Sequence[Like | None], device: Device, needs: tuple[boo
         _finish(plan, parts, gram, (A, B, dc, c, dB), s, (N, K, R), False, terms)
     plan.path = "two products with W, nothing of its size written"
     return plan.plan()
+
+
+def _pass(
+    plan: Builder, dc: Array, W: Array, A: Array, B: Array, c: Array, s: Scalar, dA: Array | None, dB: Array | None
+) -> None:
+    """Two launches: all sums, in parts, and what adds them up."""
+    (N, K), R, f32 = W.shape, A.shape[0], torch.float32
+    block_n, block_k = PASS
+    block_r, ms = power_of_two(R), plan.device.num_sms
+    warps, stages = 4, 3
+    rows = _span(N, block_n, 3 * ms // 2 // cdiv(K, block_k))
+    columns = _span(K, block_k, 3 * ms // 2 // cdiv(N, block_n))
+    parts = {"A": cdiv(N, rows), "B": cdiv(K, columns)}
+    each = {"A": (dA, (parts["A"], R, K)), "B": (dB, (parts["B"], R, N))}
+    sums = [None if d is None else plan.temp(shape, f32) for d, shape in each.values()]
+    grams = [None if d is None else plan.temp((GRAMS, R, R), f32) for d in (dA, dB)]
+    strides = (*A.stride, *B.stride)
+    programs = GRAMS * ((dA is not None) + (dB is not None))
+    programs += 0 if dA is None else cdiv(K, block_k) * parts["A"]
+    programs += 0 if dB is None else cdiv(N, block_n) * parts["B"]
+    wide = [f.dtype != W.dtype for f in (A, B)]
+    terms, gram_block = [1 + w for w in wide[::-1]], 32 if any(wide) else 64
+    precision = [("tf32x3" if plan.device.capability else "ieee") if w else None for w in wide]
+    needs = (dA is not None, dB is not None)
+    plan.launch(
+        norm_pass_kernel,
+        (programs,),
+        (dc, c, W, A, B, *sums, *grams, N, K, R, *W.stride, *strides, rows, columns),
+        (*needs, GRAMS, *terms, *precision, gram_block, block_n, block_k, block_r),
+        warps,
+        stages,
+    )
+    block_i, block_j = min(32, block_r), 64
+    tiles = (0 if dA is None else cdiv(K, block_j)) + (0 if dB is None else cdiv(N, block_j))
+    plan.launch(
+        norm_add_kernel,
+        (tiles, cdiv(R, block_i)),
+        (*sums, *grams, A, B, dc, c, dA, dB, s, N, K, R, *strides),
+        (*needs, *parts.values(), GRAMS, *precision, block_j, block_i, block_r),
+        4,
+        2,
+    )
+
+
+def _span(length: int, block: int, parts: int) -> int:
+    """Of so many parts of a sum, whole blocks."""
+    return cdiv(cdiv(length, block), max(1, min(8, parts))) * block
 
 
 def _terms(

@@ -190,6 +190,7 @@ KERNELS = (
     "embedding_finish",
     "embedding_ready",
     "embedding_tile",
+    "embedding_walk",
     "segment_scan",
     "segment_total",
     "epilogue",
@@ -229,7 +230,9 @@ KERNELS = (
     "lost8",
     "merge",
     "norm",
+    "norm_add",
     "norm_bwd_finish",
+    "norm_pass",
     "norm_terms",
     "small_norm",
     "planes_bwd",
@@ -353,17 +356,20 @@ def test_compose_of_planes(target, tmp_path):
         assert_builds(plans, target, tmp_path)
 
 
-@pytest.mark.parametrize(("T", "r", "dtype", "adapter"), [(4096, 16, BF16, FP32), (64, 384, FP32, FP32)])
+@pytest.mark.parametrize(
+    ("T", "r", "dtype", "adapter"), [(4096, 16, BF16, FP32), (4096, 64, BF16, FP32), (64, 384, FP32, FP32)]
+)
 @pytest.mark.parametrize("target", [80, 90, 100])
 def test_embedding(target, T, r, dtype, adapter, tmp_path):
     first, _, of_rows, *rest = calls_of_embeddings(T, 1024, 4096, r, dtype, adapter)
     calls = [first, of_rows, *rest[3:5]]  # and all gradients
-    assert_builds([maker(tuple(likes), device(target), *options) for maker, likes, options in calls], target, tmp_path)
+    plans = [maker(tuple(likes), device(target), *options) for maker, likes, options in calls]
+    assert_builds(plans, target, tmp_path, spill={"embedding_bwd_kernel": 16 if r == 64 else 0})
 
 
 @pytest.mark.parametrize("target", [80, 90, 100])
 def test_gradients_through_the_norm(target, tmp_path):
-    for r, dtype in ((16, BF16), (384, FP32)):
+    for r, dtype in ((16, BF16), (64, BF16), (32, FP32), (384, FP32)):
         calls = calls_of_norm_gradients(1024, 2048, r, dtype, dtype)
         assert_builds([maker(tuple(likes), device(target), *options) for maker, likes, options in calls], target, tmp_path)
 

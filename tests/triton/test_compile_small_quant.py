@@ -62,6 +62,15 @@ def test_nf4(target, tmp_path):
             assert_moves_no_weight(made[0])
 
 
+def test_a_large_rank_takes_no_more_shared_memory(tmp_path):
+    """Its part is in the kernel of x W: programs of both share multiprocessors."""
+    for M in (1, 64):
+        (small, _), (large, last) = (builds(steps_of(NF4, 90, M, False, r=r), 90, tmp_path) for r in (64, 384))
+        assert large.metadata.shared <= 1.25 * small.metadata.shared and last.metadata.shared <= small.metadata.shared
+        if M == 1:
+            assert_moves_no_weight(large)
+
+
 def assert_moves_no_weight(made):
     """What changes registers, or goes through shared memory, is not as large as a tile of weights: x is, and comes from there."""
     moved = [line for line in made.asm["ttgir"].splitlines() if "ttg.convert_layout" in line or "ttg.local_alloc %" in line]

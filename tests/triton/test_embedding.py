@@ -12,6 +12,7 @@ from tests.checks.embedding import CHECKS, S, numbers, table
 from tests.close import assert_within, rel_l2
 from tests.make import grads
 from tests.triton.marks import DTYPES, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
+from tests.triton.written import BF16, HOPPER, alike
 
 pytestmark = needs_kernels
 SHAPES = ((1, 1, 1), (7, 130, 2), (50, 257, 24), (33, 128, 70))  # V, d, r: the last in two slabs
@@ -51,11 +52,24 @@ def test_the_tile_of_many_tokens(chosen_anew, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
-@pytest.mark.parametrize(("shape", "lead"), [((7, 130, 2), (3, 70)), ((90, 257, 24), (33,)), ((3, 40, 64), (150,))], ids=str)
-def test_many_tokens_in_two_launches(shape, lead, dtype, chosen_anew, monkeypatch):
+@pytest.mark.parametrize(
+    ("shape", "lead", "walks"),
+    [
+        ((7, 130, 2), (3, 70), 16),
+        ((90, 257, 24), (33,), 64),
+        ((7, 130, 2), (3, 70), 0),
+        ((90, 257, 24), (33,), 16),
+        ((3, 40, 64), (150,), 16),
+    ],
+    ids=str,
+)
+def test_many_tokens(shape, lead, walks, dtype, chosen_anew, monkeypatch):
+    """By programs that walk over all blocks of tokens, and in two launches."""
     from fdora.triton import embedding
 
     monkeypatch.setattr(embedding, "MANY", 2)
+    monkeypatch.setattr(embedding, "WALKS", walks)
+    monkeypatch.setattr(embedding, "walk_config", lambda half: embedding.WalkConfig(16, 64, 4, 3, 0))
     W, A, B, m = table(*shape, 0, dtype, torch.float32)
     ids, norm = numbers(shape[0], lead), norm_of(W, A, B, 0)
     y = dora_embedding(ids, W, A, B, m, s=S, norm=norm, backend="triton")
@@ -64,6 +78,24 @@ def test_many_tokens_in_two_launches(shape, lead, dtype, chosen_anew, monkeypatc
     ids[..., 1:3] = torch.tensor([-1, shape[0]], device=device.NAME)
     y = dora_embedding(ids, W, A, B, m, s=S, norm=norm, backend="triton")
     assert y.isnan().all(-1).equal((ids < 0) | (ids == shape[0])) and y.isnan().any(-1).equal(y.isnan().all(-1))
+
+
+def test_more_tokens_than_a_second_axis_of_a_grid_has():
+    """CUDA takes 65,535 programs on it."""
+    from fdora.triton.embedding import plan_embedding
+
+    for r in (16, 64):
+        n = alike(64, dtype=torch.float32)
+        likes = [
+            alike(6_000_000, dtype=torch.int64),
+            alike(9, 64, dtype=BF16),
+            alike(r, 9, dtype=BF16),
+            alike(64, r, dtype=BF16),
+            n,
+            n,
+        ]
+        for step in plan_embedding(likes, HOPPER, False).steps:
+            assert all(size < 65_536 for size in step.grid[1:])
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)

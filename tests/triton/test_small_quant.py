@@ -120,11 +120,11 @@ def test_eight_bits(code, unit, mode, block):
 
 
 @needs_kernels
-@pytest.mark.parametrize(("M", "r", "adapter"), [(1, 384, HALF), (16, 70, FP32), (3, 600, HALF)])
+@pytest.mark.parametrize(("M", "r", "adapter"), [(1, 384, HALF), (16, 70, FP32), (3, 600, HALF), (5, 40, FP32)])
 def test_large_ranks_with_k_in_parts(M, r, adapter):
-    """All of B at once, up to r = 512, by the kernel that adds the parts."""
+    """h B is a part of its own forward, or all of B is asked for at once by the kernel that adds the parts; slab by slab backward."""
     ahead, back = (parts_config(M, r, columns).AHEAD for columns in (False, True))
-    assert ahead is (r <= 512) and not back
+    assert ahead is (r <= 64) and not back
     assert_right(four("nf4", "nested", 40, 256), M, r, ROWS[2], COLUMNS[2], adapter)
 
 

@@ -20,9 +20,9 @@ def _columns_of_A(A, v, known, r, R, stride_ar, stride_av):
 @triton.jit
 def _tile(
     W, A, B, a, v, known, d, s, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
-    BLOCK_R: tl.constexpr, SINGLE: tl.constexpr,
+    BLOCK_R: tl.constexpr, SINGLE: tl.constexpr, KEPT: tl.constexpr,
 ):
-    """W + s A^T B^T at rows v and columns d, in float32. SINGLE: a is all of A there."""
+    """W + s A^T B^T at rows v and columns d, in float32. SINGLE: one slab of the rank is all of it; KEPT: a is that."""
     in_d = d < D
     at_w = W + v[:, None] * stride_wv + d[None, :].to(tl.int64) * stride_wd
     w = tl.load(at_w, mask=known[:, None] & in_d[None, :], other=0.0)
@@ -31,15 +31,15 @@ def _tile(
         r = r0 + tl.arange(0, BLOCK_R)
         at_b = B + r[:, None].to(tl.int64) * stride_br + d[None, :].to(tl.int64) * stride_bd
         b = s * tl.load(at_b, mask=(r < R)[:, None] & in_d[None, :], other=0.0).to(tl.float32)
-        a = a if SINGLE else _columns_of_A(A, v, known, r, R, stride_ar, stride_av).to(w.dtype)
-        acc = tl.dot(a, b.to(w.dtype), acc, input_precision="ieee")
+        slab = a if KEPT else _columns_of_A(A, v, known, r, R, stride_ar, stride_av)
+        acc = tl.dot(slab.to(w.dtype), b.to(w.dtype), acc, input_precision="ieee")
     return w.to(tl.float32) + acc
 
 
 @triton.jit(launch_metadata=launched)
 def embedding_kernel(
     ids, W, A, B, m, c, y, s, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
-    PER_ROW: tl.constexpr, OWN_NORM: tl.constexpr, SINGLE: tl.constexpr,
+    PER_ROW: tl.constexpr, OWN_NORM: tl.constexpr, SINGLE: tl.constexpr, KEPT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SPAN: tl.constexpr,
 ):
     """y of BLOCK_T tokens and SPAN columns. A number that is no row of W gives NaN, and reads nothing."""
@@ -47,7 +47,9 @@ def embedding_kernel(
     v = tl.load(ids + t, mask=t < T, other=0).to(tl.int64)
     known = (t < T) & (v >= 0) & (v < V)
     r = tl.arange(0, BLOCK_R)
-    a = _columns_of_A(A, v, known, r, R, stride_ar, stride_av).to(W.dtype.element_ty)
+    a = 0.0
+    if SINGLE and KEPT:
+        a = _columns_of_A(A, v, known, r, R, stride_ar, stride_av)
     g = tl.full((BLOCK_T, 1), 1.0, tl.float32)
     if PER_ROW:
         if OWN_NORM:
@@ -56,7 +58,7 @@ def embedding_kernel(
                 d = d0 + tl.arange(0, BLOCK_D)
                 u = _tile(
                     W, A, B, a, v, known, d, s, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
-                    BLOCK_R, SINGLE,
+                    BLOCK_R, SINGLE, SINGLE and KEPT,
                 )
                 squares += tl.sum(u * u, axis=1)
             cv = tl.sqrt_rn(squares)
@@ -67,11 +69,17 @@ def embedding_kernel(
     first = tl.program_id(1) * SPAN
     for d0 in range(first, min(first + SPAN, D), BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
+        if not PER_ROW:  # asked for before the product, which waits
+            cd, md = tl.load(c + d, mask=d < D, other=1.0), tl.load(m + d, mask=d < D, other=0.0)
         u = _tile(
             W, A, B, a, v, known, d, s, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
-            BLOCK_R, SINGLE,
+            BLOCK_R, SINGLE, SINGLE and KEPT,
         )
-        out = g * u if PER_ROW else g_tile(m, c, d, D)[None, :] * u
+        if PER_ROW:
+            out = g * u
+        else:
+            cd = cd.to(tl.float32)
+            out = tl.div_rn(md.to(tl.float32), tl.where(cd < EPS, EPS, cd))[None, :] * u
         out = tl.where(known[:, None], out, float("nan"))
         at = y + t[:, None].to(tl.int64) * D + d[None, :]
         tl.store(at, out.to(y.dtype.element_ty), mask=(t < T)[:, None] & (d < D)[None, :])
@@ -142,7 +150,9 @@ def embedding_tile_kernel(
     BLOCK_R: tl.constexpr,
 ):
     """One tile of y = g (W[ids] + h b^T). The rows of W are on their way before anything else is."""
-    t, d = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    strips = tl.cdiv(D, BLOCK_D)  # those of the same rows run together
+    tile_t, tile_d = tl.program_id(0) // strips, tl.program_id(0) % strips
+    t, d = tile_t * BLOCK_T + tl.arange(0, BLOCK_T), tile_d * BLOCK_D + tl.arange(0, BLOCK_D)
     in_t, in_d = t < T, d < D
     v = tl.load(ids + t, mask=in_t, other=0).to(tl.int64)
     known = in_t & (v >= 0) & (v < V)
@@ -150,6 +160,7 @@ def embedding_tile_kernel(
     w = tl.load(at_w, mask=known[:, None] & in_d[None, :], other=0.0, eviction_policy="evict_first")
     if PDL:
         gdc_wait()
+    gd = tl.load(g + d, mask=in_d, other=0.0)
     acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for r0 in range(0, R, BLOCK_R):
         r = r0 + tl.arange(0, BLOCK_R)
@@ -159,7 +170,52 @@ def embedding_tile_kernel(
         at_b = b + d[None, :].to(tl.int64) * R + r[:, None]
         bt = tl.load(at_b, mask=in_r[:, None] & in_d[None, :], other=0.0, eviction_policy="evict_last")
         acc = tl.dot(ht, bt, acc, input_precision="ieee")
-    gd = tl.load(g + d, mask=in_d, other=0.0)
     out = tl.where(known[:, None], gd[None, :] * (w.to(tl.float32) + acc), float("nan"))
     at = y + t[:, None].to(tl.int64) * D + d[None, :]
     tl.store(at, out.to(y.dtype.element_ty), mask=in_t[:, None] & in_d[None, :])
+
+
+@triton.jit(launch_metadata=launched)
+def embedding_walk_kernel(
+    ids,
+    W,
+    A,
+    B,
+    m,
+    c,
+    y,
+    s,
+    T,
+    V,
+    D,
+    R,
+    stride_wv,
+    stride_wd,
+    stride_ar,
+    stride_av,
+    stride_bd,
+    stride_br,
+    STAGES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """y = g (W[ids] + s A^T[ids] B^T) of one strip of columns and every so many blocks of tokens. s B and g of the strip stay;
+    rows of W and columns of A are asked for STAGES / 2 blocks ahead."""
+    d, r = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
+    in_d, in_r = d < D, r < R
+    at_b = B + d[None, :].to(tl.int64) * stride_bd + r[:, None].to(tl.int64) * stride_br
+    bt = (s * tl.load(at_b, mask=in_r[:, None] & in_d[None, :], other=0.0).to(tl.float32)).to(W.dtype.element_ty)
+    gd = g_tile(m, c, d, D)
+    at_d = W + d[None, :].to(tl.int64) * stride_wd
+    at_r = A + r[None, :].to(tl.int64) * stride_ar
+    for i in tl.range(tl.program_id(1), tl.cdiv(T, BLOCK_T), tl.num_programs(1), num_stages=STAGES):
+        t = i * BLOCK_T + tl.arange(0, BLOCK_T)
+        in_t = t < T
+        v = tl.load(ids + t, mask=in_t, other=0).to(tl.int64)
+        known = in_t & (v >= 0) & (v < V)
+        w = tl.load(at_d + v[:, None] * stride_wv, mask=known[:, None] & in_d[None, :], other=0.0)
+        a = tl.load(at_r + v[:, None] * stride_av, mask=known[:, None] & in_r[None, :], other=0.0)
+        acc = tl.dot(a.to(w.dtype), bt, input_precision="ieee")
+        out = tl.where(known[:, None], gd[None, :] * (w.to(tl.float32) + acc), float("nan"))
+        tl.store(y + t[:, None].to(tl.int64) * D + d[None, :], out.to(y.dtype.element_ty), mask=in_t[:, None] & in_d[None, :])

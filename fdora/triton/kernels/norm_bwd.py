@@ -9,7 +9,7 @@ from fdora.triton.runtime.cost import launched
 
 
 @triton.jit
-def _slopes(dc, c, n, N):
+def slopes(dc, c, n, N):
     """dc / c of rows n; a row with c = 0 has no direction."""
     cn = tl.load(c + n, mask=n < N, other=0.0)
     d = tl.load(dc + n, mask=n < N, other=0.0)
@@ -39,7 +39,7 @@ def norm_terms_kernel(
     at_b = B + n[:, None].to(tl.int64) * stride_bn + r[None, :].to(tl.int64) * stride_br
     v = tl.load(at_b, mask=mask, other=0.0).to(tl.float32)
     if WITH_Q:
-        v = _slopes(dc, c, n, N)[:, None] * v
+        v = slopes(dc, c, n, N)[:, None] * v
     at = out + n[:, None].to(tl.int64) * (TERMS * R) + r[None, :]
     first = v.to(out.dtype.element_ty)
     tl.store(at, first, mask=mask)
@@ -147,7 +147,7 @@ def norm_bwd_finish_kernel(
         )
     else:  # G is symmetric: the transpose of B G is G B^T
         n = first_j + tl.arange(0, BLOCK_J)
-        q = _slopes(dc, c, n, N)[None, :]
+        q = slopes(dc, c, n, N)[None, :]
         _finished(
             parts,
             G,

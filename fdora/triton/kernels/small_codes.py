@@ -36,24 +36,61 @@ def _product(
         )
 
 
+@triton.jit
+def _low_rank(
+    part, h, b, s, col, M, N, R, stride_br, stride_bn, stride_hm, dtype: tl.constexpr, PARTS: tl.constexpr,
+    STORE_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):
+    """h b for these columns, (BLOCK_N, BLOCK_M), h of its PARTS."""
+    t, n, r = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for r0 in tl.range(0, R, BLOCK_R, num_stages=2):
+        mask = (r < R - r0)[:, None] & (t < M)[None, :]
+        sums = tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
+        for i in tl.static_range(PARTS):  # always in the same order
+            sums += tl.load(part + i * M * R + t[None, :] * R + (r0 + r)[:, None], mask=mask, other=0.0)
+        ht = (s * sums).to(dtype)
+        if STORE_H:  # noqa: SIM102  h is None where this is False, and must not be looked at
+            if tl.program_id(0) == 0:
+                tl.store(h + t[None, :] * stride_hm + (r0 + r)[:, None], ht, mask=mask)
+        at = b + (r0 + r)[None, :].to(tl.int64) * stride_br + n[:, None].to(tl.int64) * stride_bn
+        bt = tl.load(at, mask=(r < R - r0)[None, :] & (n < N)[:, None], other=0.0)
+        acc = tl.dot(bt.to(dtype), ht, acc)
+    return acc
+
+
 @triton.jit(launch_metadata=launched)
 def codes_parts_kernel(
-    x, codes, scales, code256, scales2, offset, out, M, N, K, words, groups, stride_xm, stride_xk, stride_wk, stride_wn,
+    x, codes, scales, code256, scales2, offset, out, part, h, b, s, M, N, K, R, words, groups,
+    stride_xm, stride_xk, stride_wk, stride_wn, stride_br, stride_bn, stride_hm,
     BITS: tl.constexpr, KIND: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, STORE_H: tl.constexpr,
+    PDL: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SLICES: tl.constexpr,
 ):
-    """x w alone, in parts of whole steps: out is (parts, M, N) float32."""
+    """x w in parts of whole steps: out is (parts, M, N) float32. With PARTS, of h, part 1 is h b: begun neither first,
+    when h is not there yet, nor last, when nothing else is left to do."""
     if PDL:
         gdc_launch_dependents()
     STEP: tl.constexpr = SLICES * BLOCK_K
-    span = tl.cdiv(tl.cdiv(K, STEP), tl.num_programs(1)) * STEP  # its divisor is seen: loads of 16 bytes
-    col, begin = tl.program_id(0) * BLOCK_N, tl.program_id(1) * span
+    LOW: tl.constexpr = 1 if PARTS else 0
+    span = tl.cdiv(tl.cdiv(K, STEP), tl.num_programs(1) - LOW) * STEP  # its divisor is seen: loads of 16 bytes
+    part_of_K = max(tl.program_id(1) - LOW, 0)
+    col, begin = tl.program_id(0) * BLOCK_N, part_of_K * span
     end = min(begin + span, K)
-    acc = _product(
-        x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk, stride_wk,
-        stride_wn, BITS, KIND, HIGH_FIRST, GROUP, SCALES, BLOCK_COLUMNS, PTX, COLUMNS, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
-    )
+    if PARTS and tl.program_id(1) == 1:
+        if PDL:
+            gdc_wait()
+        acc = _low_rank(
+            part, h, b, s, col, M, N, R, stride_br, stride_bn, stride_hm, x.dtype.element_ty,
+            PARTS, STORE_H, BLOCK_M, BLOCK_N, BLOCK_R,
+        )
+    else:
+        acc = _product(
+            x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk,
+            stride_wk, stride_wn, BITS, KIND, HIGH_FIRST, GROUP, SCALES, BLOCK_COLUMNS, PTX, COLUMNS, EVEN,
+            BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
+        )
     if PDL:  # what is written here may be another's until the kernel ahead has ended
         gdc_wait()
     t, n = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)

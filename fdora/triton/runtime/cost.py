@@ -39,8 +39,8 @@ def _small_codes(*, x, codes, scales, scales2, part, h, b, out, pre_scale, u, dA
     return product(M, N, wide, x) + what
 
 
-def _codes_parts(*, x, codes, scales, scales2, out, M, N, K, **_: Any) -> Cost:
-    return product(M, N, K, x) + moved(x, codes, scales, scales2, out)
+def _codes_parts(*, x, codes, scales, scales2, out, part, h, b, M, N, K, R, **_: Any) -> Cost:
+    return product(M, N, K if b is None else K + R, x) + moved(x, codes, scales, scales2, out, part, h, b)
 
 
 def _add_parts(*, sums, x, part, h, b, out, pre_scale, u, dA, M, N, R, ACCUMULATE, **_: Any) -> Cost:
@@ -88,6 +88,15 @@ def _norm_terms(*, B, out, **_: Any) -> Cost:
 
 def _norm_bwd_finish(*, parts, G, A, B, out, N, K, R, OF_A, **_: Any) -> Cost:
     return product(R, K if OF_A else N, R, A) + moved(parts, G, A if OF_A else B, out)
+
+
+def _norm_pass(*, W, A, B, parts_A, parts_B, gram_A, gram_B, N, K, R, NEED_A, NEED_B, **_: Any) -> Cost:
+    flops = product(N, K, R * (NEED_A + NEED_B), W) + product(R, R, NEED_A * N + NEED_B * K, A)
+    return flops + moved(W, A, B, parts_A, parts_B, gram_A, gram_B)
+
+
+def _norm_add(*, parts_A, parts_B, gram_A, gram_B, A, B, dA, dB, N, K, R, NEED_A, NEED_B, **_: Any) -> Cost:
+    return product(R, NEED_A * K + NEED_B * N, R, A) + moved(parts_A, parts_B, gram_A, gram_B, A, B, dA, dB)
 
 
 def _quant4(*, codes, scales, scales2, A, B, partial, dense, N, K, R, **_: Any) -> Cost:
@@ -138,6 +147,10 @@ def _compose_bwd(*, dy, base, lora, dbase, dlora, partial_g, partial_bias, NEED_
 def _embedding(*, ids, W, A, B, y, T, D, R, OWN_NORM, **_: Any) -> Cost:
     flops, read = product(T, D, R, W), Cost(bytes=float(T * D * W.dtype.itemsize + T * R * A.dtype.itemsize))
     return flops + read + moved(ids, B, y) + (flops + read if OWN_NORM else Cost())
+
+
+def _embedding_walk(*, ids, W, A, B, y, T, D, R, **_: Any) -> Cost:
+    return _embedding(ids=ids, W=W, A=A, B=B, y=y, T=T, D=D, R=R, OWN_NORM=False)
 
 
 def _embedding_ready(*, ids, A, B, h, b, T, R, **_: Any) -> Cost:
@@ -229,6 +242,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "embedding_kernel": _embedding,
     "embedding_ready_kernel": _embedding_ready,
     "embedding_tile_kernel": _embedding_tile,
+    "embedding_walk_kernel": _embedding_walk,
     "epilogue_kernel": _epilogue,
     "factors_kernel": _factors,
     "finish_kernel": _finish,
@@ -244,8 +258,10 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "merge_kernel": _merge,
     "multi_drop_kernel": _rows,
     "multi_sum_kernel": _sum,
+    "norm_add_kernel": _norm_add,
     "norm_bwd_finish_kernel": _norm_bwd_finish,
     "norm_kernel": _norm,
+    "norm_pass_kernel": _norm_pass,
     "norm_terms_kernel": _norm_terms,
     "planes_bwd_kernel": _compose_bwd,
     "planes_fwd_kernel": _compose_fwd,
