@@ -389,7 +389,8 @@ def readme_models() -> str:
         by_commit.setdefault(commit_of(load(f"h200/model_{model}")), []).append(MODELS[model])
     parts = [f"commit {each} ({', '.join(found)})" for each, found in by_commit.items()]
     measured = parts if len(parts) > 1 else [f"commit {each}" for each in by_commit]
-    return f"{table(['', *(NAMES[way] for way in rows)], lines)}\n\nMeasured at {' and '.join(measured)}."
+    said = textwrap.fill(f"Measured at {', '.join(measured)}.", WIDTH, break_on_hyphens=False)
+    return f"{table(['', *(NAMES[way] for way in rows)], lines)}\n\n{said}"
 
 
 def readme_steps() -> str:
