@@ -3,9 +3,8 @@
     python -m bench.multi_forms --device cuda --jobs 8 --json FILE [--only norm,decode,train] [--shapes 4096x4096]
 
 ``norm``: of G = 4, r = 16, beside one norm. ``decode``: 64 tokens of 64 adapters, r = 16, beside one adapter's call.
-``train``: forward and backward of 8192 tokens of 32 adapters of rank 8 to 256, their bank copied beside x A_a^T or ahead. Every
-form is checked, then timed in replayed CUDA graphs, all forms of a shape in turns. :func:`fastest` reads the choice off the
-file.
+``train``: the forward of 8192 tokens of 32 adapters of rank 8 to 256, their bank copied beside x A_a^T or ahead. Every form
+is checked, then timed in replayed CUDA graphs, all forms of a shape in turns. :func:`fastest` reads the choice off the file.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any
 from unittest import mock
@@ -46,20 +45,18 @@ FORMS: dict[str, list[tuple[int, ...]]] = {
     "train": [(0,), (1,)],
 }
 TOKENS = 8192
-CHOOSERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "norm": (StripConfig, ("multi_norm.strip_config",)),
-    "decode": (RoomConfig, ("multi_small.room_config",)),
-    "train": (bool, ("multi.copies_beside", "multi_bwd.copies_beside")),
+CHOOSERS: dict[str, tuple[Callable[..., Any], str]] = {
+    "norm": (StripConfig, "multi_norm.strip_config"),
+    "decode": (RoomConfig, "multi_small.room_config"),
+    "train": (bool, "multi.copies_beside"),
 }
 
 
 @contextmanager
 def formed(kind: str, form: tuple[int, ...]) -> Iterator[None]:
-    config, places = CHOOSERS[kind]
+    config, place = CHOOSERS[kind]
     walk._plans.clear()
-    with ExitStack() as stack:
-        for place in places:
-            stack.enter_context(mock.patch(f"fdora.triton.{place}", lambda *_: config(*form)))
+    with mock.patch(f"fdora.triton.{place}", lambda *_: config(*form)):
         yield
     walk._plans.clear()
 
@@ -76,8 +73,6 @@ def calls(kind: str, K: int, N: int, device: str) -> tuple[Callable[[], Found], 
     M, ranks = (64, [16] * 64) if kind == "decode" else (TOKENS, [MIXED[g % len(MIXED)] for g in range(32)])
     i = Bank.random(M, K, N, ranks, BF16, device)
     one, multi = build("one", i), build("multi", i)
-    if kind == "train":
-        return one.both, multi.both, None
     return lambda: {"y": one.forward()}, lambda: {"y": multi.forward()}, None
 
 

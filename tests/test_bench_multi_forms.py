@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("triton", reason="it chooses among kernels; `make test` installs it")
 from bench import multi_forms
 from fdora.triton.multi_norm import strip_config
+from fdora.triton.multi_small import room_config
 
 RESULTS = Path(__file__).parents[1] / "bench/results/h200"
 
@@ -27,5 +28,7 @@ def test_the_fastest_of_those_that_ran_on_every_shape():
 
 
 def test_plans_take_what_was_fastest_on_an_h200():
-    rows = json.loads((RESULTS / "multi_norms.json").read_text())["rows"]
-    assert strip_config() == multi_forms.fastest(rows, "norm")
+    norms, forms = (json.loads((RESULTS / f"{name}.json").read_text())["rows"] for name in ("multi_norms", "multi_forms"))
+    assert strip_config() == multi_forms.fastest(norms, "norm")
+    assert room_config() == multi_forms.fastest(forms, "decode")
+    assert multi_forms.fastest(norms, "train") == (1,)  # which every GPU does that can: copies_beside

@@ -19,7 +19,6 @@ from fdora.triton.multi_gemm import (
     Routes,
     Wanted,
     block_of,
-    copies_beside,
     lay,
     low_rank_input,
     multi_gemm,
@@ -71,17 +70,14 @@ def backward(
     shape = shape_of(plan, dz or dy, out.dx or x, bank.W, R, False, bank.seed is not None)
     ranks = rank_table(plan, numbers)
     right = Right(bank.W, bank.A, False)
-    laid = None if out.dx is None else lay(plan, right, shape, t, numbers, ranks, later=copies_beside(plan.device, shape))
+    laid = None if out.dx is None else lay(plan, right, shape, t, numbers, ranks)
     found = routes(plan, bank, M, ranks, shape, None if laid is None else laid.flags, out.dx)
     fused = _scale(plan, dy, x, bank, h, kept, pre_scale, found, dz, out)
     if dz is None:
         return
     if out.dx is not None or out.dA is not None:
         dh = plan.temp((M, R), t)
-        later = None if laid is None else laid.later
-        pad = low_rank_input(plan, dz, bank.B, True, bank, ranks, shape, dh, later is not None)
-        if later is not None:
-            later()
+        pad = low_rank_input(plan, dz, bank.B, True, bank, ranks, shape, dh)
         if out.dx is not None:
             plain = found._replace(g=None)
             multi_gemm(plan, dz, dh, pad, right, laid, bank, plain, shape, Wanted(out.dx), p, bank.seed is not None)

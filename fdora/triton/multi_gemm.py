@@ -251,17 +251,16 @@ def lay(
     numbers: tuple[int, ...] | None,
     ranks: Array | None,
     early: bool = False,
-    later: bool = False,
 ) -> Laid | None:
     """The bank as the product by TMA reads it beside w: (N, R) each where the columns of w are contiguous, else (R, N).
-    ``early`` and ``later``: see as_matrix."""
+    ``early``: beside the kernel ahead."""
     if shape.config is None or not shape.config.tma:
         return None
     trans_b = has_columns(right.w)
     b = right.b if right.trans == trans_b else turned(right.b)  # another layout of W than the usual
-    return as_matrix(plan, b, dtype, not trans_b, shape.config.BLOCK_K, numbers, ranks, shape.experts > 0, early, later)
+    return as_matrix(plan, b, dtype, not trans_b, shape.config.BLOCK_K, numbers, ranks, shape.experts > 0, early)
 
 
 def copies_beside(device: Device, shape: Shape) -> bool:
-    """Whether a copy of the bank runs beside the product of low rank, which waits for its loads more than for bytes."""
+    """Whether forward's copy of the bank runs beside x A_a^T, which waits for its loads more than for bytes."""
     return device.supports_pdl and shape.experts == 0 and shape.config is not None and shape.config.tma

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -64,7 +63,6 @@ class Laid(NamedTuple):
     matrix: Array
     height: int
     flags: Array | None  # (G, CHUNKS), which of them found what is not finite; None where tiles are not shared
-    later: Callable[[], None] | None = None  # launches the copy beside the kernel ahead: only the flags are there by now
 
 
 def as_matrix(
@@ -77,11 +75,9 @@ def as_matrix(
     ranks: Array | None,
     experts: bool = False,
     early: bool = False,
-    later: bool = False,
 ) -> Laid:
     """(G, P, Q), ranks along P where ``by_row``, else along Q: itself, or a copy in which a step of that many ranks meets zeros
-    beyond the last one, not the next adapter (0 times a NaN is one). ``early``: beside the kernel ahead. ``later``:
-    a copy is left to :attr:`Laid.later`."""
+    beyond the last one, not the next adapter (0 times a NaN is one). ``early``: beside the kernel ahead."""
     G, P, Q = bank.shape
     by_bank, by_p, by_q = bank.stride
     height = cdiv(P, step) * step if by_row else P
@@ -94,17 +90,12 @@ def as_matrix(
         return Laid(out, height, None)
     flags = plan.temp((G, CHUNKS), torch.int32)
     block_q = min(BLOCK_Q, power_of_two(Q))
-
-    def launch(copy: bool, early: bool) -> None:
-        plan.launch(
-            bank_kernel,
-            (G, CHUNKS),
-            (bank, ranks, out if copy else None, flags, P, Q, height, pitch, *bank.stride),
-            (NAMES[dtype], copy, ranks is not None, by_row, step, CHUNKS, AREA // block_q, block_q, early),
-            4,
-            pdl=early,
-        )
-
-    later = later and copy
-    launch(copy and not later, early)
-    return Laid(out, height, None if experts else flags, (lambda: launch(True, True)) if later else None)
+    plan.launch(
+        bank_kernel,
+        (G, CHUNKS),
+        (bank, ranks, out if copy else None, flags, P, Q, height, pitch, *bank.stride),
+        (NAMES[dtype], copy, ranks is not None, by_row, step, CHUNKS, AREA // block_q, block_q, early),
+        4,
+        pdl=early,
+    )
+    return Laid(out, height, None if experts else flags)

@@ -39,6 +39,7 @@ class RoomConfig(NamedTuple):
 
 
 def room_config() -> RoomConfig:
+    """From h200/multi_forms.json: without room, 1.35 and 1.26 of the time."""
     return RoomConfig(2, 128, 4, 2, 2048, 8)
 
 
