@@ -2,9 +2,9 @@
 
 Roof: a read and a write of the rows, 4 d bytes a token in 16 bits. What is read beside them comes out of L2, which must not
 have as much to do. A tile of t tokens and k columns reads 2 t k bytes of W and writes as many; columns of A, (r, V) as PEFT has
-it, are r sectors of 32 bytes a token, 32 t r; B in float32 is 4 k r, g and its division 8 k. Up to r = 16 a program owns a strip
-of columns, keeps its s B and g, and walks over blocks of tokens, of many some blocks ahead: 32 t r is a quarter of 4 t k at
-r = 16 and k = 512.
+it, are r sectors of 32 bytes a token, 32 t r; B in float32 is 4 k r, g and its division 8 k. Up to r = 16 a program owns a
+strip of columns, keeps its s B and g, and walks over blocks of tokens, of many some blocks ahead: 32 t r is a quarter of 4 t k
+at r = 16 and k = 512.
 
 At a larger r strips are narrower, and 32 t r is as much as the rows: of many tokens a first launch forms h = A^T[ids], s B in
 16 bits and g, once. Tiles then read 2 r (t + k), have no loop, and ask for their rows of W before they wait for the first
@@ -75,8 +75,8 @@ class TileConfig(NamedTuple):
 
 
 def tile_config(half: bool) -> TileConfig:
-    """Of the second of two launches. 8192 tokens, d 4096, r 16, H200 (``bench.embedding --tiles``): 32 x 128 51 us in both, 16 x 256
-    52, 64 x 128 56."""
+    """Of the second of two launches. 8192 tokens, d 4096, r 16, H200 (``bench.embedding --tiles``), us of both: 32 x 128 51, 16 x
+    256 52, 64 x 128 56."""
     return TileConfig(32, 128, 4) if half else TileConfig(32, 64, 4)
 
 
@@ -89,8 +89,8 @@ class WalkConfig(NamedTuple):
 
 
 def walk_config(T: int) -> WalkConfig:
-    """Of the one launch. d 4096, r 16, H200 (``bench.embedding --tiles``), us: 8192 tokens 45.1, four programs a multiprocessor 46
-    to 47, 256 columns 49 to 54, the gather alone 38.3; 512 tokens 5.6, with more stages 6.4 to 6.6, the gather 3.4."""
+    """Of the one launch. d 4096, r 16, H200 (``bench.embedding --tiles``), us: 8192 tokens 45.1, four programs a multiprocessor
+    46 to 47, 256 columns 49 to 54, the gather alone 38.3; 512 tokens 5.6, with more stages 6.4 to 6.6, the gather 3.4."""
     return WalkConfig(16, 512, 8, 5, 2) if T >= MANY else WalkConfig(16, 512, 8, 1, 4)
 
 
