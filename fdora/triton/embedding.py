@@ -75,8 +75,8 @@ class TileConfig(NamedTuple):
 
 
 def tile_config(half: bool) -> TileConfig:
-    """Of the second of two launches. 8192 tokens, d 4096, r 16, H200 (``bench.embedding --tiles``), us of both: 32 x 128 51, 16 x
-    256 52, 64 x 128 56."""
+    """Of the second of two launches. 8192 tokens, d 4096, r 16, H200 (``bench.embedding --tiles``), us of both: 32 x 128
+    51, 16 x 256 52, 64 x 128 56."""
     return TileConfig(32, 128, 4) if half else TileConfig(32, 64, 4)
 
 
