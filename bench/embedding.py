@@ -126,7 +126,7 @@ def choosing(facade, config):
     from fdora.triton.runtime import walk
 
     kind = type(config).__name__
-    what = {"MANY": 1 << 30 if kind == "Config" else 0, "WALKS": 1 << 30 if kind == "WalkConfig" else 0}
+    what = {"MANY": 1 << 62 if kind == "Config" else 0, "WALKS": 1 << 30 if kind == "WalkConfig" else 0}
     what |= {name: lambda *_: config for name in ("config_of", "walk_config", "tile_config")}
     with mock.patch.multiple(facade, **what):
         walk._plans.clear()

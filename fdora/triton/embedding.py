@@ -2,16 +2,16 @@
 
 Roof: a read and a write of the rows, 4 d bytes a token in 16 bits. What is read beside them comes out of L2, which must not
 have as much to do. A tile of t tokens and k columns reads 2 t k bytes of W and writes as many; columns of A, (r, V) as PEFT has
-it, are r sectors of 32 bytes a token, 32 t r; B in float32 is 4 k r, g and its division 8 k. Where tokens are many and r is
-small a program owns a strip of columns, keeps its s B and g, and walks over blocks of tokens, whose rows of W it asks for some
-blocks ahead: 32 t r is a quarter of 4 t k at r = 16 and k = 512.
+it, are r sectors of 32 bytes a token, 32 t r; B in float32 is 4 k r, g and its division 8 k. Up to r = 16 a program owns a
+strip of columns, keeps its s B and g, and walks over blocks of tokens, of many some blocks ahead: 32 t r is a quarter of 4 t k
+at r = 16 and k = 512.
 
-At a larger r strips are narrower, and 32 t r is as much as the rows: a first launch forms h = A^T[ids], s B in 16 bits and g,
-once. Tiles then read 2 r (t + k), have no loop, and ask for their rows of W before they wait for the first launch (sm_90),
-which takes 6 us of 8192 tokens (H200).
+At a larger r strips are narrower, and 32 t r is as much as the rows: of many tokens a first launch forms h = A^T[ids], s B in
+16 bits and g, once. Tiles then read 2 r (t + k), have no loop, and ask for their rows of W before they wait for the first
+launch (sm_90), which takes 6 us of 8192 tokens (H200).
 
-Few tokens: one launch, whose programs own some tokens and a span of columns. With a norm of each row that nobody gave, a
-program owns whole rows and walks them twice.
+Else one launch, whose programs own some tokens and a span of columns. With a norm of each row that nobody gave, a program owns
+whole rows and walks them twice.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
 from fdora.triton.runtime.walk import plan_for, run
 
 WHOLE = 64  # up to this rank a program keeps its columns of A
-WALKS = 16  # up to this rank one launch serves many tokens
-MANY = 2048  # tokens, from which on programs walk, or two launches serve
+WALKS = 16  # up to this rank programs keep s B, of a half-precision W
+MANY = 2048  # tokens, from which on two launches serve other ranks, and programs that walk ask for rows ahead
 READY_T = 32  # tokens, or columns, of a program of the first
 
 
@@ -75,8 +75,9 @@ class TileConfig(NamedTuple):
 
 
 def tile_config(half: bool) -> TileConfig:
-    """Of the second of two launches; `python -m bench.embedding --device cuda --tiles` times others."""
-    return TileConfig(64, 128, 4) if half else TileConfig(32, 64, 4)
+    """Of the second of two launches. 8192 tokens, d 4096, r 16, H200 (``bench.embedding --tiles``), us of both: 32 x 128
+    51, 16 x 256 52, 64 x 128 56."""
+    return TileConfig(32, 128, 4) if half else TileConfig(32, 64, 4)
 
 
 class WalkConfig(NamedTuple):
@@ -87,9 +88,10 @@ class WalkConfig(NamedTuple):
     per_sm: int
 
 
-def walk_config(half: bool) -> WalkConfig:
-    """Of the one launch for many tokens; `python -m bench.embedding --device cuda --tiles` times others."""
-    return WalkConfig(16, 512, 8, 5, 4) if half else WalkConfig(16, 64, 4, 3, 4)
+def walk_config(T: int) -> WalkConfig:
+    """Of the one launch. d 4096, r 16, H200 (``bench.embedding --tiles``), us: 8192 tokens 45.1, four programs a multiprocessor
+    46 to 47, 256 columns 49 to 54, the gather alone 38.3; 512 tokens 5.6, with more stages 6.4 to 6.6, the gather 3.4."""
+    return WalkConfig(16, 512, 8, 5, 2) if T >= MANY else WalkConfig(16, 512, 8, 1, 4)
 
 
 def is_many(T: int, per_row: bool) -> bool:
@@ -120,9 +122,9 @@ def plan_embedding(likes: Sequence[Like | None], device: Device, per_row: bool) 
     m, c, s = plan.vector(likes[4]), plan.vector(likes[5]), plan.scalar("s")
     (T,), (V, D), R = ids.shape, W.shape, A.shape[0]
     y = plan.result("y", (*shape, D), W.dtype)
-    if is_many(T, per_row):
-        launch_many = in_one if WALKS >= R else in_two
-        launch_many(plan, ids, W, A, B, m, c, y, s)
+    walks = W.itemsize == 2 and R <= WALKS and not per_row
+    if walks or is_many(T, per_row):
+        (in_one if walks else in_two)(plan, ids, W, A, B, m, c, y, s)
         return plan.plan()
     own_norm = per_row and c is None
     block_t, block_d, block_r, span, num_warps, num_stages = config_of(T, D, R, W.itemsize == 2, device.num_sms)
@@ -142,7 +144,7 @@ def plan_embedding(likes: Sequence[Like | None], device: Device, per_row: bool) 
 def in_one(plan: Builder, ids: Array, W: Array, A: Array, B: Array, m: Array, c: Array, y: Array, s: Scalar) -> None:
     plan.path = "gather, low-rank product and g in one pass, of programs that keep s B and g"
     (T,), (V, D), R = ids.shape, W.shape, A.shape[0]
-    block_t, block_d, num_warps, stages, per_sm = walk_config(W.itemsize == 2)
+    block_t, block_d, num_warps, stages, per_sm = walk_config(T)
     strips = cdiv(D, block_d)
     parts = min(cdiv(T, block_t), max(1, per_sm * plan.device.num_sms // strips))
     plan.launch(
