@@ -61,6 +61,8 @@ TABLE = {
     "products": Entry(170, "bench.products"),
     "products_every": Entry(90, "bench.products --seed 5 --shapes 10 --exhaustive --multiples 16"),
     "products_again": Entry(50, "bench.products --shapes 49 --ways after,first,bare"),
+    "products_tiles": Entry(50, "bench.products --shapes 49 --ways fused,bare --tiles 3"),
+    "products_more_tiles": Entry(40, "bench.products --seed 2 --shapes 40 --ways fused,bare --tiles 3"),
     "products_more": Entry(50, "bench.products --seed 2 --shapes 40"),
     "few": Entry(50, "bench.few --jobs 8"),
     "few_1": Entry(30, "bench.few --jobs 8 --tokens 32,16,1"),

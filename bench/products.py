@@ -46,11 +46,8 @@ TILES = [
     for tile in (
         (128, 256, 64, 8, True, True, 8, 4),
         (256, 128, 64, 8, True, True, 8, 4),
-        (128, 128, 64, 8, True, True, 4, 4),
-        (128, 128, 64, 8, True, False, 4, 3),
         (64, 256, 64, 8, True, True, 4, 4),
         (64, 128, 64, 8, False, False, 4, 4),
-        (64, 64, 128, 8, False, True, 4, 4),
         (64, 64, 128, 8, False, False, 4, 6),
         (64, 128, 128, 8, False, True, 4, 4),
         (128, 128, 64, 8, False, True, 4, 6),

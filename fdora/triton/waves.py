@@ -28,7 +28,6 @@ SIDES, LARGEST = (64, 128, 192, 256), 256 * 160  # of cuBLAS's tiles, beside tho
 SPLITS = (1, 2, 3, 4, 6, 8)
 LEAST_K = 256  # of a part
 SLOW_COPY = 4.0  # us: rows of h and B that do not begin at 16 bytes are copied first
-DOUBT = 1.03  # a fused product must be faster by this: of the two it is predicted worse
 
 
 class Gpu(NamedTuple):

@@ -420,7 +420,7 @@ def test_a_gpu_that_is_not_there():
         "floors, not measurements",
         "more than 64 tokens",
         "(4096, 4096) x (4096, 16)",
-        "BLOCK_M 256",
+        "BLOCK_M 128",
         "8 warps",
         "workspace",
         "kept for backward",

@@ -77,8 +77,8 @@ def test_the_fit_finds_what_made_the_times():
     from fdora.triton.choice import together
     from fdora.triton.waves import CublasFit, Fit, PassFit, Tile, cublas_us, fused_us, pass_us
 
-    config, made = (128, 128, 64, 8, True, True, 4, 4), Fit(0.7, 0.2, 2.0, 1.5, 0.8)
-    name, cublas = "fused 128 128 64 8 True True 4 4", CublasFit(0.8, 9.0, 2.0, 2.0, 0.85, 0.1, 2.0, 0.5)
+    config, made = (128, 128, 64, 8, False, True, 4, 6), Fit(0.7, 0.2, 2.0, 1.5, 0.8)
+    name, cublas = "fused 128 128 64 8 False True 4 6", CublasFit(0.8, 9.0, 2.0, 2.0, 0.85, 0.1, 2.0, 0.5)
     rows = []
     for M, K, N, r in draw(3, 30):
         tile = Tile(*config[:3], together(GemmConfig(True, *config)))
