@@ -23,6 +23,7 @@ from fdora._check import FdoraError, fail
 from fdora._torch import default_store
 
 LOOK, ASK = 0.1, 2e-5  # seconds between two looks at the store, and at a GPU, while nothing comes
+PATIENCE = 10.0  # seconds for NCCL to call off what is under way; the error comes whether it does or not
 NOTE, LENGTH = "failed", 500
 REMEDY = "Mend what it says; then call connect, or new_group, again: the groups are not usable any more."
 
@@ -121,6 +122,15 @@ class Watch:
                 self.look()
 
 
+def call_off(groups: Sequence[Any]) -> None:
+    """All at once: NCCL gives memory back in it, and so waits for messages of groups that are not called off yet."""
+    threads = [threading.Thread(target=group.abort, daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+
+
 def on_gpus(group: Any) -> bool:
     """NCCL's, perhaps beside gloo for a CPU's tensors."""
     return torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)
@@ -139,9 +149,7 @@ def watching(fn: str, group: Any, groups: Sequence[Any] = ()) -> Iterator[Watch]
         yield watch
     except BaseException as error:
         watch.note(error)
-        for each in groups:
-            if each is not None and on_gpus(each):
-                each.abort()
+        call_off([each for each in groups if each is not None and on_gpus(each)])
         raise
     finally:
         watch.waiter.queue.put(None)

@@ -1,5 +1,6 @@
 """The host does not go on behind a message on a GPU that never comes."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -28,3 +29,11 @@ def test_a_process_that_failed_ends_it(monkeypatch):
     mine.store.set(watch.NOTE, "process 1 of 2, which failed: ArithmeticError: all of it is lost")
     with pytest.raises(FdoraError, match="all of it is lost"):
         mine.wait(work, SimpleNamespace(is_cuda=True))
+
+
+def test_groups_are_called_off_at_once():
+    """Each abort ends when all have begun, as NCCL's may."""
+    together, ended = threading.Barrier(3, timeout=60), []
+    groups = [SimpleNamespace(abort=lambda n=n: ended.append((together.wait(), n))) for n in range(3)]
+    watch.call_off(groups)
+    assert sorted(n for _, n in ended) == [0, 1, 2]
