@@ -84,7 +84,7 @@ def ready(layers: tuple[Any, ...], x: Tensor, alone: bool = True, act: str = "")
     key = _facts.facts(tensors), scalars, saved, keep_inner, act, forced()
     call = _calls.get(key)
     if call is None:
-        backend = settled(x, found, bool(act))
+        backend = "" if key[0] is None else settled(x, found, bool(act))  # a norm may be what the others are not
         if not backend:
             return None
         call = bound_mlp(tensors, *key[1:4], backend, act) if act else bound_linears(tensors, *key[1:4], backend)
