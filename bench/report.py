@@ -389,7 +389,7 @@ def readme_models() -> str:
         by_commit.setdefault(commit_of(load(f"h200/model_{model}")), []).append(MODELS[model])
     parts = [f"commit {each} ({', '.join(found)})" for each, found in by_commit.items()]
     measured = parts if len(parts) > 1 else [f"commit {each}" for each in by_commit]
-    said = textwrap.fill(f"Measured at {', '.join(measured)}.", WIDTH, break_on_hyphens=False)
+    said = textwrap.fill(f"Measured at {' and '.join(measured)}.", WIDTH, break_on_hyphens=False)
     return f"{table(['', *(NAMES[way] for way in rows)], lines)}\n\n{said}"
 
 

@@ -87,6 +87,8 @@ def shape_of(plan: Builder, x: Array, out: Array, w: Array, R: int, extra: bool,
         return Shape(None, EPILOGUE_M, min(64, power_of_two(R)))
     tma = matrix is not None and all(map(is_tma_compatible, (x, out, matrix)))
     config = fused_config(M, N, K, R, trans, extra, tma, on.capability, on.num_sms)
+    if config.BLOCK_M * config.BLOCK_N >= 128 * 128 and config.num_warps == 4:  # its whole result at once spills beside a bank
+        config = config._replace(EPILOGUE_SUBTILE=True, num_stages=min(4, config.num_stages))
     return Shape(config, config.BLOCK_M, config.BLOCK_K if config.tma else min(config.BLOCK_K, power_of_two(R)))
 
 

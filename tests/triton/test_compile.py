@@ -244,6 +244,7 @@ KERNELS = (
     "shrink",
     "small",
     "split",
+    "strip_norm",
     "sum",
 )
 
