@@ -25,6 +25,16 @@ class Run(NamedTuple):
     c: Sequence[Tensor]
     versions: tuple[int, ...]  # of all W, all A and all B
     captured: bool  # whether its kernels went into a CUDA graph
+    wholes: list[Tensor]  # what the c are views of, by part
+    copies: list[Tensor | None]  # of all c once :meth:`copy` was asked, without those that it gave
+
+    def copy(self, i: int) -> Tensor:
+        """c of layer i where whoever asked may write, as compiled code does: all layers are copied by one launch, each copy is
+        given away once."""
+        if not self.copies:
+            self.copies.extend(self.table.views([whole.clone() for whole in self.wholes]))
+        c, self.copies[i] = self.copies[i], None
+        return self.c[i].clone() if c is None else c
 
 
 class Table:
@@ -96,7 +106,7 @@ class Table:
                 self.forget()
             self.made_from = made_from
         W, A, B = (tensors[i : i + n] for i in range(0, 3 * n, n))
-        c: Any = [None] * self.count
+        wholes = []
         for i, part in enumerate(self.parts):
             w, a, b = (part.of(each) for each in (W, A, B))
             if capturing(part.device):
@@ -109,9 +119,17 @@ class Table:
                 new = torch.empty_like(old)
                 part.layers.guarded(w, a, b, old, words, new, words)
                 self.norms[key] = new, words
-            for place, view in zip(part.places, part.views(new), strict=True):
+            wholes.append(new)
+        captured = any([capturing(part.device) for part in self.parts])
+        return Run(task, self, self.views(wholes), versions, captured, wholes, [])
+
+    def views(self, wholes: Sequence[Tensor]) -> list[Any]:
+        """Each layer's c, out of those of each part."""
+        c: list[Any] = [None] * self.count
+        for part, whole in zip(self.parts, wholes, strict=True):
+            for place, view in zip(part.places, part.views(whole), strict=True):
                 c[place] = view
-        return Run(task, self, c, versions, any([capturing(part.device) for part in self.parts]))
+        return c
 
 
 def forget_captured() -> None:

@@ -217,7 +217,8 @@ def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> tuple[tuple, tupl
 
 
 givers: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""Address of old_hash -> who may have c already, given(W, A, B, s), or None; and knows which W that is, made_from(W)."""
+"""Address of old_hash -> who may have c already, given(W, A, B, s), in memory that
+whoever asked may write to, or None; and knows which W that is, made_from(W)."""
 
 _made_from: dict[int, tuple[int, ...]] = {}  # address of old_hash -> the W that c is of
 
@@ -236,7 +237,7 @@ def _row_norm_kept(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, old_has
     giver = givers.get(old_hash.data_ptr())
     given = None if giver is None else giver.given(W, A, B, s)
     if given is not None:
-        return given.clone()  # whoever asked may write there
+        return given
     c, old_hash = c.data, old_hash.data
     default = (W.data_ptr(), 0 if W.is_inference() else W._version)
     made_from = default if giver is None else giver.made_from(W)
