@@ -20,7 +20,7 @@ from fdora.triton.product import summed_product
 from fdora.triton.quant_bwd import backward_of_codes
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.plan import Array, Scalar
-from fdora.triton.small import LIMIT, is_small, narrow, small_backward
+from fdora.triton.small import LIMIT, Back, is_small, narrow, small_backward
 from fdora.triton.small_quant import reads, small_backward_of_codes
 
 NARROW = "one pass over W"
@@ -151,9 +151,10 @@ def _backward(
     if dx is not None and small:
         how = NARROW
         if isinstance(la.W, Packed) and reads(la.W):
-            small_backward_of_codes(plan, dz, la.W, la.A, la.B, x, s, dx, grads.A, accumulate)
+            small_backward_of_codes(plan, dz, la, s, Back(dx, grads.A, x), accumulate=accumulate)
         else:
-            small_backward(plan, dz, weight_in(plan, la.W, t), la.A, la.B, x, s, dx, grads.A, accumulate)
+            la = la._replace(W=weight_in(plan, la.W, t))
+            small_backward(plan, dz, la, s, Back(dx, grads.A, x), accumulate=accumulate)
     elif dx is not None or grads.A is not None:
         dh = plan.temp((x.shape[0], la.A.shape[0]), t)
         plan.product(dh, dz, in_dtype(plan, la.B, t), s)
