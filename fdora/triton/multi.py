@@ -65,8 +65,8 @@ def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, 
     return tuple(next(results) if need else None for need in needs)
 
 
-def _multi(x: Tensor, bank: Sequence[Tensor | None], ranks: Sequence[int], p: float, save_for_dm: bool) -> tuple[Tensor, ...]:
-    return run(*_planned(x, bank, ranks, p, save_for_dm))
+def _multi(*args: Any) -> tuple[Tensor, ...]:
+    return run(*_planned(*args))
 
 
 def _planned(
@@ -76,18 +76,8 @@ def _planned(
     return plan_for(plan_forward, tensors, tuple(ranks), p, save_for_dm), tensors, ()
 
 
-def _multi_backward(
-    dy: Tensor,
-    x: Tensor,
-    h: Tensor,
-    kept: Tensor | None,
-    pre_scale: bool,
-    bank: Sequence[Tensor | None],
-    ranks: Sequence[int],
-    p: float,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    return run(*_planned_backward(dy, x, h, kept, pre_scale, bank, ranks, p, needs))
+def _multi_backward(*args: Any) -> tuple[Tensor, ...]:
+    return run(*_planned_backward(*args))
 
 
 def _planned_backward(
