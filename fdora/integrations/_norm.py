@@ -172,7 +172,7 @@ class KeptNorm:
         if c is None and self.place == UNASKED:  # it was not collected, and is again by the next forward if it can be
             self.norms.restart()
             self.place = ALONE
-        return self.norms.of_unit(self, W, A, B, s) if c is None and not compiled else c
+        return self.norms.of_unit(self, W, A, B, s) if c is None else c
 
 
 def compiled_kernels(W: Any) -> bool:
