@@ -13,7 +13,21 @@ import torch
 from torch import Tensor
 
 from fdora import eager
-from fdora._records import Bank, BankNeeds, Bound, BoundMlp, Dropout, Grads, Lookup, Needs, Operands, Options, Saved, SavedMlp
+from fdora._records import (
+    Bank,
+    BankNeeds,
+    Bound,
+    BoundMlp,
+    Dropout,
+    Grads,
+    Lookup,
+    Needs,
+    NormOf,
+    Operands,
+    Options,
+    Saved,
+    SavedMlp,
+)
 from fdora._torch import autocast_on as autocast_on
 
 Layers = Sequence[Operands]
@@ -26,9 +40,9 @@ OLDEST = (8, 0)  # the first NVIDIA GPU whose tensor cores multiply bfloat16
 class Backend:
     """What a backend implements. Every op is named where a backend is listed, so one that is missing fails at import."""
 
-    norm_fwd: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, int | None], Tensor]
-    sqnorm_fwd: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, int | None], Tensor]
-    norm_guarded: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, int | None, Tensor, Tensor], tuple[Tensor, Tensor]]
+    norm_fwd: Callable[[NormOf], Tensor]
+    sqnorm_fwd: Callable[[NormOf], Tensor]
+    norm_guarded: Callable[[NormOf, Tensor, Tensor], tuple[Tensor, Tensor]]
     norm_bwd: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, float, tuple[bool, bool]], tuple[Tensor | None, Tensor | None] | None
     ]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from fdora._dispatch import Backend, forced
+from fdora._records import Norms
 from fdora._torch import PLAIN, piece_of
 from fdora.autograd._ops import OPS
 from fdora.functional._tree import check_leaves, parts_of
@@ -64,8 +65,8 @@ class RowsPlan:
             if state is None:
                 layers.norms(w, a, b, c)
             else:
-                old = state.buffers[0].contiguous(), state.fingerprint[0][at].contiguous()
-                layers.guarded(w, a, b, *old, c, words[at])
+                old = Norms(state.buffers[0].contiguous(), state.fingerprint[0][at].contiguous())
+                layers.guarded(w, a, b, old, Norms(c, words[at]))
         return self.spread(c), c, words
 
     def gather(self, A: list[Tensor], run: Run) -> list[Tensor]:

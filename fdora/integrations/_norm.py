@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fdora._records import NormOf
 from fdora._torch import PLAIN, functorch_active, is_traced, piece_of, stays
 from fdora.functional import NormState, dora_norm, dora_norm_state, select_backend
 from fdora.functional.norm import give_norm, guarded_norm, kept_norm
@@ -149,7 +150,7 @@ class KeptNorm:
             memo = (key, StorageWeakRef(storage), dora_norm_state(W))
             after = dora_norm(W, A, B, s=s, state=memo[2])
         else:  # of the same W: what dora_norm would check has been checked
-            after = NormState(*guarded_norm(W, A, B, None, s, None, *memo[2], select_backend(W).name))
+            after = NormState(*guarded_norm(NormOf(W, A, B, s), *memo[2], select_backend(W).name))
         if capturing(W.device):
             for old, new in zip(memo[2], after, strict=True):  # a replay reads and writes the memory from before the capture
                 old.copy_(new)
@@ -172,7 +173,10 @@ class KeptNorm:
         if c is None and self.place == UNASKED:  # it was not collected, and is again by the next forward if it can be
             self.norms.restart()
             self.place = ALONE
-        return self.norms.of_unit(self, W, A, B, s) if c is None else c
+        if c is not None:
+            return c
+        c = self.norms.of_unit(self, W, A, B, s)
+        return c.clone() if compiled and c is not None else c
 
 
 def compiled_kernels(W: Any) -> bool:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from fdora import _facts, _plain
 from fdora._dispatch import forced
-from fdora.functional._tree import Part, kept_norms, no_words, tables
+from fdora._records import Norms
+from fdora.functional._tree import Part, kept_norms, no_norms, tables
 
 Found = list[tuple[Any, Tensor, Tensor, Tensor, float]]  # KeptNorm, W, A, B, s
-_captured: dict[int, tuple[Tensor, Tensor, Part]] = {}  # words, norms and tables of CUDA graphs, for good
+_captured: dict[int, tuple[Norms, Part]] = {}  # norms and tables of CUDA graphs, for good
 
 
 class Run(NamedTuple):
@@ -25,15 +26,14 @@ class Run(NamedTuple):
     c: Sequence[Tensor]
     versions: tuple[int, ...]  # of all W, all A and all B
     captured: bool  # whether its kernels went into a CUDA graph
-    wholes: list[Tensor]  # what the c are views of, by part
-    copies: list[Tensor | None]  # of all c once :meth:`copy` was asked, without those that it gave
+    copies: list[Tensor | None]  # of all c by one launch, without those that :meth:`copy` gave; empty before it was asked once
 
     def copy(self, i: int) -> Tensor:
-        """c of layer i where whoever asked may write, as compiled code does: all layers are copied by one launch, each copy is
-        given away once."""
-        if not self.copies:
-            self.copies.extend(self.table.views([whole.clone() for whole in self.wholes]))
-        c, self.copies[i] = self.copies[i], None
+        """c of layer i where whoever asked may write, as compiled code does."""
+        self.table.copied = True  # so the next forward begins with copies
+        c = None
+        if self.copies:
+            c, self.copies[i] = self.copies[i], None
         return self.c[i].clone() if c is None else c
 
 
@@ -50,12 +50,13 @@ class Table:
         self.strides = list(map(Tensor.stride, tensors))
         self.forced = forced()  # fdora.backend may ask for another one by the next forward
         self.made_from: Any = None
+        self.copied = False  # whether compiled code took copies of the norms of the last forward
         self.parts = tables(W, A, B, s)
         now = _facts.places(self.tensors)  # after the kernels have brought their way to ask for them
         self.key = None if now is None else now[1]
-        self.norms: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.norms: dict[tuple[int, int], Norms] = {}
         with torch.inference_mode(False):  # else nobody outside of it could clear them
-            self.graph = [_pair(part) for part in self.parts]
+            self.graph = [no_norms(part) for part in self.parts]
 
     def alive(self) -> tuple[tuple[Tensor, ...], tuple[int, ...]] | None:
         """Its tensors and their versions, if they lie where and as they lay, and the same backend computes."""
@@ -110,18 +111,21 @@ class Table:
         for i, part in enumerate(self.parts):
             w, a, b = (part.of(each) for each in (W, A, B))
             if capturing(part.device):
-                new, words = self.graph[i]
-                part.layers.guarded(w, a, b, new, words, new, words)
-                _captured[id(words)] = words, new, part
+                new = self.graph[i]
+                part.layers.guarded(w, a, b, new, new)
+                _captured[id(new.words)] = new, part
             else:
                 key = (i, torch.cuda.current_stream(part.device).cuda_stream if part.device.type == "cuda" else 0)
-                old, words = self.norms.pop(key) if key in self.norms else _pair(part)  # gone where a launch fails
-                new = torch.empty_like(old)
-                part.layers.guarded(w, a, b, old, words, new, words)
-                self.norms[key] = new, words
-            wholes.append(new)
+                old = self.norms.pop(key, None) or no_norms(part)  # gone where a launch fails
+                new = Norms(torch.empty_like(old.c), old.words)
+                part.layers.guarded(w, a, b, old, new)
+                self.norms[key] = new
+            wholes.append(new.c)
         captured = any([capturing(part.device) for part in self.parts])
-        return Run(task, self, self.views(wholes), versions, captured, wholes, [])
+        # Here, not where compiled code asks: what a graph's warm-up leaves in that graph's memory must be one of its results.
+        copies = self.views([whole.clone() for whole in wholes]) if self.copied and task == -1 and not captured else []
+        self.copied = False
+        return Run(task, self, self.views(wholes), versions, captured, copies)
 
     def views(self, wholes: Sequence[Tensor]) -> list[Any]:
         """Each layer's c, out of those of each part."""
@@ -134,12 +138,8 @@ class Table:
 
 def forget_captured() -> None:
     """Graphs, of whatever model, compute all norms in their next replay."""
-    for words, *_ in _captured.values():
-        words.zero_()
-
-
-def _pair(part: Part) -> tuple[Tensor, Tensor]:
-    return torch.zeros(part.size, device=part.device, dtype=part.dtype), no_words(part)
+    for norms, _ in _captured.values():
+        norms.words.zero_()
 
 
 def capturing(device: torch.device) -> bool:

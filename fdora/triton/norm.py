@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from fdora._records import NormOf
 from fdora._torch import needs_dispatcher
 from fdora.triton.configs import MAX_N, MIN_K, NormConfig, norm_config
 from fdora.triton.copy import in_dtype
@@ -37,21 +38,20 @@ from fdora.triton.sums import SUM_N, SUM_T, column_sums
 GROUP_N = 8  # rows of tiles that run together, so that their slabs of A and B meet in L2
 
 
-def norm_fwd(W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None) -> Tensor:
-    """(N, K), (r, K), (N, r) -> c (N,) float32. W is read once whether its squared norm is known or not."""
-    return (row_norm if needs_dispatcher(W) else _row_norm)(W, A, B, s, max_bytes, False)
+def norm_fwd(of: NormOf) -> Tensor:
+    """c (N,) float32. W is read once whether its squared norm is known or not."""
+    return (row_norm if needs_dispatcher(of.W) else _row_norm)(*of[:4], of.max_bytes, False)
 
 
-def sqnorm_fwd(W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None) -> Tensor:
+def sqnorm_fwd(of: NormOf) -> Tensor:
     """c^2 (N,), to be added to that of other columns."""
-    return (row_norm if needs_dispatcher(W) else _row_norm)(W, A, B, s, max_bytes, True)
+    return (row_norm if needs_dispatcher(of.W) else _row_norm)(*of[:4], of.max_bytes, True)
 
 
-def norm_guarded(
-    W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None, c: Tensor, old_hash: Tensor
-) -> tuple[Tensor, Tensor]:
+def norm_guarded(of: NormOf, c: Tensor, old_hash: Tensor) -> tuple[Tensor, Tensor]:
     """c and the fingerprint of A, B, s. The c given is returned where the fingerprint given is theirs."""
-    c, new_hash = (row_norm_guarded if needs_dispatcher(W) else _row_norm_guarded)(W, A, B, s, max_bytes, c, old_hash)
+    guarded = row_norm_guarded if needs_dispatcher(of.W) else _row_norm_guarded
+    c, new_hash = guarded(*of[:4], of.max_bytes, c, old_hash)
     return c, new_hash
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fdora import _facts
+from fdora._records import Norms
 from fdora.triton.kernels.tree import fingerprints_kernel, norms_kernel, roots_kernel
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
@@ -70,18 +71,9 @@ class Layers:
         """Writes all norms into c. The pointers of W, A and B are those of before."""
         run(self._plan(False, c), (self.table(), None, None, c, c))
 
-    def guarded(
-        self,
-        W: Sequence[Tensor],
-        A: Sequence[Tensor],
-        B: Sequence[Tensor],
-        old: Tensor,
-        old_words: Tensor,
-        new: Tensor,
-        new_words: Tensor,
-    ) -> None:
-        """Writes new and new_words, which may be old and old_words: norms of before where the bits of A, B and s are."""
-        run(self._plan(True, new), (self.table(), old_words, new_words, old, new))
+    def guarded(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], old: Norms, new: Norms) -> None:
+        """Writes new, which may be old: norms of before where the bits of A, B and s are."""
+        run(self._plan(True, new.c), (self.table(), old.words, new.words, old.c, new.c))
 
     def _plan(self, guarded: bool, c: Tensor) -> Plan:
         found = self.plans.get((guarded, c.shape[0]))
@@ -148,21 +140,19 @@ class Kept:
         *at, self.size = accumulate(map(room, W), initial=0)
         self.layers = Layers(W, A, B, s, at)
         self.made_from: list[int] = []
-        self.norms: dict[int, tuple[Tensor, Tensor]] = {}
-        self.graph = by_another_thread(
-            self.nothing, self.layers.device
-        )  # what CUDA graphs read and write, made before a capture
+        self.norms: dict[int, Norms] = {}
+        self.graph = by_another_thread(self.nothing, self.layers.device)  # for CUDA graphs, made before a capture
 
-    def nothing(self) -> tuple[Tensor, Tensor]:
+    def nothing(self) -> Norms:
         device = self.layers.device
         self.layers.table()  # on this stream
         with torch.inference_mode(False):  # else nobody outside of it could write there
             words = torch.zeros((self.layers.count, WORDS), device=device, dtype=torch.int64)
-            return torch.zeros(self.size, device=device, dtype=torch.float32), words
+            return Norms(torch.zeros(self.size, device=device, dtype=torch.float32), words)
 
     def forget(self) -> None:
         self.norms.clear()
-        self.graph[1].zero_()
+        self.graph.words.zero_()
 
     def now(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], capturing: bool) -> Tensor:
         """A copy: whoever asked may write there, as Inductor does where it has use for the memory."""
@@ -175,12 +165,12 @@ class Kept:
         pair = self.graph if capturing else self.norms.pop(stream, None)
         if pair is None:
             pair = by_another_thread(self.nothing, self.layers.device)
-        self.layers.guarded(W, A, B, *pair, *pair)
+        self.layers.guarded(W, A, B, pair, pair)
         if capturing:
             _captured[id(self)] = self
         else:
             self.norms[stream] = pair
-        return pair[0].clone()
+        return pair.c.clone()
 
 
 def room(W: Tensor) -> int:

@@ -129,6 +129,28 @@ def test_through_peft(model, checkpointing):
         agrees()
 
 
+def test_compiled_layers_may_write_to_their_norms(model):
+    """Which are copied together once compiled code is known to ask; a second question gets a copy of its own."""
+    kepts, forwards = [variant.kept for variant in variants_of(model)], []
+
+    def ask(*_):
+        table = kepts[0].norms.table
+        operands = [[ref() for ref in table.tensors[i :: table.count]] for i in range(2)]
+        got = [kept.given(*operands[i], table.s[i]) for i, kept in enumerate(kepts)]
+        want = [c.clone() for c in kepts[0].norms.local.run.c]
+        assert all(map(torch.equal, got, want))
+        got[0].zero_()
+        assert torch.equal(got[1], want[1]) and torch.equal(kepts[0].given(*operands[0], table.s[0]), want[0])
+        assert torch.equal(kepts[0].given(*operands[0], table.s[0], False), want[0])
+        forwards.append(len({c.untyped_storage().data_ptr() for c in got}))
+
+    model.base_model.model[0].register_forward_hook(ask)
+    x = torch.randn(5, 48, device=device.NAME, dtype=HALF[0])
+    for _ in range(3):
+        model(x)
+    assert forwards == [2, 1, 1]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_two_forwards_before_their_backwards(model, checkpointing):
     """A checkpoint computes the norm again from what is kept, which the second forward was free to write."""
