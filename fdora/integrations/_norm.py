@@ -164,23 +164,19 @@ class KeptNorm:
         return after.c
 
     def given(self, W: Any, A: Tensor, B: Tensor, s: float, compiled: bool = True) -> Tensor | None:
-        """c that the model's hook computed, if it holds for this call: for compiled code, too, when it runs, which may write
-        there."""
+        """c that the model's hook computed, if it holds for this call: for compiled code, too, when it runs."""
         c: Tensor | None
         if self.norms is None:
             return None
         if self.norms.on_shards is not None and not (compiled and capturing(W.device)):
             c = self.norms.on_shards.c_of(self, W, A, s)
             if c is not None:
-                return c.clone() if compiled else c
+                return c
         c = None if self.place == ALONE else self.norms.c_of(self.place, W, A, B, s, compiled)
         if c is None and self.place == UNASKED:  # it was not collected, and is again by the next forward if it can be
             self.norms.restart()
             self.place = ALONE
-        if c is not None:
-            return c
-        c = self.norms.of_unit(self, W, A, B, s)
-        return c.clone() if compiled and c is not None else c
+        return self.norms.of_unit(self, W, A, B, s) if c is None else c
 
 
 def compiled_norms(layers: Sequence[tuple[KeptNorm, Any, Any, Tensor, Tensor, float]]) -> Sequence[Tensor] | None:

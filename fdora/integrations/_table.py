@@ -26,15 +26,6 @@ class Run(NamedTuple):
     c: Sequence[Tensor]
     versions: tuple[int, ...]  # of all W, all A and all B
     captured: bool  # whether its kernels went into a CUDA graph
-    copies: list[Tensor | None]  # of all c by one launch, without those that :meth:`copy` gave; empty before it was asked once
-
-    def copy(self, i: int) -> Tensor:
-        """c of layer i where whoever asked may write, as compiled code does."""
-        self.table.copied = True  # so the next forward begins with copies
-        c = None
-        if self.copies:
-            c, self.copies[i] = self.copies[i], None
-        return self.c[i].clone() if c is None else c
 
 
 class Table:
@@ -50,7 +41,6 @@ class Table:
         self.strides = list(map(Tensor.stride, tensors))
         self.forced = forced()  # fdora.backend may ask for another one by the next forward
         self.made_from: Any = None
-        self.copied = False  # whether compiled code took copies of the norms of the last forward
         self.parts = tables(W, A, B, s)
         now = _facts.places(self.tensors)  # after the kernels have brought their way to ask for them
         self.key = None if now is None else now[1]
@@ -122,10 +112,7 @@ class Table:
                 self.norms[key] = new
             wholes.append(new.c)
         captured = any([capturing(part.device) for part in self.parts])
-        # Here, not where compiled code asks: what a graph's warm-up leaves in that graph's memory must be one of its results.
-        copies = self.views([whole.clone() for whole in wholes]) if self.copied and task == -1 and not captured else []
-        self.copied = False
-        return Run(task, self, self.views(wholes), versions, captured, copies)
+        return Run(task, self, self.views(wholes), versions, captured)
 
     def views(self, wholes: Sequence[Tensor]) -> list[Any]:
         """Each layer's c, out of those of each part."""

@@ -184,7 +184,7 @@ class ModelNorms:
         return self.traced[i]
 
     def c_of(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, compiled: bool) -> Tensor | None:
-        """The slice of layer i, for compiled code a copy; None where it has to look after itself."""
+        """The slice of layer i; None where it has to look after itself."""
         run, task = self.local.run, backward_task()
         if run is None or run.task != task:
             self.asleep = False
@@ -201,7 +201,7 @@ class ModelNorms:
         table = run.table
         if table.has(i, W, A, B, s, run.versions) or (compiled and table.has_views(i, W, A, B, s, run.versions)):
             self.used = True
-            return run.copy(i) if compiled else run.c[i]
+            return run.c[i]
         with self.lock:
             if self.table is table:
                 self.table = None  # collected anew by the next forward

@@ -15,7 +15,6 @@ nothing to do where they agree; a few programs share the tiles then, so that doi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -35,7 +34,7 @@ from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.split import rows_at_a_time, split_A, split_B
 from fdora.triton.sums import SUM_N, SUM_T, column_sums
-from fdora.triton.tree import room
+from fdora.triton.tree import capturing, keep_for_graphs, norms_of_model, parts_of, room
 
 Tensors = Sequence[Tensor]
 GROUP_N = 8  # rows of tiles that run together, so that their slabs of A and B meet in L2
@@ -62,7 +61,7 @@ def norms_of_kept(layers: Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, 
     """Of each (W, A, B, s, c, old_hash) a copy of c, after c and old_hash were brought up to date."""
     W, *rest = (list(each) for each in zip(*layers, strict=True))
     whole = (row_norms_kept if needs_dispatcher(W[0]) else _row_norms_kept)(W, *rest)  # type: ignore[arg-type]
-    return whole.split_with_sizes([n for w in W for n in (w.shape[0], room(w) - w.shape[0])])[::2]  # type: ignore[attr-defined]
+    return parts_of(whole, W)
 
 
 def _row_norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squared: bool) -> Tensor:
@@ -222,46 +221,44 @@ def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> tuple[tuple, tupl
 
 
 givers: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""Address of old_hash -> who may have c already, given(W, A, B, s), in memory that whoever asked may write to, or None; and
-knows which W that is, made_from(W)."""
+"""Address of old_hash -> who may have c already, given(W, A, B, s), or None; and knows which W that is, made_from(W)."""
 
 _made_from: dict[int, tuple[int, ...]] = {}  # address of old_hash -> the W that c is of
 
 
 def give_norm(old_hash: Tensor, giver: Any) -> None:
     givers[old_hash.data_ptr()] = giver
+    _made_from.pop(old_hash.data_ptr(), None)  # of what lay there before
 
 
 def _row_norms_kept(W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], c: Tensors, old_hash: Tensors) -> Tensor:
-    """In one tensor, as torch wants no results that share memory: copies that somebody has for all layers lie so already."""
-    found = [*map(_row_norm_kept, W, A, B, s, c, old_hash)]
-    at, (first, size) = [0, *accumulate(map(room, W))], (found[0], sum(map(room, W)))
-    whole, begin = first.untyped_storage(), first.storage_offset()
-    places = [begin + i if each.untyped_storage()._cdata == whole._cdata else -1 for i, each in zip(at, found, strict=False)]
-    if places == [each.storage_offset() for each in found] and whole.nbytes() >= 4 * (begin + size):
-        return first.as_strided((size,), (1,))
-    out = first.new_zeros(size)  # between them, too: what runs twice must give the same
-    for i, each in zip(at, found, strict=False):
-        out[i : i + each.shape[0]] = each
-    return out
+    """One behind the other as in a model's norms, where whoever asked may write."""
+    givers_of = [givers.get(each.data_ptr()) for each in old_hash]
+    given = [None if giver is None else giver.given(*each) for giver, *each in zip(givers_of, W, A, B, s, strict=True)]
+    if len(W) > 1:
+        if any([each is None for each in given]) and capturing(W[0].device):
+            return norms_of_model(W, A, B, s)
+        keep_for_graphs(W, A, B, s, old_hash[0].data_ptr())
+    found = []
+    for i, known in enumerate(given):
+        one = _row_norm_kept(givers_of[i], W[i], A[i], B[i], s[i], c[i], old_hash[i]) if known is None else known
+        pad = room(W[i]) - W[i].shape[0]
+        found += [one, one.new_zeros(pad)] if pad else [one]
+    return found[0] if len(found) == 1 and given[0] is None else torch.cat(found)
 
 
-def _row_norm_kept(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, old_hash: Tensor) -> Tensor:
+def _row_norm_kept(giver: Any, W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, old_hash: Tensor) -> Tensor:
     """Writes c and old_hash, and says so neither to the compiler nor to autograd's version counters.
 
     A checkpoint computes this again from the c and old_hash of its forward. Were the write declared, a second forward before
     that would make autograd refuse the backward. The write needs no order: whatever pair c and old_hash hold, also after a call
     was repeated or left out, the result is the norm of these W, A, B and s.
     """
-    giver = givers.get(old_hash.data_ptr())
-    given = None if giver is None else giver.given(W, A, B, s)
-    if given is not None:
-        return given
     c, old_hash = c.data, old_hash.data
     default = (W.data_ptr(), 0 if W.is_inference() else W._version)
     made_from = default if giver is None else giver.made_from(W)
-    if _made_from.get(old_hash.data_ptr()) != made_from:
-        old_hash.zero_()  # which matches nothing
+    if _made_from.setdefault(old_hash.data_ptr(), made_from) != made_from:  # what is new matches nothing as it is
+        old_hash.zero_()
         _made_from[old_hash.data_ptr()] = made_from
     out, new_hash = run(*_kept(W, A, B, s, c, old_hash))
     old_hash.copy_(new_hash)
