@@ -93,7 +93,7 @@ class Backend:
     stack_norms_of_codes: Callable[[Any, Sequence[Tensor | None], Tensor, Tensor, float], Tensor | None] | None = None
     dense_of: Callable[[Any, Sequence[Tensor | None], torch.dtype], Tensor | None] | None = None
     """A W of this QuantSpec; None where only plain torch decodes it."""
-    norm_kept: Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor], Tensor] | None = None
+    norms_of_kept: Callable[[Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor]]], Sequence[Tensor]] | None = None
     give_norm: Callable[[Tensor, Any], None] | None = None
     norms_kept: Callable[..., Any] | None = None  # of all layers of a model, in compiled code
     forget_norms: Callable[[], None] | None = None
@@ -171,7 +171,7 @@ def kernels(triton: Any) -> Backend:
         norm_of_codes_guarded=triton.quant.norm_of_codes_guarded,
         stack_norms_of_codes=triton.quant.stack_norms_of_codes,
         dense_of=triton.dequantize.dense_of,
-        norm_kept=triton.norm.norm_kept,
+        norms_of_kept=triton.norm.norms_of_kept,
         give_norm=triton.norm.give_norm,
         norms_kept=triton.tree.norms_kept,
         forget_norms=triton.tree.forget_norms,

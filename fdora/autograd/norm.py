@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,16 +57,17 @@ def _constant(of: NormOf) -> NormOf:
     return NormOf(W, A, B, of.s, base_sqnorm, of.max_bytes)
 
 
-def kept_norm(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, seen: Tensor) -> Tensor:
-    """:func:`guarded_norm` by kernels in compiled code: c and seen, which nobody else holds, are written in place."""
-    kernel = OPS["triton"].norm_kept
-    assert kernel is not None
-    with torch.no_grad(), autocast_off(W):
-        return kernel(W, A, B, s, c, seen)
+def kept_norms(layers: Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor]]) -> Sequence[Tensor]:
+    """:func:`guarded_norm` of each (W, A, B, s, c, seen) by kernels in compiled code, in one op: c and seen, which nobody else
+    holds, are written in place."""
+    kernels = OPS["triton"].norms_of_kept
+    assert kernels is not None
+    with torch.no_grad(), autocast_off(layers[0][0]):
+        return kernels(layers)
 
 
 def give_norm(seen: Tensor, giver: Any) -> None:
-    """:func:`kept_norm` with this ``seen`` asks ``giver.given(W, A, B, s)`` first. Holds nothing."""
+    """:func:`kept_norms` with this ``seen`` asks ``giver.given(W, A, B, s)`` first. Holds nothing."""
     give = OPS["triton"].give_norm
     assert give is not None
     give(seen, giver)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fdora._records import NormOf
 from fdora._torch import PLAIN, functorch_active, is_traced, piece_of, stays
 from fdora.functional import NormState, dora_norm, dora_norm_state, select_backend
-from fdora.functional.norm import give_norm, guarded_norm, kept_norm
+from fdora.functional.norm import give_norm, guarded_norm, kept_norms
 from fdora.integrations._shard import Shard, lies_in_rows, watched
 from fdora.integrations._table import capturing
 from fdora.integrations._tree import ALONE, UNASKED
@@ -108,12 +109,15 @@ class KeptNorm:
         c: Tensor | None = None if self.norms is None else self.norms.traced_c(self, W, A, B, s)
         if c is not None:
             return c
+        room = self.room_for(owner, W)
+        return dora_norm(W, A, B, s=s) if room is None else kept_norms([(W, A, B, s, *room)])[0]
+
+    def room_for(self, owner: Any, W: Any) -> tuple[Tensor, Tensor] | None:
+        """c and fingerprint that compiled code keeps of this W; None where it keeps none."""
         room = self.room
         if room is None or not compiled_kernels(W) or room[1].device != W.device or room[1].shape[0] != W.shape[0]:
-            return dora_norm(W, A, B, s=s)
-        if room[0] is not None and room[0]() is not owner:
-            return dora_norm(W, A, B, s=s)
-        return kept_norm(W, A, B, s, room[1], room[2])
+            return None
+        return room[1:] if room[0] is None or room[0]() is owner else None
 
     def on_mesh(self, W: Any, A: Any, B: Any, s: float) -> Tensor:
         """c of a DTensor. Where columns are spread every process adds up in every call, whatever it has kept."""
@@ -160,19 +164,35 @@ class KeptNorm:
         return after.c
 
     def given(self, W: Any, A: Tensor, B: Tensor, s: float, compiled: bool = True) -> Tensor | None:
-        """c that the model's hook computed, if it holds for this call: for compiled code, too, when it runs."""
+        """c that the model's hook computed, if it holds for this call: for compiled code, too, when it runs, which may write
+        there."""
         c: Tensor | None
         if self.norms is None:
             return None
         if self.norms.on_shards is not None and not (compiled and capturing(W.device)):
             c = self.norms.on_shards.c_of(self, W, A, s)
             if c is not None:
-                return c
+                return c.clone() if compiled else c
         c = None if self.place == ALONE else self.norms.c_of(self.place, W, A, B, s, compiled)
         if c is None and self.place == UNASKED:  # it was not collected, and is again by the next forward if it can be
             self.norms.restart()
             self.place = ALONE
-        return self.norms.of_unit(self, W, A, B, s) if c is None and not compiled else c
+        if c is not None:
+            return c
+        c = self.norms.of_unit(self, W, A, B, s)
+        return c.clone() if compiled and c is not None else c
+
+
+def compiled_norms(layers: Sequence[tuple[KeptNorm, Any, Any, Tensor, Tensor, float]]) -> Sequence[Tensor] | None:
+    """c of each (KeptNorm, owner, W, A, B, s) by one op of compiled code; None where one of them has another way."""
+    found = []
+    for kept, owner, W, A, B, s in layers:
+        whole = kept.norms is not None and kept.norms.traced_c(kept, W, A, B, s) is not None
+        room = None if whole or not is_traced() else kept.room_for(owner, W)
+        if room is None:
+            return None
+        found.append((W, A, B, s, *room))
+    return kept_norms(found)
 
 
 def compiled_kernels(W: Any) -> bool:

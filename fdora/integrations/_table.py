@@ -26,6 +26,15 @@ class Run(NamedTuple):
     c: Sequence[Tensor]
     versions: tuple[int, ...]  # of all W, all A and all B
     captured: bool  # whether its kernels went into a CUDA graph
+    copies: list[Tensor | None]  # of all c by one launch, without those that :meth:`copy` gave; empty before it was asked once
+
+    def copy(self, i: int) -> Tensor:
+        """c of layer i where whoever asked may write, as compiled code does."""
+        self.table.copied = True  # so the next forward begins with copies
+        c = None
+        if self.copies:
+            c, self.copies[i] = self.copies[i], None
+        return self.c[i].clone() if c is None else c
 
 
 class Table:
@@ -41,6 +50,7 @@ class Table:
         self.strides = list(map(Tensor.stride, tensors))
         self.forced = forced()  # fdora.backend may ask for another one by the next forward
         self.made_from: Any = None
+        self.copied = False  # whether compiled code took copies of the norms of the last forward
         self.parts = tables(W, A, B, s)
         now = _facts.places(self.tensors)  # after the kernels have brought their way to ask for them
         self.key = None if now is None else now[1]
@@ -97,7 +107,7 @@ class Table:
                 self.forget()
             self.made_from = made_from
         W, A, B = (tensors[i : i + n] for i in range(0, 3 * n, n))
-        c: Any = [None] * self.count
+        wholes = []
         for i, part in enumerate(self.parts):
             w, a, b = (part.of(each) for each in (W, A, B))
             if capturing(part.device):
@@ -110,9 +120,20 @@ class Table:
                 new = Norms(torch.empty_like(old.c), old.words)
                 part.layers.guarded(w, a, b, old, new)
                 self.norms[key] = new
-            for place, view in zip(part.places, part.views(new.c), strict=True):
+            wholes.append(new.c)
+        captured = any([capturing(part.device) for part in self.parts])
+        # Here, not where compiled code asks: what a graph's warm-up leaves in that graph's memory must be one of its results.
+        copies = self.views([whole.clone() for whole in wholes]) if self.copied and task == -1 and not captured else []
+        self.copied = False
+        return Run(task, self, self.views(wholes), versions, captured, copies)
+
+    def views(self, wholes: Sequence[Tensor]) -> list[Any]:
+        """Each layer's c, out of those of each part."""
+        c: list[Any] = [None] * self.count
+        for part, whole in zip(self.parts, wholes, strict=True):
+            for place, view in zip(part.places, part.views(whole), strict=True):
                 c[place] = view
-        return Run(task, self, c, versions, any([capturing(part.device) for part in self.parts]))
+        return c
 
 
 def forget_captured() -> None:

@@ -26,7 +26,7 @@ threads, streams    Each thread has its slices, each stream its norms and finger
                     together. Replicas of DataParallel have other tensors, and look after themselves.
 torch.compile       of the whole model traces the hook: one op computes all norms, and each layer's code reads its slice of the
                     result, in the same trace. Compiled layers whose model is not compiled, or that come after a graph break,
-                    run an op each (kept_norm), which asks as an eager layer does, when it runs, and gives back a copy. Not by
+                    run an op each (kept_norm), which asks as an eager layer does, when it runs, and gets a copy. Not by
                     guards on what the hook left: recomputation, outside of the hook, would run other code than the forward
                     did, and checkpoint refuses that. In CUDA graphs without the hook that op compares and computes by itself.
 others that watch   torch.func, torch.jit.trace and dispatch modes, to whom values of now must not be constants: no slices.
@@ -184,7 +184,7 @@ class ModelNorms:
         return self.traced[i]
 
     def c_of(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, compiled: bool) -> Tensor | None:
-        """The slice of layer i; None where it has to look after itself."""
+        """The slice of layer i, for compiled code a copy; None where it has to look after itself."""
         run, task = self.local.run, backward_task()
         if run is None or run.task != task:
             self.asleep = False
@@ -199,9 +199,9 @@ class ModelNorms:
         if compiled and run.captured != capturing(W.device):  # of another graph, whose replays this one's do not follow
             return None
         table = run.table
-        if (table.has_views if compiled else table.has)(i, W, A, B, s, run.versions):
+        if table.has(i, W, A, B, s, run.versions) or (compiled and table.has_views(i, W, A, B, s, run.versions)):
             self.used = True
-            return run.c[i]
+            return run.copy(i) if compiled else run.c[i]
         with self.lock:
             if self.table is table:
                 self.table = None  # collected anew by the next forward

@@ -15,6 +15,7 @@ nothing to do where they agree; a few programs share the tiles then, so that doi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -29,12 +30,14 @@ from fdora.triton.hash import WORDS, fingerprint
 from fdora.triton.kernels.norm import choose_kernel, norm_kernel
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
+from fdora.triton.runtime.device import Device, cdiv, device_of, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.split import rows_at_a_time, split_A, split_B
 from fdora.triton.sums import SUM_N, SUM_T, column_sums
+from fdora.triton.tree import room
 
+Tensors = Sequence[Tensor]
 GROUP_N = 8  # rows of tiles that run together, so that their slabs of A and B meet in L2
 
 
@@ -55,9 +58,11 @@ def norm_guarded(of: NormOf, c: Tensor, old_hash: Tensor) -> tuple[Tensor, Tenso
     return c, new_hash
 
 
-def norm_kept(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, old_hash: Tensor) -> Tensor:
-    """A copy of c, after c and old_hash were brought up to date."""
-    return (row_norm_kept if needs_dispatcher(W) else _row_norm_kept)(W, A, B, s, c, old_hash)
+def norms_of_kept(layers: Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor]]) -> Sequence[Tensor]:
+    """Of each (W, A, B, s, c, old_hash) a copy of c, after c and old_hash were brought up to date."""
+    W, *rest = (list(each) for each in zip(*layers, strict=True))
+    whole = (row_norms_kept if needs_dispatcher(W[0]) else _row_norms_kept)(W, *rest)  # type: ignore[arg-type]
+    return whole.split_with_sizes([n for w in W for n in (w.shape[0], room(w) - w.shape[0])])[::2]  # type: ignore[attr-defined]
 
 
 def _row_norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squared: bool) -> Tensor:
@@ -217,13 +222,28 @@ def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> tuple[tuple, tupl
 
 
 givers: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""Address of old_hash -> who may have c already, given(W, A, B, s), or None; and knows which W that is, made_from(W)."""
+"""Address of old_hash -> who may have c already, given(W, A, B, s), in memory that whoever asked may write to, or None; and
+knows which W that is, made_from(W)."""
 
 _made_from: dict[int, tuple[int, ...]] = {}  # address of old_hash -> the W that c is of
 
 
 def give_norm(old_hash: Tensor, giver: Any) -> None:
     givers[old_hash.data_ptr()] = giver
+
+
+def _row_norms_kept(W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], c: Tensors, old_hash: Tensors) -> Tensor:
+    """In one tensor, as torch wants no results that share memory: copies that somebody has for all layers lie so already."""
+    found = [*map(_row_norm_kept, W, A, B, s, c, old_hash)]
+    at, (first, size) = [0, *accumulate(map(room, W))], (found[0], sum(map(room, W)))
+    whole, begin = first.untyped_storage(), first.storage_offset()
+    places = [begin + i if each.untyped_storage()._cdata == whole._cdata else -1 for i, each in zip(at, found, strict=False)]
+    if places == [each.storage_offset() for each in found] and whole.nbytes() >= 4 * (begin + size):
+        return first.as_strided((size,), (1,))
+    out = first.new_zeros(size)  # between them, too: what runs twice must give the same
+    for i, each in zip(at, found, strict=False):
+        out[i : i + each.shape[0]] = each
+    return out
 
 
 def _row_norm_kept(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, old_hash: Tensor) -> Tensor:
@@ -236,7 +256,7 @@ def _row_norm_kept(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, old_has
     giver = givers.get(old_hash.data_ptr())
     given = None if giver is None else giver.given(W, A, B, s)
     if given is not None:
-        return given.clone()  # whoever asked may write there
+        return given
     c, old_hash = c.data, old_hash.data
     default = (W.data_ptr(), 0 if W.is_inference() else W._version)
     made_from = default if giver is None else giver.made_from(W)
@@ -256,10 +276,22 @@ def _fake_row_norm_guarded(W, A, B, s, max_bytes, c, old_hash):
     return [W.new_empty(W.shape[0], dtype=torch.float32), W.new_empty(WORDS, dtype=torch.int64)]
 
 
-def _fake_row_norm_kept(W, A, B, s, c, old_hash):
-    return W.new_empty(W.shape[0], dtype=torch.float32)
+def _fake_row_norms_kept(W, A, B, s, c, old_hash):
+    return W[0].new_empty(sum(map(room, W)), dtype=torch.float32)
+
+
+def _planned_row_norms_kept(W, A, B, s, c, old_hash):
+    """Without flops: only the device knows what it computes."""
+    return (Builder("norms of layers", device_of(W[0].device)).plan(),)
 
 
 row_norm = op("row_norm", _row_norm, _fake_row_norm, _planned)
 row_norm_guarded = op("row_norm_guarded", _row_norm_guarded, _fake_row_norm_guarded, _guarded)
-row_norm_kept = op("row_norm_kept", _row_norm_kept, _fake_row_norm_kept, _kept, mapped=False)
+row_norms_kept = op(
+    "row_norms_kept",
+    _row_norms_kept,
+    _fake_row_norms_kept,
+    _planned_row_norms_kept,
+    "(Tensor[] W, Tensor[] A, Tensor[] B, float[] s, Tensor[] c, Tensor[] old_hash) -> Tensor",
+    mapped=False,
+)

@@ -8,7 +8,6 @@ import copy
 import faulthandler
 import json
 import os
-import signal
 import sys
 import traceback
 from collections import Counter, OrderedDict
@@ -671,7 +670,7 @@ ZERO = {f"zero {stage}": partial(zero, stage) for stage in (2, 3)}  # want DeepS
 
 def main(rank, world, folder, *names):
     global device
-    faulthandler.register(signal.SIGUSR1)
+    faulthandler.enable()  # world.stacks: SIGABRT
     if "cuda" in names:  # to look at by hand: other sums than whole parameters on a CPU, and norms that nobody counts here
         device, names = f"cuda:{rank}", [name for name in names if name != "cuda"]
         torch.cuda.set_device(rank)

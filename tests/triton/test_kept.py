@@ -17,7 +17,7 @@ pytestmark = needs_kernels
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_norm_is_kept_until_something_changes(dtype):
-    from fdora.triton.norm import row_norm_kept
+    from fdora.triton.norm import norms_of_kept
 
     W, A, B = inputs(dtype)
     c, seen = dora_norm_state(W)
@@ -27,15 +27,15 @@ def test_a_norm_is_kept_until_something_changes(dtype):
     for change in changes:
         change()
         with torch.no_grad():
-            first = row_norm_kept(W, A, B, s, c, seen)
+            first = norms_of_kept([(W, A, B, s, c, seen)])[0]
         assert torch.equal(first, dora_norm(W, A, B, s=s, backend="triton")) and torch.equal(first, c)
         assert first.data_ptr() != c.data_ptr()
         c.data.fill_(-7)
-        assert (row_norm_kept(W, A, B, s, c, seen) == -7).all()  # nothing was computed
+        assert (norms_of_kept([(W, A, B, s, c, seen)])[0] == -7).all()  # nothing was computed
         c.data.copy_(first)
-    assert torch.equal(row_norm_kept(W, A, B, -s, c, seen), dora_norm(W, A, B, s=-s, backend="triton"))
+    assert torch.equal(norms_of_kept([(W, A, B, -s, c, seen)])[0], dora_norm(W, A, B, s=-s, backend="triton"))
     other = W + 1
-    assert torch.equal(row_norm_kept(other, A, B, -s, c, seen), dora_norm(other, A, B, s=-s, backend="triton"))
+    assert torch.equal(norms_of_kept([(other, A, B, -s, c, seen)])[0], dora_norm(other, A, B, s=-s, backend="triton"))
     assert (c._version, seen._version) == versions  # else autograd would refuse a backward that reads them
 
 
@@ -47,7 +47,7 @@ def test_many_chunks_of_rows(monkeypatch, chosen_anew):
     W, A, B = inputs(HALF[0], N=300, adapter=torch.float32)
     c, seen = dora_norm_state(W)
     for _ in range(2):
-        assert torch.equal(norm.row_norm_kept(W, A, B, S, c, seen), dora_norm(W, A, B, s=S, backend="triton"))
+        assert torch.equal(norm.norms_of_kept([(W, A, B, S, c, seen)])[0], dora_norm(W, A, B, s=S, backend="triton"))
         B[-1, 0] += 1
 
 
@@ -127,6 +127,28 @@ def test_through_peft(model, checkpointing):
             change()
         leaves[1:] = [p for p in model.parameters() if p.requires_grad]
         agrees()
+
+
+def test_compiled_layers_may_write_to_their_norms(model):
+    """Which are copied together once compiled code is known to ask; a second question gets a copy of its own."""
+    kepts, forwards = [variant.kept for variant in variants_of(model)], []
+
+    def ask(*_):
+        table = kepts[0].norms.table
+        operands = [[ref() for ref in table.tensors[i :: table.count]] for i in range(2)]
+        got = [kept.given(*operands[i], table.s[i]) for i, kept in enumerate(kepts)]
+        want = [c.clone() for c in kepts[0].norms.local.run.c]
+        assert all(map(torch.equal, got, want))
+        got[0].zero_()
+        assert torch.equal(got[1], want[1]) and torch.equal(kepts[0].given(*operands[0], table.s[0]), want[0])
+        assert torch.equal(kepts[0].given(*operands[0], table.s[0], False), want[0])
+        forwards.append(len({c.untyped_storage().data_ptr() for c in got}))
+
+    model.base_model.model[0].register_forward_hook(ask)
+    x = torch.randn(5, 48, device=device.NAME, dtype=HALF[0])
+    for _ in range(3):
+        model(x)
+    assert forwards == [2, 1, 1]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
