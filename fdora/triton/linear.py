@@ -110,7 +110,7 @@ def _linear(*args: Any) -> tuple[Tensor, ...]:
 
 def _planned(x, operands, s, saves, p, mode, text, numbers, residual=None):
     tensors, s = (x, *operands), tuple(s)
-    options: tuple = (p, mode, tuple(saves), same(s), tuple(text), tuple(numbers))
+    options = (p, mode, tuple(saves), same(s), tuple(text), tuple(numbers))
     if residual is not None:
         tensors, options = (*tensors, residual), (*options, True)
     return plan_for(plan_forward, tensors, *options), tensors, s

@@ -61,8 +61,8 @@ def norm_guarded(of: NormOf, c: Tensor, old_hash: Tensor) -> tuple[Tensor, Tenso
 def norms_of_kept(layers: Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor]]) -> Sequence[Tensor]:
     """Of each (W, A, B, s, c, old_hash) a copy of c, after c and old_hash were brought up to date."""
     W, *rest = (list(each) for each in zip(*layers, strict=True))
-    whole = (row_norms_kept if needs_dispatcher(W[0]) else _row_norms_kept)(W, *rest)  # type: ignore[arg-type]
-    return whole.split_with_sizes([n for w in W for n in (w.shape[0], room(w) - w.shape[0])])[::2]  # type: ignore[attr-defined]
+    whole = (row_norms_kept if needs_dispatcher(W[0]) else _row_norms_kept)(W, *rest)
+    return whole.split_with_sizes([n for w in W for n in (w.shape[0], room(w) - w.shape[0])])[::2]
 
 
 def _row_norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squared: bool) -> Tensor:
