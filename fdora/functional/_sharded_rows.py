@@ -32,7 +32,7 @@ _lock = Lock()
 
 
 class RowsPlan:
-    def __init__(self, W: list, A: list, B: list, scales: list, backend: Backend, dim: int):
+    def __init__(self, W: list, A: list, scales: list, backend: Backend, dim: int):
         mesh = W[0].device_mesh
         self.mesh = mesh  # by whose id the plan is found
         self.group, self.count = mesh.get_group(dim), mesh.size(dim)
@@ -147,7 +147,7 @@ def plan_of(fn: str, spec: Any, W: list, A: list, B: list, scales: list, backend
     n = len(W)
     whole = [a.new_empty(1).expand(t.shape) for a, t in zip(pieces[n : 2 * n], A, strict=True)]
     check_leaves(fn, spec, pieces[:n], whole, pieces[2 * n :], scales)
-    plan = RowsPlan(W, A, B, scales, backend, dim)
+    plan = RowsPlan(W, A, scales, backend, dim)
     with _lock:
         _plans[:] = [(key, plan), *_plans[: PLANS - 1]]
     return plan

@@ -60,7 +60,7 @@ def norm_guarded(of: NormOf, c: Tensor, old_hash: Tensor) -> tuple[Tensor, Tenso
 def norms_of_kept(layers: Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor]]) -> Sequence[Tensor]:
     """Of each (W, A, B, s, c, old_hash) a copy of c, after c and old_hash were brought up to date."""
     W, *rest = (list(each) for each in zip(*layers, strict=True))
-    whole = (row_norms_kept if needs_dispatcher(W[0]) else _row_norms_kept)(W, *rest)  # type: ignore[arg-type]
+    whole = (row_norms_kept if needs_dispatcher(W[0]) else _row_norms_kept)(W, *rest)
     return parts_of(whole, W)
 
 
