@@ -102,12 +102,14 @@ def test_the_nearest_in_factors_of_two():
     assert nearest(table, (128, 16)) == "small"  # equals: the first
 
 
-FEW = [Path(__file__).parents[2] / f"bench/results/h200/{name}.json" for name in ("few", "few_1")]
+FEW = [Path(__file__).parents[2] / f"bench/results/h200/{name}.json" for name in ("few", "few_1", "few_ranks")]
+
+BARS = {"few": 1.1, "few_1": 1.1, "few_ranks": 1.25}  # the last: ranks of 64 and 256, sides of 1024 to 22144
 
 
 @pytest.mark.parametrize("file", FEW, ids=lambda file: file.stem)
 def test_few_tokens_take_what_was_faster(file):
-    """Both ways of both directions, timed: 16 to 64 tokens, and 1 to 32 at an earlier commit."""
+    """Both ways of both directions, timed: 16 to 64 tokens, and 1 to 32 at an earlier commit; larger ranks."""
     rows = json.loads(file.read_text())["rows"]
     assert rows
     for row in rows:
@@ -118,7 +120,7 @@ def test_few_tokens_take_what_was_faster(file):
         ):
             sizes = (M, N, K) if trans_b else (M, K, N)
             took = small if takes_narrow_tiles(*sizes, r, trans_b, True, 90, 132) else general
-            assert took <= 1.1 * min(small, general), (row["shape"], trans_b)
+            assert took <= BARS[file.stem] * min(small, general), (row["shape"], trans_b)
 
 
 def test_the_choice_of_few_tokens_is_fitted_to_all_of_them():
