@@ -33,8 +33,6 @@ LEAST, MOST = (0.2, 0.02, 0.1, 0.3, 0.2), (0.97, 1.0, 10.0, 5.0, 1.1)
 STARTS = ((0.6, 0.3, 2.0, 2.0, 0.8), (0.8, 0.15, 4.0, 2.0, 0.9), (0.7, 0.6, 1.0, 0.8, 0.6))
 CUBLAS_STARTS = ((0.85, 10.0, 3.0, 2.0, 0.8, 0.15, 2.0, 1.0), (0.83, 11.0, 0.5, 2.6, 0.85, 0.1, 3.6, 0.5))
 NEAR, FAR = 1.3, 0.1
-# Of these commits the last tile of odd rows ended behind them, and took up to 1.8 times as long: out where tiles are few.
-BEFORE = ("3fd552f", "02d4717", "40d13a9", "0b30e72", "6704e96")
 ALIKE = 1.25  # bare products that differ by more are not the same kernel, and say nothing of how warm the GPU was
 
 
@@ -43,7 +41,7 @@ def merged(results):
     product in proportion to the bare one of its run, since a cooler GPU speeds up both; a pass as what it took beyond it."""
     rows = {}
     for result in results:
-        for row in (row | {"ms": timed(row, result["about"]["commit"])} for row in result["rows"] if "ms" in row):
+        for row in (row for row in result["rows"] if "ms" in row):
             found = rows.setdefault((*row["shape"], row["forward"]), row)
             if found is not row:
                 before, bare = found["ms"]["bare"], row["ms"]["bare"]
@@ -54,17 +52,6 @@ def merged(results):
                     if name != "bare"
                 }
     return list(rows.values())
-
-
-def timed(row, commit):
-    """ms by way, without those that a kernel of now would not take."""
-    return {name: ms for name, ms in row["ms"].items() if not (commit in BEFORE and is_odd(row["shape"][0], name))}
-
-
-def is_odd(M, name):
-    """Whether the last of few tiles is not full."""
-    rows = fields(name)[0] if name.startswith("fused") else M
-    return rows < M < 6 * rows and M % rows > 0
 
 
 def size(row):
