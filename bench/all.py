@@ -79,7 +79,7 @@ TABLE = {
     "few_ranks": Entry(50, "bench.few --jobs 8 --ranks 64,256 --tokens 64,32,16"),
     "passes": Entry(75, "bench.passes"),
     "shapes": Entry(60, "bench.shapes --jobs 8"),
-    "shapes_unseen": Entry(60, "bench.shapes --jobs 8 --seed 23"),
+    "shapes_unseen": Entry(60, "bench.shapes --jobs 8 --seed 101"),
     "bias": Entry(45, "bench.bias --beside 512"),
     "norm_model": Entry(25, "bench.norm_model"),
     "group": Entry(60, "bench.group"),
