@@ -98,11 +98,13 @@ class PassFit(NamedTuple):
     both: float
 
 
-def fused_us(M: int, N: int, K: int, r: int, tile: Tile, fit: Fit, gpu: Gpu, weights: int = 1) -> float:
-    """One product with the low-rank term inside; of rows that have so many W."""
+def fused_us(M: int, N: int, K: int, r: int, tile: Tile, fit: Fit, gpu: Gpu, weights: int = 1, moved: bool = True) -> float:
+    """One product with the low-rank term inside; of rows that have so many W. ``moved``: the last tile ends with the last row
+    where there are enough (gemm.py); else it is filled up, which is seen where tiles above one another are few."""
     steps = cdiv(K, tile.BLOCK_K) + cdiv(r, tile.BLOCK_K)
     copies = SLOW_COPY if r % 8 else 0.0
-    filled = FILLED * max(0, tile.BLOCK_M - M) * tile.BLOCK_K / 64
+    empty = max(0, tile.BLOCK_M - M) if moved or M > 6 * tile.BLOCK_M else -M % tile.BLOCK_M
+    filled = FILLED * empty * tile.BLOCK_K / 64
     products = _waves(M, N, tile, steps, fit, gpu, filled=filled)
     return (
         copies

@@ -90,6 +90,15 @@ def test_shapes_of_the_issue():
     assert product_way(300, 1024, 16384, 64, True, False, True, 90, 132).kind != "fused"
 
 
+def test_rows_that_end_inside_a_tile_cost_what_adds_to_another_dx():
+    """There the last tile cannot be moved up: cuBLAS takes 140 rows, the fused product 128."""
+    fit, tile = Fit(*fitted.FUSED[False][128, 128, 64, 8, False, True, 4, 6]), Tile(128, 128, 64, 1)
+    odd, whole = (fused_us(M, 8192, 3072, 384, tile, fit, H200, moved=False) for M in (140, 256))
+    assert odd > 1.2 * whole > fused_us(140, 8192, 3072, 384, tile, fit, H200)
+    ways = [product_way(M, 8192, 3072, 384, False, adds, True, 90, 132).kind for M, adds in ((140, True), (128, True))]
+    assert ways == ["first", "fused"]
+
+
 def test_an_unknown_gpu_counts_as_the_one_before_it():
     assert waves.gpu_of(150, 100)._replace(num_sms=170) == waves.gpu_of(120, 170)
     assert waves.gpu_of(87, 10).flops == waves.gpu_of(86, 10).flops and waves.gpu_of(0, 304).flops == 1307e6 / 304
