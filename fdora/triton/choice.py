@@ -74,8 +74,11 @@ def _fused(
     if groups and not trans_b:  # what a tile reads of the next matrix must not be summed up: 0 times a NaN is one
         inside = {config: fit for config, fit in found.items() if not config.tma or K % config.BLOCK_K == 0}
         found = inside or tiles(trans_b, extra, False, capability)
+    adds = extra and not trans_b and not groups  # onto the dx of another layer
     times = {
-        config: fused_us(M + groups * config.BLOCK_M // 2, N, K, r, Tile(*config[1:4], together(config)), fit, gpu, groups)
+        config: fused_us(
+            M + groups * config.BLOCK_M // 2, N, K, r, Tile(*config[1:4], together(config)), fit, gpu, groups, not adds
+        )
         for config, fit in found.items()
     }
     return min(times.items(), key=lambda item: item[1])

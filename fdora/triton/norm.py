@@ -210,11 +210,11 @@ def chosen(plan: Builder, partial: Array, c: Array, guard: Guard) -> None:
     )
 
 
-def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> tuple[tuple, tuple, bool]:
-    """W, A and B as a kernel takes them, their strides, and whether all its tiles and slabs are whole."""
+def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> tuple[tuple, tuple, int]:
+    """W, A and B as a kernel takes them, their strides, and what of its tiles is whole: EVEN of kernels/tile.py."""
     n, k, r = config[:3]
     (N, K), R = W.shape, A.shape[0]
-    even = N % n == 0 and K % k == 0 and R % r == 0
+    even = 0 if N % n or K % k else 1 if R % r else 2
     if config.TMA:
         return (Tile(W, (n, k)), Tile(A, (r, k)), Tile(B, (n, r))), (None,) * 6, even
     return (W, A, B), (*W.stride, *A.stride, *B.stride), even

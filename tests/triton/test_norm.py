@@ -15,7 +15,7 @@ from tests.triton.marks import DTYPES, HALF, INTERPRETED, needs_gpu, needs_kerne
 from tests.triton.written import by_tma, launches
 
 pytestmark = needs_kernels
-SHAPES = ((1, 1, 1), (5, 3, 2), (130, 257, 24), (128, 256, 16), (64, 260, 48), (140, 129, 70))
+SHAPES = ((1, 1, 1), (5, 3, 2), (130, 257, 24), (128, 256, 16), (128, 256, 9), (64, 260, 48), (140, 129, 70))
 
 
 def triton_norm(t, **extra):
