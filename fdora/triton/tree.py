@@ -9,7 +9,7 @@ A norm depends on its layer alone: the same bits in another tree, with and witho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from threading import Lock
 from typing import Any
@@ -182,14 +182,14 @@ _seen: set[int] = set()  # by keep_for_graphs
 _lock = Lock()  # a dict that grows while another thread looks for its oldest raises
 
 
-def norms_kept(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Iterator[Tensor]:
+def norms_kept(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Sequence[Tensor]:
     """c of each layer, for a compiler that traces: one op, which gives back norms of before where nothing changed."""
     return parts_of(model_norms(W, A, B, s), W)
 
 
 def parts_of(c: Tensor, W: Sequence[Tensor]) -> Sequence[Tensor]:
     """Each layer's, of all c one behind the other."""
-    return c.split_with_sizes([n for w in W for n in (w.shape[0], room(w) - w.shape[0])])[::2]  # type: ignore[no-any-return]
+    return c.split_with_sizes([n for w in W for n in (w.shape[0], room(w) - w.shape[0])])[::2]
 
 
 def forget_norms() -> None:
