@@ -86,39 +86,41 @@ def multi_expand_kernel(
 
 
 @triton.jit(launch_metadata=launched)
-def multi_gather_kernel(
-    part, s, b, offsets, ranks, h, lora, M, G, N, R, stride_ba, stride_br, stride_bn,
-    PARTS: tl.constexpr, HAS_RANKS: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+def multi_low_kernel(
+    x, f, s, b, offsets, ranks, order, h, lora, M, G, K, N, R, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr,
+    stride_ba, stride_br, stride_bn,
+    HAS_RANKS: tl.constexpr, HAS_ORDER: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, BLOCK_G: tl.constexpr,
 ):
-    """The same for small ranks: each token reads its own b_a, all at once. What tokens share comes from the cache. Programs are
-    few, so that the next kernel has room beside them: W is on its way while they wait and run."""
+    """h = s_a x f_a and h b_a of small ranks, token by token: all of h in each program, and some columns. What tokens or programs
+    share comes from the cache. One kernel, few registers and little shared memory: the pass over W begins when all of its
+    programs have, and runs beside them."""
     if PDL:
         gdc_launch_dependents()
-    t, r = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
-    a = segments_of(t, offsets, G, BLOCK_G)
-    known = (t < M) & (a < G)
-    rank = tl.where(known, tl.load(ranks + a, mask=known, other=0) if HAS_RANKS else R, 0)
-    sa = tl.load(s + a, mask=known, other=0.0)
-    inside = r[None, :] < rank[:, None]
-    if PDL:
-        gdc_wait()
-    at = t[:, None] * R + r[None, :]
-    here = (t < M)[:, None] & (r < R)[None, :]
-    sums = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-    for i in tl.static_range(PARTS):  # always in the same order
-        sums += tl.load(part + i * M * R + at, mask=here & inside, other=0.0)
-    ht = (sa[:, None] * sums).to(h.dtype.element_ty)
+    t, r, k = tl.program_id(1), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+    a = segment_of(t, offsets, G, BLOCK_G)
+    rank = rank_of(ranks, a, G, R, HAS_RANKS)
+    inside = r < rank
+    at_x = x + _place(order, t, M, HAS_ORDER) * stride_xm
+    at_f = f + tl.cast(a, tl.int64) * stride_fa + r[:, None].to(tl.int64) * stride_fr
+    sums = tl.zeros((BLOCK_R,), tl.float32)
+    for k0 in tl.range(0, tl.where(rank > 0, K, 0), BLOCK_K, num_stages=STAGES):
+        at = (k0 + k).to(tl.int64)
+        xt = tl.load(at_x + at * stride_xk, mask=at < K, other=0.0)
+        ft = tl.load(at_f + at[None, :] * stride_fk, mask=inside[:, None] & (at < K)[None, :], other=0.0)
+        sums += tl.sum(ft.to(xt.dtype).to(tl.float32) * xt.to(tl.float32)[None, :], axis=1)
+    sa = tl.load(s + a, mask=a < G, other=0.0)
+    ht = tl.where(inside, sa * sums, 0.0).to(h.dtype.element_ty)
     if tl.program_id(0) == 0:
-        tl.store(h + at, ht, mask=here)
-    at_b = b + a.to(tl.int64)[:, None, None] * stride_ba + r.to(tl.int64)[None, None, :] * stride_br
-    for n0 in tl.range(tl.program_id(0) * BLOCK_N, N, tl.num_programs(0) * BLOCK_N, num_stages=3):
+        tl.store(h + t * R + r, ht, mask=r < R)
+    at_b = b + tl.cast(a, tl.int64) * stride_ba + r[None, :].to(tl.int64) * stride_br
+    for n0 in tl.range(tl.program_id(0) * BLOCK_N, N, tl.num_programs(0) * BLOCK_N, num_stages=STAGES):
         n = n0 + tl.arange(0, BLOCK_N)
-        mask = known[:, None, None] & (n < N)[None, :, None] & (r < R)[None, None, :]
-        bt = tl.load(at_b + n.to(tl.int64)[None, :, None] * stride_bn, mask=mask, other=0.0)
-        bt = tl.where(inside[:, None, :], bt, 0.0).to(h.dtype.element_ty).to(tl.float32)
-        acc = tl.sum(bt * ht.to(tl.float32)[:, None, :], axis=2)
-        tl.store(lora + t[:, None].to(tl.int64) * N + n[None, :], acc, mask=(t < M)[:, None] & (n < N)[None, :])
+        near = (r < R)[None, :] & (n < tl.where(a < G, N, 0))[:, None]  # not r < rank: loads as narrow as one number
+        bt = tl.load(at_b + n[:, None].to(tl.int64) * stride_bn, mask=near, other=0.0)
+        bt = tl.where(inside[None, :], bt, 0.0).to(h.dtype.element_ty).to(tl.float32)
+        acc = tl.sum(bt * ht.to(tl.float32)[None, :], axis=1)
+        tl.store(lora + tl.cast(t, tl.int64) * N + n, acc, mask=n < N)
 
 
 @triton.jit(launch_metadata=launched)
