@@ -8,6 +8,7 @@ per call with the host in it. ``fwd`` runs under no_grad, ``fwd_bwd`` takes grad
 segments have other lengths, and end wherever they end. ``mixed`` ranks are 8 to 256 in turns; ``one`` then has the rank of the
 mean, so that it does as much.
 
+    frozen       the layer without adapters, by torch: the products with W that every way has, x W^T and dy W
     one          dora_linear with all tokens on one adapter: what a call costs when nothing is routed
     loop         dora_linear for each adapter on its tokens, the lengths known on the host
     multi        dora_linear_multi by offsets, multi_ids by the adapter of each token

@@ -36,11 +36,11 @@ from fdora.triton.runtime import walk
 TILES = [(64, 64, 3, 4), (64, 64, 2, 4), (64, 64, 4, 4), (128, 64, 3, 8), (64, 128, 3, 8), (64, 32, 4, 4), (128, 128, 2, 8)]
 FORMS: dict[str, list[tuple[int, ...]]] = {
     "norm": [(n, k, span, stages, warps) for n, k, stages, warps in TILES for span in (256, 512, 1024, 2048)],
-    # the last leaves no room: as many programs as parts of K and columns make
     "decode": [
-        *((2, 128, 4, n, area, w) for n, area in ((2, 2048), (3, 2048), (4, 2048), (2, 4096), (4, 4096)) for w in (4, 8)),
-        *((2, 256, 3, n, 2048, w) for n in (2, 4) for w in (4, 8)),
-        *((2, 256, 3, 4, 4096, 4), (4, 128, 4, 2, 2048, 8), (16, 256, 3, 99, 4096, 4)),
+        *((n, 8192, 1, 4, w) for n in (1, 2, 3, 4) for w in (4, 8)),
+        *((n, area, 1, low, 8) for n in (1, 2) for area, low in ((4096, 4), (16384, 4), (16384, 8))),
+        *((n, area, 3, 4, 8) for n in (1, 2) for area in (4096, 8192)),
+        (2, 4096, 1, 2, 8),
     ],
     "train": [(0,), (1,)],
 }

@@ -121,10 +121,10 @@ def most_tiles(M: int, shape: Shape) -> int:
 
 
 def routes(
-    plan: Builder, bank: Any, M: int, ranks: Array | None, shape: Shape, flags: Array | None = None, out: Array | None = None,
+    plan: Builder, bank: Any, M: int, ranks: Array | None, shape: Shape, laid: Laid | None = None, out: Array | None = None,
     pre_scale: Array | None = None,
 ) -> Routes:  # fmt: skip
-    """``flags``: which adapters hold what is not finite; they get a g that is a NaN. ``out`` and ``pre_scale``: what the
+    """``laid`` says which adapters hold what is not finite; they get a g that is a NaN. ``out`` and ``pre_scale``: what the
     product will write; of experts, rows behind the last segment are filled."""
     (G, R, _), N, experts = bank.A.shape, bank.B.shape[1], shape.experts > 0
     out, pre_scale = (out, pre_scale) if experts else (None, None)
@@ -132,6 +132,7 @@ def routes(
     route = plan.temp((tiles + 1, 4), torch.int32)
     ids = None if experts else plan.temp((M,), torch.int32)
     steps = None if experts else plan.temp(((tiles + G) * span,), torch.int32)
+    flags, tails = (None, False) if laid is None else (laid.flags, laid.tails is not None)
     with_g = bank.m is not None or flags is not None
     g = plan.temp((G + 1, N), torch.float32) if with_g else None
     blocks = (G + 1) * cdiv(N, BLOCK_GN) if with_g else 0
@@ -141,7 +142,7 @@ def routes(
         (bank.offsets, ranks, flags, bank.m, bank.c, ids, route, steps, g, out, pre_scale, M, G, N, R, span, tiles, blocks,
          width),
         (ranks is not None, bank.m is not None, with_g, 0 if flags is None else flags.shape[1], experts, pre_scale is not None,
-         shape.BLOCK_M, shape.BLOCK_R, block_of(G), BLOCK_GN), 4,
+         tails, shape.BLOCK_M, shape.BLOCK_R, block_of(G), BLOCK_GN), 4,
     )  # fmt: skip
     return Routes(ids, route, steps, g, ranks)
 
@@ -228,9 +229,10 @@ def multi_gemm(
         plan.launch(
             multi_gemm_tma_kernel, (programs,),
             (Tile(x, (bm, bk)), Tile(matrix, block), Tile(pad, (bm, bk)), Tile(laid.matrix, block),
-             Tile(out, (bm, width)), None if pre_scale is None else Tile(pre_scale, (bm, width)), *(
-             (out, pre_scale) if experts else (None, None)), found.g, bias, found.ids, found.route, found.steps, M, N, K, R,
-             laid.height, (N if trans_b else K) if experts else 0, span, most_tiles(M, shape), programs),
+             None if laid.tails is None else Tile(laid.tails, block), Tile(out, (bm, width)),
+             None if pre_scale is None else Tile(pre_scale, (bm, width)), *((out, pre_scale) if experts else (None, None)),
+             found.g, bias, found.ids, found.route, found.steps, M, N, K, R, laid.height,
+             (N if trans_b else K) if experts else 0, span, most_tiles(M, shape), programs),
             (trans_b, *flags, experts, bm, bn, bk, config.EPILOGUE_SUBTILE, config.GROUP_M, not INTERPRETED),
             config.num_warps, config.num_stages,
         )  # fmt: skip

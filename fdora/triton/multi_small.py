@@ -78,8 +78,8 @@ def _low(plan: Builder, x: Array, bank: Any, ranks: Array | None, h: Array, lora
     plan.launch(
         multi_low_kernel,
         (columns, M),
-        (x, bank.A, bank.s, bank.B, bank.offsets, ranks, bank.order, h, lora, M, G, K, N, R, *x.stride, by_a[0], by_a[2], by_a[1],
-         by_b[0], by_b[2], by_b[1]),
+        (x, bank.A, bank.s, bank.B, bank.offsets, ranks, bank.order, h, lora, M, G, K, N, R, *x.stride, by_a[0], by_a[2],
+         by_a[1], by_b[0], by_b[2], by_b[1]),
         (ranks is not None, bank.order is not None, plan.device.supports_pdl, r, block_k, block_n, room.STAGES, block_of(G)),
         room.LOW_WARPS,
         room.STAGES,
@@ -90,7 +90,12 @@ def _by_segments(plan: Builder, x: Array, bank: Any, ranks: Array | None, h: Arr
     """Products of an adapter with all of its tokens: parts of x A_a^T, then their sum and h B_a^T."""
     (M, K), (G, R, _), N = x.shape, bank.A.shape, lora.shape[1]
     parts = max(1, min(8 if R <= 64 else 4 if R <= 128 else 2, K // 256))
-    part, ranked, pdl, block_g = plan.temp((parts, M, R), torch.float32), ranks is not None, plan.device.supports_pdl, block_of(G)
+    part, ranked, pdl, block_g = (
+        plan.temp((parts, M, R), torch.float32),
+        ranks is not None,
+        plan.device.supports_pdl,
+        block_of(G),
+    )
     step = min(128, power_of_two(cdiv(K, parts)))
     span = cdiv(cdiv(K, parts), step) * step
     by_a, by_b = bank.A.stride, bank.B.stride

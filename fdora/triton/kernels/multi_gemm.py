@@ -80,13 +80,13 @@ def _steps_of(route, tiles, M, N, steps_k, PROGRAMS, BLOCK_M: tl.constexpr, BLOC
 
 @triton.jit(launch_metadata=launched)
 def multi_gemm_tma_kernel(
-    x, w, h, b, out, pre_scale, out_at, pre_scale_at, g, bias, ids, route, steps, M, N, K, R, SPAN, W_SPAN, BIAS_SPAN, MOST,
-    PROGRAMS, TRANS_B: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
+    x, w, h, b, tails, out, pre_scale, out_at, pre_scale_at, g, bias, ids, route, steps, M, N, K, R, SPAN, W_SPAN, BIAS_SPAN,
+    MOST, PROGRAMS, TRANS_B: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EPILOGUE_SUBTILE: tl.constexpr,
     GROUP_M: tl.constexpr, PTX: tl.constexpr,
 ):
-    """SPAN, W_SPAN: rows of b and of w from one adapter to the next. MOST: tiles of rows that there may be. One loop over the
-    steps of all tiles of a program: the compiler joins two only where the inner one is always as long."""
+    """SPAN, W_SPAN: rows of b and of w from one adapter to the next. ``tails``: as of multi_rows.Laid. MOST: tiles of rows that
+    there may be. One loop over the steps of all tiles of a program: the compiler joins two only where inner ones are alike."""
     steps_k = tl.cdiv(K, BLOCK_K)
     rows = tl.load(route + ROUTE * MOST) * BLOCK_M if EXPERTS else M
     tiles = tl.cdiv(rows, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -111,7 +111,12 @@ def multi_gemm_tma_kernel(
             left, right, top, at, down = h, b, row, (i - steps_k) * BLOCK_K, own * SPAN
         else:
             step = tl.load(steps + base + i)
-            left, right, top, at, down = h, b, (at_row + step // 32768) * BLOCK_M, step % 32768 * BLOCK_K, step // 32768 * SPAN
+            left, right, top = h, b, (at_row + step // 32768) * BLOCK_M
+            at, down = step % 16384 * BLOCK_K, step // 32768 * SPAN
+            if tails is not None:  # noqa: SIM102  it must not be looked at
+                if step % 32768 >= 16384:
+                    right, at = tails, step * 0
+                    down = step // 32768 * (SPAN if TRANS_B else BLOCK_K)
         wt = right.load([down + col, at]).T if TRANS_B else right.load([down + at, col])
         acc = tl.dot(left.load([top, at]), wt, acc)
         if i == end - 1:

@@ -92,8 +92,8 @@ def multi_low_kernel(
     HAS_RANKS: tl.constexpr, HAS_ORDER: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, BLOCK_G: tl.constexpr,
 ):
-    """h = s_a x f_a and h b_a of small ranks, token by token: all of h in each program, and some columns. What tokens or programs
-    share comes from the cache. One kernel, few registers and little shared memory: the pass over W begins when all of its
+    """h = s_a x f_a and h b_a of small ranks, token by token: all of h in each program, and some columns. What they share comes
+    from the cache. One kernel, few registers and little shared memory: the pass over W begins when all of its
     programs have, and runs beside them."""
     if PDL:
         gdc_launch_dependents()
