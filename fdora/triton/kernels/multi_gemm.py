@@ -105,6 +105,7 @@ def multi_gemm_tma_kernel(
                 own, row = tl.load(route + ROUTE * at_row), tl.load(route + ROUTE * at_row + 3)
             else:
                 base = tl.load(route + ROUTE * at_row + 3) - steps_k
+        skip = 0  # of a step that lies apart, what is ahead of it
         if i < steps_k:
             left, right, top, at, down = x, w, row, i * BLOCK_K, own * W_SPAN
         elif EXPERTS:
@@ -115,9 +116,9 @@ def multi_gemm_tma_kernel(
             at, down = step % 16384 * BLOCK_K, step // 32768 * SPAN
             if tails is not None:  # noqa: SIM102  it must not be looked at
                 if step % 32768 >= 16384:
-                    right, at = tails, step * 0
+                    right, skip = tails, at
                     down = step // 32768 * (SPAN if TRANS_B else BLOCK_K)
-        wt = right.load([down + col, at]).T if TRANS_B else right.load([down + at, col])
+        wt = right.load([down + col, at - skip]).T if TRANS_B else right.load([down + at - skip, col])
         acc = tl.dot(left.load([top, at]), wt, acc)
         if i == end - 1:
             first, last = tl.load(route + ROUTE * at_row), tl.load(route + ROUTE * at_row + 1)
