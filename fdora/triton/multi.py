@@ -149,9 +149,9 @@ def plan_forward(likes: Sequence[Like | None], device: Device, ranks: tuple[int,
     shape = shape_of(plan, x, out, W, R, pre_scale is not None, False)
     right = Right(W, bank.B, True)
     beside = bank.seed is None and copies_beside(plan.device, shape)
-    if bank.seed is None:
-        pad = low_rank_input(plan, x, bank.A, False, bank, table, shape, h, beside)
     laid = lay(plan, right, shape, t, ranks or None, table, beside)
+    if bank.seed is None:
+        pad = low_rank_input(plan, x, bank.A, False, bank, table, shape, h, beside and laid is not None)
     found = routes(plan, bank, M, table, shape, laid, out, pre_scale)
     if bank.seed is not None:
         pad = low_rank_input(plan, drop(plan, x, bank, found.ids, p), bank.A, False, bank, table, shape, h)

@@ -75,10 +75,10 @@ def as_matrix(
     numbers: tuple[int, ...] | None,
     ranks: Array | None,
     experts: bool = False,
-    early: bool = False,
+    beside: bool = False,
 ) -> Laid:
     """(G, P, Q), ranks along P where ``by_row``, else along Q: itself, with a copy of steps that would meet what lies beyond a
-    rank or the next adapter, and meet zeros (0 times a NaN is one); or a copy of all. ``early``: beside the kernel ahead."""
+    rank or the next adapter, and meet zeros (0 times a NaN is one); or a copy of all. ``beside``: lets the next kernel in."""
     G, P, Q = bank.shape
     by_bank, by_p, by_q = bank.stride
     height = cdiv(P, step) * step if by_row else P
@@ -100,8 +100,7 @@ def as_matrix(
         bank_kernel,
         (G, CHUNKS),
         (bank, ranks, out if copy else tails, flags, P, Q, height, pitch if tails is None else tails.stride[0], *bank.stride),
-        (NAMES[dtype], copy, apart, ranks is not None, by_row, step, CHUNKS, AREA // block_q, block_q, early),
+        (NAMES[dtype], copy, apart, ranks is not None, by_row, step, CHUNKS, AREA // block_q, block_q, beside),
         4,
-        pdl=early,
     )
     return Laid(out, height, tails, None if experts else flags)
