@@ -39,38 +39,46 @@ class RoomConfig(NamedTuple):
 
 
 def room_config() -> RoomConfig:
-    return RoomConfig(2, 8192, 1, 4, 8)
+    """From h200/multi_forms.json: reads in one stage take 1.4 and 1.2 of the time, since nothing else is under way."""
+    return RoomConfig(1, 8192, 3, 4, 8)
+
+
+class Low(NamedTuple):
+    """What the pass over W finds there: h is for backward."""
+
+    h: Array
+    lora: Array
+    g: Array | None  # (M, N)
 
 
 def multi_small(plan: Builder, x: Array, bank: Any, ranks: Array | None, y: Array, h: Array, pre_scale: Array | None) -> None:
     """(M, K) and a bank -> y, and h and pre_scale in sorted order."""
-    (M, K), (G, R, _), N = x.shape, bank.A.shape, y.shape[1]
+    (M, K), R, N = x.shape, bank.A.shape[1], y.shape[1]
     if y.numel == 0:
         plan.zero(h)
         return
     room = room_config()
-    lora = plan.temp((M, N), torch.float32)
-    pdl, rows, block_g = plan.device.supports_pdl, power_of_two(M), block_of(G)
-    ordered = bank.order is not None
-    (_low if R <= LOW_R else _by_segments)(plan, x, bank, ranks, h, lora, room)
+    low = Low(h, plan.temp((M, N), torch.float32), None if bank.m is None else plan.temp((M, N), torch.float32))
+    pdl, rows = plan.device.supports_pdl, power_of_two(M)
+    (_low if R <= LOW_R else _by_segments)(plan, x, bank, ranks, low, room)
     w = bank.W.T
     block_n, block_k, warps, stages = small_config(rows, N, K, w.stride[1] == 1, plan.device.capability, plan.device.num_sms)
     warps = max(warps, room.WARPS) if rows * block_n > WIDE else warps
-    flags = (bank.m is not None, bank.bias is not None, pre_scale is not None, ordered)
+    flags = (bank.m is not None, bank.bias is not None, pre_scale is not None, bank.order is not None)
     plan.launch(
         multi_small_kernel,
         (cdiv(N, block_n),),
-        (x, w, lora, bank.m, bank.c, bank.bias, bank.offsets, bank.order, y, pre_scale, M, G, N, K, *x.stride, *w.stride),
-        (*flags, pdl, rows, block_n, block_k, block_g),
+        (x, w, low.lora, low.g, bank.bias, bank.order, y, pre_scale, M, N, K, *x.stride, *w.stride),
+        (*flags, pdl, rows, block_n, block_k),
         warps,
         stages,
         pdl,
     )
 
 
-def _low(plan: Builder, x: Array, bank: Any, ranks: Array | None, h: Array, lora: Array, room: RoomConfig) -> None:
+def _low(plan: Builder, x: Array, bank: Any, ranks: Array | None, low: Low, room: RoomConfig) -> None:
     """One launch. Each program forms all of h of its token: no more of them than have room."""
-    (M, K), (G, R, _), N = x.shape, bank.A.shape, lora.shape[1]
+    (M, K), (G, R, _), N = x.shape, bank.A.shape, low.lora.shape[1]
     r = power_of_two(R)
     block_k, block_n = (min(max(16, room.AREA // r), power_of_two(size)) for size in (K, N))
     columns = min(cdiv(N, block_n), max(1, room.PROGRAMS * max(1, plan.device.num_sms) // M))
@@ -78,17 +86,17 @@ def _low(plan: Builder, x: Array, bank: Any, ranks: Array | None, h: Array, lora
     plan.launch(
         multi_low_kernel,
         (columns, M),
-        (x, bank.A, bank.s, bank.B, bank.offsets, ranks, bank.order, h, lora, M, G, K, N, R, *x.stride, by_a[0], by_a[2],
-         by_a[1], by_b[0], by_b[2], by_b[1]),
+        (x, bank.A, bank.s, bank.B, bank.m, bank.c, bank.offsets, ranks, bank.order, *low, M, G, K, N, R, *x.stride,
+         by_a[0], by_a[2], by_a[1], by_b[0], by_b[2], by_b[1]),
         (ranks is not None, bank.order is not None, plan.device.supports_pdl, r, block_k, block_n, room.STAGES, block_of(G)),
         room.LOW_WARPS,
         room.STAGES,
     )  # fmt: skip
 
 
-def _by_segments(plan: Builder, x: Array, bank: Any, ranks: Array | None, h: Array, lora: Array, room: RoomConfig) -> None:
+def _by_segments(plan: Builder, x: Array, bank: Any, ranks: Array | None, low: Low, room: RoomConfig) -> None:
     """Products of an adapter with all of its tokens: parts of x A_a^T, then their sum and h B_a^T."""
-    (M, K), (G, R, _), N = x.shape, bank.A.shape, lora.shape[1]
+    (M, K), (G, R, _), N = x.shape, bank.A.shape, low.lora.shape[1]
     parts = max(1, min(8 if R <= 64 else 4 if R <= 128 else 2, K // 256))
     part, ranked, pdl, block_g = (
         plan.temp((parts, M, R), torch.float32),
@@ -110,7 +118,7 @@ def _by_segments(plan: Builder, x: Array, bank: Any, ranks: Array | None, h: Arr
     plan.launch(
         multi_expand_kernel,
         (cdiv(N, EXPAND_N), M),
-        (part, bank.s, bank.B, bank.offsets, ranks, h, lora, M, G, N, R, by_b[0], by_b[2], by_b[1]),
+        (part, bank.s, bank.B, bank.m, bank.c, bank.offsets, ranks, *low, M, G, N, R, by_b[0], by_b[2], by_b[1]),
         (parts, ranked, pdl, BLOCK_T, EXPAND_N, min(32, power_of_two(R)), block_g),
         4,
         2,

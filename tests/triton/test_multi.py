@@ -26,8 +26,18 @@ LONG = ((5,), 2, 40, 600, (4,))  # x A^T in parts
 MANY = ((60, 0, 90), 12, 72, 48, (20, 3, 16))
 CROWDED = ((3, 0, 1, 40, 2) * 2, 0, 70, 33, (4, 1, 2, 4, 3) * 2)  # tiles of many segments; nothing is a multiple of 8
 THIN = ((200, 0, 90), 5, 40, 32, (2, 1, 2))  # dB on the tiles of dz; sums over tokens in parts
+SLABS = ((5, 0, 17), 4, 72, 48, (40, 3, 64))  # above the ranks that one launch forms h and h B^T of
 STEPS = ((60, 0, 90), 12, 72, 48, (96, 64, 70))  # whole steps of low rank, and some behind them
-SHAPES = {"steps": STEPS, "few": FEW, "ones": ONES, "long": LONG, "many": MANY, "crowded": CROWDED, "thin": THIN}
+SHAPES = {
+    "slabs": SLABS,
+    "steps": STEPS,
+    "few": FEW,
+    "ones": ONES,
+    "long": LONG,
+    "many": MANY,
+    "crowded": CROWDED,
+    "thin": THIN,
+}
 S = (0.7, -1.5, 2.0, 1.0)
 CLOSE = 2 * torch.finfo(HALF[0]).eps  # a few roundings, one after the other
 
@@ -59,7 +69,7 @@ def assert_as_the_truth(t, ranks, what):
         assert_within(v, budget, want[n].double(), f"{what} {n}")
 
 
-@pytest.mark.parametrize("shape", ["few", "ones", "long", "many", "crowded"])
+@pytest.mark.parametrize("shape", ["few", "slabs", "ones", "long", "many", "crowded"])
 @pytest.mark.parametrize("route", ["offsets", "ids"])
 def test_as_the_truth(shape, route):
     for i, dtype in enumerate((*HALF, torch.float32)):

@@ -37,16 +37,16 @@ def _multi_shrink(*, x, f, part, M, K, R, **_: Any) -> Cost:
     return product(M, R, K, x) + moved(x, f, part)
 
 
-def _multi_expand(*, part, b, h, lora, M, N, R, **_: Any) -> Cost:
-    return product(M, N, R, h) + moved(part, b, h, lora)
+def _multi_expand(*, part, b, m, c, h, lora, g, M, N, R, **_: Any) -> Cost:
+    return product(M, N, R, h) + moved(part, b, m, c, h, lora, g)
 
 
-def _multi_low(*, x, f, b, h, lora, M, K, N, R, **_: Any) -> Cost:
-    return product(M, R, K + N, x) + moved(x, f, b, h, lora)
+def _multi_low(*, x, f, b, m, c, h, lora, g, M, K, N, R, **_: Any) -> Cost:
+    return product(M, R, K + N, x) + moved(x, f, b, m, c, h, lora, g)
 
 
-def _multi_small(*, x, w, lora, m, c, out, pre_scale, M, N, K, **_: Any) -> Cost:
-    return product(M, N, K, x) + moved(x, w, lora, m, c, out, pre_scale)
+def _multi_small(*, x, w, lora, g, out, pre_scale, M, N, K, **_: Any) -> Cost:
+    return product(M, N, K, x) + moved(x, w, lora, g, out, pre_scale)
 
 
 def _multi_norm(*, W, A, B, partial, N, K, R, G, **_: Any) -> Cost:
