@@ -41,6 +41,25 @@ def block_of(G: int) -> int:
     return power_of_two(min(G, 64))
 
 
+class HConfig(NamedTuple):
+    """Tile of x A_a^T and step along K."""
+
+    BLOCK_M: int
+    BLOCK_R: int
+    BLOCK_K: int
+    num_warps: int
+    num_stages: int
+
+
+def h_config(M: int, R: int, G: int, half: bool, num_sms: int) -> HConfig:
+    """Bytes under way: 80 KB of a program, and room for two, where a step is wide; else programs are many. So are those of many
+    adapters of a high rank, 267 at ranks 8 to 256 of 32: with room for two, the last begin when all others end."""
+    if R <= 32:
+        return HConfig(32, power_of_two(R), *((128, 4, 4) if half else (32, 4, 2)))
+    crowd = (cdiv(M, 64) + G) * cdiv(R, 64) > 2 * num_sms
+    return HConfig(64, 64, *((64, 4, 4 if crowd else 6) if half else (32, 4, 2)))
+
+
 class Shape(NamedTuple):
     """How the product runs: its tile, by TMA or by pointers; or by cuBLAS with one pass behind it."""
 
@@ -161,17 +180,13 @@ def low_rank_input(
         padded = False
     else:
         pad = plan.temp((M if experts else pairs * tile, R), x.dtype, (width, 1)) if padded else None
-    block_m = min(tile, 32 if R <= 32 else 64)
-    block_r = min(64, power_of_two(R))
-    # Bytes under way: 80 KB of a program, and room for two, where a step is wide; else programs are many. So are those of
-    # many adapters of a high rank, 267 at ranks 8 to 256 of 32: with room for two, the last begin when all others end.
-    crowd = (cdiv(M, block_m) + G) * cdiv(R, block_r) > 2 * plan.device.num_sms
-    block_k, stages = ((128, 4) if block_r <= 32 else (64, 4 if crowd else 6)) if half else (32, 2)
+    block_m, block_r, block_k, warps, stages = h_config(M, R, G, half, plan.device.num_sms)
+    block_m = min(tile, block_m)
     plan.launch(
         multi_h_kernel, (cdiv(R, block_r), pairs * (tile // block_m)),
         (x, f, bank.s, bank.offsets, ranks, h, pad if padded else None, M, G, K, R, *x.stride, by_bank, by_k, by_r,
          h.stride[0], width),
-        (ranks is not None, padded, experts, "ieee", tile, block_m, block_r, block_k, block_of(G), beside), 4, stages,
+        (ranks is not None, padded, experts, "ieee", tile, block_m, block_r, block_k, block_of(G), beside), warps, stages,
         beside,
     )  # fmt: skip
     return pad
