@@ -119,13 +119,16 @@ def dequantize_config(pairs: bool, itemsize: int, four: bool) -> DequantizeConfi
 
 
 class TreeConfig(NamedTuple):
-    """Tile of W and slab of the rank, for the norms of many layers in one launch."""
+    """Tile of W and slab of the rank, for the norms of many layers in one launch. ``AHEAD``: how many tiles of W are on their way
+    where one slab holds the rank, 0 for what the compiler does; ``PROGRAMS``: on a multiprocessor, at most."""
 
     BLOCK_N: int
     BLOCK_K: int
     BLOCK_R: int
     num_warps: int
     num_stages: int
+    AHEAD: int = 0
+    PROGRAMS: int = 2
 
 
 def tree_config(r: int, half: bool, half_weight: bool, whole: bool, capability: int) -> TreeConfig:

@@ -25,7 +25,7 @@ from fdora.triton.copy import stacked
 from fdora.triton.dropout import has_origin, threshold
 from fdora.triton.kernels.gemm import gemm_pointer_kernel, gemm_tma_kernel
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv, is_tma_compatible
+from fdora.triton.runtime.device import beside_others, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Tile
 
 
@@ -56,6 +56,7 @@ class Operand(NamedTuple):
 
 
 NO_EPILOGUE, UNMASKED = Epilogue(), Masked()
+SHARE = 8192  # steps along K that a program beside NCCL's takes at most, in whole tiles: what begins and ends one costs 4 us
 
 
 def gemm(
@@ -90,7 +91,7 @@ def gemm(
         width = bn // 2 if config.EPILOGUE_SUBTILE else bn
         block = (bn, bk) if trans_b else (bk, bn)
         count = cdiv(M, bm) * cdiv(N, bn)
-        programs = min(count, plan.device.num_sms) if config.persistent else count
+        programs = programs_of(count, K, plan.device.num_sms) if config.persistent else count
         hb = (_fit(plan, h), _fit(plan, b.T if trans_b else b))
         plan.launch(
             gemm_tma_kernel,
@@ -132,6 +133,19 @@ def gemm(
         config.num_warps,
         config.num_stages,
     )
+
+
+def programs_of(tiles: int, K: int, num_sms: int) -> int:
+    """Persistent programs, which share the tiles out before they start. Alone on the GPU one a multiprocessor.
+
+    NCCL's kernels hold some multiprocessors for a while (24 of an H200's 132 for an all-gather of FSDP2), beside which no
+    program of ours finds room: what would have run there starts when the others have ended, and the product takes twice as
+    long. So beside other processes a program has few tiles, and those that wait go to whoever is through.
+    """
+    if not beside_others():
+        return min(tiles, num_sms)
+    waves, most = cdiv(tiles, num_sms), max(1, SHARE // K)
+    return min([cdiv(tiles, n) for n in range(1, most + 1) if n * cdiv(cdiv(tiles, n), num_sms) <= waves])
 
 
 def by_tma(x: Array, right: Operand, *others: Array | None) -> tuple[bool, bool]:
