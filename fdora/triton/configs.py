@@ -119,8 +119,8 @@ def dequantize_config(pairs: bool, itemsize: int, four: bool) -> DequantizeConfi
 
 
 class TreeConfig(NamedTuple):
-    """Tile of W and slab of the rank, for the norms of many layers in one launch. ``AHEAD``: how many tiles of W are on their way
-    where one slab holds the rank, 0 for what the compiler does; ``PROGRAMS``: on a multiprocessor, at most."""
+    """Tile of W and slab of the rank, for the norms of many layers in one launch. ``AHEAD``: how many tiles of W are on their
+    way where one slab holds the rank, 0 for what the compiler does; ``PROGRAMS``: on a multiprocessor, at most."""
 
     BLOCK_N: int
     BLOCK_K: int
