@@ -144,7 +144,7 @@ def programs_of(tiles: int, K: int, num_sms: int) -> int:
     """
     if not beside_others():
         return min(tiles, num_sms)
-    waves, most = cdiv(tiles, num_sms), max(1, SHARE // K)
+    waves, most = cdiv(tiles, num_sms), max(1, SHARE // max(1, K))
     return min([cdiv(tiles, n) for n in range(1, most + 1) if n * cdiv(cdiv(tiles, n), num_sms) <= waves])
 
 
