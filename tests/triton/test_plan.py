@@ -457,10 +457,12 @@ def test_beside_other_processes_a_program_has_few_tiles(monkeypatch):
     from tests.triton.written import BF16
     from tests.triton.written import layer as operands
 
-    assert [gemm.programs_of(tiles, 4096, 132) for tiles in (1, 132, 512, 1792)] == [1, 132, 132, 132]
+    tile = 128 * 128 * 4096
+    assert [gemm.programs_of(tiles, tile, 132) for tiles in (1, 132, 512, 3584)] == [1, 132, 132, 132]
     monkeypatch.setattr(gemm, "beside_others", lambda: True)
-    assert [gemm.programs_of(tiles, 4096, 132) for tiles in (1, 132, 133, 396, 512, 1792)] == [1, 132, 67, 396, 256, 896]
-    assert [gemm.programs_of(512, K, 132) for K in (1, 1024, 8192, 14336)] == [128, 128, 512, 512]
+    assert [gemm.programs_of(tiles, tile, 132) for tiles in (1, 132, 256, 396, 1024, 3584)] == [1, 132, 128, 132, 256, 512]
+    assert [gemm.programs_of(1024, 128 * 128 * K, 132) for K in (0, 1024, 8192, 14336)] == [128, 128, 512, 512]
+    assert [gemm.programs_of(tiles, 128 * 256 * 4096, 132) for tiles in (512, 1792)] == [256, 896]
     given = (alike(4096, 1024, dtype=BF16), *operands(14336, 1024, 16, BF16, BF16))
     plan = plan_forward(given, HOPPER._replace(num_sms=132), 0.0, "lora", ("output",), True)
     (step,) = launches(plan, "gemm_tma_kernel")
