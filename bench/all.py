@@ -105,7 +105,7 @@ TABLE = {
     "sharded_r64": Entry(60, "bench.sharded --world 2 --layers 6 --r 64 --runs 7"),  # two GPUs
     "sharded_r384": Entry(
         60,
-        "bench.sharded --world 2 --layers 6 --r 384 --modes step,step_checkpointing --runs 9 "
+        "bench.sharded --world 2 --layers 6 --r 384 --modes step,step_checkpointing --runs 9 --no-profile "
         "--ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused,peft_fdora_fused_shards",
     ),
     "jobs": Entry(70, "bench.jobs"),
