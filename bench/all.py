@@ -115,22 +115,28 @@ TABLE = {
     "full_dora_adamw_s2": Entry(100, "bench.converge --ways fdora,full --seeds 2 --optimizers adamw"),
     "full_dora_muon_s2": Entry(100, "bench.converge --ways fdora,full --seeds 2 --optimizers muon"),
     "sharded_r64": Entry(60, "bench.sharded --world 2 --layers 6 --r 64 --runs 7"),  # two GPUs
-    "sharded_r384": Entry(60, "bench.sharded --world 2 --layers 6 --r 384 --runs 7"),
+    "sharded_r384": Entry(
+        60,
+        "bench.sharded --world 2 --layers 6 --r 384 --modes step,step_checkpointing --runs 9 --no-profile "
+        "--ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused,peft_fdora_fused_shards",
+    ),
     "jobs": Entry(70, "bench.jobs"),
     "jobs_pipeline": Entry(60, "bench.jobs --world 2"),  # two GPUs
     "sharded_12": Entry(
         60,
-        "bench.sharded --world 2 --layers 12 --ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused,peft_fdora_shards "
-        "--modes step --runs 7 --no-profile",
+        "bench.sharded --world 2 --layers 12 --ways peft_lora,peft_fdora,peft_fdora_fused,peft_fdora_shards "
+        "--modes step --runs 9 --no-profile",
     ),
     "sharded_qwen2.5-32b": Entry(
         60,
         "bench.sharded --world 2 --model qwen2.5-32b --layers 4 --ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused "
         "--modes step --runs 7 --no-profile",
     ),
-    "sharded_tp": Entry(60, "bench.sharded --world 2 --layout tp --layers 6 --modes step --runs 7"),
+    "sharded_tp": Entry(60, "bench.sharded --world 2 --layout tp --layers 6 --modes step --runs 9 --no-profile"),
     "sharded_compiled": Entry(
-        120, "bench.sharded --world 2 --layers 6 --ways peft_lora,peft_fdora,peft_fdora_shards --modes step,step_4 --compiled"
+        90,
+        "bench.sharded --world 2 --layers 4 --ways peft_lora,peft_fdora,peft_fdora_fused --modes step --runs 11 --compiled "
+        "--no-profile",
     ),
     "parallel": Entry(60, "bench.parallel --world 2 --runs 5"),
     "demo": Entry(60, "demo.run"),
