@@ -91,7 +91,7 @@ class WalkConfig(NamedTuple):
 def walk_config(T: int) -> WalkConfig:
     """Of the one launch. d 4096, r 16, H200 (``bench.embedding --tiles``), us: 8192 tokens 45.1, four programs a multiprocessor
     46 to 47, 256 columns 49 to 54, the gather alone 38.3; 512 tokens 5.6, with more stages 6.4 to 6.6, the gather 3.4."""
-    return WalkConfig(16, 512, 8, 5, 2) if T >= MANY else WalkConfig(16, 512, 8, 1, 4)
+    return WalkConfig(16, 512, 8, 5, 2) if T >= MANY else WalkConfig(16, 512, 8, 0, 4)
 
 
 def is_many(T: int, per_row: bool) -> bool:

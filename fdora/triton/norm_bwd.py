@@ -30,6 +30,7 @@ from fdora.triton.runtime.walk import plan_for, run
 
 BLOCK_N, BLOCK_J = 64, 128
 WHOLE = 64  # up to this rank one launch forms all sums
+ONCE, ONCE_UP_TO = (64, 256, 4, 3, 1), 32
 PASS, GRAMS = (64, 128), 4  # rows and columns of a tile of W; parts of the sums of r x r matrices
 SERVED = (torch.bfloat16,)  # of W
 
@@ -95,19 +96,28 @@ def _pass(
 ) -> None:
     """Two launches: all sums, in parts, and what adds them up."""
     (N, K), R, f32 = W.shape, A.shape[0], torch.float32
-    block_n, block_k = PASS
     block_r, ms = power_of_two(R), plan.device.num_sms
-    warps, stages = 4, 3
-    rows = _span(N, block_n, 3 * ms // 2 // cdiv(K, block_k))
-    columns = _span(K, block_k, 3 * ms // 2 // cdiv(N, block_n))
+    once = ONCE if R <= ONCE_UP_TO else None
+    if once is not None:
+        block_n, block_k, warps, stages, per_sm = once
+        rows = cdiv(cdiv(N, block_n), max(1, per_sm * ms // cdiv(K, block_k))) * block_n
+        columns = block_k
+    else:
+        block_n, block_k = PASS
+        warps, stages = 4, 3
+        rows = _span(N, block_n, 3 * ms // 2 // cdiv(K, block_k))
+        columns = _span(K, block_k, 3 * ms // 2 // cdiv(N, block_n))
     parts = {"A": cdiv(N, rows), "B": cdiv(K, columns)}
     each = {"A": (dA, (parts["A"], R, K)), "B": (dB, (parts["B"], R, N))}
     sums = [None if d is None else plan.temp(shape, f32) for d, shape in each.values()]
     grams = [None if d is None else plan.temp((GRAMS, R, R), f32) for d in (dA, dB)]
     strides = (*A.stride, *B.stride)
     programs = GRAMS * ((dA is not None) + (dB is not None))
-    programs += 0 if dA is None else cdiv(K, block_k) * parts["A"]
-    programs += 0 if dB is None else cdiv(N, block_n) * parts["B"]
+    if once is not None:
+        programs += parts["A"] * parts["B"]
+    else:
+        programs += 0 if dA is None else cdiv(K, block_k) * parts["A"]
+        programs += 0 if dB is None else cdiv(N, block_n) * parts["B"]
     wide = [f.dtype != W.dtype for f in (A, B)]
     terms, gram_block = [1 + w for w in wide[::-1]], 32 if any(wide) else 64
     precision = [("tf32x3" if plan.device.capability else "ieee") if w else None for w in wide]
@@ -116,7 +126,7 @@ def _pass(
         norm_pass_kernel,
         (programs,),
         (dc, c, W, A, B, *sums, *grams, N, K, R, *W.stride, *strides, rows, columns),
-        (*needs, GRAMS, *terms, *precision, gram_block, block_n, block_k, block_r),
+        (*needs, GRAMS, *terms, *precision, once is not None, gram_block, block_n, block_k, block_r),
         warps,
         stages,
     )

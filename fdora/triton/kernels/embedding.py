@@ -175,47 +175,62 @@ def embedding_tile_kernel(
     tl.store(at, out.to(y.dtype.element_ty), mask=in_t[:, None] & in_d[None, :])
 
 
+@triton.jit
+def _numbers(ids, i, T, BLOCK_T: tl.constexpr):
+    t = i * BLOCK_T + tl.arange(0, BLOCK_T)
+    return t, tl.load(ids + t, mask=t < T, other=0).to(tl.int64)
+
+
+@triton.jit
+def _rows(W, A, t, v, T, V, at_d, at_r, in_d, in_r, stride_wv, stride_av):
+    """Which numbers are rows of W, these rows and their columns of A."""
+    known = (t < T) & (v >= 0) & (v < V)
+    w = tl.load(W + v[:, None] * stride_wv + at_d[None, :], mask=known[:, None] & in_d[None, :], other=0.0)
+    a = tl.load(A + v[:, None] * stride_av + at_r[None, :], mask=known[:, None] & in_r[None, :], other=0.0)
+    return known, w, a
+
+
+@triton.jit
+def _store(y, t, known, w, a, bt, gd, d, T, D):
+    """g (w + a s B^T) of these tokens and columns."""
+    acc = tl.dot(a.to(w.dtype), bt, input_precision="ieee")
+    out = tl.where(known[:, None], gd[None, :] * (w.to(tl.float32) + acc), float("nan"))
+    mask = (t < T)[:, None] & (d < D)[None, :]
+    tl.store(y + t[:, None].to(tl.int64) * D + d[None, :], out.to(y.dtype.element_ty), mask=mask)
+
+
 @triton.jit(launch_metadata=launched)
 def embedding_walk_kernel(
-    ids,
-    W,
-    A,
-    B,
-    m,
-    c,
-    y,
-    s,
-    T,
-    V,
-    D,
-    R,
-    stride_wv,
-    stride_wd,
-    stride_ar,
-    stride_av,
-    stride_bd,
-    stride_br,
-    STAGES: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    ids, W, A, B, m, c, y, s, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
+    STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """y = g (W[ids] + s A^T[ids] B^T) of one strip of columns and every so many blocks of tokens. s B and g of the strip stay;
-    rows of W and columns of A are asked for STAGES / 2 blocks ahead."""
+    rows of W and columns of A are asked for STAGES / 2 blocks ahead. STAGES of 0: of one block, whose numbers and rows are
+    asked for before anything waits for B."""
     d, r = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
     in_d, in_r = d < D, r < R
+    at_d, at_r = d.to(tl.int64) * stride_wd, r.to(tl.int64) * stride_ar
     at_b = B + d[None, :].to(tl.int64) * stride_bd + r[:, None].to(tl.int64) * stride_br
-    bt = (s * tl.load(at_b, mask=in_r[:, None] & in_d[None, :], other=0.0).to(tl.float32)).to(W.dtype.element_ty)
+    first, blocks, step = tl.program_id(1), tl.cdiv(T, BLOCK_T), tl.num_programs(1)
+    if STAGES <= 1:  # before anything waits for B
+        t, v = _numbers(ids, first, T, BLOCK_T)
+        if STAGES == 0:
+            known, w, a = _rows(W, A, t, v, T, V, at_d, at_r, in_d, in_r, stride_wv, stride_av)
+    b = tl.load(at_b, mask=in_r[:, None] & in_d[None, :], other=0.0)
     gd = g_tile(m, c, d, D)
-    at_d = W + d[None, :].to(tl.int64) * stride_wd
-    at_r = A + r[None, :].to(tl.int64) * stride_ar
-    for i in tl.range(tl.program_id(1), tl.cdiv(T, BLOCK_T), tl.num_programs(1), num_stages=STAGES):
-        t = i * BLOCK_T + tl.arange(0, BLOCK_T)
-        in_t = t < T
-        v = tl.load(ids + t, mask=in_t, other=0).to(tl.int64)
-        known = in_t & (v >= 0) & (v < V)
-        w = tl.load(at_d + v[:, None] * stride_wv, mask=known[:, None] & in_d[None, :], other=0.0)
-        a = tl.load(at_r + v[:, None] * stride_av, mask=known[:, None] & in_r[None, :], other=0.0)
-        acc = tl.dot(a.to(w.dtype), bt, input_precision="ieee")
-        out = tl.where(known[:, None], gd[None, :] * (w.to(tl.float32) + acc), float("nan"))
-        tl.store(y + t[:, None].to(tl.int64) * D + d[None, :], out.to(y.dtype.element_ty), mask=in_t[:, None] & in_d[None, :])
+    bt = (s * b.to(tl.float32)).to(W.dtype.element_ty)
+    if STAGES == 0:
+        for i in tl.range(first, blocks, step, num_stages=1):
+            _store(y, t, known, w, a, bt, gd, d, T, D)
+            t, v = _numbers(ids, i + step, T, BLOCK_T)
+            known, w, a = _rows(W, A, t, v, T, V, at_d, at_r, in_d, in_r, stride_wv, stride_av)
+    elif STAGES == 1:
+        for i in tl.range(first, blocks, step, num_stages=1):
+            known, w, a = _rows(W, A, t, v, T, V, at_d, at_r, in_d, in_r, stride_wv, stride_av)
+            _store(y, t, known, w, a, bt, gd, d, T, D)
+            t, v = _numbers(ids, i + step, T, BLOCK_T)
+    else:
+        for i in tl.range(first, blocks, step, num_stages=STAGES):
+            t, v = _numbers(ids, i, T, BLOCK_T)
+            known, w, a = _rows(W, A, t, v, T, V, at_d, at_r, in_d, in_r, stride_wv, stride_av)
+            _store(y, t, known, w, a, bt, gd, d, T, D)

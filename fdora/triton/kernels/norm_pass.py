@@ -82,12 +82,51 @@ def _rows_of_W(
     tl.store(parts + at, acc, mask=in_n & in_r)
 
 
+@triton.jit
+def _tile_of_W(
+    dc, c, W, A, B, parts_A, parts_B, p, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br, span,
+    NEED_A: tl.constexpr, NEED_B: tl.constexpr, TERMS_A: tl.constexpr, TERMS_B: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):
+    """Both sums, of a strip of columns and ``span`` rows: W is read once, and the sums have as many parts as there are tiles."""
+    strips, r = tl.cdiv(K, BLOCK_K), tl.arange(0, BLOCK_R)
+    part, strip = p // strips, p % strips
+    k = strip * BLOCK_K + tl.arange(0, BLOCK_K)
+    in_k, in_r = k < K, r < R
+    if NEED_B:
+        at_a = A + r[None, :].to(tl.int64) * stride_ar + k[:, None].to(tl.int64) * stride_ak
+        a = tl.load(at_a, mask=in_r[None, :] & in_k[:, None], other=0.0)
+        first_a = a.to(W.dtype.element_ty)
+    acc = tl.zeros((BLOCK_K, BLOCK_R), tl.float32)
+    for n0 in tl.range(part * span, min(part * span + span, N), BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        in_n = n < N
+        at_w = W + n[:, None].to(tl.int64) * stride_wn + k[None, :].to(tl.int64) * stride_wk
+        w = tl.load(at_w, mask=in_n[:, None] & in_k[None, :], other=0.0)
+        if NEED_A:
+            at_b = B + n[:, None].to(tl.int64) * stride_bn + r[None, :].to(tl.int64) * stride_br
+            v = slopes(dc, c, n, N)[:, None] * tl.load(at_b, mask=in_n[:, None] & in_r[None, :], other=0.0).to(tl.float32)
+            first = v.to(w.dtype)
+            acc = tl.dot(tl.trans(w), first, acc)
+            if TERMS_A == 2:
+                acc = tl.dot(tl.trans(w), (v - first.to(tl.float32)).to(w.dtype), acc)
+        if NEED_B:
+            low = tl.dot(w, first_a)
+            if TERMS_B == 2:
+                low = tl.dot(w, (a.to(tl.float32) - first_a.to(tl.float32)).to(w.dtype), low)
+            at = (strip * R + r)[None, :].to(tl.int64) * N + n[:, None]
+            tl.store(parts_B + at, low, mask=in_n[:, None] & in_r[None, :])
+    if NEED_A:
+        at = (part * R + r)[None, :].to(tl.int64) * K + k[:, None]
+        tl.store(parts_A + at, acc, mask=in_k[:, None] & in_r[None, :])
+
+
 @triton.jit(launch_metadata=launched)
 def norm_pass_kernel(
     dc, c, W, A, B, parts_A, parts_B, gram_A, gram_B, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn,
     stride_br, rows_of_part, columns_of_part, NEED_A: tl.constexpr, NEED_B: tl.constexpr, GRAMS: tl.constexpr,
     TERMS_A: tl.constexpr, TERMS_B: tl.constexpr, PRECISION_A: tl.constexpr, PRECISION_B: tl.constexpr,
-    GRAM_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    ONCE: tl.constexpr, GRAM_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """All sums of both gradients: (q B)^T W (r, K) over parts of the rows, A W^T (r, N) over parts of the columns, and
     (q B)^T B and A A^T over GRAMS of each. Which of them, the number of the program says."""
@@ -109,6 +148,11 @@ def norm_pass_kernel(
                 A, dc, c, gram_B, part, part * span, min(part * span + span, K), N, R, stride_ak, stride_ar,
                 False, PRECISION_A, GRAM_BLOCK, BLOCK_R,
             )
+    elif ONCE:
+        _tile_of_W(
+            dc, c, W, A, B, parts_A, parts_B, p - grams, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn,
+            stride_br, rows_of_part, NEED_A, NEED_B, TERMS_A, TERMS_B, BLOCK_N, BLOCK_K, BLOCK_R,
+        )
     elif NEED_A and p < grams + of_A:
         _columns_of_W(
             dc, c, W, B, parts_A, p - grams, strips, N, K, R, stride_wn, stride_wk, stride_bn, stride_br, rows_of_part,
