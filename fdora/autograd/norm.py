@@ -99,8 +99,8 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(W, A, B, base_sqnorm, c, s, max_bytes, backend):
-        if c is not None:
-            return c.clone()
+        if c is not None:  # what is returned has to be another tensor; compilers of graphs take no view of an argument
+            return c.clone() if torch.compiler.is_compiling() else c.view_as(c)
         with autocast_off(W):
             return OPS[backend].norm_fwd(W, A, B, base_sqnorm, s, max_bytes)
 
