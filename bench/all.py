@@ -106,8 +106,13 @@ TABLE = {
     "quant_norms": Entry(330, "bench.quant --runs 5 --M 1 --ways linear"),
     "quant_forms": Entry(170, "bench.quant_forms"),
     "quant_model": Entry(60, "bench.quant_model"),
-    "quant_tiles": Entry(60, "bench.norm_tiles --ranks 192,384"),
-    "fp8": Entry(60, "bench.fp8"),
+    "quant_4096": Entry(
+        45,
+        "bench.quant --runs 3 --no-norms --M 4096 --shapes 4096x14336,14336x4096,8192x8192,28672x8192 "
+        "--ways linear4bit,qlora,fdora --jobs 12",
+    ),
+    "quant_tiles": Entry(20, "bench.norm_tiles --ranks 384"),
+    "fp8": Entry(20, "bench.fp8"),
     "vit": Entry(110, "bench.vit"),
     "vit_40": Entry(300, "bench.vit --layers 40"),
     "full": Entry(20, "bench.full"),
