@@ -81,7 +81,9 @@ TABLE = {
     "shapes": Entry(60, "bench.shapes --jobs 8"),
     "shapes_unseen": Entry(60, "bench.shapes --jobs 8 --seed 101"),
     "bias": Entry(45, "bench.bias --beside 512"),
-    "norm_model": Entry(25, "bench.norm_model"),
+    "norm_model": Entry(30, "bench.norm_model --r 16,64,384"),
+    "norm_model_tiles": Entry(40, "bench.norm_model --tiles --models llama-3.1-8b --layers 1 --r 16,64,128,384"),
+    "beside": Entry(20, "bench.beside"),
     "group": Entry(60, "bench.group"),
     "multi": Entry(150, "bench.multi --runs 5 --jobs 8"),
     "multi_forms": Entry(40, "bench.multi_forms --only decode,train,h,tile --jobs 8"),
@@ -151,6 +153,7 @@ WITH_RIVALS = ("bench.layer", "bench.group", "bench.multi", "bench.quant")
 UNTIMED = (
     "bench.norm_forms",
     "bench.norm_model",
+    "bench.beside",
     "bench.bias",
     "bench.compose",
     "bench.embedding",
