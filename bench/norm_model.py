@@ -24,7 +24,6 @@ from bench.norm_forms import about, roofs
 from bench.save import save
 from bench.table import table
 from fdora.functional import _tree, dora_norm, dora_norm_state, dora_norm_tree, dora_norm_tree_state
-from fdora.triton.configs import TreeConfig, power_of_two
 
 S, CALLS = 2.0, 10
 # hidden size, width of the MLP, N of k and v
@@ -90,6 +89,8 @@ def case(model: str, layers: int, r: int, device: str, speed: float | None) -> l
 
 
 def tiles(model: str, layers: int, r: int, device: str) -> list[dict]:
+    from fdora.triton.configs import TreeConfig, power_of_two  # without Triton there are no tiles
+
     W, pairs = linears(model, layers, r, device)
     want = dora_norm_tree(W, pairs, s=S)
     rows = [{"tile": None, "ms": sum(kernels(lambda: dora_norm_tree(W, pairs, s=S), device).values())}]
@@ -118,10 +119,10 @@ def main(argv: list[str] | None = None) -> None:
         for r in map(int, options.r.split(",")):
             given = model, options.layers, r, options.device
             rows += tiles(*given) if options.tiles else case(*given, speed)
+            save(options.json, {"about": about(options.device, options.commit, argv), "rows": rows})
     heads = ("model", "layers", "r", "way", "ms", "bytes", "kernels")
     shown = [[*(row[head] for head in heads[:5]), row.get("bytes_ms", ""), row.get("kernels") or row["tile"]] for row in rows]
     print(table(heads, shown))
-    save(options.json, {"about": about(options.device, options.commit, argv), "rows": rows})
 
 
 if __name__ == "__main__":
