@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from fdora._dispatch import Backend, forced
+from fdora._records import Norms
 from fdora._torch import PLAIN, piece_of
 from fdora.autograd._ops import OPS
 from fdora.functional._tree import check_leaves, parts_of
@@ -31,7 +32,7 @@ _lock = Lock()
 
 
 class RowsPlan:
-    def __init__(self, W: list, A: list, B: list, scales: list, backend: Backend, dim: int):
+    def __init__(self, W: list, A: list, scales: list, backend: Backend, dim: int):
         mesh = W[0].device_mesh
         self.mesh = mesh  # by whose id the plan is found
         self.group, self.count = mesh.get_group(dim), mesh.size(dim)
@@ -64,8 +65,8 @@ class RowsPlan:
             if state is None:
                 layers.norms(w, a, b, c)
             else:
-                old = state.buffers[0].contiguous(), state.fingerprint[0][at].contiguous()
-                layers.guarded(w, a, b, *old, c, words[at])
+                old = Norms(state.buffers[0].contiguous(), state.fingerprint[0][at].contiguous())
+                layers.guarded(w, a, b, old, Norms(c, words[at]))
         return self.spread(c), c, words
 
     def gather(self, A: list[Tensor], run: Run) -> list[Tensor]:
@@ -146,7 +147,7 @@ def plan_of(fn: str, spec: Any, W: list, A: list, B: list, scales: list, backend
     n = len(W)
     whole = [a.new_empty(1).expand(t.shape) for a, t in zip(pieces[n : 2 * n], A, strict=True)]
     check_leaves(fn, spec, pieces[:n], whole, pieces[2 * n :], scales)
-    plan = RowsPlan(W, A, B, scales, backend, dim)
+    plan = RowsPlan(W, A, scales, backend, dim)
     with _lock:
         _plans[:] = [(key, plan), *_plans[: PLANS - 1]]
     return plan

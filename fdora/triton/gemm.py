@@ -13,6 +13,10 @@ On Hopper and data-centre Blackwell tiles travel by TMA. Both products then run 
 steps that picks its pair of descriptors by a select, and that loop is flattened into the loop over tiles: the copies of the
 next tile start under the last products and the epilogue of this one. On an H100 that is as fast as cuBLAS alone on x W (see
 bench/NOTES.md); two loops after each other lose 5 to 10 %. Elsewhere, and where strides rule TMA out, pointers are used.
+
+Rows that TMA fills with zeros take it longer than rows that it fetches (bench/NOTES.md). So the last tile begins where it ends
+with the last row: what it shares with the one before it is written twice, with the same bits. Not so where it would be added
+twice.
 """
 
 from __future__ import annotations

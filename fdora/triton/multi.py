@@ -65,8 +65,8 @@ def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, 
     return tuple(next(results) if need else None for need in needs)
 
 
-def _multi(x: Tensor, bank: Sequence[Tensor | None], ranks: Sequence[int], p: float, save_for_dm: bool) -> tuple[Tensor, ...]:
-    return run(*_planned(x, bank, ranks, p, save_for_dm))
+def _multi(*args: Any) -> tuple[Tensor, ...]:
+    return run(*_planned(*args))
 
 
 def _planned(
@@ -76,18 +76,8 @@ def _planned(
     return plan_for(plan_forward, tensors, tuple(ranks), p, save_for_dm), tensors, ()
 
 
-def _multi_backward(
-    dy: Tensor,
-    x: Tensor,
-    h: Tensor,
-    kept: Tensor | None,
-    pre_scale: bool,
-    bank: Sequence[Tensor | None],
-    ranks: Sequence[int],
-    p: float,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    return run(*_planned_backward(dy, x, h, kept, pre_scale, bank, ranks, p, needs))
+def _multi_backward(*args: Any) -> tuple[Tensor, ...]:
+    return run(*_planned_backward(*args))
 
 
 def _planned_backward(
@@ -149,10 +139,10 @@ def plan_forward(likes: Sequence[Like | None], device: Device, ranks: tuple[int,
     shape = shape_of(plan, x, out, W, R, pre_scale is not None, False)
     right = Right(W, bank.B, True)
     beside = bank.seed is None and copies_beside(plan.device, shape)
-    if bank.seed is None:
-        pad = low_rank_input(plan, x, bank.A, False, bank, table, shape, h, beside)
     laid = lay(plan, right, shape, t, ranks or None, table, beside)
-    found = routes(plan, bank, M, table, shape, None if laid is None else laid.flags, out, pre_scale)
+    if bank.seed is None:
+        pad = low_rank_input(plan, x, bank.A, False, bank, table, shape, h, beside and laid is not None)
+    found = routes(plan, bank, M, table, shape, laid, out, pre_scale)
     if bank.seed is not None:
         pad = low_rank_input(plan, drop(plan, x, bank, found.ids, p), bank.A, False, bank, table, shape, h)
     multi_gemm(plan, x, h, pad, right, laid, bank, found, shape, Wanted(out, pre_scale, bank.bias))
