@@ -80,8 +80,8 @@ def test_what_was_timed_again_is_as_in_the_first_run():
     def result(**ms):
         return {"rows": [{"shape": (64, 128, 256, 8), "forward": True, "ms": ms}]}
 
-    (row,) = merged([result(bare=10.0, after=13.0), result(bare=8.0, after=10.0, **{"fused 1": 12.0})])
-    assert row["ms"] == {"bare": 10.0, "after": 12.0, "fused 1": 15.0}
+    (row,) = merged([result(bare=10.0, after=13.0), result(bare=9.0, after=11.0, **{"fused 1": 18.0})])
+    assert row["ms"] == {"bare": 10.0, "after": 12.0, "fused 1": 20.0}
     (row,) = merged([result(bare=10.0), result(bare=16.0, **{"fused 1": 12.0})])
     assert row["ms"] == {"bare": 10.0, "fused 1": 12.0}
 
