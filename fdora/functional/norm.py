@@ -39,23 +39,52 @@ from fdora.quant import QuantWeight
 
 @overload
 def dora_norm(
-    W: Tensor | QuantWeight, A: Tensor, B: Tensor, *, s: float | Tensor | Sequence[float], norm_axis: int = ...,
-    base_sqnorm: Tensor | None = ..., detach: bool = ..., max_bytes: int | None = ..., state: None = ..., squared: bool = ...,
+    W: Tensor | QuantWeight,
+    A: Tensor,
+    B: Tensor,
+    *,
+    s: float | Tensor | Sequence[float],
+    norm_axis: int = ...,
+    base_sqnorm: Tensor | None = ...,
+    detach: bool = ...,
+    max_bytes: int | None = ...,
+    state: None = ...,
+    squared: bool = ...,
     group: Any = ...,
     backend: Backend = ...,
-) -> Tensor: ...  # fmt: skip
+) -> Tensor: ...
 @overload
 def dora_norm(
-    W: Tensor | QuantWeight, A: Tensor, B: Tensor, *, s: float, norm_axis: int = ..., base_sqnorm: Tensor | None = ...,
-    detach: bool = ..., max_bytes: int | None = ..., state: NormState, squared: bool = ..., group: None = ...,
+    W: Tensor | QuantWeight,
+    A: Tensor,
+    B: Tensor,
+    *,
+    s: float,
+    norm_axis: int = ...,
+    base_sqnorm: Tensor | None = ...,
+    detach: bool = ...,
+    max_bytes: int | None = ...,
+    state: NormState,
+    squared: bool = ...,
+    group: None = ...,
     backend: Backend = ...,
-) -> NormState: ...  # fmt: skip
+) -> NormState: ...
 @overload
 def dora_norm(
-    W: Tensor | QuantWeight, A: Tensor, B: Tensor, *, s: float, norm_axis: int = ..., base_sqnorm: Tensor | None = ...,
-    detach: bool = ..., max_bytes: int | None = ..., state: NormState | ShardNormState, squared: bool = ..., group: Any,
+    W: Tensor | QuantWeight,
+    A: Tensor,
+    B: Tensor,
+    *,
+    s: float,
+    norm_axis: int = ...,
+    base_sqnorm: Tensor | None = ...,
+    detach: bool = ...,
+    max_bytes: int | None = ...,
+    state: NormState | ShardNormState,
+    squared: bool = ...,
+    group: Any,
     backend: Backend = ...,
-) -> ShardNormState: ...  # fmt: skip
+) -> ShardNormState: ...
 def dora_norm(
     W: Tensor | QuantWeight,
     A: Tensor,
