@@ -39,52 +39,23 @@ from fdora.quant import QuantWeight
 
 @overload
 def dora_norm(
-    W: Tensor | QuantWeight,
-    A: Tensor,
-    B: Tensor,
-    *,
-    s: float | Tensor | Sequence[float],
-    norm_axis: int = ...,
-    base_sqnorm: Tensor | None = ...,
-    detach: bool = ...,
-    max_bytes: int | None = ...,
-    state: None = ...,
-    squared: bool = ...,
+    W: Tensor | QuantWeight, A: Tensor, B: Tensor, *, s: float | Tensor | Sequence[float], norm_axis: int = ...,
+    base_sqnorm: Tensor | None = ..., detach: bool = ..., max_bytes: int | None = ..., state: None = ..., squared: bool = ...,
     group: Any = ...,
     backend: Backend = ...,
-) -> Tensor: ...
+) -> Tensor: ...  # fmt: skip
 @overload
 def dora_norm(
-    W: Tensor | QuantWeight,
-    A: Tensor,
-    B: Tensor,
-    *,
-    s: float,
-    norm_axis: int = ...,
-    base_sqnorm: Tensor | None = ...,
-    detach: bool = ...,
-    max_bytes: int | None = ...,
-    state: NormState,
-    squared: bool = ...,
-    group: None = ...,
+    W: Tensor | QuantWeight, A: Tensor, B: Tensor, *, s: float, norm_axis: int = ..., base_sqnorm: Tensor | None = ...,
+    detach: bool = ..., max_bytes: int | None = ..., state: NormState, squared: bool = ..., group: None = ...,
     backend: Backend = ...,
-) -> NormState: ...
+) -> NormState: ...  # fmt: skip
 @overload
 def dora_norm(
-    W: Tensor | QuantWeight,
-    A: Tensor,
-    B: Tensor,
-    *,
-    s: float,
-    norm_axis: int = ...,
-    base_sqnorm: Tensor | None = ...,
-    detach: bool = ...,
-    max_bytes: int | None = ...,
-    state: NormState | ShardNormState,
-    squared: bool = ...,
-    group: Any,
+    W: Tensor | QuantWeight, A: Tensor, B: Tensor, *, s: float, norm_axis: int = ..., base_sqnorm: Tensor | None = ...,
+    detach: bool = ..., max_bytes: int | None = ..., state: NormState | ShardNormState, squared: bool = ..., group: Any,
     backend: Backend = ...,
-) -> ShardNormState: ...
+) -> ShardNormState: ...  # fmt: skip
 def dora_norm(
     W: Tensor | QuantWeight,
     A: Tensor,
