@@ -81,10 +81,12 @@ TABLE = {
     "shapes": Entry(60, "bench.shapes --jobs 8"),
     "shapes_unseen": Entry(60, "bench.shapes --jobs 8 --seed 101"),
     "bias": Entry(45, "bench.bias --beside 512"),
-    "norm_model": Entry(25, "bench.norm_model"),
+    "norm_model": Entry(30, "bench.norm_model --r 16,64,384"),
+    "norm_model_tiles": Entry(40, "bench.norm_model --tiles --models llama-3.1-8b --layers 1 --r 16,64,128,384"),
+    "beside": Entry(20, "bench.beside"),
     "group": Entry(60, "bench.group"),
     "multi": Entry(150, "bench.multi --runs 5 --jobs 8"),
-    "multi_forms": Entry(40, "bench.multi_forms --only decode,train --jobs 8"),
+    "multi_forms": Entry(40, "bench.multi_forms --only decode,train,h,tile --jobs 8"),
     "multi_norms": Entry(40, "bench.multi_forms --only norm --jobs 8"),
     "experts": Entry(150, "bench.experts --runs 5"),
     "layers12_r384_eager": Entry(60, "bench.layers12 --r 384 --no-compile"),
@@ -106,8 +108,13 @@ TABLE = {
     "quant_norms": Entry(330, "bench.quant --runs 5 --M 1 --ways linear"),
     "quant_forms": Entry(170, "bench.quant_forms"),
     "quant_model": Entry(60, "bench.quant_model"),
-    "quant_tiles": Entry(60, "bench.norm_tiles --ranks 192,384"),
-    "fp8": Entry(60, "bench.fp8"),
+    "quant_4096": Entry(
+        45,
+        "bench.quant --runs 3 --no-norms --M 4096 --shapes 4096x14336,14336x4096,8192x8192,28672x8192 "
+        "--ways linear4bit,qlora,fdora --jobs 12",
+    ),
+    "quant_tiles": Entry(20, "bench.norm_tiles --ranks 384"),
+    "fp8": Entry(20, "bench.fp8"),
     "vit": Entry(110, "bench.vit"),
     "vit_40": Entry(300, "bench.vit --layers 40"),
     "full": Entry(20, "bench.full"),
@@ -115,22 +122,28 @@ TABLE = {
     "full_dora_adamw_s2": Entry(100, "bench.converge --ways fdora,full --seeds 2 --optimizers adamw"),
     "full_dora_muon_s2": Entry(100, "bench.converge --ways fdora,full --seeds 2 --optimizers muon"),
     "sharded_r64": Entry(60, "bench.sharded --world 2 --layers 6 --r 64 --runs 7"),  # two GPUs
-    "sharded_r384": Entry(60, "bench.sharded --world 2 --layers 6 --r 384 --runs 7"),
+    "sharded_r384": Entry(
+        60,
+        "bench.sharded --world 2 --layers 6 --r 384 --modes step,step_checkpointing --runs 9 --no-profile "
+        "--ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused,peft_fdora_fused_shards",
+    ),
     "jobs": Entry(70, "bench.jobs"),
     "jobs_pipeline": Entry(60, "bench.jobs --world 2"),  # two GPUs
     "sharded_12": Entry(
         60,
-        "bench.sharded --world 2 --layers 12 --ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused,peft_fdora_shards "
-        "--modes step --runs 7 --no-profile",
+        "bench.sharded --world 2 --layers 12 --ways peft_lora,peft_fdora,peft_fdora_fused,peft_fdora_shards "
+        "--modes step --runs 9 --no-profile",
     ),
     "sharded_qwen2.5-32b": Entry(
         60,
         "bench.sharded --world 2 --model qwen2.5-32b --layers 4 --ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused "
         "--modes step --runs 7 --no-profile",
     ),
-    "sharded_tp": Entry(60, "bench.sharded --world 2 --layout tp --layers 6 --modes step --runs 7"),
+    "sharded_tp": Entry(60, "bench.sharded --world 2 --layout tp --layers 6 --modes step --runs 9 --no-profile"),
     "sharded_compiled": Entry(
-        120, "bench.sharded --world 2 --layers 6 --ways peft_lora,peft_fdora,peft_fdora_shards --modes step,step_4 --compiled"
+        90,
+        "bench.sharded --world 2 --layers 4 --ways peft_lora,peft_fdora,peft_fdora_fused --modes step --runs 11 --compiled "
+        "--no-profile",
     ),
     "parallel": Entry(60, "bench.parallel --world 2 --runs 5"),
     "demo": Entry(60, "demo.run"),
@@ -140,6 +153,7 @@ WITH_RIVALS = ("bench.layer", "bench.group", "bench.multi", "bench.quant")
 UNTIMED = (
     "bench.norm_forms",
     "bench.norm_model",
+    "bench.beside",
     "bench.bias",
     "bench.compose",
     "bench.embedding",

@@ -93,8 +93,8 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(W, A, B, s, base_sqnorm, max_bytes, c, backend):
-        if c is not None:
-            return c.clone()
+        if c is not None:  # what is returned has to be another tensor; compilers of graphs take no view of an argument
+            return c.clone() if torch.compiler.is_compiling() else c.view_as(c)
         with autocast_off(W):
             return OPS[backend].norm_fwd(NormOf(W, A, B, s, base_sqnorm, max_bytes))
 

@@ -181,8 +181,10 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
             if la.norm is not None and not a.detach:
                 check_detach(a.fn, layer.W)
                 trained = any(t is not None and t.requires_grad for t in (layer.A, layer.B))
-                new[f"c{i}"] = c = la.norm.detach().requires_grad_(trained)  # a copy, if it was given
+                c = la.norm.detach().requires_grad_(trained)
                 la = la._replace(norm=c)
+                if layer.norm is None:
+                    new[f"c{i}"] = c
                 if torch.is_grad_enabled() and trained:
                     through = triton.norm_backward(on, la.W, la.A, la.B)
                     after, notes = [*through, *after], notes if through else (PLAIN_BACKWARD,)

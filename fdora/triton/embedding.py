@@ -40,6 +40,7 @@ from fdora.triton.runtime.walk import plan_for, run
 WHOLE = 64  # up to this rank a program keeps its columns of A
 WALKS = 16  # up to this rank programs keep s B, of a half-precision W
 MANY = 2048  # tokens, from which on two launches serve other ranks, and programs that walk ask for rows ahead
+FEW = 256  # tokens, up to which strips are narrow, so that there are programs for all of the GPU
 READY_T = 32  # tokens, or columns, of a program of the first
 
 
@@ -89,9 +90,12 @@ class WalkConfig(NamedTuple):
 
 
 def walk_config(T: int) -> WalkConfig:
-    """Of the one launch. d 4096, r 16, H200 (``bench.embedding --tiles``), us: 8192 tokens 45.1, four programs a multiprocessor
-    46 to 47, 256 columns 49 to 54, the gather alone 38.3; 512 tokens 5.6, with more stages 6.4 to 6.6, the gather 3.4."""
-    return WalkConfig(16, 512, 8, 5, 2) if T >= MANY else WalkConfig(16, 512, 8, 1, 4)
+    """Of the one launch. d 4096, r 16, H200 (``bench.embedding --tiles``), us: 8192 tokens 43.5, four programs a multiprocessor
+    46 to 47, 256 columns 49 to 54, the gather alone 38.2; 512 tokens 5.3 (3.0), with more stages 6.4 to 6.6, with rows of W
+    asked for a block ahead 5.65; 128 tokens 3.6 (2.6), by 512 columns 4.1."""
+    if T >= MANY:
+        return WalkConfig(16, 512, 8, 5, 2)
+    return WalkConfig(16, 512, 8, 1, 4) if T > FEW else WalkConfig(16, 256, 4, 1, 4)
 
 
 def is_many(T: int, per_row: bool) -> bool:
@@ -151,7 +155,7 @@ def in_one(plan: Builder, ids: Array, W: Array, A: Array, B: Array, m: Array, c:
         embedding_walk_kernel,
         (strips, parts),
         (ids, W, A, B, m, c, y, s, T, V, D, R, *W.stride, *A.stride, *B.stride),
-        (stages, block_t, block_d, power_of_two(R)),
+        (stages, D % block_d == 0 and power_of_two(R) == R, block_t, block_d, power_of_two(R)),
         num_warps,
     )
 

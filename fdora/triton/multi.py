@@ -139,10 +139,10 @@ def plan_forward(likes: Sequence[Like | None], device: Device, ranks: tuple[int,
     shape = shape_of(plan, x, out, W, R, pre_scale is not None, False)
     right = Right(W, bank.B, True)
     beside = bank.seed is None and copies_beside(plan.device, shape)
-    if bank.seed is None:
-        pad = low_rank_input(plan, x, bank.A, False, bank, table, shape, h, beside)
     laid = lay(plan, right, shape, t, ranks or None, table, beside)
-    found = routes(plan, bank, M, table, shape, None if laid is None else laid.flags, out, pre_scale)
+    if bank.seed is None:
+        pad = low_rank_input(plan, x, bank.A, False, bank, table, shape, h, beside and laid is not None)
+    found = routes(plan, bank, M, table, shape, laid, out, pre_scale)
     if bank.seed is not None:
         pad = low_rank_input(plan, drop(plan, x, bank, found.ids, p), bank.A, False, bank, table, shape, h)
     multi_gemm(plan, x, h, pad, right, laid, bank, found, shape, Wanted(out, pre_scale, bank.bias))

@@ -71,7 +71,7 @@ def backward(
     ranks = rank_table(plan, numbers)
     right = Right(bank.W, bank.A, False)
     laid = None if out.dx is None else lay(plan, right, shape, t, numbers, ranks)
-    found = routes(plan, bank, M, ranks, shape, None if laid is None else laid.flags, out.dx)
+    found = routes(plan, bank, M, ranks, shape, laid, out.dx)
     fused = _scale(plan, dy, x, bank, h, kept, pre_scale, found, dz, out)
     if dz is None:
         return

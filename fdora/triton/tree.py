@@ -109,10 +109,10 @@ def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: 
         plan.launch(fingerprints_kernel, (layers * WORDS,), args, (WORDS, HASH, device.supports_pdl), 8, cost=Cost())
     share = 1 / max(1, len(launches))
     work = Cost(flops16=share * work.flops16, bytes=share * work.bytes)  # guarded, kernels see how much of it there is to do
-    for first, count, items, consts, (num_warps, num_stages) in launches:
+    for first, count, items, consts, (num_warps, num_stages, programs) in launches:
         plan.launch(
             norms_kernel,
-            (min(items, 2 * device.num_sms),),
+            (min(items, programs * device.num_sms),),
             (table, differs, partial, layers, first, count),
             (guarded, *consts, WORDS, pdl),
             num_warps,

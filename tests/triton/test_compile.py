@@ -203,7 +203,7 @@ KERNELS = (
     "multi_epilogue",
     "multi_expand",
     "multi_finish",
-    "multi_gather",
+    "multi_low",
     "multi_gemm_pointer",
     "multi_gemm_tma",
     "multi_grad",

@@ -56,6 +56,9 @@ def test_the_tile_of_many_tokens(chosen_anew, monkeypatch):
     ("shape", "lead", "walks"),
     [
         ((7, 130, 2), (3, 70), 16),
+        ((9, 128, 16), (33,), 16),
+        ((9, 128, 10), (33,), 16),
+        ((9, 130, 16), (33,), 16),
         ((90, 257, 24), (33,), 64),
         ((7, 130, 2), (3, 70), 0),
         ((90, 257, 24), (33,), 16),
@@ -64,7 +67,7 @@ def test_the_tile_of_many_tokens(chosen_anew, monkeypatch):
     ids=str,
 )
 def test_many_tokens(shape, lead, walks, dtype, chosen_anew, monkeypatch):
-    """By programs that walk over all blocks of tokens, and in two launches."""
+    """By programs that walk over all blocks of tokens, of ragged strips and of whole ones, and in two launches."""
     from fdora.triton import embedding
 
     monkeypatch.setattr(embedding, "MANY", 2)

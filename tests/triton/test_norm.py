@@ -172,7 +172,7 @@ def test_cuda_graph_and_side_stream():
     assert torch.equal(side, got)
 
 
-@pytest.mark.parametrize("shape", [(130, 70, 3), (64, 96, 16), (300, 400, 33), (200, 130, 80)], ids=str)
+@pytest.mark.parametrize("shape", [(130, 70, 3), (64, 96, 16), (130, 1100, 17), (300, 400, 33), (200, 130, 80)], ids=str)
 def test_the_gradient_through_the_norm(shape, monkeypatch):
     """Of every mix of dtypes, each wanted by itself too; a row of zeros, whose norm has no direction."""
     from fdora.triton import norm_bwd

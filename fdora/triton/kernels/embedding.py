@@ -175,47 +175,48 @@ def embedding_tile_kernel(
     tl.store(at, out.to(y.dtype.element_ty), mask=in_t[:, None] & in_d[None, :])
 
 
+@triton.jit
+def _numbers(ids, i, T, BLOCK_T: tl.constexpr):
+    t = i * BLOCK_T + tl.arange(0, BLOCK_T)
+    return t, tl.load(ids + t, mask=t < T, other=0).to(tl.int64)
+
+
+@triton.jit
+def _block(
+    W, A, bt, gd, y, s, t, v, d, r, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, EVEN: tl.constexpr
+):
+    """y of the tokens t, whose numbers are v, at columns d. EVEN: all of d and of r are there."""
+    known = (t < T) & (v >= 0) & (v < V)
+    mask_w, mask_a, mask_y = known[:, None], known[:, None], (t < T)[:, None]
+    if not EVEN:
+        mask_w, mask_a, mask_y = mask_w & (d < D)[None, :], mask_a & (r < R)[None, :], mask_y & (d < D)[None, :]
+    w = tl.load(W + v[:, None] * stride_wv + d[None, :].to(tl.int64) * stride_wd, mask=mask_w, other=float("nan"))
+    a = tl.load(A + v[:, None] * stride_av + r[None, :].to(tl.int64) * stride_ar, mask=mask_a, other=0.0)
+    acc = tl.dot((s * a.to(tl.float32)).to(w.dtype), bt, input_precision="ieee")
+    out = gd[None, :] * (w.to(tl.float32) + acc)
+    tl.store(y + t[:, None].to(tl.int64) * D + d[None, :], out.to(y.dtype.element_ty), mask=mask_y)
+
+
 @triton.jit(launch_metadata=launched)
 def embedding_walk_kernel(
-    ids,
-    W,
-    A,
-    B,
-    m,
-    c,
-    y,
-    s,
-    T,
-    V,
-    D,
-    R,
-    stride_wv,
-    stride_wd,
-    stride_ar,
-    stride_av,
-    stride_bd,
-    stride_br,
-    STAGES: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    ids, W, A, B, m, c, y, s, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
-    """y = g (W[ids] + s A^T[ids] B^T) of one strip of columns and every so many blocks of tokens. s B and g of the strip stay;
-    rows of W and columns of A are asked for STAGES / 2 blocks ahead."""
+    """y = g (W[ids] + s A^T[ids] B^T) of one strip of columns and every so many blocks of tokens. B and g of the strip stay;
+    rows of W and columns of A are asked for STAGES / 2 blocks ahead. Of one stage numbers alone are, and before B is."""
     d, r = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
-    in_d, in_r = d < D, r < R
+    first, blocks, step = tl.program_id(1), tl.cdiv(T, BLOCK_T), tl.num_programs(1)
+    if STAGES == 1:
+        t, v = _numbers(ids, first, T, BLOCK_T)
     at_b = B + d[None, :].to(tl.int64) * stride_bd + r[:, None].to(tl.int64) * stride_br
-    bt = (s * tl.load(at_b, mask=in_r[:, None] & in_d[None, :], other=0.0).to(tl.float32)).to(W.dtype.element_ty)
+    if EVEN:
+        bt = tl.load(at_b).to(W.dtype.element_ty)
+    else:
+        bt = tl.load(at_b, mask=(r < R)[:, None] & (d < D)[None, :], other=0.0).to(W.dtype.element_ty)
     gd = g_tile(m, c, d, D)
-    at_d = W + d[None, :].to(tl.int64) * stride_wd
-    at_r = A + r[None, :].to(tl.int64) * stride_ar
-    for i in tl.range(tl.program_id(1), tl.cdiv(T, BLOCK_T), tl.num_programs(1), num_stages=STAGES):
-        t = i * BLOCK_T + tl.arange(0, BLOCK_T)
-        in_t = t < T
-        v = tl.load(ids + t, mask=in_t, other=0).to(tl.int64)
-        known = in_t & (v >= 0) & (v < V)
-        w = tl.load(at_d + v[:, None] * stride_wv, mask=known[:, None] & in_d[None, :], other=0.0)
-        a = tl.load(at_r + v[:, None] * stride_av, mask=known[:, None] & in_r[None, :], other=0.0)
-        acc = tl.dot(a.to(w.dtype), bt, input_precision="ieee")
-        out = tl.where(known[:, None], gd[None, :] * (w.to(tl.float32) + acc), float("nan"))
-        tl.store(y + t[:, None].to(tl.int64) * D + d[None, :], out.to(y.dtype.element_ty), mask=in_t[:, None] & in_d[None, :])
+    for i in tl.range(first, blocks, step, num_stages=STAGES):
+        if STAGES > 1:
+            t, v = _numbers(ids, i, T, BLOCK_T)
+        _block(W, A, bt, gd, y, s, t, v, d, r, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, EVEN)
+        if STAGES == 1:
+            t, v = _numbers(ids, i + step, T, BLOCK_T)
