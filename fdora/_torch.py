@@ -155,11 +155,14 @@ def values_only() -> bool:
     return not torch.is_grad_enabled() and forward_ad._current_level < 0
 
 
+def has_tangents() -> bool:
+    """Whether tensors may have those of forward mode, which no_grad does not stop."""
+    return forward_ad._current_level >= 0 or torch.compiler.is_compiling()
+
+
 def detached(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors as constants to every derivative: no_grad stops gradients, but not the tangents of forward mode."""
-    if forward_ad._current_level < 0 and not torch.compiler.is_compiling():
-        return tensors
-    return tuple(None if t is None else t.detach() for t in tensors)
+    """The tensors as constants to every derivative."""
+    return tuple(None if t is None else t.detach() for t in tensors) if has_tangents() else tensors
 
 
 def foreach_norms(tensors: list[Tensor]) -> Tensor:
