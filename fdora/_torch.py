@@ -192,6 +192,14 @@ def all_reduce_sum(t: Tensor, group: Any) -> Tensor:
     return collectives.wait_tensor(collectives.all_reduce(t, "sum", group))
 
 
+def all_gathered(mine: Tensor, count: int, group: Any) -> Tensor:
+    """One behind the other, (count * n,), what each of so many processes has (n,)."""
+    out = mine.new_empty(count * mine.numel())
+    gather = getattr(torch.distributed, "all_gather_single", None)  # since torch 2.13 the name of the other
+    (gather or torch.distributed.all_gather_into_tensor)(out, mine, group=group)
+    return out
+
+
 def default_store() -> Any:
     """Where all processes of torch.distributed meet; it has no public name."""
     from torch.distributed import distributed_c10d
