@@ -39,6 +39,14 @@ class Entry(NamedTuple):
 
 
 MODELS = ("llama-3.1-8b", "gemma-3-12b --layers 6", "qwen2.5-7b", "qwen2.5-32b", "mistral-small-24b", "qwen3-vl-8b")
+ODD = ("140,8192,3072,384", "192,8192,3072,384", "133,7168,2688,16", "70,3840,15360,96", "291,4864,22528,16")  # M, K, N, r
+# of bench.shapes --seed 17 what was slowest, and rows of such layers that fill their tiles
+WORST = (
+    *ODD,
+    *("128,8192,3072,384", "256,8192,3072,384", "140,8192,3072,16", "128,7168,2688,16", "64,1280,5120,64", "64,3840,15360,96"),
+    *("312,2048,2048,192", "1253,2048,8192,256", "192,5120,17920,16", "256,11392,2304,512", "687,13824,8832,512"),
+    *("666,4736,26240,64", "2240,4096,12288,64", "1949,7168,19968,512", "4797,25600,5120,256"),
+)
 FLOORS = "--ways frozen,bare,peft_lora,fdora,fdora_inside"
 TABLE = {
     "norm_forms": Entry(15, "bench.norm_forms --runs 15"),
@@ -61,18 +69,24 @@ TABLE = {
     "products": Entry(170, "bench.products"),
     "products_every": Entry(90, "bench.products --seed 5 --shapes 10 --exhaustive --multiples 16"),
     "products_again": Entry(50, "bench.products --shapes 49 --ways after,first,bare"),
-    "products_tiles": Entry(50, "bench.products --shapes 49 --ways fused,bare --tiles 3"),
-    "products_more_tiles": Entry(40, "bench.products --seed 2 --shapes 40 --ways fused,bare --tiles 3"),
+    "products_tiles": Entry(50, "bench.products --shapes 49 --ways fused,bare"),
+    "products_more_tiles": Entry(40, "bench.products --seed 2 --shapes 40 --ways fused,bare"),
     "products_more": Entry(50, "bench.products --seed 2 --shapes 40"),
+    "products_ways": Entry(30, f"bench.products {' '.join(f'--shape {shape}' for shape in WORST)}"),
+    "products_odd": Entry(25, f"bench.products --ways fused,bare {' '.join(f'--shape {shape}' for shape in ODD)}"),
     "few": Entry(50, "bench.few --jobs 8"),
     "few_1": Entry(30, "bench.few --jobs 8 --tokens 32,16,1"),
+    "few_ranks": Entry(50, "bench.few --jobs 8 --ranks 64,256 --tokens 64,32,16"),
     "passes": Entry(75, "bench.passes"),
     "shapes": Entry(60, "bench.shapes --jobs 8"),
+    "shapes_unseen": Entry(60, "bench.shapes --jobs 8 --seed 101"),
     "bias": Entry(45, "bench.bias --beside 512"),
-    "norm_model": Entry(25, "bench.norm_model"),
+    "norm_model": Entry(30, "bench.norm_model --r 16,64,384"),
+    "norm_model_tiles": Entry(40, "bench.norm_model --tiles --models llama-3.1-8b --layers 1 --r 16,64,128,384"),
+    "beside": Entry(20, "bench.beside"),
     "group": Entry(60, "bench.group"),
     "multi": Entry(150, "bench.multi --runs 5 --jobs 8"),
-    "multi_forms": Entry(40, "bench.multi_forms --only decode,train --jobs 8"),
+    "multi_forms": Entry(40, "bench.multi_forms --only decode,train,h,tile --jobs 8"),
     "multi_norms": Entry(40, "bench.multi_forms --only norm --jobs 8"),
     "experts": Entry(150, "bench.experts --runs 5"),
     "layers12_r384_eager": Entry(60, "bench.layers12 --r 384 --no-compile"),
@@ -108,22 +122,28 @@ TABLE = {
     "full_dora_adamw_s2": Entry(100, "bench.converge --ways fdora,full --seeds 2 --optimizers adamw"),
     "full_dora_muon_s2": Entry(100, "bench.converge --ways fdora,full --seeds 2 --optimizers muon"),
     "sharded_r64": Entry(60, "bench.sharded --world 2 --layers 6 --r 64 --runs 7"),  # two GPUs
-    "sharded_r384": Entry(60, "bench.sharded --world 2 --layers 6 --r 384 --runs 7"),
+    "sharded_r384": Entry(
+        60,
+        "bench.sharded --world 2 --layers 6 --r 384 --modes step,step_checkpointing --runs 9 --no-profile "
+        "--ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused,peft_fdora_fused_shards",
+    ),
     "jobs": Entry(70, "bench.jobs"),
     "jobs_pipeline": Entry(60, "bench.jobs --world 2"),  # two GPUs
     "sharded_12": Entry(
         60,
-        "bench.sharded --world 2 --layers 12 --ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused,peft_fdora_shards "
-        "--modes step --runs 7 --no-profile",
+        "bench.sharded --world 2 --layers 12 --ways peft_lora,peft_fdora,peft_fdora_fused,peft_fdora_shards "
+        "--modes step --runs 9 --no-profile",
     ),
     "sharded_qwen2.5-32b": Entry(
         60,
         "bench.sharded --world 2 --model qwen2.5-32b --layers 4 --ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused "
         "--modes step --runs 7 --no-profile",
     ),
-    "sharded_tp": Entry(60, "bench.sharded --world 2 --layout tp --layers 6 --modes step --runs 7"),
+    "sharded_tp": Entry(60, "bench.sharded --world 2 --layout tp --layers 6 --modes step --runs 9 --no-profile"),
     "sharded_compiled": Entry(
-        120, "bench.sharded --world 2 --layers 6 --ways peft_lora,peft_fdora,peft_fdora_shards --modes step,step_4 --compiled"
+        90,
+        "bench.sharded --world 2 --layers 4 --ways peft_lora,peft_fdora,peft_fdora_fused --modes step --runs 11 --compiled "
+        "--no-profile",
     ),
     "parallel": Entry(60, "bench.parallel --world 2 --runs 5"),
     "demo": Entry(60, "demo.run"),
@@ -133,6 +153,7 @@ WITH_RIVALS = ("bench.layer", "bench.group", "bench.multi", "bench.quant")
 UNTIMED = (
     "bench.norm_forms",
     "bench.norm_model",
+    "bench.beside",
     "bench.bias",
     "bench.compose",
     "bench.embedding",

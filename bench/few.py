@@ -1,6 +1,7 @@
 """Few tokens: where one pass over W by narrow tiles ends and the product of many tokens begins, and what a norm inside costs.
 
     python -m bench.few --device cuda --jobs 14 [--tokens 64,48,32,16,1] --json FILE
+    python -m bench.few --device cuda --jobs 14 --ranks 64,256 --tokens 64,16 --json FILE    # without any norm
     python -m bench.fit_few FILE... --write fdora/triton/fitted_few.py
 
 One layer. ``bare``: its products by cuBLAS, forward three and with backward eight. ``small``: h in passing, one pass over W
@@ -41,6 +42,7 @@ S = 2.0
 WEIGHTS = ((4096, 4096), (4096, 14336), (14336, 4096), (2304, 22144), (1024, 10112))  # K, N
 CASES = [(M, K, N, 16) for M in (64, 48, 32, 16, 1) for K, N in WEIGHTS]
 CASES += [(M, K, N, 64) for M in (64, 16) for K, N in WEIGHTS[:3]]
+SMALLER = ((1280, 5120), (5120, 1280), (2048, 2048), (9216, 3328))  # with --ranks, beside WEIGHTS
 INSIDE = (SmallConfig(64, 64, 4, 4), SmallConfig(64, 128, 8, 3), SmallConfig(32, 128, 4, 4))
 
 
@@ -118,14 +120,17 @@ class Drawn:
         dh = dy @ B
         return x @ W.T, h, h @ B.T, dy @ W, dh @ A, dh.T @ x, dy.T @ h
 
-    def ways(self):
+    def ways(self, norms=True):
         """name -> what makes a function of a set"""
         M = self.shape[0]
         found = {"bare": lambda: self.bare, "bare_both": lambda: self.bare_both}
         for name, few in (("small", 64), ("general", 0)):
             found[name] = partial(self.plans, few, False, False)
             found[f"{name}_both"] = partial(self.plans, few, False, True)
-            found[f"norm_{name}"] = partial(self.plans, few, True, False)
+            if norms:
+                found[f"norm_{name}"] = partial(self.plans, few, True, False)
+        if not norms:
+            return found
         if fits(device_of(self.sets[0][0].device), M, self.sets[0][0].dtype, *self.sets[0][1:4]):
             for config in INSIDE:
                 found[" ".join(("inside", *map(str, config)))] = partial(self.inside, config)
@@ -156,20 +161,20 @@ def compile_case(M, r, names):
     torch.cuda.synchronize()
 
 
-def compile_all(jobs, cases):
+def compile_all(jobs, cases, norms):
     tasks = []
     for rows, r in sorted({(power_of_two(M), r) for M, _, _, r in cases}):
-        names = list(Drawn(rows, 64, 64, r).ways())
+        names = list(Drawn(rows, 64, 64, r).ways(norms))
         tasks += [(rows, r, names[i::8]) for i in range(8)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for done in [pool.submit(compile_case, *task) for task in tasks]:
             done.result()
 
 
-def case(shape, where, runs):
+def case(shape, where, runs, norms=True):
     _, K, N, _ = shape
     drawn, timers = Drawn(*shape), {}
-    for name, make in drawn.ways().items():
+    for name, make in drawn.ways(norms).items():
         try:
             timers[name] = clock.quick_timer(drawn.timer(make), clock.launches_of(0.01 + K * N / 1e9, len(drawn.sets)), *where)
         except AssertionError:
@@ -183,17 +188,19 @@ def main(argv=None):
     parser = command(__doc__, device="cuda", runs=3, seconds=math.inf)
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
     parser.add_argument("--tokens", type=lambda text: [int(M) for M in text.split(",")], help="of the cases those")
+    parser.add_argument("--ranks", type=lambda text: [int(r) for r in text.split(",")], help="in place of the cases; no norms")
     options = parser.parse_args(argv)
-    start, rows = time.perf_counter(), []
-    cases = [case for case in CASES if not options.tokens or case[0] in options.tokens]
+    start, rows, norms = time.perf_counter(), [], not options.ranks
+    ranked = [(M, K, N, r) for r in options.ranks or () for M in options.tokens or (64, 16) for K, N in (*SMALLER, *WEIGHTS)]
+    cases = ranked or [case for case in CASES if not options.tokens or case[0] in options.tokens]
     if options.jobs:
-        compile_all(options.jobs, cases)
+        compile_all(options.jobs, cases, norms)
         print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
     where, facts = (clock.anchor_graph(), torch.cuda.Stream()), about("cuda", options.commit, argv)
     for M, K, N, r in cases:
         if time.perf_counter() - start > options.seconds:
             break
-        rows.append(case((M, K, N, r), where, options.runs))
+        rows.append(case((M, K, N, r), where, options.runs, norms))
         ms = rows[-1]["ms"]
         best = sorted((t, name) for name, t in ms.items() if name.startswith("inside"))[:3]
         print(

@@ -20,11 +20,12 @@ from scipy.optimize import least_squares
 
 from bench.table import table
 from fdora.triton.choice import product_way
-from fdora.triton.few import NarrowFit, narrow_us
+from fdora.triton.few import BesideFit, NarrowFit, beside_us, narrow_us
 from fdora.triton.waves import gpu_of
 
 GPU = gpu_of(90, 132)
-START = (0.8, 70_000.0, 20_000.0, 3.0, 1.0, 4.0, 8.0, 11.0)  # NarrowFit, what is beside the product forward and backward
+START = (0.8, 70_000.0, 20_000.0, 3.0, 1.0, 4.0, 1.0, 4.0, 0.6, 8.0, 0.5, 0.1)  # NarrowFit, BesideFit
+SIZE = len(NarrowFit._fields)
 MARGIN, WEIGHT = 0.05, 3.0
 
 
@@ -47,8 +48,8 @@ def pairs(results):
 def predicted(fit, pair):
     """us of both."""
     way = product_way(*pair.shape, pair.forward, False, True, 90, GPU.num_sms)
-    narrow = narrow_us(*pair.shape, pair.forward, NarrowFit(*fit[:6]), GPU, 90)
-    return narrow, way.us + fit[6 if pair.forward else 7]
+    narrow = narrow_us(*pair.shape, pair.forward, NarrowFit(*fit[:SIZE]), GPU, 90)
+    return narrow, way.us + beside_us(*pair.shape[1:], pair.forward, BesideFit(*fit[SIZE:]))
 
 
 def errors(fit, pair):
@@ -74,8 +75,8 @@ def regret(fit, pair):
 def written(fit, found):
     return (
         f'"""The model of few.py fitted to {len(found)} pairs of times: written by `python -m bench.fit_few --write`."""\n\n'
-        f"NARROW = {fit[:6]}  # NarrowFit\n"
-        f"BESIDE = {{True: {fit[6]}, False: {fit[7]}}}  # us, forward and backward\n"
+        f"NARROW = {fit[:SIZE]}  # NarrowFit\n"
+        f"BESIDE = {fit[SIZE:]}  # BesideFit\n"
     )
 
 

@@ -8,6 +8,7 @@ per call with the host in it. ``fwd`` runs under no_grad, ``fwd_bwd`` takes grad
 segments have other lengths, and end wherever they end. ``mixed`` ranks are 8 to 256 in turns; ``one`` then has the rank of the
 mean, so that it does as much.
 
+    frozen       the layer without adapters, by torch: the products with W that every way has, x W^T and dy W
     one          dora_linear with all tokens on one adapter: what a call costs when nothing is routed
     loop         dora_linear for each adapter on its tokens, the lengths known on the host
     multi        dora_linear_multi by offsets, multi_ids by the adapter of each token
@@ -17,7 +18,9 @@ mean, so that it does as much.
     peft_loop    the formula of PEFT's mixed batches: the base for all tokens, then of each adapter's tokens a gather, DoRA's
                  correction and a scatter. As PEFT writes it for one adapter, its norm given
 
-``decode``: 64 tokens of 64 adapters under no_grad, against one call with 64 tokens. ``norm``: all norms of a bank against one.
+``decode``: 64 tokens of 64 adapters under no_grad, against one call with 64 tokens. ``fwd`` calls one layer again and again,
+whose W may stay in the GPU's cache beside one adapter and not beside 64 of them; ``fwd_cold`` calls several layers in turn.
+``norm``: all norms of a bank against one.
 Every way is compared with float64 before it is timed; one that cannot run is listed with its reason, and a wrong fdora fails
 the command at its end. The JSON is rewritten after every case.
 """
@@ -25,7 +28,7 @@ the command at its end. The JSON is rewritten after every case.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from time import perf_counter
@@ -49,6 +52,7 @@ from fdora.functional import dora_norm
 
 MIXED = (8, 16, 32, 64, 128, 256)
 TOLERANCE = 5e-3
+CACHE = 150_000_000  # bytes of weights that no cache holds
 TARGETS = {"train": 1.08, "decode": 1.3, "norm": 1.5}  # multi over one; lorafusion over multi: at least 1.2
 
 
@@ -74,11 +78,12 @@ class Timed(NamedTuple):
     wall: dict[str, float]
 
 
-def timed(fns: dict[str, Callable[[], object]], failed: Failures, options) -> Timed:
+def timed(fns: dict[str, Callable[[], object]], failed: Failures, options, calls: int = 1) -> Timed:
+    """``calls``: how many each of them makes."""
     anchor = None if options.device == "cpu" else anchor_graph()
     timers = failed.attempt(fns, lambda name: timer(fns[name], options.device, anchor))
     walls = failed.attempt(fns, lambda name: wall_timer(fns[name], options.device, options.loop_ms))
-    return Timed(*({n: round(v, 5) for n, v in medians(t, options.runs).items()} for t in (timers, walls)))
+    return Timed(*({n: round(v / calls, 5) for n, v in medians(t, options.runs).items()} for t in (timers, walls)))
 
 
 def row_of(kind: str, times: Timed, target: float, **facts) -> dict:
@@ -89,7 +94,7 @@ def row_of(kind: str, times: Timed, target: float, **facts) -> dict:
 
 
 def train(M: int, K: int, N: int, ranks: list[int], label: str, kind: str, options) -> list[dict]:
-    """``decode`` has no backward."""
+    """``decode`` has no backward, but weights out of memory."""
     bank = Bank.random(M, K, N, ranks, ADAPTERS[options.adapter], options.device)
     failed, error = Failures(), {}
 
@@ -104,14 +109,28 @@ def train(M: int, K: int, N: int, ranks: list[int], label: str, kind: str, optio
 
     ways = failed.attempt(options.ways, prepare)
     rows = []
-    for mode in ("fwd",) if kind == "decode" else ("fwd", "fwd_bwd"):
-        fns = {n: way.forward if mode == "fwd" else way.both for n, way in ways.items()}
+    for mode in ("fwd", "fwd_cold") if kind == "decode" else ("fwd", "fwd_bwd"):
+        fns, calls = {n: way.both if mode == "fwd_bwd" else way.forward for n, way in ways.items()}, 1
+        if mode == "fwd_cold":
+            calls = max(2, min(8, CACHE // (2 * K * N)))
+            fns = in_turn(
+                [bank] + [Bank.random(M, K, N, ranks, bank.A.dtype, options.device) for _ in range(calls - 1)], ways, options
+            )
         facts = {"M": M, "K": K, "N": N, "G": len(ranks), "r": label, "adapter": options.adapter, "mode": mode}
-        row = row_of(kind, timed(fns, failed, options), TARGETS[kind], **facts) | {"error": error, "failed": dict(failed)}
-        if options.kernels:
+        row = row_of(kind, timed(fns, failed, options, calls), TARGETS[kind], **facts) | {
+            "error": error,
+            "failed": dict(failed),
+        }
+        if options.kernels and mode != "fwd_cold":
             row["kernels"] = {n: kernels(fns[n]) for n in ("one", "multi") if n in fns}
         rows.append(row)
     return rows
+
+
+def in_turn(banks: list[Bank], names: Iterable[str], options) -> dict[str, Callable[[], object]]:
+    """Of each way a function that calls it on every bank."""
+    made = {n: [build(n, bank, options.rival_path).forward for bank in banks] for n in names}
+    return {n: lambda calls=calls: [call() for call in calls] for n, calls in made.items()}
 
 
 def norms(K: int, N: int, G: int, r: int, options) -> list[dict]:

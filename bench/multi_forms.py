@@ -1,10 +1,12 @@
 """Norms of a bank, decoding and training with many adapters, in other forms: which is fastest.
 
-    python -m bench.multi_forms --device cuda --jobs 8 --json FILE [--only norm,decode,train] [--shapes 4096x4096]
+    python -m bench.multi_forms --device cuda --jobs 8 --json FILE [--only norm,decode,train,h,tile] [--shapes 4096x4096]
 
 ``norm``: of G = 4, r = 16, beside one norm. ``decode``: 64 tokens of 64 adapters, r = 16, beside one adapter's call.
-``train``: the forward of 8192 tokens of 32 adapters of rank 8 to 256, their bank copied beside x A_a^T or ahead. Every form
-is checked, then timed in replayed CUDA graphs, all forms of a shape in turns. :func:`fastest` reads the choice off the file.
+``train``: the forward of 8192 tokens of 32 adapters of rank 8 to 256, their bank looked through beside x A_a^T or ahead.
+``h``: the same with backward, tiles of x A_a^T and dz B_a. ``tile``: 32 adapters of rank 16, tiles of the product (GemmConfig).
+Every form is checked, then timed in replayed CUDA graphs, all forms of a shape in turns. :func:`fastest` reads the choice off
+the file.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from bench.save import save
 from bench.truth import rel_l2
 from bench.ways import BF16
 from fdora.functional import dora_norm
+from fdora.triton.configs import GemmConfig
+from fdora.triton.multi_gemm import HConfig
 from fdora.triton.multi_norm import StripConfig
 from fdora.triton.multi_small import RoomConfig
 from fdora.triton.runtime import walk
@@ -36,19 +40,30 @@ from fdora.triton.runtime import walk
 TILES = [(64, 64, 3, 4), (64, 64, 2, 4), (64, 64, 4, 4), (128, 64, 3, 8), (64, 128, 3, 8), (64, 32, 4, 4), (128, 128, 2, 8)]
 FORMS: dict[str, list[tuple[int, ...]]] = {
     "norm": [(n, k, span, stages, warps) for n, k, stages, warps in TILES for span in (256, 512, 1024, 2048)],
-    # the last leaves no room: as many programs as parts of K and columns make
     "decode": [
-        *((2, 128, 4, n, area, w) for n, area in ((2, 2048), (3, 2048), (4, 2048), (2, 4096), (4, 4096)) for w in (4, 8)),
-        *((2, 256, 3, n, 2048, w) for n in (2, 4) for w in (4, 8)),
-        *((2, 256, 3, 4, 4096, 4), (4, 128, 4, 2, 2048, 8), (16, 256, 3, 99, 4096, 4)),
+        *((1, 8192, stages, 4, w) for stages in (1, 2, 3, 4, 5) for w in (4, 8)),
+        *((1, *form, 8) for form in ((4096, 4, 4), (4096, 6, 4), (8192, 3, 8), (16384, 2, 8), (16384, 3, 8))),
+        *((n, *form, 8) for n in (2, 3) for form in ((2048, 4, 4), (4096, 3, 4), (4096, 4, 4), (8192, 2, 4), (8192, 3, 4))),
     ],
     "train": [(0,), (1,)],
+    "h": [
+        *((64, 64, 64, 4, stages) for stages in (3, 4, 5)),
+        *((64, 64, 128, 4, stages) for stages in (2, 3)),
+        *((64, 128, 64, warps, stages) for warps in (4, 8) for stages in (3, 4)),
+        *((128, 64, 64, warps, 4) for warps in (4, 8)),
+        *((128, 128, 64, 8, 3), (64, 256, 64, 8, 3), (32, 64, 128, 4, 3)),
+    ],
+    "tile": [
+        (1, *form) for form in ((128, 128, 64, 8, 1, 1, 4, 4), (128, 256, 64, 8, 1, 1, 8, 4), (256, 128, 64, 8, 1, 1, 8, 4))
+    ],
 }
 TOKENS = 8192
 CHOOSERS: dict[str, tuple[Callable[..., Any], str]] = {
     "norm": (StripConfig, "multi_norm.strip_config"),
     "decode": (RoomConfig, "multi_small.room_config"),
     "train": (bool, "multi.copies_beside"),
+    "h": (HConfig, "multi_gemm.h_config"),
+    "tile": (GemmConfig, "multi_gemm.bank_config"),
 }
 
 
@@ -70,9 +85,13 @@ def calls(kind: str, K: int, N: int, device: str) -> tuple[Callable[[], Found], 
         i = Bank.random(8, K, N, [16] * 4, BF16, device)
         W, A, B = i.W, i.A.detach(), i.B.detach()
         return lambda: {"c": dora_norm(W, A[0], B[0], s=S)}, lambda: {"c": dora_norm(W, A, B, s=i.s)}, {"c": i.norm}
-    M, ranks = (64, [16] * 64) if kind == "decode" else (TOKENS, [MIXED[g % len(MIXED)] for g in range(32)])
+    M, ranks = (
+        (64, [16] * 64) if kind == "decode" else (TOKENS, [16 if kind == "tile" else MIXED[g % len(MIXED)] for g in range(32)])
+    )
     i = Bank.random(M, K, N, ranks, BF16, device)
     one, multi = build("one", i), build("multi", i)
+    if kind == "h":
+        return lambda: dict(one.both()), lambda: dict(multi.both()), None
     return lambda: {"y": one.forward()}, lambda: {"y": multi.forward()}, None
 
 
@@ -114,7 +133,7 @@ def fastest(rows: list[Mapping[str, Any]], kind: str) -> tuple[int, ...]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = command(__doc__, runs=5)
-    parser.add_argument("--only", default="norm,decode,train", type=lambda text: text.split(","))
+    parser.add_argument("--only", default="norm,decode,train,h,tile", type=lambda text: text.split(","))
     parser.add_argument("--shapes", default="4096x4096,4096x14336", help="K x N")
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
     parser.add_argument("--most", type=int, help="no more forms of each kind than this")

@@ -16,7 +16,7 @@ from bench.ways import BF16
 from fdora.functional import dora_linear, dora_linear_multi, dora_norm
 
 S = 2.0
-WAYS = ("one", "loop", "grouped_lora", "lorafusion", "peft_loop", "multi", "multi_ids")
+WAYS = ("frozen", "one", "loop", "grouped_lora", "lorafusion", "peft_loop", "multi", "multi_ids")
 LORA = ("grouped_lora", "lorafusion")
 
 
@@ -90,6 +90,8 @@ class Way(NamedTuple):
 def build(name: str, bank: Bank, rival_path: Sequence[Path] = ()) -> Way:
     i = bank.fresh()
     leaves = {"x": i.x, "A": i.A, "B": i.B, **({} if name in LORA else {"m": i.m})}
+    if name == "frozen":
+        return Way(lambda: F.linear(i.x, i.W), {"x": i.x}, i.dy)
     if name == "one":
         own = {n: t.detach().contiguous().requires_grad_() for n, t in zip("ABm", of_mean_rank(i), strict=True)}
         return Way(lambda: dora_linear(i.x, i.W, *own.values(), s=S, norm=i.norm[0]), {"x": i.x, **own}, i.dy)
@@ -153,7 +155,7 @@ def lorafusion(i: Bank, rival_path: Sequence[Path]) -> Way:
 
 def errors(name: str, way: Way, bank: Bank) -> dict[str, float]:
     """Relative L2 of some rows of y and dx, and of the gradients of one adapter, against float64."""
-    if name == "one":
+    if name in ("frozen", "one"):
         return {}
     found = way.as_banks({n: t.detach() for n, t in way.both().items()})
     want = truth(bank, name in LORA)

@@ -122,7 +122,6 @@ class Which(NamedTuple):
     exhaustive: bool = False
     kinds: tuple = ("fused", "after", "first", "bare")
     rests: bool = False
-    tiles: int = 0  # the last so many; 0: all
 
 
 ALL, BOTH = Which(), (True, False)
@@ -130,8 +129,8 @@ ALL, BOTH = Which(), (True, False)
 
 def ways_of(forward, which=ALL):
     """name -> (way, config)"""
-    exhaustive, kinds, rests, tiles = which
-    tiles = dict.fromkeys([*TILES, *every_tile()] if exhaustive else TILES[-tiles:])
+    exhaustive, kinds, rests = which
+    tiles = dict.fromkeys([*TILES, *every_tile()] if exhaustive else TILES)
     ways = {" ".join(["fused", *map(str, tuple(tile)[1:])]): ("fused", tile) for tile in tiles}
     ways |= {way: (way, None) for way in ("after", "first", "bare") if way != "first" or not forward}
     found = {name: way for name, way in ways.items() if way[0] in kinds}
@@ -216,7 +215,6 @@ def parse(argv=None):
     parser.add_argument("--shapes", type=int, default=120)
     parser.add_argument("--forward", action="store_true", help="that direction alone")
     parser.add_argument("--exhaustive", action="store_true", help="every tile that fits")
-    parser.add_argument("--tiles", type=int, default=0, help="of TILES the last so many: new ones, for the fit")
     parser.add_argument("--rests", action="store_true", help="tiles of the pass behind cuBLAS, too")
     parser.add_argument("--ways", default=ALL.kinds, type=lambda text: tuple(text.split(",")), help="fused,after,first,bare")
     parser.add_argument("--multiples", type=int, default=1, help="of the shapes drawn those whose tokens and rank are")
@@ -233,7 +231,7 @@ def drawn(options):
 def main(argv=None):
     options, start = parse(argv), time.perf_counter()
     which, directions = (
-        Which(options.exhaustive, options.ways, options.rests, options.tiles),
+        Which(options.exhaustive, options.ways, options.rests),
         (True,) if options.forward else BOTH,
     )
     shapes = [tuple(map(int, shape.split(","))) for shape in options.shape or ()] or drawn(options)

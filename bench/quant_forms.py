@@ -41,7 +41,7 @@ from fdora.triton.kernels.small_quant import rows4
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import INTERPRETED, device_of
 from fdora.triton.runtime.walk import like, run
-from fdora.triton.small import Out
+from fdora.triton.small import Back, Out
 from fdora.triton.small_quant import small_backward_of_codes, small_forward_of_codes
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 8192), (1024, 8192))
@@ -128,7 +128,7 @@ def forward_plan(form, M, N, K, la, first, config):
     m, c = (builder.vector(like(t)) for t in la[3:])
     W, s = packed(builder, [like(t) for t in first.tensors], first.coded), builder.scalar("s")
     out = Out(builder.result("y", (M, N), la.x.dtype), builder.result("h", (M, la.A.shape[0]), la.x.dtype), None)
-    small_forward_of_codes(builder, x, W, Operands(None, A, B, m, c, None, None), s, out, config and CodesConfig(*config))
+    small_forward_of_codes(builder, x, Operands(W, A, B, m, c, None, None), s, out, config and CodesConfig(*config))
     return builder.plan()
 
 
@@ -136,8 +136,9 @@ def backward_plan(form, M, N, K, la, dz, first, config):
     builder = Builder("few tokens, backward", device_of(dz.device))
     z, x, A, B = (builder.matrix(like(t)) for t in (dz, *la[:3]))
     W, s = packed(builder, [like(t) for t in first.tensors], first.coded), builder.scalar("s")
-    dx, dA = builder.result("dx", (M, K), dz.dtype), builder.result("dA", tuple(la.A.shape), la.A.dtype)
-    small_backward_of_codes(builder, z, W, A, B, x, s, dx, dA, config=config and CodesConfig(*config))
+    out = Back(builder.result("dx", (M, K), dz.dtype), builder.result("dA", tuple(la.A.shape), la.A.dtype), x)
+    given = Operands(W, A, B, None, None, None, None)
+    small_backward_of_codes(builder, z, given, s, out, config and CodesConfig(*config))
     return builder.plan()
 
 

@@ -38,7 +38,7 @@ def few(result: dict) -> str:
         us = {name: 1e3 * ms for name, ms in row["ms"].items()}
         inside = min((t for name, t in us.items() if name.startswith("inside")), default=None)
         names = ("bare", "small", "general", "bare_both", "small_both", "general_both", "norm_small")
-        times = [f"{us[name]:.1f}" for name in names] + ["" if inside is None else f"{inside:.1f}"]
+        times = [f"{us[name]:.1f}" if name in us else "" for name in names] + ["" if inside is None else f"{inside:.1f}"]
         lines.append([", ".join(map(str, row["shape"])), *times])
     heads = ["M, K, N, r", "bare", "one pass", "general", *(f"{name}, both" for name in ("bare", "one pass", "general"))]
     return "\n\n".join([FEW, table([*heads, "norm, one pass", "norm inside"], lines)])

@@ -24,7 +24,7 @@ from bench.products import close, planned, randn
 from bench.shapes import CACHE
 from fdora._records import Operands
 from fdora.triton.configs import SmallConfig
-from fdora.triton.small import Out, small_backward, small_forward
+from fdora.triton.small import Back, Out, small_backward, small_forward
 
 SMALL_SHAPES = [
     (tokens, N, K)
@@ -75,9 +75,8 @@ def tune_small(shapes, known):
                     small_forward(plan, x, Operands(W, A, B, m, c, None, None), plan.scalar("s"), Out(y, h, None), config)
 
                 def backward(plan, W, dz, A, B, *_):
-                    small_backward(
-                        plan, dz, W, A, B, dz, plan.scalar("s"), plan.result("dx", (M, N), dz.dtype), None, config=config
-                    )
+                    la, dx = Operands(W, A, B, None, None, None, None), plan.result("dx", (M, N), dz.dtype)
+                    small_backward(plan, dz, la, plan.scalar("s"), Back(dx), config)
 
                 turns = itertools.cycle(Ws[1:] + Ws[:1])
                 rest = (x, a, h, m, c) if columns else (x, A, B, m, c)

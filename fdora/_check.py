@@ -175,12 +175,7 @@ def key_of(fn: str, tensors: tuple[Any, ...], *scalars: float | None) -> tuple |
             return None
     try:
         found = _facts.facts(tensors)
-    except (
-        AttributeError,
-        TypeError,
-        RuntimeError,
-        NotImplementedError,
-    ):  # not tensors, or without storage: the checks say it better
+    except (AttributeError, TypeError, RuntimeError):  # not tensors, or without storage: the checks say it better
         return None
     return None if found is None else (fn, found)
 

@@ -50,6 +50,24 @@ def layers_in(flat: Sequence[Tensor | None]) -> list[Operands]:
 WIDTH = len(Operands._fields)
 
 
+class NormOf(NamedTuple):
+    """What a row norm is of, and what it may use."""
+
+    W: Any  # (N, K) tensor; before a backend sees it also a QuantWeight
+    A: Tensor  # (r, K)
+    B: Tensor  # (N, r)
+    s: float
+    base_sqnorm: Tensor | None = None  # (N,)
+    max_bytes: int | None = None  # beside the inputs; None: as many as are fast
+
+
+class Norms(NamedTuple):
+    """The norms of some layers, and what they were computed from."""
+
+    c: Tensor  # one behind the other
+    words: Tensor  # (layers, n) int64: the fingerprint of each
+
+
 class Options(NamedTuple):
     """What one layer does, beside its tensors."""
 

@@ -857,6 +857,21 @@ def test_norms_of_a_model(tmp_path):
     assert all(row["ms"] > 0 and row["kernels"] for row in rows)
 
 
+def test_norms_of_a_model_in_other_tiles(tmp_path):
+    pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+    rows = run(norm_model, tmp_path, "--models tiny --layers 1 --r 4,80 --tiles")["rows"]
+    assert len(rows) == len(norm_model.NARROW) + len(norm_model.WIDE) + 2
+    assert {row["tile"][2] for row in rows if row["r"] == 80 and row["tile"]} == {32, 64}
+
+
+def test_beside(tmp_path):
+    pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+    from bench import beside
+
+    rows = run(beside, tmp_path, "--runs 1")["rows"]
+    assert [row["way"] for row in rows] == ["one", "shared", "cublas"]
+
+
 def test_bias(tmp_path):
     rows = run(bias, tmp_path, "--tiny --runs 1")["rows"]
     assert [row["bias"] for row in rows] == list(bias.BIASES)

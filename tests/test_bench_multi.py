@@ -23,7 +23,7 @@ def test_every_case(tmp_path, capsys):
     rows = run(tmp_path, "--G 2,3")
     kinds = [(row["kind"], row["G"], row["r"], row["mode"]) for row in rows]
     trained = [("train", G, r, mode) for r in ("16", "mixed") for G in (2, 3) for mode in ("fwd", "fwd_bwd")]
-    assert kinds == [("decode", 6, "16", "fwd"), ("norm", 4, "16", "norm"), *trained]
+    assert kinds == [*(("decode", 6, "16", mode) for mode in ("fwd", "fwd_cold")), ("norm", 4, "16", "norm"), *trained]
     for row in rows:
         ways = {"one", "loop", "multi"} if row["kind"] == "norm" else {*multi.WAYS} - set(row["failed"])
         assert set(row["ms"]) == set(row["wall"]) == ways and not {"one", "loop", "multi", "multi_ids"} & set(row["failed"])

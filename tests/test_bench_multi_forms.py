@@ -18,7 +18,7 @@ def test_every_kind(tmp_path, monkeypatch):
     path = tmp_path / "forms.json"
     multi_forms.main(["--shapes", "48x32,32x48", "--runs", "1", "--most", "2", "--json", str(path)])
     rows = json.loads(path.read_text())["rows"]
-    assert [(row["kind"], row["K"]) for row in rows] == [(kind, K) for kind in ("norm", "decode", "train") for K in (48, 32)]
+    assert [(row["kind"], row["K"]) for row in rows] == [(kind, K) for kind in multi_forms.FORMS for K in (48, 32)]
     assert all(len(row["ms"]) == 3 and not row["failed"] for row in rows)
 
 

@@ -37,7 +37,7 @@ FAULTS = [
     ("norm", "sq < CANCELLED * base_sqnorm", "sq < 0 * base_sqnorm", norm),
     ("norm", "c = sq.clamp_min_(0).sqrt_()", "c = sq.nan_to_num_(0).clamp_min_(0).sqrt_()", norm),
     ("norm", "[torch.linalg.vector_norm(W[i:j].to(acc), dim=1).square()", "[torch.linalg.vector_norm(W[i:j], dim=1).to(acc).square()", norm),
-    ("norm", "max_bytes).square()", "max_bytes)", norm),
+    ("norm", "norm_fwd(of).square()", "norm_fwd(of)", norm),
     ("norm", "u = torch.where(c > 0, dc / c, 0)[:, None]", "u = (dc / c)[:, None]", norm),
     ("norm", " + s * (b @ (a @ a.T))", "", norm),
     ("norm", "+ s * ((ub.T @ b) @ a)", "", norm),

@@ -13,7 +13,21 @@ import torch
 from torch import Tensor
 
 from fdora import eager
-from fdora._records import Bank, BankNeeds, Bound, BoundMlp, Dropout, Grads, Lookup, Needs, Operands, Options, Saved, SavedMlp
+from fdora._records import (
+    Bank,
+    BankNeeds,
+    Bound,
+    BoundMlp,
+    Dropout,
+    Grads,
+    Lookup,
+    Needs,
+    NormOf,
+    Operands,
+    Options,
+    Saved,
+    SavedMlp,
+)
 from fdora._torch import autocast_on as autocast_on
 
 Layers = Sequence[Operands]
@@ -26,9 +40,9 @@ OLDEST = (8, 0)  # the first NVIDIA GPU whose tensor cores multiply bfloat16
 class Backend:
     """What a backend implements. Every op is named where a backend is listed, so one that is missing fails at import."""
 
-    norm_fwd: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, int | None], Tensor]
-    sqnorm_fwd: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, int | None], Tensor]
-    norm_guarded: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, int | None, Tensor, Tensor], tuple[Tensor, Tensor]]
+    norm_fwd: Callable[[NormOf], Tensor]
+    sqnorm_fwd: Callable[[NormOf], Tensor]
+    norm_guarded: Callable[[NormOf, Tensor, Tensor], tuple[Tensor, Tensor]]
     norm_bwd: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, float, tuple[bool, bool]], tuple[Tensor | None, Tensor | None] | None
     ]
@@ -79,7 +93,7 @@ class Backend:
     stack_norms_of_codes: Callable[[Any, Sequence[Tensor | None], Tensor, Tensor, float], Tensor | None] | None = None
     dense_of: Callable[[Any, Sequence[Tensor | None], torch.dtype], Tensor | None] | None = None
     """A W of this QuantSpec; None where only plain torch decodes it."""
-    norm_kept: Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor], Tensor] | None = None
+    norms_of_kept: Callable[[Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor]]], Sequence[Tensor]] | None = None
     give_norm: Callable[[Tensor, Any], None] | None = None
     norms_kept: Callable[..., Any] | None = None  # of all layers of a model, in compiled code
     forget_norms: Callable[[], None] | None = None
@@ -157,7 +171,7 @@ def kernels(triton: Any) -> Backend:
         norm_of_codes_guarded=triton.quant.norm_of_codes_guarded,
         stack_norms_of_codes=triton.quant.stack_norms_of_codes,
         dense_of=triton.dequantize.dense_of,
-        norm_kept=triton.norm.norm_kept,
+        norms_of_kept=triton.norm.norms_of_kept,
         give_norm=triton.norm.give_norm,
         norms_kept=triton.tree.norms_kept,
         forget_norms=triton.tree.forget_norms,

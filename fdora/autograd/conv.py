@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fdora._records import Conv
+from fdora._records import Conv, NormOf
 from fdora.autograd.compose import compose
 from fdora.autograd.norm import row_norm, scale
 from fdora.eager.conv import halves as halves
@@ -31,4 +31,4 @@ def composed(base: Tensor, lora: Tensor, m: Tensor, c: Tensor) -> tuple[Tensor, 
 def conv_norm(W: Tensor, A: Tensor, B: Tensor, s: float, how: Conv, backend: str) -> Tensor:
     """(O,), detached."""
     with torch.no_grad():
-        return row_norm(*rows(W, A, B, how), None, s, None, True, backend)
+        return row_norm(NormOf(*rows(W, A, B, how), s), backend)

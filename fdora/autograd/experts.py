@@ -214,11 +214,10 @@ class MlpBwd(torch.autograd.Function):
 
 
 def _backward(
-    call: Call, before: tuple[bool, bool], needs: tuple[BankNeeds, BankNeeds], dy: Tensor, x: Tensor, z: Tensor, h1: Tensor,
-    h2: Tensor, kept1: Tensor | None, kept2: Tensor | None, s1: Tensor, s2: Tensor, offsets: Tensor, order: Tensor | None,
-    place: Tensor | None, *flat: Any,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    call: Call, before: tuple[bool, bool], needs: tuple[BankNeeds, BankNeeds], dy: Tensor, x: Tensor, *saved: Any
+) -> tuple[Tensor | None, ...]:
     """dx, then dA, dB, dm, dc and dbias of each layer."""
+    z, h1, h2, kept1, kept2, s1, s2, offsets, order, place, *flat = saved
     ops = OPS[call.backend]
     down = _bank(call, 1, s2, offsets, flat, x.dtype)
     a = ops.experts_gated_fwd(z, call.act)

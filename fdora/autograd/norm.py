@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fdora._torch import apply, detached
+from fdora._records import NormOf
+from fdora._torch import apply, detached, has_tangents
 from fdora.autograd import quant
 from fdora.autograd._ops import OPS, autocast_off, drop_none, no_second_derivative, restore_none
 from fdora.eager._matmul import is_real as is_real
@@ -19,61 +21,55 @@ from fdora.quant import QuantWeight
 AnyWeight = Tensor | QuantWeight
 
 
-def row_norm(
-    W: AnyWeight, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None, detach: bool, backend: str
-) -> Tensor:
+def row_norm(of: NormOf, backend: str, detach: bool = True) -> Tensor:
     if not detach:
-        return apply(Norm, W, A, B, base_sqnorm, None, s, max_bytes, backend)
-    W, A, B, base_sqnorm = detached(W, A, B, base_sqnorm)
-    with torch.no_grad(), autocast_off(A):
-        if isinstance(W, QuantWeight):
-            return quant.norm(W, A, B, base_sqnorm, s, max_bytes, False, backend)
-        return OPS[backend].norm_fwd(W, A, B, base_sqnorm, s, max_bytes)
+        return apply(Norm, *of, None, backend)
+    of = _constant(of)
+    with torch.no_grad(), autocast_off(of.A):
+        if isinstance(of.W, QuantWeight):
+            return quant.norm(of, False, backend)
+        return OPS[backend].norm_fwd(of)
 
 
 def with_gradient(c: Tensor, W: Tensor, A: Tensor, B: Tensor, s: float, backend: str) -> Tensor:
     """c, which somebody computed from these, with gradients to A and B."""
-    return apply(Norm, W, A, B, None, c.detach(), s, None, backend)
+    return apply(Norm, W, A, B, s, None, None, c.detach(), backend)
 
 
-def row_sqnorm(
-    W: AnyWeight, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None, backend: str
-) -> Tensor:
-    W, A, B, base_sqnorm = detached(W, A, B, base_sqnorm)
-    with torch.no_grad(), autocast_off(A):
-        if isinstance(W, QuantWeight):
-            return quant.norm(W, A, B, base_sqnorm, s, max_bytes, True, backend)
-        return OPS[backend].sqnorm_fwd(W, A, B, base_sqnorm, s, max_bytes)
+def row_sqnorm(of: NormOf, backend: str) -> Tensor:
+    of = _constant(of)
+    with torch.no_grad(), autocast_off(of.A):
+        if isinstance(of.W, QuantWeight):
+            return quant.norm(of, True, backend)
+        return OPS[backend].sqnorm_fwd(of)
 
 
-def guarded_norm(
-    W: AnyWeight,
-    A: Tensor,
-    B: Tensor,
-    base_sqnorm: Tensor | None,
-    s: float,
-    max_bytes: int | None,
-    c: Tensor,
-    seen: Tensor,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    W, A, B, base_sqnorm, c, seen = detached(W, A, B, base_sqnorm, c, seen)
-    with torch.no_grad(), autocast_off(A):
-        if isinstance(W, QuantWeight):
-            return quant.guarded(W, A, B, base_sqnorm, s, max_bytes, c, seen, backend)
-        return OPS[backend].norm_guarded(W, A, B, base_sqnorm, s, max_bytes, c, seen)
+def guarded_norm(of: NormOf, c: Tensor, seen: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    of, (c, seen) = _constant(of), detached(c, seen)
+    with torch.no_grad(), autocast_off(of.A):
+        if isinstance(of.W, QuantWeight):
+            return quant.guarded(of, c, seen, backend)
+        return OPS[backend].norm_guarded(of, c, seen)
 
 
-def kept_norm(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, seen: Tensor) -> Tensor:
-    """:func:`guarded_norm` by kernels in compiled code: c and seen, which nobody else holds, are written in place."""
-    kernel = OPS["triton"].norm_kept
-    assert kernel is not None
-    with torch.no_grad(), autocast_off(W):
-        return kernel(W, A, B, s, c, seen)
+def _constant(of: NormOf) -> NormOf:
+    if not has_tangents():
+        return of
+    W, A, B, base_sqnorm = detached(of.W, of.A, of.B, of.base_sqnorm)
+    return NormOf(W, A, B, of.s, base_sqnorm, of.max_bytes)
+
+
+def kept_norms(layers: Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor]]) -> Sequence[Tensor]:
+    """:func:`guarded_norm` of each (W, A, B, s, c, seen) by kernels in compiled code, in one op: c and seen, which nobody else
+    holds, are written in place."""
+    kernels = OPS["triton"].norms_of_kept
+    assert kernels is not None
+    with torch.no_grad(), autocast_off(layers[0][0]):
+        return kernels(layers)
 
 
 def give_norm(seen: Tensor, giver: Any) -> None:
-    """:func:`kept_norm` with this ``seen`` asks ``giver.given(W, A, B, s)`` first. Holds nothing."""
+    """:func:`kept_norms` with this ``seen`` asks ``giver.given(W, A, B, s)`` first. Holds nothing."""
     give = OPS["triton"].give_norm
     assert give is not None
     give(seen, giver)
@@ -98,22 +94,22 @@ class Norm(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(W, A, B, base_sqnorm, c, s, max_bytes, backend):
+    def forward(W, A, B, s, base_sqnorm, max_bytes, c, backend):
         if c is not None:  # what is returned has to be another tensor; compilers of graphs take no view of an argument
             return c.clone() if torch.compiler.is_compiling() else c.view_as(c)
         with autocast_off(W):
-            return OPS[backend].norm_fwd(W, A, B, base_sqnorm, s, max_bytes)
+            return OPS[backend].norm_fwd(NormOf(W, A, B, s, base_sqnorm, max_bytes))
 
     @staticmethod
     def setup_context(ctx: Any, inputs, output):
-        W, A, B, _, _, ctx.s, _, ctx.backend = inputs
+        W, A, B, ctx.s, *_, ctx.backend = inputs
         ctx.save_for_backward(W, A, B, output)
 
     @staticmethod
     def backward(ctx: Any, dc):
         needs = tuple(ctx.needs_input_grad[1:3])
         dA, dB = restore_none(apply(NormBwd, dc, *ctx.saved_tensors, ctx.s, needs, ctx.backend), needs)
-        #      W     A   B   base  c     s     bytes backend
+        #      W     A   B   s     base  bytes c     backend
         return None, dA, dB, None, None, None, None, None
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fdora._records import NormOf, Norms
 from fdora.autograd._ops import OPS
 from fdora.eager._fingerprint import fingerprint
 from fdora.eager._matmul import acc_dtype, is_plain
@@ -21,38 +22,26 @@ from fdora.quant.part import experts_of
 from fdora.quant.quantize import bounds_of, quantize_rows
 
 
-def norm(
-    W: QuantWeight, A: Tensor, B: Tensor, base: Tensor | None, s: float, max_bytes: int | None, squared: bool, backend: str
-) -> Tensor:
+def norm(of: NormOf, squared: bool, backend: str) -> Tensor:
     """c (N,), or its square."""
-    ops = OPS[backend]
+    (W, A, B, s, base, max_bytes), ops = of, OPS[backend]
     if ops.norm_of_codes is not None and max_bytes is None and W.dtype != torch.float64:
         c = ops.norm_of_codes(W.spec, W.tensors, A, B, s, squared)
         if c is not None:
             return c
     forward, parts = ops.sqnorm_fwd if squared else ops.norm_fwd, []
     for i, j, budget in norm_parts(W, max_bytes):
-        parts.append(forward(_rows(W, i, j), A, B[i:j], None if base is None else base[i:j], s, budget))
+        parts.append(forward(NormOf(_rows(W, i, j), A, B[i:j], s, None if base is None else base[i:j], budget)))
     return torch.cat(parts)
 
 
-def guarded(
-    W: QuantWeight,
-    A: Tensor,
-    B: Tensor,
-    base: Tensor | None,
-    s: float,
-    max_bytes: int | None,
-    c: Tensor,
-    seen: Tensor,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
+def guarded(of: NormOf, c: Tensor, seen: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     """c and the fingerprint of A, B, s: the c given where the fingerprint given is theirs.
 
     From codes the kernels decide, as of a dense W. Of a format that no kernel reads, on a GPU, c is computed and the device
     chooses: the same numbers, no time saved.
     """
-    ops = OPS[backend]
+    (W, A, B, s, _, max_bytes), ops = of, OPS[backend]
     if ops.norm_of_codes_guarded is not None and max_bytes is None and W.dtype != torch.float64:
         found = ops.norm_of_codes_guarded(W.spec, W.tensors, A, B, s, c, seen)
         if found is not None:
@@ -60,7 +49,7 @@ def guarded(
     now = fingerprint(A, B, s, _budget(W, max_bytes))
     if is_plain(now) and is_plain(seen) and torch.equal(now, seen):
         return c.clone(), now
-    new = norm(W, A, B, base, s, max_bytes, False, backend)
+    new = norm(of, False, backend)
     return (new if is_plain(now) else torch.where((now == seen).all(), c, new)), now
 
 
@@ -71,7 +60,7 @@ def stack_norms(W: QuantWeight, A: Tensor, B: Tensor, s: float, backend: str) ->
     if found is not None:
         return found
     parts = zip(experts_of(W, A.shape[0]), A, B, strict=True)
-    return torch.stack([norm(w, a, b, None, s, None, False, backend) for w, a, b in parts])
+    return torch.stack([norm(NormOf(w, a, b, s), False, backend) for w, a, b in parts])
 
 
 class Layers:
@@ -83,22 +72,13 @@ class Layers:
     def norms(self, W: Sequence[QuantWeight], A: Sequence[Tensor], B: Sequence[Tensor], c: Tensor) -> None:
         """Writes all norms into c."""
         for w, a, b, s, i in zip(W, A, B, self.s, self.at, strict=True):
-            c[i : i + w.shape[0]] = norm(w, a.detach(), b.detach(), None, s, None, False, self.backend)
+            c[i : i + w.shape[0]] = norm(NormOf(w, a.detach(), b.detach(), s), False, self.backend)
 
-    def guarded(
-        self,
-        W: Sequence[QuantWeight],
-        A: Sequence[Tensor],
-        B: Sequence[Tensor],
-        old: Tensor,
-        old_words: Tensor,
-        new: Tensor,
-        new_words: Tensor,
-    ) -> None:
-        """Writes new and new_words: norms of before where the bits of A, B and s are."""
+    def guarded(self, W: Sequence[QuantWeight], A: Sequence[Tensor], B: Sequence[Tensor], old: Norms, new: Norms) -> None:
+        """Writes new: norms of before where the bits of A, B and s are."""
         for j, (w, a, b, s, i) in enumerate(zip(W, A, B, self.s, self.at, strict=True)):
-            part = slice(i, i + w.shape[0])
-            new[part], new_words[j] = guarded(w, a.detach(), b.detach(), None, s, None, old[part], old_words[j], self.backend)
+            part, of = slice(i, i + w.shape[0]), NormOf(w, a.detach(), b.detach(), s)
+            new.c[part], new.words[j] = guarded(of, old.c[part], old.words[j], self.backend)
 
 
 def base_sqnorm(W: QuantWeight, max_bytes: int | None, backend: str) -> Tensor:

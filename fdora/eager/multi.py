@@ -154,13 +154,13 @@ def _backward(
         found[each.g] = grads[:4]
     likes = (bank.A, bank.B, bank.m, bank.c)
     out = [
-        stacked(like, [each[i] for each in found], bank.ranks) if want else None
+        stacked(like, [each[i] for each in found]) if want else None
         for i, (like, want) in enumerate(zip(likes, needs[1:5], strict=True))
     ]
     return _cat(dxs) if needs.x else None, *out
 
 
-def stacked(like: Any, grads: list[Tensor | None], ranks: tuple[int, ...] | None) -> Tensor:
+def stacked(like: Any, grads: list[Tensor | None]) -> Tensor:
     """The gradient of a bank from those of its adapters: zeros beyond their ranks, and where there is none."""
     shape = like.shape[1:]
     whole = [torch.zeros_like(like[0]) if d is None else _filled(d, shape) for d in grads]

@@ -25,7 +25,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fdora._records import eps
+from fdora._records import NormOf, eps
 from fdora.eager._fingerprint import WORDS as WORDS
 from fdora.eager._fingerprint import fingerprint
 from fdora.eager._matmul import acc_dtype, cast, is_plain, matmul
@@ -51,8 +51,9 @@ def smallest_bytes(W: Tensor, A: Tensor, B: Tensor, factored: bool) -> int:
     return max(2 * tile, 4 * W.element_size() * W.shape[1]) if factored else tile
 
 
-def norm_fwd(W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None) -> Tensor:
-    """(N, K), (r, K), (N, r) -> c (N,) in acc_dtype(W.dtype), using at most max_bytes beside the inputs."""
+def norm_fwd(of: NormOf) -> Tensor:
+    """c (N,) in acc_dtype(W.dtype)."""
+    W, A, B, s, base_sqnorm, max_bytes = of
     budget = default_bytes(W.device) if max_bytes is None else max_bytes
     if base_sqnorm is None or not (is_plain(W) and is_plain(A) and is_plain(B)):
         rows, cols = tile_of(W, A, B, False, budget)
@@ -68,22 +69,20 @@ def norm_fwd(W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: flo
     return c
 
 
-def sqnorm_fwd(W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None) -> Tensor:
+def sqnorm_fwd(of: NormOf) -> Tensor:
     """c^2 (N,), to be added to that of other columns: the rounding of the root is all that it costs, 6e-8 relative."""
-    return norm_fwd(W, A, B, base_sqnorm, s, max_bytes).square()
+    return norm_fwd(of).square()
 
 
-def norm_guarded(
-    W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None, c: Tensor, seen: Tensor
-) -> tuple[Tensor, Tensor]:
+def norm_guarded(of: NormOf, c: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """c and the fingerprint of A, B, s. The c given is returned where the fingerprint given is theirs.
 
     Work is saved only where values can be read for free; elsewhere both are computed and the device chooses.
     """
-    now = fingerprint(A, B, s, default_bytes(W.device) if max_bytes is None else max_bytes)
-    if is_plain(W) and is_plain(now) and is_plain(seen):
-        return (c.clone() if torch.equal(now, seen) else norm_fwd(W, A, B, base_sqnorm, s, max_bytes)), now
-    return torch.where((now == seen).all(), c, norm_fwd(W, A, B, base_sqnorm, s, max_bytes)), now
+    now = fingerprint(of.A, of.B, of.s, default_bytes(of.W.device) if of.max_bytes is None else of.max_bytes)
+    if is_plain(of.W) and is_plain(now) and is_plain(seen):
+        return (c.clone() if torch.equal(now, seen) else norm_fwd(of)), now
+    return torch.where((now == seen).all(), c, norm_fwd(of)), now
 
 
 def base_sqnorm(W: Tensor, max_bytes: int | None) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fdora._records import NormOf, Norms
 from fdora.eager._fingerprint import fingerprint
 from fdora.eager.norm import default_bytes, norm_fwd
 
@@ -22,24 +23,15 @@ class Layers:
     def norms(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], c: Tensor) -> None:
         """Writes all norms into c."""
         for w, a, b, s, i in zip(W, A, B, self.s, self.at, strict=True):
-            c[i : i + w.shape[0]] = norm_fwd(w.detach(), a.detach(), b.detach(), None, s, None)
+            c[i : i + w.shape[0]] = norm_fwd(NormOf(w.detach(), a.detach(), b.detach(), s))
 
-    def guarded(
-        self,
-        W: Sequence[Tensor],
-        A: Sequence[Tensor],
-        B: Sequence[Tensor],
-        old: Tensor,
-        old_words: Tensor,
-        new: Tensor,
-        new_words: Tensor,
-    ) -> None:
-        """Writes new and new_words, which may be old and old_words: norms of before where the bits of A, B and s are."""
+    def guarded(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], old: Norms, new: Norms) -> None:
+        """Writes new, which may be old: norms of before where the bits of A, B and s are."""
         for j, (w, a, b, s, i) in enumerate(zip(W, A, B, self.s, self.at, strict=True)):
-            a, b, part = a.detach(), b.detach(), slice(i, i + w.shape[0])
-            now = fingerprint(a, b, s, default_bytes(w.device))[:WORDS]
+            of, part = NormOf(w.detach(), a.detach(), b.detach(), s), slice(i, i + w.shape[0])
+            now = fingerprint(of.A, of.B, s, default_bytes(w.device))[:WORDS]
             if w.device.type == "cpu":
-                new[part] = old[part] if torch.equal(now, old_words[j]) else norm_fwd(w.detach(), a, b, None, s, None)
+                new.c[part] = old.c[part] if torch.equal(now, old.words[j]) else norm_fwd(of)
             else:  # reading a value would wait for the device
-                new[part] = torch.where((now == old_words[j]).all(), old[part], norm_fwd(w.detach(), a, b, None, s, None))
-            new_words[j] = now
+                new.c[part] = torch.where((now == old.words[j]).all(), old.c[part], norm_fwd(of))
+            new.words[j] = now

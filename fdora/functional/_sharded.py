@@ -31,7 +31,7 @@ from fdora.functional._layout import (
 from fdora.functional._seed import check_origin
 from fdora.functional.backend import select_backend
 from fdora.functional.group import DoraLayer
-from fdora.functional.norm import check_norm
+from fdora.functional.norm import NormHow, check_norm
 
 FIELDS = DoraLayer._fields  # Dynamo (torch 2.8) does not read them off a layer
 
@@ -150,8 +150,7 @@ def _norm(fn: str, lay: Layout, W: Any, A: Any, B: Any, s: Any, norm: Any, backe
     over = sums_over(lay)
     if norm is not None or not over:
         return norm
-    W, A, B = check_norm(fn, W, A, B, s, 1, None, True, None, None, False, None)
-    return sharded_norm(W, A, B, None, s, None, True, over, False, select_backend(W, backend=backend).name)
+    return sharded_norm(check_norm(fn, W, A, B, s, NormHow()), over, select_backend(W, backend=backend).name)
 
 
 def _origin(fn: str, lay: Layout, x: Any, p: Any, seed: Any, origin: Any) -> tuple[int, int] | None:

@@ -15,46 +15,30 @@ from fdora.autograd.norm import base_sqnorm, row_norm, row_sqnorm
 from fdora.autograd.sharded import sharded_guarded_norm, sharded_norm
 from fdora.functional._layout import Layout, layer_layout, local, mesh_of, part, placements, summed, sums_over, whole
 from fdora.functional.backend import select_backend
-from fdora.functional.norm import check_norm
+from fdora.functional.norm import NormHow, check_norm
 from fdora.functional.norm_state import NormState, ShardNormState, dora_norm_state
 
 
-def norm(
-    fn: str,
-    W: Any,
-    A: Any,
-    B: Any,
-    s: Any,
-    norm_axis: int,
-    base: Any,
-    detach: bool,
-    max_bytes: int | None,
-    state: Any,
-    squared: bool,
-    group: Any,
-    backend: Any,
-) -> Any:
-    if group is not None:
-        raise fail(fn, "group", "None for DTensors", f"a {type(group).__name__}", "They know what they are cut over.")
-    if norm_axis == 0:
-        W, A, B = W.T, B.T, A.T
+def norm(fn: str, W: Any, A: Any, B: Any, s: Any, how: NormHow, backend: Any) -> Any:
+    if how.group is not None:
+        raise fail(fn, "group", "None for DTensors", f"a {type(how.group).__name__}", "They know what they are cut over.")
+    if how.norm_axis == 0:
+        W, A, B, how = W.T, B.T, A.T, how._replace(norm_axis=1)
+    base, seen = how.base_sqnorm, how.state
     lay = layer_layout(fn, mesh_of(fn, {"W": W, "A": A, "B": B, "base_sqnorm": base}), W)
     w, a, b = part(W), local(fn, lay, "A", A, True), local(fn, lay, "B", B, True)
     base = None if base is None else local(fn, lay, "c", base)
-    seen = state if state is None else NormState(getattr(state, "part", part(state.c)), state.fingerprint)
-    w, a, b = check_norm(fn, w, a, b, s, 1 if norm_axis == 0 else norm_axis, base, detach, max_bytes, seen, squared, None)
+    seen = None if seen is None else NormState(getattr(seen, "part", part(seen.c)), seen.fingerprint)
+    of = check_norm(fn, w, a, b, s, how._replace(base_sqnorm=base, state=seen))
     over, choice = sums_over(lay), select_backend(w, backend=backend).name
     pending = placements(lay, "c", 1)
     lies = summed(pending)
-    if squared:
-        return whole(row_sqnorm(w, a, b, base, s, max_bytes, choice), lay.mesh, pending, W.shape[:1])
+    if how.squared:
+        return whole(row_sqnorm(of, choice), lay.mesh, pending, W.shape[:1])
     if seen is not None:
-        c, now, mine = sharded_guarded_norm(w, a, b, base, s, max_bytes, *seen, over, choice)
+        c, now, mine = sharded_guarded_norm(of, *seen, over, choice)
         return ShardNormState(whole(c, lay.mesh, lies, W.shape[:1]), now, mine)
-    if over:
-        c = sharded_norm(w, a, b, base, s, max_bytes, detach, over, False, choice)
-    else:
-        c = row_norm(w, a, b, base, s, max_bytes, detach, choice)
+    c = sharded_norm(of, over, choice, how.detach) if over else row_norm(of, choice, how.detach)
     return whole(c, lay.mesh, lies, W.shape[:1])
 
 
@@ -77,5 +61,5 @@ def init(fn: str, W: Any, A: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
     a = distribute_tensor(A, lay.mesh, placements(lay, "A", 2))
     zeros = torch.zeros((w.shape[0], A.shape[0]), dtype=A.dtype, device=w.device)
     b = whole(zeros, lay.mesh, placements(lay, "B", 2), (W.shape[0], A.shape[0]))
-    m = norm(fn, W.detach(), a, b, 1.0, 1, None, True, None, None, False, None, "auto")
+    m = norm(fn, W.detach(), a, b, 1.0, NormHow(), "auto")
     return a.to(dtype), b.to(dtype), m

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fdora._check import FdoraError, check_weights
 from fdora._dispatch import Backend, forced
+from fdora._records import Norms
 from fdora.autograd import quant
 from fdora.autograd._ops import OPS
 from fdora.autograd.norm import WORDS as WORDS_OF_ONE
@@ -125,6 +126,11 @@ def forget_norms() -> None:
 def no_words(part: Part) -> Tensor:
     """Which match nothing."""
     return torch.zeros((len(part.places), part.words), device=part.device, dtype=torch.int64)
+
+
+def no_norms(part: Part) -> Norms:
+    """With such words."""
+    return Norms(torch.zeros(part.size, device=part.device, dtype=part.dtype), no_words(part))
 
 
 def tree_of(spec: Any, parts: list[Part], buffers: Sequence[Tensor]) -> Any:

@@ -23,8 +23,7 @@ def select_backend(
 
     1. ``backend=``, unless "auto";  2. ``with fdora.backend(name)``;  3. the environment variable ``FDORA_BACKEND``;
     4. "eager" off the GPU or for float64;  5. "eager" where Triton is missing, broken or older than 3.4, or the GPU older
-    than compute capability 8.0;  6. "triton", whose ops without a kernel run eager: so far norm, merge, compose, delta and
-    the layer have kernels.
+    than compute capability 8.0;  6. "triton"; what it has no kernel for, such as a convolution's products, runs in torch.
 
     Tensors on an accelerator that get no kernels (5, or a device that is no NVIDIA or AMD GPU) raise one ``RuntimeWarning``
     per process and reason, at the first call. On a CPU eager is the normal backend: no warning there, nor for a bare device.

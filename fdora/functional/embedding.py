@@ -23,7 +23,7 @@ from fdora._check import (
     remember,
 )
 from fdora._dispatch import Backend
-from fdora._records import Lookup
+from fdora._records import Lookup, NormOf
 from fdora._torch import is_traced
 from fdora.autograd.embedding import embedding
 from fdora.autograd.norm import row_norm
@@ -101,7 +101,7 @@ def dora_embedding(
         raise fail("dora_embedding", "max_norm", "None with backend='triton'", max_norm, "Plain torch has it: backend='auto'.")
     c = norm
     if c is None and norm_axis == 0:
-        c = row_norm(W.T, A, B, None, s, None, True, choice.name)
+        c = row_norm(NormOf(W.T, A, B, s), choice.name)
     if c is not None:
         c = c if c.dtype == torch.float32 and W.dtype != torch.float64 else c.to(torch.promote_types(W.dtype, torch.float32))
     if padding_idx is not None and padding_idx < 0:

@@ -118,7 +118,7 @@ def dora_experts(
 def sorted_rows(fn: str, x: Tensor, bank: Operands, s: float, offsets: Any, name: str) -> Tensor:
     """x (T, K), sorted by expert -> (T, N)."""
     if name != "triton":
-        return _loop(fn, x, bank, s, ends_of(fn, offsets, x.shape[0], count_of(bank)))
+        return _loop(x, bank, s, ends_of(fn, offsets, x.shape[0], count_of(bank)))
     x = cast_x(fn, x, bank.W)
     scale, ready = scaled(x, bank, s, name)
     saves = save_for_dm(ready.m, ready.c, False) != "nothing"
@@ -135,7 +135,7 @@ def scaled(x: Tensor, bank: Operands, s: float, name: str) -> tuple[Tensor, Oper
     return scale, Operands(W, A, B, m, c.to(torch.promote_types(x.dtype, torch.float32)), bias, None)
 
 
-def _loop(fn: str, x: Tensor, bank: Operands, s: float, ends: list[int]) -> Tensor:
+def _loop(x: Tensor, bank: Operands, s: float, ends: list[int]) -> Tensor:
     W, A, B, m, norm, bias, _ = bank
     assert A is not None and B is not None and m is not None
     counts = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]

@@ -32,7 +32,7 @@ from fdora.functional.linear import check_compute, check_detach, check_dropout, 
 from fdora.functional.merge import check_merge, dora_merge, dora_unmerge
 from fdora.functional.mlp import check_mlp, dora_mlp
 from fdora.functional.multi import dora_linear_multi
-from fdora.functional.norm import check_norm, dora_norm
+from fdora.functional.norm import NormHow, check_norm, dora_norm
 from fdora.functional.tree import dora_norm_tree
 from fdora.predict import GPUS, Gpu, gpu_of
 from fdora.quant import QuantWeight
@@ -227,8 +227,8 @@ def _norms(triton: Any, on: Any, W: Any, A: Any, B: Any, max_bytes: int | None, 
 def _norm(a: Any) -> Call:
     if a.A.dim() == 3:
         return norm_of_bank(a)
-    options = (a.s, a.norm_axis, a.base_sqnorm, a.detach, a.max_bytes, a.state, a.squared, a.group)
-    W, A, B = check_norm(a.fn, a.W, a.A, a.B, *options)
+    how = NormHow(a.norm_axis, a.base_sqnorm, a.detach, a.max_bytes, a.state, a.squared, a.group)
+    W, A, B, *_ = check_norm(a.fn, a.W, a.A, a.B, a.s, how)
 
     def plans(triton: Any, on: Any) -> Parts:
         w, down, up = stand_in(W), stand_in(A), stand_in(B)

@@ -23,7 +23,7 @@ from fdora._check import (
     remember,
 )
 from fdora._dispatch import Backend
-from fdora._records import Dropout, DropoutMode, Operands, Options, SaveForDm
+from fdora._records import Dropout, DropoutMode, NormOf, Operands, Options, SaveForDm
 from fdora._torch import functorch_active
 from fdora.autograd.fp8 import fp8_linear
 from fdora.autograd.linear import Call, bound, eager_linear, linear
@@ -136,7 +136,7 @@ def dora_linear(
     make = _call if torch.compiler.is_compiling() else _remembered_call
     call = make((s,), (save_for_dm(m, c, keep_inner),), dropout_p, mode, choice.name)
     if compute is not None:
-        c = row_norm(W, A, B, None, s, None, True, choice.name) if c is None else c
+        c = row_norm(NormOf(W, A, B, s), choice.name) if c is None else c
         return fp8_linear(x, Operands(W, A, B, m, c, bias, mask_seed), call)
     if residual is not None:
         return residual_linear(x, Operands(W, A, B, m, c, bias, mask_seed), residual, call)
@@ -212,14 +212,14 @@ def norm_for(x: Tensor, W: Any, A: Tensor, B: Tensor, s: float, norm: Tensor | N
     """c, or None where the plan of the layer forms it."""
     if norm is None and (forms_norm(W, backend) or norm_beside(x, W, A, B, backend)):
         return None
-    c = row_norm(W, A, B, None, s, None, True, backend) if norm is None else norm
+    c = row_norm(NormOf(W, A, B, s), backend) if norm is None else norm
     return c if c.dtype == torch.float32 and x.dtype != torch.float64 else c.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def full_norm(fn: str, x: Tensor, W: Any, A: Tensor, B: Tensor, s: float, norm: Tensor | None, backend: str) -> Tensor:
     """c with gradients to A and B; of a given norm the value is taken."""
     check_detach(fn, W)
-    c = row_norm(W, A, B, None, s, None, False, backend) if norm is None else with_gradient(norm, W, A, B, s, backend)
+    c = row_norm(NormOf(W, A, B, s), backend, False) if norm is None else with_gradient(norm, W, A, B, s, backend)
     return c.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fdora._check import WIDE, FdoraError, check_dtype, check_left_out, check_weights, fail, is_sharded
 from fdora._dispatch import Backend
+from fdora._records import NormOf
 from fdora._torch import detached
 from fdora.autograd import quant
 from fdora.autograd._ops import OPS, autocast_off
@@ -68,7 +69,7 @@ def dora_merge(
     choice = select_backend(W, backend=backend)
     m, _ = folded(W.dtype, gamma, m, None)
     W, A, B, m, norm = detached(W, A, B, m, norm)
-    c = row_norm(W, A, B, None, s, None, True, choice.name) if norm is None else norm
+    c = row_norm(NormOf(W, A, B, s), choice.name) if norm is None else norm
     dense = W.dequantize() if isinstance(W, QuantWeight) else W
     with autocast_off(dense):
         return OPS[choice.name].merge_fwd(dense, A, B, m, c, s)
@@ -120,7 +121,7 @@ def dora_merge_quantized(
         raise fail(fn, "W", f"of kind {NAMES}, as quantize makes them", f"{W.kind} of {W.facts}", remedy)
     choice = select_backend(W, backend=backend)
     A, B, m, norm = detached(A, B, m, norm)
-    c = row_norm(W, A, B, None, s, None, True, choice.name) if norm is None else norm
+    c = row_norm(NormOf(W, A, B, s), choice.name) if norm is None else norm
     with autocast_off(A):
         return MergedWeight(*quant.merge(W, A, B, m, c, s, choice.name))
 

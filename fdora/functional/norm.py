@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -24,11 +24,12 @@ from fdora._check import (
     remember,
 )
 from fdora._dispatch import Backend
+from fdora._records import NormOf
 from fdora._torch import PLAIN
 from fdora.autograd.norm import base_sqnorm as _base_sqnorm
 from fdora.autograd.norm import give_norm as give_norm
 from fdora.autograd.norm import guarded_norm, row_norm, row_sqnorm, scale, smallest_bytes_of
-from fdora.autograd.norm import kept_norm as kept_norm
+from fdora.autograd.norm import kept_norms as kept_norms
 from fdora.autograd.sharded import sharded_guarded_norm, sharded_norm
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import is_stack, norm_of_bank, norm_of_experts
@@ -132,32 +133,40 @@ def dora_norm(
         if group is not None:
             check_one_group("dora_norm", group)
         return norm_of_bank(W, A, B, s, refused, group, backend)
-    fn = "dora_norm"
+    fn, how = "dora_norm", NormHow(norm_axis, base_sqnorm, detach, max_bytes, state, squared, group)
     if not (type(W) in PLAIN and type(A) in PLAIN and type(B) in PLAIN) and is_sharded(W, A, B):
         from fdora.functional import _sharded_norm
 
-        options = (norm_axis, base_sqnorm, detach, max_bytes, state, squared, group, backend)
-        return _sharded_norm.norm(fn, W, A, B, s, *options)
-    W, A, B = check_norm(fn, W, A, B, s, norm_axis, base_sqnorm, detach, max_bytes, state, squared, group)
-    choice = select_backend(W, backend=backend)
+        return _sharded_norm.norm(fn, W, A, B, s, how, backend)
+    of = check_norm(fn, W, A, B, s, how)
+    choice = select_backend(of.W, backend=backend).name
     if group is not None:
         if state is None:
-            return sharded_norm(W, A, B, base_sqnorm, s, max_bytes, detach, (group,), True, choice.name)
+            return sharded_norm(of, (group,), choice, detach, True)
         part = state.part if isinstance(state, ShardNormState) else state.c
-        seen = state.fingerprint
-        return ShardNormState(*sharded_guarded_norm(W, A, B, base_sqnorm, s, max_bytes, part, seen, (group,), choice.name))
+        return ShardNormState(*sharded_guarded_norm(of, part, state.fingerprint, (group,), choice))
     if squared:
-        return row_sqnorm(W, A, B, base_sqnorm, s, max_bytes, choice.name)
+        return row_sqnorm(of, choice)
     if state is not None:
-        return NormState(*guarded_norm(W, A, B, base_sqnorm, s, max_bytes, state[0], state[1], choice.name))
-    return row_norm(W, A, B, base_sqnorm, s, max_bytes, detach, choice.name)
+        return NormState(*guarded_norm(of, state[0], state[1], choice))
+    return row_norm(of, choice, detach)
 
 
-def check_norm(
-    fn: str, W: Any, A: Tensor, B: Tensor, s: float, norm_axis: int, base_sqnorm: Tensor | None, detach: bool,
-    max_bytes: int | None, state: NormState | ShardNormState | None, squared: bool, group: Any,
-) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
-    """W, A and B as the norm of rows takes them."""
+class NormHow(NamedTuple):
+    """The arguments of :func:`dora_norm` beside W, A, B and s."""
+
+    norm_axis: int = 1
+    base_sqnorm: Tensor | None = None
+    detach: bool = True
+    max_bytes: int | None = None
+    state: NormState | ShardNormState | None = None
+    squared: bool = False
+    group: Any = None
+
+
+def check_norm(fn: str, W: Any, A: Tensor, B: Tensor, s: float, how: NormHow) -> NormOf:
+    """What the norm of rows is of."""
+    norm_axis, base_sqnorm, detach, max_bytes, state, squared, group = how
     if isinstance(W, Weight) and (norm_axis != 1 or not detach):
         arg, want = ("norm_axis", "1") if norm_axis != 1 else ("detach", "True")
         given = norm_axis if norm_axis != 1 else detach
@@ -187,7 +196,7 @@ def check_norm(
         check_one_group(fn, group)
     if state is not None:
         check_state(fn, W, state, detach, group is not None)
-    return W, A, B
+    return NormOf(W, A, B, s, base_sqnorm, max_bytes)
 
 
 def check_one_group(fn: str, group: Any) -> None:

@@ -11,6 +11,7 @@ from torch import Generator, Tensor
 
 from fdora._check import FLOATS, FdoraError, Weight, check_dtype, check_shapes, fail, is_sharded, name
 from fdora._dispatch import Backend
+from fdora._records import Norms
 from fdora._torch import dispatch_modes, is_traced
 from fdora.autograd._ops import autocast_off
 from fdora.functional._tree import ALIGN, Leaf, no_words, parts_of, plan, tree_of
@@ -137,8 +138,8 @@ def dora_norm_tree(
                     part.layers.norms(w, a, b, buffers[i])
                 else:
                     words.append(torch.empty_like(state.fingerprint[i]))
-                    old = state.buffers[i].contiguous(), state.fingerprint[i].contiguous()
-                    part.layers.guarded(w, a, b, *old, buffers[i], words[i])
+                    old = Norms(state.buffers[i].contiguous(), state.fingerprint[i].contiguous())
+                    part.layers.guarded(w, a, b, old, Norms(buffers[i], words[i]))
         c = tree_of(spec, parts, buffers)
     return c if state is None else NormTreeState(c, tuple(buffers), tuple(words))
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fdora._records import NormOf
 from fdora._torch import PLAIN, functorch_active, is_traced, piece_of, stays
 from fdora.functional import NormState, dora_norm, dora_norm_state, select_backend
-from fdora.functional.norm import give_norm, guarded_norm, kept_norm
+from fdora.functional.norm import give_norm, guarded_norm, kept_norms
 from fdora.integrations._shard import Shard, lies_in_rows, watched
 from fdora.integrations._table import capturing
 from fdora.integrations._tree import ALONE, UNASKED
@@ -107,12 +109,15 @@ class KeptNorm:
         c: Tensor | None = None if self.norms is None else self.norms.traced_c(self, W, A, B, s)
         if c is not None:
             return c
+        room = self.room_for(owner, W)
+        return dora_norm(W, A, B, s=s) if room is None else kept_norms([(W, A, B, s, *room)])[0]
+
+    def room_for(self, owner: Any, W: Any) -> tuple[Tensor, Tensor] | None:
+        """c and fingerprint that compiled code keeps of this W; None where it keeps none."""
         room = self.room
         if room is None or not compiled_kernels(W) or room[1].device != W.device or room[1].shape[0] != W.shape[0]:
-            return dora_norm(W, A, B, s=s)
-        if room[0] is not None and room[0]() is not owner:
-            return dora_norm(W, A, B, s=s)
-        return kept_norm(W, A, B, s, room[1], room[2])
+            return None
+        return room[1:] if room[0] is None or room[0]() is owner else None
 
     def on_mesh(self, W: Any, A: Any, B: Any, s: float) -> Tensor:
         """c of a DTensor. Where columns are spread every process adds up in every call, whatever it has kept."""
@@ -149,7 +154,7 @@ class KeptNorm:
             memo = (key, StorageWeakRef(storage), dora_norm_state(W))
             after = dora_norm(W, A, B, s=s, state=memo[2])
         else:  # of the same W: what dora_norm would check has been checked
-            after = NormState(*guarded_norm(W, A, B, None, s, None, *memo[2], select_backend(W).name))
+            after = NormState(*guarded_norm(NormOf(W, A, B, s), *memo[2], select_backend(W).name))
         if capturing(W.device):
             for old, new in zip(memo[2], after, strict=True):  # a replay reads and writes the memory from before the capture
                 old.copy_(new)
@@ -171,7 +176,19 @@ class KeptNorm:
         if c is None and self.place == UNASKED:  # it was not collected, and is again by the next forward if it can be
             self.norms.restart()
             self.place = ALONE
-        return self.norms.of_unit(self, W, A, B, s) if c is None and not compiled else c
+        return self.norms.of_unit(self, W, A, B, s) if c is None else c
+
+
+def compiled_norms(layers: Sequence[tuple[KeptNorm, Any, Any, Tensor, Tensor, float]]) -> Sequence[Tensor] | None:
+    """c of each (KeptNorm, owner, W, A, B, s) by one op of compiled code; None where one of them has another way."""
+    found = []
+    for kept, owner, W, A, B, s in layers:
+        whole = kept.norms is not None and kept.norms.traced_c(kept, W, A, B, s) is not None
+        room = None if whole or not is_traced() else kept.room_for(owner, W)
+        if room is None:
+            return None
+        found.append((W, A, B, s, *room))
+    return kept_norms(found)
 
 
 def compiled_kernels(W: Any) -> bool:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from fdora import _facts, _plain
 from fdora._dispatch import forced
-from fdora.functional._tree import Part, kept_norms, no_words, tables
+from fdora._records import Norms
+from fdora.functional._tree import Part, kept_norms, no_norms, tables
 
 Found = list[tuple[Any, Tensor, Tensor, Tensor, float]]  # KeptNorm, W, A, B, s
-_captured: dict[int, tuple[Tensor, Tensor, Part]] = {}  # words, norms and tables of CUDA graphs, for good
+_captured: dict[int, tuple[Norms, Part]] = {}  # norms and tables of CUDA graphs, for good
 
 
 class Run(NamedTuple):
@@ -43,9 +44,9 @@ class Table:
         self.parts = tables(W, A, B, s)
         now = _facts.places(self.tensors)  # after the kernels have brought their way to ask for them
         self.key = None if now is None else now[1]
-        self.norms: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.norms: dict[tuple[int, int], Norms] = {}
         with torch.inference_mode(False):  # else nobody outside of it could clear them
-            self.graph = [_pair(part) for part in self.parts]
+            self.graph = [no_norms(part) for part in self.parts]
 
     def alive(self) -> tuple[tuple[Tensor, ...], tuple[int, ...]] | None:
         """Its tensors and their versions, if they lie where and as they lay, and the same backend computes."""
@@ -96,32 +97,36 @@ class Table:
                 self.forget()
             self.made_from = made_from
         W, A, B = (tensors[i : i + n] for i in range(0, 3 * n, n))
-        c: Any = [None] * self.count
+        wholes = []
         for i, part in enumerate(self.parts):
             w, a, b = (part.of(each) for each in (W, A, B))
             if capturing(part.device):
-                new, words = self.graph[i]
-                part.layers.guarded(w, a, b, new, words, new, words)
-                _captured[id(words)] = words, new, part
+                new = self.graph[i]
+                part.layers.guarded(w, a, b, new, new)
+                _captured[id(new.words)] = new, part
             else:
                 key = (i, torch.cuda.current_stream(part.device).cuda_stream if part.device.type == "cuda" else 0)
-                old, words = self.norms.pop(key) if key in self.norms else _pair(part)  # gone where a launch fails
-                new = torch.empty_like(old)
-                part.layers.guarded(w, a, b, old, words, new, words)
-                self.norms[key] = new, words
-            for place, view in zip(part.places, part.views(new), strict=True):
+                old = self.norms.pop(key, None) or no_norms(part)  # gone where a launch fails
+                new = Norms(torch.empty_like(old.c), old.words)
+                part.layers.guarded(w, a, b, old, new)
+                self.norms[key] = new
+            wholes.append(new.c)
+        captured = any([capturing(part.device) for part in self.parts])
+        return Run(task, self, self.views(wholes), versions, captured)
+
+    def views(self, wholes: Sequence[Tensor]) -> list[Any]:
+        """Each layer's c, out of those of each part."""
+        c: list[Any] = [None] * self.count
+        for part, whole in zip(self.parts, wholes, strict=True):
+            for place, view in zip(part.places, part.views(whole), strict=True):
                 c[place] = view
-        return Run(task, self, c, versions, any([capturing(part.device) for part in self.parts]))
+        return c
 
 
 def forget_captured() -> None:
     """Graphs, of whatever model, compute all norms in their next replay."""
-    for words, *_ in _captured.values():
-        words.zero_()
-
-
-def _pair(part: Part) -> tuple[Tensor, Tensor]:
-    return torch.zeros(part.size, device=part.device, dtype=part.dtype), no_words(part)
+    for norms, _ in _captured.values():
+        norms.words.zero_()
 
 
 def capturing(device: torch.device) -> bool:

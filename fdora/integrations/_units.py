@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from fdora._dispatch import forced
-from fdora.functional._tree import Part, no_words, tables
+from fdora._records import Norms
+from fdora.functional._tree import Part, no_norms, tables
 
 PLACES = 8
 Found = list[tuple[Any, Tensor, Tensor, Tensor, float]]  # KeptNorm, W, A, B, s
@@ -44,7 +45,7 @@ class Unit:
         self.lock = threading.Lock()
         self.places: dict[tuple, Part] = {}
         self.made_from: Any = None
-        self.norms: dict[int, tuple[Tensor, Tensor]] = {}  # by stream
+        self.norms: dict[int, Norms] = {}  # by stream
 
     def forget(self) -> None:
         """Some W is another."""
@@ -75,14 +76,12 @@ class Unit:
             if part is None:
                 return nothing
             key = torch.cuda.current_stream(part.device).cuda_stream if part.device.type == "cuda" else 0
-            old, words = self.norms.pop(key) if key in self.norms else (None, None)  # gone where a launch fails
-            if old is None or words is None:
-                old, words = torch.zeros(part.size, device=part.device, dtype=part.dtype), no_words(part)
-            new = torch.empty_like(old)
-            part.layers.guarded(W, A, B, old, words, new, words)
-            self.norms[key] = new, words
+            old = self.norms.pop(key, None) or no_norms(part)  # gone where a launch fails
+            new = Norms(torch.empty_like(old.c), old.words)
+            part.layers.guarded(W, A, B, old, new)
+            self.norms[key] = new
             each = {id(kept): facts(w, a, b, scale) for kept, w, a, b, scale in found}
-            return Run(moment, each, dict(zip(each, part.views(new), strict=True)))
+            return Run(moment, each, dict(zip(each, part.views(new.c), strict=True)))
 
     def part_of(self, W: list, A: list, B: list, s: list, tensors: list[Tensor]) -> Part | None:
         """With the table of where these lie; None of layers on several devices, or of several dtypes."""

@@ -97,10 +97,10 @@ def run_pipeline(
     References: Narayanan et al., 2021, arXiv:2104.04473, section 2.2; LoRAFusion, 2025, arXiv:2510.00206, section 5.
     """
     fn = "train.run_pipeline"
-    order = check_order(fn, state, works, stages, links)
     end = len(links.ranks) * len(stages) - 1
-    posts = receives(works, order, links, len(stages), state.position)
-    with watching(fn, links.sums, (*links.down, *links.up)) as watch:
+    with watching(fn, links.sums, (*links.down, *links.up)) as watch:  # who is refused says so to those who are not
+        order = check_order(fn, state, works, stages, links)
+        posts = receives(works, order, links, len(stages), state.position)
         mail = Mail(links, posts, end, lambda n: wire.empty(works[n]), watch)
         kept = {number: kept_of(stage.keep, part(state.params, stage)) for number, stage in stages.items()}
         flights: dict[Action, Flight] = {}

@@ -60,13 +60,12 @@ def replica_step(
     fn = "train.replica_step"
     group = dist.group.WORLD if group is None and dist.is_available() and dist.is_initialized() else group
     rank, count = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    if len(works) > count:
-        raise fail(
-            fn, "works", f"at most {count} microbatches, one for each replica", len(works), "Give works[n : n + replicas]."
-        )
-    for work in works:
-        check_turn(fn, state, work, f"Make the schedule with Spec(depth={count}), and give its rounds in order.")
-    with watching(fn, group, (group,)) as watch:
+    with watching(fn, group, (group,)) as watch:  # who is refused says so to those who are not
+        if len(works) > count:
+            want = f"at most {count} microbatches, one for each replica"
+            raise fail(fn, "works", want, len(works), "Give works[n : n + replicas].")
+        for work in works:
+            check_turn(fn, state, work, f"Make the schedule with Spec(depth={count}), and give its rounds in order.")
         mine = works[rank] if rank < len(works) and works[rank].samples else None
         found: Sequence[Tensor | None] = [None for _ in optree.tree_leaves(state.params)]
         losses = torch.empty(0)

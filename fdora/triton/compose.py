@@ -70,10 +70,8 @@ def plan_compose(likes: Sequence[Like | None], device: Device, delta: bool) -> P
     return plan.plan()
 
 
-def _compose_backward(
-    dy: Tensor, base: Tensor, lora: Tensor, g: Tensor, s: float, delta: bool, needs: Sequence[bool]
-) -> list[Tensor]:
-    return list(run(*_planned_backward(dy, base, lora, g, s, delta, needs)))
+def _compose_backward(*args: Any) -> list[Tensor]:
+    return list(run(*_planned_backward(*args)))
 
 
 def _planned_backward(

@@ -99,22 +99,8 @@ def _planned(
     return plan_for(plan_backward, tensors, padding, sparse, tuple(needs)), tensors, (s,)
 
 
-def _backward(
-    dy: Tensor,
-    ids: Tensor,
-    W: Tensor,
-    A: Tensor,
-    B: Tensor,
-    m: Tensor,
-    c: Tensor,
-    key: Tensor | None,
-    order: Tensor | None,
-    s: float,
-    padding: int,
-    sparse: bool,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    return run(*_planned(dy, ids, W, A, B, m, c, key, order, s, padding, sparse, needs))
+def _backward(*args: Any) -> tuple[Tensor, ...]:
+    return run(*_planned(*args))
 
 
 def plan_backward(likes: Sequence[Like | None], device: Device, padding: int, sparse: bool, needs: tuple[bool, ...]) -> Plan:
@@ -175,21 +161,7 @@ def plan_backward(likes: Sequence[Like | None], device: Device, padding: int, sp
     return plan.plan()
 
 
-def _fake(
-    dy: Any,
-    ids: Any,
-    W: Any,
-    A: Any,
-    B: Any,
-    m: Any,
-    c: Any,
-    key: Any,
-    order: Any,
-    s: Any,
-    padding: Any,
-    sparse: Any,
-    needs: Any,
-) -> list[Any]:
+def _fake(dy, ids, W, A, B, m, c, key, order, s, padding, sparse, needs):
     T, R = ids.shape[0], A.shape[0]
     first = A.new_empty((T, R), dtype=torch.float32) if sparse else A.new_empty(A.shape)
     made = (first, B.new_empty(B.shape), m.new_empty(m.shape), m.new_empty(m.shape, dtype=torch.float32))

@@ -47,11 +47,9 @@ def fp8_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], d
     return [y], Saved(h, (kept,), (len(before) > 0,))
 
 
-def _fp8_linear(
-    x: Tensor, operands: Sequence[Tensor | None], s: float, save: str, p: float, mode: str, block: Sequence[int]
-) -> tuple[Tensor, ...]:
+def _fp8_linear(*args: Any) -> tuple[Tensor, ...]:
     """y, h, and the value before g where it is saved."""
-    return run(*_planned(x, operands, s, save, p, mode, block))
+    return run(*_planned(*args))
 
 
 def _planned(

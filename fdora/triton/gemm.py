@@ -13,6 +13,10 @@ On Hopper and data-centre Blackwell tiles travel by TMA. Both products then run 
 steps that picks its pair of descriptors by a select, and that loop is flattened into the loop over tiles: the copies of the
 next tile start under the last products and the epilogue of this one. On an H100 that is as fast as cuBLAS alone on x W (see
 bench/NOTES.md); two loops after each other lose 5 to 10 %. Elsewhere, and where strides rule TMA out, pointers are used.
+
+Rows that TMA fills with zeros take it longer than rows that it fetches (bench/NOTES.md). So the last tile begins where it ends
+with the last row: what it shares with the one before it is written twice, with the same bits. Not so where it would be added
+twice.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from fdora.triton.copy import stacked
 from fdora.triton.dropout import has_origin, threshold
 from fdora.triton.kernels.gemm import gemm_pointer_kernel, gemm_tma_kernel
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv, is_tma_compatible
+from fdora.triton.runtime.device import beside_others, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Tile
 
 
@@ -56,6 +60,8 @@ class Operand(NamedTuple):
 
 
 NO_EPILOGUE, UNMASKED = Epilogue(), Masked()
+SHARE = 1 << 28  # multiplications that a program takes at least, 90 us: what begins and ends one costs 5
+ROUNDS = 4  # of programs on each multiprocessor, at most, where they are no shorter than that
 
 
 def gemm(
@@ -90,7 +96,7 @@ def gemm(
         width = bn // 2 if config.EPILOGUE_SUBTILE else bn
         block = (bn, bk) if trans_b else (bk, bn)
         count = cdiv(M, bm) * cdiv(N, bn)
-        programs = min(count, plan.device.num_sms) if config.persistent else count
+        programs = programs_of(count, bm * bn * K, plan.device.num_sms) if config.persistent else count
         hb = (_fit(plan, h), _fit(plan, b.T if trans_b else b))
         plan.launch(
             gemm_tma_kernel,
@@ -132,6 +138,22 @@ def gemm(
         config.num_warps,
         config.num_stages,
     )
+
+
+def programs_of(tiles: int, each: int, num_sms: int) -> int:
+    """Persistent programs, which share out tiles of ``each`` multiplications. Alone on the GPU one a multiprocessor.
+
+    NCCL's kernels hold some multiprocessors for a while (24 of an H200's 132, for 1 ms a block of Llama-3.1-8B under FSDP2),
+    and no program of ours finds room beside one. What should have run there starts when the others have ended, so that the
+    product takes twice its time. Beside other processes there are more programs therefore, of so many tiles that they fill no
+    more waves: those that wait go where one has ended. 14336 x 4096 and 4096 tokens beside a kernel that holds 24: 1.32 ms in
+    132 programs, 0.91 in 896 (cuBLAS 0.78); alone 0.65 and 0.69.
+    """
+    if not beside_others():
+        return min(tiles, num_sms)
+    waves = cdiv(tiles, num_sms)
+    most = max(1, waves // ROUNDS, SHARE // max(1, each))
+    return min([cdiv(tiles, n) for n in range(1, min(most, waves) + 1) if n * cdiv(cdiv(tiles, n), num_sms) <= waves])
 
 
 def by_tma(x: Array, right: Operand, *others: Array | None) -> tuple[bool, bool]:

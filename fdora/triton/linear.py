@@ -108,12 +108,9 @@ def _linear(*args: Any) -> tuple[Tensor, ...]:
     return run(*_planned(*args))
 
 
-def _planned(
-    x: Tensor, operands: Sequence[Tensor | None], s: Sequence[float], saves: Sequence[str], p: float, mode: str,
-    text: Sequence[str], numbers: Sequence[int], residual: Tensor | None = None,
-) -> tuple[Plan, tuple, tuple]:  # fmt: skip
+def _planned(x, operands, s, saves, p, mode, text, numbers, residual=None):
     tensors, s = (x, *operands), tuple(s)
-    options: tuple = (p, mode, tuple(saves), same(s), tuple(text), tuple(numbers))
+    options = (p, mode, tuple(saves), same(s), tuple(text), tuple(numbers))
     if residual is not None:
         tensors, options = (*tensors, residual), (*options, True)
     return plan_for(plan_forward, tensors, *options), tensors, s
@@ -135,9 +132,16 @@ def saves_pre_scale(dtype: torch.dtype, tokens: int, la: Any, mode: str, save: s
 
 
 def plan_forward(
-    likes: Likes, device: Device, p: float, mode: DropoutMode, saves: tuple[str, ...], same_s: bool,
-    text: tuple[str, ...] = (), numbers: tuple[int, ...] = (), has_residual: bool = False,
-) -> Plan:  # fmt: skip
+    likes: Likes,
+    device: Device,
+    p: float,
+    mode: DropoutMode,
+    saves: tuple[str, ...],
+    same_s: bool,
+    text: tuple[str, ...] = (),
+    numbers: tuple[int, ...] = (),
+    has_residual: bool = False,
+) -> Plan:
     """likes: x, the operands, and behind them a residual."""
     plan = Builder("dora_linear forward" if len(saves) == 1 else f"forward of {len(saves)} layers on one x", device)
     x = plan.tokens(likes[0])
@@ -182,9 +186,15 @@ def result_h(plan: Builder, x: Array, layers: list[Any], name: str) -> Shrunk:
 
 
 def layers_bwd(
-    dys: Sequence[Tensor | None], x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout,
-    saved: Saved, need_x: bool, needs: Sequence[Needs],
-) -> tuple[Tensor | None, list[Grads]]:  # fmt: skip
+    dys: Sequence[Tensor | None],
+    x: Tensor,
+    layers: Sequence[Operands],
+    options: Sequence[Options],
+    drop: Dropout,
+    saved: Saved,
+    need_x: bool,
+    needs: Sequence[Needs],
+) -> tuple[Tensor | None, list[Grads]]:
     """dx, and the gradients of each layer; those of bias in float32. A dy of None: nobody asked for this y."""
     wanted = [NO_NEEDS if dy is None else need for dy, need in zip(dys, needs, strict=True)]
     flags = [need for each in wanted for need in each]
@@ -204,11 +214,7 @@ def _linear_backward(*args: Any) -> tuple[Tensor, ...]:
     return run(*_planned_backward(*args))
 
 
-def _planned_backward(
-    x: Tensor, h: Tensor | None, dys: Sequence[Tensor | None], kept: Sequence[Tensor | None], operands: Sequence[Tensor | None],
-    s: Sequence[float], pre_scale: Sequence[bool], p: float, mode: str, need_x: bool, needs: Sequence[bool],
-    text: Sequence[str], numbers: Sequence[int],
-) -> tuple[Plan, tuple, tuple]:  # fmt: skip
+def _planned_backward(x, h, dys, kept, operands, s, pre_scale, p, mode, need_x, needs, text, numbers):
     tensors, options = (x, h, *dys, *kept, *operands), (p, mode, tuple(pre_scale), need_x, tuple(needs))
     return plan_for(plan_backward, tensors, *options, tuple(text), tuple(numbers)), tensors, tuple(s)
 
@@ -261,12 +267,18 @@ def _fake_linear_backward(x, h, dys, kept, operands, s, pre_scale, p, mode, need
 
 
 linear = op(
-    "linear", _linear, _fake_linear, _planned,
+    "linear",
+    _linear,
+    _fake_linear,
+    _planned,
     "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str[] text, SymInt[] numbers, "
     "Tensor? residual=None) -> Tensor[]",
-)  # fmt: skip
+)
 linear_backward = op(
-    "linear_backward", _linear_backward, _fake_linear_backward, _planned_backward,
+    "linear_backward",
+    _linear_backward,
+    _fake_linear_backward,
+    _planned_backward,
     "(Tensor x, Tensor? h, Tensor?[] dys, Tensor?[] kept, Tensor?[] operands, float[] s, bool[] pre_scale, float p, str mode, "
     "bool need_x, bool[] needs, str[] text, SymInt[] numbers) -> Tensor[]",
-)  # fmt: skip
+)

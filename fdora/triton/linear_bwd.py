@@ -17,10 +17,10 @@ from fdora.triton.dropout import drop
 from fdora.triton.factors import at_once, factor_gradients
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, gemm
 from fdora.triton.product import summed_product
-from fdora.triton.quant_bwd import backward_of_codes
+from fdora.triton.quant_bwd import Given, backward_of_codes
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.plan import Array, Scalar
-from fdora.triton.small import LIMIT, is_small, narrow, small_backward
+from fdora.triton.small import LIMIT, Back, is_small, narrow, small_backward
 from fdora.triton.small_quant import reads, small_backward_of_codes
 
 NARROW = "one pass over W"
@@ -72,7 +72,8 @@ def backward(
         if la.A is None:
             _frozen_backward(plan, dy, la, dx, not first, grads[i].bias)
         else:
-            how = _backward(plan, dy, x, la, scalars[i], hs[i], kept[i], pre_scale[i], dropout, dx, not first, grads[i])
+            given = Given(dy, x, la, scalars[i], hs[i], kept[i], pre_scale[i], grads[i])
+            how = _backward(plan, given, dropout, dx, not first)
         first = False
     if dx is not None and first:
         plan.zero(dx)
@@ -103,21 +104,9 @@ def takes_g(la: Any, x: Array, dropout: Dropout, pre_scale: bool) -> bool:
     return isinstance(la.W, Packed) and not few and not drowned and (la.seed is None or dropout.mode != "peft")
 
 
-def _backward(
-    plan: Builder,
-    dy: Array,
-    x: Array,
-    la: Any,
-    s: Scalar,
-    h: Array | None,
-    kept: Array | None,
-    pre_scale: bool,
-    dropout: Dropout,
-    dx: Array | None,
-    accumulate: bool,
-    grads: Any,
-) -> str:
+def _backward(plan: Builder, given: Given, dropout: Dropout, dx: Array | None, accumulate: bool) -> str:
     """Returns how dx is formed, in words."""
+    dy, x, la, s, h, kept, pre_scale, grads = given
     t, how = x.dtype, "no dx is asked for"
     half, peft = t != torch.float32, la.seed is not None and dropout.mode == "peft"
     r, few = la.A.shape[0], half and _is_few(plan, dy, la)
@@ -126,7 +115,7 @@ def _backward(
         def dx_of(out: Array, W: Array, A: Array, dh: Array) -> str:
             return _dx(plan, out, accumulate, dy, dy, None, W, A, dh, la.seed, dropout.p)
 
-        return backward_of_codes(plan, dy, x, la, s, h, kept, pre_scale, dropout.p, dx, grads, dx_of)
+        return backward_of_codes(plan, given, dropout.p, dx, dx_of)
     both = grads.A is not None and grads.B is not None and not few and at_once(x, dy, r, plan.device.capability)
     config = scale.config_for(plan, dy, r, grads.B is not None and not both)
     fused_B = grads.B if config.BLOCK_R else None
@@ -151,9 +140,10 @@ def _backward(
     if dx is not None and small:
         how = NARROW
         if isinstance(la.W, Packed) and reads(la.W):
-            small_backward_of_codes(plan, dz, la.W, la.A, la.B, x, s, dx, grads.A, accumulate)
+            small_backward_of_codes(plan, dz, la, s, Back(dx, grads.A, x), accumulate=accumulate)
         else:
-            small_backward(plan, dz, weight_in(plan, la.W, t), la.A, la.B, x, s, dx, grads.A, accumulate)
+            la = la._replace(W=weight_in(plan, la.W, t))
+            small_backward(plan, dz, la, s, Back(dx, grads.A, x), accumulate=accumulate)
     elif dx is not None or grads.A is not None:
         dh = plan.temp((x.shape[0], la.A.shape[0]), t)
         plan.product(dh, dz, in_dtype(plan, la.B, t), s)

@@ -61,7 +61,7 @@ def forward(
             elif isinstance(la.W, Packed) and reads(la.W):
                 if each.c is not None:
                     norm(plan, la.W, la.A, la.B, s, each.c)
-                small_forward_of_codes(plan, x, la.W, la, s, each, accumulate=onto)
+                small_forward_of_codes(plan, x, la, s, each, accumulate=onto)
             else:
                 small_forward(plan, x, la._replace(W=weight_of(plan, la, s, x.dtype, each.c)), s, each, accumulate=onto)
         else:

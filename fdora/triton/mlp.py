@@ -73,17 +73,7 @@ def _mlp(*args: Any) -> tuple[Tensor, ...]:
     return run(*_planned(*args))
 
 
-def _planned(
-    x: Tensor,
-    operands: Sequence[Tensor | None],
-    s: Sequence[float],
-    saves: Sequence[str],
-    p: float,
-    mode: str,
-    act: str,
-    text: Sequence[str],
-    numbers: Sequence[int],
-) -> tuple[Plan, tuple, tuple]:
+def _planned(x, operands, s, saves, p, mode, act, text, numbers):
     tensors, s, options = (x, *operands), tuple(s), (p, mode, tuple(saves))
     return plan_for(plan_forward, tensors, *options, s[0] == s[1], act, tuple(text), tuple(numbers)), tensors, s
 
@@ -150,20 +140,7 @@ def _mlp_backward(*args: Any) -> tuple[Tensor, ...]:
     return run(*_planned_backward(*args))
 
 
-def _planned_backward(
-    dy: Tensor,
-    x: Tensor,
-    saved: Sequence[Tensor | None],
-    operands: Sequence[Tensor | None],
-    s: Sequence[float],
-    p: float,
-    mode: str,
-    act: str,
-    need_x: bool,
-    needs: Sequence[bool],
-    text: Sequence[str],
-    numbers: Sequence[int],
-) -> tuple[Plan, tuple, tuple]:
+def _planned_backward(dy, x, saved, operands, s, p, mode, act, need_x, needs, text, numbers):
     tensors, options = (dy, x, *saved, *operands), (p, mode, act, need_x, tuple(needs))
     return plan_for(plan_backward, tensors, *options, tuple(text), tuple(numbers)), tensors, tuple(s)
 

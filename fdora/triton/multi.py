@@ -22,7 +22,7 @@ from torch import Tensor
 from fdora._records import Bank, BankNeeds
 from fdora._torch import needs_dispatcher
 from fdora.triton.copy import in_dtype, operand
-from fdora.triton.multi_bwd import Out, backward
+from fdora.triton.multi_bwd import Given, Out, backward
 from fdora.triton.multi_gemm import (
     Right,
     Wanted,
@@ -65,8 +65,8 @@ def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, 
     return tuple(next(results) if need else None for need in needs)
 
 
-def _multi(x: Tensor, bank: Sequence[Tensor | None], ranks: Sequence[int], p: float, save_for_dm: bool) -> tuple[Tensor, ...]:
-    return run(*_planned(x, bank, ranks, p, save_for_dm))
+def _multi(*args: Any) -> tuple[Tensor, ...]:
+    return run(*_planned(*args))
 
 
 def _planned(
@@ -76,18 +76,8 @@ def _planned(
     return plan_for(plan_forward, tensors, tuple(ranks), p, save_for_dm), tensors, ()
 
 
-def _multi_backward(
-    dy: Tensor,
-    x: Tensor,
-    h: Tensor,
-    kept: Tensor | None,
-    pre_scale: bool,
-    bank: Sequence[Tensor | None],
-    ranks: Sequence[int],
-    p: float,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    return run(*_planned_backward(dy, x, h, kept, pre_scale, bank, ranks, p, needs))
+def _multi_backward(*args: Any) -> tuple[Tensor, ...]:
+    return run(*_planned_backward(*args))
 
 
 def _planned_backward(
@@ -149,10 +139,10 @@ def plan_forward(likes: Sequence[Like | None], device: Device, ranks: tuple[int,
     shape = shape_of(plan, x, out, W, R, pre_scale is not None, False)
     right = Right(W, bank.B, True)
     beside = bank.seed is None and copies_beside(plan.device, shape)
-    if bank.seed is None:
-        pad = low_rank_input(plan, x, bank.A, False, bank, table, shape, h, beside)
     laid = lay(plan, right, shape, t, ranks or None, table, beside)
-    found = routes(plan, bank, M, table, shape, None if laid is None else laid.flags, out, pre_scale)
+    if bank.seed is None:
+        pad = low_rank_input(plan, x, bank.A, False, bank, table, shape, h, beside and laid is not None)
+    found = routes(plan, bank, M, table, shape, laid, out, pre_scale)
     if bank.seed is not None:
         pad = low_rank_input(plan, drop(plan, x, bank, found.ids, p), bank.A, False, bank, table, shape, h)
     multi_gemm(plan, x, h, pad, right, laid, bank, found, shape, Wanted(out, pre_scale, bank.bias))
@@ -189,7 +179,7 @@ def plan_backward(
         bank = bank._replace(W=operand(plan, in_dtype(plan, bank.W, x.dtype)))
     x, dy = sort(plan, x, order), sort(plan, dy, order)
     kept = kept if pre_scale else sort(plan, kept, order)
-    backward(plan, dy, x, bank, h, kept, pre_scale, ranks or None, p, out)
+    backward(plan, Given(dy, x, bank, h, kept, pre_scale), ranks or None, p, out)
     if dx is not None and order is not None:
         assert out.dx is not None
         unsort(plan, out.dx, order, dx)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdora.triton.choice import fused_config, grouped_config
+from fdora.triton.choice import bank_config, grouped_config
 from fdora.triton.configs import GemmConfig, power_of_two
 from fdora.triton.dropout import threshold
 from fdora.triton.kernels.multi import multi_h_kernel, multi_ranks_kernel, multi_routes_kernel
@@ -39,6 +39,25 @@ EXPERTS_F32 = GemmConfig(False, 64, 64, 32, 8, False, False, 4, 2)
 def block_of(G: int) -> int:
     """How many offsets are looked at at once."""
     return power_of_two(min(G, 64))
+
+
+class HConfig(NamedTuple):
+    """Tile of x A_a^T and step along K."""
+
+    BLOCK_M: int
+    BLOCK_R: int
+    BLOCK_K: int
+    num_warps: int
+    num_stages: int
+
+
+def h_config(M: int, R: int, G: int, half: bool, num_sms: int) -> HConfig:
+    """Bytes under way: 80 KB of a program, and room for two, where a step is wide; else programs are many. So are those of many
+    adapters of a high rank, 267 at ranks 8 to 256 of 32: with room for two, the last begin when all others end."""
+    if R <= 32:
+        return HConfig(32, power_of_two(R), *((128, 4, 4) if half else (32, 4, 2)))
+    crowd = (cdiv(M, 64) + G) * cdiv(R, 64) > 2 * num_sms
+    return HConfig(64, 64, *((64, 4, 4 if crowd else 6) if half else (32, 4, 2)))
 
 
 class Shape(NamedTuple):
@@ -86,9 +105,7 @@ def shape_of(plan: Builder, x: Array, out: Array, w: Array, R: int, extra: bool,
     if x.dtype == torch.float32 or masked:
         return Shape(None, EPILOGUE_M, min(64, power_of_two(R)))
     tma = matrix is not None and all(map(is_tma_compatible, (x, out, matrix)))
-    config = fused_config(M, N, K, R, trans, extra, tma, on.capability, on.num_sms)
-    if config.BLOCK_M * config.BLOCK_N >= 128 * 128 and config.num_warps == 4:  # its whole result at once spills beside a bank
-        config = config._replace(EPILOGUE_SUBTILE=True, num_stages=min(4, config.num_stages))
+    config = bank_config(M, N, K, R, trans, extra, tma, on.capability, on.num_sms)
     return Shape(config, config.BLOCK_M, config.BLOCK_K if config.tma else min(config.BLOCK_K, power_of_two(R)))
 
 
@@ -121,10 +138,10 @@ def most_tiles(M: int, shape: Shape) -> int:
 
 
 def routes(
-    plan: Builder, bank: Any, M: int, ranks: Array | None, shape: Shape, flags: Array | None = None, out: Array | None = None,
+    plan: Builder, bank: Any, M: int, ranks: Array | None, shape: Shape, laid: Laid | None = None, out: Array | None = None,
     pre_scale: Array | None = None,
 ) -> Routes:  # fmt: skip
-    """``flags``: which adapters hold what is not finite; they get a g that is a NaN. ``out`` and ``pre_scale``: what the
+    """``laid`` says which adapters hold what is not finite; they get a g that is a NaN. ``out`` and ``pre_scale``: what the
     product will write; of experts, rows behind the last segment are filled."""
     (G, R, _), N, experts = bank.A.shape, bank.B.shape[1], shape.experts > 0
     out, pre_scale = (out, pre_scale) if experts else (None, None)
@@ -132,6 +149,7 @@ def routes(
     route = plan.temp((tiles + 1, 4), torch.int32)
     ids = None if experts else plan.temp((M,), torch.int32)
     steps = None if experts else plan.temp(((tiles + G) * span,), torch.int32)
+    flags, tails = (None, False) if laid is None else (laid.flags, laid.tails is not None)
     with_g = bank.m is not None or flags is not None
     g = plan.temp((G + 1, N), torch.float32) if with_g else None
     blocks = (G + 1) * cdiv(N, BLOCK_GN) if with_g else 0
@@ -141,7 +159,7 @@ def routes(
         (bank.offsets, ranks, flags, bank.m, bank.c, ids, route, steps, g, out, pre_scale, M, G, N, R, span, tiles, blocks,
          width),
         (ranks is not None, bank.m is not None, with_g, 0 if flags is None else flags.shape[1], experts, pre_scale is not None,
-         shape.BLOCK_M, shape.BLOCK_R, block_of(G), BLOCK_GN), 4,
+         tails, shape.BLOCK_M, shape.BLOCK_R, block_of(G), BLOCK_GN), 4,
     )  # fmt: skip
     return Routes(ids, route, steps, g, ranks)
 
@@ -150,7 +168,7 @@ def low_rank_input(
     plan: Builder, x: Array, f: Array, trans: bool, bank: Any, ranks: Array | None, shape: Shape, h: Array, beside: bool = False
 ) -> Array | None:
     """h = s_a x f_a^T; f (G, R, K), or (G, K, R) where ``trans``. Returns it by pairs, where the product wants that, and of
-    experts as TMA reads it. ``beside``: the next kernel runs beside this one."""
+    experts as TMA reads it. ``beside``: the kernel ahead, of which it reads nothing, is still running."""
     (M, K), R, G = x.shape, h.shape[1], f.shape[0]
     by_bank, by_r, by_k = f.stride if not trans else (f.stride[0], f.stride[2], f.stride[1])
     padded = shape.config is not None and shape.config.tma
@@ -162,17 +180,14 @@ def low_rank_input(
         padded = False
     else:
         pad = plan.temp((M if experts else pairs * tile, R), x.dtype, (width, 1)) if padded else None
-    block_m = min(tile, 32 if R <= 32 else 64)
-    block_r = min(64, power_of_two(R))
-    # Bytes under way: 80 KB of a program, and room for two, where a step is wide; else programs are many. So are those of
-    # many adapters of a high rank, 267 at ranks 8 to 256 of 32: with room for two, the last begin when all others end.
-    crowd = (cdiv(M, block_m) + G) * cdiv(R, block_r) > 2 * plan.device.num_sms
-    block_k, stages = ((128, 4) if block_r <= 32 else (64, 4 if crowd else 6)) if half else (32, 2)
+    block_m, block_r, block_k, warps, stages = h_config(M, R, G, half, plan.device.num_sms)
+    block_m = min(tile, block_m)
     plan.launch(
         multi_h_kernel, (cdiv(R, block_r), pairs * (tile // block_m)),
         (x, f, bank.s, bank.offsets, ranks, h, pad if padded else None, M, G, K, R, *x.stride, by_bank, by_k, by_r,
          h.stride[0], width),
-        (ranks is not None, padded, experts, "ieee", tile, block_m, block_r, block_k, block_of(G), beside), 4, stages,
+        (ranks is not None, padded, experts, "ieee", tile, block_m, block_r, block_k, block_of(G), beside), warps, stages,
+        beside,
     )  # fmt: skip
     return pad
 
@@ -228,9 +243,10 @@ def multi_gemm(
         plan.launch(
             multi_gemm_tma_kernel, (programs,),
             (Tile(x, (bm, bk)), Tile(matrix, block), Tile(pad, (bm, bk)), Tile(laid.matrix, block),
-             Tile(out, (bm, width)), None if pre_scale is None else Tile(pre_scale, (bm, width)), *(
-             (out, pre_scale) if experts else (None, None)), found.g, bias, found.ids, found.route, found.steps, M, N, K, R,
-             laid.height, (N if trans_b else K) if experts else 0, span, most_tiles(M, shape), programs),
+             None if laid.tails is None else Tile(laid.tails, block), Tile(out, (bm, width)),
+             None if pre_scale is None else Tile(pre_scale, (bm, width)), *((out, pre_scale) if experts else (None, None)),
+             found.g, bias, found.ids, found.route, found.steps, M, N, K, R, laid.height,
+             (N if trans_b else K) if experts else 0, span, most_tiles(M, shape), programs),
             (trans_b, *flags, experts, bm, bn, bk, config.EPILOGUE_SUBTILE, config.GROUP_M, not INTERPRETED),
             config.num_warps, config.num_stages,
         )  # fmt: skip
@@ -252,17 +268,18 @@ def lay(
     dtype: torch.dtype,
     numbers: tuple[int, ...] | None,
     ranks: Array | None,
-    early: bool = False,
+    beside: bool = False,
 ) -> Laid | None:
     """The bank as the product by TMA reads it beside w: (N, R) each where the columns of w are contiguous, else (R, N).
-    ``early``: beside the kernel ahead."""
+    ``beside``: the next kernel starts as soon as there is room."""
     if shape.config is None or not shape.config.tma:
         return None
     trans_b = has_columns(right.w)
     b = right.b if right.trans == trans_b else turned(right.b)  # another layout of W than the usual
-    return as_matrix(plan, b, dtype, not trans_b, shape.config.BLOCK_K, numbers, ranks, shape.experts > 0, early)
+    return as_matrix(plan, b, dtype, not trans_b, shape.config.BLOCK_K, numbers, ranks, shape.experts > 0, beside)
 
 
 def copies_beside(device: Device, shape: Shape) -> bool:
-    """Whether forward's copy of the bank runs beside x A_a^T, which waits for its loads more than for bytes."""
+    """Whether forward's x A_a^T, which waits for its loads more than for bytes, starts while the bank is still looked through.
+    The other way round the latter had no registers: 115 us of 32 mixed ranks at 14336 columns, where its bytes take 30."""
     return device.supports_pdl and shape.experts == 0 and shape.config is not None and shape.config.tma

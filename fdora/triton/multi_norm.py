@@ -100,7 +100,7 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
                 experts_norm_kernel,
                 (blocks, G),
                 (w, A, b, s, partial, *sizes, *W.stride, *A.stride, *B.stride),
-                (block_n, block_k, block_r, GROUP_N, even, precision),
+                (block_n, block_k, block_r, GROUP_N, 2 * even, precision),
                 num_warps,
                 num_stages,
             )

@@ -58,10 +58,11 @@ def drop(plan: Builder, x: Array, bank: Any, ids: Array | None, p: float) -> Arr
 
 
 class Laid(NamedTuple):
-    """A bank as TMA reads it: (G * height, Q)."""
+    """A bank as TMA reads it: (G * height, Q); ``tails``: the last step of each rank that is no multiple of one, apart."""
 
     matrix: Array
     height: int
+    tails: Array | None
     flags: Array | None  # (G, CHUNKS), which of them found what is not finite; None where tiles are not shared
 
 
@@ -74,28 +75,32 @@ def as_matrix(
     numbers: tuple[int, ...] | None,
     ranks: Array | None,
     experts: bool = False,
-    early: bool = False,
+    beside: bool = False,
 ) -> Laid:
-    """(G, P, Q), ranks along P where ``by_row``, else along Q: itself, or a copy in which a step of that many ranks meets zeros
-    beyond the last one, not the next adapter (0 times a NaN is one). ``early``: beside the kernel ahead."""
+    """(G, P, Q), ranks along P where ``by_row``, else along Q: itself, with a copy of steps that would meet what lies beyond a
+    rank or the next adapter, and meet zeros (0 times a NaN is one); or a copy of all. ``beside``: lets the next kernel in."""
     G, P, Q = bank.shape
     by_bank, by_p, by_q = bank.stride
     height = cdiv(P, step) * step if by_row else P
     pitched = by_q == 1 and by_p >= Q and by_p * bank.itemsize % 16 == 0 and (by_bank == P * by_p or G == 1)
     whole = numbers is None or all(r % step == 0 for r in numbers)
-    copy = not (bank.dtype == dtype and bank.aligned and height == P and pitched and whole)
+    fits = bank.dtype == dtype and bank.aligned and pitched
+    apart = fits and not experts and (height != P or not whole)
+    copy = not fits or (experts and (height != P or not whole))
     pitch = cdiv(Q, 16 // dtype.itemsize) * (16 // dtype.itemsize)
+    if apart:
+        height = P
     out = plan.temp((G * height, Q), dtype, (pitch, 1)) if copy else replace(bank, shape=(G * P, Q), stride=(by_p, 1))
     if experts and not copy:
-        return Laid(out, height, None)
+        return Laid(out, height, None, None)
+    tails = plan.temp((G * step, Q) if by_row else (G * P, step), dtype, (pitch if by_row else step, 1)) if apart else None
     flags = plan.temp((G, CHUNKS), torch.int32)
     block_q = min(BLOCK_Q, power_of_two(Q))
     plan.launch(
         bank_kernel,
         (G, CHUNKS),
-        (bank, ranks, out if copy else None, flags, P, Q, height, pitch, *bank.stride),
-        (NAMES[dtype], copy, ranks is not None, by_row, step, CHUNKS, AREA // block_q, block_q, early),
+        (bank, ranks, out if copy else tails, flags, P, Q, height, pitch if tails is None else tails.stride[0], *bank.stride),
+        (NAMES[dtype], copy, apart, ranks is not None, by_row, step, CHUNKS, AREA // block_q, block_q, beside),
         4,
-        pdl=early,
     )
-    return Laid(out, height, None if experts else flags)
+    return Laid(out, height, tails, None if experts else flags)

@@ -1,7 +1,8 @@
 """A handful of tokens of many adapters (decoding: each token its own): bound by reading W once, and what adapters there are.
 
-    parts of h = x A_a^T           one program per segment, slab of the rank and part of K
-    h = s_a h, l = h B_a^T         one program per few tokens, or above r = 32 per segment, and few columns
+    h = s_a x A_a^T, l = h B_a^T   one program per token and some columns; above r = 32 in two kernels:
+      parts of h = x A_a^T         one program per segment, slab of the rank and part of K
+      h = s_a h, l = h B_a^T       one program per segment and few columns
     out = g_a (x W^T + l) + bias   one program per few columns, all of K, then l
 
 Each kernel starts while the one ahead runs, where the GPU has programmatic dependent launch: the last streams W meanwhile.
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fdora.triton.configs import power_of_two, small_config
-from fdora.triton.kernels.multi_small import multi_expand_kernel, multi_gather_kernel, multi_shrink_kernel, multi_small_kernel
+from fdora.triton.kernels.multi_small import multi_expand_kernel, multi_low_kernel, multi_shrink_kernel, multi_small_kernel
 from fdora.triton.multi_gemm import block_of
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
@@ -24,71 +25,102 @@ from fdora.triton.runtime.plan import Array
 BLOCK_T = 16  # tokens of a segment at a time
 EXPAND_N = 128
 WIDE = 4096  # numbers of a tile
-GATHER_R, GATHER_T = 32, 8  # largest rank, and tokens of a program
+LOW_R = 32  # largest rank whose terms one launch forms
 
 
 class RoomConfig(NamedTuple):
-    """How the kernels ahead of the one that reads W leave it room on their multiprocessors."""
+    """How the kernel ahead of the one that reads W leaves it room on their multiprocessors."""
 
-    SHRINK: int  # programs to one multiprocessor, where parts of K make them so many
-    BLOCK_K: int
+    PROGRAMS: int  # to one multiprocessor, at most
+    AREA: int  # numbers of A or B that one of them reads at a time
     STAGES: int
-    GATHER: int  # programs to one multiprocessor
-    AREA: int  # numbers of B that one of them reads at a time
+    LOW_WARPS: int
     WARPS: int  # of the pass over W at least, where its tile is wide: g of each element would spill
 
 
 def room_config() -> RoomConfig:
-    """From h200/multi_forms.json: without room, 1.35 and 1.26 of the time."""
-    return RoomConfig(2, 128, 4, 2, 2048, 8)
+    """From h200/multi_forms.json: reads in one stage take 1.4 and 1.2 of the time, since nothing else is under way."""
+    return RoomConfig(1, 8192, 3, 4, 8)
+
+
+class Low(NamedTuple):
+    """What the pass over W finds there: h is for backward."""
+
+    h: Array
+    lora: Array
+    g: Array | None  # (M, N)
 
 
 def multi_small(plan: Builder, x: Array, bank: Any, ranks: Array | None, y: Array, h: Array, pre_scale: Array | None) -> None:
     """(M, K) and a bank -> y, and h and pre_scale in sorted order."""
-    (M, K), (G, R, _), N = x.shape, bank.A.shape, y.shape[1]
+    (M, K), R, N = x.shape, bank.A.shape[1], y.shape[1]
     if y.numel == 0:
         plan.zero(h)
         return
-    room, sms = room_config(), max(1, plan.device.num_sms)
-    parts = min(8 if R <= 64 else 4 if R <= 128 else 2, K // 256)
-    if R <= GATHER_R:  # no more programs than fit beside the others, were each token another adapter's
-        parts = min(parts, room.SHRINK * sms // max(1, min(M, G) * cdiv(R, 16)))
-    parts = max(1, parts)
-    part, lora = plan.temp((parts, M, R), torch.float32), plan.temp((M, N), torch.float32)
-    pdl, rows, block_g = plan.device.supports_pdl, power_of_two(M), block_of(G)
-    step = min(room.BLOCK_K, power_of_two(cdiv(K, parts)))
+    room = room_config()
+    low = Low(h, plan.temp((M, N), torch.float32), None if bank.m is None else plan.temp((M, N), torch.float32))
+    pdl, rows = plan.device.supports_pdl, power_of_two(M)
+    (_low if R <= LOW_R else _by_segments)(plan, x, bank, ranks, low, room)
+    w = bank.W.T
+    block_n, block_k, warps, stages = small_config(rows, N, K, w.stride[1] == 1, plan.device.capability, plan.device.num_sms)
+    warps = max(warps, room.WARPS) if rows * block_n > WIDE else warps
+    flags = (bank.m is not None, bank.bias is not None, pre_scale is not None, bank.order is not None)
+    plan.launch(
+        multi_small_kernel,
+        (cdiv(N, block_n),),
+        (x, w, low.lora, low.g, bank.bias, bank.order, y, pre_scale, M, N, K, *x.stride, *w.stride),
+        (*flags, pdl, rows, block_n, block_k),
+        warps,
+        stages,
+        pdl,
+    )
+
+
+def _low(plan: Builder, x: Array, bank: Any, ranks: Array | None, low: Low, room: RoomConfig) -> None:
+    """One launch. Each program forms all of h of its token: no more of them than have room."""
+    (M, K), (G, R, _), N = x.shape, bank.A.shape, low.lora.shape[1]
+    r = power_of_two(R)
+    block_k, block_n = (min(max(16, room.AREA // r), power_of_two(size)) for size in (K, N))
+    columns = min(cdiv(N, block_n), max(1, room.PROGRAMS * max(1, plan.device.num_sms) // M))
+    by_a, by_b = bank.A.stride, bank.B.stride
+    plan.launch(
+        multi_low_kernel,
+        (columns, M),
+        (x, bank.A, bank.s, bank.B, bank.m, bank.c, bank.offsets, ranks, bank.order, *low, M, G, K, N, R, *x.stride,
+         by_a[0], by_a[2], by_a[1], by_b[0], by_b[2], by_b[1]),
+        (ranks is not None, bank.order is not None, plan.device.supports_pdl, r, block_k, block_n, room.STAGES, block_of(G)),
+        room.LOW_WARPS,
+        room.STAGES,
+    )  # fmt: skip
+
+
+def _by_segments(plan: Builder, x: Array, bank: Any, ranks: Array | None, low: Low, room: RoomConfig) -> None:
+    """Products of an adapter with all of its tokens: parts of x A_a^T, then their sum and h B_a^T."""
+    (M, K), (G, R, _), N = x.shape, bank.A.shape, low.lora.shape[1]
+    parts = max(1, min(8 if R <= 64 else 4 if R <= 128 else 2, K // 256))
+    part, ranked, pdl, block_g = (
+        plan.temp((parts, M, R), torch.float32),
+        ranks is not None,
+        plan.device.supports_pdl,
+        block_of(G),
+    )
+    step = min(128, power_of_two(cdiv(K, parts)))
     span = cdiv(cdiv(K, parts), step) * step
-    ranked, ordered = ranks is not None, bank.order is not None
     by_a, by_b = bank.A.stride, bank.B.stride
     plan.launch(
         multi_shrink_kernel,
         (M, cdiv(R, 16), parts),
         (x, bank.A, bank.offsets, ranks, bank.order, part, M, G, K, R, span, *x.stride, by_a[0], by_a[2], by_a[1]),
-        (ranked, ordered, pdl, BLOCK_T, 16, step, block_g),
+        (ranked, bank.order is not None, pdl, BLOCK_T, 16, step, block_g),
         4,
-        room.STAGES,
+        4,
     )
-    args = (part, bank.s, bank.B, bank.offsets, ranks, h, lora, M, G, N, R, by_b[0], by_b[2], by_b[1])
-    if R <= GATHER_R:
-        r = power_of_two(R)
-        tile = (GATHER_T, max(16, room.AREA // (GATHER_T * r)), r)
-        strips = cdiv(M, GATHER_T)
-        grid = (min(cdiv(N, tile[1]), cdiv(room.GATHER * sms, strips)), strips)
-        plan.launch(multi_gather_kernel, grid, args, (parts, ranked, pdl, *tile, block_g), 4, 3, pdl)
-    else:
-        grid = (cdiv(N, EXPAND_N), M)
-        tile = (BLOCK_T, EXPAND_N, min(32, power_of_two(R)))
-        plan.launch(multi_expand_kernel, grid, args, (parts, ranked, pdl, *tile, block_g), 4, 2, pdl)
-    w = bank.W.T
-    block_n, block_k, warps, stages = small_config(rows, N, K, w.stride[1] == 1, plan.device.capability, plan.device.num_sms)
-    warps = max(warps, room.WARPS) if rows * block_n > WIDE else warps
-    flags = (bank.m is not None, bank.bias is not None, pre_scale is not None, ordered)
     plan.launch(
-        multi_small_kernel,
-        (cdiv(N, block_n),),
-        (x, w, lora, bank.m, bank.c, bank.bias, bank.offsets, bank.order, y, pre_scale, M, G, N, K, *x.stride, *w.stride),
-        (*flags, pdl, rows, block_n, block_k, block_g),
-        warps,
-        stages,
+        multi_expand_kernel,
+        (cdiv(N, EXPAND_N), M),
+        (part, bank.s, bank.B, bank.m, bank.c, bank.offsets, ranks, *low, M, G, N, R, by_b[0], by_b[2], by_b[1]),
+        (parts, ranked, pdl, BLOCK_T, EXPAND_N, min(32, power_of_two(R)), block_g),
+        4,
+        2,
         pdl,
     )

@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from fdora._records import NormOf
 from fdora._torch import needs_dispatcher
 from fdora.triton.configs import MAX_N, MIN_K, NormConfig, norm_config
 from fdora.triton.copy import in_dtype
@@ -28,36 +29,39 @@ from fdora.triton.hash import WORDS, fingerprint
 from fdora.triton.kernels.norm import choose_kernel, norm_kernel
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
+from fdora.triton.runtime.device import Device, cdiv, device_of, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.split import rows_at_a_time, split_A, split_B
 from fdora.triton.sums import SUM_N, SUM_T, column_sums
+from fdora.triton.tree import capturing, keep_for_graphs, norms_of_model, parts_of, room
 
+Tensors = Sequence[Tensor]
 GROUP_N = 8  # rows of tiles that run together, so that their slabs of A and B meet in L2
 
 
-def norm_fwd(W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None) -> Tensor:
-    """(N, K), (r, K), (N, r) -> c (N,) float32. W is read once whether its squared norm is known or not."""
-    return (row_norm if needs_dispatcher(W) else _row_norm)(W, A, B, s, max_bytes, False)
+def norm_fwd(of: NormOf) -> Tensor:
+    """c (N,) float32. W is read once whether its squared norm is known or not."""
+    return (row_norm if needs_dispatcher(of.W) else _row_norm)(*of[:4], of.max_bytes, False)
 
 
-def sqnorm_fwd(W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None) -> Tensor:
+def sqnorm_fwd(of: NormOf) -> Tensor:
     """c^2 (N,), to be added to that of other columns."""
-    return (row_norm if needs_dispatcher(W) else _row_norm)(W, A, B, s, max_bytes, True)
+    return (row_norm if needs_dispatcher(of.W) else _row_norm)(*of[:4], of.max_bytes, True)
 
 
-def norm_guarded(
-    W: Tensor, A: Tensor, B: Tensor, base_sqnorm: Tensor | None, s: float, max_bytes: int | None, c: Tensor, old_hash: Tensor
-) -> tuple[Tensor, Tensor]:
+def norm_guarded(of: NormOf, c: Tensor, old_hash: Tensor) -> tuple[Tensor, Tensor]:
     """c and the fingerprint of A, B, s. The c given is returned where the fingerprint given is theirs."""
-    c, new_hash = (row_norm_guarded if needs_dispatcher(W) else _row_norm_guarded)(W, A, B, s, max_bytes, c, old_hash)
+    guarded = row_norm_guarded if needs_dispatcher(of.W) else _row_norm_guarded
+    c, new_hash = guarded(*of[:4], of.max_bytes, c, old_hash)
     return c, new_hash
 
 
-def norm_kept(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, old_hash: Tensor) -> Tensor:
-    """A copy of c, after c and old_hash were brought up to date."""
-    return (row_norm_kept if needs_dispatcher(W) else _row_norm_kept)(W, A, B, s, c, old_hash)
+def norms_of_kept(layers: Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor]]) -> Sequence[Tensor]:
+    """Of each (W, A, B, s, c, old_hash) a copy of c, after c and old_hash were brought up to date."""
+    W, *rest = (list(each) for each in zip(*layers, strict=True))
+    whole = (row_norms_kept if needs_dispatcher(W[0]) else _row_norms_kept)(W, *rest)
+    return parts_of(whole, W)
 
 
 def _row_norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squared: bool) -> Tensor:
@@ -206,11 +210,11 @@ def chosen(plan: Builder, partial: Array, c: Array, guard: Guard) -> None:
     )
 
 
-def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> tuple[tuple, tuple, bool]:
-    """W, A and B as a kernel takes them, their strides, and whether all its tiles and slabs are whole."""
+def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> tuple[tuple, tuple, int]:
+    """W, A and B as a kernel takes them, their strides, and what of its tiles is whole: EVEN of kernels/tile.py."""
     n, k, r = config[:3]
     (N, K), R = W.shape, A.shape[0]
-    even = N % n == 0 and K % k == 0 and R % r == 0
+    even = 0 if N % n or K % k else 1 if R % r else 2
     if config.TMA:
         return (Tile(W, (n, k)), Tile(A, (r, k)), Tile(B, (n, r))), (None,) * 6, even
     return (W, A, B), (*W.stride, *A.stride, *B.stride), even
@@ -224,24 +228,37 @@ _made_from: dict[int, tuple[int, ...]] = {}  # address of old_hash -> the W that
 
 def give_norm(old_hash: Tensor, giver: Any) -> None:
     givers[old_hash.data_ptr()] = giver
+    _made_from.pop(old_hash.data_ptr(), None)  # of what lay there before
 
 
-def _row_norm_kept(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, old_hash: Tensor) -> Tensor:
+def _row_norms_kept(W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], c: Tensors, old_hash: Tensors) -> Tensor:
+    """One behind the other as in a model's norms, where whoever asked may write."""
+    givers_of = [givers.get(each.data_ptr()) for each in old_hash]
+    given = [None if giver is None else giver.given(*each) for giver, *each in zip(givers_of, W, A, B, s, strict=True)]
+    if len(W) > 1:
+        if any([each is None for each in given]) and capturing(W[0].device):
+            return norms_of_model(W, A, B, s)
+        keep_for_graphs(W, A, B, s, old_hash[0].data_ptr())
+    found = []
+    for i, known in enumerate(given):
+        one = _row_norm_kept(givers_of[i], W[i], A[i], B[i], s[i], c[i], old_hash[i]) if known is None else known
+        pad = room(W[i]) - W[i].shape[0]
+        found += [one, one.new_zeros(pad)] if pad else [one]
+    return found[0] if len(found) == 1 and given[0] is None else torch.cat(found)
+
+
+def _row_norm_kept(giver: Any, W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, old_hash: Tensor) -> Tensor:
     """Writes c and old_hash, and says so neither to the compiler nor to autograd's version counters.
 
     A checkpoint computes this again from the c and old_hash of its forward. Were the write declared, a second forward before
     that would make autograd refuse the backward. The write needs no order: whatever pair c and old_hash hold, also after a call
     was repeated or left out, the result is the norm of these W, A, B and s.
     """
-    giver = givers.get(old_hash.data_ptr())
-    given = None if giver is None else giver.given(W, A, B, s)
-    if given is not None:
-        return given.clone()  # whoever asked may write there
     c, old_hash = c.data, old_hash.data
     default = (W.data_ptr(), 0 if W.is_inference() else W._version)
     made_from = default if giver is None else giver.made_from(W)
-    if _made_from.get(old_hash.data_ptr()) != made_from:
-        old_hash.zero_()  # which matches nothing
+    if _made_from.setdefault(old_hash.data_ptr(), made_from) != made_from:  # what is new matches nothing as it is
+        old_hash.zero_()
         _made_from[old_hash.data_ptr()] = made_from
     out, new_hash = run(*_kept(W, A, B, s, c, old_hash))
     old_hash.copy_(new_hash)
@@ -256,10 +273,22 @@ def _fake_row_norm_guarded(W, A, B, s, max_bytes, c, old_hash):
     return [W.new_empty(W.shape[0], dtype=torch.float32), W.new_empty(WORDS, dtype=torch.int64)]
 
 
-def _fake_row_norm_kept(W, A, B, s, c, old_hash):
-    return W.new_empty(W.shape[0], dtype=torch.float32)
+def _fake_row_norms_kept(W, A, B, s, c, old_hash):
+    return W[0].new_empty(sum(map(room, W)), dtype=torch.float32)
+
+
+def _planned_row_norms_kept(W, A, B, s, c, old_hash):
+    """Without flops: only the device knows what it computes."""
+    return (Builder("norms of layers", device_of(W[0].device)).plan(),)
 
 
 row_norm = op("row_norm", _row_norm, _fake_row_norm, _planned)
 row_norm_guarded = op("row_norm_guarded", _row_norm_guarded, _fake_row_norm_guarded, _guarded)
-row_norm_kept = op("row_norm_kept", _row_norm_kept, _fake_row_norm_kept, _kept, mapped=False)
+row_norms_kept = op(
+    "row_norms_kept",
+    _row_norms_kept,
+    _fake_row_norms_kept,
+    _planned_row_norms_kept,
+    "(Tensor[] W, Tensor[] A, Tensor[] B, float[] s, Tensor[] c, Tensor[] old_hash) -> Tensor",
+    mapped=False,
+)

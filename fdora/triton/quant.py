@@ -87,10 +87,8 @@ def stack_norms_of_codes(spec: QuantSpec, tensors: Sequence[Tensor | None], A: T
     return c
 
 
-def _quant_stack_norms(
-    tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, text: Sequence[str], numbers: Sequence[int]
-) -> Tensor:
-    return run(*_planned_stack(tensors, A, B, s, text, numbers))[0]
+def _quant_stack_norms(*args: Any) -> Tensor:
+    return run(*_planned_stack(*args))[0]
 
 
 def _planned_stack(
@@ -113,10 +111,8 @@ def plan_stack_norms(likes: Sequence[Like | None], device: Device, coded: Coded)
     return plan.plan()
 
 
-def _quant_row_norm(
-    tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, text: Sequence[str], numbers: Sequence[int], squared: bool
-) -> Tensor:
-    return run(*_planned(tensors, A, B, s, text, numbers, squared))[0]
+def _quant_row_norm(*args: Any) -> Tensor:
+    return run(*_planned(*args))[0]
 
 
 def _planned(

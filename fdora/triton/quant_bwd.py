@@ -15,7 +15,7 @@ asks whether there are any, and forms their products from the codes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,22 +31,25 @@ from fdora.triton.runtime.plan import Array, Scalar
 COLUMNS, AT_ONCE = 512, 2**28  # parts of W are multiples of so many columns, and dense no more bytes than that where they can
 
 
+class Given(NamedTuple):
+    """What the backward of one layer with an adapter reads, and where its gradients beside dx go."""
+
+    dy: Array
+    x: Array
+    la: Any
+    s: Scalar
+    h: Array | None
+    kept: Array | None
+    pre_scale: bool
+    grads: Any
+
+
 def backward_of_codes(
-    plan: Builder,
-    dy: Array,
-    x: Array,
-    la: Any,
-    s: Scalar,
-    h: Array | None,
-    kept: Array | None,
-    pre_scale: bool,
-    p: float,
-    dx: Array,
-    grads: Any,
-    dx_of: Callable[[Array, Array, Array, Array], str],
+    plan: Builder, given: Given, p: float, dx: Array, dx_of: Callable[[Array, Array, Array, Array], str]
 ) -> str:
     """``dx_of`` takes columns of dx, and those of g W and of A, and dh, and says how. ``p``: of "lora" dropout, where the layer
     has a seed."""
+    dy, x, la, s, h, kept, pre_scale, grads = given
     t, g, (r, K) = x.dtype, G(la.m, la.c), la.A.shape
     both = grads.A is not None and grads.B is not None and at_once(x, dy, r, plan.device.capability)
     config = scale.config_for(plan, dy, r, not both)

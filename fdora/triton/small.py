@@ -41,6 +41,54 @@ class Out(NamedTuple):
     c: Array | None = None  # the norm, where nobody gave it
 
 
+class Back(NamedTuple):
+    """Where those of its backward go, and what dA = (s dz B)^T x reads."""
+
+    dx: Array
+    dA: Array | None = None
+    x: Array | None = None
+
+
+class Ends(NamedTuple):
+    """What a pass x w + h b with h = s x a reads and writes beside that, in the order of the kernels, behind the parts of h."""
+
+    h: Array | None
+    b: Array
+    out: Array
+    pre_scale: Array | None
+    m: Array | None
+    c: Array | None
+    bias: Array | None
+    u: Array | None  # beside dA = h^T u
+    dA: Array | None
+    s: Scalar
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return (*self.b.stride, 0 if self.h is None else self.h.stride[0], *((1, 1) if self.u is None else self.u.stride))
+
+    @property
+    def given(self) -> tuple[bool, ...]:
+        return tuple(t is not None for t in (self.m, self.bias, self.pre_scale, self.h, self.u))
+
+    def are_empty(self, plan: Builder) -> bool:
+        """Whether there is no token or no column; sums over them are 0 then."""
+        if self.out.numel:
+            return False
+        for t in (self.h, self.dA):
+            if t is not None:
+                plan.zero(t)
+        return True
+
+
+def forward_ends(la: Any, s: Scalar, out: Out) -> Ends:
+    return Ends(out.h, la.B.T, out.y, out.pre_scale, la.m, la.c, la.bias, None, None, s)
+
+
+def backward_ends(la: Any, s: Scalar, out: Back) -> Ends:
+    return Ends(None, la.A, out.dx, None, None, None, None, None if out.dA is None else out.x, out.dA, s)
+
+
 def small_forward(
     plan: Builder, x: Array, la: Any, s: Scalar, out: Out, config: SmallConfig | None = None, accumulate: bool = False
 ) -> None:
@@ -48,25 +96,14 @@ def small_forward(
 
     ``config`` overrides the table.
     """
-    y, h, pre_scale, _ = out
-    _small(plan, x, la.W.T, la.A.T, la.B.T, s, config, y, pre_scale, h=h, m=la.m, c=la.c, bias=la.bias, accumulate=accumulate)
+    _small(plan, x, la.W.T, la.A.T, forward_ends(la, s, out), config, accumulate)
 
 
 def small_backward(
-    plan: Builder,
-    dz: Array,
-    W: Array,
-    A: Array,
-    B: Array,
-    x: Array,
-    s: Scalar,
-    dx: Array,
-    dA: Array | None,
-    accumulate: bool = False,
-    config: SmallConfig | None = None,
+    plan: Builder, dz: Array, la: Any, s: Scalar, out: Back, config: SmallConfig | None = None, accumulate: bool = False
 ) -> None:
-    """(M, N) (N, K) (r, K) (N, r) (M, K) -> dx = dz W + s dz B A and dA = (s dz B)^T x. ``accumulate``: added to dx."""
-    _small(plan, dz, W, B, A, s, config, dx, None, u=None if dA is None else x, dA=dA, accumulate=accumulate)
+    """(M, N), a layer -> dx = dz W + s dz B A (M, K) and dA. ``accumulate``: added to dx."""
+    _small(plan, dz, la.W, la.B, backward_ends(la, s, out), config, accumulate)
 
 
 def shrunk(plan: Builder, x: Array, a: Array) -> tuple[Array, bool]:
@@ -91,77 +128,20 @@ def shrunk(plan: Builder, x: Array, a: Array) -> tuple[Array, bool]:
     return part, pdl
 
 
-def _small(
-    plan: Builder,
-    x: Array,
-    w: Array,
-    a: Array,
-    b: Array,
-    s: Scalar,
-    config: SmallConfig | None,
-    out: Array,
-    pre_scale: Array | None,
-    h: Array | None = None,
-    m: Array | None = None,
-    c: Array | None = None,
-    bias: Array | None = None,
-    u: Array | None = None,
-    dA: Array | None = None,
-    accumulate: bool = False,
-) -> None:
+def _small(plan: Builder, x: Array, w: Array, a: Array, ends: Ends, config: SmallConfig | None, accumulate: bool) -> None:
     """(M, K) (K, N) (K, r) (r, N): x w + s x a b, and what comes with it."""
     (M, K), N, r = x.shape, w.shape[1], a.shape[1]
-    if M == 0 or N == 0:
-        for t in (h, dA):
-            if t is not None:
-                plan.zero(t)
+    if ends.are_empty(plan):
         return
     rows = power_of_two(M)
     part, pdl = shrunk(plan, x, a)
-    parts = part.shape[0]
     on = plan.device
     block_n, block_k, warps, stages = config or small_config(rows, N, K, w.stride[1] == 1, on.capability, on.num_sms)
     plan.launch(
         small_kernel,
         (cdiv(N, block_n),),
-        (
-            x,
-            w,
-            part,
-            h,
-            b,
-            out,
-            pre_scale,
-            m,
-            c,
-            bias,
-            u,
-            dA,
-            s,
-            M,
-            N,
-            K,
-            r,
-            *x.stride,
-            *w.stride,
-            *b.stride,
-            0 if h is None else h.stride[0],
-            *((1, 1) if u is None else u.stride),
-        ),
-        (
-            parts,
-            m is not None,
-            bias is not None,
-            pre_scale is not None,
-            h is not None,
-            u is not None,
-            accumulate,
-            pdl,
-            rows,
-            block_n,
-            block_k,
-            min(64, power_of_two(r)),
-        ),
+        (x, w, part, *ends, M, N, K, r, *x.stride, *w.stride, *ends.strides),
+        (part.shape[0], *ends.given, accumulate, pdl, rows, block_n, block_k, min(64, power_of_two(r))),
         warps,
         stages,
         pdl,

@@ -30,7 +30,7 @@ from fdora.triton.kernels.small_codes import codes_parts_kernel, small_codes_ker
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array, Scalar
-from fdora.triton.small import Out, shrunk
+from fdora.triton.small import Back, Ends, Out, backward_ends, forward_ends, shrunk
 
 BESIDE = 64  # above this rank h B is a part beside those of x W
 
@@ -45,63 +45,25 @@ def reads(W: Packed) -> bool:
 
 
 def small_forward_of_codes(
-    plan: Builder,
-    x: Array,
-    W: Packed,
-    la: Any,
-    s: Scalar,
-    out: Out,
-    config: CodesConfig | None = None,
-    accumulate: bool = False,
+    plan: Builder, x: Array, la: Any, s: Scalar, out: Out, config: CodesConfig | None = None, accumulate: bool = False
 ) -> None:
     """:func:`fdora.triton.small.small_forward`, W of codes. float16 or bfloat16 x."""
-    y, h, pre_scale, _ = out
-    ends: Any = dict(h=h, m=la.m, c=la.c, bias=la.bias, accumulate=accumulate)
-    _small(plan, x, W, False, la.A.T, la.B.T, s, config, y, pre_scale, **ends)
+    _small(plan, x, la.W, False, la.A.T, forward_ends(la, s, out), config, accumulate)
 
 
 def small_backward_of_codes(
-    plan: Builder,
-    dz: Array,
-    W: Packed,
-    A: Array,
-    B: Array,
-    x: Array,
-    s: Scalar,
-    dx: Array,
-    dA: Array | None,
-    accumulate: bool = False,
-    config: CodesConfig | None = None,
+    plan: Builder, dz: Array, la: Any, s: Scalar, out: Back, config: CodesConfig | None = None, accumulate: bool = False
 ) -> None:
     """:func:`fdora.triton.small.small_backward`, W of codes."""
-    _small(plan, dz, W, True, B, A, s, config, dx, None, u=None if dA is None else x, dA=dA, accumulate=accumulate)
+    _small(plan, dz, la.W, True, la.B, backward_ends(la, s, out), config, accumulate)
 
 
 def _small(
-    plan: Builder,
-    x: Array,
-    W: Packed,
-    columns: bool,
-    a: Array,
-    b: Array,
-    s: Scalar,
-    config: CodesConfig | None,
-    out: Array,
-    pre_scale: Array | None,
-    h: Array | None = None,
-    m: Array | None = None,
-    c: Array | None = None,
-    bias: Array | None = None,
-    u: Array | None = None,
-    dA: Array | None = None,
-    accumulate: bool = False,
+    plan: Builder, x: Array, W: Packed, columns: bool, a: Array, ends: Ends, config: CodesConfig | None, accumulate: bool
 ) -> None:
     """(M, K), W (N, K) or, for its columns, (K, N), (K, r) (r, N): x w + s x a b, and what comes with it."""
-    (M, K), N, r, form = x.shape, out.shape[1], a.shape[1], W.form
-    if M == 0 or N == 0:
-        for t in (h, dA):
-            if t is not None:
-                plan.zero(t)
+    (M, K), N, r, form = x.shape, ends.out.shape[1], a.shape[1], W.form
+    if ends.are_empty(plan):
         return
     part, pdl = shrunk(plan, x, a)
     # Forward, 8 columns of tokens are no product of wgmma's: 1 token then takes twice the time of 16 (H200, Triton 3.6).
@@ -122,20 +84,16 @@ def _small(
     block_n, block_k, slices, warps, stages, splits = config
     step = block_k * slices
     even, splits = N % block_n == 0 and K % step == 0, min(splits, cdiv(K, step))
-    rows = rows if splits > 1 or dA is None else max(16, rows)  # dA sums over tokens, 16 at least
+    rows = rows if splits > 1 or ends.dA is None else max(16, rows)  # dA sums over tokens, 16 at least
     tile = (even, rows, block_n, block_k)
     weight, sizes = (x, codes, scales, code256, scales2, offset), (W.shape[1] // 8, groups_of(W))
-    ends = (part, h, b, out, pre_scale, m, c, bias, u, dA, s)
-    end_strides = (*b.stride, 0 if h is None else h.stride[0], *((1, 1) if u is None else u.stride))
-    given = (t is not None for t in (m, bias, pre_scale, h, u))
-    flags = (part.shape[0], *given, accumulate, pdl)
-    block_r = min(64, power_of_two(r))
+    end_strides, block_r = ends.strides, min(64, power_of_two(r))
     if splits == 1:
         plan.launch(
             small_codes_kernel,
             (cdiv(N, block_n),),
-            (*weight, *ends, M, N, K, r, *sizes, *x.stride, *strides, *end_strides),
-            (*how, columns, *flags, *tile, block_r, slices),
+            (*weight, part, *ends, M, N, K, r, *sizes, *x.stride, *strides, *end_strides),
+            (*how, columns, part.shape[0], *ends.given, accumulate, pdl, *tile, block_r, slices),
             warps,
             stages,
             pdl,
@@ -143,25 +101,24 @@ def _small(
         return
     beside = not columns and r > BESIDE
     sums = plan.temp((splits + beside, M, N), torch.float32)
-    low, b_strides = ((part, h, b, s), (*b.stride, end_strides[2])) if beside else ((None,) * 4, (0, 0, 0))
+    low, b_strides = ((part, ends.h, ends.b, ends.s), end_strides[:3]) if beside else ((None,) * 4, (0, 0, 0))
     plan.launch(
         codes_parts_kernel,
         (cdiv(N, block_n), splits + beside),
         (*weight, sums, *low, M, N, K, r, *sizes, *x.stride, *strides, *b_strides),
-        (*how, columns, part.shape[0] if beside else 0, beside and h is not None, pdl, *tile, block_r, slices),
+        (*how, columns, part.shape[0] if beside else 0, beside and ends.h is not None, pdl, *tile, block_r, slices),
         warps,
         stages,
         pdl,
     )
     if beside:  # nothing is left of it to add
-        r, h, flags = 0, None, (flags[0], *flags[1:4], False, *flags[5:])
-        ends = (part, None, *ends[2:])
+        r, ends = 0, ends._replace(h=None)
     rows, (wide, block_r, ahead, warps) = power_of_two(M), parts_config(M, r, columns)
     plan.launch(
         add_parts_kernel,
         (cdiv(N, wide),),
-        (sums, x, *ends, M, N, r, *end_strides),
-        (splits + beside, *flags, rows, wide, block_r, ahead),
+        (sums, x, part, *ends, M, N, r, *end_strides),
+        (splits + beside, part.shape[0], *ends.given, accumulate, pdl, rows, wide, block_r, ahead),
         warps,
         2,
         pdl,

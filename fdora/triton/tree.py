@@ -9,7 +9,7 @@ A norm depends on its layer alone: the same bits in another tree, with and witho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from threading import Lock
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fdora import _facts
+from fdora._records import Norms
 from fdora.triton.kernels.tree import fingerprints_kernel, norms_kernel, roots_kernel
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
@@ -31,7 +32,7 @@ from fdora.triton.tree_table import CHUNK, FIELDS, flops_of, launches_of, rows_o
 WORDS = 16  # as in fdora/eager/tree.py
 HASH, ROOTS = 2048, 256  # words and rows at a time
 ALIGN = 32  # numbers: each c begins at 128 bytes, as in fdora/functional/_tree.py
-MODELS = 32  # whose norms compiled code keeps
+MOST = 1024  # models, or layers of a block, whose norms compiled code keeps
 _captured: dict[int, Any] = {}  # by id: tables and norms that CUDA graphs read, for as long as the process lives
 
 
@@ -70,18 +71,9 @@ class Layers:
         """Writes all norms into c. The pointers of W, A and B are those of before."""
         run(self._plan(False, c), (self.table(), None, None, c, c))
 
-    def guarded(
-        self,
-        W: Sequence[Tensor],
-        A: Sequence[Tensor],
-        B: Sequence[Tensor],
-        old: Tensor,
-        old_words: Tensor,
-        new: Tensor,
-        new_words: Tensor,
-    ) -> None:
-        """Writes new and new_words, which may be old and old_words: norms of before where the bits of A, B and s are."""
-        run(self._plan(True, new), (self.table(), old_words, new_words, old, new))
+    def guarded(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], old: Norms, new: Norms) -> None:
+        """Writes new, which may be old: norms of before where the bits of A, B and s are."""
+        run(self._plan(True, new.c), (self.table(), old.words, new.words, old.c, new.c))
 
     def _plan(self, guarded: bool, c: Tensor) -> Plan:
         found = self.plans.get((guarded, c.shape[0]))
@@ -117,10 +109,10 @@ def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: 
         plan.launch(fingerprints_kernel, (layers * WORDS,), args, (WORDS, HASH, device.supports_pdl), 8, cost=Cost())
     share = 1 / max(1, len(launches))
     work = Cost(flops16=share * work.flops16, bytes=share * work.bytes)  # guarded, kernels see how much of it there is to do
-    for first, count, items, consts, (num_warps, num_stages) in launches:
+    for first, count, items, consts, (num_warps, num_stages, programs) in launches:
         plan.launch(
             norms_kernel,
-            (min(items, 2 * device.num_sms),),
+            (min(items, programs * device.num_sms),),
             (table, differs, partial, layers, first, count),
             (guarded, *consts, WORDS, pdl),
             num_warps,
@@ -147,40 +139,41 @@ class Kept:
     def __init__(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]):
         *at, self.size = accumulate(map(room, W), initial=0)
         self.layers = Layers(W, A, B, s, at)
-        self.made_from: list[int] = []
-        self.norms: dict[int, tuple[Tensor, Tensor]] = {}
-        self.graph = by_another_thread(
-            self.nothing, self.layers.device
-        )  # what CUDA graphs read and write, made before a capture
+        self.made_from = made_from(W)  # now: a capture would clear the graph's words in every replay
+        self.norms: dict[int, Norms] = {}
+        self.graph = by_another_thread(self.nothing, self.layers.device)  # for CUDA graphs, made before a capture
 
-    def nothing(self) -> tuple[Tensor, Tensor]:
+    def nothing(self) -> Norms:
         device = self.layers.device
         self.layers.table()  # on this stream
         with torch.inference_mode(False):  # else nobody outside of it could write there
             words = torch.zeros((self.layers.count, WORDS), device=device, dtype=torch.int64)
-            return torch.zeros(self.size, device=device, dtype=torch.float32), words
+            return Norms(torch.zeros(self.size, device=device, dtype=torch.float32), words)
 
     def forget(self) -> None:
         self.norms.clear()
-        self.graph[1].zero_()
+        self.graph.words.zero_()
 
     def now(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], capturing: bool) -> Tensor:
         """A copy: whoever asked may write there, as Inductor does where it has use for the memory."""
-        made_from = [0 if w.is_inference() else w._version for w in W]
-        if made_from != self.made_from:
+        if made_from(W) != self.made_from:
             self.forget()
-            self.made_from = made_from
+            self.made_from = made_from(W)
         cuda = self.layers.device.type == "cuda"
         stream = raw_stream(self.layers.device.index) if cuda else 0
         pair = self.graph if capturing else self.norms.pop(stream, None)
         if pair is None:
             pair = by_another_thread(self.nothing, self.layers.device)
-        self.layers.guarded(W, A, B, *pair, *pair)
+        self.layers.guarded(W, A, B, pair, pair)
         if capturing:
             _captured[id(self)] = self
         else:
             self.norms[stream] = pair
-        return pair[0].clone()
+        return pair.c.clone()
+
+
+def made_from(W: Sequence[Tensor]) -> list[int]:
+    return [0 if w.is_inference() else w._version for w in W]
 
 
 def room(W: Tensor) -> int:
@@ -188,13 +181,18 @@ def room(W: Tensor) -> int:
 
 
 _kept: dict[tuple, Kept] = {}
+_seen: set[int] = set()  # by keep_for_graphs
 _lock = Lock()  # a dict that grows while another thread looks for its oldest raises
 
 
-def norms_kept(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Iterator[Tensor]:
+def norms_kept(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Sequence[Tensor]:
     """c of each layer, for a compiler that traces: one op, which gives back norms of before where nothing changed."""
-    parts = model_norms(W, A, B, s).split_with_sizes([n for w in W for n in (w.shape[0], room(w) - w.shape[0])])
-    return parts[::2]
+    return parts_of(model_norms(W, A, B, s), W)
+
+
+def parts_of(c: Tensor, W: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Each layer's, of all c one behind the other."""
+    return c.split_with_sizes([n for w in W for n in (w.shape[0], room(w) - w.shape[0])])[::2]
 
 
 def forget_norms() -> None:
@@ -204,32 +202,52 @@ def forget_norms() -> None:
             kept.forget()
     with _lock:
         _kept.clear()
+        _seen.clear()
 
 
-def _model_norms(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Tensor:
+def norms_of_model(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Tensor:
     """A function of its arguments, which remembers by their addresses, the bits of A, B and s, and the version of W.
 
     What stands there now counts, not what stood there when the graph began: a recomputation in backward asks again.
     """
     ready()
-    tensors = (*W, *A, *B)
-    key = (tuple(map(Tensor.data_ptr, tensors)), _facts.facts(tensors), tuple(s))
+    key = _key(W, A, B, s)
     kept, device = _kept.get(key), W[0].device
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if kept is not None:
-        return kept.now(W, A, B, capturing)
-    if capturing:  # what is made now would be of the graph: nothing is kept
+        return kept.now(W, A, B, capturing(device))
+    if capturing(device):  # what is made now would be of the graph: nothing is kept
         *at, size = accumulate(map(room, W), initial=0)
         c = torch.zeros(size, device=device, dtype=torch.float32)
         layers = Layers(W, A, B, s, at)
         layers.norms(W, A, B, c)
         return c
+    return _keep(key, W, A, B, s).now(W, A, B, False)
+
+
+def capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _key(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> tuple:
+    tensors = (*W, *A, *B)
+    return (tuple(map(Tensor.data_ptr, tensors)), _facts.facts(tensors), tuple(s))
+
+
+def _keep(key: tuple, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Kept:
     kept = Kept(W, A, B, s)
     with _lock:
-        if len(_kept) >= MODELS:
+        if len(_kept) >= MOST:
             _kept.pop(next(iter(_kept)), None)
         _kept[key] = kept
-    return kept.now(W, A, B, False)
+    return kept
+
+
+def keep_for_graphs(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float], name: int) -> None:
+    """What a graph needs is made when the layers of this name are seen for the first time: a capture would leave it empty."""
+    if W[0].device.type == "cuda" and name not in _seen and not capturing(W[0].device):
+        ready()
+        _keep(_key(W, A, B, s), W, A, B, s)
+        _seen.add(name)
 
 
 def _fake_model_norms(W, A, B, s):
@@ -243,7 +261,7 @@ def _planned(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: S
 
 model_norms = op(
     "model_norms",
-    _model_norms,
+    norms_of_model,
     _fake_model_norms,
     _planned,
     "(Tensor[] W, Tensor[] A, Tensor[] B, float[] s) -> Tensor",

@@ -114,11 +114,11 @@ def launches_of(rows: list[Row]) -> list[tuple]:
         last = first
         while last < len(rows) and last - first < MOST and rows[last].order == rows[first].order:
             last += 1
-        *code, block_n, block_k, block_r, num_warps, num_stages = rows[first].kernel
+        *code, block_n, block_k, block_r, num_warps, num_stages, ahead, programs = rows[first].kernel
         items = sum(row.fields["items"] for row in rows[first:last])
-        consts = (*code, block_n, block_k, block_r, CHUNK, power_of_two(last - first))
+        consts = (*code, block_n, block_k, block_r, CHUNK, power_of_two(last - first), ahead)
         if items:
-            found.append((first, last - first, items, consts, (num_warps, num_stages)))
+            found.append((first, last - first, items, consts, (num_warps, num_stages, programs)))
         first = last
     return found
 

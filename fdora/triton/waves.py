@@ -5,9 +5,9 @@ The tiles of a result are spread over the multiprocessors. One that gets ``share
     max( share steps step, waves steps latency ) + waves edge      share = ceil(tiles / multiprocessors)
                                                                    waves = ceil(share / together)
 
-with ``step`` the flops of a tile's step along K over ``reached`` x the rate of a multiprocessor, ``latency`` what a step takes
-at least, and ``edge`` what begins and ends a tile. Beside it stands the time of the bytes, at ``memory`` x bandwidth. Both are
-joined by a norm of fourth order, and ``start`` is added: a launch.
+with ``step`` the flops of a tile's step along K over ``reached`` x the rate of a multiprocessor, and FILLED for the rows that a
+tile has and x has not, ``latency`` what a step takes at least, and ``edge`` what begins and ends a tile. Beside it stands the
+time of the bytes, at ``memory`` x bandwidth. Both are joined by a norm of fourth order, and ``start`` is added: a launch.
 
 cuBLAS is the same model with many tiles, each also split along K, and the best of them: the sides of its tiles are multiples of
 8 (its kernels are named 64 x 72 or 256 x 136), so rows are divided evenly and the last wave is full. What a pass over the
@@ -28,6 +28,7 @@ SIDES, LARGEST = (64, 128, 192, 256), 256 * 160  # of cuBLAS's tiles, beside tho
 SPLITS = (1, 2, 3, 4, 6, 8)
 LEAST_K = 256  # of a part
 SLOW_COPY = 4.0  # us: rows of h and B that do not begin at 16 bytes are copied first
+FILLED = 1.7e-3  # us: 128 bytes of a row that TMA fills up take so much longer than those of one that it fetches
 
 
 class Gpu(NamedTuple):
@@ -97,11 +98,14 @@ class PassFit(NamedTuple):
     both: float
 
 
-def fused_us(M: int, N: int, K: int, r: int, tile: Tile, fit: Fit, gpu: Gpu, weights: int = 1) -> float:
-    """One product with the low-rank term inside; of rows that have so many W."""
+def fused_us(M: int, N: int, K: int, r: int, tile: Tile, fit: Fit, gpu: Gpu, weights: int = 1, moved: bool = True) -> float:
+    """One product with the low-rank term inside; of rows that have so many W. ``moved``: the last tile ends with the last row
+    where there are enough (gemm.py); else it is filled up, which is seen where tiles above one another are few."""
     steps = cdiv(K, tile.BLOCK_K) + cdiv(r, tile.BLOCK_K)
     copies = SLOW_COPY if r % 8 else 0.0
-    products = _waves(M, N, tile, steps, fit, gpu)
+    empty = max(0, tile.BLOCK_M - M) if moved or M > 6 * tile.BLOCK_M else -M % tile.BLOCK_M
+    filled = FILLED * empty * tile.BLOCK_K / 64
+    products = _waves(M, N, tile, steps, fit, gpu, filled=filled)
     return (
         copies
         + fit.start
@@ -145,11 +149,11 @@ def pass_us(M: int, N: int, r: int, fit: PassFit, gpu: Gpu) -> float:
     return fit.start + fit.rank * ranks + size * (fit.size + fit.both * ranks)
 
 
-def _waves(M: int, N: int, tile: Tile, steps: float, fit: Fit, gpu: Gpu, splits: int = 1) -> float:
+def _waves(M: int, N: int, tile: Tile, steps: float, fit: Fit, gpu: Gpu, splits: int = 1, filled: float = 0.0) -> float:
     bm, bn, bk, together = tile
     share = cdiv(cdiv(M, bm) * cdiv(N, bn) * splits, gpu.num_sms)
     waves = cdiv(share, together)
-    step = 2 * bm * bn * bk / (gpu.flops * fit.reached)
+    step = 2 * bm * bn * bk / (gpu.flops * fit.reached) + filled
     return max(share * steps * step, waves * steps * fit.latency) + waves * fit.edge
 
 

@@ -8,10 +8,12 @@ import datetime
 import faulthandler
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -60,24 +62,31 @@ def results(module, world, timeout=300, packages=()):
 
 def wait(started, timeout):
     """Until all have ended; or what is wrong: the first that failed (others may wait for it), or those that have not ended."""
-    end = time.monotonic() + timeout
-    while (codes := [process.poll() for process in started]).count(None):
-        failed = [f"process {rank} ended with {code}. " for rank, code in enumerate(codes) if code]
-        if failed:
+    ended, end = queue.SimpleQueue(), time.monotonic() + timeout
+    for process in started:
+        threading.Thread(target=lambda process=process: ended.put(process.wait()), daemon=True).start()
+    for _ in started:
+        try:
+            code = ended.get(timeout=max(0, end - time.monotonic()))
+        except queue.Empty:
+            break
+        if code:
             end = min(end, time.monotonic() + GRACE)
-        if time.monotonic() > end:
-            stacks(started)
-            return "".join(failed) or f"{codes.count(None)} of {len(codes)} processes still ran after {timeout} s. "
-        time.sleep(0.05)
-    return ""
+    codes = {process: process.poll() for process in started}
+    failed = [f"process {rank} ended with {code}. " for rank, code in enumerate(codes.values()) if code]
+    running = [process for process, code in codes.items() if code is None]
+    stacks(running)
+    if running and not failed:
+        return f"{len(running)} of {len(codes)} processes still ran after {timeout} s. "
+    return "".join(failed)
 
 
-def stacks(started):
-    """Those that still run write where their threads stand. Only in the end: Python may crash of it."""
-    running = [process for process in started if process.poll() is None]
-    for process in running:
-        process.send_signal(signal.SIGUSR1)
-    time.sleep(1 if running else 0)
+def stacks(processes):
+    """Those that still run write where their threads stand, and end of it."""
+    for process in processes:
+        process.send_signal(signal.SIGABRT)
+    for process in processes:
+        process.wait()
 
 
 def logs(folder, world):
@@ -95,7 +104,7 @@ def names(path):
 
 def run(space):
     """Every case of a file, in this process."""
-    faulthandler.register(signal.SIGUSR1)
+    faulthandler.enable()  # stacks: SIGABRT
     rank, world, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["FOLDER"]
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=SECONDS)
@@ -124,3 +133,4 @@ def run(space):
     Path(f"{folder}/{rank}.json").write_text(json.dumps(said))
     print("all cases are through", flush=True)
     torch.distributed.destroy_process_group()
+    os._exit(0)  # a thread that waits for a message nobody sends any more may make Python abort at its end, before 3.14

@@ -21,7 +21,15 @@ from tests.make import tensors
 
 BOTH = ("eager", "triton")
 # What compiled code keeps between its calls, and norms of codes: eager code decodes some rows at a time.
-OF_KERNELS = {"norm_kept", "give_norm", "norms_kept", "forget_norms", "norm_of_codes", "norm_of_codes_guarded", "is_decoded"}
+OF_KERNELS = {
+    "norms_of_kept",
+    "give_norm",
+    "norms_kept",
+    "forget_norms",
+    "norm_of_codes",
+    "norm_of_codes_guarded",
+    "is_decoded",
+}
 OF_KERNELS |= {"stack_norms_of_codes", "dense_of", "norm_inside"}
 module = importlib.import_module("fdora.functional.backend")
 

@@ -8,7 +8,6 @@ import copy
 import faulthandler
 import json
 import os
-import signal
 import sys
 import traceback
 from collections import Counter, OrderedDict
@@ -274,17 +273,17 @@ def on_shards(wrap, truth, mesh):
 
 def gathers_of_a_step(run, rank):
     """All-gathers for norms. Under a mode that counts operations there would be none: values of now are not for it."""
-    count, one = [0], _sharded_rows._all_gather
+    count, one = [0], _sharded_rows.all_gathered
 
     def counted(*args):
         count[0] += 1
         return one(*args)
 
-    _sharded_rows._all_gather = counted
+    _sharded_rows.all_gathered = counted
     try:
         loss_of(run, batches()[0, 0, rank]).backward()
     finally:
-        _sharded_rows._all_gather = one
+        _sharded_rows.all_gathered = one
     return count[0]
 
 
@@ -671,7 +670,7 @@ ZERO = {f"zero {stage}": partial(zero, stage) for stage in (2, 3)}  # want DeepS
 
 def main(rank, world, folder, *names):
     global device
-    faulthandler.register(signal.SIGUSR1)
+    faulthandler.enable()  # world.stacks: SIGABRT
     if "cuda" in names:  # to look at by hand: other sums than whole parameters on a CPU, and norms that nobody counts here
         device, names = f"cuda:{rank}", [name for name in names if name != "cuda"]
         torch.cuda.set_device(rank)

@@ -16,7 +16,8 @@ from tests.quant.make import randint
 def test_the_library(folder, passed):
     """0.14, which stands beside torchtune, and 0.18."""
     if folder == "torchao" and not hasattr(torch.nn.functional, "ScalingType"):
-        pytest.skip("torchao 0.18 cannot be imported with a torch that has no torch.nn.functional.ScalingType (before 2.10)")
+        why = "torchao 0.18 cannot be imported with a torch that has no torch.nn.functional.ScalingType (before 2.10)"
+        pytest.skip(f"{why}; runs with torch 2.10 or newer, as in `make test`")
     quiet = {"TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}
     run_cases(Path(__file__).with_name("torchao_cases.py"), folder, passed, **quiet)
 

@@ -62,12 +62,24 @@ def case_resumed_in_the_middle_with_one_process_more():
 
 
 def case_a_schedule_of_another_depth_is_refused_by_all():
-    base, links = make.frozen(), connect()
+    base = make.frozen()
     found = {depth: works_of(schedule(make.LENGTHS[:1], Spec(16, depth=depth, seconds=0))) for depth in (1, 2)}
     with pytest.raises(FdoraError, match=r"each batch 2 microbatches after .* Make the schedule with Spec\(depth=2\)"):
-        make.piped(found[1], start(base), FRAMES["1F1B"][1](base), links)
+        make.piped(found[1], start(base), FRAMES["1F1B"][1](base), connect())
     with pytest.raises(FdoraError, match=r"each batch 4 microbatches after"):
-        make.piped(found[2], start(base), make.four(base), links)
+        make.piped(found[2], start(base), make.four(base), connect())
+
+
+def case_one_process_that_is_refused_ends_all():
+    """Only one of them was given what it cannot run, so only it can say so."""
+    base, plan = make.frozen(), works(2)
+    stages = FRAMES["1F1B"][1](base)
+    for of in (0, 1):
+        links = connect()
+        with pytest.raises(FdoraError, match="each batch 2 microbatches after") as caught:
+            given = [work._replace(due=()) for work in plan] if links.rank == of else plan
+            make.piped(given, start(base), stages, links)
+        assert (f"process {of} of 2, which failed" in str(caught.value)) == (links.rank != of)
 
 
 def case_it_keeps_what_is_in_flight_alone():

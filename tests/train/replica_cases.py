@@ -81,12 +81,17 @@ def case_saved_after_a_round_and_gone_on_with_in_one_process():
 
 
 def case_what_replicas_refuse():
-    group, base = dist.new_group(), make.frozen()
+    """Also where only one of them is given that."""
+    base = make.frozen()
     model, plan = make.whole(base), works_of(schedule(make.LENGTHS[:1], Spec(24, depth=1, seconds=0)))
     with pytest.raises(FdoraError, match=r"Make the schedule with Spec\(depth=2\), and give its rounds in order"):
-        replicated(plan, start(base), model, group)
-    with pytest.raises(FdoraError, match=r"`works` must be at most 2 microbatches, one for each replica, got 3"):
-        replica_step(start(base), plan[:3], None, model=model, jobs=make.JOBS, group=group)
+        replicated(plan, start(base), model, dist.new_group())
+    for of in ((0, 1), (0,), (1,)):
+        group = dist.new_group()
+        given = works()[: 3 if dist.get_rank(group) in of else 2]
+        mine = given[dist.get_rank(group)]
+        with pytest.raises(FdoraError, match=r"`works` must be at most 2 microbatches, one for each replica, got 3"):
+            replica_step(start(base), given, make.data_of(mine.samples), model=model, jobs=make.JOBS, group=group)
 
 
 def case_a_replica_that_raises_ends_all():

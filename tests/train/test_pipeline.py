@@ -22,7 +22,7 @@ CASES = [(module, case) for module in FILES for case in names(module.replace("."
 @pytest.fixture(scope="module")
 def said():
     if device.NAME == "cuda":
-        pytest.skip("its tensors lie on a CPU; test_on_two_gpus goes through NCCL")
+        pytest.skip("its tensors lie on a CPU; test_on_two_gpus goes through NCCL; runs with --device cpu")
     return {module: results(module, world) for module, world in FILES.items()}
 
 

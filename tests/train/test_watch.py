@@ -31,9 +31,23 @@ def test_a_process_that_failed_ends_it(monkeypatch):
         mine.wait(work, SimpleNamespace(is_cuda=True))
 
 
-def test_groups_are_called_off_at_once():
-    """Each abort ends when all have begun, as NCCL's may."""
-    together, ended = threading.Barrier(3, timeout=60), []
-    groups = [SimpleNamespace(abort=lambda n=n: ended.append((together.wait(), n))) for n in range(3)]
-    watch.call_off(groups)
+def test_groups_are_called_off_at_once(monkeypatch):
+    """Each abort ends when all have begun, as NCCL's may; so whoever waits for one before would wait for ever."""
+    together, started, ended = threading.Barrier(3), [], []
+
+    class Thread(threading.Thread):
+        def start(self):
+            started.append(self)
+            super().start()
+
+        def join(self, timeout=None):
+            assert len(started) == 3 and timeout == watch.PATIENCE
+            super().join()
+
+    def abort(n):
+        assert threading.current_thread() in started
+        ended.append((together.wait(), n))
+
+    monkeypatch.setattr(watch, "threading", SimpleNamespace(Thread=Thread))
+    watch.call_off([SimpleNamespace(abort=lambda n=n: abort(n)) for n in range(3)])
     assert sorted(n for _, n in ended) == [0, 1, 2]

@@ -18,7 +18,7 @@ from triton._C.libtriton import ir  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 
-from fdora._records import Dropout  # noqa: E402
+from fdora._records import Dropout, Operands  # noqa: E402
 from fdora.triton import act  # noqa: E402
 from fdora.triton.choice import tiles  # noqa: E402
 from fdora.triton.configs import GemmConfig  # noqa: E402
@@ -30,7 +30,7 @@ from fdora.triton.product import rest  # noqa: E402
 from fdora.triton.runtime.device import Device  # noqa: E402
 from fdora.triton.runtime.plan import Array, Scalar, Tile  # noqa: E402
 from fdora.triton.runtime.private import HAS_PDL  # noqa: E402
-from fdora.triton.small import small_backward  # noqa: E402
+from fdora.triton.small import Back, small_backward  # noqa: E402
 from tests.triton.recorder import NAMES  # noqa: E402
 from tests.triton.written import (  # noqa: E402
     BF16,
@@ -203,7 +203,7 @@ KERNELS = (
     "multi_epilogue",
     "multi_expand",
     "multi_finish",
-    "multi_gather",
+    "multi_low",
     "multi_gemm_pointer",
     "multi_gemm_tma",
     "multi_grad",
@@ -547,8 +547,9 @@ def test_small(target, tokens, tmp_path):
 
         def onto(plan, x, W, A, B):
             x, W, A, B = plan.matrix(x), plan.matrix(W), plan.matrix(A), plan.matrix(B)
-            dx, dA = plan.result("dx", x.shape, BF16), plan.result("dA", A.shape, A.dtype)
-            small_backward(plan, x, W, A, B, x, plan.scalar("s"), dx, dA, accumulate=True)
+            out = Back(plan.result("dx", x.shape, BF16), plan.result("dA", A.shape, A.dtype), x)
+            la = Operands(W, A, B, None, None, None, None)
+            small_backward(plan, x, la, plan.scalar("s"), out, accumulate=True)
 
         plans.append(plan_of(onto, x, *la[:3], device=device(target)))
     assert_builds(plans, target, tmp_path, spill={"shrink_kernel": WORDS})

@@ -47,13 +47,14 @@ def test_tiles(target, shape, tmp_path):
 
 
 @pytest.mark.parametrize("r", [16, 256])
-def test_a_copy_of_the_bank_runs_beside_the_product_of_low_rank(r):
-    """Only behind it, which lets the next kernel in, and the copy ends after it; nothing else starts early."""
+def test_the_product_of_low_rank_runs_beside_the_look_at_the_bank(r):
+    """Only behind it, which lets the next kernel in; nothing else starts early."""
     for plan in plans(90, 8192, 4096, 4096, r, 32):
         steps = launches(plan)
         early = [i for i, step in enumerate(steps) if step.pdl]
-        lets_in = [i for i, step in enumerate(steps) if step.kernel.__name__ == "multi_h_kernel" and step.constexprs[-1]]
-        assert early == [i + 1 for i in lets_in] and all(steps[i].kernel.__name__ == "bank_kernel" for i in early)
+        lets_in = [i for i, step in enumerate(steps) if step.kernel.__name__ == "bank_kernel" and step.constexprs[-1]]
+        assert early == [i + 1 for i in lets_in] and all(steps[i].kernel.__name__ == "multi_h_kernel" for i in early)
+        assert all(steps[i].constexprs[-1] for i in early)  # it ends after the kernel ahead
         assert len(early) == plan.name.endswith("forward")
 
 
@@ -62,7 +63,7 @@ def test_few_tokens_float32_and_dropout(target, tmp_path):
     made = [next(plans(target, M, 4096, 4096, r, 64, bias=True, order=True)) for M, r in ((16, 16), (64, 64))]
     made += [*plans(target, 512, 4096, 4096, 16, 4, FP32, FP32), *plans(target, 512, 4096, 4096, 16, 4, seed=True, order=True)]
     kernels = {step.kernel.__name__ for plan in made for step in launches(plan)}
-    few = {f"multi_{name}_kernel" for name in ("small", "expand", "gather", "shrink", "drop")}
+    few = {f"multi_{name}_kernel" for name in ("small", "expand", "low", "shrink", "drop")}
     assert few | {"rows_kernel"} <= kernels
     assert_builds(made, target, tmp_path, "multi", SPILL)
     assert_builds(made, target, tmp_path, "rows")

@@ -17,6 +17,8 @@ LAYERS = 200
 # W, A and B, rank, and whether N and K are multiples of 128 and rows begin at 16 bytes
 CASES = [
     (BF16, BF16, BF16, 16, True),
+    (BF16, BF16, BF16, 24, True),
+    (BF16, BF16, BF16, 64, True),
     (BF16, BF16, BF16, 384, True),
     (BF16, FP32, FP32, 8, True),
     (BF16, FP32, FP32, 64, True),

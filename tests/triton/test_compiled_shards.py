@@ -1,4 +1,5 @@
-"""Blocks that are compiled one by one and sharded by FSDP2: they keep their norms, or take those of the shards.
+"""Blocks that are compiled one by one and sharded by FSDP2: they take the norms of their unit, keep their own, or take those of
+the shards.
 
 One process is enough: its shards are whole, but a DTensor stands in the place of each weight between two forwards, and what
 is gathered comes and goes. Several processes: tests/integrations/test_sharded.py.
@@ -18,13 +19,13 @@ pytestmark = [needs_kernels, pytest.mark.usefixtures("kernels_everywhere")]
 X = torch.linspace(-1, 1, 5 * 48).view(5, 48)
 
 
-@pytest.fixture
-def model():
+def made(*blocks):
+    """Of layers 48 to 32 and back, so many in each block."""
     from peft import LoraConfig, get_peft_model
 
-    block = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 48))
-    base = nn.Sequential(block).to(device.NAME, HALF[0])
-    config = LoraConfig(r=4, use_dora=True, target_modules=["0.0", "0.1"])
+    layers = iter([nn.Linear(48, 32), nn.Linear(32, 48)])
+    base = nn.Sequential(*[nn.Sequential(*[next(layers) for _ in range(n)]) for n in blocks]).to(device.NAME, HALF[0])
+    config = LoraConfig(r=4, use_dora=True, target_modules=r"\d\.\d")
     made = get_peft_model(base, config, autocast_adapter_dtype=False)
     with torch.no_grad():
         for name, p in made.named_parameters():
@@ -36,9 +37,9 @@ def model():
 def sharded(model, mesh):
     from torch.distributed.fsdp import fully_shard
 
-    block = model.base_model.model[0]
-    block.compile(backend="aot_eager", fullgraph=True)
-    fully_shard(block, mesh=mesh)
+    for block in model.base_model.model:
+        block.compile(backend="aot_eager", fullgraph=True)
+        fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
@@ -67,24 +68,36 @@ def agree(model, eager, own, kept):
     assert_close(step(model), step(eager))
 
 
+def layers(model):
+    return [layer for block in model.base_model.model for layer in block]
+
+
 @pytest.mark.parametrize("first", [True, False])
-def test_norms_are_kept(model, own, mesh, first):
-    """``first``: use_fdora before the shards, or of shards."""
+@pytest.mark.parametrize("blocks", [(2,), (1, 1)])
+def test_norms_are_kept(own, mesh, blocks, first):
+    """Of a unit by one call, of a layer alone in its unit by itself. ``first``: use_fdora before the shards, or of shards."""
     from fdora.integrations.peft import use_fdora
 
+    model = made(*blocks)
     eager = use_fdora(copy.deepcopy(model))
     if first:
         use_fdora(model)
     sharded(model, mesh)
     if not first:
         use_fdora(model)
-    agree(model, eager, own, 2)
-    for layer in model.base_model.model[0]:
-        layer.lora_variant["default"].kept.room[1].data.mul_(2)  # what is reused
+    step(model)  # in the first forward layers ask before the hooks know of them
+    agree(model, eager, own, 0 if len(blocks) == 1 else 2)
+    for layer in layers(model):  # what is reused
+        kept = layer.lora_variant["default"].kept
+        if len(blocks) == 1:
+            ((c, _),) = kept.norms.units[id(kept)].norms.values()
+            c.mul_(1.5)
+        else:
+            kept.room[1].data.mul_(2)
     assert not torch.allclose(step(model)[0], step(eager)[0], rtol=0.1)
 
 
-def test_norms_of_the_shards(model, own, mesh, monkeypatch):
+def test_norms_of_the_shards(own, mesh, monkeypatch):
     from fdora.integrations._shard_norms import ShardNorms
     from fdora.integrations.peft import use_fdora
 
@@ -96,6 +109,7 @@ def test_norms_of_the_shards(model, own, mesh, monkeypatch):
         return c
 
     monkeypatch.setattr(ShardNorms, "c_of", counted)
+    model = made(2)
     eager = use_fdora(copy.deepcopy(model))
     agree(sharded(use_fdora(model, norms_on_shards=True), mesh), eager, own, 0)
     assert served == [True, True] * 4

@@ -90,6 +90,15 @@ def test_shapes_of_the_issue():
     assert product_way(300, 1024, 16384, 64, True, False, True, 90, 132).kind != "fused"
 
 
+def test_rows_that_end_inside_a_tile_cost_what_adds_to_another_dx():
+    """There the last tile cannot be moved up: cuBLAS takes 140 rows, the fused product 128."""
+    fit, tile = Fit(*fitted.FUSED[False][128, 128, 64, 8, False, True, 4, 6]), Tile(128, 128, 64, 1)
+    odd, whole = (fused_us(M, 8192, 3072, 384, tile, fit, H200, moved=False) for M in (140, 256))
+    assert odd > 1.2 * whole > fused_us(140, 8192, 3072, 384, tile, fit, H200)
+    ways = [product_way(M, 8192, 3072, 384, False, adds, True, 90, 132).kind for M, adds in ((140, True), (128, True))]
+    assert ways == ["first", "fused"]
+
+
 def test_an_unknown_gpu_counts_as_the_one_before_it():
     assert waves.gpu_of(150, 100)._replace(num_sms=170) == waves.gpu_of(120, 170)
     assert waves.gpu_of(87, 10).flops == waves.gpu_of(86, 10).flops and waves.gpu_of(0, 304).flops == 1307e6 / 304
@@ -102,12 +111,14 @@ def test_the_nearest_in_factors_of_two():
     assert nearest(table, (128, 16)) == "small"  # equals: the first
 
 
-FEW = [Path(__file__).parents[2] / f"bench/results/h200/{name}.json" for name in ("few", "few_1")]
+FEW = [Path(__file__).parents[2] / f"bench/results/h200/{name}.json" for name in ("few", "few_1", "few_ranks")]
+
+BARS = {"few": 1.1, "few_1": 1.1, "few_ranks": 1.25}  # the last: ranks of 64 and 256, sides of 1024 to 22144
 
 
 @pytest.mark.parametrize("file", FEW, ids=lambda file: file.stem)
 def test_few_tokens_take_what_was_faster(file):
-    """Both ways of both directions, timed: 16 to 64 tokens, and 1 to 32 at an earlier commit."""
+    """Both ways of both directions, timed: 16 to 64 tokens, and 1 to 32 at an earlier commit; larger ranks."""
     rows = json.loads(file.read_text())["rows"]
     assert rows
     for row in rows:
@@ -118,7 +129,7 @@ def test_few_tokens_take_what_was_faster(file):
         ):
             sizes = (M, N, K) if trans_b else (M, K, N)
             took = small if takes_narrow_tiles(*sizes, r, trans_b, True, 90, 132) else general
-            assert took <= 1.1 * min(small, general), (row["shape"], trans_b)
+            assert took <= BARS[file.stem] * min(small, general), (row["shape"], trans_b)
 
 
 def test_the_choice_of_few_tokens_is_fitted_to_all_of_them():

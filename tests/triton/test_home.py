@@ -385,6 +385,7 @@ def samples():
     many = [W, *banked, bias, scales, ends, None, None]
     many_dropped = [*many[:8], order, torch.stack([seed, seed + 1])]
     stack = [torch.stack([W, W]), *banked, torch.stack([bias, bias]), scales, ends, None, None]
+    kept = dora_norm(W, A, B, s=S, state=dora_norm_state(W), **BACKEND)
     place, rows, own_gates = order.reshape(3, 3), x[order], torch.rand(3, 3, device=x.device)
     return {
         "embedding": [(ids.abs(), W, B.T, A.T, m[:80], c[:80], S, False), (ids.abs(), W, B.T, A.T, m, None, S, True)],
@@ -419,7 +420,7 @@ def samples():
         ],
         "row_norm": [(W, A, B, S, None, squared) for squared in (False, True)],
         "row_norm_guarded": [(W, A, B, S, None, *dora_norm_state(W))],
-        "row_norm_kept": [(W, A, B, S, *dora_norm(W, A, B, s=S, state=dora_norm_state(W), **BACKEND))],  # nothing to write
+        "row_norms_kept": [([W] * 2, [A] * 2, [B] * 2, [S] * 2, *zip(kept, kept, strict=True))],  # nothing to write
         "model_norms": [([W, turned[0]], [A, turned[1]], [B, turned[2]], [S, 2 * S])],
         "quant_row_norm": [
             (coded, A, B, S, text, [*W.shape, *numbers], squared)
@@ -576,8 +577,8 @@ OPS = (
     "quant_stack_norms",
     "row_norm",
     "row_norm_guarded",
-    "row_norm_kept",
     "row_norms",
+    "row_norms_kept",
 )
 
 

@@ -17,7 +17,7 @@ pytestmark = needs_kernels
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_norm_is_kept_until_something_changes(dtype):
-    from fdora.triton.norm import row_norm_kept
+    from fdora.triton.norm import norms_of_kept
 
     W, A, B = inputs(dtype)
     c, seen = dora_norm_state(W)
@@ -27,16 +27,41 @@ def test_a_norm_is_kept_until_something_changes(dtype):
     for change in changes:
         change()
         with torch.no_grad():
-            first = row_norm_kept(W, A, B, s, c, seen)
+            first = norms_of_kept([(W, A, B, s, c, seen)])[0]
         assert torch.equal(first, dora_norm(W, A, B, s=s, backend="triton")) and torch.equal(first, c)
         assert first.data_ptr() != c.data_ptr()
         c.data.fill_(-7)
-        assert (row_norm_kept(W, A, B, s, c, seen) == -7).all()  # nothing was computed
+        assert (norms_of_kept([(W, A, B, s, c, seen)])[0] == -7).all()  # nothing was computed
         c.data.copy_(first)
-    assert torch.equal(row_norm_kept(W, A, B, -s, c, seen), dora_norm(W, A, B, s=-s, backend="triton"))
+    assert torch.equal(norms_of_kept([(W, A, B, -s, c, seen)])[0], dora_norm(W, A, B, s=-s, backend="triton"))
     other = W + 1
-    assert torch.equal(row_norm_kept(other, A, B, -s, c, seen), dora_norm(other, A, B, s=-s, backend="triton"))
+    assert torch.equal(norms_of_kept([(other, A, B, -s, c, seen)])[0], dora_norm(other, A, B, s=-s, backend="triton"))
     assert (c._version, seen._version) == versions  # else autograd would refuse a backward that reads them
+
+
+def test_what_is_new_is_not_cleared():
+    """A CUDA graph whose capture is the first to ask would clear it again with every replay, and compute every time."""
+    from fdora.triton import norm
+
+    W, A, B = inputs(HALF[0])
+    c, seen = dora_norm(W, A, B, s=S, state=dora_norm_state(W), backend="triton")
+    norm._made_from.pop(seen.data_ptr(), None)
+    c.fill_(-7)
+    assert (norm.norms_of_kept([(W, A, B, S, c, seen)])[0] == -7).all()
+
+
+def test_several_norms_come_together():
+    """Each begins where a tensor of its own could."""
+    from fdora.triton.norm import norms_of_kept
+
+    layers = [inputs(HALF[0], N=N) for N in (48, 64, 7)]
+    states = [dora_norm_state(W) for W, *_ in layers]
+    for s in (S, S, -S):
+        got = norms_of_kept([(*layer, s, *state) for layer, state in zip(layers, states, strict=True)])
+        for each, layer in zip(got, layers, strict=True):
+            assert (
+                torch.equal(each, dora_norm(*layer, s=s, backend="triton")) and each.data_ptr() % 128 == got[0].data_ptr() % 128
+            )
 
 
 def test_many_chunks_of_rows(monkeypatch, chosen_anew):
@@ -47,7 +72,7 @@ def test_many_chunks_of_rows(monkeypatch, chosen_anew):
     W, A, B = inputs(HALF[0], N=300, adapter=torch.float32)
     c, seen = dora_norm_state(W)
     for _ in range(2):
-        assert torch.equal(norm.row_norm_kept(W, A, B, S, c, seen), dora_norm(W, A, B, s=S, backend="triton"))
+        assert torch.equal(norm.norms_of_kept([(W, A, B, S, c, seen)])[0], dora_norm(W, A, B, s=S, backend="triton"))
         B[-1, 0] += 1
 
 
@@ -229,7 +254,7 @@ def test_the_oldest_model_may_be_gone_already(models, monkeypatch):
             self.clear()
             yield oldest
 
-    monkeypatch.setattr(tree, "MODELS", 1)
+    monkeypatch.setattr(tree, "MOST", 1)
     monkeypatch.setattr(tree, "_kept", Racing())
     for _ in range(3):
         W, A, B = draw()

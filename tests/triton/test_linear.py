@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from fdora.functional import dora_linear, dora_norm
-from fdora.triton import linear, scale
+from fdora.triton import gemm, linear, scale
 from tests import device, reference
 from tests.checks.linear import dm_read_beside_a_bias_loses_its_bound, ends_round_once
 from tests.close import assert_within, rel_l2
 from tests.make import grads, tensors, tracked
-from tests.triton.marks import HALF, INTERPRETED, needs_kernels
+from tests.triton.marks import HALF, INTERPRETED, needs_gpu, needs_kernels
 from tests.triton.written import by_tma, copied, launches, results_of
 
 pytestmark = needs_kernels
@@ -30,6 +30,17 @@ def forward_and_back(t, mode="none", backend="triton", names=("x", "A", "B", "m"
     torch.manual_seed(1)
     dy = torch.randn(y.shape, device=y.device).to(y.dtype) if dy is None else dy
     return {"y": y.detach()} | grads(y, dy, **{n: t[n] for n in names})
+
+
+@needs_gpu
+@pytest.mark.parametrize("mode", DROPOUT)
+def test_how_tiles_are_shared_out_moves_no_bit(mode, monkeypatch, chosen_anew):
+    t = tensors(4096, 512, 64, (4096,), torch.bfloat16, torch.bfloat16)
+    before = forward_and_back(t, mode)
+    monkeypatch.setattr(gemm, "beside_others", lambda: True)
+    chosen_anew.clear()
+    for name, one in forward_and_back(t, mode).items():
+        assert torch.equal(one, before[name]), name
 
 
 @pytest.mark.parametrize("mode", DROPOUT)

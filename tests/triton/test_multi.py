@@ -26,7 +26,18 @@ LONG = ((5,), 2, 40, 600, (4,))  # x A^T in parts
 MANY = ((60, 0, 90), 12, 72, 48, (20, 3, 16))
 CROWDED = ((3, 0, 1, 40, 2) * 2, 0, 70, 33, (4, 1, 2, 4, 3) * 2)  # tiles of many segments; nothing is a multiple of 8
 THIN = ((200, 0, 90), 5, 40, 32, (2, 1, 2))  # dB on the tiles of dz; sums over tokens in parts
-SHAPES = {"few": FEW, "ones": ONES, "long": LONG, "many": MANY, "crowded": CROWDED, "thin": THIN}
+SLABS = ((5, 0, 17), 4, 72, 48, (40, 3, 64))  # above the ranks that one launch forms h and h B^T of
+STEPS = ((60, 0, 90), 12, 72, 48, (96, 64, 70))  # whole steps of low rank, and some behind them
+SHAPES = {
+    "slabs": SLABS,
+    "steps": STEPS,
+    "few": FEW,
+    "ones": ONES,
+    "long": LONG,
+    "many": MANY,
+    "crowded": CROWDED,
+    "thin": THIN,
+}
 S = (0.7, -1.5, 2.0, 1.0)
 CLOSE = 2 * torch.finfo(HALF[0]).eps  # a few roundings, one after the other
 
@@ -58,7 +69,7 @@ def assert_as_the_truth(t, ranks, what):
         assert_within(v, budget, want[n].double(), f"{what} {n}")
 
 
-@pytest.mark.parametrize("shape", ["few", "ones", "long", "many", "crowded"])
+@pytest.mark.parametrize("shape", ["few", "slabs", "ones", "long", "many", "crowded"])
 @pytest.mark.parametrize("route", ["offsets", "ids"])
 def test_as_the_truth(shape, route):
     for i, dtype in enumerate((*HALF, torch.float32)):
@@ -67,14 +78,14 @@ def test_as_the_truth(shape, route):
         assert_as_the_truth(t, bias, f"{shape} {dtype} {route}")
 
 
-@pytest.mark.parametrize("shape", ["many", "crowded"])
+@pytest.mark.parametrize("shape", ["many", "steps", "crowded"])
 def test_by_tma(shape, as_hopper):
     """The tiles that Hopper takes, interpreted; "crowded" lies as no descriptor can be made, and takes pointers."""
     plans = as_hopper()
     for route, bias in (("offsets", False), ("ids", True))[shape == "crowded" :]:
         assert_as_the_truth(drawn(shape, torch.float16, None, route, bias), bias, f"{shape} {route}")
     products = [s for p in plans.values() for s in launches(p, "multi_gemm")]
-    assert len(products) in (2, 4) and all(by_tma(s) == (shape == "many") for s in products)
+    assert len(products) in (2, 4) and all(by_tma(s) == (shape != "crowded") for s in products)
 
 
 @pytest.mark.parametrize("dtype", [HALF[0], torch.float32], ids=str)
@@ -144,7 +155,7 @@ def test_strangers_stay_strangers(shape, hopper, request):
 def test_what_lies_beyond_a_rank_is_not_read(hopper, request):
     if hopper:
         request.getfixturevalue("as_hopper")()
-    for shape in ("few", "many", "few odd", "many odd"):
+    for shape in ("few", "many", "steps", "few odd", "many odd"):
         lengths, tail, N, K, ranks = SHAPES[shape.split()[0]]
         if "odd" in shape:  # in the middle of what is read at once
             ranks = [(5, 37, 11, 21)[g % 4] for g in range(len(ranks))]

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from fdora._records import NormOf
 from fdora.eager import norm as eager
 from fdora.functional import dora_base_sqnorm, dora_init, dora_norm, dora_norm_state, dora_scale
 from tests import device, reference
@@ -14,7 +15,7 @@ from tests.triton.marks import DTYPES, HALF, INTERPRETED, needs_gpu, needs_kerne
 from tests.triton.written import by_tma, launches
 
 pytestmark = needs_kernels
-SHAPES = ((1, 1, 1), (5, 3, 2), (130, 257, 24), (128, 256, 16), (64, 260, 48), (140, 129, 70))
+SHAPES = ((1, 1, 1), (5, 3, 2), (130, 257, 24), (128, 256, 16), (128, 256, 9), (64, 260, 48), (140, 129, 70))
 
 
 def triton_norm(t, **extra):
@@ -183,7 +184,7 @@ def test_the_gradient_through_the_norm(shape, monkeypatch):
         monkeypatch.setattr(norm_bwd, "SERVED", (dtype,))  # float16 needs a scale where gradients are small: these are not
         W, A, B = (t.to(torch.float32 if wide else dtype) for t, wide in zip(drawn, (0, a, b), strict=True))
         W[3] = B[3] = 0
-        c, dc = eager.norm_fwd(W, A, B, None, 0.7, None), torch.randn(N, generator=rand).to(device.NAME)
+        c, dc = eager.norm_fwd(NormOf(W, A, B, 0.7)), torch.randn(N, generator=rand).to(device.NAME)
         truth = eager.norm_bwd(*(t.double() for t in (dc, W, A, B, c)), 0.7, (True, True))
         whole = norm_bwd.norm_bwd(dc, W, A, B, c, 0.7, (True, True))
         assert not whole[1][3].any()

@@ -16,7 +16,7 @@ from fdora.triton.runtime.layout import ALIGN, collapses, contiguous, is_operand
 from fdora.triton.runtime.plan import Array, Launch, Like, Plan, Product, Scalar, Tile
 from tests import device
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels
-from tests.triton.written import FP32, HOPPER, alike, arrays, copied, every_call, kernels, plan_of
+from tests.triton.written import FP32, HOPPER, alike, arrays, copied, every_call, kernels, launches, plan_of
 
 DEVICES = [HOPPER, Device(-1, 80, 108, False), Device(-1, 0, 304, False)]
 
@@ -448,6 +448,25 @@ def test_what_runs_can_be_read():
     assert plan.cost.flops == 2 * 4096 * (1024 * 16 + 2048 * (1024 + 16))
     assert [(a.name, a.shape) for a in plan.results] == [("y0", (4096, 2048)), ("h", (4096, 16))]
     assert isinstance(plan.steps[0], Product) and plan.scalars == ("s0",)
+
+
+def test_beside_other_processes_a_program_has_few_tiles(monkeypatch):
+    """And no wave more than where each multiprocessor has one program."""
+    from fdora.triton import gemm
+    from fdora.triton.linear import plan_forward
+    from tests.triton.written import BF16
+    from tests.triton.written import layer as operands
+
+    tile = 128 * 128 * 4096
+    assert [gemm.programs_of(tiles, tile, 132) for tiles in (1, 132, 512, 3584)] == [1, 132, 132, 132]
+    monkeypatch.setattr(gemm, "beside_others", lambda: True)
+    assert [gemm.programs_of(tiles, tile, 132) for tiles in (1, 132, 256, 396, 1024, 3584)] == [1, 132, 128, 132, 256, 512]
+    assert [gemm.programs_of(1024, 128 * 128 * K, 132) for K in (0, 1024, 8192, 14336)] == [128, 128, 512, 512]
+    assert [gemm.programs_of(tiles, 128 * 256 * 4096, 132) for tiles in (512, 1792)] == [256, 896]
+    given = (alike(4096, 1024, dtype=BF16), *operands(14336, 1024, 16, BF16, BF16))
+    plan = plan_forward(given, HOPPER._replace(num_sms=132), 0.0, "lora", ("output",), True)
+    (step,) = launches(plan, "gemm_tma_kernel")
+    assert 132 < step.grid[0] < 4096 * 14336 / 2**14 and step.args[-1] == step.grid[0]
 
 
 @pytest.mark.parametrize(("stride", "copies"), [((6, 1), 0), ((1, 4), 0), ((0, 1), 1), ((5, 1), 1), ((12, 2), 1)])

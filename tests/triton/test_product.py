@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora.triton.choice import Way, fused_config
+from fdora.triton.configs import GemmConfig
 from fdora.triton.gemm import Epilogue
 from fdora.triton.product import scaled_product, summed_product
 from fdora.triton.runtime.builder import Builder
@@ -21,6 +22,7 @@ pytestmark = needs_kernels
 
 HALF = torch.float16  # the interpreter multiplies bf16 wrongly
 WAYS = ("fused", "after", "first")
+TALL = GemmConfig(True, 64, 64, 64, 8, False, False, 4, 3)
 
 
 def random(*shape, dtype=HALF):
@@ -83,6 +85,29 @@ def test_backward(kind, accumulate, trans):
     start = onto if accumulate else torch.zeros_like(onto)
     truth = dz.double() @ W.double() + dh.double() @ A.double() + start.double()
     assert_within(got, (dz @ W).add_(dh @ A).add_(start), truth, kind)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_odd_rows_in_tiles_by_tma(accumulate):
+    """97 rows in tiles of 64: the second begins at row 33, over rows of the first, but not where both would add to them."""
+    on = device_of(torch.device(device.NAME))
+    if device.NAME != "cpu" and not 90 <= on.capability < 120:
+        pytest.skip("tiles come by pointers here")
+    torch.manual_seed(0)
+    M, N, K, r = 97, 56, 136, 24
+    dz, dh, W, A, onto = random(M, N), random(M, r), random(N, K), random(r, K), random(M, K)
+    unit = torch.eye(K, dtype=HALF, device=device.NAME)
+
+    def write(plan, dz, dh, W, A, onto, unit):
+        dx = plan.result("dx", (M, K), HALF)
+        if accumulate:
+            plan.product(dx, onto, unit)
+        return summed_product(plan, dx, dz, dh, W, A, accumulate, Way("fused", TALL, 0.0))
+
+    _, (got,) = planned(write, dz, dh, W, A, onto, unit)
+    start = onto if accumulate else torch.zeros_like(onto)
+    truth = dz.double() @ W.double() + dh.double() @ A.double() + start.double()
+    assert_within(got, (dz @ W).add_(dh @ A).add_(start), truth, "fused")
 
 
 def test_no_tokens():

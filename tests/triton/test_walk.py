@@ -266,7 +266,7 @@ def test_threads_do_not_write_into_one_another():
 
         def many(seed):
             generator = torch.Generator().manual_seed(seed)
-            together.wait(60)  # else the first worker may be through before there is a second
+            together.wait()  # else the first worker may be through before there is a second
             for i in range(100):
                 a = torch.randn(5, 8, generator=generator)
                 (out,) = program.run((a, b), (float(seed + i),), STREAM)
@@ -922,23 +922,35 @@ def test_the_first_call_of_a_process_makes_its_plan_once(chosen_anew, monkeypatc
 
 def test_no_thread_adds_a_plan_while_another_looks_for_the_oldest(monkeypatch):
     """A dict that grows under an iterator raises."""
-    import threading
-
-    x, inside = torch.ones(4, 4), []
+    x, inside, lock, stopped = torch.ones(4, 4), [], walk._lock, threading.Event()
 
     def maker(likes, where, number):
         return plan_of(lambda plan, a: plan.result("out", a.shape, a.dtype), *likes)
+
+    def add():
+        walk.plan_for(maker, (x,), -1)
+        stopped.set()  # at its end, where nothing holds it
+
+    class Asked:
+        def __enter__(self):
+            if threading.current_thread() in inside:
+                stopped.set()
+            lock.acquire()
+
+        def __exit__(self, *_):
+            lock.release()
 
     class Slow(dict):
         def __iter__(self):
             found = super().__iter__()
             if not inside:
-                inside.append(threading.Thread(target=walk.plan_for, args=(maker, (x,), -1)))
+                inside.append(threading.Thread(target=add))
                 monkeypatch.setattr(walk, "MAX_PLANS", 3)  # the other one has taken its oldest out already
                 inside[0].start()
-                inside[0].join(0.2)  # it ends at once, or waits until this thread is done
+                stopped.wait()
             return found
 
+    monkeypatch.setattr(walk, "_lock", Asked())
     monkeypatch.setattr(walk, "MAX_PLANS", 2)
     monkeypatch.setattr(walk, "_plans", Slow())
     for number in range(4):

@@ -22,13 +22,13 @@ from fdora.functional._ends import folded, loses_inner
 from fdora.functional.linear import checked_linears
 from fdora.functional.mlp import checked_mlp
 from fdora.integrations._hook import hooked
-from fdora.integrations._norm import version
+from fdora.integrations._norm import compiled_norms, version
 from fdora.integrations._peft.dora import FUSED, Dora
 from fdora.integrations._peft.ends import fuse_vit, unfuse_vit
 from fdora.integrations._peft.gated import Gated, gated_of
 from fdora.integrations._peft.known import ATTENTION, act_of, forward_of, shares_x
 from fdora.integrations._peft.linear import Layer, active, call_of
-from fdora.integrations._peft.steady import Call, keep_route, ready
+from fdora.integrations._peft.steady import Call, keep_route, owner, ready
 from fdora.integrations._peft.verdict import verdict
 from fdora.quant import QuantWeight
 
@@ -142,7 +142,7 @@ class Together(NamedTuple):
     calls: list[Call]
 
     def layers(self) -> list[DoraLayer]:
-        return [of(call) for call in self.calls]
+        return [of(call, c) for call, c in zip(self.calls, norms_of(self.calls), strict=True)]
 
     def keep_inner(self) -> bool:
         return any([call.variant.keep_inner for call in self.calls])
@@ -192,10 +192,18 @@ def halves(both: DoraLayer, gate_last: bool) -> tuple[DoraLayer, DoraLayer]:
     return (second, first) if gate_last else (first, second)
 
 
-def of(call: Call) -> DoraLayer:
+def norms_of(calls: Sequence[Call]) -> list[Tensor]:
+    """Of layers that run in one call; in compiled code by one op, where each runs one of its own."""
+    cs = compiled_norms([(call.variant.kept, owner(call.W), call.W, call.A, call.B, call.s) for call in calls])
+    if cs is None:
+        return [call.norm() for call in calls]
+    return [call.variant.with_gradient(c, *call[1:4], call.s) for call, c in zip(calls, cs, strict=True)]
+
+
+def of(call: Call, c: Tensor) -> DoraLayer:
     variant, W, A, B, m, bias, s, _, _ = call
     variant.count(FUSED)
-    return DoraLayer(W, A, B, m, s, bias, call.norm())
+    return DoraLayer(W, A, B, m, s, bias, c)
 
 
 def fuse_blocks(model: nn.Module) -> int:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import activations
 
-from fdora.integrations._peft.linear import hooked
+from fdora.integrations._hook import hooked
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")

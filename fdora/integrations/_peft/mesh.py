@@ -51,7 +51,7 @@ def on_mesh(module: Any, name: str, variant: Dora, x: Tensor) -> Tensor | str:
             lies, width = (Shard(y.dim() - 1), W.shape[0]) if parts.rows else (Partial(), None)
             return wrap(y, W.device_mesh, lies, width)
         A, B, m = factors(W, *plain)
-        seed = agreed(x, W) if p else None
+        seed = agreed(W) if p else None
         c = variant.kept.on_mesh(W, A, B, s) if variant.detach else dora_norm(W, A, B, s=s, detach=False)
         return dora_linear(
             x, W, A, B, m, s=s, bias=bias, norm=c, dropout_p=p, dropout_mode="peft", seed=seed, keep_inner=variant.keep_inner
@@ -135,7 +135,7 @@ def like(W: Any, t: Any, axis: int, length: int) -> Any:
     return t.redistribute(placements=W.placements)
 
 
-def agreed(x: Tensor, W: Any) -> Tensor:
+def agreed(W: Any) -> Tensor:
     """A seed for all processes of the mesh: the first one's."""
     seed = torch.randint(2**62, (), device=W.device)
     for i in range(W.device_mesh.ndim):

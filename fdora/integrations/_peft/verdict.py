@@ -90,8 +90,9 @@ def fits(x: Tensor, calls: Sequence[Call], mlp: bool) -> bool:
         call.W.shape[1] != K or call.W.dtype != x.dtype or call.A.shape[0] == 0 for call, K in zip(calls, widths, strict=True)
     ):
         return False
-    for _, W, *_, bias, _, _, _ in calls:
-        if bias is not None and (bias.shape != W.shape[:1] or bias.device != x.device or bias.dtype not in FLOATS):
+    for call in calls:
+        bias = call.bias
+        if bias is not None and (bias.shape != call.W.shape[:1] or bias.device != x.device or bias.dtype not in FLOATS):
             return False
     return not mlp or calls[0].W.shape == calls[1].W.shape
 

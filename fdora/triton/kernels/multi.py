@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.g import g_tile
 from fdora.triton.runtime.cost import launched
-from fdora.triton.runtime.private import gdc_launch_dependents
+from fdora.triton.runtime.private import gdc_wait
 
 ROUTE = tl.constexpr(4)  # numbers that a tile of rows has in the table of routes
 
@@ -89,7 +89,7 @@ def _is_finite(flags, a, G, FLAGS: tl.constexpr):
 @triton.jit
 def _route(
     tile, offsets, ranks, flags, ids, route, steps, M, G, R, span, HAS_RANKS: tl.constexpr, FLAGS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+    TAILS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
 ):
     row = tile * BLOCK_M
     t = row + tl.arange(0, BLOCK_M)
@@ -111,7 +111,10 @@ def _route(
             slabs = tl.where(_is_finite(flags, a, G, FLAGS) | (first == last), slabs, 0)
         at = base + count + tl.cumsum(slabs, axis=0) - slabs
         for i in range(0, span):
-            tl.store(steps + at + i, a * 32768 + i, mask=i < slabs)
+            step = a * 32768 + i
+            if TAILS:  # the highest bit of a slab: it lies apart
+                step += tl.where((i + 1) * BLOCK_R > r, 16384, 0)
+            tl.store(steps + at + i, step, mask=i < slabs)
         count += tl.sum(slabs, axis=0)
     tl.store(route + ROUTE * tile, first)
     tl.store(route + ROUTE * tile + 1, last)
@@ -161,7 +164,8 @@ def _zero_tail(strip, out, offsets, M, G, width, BLOCK_M: tl.constexpr, BLOCK_N:
 def multi_routes_kernel(
     offsets, ranks, flags, m, c, ids, route, steps, g, out, pre_scale, M, G, N, R, span, tiles, blocks, width,
     HAS_RANKS: tl.constexpr, HAS_M: tl.constexpr, HAS_G: tl.constexpr, FLAGS: tl.constexpr, EXPERTS: tl.constexpr,
-    STORE_PRE_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    STORE_PRE_SCALE: tl.constexpr, TAILS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Of each tile of rows: its first and last segment, and its steps of low rank (adapter and slab), one after the other.
     Of each token its segment, and of each segment g: 1 behind the last adapter. EXPERTS: see _route_experts; the last
@@ -171,7 +175,9 @@ def multi_routes_kernel(
         if EXPERTS:
             _route_experts(pid, offsets, route, M, G, span, tiles, BLOCK_M, BLOCK_G)
         else:
-            _route(pid, offsets, ranks, flags, ids, route, steps, M, G, R, span, HAS_RANKS, FLAGS, BLOCK_M, BLOCK_R, BLOCK_G)
+            _route(
+                pid, offsets, ranks, flags, ids, route, steps, M, G, R, span, HAS_RANKS, FLAGS, TAILS, BLOCK_M, BLOCK_R, BLOCK_G
+            )
     elif EXPERTS and pid >= tiles + blocks:
         if out is not None:  # backward without a dx
             _zero_tail(pid - tiles - blocks, out, offsets, M, G, width, 64, 64)
@@ -199,9 +205,8 @@ def multi_h_kernel(
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr,
 ):
     """s_a x f_a for the rows of each adapter, (M, R). ``pad``: by pairs with the tiles of the product, TILE rows each, zeros
-    where a row belongs to another adapter. EXPERTS: the same rows as h, further apart."""
-    if PDL:
-        gdc_launch_dependents()
+    where a row belongs to another adapter. EXPERTS: the same rows as h, further apart. PDL: it ends after the kernel ahead,
+    beside which it runs: what waits for this one waits for both."""
     PARTS: tl.constexpr = TILE // BLOCK_M
     pair = tl.program_id(1) // PARTS
     part = tl.program_id(1) % PARTS * BLOCK_M
@@ -235,3 +240,5 @@ def multi_h_kernel(
         elif PADDED:
             row = (pair * TILE + part + tl.arange(0, BLOCK_M)).to(tl.int64)
             tl.store(pad + row[:, None] * stride_pm + r[None, :], out, mask=(r < R)[None, :] & (row >= 0)[:, None])
+    if PDL:
+        gdc_wait()

@@ -80,13 +80,13 @@ def _steps_of(route, tiles, M, N, steps_k, PROGRAMS, BLOCK_M: tl.constexpr, BLOC
 
 @triton.jit(launch_metadata=launched)
 def multi_gemm_tma_kernel(
-    x, w, h, b, out, pre_scale, out_at, pre_scale_at, g, bias, ids, route, steps, M, N, K, R, SPAN, W_SPAN, BIAS_SPAN, MOST,
-    PROGRAMS, TRANS_B: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
+    x, w, h, b, tails, out, pre_scale, out_at, pre_scale_at, g, bias, ids, route, steps, M, N, K, R, SPAN, W_SPAN, BIAS_SPAN,
+    MOST, PROGRAMS, TRANS_B: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EPILOGUE_SUBTILE: tl.constexpr,
     GROUP_M: tl.constexpr, PTX: tl.constexpr,
 ):
-    """SPAN, W_SPAN: rows of b and of w from one adapter to the next. MOST: tiles of rows that there may be. One loop over the
-    steps of all tiles of a program: the compiler joins two only where the inner one is always as long."""
+    """SPAN, W_SPAN: rows of b and of w from one adapter to the next. ``tails``: as of multi_rows.Laid. MOST: tiles of rows that
+    there may be. One loop over the steps of all tiles of a program: the compiler joins two only where inner ones are alike."""
     steps_k = tl.cdiv(K, BLOCK_K)
     rows = tl.load(route + ROUTE * MOST) * BLOCK_M if EXPERTS else M
     tiles = tl.cdiv(rows, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -105,14 +105,20 @@ def multi_gemm_tma_kernel(
                 own, row = tl.load(route + ROUTE * at_row), tl.load(route + ROUTE * at_row + 3)
             else:
                 base = tl.load(route + ROUTE * at_row + 3) - steps_k
+        skip = 0  # of a step that lies apart, what is ahead of it
         if i < steps_k:
             left, right, top, at, down = x, w, row, i * BLOCK_K, own * W_SPAN
         elif EXPERTS:
             left, right, top, at, down = h, b, row, (i - steps_k) * BLOCK_K, own * SPAN
         else:
             step = tl.load(steps + base + i)
-            left, right, top, at, down = h, b, (at_row + step // 32768) * BLOCK_M, step % 32768 * BLOCK_K, step // 32768 * SPAN
-        wt = right.load([down + col, at]).T if TRANS_B else right.load([down + at, col])
+            left, right, top = h, b, (at_row + step // 32768) * BLOCK_M
+            at, down = step % 16384 * BLOCK_K, step // 32768 * SPAN
+            if tails is not None:  # noqa: SIM102  it must not be looked at
+                if step % 32768 >= 16384:
+                    right, skip = tails, at
+                    down = step // 32768 * (SPAN if TRANS_B else BLOCK_K)
+        wt = right.load([down + col, at - skip]).T if TRANS_B else right.load([down + at - skip, col])
         acc = tl.dot(left.load([top, at]), wt, acc)
         if i == end - 1:
             first, last = tl.load(route + ROUTE * at_row), tl.load(route + ROUTE * at_row + 1)

@@ -8,7 +8,7 @@ import triton.language as tl
 from fdora.triton.kernels.dropout import keep_rows
 from fdora.triton.kernels.multi import bounds_of
 from fdora.triton.runtime.cost import launched
-from fdora.triton.runtime.private import gdc_wait
+from fdora.triton.runtime.private import gdc_launch_dependents
 
 
 @triton.jit(launch_metadata=launched)
@@ -27,18 +27,27 @@ def rows_kernel(x, order, out, M, N, stride_x, SCATTER: tl.constexpr, BLOCK_M: t
 @triton.jit(launch_metadata=launched)
 def bank_kernel(
     x, ranks, out, flags, P, Q, height, pitch, stride_xa, stride_xp, stride_xq,
-    dtype: tl.constexpr, COPY: tl.constexpr, HAS_RANKS: tl.constexpr, BY_ROW: tl.constexpr, STEP: tl.constexpr,
-    CHUNKS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr,
+    dtype: tl.constexpr, COPY: tl.constexpr, APART: tl.constexpr, HAS_RANKS: tl.constexpr, BY_ROW: tl.constexpr,
+    STEP: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr,
 ):
     """(G, P, Q) -> (G, height, Q), zeros below and beyond a rank (of rows where BY_ROW), rows ``pitch`` apart. ``flags``: of
-    each adapter and program, whether a number is not finite. What no step of STEP reads is not written. PDL: it ends after the
-    kernel ahead, beside which it runs: what waits for this one waits for both."""
+    each adapter and program, whether a number is not finite. What no step of STEP reads is not written. APART: only the last
+    step is, of a rank that is no multiple; (G, STEP, Q) where BY_ROW, else (G, P, STEP). PDL: it lets
+    the next kernel in."""
+    if PDL:
+        gdc_launch_dependents()
     a, chunk = tl.program_id(0), tl.program_id(1)
     rank = tl.load(ranks + a) if HAS_RANKS else tl.maximum(P, Q)
     read = tl.minimum(P, rank) if BY_ROW else P
     wide = Q if BY_ROW else tl.minimum(Q, rank)
     written = tl.minimum(height, tl.cdiv(read, STEP) * STEP) if BY_ROW else height
     across = Q if BY_ROW else tl.minimum(Q, tl.cdiv(wide, STEP) * STEP)
+    ends = read if BY_ROW else wide
+    whole, behind = ends // STEP * STEP, tl.cdiv(ends, STEP) * STEP  # of the step that is written where APART
+    if APART and BY_ROW:
+        written = behind
+    elif APART:
+        across = behind
     bad = tl.zeros((BLOCK_P,), tl.int32)
     columns = tl.cdiv(across, BLOCK_Q)
     for i in range(chunk, tl.cdiv(written, BLOCK_P) * columns, CHUNKS):
@@ -53,9 +62,14 @@ def bank_kernel(
         if COPY:
             at = out + (tl.cast(a, tl.int64) * height + p[:, None]) * pitch + q[None, :]
             tl.store(at, t, mask=(p < written)[:, None] & (near & (q < pitch))[None, :])
+        if APART:
+            if BY_ROW:
+                at = out + (tl.cast(a, tl.int64) * STEP + p[:, None] - whole) * pitch + q[None, :]
+                tl.store(at, t, mask=((p >= whole) & (p < behind))[:, None] & (near & (q < pitch))[None, :])
+            else:
+                at = out + (tl.cast(a, tl.int64) * P + p[:, None]) * STEP + (q - whole)[None, :]
+                tl.store(at, t, mask=(p < P)[:, None] & (near & (q // 8 * 8 >= whole))[None, :])
     tl.store(flags + a * CHUNKS + chunk, tl.max(bad, axis=0))
-    if PDL:
-        gdc_wait()
 
 
 @triton.jit

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.g import EPS
-from fdora.triton.kernels.multi import bounds_of, rank_of, segment_of, segments_of
+from fdora.triton.kernels.g import g_tile
+from fdora.triton.kernels.multi import bounds_of, rank_of, segment_of
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
@@ -48,13 +48,24 @@ def multi_shrink_kernel(
             tl.store(at, acc, mask=(t < hi)[:, None] & (r < R)[None, :])
 
 
+@triton.jit
+def _g_of_adapter(m, c, a, n, G, N):
+    """g of adapter a at columns n; 1 behind the last one."""
+    ga = tl.full((n.shape[0],), 1.0, tl.float32)
+    if m is not None:  # noqa: SIM102  it must not be looked at
+        if a < G:
+            at = tl.cast(a, tl.int64) * N
+            ga = g_tile(m + at, c + at, n, N)
+    return ga
+
+
 @triton.jit(launch_metadata=launched)
 def multi_expand_kernel(
-    part, s, b, offsets, ranks, h, lora, M, G, N, R, stride_ba, stride_br, stride_bn,
+    part, s, b, m, c, offsets, ranks, h, lora, g, M, G, N, R, stride_ba, stride_br, stride_bn,
     PARTS: tl.constexpr, HAS_RANKS: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
 ):
-    """h = s_a times the sum of the parts, and h b_a in float32, sorted; zeros for tokens without an adapter."""
+    """h = s_a times the sum of the parts, h b_a and g of each token in float32, sorted; zeros and ones without an adapter."""
     if PDL:
         gdc_launch_dependents()
     a = segment_of(tl.program_id(1), offsets, G, BLOCK_G)
@@ -65,6 +76,7 @@ def multi_expand_kernel(
     if PDL:
         gdc_wait()
     if tl.program_id(1) == lo:
+        ga = _g_of_adapter(m, c, a, n, G, N)
         for t0 in range(lo, hi, BLOCK_T):
             t = t0 + tl.arange(0, BLOCK_T)
             acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
@@ -82,54 +94,61 @@ def multi_expand_kernel(
                 bt = tl.load(at_b + n[None, :].to(tl.int64) * stride_bn, mask=near[:, None] & (n < N)[None, :], other=0.0)
                 bt = tl.where((r0 + r < rank)[:, None], bt, 0.0)
                 acc = tl.dot(ht, bt.to(ht.dtype), acc)
-            tl.store(lora + t[:, None].to(tl.int64) * N + n[None, :], acc, mask=(t < hi)[:, None] & (n < N)[None, :])
+            at, mine = t[:, None].to(tl.int64) * N + n[None, :], (t < hi)[:, None] & (n < N)[None, :]
+            tl.store(lora + at, acc, mask=mine)
+            if m is not None:
+                tl.store(g + at, tl.broadcast_to(ga[None, :], (BLOCK_T, BLOCK_N)), mask=mine)
 
 
 @triton.jit(launch_metadata=launched)
-def multi_gather_kernel(
-    part, s, b, offsets, ranks, h, lora, M, G, N, R, stride_ba, stride_br, stride_bn,
-    PARTS: tl.constexpr, HAS_RANKS: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+def multi_low_kernel(
+    x, f, s, b, m, c, offsets, ranks, order, h, lora, g, M, G, K, N, R, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr,
+    stride_ba, stride_br, stride_bn,
+    HAS_RANKS: tl.constexpr, HAS_ORDER: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, BLOCK_G: tl.constexpr,
 ):
-    """The same for small ranks: each token reads its own b_a, all at once. What tokens share comes from the cache. Programs are
-    few, so that the next kernel has room beside them: W is on its way while they wait and run."""
+    """h = s_a x f_a, h b_a and g, of small ranks, token by token: all of h in each program, and some columns. What they share
+    comes from the cache. One kernel, few registers and little shared memory: the pass over W begins when all of its programs
+    have, and runs beside them."""
     if PDL:
         gdc_launch_dependents()
-    t, r = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
-    a = segments_of(t, offsets, G, BLOCK_G)
-    known = (t < M) & (a < G)
-    rank = tl.where(known, tl.load(ranks + a, mask=known, other=0) if HAS_RANKS else R, 0)
-    sa = tl.load(s + a, mask=known, other=0.0)
-    inside = r[None, :] < rank[:, None]
-    if PDL:
-        gdc_wait()
-    at = t[:, None] * R + r[None, :]
-    here = (t < M)[:, None] & (r < R)[None, :]
-    sums = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-    for i in tl.static_range(PARTS):  # always in the same order
-        sums += tl.load(part + i * M * R + at, mask=here & inside, other=0.0)
-    ht = (sa[:, None] * sums).to(h.dtype.element_ty)
+    t, r, k = tl.program_id(1), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+    a = segment_of(t, offsets, G, BLOCK_G)
+    rank = rank_of(ranks, a, G, R, HAS_RANKS)
+    inside = r < rank
+    at_x = x + _place(order, t, M, HAS_ORDER) * stride_xm
+    at_f = f + tl.cast(a, tl.int64) * stride_fa + r[:, None].to(tl.int64) * stride_fr
+    sums = tl.zeros((BLOCK_R,), tl.float32)
+    for k0 in tl.range(0, tl.where(rank > 0, K, 0), BLOCK_K, num_stages=STAGES):
+        at = (k0 + k).to(tl.int64)
+        xt = tl.load(at_x + at * stride_xk, mask=at < K, other=0.0)
+        ft = tl.load(at_f + at[None, :] * stride_fk, mask=inside[:, None] & (at < K)[None, :], other=0.0)
+        sums += tl.sum(ft.to(xt.dtype).to(tl.float32) * xt.to(tl.float32)[None, :], axis=1)
+    sa = tl.load(s + a, mask=a < G, other=0.0)
+    ht = tl.where(inside, sa * sums, 0.0).to(h.dtype.element_ty)
     if tl.program_id(0) == 0:
-        tl.store(h + at, ht, mask=here)
-    at_b = b + a.to(tl.int64)[:, None, None] * stride_ba + r.to(tl.int64)[None, None, :] * stride_br
-    for n0 in tl.range(tl.program_id(0) * BLOCK_N, N, tl.num_programs(0) * BLOCK_N, num_stages=3):
+        tl.store(h + t * R + r, ht, mask=r < R)
+    at_b = b + tl.cast(a, tl.int64) * stride_ba + r[None, :].to(tl.int64) * stride_br
+    for n0 in tl.range(tl.program_id(0) * BLOCK_N, N, tl.num_programs(0) * BLOCK_N, num_stages=STAGES):
         n = n0 + tl.arange(0, BLOCK_N)
-        mask = known[:, None, None] & (n < N)[None, :, None] & (r < R)[None, None, :]
-        bt = tl.load(at_b + n.to(tl.int64)[None, :, None] * stride_bn, mask=mask, other=0.0)
-        bt = tl.where(inside[:, None, :], bt, 0.0).to(h.dtype.element_ty).to(tl.float32)
-        acc = tl.sum(bt * ht.to(tl.float32)[:, None, :], axis=2)
-        tl.store(lora + t[:, None].to(tl.int64) * N + n[None, :], acc, mask=(t < M)[:, None] & (n < N)[None, :])
+        near = (r < R)[None, :] & (n < tl.where(a < G, N, 0))[:, None]  # not r < rank: loads as narrow as one number
+        bt = tl.load(at_b + n[:, None].to(tl.int64) * stride_bn, mask=near, other=0.0)
+        bt = tl.where(inside[None, :], bt, 0.0).to(h.dtype.element_ty).to(tl.float32)
+        acc = tl.sum(bt * ht.to(tl.float32)[None, :], axis=1)
+        at = tl.cast(t, tl.int64) * N + n
+        tl.store(lora + at, acc, mask=n < N)
+        if m is not None:
+            tl.store(g + at, _g_of_adapter(m, c, a, n, G, N), mask=n < N)
 
 
 @triton.jit(launch_metadata=launched)
 def multi_small_kernel(
-    x, w, lora, m, c, bias, offsets, order, out, pre_scale, M, G, N, K, stride_xm, stride_xk, stride_wk, stride_wn,
+    x, w, lora, g, bias, order, out, pre_scale, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn,
     HAS_M: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, HAS_ORDER: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """One pass over W for all tokens; the term of low rank is there by then."""
+    """One pass over W for all tokens; the term of low rank and g are there by then."""
     t, n, k = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    a = segments_of(t, offsets, G, BLOCK_G).to(tl.int64)
     place = _place(order, t, M, HAS_ORDER)
     at_x = x + place[:, None] * stride_xm + k[None, :].to(tl.int64) * stride_xk
     at_w = w + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
@@ -143,16 +162,12 @@ def multi_small_kernel(
     mask = (t < M)[:, None] & (n < N)[None, :]
     if PDL:
         gdc_wait()
-    acc += tl.load(lora + t[:, None].to(tl.int64) * N + n[None, :], mask=mask, other=0.0)
-    if HAS_M:  # behind the wait like the load above: one trip to memory
-        at = a[:, None] * N + n[None, :]
-        own = mask & (a < G)[:, None]
-        ca, ma = tl.load(c + at, mask=own, other=1.0).to(tl.float32), tl.load(m + at, mask=own, other=1.0).to(tl.float32)
-        g = tl.div_rn(ma, tl.where(ca < EPS, EPS, ca))
+    at = t[:, None].to(tl.int64) * N + n[None, :]
+    acc += tl.load(lora + at, mask=mask, other=0.0)
     if STORE_PRE_SCALE:
-        tl.store(pre_scale + t[:, None].to(tl.int64) * N + n[None, :], acc.to(pre_scale.dtype.element_ty), mask=mask)
+        tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
     if HAS_M:
-        acc = acc * g
+        acc = acc * tl.load(g + at, mask=mask, other=0.0)
     if HAS_BIAS:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     tl.store(out + place[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=mask)

@@ -70,9 +70,9 @@ def _weight_and_product(
 ):
     """W and B A at rows n and columns k in float32; zeros outside."""
     at_w = W + n[:, None].to(tl.int64) * stride_wn + k[None, :].to(tl.int64) * stride_wk
-    # EVEN: every tile and slab is whole. Masks would keep the loads from being pipelined at full width.
+    # EVEN: 1, every tile is whole; 2, every slab too. Masks would keep the loads from being pipelined at full width.
     w = tl.load(at_w) if EVEN else tl.load(at_w, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
-    acc = low_rank(A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION)
+    acc = low_rank(A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN == 2, PRECISION)
     return w.to(tl.float32), acc
 
 

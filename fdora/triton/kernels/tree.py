@@ -125,7 +125,7 @@ def norms_kernel(
     UNIT_W: tl.constexpr, UNIT_A: tl.constexpr, UNIT_B: tl.constexpr,
     EVEN: tl.constexpr, EVEN_R: tl.constexpr, ONE_SLAB: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, BLOCK_L: tl.constexpr,
-    WORDS: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):
     """An item is BLOCK_N rows and CHUNK columns of one layer. The items of all layers that changed are dealt out in turn."""
     if PDL:
@@ -162,7 +162,7 @@ def norms_kernel(
             at_b = _tile(B, stride_bn, stride_br, BLOCK_N, BLOCK_R, UNIT_B)
             b = _load(at_b, (n < N)[:, None], (r < R)[None, :], EVEN, EVEN_R)
         squares = tl.zeros((BLOCK_N,), tl.float32)
-        for k0 in range(first_k, min(K, first_k + CHUNK), BLOCK_K):
+        for k0 in tl.range(first_k, min(K, first_k + CHUNK), BLOCK_K, num_stages=AHEAD if ONE_SLAB and AHEAD else None):
             in_k = (k0 + tl.arange(0, BLOCK_K) < K)[None, :]
             at_w = _tile(W + k0 * stride_wk, stride_wn, stride_wk, BLOCK_N, BLOCK_K, UNIT_W)
             w = _load(at_w, (n < N)[:, None], in_k, EVEN, EVEN)

@@ -37,12 +37,16 @@ def _multi_shrink(*, x, f, part, M, K, R, **_: Any) -> Cost:
     return product(M, R, K, x) + moved(x, f, part)
 
 
-def _multi_expand(*, part, b, h, lora, M, N, R, **_: Any) -> Cost:
-    return product(M, N, R, h) + moved(part, b, h, lora)
+def _multi_expand(*, part, b, m, c, h, lora, g, M, N, R, **_: Any) -> Cost:
+    return product(M, N, R, h) + moved(part, b, m, c, h, lora, g)
 
 
-def _multi_small(*, x, w, lora, m, c, out, pre_scale, M, N, K, **_: Any) -> Cost:
-    return product(M, N, K, x) + moved(x, w, lora, m, c, out, pre_scale)
+def _multi_low(*, x, f, b, m, c, h, lora, g, M, K, N, R, **_: Any) -> Cost:
+    return product(M, R, K + N, x) + moved(x, f, b, m, c, h, lora, g)
+
+
+def _multi_small(*, x, w, lora, g, out, pre_scale, M, N, K, **_: Any) -> Cost:
+    return product(M, N, K, x) + moved(x, w, lora, g, out, pre_scale)
 
 
 def _multi_norm(*, W, A, B, partial, N, K, R, G, **_: Any) -> Cost:
@@ -94,12 +98,12 @@ MULTI: dict[str, Callable[..., Cost]] = {
     "spread_kernel": _spread,
     "multi_epilogue_kernel": _multi_epilogue,
     "multi_expand_kernel": _multi_expand,
-    "multi_gather_kernel": _multi_expand,
     "multi_finish_kernel": _multi_finish,
     "multi_gemm_pointer_kernel": _multi_gemm,
     "multi_gemm_tma_kernel": _multi_gemm,
     "multi_grad_kernel": _multi_grad,
     "multi_h_kernel": _multi_h,
+    "multi_low_kernel": _multi_low,
     "multi_norm_kernel": _multi_norm,
     "strip_norm_kernel": _multi_norm,
     "multi_ranks_kernel": _multi_ranks,

@@ -40,6 +40,12 @@ def of_gpu(gpu: int, capability: int, num_sms: int) -> Device:
     return Device(gpu, capability, num_sms, HAS_PDL and capability >= 90)
 
 
+def beside_others() -> bool:
+    """Whether NCCL's kernels may run beside ours."""
+    group = torch.distributed
+    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
+
+
 def by_another_thread(make: Callable[[], T], device: torch.device) -> T:
     """What ``make`` returns, which may stay: before it captures, Inductor has this thread allocate from a pool in which nothing
     may be left but the results of its graph (reduce-overhead). For the stream of now."""

@@ -74,13 +74,12 @@ def run(plan: Plan, tensors: tuple[Tensor | None, ...], scalars: tuple[float, ..
         tensors = tuple(
             t.clone(memory_format=whole) if i in plan.copies and t is not None else t for i, t in enumerate(tensors)
         )
-    index = plan.device.gpu
-    if index < 0 or current_device is None:
+    if gpu < 0 or current_device is None:
         return _walk(plan, tensors, scalars)
     before = current_device()
-    if before == index:
+    if before == gpu:
         return _run(plan, tensors, scalars)
-    exchange_device(index)
+    exchange_device(gpu)
     try:
         return _run(plan, tensors, scalars)
     finally:
