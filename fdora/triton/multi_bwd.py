@@ -68,7 +68,7 @@ def backward(plan: Builder, given: Given, numbers: tuple[int, ...] | None, p: fl
         return
     R = bank.A.shape[1]
     dz = plan.temp(dy.shape, t) if any(d is not None for d in out[:3]) else None
-    shape = shape_of(plan, dz or dy, out.dx or x, bank.W, R, False, bank.seed is not None)
+    shape = shape_of(plan, dz or dy, out.dx or x, bank.W, R, bank.A.shape[0], False, bank.seed is not None)
     ranks = rank_table(plan, numbers)
     right = Right(bank.W, bank.A, False)
     laid = None if out.dx is None else lay(plan, right, shape, t, numbers, ranks)
