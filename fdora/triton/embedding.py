@@ -38,7 +38,7 @@ from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
 from fdora.triton.runtime.walk import plan_for, run
 
 WHOLE = 64  # up to this rank a program keeps its columns of A
-WALKS = 16  # up to this rank programs keep s B, of a half-precision W
+WALKS = 16  # up to this rank programs keep B, of a half-precision W
 MANY = 2048  # tokens, from which on two launches serve other ranks, and programs that walk ask for rows ahead
 FEW = 256  # tokens, up to which strips are narrow, so that there are programs for all of the GPU
 READY_T = 32  # tokens, or columns, of a program of the first
