@@ -3,7 +3,7 @@
 Roof: a read and a write of the rows, 4 d bytes a token in 16 bits. What is read beside them comes out of L2, which must not
 have as much to do. A tile of t tokens and k columns reads 2 t k bytes of W and writes as many; columns of A, (r, V) as PEFT has
 it, are r sectors of 32 bytes a token, 32 t r; B in float32 is 4 k r, g and its division 8 k. Up to r = 16 a program owns a
-strip of columns, keeps its s B and g, and walks over blocks of tokens, of many some blocks ahead: 32 t r is a quarter of 4 t k
+strip of columns, keeps its B and g, and walks over blocks of tokens, of many some blocks ahead: 32 t r is a quarter of 4 t k
 at r = 16 and k = 512.
 
 At a larger r strips are narrower, and 32 t r is as much as the rows: of many tokens a first launch forms h = A^T[ids], s B in
@@ -38,7 +38,7 @@ from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
 from fdora.triton.runtime.walk import plan_for, run
 
 WHOLE = 64  # up to this rank a program keeps its columns of A
-WALKS = 16  # up to this rank programs keep s B, of a half-precision W
+WALKS = 16  # up to this rank programs keep B, of a half-precision W
 MANY = 2048  # tokens, from which on two launches serve other ranks, and programs that walk ask for rows ahead
 FEW = 256  # tokens, up to which strips are narrow, so that there are programs for all of the GPU
 READY_T = 32  # tokens, or columns, of a program of the first
@@ -146,7 +146,7 @@ def plan_embedding(likes: Sequence[Like | None], device: Device, per_row: bool) 
 
 
 def in_one(plan: Builder, ids: Array, W: Array, A: Array, B: Array, m: Array, c: Array, y: Array, s: Scalar) -> None:
-    plan.path = "gather, low-rank product and g in one pass, of programs that keep s B and g"
+    plan.path = "gather, low-rank product and g in one pass, of programs that keep B and g"
     (T,), (V, D), R = ids.shape, W.shape, A.shape[0]
     block_t, block_d, num_warps, stages, per_sm = walk_config(T)
     strips = cdiv(D, block_d)
