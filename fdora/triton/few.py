@@ -5,7 +5,7 @@ tokens, filled up to a power of two, beside them: that many bytes a multiprocess
 program at ``of_warp`` each. So columns must be enough for all multiprocessors, and tokens few beside a program's columns.
 Time in us, of all steps of the programs that follow one another, and of the bytes of W:
 
-    start + max( W / memory, waves steps max( together bytes / of_one, bytes / (warps of_warp) ) ) + waves edge + rank r M
+    start + max( W / memory, waves steps max( together bytes / of_one, bytes / (warps of_warp) ) ) + waves (edge + rank r M)
 
 The other way is that of choice.py and what is launched around it: h, whose product is longer with K; in backward the pass, dh
 and the factors' gradients, all longer with the layer's sides and the last two with the rank. ``start`` counts backward's pass
@@ -69,7 +69,7 @@ def narrow_us(M: int, N: int, K: int, r: int, trans_b: bool, fit: NarrowFit, gpu
     together, waves = min(fits, cdiv(programs, gpu.num_sms)), cdiv(programs, gpu.num_sms * fits)
     step = max(together * taken / fit.of_one, taken / (warps * fit.of_warp))
     run = max(2 * N * K / (fit.memory * gpu.bytes), waves * cdiv(K, block_k) * step)
-    return (fit.forward if trans_b else fit.backward) + run + waves * fit.edge + fit.rank * r * M / 64**2
+    return (fit.forward if trans_b else fit.backward) + run + waves * (fit.edge + fit.rank * r * rows / 64**2)
 
 
 def beside_us(N: int, K: int, r: int, trans_b: bool, fit: BesideFit) -> float:

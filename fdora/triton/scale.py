@@ -8,9 +8,8 @@ or near 0 left nothing of v in y, and a large bias little: for those columns, an
 dg_n = sum_t dy_tn (x_t . W_n + h_t . B_n). That is a branch on the device; the host never looks. Which columns, and what the
 others lose: fdora/eager/linear.py. Models have drowned columns in every layer: there each strip asks for itself, by a NaN in
 its partial. One kernel lists these columns, another forms the products of their gathered rows of W.
-At most BESIDE_BIAS tokens are not worth these launches: forward keeps v for them. Today that is any number: an H200 has timed
-only a first form of these kernels, which took 4 % less time without drowned columns and 15 to 120 % more with them
-(bench/NOTES.md, With a bias). 512 is what `bench.bias` should be run with.
+At most BESIDE_BIAS tokens are not worth these launches: forward keeps v for them. Today that is any number: on an H200 a layer
+takes 36 to 54 % more by them, forward and backward (h200/bias.json, from 512 tokens on; bench/NOTES.md, With a bias).
 
 Bytes: dy and y read, dz written, 3 M N; dB is formed on the tiles that are there anyway (h holds s x A^T), or with dA in a
 launch of their own (factors.py). The roof is those bytes: products that read dy itself, as bare ones do, would need neither y
