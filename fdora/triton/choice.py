@@ -22,7 +22,7 @@ POINTERS = {
     (128, 64, 32, 8, False, False, 4, 3): (0.5, 0.5, 1.5, 2.0, 0.8),
     (64, 64, 64, 8, False, False, 4, 3): (0.35, 0.5, 1.0, 2.0, 0.8),
 }
-SHORT = 0  # tokens of an adapter, in the mean: a tile of 256 rows then has the terms of several
+SHORT = 512  # tokens of an adapter, in the mean: a tile of 256 rows then has the terms of several
 SHARED = 232_448  # bytes of a multiprocessor of sm_90 and sm_100
 # On sm_100 another tile beside the one that is summed up would spill above 64 x 128 with 4 warps, and with six stages.
 WITH_ANOTHER_TILE = (128, 128, 64, 8, False, True, 8, 4)
@@ -62,8 +62,9 @@ def fused_config(
 def bank_config(
     M: int, N: int, K: int, r: int, adapters: int, trans_b: bool, extra: bool, tma: bool, capability: int, num_sms: int
 ) -> GemmConfig:
-    """The same beside a bank, where a whole tile of 128 x 128 by 4 warps spills. In halves it took 1.16 and 1.25 of one call
-    (32 adapters, 4096 x 4096 and 14336), 128 x 256 by 8 warps 1.12 and 1.03."""
+    """The same beside a bank, where a whole tile of 128 x 128 by 4 warps spills. Of one call (h200/multi_forms.json, forward of 32
+    adapters of rank 16, 4096 x 4096 and 14336): in halves 1.12 and 1.07, 256 x 128 by 8 warps 1.06 and 1.07, 128 x 256 1.03 and
+    1.04."""
     most = 128 if SHORT * adapters > M else 256
     return _fused(M, N, K, r, trans_b, extra, tma, gpu_of(capability, num_sms), capability, most=most)[0]
 
