@@ -86,7 +86,7 @@ TABLE = {
     "beside": Entry(20, "bench.beside"),
     "group": Entry(60, "bench.group"),
     "multi": Entry(150, "bench.multi --runs 5 --jobs 8"),
-    "multi_forms": Entry(40, "bench.multi_forms --only decode,train,h,tile --jobs 8"),
+    "multi_forms": Entry(40, "bench.multi_forms --only decode,train,tile,tile_mixed --jobs 8"),
     "multi_norms": Entry(40, "bench.multi_forms --only norm --jobs 8"),
     "experts": Entry(150, "bench.experts --runs 5"),
     "layers12_r384_eager": Entry(60, "bench.layers12 --r 384 --no-compile"),

@@ -1,10 +1,10 @@
 """Norms of a bank, decoding and training with many adapters, in other forms: which is fastest.
 
-    python -m bench.multi_forms --device cuda --jobs 8 --json FILE [--only norm,decode,train,h,tile] [--shapes 4096x4096]
+    python -m bench.multi_forms --device cuda --jobs 8 --json FILE [--only norm,decode,train,tile,tile_mixed] [--shapes KxN]
 
 ``norm``: of G = 4, r = 16, beside one norm. ``decode``: 64 tokens of 64 adapters, r = 16, beside one adapter's call.
 ``train``: the forward of 8192 tokens of 32 adapters of rank 8 to 256, their bank looked through beside x A_a^T or ahead.
-``h``: the same with backward, tiles of x A_a^T and dz B_a. ``tile``: 32 adapters of rank 16, tiles of the product (GemmConfig).
+``tile`` and ``tile_mixed``: the same of rank 16 and of 8 to 256, tiles of the product (GemmConfig).
 Every form is checked, then timed in replayed CUDA graphs, all forms of a shape in turns. :func:`fastest` reads the choice off
 the file.
 """
@@ -32,7 +32,6 @@ from bench.truth import rel_l2
 from bench.ways import BF16
 from fdora.functional import dora_norm
 from fdora.triton.configs import GemmConfig
-from fdora.triton.multi_gemm import HConfig
 from fdora.triton.multi_norm import StripConfig
 from fdora.triton.multi_small import RoomConfig
 from fdora.triton.runtime import walk
@@ -46,24 +45,17 @@ FORMS: dict[str, list[tuple[int, ...]]] = {
         *((n, *form, 8) for n in (2, 3) for form in ((2048, 4, 4), (4096, 3, 4), (4096, 4, 4), (8192, 2, 4), (8192, 3, 4))),
     ],
     "train": [(0,), (1,)],
-    "h": [
-        *((64, 64, 64, 4, stages) for stages in (3, 4, 5)),
-        *((64, 64, 128, 4, stages) for stages in (2, 3)),
-        *((64, 128, 64, warps, stages) for warps in (4, 8) for stages in (3, 4)),
-        *((128, 64, 64, warps, 4) for warps in (4, 8)),
-        *((128, 128, 64, 8, 3), (64, 256, 64, 8, 3), (32, 64, 128, 4, 3)),
-    ],
-    "tile": [
-        (1, *form) for form in ((128, 128, 64, 8, 1, 1, 4, 4), (128, 256, 64, 8, 1, 1, 8, 4), (256, 128, 64, 8, 1, 1, 8, 4))
-    ],
 }
+FORMS["tile"] = FORMS["tile_mixed"] = [
+    (1, *form) for form in ((128, 128, 64, 8, 1, 1, 4, 4), (128, 256, 64, 8, 1, 1, 8, 4), (256, 128, 64, 8, 1, 1, 8, 4))
+]
 TOKENS = 8192
 CHOOSERS: dict[str, tuple[Callable[..., Any], str]] = {
     "norm": (StripConfig, "multi_norm.strip_config"),
     "decode": (RoomConfig, "multi_small.room_config"),
     "train": (bool, "multi.copies_beside"),
-    "h": (HConfig, "multi_gemm.h_config"),
     "tile": (GemmConfig, "multi_gemm.bank_config"),
+    "tile_mixed": (GemmConfig, "multi_gemm.bank_config"),
 }
 
 
@@ -90,8 +82,6 @@ def calls(kind: str, K: int, N: int, device: str) -> tuple[Callable[[], Found], 
     )
     i = Bank.random(M, K, N, ranks, BF16, device)
     one, multi = build("one", i), build("multi", i)
-    if kind == "h":
-        return lambda: dict(one.both()), lambda: dict(multi.both()), None
     return lambda: {"y": one.forward()}, lambda: {"y": multi.forward()}, None
 
 
@@ -133,7 +123,7 @@ def fastest(rows: list[Mapping[str, Any]], kind: str) -> tuple[int, ...]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = command(__doc__, runs=5)
-    parser.add_argument("--only", default="norm,decode,train,h,tile", type=lambda text: text.split(","))
+    parser.add_argument("--only", default="norm,decode,train,tile,tile_mixed", type=lambda text: text.split(","))
     parser.add_argument("--shapes", default="4096x4096,4096x14336", help="K x N")
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
     parser.add_argument("--most", type=int, help="no more forms of each kind than this")

@@ -405,7 +405,7 @@ def readme_steps() -> str:
     measured = {(row["model"], row["S"], row["r"]) for row in result["rows"]} & set(cells)
     turns = [row.get("turns", 1) for row in result["rows"]]
     calls = (
-        f"{min(turns)} to {max(turns)} calls each"
+        f"{' to '.join(map(str, sorted({min(turns), max(turns)})))} calls each"
         if all("turns" in row for row in result["rows"])
         else "mostly of one call each"
     )

@@ -22,6 +22,7 @@ POINTERS = {
     (128, 64, 32, 8, False, False, 4, 3): (0.5, 0.5, 1.5, 2.0, 0.8),
     (64, 64, 64, 8, False, False, 4, 3): (0.35, 0.5, 1.0, 2.0, 0.8),
 }
+SHORT = 0  # tokens of an adapter, in the mean: a tile of 256 rows then has the terms of several
 SHARED = 232_448  # bytes of a multiprocessor of sm_90 and sm_100
 # On sm_100 another tile beside the one that is summed up would spill above 64 x 128 with 4 warps, and with six stages.
 WITH_ANOTHER_TILE = (128, 128, 64, 8, False, True, 8, 4)
@@ -59,11 +60,12 @@ def fused_config(
 
 @lru_cache(4096)
 def bank_config(
-    M: int, N: int, K: int, r: int, trans_b: bool, extra: bool, tma: bool, capability: int, num_sms: int
+    M: int, N: int, K: int, r: int, adapters: int, trans_b: bool, extra: bool, tma: bool, capability: int, num_sms: int
 ) -> GemmConfig:
     """The same beside a bank, where a whole tile of 128 x 128 by 4 warps spills. In halves it took 1.16 and 1.25 of one call
     (32 adapters, 4096 x 4096 and 14336), 128 x 256 by 8 warps 1.12 and 1.03."""
-    return _fused(M, N, K, r, trans_b, extra, tma, gpu_of(capability, num_sms), capability, beside_bank=True)[0]
+    most = 128 if SHORT * adapters > M else 256
+    return _fused(M, N, K, r, trans_b, extra, tma, gpu_of(capability, num_sms), capability, most=most)[0]
 
 
 @lru_cache(4096)
@@ -78,11 +80,11 @@ def grouped_config(
 
 def _fused(
     M: int, N: int, K: int, r: int, trans_b: bool, extra: bool, tma: bool, gpu: Gpu, capability: int, groups: int = 0,
-    beside_bank: bool = False,
+    most: int = 0,
 ) -> tuple[GemmConfig, float]:  # fmt: skip
     found = tiles(trans_b, extra, tma and 90 <= capability < 120, capability)
-    if beside_bank:
-        found = {config: fit for config, fit in found.items() if not _fills_registers(config)}
+    if most:
+        found = {c: fit for c, fit in found.items() if most >= c.BLOCK_M and not _fills_registers(c)}
     if groups and not trans_b:  # what a tile reads of the next matrix must not be summed up: 0 times a NaN is one
         inside = {config: fit for config, fit in found.items() if not config.tma or K % config.BLOCK_K == 0}
         found = inside or tiles(trans_b, extra, False, capability)

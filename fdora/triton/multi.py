@@ -22,7 +22,7 @@ from torch import Tensor
 from fdora._records import Bank, BankNeeds
 from fdora._torch import needs_dispatcher
 from fdora.triton.copy import in_dtype, operand
-from fdora.triton.multi_bwd import Out, backward
+from fdora.triton.multi_bwd import Given, Out, backward
 from fdora.triton.multi_gemm import (
     Right,
     Wanted,
@@ -136,12 +136,12 @@ def plan_forward(likes: Sequence[Like | None], device: Device, ranks: tuple[int,
     x = sort(plan, x, bank.order)
     out = y if bank.order is None else plan.temp((M, N), t)
     W = turned(bank.W) if experts else operand(plan, in_dtype(plan, bank.W, t)).T
-    shape = shape_of(plan, x, out, W, R, pre_scale is not None, False)
+    shape = shape_of(plan, x, out, W, R, bank.A.shape[0], pre_scale is not None, False)
     right = Right(W, bank.B, True)
     beside = bank.seed is None and copies_beside(plan.device, shape)
-    laid = lay(plan, right, shape, t, ranks or None, table, beside)
     if bank.seed is None:
-        pad = low_rank_input(plan, x, bank.A, False, bank, table, shape, h, beside and laid is not None)
+        pad = low_rank_input(plan, x, bank.A, False, bank, table, shape, h, beside)
+    laid = lay(plan, right, shape, t, ranks or None, table, beside)
     found = routes(plan, bank, M, table, shape, laid, out, pre_scale)
     if bank.seed is not None:
         pad = low_rank_input(plan, drop(plan, x, bank, found.ids, p), bank.A, False, bank, table, shape, h)
@@ -179,7 +179,7 @@ def plan_backward(
         bank = bank._replace(W=operand(plan, in_dtype(plan, bank.W, x.dtype)))
     x, dy = sort(plan, x, order), sort(plan, dy, order)
     kept = kept if pre_scale else sort(plan, kept, order)
-    backward(plan, dy, x, bank, h, kept, pre_scale, ranks or None, p, out)
+    backward(plan, Given(dy, x, bank, h, kept, pre_scale), ranks or None, p, out)
     if dx is not None and order is not None:
         assert out.dx is not None
         unsort(plan, out.dx, order, dx)

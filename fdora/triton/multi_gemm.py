@@ -90,7 +90,7 @@ def has_columns(w: Array) -> bool:
     return w.stride[-2] == 1 and w.stride[-1] != 1
 
 
-def shape_of(plan: Builder, x: Array, out: Array, w: Array, R: int, extra: bool, masked: bool) -> Shape:
+def shape_of(plan: Builder, x: Array, out: Array, w: Array, R: int, adapters: int, extra: bool, masked: bool) -> Shape:
     """w (K, N), or (G, K, N) of experts. ``extra``: one more tile leaves at the end. ``masked``: dropout, whose mask is not of
     the base product."""
     (M, K), N, on = x.shape, out.shape[1], plan.device
@@ -105,7 +105,7 @@ def shape_of(plan: Builder, x: Array, out: Array, w: Array, R: int, extra: bool,
     if x.dtype == torch.float32 or masked:
         return Shape(None, EPILOGUE_M, min(64, power_of_two(R)))
     tma = matrix is not None and all(map(is_tma_compatible, (x, out, matrix)))
-    config = bank_config(M, N, K, R, trans, extra, tma, on.capability, on.num_sms)
+    config = bank_config(M, N, K, R, adapters, trans, extra, tma, on.capability, on.num_sms)
     return Shape(config, config.BLOCK_M, config.BLOCK_K if config.tma else min(config.BLOCK_K, power_of_two(R)))
 
 
@@ -168,7 +168,7 @@ def low_rank_input(
     plan: Builder, x: Array, f: Array, trans: bool, bank: Any, ranks: Array | None, shape: Shape, h: Array, beside: bool = False
 ) -> Array | None:
     """h = s_a x f_a^T; f (G, R, K), or (G, K, R) where ``trans``. Returns it by pairs, where the product wants that, and of
-    experts as TMA reads it. ``beside``: the kernel ahead, of which it reads nothing, is still running."""
+    experts as TMA reads it. ``beside``: the next kernel runs beside this one."""
     (M, K), R, G = x.shape, h.shape[1], f.shape[0]
     by_bank, by_r, by_k = f.stride if not trans else (f.stride[0], f.stride[2], f.stride[1])
     padded = shape.config is not None and shape.config.tma
@@ -187,7 +187,6 @@ def low_rank_input(
         (x, f, bank.s, bank.offsets, ranks, h, pad if padded else None, M, G, K, R, *x.stride, by_bank, by_k, by_r,
          h.stride[0], width),
         (ranks is not None, padded, experts, "ieee", tile, block_m, block_r, block_k, block_of(G), beside), warps, stages,
-        beside,
     )  # fmt: skip
     return pad
 
@@ -271,7 +270,7 @@ def lay(
     beside: bool = False,
 ) -> Laid | None:
     """The bank as the product by TMA reads it beside w: (N, R) each where the columns of w are contiguous, else (R, N).
-    ``beside``: the next kernel starts as soon as there is room."""
+    ``beside``: it runs beside the kernel ahead."""
     if shape.config is None or not shape.config.tma:
         return None
     trans_b = has_columns(right.w)
@@ -280,6 +279,6 @@ def lay(
 
 
 def copies_beside(device: Device, shape: Shape) -> bool:
-    """Whether forward's x A_a^T, which waits for its loads more than for bytes, starts while the bank is still looked through.
-    The other way round the latter had no registers: 115 us of 32 mixed ranks at 14336 columns, where its bytes take 30."""
+    """Whether forward looks through the bank beside x A_a^T, which waits for its loads more than for bytes. That one
+    begins: behind the other its programs are let in unevenly, and it took 35 us for 28."""
     return device.supports_pdl and shape.experts == 0 and shape.config is not None and shape.config.tma

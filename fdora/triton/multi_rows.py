@@ -78,7 +78,7 @@ def as_matrix(
     beside: bool = False,
 ) -> Laid:
     """(G, P, Q), ranks along P where ``by_row``, else along Q: itself, with a copy of steps that would meet what lies beyond a
-    rank or the next adapter, and meet zeros (0 times a NaN is one); or a copy of all. ``beside``: lets the next kernel in."""
+    rank or the next adapter, and meet zeros (0 times a NaN is one); or a copy of all. ``beside``: the kernel ahead."""
     G, P, Q = bank.shape
     by_bank, by_p, by_q = bank.stride
     height = cdiv(P, step) * step if by_row else P
@@ -95,12 +95,14 @@ def as_matrix(
         return Laid(out, height, None, None)
     tails = plan.temp((G * step, Q) if by_row else (G * P, step), dtype, (pitch if by_row else step, 1)) if apart else None
     flags = plan.temp((G, CHUNKS), torch.int32)
-    block_q = min(BLOCK_Q, power_of_two(Q))
+    # A tile as wide as a step: as wide as a row it had a quarter of its loads under way where a rank is small.
+    block_q = min(BLOCK_Q if by_row or numbers is None else step, power_of_two(Q))
     plan.launch(
         bank_kernel,
         (G, CHUNKS),
         (bank, ranks, out if copy else tails, flags, P, Q, height, pitch if tails is None else tails.stride[0], *bank.stride),
         (NAMES[dtype], copy, apart, ranks is not None, by_row, step, CHUNKS, AREA // block_q, block_q, beside),
         4,
+        pdl=beside,
     )
     return Laid(out, height, tails, None if experts else flags)

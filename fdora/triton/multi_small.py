@@ -40,7 +40,7 @@ class RoomConfig(NamedTuple):
 
 def room_config() -> RoomConfig:
     """From h200/multi_forms.json: reads in one stage take 1.4 and 1.2 of the time, since nothing else is under way."""
-    return RoomConfig(1, 8192, 3, 4, 8)
+    return RoomConfig(1, 16384, 3, 8, 8)
 
 
 class Low(NamedTuple):

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.g import g_tile
 from fdora.triton.runtime.cost import launched
-from fdora.triton.runtime.private import gdc_wait
+from fdora.triton.runtime.private import gdc_launch_dependents
 
 ROUTE = tl.constexpr(4)  # numbers that a tile of rows has in the table of routes
 
@@ -205,8 +205,9 @@ def multi_h_kernel(
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr,
 ):
     """s_a x f_a for the rows of each adapter, (M, R). ``pad``: by pairs with the tiles of the product, TILE rows each, zeros
-    where a row belongs to another adapter. EXPERTS: the same rows as h, further apart. PDL: it ends after the kernel ahead,
-    beside which it runs: what waits for this one waits for both."""
+    where a row belongs to another adapter. EXPERTS: the same rows as h, further apart."""
+    if PDL:
+        gdc_launch_dependents()
     PARTS: tl.constexpr = TILE // BLOCK_M
     pair = tl.program_id(1) // PARTS
     part = tl.program_id(1) % PARTS * BLOCK_M
@@ -240,5 +241,3 @@ def multi_h_kernel(
         elif PADDED:
             row = (pair * TILE + part + tl.arange(0, BLOCK_M)).to(tl.int64)
             tl.store(pad + row[:, None] * stride_pm + r[None, :], out, mask=(r < R)[None, :] & (row >= 0)[:, None])
-    if PDL:
-        gdc_wait()

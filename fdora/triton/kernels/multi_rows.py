@@ -8,7 +8,7 @@ import triton.language as tl
 from fdora.triton.kernels.dropout import keep_rows
 from fdora.triton.kernels.multi import bounds_of
 from fdora.triton.runtime.cost import launched
-from fdora.triton.runtime.private import gdc_launch_dependents
+from fdora.triton.runtime.private import gdc_wait
 
 
 @triton.jit(launch_metadata=launched)
@@ -32,10 +32,8 @@ def bank_kernel(
 ):
     """(G, P, Q) -> (G, height, Q), zeros below and beyond a rank (of rows where BY_ROW), rows ``pitch`` apart. ``flags``: of
     each adapter and program, whether a number is not finite. What no step of STEP reads is not written. APART: only the last
-    step is, of a rank that is no multiple; (G, STEP, Q) where BY_ROW, else (G, P, STEP). PDL: it lets
-    the next kernel in."""
-    if PDL:
-        gdc_launch_dependents()
+    step is, of a rank that is no multiple; (G, STEP, Q) where BY_ROW, else (G, P, STEP). PDL: it ends
+    after the kernel ahead, beside which it runs: what waits for this one waits for both."""
     a, chunk = tl.program_id(0), tl.program_id(1)
     rank = tl.load(ranks + a) if HAS_RANKS else tl.maximum(P, Q)
     read = tl.minimum(P, rank) if BY_ROW else P
@@ -70,6 +68,8 @@ def bank_kernel(
                 at = out + (tl.cast(a, tl.int64) * P + p[:, None]) * STEP + (q - whole)[None, :]
                 tl.store(at, t, mask=(p < P)[:, None] & (near & (q // 8 * 8 >= whole))[None, :])
     tl.store(flags + a * CHUNKS + chunk, tl.max(bad, axis=0))
+    if PDL:
+        gdc_wait()
 
 
 @triton.jit
