@@ -123,14 +123,19 @@ TABLE = {
     "full_dora_muon_s2": Entry(100, "bench.converge --ways fdora,full --seeds 2 --optimizers muon"),
     "sharded_r64": Entry(60, "bench.sharded --world 2 --layers 6 --r 64 --runs 7"),  # two GPUs
     "sharded_r384": Entry(
-        60,
+        90,
         "bench.sharded --world 2 --layers 6 --r 384 --modes step,step_checkpointing --runs 9 --no-profile "
         "--ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused,peft_fdora_fused_shards",
+    ),
+    "sharded_r384_profile": Entry(
+        60,
+        "bench.sharded --world 2 --layers 6 --r 384 --runs 9 --modes step "
+        "--ways peft_lora,peft_fdora,peft_fdora_fused,peft_fdora_shards,peft_fdora_fused_shards",
     ),
     "jobs": Entry(70, "bench.jobs"),
     "jobs_pipeline": Entry(60, "bench.jobs --world 2"),  # two GPUs
     "sharded_12": Entry(
-        60,
+        80,
         "bench.sharded --world 2 --layers 12 --ways peft_lora,peft_fdora,peft_fdora_fused,peft_fdora_shards "
         "--modes step --runs 9 --no-profile",
     ),

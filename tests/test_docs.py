@@ -466,9 +466,7 @@ def test_how_much_of_the_steps_was_measured(elsewhere):
     """Cells against those of the command of bench.all, calls where the rows say how many; what is missing is said, too."""
     path = elsewhere / "h200/steps.json"
     result = json.loads(path.read_text())
-    assert report.readme_steps().startswith(
-        "8 of the 16 cells of `python -m bench.steps --device cuda`, 5 calls each, "
-    )
+    assert report.readme_steps().startswith("8 of the 16 cells of `python -m bench.steps --device cuda`, 5 calls each, ")
     assert report.readme_steps().endswith(f"commit {result['about']['commit']}") and report.readme_steps() in " ".join(
         README.split()
     )
