@@ -171,7 +171,7 @@ def compile_all(jobs, cases, norms):
             done.result()
 
 
-def case(shape, where, runs, norms):
+def case(shape, where, runs, norms=True):
     _, K, N, _ = shape
     drawn, timers = Drawn(*shape), {}
     for name, make in drawn.ways(norms).items():

@@ -3,7 +3,8 @@
     python -m bench.fit FILE... [--unseen FILE] [--write fdora/triton/fitted.py] [--json FILE] [--figure FILE]
 
 Of several files, what a later one has timed again (``bench.products --ways after,first,bare``) counts. A fused tile that took
-over NEAR times the fastest way of a shape counts FAR there: it is not what the choice is between. Shapes are held out in
+over NEAR times the fastest way of a shape counts FAR there, since the choice is between others, but in full where it would be
+predicted below that: tiles that lose here and there must not look better than they are. Shapes are held out in
 ``--folds`` parts: each is predicted by a fit that has not seen it. ``regret`` is the measured time of the way that the model
 chooses over that of the fastest way measured. ``--unseen``: other shapes, which no fit sees; where every tile was timed
 (``bench.products --exhaustive``) their regret is what the choice costs beside the best there is.
@@ -103,12 +104,17 @@ def fitted(rows):
 
 
 def fused(rows, name):
-    tile, times = tile_of(fields(name)), [(size(row), 1e3 * row["ms"][name]) for row in rows]
-    near = [1.0 if row["ms"][name] <= NEAR * fastest(row) else FAR for row in rows]
+    tile = tile_of(fields(name))
+    times = [(size(row), 1e3 * row["ms"][name], 1e3 * NEAR * fastest(row)) for row in rows]
 
     def error(q):
-        fit = Fit(*numpy.exp(q))
-        return [w * math.log(fused_us(*s, tile, fit, GPU) / us) for w, (s, us) in zip(near, times, strict=True)]
+        fit, found = Fit(*numpy.exp(q)), []
+        for s, us, limit in times:
+            guess = fused_us(*s, tile, fit, GPU)
+            found += (
+                [math.log(guess / us), 0.0] if us <= limit else [FAR * math.log(guess / us), max(0.0, math.log(limit / guess))]
+            )
+        return found
 
     return Fit(*best_of(error, STARTS, (numpy.log(LEAST), numpy.log(MOST))))
 

@@ -155,11 +155,14 @@ def values_only() -> bool:
     return not torch.is_grad_enabled() and forward_ad._current_level < 0
 
 
+def has_tangents() -> bool:
+    """Whether tensors may have those of forward mode, which no_grad does not stop."""
+    return forward_ad._current_level >= 0 or torch.compiler.is_compiling()
+
+
 def detached(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors as constants to every derivative: no_grad stops gradients, but not the tangents of forward mode."""
-    if forward_ad._current_level < 0 and not torch.compiler.is_compiling():
-        return tensors
-    return tuple(None if t is None else t.detach() for t in tensors)
+    """The tensors as constants to every derivative."""
+    return tuple(None if t is None else t.detach() for t in tensors) if has_tangents() else tensors
 
 
 def foreach_norms(tensors: list[Tensor]) -> Tensor:
@@ -187,6 +190,14 @@ def all_reduce_sum(t: Tensor, group: Any) -> Tensor:
     from torch.distributed import _functional_collectives as collectives
 
     return collectives.wait_tensor(collectives.all_reduce(t, "sum", group))
+
+
+def all_gathered(mine: Tensor, count: int, group: Any) -> Tensor:
+    """One behind the other, (count * n,), what each of so many processes has (n,)."""
+    out = mine.new_empty(count * mine.numel())
+    gather = getattr(torch.distributed, "all_gather_single", None)  # since torch 2.13 the name of the other
+    (gather or torch.distributed.all_gather_into_tensor)(out, mine, group=group)
+    return out
 
 
 def default_store() -> Any:

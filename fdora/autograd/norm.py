@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fdora._records import NormOf
-from fdora._torch import apply, detached
+from fdora._torch import apply, detached, has_tangents
 from fdora.autograd import quant
 from fdora.autograd._ops import OPS, autocast_off, drop_none, no_second_derivative, restore_none
 from fdora.eager._matmul import is_real as is_real
@@ -53,6 +53,8 @@ def guarded_norm(of: NormOf, c: Tensor, seen: Tensor, backend: str) -> tuple[Ten
 
 
 def _constant(of: NormOf) -> NormOf:
+    if not has_tangents():
+        return of
     W, A, B, base_sqnorm = detached(of.W, of.A, of.B, of.base_sqnorm)
     return NormOf(W, A, B, of.s, base_sqnorm, of.max_bytes)
 

@@ -13,7 +13,7 @@ from fdora.autograd.conv import composed, halves, rows
 from fdora.autograd.multi import COUNTED
 from fdora.functional._explain_many import SORTED, bank_norms, bare
 from fdora.functional._explanation import Call, Parts, kept_of, stand_in
-from fdora.functional.conv import check_conv, geometry
+from fdora.functional.conv import Given, check_conv, geometry
 from fdora.functional.embedding import check_embedding
 from fdora.functional.experts import check_experts, check_route, ends_on, pairs
 from fdora.functional.experts_mlp import check_layers
@@ -26,8 +26,9 @@ PLACED = "torch inverts the order of the tokens: that has no plan."
 
 def conv(a: Any) -> Call:
     n = int(a.fn[-2])
-    how = geometry(a.fn, n, a.stride, a.padding, a.dilation, a.groups, a.padding_mode, a.transposed, a.output_padding)
-    check_conv(a.fn, n, a.x, a.W, a.A, a.B, a.m, a.s, a.bias, a.norm, how)
+    asked = a.stride, a.padding, a.dilation, a.groups, a.padding_mode, a.transposed, a.output_padding
+    how = geometry(a.fn, n, asked)
+    check_conv(a.fn, n, Given(a.x, a.W, a.A, a.B, a.m, a.s, a.bias, a.norm), how)
     dtype = dtype_of_products(a.fn, a.x, a.W)
 
     def plans(triton: Any, on: Any) -> Parts:

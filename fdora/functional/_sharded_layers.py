@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from fdora._check import fail
+from fdora._records import Conv
 from fdora.autograd.multi import bank_norm
 from fdora.autograd.sharded import root_of_sum
 from fdora.functional._layout import (
@@ -38,6 +39,8 @@ from fdora.functional._sharded import biased
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import check_bank, scalings
 from fdora.functional.norm import dora_norm
+
+GEOMETRY = Conv._fields  # Dynamo (torch 2.8) does not read them off a record
 
 
 def multi(
@@ -136,23 +139,9 @@ def embedding(
     return biased(fn, lay, y, (*ids.shape, W.shape[1]), None)
 
 
-def conv(
-    call: Callable,
-    fn: str,
-    n: int,
-    x: Any,
-    W: Any,
-    A: Any,
-    B: Any,
-    m: Any,
-    s: float,
-    bias: Any,
-    norm: Any,
-    groups: Any,
-    transposed: bool,
-    backend: Any,
-    **rest: Any,
-) -> Any:
+def conv(call: Callable, fn: str, n: int, given: Any, asked: tuple[Any, ...], backend: Any) -> Any:
+    x, W, A, B, m, s, bias, norm = given
+    _, _, _, groups, _, transposed, _ = asked
     mesh = mesh_of(fn, {"x": x, "W": W, "A": A, "B": B, "m": m, "norm": norm, "bias": bias})
     lay = layout(fn, mesh, CONV, W, x, (0,))
     if x.dim() != n + 2:
@@ -167,7 +156,7 @@ def conv(
         rows = (w.flatten(1), a.detach().flatten(1), b.detach().flatten(1))
         c = root_of_sum(dora_norm(*rows, s=s, squared=True, backend=backend), over)
     known: dict[str, Any] = {"norm": c, "bias": None if over else local(fn, lay, "bias", bias), "backend": backend}
-    y = call(local(fn, lay, "x", x), w, a, b, mag, s=s, groups=groups, transposed=transposed, **known, **rest)
+    y = call(local(fn, lay, "x", x), w, a, b, mag, s=s, **known, **dict(zip(GEOMETRY, asked, strict=True)))
     shape = list(y.shape)
     for i in range(mesh.ndim):  # images and channels of the whole
         if is_cut(lay.tokens[i], (0,)):

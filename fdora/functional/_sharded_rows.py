@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fdora._dispatch import Backend, forced
 from fdora._records import Norms
-from fdora._torch import PLAIN, piece_of
+from fdora._torch import PLAIN, all_gathered, piece_of
 from fdora.autograd._ops import OPS
 from fdora.functional._tree import check_leaves, parts_of
 from fdora.functional.backend import select_backend
@@ -73,7 +73,7 @@ class RowsPlan:
         """Each (r, K)."""
         sizes, shapes = self.sizes[run.first : run.last], self.shapes[run.first : run.last]
         total = sum(sizes)
-        gathered = _all_gather(torch.cat([t.reshape(-1) for t in A]), self.count, self.group)
+        gathered = all_gathered(torch.cat([t.reshape(-1) for t in A]), self.count, self.group)
         flat = torch.empty_like(gathered)
         whole = flat.split_with_sizes([self.count * n for n in sizes])
         out = [t.view(self.count, -1) for t in whole]
@@ -83,7 +83,7 @@ class RowsPlan:
     def spread(self, c: Tensor) -> Sequence[Tensor]:
         """The whole norms of all weights, from those of each process's rows."""
         lengths = self.part.lengths
-        gathered = _all_gather(c, self.count, self.group)
+        gathered = all_gathered(c, self.count, self.group)
         whole = torch.empty_like(gathered).split_with_sizes([self.count * n for n in lengths])
         out = [t.view(self.count, -1) for t in whole]
         torch.split_with_sizes_copy(gathered.view(self.count, -1), lengths, 1, out=out)
@@ -102,13 +102,6 @@ class Run:
             s, at = plan.scales[self.first : self.last], plan.part.at[self.first : self.last]
             self.layers, self.at = OPS[plan.backend].tree_layers(W, A, B, s, at), A[0].data_ptr()
         return self.layers
-
-
-def _all_gather(mine: Tensor, count: int, group: Any) -> Tensor:
-    out = mine.new_empty(count * mine.numel())
-    gather = getattr(torch.distributed, "all_gather_single", None)  # since torch 2.13 the name of the other
-    (gather or torch.distributed.all_gather_into_tensor)(out, mine, group=group)
-    return out
 
 
 def even_rows(W: list, A: list, B: list) -> int | None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import pad
 
 from fdora._check import fail
+from fdora._torch import all_gathered
 from fdora.autograd.sharded import root_of_sum
 from fdora.functional._layout import (
     Layout,
@@ -76,10 +77,7 @@ def _one_gather(parts: list[Tensor], found: list[Cut]) -> list[Tensor]:
     mesh, dim, _ = found[0]
     count = mesh.size(dim)
     flat = [_padded(t, cut, count) for t, cut in zip(parts, found, strict=True)]
-    mine = torch.cat(flat)
-    out = mine.new_empty(count * mine.numel())
-    gather = getattr(torch.distributed, "all_gather_single", None)  # since torch 2.13 the name of the other
-    (gather or torch.distributed.all_gather_into_tensor)(out, mine, group=mesh.get_group(dim))
+    out = all_gathered(torch.cat(flat), count, mesh.get_group(dim))
     made = [t.new_empty((count, v.numel())) for t, v in zip(parts, flat, strict=True)]
     torch.split_with_sizes_copy(out.view(count, -1), [v.numel() for v in flat], 1, out=made)
     return [v.view(-1, *t.shape[1:])[: cut.rows] for v, t, cut in zip(made, parts, found, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,19 @@ from fdora.quant import QuantWeight
 Numbers = int | Sequence[int]
 MODES = ("zeros", "reflect", "replicate", "circular")
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
+
+
+class Given(NamedTuple):
+    """The arguments of a convolution beside its geometry."""
+
+    x: Tensor
+    W: Any
+    A: Tensor
+    B: Tensor
+    m: Tensor
+    s: float
+    bias: Tensor | None
+    norm: Tensor | None
 
 
 def dora_conv1d(
@@ -61,7 +74,7 @@ def dora_conv1d(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
     """
     how = stride, padding, dilation, groups, padding_mode, transposed, output_padding
-    return _conv("dora_conv1d", 1, x, W, A, B, m, s, bias, norm, *how, backend)
+    return _conv("dora_conv1d", 1, Given(x, W, A, B, m, s, bias, norm), how, backend)
 
 
 def dora_conv2d(
@@ -110,7 +123,7 @@ def dora_conv2d(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
     """
     how = stride, padding, dilation, groups, padding_mode, transposed, output_padding
-    return _conv("dora_conv2d", 2, x, W, A, B, m, s, bias, norm, *how, backend)
+    return _conv("dora_conv2d", 2, Given(x, W, A, B, m, s, bias, norm), how, backend)
 
 
 def dora_conv3d(
@@ -142,23 +155,18 @@ def dora_conv3d(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
     """
     how = stride, padding, dilation, groups, padding_mode, transposed, output_padding
-    return _conv("dora_conv3d", 3, x, W, A, B, m, s, bias, norm, *how, backend)
+    return _conv("dora_conv3d", 3, Given(x, W, A, B, m, s, bias, norm), how, backend)
 
 
-def _conv(
-    fn: str, n: int, x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, s: float, bias: Tensor | None, norm: Tensor | None,
-    stride: Any, padding: Any, dilation: Any, groups: int, padding_mode: str, transposed: bool, output_padding: Any,
-    backend: Any,
-) -> Tensor:  # fmt: skip
+def _conv(fn: str, n: int, given: Given, asked: tuple[Any, ...], backend: Any) -> Tensor:
+    x, W, A, B, m, s, bias, norm = given
     if is_sharded(x, W, A, B, m, bias, norm):
         from fdora.functional import _sharded_layers
 
         call: Any = (dora_conv1d, dora_conv2d, dora_conv3d)[n - 1]
-        rest = {"stride": stride, "padding": padding, "dilation": dilation, "padding_mode": padding_mode}
-        rest |= {"output_padding": output_padding}
-        return _sharded_layers.conv(call, fn, n, x, W, A, B, m, s, bias, norm, groups, transposed, backend, **rest)
-    how = geometry(fn, n, stride, padding, dilation, groups, padding_mode, transposed, output_padding)
-    check_conv(fn, n, x, W, A, B, m, s, bias, norm, how)
+        return _sharded_layers.conv(call, fn, n, given, asked, backend)
+    how = geometry(fn, n, asked)
+    check_conv(fn, n, given, how)
     x = cast_x(fn, x, W)
     choice = select_backend(x, backend=backend)
     c = conv_norm(W, A, B, s, how, choice.name) if norm is None else norm
@@ -172,9 +180,9 @@ def kernel_rows(W: Tensor, A: Tensor, B: Tensor, groups: int) -> tuple[Tensor, T
     return rows(W, A, B, Conv((1,) * n, (0,) * n, (1,) * n, groups, "zeros", False, (0,) * n))
 
 
-def geometry(
-    fn: str, n: int, stride: Any, padding: Any, dilation: Any, groups: int, padding_mode: str, transposed: bool, out: Any
-) -> Conv:
+def geometry(fn: str, n: int, asked: tuple[Any, ...]) -> Conv:
+    """The same with a number for each axis."""
+    stride, padding, dilation, groups, padding_mode, transposed, out = asked
     each = {"stride": stride, "padding": padding, "dilation": dilation, "output_padding": out}
     least = {"stride": 1, "dilation": 1}
     found: dict[str, Any] = {}
@@ -201,10 +209,8 @@ def geometry(
     return Conv(found["stride"], found["padding"], found["dilation"], groups, padding_mode, transposed, found["output_padding"])
 
 
-def check_conv(
-    fn: str, n: int, x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor, s: float, bias: Tensor | None, norm: Tensor | None,
-    how: Conv,
-) -> None:  # fmt: skip
+def check_conv(fn: str, n: int, given: Given, how: Conv) -> None:
+    x, W, A, B, m, s, bias, norm = given
     if isinstance(W, QuantWeight):
         raise fail(fn, "W", "a tensor", "a QuantWeight", "Pass W.dequantize(): formats of kernels are not known.")
     kernel, G, layout = " ".join(("kZ", "kY", "kX")[3 - n :]), how.groups, f"nn.Conv{n}d"

@@ -21,6 +21,7 @@ from torchao.dtypes.nf4tensor import NF4Tensor, linear_nf4
 from torchtune.modules.peft import DoRALinear
 
 from fdora import FdoraError
+from fdora._torch import PLAIN
 from fdora.functional import dora_compose, dora_linear, dora_scale, select_backend
 from fdora.integrations._hook import hook, hooked, unhook
 from fdora.integrations._norm import KeptNorm
@@ -151,7 +152,7 @@ def _obstacle(layer: FdoraLinear, x: Tensor) -> str:
     """Why fdora's functions cannot take this layer; empty where they can."""
     W, A, B, m = layer.weight, layer.lora_a.weight, layer.lora_b.weight, layer.magnitude
     for t in (A, B, m, x) if isinstance(W, NF4Tensor) else (W, A, B, m, x):
-        if type(t) not in (Tensor, nn.Parameter):
+        if type(t) not in PLAIN:
             return f"a {type(t).__name__} among the tensors"
         if t.device != W.device or t.is_meta:
             return "tensors on several devices, or on meta"

@@ -135,21 +135,22 @@ def tree_config(r: int, half: bool, half_weight: bool, whole: bool, capability: 
     """``half``: A and B are half precision; float32 ones are split into float16 terms in registers. ``whole``: all rows begin
     at 16 bytes, and N and K are multiples of 128; else every element of a tile has an address and a mask of its own.
 
-    ms on an H200, the seven layers of a block of Llama-3.1-8B. r = 64, where one slab holds the rank, so that the loop over
-    tiles can bring W ahead: 64 x 64 with three tiles of W 0.133 (two 0.159, none 0.161), 128 x 64 0.137, 128 x 128 by 8 warps
-    0.150; 128 x 128 in slabs of 32, of which one program finds room, 0.272; a norm for each layer 0.264. r = 384: 64 x 128 by 4
-    warps 0.501, 128 x 64 0.525, 128 x 128 by 8 warps 0.576, in slabs of 32 0.678; a norm for each layer, by TMA, 0.416.
+    ms on an H200, the seven layers of a block of Llama-3.1-8B (h200/norm_model_tiles.json). r = 64, where one slab holds the
+    rank, so that the loop over tiles can bring W ahead: 64 x 64 with three tiles of W 0.130 (four 0.137, none 0.158), 128 x 64
+    0.134, 128 x 128 by 8 warps 0.145; 128 x 128 in slabs of 32, of which one program finds room, 0.269. r = 16: 64 x 64 with
+    four 0.117, with three 0.119, 128 x 128 with none 0.131. r = 384: 64 x 128 0.524, 128 x 64 0.557, 128 x 128 by 8 warps
+    0.612, in slabs of 32 0.689; r = 128: 0.269, 0.288, 0.330, 0.340.
     """
     if not whole:
         return TreeConfig(64, 64, 16, 8, 2)
     if half and half_weight and 90 <= capability < 100:
-        if 16 < r <= 64:
-            return TreeConfig(64, 64, 32 if r <= 32 else 64, 4, 3, 3, 8)
-        if r > 64 and r % 64 == 0:
+        if r <= 64:
+            return TreeConfig(64, 64, max(16, power_of_two(r)), 4, 3, 4 if r <= 16 else 3, 8)
+        if r % 64 == 0:
             return TreeConfig(64, 128, 64, 4, 3, 0, 4)
     block_r = 32 if r % 32 == 0 or (half and r > 16) else 16  # masks of a wide slab beside the split would spill
     if half and half_weight:
-        return TreeConfig(128, 128, block_r, 4 if 90 <= capability < 100 and r <= 16 else 8, 3)
+        return TreeConfig(128, 128, block_r, 8, 3)
     return TreeConfig(64, 128, block_r, 8, 2)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from fdora._records import Bank, BankNeeds
 from fdora._torch import needs_dispatcher
 from fdora.triton.copy import in_dtype, operand
-from fdora.triton.multi_bwd import Out, backward
+from fdora.triton.multi_bwd import Given, Out, backward
 from fdora.triton.multi_gemm import (
     Right,
     Wanted,
@@ -179,7 +179,7 @@ def plan_backward(
         bank = bank._replace(W=operand(plan, in_dtype(plan, bank.W, x.dtype)))
     x, dy = sort(plan, x, order), sort(plan, dy, order)
     kept = kept if pre_scale else sort(plan, kept, order)
-    backward(plan, dy, x, bank, h, kept, pre_scale, ranks or None, p, out)
+    backward(plan, Given(dy, x, bank, h, kept, pre_scale), ranks or None, p, out)
     if dx is not None and order is not None:
         assert out.dx is not None
         unsort(plan, out.dx, order, dx)

@@ -47,18 +47,19 @@ class Out(NamedTuple):
     dbias: Array | None
 
 
-def backward(
-    plan: Builder,
-    dy: Array,
-    x: Array,
-    bank: Any,
-    h: Array | None,
-    kept: Array | None,
-    pre_scale: bool,
-    numbers: tuple[int, ...] | None,
-    p: float,
-    out: Out,
-) -> None:
+class Given(NamedTuple):
+    """What a backward reads, sorted."""
+
+    dy: Array
+    x: Array
+    bank: Any
+    h: Array | None
+    kept: Array | None
+    pre_scale: bool
+
+
+def backward(plan: Builder, given: Given, numbers: tuple[int, ...] | None, p: float, out: Out) -> None:
+    dy, x, bank, h, _, _ = given
     M, t = x.shape[0], x.dtype
     if M == 0:
         for each in out:
@@ -72,7 +73,7 @@ def backward(
     right = Right(bank.W, bank.A, False)
     laid = None if out.dx is None else lay(plan, right, shape, t, numbers, ranks)
     found = routes(plan, bank, M, ranks, shape, laid, out.dx)
-    fused = _scale(plan, dy, x, bank, h, kept, pre_scale, found, dz, out)
+    fused = _scale(plan, given, found, dz, out)
     if dz is None:
         return
     if out.dx is not None or out.dA is not None:
@@ -88,19 +89,9 @@ def backward(
         _gradient(plan, out.dB, dz, h, bank, ranks, False)
 
 
-def _scale(
-    plan: Builder,
-    dy: Array,
-    x: Array,
-    bank: Any,
-    h: Array | None,
-    kept: Array | None,
-    pre_scale: bool,
-    found: Routes,
-    dz: Array | None,
-    out: Out,
-) -> bool:
+def _scale(plan: Builder, given: Given, found: Routes, dz: Array | None, out: Out) -> bool:
     """dz, dm, dc and dbias; and dB, where its parts are few beside dz: whether that is so."""
+    dy, x, bank, h, kept, pre_scale = given
     (M, N), K, (G, R, _) = dy.shape, x.shape[1], bank.A.shape
     config = scale_config(M, N, R, dy.dtype != torch.float32, plan.device.capability)
     # Where segments are about as short as strips, most strips are cut in two, and a program has half a tile: 8192 rows of 32

@@ -4,8 +4,9 @@ With q = dc / c:    dA = s ((q B)^T W + s ((q B)^T B) A)    dB = s q (W A^T + s 
 Up to r = 64, 32 where an adapter is float32: one launch whose programs take part of W for dA or for dB, or of a factor for
 the r x r matrices, and one that adds the parts in their order. Above: two products with W by cuBLAS, each of which reads it
 once, two small ones, and a pass before and one behind for each gradient. float32 adapters go through the products as two terms
-of bfloat16, as in plain torch; there q B needs no scale, whose largest element another launch would have to find: float16 is
-left to plain torch for that.
+of bfloat16, as in plain torch, and up to r = 32 so does q B of any: rounded once, dA would be 2.3e-3 of its size away where its
+own rounding leaves 1.7e-3. q B needs no scale then, whose largest element another launch would have to find: float16 is left
+to plain torch for that.
 
 Roof: W twice. 4096 x 4096, r = 16: 67 MB, 16 us; 19 are taken (H200), where plain torch took 160 in some 40 launches.
 """
@@ -30,9 +31,7 @@ from fdora.triton.runtime.walk import plan_for, run
 
 BLOCK_N, BLOCK_J = 64, 128
 WHOLE = 64  # up to this rank one launch forms all sums
-ONCE_UP_TO = 32
-PASS = (64, 128)  # rows and columns of a tile of W
-GRAMS = 4  # parts of the sums of r x r matrices, each of which one program forms
+PASS, GRAMS = (64, 128), 4  # rows and columns of a tile of W; parts of the sums of r x r matrices
 SERVED = (torch.bfloat16,)  # of W
 
 
@@ -74,7 +73,7 @@ def plan_norm_bwd(likes: Sequence[Like | None], device: Device, needs: tuple[boo
         plan.path = "all products with W in one pass, nothing of its size written"
         _pass(plan, dc, W, A, B, c, s, dA, dB)
         return plan.plan()
-    of_grams = t if A.dtype == B.dtype == t else f32  # an operand of the products that finish
+    of_grams = t if A.dtype == B.dtype == t else f32  # rounded there, which they are as an operand of the products that finish
     if dA is not None:
         terms = 1 if B.dtype == t else 2
         slopes, wide = _terms(plan, B, t, terms, dc, c)
@@ -98,56 +97,42 @@ def _pass(
 ) -> None:
     """Two launches: all sums, in parts, and what adds them up."""
     (N, K), R, f32 = W.shape, A.shape[0], torch.float32
+    block_n, block_k = PASS
     block_r, ms = power_of_two(R), plan.device.num_sms
-    once = R <= ONCE_UP_TO
-    if once:
-        block_n, block_k, warps, stages, per_sm = tile_config(block_r, plan.device.capability)
-        rows = cdiv(cdiv(N, block_n), max(1, per_sm * ms // cdiv(K, block_k))) * block_n
-        columns = block_k
-    else:
-        block_n, block_k = PASS
-        warps, stages = 4, 3
-        rows = _span(N, block_n, 3 * ms // 2 // cdiv(K, block_k))
-        columns = _span(K, block_k, 3 * ms // 2 // cdiv(N, block_n))
+    warps, stages = 4, 3
+    rows = _span(N, block_n, 3 * ms // 2 // cdiv(K, block_k))
+    columns = _span(K, block_k, 3 * ms // 2 // cdiv(N, block_n))
     parts = {"A": cdiv(N, rows), "B": cdiv(K, columns)}
     each = {"A": (dA, (parts["A"], R, K)), "B": (dB, (parts["B"], R, N))}
     sums = [None if d is None else plan.temp(shape, f32) for d, shape in each.values()]
     grams = [None if d is None else plan.temp((GRAMS, R, R), f32) for d in (dA, dB)]
     strides = (*A.stride, *B.stride)
     programs = GRAMS * ((dA is not None) + (dB is not None))
-    if once:
-        programs += parts["A"] * parts["B"]
-    else:
-        programs += 0 if dA is None else cdiv(K, block_k) * parts["A"]
-        programs += 0 if dB is None else cdiv(N, block_n) * parts["B"]
+    programs += 0 if dA is None else cdiv(K, block_k) * parts["A"]
+    programs += 0 if dB is None else cdiv(N, block_n) * parts["B"]
     wide = [f.dtype != W.dtype for f in (A, B)]
-    terms, gram_block = [1 + w for w in wide[::-1]], 64 if any(wide) else min(256, 4096 // block_r)
+    terms = [2 if wide[1] or block_r <= WHOLE // 2 else 1, 1 + wide[0]]  # of q B and of A; sm_80 spills with more at r = 64
+    gram_block = 32 if any(wide) else min(256, 4096 // block_r)
     precision = [("tf32x3" if plan.device.capability else "ieee") if w else None for w in wide]
     needs = (dA is not None, dB is not None)
     plan.launch(
         norm_pass_kernel,
         (programs,),
         (dc, c, W, A, B, *sums, *grams, N, K, R, *W.stride, *strides, rows, columns),
-        (*needs, GRAMS, *terms, *precision, once, gram_block, block_n, block_k, block_r),
+        (*needs, GRAMS, *terms, *precision, gram_block, block_n, block_k, block_r),
         warps,
         stages,
     )
-    block_i, block_j = 16, 64 if block_r <= 32 else 32  # so small that eight parts of a tile are on their way at once
+    block_i, block_j = min(32, block_r), 64
     tiles = (0 if dA is None else cdiv(K, block_j)) + (0 if dB is None else cdiv(N, block_j))
     plan.launch(
         norm_add_kernel,
         (tiles, cdiv(R, block_i)),
-        (*sums, *grams, A, B, dc, c, dA, dB, s, N, K, R, *strides, *parts.values()),
-        (*needs, GRAMS, *precision, block_j, block_i, block_r),
+        (*sums, *grams, A, B, dc, c, dA, dB, s, N, K, R, *strides),
+        (*needs, *parts.values(), GRAMS, *precision, block_j, block_i, block_r),
         4,
         2,
     )
-
-
-def tile_config(block_r: int, capability: int) -> tuple[int, int, int, int, int]:
-    """Rows and columns of a tile of W, warps, stages, and how many programs there are for each multiprocessor."""
-    warps, per_sm = (4, 2) if block_r <= 32 else (8, 1)
-    return 64, (256 if capability >= 90 else 128), warps, 3, per_sm
 
 
 def _span(length: int, block: int, parts: int) -> int:

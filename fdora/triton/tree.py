@@ -139,7 +139,7 @@ class Kept:
     def __init__(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]):
         *at, self.size = accumulate(map(room, W), initial=0)
         self.layers = Layers(W, A, B, s, at)
-        self.made_from: list[int] = []
+        self.made_from = made_from(W)  # now: a capture would clear the graph's words in every replay
         self.norms: dict[int, Norms] = {}
         self.graph = by_another_thread(self.nothing, self.layers.device)  # for CUDA graphs, made before a capture
 
@@ -156,10 +156,9 @@ class Kept:
 
     def now(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], capturing: bool) -> Tensor:
         """A copy: whoever asked may write there, as Inductor does where it has use for the memory."""
-        made_from = [0 if w.is_inference() else w._version for w in W]
-        if made_from != self.made_from:
+        if made_from(W) != self.made_from:
             self.forget()
-            self.made_from = made_from
+            self.made_from = made_from(W)
         cuda = self.layers.device.type == "cuda"
         stream = raw_stream(self.layers.device.index) if cuda else 0
         pair = self.graph if capturing else self.norms.pop(stream, None)
@@ -171,6 +170,10 @@ class Kept:
         else:
             self.norms[stream] = pair
         return pair.c.clone()
+
+
+def made_from(W: Sequence[Tensor]) -> list[int]:
+    return [0 if w.is_inference() else w._version for w in W]
 
 
 def room(W: Tensor) -> int:

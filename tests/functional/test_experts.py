@@ -103,14 +103,15 @@ def test_messages():
         with pytest.raises(FdoraError) as error:
             ours(t, ends)
         assert str(error.value).startswith("fdora.dora_experts: ") and words in str(error.value)
-    gates = torch.ones(IDS.shape)
+    ids = IDS.to(t["x"].device)
+    gates = torch.ones(IDS.shape).to(ids.device)
     for ends, extra, words in (
         (None, {}, "`offsets` must be given, or ids, not both, got neither."),
-        (ENDS, {"ids": IDS}, "`offsets` must be given, or ids, not both, got both."),
+        (ENDS, {"ids": ids}, "`offsets` must be given, or ids, not both, got both."),
         (ENDS, {"gates": gates}, "`gates` must be None without ids"),
-        (None, {"ids": IDS[:3]}, "`ids` must be (7, k), k experts for each token of `x`, got (3, 2)."),
-        (None, {"ids": IDS + 1}, "`ids` must be from -1 to 2, got 0 to 3."),
-        (None, {"ids": IDS, "gates": gates[:, :1]}, "`gates` must be (7, 2), as `ids`, got (7, 1)."),
+        (None, {"ids": ids[:3]}, "`ids` must be (7, k), k experts for each token of `x`, got (3, 2)."),
+        (None, {"ids": ids + 1}, "`ids` must be from -1 to 2, got 0 to 3."),
+        (None, {"ids": ids, "gates": gates[:, :1]}, "`gates` must be (7, 2), as `ids`, got (7, 1)."),
     ):
         with pytest.raises(FdoraError) as error:
             ours(t, ends, **extra)

@@ -273,17 +273,17 @@ def on_shards(wrap, truth, mesh):
 
 def gathers_of_a_step(run, rank):
     """All-gathers for norms. Under a mode that counts operations there would be none: values of now are not for it."""
-    count, one = [0], _sharded_rows._all_gather
+    count, one = [0], _sharded_rows.all_gathered
 
     def counted(*args):
         count[0] += 1
         return one(*args)
 
-    _sharded_rows._all_gather = counted
+    _sharded_rows.all_gathered = counted
     try:
         loss_of(run, batches()[0, 0, rank]).backward()
     finally:
-        _sharded_rows._all_gather = one
+        _sharded_rows.all_gathered = one
     return count[0]
 
 

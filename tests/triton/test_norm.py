@@ -193,6 +193,7 @@ def test_the_gradient_through_the_norm(shape, monkeypatch):
             assert got.dtype == (torch.float32 if rest else dtype)
             eps = torch.finfo(dtype).eps
             assert rel_l2(got, want) <= (max(1e-6, eps**2 / 4) if rest and own else eps), (dtype, a, b, rel_l2(got, want))
+        assert r > 32 or rel_l2(whole[0], truth[0]) <= 0.27 * eps, "q B is rounded once, which makes it 0.31"
         for needs in ((True, False), (False, True)):
             for part, all_of, need in zip(norm_bwd.norm_bwd(dc, W, A, B, c, 0.7, needs), whole, needs, strict=True):
                 assert torch.equal(part, all_of) if need else part is None

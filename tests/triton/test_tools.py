@@ -55,6 +55,8 @@ def test_few_tokens_both_ways(products, monkeypatch):
     row = few.case((5, 64, 128, 16), (None, None), 1)
     assert {"bare", "small", "general", "small_both", "general_both"} <= {*row["ms"]}
     assert "inside 16 64 4 2" in row["ms"]
+    plain = few.case((5, 64, 128, 16), (None, None), 1, norms=False)["ms"]
+    assert {*plain} == {name + both for name in ("bare", "small", "general") for both in ("", "_both")}
     drawn = few.Drawn(5, 64, 128, 16)
     drawn.want = drawn.want + 1
     with pytest.raises(AssertionError, match="is wrong"):
@@ -67,6 +69,21 @@ def test_a_wrong_way_is_an_error(products, monkeypatch):
     )
     with pytest.raises(AssertionError, match="is wrong"):
         list(products.time_products([(130, 64, 128, 16)], math.inf, products.Which()))
+
+
+def test_what_was_timed_again_is_as_in_the_first_run():
+    """A fused product in proportion to the bare one of its run, a pass as what it took beyond it; unless the bare one was
+    another kernel."""
+    pytest.importorskip("scipy", reason="the fit needs scipy; `make test` installs it")
+    from bench.fit import merged
+
+    def result(**ms):
+        return {"rows": [{"shape": (64, 128, 256, 8), "forward": True, "ms": ms}]}
+
+    (row,) = merged([result(bare=10.0, after=13.0), result(bare=9.0, after=11.0, **{"fused 1": 18.0})])
+    assert row["ms"] == {"bare": 10.0, "after": 12.0, "fused 1": 20.0}
+    (row,) = merged([result(bare=10.0), result(bare=16.0, **{"fused 1": 12.0})])
+    assert row["ms"] == {"bare": 10.0, "fused 1": 12.0}
 
 
 def test_the_fit_finds_what_made_the_times():
@@ -165,6 +182,8 @@ def test_tiles_of_a_norm_are_checked_and_timed(store, monkeypatch, capsys):
 
     monkeypatch.setattr(norm_tiles, "DTYPE", HALF[0])
     monkeypatch.setattr(norm_tiles, "vendor", lambda: None)
-    row = norm_tiles.row_of(128, 256, 96, "cpu", store)
+    for name in ("TILES", "STORING"):
+        monkeypatch.setattr(norm_tiles, name, getattr(norm_tiles, name)[:1])
+    row = norm_tiles.row_of(128, 256, 96, device.NAME, store)
     assert len(row["tiles"]) == 1 and row["now"] > 0 and row["dense"] > 0
     assert "WRONG" not in capsys.readouterr().out

@@ -12,7 +12,6 @@ import triton.language as tl
 from fdora.triton.kernels.norm_bwd import slopes
 from fdora.triton.runtime.cost import launched
 
-AT_ONCE = tl.constexpr(8)  # parts that are on their way together
 
 @triton.jit
 def _gram(
@@ -83,51 +82,12 @@ def _rows_of_W(
     tl.store(parts + at, acc, mask=in_n & in_r)
 
 
-@triton.jit
-def _tile_of_W(
-    dc, c, W, A, B, parts_A, parts_B, p, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br, span,
-    NEED_A: tl.constexpr, NEED_B: tl.constexpr, TERMS_A: tl.constexpr, TERMS_B: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-):
-    """Both sums, of a strip of columns and ``span`` rows: W is read once, and each sum has a part for each strip, or span."""
-    strips, r = tl.cdiv(K, BLOCK_K), tl.arange(0, BLOCK_R)
-    part, strip = p // strips, p % strips
-    k = strip * BLOCK_K + tl.arange(0, BLOCK_K)
-    in_k, in_r = k < K, r < R
-    if NEED_B:
-        at_a = A + r[None, :].to(tl.int64) * stride_ar + k[:, None].to(tl.int64) * stride_ak
-        a = tl.load(at_a, mask=in_r[None, :] & in_k[:, None], other=0.0)
-        first_a = a.to(W.dtype.element_ty)
-    acc = tl.zeros((BLOCK_K, BLOCK_R), tl.float32)
-    for n0 in tl.range(part * span, min(part * span + span, N), BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
-        in_n = n < N
-        at_w = W + n[:, None].to(tl.int64) * stride_wn + k[None, :].to(tl.int64) * stride_wk
-        w = tl.load(at_w, mask=in_n[:, None] & in_k[None, :], other=0.0)
-        if NEED_A:
-            at_b = B + n[:, None].to(tl.int64) * stride_bn + r[None, :].to(tl.int64) * stride_br
-            v = slopes(dc, c, n, N)[:, None] * tl.load(at_b, mask=in_n[:, None] & in_r[None, :], other=0.0).to(tl.float32)
-            first = v.to(w.dtype)
-            acc = tl.dot(tl.trans(w), first, acc)
-            if TERMS_A == 2:
-                acc = tl.dot(tl.trans(w), (v - first.to(tl.float32)).to(w.dtype), acc)
-        if NEED_B:
-            low = tl.dot(w, first_a)
-            if TERMS_B == 2:
-                low = tl.dot(w, (a.to(tl.float32) - first_a.to(tl.float32)).to(w.dtype), low)
-            at = (strip * R + r)[None, :].to(tl.int64) * N + n[:, None]
-            tl.store(parts_B + at, low, mask=in_n[:, None] & in_r[None, :])
-    if NEED_A:
-        at = (part * R + r)[None, :].to(tl.int64) * K + k[:, None]
-        tl.store(parts_A + at, acc, mask=in_k[:, None] & in_r[None, :])
-
-
 @triton.jit(launch_metadata=launched)
 def norm_pass_kernel(
     dc, c, W, A, B, parts_A, parts_B, gram_A, gram_B, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn,
     stride_br, rows_of_part, columns_of_part, NEED_A: tl.constexpr, NEED_B: tl.constexpr, GRAMS: tl.constexpr,
     TERMS_A: tl.constexpr, TERMS_B: tl.constexpr, PRECISION_A: tl.constexpr, PRECISION_B: tl.constexpr,
-    ONCE: tl.constexpr, GRAM_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    GRAM_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """All sums of both gradients: (q B)^T W (r, K) over parts of the rows, A W^T (r, N) over parts of the columns, and
     (q B)^T B and A A^T over GRAMS of each. Which of them, the number of the program says."""
@@ -149,11 +109,6 @@ def norm_pass_kernel(
                 A, dc, c, gram_B, part, part * span, min(part * span + span, K), N, R, stride_ak, stride_ar,
                 False, PRECISION_A, GRAM_BLOCK, BLOCK_R,
             )
-    elif ONCE:
-        _tile_of_W(
-            dc, c, W, A, B, parts_A, parts_B, p - grams, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn,
-            stride_br, rows_of_part, NEED_A, NEED_B, TERMS_A, TERMS_B, BLOCK_N, BLOCK_K, BLOCK_R,
-        )
     elif NEED_A and p < grams + of_A:
         _columns_of_W(
             dc, c, W, B, parts_A, p - grams, strips, N, K, R, stride_wn, stride_wk, stride_bn, stride_br, rows_of_part,
@@ -168,24 +123,22 @@ def norm_pass_kernel(
 
 @triton.jit
 def _added(
-    parts, count, gram, F, out, by_row, s, j, Q, R, stride_fr, stride_fj, stride_or, stride_oj, GRAMS: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, i,
+    parts, gram, F, out, by_row, s, j, Q, R, stride_fr, stride_fj, stride_or, stride_oj, PARTS: tl.constexpr,
+    GRAMS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, i,
 ):
     """s by_row (sum of parts + s G F) at rows i and columns j, all of (R, Q): parts in their order."""
     r = tl.arange(0, BLOCK_R)
     mask = (i < R)[:, None] & (j < Q)[None, :]
     g = tl.zeros((BLOCK_I, BLOCK_R), tl.float32)
-    for p in tl.static_range(GRAMS):
+    for p in range(0, GRAMS):
         at_g = gram + (p * R + i)[:, None] * R + r[None, :]
         g += tl.load(at_g, mask=(i < R)[:, None] & (r < R)[None, :], other=0.0)
     at_f = F + r[:, None].to(tl.int64) * stride_fr + j[None, :].to(tl.int64) * stride_fj
     f = tl.load(at_f, mask=(r < R)[:, None] & (j < Q)[None, :], other=0.0)
     total = tl.zeros((BLOCK_I, j.shape[0]), tl.float32)
-    for first in range(0, count, AT_ONCE):
-        for k in tl.static_range(AT_ONCE):
-            at = parts + ((first + k) * R + i)[:, None].to(tl.int64) * Q + j[None, :]
-            there = j < tl.where(first + k < count, Q, 0)
-            total += tl.load(at, mask=(i < R)[:, None] & there[None, :], other=0.0)
+    for p in range(0, PARTS):
+        at = parts + (p * R + i)[:, None].to(tl.int64) * Q + j[None, :]
+        total += tl.load(at, mask=mask, other=0.0)
     total += s * tl.dot(g.to(f.dtype), f, input_precision=PRECISION)
     at_out = out + i[:, None].to(tl.int64) * stride_or + j[None, :].to(tl.int64) * stride_oj
     tl.store(at_out, (s * by_row * total).to(out.dtype.element_ty), mask=mask)
@@ -194,7 +147,7 @@ def _added(
 @triton.jit(launch_metadata=launched)
 def norm_add_kernel(
     parts_A, parts_B, gram_A, gram_B, A, B, dc, c, dA, dB, s, N, K, R, stride_ar, stride_ak, stride_bn, stride_br,
-    count_A, count_B, NEED_A: tl.constexpr, NEED_B: tl.constexpr, GRAMS: tl.constexpr,
+    NEED_A: tl.constexpr, NEED_B: tl.constexpr, PARTS_A: tl.constexpr, PARTS_B: tl.constexpr, GRAMS: tl.constexpr,
     PRECISION_A: tl.constexpr, PRECISION_B: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
@@ -204,13 +157,13 @@ def norm_add_kernel(
     if NEED_A and p < of_A:
         j = p * BLOCK_J + tl.arange(0, BLOCK_J)
         _added(
-            parts_A, count_A, gram_A, A, dA, 1.0, s, j, K, R, stride_ar, stride_ak, K, 1,
-            GRAMS, PRECISION_A, BLOCK_R, BLOCK_I, i,
+            parts_A, gram_A, A, dA, 1.0, s, j, K, R, stride_ar, stride_ak, K, 1,
+            PARTS_A, GRAMS, PRECISION_A, BLOCK_R, BLOCK_I, i,
         )
     elif NEED_B:
         j = (p - of_A) * BLOCK_J + tl.arange(0, BLOCK_J)
         q = slopes(dc, c, j, N)[None, :]
         _added(
-            parts_B, count_B, gram_B, B, dB, q, s, j, N, R, stride_br, stride_bn, 1, R,
-            GRAMS, PRECISION_B, BLOCK_R, BLOCK_I, i,
+            parts_B, gram_B, B, dB, q, s, j, N, R, stride_br, stride_bn, 1, R,
+            PARTS_B, GRAMS, PRECISION_B, BLOCK_R, BLOCK_I, i,
         )

@@ -41,7 +41,7 @@ def of_gpu(gpu: int, capability: int, num_sms: int) -> Device:
 
 
 def beside_others() -> bool:
-    """Whether NCCL's kernels may run beside ours."""
+    """Whether NCCL's kernels may run beside ours. Asked when a plan is made; one from before is as right, and slower then."""
     group = torch.distributed
     return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
