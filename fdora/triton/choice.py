@@ -62,9 +62,9 @@ def fused_config(
 def bank_config(
     M: int, N: int, K: int, r: int, adapters: int, trans_b: bool, extra: bool, tma: bool, capability: int, num_sms: int
 ) -> GemmConfig:
-    """The same beside a bank, where a whole tile of 128 x 128 by 4 warps spills. Of one call (h200/multi_forms.json, forward of 32
-    adapters of rank 16, 4096 x 4096 and 14336): in halves 1.12 and 1.07, 256 x 128 by 8 warps 1.06 and 1.07, 128 x 256 1.03 and
-    1.04."""
+    """The same beside a bank, where a whole tile of 128 x 128 by 4 warps spills. Of one call (h200/multi_forms.json, forward of
+    32 adapters of rank 16, 4096 x 4096 and 14336): in halves 1.12 and 1.07, 256 x 128 by 8 warps 1.06 and 1.07, 128 x 256 1.03
+    and 1.04."""
     most = 128 if SHORT * adapters > M else 256
     return _fused(M, N, K, r, trans_b, extra, tma, gpu_of(capability, num_sms), capability, most=most)[0]
 
