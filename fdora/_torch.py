@@ -200,6 +200,11 @@ def all_gathered(mine: Tensor, count: int, group: Any) -> Tensor:
     return out
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether what runs there now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def default_store() -> Any:
     """Where all processes of torch.distributed meet; it has no public name."""
     from torch.distributed import distributed_c10d

@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fdora._records import NormOf
-from fdora._torch import PLAIN, functorch_active, is_traced, piece_of, stays
+from fdora._torch import PLAIN, capturing, functorch_active, is_traced, piece_of, stays
 from fdora.functional import NormState, dora_norm, dora_norm_state, select_backend
 from fdora.functional.norm import give_norm, guarded_norm, kept_norms
 from fdora.integrations._shard import Shard, lies_in_rows, watched
-from fdora.integrations._table import capturing
 from fdora.integrations._tree import ALONE, UNASKED
 from fdora.quant import QuantWeight
 
@@ -184,7 +183,7 @@ def compiled_norms(layers: Sequence[tuple[KeptNorm, Any, Any, Tensor, Tensor, fl
     found = []
     for kept, owner, W, A, B, s in layers:
         whole = kept.norms is not None and kept.norms.traced_c(kept, W, A, B, s) is not None
-        room = None if whole or not is_traced() else kept.room_for(owner, W)
+        room = None if whole else kept.room_for(owner, W)
         if room is None:
             return None
         found.append((W, A, B, s, *room))

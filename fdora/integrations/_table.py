@@ -12,6 +12,7 @@ from torch import Tensor
 from fdora import _facts, _plain
 from fdora._dispatch import forced
 from fdora._records import Norms
+from fdora._torch import capturing
 from fdora.functional._tree import Part, kept_norms, no_norms, tables
 
 Found = list[tuple[Any, Tensor, Tensor, Tensor, float]]  # KeptNorm, W, A, B, s
@@ -127,8 +128,3 @@ def forget_captured() -> None:
     """Graphs, of whatever model, compute all norms in their next replay."""
     for norms, _ in _captured.values():
         norms.words.zero_()
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether what runs there now goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -46,11 +46,11 @@ import torch
 from torch import Tensor
 
 from fdora import _plain
-from fdora._torch import backward_task, dispatch_modes, trace, untraced, while_tracing
+from fdora._torch import backward_task, capturing, dispatch_modes, trace, untraced, while_tracing
 from fdora.functional._tree import forget_norms
 from fdora.integrations._shard import gathered_together
 from fdora.integrations._shard_norms import ShardNorms
-from fdora.integrations._table import Found, Run, Table, capturing, forget_captured
+from fdora.integrations._table import Found, Run, Table, forget_captured
 from fdora.integrations._units import Unit, units_of
 
 UNASKED, ALONE = -1, -2  # instead of a layer's place among the norms of a model

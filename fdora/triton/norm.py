@@ -22,19 +22,19 @@ import torch
 from torch import Tensor
 
 from fdora._records import NormOf
-from fdora._torch import needs_dispatcher
+from fdora._torch import capturing, needs_dispatcher
 from fdora.triton.configs import MAX_N, MIN_K, NormConfig, norm_config
 from fdora.triton.copy import in_dtype
 from fdora.triton.hash import WORDS, fingerprint
 from fdora.triton.kernels.norm import choose_kernel, norm_kernel
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import Device, cdiv, device_of, is_tma_compatible
+from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.split import rows_at_a_time, split_A, split_B
 from fdora.triton.sums import SUM_N, SUM_T, column_sums
-from fdora.triton.tree import capturing, keep_for_graphs, norms_of_model, parts_of, room
+from fdora.triton.tree import keep_for_graphs, norms_of_model, parts_of, room, unplanned
 
 Tensors = Sequence[Tensor]
 GROUP_N = 8  # rows of tiles that run together, so that their slabs of A and B meet in L2
@@ -277,18 +277,13 @@ def _fake_row_norms_kept(W, A, B, s, c, old_hash):
     return W[0].new_empty(sum(map(room, W)), dtype=torch.float32)
 
 
-def _planned_row_norms_kept(W, A, B, s, c, old_hash):
-    """Without flops: only the device knows what it computes."""
-    return (Builder("norms of layers", device_of(W[0].device)).plan(),)
-
-
 row_norm = op("row_norm", _row_norm, _fake_row_norm, _planned)
 row_norm_guarded = op("row_norm_guarded", _row_norm_guarded, _fake_row_norm_guarded, _guarded)
 row_norms_kept = op(
     "row_norms_kept",
     _row_norms_kept,
     _fake_row_norms_kept,
-    _planned_row_norms_kept,
+    unplanned,
     "(Tensor[] W, Tensor[] A, Tensor[] B, float[] s, Tensor[] c, Tensor[] old_hash) -> Tensor",
     mapped=False,
 )

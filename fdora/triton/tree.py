@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fdora import _facts
 from fdora._records import Norms
+from fdora._torch import capturing
 from fdora.triton.kernels.tree import fingerprints_kernel, norms_kernel, roots_kernel
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
@@ -57,7 +58,7 @@ class Layers:
     def table(self) -> Tensor:
         if self.device.type != "cuda":
             return self.host
-        if torch.cuda.is_current_stream_capturing():  # a copy would be of the graph, and filled by its replays alone
+        if capturing(self.device):  # a copy would be of the graph, and filled by its replays alone
             found = next(iter(self.tables.values()), None)
             found = self.host.to(self.device, non_blocking=True) if found is None else found
             _captured[id(found)] = self, found
@@ -224,10 +225,6 @@ def norms_of_model(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor]
     return _keep(key, W, A, B, s).now(W, A, B, False)
 
 
-def capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def _key(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> tuple:
     tensors = (*W, *A, *B)
     return (tuple(map(Tensor.data_ptr, tensors)), _facts.facts(tensors), tuple(s))
@@ -254,7 +251,7 @@ def _fake_model_norms(W, A, B, s):
     return torch.empty(sum(map(room, W)), device=W[0].device, dtype=torch.float32)
 
 
-def _planned(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> tuple[Plan]:
+def unplanned(W: Sequence[Tensor], *_: Any) -> tuple[Plan]:
     """Without flops: only the device knows what it computes."""
     return (Builder("norms of a model", device_of(W[0].device)).plan(),)
 
@@ -263,7 +260,7 @@ model_norms = op(
     "model_norms",
     norms_of_model,
     _fake_model_norms,
-    _planned,
+    unplanned,
     "(Tensor[] W, Tensor[] A, Tensor[] B, float[] s) -> Tensor",
     mapped=False,
 )

@@ -194,7 +194,8 @@ def halves(both: DoraLayer, gate_last: bool) -> tuple[DoraLayer, DoraLayer]:
 
 def norms_of(calls: Sequence[Call]) -> list[Tensor]:
     """Of layers that run in one call; in compiled code by one op, where each runs one of its own."""
-    cs = compiled_norms([(call.variant.kept, owner(call.W), call.W, call.A, call.B, call.s) for call in calls])
+    asked = [(call.variant.kept, owner(call.W), call.W, call.A, call.B, call.s) for call in calls] if is_traced() else []
+    cs = compiled_norms(asked) if asked else None
     if cs is None:
         return [call.norm() for call in calls]
     return [call.variant.with_gradient(c, *call[1:4], call.s) for call, c in zip(calls, cs, strict=True)]
