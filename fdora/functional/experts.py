@@ -73,8 +73,8 @@ def dora_experts(
       offsets: E whole numbers: where the tokens of each expert end, as ``torch.cumsum`` of their counts gives it. Kernels do
         not look at the values of a tensor on a GPU: they must not decrease or pass T. Plain torch reads it on the host, which
         waits for it, and compiled takes Python numbers alone.
-      ids: (T, k) or (T,), int64 or int32, instead of offsets: the experts of each token, -1 for none. Plain torch reads how
-        many each has on the host.
+      ids: (T, k) or (T,), int64 or int32, instead of offsets: the experts of each token, -1 for none. On a GPU their values
+        are not looked at: they must be from -1 to E - 1. Plain torch reads how many each has on the host.
       gates: as ids, any float dtype, or None.
       bias: (E, N), added after g.
       norm: (E, N) float32 (or float64), :func:`dora_norm` of the stack; None computes it (in plain torch that of the experts
