@@ -28,11 +28,16 @@ def _scaled(
         else:
             t = row + tl.arange(0, BLOCK_M)
             a = tl.load(ids + t, mask=t < M, other=0).to(tl.int64)
-            at = g + a[:, None] * N + tl.minimum(n, N - 1)[None, :]
-            if PTX:  # as a load it would want the product in a layout of its own, through shared memory that is full
-                acc = acc * tl.inline_asm_elementwise(LOAD, "=f,l", [at.to(tl.int64)], tl.float32, True, 1)
+            if last == first + 1:  # two of them, as in most tiles that are shared
+                mine = (a == first)[:, None]
+                acc = acc * tl.where(mine, tl.load(g + tl.cast(first, tl.int64) * N + n, mask=n < N, other=0.0)[None, :], 1.0)
+                acc = acc * tl.where(mine, 1.0, tl.load(g + tl.cast(last, tl.int64) * N + n, mask=n < N, other=0.0)[None, :])
             else:
-                acc = acc * tl.load(at)
+                at = g + a[:, None] * N + tl.minimum(n, N - 1)[None, :]
+                if PTX:  # as a load it would want the product in a layout of its own, through shared memory that is full
+                    acc = acc * tl.inline_asm_elementwise(LOAD, "=f,l", [at.to(tl.int64)], tl.float32, True, 1)
+                else:
+                    acc = acc * tl.load(at)
     if HAS_BIAS:
         own = bias + tl.cast(first, tl.int64) * BIAS_SPAN if EXPERTS else bias
         acc += tl.load(own + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
