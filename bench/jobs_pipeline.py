@@ -121,6 +121,7 @@ def worker(rank: int, options, store: str, begin: float) -> None:
     ways = {"alone": lambda: [run(works) for works in jobs.alone], "together": lambda: run(jobs.works)}
     turns = {way: [] for way in ways}
     result = (head(options, jobs) if rank == 0 else {}) | {"rows": [], "bubble": None, "bubbles": []}
+    found_by_turn = []
     # What the limit of time must not lose comes first: together and its bubble, then the jobs one after the other.
     for way in ("together", "alone"):
         turn(way, 0)
@@ -129,13 +130,13 @@ def worker(rank: int, options, store: str, begin: float) -> None:
             found = timed() if way == "together" else None
             if found is not None:
                 told(f"bubble {found['measured']:.3f}, simulated from the times {found['simulated_from_times']:.3f}", begin)
-                result["bubbles"].append(found)
-                middle = sorted(result["bubbles"], key=lambda found: found["measured"])[len(result["bubbles"]) // 2]
-                result["bubble"] = {name: value for name, value in middle.items() if name != "actions"}
+                found_by_turn.append(found)
+                result["bubbles"] = [found["measured"] for found in found_by_turn]
+                result["bubble"] = sorted(found_by_turn, key=lambda found: found["measured"])[len(found_by_turn) // 2]
             if rank == 0:
                 save(options.json, result | {"rows": rows_of(turns, result["tokens"])})
     if rank == 0:
-        print(result["bubble"], flush=True)
+        print({name: value for name, value in result["bubble"].items() if name != "actions"}, flush=True)
         report(result, turns, options)
     dist.destroy_process_group()
 
@@ -145,14 +146,14 @@ def copied(tree):
 
 
 def bubbles(jobs: Jobs, each, begin: float, took: float, world: int) -> dict:
-    """``actions``: process, microbatch, whether backward, and from when to when, in ms."""
+    """``actions``: process, microbatch, direction, and from when to when, in ms."""
     spent, actions = {}, []
     for tasks in each:
         for task in tasks:
             samples = jobs.plan.microbatches[task.action.microbatch]
             spent[samples, task.action.stage, task.action.backward] = task.end - task.start
-            when = [round(1e3 * (t - begin), 3) for t in (task.start, task.end)]
-            actions.append([task.device, task.action.microbatch, int(task.action.backward), *when])
+            when = " ".join(f"{1e3 * (t - begin):.3f}" for t in (task.start, task.end))
+            actions.append(f"{task.device} {task.action.microbatch} {'backward' if task.action.backward else 'forward'} {when}")
     busy = sum(spent.values())
     forward = lambda samples, stage: spent.get((samples, stage, False), 0.0)  # noqa: E731
     backward = lambda samples, stage: spent.get((samples, stage, True), 0.0)  # noqa: E731
