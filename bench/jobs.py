@@ -34,7 +34,7 @@ from bench.save import save
 from bench.schedule import KINDS, drawn
 from bench.table import table
 from fdora.functional import DoraParams, dora_init, dora_stack
-from fdora.schedule import Sample, Spec, schedule
+from fdora.schedule import Sample, Schedule, Spec, schedule
 from fdora.train import Job, Model, init_state, train_step, works_of
 from fdora.train.step import leaves_of, on
 
@@ -50,14 +50,12 @@ class Jobs:
         self.device = options.device if options.world == 1 or options.device == "cpu" else f"cuda:{dist.get_rank()}"
         self.dtype = torch.float32 if options.tiny else torch.bfloat16
         self.sizes = TINY if options.tiny else Sizes()
-        self.capacity = 64 if options.tiny else options.capacity
-        lengths = drawn(list(KINDS), options.batches, options.samples, self.capacity, 0)
-        self.lengths = [[[min(n, 24) if options.tiny else n for n in b] for b in batches] for batches in lengths]
-        self.depth = options.world
-        spec = Spec(self.capacity, depth=self.depth, seconds=0)  # the solver finds nothing here: bench.schedule
-        self.plan = schedule(self.lengths, spec)
+        self.capacity = capacity_of(options)
+        self.lengths = lengths_of(options)
+        self.plan = plan_of(self.lengths, options)
         self.works = works_of(self.plan)
-        self.alone = [works_of(renamed(schedule([each], spec).microbatches, a)) for a, each in enumerate(self.lengths)]
+        alone = [plan_of([each], options).microbatches for each in self.lengths]
+        self.alone = [works_of(renamed(each, a)) for a, each in enumerate(alone)]
         self.r, self.layers = options.r, options.layers
         self.count = len(self.lengths)
         self.jobs = [Job(kind, LR, clip=CLIP) for kind in KINDS]
@@ -85,6 +83,22 @@ class Jobs:
 
     def state(self, stage):
         return init_state({name: dora_stack(self.starts[name]) for name in stage.names}, self.jobs, stage.keep)
+
+
+def capacity_of(options) -> int:
+    return 64 if options.tiny else options.capacity
+
+
+def lengths_of(options) -> list[list[list[int]]]:
+    """Of each job, batch and sample."""
+    found = drawn(list(KINDS), options.batches, options.samples, capacity_of(options), 0)
+    return [[[min(n, 24) if options.tiny else n for n in b] for b in batches] for batches in found]
+
+
+def plan_of(lengths: list[list[list[int]]], options) -> Schedule:
+    return schedule(
+        lengths, Spec(capacity_of(options), depth=options.world, seconds=0)
+    )  # see bench.schedule: the solver finds nothing
 
 
 def renamed(microbatches, adapter):
@@ -225,15 +239,24 @@ def head(options, jobs: Jobs) -> dict:
     return facts | {"runs": options.runs, "tokens": jobs.tokens, "microbatches": plans}
 
 
-def report(result, turns, options) -> None:
-    cells = []
+def rows_of(turns, tokens: int) -> list[dict]:
+    """A row for each way that had a turn."""
+    rows = []
     for way, found in turns.items():
-        seconds, issued = zip(*found, strict=True)
-        middle = statistics.median(seconds)
-        row = {"way": way, "seconds": middle, "least": min(seconds), "issued": statistics.median(issued)}
-        row["tokens_per_s"] = result["tokens"] / middle
-        result["rows"].append(row)
-        cells.append([way, *(f"{row[name]:.3f}" for name in ("seconds", "least", "issued")), f"{row['tokens_per_s']:,.0f}"])
+        if found:
+            seconds, issued = zip(*found, strict=True)
+            middle = statistics.median(seconds)
+            row = {"way": way, "seconds": middle, "least": min(seconds), "issued": statistics.median(issued)}
+            rows.append(row | {"tokens_per_s": tokens / middle})
+    return rows
+
+
+def report(result, turns, options) -> None:
+    result["rows"] = rows_of(turns, result["tokens"])
+    cells = [
+        [row["way"], *(f"{row[name]:.3f}" for name in ("seconds", "least", "issued")), f"{row['tokens_per_s']:,.0f}"]
+        for row in result["rows"]
+    ]
     print(table(["way", "s", "least", "issued", "tokens/s"], cells), flush=True)
     save(options.json, result)
 
@@ -247,6 +270,7 @@ def parse(argv=None):
     parser.add_argument("--samples", type=int, default=8, help="of a batch")
     parser.add_argument("--batches", type=int, default=3, help="of each job")
     parser.add_argument("--ways", type=lambda s: s.split(","), default=list(WAYS))
+    parser.add_argument("--jobs", type=int, default=0, help="processes that compile the kernels of a pipeline first")
     parser.add_argument("--tiny", action="store_true", help="small widths and samples in float32, for a smoke test")
     return parser.parse_args(argv)
 

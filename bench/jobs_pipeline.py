@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 
 import optree
@@ -12,17 +13,58 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bench.clock import synchronize
-from bench.jobs import Jobs, head, report, wall
+from bench.jobs import Jobs, head, lengths_of, plan_of, report, rows_of, wall
+from bench.jobs_model import LINEARS, TINY, Sizes
+from bench.save import save
+from bench.schedule import KINDS
+from fdora.functional import DoraParams, dora_init, dora_linear_multi, dora_norm, dora_stack
 from fdora.schedule import simulate
-from fdora.train import Wire, connect, run_pipeline, select_state
+from fdora.train import Wire, connect, run_pipeline, select_state, works_of
 
 
 def start(options) -> None:
+    begin = time.perf_counter()
+    if options.jobs:
+        compile_all(options)
+        told(f"compiled in {options.jobs} processes", begin)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (options, f"{folder}/store"), options.world)
+        mp.spawn(worker, (options, f"{folder}/store", begin), options.world)
 
 
-def worker(rank: int, options, store: str) -> None:
+def told(what: str, begin: float) -> None:
+    print(f"{time.perf_counter() - begin:6.1f} s: {what}", flush=True)
+
+
+def compile_all(options) -> None:
+    """The kernels of fdora, in Triton's cache before a turn begins: compiled in it they took 44 s of one."""
+    works = works_of(plan_of(lengths_of(options), options))
+    tokens = {sum(s.length for s in work.samples) for work in works if work.samples}
+    some = {n % 16 == 0: n for n in sorted(tokens)}  # Triton compiles apart what 16 divides
+    sizes = TINY if options.tiny else Sizes()
+    shapes = {sizes.shape(name) for name in LINEARS}
+    with ProcessPoolExecutor(options.jobs, mp.get_context("spawn")) as pool:
+        tasks = [
+            pool.submit(compile_one, M, *shape, options, dx) for M in some.values() for shape in shapes for dx in (True, False)
+        ]
+        for task in tasks:
+            task.result()
+
+
+def compile_one(M: int, K: int, N: int, options, need_x: bool) -> None:
+    """A layer forward and backward. The first of a stage has no gradient to hand on."""
+    dtype = torch.float32 if options.tiny else torch.bfloat16
+    like = {"device": options.device, "dtype": dtype}
+    W, s = torch.randn(N, K, **like), torch.ones(len(KINDS), device=options.device)
+    x = torch.randn(M, K, **like).requires_grad_(need_x)
+    params = dora_stack([dora_init(W, options.r, dtype=dtype) for _ in range(len(KINDS))])
+    params = DoraParams(*(t.to(dtype).requires_grad_() for t in params))
+    ends = torch.tensor([M * (a + 1) // len(KINDS) for a in range(len(KINDS))], dtype=torch.int32).to(options.device)
+    kept = dora_norm(W, params.A.detach(), params.B.detach(), s=s)
+    y = dora_linear_multi(x, W, *params, s=s, offsets=ends, norm=kept, ranks=(options.r,) * len(KINDS))
+    y.backward(torch.zeros_like(y))
+
+
+def worker(rank: int, options, store: str, begin: float) -> None:
     if options.device == "cuda":
         torch.cuda.set_device(rank)
     else:
@@ -37,10 +79,12 @@ def worker(rank: int, options, store: str) -> None:
     begun = select_state(jobs.state(stage), stage.names)
     wire = Wire(lambda work: (sum(s.length for s in work.samples), jobs.sizes.hidden), jobs.dtype, jobs.device)
 
-    def run(works, clock=None):
-        fresh = begun._replace(**{part: copied(getattr(begun, part)) for part in ("grads", "mean", "square")})
+    def fresh():
+        return begun._replace(**{part: copied(getattr(begun, part)) for part in ("grads", "mean", "square")})
+
+    def run(works, clock=None, state=None):
         return run_pipeline(
-            fresh,
+            state or fresh(),
             works,
             lambda n: jobs.data(works[n]),
             stages={rank: stage},
@@ -55,25 +99,44 @@ def worker(rank: int, options, store: str) -> None:
             torch.cuda.current_stream().synchronize()  # not the streams of messages: they wait for the other process
         return time.perf_counter()
 
+    def turn(way: str, n: int) -> tuple[float, float]:
+        dist.barrier()
+        seconds = wall(lambda: (ways[way](), synchronize(jobs.device), dist.barrier()), jobs.device)
+        if rank == 0:
+            told(f"{'warm-up' if n == 0 else f'turn {n}'}, {way}: {seconds[0]:.3f} s", begin)
+        return seconds
+
+    def timed() -> dict | None:
+        """Of one run whose actions are timed; on the first process."""
+        state = fresh()  # no part of the pipeline
+        synchronize(jobs.device)
+        dist.barrier()
+        start = clock()
+        tasks = run(jobs.works, clock, state).tasks
+        dist.barrier()
+        took, each = clock() - start, [None] * options.world
+        dist.all_gather_object(each, tasks, group=links.sums)
+        return bubbles(jobs, each, start, took, options.world) if rank == 0 else None
+
     ways = {"alone": lambda: [run(works) for works in jobs.alone], "together": lambda: run(jobs.works)}
     turns = {way: [] for way in ways}
-    for turn in range(options.runs + 1):
-        for way, step in ways.items():
-            dist.barrier()
-            seconds = wall(lambda step=step: (step(), synchronize(jobs.device), dist.barrier()), jobs.device)
+    result = (head(options, jobs) if rank == 0 else {}) | {"rows": [], "bubble": None, "bubbles": []}
+    found_by_turn = []
+    # What the limit of time must not lose comes first: together and its bubble, then the jobs one after the other.
+    for way in ("together", "alone"):
+        turn(way, 0)
+        for n in range(1, options.runs + 1):
+            turns[way].append(turn(way, n))
+            found = timed() if way == "together" else None
+            if found is not None:
+                told(f"bubble {found['measured']:.3f}, simulated from the times {found['simulated_from_times']:.3f}", begin)
+                found_by_turn.append(found)
+                result["bubbles"] = [found["measured"] for found in found_by_turn]
+                result["bubble"] = sorted(found_by_turn, key=lambda found: found["measured"])[len(found_by_turn) // 2]
             if rank == 0:
-                print(f"turn {turn}, {way}: {seconds[0]:.3f} s", flush=True)
-            if turn:
-                turns[way].append(seconds)
-    dist.barrier()
-    begin = clock()
-    tasks = run(jobs.works, clock).tasks
-    dist.barrier()
-    took, each = clock() - begin, [None] * options.world
-    dist.all_gather_object(each, tasks, group=links.sums)
+                save(options.json, result | {"rows": rows_of(turns, result["tokens"])})
     if rank == 0:
-        result = head(options, jobs) | {"rows": [], "bubble": bubbles(jobs, each, took, options.world)}
-        print(result["bubble"], flush=True)
+        print({name: value for name, value in result["bubble"].items() if name != "actions"}, flush=True)
         report(result, turns, options)
     dist.destroy_process_group()
 
@@ -82,12 +145,15 @@ def copied(tree):
     return optree.tree_map(torch.clone, tree)
 
 
-def bubbles(jobs: Jobs, each, took: float, world: int) -> dict:
-    spent = {}
+def bubbles(jobs: Jobs, each, begin: float, took: float, world: int) -> dict:
+    """``actions``: process, microbatch, direction, and from when to when, in ms."""
+    spent, actions = {}, []
     for tasks in each:
         for task in tasks:
             samples = jobs.plan.microbatches[task.action.microbatch]
             spent[samples, task.action.stage, task.action.backward] = task.end - task.start
+            when = " ".join(f"{1e3 * (t - begin):.3f}" for t in (task.start, task.end))
+            actions.append(f"{task.device} {task.action.microbatch} {'backward' if task.action.backward else 'forward'} {when}")
     busy = sum(spent.values())
     forward = lambda samples, stage: spent.get((samples, stage, False), 0.0)  # noqa: E731
     backward = lambda samples, stage: spent.get((samples, stage, True), 0.0)  # noqa: E731
@@ -98,4 +164,5 @@ def bubbles(jobs: Jobs, each, took: float, world: int) -> dict:
         "simulated_from_times": told.bubble,
         "simulated_seconds": told.time,
         "simulated_from_tokens": simulate(jobs.plan, world).bubble,
+        "actions": actions,
     }

@@ -1,10 +1,13 @@
 """Norms of a bank, decoding and training with many adapters, in other forms: which is fastest.
 
-    python -m bench.multi_forms --device cuda --jobs 8 --json FILE [--only norm,decode,train,tile,tile_mixed] [--shapes KxN]
+    python -m bench.multi_forms --device cuda --jobs 8 --json FILE [--only norm,decode] [--shapes KxN]
 
 ``norm``: of G = 4, r = 16, beside one norm. ``decode``: 64 tokens of 64 adapters, r = 16, beside one adapter's call.
 ``train``: the forward of 8192 tokens of 32 adapters of rank 8 to 256, their bank looked through beside x A_a^T or ahead.
 ``tile`` and ``tile_mixed``: the same of rank 16 and of 8 to 256, tiles of the product (GemmConfig).
+``pass``: decoding, tiles of the pass over W (SmallConfig). ``low``, ``look``, ``grad`` and ``strip``: forward and backward of
+32 adapters of rank 8 to 256, tiles of x A_a^T and dz B_a (HConfig), how the bank is looked through (LookConfig), tiles of dA
+and dB (GradConfig), of dz (ScaleConfig); on a GPU with the us of these kernels, of forward and of forward and backward.
 Every form is checked, then timed in replayed CUDA graphs, all forms of a shape in turns. :func:`fastest` reads the choice off
 the file.
 """
@@ -12,7 +15,7 @@ the file.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -24,15 +27,18 @@ from torch import Tensor
 from bench.attempt import Failures
 from bench.clock import anchor_graph, medians, timer
 from bench.command import command
-from bench.multi import MIXED
+from bench.multi import MIXED, kernels
 from bench.multi_ways import Bank, S, build
 from bench.norm_forms import about
 from bench.save import save
 from bench.truth import rel_l2
 from bench.ways import BF16
 from fdora.functional import dora_norm
-from fdora.triton.configs import GemmConfig
+from fdora.triton.configs import GemmConfig, ScaleConfig, SmallConfig
+from fdora.triton.multi_bwd import GradConfig
+from fdora.triton.multi_gemm import HConfig
 from fdora.triton.multi_norm import StripConfig
+from fdora.triton.multi_rows import LookConfig
 from fdora.triton.multi_small import RoomConfig
 from fdora.triton.runtime import walk
 
@@ -49,6 +55,29 @@ FORMS: dict[str, list[tuple[int, ...]]] = {
 FORMS["tile"] = FORMS["tile_mixed"] = [
     (1, *form) for form in ((128, 128, 64, 8, 1, 1, 4, 4), (128, 256, 64, 8, 1, 1, 8, 4), (256, 128, 64, 8, 1, 1, 8, 4))
 ]
+FORMS["low"] = [
+    *((64, 64, 64, 4, 4), (128, 64, 64, 8, 4), (128, 64, 64, 4, 4), (128, 128, 64, 8, 4), (128, 128, 64, 8, 6)),
+    *((64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (64, 256, 64, 8, 3), (128, 256, 64, 8, 4)),
+]
+FORMS["grad"] = [
+    *((64, 128, 64, 4, 3), (64, 256, 64, 8, 3), (64, 256, 32, 8, 4), (128, 128, 64, 8, 3), (128, 256, 64, 8, 3)),
+    *((128, 256, 32, 8, 4), (64, 128, 32, 4, 4), (64, 128, 64, 4, 2)),
+]
+FORMS["look"] = [(8192, 32, 1), (8192, 32, 3), (8192, 64, 1), (8192, 64, 3), (4096, 64, 4), (16384, 32, 2)]
+FORMS["strip"] = [
+    *((64, 64, rows, 0, 4, 3) for rows in (128, 256, 512)),
+    *((32, 64, 256, 0, 4, 4), (32, 128, 256, 0, 4, 3), (64, 128, 256, 0, 8, 3), (64, 64, 256, 0, 4, 2)),
+]
+FORMS["pass"] = [
+    *((32, 128, 4, 5), (32, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 3), (64, 128, 8, 3)),
+    *((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 4), (128, 64, 8, 5)),
+]
+SEEN = {
+    "low": ("multi_h_", "bank_"),
+    "grad": ("multi_grad_",),
+    "look": ("multi_h_", "bank_"),
+    "strip": ("multi_scale_", "multi_finish_"),
+}
 TOKENS = 8192
 CHOOSERS: dict[str, tuple[Callable[..., Any], str]] = {
     "norm": (StripConfig, "multi_norm.strip_config"),
@@ -56,6 +85,11 @@ CHOOSERS: dict[str, tuple[Callable[..., Any], str]] = {
     "train": (bool, "multi.copies_beside"),
     "tile": (GemmConfig, "multi_gemm.bank_config"),
     "tile_mixed": (GemmConfig, "multi_gemm.bank_config"),
+    "pass": (SmallConfig, "multi_small.small_config"),
+    "low": (HConfig, "multi_gemm.h_config"),
+    "look": (LookConfig, "multi_rows.look_config"),
+    "grad": (GradConfig, "multi_bwd.grad_config"),
+    "strip": (ScaleConfig, "multi_bwd.scale_config"),
 }
 
 
@@ -78,11 +112,32 @@ def calls(kind: str, K: int, N: int, device: str) -> tuple[Callable[[], Found], 
         W, A, B = i.W, i.A.detach(), i.B.detach()
         return lambda: {"c": dora_norm(W, A[0], B[0], s=S)}, lambda: {"c": dora_norm(W, A, B, s=i.s)}, {"c": i.norm}
     M, ranks = (
-        (64, [16] * 64) if kind == "decode" else (TOKENS, [16 if kind == "tile" else MIXED[g % len(MIXED)] for g in range(32)])
+        (64, [16] * 64)
+        if kind in ("decode", "pass")
+        else (TOKENS, [16 if kind == "tile" else MIXED[g % len(MIXED)] for g in range(32)])
     )
     i = Bank.random(M, K, N, ranks, BF16, device)
     one, multi = build("one", i), build("multi", i)
+    if kind in SEEN:
+        return lambda: values(one.both()), lambda: values(multi.both()), None
     return lambda: {"y": one.forward()}, lambda: {"y": multi.forward()}, None
+
+
+def values(found: Found) -> Found:
+    """Without their graph: leaves that one keeps belong to the stream it was made on, and none is captured on another."""
+    return {name: t.detach() for name, t in found.items()}
+
+
+def times_of_kernels(kind: str, forms: Iterable[tuple[int, ...]], shape: tuple[int, int], device: str) -> dict[str, Any]:
+    """Of each form us of the kernels that it is about: of forward, and of forward and backward."""
+    multi = build("multi", Bank.random(TOKENS, *shape, [MIXED[g % len(MIXED)] for g in range(32)], BF16, device))
+    found = {}
+    for form in forms:
+        with formed(kind, form):
+            each = [kernels(multi.forward), kernels(multi.both)]
+        names = sorted({name for us in each for name in us if any(part in name for part in SEEN[kind])})
+        found[name_of(form)] = {name: [us.get(name, 0.0) for us in each] for name in names}
+    return found
 
 
 def compiled(kind: str, form: tuple[int, ...], shape: tuple[int, int], device: str) -> None:
@@ -105,9 +160,16 @@ def row_of(kind: str, forms: list[tuple[int, ...]], shape: tuple[int, int], opti
             assert error < (1e-5 if kind == "norm" else 5e-3), f"wrong by {error:.1e}"
             return timer(multi, options.device, anchor)
 
-    timers = failed.attempt([" ".join(map(str, form)) for form in forms], prepare)
+    timers = failed.attempt(map(name_of, forms), prepare)
     ms = medians({"one": timer(one, options.device, anchor), **timers}, options.runs)
-    return {"kind": kind, "K": shape[0], "N": shape[1], "ms": {n: round(v, 5) for n, v in ms.items()}, "failed": dict(failed)}
+    row = {"kind": kind, "K": shape[0], "N": shape[1], "ms": {n: round(v, 5) for n, v in ms.items()}, "failed": dict(failed)}
+    if kind in SEEN and options.device != "cpu":
+        row["us"] = times_of_kernels(kind, map(form_of, timers), shape, options.device)
+    return row
+
+
+def name_of(form: tuple[int, ...]) -> str:
+    return " ".join(map(str, form))
 
 
 def form_of(name: str) -> tuple[int, ...]:
@@ -123,7 +185,7 @@ def fastest(rows: list[Mapping[str, Any]], kind: str) -> tuple[int, ...]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = command(__doc__, runs=5)
-    parser.add_argument("--only", default="norm,decode,train,tile,tile_mixed", type=lambda text: text.split(","))
+    parser.add_argument("--only", default=",".join(FORMS), type=lambda text: text.split(","))
     parser.add_argument("--shapes", default="4096x4096,4096x14336", help="K x N")
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
     parser.add_argument("--most", type=int, help="no more forms of each kind than this")
@@ -140,7 +202,13 @@ def main(argv: list[str] | None = None) -> None:
         for shape in shapes:
             rows.append(row_of(kind, FORMS[kind][: options.most], shape, options))
             ms = rows[-1]["ms"]
-            print(kind, *shape, *(f"\n    {v / ms['one']:7.3f} {v:9.5f} ms  {n}" for n, v in ms.items()), flush=True)
+            us = rows[-1].get("us", {})
+            print(
+                kind,
+                *shape,
+                *(f"\n    {v / ms['one']:7.3f} {v:9.5f} ms  {n}  {us.get(n, '')}" for n, v in ms.items()),
+                flush=True,
+            )
             save(options.json, {"about": facts, "runs": options.runs, "rows": rows})
         print(kind, "fastest:", fastest(rows, kind), flush=True)
 

@@ -38,9 +38,14 @@ def test_a_wrong_way_fails_it(monkeypatch):
 
 def test_two_stages(tmp_path):
     path = tmp_path / "result.json"
-    jobs.main([*SMALL, "--world", "2", "--json", str(path)])
+    jobs.main([*SMALL, "--world", "2", "--jobs", "1", "--json", str(path)])
     result = json.loads(path.read_text())
     assert [row["way"] for row in result["rows"]] == ["alone", "together"]
+    assert len(result["bubbles"]) == result["runs"]
     bubble = result["bubble"]
     assert 0 <= bubble["simulated_from_times"] < 1 and 0 <= bubble["measured"] < 1
     assert bubble["simulated_seconds"] <= bubble["measured_seconds"]  # each action as early as can be
+    assert len(bubble["actions"]) == 4 * result["microbatches"]["together"]  # on two stages, forward and backward
+    times = [tuple(map(float, action.split()[3:])) for action in bubble["actions"]]
+    busy = sum(end - begin for begin, end in times)
+    assert busy == pytest.approx(2e3 * bubble["measured_seconds"] * (1 - bubble["measured"]), abs=1)

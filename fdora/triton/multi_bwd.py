@@ -26,7 +26,7 @@ from fdora.triton.multi_gemm import (
     routes,
     shape_of,
 )
-from fdora.triton.multi_rows import drop
+from fdora.triton.multi_rows import Seen, drop
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
@@ -34,6 +34,20 @@ from fdora.triton.sums import column_sums
 
 FINISH = ((32, 32), (256, 4))  # columns and strips: where an adapter has many strips, and where adapters are many
 SUM = 1024
+
+
+class GradConfig(NamedTuple):
+    """Tile of u_a^T v_a: along the rank, along the other side, and tokens at a time."""
+
+    BLOCK_R: int
+    BLOCK_N: int
+    BLOCK_T: int
+    num_warps: int
+    num_stages: int
+
+
+def grad_config(R: int, half: bool) -> GradConfig:
+    return GradConfig(min(64, power_of_two(R)), 128, 64, 4, 3) if half else GradConfig(min(32, power_of_two(R)), 64, 32, 4, 3)
 
 
 class Out(NamedTuple):
@@ -71,7 +85,8 @@ def backward(plan: Builder, given: Given, numbers: tuple[int, ...] | None, p: fl
     shape = shape_of(plan, dz or dy, out.dx or x, bank.W, R, bank.A.shape[0], False, bank.seed is not None)
     ranks = rank_table(plan, numbers)
     right = Right(bank.W, bank.A, False)
-    laid = None if out.dx is None else lay(plan, right, shape, t, numbers, ranks)
+    seen = None if given.h is None else Seen(given.h, bank.offsets)
+    laid = None if out.dx is None else lay(plan, right, shape, t, numbers, ranks, seen=seen)
     found = routes(plan, bank, M, ranks, shape, laid, out.dx)
     fused = _scale(plan, given, found, dz, out)
     if dz is None:
@@ -190,8 +205,7 @@ def _scale(plan: Builder, given: Given, found: Routes, dz: Array | None, out: Ou
 def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, ranks: Array | None, rank_first: bool) -> None:
     """u_a^T v_a over the tokens of each adapter: (M, P), (M, Q) -> (G, P, Q)."""
     (M, P), Q, (G, R, _) = u.shape, v.shape[1], bank.A.shape
-    half = u.dtype != torch.float32
-    wide, narrow, block_t = (128, min(64, power_of_two(R)), 64) if half else (64, min(32, power_of_two(R)), 32)
+    narrow, wide, block_t, warps, stages = grad_config(R, u.dtype != torch.float32)
     block_p, block_q = (narrow, wide) if rank_first else (wide, narrow)
     blocks = cdiv(P, block_p) * cdiv(Q, block_q)
     # Were all tokens one adapter's, so many parts would still keep the GPU busy; but they must be few beside u and v.
@@ -207,8 +221,8 @@ def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, ranks: A
         (cdiv(P, block_p), cdiv(Q, block_q), places),
         (u, v, bank.offsets, ranks, target, M, G, P, Q, R, u.stride[0], v.stride[0]),
         (ranks is not None, rank_first, single, "ieee", rows, block_p, block_q, block_t, block_of(G)),
-        4,
-        3,
+        warps,
+        stages,
     )
     if not single:
         plan.launch(multi_sum_kernel, (cdiv(P * Q, SUM), G), (target, bank.offsets, out, M, G, P * Q), (rows, SUM), 4)

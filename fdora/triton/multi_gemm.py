@@ -23,7 +23,7 @@ from fdora.triton.configs import GemmConfig, power_of_two
 from fdora.triton.dropout import threshold
 from fdora.triton.kernels.multi import multi_h_kernel, multi_ranks_kernel, multi_routes_kernel
 from fdora.triton.kernels.multi_gemm import multi_epilogue_kernel, multi_gemm_pointer_kernel, multi_gemm_tma_kernel
-from fdora.triton.multi_rows import Laid, as_matrix
+from fdora.triton.multi_rows import Laid, Seen, as_matrix
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import INTERPRETED, Device, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Tile
@@ -246,7 +246,8 @@ def multi_gemm(
              None if pre_scale is None else Tile(pre_scale, (bm, width)), *((out, pre_scale) if experts else (None, None)),
              found.g, bias, found.ids, found.route, found.steps, M, N, K, R, laid.height,
              (N if trans_b else K) if experts else 0, span, most_tiles(M, shape), programs),
-            (trans_b, *flags, experts, bm, bn, bk, config.EPILOGUE_SUBTILE, config.GROUP_M, not INTERPRETED),
+            (trans_b, *flags, experts, bm, bn, bk, config.EPILOGUE_SUBTILE, config.GROUP_M, not INTERPRETED,
+             plan.device.capability < 100),
             config.num_warps, config.num_stages,
         )  # fmt: skip
         return
@@ -268,14 +269,15 @@ def lay(
     numbers: tuple[int, ...] | None,
     ranks: Array | None,
     beside: bool = False,
+    seen: Seen | None = None,
 ) -> Laid | None:
     """The bank as the product by TMA reads it beside w: (N, R) each where the columns of w are contiguous, else (R, N).
-    ``beside``: it runs beside the kernel ahead."""
+    ``beside``: it runs beside the kernel ahead. ``seen``: as of as_matrix."""
     if shape.config is None or not shape.config.tma:
         return None
     trans_b = has_columns(right.w)
     b = right.b if right.trans == trans_b else turned(right.b)  # another layout of W than the usual
-    return as_matrix(plan, b, dtype, not trans_b, shape.config.BLOCK_K, numbers, ranks, shape.experts > 0, beside)
+    return as_matrix(plan, b, dtype, not trans_b, shape.config.BLOCK_K, numbers, ranks, shape.experts > 0, beside, seen)
 
 
 def copies_beside(device: Device, shape: Shape) -> bool:

@@ -16,9 +16,27 @@ from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 
 BLOCK_M, BLOCK_N = 8, 512
-BLOCK_Q, AREA = 256, 8192  # 64 numbers of a thread: what a program has under way at once
-CHUNKS = 32  # programs of an adapter, which share its tiles
+BLOCK_Q = 256
 NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class LookConfig(NamedTuple):
+    """How a bank is looked through."""
+
+    AREA: int  # numbers that a program reads at a time
+    CHUNKS: int  # programs of an adapter, which share its tiles
+    STAGES: int  # tiles under way; 1: they come through registers
+
+
+def look_config() -> LookConfig:
+    return LookConfig(8192, 32, 1)
+
+
+class Seen(NamedTuple):
+    """x A_a^T of tokens sorted by adapter: where it is finite, so is A_a."""
+
+    h: Array
+    offsets: Array
 
 
 def sort(plan: Builder, t: Any, order: Array | None) -> Any:
@@ -76,9 +94,11 @@ def as_matrix(
     ranks: Array | None,
     experts: bool = False,
     beside: bool = False,
+    seen: Seen | None = None,
 ) -> Laid:
     """(G, P, Q), ranks along P where ``by_row``, else along Q: itself, with a copy of steps that would meet what lies beyond a
-    rank or the next adapter, and meet zeros (0 times a NaN is one); or a copy of all. ``beside``: the kernel ahead."""
+    rank or the next adapter, and meet zeros (0 times a NaN is one); or a copy of all. ``beside``: the kernel ahead. ``seen``:
+    x times this bank."""
     G, P, Q = bank.shape
     by_bank, by_p, by_q = bank.stride
     height = cdiv(P, step) * step if by_row else P
@@ -94,15 +114,22 @@ def as_matrix(
     if experts and not copy:
         return Laid(out, height, None, None)
     tails = plan.temp((G * step, Q) if by_row else (G * P, step), dtype, (pitch if by_row else step, 1)) if apart else None
-    flags = plan.temp((G, CHUNKS), torch.int32)
+    look = look_config()
+    flags = plan.temp((G, look.CHUNKS), torch.int32)
+    if seen is not None and copy:
+        seen = None
+    h, offsets = seen or (None, None)
+    M, R = (0, 0) if h is None else h.shape
     # A tile as wide as a step: as wide as a row it had a quarter of its loads under way where a rank is small.
     block_q = min(BLOCK_Q if by_row or numbers is None else step, power_of_two(Q))
     plan.launch(
         bank_kernel,
-        (G, CHUNKS),
-        (bank, ranks, out if copy else tails, flags, P, Q, height, pitch if tails is None else tails.stride[0], *bank.stride),
-        (NAMES[dtype], copy, apart, ranks is not None, by_row, step, CHUNKS, AREA // block_q, block_q, beside),
+        (G, look.CHUNKS),
+        (bank, ranks, out if copy else tails, flags, h, offsets, P, Q, height, pitch if tails is None else tails.stride[0],
+         M, G, R, *bank.stride, 0 if h is None else h.stride[0]),
+        (NAMES[dtype], copy, apart, ranks is not None, by_row, step, look.CHUNKS, look.AREA // block_q, block_q,
+         power_of_two(max(1, R)), look.STAGES, beside),
         4,
         pdl=beside,
-    )
+    )  # fmt: skip
     return Laid(out, height, tails, None if experts else flags)

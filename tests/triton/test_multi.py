@@ -28,9 +28,11 @@ CROWDED = ((3, 0, 1, 40, 2) * 2, 0, 70, 33, (4, 1, 2, 4, 3) * 2)  # tiles of man
 THIN = ((200, 0, 90), 5, 40, 32, (2, 1, 2))  # dB on the tiles of dz; sums over tokens in parts
 SLABS = ((5, 0, 17), 4, 72, 48, (40, 3, 64))  # above the ranks that one launch forms h and h B^T of
 STEPS = ((60, 0, 90), 12, 72, 48, (96, 64, 70))  # whole steps of low rank, and some behind them
+WIDE = ((60, 0, 90), 12, 72, 136, (64, 3, 70))  # one rank is a whole step, of which backward looks at nothing where h is finite
 SHAPES = {
     "slabs": SLABS,
     "steps": STEPS,
+    "wide": WIDE,
     "few": FEW,
     "ones": ONES,
     "long": LONG,
@@ -129,7 +131,7 @@ def test_rows_whose_magnitude_is_zero_have_exact_gradients():
     assert not got["m1"].any()
 
 
-@pytest.mark.parametrize(("shape", "hopper"), [("few", False), ("many", False), ("many", True)])
+@pytest.mark.parametrize(("shape", "hopper"), [("few", False), ("many", False), ("many", True), ("wide", True)])
 def test_strangers_stay_strangers(shape, hopper, request):
     """What is not finite in one adapter, or in a token of one, reaches nobody else's tokens and no other gradient."""
     if hopper:

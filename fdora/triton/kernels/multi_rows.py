@@ -24,16 +24,29 @@ def rows_kernel(x, order, out, M, N, stride_x, SCATTER: tl.constexpr, BLOCK_M: t
         tl.store(out + here * N + n[None, :], tl.load(x + there * stride_x + n[None, :], mask=mask), mask=mask)
 
 
+@triton.jit
+def _seen_finite(h, offsets, a, G, M, R, rank, stride_hm, BLOCK_H: tl.constexpr):
+    """Whether h = x A_a^T of the adapter's first token says that A_a is finite: what is not makes all of a column not finite.
+    So it does for an adapter without tokens, which nothing reads."""
+    lo, hi = bounds_of(offsets, a, G, M)
+    r = tl.arange(0, BLOCK_H)
+    inside = r < tl.where(lo < hi, tl.minimum(rank, R), 0)
+    v = tl.load(h + lo.to(tl.int64) * stride_hm + r, mask=inside, other=0.0).to(tl.float32)
+    return tl.max((v - v != 0).to(tl.int32), axis=0) == 0
+
+
 @triton.jit(launch_metadata=launched)
 def bank_kernel(
-    x, ranks, out, flags, P, Q, height, pitch, stride_xa, stride_xp, stride_xq,
+    x, ranks, out, flags, h, offsets, P, Q, height, pitch, M, G, R, stride_xa, stride_xp, stride_xq, stride_hm,
     dtype: tl.constexpr, COPY: tl.constexpr, APART: tl.constexpr, HAS_RANKS: tl.constexpr, BY_ROW: tl.constexpr,
-    STEP: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr,
+    STEP: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     """(G, P, Q) -> (G, height, Q), zeros below and beyond a rank (of rows where BY_ROW), rows ``pitch`` apart. ``flags``: of
     each adapter and program, whether a number is not finite. What no step of STEP reads is not written. APART: only the last
-    step is, of a rank that is no multiple; (G, STEP, Q) where BY_ROW, else (G, P, STEP). PDL: it ends
-    after the kernel ahead, beside which it runs: what waits for this one waits for both."""
+    step is, of a rank that is no multiple; (G, STEP, Q) where BY_ROW, else (G, P, STEP). ``h``: where that says that all is
+    finite, only what is written is read. PDL: it ends after the kernel ahead, beside which it runs: what waits for this one
+    waits for both."""
     a, chunk = tl.program_id(0), tl.program_id(1)
     rank = tl.load(ranks + a) if HAS_RANKS else tl.maximum(P, Q)
     read = tl.minimum(P, rank) if BY_ROW else P
@@ -48,7 +61,14 @@ def bank_kernel(
         across = behind
     bad = tl.zeros((BLOCK_P,), tl.int32)
     columns = tl.cdiv(across, BLOCK_Q)
-    for i in range(chunk, tl.cdiv(written, BLOCK_P) * columns, CHUNKS):
+    begin, end = chunk, tl.cdiv(written, BLOCK_P) * columns
+    if h is not None:  # noqa: SIM102  it must not be looked at
+        if _seen_finite(h, offsets, a, G, M, R, rank, stride_hm, BLOCK_H):
+            if APART and BY_ROW:
+                begin += whole // BLOCK_P * columns
+            elif not APART:
+                begin = end
+    for i in tl.range(begin, end, CHUNKS, num_stages=STAGES):
         p, q = i // columns * BLOCK_P + tl.arange(0, BLOCK_P), i % columns * BLOCK_Q + tl.arange(0, BLOCK_Q)
         at = x + tl.cast(a, tl.int64) * stride_xa + p[:, None].to(tl.int64) * stride_xp + q[None, :].to(tl.int64) * stride_xq
         # By eights: a rank that is only known here would make loads and stores as narrow as one number.
