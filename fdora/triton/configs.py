@@ -23,7 +23,8 @@ def power_of_two(n: int) -> int:
 
 
 class NormConfig(NamedTuple):
-    """Tile of W, slab of the rank, and how a program runs."""
+    """Tile of W, slab of the rank, and how a program runs. ``AHEAD``: tiles of W on their way in a strip of ``SPAN`` columns,
+    whose B is read once; 0 for single tiles and all slabs of the rank. ``PROGRAMS``: on a multiprocessor, where they walk."""
 
     BLOCK_N: int
     BLOCK_K: int
@@ -32,9 +33,14 @@ class NormConfig(NamedTuple):
     num_warps: int
     num_stages: int
     TMA: bool = False
+    AHEAD: int = 0
+    SPAN: int = 0
+    PROGRAMS: int = 2
 
 
-def norm_config(r: int, half: bool, capability: int, aligned: bool = False, half_weight: bool = True) -> NormConfig:
+def norm_config(
+    r: int, half: bool, capability: int, aligned: bool = False, half_weight: bool = True, runs: bool = False
+) -> NormConfig:
     """``half``: both operands of the product are float16 or bfloat16. ``capability``: 90 for an H100, 0 if not NVIDIA.
     ``half_weight``: W is half precision. ``aligned``: it is, and W, A and B lie as TMA wants them (and so does what a merge
     writes)."""
@@ -45,8 +51,10 @@ def norm_config(r: int, half: bool, capability: int, aligned: bool = False, half
     from_shared = 90 <= capability < 120
     if not half_weight:  # twice the registers for the tile of W
         return NormConfig(128, 128, 64 if from_shared and r > 64 else 32, "ieee", 8, 3)
+    if runs and aligned and 90 <= capability < 100 and r <= 128:
+        return NormConfig(64, 64, max(16, power_of_two(r)), "ieee", 4, 3, AHEAD=3, SPAN=512, PROGRAMS=8)
     if from_shared and r > 64:
-        return NormConfig(128, 256, 64, "ieee", 8, 3, TMA=aligned)
+        return NormConfig(128, 256, 64, "ieee", 8, 3, TMA=aligned, PROGRAMS=1 if aligned else 2)
     return NormConfig(128, 128, 16 if r <= 16 else 32, "ieee", 4 if 90 <= capability < 100 else 8, 3)
 
 

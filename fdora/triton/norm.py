@@ -169,22 +169,22 @@ def _norm_of_rows(
 ) -> None:
     (N, K), R, half = W.shape, A.shape[0], W.itemsize == 2
     aligned = half and all(is_tma_compatible(t) for t in (W, A, B))
-    config = norm_config(R, A.itemsize == 2, plan.device.capability, aligned, half)
-    block_n, block_k, block_r, precision, num_warps, num_stages, tma = config
-    tiles = cdiv(K, block_k)
+    config = norm_config(R, A.itemsize == 2, plan.device.capability, aligned, half, True)
+    block_n, block_k, block_r, precision, num_warps, num_stages, tma, ahead, span, beside = config
+    tiles = cdiv(K, span or block_k)
     partial = plan.temp((tiles, N), torch.float32)
     programs = cdiv(N, block_n) * tiles
     old_hash, new_hash = (None, None) if guard is None else guard.hashes
     # Each of the three kernels of a guarded call is resident before the one ahead of it ends: 2 us less where nothing changed.
     pdl = guard is not None and plan.device.supports_pdl
     if guard is not None or tma:
-        programs = min(programs, (1 if tma else 2) * plan.device.num_sms)
+        programs = min(programs, beside * plan.device.num_sms)
     tensors, strides, even = tiled(config, W, A, B)
     plan.launch(
         norm_kernel,
         (programs,),
-        (*tensors, by_n, by_k, partial, old_hash, new_hash, s, N, K, R, *strides),
-        (block_n, block_k, block_r, GROUP_N, even, precision, tma, by_n is not None, guard is not None, WORDS, pdl),
+        (*tensors, by_n, by_k, partial, old_hash, new_hash, s, N, K, R, span or None, *strides),
+        (block_n, block_k, block_r, GROUP_N, even, precision, tma, by_n is not None, guard is not None, WORDS, pdl, ahead),
         num_warps,
         num_stages,
         pdl,
