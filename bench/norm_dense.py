@@ -37,15 +37,17 @@ ONE_SLAB = 128  # the highest rank of strips
 STRIPS = [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 4, 4), (128, 128, 8, 3)]
 HIGH = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 3), (128, 128, 8, 2)]
 SPANS = (256, 512, 1024, 2048)
-# as before there were strips, and above them
-SINGLE = [NormConfig(128, 128, 32, "ieee", 4, 3), NormConfig(128, 256, 64, "ieee", 8, 3, TMA=True, PROGRAMS=1)]
 
 
 def tiles_of(r: int) -> list[NormConfig]:
     block_r = power_of_two(r)
+    single = [
+        NormConfig(128, 128, min(32, block_r), "ieee", 4, 3),
+        NormConfig(128, 256, 64, "ieee", 8, 3, TMA=True, PROGRAMS=1),
+    ]
     some = HIGH if r > 64 else STRIPS
     strips = [NormConfig(n, k, block_r, "ieee", *how, False, how[1], span) for n, k, *how in some for span in SPANS]
-    return SINGLE + (strips if r <= ONE_SLAB else [])
+    return single + (strips if r <= ONE_SLAB else [])
 
 
 def plan_with(config: NormConfig | None, W: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> Plan:

@@ -11,8 +11,8 @@ time of the bytes, at ``memory`` x bandwidth. Both are joined by a norm of fourt
 
 cuBLAS is the same model with many tiles, each also split along K, and the best of them: the sides of its tiles are multiples of
 8 (its kernels are named 64 x 72 or 256 x 136), so rows are divided evenly and the last wave is full. What a pass over the
-result adds to it is linear in the result's size and in the rank. Which kernel cuBLAS takes is its own choice: of few tokens it
-took up to 1.66 of what the best one would, and never under 0.87, so such a way counts DOUBT more.
+result adds to it is linear in the result's size and in the rank. Which kernel cuBLAS takes is its own choice: of 65 to 512
+tokens it took up to 1.66 of what the model says, and never under 0.87. So there its ways count DOUBT times what they are said to take.
 
 The numbers are fitted to measurements on one GPU (fitted.py, written by ``bench.fit``). On any other the shares of rate and
 bandwidth stay, and the times in us, which are mostly latencies.
@@ -30,7 +30,7 @@ SPLITS = (1, 2, 3, 4, 6, 8)
 LEAST_K = 256  # of a part
 SLOW_COPY = 4.0  # us: rows of h and B that do not begin at 16 bytes are copied first
 ALONE = 0.2  # of a step: L2 and power are shared, so the fewer the multiprocessors at work, the faster each
-DOUBT, FEW = 1.04, 512  # tokens
+DOUBT, DOUBTED = 1.05, range(65, 513)  # tokens: with fewer the model is as good as of any tile, and with more
 FILLED = 1.7e-3  # us: 128 bytes of a row that TMA fills up take so much longer than those of one that it fetches
 
 
@@ -149,7 +149,7 @@ def _sides(wanted: Iterable[int]) -> set[int]:
 def after_us(M: int, N: int, K: int, r: int, cublas: CublasFit, fit: PassFit, gpu: Gpu) -> float:
     """cuBLAS's product, and the pass behind it or ahead of it."""
     us = cublas_us(M, N, K, cublas, gpu) + pass_us(M, N, r, fit, gpu)
-    return us * DOUBT if M <= FEW else us
+    return us * DOUBT if M in DOUBTED else us
 
 
 def pass_us(M: int, N: int, r: int, fit: PassFit, gpu: Gpu) -> float:
