@@ -6,13 +6,14 @@ The tiles of a result are spread over the multiprocessors. One that gets ``share
                                                                    waves = ceil(share / together)
 
 with ``step`` the flops of a tile's step along K over ``reached`` x the rate of a multiprocessor, less up to ALONE of it while
-others have nothing to do, and FILLED for the rows that a tile has and x has not, ``latency`` what a step takes at least, and ``edge`` what begins and ends a tile. Beside it stands the
-time of the bytes, at ``memory`` x bandwidth. Both are joined by a norm of fourth order, and ``start`` is added: a launch.
+others have nothing to do, and FILLED for the rows that a tile has and x has not, ``latency`` what a step takes at least, and
+``edge`` what begins and ends a tile. Beside it stands the time of the bytes, at ``memory`` x bandwidth. Both are joined by a
+norm of fourth order, and ``start`` is added: a launch.
 
 cuBLAS is the same model with many tiles, each also split along K, and the best of them: the sides of its tiles are multiples of
 8 (its kernels are named 64 x 72 or 256 x 136), so rows are divided evenly and the last wave is full. What a pass over the
 result adds to it is linear in the result's size and in the rank. Which kernel cuBLAS takes is its own choice: of 65 to 512
-tokens it took up to 1.66 of what the model says, and never under 0.87. So there its ways count DOUBT times what they are said to take.
+tokens it took up to 1.66 of what the model says, and never under 0.87. So its ways count DOUBT times that there.
 
 The numbers are fitted to measurements on one GPU (fitted.py, written by ``bench.fit``). On any other the shares of rate and
 bandwidth stay, and the times in us, which are mostly latencies.
