@@ -29,13 +29,14 @@ from fdora.triton.runtime.plan import Plan
 from fdora.triton.runtime.walk import like, run
 
 SHAPES = [
-    *((24832, 8832, 8), (3840, 15360, 96), (8192, 28672, 96)),
+    *((24832, 8832, 8), (3840, 15360, 96), (8192, 28672, 96), (768, 19072, 256), (4096, 14336, 192)),
     *((4096, 4096, 16), (4096, 4096, 64), (4096, 4096, 384), (4096, 14336, 16), (4096, 14336, 64), (4096, 14336, 384)),
 ]
-ONE_SLAB = 128  # the highest rank of strips
+ONE_SLAB = 256  # the highest rank of strips
 # rows, columns, warps, tiles of W ahead; columns of a strip
 STRIPS = [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 4, 4), (128, 128, 8, 3)]
 HIGH = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 3), (128, 128, 8, 2)]
+HIGHER = [(64, 64, 4, 2), (128, 64, 8, 2), (64, 128, 8, 2), (128, 128, 8, 2)]
 SPANS = (256, 512, 1024, 2048)
 
 
@@ -45,7 +46,7 @@ def tiles_of(r: int) -> list[NormConfig]:
         NormConfig(128, 128, min(32, block_r), "ieee", 4, 3),
         NormConfig(128, 256, 64, "ieee", 8, 3, TMA=True, PROGRAMS=1),
     ]
-    some = HIGH if r > 64 else STRIPS
+    some = HIGHER if r > 128 else HIGH if r > 64 else STRIPS
     strips = [NormConfig(n, k, block_r, "ieee", *how, False, how[1], span) for n, k, *how in some for span in SPANS]
     return single + (strips if r <= ONE_SLAB else [])
 
