@@ -89,6 +89,8 @@ def test_shapes_of_the_issue():
     assert product_way(2048, 2560, 9728, 24, False, False, True, 90, 132).kind != "fused"
     assert product_way(16384, 4096, 4096, 64, True, False, True, 90, 132).kind == "fused"
     assert product_way(300, 1024, 16384, 64, True, False, True, 90, 132).kind != "fused"
+    # 85 tiles for 132 multiprocessors, each of which has more of L2 (14.8 us), and cuBLAS chooses badly (22.4)
+    assert product_way(320, 2176, 4480, 64, False, False, True, 90, 132).kind == "fused"
 
 
 def test_rows_that_end_inside_a_tile_cost_what_adds_to_another_dx():
