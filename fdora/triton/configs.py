@@ -39,10 +39,10 @@ class NormConfig(NamedTuple):
 
 
 def norm_config(
-    r: int, half: bool, capability: int, aligned: bool = False, half_weight: bool = True, runs: bool = False
+    r: int, half: bool, capability: int, aligned: bool = False, half_weight: bool = True, columns: int = 0
 ) -> NormConfig:
     """``half``: both operands of the product are float16 or bfloat16. ``capability``: 90 for an H100, 0 if not NVIDIA.
-    ``half_weight``: W is half precision. ``aligned``: it is, and W, A and B lie as TMA wants them (and so does what a merge
+    ``half_weight``: W is half precision. ``columns`` of it, where strips may be walked along. ``aligned``: it is, and W, A and B lie as TMA wants them (and so does what a merge
     writes)."""
     if not half:  # float32 digits: three tf32 products, and registers to split the operands
         return NormConfig(64, 64, 32, "tf32x3" if capability else "ieee", 4, 2)
@@ -51,11 +51,17 @@ def norm_config(
     from_shared = 90 <= capability < 120
     if not half_weight:  # twice the registers for the tile of W
         return NormConfig(128, 128, 64 if from_shared and r > 64 else 32, "ieee", 8, 3)
-    if runs and aligned and 90 <= capability < 100 and r <= 128:
-        return NormConfig(64, 64, max(16, power_of_two(r)), "ieee", 4, 3, AHEAD=3, SPAN=512, PROGRAMS=8)
+    if columns and aligned and 90 <= capability < 100 and r <= 128:
+        block_n, num_warps, programs = (64, 4, 8) if r <= 64 else (128, 8, 2)
+        return NormConfig(block_n, 64, power_of_two(r), "ieee", num_warps, 3, AHEAD=3, SPAN=_span(columns), PROGRAMS=programs)
     if from_shared and r > 64:
         return NormConfig(128, 256, 64, "ieee", 8, 3, TMA=aligned, PROGRAMS=1 if aligned else 2)
     return NormConfig(128, 128, 16 if r <= 16 else 32, "ieee", 4 if 90 <= capability < 100 else 8, 3)
+
+
+def _span(columns: int) -> int:
+    """A power of two that makes six strips or more, of columns alone: a row's norm is the same bits whatever rows are beside it."""
+    return max(256, min(2048, 1 << (max(1, columns // 6).bit_length() - 1)))
 
 
 class QuantConfig(NamedTuple):

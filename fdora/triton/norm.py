@@ -169,7 +169,7 @@ def _norm_of_rows(
 ) -> None:
     (N, K), R, half = W.shape, A.shape[0], W.itemsize == 2
     aligned = half and all(is_tma_compatible(t) for t in (W, A, B))
-    config = norm_config(R, A.itemsize == 2, plan.device.capability, aligned, half, True)
+    config = norm_config(R, A.itemsize == 2, plan.device.capability, aligned, half, K)
     block_n, block_k, block_r, precision, num_warps, num_stages, tma, ahead, span, beside = config
     tiles = cdiv(K, span or block_k)
     partial = plan.temp((tiles, N), torch.float32)
