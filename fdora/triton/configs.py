@@ -1,9 +1,10 @@
 """Which tile a kernel uses: a table as data, chosen by a pure function of the shape and the GPU. Nothing is timed at run time.
 
-The norm, measured on an H100 in bf16 (`python -m bench.norm_forms --device cuda`; results in bench/results). Of single tiles those
-of 128 x 128 with 4 warps won up to r = 64: two programs share a multiprocessor, and one's squares hide behind the other's
-products. On Hopper strips (`python -m bench.norm_dense`) are faster up to r = 128, where one slab holds the rank. Above, TMA feeds the same tile faster than pointers feed any (8192 x 8192, r = 384: 113 us against 125). Where it
-cannot be used, 128 x 256 with 8 warps: each slab that comes through L2 feeds twice the products (125 us against 134).
+The norm, measured on an H100 in bf16 (`python -m bench.norm_forms --device cuda`; results in bench/results). Of single tiles
+those of 128 x 128 with 4 warps won up to r = 64: two programs share a multiprocessor, and one's squares hide behind the
+other's products. On Hopper strips (`python -m bench.norm_dense`) are faster up to r = 128, where one slab holds the rank.
+Above, TMA feeds the same tile faster than pointers feed any (8192 x 8192, r = 384: 113 us against 125). Where it cannot be
+used, 128 x 256 with 8 warps: each slab that comes through L2 feeds twice the products (125 us against 134).
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ def norm_config(
     ``half_weight``: W is half precision. ``aligned``: it is, and W, A and B lie as TMA wants them (and so does what a merge
     writes). ``columns``: of W, where strips may be walked along.
 
-    Strips, us on an H200, the bytes of W and single tiles in brackets: r = 8, 24832 x 8832 111 (104, 169); 4096 x 4096, r = 16 12.1
-    (7.9, 16.2), r = 64 13.0 (18.3); 4096 x 14336, r = 64 40.9 (27.8, 53.7); r = 96, 3840 x 15360 46 (27.9, 65.6)."""
+    Strips, us on an H200, the bytes of W and single tiles in brackets: r = 8, 24832 x 8832 111 (104, 169); 4096 x 4096, r =
+    16 12.1 (7.9, 16.2), r = 64 13.0 (18.3); 4096 x 14336, r = 64 40.9 (27.8, 53.7); r = 96, 3840 x 15360 46 (27.9, 65.6).
+    """
     if not half:  # float32 digits: three tf32 products, and registers to split the operands
         return NormConfig(64, 64, 32, "tf32x3" if capability else "ieee", 4, 2)
     # Hopper and data-centre Blackwell multiply out of shared memory; others hold the operands in registers too, and
@@ -63,7 +65,7 @@ def norm_config(
 
 
 def _span(columns: int) -> int:
-    """A power of two that makes six strips or more; by the columns alone, so that a row's norm does not depend on the others."""
+    """A power of two that makes six strips or more. By the columns alone: a row's norm does not depend on the others."""
     return max(256, min(2048, 1 << (max(1, columns // 6).bit_length() - 1)))
 
 

@@ -6,8 +6,8 @@ partial sum per row; a second kernel adds the partials of a row in a fixed order
 Roof at 8192 x 8192, r = 384 in bf16 on an H100: 51.5 GFLOP of products (67 us) beside 134 MB of W (45 us). The tile of W
 is loaded before the products, so its latency hides behind them.
 
-float32 factors run as float16 ones of three times the rank (split.py). On Hopper, up to r = 128, a program walks along a strip of
-W with its rows of B at hand and three tiles of W ahead; above that TMA fetches the tiles where it can.
+float32 factors run as float16 ones of three times the rank (split.py). On Hopper, up to r = 128, a program walks along a
+strip of W with its rows of B at hand and three tiles of W ahead; above that TMA fetches the tiles where it can.
 
 With a norm of before and the fingerprint it belongs to, each program compares that with the fingerprint of now and has
 nothing to do where they agree; a few programs share the tiles then, so that doing nothing takes no time.
