@@ -56,7 +56,7 @@ def norm_config(
     from_shared = 90 <= capability < 120
     if not half_weight:  # twice the registers for the tile of W
         return NormConfig(128, 128, 64 if from_shared and r > 64 else 32, "ieee", 8, 3)
-    if columns and aligned and 90 <= capability < 100 and r <= 128:
+    if columns and 90 <= capability < 100 and r <= 128:
         block_n, num_warps, programs = (64, 4, 8) if r <= 64 else (128, 8, 2)
         return NormConfig(block_n, 64, power_of_two(r), "ieee", num_warps, 3, AHEAD=3, SPAN=_span(columns), PROGRAMS=programs)
     if from_shared and r > 64:

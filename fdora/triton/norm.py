@@ -170,7 +170,9 @@ def _norm_of_rows(
 ) -> None:
     (N, K), R, half = W.shape, A.shape[0], W.itemsize == 2
     aligned = half and all(is_tma_compatible(t) for t in (W, A, B))
-    config = norm_config(R, A.itemsize == 2, plan.device.capability, aligned, half, K)
+    # Pointers that Triton knows to be of 16 bytes: by what it sees of a number, whether 16 divides it. Of B one slab is read.
+    whole = half and all(is_tma_compatible(t) and t.stride[0] % 16 == 0 for t in (W, A)) and K % 16 == 0
+    config = norm_config(R, A.itemsize == 2, plan.device.capability, aligned, half, K if whole else 0)
     block_n, block_k, block_r, precision, num_warps, num_stages, tma, ahead, span, beside = config
     tiles = cdiv(K, span or block_k)
     partial = plan.temp((tiles, N), torch.float32)
