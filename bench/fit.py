@@ -27,7 +27,7 @@ from bench.save import save
 from bench.table import table
 from fdora.triton.choice import together
 from fdora.triton.configs import GemmConfig
-from fdora.triton.waves import CublasFit, Fit, PassFit, Tile, cublas_us, fused_us, gpu_of, pass_us
+from fdora.triton.waves import CublasFit, Fit, PassFit, Tile, after_us, cublas_us, fused_us, gpu_of
 
 GPU = gpu_of(90, 132)
 LEAST, MOST = (0.2, 0.02, 0.1, 0.3, 0.2), (0.97, 1.0, 10.0, 5.0, 1.1)
@@ -149,7 +149,7 @@ def predicted(model, row):
         elif way == "bare":
             times[name] = cublas_us(*s[:3], model["cublas"], GPU)
         else:
-            times[name] = cublas_us(*s[:3], model["cublas"], GPU) + pass_us(s[0], s[1], s[3], model[way], GPU)
+            times[name] = after_us(*s, model["cublas"], model[way], GPU)
     return times
 
 

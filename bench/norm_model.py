@@ -38,6 +38,7 @@ MODELS = {
 # rows, columns, slab of the rank (0: as wide as the rank), warps, stages, tiles of W ahead, programs on a multiprocessor
 NARROW = [(n, 64, 0, 4, 3, ahead, programs) for n, programs in ((64, 8), (128, 4)) for ahead in (0, 2, 3, 4)]
 NARROW += [(128, 128, 0, 8, 3, ahead, 2) for ahead in (0, 3)] + [(128, 128, 16, 4, 3, 0, 2), (128, 128, 32, 8, 3, 0, 2)]
+MIDDLE = [(64, 64, 0, 4, 3, 3, 4), (64, 64, 0, 4, 3, 2, 4), (128, 64, 0, 8, 3, 3, 2), (64, 128, 0, 8, 3, 3, 2)]
 WIDE = [(64, 128, 64, 4, 3, 0, 4), (128, 64, 64, 4, 3, 0, 4), (128, 128, 64, 8, 3, 0, 2), (128, 128, 32, 8, 3, 0, 2)]
 
 
@@ -94,7 +95,7 @@ def tiles(model: str, layers: int, r: int, device: str) -> list[dict]:
     W, pairs = linears(model, layers, r, device)
     want = dora_norm_tree(W, pairs, s=S)
     rows = [{"tile": None, "ms": sum(kernels(lambda: dora_norm_tree(W, pairs, s=S), device).values())}]
-    for n, k, slab, *how in NARROW if r <= 64 else WIDE:
+    for n, k, slab, *how in NARROW if r <= 64 else MIDDLE + WIDE if r <= 128 else WIDE:
         tile = TreeConfig(n, k, slab or power_of_two(r), *how)
         with (
             mock.patch("fdora.triton.tree_table.tree_config", lambda *_, tile=tile: tile),

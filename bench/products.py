@@ -214,6 +214,7 @@ def parse(argv=None):
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shapes", type=int, default=120)
     parser.add_argument("--forward", action="store_true", help="that direction alone")
+    parser.add_argument("--backward", action="store_true", help="that direction alone")
     parser.add_argument("--exhaustive", action="store_true", help="every tile that fits")
     parser.add_argument("--rests", action="store_true", help="tiles of the pass behind cuBLAS, too")
     parser.add_argument("--ways", default=ALL.kinds, type=lambda text: tuple(text.split(",")), help="fused,after,first,bare")
@@ -232,7 +233,7 @@ def main(argv=None):
     options, start = parse(argv), time.perf_counter()
     which, directions = (
         Which(options.exhaustive, options.ways, options.rests),
-        (True,) if options.forward else BOTH,
+        tuple(d for d in BOTH if d == options.forward or options.forward == options.backward),
     )
     shapes = [tuple(map(int, shape.split(","))) for shape in options.shape or ()] or drawn(options)
     compile_all(options.jobs, which, directions, shapes)

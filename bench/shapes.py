@@ -181,6 +181,7 @@ def parse(argv=None):
     parser = command(__doc__, runs=5, seconds=math.inf)
     parser.add_argument("--seed", type=int, default=16)
     parser.add_argument("--shapes", type=int, default=64)
+    parser.add_argument("--shape", action="append", help="M,K,N,r in the place of those drawn")
     parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help="comma separated")
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
     return parser.parse_args(argv)
@@ -189,7 +190,8 @@ def parse(argv=None):
 def main(argv=None):
     options = parse(argv)
     start, rows = time.perf_counter(), []
-    facts, shapes = about(options.device, options.commit, argv), draw(options.seed, options.shapes)
+    facts = about(options.device, options.commit, argv)
+    shapes = [tuple(map(int, shape.split(","))) for shape in options.shape or ()] or draw(options.seed, options.shapes)
     where: tuple = ()
     if options.device != "cpu":
         if options.jobs:

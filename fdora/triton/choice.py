@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fdora.triton.configs import GemmConfig
 from fdora.triton.fitted import AFTER, CUBLAS, FIRST, FUSED
-from fdora.triton.waves import CublasFit, Fit, Gpu, PassFit, Tile, cublas_us, fused_us, gpu_of, pass_us
+from fdora.triton.waves import CublasFit, Fit, Gpu, PassFit, Tile, after_us, fused_us, gpu_of
 
 # By pointers: they fit and do not spill on any GPU. In the end, products out of registers reach less than those out of shared
 # memory, and small tiles less than large ones.
@@ -42,11 +42,11 @@ def product_way(M: int, N: int, K: int, r: int, trans_b: bool, extra: bool, tma:
     all operands lie as TMA wants them."""
     gpu = gpu_of(capability, num_sms)
     tile, us = _fused(M, N, K, r, trans_b, extra, tma, gpu, capability)
-    alone = cublas_us(M, N, K, CublasFit(*CUBLAS[trans_b]), gpu)
+    alone = CublasFit(*CUBLAS[trans_b])
     ways = [Way("fused", tile, us)]
     for kind, fits in (("after", AFTER), ("first", FIRST)):
         if trans_b in fits:
-            ways.append(Way(kind, None, alone + pass_us(M, N, r, PassFit(*fits[trans_b]), gpu)))
+            ways.append(Way(kind, None, after_us(M, N, K, r, alone, PassFit(*fits[trans_b]), gpu)))
     return min(ways, key=lambda way: way.us)
 
 

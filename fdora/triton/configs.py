@@ -1,9 +1,10 @@
 """Which tile a kernel uses: a table as data, chosen by a pure function of the shape and the GPU. Nothing is timed at run time.
 
-The norm, measured on an H100 in bf16 (`python -m bench.norm_forms --device cuda`; results in bench/results). Up to r = 64
-tiles of 128 x 128 with 4 warps won: two programs share a multiprocessor, and one's squares hide behind the other's
-products. Above, TMA feeds the same tile faster than pointers feed any (8192 x 8192, r = 384: 113 us against 125). Where it
-cannot be used, 128 x 256 with 8 warps: each slab that comes through L2 feeds twice the products (125 us against 134).
+The norm, measured on an H100 in bf16 (`python -m bench.norm_forms --device cuda`; results in bench/results). Of single tiles
+those of 128 x 128 with 4 warps won up to r = 64: two programs share a multiprocessor, and one's squares hide behind the
+other's products. On Hopper strips (`python -m bench.norm_dense`) are faster up to r = 128, where one slab holds the rank.
+Above, TMA feeds the same tile faster than pointers feed any (8192 x 8192, r = 384: 113 us against 125). Where it cannot be
+used, 128 x 256 with 8 warps: each slab that comes through L2 feeds twice the products (125 us against 134).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def power_of_two(n: int) -> int:
 
 
 class NormConfig(NamedTuple):
-    """Tile of W, slab of the rank, and how a program runs."""
+    """Tile of W, slab of the rank, and how a program runs. ``AHEAD``: tiles of W on their way in a strip of ``SPAN`` columns,
+    whose B is read once; 0 for single tiles and all slabs of the rank. ``PROGRAMS``: on a multiprocessor, where they walk."""
 
     BLOCK_N: int
     BLOCK_K: int
@@ -32,12 +34,21 @@ class NormConfig(NamedTuple):
     num_warps: int
     num_stages: int
     TMA: bool = False
+    AHEAD: int = 0
+    SPAN: int = 0
+    PROGRAMS: int = 2
 
 
-def norm_config(r: int, half: bool, capability: int, aligned: bool = False, half_weight: bool = True) -> NormConfig:
+def norm_config(
+    r: int, half: bool, capability: int, aligned: bool = False, half_weight: bool = True, columns: int = 0
+) -> NormConfig:
     """``half``: both operands of the product are float16 or bfloat16. ``capability``: 90 for an H100, 0 if not NVIDIA.
     ``half_weight``: W is half precision. ``aligned``: it is, and W, A and B lie as TMA wants them (and so does what a merge
-    writes)."""
+    writes). ``columns``: of W, where strips may be walked along.
+
+    Strips, us on an H200, the bytes of W and single tiles in brackets: r = 8, 24832 x 8832 111 (104, 169); 4096 x 4096, r =
+    16 12.1 (7.9, 16.2), r = 64 13.0 (18.3); 4096 x 14336, r = 64 40.9 (27.8, 53.7); r = 96, 3840 x 15360 46 (27.9, 65.6).
+    """
     if not half:  # float32 digits: three tf32 products, and registers to split the operands
         return NormConfig(64, 64, 32, "tf32x3" if capability else "ieee", 4, 2)
     # Hopper and data-centre Blackwell multiply out of shared memory; others hold the operands in registers too, and
@@ -45,9 +56,17 @@ def norm_config(r: int, half: bool, capability: int, aligned: bool = False, half
     from_shared = 90 <= capability < 120
     if not half_weight:  # twice the registers for the tile of W
         return NormConfig(128, 128, 64 if from_shared and r > 64 else 32, "ieee", 8, 3)
+    if columns and 90 <= capability < 100 and r <= 128:
+        block_n, num_warps, programs = (64, 4, 8) if r <= 64 else (128, 8, 2)
+        return NormConfig(block_n, 64, power_of_two(r), "ieee", num_warps, 3, AHEAD=3, SPAN=_span(columns), PROGRAMS=programs)
     if from_shared and r > 64:
-        return NormConfig(128, 256, 64, "ieee", 8, 3, TMA=aligned)
+        return NormConfig(128, 256, 64, "ieee", 8, 3, TMA=aligned, PROGRAMS=1 if aligned else 2)
     return NormConfig(128, 128, 16 if r <= 16 else 32, "ieee", 4 if 90 <= capability < 100 else 8, 3)
+
+
+def _span(columns: int) -> int:
+    """A power of two that makes six strips or more. By the columns alone: a row's norm does not depend on the others."""
+    return max(256, min(2048, 1 << (max(1, columns // 6).bit_length() - 1)))
 
 
 class QuantConfig(NamedTuple):

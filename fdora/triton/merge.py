@@ -78,7 +78,7 @@ def _merge_rows(
     (N, K), R, half = W.shape, A.shape[0], W.itemsize == 2
     aligned = half and all(is_tma_compatible(t) for t in (W, A, B, out))
     config = merge_config(R, A.itemsize == 2, plan.device.capability, aligned, half, by_n is None and not undo)
-    block_n, block_k, block_r, precision, num_warps, num_stages, tma = config
+    block_n, block_k, block_r, precision, num_warps, num_stages, tma, *_ = config
     programs = cdiv(N, block_n) * cdiv(K, block_k)
     tensors, strides, even = tiled(config, W, A, B)
     result: Any = out

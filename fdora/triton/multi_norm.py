@@ -80,7 +80,7 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
     own_W, half_weight = len(W.shape) == 3, W.itemsize == 2
     strips = half and half_weight and not own_W and R <= SMALL_R
     config = norm_config(min(R, 64), half, plan.device.capability, False, half_weight)
-    block_n, block_k, block_r, precision, num_warps, num_stages, _ = config
+    block_n, block_k, block_r, precision, num_warps, num_stages, *_ = config
     strip, adapters = strip_config(), 4 if G > 2 else G
     if strips:
         block_n, block_k, block_r = strip.BLOCK_N, strip.BLOCK_K, power_of_two(R)

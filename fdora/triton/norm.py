@@ -6,7 +6,8 @@ partial sum per row; a second kernel adds the partials of a row in a fixed order
 Roof at 8192 x 8192, r = 384 in bf16 on an H100: 51.5 GFLOP of products (67 us) beside 134 MB of W (45 us). The tile of W
 is loaded before the products, so its latency hides behind them.
 
-float32 factors run as float16 ones of three times the rank (split.py). Above r = 64 TMA fetches the tiles where it can.
+float32 factors run as float16 ones of three times the rank (split.py). On Hopper, up to r = 128, a program walks along a
+strip of W with its rows of B at hand and three tiles of W ahead; above that TMA fetches the tiles where it can.
 
 With a norm of before and the fingerprint it belongs to, each program compares that with the fingerprint of now and has
 nothing to do where they agree; a few programs share the tiles then, so that doing nothing takes no time.
@@ -169,22 +170,24 @@ def _norm_of_rows(
 ) -> None:
     (N, K), R, half = W.shape, A.shape[0], W.itemsize == 2
     aligned = half and all(is_tma_compatible(t) for t in (W, A, B))
-    config = norm_config(R, A.itemsize == 2, plan.device.capability, aligned, half)
-    block_n, block_k, block_r, precision, num_warps, num_stages, tma = config
-    tiles = cdiv(K, block_k)
+    # Pointers that Triton knows to be of 16 bytes: by what it sees of a number, whether 16 divides it. Of B one slab is read.
+    whole = half and all(is_tma_compatible(t) and t.stride[0] % 16 == 0 for t in (W, A)) and K % 16 == 0
+    config = norm_config(R, A.itemsize == 2, plan.device.capability, aligned, half, K if whole else 0)
+    block_n, block_k, block_r, precision, num_warps, num_stages, tma, ahead, span, beside = config
+    tiles = cdiv(K, span or block_k)
     partial = plan.temp((tiles, N), torch.float32)
     programs = cdiv(N, block_n) * tiles
     old_hash, new_hash = (None, None) if guard is None else guard.hashes
     # Each of the three kernels of a guarded call is resident before the one ahead of it ends: 2 us less where nothing changed.
     pdl = guard is not None and plan.device.supports_pdl
     if guard is not None or tma:
-        programs = min(programs, (1 if tma else 2) * plan.device.num_sms)
+        programs = min(programs, beside * plan.device.num_sms)
     tensors, strides, even = tiled(config, W, A, B)
     plan.launch(
         norm_kernel,
         (programs,),
-        (*tensors, by_n, by_k, partial, old_hash, new_hash, s, N, K, R, *strides),
-        (block_n, block_k, block_r, GROUP_N, even, precision, tma, by_n is not None, guard is not None, WORDS, pdl),
+        (*tensors, by_n, by_k, partial, old_hash, new_hash, s, N, K, R, span or None, *strides),
+        (block_n, block_k, block_r, GROUP_N, even, precision, tma, by_n is not None, guard is not None, WORDS, pdl, ahead),
         num_warps,
         num_stages,
         pdl,

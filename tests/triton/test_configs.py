@@ -61,9 +61,10 @@ def test_any_shape_on_any_gpu():
 
 
 def test_a_wave_more_takes_its_time():
-    """One tile for each multiprocessor, and one more."""
+    """One tile for each multiprocessor, and one more. Where a part of them has none, the others have what those leave."""
     one, more, two = (fused(128 * rows, 256 * 11, 8192) for rows in (12, 13, 24))
-    assert 1.8 < more / one < 2.1 and math.isclose(more, two, rel_tol=0.01)
+    assert 1.75 < more / one < 2.1 and math.isclose(two / one, 2, rel_tol=0.05)
+    assert 1 - waves.ALONE < more / two < 1
     assert fused(128 * 13, 256 * 11, 8192, gpu=gpu_of(90, 143)) < 1.1 * one
 
 
@@ -88,6 +89,8 @@ def test_shapes_of_the_issue():
     assert product_way(2048, 2560, 9728, 24, False, False, True, 90, 132).kind != "fused"
     assert product_way(16384, 4096, 4096, 64, True, False, True, 90, 132).kind == "fused"
     assert product_way(300, 1024, 16384, 64, True, False, True, 90, 132).kind != "fused"
+    # 85 tiles for 132 multiprocessors, each of which has more of L2 (14.8 us), and cuBLAS chooses badly (22.4)
+    assert product_way(320, 2176, 4480, 64, False, False, True, 90, 132).kind == "fused"
 
 
 def test_rows_that_end_inside_a_tile_cost_what_adds_to_another_dx():

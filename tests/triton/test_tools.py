@@ -187,3 +187,13 @@ def test_tiles_of_a_norm_are_checked_and_timed(store, monkeypatch, capsys):
     row = norm_tiles.row_of(128, 256, 96, device.NAME, store)
     assert len(row["tiles"]) == 1 and row["now"] > 0 and row["dense"] > 0
     assert "WRONG" not in capsys.readouterr().out
+
+
+def test_tiles_of_a_dense_norm_are_checked_and_timed(capsys):
+    from bench import norm_dense
+
+    row = norm_dense.row_of(
+        128, 512, 72, device.NAME, norm_dense.tiles_of(72)[1:4], {"bytes_per_ms": 4e9, "flops_per_ms": 7e11}
+    )
+    assert len(row["tiles"]) == 3 and row["now"] > 0 and row["guarded"] > 0
+    assert "WRONG" not in capsys.readouterr().out
