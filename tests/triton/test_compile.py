@@ -232,8 +232,11 @@ KERNELS = (
     "norm",
     "norm_add",
     "norm_bwd_finish",
+    "norm_grams",
+    "norm_grams_add",
     "norm_pass",
     "norm_terms",
+    "norm_tokens",
     "small_norm",
     "planes_bwd",
     "planes_fwd",
@@ -370,7 +373,7 @@ def test_embedding(target, T, r, dtype, adapter, tmp_path):
 
 @pytest.mark.parametrize("target", [80, 90, 100])
 def test_gradients_through_the_norm(target, tmp_path):
-    for r, dtype in ((16, BF16), (64, BF16), (32, FP32), (384, FP32)):
+    for r, dtype in ((16, BF16), (64, BF16), (384, BF16), (32, FP32), (384, FP32)):
         calls = calls_of_norm_gradients(1024, 2048, r, dtype, dtype)
         assert_builds([maker(tuple(likes), device(target), *options) for maker, likes, options in calls], target, tmp_path)
 

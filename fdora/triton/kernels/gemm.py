@@ -34,7 +34,7 @@ def _bias_tile(bias, n, N, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def _store_tma(
-    acc, out, pre_scale, residual, m, c, bias, row, col, N,
+    acc, out, pre_scale, residual, m, c, bias, row, col, M, N,
     EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, WIDTH: tl.constexpr,
 ):
     n = col + tl.arange(0, WIDTH)
@@ -49,6 +49,11 @@ def _store_tma(
         acc = acc + correction + _bias_tile(bias, n, N, HAS_BIAS)
     if EPILOGUE == "accumulate":
         acc = acc + residual.load([row, col]).to(tl.float32)
+    if EPILOGUE == "rows":
+        t = row + tl.arange(0, acc.shape[0])
+        acc = acc * tl.load(m + t, mask=t < M, other=0.0)[:, None]
+        if residual is not None:
+            acc = acc + residual.load([row, col]).to(tl.float32)
     out.store([row, col], acc.to(out.dtype))
 
 
@@ -89,12 +94,12 @@ def gemm_tma_kernel(
         if EPILOGUE_SUBTILE:  # half the tile at a time through shared memory leaves room for one more stage
             WIDTH: tl.constexpr = BLOCK_N // 2
             one, two = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
-            _store_tma(one, out, pre_scale, residual, m, c, bias, row, col, N, EPILOGUE, HAS_BIAS, STORE_PRE_SCALE, WIDTH)
+            _store_tma(one, out, pre_scale, residual, m, c, bias, row, col, M, N, EPILOGUE, HAS_BIAS, STORE_PRE_SCALE, WIDTH)
             _store_tma(
-                two, out, pre_scale, residual, m, c, bias, row, col + WIDTH, N, EPILOGUE, HAS_BIAS, STORE_PRE_SCALE, WIDTH
+                two, out, pre_scale, residual, m, c, bias, row, col + WIDTH, M, N, EPILOGUE, HAS_BIAS, STORE_PRE_SCALE, WIDTH
             )
         else:
-            _store_tma(acc, out, pre_scale, residual, m, c, bias, row, col, N, EPILOGUE, HAS_BIAS, STORE_PRE_SCALE, BLOCK_N)
+            _store_tma(acc, out, pre_scale, residual, m, c, bias, row, col, M, N, EPILOGUE, HAS_BIAS, STORE_PRE_SCALE, BLOCK_N)
 
 
 @triton.jit(launch_metadata=launched)
@@ -129,4 +134,8 @@ def gemm_pointer_kernel(
         acc = acc + correction + _bias_tile(bias, n, N, HAS_BIAS)
     if EPILOGUE == "accumulate":
         acc = acc + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    if EPILOGUE == "rows":
+        acc = acc * tl.load(m + t, mask=t < M, other=0.0)[:, None]
+        if residual is not None:
+            acc = acc + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
