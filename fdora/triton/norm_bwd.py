@@ -30,19 +30,21 @@ from fdora.triton.kernels.norm_bwd import (
     norm_bwd_finish_kernel,
     norm_grams_add_kernel,
     norm_grams_kernel,
+    norm_products_kernel,
     norm_terms_kernel,
     norm_tokens_kernel,
 )
 from fdora.triton.kernels.norm_pass import norm_add_kernel, norm_pass_kernel
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import Device, cdiv
-from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
+from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
+from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.runtime.walk import plan_for, run
 
 BLOCK_N, BLOCK_J = 64, 128
 WHOLE = 64  # up to this rank one launch forms all sums
 PASS, GRAMS = (64, 128), 4  # rows and columns of a tile of W; parts of the sums of r x r matrices
+TALL, WIDE, DEEP = 128, 256, 64  # of a tile of both products at once: along the rank, across it, and of a step
 GRAM = 64  # rows and columns of a tile of those, and numbers that a step of their sums takes
 SERVED = (torch.bfloat16,)  # of W
 
@@ -134,6 +136,8 @@ def _as_tokens(
         3,
     )
     plan.launch(norm_grams_add_kernel, (cdiv(R * R, 1024), sum(needs)), (*parts, *grams, s, R * R), (*needs, GRAMS, 1024), 4)
+    if dA is not None and dB is not None and _both_at_once(plan, dz, grams, (W, A, B), onto_A, onto_B, dA, dB, slopes):
+        return
     if dA is not None:
         assert dz is not None and grams[0] is not None
         onto = NO_EPILOGUE if onto_A is None else Epilogue("accumulate", residual=onto_A)
@@ -141,6 +145,46 @@ def _as_tokens(
     if dB is not None:
         assert grams[1] is not None
         gemm(plan, dB, W, B, Operand(A, grams[1], trans=True), Epilogue("rows", m=slopes, residual=onto_B))
+
+
+def _both_at_once(
+    plan: Builder, dz: Any, grams: Sequence[Any], of: tuple[Array, Array, Array], onto_A: Array | None, onto_B: Array | None,
+    dA: Array, dB: Array, slopes: Array | None,
+) -> bool:  # fmt: skip
+    """One launch for both, where large tiles of one leave multiprocessors idle and those of both find room."""
+    (W, A, B), (N, K), R = of, of[0].shape, of[1].shape[0]
+    programs = cdiv(R, TALL) * (cdiv(K, WIDE) + cdiv(N, WIDE))
+    on, arrays = plan.device, (dz, *grams, W, A, B, dA, dB, onto_A, onto_B)
+    fits = all(t is None or is_tma_compatible(t) for t in arrays)
+    if not (on.capability == 90 and fits and programs <= on.num_sms < 2 * programs):
+        return False
+    left, right, half = (TALL, DEEP), (DEEP, WIDE), WIDE // 2
+    plan.launch(
+        norm_products_kernel,
+        (programs,),
+        (
+            Tile(dz, left),
+            Tile(W, right),
+            Tile(grams[0], left),
+            Tile(A, right),
+            None if onto_A is None else Tile(onto_A, (TALL, half)),
+            Tile(dA, (TALL, half)),
+            Tile(W, (WIDE, DEEP)),
+            Tile(A, (TALL, DEEP)),
+            Tile(B, (WIDE, DEEP)),
+            Tile(grams[1], (TALL, DEEP)),
+            None if onto_B is None else Tile(onto_B, (WIDE, TALL // 2)),
+            Tile(dB, (WIDE, TALL // 2)),
+            slopes,
+            N,
+            K,
+            R,
+        ),
+        (TALL, WIDE, DEEP),
+        8,
+        4,
+    )
+    return True
 
 
 def _pass(

@@ -235,6 +235,7 @@ KERNELS = (
     "norm_grams",
     "norm_grams_add",
     "norm_pass",
+    "norm_products",
     "norm_terms",
     "norm_tokens",
     "small_norm",

@@ -206,8 +206,9 @@ def test_the_gradient_through_the_norm(shape, monkeypatch):
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_the_gradient_through_the_norm_by_descriptors(joined):
-    """As Hopper's plans have it, of more tiles than one."""
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_gradient_through_the_norm_by_descriptors(at_once, joined):
+    """As Hopper's plans have it, of more tiles than one, in one launch and in two."""
     from fdora.triton.norm_bwd import plan_norm_bwd
 
     N, K, r = 320, 296, 136
@@ -216,9 +217,12 @@ def test_the_gradient_through_the_norm_by_descriptors(joined):
     c, dc = eager.norm_fwd(NormOf(W, A, B, 0.7)), torch.randn(N, generator=rand).to(device.NAME)
     onto = onto if joined else (None, None)
     tensors = (dc, W, A, B, c, *onto)
-    on = HOPPER if device.NAME == "cpu" else device_of(W.device)
+    on = device_of(W.device) if device.NAME != "cpu" else HOPPER
+    on = on._replace(num_sms=8 if at_once else 2)
     plan = plan_norm_bwd([None if v is None else like(v) for v in tensors], on, (True, True))
-    assert on.capability != 90 or (all(map(by_tma, launches(plan, "gemm"))) and len(launches(plan, "gemm")) == 2)
+    if on.capability == 90:
+        products = launches(plan, "norm_products" if at_once else "gemm")
+        assert len(products) == (1 if at_once else 2) and all(map(by_tma, products))
     more = [None if v is None else v.double() for v in onto]
     want = eager.norm_bwd(*(v.double() for v in (dc, W, A, B, c)), 0.7, (True, True), more)
     for got, exact in zip(run(plan, tensors, (0.7,)), want, strict=True):

@@ -225,13 +225,13 @@ def embedding_walk_kernel(
         # a sum over one, which the compiler does not repeat in each thread that needs its columns: 16 divisions, not 2
         gd = tl.sum(tl.div_rn(md, tl.where(cd < EPS, EPS, cd)), axis=1)
         _answered(w, a, b.to(W.dtype.element_ty), gd, y, s, t, d, T, D, EVEN)
-        return
-    bt = b.to(W.dtype.element_ty)
-    gd = g_tile(m, c, d, D)
-    for i in tl.range(first, blocks, step, num_stages=STAGES):
-        if STAGES > 1:
-            t, v = _numbers(ids, i, T, BLOCK_T)
-        w, a = _asked(W, A, t, v, d, r, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, EVEN)
-        _answered(w, a, bt, gd, y, s, t, d, T, D, EVEN)
-        if STAGES == 1:
-            t, v = _numbers(ids, i + step, T, BLOCK_T)
+    else:
+        bt = b.to(W.dtype.element_ty)
+        gd = g_tile(m, c, d, D)
+        for i in tl.range(first, blocks, step, num_stages=STAGES):
+            if STAGES > 1:
+                t, v = _numbers(ids, i, T, BLOCK_T)
+            w, a = _asked(W, A, t, v, d, r, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, EVEN)
+            _answered(w, a, bt, gd, y, s, t, d, T, D, EVEN)
+            if STAGES == 1:
+                t, v = _numbers(ids, i + step, T, BLOCK_T)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.triton.kernels.gemm import store_halves, sum_by_tma
 from fdora.triton.runtime.cost import launched
 
 
@@ -121,6 +122,27 @@ def norm_grams_add_kernel(
         _parts_added(parts_A, gram_A, s, size, PARTS, BLOCK)
     elif NEED_B:
         _parts_added(parts_B, gram_B, s, size, PARTS, BLOCK)
+
+
+@triton.jit(launch_metadata=launched)
+def norm_products_kernel(
+    dz, w_right, gram_A, a_right, onto_A, dA, w_left, a, B, gram_B, onto_B, dB, slopes, N, K, R,
+    TALL: tl.constexpr, WIDE: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """dA = onto + dz W + G A and dB = onto + s q (W A^T + B G) by descriptors, each program a tile of one of them: neither
+    alone has programs for all of the GPU."""
+    p = tl.program_id(0)
+    of_A = tl.cdiv(R, TALL) * tl.cdiv(K, WIDE)
+    steps_n, steps_k, steps_r = tl.cdiv(N, BLOCK_K), tl.cdiv(K, BLOCK_K), tl.cdiv(R, BLOCK_K)
+    if p < of_A:
+        row, col = p % tl.cdiv(R, TALL) * TALL, p // tl.cdiv(R, TALL) * WIDE
+        u = sum_by_tma(dz, w_right, gram_A, a_right, row, col, steps_n, steps_r, False, TALL, WIDE, BLOCK_K)
+        kind: tl.constexpr = "none" if onto_A is None else "accumulate"
+        store_halves(u, dA, None, onto_A, None, None, None, row, col, R, K, kind, False, False, TALL, WIDE)
+    else:
+        row, col = (p - of_A) // tl.cdiv(R, TALL) * WIDE, (p - of_A) % tl.cdiv(R, TALL) * TALL
+        v = sum_by_tma(w_left, a, B, gram_B, row, col, steps_k, steps_r, True, WIDE, TALL, BLOCK_K)
+        store_halves(v, dB, None, onto_B, slopes, None, None, row, col, N, R, "rows", False, False, WIDE, TALL)
 
 
 @triton.jit

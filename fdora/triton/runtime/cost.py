@@ -94,6 +94,11 @@ def _norm_grams(*, dz, A, B, parts_A, parts_B, N, K, R, NEED_A, NEED_B, **_: Any
     return product(R, R, NEED_A * N + NEED_B * K, A) + moved(dz, A if NEED_B else None, B if NEED_A else None, parts_A, parts_B)
 
 
+def _norm_products(*, dz, w_left, gram_A, a, onto_A, dA, B, gram_B, onto_B, dB, N, K, R, **_: Any) -> Cost:
+    both = product(R, K, N + R, a) + product(N, R, K + R, a)
+    return both + moved(dz, w_left, w_left, gram_A, a, onto_A, dA, B, gram_B, onto_B, dB)
+
+
 def _norm_grams_add(*, parts_A, parts_B, gram_A, gram_B, **_: Any) -> Cost:
     return moved(parts_A, parts_B, gram_A, gram_B)
 
@@ -277,6 +282,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "norm_grams_kernel": _norm_grams,
     "norm_kernel": _norm,
     "norm_pass_kernel": _norm_pass,
+    "norm_products_kernel": _norm_products,
     "norm_terms_kernel": _norm_terms,
     "norm_tokens_kernel": _norm_tokens,
     "planes_bwd_kernel": _compose_bwd,
