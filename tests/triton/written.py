@@ -459,6 +459,7 @@ def every_call():
     yield from calls_of_embeddings(70, 137, 75, 5, FP16, FP32)
     for r, A, B in ((16, BF16, BF16), (384, BF16, BF16), (384, FP32, FP32), (64, FP32, BF16), (5, BF16, FP32)):
         yield from calls_of_norm_gradients(1024, 2048, r, A, B)
+    yield from calls_of_norm_gradients(4096, 4096, 384, BF16, BF16)  # both products at once
     for dtype in (BF16, FP32):
         yield from calls_of_codes(1024, 2048, 64, dtype)
         yield from calls_of_codes(137, 75, 20, dtype)
