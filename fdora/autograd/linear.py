@@ -43,7 +43,7 @@ def bound(tensors: tuple[Tensor | None, ...], call: Call) -> Call:
     """For all calls of plain tensors with these facts where nothing traces: x, and the operands of all layers, W dense, A and c
     given."""
     run = OPS[call.backend].layers_bound(tensors, call.options, call.drop)
-    return Call(call.options, call.drop, call.backend, None, run)
+    return Call(call.options, call.drop, call.backend, None, run, call.full)
 
 
 def eager_linear(tensors: tuple[Any, ...], call: Any) -> Sequence[Tensor]:

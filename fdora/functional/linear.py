@@ -151,15 +151,17 @@ def dora_linear(
 
 
 def bound_linears(
-    tensors: tuple[Tensor | None, ...], s: tuple[float, ...], saved: tuple[bool, ...], keep_inner: bool, backend: str
-) -> Call:
+    tensors: tuple[Tensor | None, ...], s: tuple[float, ...], saved: tuple[bool, ...], keep_inner: bool, backend: str,
+    full: bool = False,
+) -> Call:  # fmt: skip
     """For integrations, whose own checks cover those of :func:`dora_linear` and :func:`dora_linear_group`: what
     :func:`checked_linears` takes for all tensors with the facts of these, without dropout or autocast, where nothing traces.
 
-    tensors: x, and the operands of each layer. saved: of each, whether :func:`save_for_dm` names anything.
+    tensors: x, and the operands of each layer. saved: of each, whether :func:`save_for_dm` names anything. full: of one layer,
+    whether gradients reach A and B through c, which is given as a constant.
     """
     saves: list[SaveForDm] = [saved_as(each, keep_inner) for each in saved]
-    return bound(tensors, _remembered_call(s, tuple(saves), 0.0, "lora", backend))
+    return bound(tensors, _remembered_call(s, tuple(saves), 0.0, "lora", backend, full))
 
 
 checked_linears = eager_linear

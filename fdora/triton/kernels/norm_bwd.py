@@ -72,7 +72,8 @@ def _gram_part(
     left, right, out, part, parts, length, R, stride_lr, stride_ln, stride_rn, stride_rr,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """One tile of left (r, n) times right (n, r), of one part of n, into the (parts, r, r)."""
+    """One tile of left (r, n) times right (n, r), of one part of n, into the (parts, r, r). What is above the diagonal is what
+    is below it."""
     tiles = tl.cdiv(R, BLOCK)
     i = tl.program_id(0) // tiles * BLOCK + tl.arange(0, BLOCK)
     j = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
@@ -80,14 +81,21 @@ def _gram_part(
     end = min(part * span + span, length)
     in_i, in_j = (i < R)[:, None], (j < R)[None, :]
     acc = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for n0 in tl.range(part * span, end, BLOCK_N):
+    begin = part * span
+    if tl.program_id(0) // tiles < tl.program_id(0) % tiles:
+        begin = end
+    for n0 in tl.range(begin, end, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
         at = left + i[:, None].to(tl.int64) * stride_lr + n[None, :].to(tl.int64) * stride_ln
         u = tl.load(at, mask=in_i & (n < end)[None, :], other=0.0)
         at = right + n[:, None].to(tl.int64) * stride_rn + j[None, :].to(tl.int64) * stride_rr
         v = tl.load(at, mask=(n < end)[:, None] & in_j, other=0.0)
         acc = tl.dot(u, v, acc)
-    tl.store(out + (part.to(tl.int64) * R + i[:, None]) * R + j[None, :], acc, mask=in_i & in_j)
+    out += part.to(tl.int64) * R * R
+    if tl.program_id(0) // tiles >= tl.program_id(0) % tiles:
+        tl.store(out + i[:, None] * R + j[None, :], acc, mask=in_i & in_j)
+    if tl.program_id(0) // tiles > tl.program_id(0) % tiles:
+        tl.store(out + j[None, :] * R + i[:, None], acc, mask=in_i & in_j)
 
 
 @triton.jit(launch_metadata=launched)
