@@ -2,9 +2,9 @@
 
 With q = dc / c:    dA = s ((q B)^T W + s ((q B)^T B) A)    dB = s q (W A^T + s B (A A^T))
 Up to r = 64, 32 where an adapter is float32: one launch whose programs take part of W for dA or for dB, or of a factor for
-the r x r matrices, and one that adds the parts in their order. Above, both are what the layer's product makes: dA is dx of r
-more tokens with dz = s (q B)^T and dh = s dz B, and dB is g (W A^T + h B^T)^T of r more tokens x = A, with s q in g's place.
-With a float32 adapter above that: two products with W by cuBLAS, two small ones, and a pass before and one behind for each
+the r x r matrices, and one that adds the parts in their order. Above, both are what the layer's product makes (gemm.py): dA is
+dx of r more tokens, with dz = s (q B)^T and dh = s dz B, and dB has rows of W for tokens, A^T for a weight and B (s A A^T) for
+the low-rank term. Both run in one launch where neither has enough large tiles for the GPU (sm_90). With a float32 adapter above that: two products with W by cuBLAS, two small ones, and a pass before and one behind for each
 gradient. What the layer has for the gradient of a factor is added where this one is stored. float32 adapters go through the
 products as two terms of bfloat16, as in plain torch, and up to r = 32 so does q B of any: rounded once, dA would be 2.3e-3 of
 its size away where its own rounding leaves 1.7e-3. q B needs no scale then, whose largest element another launch would have to
@@ -44,6 +44,7 @@ from fdora.triton.runtime.walk import plan_for, run
 BLOCK_N, BLOCK_J = 64, 128
 WHOLE = 64  # up to this rank one launch forms all sums
 PASS, GRAMS = (64, 128), 4  # rows and columns of a tile of W; parts of the sums of r x r matrices
+LARGE, PASS_OF_LARGE = 50 << 20, (128, 128)  # bytes of W, beyond any L2, and its tile: 4096 x 14336, r = 16 57.6 us for 66
 TALL, WIDE, DEEP = 128, 256, 64  # of a tile of both products at once: along the rank, across it, and of a step
 GRAM = 64  # rows and columns of a tile of those, and numbers that a step of their sums takes
 SERVED = (torch.bfloat16,)  # of W
@@ -193,8 +194,9 @@ def _pass(
 ) -> None:  # fmt: skip
     """Two launches: all sums, in parts, and what adds them up."""
     (N, K), R, f32 = W.shape, A.shape[0], torch.float32
-    block_n, block_k = PASS
     block_r, ms = power_of_two(R), plan.device.num_sms
+    wgmma = 90 <= plan.device.capability < 120  # elsewhere operands live in registers, and large tiles spill
+    block_n, block_k = PASS_OF_LARGE if W.nbytes > LARGE and block_r <= 16 and wgmma else PASS
     warps, stages = 4, 3
     rows = _span(N, block_n, 3 * ms // 2 // cdiv(K, block_k))
     columns = _span(K, block_k, 3 * ms // 2 // cdiv(N, block_n))

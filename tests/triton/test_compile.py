@@ -374,7 +374,7 @@ def test_embedding(target, T, r, dtype, adapter, tmp_path):
 
 @pytest.mark.parametrize("target", [80, 90, 100])
 def test_gradients_through_the_norm(target, tmp_path):
-    wide = ((4096, 4096, 384, BF16),)  # both products at once
+    wide = ((4096, 4096, 384, BF16), (4096, 14336, 16, BF16))  # both products at once; a W that no L2 holds
     for N, K, r, dtype in (
         *((1024, 2048, *each) for each in ((16, BF16), (64, BF16), (384, BF16), (32, FP32), (384, FP32))),
         *wide,
