@@ -4,13 +4,15 @@ With q = dc / c:    dA = s ((q B)^T W + s ((q B)^T B) A)    dB = s q (W A^T + s 
 Up to r = 64, 32 where an adapter is float32: one launch whose programs take part of W for dA or for dB, or of a factor for
 the r x r matrices, and one that adds the parts in their order. Above, both are what the layer's product makes (gemm.py): dA is
 dx of r more tokens, with dz = s (q B)^T and dh = s dz B, and dB has rows of W for tokens, A^T for a weight and B (s A A^T) for
-the low-rank term. Both run in one launch where neither has enough large tiles for the GPU (sm_90). With a float32 adapter above that: two products with W by cuBLAS, two small ones, and a pass before and one behind for each
-gradient. What the layer has for the gradient of a factor is added where this one is stored. float32 adapters go through the
-products as two terms of bfloat16, as in plain torch, and up to r = 32 so does q B of any: rounded once, dA would be 2.3e-3 of
-its size away where its own rounding leaves 1.7e-3. q B needs no scale then, whose largest element another launch would have to
-find: float16 is left to plain torch for that.
+the low-rank term. Both run in one launch where neither has enough large tiles for the GPU (sm_90). With a float32 adapter above
+that: two products with W by cuBLAS, two small ones, and a pass before and one behind for each gradient. What the layer has for
+the gradient of a factor is added where this one is stored.
 
-Roof: W twice. 4096 x 4096, r = 16: 67 MB, 16 us; 19 are taken (H200), where plain torch took 160 in some 40 launches.
+float32 adapters go through the products as two terms of bfloat16, as in plain torch, and up to r = 32 so does q B of any:
+rounded once, dA would be 2.3e-3 of its size away where its own rounding leaves 1.7e-3. q B needs no scale then, whose largest
+element another launch would have to find: float16 is left to plain torch for that.
+
+Roof: W twice. 4096 x 4096, r = 16: 67 MB, 16 us; 18 are taken (H200), where plain torch took 160 in some 40 launches.
 """
 
 from __future__ import annotations
