@@ -61,6 +61,9 @@ class NormOf(NamedTuple):
     max_bytes: int | None = None  # beside the inputs; None: as many as are fast
 
 
+Onto = tuple[Tensor | None, Tensor | None]  # gradients of A and B that another pair of them is added to
+
+
 class Norms(NamedTuple):
     """The norms of some layers, and what they were computed from."""
 

@@ -103,6 +103,7 @@ OPS = {
     "delta": Op(lambda base, lora, g: F.dora_delta(base, lora, g, s=S), ("base", "lora", "g"), ("base", "lora")),
     "linear": Op(lambda x, W, A, B, m: linear(x, W, A, B, m, None), ("x", *ADAPTER), ("x",)),
     "linear_bias": Op(linear, ("x", *ADAPTER, "bias"), ("x",)),
+    "linear_full": Op(lambda x, W, A, B, m, bias: linear(x, W, A, B, m, bias, detach=False), ("x", *ADAPTER, "bias"), ("x",)),
     "linear_own_norm": Op(own_norm, ("x", *ADAPTER, "bias"), ("x",)),
     "linear_ends": Op(
         lambda x, W, A, B, m, bias, g, base: linear(x, W, A, B, m, bias, gamma=g, residual=base),

@@ -23,6 +23,7 @@ from fdora._records import (
     Lookup,
     Needs,
     NormOf,
+    Onto,
     Operands,
     Options,
     Saved,
@@ -44,7 +45,7 @@ class Backend:
     sqnorm_fwd: Callable[[NormOf], Tensor]
     norm_guarded: Callable[[NormOf, Tensor, Tensor], tuple[Tensor, Tensor]]
     norm_bwd: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, float, tuple[bool, bool]], tuple[Tensor | None, Tensor | None] | None
+        [Tensor, Tensor, Tensor, Tensor, Tensor, float, tuple[bool, bool], Onto], tuple[Tensor | None, Tensor | None] | None
     ]
     """None where a backend leaves it to plain torch; so of embedding_bwd."""
     base_sqnorm: Callable[[Tensor, int | None], Tensor]

@@ -11,6 +11,7 @@ from torch import Tensor
 from fdora._records import NO_NEEDS, WIDTH, Bound, Dropout, Grads, Needs, Operands, Options, Saved
 from fdora._torch import apply, eager_apply, no_graph, values_only
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
+from fdora.autograd.norm import through_norm
 from fdora.autograd.weight import Specs, flat_of, layers_of, readable, specs_of, without_norm
 
 
@@ -24,6 +25,9 @@ class Call(NamedTuple):
     """Of quantised weights; :func:`linear` fills it in."""
     run: Bound | None = None
     """For :func:`eager_linear`, which :func:`bound` fills in."""
+    full: bool = False
+    """Of one layer: c, given as a constant, is the norm of its W, A and B. Its gradient goes on, and is added to theirs before
+    autograd sees any: a sum of autograd's is a pass over each."""
 
 
 def linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[Tensor]:
@@ -39,7 +43,7 @@ def bound(tensors: tuple[Tensor | None, ...], call: Call) -> Call:
     """For all calls of plain tensors with these facts where nothing traces: x, and the operands of all layers, W dense, A and c
     given."""
     run = OPS[call.backend].layers_bound(tensors, call.options, call.drop)
-    return Call(call.options, call.drop, call.backend, None, run)
+    return Call(call.options, call.drop, call.backend, None, run, call.full)
 
 
 def eager_linear(tensors: tuple[Any, ...], call: Any) -> Sequence[Tensor]:
@@ -82,9 +86,7 @@ def backward(ctx: Any, *dys: Tensor | None) -> Any:
     kept, x, flat = tuple(rest[:n]), rest[n], rest[n + 1 :]
     need_x, needs = ctx.needs_input_grad[1], needs_of(ctx.needs_input_grad[2:], n)
     if no_graph() and not autocast_on(x):
-        saved = Saved(h, kept, ctx.pre_scale)
-        bwd, layers = OPS[call.backend].layers_bwd, layers_of(flat, call.specs, x.dtype, call.backend)
-        dx, grads = bwd(dys, x, layers, call.options, call.drop, saved, need_x, needs)
+        dx, grads = _gradients(call, dys, x, flat, Saved(h, kept, ctx.pre_scale), need_x, needs)
     else:
         needs = [NO_NEEDS if dy is None else each for dy, each in zip(dys, needs, strict=True)]
         flags = (need_x, *(need for each in needs for need in each))
@@ -92,6 +94,22 @@ def backward(ctx: Any, *dys: Tensor | None) -> Any:
         dx, grads = found[0], [Grads(*found[i : i + 5]) for i in range(1, len(found), 5)]
     #      call
     return None, dx, *to_inputs(grads, len(flat))
+
+
+def _gradients(
+    call: Call, dys: Sequence[Tensor | None], x: Tensor, flat: Any, saved: Saved, need_x: bool, needs: Sequence[Needs]
+) -> tuple[Tensor | None, list[Grads]]:
+    bwd, layers = OPS[call.backend].layers_bwd, layers_of(flat, call.specs, x.dtype, call.backend)
+    if not call.full:
+        return bwd(dys, x, layers, call.options, call.drop, saved, need_x, needs)
+    A, B, m, _, bias = needs[0]
+    dx, found = bwd(dys, x, layers, call.options, call.drop, saved, need_x, [Needs(A, B, m, A or B, bias)])
+    dA, dB, dm, dc, dbias = found[0]
+    if dc is not None:
+        own = Operands(*flat[:WIDTH])  # W in its own dtype, whatever x was cast to
+        assert own.A is not None and own.B is not None and own.c is not None
+        dA, dB = through_norm(dc, own.W, own.A, own.B, own.c, call.options[0].s, (A, B), (dA, dB), call.backend)
+    return dx, [Grads(dA, dB, dm, None, dbias)]
 
 
 class Linear(torch.autograd.Function):
@@ -157,11 +175,9 @@ class LinearBwd(torch.autograd.Function):
     def forward(call: Call, pre_scale: tuple[bool, ...], flags: tuple[bool, ...], x: Tensor, h: Tensor, *rest: Any) -> Any:
         n = len(pre_scale)
         dys, kept = rest[:n], rest[n : 2 * n]
-        layers = layers_of(rest[2 * n :], call.specs, x.dtype, call.backend)
         needs = [Needs(*flags[i : i + 5]) for i in range(1, len(flags), 5)]
         with autocast_off(x):
-            bwd = OPS[call.backend].layers_bwd
-            dx, grads = bwd(dys, x, layers, call.options, call.drop, Saved(h, kept, pre_scale), flags[0], needs)
+            dx, grads = _gradients(call, dys, x, rest[2 * n :], Saved(h, kept, pre_scale), flags[0], needs)
         return drop_none((dx, *(d for each in grads for d in each)))
 
     @staticmethod

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._records import NormOf
+from fdora._records import NormOf, Onto
 from fdora._torch import apply, detached, has_tangents
 from fdora.autograd import quant
 from fdora.autograd._ops import OPS, autocast_off, drop_none, no_second_derivative, restore_none
@@ -34,6 +34,17 @@ def row_norm(of: NormOf, backend: str, detach: bool = True) -> Tensor:
 def with_gradient(c: Tensor, W: Tensor, A: Tensor, B: Tensor, s: float, backend: str) -> Tensor:
     """c, which somebody computed from these, with gradients to A and B."""
     return apply(Norm, W, A, B, s, None, None, c.detach(), backend)
+
+
+def through_norm(
+    dc: Tensor, W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, needs: tuple[bool, bool], onto: Onto, backend: str
+) -> tuple[Tensor | None, Tensor | None]:
+    """dA and dB of c, added to ``onto``."""
+    found = OPS[backend].norm_bwd(dc, W, A, B, c, s, needs, onto)
+    if found is None:
+        found = OPS["eager"].norm_bwd(dc, W, A, B, c, s, needs, onto)
+        assert found is not None
+    return found
 
 
 def row_sqnorm(of: NormOf, backend: str) -> Tensor:
@@ -119,8 +130,7 @@ class NormBwd(torch.autograd.Function):
     @staticmethod
     def forward(dc, W, A, B, c, s, needs, backend):
         with autocast_off(W):
-            found = OPS[backend].norm_bwd(dc, W, A, B, c, s, needs)
-            return drop_none(OPS["eager"].norm_bwd(dc, W, A, B, c, s, needs) if found is None else found)
+            return drop_none(through_norm(dc, W, A, B, c, s, needs, (None, None), backend))
 
     @staticmethod
     def setup_context(ctx: Any, inputs, output):

@@ -25,7 +25,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fdora._records import NormOf, eps
+from fdora._records import NormOf, Onto, eps
 from fdora.eager._fingerprint import WORDS as WORDS
 from fdora.eager._fingerprint import fingerprint
 from fdora.eager._matmul import acc_dtype, cast, is_plain, matmul
@@ -97,20 +97,25 @@ def base_sqnorm(W: Tensor, max_bytes: int | None) -> Tensor:
 
 
 def norm_bwd(
-    dc: Tensor, W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, needs: tuple[bool, bool]
+    dc: Tensor, W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, needs: tuple[bool, bool], onto: Onto = (None, None)
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dA, dB of c = ||W + s B A||; each only when needed. A row with c = 0 has no direction: its gradient is zero."""
+    """dA, dB of c = ||W + s B A||, each only when needed and added to its part of ``onto``. A row with c = 0 has no direction:
+    its gradient is zero."""
     acc = acc_dtype(W.dtype)
     a, b = A.to(acc), B.to(acc)
     u = torch.where(c > 0, dc / c, 0)[:, None]
     ub = u * b
     dA = dB = None
     if needs[0]:
-        dA = cast(s * (_times(ub.T, W, 2) + s * ((ub.T @ b) @ a)), A.dtype)
+        dA = _added(s * (_times(ub.T, W, 2) + s * ((ub.T @ b) @ a)), onto[0], A.dtype)
     if needs[1]:
         U = _times(a, W.T, 1 if A.dtype == W.dtype else 2).T
-        dB = cast(s * u * (U + s * (b @ (a @ a.T))), B.dtype)
+        dB = _added(s * u * (U + s * (b @ (a @ a.T))), onto[1], B.dtype)
     return dA, dB
+
+
+def _added(d: Tensor, onto: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return cast(d if onto is None else d + onto, dtype)
 
 
 def _times(b: Tensor, W: Tensor, terms: int) -> Tensor:

@@ -186,7 +186,8 @@ def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
                 if layer.norm is None:
                     new[f"c{i}"] = c
                 if torch.is_grad_enabled() and trained:
-                    through = triton.norm_backward(on, la.W, la.A, la.B)
+                    joined = a.fn == "dora_linear" and a.residual is None
+                    through = triton.norm_backward(on, la.W, la.A, la.B, joined)
                     after, notes = [*through, *after], notes if through else (PLAIN_BACKWARD,)
             seed = torch.empty(() if a.mask_origin is None else (3,), dtype=torch.int64, device="meta") if a.dropout_p else None
             operand, option = prepared(a.fn, x, la, seed, a.keep_inner and (not mlp or i == 2), True, "triton")

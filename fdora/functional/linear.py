@@ -130,11 +130,18 @@ def dora_linear(
     choice = select_backend(x, backend=backend)
     if compute is not None:
         check_compute(fn, compute, x, W, dropout_mode if dropout_p else "lora", choice.name)
-    c = norm_for(x, W, A, B, s, norm, choice.name) if detach else full_norm(fn, x, W, A, B, s, norm, choice.name)
+    full = not detach and residual is None
+    c: Tensor | None
+    if full:  # c goes in as a constant: the layer's own node takes its gradient on
+        check_detach(fn, W)
+        c = norm_of(x, W, A, B, s, None if norm is None else norm.detach(), choice.name)
+    else:
+        c = norm_for(x, W, A, B, s, norm, choice.name) if detach else full_norm(fn, x, W, A, B, s, norm, choice.name)
     mask_seed = placed(seed_tensor(fn, seed, x.device), check_origin(fn, mask_origin)) if dropout_p else None
     mode = dropout_mode if dropout_p else "lora"
     make = _call if torch.compiler.is_compiling() else _remembered_call
-    call = make((s,), (save_for_dm(m, c, keep_inner),), dropout_p, mode, choice.name)
+    through = full and (A.requires_grad or B.requires_grad)
+    call = make((s,), (save_for_dm(m, c, keep_inner, through),), dropout_p, mode, choice.name, full)
     if compute is not None:
         c = row_norm(NormOf(W, A, B, s), choice.name) if c is None else c
         return fp8_linear(x, Operands(W, A, B, m, c, bias, mask_seed), call)
@@ -144,22 +151,26 @@ def dora_linear(
 
 
 def bound_linears(
-    tensors: tuple[Tensor | None, ...], s: tuple[float, ...], saved: tuple[bool, ...], keep_inner: bool, backend: str
-) -> Call:
+    tensors: tuple[Tensor | None, ...], s: tuple[float, ...], saved: tuple[bool, ...], keep_inner: bool, backend: str,
+    full: bool = False,
+) -> Call:  # fmt: skip
     """For integrations, whose own checks cover those of :func:`dora_linear` and :func:`dora_linear_group`: what
     :func:`checked_linears` takes for all tensors with the facts of these, without dropout or autocast, where nothing traces.
 
-    tensors: x, and the operands of each layer. saved: of each, whether :func:`save_for_dm` names anything.
+    tensors: x, and the operands of each layer. saved: of each, whether :func:`save_for_dm` names anything. full: of one layer,
+    whether gradients reach A and B through c, which is given as a constant.
     """
     saves: list[SaveForDm] = [saved_as(each, keep_inner) for each in saved]
-    return bound(tensors, _remembered_call(s, tuple(saves), 0.0, "lora", backend))
+    return bound(tensors, _remembered_call(s, tuple(saves), 0.0, "lora", backend, full))
 
 
 checked_linears = eager_linear
 
 
-def _call(s: tuple[float, ...], saves: tuple[SaveForDm, ...], p: float, mode: DropoutMode, backend: str) -> Call:
-    return Call(tuple([Options(*each) for each in zip(s, saves, strict=True)]), Dropout(p, mode), backend)
+def _call(
+    s: tuple[float, ...], saves: tuple[SaveForDm, ...], p: float, mode: DropoutMode, backend: str, full: bool = False
+) -> Call:
+    return Call(tuple([Options(*each) for each in zip(s, saves, strict=True)]), Dropout(p, mode), backend, full=full)
 
 
 _remembered_call = lru_cache(1024)(_call)  # three records in the time of one look-up
@@ -212,6 +223,11 @@ def norm_for(x: Tensor, W: Any, A: Tensor, B: Tensor, s: float, norm: Tensor | N
     """c, or None where the plan of the layer forms it."""
     if norm is None and (forms_norm(W, backend) or norm_beside(x, W, A, B, backend)):
         return None
+    return norm_of(x, W, A, B, s, norm, backend)
+
+
+def norm_of(x: Tensor, W: Any, A: Tensor, B: Tensor, s: float, norm: Tensor | None, backend: str) -> Tensor:
+    """c as a layer on x takes it."""
     c = row_norm(NormOf(W, A, B, s), backend) if norm is None else norm
     return c if c.dtype == torch.float32 and x.dtype != torch.float64 else c.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -235,9 +251,10 @@ def check_detach(fn: str, W: Any) -> None:
         raise fail(fn, "detach", "True for a quantised W", "False", "Pass W.dequantize().")
 
 
-def save_for_dm(m: Tensor | None, c: Tensor | None, pre_scale: bool) -> SaveForDm:
-    """For the gradients of m and c; see :mod:`fdora.eager.linear`. Within vmap an m does not say what a grad around it asks."""
-    asked = m is not None and (m.requires_grad or (c is not None and c.requires_grad) or functorch_active())
+def save_for_dm(m: Tensor | None, c: Tensor | None, pre_scale: bool, through: bool = False) -> SaveForDm:
+    """For the gradients of m and c; see :mod:`fdora.eager.linear`. ``through``: that of c is wanted anyway. Within vmap an m
+    does not say what a grad around it asks."""
+    asked = m is not None and (m.requires_grad or through or (c is not None and c.requires_grad) or functorch_active())
     return saved_as(torch.is_grad_enabled() and asked, pre_scale)
 
 

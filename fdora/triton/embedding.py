@@ -95,7 +95,7 @@ def walk_config(T: int) -> WalkConfig:
     asked for a block ahead 5.65; 128 tokens 3.6 (2.6), by 512 columns 4.1."""
     if T >= MANY:
         return WalkConfig(16, 512, 8, 5, 2)
-    return WalkConfig(16, 512, 8, 1, 4) if T > FEW else WalkConfig(16, 256, 4, 1, 4)
+    return WalkConfig(16, 512, 8, 0, 4) if T > FEW else WalkConfig(16, 256, 4, 0, 4)
 
 
 def is_many(T: int, per_row: bool) -> bool:
@@ -150,7 +150,10 @@ def in_one(plan: Builder, ids: Array, W: Array, A: Array, B: Array, m: Array, c:
     (T,), (V, D), R = ids.shape, W.shape, A.shape[0]
     block_t, block_d, num_warps, stages, per_sm = walk_config(T)
     strips = cdiv(D, block_d)
-    parts = min(cdiv(T, block_t), max(1, per_sm * plan.device.num_sms // strips))
+    blocks = cdiv(T, block_t)
+    parts = min(blocks, max(1, per_sm * plan.device.num_sms // strips))
+    if stages == 0 and parts < blocks:
+        stages = 1
     plan.launch(
         embedding_walk_kernel,
         (strips, parts),

@@ -145,12 +145,13 @@ def embedding(on: Device, ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tenso
     return _plan(on, _embedding.plan_embedding, (ids, W, A, B, m, c), per_row)
 
 
-def norm_backward(on: Device, W: Tensor, A: Tensor, B: Tensor) -> list[Plan]:
-    """The gradient through a norm; none where plain torch makes it."""
+def norm_backward(on: Device, W: Tensor, A: Tensor, B: Tensor, joined: bool = False) -> list[Plan]:
+    """The gradient through a norm, ``joined`` to the factors' own; none where plain torch makes it."""
     if not _norm_bwd.serves(W):
         return []
     c = W.new_empty(W.shape[0], dtype=torch.float32)
-    return [_plan(on, _norm_bwd.plan_norm_bwd, (c, W, A, B, c), (_needs(A), _needs(B)))]
+    onto = [t.new_empty(t.shape) if joined and _needs(t) else None for t in (A, B)]
+    return [_plan(on, _norm_bwd.plan_norm_bwd, (c, W, A, B, c, *onto), (_needs(A), _needs(B)))]
 
 
 def embedding_backward(

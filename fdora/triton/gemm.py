@@ -1,12 +1,12 @@
 """One matrix product with the low-rank term and everything elementwise inside: nothing of size (M, N) but the result.
 
     out = epilogue( x W + mask( x' W + h B ) )      x, x' (M, K), W (K, N), h (M, r), B (r, N)
-    epilogue(v) = v | g v + bias (+ residual) | v + (g - 1) residual + bias | v + residual
-    g = m / max(c, EPS), one value per column
+    epilogue(v) = v | g v + bias (+ residual) | v + (g - 1) residual + bias | v + residual | m v (+ residual)
+    g = m / max(c, EPS), one value per column; in the last m has one per row
 
 Forward: W and B are the transposed weights, h = s x A^T. Backward: x is dz, W the weight as it is, h = s dz B, B is A.
 The mask (dropout of the adapter's input) belongs to the low-rank term only, so that term is accumulated first and masked in
-registers. The kernels accumulate in float32 and round once. In the last epilogue the residual is ``out`` itself: a program
+registers. The kernels accumulate in float32 and round once. In "accumulate" the residual may be ``out`` itself: a program
 reads a tile before it writes it, and no other program touches it.
 
 On Hopper and data-centre Blackwell tiles travel by TMA. Both products then run in *one* loop of K / BLOCK_K + r / BLOCK_K
@@ -34,7 +34,7 @@ from fdora.triton.runtime.plan import Array, Tile
 
 
 class Epilogue(NamedTuple):
-    """What happens to the accumulator: "none", "scale", "residual" or "accumulate"."""
+    """What happens to the accumulator: "none", "scale", "residual", "accumulate" or "rows"."""
 
     kind: str = "none"
     m: Array | None = None

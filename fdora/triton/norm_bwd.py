@@ -2,13 +2,17 @@
 
 With q = dc / c:    dA = s ((q B)^T W + s ((q B)^T B) A)    dB = s q (W A^T + s B (A A^T))
 Up to r = 64, 32 where an adapter is float32: one launch whose programs take part of W for dA or for dB, or of a factor for
-the r x r matrices, and one that adds the parts in their order. Above: two products with W by cuBLAS, each of which reads it
-once, two small ones, and a pass before and one behind for each gradient. float32 adapters go through the products as two terms
-of bfloat16, as in plain torch, and up to r = 32 so does q B of any: rounded once, dA would be 2.3e-3 of its size away where its
-own rounding leaves 1.7e-3. q B needs no scale then, whose largest element another launch would have to find: float16 is left
-to plain torch for that.
+the r x r matrices, and one that adds the parts in their order. Above, both are what the layer's product makes (gemm.py): dA is
+dx of r more tokens, with dz = s (q B)^T and dh = s dz B, and dB has rows of W for tokens, A^T for a weight and B (s A A^T) for
+the low-rank term. Both run in one launch where neither has enough large tiles for the GPU (sm_90). With a float32 adapter above
+that: two products with W by cuBLAS, two small ones, and a pass before and one behind for each gradient. What the layer has for
+the gradient of a factor is added where this one is stored.
 
-Roof: W twice. 4096 x 4096, r = 16: 67 MB, 16 us; 19 are taken (H200), where plain torch took 160 in some 40 launches.
+float32 adapters go through the products as two terms of bfloat16, as in plain torch, and up to r = 32 so does q B of any:
+rounded once, dA would be 2.3e-3 of its size away where its own rounding leaves 1.7e-3. q B needs no scale then, whose largest
+element another launch would have to find: float16 is left to plain torch for that.
+
+Roof: W twice. 4096 x 4096, r = 16: 67 MB, 16 us; 18 are taken (H200), where plain torch took 160 in some 40 launches.
 """
 
 from __future__ import annotations
@@ -19,30 +23,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fdora._records import Onto
 from fdora._torch import needs_dispatcher
 from fdora.triton.configs import power_of_two
-from fdora.triton.kernels.norm_bwd import norm_bwd_finish_kernel, norm_terms_kernel
+from fdora.triton.copy import dense
+from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Operand, gemm
+from fdora.triton.kernels.norm_bwd import (
+    norm_bwd_finish_kernel,
+    norm_grams_add_kernel,
+    norm_grams_kernel,
+    norm_products_kernel,
+    norm_terms_kernel,
+    norm_tokens_kernel,
+)
 from fdora.triton.kernels.norm_pass import norm_add_kernel, norm_pass_kernel
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import Device, cdiv
-from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
+from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
+from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.runtime.walk import plan_for, run
 
 BLOCK_N, BLOCK_J = 64, 128
 WHOLE = 64  # up to this rank one launch forms all sums
 PASS, GRAMS = (64, 128), 4  # rows and columns of a tile of W; parts of the sums of r x r matrices
+LARGE, PASS_OF_LARGE = 50 << 20, (128, 128)  # bytes of W, beyond any L2, and its tile: 4096 x 14336, r = 16 57.6 us for 66
+TALL, WIDE, DEEP = 128, 256, 64  # of a tile of both products at once: along the rank, across it, and of a step
+GRAM = 64  # rows and columns of a tile of those, and numbers that a step of their sums takes
 SERVED = (torch.bfloat16,)  # of W
 
 
 def norm_bwd(
-    dc: Tensor, W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, needs: tuple[bool, bool]
+    dc: Tensor, W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, needs: tuple[bool, bool], onto: Onto = (None, None)
 ) -> tuple[Tensor | None, Tensor | None] | None:
-    """dA, dB; each only when needed. None for what plain torch must do."""
+    """dA, dB, each only when needed and added to its part of ``onto``. None for what plain torch must do."""
     if not serves(W):
         return None
     run_it: Any = norm_backward if needs_dispatcher(W) or needs_dispatcher(dc) else _norm_bwd
-    found = iter(run_it(dc, W, A, B, c, s, list(needs)))
+    found = iter(run_it(dc, W, A, B, c, s, list(needs), *onto))
     return next(found) if needs[0] else None, next(found) if needs[1] else None
 
 
@@ -50,55 +67,138 @@ def serves(W: Tensor) -> bool:
     return W.dtype in SERVED and W.numel() > 0
 
 
-def _norm_bwd(dc: Tensor, W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, needs: Sequence[bool]) -> tuple[Tensor, ...]:
-    return run(*_planned(dc, W, A, B, c, s, needs))
+def _norm_bwd(*args: Any) -> tuple[Tensor, ...]:
+    return run(*_planned(*args))
 
 
-def _planned(
-    dc: Tensor, W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, needs: Sequence[bool]
-) -> tuple[Plan, tuple, tuple]:
-    tensors = (dc, W, A, B, c)
+def _planned(dc, W, A, B, c, s, needs, onto_A=None, onto_B=None):
+    tensors = (dc, W, A, B, c, onto_A, onto_B)
     return plan_for(plan_norm_bwd, tensors, tuple(needs)), tensors, (s,)
 
 
 def plan_norm_bwd(likes: Sequence[Like | None], device: Device, needs: tuple[bool, bool]) -> Plan:
     plan = Builder("gradient through the norm", device)
     dc, W, A, B, c = plan.vector(likes[0]), *map(plan.operand, likes[1:4]), plan.vector(likes[4])
+    given = [plan.operand(like) for like in likes[5:]]
     s, (N, K), R = plan.scalar("s"), W.shape, A.shape[0]
     dA = plan.result("dA", (R, K), A.dtype) if needs[0] else None
     dB = plan.result("dB", (N, R), B.dtype) if needs[1] else None
+    onto_A, onto_B = (None if t is None else dense(plan, t) for t in given)
     t, f32 = W.dtype, torch.float32
-    whole = WHOLE if A.dtype == B.dtype == t else WHOLE // 2  # of three tf32 products sm_80 spills above
-    if A.shape[0] <= whole:
+    half = A.dtype == B.dtype == t
+    if A.shape[0] <= (WHOLE if half else WHOLE // 2):  # of three tf32 products sm_80 spills above
         plan.path = "all products with W in one pass, nothing of its size written"
-        _pass(plan, dc, W, A, B, c, s, dA, dB)
+        _pass(plan, dc, W, A, B, c, s, dA, dB, onto_A, onto_B)
         return plan.plan()
-    of_grams = t if A.dtype == B.dtype == t else f32  # rounded there, which they are as an operand of the products that finish
+    plan.path = "two products with W, nothing of its size written"
+    if half:
+        _as_tokens(plan, dc, W, A, B, c, s, dA, dB, onto_A, onto_B)
+        return plan.plan()
     if dA is not None:
         terms = 1 if B.dtype == t else 2
         slopes, wide = _terms(plan, B, t, terms, dc, c)
-        parts, gram = plan.temp((terms * R, K), f32), plan.temp((R, R), of_grams)
+        parts, gram = plan.temp((terms * R, K), f32), plan.temp((R, R), f32)
         plan.product(parts, slopes.T, W)
         plan.product(gram, (slopes if wide is None else wide).T, B)
-        _finish(plan, parts, gram, (A, B, dc, c, dA), s, (N, K, R), True, terms)
+        _finish(plan, parts, gram, (A, B, dc, c, onto_A, dA), s, (N, K, R), True, terms)
     if dB is not None:
         terms = 1 if A.dtype == t else 2
         a = A if terms == 1 else _terms(plan, A.T, t, terms)[0].T
-        parts, gram = plan.temp((N, terms * R), f32), plan.temp((R, R), of_grams)
+        parts, gram = plan.temp((N, terms * R), f32), plan.temp((R, R), f32)
         plan.product(parts, W, a.T)
         plan.product(gram, A, A.T)
-        _finish(plan, parts, gram, (A, B, dc, c, dB), s, (N, K, R), False, terms)
-    plan.path = "two products with W, nothing of its size written"
+        _finish(plan, parts, gram, (A, B, dc, c, onto_B, dB), s, (N, K, R), False, terms)
     return plan.plan()
 
 
+def _as_tokens(
+    plan: Builder, dc: Array, W: Array, A: Array, B: Array, c: Array, s: Scalar, dA: Array | None, dB: Array | None,
+    onto_A: Array | None, onto_B: Array | None,
+) -> None:  # fmt: skip
+    """By the layer's own product (gemm.py): dA is dx of r tokens whose dz is s (q B)^T; dB has the rows of W for tokens, and A
+    for a weight."""
+    (N, K), R, t, f32 = W.shape, A.shape[0], W.dtype, torch.float32
+    needs = (dA is not None, dB is not None)
+    dz = plan.temp((R, N), t, (cdiv(N, 8) * 8, 1)) if needs[0] else None  # rows that begin at 16 bytes, for TMA
+    slopes = plan.temp((N,), f32) if needs[1] else None
+    plan.launch(
+        norm_tokens_kernel,
+        (cdiv(N, BLOCK_N), cdiv(R, 64)),
+        (dc, c, B, dz, slopes, s, N, R, *B.stride, 0 if dz is None else dz.stride[0]),
+        (*needs, BLOCK_N, 64),
+        4,
+    )
+    parts = [plan.temp((GRAMS, R, R), f32) if need else None for need in needs]
+    grams = [plan.temp((R, R), t) if need else None for need in needs]
+    plan.launch(
+        norm_grams_kernel,
+        (cdiv(R, GRAM) ** 2, GRAMS * sum(needs)),
+        (dz, A, B, *parts, N, K, R, 0 if dz is None else dz.stride[0], *A.stride, *B.stride),
+        (*needs, GRAMS, GRAM, GRAM),
+        4,
+        3,
+    )
+    plan.launch(norm_grams_add_kernel, (cdiv(R * R, 1024), sum(needs)), (*parts, *grams, s, R * R), (*needs, GRAMS, 1024), 4)
+    if dA is not None and dB is not None and _both_at_once(plan, dz, grams, (W, A, B), onto_A, onto_B, dA, dB, slopes):
+        return
+    if dA is not None:
+        assert dz is not None and grams[0] is not None
+        onto = NO_EPILOGUE if onto_A is None else Epilogue("accumulate", residual=onto_A)
+        gemm(plan, dA, dz, grams[0], Operand(W, A, trans=False), onto)
+    if dB is not None:
+        assert grams[1] is not None
+        gemm(plan, dB, W, B, Operand(A, grams[1], trans=True), Epilogue("rows", m=slopes, residual=onto_B))
+
+
+def _both_at_once(
+    plan: Builder, dz: Any, grams: Sequence[Any], of: tuple[Array, Array, Array], onto_A: Array | None, onto_B: Array | None,
+    dA: Array, dB: Array, slopes: Array | None,
+) -> bool:  # fmt: skip
+    """One launch for both, where large tiles of one leave multiprocessors idle and those of both find room."""
+    (W, A, B), (N, K), R = of, of[0].shape, of[1].shape[0]
+    programs = cdiv(R, TALL) * (cdiv(K, WIDE) + cdiv(N, WIDE))
+    on, arrays = plan.device, (dz, *grams, W, A, B, dA, dB, onto_A, onto_B)
+    fits = all(t is None or is_tma_compatible(t) for t in arrays)
+    if not (on.capability == 90 and fits and programs <= on.num_sms < 2 * programs):
+        return False
+    left, right, half = (TALL, DEEP), (DEEP, WIDE), WIDE // 2
+    plan.launch(
+        norm_products_kernel,
+        (programs,),
+        (
+            Tile(dz, left),
+            Tile(W, right),
+            Tile(grams[0], left),
+            Tile(A, right),
+            None if onto_A is None else Tile(onto_A, (TALL, half)),
+            Tile(dA, (TALL, half)),
+            Tile(W, (WIDE, DEEP)),
+            Tile(A, (TALL, DEEP)),
+            Tile(B, (WIDE, DEEP)),
+            Tile(grams[1], (TALL, DEEP)),
+            None if onto_B is None else Tile(onto_B, (WIDE, TALL // 2)),
+            Tile(dB, (WIDE, TALL // 2)),
+            slopes,
+            N,
+            K,
+            R,
+        ),
+        (TALL, WIDE, DEEP),
+        8,
+        4,
+    )
+    return True
+
+
 def _pass(
-    plan: Builder, dc: Array, W: Array, A: Array, B: Array, c: Array, s: Scalar, dA: Array | None, dB: Array | None
-) -> None:
+    plan: Builder, dc: Array, W: Array, A: Array, B: Array, c: Array, s: Scalar, dA: Array | None, dB: Array | None,
+    onto_A: Array | None, onto_B: Array | None,
+) -> None:  # fmt: skip
     """Two launches: all sums, in parts, and what adds them up."""
     (N, K), R, f32 = W.shape, A.shape[0], torch.float32
-    block_n, block_k = PASS
     block_r, ms = power_of_two(R), plan.device.num_sms
+    wgmma = 90 <= plan.device.capability < 120  # elsewhere operands live in registers, and large tiles spill
+    block_n, block_k = PASS_OF_LARGE if W.nbytes > LARGE and block_r <= 16 and wgmma else PASS
     warps, stages = 4, 3
     rows = _span(N, block_n, 3 * ms // 2 // cdiv(K, block_k))
     columns = _span(K, block_k, 3 * ms // 2 // cdiv(N, block_n))
@@ -128,7 +228,7 @@ def _pass(
     plan.launch(
         norm_add_kernel,
         (tiles, cdiv(R, block_i)),
-        (*sums, *grams, A, B, dc, c, dA, dB, s, N, K, R, *strides),
+        (*sums, *grams, A, B, dc, c, onto_A, onto_B, dA, dB, s, N, K, R, *strides),
         (*needs, *parts.values(), GRAMS, *precision, block_j, block_i, block_r),
         4,
         2,
@@ -156,13 +256,14 @@ def _finish(
     plan: Builder,
     parts: Array,
     gram: Array,
-    arrays: tuple[Array, ...],
+    arrays: tuple[Array | None, ...],
     s: Any,
     sizes: tuple[int, int, int],
     of_A: bool,
     terms: int,
 ) -> None:
     A, B, (N, K, R) = *arrays[:2], sizes
+    assert A is not None and B is not None
     half = (A if of_A else B).itemsize == 2
     # float32 digits: three tf32 products, and registers to split the operands
     block, block_j = (block_of(R), BLOCK_J) if half else (min(32, block_of(R)), BLOCK_J // 2)
@@ -177,7 +278,7 @@ def block_of(R: int) -> int:
     return max(16, min(64, power_of_two(R)))
 
 
-def _fake(dc: Any, W: Any, A: Any, B: Any, c: Any, s: Any, needs: Any) -> list[Any]:
+def _fake(dc: Any, W: Any, A: Any, B: Any, c: Any, s: Any, needs: Any, onto_A: Any = None, onto_B: Any = None) -> list[Any]:
     return [like.new_empty(like.shape) for like, need in zip((A, B), needs, strict=True) if need]
 
 
@@ -186,5 +287,6 @@ norm_backward = op(
     _norm_bwd,
     _fake,
     _planned,
-    "(Tensor dc, Tensor W, Tensor A, Tensor B, Tensor c, float s, bool[] needs) -> Tensor[]",
+    "(Tensor dc, Tensor W, Tensor A, Tensor B, Tensor c, float s, bool[] needs, Tensor? onto_A=None, Tensor? onto_B=None) "
+    "-> Tensor[]",
 )

@@ -185,6 +185,16 @@ def test_a_group_forms_h_in_one_product():
     assert ((M, K), (K, r + 4)) in shapes and ((M, K), (K, r)) not in shapes and ((M, K), (K, 4)) not in shapes
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_full_dora_is_one_node(given):
+    """Of two, autograd would add the gradients of A and of B."""
+    t = make(names=("x", "A", "B", "m"))
+    args = [t[n] for n in ("x", "W", "A", "B", "m")]
+    norm = dora_norm(*(t[n].detach() for n in ("W", "A", "B")), s=t["s"]) if given else None
+    y = dora_linear(*args, s=t["s"], norm=norm, detach=False)
+    assert [type(f).__name__ for f, _ in y.grad_fn.next_functions if f is not None] == 4 * ["AccumulateGrad"]
+
+
 def flops(t, wanted, **extra):
     y = dora_linear(*(t[n] for n in ("x", "W", "A", "B", "m")), s=t["s"], norm=extra.pop("norm"), **extra)
     with FlopCounterMode(display=False) as counter:

@@ -284,6 +284,17 @@ def test_full_dora_is_stock_without_its_detach(kind, dropout, monkeypatch):
         same(run(use_fdora(model), x), stock)
 
 
+def test_full_dora_is_one_node_of_every_call():
+    """The short way of later calls, too."""
+    model, x = use_fdora(build("linear"), detach=False), inputs("linear")
+    first, second = model(x), model(x)
+    for y in (first, second):
+        behind = {type(f).__name__ for f, _ in y.grad_fn.next_functions if f is not None}
+        assert behind == {"AccumulateGrad"}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert all(map(torch.equal, *(torch.autograd.grad(y.sum(), trained) for y in (first, second))))
+
+
 def test_a_quantised_layer_refuses_full_dora():
     dora = layer(use_fdora(build("linear"), detach=False))
     variant, W = dora.lora_variant["default"], quantize(torch.randn(N, K), "int8")

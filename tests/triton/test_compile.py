@@ -232,8 +232,12 @@ KERNELS = (
     "norm",
     "norm_add",
     "norm_bwd_finish",
+    "norm_grams",
+    "norm_grams_add",
     "norm_pass",
+    "norm_products",
     "norm_terms",
+    "norm_tokens",
     "small_norm",
     "planes_bwd",
     "planes_fwd",
@@ -371,8 +375,12 @@ def test_embedding(target, T, r, dtype, adapter, tmp_path):
 
 @pytest.mark.parametrize("target", [80, 90, 100])
 def test_gradients_through_the_norm(target, tmp_path):
-    for r, dtype in ((16, BF16), (64, BF16), (32, FP32), (384, FP32)):
-        calls = calls_of_norm_gradients(1024, 2048, r, dtype, dtype)
+    wide = ((4096, 4096, 384, BF16), (4096, 14336, 16, BF16))  # both products at once; a W that no L2 holds
+    for N, K, r, dtype in (
+        *((1024, 2048, *each) for each in ((16, BF16), (64, BF16), (384, BF16), (32, FP32), (384, FP32))),
+        *wide,
+    ):
+        calls = calls_of_norm_gradients(N, K, r, dtype, dtype)
         assert_builds([maker(tuple(likes), device(target), *options) for maker, likes, options in calls], target, tmp_path)
 
 

@@ -8,11 +8,13 @@ import torch
 from fdora._records import NormOf
 from fdora.eager import norm as eager
 from fdora.functional import dora_base_sqnorm, dora_init, dora_norm, dora_norm_state, dora_scale
+from fdora.triton.runtime.device import device_of
+from fdora.triton.runtime.walk import like, run
 from tests import device, reference
 from tests.close import rel_l2
 from tests.make import large, tensors
 from tests.triton.marks import DTYPES, HALF, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
-from tests.triton.written import by_tma, launches
+from tests.triton.written import HOPPER, by_tma, launches
 
 pytestmark = needs_kernels
 SHAPES = ((1, 1, 1), (5, 3, 2), (130, 257, 24), (128, 256, 16), (128, 256, 9), (64, 260, 48), (140, 129, 70))
@@ -225,6 +227,34 @@ def test_the_gradient_through_the_norm(shape, monkeypatch):
         for needs in ((True, False), (False, True)):
             for part, all_of, need in zip(norm_bwd.norm_bwd(dc, W, A, B, c, 0.7, needs), whole, needs, strict=True):
                 assert torch.equal(part, all_of) if need else part is None
+        onto = [torch.randn(t.shape, generator=rand).to(t) for t in (A, B)]
+        onto[0] = onto[0].T.contiguous().T  # as no product leaves it
+        for got, apart, more in zip(norm_bwd.norm_bwd(dc, W, A, B, c, 0.7, (True, True), onto), whole, onto, strict=True):
+            assert rel_l2(got, apart.double() + more.double()) <= torch.finfo(got.dtype).eps, (dtype, a, b)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_gradient_through_the_norm_by_descriptors(at_once, joined):
+    """As Hopper's plans have it, of more tiles than one, in one launch and in two."""
+    from fdora.triton.norm_bwd import plan_norm_bwd
+
+    N, K, r = 320, 296, 136
+    rand, t = torch.Generator().manual_seed(0), HALF[0]
+    W, A, B, *onto = ((torch.randn(size, generator=rand) / 8).to(device.NAME, t) for size in [(N, K), *[(r, K), (N, r)] * 2])
+    c, dc = eager.norm_fwd(NormOf(W, A, B, 0.7)), torch.randn(N, generator=rand).to(device.NAME)
+    onto = onto if joined else (None, None)
+    tensors = (dc, W, A, B, c, *onto)
+    on = device_of(W.device) if device.NAME != "cpu" else HOPPER
+    on = on._replace(num_sms=8 if at_once else 2)
+    plan = plan_norm_bwd([None if v is None else like(v) for v in tensors], on, (True, True))
+    if on.capability == 90:
+        products = launches(plan, "norm_products" if at_once else "gemm")
+        assert len(products) == (1 if at_once else 2) and all(map(by_tma, products))
+    more = [None if v is None else v.double() for v in onto]
+    want = eager.norm_bwd(*(v.double() for v in (dc, W, A, B, c)), 0.7, (True, True), more)
+    for got, exact in zip(run(plan, tensors, (0.7,)), want, strict=True):
+        assert rel_l2(got, exact) <= torch.finfo(t).eps
 
 
 def test_the_gradient_through_a_norm_of_other_dtypes_is_plain_torch():

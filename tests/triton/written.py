@@ -179,13 +179,15 @@ def calls_of_planes(L, N, P, dtype, lora=None):
 
 
 def calls_of_norm_gradients(N, K, r, A, B):
-    """Of a bfloat16 W, with adapters of these dtypes."""
+    """Of a bfloat16 W, with adapters of these dtypes; alone and joined to the factors' own."""
     from fdora.triton.norm_bwd import plan_norm_bwd
 
     n = alike(N, dtype=torch.float32)
     for needs in ((True, True), (True, False), (False, True)):
-        likes = [n, alike(N, K, dtype=torch.bfloat16), alike(r, K, dtype=A), alike(N, r, dtype=B), n]
-        yield plan_norm_bwd, likes, (needs,)
+        factors = [alike(r, K, dtype=A), alike(N, r, dtype=B)]
+        for joined in (False, True):
+            onto = [like if joined and need else None for like, need in zip(factors, needs, strict=True)]
+            yield plan_norm_bwd, [n, alike(N, K, dtype=torch.bfloat16), *factors, n, *onto], (needs,)
 
 
 def calls_of_embeddings(T, V, d, r, dtype, adapter=None):
@@ -455,8 +457,9 @@ def every_call():
     for T, r, dtype, adapter in ((4096, 16, BF16, FP32), (64, 64, BF16, None), (4096, 384, FP32, None)):
         yield from calls_of_embeddings(T, 1024, 4096, r, dtype, adapter)
     yield from calls_of_embeddings(70, 137, 75, 5, FP16, FP32)
-    for r, A, B in ((16, BF16, BF16), (384, FP32, FP32), (64, FP32, BF16), (5, BF16, FP32)):
+    for r, A, B in ((16, BF16, BF16), (384, BF16, BF16), (384, FP32, FP32), (64, FP32, BF16), (5, BF16, FP32)):
         yield from calls_of_norm_gradients(1024, 2048, r, A, B)
+    yield from calls_of_norm_gradients(4096, 4096, 384, BF16, BF16)  # both products at once
     for dtype in (BF16, FP32):
         yield from calls_of_codes(1024, 2048, 64, dtype)
         yield from calls_of_codes(137, 75, 20, dtype)

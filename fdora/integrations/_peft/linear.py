@@ -73,12 +73,12 @@ class Layer(nn.Module):
         variant.count(FUSED)
         _, W, A, B, m, bias, s, p, dtype = call
         x, given = (x if dtype is None else x.to(dtype)), x.dtype
-        c = call.norm()
         if ends is not None:
             variant.tail.taken()
             end = {"gamma": ends.gamma, "residual": ends.residual}
-            return dora_linear(x, W, A, B, m, s=s, bias=bias, norm=c, keep_inner=keep_inner, **end)
-        y = dora_linear(x, W, A, B, m, s=s, bias=bias, norm=c, dropout_p=p, dropout_mode="peft", keep_inner=keep_inner)
+            return dora_linear(x, W, A, B, m, s=s, bias=bias, norm=call.norm(), keep_inner=keep_inner, **end)
+        how: Any = {"keep_inner": keep_inner, "detach": variant.detach}
+        y = dora_linear(x, W, A, B, m, s=s, bias=bias, norm=call.value(), dropout_p=p, dropout_mode="peft", **how)
         return y if dtype is None else y.to(given)
 
     def merge(self, *args: Any, **kwargs: Any) -> None:

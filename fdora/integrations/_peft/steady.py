@@ -20,7 +20,7 @@ from fdora._dispatch import forced
 from fdora._plain import Entry, Route
 from fdora._records import WIDTH
 from fdora._torch import any_autocast, dispatch_modes, jit_tracing
-from fdora.functional.linear import bound_linears
+from fdora.functional.linear import bound_linears, check_detach
 from fdora.functional.mlp import bound_mlp
 from fdora.integrations._peft.dora import FUSED, Dora
 from fdora.integrations._peft.sharded import HOOKS
@@ -50,6 +50,12 @@ class Call(NamedTuple):
             return None
         return self.variant.tail.take(layer, x, self.W.shape[0])
 
+    def value(self) -> Tensor:
+        """The norm, for a layer that takes its gradient on itself."""
+        if not self.variant.detach:
+            check_detach("use_fdora", self.W)
+        return self.variant.kept.of(owner(self.W), self.W, self.A, self.B, self.s)
+
     def norm(self) -> Tensor:
         variant, W, A, B, s = self.variant, self.W, self.A, self.B, self.s
         return variant.with_gradient(variant.kept.of(owner(W), W, A, B, s), W, A, B, s)
@@ -72,22 +78,26 @@ def ready(layers: tuple[Any, ...], x: Tensor, alone: bool = True, act: str = "")
     saved: tuple[bool, ...] = ()
     scalars: tuple[float, ...] = ()
     keep_inner, grad, at = False, torch.is_grad_enabled(), 1
+    full = len(found) == 1 and not act and not found[0][0].detach  # one node takes the gradient through the norm on
     for variant, s, W, A, B, m, _ in found:
         if W.requires_grad or m is None:
             return None
         asked = m.requires_grad
-        if not variant.detach:
+        if full:
+            check_detach("use_fdora", W)
+            asked = asked or A.requires_grad or B.requires_grad
+        elif not variant.detach:
             c = variant.with_gradient(tensors[at + 4], W, A, B, s)
             tensors, asked = (*tensors[: at + 4], c, *tensors[at + 5 :]), asked or c.requires_grad
         at += WIDTH
         saved, scalars, keep_inner = (*saved, grad and asked), (*scalars, s), keep_inner or variant.keep_inner
-    key = _facts.facts(tensors), scalars, saved, keep_inner, act, forced()
+    key = _facts.facts(tensors), scalars, saved, keep_inner, act, full, forced()
     call = _calls.get(key)
     if call is None:
         backend = "" if key[0] is None else settled(x, found, bool(act))  # a norm may be what the others are not
         if not backend:
             return None
-        call = bound_mlp(tensors, *key[1:4], backend, act) if act else bound_linears(tensors, *key[1:4], backend)
+        call = bound_mlp(tensors, *key[1:4], backend, act) if act else bound_linears(tensors, *key[1:4], backend, full)
         if len(_calls) >= MAX_CALLS:
             _calls.clear()
         _calls[key] = call

@@ -182,16 +182,22 @@ def _numbers(ids, i, T, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def _block(
-    W, A, bt, gd, y, s, t, v, d, r, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, EVEN: tl.constexpr
-):
-    """y of the tokens t, whose numbers are v, at columns d. EVEN: all of d and of r are there."""
+def _asked(W, A, t, v, d, r, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, EVEN: tl.constexpr):
+    """Rows of W and columns of A of the tokens t, whose numbers are v, at columns d. EVEN: all of d and of r are there."""
     known = (t < T) & (v >= 0) & (v < V)
-    mask_w, mask_a, mask_y = known[:, None], known[:, None], (t < T)[:, None]
+    mask_w, mask_a = known[:, None], known[:, None]
     if not EVEN:
-        mask_w, mask_a, mask_y = mask_w & (d < D)[None, :], mask_a & (r < R)[None, :], mask_y & (d < D)[None, :]
+        mask_w, mask_a = mask_w & (d < D)[None, :], mask_a & (r < R)[None, :]
     w = tl.load(W + v[:, None] * stride_wv + d[None, :].to(tl.int64) * stride_wd, mask=mask_w, other=float("nan"))
-    a = tl.load(A + v[:, None] * stride_av + r[None, :].to(tl.int64) * stride_ar, mask=mask_a, other=0.0)
+    return w, tl.load(A + v[:, None] * stride_av + r[None, :].to(tl.int64) * stride_ar, mask=mask_a, other=0.0)
+
+
+@triton.jit
+def _answered(w, a, bt, gd, y, s, t, d, T, D, EVEN: tl.constexpr):
+    """Their y."""
+    mask_y = (t < T)[:, None]
+    if not EVEN:
+        mask_y = mask_y & (d < D)[None, :]
     acc = tl.dot((s * a.to(tl.float32)).to(w.dtype), bt, input_precision="ieee")
     out = gd[None, :] * (w.to(tl.float32) + acc)
     tl.store(y + t[:, None].to(tl.int64) * D + d[None, :], out.to(y.dtype.element_ty), mask=mask_y)
@@ -203,20 +209,29 @@ def embedding_walk_kernel(
     STAGES: tl.constexpr, EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """y = g (W[ids] + s A^T[ids] B^T) of one strip of columns and every so many blocks of tokens. B and g of the strip stay;
-    rows of W and columns of A are asked for STAGES / 2 blocks ahead. Of one stage numbers alone are, and before B is."""
+    rows of W and columns of A are asked for STAGES / 2 blocks ahead. Of one stage numbers alone are, and before B is. Of no
+    stage there is one block: it asks for all there is before it uses any."""
     d, r = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
     first, blocks, step = tl.program_id(1), tl.cdiv(T, BLOCK_T), tl.num_programs(1)
-    if STAGES == 1:
+    if STAGES <= 1:
         t, v = _numbers(ids, first, T, BLOCK_T)
     at_b = B + d[None, :].to(tl.int64) * stride_bd + r[:, None].to(tl.int64) * stride_br
-    if EVEN:
-        bt = tl.load(at_b).to(W.dtype.element_ty)
+    b = tl.load(at_b) if EVEN else tl.load(at_b, mask=(r < R)[:, None] & (d < D)[None, :], other=0.0)
+    if STAGES == 0:
+        column = d[:, None]
+        cd = tl.load(c + column, mask=column < D, other=1.0).to(tl.float32)
+        md = tl.load(m + column, mask=column < D, other=0.0).to(tl.float32)
+        w, a = _asked(W, A, t, v, d, r, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, EVEN)
+        # a sum over one, which the compiler does not repeat in each thread that needs its columns: 16 divisions, not 2
+        gd = tl.sum(tl.div_rn(md, tl.where(cd < EPS, EPS, cd)), axis=1)
+        _answered(w, a, b.to(W.dtype.element_ty), gd, y, s, t, d, T, D, EVEN)
     else:
-        bt = tl.load(at_b, mask=(r < R)[:, None] & (d < D)[None, :], other=0.0).to(W.dtype.element_ty)
-    gd = g_tile(m, c, d, D)
-    for i in tl.range(first, blocks, step, num_stages=STAGES):
-        if STAGES > 1:
-            t, v = _numbers(ids, i, T, BLOCK_T)
-        _block(W, A, bt, gd, y, s, t, v, d, r, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, EVEN)
-        if STAGES == 1:
-            t, v = _numbers(ids, i + step, T, BLOCK_T)
+        bt = b.to(W.dtype.element_ty)
+        gd = g_tile(m, c, d, D)
+        for i in tl.range(first, blocks, step, num_stages=STAGES):
+            if STAGES > 1:
+                t, v = _numbers(ids, i, T, BLOCK_T)
+            w, a = _asked(W, A, t, v, d, r, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, EVEN)
+            _answered(w, a, bt, gd, y, s, t, d, T, D, EVEN)
+            if STAGES == 1:
+                t, v = _numbers(ids, i + step, T, BLOCK_T)

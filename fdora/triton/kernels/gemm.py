@@ -33,8 +33,8 @@ def _bias_tile(bias, n, N, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def _store_tma(
-    acc, out, pre_scale, residual, m, c, bias, row, col, N,
+def store_tma(
+    acc, out, pre_scale, residual, m, c, bias, row, col, M, N,
     EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, WIDTH: tl.constexpr,
 ):
     n = col + tl.arange(0, WIDTH)
@@ -49,7 +49,42 @@ def _store_tma(
         acc = acc + correction + _bias_tile(bias, n, N, HAS_BIAS)
     if EPILOGUE == "accumulate":
         acc = acc + residual.load([row, col]).to(tl.float32)
+    if EPILOGUE == "rows":
+        t = row + tl.arange(0, acc.shape[0])
+        acc = acc * tl.load(m + t, mask=t < M, other=0.0)[:, None]
+        if residual is not None:
+            acc = acc + residual.load([row, col]).to(tl.float32)
     out.store([row, col], acc.to(out.dtype))
+
+
+@triton.jit
+def store_halves(
+    acc, out, pre_scale, residual, m, c, bias, row, col, M, N, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    STORE_PRE_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """Half the tile at a time through shared memory leaves room for one more stage."""
+    WIDTH: tl.constexpr = BLOCK_N // 2
+    one, two = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
+    store_tma(one, out, pre_scale, residual, m, c, bias, row, col, M, N, EPILOGUE, HAS_BIAS, STORE_PRE_SCALE, WIDTH)
+    col += WIDTH
+    store_tma(two, out, pre_scale, residual, m, c, bias, row, col, M, N, EPILOGUE, HAS_BIAS, STORE_PRE_SCALE, WIDTH)
+
+
+@triton.jit
+def sum_by_tma(
+    x, w, h, b, row, col, steps_k, steps_r,
+    TRANS_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """x w + h b of one tile, in one loop."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for i in range(steps_k + steps_r):
+        if i < steps_k:
+            left, right, at = x, w, i * BLOCK_K
+        else:
+            left, right, at = h, b, (i - steps_k) * BLOCK_K
+        wt = right.load([col, at]).T if TRANS_B else right.load([at, col])
+        acc = tl.dot(left.load([row, at]), wt, acc)
+    return acc
 
 
 @triton.jit(launch_metadata=launched)
@@ -65,8 +100,8 @@ def gemm_tma_kernel(
         row, col = tile_of_product(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         if EPILOGUE != "accumulate":  # rows that TMA fills up are slow: the last tile begins earlier, over rows of another
             row = tl.minimum(row, tl.maximum(M - BLOCK_M, 0))
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if DROP:
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for i in range(steps_r):
                 bt = b.load([col, i * BLOCK_K]).T if TRANS_B else b.load([i * BLOCK_K, col])
                 acc = tl.dot(h.load([row, i * BLOCK_K]), bt, acc)
@@ -79,22 +114,13 @@ def gemm_tma_kernel(
                 wt = w.load([col, i * BLOCK_K]).T if TRANS_B else w.load([i * BLOCK_K, col])
                 acc = tl.dot(x.load([row, i * BLOCK_K]), wt, acc)
         else:
-            for i in range(steps_k + steps_r):
-                if i < steps_k:
-                    left, right, at = x, w, i * BLOCK_K
-                else:
-                    left, right, at = h, b, (i - steps_k) * BLOCK_K
-                wt = right.load([col, at]).T if TRANS_B else right.load([at, col])
-                acc = tl.dot(left.load([row, at]), wt, acc)
-        if EPILOGUE_SUBTILE:  # half the tile at a time through shared memory leaves room for one more stage
-            WIDTH: tl.constexpr = BLOCK_N // 2
-            one, two = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
-            _store_tma(one, out, pre_scale, residual, m, c, bias, row, col, N, EPILOGUE, HAS_BIAS, STORE_PRE_SCALE, WIDTH)
-            _store_tma(
-                two, out, pre_scale, residual, m, c, bias, row, col + WIDTH, N, EPILOGUE, HAS_BIAS, STORE_PRE_SCALE, WIDTH
+            acc = sum_by_tma(x, w, h, b, row, col, steps_k, steps_r, TRANS_B, BLOCK_M, BLOCK_N, BLOCK_K)
+        if EPILOGUE_SUBTILE:
+            store_halves(
+                acc, out, pre_scale, residual, m, c, bias, row, col, M, N, EPILOGUE, HAS_BIAS, STORE_PRE_SCALE, BLOCK_M, BLOCK_N
             )
         else:
-            _store_tma(acc, out, pre_scale, residual, m, c, bias, row, col, N, EPILOGUE, HAS_BIAS, STORE_PRE_SCALE, BLOCK_N)
+            store_tma(acc, out, pre_scale, residual, m, c, bias, row, col, M, N, EPILOGUE, HAS_BIAS, STORE_PRE_SCALE, BLOCK_N)
 
 
 @triton.jit(launch_metadata=launched)
@@ -129,4 +155,8 @@ def gemm_pointer_kernel(
         acc = acc + correction + _bias_tile(bias, n, N, HAS_BIAS)
     if EPILOGUE == "accumulate":
         acc = acc + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    if EPILOGUE == "rows":
+        acc = acc * tl.load(m + t, mask=t < M, other=0.0)[:, None]
+        if residual is not None:
+            acc = acc + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)

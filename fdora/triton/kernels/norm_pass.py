@@ -123,10 +123,10 @@ def norm_pass_kernel(
 
 @triton.jit
 def _added(
-    parts, gram, F, out, by_row, s, j, Q, R, stride_fr, stride_fj, stride_or, stride_oj, PARTS: tl.constexpr,
+    parts, gram, F, onto, out, by_row, s, j, Q, R, stride_fr, stride_fj, stride_or, stride_oj, PARTS: tl.constexpr,
     GRAMS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, i,
 ):
-    """s by_row (sum of parts + s G F) at rows i and columns j, all of (R, Q): parts in their order."""
+    """onto + s by_row (sum of parts + s G F) at rows i and columns j, all of (R, Q): parts in their order."""
     r = tl.arange(0, BLOCK_R)
     mask = (i < R)[:, None] & (j < Q)[None, :]
     g = tl.zeros((BLOCK_I, BLOCK_R), tl.float32)
@@ -140,30 +140,35 @@ def _added(
         at = parts + (p * R + i)[:, None].to(tl.int64) * Q + j[None, :]
         total += tl.load(at, mask=mask, other=0.0)
     total += s * tl.dot(g.to(f.dtype), f, input_precision=PRECISION)
-    at_out = out + i[:, None].to(tl.int64) * stride_or + j[None, :].to(tl.int64) * stride_oj
-    tl.store(at_out, (s * by_row * total).to(out.dtype.element_ty), mask=mask)
+    at_out = i[:, None].to(tl.int64) * stride_or + j[None, :].to(tl.int64) * stride_oj
+    total = s * by_row * total
+    if onto is not None:
+        total += tl.load(onto + at_out, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at_out, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(launch_metadata=launched)
 def norm_add_kernel(
-    parts_A, parts_B, gram_A, gram_B, A, B, dc, c, dA, dB, s, N, K, R, stride_ar, stride_ak, stride_bn, stride_br,
+    parts_A, parts_B, gram_A, gram_B, A, B, dc, c, onto_A, onto_B, dA, dB, s, N, K, R, stride_ar, stride_ak,
+    stride_bn, stride_br,
     NEED_A: tl.constexpr, NEED_B: tl.constexpr, PARTS_A: tl.constexpr, PARTS_B: tl.constexpr, GRAMS: tl.constexpr,
     PRECISION_A: tl.constexpr, PRECISION_B: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """dA = s (parts + s G A), G = (q B)^T B, and dB^T = s (parts + s G B^T) q, G = A A^T, which is symmetric."""
+    """dA = s (parts + s G A), G = (q B)^T B, and dB^T = s (parts + s G B^T) q, G = A A^T, which is symmetric; each beside
+    what is in its ``onto``."""
     p, i = tl.program_id(0), tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     of_A = tl.cdiv(K, BLOCK_J) if NEED_A else 0
     if NEED_A and p < of_A:
         j = p * BLOCK_J + tl.arange(0, BLOCK_J)
         _added(
-            parts_A, gram_A, A, dA, 1.0, s, j, K, R, stride_ar, stride_ak, K, 1,
+            parts_A, gram_A, A, onto_A, dA, 1.0, s, j, K, R, stride_ar, stride_ak, K, 1,
             PARTS_A, GRAMS, PRECISION_A, BLOCK_R, BLOCK_I, i,
         )
     elif NEED_B:
         j = (p - of_A) * BLOCK_J + tl.arange(0, BLOCK_J)
         q = slopes(dc, c, j, N)[None, :]
         _added(
-            parts_B, gram_B, B, dB, q, s, j, N, R, stride_br, stride_bn, 1, R,
+            parts_B, gram_B, B, onto_B, dB, q, s, j, N, R, stride_br, stride_bn, 1, R,
             PARTS_B, GRAMS, PRECISION_B, BLOCK_R, BLOCK_I, i,
         )
