@@ -111,8 +111,18 @@ def tiles_of(facade, T):
     ones = [(16, d, span, warps) for d, warps in ((128, 4), (256, 4), (256, 8), (512, 8)) for span in (d, 2 * d)]
     ones += [(32, 128, 128, 4), (32, 256, 256, 8), (64, 128, 128, 4), (16, 128, 512, 4)]
     found = [facade.Config(t, d, 16, span, warps, 3) for t, d, span, warps in (ones if T < facade.MANY else ())]
-    sides = ((16, 512, 8), (16, 512, 4), (16, 256, 4), (16, 1024, 8), (32, 256, 8), (32, 256, 4), (32, 128, 4), (32, 512, 8))
-    pace = {1: (4, 8, 1000), 3: (4, 1000), 5: (2, 4, 6), 7: (2, 3)}  # stages: programs a multiprocessor
+    sides = (
+        (16, 512, 8),
+        (16, 512, 4),
+        (16, 256, 4),
+        (16, 256, 8),
+        (16, 1024, 8),
+        (32, 256, 8),
+        (32, 256, 4),
+        (32, 128, 4),
+        (32, 512, 8),
+    )
+    pace = {0: (4,), 1: (4, 8, 1000), 3: (4, 1000), 5: (2, 4, 6), 7: (2, 3)}  # stages: programs a multiprocessor
     found += [facade.WalkConfig(*side, stages, some) for side in sides for stages in pace for some in pace[stages]]
     if T >= facade.MANY:
         sides = product((16, 32, 64), (128, 256, 512), (4, 8))

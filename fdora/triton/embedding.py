@@ -40,7 +40,7 @@ from fdora.triton.runtime.walk import plan_for, run
 WHOLE = 64  # up to this rank a program keeps its columns of A
 WALKS = 16  # up to this rank programs keep B, of a half-precision W
 MANY = 2048  # tokens, from which on two launches serve other ranks, and programs that walk ask for rows ahead
-FEW = 256  # tokens, up to which strips are narrow, so that there are programs for all of the GPU
+FEW, SOME = 128, 1024  # tokens, up to which a program asks for all at once, and up to which it has 8 warps
 READY_T = 32  # tokens, or columns, of a program of the first
 
 
@@ -90,12 +90,13 @@ class WalkConfig(NamedTuple):
 
 
 def walk_config(T: int) -> WalkConfig:
-    """Of the one launch. d 4096, r 16, H200 (``bench.embedding --tiles``), us: 8192 tokens 43.5, four programs a multiprocessor
-    46 to 47, 256 columns 49 to 54, the gather alone 38.2; 512 tokens 5.3 (3.0), with more stages 6.4 to 6.6, with rows of W
-    asked for a block ahead 5.65; 128 tokens 3.6 (2.6), by 512 columns 4.1."""
+    """Of the one launch. d 4096, r 16, H200 (``bench.embedding --tiles``), us: 8192 tokens 41.8, four programs a multiprocessor
+    46 to 47, 256 columns 49 to 54, the gather alone 38.3. Fewer, in one run: 2047 tokens 11.7 (7.4), by 8 warps 15, by 512
+    columns 13.1; 1024 6.5 (4.0), by 512 columns 7.3; 512 4.22 (2.74), by 512 columns 4.29; 128 2.59 (1.83), not all asked for
+    at once 2.71."""
     if T >= MANY:
         return WalkConfig(16, 512, 8, 5, 2)
-    return WalkConfig(16, 512, 8, 0, 4) if T > FEW else WalkConfig(16, 256, 4, 0, 4)
+    return WalkConfig(16, 256, 4 if T > SOME else 8, 0 if T <= FEW else 1, 4)
 
 
 def is_many(T: int, per_row: bool) -> bool:

@@ -48,7 +48,7 @@ WHOLE = 64  # up to this rank one launch forms all sums
 PASS, GRAMS = (64, 128), 4  # rows and columns of a tile of W; parts of the sums of r x r matrices
 LARGE, PASS_OF_LARGE = 50 << 20, (128, 128)  # bytes of W, beyond any L2, and its tile: 4096 x 14336, r = 16 57.6 us for 66
 TALL, WIDE, DEEP = 128, 256, 64  # of a tile of both products at once: along the rank, across it, and of a step
-GRAM = 64  # rows and columns of a tile of those, and numbers that a step of their sums takes
+GRAM, GRAM_PARTS = 64, 8  # of large ones: rows and columns of a tile, as many as a step of its sum takes, and its parts
 SERVED = (torch.bfloat16,)  # of W
 
 
@@ -128,17 +128,19 @@ def _as_tokens(
         (*needs, BLOCK_N, 64),
         4,
     )
-    parts = [plan.temp((GRAMS, R, R), f32) if need else None for need in needs]
+    parts = [plan.temp((GRAM_PARTS, R, R), f32) if need else None for need in needs]
     grams = [plan.temp((R, R), t) if need else None for need in needs]
     plan.launch(
         norm_grams_kernel,
-        (cdiv(R, GRAM) ** 2, GRAMS * sum(needs)),
+        (cdiv(R, GRAM) ** 2, GRAM_PARTS * sum(needs)),
         (dz, A, B, *parts, N, K, R, 0 if dz is None else dz.stride[0], *A.stride, *B.stride),
-        (*needs, GRAMS, GRAM, GRAM),
+        (*needs, GRAM_PARTS, GRAM, GRAM),
         4,
         3,
     )
-    plan.launch(norm_grams_add_kernel, (cdiv(R * R, 1024), sum(needs)), (*parts, *grams, s, R * R), (*needs, GRAMS, 1024), 4)
+    plan.launch(
+        norm_grams_add_kernel, (cdiv(R * R, 1024), sum(needs)), (*parts, *grams, s, R * R), (*needs, GRAM_PARTS, 1024), 4
+    )
     if dA is not None and dB is not None and _both_at_once(plan, dz, grams, (W, A, B), onto_A, onto_B, dA, dB, slopes):
         return
     if dA is not None:
