@@ -236,6 +236,7 @@ def train(python, folder, name, who, packages):
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
     env |= {"PYTHONPATH": os.pathsep.join(map(str, (*packages, ROOT))), "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
     env |= {"USE_V1": "1"} if framework == "llamafactory_v1" else {}
+    env |= {} if CUDA else {"CUDA_VISIBLE_DEVICES": ""}  # one GPU is none
     command = [
         python,
         "-m",
