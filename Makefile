@@ -64,7 +64,7 @@ $(VENV_TARGET)/.demo: $(VENV_TARGET)/.torch pyproject.toml
 # imported by whatever finds it, and compiles an operation then; and timm, whose torchvision wants one torch of its own.
 $(VENV_TARGET)/.dev: $(VENV_TARGET)/.demo
 	"$(VENV)/bin/python" -m pip install --quiet --editable ".[dev]"
-	"$(VENV)/bin/python" -m pip install --quiet --no-deps --upgrade --target "$(VENV)/torchtune" torchtune==0.6.1 torchao==0.14.1
+	"$(VENV)/bin/python" -m pip install --quiet --no-deps --upgrade --target "$(VENV)/torchtune" torchtune==0.6.1 torchao==0.14.1 torchdata==0.11.0
 	"$(VENV)/bin/python" -m pip install --quiet --no-deps --upgrade --target "$(VENV)/hqq" hqq==0.2.8.post1 termcolor
 	"$(VENV)/bin/python" -m pip install --quiet --no-deps --upgrade --target "$(VENV)/torchao" torchao==0.18.0
 	"$(VENV)/bin/python" -m pip install --quiet --no-deps --upgrade --target "$(VENV)/timm" timm==1.0.31

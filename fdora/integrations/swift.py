@@ -39,7 +39,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class FdoraTuner(PeftTuner):
-    """SWIFT's own DoRA, run by fdora. Saved by SWIFT's PeftTuner."""
+    """SWIFT's own DoRA, run by fdora."""
 
     @staticmethod
     def prepare_model(args: Any, model: nn.Module) -> nn.Module:
@@ -57,6 +57,18 @@ class FdoraTuner(PeftTuner):
     @staticmethod
     def from_pretrained(model: nn.Module, model_id: str, **kwargs: Any) -> nn.Module:
         return use_fdora(PeftTuner.from_pretrained(model, model_id, **kwargs))
+
+    @staticmethod
+    def save_pretrained(
+        model: nn.Module,
+        save_directory: str,
+        state_dict: dict[str, Any] | None = None,
+        safe_serialization: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """With the tensors that SWIFT gathered: those of a sharded model are pieces. PeftTuner leaves ``state_dict`` out."""
+        kwargs = {"selected_adapters": ["default"]} | kwargs
+        model.save_pretrained(save_directory, safe_serialization=safe_serialization, state_dict=state_dict, **kwargs)  # type: ignore[operator]
 
 
 def register() -> None:

@@ -93,12 +93,11 @@ def v1(files, out, name, **peft):
 @pytest.fixture
 def command(monkeypatch, tmp_path):
     """Runs a command in this process; its adapter, and the calls that fdora served."""
-    calls = Counter()
-    count = Dora.count
-    monkeypatch.setattr(Dora, "count", lambda self, path: calls.update([path]) or count(self, path))
+    layers, init = [], Dora.__init__
+    monkeypatch.setattr(Dora, "__init__", lambda self, *args: init(self, *args) or layers.append(self))
 
     def run(main, config):
-        calls.clear()
+        layers.clear()
         (tmp_path / "config.yaml").write_text(yaml.dump(config))
         monkeypatch.setattr(sys, "argv", ["llamafactory-cli", "train", str(tmp_path / "config.yaml")])
         try:
@@ -106,7 +105,9 @@ def command(monkeypatch, tmp_path):
         finally:
             shim.disable()
             shim.unregister()
-        return load_file(os.path.join(config["output_dir"], "adapter_model.safetensors")), Counter(calls)
+        return load_file(os.path.join(config["output_dir"], "adapter_model.safetensors")), sum(
+            (layer.calls for layer in layers), Counter()
+        )
 
     return run
 
@@ -180,10 +181,10 @@ from collections import Counter
 from fdora.integrations._peft.dora import Dora
 from fdora.integrations.llamafactory import main
 
-calls = Counter()
-Dora.count = lambda self, path: calls.update([path])
+layers, init = [], Dora.__init__
+Dora.__init__ = lambda self, *args: init(self, *args) or layers.append(self)
 main()
-print("calls", dict(calls))
+print("calls", dict(sum((layer.calls for layer in layers), Counter())))
 """
 
 

@@ -1,7 +1,7 @@
 """PEFT models that FSDP, DDP, DeepSpeed or tensor parallelism shard: two processes with gloo, many cases (sharded_cases.py).
 
-With two every gradient has the bits of one process: the sum of two numbers has no order. With more
-(``python -m tests.integrations.sharded_cases --processes 4 --steps 10``) it is as near to float64 as that of one process.
+With two every gradient has the bits of one process: the sum of two numbers has no order. With four, over ten steps
+(test_sharded_table.py), it is as near to float64 as that of one process.
 """
 
 import json
@@ -20,7 +20,7 @@ from tests.integrations.sharded_layouts import LAYOUTS
 from tests.integrations.tiny import LAYERS
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 240 if STEPS == 3 else 3600  # seconds: a collective that a rank leaves out would wait for a minute
+LIMIT = 600 if STEPS == 3 else 3600  # seconds: a collective that a rank leaves out would wait for a minute
 TWO = PROCESSES == 2
 NORMS = [LAYERS, 0] * STEPS
 BLOCKS, LEAVES = {"all-gathers": 5, "reduce-scatters": 2}, {"all-gathers": 89, "reduce-scatters": 42}
@@ -75,12 +75,12 @@ def each_rank(found, name):
 
 
 def trains(mine):
-    """As near to float64, over all steps, as one process that averages by hand: twice as far at most.
+    """As near to float64, over all steps, as one process that averages by hand: twice as far at most, and never by 1e-4: fdora runs there, too.
 
     Where sums have an order of their own, what other orders come to in one process is the bar (permuted.py).
     """
     bars = {what: mine.get(f"{what} bar", 2 * mine.get(f"{what} may be off", 0)) for what in ("losses", "adapters")}
-    return all(mine.get(f"{what} off", 0) < max(1e-6, most) for what, most in bars.items())
+    return all(mine.get(f"{what} off", 0) < min(1e-4, max(1e-6, most)) for what, most in bars.items())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -154,7 +154,7 @@ def test_norms_on_shards(found, name):
         shared = not name.startswith("hsdp")  # there each rank is a replica
         assert mine["same"] and (mine["composed"], mine["fallbacks"]) == (0, {}) and mine["gradients off"] < 2e-6
         assert (mine["gradients same"] and mine["adapters same"]) or not TWO
-        assert mine["adapters off"] < max(1e-6, 2 * mine["adapters may be off"])
+        assert trains(mine)
         assert mine["norms"] == NORMS and mine["rows"] == 896 // (PROCESSES if shared else PROCESSES // 2)
         assert mine["gathers"] == 2
         assert mine["after change off"] < 1e-6 and mine["after one rank's change off"] < 1e-6

@@ -176,6 +176,17 @@ def test_a_fresh_adapter_is_swifts(files, made, tmp_path):
         tuners_map["fdora"].prepare_model(args, base)
 
 
+def test_what_swift_gathered_is_saved(files, tmp_path):
+    """Of a sharded model its own tensors are pieces."""
+    model = PeftModel.from_pretrained(tiny.llama(), files["adapter"])
+    gathered = {n: t + 1 for n, t in model.state_dict().items()}
+    shim.FdoraTuner.save_pretrained(model, str(tmp_path), state_dict=gathered)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    own = load_file(f"{files['adapter']}/adapter_model.safetensors")
+    assert saved.keys() == own.keys()
+    assert all(torch.equal(t, own[n] + 1) for n, t in saved.items())
+
+
 def test_restore_leaves_no_trace(files):
     model = PeftModel.from_pretrained(tiny.llama(), files["adapter"])
     before = snapshot(model)
