@@ -84,6 +84,12 @@ TABLE = {
     "bias": Entry(45, "bench.bias --beside 512"),
     "norm_model": Entry(30, "bench.norm_model --r 16,64,384"),
     "norm_dense": Entry(40, "bench.norm_dense"),
+    "norm_dense_more": Entry(
+        30,
+        "bench.norm_dense "
+        "--shapes 3840x15360x96,768x19072x256,4096x14336x192,1024x4096x16,1024x4096x96,768x19072x16,4096x4096x128",
+    ),
+    "norm_model_128": Entry(20, "bench.norm_model --tiles --models llama-3.1-8b --layers 1 --r 128"),
     "norm_model_tiles": Entry(40, "bench.norm_model --tiles --models llama-3.1-8b --layers 1 --r 16,64,128,384"),
     "beside": Entry(20, "bench.beside"),
     "group": Entry(60, "bench.group"),

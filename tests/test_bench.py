@@ -860,8 +860,8 @@ def test_norms_of_a_model(tmp_path):
 def test_norms_of_a_model_in_other_tiles(tmp_path):
     pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
     rows = run(norm_model, tmp_path, "--models tiny --layers 1 --r 4,80 --tiles")["rows"]
-    assert len(rows) == len(norm_model.NARROW) + len(norm_model.WIDE) + 2
-    assert {row["tile"][2] for row in rows if row["r"] == 80 and row["tile"]} == {32, 64}
+    assert len(rows) == len(norm_model.NARROW) + len(norm_model.MIDDLE) + len(norm_model.WIDE) + 2
+    assert {row["tile"][2] for row in rows if row["r"] == 80 and row["tile"]} == {32, 64, 128}
 
 
 def test_beside(tmp_path):

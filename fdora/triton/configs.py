@@ -158,13 +158,16 @@ def tree_config(r: int, half: bool, half_weight: bool, whole: bool, capability: 
     rank, so that the loop over tiles can bring W ahead: 64 x 64 with three tiles of W 0.130 (four 0.137, none 0.158), 128 x 64
     0.134, 128 x 128 by 8 warps 0.145; 128 x 128 in slabs of 32, of which one program finds room, 0.269. r = 16: 64 x 64 with
     four 0.117, with three 0.119, 128 x 128 with none 0.131. r = 384: 64 x 128 0.524, 128 x 64 0.557, 128 x 128 by 8 warps
-    0.612, in slabs of 32 0.689; r = 128: 0.269, 0.288, 0.330, 0.340.
+    0.612, in slabs of 32 0.689; r = 128: 0.269, 0.288, 0.330, 0.340, and in one slab with three tiles of W ahead 128 x 64 by 8
+    warps 0.161, 64 x 64 0.184 (h200/norm_model_128.json).
     """
     if not whole:
         return TreeConfig(64, 64, 16, 8, 2)
     if half and half_weight and 90 <= capability < 100:
         if r <= 64:
             return TreeConfig(64, 64, max(16, power_of_two(r)), 4, 3, 4 if r <= 16 else 3, 8)
+        if r <= 128:
+            return TreeConfig(128, 64, 128, 8, 3, 3, 2)
         if r % 64 == 0:
             return TreeConfig(64, 128, 64, 4, 3, 0, 4)
     block_r = 32 if r % 32 == 0 or (half and r > 16) else 16  # masks of a wide slab beside the split would spill

@@ -5,10 +5,10 @@ The tiles of a result are spread over the multiprocessors. One that gets ``share
     max( share steps step, waves steps latency ) + waves edge      share = ceil(tiles / multiprocessors)
                                                                    waves = ceil(share / together)
 
-with ``step`` the flops of a tile's step along K over ``reached`` x the rate of a multiprocessor, less up to ALONE of it while
-others have nothing to do, and FILLED for the rows that a tile has and x has not, ``latency`` what a step takes at least, and
-``edge`` what begins and ends a tile. Beside it stands the time of the bytes, at ``memory`` x bandwidth. Both are joined by a
-norm of fourth order, and ``start`` is added: a launch.
+with ``step`` the flops of a tile's step along K over ``reached`` x the rate of a multiprocessor, less up to ALONE of it where
+one has two tiles at most and others have fewer, and FILLED for the rows that a tile has and x has not, ``latency`` what a
+step takes at least, and ``edge`` what begins and ends a tile. Beside it stands the time of the bytes, at ``memory`` x
+bandwidth. Both are joined by a norm of fourth order, and ``start`` is added: a launch.
 
 cuBLAS is the same model with many tiles, each also split along K, and the best of them: the sides of its tiles are multiples of
 8 (its kernels are named 64 x 72 or 256 x 136), so rows are divided evenly and the last wave is full. What a pass over the
@@ -30,7 +30,7 @@ SIDES, LARGEST = (64, 128, 192, 256), 256 * 160  # of cuBLAS's tiles, beside tho
 SPLITS = (1, 2, 3, 4, 6, 8)
 LEAST_K = 256  # of a part
 SLOW_COPY = 4.0  # us: rows of h and B that do not begin at 16 bytes are copied first
-ALONE = 0.2  # of a step: L2 and power are shared, so the fewer the multiprocessors at work, the faster each
+ALONE = 0.2  # of a step: L2 and power are shared, so the fewer multiprocessors are at work, the faster each is
 DOUBT, DOUBTED = 1.05, range(65, 513)  # tokens: with fewer the model is as good as of any tile, and with more
 FILLED = 1.7e-3  # us: 128 bytes of a row that TMA fills up take so much longer than those of one that it fetches
 
@@ -164,7 +164,7 @@ def _waves(M: int, N: int, tile: Tile, steps: float, fit: Fit, gpu: Gpu, splits:
     tiles = cdiv(M, bm) * cdiv(N, bn) * splits
     share = cdiv(tiles, gpu.num_sms)
     waves = cdiv(share, together)
-    idle = 1 - tiles / max(1, share * gpu.num_sms)
+    idle = 1 - tiles / max(1, share * gpu.num_sms) if share <= 2 else 0.0
     step = 2 * bm * bn * bk / (gpu.flops * fit.reached) * (1 - ALONE * idle) + filled
     return max(share * steps * step, waves * steps * fit.latency) + waves * fit.edge
 

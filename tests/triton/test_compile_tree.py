@@ -19,6 +19,8 @@ CASES = [
     (BF16, BF16, BF16, 16, True),
     (BF16, BF16, BF16, 24, True),
     (BF16, BF16, BF16, 64, True),
+    (BF16, BF16, BF16, 96, True),
+    (BF16, BF16, BF16, 128, True),
     (BF16, BF16, BF16, 384, True),
     (BF16, FP32, FP32, 8, True),
     (BF16, FP32, FP32, 64, True),
