@@ -60,7 +60,7 @@ class Backend:
     layers_bound: Callable[[tuple[Tensor | None, ...], AllOptions, Dropout], Bound]
     """layers_fwd of plain tensors like these where nothing traces: x and the operands one behind the other, W dense, A and c
     given."""
-    mlp_fwd: Callable[[Tensor, Layers, AllOptions, Dropout, Any], tuple[Tensor, SavedMlp, tuple[Tensor, ...]]]
+    mlp_fwd: Callable[..., tuple[Tensor, SavedMlp, tuple[Tensor, ...]]]  # x, layers, options, dropout, act
     mlp_bwd: Callable[
         [Tensor, Tensor, Layers, AllOptions, Dropout, Any, SavedMlp, bool, Sequence[Needs]],
         tuple[Tensor | None, list[Grads]],

@@ -24,12 +24,18 @@ class Call(NamedTuple):
     """Of quantised weights; :func:`linear` fills it in."""
     run: Bound | None = None
     """For :func:`eager_linear`, which :func:`bound` fills in."""
+    rooms: tuple[Tensor, ...] = ()
+    """(c, seen) of each layer, as of kept_norms, where the forward is to ask for the norms: then no layer has its c."""
+    keep: bool = True
+    """Whether backward wants these norms; :func:`linear` fills it in."""
 
 
 def linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[Tensor]:
     """One y for each layer."""
+    if call.rooms:
+        call = call._replace(keep=torch.is_grad_enabled())
     if no_graph() and not autocast_on(x):
-        return OPS[call.backend].layers_fwd(x, readable(layers, x.dtype, call.backend), call.options, call.drop)[0]
+        return forward(x, readable(layers, x.dtype, call.backend), call)[0]
     specs = specs_of(layers)
     call = call if specs is None else Call(call.options, call.drop, call.backend, specs)
     return apply(Linear, call, x, *flat_of(layers, specs))[: len(layers)]
@@ -48,6 +54,13 @@ def eager_linear(tensors: tuple[Any, ...], call: Any) -> Sequence[Tensor]:
         ys: Sequence[Tensor] = call.run(tensors)[0]
         return ys
     return apply_linear(call, *tensors)
+
+
+def forward(x: Tensor, layers: Sequence[Operands], call: Call) -> tuple[Sequence[Tensor], Saved]:
+    fwd = OPS[call.backend].layers_fwd
+    if call.rooms:
+        return fwd(x, layers, call.options, call.drop, rooms=call.rooms, keep=call.keep)
+    return fwd(x, layers, call.options, call.drop)
 
 
 def needs_of(flags: Sequence[bool], count: int) -> list[Needs]:
@@ -102,8 +115,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(call: Call, x: Tensor, *flat: Tensor | None) -> Any:
         with autocast_off(x):
-            fwd, layers = OPS[call.backend].layers_fwd, layers_of(flat, call.specs, x.dtype, call.backend)
-            ys, saved = fwd(x, layers, call.options, call.drop)
+            ys, saved = forward(x, layers_of(flat, call.specs, x.dtype, call.backend), call)
         return outputs(x, ys, saved)
 
     @staticmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -111,6 +110,11 @@ class KeptNorm:
         room = self.room_for(owner, W)
         return dora_norm(W, A, B, s=s) if room is None else kept_norms([(W, A, B, s, *room)])[0]
 
+    def unasked(self, W: Any, A: Tensor, B: Tensor, s: float) -> tuple[Tensor, Tensor] | None:
+        """Where compiled code may ask for c of a dense W when it runs; None where it is there, or is asked for otherwise."""
+        there = self.norms is not None and self.norms.traced_c(self, W, A, B, s) is not None
+        return None if there else self.room_for(W, W)
+
     def room_for(self, owner: Any, W: Any) -> tuple[Tensor, Tensor] | None:
         """c and fingerprint that compiled code keeps of this W; None where it keeps none."""
         room = self.room
@@ -176,18 +180,6 @@ class KeptNorm:
             self.norms.restart()
             self.place = ALONE
         return self.norms.of_unit(self, W, A, B, s) if c is None else c
-
-
-def compiled_norms(layers: Sequence[tuple[KeptNorm, Any, Any, Tensor, Tensor, float]]) -> Sequence[Tensor] | None:
-    """c of each (KeptNorm, owner, W, A, B, s) by one op of compiled code; None where one of them has another way."""
-    found = []
-    for kept, owner, W, A, B, s in layers:
-        whole = kept.norms is not None and kept.norms.traced_c(kept, W, A, B, s) is not None
-        room = None if whole else kept.room_for(owner, W)
-        if room is None:
-            return None
-        found.append((W, A, B, s, *room))
-    return kept_norms(found)
 
 
 def compiled_kernels(W: Any) -> bool:

@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from fdora._records import NormOf
+from fdora._records import WIDTH, NormOf
 from fdora._torch import capturing, needs_dispatcher
 from fdora.triton.configs import MAX_N, MIN_K, NormConfig, norm_config
 from fdora.triton.copy import in_dtype
@@ -34,7 +34,7 @@ from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.split import rows_at_a_time, split_A, split_B
 from fdora.triton.sums import SUM_N, SUM_T, column_sums
-from fdora.triton.tree import keep_for_graphs, norms_of_model, parts_of, room, unplanned
+from fdora.triton.tree import keep_for_graphs, norms_of_now, parts_of, room, unplanned
 
 Tensors = Sequence[Tensor]
 GROUP_N = 8  # rows of tiles that run together, so that their slabs of A and B meet in L2
@@ -233,18 +233,29 @@ def give_norm(old_hash: Tensor, giver: Any) -> None:
 
 def _row_norms_kept(W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], c: Tensors, old_hash: Tensors) -> Tensor:
     """One behind the other as in a model's norms, where whoever asked may write."""
+    found = []
+    for one in _now(W, A, B, s, c, old_hash):
+        found += [one, one.new_zeros(room(one) - one.shape[0])]
+    return torch.cat(found)
+
+
+def norms_now(operands: Sequence[Any], s: Sequence[float], rooms: Tensors) -> list[Tensor]:
+    """Of layers one behind the other (fdora/_records.py), for an op that reads them at once: they may be another's memory."""
+    W, A, B = (operands[i::WIDTH] for i in range(3))
+    return list(_now(W, A, B, s, rooms[::2], rooms[1::2]))
+
+
+def _now(W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], c: Tensors, old_hash: Tensors) -> Sequence[Tensor]:
     givers_of = [givers.get(each.data_ptr()) for each in old_hash]
     given = [None if giver is None else giver.given(*each) for giver, *each in zip(givers_of, W, A, B, s, strict=True)]
-    if len(W) > 1:
+    if all([giver is not None and giver.norms is not None for giver in givers_of]):  # who tell forget_norms
         if any([each is None for each in given]) and capturing(W[0].device):
-            return norms_of_model(W, A, B, s)
+            return parts_of(norms_of_now(W, A, B, s), W)
         keep_for_graphs(W, A, B, s, old_hash[0].data_ptr())
-    found = []
-    for i, known in enumerate(given):
-        one = _row_norm_kept(givers_of[i], W[i], A[i], B[i], s[i], c[i], old_hash[i]) if known is None else known
-        pad = room(W[i]) - W[i].shape[0]
-        found += [one, one.new_zeros(pad)] if pad else [one]
-    return found[0] if len(found) == 1 and given[0] is None else torch.cat(found)
+    return [
+        _row_norm_kept(givers_of[i], W[i], A[i], B[i], s[i], c[i], old_hash[i]) if known is None else known
+        for i, known in enumerate(given)
+    ]
 
 
 def _row_norm_kept(giver: Any, W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, old_hash: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from fdora.triton.tree_table import CHUNK, FIELDS, flops_of, launches_of, rows_o
 WORDS = 16  # as in fdora/eager/tree.py
 HASH, ROOTS = 2048, 256  # words and rows at a time
 ALIGN = 32  # numbers: each c begins at 128 bytes, as in fdora/functional/_tree.py
-MOST = 1024  # models, or layers of a block, whose norms compiled code keeps
+MOST = 8192  # models, or layers of one call, whose norms compiled code keeps
 _captured: dict[int, Any] = {}  # by id: tables and norms that CUDA graphs read, for as long as the process lives
 
 
@@ -156,7 +156,7 @@ class Kept:
         self.graph.words.zero_()
 
     def now(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], capturing: bool) -> Tensor:
-        """A copy: whoever asked may write there, as Inductor does where it has use for the memory."""
+        """Of which nobody may write."""
         if made_from(W) != self.made_from:
             self.forget()
             self.made_from = made_from(W)
@@ -170,7 +170,7 @@ class Kept:
             _captured[id(self)] = self
         else:
             self.norms[stream] = pair
-        return pair.c.clone()
+        return pair.c
 
 
 def made_from(W: Sequence[Tensor]) -> list[int]:
@@ -207,6 +207,11 @@ def forget_norms() -> None:
 
 
 def norms_of_model(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Tensor:
+    """A copy: whoever asked may write there, as Inductor does where it has use for the memory."""
+    return norms_of_now(W, A, B, s).clone()
+
+
+def norms_of_now(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Tensor:
     """A function of its arguments, which remembers by their addresses, the bits of A, B and s, and the version of W.
 
     What stands there now counts, not what stood there when the graph began: a recomputation in backward asks again.
