@@ -24,15 +24,15 @@ class Call(NamedTuple):
     """Of quantised weights; :func:`linear` fills it in."""
     run: Bound | None = None
     """For :func:`eager_linear`, which :func:`bound` fills in."""
-    rooms: tuple[Tensor, ...] = ()
-    """(c, seen) of each layer, as of kept_norms, where the forward is to ask for the norms: then no layer has its c."""
+    seen: tuple[Tensor, ...] = ()
+    """Of each layer, as of give_norm, where the forward is to ask for the norms: then no layer has its c."""
     keep: bool = True
     """Whether backward wants these norms; :func:`linear` fills it in."""
 
 
 def linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[Tensor]:
     """One y for each layer."""
-    if call.rooms:
+    if call.seen:
         call = call._replace(keep=torch.is_grad_enabled())
     if no_graph() and not autocast_on(x):
         return forward(x, readable(layers, x.dtype, call.backend), call)[0]
@@ -58,8 +58,8 @@ def eager_linear(tensors: tuple[Any, ...], call: Any) -> Sequence[Tensor]:
 
 def forward(x: Tensor, layers: Sequence[Operands], call: Call) -> tuple[Sequence[Tensor], Saved]:
     fwd = OPS[call.backend].layers_fwd
-    if call.rooms:
-        return fwd(x, layers, call.options, call.drop, rooms=call.rooms, keep=call.keep)
+    if call.seen:
+        return fwd(x, layers, call.options, call.drop, seen=call.seen, keep=call.keep)
     return fwd(x, layers, call.options, call.drop)
 
 

@@ -29,14 +29,14 @@ class Call(NamedTuple):
     """Of quantised weights; :func:`mlp` fills it in."""
     run: BoundMlp | None = None
     """For :func:`eager_mlp`, which :func:`bound` fills in."""
-    rooms: tuple[Tensor, ...] = ()
+    seen: tuple[Tensor, ...] = ()
     keep: bool = True
     """As in linear.py."""
 
 
 def mlp(x: Tensor, layers: Sequence[Operands], call: Call) -> Tensor:
     """y; gate, up and down in this order."""
-    if call.rooms:
+    if call.seen:
         call = call._replace(keep=torch.is_grad_enabled())
     if no_graph() and not autocast_on(x):
         return forward(x, readable(layers, x.dtype, call.backend), call)[0]
@@ -59,8 +59,8 @@ def eager_mlp(tensors: tuple[Any, ...], call: Any) -> Tensor:
 
 def forward(x: Tensor, layers: Sequence[Operands], call: Call) -> tuple[Tensor, SavedMlp, tuple[Tensor, ...]]:
     fwd = OPS[call.backend].mlp_fwd
-    if call.rooms:
-        return fwd(x, layers, call.options, call.drop, call.act, rooms=call.rooms, keep=call.keep)
+    if call.seen:
+        return fwd(x, layers, call.options, call.drop, call.act, seen=call.seen, keep=call.keep)
     return fwd(x, layers, call.options, call.drop, call.act)
 
 

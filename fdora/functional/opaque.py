@@ -34,12 +34,12 @@ def is_opaque(W: Any) -> bool:
 
 
 def linears(x: Tensor, layers: Sequence[DoraLayer], p: float, keep_inner: bool, act: str = "") -> Sequence[Tensor]:
-    """With "peft" dropout. In such an op the norm of each layer may be the pair (c, seen) of kept_norms."""
+    """With "peft" dropout. In such an op the norm of each layer may be what its giver is known by (give_norm), an int64 tensor:
+    it is asked for when the op runs."""
     if is_opaque(layers[0].W):
-        rooms: list[Tensor] = [t for la in layers for t in la.norm] if type(layers[0].norm) is tuple else []
-        operands = [t for la in layers for t in (la.W, la.A, la.B, la.m, None if rooms else la.norm, la.bias)]
+        operands = [t for la in layers for t in (la.W, la.A, la.B, la.m, la.norm, la.bias)]
         name = select_backend(x).name
-        ys: list[Tensor] = torch.ops.fdora.linears(x, operands, rooms, [la.s for la in layers], p, keep_inner, act, name)
+        ys: list[Tensor] = torch.ops.fdora.linears(x, operands, [la.s for la in layers], p, keep_inner, act, name)
         return ys
     if act:
         gate, up, down = layers
@@ -50,7 +50,6 @@ def linears(x: Tensor, layers: Sequence[DoraLayer], p: float, keep_inner: bool, 
 def _linears(
     x: Tensor,
     operands: list[Any],
-    rooms: list[Tensor],
     s: list[float],
     p: float,
     keep_inner: bool,
@@ -58,6 +57,9 @@ def _linears(
     backend: str,
 ) -> list[Tensor]:
     fn, count = "use_fdora", len(s)
+    seen = tuple([c for c in operands[4::6] if c is not None and c.dtype == torch.int64])
+    if seen:
+        operands[4::6] = [None] * count
     each = zip(*(operands[i::6] for i in range(6)), s, strict=True)
     given = [DoraLayer(W, A, B, m, k, bias, c) for W, A, B, m, c, bias, k in each]
     check_mlp(fn, x, dict(zip(("gate", "up", "down"), given, strict=True)), act) if act else check_group(fn, x, given)
@@ -65,20 +67,19 @@ def _linears(
     layers, options = [], []
     for i, (W, A, B, m, k, bias, c) in enumerate(given):
         assert A is not None and B is not None and k is not None
-        c = c if rooms else norm_for(x, W, A, B, k, c, backend)
+        c = None if seen else norm_for(x, W, A, B, k, c, backend)
         layers.append(Operands(W, A, B, m, c, bias, None))
         options.append(Options(k, save_for_dm(m, c, keep_inner and (not act or i == 2))))
     layers = [la._replace(seed=seed) for la, seed in zip(layers, seeds_for(fn, None, [None] * count, p, x), strict=True)]
     drop = Dropout(p, "peft" if p else "lora")
     if act:
-        return [of_mlp.mlp(x, layers, of_mlp.Call(tuple(options), drop, act, backend, rooms=tuple(rooms)))]
-    return list(of_linears.linear(x, layers, of_linears.Call(tuple(options), drop, backend, rooms=tuple(rooms))))
+        return [of_mlp.mlp(x, layers, of_mlp.Call(tuple(options), drop, act, backend, seen=seen))]
+    return list(of_linears.linear(x, layers, of_linears.Call(tuple(options), drop, backend, seen=seen)))
 
 
 _library = library_of("linears")
 _library.define(
-    "linears(Tensor x, Tensor?[] operands, Tensor[] rooms, float[] s, float p, bool keep_inner, str act, str backend) "
-    "-> Tensor[]",
+    "linears(Tensor x, Tensor?[] operands, float[] s, float p, bool keep_inner, str act, str backend) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("linears", _linears, "CompositeImplicitAutograd")

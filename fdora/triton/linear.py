@@ -33,7 +33,18 @@ from fdora.triton.linear_bwd import backward, fake_grads, result_grads
 from fdora.triton.linear_fwd import forward
 from fdora.triton.norm import norms_now
 from fdora.triton.op import op
-from fdora.triton.operands import Likes, facts, fake_layers, fake_norms, flat, forms_norm, norms_of, read_layers, with_norms
+from fdora.triton.operands import (
+    Likes,
+    any_norms,
+    facts,
+    fake_layers,
+    fake_norms,
+    flat,
+    forms_norm,
+    norms_of,
+    read_layers,
+    with_norms,
+)
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.plan import Array, Plan
@@ -50,21 +61,22 @@ def layers_fwd(
     options: Sequence[Options],
     drop: Dropout,
     residual: Tensor | None = None,
-    rooms: Sequence[Tensor] = (),
+    seen: Sequence[Tensor] = (),
     keep: bool = True,
 ) -> tuple[list[Tensor], Saved]:
     """x (..., K) -> each y (..., N), and what backward reads. ``residual``, like the y of a single layer, is added to it.
 
-    ``rooms``: c and seen of each layer, which comes without c, as norms_of_kept has them; ``keep``: give the norms back."""
-    seen = needs_dispatcher(x)
-    if not seen and residual is None and len(layers) == 1 and is_ready(layers[0]):
+    ``seen``: of each layer, which comes without c, where its giver is known by (norm.py); ``keep``: give the norms back.
+    """
+    as_op = needs_dispatcher(x)
+    if not as_op and residual is None and len(layers) == 1 and is_ready(layers[0]):
         tensors = (x, *layers[0])
         ys, h, kept, pre_scale = layers_bound(tensors, options, drop)(tensors)
         return list(ys), Saved(h, kept, pre_scale)
-    run_it: Any = linear if seen else _linear
+    run_it: Any = linear if as_op else _linear
     operands = flat(layers)
     s, saves = [o.s for o in options], [o.save for o in options]
-    results = run_it(x, operands, s, saves, *drop, *facts(layers), residual, rooms, keep)
+    results = run_it(x, operands, s, saves, *drop, *facts(layers), residual, seen, keep)
     return unpacked(results, x, layers, options, drop.mode, keep)
 
 
@@ -113,17 +125,17 @@ def unpacked(
     return ys, Saved(h, tuple(kept), pre, cs)
 
 
-def _linear(x, operands, s, saves, p, mode, text, numbers, residual, rooms, keep) -> tuple[Tensor, ...]:
+def _linear(x, operands, s, saves, p, mode, text, numbers, residual, seen, keep) -> tuple[Tensor, ...]:
     """Each y, h if there is any, each value before g that is saved, each norm that nobody gave."""
-    if not rooms:
+    if not seen:
         return run(*_planned(x, operands, s, saves, p, mode, text, numbers, residual))
-    c = norms_now(operands, s, rooms)
+    c = norms_now(operands, s, seen)
     results = run(*_planned(x, with_norms(operands, c), s, saves, p, mode, text, numbers, residual))
     return (*results, *foreach_clone(c)) if keep else results
 
 
-def _planned(x, operands, s, saves, p, mode, text, numbers, residual, rooms=(), keep=True):
-    operands = with_norms(operands, rooms[::2]) if rooms else operands  # who counts flops has not asked
+def _planned(x, operands, s, saves, p, mode, text, numbers, residual, seen=(), keep=True):
+    operands = with_norms(operands, any_norms(operands)) if seen else operands  # who counts flops has not asked
     tensors, s = (x, *operands), tuple(s)
     options = (p, mode, tuple(saves), same(s), tuple(text), tuple(numbers))
     if residual is not None:
@@ -263,7 +275,7 @@ def plan_backward(
 # the same as ops that torch sees
 
 
-def _fake_linear(x, operands, s, saves, p, mode, text, numbers, residual, rooms, keep):
+def _fake_linear(x, operands, s, saves, p, mode, text, numbers, residual, seen, keep):
     layers = fake_layers(operands, len(saves), text, numbers)
     ys = [x.new_empty((*x.shape[:-1], la.W.shape[0])) for la in layers]
     M, total = rows_of(x), sum(la.A.shape[0] for la in layers if la.A is not None)
@@ -287,7 +299,7 @@ linear = op(
     _fake_linear,
     _planned,
     "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str[] text, SymInt[] numbers, "
-    "Tensor? residual, Tensor[] rooms, bool keep) -> Tensor[]",
+    "Tensor? residual, Tensor[] seen, bool keep) -> Tensor[]",
 )
 linear_backward = op(
     "linear_backward",

@@ -17,7 +17,7 @@ from fdora.triton.linear_bwd import backward, fake_grads, result_grads
 from fdora.triton.linear_fwd import epilogue_of, forward
 from fdora.triton.norm import norms_now
 from fdora.triton.op import op
-from fdora.triton.operands import Likes, facts, fake_layers, fake_norms, flat, norms_of, read_layers, with_norms
+from fdora.triton.operands import Likes, any_norms, facts, fake_layers, fake_norms, flat, norms_of, read_layers, with_norms
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.plan import Array, Plan
@@ -31,15 +31,15 @@ def mlp_fwd(
     options: Sequence[Options],
     drop: Dropout,
     act: str,
-    rooms: Sequence[Tensor] = (),
+    seen: Sequence[Tensor] = (),
     keep: bool = True,
 ) -> tuple[Tensor, SavedMlp, tuple[Tensor, ...]]:
     """x (..., K), gate, up, down -> y (..., N), what backward reads, and c of each adapted layer that came without one.
 
-    ``rooms`` and ``keep`` as of layers_fwd."""
+    ``seen`` and ``keep`` as of layers_fwd."""
     s, saves = [o.s for o in options], [o.save for o in options]
     run_it: Any = mlp if needs_dispatcher(x) else _mlp
-    results = run_it(x, flat(layers), s, saves, *drop, act, *facts(layers), rooms, keep)
+    results = run_it(x, flat(layers), s, saves, *drop, act, *facts(layers), seen, keep)
     return unpacked(results, x, layers, saves, drop.mode)
 
 
@@ -79,16 +79,16 @@ def _keeps_output(pre_scale: bool, mode: str) -> bool:
     return not pre_scale or mode == "peft"
 
 
-def _mlp(x, operands, s, saves, p, mode, act, text, numbers, rooms, keep) -> tuple[Tensor, ...]:
-    if not rooms:
+def _mlp(x, operands, s, saves, p, mode, act, text, numbers, seen, keep) -> tuple[Tensor, ...]:
+    if not seen:
         return run(*_planned(x, operands, s, saves, p, mode, act, text, numbers))
-    c = norms_now(operands, s, rooms)
+    c = norms_now(operands, s, seen)
     results = run(*_planned(x, with_norms(operands, c), s, saves, p, mode, act, text, numbers))
     return (*results, *foreach_clone(c)) if keep else results
 
 
-def _planned(x, operands, s, saves, p, mode, act, text, numbers, rooms=(), keep=True):
-    operands = with_norms(operands, rooms[::2]) if rooms else operands
+def _planned(x, operands, s, saves, p, mode, act, text, numbers, seen=(), keep=True):
+    operands = with_norms(operands, any_norms(operands)) if seen else operands
     tensors, s, options = (x, *operands), tuple(s), (p, mode, tuple(saves))
     return plan_for(plan_forward, tensors, *options, s[0] == s[1], act, tuple(text), tuple(numbers)), tensors, s
 
@@ -212,7 +212,7 @@ def _output(plan: Builder, la: Any, y: Any, pre_scale: Any) -> Array:
     return out
 
 
-def _fake_mlp(x, operands, s, saves, p, mode, act, text, numbers, rooms, keep):
+def _fake_mlp(x, operands, s, saves, p, mode, act, text, numbers, seen, keep):
     gate, up, down = fake_layers(operands, 3, text, numbers)
     M, F, N = rows_of(x), gate.W.shape[0], down.W.shape[0]
     pre = [saves_pre_scale(x.dtype, M, la, mode, save) for la, save in zip((gate, up, down), saves, strict=True)]
@@ -233,7 +233,7 @@ mlp = op(
     _fake_mlp,
     _planned,
     "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str act, str[] text, SymInt[] numbers, "
-    "Tensor[] rooms, bool keep) -> Tensor[]",
+    "Tensor[] seen, bool keep) -> Tensor[]",
 )
 mlp_backward = op(
     "mlp_backward",

@@ -34,7 +34,7 @@ from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.split import rows_at_a_time, split_A, split_B
 from fdora.triton.sums import SUM_N, SUM_T, column_sums
-from fdora.triton.tree import keep_for_graphs, norms_of_now, parts_of, room, unplanned
+from fdora.triton.tree import keep_for_graphs, norms_of_now, parts_of, room, seen_for_graphs, unplanned
 
 Tensors = Sequence[Tensor]
 GROUP_N = 8  # rows of tiles that run together, so that their slabs of A and B meet in L2
@@ -221,7 +221,8 @@ def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> tuple[tuple, tupl
 
 
 givers: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""Address of old_hash -> who may have c already, given(W, A, B, s), or None; and knows which W that is, made_from(W)."""
+"""Address of old_hash -> who may have c already, given(W, A, B, s), or None; knows which W that is, made_from(W), where c is
+kept beside old_hash, room[1], and whether forget_norms is told of changes of W: then ``norms`` is not None."""
 
 _made_from: dict[int, tuple[int, ...]] = {}  # address of old_hash -> the W that c is of
 
@@ -234,28 +235,43 @@ def give_norm(old_hash: Tensor, giver: Any) -> None:
 def _row_norms_kept(W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], c: Tensors, old_hash: Tensors) -> Tensor:
     """One behind the other as in a model's norms, where whoever asked may write."""
     found = []
-    for one in _now(W, A, B, s, c, old_hash):
+    for i, seen in enumerate(old_hash):
+        each, giver = (W[i], A[i], B[i], s[i]), givers.get(seen.data_ptr())
+        one = None if giver is None else giver.given(*each)
+        one = _row_norm_kept(giver, *each, c[i], seen) if one is None else one
         found += [one, one.new_zeros(room(one) - one.shape[0])]
     return torch.cat(found)
 
 
-def norms_now(operands: Sequence[Any], s: Sequence[float], rooms: Tensors) -> list[Tensor]:
+def norms_now(operands: Sequence[Any], s: Sequence[float], old_hash: Tensors) -> list[Tensor]:
     """Of layers one behind the other (fdora/_records.py), for an op that reads them at once: they may be another's memory."""
+    found: list[Tensor] = []
+    for i, seen in enumerate(old_hash):
+        giver = givers.get(seen.data_ptr())
+        c = None if giver is None else giver.given(*operands[WIDTH * i : WIDTH * i + 3], s[i])
+        if c is None:
+            break
+        found.append(c)
+    if len(found) == len(s) and old_hash[0].data_ptr() in seen_for_graphs:
+        return found
     W, A, B = (operands[i::WIDTH] for i in range(3))
-    return list(_now(W, A, B, s, rooms[::2], rooms[1::2]))
+    return _rest_of(found, W, A, B, s, old_hash)
 
 
-def _now(W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], c: Tensors, old_hash: Tensors) -> Sequence[Tensor]:
-    givers_of = [givers.get(each.data_ptr()) for each in old_hash]
-    given = [None if giver is None else giver.given(*each) for giver, *each in zip(givers_of, W, A, B, s, strict=True)]
+def _rest_of(found: list[Tensor], W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], old_hash: Tensors) -> list[Tensor]:
+    """What nobody gave."""
+    givers_of = [givers.get(seen.data_ptr()) for seen in old_hash]
     if all([giver is not None and giver.norms is not None for giver in givers_of]):  # who tell forget_norms
-        if any([each is None for each in given]) and capturing(W[0].device):
-            return parts_of(norms_of_now(W, A, B, s), W)
+        if len(found) < len(s) and capturing(W[0].device):
+            return list(parts_of(norms_of_now(W, A, B, s), W))
         keep_for_graphs(W, A, B, s, old_hash[0].data_ptr())
-    return [
-        _row_norm_kept(givers_of[i], W[i], A[i], B[i], s[i], c[i], old_hash[i]) if known is None else known
-        for i, known in enumerate(given)
-    ]
+    for i in range(len(found), len(s)):
+        each, giver = (W[i], A[i], B[i], s[i]), givers_of[i]
+        c = None if giver is None else giver.given(*each)
+        if c is None and giver is not None and giver.room is not None:
+            c = _row_norm_kept(giver, *each, giver.room[1], old_hash[i])
+        found.append(_row_norm(*each, None, False) if c is None else c)
+    return found
 
 
 def _row_norm_kept(giver: Any, W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, old_hash: Tensor) -> Tensor:

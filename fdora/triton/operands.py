@@ -48,6 +48,11 @@ def with_norms(operands: Sequence[Any], c: Sequence[Tensor]) -> list[Any]:
     return found
 
 
+def any_norms(operands: Sequence[Any]) -> list[Tensor]:
+    """For who only counts flops."""
+    return [W.new_empty(W.shape[0], dtype=torch.float32) for W in operands[::WIDTH]]
+
+
 def forms_norm(la: Any) -> bool:
     return la.A is not None and la.c is None
 

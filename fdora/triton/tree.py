@@ -182,7 +182,7 @@ def room(W: Tensor) -> int:
 
 
 _kept: dict[tuple, Kept] = {}
-_seen: set[int] = set()  # by keep_for_graphs
+seen_for_graphs: set[int] = set()  # by keep_for_graphs
 _lock = Lock()  # a dict that grows while another thread looks for its oldest raises
 
 
@@ -203,7 +203,7 @@ def forget_norms() -> None:
             kept.forget()
     with _lock:
         _kept.clear()
-        _seen.clear()
+        seen_for_graphs.clear()
 
 
 def norms_of_model(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Tensor:
@@ -246,10 +246,12 @@ def _keep(key: tuple, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tens
 
 def keep_for_graphs(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float], name: int) -> None:
     """What a graph needs is made when the layers of this name are seen for the first time: a capture would leave it empty."""
-    if W[0].device.type == "cuda" and name not in _seen and not capturing(W[0].device):
+    if name in seen_for_graphs or capturing(W[0].device):
+        return
+    if W[0].device.type == "cuda":
         ready()
         _keep(_key(W, A, B, s), W, A, B, s)
-        _seen.add(name)
+    seen_for_graphs.add(name)
 
 
 def _fake_model_norms(W, A, B, s):

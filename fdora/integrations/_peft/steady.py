@@ -58,11 +58,11 @@ class Call(NamedTuple):
 
 
 def norms_of(calls: Sequence[Call]) -> list[Any]:
-    """Of layers that run in one call. In a trace of Dynamo the pair that each keeps, so that the call asks when it runs."""
+    """Of layers that run in one call. In a trace of Dynamo what the norm of each is known by: the call asks when it runs."""
     if is_opaque(calls[0].W) and all([call.variant.detach for call in calls]):
-        rooms = [call.variant.kept.unasked(call.W, call.A, call.B, call.s) for call in calls]
-        if all([room is not None for room in rooms]):
-            return rooms
+        unasked = [call.variant.kept.unasked(call.W, call.A, call.B, call.s) for call in calls]
+        if all([seen is not None for seen in unasked]):
+            return unasked
     return [call.norm() for call in calls]
 
 
