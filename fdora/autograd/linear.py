@@ -27,13 +27,11 @@ class Call(NamedTuple):
     seen: tuple[Tensor, ...] = ()
     """Of each layer, as of give_norm, where the forward is to ask for the norms: then no layer has its c."""
     keep: bool = True
-    """Whether backward wants these norms; :func:`linear` fills it in."""
+    """Whether somebody wants these norms: backward."""
 
 
 def linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[Tensor]:
     """One y for each layer."""
-    if call.seen:
-        call = call._replace(keep=torch.is_grad_enabled())
     if no_graph() and not autocast_on(x):
         return forward(x, readable(layers, x.dtype, call.backend), call)[0]
     specs = specs_of(layers)

@@ -36,8 +36,6 @@ class Call(NamedTuple):
 
 def mlp(x: Tensor, layers: Sequence[Operands], call: Call) -> Tensor:
     """y; gate, up and down in this order."""
-    if call.seen:
-        call = call._replace(keep=torch.is_grad_enabled())
     if no_graph() and not autocast_on(x):
         return forward(x, readable(layers, x.dtype, call.backend), call)[0]
     specs = specs_of(layers)

@@ -64,17 +64,16 @@ def _linears(
     given = [DoraLayer(W, A, B, m, k, bias, c) for W, A, B, m, c, bias, k in each]
     check_mlp(fn, x, dict(zip(("gate", "up", "down"), given, strict=True)), act) if act else check_group(fn, x, given)
     x = cast_x(fn, x, given[0].W)
-    layers, options = [], []
+    layers, options, seeds = [], [], seeds_for(fn, None, [None] * count, p, x)
     for i, (W, A, B, m, k, bias, c) in enumerate(given):
         assert A is not None and B is not None and k is not None
         c = None if seen else norm_for(x, W, A, B, k, c, backend)
-        layers.append(Operands(W, A, B, m, c, bias, None))
+        layers.append(Operands(W, A, B, m, c, bias, seeds[i]))
         options.append(Options(k, save_for_dm(m, c, keep_inner and (not act or i == 2))))
-    layers = [la._replace(seed=seed) for la, seed in zip(layers, seeds_for(fn, None, [None] * count, p, x), strict=True)]
-    drop = Dropout(p, "peft" if p else "lora")
+    drop, asks = Dropout(p, "peft" if p else "lora"), {"seen": seen, "keep": torch.is_grad_enabled()}
     if act:
-        return [of_mlp.mlp(x, layers, of_mlp.Call(tuple(options), drop, act, backend, seen=seen))]
-    return list(of_linears.linear(x, layers, of_linears.Call(tuple(options), drop, backend, seen=seen)))
+        return [of_mlp.mlp(x, layers, of_mlp.Call(tuple(options), drop, act, backend, **asks))]  # type: ignore[arg-type]
+    return list(of_linears.linear(x, layers, of_linears.Call(tuple(options), drop, backend, **asks)))  # type: ignore[arg-type]
 
 
 _library = library_of("linears")
