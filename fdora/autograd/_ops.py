@@ -171,8 +171,8 @@ def kernels(triton: Any) -> Backend:
         norm_of_codes_guarded=triton.quant.norm_of_codes_guarded,
         stack_norms_of_codes=triton.quant.stack_norms_of_codes,
         dense_of=triton.dequantize.dense_of,
-        norms_of_kept=triton.norm.norms_of_kept,
-        give_norm=triton.norm.give_norm,
+        norms_of_kept=triton.norm_kept.norms_of_kept,
+        give_norm=triton.norm_kept.give_norm,
         norms_kept=triton.tree.norms_kept,
         forget_norms=triton.tree.forget_norms,
     )

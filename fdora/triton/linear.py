@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ from fdora.quant import QuantWeight
 from fdora.triton.codes import is_coded
 from fdora.triton.copy import dense
 from fdora.triton.linear_bwd import backward, fake_grads, result_grads
-from fdora.triton.linear_fwd import forward
-from fdora.triton.norm import norms_now
+from fdora.triton.linear_fwd import columns_of_h, forward, result_h
+from fdora.triton.norm_kept import norms_now
 from fdora.triton.op import op
 from fdora.triton.operands import (
     Likes,
@@ -47,7 +47,7 @@ from fdora.triton.operands import (
 )
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
-from fdora.triton.runtime.plan import Array, Plan
+from fdora.triton.runtime.plan import Plan
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.scale import BESIDE_BIAS
 from fdora.triton.small import Out, is_small
@@ -185,28 +185,6 @@ def plan_forward(
     residual = dense(plan, plan.tokens(likes[-1])) if has_residual else None
     forward(plan, x, layers, scalars, out, h.whole, Dropout(p, mode), same_s, residual)
     return plan.plan()
-
-
-class Shrunk(NamedTuple):
-    """s x A^T of all layers side by side, and each one's columns of it."""
-
-    whole: Array | None
-    parts: list[Array | None]
-
-
-def columns_of_h(h: Array | None, layers: list[Any]) -> Shrunk:
-    parts: list[Array | None] = []
-    at = 0
-    for la in layers:
-        r = 0 if la.A is None else la.A.shape[0]
-        parts.append(None if la.A is None or h is None else h.columns(at, at + r))
-        at += r
-    return Shrunk(h, parts)
-
-
-def result_h(plan: Builder, x: Array, layers: list[Any], name: str) -> Shrunk:
-    total = sum(la.A.shape[0] for la in layers if la.A is not None)
-    return columns_of_h(plan.result(name, (x.shape[0], total), x.dtype) if total else None, layers)
 
 
 # backward

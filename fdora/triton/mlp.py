@@ -12,10 +12,10 @@ from fdora._torch import foreach_clone, needs_dispatcher
 from fdora.triton import act as activation
 from fdora.triton.copy import dense
 from fdora.triton.gemm import Epilogue
-from fdora.triton.linear import columns_of_h, result_h, rows_of, saves_pre_scale
+from fdora.triton.linear import rows_of, saves_pre_scale
 from fdora.triton.linear_bwd import backward, fake_grads, result_grads
-from fdora.triton.linear_fwd import epilogue_of, forward
-from fdora.triton.norm import norms_now
+from fdora.triton.linear_fwd import columns_of_h, epilogue_of, forward, result_h
+from fdora.triton.norm_kept import norms_now
 from fdora.triton.op import op
 from fdora.triton.operands import Likes, any_norms, facts, fake_layers, fake_norms, flat, norms_of, read_layers, with_norms
 from fdora.triton.runtime.builder import Builder
