@@ -61,7 +61,7 @@ class Backend:
     layers_bound: Callable[[tuple[Tensor | None, ...], AllOptions, Dropout], Bound]
     """layers_fwd of plain tensors like these where nothing traces: x and the operands one behind the other, W dense, A and c
     given."""
-    mlp_fwd: Callable[[Tensor, Layers, AllOptions, Dropout, Any], tuple[Tensor, SavedMlp, tuple[Tensor, ...]]]
+    mlp_fwd: Callable[..., tuple[Tensor, SavedMlp, tuple[Tensor, ...]]]  # x, layers, options, dropout, act
     mlp_bwd: Callable[
         [Tensor, Tensor, Layers, AllOptions, Dropout, Any, SavedMlp, bool, Sequence[Needs]],
         tuple[Tensor | None, list[Grads]],
@@ -172,8 +172,8 @@ def kernels(triton: Any) -> Backend:
         norm_of_codes_guarded=triton.quant.norm_of_codes_guarded,
         stack_norms_of_codes=triton.quant.stack_norms_of_codes,
         dense_of=triton.dequantize.dense_of,
-        norms_of_kept=triton.norm.norms_of_kept,
-        give_norm=triton.norm.give_norm,
+        norms_of_kept=triton.norm_kept.norms_of_kept,
+        give_norm=triton.norm_kept.give_norm,
         norms_kept=triton.tree.norms_kept,
         forget_norms=triton.tree.forget_norms,
     )

@@ -28,12 +28,16 @@ class Call(NamedTuple):
     full: bool = False
     """Of one layer: c, given as a constant, is the norm of its W, A and B. Its gradient goes on, and is added to theirs before
     autograd sees any: a sum of autograd's is a pass over each."""
+    seen: tuple[Tensor, ...] = ()
+    """Of each layer, as of give_norm, where the forward is to ask for the norms: then no layer has its c."""
+    keep: bool = True
+    """Whether somebody wants these norms: backward."""
 
 
 def linear(x: Tensor, layers: Sequence[Operands], call: Call) -> Sequence[Tensor]:
     """One y for each layer."""
     if no_graph() and not autocast_on(x):
-        return OPS[call.backend].layers_fwd(x, readable(layers, x.dtype, call.backend), call.options, call.drop)[0]
+        return forward(x, readable(layers, x.dtype, call.backend), call)[0]
     specs = specs_of(layers)
     call = call if specs is None else Call(call.options, call.drop, call.backend, specs)
     return apply(Linear, call, x, *flat_of(layers, specs))[: len(layers)]
@@ -52,6 +56,13 @@ def eager_linear(tensors: tuple[Any, ...], call: Any) -> Sequence[Tensor]:
         ys: Sequence[Tensor] = call.run(tensors)[0]
         return ys
     return apply_linear(call, *tensors)
+
+
+def forward(x: Tensor, layers: Sequence[Operands], call: Call) -> tuple[Sequence[Tensor], Saved]:
+    fwd = OPS[call.backend].layers_fwd
+    if call.seen:
+        return fwd(x, layers, call.options, call.drop, seen=call.seen, keep=call.keep)
+    return fwd(x, layers, call.options, call.drop)
 
 
 def needs_of(flags: Sequence[bool], count: int) -> list[Needs]:
@@ -120,8 +131,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(call: Call, x: Tensor, *flat: Tensor | None) -> Any:
         with autocast_off(x):
-            fwd, layers = OPS[call.backend].layers_fwd, layers_of(flat, call.specs, x.dtype, call.backend)
-            ys, saved = fwd(x, layers, call.options, call.drop)
+            ys, saved = forward(x, layers_of(flat, call.specs, x.dtype, call.backend), call)
         return outputs(x, ys, saved)
 
     @staticmethod

@@ -29,12 +29,15 @@ class Call(NamedTuple):
     """Of quantised weights; :func:`mlp` fills it in."""
     run: BoundMlp | None = None
     """For :func:`eager_mlp`, which :func:`bound` fills in."""
+    seen: tuple[Tensor, ...] = ()
+    keep: bool = True
+    """As in linear.py."""
 
 
 def mlp(x: Tensor, layers: Sequence[Operands], call: Call) -> Tensor:
     """y; gate, up and down in this order."""
     if no_graph() and not autocast_on(x):
-        return OPS[call.backend].mlp_fwd(x, readable(layers, x.dtype, call.backend), call.options, call.drop, call.act)[0]
+        return forward(x, readable(layers, x.dtype, call.backend), call)[0]
     specs = specs_of(layers)
     call = call if specs is None else Call(call.options, call.drop, call.act, call.backend, specs)
     return apply(Mlp, call, x, *flat_of(layers, specs))[0]
@@ -52,14 +55,20 @@ def eager_mlp(tensors: tuple[Any, ...], call: Any) -> Tensor:
     return y
 
 
+def forward(x: Tensor, layers: Sequence[Operands], call: Call) -> tuple[Tensor, SavedMlp, tuple[Tensor, ...]]:
+    fwd = OPS[call.backend].mlp_fwd
+    if call.seen:
+        return fwd(x, layers, call.options, call.drop, call.act, seen=call.seen, keep=call.keep)
+    return fwd(x, layers, call.options, call.drop, call.act)
+
+
 class Mlp(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(call: Call, x: Tensor, *flat: Tensor | None) -> Any:
         with autocast_off(x):
-            fwd, layers = OPS[call.backend].mlp_fwd, layers_of(flat, call.specs, x.dtype, call.backend)
-            y, saved, norms = fwd(x, layers, call.options, call.drop, call.act)
+            y, saved, norms = forward(x, layers_of(flat, call.specs, x.dtype, call.backend), call)
         # vmap carries no None out of a Function: an empty vector says it. y is there already; values before g are rarely kept.
         h, h_down, gate, up, _, *before = saved
         parts = (h, h_down, gate, up) if all([t is None for t in before]) else (h, h_down, gate, up, *before)

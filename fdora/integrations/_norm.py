@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -111,12 +110,22 @@ class KeptNorm:
         room = self.room_for(owner, W)
         return dora_norm(W, A, B, s=s) if room is None else kept_norms([(W, A, B, s, *room)])[0]
 
+    def unasked(self, W: Any, A: Tensor, B: Tensor, s: float) -> Tensor | None:
+        """What c of a dense W is known by, for compiled code that asks when it runs; None where it is there, or asked for
+        otherwise."""
+        there = self.norms is not None and self.norms.traced_c(self, W, A, B, s) is not None
+        room = self.room
+        return room[2] if not there and room is not None and self.has_room_for(W, W) else None
+
     def room_for(self, owner: Any, W: Any) -> tuple[Tensor, Tensor] | None:
         """c and fingerprint that compiled code keeps of this W; None where it keeps none."""
+        return None if self.room is None or not self.has_room_for(owner, W) else self.room[1:]
+
+    def has_room_for(self, owner: Any, W: Any) -> bool:
         room = self.room
-        if room is None or not compiled_kernels(W) or room[1].device != W.device or room[1].shape[0] != W.shape[0]:
-            return None
-        return room[1:] if room[0] is None or room[0]() is owner else None
+        if room is None or not compiled_kernels(W) or room[2].device != W.device:
+            return False
+        return room[1].shape[0] == W.shape[0] if room[0] is None else room[0]() is owner
 
     def on_mesh(self, W: Any, A: Any, B: Any, s: float) -> Tensor:
         """c of a DTensor. Where columns are spread every process adds up in every call, whatever it has kept."""
@@ -176,18 +185,6 @@ class KeptNorm:
             self.norms.restart()
             self.place = ALONE
         return self.norms.of_unit(self, W, A, B, s) if c is None else c
-
-
-def compiled_norms(layers: Sequence[tuple[KeptNorm, Any, Any, Tensor, Tensor, float]]) -> Sequence[Tensor] | None:
-    """c of each (KeptNorm, owner, W, A, B, s) by one op of compiled code; None where one of them has another way."""
-    found = []
-    for kept, owner, W, A, B, s in layers:
-        whole = kept.norms is not None and kept.norms.traced_c(kept, W, A, B, s) is not None
-        room = None if whole else kept.room_for(owner, W)
-        if room is None:
-            return None
-        found.append((W, A, B, s, *room))
-    return kept_norms(found)
 
 
 def compiled_kernels(W: Any) -> bool:

@@ -26,10 +26,10 @@ threads, streams    Each thread has its slices, each stream its norms and finger
                     together. Replicas of DataParallel have other tensors, and look after themselves.
 torch.compile       of the whole model traces the hook: one op computes all norms, and each layer's code reads its slice of the
                     result, in the same trace. Compiled layers whose model is not compiled, or that come after a graph break,
-                    run an op for each call (kept_norms), which asks as an eager layer does, when it runs, also what FSDP2
-                    gathers together (_units.py), and gives back a copy. Not by guards on what the hook left: recomputation,
-                    outside of the hook, would run other code than the forward did, and checkpoint refuses that. In CUDA graphs
-                    without the hook that op compares and computes by itself.
+                    have an op that asks as an eager layer does, when it runs, also what FSDP2 gathers together (_units.py):
+                    that of the call itself, or where others read c (kept_norms) one that gives back a copy. Not by guards on
+                    what the hook left: recomputation, outside of the hook, would run other code than the forward did, and
+                    checkpoint refuses that. In CUDA graphs without the hook that op compares and computes by itself.
 others that watch   torch.func, torch.jit.trace and dispatch modes, to whom values of now must not be constants: no slices.
 copies              of a model have a hook that does nothing, until use_fdora is called on them.
 """

@@ -17,6 +17,7 @@ from fdora.triton import mlp as mlp
 from fdora.triton import multi as multi
 from fdora.triton import norm as norm
 from fdora.triton import norm_bwd as norm_bwd
+from fdora.triton import norm_kept as norm_kept
 from fdora.triton import quant as quant
 from fdora.triton import small_norm as small_norm
 from fdora.triton import tree as tree

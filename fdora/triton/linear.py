@@ -19,23 +19,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fdora._records import NO_NEEDS, Bound, Dropout, DropoutMode, Grads, Needs, Operands, Options, Saved, layers_in
-from fdora._torch import PLAIN, needs_dispatcher
+from fdora._torch import PLAIN, foreach_clone, needs_dispatcher
 from fdora.quant import QuantWeight
 from fdora.triton.codes import is_coded
 from fdora.triton.copy import dense
 from fdora.triton.linear_bwd import backward, fake_grads, result_grads
-from fdora.triton.linear_fwd import forward
+from fdora.triton.linear_fwd import columns_of_h, forward, result_h
+from fdora.triton.norm_kept import norms_now
 from fdora.triton.op import op
-from fdora.triton.operands import Likes, facts, fake_layers, fake_norms, flat, forms_norm, norms_of, read_layers
+from fdora.triton.operands import (
+    Likes,
+    any_norms,
+    facts,
+    fake_layers,
+    fake_norms,
+    flat,
+    forms_norm,
+    norms_of,
+    read_layers,
+    with_norms,
+)
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
-from fdora.triton.runtime.plan import Array, Plan
+from fdora.triton.runtime.plan import Plan
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.scale import BESIDE_BIAS
 from fdora.triton.small import Out, is_small
@@ -44,18 +56,28 @@ from fdora.triton.small import Out, is_small
 
 
 def layers_fwd(
-    x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout, residual: Tensor | None = None
+    x: Tensor,
+    layers: Sequence[Operands],
+    options: Sequence[Options],
+    drop: Dropout,
+    residual: Tensor | None = None,
+    seen: Sequence[Tensor] = (),
+    keep: bool = True,
 ) -> tuple[list[Tensor], Saved]:
-    """x (..., K) -> each y (..., N), and what backward reads. ``residual``, like the y of a single layer, is added to it."""
-    seen = needs_dispatcher(x)
-    if not seen and residual is None and len(layers) == 1 and is_ready(layers[0]):
+    """x (..., K) -> each y (..., N), and what backward reads. ``residual``, like the y of a single layer, is added to it.
+
+    ``seen``: of each layer, which comes without c, where its giver is known by (norm.py); ``keep``: give the norms back.
+    """
+    as_op = needs_dispatcher(x)
+    if not as_op and residual is None and len(layers) == 1 and is_ready(layers[0]):
         tensors = (x, *layers[0])
         ys, h, kept, pre_scale = layers_bound(tensors, options, drop)(tensors)
         return list(ys), Saved(h, kept, pre_scale)
-    run_it: Any = linear if seen else _linear
+    run_it: Any = linear if as_op else _linear
     operands = flat(layers)
-    results = run_it(x, operands, [o.s for o in options], [o.save for o in options], *drop, *facts(layers), residual)
-    return unpacked(results, x, layers, options, drop.mode)
+    s, saves = [o.s for o in options], [o.save for o in options]
+    results = run_it(x, operands, s, saves, *drop, *facts(layers), residual, seen, keep)
+    return unpacked(results, x, layers, options, drop.mode, keep)
 
 
 def is_ready(la: Operands) -> bool:
@@ -83,7 +105,7 @@ def layers_bound(tensors: tuple[Tensor | None, ...], options: Sequence[Options],
 
 
 def unpacked(
-    results: Sequence[Any], x: Tensor, layers: Sequence[Any], options: Sequence[Options], mode: str
+    results: Sequence[Any], x: Tensor, layers: Sequence[Any], options: Sequence[Options], mode: str, norms: bool = True
 ) -> tuple[list[Any], Saved]:
     """What a forward returns, as each y and what backward reads."""
     n = len(layers)
@@ -91,8 +113,8 @@ def unpacked(
     h = None
     if any([la.A is not None for la in layers]):
         h, *rest = rest
-    formed = len(rest) - sum(map(forms_norm, layers))
-    rest, norms = rest[:formed], tuple(rest[formed:])
+    formed = len(rest) - (sum(map(forms_norm, layers)) if norms else 0)
+    rest, cs = rest[:formed], tuple(rest[formed:])
     kept = [None if o.save == "nothing" else y for y, o in zip(ys, options, strict=True)]
     pre = (False,) * n
     if rest:
@@ -100,15 +122,20 @@ def unpacked(
         pre = tuple([saves_pre_scale(x.dtype, tokens, la, mode, o.save) for la, o in zip(layers, options, strict=True)])
         before = iter(rest)
         kept = [next(before) if has else y for y, has in zip(kept, pre, strict=True)]
-    return ys, Saved(h, tuple(kept), pre, norms)
+    return ys, Saved(h, tuple(kept), pre, cs)
 
 
-def _linear(*args: Any) -> tuple[Tensor, ...]:
+def _linear(x, operands, s, saves, p, mode, text, numbers, residual, seen, keep) -> tuple[Tensor, ...]:
     """Each y, h if there is any, each value before g that is saved, each norm that nobody gave."""
-    return run(*_planned(*args))
+    if not seen:
+        return run(*_planned(x, operands, s, saves, p, mode, text, numbers, residual))
+    c = norms_now(operands, s, seen)
+    results = run(*_planned(x, with_norms(operands, c), s, saves, p, mode, text, numbers, residual))
+    return (*results, *foreach_clone(c)) if keep else results
 
 
-def _planned(x, operands, s, saves, p, mode, text, numbers, residual=None):
+def _planned(x, operands, s, saves, p, mode, text, numbers, residual, seen=(), keep=True):
+    operands = with_norms(operands, any_norms(operands)) if seen else operands  # who counts flops has not asked
     tensors, s = (x, *operands), tuple(s)
     options = (p, mode, tuple(saves), same(s), tuple(text), tuple(numbers))
     if residual is not None:
@@ -158,28 +185,6 @@ def plan_forward(
     residual = dense(plan, plan.tokens(likes[-1])) if has_residual else None
     forward(plan, x, layers, scalars, out, h.whole, Dropout(p, mode), same_s, residual)
     return plan.plan()
-
-
-class Shrunk(NamedTuple):
-    """s x A^T of all layers side by side, and each one's columns of it."""
-
-    whole: Array | None
-    parts: list[Array | None]
-
-
-def columns_of_h(h: Array | None, layers: list[Any]) -> Shrunk:
-    parts: list[Array | None] = []
-    at = 0
-    for la in layers:
-        r = 0 if la.A is None else la.A.shape[0]
-        parts.append(None if la.A is None or h is None else h.columns(at, at + r))
-        at += r
-    return Shrunk(h, parts)
-
-
-def result_h(plan: Builder, x: Array, layers: list[Any], name: str) -> Shrunk:
-    total = sum(la.A.shape[0] for la in layers if la.A is not None)
-    return columns_of_h(plan.result(name, (x.shape[0], total), x.dtype) if total else None, layers)
 
 
 # backward
@@ -248,13 +253,13 @@ def plan_backward(
 # the same as ops that torch sees
 
 
-def _fake_linear(x, operands, s, saves, p, mode, text, numbers, residual=None):
+def _fake_linear(x, operands, s, saves, p, mode, text, numbers, residual, seen, keep):
     layers = fake_layers(operands, len(saves), text, numbers)
     ys = [x.new_empty((*x.shape[:-1], la.W.shape[0])) for la in layers]
     M, total = rows_of(x), sum(la.A.shape[0] for la in layers if la.A is not None)
     kept = [la.W.shape[0] for la, save in zip(layers, saves, strict=True) if saves_pre_scale(x.dtype, M, la, mode, save)]
     made = [*ys, *([x.new_empty((M, total))] if total else []), *(x.new_empty((M, N)) for N in kept)]
-    return made + fake_norms(x, layers)
+    return made + fake_norms(x, layers) if keep else made
 
 
 def rows_of(x: Tensor) -> int:
@@ -272,7 +277,7 @@ linear = op(
     _fake_linear,
     _planned,
     "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str[] text, SymInt[] numbers, "
-    "Tensor? residual=None) -> Tensor[]",
+    "Tensor? residual, Tensor[] seen, bool keep) -> Tensor[]",
 )
 linear_backward = op(
     "linear_backward",

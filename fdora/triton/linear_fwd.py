@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -143,3 +143,25 @@ def epilogue_of(plan: Builder, v: Array, y: Array, epilogue: Epilogue) -> None:
         (kind, bias is not None, BLOCK_M, BLOCK_N),
         4,
     )
+
+
+class Shrunk(NamedTuple):
+    """s x A^T of all layers side by side, and each one's columns of it."""
+
+    whole: Array | None
+    parts: list[Array | None]
+
+
+def columns_of_h(h: Array | None, layers: list[Any]) -> Shrunk:
+    parts: list[Array | None] = []
+    at = 0
+    for la in layers:
+        r = 0 if la.A is None else la.A.shape[0]
+        parts.append(None if la.A is None or h is None else h.columns(at, at + r))
+        at += r
+    return Shrunk(h, parts)
+
+
+def result_h(plan: Builder, x: Array, layers: list[Any], name: str) -> Shrunk:
+    total = sum(la.A.shape[0] for la in layers if la.A is not None)
+    return columns_of_h(plan.result(name, (x.shape[0], total), x.dtype) if total else None, layers)

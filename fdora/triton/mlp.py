@@ -8,15 +8,16 @@ from typing import Any
 from torch import Tensor
 
 from fdora._records import BoundMlp, Dropout, DropoutMode, Grads, Needs, Operands, Options, SavedMlp, layers_in
-from fdora._torch import needs_dispatcher
+from fdora._torch import foreach_clone, needs_dispatcher
 from fdora.triton import act as activation
 from fdora.triton.copy import dense
 from fdora.triton.gemm import Epilogue
-from fdora.triton.linear import columns_of_h, result_h, rows_of, saves_pre_scale
+from fdora.triton.linear import rows_of, saves_pre_scale
 from fdora.triton.linear_bwd import backward, fake_grads, result_grads
-from fdora.triton.linear_fwd import epilogue_of, forward
+from fdora.triton.linear_fwd import columns_of_h, epilogue_of, forward, result_h
+from fdora.triton.norm_kept import norms_now
 from fdora.triton.op import op
-from fdora.triton.operands import Likes, facts, fake_layers, fake_norms, flat, norms_of, read_layers
+from fdora.triton.operands import Likes, any_norms, facts, fake_layers, fake_norms, flat, norms_of, read_layers, with_norms
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.plan import Array, Plan
@@ -25,11 +26,20 @@ from fdora.triton.small import Out
 
 
 def mlp_fwd(
-    x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout, act: str
+    x: Tensor,
+    layers: Sequence[Operands],
+    options: Sequence[Options],
+    drop: Dropout,
+    act: str,
+    seen: Sequence[Tensor] = (),
+    keep: bool = True,
 ) -> tuple[Tensor, SavedMlp, tuple[Tensor, ...]]:
-    """x (..., K), gate, up, down -> y (..., N), what backward reads, and c of each adapted layer that came without one."""
+    """x (..., K), gate, up, down -> y (..., N), what backward reads, and c of each adapted layer that came without one.
+
+    ``seen`` and ``keep`` as of layers_fwd."""
     s, saves = [o.s for o in options], [o.save for o in options]
-    results = (mlp if needs_dispatcher(x) else _mlp)(x, flat(layers), s, saves, *drop, act, *facts(layers))
+    run_it: Any = mlp if needs_dispatcher(x) else _mlp
+    results = run_it(x, flat(layers), s, saves, *drop, act, *facts(layers), seen, keep)
     return unpacked(results, x, layers, saves, drop.mode)
 
 
@@ -69,11 +79,16 @@ def _keeps_output(pre_scale: bool, mode: str) -> bool:
     return not pre_scale or mode == "peft"
 
 
-def _mlp(*args: Any) -> tuple[Tensor, ...]:
-    return run(*_planned(*args))
+def _mlp(x, operands, s, saves, p, mode, act, text, numbers, seen, keep) -> tuple[Tensor, ...]:
+    if not seen:
+        return run(*_planned(x, operands, s, saves, p, mode, act, text, numbers))
+    c = norms_now(operands, s, seen)
+    results = run(*_planned(x, with_norms(operands, c), s, saves, p, mode, act, text, numbers))
+    return (*results, *foreach_clone(c)) if keep else results
 
 
-def _planned(x, operands, s, saves, p, mode, act, text, numbers):
+def _planned(x, operands, s, saves, p, mode, act, text, numbers, seen=(), keep=True):
+    operands = with_norms(operands, any_norms(operands)) if seen else operands
     tensors, s, options = (x, *operands), tuple(s), (p, mode, tuple(saves))
     return plan_for(plan_forward, tensors, *options, s[0] == s[1], act, tuple(text), tuple(numbers)), tensors, s
 
@@ -197,7 +212,7 @@ def _output(plan: Builder, la: Any, y: Any, pre_scale: Any) -> Array:
     return out
 
 
-def _fake_mlp(x, operands, s, saves, p, mode, act, text, numbers):
+def _fake_mlp(x, operands, s, saves, p, mode, act, text, numbers, seen, keep):
     gate, up, down = fake_layers(operands, 3, text, numbers)
     M, F, N = rows_of(x), gate.W.shape[0], down.W.shape[0]
     pre = [saves_pre_scale(x.dtype, M, la, mode, save) for la, save in zip((gate, up, down), saves, strict=True)]
@@ -205,7 +220,7 @@ def _fake_mlp(x, operands, s, saves, p, mode, act, text, numbers):
     made = [(*x.shape[:-1], N), *([(M, r)] if r else []), *([(M, down.A.shape[0])] if down.A is not None else [])]
     made += [(M, F) for has in pre[:2] if _keeps_output(has, mode)]
     made += [(M, width) for width, has in zip((F, F, N), pre, strict=True) if has]
-    return [x.new_empty(shape) for shape in made] + fake_norms(x, (gate, up, down))
+    return [x.new_empty(shape) for shape in made] + (fake_norms(x, (gate, up, down)) if keep else [])
 
 
 def _fake_mlp_backward(dy, x, saved, operands, s, p, mode, act, need_x, needs, text, numbers):
@@ -217,8 +232,8 @@ mlp = op(
     _mlp,
     _fake_mlp,
     _planned,
-    "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str act, str[] text, SymInt[] numbers) "
-    "-> Tensor[]",
+    "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str act, str[] text, SymInt[] numbers, "
+    "Tensor[] seen, bool keep) -> Tensor[]",
 )
 mlp_backward = op(
     "mlp_backward",

@@ -16,14 +16,13 @@ nothing to do where they agree; a few programs share the tiles then, so that doi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fdora._records import NormOf
-from fdora._torch import capturing, needs_dispatcher
+from fdora._torch import needs_dispatcher
 from fdora.triton.configs import MAX_N, MIN_K, NormConfig, norm_config
 from fdora.triton.copy import in_dtype
 from fdora.triton.hash import WORDS, fingerprint
@@ -35,20 +34,18 @@ from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.split import rows_at_a_time, split_A, split_B
 from fdora.triton.sums import SUM_N, SUM_T, column_sums
-from fdora.triton.tree import keep_for_graphs, norms_of_model, parts_of, room, unplanned
 
-Tensors = Sequence[Tensor]
 GROUP_N = 8  # rows of tiles that run together, so that their slabs of A and B meet in L2
 
 
 def norm_fwd(of: NormOf) -> Tensor:
     """c (N,) float32. W is read once whether its squared norm is known or not."""
-    return (row_norm if needs_dispatcher(of.W) else _row_norm)(*of[:4], of.max_bytes, False)
+    return (row_norm if needs_dispatcher(of.W) else computed)(*of[:4], of.max_bytes, False)
 
 
 def sqnorm_fwd(of: NormOf) -> Tensor:
     """c^2 (N,), to be added to that of other columns."""
-    return (row_norm if needs_dispatcher(of.W) else _row_norm)(*of[:4], of.max_bytes, True)
+    return (row_norm if needs_dispatcher(of.W) else computed)(*of[:4], of.max_bytes, True)
 
 
 def norm_guarded(of: NormOf, c: Tensor, old_hash: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,14 +55,7 @@ def norm_guarded(of: NormOf, c: Tensor, old_hash: Tensor) -> tuple[Tensor, Tenso
     return c, new_hash
 
 
-def norms_of_kept(layers: Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor]]) -> Sequence[Tensor]:
-    """Of each (W, A, B, s, c, old_hash) a copy of c, after c and old_hash were brought up to date."""
-    W, *rest = (list(each) for each in zip(*layers, strict=True))
-    whole = (row_norms_kept if needs_dispatcher(W[0]) else _row_norms_kept)(W, *rest)
-    return parts_of(whole, W)
-
-
-def _row_norm(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squared: bool) -> Tensor:
+def computed(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squared: bool) -> Tensor:
     return run(*_planned(W, A, B, s, max_bytes, squared))[0]
 
 
@@ -77,18 +67,14 @@ def _planned(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, s
 def _row_norm_guarded(
     W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, c: Tensor, old_hash: Tensor
 ) -> list[Tensor]:
-    return list(run(*_guarded(W, A, B, s, max_bytes, c, old_hash)))
+    return list(run(*guarded(W, A, B, s, max_bytes, c, old_hash)))
 
 
-def _guarded(
+def guarded(
     W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, c: Tensor, old_hash: Tensor, in_place: bool = False
 ) -> tuple[Plan, tuple, tuple]:
     tensors = (W, A, B, c, old_hash)
     return plan_for(plan_guarded_norm, tensors, max_bytes, in_place), tensors, (s,)
-
-
-def _kept(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, seen: Tensor) -> tuple[Plan, tuple, tuple]:
-    return _guarded(W, A, B, s, None, c, seen, True)
 
 
 class Guard(NamedTuple):
@@ -223,51 +209,6 @@ def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> tuple[tuple, tupl
     return (W, A, B), (*W.stride, *A.stride, *B.stride), even
 
 
-givers: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""Address of old_hash -> who may have c already, given(W, A, B, s), or None; and knows which W that is, made_from(W)."""
-
-_made_from: dict[int, tuple[int, ...]] = {}  # address of old_hash -> the W that c is of
-
-
-def give_norm(old_hash: Tensor, giver: Any) -> None:
-    givers[old_hash.data_ptr()] = giver
-    _made_from.pop(old_hash.data_ptr(), None)  # of what lay there before
-
-
-def _row_norms_kept(W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], c: Tensors, old_hash: Tensors) -> Tensor:
-    """One behind the other as in a model's norms, where whoever asked may write."""
-    givers_of = [givers.get(each.data_ptr()) for each in old_hash]
-    given = [None if giver is None else giver.given(*each) for giver, *each in zip(givers_of, W, A, B, s, strict=True)]
-    if len(W) > 1:
-        if any([each is None for each in given]) and capturing(W[0].device):
-            return norms_of_model(W, A, B, s)
-        keep_for_graphs(W, A, B, s, old_hash[0].data_ptr())
-    found = []
-    for i, known in enumerate(given):
-        one = _row_norm_kept(givers_of[i], W[i], A[i], B[i], s[i], c[i], old_hash[i]) if known is None else known
-        pad = room(W[i]) - W[i].shape[0]
-        found += [one, one.new_zeros(pad)] if pad else [one]
-    return found[0] if len(found) == 1 and given[0] is None else torch.cat(found)
-
-
-def _row_norm_kept(giver: Any, W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, old_hash: Tensor) -> Tensor:
-    """Writes c and old_hash, and says so neither to the compiler nor to autograd's version counters.
-
-    A checkpoint computes this again from the c and old_hash of its forward. Were the write declared, a second forward before
-    that would make autograd refuse the backward. The write needs no order: whatever pair c and old_hash hold, also after a call
-    was repeated or left out, the result is the norm of these W, A, B and s.
-    """
-    c, old_hash = c.data, old_hash.data
-    default = (W.data_ptr(), 0 if W.is_inference() else W._version)
-    made_from = default if giver is None else giver.made_from(W)
-    if _made_from.setdefault(old_hash.data_ptr(), made_from) != made_from:  # what is new matches nothing as it is
-        old_hash.zero_()
-        _made_from[old_hash.data_ptr()] = made_from
-    out, new_hash = run(*_kept(W, A, B, s, c, old_hash))
-    old_hash.copy_(new_hash)
-    return out
-
-
 def _fake_row_norm(W, A, B, s, max_bytes, squared):
     return W.new_empty(W.shape[0], dtype=torch.float32)
 
@@ -276,17 +217,5 @@ def _fake_row_norm_guarded(W, A, B, s, max_bytes, c, old_hash):
     return [W.new_empty(W.shape[0], dtype=torch.float32), W.new_empty(WORDS, dtype=torch.int64)]
 
 
-def _fake_row_norms_kept(W, A, B, s, c, old_hash):
-    return W[0].new_empty(sum(map(room, W)), dtype=torch.float32)
-
-
-row_norm = op("row_norm", _row_norm, _fake_row_norm, _planned)
-row_norm_guarded = op("row_norm_guarded", _row_norm_guarded, _fake_row_norm_guarded, _guarded)
-row_norms_kept = op(
-    "row_norms_kept",
-    _row_norms_kept,
-    _fake_row_norms_kept,
-    unplanned,
-    "(Tensor[] W, Tensor[] A, Tensor[] B, float[] s, Tensor[] c, Tensor[] old_hash) -> Tensor",
-    mapped=False,
-)
+row_norm = op("row_norm", computed, _fake_row_norm, _planned)
+row_norm_guarded = op("row_norm_guarded", _row_norm_guarded, _fake_row_norm_guarded, guarded)

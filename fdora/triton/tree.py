@@ -33,7 +33,7 @@ from fdora.triton.tree_table import CHUNK, FIELDS, flops_of, launches_of, rows_o
 WORDS = 16  # as in fdora/eager/tree.py
 HASH, ROOTS = 2048, 256  # words and rows at a time
 ALIGN = 32  # numbers: each c begins at 128 bytes, as in fdora/functional/_tree.py
-MOST = 1024  # models, or layers of a block, whose norms compiled code keeps
+MOST = 8192  # models, or layers of one call, whose norms compiled code keeps
 _captured: dict[int, Any] = {}  # by id: tables and norms that CUDA graphs read, for as long as the process lives
 
 
@@ -156,7 +156,7 @@ class Kept:
         self.graph.words.zero_()
 
     def now(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], capturing: bool) -> Tensor:
-        """A copy: whoever asked may write there, as Inductor does where it has use for the memory."""
+        """Of which nobody may write."""
         if made_from(W) != self.made_from:
             self.forget()
             self.made_from = made_from(W)
@@ -170,7 +170,7 @@ class Kept:
             _captured[id(self)] = self
         else:
             self.norms[stream] = pair
-        return pair.c.clone()
+        return pair.c
 
 
 def made_from(W: Sequence[Tensor]) -> list[int]:
@@ -182,7 +182,7 @@ def room(W: Tensor) -> int:
 
 
 _kept: dict[tuple, Kept] = {}
-_seen: set[int] = set()  # by keep_for_graphs
+seen_for_graphs: set[int] = set()  # by keep_for_graphs
 _lock = Lock()  # a dict that grows while another thread looks for its oldest raises
 
 
@@ -203,10 +203,15 @@ def forget_norms() -> None:
             kept.forget()
     with _lock:
         _kept.clear()
-        _seen.clear()
+        seen_for_graphs.clear()
 
 
 def norms_of_model(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Tensor:
+    """A copy: whoever asked may write there, as Inductor does where it has use for the memory."""
+    return norms_of_now(W, A, B, s).clone()
+
+
+def norms_of_now(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Tensor:
     """A function of its arguments, which remembers by their addresses, the bits of A, B and s, and the version of W.
 
     What stands there now counts, not what stood there when the graph began: a recomputation in backward asks again.
@@ -241,10 +246,12 @@ def _keep(key: tuple, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tens
 
 def keep_for_graphs(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float], name: int) -> None:
     """What a graph needs is made when the layers of this name are seen for the first time: a capture would leave it empty."""
-    if W[0].device.type == "cuda" and name not in _seen and not capturing(W[0].device):
+    if name in seen_for_graphs or capturing(W[0].device):
+        return
+    if W[0].device.type == "cuda":
         ready()
         _keep(_key(W, A, B, s), W, A, B, s)
-        _seen.add(name)
+    seen_for_graphs.add(name)
 
 
 def _fake_model_norms(W, A, B, s):

@@ -55,10 +55,10 @@ def own(monkeypatch):
     from collections import Counter
 
     from fdora.integrations import _table
-    from fdora.triton import norm, tree
+    from fdora.triton import norm_kept, tree
 
     counts = Counter()
-    for module, name in ((norm, "_kept"), (_table.Table, "run"), (tree.Kept, "now")):
+    for module, name in ((norm_kept, "_kept"), (_table.Table, "run"), (tree.Kept, "now")):
 
         def counted(*args, name=name, before=getattr(module, name)):  # noqa: B008
             counts[name] += 1

@@ -376,6 +376,7 @@ def samples():
     four = [torch.zeros(W.numel() // 2, device=x.device, dtype=torch.uint8), torch.ones(W.numel() // 16, device=x.device)]
     coded, facts = [None, *plain[1:]], (["nf4", "fp32", "flat", "int8", "row", ""], [*W.shape, 16, 1, *W.shape, 0, 0])
     bare = [None, A, B, m, None, None, None]
+    asking = [W, A, B, m, None, None, None]
     of_gate = (["nf4", "fp32", "flat", *[""] * 6], [*W.shape, 16, 1, *[0] * 8])
     eight = [torch.ones_like(W, dtype=torch.int8), torch.ones(len(W), device=x.device)]
     banked = [torch.stack([v, v]) for v in (A, B, m, c)]
@@ -439,13 +440,14 @@ def samples():
         "compose": [(dy, dy, m, bias, S, False), (dy, dy, m, None, S, True)],
         "compose_backward": [(dy, dy, dy, m, S, delta, [True, False, True, not delta]) for delta in (False, True)],
         "linear": [
-            (x, [W, A, B, m, c, None, None], [S], ["output"], 0.0, "lora", [], []),
-            (x, dropped, [S], ["pre_scale"], 0.3, "lora", [], []),
-            (x, dropped, [S], ["nothing"], 0.3, "peft", [], []),
-            (x.float(), wide, [S], ["output"], 0.3, "peft", [], []),
-            (x, [*plain, W, *frozen, *plain], [S, S, S], ["output", "nothing", "output"], 0.0, "lora", [], []),
-            (x, [*coded, None, *frozen, *four, *eight], [S, S], ["output", "nothing"], 0.0, "lora", *facts),
-            (x, [*bare, None, *frozen, *four, *eight], [S, S], ["output", "nothing"], 0.0, "lora", *facts),
+            (x, [W, A, B, m, c, None, None], [S], ["output"], 0.0, "lora", [], [], None, [], True),
+            (x, dropped, [S], ["pre_scale"], 0.3, "lora", [], [], None, [], True),
+            (x, dropped, [S], ["nothing"], 0.3, "peft", [], [], None, [], True),
+            (x.float(), wide, [S], ["output"], 0.3, "peft", [], [], None, [], True),
+            (x, [*plain, W, *frozen, *plain], [S, S, S], ["output", "nothing", "output"], 0.0, "lora", [], [], None, [], True),
+            (x, [*coded, None, *frozen, *four, *eight], [S, S], ["output", "nothing"], 0.0, "lora", *facts, None, [], True),
+            (x, [*bare, None, *frozen, *four, *eight], [S, S], ["output", "nothing"], 0.0, "lora", *facts, None, [], True),
+            *((x, asking, [S], ["output"], 0.0, "lora", [], [], None, [kept[1]], keep) for keep in (True, False)),
         ],
         "linear_backward": [
             (x, h, [dy], [dy], plain, [S], [False], 0.0, "lora", True, [*some[:4], True], [], []),
@@ -483,8 +485,8 @@ def samples():
             ),
         ],
         "mlp": [
-            (x, [*plain, *plain, *down], [S, S, S], ["output"] * 3, 0.0, "lora", "silu", [], []),
-            (x, [*bare, *plain, *down, *four], [S, S, S], ["output"] * 3, 0.0, "lora", "silu", *of_gate),
+            (x, [*plain, *plain, *down], [S, S, S], ["output"] * 3, 0.0, "lora", "silu", [], [], [], True),
+            (x, [*bare, *plain, *down, *four], [S, S, S], ["output"] * 3, 0.0, "lora", "silu", *of_gate, [], True),
             (
                 x,
                 [*dropped, *plain, *dropped_down],
@@ -495,6 +497,21 @@ def samples():
                 "gelu",
                 [],
                 [],
+                [],
+                True,
+            ),
+            (
+                x,
+                [*asking, *asking, *down[:4], None, None, None],
+                [S] * 3,
+                ["output"] * 3,
+                0.0,
+                "lora",
+                "silu",
+                [],
+                [],
+                [kept[1]] * 3,
+                False,
             ),
         ],
         "mlp_backward": [

@@ -17,7 +17,7 @@ pytestmark = needs_kernels
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_norm_is_kept_until_something_changes(dtype):
-    from fdora.triton.norm import norms_of_kept
+    from fdora.triton.norm_kept import norms_of_kept
 
     W, A, B = inputs(dtype)
     c, seen = dora_norm_state(W)
@@ -41,18 +41,18 @@ def test_a_norm_is_kept_until_something_changes(dtype):
 
 def test_what_is_new_is_not_cleared():
     """A CUDA graph whose capture is the first to ask would clear it again with every replay, and compute every time."""
-    from fdora.triton import norm
+    from fdora.triton import norm_kept
 
     W, A, B = inputs(HALF[0])
     c, seen = dora_norm(W, A, B, s=S, state=dora_norm_state(W), backend="triton")
-    norm._made_from.pop(seen.data_ptr(), None)
+    norm_kept._made_from.pop(seen.data_ptr(), None)
     c.fill_(-7)
-    assert (norm.norms_of_kept([(W, A, B, S, c, seen)])[0] == -7).all()
+    assert (norm_kept.norms_of_kept([(W, A, B, S, c, seen)])[0] == -7).all()
 
 
 def test_several_norms_come_together():
     """Each begins where a tensor of its own could."""
-    from fdora.triton.norm import norms_of_kept
+    from fdora.triton.norm_kept import norms_of_kept
 
     layers = [inputs(HALF[0], N=N) for N in (48, 64, 7)]
     states = [dora_norm_state(W) for W, *_ in layers]
@@ -66,13 +66,13 @@ def test_several_norms_come_together():
 
 def test_many_chunks_of_rows(monkeypatch, chosen_anew):
     """float32 adapters are split some rows at a time: all are compared before any fingerprint is replaced."""
-    from fdora.triton import norm
+    from fdora.triton import norm_kept
 
-    monkeypatch.setattr(norm, "rows_at_a_time", lambda *_: 128)
+    monkeypatch.setattr("fdora.triton.norm.rows_at_a_time", lambda *_: 128)
     W, A, B = inputs(HALF[0], N=300, adapter=torch.float32)
     c, seen = dora_norm_state(W)
     for _ in range(2):
-        assert torch.equal(norm.norms_of_kept([(W, A, B, S, c, seen)])[0], dora_norm(W, A, B, s=S, backend="triton"))
+        assert torch.equal(norm_kept.norms_of_kept([(W, A, B, S, c, seen)])[0], dora_norm(W, A, B, s=S, backend="triton"))
         B[-1, 0] += 1
 
 

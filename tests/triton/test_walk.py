@@ -985,3 +985,12 @@ def test_a_kernel_compiled_for_more_alignment_than_its_key_says_is_not_kept(monk
     for begin, count in ((1, 0), (2, 1), (1, 1)):
         walk.run(plan, (store[begin : begin + 24].view(8, 3),), (1.0,))
         assert len(kept) == count
+
+
+def test_the_address_for_tensor_maps_comes_from_no_graphs_pool(monkeypatch):
+    """It stays for as long as the process, and the first plan may be bound where Inductor allocates for a CUDA graph."""
+    asked = []
+    monkeypatch.setattr(native, "_dummies", {})
+    monkeypatch.setattr(native, "by_another_thread", lambda make, device: asked.append(device) or torch.empty(256))
+    assert native._dummy(0) == native._dummy(0)
+    assert asked == [torch.device("cuda", 0)]

@@ -17,18 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from fdora._torch import is_traced, trace
-from fdora.functional import DoraLayer, dora_linear_group, dora_mlp
+from fdora.functional import DoraLayer
 from fdora.functional._ends import folded, loses_inner
 from fdora.functional.linear import checked_linears
 from fdora.functional.mlp import checked_mlp
+from fdora.functional.opaque import linears
 from fdora.integrations._hook import hooked
-from fdora.integrations._norm import compiled_norms, version
+from fdora.integrations._norm import version
 from fdora.integrations._peft.dora import FUSED, Dora
 from fdora.integrations._peft.ends import fuse_vit, unfuse_vit
 from fdora.integrations._peft.gated import Gated, gated_of
 from fdora.integrations._peft.known import ATTENTION, act_of, forward_of, shares_x
 from fdora.integrations._peft.linear import Layer, active, call_of
-from fdora.integrations._peft.steady import Call, keep_route, owner, ready
+from fdora.integrations._peft.steady import Call, keep_route, norms_of, ready
 from fdora.integrations._peft.verdict import verdict
 from fdora.quant import QuantWeight
 
@@ -71,7 +72,7 @@ class Shared:
             if found is None:
                 return None
             dtype = found.calls[0].dtype  # y of quantised layers goes back to that of x
-            ys = dora_linear_group(x if dtype is None else x.to(dtype), found.layers(), **found.options())
+            ys = linears(x if dtype is None else x.to(dtype), found.layers(), *found.options())
             y, *rest = ys if dtype is None else [each.to(x.dtype) for each in ys]
         self.waiting = Waiting(x, now, grad, dict(enumerate(rest, 1)))
         return y
@@ -144,22 +145,23 @@ class Together(NamedTuple):
     def layers(self) -> list[DoraLayer]:
         return [of(call, c) for call, c in zip(self.calls, norms_of(self.calls), strict=True)]
 
-    def keep_inner(self) -> bool:
-        return any([call.variant.keep_inner for call in self.calls])
-
-    def options(self) -> dict[str, Any]:
-        return {"dropout_p": self.calls[0].p, "dropout_mode": "peft", "keep_inner": self.keep_inner()}
+    def options(self) -> tuple[float, bool]:
+        """Dropout's p, and whether to keep the value before g."""
+        return self.calls[0].p, any([call.variant.keep_inner for call in self.calls])
 
     def mlp(self, x: Tensor, act: Any, gate_last: bool | None, ends: Any) -> Tensor:
         """Of gate, up and down; or of both in one layer and down, where ``gate_last`` is not None: which half is the gate."""
-        *pair, down = self.layers()
-        gate, up = pair if gate_last is None else halves(pair[0], gate_last)
-        options = self.options()
+        if gate_last is None:
+            gate, up, down = self.layers()
+        else:
+            both, down = [of(call, call.norm()) for call in self.calls]
+            gate, up = halves(both, gate_last)
+        p, keep_inner = self.options()
         if ends is None:
-            return dora_mlp(x, gate, up, down, act=act, **options)
+            return linears(x, (gate, up, down), p, keep_inner, act)[0]
         m, bias = folded(x.dtype, ends.gamma, down.m, down.bias)  # type: ignore[arg-type]
-        options["keep_inner"] = options["keep_inner"] or loses_inner(x.dtype, ends.gamma, None)
-        y = dora_mlp(x, gate, up, down._replace(m=m, bias=bias), act=act, **options)
+        keep_inner = keep_inner or loses_inner(x.dtype, ends.gamma, None)
+        y = linears(x, (gate, up, down._replace(m=m, bias=bias)), p, keep_inner, act)[0]
         return y if ends.residual is None else y + ends.residual
 
 
@@ -190,15 +192,6 @@ def halves(both: DoraLayer, gate_last: bool) -> tuple[DoraLayer, DoraLayer]:
     As: Any = A, A.view(A.shape)  # type: ignore[union-attr]  # Dynamo takes no tensor twice
     first, second = (DoraLayer(W, a, B, m, s, bias, c) for a, (W, B, m, bias, c) in zip(As, parts, strict=True))
     return (second, first) if gate_last else (first, second)
-
-
-def norms_of(calls: Sequence[Call]) -> list[Tensor]:
-    """Of layers that run in one call; in compiled code by one op, where each runs one of its own."""
-    asked = [(call.variant.kept, owner(call.W), call.W, call.A, call.B, call.s) for call in calls] if is_traced() else []
-    cs = compiled_norms(asked) if asked else None
-    if cs is None:
-        return [call.norm() for call in calls]
-    return [call.variant.with_gradient(c, *call[1:4], call.s) for call, c in zip(calls, cs, strict=True)]
 
 
 def of(call: Call, c: Tensor) -> DoraLayer:

@@ -16,15 +16,16 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
 from fdora._torch import functorch_active, in_subgraph
-from fdora.functional import dora_linear, select_backend
+from fdora.functional import DoraLayer, dora_linear, select_backend
 from fdora.functional.linear import checked_linears
+from fdora.functional.opaque import linears
 from fdora.integrations._hook import hooked
 from fdora.integrations._peft.dora import FUSED, Dora, forget, paused, release
 from fdora.integrations._peft.mesh import lies_on_mesh, on_mesh
 from fdora.integrations._peft.mixed import mixed
 from fdora.integrations._peft.quant import compute_dtype
 from fdora.integrations._peft.sharded import LISTENED, leaf, listened
-from fdora.integrations._peft.steady import Call, keep_route, ready
+from fdora.integrations._peft.steady import Call, keep_route, norms_of, ready
 from fdora.integrations._peft.torchao import Merging
 from fdora.integrations._peft.verdict import verdict
 
@@ -77,8 +78,11 @@ class Layer(nn.Module):
             variant.tail.taken()
             end = {"gamma": ends.gamma, "residual": ends.residual}
             return dora_linear(x, W, A, B, m, s=s, bias=bias, norm=call.norm(), keep_inner=keep_inner, **end)
-        how: Any = {"keep_inner": keep_inner, "detach": variant.detach}
-        y = dora_linear(x, W, A, B, m, s=s, bias=bias, norm=call.value(), dropout_p=p, dropout_mode="peft", **how)
+        if variant.detach:
+            y = linears(x, (DoraLayer(W, A, B, m, s, bias, norms_of((call,))[0]),), p, keep_inner)[0]
+        else:  # one node, which takes the gradient on through the norm
+            how: Any = {"dropout_p": p, "dropout_mode": "peft", "keep_inner": keep_inner, "detach": False}
+            y = dora_linear(x, W, A, B, m, s=s, bias=bias, norm=call.value(), **how)
         return y if dtype is None else y.to(given)
 
     def merge(self, *args: Any, **kwargs: Any) -> None:

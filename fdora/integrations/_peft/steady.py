@@ -8,6 +8,7 @@ Nothing here runs in a trace.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from fdora._records import WIDTH
 from fdora._torch import any_autocast, dispatch_modes, jit_tracing
 from fdora.functional.linear import bound_linears, check_detach
 from fdora.functional.mlp import bound_mlp
+from fdora.functional.opaque import is_opaque
 from fdora.integrations._peft.dora import FUSED, Dora
 from fdora.integrations._peft.sharded import HOOKS
 from fdora.integrations._peft.verdict import settled
@@ -59,6 +61,15 @@ class Call(NamedTuple):
     def norm(self) -> Tensor:
         variant, W, A, B, s = self.variant, self.W, self.A, self.B, self.s
         return variant.with_gradient(variant.kept.of(owner(W), W, A, B, s), W, A, B, s)
+
+
+def norms_of(calls: Sequence[Call]) -> list[Any]:
+    """Of layers that run in one call. In a trace of Dynamo what the norm of each is known by: the call asks when it runs."""
+    if is_opaque(calls[0].W) and all([call.variant.detach for call in calls]):
+        unasked = [call.variant.kept.unasked(call.W, call.A, call.B, call.s) for call in calls]
+        if all([seen is not None for seen in unasked]):
+            return unasked
+    return [call.norm() for call in calls]
 
 
 _calls: dict[tuple, Any] = {}  # by all that they depend on

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fdora.triton.runtime.device import INTERPRETED, Device
+from fdora.triton.runtime.device import INTERPRETED, Device, by_another_thread
 from fdora.triton.runtime.plan import Array, Fill, Launch, Plan, Product, Scalar, Tile
 from fdora.triton.runtime.private import (
     COMPUTE_32F,
@@ -162,5 +162,6 @@ def _layout(t: Array) -> tuple[int, int]:
 
 def _dummy(index: int) -> int:
     if index not in _dummies:
-        _dummies[index] = torch.empty(256, dtype=torch.uint8, device=torch.device("cuda", index))
+        device = torch.device("cuda", index)
+        _dummies[index] = by_another_thread(lambda: torch.empty(256, dtype=torch.uint8, device=device), device)
     return _dummies[index].data_ptr()

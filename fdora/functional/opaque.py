@@ -1,0 +1,84 @@
+"""A whole call as one op that Dynamo does not look into: for integrations.
+
+    y... = linears(x, layers, ...)       dora_linear_group, and with ``act`` [dora_mlp]
+
+Dynamo checks before every compiled call whatever it read while it traced: of a layer's call some four hundred functions, tables
+and records of fdora, as many things as the whole of a LoRA layer has. An op with a composite implementation is one node to it.
+AOTAutograd looks into that op, so the graph that a compiler gets is what it was, and guards hold the arguments: tensors,
+numbers, and the backend's name, which is chosen outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdora._records import Dropout, Operands, Options
+from fdora._torch import exporting, functorch_active, library_of
+from fdora.autograd import linear as of_linears
+from fdora.autograd import mlp as of_mlp
+from fdora.functional.backend import select_backend
+from fdora.functional.group import DoraLayer, check_group, dora_linear_group, seeds_for
+from fdora.functional.linear import cast_x, norm_for, save_for_dm
+from fdora.functional.mlp import check_mlp, dora_mlp
+from fdora.quant import QuantWeight
+
+
+def is_opaque(W: Any) -> bool:
+    """Whether a call of this W is such an op here."""
+    hidden = torch.compiler.is_dynamo_compiling() and not exporting() and not functorch_active()
+    return hidden and not isinstance(W, QuantWeight)
+
+
+def linears(x: Tensor, layers: Sequence[DoraLayer], p: float, keep_inner: bool, act: str = "") -> Sequence[Tensor]:
+    """With "peft" dropout. In such an op the norm of each layer may be what its giver is known by (give_norm), an int64 tensor:
+    it is asked for when the op runs."""
+    if is_opaque(layers[0].W):
+        operands = [t for la in layers for t in (la.W, la.A, la.B, la.m, la.norm, la.bias)]
+        name = select_backend(x).name
+        ys: list[Tensor] = torch.ops.fdora.linears(x, operands, [la.s for la in layers], p, keep_inner, act, name)
+        return ys
+    if act:
+        gate, up, down = layers
+        return [dora_mlp(x, gate, up, down, act=act, dropout_p=p, dropout_mode="peft", keep_inner=keep_inner)]  # type: ignore[arg-type]
+    return dora_linear_group(x, layers, dropout_p=p, dropout_mode="peft", keep_inner=keep_inner)
+
+
+def _linears(
+    x: Tensor,
+    operands: list[Any],
+    s: list[float],
+    p: float,
+    keep_inner: bool,
+    act: str,
+    backend: str,
+) -> list[Tensor]:
+    fn, count = "use_fdora", len(s)
+    seen = tuple([c for c in operands[4::6] if c is not None and c.dtype == torch.int64])
+    if seen:
+        operands[4::6] = [None] * count
+    each = zip(*(operands[i::6] for i in range(6)), s, strict=True)
+    given = [DoraLayer(W, A, B, m, k, bias, c) for W, A, B, m, c, bias, k in each]
+    check_mlp(fn, x, dict(zip(("gate", "up", "down"), given, strict=True)), act) if act else check_group(fn, x, given)
+    x = cast_x(fn, x, given[0].W)
+    layers, options, seeds = [], [], seeds_for(fn, None, [None] * count, p, x)
+    for i, (W, A, B, m, k, bias, c) in enumerate(given):
+        assert A is not None and B is not None and k is not None
+        c = None if seen else norm_for(x, W, A, B, k, c, backend)
+        layers.append(Operands(W, A, B, m, c, bias, seeds[i]))
+        options.append(Options(k, save_for_dm(m, c, keep_inner and (not act or i == 2))))
+    drop, asks = Dropout(p, "peft" if p else "lora"), {"seen": seen, "keep": torch.is_grad_enabled()}
+    if act:
+        return [of_mlp.mlp(x, layers, of_mlp.Call(tuple(options), drop, act, backend, **asks))]  # type: ignore[arg-type]
+    return list(of_linears.linear(x, layers, of_linears.Call(tuple(options), drop, backend, **asks)))  # type: ignore[arg-type]
+
+
+_library = library_of("linears")
+_library.define(
+    "linears(Tensor x, Tensor?[] operands, float[] s, float p, bool keep_inner, str act, str backend) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("linears", _linears, "CompositeImplicitAutograd")

@@ -1,0 +1,117 @@
+"""Norms that compiled code asks for when it runs: those that the hook of a model computed, or what each layer keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from fdora._records import WIDTH
+from fdora._torch import capturing, needs_dispatcher
+from fdora.triton.norm import computed, guarded
+from fdora.triton.op import op
+from fdora.triton.runtime.plan import Plan
+from fdora.triton.runtime.walk import run
+from fdora.triton.tree import keep_for_graphs, norms_of_now, parts_of, room, seen_for_graphs, unplanned
+
+Tensors = Sequence[Tensor]
+
+
+def norms_of_kept(layers: Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor]]) -> Sequence[Tensor]:
+    """Of each (W, A, B, s, c, old_hash) a copy of c, after c and old_hash were brought up to date."""
+    W, *rest = (list(each) for each in zip(*layers, strict=True))
+    whole = (row_norms_kept if needs_dispatcher(W[0]) else _row_norms_kept)(W, *rest)
+    return parts_of(whole, W)
+
+
+def _kept(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, seen: Tensor) -> tuple[Plan, tuple, tuple]:
+    return guarded(W, A, B, s, None, c, seen, True)
+
+
+givers: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""Address of old_hash -> who may have c already, given(W, A, B, s), or None; knows which W that is, made_from(W), where c is
+kept beside old_hash, room[1], and whether forget_norms is told of changes of W: then ``norms`` is not None."""
+
+_made_from: dict[int, tuple[int, ...]] = {}  # address of old_hash -> the W that c is of
+
+
+def give_norm(old_hash: Tensor, giver: Any) -> None:
+    givers[old_hash.data_ptr()] = giver
+    _made_from.pop(old_hash.data_ptr(), None)  # of what lay there before
+
+
+def _row_norms_kept(W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], c: Tensors, old_hash: Tensors) -> Tensor:
+    """One behind the other as in a model's norms, where whoever asked may write."""
+    found = []
+    for i, seen in enumerate(old_hash):
+        each, giver = (W[i], A[i], B[i], s[i]), givers.get(seen.data_ptr())
+        one = None if giver is None else giver.given(*each)
+        one = _row_norm_kept(giver, *each, c[i], seen) if one is None else one
+        found += [one, one.new_zeros(room(one) - one.shape[0])]
+    return torch.cat(found)
+
+
+def norms_now(operands: Sequence[Any], s: Sequence[float], old_hash: Tensors) -> list[Tensor]:
+    """Of layers one behind the other (fdora/_records.py), for an op that reads them at once: they may be another's memory."""
+    found: list[Tensor] = []
+    for i, seen in enumerate(old_hash):
+        giver = givers.get(seen.data_ptr())
+        c = None if giver is None else giver.given(*operands[WIDTH * i : WIDTH * i + 3], s[i])
+        if c is None:
+            break
+        found.append(c)
+    if len(found) == len(s) and old_hash[0].data_ptr() in seen_for_graphs:
+        return found
+    W, A, B = (operands[i::WIDTH] for i in range(3))
+    return _rest_of(found, W, A, B, s, old_hash)
+
+
+def _rest_of(found: list[Tensor], W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], old_hash: Tensors) -> list[Tensor]:
+    """What nobody gave."""
+    givers_of = [givers.get(seen.data_ptr()) for seen in old_hash]
+    if all([giver is not None and giver.norms is not None for giver in givers_of]):  # who tell forget_norms
+        if len(found) < len(s) and capturing(W[0].device):
+            return list(parts_of(norms_of_now(W, A, B, s), W))
+        keep_for_graphs(W, A, B, s, old_hash[0].data_ptr())
+    for i in range(len(found), len(s)):
+        each, giver = (W[i], A[i], B[i], s[i]), givers_of[i]
+        c = None if giver is None else giver.given(*each)
+        if c is None and giver is not None and giver.room is not None:
+            c = _row_norm_kept(giver, *each, giver.room[1], old_hash[i])
+        found.append(computed(*each, None, False) if c is None else c)
+    return found
+
+
+def _row_norm_kept(giver: Any, W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, old_hash: Tensor) -> Tensor:
+    """Writes c and old_hash, and says so neither to the compiler nor to autograd's version counters.
+
+    A checkpoint computes this again from the c and old_hash of its forward. Were the write declared, a second forward before
+    that would make autograd refuse the backward. The write needs no order: whatever pair c and old_hash hold, also after a call
+    was repeated or left out, the result is the norm of these W, A, B and s.
+    """
+    c, old_hash = c.data, old_hash.data
+    default = (W.data_ptr(), 0 if W.is_inference() else W._version)
+    made_from = default if giver is None else giver.made_from(W)
+    if _made_from.setdefault(old_hash.data_ptr(), made_from) != made_from:  # what is new matches nothing as it is
+        old_hash.zero_()
+        _made_from[old_hash.data_ptr()] = made_from
+    out, new_hash = run(*_kept(W, A, B, s, c, old_hash))
+    old_hash.copy_(new_hash)
+    return out
+
+
+def _fake_row_norms_kept(W, A, B, s, c, old_hash):
+    return W[0].new_empty(sum(map(room, W)), dtype=torch.float32)
+
+
+row_norms_kept = op(
+    "row_norms_kept",
+    _row_norms_kept,
+    _fake_row_norms_kept,
+    unplanned,
+    "(Tensor[] W, Tensor[] A, Tensor[] B, float[] s, Tensor[] c, Tensor[] old_hash) -> Tensor",
+    mapped=False,
+)
