@@ -5,19 +5,23 @@
 Dynamo checks before every compiled call whatever it read while it traced: of a layer's call some four hundred functions, tables
 and records of fdora, as many things as the whole of a LoRA layer has. An op with a composite implementation is one node to it.
 AOTAutograd looks into that op, so the graph that a compiler gets is what it was, and guards hold the arguments: tensors,
-numbers, and the backend's name, which is chosen outside.
+numbers, the backend's name, which is chosen outside, and a digest of this package: torch keeps on disk what AOTAutograd made of
+such an op, by its arguments alone, and another fdora may make something else of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fdora._records import Dropout, Operands, Options
-from fdora._torch import exporting, functorch_active, library_of
+from fdora._torch import exporting, functorch_active, library_of, while_tracing
 from fdora.autograd import linear as of_linears
 from fdora.autograd import mlp as of_mlp
 from fdora.functional.backend import select_backend
@@ -25,6 +29,18 @@ from fdora.functional.group import DoraLayer, check_group, dora_linear_group, se
 from fdora.functional.linear import cast_x, norm_for, save_for_dm
 from fdora.functional.mlp import check_mlp, dora_mlp
 from fdora.quant import QuantWeight
+
+
+@while_tracing
+def digest() -> str:
+    """Of the code that a trace runs."""
+    return _digest()
+
+
+@cache
+def _digest() -> str:
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return sha256(b"".join([sha256(file.read_bytes()).digest() for file in files])).hexdigest()[:16]
 
 
 def is_opaque(W: Any) -> bool:
@@ -39,7 +55,8 @@ def linears(x: Tensor, layers: Sequence[DoraLayer], p: float, keep_inner: bool, 
     if is_opaque(layers[0].W):
         operands = [t for la in layers for t in (la.W, la.A, la.B, la.m, la.norm, la.bias)]
         name = select_backend(x).name
-        ys: list[Tensor] = torch.ops.fdora.linears(x, operands, [la.s for la in layers], p, keep_inner, act, name)
+        s = [la.s for la in layers]
+        ys: list[Tensor] = torch.ops.fdora.linears(x, operands, s, p, keep_inner, act, name, digest())
         return ys
     if act:
         gate, up, down = layers
@@ -55,6 +72,7 @@ def _linears(
     keep_inner: bool,
     act: str,
     backend: str,
+    code: str,
 ) -> list[Tensor]:
     fn, count = "use_fdora", len(s)
     seen = tuple([c for c in operands[4::6] if c is not None and c.dtype == torch.int64])
@@ -78,7 +96,7 @@ def _linears(
 
 _library = library_of("linears")
 _library.define(
-    "linears(Tensor x, Tensor?[] operands, float[] s, float p, bool keep_inner, str act, str backend) -> Tensor[]",
+    "linears(Tensor x, Tensor?[] operands, float[] s, float p, bool keep_inner, str act, str backend, str code) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("linears", _linears, "CompositeImplicitAutograd")

@@ -53,6 +53,20 @@ def test_guards_are_of_the_layer_alone(model):
     assert not [source for source in found if any(f"__import_fdora_dot_{name}" in source for name in inner)]
 
 
+def test_torchs_caches_know_which_fdora_it_was(model):
+    """They know such an op by its arguments; what it is made of is code."""
+    from fdora.functional.opaque import digest
+
+    found = []
+
+    def backend(graph, inputs):
+        found.extend(node.args[-1] for node in graph.graph.nodes if "fdora.linears" in str(node.target))
+        return graph.forward
+
+    torch.compile(model.base_model.model[0], backend=backend)(torch.randn(5, 32, device=device.NAME, dtype=HALF[0]))
+    assert found == [digest()]
+
+
 CHANGES = {  # no hooks: Dynamo does not look for later ones, unless torch._dynamo.config.skip_nnmodule_hook_guards is False
     "another adapter": lambda model, layer: model.set_adapter("other"),
     "both adapters": lambda model, layer: model.base_model.set_adapter(["default", "other"]),
