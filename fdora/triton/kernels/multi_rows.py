@@ -59,7 +59,7 @@ def bank_kernel(
         written = behind
     elif APART:
         across = behind
-    # 0 times what is not finite is NaN, and stays one in a sum of the numbers that a thread has loaded at once: few instructions
+    # 0 times what is not finite is NaN, and stays one in the sum of what a thread has loaded at once: few instructions
     # for each. As a test, and the maximum of a row in every tile, they were 16, which took longer than the loads.
     EIGHT: tl.constexpr = 8 if BLOCK_Q > 8 else BLOCK_Q
     nans = tl.zeros((BLOCK_P, BLOCK_Q // EIGHT), tl.float32)
