@@ -91,7 +91,7 @@ def multi_gemm_tma_kernel(
     GROUP_M: tl.constexpr, PTX: tl.constexpr, PAIRS: tl.constexpr,
 ):
     """SPAN, W_SPAN: rows of b and of w from one adapter to the next. ``tails``: as of multi_rows.Laid. PAIRS: a tile of two
-    adapters has two vectors of g, which on sm_100 go through shared memory that is full. MOST: tiles of rows that
+    adapters has two vectors of g. MOST: tiles of rows that
     there may be. One loop over the steps of all tiles of a program: the compiler joins two only where inner ones are alike."""
     steps_k = tl.cdiv(K, BLOCK_K)
     rows = tl.load(route + ROUTE * MOST) * BLOCK_M if EXPERTS else M
