@@ -5,7 +5,6 @@
 ``norm``: of G = 4, r = 16, beside one norm. ``decode``: 64 tokens of 64 adapters, r = 16, beside one adapter's call.
 ``train``: the forward of 8192 tokens of 32 adapters of rank 8 to 256, their bank looked through beside x A_a^T or ahead.
 ``tile`` and ``tile_mixed``: the same of rank 16 and of 8 to 256, tiles of the product (GemmConfig).
-``pair``: of rank 16, g of a tile of two adapters fetched for each number, or as two vectors.
 ``pass``: decoding, tiles of the pass over W (SmallConfig). ``low``, ``look``, ``grad`` and ``strip``: forward and backward of
 32 adapters of rank 8 to 256, tiles of x A_a^T and dz B_a (HConfig), how the bank is looked through (LookConfig), tiles of dA
 and dB (GradConfig), of dz (ScaleConfig); on a GPU with the us of these kernels, of forward and of forward and backward.
@@ -83,7 +82,6 @@ FORMS["pass"] = [
     *((32, 128, 4, 5), (32, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 3), (64, 128, 8, 3)),
     *((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 4), (128, 64, 8, 5)),
 ]
-FORMS["pair"] = [(0,), (1,)]
 SEEN = {
     "low": ("multi_h_", "bank_"),
     "grad": ("multi_grad_",),
@@ -102,7 +100,6 @@ CHOOSERS: dict[str, tuple[Callable[..., Any], str]] = {
     "look": (LookConfig, "multi_rows.look_config"),
     "grad": (GradConfig, "multi_bwd.grad_config"),
     "strip": (ScaleConfig, "multi_bwd.scale_config"),
-    "pair": (bool, "multi_gemm.has_pairs"),
 }
 
 
@@ -127,7 +124,7 @@ def calls(kind: str, K: int, N: int, device: str) -> tuple[Callable[[], Found], 
     M, ranks = (
         (64, [16] * 64)
         if kind in ("decode", "pass")
-        else (TOKENS, [16 if kind in ("tile", "pair") else MIXED[g % len(MIXED)] for g in range(32)])
+        else (TOKENS, [16 if kind == "tile" else MIXED[g % len(MIXED)] for g in range(32)])
     )
     i = Bank.random(M, K, N, ranks, BF16, device)
     one, multi = build("one", i), build("multi", i)

@@ -109,11 +109,6 @@ def shape_of(plan: Builder, x: Array, out: Array, w: Array, R: int, adapters: in
     return Shape(config, config.BLOCK_M, config.BLOCK_K if config.tma else min(config.BLOCK_K, power_of_two(R)))
 
 
-def has_pairs(device: Device) -> bool:
-    """Whether a tile of two adapters takes g as two vectors: on sm_100 they go through shared memory that is full."""
-    return device.capability < 100
-
-
 class Routes(NamedTuple):
     """Whose tokens are where, for tiles of BLOCK_M rows."""
 
@@ -251,8 +246,7 @@ def multi_gemm(
              None if pre_scale is None else Tile(pre_scale, (bm, width)), *((out, pre_scale) if experts else (None, None)),
              found.g, bias, found.ids, found.route, found.steps, M, N, K, R, laid.height,
              (N if trans_b else K) if experts else 0, span, most_tiles(M, shape), programs),
-            (trans_b, *flags, experts, bm, bn, bk, config.EPILOGUE_SUBTILE, config.GROUP_M, not INTERPRETED,
-             has_pairs(plan.device)),
+            (trans_b, *flags, experts, bm, bn, bk, config.EPILOGUE_SUBTILE, config.GROUP_M, not INTERPRETED),
             config.num_warps, config.num_stages,
         )  # fmt: skip
         return
