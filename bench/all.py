@@ -94,8 +94,11 @@ TABLE = {
     "beside": Entry(20, "bench.beside"),
     "group": Entry(60, "bench.group"),
     "multi": Entry(150, "bench.multi --runs 5 --jobs 8"),
+    "multi_again": Entry(60, "bench.multi --runs 5 --jobs 8 --G 4,32 --ways frozen,one,multi --kernels"),
     "multi_forms": Entry(40, "bench.multi_forms --only decode,train,tile,tile_mixed --jobs 8"),
     "multi_norms": Entry(40, "bench.multi_forms --only norm --jobs 8"),
+    "multi_tiles": Entry(60, "bench.multi_forms --only low,grad,look,strip,pass --jobs 8"),
+    "multi_look": Entry(40, "bench.multi_forms --only look,grad --jobs 8"),
     "experts": Entry(150, "bench.experts --runs 5"),
     "layers12_r384_eager": Entry(60, "bench.layers12 --r 384 --no-compile"),
     "layers12_r16_eager": Entry(60, "bench.layers12 --r 16 --no-compile"),
@@ -141,7 +144,7 @@ TABLE = {
         "--ways peft_lora,peft_fdora,peft_fdora_fused,peft_fdora_shards,peft_fdora_fused_shards",
     ),
     "jobs": Entry(70, "bench.jobs"),
-    "jobs_pipeline": Entry(60, "bench.jobs --world 2"),  # two GPUs
+    "jobs_pipeline": Entry(90, "bench.jobs --world 2 --jobs 8"),  # two GPUs
     "sharded_12": Entry(
         80,
         "bench.sharded --world 2 --layers 12 --ways peft_lora,peft_fdora,peft_fdora_fused,peft_fdora_shards "

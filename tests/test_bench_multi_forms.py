@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("triton", reason="it chooses among kernels; `make test` installs it")
 from bench import multi_forms
+from fdora.triton.multi_bwd import grad_config
 from fdora.triton.multi_norm import strip_config
 from fdora.triton.multi_small import room_config
 
@@ -32,3 +33,10 @@ def test_plans_take_what_was_fastest_on_an_h200():
     assert strip_config() == multi_forms.fastest(norms, "norm")
     assert room_config() == multi_forms.fastest(forms, "decode")
     assert multi_forms.fastest(norms, "train") == (1,)  # which every GPU does that can: copies_beside
+
+
+def test_gradients_take_the_tile_whose_kernels_were_fastest():
+    """By their own time: of the whole call it is a tenth."""
+    rows = [row["us"] for row in json.loads((RESULTS / "multi_tiles.json").read_text())["rows"] if row["kind"] == "grad"]
+    took = {name: sum(sum(us[name][kernel][1] for kernel in us[name]) for us in rows) for name in rows[0]}
+    assert grad_config(256, True) == multi_forms.form_of(min(took, key=took.get))

@@ -47,7 +47,10 @@ class GradConfig(NamedTuple):
 
 
 def grad_config(R: int, half: bool) -> GradConfig:
-    return GradConfig(min(64, power_of_two(R)), 128, 64, 4, 3) if half else GradConfig(min(32, power_of_two(R)), 64, 32, 4, 3)
+    """Segments are short, so that programs beside each other count for more than tokens under way (h200/multi_tiles.json)."""
+    if not half:
+        return GradConfig(min(32, power_of_two(R)), 64, 32, 4, 3)
+    return GradConfig(64, 128, 32, 4, 4) if R > 32 else GradConfig(power_of_two(R), 128, 64, 4, 3)
 
 
 class Out(NamedTuple):
@@ -109,9 +112,7 @@ def _scale(plan: Builder, given: Given, found: Routes, dz: Array | None, out: Ou
     dy, x, bank, h, kept, pre_scale = given
     (M, N), K, (G, R, _) = dy.shape, x.shape[1], bank.A.shape
     config = scale_config(M, N, R, dy.dtype != torch.float32, plan.device.capability)
-    # Where segments are about as short as strips, most strips are cut in two, and a program has half a tile: 8192 rows of 32
-    # adapters took 1.25 of the pass of one.
-    rows = config.ROWS * (2 if 4 * G * config.ROWS > M else 1)
+    rows = config.ROWS * longer(M, N, G, config.ROWS, plan.device.num_sms)
     pairs = cdiv(M, rows) + G
     need_m, need_bias = out.dm is not None or out.dc is not None, out.dbias is not None
     partial_m = plan.temp((pairs, N), torch.float32) if need_m else None
@@ -200,6 +201,15 @@ def _scale(plan: Builder, given: Given, found: Routes, dz: Array | None, out: Ou
             4,
         )
     return partial_B is not None
+
+
+def longer(M: int, N: int, G: int, rows: int, num_sms: int) -> int:
+    """Strips this many times as long where segments are about as short as they are: else most are cut in two, and a program has
+    half a tile. 8192 rows of 32 adapters took 1.25 of the pass of one, twice as long 1.08 of it, eight times 1.03. But were all
+    tokens one adapter's, its strips must fill the GPU."""
+    if 4 * G * rows <= M:
+        return 1
+    return 8 if cdiv(M, 8 * rows) * cdiv(N, 64) >= 2 * num_sms else 2
 
 
 def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, ranks: Array | None, rank_first: bool) -> None:

@@ -246,8 +246,7 @@ def multi_gemm(
              None if pre_scale is None else Tile(pre_scale, (bm, width)), *((out, pre_scale) if experts else (None, None)),
              found.g, bias, found.ids, found.route, found.steps, M, N, K, R, laid.height,
              (N if trans_b else K) if experts else 0, span, most_tiles(M, shape), programs),
-            (trans_b, *flags, experts, bm, bn, bk, config.EPILOGUE_SUBTILE, config.GROUP_M, not INTERPRETED,
-             plan.device.capability < 100),
+            (trans_b, *flags, experts, bm, bn, bk, config.EPILOGUE_SUBTILE, config.GROUP_M, not INTERPRETED),
             config.num_warps, config.num_stages,
         )  # fmt: skip
         return

@@ -19,7 +19,7 @@ LOAD = tl.constexpr("ld.global.f32 $0, [$1];")
 @triton.jit
 def _scaled(
     acc, g, bias, ids, first, last, row, n, M, N, BIAS_SPAN, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
-    PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
     """g of each row's segment, and bias."""
     if HAS_G:
@@ -28,16 +28,11 @@ def _scaled(
         else:
             t = row + tl.arange(0, BLOCK_M)
             a = tl.load(ids + t, mask=t < M, other=0).to(tl.int64)
-            if PAIRS and last == first + 1:  # two of them, as in most tiles that are shared
-                mine = (a == first)[:, None]
-                acc = acc * tl.where(mine, tl.load(g + tl.cast(first, tl.int64) * N + n, mask=n < N, other=0.0)[None, :], 1.0)
-                acc = acc * tl.where(mine, 1.0, tl.load(g + tl.cast(last, tl.int64) * N + n, mask=n < N, other=0.0)[None, :])
+            at = g + a[:, None] * N + tl.minimum(n, N - 1)[None, :]
+            if PTX:  # as a load it would want the product in a layout of its own, through shared memory that is full
+                acc = acc * tl.inline_asm_elementwise(LOAD, "=f,l", [at.to(tl.int64)], tl.float32, True, 1)
             else:
-                at = g + a[:, None] * N + tl.minimum(n, N - 1)[None, :]
-                if PTX:  # as a load it would want the product in a layout of its own, through shared memory that is full
-                    acc = acc * tl.inline_asm_elementwise(LOAD, "=f,l", [at.to(tl.int64)], tl.float32, True, 1)
-                else:
-                    acc = acc * tl.load(at)
+                acc = acc * tl.load(at)
     if HAS_BIAS:
         own = bias + tl.cast(first, tl.int64) * BIAS_SPAN if EXPERTS else bias
         acc += tl.load(own + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
@@ -55,8 +50,8 @@ def _store_rows(acc, out, row, stop, col, N, BLOCK_M: tl.constexpr, WIDTH: tl.co
 @triton.jit
 def _store_tma(
     acc, out, pre_scale, out_at, pre_scale_at, g, bias, ids, first, last, row, stop, col, M, N, BIAS_SPAN,
-    HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, PTX: tl.constexpr, PAIRS: tl.constexpr,
-    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, PTX: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
 ):
     n = col + tl.arange(0, WIDTH)
     if STORE_PRE_SCALE:
@@ -64,7 +59,7 @@ def _store_tma(
             _store_rows(acc.to(pre_scale.dtype), pre_scale_at, row, stop, col, N, BLOCK_M, WIDTH)
         else:
             pre_scale.store([row, col], acc.to(pre_scale.dtype))
-    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, BIAS_SPAN, HAS_G, HAS_BIAS, PTX, PAIRS, EXPERTS, BLOCK_M)
+    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, BIAS_SPAN, HAS_G, HAS_BIAS, PTX, EXPERTS, BLOCK_M)
     if EXPERTS and row + BLOCK_M > stop:
         _store_rows(acc.to(out.dtype), out_at, row, stop, col, N, BLOCK_M, WIDTH)
     else:
@@ -88,10 +83,9 @@ def multi_gemm_tma_kernel(
     x, w, h, b, tails, out, pre_scale, out_at, pre_scale_at, g, bias, ids, route, steps, M, N, K, R, SPAN, W_SPAN, BIAS_SPAN,
     MOST, PROGRAMS, TRANS_B: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EPILOGUE_SUBTILE: tl.constexpr,
-    GROUP_M: tl.constexpr, PTX: tl.constexpr, PAIRS: tl.constexpr,
+    GROUP_M: tl.constexpr, PTX: tl.constexpr,
 ):
-    """SPAN, W_SPAN: rows of b and of w from one adapter to the next. ``tails``: as of multi_rows.Laid. PAIRS: a tile of two
-    adapters has two vectors of g, which on sm_100 go through shared memory that is full. MOST: tiles of rows that
+    """SPAN, W_SPAN: rows of b and of w from one adapter to the next. ``tails``: as of multi_rows.Laid. MOST: tiles of rows that
     there may be. One loop over the steps of all tiles of a program: the compiler joins two only where inner ones are alike."""
     steps_k = tl.cdiv(K, BLOCK_K)
     rows = tl.load(route + ROUTE * MOST) * BLOCK_M if EXPERTS else M
@@ -134,16 +128,16 @@ def multi_gemm_tma_kernel(
                 one, two = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
                 _store_tma(
                     one, out, pre_scale, out_at, pre_scale_at, g, bias, ids, first, last, row, stop, col, M, N, BIAS_SPAN,
-                    HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, PAIRS, EXPERTS, BLOCK_M, WIDTH,
+                    HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, EXPERTS, BLOCK_M, WIDTH,
                 )
                 _store_tma(
                     two, out, pre_scale, out_at, pre_scale_at, g, bias, ids, first, last, row, stop, col + WIDTH, M, N,
-                    BIAS_SPAN, HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, PAIRS, EXPERTS, BLOCK_M, WIDTH,
+                    BIAS_SPAN, HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, EXPERTS, BLOCK_M, WIDTH,
                 )
             else:
                 _store_tma(
                     acc, out, pre_scale, out_at, pre_scale_at, g, bias, ids, first, last, row, stop, col, M, N, BIAS_SPAN,
-                    HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, PAIRS, EXPERTS, BLOCK_M, BLOCK_N,
+                    HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, EXPERTS, BLOCK_M, BLOCK_N,
                 )
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
 
@@ -202,7 +196,7 @@ def multi_gemm_pointer_kernel(
     mask = (t < stop)[:, None] & (n < N)[None, :]
     if STORE_PRE_SCALE:
         tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
-    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, BIAS_SPAN, HAS_G, HAS_BIAS, False, False, EXPERTS, BLOCK_M)
+    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, BIAS_SPAN, HAS_G, HAS_BIAS, False, EXPERTS, BLOCK_M)
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
@@ -229,5 +223,5 @@ def multi_epilogue_kernel(
     acc += tl.load(v + at, mask=mask, other=0.0)
     if STORE_PRE_SCALE:
         tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
-    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, 0, HAS_G, HAS_BIAS, False, False, False, BLOCK_M)
+    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, 0, HAS_G, HAS_BIAS, False, False, BLOCK_M)
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
