@@ -65,7 +65,8 @@ def norm_config(
 
 
 def _span(columns: int) -> int:
-    """A power of two that makes six strips or more. By the columns alone: a row's norm does not depend on the others."""
+    """A power of two that makes six strips or more. By the columns alone: a row's norm does not depend on the others, but on
+    whether 16 divides their number."""
     return max(256, min(2048, 1 << (max(1, columns // 6).bit_length() - 1)))
 
 

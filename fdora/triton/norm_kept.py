@@ -43,11 +43,19 @@ def give_norm(old_hash: Tensor, giver: Any) -> None:
     _made_from.pop(old_hash.data_ptr(), None)  # of what lay there before
 
 
+def _giver_of(old_hash: Tensor) -> Any:
+    """Not one whose own lies elsewhere by now: what it let go of may be anybody's."""
+    giver = givers.get(old_hash.data_ptr())
+    if giver is None or giver.room is None or giver.room[2].data_ptr() != old_hash.data_ptr():
+        return None
+    return giver
+
+
 def _row_norms_kept(W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], c: Tensors, old_hash: Tensors) -> Tensor:
     """One behind the other as in a model's norms, where whoever asked may write."""
     found = []
     for i, seen in enumerate(old_hash):
-        each, giver = (W[i], A[i], B[i], s[i]), givers.get(seen.data_ptr())
+        each, giver = (W[i], A[i], B[i], s[i]), _giver_of(seen)
         one = None if giver is None else giver.given(*each)
         one = _row_norm_kept(giver, *each, c[i], seen) if one is None else one
         found += [one, one.new_zeros(room(one) - one.shape[0])]
@@ -58,7 +66,7 @@ def norms_now(operands: Sequence[Any], s: Sequence[float], old_hash: Tensors) ->
     """Of layers one behind the other (fdora/_records.py), for an op that reads them at once: they may be another's memory."""
     found: list[Tensor] = []
     for i, seen in enumerate(old_hash):
-        giver = givers.get(seen.data_ptr())
+        giver = _giver_of(seen)
         c = None if giver is None else giver.given(*operands[WIDTH * i : WIDTH * i + 3], s[i])
         if c is None:
             break
@@ -71,7 +79,7 @@ def norms_now(operands: Sequence[Any], s: Sequence[float], old_hash: Tensors) ->
 
 def _rest_of(found: list[Tensor], W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], old_hash: Tensors) -> list[Tensor]:
     """What nobody gave."""
-    givers_of = [givers.get(seen.data_ptr()) for seen in old_hash]
+    givers_of = [_giver_of(seen) for seen in old_hash]
     if all([giver is not None and giver.norms is not None for giver in givers_of]):  # who tell forget_norms
         if len(found) < len(s) and capturing(W[0].device):
             return list(parts_of(norms_of_now(W, A, B, s), W))

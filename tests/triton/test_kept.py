@@ -50,6 +50,33 @@ def test_what_is_new_is_not_cleared():
     assert (norm_kept.norms_of_kept([(W, A, B, S, c, seen)])[0] == -7).all()
 
 
+class Moved:
+    """Keeps a norm elsewhere now, and says of every W that it is the one that it was."""
+
+    norms = None
+
+    def __init__(self, W):
+        self.room = (None, *dora_norm_state(W))
+
+    def given(self, *_):
+        return None
+
+    def made_from(self, W):
+        return (0,)
+
+
+def test_memory_that_another_norm_left_is_not_its_own():
+    from fdora.triton.norm_kept import give_norm, norms_of_kept
+
+    W, A, B = inputs(HALF[0])
+    c, seen = dora_norm_state(W)
+    before = Moved(W)
+    give_norm(seen, before)
+    for _ in range(2):
+        assert torch.equal(norms_of_kept([(W, A, B, S, c, seen)])[0], dora_norm(W, A, B, s=S, backend="triton"))
+        W.mul_(2)
+
+
 def test_several_norms_come_together():
     """Each begins where a tensor of its own could."""
     from fdora.triton.norm_kept import norms_of_kept

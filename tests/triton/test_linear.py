@@ -232,7 +232,7 @@ def test_opcheck():
     t = tensors(40, 72, 16, (9,), HALF[0])
     c = dora_norm(t["W"], t["A"], t["B"], s=t["s"])
     operands = [*(t[n] for n in "WABm"), c, None, None]
-    args = (t["x"], operands, [0.7], ["output"], 0.0, "lora", [], [])
+    args = (t["x"], operands, [0.7], ["output"], 0.0, "lora", [], [], None, [], True)
     torch.library.opcheck(linear, args)
     y, h = linear(*args)
     asked = (True, [True] * 4 + [False], [], [])
@@ -304,7 +304,7 @@ def test_a_compiler_may_ask_about_a_layer_without_outputs(lead):
     with torch.device("meta"):
         x, W, A, B = torch.empty(*lead, K), torch.empty(0, K), torch.empty(r, K), torch.empty(0, r)
         operands = [W, A, B, torch.empty(0), torch.empty(0), None, None]
-        y, h = _fake_linear(x, operands, [1.0], ["nothing"], 0.0, "lora", [], [])
+        y, h = _fake_linear(x, operands, [1.0], ["nothing"], 0.0, "lora", [], [], None, [], True)
     assert y.shape == (*lead, 0) and h.shape == (x[..., 0].numel(), r)
 
 

@@ -28,7 +28,8 @@ def products(monkeypatch):
         monkeypatch.setattr(products, name, value)
     monkeypatch.setattr(products.clock, "quick_timer", quick_timer)
     monkeypatch.setattr(products.clock, "anchor_graph", lambda: None)
-    monkeypatch.setattr(products.torch.cuda, "Stream", lambda: None)
+    if device.NAME == "cpu":
+        monkeypatch.setattr(products.torch.cuda, "Stream", lambda: None)
     return products
 
 
