@@ -35,7 +35,7 @@ from bench.quant_forms import (
 from bench.save import save
 from fdora.functional import dora_norm
 from fdora.triton.codes import packed
-from fdora.triton.configs import QuantConfig, quant_config
+from fdora.triton.configs_quant import QuantConfig, quant_config
 from fdora.triton.quant import norm
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import device_of

@@ -676,8 +676,8 @@ def test_model_sees_what_a_compiler_spoils(tmp_path, monkeypatch):
 def test_model_sees_a_wrong_result(tmp_path, monkeypatch):
     from fdora.integrations._peft import linear, steady
 
-    first, right = linear.dora_linear, steady.bound_linears
-    monkeypatch.setattr(linear, "dora_linear", lambda *args, s, **given: first(*args, s=2 * s, **given))
+    first, right = linear.linears, steady.bound_linears
+    monkeypatch.setattr(linear, "linears", lambda x, layers, *rest: first(x, [la._replace(s=2 * la.s) for la in layers], *rest))
     monkeypatch.setattr(steady, "_calls", {})
     monkeypatch.setattr(steady, "bound_linears", lambda tensors, s, *rest: right(tensors, (2 * s[0], *s[1:]), *rest))
     with pytest.raises(SystemExit, match=r"'dA \(bf16 adapters\)', 'dB \(bf16 adapters\)'"):

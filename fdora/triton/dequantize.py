@@ -31,7 +31,7 @@ from fdora.triton.codes import (
     weights_of,
     written,
 )
-from fdora.triton.configs import dequantize_config
+from fdora.triton.configs_quant import dequantize_config
 from fdora.triton.copy import in_dtype
 from fdora.triton.kernels.dequantize import dequantize4_kernel, dequantize8_kernel, lost4_kernel, lost8_kernel
 from fdora.triton.norm import norm as norm_of_dense

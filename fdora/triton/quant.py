@@ -32,7 +32,7 @@ from fdora.triton.codes import (
     weights_of,
     written,
 )
-from fdora.triton.configs import quant_config, run_of
+from fdora.triton.configs_quant import quant_config, run_of
 from fdora.triton.copy import in_dtype
 from fdora.triton.hash import WORDS, fingerprint
 from fdora.triton.kernels.quant import quant4_kernel

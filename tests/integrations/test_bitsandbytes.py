@@ -16,9 +16,9 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from fdora import FdoraError
-from fdora.functional import dora_mlp
+from fdora.functional import dora_mlp, opaque
 from fdora.integrations import _norm
-from fdora.integrations._peft import blocks, linear, quant, variants
+from fdora.integrations._peft import linear, quant, variants
 from fdora.integrations.peft import init_magnitude, report, restore, use_fdora
 from fdora.quant import from_bnb
 from tests import device, reference
@@ -245,7 +245,7 @@ def test_blocks_are_fused_as_well(monkeypatch, compute, given):
     outputs += [k(x), v(x)]
     assert all(y.dtype == given for y in outputs) and shared.waiting is None
     nodes = []
-    monkeypatch.setattr(blocks, "dora_mlp", lambda *args, **options: nodes.append(1) or dora_mlp(*args, **options))
+    monkeypatch.setattr(opaque, "dora_mlp", lambda *args, **options: nodes.append(1) or dora_mlp(*args, **options))
     assert first.mlp(x).dtype == given and len(nodes) == (compute == given)
 
 

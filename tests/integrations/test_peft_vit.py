@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Dinov2Config, Dinov2Model, ViTConfig, ViTModel
 
 from bench.vit_model import LINEARS, TINY, GluMlp, LayerScale, vit
-from fdora.integrations._peft import blocks as peft_blocks
+from fdora.functional import opaque
 from fdora.integrations._peft.blocks import Mlp
 from fdora.integrations._peft.ends import Ends, Tail, VitBlock, last_layers, where
 from fdora.integrations._peft.gated import gated_of
@@ -207,8 +207,8 @@ def test_what_else_happens_is_left_alone(change, taken):
 
 
 def test_dropout_after_the_layer_and_between(taken, monkeypatch):
-    whole, stock = [], peft_blocks.dora_mlp
-    monkeypatch.setattr(peft_blocks, "dora_mlp", lambda *args, **kwargs: whole.append(1) or stock(*args, **kwargs))
+    whole, stock = [], opaque.dora_mlp
+    monkeypatch.setattr(opaque, "dora_mlp", lambda *args, **kwargs: whole.append(1) or stock(*args, **kwargs))
     model = use_fdora(made(), fuse=True).train()
     first(model).attn.proj_drop.p = first(model).mlp.drop1.p = 0.5
     step(model)

@@ -15,7 +15,7 @@ from fdora.quant import Codes8, Lut4
 from fdora.quant.bnb import UNIT
 from fdora.triton import quant
 from fdora.triton.codes import Coded, weights_of, written
-from fdora.triton.configs import run_of
+from fdora.triton.configs_quant import run_of
 from fdora.triton.quant import plan_quant_norm, quant_norm, quant_row_norm
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.describe import describe

@@ -1,0 +1,75 @@
+"""As configs.py, for a W of codes: its norm, and its dense copy."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fdora.triton.configs import power_of_two
+
+
+class QuantConfig(NamedTuple):
+    """As NormConfig; ``RUN``: how many tiles of the same rows a program walks, 0 for what run_of says. TMA brings A and B."""
+
+    BLOCK_N: int
+    BLOCK_K: int
+    BLOCK_R: int
+    PRECISION: str
+    num_warps: int
+    num_stages: int
+    RUN: int = 0
+    TMA: bool = False
+
+
+def run_of(tiles_n: int, tiles_k: int, num_sms: int) -> int:
+    """The longest run of tiles along K, up to 8, that leaves three programs for two multiprocessors. 4096 x 4096 in runs of 8
+    has 256 and takes 15.4 us on an H200, in runs of 4 16.4, of 2 18.0, of 1 21.4."""
+    run = 8
+    while run > 1 and 2 * tiles_n * -(-tiles_k // run) < 3 * num_sms:
+        run //= 2
+    return run
+
+
+def quant_config(
+    r: int, half: bool, capability: int, pairs: bool = True, wide: bool = False, aligned: bool = False, stores: bool = False
+) -> QuantConfig:
+    """The norm of a W of codes. ``pairs``: two 4-bit codes of a row to a byte, or one of 8 bits. ``wide``: 4 bits in groups of
+    32 or more, and A and B not split into terms; else a large tile would spill, or move its scales. ``aligned``: A and B lie as
+    TMA wants them. ``stores``: the dense W is written, too.
+
+    us on an H200, NF4, r = 64, 14336 x 4096, in runs of 8 tiles: 64 x 128 by 4 warps 43, 64 x 64 47 (in runs of 4), 128 x 128
+    by 8 warps 54, 64 x 128 by 8 warps 54 (in runs of 4); single tiles 60 to 100. With W stored 64 x 64 71, 64 x 128 79 to 86,
+    others more. At r = 384 128 x 256 by TMA 99, with three stages 103, by pointers 108; 128 x 128 by pointers 113, in runs 139,
+    by TMA 120 to 135.
+    """
+    if not half:
+        return QuantConfig(64, 64, 32, "tf32x3" if capability else "ieee", 4, 2)
+    if not pairs:  # an address of 64 bits for each code and for each scale
+        return QuantConfig(64, 64, 32, "ieee", 8, 2)
+    hopper = 90 <= capability < 100
+    if r <= 64:
+        return QuantConfig(64, 64 if stores and hopper else 128, min(64, power_of_two(r)), "ieee", 4 if hopper else 8, 3)
+    if hopper and wide and not stores:
+        return QuantConfig(128, 256, 64, "ieee", 8, 2 if aligned else 3, 1, aligned)
+    return QuantConfig(128, 128, 32, "ieee", 8, 3, 1)
+
+
+class DequantizeConfig(NamedTuple):
+    """Tile of W; ``VECTOR``: how many bytes of codes a thread reads at once."""
+
+    BLOCK_N: int
+    BLOCK_K: int
+    VECTOR: int
+    num_warps: int
+
+
+def dequantize_config(pairs: bool, itemsize: int, four: bool) -> DequantizeConfig:
+    """``pairs``: as of quant_config. ``itemsize``: of the dense W. ``four``: 4-bit codes.
+
+    Not measured on a GPU. A warp writes 512 bytes at once, and has four reads under way; a tile of 8-bit codes lies in one
+    column of blocks of 128 x 128.
+    """
+    if not pairs:
+        return DequantizeConfig(16, 64, 1, 4)
+    if four:
+        return DequantizeConfig(16, 512 // itemsize, 8 // itemsize, 4)
+    return DequantizeConfig(64 // itemsize, 128, 16 // itemsize, 4)
