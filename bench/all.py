@@ -80,10 +80,16 @@ TABLE = {
     "few_ranks": Entry(50, "bench.few --jobs 8 --ranks 64,256 --tokens 64,32,16"),
     "passes": Entry(75, "bench.passes"),
     "shapes": Entry(60, "bench.shapes --jobs 8"),
+    "shapes_17": Entry(60, "bench.shapes --jobs 8 --seed 17"),
     "shapes_unseen": Entry(60, "bench.shapes --jobs 8 --seed 101"),
     "bias": Entry(45, "bench.bias --beside 512"),
     "norm_model": Entry(30, "bench.norm_model --r 16,64,384"),
     "norm_dense": Entry(40, "bench.norm_dense"),
+    "norm_dense_now": Entry(
+        15,
+        "bench.norm_dense --now "
+        "--shapes 24832x8832x8,4096x14336x12,4096x4096x16,4096x4096x64,4096x14336x64,3840x15360x96,8192x28672x96,4096x4096x128",
+    ),
     "norm_dense_more": Entry(
         30,
         "bench.norm_dense "
