@@ -151,9 +151,13 @@ def dora_linear(
 
 
 def bound_linears(
-    tensors: tuple[Tensor | None, ...], s: tuple[float, ...], saved: tuple[bool, ...], keep_inner: bool, backend: str,
+    tensors: tuple[Tensor | None, ...],
+    s: tuple[float, ...],
+    saved: tuple[bool, ...],
+    keep_inner: bool,
+    backend: str,
     full: bool = False,
-) -> Call:  # fmt: skip
+) -> Call:
     """For integrations, whose own checks cover those of :func:`dora_linear` and :func:`dora_linear_group`: what
     :func:`checked_linears` takes for all tensors with the facts of these, without dropout or autocast, where nothing traces.
 

@@ -80,9 +80,18 @@ def grouped_config(
 
 
 def _fused(
-    M: int, N: int, K: int, r: int, trans_b: bool, extra: bool, tma: bool, gpu: Gpu, capability: int, groups: int = 0,
+    M: int,
+    N: int,
+    K: int,
+    r: int,
+    trans_b: bool,
+    extra: bool,
+    tma: bool,
+    gpu: Gpu,
+    capability: int,
+    groups: int = 0,
     most: int = 0,
-) -> tuple[GemmConfig, float]:  # fmt: skip
+) -> tuple[GemmConfig, float]:
     found = tiles(trans_b, extra, tma and 90 <= capability < 120, capability)
     if most:
         found = {c: fit for c, fit in found.items() if most >= c.BLOCK_M and not _fills_registers(c)}

@@ -18,7 +18,7 @@ Roof: W twice. 4096 x 4096, r = 16: 67 MB, 16 us; 18 are taken (H200), where pla
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,21 @@ GRAM, GRAM_PARTS = 64, 8  # of large ones: rows and columns of a tile, as many a
 SERVED = (torch.bfloat16,)  # of W
 
 
+class Given(NamedTuple):
+    """What a plan has, where the gradients go, and what they are added to."""
+
+    dc: Array
+    W: Array
+    A: Array
+    B: Array
+    c: Array
+    s: Scalar
+    dA: Array | None
+    dB: Array | None
+    onto_A: Array | None
+    onto_B: Array | None
+
+
 def norm_bwd(
     dc: Tensor, W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, needs: tuple[bool, bool], onto: Onto = (None, None)
 ) -> tuple[Tensor | None, Tensor | None] | None:
@@ -79,20 +94,19 @@ def _planned(dc, W, A, B, c, s, needs, onto_A=None, onto_B=None):
 def plan_norm_bwd(likes: Sequence[Like | None], device: Device, needs: tuple[bool, bool]) -> Plan:
     plan = Builder("gradient through the norm", device)
     dc, W, A, B, c = plan.vector(likes[0]), *map(plan.operand, likes[1:4]), plan.vector(likes[4])
-    given = [plan.operand(like) for like in likes[5:]]
     s, (N, K), R = plan.scalar("s"), W.shape, A.shape[0]
     dA = plan.result("dA", (R, K), A.dtype) if needs[0] else None
     dB = plan.result("dB", (N, R), B.dtype) if needs[1] else None
-    onto_A, onto_B = (None if t is None else dense(plan, t) for t in given)
-    t, f32 = W.dtype, torch.float32
-    half = A.dtype == B.dtype == t
+    onto_A, onto_B = (None if t is None else dense(plan, t) for t in [*map(plan.operand, likes[5:])])
+    t, f32, half = W.dtype, torch.float32, A.dtype == B.dtype == W.dtype
+    of = Given(dc, W, A, B, c, s, dA, dB, onto_A, onto_B)
     if A.shape[0] <= (WHOLE if half else WHOLE // 2):  # of three tf32 products sm_80 spills above
         plan.path = "all products with W in one pass, nothing of its size written"
-        _pass(plan, dc, W, A, B, c, s, dA, dB, onto_A, onto_B)
+        _pass(plan, of)
         return plan.plan()
     plan.path = "two products with W, nothing of its size written"
     if half:
-        _as_tokens(plan, dc, W, A, B, c, s, dA, dB, onto_A, onto_B)
+        _as_tokens(plan, of)
         return plan.plan()
     if dA is not None:
         terms = 1 if B.dtype == t else 2
@@ -111,12 +125,10 @@ def plan_norm_bwd(likes: Sequence[Like | None], device: Device, needs: tuple[boo
     return plan.plan()
 
 
-def _as_tokens(
-    plan: Builder, dc: Array, W: Array, A: Array, B: Array, c: Array, s: Scalar, dA: Array | None, dB: Array | None,
-    onto_A: Array | None, onto_B: Array | None,
-) -> None:  # fmt: skip
+def _as_tokens(plan: Builder, of: Given) -> None:
     """By the layer's own product (gemm.py): dA is dx of r tokens whose dz is s (q B)^T; dB has the rows of W for tokens, and A
     for a weight."""
+    dc, W, A, B, c, s, dA, dB, onto_A, onto_B = of
     (N, K), R, t, f32 = W.shape, A.shape[0], W.dtype, torch.float32
     needs = (dA is not None, dB is not None)
     dz = plan.temp((R, N), t, (cdiv(N, 8) * 8, 1)) if needs[0] else None  # rows that begin at 16 bytes, for TMA
@@ -141,7 +153,7 @@ def _as_tokens(
     plan.launch(
         norm_grams_add_kernel, (cdiv(R * R, 1024), sum(needs)), (*parts, *grams, s, R * R), (*needs, GRAM_PARTS, 1024), 4
     )
-    if dA is not None and dB is not None and _both_at_once(plan, dz, grams, (W, A, B), onto_A, onto_B, dA, dB, slopes):
+    if _both_at_once(plan, of, dz, grams, slopes):
         return
     if dA is not None:
         assert dz is not None and grams[0] is not None
@@ -152,12 +164,12 @@ def _as_tokens(
         gemm(plan, dB, W, B, Operand(A, grams[1], trans=True), Epilogue("rows", m=slopes, residual=onto_B))
 
 
-def _both_at_once(
-    plan: Builder, dz: Any, grams: Sequence[Any], of: tuple[Array, Array, Array], onto_A: Array | None, onto_B: Array | None,
-    dA: Array, dB: Array, slopes: Array | None,
-) -> bool:  # fmt: skip
+def _both_at_once(plan: Builder, of: Given, dz: Any, grams: Sequence[Any], slopes: Array | None) -> bool:
     """One launch for both, where large tiles of one leave multiprocessors idle and those of both find room."""
-    (W, A, B), (N, K), R = of, of[0].shape, of[1].shape[0]
+    _, W, A, B, _, _, dA, dB, onto_A, onto_B = of
+    if dA is None or dB is None:
+        return False
+    (N, K), R = W.shape, A.shape[0]
     programs = cdiv(R, TALL) * (cdiv(K, WIDE) + cdiv(N, WIDE))
     on, arrays = plan.device, (dz, *grams, W, A, B, dA, dB, onto_A, onto_B)
     fits = all(t is None or is_tma_compatible(t) for t in arrays)
@@ -192,45 +204,39 @@ def _both_at_once(
     return True
 
 
-def _pass(
-    plan: Builder, dc: Array, W: Array, A: Array, B: Array, c: Array, s: Scalar, dA: Array | None, dB: Array | None,
-    onto_A: Array | None, onto_B: Array | None,
-) -> None:  # fmt: skip
+def _pass(plan: Builder, of: Given) -> None:
     """Two launches: all sums, in parts, and what adds them up."""
+    dc, W, A, B, c, s, dA, dB, onto_A, onto_B = of
     (N, K), R, f32 = W.shape, A.shape[0], torch.float32
     block_r, ms = power_of_two(R), plan.device.num_sms
     wgmma = 90 <= plan.device.capability < 120  # elsewhere operands live in registers, and large tiles spill
     block_n, block_k = PASS_OF_LARGE if W.nbytes > LARGE and block_r <= 16 and wgmma else PASS
-    warps, stages = 4, 3
     rows = _span(N, block_n, 3 * ms // 2 // cdiv(K, block_k))
     columns = _span(K, block_k, 3 * ms // 2 // cdiv(N, block_n))
     parts = {"A": cdiv(N, rows), "B": cdiv(K, columns)}
     each = {"A": (dA, (parts["A"], R, K)), "B": (dB, (parts["B"], R, N))}
     sums = [None if d is None else plan.temp(shape, f32) for d, shape in each.values()]
     grams = [None if d is None else plan.temp((GRAMS, R, R), f32) for d in (dA, dB)]
-    strides = (*A.stride, *B.stride)
-    programs = GRAMS * ((dA is not None) + (dB is not None))
-    programs += 0 if dA is None else cdiv(K, block_k) * parts["A"]
-    programs += 0 if dB is None else cdiv(N, block_n) * parts["B"]
+    needs = (dA is not None, dB is not None)
+    programs = GRAMS * sum(needs) + needs[0] * cdiv(K, block_k) * parts["A"] + needs[1] * cdiv(N, block_n) * parts["B"]
     wide = [f.dtype != W.dtype for f in (A, B)]
     terms = [2 if wide[1] or block_r <= WHOLE // 2 else 1, 1 + wide[0]]  # of q B and of A; sm_80 spills with more at r = 64
     gram_block = 32 if any(wide) else min(256, 4096 // block_r)
     precision = [("tf32x3" if plan.device.capability else "ieee") if w else None for w in wide]
-    needs = (dA is not None, dB is not None)
     plan.launch(
         norm_pass_kernel,
         (programs,),
-        (dc, c, W, A, B, *sums, *grams, N, K, R, *W.stride, *strides, rows, columns),
+        (dc, c, W, A, B, *sums, *grams, N, K, R, *W.stride, *A.stride, *B.stride, rows, columns),
         (*needs, GRAMS, *terms, *precision, gram_block, block_n, block_k, block_r),
-        warps,
-        stages,
+        4,
+        3,
     )
     block_i, block_j = min(32, block_r), 64
-    tiles = (0 if dA is None else cdiv(K, block_j)) + (0 if dB is None else cdiv(N, block_j))
+    tiles = needs[0] * cdiv(K, block_j) + needs[1] * cdiv(N, block_j)
     plan.launch(
         norm_add_kernel,
         (tiles, cdiv(R, block_i)),
-        (*sums, *grams, A, B, dc, c, onto_A, onto_B, dA, dB, s, N, K, R, *strides),
+        (*sums, *grams, A, B, dc, c, onto_A, onto_B, dA, dB, s, N, K, R, *A.stride, *B.stride),
         (*needs, *parts.values(), GRAMS, *precision, block_j, block_i, block_r),
         4,
         2,
