@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from fdora._records import NO_NEEDS, Bound, Dropout, DropoutMode, Grads, Needs, Operands, Options, Saved, layers_in
-from fdora._torch import PLAIN, foreach_clone, needs_dispatcher
+from fdora._torch import PLAIN, needs_dispatcher
 from fdora.quant import QuantWeight
 from fdora.triton.codes import is_coded
 from fdora.triton.copy import dense
 from fdora.triton.linear_bwd import backward, fake_grads, result_grads
 from fdora.triton.linear_fwd import columns_of_h, forward, result_h
-from fdora.triton.norm_kept import norms_now
+from fdora.triton.norm_kept import run_asking
 from fdora.triton.op import op
 from fdora.triton.operands import (
     Likes,
@@ -127,11 +127,8 @@ def unpacked(
 
 def _linear(x, operands, s, saves, p, mode, text, numbers, residual, seen, keep) -> tuple[Tensor, ...]:
     """Each y, h if there is any, each value before g that is saved, each norm that nobody gave."""
-    if not seen:
-        return run(*_planned(x, operands, s, saves, p, mode, text, numbers, residual))
-    c = norms_now(operands, s, seen)
-    results = run(*_planned(x, with_norms(operands, c), s, saves, p, mode, text, numbers, residual))
-    return (*results, *foreach_clone(c)) if keep else results
+    given: tuple[Tensor, ...] = run_asking(_planned, seen, keep, x, operands, s, saves, p, mode, text, numbers, residual)
+    return given
 
 
 def _planned(x, operands, s, saves, p, mode, text, numbers, residual, seen=(), keep=True):

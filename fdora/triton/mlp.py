@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from fdora._records import BoundMlp, Dropout, DropoutMode, Grads, Needs, Operands, Options, SavedMlp, layers_in
-from fdora._torch import foreach_clone, needs_dispatcher
+from fdora._torch import needs_dispatcher
 from fdora.triton import act as activation
 from fdora.triton.copy import dense
 from fdora.triton.gemm import Epilogue
 from fdora.triton.linear import rows_of, saves_pre_scale
 from fdora.triton.linear_bwd import backward, fake_grads, result_grads
 from fdora.triton.linear_fwd import columns_of_h, epilogue_of, forward, result_h
-from fdora.triton.norm_kept import norms_now
+from fdora.triton.norm_kept import run_asking
 from fdora.triton.op import op
 from fdora.triton.operands import Likes, any_norms, facts, fake_layers, fake_norms, flat, norms_of, read_layers, with_norms
 from fdora.triton.runtime.builder import Builder
@@ -80,11 +80,8 @@ def _keeps_output(pre_scale: bool, mode: str) -> bool:
 
 
 def _mlp(x, operands, s, saves, p, mode, act, text, numbers, seen, keep) -> tuple[Tensor, ...]:
-    if not seen:
-        return run(*_planned(x, operands, s, saves, p, mode, act, text, numbers))
-    c = norms_now(operands, s, seen)
-    results = run(*_planned(x, with_norms(operands, c), s, saves, p, mode, act, text, numbers))
-    return (*results, *foreach_clone(c)) if keep else results
+    given: tuple[Tensor, ...] = run_asking(_planned, seen, keep, x, operands, s, saves, p, mode, act, text, numbers)
+    return given
 
 
 def _planned(x, operands, s, saves, p, mode, act, text, numbers, seen=(), keep=True):

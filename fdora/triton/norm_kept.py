@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fdora._records import WIDTH
-from fdora._torch import capturing, needs_dispatcher
+from fdora._torch import capturing, foreach_clone, needs_dispatcher
 from fdora.triton.norm import computed, guarded
 from fdora.triton.op import op
+from fdora.triton.operands import with_norms
 from fdora.triton.runtime.plan import Plan
 from fdora.triton.runtime.walk import run
 from fdora.triton.tree import keep_for_graphs, norms_of_now, parts_of, room, seen_for_graphs, unplanned
@@ -75,6 +76,18 @@ def norms_now(operands: Sequence[Any], s: Sequence[float], old_hash: Tensors) ->
         return found
     W, A, B = (operands[i::WIDTH] for i in range(3))
     return _rest_of(found, W, A, B, s, old_hash)
+
+
+def run_asking(
+    planned: Callable[..., Any], seen: Tensors, keep: bool, x: Tensor, operands: Sequence[Any], s: Any, *how: Any
+) -> Any:
+    """Runs planned(x, operands, s, ...): where there is ``seen``, with the norms of now, which come last in what it returns if
+    somebody keeps them."""
+    if not seen:
+        return run(*planned(x, operands, s, *how))
+    c = norms_now(operands, s, seen)
+    results = run(*planned(x, with_norms(operands, c), s, *how))
+    return (*results, *foreach_clone(c)) if keep else results
 
 
 def _rest_of(found: list[Tensor], W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], old_hash: Tensors) -> list[Tensor]:

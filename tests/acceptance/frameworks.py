@@ -137,17 +137,23 @@ def environment(name, work):
     return python
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("frameworks", nargs="*", help=f"of {', '.join(RECIPES)}; all by default")
+def chosen(doc, known):
+    """What a command line names of these, all by default; and the folder of the environments."""
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(known)}; all by default")
     parser.add_argument("--work", type=Path, default=Path(".venv-frameworks"), help="where the environments are, or are made")
     options = parser.parse_args()
-    unknown = set(options.frameworks) - RECIPES.keys()
+    unknown = set(options.names) - known.keys()
     if unknown:
-        parser.error(f"no recipe for {', '.join(sorted(unknown))}")
+        parser.error(f"no {', '.join(sorted(unknown))} here")
+    return options.names or list(known), options.work.absolute()
+
+
+def main():
     failed = []
-    for name in options.frameworks or RECIPES:
-        python = environment(name, options.work.absolute())
+    names, work = chosen(__doc__, RECIPES)
+    for name in names:
+        python = environment(name, work)
         env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         print(f"== {name}: {', '.join(RECIPES[name][1] or RECIPES[name][0])}", flush=True)
         command = [

@@ -7,7 +7,6 @@ environment of ``make test``; for the others one each is made (frameworks.py). `
 one. Half a minute each. Exits with 1 where something does not hold.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -21,7 +20,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
-from tests.acceptance.frameworks import RECIPES, ROOT, environment
+from tests.acceptance.frameworks import RECIPES, ROOT, chosen, environment
 from tests.integrations import tiny
 from tests.integrations.models import perturb
 
@@ -299,16 +298,9 @@ def run(name, work):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("cells", nargs="*", help=f"of {', '.join(CELLS)}; all by default")
-    parser.add_argument("--work", type=Path, default=Path(".venv-frameworks"), help="where the environments are, or are made")
-    given = parser.parse_args()
-    unknown = set(given.cells) - CELLS.keys()
-    if unknown:
-        parser.error(f"no cell {', '.join(sorted(unknown))}")
-    failed = 0
-    for name in given.cells or CELLS:
-        wrong, said = run(name, given.work.absolute())
+    failed, (names, work) = 0, chosen(__doc__, CELLS)
+    for name in names:
+        wrong, said = run(name, work)
         failed += bool(wrong)
         print(f"{name}: {wrong or 'ok'}{f' ({said})' if said else ''}", flush=True)
     return bool(failed)

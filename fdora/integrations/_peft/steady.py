@@ -54,8 +54,7 @@ class Call(NamedTuple):
 
     def value(self) -> Tensor:
         """The norm, for a layer that takes its gradient on itself."""
-        if not self.variant.detach:
-            check_detach("use_fdora", self.W)
+        check_detach("use_fdora", self.W)
         return self.variant.kept.of(owner(self.W), self.W, self.A, self.B, self.s)
 
     def norm(self) -> Tensor:
