@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
 pytest.importorskip("transformers", reason="the layers are those of transformers; `make test` installs it")
 from bench import all as everything
-from bench import issue_time, layers12, norm_forms, steps
+from bench import issue_time, join, layers12, norm_forms, steps
 from bench.attempt import Failures
 
 SMALL = "--layers 1 --loss-tokens 4 "
@@ -283,3 +283,39 @@ def test_bench_all_has_both():
         module, *given = everything.TABLE[name].command.split()
         assert module == f"bench.{name.partition('_compiled')[0]}"
         assert {"steps": steps, "issue_time": issue_time}[module.removeprefix("bench.")].parse(given)
+
+
+def part(S: int, **about: object) -> dict:
+    rows = [{"model": "8b", "S": S, "r": 16, "mode": "step", "compiled": "", "way": "frozen", "ms": 1.5, "turns": 5}]
+    about = {"commit": "abc", "gpu": "a", "arguments": f"--cells 8b:{S}:16", "bytes_per_ms": float(S)} | about
+    agreement = {f"8b, S {S}, r 16": {"use_fdora": {"apart": {}}}}
+    return {"about": about, "layers": 12, "rows": rows, "agreement": agreement, "failed": {}, "skipped": [], "seconds": 2.0}
+
+
+def test_parts_of_a_result_are_joined(tmp_path):
+    """As a command line, and as bench.all asks what a result lacks."""
+    paths = [tmp_path / name for name in ("a.json", "b.json")]
+    for path, S in zip(paths, (128, 512), strict=True):
+        path.write_text(json.dumps(part(S)))
+    join.main([*map(str, paths), "--json", str(tmp_path / "whole.json")])
+    whole = json.loads((tmp_path / "whole.json").read_text())
+    assert [row["S"] for row in whole["rows"]] == [128, 512] and list(whole["agreement"]) == [
+        "8b, S 128, r 16",
+        "8b, S 512, r 16",
+    ]
+    assert whole["seconds"] == 4.0 and "arguments" not in whole["about"]
+    assert [each["arguments"] for each in whole["about"]["parts"]] == ["--cells 8b:128:16", "--cells 8b:512:16"]
+    assert steps.lacks(whole, ["--cells", "8b:128:16,8b:512:16", "--modes", "step"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (part(512, commit="abd"), r"about.commit is 'abc' in one part and 'abd' in another"),
+        (part(512) | {"layers": 8}, "layers is 12 in one part and 8 in another"),
+        (part(128), "1 rows are in several parts"),
+    ],
+)
+def test_parts_that_do_not_belong_together(other, said):
+    with pytest.raises(SystemExit, match=said):
+        join.join([part(128), other])
