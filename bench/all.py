@@ -149,7 +149,7 @@ TABLE = {
         "bench.sharded --world 2 --layers 6 --r 384 --runs 9 --modes step "
         "--ways peft_lora,peft_fdora,peft_fdora_fused,peft_fdora_shards,peft_fdora_fused_shards",
     ),
-    "jobs": Entry(70, "bench.jobs"),
+    "jobs": Entry(100, "bench.jobs"),
     "jobs_pipeline": Entry(90, "bench.jobs --world 2 --jobs 8"),  # two GPUs
     "sharded_12": Entry(
         80,
