@@ -40,18 +40,19 @@ GROUP_N = 8  # rows of tiles that run together, so that their slabs of A and B m
 
 def norm_fwd(of: NormOf) -> Tensor:
     """c (N,) float32. W is read once whether its squared norm is known or not."""
-    return (row_norm if needs_dispatcher(of.W) else computed)(*of[:4], of.max_bytes, False)
+    # by name: Dynamo of torch 2.8 cannot slice a NamedTuple
+    return (row_norm if needs_dispatcher(of.W) else computed)(of.W, of.A, of.B, of.s, of.max_bytes, False)
 
 
 def sqnorm_fwd(of: NormOf) -> Tensor:
     """c^2 (N,), to be added to that of other columns."""
-    return (row_norm if needs_dispatcher(of.W) else computed)(*of[:4], of.max_bytes, True)
+    return (row_norm if needs_dispatcher(of.W) else computed)(of.W, of.A, of.B, of.s, of.max_bytes, True)
 
 
 def norm_guarded(of: NormOf, c: Tensor, old_hash: Tensor) -> tuple[Tensor, Tensor]:
     """c and the fingerprint of A, B, s. The c given is returned where the fingerprint given is theirs."""
     guarded = row_norm_guarded if needs_dispatcher(of.W) else _row_norm_guarded
-    c, new_hash = guarded(*of[:4], of.max_bytes, c, old_hash)
+    c, new_hash = guarded(of.W, of.A, of.B, of.s, of.max_bytes, c, old_hash)
     return c, new_hash
 
 
