@@ -111,6 +111,8 @@ TABLE = {
     "layers12_r384_compiled": Entry(200, "bench.layers12 --r 384 --no-eager"),
     "layers12_r16_compiled": Entry(200, "bench.layers12 --r 16 --no-eager"),
     "steps": Entry(540, "bench.steps"),
+    "steps_8b": Entry(240, "bench.steps --cells 8b:4096:16,8b:2048:16,8b:4096:64,8b:2048:64"),
+    "steps_8b_few": Entry(170, "bench.steps --cells 8b:128,8b:512"),
     "steps_compiled": Entry(470, "bench.steps --cells 2048:512:16,8b:4096:16 --no-eager --compiled default,reduce-overhead"),
     "model_qwen3-8b": Entry(450, "bench.model --model qwen3-8b --adapter bf16"),
     "model_qwen3-8b_fp32": Entry(450, "bench.model --model qwen3-8b --adapter fp32"),

@@ -394,24 +394,27 @@ def readme_models() -> str:
     return f"{table(['', *(NAMES[way] for way in rows)], lines)}\n\n{said}"
 
 
+CELLS_APART = ("h200/steps", "h200/steps_8b")  # of widths 2048 and 4096: the cells of one command, measured apart
+
+
+def steps_rows() -> list[dict]:
+    return [row for name in CELLS_APART for row in load(name)["rows"] if not row["compiled"]]
+
+
 def readme_steps() -> str:
-    """Of how many cells, of which commit and of how many calls the shares below are."""
+    """Of how many cells, of which commits and of how many calls the shares below are."""
     from bench.all import TABLE
     from bench.steps import parse
 
-    result = load("h200/steps")
     _, *given = TABLE["steps"].command.split()
     cells = [tuple(cell) for cell in parse(given).cells]
-    measured = {(row["model"], row["S"], row["r"]) for row in result["rows"]} & set(cells)
-    turns = [row.get("turns", 1) for row in result["rows"]]
-    calls = (
-        f"{' to '.join(map(str, sorted({min(turns), max(turns)})))} calls each"
-        if all("turns" in row for row in result["rows"])
-        else "mostly of one call each"
-    )
+    rows = steps_rows()
+    measured = {(row["model"], row["S"], row["r"]) for row in rows} & set(cells)
+    turns = sorted({row["turns"] for row in rows})
     return (
         f"{len(measured)} of the {len(cells)} cells of `python -m bench.steps --device cuda`, "
-        f"{calls}, commit {commit_of(result)}"
+        f"{' to '.join(map(str, dict.fromkeys((turns[0], turns[-1]))))} calls each, "
+        f"commit {commits([load(name) for name in CELLS_APART])}"
     )
 
 
@@ -428,7 +431,7 @@ SHARES = {"use_fdora": "`use_fdora`", "use_fdora_fused": "with `fuse=True`", "pe
 
 def shares(wanted: Callable[[int], bool], tokens: str) -> str:
     """Wall and GPU time as shares of LoRA's, over all cells and modes of bench.steps with such a number of tokens."""
-    rows = [row for row in load("h200/steps")["rows"] if wanted(row["S"]) and not row["compiled"]]
+    rows = [row for row in steps_rows() if wanted(row["S"])]
     wall = [f"{name} {span(over(rows, way, 'ms'))}" for way, name in SHARES.items()]
     gpu = [span(over(rows, way, "gpu_ms")) for way in SHARES]
     return f"{tokens}: {', '.join(wall)}; GPU time, in this order, {', '.join(gpu)}"
