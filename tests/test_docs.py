@@ -386,7 +386,8 @@ def test_each_table_shows_its_own_measurements():
     assert re.search(
         rf"^\| Gemma-3-12B, 6 layers \|.*\| {x['ms'] / 8:.1f} / {x['peak_mb'] / 1024:.2f} \|[^|]*\|$", README, re.M
     )
-    few, many = ([x for x in rows("h200/steps") if (x["S"] <= 512) == short and not x["compiled"]] for short in (True, False))
+    steps = [x for name in ("steps", "steps_8b") for x in rows(f"h200/{name}") if not x["compiled"]]
+    few, many = ([x for x in steps if (x["S"] <= 512) == short] for short in (True, False))
     for found, tokens in ((few, "128 and 512"), (many, "2048 and 4096")):
         for field, before in (("ms", f"{tokens} tokens: `use_fdora`"), ("gpu_ms", "GPU time, in this order,")):
             ways = [
