@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fdora._torch import capturing, foreach_clone
-from fdora.triton.configs import power_of_two
 from fdora.triton.kernels.kept import ALIGN, COUNTERS, kept_kernel
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.cost import Cost
@@ -20,7 +19,8 @@ from fdora.triton.tree import Kept, all_anew, kept_of, norms_of_now, parts_of, s
 from fdora.triton.tree_table import FIELDS
 
 FEW = 4  # layers: as many copies as the kernel has arguments for
-PROGRAMS = 128  # of a launch: about one for each multiprocessor
+PROGRAMS = 1024  # of a launch, at most: more than are resident at once
+LEAST = 16  # of a layer, which share A and B
 ITEM = 64 * 1024  # elements of W in an item, as most have
 HASH, ROOTS = 512, 1024  # words, and numbers of a copy, at a time
 
@@ -39,7 +39,6 @@ class KeptOfCall(Kept):
     def __init__(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]):
         self.rows = [w.shape[0] for w in W]
         self.words = parts_for(len(W), max(cdiv(w.numel(), ITEM) for w in W))
-        self.hashed = max(t.nbytes if t.is_contiguous() else 8 * t.numel() for t in (*A, *B)) // 8
         super().__init__(W, A, B, s)
 
     def nothing(self) -> State:
@@ -66,7 +65,7 @@ class KeptOfCall(Kept):
     def plan(self, fresh: bool) -> Plan:
         found, layers = self.layers.plans.get((fresh, self.size)), self.layers
         if found is None:
-            shape = (self.rows, self.words, self.hashed, layers.partials, self.size, fresh)
+            shape = (self.rows, self.words, layers.partials, self.size, fresh)
             work = Cost(flops16=layers.flops, bytes=layers.moved)
             found = layers.plans[fresh, self.size] = plan_kept(device_of(layers.device), layers.launches, *shape, work)
         return found
@@ -109,8 +108,8 @@ def counters_of(layers: int, size: int) -> int:
 
 
 def parts_for(layers: int, items: int) -> int:
-    """Programs, and words, of each layer. More of them than there are tiles would only arrive."""
-    return min(power_of_two(items), 1 << ((PROGRAMS // layers).bit_length() - 1))
+    """Programs, and words, of each layer: one for each item, where all is new."""
+    return max(LEAST, min(items, PROGRAMS // layers))
 
 
 def plan_kept(
@@ -118,14 +117,12 @@ def plan_kept(
     launches: Sequence[tuple],
     rows: Sequence[int],
     words: int,
-    hashed: int,
     partials: int,
     size: int,
     fresh: bool,
     work: Cost,
 ) -> Plan:
-    """Of the table, and a State; ``fresh``: the results are copies of the norms, of layers of so many ``rows``. ``hashed``: as
-    many words of 64 bits as the largest A or B has, at most."""
+    """Of the table, and a State; ``fresh``: the results are copies of the norms, of layers of so many ``rows``."""
     plan, layers = Builder("norms kept of the layers of a call", device), len(rows)
     plan.path = "one launch, which compares and computes what changed"
     table = plan.matrix(Like((len(FIELDS), layers), (layers, 1), torch.int64, True))
@@ -135,13 +132,13 @@ def plan_kept(
     copies = [plan.result(f"c{i}", (N,), torch.float32) if fresh else None for i, N in enumerate(rows)]
     out = (*copies, *[None] * (FEW - layers))
     partial = plan.temp((partials,), torch.float32)
-    share, block = 1 / max(1, len(launches)), HASH if hashed <= HASH * words else 4 * HASH
+    share = 1 / max(1, len(launches))
     for first, count, _, (*consts, chunk, _, ahead), (num_warps, num_stages, _) in launches:
         plan.launch(
             kept_kernel,
             (count * words,),
             (table, fingerprint, counters, partial, c, *out, layers, first, words),
-            (*consts, chunk, ahead, block, ROOTS, device.supports_pdl),
+            (*consts, chunk, ahead, HASH, ROOTS, device.supports_pdl),
             num_warps,
             num_stages,
             device.supports_pdl,

@@ -65,7 +65,7 @@ def test_kept_of_a_call(target, weight, a, b, r, whole, fresh, tmp_path):
         assert not whole and FP32 in (a, b)
         return
     rows, partials = rows_of([W] * 3, [A] * 3, [B] * 3, [1.0] * 3, [0, 256, 512], gpu.capability)
-    plan = tree_kept.plan_kept(gpu, launches_of(rows), [N] * 3, 32, A.numel(), partials, 768, fresh, Cost())
+    plan = tree_kept.plan_kept(gpu, launches_of(rows), [N] * 3, 32, partials, 768, fresh, Cost())
     (step,) = plan.steps
     assert_fits(build(step, target), target, tmp_path)
 

@@ -88,6 +88,21 @@ def test_wherever_one_element_changes(dtype):
             assert torch.equal(ask(kept, layers, False)[0], want_of(layers)[0]), at
 
 
+@pytest.mark.parametrize("which", [1, 2])
+def test_after_a_step_every_program_sees_the_change(which):
+    """Else few of them would compute what is there for all."""
+    layers = [inputs(HALF[0], N=640, K=1024, r=8), inputs(HALF[0], N=64, K=512, r=16)]
+    kept = kept_of(layers)
+    ask(kept, layers, False)
+    (state,) = kept.norms.values()
+    before = state.words.clone()
+    assert before.shape == (2, 16)
+    for layer in layers:
+        layer[which].data.neg_()
+    ask(kept, layers, False)
+    assert (state.words != before).all()
+
+
 def test_copies_are_nobody_elses():
     layers = layers_of(HALF[0], 3)
     kept = kept_of(layers)

@@ -3,9 +3,10 @@
 A replay of a CUDA graph asks in every call whether A, B or s are other ones, and nearly always nothing is. Three launches, one
 after the other, say so in 6 to 7 us; this one has all that they do in each of its programs:
 
-1. Each program of a layer hashes its share of A and B, compares it with its word of before, and *arrives*: it adds 1 to a
-   counter, and 1 << 16 where its word is another. What the counter held tells the last one that it is the last, and whether
-   anybody saw a change. Where nobody did, nothing is left to do (a copy of the norms, where one is wanted, is the last one's).
+1. Each program of a layer hashes its share of A and B, all of the same size: where all of A or all of B is new, as after an
+   optimizer's step, all programs see it. It compares that with its word of before, and *arrives*: it adds 1 to a counter, and
+   1 << 16 where its word is another. What the counter held tells the last one that it is the last, and whether anybody saw a
+   change. Where nobody did, nothing is left to do (a copy of the norms, where one is wanted, is the last one's).
 2. A program that saw a change, and the last one if anybody did, take items of the layer (kernels/tree.py) from a second
    counter until there are none. Nobody waits for anybody: whoever saw none and is not the last is gone.
 3. Whoever adds the last item of some rows (a counter for each block of them) adds their partial sums up, in the order of the
@@ -72,7 +73,7 @@ def kept_kernel(
     if PDL:  # the table is of the host
         gdc_wait()
 
-    word, at_word = word_of(fields, part, parts, HASH), words + layer * parts + part
+    word, at_word = word_of(fields, part, parts, True, HASH), words + layer * parts + part
     changed, turn = (word != tl.load(at_word)).to(tl.int32), tl.load(mine + 1)
     tl.debug_barrier()  # all threads of the program have read both: from here on they may be others
     arrived = tl.atomic_add(mine, 1 + (changed << 16))

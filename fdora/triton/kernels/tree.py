@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.hash import hashed, mixed
+from fdora.triton.kernels.hash import hashed_between, mixed
 from fdora.triton.kernels.split import scaling
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
@@ -24,13 +24,19 @@ WORDS64, WORDS32, WORDS16 = map(tl.constexpr, range(3))  # a form: packed words 
 
 
 @triton.jit
-def _hash_any(p, form, count, cols, stride_row, stride_col, first, part, parts, BLOCK: tl.constexpr):
+def _hash_any(p, form, count, cols, strides, first, part, parts, EACH: tl.constexpr, BLOCK: tl.constexpr):
+    """One of so many shares. EACH: of as many words, whatever their count; else of blocks."""
+    share = tl.cdiv(count, parts)
+    begin, end, step = part * BLOCK, count, parts * BLOCK
+    if EACH:
+        begin, end, step = part * share, tl.minimum(count, part * share + share), BLOCK
+    row, col = strides
     if form == WORDS64:
-        word = hashed(p.to(tl.pointer_type(tl.int64)), count, 1, 1, 1, first, part, parts, True, BLOCK)
+        word = hashed_between(p.to(tl.pointer_type(tl.int64)), begin, end, step, 1, 1, 1, first, True, BLOCK)
     elif form == WORDS32:
-        word = hashed(p.to(tl.pointer_type(tl.int32)), count, cols, stride_row, stride_col, first, part, parts, False, BLOCK)
+        word = hashed_between(p.to(tl.pointer_type(tl.int32)), begin, end, step, cols, row, col, first, False, BLOCK)
     else:
-        word = hashed(p.to(tl.pointer_type(tl.int16)), count, cols, stride_row, stride_col, first, part, parts, False, BLOCK)
+        word = hashed_between(p.to(tl.pointer_type(tl.int16)), begin, end, step, cols, row, col, first, False, BLOCK)
     return word
 
 
@@ -44,11 +50,11 @@ def hashed_fields(t, L):
 
 
 @triton.jit
-def word_of(fields, part, parts, BLOCK: tl.constexpr):
+def word_of(fields, part, parts, EACH: tl.constexpr, BLOCK: tl.constexpr):
     """One of so many words of a layer."""
     a, strides_a, b, strides_b, s, kind = fields
-    word = _hash_any(a[0], a[1], a[2], a[3], strides_a[0], strides_a[1], 0, part, parts, BLOCK)
-    word += _hash_any(b[0], b[1], b[2], b[3], strides_b[0], strides_b[1], 1 << 40, part, parts, BLOCK)
+    word = _hash_any(a[0], a[1], a[2], a[3], strides_a, 0, part, parts, EACH, BLOCK)
+    word += _hash_any(b[0], b[1], b[2], b[3], strides_b, 1 << 40, part, parts, EACH, BLOCK)
     # In every word, so that one without elements is not the 0 that it starts with.
     return (word + mixed(s, kind)).to(tl.int64, bitcast=True)
 
@@ -64,7 +70,7 @@ def fingerprints_kernel(
         gdc_launch_dependents()
     i = tl.program_id(0)
     part, t = i % WORDS, table + i // WORDS
-    word = word_of(hashed_fields(t, L), part, WORDS, BLOCK)
+    word = word_of(hashed_fields(t, L), part, WORDS, False, BLOCK)
     at = tl.load(t + F_LEAF * L) * WORDS + part
     tl.store(differs + i, (word != tl.load(old + at)).to(tl.int32))
     tl.store(new + at, word)
