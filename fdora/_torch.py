@@ -134,7 +134,7 @@ class Direct:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         seen = kwargs or is_grad_enabled() or dispatch_modes() or functorch_active() or jit_tracing() or profiled()
-        if seen or has_function_mode():
+        if seen or function_modes():
             return self.dispatch(*args, **kwargs)
         for arg in args:
             if type(arg) is list or type(arg) is tuple:
@@ -156,7 +156,7 @@ class Direct:
 
 _KINDS = {Tensor, torch.nn.Parameter, type(None), float, int, bool, str}
 profiled = torch._C._autograd._profiler_enabled
-has_function_mode = torch._C._is_torch_function_mode_enabled
+function_modes = torch._C._len_torch_function_stack
 is_grad_enabled = torch.is_grad_enabled  # looked up here, in a fraction of the time
 
 
