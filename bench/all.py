@@ -48,6 +48,7 @@ WORST = (
     *("666,4736,26240,64", "2240,4096,12288,64", "1949,7168,19968,512", "4797,25600,5120,256"),
 )
 FLOORS = "--ways frozen,bare,peft_lora,fdora,fdora_inside"
+COMPILED = "--no-eager --compiled default,reduce-overhead"
 TABLE = {
     "norm_forms": Entry(15, "bench.norm_forms --runs 15"),
     "compose": Entry(15, "bench.compose"),
@@ -113,7 +114,8 @@ TABLE = {
     "steps": Entry(540, "bench.steps"),
     "steps_8b": Entry(240, "bench.steps --cells 8b:4096:16,8b:2048:16,8b:4096:64,8b:2048:64"),
     "steps_8b_few": Entry(170, "bench.steps --cells 8b:128,8b:512"),
-    "steps_compiled": Entry(470, "bench.steps --cells 2048:512:16,8b:4096:16 --no-eager --compiled default,reduce-overhead"),
+    "steps_compiled": Entry(470, f"bench.steps --cells 2048:512:16,8b:4096:16 {COMPILED}"),
+    "steps_compiled_512": Entry(150, f"bench.steps --cells 2048:512:16 --ways peft_lora,use_fdora,use_fdora_fused {COMPILED}"),
     "model_qwen3-8b": Entry(450, "bench.model --model qwen3-8b --adapter bf16"),
     "model_qwen3-8b_fp32": Entry(450, "bench.model --model qwen3-8b --adapter fp32"),
     **{f"model_{m.split()[0]}": Entry(90, f"bench.model --model {m} --quick --no-compile") for m in MODELS},

@@ -121,6 +121,52 @@ def needs_dispatcher(t: Tensor) -> bool:
     return is_traced() or type(t) not in PLAIN or dispatch_modes() > 0
 
 
+class Direct:
+    """What an op of ours calls in the place of torch's dispatcher: its launcher, where nobody else needs to see the call.
+
+    That is where eager code calls a launcher as plain Python (needs_dispatcher), and no graph, no trace of torch.jit, no
+    profiler that lists ops and no subclass among the arguments. The dispatcher turns each argument from Python into C++ and
+    back, which takes as long as the rest of an op; compiled code calls three to seven of ours in a decoder layer.
+    """
+
+    def __init__(self, dispatch: Any, launcher: Any):
+        self.dispatch, self.launcher = dispatch, launcher
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        seen = kwargs or is_grad_enabled() or dispatch_modes() or functorch_active() or jit_tracing() or profiled()
+        if seen or function_modes():
+            return self.dispatch(*args, **kwargs)
+        for arg in args:
+            if type(arg) is list or type(arg) is tuple:
+                if arg and not _KINDS.issuperset(map(type, arg)):
+                    return self.dispatch(*args)
+            elif type(arg) not in _KINDS:
+                return self.dispatch(*args)
+        return self.launcher(*args)
+
+    def __hash__(self) -> int:  # that of the op, which may be a key already
+        return hash(self.dispatch)
+
+    def __eq__(self, other: Any) -> bool:
+        return self is other or self.dispatch is other
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dispatch, name)
+
+
+_KINDS = {Tensor, torch.nn.Parameter, type(None), float, int, bool, str}
+profiled = torch._C._autograd._profiler_enabled
+function_modes = torch._C._len_torch_function_stack
+is_grad_enabled = torch.is_grad_enabled  # looked up here, in a fraction of the time
+
+
+def call_directly(op: Any, launcher: Any) -> None:
+    """``op``, an OpOverload of ours, is Direct from now on. Nothing changes where a torch keeps its call elsewhere."""
+    dispatch = getattr(op, "_op", None)
+    if dispatch is not None:
+        op._op = Direct(getattr(dispatch, "dispatch", dispatch), launcher)
+
+
 def fsdp2_groups(model: torch.nn.Module) -> Iterator[list[tuple[torch.nn.Module, str, Tensor]]]:
     """Module, name and sharded parameter of each that :func:`fully_shard` has sharded, in groups that are gathered together;
     nothing where it is not as known.

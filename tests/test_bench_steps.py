@@ -183,10 +183,21 @@ def test_turns_fit_the_time(monkeypatch):
     assert steps.parse([]).runs > steps.LEAST == 5
 
 
+def test_the_first_micro_batch_finds_new_adapters(monkeypatch):
+    """And the others do not: else each of the eight would be charged with norms that one of them computes."""
+    (way,) = small_ways("peft_lora").values()
+    done = []
+    monkeypatch.setattr(way, "gradient", lambda: done.append("gradient"))
+    monkeypatch.setattr(way, "optimize", lambda: done.append("optimizer"))
+    way.first()
+    way.gradient()
+    assert done == ["optimizer", "gradient", "gradient"]
+
+
 def test_gpu_time_by_graph_or_by_events(monkeypatch):
     """Without a GPU: what is captured, what falls back, and what a micro-batch is made of."""
     ways = small_ways("frozen", "peft_lora", "peft_dora")
-    cost = {"step": 9.0, "gradient": 1.0, "inference": 2.0}
+    cost = {"first": 9.0, "gradient": 1.0, "inference": 2.0}
 
     def capture(fn, launches, anchor):
         if fn.__self__.name == "peft_dora":
@@ -207,7 +218,7 @@ def test_gpu_time_by_graph_or_by_events(monkeypatch):
     assert found["inference"] == found["micro"] == dict.fromkeys(ways, (102.0, "events"))  # one clock for all of a line
     where = f"{CELL.model}, S {CELL.S}, r {CELL.r}"
     reason = "RuntimeError: not permitted when stream is capturing"
-    parts = ("", "step, ", "gradient, ")
+    parts = ("", "first, ", "gradient, ")
     labels = [f"capture of {part}peft_dora, {where}, {'micro' if part else 'inference'}" for part in parts]
     assert failures == dict.fromkeys(labels, reason)
     failures.clear()

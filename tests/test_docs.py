@@ -460,22 +460,23 @@ def test_training_steps_are_lost_and_won_too():
     lost = sum(share > 1 for share in shares)
     assert (f"{row} {lost} of {len(shares)} | {max(shares):.2f} | run " in losses) if lost else (row not in losses)
     page = BENCHMARKS.partition("## Training steps, few tokens and many")[2].partition("\n## ")[0]
-    assert page.count("\n| 2048, S ") + page.count("\n| 8b, S ") == 32 + 12 and page.count(" | use_fdora | ") == 2 + len(shares)
+    assert page.count("\n| 2048, S ") + page.count("\n| 8b, S ") == 32 + 12 + 12 and page.count(" | use_fdora | ") == 3 + len(shares)
 
 
 def test_how_much_of_the_steps_was_measured(elsewhere):
     """Cells against those of the command of bench.all, calls where the rows say how many; what is missing is said, too."""
-    path = elsewhere / "h200/steps.json"
-    result = json.loads(path.read_text())
-    assert report.readme_steps().startswith("8 of the 16 cells of `python -m bench.steps --device cuda`, 5 calls each, ")
-    assert report.readme_steps().endswith(f"commit {result['about']['commit']}") and report.readme_steps() in " ".join(
-        README.split()
-    )
+    path, other = (elsewhere / f"h200/{name}.json" for name in ("steps", "steps_8b"))
+    result, wide = json.loads(path.read_text()), json.loads(other.read_text())
+    assert report.readme_steps().startswith("11 of the 16 cells of `python -m bench.steps --device cuda`, 5 calls each, ")
+    assert report.readme_steps().endswith(f"commit {result['about']['commit']} and {wide['about']['commit']}")
+    assert report.readme_steps() in " ".join(README.split())
+    other.write_text(json.dumps(wide | {"rows": []}))
     for i, row in enumerate(result["rows"]):
         row["turns"] = 5 + i % 3
     result["rows"] = [row for row in result["rows"] if row["r"] == 64]
     path.write_text(json.dumps(result | {"about": {}}))
-    said = "4 of the 16 cells of `python -m bench.steps --device cuda`, 5 to 7 calls each, commit not recorded"
+    said = "4 of the 16 cells of `python -m bench.steps --device cuda`, 5 to 7 calls each, commit not recorded and "
+    said += wide["about"]["commit"]
     assert report.readme_steps() == said and "cpu/demo, h200/demo, h200/steps: not recorded" in report.since()
 
 

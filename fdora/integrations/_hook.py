@@ -60,6 +60,9 @@ def watched() -> bool:
 
 def hooked(module: nn.Module) -> Any:
     """Whether calling the module does more than its class's forward."""
+    if torch.compiler.is_dynamo_compiling():  # so asked, Dynamo guards hooks as it does those of every module: not by default
+        hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        return hooks or "forward" in module.__dict__
     d = module.__dict__
     return d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"] or d["_backward_pre_hooks"] or "forward" in d
 

@@ -208,6 +208,14 @@ class ModelNorms:
                 self.table = None  # collected anew by the next forward
         return None
 
+    def running(self, device: torch.device) -> Run | None:
+        """The norms of the forward or the task of now, if compiled code may have slices of them."""
+        run = self.local.run
+        if run is None or run.task != backward_task() or dispatch_modes() or run.captured != capturing(device):
+            return None
+        self.used = True
+        return None if self.on_shards is not None else run
+
     def with_norms(self, x: Tensor, found: list[tuple[Any, ...]]) -> tuple[Any, ...] | None:
         """x, and of each layer (its variant, s, W, A, B, m, bias) the operands, with its slice; None where one has to ask by
         itself. Under no dispatch mode."""

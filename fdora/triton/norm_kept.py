@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from fdora.triton.op import op
 from fdora.triton.operands import with_norms
 from fdora.triton.runtime.plan import Plan
 from fdora.triton.runtime.walk import run
-from fdora.triton.tree import keep_for_graphs, norms_of_now, parts_of, room, seen_for_graphs, unplanned
+from fdora.triton.tree import parts_of, room, seen_for_graphs, unplanned
+from fdora.triton.tree_kept import keep_for_graphs, norms_of_call
 
 Tensors = Sequence[Tensor]
 
@@ -41,11 +42,16 @@ _made_from: dict[int, tuple[int, ...]] = {}  # address of old_hash -> the W that
 
 def give_norm(old_hash: Tensor, giver: Any) -> None:
     givers[old_hash.data_ptr()] = giver
+    old_hash.giver = ref(giver)  # type: ignore[attr-defined]  # found in a third of the time, where compiled code passes it on
     _made_from.pop(old_hash.data_ptr(), None)  # of what lay there before
 
 
 def _giver_of(old_hash: Tensor) -> Any:
     """Not one whose own lies elsewhere by now: what it let go of may be anybody's."""
+    known = old_hash.__dict__.get("giver")
+    giver = None if known is None else known()
+    if giver is not None and giver.room is not None and giver.room[2] is old_hash:
+        return giver
     giver = givers.get(old_hash.data_ptr())
     if giver is None or giver.room is None or giver.room[2].data_ptr() != old_hash.data_ptr():
         return None
@@ -63,19 +69,34 @@ def _row_norms_kept(W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], c: T
     return torch.cat(found)
 
 
-def norms_now(operands: Sequence[Any], s: Sequence[float], old_hash: Tensors) -> list[Tensor]:
-    """Of layers one behind the other (fdora/_records.py), for an op that reads them at once: they may be another's memory."""
+def norms_now(operands: Sequence[Any], s: Sequence[float], old_hash: Tensors, fresh: bool = False) -> Sequence[Tensor]:
+    """Of layers one behind the other (fdora/_records.py), for an op that reads them at once: they may be another's memory.
+
+    ``fresh``: they are nobody else's, and none is a part of another.
+    """
     found: list[Tensor] = []
+    norms = run = None
     for i, seen in enumerate(old_hash):
         giver = _giver_of(seen)
-        c = None if giver is None else giver.given(*operands[WIDTH * i : WIDTH * i + 3], s[i])
+        if giver is None:
+            break
+        each = (*operands[WIDTH * i : WIDTH * i + 3], s[i])
+        if giver.norms is not norms:
+            norms = giver.norms
+            run = None if norms is None else norms.running(each[0].device)
+        if run is not None and run.table.has(giver.place, *each, run.versions):  # of one model, in its forward: nearly always
+            found.append(run.c[giver.place])
+            continue
+        c = giver.given(*each)
         if c is None:
             break
         found.append(c)
+    if fresh:
+        found = foreach_clone(found)
     if len(found) == len(s) and old_hash[0].data_ptr() in seen_for_graphs:
         return found
     W, A, B = (operands[i::WIDTH] for i in range(3))
-    return _rest_of(found, W, A, B, s, old_hash)
+    return _rest_of(found, W, A, B, s, old_hash, fresh)
 
 
 def run_asking(
@@ -85,22 +106,26 @@ def run_asking(
     somebody keeps them."""
     if not seen:
         return run(*planned(x, operands, s, *how))
-    c = norms_now(operands, s, seen)
+    c = norms_now(operands, s, seen, keep)
     results = run(*planned(x, with_norms(operands, c), s, *how))
-    return (*results, *foreach_clone(c)) if keep else results
+    return (*results, *c) if keep else results
 
 
-def _rest_of(found: list[Tensor], W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], old_hash: Tensors) -> list[Tensor]:
+def _rest_of(
+    found: list[Tensor], W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], old_hash: Tensors, fresh: bool
+) -> Sequence[Tensor]:
     """What nobody gave."""
     givers_of = [_giver_of(seen) for seen in old_hash]
     if all([giver is not None and giver.norms is not None for giver in givers_of]):  # who tell forget_norms
         if len(found) < len(s) and capturing(W[0].device):
-            return list(parts_of(norms_of_now(W, A, B, s), W))
+            return norms_of_call(W, A, B, s, fresh)
         keep_for_graphs(W, A, B, s, old_hash[0].data_ptr())
     for i in range(len(found), len(s)):
         each, giver = (W[i], A[i], B[i], s[i]), givers_of[i]
         c = None if giver is None else giver.given(*each)
-        if c is None and giver is not None and giver.room is not None:
+        if c is not None:
+            c = c.clone() if fresh else c
+        elif giver is not None and giver.room is not None:
             c = _row_norm_kept(giver, *each, giver.room[1], old_hash[i])
         found.append(computed(*each, None, False) if c is None else c)
     return found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from fdora._torch import library_of
+from fdora._torch import call_directly, library_of
 
 # As custom_op has it: a compiler hands over the strides that the fake was given. (torch 2.8 knows only of their order.)
 STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
@@ -30,9 +30,11 @@ def op(name: str, launcher: Callable, fake: Callable, planned: Callable, schema:
         name + (schema or torch.library.infer_schema(launcher, mutates_args=())), tags=(torch.Tag.pt2_compliant_tag, STRIDES)
     )
     many = schema.endswith("Tensor[]")  # torch wants a list
-    library.impl(name, (lambda *args: list(launcher(*args))) if many else launcher, "CompositeExplicitAutograd")
+    run: Callable = (lambda *args: list(launcher(*args))) if many else launcher
+    library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(full, fake, lib=library)
     found = getattr(torch.ops.fdora, name).default
+    call_directly(found, run)
     _count_flops(getattr(torch.ops.fdora, name), planned)
     if mapped:
         _loop_over_batch(full, found, library)

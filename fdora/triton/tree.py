@@ -9,7 +9,7 @@ A norm depends on its layer alone: the same bits in another tree, with and witho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from threading import Lock
 from typing import Any
@@ -141,10 +141,10 @@ class Kept:
         *at, self.size = accumulate(map(room, W), initial=0)
         self.layers = Layers(W, A, B, s, at)
         self.made_from = made_from(W)  # now: a capture would clear the graph's words in every replay
-        self.norms: dict[int, Norms] = {}
+        self.norms: dict[int, Any] = {}
         self.graph = by_another_thread(self.nothing, self.layers.device)  # for CUDA graphs, made before a capture
 
-    def nothing(self) -> Norms:
+    def nothing(self) -> Any:
         device = self.layers.device
         self.layers.table()  # on this stream
         with torch.inference_mode(False):  # else nobody outside of it could write there
@@ -157,6 +157,11 @@ class Kept:
 
     def now(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], capturing: bool) -> Tensor:
         """Of which nobody may write."""
+        pair: Norms = self.brought(W, capturing, lambda pair: self.layers.guarded(W, A, B, pair, pair))
+        return pair.c
+
+    def brought(self, W: Sequence[Tensor], capturing: bool, up_to_date: Callable[[Any], None]) -> Any:
+        """What is kept for this stream or for graphs, after this function; gone where it fails."""
         if made_from(W) != self.made_from:
             self.forget()
             self.made_from = made_from(W)
@@ -165,12 +170,12 @@ class Kept:
         pair = self.graph if capturing else self.norms.pop(stream, None)
         if pair is None:
             pair = by_another_thread(self.nothing, self.layers.device)
-        self.layers.guarded(W, A, B, pair, pair)
+        up_to_date(pair)
         if capturing:
             _captured[id(self)] = self
         else:
             self.norms[stream] = pair
-        return pair.c
+        return pair
 
 
 def made_from(W: Sequence[Tensor]) -> list[int]:
@@ -182,7 +187,7 @@ def room(W: Tensor) -> int:
 
 
 _kept: dict[tuple, Kept] = {}
-seen_for_graphs: set[int] = set()  # by keep_for_graphs
+seen_for_graphs: set[int] = set()  # by keep_for_graphs of tree_kept.py
 _lock = Lock()  # a dict that grows while another thread looks for its oldest raises
 
 
@@ -216,42 +221,30 @@ def norms_of_now(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], 
 
     What stands there now counts, not what stood there when the graph began: a recomputation in backward asks again.
     """
+    kept, now = kept_of(Kept, W, A, B, s), capturing(W[0].device)
+    return all_anew(W, A, B, s) if kept is None else kept.now(W, A, B, now)
+
+
+def all_anew(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Tensor:
+    *at, size = accumulate(map(room, W), initial=0)
+    c = torch.zeros(size, device=W[0].device, dtype=torch.float32)
+    Layers(W, A, B, s, at).norms(W, A, B, c)
+    return c
+
+
+def kept_of(kind: Any, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Any:
+    """What is kept of these layers, made where there is nothing; None in a capture: what is made then would be of the graph."""
     ready()
-    key = _key(W, A, B, s)
-    kept, device = _kept.get(key), W[0].device
-    if kept is not None:
-        return kept.now(W, A, B, capturing(device))
-    if capturing(device):  # what is made now would be of the graph: nothing is kept
-        *at, size = accumulate(map(room, W), initial=0)
-        c = torch.zeros(size, device=device, dtype=torch.float32)
-        layers = Layers(W, A, B, s, at)
-        layers.norms(W, A, B, c)
-        return c
-    return _keep(key, W, A, B, s).now(W, A, B, False)
-
-
-def _key(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> tuple:
     tensors = (*W, *A, *B)
-    return (tuple(map(Tensor.data_ptr, tensors)), _facts.facts(tensors), tuple(s))
-
-
-def _keep(key: tuple, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Kept:
-    kept = Kept(W, A, B, s)
-    with _lock:
-        if len(_kept) >= MOST:
-            _kept.pop(next(iter(_kept)), None)
-        _kept[key] = kept
+    key = (kind, tuple(map(Tensor.data_ptr, tensors)), _facts.facts(tensors), tuple(s))
+    kept = _kept.get(key)
+    if kept is None and not capturing(W[0].device):
+        kept = kind(W, A, B, s)
+        with _lock:
+            if len(_kept) >= MOST:
+                _kept.pop(next(iter(_kept)), None)
+            _kept[key] = kept
     return kept
-
-
-def keep_for_graphs(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float], name: int) -> None:
-    """What a graph needs is made when the layers of this name are seen for the first time: a capture would leave it empty."""
-    if name in seen_for_graphs or capturing(W[0].device):
-        return
-    if W[0].device.type == "cuda":
-        ready()
-        _keep(_key(W, A, B, s), W, A, B, s)
-    seen_for_graphs.add(name)
 
 
 def _fake_model_norms(W, A, B, s):

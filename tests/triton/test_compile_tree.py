@@ -6,7 +6,7 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
-from fdora.triton import tree  # noqa: E402
+from fdora.triton import tree, tree_kept  # noqa: E402
 from fdora.triton.configs import tree_config  # noqa: E402
 from fdora.triton.runtime.cost import Cost  # noqa: E402
 from fdora.triton.tree_table import launches_of, rows_of  # noqa: E402
@@ -53,6 +53,21 @@ def test_norms(target, weight, a, b, r, whole, tmp_path):
         block_n, block_k, *_ = tree_config(r, a == b == BF16, weight == BF16, whole, target)
         tile_loads = re.findall(r"ld\.global\S*v4\.b32|cp\.async\.cg", made.asm["ptx"])
         assert len(tile_loads) >= block_n * block_k * weight.itemsize // 16 // (32 * step.num_warps)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize(("weight", "a", "b", "r", "whole"), CASES)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_kept_of_a_call(target, weight, a, b, r, whole, fresh, tmp_path):
+    N, K, gpu = *((256, 256) if whole else (250, 201)), device(target)
+    W, A, B = torch.empty(N, K, dtype=weight), torch.empty(r, K, dtype=a), torch.empty(N, r + (not whole), dtype=b)[:, :r]
+    if not tree_kept.in_one_launch([W], [A], [B]):
+        assert not whole and FP32 in (a, b)
+        return
+    rows, partials = rows_of([W] * 3, [A] * 3, [B] * 3, [1.0] * 3, [0, 256, 512], gpu.capability)
+    plan = tree_kept.plan_kept(gpu, launches_of(rows), [N] * 3, 32, partials, 768, fresh, Cost())
+    (step,) = plan.steps
+    assert_fits(build(step, target), target, tmp_path)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)

@@ -18,15 +18,25 @@ def mixed(x, i):
 
 
 @triton.jit
-def hashed(p, count, cols, stride_row, stride_col, first, part, parts, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """One of ``parts`` shares of ``count`` words; ``first`` is the position of the first one."""
+def hashed_between(
+    p, begin, end, step, cols, stride_row, stride_col, first, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Of BLOCK words at ``begin``, a step further, and so on; ``first`` is the position of the first one of all."""
     acc = tl.zeros((BLOCK,), tl.uint64)
-    for start in range(part * BLOCK, count, parts * BLOCK):
+    for start in range(begin, end, step):
         i = (start + tl.arange(0, BLOCK)).to(tl.int64)
         at = i if PACKED else (i // cols) * stride_row + (i % cols) * stride_col
-        x = tl.load(p + at, mask=i < count, other=0)
-        acc += tl.where(i < count, mixed(x, first + i), 0)
+        x = tl.load(p + at, mask=i < end, other=0)
+        acc += tl.where(i < end, mixed(x, first + i), 0)
     return tl.sum(acc, axis=0)
+
+
+@triton.jit
+def hashed(p, count, cols, stride_row, stride_col, first, part, parts, PACKED: tl.constexpr, BLOCK: tl.constexpr):
+    """One of ``parts`` shares of ``count`` words: every so many blocks."""
+    return hashed_between(
+        p, part * BLOCK, count, parts * BLOCK, cols, stride_row, stride_col, first, PACKED, BLOCK,
+    )
 
 
 @triton.jit(launch_metadata=launched)

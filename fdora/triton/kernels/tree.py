@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.hash import hashed, mixed
+from fdora.triton.kernels.hash import hashed_between, mixed
 from fdora.triton.kernels.split import scaling
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
@@ -24,14 +24,39 @@ WORDS64, WORDS32, WORDS16 = map(tl.constexpr, range(3))  # a form: packed words 
 
 
 @triton.jit
-def _hash_any(p, form, count, cols, stride_row, stride_col, first, part, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+def _hash_any(p, form, count, cols, strides, first, part, parts, EACH: tl.constexpr, BLOCK: tl.constexpr):
+    """One of so many shares. EACH: of as many words, whatever their count; else of blocks."""
+    share = tl.cdiv(count, parts)
+    begin, end, step = part * BLOCK, count, parts * BLOCK
+    if EACH:
+        begin, end, step = part * share, tl.minimum(count, part * share + share), BLOCK
+    row, col = strides
     if form == WORDS64:
-        word = hashed(p.to(tl.pointer_type(tl.int64)), count, 1, 1, 1, first, part, WORDS, True, BLOCK)
+        word = hashed_between(p.to(tl.pointer_type(tl.int64)), begin, end, step, 1, 1, 1, first, True, BLOCK)
     elif form == WORDS32:
-        word = hashed(p.to(tl.pointer_type(tl.int32)), count, cols, stride_row, stride_col, first, part, WORDS, False, BLOCK)
+        word = hashed_between(p.to(tl.pointer_type(tl.int32)), begin, end, step, cols, row, col, first, False, BLOCK)
     else:
-        word = hashed(p.to(tl.pointer_type(tl.int16)), count, cols, stride_row, stride_col, first, part, WORDS, False, BLOCK)
+        word = hashed_between(p.to(tl.pointer_type(tl.int16)), begin, end, step, cols, row, col, first, False, BLOCK)
     return word
+
+
+@triton.jit
+def hashed_fields(t, L):
+    """What a word is of, of the layer whose column t is."""
+    a = tl.load(t + F_A * L), tl.load(t + F_FORM_A * L), tl.load(t + F_COUNT_A * L), tl.load(t + F_K * L)
+    b = tl.load(t + F_B * L), tl.load(t + F_FORM_B * L), tl.load(t + F_COUNT_B * L), tl.load(t + F_R * L)
+    strides_a, strides_b = (tl.load(t + F_AR * L), tl.load(t + F_AK * L)), (tl.load(t + F_BN * L), tl.load(t + F_BR * L))
+    return a, strides_a, b, strides_b, tl.load(t + F_S * L), tl.load(t + F_KIND * L)
+
+
+@triton.jit
+def word_of(fields, part, parts, EACH: tl.constexpr, BLOCK: tl.constexpr):
+    """One of so many words of a layer."""
+    a, strides_a, b, strides_b, s, kind = fields
+    word = _hash_any(a[0], a[1], a[2], a[3], strides_a, 0, part, parts, EACH, BLOCK)
+    word += _hash_any(b[0], b[1], b[2], b[3], strides_b, 1 << 40, part, parts, EACH, BLOCK)
+    # In every word, so that one without elements is not the 0 that it starts with.
+    return (word + mixed(s, kind)).to(tl.int64, bitcast=True)
 
 
 @triton.jit
@@ -44,20 +69,8 @@ def fingerprints_kernel(
     if PDL:
         gdc_launch_dependents()
     i = tl.program_id(0)
-    layer, part = i // WORDS, i % WORDS
-    t = table + layer
-    K, R = tl.load(t + F_K * L), tl.load(t + F_R * L)
-    word = _hash_any(
-        tl.load(t + F_A * L), tl.load(t + F_FORM_A * L), tl.load(t + F_COUNT_A * L), K,
-        tl.load(t + F_AR * L), tl.load(t + F_AK * L), 0, part, WORDS, BLOCK,
-    )
-    word += _hash_any(
-        tl.load(t + F_B * L), tl.load(t + F_FORM_B * L), tl.load(t + F_COUNT_B * L), R,
-        tl.load(t + F_BN * L), tl.load(t + F_BR * L), 1 << 40, part, WORDS, BLOCK,
-    )
-    # In every word, so that one without elements is not the 0 that it starts with.
-    word += mixed(tl.load(t + F_S * L), tl.load(t + F_KIND * L))
-    word = word.to(tl.int64, bitcast=True)
+    part, t = i % WORDS, table + i // WORDS
+    word = word_of(hashed_fields(t, L), part, WORDS, False, BLOCK)
     at = tl.load(t + F_LEAF * L) * WORDS + part
     tl.store(differs + i, (word != tl.load(old + at)).to(tl.int32))
     tl.store(new + at, word)
@@ -115,6 +128,58 @@ def _product(b, a, acc, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def squares_of_item(
+    t, L, i, partial,
+    DTYPE_W: tl.constexpr, DTYPE_A: tl.constexpr, DTYPE_B: tl.constexpr,
+    UNIT_W: tl.constexpr, UNIT_A: tl.constexpr, UNIT_B: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_R: tl.constexpr, ONE_SLAB: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr,
+):
+    """Item i of the layer whose column t is: the partial sums of BLOCK_N rows and CHUNK columns."""
+    W = tl.load(t + F_W * L).to(tl.pointer_type(DTYPE_W))
+    W = tl.multiple_of(W, 16) if UNIT_W else W
+    A = tl.load(t + F_A * L).to(tl.pointer_type(DTYPE_A))
+    A = tl.multiple_of(A, 16) if UNIT_A else A
+    B = tl.load(t + F_B * L).to(tl.pointer_type(DTYPE_B))
+    B = tl.multiple_of(B, 16) if UNIT_B else B
+    N, K, R = tl.load(t + F_N * L).to(tl.int32), tl.load(t + F_K * L).to(tl.int32), tl.load(t + F_R * L).to(tl.int32)
+    stride_wn, stride_wk = _pitch(tl.load(t + F_WN * L), UNIT_W), tl.load(t + F_WK * L)
+    stride_ar, stride_ak = _pitch(tl.load(t + F_AR * L), UNIT_A), tl.load(t + F_AK * L)
+    stride_bn, stride_br = _pitch(tl.load(t + F_BN * L), UNIT_B), tl.load(t + F_BR * L)
+    s = tl.load(t + F_S * L).to(tl.int32).to(tl.float32, bitcast=True)
+
+    chunks = tl.cdiv(K, CHUNK)
+    first_n, first_k = (i // chunks) * BLOCK_N, (i % chunks) * CHUNK
+    n, r = first_n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    W += first_n.to(tl.int64) * stride_wn
+    B += first_n.to(tl.int64) * stride_bn
+    if ONE_SLAB:
+        at_b = _tile(B, stride_bn, stride_br, BLOCK_N, BLOCK_R, UNIT_B)
+        b = _load(at_b, (n < N)[:, None], (r < R)[None, :], EVEN, EVEN_R)
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    for k0 in tl.range(first_k, min(K, first_k + CHUNK), BLOCK_K, num_stages=AHEAD if ONE_SLAB and AHEAD else None):
+        in_k = (k0 + tl.arange(0, BLOCK_K) < K)[None, :]
+        at_w = _tile(W + k0 * stride_wk, stride_wn, stride_wk, BLOCK_N, BLOCK_K, UNIT_W)
+        w = _load(at_w, (n < N)[:, None], in_k, EVEN, EVEN)
+        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        if ONE_SLAB:
+            at_a = _tile(A + k0 * stride_ak, stride_ar, stride_ak, BLOCK_R, BLOCK_K, UNIT_A)
+            a = _load(at_a, (r < R)[:, None], in_k, EVEN_R, EVEN)
+            acc = _product(b, a, acc, SPLIT)
+        else:
+            for r0 in range(0, R, BLOCK_R):
+                at_b = _tile(B + r0 * stride_br, stride_bn, stride_br, BLOCK_N, BLOCK_R, UNIT_B)
+                at_a = _tile(A + (r0 * stride_ar + k0 * stride_ak), stride_ar, stride_ak, BLOCK_R, BLOCK_K, UNIT_A)
+                b = _load(at_b, (n < N)[:, None], (r < R - r0)[None, :], EVEN, EVEN_R)
+                a = _load(at_a, (r < R - r0)[:, None], in_k, EVEN_R, EVEN)
+                acc = _product(b, a, acc, SPLIT)
+        v = w.to(tl.float32) + s * acc
+        squares += tl.sum(v * v, axis=1)
+    at = partial + tl.load(t + F_PARTIAL * L) + (i % chunks).to(tl.int64) * N + n
+    tl.store(at, squares, mask=n < N)
+
+
+@triton.jit
 def norms_kernel(
     table,  # (FIELDS, L) int64
     differs,  # (L, WORDS) int32, or None
@@ -140,48 +205,11 @@ def norms_kernel(
     for item in range(tl.program_id(0), tl.sum(items, axis=0), tl.num_programs(0)):
         before = ends <= item
         t = table + first + tl.sum(before.to(tl.int32), axis=0)
-        i = item - tl.max(tl.where(before, ends, 0), axis=0)
-        W = tl.load(t + F_W * L).to(tl.pointer_type(DTYPE_W))
-        W = tl.multiple_of(W, 16) if UNIT_W else W
-        A = tl.load(t + F_A * L).to(tl.pointer_type(DTYPE_A))
-        A = tl.multiple_of(A, 16) if UNIT_A else A
-        B = tl.load(t + F_B * L).to(tl.pointer_type(DTYPE_B))
-        B = tl.multiple_of(B, 16) if UNIT_B else B
-        N, K, R = tl.load(t + F_N * L).to(tl.int32), tl.load(t + F_K * L).to(tl.int32), tl.load(t + F_R * L).to(tl.int32)
-        stride_wn, stride_wk = _pitch(tl.load(t + F_WN * L), UNIT_W), tl.load(t + F_WK * L)
-        stride_ar, stride_ak = _pitch(tl.load(t + F_AR * L), UNIT_A), tl.load(t + F_AK * L)
-        stride_bn, stride_br = _pitch(tl.load(t + F_BN * L), UNIT_B), tl.load(t + F_BR * L)
-        s = tl.load(t + F_S * L).to(tl.int32).to(tl.float32, bitcast=True)
-
-        chunks = tl.cdiv(K, CHUNK)
-        first_n, first_k = (i // chunks) * BLOCK_N, (i % chunks) * CHUNK
-        n, r = first_n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
-        W += first_n.to(tl.int64) * stride_wn
-        B += first_n.to(tl.int64) * stride_bn
-        if ONE_SLAB:
-            at_b = _tile(B, stride_bn, stride_br, BLOCK_N, BLOCK_R, UNIT_B)
-            b = _load(at_b, (n < N)[:, None], (r < R)[None, :], EVEN, EVEN_R)
-        squares = tl.zeros((BLOCK_N,), tl.float32)
-        for k0 in tl.range(first_k, min(K, first_k + CHUNK), BLOCK_K, num_stages=AHEAD if ONE_SLAB and AHEAD else None):
-            in_k = (k0 + tl.arange(0, BLOCK_K) < K)[None, :]
-            at_w = _tile(W + k0 * stride_wk, stride_wn, stride_wk, BLOCK_N, BLOCK_K, UNIT_W)
-            w = _load(at_w, (n < N)[:, None], in_k, EVEN, EVEN)
-            acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-            if ONE_SLAB:
-                at_a = _tile(A + k0 * stride_ak, stride_ar, stride_ak, BLOCK_R, BLOCK_K, UNIT_A)
-                a = _load(at_a, (r < R)[:, None], in_k, EVEN_R, EVEN)
-                acc = _product(b, a, acc, SPLIT)
-            else:
-                for r0 in range(0, R, BLOCK_R):
-                    at_b = _tile(B + r0 * stride_br, stride_bn, stride_br, BLOCK_N, BLOCK_R, UNIT_B)
-                    at_a = _tile(A + (r0 * stride_ar + k0 * stride_ak), stride_ar, stride_ak, BLOCK_R, BLOCK_K, UNIT_A)
-                    b = _load(at_b, (n < N)[:, None], (r < R - r0)[None, :], EVEN, EVEN_R)
-                    a = _load(at_a, (r < R - r0)[:, None], in_k, EVEN_R, EVEN)
-                    acc = _product(b, a, acc, SPLIT)
-            v = w.to(tl.float32) + s * acc
-            squares += tl.sum(v * v, axis=1)
-        at = partial + tl.load(t + F_PARTIAL * L) + (i % chunks).to(tl.int64) * N + n
-        tl.store(at, squares, mask=n < N)
+        squares_of_item(
+            t, L, item - tl.max(tl.where(before, ends, 0), axis=0), partial,
+            DTYPE_W, DTYPE_A, DTYPE_B, UNIT_W, UNIT_A, UNIT_B, EVEN, EVEN_R, ONE_SLAB, SPLIT,
+            BLOCK_N, BLOCK_K, BLOCK_R, CHUNK, AHEAD,
+        )
 
 
 @triton.jit
