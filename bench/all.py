@@ -98,7 +98,7 @@ TABLE = {
     "norm_model_128": Entry(20, "bench.norm_model --tiles --models llama-3.1-8b --layers 1 --r 128"),
     "norm_model_tiles": Entry(40, "bench.norm_model --tiles --models llama-3.1-8b --layers 1 --r 16,64,128,384"),
     "beside": Entry(20, "bench.beside"),
-    "group": Entry(60, "bench.group"),
+    "group": Entry(110, "bench.group --jobs 8 --quick"),
     "multi": Entry(150, "bench.multi --runs 5 --jobs 8"),
     "multi_again": Entry(60, "bench.multi --runs 5 --jobs 8 --G 4,32 --ways frozen,one,multi --kernels"),
     "multi_forms": Entry(40, "bench.multi_forms --only decode,train,tile,tile_mixed --jobs 8"),

@@ -66,7 +66,7 @@ def scale_backward(
     config: ScaleConfig,
 ) -> None:
     """dy, saved (M, N) with adjacent columns; W, B, m and c of the layer; h is s x A^T. Without m: the sums of dy alone.
-    Without W the gradients of lost columns, if there are any, are left to others (quant_bwd.py)."""
+    Without W the gradients of lost columns, if there are any, are left to others (scaled_weight.py)."""
     M, N = dy.shape
     K, r = (1 if la.W is None else la.W.shape[1]), (1 if h is None else h.shape[1])
     sums = (out.dm, out.dc, out.dbias, out.dB)
