@@ -201,10 +201,10 @@ def small_config(rows: int, N: int, K: int, columns: bool, capability: int, num_
 
 
 def small_norm_config(N: int, capability: int, num_sms: int) -> SmallConfig:
-    """The same with the norm beside it, whose squares are as large as the tile of W. us on an H200, r = 16, 32 x 128, 64 x 64 and
-    128 x 64 by 8 warps: 16 tokens, 4096 x 4096 20, 31 and -, 14336 -> 4096 55, 92 and -; 4096 -> 14336 55, 46 and 44, 2304 ->
-    22144 52, 39 and 52; 64 tokens, 9344 x 9344, r = 32 -, 105 and 97 (h200/few_inside.json). A tile that leaves a second wave
-    nearly empty takes the time of two."""
+    """The same with the norm beside it, whose squares are as large as the tile of W. us on an H200, 16 tokens, r = 16, 32 x 128
+    and 64 x 64: 4096 x 4096 20 and 31, 14336 -> 4096 55 and 92; 4096 -> 14336 55 and 46, 128 x 64 by 8 warps 44; 2304 -> 22144
+    52, 39 and 52. 64 tokens, 9344 x 9344, r = 32: 64 x 64, whose second wave is nearly empty, 105, 128 x 64 97
+    (h200/few_inside.json)."""
     if not capability:
         return SmallConfig(32, 64, 4, 2)
     if 64 * num_sms >= N:
