@@ -76,8 +76,9 @@ def scaled_backward(
     has a seed."""
     dy, x, la, s, h, kept, pre_scale, grads = given
     t, g, (r, K), coded = x.dtype, G(la.m, la.c), la.A.shape, isinstance(la.W, Packed)
-    both = grads.A is not None and grads.B is not None and at_once(x, dy, r, plan.device.capability)
-    config = scale.config_for(plan, dy, r, not both)
+    long = scale.long_strip_of(plan, dy, r)
+    both = not long and grads.A is not None and grads.B is not None and at_once(x, dy, r, plan.device.capability)
+    config = scale.config_for(plan, dy, r, grads.B is not None and not both, long)
     sums = scale.Sums(dm=grads.m, dc=grads.c, dbias=grads.bias, dB=grads.B if config.BLOCK_R else None)
     if any(each is not None for each in sums):
         scale.scale_backward(plan, dy, kept, pre_scale, x, la._replace(W=None) if coded else la, h, sums, config)

@@ -42,6 +42,7 @@ from tests.triton.written import (  # noqa: E402
     calls_of_planes,
     calls_of_weights,
     every_call,
+    kernels,
     launches,
     layer,
     plan_of,
@@ -527,6 +528,20 @@ def test_scale(target, tokens, r, dtype, adapter, tmp_path):
             assert_builds([plan], target, tmp_path, name)
     if tokens == 4096:
         assert_builds([plan], target, tmp_path, "finish", {"finish_kernel": WORDS})
+
+
+@pytest.mark.parametrize("r", [16, 64])
+@pytest.mark.parametrize("target", [90, 100], ids=str)
+def test_scale_in_long_strips(target, r, tmp_path):
+    """g W beside it, so no dz; dB of many tokens in the pass."""
+    x, dy, h = (alike(8192, n, dtype=BF16) for n in (1024, 8192, r))
+    plans = []
+    for bias in (False, True):
+        likes = (x, h, dy, dy, *layer(8192, 1024, r, BF16, BF16, bias=bias))
+        plans.append(plan_backward(likes, device(target), 0.0, "lora", (bias,), True, (True,) * 3 + (bias,) * 2))
+        assert kernels(plans[-1])["by_g_kernel"] == 2 and "factors_kernel" not in kernels(plans[-1])
+    assert_builds(plans, target, tmp_path, "scale")
+    assert_builds(plans, target, tmp_path, "finish", {"finish_kernel": WORDS})
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)

@@ -63,6 +63,27 @@ def test_as_far_from_float64_as_with_dz(shape, adapter, dtype, monkeypatch, scal
 
 
 @needs_kernels
+@pytest.mark.parametrize("adapter", ["of x", "float32"])
+@pytest.mark.parametrize("names", ["xABm", "xB", "xAm"])
+def test_dB_out_of_long_strips(names, adapter, as_hopper, monkeypatch, scaled):
+    """Of many tokens, as if these were many: two strips, the second one ragged. h is read as it lies."""
+    t = tensors(137, 64, 24, (150,), HALF[0], HALF[0] if adapter == "of x" else torch.float32)
+    c = dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="triton")
+    _, want = gradients(t, names, norm=c)
+    monkeypatch.setattr("fdora.triton.scale.long_strip", lambda *_: 128)
+    if device.NAME == "cpu":
+        as_hopper()
+    scaled.clear()
+    dy, got = gradients(t, names, norm=c)
+    (plan,) = (plan for plan in scaled.values() if plan.name == "dora_linear backward")
+    assert kernels(plan)["by_g_kernel"] == 2 and "factors_kernel" not in kernels(plan)
+    wide = tracked({n: v.double() if isinstance(v, torch.Tensor) else v for n, v in t.items()}, *names)
+    truth = grads(reference.dora(*(wide[n] for n in "xWABms"), c=c), dy.double(), **{n: wide[n] for n in names})
+    for n, v in got.items():
+        assert v.dtype == t[n].dtype and rel_l2(v, truth[n]) <= 1.5 * rel_l2(want[n], truth[n]), n
+
+
+@needs_kernels
 def test_under_dropout(scaled):
     """Of the adapter's input; "peft" needs dy and g dy, and keeps dz."""
     t = tensors(48, 64, 8, (200,), HALF[0], torch.float32)
