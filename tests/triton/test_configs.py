@@ -51,7 +51,8 @@ def test_strips_that_form_dB_are_as_long_as_fill_the_gpu():
         rows = long_strip(M, N, 64, True, 90)
         assert rows == {8192: 2048, 4096: 1024, 7225: 2048, 1500: 1024}.get(M, 0)
         assert not rows or (rows < M and -(-M // rows) * -(-N // 64) >= 256)
-        assert long_strip(M, N, 96, True, 90) == long_strip(M, N, 64, False, 90) == long_strip(M, N, 64, True, 80) == 0
+        for r, half, capability in ((96, True, 90), (64, False, 90), (64, True, 80), (64, True, 100)):
+            assert not long_strip(M, N, r, half, capability)
 
 
 def test_any_shape_on_any_gpu():
