@@ -178,11 +178,11 @@ def _strip(M: int, N: int) -> int:
 
 
 def long_strip(M: int, N: int, r: int, half: bool, capability: int) -> int:
-    """Rows of strips in which the pass forms dB of many tokens too, 0 where it does not. dy is read once less, and the parts of
-    dB are few; shorter strips write many, longer ones leave multiprocessors idle. us of a layer forward and backward, of the
-    bare products, dB apart and in strips of 1024 and 2048 (bench/NOTES.md): 8192, 2048 -> 8192, r = 64 1.059, 1.039, 1.029;
-    4096, 1024 -> 4096, r = 32 1.048, 1.006, 1.038; 7225, 768 -> 24448, r = 64 1.137, 1.107, 1.086."""
-    if not half or not 90 <= capability < 100 or r > 64:  # on sm_100 it spills beside dz and the sums of a bias
+    """Rows of strips in which a pass that writes no dz forms dB of many tokens too, 0 where it does not. dy is read once less,
+    and the parts of dB are few; shorter strips write many, longer ones leave multiprocessors idle. Forward and backward of a
+    layer, of its bare products, dB apart and in strips of 1024 and 2048 (bench/NOTES.md): 8192 tokens, 2048 -> 8192, r = 64
+    1.059, 1.039 and 1.029; 7225, 768 -> 24448, r = 64 1.137, 1.107 and 1.086. Beside dz it is no gain."""
+    if not half or not 90 <= capability < 100 or r > 64:  # sums of more ranks would fill the registers; others are not measured
         return 0
     return next((rows for rows in (2048, 1024) if rows < M and -(-M // rows) * -(-N // 64) >= 256), 0)
 

@@ -111,9 +111,8 @@ def _backward(plan: Builder, given: Given, dropout: Dropout, dx: Array | None, a
             return _dx(plan, out, accumulate, dy, dy, None, W, A, dh, la.seed, dropout.p)
 
         return scaled_backward(plan, given, dropout.p, dx, dx_of)
-    long = scale.long_strip_of(plan, dy, r)
-    both = not (long or few) and grads.A is not None and grads.B is not None and at_once(x, dy, r, plan.device.capability)
-    config = scale.config_for(plan, dy, r, grads.B is not None and not both, long)
+    both = grads.A is not None and grads.B is not None and not few and at_once(x, dy, r, plan.device.capability)
+    config = scale.config_for(plan, dy, r, grads.B is not None and not both)
     fused_B = grads.B if config.BLOCK_R else None
     need_dz = dx is not None or grads.A is not None or (grads.B is not None and fused_B is None)
     dz = plan.temp(dy.shape, t) if need_dz else None
