@@ -47,6 +47,12 @@ WORST = (
     *("312,2048,2048,192", "1253,2048,8192,256", "192,5120,17920,16", "256,11392,2304,512", "687,13824,8832,512"),
     *("666,4736,26240,64", "2240,4096,12288,64", "1949,7168,19968,512", "4797,25600,5120,256"),
 )
+# W is small beside the tokens
+NARROW = (
+    *("7225,768,24448,192", "8192,2048,8192,64", "4096,1024,3072,32", "8192,2560,9728,16", "6000,768,3072,64"),
+    *("16384,4096,14336,64", "16384,4096,4096,16", "8192,1024,8192,384"),
+)
+INSIDE = ("64,9344,9344,32", "64,4096,14336,16", "16,4096,14336,16", "16,2304,22144,16", "16,9344,9344,32")
 FLOORS = "--ways frozen,bare,peft_lora,fdora,fdora_inside"
 COMPILED = "--no-eager --compiled default,reduce-overhead"
 TABLE = {
@@ -80,7 +86,10 @@ TABLE = {
     "few_1": Entry(30, "bench.few --jobs 8 --tokens 32,16,1"),
     "few_ranks": Entry(50, "bench.few --jobs 8 --ranks 64,256 --tokens 64,32,16"),
     "passes": Entry(75, "bench.passes"),
+    "scaled_weight": Entry(20, f"bench.shapes --ways bare,fdora_dz,fdora {' '.join(f'--shape {shape}' for shape in NARROW)}"),
+    "few_inside": Entry(30, f"bench.few --jobs 14 {' '.join(f'--shape {shape}' for shape in INSIDE)}"),
     "shapes": Entry(60, "bench.shapes --jobs 8"),
+    "shapes_18": Entry(60, "bench.shapes --jobs 8 --seed 18"),
     "shapes_17": Entry(60, "bench.shapes --jobs 8 --seed 17"),
     "shapes_unseen": Entry(60, "bench.shapes --jobs 8 --seed 101"),
     "bias": Entry(45, "bench.bias --beside 512"),
@@ -96,10 +105,14 @@ TABLE = {
         "bench.norm_dense "
         "--shapes 3840x15360x96,768x19072x256,4096x14336x192,1024x4096x16,1024x4096x96,768x19072x16,4096x4096x128",
     ),
+    "norm_dense_high": Entry(
+        35,
+        "bench.norm_dense --shapes 768x19072x256,1408x19072x192,3328x19200x256,12416x8576x384,2560x9728x384,5120x25600x32",
+    ),
     "norm_model_128": Entry(20, "bench.norm_model --tiles --models llama-3.1-8b --layers 1 --r 128"),
     "norm_model_tiles": Entry(40, "bench.norm_model --tiles --models llama-3.1-8b --layers 1 --r 16,64,128,384"),
     "beside": Entry(20, "bench.beside"),
-    "group": Entry(60, "bench.group"),
+    "group": Entry(110, "bench.group --jobs 8 --quick"),
     "multi": Entry(150, "bench.multi --runs 5 --jobs 8"),
     "multi_again": Entry(60, "bench.multi --runs 5 --jobs 8 --G 4,32 --ways frozen,one,multi --kernels"),
     "multi_forms": Entry(40, "bench.multi_forms --only decode,train,tile,tile_mixed --jobs 8"),

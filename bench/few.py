@@ -2,6 +2,7 @@
 
     python -m bench.few --device cuda --jobs 14 [--tokens 64,48,32,16,1] --json FILE
     python -m bench.few --device cuda --jobs 14 --ranks 64,256 --tokens 64,16 --json FILE    # without any norm
+    python -m bench.few --device cuda --jobs 14 --shape 64,9344,9344,32 [--shape M,K,N,r] --json FILE
     python -m bench.fit_few FILE... --write fdora/triton/fitted_few.py
 
 One layer. ``bare``: its products by cuBLAS, forward three and with backward eight. ``small``: h in passing, one pass over W
@@ -43,7 +44,18 @@ WEIGHTS = ((4096, 4096), (4096, 14336), (14336, 4096), (2304, 22144), (1024, 101
 CASES = [(M, K, N, 16) for M in (64, 48, 32, 16, 1) for K, N in WEIGHTS]
 CASES += [(M, K, N, 64) for M in (64, 16) for K, N in WEIGHTS[:3]]
 SMALLER = ((1280, 5120), (5120, 1280), (2048, 2048), (9216, 3328))  # with --ranks, beside WEIGHTS
-INSIDE = (SmallConfig(64, 64, 4, 4), SmallConfig(64, 128, 8, 3), SmallConfig(32, 128, 4, 4))
+INSIDE = tuple(
+    SmallConfig(*tile)
+    for tile in (
+        (64, 64, 4, 4),
+        (64, 128, 8, 3),
+        (32, 128, 4, 4),
+        (128, 64, 8, 4),
+        (128, 64, 8, 3),
+        (128, 64, 4, 4),
+        (64, 64, 8, 4),
+    )
+)
 
 
 @contextmanager
@@ -189,10 +201,12 @@ def main(argv=None):
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
     parser.add_argument("--tokens", type=lambda text: [int(M) for M in text.split(",")], help="of the cases those")
     parser.add_argument("--ranks", type=lambda text: [int(r) for r in text.split(",")], help="in place of the cases; no norms")
+    parser.add_argument("--shape", action="append", help="M,K,N,r in the place of the cases")
     options = parser.parse_args(argv)
     start, rows, norms = time.perf_counter(), [], not options.ranks
     ranked = [(M, K, N, r) for r in options.ranks or () for M in options.tokens or (64, 16) for K, N in (*SMALLER, *WEIGHTS)]
-    cases = ranked or [case for case in CASES if not options.tokens or case[0] in options.tokens]
+    given = [tuple(map(int, shape.split(","))) for shape in options.shape or ()]
+    cases = given or ranked or [case for case in CASES if not options.tokens or case[0] in options.tokens]
     if options.jobs:
         compile_all(options.jobs, cases, norms)
         print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)

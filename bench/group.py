@@ -1,7 +1,7 @@
 """Layers that share their input: q/k/v, gate/up and the whole MLP, each as one call, as separate calls, as others adapt them.
 
-    python -m bench.group --device cuda --json FILE
-    python -m bench.group --device cuda --quick
+    python -m bench.group --device cuda --jobs 8 --json FILE
+    python -m bench.group --device cuda --jobs 8 --quick
 
 bf16 x and W, norms given. GPU time by CUDA graph (wall time on a CPU), ways in turns in one run, medians. ``fwd`` runs under
 no_grad, ``fwd_bwd`` takes gradients of x and the adapters. ``bare`` is the eight matrix products of each layer, each writing
@@ -10,14 +10,20 @@ its own output, and nothing elementwise. ``axolotl_*`` and ``unsloth_lora`` are 
 Every way is compared with float64 before it is timed; one that cannot run is listed
 with its reason, and a wrong fdora fails the command at its end. ``kept_mb`` is what autograd keeps between the two directions
 beside x and the parameters (the output of the call included, where it is kept). The JSON is rewritten after every case.
+
+Everything runs on one stream of its own: a graph cannot be captured where a leaf's node was made on another one. Axolotl's
+kernel of the norm compiles for minutes at r = 384; up to 64 for a second.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -28,7 +34,7 @@ from torch import Tensor
 
 from bench.attempt import Failures
 from bench.checkouts import add_rival_path, axolotl_group, unsloth_group
-from bench.clock import anchor_graph, medians, timer
+from bench.clock import Timer, anchor_graph, launches_of, medians, quick_timer, wall_timer
 from bench.command import command
 from bench.layer import free
 from bench.norm_forms import about
@@ -169,7 +175,7 @@ def truth(case: Case, kind: str) -> dict[str, Tensor]:
     ys = by_layers(case._replace(x=leaves["x"]), [one(k) for k in range(len(case.layers))])
     grads = torch.autograd.grad(ys, list(leaves.values()), [dy.double() for dy in case.dys])
     found = {f"y{i}": y.detach() for i, y in enumerate(ys)} | {f"d{n}": d for n, d in zip(leaves, grads, strict=True)}
-    return {n: t.cpu() for n, t in found.items()}
+    return found
 
 
 def errors(way: Way, truths: dict[str, dict[str, Tensor]]) -> dict[str, float]:
@@ -179,8 +185,8 @@ def errors(way: Way, truths: dict[str, dict[str, Tensor]]) -> dict[str, float]:
         return {}
     want = truths[way.truth]
     assert set(want) == set(results)
-    found = {n: rel_l2(t.detach(), want[n].to(t.device)) for n, t in results.items()}
-    found |= {f"y{i}_no_grad": rel_l2(y, want[f"y{i}"].to(y.device)) for i, y in enumerate(forward)}
+    found = {n: rel_l2(t.detach(), want[n]) for n, t in results.items()}
+    found |= {f"y{i}_no_grad": rel_l2(y, want[f"y{i}"]) for i, y in enumerate(forward)}
     return {n: float(f"{error:.2e}") for n, error in found.items()}
 
 
@@ -201,7 +207,33 @@ def kept_bytes(way: Way) -> int | None:
     return sum(size for at, size in kept.items() if at not in known)
 
 
-def run(model: str, part: str, M: int, r: int, adapter: str, options) -> list[dict]:
+def compile_case(ways: Sequence[str], rival_path: Sequence[Path], *shape) -> None:
+    """In a process of its own: Triton keeps what it compiles on disk. Who cannot run is told of later."""
+    case = Case.random(*shape, "cuda")
+    for name in ways:
+        try:
+            way = build(name, case, rival_path)
+            way.forward(), way.both()
+        except Exception as problem:
+            print(f"{shape} {name}: {type(problem).__name__}", flush=True)
+    torch.cuda.synchronize()
+
+
+def compile_all(cases: Sequence[tuple], options) -> None:
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        for done in [pool.submit(compile_case, options.ways, options.rival_path, *case) for case in cases]:
+            done.result()
+
+
+def timed(case: Case, mode: str, fn: Callable[[], object], where: tuple) -> Timer:
+    """``where``: what a graph is captured into; empty on a CPU."""
+    if not where:
+        return wall_timer(fn, "cpu", 0)
+    flops = sum(2 * i.x.shape[0] * i.W.numel() for i in case.layers)
+    return quick_timer(fn, launches_of((1 if mode == "fwd" else 3) * (0.05 + flops / 6e11)), *where)
+
+
+def run(model: str, part: str, M: int, r: int, adapter: str, options, where: tuple) -> list[dict]:
     """Two rows: forward, and both directions."""
     device = options.device
     case = Case.random(model, part, M, r, adapter, device)
@@ -224,10 +256,9 @@ def run(model: str, part: str, M: int, r: int, adapter: str, options) -> list[di
 
     ways = failed.attempt(options.ways, prepare)
     rows = []
-    anchor = None if device == "cpu" else anchor_graph()
     for mode in ("fwd", "fwd_bwd"):
         fns = {name: way.forward if mode == "fwd" else way.both for name, way in ways.items()}
-        timers = failed.attempt(fns, lambda name: timer(fns[name], device, anchor))
+        timers = failed.attempt(fns, lambda name, mode=mode, fns=fns: timed(case, mode, fns[name], where))
         ms = {name: round(value, 5) for name, value in medians(timers, options.runs).items()}
         row = {"model": model, "part": part, "M": M, "r": r, "adapter": adapter, "mode": mode, "ms": ms}
         row |= {"ratio": {f"fdora/{n}": round(ms["fdora"] / v, 3) for n, v in ms.items() if n != "fdora" and "fdora" in ms}}
@@ -244,10 +275,11 @@ def parse(argv=None):
     parser.add_argument("--adapter", default="bf16", help="bf16,fp32")
     parser.add_argument("--ways", default=",".join(WAYS))
     add_rival_path(parser)
-    parser.add_argument("--quick", action="store_true", help="llama8b only, r 16 and 384, three runs")
+    parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
+    parser.add_argument("--quick", action="store_true", help="q/k/v and the MLP of llama8b, r 16 and 64, 4096 and 512 tokens")
     options = parser.parse_args(argv)
     if options.quick:
-        options.models, options.runs = "llama8b", 3
+        options.models, options.parts, options.M, options.r, options.runs = "llama8b", "qkv,mlp", "4096,512", "16,64", 5
     for name, known in (("models", MODELS), ("parts", PARTS), ("ways", WAYS), ("adapter", ADAPTERS)):
         setattr(options, name, getattr(options, name).split(","))
         if unknown := set(getattr(options, name)) - set(known):
@@ -262,6 +294,12 @@ def write(facts: dict, rows: list[dict], skipped: list[tuple], options) -> None:
 
 def main(argv=None):
     options = parse(argv)
+    stream = None if options.device == "cpu" else torch.cuda.Stream()
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        measure(options, argv, () if stream is None else (anchor_graph(), stream))
+
+
+def measure(options, argv, where: tuple) -> None:
     start = perf_counter()
     facts = about(options.device, options.commit, argv)
     print(facts, "\n")
@@ -270,11 +308,15 @@ def main(argv=None):
     heads = [f"{name} {what}" for what in ("ms", "peak MB", "kept MB") for name in options.ways]
     print(table(["model, part, M, r, adapter, mode", *heads, "fdora's worst error"], []))
     sizes = (list(map(int, text.split(","))) for text in (options.M, options.r))
-    for model, part, M, r, adapter in product(options.models, options.parts, *sizes, options.adapter):
+    cases = list(product(options.models, options.parts, *sizes, options.adapter))
+    if options.jobs and where:
+        compile_all(cases, options)
+        print(f"compiled after {perf_counter() - start:.0f} s", flush=True)
+    for model, part, M, r, adapter in cases:
         if perf_counter() - start > options.seconds:
             skipped.append((model, part, M, r, adapter))
             continue
-        for row in run(model, part, M, r, adapter, options):
+        for row in run(model, part, M, r, adapter, options, where):
             worst = max(row["error"].get("fdora", {"": float("nan")}).values())
             cells = [row[what].get(n, "") for what in ("ms", "peak_mb", "kept_mb") for n in options.ways]
             label = "{model}, {part}, {M}, {r}, {adapter}, {mode}".format(**row)

@@ -38,13 +38,21 @@ STRIPS = [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128
 HIGH = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 3)]
 HIGHER = [(64, 64, 4, 2), (128, 64, 8, 2), (64, 128, 8, 2), (128, 128, 8, 2)]
 SPANS = (256, 512, 1024, 2048)
+# rows, columns, slab of the rank, warps, stages, programs on a multiprocessor; by TMA
+SINGLE = [
+    *((128, 256, 64, 8, 3, 1), (128, 256, 128, 8, 2, 1), (256, 128, 64, 8, 3, 1), (128, 128, 64, 4, 3, 2)),
+    *((128, 128, 64, 8, 3, 2), (128, 128, 128, 4, 2, 2), (64, 256, 64, 4, 3, 2), (64, 128, 64, 4, 4, 3)),
+]
 
 
 def tiles_of(r: int) -> list[NormConfig]:
     block_r = power_of_two(r)
     single = [
         NormConfig(128, 128, min(32, block_r), "ieee", 4, 3),
-        NormConfig(128, 256, 64, "ieee", 8, 3, TMA=True, PROGRAMS=1),
+        *(
+            NormConfig(n, k, slab, "ieee", *how, TMA=True, PROGRAMS=beside)
+            for n, k, slab, *how, beside in SINGLE[: 8 if r > 64 else 1]
+        ),
     ]
     some = HIGHER if r > 128 else HIGH if r > 64 else STRIPS
     strips = [NormConfig(n, k, block_r, "ieee", *how, False, how[1], span) for n, k, *how in some for span in SPANS]

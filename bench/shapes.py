@@ -4,8 +4,9 @@
 
 GPU time by CUDA graph, bf16, ways in turns, medians. Every way has several sets of inputs and weights where one would stay in
 the cache of the GPU. ``fdora`` is given its norm, ``fdora_inside`` computes it; of 8 micro-batches of a step one computes it,
-``micro_batches`` is their mean. ``bare`` is the eight matrix products alone, three of them forward. Every fdora is compared
-with float64 samples first, and a wrong one fails the command.
+``micro_batches`` is their mean. ``bare`` is the eight matrix products alone, three of them forward. ``fdora_dz``, where it is
+asked for, writes dz in backward where ``fdora`` may scale W. Every fdora is compared with float64 samples first, and a wrong
+one fails the command.
 """
 
 from __future__ import annotations
@@ -162,7 +163,10 @@ def case(shape: tuple[int, int, int, int], where: tuple, options) -> list[dict]:
     return rows
 
 
-PAIRS = (("fdora", "bare"), ("fdora", "peft_lora"), ("micro_batches", "peft_lora"), ("peft_lora", "bare"))
+PAIRS = (
+    *(("fdora", "bare"), ("fdora", "peft_lora"), ("micro_batches", "peft_lora"), ("peft_lora", "bare")),
+    *(("fdora", "fdora_dz"), ("fdora_dz", "bare")),
+)
 
 
 def summarize(rows: list[dict]) -> dict:

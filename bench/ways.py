@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -110,6 +111,19 @@ def fdora(i: Inputs, norm: Tensor | None, compiled: bool) -> Way:
     return trained(lambda x: call(x, i.A, i.B, i.m), i, {"A": i.A, "B": i.B, "m": i.m}, "dora")
 
 
+def with_dz(way: Way) -> Way:
+    """Its backward writes dz, however many tokens there are beside W's columns."""
+
+    def both():
+        from fdora.triton import scaled_weight
+        from fdora.triton.runtime import walk
+
+        with mock.patch.object(scaled_weight, "moves_less", lambda *_: False), mock.patch.object(walk, "_plans", {}):
+            return way.both()
+
+    return Way(way.forward, both)
+
+
 def addmm_lora(x: Tensor, W: Tensor, A: Tensor, B: Tensor) -> Tensor:
     return (x @ W.mT).addmm_(x @ A.to(x.dtype).mT, B.to(x.dtype).mT, alpha=S)
 
@@ -144,6 +158,8 @@ def build(name: str, i: Inputs, rival_path: Sequence[Path] = (), autocast: bool 
         return trained(lambda x: F.linear(x, i.W), i, {}, "frozen")
     if name == "bare":
         return bare(i)
+    if name == "fdora_dz":
+        return with_dz(fdora(i, i.norm, False))
     if name.startswith("fdora"):
         return fdora(i, None if "inside" in name else i.norm, name.endswith("compiled"))
     if name == "factored":

@@ -26,8 +26,8 @@ bias, no dropout. Elements in brackets, flops before them; "+" joins operations.
     fdora     forward   norm 2 N K r [NK + rK + Nr] + h + y: 2 M N (K + r) [MK + NK + Mr + Nr + MN]
               up to 64 tokens h and y in one pass over W: 2 M (N K + K r + N r) [MK + NK + rK + Nr + Mr + MN];
                         up to r = 64 on Hopper the norm out of the same pass: no bytes of its own
-              backward  dz and dm [3MN], dB with it [Mr + Nr] up to r = 64, apart above + dh + dA
-                        + dx: 2 M K (N + r) [MN + NK + Mr + rK + MK]
+              backward  dz and dm [3MN, from M = 2K on dm and g W: 2MN + 2NK], dB with it [Mr + Nr] up to r = 64, apart
+                        above + dh + dA + dx: 2 M K (N + r) [MN + NK + Mr + rK + MK]
               keeps     x, h, and y         e (MK + Mr) + e MN; without a bias y is the output itself, which costs nothing
                                             where the next operation keeps its input
 
@@ -144,9 +144,10 @@ def operations(M: int, N: int, K: int, r: int, method: Method = "fdora") -> Oper
     else:
         path = "x A^T, then the product"
         forward = [h, (base[0] + lora[0], base[1] + M * r + N * r)]
-    scale: list[Op] = [(0, 3 * M * N), dB]
+    scaled = 2 * M * N + min(M * N, 2 * N * K)
+    scale: list[Op] = [(0, scaled), dB]
     if r <= FUSE_DB:
-        scale = [(dB[0], 3 * M * N + M * r + N * r)]
+        scale = [(dB[0], scaled + M * r + N * r)]
     backward = [*scale, dh, dA, (base[0] + h[0], base[1] + M * r + r * K)]
     return Operations(path, norm, forward, backward, M * K + M * r, M * N)
 

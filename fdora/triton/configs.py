@@ -151,15 +151,17 @@ class ScaleConfig(NamedTuple):
 
 
 @lru_cache(4096)
-def scale_config(M: int, N: int, r: int, half: bool, capability: int, with_dB: bool = True) -> ScaleConfig:
+def scale_config(M: int, N: int, r: int, half: bool, capability: int, with_dB: bool = True, long: int = 0) -> ScaleConfig:
     """From h200/passes.json. 64 x 64 with three tiles under way moves bytes at 0.83 to 0.9 of the rate of torch's sum of two
     tensors where they fill the GPU; up to 256 tokens, and up to 512 beside many columns, one strip needs no second kernel.
-    ``with_dB``: it may be formed here."""
+    ``with_dB``: it may be formed here; in strips as ``long`` as that, if any."""
     if M <= 64:
         block_r = _block_r(r, half) if with_dB else 0
         return ScaleConfig(min(32, power_of_two(M)), 64 if half else 32, 64, block_r, 4)
     if not half or not 90 <= capability < 120:  # twice the registers, or half of them left: a small tile, and dB apart
         return ScaleConfig(32, 64, 128, 0, 4)
+    if long and with_dB:
+        return ScaleConfig(64, 64, long, _block_r(r, half), 4, 3)
     # Beside few elements dB costs less than a product of its own; one of ranks that cuBLAS cannot load at once is slow.
     block_r = _block_r(r, half) if with_dB and M * N * power_of_two(r) <= (1e8 if r % 8 == 0 else 4e8) else 0
     rows = _strip(M, N)
@@ -173,6 +175,16 @@ def _strip(M: int, N: int) -> int:
     if M <= 512 and N >= 8192:
         return 512
     return 128 if M > 2048 or -(-M // 256) * -(-N // 64) < 130 else 256
+
+
+def long_strip(M: int, N: int, r: int, half: bool, capability: int) -> int:
+    """Rows of strips in which a pass that writes no dz forms dB of many tokens too, 0 where it does not. dy is read once less,
+    and the parts of dB are few; shorter strips write many, longer ones leave multiprocessors idle. Forward and backward of a
+    layer, of its bare products, dB apart and in strips of 1024 and 2048 (bench/NOTES.md): 8192 tokens, 2048 -> 8192, r = 64
+    1.059, 1.039 and 1.029; 7225, 768 -> 24448, r = 64 1.137, 1.107 and 1.086. Beside dz it is no gain."""
+    if not half or not 90 <= capability < 100 or r > 64:  # sums of more ranks would fill the registers; others are not measured
+        return 0
+    return next((rows for rows in (2048, 1024) if rows < M and -(-M // rows) * -(-N // 64) >= 256), 0)
 
 
 def _block_r(r: int, half: bool) -> int:
@@ -202,10 +214,14 @@ def small_config(rows: int, N: int, K: int, columns: bool, capability: int, num_
 
 def small_norm_config(N: int, capability: int, num_sms: int) -> SmallConfig:
     """The same with the norm beside it, whose squares are as large as the tile of W. us on an H200, 16 tokens, r = 16, 32 x 128
-    and 64 x 64: 4096 x 4096 20 and 31, 14336 -> 4096 55 and 92; 4096 -> 14336 55 and 45, 2304 -> 22144 52 and 39."""
+    and 64 x 64: 4096 x 4096 20 and 31, 14336 -> 4096 55 and 92; 4096 -> 14336 55 and 46, 128 x 64 by 8 warps 44; 2304 -> 22144
+    52, 39 and 52. 64 tokens, 9344 x 9344, r = 32: 64 x 64, whose second wave is nearly empty, 105, 128 x 64 97
+    (h200/few_inside.json)."""
     if not capability:
         return SmallConfig(32, 64, 4, 2)
-    return SmallConfig(32, 128, 4, 4) if 64 * num_sms >= N else SmallConfig(64, 64, 4, 4)
+    if 64 * num_sms >= N:
+        return SmallConfig(32, 128, 4, 4)
+    return SmallConfig(128, 64, 8, 4) if 128 * num_sms >= N else SmallConfig(64, 64, 4, 4)
 
 
 def nearest(table: dict[tuple, tuple], shape: tuple[int, ...]) -> tuple:

@@ -2,7 +2,8 @@
 
 Half precision. Forward: h = s x A^T, then one product with the low-rank term, g and bias inside (gemm.py; small.py for up to 64
 tokens). Backward: one pass for dz and the sums over tokens (scale.py), dh = s dz B, one product for dx; dA = dh^T x and
-dB = dz^T h. s is applied where h and dh are rounded, so no other factor is scaled or rounded again.
+dB = dz^T h. s is applied where h and dh are rounded, so no other factor is scaled or rounded again. A W of codes
+takes g in the place of dy, and so does one that is small beside the tokens (scaled_weight.py).
 
 "peft" dropout, y = x W^T + (g - 1) v + s x' A^T B^T + bias with v = D(x) W^T + s D(x) A^T B^T: two such products, the
 first writes v, the second adds (g - 1) v. Its backward is one product: (dz - dy) W and dh A masked, then dy W.

@@ -17,9 +17,9 @@ from fdora.triton.dropout import drop
 from fdora.triton.factors import at_once, factor_gradients
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, gemm
 from fdora.triton.product import summed_product
-from fdora.triton.quant_bwd import Given, backward_of_codes
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.scaled_weight import Given, scaled_backward, takes_g
 from fdora.triton.small import LIMIT, Back, is_small, narrow, small_backward
 from fdora.triton.small_quant import reads, small_backward_of_codes
 
@@ -88,20 +88,15 @@ def backward(
         product = f"{how}; {many}"
     packed = [la for la in layers if isinstance(la.W, Packed)]
     no_dz = dx is not None and all(
-        la.A is None or takes_g(la, x, dropout, pre) for la, pre in zip(layers, pre_scale, strict=True)
+        la.A is None or takes_g(plan.device, la, x, dropout, pre) for la, pre in zip(layers, pre_scale, strict=True)
     )
     plan.path = f"one pass for {'' if no_dz else 'dz and '}the sums over tokens, then {product}"
     if dx is not None and packed:
         few = x.dtype != torch.float32 and is_small(x.shape[0]) and all(la.seed is None and reads(la.W) for la in packed)
         decoded = "g W" if no_dz else "W"
         plan.path += "; codes of W are decoded where they are multiplied" if few else f"; {decoded} is decoded first"
-
-
-def takes_g(la: Any, x: Array, dropout: Dropout, pre_scale: bool) -> bool:
-    """Whether W, of codes, is decoded for dx as g W (quant_bwd.py). Columns that a bias drowns in y want W itself."""
-    few = x.dtype != torch.float32 and is_small(x.shape[0])
-    drowned = la.bias is not None and not pre_scale
-    return isinstance(la.W, Packed) and not few and not drowned and (la.seed is None or dropout.mode != "peft")
+    elif no_dz and any(la.A is not None for la in layers):
+        plan.path += "; W is scaled by g, and dy is not"
 
 
 def _backward(plan: Builder, given: Given, dropout: Dropout, dx: Array | None, accumulate: bool) -> str:
@@ -110,12 +105,12 @@ def _backward(plan: Builder, given: Given, dropout: Dropout, dx: Array | None, a
     t, how = x.dtype, "no dx is asked for"
     half, peft = t != torch.float32, la.seed is not None and dropout.mode == "peft"
     r, few = la.A.shape[0], half and _is_few(plan, dy, la)
-    if dx is not None and takes_g(la, x, dropout, pre_scale):
+    if dx is not None and takes_g(plan.device, la, x, dropout, pre_scale):
 
         def dx_of(out: Array, W: Array, A: Array, dh: Array) -> str:
             return _dx(plan, out, accumulate, dy, dy, None, W, A, dh, la.seed, dropout.p)
 
-        return backward_of_codes(plan, given, dropout.p, dx, dx_of)
+        return scaled_backward(plan, given, dropout.p, dx, dx_of)
     both = grads.A is not None and grads.B is not None and not few and at_once(x, dy, r, plan.device.capability)
     config = scale.config_for(plan, dy, r, grads.B is not None and not both)
     fused_B = grads.B if config.BLOCK_R else None

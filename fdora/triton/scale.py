@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdora.triton.configs import ScaleConfig, power_of_two, scale_config
+from fdora.triton.configs import ScaleConfig, long_strip, power_of_two, scale_config
 from fdora.triton.kernels.scale import again_kernel, finish_kernel, lost_kernel, scale_kernel
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
@@ -44,8 +44,14 @@ class Sums(NamedTuple):
     dB: Array | None = None
 
 
-def config_for(plan: Builder, dy: Array, r: int, with_dB: bool = True) -> ScaleConfig:
-    return scale_config(*dy.shape, r, dy.dtype != torch.float32, plan.device.capability, with_dB)
+def config_for(plan: Builder, dy: Array, r: int, with_dB: bool = True, long: int = 0) -> ScaleConfig:
+    M, N = dy.shape
+    return scale_config(M, N, r, dy.dtype != torch.float32, plan.device.capability, with_dB, long)
+
+
+def long_strip_of(plan: Builder, dy: Array, r: int) -> int:
+    M, N = dy.shape
+    return long_strip(M, N, r, dy.dtype != torch.float32, plan.device.capability)
 
 
 def tiny_of(dtype: torch.dtype) -> float:
@@ -66,7 +72,7 @@ def scale_backward(
     config: ScaleConfig,
 ) -> None:
     """dy, saved (M, N) with adjacent columns; W, B, m and c of the layer; h is s x A^T. Without m: the sums of dy alone.
-    Without W the gradients of lost columns, if there are any, are left to others (quant_bwd.py)."""
+    Without W the gradients of lost columns, if there are any, are left to others (scaled_weight.py)."""
     M, N = dy.shape
     K, r = (1 if la.W is None else la.W.shape[1]), (1 if h is None else h.shape[1])
     sums = (out.dm, out.dc, out.dbias, out.dB)

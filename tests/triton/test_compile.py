@@ -42,6 +42,7 @@ from tests.triton.written import (  # noqa: E402
     calls_of_planes,
     calls_of_weights,
     every_call,
+    kernels,
     launches,
     layer,
     plan_of,
@@ -529,6 +530,19 @@ def test_scale(target, tokens, r, dtype, adapter, tmp_path):
         assert_builds([plan], target, tmp_path, "finish", {"finish_kernel": WORDS})
 
 
+@pytest.mark.parametrize("r", [16, 64])
+def test_scale_in_long_strips(r, tmp_path, target=90):
+    """g W beside it, so no dz; dB of many tokens in the pass."""
+    x, dy, h = (alike(8192, n, dtype=BF16) for n in (1024, 8192, r))
+    plans = []
+    for bias in (False, True):
+        likes = (x, h, dy, dy, *layer(8192, 1024, r, BF16, BF16, bias=bias))
+        plans.append(plan_backward(likes, device(target), 0.0, "lora", (bias,), True, (True,) * 3 + (bias,) * 2))
+        assert kernels(plans[-1])["by_g_kernel"] == 2 and "factors_kernel" not in kernels(plans[-1])
+    assert_builds(plans, target, tmp_path, "scale")
+    assert_builds(plans, target, tmp_path, "finish", {"finish_kernel": WORDS})
+
+
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_factors(target, tmp_path):
     """In one slab of the rank and in several; rows that begin at no 16 bytes."""
@@ -566,11 +580,11 @@ def test_small(target, tokens, tmp_path):
 
 @pytest.mark.parametrize("r", [16, 64])
 def test_small_with_its_norm(r, tmp_path):
-    """On Hopper, in both its tiles."""
+    """On Hopper, in each of its tiles."""
     plans = []
-    for N in (4096, 16384):
+    for N in (4096, 16384, 20480):
         x, la = alike(16, 4096, dtype=BF16), layer(N, 4096, r, BF16, BF16, bias=True)
         la[4] = None
         plans.append(plan_forward((x, *la), device(90), *Dropout(0.0, "lora"), ("pre_scale",), True))
-    assert len({step.constexprs for plan in plans for step in launches(plan, "small_norm")}) == 2
+    assert len({step.constexprs for plan in plans for step in launches(plan, "small_norm")}) == 3
     assert_builds(plans, 90, tmp_path, "small_norm", {"small_norm_kernel": WORDS})

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora.triton import fitted, fitted_few, waves
 from fdora.triton.choice import POINTERS, fused_config, product_way, tiles
-from fdora.triton.configs import nearest, rest_config, scale_config, small_config
+from fdora.triton.configs import long_strip, nearest, rest_config, scale_config, small_config
 from fdora.triton.few import takes_narrow_tiles
 from fdora.triton.table import SMALL
 from fdora.triton.waves import CublasFit, Fit, PassFit, Tile, cublas_us, fused_us, gpu_of, pass_us
@@ -43,6 +43,16 @@ def test_few_tokens_are_one_strip():
         rows = scale_config(M, N, 384, True, 90).ROWS
         assert rows < M and (-(-M // rows) * -(-N // 64) >= 130 or rows == 128)
     assert scale_config(1000, 1024, 16, True, 90).BLOCK_R == 16 and not scale_config(1000, 1024, 16, True, 90, False).BLOCK_R
+
+
+def test_strips_that_form_dB_are_as_long_as_fill_the_gpu():
+    """Twice its multiprocessors, two strips at least; not above r = 64, whose sums would fill the registers."""
+    for M, N in ((8192, 8192), (4096, 4096), (7225, 24448), (1500, 8192), (1024, 65536), (512, 65536)):
+        rows = long_strip(M, N, 64, True, 90)
+        assert rows == {8192: 2048, 4096: 1024, 7225: 2048, 1500: 1024}.get(M, 0)
+        assert not rows or (rows < M and -(-M // rows) * -(-N // 64) >= 256)
+        for r, half, capability in ((96, True, 90), (64, False, 90), (64, True, 80), (64, True, 100)):
+            assert not long_strip(M, N, r, half, capability)
 
 
 def test_any_shape_on_any_gpu():

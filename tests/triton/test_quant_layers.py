@@ -242,7 +242,7 @@ def test_gradients_are_no_further_from_the_truth_than_those_of_the_dense_weight(
 @pytest.mark.parametrize("case", ["", "lora", "a group", "autocast"])
 def test_some_columns_at_a_time(case, monkeypatch):
     """A dense W that would be too large: backward has parts of it, the last one narrower, and gives the same."""
-    from fdora.triton import quant_bwd
+    from fdora.triton import scaled_weight
 
     W, x = weight("nf4 nested", 48, 160), x_of(MANY, 160)
     V, (A, B, m) = weight("fp8 row", 32, 160), adapter(W)
@@ -257,12 +257,12 @@ def test_some_columns_at_a_time(case, monkeypatch):
     other = adapter(V)
     leaves = [x, A, B, m, *(other if case == "a group" else ())]
     whole = gradients(call(), leaves)
-    monkeypatch.setattr(quant_bwd, "COLUMNS", 64)
-    monkeypatch.setattr(quant_bwd, "AT_ONCE", 48 * 64 * 2)
+    monkeypatch.setattr(scaled_weight, "COLUMNS", 64)
+    monkeypatch.setattr(scaled_weight, "AT_ONCE", 48 * 64 * 2)
     monkeypatch.setattr(walk, "_plans", {})
     seen = []
-    decode = quant_bwd.decode
-    monkeypatch.setattr(quant_bwd, "decode", lambda *args: seen.append(args[2].shape[1]) or decode(*args))
+    decode = scaled_weight.decode
+    monkeypatch.setattr(scaled_weight, "decode", lambda *args: seen.append(args[2].shape[1]) or decode(*args))
     assert_rounded((gradients(call(), leaves), whole))
     assert seen[:3] == ([160] if case == "lora" else [64, 64, 32])[:3]
 
