@@ -18,6 +18,7 @@ import torch
 from bench.command import command
 from bench.norm_forms import about
 from bench.quant_forms import (
+    CACHE,
     DTYPE,
     NESTED,
     SOME,
@@ -35,6 +36,7 @@ from bench.quant_forms import (
 from bench.save import save
 from fdora.functional import dora_norm
 from fdora.triton.codes import packed
+from fdora.triton.configs import power_of_two
 from fdora.triton.configs_quant import QuantConfig, quant_config
 from fdora.triton.quant import norm
 from fdora.triton.runtime.builder import Builder
@@ -55,7 +57,26 @@ WITH_W = [
 TILES = [QuantConfig(n, k, r, "ieee", *how, run) for n, k, r, *how in POINTERS for run in (0, 1)]
 TILES += [QuantConfig(n, k, r, "ieee", *how, run, True) for n, k, r, *how in BY_TMA for run in (1, 4)]
 STORING = [QuantConfig(n, k, r, "ieee", *how, run) for n, k, r, *how in WITH_W for run in (1, 2, 4, 8)]
+# rows, columns, warps, tiles ahead; columns of a strip
+ALONG = [
+    *((64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (64, 256, 8, 3)),
+    *((32, 64, 4, 3), (32, 128, 4, 3)),
+]
+SPANS = (512, 1024, 2048)
 RANKS = (128, 384)
+EXACT = 1e-6
+
+
+def tiles_of(r: int, store: bool) -> list[QuantConfig]:
+    if store:
+        return STORING
+    if r > 64:
+        return TILES
+    runs = [QuantConfig(64, 128, power_of_two(r), "ieee", 4, 3), QuantConfig(64, 64, power_of_two(r), "ieee", 4, 3, 4)]
+    strips = [
+        QuantConfig(n, k, power_of_two(r), "ieee", *how, AHEAD=how[1], SPAN=span) for n, k, *how in ALONG for span in SPANS
+    ]
+    return runs + strips
 
 
 def plan_with(config: QuantConfig, W, A: torch.Tensor, B: torch.Tensor, store: bool) -> Plan:
@@ -89,17 +110,20 @@ def compiled(case: tuple[QuantConfig, int, bool]) -> str | None:
 def row_of(N: int, K: int, r: int, device: str, store: bool, others: bool = True) -> dict:
     Ws, la = weights(NESTED, N, K, device), layer(1, N, K, r, device)
     A, B = (t if device != "cpu" else t.half() for t in (la.A, la.B))  # Triton's interpreter multiplies the bits of bfloat16
-    timed, W = Timed(device, len(Ws)), dense(Ws[0], la)
+    timed, W = Timed(device, len(Ws)), dense(Ws[0], la._replace(x=la.x.float()))
     want = torch.cat(
         [(w.double() + S * b.double() @ A.double()).norm(dim=1) for w, b in zip(W.split(512), B.split(512), strict=True)]
     )
-    tiles = (STORING if store else TILES) if others else []
+    tiles = tiles_of(r, store) if others else []
     tiles = tiles if device != "cpu" else tiles[:1]
-    found = searched(timed, lambda config: turns(plan_with(config, Ws[0], A, B, store), Ws, A, B), tiles, want.float())
+    make = lambda config: turns(plan_with(config, Ws[0], A, B, store), Ws, A, B)  # noqa: E731
+    found = searched(timed, make, tiles, want.float(), EXACT)
     now = quant_config(r, True, device_of(A.device).capability, True, True, True, store)
     ways = {"now": turns(plan_with(now, Ws[0], A, B, store), Ws, A, B)}
-    close(turns(plan_with(now, Ws[0], A, B, store), Ws, A, B)(), want.float(), "now")
-    ways["dense"] = lambda: dora_norm(W.to(A.dtype), A, B, s=S)
+    close(turns(plan_with(now, Ws[0], A, B, store), Ws, A, B)(), want.float(), "now", EXACT)
+    copies = [W.to(A.dtype) for _ in range(max(1, min(8, CACHE // (2 * N * K))))]
+    at = iter(range(10**9))
+    ways["dense"] = lambda: dora_norm(copies[next(at) % len(copies)], A, B, s=S)
     if store and (bnb := vendor()) is not None:
         ways["decode"] = decoding([state_of(bnb, w) for w in Ws], bnb)
     row = {"N": N, "K": K, "r": r} | {name: round(ms, 5) for name, ms in timed.medians(ways).items()}
@@ -128,7 +152,12 @@ def main(argv: list[str] | None = None) -> None:
     shapes, ranks = (options.shapes, options.ranks) if options.device != "cpu" else (((128, 512),), (128,))
     if options.device != "cpu" and not options.now:
         with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
-            cases = [(config, r, options.store) for config in (STORING if options.store else TILES) for r in ranks]
+            cases = [
+                (config, r, options.store)
+                for r in ranks
+                for config in tiles_of(r, options.store)
+                if config.SPAN in (0, SPANS[0])
+            ]
             print(*filter(None, pool.imap_unordered(compiled, cases)), sep="\n", flush=True)
     rows = []
     for N, K in shapes:

@@ -8,7 +8,8 @@ from fdora.triton.configs import power_of_two
 
 
 class QuantConfig(NamedTuple):
-    """As NormConfig; ``RUN``: how many tiles of the same rows a program walks, 0 for what run_of says. TMA brings A and B."""
+    """As NormConfig; ``RUN``: how many tiles of the same rows a program walks, 0 for what run_of says. TMA brings A and B.
+    ``AHEAD``: tiles of codes and of A on their way in a strip of ``SPAN`` columns, 0 for runs of tiles."""
 
     BLOCK_N: int
     BLOCK_K: int
@@ -18,6 +19,9 @@ class QuantConfig(NamedTuple):
     num_stages: int
     RUN: int = 0
     TMA: bool = False
+    AHEAD: int = 0
+    SPAN: int = 0
+    PROGRAMS: int = 3
 
 
 def run_of(tiles_n: int, tiles_k: int, num_sms: int) -> int:

@@ -32,11 +32,12 @@ from fdora.triton.codes import (
     weights_of,
     written,
 )
-from fdora.triton.configs_quant import quant_config, run_of
+from fdora.triton.configs_quant import QuantConfig, quant_config, run_of
 from fdora.triton.copy import in_dtype
 from fdora.triton.hash import WORDS, fingerprint
 from fdora.triton.kernels.quant import quant4_kernel
 from fdora.triton.kernels.quant8 import quant8_kernel
+from fdora.triton.kernels.quant_strip import quant4_strips_kernel
 from fdora.triton.norm import GROUP_N, Guard, chosen
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
@@ -212,7 +213,10 @@ def _norm_of_rows(
     aligned = is_tma_compatible(A) and is_tma_compatible(B)
     wide = isinstance(W.form, Lut4) and W.form.group >= 32 and by_n is None
     config = quant_config(R, A.itemsize == 2, capability, in_pairs(W.form, K), wide, aligned, dense is not None)
-    block_n, block_k, block_r, precision, num_warps, num_stages, run, tma = config
+    block_n, block_k, block_r, precision, num_warps, num_stages, run, tma = config[:8]
+    if config.AHEAD:
+        _norm_along_strips(plan, W, A, B, c, s, first, squared, guard, config)
+        return
     run = run or (run_of(cdiv(N, block_n), cdiv(K, block_k), plan.device.num_sms) if comes_ahead(W, block_k) else 1)
     runs = cdiv(K, block_k * run)
     partial = plan.temp((runs, N), torch.float32)
@@ -235,6 +239,46 @@ def _norm_of_rows(
     if guard is not None or tma:  # three programs of 64 x 128 fit on a multiprocessor, one that TMA feeds
         programs = min(programs, (1 if tma else 3) * plan.device.num_sms)
     plan.launch(kernel, (programs,), args, (*how, *tile, guard is not None, WORDS, pdl), num_warps, num_stages, pdl)
+    if guard is None:
+        column_sums(plan, partial, c, sqrt=not squared)
+    else:
+        chosen(plan, partial, c, guard)
+
+
+def _norm_along_strips(
+    plan: Builder,
+    W: Packed,
+    A: Array,
+    B: Array,
+    c: Array,
+    s: Scalar,
+    first: int,
+    squared: bool,
+    guard: Guard | None,
+    config: QuantConfig,
+) -> None:
+    N, K, R = c.shape[0], W.shape[1], A.shape[0]
+    partial = plan.temp((cdiv(K, config.SPAN), N), torch.float32)
+    programs = cdiv(N, config.BLOCK_N) * partial.shape[0]
+    pdl = guard is not None and plan.device.supports_pdl
+    if guard is not None:
+        programs = min(programs, config.PROGRAMS * plan.device.num_sms)
+    codes = W.codes.words((W.codes.numel // 4,), (1,), torch.int32)
+    table, high_first, group, scales, _, _, ptx = lut_facts(W, plan.device.capability, LOOKUP)
+    even = N % config.BLOCK_N == 0 and R % config.BLOCK_R == 0
+    hashes = (None, None) if guard is None else guard.hashes
+    plan.launch(
+        quant4_strips_kernel,
+        (programs,),
+        (codes, *W.rest, A, B, partial, *hashes, s, first, N, K, R, groups_of(W), config.SPAN, *A.stride, *B.stride),
+        (
+            *(table, high_first, group, scales, ptx),
+            *(*config[:3], even, config.AHEAD, guard is not None, WORDS, pdl),
+        ),
+        config.num_warps,
+        config.num_stages,
+        pdl,
+    )
     if guard is None:
         column_sums(plan, partial, c, sqrt=not squared)
     else:

@@ -1,0 +1,99 @@
+"""The row norm of W + s B A for a W of 4-bit codes along strips; see fdora/triton/quant.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.kernels.decode import E2M1_LANE, FP4_LANE, NF4_LANE, nibble, scale_from, scale_terms
+from fdora.triton.kernels.hash import unchanged
+from fdora.triton.kernels.tile import slab_of_A, slab_of_B
+from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
+
+TINY = tl.constexpr(2.0**-30)
+TAKE = tl.constexpr("shfl.sync.idx.b32 $0, $2, $1, 0x100f, 0xffffffff;")
+
+
+@triton.jit
+def _values(x, TABLE: tl.constexpr, PTX: tl.constexpr):
+    """Those of the lower four bits."""
+    if PTX:
+        LANE: tl.constexpr = NF4_LANE if TABLE == "nf4" else FP4_LANE if TABLE == "fp4" else E2M1_LANE
+        value = tl.inline_asm_elementwise(LANE, "=r", [], tl.int32, True, 1)
+        return tl.inline_asm_elementwise(TAKE, "=r,r,r", [x, value], tl.float32, True, 1)
+    else:
+        return nibble(x & 15, TABLE)
+
+
+@triton.jit
+def _strip4(
+    i, codes, scales, code256, scales2, offset, A, B, partial, s, first, N, K, R, groups, span,
+    stride_ar, stride_ak, stride_bn, stride_br,
+    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+):
+    IN_TILE: tl.constexpr = BLOCK_K // GROUP_SIZE if BLOCK_K > GROUP_SIZE else 1
+    PART: tl.constexpr = BLOCK_K // 8 // IN_TILE
+    strips = tl.cdiv(K, span)
+    strip = i % strips
+    n = i // strips * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, in_n = (first + n).to(tl.int64), (n < N)[:, None]
+    unit = tl.where(tl.abs(s) < TINY, TINY, s)
+    b = slab_of_B(B, n, N, R, stride_bn, stride_br, BLOCK_R, EVEN)
+    if tl.abs(s) < TINY:
+        b = (b.to(tl.float32) * (s / unit)).to(b.dtype)
+    by = 1.0 / unit
+    shift = (tl.arange(0, 4) * 8)[None, None, None, :, None] + (tl.arange(0, 2) * 4 ^ (4 if HIGH_FIRST else 0))[None, None, None, None, :]
+    at_x = codes + row[:, None] * tl.multiple_of(K // 8, 8) + tl.arange(0, BLOCK_K // 8)[None, :]
+    at_scale = row[:, None] * groups + tl.arange(0, IN_TILE)[None, :]
+    begin, end = strip * span, min(K, strip * span + span)
+    at = at_scale + begin // GROUP_SIZE
+    value, second = scale_terms(tl.load(scales + at, mask=in_n, other=0), code256, scales2, at, in_n, SCALES)
+    at = at_scale + min(begin + BLOCK_K, end - BLOCK_K) // GROUP_SIZE
+    stored = tl.load(scales + at, mask=in_n, other=0)
+    squares = tl.zeros((BLOCK_N, IN_TILE, PART, 4), tl.float32)
+    for k0 in tl.range(begin, end, BLOCK_K, num_stages=AHEAD):
+        word = tl.multiple_of(k0 // 8, BLOCK_K // 8)
+        x = tl.load(at_x + word) if EVEN else tl.load(at_x + word, mask=in_n, other=0)
+        scale = scale_from(value, second, code256, offset, in_n, SCALES) * by
+        value, second = scale_terms(stored, code256, scales2, at, in_n, SCALES)
+        at = at_scale + min(k0 + 2 * BLOCK_K, end - BLOCK_K) // GROUP_SIZE
+        stored = tl.load(scales + at, mask=in_n, other=0)
+        k = k0 + tl.arange(0, BLOCK_K)
+        acc = tl.reshape(tl.dot(b, slab_of_A(A, k, K, R, stride_ar, stride_ak, BLOCK_R, EVEN)), (BLOCK_N, IN_TILE, PART, 4, 2))
+        x = tl.reshape(x, (BLOCK_N, IN_TILE, PART))[:, :, :, None, None]
+        v = _values(x >> shift, TABLE, PTX) * scale[:, :, None, None, None] + acc
+        v, u = tl.split(v)
+        squares += v * v
+        squares += u * u
+    total = tl.sum(tl.sum(tl.sum(squares, axis=3), axis=2), axis=1) * (unit * unit)
+    tl.store(partial + strip.to(tl.int64) * N + n, total, mask=n < N)
+
+
+@triton.jit(launch_metadata=launched)
+def quant4_strips_kernel(
+    codes, scales, code256, scales2, offset, A, B, partial, old_hash, new_hash, s, first, N, K, R, groups, span,
+    stride_ar, stride_ak, stride_bn, stride_br,
+    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+    GUARDED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+):
+    """N rows from ``first`` on: B and partial begin there, W does not."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if GUARDED:
+        count = tl.where(unchanged(old_hash, new_hash, WORDS), 0, tl.cdiv(N, BLOCK_N) * tl.cdiv(K, span))
+        for i in tl.range(tl.program_id(0), count, tl.num_programs(0)):
+            _strip4(
+                i, codes, scales, code256, scales2, offset, A, B, partial, s, first, N, K, R, groups, span,
+                stride_ar, stride_ak, stride_bn, stride_br,
+                TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, PTX, BLOCK_N, BLOCK_K, BLOCK_R, EVEN, AHEAD,
+            )
+    else:
+        _strip4(
+            tl.program_id(0), codes, scales, code256, scales2, offset, A, B, partial, s, first, N, K, R, groups, span,
+            stride_ar, stride_ak, stride_bn, stride_br,
+            TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, PTX, BLOCK_N, BLOCK_K, BLOCK_R, EVEN, AHEAD,
+        )
