@@ -44,7 +44,9 @@ def _strip4(
     if tl.abs(s) < TINY:
         b = (b.to(tl.float32) * (s / unit)).to(b.dtype)
     by = 1.0 / unit
-    shift = (tl.arange(0, 4) * 8)[None, None, None, :, None] + (tl.arange(0, 2) * 4 ^ (4 if HIGH_FIRST else 0))[None, None, None, None, :]
+    # Of a word's four bytes each lane of a quad takes one, of its two halves one for each column: as wgmma leaves its sums.
+    quad, half = tl.arange(0, 4) * 8, tl.arange(0, 2) * 4 ^ (4 if HIGH_FIRST else 0)
+    shift = quad[None, None, None, :, None] + half[None, None, None, None, :]
     at_x = codes + row[:, None] * tl.multiple_of(K // 8, 8) + tl.arange(0, BLOCK_K // 8)[None, :]
     at_scale = row[:, None] * groups + tl.arange(0, IN_TILE)[None, :]
     begin, end = strip * span, min(K, strip * span + span)
