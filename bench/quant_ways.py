@@ -1,4 +1,4 @@
-"""The forward of a layer of NF4 codes, many tokens: each way of its product behind the pass that decodes W, beside PEFT's QLoRA.
+"""The forward of a layer of NF4 codes, many tokens: each way of its product behind decoding W, beside PEFT's QLoRA.
 
     python -m bench.quant_ways --device cuda [--shapes 14336x4096,28672x8192] [--M 4096] [--r 16,64] --json FILE
 

@@ -267,13 +267,15 @@ def _norm_along_strips(
     table, high_first, group, scales, _, _, ptx = lut_facts(W, plan.device.capability, LOOKUP)
     even = N % config.BLOCK_N == 0 and R % config.BLOCK_R == 0
     hashes = (None, None) if guard is None else guard.hashes
+    together = config.SPAN // group  # groups of a strip's row: of one second scale, where 256 of these are whole strips
+    one_second = 0 < together <= 256 and groups_of(W) % together == 0 and together & (together - 1) == 0
     plan.launch(
         quant4_strips_kernel,
         (programs,),
         (codes, *W.rest, A, B, partial, *hashes, s, first, N, K, R, groups_of(W), config.SPAN, *A.stride, *B.stride),
         (
             *(table, high_first, group, scales, ptx),
-            *(*config[:3], even, config.AHEAD, guard is not None, WORDS, pdl),
+            *(*config[:3], even, config.AHEAD, one_second, guard is not None, WORDS, pdl),
         ),
         config.num_warps,
         config.num_stages,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.decode import E2M1_LANE, FP4_LANE, NF4_LANE, nibble, scale_from, scale_terms
+from fdora.triton.kernels.decode import E2M1_LANE, FP4_LANE, NF4_LANE, nibble, scale_of
 from fdora.triton.kernels.hash import unchanged
 from fdora.triton.kernels.tile import slab_of_A, slab_of_B
 from fdora.triton.runtime.cost import launched
@@ -27,11 +27,21 @@ def _values(x, TABLE: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def _from_table(stored, code256, mask, SCALES: tl.constexpr):
+    """What a nested scale's code stands for; others as they are."""
+    if SCALES == "nested":
+        return tl.load(code256 + stored.to(tl.int32), mask=mask, other=0.0)
+    else:
+        return stored
+
+
+@triton.jit
 def _strip4(
     i, codes, scales, code256, scales2, offset, A, B, partial, s, first, N, K, R, groups, span,
     stride_ar, stride_ak, stride_bn, stride_br,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+    ONE_SECOND: tl.constexpr,
 ):
     IN_TILE: tl.constexpr = BLOCK_K // GROUP_SIZE if BLOCK_K > GROUP_SIZE else 1
     PART: tl.constexpr = BLOCK_K // 8 // IN_TILE
@@ -48,20 +58,33 @@ def _strip4(
     quad, half = tl.arange(0, 4) * 8, tl.arange(0, 2) * 4 ^ (4 if HIGH_FIRST else 0)
     shift = quad[None, None, None, :, None] + half[None, None, None, None, :]
     at_x = codes + row[:, None] * tl.multiple_of(K // 8, 8) + tl.arange(0, BLOCK_K // 8)[None, :]
-    at_scale = row[:, None] * groups + tl.arange(0, IN_TILE)[None, :]
     begin, end = strip * span, min(K, strip * span + span)
-    at = at_scale + begin // GROUP_SIZE
-    value, second = scale_terms(tl.load(scales + at, mask=in_n, other=0), code256, scales2, at, in_n, SCALES)
-    at = at_scale + min(begin + BLOCK_K, end - BLOCK_K) // GROUP_SIZE
-    stored = tl.load(scales + at, mask=in_n, other=0)
+    at_scale = scales + row[:, None] * groups + tl.arange(0, IN_TILE)[None, :]
+    # Bytes are not copied ahead by Triton. A nested scale takes two loads, one after the other: its code comes two tiles
+    # ahead, what that stands for one.
+    if SCALES != "fp32":
+        value = _from_table(tl.load(at_scale + begin // GROUP_SIZE, mask=in_n, other=0), code256, in_n, SCALES)
+    if SCALES == "nested":
+        stored = tl.load(at_scale + min(begin + BLOCK_K, end - BLOCK_K) // GROUP_SIZE, mask=in_n, other=0)
+        zero = tl.load(offset)
+        second = tl.load(scales2 + ((row[:, None] * groups + begin // GROUP_SIZE) >> 8), mask=in_n, other=0.0)
     squares = tl.zeros((BLOCK_N, IN_TILE, PART, 4), tl.float32)
     for k0 in tl.range(begin, end, BLOCK_K, num_stages=AHEAD):
         word = tl.multiple_of(k0 // 8, BLOCK_K // 8)
         x = tl.load(at_x + word) if EVEN else tl.load(at_x + word, mask=in_n, other=0)
-        scale = scale_from(value, second, code256, offset, in_n, SCALES) * by
-        value, second = scale_terms(stored, code256, scales2, at, in_n, SCALES)
-        at = at_scale + min(k0 + 2 * BLOCK_K, end - BLOCK_K) // GROUP_SIZE
-        stored = tl.load(scales + at, mask=in_n, other=0)
+        if SCALES == "nested":
+            if not ONE_SECOND:
+                at = row[:, None] * groups + k0 // GROUP_SIZE + tl.arange(0, IN_TILE)[None, :]
+                second = tl.load(scales2 + (at >> 8), mask=in_n, other=0.0)
+            scale = tl.fma(value, second, 0.0) + zero
+            value = _from_table(stored, code256, in_n, SCALES)
+            stored = tl.load(at_scale + min(k0 + 2 * BLOCK_K, end - BLOCK_K) // GROUP_SIZE, mask=in_n, other=0)
+        elif SCALES == "fp32":
+            scale = tl.load(at_scale + k0 // GROUP_SIZE, mask=in_n, other=0.0)
+        else:
+            scale = scale_of(value, code256, None, offset, None, in_n, SCALES)
+            value = tl.load(at_scale + min(k0 + BLOCK_K, end - BLOCK_K) // GROUP_SIZE, mask=in_n, other=0)
+        scale *= by
         k = k0 + tl.arange(0, BLOCK_K)
         acc = tl.reshape(tl.dot(b, slab_of_A(A, k, K, R, stride_ar, stride_ak, BLOCK_R, EVEN)), (BLOCK_N, IN_TILE, PART, 4, 2))
         x = tl.reshape(x, (BLOCK_N, IN_TILE, PART))[:, :, :, None, None]
@@ -79,6 +102,7 @@ def quant4_strips_kernel(
     stride_ar, stride_ak, stride_bn, stride_br,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+    ONE_SECOND: tl.constexpr,
     GUARDED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):
     """N rows from ``first`` on: B and partial begin there, W does not."""
@@ -91,11 +115,11 @@ def quant4_strips_kernel(
             _strip4(
                 i, codes, scales, code256, scales2, offset, A, B, partial, s, first, N, K, R, groups, span,
                 stride_ar, stride_ak, stride_bn, stride_br,
-                TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, PTX, BLOCK_N, BLOCK_K, BLOCK_R, EVEN, AHEAD,
+                TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, PTX, BLOCK_N, BLOCK_K, BLOCK_R, EVEN, AHEAD, ONE_SECOND,
             )
     else:
         _strip4(
             tl.program_id(0), codes, scales, code256, scales2, offset, A, B, partial, s, first, N, K, R, groups, span,
             stride_ar, stride_ak, stride_bn, stride_br,
-            TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, PTX, BLOCK_N, BLOCK_K, BLOCK_R, EVEN, AHEAD,
+            TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, PTX, BLOCK_N, BLOCK_K, BLOCK_R, EVEN, AHEAD, ONE_SECOND,
         )
