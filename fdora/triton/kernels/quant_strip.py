@@ -72,6 +72,9 @@ def _strip4(
     for k0 in tl.range(begin, end, BLOCK_K, num_stages=AHEAD):
         word = tl.multiple_of(k0 // 8, BLOCK_K // 8)
         x = tl.load(at_x + word) if EVEN else tl.load(at_x + word, mask=in_n, other=0)
+        k = k0 + tl.arange(0, BLOCK_K)
+        acc = tl.reshape(tl.dot(b, slab_of_A(A, k, K, R, stride_ar, stride_ak, BLOCK_R, EVEN)), (BLOCK_N, IN_TILE, PART, 4, 2))
+        # Behind the product: the fence ahead of it waits for what is on its way to registers.
         if SCALES == "nested":
             if not ONE_SECOND:
                 at = row[:, None] * groups + k0 // GROUP_SIZE + tl.arange(0, IN_TILE)[None, :]
@@ -85,8 +88,6 @@ def _strip4(
             scale = scale_of(value, code256, None, offset, None, in_n, SCALES)
             value = tl.load(at_scale + min(k0 + BLOCK_K, end - BLOCK_K) // GROUP_SIZE, mask=in_n, other=0)
         scale *= by
-        k = k0 + tl.arange(0, BLOCK_K)
-        acc = tl.reshape(tl.dot(b, slab_of_A(A, k, K, R, stride_ar, stride_ak, BLOCK_R, EVEN)), (BLOCK_N, IN_TILE, PART, 4, 2))
         x = tl.reshape(x, (BLOCK_N, IN_TILE, PART))[:, :, :, None, None]
         v = _values(x >> shift, TABLE, PTX) * scale[:, :, None, None, None] + acc
         v, u = tl.split(v)
