@@ -22,6 +22,7 @@ class QuantConfig(NamedTuple):
     AHEAD: int = 0
     SPAN: int = 0
     PROGRAMS: int = 3
+    STEPS: int = 1
 
 
 def run_of(tiles_n: int, tiles_k: int, num_sms: int) -> int:

@@ -269,13 +269,16 @@ def _norm_along_strips(
     hashes = (None, None) if guard is None else guard.hashes
     together = config.SPAN // group  # groups of a strip's row: of one second scale, where 256 of these are whole strips
     one_second = 0 < together <= 256 and groups_of(W) % together == 0 and together & (together - 1) == 0
+    stored, *rest = W.rest
+    if scales != "fp32":
+        stored = stored.words((stored.numel // 4,), (1,), torch.int32)
     plan.launch(
         quant4_strips_kernel,
         (programs,),
-        (codes, *W.rest, A, B, partial, *hashes, s, first, N, K, R, groups_of(W), config.SPAN, *A.stride, *B.stride),
+        (codes, stored, *rest, A, B, partial, *hashes, s, first, N, K, R, groups_of(W), config.SPAN, *A.stride, *B.stride),
         (
             *(table, high_first, group, scales, ptx),
-            *(*config[:3], even, config.AHEAD, one_second, guard is not None, WORDS, pdl),
+            *(*config[:3], even, config.AHEAD, config.STEPS, one_second, guard is not None, WORDS, pdl),
         ),
         config.num_warps,
         config.num_stages,

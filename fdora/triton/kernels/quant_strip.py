@@ -27,21 +27,12 @@ def _values(x, TABLE: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _from_table(stored, code256, mask, SCALES: tl.constexpr):
-    """What a nested scale's code stands for; others as they are."""
-    if SCALES == "nested":
-        return tl.load(code256 + stored.to(tl.int32), mask=mask, other=0.0)
-    else:
-        return stored
-
-
-@triton.jit
 def _strip4(
     i, codes, scales, code256, scales2, offset, A, B, partial, s, first, N, K, R, groups, span,
     stride_ar, stride_ak, stride_bn, stride_br,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    ONE_SECOND: tl.constexpr,
+    STEPS: tl.constexpr, ONE_SECOND: tl.constexpr,
 ):
     IN_TILE: tl.constexpr = BLOCK_K // GROUP_SIZE if BLOCK_K > GROUP_SIZE else 1
     PART: tl.constexpr = BLOCK_K // 8 // IN_TILE
@@ -59,40 +50,46 @@ def _strip4(
     shift = quad[None, None, None, :, None] + half[None, None, None, None, :]
     at_x = codes + row[:, None] * tl.multiple_of(K // 8, 8) + tl.arange(0, BLOCK_K // 8)[None, :]
     begin, end = strip * span, min(K, strip * span + span)
-    at_scale = scales + row[:, None] * groups + tl.arange(0, IN_TILE)[None, :]
-    # Bytes are not copied ahead by Triton. A nested scale takes two loads, one after the other: its code comes two tiles
-    # ahead, what that stands for one.
-    if SCALES != "fp32":
-        value = _from_table(tl.load(at_scale + begin // GROUP_SIZE, mask=in_n, other=0), code256, in_n, SCALES)
+    # Scales of one byte come in words of four: Triton copies no less ahead, and what is on its way to registers holds up the
+    # fence that stands before each product.
+    TOGETHER: tl.constexpr = SCALES != "fp32" and IN_TILE * STEPS == 4 and GROUP_SIZE <= BLOCK_K
+    at_four = scales + row[:, None] * (groups // 4)
     if SCALES == "nested":
-        stored = tl.load(at_scale + min(begin + BLOCK_K, end - BLOCK_K) // GROUP_SIZE, mask=in_n, other=0)
         zero = tl.load(offset)
         second = tl.load(scales2 + ((row[:, None] * groups + begin // GROUP_SIZE) >> 8), mask=in_n, other=0.0)
     squares = tl.zeros((BLOCK_N, IN_TILE, PART, 4), tl.float32)
-    for k0 in tl.range(begin, end, BLOCK_K, num_stages=AHEAD):
-        word = tl.multiple_of(k0 // 8, BLOCK_K // 8)
-        x = tl.load(at_x + word) if EVEN else tl.load(at_x + word, mask=in_n, other=0)
-        k = k0 + tl.arange(0, BLOCK_K)
-        acc = tl.reshape(tl.dot(b, slab_of_A(A, k, K, R, stride_ar, stride_ak, BLOCK_R, EVEN)), (BLOCK_N, IN_TILE, PART, 4, 2))
-        # Behind the product: the fence ahead of it waits for what is on its way to registers.
-        if SCALES == "nested":
-            if not ONE_SECOND:
-                at = row[:, None] * groups + k0 // GROUP_SIZE + tl.arange(0, IN_TILE)[None, :]
-                second = tl.load(scales2 + (at >> 8), mask=in_n, other=0.0)
-            scale = tl.fma(value, second, 0.0) + zero
-            value = _from_table(stored, code256, in_n, SCALES)
-            stored = tl.load(at_scale + min(k0 + 2 * BLOCK_K, end - BLOCK_K) // GROUP_SIZE, mask=in_n, other=0)
-        elif SCALES == "fp32":
-            scale = tl.load(at_scale + k0 // GROUP_SIZE, mask=in_n, other=0.0)
-        else:
-            scale = scale_of(value, code256, None, offset, None, in_n, SCALES)
-            value = tl.load(at_scale + min(k0 + BLOCK_K, end - BLOCK_K) // GROUP_SIZE, mask=in_n, other=0)
-        scale *= by
-        x = tl.reshape(x, (BLOCK_N, IN_TILE, PART))[:, :, :, None, None]
-        v = _values(x >> shift, TABLE, PTX) * scale[:, :, None, None, None] + acc
-        v, u = tl.split(v)
-        squares += v * v
-        squares += u * u
+    for k0 in tl.range(begin, end, STEPS * BLOCK_K, num_stages=AHEAD):
+        if TOGETHER:
+            four = tl.load(at_four + k0 // (4 * GROUP_SIZE), mask=in_n, other=0)
+        for step in tl.static_range(STEPS):
+            first_k = k0 + step * BLOCK_K
+            word = tl.multiple_of(first_k // 8, BLOCK_K // 8)
+            x = tl.load(at_x + word) if EVEN else tl.load(at_x + word, mask=in_n, other=0)
+            a = slab_of_A(A, first_k + tl.arange(0, BLOCK_K), K, R, stride_ar, stride_ak, BLOCK_R, EVEN)
+            acc = tl.reshape(tl.dot(b, a), (BLOCK_N, IN_TILE, PART, 4, 2))
+            at = row[:, None] * groups + first_k // GROUP_SIZE + tl.arange(0, IN_TILE)[None, :]
+            if SCALES == "fp32":
+                scale = tl.load(scales + at, mask=in_n, other=0.0)
+            else:
+                if TOGETHER:
+                    byte = four >> (step * IN_TILE + tl.arange(0, IN_TILE)) * 8
+                else:
+                    g = first_k // GROUP_SIZE
+                    four = tl.load(at_four + g // 4, mask=in_n, other=0)
+                    byte = four >> (g % 4 + tl.arange(0, IN_TILE)[None, :]) * 8
+                if SCALES == "nested":
+                    if not ONE_SECOND:
+                        second = tl.load(scales2 + (at >> 8), mask=in_n, other=0.0)
+                    value = tl.load(code256 + (byte & 255), mask=in_n, other=0.0)
+                    scale = tl.fma(value, second, 0.0) + zero
+                else:
+                    scale = scale_of(byte & 255, code256, None, offset, None, in_n, SCALES)
+            scale *= by
+            x = tl.reshape(x, (BLOCK_N, IN_TILE, PART))[:, :, :, None, None]
+            v = _values(x >> shift, TABLE, PTX) * scale[:, :, None, None, None] + acc
+            v, u = tl.split(v)
+            squares += v * v
+            squares += u * u
     total = tl.sum(tl.sum(tl.sum(squares, axis=3), axis=2), axis=1) * (unit * unit)
     tl.store(partial + strip.to(tl.int64) * N + n, total, mask=n < N)
 
@@ -103,7 +100,7 @@ def quant4_strips_kernel(
     stride_ar, stride_ak, stride_bn, stride_br,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    ONE_SECOND: tl.constexpr,
+    STEPS: tl.constexpr, ONE_SECOND: tl.constexpr,
     GUARDED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):
     """N rows from ``first`` on: B and partial begin there, W does not."""
@@ -116,11 +113,11 @@ def quant4_strips_kernel(
             _strip4(
                 i, codes, scales, code256, scales2, offset, A, B, partial, s, first, N, K, R, groups, span,
                 stride_ar, stride_ak, stride_bn, stride_br,
-                TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, PTX, BLOCK_N, BLOCK_K, BLOCK_R, EVEN, AHEAD, ONE_SECOND,
+                TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, PTX, BLOCK_N, BLOCK_K, BLOCK_R, EVEN, AHEAD, STEPS, ONE_SECOND,
             )
     else:
         _strip4(
             tl.program_id(0), codes, scales, code256, scales2, offset, A, B, partial, s, first, N, K, R, groups, span,
             stride_ar, stride_ak, stride_bn, stride_br,
-            TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, PTX, BLOCK_N, BLOCK_K, BLOCK_R, EVEN, AHEAD, ONE_SECOND,
+            TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, PTX, BLOCK_N, BLOCK_K, BLOCK_R, EVEN, AHEAD, STEPS, ONE_SECOND,
         )
