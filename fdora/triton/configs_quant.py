@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fdora.triton.configs import power_of_two
+from fdora.triton.configs import power_of_two, span_of
 
 
 class QuantConfig(NamedTuple):
-    """As NormConfig; ``RUN``: how many tiles of the same rows a program walks, 0 for what run_of says. TMA brings A and B.
-    ``AHEAD``: tiles of codes and of A on their way in a strip of ``SPAN`` columns, 0 for runs of tiles."""
+    """As NormConfig; ``RUN``: how many tiles of the same rows a program walks, 0 for what run_of says. TMA brings A and B."""
 
     BLOCK_N: int
     BLOCK_K: int
@@ -19,10 +18,27 @@ class QuantConfig(NamedTuple):
     num_stages: int
     RUN: int = 0
     TMA: bool = False
-    AHEAD: int = 0
-    SPAN: int = 0
-    PROGRAMS: int = 3
-    STEPS: int = 1
+
+
+class StripConfig(NamedTuple):
+    """Tile of W and slab of the rank of a program that walks along a strip of ``SPAN`` columns, ``STEPS`` tiles a turn of its
+    loop, ``AHEAD`` turns on their way. ``PROGRAMS``: on a multiprocessor, where they share the strips."""
+
+    BLOCK_N: int
+    BLOCK_K: int
+    BLOCK_R: int
+    num_warps: int
+    AHEAD: int
+    STEPS: int
+    SPAN: int
+    PROGRAMS: int = 4
+
+
+def strip_config(r: int, columns: int, capability: int) -> StripConfig | None:
+    """For 4-bit codes, A and B in half precision, up to r = 64 on Hopper."""
+    if not 90 <= capability < 100 or r > 64:
+        return None
+    return StripConfig(64, 64, power_of_two(r), 4, 3, 4 if r <= 16 else 2, span_of(columns))
 
 
 def run_of(tiles_n: int, tiles_k: int, num_sms: int) -> int:

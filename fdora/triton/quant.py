@@ -18,7 +18,7 @@ from torch import Tensor
 from fdora._torch import needs_dispatcher
 from fdora.quant import Lut4, QuantSpec
 from fdora.triton.codes import (
-    SHUFFLES,
+    LOOKUP,
     Coded,
     Packed,
     byte_facts,
@@ -32,22 +32,20 @@ from fdora.triton.codes import (
     weights_of,
     written,
 )
-from fdora.triton.configs_quant import QuantConfig, quant_config, run_of
+from fdora.triton.configs_quant import quant_config, run_of
 from fdora.triton.copy import in_dtype
 from fdora.triton.hash import WORDS, fingerprint
 from fdora.triton.kernels.quant import quant4_kernel
 from fdora.triton.kernels.quant8 import quant8_kernel
-from fdora.triton.kernels.quant_strip import quant4_strips_kernel
 from fdora.triton.norm import GROUP_N, Guard, chosen
 from fdora.triton.op import op
+from fdora.triton.quant_strips import squares_along_strips, strips_of
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.split import rows_at_a_time, split_A, split_B
 from fdora.triton.sums import column_sums
-
-LOOKUP = SHUFFLES  # of 4-bit codes: a third of the instructions
 
 
 def quant_norm(W: Coded, tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, squared: bool = False) -> Tensor:
@@ -209,14 +207,35 @@ def _norm_of_rows(
     squared: bool,
     guard: Guard | None,
 ) -> None:
-    N, K, R, capability = c.shape[0], W.shape[1], A.shape[0], plan.device.capability
+    strips = None if by_n is not None or dense is not None else strips_of(plan, W, A)
+    if strips is None:
+        partial = _squares_of_tiles(plan, W, A, B, by_n, by_k, dense, s, first, guard)
+    else:
+        partial = squares_along_strips(plan, W, A, B, s, first, guard, strips)
+    if guard is None:
+        column_sums(plan, partial, c, sqrt=not squared)
+    else:
+        chosen(plan, partial, c, guard)
+
+
+def _squares_of_tiles(
+    plan: Builder,
+    W: Packed,
+    A: Array,
+    B: Array,
+    by_n: Array | None,
+    by_k: Array | None,
+    dense: Array | None,
+    s: Scalar,
+    first: int,
+    guard: Guard | None,
+) -> Array:
+    """(runs, N): a run is some tiles of the same rows."""
+    N, K, R, capability = B.shape[0], W.shape[1], A.shape[0], plan.device.capability
     aligned = is_tma_compatible(A) and is_tma_compatible(B)
     wide = isinstance(W.form, Lut4) and W.form.group >= 32 and by_n is None
     config = quant_config(R, A.itemsize == 2, capability, in_pairs(W.form, K), wide, aligned, dense is not None)
-    block_n, block_k, block_r, precision, num_warps, num_stages, run, tma = config[:8]
-    if config.AHEAD:
-        _norm_along_strips(plan, W, A, B, c, s, first, squared, guard, config)
-        return
+    block_n, block_k, block_r, precision, num_warps, num_stages, run, tma = config
     run = run or (run_of(cdiv(N, block_n), cdiv(K, block_k), plan.device.num_sms) if comes_ahead(W, block_k) else 1)
     runs = cdiv(K, block_k * run)
     partial = plan.temp((runs, N), torch.float32)
@@ -239,55 +258,7 @@ def _norm_of_rows(
     if guard is not None or tma:  # three programs of 64 x 128 fit on a multiprocessor, one that TMA feeds
         programs = min(programs, (1 if tma else 3) * plan.device.num_sms)
     plan.launch(kernel, (programs,), args, (*how, *tile, guard is not None, WORDS, pdl), num_warps, num_stages, pdl)
-    if guard is None:
-        column_sums(plan, partial, c, sqrt=not squared)
-    else:
-        chosen(plan, partial, c, guard)
-
-
-def _norm_along_strips(
-    plan: Builder,
-    W: Packed,
-    A: Array,
-    B: Array,
-    c: Array,
-    s: Scalar,
-    first: int,
-    squared: bool,
-    guard: Guard | None,
-    config: QuantConfig,
-) -> None:
-    N, K, R = c.shape[0], W.shape[1], A.shape[0]
-    partial = plan.temp((cdiv(K, config.SPAN), N), torch.float32)
-    programs = cdiv(N, config.BLOCK_N) * partial.shape[0]
-    pdl = guard is not None and plan.device.supports_pdl
-    if guard is not None:
-        programs = min(programs, config.PROGRAMS * plan.device.num_sms)
-    codes = W.codes.words((W.codes.numel // 4,), (1,), torch.int32)
-    table, high_first, group, scales, _, _, ptx = lut_facts(W, plan.device.capability, LOOKUP)
-    even = N % config.BLOCK_N == 0 and R % config.BLOCK_R == 0
-    hashes = (None, None) if guard is None else guard.hashes
-    together = config.SPAN // group  # groups of a strip's row: of one second scale, where 256 of these are whole strips
-    one_second = 0 < together <= 256 and groups_of(W) % together == 0 and together & (together - 1) == 0
-    stored, *rest = W.rest
-    if scales != "fp32":
-        stored = stored.words((stored.numel // 4,), (1,), torch.int32)
-    plan.launch(
-        quant4_strips_kernel,
-        (programs,),
-        (codes, stored, *rest, A, B, partial, *hashes, s, first, N, K, R, groups_of(W), config.SPAN, *A.stride, *B.stride),
-        (
-            *(table, high_first, group, scales, ptx),
-            *(*config[:3], even, config.AHEAD, config.STEPS, one_second, guard is not None, WORDS, pdl),
-        ),
-        config.num_warps,
-        config.num_stages,
-        pdl,
-    )
-    if guard is None:
-        column_sums(plan, partial, c, sqrt=not squared)
-    else:
-        chosen(plan, partial, c, guard)
+    return partial
 
 
 def comes_ahead(W: Packed, block_k: int) -> bool:

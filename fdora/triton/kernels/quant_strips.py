@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.decode import E2M1_LANE, FP4_LANE, NF4_LANE, nibble, scale_of
+from fdora.triton.kernels.decode import E2M1_LANE, FP4_LANE, NF4_LANE, e4m3, nibble, scale_of
 from fdora.triton.kernels.hash import unchanged
 from fdora.triton.kernels.tile import slab_of_A, slab_of_B
 from fdora.triton.runtime.cost import launched
@@ -45,6 +45,10 @@ def _strip4(
     if tl.abs(s) < TINY:
         b = (b.to(tl.float32) * (s / unit)).to(b.dtype)
     by = 1.0 / unit
+    if SCALES == "e4m3*global":  # code256 is the global scale; to divide by it for each group would be a call
+        by *= tl.load(code256)
+    elif SCALES == "e4m3/global":
+        by /= tl.load(code256)
     # Of a word's four bytes each lane of a quad takes one, of its two halves one for each column: as wgmma leaves its sums.
     quad, half = tl.arange(0, 4) * 8, tl.arange(0, 2) * 4 ^ (4 if HIGH_FIRST else 0)
     shift = quad[None, None, None, :, None] + half[None, None, None, None, :]
@@ -82,8 +86,10 @@ def _strip4(
                         second = tl.load(scales2 + (at >> 8), mask=in_n, other=0.0)
                     value = tl.load(code256 + (byte & 255), mask=in_n, other=0.0)
                     scale = tl.fma(value, second, 0.0) + zero
+                elif SCALES == "e8m0":
+                    scale = scale_of(byte & 255, None, None, None, None, in_n, SCALES)
                 else:
-                    scale = scale_of(byte & 255, code256, None, offset, None, in_n, SCALES)
+                    scale = e4m3(byte)
             scale *= by
             x = tl.reshape(x, (BLOCK_N, IN_TILE, PART))[:, :, :, None, None]
             v = _values(x >> shift, TABLE, PTX) * scale[:, :, None, None, None] + acc
