@@ -21,15 +21,14 @@ class QuantConfig(NamedTuple):
 
 
 class StripConfig(NamedTuple):
-    """Tile of W and slab of the rank of a program that walks along a strip of ``SPAN`` columns, ``STEPS`` tiles a turn of its
-    loop, ``AHEAD`` turns on their way. ``PROGRAMS``: on a multiprocessor, where they share the strips."""
+    """Tile of W and slab of the rank of a program that walks along a strip of ``SPAN`` columns, with ``AHEAD`` tiles on their
+    way. ``PROGRAMS``: on a multiprocessor, where they share the strips."""
 
     BLOCK_N: int
     BLOCK_K: int
     BLOCK_R: int
     num_warps: int
     AHEAD: int
-    STEPS: int
     SPAN: int
     PROGRAMS: int = 4
 
@@ -38,7 +37,7 @@ def strip_config(r: int, columns: int, capability: int) -> StripConfig | None:
     """For 4-bit codes, A and B in half precision, up to r = 64 on Hopper."""
     if not 90 <= capability < 100 or r > 64:
         return None
-    return StripConfig(64, 64, power_of_two(r), 4, 3, 4 if r <= 16 else 2, span_of(columns))
+    return StripConfig(64, 64, power_of_two(r), 4, 3, span_of(columns))
 
 
 def run_of(tiles_n: int, tiles_k: int, num_sms: int) -> int:

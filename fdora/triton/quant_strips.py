@@ -18,7 +18,7 @@ from fdora.triton.kernels.quant_strips import quant4_strips_kernel
 from fdora.triton.norm import Guard
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv, is_tma_compatible
-from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.runtime.plan import Array, Scalar, Tile
 
 SECOND = 256  # groups to a second scale
 
@@ -29,12 +29,7 @@ def strips_of(plan: Builder, W: Packed, A: Array) -> StripConfig | None:
     if not isinstance(form, Lut4) or A.itemsize != 2 or not W.codes.aligned or not in_pairs(form, K) or form.group < 8:
         return None
     config = strip_config(R, K, plan.device.capability)
-    # A by copies of 16 bytes: what Triton sees of its stride is whether 16 divides it.
-    if config is None or K % (config.STEPS * config.BLOCK_K) or not is_tma_compatible(A) or A.stride[0] % 16:
-        return None
-    if form.scales != "fp32" and (groups_of(W) % 4 or not W.rest[0].aligned):  # read in words
-        return None
-    return config
+    return None if config is None or K % config.BLOCK_K or not is_tma_compatible(A) else config
 
 
 def squares_along_strips(
@@ -48,23 +43,19 @@ def squares_along_strips(
     pdl = guard is not None and plan.device.supports_pdl
     if guard is not None:
         programs = min(programs, config.PROGRAMS * plan.device.num_sms)
-    codes, (scales, *rest) = W.codes.words((W.codes.numel // 4,), (1,), torch.int32), W.rest
-    assert scales is not None
-    if form.scales != "fp32":
-        scales = scales.words((scales.numel // 4,), (1,), torch.int32)
+    codes = W.codes.words((W.codes.numel // 4,), (1,), torch.int32)
     together = config.SPAN // form.group  # groups of a strip's row
     one_second = 0 < together <= SECOND and groups_of(W) % together == 0
     table, high_first, group, kind, _, _, ptx = lut_facts(W, plan.device.capability, LOOKUP)
-    even = N % config.BLOCK_N == 0 and R % config.BLOCK_R == 0
+    even = N % config.BLOCK_N == 0
     hashes = (None, None) if guard is None else guard.hashes
+    tile = Tile(A, (config.BLOCK_R, config.BLOCK_K))
+    sizes = (first, N, K, R, groups_of(W), config.SPAN, *B.stride)
     plan.launch(
         quant4_strips_kernel,
         (programs,),
-        (codes, scales, *rest, A, B, partial, *hashes, s, first, N, K, R, groups_of(W), config.SPAN, *A.stride, *B.stride),
-        (
-            *(table, high_first, group, kind, ptx, config.BLOCK_N, config.BLOCK_K, config.BLOCK_R, even),
-            *(config.AHEAD, config.STEPS, one_second, guard is not None, WORDS, pdl),
-        ),
+        (codes, *W.rest, tile, B, partial, *hashes, s, *sizes),
+        (table, high_first, group, kind, ptx, *config[:3], even, config.AHEAD, one_second, guard is not None, WORDS, pdl),
         config.num_warps,
         config.AHEAD,
         pdl,

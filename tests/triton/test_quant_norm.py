@@ -19,7 +19,7 @@ from fdora.triton.configs_quant import run_of
 from fdora.triton.quant import plan_quant_norm, quant_norm, quant_row_norm
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.describe import describe
-from fdora.triton.runtime.lookup import LANE_VALUE, PTX, SHUFFLED
+from fdora.triton.runtime.lookup import LANE_VALUE, OF_WORDS, PTX, SHUFFLED
 from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels
 from tests.triton.written import HOPPER, forms_of_codes, launches, likes_of_norm, plan_dense, plan_dense_norm
@@ -460,10 +460,10 @@ def test_what_does_not_fit_is_refused():
             plan_quant_norm(likes_of_norm(Coded((64, 64), have), 8), HOPPER, Coded(shape, form), False)
 
 
-def executed(ptx, word, held=(), lane=0):
+def executed(ptx, word, held=(), lane=0, more=()):
     """The outputs of the PTX for one 32-bit word: an interpreter of the few instructions that it is made of. ``held``: what
-    the lanes of the warp have in $9."""
-    at, full = {"$8": word, "$9": None, "%laneid": lane}, 0xFFFFFFFF
+    the lanes of the warp have in $9. ``more``: of what holds other words."""
+    at, full = {"$8": word, "$9": None, "%laneid": lane, **dict(more)}, 0xFFFFFFFF
 
     def value(name):
         return at[name] if name in at else int(name, 0)
@@ -515,6 +515,12 @@ def test_permutes_and_shuffles_find_each_nibble(table):
         word, want = sum(c << 4 * i for i, c in enumerate(codes)), [bits[c] for c in (*codes[::2], *codes[1::2])]
         assert executed(PTX[table], word) == want
         assert executed(SHUFFLED, word, held, lane=2 * code + place % 2) == want
+        # of four words one byte each: the first's
+        byte, others = place // 2, torch.randint(2**32, (3,), generator=rand).tolist()
+        words = {"$9": others[0], "$10": others[1], "$11": others[2], "$12": byte + 16 * (4 + byte), "$16": None}
+        want = [bits[w >> 8 * byte + at & 15] for at in (0, 4) for w in (word, *others)]
+        assert executed(OF_WORDS, word, held, 2 * code + place % 2, words) == want
+        assert bits[code] in (want[0], want[4])
 
 
 @needs_kernels
