@@ -10,7 +10,7 @@ The number is that of the float32 weights w = value(code) * scale, rounded once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -190,47 +190,31 @@ def norm(
         j = min(N, i + (rows or N))
         b, by_n = split_B(plan, B.rows(i, j), hashes) if split else (B.rows(i, j), None)
         part = None if guard is None else guard._replace(c=guard.c.rows(i, j))
-        _norm_of_rows(plan, W, a, b, by_n, by_k, c.rows(i, j), dense, s, first + i, squared, part)
+        strips = None if split or dense is not None else strips_of(plan, W, a)
+        if strips is not None:
+            partial = squares_along_strips(plan, W, a, b, s, first + i, part, strips)
+        else:
+            partial = _squares_of_tiles(plan, W, Factors(a, b, by_n, by_k), dense, s, first + i, part)
+        if part is None:
+            column_sums(plan, partial, c.rows(i, j), sqrt=not squared)
+        else:
+            chosen(plan, partial, c.rows(i, j), part)
 
 
-def _norm_of_rows(
-    plan: Builder,
-    W: Packed,
-    A: Array,
-    B: Array,
-    by_n: Array | None,
-    by_k: Array | None,
-    c: Array,
-    dense: Array | None,
-    s: Scalar,
-    first: int,
-    squared: bool,
-    guard: Guard | None,
-) -> None:
-    strips = None if by_n is not None or dense is not None else strips_of(plan, W, A)
-    if strips is None:
-        partial = _squares_of_tiles(plan, W, A, B, by_n, by_k, dense, s, first, guard)
-    else:
-        partial = squares_along_strips(plan, W, A, B, s, first, guard, strips)
-    if guard is None:
-        column_sums(plan, partial, c, sqrt=not squared)
-    else:
-        chosen(plan, partial, c, guard)
+class Factors(NamedTuple):
+    """Those of some rows, and what they were scaled by where they were split into terms."""
+
+    A: Array
+    B: Array
+    by_n: Array | None
+    by_k: Array | None
 
 
 def _squares_of_tiles(
-    plan: Builder,
-    W: Packed,
-    A: Array,
-    B: Array,
-    by_n: Array | None,
-    by_k: Array | None,
-    dense: Array | None,
-    s: Scalar,
-    first: int,
-    guard: Guard | None,
+    plan: Builder, W: Packed, of: Factors, dense: Array | None, s: Scalar, first: int, guard: Guard | None
 ) -> Array:
     """(runs, N): a run is some tiles of the same rows."""
+    A, B, by_n, by_k = of
     N, K, R, capability = B.shape[0], W.shape[1], A.shape[0], plan.device.capability
     aligned = is_tma_compatible(A) and is_tma_compatible(B)
     wide = isinstance(W.form, Lut4) and W.form.group >= 32 and by_n is None
