@@ -48,7 +48,6 @@ def row_of(M: int, K: int, N: int, r: int, device: str, runs: int) -> dict:
             print("" if error <= 6e-3 else f"    WRONG: {name} by {error:.1e}", end="", flush=True)
             timers[name] = timer(forward, device, anchor)
             plans += walk._plans.values()  # a graph reads what they hold
-            print(f"    {name}: {[plan.path for plan in walk._plans.values()][-1:]}", flush=True)
     ms = medians(timers, runs)
     row = {"M": M, "K": K, "N": N, "r": r} | {name: round(t, 5) for name, t in ms.items()}
     line(row)

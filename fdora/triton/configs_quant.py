@@ -37,8 +37,8 @@ def strip_config(r: int, columns: int, capability: int) -> StripConfig | None:
     """For 4-bit codes, A and B in half precision, up to r = 64 on Hopper.
 
     us on an H200, NF4, in strips of 512, 1024 and 2048 columns; the dense norm and runs of tiles in brackets. 4096 x 14336,
-    r = 16: 31.3, 27.3, 29.2 (33.7, 39.6); r = 64, four tiles ahead: 41.0, 37.3, 40.1 (35.9, 50.2). 4096 x 4096: 12.4, 13.3, 18.8
-    (12.6, 15.6); 14.5, 15.0, 18.2 (13.6, 17.4). Tiles of 128 rows or 128 columns take 3 to 20 % longer.
+    r = 16: 31.3, 27.3, 29.2 (33.7, 39.6); r = 64, four tiles ahead: 41.0, 37.3, 40.1 (35.9, 50.2). 4096 x 4096: 12.4, 13.3,
+    18.8 (12.6, 15.6); 14.5, 15.0, 18.2 (13.6, 17.4). Tiles of 128 rows or 128 columns take 3 to 20 % longer.
     """
     if not 90 <= capability < 100 or r > 64:
         return None

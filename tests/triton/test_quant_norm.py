@@ -15,7 +15,7 @@ from fdora.quant import Codes8, Lut4
 from fdora.quant.bnb import UNIT
 from fdora.triton import quant
 from fdora.triton.codes import Coded, weights_of, written
-from fdora.triton.configs_quant import run_of
+from fdora.triton.configs_quant import run_of, strip_config
 from fdora.triton.quant import plan_quant_norm, quant_norm, quant_row_norm
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.describe import describe
@@ -433,13 +433,13 @@ def test_a_plan_says_what_it_costs():
     N, K, r = 1024, 2048, 64
     coded, groups = Coded((N, K), NESTED), N * K // 64
     stored = N * K // 2 + groups + 4 * groups // 256
-    for dense, block_k in ((None, 128), (torch.bfloat16, 64)):
+    strip, run = strip_config(r, K, 90).SPAN, 64 * run_of(N // 64, K // 64, HOPPER.num_sms)
+    for dense, columns in ((None, strip), (torch.bfloat16, run)):
         likes, made = likes_of_norm(coded, r), 2 * N * K if dense else 0
         plan = plan_dense_norm(likes, HOPPER, coded, dense) if dense else plan_quant_norm(likes, HOPPER, coded, False)
         first, second = plan.steps
-        run = run_of(N // 64, K // block_k, HOPPER.num_sms)
-        assert run > 1 and first.cost.flops16 == 2 * N * K * r
-        assert first.cost.bytes == stored + 2 * r * (N + K) + 4 * (K // (block_k * run)) * N + made
+        assert columns > 64 and first.cost.flops16 == 2 * N * K * r
+        assert first.cost.bytes == stored + 2 * r * (N + K) + 4 * (K // columns) * N + made
         assert second.kernel.__name__ == "sum_kernel" and "HIGH_FIRST" in str(describe(plan))
     (alone, _) = plan_dense(likes[2:], HOPPER, coded, torch.bfloat16).steps
     assert alone.cost == (0, 0, stored + 2 * N * K, 0)
