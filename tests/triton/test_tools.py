@@ -198,13 +198,3 @@ def test_tiles_of_a_dense_norm_are_checked_and_timed(capsys):
     )
     assert len(row["tiles"]) == 3 and row["now"] > 0 and row["guarded"] > 0
     assert "WRONG" not in capsys.readouterr().out
-
-
-def test_ways_behind_decoding_are_timed(capsys):
-    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes; `make test` installs it")
-    pytest.importorskip("peft", reason="needs PEFT; `make test` installs it")
-    from bench import quant_ways
-
-    row = quant_ways.row_of(70, 128, 64, 8, device.NAME, 1)
-    assert all(row[name] > 0 for name in (*quant_ways.RIVALS, *quant_ways.WAYS))
-    assert "WRONG" not in capsys.readouterr().out
