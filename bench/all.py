@@ -148,6 +148,7 @@ TABLE = {
         "--ways linear4bit,qlora,fdora --jobs 12",
     ),
     "quant_tiles": Entry(20, "bench.norm_tiles --ranks 384"),
+    "quant_strips": Entry(45, "bench.norm_tiles --ranks 16,64 --shapes 4096x14336,4096x4096,14336x4096"),
     "fp8": Entry(20, "bench.fp8"),
     "vit": Entry(110, "bench.vit"),
     "vit_40": Entry(300, "bench.vit --layers 40"),

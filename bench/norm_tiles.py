@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from contextlib import ExitStack
 from unittest import mock
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from bench.command import command
 from bench.norm_forms import about
 from bench.quant_forms import (
+    CACHE,
     DTYPE,
     NESTED,
     SOME,
@@ -35,7 +37,8 @@ from bench.quant_forms import (
 from bench.save import save
 from fdora.functional import dora_norm
 from fdora.triton.codes import packed
-from fdora.triton.configs_quant import QuantConfig, quant_config
+from fdora.triton.configs import power_of_two
+from fdora.triton.configs_quant import QuantConfig, StripConfig
 from fdora.triton.quant import norm
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import device_of
@@ -55,15 +58,32 @@ WITH_W = [
 TILES = [QuantConfig(n, k, r, "ieee", *how, run) for n, k, r, *how in POINTERS for run in (0, 1)]
 TILES += [QuantConfig(n, k, r, "ieee", *how, run, True) for n, k, r, *how in BY_TMA for run in (1, 4)]
 STORING = [QuantConfig(n, k, r, "ieee", *how, run) for n, k, r, *how in WITH_W for run in (1, 2, 4, 8)]
+# rows, columns, warps, tiles ahead; columns of a strip
+ALONG = [(64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 3)]
+SPANS = (512, 1024, 2048)
 RANKS = (128, 384)
+EXACT = 1e-6
 
 
-def plan_with(config: QuantConfig, W, A: torch.Tensor, B: torch.Tensor, store: bool) -> Plan:
+def tiles_of(r: int, store: bool) -> list[QuantConfig | StripConfig]:
+    if store or r > 64:
+        return STORING if store else TILES
+    runs = [QuantConfig(64, 128, power_of_two(r), "ieee", 4, 3), QuantConfig(64, 64, power_of_two(r), "ieee", 4, 3, 4)]
+    return runs + [StripConfig(n, k, power_of_two(r), *how, span) for n, k, *how in ALONG for span in SPANS]
+
+
+def plan_with(config: QuantConfig | StripConfig | None, W, A: torch.Tensor, B: torch.Tensor, store: bool) -> Plan:
+    """None: as plans choose."""
     plan = Builder("norm of codes", device_of(A.device))
     a, b = plan.matrix(like(A)), plan.matrix(like(B))
     codes = packed(plan, [like(t) for t in W.tensors], W.coded)
     s, c = plan.scalar("s"), plan.result("c", W.coded.shape[:1], torch.float32)
-    with mock.patch("fdora.triton.quant.quant_config", lambda *_: config):
+    with ExitStack() as stack:
+        if config is not None:
+            strip = config if isinstance(config, StripConfig) else None
+            stack.enter_context(mock.patch("fdora.triton.quant_strips.strip_config", lambda *_: strip))
+        if isinstance(config, QuantConfig):
+            stack.enter_context(mock.patch("fdora.triton.quant.quant_config", lambda *_: config))
         norm(plan, codes, a, b, s, c, plan.temp(W.coded.shape, DTYPE) if store else None)
     return plan.plan()
 
@@ -74,7 +94,7 @@ def turns(plan: Plan, Ws, A: torch.Tensor, B: torch.Tensor):
     return lambda: run(plan, (A, B, *Ws[next(at) % len(Ws)].tensors), (S,))[0]
 
 
-def compiled(case: tuple[QuantConfig, int, bool]) -> str | None:
+def compiled(case: tuple[QuantConfig | StripConfig, int, bool]) -> str | None:
     """In a process of its own: what a later launch finds in Triton's cache."""
     config, r, store = case
     try:
@@ -89,17 +109,19 @@ def compiled(case: tuple[QuantConfig, int, bool]) -> str | None:
 def row_of(N: int, K: int, r: int, device: str, store: bool, others: bool = True) -> dict:
     Ws, la = weights(NESTED, N, K, device), layer(1, N, K, r, device)
     A, B = (t if device != "cpu" else t.half() for t in (la.A, la.B))  # Triton's interpreter multiplies the bits of bfloat16
-    timed, W = Timed(device, len(Ws)), dense(Ws[0], la)
+    timed, W = Timed(device, len(Ws)), dense(Ws[0], la._replace(x=la.x.float()))
     want = torch.cat(
         [(w.double() + S * b.double() @ A.double()).norm(dim=1) for w, b in zip(W.split(512), B.split(512), strict=True)]
     )
-    tiles = (STORING if store else TILES) if others else []
+    tiles = tiles_of(r, store) if others else []
     tiles = tiles if device != "cpu" else tiles[:1]
-    found = searched(timed, lambda config: turns(plan_with(config, Ws[0], A, B, store), Ws, A, B), tiles, want.float())
-    now = quant_config(r, True, device_of(A.device).capability, True, True, True, store)
-    ways = {"now": turns(plan_with(now, Ws[0], A, B, store), Ws, A, B)}
-    close(turns(plan_with(now, Ws[0], A, B, store), Ws, A, B)(), want.float(), "now")
-    ways["dense"] = lambda: dora_norm(W.to(A.dtype), A, B, s=S)
+    make = lambda config: turns(plan_with(config, Ws[0], A, B, store), Ws, A, B)  # noqa: E731
+    found = searched(timed, make, tiles, want.float(), EXACT)
+    ways = {"now": make(None)}
+    close(make(None)(), want.float(), "now", EXACT)
+    copies = [W.to(A.dtype) for _ in range(max(1, min(8, CACHE // (2 * N * K))))]
+    at = iter(range(10**9))
+    ways["dense"] = lambda: dora_norm(copies[next(at) % len(copies)], A, B, s=S)
     if store and (bnb := vendor()) is not None:
         ways["decode"] = decoding([state_of(bnb, w) for w in Ws], bnb)
     row = {"N": N, "K": K, "r": r} | {name: round(ms, 5) for name, ms in timed.medians(ways).items()}
@@ -128,7 +150,12 @@ def main(argv: list[str] | None = None) -> None:
     shapes, ranks = (options.shapes, options.ranks) if options.device != "cpu" else (((128, 512),), (128,))
     if options.device != "cpu" and not options.now:
         with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
-            cases = [(config, r, options.store) for config in (STORING if options.store else TILES) for r in ranks]
+            cases = [
+                (config, r, options.store)
+                for r in ranks
+                for config in tiles_of(r, options.store)
+                if getattr(config, "SPAN", SPANS[0]) == SPANS[0]
+            ]
             print(*filter(None, pool.imap_unordered(compiled, cases)), sep="\n", flush=True)
     rows = []
     for N, K in shapes:

@@ -396,15 +396,15 @@ class Timed:
         return {name: statistics.median(turn[name] for turn in turns[1:]) for name in timers}
 
 
-def close(got, want, what):
+def close(got, want, what, limit=6e-3):
     """Says what is wrong, and goes on: the other ways are worth their time."""
     error = ((got.float() - want).norm() / want.norm()).item()
-    if not error <= 6e-3:
+    if not error <= limit:
         print(f"    WRONG: {what} by {error:.1e}", flush=True)
-    return error <= 6e-3
+    return error <= limit
 
 
-def searched(timed, make, candidates, want):
+def searched(timed, make, candidates, want, limit=6e-3):
     """The median ms of every tile that runs and is right, fastest first."""
     ways = {}
     for config in candidates:
@@ -414,7 +414,7 @@ def searched(timed, make, candidates, want):
         except Exception as error:
             print(f"    {config}: {type(error).__name__}: {str(error)[:100]}", flush=True)
             continue
-        if close(got, want, config):
+        if close(got, want, config, limit):
             ways[config] = make(config)
     return sorted(timed.medians(ways).items(), key=lambda item: item[1])
 

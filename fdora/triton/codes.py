@@ -25,6 +25,7 @@ from fdora.triton.runtime.plan import Array, Like
 TABLES, LAYOUTS, MODES = ("nf4", "fp4", "e2m1"), ("flat", "row"), ("tensor", "row", "block")
 MORE = {"fp32": 0, "nested": 3, "e8m0": 0, "e4m3*global": 1, "e4m3/global": 1}  # tensors beside codes and scales
 PERMUTES, SHUFFLES = 1, 2  # what looks codes up, as kernels/decode.py has it
+LOOKUP = SHUFFLES  # of 4-bit codes for a norm: a third of the instructions
 TEXTS, NUMBERS = 3, 4  # of each W, as an op takes its facts
 
 

@@ -58,13 +58,13 @@ def norm_config(
         return NormConfig(128, 128, 64 if from_shared and r > 64 else 32, "ieee", 8, 3)
     if columns and 90 <= capability < 100 and r <= 128:
         block_n, num_warps, programs = (64, 4, 8) if r <= 64 else (128, 8, 2)
-        return NormConfig(block_n, 64, power_of_two(r), "ieee", num_warps, 3, AHEAD=3, SPAN=_span(columns), PROGRAMS=programs)
+        return NormConfig(block_n, 64, power_of_two(r), "ieee", num_warps, 3, AHEAD=3, SPAN=span_of(columns), PROGRAMS=programs)
     if from_shared and r > 64:
         return NormConfig(128, 256, 64, "ieee", 8, 3, TMA=aligned, PROGRAMS=1 if aligned else 2)
     return NormConfig(128, 128, 16 if r <= 16 else 32, "ieee", 4 if 90 <= capability < 100 else 8, 3)
 
 
-def _span(columns: int) -> int:
+def span_of(columns: int) -> int:
     """A power of two that makes six strips or more. By the columns alone: a row's norm does not depend on the others, but on
     whether 16 divides their number."""
     return max(256, min(2048, 1 << (max(1, columns // 6).bit_length() - 1)))

@@ -10,7 +10,7 @@ The number is that of the float32 weights w = value(code) * scale, rounded once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from fdora._torch import needs_dispatcher
 from fdora.quant import Lut4, QuantSpec
 from fdora.triton.codes import (
-    SHUFFLES,
+    LOOKUP,
     Coded,
     Packed,
     byte_facts,
@@ -39,14 +39,13 @@ from fdora.triton.kernels.quant import quant4_kernel
 from fdora.triton.kernels.quant8 import quant8_kernel
 from fdora.triton.norm import GROUP_N, Guard, chosen
 from fdora.triton.op import op
+from fdora.triton.quant_strips import squares_along_strips, strips_of
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.split import rows_at_a_time, split_A, split_B
 from fdora.triton.sums import column_sums
-
-LOOKUP = SHUFFLES  # of 4-bit codes: a third of the instructions
 
 
 def quant_norm(W: Coded, tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, squared: bool = False) -> Tensor:
@@ -191,24 +190,32 @@ def norm(
         j = min(N, i + (rows or N))
         b, by_n = split_B(plan, B.rows(i, j), hashes) if split else (B.rows(i, j), None)
         part = None if guard is None else guard._replace(c=guard.c.rows(i, j))
-        _norm_of_rows(plan, W, a, b, by_n, by_k, c.rows(i, j), dense, s, first + i, squared, part)
+        strips = None if split or dense is not None else strips_of(plan, W, a)
+        if strips is not None:
+            partial = squares_along_strips(plan, W, a, b, s, first + i, part, strips)
+        else:
+            partial = _squares_of_tiles(plan, W, Factors(a, b, by_n, by_k), dense, s, first + i, part)
+        if part is None:
+            column_sums(plan, partial, c.rows(i, j), sqrt=not squared)
+        else:
+            chosen(plan, partial, c.rows(i, j), part)
 
 
-def _norm_of_rows(
-    plan: Builder,
-    W: Packed,
-    A: Array,
-    B: Array,
-    by_n: Array | None,
-    by_k: Array | None,
-    c: Array,
-    dense: Array | None,
-    s: Scalar,
-    first: int,
-    squared: bool,
-    guard: Guard | None,
-) -> None:
-    N, K, R, capability = c.shape[0], W.shape[1], A.shape[0], plan.device.capability
+class Factors(NamedTuple):
+    """Those of some rows, and what they were scaled by where they were split into terms."""
+
+    A: Array
+    B: Array
+    by_n: Array | None
+    by_k: Array | None
+
+
+def _squares_of_tiles(
+    plan: Builder, W: Packed, of: Factors, dense: Array | None, s: Scalar, first: int, guard: Guard | None
+) -> Array:
+    """(runs, N): a run is some tiles of the same rows."""
+    A, B, by_n, by_k = of
+    N, K, R, capability = B.shape[0], W.shape[1], A.shape[0], plan.device.capability
     aligned = is_tma_compatible(A) and is_tma_compatible(B)
     wide = isinstance(W.form, Lut4) and W.form.group >= 32 and by_n is None
     config = quant_config(R, A.itemsize == 2, capability, in_pairs(W.form, K), wide, aligned, dense is not None)
@@ -235,10 +242,7 @@ def _norm_of_rows(
     if guard is not None or tma:  # three programs of 64 x 128 fit on a multiprocessor, one that TMA feeds
         programs = min(programs, (1 if tma else 3) * plan.device.num_sms)
     plan.launch(kernel, (programs,), args, (*how, *tile, guard is not None, WORDS, pdl), num_warps, num_stages, pdl)
-    if guard is None:
-        column_sums(plan, partial, c, sqrt=not squared)
-    else:
-        chosen(plan, partial, c, guard)
+    return partial
 
 
 def comes_ahead(W: Packed, block_k: int) -> bool:

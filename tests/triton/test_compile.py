@@ -243,6 +243,7 @@ KERNELS = (
     "planes_bwd",
     "planes_fwd",
     "quant4",
+    "quant4_strips",
     "quant8",
     "rest",
     "scale",

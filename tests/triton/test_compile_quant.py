@@ -152,3 +152,13 @@ def test_no_scale_is_rounded_once_where_it_should_be_twice():
     ptx = build(step_of(FORMS["nf4 nested"], 90, *WHOLE[0]), 90).asm["ptx"]
     lone = re.search(r"fma\.rn\.f32\s+(%r\d+), (%r\d+), (%r\d+), (0f00000000|%r\d+);", ptx)
     assert lone and re.search(rf"add\S*\.f32\s+%r\d+, ({lone[1]}, %r\d+|%r\d+, {lone[1]});", ptx)
+
+
+def test_strips_wait_for_no_copy_before_a_product(tmp_path):
+    """Codes come 16 bytes at once to shared memory, A by the copy engine: what other copies wrote a fence would have to pass
+    on to wgmma, ahead of each product."""
+    step = step_of(FORMS["nf4 nested"], 90, 1024, 4096, 64, BF16, None)
+    assert step.kernel.__name__ == "quant4_strips_kernel"
+    ptx = build(step, 90).asm["ptx"]
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "fence.proxy.async" not in ptx
+    assert set(re.findall(r"cp\.async\.c[ag]\S* \[.*?\], \[.*?\], (\w+)", ptx)) == {"0x10"}

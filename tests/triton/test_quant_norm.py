@@ -15,11 +15,11 @@ from fdora.quant import Codes8, Lut4
 from fdora.quant.bnb import UNIT
 from fdora.triton import quant
 from fdora.triton.codes import Coded, weights_of, written
-from fdora.triton.configs_quant import run_of
+from fdora.triton.configs_quant import run_of, strip_config
 from fdora.triton.quant import plan_quant_norm, quant_norm, quant_row_norm
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.describe import describe
-from fdora.triton.runtime.lookup import LANE_VALUE, PTX, SHUFFLED
+from fdora.triton.runtime.lookup import LANE_VALUE, OF_WORDS, PTX, SHUFFLED
 from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels
 from tests.triton.written import HOPPER, forms_of_codes, launches, likes_of_norm, plan_dense, plan_dense_norm
@@ -433,13 +433,13 @@ def test_a_plan_says_what_it_costs():
     N, K, r = 1024, 2048, 64
     coded, groups = Coded((N, K), NESTED), N * K // 64
     stored = N * K // 2 + groups + 4 * groups // 256
-    for dense, block_k in ((None, 128), (torch.bfloat16, 64)):
+    strip, run = strip_config(r, K, 90).SPAN, 64 * run_of(N // 64, K // 64, HOPPER.num_sms)
+    for dense, columns in ((None, strip), (torch.bfloat16, run)):
         likes, made = likes_of_norm(coded, r), 2 * N * K if dense else 0
         plan = plan_dense_norm(likes, HOPPER, coded, dense) if dense else plan_quant_norm(likes, HOPPER, coded, False)
         first, second = plan.steps
-        run = run_of(N // 64, K // block_k, HOPPER.num_sms)
-        assert run > 1 and first.cost.flops16 == 2 * N * K * r
-        assert first.cost.bytes == stored + 2 * r * (N + K) + 4 * (K // (block_k * run)) * N + made
+        assert columns > 64 and first.cost.flops16 == 2 * N * K * r
+        assert first.cost.bytes == stored + 2 * r * (N + K) + 4 * (K // columns) * N + made
         assert second.kernel.__name__ == "sum_kernel" and "HIGH_FIRST" in str(describe(plan))
     (alone, _) = plan_dense(likes[2:], HOPPER, coded, torch.bfloat16).steps
     assert alone.cost == (0, 0, stored + 2 * N * K, 0)
@@ -460,10 +460,10 @@ def test_what_does_not_fit_is_refused():
             plan_quant_norm(likes_of_norm(Coded((64, 64), have), 8), HOPPER, Coded(shape, form), False)
 
 
-def executed(ptx, word, held=(), lane=0):
+def executed(ptx, word, held=(), lane=0, more=()):
     """The outputs of the PTX for one 32-bit word: an interpreter of the few instructions that it is made of. ``held``: what
-    the lanes of the warp have in $9."""
-    at, full = {"$8": word, "$9": None, "%laneid": lane}, 0xFFFFFFFF
+    the lanes of the warp have in $9. ``more``: of what holds other words."""
+    at, full = {"$8": word, "$9": None, "%laneid": lane, **dict(more)}, 0xFFFFFFFF
 
     def value(name):
         return at[name] if name in at else int(name, 0)
@@ -515,6 +515,12 @@ def test_permutes_and_shuffles_find_each_nibble(table):
         word, want = sum(c << 4 * i for i, c in enumerate(codes)), [bits[c] for c in (*codes[::2], *codes[1::2])]
         assert executed(PTX[table], word) == want
         assert executed(SHUFFLED, word, held, lane=2 * code + place % 2) == want
+        # of four words one byte each: the first's
+        byte, others = place // 2, torch.randint(2**32, (3,), generator=rand).tolist()
+        words = {"$9": others[0], "$10": others[1], "$11": others[2], "$12": byte + 16 * (4 + byte), "$16": None}
+        want = [bits[w >> 8 * byte + at & 15] for at in (0, 4) for w in (word, *others)]
+        assert executed(OF_WORDS, word, held, 2 * code + place % 2, words) == want
+        assert bits[code] in (want[0], want[4])
 
 
 @needs_kernels

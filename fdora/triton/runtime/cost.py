@@ -83,7 +83,7 @@ def _norm(*, W, A, B, partial, N, K, R, **_: Any) -> Cost:
     return product(N, K, R, A) + moved(W, A, B, partial)
 
 
-def _quant4(*, codes, scales, scales2, A, B, partial, dense, N, K, R, **_: Any) -> Cost:
+def _quant4(*, codes, scales, scales2, A, B, partial, N, K, R, dense=None, **_: Any) -> Cost:
     return product(N, K, R, A) + moved(codes, scales, scales2, A, B, partial, dense)
 
 
@@ -247,6 +247,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "planes_bwd_kernel": _compose_bwd,
     "planes_fwd_kernel": _compose_fwd,
     "quant4_kernel": _quant4,
+    "quant4_strips_kernel": _quant4,
     "quant8_kernel": _quant8,
     "rest_kernel": _rest,
     "rows_kernel": _rows,

@@ -75,8 +75,25 @@ def shuffled() -> str:
     return "{\n" + "\n".join(lines) + "\n}"
 
 
+def of_words() -> str:
+    """PTX: what the nibbles of one byte of each of four words $8 to $11 stand for: $0 to $3 the low ones, $4 to $7 the high
+    ones. $12 names the byte b, as b + 16 (4 + b), and $16 holds what ``lane_value`` does."""
+    lines = [
+        ".reg .b32 two, four, code;",
+        "prmt.b32 two, $8, $9, $12;",
+        "prmt.b32 four, $10, $11, $12;",
+        "prmt.b32 four, two, four, 0x5410;",
+    ]
+    for i in range(8):
+        source = "four" if i == 0 else "code"
+        lines += [f"shr.b32 code, four, {4 * i};"] * (i > 0)
+        lines.append(f"shfl.sync.idx.b32 ${i // 2 + 4 * (i % 2)}, $16, {source}, 0x100f, 0xffffffff;")
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
 LANE_VALUE = {name: lane_value(table) for name, table in TABLES.items()}
 SHUFFLED = shuffled()
+OF_WORDS = of_words()
 
 
 def scaled(table: tuple[float, ...], half: str) -> str:
