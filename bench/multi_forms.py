@@ -6,8 +6,9 @@
 ``train``: the forward of 8192 tokens of 32 adapters of rank 8 to 256, their bank looked through beside x A_a^T or ahead.
 ``tile`` and ``tile_mixed``: the same of rank 16 and of 8 to 256, tiles of the product (GemmConfig).
 ``pass``: decoding, tiles of the pass over W (SmallConfig). ``low``, ``look``, ``grad`` and ``strip``: forward and backward of
-32 adapters of rank 8 to 256, tiles of x A_a^T and dz B_a (HConfig), how the bank is looked through (LookConfig), tiles of dA
-and dB (GradConfig), of dz (ScaleConfig); on a GPU with the us of these kernels, of forward and of forward and backward.
+32 adapters of rank 8 to 256, tiles of x A_a^T and dz B_a (HConfig; ``low_4`` of 4 of rank 8 to 64), how the bank is looked
+through (LookConfig), tiles of dA and dB (GradConfig), of dz (ScaleConfig); on a GPU with the us of these kernels, of forward
+and of forward and backward.
 Every form is checked, then timed in replayed CUDA graphs, all forms of a shape in turns. :func:`fastest` reads the choice off
 the file.
 """
@@ -42,9 +43,16 @@ from fdora.triton.multi_rows import LookConfig
 from fdora.triton.multi_small import RoomConfig
 from fdora.triton.runtime import walk
 
-TILES = [(64, 64, 3, 4), (64, 64, 2, 4), (64, 64, 4, 4), (128, 64, 3, 8), (64, 128, 3, 8), (64, 32, 4, 4), (128, 128, 2, 8)]
+STRIPS = [
+    *((64, 64, span, 3, 4) for span in (512, 1024, 2048, 4096)),
+    *((64, 64, span, 4, 4) for span in (512, 1024, 2048, 4096)),
+    *((64, 64, span, 5, 4) for span in (1024, 2048)),
+    *((64, 128, span, 3, 4) for span in (1024, 2048)),
+    *((64, 128, span, stages, 8) for span in (1024, 2048, 4096) for stages in (2, 3)),
+    *((128, 64, span, 3, 8) for span in (1024, 2048)),
+]
 FORMS: dict[str, list[tuple[int, ...]]] = {
-    "norm": [(n, k, span, stages, warps) for n, k, stages, warps in TILES for span in (256, 512, 1024, 2048)],
+    "norm": STRIPS,
     "decode": [
         *((1, 8192, stages, 4, w) for stages in (1, 2, 3, 4, 5) for w in (4, 8)),
         *((1, *form, 8) for form in ((4096, 4, 4), (4096, 6, 4), (8192, 3, 8), (16384, 2, 8), (16384, 3, 8))),
@@ -56,8 +64,26 @@ FORMS["tile"] = FORMS["tile_mixed"] = [
     (1, *form) for form in ((128, 128, 64, 8, 1, 1, 4, 4), (128, 256, 64, 8, 1, 1, 8, 4), (256, 128, 64, 8, 1, 1, 8, 4))
 ]
 FORMS["low"] = [
-    *((64, 64, 64, 4, 4), (128, 64, 64, 8, 4), (128, 64, 64, 4, 4), (128, 128, 64, 8, 4), (128, 128, 64, 8, 6)),
-    *((64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (64, 256, 64, 8, 3), (128, 256, 64, 8, 4)),
+    *(
+        (64, 64, 64, 4, 4),
+        (64, 64, 64, 8, 4),
+        (64, 64, 64, 8, 3),
+        (64, 64, 128, 4, 2),
+        (64, 64, 128, 8, 2),
+        (64, 64, 128, 8, 3),
+    ),
+    *((128, 64, 64, 8, 4), (128, 128, 64, 8, 4), (64, 128, 64, 8, 4), (64, 128, 128, 8, 2)),
+]
+FORMS["low_4"] = [
+    *(
+        (64, 64, 64, 4, 6),
+        (64, 64, 64, 8, 6),
+        (64, 64, 64, 8, 4),
+        (64, 64, 128, 4, 3),
+        (64, 64, 128, 8, 3),
+        (64, 64, 256, 8, 3),
+    ),
+    *((32, 64, 64, 4, 6), (32, 64, 128, 4, 4), (64, 32, 128, 4, 4), (128, 64, 64, 8, 4)),
 ]
 FORMS["grad"] = [
     *((64, 128, 32, 4, 4), (64, 128, 64, 4, 3), (64, 256, 64, 8, 3), (64, 256, 32, 8, 4), (128, 128, 64, 8, 3)),
@@ -84,6 +110,7 @@ FORMS["pass"] = [
 ]
 SEEN = {
     "low": ("multi_h_", "bank_"),
+    "low_4": ("multi_h_", "bank_"),
     "grad": ("multi_grad_",),
     "look": ("multi_h_", "bank_"),
     "strip": ("multi_scale_", "multi_finish_"),
@@ -97,6 +124,7 @@ CHOOSERS: dict[str, tuple[Callable[..., Any], str]] = {
     "tile_mixed": (GemmConfig, "multi_gemm.bank_config"),
     "pass": (SmallConfig, "multi_small.small_config"),
     "low": (HConfig, "multi_gemm.h_config"),
+    "low_4": (HConfig, "multi_gemm.h_config"),
     "look": (LookConfig, "multi_rows.look_config"),
     "grad": (GradConfig, "multi_bwd.grad_config"),
     "strip": (ScaleConfig, "multi_bwd.scale_config"),
@@ -121,16 +149,16 @@ def calls(kind: str, K: int, N: int, device: str) -> tuple[Callable[[], Found], 
         i = Bank.random(8, K, N, [16] * 4, BF16, device)
         W, A, B = i.W, i.A.detach(), i.B.detach()
         return lambda: {"c": dora_norm(W, A[0], B[0], s=S)}, lambda: {"c": dora_norm(W, A, B, s=i.s)}, {"c": i.norm}
-    M, ranks = (
-        (64, [16] * 64)
-        if kind in ("decode", "pass")
-        else (TOKENS, [16 if kind == "tile" else MIXED[g % len(MIXED)] for g in range(32)])
-    )
+    M, ranks = (64, [16] * 64) if kind in ("decode", "pass") else (TOKENS, ranks_of(kind))
     i = Bank.random(M, K, N, ranks, BF16, device)
     one, multi = build("one", i), build("multi", i)
     if kind in SEEN:
         return lambda: values(one.both()), lambda: values(multi.both()), None
     return lambda: {"y": one.forward()}, lambda: {"y": multi.forward()}, None
+
+
+def ranks_of(kind: str) -> list[int]:
+    return [16] * 32 if kind == "tile" else [MIXED[g % len(MIXED)] for g in range(4 if kind == "low_4" else 32)]
 
 
 def values(found: Found) -> Found:
@@ -140,7 +168,7 @@ def values(found: Found) -> Found:
 
 def times_of_kernels(kind: str, forms: Iterable[tuple[int, ...]], shape: tuple[int, int], device: str) -> dict[str, Any]:
     """Of each form us of the kernels that it is about: of forward, and of forward and backward."""
-    multi = build("multi", Bank.random(TOKENS, *shape, [MIXED[g % len(MIXED)] for g in range(32)], BF16, device))
+    multi = build("multi", Bank.random(TOKENS, *shape, ranks_of(kind), BF16, device))
     found = {}
     for form in forms:
         with formed(kind, form):

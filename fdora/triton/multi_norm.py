@@ -21,17 +21,25 @@ from torch import Tensor
 
 from fdora._torch import needs_dispatcher
 from fdora.triton.configs import norm_config, power_of_two
-from fdora.triton.kernels.multi_norm import experts_norm_kernel, multi_norm_kernel, multi_root_kernel, strip_norm_kernel
+from fdora.triton.kernels.multi_norm import (
+    experts_norm_kernel,
+    multi_norm_kernel,
+    multi_root_kernel,
+    strip_norm_kernel,
+    strip_root_kernel,
+)
 from fdora.triton.multi_gemm import rank_table
 from fdora.triton.norm import GROUP_N
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv
-from fdora.triton.runtime.plan import Like, Plan
+from fdora.triton.runtime.plan import Array, Like, Plan
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.sums import SUM_N, SUM_T
 
 SMALL_R = 32
+ROOT_N, ROOT_K = 64, 64
+CANCELLED = 0.5
 
 
 class StripConfig(NamedTuple):
@@ -42,6 +50,7 @@ class StripConfig(NamedTuple):
     SPAN: int
     STAGES: int
     num_warps: int
+    WIDTH: int = 64
 
 
 def strip_config() -> StripConfig:
@@ -73,27 +82,22 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
     W, A, B = map(plan.matrix, likes[:3])
     s = plan.vector(likes[3])
     (N, K), (G, R, _) = W.shape[-2:], A.shape
-    by_n = W.stride[-2]
     c = plan.result("c", (G, N), torch.float32)
     table = rank_table(plan, ranks or None)
     half = A.dtype == B.dtype and A.itemsize == 2
     own_W, half_weight = len(W.shape) == 3, W.itemsize == 2
-    strips = half and half_weight and not own_W and R <= SMALL_R
+    plan.path = f"one pass over {'all W' if own_W else 'W for all adapters'}, nothing of its size written"
+    if half and half_weight and not own_W and R <= SMALL_R:
+        _by_strips(plan, W, A, B, s, table, c, max_bytes)
+        return plan.plan()
     config = norm_config(min(R, 64), half, plan.device.capability, False, half_weight)
     block_n, block_k, block_r, precision, num_warps, num_stages, *_ = config
-    strip, adapters = strip_config(), 4 if G > 2 else G
-    if strips:
-        block_n, block_k, block_r = strip.BLOCK_N, strip.BLOCK_K, power_of_two(R)
-        while strip.SPAN > 256 and cdiv(N, block_n) * cdiv(K, strip.SPAN) * cdiv(G, adapters) < plan.device.num_sms:
-            strip = strip._replace(SPAN=strip.SPAN // 2)
-    tiles = cdiv(K, strip.SPAN if strips else block_k)
+    tiles = cdiv(K, block_k)
     rows = N if max_bytes is None else max(block_n, max_bytes // (4 * tiles * G) // block_n * block_n)
     even = N % block_n == 0 and rows % block_n == 0 and K % block_k == 0 and R % block_r == 0
     for i in range(0, N, max(1, rows)):
-        own, skipped = min(rows, N - i), i * by_n
-        w = replace(W, shape=(*W.shape[:-2], own, K), offset=W.offset + skipped, aligned=W.aligned and skipped % 8 == 0)
+        w, b, own = _rows(W, B, i, rows)
         partial = plan.temp((tiles, G * own), torch.float32)
-        b = replace(B, shape=(G, own, R), offset=B.offset + i * B.stride[1], aligned=B.aligned and i * B.stride[1] % 8 == 0)
         blocks, sizes = cdiv(own, block_n) * tiles, (own, K, R, G)
         if own_W:
             plan.launch(
@@ -103,14 +107,6 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
                 (block_n, block_k, block_r, GROUP_N, 2 * even, precision),
                 num_warps,
                 num_stages,
-            )
-        elif strips:
-            plan.launch(
-                strip_norm_kernel,
-                (cdiv(G, adapters), cdiv(own, block_n), tiles),
-                (w, A, b, s, table, partial, *sizes, *W.stride, *A.stride, *B.stride),
-                (table is not None, adapters, *strip[:2], block_r, strip.SPAN, strip.STAGES, even and G % adapters == 0),
-                strip.num_warps,
             )
         else:  # a tile of W stays in registers while the adapters pass: by 8 warps, whose 160 leave room for one program
             plan.launch(
@@ -122,8 +118,55 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
                 num_stages,
             )
         plan.launch(multi_root_kernel, (cdiv(own, SUM_N), G), (partial, c, own, G, tiles, i, N), (SUM_N, SUM_T), 4)
-    plan.path = f"one pass over {'all W' if len(W.shape) == 3 else 'W for all adapters'}, nothing of its size written"
     return plan.plan()
+
+
+def _rows(W: Array, B: Array, i: int, rows: int) -> tuple[Array, Array, int]:
+    """Rows of W and B from i on, and how many they are."""
+    own, skipped = min(rows, W.shape[-2] - i), i * W.stride[-2]
+    w = replace(W, shape=(*W.shape[:-2], own, W.shape[-1]), offset=W.offset + skipped, aligned=W.aligned and skipped % 8 == 0)
+    skipped = i * B.stride[1]
+    shape = (B.shape[0], own, B.shape[2])
+    return w, replace(B, shape=shape, offset=B.offset + skipped, aligned=B.aligned and skipped % 8 == 0), own
+
+
+def _by_strips(
+    plan: Builder, W: Array, A: Array, B: Array, s: Array, table: Array | None, c: Array, max_bytes: int | None
+) -> None:
+    (N, K), (G, R, _), strip = W.shape, A.shape, strip_config()
+    block_r = power_of_two(R)
+    adapters = strip.WIDTH // block_r
+    groups, span = cdiv(G, adapters), strip.SPAN
+    while span > 256 and cdiv(N, strip.BLOCK_N) * cdiv(K, span) * groups < plan.device.num_sms:
+        span //= 2
+    spans = cdiv(K, span)
+    gram_bytes = 4 * spans * G * block_r * block_r
+    rows = N
+    if max_bytes is not None:
+        rows = max(strip.BLOCK_N, (max_bytes - gram_bytes) // (4 * spans * (G + 1)) // strip.BLOCK_N * strip.BLOCK_N)
+    even = (
+        N % strip.BLOCK_N == 0 and rows % strip.BLOCK_N == 0 and K % strip.BLOCK_K == 0 and block_r == R and G % adapters == 0
+    )
+    strides, exact = (*W.stride, *A.stride, *B.stride), "tf32x3" if plan.device.capability else "ieee"
+    for i in range(0, N, max(1, rows)):
+        w, b, own = _rows(W, B, i, rows)
+        partial = plan.temp((spans * (G + 1), own), torch.float32)
+        grams = plan.temp((spans * G, block_r * block_r), torch.float32)
+        given = (w, A, b, s, table, partial, grams)
+        plan.launch(
+            strip_norm_kernel,
+            (groups, cdiv(own, strip.BLOCK_N) + 1, spans),
+            (*given, own, K, R, G, *strides),
+            (table is not None, adapters, strip.BLOCK_N, strip.BLOCK_K, block_r, span, strip.STAGES, even),
+            strip.num_warps,
+        )
+        plan.launch(
+            strip_root_kernel,
+            (cdiv(own, ROOT_N), G),
+            (*given, c, own, K, R, G, spans, i, N, *strides),
+            (table is not None, ROOT_N, ROOT_K, block_r, exact, CANCELLED),
+            4,
+        )
 
 
 def _fake_row_norms(W, A, B, s, ranks, max_bytes):

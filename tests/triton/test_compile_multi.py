@@ -102,5 +102,6 @@ def test_norms(target, tmp_path):
         )
         for lead, (r, t) in product(((), (4,)), ((16, BF16), (64, FP32)))
     ]
-    assert_builds(made[:2], target, tmp_path, "multi", SPILL)
+    assert_builds(made[:2], target, tmp_path, "multi_norm", SPILL)
+    assert_builds(made[:2], target, tmp_path, "strip")
     assert_builds(made[2:], target, tmp_path, "experts_norm", SPILL)
