@@ -25,6 +25,7 @@ from fdora.triton.runtime.plan import Array
 BLOCK_T = 16  # tokens of a segment at a time
 EXPAND_N = 128
 WIDE = 4096  # numbers of a tile
+LEAVES_FIRST = "evict_first"
 LOW_R = 32  # largest rank whose terms one launch forms
 
 
@@ -36,6 +37,7 @@ class RoomConfig(NamedTuple):
     STAGES: int
     LOW_WARPS: int
     WARPS: int  # of the pass over W at least, where its tile is wide: g of each element would spill
+    ONCE: int = 0  # what leaves the cache first: 1, W; 2, A and B as well
 
 
 def room_config() -> RoomConfig:
@@ -69,7 +71,7 @@ def multi_small(plan: Builder, x: Array, bank: Any, ranks: Array | None, y: Arra
         multi_small_kernel,
         (cdiv(N, block_n),),
         (x, w, low.lora, low.g, bank.bias, bank.order, y, pre_scale, M, N, K, *x.stride, *w.stride),
-        (*flags, pdl, rows, block_n, block_k),
+        (*flags, pdl, rows, block_n, block_k, LEAVES_FIRST if room.ONCE else ""),
         warps,
         stages,
         pdl,
@@ -88,7 +90,8 @@ def _low(plan: Builder, x: Array, bank: Any, ranks: Array | None, low: Low, room
         (columns, M),
         (x, bank.A, bank.s, bank.B, bank.m, bank.c, bank.offsets, ranks, bank.order, *low, M, G, K, N, R, *x.stride,
          by_a[0], by_a[2], by_a[1], by_b[0], by_b[2], by_b[1]),
-        (ranks is not None, bank.order is not None, plan.device.supports_pdl, r, block_k, block_n, room.STAGES, block_of(G)),
+        (ranks is not None, bank.order is not None, plan.device.supports_pdl, r, block_k, block_n, room.STAGES, block_of(G),
+         LEAVES_FIRST if room.ONCE == 2 else ""),
         room.LOW_WARPS,
         room.STAGES,
     )  # fmt: skip
