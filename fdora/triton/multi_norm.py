@@ -1,10 +1,16 @@
 """``c_a = ||W + s_a B_a A_a||`` of every adapter in one pass over W, nothing of size (N, K) written; compare norm.py.
 
-A program owns one tile of W, which it reads once. For each adapter it multiplies the slabs of B and A that belong there, adds
-the tile, squares, and writes one partial sum per row; they are added in a fixed order. With small ranks of half precision that
-is bound by instructions: 955 of a warp for 4 adapters and a tile of 64 x 64, of which 256 are sums. A third run before the
-first product, and half of what each adapter adds waits and moves. So there a program has a strip of tiles and four adapters,
-whose B it reads once: 510 (strip_norm_kernel). Four more adapters read W again, out of the cache: they run beside the first.
+In general a program owns one tile of W, which it reads once. For each adapter it multiplies the slabs of B and A that belong
+there, adds the tile, squares, and writes one partial sum per row; they are added in a fixed order.
+
+With small ranks of half precision that is bound by instructions: two sums for each element and adapter, 510 of a warp for 4
+adapters and a tile of 64 x 64. So there the square is multiplied out,
+
+    c_n^2 = ||W_n||^2 + <b_n, 2 s A W_n> + <b_n, s^2 A A^T b_n>,
+
+A W^T being one product for adapters whose ranks lie side by side: 228. More adapters than fit read W again, out of the
+cache: they run beside the first. Each term is good to 1e-7 of itself; where they cancel to less than half of the first and
+last, c would not be, and the rows are summed as above, by the kernel that adds (strip_root_kernel).
 
 Experts, each with a W of its own, take the tile of norm.py on another axis of programs: with a loop over adapters that ends
 after the first, 8 x 28672 x 4096 took 1.3 ms at r = 64 on an H200, three times what its 1.9 GB take.
@@ -39,6 +45,8 @@ from fdora.triton.sums import SUM_N, SUM_T
 
 SMALL_R = 32
 ROOT_N, ROOT_K = 64, 64
+# Of ||W_n||^2 + ||s (B A)_n||^2: at this share errors of 1e-7 in each term are at most 4e-7 of c^2. A random update of any
+# size leaves 1 but for some 1 / sqrt(K), and a trained one has to lie against W as much as along it to come near.
 CANCELLED = 0.5
 
 
@@ -87,8 +95,11 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
     half = A.dtype == B.dtype and A.itemsize == 2
     own_W, half_weight = len(W.shape) == 3, W.itemsize == 2
     plan.path = f"one pass over {'all W' if own_W else 'W for all adapters'}, nothing of its size written"
-    if half and half_weight and not own_W and R <= SMALL_R:
-        _by_strips(plan, W, A, B, s, table, c, max_bytes)
+    span = span_of(N, K, R, G, plan.device)
+    # The products A A^T of all spans are beside the partials whatever the rows.
+    room = max_bytes is None or 2 * gram_bytes(cdiv(K, span), G, R) <= max_bytes
+    if half and half_weight and not own_W and R <= SMALL_R and room:
+        _by_strips(plan, W, A, B, s, table, c, span, max_bytes)
         return plan.plan()
     config = norm_config(min(R, 64), half, plan.device.capability, False, half_weight)
     block_n, block_k, block_r, precision, num_warps, num_stages, *_ = config
@@ -130,20 +141,28 @@ def _rows(W: Array, B: Array, i: int, rows: int) -> tuple[Array, Array, int]:
     return w, replace(B, shape=shape, offset=B.offset + skipped, aligned=B.aligned and skipped % 8 == 0), own
 
 
+def span_of(N: int, K: int, R: int, G: int, device: Device) -> int:
+    """Columns of a program, fewer where they would not fill the GPU."""
+    strip = strip_config()
+    span, others = strip.SPAN, cdiv(N, strip.BLOCK_N) * cdiv(G, max(1, strip.WIDTH // power_of_two(R)))
+    while span > 256 and others * cdiv(K, span) < device.num_sms:
+        span //= 2
+    return span
+
+
+def gram_bytes(spans: int, G: int, R: int) -> int:
+    return 4 * spans * G * power_of_two(R) ** 2
+
+
 def _by_strips(
-    plan: Builder, W: Array, A: Array, B: Array, s: Array, table: Array | None, c: Array, max_bytes: int | None
+    plan: Builder, W: Array, A: Array, B: Array, s: Array, table: Array | None, c: Array, span: int, max_bytes: int | None
 ) -> None:
     (N, K), (G, R, _), strip = W.shape, A.shape, strip_config()
-    block_r = power_of_two(R)
-    adapters = strip.WIDTH // block_r
-    groups, span = cdiv(G, adapters), strip.SPAN
-    while span > 256 and cdiv(N, strip.BLOCK_N) * cdiv(K, span) * groups < plan.device.num_sms:
-        span //= 2
-    spans = cdiv(K, span)
-    gram_bytes = 4 * spans * G * block_r * block_r
-    rows = N
+    spans, block_r = cdiv(K, span), power_of_two(R)
+    adapters, rows = strip.WIDTH // block_r, N
     if max_bytes is not None:
-        rows = max(strip.BLOCK_N, (max_bytes - gram_bytes) // (4 * spans * (G + 1)) // strip.BLOCK_N * strip.BLOCK_N)
+        left = max_bytes - gram_bytes(spans, G, R)
+        rows = max(strip.BLOCK_N, left // (4 * spans * (G + 1)) // strip.BLOCK_N * strip.BLOCK_N)
     even = (
         N % strip.BLOCK_N == 0 and rows % strip.BLOCK_N == 0 and K % strip.BLOCK_K == 0 and block_r == R and G % adapters == 0
     )
@@ -155,7 +174,7 @@ def _by_strips(
         given = (w, A, b, s, table, partial, grams)
         plan.launch(
             strip_norm_kernel,
-            (groups, cdiv(own, strip.BLOCK_N) + 1, spans),
+            (cdiv(G, adapters), cdiv(own, strip.BLOCK_N) + 1, spans),
             (*given, own, K, R, G, *strides),
             (table is not None, adapters, strip.BLOCK_N, strip.BLOCK_K, block_r, span, strip.STAGES, even),
             strip.num_warps,

@@ -176,8 +176,8 @@ def test_what_lies_beyond_a_rank_is_not_read(hopper, request):
         assert all(map(torch.equal, *found)), shape
 
 
-@pytest.mark.parametrize("max_bytes", [None, 20_000])
-def test_norms_of_a_bank(max_bytes):
+@pytest.mark.parametrize("max_bytes", [None, 20_000, 5_000])
+def test_norms_of_a_bank(max_bytes, chosen_anew):
     for dtype, adapter in ((HALF[0], HALF[0]), (HALF[0], torch.float32), (torch.float32, torch.float32)):
         for N, K, ranks in ((150, 140, (20, 3, 16)), (256, 128, (16, 16))):
             t = case((1,) * len(ranks), 0, N, K, ranks, S[: len(ranks)], dtype, adapter)
@@ -187,6 +187,7 @@ def test_norms_of_a_bank(max_bytes):
                 c = multi.bank_norm(t.W, A, B, s, given, max_bytes)
                 want = eager.bank_norm(t.W.double(), A.double(), B.double(), s.double(), given)
                 assert rel_l2(c, want) < 1e-6, (dtype, adapter, N, given)
+    assert max_bytes is None or all(0 < plan.workspace <= max_bytes for plan in chosen_anew.values())
 
 
 @pytest.fixture
