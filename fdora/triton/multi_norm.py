@@ -142,10 +142,10 @@ def _rows(W: Array, B: Array, i: int, rows: int) -> tuple[Array, Array, int]:
 
 
 def span_of(N: int, K: int, R: int, G: int, device: Device) -> int:
-    """Columns of a program, fewer where they would not fill the GPU."""
+    """Columns of a program, fewer where less than five of six multiprocessors would have one."""
     strip = strip_config()
     span, others = strip.SPAN, cdiv(N, strip.BLOCK_N) * cdiv(G, max(1, strip.WIDTH // power_of_two(R)))
-    while span > 256 and others * cdiv(K, span) < device.num_sms:
+    while span > 256 and 6 * others * cdiv(K, span) < 5 * device.num_sms:
         span //= 2
     return span
 
@@ -167,6 +167,7 @@ def _by_strips(
         N % strip.BLOCK_N == 0 and rows % strip.BLOCK_N == 0 and K % strip.BLOCK_K == 0 and block_r == R and G % adapters == 0
     )
     strides, exact = (*W.stride, *A.stride, *B.stride), "tf32x3" if plan.device.capability else "ieee"
+    pdl = plan.device.supports_pdl
     for i in range(0, N, max(1, rows)):
         w, b, own = _rows(W, B, i, rows)
         partial = plan.temp((spans * (G + 1), own), torch.float32)
@@ -176,15 +177,16 @@ def _by_strips(
             strip_norm_kernel,
             (cdiv(G, adapters), cdiv(own, strip.BLOCK_N) + 1, spans),
             (*given, own, K, R, G, *strides),
-            (table is not None, adapters, strip.BLOCK_N, strip.BLOCK_K, block_r, span, strip.STAGES, even),
+            (table is not None, adapters, strip.BLOCK_N, strip.BLOCK_K, block_r, span, strip.STAGES, even, pdl),
             strip.num_warps,
         )
         plan.launch(
             strip_root_kernel,
             (cdiv(own, ROOT_N), G),
             (*given, c, own, K, R, G, spans, i, N, *strides),
-            (table is not None, ROOT_N, ROOT_K, block_r, exact, CANCELLED),
+            (table is not None, ROOT_N, ROOT_K, block_r, exact, CANCELLED, pdl),
             4,
+            pdl=pdl,
         )
 
 

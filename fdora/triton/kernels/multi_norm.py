@@ -8,6 +8,7 @@ import triton.language as tl
 from fdora.triton.kernels.multi import rank_of
 from fdora.triton.kernels.tile import tile_at, tile_of
 from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit(launch_metadata=launched)
@@ -66,11 +67,13 @@ def strip_norm_kernel(
     W, A, B, s, ranks, partial, grams, N, K, R, G, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak,
     stride_ba, stride_bn, stride_br,
     HAS_RANKS: tl.constexpr, ADAPTERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    SPAN: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    SPAN: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):
     """The terms of ||W_n||^2 + <b_n, 2 s A W_n> + <b_n, s^2 A A^T b_n> over SPAN columns, for adapters whose ranks lie side by
     side in one product with W. Of BLOCK_N rows the second and, after those of all adapters, the first, (spans, G + 1, N); of
     the program behind the last rows s^2 A A^T, (spans, G, BLOCK_R, BLOCK_R)."""
+    if PDL:
+        gdc_launch_dependents()
     first, part = tl.program_id(0) * ADAPTERS, tl.program_id(2)
     j = tl.arange(0, ADAPTERS * BLOCK_R)
     a, r = (first + j // BLOCK_R).to(tl.int64), j % BLOCK_R
@@ -82,6 +85,8 @@ def strip_norm_kernel(
         _gram(at_a, in_r, by, a, r, part, grams, K, G, stride_ak, BLOCK_K, BLOCK_R, SPAN, EVEN and not HAS_RANKS)
         return
     at_w = W + n[:, None].to(tl.int64) * stride_wn
+    at_b = B + n[:, None].to(tl.int64) * stride_bn + (a * stride_ba + r.to(tl.int64) * stride_br)[None, :]
+    b = tl.load(at_b, mask=(n < N)[:, None] & in_r[None, :], other=0.0)
     cross, squares = tl.zeros((BLOCK_N, ADAPTERS * BLOCK_R), tl.float32), tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for k0 in tl.range(part * SPAN, tl.minimum(part * SPAN + SPAN, K), BLOCK_K, num_stages=STAGES):
         k = (k0 + tl.arange(0, BLOCK_K))[None, :]
@@ -92,10 +97,8 @@ def strip_norm_kernel(
         cross += (2 * by)[None, :] * tl.dot(w, tl.trans(f))
         v = w.to(tl.float32)
         squares += v * v
-    at_b = B + n[:, None].to(tl.int64) * stride_bn + (a * stride_ba + r.to(tl.int64) * stride_br)[None, :]
-    b = tl.load(at_b, mask=(n < N)[:, None] & in_r[None, :], other=0.0).to(tl.float32)
     own = first + tl.arange(0, ADAPTERS)
-    terms = tl.sum(tl.reshape(b * cross, (BLOCK_N, ADAPTERS, BLOCK_R)), axis=2)
+    terms = tl.sum(tl.reshape(b.to(tl.float32) * cross, (BLOCK_N, ADAPTERS, BLOCK_R)), axis=2)
     here = partial + part.to(tl.int64) * (G + 1) * N + n
     tl.store(here[:, None] + own[None, :].to(tl.int64) * N, terms, mask=(n < N)[:, None] & (own < G)[None, :])
     if first == 0:
@@ -124,7 +127,7 @@ def strip_root_kernel(
     W, A, B, s, ranks, partial, grams, c, N, K, R, G, spans, first, width, stride_wn, stride_wk,
     stride_aa, stride_ar, stride_ak, stride_ba, stride_bn, stride_br,
     HAS_RANKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
-    CANCELLED: tl.constexpr,
+    CANCELLED: tl.constexpr, PDL: tl.constexpr,
 ):
     """The roots of an adapter's sums of terms, into N columns of c from ``first`` on; c is ``width`` wide. A row whose terms
     cancel is summed again directly, by the program that has it."""
@@ -135,6 +138,8 @@ def strip_root_kernel(
     b = tl.load(at_b, mask=(n < N)[:, None] & in_r[None, :], other=0.0)
     cross, size = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
     gram = tl.zeros((BLOCK_R, BLOCK_R), tl.float32)
+    if PDL:
+        gdc_wait()
     for p in range(0, spans):
         at = partial + tl.cast(p, tl.int64) * (G + 1) * N + n
         cross += tl.load(at + g * N, mask=n < N, other=0.0)
