@@ -2,8 +2,8 @@
 
     python -m bench.multi_forms --device cuda --jobs 8 --json FILE [--only norm,decode] [--shapes KxN]
 
-``norm``: of G = 4, r = 16, beside one norm; ``lost``: where all rows of one of them cancel. ``decode``: 64 tokens of 64 adapters, r = 16, beside one adapter's call;
-``once``: with W, or W and the bank, read as what leaves the cache first.
+``norm``: of G = 4, r = 16, beside one norm; ``lost``: where all rows of one of them cancel. ``decode``: 64 tokens of 64
+adapters, r = 16, beside one adapter's call; ``once``: with W, or W and the bank, read as what leaves the cache first.
 ``train``: the forward of 8192 tokens of 32 adapters of rank 8 to 256, their bank looked through beside x A_a^T or ahead.
 ``tile`` and ``tile_mixed``: the same of rank 16 and of 8 to 256, tiles of the product (GemmConfig).
 ``pass``: decoding, tiles of the pass over W (SmallConfig). ``low``, ``look``, ``grad`` and ``strip``: forward and backward of
@@ -67,13 +67,13 @@ FORMS["tile"] = FORMS["tile_mixed"] = [
     (1, *form) for form in ((128, 128, 64, 8, 1, 1, 4, 4), (128, 256, 64, 8, 1, 1, 8, 4), (256, 128, 64, 8, 1, 1, 8, 4))
 ]
 FORMS["low"] = [
-    *((64, 64, 64, 4, 4), (64, 64, 128, 8, 3), (64, 64, 128, 4, 3), (64, 32, 128, 4, 3), (64, 32, 128, 4, 4)),
-    *((128, 64, 128, 8, 2), (128, 64, 64, 8, 4), (128, 128, 64, 8, 4), (64, 128, 64, 8, 4)),
+    *((64, 64, 64, 4, 4), (64, 64, 128, 8, 3), (64, 64, 128, 4, 3), (64, 32, 128, 4, 4)),
+    *((128, 64, 64, 8, 8), (128, 64, 128, 8, 2), (128, 64, 128, 8, 4), (128, 128, 64, 8, 6), (128, 128, 128, 8, 3)),
 ]
 FORMS["low_4"] = [
-    *((64, 64, 64, 4, 6), (64, 64, 64, 8, 6), (64, 64, 128, 8, 3), (64, 64, 256, 8, 3), (64, 64, 256, 4, 3)),
-    *((64, 32, 128, 4, 3), (64, 32, 128, 4, 4), (64, 32, 128, 8, 4), (64, 32, 256, 4, 3), (64, 32, 256, 8, 2)),
-    *((128, 32, 128, 8, 3), (128, 32, 128, 4, 4)),
+    *((64, 64, 64, 4, 6), (64, 64, 128, 8, 3), (64, 64, 256, 8, 3), (64, 64, 256, 4, 3), (64, 64, 128, 4, 6)),
+    *((64, 32, 128, 4, 4), (64, 32, 128, 8, 4), (64, 32, 256, 4, 3), (64, 32, 256, 8, 2)),
+    *((128, 64, 64, 8, 8), (128, 64, 128, 8, 4), (128, 32, 128, 8, 4)),
 ]
 FORMS["grad"] = [
     *((64, 128, 32, 4, 4), (64, 128, 64, 4, 3), (64, 256, 64, 8, 3), (64, 256, 32, 8, 4), (128, 128, 64, 8, 3)),
