@@ -3,7 +3,7 @@
     python -m bench.multi_forms --device cuda --jobs 8 --json FILE [--only norm,decode] [--shapes KxN]
 
 ``norm``: of G = 4, r = 16, beside one norm; ``lost``: where all rows of one of them cancel. ``decode``: 64 tokens of 64
-adapters, r = 16, beside one adapter's call; ``once``: with W, or W and the bank, read as what leaves the cache first.
+adapters, r = 16, beside one adapter's call; ``cache``: what leaves the cache first and what stays.
 ``train``: the forward of 8192 tokens of 32 adapters of rank 8 to 256, their bank looked through beside x A_a^T or ahead.
 ``tile`` and ``tile_mixed``: the same of rank 16 and of 8 to 256, tiles of the product (GemmConfig).
 ``pass``: decoding, tiles of the pass over W (SmallConfig). ``low``, ``look``, ``grad`` and ``strip``: forward and backward of
@@ -60,7 +60,7 @@ FORMS: dict[str, list[tuple[int, ...]]] = {
         *((1, *form, 8) for form in ((4096, 4, 4), (4096, 6, 4), (8192, 3, 8), (16384, 2, 8), (16384, 3, 8))),
         *((n, *form, 8) for n in (2, 3) for form in ((2048, 4, 4), (4096, 3, 4), (4096, 4, 4), (8192, 2, 4), (8192, 3, 4))),
     ],
-    "once": [(1, 16384, 3, 8, 8, once) for once in (0, 1, 2)],
+    "cache": [(1, 16384, 3, 8, 8, bits) for bits in (0, 1, 3, 4, 5, 7)],
     "train": [(0,), (1,)],
 }
 FORMS["tile"] = FORMS["tile_mixed"] = [
@@ -110,7 +110,7 @@ CHOOSERS: dict[str, tuple[Callable[..., Any], str]] = {
     "norm": (StripConfig, "multi_norm.strip_config"),
     "lost": (StripConfig, "multi_norm.strip_config"),
     "decode": (RoomConfig, "multi_small.room_config"),
-    "once": (RoomConfig, "multi_small.room_config"),
+    "cache": (RoomConfig, "multi_small.room_config"),
     "train": (bool, "multi.copies_beside"),
     "tile": (GemmConfig, "multi_gemm.bank_config"),
     "tile_mixed": (GemmConfig, "multi_gemm.bank_config"),
@@ -146,7 +146,7 @@ def calls(kind: str, K: int, N: int, device: str) -> tuple[Callable[[], Found], 
             W = (W * 1e-2 - S * (B[0].float() @ A[0].float())).to(BF16)
             c = torch.stack([dora_norm(W, a, b, s=S, backend="eager") for a, b in zip(A, B, strict=True)])
         return lambda: {"c": dora_norm(W, A[0], B[0], s=S)}, lambda: {"c": dora_norm(W, A, B, s=i.s)}, {"c": c}
-    M, ranks = (64, [16] * 64) if kind in ("decode", "once", "pass") else (TOKENS, ranks_of(kind))
+    M, ranks = (64, [16] * 64) if kind in ("decode", "cache", "pass") else (TOKENS, ranks_of(kind))
     i = Bank.random(M, K, N, ranks, BF16, device)
     one, multi = build("one", i), build("multi", i)
     if kind in SEEN:

@@ -25,7 +25,6 @@ from fdora.triton.runtime.plan import Array
 BLOCK_T = 16  # tokens of a segment at a time
 EXPAND_N = 128
 WIDE = 4096  # numbers of a tile
-LEAVES_FIRST = "evict_first"
 LOW_R = 32  # largest rank whose terms one launch forms
 
 
@@ -37,7 +36,7 @@ class RoomConfig(NamedTuple):
     STAGES: int
     LOW_WARPS: int
     WARPS: int  # of the pass over W at least, where its tile is wide: g of each element would spill
-    ONCE: int = 0  # what leaves the cache first: 1, W; 2, A and B as well
+    CACHE: int = 0  # bits: W leaves the cache first; A and B do; what the pass is handed stays
 
 
 def room_config() -> RoomConfig:
@@ -71,7 +70,7 @@ def multi_small(plan: Builder, x: Array, bank: Any, ranks: Array | None, y: Arra
         multi_small_kernel,
         (cdiv(N, block_n),),
         (x, w, low.lora, low.g, bank.bias, bank.order, y, pre_scale, M, N, K, *x.stride, *w.stride),
-        (*flags, pdl, rows, block_n, block_k, LEAVES_FIRST if room.ONCE else ""),
+        (*flags, pdl, rows, block_n, block_k, "evict_first" if room.CACHE & 1 else ""),
         warps,
         stages,
         pdl,
@@ -91,7 +90,7 @@ def _low(plan: Builder, x: Array, bank: Any, ranks: Array | None, low: Low, room
         (x, bank.A, bank.s, bank.B, bank.m, bank.c, bank.offsets, ranks, bank.order, *low, M, G, K, N, R, *x.stride,
          by_a[0], by_a[2], by_a[1], by_b[0], by_b[2], by_b[1]),
         (ranks is not None, bank.order is not None, plan.device.supports_pdl, r, block_k, block_n, room.STAGES, block_of(G),
-         LEAVES_FIRST if room.ONCE == 2 else ""),
+         "evict_first" if room.CACHE & 2 else "", "evict_last" if room.CACHE & 4 else ""),
         room.LOW_WARPS,
         room.STAGES,
     )  # fmt: skip
