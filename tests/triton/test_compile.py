@@ -249,6 +249,7 @@ KERNELS = (
     "small",
     "split",
     "strip_norm",
+    "strip_root",
     "sum",
 )
 
