@@ -105,6 +105,7 @@ TABLE = {
     "multi_norms": Entry(40, "bench.multi_forms --only train --jobs 8"),
     "multi_strips": Entry(40, "bench.multi_forms --only norm,lost --jobs 8"),
     "multi_low": Entry(70, "bench.multi_forms --only low_4,low --jobs 8"),
+    "multi_cache": Entry(20, "bench.multi_forms --only cache --jobs 8"),
     "multi_tiles": Entry(60, "bench.multi_forms --only low,grad,look,strip,pass --jobs 8"),
     "multi_look": Entry(40, "bench.multi_forms --only look,grad --jobs 8"),
     "experts": Entry(150, "bench.experts --runs 5"),

@@ -3,13 +3,13 @@
     python -m bench.multi_forms --device cuda --jobs 8 --json FILE [--only norm,decode] [--shapes KxN]
 
 ``norm``: of G = 4, r = 16, beside one norm; ``lost``: where all rows of one of them cancel. ``decode``: 64 tokens of 64
-adapters, r = 16, beside one adapter's call; ``cache``: what leaves the cache first and what stays.
+adapters, r = 16, beside one adapter's call; ``cache``: whether what two kernels hand over stays there.
 ``train``: the forward of 8192 tokens of 32 adapters of rank 8 to 256, their bank looked through beside x A_a^T or ahead.
 ``tile`` and ``tile_mixed``: the same of rank 16 and of 8 to 256, tiles of the product (GemmConfig).
 ``pass``: decoding, tiles of the pass over W (SmallConfig). ``low``, ``look``, ``grad`` and ``strip``: forward and backward of
-32 adapters of rank 8 to 256, tiles of x A_a^T and dz B_a (HConfig; ``low_4`` of 4 of rank 8 to 64), how the bank is looked
-through (LookConfig), tiles of dA and dB (GradConfig), of dz (ScaleConfig); on a GPU with the us of these kernels, of forward
-and of forward and backward.
+32 adapters of rank 8 to 256, tiles of x A_a^T and dz B_a (HConfig; ``low_4``: of 4 of rank 8 to 64, ``low_64``: of 64), how
+the bank is looked through (LookConfig), tiles of dA and dB (GradConfig), of dz (ScaleConfig); on a GPU with the us of these
+kernels, of forward and of forward and backward.
 Every form is checked, then timed in replayed CUDA graphs, all forms of a shape in turns. :func:`fastest` reads the choice off
 the file.
 """
@@ -46,21 +46,20 @@ from fdora.triton.multi_small import RoomConfig
 from fdora.triton.runtime import walk
 
 STRIPS = [
-    *((64, 64, span, stages, 4) for span in (1024, 2048, 4096) for stages in (4, 6)),
-    *((64, 64, span, 4, 8) for span in (2048, 4096)),
-    *((64, 128, *form, 8) for form in ((1024, 3), (2048, 3), (2048, 4), (4096, 3))),
-    *((128, 64, *form, 8) for form in ((1024, 4), (1024, 6), (2048, 6), (4096, 4), (4096, 6))),
-    *((128, 128, span, 3, 8) for span in (1024, 4096)),
+    *((64, 64, stages, 4, 2) for stages in (3, 4, 5, 6)),
+    *((64, 64, stages, 8, 2) for stages in (4, 6)),
+    *((128, 64, stages, warps, 1) for stages in (4, 6, 8) for warps in (8, 16)),
+    *((128, 128, 3, warps, 1) for warps in (8, 16)),
 ]
 FORMS: dict[str, list[tuple[int, ...]]] = {
     "norm": STRIPS,
-    "lost": [(64, 128, 4096, 3, 8)],
+    "lost": [(64, 64, 6, 4, 2)],
     "decode": [
-        *((1, 8192, stages, 4, w) for stages in (1, 2, 3, 4, 5) for w in (4, 8)),
-        *((1, *form, 8) for form in ((4096, 4, 4), (4096, 6, 4), (8192, 3, 8), (16384, 2, 8), (16384, 3, 8))),
-        *((n, *form, 8) for n in (2, 3) for form in ((2048, 4, 4), (4096, 3, 4), (4096, 4, 4), (8192, 2, 4), (8192, 3, 4))),
+        *((1, 8192, stages, 4, w, 1) for stages in (1, 2, 3, 4, 5) for w in (4, 8)),
+        *((1, *form, 8, 1) for form in ((4096, 4, 4), (4096, 6, 4), (8192, 3, 8), (16384, 2, 8), (16384, 3, 8))),
+        *((n, *form, 8, 1) for n in (2, 3) for form in ((2048, 4, 4), (4096, 3, 4), (4096, 4, 4), (8192, 2, 4), (8192, 3, 4))),
     ],
-    "cache": [(1, 16384, 3, 8, 8, bits) for bits in (0, 1, 3, 4, 5, 7)],
+    "cache": [(1, 16384, 3, 8, 8, stays) for stays in (0, 1)],
     "train": [(0,), (1,)],
 }
 FORMS["tile"] = FORMS["tile_mixed"] = [
@@ -75,6 +74,7 @@ FORMS["low_4"] = [
     *((64, 32, 128, 4, 4), (64, 32, 128, 8, 4), (64, 32, 256, 4, 3), (64, 32, 256, 8, 2)),
     *((128, 64, 64, 8, 8), (128, 64, 128, 8, 4), (128, 32, 128, 8, 4)),
 ]
+FORMS["low_64"] = [(64, 64, 64, 4, 6), (64, 64, 256, 8, 3), (64, 32, 128, 4, 4), (64, 64, 128, 4, 6)]
 FORMS["grad"] = [
     *((64, 128, 32, 4, 4), (64, 128, 64, 4, 3), (64, 256, 64, 8, 3), (64, 256, 32, 8, 4), (128, 128, 64, 8, 3)),
     *(
@@ -101,10 +101,12 @@ FORMS["pass"] = [
 SEEN = {
     "low": ("multi_h_", "bank_"),
     "low_4": ("multi_h_", "bank_"),
+    "low_64": ("multi_h_", "bank_"),
     "grad": ("multi_grad_",),
     "look": ("multi_h_", "bank_"),
     "strip": ("multi_scale_", "multi_finish_"),
 }
+UNIFORM = {"tile": [16] * 32, "low_64": [64] * 4}
 TOKENS = 8192
 CHOOSERS: dict[str, tuple[Callable[..., Any], str]] = {
     "norm": (StripConfig, "multi_norm.strip_config"),
@@ -117,6 +119,7 @@ CHOOSERS: dict[str, tuple[Callable[..., Any], str]] = {
     "pass": (SmallConfig, "multi_small.small_config"),
     "low": (HConfig, "multi_gemm.h_config"),
     "low_4": (HConfig, "multi_gemm.h_config"),
+    "low_64": (HConfig, "multi_gemm.h_config"),
     "look": (LookConfig, "multi_rows.look_config"),
     "grad": (GradConfig, "multi_bwd.grad_config"),
     "strip": (ScaleConfig, "multi_bwd.scale_config"),
@@ -155,7 +158,9 @@ def calls(kind: str, K: int, N: int, device: str) -> tuple[Callable[[], Found], 
 
 
 def ranks_of(kind: str) -> list[int]:
-    return [16] * 32 if kind == "tile" else [MIXED[g % len(MIXED)] for g in range(4 if kind == "low_4" else 32)]
+    if kind in UNIFORM:
+        return UNIFORM[kind]
+    return [MIXED[g % len(MIXED)] for g in range(4 if kind == "low_4" else 32)]
 
 
 def values(found: Found) -> Found:

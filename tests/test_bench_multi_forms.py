@@ -8,9 +8,11 @@ import pytest
 pytest.importorskip("triton", reason="it chooses among kernels; `make test` installs it")
 from bench import multi_forms
 from fdora.triton.multi_bwd import grad_config
-from fdora.triton.multi_norm import strip_config
+from fdora.triton.multi_gemm import h_config
 from fdora.triton.multi_small import room_config
+from fdora.triton.runtime.device import of_gpu
 
+FILES = ("multi_norms", "multi_forms", "multi_low")
 RESULTS = Path(__file__).parents[1] / "bench/results/h200"
 
 
@@ -29,11 +31,11 @@ def test_the_fastest_of_those_that_ran_on_every_shape():
 
 
 def test_plans_take_what_was_fastest_on_an_h200():
-    files = ("multi_strips", "multi_norms", "multi_forms")
-    strips, norms, forms = (json.loads((RESULTS / f"{name}.json").read_text())["rows"] for name in files)
-    assert strip_config() == multi_forms.fastest(strips, "norm")
+    norms, forms, low = (json.loads((RESULTS / f"{name}.json").read_text())["rows"] for name in FILES)
     assert room_config()[:5] == multi_forms.fastest(forms, "decode")
     assert multi_forms.fastest(norms, "train") == (1,)  # which every GPU does that can: copies_beside
+    of_4, of_32 = (h_config(8192, 4096, R, G, True, False, False, of_gpu(0, 90, 132)) for R, G in ((64, 4), (256, 32)))
+    assert (of_4, of_32) == (multi_forms.fastest(low, "low_4"), multi_forms.fastest(low, "low"))
 
 
 def test_gradients_take_the_tile_whose_kernels_were_fastest():

@@ -51,19 +51,19 @@ CANCELLED = 0.5
 
 
 class StripConfig(NamedTuple):
-    """Tile of W, columns of a program, tiles under way, and warps."""
+    """Tile of W, tiles under way, warps, and ranks beside each other. ``BESIDE``: programs of a multiprocessor."""
 
     BLOCK_N: int
     BLOCK_K: int
-    SPAN: int
     STAGES: int
     num_warps: int
+    BESIDE: int = 2
     WIDTH: int = 64
 
 
 def strip_config() -> StripConfig:
-    """From h200/multi_norms.json, where W has 16 and 59 million elements; strips of a smaller one are cut to fill the GPU."""
-    return StripConfig(64, 64, 1024, 3, 4)
+    """From h200/multi_strips.json, where W has 16 and 59 million elements."""
+    return StripConfig(64, 64, 6, 4)
 
 
 def bank_norm(
@@ -95,7 +95,7 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
     half = A.dtype == B.dtype and A.itemsize == 2
     own_W, half_weight = len(W.shape) == 3, W.itemsize == 2
     plan.path = f"one pass over {'all W' if own_W else 'W for all adapters'}, nothing of its size written"
-    span = span_of(N, K, R, G, plan.device)
+    span = span_of(N, K, R, G, plan.device.num_sms)
     # The products A A^T of all spans are beside the partials whatever the rows.
     room = max_bytes is None or 2 * gram_bytes(cdiv(K, span), G, R) <= max_bytes
     if half and half_weight and not own_W and R <= SMALL_R and room:
@@ -141,13 +141,13 @@ def _rows(W: Array, B: Array, i: int, rows: int) -> tuple[Array, Array, int]:
     return w, replace(B, shape=shape, offset=B.offset + skipped, aligned=B.aligned and skipped % 8 == 0), own
 
 
-def span_of(N: int, K: int, R: int, G: int, device: Device) -> int:
-    """Columns of a program, fewer where less than five of six multiprocessors would have one."""
+def span_of(N: int, K: int, R: int, G: int, num_sms: int) -> int:
+    """Columns of a program: those with the fewest for a multiprocessor, a wave costing as much as 256 of them besides."""
     strip = strip_config()
-    span, others = strip.SPAN, cdiv(N, strip.BLOCK_N) * cdiv(G, max(1, strip.WIDTH // power_of_two(R)))
-    while span > 256 and 6 * others * cdiv(K, span) < 5 * device.num_sms:
-        span //= 2
-    return span
+    room = max(1, strip.BESIDE * num_sms)
+    others = cdiv(N, strip.BLOCK_N) * cdiv(G, max(1, strip.WIDTH // power_of_two(R)))
+    spans = {cdiv(max(1, cdiv(K, parts)), strip.BLOCK_K) * strip.BLOCK_K for parts in range(1, max(1, cdiv(K, 256)) + 1)}
+    return min(spans, key=lambda span: (cdiv(others * cdiv(K, span), room) * (span + 256), -span))
 
 
 def gram_bytes(spans: int, G: int, R: int) -> int:
@@ -176,8 +176,8 @@ def _by_strips(
         plan.launch(
             strip_norm_kernel,
             (cdiv(G, adapters), cdiv(own, strip.BLOCK_N) + 1, spans),
-            (*given, own, K, R, G, *strides),
-            (table is not None, adapters, strip.BLOCK_N, strip.BLOCK_K, block_r, span, strip.STAGES, even, pdl),
+            (*given, own, K, R, G, span, *strides),
+            (table is not None, adapters, strip.BLOCK_N, strip.BLOCK_K, block_r, strip.STAGES, even, pdl),
             strip.num_warps,
         )
         plan.launch(

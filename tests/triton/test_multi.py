@@ -10,7 +10,6 @@ from fdora.eager import multi as eager
 from fdora.functional import dora_linear_multi, dora_norm, dora_stack
 from fdora.triton import multi
 from fdora.triton.configs import ScaleConfig
-from fdora.triton.multi_norm import StripConfig
 from fdora.triton.runtime import walk
 from tests import device, reference
 from tests.checks.multi import case, dy_of, places, ranks_of, routed, seeds_of, together, truth, whole, with_gradients
@@ -192,7 +191,7 @@ def test_norms_of_a_bank(max_bytes, chosen_anew):
 
 @pytest.fixture
 def short_strips(monkeypatch):
-    monkeypatch.setattr("fdora.triton.multi_norm.strip_config", lambda: StripConfig(64, 64, 128, 3, 4))
+    monkeypatch.setattr("fdora.triton.multi_norm.span_of", lambda *_: 128)
 
 
 @pytest.mark.parametrize("G", [1, 2, 4, 5])

@@ -51,11 +51,11 @@ def _factors(at_a, in_r, k, K, stride_ak, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _gram(at_a, in_r, by, a, r, part, grams, K, G, stride_ak, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-          SPAN: tl.constexpr, EVEN: tl.constexpr):
+def _gram(at_a, in_r, by, a, r, part, grams, K, G, span, stride_ak, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+          EVEN: tl.constexpr):
     """s^2 A A^T of each adapter over a span of columns, out of the product of all."""
     gram = tl.zeros((a.shape[0], a.shape[0]), tl.float32)
-    for k0 in tl.range(part * SPAN, tl.minimum(part * SPAN + SPAN, K), BLOCK_K):
+    for k0 in tl.range(part * span, tl.minimum(part * span + span, K), BLOCK_K):
         f = _factors(at_a, in_r, (k0 + tl.arange(0, BLOCK_K))[None, :], K, stride_ak, EVEN)
         gram += (by * by)[:, None] * tl.dot(f, tl.trans(f))
     at = ((part.to(tl.int64) * G + a) * BLOCK_R + r)[:, None] * BLOCK_R + r[None, :]
@@ -64,14 +64,14 @@ def _gram(at_a, in_r, by, a, r, part, grams, K, G, stride_ak, BLOCK_K: tl.conste
 
 @triton.jit(launch_metadata=launched)
 def strip_norm_kernel(
-    W, A, B, s, ranks, partial, grams, N, K, R, G, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak,
+    W, A, B, s, ranks, partial, grams, N, K, R, G, span, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak,
     stride_ba, stride_bn, stride_br,
     HAS_RANKS: tl.constexpr, ADAPTERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    SPAN: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The terms of ||W_n||^2 + <b_n, 2 s A W_n> + <b_n, s^2 A A^T b_n> over SPAN columns, for adapters whose ranks lie side by
-    side in one product with W. Of BLOCK_N rows the second and, after those of all adapters, the first, (spans, G + 1, N); of
-    the program behind the last rows s^2 A A^T, (spans, G, BLOCK_R, BLOCK_R)."""
+    """The terms of ||W_n||^2 + <b_n, 2 s A W_n> + <b_n, s^2 A A^T b_n> over ``span`` columns, for adapters whose ranks lie
+    beside each other in one product with W. Of BLOCK_N rows the second and, after those of all adapters, the first, (spans,
+    G + 1, N); of the program behind the last rows s^2 A A^T, (spans, G, BLOCK_R, BLOCK_R)."""
     if PDL:
         gdc_launch_dependents()
     first, part = tl.program_id(0) * ADAPTERS, tl.program_id(2)
@@ -82,13 +82,13 @@ def strip_norm_kernel(
     at_a = A + (a * stride_aa + r.to(tl.int64) * stride_ar)[:, None]
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     if tl.program_id(1) * BLOCK_N >= N:
-        _gram(at_a, in_r, by, a, r, part, grams, K, G, stride_ak, BLOCK_K, BLOCK_R, SPAN, EVEN and not HAS_RANKS)
+        _gram(at_a, in_r, by, a, r, part, grams, K, G, span, stride_ak, BLOCK_K, BLOCK_R, EVEN and not HAS_RANKS)
         return
     at_w = W + n[:, None].to(tl.int64) * stride_wn
     at_b = B + n[:, None].to(tl.int64) * stride_bn + (a * stride_ba + r.to(tl.int64) * stride_br)[None, :]
     b = tl.load(at_b, mask=(n < N)[:, None] & in_r[None, :], other=0.0)
     cross, squares = tl.zeros((BLOCK_N, ADAPTERS * BLOCK_R), tl.float32), tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for k0 in tl.range(part * SPAN, tl.minimum(part * SPAN + SPAN, K), BLOCK_K, num_stages=STAGES):
+    for k0 in tl.range(part * span, tl.minimum(part * span + span, K), BLOCK_K, num_stages=STAGES):
         k = (k0 + tl.arange(0, BLOCK_K))[None, :]
         at = at_w + k.to(tl.int64) * stride_wk
         w = tl.load(at) if EVEN else tl.load(at, mask=(n < N)[:, None] & (k < K), other=0.0)

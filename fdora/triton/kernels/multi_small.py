@@ -105,11 +105,11 @@ def multi_low_kernel(
     x, f, s, b, m, c, offsets, ranks, order, h, lora, g, M, G, K, N, R, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr,
     stride_ba, stride_br, stride_bn,
     HAS_RANKS: tl.constexpr, HAS_ORDER: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, BLOCK_G: tl.constexpr, ONCE: tl.constexpr, STAYS: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, BLOCK_G: tl.constexpr, STAYS: tl.constexpr,
 ):
     """h = s_a x f_a, h b_a and g, of small ranks, token by token: all of h in each program, and some columns. What they share
     comes from the cache. One kernel, few registers and little shared memory: the pass over W begins when all of its programs
-    have, and runs beside them."""
+    have, and runs beside them. STAYS: what it is handed stays in the cache meanwhile, so that W does not drive it out."""
     if PDL:
         gdc_launch_dependents()
     t, r, k = tl.program_id(1), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
@@ -122,8 +122,7 @@ def multi_low_kernel(
     for k0 in tl.range(0, tl.where(rank > 0, K, 0), BLOCK_K, num_stages=STAGES):
         at = (k0 + k).to(tl.int64)
         xt = tl.load(at_x + at * stride_xk, mask=at < K, other=0.0)
-        here = inside[:, None] & (at < K)[None, :]
-        ft = tl.load(at_f + at[None, :] * stride_fk, mask=here, other=0.0, eviction_policy=ONCE)
+        ft = tl.load(at_f + at[None, :] * stride_fk, mask=inside[:, None] & (at < K)[None, :], other=0.0)
         sums += tl.sum(ft.to(xt.dtype).to(tl.float32) * xt.to(tl.float32)[None, :], axis=1)
     sa = tl.load(s + a, mask=a < G, other=0.0)
     ht = tl.where(inside, sa * sums, 0.0).to(h.dtype.element_ty)
@@ -133,20 +132,21 @@ def multi_low_kernel(
     for n0 in tl.range(tl.program_id(0) * BLOCK_N, N, tl.num_programs(0) * BLOCK_N, num_stages=STAGES):
         n = n0 + tl.arange(0, BLOCK_N)
         near = (r < R)[None, :] & (n < tl.where(a < G, N, 0))[:, None]  # not r < rank: loads as narrow as one number
-        bt = tl.load(at_b + n[:, None].to(tl.int64) * stride_bn, mask=near, other=0.0, eviction_policy=ONCE)
+        bt = tl.load(at_b + n[:, None].to(tl.int64) * stride_bn, mask=near, other=0.0)
         bt = tl.where(inside[None, :], bt, 0.0).to(h.dtype.element_ty).to(tl.float32)
         acc = tl.sum(bt * ht.to(tl.float32)[None, :], axis=1)
         at = tl.cast(t, tl.int64) * N + n
-        tl.store(lora + at, acc, mask=n < N, eviction_policy=STAYS)
+        policy: tl.constexpr = "evict_last" if STAYS else ""
+        tl.store(lora + at, acc, mask=n < N, eviction_policy=policy)
         if m is not None:
-            tl.store(g + at, _g_of_adapter(m, c, a, n, G, N), mask=n < N, eviction_policy=STAYS)
+            tl.store(g + at, _g_of_adapter(m, c, a, n, G, N), mask=n < N, eviction_policy=policy)
 
 
 @triton.jit(launch_metadata=launched)
 def multi_small_kernel(
     x, w, lora, g, bias, order, out, pre_scale, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn,
     HAS_M: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, HAS_ORDER: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ONCE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """One pass over W for all tokens; the term of low rank and g are there by then."""
     t, n, k = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -156,7 +156,7 @@ def multi_small_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, K, BLOCK_K):
         xt = tl.load(at_x, mask=(t < M)[:, None] & (k < K - k0)[None, :], other=0.0)
-        wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0, eviction_policy=ONCE)
+        wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0)
         acc = tl.dot(xt, wt, acc)
         at_x += BLOCK_K * stride_xk
         at_w += BLOCK_K * stride_wk
