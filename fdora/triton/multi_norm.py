@@ -61,9 +61,9 @@ class StripConfig(NamedTuple):
     WIDTH: int = 64
 
 
-def strip_config() -> StripConfig:
-    """From h200/multi_strips.json, where W has 16 and 59 million elements."""
-    return StripConfig(64, 64, 6, 4)
+def strip_config(capability: int) -> StripConfig:
+    """From h200/multi_strips.json, where W has 16 and 59 million elements. An AMD GPU has 64 KiB of shared memory."""
+    return StripConfig(64, 64, 6 if capability else 3, 4)
 
 
 def bank_norm(
@@ -95,11 +95,12 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
     half = A.dtype == B.dtype and A.itemsize == 2
     own_W, half_weight = len(W.shape) == 3, W.itemsize == 2
     plan.path = f"one pass over {'all W' if own_W else 'W for all adapters'}, nothing of its size written"
-    span = span_of(N, K, R, G, plan.device.num_sms)
+    strip = strip_config(plan.device.capability)
+    span = span_of(N, K, R, G, strip, plan.device.num_sms)
     # The products A A^T of all spans are beside the partials whatever the rows.
     room = max_bytes is None or 2 * gram_bytes(cdiv(K, span), G, R) <= max_bytes
     if half and half_weight and not own_W and R <= SMALL_R and room:
-        _by_strips(plan, W, A, B, s, table, c, span, max_bytes)
+        _by_strips(plan, W, A, B, s, table, c, strip, span, max_bytes)
         return plan.plan()
     config = norm_config(min(R, 64), half, plan.device.capability, False, half_weight)
     block_n, block_k, block_r, precision, num_warps, num_stages, *_ = config
@@ -141,9 +142,8 @@ def _rows(W: Array, B: Array, i: int, rows: int) -> tuple[Array, Array, int]:
     return w, replace(B, shape=shape, offset=B.offset + skipped, aligned=B.aligned and skipped % 8 == 0), own
 
 
-def span_of(N: int, K: int, R: int, G: int, num_sms: int) -> int:
+def span_of(N: int, K: int, R: int, G: int, strip: StripConfig, num_sms: int) -> int:
     """Columns of a program: those with the fewest for a multiprocessor, a wave costing as much as 256 of them besides."""
-    strip = strip_config()
     room = max(1, strip.BESIDE * num_sms)
     others = cdiv(N, strip.BLOCK_N) * cdiv(G, max(1, strip.WIDTH // power_of_two(R)))
     spans = {cdiv(max(1, cdiv(K, parts)), strip.BLOCK_K) * strip.BLOCK_K for parts in range(1, max(1, cdiv(K, 256)) + 1)}
@@ -155,9 +155,18 @@ def gram_bytes(spans: int, G: int, R: int) -> int:
 
 
 def _by_strips(
-    plan: Builder, W: Array, A: Array, B: Array, s: Array, table: Array | None, c: Array, span: int, max_bytes: int | None
+    plan: Builder,
+    W: Array,
+    A: Array,
+    B: Array,
+    s: Array,
+    table: Array | None,
+    c: Array,
+    strip: StripConfig,
+    span: int,
+    max_bytes: int | None,
 ) -> None:
-    (N, K), (G, R, _), strip = W.shape, A.shape, strip_config()
+    (N, K), (G, R, _) = W.shape, A.shape
     spans, block_r = cdiv(K, span), power_of_two(R)
     adapters, rows = strip.WIDTH // block_r, N
     if max_bytes is not None:
