@@ -104,6 +104,7 @@ TABLE = {
     "multi_forms": Entry(40, "bench.multi_forms --only decode,train,tile,tile_mixed --jobs 8"),
     "multi_norms": Entry(40, "bench.multi_forms --only train --jobs 8"),
     "multi_strips": Entry(40, "bench.multi_forms --only norm,lost --jobs 8"),
+    "multi_strips_tiles": Entry(50, "bench.multi_forms --only norm,lost,low_64,cache --jobs 8"),
     "multi_low": Entry(70, "bench.multi_forms --only low_4,low --jobs 8"),
     "multi_cache": Entry(20, "bench.multi_forms --only cache --jobs 8"),
     "multi_tiles": Entry(60, "bench.multi_forms --only low,grad,look,strip,pass --jobs 8"),

@@ -1,6 +1,7 @@
 """bench.multi_forms in small, on the CPU, and what is read off its results."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ pytest.importorskip("triton", reason="it chooses among kernels; `make test` inst
 from bench import multi_forms
 from fdora.triton.multi_bwd import grad_config
 from fdora.triton.multi_gemm import h_config
+from fdora.triton.multi_norm import strip_config
 from fdora.triton.multi_small import room_config
 from fdora.triton.runtime.device import of_gpu
 
@@ -36,6 +38,13 @@ def test_plans_take_what_was_fastest_on_an_h200():
     assert multi_forms.fastest(norms, "train") == (1,)  # which every GPU does that can: copies_beside
     of_4, of_32 = (h_config(8192, 4096, R, G, True, False, False, of_gpu(0, 90, 132)) for R, G in ((64, 4), (256, 32)))
     assert (of_4, of_32) == (multi_forms.fastest(low, "low_4"), multi_forms.fastest(low, "low"))
+
+
+def test_strips_of_a_banks_norms_are_within_a_hundredth_of_the_fastest():
+    rows = [row["ms"] for row in json.loads((RESULTS / "multi_strips_tiles.json").read_text())["rows"] if row["kind"] == "norm"]
+    took = {form: math.prod(ms[form] for ms in rows) for form in rows[0] if form != "one"}
+    shipped = " ".join(map(str, strip_config(90)[:5]))
+    assert took[shipped] < 1.01**2 * min(took.values())
 
 
 def test_gradients_take_the_tile_whose_kernels_were_fastest():

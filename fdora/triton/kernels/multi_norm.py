@@ -52,10 +52,10 @@ def _factors(at_a, in_r, k, K, stride_ak, EVEN: tl.constexpr):
 
 @triton.jit
 def _gram(at_a, in_r, by, a, r, part, grams, K, G, span, stride_ak, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-          EVEN: tl.constexpr):
+          STAGES: tl.constexpr, EVEN: tl.constexpr):
     """s^2 A A^T of each adapter over a span of columns, out of the product of all."""
     gram = tl.zeros((a.shape[0], a.shape[0]), tl.float32)
-    for k0 in tl.range(part * span, tl.minimum(part * span + span, K), BLOCK_K):
+    for k0 in tl.range(part * span, tl.minimum(part * span + span, K), BLOCK_K, num_stages=STAGES):
         f = _factors(at_a, in_r, (k0 + tl.arange(0, BLOCK_K))[None, :], K, stride_ak, EVEN)
         gram += (by * by)[:, None] * tl.dot(f, tl.trans(f))
     at = ((part.to(tl.int64) * G + a) * BLOCK_R + r)[:, None] * BLOCK_R + r[None, :]
@@ -71,7 +71,7 @@ def strip_norm_kernel(
 ):
     """The terms of ||W_n||^2 + <b_n, 2 s A W_n> + <b_n, s^2 A A^T b_n> over ``span`` columns, for adapters whose ranks lie
     beside each other in one product with W. Of BLOCK_N rows the second and, after those of all adapters, the first, (spans,
-    G + 1, N); of the program behind the last rows s^2 A A^T, (spans, G, BLOCK_R, BLOCK_R)."""
+    G + 1, N); of the program ahead of the first rows s^2 A A^T, (spans, G, BLOCK_R, BLOCK_R)."""
     if PDL:
         gdc_launch_dependents()
     first, part = tl.program_id(0) * ADAPTERS, tl.program_id(2)
@@ -80,10 +80,10 @@ def strip_norm_kernel(
     in_r = r < rank_of(ranks, a, G, R, HAS_RANKS)
     by = tl.load(s + a, mask=a < G, other=0.0)
     at_a = A + (a * stride_aa + r.to(tl.int64) * stride_ar)[:, None]
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if tl.program_id(1) * BLOCK_N >= N:
-        _gram(at_a, in_r, by, a, r, part, grams, K, G, span, stride_ak, BLOCK_K, BLOCK_R, EVEN and not HAS_RANKS)
+    if tl.program_id(1) == 0:  # the first to begin: it waits for each of its loads
+        _gram(at_a, in_r, by, a, r, part, grams, K, G, span, stride_ak, BLOCK_K, BLOCK_R, STAGES, EVEN and not HAS_RANKS)
         return
+    n = (tl.program_id(1) - 1) * BLOCK_N + tl.arange(0, BLOCK_N)
     at_w = W + n[:, None].to(tl.int64) * stride_wn
     at_b = B + n[:, None].to(tl.int64) * stride_bn + (a * stride_ba + r.to(tl.int64) * stride_br)[None, :]
     b = tl.load(at_b, mask=(n < N)[:, None] & in_r[None, :], other=0.0)
