@@ -14,11 +14,12 @@ import torch.multiprocessing as mp
 
 from bench.clock import synchronize
 from bench.jobs import Jobs, head, lengths_of, plan_of, report, rows_of, wall
+from bench.jobs_bubble import bubbles
 from bench.jobs_model import LINEARS, TINY, Sizes
 from bench.save import save
 from bench.schedule import KINDS
 from fdora.functional import DoraParams, dora_init, dora_linear_multi, dora_norm, dora_stack
-from fdora.schedule import simulate
+from fdora.schedule.simulate import Task
 from fdora.train import Wire, connect, run_pipeline, select_state, works_of
 
 
@@ -116,7 +117,10 @@ def worker(rank: int, options, store: str, begin: float) -> None:
         dist.barrier()
         took, each = clock() - start, [None] * options.world
         dist.all_gather_object(each, tasks, group=links.sums)
-        return bubbles(jobs, each, start, took, options.world) if rank == 0 else None
+        if rank != 0:
+            return None
+        done = [task._replace(start=task.start - start, end=task.end - start) for tasks in each for task in tasks]
+        return {**bubbles(jobs.plan, done, took, options.world), "actions": [written(task) for task in done]}
 
     ways = {"alone": lambda: [run(works) for works in jobs.alone], "together": lambda: run(jobs.works)}
     turns = {way: [] for way in ways}
@@ -145,24 +149,7 @@ def copied(tree):
     return optree.tree_map(torch.clone, tree)
 
 
-def bubbles(jobs: Jobs, each, begin: float, took: float, world: int) -> dict:
-    """``actions``: process, microbatch, direction, and from when to when, in ms."""
-    spent, actions = {}, []
-    for tasks in each:
-        for task in tasks:
-            samples = jobs.plan.microbatches[task.action.microbatch]
-            spent[samples, task.action.stage, task.action.backward] = task.end - task.start
-            when = " ".join(f"{1e3 * (t - begin):.3f}" for t in (task.start, task.end))
-            actions.append(f"{task.device} {task.action.microbatch} {'backward' if task.action.backward else 'forward'} {when}")
-    busy = sum(spent.values())
-    forward = lambda samples, stage: spent.get((samples, stage, False), 0.0)  # noqa: E731
-    backward = lambda samples, stage: spent.get((samples, stage, True), 0.0)  # noqa: E731
-    told = simulate(jobs.plan, world, forward=forward, backward=backward)
-    return {
-        "measured": 1 - busy / (world * took),
-        "measured_seconds": took,
-        "simulated_from_times": told.bubble,
-        "simulated_seconds": told.time,
-        "simulated_from_tokens": simulate(jobs.plan, world).bubble,
-        "actions": actions,
-    }
+def written(task: Task) -> str:
+    """Process, microbatch, direction, and from when to when, in ms."""
+    way = "backward" if task.action.backward else "forward"
+    return f"{task.device} {task.action.microbatch} {way} {1e3 * task.start:.3f} {1e3 * task.end:.3f}"

@@ -2,12 +2,14 @@
 
     python -m bench.multi_forms --device cuda --jobs 8 --json FILE [--only norm,decode] [--shapes KxN]
 
-``norm``: of G = 4, r = 16, beside one norm. ``decode``: 64 tokens of 64 adapters, r = 16, beside one adapter's call.
+``norm``: of G = 4, r = 16, beside one norm; ``lost``: where all rows of one of them cancel. ``decode``: 64 tokens of 64
+adapters, r = 16, beside one adapter's call; ``cache``: whether what two kernels hand over stays there.
 ``train``: the forward of 8192 tokens of 32 adapters of rank 8 to 256, their bank looked through beside x A_a^T or ahead.
 ``tile`` and ``tile_mixed``: the same of rank 16 and of 8 to 256, tiles of the product (GemmConfig).
 ``pass``: decoding, tiles of the pass over W (SmallConfig). ``low``, ``look``, ``grad`` and ``strip``: forward and backward of
-32 adapters of rank 8 to 256, tiles of x A_a^T and dz B_a (HConfig), how the bank is looked through (LookConfig), tiles of dA
-and dB (GradConfig), of dz (ScaleConfig); on a GPU with the us of these kernels, of forward and of forward and backward.
+32 adapters of rank 8 to 256, tiles of x A_a^T and dz B_a (HConfig; ``low_4``: of 4 of rank 8 to 64, ``low_64``: of 64), how
+the bank is looked through (LookConfig), tiles of dA and dB (GradConfig), of dz (ScaleConfig); on a GPU with the us of these
+kernels, of forward and of forward and backward.
 Every form is checked, then timed in replayed CUDA graphs, all forms of a shape in turns. :func:`fastest` reads the choice off
 the file.
 """
@@ -22,6 +24,7 @@ from multiprocessing import get_context
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from bench.attempt import Failures
@@ -42,23 +45,36 @@ from fdora.triton.multi_rows import LookConfig
 from fdora.triton.multi_small import RoomConfig
 from fdora.triton.runtime import walk
 
-TILES = [(64, 64, 3, 4), (64, 64, 2, 4), (64, 64, 4, 4), (128, 64, 3, 8), (64, 128, 3, 8), (64, 32, 4, 4), (128, 128, 2, 8)]
+STRIPS = [
+    *((64, 64, stages, 4, 2) for stages in (3, 4, 5, 6)),
+    *((64, 64, stages, 8, 2) for stages in (4, 6)),
+    *((128, 64, stages, warps, 1) for stages in (4, 6, 8) for warps in (8, 16)),
+    *((128, 128, 3, warps, 1) for warps in (8, 16)),
+]
 FORMS: dict[str, list[tuple[int, ...]]] = {
-    "norm": [(n, k, span, stages, warps) for n, k, stages, warps in TILES for span in (256, 512, 1024, 2048)],
+    "norm": STRIPS,
+    "lost": [(64, 64, 6, 4, 2)],
     "decode": [
-        *((1, 8192, stages, 4, w) for stages in (1, 2, 3, 4, 5) for w in (4, 8)),
-        *((1, *form, 8) for form in ((4096, 4, 4), (4096, 6, 4), (8192, 3, 8), (16384, 2, 8), (16384, 3, 8))),
-        *((n, *form, 8) for n in (2, 3) for form in ((2048, 4, 4), (4096, 3, 4), (4096, 4, 4), (8192, 2, 4), (8192, 3, 4))),
+        *((1, 8192, stages, 4, w, 1) for stages in (1, 2, 3, 4, 5) for w in (4, 8)),
+        *((1, *form, 8, 1) for form in ((4096, 4, 4), (4096, 6, 4), (8192, 3, 8), (16384, 2, 8), (16384, 3, 8))),
+        *((n, *form, 8, 1) for n in (2, 3) for form in ((2048, 4, 4), (4096, 3, 4), (4096, 4, 4), (8192, 2, 4), (8192, 3, 4))),
     ],
+    "cache": [(1, 16384, 3, 8, 8, stays) for stays in (0, 1)],
     "train": [(0,), (1,)],
 }
 FORMS["tile"] = FORMS["tile_mixed"] = [
     (1, *form) for form in ((128, 128, 64, 8, 1, 1, 4, 4), (128, 256, 64, 8, 1, 1, 8, 4), (256, 128, 64, 8, 1, 1, 8, 4))
 ]
 FORMS["low"] = [
-    *((64, 64, 64, 4, 4), (128, 64, 64, 8, 4), (128, 64, 64, 4, 4), (128, 128, 64, 8, 4), (128, 128, 64, 8, 6)),
-    *((64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (64, 256, 64, 8, 3), (128, 256, 64, 8, 4)),
+    *((64, 64, 64, 4, 4), (64, 64, 128, 8, 3), (64, 64, 128, 4, 3), (64, 32, 128, 4, 4)),
+    *((128, 64, 64, 8, 8), (128, 64, 128, 8, 2), (128, 64, 128, 8, 4), (128, 128, 64, 8, 6), (128, 128, 128, 8, 3)),
 ]
+FORMS["low_4"] = [
+    *((64, 64, 64, 4, 6), (64, 64, 128, 8, 3), (64, 64, 256, 8, 3), (64, 64, 256, 4, 3), (64, 64, 128, 4, 6)),
+    *((64, 32, 128, 4, 4), (64, 32, 128, 8, 4), (64, 32, 256, 4, 3), (64, 32, 256, 8, 2)),
+    *((128, 64, 64, 8, 8), (128, 64, 128, 8, 4), (128, 32, 128, 8, 4)),
+]
+FORMS["low_64"] = [(64, 64, 64, 4, 6), (64, 64, 256, 8, 3), (64, 32, 128, 4, 4), (64, 64, 128, 4, 6)]
 FORMS["grad"] = [
     *((64, 128, 32, 4, 4), (64, 128, 64, 4, 3), (64, 256, 64, 8, 3), (64, 256, 32, 8, 4), (128, 128, 64, 8, 3)),
     *(
@@ -84,19 +100,26 @@ FORMS["pass"] = [
 ]
 SEEN = {
     "low": ("multi_h_", "bank_"),
+    "low_4": ("multi_h_", "bank_"),
+    "low_64": ("multi_h_", "bank_"),
     "grad": ("multi_grad_",),
     "look": ("multi_h_", "bank_"),
     "strip": ("multi_scale_", "multi_finish_"),
 }
+UNIFORM = {"tile": [16] * 32, "low_64": [64] * 4}
 TOKENS = 8192
 CHOOSERS: dict[str, tuple[Callable[..., Any], str]] = {
     "norm": (StripConfig, "multi_norm.strip_config"),
+    "lost": (StripConfig, "multi_norm.strip_config"),
     "decode": (RoomConfig, "multi_small.room_config"),
+    "cache": (RoomConfig, "multi_small.room_config"),
     "train": (bool, "multi.copies_beside"),
     "tile": (GemmConfig, "multi_gemm.bank_config"),
     "tile_mixed": (GemmConfig, "multi_gemm.bank_config"),
     "pass": (SmallConfig, "multi_small.small_config"),
     "low": (HConfig, "multi_gemm.h_config"),
+    "low_4": (HConfig, "multi_gemm.h_config"),
+    "low_64": (HConfig, "multi_gemm.h_config"),
     "look": (LookConfig, "multi_rows.look_config"),
     "grad": (GradConfig, "multi_bwd.grad_config"),
     "strip": (ScaleConfig, "multi_bwd.scale_config"),
@@ -117,20 +140,27 @@ Found = dict[str, Tensor]
 
 def calls(kind: str, K: int, N: int, device: str) -> tuple[Callable[[], Found], Callable[[], Found], Found | None]:
     """One adapter's call, that of the bank, and what the latter has to be where it is known."""
-    if kind == "norm":
+    if kind in ("norm", "lost"):
         i = Bank.random(8, K, N, [16] * 4, BF16, device)
-        W, A, B = i.W, i.A.detach(), i.B.detach()
-        return lambda: {"c": dora_norm(W, A[0], B[0], s=S)}, lambda: {"c": dora_norm(W, A, B, s=i.s)}, {"c": i.norm}
-    M, ranks = (
-        (64, [16] * 64)
-        if kind in ("decode", "pass")
-        else (TOKENS, [16 if kind == "tile" else MIXED[g % len(MIXED)] for g in range(32)])
-    )
+        W, A, B, c = i.W, i.A.detach(), i.B.detach(), i.norm
+        if kind == "lost":
+            B = B.clone()
+            B[0] *= 20
+            W = (W * 1e-2 - S * (B[0].float() @ A[0].float())).to(BF16)
+            c = torch.stack([dora_norm(W, a, b, s=S, backend="eager") for a, b in zip(A, B, strict=True)])
+        return lambda: {"c": dora_norm(W, A[0], B[0], s=S)}, lambda: {"c": dora_norm(W, A, B, s=i.s)}, {"c": c}
+    M, ranks = (64, [16] * 64) if kind in ("decode", "cache", "pass") else (TOKENS, ranks_of(kind))
     i = Bank.random(M, K, N, ranks, BF16, device)
     one, multi = build("one", i), build("multi", i)
     if kind in SEEN:
         return lambda: values(one.both()), lambda: values(multi.both()), None
     return lambda: {"y": one.forward()}, lambda: {"y": multi.forward()}, None
+
+
+def ranks_of(kind: str) -> list[int]:
+    if kind in UNIFORM:
+        return UNIFORM[kind]
+    return [MIXED[g % len(MIXED)] for g in range(4 if kind == "low_4" else 32)]
 
 
 def values(found: Found) -> Found:
@@ -140,7 +170,7 @@ def values(found: Found) -> Found:
 
 def times_of_kernels(kind: str, forms: Iterable[tuple[int, ...]], shape: tuple[int, int], device: str) -> dict[str, Any]:
     """Of each form us of the kernels that it is about: of forward, and of forward and backward."""
-    multi = build("multi", Bank.random(TOKENS, *shape, [MIXED[g % len(MIXED)] for g in range(32)], BF16, device))
+    multi = build("multi", Bank.random(TOKENS, *shape, ranks_of(kind), BF16, device))
     found = {}
     for form in forms:
         with formed(kind, form):
@@ -167,7 +197,7 @@ def row_of(kind: str, forms: list[tuple[int, ...]], shape: tuple[int, int], opti
     def prepare(name: str) -> Callable[[], float]:
         with formed(kind, form_of(name)):
             error = max(rel_l2(t, want[n].double()) for n, t in multi().items())
-            assert error < (1e-5 if kind == "norm" else 5e-3), f"wrong by {error:.1e}"
+            assert error < (1e-5 if kind in ("norm", "lost") else 5e-3), f"wrong by {error:.1e}"
             return timer(multi, options.device, anchor)
 
     timers = failed.attempt(map(name_of, forms), prepare)

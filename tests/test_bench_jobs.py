@@ -1,11 +1,13 @@
 """bench.jobs in small: it looks at the numbers before it times them, and the pipeline's bubble is told next to the simulator's."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
-from bench import jobs
+from bench import jobs, jobs_bubble
+from fdora.schedule.simulate import Action, Task
 
 SMALL = ["--tiny", "--layers", "2", "--r", "4", "--runs", "1", "--batches", "1", "--samples", "4", "--commit", "abc"]
 
@@ -45,7 +47,26 @@ def test_two_stages(tmp_path):
     bubble = result["bubble"]
     assert 0 <= bubble["simulated_from_times"] < 1 and 0 <= bubble["measured"] < 1
     assert bubble["simulated_seconds"] <= bubble["measured_seconds"]  # each action as early as can be
+    assert bubble["simulated_from_times"] <= bubble["simulated_with_last"] <= bubble["simulated_with_messages"]
     assert len(bubble["actions"]) == 4 * result["microbatches"]["together"]  # on two stages, forward and backward
     times = [tuple(map(float, action.split()[3:])) for action in bubble["actions"]]
     busy = sum(end - begin for begin, end in times)
     assert busy == pytest.approx(2e3 * bubble["measured_seconds"] * (1 - bubble["measured"]), abs=1)
+
+
+def test_the_simulator_accounts_for_what_was_measured(capsys):
+    """With messages and the last optimizer steps its bubble is that of two H200 but for what the host takes between actions."""
+    path = Path(__file__).parents[1] / "bench/results/h200/jobs_pipeline.json"
+    found, kept = jobs_bubble.of_file(path), json.loads(path.read_text())["bubble"]
+    for name in ("measured", "simulated_from_times", "simulated_seconds", "simulated_from_tokens"):
+        assert found[name] == pytest.approx(kept[name], abs=1e-5), name
+    assert found["measured"] - 0.01 < found["simulated_with_messages"] < found["measured"]
+    jobs_bubble.main([str(path)])
+    assert f"{found['message_seconds']:.4f}" in capsys.readouterr().out
+
+
+def test_a_message_is_what_a_device_waits_for_with_nothing_else_to_do():
+    forward = [
+        Task(d, Action(d, n, False), start, start + 2.0) for d, n, start in ((0, 0, 0), (0, 1, 2), (1, 0, 2.5), (1, 1, 4.6))
+    ]
+    assert jobs_bubble.message_of(forward) == 0.5  # the second had come before the first was done

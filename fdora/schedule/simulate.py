@@ -46,10 +46,12 @@ class Timeline(NamedTuple):
     devices: int
     microbatches: tuple[Microbatch, ...]
     tasks: tuple[Task, ...]
+    last: float = 0.0
+    """What follows the last of them, on all devices at once."""
 
     @property
     def time(self) -> float:
-        return max((task.end for task in self.tasks), default=0.0)
+        return max((task.end for task in self.tasks), default=0.0) + self.last
 
     @property
     def bubble(self) -> float:
@@ -129,6 +131,7 @@ def simulate(
     forward: Time = tokens,
     backward: Time | None = None,
     transfer: float = 0.0,
+    last: float = 0.0,
 ) -> Timeline:
     """1F1B over any microbatches, even or not; interleaved with several chunks of the model on each device.
 
@@ -139,6 +142,8 @@ def simulate(
       forward: ``forward(microbatch, stage)``, the time it takes there, in any unit; its tokens by default.
       backward: likewise; the time of forward by default.
       transfer: from one stage to the next, in which no device works.
+      last: after the last action, as the last optimizer steps are: clipped, they wait for the gradients of all stages. No
+        action, so that it counts as waiting.
 
     Raises:
       FdoraError: stages or chunks are less than 1, or a time is negative.
@@ -149,7 +154,11 @@ def simulate(
     if chunks != 1:
         found += ((),) * (-len(found) % stages)
     orders = interleaved(stages, len(found), chunks)
-    return run(orders, found, forward, forward if backward is None else backward, transfer)
+    for arg, value in {"transfer": transfer, "last": last}.items():
+        if not value >= 0:
+            raise fail("schedule.simulate", arg, "0 or more", value, "It is a time.")
+    timeline = run(orders, found, forward, forward if backward is None else backward, transfer)
+    return timeline._replace(last=float(last))
 
 
 def run(orders: Orders, microbatches: tuple[Microbatch, ...], forward: Time, backward: Time, transfer: float) -> Timeline:

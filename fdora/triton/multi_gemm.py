@@ -51,13 +51,18 @@ class HConfig(NamedTuple):
     num_stages: int
 
 
-def h_config(M: int, R: int, G: int, half: bool, num_sms: int) -> HConfig:
-    """Bytes under way: 80 KB of a program, and room for two, where a step is wide; else programs are many. So are those of many
-    adapters of a high rank, 267 at ranks 8 to 256 of 32: with room for two, the last begin when all others end."""
+def h_config(M: int, K: int, R: int, G: int, half: bool, beside: bool, experts: bool, device: Device) -> HConfig:
+    """From h200/multi_low.json. What counts are bytes under way, and rows of x that are read in long pieces: 256 columns of 64
+    rows, three times, where there are few programs. Many adapters of a high rank have 267 at ranks 8 to 256 of 32: with room
+    for two to a multiprocessor the last begin when all others end, which costs where K is small; ``beside`` another kernel
+    that has the better of it. Experts were not timed."""
     if R <= 32:
         return HConfig(32, power_of_two(R), *((128, 4, 4) if half else (32, 4, 2)))
-    crowd = (cdiv(M, 64) + G) * cdiv(R, 64) > 2 * num_sms
-    return HConfig(64, 64, *((64, 4, 4 if crowd else 6) if half else (32, 4, 2)))
+    if not half:
+        return HConfig(64, 64, 32, 4, 2)
+    if (cdiv(M, 64) + G) * cdiv(R, 64) > 2 * device.num_sms:
+        return HConfig(64, 64, 128, 8, 3) if (beside or K > 8192) and not experts else HConfig(64, 64, 64, 4, 4)
+    return HConfig(64, 64, 256, 8, 3) if device.capability == 90 and not experts else HConfig(64, 64, 64, 4, 6)
 
 
 class Shape(NamedTuple):
@@ -180,7 +185,7 @@ def low_rank_input(
         padded = False
     else:
         pad = plan.temp((M if experts else pairs * tile, R), x.dtype, (width, 1)) if padded else None
-    block_m, block_r, block_k, warps, stages = h_config(M, R, G, half, plan.device.num_sms)
+    block_m, block_r, block_k, warps, stages = h_config(M, K, R, G, half, beside, experts, plan.device)
     block_m = min(tile, block_m)
     plan.launch(
         multi_h_kernel, (cdiv(R, block_r), pairs * (tile // block_m)),

@@ -1,10 +1,16 @@
 """``c_a = ||W + s_a B_a A_a||`` of every adapter in one pass over W, nothing of size (N, K) written; compare norm.py.
 
-A program owns one tile of W, which it reads once. For each adapter it multiplies the slabs of B and A that belong there, adds
-the tile, squares, and writes one partial sum per row; they are added in a fixed order. With small ranks of half precision that
-is bound by instructions: 955 of a warp for 4 adapters and a tile of 64 x 64, of which 256 are sums. A third run before the
-first product, and half of what each adapter adds waits and moves. So there a program has a strip of tiles and four adapters,
-whose B it reads once: 510 (strip_norm_kernel). Four more adapters read W again, out of the cache: they run beside the first.
+In general a program owns one tile of W, which it reads once. For each adapter it multiplies the slabs of B and A that belong
+there, adds the tile, squares, and writes one partial sum per row; they are added in a fixed order.
+
+With small ranks of half precision that is bound by instructions: two sums for each element and adapter, 510 of a warp for 4
+adapters and a tile of 64 x 64. So there the square is multiplied out,
+
+    c_n^2 = ||W_n||^2 + <b_n, 2 s A W_n> + <b_n, s^2 A A^T b_n>,
+
+A W^T being one product for adapters whose ranks lie side by side: 228. More adapters than fit read W again, out of the
+cache: they run beside the first. Each term is good to 1e-7 of itself; where they cancel to less than half of the first and
+last, c would not be, and the rows are summed as above, by the kernel that adds (strip_root_kernel).
 
 Experts, each with a W of its own, take the tile of norm.py on another axis of programs: with a loop over adapters that ends
 after the first, 8 x 28672 x 4096 took 1.3 ms at r = 64 on an H200, three times what its 1.9 GB take.
@@ -21,32 +27,43 @@ from torch import Tensor
 
 from fdora._torch import needs_dispatcher
 from fdora.triton.configs import norm_config, power_of_two
-from fdora.triton.kernels.multi_norm import experts_norm_kernel, multi_norm_kernel, multi_root_kernel, strip_norm_kernel
+from fdora.triton.kernels.multi_norm import (
+    experts_norm_kernel,
+    multi_norm_kernel,
+    multi_root_kernel,
+    strip_norm_kernel,
+    strip_root_kernel,
+)
 from fdora.triton.multi_gemm import rank_table
 from fdora.triton.norm import GROUP_N
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv
-from fdora.triton.runtime.plan import Like, Plan
+from fdora.triton.runtime.plan import Array, Like, Plan
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.sums import SUM_N, SUM_T
 
 SMALL_R = 32
+ROOT_N, ROOT_K = 64, 64
+# Of ||W_n||^2 + ||s (B A)_n||^2: at this share errors of 1e-7 in each term are at most 4e-7 of c^2. A random update of any
+# size leaves 1 but for some 1 / sqrt(K), and a trained one has to lie against W as much as along it to come near.
+CANCELLED = 0.5
 
 
 class StripConfig(NamedTuple):
-    """Tile of W, columns of a program, tiles under way, and warps."""
+    """Tile of W, tiles under way, warps, and ranks beside each other. ``BESIDE``: programs of a multiprocessor."""
 
     BLOCK_N: int
     BLOCK_K: int
-    SPAN: int
     STAGES: int
     num_warps: int
+    BESIDE: int = 2
+    WIDTH: int = 64
 
 
-def strip_config() -> StripConfig:
-    """From h200/multi_norms.json, where W has 16 and 59 million elements; strips of a smaller one are cut to fill the GPU."""
-    return StripConfig(64, 64, 1024, 3, 4)
+def strip_config(capability: int) -> StripConfig:
+    """From h200/multi_strips.json, where W has 16 and 59 million elements. An AMD GPU has 64 KiB of shared memory."""
+    return StripConfig(64, 64, 6 if capability else 3, 4)
 
 
 def bank_norm(
@@ -73,27 +90,26 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
     W, A, B = map(plan.matrix, likes[:3])
     s = plan.vector(likes[3])
     (N, K), (G, R, _) = W.shape[-2:], A.shape
-    by_n = W.stride[-2]
     c = plan.result("c", (G, N), torch.float32)
     table = rank_table(plan, ranks or None)
     half = A.dtype == B.dtype and A.itemsize == 2
     own_W, half_weight = len(W.shape) == 3, W.itemsize == 2
-    strips = half and half_weight and not own_W and R <= SMALL_R
+    plan.path = f"one pass over {'all W' if own_W else 'W for all adapters'}, nothing of its size written"
+    strip = strip_config(plan.device.capability)
+    span = span_of(N, K, R, G, strip, plan.device.num_sms)
+    # The products A A^T of all spans are beside the partials whatever the rows.
+    room = max_bytes is None or 2 * gram_bytes(cdiv(K, span), G, R) <= max_bytes
+    if half and half_weight and not own_W and R <= SMALL_R and room:
+        _by_strips(plan, W, A, B, s, table, c, strip, span, max_bytes)
+        return plan.plan()
     config = norm_config(min(R, 64), half, plan.device.capability, False, half_weight)
     block_n, block_k, block_r, precision, num_warps, num_stages, *_ = config
-    strip, adapters = strip_config(), 4 if G > 2 else G
-    if strips:
-        block_n, block_k, block_r = strip.BLOCK_N, strip.BLOCK_K, power_of_two(R)
-        while strip.SPAN > 256 and cdiv(N, block_n) * cdiv(K, strip.SPAN) * cdiv(G, adapters) < plan.device.num_sms:
-            strip = strip._replace(SPAN=strip.SPAN // 2)
-    tiles = cdiv(K, strip.SPAN if strips else block_k)
+    tiles = cdiv(K, block_k)
     rows = N if max_bytes is None else max(block_n, max_bytes // (4 * tiles * G) // block_n * block_n)
     even = N % block_n == 0 and rows % block_n == 0 and K % block_k == 0 and R % block_r == 0
     for i in range(0, N, max(1, rows)):
-        own, skipped = min(rows, N - i), i * by_n
-        w = replace(W, shape=(*W.shape[:-2], own, K), offset=W.offset + skipped, aligned=W.aligned and skipped % 8 == 0)
+        w, b, own = _rows(W, B, i, rows)
         partial = plan.temp((tiles, G * own), torch.float32)
-        b = replace(B, shape=(G, own, R), offset=B.offset + i * B.stride[1], aligned=B.aligned and i * B.stride[1] % 8 == 0)
         blocks, sizes = cdiv(own, block_n) * tiles, (own, K, R, G)
         if own_W:
             plan.launch(
@@ -103,14 +119,6 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
                 (block_n, block_k, block_r, GROUP_N, 2 * even, precision),
                 num_warps,
                 num_stages,
-            )
-        elif strips:
-            plan.launch(
-                strip_norm_kernel,
-                (cdiv(G, adapters), cdiv(own, block_n), tiles),
-                (w, A, b, s, table, partial, *sizes, *W.stride, *A.stride, *B.stride),
-                (table is not None, adapters, *strip[:2], block_r, strip.SPAN, strip.STAGES, even and G % adapters == 0),
-                strip.num_warps,
             )
         else:  # a tile of W stays in registers while the adapters pass: by 8 warps, whose 160 leave room for one program
             plan.launch(
@@ -122,8 +130,73 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
                 num_stages,
             )
         plan.launch(multi_root_kernel, (cdiv(own, SUM_N), G), (partial, c, own, G, tiles, i, N), (SUM_N, SUM_T), 4)
-    plan.path = f"one pass over {'all W' if len(W.shape) == 3 else 'W for all adapters'}, nothing of its size written"
     return plan.plan()
+
+
+def _rows(W: Array, B: Array, i: int, rows: int) -> tuple[Array, Array, int]:
+    """Rows of W and B from i on, and how many they are."""
+    own, skipped = min(rows, W.shape[-2] - i), i * W.stride[-2]
+    w = replace(W, shape=(*W.shape[:-2], own, W.shape[-1]), offset=W.offset + skipped, aligned=W.aligned and skipped % 8 == 0)
+    skipped = i * B.stride[1]
+    shape = (B.shape[0], own, B.shape[2])
+    return w, replace(B, shape=shape, offset=B.offset + skipped, aligned=B.aligned and skipped % 8 == 0), own
+
+
+def span_of(N: int, K: int, R: int, G: int, strip: StripConfig, num_sms: int) -> int:
+    """Columns of a program: those with the fewest for a multiprocessor, a wave costing as much as 256 of them besides."""
+    room = max(1, strip.BESIDE * num_sms)
+    others = cdiv(N, strip.BLOCK_N) * cdiv(G, max(1, strip.WIDTH // power_of_two(R)))
+    spans = {cdiv(max(1, cdiv(K, parts)), strip.BLOCK_K) * strip.BLOCK_K for parts in range(1, max(1, cdiv(K, 256)) + 1)}
+    return min(spans, key=lambda span: (cdiv(others * cdiv(K, span), room) * (span + 256), -span))
+
+
+def gram_bytes(spans: int, G: int, R: int) -> int:
+    return 4 * spans * G * power_of_two(R) ** 2
+
+
+def _by_strips(
+    plan: Builder,
+    W: Array,
+    A: Array,
+    B: Array,
+    s: Array,
+    table: Array | None,
+    c: Array,
+    strip: StripConfig,
+    span: int,
+    max_bytes: int | None,
+) -> None:
+    (N, K), (G, R, _) = W.shape, A.shape
+    spans, block_r = cdiv(K, span), power_of_two(R)
+    adapters, rows = strip.WIDTH // block_r, N
+    if max_bytes is not None:
+        left = max_bytes - gram_bytes(spans, G, R)
+        rows = max(strip.BLOCK_N, left // (4 * spans * (G + 1)) // strip.BLOCK_N * strip.BLOCK_N)
+    even = (
+        N % strip.BLOCK_N == 0 and rows % strip.BLOCK_N == 0 and K % strip.BLOCK_K == 0 and block_r == R and G % adapters == 0
+    )
+    strides, exact = (*W.stride, *A.stride, *B.stride), "tf32x3" if plan.device.capability else "ieee"
+    pdl = plan.device.supports_pdl
+    for i in range(0, N, max(1, rows)):
+        w, b, own = _rows(W, B, i, rows)
+        partial = plan.temp((spans * (G + 1), own), torch.float32)
+        grams = plan.temp((spans * G, block_r * block_r), torch.float32)
+        given = (w, A, b, s, table, partial, grams)
+        plan.launch(
+            strip_norm_kernel,
+            (cdiv(G, adapters), cdiv(own, strip.BLOCK_N) + 1, spans),
+            (*given, own, K, R, G, span, *strides),
+            (table is not None, adapters, strip.BLOCK_N, strip.BLOCK_K, block_r, strip.STAGES, even, pdl),
+            strip.num_warps,
+        )
+        plan.launch(
+            strip_root_kernel,
+            (cdiv(own, ROOT_N), G),
+            (*given, c, own, K, R, G, spans, i, N, *strides),
+            (table is not None, ROOT_N, ROOT_K, block_r, exact, CANCELLED, pdl),
+            4,
+            pdl=pdl,
+        )
 
 
 def _fake_row_norms(W, A, B, s, ranks, max_bytes):

@@ -36,11 +36,13 @@ class RoomConfig(NamedTuple):
     STAGES: int
     LOW_WARPS: int
     WARPS: int  # of the pass over W at least, where its tile is wide: g of each element would spill
+    STAYS: bool  # whether what the pass over W is handed stays in the cache until then
 
 
 def room_config() -> RoomConfig:
-    """From h200/multi_forms.json: reads in one stage take 1.4 and 1.2 of the time, since nothing else is under way."""
-    return RoomConfig(1, 16384, 3, 8, 8)
+    """From h200/multi_forms.json: reads in one stage take 1.4 and 1.2 of the time, since nothing else is under way. ``STAYS``
+    from multi_cache.json: h B^T and g of 64 tokens and 14336 columns, 7.3 MB, were written to memory while W came."""
+    return RoomConfig(1, 16384, 3, 8, 8, True)
 
 
 class Low(NamedTuple):
@@ -88,7 +90,8 @@ def _low(plan: Builder, x: Array, bank: Any, ranks: Array | None, low: Low, room
         (columns, M),
         (x, bank.A, bank.s, bank.B, bank.m, bank.c, bank.offsets, ranks, bank.order, *low, M, G, K, N, R, *x.stride,
          by_a[0], by_a[2], by_a[1], by_b[0], by_b[2], by_b[1]),
-        (ranks is not None, bank.order is not None, plan.device.supports_pdl, r, block_k, block_n, room.STAGES, block_of(G)),
+        (ranks is not None, bank.order is not None, plan.device.supports_pdl, r, block_k, block_n, room.STAGES, block_of(G),
+         room.STAYS),
         room.LOW_WARPS,
         room.STAGES,
     )  # fmt: skip

@@ -30,6 +30,8 @@ def test_two_stages_by_hand():
         (0, 1, "B"): (14, 16),
     }
     assert found.time == 16 and found.throughput == 3 / 16 and found.bubble == 1 - 18 / 32
+    with_steps = simulate(row(2, 1), 2, backward=lambda each, stage: 2 * sum(s.length for s in each), transfer=1.0, last=4)
+    assert with_steps.tasks == found.tasks and with_steps.time == 20 and with_steps.bubble == 1 - 18 / 40
 
 
 @pytest.mark.parametrize("stages", [1, 2, 5])
@@ -106,6 +108,7 @@ MESSAGES = [
         lambda: simulate(row(1), 1, backward=lambda each, stage: -1),
         "fdora.schedule.simulate: `backward` must be a function that gives 0 or more, got -1. It is a time.",
     ),
+    (lambda: simulate(row(1), 1, last=-1), "fdora.schedule.simulate: `last` must be 0 or more, got -1. It is a time."),
     (
         lambda: segment_ends((Sample(2, 0, 0, 1),), 2),
         "fdora.schedule.segment_ends: `adapters` must be more than 2, got 2. Count all adapters.",

@@ -251,6 +251,7 @@ KERNELS = (
     "small",
     "split",
     "strip_norm",
+    "strip_root",
     "sum",
 )
 

@@ -32,7 +32,7 @@ def plans(target, M, N, K, r, G, dtype=BF16, adapter=BF16, **beside):
 
 SHAPES = {
     80: [(8192, 4096, 4096, 16, 32)],
-    90: [(8192, 4096, 4096, 16, 32), (8192, 4096, 14336, 256, 4)],
+    90: [(8192, 4096, 4096, 16, 32), (8192, 4096, 14336, 256, 4), (8192, 4096, 4096, 64, 4)],
 }
 SHAPES[100] = SHAPES[80]
 
@@ -102,5 +102,6 @@ def test_norms(target, tmp_path):
         )
         for lead, (r, t) in product(((), (4,)), ((16, BF16), (64, FP32)))
     ]
-    assert_builds(made[:2], target, tmp_path, "multi", SPILL)
+    assert_builds(made[:2], target, tmp_path, "multi_norm", SPILL)
+    assert_builds(made[:2], target, tmp_path, "strip")
     assert_builds(made[2:], target, tmp_path, "experts_norm", SPILL)

@@ -10,7 +10,6 @@ from fdora.eager import multi as eager
 from fdora.functional import dora_linear_multi, dora_norm, dora_stack
 from fdora.triton import multi
 from fdora.triton.configs import ScaleConfig
-from fdora.triton.multi_norm import StripConfig
 from fdora.triton.runtime import walk
 from tests import device, reference
 from tests.checks.multi import case, dy_of, places, ranks_of, routed, seeds_of, together, truth, whole, with_gradients
@@ -176,8 +175,8 @@ def test_what_lies_beyond_a_rank_is_not_read(hopper, request):
         assert all(map(torch.equal, *found)), shape
 
 
-@pytest.mark.parametrize("max_bytes", [None, 20_000])
-def test_norms_of_a_bank(max_bytes):
+@pytest.mark.parametrize("max_bytes", [None, 20_000, 5_000])
+def test_norms_of_a_bank(max_bytes, chosen_anew):
     for dtype, adapter in ((HALF[0], HALF[0]), (HALF[0], torch.float32), (torch.float32, torch.float32)):
         for N, K, ranks in ((150, 140, (20, 3, 16)), (256, 128, (16, 16))):
             t = case((1,) * len(ranks), 0, N, K, ranks, S[: len(ranks)], dtype, adapter)
@@ -187,12 +186,17 @@ def test_norms_of_a_bank(max_bytes):
                 c = multi.bank_norm(t.W, A, B, s, given, max_bytes)
                 want = eager.bank_norm(t.W.double(), A.double(), B.double(), s.double(), given)
                 assert rel_l2(c, want) < 1e-6, (dtype, adapter, N, given)
+    assert max_bytes is None or all(0 < plan.workspace <= max_bytes for plan in chosen_anew.values())
+
+
+@pytest.fixture
+def short_strips(monkeypatch):
+    monkeypatch.setattr("fdora.triton.multi_norm.span_of", lambda *_: 128)
 
 
 @pytest.mark.parametrize("G", [1, 2, 4, 5])
-def test_norms_by_strips(G, chosen_anew, monkeypatch):
-    """One, two or four adapters at a time, several strips along K, the last one shorter; whole tiles, and others by masks."""
-    monkeypatch.setattr("fdora.triton.multi_norm.strip_config", lambda: StripConfig(64, 64, 128, 3, 4))
+def test_norms_by_strips(G, chosen_anew, short_strips):
+    """Adapters beside each other, and one too many; several strips along K, the last one shorter; whole tiles, and masks."""
     for N, K, r in ((128, 320, 16), (70, 300, 20)):
         t = case((1,) * G, 0, N, K, (r,) * G, (*S, 0.5)[:G], HALF[0], HALF[0])
         A, B, _ = dora_stack(t.adapters)
@@ -200,6 +204,27 @@ def test_norms_by_strips(G, chosen_anew, monkeypatch):
         c = multi.bank_norm(t.W, A, B, s, None)
         assert rel_l2(c, eager.bank_norm(t.W.double(), A.double(), B.double(), s.double(), None)) < 1e-6, (N, K, r)
     assert all(kernels(plan)["strip_norm_kernel"] == 1 for plan in chosen_anew.values())
+
+
+@pytest.mark.parametrize("ranks", [None, (16, 9)])
+def test_norms_of_rows_that_cancel(ranks, short_strips):
+    """As exact as directly, to the bits of what goes in; rows beside them and other adapters keep their bits, NaN its row."""
+    t = case((1, 1), 0, 140, 300, ranks or (16, 16), (0.7, -1.5), HALF[0], HALF[0])
+    A, B, _ = dora_stack(t.adapters)
+    s, W = torch.tensor(t.s, device=device.NAME), t.W.clone()
+    B[0, ::9] *= 20
+    plain = multi.bank_norm(W, A, B, s, ranks)
+    W[::9] = -(s[0] * B[0].float() @ A[0].float())[::9].to(W.dtype)  # c is what W lost in rounding
+    W[5, 7] = B[1, 18, 2] = float("nan")
+    c, want = multi.bank_norm(W, A, B, s, ranks), eager.bank_norm(W.double(), A.double(), B.double(), s.double(), ranks)
+    assert c.isnan().nonzero().tolist() == [[0, 5], [1, 5], [1, 18]]
+    of_W = torch.linalg.vector_norm(W.double(), dim=1)
+    assert (want[0, ::9] < 0.01 * of_W[::9]).all()
+    worst = ((c - want).abs() / (want + of_W)).nan_to_num(0).max().item()
+    assert worst < 1e-6, worst
+    same = torch.arange(140) % 9 != 0
+    same[5] = False
+    assert torch.equal(c[:, same], plain[:, same])
 
 
 def test_one_plan_whatever_the_lengths(chosen_anew):

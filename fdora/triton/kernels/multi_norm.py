@@ -8,6 +8,7 @@ import triton.language as tl
 from fdora.triton.kernels.multi import rank_of
 from fdora.triton.kernels.tile import tile_at, tile_of
 from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit(launch_metadata=launched)
@@ -44,66 +45,116 @@ def multi_norm_kernel(
 
 
 @triton.jit
-def _factor(f, g, G, R, ranks, i, r, limit, stride_a, stride_i, stride_r, HAS_RANKS: tl.constexpr, EVEN: tl.constexpr):
-    """Elements (i, r) of adapter g; zeros beyond its rank, and where there is no such adapter."""
-    at = f + tl.cast(g, tl.int64) * stride_a + i.to(tl.int64) * stride_i + r.to(tl.int64) * stride_r
-    if EVEN and not HAS_RANKS:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=(i < limit) & (r < rank_of(ranks, g, G, R, HAS_RANKS)), other=0.0)
+def _factors(at_a, in_r, k, K, stride_ak, EVEN: tl.constexpr):
+    at = at_a + k.to(tl.int64) * stride_ak
+    return tl.load(at) if EVEN else tl.load(at, mask=in_r[:, None] & (k < K), other=0.0)
 
 
 @triton.jit
-def _squares(w, b, a, s):
-    v = w.to(tl.float32) + s * tl.dot(b, a)
-    return tl.sum(v * v, axis=1)
+def _gram(at_a, in_r, by, a, r, part, grams, K, G, span, stride_ak, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+          STAGES: tl.constexpr, EVEN: tl.constexpr):
+    """s^2 A A^T of each adapter over a span of columns, out of the product of all."""
+    gram = tl.zeros((a.shape[0], a.shape[0]), tl.float32)
+    for k0 in tl.range(part * span, tl.minimum(part * span + span, K), BLOCK_K, num_stages=STAGES):
+        f = _factors(at_a, in_r, (k0 + tl.arange(0, BLOCK_K))[None, :], K, stride_ak, EVEN)
+        gram += (by * by)[:, None] * tl.dot(f, tl.trans(f))
+    at = ((part.to(tl.int64) * G + a) * BLOCK_R + r)[:, None] * BLOCK_R + r[None, :]
+    tl.store(grams + at, gram, mask=(a[:, None] == a[None, :]) & (a < G)[:, None])
 
 
 @triton.jit(launch_metadata=launched)
 def strip_norm_kernel(
-    W, A, B, s, ranks, partial, N, K, R, G, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak,
+    W, A, B, s, ranks, partial, grams, N, K, R, G, span, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak,
     stride_ba, stride_bn, stride_br,
     HAS_RANKS: tl.constexpr, ADAPTERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    SPAN: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The same for 1, 2 or 4 adapters of a small rank: BLOCK_N rows over SPAN columns, (spans, G, N). B stays where it is, and
-    STAGES tiles of W and A are under way."""
-    g, n = tl.program_id(0) * ADAPTERS, tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    begin, r, kk = tl.program_id(2) * SPAN, tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
-    nb, rb, ra = n[:, None], r[None, :], r[:, None]
+    """The terms of ||W_n||^2 + <b_n, 2 s A W_n> + <b_n, s^2 A A^T b_n> over ``span`` columns, for adapters whose ranks lie
+    beside each other in one product with W. Of BLOCK_N rows the second and, after those of all adapters, the first, (spans,
+    G + 1, N); of the program ahead of the first rows s^2 A A^T, (spans, G, BLOCK_R, BLOCK_R)."""
+    if PDL:
+        gdc_launch_dependents()
+    first, part = tl.program_id(0) * ADAPTERS, tl.program_id(2)
+    j = tl.arange(0, ADAPTERS * BLOCK_R)
+    a, r = (first + j // BLOCK_R).to(tl.int64), j % BLOCK_R
+    in_r = r < rank_of(ranks, a, G, R, HAS_RANKS)
+    by = tl.load(s + a, mask=a < G, other=0.0)
+    at_a = A + (a * stride_aa + r.to(tl.int64) * stride_ar)[:, None]
+    if tl.program_id(1) == 0:  # the first to begin: it waits for each of its loads
+        _gram(at_a, in_r, by, a, r, part, grams, K, G, span, stride_ak, BLOCK_K, BLOCK_R, STAGES, EVEN and not HAS_RANKS)
+        return
+    n = (tl.program_id(1) - 1) * BLOCK_N + tl.arange(0, BLOCK_N)
     at_w = W + n[:, None].to(tl.int64) * stride_wn
-    b0 = _factor(B, g, G, R, ranks, nb, rb, N, stride_ba, stride_bn, stride_br, HAS_RANKS, EVEN)
-    s0, sum0 = tl.load(s + g), tl.zeros((BLOCK_N,), tl.float32)
-    if ADAPTERS > 1:
-        b1 = _factor(B, g + 1, G, R, ranks, nb, rb, N, stride_ba, stride_bn, stride_br, HAS_RANKS, EVEN)
-        s1, sum1 = tl.load(s + g + 1, mask=g + 1 < G, other=0.0), tl.zeros((BLOCK_N,), tl.float32)
-    if ADAPTERS > 2:
-        b2 = _factor(B, g + 2, G, R, ranks, nb, rb, N, stride_ba, stride_bn, stride_br, HAS_RANKS, EVEN)
-        b3 = _factor(B, g + 3, G, R, ranks, nb, rb, N, stride_ba, stride_bn, stride_br, HAS_RANKS, EVEN)
-        s2, sum2 = tl.load(s + g + 2, mask=g + 2 < G, other=0.0), tl.zeros((BLOCK_N,), tl.float32)
-        s3, sum3 = tl.load(s + g + 3, mask=g + 3 < G, other=0.0), tl.zeros((BLOCK_N,), tl.float32)
-    # With num_stages given, W is copied ahead too, though it enters no product.
-    for k0 in tl.range(begin, tl.minimum(begin + SPAN, K), BLOCK_K, num_stages=STAGES):
-        k = (k0 + kk)[None, :]
+    at_b = B + n[:, None].to(tl.int64) * stride_bn + (a * stride_ba + r.to(tl.int64) * stride_br)[None, :]
+    b = tl.load(at_b, mask=(n < N)[:, None] & in_r[None, :], other=0.0)
+    cross, squares = tl.zeros((BLOCK_N, ADAPTERS * BLOCK_R), tl.float32), tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for k0 in tl.range(part * span, tl.minimum(part * span + span, K), BLOCK_K, num_stages=STAGES):
+        k = (k0 + tl.arange(0, BLOCK_K))[None, :]
         at = at_w + k.to(tl.int64) * stride_wk
         w = tl.load(at) if EVEN else tl.load(at, mask=(n < N)[:, None] & (k < K), other=0.0)
-        a0 = _factor(A, g, G, R, ranks, k, ra, K, stride_aa, stride_ak, stride_ar, HAS_RANKS, EVEN)
-        sum0 += _squares(w, b0, a0, s0)
-        if ADAPTERS > 1:
-            a1 = _factor(A, g + 1, G, R, ranks, k, ra, K, stride_aa, stride_ak, stride_ar, HAS_RANKS, EVEN)
-            sum1 += _squares(w, b1, a1, s1)
-        if ADAPTERS > 2:
-            a2 = _factor(A, g + 2, G, R, ranks, k, ra, K, stride_aa, stride_ak, stride_ar, HAS_RANKS, EVEN)
-            sum2 += _squares(w, b2, a2, s2)
-            a3 = _factor(A, g + 3, G, R, ranks, k, ra, K, stride_aa, stride_ak, stride_ar, HAS_RANKS, EVEN)
-            sum3 += _squares(w, b3, a3, s3)
-    at = partial + (tl.program_id(2).to(tl.int64) * G + g) * N + n
-    tl.store(at, sum0, mask=n < N)
-    if ADAPTERS > 1:
-        tl.store(at + N, sum1, mask=n < tl.where(g + 1 < G, N, 0))
-    if ADAPTERS > 2:
-        tl.store(at + 2 * N, sum2, mask=n < tl.where(g + 2 < G, N, 0))
-        tl.store(at + 3 * N, sum3, mask=n < tl.where(g + 3 < G, N, 0))
+        f = _factors(at_a, in_r, k, K, stride_ak, EVEN and not HAS_RANKS)
+        # Scaled here, so that each product begins at 0: accumulators of tensor cores cut off what rounding would add.
+        cross += (2 * by)[None, :] * tl.dot(w, tl.trans(f))
+        v = w.to(tl.float32)
+        squares += v * v
+    own = first + tl.arange(0, ADAPTERS)
+    terms = tl.sum(tl.reshape(b.to(tl.float32) * cross, (BLOCK_N, ADAPTERS, BLOCK_R)), axis=2)
+    here = partial + part.to(tl.int64) * (G + 1) * N + n
+    tl.store(here[:, None] + own[None, :].to(tl.int64) * N, terms, mask=(n < N)[:, None] & (own < G)[None, :])
+    if first == 0:
+        tl.store(here + tl.cast(G, tl.int64) * N, tl.sum(squares, axis=1), mask=n < N)
+
+
+@triton.jit
+def _direct(
+    W, A, b, by, n, r, in_r, N, K, stride_wn, stride_wk, stride_ar, stride_ak,
+    BLOCK_K: tl.constexpr,
+):
+    """The sums of squares of rows n of W + s b A."""
+    squares = tl.zeros((n.shape[0],), tl.float32)
+    for k0 in tl.range(0, K, BLOCK_K):
+        k = (k0 + tl.arange(0, BLOCK_K))[None, :]
+        at = W + n[:, None].to(tl.int64) * stride_wn + k.to(tl.int64) * stride_wk
+        w = tl.load(at, mask=(n < N)[:, None] & (k < K), other=0.0).to(tl.float32)
+        at = A + r[:, None].to(tl.int64) * stride_ar + k.to(tl.int64) * stride_ak
+        v = w + by * tl.dot(b, tl.load(at, mask=in_r[:, None] & (k < K), other=0.0))
+        squares += tl.sum(v * v, axis=1)
+    return squares
+
+
+@triton.jit(launch_metadata=launched)
+def strip_root_kernel(
+    W, A, B, s, ranks, partial, grams, c, N, K, R, G, spans, first, width, stride_wn, stride_wk,
+    stride_aa, stride_ar, stride_ak, stride_ba, stride_bn, stride_br,
+    HAS_RANKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
+    CANCELLED: tl.constexpr, PDL: tl.constexpr,
+):
+    """The roots of an adapter's sums of terms, into N columns of c from ``first`` on; c is ``width`` wide. A row whose terms
+    cancel is summed again directly, by the program that has it."""
+    g, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    r, i = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_R)
+    in_r = r < rank_of(ranks, g, G, R, HAS_RANKS)
+    at_b = B + g * stride_ba + n[:, None].to(tl.int64) * stride_bn + r[None, :].to(tl.int64) * stride_br
+    b = tl.load(at_b, mask=(n < N)[:, None] & in_r[None, :], other=0.0)
+    cross, size = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
+    gram = tl.zeros((BLOCK_R, BLOCK_R), tl.float32)
+    if PDL:
+        gdc_wait()
+    for p in range(0, spans):
+        at = partial + tl.cast(p, tl.int64) * (G + 1) * N + n
+        cross += tl.load(at + g * N, mask=n < N, other=0.0)
+        size += tl.load(at + tl.cast(G, tl.int64) * N, mask=n < N, other=0.0)
+        gram += tl.load(grams + ((p * G + g) * BLOCK_R + i[:, None]) * BLOCK_R + r[None, :])
+    wide = b.to(tl.float32)
+    size += tl.sum(tl.dot(wide, gram, input_precision=PRECISION) * wide, axis=1)
+    sq = size + cross
+    lost = sq < CANCELLED * size  # not where it is NaN
+    if tl.max(lost.to(tl.int32), axis=0) > 0:
+        again = _direct(
+            W, A + g * stride_aa, b, tl.load(s + g), n, r, in_r, N, K, stride_wn, stride_wk, stride_ar, stride_ak, BLOCK_K
+        )
+        sq = tl.where(lost, again, sq)
+    tl.store(c + g * width + first + n, tl.sqrt_rn(sq), mask=n < N)
 
 
 @triton.jit(launch_metadata=launched)

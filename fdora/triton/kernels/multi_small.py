@@ -105,11 +105,11 @@ def multi_low_kernel(
     x, f, s, b, m, c, offsets, ranks, order, h, lora, g, M, G, K, N, R, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr,
     stride_ba, stride_br, stride_bn,
     HAS_RANKS: tl.constexpr, HAS_ORDER: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, BLOCK_G: tl.constexpr, STAYS: tl.constexpr,
 ):
     """h = s_a x f_a, h b_a and g, of small ranks, token by token: all of h in each program, and some columns. What they share
     comes from the cache. One kernel, few registers and little shared memory: the pass over W begins when all of its programs
-    have, and runs beside them."""
+    have, and runs beside them. STAYS: what it is handed stays in the cache meanwhile, so that W does not drive it out."""
     if PDL:
         gdc_launch_dependents()
     t, r, k = tl.program_id(1), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
@@ -136,9 +136,10 @@ def multi_low_kernel(
         bt = tl.where(inside[None, :], bt, 0.0).to(h.dtype.element_ty).to(tl.float32)
         acc = tl.sum(bt * ht.to(tl.float32)[None, :], axis=1)
         at = tl.cast(t, tl.int64) * N + n
-        tl.store(lora + at, acc, mask=n < N)
+        policy: tl.constexpr = "evict_last" if STAYS else ""
+        tl.store(lora + at, acc, mask=n < N, eviction_policy=policy)
         if m is not None:
-            tl.store(g + at, _g_of_adapter(m, c, a, n, G, N), mask=n < N)
+            tl.store(g + at, _g_of_adapter(m, c, a, n, G, N), mask=n < N, eviction_policy=policy)
 
 
 @triton.jit(launch_metadata=launched)

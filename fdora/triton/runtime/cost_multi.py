@@ -53,6 +53,14 @@ def _multi_norm(*, W, A, B, partial, N, K, R, G, **_: Any) -> Cost:
     return product(N, K, R * G, A) + moved(W, A, B, partial)
 
 
+def _strip_norm(*, W, A, B, partial, grams, N, K, R, G, **_: Any) -> Cost:
+    return product(N + R, K, R * G, A) + moved(W, A, B, partial, grams)
+
+
+def _strip_root(*, B, partial, grams, c, N, R, G, **_: Any) -> Cost:
+    return product(N, R, R * G, c) + moved(B, partial, grams, c)
+
+
 def _multi_route(*, ids, offsets, order, place, **_: Any) -> Cost:
     return moved(ids, offsets, order, place)
 
@@ -105,7 +113,8 @@ MULTI: dict[str, Callable[..., Cost]] = {
     "multi_h_kernel": _multi_h,
     "multi_low_kernel": _multi_low,
     "multi_norm_kernel": _multi_norm,
-    "strip_norm_kernel": _multi_norm,
+    "strip_norm_kernel": _strip_norm,
+    "strip_root_kernel": _strip_root,
     "multi_ranks_kernel": _multi_ranks,
     "multi_root_kernel": _multi_root,
     "multi_route_kernel": _multi_route,
