@@ -171,7 +171,7 @@ SCHEDULE = {
     "Schedule": "(spec, groups, microbatches, packings)",
     "Spec": "(capacity, depth=1, multiple=1, seconds=10.0, workers=1)",
     "Task": "(device, action, start, end)",
-    "Timeline": "(devices, microbatches, tasks)",
+    "Timeline": "(devices, microbatches, tasks, last=0.0)",
     "depth_of": "(orders)",
     "draw": "(timeline, path, *, names=(), title='')",
     "from_json": "(text)",
@@ -184,7 +184,7 @@ SCHEDULE = {
     "plan_groups": "(lengths, spec)",
     "schedule": "(lengths, spec, *, groups=None)",
     "segment_ends": "(microbatch, adapters, *, multiple=1)",
-    "simulate": "(schedule, stages, *, chunks=1, forward=tokens, backward=None, transfer=0.0)",
+    "simulate": "(schedule, stages, *, chunks=1, forward=tokens, backward=None, transfer=0.0, last=0.0)",
     "to_json": "(schedule)",
     "verify": "(microbatches, lengths, spec)",
 }
