@@ -24,8 +24,10 @@ SECOND = 256  # groups to a second scale
 
 
 def strips_of(plan: Builder, W: Packed, A: Array) -> StripConfig | None:
-    """None where single tiles are what there is: other GPUs, larger ranks, codes that do not lie in whole words."""
+    """None where single tiles are what there is: other GPUs, larger ranks, codes that do not lie in whole words, nothing at all."""
     (_, K), form, R = W.shape, W.form, A.shape[0]
+    if 0 in (*W.shape, R):  # no tensor map is made of nothing
+        return None
     if not isinstance(form, Lut4) or A.itemsize != 2 or not W.codes.aligned or not in_pairs(form, K) or form.group < 8:
         return None
     config = strip_config(R, K, plan.device.capability)
