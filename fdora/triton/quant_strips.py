@@ -24,7 +24,7 @@ SECOND = 256  # groups to a second scale
 
 
 def strips_of(plan: Builder, W: Packed, A: Array) -> StripConfig | None:
-    """None where single tiles are what there is: other GPUs, larger ranks, codes that do not lie in whole words, nothing at all."""
+    """None where single tiles are what there is: other GPUs, larger ranks, codes that do not lie in whole words."""
     (_, K), form, R = W.shape, W.form, A.shape[0]
     if 0 in (*W.shape, R):  # no tensor map is made of nothing
         return None
