@@ -394,7 +394,11 @@ def readme_models() -> str:
     return f"{table(['', *(NAMES[way] for way in rows)], lines)}\n\n{said}"
 
 
-CELLS_APART = ("h200/steps", "h200/steps_8b")  # of widths 2048 and 4096: the cells of one command, measured apart
+CELLS_APART = (
+    "h200/steps",
+    "h200/steps_8b",
+    "h200/steps_8b_few",
+)  # of widths 2048 and 4096: the cells of one command, measured apart
 
 
 def steps_rows() -> list[dict]:
@@ -453,15 +457,17 @@ def readme_compiled() -> str:
     """Layers that are compiled one by one, in torch's default mode."""
     from bench.steps import SIZES
 
-    result = load("h200/steps_compiled")
-    rows = [row for row in result["rows"] if row["compiled"] == "default"]
+    results = [load(f"h200/steps_compiled{part}") for part in ("_512", "")]  # few tokens were measured again, and stand first
+    rows = [row for result in results for row in result["rows"] if row["compiled"] == "default"]
+    again = {row["S"] for row in results[0]["rows"]}
+    rows = [row for row in rows if row["S"] not in again or row in results[0]["rows"]]
     cells = dict.fromkeys(f"width {SIZES[row['model']]['hidden_size']}, {row['S']} tokens, r = {row['r']}" for row in rows)
     parts = [
         f"{SHARES[way]} {span(over(rows, way, 'ms'))} times compiled LoRA's wall time, {span(over(rows, way, 'gpu_ms'))} times "
         "its GPU time"
         for way in ("use_fdora", "use_fdora_fused")
     ]
-    return f"{'; '.join(cells)}, {result['layers']} layers: {'; '.join(parts)} (commit {commit_of(result)})"
+    return f"{'; '.join(cells)}, {results[0]['layers']} layers: {'; '.join(parts)} (commit {commits(results)})"
 
 
 def readme_memory() -> str:
