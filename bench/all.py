@@ -115,6 +115,7 @@ TABLE = {
     "group": Entry(110, "bench.group --jobs 8 --quick"),
     "multi": Entry(150, "bench.multi --runs 5 --jobs 8"),
     "multi_again": Entry(60, "bench.multi --runs 5 --jobs 7 --G 4,32 --ways frozen,one,multi --kernels"),
+    "multi_mixed4": Entry(25, "bench.multi --runs 9 --G 4 --r mixed --shapes 4096x4096 --ways multi,one --jobs 4"),
     "multi_forms": Entry(40, "bench.multi_forms --only decode,train,tile,tile_mixed --jobs 8"),
     "multi_norms": Entry(40, "bench.multi_forms --only train --jobs 8"),
     "multi_strips": Entry(40, "bench.multi_forms --only norm,lost --jobs 8"),
