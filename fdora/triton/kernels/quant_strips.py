@@ -4,7 +4,8 @@ Codes come in words of eight: those of the eight columns that wgmma leaves to th
 reads every word of its rows, which shared memory sends to all four at once, and takes the byte that has its two columns: none
 moves between lanes. What a weight costs: a shift and a shuffle for its value, one fused multiply-add by the scale onto B A, one
 for its square, which stays in a register of its own until the strip ends. So s is not multiplied with B A, but divides the
-scales: c = |s| || W / s + B A ||. Where s is (nearly) 0, a power of two takes its place, and s / 2^-30 goes into B.
+scales: c = |s| || W / s + B A ||. Where s is (nearly) 0, or so large that squares of W / s would be, a power of two takes its
+place, and what is left of s goes into B.
 
 A tile of 64 x 64 at r = 64 takes 248 instructions for 32 weights of a thread, 7.8 a weight (SASS for sm_90; single tiles took
 10.3): 4 as above, the rest is what a tile costs.
@@ -23,6 +24,7 @@ from fdora.triton.runtime.lookup import OF_WORDS
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 TINY = tl.constexpr(2.0**-30)
+HUGE = tl.constexpr(2.0**30)
 TAKEN = tl.constexpr(OF_WORDS)
 FOUR_EACH = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r")
 
@@ -56,9 +58,10 @@ def _strip4(
     strip = i % strips
     n = i // strips * BLOCK_N + tl.arange(0, BLOCK_N)
     row, in_n = (first + n).to(tl.int64), (n < N)[:, None]
-    unit = tl.where(tl.abs(s) < TINY, TINY, s)
+    size = tl.abs(s)
+    unit = tl.where(size < TINY, TINY, tl.where(size > HUGE, HUGE, s))
     b = slab_of_B(B, n, N, R, stride_bn, stride_br, BLOCK_R, False)
-    if tl.abs(s) < TINY:
+    if (size < TINY) | (size > HUGE):
         b = (b.to(tl.float32) * (s / unit)).to(b.dtype)
     by = 1.0 / unit
     if SCALES == "e4m3*global":  # code256 is the global scale; to divide by it for each group would be a call
