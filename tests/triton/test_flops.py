@@ -135,4 +135,6 @@ def test_norms_of_a_tree_and_of_a_bank():
     with FlopCounterMode(display=False) as counter:
         F.dora_norm_tree(tree, {"a": (A, B), "b": [(A, B)] * 2}, s=2.0, backend="triton")
     assert counter.get_total_flops() == 3 * norm(40, K)
-    assert counted(F.dora_norm, W, torch.stack([A, A]), torch.stack([B, B]), s=[1.0, 2.0])[0] == 2 * norm(40, K)
+    # multiplied out: W A^T in the place of B A, which is as much, A A^T, and b A A^T of each row
+    each = norm(40, K) + 2 * r * r * K + 2 * 40 * r * r
+    assert counted(F.dora_norm, W, torch.stack([A, A]), torch.stack([B, B]), s=[1.0, 2.0])[0] == 2 * each
