@@ -458,9 +458,9 @@ def readme_compiled() -> str:
     from bench.steps import SIZES
 
     results = [load(f"h200/steps_compiled{part}") for part in ("_512", "")]  # few tokens were measured again, and stand first
-    rows = [row for result in results for row in result["rows"] if row["compiled"] == "default"]
     again = {row["S"] for row in results[0]["rows"]}
-    rows = [row for row in rows if row["S"] not in again or row in results[0]["rows"]]
+    rows = [*results[0]["rows"], *(row for row in results[1]["rows"] if row["S"] not in again)]
+    rows = [row for row in rows if row["compiled"] == "default"]
     cells = dict.fromkeys(f"width {SIZES[row['model']]['hidden_size']}, {row['S']} tokens, r = {row['r']}" for row in rows)
     parts = [
         f"{SHARES[way]} {span(over(rows, way, 'ms'))} times compiled LoRA's wall time, {span(over(rows, way, 'gpu_ms'))} times "

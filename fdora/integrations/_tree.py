@@ -209,12 +209,11 @@ class ModelNorms:
         return None
 
     def running(self, device: torch.device) -> Run | None:
-        """The norms of the forward or the task of now, if compiled code may have slices of them."""
+        """The norms of the forward or the task of now, if compiled code may have slices of them; who takes one sets `used`."""
         run = self.local.run
-        if run is None or run.task != backward_task() or dispatch_modes() or run.captured != capturing(device):
+        if run is None or self.on_shards is not None or run.task != backward_task() or dispatch_modes():
             return None
-        self.used = True
-        return None if self.on_shards is not None else run
+        return run if run.captured == capturing(device) else None
 
     def with_norms(self, x: Tensor, found: list[tuple[Any, ...]]) -> tuple[Any, ...] | None:
         """x, and of each layer (its variant, s, W, A, B, m, bias) the operands, with its slice; None where one has to ask by

@@ -287,3 +287,25 @@ def test_the_oldest_model_may_be_gone_already(models, monkeypatch):
         W, A, B = draw()
         assert tree.model_norms(W, A, B, [S, S]).shape == (sum(map(tree.room, W)),)
     assert len(tree._kept) == 1
+
+
+def test_norms_that_nobody_takes_are_not_used(monkeypatch):
+    """Else a model whose layers look after themselves would have its norms computed in every forward, for ever."""
+    from types import SimpleNamespace
+
+    from fdora.integrations import _tree
+    from fdora.triton import norm_kept
+
+    has, c = [False], torch.ones(3)
+    table = SimpleNamespace(has=lambda *_: has[0])
+    run = SimpleNamespace(task=-1, captured=False, table=table, versions=(), c=[c])
+    norms = SimpleNamespace(local=SimpleNamespace(run=run), on_shards=None, used=False)
+    norms.running = lambda device: _tree.ModelNorms.running(norms, device)
+    giver = SimpleNamespace(norms=norms, place=0, given=lambda *_: c)
+    monkeypatch.setattr(norm_kept, "_giver_of", lambda seen: giver)
+    seen = torch.zeros(1)
+    monkeypatch.setattr(norm_kept, "seen_for_graphs", {seen.data_ptr()})
+    for taken in (False, True):
+        has[0] = taken
+        assert norm_kept.norms_now([c] * norm_kept.WIDTH, [1.0], [seen])[0] is c
+        assert norms.used == taken
