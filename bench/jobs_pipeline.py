@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import tempfile
+import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor
-from datetime import timedelta
 
 import optree
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from bench.clock import synchronize
 from bench.jobs import Jobs, head, lengths_of, plan_of, report, rows_of, wall
 from bench.jobs_bubble import bubbles
 from bench.jobs_model import LINEARS, TINY, Sizes
+from bench.processes import run_in_processes
 from bench.save import save
 from bench.schedule import KINDS
 from fdora.functional import DoraParams, dora_init, dora_linear_multi, dora_norm, dora_stack
@@ -28,8 +27,7 @@ def start(options) -> None:
     if options.jobs:
         compile_all(options)
         told(f"compiled in {options.jobs} processes", begin)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (options, f"{folder}/store", begin), options.world)
+    run_in_processes(options.world, options.device, worker, options, begin)
 
 
 def told(what: str, begin: float) -> None:
@@ -43,7 +41,7 @@ def compile_all(options) -> None:
     some = {n % 16 == 0: n for n in sorted(tokens)}  # Triton compiles apart what 16 divides
     sizes = TINY if options.tiny else Sizes()
     shapes = {sizes.shape(name) for name in LINEARS}
-    with ProcessPoolExecutor(options.jobs, mp.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         tasks = [
             pool.submit(compile_one, M, *shape, options, dx) for M in some.values() for shape in shapes for dx in (True, False)
         ]
@@ -65,15 +63,7 @@ def compile_one(M: int, K: int, N: int, options, need_x: bool) -> None:
     y.backward(torch.zeros_like(y))
 
 
-def worker(rank: int, options, store: str, begin: float) -> None:
-    if options.device == "cuda":
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)
-    backend = "nccl" if options.device == "cuda" else "gloo"
-    given = {"device_id": torch.device("cuda", rank)} if options.device == "cuda" else {}
-    limit = timedelta(seconds=60)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=options.world, timeout=limit, **given)
+def worker(rank: int, options, begin: float) -> None:
     jobs, links = Jobs(options), connect()
     cuts = [options.layers * n // options.world for n in range(options.world + 1)]
     stage = jobs.stage(range(cuts[rank], cuts[rank + 1]), rank == 0, rank == options.world - 1)
@@ -142,7 +132,6 @@ def worker(rank: int, options, store: str, begin: float) -> None:
     if rank == 0:
         print({name: value for name, value in result["bubble"].items() if name != "actions"}, flush=True)
         report(result, turns, options)
-    dist.destroy_process_group()
 
 
 def copied(tree):

@@ -17,15 +17,12 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -33,6 +30,7 @@ from bench.clock import synchronize
 from bench.command import command
 from bench.layers12 import DTYPES, MOST_APART
 from bench.norm_forms import about
+from bench.processes import run_in_processes
 from bench.save import save
 from bench.table import table
 from bench.ways import S
@@ -224,21 +222,12 @@ def norms(options, mesh: Any, device: str) -> list[dict]:
     return rows
 
 
-def worker(rank: int, options, store: str) -> None:
-    cuda = options.device == "cuda"
-    device = f"cuda:{rank}" if cuda else "cpu"
-    if cuda:
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)
-    given = {"device_id": torch.device(device)} if cuda else {}
-    start = {"init_method": f"file://{store}", "rank": rank, "world_size": options.world, "timeout": timedelta(seconds=120)}
-    dist.init_process_group("nccl" if cuda else "gloo", **start, **given)
+def worker(rank: int, options) -> None:
+    device = f"cuda:{rank}" if options.device == "cuda" else "cpu"
     mesh = dist.init_device_mesh(options.device, (options.world,))
     result = {"about": about(options.device, options.commit, None), "world": options.world, "M": options.M}
     result |= {"dtype": options.dtype, "runs": options.runs, "layers": layers(rank, options, mesh, device)}
     result["norms"] = norms(options, mesh, device)
-    dist.destroy_process_group()
     if rank:
         return
     print(json.dumps(result["about"]))
@@ -276,8 +265,7 @@ def parse(argv=None):
 
 def main(argv=None):
     options = parse(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (options, f"{folder}/store"), nprocs=options.world)
+    run_in_processes(options.world, options.device, worker, options)
 
 
 if __name__ == "__main__":

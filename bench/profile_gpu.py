@@ -27,18 +27,17 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
 
 from bench.clock import capture, medians, once, replay_ms, synchronize, wall_timer
 from bench.command import command
 from bench.norm_forms import about
+from bench.processes import run_in_processes
 from bench.save import save
 from fdora.functional import dora_init, dora_linear, dora_norm
 from fdora.plan.work import attention, linear
@@ -142,13 +141,9 @@ def host(device: str, runs: int) -> dict[str, float]:
     return {name: t / 1e3 for name, t in medians({n: wall_timer(f, device) for n, f in fns.items()}, runs).items()}
 
 
-def links(rank: int, world: int, device: str, runs: int, numel: int, address: str, out: str) -> None:
+def links(rank: int, world: int, device: str, runs: int, numel: int, out: str) -> None:
     """One process: bytes that a GPU receives per second."""
     where = f"cuda:{rank}" if device != "cpu" else "cpu"
-    if device != "cpu":
-        torch.cuda.set_device(rank)
-    backend = "nccl" if device != "cpu" else "gloo"
-    dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, timeout=timedelta(seconds=120))
     part = torch.ones(numel, device=where, dtype=torch.bfloat16)
     whole = torch.empty(numel * world, device=where, dtype=torch.bfloat16)
 
@@ -169,14 +164,12 @@ def links(rank: int, world: int, device: str, runs: int, numel: int, address: st
         found[name] = moved * part.nbytes / sorted(seconds[1:])[runs // 2]
     if rank == 0:
         Path(out).write_text(json.dumps(found))
-    dist.destroy_process_group()
 
 
 def linked(options) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         out, numel = f"{folder}/links.json", 2**27 // options.small**3
-        address = f"file://{folder}/meet"
-        mp.spawn(links, (options.world, options.device, options.runs, numel, address, out), options.world)
+        run_in_processes(options.world, options.device, links, options.world, options.device, options.runs, numel, out)
         return json.loads(Path(out).read_text())
 
 

@@ -21,13 +21,10 @@ from __future__ import annotations
 import copy
 import json
 import statistics
-import tempfile
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from bench.attempt import Failures
 from bench.clock import synchronize
@@ -36,6 +33,7 @@ from bench.layer import free
 from bench.layers12 import DTYPES, MOST_APART, adapters, apart
 from bench.model import ARCHITECTURES, WAYS, network
 from bench.norm_forms import about
+from bench.processes import run_in_processes
 from bench.rivals import paths
 from bench.save import save
 from bench.sharded_run import LAYOUTS, Collectives, Sharded, truth
@@ -85,17 +83,8 @@ def micro(run: Sharded, mode: str):
     return (lambda: run.step(4)) if mode.startswith("step_4") else step
 
 
-def worker(rank: int, options, store: str) -> None:
+def worker(rank: int, options) -> None:
     device = f"cuda:{rank}" if options.device == "cuda" else "cpu"
-    if options.device == "cuda":
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)
-    backend = "nccl" if options.device == "cuda" else "gloo"
-    given = {"device_id": torch.device(device)} if options.device == "cuda" else {}
-    dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=options.world, timeout=timedelta(seconds=120), **given
-    )
     mesh = dist.init_device_mesh(options.device, (options.world,))
     facts, failures = about(options.device, options.commit, None), Failures()
     torch.manual_seed(0)
@@ -144,7 +133,6 @@ def worker(rank: int, options, store: str) -> None:
         save(options.json, result)
     wrong = [way for way, found in result["agreement"].items() if not max(found.values()) <= MOST_APART[options.dtype]]
     stock = [way for way, found in result["paths"].items() if not options.compiled and set(found) != {"fused"}]
-    dist.destroy_process_group()
     if rank == 0 and (wrong or stock or failures):
         raise SystemExit(f"apart from PEFT's DoRA: {wrong}; not all fused: {stock}; failed: {dict(failures)}")
 
@@ -216,8 +204,7 @@ def parse(argv=None):
 
 def main(argv=None):
     options = parse(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (options, f"{folder}/store"), nprocs=options.world)
+    run_in_processes(options.world, options.device, worker, options)
 
 
 if __name__ == "__main__":

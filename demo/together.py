@@ -194,6 +194,7 @@ def stage_process(rank: int, folder: str) -> None:
         found = {"curves": curves(works, ran.losses, world), "seconds": seconds}
         (Path(folder) / "curves.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+    os._exit(0)  # Python aborts at its end, before 3.14, if one of gloo's threads then lets go of a tensor
 
 
 def curves(works: tuple[Work, ...], losses: dict[int, torch.Tensor], world: World) -> Curves:
