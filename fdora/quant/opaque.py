@@ -54,7 +54,7 @@ def opaque(
     Raises:
       FdoraError: the shape is not (N, K) or the dtype not floating; on dequantisation, f returns another shape.
 
-    Memory: keeps f and ``tensors``.
+    Memory: keeps f and ``tensors``. A norm calls f once and holds what it returns, beside its own workspace.
     References: none.
     """
     fn = "quant.opaque"
