@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fdora._check import FLOATS, fail
 from fdora.quant.kinds import register_kind
-from fdora.quant.weight import QuantWeight, check_floating, matrix, read_as, stored
+from fdora.quant.weight import QuantWeight, check_floating, made, matrix, read_as, stored
 
 # Where in a word, counted from the low end, out_feature 8 j + i stands: i // 2 + 4 (i % 2).
 AWQ_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -27,8 +27,8 @@ class Gptq(NamedTuple):
     group: int
     """k // group is the group where there is no g_idx."""
     plus: int
-    """What is added to a stored zero: 1 in version 1 of GPTQ. It is added to the words, as gptqmodel took it from them: a zero of
-    0 borrows there from what stands above it."""
+    """What is added to a stored zero: 1 in version 1 of GPTQ. It is added to whole words, as gptqmodel took it from them: a
+    zero of 0 borrowed from what stands above it."""
 
 
 def decode_gptq(W: QuantWeight, first: int, last: int) -> Tensor:
@@ -93,8 +93,9 @@ def from_gptq(
       ``QuantWeight`` of kind gptq. It is decoded in float32, exactly where scales are half-precision.
 
     Raises:
-      FdoraError: a dtype or a shape is another, the version is neither, or groups of unequal length come without ``g_idx``.
-        Weights that Marlin or ExLlama have repacked have other shapes or another order: pass what the checkpoint holds.
+      FdoraError: a dtype, a shape or a device is another, the version is neither, or groups of unequal length come without
+        ``g_idx``. Weights that Marlin or ExLlama have repacked have other shapes or another order: pass what the checkpoint
+        holds.
 
     Memory: keeps the caller's tensors, and copies none.
     References: Frantar et al., GPTQ, 2022, arXiv:2210.17323; gptqmodel 7.7, ``nn_modules/qlinear/torch.py``.
@@ -134,8 +135,8 @@ def from_awq(
       ``QuantWeight`` of kind awq. It is decoded in float32, exactly where scales are half-precision.
 
     Raises:
-      FdoraError: a dtype or a shape is another, as in the GEMV and Marlin formats; or the last group is shorter and ``group`` is
-        left out.
+      FdoraError: a dtype or a shape is another, as in the GEMV and Marlin formats; a device is; or the last group is shorter
+        and ``group`` is left out.
 
     Memory: keeps the caller's tensors, and copies none.
     References: Lin et al., AWQ, 2023, arXiv:2306.00978; AutoAWQ 0.2.9, ``utils/packing_utils.py``.
@@ -147,7 +148,9 @@ def from_awq(
     scales = stored(fn, "scales", scales, FLOATS)
     groups, _ = matrix(fn, scales.shape)
     if group is None and K % max(1, groups):
-        raise fail(fn, "group", f"given where {groups} groups do not divide K={K}", None, "Pass the group size of the checkpoint.")
+        raise fail(
+            fn, "group", f"given where {groups} groups do not divide K={K}", None, "Pass the group size of the checkpoint."
+        )
     group = max(1, K // max(1, groups)) if group is None else group
     if not isinstance(group, int) or group < 1:
         raise fail(fn, "group", "an int of at least 1", group, f"For one group of all in_features pass {K}.")
@@ -159,4 +162,4 @@ def from_awq(
 def finish(fn: str, kind: str, tensors: tuple, shape: tuple[int, int], facts: Gptq, dtype: torch.dtype | None) -> QuantWeight:
     dtype = tensors[2].dtype if dtype is None else dtype
     check_floating(fn, dtype)
-    return QuantWeight(kind, tensors, shape, dtype, facts)
+    return made(fn, kind, tensors, shape, dtype, facts)

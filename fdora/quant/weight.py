@@ -209,6 +209,18 @@ def stored(fn: str, arg: str, t: Any, dtypes: tuple[torch.dtype, ...], size: Seq
     return torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
 
 
+def made(
+    fn: str, kind: str, tensors: tuple[Tensor | None, ...], shape: tuple[int, int], dtype: torch.dtype, facts: Hashable
+) -> QuantWeight:
+    """What a constructor returns. Its tensors are on one device: a number on the host beside codes on a GPU is a mistake that
+    torch would let pass, and kernels not."""
+    W = QuantWeight(kind, tensors, shape, dtype, facts)
+    if any([t is not None and t.device != W.device for t in tensors]):
+        have = ", ".join([f"{name} on {t.device}" for name, t in W.named().items() if t is not None])
+        raise fail(fn, "tensors", "on one device", have, f"Move all to {W.device}.")
+    return W
+
+
 def read_as(W: QuantWeight, facts: type[Facts], count: int) -> tuple[Facts, tuple[Tensor, ...]]:
     """The facts, and so many tensors of those that come first: what a decoder asks of a weight that no constructor made."""
     fn, remedy = "quant.QuantWeight", "Build it with a constructor of fdora.quant."
