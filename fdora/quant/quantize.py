@@ -84,7 +84,7 @@ def mxfp4(W: Tensor) -> tuple[Tensor, Tensor]:
     # frexp: amax = f * 2 ** e with f in [0.5, 1), so floor(log2(amax)) = e - 1; the largest e2m1 is 1.5 * 2 ** 2
     absmax = blocks.abs().amax(2)
     e = torch.where(absmax == 0, -127, torch.frexp(absmax).exponent - 3)
-    scales = (e.clamp(-127, 127) + 127).to(torch.uint8)
+    scales = torch.where(absmax.isfinite(), e.clamp(-127, 127) + 127, 255).to(torch.uint8)  # 255: e2m1 has no NaN
     codes = to_e2m1(blocks / exponent(scales)[..., None])
     return packed_rows(codes, W.shape[1]), scales
 
@@ -219,7 +219,8 @@ def quantize(
     """``quantize(W, kind).dequantize() ~ W``: each value becomes the nearest code, scaled by the largest of its group.
 
     Args:
-      W: (N, K) finite weight, float16, bfloat16, float32 or float64; computed in float32.
+      W: (N, K) finite weight, float16, bfloat16, float32 or float64; computed in float32. What is not finite comes back
+        so, with all that shares its scale.
       kind: nf4, fp4 (as bitsandbytes has them), mxfp4, nvfp4, int8 (symmetric) or fp8 (e4m3).
       group: values that share a scale, for nf4 and fp4: even, 64 where None.
       nested: for nf4 and fp4, quantise their scales too.

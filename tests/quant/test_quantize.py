@@ -121,3 +121,13 @@ def test_scales():
 def test_errors(call, says):
     with pytest.raises(FdoraError, match=says):
         call(torch.randn(4, 33))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("kind", "whole"), [("nf4", 1), ("fp4", 1), ("mxfp4", 1), ("int8", 1), ("fp8", 1), ("nvfp4", 6)])
+def test_what_is_not_finite_never_becomes_finite(kind, whole, bad):
+    """One row, where scales belong to parts of rows, or all (nvfp4 has one scale more for all of them)."""
+    W = torch.randn(6, 64, device=device.NAME)
+    W[2, 40] = bad
+    lost = ~quantize(W, kind).dequantize().isfinite()
+    assert lost[2, 40] and lost.any(1).sum() == whole
