@@ -125,6 +125,8 @@ class QuantWeight(Weight):
         fn, (N, K) = "quant.QuantWeight.dequantize", self.shape
         first, last = (0, N) if rows is None else bounds(fn, "rows", rows, N)
         if out is not None:
+            if not isinstance(out, Tensor):
+                raise fail(fn, "out", "a torch.Tensor", f"a {type(out).__name__}", "Leave it out to have one allocated.")
             if out.shape != (last - first, K) or out.device != self.device:
                 have = f"{tuple(out.shape)} on {out.device}"
                 raise fail(fn, "out", f"{(last - first, K)} on {self.device}", have, "Allocate it with that shape there.")

@@ -245,7 +245,12 @@ SMALL = "quantize(torch.ones(4, 6), 'int8')"
         (f"{SMALL}.spec.weight([torch.ones(1)])", "`tensors` must be 2 tensors, got 1"),
         ("QuantWeight('q', (torch.ones(1),), (1, 1), torch.float32, ()).dequantize()", "`kind` must be one of .*nf4"),
         ("QuantWeight('int8', (), (1, 1), torch.float32, ()).device", "at least one tensor"),
-        ("opaque(lambda: torch.ones(3, 2), (2, 3), torch.float32, 'cpu').dequantize()", r"returns \(2, 3\)`?, got \(3, 2\)"),
+        (
+            "opaque(lambda: torch.ones(3, 2), (2, 3), torch.float32, 'cpu').dequantize()",
+            r"returns a tensor \(2, 3\), got \(3, 2\)",
+        ),
+        ("opaque(lambda: None, (2, 3), torch.float32, 'cpu').dequantize()", r"returns a tensor \(2, 3\), got a NoneType"),
+        (f"{SMALL}.dequantize(out=[1])", "`out` must be a torch.Tensor, got a list"),
         ("opaque(torch.ones(2, 3), (2, 3), torch.float32, 'cpu')", "`f` must be a function"),
         ("opaque(twice, (2, 3, 4), torch.float32, 'cpu')", r"`shape` must be \(N, K\)"),
         ("opaque(twice, (2, 3), torch.int8, 'cpu')", "floating dtype"),
