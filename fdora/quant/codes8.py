@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._check import check_dtype, fail
+from fdora._check import check_dtype, check_whole, fail
 from fdora.quant.kinds import register_kind
 from fdora.quant.weight import QuantWeight, check_floating, made, matrix, read_as, stored
 
@@ -112,6 +112,7 @@ def coded(
     check_floating(fn, dtype)
     if not isinstance(scale, Tensor):
         raise fail(fn, "scale", "a torch.Tensor", f"a {type(scale).__name__}", "Pass the tensor that the checkpoint holds.")
+    check_whole(fn, {"scale": scale})
     check_dtype(fn, "scale", scale, SCALES, "Pass it as the checkpoint holds it.")
     mode, pair = mode_of(fn, block)
     if codes.ndim == 3:

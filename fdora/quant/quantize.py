@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fdora._check import FLOATS, check_dtype, fail
+from fdora._check import FLOATS, check_dtype, check_whole, fail
 from fdora.quant.codes8 import Codes8
 from fdora.quant.lut4 import NESTED, Lut4, exponent, table
 from fdora.quant.weight import CHUNK, QuantSpec, QuantWeight, check_floating, matrix
@@ -239,6 +239,7 @@ def quantize(
     """
     if not isinstance(W, Tensor):
         raise fail(FN, "W", "a dense torch.Tensor", f"a {type(W).__name__}", "Pass, of a QuantWeight, W.dequantize().")
+    check_whole(FN, {"W": W})
     check_dtype(FN, "W", W, FLOATS)
     check_floating(FN, W.dtype if dtype is None else dtype)
     N, K = matrix(FN, W.shape)

@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, Weight, check_dtype, fail
+from fdora._check import FLOATS, Weight, check_dtype, check_whole, fail
 from fdora._torch import register_pytree
 from fdora.quant.kinds import kind_of
 
@@ -197,6 +197,7 @@ def stored(fn: str, arg: str, t: Any, dtypes: tuple[torch.dtype, ...], size: Seq
     """A tensor that is stored as it is: of a dtype and a shape that the format has, contiguous, and no Parameter."""
     if not isinstance(t, Tensor):
         raise fail(fn, arg, "a torch.Tensor", f"a {type(t).__name__}", "Pass the tensor that the checkpoint holds.")
+    check_whole(fn, {arg: t})
     check_dtype(fn, arg, t, dtypes, "Pass it as the checkpoint holds it.")
     if size is not None and tuple(t.shape) != tuple(size):
         raise fail(
