@@ -18,8 +18,9 @@ from fdora.eager._matmul import acc_dtype, is_plain
 from fdora.eager.norm import blocks, default_bytes
 from fdora.eager.norm import smallest_bytes as dense_bytes
 from fdora.quant import QuantWeight
+from fdora.quant.kinds import kind_of
 from fdora.quant.part import experts_of
-from fdora.quant.quantize import bounds_of, quantize_rows
+from fdora.quant.quantize import Rows, bounds_of, quantize_rows
 
 
 def norm(of: NormOf, squared: bool, backend: str) -> Tensor:
@@ -29,9 +30,9 @@ def norm(of: NormOf, squared: bool, backend: str) -> Tensor:
         c = ops.norm_of_codes(W.spec, W.tensors, A, B, s, squared)
         if c is not None:
             return c
-    forward, parts = ops.sqnorm_fwd if squared else ops.norm_fwd, []
+    forward, rows, parts = ops.sqnorm_fwd if squared else ops.norm_fwd, rows_of(W), []
     for i, j, budget in norm_parts(W, max_bytes):
-        parts.append(forward(NormOf(_rows(W, i, j), A, B[i:j], s, None if base is None else base[i:j], budget)))
+        parts.append(forward(NormOf(rows(i, j), A, B[i:j], s, None if base is None else base[i:j], budget)))
     return torch.cat(parts)
 
 
@@ -82,8 +83,8 @@ class Layers:
 
 
 def base_sqnorm(W: QuantWeight, max_bytes: int | None, backend: str) -> Tensor:
-    budget = _budget(W, max_bytes)
-    return torch.cat([OPS[backend].base_sqnorm(_rows(W, i, j), budget) for i, j in _parts(W, budget)])
+    budget, rows = _budget(W, max_bytes), rows_of(W)
+    return torch.cat([OPS[backend].base_sqnorm(rows(i, j), budget) for i, j in _parts(W, budget)])
 
 
 def merge(W: QuantWeight, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float, backend: str) -> tuple[QuantWeight, Tensor]:
@@ -124,8 +125,13 @@ def _budget(W: QuantWeight, max_bytes: int | None) -> int:
     return default_bytes(W.device) if max_bytes is None else max_bytes
 
 
-def _rows(W: QuantWeight, first: int, last: int) -> Tensor:
-    return W.dequantize(acc_dtype(W.dtype), rows=slice(first, last))
+def rows_of(W: QuantWeight) -> Rows:
+    """Decodes rows i to j in the dtype of norms. A kind of which some rows cost as much as all is decoded once, as a whole."""
+    acc, kind = acc_dtype(W.dtype), kind_of(W.kind)
+    if kind.by_rows or 0 in W.shape:
+        return lambda i, j: W.dequantize(acc, rows=slice(i, j))
+    whole = kind.dequantize(W, 0, W.shape[0])
+    return lambda i, j: whole[i:j].to(acc)
 
 
 def _parts(W: QuantWeight, budget: int) -> list[tuple[int, int]]:

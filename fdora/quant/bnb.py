@@ -10,7 +10,7 @@ from torch import Tensor
 from fdora._check import FLOATS, fail
 from fdora.quant.codes8 import coded
 from fdora.quant.lut4 import NESTED, Lut4
-from fdora.quant.weight import QuantWeight, matrix, stored
+from fdora.quant.weight import QuantWeight, made, matrix, stored
 
 STATE = ("absmax", "shape", "blocksize", "quant_type", "dtype", "offset", "state2")  # of a QuantState
 STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -31,7 +31,8 @@ def from_bnb(weight: Tensor, quant_state: Any = None) -> QuantWeight:
 
     Raises:
       FdoraError: there is no state or not such a one; the CPU forward of bitsandbytes has packed the weight anew
-        (``packing_format_for_cpu``), after which its own ``dequantize_4bit`` is wrong too; a shape or dtype does not fit.
+        (``packing_format_for_cpu``), after which its own ``dequantize_4bit`` is wrong too; a shape, dtype or device
+        does not fit.
 
     Memory: keeps the tensors of bitsandbytes, and copies none.
     References: Dettmers et al., QLoRA, 2023, arXiv:2305.14314; bitsandbytes 0.50, ``functional.quantize_4bit``.
@@ -67,7 +68,7 @@ def from_bnb(weight: Tensor, quant_state: Any = None) -> QuantWeight:
     kind = str(state.quant_type)
     if state.state2 is None:
         absmax = stored(fn, "quant_state.absmax", state.absmax, (torch.float32,), (groups,))
-        return QuantWeight(kind, (codes[:size], absmax), (N, K), state.dtype, Lut4(kind, True, group, "fp32", "flat"))
+        return made(fn, kind, (codes[:size], absmax), (N, K), state.dtype, Lut4(kind, True, group, "fp32", "flat"))
     if state.state2.blocksize != NESTED:
         raise fail(
             fn, "quant_state.state2.blocksize", f"{NESTED}", state.state2.blocksize, "Quantise with bitsandbytes' defaults."
@@ -77,7 +78,7 @@ def from_bnb(weight: Tensor, quant_state: Any = None) -> QuantWeight:
     scales2 = stored(fn, "quant_state.state2.absmax", state.state2.absmax, (torch.float32,), (-(-groups // NESTED),))
     offset = stored(fn, "quant_state.offset", state.offset, (torch.float32,), ())
     tensors = (codes[:size], absmax, code256, scales2, offset)
-    return QuantWeight(kind, tensors, (N, K), state.dtype, Lut4(kind, True, group, "nested", "flat"))
+    return made(fn, kind, tensors, (N, K), state.dtype, Lut4(kind, True, group, "nested", "flat"))
 
 
 def from_bnb_int8(weight: Tensor, scb: Tensor | None = None, *, dtype: torch.dtype = torch.float16) -> QuantWeight:
@@ -93,7 +94,7 @@ def from_bnb_int8(weight: Tensor, scb: Tensor | None = None, *, dtype: torch.dty
       ``QuantWeight`` of kind int8, bit for bit what bitsandbytes dequantises to float32. It is decoded in float32.
 
     Raises:
-      FdoraError: the weight is not quantised yet, or there are no such ``scb``.
+      FdoraError: the weight is not quantised yet, or there are no such ``scb``, or on another device.
 
     Memory: keeps the tensors of bitsandbytes, and copies none.
     References: Dettmers et al., LLM.int8(), 2022, arXiv:2208.07339; bitsandbytes 0.50, ``functional.int8_vectorwise_dequant``.

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._check import check_dtype, fail
+from fdora._check import check_dtype, check_whole, fail
 from fdora.quant.kinds import register_kind
-from fdora.quant.weight import QuantWeight, check_floating, matrix, read_as, stored
+from fdora.quant.weight import QuantWeight, check_floating, made, matrix, read_as, stored
 
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 E4M3 = "float8_e4m3fn"
@@ -72,7 +72,7 @@ def from_fp8(
       ``QuantWeight`` of kind fp8. It is decoded in float32.
 
     Raises:
-      FdoraError: a dtype or a shape is another, or ``block`` is none of these.
+      FdoraError: a dtype, a shape or a device is another, or ``block`` is none of these.
 
     Memory: keeps the caller's tensors, and copies none, except scales of another dtype.
     References: DeepSeek-V3, 2024, arXiv:2412.19437, section 3.3; transformers 5.23, ``integrations/finegrained_fp8.py``.
@@ -96,7 +96,7 @@ def from_int8(
       ``QuantWeight`` of kind int8. It is decoded in float32.
 
     Raises:
-      FdoraError: a dtype or a shape is another, or ``block`` is none of these.
+      FdoraError: a dtype, a shape or a device is another, or ``block`` is none of these.
 
     Memory: keeps the caller's tensors, and copies none, except scales of another dtype.
     References: torchao 0.18, ``Int8Tensor``.
@@ -112,6 +112,7 @@ def coded(
     check_floating(fn, dtype)
     if not isinstance(scale, Tensor):
         raise fail(fn, "scale", "a torch.Tensor", f"a {type(scale).__name__}", "Pass the tensor that the checkpoint holds.")
+    check_whole(fn, {"scale": scale})
     check_dtype(fn, "scale", scale, SCALES, "Pass it as the checkpoint holds it.")
     mode, pair = mode_of(fn, block)
     if codes.ndim == 3:
@@ -123,7 +124,7 @@ def coded(
         raise fail(fn, "scale", want, tuple(scale.shape), "Pass the block that the checkpoint's configuration names.")
     scale = scale.detach().float().contiguous()
     scale = scale if mode == "block" else scale.reshape(-1)
-    return QuantWeight(kind, (codes, scale), (N, K), dtype, Codes8(code, mode, pair, unit))
+    return made(fn, kind, (codes, scale), (N, K), dtype, Codes8(code, mode, pair, unit))
 
 
 def mode_of(fn: str, block: object) -> tuple[str, tuple[int, int]]:

@@ -99,8 +99,8 @@ def _flat(W: QuantWeight, first: int, last: int, axis: int) -> QuantWeight:
             FN, "W", f"with K a multiple of {group} to be cut by columns", have, "Cut the weight, then quantise each part."
         )
     _whole(W, first, last, axis, group)
-    scales = scales_of(W, 0, N * K // group).view(N, -1)[:, first // group : -(-last // group)]
-    codes = codes.view(N, -1)[:, first // 2 : -(-last // 2)]
+    scales = scales_of(W, 0, N * K // group).view(N, K // group)[:, first // group : -(-last // group)]
+    codes = codes.view(N, K // 2)[:, first // 2 : -(-last // 2)]
     return _made(_plain(W), (codes.reshape(-1), scales.reshape(-1)), first, last, axis)
 
 

@@ -9,18 +9,10 @@ from torch import Tensor
 
 from fdora._check import FLOATS, fail
 from fdora.quant.kinds import register_kind
-from fdora.quant.weight import QuantWeight, check_floating, matrix, read_as, stored
+from fdora.quant.weight import QuantWeight, check_floating, made, matrix, read_as, stored
 
-AWQ_PLACE = (
-    0,
-    4,
-    1,
-    5,
-    2,
-    6,
-    3,
-    7,
-)  # where in a word, counted from the low end, out_feature 8 j + i stands: i // 2 + 4 (i % 2)
+# Where in a word, counted from the low end, out_feature 8 j + i stands: i // 2 + 4 (i % 2).
+AWQ_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
 WORD = (torch.int32,)
 
 
@@ -35,7 +27,8 @@ class Gptq(NamedTuple):
     group: int
     """k // group is the group where there is no g_idx."""
     plus: int
-    """What is added to a stored zero: 1 in version 1 of GPTQ."""
+    """What is added to a stored zero: 1 in version 1 of GPTQ. It is added to whole words, as gptqmodel took it from them: a
+    zero of 0 borrowed from what stands above it."""
 
 
 def decode_gptq(W: QuantWeight, first: int, last: int) -> Tensor:
@@ -46,8 +39,8 @@ def decode_gptq(W: QuantWeight, first: int, last: int) -> Tensor:
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=qweight.device)
     q = (qweight[:, None, first:last] >> shifts[:, None] & mask).flatten(0, 1)  # (K, rows)
     w0 = first // per
-    words = qzeros[:, w0 : -(-last // per), None]
-    z = (words >> shifts & mask).flatten(1)[:, first - w0 * per : last - w0 * per] + facts.plus
+    words = qzeros[:, w0 : -(-last // per), None] + facts.plus * sum(1 << i for i in range(0, 32, bits))
+    z = (words >> shifts & mask).flatten(1)[:, first - w0 * per : last - w0 * per]
     return grouped(q, z, scales[:, first:last], g_idx, facts.group)
 
 
@@ -90,7 +83,8 @@ def from_gptq(
       qweight: (K bits / 32, N) int32; a word holds consecutive in_features, low bits first.
       qzeros: (groups, ceil(N bits / 32)) int32; a word holds consecutive out_features.
       scales: (groups, N), floating.
-      g_idx: (K,) int32 or int64 group of each in_feature, in any order (``desc_act``); None is k // (K / groups).
+      g_idx: (K,) int32 or int64 group of each in_feature, in any order (``desc_act``); None is k // (K / groups), where groups
+        divide K.
       bits: 2, 4 or 8.
       version: 1 for checkpoints, which store z - 1; 2 for z itself, as gptqmodel has it once it has loaded a layer.
       dtype: that the weight stands for; None is that of the scales.
@@ -99,8 +93,9 @@ def from_gptq(
       ``QuantWeight`` of kind gptq. It is decoded in float32, exactly where scales are half-precision.
 
     Raises:
-      FdoraError: a dtype or a shape is another, or the version is neither. Weights that Marlin or ExLlama have repacked have
-        other shapes or another order: pass what the checkpoint holds.
+      FdoraError: a dtype, a shape or a device is another, the version is neither, or groups of unequal length come without
+        ``g_idx``. Weights that Marlin or ExLlama have repacked have other shapes or another order: pass what the checkpoint
+        holds.
 
     Memory: keeps the caller's tensors, and copies none.
     References: Frantar et al., GPTQ, 2022, arXiv:2210.17323; gptqmodel 7.7, ``nn_modules/qlinear/torch.py``.
@@ -119,6 +114,8 @@ def from_gptq(
     qzeros = stored(fn, "qzeros", qzeros, WORD, (groups, -(-N * bits // 32)))
     if g_idx is not None:
         g_idx = stored(fn, "g_idx", g_idx, (torch.int32, torch.int64), (K,))
+    elif K % max(1, groups):
+        raise fail(fn, "g_idx", f"given where {groups} groups do not divide K={K}", None, "Pass that of the checkpoint.")
     return finish(fn, "gptq", (qweight, qzeros, scales, g_idx), (N, K), Gptq(bits, -(-K // max(1, groups)), 2 - version), dtype)
 
 
@@ -131,14 +128,15 @@ def from_awq(
       qweight: (K, N / 8) int32; a word holds 8 consecutive out_features, from the low end 0, 2, 4, 6, 1, 3, 5, 7.
       qzeros: (K / group, N / 8) int32, in the same order.
       scales: (K / group, N), floating.
-      group: how many in_features share a scale; None is what the shapes say.
+      group: how many in_features share a scale; None is what the shapes say, where it divides K.
       dtype: that the weight stands for; None is that of the scales.
 
     Returns:
       ``QuantWeight`` of kind awq. It is decoded in float32, exactly where scales are half-precision.
 
     Raises:
-      FdoraError: a dtype or a shape is another, as in the GEMV and Marlin formats.
+      FdoraError: a dtype or a shape is another, as in the GEMV and Marlin formats; a device is; or the last group is shorter
+        and ``group`` is left out.
 
     Memory: keeps the caller's tensors, and copies none.
     References: Lin et al., AWQ, 2023, arXiv:2306.00978; AutoAWQ 0.2.9, ``utils/packing_utils.py``.
@@ -149,7 +147,13 @@ def from_awq(
     N = 8 * words
     scales = stored(fn, "scales", scales, FLOATS)
     groups, _ = matrix(fn, scales.shape)
-    group = -(-K // max(1, groups)) if group is None else group
+    if group is None and K % max(1, groups):
+        raise fail(
+            fn, "group", f"given where {groups} groups do not divide K={K}", None, "Pass the group size of the checkpoint."
+        )
+    group = max(1, K // max(1, groups)) if group is None else group
+    if not isinstance(group, int) or group < 1:
+        raise fail(fn, "group", "an int of at least 1", group, f"For one group of all in_features pass {K}.")
     scales = stored(fn, "scales", scales, FLOATS, (-(-K // group), N))
     qzeros = stored(fn, "qzeros", qzeros, WORD, (-(-K // group), words))
     return finish(fn, "awq", (qweight, qzeros, scales), (N, K), Gptq(4, group, 0), dtype)
@@ -158,4 +162,4 @@ def from_awq(
 def finish(fn: str, kind: str, tensors: tuple, shape: tuple[int, int], facts: Gptq, dtype: torch.dtype | None) -> QuantWeight:
     dtype = tensors[2].dtype if dtype is None else dtype
     check_floating(fn, dtype)
-    return QuantWeight(kind, tensors, shape, dtype, facts)
+    return made(fn, kind, tensors, shape, dtype, facts)

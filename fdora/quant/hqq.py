@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fdora._check import FLOATS, fail
 from fdora.quant.kinds import register_kind
-from fdora.quant.weight import QuantWeight, matrix, read_as, stored
+from fdora.quant.weight import QuantWeight, made, matrix, read_as, stored
 
 BITS = {"8bit_u8": 8, "4bit_u8": 4, "2bit_u8": 2, "1bit_u8": 1}  # what a byte holds, by the library's word for it
 STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
@@ -65,7 +65,7 @@ def from_hqq(W_q: Any, meta: Mapping[str, Any] | None = None) -> QuantWeight:
       ``QuantWeight`` of kind hqq, of the dtype in which the library computes, bit for bit what its ``dequantize()`` gives.
 
     Raises:
-      FdoraError: 3 bits, quantised scales or zeros, scales of the whole tensor, or shapes that do not fit.
+      FdoraError: 3 bits, quantised scales or zeros, scales of the whole tensor, or shapes or devices that do not fit.
 
     Memory: keeps the library's tensors, and copies none. Rows of axis 0 are decoded with those beside them, as they are
     interleaved: a slice costs up to two more rows of groups.
@@ -98,4 +98,4 @@ def from_hqq(W_q: Any, meta: Mapping[str, Any] | None = None) -> QuantWeight:
     if codes.shape[0] * 8 != R * bits or R * C != N * K:
         raise fail(fn, "W_q", f"{R} rows of {bits} bits", tuple(codes.shape), "Pass layer.W_q and layer.meta of one layer.")
     dtype = torch.promote_types(torch.promote_types(compute, zeros.dtype), scales.dtype)
-    return QuantWeight("hqq", (codes, scales, zeros), (N, K), dtype, Hqq(bits, axis, group, compute))
+    return made(fn, "hqq", (codes, scales, zeros), (N, K), dtype, Hqq(bits, axis, group, compute))

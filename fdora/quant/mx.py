@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fdora._check import fail
 from fdora.quant.lut4 import Lut4
-from fdora.quant.weight import QuantWeight, check_floating, matrix, stored
+from fdora.quant.weight import QuantWeight, check_floating, made, matrix, stored
 
 BYTES = (torch.uint8, *(d for d in [getattr(torch, "float4_e2m1fn_x2", None)] if d is not None))
 
@@ -37,7 +37,7 @@ def from_mxfp4(codes: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bflo
       ``QuantWeight`` of kind mxfp4. Its values are exact in float32.
 
     Raises:
-      FdoraError: a dtype or a shape is another.
+      FdoraError: a dtype, a shape or a device is another.
 
     Memory: keeps the caller's tensors, and copies none.
     References: Open Compute Project, Microscaling Formats (MX) 1.0, 2023; gpt-oss, 2025, arXiv:2508.10925.
@@ -49,7 +49,7 @@ def from_mxfp4(codes: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bflo
     codes = packed(fn, codes, 32)
     N, half = matrix(fn, codes.shape)
     scales = stored(fn, "scales", scales, (torch.uint8, torch.float8_e8m0fnu), (N, -(-2 * half // 32))).view(torch.uint8)
-    return QuantWeight("mxfp4", (codes, scales), (N, 2 * half), dtype, Lut4("e2m1", False, 32, "e8m0", "row"))
+    return made(fn, "mxfp4", (codes, scales), (N, 2 * half), dtype, Lut4("e2m1", False, 32, "e8m0", "row"))
 
 
 def from_nvfp4(
@@ -74,7 +74,7 @@ def from_nvfp4(
       ``QuantWeight`` of kind nvfp4. It is decoded in float32.
 
     Raises:
-      FdoraError: a dtype or a shape is another.
+      FdoraError: a dtype, a shape or a device is another.
 
     Memory: keeps the caller's tensors, and copies none.
     References: NVIDIA, Pretraining large language models with NVFP4, 2025, arXiv:2509.25149; torchao 0.18, ``NVFP4Tensor``.
@@ -92,4 +92,4 @@ def from_nvfp4(
             raise fail(fn, "global_scale", "one number", tuple(whole.shape), "Pass that of one weight; of experts, scale[e].")
         whole = whole.reshape(())
     form = "e4m3/global" if divide else "e4m3*global"
-    return QuantWeight("nvfp4", (codes, scales, whole), (N, 2 * half), dtype, Lut4("e2m1", False, 16, form, "row"))
+    return made(fn, "nvfp4", (codes, scales, whole), (N, 2 * half), dtype, Lut4("e2m1", False, 16, form, "row"))

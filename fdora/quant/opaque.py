@@ -22,9 +22,10 @@ class Opaque(NamedTuple):
 def decode(W: QuantWeight, first: int, last: int) -> Tensor:
     facts, (place,) = read_as(W, Opaque, 1)
     dense = facts.f(*W.tensors[1:])
-    if tuple(dense.shape) != W.shape:
+    if not isinstance(dense, Tensor) or tuple(dense.shape) != W.shape:
+        have = tuple(dense.shape) if isinstance(dense, Tensor) else f"a {type(dense).__name__}"
         remedy = "Make f return the weight in nn.Linear layout."
-        raise fail("quant.QuantWeight.dequantize", "f", f"a function that returns {W.shape}", tuple(dense.shape), remedy)
+        raise fail("quant.QuantWeight.dequantize", "f", f"a function that returns a tensor {W.shape}", have, remedy)
     return dense.detach().to(place.device)[first:last]
 
 
@@ -54,7 +55,7 @@ def opaque(
     Raises:
       FdoraError: the shape is not (N, K) or the dtype not floating; on dequantisation, f returns another shape.
 
-    Memory: keeps f and ``tensors``.
+    Memory: keeps f and ``tensors``. A norm calls f once and holds what it returns, beside its own workspace.
     References: none.
     """
     fn = "quant.opaque"

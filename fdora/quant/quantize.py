@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fdora._check import FLOATS, check_dtype, fail
+from fdora._check import FLOATS, check_dtype, check_whole, fail
 from fdora.quant.codes8 import Codes8
 from fdora.quant.lut4 import NESTED, Lut4, exponent, table
-from fdora.quant.weight import CHUNK, QuantSpec, QuantWeight, matrix
+from fdora.quant.weight import CHUNK, QuantSpec, QuantWeight, check_floating, matrix
 
 FN = "quant.quantize"
 Rows = Callable[[int, int], Tensor]  # rows i to j of what is quantised, float32
@@ -84,7 +84,7 @@ def mxfp4(W: Tensor) -> tuple[Tensor, Tensor]:
     # frexp: amax = f * 2 ** e with f in [0.5, 1), so floor(log2(amax)) = e - 1; the largest e2m1 is 1.5 * 2 ** 2
     absmax = blocks.abs().amax(2)
     e = torch.where(absmax == 0, -127, torch.frexp(absmax).exponent - 3)
-    scales = (e.clamp(-127, 127) + 127).to(torch.uint8)
+    scales = torch.where(absmax.isfinite(), e.clamp(-127, 127) + 127, 255).to(torch.uint8)  # 255: e2m1 has no NaN
     codes = to_e2m1(blocks / exponent(scales)[..., None])
     return packed_rows(codes, W.shape[1]), scales
 
@@ -219,7 +219,8 @@ def quantize(
     """``quantize(W, kind).dequantize() ~ W``: each value becomes the nearest code, scaled by the largest of its group.
 
     Args:
-      W: (N, K) finite weight, float16, bfloat16, float32 or float64; computed in float32.
+      W: (N, K) finite weight, float16, bfloat16, float32 or float64; computed in float32. What is not finite comes back
+        so, with all that shares its scale.
       kind: nf4, fp4 (as bitsandbytes has them), mxfp4, nvfp4, int8 (symmetric) or fp8 (e4m3).
       group: values that share a scale, for nf4 and fp4: even, 64 where None.
       nested: for nf4 and fp4, quantise their scales too.
@@ -230,12 +231,17 @@ def quantize(
       ``QuantWeight`` on the device of W. A group of zeros stays zeros.
 
     Raises:
-      FdoraError: another kind; K is odd, for mxfp4 and nvfp4; group, nested or block do not fit the kind.
+      FdoraError: another kind; W is no tensor, or a dtype not floating; K is odd, for mxfp4 and nvfp4; group, nested or block
+        do not fit the kind.
 
     Memory: some float32 copies of 64 MB of W at a time while it runs; keeps nothing of it.
     References: those of :func:`from_bnb`, :func:`from_mxfp4`, :func:`from_nvfp4` and :func:`from_fp8`.
     """
+    if not isinstance(W, Tensor):
+        raise fail(FN, "W", "a dense torch.Tensor", f"a {type(W).__name__}", "Pass, of a QuantWeight, W.dequantize().")
+    check_whole(FN, {"W": W})
     check_dtype(FN, "W", W, FLOATS)
+    check_floating(FN, W.dtype if dtype is None else dtype)
     N, K = matrix(FN, W.shape)
     lut, coded = kind in ("nf4", "fp4"), kind in ("int8", "fp8")
     if not lut and (nested or group is not None):
@@ -244,8 +250,8 @@ def quantize(
         )
     if not coded and block != "row":
         raise fail(FN, "block", "left out", f"{block!r} for {kind!r}", "Only int8 and fp8 have a choice.")
-    if group is not None and (group < 2 or group % 2):
-        raise fail(FN, "group", "even and at least 2", group, "Pass 64.")
+    if group is not None and (not isinstance(group, int) or group < 2 or group % 2):
+        raise fail(FN, "group", "an even int of at least 2", group, "Pass 64.")
     if kind in ("mxfp4", "nvfp4") and K % 2:
         raise fail(FN, "W", "of even K", (N, K), "Two values of a row share a byte: pad W with a column of zeros.")
     facts = facts_of(kind, 64 if group is None else group, nested, block)

@@ -12,7 +12,7 @@ from fdora._check import FLOATS, fail
 from fdora.quant.codes8 import from_fp8, from_int8
 from fdora.quant.kinds import register_kind
 from fdora.quant.mx import from_mxfp4, from_nvfp4
-from fdora.quant.weight import QuantWeight, matrix, read_as, stored
+from fdora.quant.weight import QuantWeight, made, matrix, read_as, stored
 
 
 class TorchaoNf4(NamedTuple):
@@ -83,7 +83,7 @@ def of_nf4(t: Any) -> QuantWeight:
         stored(FN, "scaler_mean", t.scaler_mean, dtype, ()),
         stored(FN, "nf4", t.nf4, dtype, (16,)),
     )
-    return QuantWeight("torchao_nf4", tensors, (N, K), t.dtype, TorchaoNf4(group, outer))
+    return made(FN, "torchao_nf4", tensors, (N, K), t.dtype, TorchaoNf4(group, outer))
 
 
 def scale_block(t: Any) -> str | tuple[int, int] | None:
@@ -112,7 +112,7 @@ def affine(t: Any) -> QuantWeight:
     codes = stored(FN, "qdata", t.qdata, (torch.int8,))
     scales = stored(FN, "scale", t.scale.reshape(size), FLOATS)
     zeros = stored(FN, "zero_point", t.zero_point.reshape(size), (torch.int8, torch.int32, torch.int64, *FLOATS))
-    return QuantWeight("affine", (codes, scales, zeros), (N, K), t.dtype, Affine((bn, bk)))
+    return made(FN, "affine", (codes, scales, zeros), (N, K), t.dtype, Affine((bn, bk)))
 
 
 def of_fp8(t: Any) -> QuantWeight:

@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, Weight, check_dtype, fail
+from fdora._check import FLOATS, Weight, check_dtype, check_whole, fail
 from fdora._torch import register_pytree
 from fdora.quant.kinds import kind_of
 
@@ -125,6 +125,8 @@ class QuantWeight(Weight):
         fn, (N, K) = "quant.QuantWeight.dequantize", self.shape
         first, last = (0, N) if rows is None else bounds(fn, "rows", rows, N)
         if out is not None:
+            if not isinstance(out, Tensor):
+                raise fail(fn, "out", "a torch.Tensor", f"a {type(out).__name__}", "Leave it out to have one allocated.")
             if out.shape != (last - first, K) or out.device != self.device:
                 have = f"{tuple(out.shape)} on {out.device}"
                 raise fail(fn, "out", f"{(last - first, K)} on {self.device}", have, "Allocate it with that shape there.")
@@ -195,6 +197,7 @@ def stored(fn: str, arg: str, t: Any, dtypes: tuple[torch.dtype, ...], size: Seq
     """A tensor that is stored as it is: of a dtype and a shape that the format has, contiguous, and no Parameter."""
     if not isinstance(t, Tensor):
         raise fail(fn, arg, "a torch.Tensor", f"a {type(t).__name__}", "Pass the tensor that the checkpoint holds.")
+    check_whole(fn, {arg: t})
     check_dtype(fn, arg, t, dtypes, "Pass it as the checkpoint holds it.")
     if size is not None and tuple(t.shape) != tuple(size):
         raise fail(
@@ -207,6 +210,18 @@ def stored(fn: str, arg: str, t: Any, dtypes: tuple[torch.dtype, ...], size: Seq
         return t
     # autograd keeps no tensor that was made in inference mode, as HQQ makes its own; another one of the same memory it does
     return torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+
+
+def made(
+    fn: str, kind: str, tensors: tuple[Tensor | None, ...], shape: tuple[int, int], dtype: torch.dtype, facts: Hashable
+) -> QuantWeight:
+    """What a constructor returns. Its tensors are on one device: a number on the host beside codes on a GPU is a mistake that
+    torch would let pass, and kernels not."""
+    W = QuantWeight(kind, tensors, shape, dtype, facts)
+    if any([t is not None and t.device != W.device for t in tensors]):
+        have = ", ".join([f"{name} on {t.device}" for name, t in W.named().items() if t is not None])
+        raise fail(fn, "tensors", "on one device", have, f"Move all to {W.device}.")
+    return W
 
 
 def read_as(W: QuantWeight, facts: type[Facts], count: int) -> tuple[Facts, tuple[Tensor, ...]]:

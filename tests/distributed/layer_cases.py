@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from fdora import FdoraError
 from fdora.functional import dora_conv1d, dora_conv2d, dora_embedding, dora_experts, dora_linear, dora_linear_multi, dora_norm
-from fdora.quant import quantize
+from fdora.quant import from_fp8, quantize
 from tests.close import assert_exact
 from tests.distributed.lay import DEVICE, Collectives, R, full, mesh
 from tests.distributed.world import run
@@ -142,6 +142,15 @@ def case_quantised_weights():
     cut = [distribute_tensor(t[n], mesh(2), [S(0) if n in "Bm" else R]) for n in ("x", "A", "B", "m")]
     with pytest.raises(FdoraError, match="`B` must be R on mesh dimension tp, on which W is R"):
         layer(*cut)
+    spread = distribute_tensor(random(64, 64), mesh(2), [S(0)])
+    scale, lies = torch.ones(64), [mesh(2), [S(0)]]
+    for arg, call in (
+        ("W", lambda: quantize(spread, "nf4")),
+        ("weight", lambda: from_fp8(spread.to(torch.float8_e4m3fn), scale, "row")),
+        ("scale", lambda: from_fp8(t["x"].to(torch.float8_e4m3fn), distribute_tensor(scale, *lies), "row")),
+    ):
+        with pytest.raises(FdoraError, match=rf"`{arg}` must be a plain tensor, got a DTensor. Pass {arg}.full_tensor\(\)"):
+            call()
 
 
 def case_experts():

@@ -107,6 +107,22 @@ def test_rows_at_a_time(monkeypatch):
         dora_norm(W, A, B, s=S, max_bytes=100)
 
 
+def test_a_function_is_called_once_for_a_norm():
+    """Of a kind of which some rows cost as much as all."""
+    dense, calls = torch.randn(N, K), []
+    W = opaque(lambda: calls.append(1) or dense, (N, K), torch.bfloat16, "cpu")
+    A, B, _ = adapter(W)
+    calls.clear()
+    c = dora_norm(W, A, B, s=S, max_bytes=8000)
+    assert len(calls) == 1
+    torch.testing.assert_close(
+        c.double(), reference.norm(dense, A.detach(), B.detach(), S), rtol=1e-6, atol=0
+    )  # not of bfloat16
+    base = dora_base_sqnorm(W, max_bytes=8000)
+    assert len(calls) == 2
+    torch.testing.assert_close(base.double(), dense.double().square().sum(1), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer(kind, bias):

@@ -44,6 +44,8 @@ def test_values_are_those_of_the_whole(name):
     both = cut(W, rows=slice(row, 2 * row), columns=slice(column, None))
     assert torch.equal(both.dequantize(torch.float32), whole[row : 2 * row, column:])
     assert both.spec.weight(both.tensors).nbytes < W.nbytes
+    empty = cut(W, rows=slice(row, row), columns=slice(column, None))  # a process that is left without rows
+    assert empty.dequantize().shape == (0, columns - column)
 
 
 def test_nested_scales_stay_where_their_groups_do():

@@ -110,7 +110,11 @@ def test_scales():
         (lambda W: quantize(W, "gptq"), "made by their own libraries"),
         (lambda W: quantize(W.int(), "nf4"), "`W` must be float16"),
         (lambda W: quantize(W[0], "nf4"), r"\(N, K\)"),
-        (lambda W: quantize(W, "nf4", group=33), "`group` must be even"),
+        (lambda W: quantize(W, "nf4", group=33), "`group` must be an even int"),
+        (lambda W: quantize(W, "nf4", group=64.0), "`group` must be an even int of at least 2, got 64.0"),
+        (lambda W: quantize(W, "nf4", dtype=torch.int8), "`dtype` must be a floating dtype of torch, got torch.int8"),
+        (lambda W: quantize(quantize(W, "nf4"), "nf4"), "`W` must be a dense torch.Tensor, got a QuantWeight"),
+        (lambda W: quantize(W.tolist(), "nf4"), "`W` must be a dense torch.Tensor, got a list"),
         (lambda W: quantize(W, "int8", group=64), "`group` must be None"),
         (lambda W: quantize(W, "mxfp4", nested=True), "nested False"),
         (lambda W: quantize(W, "nf4", block=None), "`block` must be left out"),
@@ -121,3 +125,13 @@ def test_scales():
 def test_errors(call, says):
     with pytest.raises(FdoraError, match=says):
         call(torch.randn(4, 33))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("kind", "whole"), [("nf4", 1), ("fp4", 1), ("mxfp4", 1), ("int8", 1), ("fp8", 1), ("nvfp4", 6)])
+def test_what_is_not_finite_never_becomes_finite(kind, whole, bad):
+    """One row, where scales belong to parts of rows, or all (nvfp4 has one scale more for all of them)."""
+    W = torch.randn(6, 64, device=device.NAME)
+    W[2, 40] = bad
+    lost = ~quantize(W, kind).dequantize().isfinite()
+    assert lost[2, 40] and lost.any(1).sum() == whole

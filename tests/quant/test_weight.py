@@ -10,10 +10,27 @@ import pytest
 import torch
 
 from fdora._check import FdoraError
-from fdora.quant import SAFE, Lut4, Opaque, QuantWeight, from_fp8, opaque, quantize, register_kind
+from fdora.quant import (
+    SAFE,
+    Lut4,
+    Opaque,
+    QuantWeight,
+    from_awq,
+    from_bnb,
+    from_bnb_int8,
+    from_fp8,
+    from_gptq,
+    from_hqq,
+    from_int8,
+    from_mxfp4,
+    from_nvfp4,
+    opaque,
+    quantize,
+    register_kind,
+)
 from fdora.quant.kinds import KINDS
 from tests import device
-from tests.quant.make import CASES, twice
+from tests.quant.make import CASES, State, twice
 
 every = pytest.mark.parametrize("case", CASES)
 # one of each way to decode, for what takes long
@@ -228,7 +245,12 @@ SMALL = "quantize(torch.ones(4, 6), 'int8')"
         (f"{SMALL}.spec.weight([torch.ones(1)])", "`tensors` must be 2 tensors, got 1"),
         ("QuantWeight('q', (torch.ones(1),), (1, 1), torch.float32, ()).dequantize()", "`kind` must be one of .*nf4"),
         ("QuantWeight('int8', (), (1, 1), torch.float32, ()).device", "at least one tensor"),
-        ("opaque(lambda: torch.ones(3, 2), (2, 3), torch.float32, 'cpu').dequantize()", r"returns \(2, 3\)`?, got \(3, 2\)"),
+        (
+            "opaque(lambda: torch.ones(3, 2), (2, 3), torch.float32, 'cpu').dequantize()",
+            r"returns a tensor \(2, 3\), got \(3, 2\)",
+        ),
+        ("opaque(lambda: None, (2, 3), torch.float32, 'cpu').dequantize()", r"returns a tensor \(2, 3\), got a NoneType"),
+        (f"{SMALL}.dequantize(out=[1])", "`out` must be a torch.Tensor, got a list"),
         ("opaque(torch.ones(2, 3), (2, 3), torch.float32, 'cpu')", "`f` must be a function"),
         ("opaque(twice, (2, 3, 4), torch.float32, 'cpu')", r"`shape` must be \(N, K\)"),
         ("opaque(twice, (2, 3), torch.int8, 'cpu')", "floating dtype"),
@@ -237,6 +259,32 @@ SMALL = "quantize(torch.ones(4, 6), 'int8')"
 def test_errors(call, says):
     with pytest.raises(FdoraError, match=says):
         eval(call, {"torch": torch, "quantize": quantize, "QuantWeight": QuantWeight, "opaque": opaque, "twice": twice})
+
+
+E4M3, I8 = torch.ones(4, 16).to(torch.float8_e4m3fn), torch.ones(4, 16, dtype=torch.int8)
+META = {"shape": (2, 32), "axis": 1, "group_size": 8, "packing": "4bit_u8", "zero": torch.ones(8, 1)}
+BYTES, WORDS = torch.zeros(4, 8, dtype=torch.uint8), torch.zeros(4, 8, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda far: from_fp8(E4M3, torch.ones((), device=far), None),
+        lambda far: from_int8(I8, torch.ones(4, device=far)),
+        lambda far: from_bnb_int8(I8, torch.ones(4, device=far)),
+        lambda far: from_nvfp4(BYTES, E4M3[:, :1].contiguous(), torch.ones((), device=far)),
+        lambda far: from_mxfp4(BYTES, torch.ones(4, 1, dtype=torch.uint8, device=far)),
+        lambda far: from_gptq(WORDS, WORDS[:1, :1], torch.ones(1, 8, device=far)),
+        lambda far: from_awq(WORDS, WORDS[:1], torch.ones(1, 64, device=far)),
+        lambda far: from_bnb(BYTES.view(-1, 1), State(torch.ones(1, device=far), (4, 16), 64, "nf4", torch.float32)),
+        lambda far: from_hqq(BYTES, META | {"scale": torch.ones(8, 1, device=far)}),
+    ],
+)
+def test_constructors_want_one_device(make):
+    """torch lets a number on the host pass beside codes on a GPU; kernels do not."""
+    assert make("cpu").device.type == "cpu"
+    with pytest.raises(FdoraError, match=r"`tensors` must be on one device, got \w+ on cpu, .* on meta.*Move all to cpu\."):
+        make("meta")
 
 
 def test_opaque_moves_what_its_function_returns():
