@@ -120,7 +120,7 @@ def shapes_of(text: str) -> list[tuple[int, ...]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = command(__doc__)
+    options = command(__doc__, kernels=True)
     options.add_argument("--shapes", type=shapes_of, default=SHAPES, help="NxKxr, comma separated")
     options.add_argument("--now", action="store_true", help="those that the plans choose, and no others")
     options = options.parse_args(argv)

@@ -140,7 +140,7 @@ def decoding(states, bnb):
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = command(__doc__)
+    options = command(__doc__, kernels=True)
     options.add_argument("--ranks", type=lambda s: [int(r) for r in s.split(",")], default=RANKS)
     options.add_argument("--shapes", type=shapes_of, default=SOME, help="NxK, comma separated")
     options.add_argument("--store", action="store_true", help="with the dense W")

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from bench.command import present
 from bench.kernels import short
 from bench.norm_forms import about
 from bench.save import save
@@ -255,7 +256,7 @@ WHAT = {"layer": layer, "vit": vit_model, "model": language_model}
 def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=WHAT)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", type=present)
     parser.add_argument("--mode", choices=["inference", "gradient"], default="gradient")
     parser.add_argument("--way", help='of a model: one of bench.vit, of bench.model; of a layer "inside" computes its norm too')
     for name, size in (("M", 4096), ("K", 4096), ("N", 4096), ("r", 64), ("layers", 2), ("batch", 0)):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from bench.command import present
 from bench.table import table
 from fdora.functional import dora_init, dora_linear, dora_norm
 from fdora.quant import Affine, QuantWeight, TorchaoNf4, from_awq, from_gptq, from_hqq, opaque, quantize
@@ -119,7 +120,7 @@ def written(page, found):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", type=present)
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the figures into the table of this page")
     options = parser.parse_args(argv)
     found = figures(options.device)

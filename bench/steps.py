@@ -41,6 +41,7 @@ from torch.utils.checkpoint import checkpoint
 from bench import layers12
 from bench.attempt import Failures
 from bench.clock import anchor_graph, capture, medians, once, replay_ms
+from bench.command import present
 from bench.decoder import LINEARS
 from bench.layer import free
 from bench.layers12 import DTYPES, MOST_APART, adapters, own_code
@@ -347,7 +348,7 @@ def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
 
 def add_model(parser: argparse.ArgumentParser, layers: int) -> None:
     """What bench.issue_time shares."""
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", type=present)
     parser.add_argument("--layers", type=int, default=layers)
     parser.add_argument("--loss-tokens", type=int, default=1024)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations")

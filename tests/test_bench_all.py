@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bench import all as everything
 from bench.all import Entry
@@ -154,6 +155,7 @@ def test_commands_take_their_arguments(tmp_path, monkeypatch):
     pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
     from bench import model
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(model, "ARCHITECTURES", {"qwen3-vl-8b": None} | model.ARCHITECTURES)
     options = everything.parse(["--device", "cuda", "--commit", "abc", "--rival-path", f"{tmp_path},{tmp_path}"])
     asked = {}
@@ -168,6 +170,28 @@ def test_commands_take_their_arguments(tmp_path, monkeypatch):
     assert str(tmp_path) in str(asked["layer_quick"].rival_path) and asked["converge_muon_s2"].seeds == [2]
     assert {each.model for name, each in asked.items() if name.startswith("model_")} == set(model.ARCHITECTURES)
     assert {each.sweep for name, each in asked.items() if name.startswith("model_")} == {None, *model.SWEEPS}
+
+
+NO_GPU = "argument --device: cuda[0-9:]* wants a GPU, and torch .* finds none here"
+NO_KERNELS = "argument --device: cpu wants TRITON_INTERPRET=1"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        *((command, NO_GPU) for command in ("few", "products", "passes", "norm_dense --device cuda", "steps --device cuda:0")),
+        *((command, NO_KERNELS) for command in ("norm_dense", "norm_tiles --device cpu")),
+    ],
+)
+def test_a_command_that_cannot_run_here_says_why(command, said, monkeypatch, capsys):
+    """Before it makes anything: not a traceback out of torch, Triton or nvidia-smi."""
+    pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    name, *options = command.split()
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(f"bench.{name}").main(options)
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_a_result_is_whole_or_the_one_before(tmp_path, monkeypatch):

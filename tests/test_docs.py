@@ -361,6 +361,46 @@ def test_the_picture_takes_the_newest_machine_that_has_every_bar(elsewhere):
     assert float(bars["use_fdora"]) == 2 * float(bars["LoRA"]) == 2 * float(bars["LoRA, compiled"])
 
 
+def test_figures_between_sentences():
+    """Which no command writes: sharded models in README, gradients through the norm, products of 8 bits."""
+    result = lambda name: json.loads((ROOT / f"bench/results/h200/{name}.json").read_text())  # noqa: E731
+    flat = lambda page: " ".join(PAGES[page].split())  # noqa: E731
+    sharded = {name: result(name) for name in ("sharded_12", "sharded_r384")}
+    steps = {(n, x["way"]): x for n, found in sharded.items() for x in found["rows"] if x["mode"] == "step"}
+    of = lambda *key: f"{steps[key]['of_lora']:.2f}"  # noqa: E731
+    less = steps["sharded_12", "peft_fdora_fused"]["peak_mb"] / steps["sharded_12", "peft_lora"]["peak_mb"]
+    assert of("sharded_r384", "peft_fdora") == of("sharded_r384", "peft_fdora_fused")
+    assert {found["about"]["commit"] for found in sharded.values()} == {"e32cb98"}
+    assert (
+        f"takes {of('sharded_12', 'peft_fdora')} of LoRA's, with `fuse=True` {of('sharded_12', 'peft_fdora_fused')} and "
+        f"{less:.2f} of its memory; of 6 layers with r = 384 it takes {of('sharded_r384', 'peft_fdora')} in both, through "
+        f"PEFT's DoRA {of('sharded_r384', 'peft_dora')} (`python -m bench.sharded`, commit e32cb98)"
+    ) in flat("README.md")
+
+    full = result("full")
+    ratios = {}
+    for x in full["rows"]:
+        if x["norm"] == "given":
+            ratios.setdefault((x["M"], x["r"] if x["M"] == 512 else max(64, x["r"])), []).append(f"{x['ratio']:.2f}")
+    low, high = sorted(ratios[4096, 64])
+    few = sorted(ratios[512, 16])
+    assert f"{low} to {high} of the detached one with 4096 tokens up to r = 64, and {ratios[4096, 384][0]} at r = 384" in flat(
+        "docs/integrations.md"
+    )
+    said = f"{few[0]} to {few[-1]} at r = 16 and {ratios[512, 384][0]} at r = 384"
+    assert said in flat("docs/integrations.md") and f"commit {full['about']['commit']})" in flat("docs/integrations.md")
+
+    shares = {}
+    for x in result("fp8")["rows"]:
+        shares.setdefault((x["scales"], x["M"]), []).append(x["ms"]["fp8"] / x["ms"]["decoded"])
+    row = [shares["row", M] for M in (512, 4096, 16)]
+    (a, b), (c, d), (e, f) = ((min(each), max(each)) for each in row)
+    said = f"{a:.2f} to {b:.2f} of the time with a decoded W at 512 tokens, r = 64, but {c:.2f} to {d:.2f} at 4096 and {e:.2f} to {f:.1f}"
+    assert said in flat("docs/quantised.md")
+    (a, b), (c, d), (e, f) = ((min(each), max(each)) for each in (shares["128 x 128", M] for M in (512, 4096, 16)))
+    assert f"with blocks {a:.2f} to {b:.2f}, {c:.1f} to {d:.1f} and {e:.2f} to {f:.1f}" in flat("docs/quantised.md")
+
+
 def test_each_table_shows_its_own_measurements():
     """One cell of each, by hand: the report and this test agree on what a column is."""
     rows = lambda name: json.loads((ROOT / f"bench/results/{name}.json").read_text())["rows"]  # noqa: E731

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from email.parser import Parser
@@ -39,8 +40,9 @@ def wheel(tmp_path_factory):
             pytest.skip(f"building the wheel needs {package}>={least} in this environment; `make test` installs it")
     folder = tmp_path_factory.mktemp("package")
     shutil.copytree(ROOT / "fdora", folder / "sources" / "fdora", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder / "sources")
+    (folder / "sources/tests").mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md", "tests/test_package.py"):
+        shutil.copy(ROOT / name, folder / "sources" / name)
     run(
         sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", cwd=folder / "sources"
     )  # sdist, then wheel
@@ -66,6 +68,14 @@ def test_holds_the_package_and_nothing_else(wheel):
     sources |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "fdora/plan/profiles").glob("*.json")}
     assert packed == sources
     assert wheel.name == f"fdora-{__version__}-py3-none-any.whl"
+
+
+def test_the_source_archive_holds_what_the_wheel_is_built_of(wheel):
+    """And no half of the tests, which setuptools would put there."""
+    with tarfile.open(next(wheel.parent.glob("*.tar.gz"))) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "fdora/triton/runtime/walk.c"} <= packed
+    assert not [name for name in packed if name.startswith("tests")]
 
 
 def test_works_in_a_clean_environment(wheel, tmp_path):

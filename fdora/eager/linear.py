@@ -260,7 +260,7 @@ def _dg_of_output(dy: Tensor, y: Tensor, g: Tensor, la: Any, s: float, x: Tensor
     of_v = dy * (y if bias is None else y - bias.to(y.dtype))
     dg, lost = of_v.sum(0) / g, g.abs() < info.tiny / info.eps
     if bias is not None:
-        lost = lost | ((dy * y).abs().sum(0) > drowned() * of_v.abs().sum(0))
+        lost = lost | ~((dy * y).abs().sum(0) <= drowned() * of_v.abs().sum(0))  # nor is it read beside an infinite bias
     if not is_plain(lost):
         return torch.where(lost, (dy * (matmul(x, W.to(t).T) + matmul(h, scaled(B, s, t).T))).sum(0), dg)
     n = lost.nonzero().flatten()

@@ -14,6 +14,7 @@ from fdora.triton.runtime.plan import Array
 
 BLOCK_M, BLOCK_N = 16, 256
 MAX_AT_ONCE = 4  # as the kernel has arguments for
+MOST_BLOCKS = 65_535  # of rows: CUDA allows so many on the second axis of a grid
 
 
 def in_dtype(plan: Builder, t: Array, dtype: torch.dtype) -> Array:
@@ -76,12 +77,18 @@ def _copy(plan: Builder, parts: Sequence[Array], out: Array) -> None:
         )
 
 
-def _batches(parts: Sequence[Array]) -> list[tuple[int, Sequence[Array]]]:
-    batches, at = [], 0
-    for i in range(0, len(parts), MAX_AT_ONCE):
-        some = parts[i : i + MAX_AT_ONCE]
-        batches.append((at, some))
-        at += sum(t.shape[0] for t in some)
+def _batches(parts: Sequence[Array]) -> list[tuple[int, list[Array]]]:
+    """What each launch copies, behind its first row of the result. Only a million rows are too many for one."""
+    most = MOST_BLOCKS * BLOCK_M
+    batches: list[tuple[int, list[Array]]] = []
+    at = room = 0
+    for t in (part.rows(i, i + most) for part in parts for i in range(0, max(1, part.shape[0]), most)):
+        blocks = cdiv(t.shape[0], BLOCK_M)
+        if not batches or blocks > room or len(batches[-1][1]) == MAX_AT_ONCE:
+            batches.append((at, []))
+            room = MOST_BLOCKS
+        batches[-1][1].append(t)
+        at, room = at + t.shape[0], room - blocks
     return batches
 
 

@@ -247,6 +247,18 @@ def dm_read_beside_a_bias_loses_its_bound(backend="auto", dtypes=(torch.bfloat16
             assert rms(a) <= 4 * rms(b), (dtype, M, uneven, size, rms(a) / rms(b))
 
 
+def an_infinite_bias_keeps_dm():
+    """-inf takes an output out of a softmax, whose gradient is 0 there: dm is 0 and not 0 times infinity."""
+    for dtype, dead in itertools.product((torch.float16, torch.float32), (0.0, 1.0)):
+        t = tracked(tensors(12, 24, 4, (70,), dtype, torch.float32), "m")
+        bias = torch.zeros(12).to(t["x"])
+        bias[3::4], bias[2] = float("-inf"), float("inf")
+        dy = torch.randn(70, 12).to(t["x"]) * (dead + bias.isfinite())
+        (want,) = torch.autograd.grad(truth(t, "none", torch.zeros_like(bias)), t["m"], dy.double())
+        (got,) = torch.autograd.grad(call(t, bias=bias), t["m"], dy)
+        assert rel_l2(got, want) <= 8 * torch.finfo(dtype).eps, (dtype, dead)
+
+
 def fp16_magnitudes_that_underflow_keep_dm():
     t = tracked(tensors(48, 64, 8, (128,), torch.float16, torch.float32), "m")
     with torch.no_grad():
@@ -300,6 +312,7 @@ CHECKS = [
     float32_adapters_keep_float32_gradients,
     dm_survives_the_two_traps,
     dm_read_beside_a_bias_loses_its_bound,
+    an_infinite_bias_keeps_dm,
     fp16_magnitudes_that_underflow_keep_dm,
     zero_and_nan_rows_stay_in_their_row,
     takes_any_strides,

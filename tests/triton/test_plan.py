@@ -16,7 +16,18 @@ from fdora.triton.runtime.layout import ALIGN, collapses, contiguous, is_operand
 from fdora.triton.runtime.plan import Array, Launch, Like, Plan, Product, Scalar, Tile
 from tests import device
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels
-from tests.triton.written import FP32, HOPPER, alike, arrays, copied, every_call, kernels, launches, plan_of
+from tests.triton.written import (
+    FP32,
+    HOPPER,
+    alike,
+    arrays,
+    copied,
+    every_call,
+    kernels,
+    launches,
+    plan_of,
+    results_of,
+)
 
 DEVICES = [HOPPER, Device(-1, 80, 108, False), Device(-1, 0, 304, False)]
 
@@ -526,3 +537,37 @@ def test_a_backward_without_dx_does_not_cast_the_weight(tokens):
         flags = (True, True, True, False, False)
         plan = plan_backward((x, h, y, y, *la), HOPPER, 0.0, "lora", (True,), need_x, flags)
         assert kernels(plan)["copy_kernel"] == need_x
+
+
+# grids
+
+
+def blocks_of_rows(plan):
+    return [step.grid[1] for step in launches(plan, "copy")]
+
+
+def test_a_copy_of_more_rows_than_a_grid_has_blocks_for():
+    """CUDA starts no kernel with more than 65,535 on that axis, and a block is 16 rows: a residual of 4096 images in 257 tokens, r = 12."""
+    from fdora.triton.linear import plan_forward
+    from tests.triton import written
+
+    for M, blocks in ((1_048_560, [65_535]), (4096 * 257, [65_535, 257]), (3_000_000, [65_535, 65_535, 56_430])):
+        likes = [alike(M, 64), *written.layer(256, 64, 12, torch.float16, torch.float16), alike(M, 256)]
+        plan = plan_forward(tuple(likes), HOPPER, 0.0, "lora", ("output",), True, (), (), True)
+        assert blocks_of_rows(plan) == [*blocks, 16]  # the last: of B, whose rows are made 16 bytes long
+
+
+@needs_kernels
+def test_copies_in_several_launches(monkeypatch):
+    """Matrices of several, of one and of no block of rows, in launches of three blocks at most."""
+    from fdora.triton import copy
+
+    def write(plan, *parts):
+        got = copy.stacked(plan, [plan.matrix(t) for t in parts], torch.float32)
+        copy.copied(plan, got, plan.result("whole", got.shape, torch.float32))
+
+    monkeypatch.setattr(copy, "MOST_BLOCKS", 3)
+    parts = [torch.randn(rows, 12, device=device.NAME, dtype=torch.float16) for rows in (100, 0, 16, 7, 49, 1)]
+    (whole,) = results_of(write, *parts)
+    assert torch.equal(whole, torch.cat(parts).float())
+    assert blocks_of_rows(plan_of(write, *map(walk.like, parts))) == [3, 3, 3, 3, 2, 3, 3, 3, 2]
