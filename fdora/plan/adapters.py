@@ -9,10 +9,11 @@ from fdora._check import fail
 from fdora.explain_model import ADAPTER, load
 from fdora.plan.setup import Adapter
 
-
 # of PEFT's config: what trains more, less or something else than A, B and m of one rank on all layers of a name
-OTHERS = ("rank_pattern", "modules_to_save", "layers_to_transform", "exclude_modules", "target_parameters", "lora_bias")
-OTHERS += ("trainable_token_indices", "layer_replication")
+OTHERS = (
+    *("rank_pattern", "modules_to_save", "layers_to_transform", "exclude_modules", "target_parameters", "lora_bias"),
+    *("trainable_token_indices", "layer_replication"),
+)
 
 
 def check_folder(config: dict[str, Any]) -> None:
