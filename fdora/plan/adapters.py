@@ -43,7 +43,7 @@ def read_adapters(texts: list[str]) -> tuple[tuple[Adapter, ...], frozenset[str]
     targets: set[frozenset[str]] = set()
     for text in texts:
         if (Path(text) / ADAPTER).exists():
-            config = load(Path(text) / ADAPTER)
+            config = load(Path(text) / ADAPTER, "plan", "adapters")
             check_folder(config)
             names = config["target_modules"]
             targets.add(frozenset(names))

@@ -78,7 +78,7 @@ def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -
     Raises:
       FdoraError: no such file; a model type or a field that the planner does not know.
     """
-    config = source if isinstance(source, dict) else load(_file(Path(source)))
+    config = source if isinstance(source, dict) else load(_file(Path(source)), "plan")
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in REFUSED:
         raise fail("plan", "model", f"of a model type among {', '.join(FAMILIES)}", repr(kind), REFUSED[kind])

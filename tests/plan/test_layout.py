@@ -267,6 +267,15 @@ def test_folders_that_train_something_else_are_refused(tmp_path, case):
         read_adapters([str(tmp_path)])
 
 
+def test_files_that_are_no_json(tmp_path):
+    for name in ("config.json", "adapter_config.json"):
+        (tmp_path / name).write_text("{")
+    with pytest.raises(FdoraError, match=r"fdora.plan: `model` must be a JSON file, got JSONDecodeError"):
+        read_model(tmp_path)
+    with pytest.raises(FdoraError, match=r"fdora.plan: `adapters` must be a JSON file, got JSONDecodeError"):
+        read_adapters([str(tmp_path)])
+
+
 def test_a_gpu_that_nobody_measured_has_floors():
     found = card("B200")
     assert not found.measured and found.profile.flops == 2250e12 and found.profile.start == found.profile.host == 0
