@@ -219,13 +219,13 @@ def from_adapter(folder: Path) -> Model:
     return Model(f"adapter {folder.name}", [Kind(*key, count) for key, count in found.items()], notes)
 
 
-def load(file: Path) -> dict[str, Any]:
+def load(file: Path, fn: str = "explain", arg: str = "model") -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise fail("explain", "model", "a JSON file", f"{type(error).__name__} for {file}", "Check the file.") from error
+        raise fail(fn, arg, "a JSON file", f"{type(error).__name__} for {file}", "Check the file.") from error
     if not isinstance(found, dict):
-        raise fail("explain", "model", "a JSON object", f"a {type(found).__name__} in {file}", "Check the file.")
+        raise fail(fn, arg, "a JSON object", f"a {type(found).__name__} in {file}", "Check the file.")
     return found
 
 

@@ -83,7 +83,7 @@ def write(
         return
     state, config = (to_peft if _known(dialect) == "peft" else to_torchtune)(adapters)
     text = json.dumps(config, indent=2) + "\n"
-    with _writable(Path(path)):
+    with writable(Path(path)):
         Path(path).mkdir(parents=True, exist_ok=True)
     _replace(Path(path), {CONFIG: lambda file: file.write_text(text), TENSORS: lambda file: _save(file, state)})
 
@@ -129,7 +129,7 @@ def _replace(folder: Path, files: Mapping[str, Callable[[Path], object]]) -> Non
     One move is atomic, two are not: of several files the old ones are moved away first, and the first of ``files``, a config,
     comes back last. Between the moves it is missing, so no reader takes new tensors with an old config.
     """
-    with _writable(folder), TemporaryDirectory(dir=folder, prefix=".fdora-") as aside:
+    with writable(folder), TemporaryDirectory(dir=folder, prefix=".fdora-") as aside:
         new, old = Path(aside, "new"), Path(aside, "old")
         new.mkdir()
         old.mkdir()
@@ -166,7 +166,7 @@ def readable(fn: str, file: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _writable(path: Path) -> Iterator[None]:
+def writable(path: Path) -> Iterator[None]:
     from safetensors import SafetensorError
 
     try:

@@ -26,7 +26,7 @@ def dora_stack(params: Sequence[DoraParams]) -> DoraParams:
       ``DoraParams(A (G, r, K), B (G, N, r), m (G, N))`` with r the largest rank. Differentiable: gradients reach each adapter.
 
     Raises:
-      FdoraError: there is no adapter, or shapes, dtypes or devices disagree, or m is None in some.
+      FdoraError: there is no adapter, one is no (A, B, m), shapes, dtypes or devices disagree, or m is None in some.
 
     Memory: a copy of all of them; keeps nothing for backward.
     References: none; it is bookkeeping of this library.
@@ -34,6 +34,10 @@ def dora_stack(params: Sequence[DoraParams]) -> DoraParams:
     fn = "dora_stack"
     if len(params) == 0:
         raise fail(fn, "params", "at least one adapter", "none", "A layer without is torch.nn.functional.linear.")
+    for i, each in enumerate(params):
+        if not isinstance(each, (tuple, list)) or len(each) != 3:
+            remedy = "The layer without an adapter needs no row: its ids are -1, its tokens behind the last end."
+            raise fail(fn, f"params[{i}]", "a DoraParams (A, B, m)", f"a {type(each).__name__}", remedy)
     lacking = [i for i, each in enumerate(params) if each[2] is None]
     if 0 < len(lacking) < len(params):
         remedy = "Plain LoRA beside DoRA is m = torch.ones(N), and a row of ones in norm."

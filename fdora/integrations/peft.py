@@ -207,7 +207,8 @@ def read_banks(model: nn.Module, adapters: Sequence[str] | None = None) -> dict[
       A :class:`LayerBank` for each layer that has one of them, by the name of the layer.
 
     Raises:
-      FdoraError: no layer has such an adapter, or those of a layer differ in dtype.
+      FdoraError: no layer has one of the adapters, those of a layer differ in dtype, or one is more than A, B and m
+        (``lora_bias``, a variant that is not DoRA).
     """
     return banks_of(_layers("read_banks", model), adapters)
 
@@ -217,7 +218,7 @@ def write_banks(model: Model, banks: dict[str, LayerBank]) -> Model:
     """Copy banks back into the parameters of the adapters, in place, bit for bit: the inverse of :func:`read_banks`.
 
     Raises:
-      FdoraError: the model lacks a layer or an adapter, or one has another shape or dtype.
+      FdoraError: the model lacks a layer or an adapter, or one has another shape or dtype. Nothing is written then.
     """
     put_banks(_layers("write_banks", model), banks)
     return model

@@ -14,7 +14,7 @@ import json
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
-from fdora._check import FdoraError
+from fdora._check import FdoraError, fail
 from fdora.explain_model import align
 from fdora.plan import Plan, Setup, card, plan, read_model
 from fdora.plan.adapters import read_adapters
@@ -67,6 +67,15 @@ def components(way: Layout) -> list[str]:
     return [f"  {name:{width}}  {text}" for name, _, text in rows]
 
 
+def write(path: Path, found: Plan) -> None:
+    try:
+        path.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
+    except OSError as error:
+        raise fail(
+            "plan", "json", "a file that can be written", f"{type(error).__name__}: {error}", "Check the path."
+        ) from None
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser("python -m fdora.plan", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="config.json of transformers, or a folder with one")
@@ -101,10 +110,10 @@ def main(argv: list[str] | None = None) -> int:
             targets=targets,
         )
         found = plan(read_model(a.model), setup, gpu=card(a.gpu, a.profile), gpus=a.gpus, tokens=a.tokens)
+        if a.json:
+            write(a.json, found)
     except FdoraError as error:
         parser.exit(2, f"{error}\n")
-    if a.json:
-        a.json.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
     print(table(found))
     return 0
 

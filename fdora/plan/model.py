@@ -10,6 +10,8 @@ from fdora.explain_model import CONFIG, load
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 EVERY = 6  # gemma3: each sixth layer sees all tokens
+WINDOW = 4096  # of all that have one, where the config leaves it out
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Family(NamedTuple):
@@ -20,7 +22,6 @@ class Family(NamedTuple):
     head_norms: bool = False  # of q and k
     sandwich: bool = False  # a norm behind attention and MLP, too
     tied: bool = False  # the default of tie_word_embeddings
-    window: bool = False  # sliding windows, in all layers but each sixth
 
 
 FAMILIES = {
@@ -29,7 +30,7 @@ FAMILIES = {
     "qwen2": Family(biases=frozenset(ATTENTION)),
     "qwen3": Family(head_dim=128, head_norms=True),
     "gemma": Family(head_dim=256, tied=True),
-    "gemma3_text": Family(head_dim=256, head_norms=True, sandwich=True, tied=True, window=True),
+    "gemma3_text": Family(head_dim=256, head_norms=True, sandwich=True, tied=True),
 }
 REFUSED = {
     "gemma2": "Its attention has a soft cap and runs in plain torch, with memory that grows with the square of the length.",
@@ -77,11 +78,11 @@ def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -
     Raises:
       FdoraError: no such file; a model type or a field that the planner does not know.
     """
-    config = source if isinstance(source, dict) else load(_file(Path(source)))
+    config = source if isinstance(source, dict) else load(_file(Path(source)), "plan")
     kind = config.get("model_type")
-    if kind in REFUSED:
+    if isinstance(kind, str) and kind in REFUSED:
         raise fail("plan", "model", f"of a model type among {', '.join(FAMILIES)}", repr(kind), REFUSED[kind])
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         hint = f"Pass the text part of the {kind!r} model." if "text_config" in config else "Others keep other tensors."
         raise fail("plan", "model", f"of a model type among {', '.join(FAMILIES)}", repr(kind), hint)
     family = FAMILIES[kind]
@@ -99,12 +100,11 @@ def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -
         biases |= {*ATTENTION, "o_proj"}
     if config.get("mlp_bias"):
         biases |= {*MLP, "down_proj"}
-    sliding = family.window or (kind == "mistral") or bool(config.get("use_sliding_window"))
-    window = config.get("sliding_window") if sliding else 0
     tied = config.get("tie_word_embeddings")
+    own = size("num_hidden_layers")
     return Model(
         kind,
-        size("num_hidden_layers") if layers is None else layers,
+        own if layers is None else layers,
         hidden,
         size("intermediate_size"),
         heads,
@@ -114,9 +114,34 @@ def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -
         family.tied if tied is None else bool(tied),
         family.head_norms,
         family.sandwich,
-        window or 0,
+        size("sliding_window", WINDOW) if has_windows(config, own) else 0,
         frozenset(biases),
     )
+
+
+def has_windows(config: dict[str, Any], layers: int) -> bool:
+    """Whether layers see a sliding window, by the rules of transformers' configs: all of them, or of gemma3 all but each sixth.
+
+    Raises:
+      FdoraError: some others do: the planner would take all for windowed, or none.
+    """
+    kind, given = config["model_type"], config.get("sliding_window", WINDOW) is not None
+    if kind == "mistral":
+        return given
+    gemma = kind == "gemma3_text"
+    if not gemma and not (kind in ("qwen2", "qwen3") and config.get("use_sliding_window") and given):
+        return False
+    names = config.get("layer_types")
+    if names is None:
+        every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", EVERY))
+        first = config.get("max_window_layers", 28)
+        names = [SLIDING if ((n + 1) % every if gemma else n >= first) else FULL for n in range(layers)]
+    if names == [FULL] * layers:
+        return False
+    if names != [FULL if gemma and (n + 1) % EVERY == 0 else SLIDING for n in range(layers)]:
+        want = f"a config with sliding windows in all layers{' but each sixth' if gemma else ''}, or in none"
+        raise fail("plan", "model", want, "another pattern", "Plan a model of the same sizes with one of these.")
+    return True
 
 
 def _file(path: Path) -> Path:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from fdora._check import FdoraError, fail
@@ -50,6 +51,16 @@ def summary(found: Schedule, names: list[str], stages: int) -> list[str]:
     ]
 
 
+def write(arg: str, save: Callable[[], object]) -> None:
+    try:
+        save()
+    except FdoraError:
+        raise
+    except (OSError, ValueError) as error:  # matplotlib's of a suffix that it does not know is a ValueError
+        want = "a file that can be written"
+        raise fail("schedule", arg, want, f"{type(error).__name__}: {error}", "Check the path and its suffix.") from None
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser("python -m fdora.schedule", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("lengths", help="JSON file")
@@ -66,9 +77,10 @@ def main(argv: list[str] | None = None) -> int:
         found = schedule(lengths, Spec(a.capacity, a.stages, a.multiple, a.seconds, a.workers))
         lines = summary(found, names, a.stages)
         if a.out:
-            Path(a.out).write_text(to_json(found))
+            write("out", lambda: Path(a.out).write_text(to_json(found)))
         if a.picture:
-            draw(simulate(found, a.stages), a.picture, names=names, title="; ".join(lines[1:3]))
+            title = "; ".join(lines[1:3])
+            write("picture", lambda: draw(simulate(found, a.stages), a.picture, names=names, title=title))
     except FdoraError as error:
         parser.exit(2, f"{error}\n")
     print("\n".join(lines))

@@ -28,8 +28,10 @@ def segment_ends(microbatch: Microbatch, adapters: int, *, multiple: int = 1) ->
     ``multiple`` each adapter's tokens are followed by what is missing to the next multiple.
 
     Raises:
-      FdoraError: a sample is of an adapter that is not among the first ``adapters``.
+      FdoraError: a sample is of an adapter that is not among the first ``adapters``, or ``multiple`` is less than 1.
     """
+    if type(multiple) is not int or multiple < 1:
+        raise fail("schedule.segment_ends", "multiple", "a positive int", repr(multiple), "1 adds nothing.")
     tokens = [0] * adapters
     for sample in microbatch:
         if not 0 <= sample.adapter < adapters:

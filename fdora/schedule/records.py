@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fdora._check import fail
@@ -131,12 +131,20 @@ def check_sample(fn: str, arg: str, length: Any, spec: Spec) -> None:
 
 
 def check_lengths(fn: str, lengths: Lengths, spec: Spec) -> None:
+    check_list(fn, "lengths", lengths)
     for a, batches in enumerate(lengths):
+        check_list(fn, f"lengths[{a}]", batches)
         for j, batch in enumerate(batches):
-            if not batch:
+            check_list(fn, f"lengths[{a}][{j}]", batch)
+            if not len(batch):
                 raise fail(fn, f"lengths[{a}][{j}]", "a batch with samples", "none", "Leave the batch out: it has no gradient.")
             for i, length in enumerate(batch):
                 check_sample(fn, f"lengths[{a}][{j}][{i}]", length, spec)
+
+
+def check_list(fn: str, arg: str, value: Any) -> None:
+    if not isinstance(value, Collection) or isinstance(value, (str, Mapping)):
+        raise fail(fn, arg, "a list", f"a {type(value).__name__}", "Write lengths[adapter][batch][sample], numbers of tokens.")
 
 
 def to_json(schedule: Schedule) -> str:
@@ -144,6 +152,13 @@ def to_json(schedule: Schedule) -> str:
     head = {"spec": schedule.spec._asdict(), "groups": schedule.groups, "packings": [p._asdict() for p in schedule.packings]}
     lines = ",\n".join(json.dumps(each) for each in schedule.microbatches)
     return f'{json.dumps(head)[:-1]}, "microbatches": [\n{lines}\n]}}\n'
+
+
+def sample_of(numbers: Any) -> Sample:
+    sample = Sample(*numbers)
+    if any(type(each) is not int for each in sample):
+        raise TypeError(f"{numbers} for four integers")
+    return sample
 
 
 def from_json(text: str) -> Schedule:
@@ -155,7 +170,7 @@ def from_json(text: str) -> Schedule:
     try:
         found = json.loads(text)
         groups = tuple(tuple(group) for group in found["groups"])
-        microbatches = tuple(tuple(Sample(*sample) for sample in each) for each in found["microbatches"])
+        microbatches = tuple(tuple(map(sample_of, each)) for each in found["microbatches"])
         packings = tuple(Packed(**each | {"adapters": tuple(each["adapters"])}) for each in found["packings"])
         spec = Spec(**found["spec"])
     except (ValueError, TypeError, KeyError) as error:

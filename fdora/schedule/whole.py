@@ -35,8 +35,8 @@ def schedule(lengths: Lengths, spec: Spec, *, groups: Iterable[Iterable[int]] | 
       FdoraError: the spec is out of range, a sample does not fit, a batch is empty, the groups do not hold each adapter once.
     """
     check_spec("schedule", spec)
-    lengths = [[list(batch) for batch in batches] for batches in lengths]
     check_lengths("schedule", lengths, spec)
+    lengths = [[list(batch) for batch in batches] for batches in lengths]
     # by content, so that names change nothing; equal adapters are interchangeable
     order = sorted(range(len(lengths)), key=lambda a: (lengths[a], a))
     number = {a: n for n, a in enumerate(order)}

@@ -15,7 +15,7 @@ import optree
 import torch
 
 from fdora._check import fail
-from fdora.convert.files import readable, write_file
+from fdora.convert.files import readable, writable, write_file
 from fdora.train.records import TREES, Job, Params, State, kept_of
 
 FILE = "training.safetensors"
@@ -25,11 +25,16 @@ def save(folder: str | Path, state: State, jobs: Sequence[Job]) -> None:
     """Write each adapter's parameters, moments, gradients so far and counters. Needs safetensors.
 
     Raises:
-      FdoraError: the folder cannot be written. Each file is replaced whole or not at all.
+      FdoraError: the folder cannot be written, or there is not one job for each adapter. Each file is replaced whole or not
+        at all.
     """
+    if len(jobs) != len(state.steps):
+        want = f"{len(state.steps)}, one for each adapter of the state"
+        raise fail("train.save", "jobs", want, len(jobs), "Pass those of init_state: an adapter left out would be lost.")
     for a, job in enumerate(jobs):
         where = Path(folder) / job.name
-        where.mkdir(parents=True, exist_ok=True)
+        with writable(where):
+            where.mkdir(parents=True, exist_ok=True)
         tensors = {f"{part}/{key}": t[a] for part in TREES for key, t in flat(getattr(state, part)).items()}
         tensors["counters"] = torch.tensor([state.steps[a], state.position])
         write_file(where / FILE, tensors)
@@ -56,7 +61,10 @@ def load(folder: str | Path, like: State, jobs: Sequence[Job], keep: Callable[[P
         path = Path(folder) / job.name / FILE
         with readable(fn, path):
             tensors = load_file(path)
-        counters.append(tensors.pop("counters").tolist())
+        own = tensors.pop("counters", None)
+        if own is None or own.shape != (2,):
+            raise fail(fn, "folder", "what save wrote", f"no counters in {path}", "PEFT's files hold what serves, not these.")
+        counters.append(own.tolist())
         wanted = {f"{part}/{key}": (t.shape[1:], t.dtype) for part, tree in trees.items() for key, t in tree.items()}
         if wanted != {key: (t.shape, t.dtype) for key, t in tensors.items()}:
             wrong = sorted(key for key in wanted.keys() | tensors.keys() if key not in wanted or key not in tensors)

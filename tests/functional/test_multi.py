@@ -209,6 +209,7 @@ def test_messages_of_banks():
             "`params[1].A` must be (r1, K) with K=5 (from `params[0].A`), got (3, 4).",
         ),
         (lambda: dora_stack([one, other._replace(A=other.A.double())]), "`params[1].A` must be float32, got float64."),
+        (lambda: dora_stack([one, None]), "fdora.dora_stack: `params[1]` must be a DoraParams (A, B, m), got a NoneType."),
         (lambda: dora_stack([one, other._replace(m=None)]), "`params[1].m` must be a Tensor, as in others, got None."),
         (
             lambda: dora_unstack((A, B, m[0])),

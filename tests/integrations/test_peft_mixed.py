@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from fdora import FdoraError
-from fdora.functional import dora_linear_multi, dora_norm
+from fdora.functional import DoraParams, dora_linear_multi, dora_norm
 from fdora.integrations.peft import read_banks, report, restore, use_fdora, write_banks
 from tests.close import assert_exact
 from tests.integrations.models import K, N, build, inputs, layer, perturb
@@ -173,5 +173,25 @@ def test_banks_that_do_not_fit():
     path, bank = next(iter(banks.items()))
     with pytest.raises(FdoraError, match=r"fdora.write_banks: `banks` must hold \(4, 24\) torch.float64, got \(3, 24\)"):
         write_banks(model, {path: bank._replace(ranks=(3, 2, 8))})
+    with pytest.raises(FdoraError, match=r"`adapters` must be names of linear adapters, got \['nobody'\]"):
+        read_banks(model, ["first", "nobody"])
+    with pytest.raises(FdoraError, match=r"`adapters` must be a sequence of names, got 'first'. Pass \['first'\]"):
+        read_banks(model, "first")
+    # of two layers the second does not fit: the first is left as it was
+    before = {key: t.clone() for key, t in model.state_dict().items()}
+    changed = {at: each._replace(params=DoraParams(*(t + 1 for t in each.params))) for at, each in banks.items()}
+    other, last = [*changed.items()][1]
+    for wrong, said in [
+        (last._replace(params=last.params._replace(m=None)), r"must hold \(24,\) torch.float64, got None for `first`"),
+        (last._replace(adapters=("gone", *last.adapters[1:])), "must be of the model's adapters, got `gone`"),
+        (last._replace(adapters=last.adapters[:1]), "must hold a row for each adapter, got 2 for"),
+    ]:
+        with pytest.raises(FdoraError, match=said):
+            write_banks(model, changed | {other: wrong})
+        assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
+    model.add_adapter("biased", LoraConfig(r=2, lora_bias=True, target_modules=["0"]))
+    with pytest.raises(FdoraError, match=r"of A, B and m, got a bias beside A and B \(lora_bias\)"):
+        read_banks(model)  # a bank has no place for it
+    assert list(read_banks(model, ["first"])) == list(banks)
     with pytest.raises(FdoraError, match="got a convolution at"):
         read_banks(build("conv2d"))

@@ -7,6 +7,7 @@ import pytest
 from fdora import FdoraError
 from fdora.plan import Adapter, Card, Setup, capacity, memory, plan, read_model, times
 from fdora.plan.__main__ import main
+from fdora.plan.adapters import read_adapters
 from fdora.plan.layout import stages_of
 from fdora.plan.memory import SPARE, Part, elements
 from fdora.plan.setup import LINEARS, OPTIMIZERS
@@ -170,6 +171,9 @@ def test_arguments_out_of_range(arg):
         plan(MODEL, SETUP._replace(**BAD[arg]), gpu=SMALL)
 
 
+WINDOWS = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512}
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -178,11 +182,33 @@ def test_arguments_out_of_range(arg):
         ({"model_type": "bert"}, "got 'bert'"),
         ({"model_type": "gemma3", "text_config": {}}, "text part"),
         (CONFIG | {"hidden_size": -1}, "'hidden_size'"),
+        (CONFIG | {"model_type": ["llama"]}, r"got \['llama'\]"),
+        (CONFIG | {"model_type": "mistral", "sliding_window": "4k"}, "'sliding_window'"),
+        (CONFIG | WINDOWS | {"max_window_layers": 2}, "in all layers, or in none, got another pattern"),
+        (CONFIG | {"model_type": "gemma3_text", "sliding_window_pattern": 2}, "in all layers but each sixth"),
     ],
 )
 def test_models_that_are_refused(config, said):
     with pytest.raises(FdoraError, match=said):
         read_model(config)
+
+
+def test_which_layers_have_a_window():
+    """As transformers builds them: qwen2's first ``max_window_layers`` see all tokens."""
+    for more, want in [
+        ({"max_window_layers": 0}, 512),
+        ({}, 0),  # 28, more than there are
+        ({"layer_types": ["full_attention"] * 6}, 0),
+        ({"layer_types": ["sliding_attention"] * 6}, 512),
+        ({"use_sliding_window": False, "max_window_layers": 0}, 0),
+        ({"model_type": "mistral"}, 512),
+        ({"model_type": "mistral", "sliding_window": None}, 0),
+        ({"model_type": "llama"}, 0),
+        ({"model_type": "gemma3_text"}, 512),
+    ]:
+        assert read_model(CONFIG | WINDOWS | more).window == want, more
+    left_out = {key: value for key, value in (CONFIG | {"model_type": "mistral"}).items() if key != "sliding_window"}
+    assert read_model(left_out).window == 4096  # as MistralConfig
 
 
 def test_command_line(tmp_path, capsys):
@@ -208,10 +234,46 @@ def test_command_line(tmp_path, capsys):
         ("--tokens", "1000"): "multiple of the length",
         ("--targets", "lm_head"): "`targets`",
         ("--model", str(tmp_path / "none.json")): "Nothing is downloaded",
+        ("--json", str(tmp_path / "none" / "out.json")): "`json` must be a file that can be written",
     }.items():
         with pytest.raises(SystemExit) as stopped:
             main([*given, *wrong])
         assert stopped.value.code == 2 and text in capsys.readouterr().err
+
+
+FOLDERS = {
+    "without r": ({"r": None}, "has a positive int `r`, got None"),
+    "of another kind": ({"peft_type": "LOHA"}, "peft_type 'LOHA'"),
+    "that trains the head": ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\]"),
+    "on some layers": ({"layers_to_transform": [0]}, r"layers_to_transform \[0\]"),
+    "but some": ({"exclude_modules": "q_proj"}, "exclude_modules 'q_proj'"),
+    "of two ranks": ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
+    "with biases": ({"bias": "all"}, "bias 'all'"),
+    "with biases of its own": ({"lora_bias": True}, "lora_bias True"),
+    "of a pattern": ({"target_modules": "all-linear"}, "target_modules 'all-linear'"),
+    "of numbers": ({"target_modules": [3]}, r"target_modules \[3\]"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_folders_that_train_something_else_are_refused(tmp_path, case):
+    """Not planned as if what they say were not there."""
+    more, said = FOLDERS[case]
+    config = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "bias": "none", "modules_to_save": None}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert read_adapters([str(tmp_path)])[1] == {"q_proj"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | more))
+    with pytest.raises(FdoraError, match=said):
+        read_adapters([str(tmp_path)])
+
+
+def test_files_that_are_no_json(tmp_path):
+    for name in ("config.json", "adapter_config.json"):
+        (tmp_path / name).write_text("{")
+    with pytest.raises(FdoraError, match=r"fdora.plan: `model` must be a JSON file, got JSONDecodeError"):
+        read_model(tmp_path)
+    with pytest.raises(FdoraError, match=r"fdora.plan: `adapters` must be a JSON file, got JSONDecodeError"):
+        read_adapters([str(tmp_path)])
 
 
 def test_a_gpu_that_nobody_measured_has_floors():

@@ -18,6 +18,7 @@ from fdora.schedule import (
     optimizer_steps,
     plan_groups,
     schedule,
+    segment_ends,
     to_json,
     verify,
 )
@@ -293,6 +294,22 @@ MESSAGES = [
     (
         lambda: from_json("{}"),
         "fdora.schedule.from_json: `text` must be JSON of to_json, got KeyError: 'groups'. Write it again.",
+    ),
+    (
+        lambda: from_json('{"spec": {"capacity": 9}, "groups": [], "packings": [], "microbatches": [["abcd"]]}'),
+        "fdora.schedule.from_json: `text` must be JSON of to_json, got TypeError: abcd for four integers. Write it again.",
+    ),
+    (
+        lambda: schedule([[3, 4]], Spec(8)),
+        "fdora.schedule: `lengths[0][0]` must be a list, got a int. Write lengths[adapter][batch][sample], numbers of tokens.",
+    ),
+    (
+        lambda: plan_groups({"law": [[3]]}, Spec(8)),
+        "fdora.schedule.plan_groups: `lengths` must be a list, got a dict. Write lengths[adapter][batch][sample], numbers of tokens.",
+    ),
+    (
+        lambda: segment_ends((), 2, multiple=0),
+        "fdora.schedule.segment_ends: `multiple` must be a positive int, got 0. 1 adds nothing.",
     ),
 ]
 

@@ -175,3 +175,16 @@ def test_mistakes_on_the_command_line(tmp_path, capsys, text, words):
     with pytest.raises(SystemExit) as end:
         main([str(tmp_path / "lengths.json"), "--capacity", "8"])
     assert end.value.code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["--out no/s.json", "--picture no/s.png", "--picture s.unknown"])
+def test_a_place_that_cannot_be_written(tmp_path, monkeypatch, capsys, given):
+    """The last of them is matplotlib's own error, a ValueError, where that is installed."""
+    if "picture" in given:
+        pytest.importorskip("matplotlib", reason="pictures are matplotlib's; `make test` installs it")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lengths.json").write_text("[[[3]]]")
+    with pytest.raises(SystemExit) as end:
+        main(["lengths.json", "--capacity", "8", *given.split()])
+    arg = given.split()[0].removeprefix("--")
+    assert end.value.code == 2 and f"fdora.schedule: `{arg}` must be a file that can be written" in capsys.readouterr().err

@@ -113,6 +113,16 @@ def test_a_folder_of_two_moments_is_refused(tmp_path):
         load(tmp_path, state, make.JOBS)
     with pytest.raises(FdoraError, match="no such file"):
         load(tmp_path / "later", state, make.JOBS)
+    with pytest.raises(FdoraError, match=r"train.save: `jobs` must be 3, one for each adapter of the state, got 2"):
+        save(tmp_path, state, make.JOBS[:2])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FdoraError, match="a place that can be written"):
+        save(tmp_path / "file", state, make.JOBS)
+    safetensors = pytest.importorskip("safetensors.torch")
+    (tmp_path / "other/law").mkdir(parents=True)
+    safetensors.save_file({"weight": torch.zeros(2)}, tmp_path / "other/law/training.safetensors")
+    with pytest.raises(FdoraError, match=r"train.load: `folder` must be what save wrote, got no counters in"):
+        load(tmp_path / "other", state, make.JOBS)
     fewer = start(base)
     del fewer.params["head"]
     with pytest.raises(FdoraError, match="another set of tensors"):
