@@ -122,7 +122,7 @@ def check_dtype(fn: str, arg: str, t: Tensor | Weight | None, allowed: tuple[tor
 
 
 def check_rank(fn: str, r: int) -> None:
-    if not isinstance(r, (int, torch.SymInt)):
+    if not isinstance(r, (int, torch.SymInt)) or isinstance(r, bool):
         raise fail(fn, "r", "an int of at least 1", f"a {type(r).__name__}", "Pass the rank of the adapter.")
     if r < 1:
         raise fail(fn, "r", "at least 1", r, "A layer without an adapter is torch.nn.functional.linear.")

@@ -43,6 +43,8 @@ def check_ends(
         raise fail(fn, arg, "None where dropout reaches the base product", have, "Scale y and add to it yourself.")
     if residual is None:
         return
+    if not isinstance(residual, Tensor):
+        raise fail(fn, "residual", "a torch.Tensor", f"a {type(residual).__name__}", "Wrap it with torch.as_tensor.")
     if compute is not None:
         raise fail(fn, "residual", "None with compute", "a Tensor", "Add it to y yourself.")
     want = (*x.shape[:-1], W.shape[0])

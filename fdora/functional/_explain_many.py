@@ -17,7 +17,7 @@ from fdora.functional._tree import check_leaves, parts_of
 from fdora.functional.bank import check_bank, scalings
 from fdora.functional.linear import check_dropout, dtype_of_products, save_for_dm
 from fdora.functional.multi import check_multi
-from fdora.functional.tree import leaves_of
+from fdora.functional.tree import check_tree_state, leaves_of
 from fdora.quant import QuantWeight
 
 SORTED = f"Above {COUNTED} tokens torch sorts them by adapter: that has no plan."
@@ -100,6 +100,8 @@ def norm_tree(a: Any) -> Call:
     if not W:
         raise fail(a.fn, "weights", "a nesting with a weight in it", "none", "There is nothing to compute.")
     check_leaves(a.fn, spec, W, A, B, scales)
+    if a.state is not None:
+        check_tree_state(a.fn, parts_of(W), a.state)
     coded = sum(isinstance(w, QuantWeight) for w in W)
 
     def plans(triton: Any, on: Any) -> Parts:

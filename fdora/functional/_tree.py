@@ -85,7 +85,8 @@ def plan(fn: str, spec: Any, W: list, A: list, B: list, scales: list, backend: B
         coded = [(i, w.spec) for i, w in enumerate(W) if isinstance(w, QuantWeight)]
         tensors = [t for t in tensors if not isinstance(t, QuantWeight)]
     pointers = list(map(Tensor.data_ptr, tensors))
-    key: list = [backend, forced(), pointers, scales, list(map(type, scales)), list(map(Tensor.stride, tensors))]
+    # Kinds before values: two lists are compared up to where they differ, and tensors among the values have no truth.
+    key: list = [backend, forced(), pointers, list(map(type, scales)), scales, list(map(Tensor.stride, tensors))]
     key += [[t.shape for t in tensors], [t.dtype for t in tensors], coded, [W[i].device for i, _ in coded]]
     frozen = not (torch.is_grad_enabled() and any([w.requires_grad for w in W]))
     known = frozen and 0 not in pointers  # no address: meta tensors and empty ones, on whatever device

@@ -46,10 +46,24 @@ class Given(NamedTuple):
 
 
 def dora_conv1d(
-    x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, bias: Tensor | None = None, norm: Tensor | None = None,
-    stride: Numbers = 1, padding: Numbers | str = 0, dilation: Numbers = 1, groups: int = 1,
-    padding_mode: PaddingMode = "zeros", transposed: bool = False, output_padding: Numbers = 0, backend: Backend = "auto",
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    W: Tensor,
+    A: Tensor,
+    B: Tensor,
+    m: Tensor,
+    *,
+    s: float,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    stride: Numbers = 1,
+    padding: Numbers | str = 0,
+    dilation: Numbers = 1,
+    groups: int = 1,
+    padding_mode: PaddingMode = "zeros",
+    transposed: bool = False,
+    output_padding: Numbers = 0,
+    backend: Backend = "auto",
+) -> Tensor:
     """An adapted convolution along one axis: ``y = g * (conv(x, W) + s * conv(conv(x, A), B)) + bias``.
 
     As :func:`dora_conv2d`, with one axis of space.
@@ -78,10 +92,24 @@ def dora_conv1d(
 
 
 def dora_conv2d(
-    x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, bias: Tensor | None = None, norm: Tensor | None = None,
-    stride: Numbers = 1, padding: Numbers | str = 0, dilation: Numbers = 1, groups: int = 1,
-    padding_mode: PaddingMode = "zeros", transposed: bool = False, output_padding: Numbers = 0, backend: Backend = "auto",
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    W: Tensor,
+    A: Tensor,
+    B: Tensor,
+    m: Tensor,
+    *,
+    s: float,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    stride: Numbers = 1,
+    padding: Numbers | str = 0,
+    dilation: Numbers = 1,
+    groups: int = 1,
+    padding_mode: PaddingMode = "zeros",
+    transposed: bool = False,
+    output_padding: Numbers = 0,
+    backend: Backend = "auto",
+) -> Tensor:
     """An adapted convolution along two axes: ``y = g * (conv(x, W) + s * conv(conv(x, A), B)) + bias``.
 
     ``g = m / ||W + s * B @ A||`` for each output channel, over its kernel as one row. Equal to one convolution with the kernel
@@ -127,10 +155,24 @@ def dora_conv2d(
 
 
 def dora_conv3d(
-    x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, bias: Tensor | None = None, norm: Tensor | None = None,
-    stride: Numbers = 1, padding: Numbers | str = 0, dilation: Numbers = 1, groups: int = 1,
-    padding_mode: PaddingMode = "zeros", transposed: bool = False, output_padding: Numbers = 0, backend: Backend = "auto",
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    W: Tensor,
+    A: Tensor,
+    B: Tensor,
+    m: Tensor,
+    *,
+    s: float,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    stride: Numbers = 1,
+    padding: Numbers | str = 0,
+    dilation: Numbers = 1,
+    groups: int = 1,
+    padding_mode: PaddingMode = "zeros",
+    transposed: bool = False,
+    output_padding: Numbers = 0,
+    backend: Backend = "auto",
+) -> Tensor:
     """An adapted convolution along three axes: ``y = g * (conv(x, W) + s * conv(conv(x, A), B)) + bias``.
 
     As :func:`dora_conv2d`, with three axes of space.

@@ -16,7 +16,7 @@ from fdora._dispatch import BackendChoice, choose, forced
 from fdora._records import Dropout
 from fdora.autograd._ops import import_explain
 from fdora.autograd.quant import norm_parts
-from fdora.functional._ends import check_ends, folded, loses_inner
+from fdora.functional._ends import check_ends, check_gamma, folded, loses_inner
 from fdora.functional._explain_layers import conv, embedding, experts, experts_mlp
 from fdora.functional._explain_many import multi, norm_of_bank, norm_tree
 from fdora.functional._explanation import Call, Parts, kept_of, stand_in, stored
@@ -60,7 +60,8 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
       :class:`Explanation`. The eager backend has no plan: it says so, and why it would run.
 
     Raises:
-      FdoraError: whatever ``fn`` would raise for such arguments; another function; an unknown GPU.
+      FdoraError: whatever ``fn`` would raise for such arguments, but of a seed and of where a mask begins, which no plan looks
+        at; another function; an unknown GPU.
 
     Memory: none on the device.
     References: none; it reads this library's own plans.
@@ -226,7 +227,7 @@ def _norms(triton: Any, on: Any, W: Any, A: Any, B: Any, max_bytes: int | None, 
 
 
 def _norm(a: Any) -> Call:
-    if a.A.dim() == 3:
+    if isinstance(a.A, torch.Tensor) and a.A.dim() == 3:
         return norm_of_bank(a)
     how = NormHow(a.norm_axis, a.base_sqnorm, a.detach, a.max_bytes, a.state, a.squared, a.group)
     W, A, B, *_ = check_norm(a.fn, a.W, a.A, a.B, a.s, how)
@@ -262,8 +263,10 @@ def _compose(a: Any) -> Call:
     return a.base.device, a.base.dtype, plans
 
 
+@torch.no_grad()
 def _merge(a: Any) -> Call:
     check_merge(a.fn, a.W, a.A, a.B, a.m, a.s, a.norm)
+    check_gamma(a.fn, a.W, getattr(a, "gamma", None))
 
     def plans(triton: Any, on: Any) -> Parts:
         W, A, B, m, c = map(stand_in, (a.W, a.A, a.B, a.m, a.norm))

@@ -127,6 +127,8 @@ def dora_linear_group(
 
 def check_group(fn: str, x: Tensor, layers: Sequence[DoraLayer]) -> bool:
     """Whether there are DTensors among them."""
+    if not isinstance(layers, Sequence):
+        raise fail(fn, "layers", "a sequence of DoraLayers", f"a {type(layers).__name__}", "Write list(layers).")
     if not layers:
         raise fail(fn, "layers", "at least one DoraLayer", "none", "Pass the layers that read x.")
     return check_members(fn, x, {f"layers[{i}]": layer for i, layer in enumerate(layers)})

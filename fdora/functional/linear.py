@@ -122,14 +122,15 @@ def dora_linear(
         return _sharded.linear(dora_linear, x, layer, dropout_p, seed, mask_origin, **options)
     x = cast_x(fn, x, W)
     check_dropout(fn, dropout_p, dropout_mode)
+    mode = dropout_mode if dropout_p else "lora"
     if gamma is not None or residual is not None:
-        check_ends(fn, x, W, gamma, residual, dropout_mode if dropout_p else "lora", compute)
+        check_ends(fn, x, W, gamma, residual, mode, compute)
         keep_inner = keep_inner or loses_inner(x.dtype, gamma, residual)
         m, bias = folded(x.dtype, gamma, m, bias)
 
     choice = select_backend(x, backend=backend)
     if compute is not None:
-        check_compute(fn, compute, x, W, dropout_mode if dropout_p else "lora", choice.name)
+        check_compute(fn, compute, x, W, mode, choice.name)
     full = not detach and residual is None
     c: Tensor | None
     if full:  # c goes in as a constant: the layer's own node takes its gradient on
@@ -138,7 +139,6 @@ def dora_linear(
     else:
         c = norm_for(x, W, A, B, s, norm, choice.name) if detach else full_norm(fn, x, W, A, B, s, norm, choice.name)
     mask_seed = placed(seed_tensor(fn, seed, x.device), check_origin(fn, mask_origin)) if dropout_p else None
-    mode = dropout_mode if dropout_p else "lora"
     make = _call if torch.compiler.is_compiling() else _remembered_call
     through = full and (A.requires_grad or B.requires_grad)
     call = make((s,), (save_for_dm(m, c, keep_inner, through),), dropout_p, mode, choice.name, full)

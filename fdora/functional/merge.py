@@ -170,6 +170,8 @@ def dora_unmerge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, norm: 
 def check_merge(fn: str, W: Any, A: Tensor, B: Tensor, m: Tensor, s: float, norm: Tensor | None) -> None:
     if fn == "dora_unmerge" and isinstance(W, QuantWeight):
         raise fail(fn, "W", "a tensor", "a QuantWeight", "Quantising the merged weight was for good: keep the one before.")
+    if fn == "dora_unmerge" and norm is None:
+        raise fail(fn, "norm", "that of the weight before the merge", "None", "Keep dora_norm(W, A, B, s=s) when you merge.")
     check_weights(fn, {"W": W, "A": A, "B": B, "m": m, "norm": norm}, s)
     when = " before the merge" if fn == "dora_unmerge" else ""
     check_dtype(fn, "norm", norm, WIDE, f"Keep it as dora_norm(W, A, B, s=s) returned it{when}.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, overload
 
-import torch
 from torch import Tensor
 
 from fdora._check import (
@@ -33,29 +32,58 @@ from fdora.autograd.norm import kept_norms as kept_norms
 from fdora.autograd.sharded import sharded_guarded_norm, sharded_norm
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import is_stack, norm_of_bank, norm_of_experts
-from fdora.functional.norm_state import NormState, ShardNormState, check_state
+from fdora.functional.norm_state import NormState, ShardNormState, check_one_group, check_state
 from fdora.quant import QuantWeight
 
 
 @overload
 def dora_norm(
-    W: Tensor | QuantWeight, A: Tensor, B: Tensor, *, s: float | Tensor | Sequence[float], norm_axis: int = ...,
-    base_sqnorm: Tensor | None = ..., detach: bool = ..., max_bytes: int | None = ..., state: None = ..., squared: bool = ...,
+    W: Tensor | QuantWeight,
+    A: Tensor,
+    B: Tensor,
+    *,
+    s: float | Tensor | Sequence[float],
+    norm_axis: int = ...,
+    base_sqnorm: Tensor | None = ...,
+    detach: bool = ...,
+    max_bytes: int | None = ...,
+    state: None = ...,
+    squared: bool = ...,
     group: Any = ...,
     backend: Backend = ...,
-) -> Tensor: ...  # fmt: skip
+) -> Tensor: ...
 @overload
 def dora_norm(
-    W: Tensor | QuantWeight, A: Tensor, B: Tensor, *, s: float, norm_axis: int = ..., base_sqnorm: Tensor | None = ...,
-    detach: bool = ..., max_bytes: int | None = ..., state: NormState, squared: bool = ..., group: None = ...,
+    W: Tensor | QuantWeight,
+    A: Tensor,
+    B: Tensor,
+    *,
+    s: float,
+    norm_axis: int = ...,
+    base_sqnorm: Tensor | None = ...,
+    detach: bool = ...,
+    max_bytes: int | None = ...,
+    state: NormState,
+    squared: bool = ...,
+    group: None = ...,
     backend: Backend = ...,
-) -> NormState: ...  # fmt: skip
+) -> NormState: ...
 @overload
 def dora_norm(
-    W: Tensor | QuantWeight, A: Tensor, B: Tensor, *, s: float, norm_axis: int = ..., base_sqnorm: Tensor | None = ...,
-    detach: bool = ..., max_bytes: int | None = ..., state: NormState | ShardNormState, squared: bool = ..., group: Any,
+    W: Tensor | QuantWeight,
+    A: Tensor,
+    B: Tensor,
+    *,
+    s: float,
+    norm_axis: int = ...,
+    base_sqnorm: Tensor | None = ...,
+    detach: bool = ...,
+    max_bytes: int | None = ...,
+    state: NormState | ShardNormState,
+    squared: bool = ...,
+    group: Any,
     backend: Backend = ...,
-) -> ShardNormState: ...  # fmt: skip
+) -> ShardNormState: ...
 def dora_norm(
     W: Tensor | QuantWeight,
     A: Tensor,
@@ -197,19 +225,6 @@ def check_norm(fn: str, W: Any, A: Tensor, B: Tensor, s: float, how: NormHow) ->
     if state is not None:
         check_state(fn, W, state, detach, group is not None)
     return NormOf(W, A, B, s, base_sqnorm, max_bytes)
-
-
-def check_one_group(fn: str, group: Any) -> None:
-    """What squares can be added up over."""
-    if torch.distributed.is_available():
-        from torch.distributed import ProcessGroup
-        from torch.distributed.device_mesh import DeviceMesh
-
-        if isinstance(group, ProcessGroup) or (isinstance(group, DeviceMesh) and group.ndim == 1):
-            return
-    mesh = type(group).__name__ == "DeviceMesh"
-    have = f"a mesh of {group.ndim} dimensions" if mesh else f"a {type(group).__name__}"
-    raise fail(fn, "group", "a ProcessGroup or a DeviceMesh of one dimension", have, "Pass that of the columns, as mesh['tp'].")
 
 
 def dora_base_sqnorm(W: Tensor | QuantWeight, *, max_bytes: int | None = None, backend: Backend = "auto") -> Tensor:

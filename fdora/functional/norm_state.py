@@ -63,7 +63,7 @@ def check_state(fn: str, W: Any, state: NormState | ShardNormState, detach: bool
         if not grouped:
             raise fail(fn, "state", "a NormState without a group", "a ShardNormState", "Pass group=, in every call.")
         state = NormState(state.part, state.fingerprint)
-    if not isinstance(state, tuple) or len(state) != 2:
+    if not isinstance(state, tuple) or len(state) != 2 or not all([isinstance(t, Tensor) for t in state]):
         raise fail(fn, "state", "a NormState", f"a {type(state).__name__}", start)
     if not detach:
         raise fail(fn, "state", "None with detach=False", "a NormState", "A norm that is reused has no gradient: detach it.")
@@ -72,3 +72,16 @@ def check_state(fn: str, W: Any, state: NormState | ShardNormState, detach: bool
         if tuple(t.shape) != shape or t.dtype != dtype or t.device != W.device:
             have = f"{tuple(t.shape)} {name(t.dtype)} on {t.device}"
             raise fail(fn, f"state.{part}", f"{shape} {name(dtype)} on {W.device}", have, start)
+
+
+def check_one_group(fn: str, group: Any) -> None:
+    """What squares can be added up over."""
+    if torch.distributed.is_available():
+        from torch.distributed import ProcessGroup
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if isinstance(group, ProcessGroup) or (isinstance(group, DeviceMesh) and group.ndim == 1):
+            return
+    mesh = type(group).__name__ == "DeviceMesh"
+    have = f"a mesh of {group.ndim} dimensions" if mesh else f"a {type(group).__name__}"
+    raise fail(fn, "group", "a ProcessGroup or a DeviceMesh of one dimension", have, "Pass that of the columns, as mesh['tp'].")

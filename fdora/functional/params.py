@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from fdora._check import FLOATS, check_dtype, check_rank, check_shapes, is_sharded
+from fdora._check import FLOATS, check_dtype, check_rank, check_shapes, fail, is_sharded, name
 from fdora.functional.norm import dora_norm
 from fdora.quant import QuantWeight
 
@@ -47,7 +47,7 @@ def dora_init(
       whatever ``dtype`` says: in bf16 it would be off by up to 0.35 % and the start would not be a no-op.
 
     Raises:
-      FdoraError: W is not a floating matrix, or r < 1.
+      FdoraError: W is not a floating matrix, r < 1, or dtype is no floating one.
 
     Memory: keeps nothing for backward.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, section 4.1; PEFT 0.21, ``LoraLayer.reset_lora_parameters``.
@@ -59,6 +59,9 @@ def dora_init(
     check_rank(fn, r)
     wide = torch.promote_types(W.dtype, torch.float32)
     dtype = wide if dtype is None else dtype
+    if dtype not in FLOATS:
+        have = name(dtype) if isinstance(dtype, torch.dtype) else f"a {type(dtype).__name__}"
+        raise fail(fn, "dtype", "None or a torch.dtype of " + ", ".join(map(name, FLOATS)), have, "None is what trains well.")
     A = torch.empty((r, K), dtype=wide, device=W.device)
     torch.nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=generator)
     if sharded:

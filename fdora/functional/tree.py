@@ -118,7 +118,7 @@ def dora_norm_tree(
             rows = plan_of(fn, spec, W, A, B, scales, backend) if gather is True else None
             if rows is not None:
                 if state is not None:
-                    _check_state(fn, [rows.part], state)
+                    check_tree_state(fn, [rows.part], state)
                 leaves, buffer, now = rows.norms(W, A, B, state)
                 c = optree.tree_unflatten(spec, leaves)
                 return c if state is None else NormTreeState(c, (buffer,), (now,))
@@ -126,7 +126,7 @@ def dora_norm_tree(
         return _one_by_one(fn, spec, W, A, B, scales, state, gather, backend)
     parts = plan(fn, spec, W, A, B, scales, backend)
     if state is not None:
-        _check_state(fn, parts, state)
+        check_tree_state(fn, parts, state)
     buffers, words = [], []
     with torch.no_grad():
         for i, part in enumerate(parts):
@@ -223,7 +223,7 @@ def _one_by_one(
     if state is None:
         return c
     parts, leaves = parts_of(W), optree.tree_leaves(c)
-    _check_state(fn, parts, state)
+    check_tree_state(fn, parts, state)
     buffers = tuple(torch.cat([torch.nn.functional.pad(v, (0, -len(v) % ALIGN)) for v in part.of(leaves)]) for part in parts)
     return NormTreeState(c, buffers, tuple(map(no_words, parts)))
 
@@ -267,7 +267,7 @@ def _no_factors(fn: str, spec: Any, pairs: list) -> FdoraError:
         raise fail(fn, "params", "DoraParams or (A, B)", f"a {type(pairs[i]).__name__}", "Make it with dora_init_tree.")
 
 
-def _check_state(fn: str, parts: list, state: NormTreeState) -> None:
+def check_tree_state(fn: str, parts: list, state: NormTreeState) -> None:
     start = "Start with dora_norm_tree_state(weights)."
     if not isinstance(state, NormTreeState):
         raise fail(fn, "state", "a NormTreeState", f"a {type(state).__name__}", start)

@@ -14,7 +14,7 @@ from fdora._torch import PLAIN, capturing, functorch_active, is_traced, piece_of
 from fdora.functional import NormState, dora_norm, dora_norm_state, select_backend
 from fdora.functional.norm import give_norm, guarded_norm, kept_norms
 from fdora.integrations._shard import Shard, lies_in_rows, watched
-from fdora.integrations._tree import ALONE, UNASKED
+from fdora.integrations._tree import ALONE, UNASKED, kepts_beside
 from fdora.quant import QuantWeight
 
 SMALL = 1 << 18  # elements of W below which its norm is computed sooner than A and B are compared
@@ -44,10 +44,17 @@ class KeptNorm:
             self.room[2].zero_()
 
     def forget(self) -> None:
-        """The base weight may have changed: nobody's norm of it holds, the model's neither."""
-        self.drop()
-        if self.norms is not None:
-            self.norms.forget()
+        """The base weight may have changed: nobody's norm of it holds, those of its model and of others on it neither."""
+        W = self.weight()
+        for kept in (self, *[kept for kept in kepts_beside(self.norms) if W is not None and kept.weight() is W]):
+            kept.drop()
+            if kept.norms is not None:
+                kept.norms.forget()
+
+    def weight(self) -> Any:
+        """The parameter that stands in the place of W, if that is known."""
+        base = None if self.base is None else self.base()
+        return None if base is None else dict.get(base._parameters, "weight")
 
     def make_room(self, W: Any) -> None:
         """Forget; and where compiled code can keep the norm of W, make room: it fills tensors, but makes none that stay."""

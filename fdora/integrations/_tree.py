@@ -18,8 +18,9 @@ selective           checkpointing counts operations, of which a slice has none: 
 a submodule alone   No hook ran: its layers look after themselves. So they do after a model's forward has ended or raised. (A
                     Ctrl-C inside of a forward skips the hook after it; the next forward ends what that one began.)
 two models on one   base have a table each. W is not compared by its bits: merges, reloads and moves tell every KeptNorm of the
-                    layer (forget), which makes its model start over; so does a W with another version or address. What
-                    changes W behind both needs use_fdora again, as ever.
+                    layer, and those of other models on its W (forget), which makes their models start over; so does a W with
+                    another version or address, which what is merged need not have. What changes W behind both needs
+                    use_fdora again, as ever.
 CUDA graphs         What is captured reads and writes buffers of its own, in place, which live as long as the process. The table
                     must be there before: a forward before the capture makes it.
 threads, streams    Each thread has its slices, each stream its norms and fingerprints; a lock keeps launches of one call
@@ -64,6 +65,12 @@ class Local(threading.local):
 
 _models: weakref.WeakValueDictionary[str, ModelNorms] = weakref.WeakValueDictionary()
 _names = map("model {}".format, count())
+
+
+def kepts_beside(norms: Any) -> list[Any]:
+    """The KeptNorms of all other models."""
+    others = [each for each in _models.values() if each is not norms]
+    return [kept for each in others for kept in [ref() for ref in each.kepts] if kept is not None]
 
 
 @while_tracing

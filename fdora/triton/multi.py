@@ -30,14 +30,13 @@ from fdora.triton.multi_gemm import (
     lay,
     low_rank_input,
     multi_gemm,
-    rank_table,
     routes,
     shape_of,
     turned,
 )
 from fdora.triton.multi_norm import bank_norm as bank_norm
 from fdora.triton.multi_route import route as route
-from fdora.triton.multi_rows import drop, sort, unsort
+from fdora.triton.multi_rows import drop, rank_table, sort, unsort
 from fdora.triton.multi_small import multi_small
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder

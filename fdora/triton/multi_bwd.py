@@ -22,11 +22,10 @@ from fdora.triton.multi_gemm import (
     lay,
     low_rank_input,
     multi_gemm,
-    rank_table,
     routes,
     shape_of,
 )
-from fdora.triton.multi_rows import Seen, drop
+from fdora.triton.multi_rows import Seen, drop, rank_table
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array

@@ -21,7 +21,7 @@ import torch
 from fdora.triton.choice import bank_config, grouped_config
 from fdora.triton.configs import GemmConfig, power_of_two
 from fdora.triton.dropout import threshold
-from fdora.triton.kernels.multi import multi_h_kernel, multi_ranks_kernel, multi_routes_kernel
+from fdora.triton.kernels.multi import multi_h_kernel, multi_routes_kernel
 from fdora.triton.kernels.multi_gemm import multi_epilogue_kernel, multi_gemm_pointer_kernel, multi_gemm_tma_kernel
 from fdora.triton.multi_rows import Laid, Seen, as_matrix
 from fdora.triton.runtime.builder import Builder
@@ -30,7 +30,6 @@ from fdora.triton.runtime.plan import Array, Tile
 
 BLOCK_GN = 1024  # columns of g that a program writes
 EPILOGUE_M, EPILOGUE_N = 64, 64
-RANKS = 32  # that one launch writes
 TAIL_M = 64  # rows that a program fills with zeros
 # Of experts in float32: digits of float32, whatever matmul precision torch is set to.
 EXPERTS_F32 = GemmConfig(False, 64, 64, 32, 8, False, False, 4, 2)
@@ -124,28 +123,21 @@ class Routes(NamedTuple):
     ranks: Array | None  # (G,)
 
 
-def rank_table(plan: Builder, ranks: tuple[int, ...] | None) -> Array | None:
-    """True ranks on the device: they are numbers of the plan."""
-    if ranks is None:
-        return None
-    out = plan.temp((len(ranks),), torch.int32)
-    for at in range(0, len(ranks), RANKS):
-        some = [*ranks[at : at + RANKS], *[0] * RANKS][:RANKS]
-        # The highest bit says nothing: with it all of them are 64 bits wide, and one kernel serves.
-        words = [sum(r << 15 * j for j, r in enumerate(some[i : i + 4])) | 1 << 62 for i in range(0, RANKS, 4)]
-        plan.launch(multi_ranks_kernel, (1,), (out, len(ranks), at, *words), (), 1)
-    return out
-
-
 def most_tiles(M: int, shape: Shape) -> int:
     """Tiles of rows that there may be."""
     return cdiv(M, shape.BLOCK_M) + shape.experts
 
 
 def routes(
-    plan: Builder, bank: Any, M: int, ranks: Array | None, shape: Shape, laid: Laid | None = None, out: Array | None = None,
+    plan: Builder,
+    bank: Any,
+    M: int,
+    ranks: Array | None,
+    shape: Shape,
+    laid: Laid | None = None,
+    out: Array | None = None,
     pre_scale: Array | None = None,
-) -> Routes:  # fmt: skip
+) -> Routes:
     """``laid`` says which adapters hold what is not finite; they get a g that is a NaN. ``out`` and ``pre_scale``: what the
     product will write; of experts, rows behind the last segment are filled."""
     (G, R, _), N, experts = bank.A.shape, bank.B.shape[1], shape.experts > 0
@@ -159,13 +151,12 @@ def routes(
     g = plan.temp((G + 1, N), torch.float32) if with_g else None
     blocks = (G + 1) * cdiv(N, BLOCK_GN) if with_g else 0
     width = 0 if out is None else out.shape[1]
-    plan.launch(
-        multi_routes_kernel, (tiles + blocks + (cdiv(M, TAIL_M) if width else 0),),
-        (bank.offsets, ranks, flags, bank.m, bank.c, ids, route, steps, g, out, pre_scale, M, G, N, R, span, tiles, blocks,
-         width),
-        (ranks is not None, bank.m is not None, with_g, 0 if flags is None else flags.shape[1], experts, pre_scale is not None,
-         tails, shape.BLOCK_M, shape.BLOCK_R, block_of(G), BLOCK_GN), 4,
-    )  # fmt: skip
+    grid = (tiles + blocks + (cdiv(M, TAIL_M) if width else 0),)
+    tensors = (bank.offsets, ranks, flags, bank.m, bank.c, ids, route, steps, g, out, pre_scale)
+    sizes = (M, G, N, R, span, tiles, blocks, width)
+    has = (ranks is not None, bank.m is not None, with_g, 0 if flags is None else flags.shape[1])
+    how = (*has, experts, pre_scale is not None, tails, shape.BLOCK_M, shape.BLOCK_R, block_of(G), BLOCK_GN)
+    plan.launch(multi_routes_kernel, grid, (*tensors, *sizes), how, 4)
     return Routes(ids, route, steps, g, ranks)
 
 
@@ -187,12 +178,11 @@ def low_rank_input(
         pad = plan.temp((M if experts else pairs * tile, R), x.dtype, (width, 1)) if padded else None
     block_m, block_r, block_k, warps, stages = h_config(M, K, R, G, half, beside, experts, plan.device)
     block_m = min(tile, block_m)
-    plan.launch(
-        multi_h_kernel, (cdiv(R, block_r), pairs * (tile // block_m)),
-        (x, f, bank.s, bank.offsets, ranks, h, pad if padded else None, M, G, K, R, *x.stride, by_bank, by_k, by_r,
-         h.stride[0], width),
-        (ranks is not None, padded, experts, "ieee", tile, block_m, block_r, block_k, block_of(G), beside), warps, stages,
-    )  # fmt: skip
+    grid = (cdiv(R, block_r), pairs * (tile // block_m))
+    tensors = (x, f, bank.s, bank.offsets, ranks, h, pad if padded else None)
+    numbers = (M, G, K, R, *x.stride, by_bank, by_k, by_r, h.stride[0], width)
+    how = (ranks is not None, padded, experts, "ieee", tile, block_m, block_r, block_k, block_of(G), beside)
+    plan.launch(multi_h_kernel, grid, (*tensors, *numbers), how, warps, stages)
     return pad
 
 
@@ -213,9 +203,19 @@ class Wanted(NamedTuple):
 
 
 def multi_gemm(
-    plan: Builder, x: Array, h: Array, pad: Array | None, right: Right, laid: Laid | None, bank: Any, found: Routes,
-    shape: Shape, wanted: Wanted, p: float = 0.0, masked: bool = False,
-) -> None:  # fmt: skip
+    plan: Builder,
+    x: Array,
+    h: Array,
+    pad: Array | None,
+    right: Right,
+    laid: Laid | None,
+    bank: Any,
+    found: Routes,
+    shape: Shape,
+    wanted: Wanted,
+    p: float = 0.0,
+    masked: bool = False,
+) -> None:
     """``masked``: the mask of dropout is on the term of low rank."""
     out, pre_scale, bias = wanted
     (M, K), N, R, G = x.shape, out.shape[1], h.shape[1], bank.A.shape[0]
@@ -229,12 +229,12 @@ def multi_gemm(
     if config is None:
         wide = plan.temp(out.shape, torch.float32)
         plan.product(wide, x, w)
-        plan.launch(
-            multi_epilogue_kernel, (cdiv(M, EPILOGUE_M), cdiv(N, EPILOGUE_N)),
-            (wide, h, b, out, pre_scale, found.g, bias, found.ids, bank.offsets, found.ranks, found.route,
-             bank.seed if masked else None, threshold(p), 1 / (1 - p), M, N, R, G, h.stride[0], by_bank, by_r, by_n),
-            (found.ranks is not None, *flags, masked, "ieee", EPILOGUE_M, EPILOGUE_N, min(32, shape.BLOCK_R)), 4, 2,
-        )  # fmt: skip
+        grid = (cdiv(M, EPILOGUE_M), cdiv(N, EPILOGUE_N))
+        matrices = (wide, h, b, out, pre_scale, found.g, bias, found.ids, bank.offsets, found.ranks, found.route)
+        mask = (bank.seed if masked else None, threshold(p), 1 / (1 - p))
+        numbers = (M, N, R, G, h.stride[0], by_bank, by_r, by_n)
+        how = (found.ranks is not None, *flags, masked, "ieee", EPILOGUE_M, EPILOGUE_N, min(32, shape.BLOCK_R))
+        plan.launch(multi_epilogue_kernel, grid, (*matrices, *mask, *numbers), how, 4, 2)
         return
     if config.tma:
         bm, bn, bk = config.BLOCK_M, config.BLOCK_N, config.BLOCK_K
@@ -244,25 +244,29 @@ def multi_gemm(
         count = most_tiles(M, shape) * cdiv(N, bn)
         programs = min(count, plan.device.num_sms) if config.persistent else count
         assert pad is not None and laid is not None and matrix is not None
-        plan.launch(
-            multi_gemm_tma_kernel, (programs,),
-            (Tile(x, (bm, bk)), Tile(matrix, block), Tile(pad, (bm, bk)), Tile(laid.matrix, block),
-             None if laid.tails is None else Tile(laid.tails, block), Tile(out, (bm, width)),
-             None if pre_scale is None else Tile(pre_scale, (bm, width)), *((out, pre_scale) if experts else (None, None)),
-             found.g, bias, found.ids, found.route, found.steps, M, N, K, R, laid.height,
-             (N if trans_b else K) if experts else 0, span, most_tiles(M, shape), programs),
-            (trans_b, *flags, experts, bm, bn, bk, config.EPILOGUE_SUBTILE, config.GROUP_M, not INTERPRETED),
-            config.num_warps, config.num_stages,
-        )  # fmt: skip
+        tails = None if laid.tails is None else Tile(laid.tails, block)
+        before = None if pre_scale is None else Tile(pre_scale, (bm, width))
+        read = (Tile(x, (bm, bk)), Tile(matrix, block), Tile(pad, (bm, bk)), Tile(laid.matrix, block), tails)
+        rows = (out, pre_scale) if experts else (None, None)
+        tensors = (*read, Tile(out, (bm, width)), before, *rows, found.g, bias, found.ids, found.route, found.steps)
+        height = (N if trans_b else K) if experts else 0
+        sizes = (M, N, K, R, laid.height, height, span, most_tiles(M, shape), programs)
+        tiled = (trans_b, *flags, experts, bm, bn, bk, config.EPILOGUE_SUBTILE, config.GROUP_M, not INTERPRETED)
+        plan.launch(multi_gemm_tma_kernel, (programs,), (*tensors, *sizes), tiled, config.num_warps, config.num_stages)
         return
+    count = most_tiles(M, shape) * cdiv(N, config.BLOCK_N)
+    arrays = (x, w, h, b, out, pre_scale, found.g, bias, found.ids, bank.offsets, found.ranks, found.route)
+    strides = (*x.stride, w.stride[0] if experts else 0, *w.stride[-2:], h.stride[0], by_bank, by_r, by_n)
+    precision = "ieee" if x.dtype == torch.float32 else None
+    blocks = (config.BLOCK_M, config.BLOCK_N, config.BLOCK_K, shape.BLOCK_R, config.GROUP_M)
     plan.launch(
-        multi_gemm_pointer_kernel, (most_tiles(M, shape) * cdiv(N, config.BLOCK_N),),
-        (x, w, h, b, out, pre_scale, found.g, bias, found.ids, bank.offsets, found.ranks, found.route, M, N, K, R, G, span,
-         most_tiles(M, shape), *x.stride, w.stride[0] if experts else 0, *w.stride[-2:], h.stride[0], by_bank, by_r, by_n),
-        (found.ranks is not None, *flags, experts, "ieee" if x.dtype == torch.float32 else None, config.BLOCK_M, config.BLOCK_N,
-         config.BLOCK_K, shape.BLOCK_R, config.GROUP_M),
-        config.num_warps, config.num_stages,
-    )  # fmt: skip
+        multi_gemm_pointer_kernel,
+        (count,),
+        (*arrays, M, N, K, R, G, span, most_tiles(M, shape), *strides),
+        (found.ranks is not None, *flags, experts, precision, *blocks),
+        config.num_warps,
+        config.num_stages,
+    )
 
 
 def lay(

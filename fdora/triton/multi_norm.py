@@ -34,7 +34,7 @@ from fdora.triton.kernels.multi_norm import (
     strip_norm_kernel,
     strip_root_kernel,
 )
-from fdora.triton.multi_gemm import rank_table
+from fdora.triton.multi_rows import rank_table
 from fdora.triton.norm import GROUP_N
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder

@@ -1,4 +1,4 @@
-"""Copies for many adapters: tokens into sorted order and back, the dropped x, a bank as one matrix of one dtype."""
+"""Copies for many adapters: tokens into sorted order and back, the dropped x, a bank as one matrix of one dtype; ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import triton.language as tl
 
 from fdora.triton.configs import power_of_two
 from fdora.triton.dropout import threshold
+from fdora.triton.kernels.multi import multi_ranks_kernel
 from fdora.triton.kernels.multi_rows import bank_kernel, multi_drop_kernel, rows_kernel
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
@@ -17,6 +18,7 @@ from fdora.triton.runtime.plan import Array
 
 BLOCK_M, BLOCK_N = 8, 512
 BLOCK_Q = 256
+RANKS = 32  # that one launch writes
 NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -160,3 +162,16 @@ def as_matrix(
         pdl=beside,
     )
     return Laid(out, height, tails, None if experts else flags)
+
+
+def rank_table(plan: Builder, ranks: tuple[int, ...] | None) -> Array | None:
+    """True ranks on the device: they are numbers of the plan."""
+    if ranks is None:
+        return None
+    out = plan.temp((len(ranks),), torch.int32)
+    for at in range(0, len(ranks), RANKS):
+        some = [*ranks[at : at + RANKS], *[0] * RANKS][:RANKS]
+        # The highest bit says nothing: with it all of them are 64 bits wide, and one kernel serves.
+        words = [sum(r << 15 * j for j, r in enumerate(some[i : i + 4])) | 1 << 62 for i in range(0, RANKS, 4)]
+        plan.launch(multi_ranks_kernel, (1,), (out, len(ranks), at, *words), (), 1)
+    return out

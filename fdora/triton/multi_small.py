@@ -84,17 +84,12 @@ def _low(plan: Builder, x: Array, bank: Any, ranks: Array | None, low: Low, room
     r = power_of_two(R)
     block_k, block_n = (min(max(16, room.AREA // r), power_of_two(size)) for size in (K, N))
     columns = min(cdiv(N, block_n), max(1, room.PROGRAMS * max(1, plan.device.num_sms) // M))
-    by_a, by_b = bank.A.stride, bank.B.stride
-    plan.launch(
-        multi_low_kernel,
-        (columns, M),
-        (x, bank.A, bank.s, bank.B, bank.m, bank.c, bank.offsets, ranks, bank.order, *low, M, G, K, N, R, *x.stride,
-         by_a[0], by_a[2], by_a[1], by_b[0], by_b[2], by_b[1]),
-        (ranks is not None, bank.order is not None, plan.device.supports_pdl, r, block_k, block_n, room.STAGES, block_of(G),
-         room.STAYS),
-        room.LOW_WARPS,
-        room.STAGES,
-    )  # fmt: skip
+    (a_g, a_r, a_k), (b_g, b_n, b_r) = bank.A.stride, bank.B.stride
+    tensors = (x, bank.A, bank.s, bank.B, bank.m, bank.c, bank.offsets, ranks, bank.order, *low)
+    numbers = (M, G, K, N, R, *x.stride, a_g, a_k, a_r, b_g, b_r, b_n)
+    how = (ranks is not None, bank.order is not None, plan.device.supports_pdl)
+    blocks = (r, block_k, block_n, room.STAGES, block_of(G), room.STAYS)
+    plan.launch(multi_low_kernel, (columns, M), (*tensors, *numbers), (*how, *blocks), room.LOW_WARPS, room.STAGES)
 
 
 def _by_segments(plan: Builder, x: Array, bank: Any, ranks: Array | None, low: Low, room: RoomConfig) -> None:

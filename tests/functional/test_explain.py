@@ -95,6 +95,15 @@ MISTAKES = {
     ),
     "compose": (lambda: explain(F.dora_compose, draw(4, 6), draw(4, 5), draw(6), s=2.0), "fdora.dora_compose: `lora` must be"),
     "merge": (lambda: explain(F.dora_merge, *layer(), s=float("nan")), "fdora.dora_merge: `s` must be a finite"),
+    "a merge's gamma": (
+        lambda: explain(F.dora_merge, *layer(), s=2.0, gamma=draw(4)),
+        "fdora.dora_merge: `gamma` must be (N,)",
+    ),
+    "a norm of None": (lambda: explain(F.dora_norm, draw(6, 5), None, draw(6, 2), s=2.0), "`A` must be a torch.Tensor"),
+    "a tree's state": (
+        lambda: explain(F.dora_norm_tree, [layer()[0]], [layer()[1:]], s=2.0, state="no"),
+        "fdora.dora_norm_tree: `state` must be a NormTreeState, got a str",
+    ),
 }
 
 
@@ -104,6 +113,13 @@ def test_mistakes_are_those_of_the_function(what):
     with pytest.raises(FdoraError) as error:
         call()
     assert words in str(error.value)
+
+
+def test_a_merge_of_a_weight_that_requires_grad():
+    """It computes no gradient, so such a W is none too many."""
+    W, A, B, m = layer()
+    for fn, norm in ((F.dora_merge, None), (F.dora_unmerge, F.dora_norm(W, A, B, s=2.0))):
+        assert explain(fn, W.clone().requires_grad_(), A, B, m, s=2.0, norm=norm).fn == fn.__name__
 
 
 def test_a_gpu_of_this_machine_must_be_there():

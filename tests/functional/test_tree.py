@@ -24,6 +24,8 @@ def test_any_number_is_one_for_all_leaves():
     for call in (dora_norm_tree, dora_merge_tree):
         with pytest.raises(FdoraError, match=r"`s` .*must be a finite Python number, got a Tensor"):
             call(weights, params, s=torch.tensor(0.5))
+        with pytest.raises(FdoraError, match=r"`s` .*must be a finite Python number, got a Tensor"):
+            call(weights, params, s=torch.ones(3))  # beside what is remembered of the calls before
 
 
 def test_a_state_of_another_kind():

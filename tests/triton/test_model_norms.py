@@ -245,6 +245,27 @@ def test_outside_of_a_forward_layers_look_after_themselves(counted):
     assert y.isfinite().all()
 
 
+def test_a_merge_of_another_model_on_the_same_weights(counted):
+    """What it leaves there may lie where the weight lay before, at the same version."""
+    one, x = make(), inputs()
+    base = Net()
+    for mine, other in zip(layers(one), [base.first[0], base.first[2], base.second[0], base.second[2]], strict=True):
+        other.weight = mine.base_layer.weight
+    two = make(base=base)
+    two(x)
+    lay = [layer.base_layer.weight.data for layer in layers(two)]
+    one.merge_adapter()
+    for layer, memory in zip(layers(two), lay, strict=True):
+        W = layer.base_layer.weight
+        assert W.data_ptr() != memory.data_ptr() and not torch.equal(W, memory)
+        W.data = memory.copy_(W)
+    counted()
+    got = two(x)
+    assert counted() == (1, 0)
+    assert_as_if_alone(two, x)
+    assert torch.equal(got, two(x))
+
+
 def test_a_forward_that_raises_ends_it(counted):
     model, x = make(), inputs()
     model(x)
