@@ -2,12 +2,12 @@
 
 import random
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from fdora.schedule import Spec
 
-few = settings(max_examples=40, deadline=None, derandomize=True)
+few = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 # tokens of a sample: log-normal, by median and spread, of the kinds of text that are usually summarised: short, even, long, mixed
 KINDS = ((490, 0.7), (800, 0.35), (1600, 0.3), (880, 0.55))
 
