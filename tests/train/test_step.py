@@ -118,7 +118,7 @@ def test_a_folder_of_two_moments_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FdoraError, match="a place that can be written"):
         save(tmp_path / "file", state, make.JOBS)
-    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors = pytest.importorskip("safetensors.torch", reason="it writes the files; `make test` installs it")
     (tmp_path / "other/law").mkdir(parents=True)
     safetensors.save_file({"weight": torch.zeros(2)}, tmp_path / "other/law/training.safetensors")
     with pytest.raises(FdoraError, match=r"train.load: `folder` must be what save wrote, got no counters in"):
