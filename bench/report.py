@@ -394,15 +394,8 @@ def readme_models() -> str:
     return f"{table(['', *(NAMES[way] for way in rows)], lines)}\n\n{said}"
 
 
-CELLS_APART = (
-    "h200/steps",
-    "h200/steps_8b",
-    "h200/steps_8b_few",
-)  # of widths 2048 and 4096: the cells of one command, measured apart
-
-
 def steps_rows() -> list[dict]:
-    return [row for name in CELLS_APART for row in load(name)["rows"] if not row["compiled"]]
+    return [row for row in load("h200/steps")["rows"] if not row["compiled"]]
 
 
 def readme_steps() -> str:
@@ -418,7 +411,7 @@ def readme_steps() -> str:
     return (
         f"{len(measured)} of the {len(cells)} cells of `python -m bench.steps --device cuda`, "
         f"{' to '.join(map(str, dict.fromkeys((turns[0], turns[-1]))))} calls each, "
-        f"commit {commits([load(name) for name in CELLS_APART])}"
+        f"commit {commit_of(load('h200/steps'))}"
     )
 
 

@@ -57,6 +57,7 @@ MODES = ("inference", "step", "micro", "checkpointing")
 COMPILED = ("default", "reduce-overhead")
 MICRO = 8
 LEAST = 5  # turns
+WARM = 4  # calls of what is compiled, untimed
 SIZES = {  # of Qwen3-8B, Qwen3-1.7B and Llama-3.1-70B
     "8b": dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128),
     "2048": dict(hidden_size=2048, intermediate_size=6144, num_attention_heads=16, num_key_value_heads=8, head_dim=128),
@@ -256,13 +257,19 @@ class Gpu:
 # one cell
 
 
+def warm(step: Callable[[], object], compiled: str) -> None:
+    """Once; what is compiled `WARM` times, for the first call compiles and the next ones record the graphs that later ones replay."""
+    for _ in range(WARM if compiled else 1):
+        step()
+
+
 def measure(cell: Cell, ways: dict[str, Way], mode: str, gpu: Gpu | None, options, failures: Failures) -> list[dict]:
     """A row for each way; ``mode`` may be "compiled:..."."""
     compiled, _, plain = mode.rpartition(":")
     label = f"{cell.model}, S {cell.S}, r {cell.r}, {mode}"
     tags = {f"{name}, {label}": way for name, way in ways.items()}
     steps = {tag: getattr(way, plain) for tag, way in tags.items()}
-    able = failures.attempt(steps, lambda tag: tags[tag].step() if plain == "micro" else steps[tag]())  # warms up
+    able = failures.attempt(steps, lambda tag: warm(tags[tag].step if plain == "micro" else steps[tag], compiled))
     share, many = MICRO if plain == "micro" else 1, 1e3 * options.cell_seconds / len(options.modes) / 2
     able = {tag: steps[tag] for tag in able}
     if not able:

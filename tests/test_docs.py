@@ -426,7 +426,7 @@ def test_each_table_shows_its_own_measurements():
     assert re.search(
         rf"^\| Gemma-3-12B, 6 layers \|.*\| {x['ms'] / 8:.1f} / {x['peak_mb'] / 1024:.2f} \|[^|]*\|$", README, re.M
     )
-    steps = [x for name in ("steps", "steps_8b", "steps_8b_few") for x in rows(f"h200/{name}") if not x["compiled"]]
+    steps = [x for x in rows("h200/steps") if not x["compiled"]]
     few, many = ([x for x in steps if (x["S"] <= 512) == short] for short in (True, False))
     for found, tokens in ((few, "128 and 512"), (many, "2048 and 4096")):
         for field, before in (("ms", f"{tokens} tokens: `use_fdora`"), ("gpu_ms", "GPU time, in this order,")):
@@ -501,27 +501,22 @@ def test_training_steps_are_lost_and_won_too():
     lost = sum(share > 1 for share in shares)
     assert (f"{row} {lost} of {len(shares)} | {max(shares):.2f} | run " in losses) if lost else (row not in losses)
     page = BENCHMARKS.partition("## Training steps, few tokens and many")[2].partition("\n## ")[0]
-    assert page.count("\n| 2048, S ") + page.count("\n| 8b, S ") == 32 + 12 + 4 + 12 + 6 and page.count(
+    assert page.count("\n| 2048, S ") + page.count("\n| 8b, S ") == 64 + 12 + 6 and page.count(
         " | use_fdora | "
-    ) == 5 + len(shares)
+    ) == 3 + len(shares)
 
 
 def test_how_much_of_the_steps_was_measured(elsewhere):
     """Cells against those of the command of bench.all, calls where the rows say how many; what is missing is said, too."""
-    path, *others = (elsewhere / f"h200/{name}.json" for name in ("steps", "steps_8b", "steps_8b_few"))
-    result, *wide = (json.loads(each.read_text()) for each in (path, *others))
-    commits = [each["about"]["commit"] for each in (result, *wide)]
-    assert report.readme_steps().startswith("12 of the 16 cells of `python -m bench.steps --device cuda`, 5 to 8 calls each, ")
-    assert report.readme_steps().endswith(f"commit {' and '.join(commits)}")
-    assert report.readme_steps() in " ".join(README.split())
-    for other, each in zip(others, wide, strict=True):
-        other.write_text(json.dumps(each | {"rows": []}))
+    path = elsewhere / "h200/steps.json"
+    result = json.loads(path.read_text())
+    said = f"16 of the 16 cells of `python -m bench.steps --device cuda`, 5 to 9 calls each, commit {result['about']['commit']}"
+    assert report.readme_steps() == said and said in " ".join(README.split())
+    result["rows"] = [row for row in result["rows"] if row["r"] == 64 and row["model"] == "2048"]
     for i, row in enumerate(result["rows"]):
         row["turns"] = 5 + i % 3
-    result["rows"] = [row for row in result["rows"] if row["r"] == 64]
     path.write_text(json.dumps(result | {"about": {}}))
-    said = "4 of the 16 cells of `python -m bench.steps --device cuda`, 5 to 7 calls each, commit not recorded and "
-    said += " and ".join(commits[1:])
+    said = "4 of the 16 cells of `python -m bench.steps --device cuda`, 5 to 7 calls each, commit not recorded"
     assert report.readme_steps() == said and "cpu/demo, h200/demo, h200/steps: not recorded" in report.since()
 
 
