@@ -92,7 +92,7 @@ def plan_compose_backward(likes: Sequence[Like | None], device: Device, delta: b
     out, partials = _wanted(plan, base.shape, base.dtype, lora.dtype, N, strips, needs)
     plan.launch(
         compose_bwd_kernel,
-        (cdiv(N, BWD_N), strips),
+        (cdiv(N, BWD_N) * strips,),
         (dy, base, lora, g, *out[:2], *partials, s, M, N, dy.stride[0], base.stride[0], lora.stride[0]),
         (delta, *needs, BWD_M, BWD_N, ROWS),
         4,
@@ -126,7 +126,7 @@ def _planes(plan: Builder, likes: Sequence[Any], delta: bool) -> Plan:
     plan.path = "one pass over base and lora, a row for each channel"
     plan.launch(
         planes_fwd_kernel,
-        (cdiv(L * N, rows), cdiv(P, points)),
+        (cdiv(L * N, rows) * cdiv(P, points),),
         (base, lora, g, bias, y, s, L * N, N, P),
         (delta, bias is not None, rows, points),
         4,
@@ -144,7 +144,7 @@ def _planes_backward(plan: Builder, likes: Sequence[Any], delta: bool, needs: tu
     out, partials = _wanted(plan, (L, N, P), base.dtype, lora.dtype, N, L * cdiv(P, strip), needs)
     plan.launch(
         planes_bwd_kernel,
-        (cdiv(L * N, rows), cdiv(P, strip)),
+        (cdiv(L * N, rows) * cdiv(P, strip),),
         (dy, base, lora, g, *out[:2], *partials, s, L * N, N, P),
         (delta, *needs, rows, points, strip),
         4,

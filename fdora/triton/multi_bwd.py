@@ -122,7 +122,7 @@ def _scale(plan: Builder, given: Given, found: Routes, dz: Array | None, out: Ou
     if dz is not None or need_m or need_bias:
         plan.launch(
             multi_scale_kernel,
-            (cdiv(N, config.BLOCK_N), pairs),
+            (cdiv(N, config.BLOCK_N) * pairs,),
             (
                 dy,
                 kept,

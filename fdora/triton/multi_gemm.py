@@ -178,7 +178,7 @@ def low_rank_input(
         pad = plan.temp((M if experts else pairs * tile, R), x.dtype, (width, 1)) if padded else None
     block_m, block_r, block_k, warps, stages = h_config(M, K, R, G, half, beside, experts, plan.device)
     block_m = min(tile, block_m)
-    grid = (cdiv(R, block_r), pairs * (tile // block_m))
+    grid = (cdiv(R, block_r) * pairs * (tile // block_m),)
     tensors = (x, f, bank.s, bank.offsets, ranks, h, pad if padded else None)
     numbers = (M, G, K, R, *x.stride, by_bank, by_k, by_r, h.stride[0], width)
     how = (ranks is not None, padded, experts, "ieee", tile, block_m, block_r, block_k, block_of(G), beside)

@@ -98,7 +98,7 @@ def scale_backward(
     strides = tuple(d for t in operands[:4] for d in ((0, 0) if t is None else t.stride))
     plan.launch(
         scale_kernel,
-        (cdiv(N, config.BLOCK_N), strips),
+        (cdiv(N, config.BLOCK_N) * strips,),
         (
             dy,
             saved,
@@ -141,7 +141,7 @@ def scale_backward(
         columns = min(cdiv(N, AGAIN_N), MOST_COLUMNS)
         plan.launch(
             again_kernel,
-            (columns, strips * split),
+            (columns * strips * split,),
             (dy, *operands[:4], partials[0], lost, count, M, N, K, r, columns, dy.stride[0], *strides),
             (split, AGAIN_M, AGAIN_N, AGAIN_K, min(AGAIN_K, power_of_two(r))),
             8,

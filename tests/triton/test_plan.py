@@ -1,7 +1,10 @@
 """A plan is pure: made from what is known of tensors, never from one; its temporaries share memory only where that is safe."""
 
 import dataclasses
+import importlib
+import inspect
 import itertools
+import pkgutil
 import random
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
+import fdora.triton
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
@@ -21,6 +25,7 @@ from tests.triton.written import (
     HOPPER,
     alike,
     arrays,
+    calls_of_many_rows,
     copied,
     every_call,
     kernels,
@@ -540,6 +545,27 @@ def test_a_backward_without_dx_does_not_cast_the_weight(tokens):
 
 
 # grids
+
+
+def makers():
+    """Every function of the package that makes a plan of likes; those of whole models have a program for each layer."""
+    for found in pkgutil.iter_modules(fdora.triton.__path__):
+        module = importlib.import_module(f"fdora.triton.{found.name}")
+        own = (f for name, f in vars(module).items() if name.startswith("plan_") and f.__module__ == module.__name__)
+        yield from (f for f in own if "likes" in inspect.signature(f).parameters)
+
+
+def test_no_grid_is_larger_than_cuda_starts():
+    """65,535 blocks on the second and the third axis, 2**31 - 1 on the first, however many rows there are."""
+    seen, larger = set(), {}
+    for M in (3_000_000, 20_000_000):
+        for (make, likes, options), d in itertools.product(calls_of_many_rows(M), DEVICES):
+            seen.add(make)
+            for step in launches(make(tuple(likes), d, *options)):
+                if step.grid[0] >= 2**31 or max(step.grid[1:], default=0) > 65_535:
+                    larger[step.kernel.fn.__name__] = M, step.grid
+    assert not larger
+    assert set(makers()) <= seen
 
 
 def blocks_of_rows(plan):

@@ -55,13 +55,10 @@ def arrays(step):
 
 def copied(plan, name, t):
     """A result with the values of a matrix."""
-    from fdora.triton.kernels.copy import copy_kernel
+    from fdora.triton import copy
 
-    (M, N), out = t.shape, plan.result(name, t.shape, t.dtype)
-    if 0 in t.shape:
-        return out
-    args = (t, None, None, None, out, M, 0, 0, 0, N, N, *t.stride, *(0,) * 6)
-    plan.launch(copy_kernel, (-(-N // 256), -(-M // 16)), args, (1, 16, 256), 4)
+    out = plan.result(name, t.shape, t.dtype)
+    copy.copied(plan, t, out)
     return out
 
 
@@ -469,3 +466,30 @@ def every_call():
     yield from calls_of_fp8(8, 1024, 2048, 16, BF16)
     yield from calls_of_fp8(4096, 1024, 2048, 16, BF16)
     yield from calls_of_fp8(130, 137, 75, 5, FP16)
+
+
+def calls_of_many_rows(M):
+    """M rows of tokens, of a table, of a weight or of an image, with little in each."""
+    from fdora.triton.codes import Coded
+    from fdora.triton.dequantize import plan_dequantize
+    from fdora.triton.quant import plan_stack_norms
+
+    for r, dtype in ((8, BF16), (8, FP32), (100, BF16)):
+        yield from calls_of_linear(M, 64, 64, r, dtype)
+        yield from calls_without_norm(M, 64, 64, r, dtype)
+        yield from calls_of_multi(M, 64, 64, r, 4, dtype)
+        yield from calls_of_experts(M, 64, 64, r, 4, dtype)
+        yield from calls_of_weights(M, 64, r, dtype)
+        yield from calls_of_norm_gradients(M, 64, r, dtype, dtype)
+        for T, V in ((M, 512), (512, M)):
+            yield from calls_of_embeddings(T, V, 64, r, dtype)
+    yield from calls_of_groups(M, 64, 64, 8, BF16)
+    yield from calls_of_coded_layers(M, 64, 64, 8, BF16)
+    yield from calls_of_fp8(M, 64, 64, 8, BF16)
+    yield from calls_of_codes(M, 64, 8, BF16)
+    for form in forms_of_codes():
+        coded = Coded((M, 64), form)
+        yield plan_dequantize, likes_of_codes(coded), (coded, BF16)
+        yield plan_stack_norms, [alike(2, 8, 64), alike(2, M // 2, 8), *likes_of_codes(coded)], (coded,)
+    for L, P in ((M, 16), (1, 14 * M)):  # 20 million: 646 points along each axis of a volume
+        yield from calls_of_planes(L, 4, P, BF16)

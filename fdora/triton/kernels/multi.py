@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import g_tile
+from fdora.triton.kernels.tile import column_and_row
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents
 
@@ -209,9 +210,10 @@ def multi_h_kernel(
     if PDL:
         gdc_launch_dependents()
     PARTS: tl.constexpr = TILE // BLOCK_M
-    pair = tl.program_id(1) // PARTS
-    part = tl.program_id(1) % PARTS * BLOCK_M
-    first_r = tl.program_id(0) * BLOCK_R
+    slab, place = column_and_row(tl.cdiv(R, BLOCK_R))
+    pair = place // PARTS
+    part = place % PARTS * BLOCK_M
+    first_r = slab * BLOCK_R
     tile, a, lo, hi = pair_of(pair, offsets, G, M, TILE, BLOCK_G)
     if lo < hi:
         t = tile * TILE + part + tl.arange(0, BLOCK_M)

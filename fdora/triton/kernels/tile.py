@@ -7,6 +7,14 @@ import triton.language as tl
 
 
 @triton.jit
+def column_and_row(columns):
+    """The place of a program in a grid so wide, row by row, as CUDA starts one of two axes. Such a grid ends at 65,535 rows;
+    on the first axis alone there is room for 2^31 - 1 programs."""
+    i = tl.program_id(0)
+    return i % columns, i // columns
+
+
+@triton.jit
 def tile_at(i, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
     """Row and column of the i-th tile."""
     tiles_n, tiles_k = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
