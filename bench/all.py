@@ -132,6 +132,9 @@ TABLE = {
     "steps": Entry(560, "bench.steps"),
     "steps_compiled": Entry(470, f"bench.steps --cells 2048:512:16,8b:4096:16 {COMPILED}"),
     "steps_compiled_512": Entry(150, f"bench.steps --cells 2048:512:16 --ways peft_lora,use_fdora,use_fdora_fused {COMPILED}"),
+    "steps_compiled_replay": Entry(
+        70, "bench.steps --cells 2048:512:16 --ways peft_lora,use_fdora,use_fdora_fused --no-eager --compiled reduce-overhead"
+    ),
     "model_qwen3-8b": Entry(450, "bench.model --model qwen3-8b --adapter bf16"),
     "model_qwen3-8b_fp32": Entry(450, "bench.model --model qwen3-8b --adapter fp32"),
     **{f"model_{m.split()[0]}": Entry(90, f"bench.model --model {m} --quick --no-compile") for m in MODELS},

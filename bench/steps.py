@@ -258,7 +258,7 @@ class Gpu:
 
 
 def warm(step: Callable[[], object], compiled: str) -> None:
-    """Once; what is compiled `WARM` times, for the first call compiles and the next ones record the graphs that later ones replay."""
+    """Once; what is compiled `WARM` times: the first call compiles, the next ones record graphs, later ones replay them."""
     for _ in range(WARM if compiled else 1):
         step()
 

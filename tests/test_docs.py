@@ -501,7 +501,7 @@ def test_training_steps_are_lost_and_won_too():
     lost = sum(share > 1 for share in shares)
     assert (f"{row} {lost} of {len(shares)} | {max(shares):.2f} | run " in losses) if lost else (row not in losses)
     page = BENCHMARKS.partition("## Training steps, few tokens and many")[2].partition("\n## ")[0]
-    assert page.count("\n| 2048, S ") + page.count("\n| 8b, S ") == 64 + 12 + 6 and page.count(
+    assert page.count("\n| 2048, S ") + page.count("\n| 8b, S ") == 64 + 12 + 6 + 3 and page.count(
         " | use_fdora | "
     ) == 3 + len(shares)
 

@@ -18,7 +18,7 @@ from fdora._torch import needs_dispatcher
 from fdora.triton.kernels.compose import compose_bwd_kernel, compose_fwd_kernel, planes_bwd_kernel, planes_fwd_kernel
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import Device, cdiv
+from fdora.triton.runtime.device import Device, cdiv, grid_of
 from fdora.triton.runtime.plan import Array, Like, Plan
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.sums import column_sums
@@ -90,11 +90,12 @@ def plan_compose_backward(likes: Sequence[Like | None], device: Device, delta: b
     (M, N), strips = base.shape, cdiv(base.shape[0], ROWS)
     plan.path = "one pass over what the wanted gradients need; sums over tokens in two stages"
     out, partials = _wanted(plan, base.shape, base.dtype, lora.dtype, N, strips, needs)
+    grid, flat = grid_of(cdiv(N, BWD_N), strips)
     plan.launch(
         compose_bwd_kernel,
-        (cdiv(N, BWD_N) * strips,),
+        grid,
         (dy, base, lora, g, *out[:2], *partials, s, M, N, dy.stride[0], base.stride[0], lora.stride[0]),
-        (delta, *needs, BWD_M, BWD_N, ROWS),
+        (delta, *needs, BWD_M, BWD_N, ROWS, flat),
         4,
     )
     return _summed(plan, out, partials)
@@ -124,11 +125,12 @@ def _planes(plan: Builder, likes: Sequence[Any], delta: bool) -> Plan:
     y, s = plan.result("y", (L, N, P), base.dtype), plan.scalar("s")
     rows, points = _blocks(P)
     plan.path = "one pass over base and lora, a row for each channel"
+    grid, flat = grid_of(cdiv(L * N, rows), cdiv(P, points))
     plan.launch(
         planes_fwd_kernel,
-        (cdiv(L * N, rows) * cdiv(P, points),),
+        grid,
         (base, lora, g, bias, y, s, L * N, N, P),
-        (delta, bias is not None, rows, points),
+        (delta, bias is not None, rows, points, flat),
         4,
     )
     return plan.plan()
@@ -142,11 +144,12 @@ def _planes_backward(plan: Builder, likes: Sequence[Any], delta: bool, needs: tu
     strip = points if points >= P else STRIP
     plan.path = "one pass over what the wanted gradients need, a row for each channel; sums over points, then over rows"
     out, partials = _wanted(plan, (L, N, P), base.dtype, lora.dtype, N, L * cdiv(P, strip), needs)
+    grid, flat = grid_of(cdiv(L * N, rows), cdiv(P, strip))
     plan.launch(
         planes_bwd_kernel,
-        (cdiv(L * N, rows) * cdiv(P, strip),),
+        grid,
         (dy, base, lora, g, *out[:2], *partials, s, L * N, N, P),
-        (delta, *needs, rows, points, strip),
+        (delta, *needs, rows, points, strip, flat),
         4,
     )
     return _summed(plan, out, partials)

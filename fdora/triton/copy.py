@@ -8,13 +8,12 @@ import torch
 
 from fdora.triton.kernels.copy import by_g_kernel, copy_kernel
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.device import MOST_ROWS, cdiv
 from fdora.triton.runtime.layout import is_operand
 from fdora.triton.runtime.plan import Array
 
 BLOCK_M, BLOCK_N = 16, 256
 MAX_AT_ONCE = 4  # as the kernel has arguments for
-MOST_BLOCKS = 65_535  # of rows: CUDA allows so many on the second axis of a grid
 
 
 def in_dtype(plan: Builder, t: Array, dtype: torch.dtype) -> Array:
@@ -79,14 +78,14 @@ def _copy(plan: Builder, parts: Sequence[Array], out: Array) -> None:
 
 def _batches(parts: Sequence[Array]) -> list[tuple[int, list[Array]]]:
     """What each launch copies, behind its first row of the result. Only a million rows are too many for one."""
-    most = MOST_BLOCKS * BLOCK_M
+    most = MOST_ROWS * BLOCK_M
     batches: list[tuple[int, list[Array]]] = []
     at = room = 0
     for t in (part.rows(i, i + most) for part in parts for i in range(0, max(1, part.shape[0]), most)):
         blocks = cdiv(t.shape[0], BLOCK_M)
         if not batches or blocks > room or len(batches[-1][1]) == MAX_AT_ONCE:
             batches.append((at, []))
-            room = MOST_BLOCKS
+            room = MOST_ROWS
         batches[-1][1].append(t)
         at, room = at + t.shape[0], room - blocks
     return batches

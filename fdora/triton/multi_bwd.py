@@ -27,7 +27,7 @@ from fdora.triton.multi_gemm import (
 )
 from fdora.triton.multi_rows import Seen, drop, rank_table
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.device import cdiv, grid_of
 from fdora.triton.runtime.plan import Array
 from fdora.triton.sums import column_sums
 
@@ -120,9 +120,10 @@ def _scale(plan: Builder, given: Given, found: Routes, dz: Array | None, out: Ou
     block_r = config.BLOCK_R if out.dB is not None and 4 * pairs * R < M else 0
     partial_B = plan.temp((pairs, N, R), torch.float32) if block_r else None
     if dz is not None or need_m or need_bias:
+        grid, flat = grid_of(cdiv(N, config.BLOCK_N), pairs)
         plan.launch(
             multi_scale_kernel,
-            (cdiv(N, config.BLOCK_N) * pairs,),
+            grid,
             (
                 dy,
                 kept,
@@ -152,6 +153,7 @@ def _scale(plan: Builder, given: Given, found: Routes, dz: Array | None, out: Ou
                 rows,
                 config.STAGES,
                 block_of(G),
+                flat,
             ),
             config.num_warps,
         )

@@ -25,7 +25,7 @@ from fdora.triton.kernels.multi import multi_h_kernel, multi_routes_kernel
 from fdora.triton.kernels.multi_gemm import multi_epilogue_kernel, multi_gemm_pointer_kernel, multi_gemm_tma_kernel
 from fdora.triton.multi_rows import Laid, Seen, as_matrix
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import INTERPRETED, Device, cdiv, is_tma_compatible
+from fdora.triton.runtime.device import INTERPRETED, Device, cdiv, grid_of, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Tile
 
 BLOCK_GN = 1024  # columns of g that a program writes
@@ -178,10 +178,10 @@ def low_rank_input(
         pad = plan.temp((M if experts else pairs * tile, R), x.dtype, (width, 1)) if padded else None
     block_m, block_r, block_k, warps, stages = h_config(M, K, R, G, half, beside, experts, plan.device)
     block_m = min(tile, block_m)
-    grid = (cdiv(R, block_r) * pairs * (tile // block_m),)
+    grid, flat = grid_of(cdiv(R, block_r), pairs * (tile // block_m))
     tensors = (x, f, bank.s, bank.offsets, ranks, h, pad if padded else None)
     numbers = (M, G, K, R, *x.stride, by_bank, by_k, by_r, h.stride[0], width)
-    how = (ranks is not None, padded, experts, "ieee", tile, block_m, block_r, block_k, block_of(G), beside)
+    how = (ranks is not None, padded, experts, "ieee", tile, block_m, block_r, block_k, block_of(G), flat, beside)
     plan.launch(multi_h_kernel, grid, (*tensors, *numbers), how, warps, stages)
     return pad
 

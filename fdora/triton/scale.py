@@ -25,7 +25,7 @@ import torch
 from fdora.triton.configs import ScaleConfig, long_strip, power_of_two, scale_config
 from fdora.triton.kernels.scale import again_kernel, finish_kernel, lost_kernel, scale_kernel
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.device import cdiv, grid_of
 from fdora.triton.runtime.plan import Array
 
 FINISH_N, FINISH_T = 32, 32
@@ -96,9 +96,10 @@ def scale_backward(
     tiny = tiny_of(dy.dtype)
     operands = (x, la.W, h, la.B, la.m, la.c)
     strides = tuple(d for t in operands[:4] for d in ((0, 0) if t is None else t.stride))
+    grid, flat = grid_of(cdiv(N, config.BLOCK_N), strips)
     plan.launch(
         scale_kernel,
-        (cdiv(N, config.BLOCK_N) * strips,),
+        grid,
         (
             dy,
             saved,
@@ -131,6 +132,7 @@ def scale_backward(
             config.BLOCK_M,
             config.BLOCK_N,
             config.STAGES,
+            flat,
             pdl,
         ),
         config.num_warps,
@@ -139,11 +141,12 @@ def scale_backward(
         lost, count = plan.temp((strips, N), torch.int32), plan.temp((strips,), torch.int32)
         plan.launch(lost_kernel, (strips,), (partials[0], lost, count, N), (split, 1024), 4)
         columns = min(cdiv(N, AGAIN_N), MOST_COLUMNS)
+        grid, flat = grid_of(columns, strips * split)
         plan.launch(
             again_kernel,
-            (columns * strips * split,),
+            grid,
             (dy, *operands[:4], partials[0], lost, count, M, N, K, r, columns, dy.stride[0], *strides),
-            (split, AGAIN_M, AGAIN_N, AGAIN_K, min(AGAIN_K, power_of_two(r))),
+            (split, AGAIN_M, AGAIN_N, AGAIN_K, min(AGAIN_K, power_of_two(r)), flat),
             8,
             3,
         )

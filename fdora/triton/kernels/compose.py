@@ -31,9 +31,9 @@ def compose_fwd_kernel(
 def compose_bwd_kernel(
     dy, base, lora, g, dbase, dlora, partial_g, partial_bias, s, M, N, stride_dy, stride_base, stride_lora,
     DELTA: tl.constexpr, NEED_BASE: tl.constexpr, NEED_LORA: tl.constexpr, NEED_G: tl.constexpr, NEED_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, FLAT: tl.constexpr,
 ):
-    tile_n, strip = column_and_row(tl.cdiv(N, BLOCK_N))
+    tile_n, strip = column_and_row(tl.cdiv(N, BLOCK_N), FLAT)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = n < N
     gn = tl.load(g + n, mask=in_n, other=0.0)[None, :]
@@ -64,10 +64,10 @@ def compose_bwd_kernel(
 @triton.jit(launch_metadata=launched)
 def planes_fwd_kernel(
     base, lora, g, bias, y, s, rows, N, P,
-    DELTA: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,
+    DELTA: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, FLAT: tl.constexpr,
 ):
     """The same where row l N + n, of P points, is channel n."""
-    tile_m, tile_p = column_and_row(tl.cdiv(rows, BLOCK_M))
+    tile_m, tile_p = column_and_row(tl.cdiv(rows, BLOCK_M), FLAT)
     m, p = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_p * BLOCK_P + tl.arange(0, BLOCK_P)
     mask = (m < rows)[:, None] & (p < P)[None, :]
     at = m[:, None].to(tl.int64) * P + p[None, :]
@@ -84,9 +84,9 @@ def planes_fwd_kernel(
 def planes_bwd_kernel(
     dy, base, lora, g, dbase, dlora, partial_g, partial_bias, s, rows, N, P,
     DELTA: tl.constexpr, NEED_BASE: tl.constexpr, NEED_LORA: tl.constexpr, NEED_G: tl.constexpr, NEED_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, STRIP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, STRIP: tl.constexpr, FLAT: tl.constexpr,
 ):
-    tile_m, strip = column_and_row(tl.cdiv(rows, BLOCK_M))
+    tile_m, strip = column_and_row(tl.cdiv(rows, BLOCK_M), FLAT)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     in_m = m < rows
     gn = tl.load(g + m % N)[:, None]

@@ -203,14 +203,15 @@ def multi_routes_kernel(
 def multi_h_kernel(
     x, f, s, offsets, ranks, h, pad, M, G, K, R, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr, stride_hm, stride_pm,
     HAS_RANKS: tl.constexpr, PADDED: tl.constexpr, EXPERTS: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, FLAT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """s_a x f_a for the rows of each adapter, (M, R). ``pad``: by pairs with the tiles of the product, TILE rows each, zeros
     where a row belongs to another adapter. EXPERTS: the same rows as h, further apart."""
     if PDL:
         gdc_launch_dependents()
     PARTS: tl.constexpr = TILE // BLOCK_M
-    slab, place = column_and_row(tl.cdiv(R, BLOCK_R))
+    slab, place = column_and_row(tl.cdiv(R, BLOCK_R), FLAT)
     pair = place // PARTS
     part = place % PARTS * BLOCK_M
     first_r = slab * BLOCK_R

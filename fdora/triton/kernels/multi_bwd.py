@@ -17,10 +17,11 @@ def multi_scale_kernel(
     dy, saved, h, g, offsets, dz, partial_m, partial_bias, partial_B, M, G, N, R, stride_dy, stride_saved, stride_hm,
     HAS_G: tl.constexpr, NEED_DZ: tl.constexpr, NEED_M: tl.constexpr, NEED_BIAS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_G: tl.constexpr,
+    FLAT: tl.constexpr,
 ):
     """dz = g dy, and of each pair of a strip of ROWS rows and a segment the sums of dy v, dy and dz^T h. As scale_kernel: loads
     ahead of stores, sums one to an element."""
-    tile_n, pair = column_and_row(tl.cdiv(N, BLOCK_N))
+    tile_n, pair = column_and_row(tl.cdiv(N, BLOCK_N), FLAT)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = n < N
     _, a, lo, hi = pair_of(pair, offsets, G, M, ROWS, BLOCK_G)

@@ -81,13 +81,14 @@ def scale_kernel(
     stride_dy, stride_saved, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
     NEED_DZ: tl.constexpr, NEED_DZ_MINUS_DY: tl.constexpr, NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr,
     BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, REDO: tl.constexpr, HAS_BIAS: tl.constexpr, SINGLE: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FLAT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Everything is loaded before anything is stored: no load is moved ahead of a store. Sums stay one to an element of the
     tile until the end: their reduction asks the warps to meet."""
     if PDL:
         gdc_launch_dependents()
-    tile_n, strip = column_and_row(tl.cdiv(N, BLOCK_N))
+    tile_n, strip = column_and_row(tl.cdiv(N, BLOCK_N), FLAT)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = n < N
     if NEED_DZ or NEED_DZ_MINUS_DY or BLOCK_R > 0:
@@ -170,9 +171,10 @@ def again_kernel(
     dy, x, w, h, b, partial_m, lost, count, M, N, K, R, PROGRAMS,
     stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    FLAT: tl.constexpr,
 ):
     """sum_t dy v of those columns, formed again from the products: SPLIT programs share the rows of a strip."""
-    first, piece = column_and_row(PROGRAMS)
+    first, piece = column_and_row(PROGRAMS, FLAT)
     strip = (piece // SPLIT).to(tl.int64)
     t = piece * BLOCK_M + tl.arange(0, BLOCK_M)
     total = tl.load(count + strip)

@@ -7,11 +7,13 @@ import triton.language as tl
 
 
 @triton.jit
-def column_and_row(columns):
-    """The place of a program in a grid so wide, row by row, as CUDA starts one of two axes. Such a grid ends at 65,535 rows;
-    on the first axis alone there is room for 2^31 - 1 programs."""
-    i = tl.program_id(0)
-    return i % columns, i // columns
+def column_and_row(columns, FLAT: tl.constexpr):
+    """The place of a program in a grid so wide. FLAT: all of it is on the first axis, row by row, as CUDA starts one of two."""
+    column, row = tl.program_id(0), tl.program_id(1)
+    if FLAT:
+        row = column // columns
+        column = column % columns
+    return column, row
 
 
 @triton.jit

@@ -66,6 +66,14 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+MOST_ROWS = 65_535  # CUDA starts no more on the second axis of a grid; on the first 2^31 - 1
+
+
+def grid_of(columns: int, rows: int) -> tuple[tuple[int, ...], bool]:
+    """A grid of programs, and whether it is flat: on one axis, row by row, where the second has no room; a division in each."""
+    return ((columns, rows), False) if rows <= MOST_ROWS else ((columns * rows,), True)
+
+
 def is_tma_compatible(t: Any) -> bool:
     """What the copy engine asks of a matrix: adjacent columns, and 16 bytes as the unit of its address and of its rows."""
     pitch, columns = t.stride

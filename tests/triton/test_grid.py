@@ -1,0 +1,76 @@
+"""Grids whose second axis has no room for all rows: flat, and the same bits. Interpreted, or for real with --device cuda."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+
+from fdora.functional import dora_compose, dora_conv1d, dora_linear
+from fdora.triton import linear
+from fdora.triton.runtime import device as of_device
+from tests import device
+from tests.checks.multi import case, dy_of, together, with_gradients
+from tests.make import grads, tensors, tracked
+from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
+from tests.triton.written import launches
+
+pytestmark = needs_kernels
+
+
+def layer():
+    """Sums over several strips of tokens, and products formed again where the bias drowns what is read."""
+    t = tracked(tensors(300, 136, 8, (540,), HALF[0]), "x", "A", "B", "m")
+    bias = torch.zeros_like(t["bias"])
+    bias[::3] = 500
+    y = dora_linear(*(t[name] for name in "xWABm"), s=t["s"], bias=bias, backend="triton")
+    return {"y": y.detach()} | grads(y, torch.ones_like(y), **{name: t[name] for name in "xABm"})
+
+
+def many_adapters():
+    t = case((60, 0, 90), 12, 300, 48, (20, 3, 16), (0.7, -1.5, 2.0), HALF[0], None, bias=True, route="offsets", spread=0.02)
+    return with_gradients(lambda t: together(t, ranks=None, backend="triton"), t, dy_of(t))
+
+
+def rows():
+    rand = torch.Generator().manual_seed(0)
+    base, lora, g = (
+        torch.randn(*shape, generator=rand).to(device.NAME).requires_grad_() for shape in ((300, 600), (300, 600), (600,))
+    )
+    y = dora_compose(base, lora, g, s=0.7, backend="triton")
+    return {"y": y.detach()} | grads(y, torch.ones_like(y), base=base, lora=lora, g=g)
+
+
+def planes():
+    rand = torch.Generator().manual_seed(0)
+    shapes = {"x": (2, 3, 4200), "W": (70, 3, 1), "A": (4, 3, 1), "B": (70, 4, 1), "m": (70,), "norm": (70,)}
+    t = {name: torch.rand(shape, generator=rand).to(device.NAME) for name, shape in shapes.items()}
+    for name in ("A", "B", "m"):
+        t[name].requires_grad_()
+    y = dora_conv1d(**t, s=0.7, backend="triton")
+    return {"y": y.detach()} | grads(y, torch.ones_like(y), **{name: t[name] for name in "ABm"})
+
+
+CASES = {
+    layer: {"scale_kernel", "again_kernel"},
+    many_adapters: {"multi_h_kernel", "multi_scale_kernel"},
+    rows: {"compose_bwd_kernel"},
+    planes: {"planes_fwd_kernel", "planes_bwd_kernel"},
+}
+
+
+@pytest.mark.parametrize("call", CASES, ids=lambda call: call.__name__)
+def test_a_flat_grid_moves_no_bit(call, monkeypatch, chosen_anew):
+    def grids():
+        steps = [step for plan in chosen_anew.values() for step in launches(plan) if step.kernel.fn.__name__ in CASES[call]]
+        return {step.kernel.fn.__name__: len(step.grid) for step in steps}
+
+    monkeypatch.setattr(linear, "BESIDE_BIAS", 512)  # tokens from which dm is read off an output with its bias
+    before = call()
+    assert grids() == dict.fromkeys(CASES[call], 2)
+    monkeypatch.setattr(of_device, "MOST_ROWS", 0)
+    chosen_anew.clear()
+    after = call()
+    assert grids() == dict.fromkeys(CASES[call], 1)
+    assert before.keys() == after.keys()
+    for name, t in after.items():
+        assert torch.equal(t, before[name]), name
