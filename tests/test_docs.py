@@ -503,7 +503,7 @@ def test_training_steps_are_lost_and_won_too():
     page = BENCHMARKS.partition("## Training steps, few tokens and many")[2].partition("\n## ")[0]
     assert page.count("\n| 2048, S ") + page.count("\n| 8b, S ") == 64 + 12 + 6 + 3 and page.count(
         " | use_fdora | "
-    ) == 3 + len(shares)
+    ) == 4 + len(shares)
 
 
 def test_how_much_of_the_steps_was_measured(elsewhere):
