@@ -69,6 +69,19 @@ def small_ways(*names, fill=True):
     return ways
 
 
+@pytest.mark.parametrize(("mode", "left_out"), [("step", 1), ("default:step", 4), ("reduce-overhead:micro", 4)])
+def test_what_is_compiled_is_called_until_its_graphs_are_replayed(mode, left_out, monkeypatch):
+    """The first call compiles, the two behind it record graphs: none of them is among the turns."""
+    (way,) = (ways := small_ways("peft_lora")).values()
+    calls = []
+    for name in ("step", "micro"):
+        monkeypatch.setattr(way, name, lambda name=name: calls.append(name))
+    options, failures = steps.parse([*SMALL.split(), "--runs", "3"]), Failures()
+    (row,) = steps.measure(CELL, ways, mode, None, options, failures)
+    timed = mode.rpartition(":")[2]
+    assert not failures and calls == ["step"] * left_out + [timed] * row["turns"]
+
+
 def test_checkpointing_keeps_the_layers_input_alone():
     (way,) = small_ways("use_fdora").values()
     kept = {}
