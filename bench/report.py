@@ -408,8 +408,9 @@ def readme_steps() -> str:
     rows = steps_rows()
     measured = {(row["model"], row["S"], row["r"]) for row in rows} & set(cells)
     turns = sorted({row["turns"] for row in rows})
+    some = f"{len(measured)} of the" if len(measured) < len(cells) else "all"
     return (
-        f"{len(measured)} of the {len(cells)} cells of `python -m bench.steps --device cuda`, "
+        f"{some} {len(cells)} cells of `python -m bench.steps --device cuda`, "
         f"{' to '.join(map(str, dict.fromkeys((turns[0], turns[-1]))))} calls each, "
         f"commit {commit_of(load('h200/steps'))}"
     )

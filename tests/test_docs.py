@@ -510,7 +510,7 @@ def test_how_much_of_the_steps_was_measured(elsewhere):
     """Cells against those of the command of bench.all, calls where the rows say how many; what is missing is said, too."""
     path = elsewhere / "h200/steps.json"
     result = json.loads(path.read_text())
-    said = f"16 of the 16 cells of `python -m bench.steps --device cuda`, 5 to 9 calls each, commit {result['about']['commit']}"
+    said = f"all 16 cells of `python -m bench.steps --device cuda`, 5 to 9 calls each, commit {result['about']['commit']}"
     assert report.readme_steps() == said and said in " ".join(README.split())
     result["rows"] = [row for row in result["rows"] if row["r"] == 64 and row["model"] == "2048"]
     for i, row in enumerate(result["rows"]):
