@@ -170,8 +170,8 @@ class Block:
 
 
 def masks(model: Model, setup: Setup, layer: int) -> bool:
-    """Whether a layer's attention gets a mask: where its window is shorter than a sequence."""
-    return layer in model.sliding and setup.length > model.window
+    """Whether a layer's attention gets a mask. transformers makes one where a window is as long as a sequence, too."""
+    return layer in model.sliding and setup.length >= model.window
 
 
 def decoder(model: Model, setup: Setup, tokens: int, part: Part | None = None) -> Network:
