@@ -8,10 +8,10 @@ Pure functions of shapes, from records to records; docs/plan.md explains them. M
 
 from fdora.plan.layout import Layout as Layout
 from fdora.plan.memory import Memory as Memory
-from fdora.plan.memory import Part as Part
 from fdora.plan.memory import capacity as capacity
 from fdora.plan.memory import memory as memory
 from fdora.plan.model import Model as Model
+from fdora.plan.model import Part as Part
 from fdora.plan.model import read_model as read_model
 from fdora.plan.setup import Adapter as Adapter
 from fdora.plan.setup import Setup as Setup

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fdora.plan.model import ATTENTION, MLP, Model
+from fdora.plan.model import ATTENTION, MLP, Model, Part
 from fdora.plan.setup import WEIGHTS, Setup
 from fdora.plan.tape import Op, Segment
 from fdora.plan.work import E, Kernel, Work, attention, decoding, linear, passes, rms_norm, rotation
@@ -100,9 +100,9 @@ class Block:
         n, both = M * q_width, rotation(M * q_width) + rotation(M * kv_width)
         self.ops.append(Op(f"{at}.rotation", (q, k), tuple(turned), (), 2 * E * n, 3 * E * n, work=both))
         q, k = turned
-        seen = m.window if m.windowed(layer) and setup.length > m.window else 0
+        masked = masks(m, setup, layer)
         keeps = []
-        if seen:  # a mask: torch makes it additive for each layer, and a k and v for each q
+        if masked:  # a mask: torch makes it additive for each layer, and a k and v for each q
             keeps.append(self.piece(f"{at}.mask", E * M * setup.length))
             if m.heads != m.kv_heads:
                 wide = [self.piece(f"{at}.{name} repeated", E * n) for name in ("k", "v")]
@@ -110,7 +110,7 @@ class Block:
                 k, v = wide
         out, sums = self.piece(f"{at}.attention", E * n), self.piece(f"{at}.sums", 4 * M * m.heads)
         keeps += [q, k, v, out, sums]
-        work = attention(M, setup.length, seen > 0, q_width, kv_width)
+        work = attention(M, setup.length, masked, q_width, kv_width)
         self.ops.append(Op(f"{at}.attention", (q, k, v), (out,), tuple(keeps), 0, 4 * E * n, work=work))
         return self.linear(at, ("o_proj",), out)[0]
 
@@ -169,27 +169,33 @@ class Block:
         return segment
 
 
-def decoder(model: Model, setup: Setup, tokens: int, first: bool = True, last: bool = True) -> Network:
-    """All layers on so many tokens. ``first``: with the embedding; ``last``: with head and loss. Stages between have neither.
+def masks(model: Model, setup: Setup, layer: int) -> bool:
+    """Whether a layer's attention gets a mask. transformers makes one where a window is as long as a sequence, too."""
+    return layer in model.sliding and setup.length >= model.window
+
+
+def decoder(model: Model, setup: Setup, tokens: int, part: Part | None = None) -> Network:
+    """Layers on so many tokens: all, or those of a stage, by their numbers in the model.
 
     A stage that is not the first gets an input whose gradient it must give; its own layers need it, so nothing is left out.
     """
+    part = Part(model.layers) if part is None else part
     block = Block(model, setup, tokens)
     x = block.piece("x", E * tokens * model.hidden)
     segments = []
     inputs = [block.piece("angles", (2 if model.window else 1) * 2 * E * setup.length * model.head_dim)]
-    if model.window and setup.length > model.window:
+    if any(masks(model, setup, layer) for layer in part.held):
         inputs.append(block.piece("mask", tokens * setup.length))
-    if first:
+    if part.first:
         block.ops.append(Op("embedding", (), (x,)))
         segments.append(block.take(False))
     else:
         block.ops.append(Op("received", (), (x,), gradients=1))
         segments.append(block.take(False))
-    for layer in range(model.layers):
+    for layer in part.held:
         x = block.layer(layer, x)
         segments.append(block.take(setup.checkpointing))
-    if last:
+    if part.last:
         block.loss(x, setup.loss_of(tokens))
     else:
         block.ops.append(Op("sent", (x,), (block.piece("loss", 4),), (x,)))

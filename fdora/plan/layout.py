@@ -10,10 +10,11 @@ pipeline   a stage of layers on each GPU, 1F1B over all microbatches (fdora.sche
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
-from fdora.plan.memory import SPARE, Memory, Part, capacity, memory
-from fdora.plan.model import Model
+from fdora.plan.memory import SPARE, Memory, capacity, memory
+from fdora.plan.model import Model, Part
 from fdora.plan.setup import Setup
 from fdora.plan.time import Card, times
 from fdora.plan.work import E
@@ -137,12 +138,13 @@ def stages_of(layers: int, gpus: int, head: float) -> tuple[int, ...]:
 def pipeline(request: Request) -> Layout:
     """One set of microbatches goes through all stages: as many as all replicas would have."""
     model, setup, card, gpus, tokens = request
-    one = times(model, setup, tokens, card.profile, Part(1, False, False))
-    with_head = times(model, setup, tokens, card.profile, Part(1, False, True))
-    layer = one.forward + one.backward
-    stages = stages_of(model.layers, gpus, (with_head.forward + with_head.backward - layer) / layer)
+    layers = times(model, setup, tokens, card.profile, Part(model.layers, False, False))
+    with_head = times(model, setup, tokens, card.profile, Part(model.layers, False, True))
+    all_ = layers.forward + layers.backward
+    stages = stages_of(model.layers, gpus, (with_head.forward + with_head.backward - all_) * model.layers / all_)
     count = gpus * setup.microbatches
-    parts = [Part(n, s == 0, s == gpus - 1) for s, n in enumerate(stages)]
+    starts = accumulate(stages, initial=0)
+    parts = [Part(n, s == 0, s == gpus - 1, start) for s, (n, start) in enumerate(zip(stages, starts, strict=False))]
     flight = [min(gpus - s, count) for s in range(gpus)]
     several = setup._replace(microbatches=count)
     held = [memory(model, several, tokens, part, n) for part, n in zip(parts, flight, strict=True)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fdora.plan.decoder import E, Network, decoder
-from fdora.plan.model import Model
+from fdora.plan.decoder import E, decoder
+from fdora.plan.model import Model, Part
 from fdora.plan.setup import OPTIMIZERS, WEIGHTS, Setup
 from fdora.plan.tape import Peaks, walk
 
@@ -42,14 +42,6 @@ class Memory(NamedTuple):
         return self.resident + self.gradients + self.activations + self.temporary
 
 
-class Part(NamedTuple):
-    """What one GPU holds: layers (all, or those of a stage), and whether the embedding and the head are there."""
-
-    layers: int
-    first: bool = True
-    last: bool = True
-
-
 def elements(model: Model, setup: Setup, part: Part) -> tuple[int, int, int]:
     """Of frozen linears; of embedding, head and norms; of adapters."""
     shapes = model.linears
@@ -63,14 +55,10 @@ def elements(model: Model, setup: Setup, part: Part) -> tuple[int, int, int]:
     return part.layers * frozen, rest, part.layers * adapters
 
 
-def network(model: Model, setup: Setup, tokens: int, part: Part) -> Network:
-    return decoder(model._replace(layers=part.layers), setup, tokens, part.first, part.last)
-
-
 def peaks(model: Model, setup: Setup, tokens: int, part: Part) -> Peaks:
     _, _, adapters = elements(model, setup, part)
     before = adapters * setup.adapter_bytes if setup.microbatches > 1 else 0
-    net = network(model, setup, tokens, part)
+    net = decoder(model, setup, tokens, part)
     return walk(net.segments, net.sizes, net.inputs, before)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from fdora.explain_model import CONFIG, load
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 EVERY = 6  # gemma3: each sixth layer sees all tokens
+FIRST = 28  # qwen: so many layers see all tokens, where the config leaves it out
 WINDOW = 4096  # of all that have one, where the config leaves it out
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -56,6 +58,7 @@ class Model(NamedTuple):
     head_norms: bool
     sandwich: bool
     window: int  # tokens that a layer with a sliding window sees; 0: none has one
+    sliding: tuple[int, ...]  # these layers
     biases: frozenset[str]
 
     @property
@@ -65,8 +68,18 @@ class Model(NamedTuple):
         shapes |= {"o_proj": (self.hidden, q), "gate_proj": (self.inner, self.hidden), "up_proj": (self.inner, self.hidden)}
         return shapes | {"down_proj": (self.hidden, self.inner)}
 
-    def windowed(self, layer: int) -> bool:
-        return self.window > 0 and (self.kind != "gemma3_text" or (layer + 1) % EVERY != 0)
+
+class Part(NamedTuple):
+    """What one GPU holds: so many of the model's layers, ``start`` the first of them, and whether it has embedding and head."""
+
+    layers: int
+    first: bool = True
+    last: bool = True
+    start: int = 0
+
+    @property
+    def held(self) -> range:
+        return range(self.start, self.start + self.layers)
 
 
 def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -> Model:
@@ -76,7 +89,7 @@ def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -
       layers: others than the config has.
 
     Raises:
-      FdoraError: no such file; a model type or a field that the planner does not know.
+      FdoraError: no such file; a model type or a field that the planner does not know, or sizes that no model has.
     """
     config = source if isinstance(source, dict) else load(_file(Path(source)), "plan")
     kind = config.get("model_type")
@@ -86,14 +99,7 @@ def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -
         hint = f"Pass the text part of the {kind!r} model." if "text_config" in config else "Others keep other tensors."
         raise fail("plan", "model", f"of a model type among {', '.join(FAMILIES)}", repr(kind), hint)
     family = FAMILIES[kind]
-
-    def size(field: str, default: int | None = None) -> int:
-        value = config.get(field)
-        value = default if value is None else value
-        if type(value) is not int or value < 1:
-            raise fail("plan", "model", f"a config with a positive integer {field!r}", repr(value), "Look into the file.")
-        return value
-
+    size = partial(positive, config)
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     biases = set(family.biases)
     if config.get("attention_bias"):
@@ -101,47 +107,79 @@ def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -
     if config.get("mlp_bias"):
         biases |= {*MLP, "down_proj"}
     tied = config.get("tie_word_embeddings")
-    own = size("num_hidden_layers")
+    own, kv_heads = size("num_hidden_layers"), size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        want = f"a config whose 'num_key_value_heads' divides its {heads} 'num_attention_heads'"
+        raise fail("plan", "model", want, repr(kv_heads), "Look into the file.")
+    head_dim = size("head_dim", family.head_dim or hidden // heads)
+    if head_dim % 2:  # RoPE turns pairs
+        raise fail("plan", "model", "a config with an even 'head_dim'", repr(head_dim), "Look into the file.")
+    if layers is not None and (type(layers) is not int or layers < 1):
+        raise fail("plan", "layers", "a positive int", repr(layers), "It stands for the config's own number.")
+    count = own if layers is None else layers
+    window, sliding = windows(config, own, count)
     return Model(
         kind,
-        own if layers is None else layers,
+        count,
         hidden,
         size("intermediate_size"),
         heads,
-        size("num_key_value_heads", heads),
-        size("head_dim", family.head_dim or hidden // heads),
+        kv_heads,
+        head_dim,
         size("vocab_size"),
         family.tied if tied is None else bool(tied),
         family.head_norms,
         family.sandwich,
-        size("sliding_window", WINDOW) if has_windows(config, own) else 0,
+        window,
+        sliding,
         frozenset(biases),
     )
 
 
-def has_windows(config: dict[str, Any], layers: int) -> bool:
-    """Whether layers see a sliding window, by the rules of transformers' configs: all of them, or of gemma3 all but each sixth.
+def positive(config: dict[str, Any], field: str, default: int | None = None) -> int:
+    value = config.get(field)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise fail("plan", "model", f"a config with a positive integer {field!r}", repr(value), "Look into the file.")
+    return value
+
+
+def windows(config: dict[str, Any], own: int, layers: int) -> tuple[int, tuple[int, ...]]:
+    """Tokens of the sliding window, and which of so many layers have it, by the rules of transformers' configs. The config has
+    ``own`` layers.
 
     Raises:
-      FdoraError: some others do: the planner would take all for windowed, or none.
+      FdoraError: kinds of layers, or a window, that no model of this type has.
     """
     kind, given = config["model_type"], config.get("sliding_window", WINDOW) is not None
-    if kind == "mistral":
-        return given
-    gemma = kind == "gemma3_text"
-    if not gemma and not (kind in ("qwen2", "qwen3") and config.get("use_sliding_window") and given):
-        return False
+    given = given and (kind not in ("qwen2", "qwen3") or bool(config.get("use_sliding_window")))
+    sliding = tuple(n for n, name in enumerate(layer_types(config, own, layers, given)) if name == SLIDING)
+    if sliding and not given:  # no mask can be made
+        want = "a config that has a window for its sliding layers"
+        raise fail("plan", "model", want, "none", "Look at 'sliding_window' and 'use_sliding_window'.")
+    return (positive(config, "sliding_window", WINDOW), sliding) if sliding else (0, ())
+
+
+def layer_types(config: dict[str, Any], own: int, layers: int, given: bool) -> list[str]:
+    """Of so many layers; ``given``: whether there is a window."""
+    kind = config["model_type"]
+    if kind not in ("qwen2", "qwen3", "gemma3_text"):
+        return [SLIDING if kind == "mistral" and given else FULL] * layers
     names = config.get("layer_types")
-    if names is None:
-        every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", EVERY))
-        first = config.get("max_window_layers", 28)
-        names = [SLIDING if ((n + 1) % every if gemma else n >= first) else FULL for n in range(layers)]
-    if names == [FULL] * layers:
-        return False
-    if names != [FULL if gemma and (n + 1) % EVERY == 0 else SLIDING for n in range(layers)]:
-        want = f"a config with sliding windows in all layers{' but each sixth' if gemma else ''}, or in none"
-        raise fail("plan", "model", want, "another pattern", "Plan a model of the same sizes with one of these.")
-    return True
+    if names is not None:
+        if not isinstance(names, list) or len(names) != own or any(name not in (FULL, SLIDING) for name in names):
+            want = f"a config whose 'layer_types' has {FULL!r} or {SLIDING!r} for each of its {own} layers"
+            raise fail("plan", "model", want, repr(names), "Look into the file.")
+        if layers > own:
+            raise fail("plan", "layers", f"at most the {own} of 'layer_types'", repr(layers), "Name more there, or none.")
+        return names[:layers]
+    if kind == "gemma3_text":
+        every = positive(config, "sliding_window_pattern", config.get("_sliding_window_pattern", EVERY))
+        return [SLIDING if (n + 1) % every else FULL for n in range(layers)]
+    first = config.get("max_window_layers", FIRST)
+    if type(first) is not int:
+        raise fail("plan", "model", "a config with an integer 'max_window_layers'", repr(first), "Look into the file.")
+    return [SLIDING if given and n >= first else FULL for n in range(layers)]
 
 
 def _file(path: Path) -> Path:

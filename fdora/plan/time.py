@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fdora._check import fail
-from fdora.plan.memory import Part, elements, network
-from fdora.plan.model import Model
+from fdora.plan.decoder import decoder
+from fdora.plan.memory import elements
+from fdora.plan.model import Model, Part
 from fdora.plan.setup import OPTIMIZERS, WEIGHTS, Setup
 from fdora.plan.work import Profile
 from fdora.predict import GPUS
@@ -86,7 +87,7 @@ def read(path: Path) -> dict[str, Any]:
 def times(model: Model, setup: Setup, tokens: int, profile: Profile, part: Part | None = None) -> Time:
     part = Part(model.layers) if part is None else part
     forward = backward = host = 0.0
-    for segment in network(model, setup, tokens, part).segments:
+    for segment in decoder(model, setup, tokens, part).segments:
         for op in segment.ops:
             there, back = profile.seconds(op.work.forward), profile.seconds(op.work.backward)
             kernels = 0 if op.work.calls else len(op.work.forward) + len(op.work.backward)

@@ -23,6 +23,13 @@ CASES = {
     "qwen3": ("Qwen3Config", {}),
     "gemma": ("GemmaConfig", {}),
     "gemma3_text": ("Gemma3TextConfig", {"sliding_window": 512}),
+    "gemma3_text with windows": (
+        "Gemma3TextConfig",
+        {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "qwen2 with windows": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}),
+    "mistral with windows as long as a sequence": ("MistralConfig", {"sliding_window": 128}),
+    "mistral with longer windows": ("MistralConfig", {"sliding_window": 129}),
     "llama with biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
 }
 LENGTH, SEQUENCES, R = 128, 2, 8

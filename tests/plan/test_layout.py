@@ -171,46 +171,6 @@ def test_arguments_out_of_range(arg):
         plan(MODEL, SETUP._replace(**BAD[arg]), gpu=SMALL)
 
 
-WINDOWS = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512}
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"model_type": "mixtral"}, "router"),
-        ({"model_type": "gemma2"}, "soft cap"),
-        ({"model_type": "bert"}, "got 'bert'"),
-        ({"model_type": "gemma3", "text_config": {}}, "text part"),
-        (CONFIG | {"hidden_size": -1}, "'hidden_size'"),
-        (CONFIG | {"model_type": ["llama"]}, r"got \['llama'\]"),
-        (CONFIG | {"model_type": "mistral", "sliding_window": "4k"}, "'sliding_window'"),
-        (CONFIG | WINDOWS | {"max_window_layers": 2}, "in all layers, or in none, got another pattern"),
-        (CONFIG | {"model_type": "gemma3_text", "sliding_window_pattern": 2}, "in all layers but each sixth"),
-    ],
-)
-def test_models_that_are_refused(config, said):
-    with pytest.raises(FdoraError, match=said):
-        read_model(config)
-
-
-def test_which_layers_have_a_window():
-    """As transformers builds them: qwen2's first ``max_window_layers`` see all tokens."""
-    for more, want in [
-        ({"max_window_layers": 0}, 512),
-        ({}, 0),  # 28, more than there are
-        ({"layer_types": ["full_attention"] * 6}, 0),
-        ({"layer_types": ["sliding_attention"] * 6}, 512),
-        ({"use_sliding_window": False, "max_window_layers": 0}, 0),
-        ({"model_type": "mistral"}, 512),
-        ({"model_type": "mistral", "sliding_window": None}, 0),
-        ({"model_type": "llama"}, 0),
-        ({"model_type": "gemma3_text"}, 512),
-    ]:
-        assert read_model(CONFIG | WINDOWS | more).window == want, more
-    left_out = {key: value for key, value in (CONFIG | {"model_type": "mistral"}).items() if key != "sliding_window"}
-    assert read_model(left_out).window == 4096  # as MistralConfig
-
-
 def test_command_line(tmp_path, capsys):
     files = {name: tmp_path / f"{name}.json" for name in ("config", "profile", "out")}
     files["config"].write_text(json.dumps(CONFIG))
