@@ -30,7 +30,7 @@ from fdora.autograd.experts import Route, combine, spread
 from fdora.autograd.multi import Call, Tokens, experts_norm, fault, multi, route
 from fdora.autograd.norm import is_real
 from fdora.functional.backend import select_backend
-from fdora.functional.bank import check_stack, scaling_of
+from fdora.functional.bank import check_kernels, check_stack, scaling_of
 from fdora.functional.linear import cast_x, dora_linear, save_for_dm
 from fdora.quant import QuantWeight
 from fdora.quant.part import experts_of
@@ -66,7 +66,7 @@ def dora_experts(
         :class:`fdora.quant.QuantWeight` of (E N, K), the rows of expert 0 first: a stack whose first two axes were flattened,
         as in ``from_mxfp4(blocks.flatten(0, 1), scales.flatten(0, 1))``. Kernels decode all of it, plain torch an expert at a
         time; it is dense in the dtype of x while forward or backward runs.
-      A: (E, r, K), float32 or the dtype of W.
+      A: (E, r, K), float32 or the dtype of W; with kernels E is at most 65,535.
       B: (E, N, r), float32 or the dtype of W.
       m: (E, N), float32 or the dtype of W.
       s: LoRA scaling, usually alpha / r. Not differentiated.
@@ -106,6 +106,7 @@ def dora_experts(
     E = m.shape[0]
     check_route(fn, x, E, offsets, ids, gates)
     name = select_backend(x, backend=backend).name
+    check_kernels(fn, A, name)
     bank = Operands(W, A, B, m, norm, bias, None)
     if ids is None:
         return sorted_rows(fn, x, bank, s, offsets, name)
