@@ -165,7 +165,7 @@ def _at_once(fn: str, x: Tensor, bank: Operands, s: float, ends: list[int]) -> T
     assert isinstance(W, QuantWeight) and A is not None and B is not None
     x = cast_x(fn, x, W)
     if c is None:
-        wanted = [begin < end for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+        wanted = [end > begin for end, begin in zip(ends, [0, *ends[:-1]], strict=True)]
         c = experts_norm(W, A, B, s, scaling_of(s, len(ends), x), "eager", wanted)
     c = c.to(torch.promote_types(x.dtype, torch.float32))
     saves = save_for_dm(m, c, False) != "nothing"
