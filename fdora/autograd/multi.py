@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from fdora._torch import apply, detached, no_graph
 from fdora.autograd import quant
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
 from fdora.autograd.weight import Specs, dense_in, flat_of, specs_of
-from fdora.eager._matmul import acc_dtype, is_plain
+from fdora.eager._matmul import is_plain
 from fdora.eager.linear import as_matrix
 from fdora.quant import QuantWeight
 
@@ -79,20 +80,22 @@ def bank_norm(W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: Tensor, ranks: t
     with torch.no_grad(), autocast_off(A):
         if not isinstance(W, QuantWeight):
             return OPS[backend].bank_norm(W, A, B, s, ranks, None)
+        rows = quant.rows_of(W)
         parts = [
-            OPS[backend].bank_norm(W.dequantize(acc_dtype(W.dtype), rows=slice(i, j)), A, B[:, i:j], s, ranks, budget)
-            for i, j, budget in quant.norm_parts(W, None)
+            OPS[backend].bank_norm(rows(i, j), A, B[:, i:j], s, ranks, budget) for i, j, budget in quant.norm_parts(W, None)
         ]
         return torch.cat(parts, 1)
 
 
-def experts_norm(W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: float, scale: Tensor, backend: str) -> Tensor:
-    """c (E, N), detached; ``scale`` is s of each."""
+def experts_norm(
+    W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: float, scale: Tensor, backend: str, wanted: Sequence[bool] = ()
+) -> Tensor:
+    """c (E, N), detached; ``scale`` is s of each. ``wanted``: as of quant.stack_norms_by_rows, of codes."""
     if not isinstance(W, QuantWeight):
         return bank_norm(W, A, B, scale, None, backend)
     A, B = detached(A, B)
     with torch.no_grad(), autocast_off(A):
-        return quant.stack_norms(W, A, B, s, backend)
+        return quant.stack_norms(W, A, B, s, backend, wanted)
 
 
 def bank_of(call: Any, s: Tensor, offsets: Tensor, order: Tensor | None, flat: tuple[Any, ...], dtype: torch.dtype) -> Bank:
@@ -101,8 +104,11 @@ def bank_of(call: Any, s: Tensor, offsets: Tensor, order: Tensor | None, flat: t
     W, A, B, m, c, bias, seed = flat[:WIDTH]
     assert A is not None and B is not None
     if call.specs is not None:
-        W = dense_in(call.specs[0], flat[WIDTH:], dtype, call.backend)
+        lazily = call.experts and call.backend == "eager"  # the products round W[e]: no copy of all W stands beside what f gave
+        spec = call.specs[0]
+        W = quant.decoded(spec.weight(flat[WIDTH:])) if lazily else dense_in(spec, flat[WIDTH:], dtype, call.backend)
         W = W.unflatten(0, tuple(B.shape[:2])) if call.experts else W
+        dtype = W.dtype if lazily else dtype
     return Bank(W if W.dtype == dtype else W.to(dtype), A, B, m, c, bias, s, offsets, order, seed, call.ranks, call.p)
 
 

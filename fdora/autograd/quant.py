@@ -54,14 +54,26 @@ def guarded(of: NormOf, c: Tensor, seen: Tensor, backend: str) -> tuple[Tensor, 
     return (new if is_plain(now) else torch.where((now == seen).all(), c, new)), now
 
 
-def stack_norms(W: QuantWeight, A: Tensor, B: Tensor, s: float, backend: str) -> Tensor:
+def stack_norms(W: QuantWeight, A: Tensor, B: Tensor, s: float, backend: str, wanted: Sequence[bool] = ()) -> Tensor:
     """c (E, N) of a W (E N, K) of experts, one behind the other; A (E, r, K), B (E, N, r)."""
     of_codes = OPS[backend].stack_norms_of_codes
     found = None if of_codes is None or W.dtype == torch.float64 else of_codes(W.spec, W.tensors, A, B, s)
     if found is not None:
         return found
-    parts = zip(experts_of(W, A.shape[0]), A, B, strict=True)
-    return torch.stack([norm(NormOf(w, a, b, s), False, backend) for w, a, b in parts])
+    return stack_norms_by_rows(W, A, B, s, backend, wanted)
+
+
+def stack_norms_by_rows(W: QuantWeight, A: Tensor, B: Tensor, s: float, backend: str, wanted: Sequence[bool] = ()) -> Tensor:
+    """The same of codes that no kernel reads. ``wanted``: of which experts, the others get ones; of all where it is empty."""
+    (E, N, _), rows, c = B.shape, rows_of(W), []
+    parts = norm_parts(experts_of(W, E)[0], None)
+    for e in range(E):
+        if wanted and not wanted[e]:
+            c.append(A.new_ones(N, dtype=acc_dtype(W.dtype)))
+            continue
+        of = (NormOf(rows(e * N + i, e * N + j), A[e], B[e, i:j], s, None, budget) for i, j, budget in parts)
+        c.append(torch.cat([OPS[backend].norm_fwd(run) for run in of]))
+    return torch.stack(c)
 
 
 class Layers:
@@ -127,11 +139,22 @@ def _budget(W: QuantWeight, max_bytes: int | None) -> int:
 
 def rows_of(W: QuantWeight) -> Rows:
     """Decodes rows i to j in the dtype of norms. A kind of which some rows cost as much as all is decoded once, as a whole."""
-    acc, kind = acc_dtype(W.dtype), kind_of(W.kind)
-    if kind.by_rows or 0 in W.shape:
+    acc = acc_dtype(W.dtype)
+    if not is_whole(W):
         return lambda i, j: W.dequantize(acc, rows=slice(i, j))
-    whole = kind.dequantize(W, 0, W.shape[0])
+    whole = decoded(W)
     return lambda i, j: whole[i:j].to(acc)
+
+
+def is_whole(W: object) -> bool:
+    """Whether some rows cost as much as all."""
+    return isinstance(W, QuantWeight) and not kind_of(W.kind).by_rows and 0 not in W.shape
+
+
+def decoded(W: QuantWeight) -> Tensor:
+    """All of it, in the dtype in which it is decoded: what a kind that is_whole holds anyway while some rows are read."""
+    with torch.no_grad():
+        return kind_of(W.kind).dequantize(W, 0, W.shape[0])
 
 
 def _parts(W: QuantWeight, budget: int) -> list[tuple[int, int]]:

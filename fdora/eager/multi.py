@@ -10,6 +10,7 @@ by segments  where offsets can be read for free: the code of linear.py on the to
 masked       elsewhere (on a GPU, traced, offsets that are mapped): see multi_masked.py. W is read once.
 
 Gradients are those of linear.py, of each adapter over its own tokens; dbias is the sum over all of them.
+W (G, N, K), bias (G, N): each adapter is an expert with a weight of its own. By segments only; tokens of nobody get zeros.
 Rows of A and columns of B that are zero beyond an adapter's rank give zeros in h, and so in dA and dB.
 """
 
@@ -44,8 +45,9 @@ def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, 
     ``kept`` as :func:`multi_fwd` returned it, ``(y,)`` where that was empty; ``()`` where neither dm nor dc is needed.
     """
     backward = _backward if _readable(bank) else masked.backward
-    dx, dA, dB, dm, dc = backward(dy, x, bank, h, kept, needs)
-    dbias = dy.to(acc_dtype(dy.dtype)).sum(0) if needs.bias else None
+    dx, dA, dB, dm, dc, *dbiases = backward(dy, x, bank, h, kept, needs)
+    summed = dy.to(acc_dtype(dy.dtype)).sum(0) if needs.bias and not dbiases else None
+    dbias = dbiases[0] if dbiases else summed
     return None if dx is None else masked.unsort(dx, bank.order), dA, dB, dm, dc, dbias
 
 
@@ -96,14 +98,15 @@ class Segment(NamedTuple):
 
 def segments(bank: Bank, tokens: int) -> Iterator[Segment]:
     """Where there are tokens. At least one, which may be empty."""
-    last = 0
+    last, own = 0, bank.W.dim() == 3
     adapters = masked.cut(bank.A, bank.B, bank.ranks)
     for g, (end, s, (A, B)) in enumerate(zip(bank.offsets.tolist(), bank.s.tolist(), adapters, strict=True)):
         if last < end:
             ones = bank.A.new_ones(bank.W.shape[0], dtype=acc_dtype(bank.W.dtype)) if bank.m is None else None
             m, c = (ones, ones) if bank.m is None or bank.c is None else (bank.m[g], bank.c[g])
             seed = None if bank.seed is None else bank.seed[g]
-            yield Segment(g, last, end, Operands(bank.W, A.clone(), B, m, c, bank.bias, seed), s)
+            W, bias = (bank.W[g], None if bank.bias is None else bank.bias[g]) if own else (bank.W, bank.bias)
+            yield Segment(g, last, end, Operands(W, A.clone(), B, m, c, bias, seed), s)
             last = end
     if last < tokens or last == 0:
         yield Segment(-1, last, tokens, None, 1.0)
@@ -119,7 +122,8 @@ def _forward(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, 
     for each in segments(bank, x.shape[0]):
         xs, v = each.of(x, bank.order), None
         if each.la is None:
-            y, h = frozen_fwd(xs, bank.W, bank.bias), x.new_zeros((xs.shape[0], bank.A.shape[1]))
+            h = x.new_zeros((xs.shape[0], bank.A.shape[1]))
+            y = frozen_fwd(xs, bank.W, bank.bias) if bank.W.dim() == 2 else x.new_zeros((xs.shape[0], bank.W.shape[1]))
         else:
             save = Options(each.s, "output" if save_for_dm else "nothing")
             y, h, v = linear_fwd(xs, each.la, save, Dropout(bank.p, "lora"), None)
@@ -136,14 +140,17 @@ def _forward(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, 
 def _backward(
     dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, ...], needs: BankNeeds
 ) -> tuple[Tensor | None, ...]:
-    """dx, dA, dB, dm, dc."""
+    """dx, dA, dB, dm, dc, and of experts dbias."""
     dxs: list[Any] = []
-    found: list[tuple[Any, ...]] = [(None,) * 4] * bank.A.shape[0]
+    found: list[tuple[Any, ...]] = [(None,) * 5] * bank.A.shape[0]
+    experts = bank.W.dim() == 3
     pre_scale = kept[1].tolist() if len(kept) == 2 else [False] * bank.A.shape[0]
-    need = Needs(*needs[1:5], bias=False)
+    need = Needs(*needs[1:5], bias=experts and needs.bias)
     for each in segments(bank, x.shape[0]):
         if each.la is None:
-            dxs.append(frozen_bwd(each.of(dy, bank.order), bank.W, needs.x, False, None)[0])
+            rest = each.of(dy, bank.order)
+            nothing = rest.new_zeros((rest.shape[0], x.shape[1])) if experts else None
+            dxs.append(nothing if experts else frozen_bwd(rest, bank.W, needs.x, False, None)[0])
             continue
         dys, xs = each.of(dy, bank.order), each.of(x, bank.order)
         own_h = each.sorted(h)[:, : each.la.A.shape[0]].clone()
@@ -151,11 +158,11 @@ def _backward(
         pre = pre_scale[each.g]
         dx, grads = linear_bwd(dys, xs, each.la, each.s, Dropout(bank.p, "lora"), own_h, v, pre, needs.x, need, None)
         dxs.append(dx)
-        found[each.g] = grads[:4]
-    likes = (bank.A, bank.B, bank.m, bank.c)
+        found[each.g] = grads[:5]
+    likes = (bank.A, bank.B, bank.m, bank.c, *([bank.bias] if experts else ()))
     out = [
         stacked(like, [each[i] for each in found]) if want else None
-        for i, (like, want) in enumerate(zip(likes, needs[1:5], strict=True))
+        for i, (like, want) in enumerate(zip(likes, needs[1 : 1 + len(likes)], strict=True))
     ]
     return _cat(dxs) if needs.x else None, *out
 

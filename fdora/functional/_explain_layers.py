@@ -13,6 +13,7 @@ from fdora.autograd.conv import composed, halves, rows
 from fdora.autograd.multi import COUNTED
 from fdora.functional._explain_many import SORTED, bank_norms, bare
 from fdora.functional._explanation import Call, Parts, kept_of, stand_in
+from fdora.functional.bank import check_kernels
 from fdora.functional.conv import Given, check_conv, geometry
 from fdora.functional.embedding import check_embedding
 from fdora.functional.experts import check_experts, check_route, ends_on, pairs
@@ -172,6 +173,7 @@ def experts(a: Any) -> Call:
     dtype = dtype_of_products(a.fn, a.x, a.W)
 
     def plans(triton: Any, on: Any) -> Parts:
+        check_kernels(a.fn, a.A, "triton")
         layer = tuple(map(stand_in, (a.W, a.A, a.B, a.m, a.norm, a.bias)))
         route = TokenRoute(triton, on, stand_in(a.x).to(dtype), a, E)
         bank = route.bank(layer, dtype)
@@ -197,6 +199,8 @@ def experts_mlp(a: Any) -> Call:
     dtype = dtype_of_products(a.fn, a.x, a.gate_up.W)
 
     def plans(triton: Any, on: Any) -> Parts:
+        for label, la in (("gate_up", a.gate_up), ("down", a.down)):
+            check_kernels(a.fn, la.A, "triton", arg=f"{label}.A")
         layers = [tuple(map(stand_in, (la.W, la.A, la.B, la.m, la.norm, la.bias))) for la in (a.gate_up, a.down)]
         route = TokenRoute(triton, on, stand_in(a.x).to(dtype), a, E)
         first, second = (route.bank(layer, dtype) for layer in layers)

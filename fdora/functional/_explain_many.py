@@ -14,7 +14,7 @@ from fdora.autograd.multi import COUNTED
 from fdora.autograd.quant import norm_parts
 from fdora.functional._explanation import Call, Parts, kept_of, stand_in
 from fdora.functional._tree import check_leaves, parts_of
-from fdora.functional.bank import check_bank, scalings
+from fdora.functional.bank import check_bank, check_kernels, scalings
 from fdora.functional.linear import check_dropout, dtype_of_products, save_for_dm
 from fdora.functional.multi import check_multi
 from fdora.functional.tree import check_tree_state, leaves_of
@@ -38,6 +38,7 @@ def multi(a: Any) -> Call:
     tokens = prod(a.x.shape[:-1])
 
     def plans(triton: Any, on: Any) -> Parts:
+        check_kernels(a.fn, a.A, "triton", ranks if ranks and min(ranks) < a.A.shape[1] else None)
         W, A, B, m, c, bias = map(stand_in, (a.W, a.A, a.B, a.m, a.norm, a.bias))
         first: list[Any] = []
         kept: dict[str, Tensor] = {}
@@ -78,11 +79,12 @@ def seed_is_new(seed: Any) -> bool:
 def norm_of_bank(a: Any) -> Call:
     check_bank(a.fn, {"W": a.W, "A": a.A, "B": a.B})
     scalings(a.fn, a.s, a.A.shape[0], a.W)
-    return (
-        a.W.device,
-        a.W.dtype,
-        lambda triton, on: Parts(bank_norms(triton, on, stand_in(a.W), stand_in(a.A), stand_in(a.B), None)),
-    )
+
+    def plans(triton: Any, on: Any) -> Parts:
+        check_kernels(a.fn, a.A, "triton")
+        return Parts(bank_norms(triton, on, stand_in(a.W), stand_in(a.A), stand_in(a.B), None))
+
+    return a.W.device, a.W.dtype, plans
 
 
 def bank_norms(triton: Any, on: Any, W: Any, A: Tensor, B: Tensor, ranks: tuple[int, ...] | None) -> list[Any]:

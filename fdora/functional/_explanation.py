@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fdora._check import name
 from fdora._torch import PLAIN
+from fdora.autograd.quant import is_whole
 from fdora.predict import Gpu
 from fdora.quant import QuantWeight
 
@@ -118,3 +119,13 @@ def stand_in(t: Any) -> Any:
 def kept_of(name: str, t: Tensor, whose: str = "") -> Kept:
     own = {"x": "argument", "y": "output"}.get(name.rstrip("0123456789"), "new")
     return Kept(name, tuple(t.shape), t.dtype, t.nbytes, whose or own)
+
+
+def decoding(fn: str, W: Any) -> str:
+    """How plain torch decodes the weights of a call."""
+    how = "once, as a whole" if is_whole(W) else "some rows at a time"
+    if fn == "dora_norm":
+        return f"W is decoded {how}."
+    if fn == "dora_merge":
+        return f"W is decoded, {how} for the norm."
+    return "W is decoded for forward and again for backward, and freed after each; autograd keeps what is stored."

@@ -37,7 +37,7 @@ from fdora.functional._layout import (
 )
 from fdora.functional._sharded import biased
 from fdora.functional.backend import select_backend
-from fdora.functional.bank import check_bank, scalings
+from fdora.functional.bank import check_bank, check_kernels, scalings
 from fdora.functional.norm import dora_norm
 
 GEOMETRY = Conv._fields  # Dynamo (torch 2.8) does not read them off a record
@@ -89,7 +89,9 @@ def norm_of_bank(fn: str, W: Any, A: Any, B: Any, s: Any, group: Any, backend: A
 def _bank_norm(fn: str, lay: Layout, W: Any, A: Any, B: Any, s: Any, ranks: Any, backend: Any) -> Tensor:
     G = check_bank(fn, {"W": W, "A": A, "B": B})
     name = select_backend(W, backend=backend).name
-    c = bank_norm(W, A, B, scalings(fn, s, G, W), None if ranks is None else tuple(ranks), name)
+    each = None if ranks is None else tuple(ranks)
+    check_kernels(fn, A, name, each)
+    c = bank_norm(W, A, B, scalings(fn, s, G, W), each, name)
     over = sums_over(lay)
     return root_of_sum(c.square(), over) if over else c
 

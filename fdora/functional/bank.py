@@ -27,6 +27,16 @@ from fdora.autograd.sharded import root_of_sum
 from fdora.functional.backend import select_backend
 from fdora.quant import QuantWeight
 
+# Kernels of banks and of experts have one program, or some, for each adapter on the second axis of a grid (multi_sum_kernel,
+# multi_finish_kernel, multi_root_kernel, strip_root_kernel, experts_norm_kernel) or the third (multi_grad_kernel); CUDA starts
+# 65,535 there. Tokens of nobody, segment G, have programs on flat grids only. The table of routes, adapter * 32768 + slab in
+# int32, has room for one adapter more.
+MOST_ADAPTERS = 65_535
+# A slab has 14 of those bits and is 64 numbers of the rank or more (choice.FUSED): that is room for 1,048,576. What ends before
+# it is the second axis of multi_shrink_kernel, by 16 numbers.
+MOST_RANK = 65_535 * 16
+MOST_OF_EACH = 32_767  # beside ``ranks``, which reach the device in 15 bits each (multi_ranks_kernel)
+
 
 def check_bank(fn: str, tensors: dict[str, Any]) -> int:
     """W, A, B and perhaps more of one bank; how many adapters it has."""
@@ -59,6 +69,19 @@ def check_ranks(fn: str, ranks: Sequence[int] | None, adapters: int, r: int) -> 
     if len(each) != adapters or not all([isinstance(n, int) and 1 <= n <= r for n in each]):
         raise fail(fn, "ranks", f"{adapters} of 1 to {r}", list(each), "One for each adapter, at most the r of A.")
     return each
+
+
+def check_kernels(fn: str, A: Tensor, name: str, ranks: tuple[int, ...] | None = None, arg: str = "A") -> None:
+    """What the kernels of banks and of experts cannot count; ``name``: of the backend. Plain torch has no such ends."""
+    if name != "triton":
+        return
+    G, r = A.shape[:2]
+    if G > MOST_ADAPTERS:
+        want = f"of at most {MOST_ADAPTERS} adapters for kernels"
+        raise fail(fn, arg, want, G, "Split them into several calls, or pass backend='eager'.")
+    most, beside = (MOST_RANK, "") if ranks is None else (MOST_OF_EACH, " beside `ranks`")
+    if r > most:
+        raise fail(fn, arg, f"of a rank of at most {most}{beside} for kernels", r, "Pass backend='eager'.")
 
 
 def scalings(fn: str, s: Any, adapters: int, like: Tensor | Weight) -> Tensor:
@@ -117,7 +140,10 @@ def norm_of_experts(
     check_frozen(fn, "W", W)
     check_s(fn, s)
     like = A if isinstance(W, QuantWeight) else W
-    return experts_norm(W, A, B, s, scaling_of(s, sizes["E"], like), select_backend(like, backend=backend).name)
+    name = select_backend(like, backend=backend).name
+    if not isinstance(W, QuantWeight):  # of codes each expert has launches of its own
+        check_kernels(fn, A, name)
+    return experts_norm(W, A, B, s, scaling_of(s, sizes["E"], like), name)
 
 
 def scaling_of(s: float, experts: int, like: Tensor) -> Tensor:
@@ -149,5 +175,7 @@ def norm_of_bank(
         c: Tensor = _sharded_layers.norm_of_bank(fn, W, A, B, s, group, backend)
         return c
     adapters = check_bank(fn, {"W": W, "A": A, "B": B})
-    c = bank_norm(W, A, B, scalings(fn, s, adapters, W), None, select_backend(W, backend=backend).name)
+    name = select_backend(W, backend=backend).name
+    check_kernels(fn, A, name)
+    c = bank_norm(W, A, B, scalings(fn, s, adapters, W), None, name)
     return c if group is None else root_of_sum(c.square(), (group,))

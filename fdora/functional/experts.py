@@ -26,11 +26,13 @@ from fdora._check import (
 )
 from fdora._dispatch import Backend
 from fdora._records import Operands
+from fdora._torch import functorch_active
 from fdora.autograd.experts import Route, combine, spread
 from fdora.autograd.multi import Call, Tokens, experts_norm, fault, multi, route
 from fdora.autograd.norm import is_real
+from fdora.autograd.quant import is_whole
 from fdora.functional.backend import select_backend
-from fdora.functional.bank import check_stack, scaling_of
+from fdora.functional.bank import check_kernels, check_stack, scaling_of
 from fdora.functional.linear import cast_x, dora_linear, save_for_dm
 from fdora.quant import QuantWeight
 from fdora.quant.part import experts_of
@@ -65,8 +67,8 @@ def dora_experts(
       W: (E, N, K) frozen weights, in the dtype of x (any, under autocast). Where a model keeps (E, K, N), its transpose. Or a
         :class:`fdora.quant.QuantWeight` of (E N, K), the rows of expert 0 first: a stack whose first two axes were flattened,
         as in ``from_mxfp4(blocks.flatten(0, 1), scales.flatten(0, 1))``. Kernels decode all of it, plain torch an expert at a
-        time; it is dense in the dtype of x while forward or backward runs.
-      A: (E, r, K), float32 or the dtype of W.
+        time (an opaque one once for all); it is dense in the dtype of x while forward or backward runs.
+      A: (E, r, K), float32 or the dtype of W; with kernels E is at most 65,535.
       B: (E, N, r), float32 or the dtype of W.
       m: (E, N), float32 or the dtype of W.
       s: LoRA scaling, usually alpha / r. Not differentiated.
@@ -106,6 +108,7 @@ def dora_experts(
     E = m.shape[0]
     check_route(fn, x, E, offsets, ids, gates)
     name = select_backend(x, backend=backend).name
+    check_kernels(fn, A, name)
     bank = Operands(W, A, B, m, norm, bias, None)
     if ids is None:
         return sorted_rows(fn, x, bank, s, offsets, name)
@@ -118,7 +121,9 @@ def dora_experts(
 def sorted_rows(fn: str, x: Tensor, bank: Operands, s: float, offsets: Any, name: str) -> Tensor:
     """x (T, K), sorted by expert -> (T, N)."""
     if name != "triton":
-        return _loop(x, bank, s, ends_of(fn, offsets, x.shape[0], count_of(bank)))
+        ends = ends_of(fn, offsets, x.shape[0], count_of(bank))
+        plain = is_whole(bank.W) and not torch.compiler.is_compiling() and not functorch_active()
+        return _at_once(fn, x, bank, s, ends) if plain else _loop(x, bank, s, ends)
     x = cast_x(fn, x, bank.W)
     scale, ready = scaled(x, bank, s, name)
     saves = save_for_dm(ready.m, ready.c, False) != "nothing"
@@ -152,6 +157,21 @@ def _loop(x: Tensor, bank: Operands, s: float, ends: list[int]) -> Tensor:
     if rest.shape[0] or not parts:
         parts.append(like.new_zeros(rest.shape[0], m.shape[1]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _at_once(fn: str, x: Tensor, bank: Operands, s: float, ends: list[int]) -> Tensor:
+    """The loop as one node, of a W that only comes as a whole: so it is made once for each direction, not for each expert."""
+    W, A, B, m, c, bias, _ = bank
+    assert isinstance(W, QuantWeight) and A is not None and B is not None
+    x = cast_x(fn, x, W)
+    if c is None:
+        wanted = [end > begin for end, begin in zip(ends, [0, *ends[:-1]], strict=True)]
+        c = experts_norm(W, A, B, s, scaling_of(s, len(ends), x), "eager", wanted)
+    c = c.to(torch.promote_types(x.dtype, torch.float32))
+    saves = save_for_dm(m, c, False) != "nothing"
+    scale = torch.full((len(ends),), s, dtype=torch.float64)  # on the host, as offsets are: both are read there
+    tokens = Tokens(scale, torch.tensor(ends, dtype=torch.int64), None)
+    return multi(x, Operands(W, A, B, m, c, bias, None), tokens, Call(None, 0.0, saves, "eager", None, fn, True))
 
 
 def count_of(bank: Operands) -> int:

@@ -14,6 +14,7 @@ from fdora._records import Operands
 from fdora._torch import no_graph
 from fdora.autograd.experts import ACTS, Call, combine, experts_mlp, gated, spread
 from fdora.functional.backend import select_backend
+from fdora.functional.bank import check_kernels
 from fdora.functional.experts import check_experts, check_route, count_of, ends_on, pairs, route_of, scaled, sorted_rows
 from fdora.functional.group import DoraLayer
 from fdora.functional.linear import cast_x, save_for_dm
@@ -70,10 +71,12 @@ def dora_experts_mlp(
     fn = "dora_experts_mlp"
     check_layers(fn, x, gate_up, down, act)
     first, second = (Operands(la.W, la.A, la.B, la.m, la.norm, la.bias, None) for la in (gate_up, down))
-    assert gate_up.s is not None and down.s is not None  # checked
+    assert gate_up.s is not None and down.s is not None and gate_up.A is not None and down.A is not None  # checked
     E = count_of(first)
     check_route(fn, x, E, offsets, ids, gates)
     name = select_backend(x, backend=backend).name
+    check_kernels(fn, gate_up.A, name, arg="gate_up.A")
+    check_kernels(fn, down.A, name, arg="down.A")
     to = None if ids is None else route_of(fn, ids, E, name)
     x = cast_x(fn, x, gate_up.W)
     if name == "triton":

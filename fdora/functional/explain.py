@@ -19,7 +19,7 @@ from fdora.autograd.quant import norm_parts
 from fdora.functional._ends import check_ends, check_gamma, folded, loses_inner
 from fdora.functional._explain_layers import conv, embedding, experts, experts_mlp
 from fdora.functional._explain_many import multi, norm_of_bank, norm_tree
-from fdora.functional._explanation import Call, Parts, kept_of, stand_in, stored
+from fdora.functional._explanation import Call, Parts, decoding, kept_of, stand_in, stored
 from fdora.functional._explanation import Explanation as Explanation
 from fdora.functional.backend import select_backend
 from fdora.functional.compose import as_matrix, check_compose, dora_compose, dora_delta
@@ -80,7 +80,7 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
     choice, rates, where = _target(device, dtype, gpu, a.backend, missing)
     weights = tuple([f"{label}: {W.kind}, {stored(W)}" for label, W in _coded(a).items()])
     if choice.name == "eager":
-        note = "Plain torch runs: it has no plan." + (f" {DECODED.get(a.fn, DECODED_TWICE)}" if weights else "")
+        note = "Plain torch runs: it has no plan." + (f" {decoding(a.fn, getattr(a, 'W', None))}" if weights else "")
         return Explanation(a.fn, *choice, rates, (), (), (note, *weights))
     on = triton.device(where) if where is not None else triton.device(None, rates.capability, rates.num_sms)  # type: ignore
     parts = planner(triton, on)
@@ -89,9 +89,7 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
     return Explanation(a.fn, *choice, rates, described, tuple(parts.kept), (*parts.notes, *weights))
 
 
-DECODED = {"dora_norm": "W is decoded some rows at a time.", "dora_merge": "W is decoded, some rows at a time for the norm."}
 PLAIN_BACKWARD = "Backward through the norm is plain torch: it has no plan."
-DECODED_TWICE = "W is decoded for forward and again for backward, and freed after each; autograd keeps what is stored."
 
 
 def _coded(a: Any) -> dict[str, QuantWeight]:

@@ -27,7 +27,7 @@ from fdora._records import Operands
 from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, route
 from fdora.functional._seed import seed_tensor
 from fdora.functional.backend import select_backend
-from fdora.functional.bank import check_bank, check_ranks, check_sequence, scalings
+from fdora.functional.bank import check_bank, check_kernels, check_ranks, check_sequence, scalings
 from fdora.functional.linear import cast_x, check_dropout, save_for_dm
 from fdora.quant import QuantWeight
 
@@ -64,7 +64,7 @@ def dora_linear_multi(
       x: (..., K), float16, bfloat16, float32 or float64; its leading axes, flattened, are the M tokens.
       W: (N, K) frozen weight, in the dtype of x (any, under autocast), or a :class:`fdora.quant.QuantWeight`, which is dense in
         the dtype of x while forward or backward runs.
-      A: (G, r, K), float32 or the dtype of W.
+      A: (G, r, K), float32 or the dtype of W; with kernels G is at most 65,535, and r beside ``ranks`` at most 32,767.
       B: (G, N, r), float32 or the dtype of W.
       m: (G, N) magnitudes, float32 or the dtype of W; None is plain LoRA for all, ``g = 1``. For plain LoRA beside DoRA give
         such adapters a row of ones, here and in ``norm``: g is then 1 exactly.
@@ -113,6 +113,7 @@ def dora_linear_multi(
         arg, want = ("ids", f"from -1 to {G - 1}") if offsets is None else ("offsets", "ends, in order, of segments of x")
         raise fail(fn, arg, want, wrong, "They say whose each token is.")
     name = select_backend(x, backend=backend).name
+    check_kernels(fn, A, name, of_each)
     scale = scalings(fn, s, G, x)
     c = None
     if m is not None:

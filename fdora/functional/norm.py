@@ -113,9 +113,9 @@ def dora_norm(
 
     Args:
       W: (N, K) frozen weight, float16, bfloat16, float32 or float64; any strides. Or a :class:`fdora.quant.QuantWeight`, whose
-        norm is that of the weight before it is rounded to W.dtype; never more than some rows of it are dense. Or (E, N, K), a
-        stack of experts with A (E, r, K), B (E, N, r) and one s: all their norms in one launch, of a QuantWeight (E N, K) in
-        two for each. It takes backend beside them.
+        norm is that of the weight before it is rounded to W.dtype; never more than some rows of it are dense (an opaque one is
+        made once, as a whole). Or (E, N, K), a stack of experts with A (E, r, K), B (E, N, r) and one s: all their norms in one
+        launch, of a QuantWeight (E N, K) in two for each. It takes backend beside them. Kernels take 65,535 of either.
       A: (r, K), float32 or the dtype of W. Or (G, r, K), a bank of adapters: one pass over W gives the norms of all. Of the
         rest a bank takes s, a tensor (G,) or G numbers, and backend.
       B: (N, r), float32 or the dtype of W; (G, N, r) in a bank.

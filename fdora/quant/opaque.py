@@ -55,7 +55,8 @@ def opaque(
     Raises:
       FdoraError: the shape is not (N, K) or the dtype not floating; on dequantisation, f returns another shape.
 
-    Memory: keeps f and ``tensors``. A norm calls f once and holds what it returns, beside its own workspace.
+    Memory: keeps f and ``tensors``. A norm calls f once and holds what it returns, beside its own workspace;
+    so do forward and backward of experts of one stack.
     References: none.
     """
     fn = "quant.opaque"

@@ -27,7 +27,7 @@ from fdora.triton.multi_gemm import (
 )
 from fdora.triton.multi_rows import Seen, drop, rank_table
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv, grid_of
+from fdora.triton.runtime.device import MOST_ROWS, cdiv, grid_of
 from fdora.triton.runtime.plan import Array
 from fdora.triton.sums import column_sums
 
@@ -221,7 +221,7 @@ def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, ranks: A
     blocks = cdiv(P, block_p) * cdiv(Q, block_q)
     # Were all tokens one adapter's, so many parts would still keep the GPU busy; but they must be few beside u and v.
     strips = max(1, min(cdiv(3 * plan.device.num_sms, blocks), cdiv(M, 4 * block_t), 16))
-    if 8 * (strips + G) * P * Q > M * (P + Q):
+    if 8 * (strips + G) * P * Q > M * (P + Q) or strips + G > MOST_ROWS:
         strips = 1
     rows = 1 << (cdiv(M, strips) - 1).bit_length() if strips > 1 else 0
     single = rows == 0

@@ -30,6 +30,7 @@ from fdora.triton.runtime.plan import Array, Tile
 
 BLOCK_GN = 1024  # columns of g that a program writes
 EPILOGUE_M, EPILOGUE_N = 64, 64
+MOST_AT = 2**31 - 1  # TMA counts rows in int32
 TAIL_M = 64  # rows that a program fills with zeros
 # Of experts in float32: digits of float32, whatever matmul precision torch is set to.
 EXPERTS_F32 = GemmConfig(False, 64, 64, 32, 8, False, False, 4, 2)
@@ -99,6 +100,8 @@ def shape_of(plan: Builder, x: Array, out: Array, w: Array, R: int, adapters: in
     the base product."""
     (M, K), N, on = x.shape, out.shape[1], plan.device
     trans, matrix = has_columns(w), joined(w)
+    if adapters * max(K, N, R + 256) > MOST_AT:  # rows of a stack or of a bank, with room for the last step of each rank
+        matrix = None
     if len(w.shape) == 3:
         G = w.shape[0]
         tma = matrix is not None and all(map(is_tma_compatible, (x, out, matrix)))

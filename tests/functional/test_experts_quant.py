@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from fdora import FdoraError
+from fdora.autograd import quant as of_quant
 from fdora.functional import DoraLayer, dora_experts, dora_experts_mlp, dora_norm
-from fdora.quant import from_bnb, from_fp8, from_mxfp4, quantize
+from fdora.quant import from_bnb, from_fp8, from_mxfp4, opaque, quantize
 from tests.checks import experts_quant as checks
 from tests.checks.experts import S, mixture
 from tests.checks.experts_quant import KINDS, E, K, N
+from tests.close import rel_l2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,3 +97,58 @@ def test_other_shapes_are_refused():
             dora_experts_mlp(t["x"], *layers, offsets=[1, 2, 7])
     with pytest.raises(FdoraError, match="`detach` must be left out for a stack of experts"):
         dora_norm(quantize(t["W"].flatten(0, 1), "int8").to(torch.float32), *args, s=S, detach=False)
+
+
+def counted(W):
+    """A stack as a function that gives all of it, and its calls."""
+    calls = []
+    flat = W.flatten(0, 1)
+    return opaque(lambda: calls.append(1) or flat.clone(), flat.shape, W.dtype, "cpu"), calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ends", [[5, 5, 9], [3, 7, 12], [0, 0, 4]], ids=str)
+def test_a_function_is_called_once_for_all_experts(dtype, ends, monkeypatch):
+    """In the norms, forward and backward. Each expert has the bits of a call of its own, those of nobody zeros."""
+    t = mixture(E, N, K, 2, 12, dtype, torch.float32, spread=0.02)
+    q, calls = counted(t["W"])
+    leaves = {n: t[n].requires_grad_() for n in ("x", "A", "B", "m", "bias")}
+    monkeypatch.setattr(of_quant, "default_bytes", lambda device: 4000)  # a norm takes several runs of rows
+    c = dora_norm(q, t["A"], t["B"], s=S)
+    assert len(calls) == 1
+
+    def call(W, norm, **where):
+        return dora_experts(t["x"], W, *(t[n] for n in "ABm"), s=S, bias=t["bias"], norm=norm, **(where or {"offsets": ends}))
+
+    found = []
+    for W, counts in ((q, (2, 3)), (t["W"], (3, 3))):
+        y = call(W, c)
+        assert len(calls) == counts[0]
+        found.append([y, *torch.autograd.grad(y.float().square().sum(), list(leaves.values()))])
+        assert len(calls) == counts[1]
+    for name, got, want in zip(("y", *leaves), *found, strict=True):
+        assert torch.equal(got, want), name
+    assert rel_l2(call(q, None), found[0][0]) <= 0.0 and len(calls) == 5  # its norm, and the product
+    with torch.no_grad():
+        call(q, c, ids=torch.arange(12)[:, None] % E)
+    assert len(calls) == 6
+
+
+def test_a_function_under_transforms():
+    """There a loop over the experts remains."""
+    t = mixture(E, N, K, 2, 12, torch.float32)
+    q, _ = counted(t["W"])
+    c = dora_norm(q, t["A"], t["B"], s=S)
+
+    def of(W):
+        return lambda x, A: dora_experts(x, W, A, t["B"], t["m"], s=S, norm=c, offsets=[3, 7, 12])
+
+    got, want = torch.func.vjp(of(q), t["x"], t["A"]), torch.func.vjp(of(t["W"]), t["x"], t["A"])
+    assert torch.equal(got[0], want[0])
+    for a, b in zip(got[1](got[0]), want[1](want[0]), strict=True):
+        assert torch.equal(a, b)
+    xs = torch.stack([t["x"], t["x"].flip(0)])
+    mapped = torch.vmap(lambda x: of(q)(x, t["A"]))(xs)
+    assert torch.allclose(mapped[1], of(q)(xs[1], t["A"]), atol=1e-5)
+    compiled = torch.compile(of(q), backend="aot_eager")
+    assert torch.allclose(compiled(t["x"], t["A"]), got[0], atol=1e-5)

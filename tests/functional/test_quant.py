@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fdora import FdoraError
+from fdora.autograd import quant
 from fdora.functional import (
     DoraLayer,
     DoraParams,
@@ -107,7 +108,7 @@ def test_rows_at_a_time(monkeypatch):
         dora_norm(W, A, B, s=S, max_bytes=100)
 
 
-def test_a_function_is_called_once_for_a_norm():
+def test_a_function_is_called_once_for_a_norm(monkeypatch):
     """Of a kind of which some rows cost as much as all."""
     dense, calls = torch.randn(N, K), []
     W = opaque(lambda: calls.append(1) or dense, (N, K), torch.bfloat16, "cpu")
@@ -120,6 +121,12 @@ def test_a_function_is_called_once_for_a_norm():
     )  # not of bfloat16
     base = dora_base_sqnorm(W, max_bytes=8000)
     assert len(calls) == 2
+    bank = [torch.stack([t.detach()] * 2) for t in (A, B)]
+    monkeypatch.setattr(quant, "default_bytes", lambda device: 8000)
+    assert len(quant.norm_parts(W, None)) > 1
+    each = dora_norm(W, *bank, s=[S, S])
+    assert len(calls) == 3
+    torch.testing.assert_close(each, torch.stack([c, c]), rtol=1e-6, atol=0)
     torch.testing.assert_close(base.double(), dense.double().square().sum(1), rtol=1e-6, atol=0)
 
 
@@ -326,7 +333,13 @@ def test_explain_in_plain_torch():
     la = DoraLayer(W, A, B, m, S)
     group = explain(dora_linear_group, x, [DoraLayer(W.dequantize()), la]).notes
     assert [each.partition(":")[0] for each in group[1:]] == ["layers[1].W"]
-    assert "some rows at a time" in explain(dora_norm, W, A, B, s=S).notes[0]
+    assert "W is decoded some rows at a time." in explain(dora_norm, W, A, B, s=S).notes[0]
+    assert "some rows at a time for the norm" in explain(dora_merge, W, A, B, m, s=S).notes[0]
+    whole = weight("opaque", 256, 256)  # its function is called once
+    assert "W is decoded once, as a whole." in explain(dora_norm, whole, A, B, s=S).notes[0]
+    bank = [torch.stack([t.detach()] * 2) for t in (A, B)]
+    assert "W is decoded once, as a whole." in explain(dora_norm, whole, *bank, s=[S, S]).notes[0]
+    assert "W is decoded, once, as a whole for the norm." in explain(dora_merge, whole, A, B, m, s=S).notes[0]
     assert explain(dora_linear, x, W.dequantize(), A, B, m, s=S).notes == ("Plain torch runs: it has no plan.",)
 
 
