@@ -592,7 +592,7 @@ def test_copies_in_several_launches(monkeypatch):
         got = copy.stacked(plan, [plan.matrix(t) for t in parts], torch.float32)
         copy.copied(plan, got, plan.result("whole", got.shape, torch.float32))
 
-    monkeypatch.setattr(copy, "MOST_BLOCKS", 3)
+    monkeypatch.setattr(copy, "MOST_ROWS", 3)
     parts = [torch.randn(rows, 12, device=device.NAME, dtype=torch.float16) for rows in (100, 0, 16, 7, 49, 1)]
     (whole,) = results_of(write, *parts)
     assert torch.equal(whole, torch.cat(parts).float())
