@@ -90,7 +90,7 @@ def bank_norm(W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: Tensor, ranks: t
 def experts_norm(
     W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: float, scale: Tensor, backend: str, wanted: Sequence[bool] = ()
 ) -> Tensor:
-    """c (E, N), detached; ``scale`` is s of each. ``wanted``: as of quant.stack_norms_by_rows, of codes."""
+    """c (E, N), detached; ``scale`` is s of each. ``wanted``: as of quant.stack_norms, of codes."""
     if not isinstance(W, QuantWeight):
         return bank_norm(W, A, B, scale, None, backend)
     A, B = detached(A, B)

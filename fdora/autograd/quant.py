@@ -6,7 +6,7 @@ rounded to the dtype of products: bfloat16 would move it by up to 4e-4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,15 +25,20 @@ from fdora.quant.quantize import Rows, bounds_of, quantize_rows
 
 def norm(of: NormOf, squared: bool, backend: str) -> Tensor:
     """c (N,), or its square."""
-    (W, A, B, s, base, max_bytes), ops = of, OPS[backend]
+    (W, A, B, s, _, max_bytes), ops = of, OPS[backend]
     if ops.norm_of_codes is not None and max_bytes is None and W.dtype != torch.float64:
         c = ops.norm_of_codes(W.spec, W.tensors, A, B, s, squared)
         if c is not None:
             return c
-    forward, rows, parts = ops.sqnorm_fwd if squared else ops.norm_fwd, rows_of(W), []
-    for i, j, budget in norm_parts(W, max_bytes):
-        parts.append(forward(NormOf(rows(i, j), A, B[i:j], s, None if base is None else base[i:j], budget)))
-    return torch.cat(parts)
+    return _by_rows(of, rows_of(W), norm_parts(W, max_bytes), ops.sqnorm_fwd if squared else ops.norm_fwd)
+
+
+def _by_rows(of: NormOf, rows: Rows, parts: Sequence[tuple[int, int, int]], forward: Callable[[NormOf], Tensor]) -> Tensor:
+    """Of W, some ``rows`` of it decoded at a time."""
+    _, A, B, s, base, _ = of
+    return torch.cat(
+        [forward(NormOf(rows(i, j), A, B[i:j], s, None if base is None else base[i:j], budget)) for i, j, budget in parts]
+    )
 
 
 def guarded(of: NormOf, c: Tensor, seen: Tensor, backend: str) -> tuple[Tensor, Tensor]:
@@ -55,25 +60,21 @@ def guarded(of: NormOf, c: Tensor, seen: Tensor, backend: str) -> tuple[Tensor, 
 
 
 def stack_norms(W: QuantWeight, A: Tensor, B: Tensor, s: float, backend: str, wanted: Sequence[bool] = ()) -> Tensor:
-    """c (E, N) of a W (E N, K) of experts, one behind the other; A (E, r, K), B (E, N, r)."""
+    """c (E, N) of a W (E N, K) of experts, one behind the other; A (E, r, K), B (E, N, r). ``wanted``: of which experts, the
+    others may get ones; of all where it is empty."""
     of_codes = OPS[backend].stack_norms_of_codes
     found = None if of_codes is None or W.dtype == torch.float64 else of_codes(W.spec, W.tensors, A, B, s)
     if found is not None:
         return found
-    return stack_norms_by_rows(W, A, B, s, backend, wanted)
-
-
-def stack_norms_by_rows(W: QuantWeight, A: Tensor, B: Tensor, s: float, backend: str, wanted: Sequence[bool] = ()) -> Tensor:
-    """The same of codes that no kernel reads. ``wanted``: of which experts, the others get ones; of all where it is empty."""
-    (E, N, _), rows, c = B.shape, rows_of(W), []
+    (E, N, _), rows = B.shape, rows_of(W)
     parts = norm_parts(experts_of(W, E)[0], None)
-    for e in range(E):
+
+    def of(e: int) -> Tensor:
         if wanted and not wanted[e]:
-            c.append(A.new_ones(N, dtype=acc_dtype(W.dtype)))
-            continue
-        of = (NormOf(rows(e * N + i, e * N + j), A[e], B[e, i:j], s, None, budget) for i, j, budget in parts)
-        c.append(torch.cat([OPS[backend].norm_fwd(run) for run in of]))
-    return torch.stack(c)
+            return A.new_ones(N, dtype=acc_dtype(W.dtype))
+        return _by_rows(NormOf(W, A[e], B[e], s), lambda i, j: rows(e * N + i, e * N + j), parts, OPS[backend].norm_fwd)
+
+    return torch.stack([of(e) for e in range(E)])
 
 
 class Layers:

@@ -45,9 +45,11 @@ def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, 
     ``kept`` as :func:`multi_fwd` returned it, ``(y,)`` where that was empty; ``()`` where neither dm nor dc is needed.
     """
     backward = _backward if _readable(bank) else masked.backward
-    dx, dA, dB, dm, dc, *dbiases = backward(dy, x, bank, h, kept, needs)
-    summed = dy.to(acc_dtype(dy.dtype)).sum(0) if needs.bias and not dbiases else None
-    dbias = dbiases[0] if dbiases else summed
+    dx, dA, dB, dm, dc, *own = backward(dy, x, bank, h, kept, needs)
+    if own:
+        (dbias,) = own
+    else:
+        dbias = dy.to(acc_dtype(dy.dtype)).sum(0) if needs.bias else None
     return None if dx is None else masked.unsort(dx, bank.order), dA, dB, dm, dc, dbias
 
 

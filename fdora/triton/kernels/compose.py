@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.tile import column_and_row
+from fdora.triton.kernels.tile import column_at, row_at
 from fdora.triton.runtime.cost import launched
 
 
@@ -33,14 +33,13 @@ def compose_bwd_kernel(
     DELTA: tl.constexpr, NEED_BASE: tl.constexpr, NEED_LORA: tl.constexpr, NEED_G: tl.constexpr, NEED_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, FLAT: tl.constexpr,
 ):
-    tile_n, strip = column_and_row(tl.cdiv(N, BLOCK_N), FLAT)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = column_at(tl.cdiv(N, BLOCK_N), FLAT) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = n < N
     gn = tl.load(g + n, mask=in_n, other=0.0)[None, :]
     sum_g = tl.zeros((BLOCK_N,), tl.float32)
     sum_bias = tl.zeros((BLOCK_N,), tl.float32)
     for i in range(0, ROWS, BLOCK_M):
-        m = strip * ROWS + i + tl.arange(0, BLOCK_M)
+        m = row_at(tl.cdiv(N, BLOCK_N), FLAT) * ROWS + i + tl.arange(0, BLOCK_M)
         mask = (m < M)[:, None] & in_n[None, :]
         row = m[:, None].to(tl.int64)
         d = tl.load(dy + row * stride_dy + n[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -54,7 +53,7 @@ def compose_bwd_kernel(
             sum_g += tl.sum(d * (u + s * v), axis=0)
         if NEED_BIAS:
             sum_bias += tl.sum(d, axis=0)
-    at = strip.to(tl.int64) * N + n
+    at = row_at(tl.cdiv(N, BLOCK_N), FLAT).to(tl.int64) * N + n
     if NEED_G:
         tl.store(partial_g + at, sum_g, mask=in_n)
     if NEED_BIAS:
@@ -67,8 +66,8 @@ def planes_fwd_kernel(
     DELTA: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, FLAT: tl.constexpr,
 ):
     """The same where row l N + n, of P points, is channel n."""
-    tile_m, tile_p = column_and_row(tl.cdiv(rows, BLOCK_M), FLAT)
-    m, p = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_p * BLOCK_P + tl.arange(0, BLOCK_P)
+    m = column_at(tl.cdiv(rows, BLOCK_M), FLAT) * BLOCK_M + tl.arange(0, BLOCK_M)
+    p = row_at(tl.cdiv(rows, BLOCK_M), FLAT) * BLOCK_P + tl.arange(0, BLOCK_P)
     mask = (m < rows)[:, None] & (p < P)[None, :]
     at = m[:, None].to(tl.int64) * P + p[None, :]
     u = tl.load(base + at, mask=mask).to(tl.float32)
@@ -86,14 +85,13 @@ def planes_bwd_kernel(
     DELTA: tl.constexpr, NEED_BASE: tl.constexpr, NEED_LORA: tl.constexpr, NEED_G: tl.constexpr, NEED_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, STRIP: tl.constexpr, FLAT: tl.constexpr,
 ):
-    tile_m, strip = column_and_row(tl.cdiv(rows, BLOCK_M), FLAT)
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = column_at(tl.cdiv(rows, BLOCK_M), FLAT) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_m = m < rows
     gn = tl.load(g + m % N)[:, None]
     sum_g = tl.zeros((BLOCK_M,), tl.float32)
     sum_bias = tl.zeros((BLOCK_M,), tl.float32)
     for i in range(0, STRIP, BLOCK_P):
-        p = strip * STRIP + i + tl.arange(0, BLOCK_P)
+        p = row_at(tl.cdiv(rows, BLOCK_M), FLAT) * STRIP + i + tl.arange(0, BLOCK_P)
         mask = in_m[:, None] & (p < P)[None, :]
         at = m[:, None].to(tl.int64) * P + p[None, :]
         d = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
@@ -107,7 +105,8 @@ def planes_bwd_kernel(
             sum_g += tl.sum(d * (u + s * v), axis=1)
         if NEED_BIAS:
             sum_bias += tl.sum(d, axis=1)
-    to = ((m // N).to(tl.int64) * tl.cdiv(P, STRIP) + strip) * N + m % N
+    strips = tl.cdiv(P, STRIP) if FLAT else tl.num_programs(1)
+    to = ((m // N).to(tl.int64) * strips + row_at(tl.cdiv(rows, BLOCK_M), FLAT)) * N + m % N
     if NEED_G:
         tl.store(partial_g + to, sum_g, mask=in_m)
     if NEED_BIAS:

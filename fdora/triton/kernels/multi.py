@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import g_tile
-from fdora.triton.kernels.tile import column_and_row
+from fdora.triton.kernels.tile import column_at, row_at
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents
 
@@ -211,10 +211,9 @@ def multi_h_kernel(
     if PDL:
         gdc_launch_dependents()
     PARTS: tl.constexpr = TILE // BLOCK_M
-    slab, place = column_and_row(tl.cdiv(R, BLOCK_R), FLAT)
-    pair = place // PARTS
-    part = place % PARTS * BLOCK_M
-    first_r = slab * BLOCK_R
+    pair = row_at(tl.cdiv(R, BLOCK_R), FLAT) // PARTS
+    part = row_at(tl.cdiv(R, BLOCK_R), FLAT) % PARTS * BLOCK_M
+    first_r = column_at(tl.cdiv(R, BLOCK_R), FLAT) * BLOCK_R
     tile, a, lo, hi = pair_of(pair, offsets, G, M, TILE, BLOCK_G)
     if lo < hi:
         t = tile * TILE + part + tl.arange(0, BLOCK_M)

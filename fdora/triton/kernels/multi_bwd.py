@@ -8,7 +8,7 @@ import triton.language as tl
 from fdora.triton.kernels.g import EPS
 from fdora.triton.kernels.multi import bounds_of, pair_of, rank_of
 from fdora.triton.kernels.scale import dot_rows
-from fdora.triton.kernels.tile import column_and_row
+from fdora.triton.kernels.tile import column_at, row_at
 from fdora.triton.runtime.cost import launched
 
 
@@ -21,9 +21,9 @@ def multi_scale_kernel(
 ):
     """dz = g dy, and of each pair of a strip of ROWS rows and a segment the sums of dy v, dy and dz^T h. As scale_kernel: loads
     ahead of stores, sums one to an element."""
-    tile_n, pair = column_and_row(tl.cdiv(N, BLOCK_N), FLAT)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = column_at(tl.cdiv(N, BLOCK_N), FLAT) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = n < N
+    pair = row_at(tl.cdiv(N, BLOCK_N), FLAT)
     _, a, lo, hi = pair_of(pair, offsets, G, M, ROWS, BLOCK_G)
     if HAS_G:
         ga = tl.load(g + tl.cast(a, tl.int64) * N + n, mask=in_n, other=0.0)[None, :]

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fdora._records import drowned
 from fdora.triton.kernels.g import EPS, g_tile
-from fdora.triton.kernels.tile import column_and_row, products_at
+from fdora.triton.kernels.tile import column_at, products_at, row_at
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
@@ -88,8 +88,8 @@ def scale_kernel(
     tile until the end: their reduction asks the warps to meet."""
     if PDL:
         gdc_launch_dependents()
-    tile_n, strip = column_and_row(tl.cdiv(N, BLOCK_N), FLAT)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = column_at(tl.cdiv(N, BLOCK_N), FLAT) * BLOCK_N + tl.arange(0, BLOCK_N)
+    strip = row_at(tl.cdiv(N, BLOCK_N), FLAT)
     in_n = n < N
     if NEED_DZ or NEED_DZ_MINUS_DY or BLOCK_R > 0:
         g = g_tile(m, c, n, N)[None, :]
@@ -174,13 +174,13 @@ def again_kernel(
     FLAT: tl.constexpr,
 ):
     """sum_t dy v of those columns, formed again from the products: SPLIT programs share the rows of a strip."""
-    first, piece = column_and_row(PROGRAMS, FLAT)
+    piece = row_at(PROGRAMS, FLAT)
     strip = (piece // SPLIT).to(tl.int64)
     t = piece * BLOCK_M + tl.arange(0, BLOCK_M)
     total = tl.load(count + strip)
     if piece * BLOCK_M >= M:
         total = 0
-    for j in range(first * BLOCK_N, total, PROGRAMS * BLOCK_N):
+    for j in range(column_at(PROGRAMS, FLAT) * BLOCK_N, total, PROGRAMS * BLOCK_N):
         at = j + tl.arange(0, BLOCK_N)
         n = tl.load(lost + strip * N + at, mask=at < total, other=N)
         v = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

@@ -7,13 +7,18 @@ import triton.language as tl
 
 
 @triton.jit
-def column_and_row(columns, FLAT: tl.constexpr):
-    """The place of a program in a grid so wide. FLAT: all of it is on the first axis, row by row, as CUDA starts one of two."""
-    column, row = tl.program_id(0), tl.program_id(1)
+def column_at(columns, FLAT: tl.constexpr):
+    """Where a program is on the first axis of a grid so wide. FLAT: both axes lie on it, row by row, as CUDA starts two."""
+    column = tl.program_id(0)
     if FLAT:
-        row = column // columns
         column = column % columns
-    return column, row
+    return column
+
+
+@triton.jit
+def row_at(columns, FLAT: tl.constexpr):
+    """The same on the second axis."""
+    return tl.program_id(0) // columns if FLAT else tl.program_id(1)
 
 
 @triton.jit
