@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
-from fdora.functional import dora_compose, dora_conv1d, dora_linear
-from fdora.triton import linear
+from fdora.functional import dora_compose, dora_linear
+from fdora.triton import compose, linear
 from fdora.triton.runtime import device as of_device
 from tests import device
 from tests.checks.multi import case, dy_of, together, with_gradients
@@ -42,12 +42,13 @@ def rows():
 
 def planes():
     rand = torch.Generator().manual_seed(0)
-    shapes = {"x": (2, 3, 4200), "W": (70, 3, 1), "A": (4, 3, 1), "B": (70, 4, 1), "m": (70,), "norm": (70,)}
-    t = {name: torch.rand(shape, generator=rand).to(device.NAME) for name, shape in shapes.items()}
-    for name in ("A", "B", "m"):
-        t[name].requires_grad_()
-    y = dora_conv1d(**t, s=0.7, backend="triton")
-    return {"y": y.detach()} | grads(y, torch.ones_like(y), **{name: t[name] for name in "ABm"})
+    shapes = ((2, 70, 4200), (2, 70, 4200), (2, 70, 4200), (70,), (70,))
+    base, lora, dy, g, bias = (torch.rand(shape, generator=rand).to(device.NAME) for shape in shapes)
+    found = [
+        compose.compose_fwd(base, lora, g, bias, 0.7, False),
+        *compose.compose_bwd(dy, base, lora, g, 0.7, False, (True,) * 4),
+    ]
+    return dict(zip(("y", "base", "lora", "g", "bias"), found, strict=True))
 
 
 CASES = {

@@ -9,7 +9,7 @@ from fdora import FdoraError
 from fdora.functional import DoraLayer, dora_experts, dora_experts_mlp, dora_linear_multi, dora_norm, explain
 from fdora.functional.bank import MOST_ADAPTERS, MOST_OF_EACH, MOST_RANK
 from fdora.triton import multi
-from tests import device  # noqa: F401  of needs_kernels
+from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.written import BF16, FP32, HOPPER, alike, bank, by_tma, calls_of_experts, calls_of_multi, kernels, launches
 
@@ -146,7 +146,9 @@ def test_ranks_that_are_too_large():
 
 def given(t):
     """A tensor of this shape that has one number."""
-    return torch.zeros((), dtype=FP32 if t.dtype == BF16 else t.dtype).expand(t.shape) if isinstance(t, torch.Tensor) else t
+    if not isinstance(t, torch.Tensor):
+        return t
+    return torch.zeros((), dtype=FP32 if t.dtype == BF16 else t.dtype, device=device.NAME).expand(t.shape)
 
 
 def call_stack(E, **options):
