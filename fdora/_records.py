@@ -94,11 +94,10 @@ class Saved(NamedTuple):
     norms: tuple[Tensor, ...] = ()  # c of each adapted layer that came without one
 
 
-# What a backend makes once for all calls like one: x and the operands one behind the other -> each y, and the parts of Saved.
-Bound = Callable[
-    [tuple[Tensor | None, ...]],
-    tuple[Sequence[Tensor], Tensor | None, tuple[Tensor | None, ...], tuple[bool, ...]],
-]
+Parts = tuple[Tensor | None, ...]
+# What a backend makes once for all calls like one: x and the operands one behind the other -> each y; the activations that
+# are saved, h of a layer or the first four of SavedMlp; and kept and pre_scale as in Saved.
+Bound = Callable[[tuple[Tensor | None, ...]], tuple[Sequence[Tensor], Parts, Parts, tuple[bool, ...]]]
 
 
 class Needs(NamedTuple):
@@ -189,5 +188,15 @@ class SavedMlp(NamedTuple):
     pre_up: Tensor | None
     pre_down: Tensor | None
 
+    def apart(self) -> tuple[Parts, Parts, tuple[bool, ...]]:
+        """The activations, and of each layer kept and pre_scale as in :class:`Saved`."""
+        h, h_down, gate, up, y, *before = self
+        pre_scale = tuple([t is not None for t in before])
+        return (h, h_down, gate, up), (before[0], before[1], before[2] if pre_scale[2] else y), pre_scale
 
-BoundMlp = Callable[[tuple[Tensor | None, ...]], tuple[Tensor, SavedMlp]]
+    @classmethod
+    def joined(cls, parts: Parts, kept: Parts, pre_scale: tuple[bool, ...]) -> SavedMlp:
+        """Undo :meth:`apart`."""
+        (h, h_down, gate, up), y = parts, None if pre_scale[2] else kept[2]
+        of_gate, of_up, of_down = (v if has else None for v, has in zip(kept, pre_scale, strict=True))
+        return cls(h, h_down, gate, up, y, of_gate, of_up, of_down)

@@ -676,10 +676,10 @@ def test_model_sees_what_a_compiler_spoils(tmp_path, monkeypatch):
 def test_model_sees_a_wrong_result(tmp_path, monkeypatch):
     from fdora.integrations._peft import linear, steady
 
-    first, right = linear.linears, steady.bound_linears
+    first, right = linear.linears, steady.prepared.bind
     monkeypatch.setattr(linear, "linears", lambda x, layers, *rest: first(x, [la._replace(s=2 * la.s) for la in layers], *rest))
     monkeypatch.setattr(steady, "_calls", {})
-    monkeypatch.setattr(steady, "bound_linears", lambda tensors, s, *rest: right(tensors, (2 * s[0], *s[1:]), *rest))
+    monkeypatch.setattr(steady.prepared, "bind", lambda tensors, s, *rest: right(tensors, (2 * s[0], *s[1:]), *rest))
     with pytest.raises(SystemExit, match=r"'dA \(bf16 adapters\)', 'dB \(bf16 adapters\)'"):
         run(model, tmp_path, MODEL + "--no-compile --adapter bf16 --modes inference")
 
@@ -744,8 +744,8 @@ def test_converge_sees_a_wrong_result(tmp_path, monkeypatch):
         x, W, A, B, m, *rest = tensors
         return right((x, W, A, B, 30 * m, *rest), call)
 
-    right = linear.checked_linears
-    monkeypatch.setattr(linear, "checked_linears", wrong)
+    right = linear.prepared.call
+    monkeypatch.setattr(linear.prepared, "call", wrong)
     with pytest.raises(SystemExit, match="farther from float32"):
         run(converge, tmp_path, CONVERGE + "--steps 2 --pretrain 40 --seeds 0 --optimizers adamw --adapter bf16")
 

@@ -186,7 +186,7 @@ def test_no_arrow_points_up():
         ("functional", "import transformers"),
         ("root", "from fdora.functional import dora_norm"),
         ("functional", "from fdora.integrations.peft import use_fdora"),
-        ("integrations", "from fdora.autograd.linear import linear"),
+        ("integrations", "from fdora.autograd.node import layers"),
         ("predict", "from fdora.functional import dora_norm"),
         ("doctor", "import packaging.version"),
         ("functional", "from fdora.convert import merge"),

@@ -17,7 +17,6 @@ from fdora._records import (
     Bank,
     BankNeeds,
     Bound,
-    BoundMlp,
     Dropout,
     Grads,
     Lookup,
@@ -66,7 +65,7 @@ class Backend:
         [Tensor, Tensor, Layers, AllOptions, Dropout, Any, SavedMlp, bool, Sequence[Needs]],
         tuple[Tensor | None, list[Grads]],
     ]
-    mlp_bound: Callable[[tuple[Tensor | None, ...], AllOptions, Dropout, Any], BoundMlp]
+    mlp_bound: Callable[[tuple[Tensor | None, ...], AllOptions, Dropout, Any], Bound]
     """mlp_fwd in the same case."""
     fp8_fwd: Callable[[Tensor, Layers, AllOptions, Dropout], tuple[list[Tensor], Saved]]
     multi_fwd: Callable[[Tensor, Bank, bool], tuple[Tensor, Tensor, tuple[Tensor, ...]]]

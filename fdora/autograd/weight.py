@@ -43,8 +43,9 @@ def with_weight(la: Operands, W: Any) -> Operands:
     return Operands(W, la.A, la.B, la.m, la.c, la.bias, la.seed)
 
 
-def layers_of(flat: Sequence[Any], specs: Specs, dtype: torch.dtype, backend: str) -> list[Operands]:
-    """The operands again, as the backend takes them: a W that it cannot read is dense, in the dtype of the products."""
+def layers_of(flat: Sequence[Any], specs: Specs, dtype: torch.dtype, backend: str, codes: bool = False) -> list[Operands]:
+    """The operands again, as the backend takes them: a W that it cannot read is dense, in the dtype of the products; not
+    where the call reads ``codes`` itself."""
     if len(flat) == WIDTH:
         return [Operands(*flat)]
     if specs is None:
@@ -54,7 +55,7 @@ def layers_of(flat: Sequence[Any], specs: Specs, dtype: torch.dtype, backend: st
         la = Operands(*flat[i * WIDTH : (i + 1) * WIDTH])
         if spec is not None:
             W = spec.weight(flat[at : at + spec.count])
-            la = with_weight(la, W if is_decoded(spec, backend) else W.dequantize(dtype))
+            la = with_weight(la, W if codes or is_decoded(spec, backend) else W.dequantize(dtype))
             at += spec.count
         layers.append(la)
     return layers

@@ -76,7 +76,7 @@ def layers_bound(_: tuple[Tensor | None, ...], options: Sequence[Options], drop:
 
     def bound(tensors: tuple[Any, ...]) -> Any:
         ys, (h, kept, pre_scale, _) = layers_fwd(tensors[0], layers_in(tensors[1:]), options, drop)
-        return ys, h, kept, pre_scale
+        return ys, (h,), kept, pre_scale
 
     return bound
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fdora._records import BoundMlp, Dropout, Grads, Needs, Operands, Options, Saved, SavedMlp, layers_in
+from fdora._records import Bound, Dropout, Grads, Needs, Operands, Options, Saved, SavedMlp, layers_in
 from fdora.eager.act import Act, act_bwd, act_fwd
 from fdora.eager.linear import as_matrix, layers_bwd, layers_fwd, output, own
 
@@ -29,11 +29,12 @@ def mlp_fwd(
     return y, SavedMlp(saved.h, below.h, outputs[0], outputs[1], kept, *pre), ()
 
 
-def mlp_bound(_: tuple[Tensor | None, ...], options: Sequence[Options], drop: Dropout, act: Act) -> BoundMlp:
+def mlp_bound(_: tuple[Tensor | None, ...], options: Sequence[Options], drop: Dropout, act: Act) -> Bound:
     """The same of x and the operands one behind the other."""
 
-    def bound(tensors: tuple[Any, ...]) -> tuple[Tensor, SavedMlp]:
-        return mlp_fwd(tensors[0], layers_in(tensors[1:]), options, drop, act)[:2]
+    def bound(tensors: tuple[Any, ...]) -> Any:
+        y, saved, _ = mlp_fwd(tensors[0], layers_in(tensors[1:]), options, drop, act)
+        return [y], *saved.apart()
 
     return bound
 

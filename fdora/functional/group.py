@@ -22,8 +22,9 @@ from fdora._check import (
 )
 from fdora._dispatch import Backend
 from fdora._records import Dropout, Operands, Options
+from fdora.autograd import node
 from fdora.autograd._ops import autocast_on
-from fdora.autograd.linear import Call, linear
+from fdora.autograd.node import Call
 from fdora.functional._seed import check_origin, placed, seed_tensor
 from fdora.functional.backend import select_backend
 from fdora.functional.linear import (
@@ -122,7 +123,7 @@ def dora_linear_group(
         for i, (layer, s) in enumerate(zip(layers, seeds, strict=True))
     ]
     drop = Dropout(dropout_p, dropout_mode if dropout_p else "lora")
-    return tuple(linear(x, [la for la, _ in ready], Call(tuple(o for _, o in ready), drop, name)))
+    return tuple(node.layers(x, [la for la, _ in ready], Call(tuple(o for _, o in ready), drop, name)))
 
 
 def check_group(fn: str, x: Tensor, layers: Sequence[DoraLayer]) -> bool:

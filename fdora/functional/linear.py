@@ -25,10 +25,8 @@ from fdora._check import (
 from fdora._dispatch import Backend
 from fdora._records import Dropout, DropoutMode, NormOf, Operands, Options, SaveForDm
 from fdora._torch import functorch_active
-from fdora.autograd.fp8 import fp8_linear
-from fdora.autograd.linear import Call, bound, eager_linear, linear
+from fdora.autograd.node import Call, layers
 from fdora.autograd.norm import row_norm, with_gradient
-from fdora.autograd.residual import residual_linear
 from fdora.autograd.weight import forms_norm, norm_beside
 from fdora.functional._ends import check_ends, folded, loses_inner
 from fdora.functional._seed import check_origin, placed, seed_tensor
@@ -141,40 +139,25 @@ def dora_linear(
     mask_seed = placed(seed_tensor(fn, seed, x.device), check_origin(fn, mask_origin)) if dropout_p else None
     make = _call if torch.compiler.is_compiling() else _remembered_call
     through = full and (A.requires_grad or B.requires_grad)
-    call = make((s,), (save_for_dm(m, c, keep_inner, through),), dropout_p, mode, choice.name, full)
-    if compute is not None:
-        c = row_norm(NormOf(W, A, B, s), choice.name) if c is None else c
-        return fp8_linear(x, Operands(W, A, B, m, c, bias, mask_seed), call)
-    if residual is not None:
-        return residual_linear(x, Operands(W, A, B, m, c, bias, mask_seed), residual, call)
-    return linear(x, (Operands(W, A, B, m, c, bias, mask_seed),), call)[0]
-
-
-def bound_linears(
-    tensors: tuple[Tensor | None, ...],
-    s: tuple[float, ...],
-    saved: tuple[bool, ...],
-    keep_inner: bool,
-    backend: str,
-    full: bool = False,
-) -> Call:
-    """For integrations, whose own checks cover those of :func:`dora_linear` and :func:`dora_linear_group`: what
-    :func:`checked_linears` takes for all tensors with the facts of these, without dropout or autocast, where nothing traces.
-
-    tensors: x, and the operands of each layer. saved: of each, whether :func:`save_for_dm` names anything. full: of one layer,
-    whether gradients reach A and B through c, which is given as a constant.
-    """
-    saves: list[SaveForDm] = [saved_as(each, keep_inner) for each in saved]
-    return bound(tensors, _remembered_call(s, tuple(saves), 0.0, "lora", backend, full))
-
-
-checked_linears = eager_linear
+    saves, fp8 = (save_for_dm(m, c, keep_inner, through),), compute is not None
+    call = make((s,), saves, dropout_p, mode, choice.name, full, fp8, residual is not None)
+    if fp8 and c is None:
+        c = row_norm(NormOf(W, A, B, s), choice.name)
+    return layers(x, (Operands(W, A, B, m, c, bias, mask_seed),), call, residual)[0]
 
 
 def _call(
-    s: tuple[float, ...], saves: tuple[SaveForDm, ...], p: float, mode: DropoutMode, backend: str, full: bool = False
+    s: tuple[float, ...],
+    saves: tuple[SaveForDm, ...],
+    p: float,
+    mode: DropoutMode,
+    backend: str,
+    full: bool = False,
+    fp8: bool = False,
+    residual: bool = False,
 ) -> Call:
-    return Call(tuple([Options(*each) for each in zip(s, saves, strict=True)]), Dropout(p, mode), backend, full=full)
+    options = tuple([Options(*each) for each in zip(s, saves, strict=True)])
+    return Call(options, Dropout(p, mode), backend, None, full, fp8, residual)
 
 
 _remembered_call = lru_cache(1024)(_call)  # three records in the time of one look-up

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from fdora._check import check_left_out, check_shapes, fail
 from fdora._dispatch import Backend
-from fdora._records import Dropout, Options
-from fdora.autograd.mlp import ACTS, Call, bound, eager_mlp, mlp
+from fdora._records import Dropout
+from fdora.autograd import node
+from fdora.autograd.node import ACTS, Call
 from fdora.functional._seed import check_origin
 from fdora.functional.backend import select_backend
 from fdora.functional.group import DoraLayer, check_members, prepared, seeds_for
-from fdora.functional.linear import cast_x, check_dropout, saved_as
+from fdora.functional.linear import cast_x, check_dropout
 
 
 def dora_mlp(
@@ -88,23 +89,7 @@ def dora_mlp(
         for (label, la), s in zip(layers.items(), seeds, strict=True)
     ]
     drop = Dropout(dropout_p, dropout_mode if dropout_p else "lora")
-    return mlp(x, [la for la, _ in ready], Call(tuple(o for _, o in ready), drop, act, name))
-
-
-def bound_mlp(
-    tensors: tuple[Tensor | None, ...],
-    s: tuple[float, ...],
-    saved: tuple[bool, ...],
-    keep_inner: bool,
-    backend: str,
-    act: str,
-) -> Call:
-    """What :func:`checked_mlp` takes in the place of :func:`dora_mlp`: see bound_linears."""
-    options = [Options(each, saved_as(has, keep_inner and i == 2)) for i, (each, has) in enumerate(zip(s, saved, strict=True))]
-    return bound(tensors, Call(tuple(options), Dropout(0.0, "lora"), act, backend))
-
-
-checked_mlp = eager_mlp
+    return node.layers(x, [la for la, _ in ready], Call(tuple(o for _, o in ready), drop, name, act))[0]
 
 
 def check_mlp(fn: str, x: Tensor, layers: dict[str, DoraLayer], act: str) -> bool:

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from fdora._records import Dropout, Operands, Options
 from fdora._torch import exporting, functorch_active, library_of, while_tracing
-from fdora.autograd import linear as of_linears
-from fdora.autograd import mlp as of_mlp
+from fdora.autograd import node
 from fdora.functional.backend import select_backend
 from fdora.functional.group import DoraLayer, check_group, dora_linear_group, seeds_for
 from fdora.functional.linear import cast_x, norm_for, save_for_dm
@@ -89,9 +88,7 @@ def _linears(
         layers.append(Operands(W, A, B, m, c, bias, seeds[i]))
         options.append(Options(k, save_for_dm(m, c, keep_inner and (not act or i == 2))))
     drop, asks = Dropout(p, "peft" if p else "lora"), {"seen": seen, "keep": torch.is_grad_enabled()}
-    if act:
-        return [of_mlp.mlp(x, layers, of_mlp.Call(tuple(options), drop, act, backend, **asks))]  # type: ignore[arg-type]
-    return list(of_linears.linear(x, layers, of_linears.Call(tuple(options), drop, backend, **asks)))  # type: ignore[arg-type]
+    return list(node.layers(x, layers, node.Call(tuple(options), drop, backend, act or None, **asks)))  # type: ignore[arg-type]
 
 
 _library = library_of("linears")

@@ -72,7 +72,7 @@ def layers_fwd(
     as_op = needs_dispatcher(x)
     if not as_op and residual is None and len(layers) == 1 and is_ready(layers[0]):
         tensors = (x, *layers[0])
-        ys, h, kept, pre_scale = layers_bound(tensors, options, drop)(tensors)
+        ys, (h,), kept, pre_scale = layers_bound(tensors, options, drop)(tensors)
         return list(ys), Saved(h, kept, pre_scale)
     run_it: Any = linear if as_op else _linear
     operands = flat(layers)
@@ -100,7 +100,7 @@ def layers_bound(tensors: tuple[Tensor | None, ...], options: Sequence[Options],
     def bound(tensors: tuple[Tensor | None, ...]) -> Any:
         results = run(plan, tensors, scalars)
         kept = tuple([None if at is None else results[at] for at in places])
-        return results[:n], results[n], kept, pre
+        return results[:n], (results[n],), kept, pre
 
     return bound
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fdora._records import BoundMlp, Dropout, DropoutMode, Grads, Needs, Operands, Options, SavedMlp, layers_in
+from fdora._records import Bound, Dropout, DropoutMode, Grads, Needs, Operands, Options, SavedMlp, layers_in
 from fdora._torch import needs_dispatcher
 from fdora.triton import act as activation
 from fdora.triton.copy import dense
@@ -43,18 +43,19 @@ def mlp_fwd(
     return unpacked(results, x, layers, saves, drop.mode)
 
 
-def mlp_bound(tensors: tuple[Tensor | None, ...], options: Sequence[Options], drop: Dropout, act: str) -> BoundMlp:
+def mlp_bound(tensors: tuple[Tensor | None, ...], options: Sequence[Options], drop: Dropout, act: str) -> Bound:
     """The same for plain tensors where nothing traces, every layer with a dense W, an adapter and c: the host's short way."""
     s, saves = zip(*options, strict=True)
     plan = plan_for(plan_forward, tensors, *drop, saves, s[0] == s[1], act, (), ())
     has_y, more = saves[2] != "nothing", len(plan.results) > 5
 
-    def bound(tensors: tuple[Any, ...]) -> tuple[Tensor, SavedMlp]:
+    def bound(tensors: tuple[Any, ...]) -> Any:
         results = run(plan, tensors, s)
         if more:
-            return unpacked(results, tensors[0], layers_in(tensors[1:]), saves, drop.mode)[:2]
-        y, h, h_down, gate, up = results
-        return y, SavedMlp(h, h_down, gate, up, y if has_y else None, None, None, None)
+            y, saved, _ = unpacked(results, tensors[0], layers_in(tensors[1:]), saves, drop.mode)
+            return [y], *saved.apart()
+        y, *parts = results
+        return [y], tuple(parts), (None, None, y if has_y else None), (False,) * 3
 
     return bound
 

@@ -17,11 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fdora._torch import is_traced, trace
-from fdora.functional import DoraLayer
-from fdora.functional._ends import folded, loses_inner
-from fdora.functional.linear import checked_linears
-from fdora.functional.mlp import checked_mlp
-from fdora.functional.opaque import linears
+from fdora.functional import DoraLayer, prepared
+from fdora.functional.prepared import folded, linears, loses_inner
 from fdora.integrations._hook import hooked
 from fdora.integrations._norm import version
 from fdora.integrations._peft.dora import FUSED, Dora
@@ -66,7 +63,7 @@ class Shared:
         members = tuple([each() for each in self.layers])
         known = None if traced else ready(members, x, alone=False)
         if known is not None:
-            y, *rest = checked_linears(*known)
+            y, *rest = prepared.call(*known)
         else:
             found = together(members, x)
             if found is None:
@@ -104,7 +101,7 @@ class Mlp(nn.Module):
             layers = [self._modules[name] for name in how.layers()]
             known = None if act is None or how.packed or is_traced() else ready(tuple(layers), *args, alone=False, act=act)
             if known is not None:
-                return checked_mlp(*known)
+                return prepared.call(*known)[0]
             found = together(layers, *args, mlp=True, packed=how.packed) if act is not None else None
             if found is not None:
                 down = found.calls[-1]

@@ -14,7 +14,7 @@ from torch import Tensor
 from fdora._plain import Route
 from fdora._torch import PLAIN, is_traced, jit_tracing
 from fdora.functional import select_backend
-from fdora.functional.linear import attached
+from fdora.functional.prepared import attached
 from fdora.integrations._norm import KeptNorm
 from fdora.integrations._peft.quant import Held, look
 from fdora.quant import QuantWeight

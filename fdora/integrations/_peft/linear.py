@@ -16,9 +16,8 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
 from fdora._torch import functorch_active, in_subgraph
-from fdora.functional import DoraLayer, dora_linear, select_backend
-from fdora.functional.linear import checked_linears
-from fdora.functional.opaque import linears
+from fdora.functional import DoraLayer, dora_linear, prepared, select_backend
+from fdora.functional.prepared import linears
 from fdora.integrations._hook import hooked
 from fdora.integrations._peft.dora import FUSED, Dora, forget, paused, release
 from fdora.integrations._peft.mesh import lies_on_mesh, on_mesh
@@ -40,7 +39,7 @@ class Layer(nn.Module):
         if not (args or kwargs or torch.compiler.is_dynamo_compiling() or functorch_active()):
             known = ready((self,), x)
             if known is not None:
-                return checked_linears(*known)[0]
+                return prepared.call(*known)[0]
         if not isinstance(self, Layer):  # bound methods outlive unfuse_layer
             return type(self).forward(self, x, *args, **kwargs)
         stock = type(self).STOCK

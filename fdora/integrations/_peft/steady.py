@@ -21,9 +21,8 @@ from fdora._dispatch import forced
 from fdora._plain import Entry, Route
 from fdora._records import WIDTH
 from fdora._torch import any_autocast, dispatch_modes, jit_tracing
-from fdora.functional.linear import bound_linears, check_detach
-from fdora.functional.mlp import bound_mlp
-from fdora.functional.opaque import is_opaque
+from fdora.functional import prepared
+from fdora.functional.prepared import check_detach, is_opaque
 from fdora.integrations._peft.dora import FUSED, Dora
 from fdora.integrations._peft.sharded import HOOKS
 from fdora.integrations._peft.verdict import settled
@@ -76,7 +75,7 @@ MAX_CALLS = 8192
 
 
 def ready(layers: tuple[Any, ...], x: Tensor, alone: bool = True, act: str = "") -> tuple[tuple[Any, ...], Any] | None:
-    """What checked_linears, or with ``act`` checked_mlp, takes: a call of which nothing is left to check, with norms, counted.
+    """What prepared.call takes: a call of which nothing is left to check, with norms, counted.
     Where neither Dynamo nor torch.func looks on. ``alone``: the layer itself was called."""
     found = _plain.follow(layers, QUIET, alone)
     if found is None or any_autocast() or dispatch_modes() or jit_tracing() or getattr(dora, "ENABLE_DORA_CACHING", False):
@@ -107,7 +106,7 @@ def ready(layers: tuple[Any, ...], x: Tensor, alone: bool = True, act: str = "")
         backend = "" if key[0] is None else settled(x, found, bool(act))  # a norm may be what the others are not
         if not backend:
             return None
-        call = bound_mlp(tensors, *key[1:4], backend, act) if act else bound_linears(tensors, *key[1:4], backend, full)
+        call = prepared.bind(tensors, *key[1:4], backend, full, act or None)
         if len(_calls) >= MAX_CALLS:
             _calls.clear()
         _calls[key] = call

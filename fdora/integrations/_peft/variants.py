@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fdora._torch import PLAIN
 from fdora.functional import dora_compose, dora_delta, dora_norm, dora_scale
-from fdora.functional.conv import kernel_rows
+from fdora.functional.prepared import kernel_rows
 from fdora.integrations._peft import layers as layers  # fuse_layer knows its classes
 from fdora.integrations._peft.dora import Dora, Weights, dtypes, obstacle, paused, reused, served
 from fdora.integrations._peft.linear import fuse_layer

@@ -1,0 +1,54 @@
+"""The door for integrations: bind a call once, then call it without checks; and what a shim needs to know of a layer.
+
+A shim that calls the same layers again and again checks them itself: plain tensors, no autocast, dropout, transform or trace,
+W dense and frozen, norms given. For the facts of such a call (shapes, strides, dtypes, device, what requires grad)
+:func:`bind` chooses the plan; :func:`call` runs it on any tensors with these facts. Nothing is checked there.
+
+    bound = prepared.bind((x, *operands), s=(2.0,), saved=(True,), keep_inner=False, backend="triton")
+    (y,) = prepared.call((x, *operands), bound)
+
+The other names are those of fdora.functional that shims share: an op that a trace of Dynamo does not look into
+(:func:`linears`), a kept norm whose gradient is wanted (:func:`attached`), LayerScale (:func:`folded`), rows of a
+convolution's weight (:func:`kernel_rows`).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fdora._records import Dropout, Options
+from fdora.autograd.node import Call, bound, bound_layers
+from fdora.functional._ends import folded, loses_inner
+from fdora.functional.conv import kernel_rows
+from fdora.functional.linear import attached, check_detach, saved_as
+from fdora.functional.opaque import is_opaque, linears
+
+__all__ = ["attached", "bind", "call", "check_detach", "folded", "is_opaque", "kernel_rows", "linears", "loses_inner"]
+
+
+def bind(
+    tensors: tuple[Tensor | None, ...],
+    s: tuple[float, ...],
+    saved: tuple[bool, ...],
+    keep_inner: bool,
+    backend: str,
+    full: bool = False,
+    act: str | None = None,
+) -> Call:
+    """What :func:`call` takes for all tensors with the facts of these.
+
+    Args:
+      tensors: x, then W, A, B, m, c, bias and None of each layer.
+      s: the scaling of each.
+      saved: of each, whether a gradient of its m (or, with ``full``, of A and B through c) will be asked for.
+      keep_inner: as for :func:`fdora.functional.dora_linear`; of an MLP for down.
+      backend: "eager" or "triton".
+      full: of one layer: c is given as a constant, and gradients reach A and B through it.
+      act: None, or the activation of a gated MLP whose layers are gate, up and down.
+    """
+    inner = [keep_inner and (act is None or i == len(s) - 1) for i in range(len(s))]
+    options = [Options(*each) for each in zip(s, map(saved_as, saved, inner), strict=True)]
+    return bound(tensors, Call(tuple(options), Dropout(0.0, "lora"), backend, act, full))
+
+
+call = bound_layers  # (tensors, what bind returned) -> each y, of an MLP one
