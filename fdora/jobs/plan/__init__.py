@@ -6,22 +6,13 @@ Pure functions of shapes, from records to records; docs/plan.md explains them. M
 ``use_fdora``, in bfloat16.
 """
 
-from fdora.jobs.plan.layout import Layout as Layout
-from fdora.jobs.plan.memory import Memory as Memory
-from fdora.jobs.plan.memory import capacity as capacity
-from fdora.jobs.plan.memory import memory as memory
-from fdora.jobs.plan.model import Model as Model
-from fdora.jobs.plan.model import Part as Part
-from fdora.jobs.plan.model import read_model as read_model
-from fdora.jobs.plan.setup import Adapter as Adapter
-from fdora.jobs.plan.setup import Setup as Setup
-from fdora.jobs.plan.time import Card as Card
-from fdora.jobs.plan.time import Time as Time
-from fdora.jobs.plan.time import card as card
-from fdora.jobs.plan.time import times as times
-from fdora.jobs.plan.whole import Plan as Plan
-from fdora.jobs.plan.whole import plan as plan
-from fdora.jobs.plan.work import Profile as Profile
+from fdora.jobs.plan.layout import Layout
+from fdora.jobs.plan.memory import Memory, capacity, memory
+from fdora.jobs.plan.model import Model, Part, read_model
+from fdora.jobs.plan.setup import Adapter, Setup
+from fdora.jobs.plan.time import Card, Time, card, times
+from fdora.jobs.plan.whole import Plan, plan
+from fdora.jobs.plan.work import Profile
 
 __all__ = [
     "Adapter",
