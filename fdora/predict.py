@@ -165,5 +165,5 @@ def predict(M: int, N: int, K: int, r: int, *, gpu: str = "h200", method: Method
     if method == "fdora" and M <= FEW and r <= INSIDE and 90 <= rate.capability < 100:
         forward, norm = [(forward[0][0] + norm[0][0], forward[0][1])], []
     both = [*norm, *forward], backward
-    seconds = [sum(max(f / rate.flops, n * itemsize / rate.bytes) for f, n in ops) for ops in both]
+    seconds = [sum(rate.seconds(f, 0, n * itemsize) for f, n in ops) for ops in both]
     return Prediction(path, seconds[0], seconds[1], kept * itemsize, output * itemsize)
