@@ -17,7 +17,8 @@ MAY = {
     "doctor": {"root", "functional", "selfcheck"},
     "selfcheck": {"functional"},
     "explain_model": {"_check", "predict", "functional"},
-    "predict": {"_check"},
+    "predict": {"_check", "rates"},
+    "rates": set(),
     "root": {"_check", "_dispatch"},
     "integrations": {
         "root",
@@ -34,7 +35,7 @@ MAY = {
     "functional": {"_check", "_dispatch", "_records", "_torch", "autograd", "predict", "quant"},
     "autograd": {"eager", "triton", "_records", "_torch", "quant"},
     "eager": {"_records", "_torch", "quant"},
-    "triton": {"_records", "_torch", "_facts", "_plain", "quant"},
+    "triton": {"_records", "_torch", "_facts", "_plain", "quant", "rates"},
     "quant": {"_check", "_torch"},  # a value that all of them carry; it knows no vendor's package
     "jobs": set(),
     "jobs.schedule": {"_check"},  # lengths in, microbatches out: it knows no tensor

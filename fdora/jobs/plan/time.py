@@ -23,8 +23,6 @@ from fdora.jobs.plan.work import Profile
 from fdora.predict import GPUS
 
 FOLDER = Path(__file__).parent / "profiles"
-# GiB that torch sees, of GPUs without a file in profiles/
-GIB = {"h200": 139.8, "h100": 79.1, "a100": 79.2, "l40s": 44.4, "b200": 178.3, "4090": 23.5}
 
 
 class Card(NamedTuple):
@@ -57,15 +55,16 @@ def card(gpu: str, file: str | Path | None = None) -> Card:
     key = gpu.lower()
     if key not in GPUS:
         raise fail("jobs.plan", "gpu", f"one of {', '.join(GPUS)}", repr(gpu), "For another measure one: bench.profile_gpu.")
+    rate = GPUS[key]
+    bytes = int(rate.gib * 2**30)
     own = Path(file) if file else FOLDER / f"{key}.json"
     if file or own.exists():
         found = read(own)
         if found.get("gpu") != key:
             raise fail("jobs.plan", "profile", f"of a {key}", repr(found.get("gpu")), "Pass the file that was measured there.")
-        return Card(GPUS[key].name, found.get("memory") or int(GIB[key] * 2**30), Profile(**found["profile"]), True)
-    rate = GPUS[key]
+        return Card(rate.name, found.get("memory") or bytes, Profile(**found["profile"]), True)
     floors = Profile(rate.flops, rate.bytes, 0.0, rate.flops, rate.flops, rate.flops, rate.tf32, 0.0, 0.0)
-    return Card(rate.name, int(GIB[key] * 2**30), floors, False)
+    return Card(rate.name, bytes, floors, False)
 
 
 @lru_cache(8)
