@@ -6,9 +6,9 @@
 
 Layers in the shape of Llama-3.1-8B, bf16, every linear adapted; sample lengths drawn as in bench.schedule, a kind for each job.
 Every way packs its samples without padding, clips each job's gradient and steps AdamW once for each of its batches. Jobs one
-after the other have microbatches of their own, packed by ``fdora.schedule`` as well; ``together`` is fdora's ``train_step`` on
-the schedule of all. Tokens/s: wall time of all jobs, until the GPU is done, median of turns. Before that each way's losses and
-gradients of one microbatch are compared with PEFT's DoRA.
+after the other have microbatches of their own, packed by ``fdora.jobs.schedule`` as well; ``together`` is fdora's
+``train_step`` on the schedule of all. Tokens/s: wall time of all jobs, until the GPU is done, median of turns. Before that each
+way's losses and gradients of one microbatch are compared with PEFT's DoRA.
 
 In a pipeline: ``alone``, one job's schedule after the other, and ``together``; and the bubble of together as measured (each
 action timed by a host that waits for the GPU, busy time over the wall time of that run), as ``simulate`` has it from these
@@ -34,9 +34,9 @@ from bench.save import save
 from bench.schedule import KINDS, drawn
 from bench.table import table
 from fdora.functional import DoraParams, dora_init, dora_stack
-from fdora.schedule import Sample, Schedule, Spec, schedule
-from fdora.train import Job, Model, init_state, train_step, works_of
-from fdora.train.step import leaves_of, on
+from fdora.jobs.loop import Job, Model, init_state, train_step, works_of
+from fdora.jobs.loop.step import leaves_of, on
+from fdora.jobs.schedule import Sample, Schedule, Spec, schedule
 
 WAYS = ("peft_lora", "peft_dora", "fdora_alone", "fdora_together")
 MOST_APART = {torch.bfloat16: 3e-2, torch.float32: 1e-4}

@@ -15,8 +15,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from fdora.schedule import Schedule, simulate
-from fdora.schedule.simulate import Action, Task
+from fdora.jobs.schedule import Schedule, simulate
+from fdora.jobs.schedule.simulate import Action, Task
 
 
 def message_of(tasks: Sequence[Task]) -> float:

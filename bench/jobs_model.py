@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from bench.decoder import rotate
 from fdora.functional import dora_linear_multi, dora_norm
-from fdora.schedule import segment_ends
-from fdora.train import Stage, Work
+from fdora.jobs.loop import Stage, Work
+from fdora.jobs.schedule import segment_ends
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Project = Callable[[str, Tensor], Tensor]

@@ -18,8 +18,8 @@ from bench.processes import run_in_processes
 from bench.save import save
 from bench.schedule import KINDS
 from fdora.functional import DoraParams, dora_init, dora_linear_multi, dora_norm, dora_stack
-from fdora.schedule.simulate import Task
-from fdora.train import Wire, connect, run_pipeline, select_state, works_of
+from fdora.jobs.loop import Wire, connect, run_pipeline, select_state, works_of
+from fdora.jobs.schedule.simulate import Task
 
 
 def start(options) -> None:

@@ -1,4 +1,4 @@
-"""Memory of a training step of a PEFT model through fdora, part by part: what ``fdora.plan`` must predict.
+"""Memory of a training step of a PEFT model through fdora, part by part: what ``fdora.jobs.plan`` must predict.
 
     python -m bench.peaks --device cuda --json bench/results/h200/peaks.json --commit HASH
     python -m bench.peaks --device cuda --alive 12

@@ -1,4 +1,4 @@
-"""What fdora.plan says of the steps that bench.peaks measured: peak and time beside each other.
+"""What fdora.jobs.plan says of the steps that bench.peaks measured: peak and time beside each other.
 
     python -m bench.planned bench/results/h200/peaks.json --gpu h200
 
@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from bench.table import table
-from fdora.plan import Adapter, Card, Setup, card, memory, read_model, times
+from fdora.jobs.plan import Adapter, Card, Setup, card, memory, read_model, times
 
 
 def setup_of(row: dict) -> Setup:

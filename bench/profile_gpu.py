@@ -1,7 +1,7 @@
-"""Rates of a GPU as a training step meets them: what ``fdora.plan`` predicts times with.
+"""Rates of a GPU as a training step meets them: what ``fdora.jobs.plan`` predicts times with.
 
-    python -m bench.profile_gpu --device cuda --gpu h200 --json fdora/plan/profiles/h200.json --commit HASH
-    python -m bench.profile_gpu --device cuda --gpu h200 --world 2 --json fdora/plan/profiles/h200.json --commit HASH
+    python -m bench.profile_gpu --device cuda --gpu h200 --json fdora/jobs/plan/profiles/h200.json --commit HASH
+    python -m bench.profile_gpu --device cuda --gpu h200 --world 2 --json fdora/jobs/plan/profiles/h200.json --commit HASH
 
 Everything runs in a row for a second before it is timed, so that the GPU is as warm, and draws as much power, as in a step:
 layers that run cold for some milliseconds reach a tenth more. What is measured is what a step is made of:
@@ -40,8 +40,8 @@ from bench.norm_forms import about
 from bench.processes import run_in_processes
 from bench.save import save
 from fdora.functional import dora_init, dora_linear, dora_norm
-from fdora.plan.work import attention, linear
-from fdora.plan.work import rms_norm as rms_norm_work
+from fdora.jobs.plan.work import attention, linear
+from fdora.jobs.plan.work import rms_norm as rms_norm_work
 
 Fn = Callable[[], object]
 

@@ -9,7 +9,7 @@ reported), four ways through 1F1B with times that are proportional to tokens:
 
 - flushed: one batch of one adapter after the other, each packed first-fit, the pipeline empty in between;
 - side by side: a microbatch has one adapter; rounds of all adapters, gaps where they must be;
-- schedule: ``fdora.schedule``;
+- schedule: ``fdora.jobs.schedule``;
 - half: the same with half the capacity, or what the longest sample wants. Microbatches this small must pay on the GPU.
 
 What the paper reports was measured on its machines and texts, so it stands beside ours and is not the same experiment.
@@ -27,9 +27,9 @@ from bench.command import command
 from bench.norm_forms import about
 from bench.save import save
 from bench.table import table
-from fdora.schedule import Schedule, Spec, Timeline, insert_noops, schedule, simulate
-from fdora.schedule.groups import rounds_of
-from fdora.schedule.pack import first_fit
+from fdora.jobs.schedule import Schedule, Spec, Timeline, insert_noops, schedule, simulate
+from fdora.jobs.schedule.groups import rounds_of
+from fdora.jobs.schedule.pack import first_fit
 
 KINDS = {"short": (486, 0.70), "even": (803, 0.34), "long": (1601, 0.31), "mixed": (882, 0.56)}  # median, spread of the log
 # bubbles of 70B on four H100: by number of adapters; of Megatron's 1F1B and of mLoRA

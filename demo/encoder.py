@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import BertConfig, BertModel
 
 from fdora.functional import dora_linear_multi, dora_norm
-from fdora.schedule import segment_ends
-from fdora.train import Model, Stage, Work
+from fdora.jobs.loop import Model, Stage, Work
+from fdora.jobs.schedule import segment_ends
 
 HEAD = "head"
 

@@ -42,7 +42,7 @@ def compare(options: argparse.Namespace) -> int:
     from demo import stop, together
     from demo.data import DataError
     from demo.output import replacing
-    from fdora.schedule import draw, simulate
+    from fdora.jobs.schedule import draw, simulate
 
     torch.set_float32_matmul_precision("highest")
     setting = together.Setting(options.steps, options.random, options.seed)

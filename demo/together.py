@@ -21,8 +21,8 @@ from demo import stop
 from demo.corpora import PACKAGES, load_corpora
 from demo.encoder import HEAD, Adapters, Text, hashed, linear_layers, pack, random_encoder, stages_of, whole_of
 from fdora.functional import DoraParams, dora_init, dora_linear, dora_stack
-from fdora.schedule import Schedule, Spec, schedule
-from fdora.train import Job, Wire, Work, connect, init_state, run_pipeline, select_state, train_step, works_of
+from fdora.jobs.loop import Job, Wire, Work, connect, init_state, run_pipeline, select_state, train_step, works_of
+from fdora.jobs.schedule import Schedule, Spec, schedule
 
 Curves = list[list[float]]
 """[adapter][batch]: mean loss."""

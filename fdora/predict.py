@@ -31,7 +31,7 @@ bias, no dropout. Elements in brackets, flops before them; "+" joins operations.
               keeps     x, h, and y         e (MK + Mr) + e MN; without a bias y is the output itself, which costs nothing
                                             where the next operation keeps its input
 
-The rates are the makers' published ones for dense bfloat16 products with float32 sums, and for memory.
+The rates are those of :mod:`fdora.rates`.
 """
 
 from __future__ import annotations
@@ -39,47 +39,11 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from fdora._check import fail
+from fdora.rates import GPUS as GPUS
+from fdora.rates import Gpu as Gpu
+from fdora.rates import gpu_of as gpu_of
 
 Method = Literal["fdora", "lora", "peft_dora"]
-
-
-class Gpu(NamedTuple):
-    """Published rates per second, and what decides which kernels run."""
-
-    name: str
-    flops: float  # dense bfloat16
-    bytes: float
-    tf32: float = float("inf")
-    fp32: float = float("inf")
-    capability: int = 90
-    num_sms: int = 132
-
-    def seconds(self, flops16: float, flops32: float, bytes: float, full_fp32: bool = False) -> float:
-        """Least time of one operation: its products or its bytes, whichever takes longer."""
-        return max(flops16 / self.flops + flops32 / (self.fp32 if full_fp32 else self.tf32), bytes / self.bytes)
-
-
-GPUS = {
-    "h200": Gpu("H200 SXM", 989e12, 4.80e12, 494e12, 67e12, 90, 132),
-    "h100": Gpu("H100 SXM", 989e12, 3.35e12, 494e12, 67e12, 90, 132),
-    "a100": Gpu("A100 SXM 80 GB", 312e12, 2.04e12, 156e12, 19.5e12, 80, 108),
-    "l40s": Gpu("L40S", 362e12, 0.864e12, 183e12, 91.6e12, 89, 142),
-    "b200": Gpu("B200", 2250e12, 8.0e12, 1125e12, 75e12, 100, 148),
-    "4090": Gpu("GeForce RTX 4090", 165e12, 1.008e12, 82.6e12, 82.6e12, 89, 128),
-}
-NAMES = {
-    "NVIDIA H200": "h200",
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA A100-SXM4-80GB": "a100",
-    "NVIDIA L40S": "l40s",
-    "NVIDIA B200": "b200",
-    "NVIDIA GeForce RTX 4090": "4090",
-}  # as the driver says it; other models of the same chips have other rates
-
-
-def gpu_of(device_name: str) -> Gpu | None:
-    """The rates of this very GPU, if they are known."""
-    return GPUS.get(NAMES.get(device_name, ""))
 
 
 FEW = 64  # tokens up to which one pass over W does it all
@@ -159,11 +123,11 @@ def predict(M: int, N: int, K: int, r: int, *, gpu: str = "h200", method: Method
       FdoraError: a size is less than 1, or the GPU or the method is unknown.
     """
     if gpu not in GPUS:
-        raise fail("predict", "gpu", f"one of {', '.join(GPUS)}", repr(gpu), "Others can be added to fdora/predict.py.")
+        raise fail("predict", "gpu", f"one of {', '.join(GPUS)}", repr(gpu), "Others can be added to fdora/rates.py.")
     path, norm, forward, backward, kept, output = operations(M, N, K, r, method)
     rate = GPUS[gpu]
     if method == "fdora" and M <= FEW and r <= INSIDE and 90 <= rate.capability < 100:
         forward, norm = [(forward[0][0] + norm[0][0], forward[0][1])], []
     both = [*norm, *forward], backward
-    seconds = [sum(max(f / rate.flops, n * itemsize / rate.bytes) for f, n in ops) for ops in both]
+    seconds = [sum(rate.seconds(f, 0, n * itemsize) for f, n in ops) for ops in both]
     return Prediction(path, seconds[0], seconds[1], kept * itemsize, output * itemsize)

@@ -1,5 +1,6 @@
 """The public surface, frozen: adding, dropping or renaming anything is a decision, made here."""
 
+import importlib
 import inspect
 import re
 
@@ -192,7 +193,7 @@ SCHEDULE = {
 
 @pytest.mark.parametrize("name", SCHEDULE)
 def test_schedules(name):
-    import fdora.schedule as schedule
+    import fdora.jobs.schedule as schedule
 
     public = {n for n, v in vars(schedule).items() if not n.startswith("_") and not inspect.ismodule(v)}
     assert public == set(schedule.__all__) == set(SCHEDULE)
@@ -245,7 +246,7 @@ TRAIN = {
 
 
 def test_trainers():
-    import fdora.train as train
+    import fdora.jobs.loop as train
 
     public = {n for n, v in vars(train).items() if not n.startswith("_") and not inspect.ismodule(v)}
     assert public == set(train.__all__) == set(TRAIN)
@@ -256,7 +257,7 @@ def test_trainers():
 
 
 def test_plans():
-    import fdora.plan as plan
+    import fdora.jobs.plan as plan
 
     public = {n for n, v in vars(plan).items() if not n.startswith("_") and not inspect.ismodule(v)}
     # submodules and functions share the names memory and plan
@@ -265,6 +266,13 @@ def test_plans():
         signature = inspect.signature(getattr(plan, name))
         bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
         assert str(inspect.Signature(bare)) == want, name
+
+
+@pytest.mark.parametrize(("old", "new"), [("schedule", "schedule"), ("plan", "plan"), ("train", "loop")])
+def test_what_moved_says_where_it_is(old, new):
+    for module in (f"fdora.{old}", f"fdora.{old}.records"):
+        with pytest.raises(ImportError, match=rf"^fdora\.{old} is now fdora\.jobs\.{new}: import that"):
+            importlib.import_module(module)
 
 
 def test_typed():

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
 from bench import jobs, jobs_bubble
-from fdora.schedule.simulate import Action, Task
+from fdora.jobs.schedule.simulate import Action, Task
 
 SMALL = ["--tiny", "--layers", "2", "--r", "4", "--runs", "1", "--batches", "1", "--samples", "4", "--commit", "abc"]
 

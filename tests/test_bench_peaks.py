@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("peft", reason="both train PEFT's models; `make test` installs it")
 from bench import peaks, profile_gpu
-from fdora.plan import Profile, card, read_model
+from fdora.jobs.plan import Profile, card, read_model
 
 
 def test_peaks(tmp_path):

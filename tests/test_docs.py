@@ -214,13 +214,13 @@ def test_every_public_name_is_in_the_reference():
     import fdora.convert
     import fdora.functional
     import fdora.integrations.peft
-    import fdora.plan
+    import fdora.jobs.loop
+    import fdora.jobs.plan
+    import fdora.jobs.schedule
     import fdora.quant
-    import fdora.schedule
-    import fdora.train
 
     text = PAGES["docs/reference.md"]
-    modules = (fdora, fdora.functional, fdora.convert, fdora.quant, fdora.schedule, fdora.plan, fdora.train)
+    modules = (fdora, fdora.functional, fdora.convert, fdora.quant, fdora.jobs.schedule, fdora.jobs.plan, fdora.jobs.loop)
     for module in (*modules, fdora.integrations.peft):
         (section,) = re.findall(rf"^## {module.__name__}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
         names = set(module.__all__) - {"__version__"}

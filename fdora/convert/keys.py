@@ -79,11 +79,7 @@ def to_peft(adapters: Mapping[str, Adapter]) -> tuple[dict[str, Tensor], dict[st
         )
     state: dict[str, Tensor] = {}
     for path, p in adapters.items():
-        state |= _named(PEFT + path, PEFT_PARTS, p)
-        if p.m is not None:
-            state[PEFT + path + PEFT_PARTS["m"]] = (
-                p.m.flatten() if p.A.dim() == 2 else p.m.reshape(1, -1, *[1] * (p.A.dim() - 2))
-            )
+        state |= _named(PEFT + path, PEFT_PARTS, p, (-1,) if p.A.dim() == 2 else (1, -1, *_ones(p)))
     config = {
         "peft_type": "LORA",
         "r": len(first.A),
@@ -128,7 +124,7 @@ def to_torchtune(adapters: Mapping[str, Adapter]) -> tuple[dict[str, Tensor], di
     r, alpha = kinds.pop()
     state: dict[str, Tensor] = {}
     for path, p in adapters.items():
-        state |= _named(path, TUNE_PARTS, p) | ({} if p.m is None else {path + TUNE_PARTS["m"]: p.m.flatten()})
+        state |= _named(path, TUNE_PARTS, p, (-1,))
     return state, {"r": r, "lora_alpha": alpha}
 
 
@@ -183,15 +179,20 @@ def to_kohya(adapters: Mapping[str, Adapter], names: Mapping[str, str]) -> dict[
             raise fail(
                 "convert.to_kohya", "names", f"a name for each module, {path!r} too", f"{len(names)} others", "See kohya_names."
             )
-        name, ones = names[path], [1] * (p.A.dim() - 2)
-        state |= _named(name, KOHYA_PARTS, p) | {name + KOHYA_PARTS["alpha"]: torch.tensor(float(_alpha(p)))}
-        if p.m is not None:
-            state[name + KOHYA_PARTS["m"]] = p.m.reshape(-1, 1, *ones) if p.norm_axis else p.m.reshape(1, -1, *ones)
+        state |= _named(names[path], KOHYA_PARTS, p, (*((-1, 1) if p.norm_axis else (1, -1)), *_ones(p)))
+        state[names[path] + KOHYA_PARTS["alpha"]] = torch.tensor(float(_alpha(p)))
     return state
 
 
-def _named(path: str, parts: dict[str, str], p: Adapter) -> dict[str, Tensor]:
-    return {path + parts["A"]: p.A, path + parts["B"]: p.B}
+def _named(path: str, parts: dict[str, str], p: Adapter, axes: tuple[int, ...]) -> dict[str, Tensor]:
+    """``axes``: those that the format gives m."""
+    m = {} if p.m is None else {path + parts["m"]: p.m.reshape(axes)}
+    return {path + parts["A"]: p.A, path + parts["B"]: p.B} | m
+
+
+def _ones(p: Adapter) -> list[int]:
+    """The axes of a kernel."""
+    return [1] * (p.A.dim() - 2)
 
 
 def _grouped(fn: str, state: State, prefix: str, parts: dict[str, str]) -> dict[str, dict[str, Tensor]]:

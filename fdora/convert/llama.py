@@ -29,36 +29,32 @@ def llama_from_torchtune(
     adapters: Mapping[str, Adapter], *, heads: int | None = None, kv_heads: int | None = None
 ) -> dict[str, Adapter]:
     """torchtune's paths and rows to Hugging Face's; ``heads`` and ``kv_heads`` of a model whose q and k are permuted."""
-    out = {}
-    for path, p in adapters.items():
-        for ours, theirs in HF.items():
-            if path == ours == "output" or path.endswith("." + ours):
-                head, tail = path[: -len(ours)], theirs
-                out[f"model.{head}{tail}" if head else tail] = _moved(p, _heads(ours, heads, kv_heads), True)
-                break
-        else:
-            out[path] = p
-    return out
+    return _renamed(adapters, HF, heads, kv_heads, True)
 
 
 def llama_to_torchtune(
     adapters: Mapping[str, Adapter], *, heads: int | None = None, kv_heads: int | None = None
 ) -> dict[str, Adapter]:
     """The way back."""
+    return _renamed(adapters, {theirs: ours for ours, theirs in HF.items()}, heads, kv_heads, False)
+
+
+def _renamed(
+    adapters: Mapping[str, Adapter], names: Mapping[str, str], heads: int | None, kv_heads: int | None, to_hf: bool
+) -> dict[str, Adapter]:
+    """A layer that is none of ``names`` keeps its path."""
+    permuted = {"q_proj": heads, "k_proj": heads if kv_heads is None else kv_heads}
     out = {}
     for path, p in adapters.items():
-        for ours, theirs in HF.items():
-            if path == theirs == "lm_head" or path.endswith("." + theirs):
-                head = path[: -len(theirs)].removeprefix("model.")
-                out[head + ours] = _moved(p, _heads(ours, heads, kv_heads), False)
+        for old, new in names.items():
+            if (path == old and "." not in old) or path.endswith("." + old):
+                head = path[: -len(old)]
+                head = head and f"model.{head}" if to_hf else head.removeprefix("model.")
+                out[head + new] = _moved(p, permuted.get(new.rpartition(".")[2]), to_hf)
                 break
         else:
             out[path] = p
     return out
-
-
-def _heads(name: str, heads: int | None, kv_heads: int | None) -> int | None:
-    return {"attn.q_proj": heads, "attn.k_proj": heads if kv_heads is None else kv_heads}.get(name)
 
 
 def _moved(p: Adapter, heads: int | None, pairs_to_halves: bool) -> Adapter:

@@ -32,19 +32,23 @@ class Codes8(NamedTuple):
     """1.0, or what bitsandbytes multiplies by: its scales are absolute maxima, so 1 / 127."""
 
 
+def spread(t: Tensor, block: tuple[int, int], first: int, last: int, K: int) -> Tensor:
+    """Rows first to last of (N, K) numbers, from one number for each block."""
+    bn, bk = block
+    top = first // bn
+    rows = t[top : -(-last // bn)].repeat_interleave(bn, 0)[first - top * bn : last - top * bn]
+    return rows.repeat_interleave(bk, 1)[:, :K]
+
+
 def decode(W: QuantWeight, first: int, last: int) -> Tensor:
     facts, (codes, scales) = read_as(W, Codes8, 2)
-    K = W.shape[1]
     values = codes[first:last].float()
     if facts.scale == "row":
         values = values * scales[first:last, None]
     elif facts.scale == "tensor":
         values = values * scales
     else:
-        bn, bk = facts.block
-        top = first // bn
-        s = scales[top : -(-last // bn)].repeat_interleave(bn, 0)[first - top * bn : last - top * bn]
-        values = values * s.repeat_interleave(bk, 1)[:, :K]
+        values = values * spread(scales, facts.block, first, last, W.shape[1])
     return values if facts.unit == 1.0 else values * facts.unit
 
 
@@ -127,12 +131,12 @@ def coded(
     return made(fn, kind, (codes, scale), (N, K), dtype, Codes8(code, mode, pair, unit))
 
 
-def mode_of(fn: str, block: object) -> tuple[str, tuple[int, int]]:
+def mode_of(fn: str, block: object, of: str = "a fine-grained checkpoint") -> tuple[str, tuple[int, int]]:
     if block is None or block == "row":
         return "tensor" if block is None else "row", (0, 0)
     if isinstance(block, Sequence) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block):
         return "block", (block[0], block[1])
-    raise fail(fn, "block", "None, 'row' or (bn, bk)", repr(block), "Pass (128, 128) for a fine-grained checkpoint.")
+    raise fail(fn, "block", "None, 'row' or (bn, bk)", repr(block), f"Pass (128, 128) for {of}.")
 
 
 def flattened(fn: str, codes: Tensor, scale: Tensor, mode: str, pair: tuple[int, int]) -> tuple[Tensor, Tensor, str]:

@@ -116,6 +116,23 @@ def scales_of(W: QuantWeight, first: int, last: int) -> Tensor:
     return s.float() * whole if facts.scales == "e4m3*global" else s.float() / whole
 
 
+def groups_of(W: QuantWeight, group: int, first: int, last: int) -> tuple[int, int]:
+    """The flat groups that these rows touch, whole."""
+    K = W.shape[1]
+    return first * K // group, -(-last * K // group)
+
+
+def flat_rows(W: QuantWeight, lut: Tensor, codes: Tensor, scales: Tensor, group: int, first: int, last: int) -> Tensor:
+    """Rows of values in flat groups; ``scales``: those of the groups that the rows touch."""
+    K, (b0, b1) = W.shape[1], groups_of(W, group, first, last)
+    part = codes[b0 * group // 2 : b1 * group // 2]  # the last group may be shorter
+    values = lut.index_select(0, part.to(torch.int32)).flatten()
+    missing = (b1 - b0) * group - 2 * part.shape[0]
+    values = pad(values, (0, missing)) if missing else values
+    values = (values.view(-1, group) * scales[:, None]).flatten()
+    return values[first * K - b0 * group : last * K - b0 * group].view(last - first, K)
+
+
 def decode(W: QuantWeight, first: int, last: int) -> Tensor:
     facts, (codes,) = read_as(W, Lut4, 1)
     K = W.shape[1]
@@ -126,15 +143,7 @@ def decode(W: QuantWeight, first: int, last: int) -> Tensor:
         whole = scales.shape[1] * group
         values = values if whole == K else pad(values, (0, whole - K))
         return (values.view(last - first, -1, group) * scales[..., None]).flatten(1)[:, :K]
-    begin, end = first * K, last * K
-    b0, b1 = begin // group, -(-end // group)  # the groups that these rows touch, whole
-    scales = scales_of(W, b0, b1)
-    part = codes[b0 * group // 2 : b1 * group // 2]  # the last group may be shorter
-    values = lut.index_select(0, part.to(torch.int32)).flatten()
-    missing = (b1 - b0) * group - 2 * part.shape[0]
-    values = pad(values, (0, missing)) if missing else values
-    values = (values.view(-1, group) * scales[:, None]).flatten()
-    return values[begin - b0 * group : end - b0 * group].view(last - first, K)
+    return flat_rows(W, lut, codes, scales_of(W, *groups_of(W, group, first, last)), group, first, last)
 
 
 for _name in ("nf4", "fp4"):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fdora._check import FLOATS, check_dtype, check_whole, fail
-from fdora.quant.codes8 import Codes8
+from fdora.quant.codes8 import Codes8, mode_of
 from fdora.quant.lut4 import NESTED, Lut4, exponent, table
 from fdora.quant.weight import CHUNK, QuantSpec, QuantWeight, check_floating, matrix
 
@@ -25,6 +25,13 @@ def grouped(W: Tensor, group: int) -> Tensor:
     """(..., groups, group), with zeros behind the last values."""
     missing = -W.shape[-1] % group
     return (pad(W, (0, missing)) if missing else W).unflatten(-1, (-1, group))
+
+
+def within_one(flat: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Numbers over the largest of their group, and these absolute maxima."""
+    blocks = grouped(flat, group)
+    absmax = blocks.abs().amax(1)
+    return (blocks * (1 / absmax.clamp(min=TINY))[:, None]).clamp(-1, 1).flatten()[: flat.shape[0]], absmax
 
 
 def by_map(x: Tensor, values: Tensor) -> Tensor:
@@ -47,9 +54,7 @@ def dynamic_map(device: torch.device) -> Tensor:
 
 def bitsandbytes4(W: Tensor, facts: Lut4) -> tuple[Tensor, Tensor]:
     """Codes and absolute maxima of whole groups; the last of all may be shorter."""
-    blocks = grouped(W.flatten(), facts.group)
-    absmax = blocks.abs().amax(1)
-    x = (blocks * (1 / absmax.clamp(min=TINY))[:, None]).clamp(-1, 1).flatten()[: W.numel()]
+    x, absmax = within_one(W.flatten(), facts.group)
     ascending, order = table(facts.table, W.device).sort(stable=True)
     codes = order[by_map(x, ascending)].to(torch.uint8)
     codes = pad(codes, (0, 1)) if codes.shape[0] % 2 else codes
@@ -59,10 +64,7 @@ def bitsandbytes4(W: Tensor, facts: Lut4) -> tuple[Tensor, Tensor]:
 def nest(absmax: Tensor) -> tuple[Tensor, ...]:
     """Their scales quantised, too: codes, code256, scales2, offset."""
     offset, code256 = absmax.mean(), dynamic_map(absmax.device)
-    rest = absmax - offset
-    outer = grouped(rest, NESTED)
-    scales2 = outer.abs().amax(1)
-    x = (outer * (1 / scales2.clamp(min=TINY))[:, None]).clamp(-1, 1).flatten()[: rest.shape[0]]
+    x, scales2 = within_one(absmax - offset, NESTED)
     return by_map(x, code256).to(torch.uint8), code256, scales2, offset
 
 
@@ -129,11 +131,7 @@ def facts_of(kind: str, group: int, nested: bool, block: object) -> Lut4 | Codes
     if kind not in ("int8", "fp8"):
         return None
     code = "int8" if kind == "int8" else "e4m3"
-    if block is None or block == "row":
-        return Codes8(code, "row" if block else "tensor", (0, 0), 1.0)
-    if isinstance(block, Sequence) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block):
-        return Codes8(code, "block", (block[0], block[1]), 1.0)
-    raise fail(FN, "block", "None, 'row' or (bn, bk)", repr(block), "Pass (128, 128) for fine-grained scales.")
+    return Codes8(code, *mode_of(FN, block, "fine-grained scales"), 1.0)
 
 
 def quantizes(spec: QuantSpec) -> bool:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fdora._check import FLOATS, fail
-from fdora.quant.codes8 import from_fp8, from_int8
+from fdora.quant.codes8 import from_fp8, from_int8, spread
 from fdora.quant.kinds import register_kind
+from fdora.quant.lut4 import flat_rows, groups_of
 from fdora.quant.mx import from_mxfp4, from_nvfp4
 from fdora.quant.weight import QuantWeight, made, matrix, read_as, stored
 
@@ -34,29 +35,18 @@ class Affine(NamedTuple):
 
 def decode_nf4(W: QuantWeight, first: int, last: int) -> Tensor:
     facts, (codes, scalers, factor, mean, table) = read_as(W, TorchaoNf4, 5)
-    K = W.shape[1]
-    begin, end = first * K, last * K
-    b0, b1 = begin // facts.group, -(-end // facts.group)
+    b0, b1 = groups_of(W, facts.group, first, last)
     f0 = b0 // facts.outer
     factors = factor[f0 : -(-b1 // facts.outer)].repeat_interleave(facts.outer)
     scale = scalers[b0:b1] / factors[b0 - f0 * facts.outer : b1 - f0 * facts.outer] + mean
     byte = torch.arange(256, dtype=torch.int32, device=codes.device)
     pairs = torch.stack([table.index_select(0, byte >> 4), table.index_select(0, byte & 15)], 1)
-    part = codes[b0 * facts.group // 2 : b1 * facts.group // 2].to(torch.int32)
-    values = pairs.index_select(0, part).view(-1, facts.group) * scale[:, None]
-    return values.flatten()[begin - b0 * facts.group : end - b0 * facts.group].view(last - first, K)
+    return flat_rows(W, pairs, codes, scale, facts.group, first, last)
 
 
 def decode_affine(W: QuantWeight, first: int, last: int) -> Tensor:
     facts, (codes, *rest) = read_as(W, Affine, 3)
-    K, (bn, bk) = W.shape[1], facts.block
-    top = first // bn
-
-    def spread(t: Tensor) -> Tensor:
-        t = t[top : -(-last // bn)].float().repeat_interleave(bn, 0)[first - top * bn : last - top * bn]
-        return t.repeat_interleave(bk, 1)[:, :K]
-
-    scales, zeros = map(spread, rest)
+    scales, zeros = (spread(t, facts.block, first, last, W.shape[1]).float() for t in rest)
     return (codes[first:last].float() - zeros) * scales
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from fdora.rates import BY_CAPABILITY
 from fdora.triton.runtime.device import cdiv
 
 SIDES, LARGEST = (64, 128, 192, 256), 256 * 160  # of cuBLAS's tiles, beside those that fit a shape
@@ -43,24 +44,10 @@ class Gpu(NamedTuple):
     bytes: float
 
 
-# capability -> TFLOP/s (dense, float32 sums), the multiprocessors they are of, TB/s. 0: AMD MI300X.
-PUBLISHED = {
-    80: (312, 108, 2.0),
-    86: (71, 82, 0.94),
-    89: (165, 128, 1.01),
-    90: (989, 132, 4.8),
-    100: (2250, 148, 8.0),
-    103: (2500, 148, 8.0),
-    120: (210, 170, 1.79),
-    0: (1307, 304, 5.3),
-}
-
-
 def gpu_of(capability: int, num_sms: int) -> Gpu:
     """A capability that is not listed counts as the one before it."""
-    known = max((c for c in PUBLISHED if c <= capability), default=0)
-    tflops, sms, tbytes = PUBLISHED[known]
-    return Gpu(max(1, num_sms), tflops * 1e6 / sms, tbytes * 1e6)
+    known = BY_CAPABILITY[max((c for c in BY_CAPABILITY if c <= capability), default=0)]
+    return Gpu(max(1, num_sms), known.flops / 1e6 / known.num_sms, known.bytes / 1e6)
 
 
 class Tile(NamedTuple):
@@ -155,7 +142,7 @@ def after_us(M: int, N: int, K: int, r: int, cublas: CublasFit, fit: PassFit, gp
 
 def pass_us(M: int, N: int, r: int, fit: PassFit, gpu: Gpu) -> float:
     """What low rank, g and bias add where the product is there."""
-    ranks, size = r / 64, M * N / 1e6 * (PUBLISHED[90][2] * 1e6 / gpu.bytes)
+    ranks, size = r / 64, M * N / 1e6 * (BY_CAPABILITY[90].bytes / 1e6 / gpu.bytes)
     return fit.start + fit.rank * ranks + size * (fit.size + fit.both * ranks)
 
 

@@ -5,10 +5,10 @@ import warnings
 import pytest
 import torch
 
-from fdora.plan import Adapter, Setup, read_model
-from fdora.plan.decoder import decoder
-from fdora.plan.memory import Part, elements
-from fdora.plan.tape import walk
+from fdora.jobs.plan import Adapter, Setup, read_model
+from fdora.jobs.plan.decoder import decoder
+from fdora.jobs.plan.memory import Part, elements
+from fdora.jobs.plan.tape import walk
 from tests.memory import held_bytes
 
 peft = pytest.importorskip("peft", reason="compares with PEFT's models; `make test` installs it")

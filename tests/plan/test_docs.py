@@ -3,8 +3,8 @@
 import json
 import re
 
-from fdora.plan.__main__ import main
-from fdora.plan.model import FAMILIES
+from fdora.jobs.plan.__main__ import main
+from fdora.jobs.plan.model import FAMILIES
 from tests.test_layers import ROOT
 
 TEXT = (ROOT / "docs/plan.md").read_text()
@@ -21,7 +21,7 @@ def test_the_programs_and_the_command(tmp_path, monkeypatch, capsys):
     assert found.best == found.layouts[0] and out.count("True") + out.count("False") >= 2 * len(found.layouts)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(space["config"]))
-    (command,) = re.findall(r"^python -m fdora.plan (.*)$", TEXT, re.M)
+    (command,) = re.findall(r"^python -m fdora.jobs.plan (.*)$", TEXT, re.M)
     assert main(command.split()) == 0 and "Best: " in capsys.readouterr().out
     assert [each["name"] for each in json.loads((tmp_path / "plan.json").read_text())["setup"]["adapters"]] == ["law", "med"]
 

@@ -5,14 +5,14 @@ import json
 import pytest
 
 from fdora import FdoraError
-from fdora.plan import Adapter, Card, Setup, capacity, memory, plan, read_model, times
-from fdora.plan.__main__ import main
-from fdora.plan.adapters import read_adapters
-from fdora.plan.layout import stages_of
-from fdora.plan.memory import SPARE, Part, elements
-from fdora.plan.setup import LINEARS, OPTIMIZERS
-from fdora.plan.time import card
-from fdora.plan.work import Kernel, Profile, attention, linear
+from fdora.jobs.plan import Adapter, Card, Setup, capacity, memory, plan, read_model, times
+from fdora.jobs.plan.__main__ import main
+from fdora.jobs.plan.adapters import read_adapters
+from fdora.jobs.plan.layout import stages_of
+from fdora.jobs.plan.memory import SPARE, Part, elements
+from fdora.jobs.plan.setup import LINEARS, OPTIMIZERS
+from fdora.jobs.plan.time import card
+from fdora.jobs.plan.work import Kernel, Profile, attention, linear
 
 CONFIG = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 4096}
 CONFIG |= {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False}
@@ -36,7 +36,7 @@ def test_stored_bytes_of_a_kind_are_those_of_the_format(kind):
     """Two linears of a layer, quantised by fdora.quant; scales of rows are left out (0.1 %)."""
     import torch
 
-    from fdora.plan.setup import WEIGHTS
+    from fdora.jobs.plan.setup import WEIGHTS
     from fdora.quant import quantize
 
     W = torch.randn(512, 1024)
@@ -230,9 +230,9 @@ def test_folders_that_train_something_else_are_refused(tmp_path, case):
 def test_files_that_are_no_json(tmp_path):
     for name in ("config.json", "adapter_config.json"):
         (tmp_path / name).write_text("{")
-    with pytest.raises(FdoraError, match=r"fdora.plan: `model` must be a JSON file, got JSONDecodeError"):
+    with pytest.raises(FdoraError, match=r"fdora.jobs.plan: `model` must be a JSON file, got JSONDecodeError"):
         read_model(tmp_path)
-    with pytest.raises(FdoraError, match=r"fdora.plan: `adapters` must be a JSON file, got JSONDecodeError"):
+    with pytest.raises(FdoraError, match=r"fdora.jobs.plan: `adapters` must be a JSON file, got JSONDecodeError"):
         read_adapters([str(tmp_path)])
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fdora import FdoraError
-from fdora.plan import Adapter, Part, Setup, memory, plan, read_model, times
+from fdora.jobs.plan import Adapter, Part, Setup, memory, plan, read_model, times
 from tests.plan.test_layout import CONFIG, PROFILE, SETUP, SMALL
 
 FULL, SLIDING = "full_attention", "sliding_attention"

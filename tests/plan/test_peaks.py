@@ -9,10 +9,10 @@ import pytest
 from bench import planned
 from bench.model import ARCHITECTURES
 from bench.planned import setup_of
-from fdora.plan import Adapter, Setup, card, memory, read_model
-from fdora.plan.decoder import decoder
-from fdora.plan.memory import Part, peaks
-from fdora.plan.tape import walk
+from fdora.jobs.plan import Adapter, Setup, card, memory, read_model
+from fdora.jobs.plan.decoder import decoder
+from fdora.jobs.plan.memory import Part, peaks
+from fdora.jobs.plan.tape import walk
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "h200"
 PEAKS = json.loads((RESULTS / "peaks.json").read_text())["rows"]

@@ -5,7 +5,7 @@ import random
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from fdora.schedule import Spec
+from fdora.jobs.schedule import Spec
 
 few = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 # tokens of a sample: log-normal, by median and spread, of the kinds of text that are usually summarised: short, even, long, mixed

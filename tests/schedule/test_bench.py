@@ -4,8 +4,8 @@ import json
 import re
 
 from bench import report, schedule
-from fdora.schedule import Spec, simulate
-from fdora.schedule import schedule as found
+from fdora.jobs.schedule import Spec, simulate
+from fdora.jobs.schedule import schedule as found
 
 
 def test_a_small_run(tmp_path, capsys):

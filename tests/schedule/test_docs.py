@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from fdora.schedule import from_json
-from fdora.schedule.__main__ import main
+from fdora.jobs.schedule import from_json
+from fdora.jobs.schedule.__main__ import main
 from tests.test_layers import ROOT
 
 TEXT = (ROOT / "docs/schedule.md").read_text()
@@ -27,14 +27,14 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (lengths,) = re.findall(r"`(\{.*\})`", TEXT)
     (tmp_path / "lengths.json").write_text(lengths)
-    (command,) = re.findall(r"^python -m fdora.schedule (.*)$", TEXT, re.M)
+    (command,) = re.findall(r"^python -m fdora.jobs.schedule (.*)$", TEXT, re.M)
     assert main(command.split()) == 0 and "law" in capsys.readouterr().out
     tokens = sum(n for batches in json.loads(lengths).values() for batch in batches for n in batch)
     assert from_json((tmp_path / "schedule.json").read_text()).tokens == tokens and (tmp_path / "schedule.png").exists()
 
 
 def test_it_names_every_function():
-    import fdora.schedule as schedule
+    import fdora.jobs.schedule as schedule
 
     functions = {name for name in schedule.__all__ if name[0].islower()} - {"one_f_one_b", "interleaved"}
     assert not [name for name in functions if not re.search(rf"`{name}\b|import.*\b{name}\b", TEXT)]

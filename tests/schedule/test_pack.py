@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdora.schedule import Sample, Spec, exact, pack, schedule, whole
-from fdora.schedule.pack import first_fit, fullest, greedy, lower_bound
+from fdora.jobs.schedule import Sample, Spec, exact, pack, schedule, whole
+from fdora.jobs.schedule.pack import first_fit, fullest, greedy, lower_bound
 from tests.schedule.make import drawn, few, instances, judged
 
 
@@ -226,15 +226,15 @@ def test_sums_fill_a_microbatch():
 MESSAGES = [
     (
         [Sample(0, 0, 0, 1), Sample(0, 1, 0, 1)],
-        "fdora.schedule.pack: `samples` must be of one batch of each adapter, got batches 0 and 1 of adapter 0. An optimizer step lies between.",
+        "fdora.jobs.schedule.pack: `samples` must be of one batch of each adapter, got batches 0 and 1 of adapter 0. An optimizer step lies between.",
     ),
     (
         [Sample(0, 0, 0, 1), Sample(0, 0, 0, 2)],
-        "fdora.schedule.pack: `samples` must be distinct, got one of them twice. Number them: (adapter, batch, number).",
+        "fdora.jobs.schedule.pack: `samples` must be distinct, got one of them twice. Number them: (adapter, batch, number).",
     ),
     (
         [Sample(0, 0, 0, 99)],
-        "fdora.schedule.pack: `samples[0].length` must be at most 10 tokens, what one microbatch holds, got 99. Truncate or split the sample, or raise the capacity.",
+        "fdora.jobs.schedule.pack: `samples[0].length` must be at most 10 tokens, what one microbatch holds, got 99. Truncate or split the sample, or raise the capacity.",
     ),
 ]
 

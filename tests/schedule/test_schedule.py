@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 
-from fdora.schedule import (
+from fdora.jobs.schedule import (
     Packing,
     Sample,
     Spec,
@@ -243,10 +243,10 @@ def test_nothing_to_do():
 
 
 def test_a_bug_would_not_go_unseen(monkeypatch):
-    from fdora.schedule import whole
+    from fdora.jobs.schedule import whole
 
     monkeypatch.setattr(whole, "line_up", lambda packings, spec: packings[0].microbatches)
-    with pytest.raises(RuntimeError, match=r"a bug in fdora.schedule.*sample \(1, 0, 0, 3\) is missing"):
+    with pytest.raises(RuntimeError, match=r"a bug in fdora.jobs.schedule.*sample \(1, 0, 0, 3\) is missing"):
         schedule([[[3]], [[3]]], Spec(8, 1, 1, 0), groups=[[0], [1]])
 
 
@@ -257,59 +257,59 @@ def test_a_packing_says_whether_it_can_be_beaten():
 MESSAGES = [
     (
         lambda: schedule([[[9]]], Spec(8)),
-        "fdora.schedule: `lengths[0][0][0]` must be at most 8 tokens, what one microbatch holds, got 9. Truncate or split the sample, or raise the capacity.",
+        "fdora.jobs.schedule: `lengths[0][0][0]` must be at most 8 tokens, what one microbatch holds, got 9. Truncate or split the sample, or raise the capacity.",
     ),
     (
         lambda: schedule([[[7]]], Spec(8, 1, 3)),
-        "fdora.schedule: `lengths[0][0][0]` must be at most 6 tokens, what one microbatch holds, got 7. Truncate or split the sample, or raise the capacity.",
+        "fdora.jobs.schedule: `lengths[0][0][0]` must be at most 6 tokens, what one microbatch holds, got 7. Truncate or split the sample, or raise the capacity.",
     ),
     (
         lambda: schedule([[[1], []]], Spec(8)),
-        "fdora.schedule: `lengths[0][1]` must be a batch with samples, got none. Leave the batch out: it has no gradient.",
+        "fdora.jobs.schedule: `lengths[0][1]` must be a batch with samples, got none. Leave the batch out: it has no gradient.",
     ),
     (
         lambda: schedule([[[0]]], Spec(8)),
-        "fdora.schedule: `lengths[0][0][0]` must be a positive int, got 0. It is the number of tokens of one sample.",
+        "fdora.jobs.schedule: `lengths[0][0][0]` must be a positive int, got 0. It is the number of tokens of one sample.",
     ),
     (
         lambda: schedule([[[1]], [[2]]], Spec(8), groups=[[0]]),
-        "fdora.schedule: `groups` must be each of the adapters [0, 1] once, got [[0]]. Leave it out to plan them.",
+        "fdora.jobs.schedule: `groups` must be each of the adapters [0, 1] once, got [[0]]. Leave it out to plan them.",
     ),
     (
         lambda: schedule([[[1]]], Spec(8, 0)),
-        "fdora.schedule: `spec.depth` must be a positive int, got 0. It counts tokens, microbatches or processes.",
+        "fdora.jobs.schedule: `spec.depth` must be a positive int, got 0. It counts tokens, microbatches or processes.",
     ),
     (
         lambda: schedule([[[1]]], Spec(8, 1, 9)),
-        "fdora.schedule: `spec.multiple` must be at most the capacity, 8, got 9. Nothing would fit.",
+        "fdora.jobs.schedule: `spec.multiple` must be at most the capacity, 8, got 9. Nothing would fit.",
     ),
     (
         lambda: schedule([[[1]]], Spec(8, seconds=-1)),
-        "fdora.schedule: `spec.seconds` must be a finite number of seconds, 0 or more, got -1. 0 solves nothing exactly.",
+        "fdora.jobs.schedule: `spec.seconds` must be a finite number of seconds, 0 or more, got -1. 0 solves nothing exactly.",
     ),
     (
         lambda: schedule([[[1]]], {"capacity": 8}),
-        "fdora.schedule: `spec` must be a Spec, got a dict. Write Spec(capacity=6144, depth=4).",
+        "fdora.jobs.schedule: `spec` must be a Spec, got a dict. Write Spec(capacity=6144, depth=4).",
     ),
     (
         lambda: from_json("{}"),
-        "fdora.schedule.from_json: `text` must be JSON of to_json, got KeyError: 'groups'. Write it again.",
+        "fdora.jobs.schedule.from_json: `text` must be JSON of to_json, got KeyError: 'groups'. Write it again.",
     ),
     (
         lambda: from_json('{"spec": {"capacity": 9}, "groups": [], "packings": [], "microbatches": [["abcd"]]}'),
-        "fdora.schedule.from_json: `text` must be JSON of to_json, got TypeError: abcd for four integers. Write it again.",
+        "fdora.jobs.schedule.from_json: `text` must be JSON of to_json, got TypeError: abcd for four integers. Write it again.",
     ),
     (
         lambda: schedule([[3, 4]], Spec(8)),
-        "fdora.schedule: `lengths[0][0]` must be a list, got a int. Write lengths[adapter][batch][sample], numbers of tokens.",
+        "fdora.jobs.schedule: `lengths[0][0]` must be a list, got a int. Write lengths[adapter][batch][sample], numbers of tokens.",
     ),
     (
         lambda: plan_groups({"law": [[3]]}, Spec(8)),
-        "fdora.schedule.plan_groups: `lengths` must be a list, got a dict. Write lengths[adapter][batch][sample], numbers of tokens.",
+        "fdora.jobs.schedule.plan_groups: `lengths` must be a list, got a dict. Write lengths[adapter][batch][sample], numbers of tokens.",
     ),
     (
         lambda: segment_ends((), 2, multiple=0),
-        "fdora.schedule.segment_ends: `multiple` must be a positive int, got 0. 1 adds nothing.",
+        "fdora.jobs.schedule.segment_ends: `multiple` must be a positive int, got 0. 1 adds nothing.",
     ),
 ]
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from fdora.schedule import Sample, Spec, depth_of, draw, interleaved, one_f_one_b, schedule, segment_ends, simulate
-from fdora.schedule.__main__ import main
-from fdora.schedule.picture import bars
+from fdora.jobs.schedule import Sample, Spec, depth_of, draw, interleaved, one_f_one_b, schedule, segment_ends, simulate
+from fdora.jobs.schedule.__main__ import main
+from fdora.jobs.schedule.picture import bars
 from tests.schedule.make import drawn
 
 
@@ -97,21 +97,24 @@ def test_segments():
 MESSAGES = [
     (
         lambda: simulate([], 0),
-        "fdora.schedule.simulate: `stages` must be a positive int, got 0. One device is a pipeline of one stage.",
+        "fdora.jobs.schedule.simulate: `stages` must be a positive int, got 0. One device is a pipeline of one stage.",
     ),
     (
         lambda: interleaved(2, 3, 2),
-        "fdora.schedule.interleaved: `microbatches` must be a multiple of the 2 devices, got 3. Add no-ops at the end.",
+        "fdora.jobs.schedule.interleaved: `microbatches` must be a multiple of the 2 devices, got 3. Add no-ops at the end.",
     ),
-    (lambda: interleaved(2, 4, 0), "fdora.schedule.interleaved: `chunks` must be a positive int, got 0. 1F1B has one chunk."),
+    (
+        lambda: interleaved(2, 4, 0),
+        "fdora.jobs.schedule.interleaved: `chunks` must be a positive int, got 0. 1F1B has one chunk.",
+    ),
     (
         lambda: simulate(row(1), 1, backward=lambda each, stage: -1),
-        "fdora.schedule.simulate: `backward` must be a function that gives 0 or more, got -1. It is a time.",
+        "fdora.jobs.schedule.simulate: `backward` must be a function that gives 0 or more, got -1. It is a time.",
     ),
-    (lambda: simulate(row(1), 1, last=-1), "fdora.schedule.simulate: `last` must be 0 or more, got -1. It is a time."),
+    (lambda: simulate(row(1), 1, last=-1), "fdora.jobs.schedule.simulate: `last` must be 0 or more, got -1. It is a time."),
     (
         lambda: segment_ends((Sample(2, 0, 0, 1),), 2),
-        "fdora.schedule.segment_ends: `adapters` must be more than 2, got 2. Count all adapters.",
+        "fdora.jobs.schedule.segment_ends: `adapters` must be more than 2, got 2. Count all adapters.",
     ),
 ]
 
@@ -146,7 +149,7 @@ def test_no_picture_without_matplotlib(tmp_path, monkeypatch):
 
 def test_the_command(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="pictures are matplotlib's; `make test` installs it")
-    from fdora.schedule import from_json
+    from fdora.jobs.schedule import from_json
 
     lengths, out, picture = (tmp_path / name for name in ("lengths.json", "schedule.json", "schedule.png"))
     lengths.write_text('{"law": [[500, 300, 900], [640]], "code": [[1000], [100, 90]]}')
@@ -187,4 +190,4 @@ def test_a_place_that_cannot_be_written(tmp_path, monkeypatch, capsys, given):
     with pytest.raises(SystemExit) as end:
         main(["lengths.json", "--capacity", "8", *given.split()])
     arg = given.split()[0].removeprefix("--")
-    assert end.value.code == 2 and f"fdora.schedule: `{arg}` must be a file that can be written" in capsys.readouterr().err
+    assert end.value.code == 2 and f"fdora.jobs.schedule: `{arg}` must be a file that can be written" in capsys.readouterr().err

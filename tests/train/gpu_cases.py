@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from fdora import FdoraError
-from fdora.schedule import Spec, schedule
-from fdora.train import Wire, connect, gather_state, replica_step, run_pipeline, select_state, works_of
+from fdora.jobs.loop import Wire, connect, gather_state, replica_step, run_pipeline, select_state, works_of
+from fdora.jobs.schedule import Spec, schedule
 from tests.distributed.world import run
 from tests.train import make
 from tests.train.test_step import start, together

@@ -7,8 +7,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from fdora.functional import dora_init, dora_linear, dora_linear_multi, dora_norm, dora_stack
-from fdora.schedule import segment_ends
-from fdora.train import Job, Model, Stage, Wire, run_pipeline, select_state
+from fdora.jobs.loop import Job, Model, Stage, Wire, run_pipeline, select_state
+from fdora.jobs.schedule import segment_ends
 
 K, H, C = 12, 16, 5
 RANKS, S = (4, 2, 3), (2.0, 1.0, 0.5)
@@ -185,8 +185,8 @@ def curves(works, losses):
 
 def same(one, other):
     """Bits of two states, norms aside."""
-    from fdora.train.files import flat
-    from fdora.train.records import TREES
+    from fdora.jobs.loop.files import flat
+    from fdora.jobs.loop.records import TREES
 
     for part in TREES:
         left, right = flat(getattr(one, part)), flat(getattr(other, part))

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import fully_shard
 
 from fdora import FdoraError
 from fdora.functional import dora_linear_multi
-from fdora.schedule import Spec, schedule
-from fdora.train import Stage, connect, gather_state, load, save, works_of
-from fdora.train.wires import Mail
+from fdora.jobs.loop import Stage, connect, gather_state, load, save, works_of
+from fdora.jobs.loop.wires import Mail
+from fdora.jobs.schedule import Spec, schedule
 from tests.distributed.world import run
 from tests.train import make
 from tests.train.test_step import start, together

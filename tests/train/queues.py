@@ -16,9 +16,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fdora.schedule import Sample, depth_of, interleaved
-from fdora.train import Job, Stage, Wire, connect, init_state, pipeline, run_pipeline, wires, works_of
-from fdora.train.watch import Watch
+from fdora.jobs.loop import Job, Stage, Wire, connect, init_state, pipeline, run_pipeline, wires, works_of
+from fdora.jobs.loop.watch import Watch
+from fdora.jobs.schedule import Sample, depth_of, interleaved
 
 
 class Message(NamedTuple):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from fdora import FdoraError
-from fdora.schedule import Spec, schedule
-from fdora.train import load, replica_step, save, works_of
+from fdora.jobs.loop import load, replica_step, save, works_of
+from fdora.jobs.schedule import Spec, schedule
 from tests.distributed.world import run
 from tests.train import make
 from tests.train.test_step import start, together

@@ -6,10 +6,10 @@ from torch.nn.functional import pad
 
 from fdora import FdoraError
 from fdora.functional import dora_linear_multi
-from fdora.schedule import Spec, schedule
-from fdora.train import Model, Stage, connect, run_pipeline, select_state, works_of
-from fdora.train.records import TREES
-from fdora.train.step import square_sum
+from fdora.jobs.loop import Model, Stage, connect, run_pipeline, select_state, works_of
+from fdora.jobs.loop.records import TREES
+from fdora.jobs.loop.step import square_sum
+from fdora.jobs.schedule import Spec, schedule
 from tests import device
 from tests.distributed.world import names, results
 from tests.train import make

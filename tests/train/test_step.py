@@ -8,8 +8,8 @@ import torch
 
 from fdora import FdoraError
 from fdora.functional import dora_unstack
-from fdora.schedule import Sample, Spec, schedule
-from fdora.train import Job, init_state, load, save, train_step, works_of
+from fdora.jobs.loop import Job, init_state, load, save, train_step, works_of
+from fdora.jobs.schedule import Sample, Spec, schedule
 from tests import device
 from tests.train import make
 
@@ -109,11 +109,11 @@ def test_a_folder_of_two_moments_is_refused(tmp_path):
     later, _ = together(works[:2], state, make.whole(base))
     save(tmp_path / "later", later, make.JOBS)
     (tmp_path / "later/law/training.safetensors").rename(tmp_path / "law/training.safetensors")
-    with pytest.raises(FdoraError, match=r"train.load: `folder` must be of one moment, got positions \[2, 0, 0\]"):
+    with pytest.raises(FdoraError, match=r"fdora.jobs.loop.load: `folder` must be of one moment, got positions \[2, 0, 0\]"):
         load(tmp_path, state, make.JOBS)
     with pytest.raises(FdoraError, match="no such file"):
         load(tmp_path / "later", state, make.JOBS)
-    with pytest.raises(FdoraError, match=r"train.save: `jobs` must be 3, one for each adapter of the state, got 2"):
+    with pytest.raises(FdoraError, match=r"fdora.jobs.loop.save: `jobs` must be 3, one for each adapter of the state, got 2"):
         save(tmp_path, state, make.JOBS[:2])
     (tmp_path / "file").write_text("")
     with pytest.raises(FdoraError, match="a place that can be written"):
@@ -121,7 +121,7 @@ def test_a_folder_of_two_moments_is_refused(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch", reason="it writes the files; `make test` installs it")
     (tmp_path / "other/law").mkdir(parents=True)
     safetensors.save_file({"weight": torch.zeros(2)}, tmp_path / "other/law/training.safetensors")
-    with pytest.raises(FdoraError, match=r"train.load: `folder` must be what save wrote, got no counters in"):
+    with pytest.raises(FdoraError, match=r"fdora.jobs.loop.load: `folder` must be what save wrote, got no counters in"):
         load(tmp_path / "other", state, make.JOBS)
     fewer = start(base)
     del fewer.params["head"]

@@ -7,11 +7,11 @@ import pytest
 import torch.distributed as dist
 
 from fdora import FdoraError
-from fdora.train import watch
+from fdora.jobs.loop import watch
 
 
 def watched():
-    found = watch.Watch("train.run_pipeline", None)
+    found = watch.Watch("jobs.loop.run_pipeline", None)
     found.store = dist.HashStore()
     return found
 

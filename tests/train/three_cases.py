@@ -1,6 +1,6 @@
 """What three processes run as one pipeline: of two, each is a neighbour of the other both ways."""
 
-from fdora.train import Stage
+from fdora.jobs.loop import Stage
 from tests.distributed.world import run
 from tests.train import make
 from tests.train.pipeline_cases import agree

@@ -1,0 +1,179 @@
+"""One microbatch through one process: losses, gradients of every adapter in it, and the optimizer steps that are due.
+
+The loss of a batch of adapter a is the mean over its samples, in however many microbatches they are. When the last is through,
+
+    dP_a = sum over microbatches of d(sum_i w_i loss_i) / dP_a,     w_i = 1 / samples of the batch
+    dP_a <- dP_a min(1, clip_a / (||dP_a|| + 1e-6)),   then AdamW with the rate of a
+
+Row a of a parameter meets tokens of adapter a alone: its gradient is that of training alone, and a NaN stays with its adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from fdora._check import fail
+from fdora._torch import foreach_add, foreach_add_, foreach_clone, foreach_mul_, foreach_norms, foreach_zero_
+from fdora.jobs.loop.records import TREES, Job, Params, State, Work, kept_of
+
+
+class Model(NamedTuple):
+    """What is trained, as functions."""
+
+    forward: Callable[[Params, Any, Any], Tensor]
+    """``forward(params, kept, data)``: (samples,) losses, in the order of the microbatch's samples."""
+    keep: Callable[[Params], Any] | None = None
+    """``keep(params)``: what forward wants of them once for each optimizer step, such as norms. Without gradients."""
+
+
+def train_step(
+    state: State, work: Work, data: Any, *, model: Model, jobs: Sequence[Job], donate: bool = False
+) -> tuple[State, Tensor]:
+    """A microbatch forward and backward; for each adapter whose batch it ends, ``P_a <- AdamW_a(P_a, clip_a(dP_a))``.
+
+    Args:
+      state: of :func:`init_state`, or the one before.
+      work: of :func:`works_of`; one without samples does nothing.
+      data: what ``model.forward`` takes: the tokens of ``work.samples``, in their order.
+      model: forward, and what is kept between optimizer steps.
+      jobs: rate, clipping and AdamW's numbers of each adapter.
+      donate: may write gradients and moments into the memory of ``state``, which is then worth nothing. Parameters are
+        always new tensors where they change, for a microbatch in flight may hold the old ones.
+
+    Returns:
+      The state after it, and the losses of its samples (samples,), detached.
+
+    Raises:
+      FdoraError: forward gave no (samples,) losses, or a sample's batch comes before the one ahead of it has stepped.
+
+    Memory: gradients of all parameters once more while they are added; without ``donate`` a copy of what changes.
+    References: Zhu et al., LoRAFusion, 2025, arXiv:2510.00206, section 5; Loshchilov and Hutter, 2019, arXiv:1711.05101.
+    """
+    fn = "jobs.loop.train_step"
+    if not work.samples:
+        return state._replace(position=state.position + 1), torch.empty(0)
+    check_turn(fn, state, work, TURN)
+    found, losses = gradients(fn, state, work, data, model)
+    state = state._replace(grads=added(state.grads, found, donate), position=state.position + 1)
+    return stepped(state, [a for a, _ in work.due], model, jobs, donate), losses
+
+
+def gradients(fn: str, state: State, work: Work, data: Any, model: Model) -> tuple[Sequence[Tensor | None], Tensor]:
+    """Of all parameters, in the order of the tree; and the losses."""
+    params, leaves = leaves_of(state.params)
+    losses = model.forward(params, state.kept, data)
+    weights = check_losses(fn, losses, work)
+    return torch.autograd.grad(losses, leaves, weights, allow_unused=True), losses.detach()
+
+
+def stepped(state: State, due: Sequence[int], model: Model, jobs: Sequence[Job], donate: bool) -> State:
+    """Once the batches of these adapters are through."""
+    if not due:
+        return state
+    squares = {a: square_sum(state.grads, a) for a in due if jobs[a].clip is not None}
+    state = optimizer_step(state, jobs, squares, due, donate)
+    return state._replace(kept=kept_of(model.keep, state.params))
+
+
+TURN = "Give the microbatches in the schedule's order, and the schedule the depth of this pipeline (depth_of)."
+
+
+def check_turn(fn: str, state: State, work: Work, remedy: str) -> None:
+    """A microbatch must meet the weights that all earlier batches of its adapters have made."""
+    for sample in work.samples:
+        have = state.steps[sample.adapter]
+        if sample.batch != have:
+            want = f"of batch {have} of adapter {sample.adapter}, which is next"
+            raise fail(fn, "work", want, f"one of batch {sample.batch}", remedy)
+
+
+def check_losses(fn: str, losses: Any, work: Work) -> Tensor:
+    """The weights, as their gradient."""
+    if not isinstance(losses, Tensor) or tuple(losses.shape) != (len(work.samples),):
+        have = tuple(losses.shape) if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        raise fail(fn, "forward", f"a function that gives ({len(work.samples)},), the loss of each sample", have, "Do not sum.")
+    return on(losses.device, torch.tensor(work.weights, dtype=losses.dtype))
+
+
+def on(device: torch.device, t: Tensor) -> Tensor:
+    """Small numbers of the host, on a GPU without a wait for what it still has to do: that is only so from pinned memory."""
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
+
+
+def leaves_of(params: Params) -> tuple[Params, list[Tensor]]:
+    """The same memory as leaves of a graph of their own."""
+    leaves, spec = optree.tree_flatten(params)
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    return optree.tree_unflatten(spec, leaves), leaves
+
+
+@torch.no_grad()
+def added(grads: Params, found: Sequence[Tensor | None], donate: bool) -> Params:
+    have, spec = optree.tree_flatten(grads)
+    more = {i: t for i, t in enumerate(found) if t is not None}
+    if more:
+        old = [have[i] for i in more]
+        if donate:
+            foreach_add_(old, [*more.values()])
+        else:
+            for i, t in zip(more, foreach_add(old, [*more.values()]), strict=True):
+                have[i] = t
+    return optree.tree_unflatten(spec, have)
+
+
+@torch.no_grad()
+def square_sum(grads: Params, adapter: int) -> Tensor:
+    """Of the squares of one adapter's gradient: () float64, added in the order of the tree."""
+    rows = [t[adapter] for t in optree.tree_leaves(grads)]
+    return foreach_norms(rows).square().sum() if rows else torch.zeros((), dtype=torch.float64)  # a stage may train nothing
+
+
+@torch.no_grad()
+def optimizer_step(state: State, jobs: Sequence[Job], squares: dict[int, Tensor], due: Sequence[int], donate: bool) -> State:
+    """AdamW of each adapter in ``due``, on its rows; their gradients are zero afterwards. ``kept`` is left as it was.
+
+    Kernels that take all tensors at once: a model's banks are hundreds of tensors, and one launch for each would cost the host
+    more than the GPU has to do.
+    """
+    leaves, spec = optree.tree_flatten(state.params)
+    if not leaves:  # a stage may train nothing
+        return state._replace(steps=tuple(n + (a in due) for a, n in enumerate(state.steps)))
+    params = foreach_clone(leaves)
+    trees = (optree.tree_leaves(tree) for tree in (state.grads, state.mean, state.square))
+    grads, mean, square = (each if donate else foreach_clone(each) for each in trees)
+    steps = list(state.steps)
+    for a in due:
+        job = jobs[a]
+        rows, row_grads, row_mean, row_square = ([t[a] for t in each] for each in (params, grads, mean, square))
+        if a in squares:
+            assert job.clip is not None
+            scale = (job.clip / (squares[a].sqrt() + 1e-6)).clamp(max=1.0)  # torch.nn.utils.clip_grad_norm_
+            for dtype in {t.dtype for t in row_grads}:
+                own = [t for t in row_grads if t.dtype == dtype]
+                foreach_mul_(own, scale.to(own[0]))
+        counts = [torch.tensor(float(steps[a])) for _ in params]
+        adamw(
+            rows,
+            row_grads,
+            row_mean,
+            row_square,
+            [],
+            counts,
+            amsgrad=False,
+            beta1=job.betas[0],
+            beta2=job.betas[1],
+            lr=job.rate(steps[a]),
+            weight_decay=job.weight_decay,
+            eps=job.eps,
+            maximize=False,
+        )
+        foreach_zero_(row_grads)
+        steps[a] += 1
+    after: Any = [optree.tree_unflatten(spec, each) for each in (params, grads, mean, square)]
+    return state._replace(**dict(zip(TREES, after, strict=True)), steps=tuple(steps))

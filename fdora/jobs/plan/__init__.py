@@ -1,0 +1,34 @@
+"""What training adapters takes, before it runs: memory by component, tokens of a microbatch, time, a layout on GPUs.
+
+    python -m fdora.jobs.plan --model config.json --adapters 64 --gpu h200 --gpus 2
+
+Pure functions of shapes, from records to records; docs/plan.md explains them. Memory is that of transformers' decoders with
+``use_fdora``, in bfloat16.
+"""
+
+from fdora.jobs.plan.layout import Layout
+from fdora.jobs.plan.memory import Memory, capacity, memory
+from fdora.jobs.plan.model import Model, Part, read_model
+from fdora.jobs.plan.setup import Adapter, Setup
+from fdora.jobs.plan.time import Card, Time, card, times
+from fdora.jobs.plan.whole import Plan, plan
+from fdora.jobs.plan.work import Profile
+
+__all__ = [
+    "Adapter",
+    "Card",
+    "Layout",
+    "Memory",
+    "Model",
+    "Part",
+    "Plan",
+    "Profile",
+    "Setup",
+    "Time",
+    "capacity",
+    "card",
+    "memory",
+    "plan",
+    "read_model",
+    "times",
+]

@@ -1,0 +1,165 @@
+"""Which way to spread a training over GPUs: what each holds, how long a step takes, and the fastest that fits.
+
+replicas   each GPU has everything and microbatches of its own; gradients of adapters are summed once for a step
+fsdp2      weights in shards; a block is gathered while the one before it computes, forward and backward, and takes from it
+           what it needs of the memory's rate: compute + bytes of all blocks (n - 1) / n / link (on two H200 0.89 to 0.99 of
+           what was measured; the greater of the two was 0.78 to 0.88). Two blocks, embedding and head are whole at a time
+pipeline   a stage of layers on each GPU, 1F1B over all microbatches (fdora.jobs.schedule.simulate); stage s keeps
+           min(n - s, microbatches) microbatches. The last stage has as many layers less as its head takes time
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+from fdora.jobs.plan.memory import SPARE, Memory, capacity, memory
+from fdora.jobs.plan.model import Model, Part
+from fdora.jobs.plan.setup import Setup
+from fdora.jobs.plan.time import Card, times
+from fdora.jobs.plan.work import E
+from fdora.jobs.schedule import Sample, simulate
+
+GATHERED = 2  # blocks
+
+
+class Layout(NamedTuple):
+    """One way. ``seconds``: of an optimizer step; a pipeline has as many microbatches as all GPUs of the others together."""
+
+    kind: str
+    gpus: int
+    fuse: bool
+    checkpointing: bool
+    tokens: int
+    memory: Memory  # of the GPU that holds most
+    capacity: int  # tokens of a microbatch, at most
+    fits: bool
+    seconds: float | None  # None: a link is not measured
+    tokens_per_second: float | None
+    bubble: float
+    stages: tuple[int, ...]  # layers of each
+
+
+class Request(NamedTuple):
+    """What all ways are asked for."""
+
+    model: Model
+    setup: Setup
+    card: Card
+    gpus: int
+    tokens: int
+
+    @property
+    def budget(self) -> int:
+        return int(self.card.bytes * (1 - SPARE))
+
+    @property
+    def samples(self) -> int:
+        return self.tokens * self.setup.microbatches
+
+
+def ways(request: Request) -> list[Layout]:
+    """Every layout, with and without ``fuse`` and checkpointing; those that fit first, the fastest first."""
+    found = []
+    setup, several = request.setup, len(request.setup.adapters) > 1
+    for fuse in (False,) if several else (False, True):
+        for checkpointing in (False, True):
+            one = request._replace(setup=setup._replace(fuse=fuse, checkpointing=checkpointing))
+            found.append(replicas(one))
+            if request.gpus > 1:
+                found.append(fsdp2(one))
+                if request.gpus <= request.model.layers:
+                    found.append(pipeline(one))
+    return sorted(found, key=lambda way: (not way.fits, -(way.tokens_per_second or 0), way.checkpointing, way.memory.peak))
+
+
+def _layout(
+    request: Request,
+    kind: str,
+    held: Memory,
+    most: int,
+    seconds: float | None,
+    trained: int,
+    bubble: float = 0.0,
+    stages: tuple[int, ...] = (),
+) -> Layout:
+    """``trained``: tokens of a step on all GPUs."""
+    setup, fits = request.setup, held.peak <= request.budget
+    rate = None if seconds is None else trained / seconds
+    return Layout(
+        kind, request.gpus, setup.fuse, setup.checkpointing, request.tokens, held, most, fits, seconds, rate, bubble, stages
+    )
+
+
+def replicas(request: Request) -> Layout:
+    model, setup, card, gpus, tokens = request
+    held = memory(model, setup, tokens)
+    seconds = times(model, setup, tokens, card.profile).step(setup.microbatches)
+    kind, most = "replicas" if gpus > 1 else "one", capacity(model, setup, request.budget)
+    return _layout(request, kind, held, most, seconds, gpus * request.samples)
+
+
+def fsdp2(request: Request) -> Layout:
+    """Parameters, gradients and states of the optimizer in n shards; frozen blocks are gathered, adapters with them."""
+    model, setup, card, gpus, tokens = request
+    whole = memory(model, setup, tokens)
+    block = (whole.linears + whole.adapters) // model.layers
+
+    def sharded(held: Memory) -> Memory:
+        gathered = min(GATHERED, model.layers) * block + held.embeddings
+        return held._replace(
+            linears=held.linears // gpus,
+            embeddings=held.embeddings // gpus,
+            adapters=held.adapters // gpus,
+            optimizer=held.optimizer // gpus,
+            gradients=held.gradients // gpus,
+            temporary=held.temporary + gathered,
+        )
+
+    held = sharded(whole)
+    more = held.resident + held.gradients - whole.resident - whole.gradients + held.temporary - whole.temporary
+    most = capacity(model, setup, request.budget - more)
+    seconds = None
+    if card.profile.gather:
+        time = times(model, setup, tokens, card.profile)
+        moved = 2 * (whole.linears + whole.adapters) * (gpus - 1) / gpus / card.profile.gather
+        seconds = setup.microbatches * max(time.forward + time.backward + moved, time.host) + time.update
+    return _layout(request, "fsdp2", held, most, seconds, gpus * request.samples)
+
+
+def stages_of(layers: int, gpus: int, head: float) -> tuple[int, ...]:
+    """Layers of each stage; the head counts as so many layers of the last."""
+    each = (layers + head) / gpus
+    last = max(1, min(layers - gpus + 1, round(each - head)))
+    base, more = divmod(layers - last, gpus - 1)
+    return (*(base + (s < more) for s in range(gpus - 1)), last)
+
+
+def pipeline(request: Request) -> Layout:
+    """One set of microbatches goes through all stages: as many as all replicas would have."""
+    model, setup, card, gpus, tokens = request
+    layers = times(model, setup, tokens, card.profile, Part(model.layers, False, False))
+    with_head = times(model, setup, tokens, card.profile, Part(model.layers, False, True))
+    all_ = layers.forward + layers.backward
+    stages = stages_of(model.layers, gpus, (with_head.forward + with_head.backward - all_) * model.layers / all_)
+    count = gpus * setup.microbatches
+    starts = accumulate(stages, initial=0)
+    parts = [Part(n, s == 0, s == gpus - 1, start) for s, (n, start) in enumerate(zip(stages, starts, strict=False))]
+    flight = [min(gpus - s, count) for s in range(gpus)]
+    several = setup._replace(microbatches=count)
+    held = [memory(model, several, tokens, part, n) for part, n in zip(parts, flight, strict=True)]
+    most = min(capacity(model, several, request.budget, part, n) for part, n in zip(parts, flight, strict=True))
+    seconds, bubble = None, 0.0
+    if card.profile.send:
+        each = [times(model, several, tokens, card.profile, part) for part in parts]
+        microbatches = tuple((Sample(0, 0, i, tokens),) for i in range(count))
+        line = simulate(
+            microbatches,
+            gpus,
+            forward=lambda _, s: max(each[s].forward, each[s].host / 2),
+            backward=lambda _, s: max(each[s].backward, each[s].host / 2),
+            transfer=E * tokens * model.hidden / card.profile.send,
+        )
+        seconds, bubble = line.time + max(time.update for time in each), line.bubble
+    worst = max(held, key=lambda memory: memory.peak)
+    return _layout(request, "pipeline", worst, most, seconds, count * tokens, bubble=bubble, stages=stages)

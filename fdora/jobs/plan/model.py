@@ -1,0 +1,189 @@
+"""What a planner must know of a decoder: its sizes and its parts, read from a config.json of transformers."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fdora._check import fail
+from fdora.explain_model import CONFIG, load
+
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+EVERY = 6  # gemma3: each sixth layer sees all tokens
+FIRST = 28  # qwen: so many layers see all tokens, where the config leaves it out
+WINDOW = 4096  # of all that have one, where the config leaves it out
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class Family(NamedTuple):
+    """What the code of a model type does and its config does not say."""
+
+    head_dim: int | None = None  # where the config leaves it out; None: hidden_size / heads
+    biases: frozenset[str] = frozenset()  # always there
+    head_norms: bool = False  # of q and k
+    sandwich: bool = False  # a norm behind attention and MLP, too
+    tied: bool = False  # the default of tie_word_embeddings
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(biases=frozenset(ATTENTION)),
+    "qwen3": Family(head_dim=128, head_norms=True),
+    "gemma": Family(head_dim=256, tied=True),
+    "gemma3_text": Family(head_dim=256, head_norms=True, sandwich=True, tied=True),
+}
+REFUSED = {
+    "gemma2": "Its attention has a soft cap and runs in plain torch, with memory that grows with the square of the length.",
+    **dict.fromkeys(
+        ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text"),
+        "What its experts keep hangs on where the router sends the tokens. Plan a dense model of its active size.",
+    ),
+}
+
+
+class Model(NamedTuple):
+    """A decoder. ``linears``: (N, K) and whether it has a bias, by the name that PEFT targets."""
+
+    kind: str
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    head_norms: bool
+    sandwich: bool
+    window: int  # tokens that a layer with a sliding window sees; 0: none has one
+    sliding: tuple[int, ...]  # these layers
+    biases: frozenset[str]
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes = {"q_proj": (q, self.hidden), "k_proj": (kv, self.hidden), "v_proj": (kv, self.hidden)}
+        shapes |= {"o_proj": (self.hidden, q), "gate_proj": (self.inner, self.hidden), "up_proj": (self.inner, self.hidden)}
+        return shapes | {"down_proj": (self.hidden, self.inner)}
+
+
+class Part(NamedTuple):
+    """What one GPU holds: so many of the model's layers, ``start`` the first of them, and whether it has embedding and head."""
+
+    layers: int
+    first: bool = True
+    last: bool = True
+    start: int = 0
+
+    @property
+    def held(self) -> range:
+        return range(self.start, self.start + self.layers)
+
+
+def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -> Model:
+    """The decoder of a config.json, of a folder with one, or of its content.
+
+    Args:
+      layers: others than the config has.
+
+    Raises:
+      FdoraError: no such file; a model type or a field that the planner does not know, or sizes that no model has.
+    """
+    config = source if isinstance(source, dict) else load(_file(Path(source)), "jobs.plan")
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in REFUSED:
+        raise fail("jobs.plan", "model", f"of a model type among {', '.join(FAMILIES)}", repr(kind), REFUSED[kind])
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        hint = f"Pass the text part of the {kind!r} model." if "text_config" in config else "Others keep other tensors."
+        raise fail("jobs.plan", "model", f"of a model type among {', '.join(FAMILIES)}", repr(kind), hint)
+    family = FAMILIES[kind]
+    size = partial(positive, config)
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    biases = set(family.biases)
+    if config.get("attention_bias"):
+        biases |= {*ATTENTION, "o_proj"}
+    if config.get("mlp_bias"):
+        biases |= {*MLP, "down_proj"}
+    tied = config.get("tie_word_embeddings")
+    own, kv_heads = size("num_hidden_layers"), size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        want = f"a config whose 'num_key_value_heads' divides its {heads} 'num_attention_heads'"
+        raise fail("jobs.plan", "model", want, repr(kv_heads), "Look into the file.")
+    head_dim = size("head_dim", family.head_dim or hidden // heads)
+    if head_dim % 2:  # RoPE turns pairs
+        raise fail("jobs.plan", "model", "a config with an even 'head_dim'", repr(head_dim), "Look into the file.")
+    if layers is not None and (type(layers) is not int or layers < 1):
+        raise fail("jobs.plan", "layers", "a positive int", repr(layers), "It stands for the config's own number.")
+    count = own if layers is None else layers
+    window, sliding = windows(config, own, count)
+    return Model(
+        kind,
+        count,
+        hidden,
+        size("intermediate_size"),
+        heads,
+        kv_heads,
+        head_dim,
+        size("vocab_size"),
+        family.tied if tied is None else bool(tied),
+        family.head_norms,
+        family.sandwich,
+        window,
+        sliding,
+        frozenset(biases),
+    )
+
+
+def positive(config: dict[str, Any], field: str, default: int | None = None) -> int:
+    value = config.get(field)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise fail("jobs.plan", "model", f"a config with a positive integer {field!r}", repr(value), "Look into the file.")
+    return value
+
+
+def windows(config: dict[str, Any], own: int, layers: int) -> tuple[int, tuple[int, ...]]:
+    """Tokens of the sliding window, and which of so many layers have it, by the rules of transformers' configs. The config has
+    ``own`` layers.
+
+    Raises:
+      FdoraError: kinds of layers, or a window, that no model of this type has.
+    """
+    kind, given = config["model_type"], config.get("sliding_window", WINDOW) is not None
+    given = given and (kind not in ("qwen2", "qwen3") or bool(config.get("use_sliding_window")))
+    sliding = tuple(n for n, name in enumerate(layer_types(config, own, layers, given)) if name == SLIDING)
+    if sliding and not given:  # no mask can be made
+        want = "a config that has a window for its sliding layers"
+        raise fail("jobs.plan", "model", want, "none", "Look at 'sliding_window' and 'use_sliding_window'.")
+    return (positive(config, "sliding_window", WINDOW), sliding) if sliding else (0, ())
+
+
+def layer_types(config: dict[str, Any], own: int, layers: int, given: bool) -> list[str]:
+    """Of so many layers; ``given``: whether there is a window."""
+    kind = config["model_type"]
+    if kind not in ("qwen2", "qwen3", "gemma3_text"):
+        return [SLIDING if kind == "mistral" and given else FULL] * layers
+    names = config.get("layer_types")
+    if names is not None:
+        if not isinstance(names, list) or len(names) != own or any(name not in (FULL, SLIDING) for name in names):
+            want = f"a config whose 'layer_types' has {FULL!r} or {SLIDING!r} for each of its {own} layers"
+            raise fail("jobs.plan", "model", want, repr(names), "Look into the file.")
+        if layers > own:
+            raise fail("jobs.plan", "layers", f"at most the {own} of 'layer_types'", repr(layers), "Name more there, or none.")
+        return names[:layers]
+    if kind == "gemma3_text":
+        every = positive(config, "sliding_window_pattern", config.get("_sliding_window_pattern", EVERY))
+        return [SLIDING if (n + 1) % every else FULL for n in range(layers)]
+    first = config.get("max_window_layers", FIRST)
+    if type(first) is not int:
+        raise fail("jobs.plan", "model", "a config with an integer 'max_window_layers'", repr(first), "Look into the file.")
+    return [SLIDING if given and n >= first else FULL for n in range(layers)]
+
+
+def _file(path: Path) -> Path:
+    file = path / CONFIG if path.is_dir() else path
+    if not file.is_file():
+        raise fail("jobs.plan", "model", f"a {CONFIG}, or a folder with one", repr(str(path)), "Nothing is downloaded.")
+    return file

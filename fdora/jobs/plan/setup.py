@@ -1,0 +1,84 @@
+"""What is trained, and how: the arguments of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from fdora._check import fail
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# bytes of a weight, and whether it is decoded for a product of many tokens: codes, and scales for each group
+WEIGHTS = {
+    "bf16": (2.0, False),
+    "nf4": (0.5 + 4 / 64, True),  # absolute maxima in float32
+    "nf4_nested": (0.5 + 1 / 64 + 4 / (64 * 256), True),  # maxima in 8 bits, their scales in float32
+    "fp4": (0.5 + 4 / 64, True),
+    "mxfp4": (0.5 + 1 / 32, True),
+    "nvfp4": (0.5 + 1 / 16, True),
+    "int8": (1.0, True),  # a scale for each row is left out, here and below
+    "fp8": (1.0, True),
+    "fp8_blocks": (1.0 + 4 / 128**2, True),
+}
+OPTIMIZERS = {"adamw": 2, "sgd": 0, "momentum": 1}  # states of the size and dtype of the parameter
+
+
+class Adapter(NamedTuple):
+    """One of those that are trained together."""
+
+    name: str
+    r: int
+
+
+class Setup(NamedTuple):
+    """``length``: tokens of a sequence. ``fuse``: q, k, v and the MLP in one call each, as ``use_fdora(model)`` runs them where
+    it can. ``loss_tokens``: of each sequence that reach the head; None: all of them."""
+
+    length: int
+    adapters: tuple[Adapter, ...]
+    fuse: bool = False
+    checkpointing: bool = False
+    loss_tokens: int | None = None
+    weights: str = "bf16"
+    adapter_bytes: int = 4
+    optimizer: str = "adamw"
+    microbatches: int = 1
+    targets: frozenset[str] = frozenset(LINEARS)
+
+    @property
+    def width(self) -> int:
+        """Rows of A that a layer has: those of the largest rank, for a bank is as wide as that."""
+        return max(adapter.r for adapter in self.adapters)
+
+    def adapter_elements(self, N: int, K: int) -> int:
+        """Of A, B and m of all adapters on one layer."""
+        return len(self.adapters) * (self.width * (N + K) + N)
+
+    def decoded(self, elements: int) -> int:
+        """Bytes of a dense copy of a weight while it is multiplied."""
+        return 2 * elements if WEIGHTS[self.weights][1] else 0
+
+    def loss_of(self, tokens: int) -> int:
+        return tokens if self.loss_tokens is None else tokens * min(self.loss_tokens, self.length) // self.length
+
+
+def check_setup(setup: Setup) -> Setup:
+    positive = {"length": setup.length, "microbatches": setup.microbatches}
+    positive |= {f"adapters[{i}]": each.r for i, each in enumerate(setup.adapters)}
+    if setup.loss_tokens is not None:
+        positive["loss_tokens"] = setup.loss_tokens
+    for arg, value in positive.items():
+        if type(value) is not int or value < 1:
+            raise fail("jobs.plan", arg, "a positive int", repr(value), "It is a number of tokens, microbatches or a rank.")
+    if not setup.adapters:
+        raise fail("jobs.plan", "adapters", "at least one", "none", "Without an adapter nothing is trained.")
+    known: dict[str, Collection] = {"weights": WEIGHTS, "optimizer": OPTIMIZERS, "adapter_bytes": (2, 4)}
+    for arg, among in known.items():
+        if getattr(setup, arg) not in among:
+            raise fail("jobs.plan", arg, f"one of {', '.join(map(str, among))}", repr(getattr(setup, arg)), "Take the nearest.")
+    if not setup.targets or (unknown := setup.targets.difference(LINEARS)):
+        have = ", ".join(sorted(unknown)) if setup.targets else "none"
+        raise fail("jobs.plan", "targets", f"some of {', '.join(LINEARS)}", have, "Others are not planned.")
+    if setup.fuse and len(setup.adapters) > 1:
+        raise fail("jobs.plan", "fuse", "False for several adapters", "True", "dora_linear_multi is a call for each layer.")
+    return setup

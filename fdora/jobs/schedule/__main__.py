@@ -1,0 +1,91 @@
+"""A schedule from the command line.
+
+    python -m fdora.jobs.schedule lengths.json --capacity 6144 --stages 4 --out schedule.json --picture schedule.png
+
+lengths.json has the tokens of every sample: {"adapter": [[of the first batch...], [of the second...], ...], ...}, or a list in
+place of the names. Printed are microbatches with the bound that none can beat, no-ops, fill, the bubble of
+1F1B, and how batches were packed. A bad argument or file gives a sentence on stderr and exit status 2.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from fdora._check import FdoraError, fail
+from fdora.jobs.schedule.picture import draw
+from fdora.jobs.schedule.records import Schedule, Spec, to_json
+from fdora.jobs.schedule.simulate import simulate
+from fdora.jobs.schedule.whole import schedule
+
+
+def read(path: str) -> tuple[list[str], list[list[list[int]]]]:
+    """Names of adapters, and their lengths."""
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise fail("jobs.schedule", "lengths", "a JSON file", f"{type(error).__name__}: {error}", "Check the path.") from None
+    if isinstance(found, list):
+        found = {f"adapter {a}": batches for a, batches in enumerate(found)}
+    lists = isinstance(found, dict) and all(
+        isinstance(batches, list) and all(isinstance(batch, list) for batch in batches) for batches in found.values()
+    )
+    if not lists:
+        want = "lists of batches, which are lists of tokens, for each adapter"
+        raise fail("jobs.schedule", "lengths", want, repr(found)[:60], 'Write {"name": [[512, 300], [401, 77]]}.')
+    return [*found], [*found.values()]
+
+
+def summary(found: Schedule, names: list[str], stages: int) -> list[str]:
+    groups = " | ".join(", ".join(names[a] for a in group) for group in found.groups)
+    timeline = simulate(found, stages)
+    counts = Counter(f"{each.method}: {each.why}" for each in found.packings)
+    return [
+        f"groups: {groups}",
+        f"{len(found.microbatches)} microbatches, {found.noops} of them no-ops; none has fewer than {found.bound}",
+        f"fill {found.fill:.1%}, bubble of 1F1B {timeline.bubble:.1%} in {stages} stages",
+        *(f"{n} packings, {what}" for what, n in counts.most_common()),
+    ]
+
+
+def write(arg: str, save: Callable[[], object]) -> None:
+    try:
+        save()
+    except FdoraError:
+        raise
+    except (OSError, ValueError) as error:  # matplotlib's of a suffix that it does not know is a ValueError
+        want = "a file that can be written"
+        raise fail("jobs.schedule", arg, want, f"{type(error).__name__}: {error}", "Check the path and its suffix.") from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = ArgumentParser("python -m fdora.jobs.schedule", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("lengths", help="JSON file")
+    parser.add_argument("--capacity", type=int, required=True, help="tokens of a microbatch")
+    parser.add_argument("--stages", type=int, default=1, help="of the pipeline: its depth, and what is simulated (%(default)s)")
+    parser.add_argument("--multiple", type=int, default=1, help="to which an adapter's tokens are padded (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=Spec(1).seconds, help="for solving exactly; 0: none (%(default)s)")
+    parser.add_argument("--workers", type=int, default=1, help="processes that solve (%(default)s)")
+    parser.add_argument("--out", help="the schedule as JSON")
+    parser.add_argument("--picture", help="stages by time; needs matplotlib")
+    a = parser.parse_args(argv)
+    try:
+        names, lengths = read(a.lengths)
+        found = schedule(lengths, Spec(a.capacity, a.stages, a.multiple, a.seconds, a.workers))
+        lines = summary(found, names, a.stages)
+        if a.out:
+            write("out", lambda: Path(a.out).write_text(to_json(found)))
+        if a.picture:
+            title = "; ".join(lines[1:3])
+            write("picture", lambda: draw(simulate(found, a.stages), a.picture, names=names, title=title))
+    except FdoraError as error:
+        parser.exit(2, f"{error}\n")
+    print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,44 @@
+"""What an engine needs to know of a schedule while it runs one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fdora._check import fail
+from fdora.jobs.schedule.order import Batch, places
+from fdora.jobs.schedule.records import Microbatch
+
+
+def optimizer_steps(microbatches: Sequence[Microbatch]) -> tuple[tuple[Batch, ...], ...]:
+    """Of each microbatch the (adapter, batch) whose last samples it holds: when its backward is through on a stage, those
+    adapters' optimizers step there.
+
+    Count backwards, not forwards: a stage that counts forwards steps before the gradients of those in flight have come.
+    """
+    steps: list[list[Batch]] = [[] for _ in microbatches]
+    for batch, found in sorted(places(microbatches).items()):
+        steps[found[-1]].append(batch)
+    return tuple(map(tuple, steps))
+
+
+def segment_ends(microbatch: Microbatch, adapters: int, *, multiple: int = 1) -> tuple[int, ...]:
+    """Where each adapter's tokens end once the samples lie one after the other, as ``torch.nn.functional.grouped_mm`` takes it.
+
+    Samples of a microbatch are sorted by adapter already; an adapter without any ends where the one before it does. With
+    ``multiple`` each adapter's tokens are followed by what is missing to the next multiple.
+
+    Raises:
+      FdoraError: a sample is of an adapter that is not among the first ``adapters``, or ``multiple`` is less than 1.
+    """
+    if type(multiple) is not int or multiple < 1:
+        raise fail("jobs.schedule.segment_ends", "multiple", "a positive int", repr(multiple), "1 adds nothing.")
+    tokens = [0] * adapters
+    for sample in microbatch:
+        if not 0 <= sample.adapter < adapters:
+            raise fail("jobs.schedule.segment_ends", "adapters", f"more than {sample.adapter}", adapters, "Count all adapters.")
+        tokens[sample.adapter] += sample.length
+    ends, end = [], 0
+    for n in tokens:
+        end += n + -n % multiple
+        ends.append(end)
+    return tuple(ends)

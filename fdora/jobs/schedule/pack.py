@@ -1,0 +1,190 @@
+"""Samples into as few microbatches as possible: two greedy ways and a lower bound, then exactly where that leaves a question.
+
+A packing in multiples (``spec.multiple`` tokens; U of them are the capacity) is feasible where each microbatch b has
+
+    sum over adapters a of ceil(sum of lengths of a in b / multiple) <= U
+
+Fewest microbatches come first, then the least load of the last one: what is left of a batch is merged with other batches'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fdora._check import fail
+from fdora.jobs.schedule import exact
+from fdora.jobs.schedule.exact import rank
+from fdora.jobs.schedule.records import Microbatch, Packing, Sample, Spec, check_sample, check_spec, load
+
+
+def lower_bound(samples: Sequence[Sample], spec: Spec) -> int:
+    """``max(ceil(sum_a ceil(T_a / multiple) / U), L2)``, T_a the tokens of adapter a.
+
+    L2 (Martello and Toth, 1990) relaxes the multiples: with t <= C / 2, samples longer than C - t are alone, those up to
+    C / 2 are apart, and what else is at least t long must fit beside the latter. The largest over all t counts.
+    """
+    C = spec.units * spec.multiple
+    best = -(-load(samples, spec) // spec.units)
+    lengths = sorted(sample.length for sample in samples)
+    for t in {0, *(n for n in lengths if 2 * n <= C)}:
+        alone = sum(n > C - t for n in lengths)
+        apart = [n for n in lengths if 2 * n > C and n <= C - t]
+        beside = sum(n for n in lengths if t <= n and 2 * n <= C)
+        best = max(best, alone + len(apart) + max(0, -(-(beside - len(apart) * C + sum(apart)) // C)))
+    return best
+
+
+def first_fit(samples: Sequence[Sample], spec: Spec) -> list[Microbatch]:
+    """The longest first, each into the first microbatch that takes it (first-fit decreasing)."""
+    tokens: list[dict[int, int]] = []
+    bins: list[list[Sample]] = []
+    used: list[int] = []
+    m = spec.multiple
+    for sample in sorted(samples, key=lambda each: (-each.length, each)):
+        for b, have in enumerate(tokens):
+            before = have.get(sample.adapter, 0)
+            more = -(-(before + sample.length) // m) - -(-before // m)
+            if used[b] + more <= spec.units:
+                break
+        else:
+            b, before, more = len(bins), 0, -(-sample.length // m)
+            tokens.append({})
+            bins.append([])
+            used.append(0)
+        tokens[b][sample.adapter] = before + sample.length
+        bins[b].append(sample)
+        used[b] += more
+    return in_order(bins, spec)
+
+
+def fullest(samples: Sequence[Sample], spec: Spec) -> list[Microbatch]:
+    """One microbatch after the other: the longest sample that is left, with the set of others that fills it best.
+
+    The sets are found by subset sums: bit n of an int says whether n tokens can be had of an adapter's samples.
+    """
+    left = sorted(samples, key=lambda each: (-each.length, each))
+    bins = []
+    while left:
+        chosen = {left[0], *best_set(left[1:], left[0], spec)}
+        bins.append([sample for sample in left if sample in chosen])
+        left = [sample for sample in left if sample not in chosen]
+    return in_order(bins, spec)
+
+
+def best_set(others: list[Sample], first: Sample, spec: Spec) -> list[Sample]:
+    """Of ``others`` those that, with ``first``, hold the most tokens in one microbatch."""
+    m, U = spec.multiple, spec.units
+    # without multiples adapters need not be told apart
+    key = (lambda sample: 0) if m == 1 else (lambda sample: sample.adapter)
+    classes: dict[int, list[Sample]] = {key(first): []}
+    for sample in others:
+        classes.setdefault(key(sample), []).append(sample)
+    last = [*classes][-1]
+    mask = (1 << (U * m + 1)) - 1
+    sums: dict[int, list[int]] = {}  # of each class: what the first 0, 1, 2... of its samples can add up to
+    for c, members in classes.items():
+        sums[c] = [1 << (first.length if c == key(first) else 0)]
+        for sample in members:
+            sums[c].append((sums[c][-1] | sums[c][-1] << sample.length) & mask)
+    # (multiples, tokens, tokens of each class) for the classes so far: the most tokens for each stretch of multiples
+    best: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]
+    for c in classes:
+        if c == last:  # the most that fits beside the others
+            best = [(U, total + n, (*each, n)) for used, total, each in best if (n := most(sums[c][-1], (U - used) * m)) >= 0]
+        else:
+            best = grown(best, sums[c][-1], spec)
+    taken: list[Sample] = []
+    for c, tokens in zip(classes, max(best)[2], strict=True):
+        for i in reversed(range(len(classes[c]))):
+            if not sums[c][i] >> tokens & 1:
+                taken.append(classes[c][i])
+                tokens -= classes[c][i].length
+    return taken
+
+
+STRETCHES = 64  # of the capacity, of each of which one sum is remembered: all where multiples are no shorter
+
+
+def grown(best: list[tuple[int, int, tuple[int, ...]]], reach: int, spec: Spec) -> list[tuple[int, int, tuple[int, ...]]]:
+    """``best`` with one of the sums in ``reach`` added to each."""
+    m, U = spec.multiple, spec.units
+    wide = -(-U // STRETCHES)
+    found: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+    for high in range(0, U + 1, wide):
+        n = most(reach, high * m)
+        u = -(-n // m)
+        if n < 0 or (high and u <= high - wide):
+            continue  # no sum in this stretch
+        for used, total, each in best:
+            stretch = -(-(used + u) // wide)
+            if used + u <= U and (stretch not in found or total + n > found[stretch][1]):
+                found[stretch] = used + u, total + n, (*each, n)
+    return [found[stretch] for stretch in sorted(found)]
+
+
+def most(reach: int, tokens: int) -> int:
+    """The largest sum up to ``tokens``, -1 where there is none."""
+    return (reach & ((1 << (tokens + 1)) - 1)).bit_length() - 1
+
+
+def in_order(bins: Sequence[Sequence[Sample]], spec: Spec) -> list[Microbatch]:
+    """The fullest first, the one with the least in it last."""
+    return sorted((tuple(sorted(each)) for each in bins), key=lambda each: (-load(each, spec), each))
+
+
+def pack(samples: Sequence[Sample], spec: Spec) -> Packing:
+    """Samples that may share microbatches: one batch of each adapter at most.
+
+    Greedily first, two ways, with :func:`lower_bound`. Where that leaves a question and ``spec.seconds`` is not 0,
+    ``scipy.optimize.milp`` looks for fewer microbatches, then for less in the last one, each for half of ``spec.seconds`` at
+    most; where it stops at that limit, the answer depends on how fast the machine is. ``Packing.why`` says what happened.
+
+    Raises:
+      FdoraError: the spec is out of range, a sample does not fit, two are the same, or an adapter has two batches.
+    """
+    check_spec("jobs.schedule.pack", spec)
+    check_samples(samples, spec)
+    return solved(greedy(samples, spec), spec)
+
+
+def greedy(samples: Sequence[Sample], spec: Spec) -> Packing:
+    bound = lower_bound(samples, spec)
+    bins = min((first_fit(samples, spec), fullest(samples, spec)), key=lambda each: rank(each, spec))
+    return Packing(tuple(bins), bound, rank(bins, spec)[1] * spec.multiple, "greedy", "greedy alone was asked for")
+
+
+def settled(packing: Packing, spec: Spec) -> str:
+    """Why nothing better is there to be found; empty where something may be."""
+    if len(packing.microbatches) < 2:
+        return "one microbatch"
+    samples = [sample for each in packing.microbatches for sample in each]
+    # the others cannot hold more than U each, and the last one has at least the shortest sample
+    floor = load(samples, spec) - (len(packing.microbatches) - 1) * spec.units
+    floor = max(floor, min(-(-sample.length // spec.multiple) for sample in samples))
+    met = packing.optimal and packing.remainder == floor * spec.multiple
+    return "the bounds are met" if met else ""
+
+
+def solved(packing: Packing, spec: Spec) -> Packing:
+    """The same samples, by the solver where it can be of use."""
+    why = settled(packing, spec) or ("" if spec.seconds else "no time to solve it")
+    if not why and not exact.available():
+        why = "scipy is not installed"
+    if why:
+        return packing._replace(why=why)
+    found, bound, why = exact.solve(packing.microbatches, packing.bound, spec)
+    if rank(found, spec) < rank(packing.microbatches, spec):
+        best = in_order(found, spec)
+        return Packing(tuple(best), bound, load(best[-1], spec) * spec.multiple, "exact", why)
+    return packing._replace(bound=bound, why=why)
+
+
+def check_samples(samples: Sequence[Sample], spec: Spec) -> None:
+    batches: dict[int, int] = {}
+    for n, sample in enumerate(samples):
+        check_sample("jobs.schedule.pack", f"samples[{n}].length", sample.length, spec)
+        if batches.setdefault(sample.adapter, sample.batch) != sample.batch:
+            have = f"batches {batches[sample.adapter]} and {sample.batch} of adapter {sample.adapter}"
+            raise fail("jobs.schedule.pack", "samples", "of one batch of each adapter", have, "An optimizer step lies between.")
+    if len({sample[:3] for sample in samples}) < len(samples):
+        raise fail("jobs.schedule.pack", "samples", "distinct", "one of them twice", "Number them: (adapter, batch, number).")

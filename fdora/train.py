@@ -1,0 +1,1 @@
+raise ImportError("fdora.train is now fdora.jobs.loop: import that.")
