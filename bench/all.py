@@ -1,13 +1,14 @@
 """Every committed result by one command, each in a process of its own, in the order of the table below.
 
-    python -m bench.all --device cuda --out bench/results/h100 --commit HASH
-    python -m bench.all --device cuda --out bench/results/h100 --commit HASH --seconds 570 --missing
-    python -m bench.all --list
+    python -m bench all --device cuda --commit HASH
+    python -m bench all --device cuda --commit HASH --seconds 570 --missing
+    python -m bench all --list
 
-In slices: ``--seconds`` starts nothing that would not fit (by the table's rough seconds on an H100), hands what is left to the
-commands and kills what outlives it; ``--missing`` runs what has no whole result of this commit yet, ``--only`` what is named.
-What fails is reported with its last lines while the others go on, and makes the exit status 1 at the end. A command writes
-its JSON after every case, so one that was cut off leaves the cases it finished, with a "problem" that says so.
+A run is written to ``bench/results/SUITE.jsonl`` under its machine and name. In slices: ``--seconds`` starts nothing that would
+not fit (by the table's rough seconds on an H100), hands what is left to the commands and kills what outlives it; ``--missing``
+runs what has no whole result of this commit yet, ``--only`` what is named. What fails is reported with its last lines while the
+others go on, and makes the exit status 1 at the end. A command writes after every case, so one that was cut off leaves what it
+finished, with a "problem" that says so.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.save import save
+import torch
+
+from bench import records
 from bench.table import table
 
 ROOT = Path(__file__).parent.parent
 LAST_CASE = 60  # seconds: a command starts no case when less is left
-UNREADABLE = "unreadable"
 
 
 class Entry(NamedTuple):
@@ -39,20 +41,11 @@ class Entry(NamedTuple):
 
 
 MODELS = ("llama-3.1-8b", "gemma-3-12b --layers 6", "qwen2.5-7b", "qwen2.5-32b", "mistral-small-24b", "qwen3-vl-8b")
-ODD = ("140,8192,3072,384", "192,8192,3072,384", "133,7168,2688,16", "70,3840,15360,96", "291,4864,22528,16")  # M, K, N, r
-# of bench.shapes --seed 17 what was slowest, and rows of such layers that fill their tiles
-WORST = (
-    *ODD,
-    *("128,8192,3072,384", "256,8192,3072,384", "140,8192,3072,16", "128,7168,2688,16", "64,1280,5120,64", "64,3840,15360,96"),
-    *("312,2048,2048,192", "1253,2048,8192,256", "192,5120,17920,16", "256,11392,2304,512", "687,13824,8832,512"),
-    *("666,4736,26240,64", "2240,4096,12288,64", "1949,7168,19968,512", "4797,25600,5120,256"),
-)
 # W is small beside the tokens
 NARROW = (
     *("7225,768,24448,192", "8192,2048,8192,64", "4096,1024,3072,32", "8192,2560,9728,16", "6000,768,3072,64"),
     *("16384,4096,14336,64", "16384,4096,4096,16", "8192,1024,8192,384"),
 )
-INSIDE = ("64,9344,9344,32", "64,4096,14336,16", "16,4096,14336,16", "16,2304,22144,16", "16,9344,9344,32")
 FLOORS = "--ways frozen,bare,peft_lora,fdora,fdora_inside"
 COMPILED = "--no-eager --compiled default,reduce-overhead"
 TABLE = {
@@ -73,57 +66,18 @@ TABLE = {
     "layer_few": Entry(180, f"bench.layer --M 1,16,64,128,512 --r 16,128,384 {FLOORS}"),
     "layer_ranks": Entry(90, f"bench.layer --r 8,64,128,768 {FLOORS}"),
     "peaks": Entry(100, "bench.peaks"),
-    "products": Entry(170, "bench.products"),
-    "products_every": Entry(90, "bench.products --seed 5 --shapes 10 --exhaustive --multiples 16"),
-    "products_every_6": Entry(50, "bench.products --backward --exhaustive --multiples 16 --seed 6 --shapes 10"),
-    "products_again": Entry(50, "bench.products --shapes 49 --ways after,first,bare"),
-    "products_tiles": Entry(50, "bench.products --shapes 49 --ways fused,bare"),
-    "products_more_tiles": Entry(40, "bench.products --seed 2 --shapes 40 --ways fused,bare"),
-    "products_more": Entry(50, "bench.products --seed 2 --shapes 40"),
-    "products_ways": Entry(30, f"bench.products {' '.join(f'--shape {shape}' for shape in WORST)}"),
-    "products_odd": Entry(25, f"bench.products --ways fused,bare {' '.join(f'--shape {shape}' for shape in ODD)}"),
-    "few": Entry(50, "bench.few --jobs 8"),
-    "few_1": Entry(30, "bench.few --jobs 8 --tokens 32,16,1"),
-    "few_ranks": Entry(50, "bench.few --jobs 8 --ranks 64,256 --tokens 64,32,16"),
-    "passes": Entry(75, "bench.passes"),
     "scaled_weight": Entry(20, f"bench.shapes --ways bare,fdora_dz,fdora {' '.join(f'--shape {shape}' for shape in NARROW)}"),
-    "few_inside": Entry(30, f"bench.few --jobs 14 {' '.join(f'--shape {shape}' for shape in INSIDE)}"),
     "shapes": Entry(60, "bench.shapes --jobs 8"),
     "shapes_18": Entry(60, "bench.shapes --jobs 8 --seed 18"),
     "shapes_17": Entry(60, "bench.shapes --jobs 8 --seed 17"),
     "shapes_unseen": Entry(60, "bench.shapes --jobs 8 --seed 101"),
     "bias": Entry(45, "bench.bias --beside 512"),
     "norm_model": Entry(30, "bench.norm_model --r 16,64,384"),
-    "norm_dense": Entry(40, "bench.norm_dense"),
-    "norm_dense_now": Entry(
-        15,
-        "bench.norm_dense --now "
-        "--shapes 24832x8832x8,4096x14336x12,4096x4096x16,4096x4096x64,4096x14336x64,3840x15360x96,8192x28672x96,4096x4096x128",
-    ),
-    "norm_dense_more": Entry(
-        30,
-        "bench.norm_dense "
-        "--shapes 3840x15360x96,768x19072x256,4096x14336x192,1024x4096x16,1024x4096x96,768x19072x16,4096x4096x128",
-    ),
-    "norm_dense_high": Entry(
-        35,
-        "bench.norm_dense --shapes 768x19072x256,1408x19072x192,3328x19200x256,12416x8576x384,2560x9728x384,5120x25600x32",
-    ),
-    "norm_model_128": Entry(20, "bench.norm_model --tiles --models llama-3.1-8b --layers 1 --r 128"),
-    "norm_model_tiles": Entry(40, "bench.norm_model --tiles --models llama-3.1-8b --layers 1 --r 16,64,128,384"),
     "beside": Entry(20, "bench.beside"),
     "group": Entry(110, "bench.group --jobs 8 --quick"),
     "multi": Entry(150, "bench.multi --runs 5 --jobs 8"),
     "multi_again": Entry(60, "bench.multi --runs 5 --jobs 7 --G 4,32 --ways frozen,one,multi --kernels"),
     "multi_mixed4": Entry(25, "bench.multi --runs 9 --G 4 --r mixed --shapes 4096x4096 --ways multi,one --jobs 4"),
-    "multi_forms": Entry(40, "bench.multi_forms --only decode,train,tile,tile_mixed --jobs 8"),
-    "multi_norms": Entry(40, "bench.multi_forms --only train --jobs 8"),
-    "multi_strips": Entry(40, "bench.multi_forms --only norm,lost --jobs 8"),
-    "multi_strips_tiles": Entry(50, "bench.multi_forms --only norm,lost,low_64,cache --jobs 8"),
-    "multi_low": Entry(70, "bench.multi_forms --only low_4,low --jobs 8"),
-    "multi_cache": Entry(20, "bench.multi_forms --only cache --jobs 8"),
-    "multi_tiles": Entry(60, "bench.multi_forms --only low,grad,look,strip,pass --jobs 8"),
-    "multi_look": Entry(40, "bench.multi_forms --only look,grad --jobs 8"),
     "experts": Entry(150, "bench.experts --runs 5"),
     "layers12_r384_eager": Entry(60, "bench.layers12 --r 384 --no-compile"),
     "layers12_r16_eager": Entry(60, "bench.layers12 --r 16 --no-compile"),
@@ -146,15 +100,12 @@ TABLE = {
     **{f"converge_muon_s{i}": Entry(180, f"bench.converge --seeds {i} --optimizers muon") for i in range(3)},
     "quant": Entry(230, "bench.quant --runs 3 --no-norms --jobs 15 --M 512,4096,1,16,16384"),
     "quant_norms": Entry(330, "bench.quant --runs 5 --M 1 --ways linear"),
-    "quant_forms": Entry(170, "bench.quant_forms"),
     "quant_model": Entry(60, "bench.quant_model"),
     "quant_4096": Entry(
         45,
         "bench.quant --runs 3 --no-norms --M 4096 --shapes 4096x14336,14336x4096,8192x8192,28672x8192 "
         "--ways linear4bit,qlora,fdora --jobs 12",
     ),
-    "quant_tiles": Entry(20, "bench.norm_tiles --ranks 384"),
-    "quant_strips": Entry(45, "bench.norm_tiles --ranks 16,64 --shapes 4096x14336,4096x4096,14336x4096"),
     "fp8": Entry(20, "bench.fp8"),
     "vit": Entry(110, "bench.vit"),
     "vit_40": Entry(300, "bench.vit --layers 40"),
@@ -194,41 +145,47 @@ TABLE = {
     "parallel": Entry(60, "bench.parallel --world 2 --runs 5"),
     "demo": Entry(60, "demo.run"),
 }
-# no --seconds of their own
-WITH_RIVALS = ("bench.layer", "bench.group", "bench.multi", "bench.quant")
-UNTIMED = (
-    "bench.norm_forms",
-    "bench.norm_model",
-    "bench.beside",
-    "bench.bias",
-    "bench.compose",
-    "bench.embedding",
-    "bench.full",
-    "bench.host",
-    "bench.launches",
-    "bench.issue_time",
-    "bench.schedule",
-    "bench.quant_model",
-    "bench.norm_tiles",
-    "bench.norm_dense",
-    "bench.fp8",
-    "bench.sharded",
-    "bench.jobs",
-    "bench.parallel",
-    "demo.run",
-)
+# Commands whose runs are in the file of another; a file has the name of its command otherwise.
+FILES = {"launches": "host", "issue_time": "host", "norm_forms": "norm", "norm_model": "norm", "pytest": "suite", "run": "demo"}
+WITH_RIVALS = ("layer", "group", "multi", "quant")
+TIMED = (*WITH_RIVALS, "experts", "pytest", "steps", "model", "converge", "shapes", "peaks", "layers12", "vit")  # --seconds
 
 
-def arguments(name: str, out: Path, options, left: float) -> list[str]:
-    """``out`` is the JSON; the demo takes a folder."""
+def command_of(name: str) -> tuple[str, list[str]]:
+    """The last word of its module, and its arguments."""
     module, *given = TABLE[name].command.split()
-    command = [sys.executable, "-m", module, *given, f"--device={options.device}"]
-    if module == "demo.run":
-        return [*command, f"--out={out}"]
-    command += [f"--json={out}", *([f"--commit={options.commit}"] if options.commit else [])]
-    if module not in UNTIMED and left < math.inf:
-        command.append(f"--seconds={max(0, int(left - LAST_CASE))}")
-    return command + [f"--rival-path={folder}" for folder in options.rival_path if module in WITH_RIVALS]
+    return module.rpartition(".")[2], given
+
+
+class Place(NamedTuple):
+    """Where a run is written."""
+
+    file: Path
+    run: str
+
+    def lines(self) -> list[dict] | None:
+        return records.read(self.file).get(self.run) if self.file.exists() else None
+
+    def save(self, result: dict) -> None:
+        records.save(Path(f"{self.file}:{self.run}"), result)
+
+
+def place_of(name: str, options: argparse.Namespace) -> Place:
+    command, _ = command_of(name)
+    machine = "cpu" if options.device == "cpu" else torch.cuda.get_device_name().split()[1].lower()  # NVIDIA H200 ...
+    return Place(options.out / f"{FILES.get(command, command)}.jsonl", f"{machine}/{name}")
+
+
+def arguments(name: str, place: Place, folder: str, options: argparse.Namespace, left: float) -> list[str]:
+    """The demo writes a report into a folder, all others a run."""
+    command, given = command_of(name)
+    words = [sys.executable, "-m", TABLE[name].command.split()[0], *given, f"--device={options.device}"]
+    if name == "demo":
+        return [*words, f"--out={folder}"]
+    words += [f"--json={place.file}:{place.run}", *([f"--commit={options.commit}"] if options.commit else [])]
+    if command in TIMED and left < math.inf:
+        words.append(f"--seconds={max(0, int(left - LAST_CASE))}")
+    return words + [f"--rival-path={each}" for each in options.rival_path if command in WITH_RIVALS]
 
 
 def watch(command: list[str], left: float) -> tuple[int | None, str]:
@@ -247,46 +204,39 @@ def watch(command: list[str], left: float) -> tuple[int | None, str]:
         return code, "".join(log.readlines()[-15:])
 
 
-def run(name: str, path: Path, options, left: float) -> tuple[int | None, str]:
+def run(name: str, place: Place, options: argparse.Namespace, left: float) -> tuple[int | None, str]:
     """Exit status, and what is wrong with the result: nothing where it is whole."""
-    before = path.read_bytes() if path.exists() else b""
+    before = place.lines()
     with tempfile.TemporaryDirectory() as folder:
-        demo = Path(folder) / "report.json"
-        code, last = watch(arguments(name, Path(folder) if name == "demo" else path, options, left), left)
-        if demo.exists():
-            result = json.loads(demo.read_text())
+        code, last = watch(arguments(name, place, folder, options, left), left)
+        report = Path(folder) / "report.json"
+        if report.exists():
+            result = json.loads(report.read_text())
             machine = {"cpu" if options.device == "cpu" else "gpu": result["device"], "torch": result["versions"]["torch"]}
-            save(path, {"about": machine | {"commit": options.commit}} | result)
+            place.save({"about": machine | {"commit": options.commit}} | result)
+    lines = place.lines()
     if code == 0:
-        return code, lacking(path, options.commit)
+        return code, lacking(name, lines, options.commit)
     problem = "cut off by --seconds" if code is None else f"exit status {code}"
-    if path.exists() and path.read_bytes() != before and lacking(path, options.commit) != UNREADABLE:
-        save(path, json.loads(path.read_text()) | {"problem": problem})
+    if lines and lines != before:
+        place.save(records.result_of(lines) | {"problem": problem})
     return code, problem if code is None else f"{problem}, its last lines:\n{last}"
 
 
-def lacking(path: Path, commit: str | None) -> str:
+def lacking(name: str, lines: list[dict] | None, commit: str | None) -> str:
     """Why this is no whole result of this commit; empty where it is."""
-    if not path.exists():
+    if lines is None:
         return "no result"
-    try:
-        result = json.loads(path.read_text())
-    except ValueError:  # killed while it wrote
-        return UNREADABLE
-    if result.get("about", {}).get("commit") != commit:
+    result = records.result_of(lines)
+    about, (_, given) = result.get("about", {}), command_of(name)
+    if about.get("commit") != commit:
         return "of another commit"
-    module, *given = TABLE[path.stem].command.split() if path.stem in TABLE else [""]
-    arguments = result.get("about", {}).get("arguments")
-    if arguments is not None and arguments != " ".join(given):
-        return f"of other arguments: {arguments or 'none'}"
+    if about.get("arguments", " ".join(given)) != " ".join(given):
+        return f"of other arguments: {about['arguments'] or 'none'}"
     late = [reason for reason in result.get("failed", {}).values() if reason.startswith("not started")]
     if late or result.get("skipped") or result.get("summary", {}).get("skipped"):
         return "some cases were not started"
-    if result.get("problem") or module != "bench.steps":
-        return result.get("problem", "")
-    from bench.steps import lacks
-
-    return lacks(result, given)
+    return result.get("problem", "")
 
 
 def folders(text: str) -> list[Path]:
@@ -296,8 +246,8 @@ def folders(text: str) -> list[Path]:
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the JSONs")
-    parser.add_argument("--commit", help="recorded in the JSONs")
+    parser.add_argument("--out", type=Path, default=records.RESULTS, help="folder of the results")
+    parser.add_argument("--commit", help="recorded in the results")
     parser.add_argument("--seconds", type=float, default=math.inf, help="for everything together")
     parser.add_argument("--only", type=lambda s: s.split(","), default=list(TABLE), help="names, in any order")
     parser.add_argument("--missing", action="store_true", help="only what has no whole result of this commit")
@@ -312,13 +262,13 @@ def parse(argv=None):
 
 def main(argv=None):
     options, start = parse(argv), time.perf_counter()
-    reasons = {name: lacking(options.out / f"{name}.json", options.commit) for name in TABLE if name in options.only}
+    places = {name: place_of(name, options) for name in TABLE if name in options.only}
+    reasons = {name: lacking(name, place.lines(), options.commit) for name, place in places.items()}
     chosen = [name for name, reason in reasons.items() if reason or not options.missing]
     if options.list:
         print(table(["result", "about s", "python -m", "lacking"], [[n, *TABLE[n], reasons[n]] for n in chosen]))
         print(f"\nabout {sum(TABLE[name].seconds for name in chosen)} s together")
         return
-    options.out.mkdir(parents=True, exist_ok=True)
     failed, not_run = [], {}
     for name in chosen:
         left = options.seconds - (time.perf_counter() - start)
@@ -326,7 +276,7 @@ def main(argv=None):
             not_run[name] = f"takes about {TABLE[name].seconds} s, {left:.0f} were left"
             continue
         begin = time.perf_counter()
-        code, problem = run(name, options.out / f"{name}.json", options, left)
+        code, problem = run(name, places[name], options, left)
         print(f"{name}: {time.perf_counter() - begin:.0f} s{problem and ', ' + problem}", flush=True)
         if code:
             failed.append(name)

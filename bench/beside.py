@@ -20,7 +20,7 @@ import triton.language as tl
 
 from bench.command import command
 from bench.norm_forms import about
-from bench.save import save
+from bench.records import save
 from bench.table import table
 from fdora.functional import dora_linear
 from fdora.triton import gemm

@@ -19,7 +19,7 @@ import torch
 from bench import clock
 from bench.command import command
 from bench.norm_forms import about
-from bench.save import save
+from bench.records import save
 from bench.table import table
 from fdora.functional import dora_linear, dora_norm
 from fdora.triton import linear

@@ -12,7 +12,7 @@ import torch
 
 from bench.command import command
 from bench.norm_forms import about, medians
-from bench.save import save
+from bench.records import save
 from fdora.functional import dora_compose, dora_delta, select_backend
 
 SHAPES = ((4096, 4096), (4096, 14336), (16, 4096), (16384, 4096))

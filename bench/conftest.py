@@ -21,7 +21,7 @@ import torch
 
 from bench.clock import anchor_graph, capture, medians, wall_timer
 from bench.norm_forms import about
-from bench.save import save
+from bench.records import save
 from fdora.functional import select_backend
 from tests.memory import peak_bytes
 

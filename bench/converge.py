@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from bench.command import command
 from bench.decoder import LINEARS
 from bench.norm_forms import about
+from bench.records import save
 from bench.rivals import paths
-from bench.save import save
 from bench.table import line, table
 
 WAYS = ("peft", "fdora", "float32")

@@ -23,7 +23,7 @@ from bench import clock
 from bench.clock import wall_timer
 from bench.command import command
 from bench.norm_forms import about, medians
-from bench.save import save
+from bench.records import save
 from bench.table import table
 from fdora.functional import dora_conv2d, dora_embedding, dora_norm, select_backend
 

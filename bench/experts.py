@@ -42,7 +42,7 @@ from bench.layer import free
 from bench.multi import Timed, timed
 from bench.multi_ways import Way
 from bench.norm_forms import about
-from bench.save import save
+from bench.records import save
 from bench.table import line, table
 from bench.truth import rel_l2
 from bench.ways import ADAPTERS

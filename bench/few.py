@@ -27,7 +27,7 @@ from bench import clock, products
 from bench.command import command
 from bench.norm_forms import about
 from bench.products import close, randn
-from bench.save import save
+from bench.records import save
 from bench.shapes import CACHE
 from fdora._records import Operands
 from fdora.triton import small

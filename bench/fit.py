@@ -20,10 +20,11 @@ from pathlib import Path
 import numpy
 from scipy.optimize import least_squares, nnls
 
+from bench import records
 from bench.command import command
 from bench.norm_forms import about
 from bench.products import TILES
-from bench.save import save
+from bench.records import save
 from bench.table import table
 from fdora.triton.choice import together
 from fdora.triton.configs import GemmConfig
@@ -232,15 +233,15 @@ def figure(judgements, path):
 
 def main(argv=None):
     parser = command(__doc__, device=None)
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--unseen", type=Path, help="of bench.products too")
+    parser.add_argument("runs", nargs="+", help="of bench.products: h200/products_more")
+    parser.add_argument("--unseen", help="a run of bench.products too")
     parser.add_argument("--folds", type=int, default=4)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args(argv)
-    results = [json.loads(file.read_text()) for file in options.files]
+    results = [records.result(name) for name in options.runs]
     rows = merged(results)
-    unseen = merged([json.loads(options.unseen.read_text())]) if options.unseen else []
+    unseen = merged([records.result(options.unseen)]) if options.unseen else []
     models, judgements, lines = {}, [], []
     for forward in (True, False):
         side = [row for row in rows if row["forward"] == forward]

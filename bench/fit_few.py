@@ -1,6 +1,6 @@
 """Fit the model of fdora/triton/few.py to what bench.few measured, say how well it chooses, and write it down.
 
-    python -m bench.fit_few FILE... [--write fdora/triton/fitted_few.py]
+    python -m bench.fit_few RUN... [--write fdora/triton/fitted_few.py]
 
 Of all files, both ways of both directions; backward is what both take less forward. ``regret`` is the measured time of the way
 that the model chooses over that of the faster one. Of each pair the predictions must differ as the times do, up to MARGIN: a
@@ -10,7 +10,6 @@ fit of the times alone leaves some of them in a tie. The other way's product is 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import numpy
 from scipy.optimize import least_squares
 
+from bench import records
 from bench.table import table
 from fdora.triton.choice import product_way
 from fdora.triton.few import BesideFit, NarrowFit, beside_us, narrow_us
@@ -82,10 +82,10 @@ def written(fit, found):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("runs", nargs="+", help="of bench.few: h200/few")
     parser.add_argument("--write", type=Path)
     options = parser.parse_args(argv)
-    found = list(pairs([json.loads(file.read_text()) for file in options.files]))
+    found = list(pairs([records.result(name) for name in options.runs]))
     fit, lines = fitted(found), []
     for forward in (True, False):
         side = [pair for pair in found if pair.forward == forward]

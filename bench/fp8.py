@@ -29,7 +29,7 @@ from bench.command import command
 from bench.fp8_error import SCALES
 from bench.layer import free
 from bench.norm_forms import about
-from bench.save import save
+from bench.records import save
 from bench.table import table
 from bench.ways import BF16, Inputs, S
 from fdora.functional import dora_linear, dora_norm

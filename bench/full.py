@@ -16,7 +16,7 @@ from bench.clock import anchor_graph, medians, timer
 from bench.command import command
 from bench.kernels import by_name, profiled, shares
 from bench.norm_forms import about
-from bench.save import save
+from bench.records import save
 from bench.table import table
 from bench.ways import Inputs, S
 from fdora.functional import dora_linear

@@ -38,8 +38,8 @@ from bench.clock import Timer, anchor_graph, launches_of, medians, quick_timer, 
 from bench.command import command
 from bench.layer import free
 from bench.norm_forms import about
+from bench.records import save
 from bench.rivals import peft_layer
-from bench.save import save
 from bench.table import line, table
 from bench.truth import rel_l2
 from bench.ways import ADAPTERS, Inputs, S

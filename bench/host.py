@@ -18,7 +18,7 @@ from bench.attempt import Failures
 from bench.clock import medians, wall_timer
 from bench.command import command
 from bench.norm_forms import about
-from bench.save import save
+from bench.records import save
 from bench.table import table
 from bench.ways import ADAPTERS, Inputs, build
 

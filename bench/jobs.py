@@ -30,7 +30,7 @@ from bench.command import command
 from bench.jobs_model import LINEARS, TINY, Sizes, by_modules, data_of, decoder, stage_of
 from bench.layer import free
 from bench.norm_forms import about
-from bench.save import save
+from bench.records import save
 from bench.schedule import KINDS, drawn
 from bench.table import table
 from fdora.functional import DoraParams, dora_init, dora_stack

@@ -1,6 +1,6 @@
 """The bubble of bench.jobs' pipeline as the simulator has it, from what was measured of one run.
 
-    python -m bench.jobs_bubble bench/results/h200/jobs_pipeline.json
+    python -m bench.jobs_bubble h200/jobs_pipeline
 
 Three times go in, one after the other: what each action took (with the optimizer steps before it), a message (median time from
 the end of an action to the start on the other device of what waits for it alone), and what follows the last action, which
@@ -10,11 +10,10 @@ are the last optimizer steps. What is left is the host: it issues the next actio
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
+from bench import records
 from fdora.jobs.schedule import Schedule, simulate
 from fdora.jobs.schedule.simulate import Action, Task
 
@@ -69,10 +68,10 @@ def tasks_of(actions: Sequence[str]) -> list[Task]:
     return [Task(int(d), Action(int(d), int(n), way == "backward"), float(s) / 1e3, float(e) / 1e3) for d, n, way, s, e in each]
 
 
-def of_file(path: Path) -> dict[str, float]:
+def of_run(name: str) -> dict[str, float]:
     from bench.jobs import lengths_of, parse, plan_of
 
-    result = json.loads(path.read_text())
+    result = records.result(name)
     options = parse(result["about"]["arguments"].split())
     bubble = result["bubble"]
     return bubbles(
@@ -82,8 +81,8 @@ def of_file(path: Path) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="of bench.jobs --world")
-    for name, value in of_file(parser.parse_args(argv).file).items():
+    parser.add_argument("run", nargs="?", default="h200/jobs_pipeline", help="of bench.jobs --world (default: %(default)s)")
+    for name, value in of_run(parser.parse_args(argv).run).items():
         print(f"{name:32} {value:.4f}")
 
 

@@ -15,7 +15,7 @@ from bench.jobs import Jobs, head, lengths_of, plan_of, report, rows_of, wall
 from bench.jobs_bubble import bubbles
 from bench.jobs_model import LINEARS, TINY, Sizes
 from bench.processes import run_in_processes
-from bench.save import save
+from bench.records import save
 from bench.schedule import KINDS
 from fdora.functional import DoraParams, dora_init, dora_linear_multi, dora_norm, dora_stack
 from fdora.jobs.loop import Wire, connect, run_pipeline, select_state, works_of

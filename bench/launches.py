@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from bench.clock import medians, wall_timer
 from bench.command import command
 from bench.norm_forms import about
-from bench.save import save
+from bench.records import save
 from bench.table import table
 from fdora.triton.gemm import Operand, gemm
 from fdora.triton.kernels.sums import sum_kernel

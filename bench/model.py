@@ -36,8 +36,8 @@ from bench.layer import free
 from bench.layers12 import DTYPES, MOST_APART, adapters, apart, own_code
 from bench.norm_forms import about
 from bench.progress import Progress
+from bench.records import save
 from bench.rivals import fill_all, paths
-from bench.save import save
 from bench.table import table
 from bench.ways import S
 from tests.memory import peak_bytes

@@ -44,7 +44,7 @@ from bench.command import command
 from bench.layer import free
 from bench.multi_ways import WAYS, Bank, S, Way, build, errors
 from bench.norm_forms import about
-from bench.save import save
+from bench.records import save
 from bench.table import line, table
 from bench.truth import rel_l2
 from bench.ways import ADAPTERS

@@ -33,7 +33,7 @@ from bench.command import command
 from bench.multi import MIXED, kernels
 from bench.multi_ways import Bank, S, build
 from bench.norm_forms import about
-from bench.save import save
+from bench.records import save
 from bench.truth import rel_l2
 from bench.ways import BF16
 from fdora.functional import dora_norm

@@ -20,7 +20,7 @@ import torch
 from bench.command import command
 from bench.norm_forms import about
 from bench.quant_forms import CACHE, DTYPE, S, Timed, line, searched
-from bench.save import save
+from bench.records import save
 from fdora.triton.configs import NormConfig, power_of_two
 from fdora.triton.hash import WORDS
 from fdora.triton.norm import plan_guarded_norm, plan_norm

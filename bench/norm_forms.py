@@ -18,7 +18,7 @@ import torch
 
 from bench import clock
 from bench.command import command
-from bench.save import save
+from bench.records import save
 from fdora.functional import dora_base_sqnorm, dora_norm, select_backend
 from tests.memory import peak_bytes
 

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.command import command
 from bench.norm_forms import about, roofs
-from bench.save import save
+from bench.records import save
 from bench.table import table
 from fdora.functional import _tree, dora_norm, dora_norm_state, dora_norm_tree, dora_norm_tree_state
 

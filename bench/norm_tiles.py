@@ -34,7 +34,7 @@ from bench.quant_forms import (
     vendor,
     weights,
 )
-from bench.save import save
+from bench.records import save
 from fdora.functional import dora_norm
 from fdora.triton.codes import packed
 from fdora.triton.configs import power_of_two

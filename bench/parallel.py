@@ -31,7 +31,7 @@ from bench.command import command
 from bench.layers12 import DTYPES, MOST_APART
 from bench.norm_forms import about
 from bench.processes import run_in_processes
-from bench.save import save
+from bench.records import save
 from bench.table import table
 from bench.ways import S
 from fdora.functional import dora_linear, dora_norm, dora_norm_tree

@@ -24,7 +24,7 @@ from bench import clock
 from bench.command import command
 from bench.norm_forms import about
 from bench.products import DEVICE, DTYPE, close, planned, randn
-from bench.save import save
+from bench.records import save
 from bench.shapes import CACHE, draw
 from fdora._records import Operands
 from fdora.triton.configs import ScaleConfig, power_of_two

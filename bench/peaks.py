@@ -37,7 +37,7 @@ from bench.layer import free
 from bench.layers12 import DTYPES, adapters
 from bench.model import adapted, network
 from bench.norm_forms import about
-from bench.save import save
+from bench.records import save
 from bench.table import line, table
 from tests.memory import held_bytes, peak_bytes
 

@@ -1,6 +1,6 @@
 """What fdora.jobs.plan says of the steps that bench.peaks measured: peak and time beside each other.
 
-    python -m bench.planned bench/results/h200/peaks.json --gpu h200
+    python -m bench.planned h200/peaks --gpu h200
 
 Peaks are of the whole GPU, with parameters and work spaces. Times are of one step; by published rates they are floors.
 """
@@ -8,9 +8,8 @@ Peaks are of the whole GPU, with parameters and work spaces. Times are of one st
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 
+from bench import records
 from bench.table import table
 from fdora.jobs.plan import Adapter, Card, Setup, card, memory, read_model, times
 
@@ -31,11 +30,11 @@ def compared(row: dict, gpu: Card) -> dict[str, float]:
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, help="written by bench.peaks")
+    parser.add_argument("run", nargs="?", default="h200/peaks", help="of bench.peaks; the default is %(default)s")
     parser.add_argument("--gpu", default="h200", help="whose rates; the default is %(default)s")
     options = parser.parse_args(argv)
     gpu, lines, ratios = card(options.gpu), [], []
-    for row in json.loads(options.file.read_text())["rows"]:
+    for row in records.result(options.run)["rows"]:
         found = compared(row, gpu)
         ratios.append((found["of it"], found["of them"]))
         way = f"{row['way']}{', checkpointing' if row['checkpointing'] else ''}, {row['adapter']}"

@@ -29,7 +29,7 @@ import torch
 from bench import clock
 from bench.command import command
 from bench.norm_forms import about
-from bench.save import save
+from bench.records import save
 from bench.shapes import CACHE, draw
 from fdora.triton import product
 from fdora.triton.choice import SHARED, Way

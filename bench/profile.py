@@ -28,7 +28,7 @@ from torch import nn
 from bench.command import present
 from bench.kernels import short
 from bench.norm_forms import about
-from bench.save import save
+from bench.records import save
 from bench.table import table
 
 

@@ -38,8 +38,8 @@ from bench.clock import anchor_graph, medians, timer
 from bench.command import command
 from bench.layer import TOLERANCE, errors, free
 from bench.norm_forms import about, roofs
+from bench.records import save
 from bench.rivals import fill
-from bench.save import save
 from bench.table import line, table
 from bench.truth import Truth
 from bench.ways import BF16, Inputs, S, Way, trained

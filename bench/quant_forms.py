@@ -29,7 +29,7 @@ import triton.language as tl
 from bench import clock
 from bench.command import command
 from bench.norm_forms import about
-from bench.save import save
+from bench.records import save
 from fdora._records import Operands
 from fdora.quant import TABLES, Codes8, Lut4, QuantWeight
 from fdora.triton.codes import Coded, packed

@@ -26,8 +26,8 @@ from bench.clock import medians, once
 from bench.command import command
 from bench.layer import free
 from bench.norm_forms import about
+from bench.records import save
 from bench.rivals import paths
-from bench.save import save
 from bench.steps import MICRO, SIZES, Cell, Gpu, Stack, Way, agreement, inputs, names
 from bench.table import table
 from tests.memory import peak_bytes

@@ -21,7 +21,7 @@ from bench.norm_forms import about
 from bench.products import TILES
 from bench.quant import Quantised
 from bench.quant_forms import line
-from bench.save import save
+from bench.records import save
 from fdora.triton.choice import Way
 from fdora.triton.runtime import walk
 

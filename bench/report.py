@@ -3,7 +3,7 @@
     python -m bench.report            # docs/benchmarks.md and docs/benchmarks/*.png
     python -m bench.report --readme   # the same, what is marked in README.md, and its picture, docs/step.svg
 
-Every number in them is read from ``bench/results/<machine>/*.json``. In README a number stands between ``<!-- name -->`` and
+Every number in them is read from ``bench/results/*.jsonl``. In README a number stands between ``<!-- name -->`` and
 ``<!-- /name -->``; the functions below that are called ``readme_<name>`` write what is between. What fdora loses is
 computed too: every time and every peak of every file is compared with every rival's.
 """
@@ -11,7 +11,6 @@ computed too: every time and every peak of every file is compared with every riv
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 import textwrap
@@ -20,12 +19,13 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from bench import records
 from bench.bars import bars
 from bench.table import table
 from bench.ways import RIVALS, opponent
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "bench/results"
+RESULTS = records.RESULTS
 PAGE = ROOT / "docs/benchmarks.md"
 PICTURE = ROOT / "docs/step.svg"
 WIDTH = 128
@@ -58,13 +58,12 @@ NAMES = {
 
 
 def load(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    return records.result(name, RESULTS)
 
 
 def names(prefix: str = "") -> list[str]:
-    """Committed results by machine and file: ``h100/layer_all``, ..."""
-    found = sorted(path.relative_to(RESULTS).with_suffix("").as_posix() for path in RESULTS.glob("*/*.json"))
-    return [name for name in found if name.split("/")[1].startswith(prefix)]
+    """Committed results by machine and run: ``h100/layer_all``, ..."""
+    return [name for name in records.runs(RESULTS) if name.split("/")[1].startswith(prefix)]
 
 
 def pick(rows: list[dict], **wanted) -> dict:

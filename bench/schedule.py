@@ -25,7 +25,7 @@ from statistics import mean
 
 from bench.command import command
 from bench.norm_forms import about
-from bench.save import save
+from bench.records import save
 from bench.table import table
 from fdora.jobs.schedule import Schedule, Spec, Timeline, insert_noops, schedule, simulate
 from fdora.jobs.schedule.groups import rounds_of

@@ -34,8 +34,8 @@ from bench.layers12 import DTYPES, MOST_APART, adapters, apart
 from bench.model import ARCHITECTURES, WAYS, network
 from bench.norm_forms import about
 from bench.processes import run_in_processes
+from bench.records import save
 from bench.rivals import paths
-from bench.save import save
 from bench.sharded_run import LAYOUTS, Collectives, Sharded, truth
 from bench.table import table
 from tests.memory import peak_bytes

@@ -46,8 +46,8 @@ from bench.decoder import LINEARS
 from bench.layer import free
 from bench.layers12 import DTYPES, MOST_APART, adapters, own_code
 from bench.norm_forms import about
+from bench.records import save
 from bench.rivals import inject, paths
-from bench.save import save
 from bench.table import table
 from bench.ways import S
 
@@ -329,18 +329,6 @@ def cells(text: str) -> list[Cell]:
     if unknown := {cell.model for cell in found} - set(SIZES):
         raise argparse.ArgumentTypeError(f"unknown models {', '.join(sorted(unknown))}; there are {', '.join(SIZES)}")
     return list(dict.fromkeys(found))
-
-
-def lacks(result: dict, argv: list[str]) -> str:
-    """What a result, finished or older than its recorded arguments, has less of than these arguments ask for."""
-    options = parse(argv)
-    have = {Cell(row["model"], row["S"], row["r"]) for row in result["rows"]} & set(options.cells)
-    modes = {(row["compiled"], row["mode"]) for row in result["rows"]}
-    asked = set(product([] if options.no_eager else [""], options.modes))
-    asked |= set(product(options.compiled, [mode for mode in options.modes if mode != "checkpointing"]))
-    parts = [(len(have), len(options.cells), "cells"), (len(modes & asked), len(asked), "modes")]
-    parts.append((result["layers"], options.layers, "layers"))
-    return ", ".join(f"{found} of {wanted} {what}" for found, wanted, what in parts if found != wanted)
 
 
 def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:

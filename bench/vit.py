@@ -34,8 +34,8 @@ from bench.kernels import Kernel, by_name, middle_block, picture, profiled, shar
 from bench.layer import free
 from bench.layers12 import adapters, apart, own_code
 from bench.norm_forms import about
+from bench.records import save
 from bench.rivals import fill_all, paths
-from bench.save import save
 from bench.table import table
 from bench.vit_model import GIANT, LINEARS, TINY, Vit, fold_scale, vit
 from bench.ways import S

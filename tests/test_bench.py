@@ -12,7 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
-from bench import bias, checkouts, converge, group, host, layer, layers12, model, norm_model, report, ways
+from bench import bias, checkouts, converge, group, host, layer, layers12, model, norm_model, records, report, ways
 from bench.attempt import Failures
 from bench.truth import Truth
 from fdora.functional import dora_linear
@@ -26,7 +26,7 @@ TWELVE = "--tiny --layers 1 --seq 16 --loss-tokens 4 --r 4 --runs 1 "
 def run(command, tmp_path, options):
     path = tmp_path / "result.json"
     command.main([*options.split(), "--json", str(path), "--commit", "abc"])
-    result = json.loads(path.read_text())
+    result = records.load(path)
     assert result["about"]["commit"] == "abc"
     return result
 
@@ -95,7 +95,7 @@ def test_layer_sees_a_wrong_result(tmp_path, monkeypatch):
     monkeypatch.setattr(ways, "dora_linear", doubled)
     with pytest.raises(SystemExit, match=r"fdora is wrong: .*dA by 1.*dB by 1"):
         run(layer, tmp_path, LAYER + "--ways frozen,fdora")
-    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    rows = records.load(tmp_path / "result.json")["rows"]
     assert all("fdora" not in row["ms"] and "frozen" in row["ms"] for row in rows)  # no time for a wrong result
     assert rows[0]["error"]["fdora"]["dA"] > 0.9
 
@@ -370,7 +370,7 @@ def test_group_sees_a_wrong_result(tmp_path, monkeypatch):
     monkeypatch.setattr(group, "dora_mlp", lambda x, gate, up, down: dora_mlp(x, gate, up, down._replace(s=4.0)))
     with pytest.raises(SystemExit, match=r"fdora is wrong: .*dA2 by "):
         run(group, tmp_path, GROUP + "--parts mlp --ways separate,fdora")
-    row = json.loads((tmp_path / "result.json").read_text())["rows"][0]
+    row = records.load(tmp_path / "result.json")["rows"][0]
     assert "fdora" not in row["ms"] and "separate" in row["ms"]
 
 
@@ -619,7 +619,7 @@ def test_model_sweep_outlives_what_does_not_fit(tmp_path, monkeypatch, capsys):
     assert [row["width"] for row in result["rows"]] == [64, 64]
     with pytest.raises(SystemExit, match="'agreement, adapter bf16': 'OutOfMemoryError"):
         run(model, tmp_path, MODEL + "--seq 32 --adapter bf16 --modes inference --no-compile --ways peft_dora,peft_fdora")
-    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    rows = records.load(tmp_path / "result.json")["rows"]
     assert [row["way"] for row in rows] == ["peft_dora", "peft_fdora"]
     late = run(model, tmp_path, options + "--sweep width --values 32,64 --seconds 0")
     assert [case["width"] for case in late["skipped"]] == [32, 64] and late["rows"] == []
@@ -771,7 +771,7 @@ def suite(tmp_path, *options):
 def test_suite_and_its_gate(tmp_path):
     done = suite(tmp_path, "bench", "--benchmark-save=before", "--commit=abc", f"--json={tmp_path}/suite.json")
     assert done.returncode == 0, done.stdout
-    ours = json.loads((tmp_path / "suite.json").read_text())
+    ours = records.load(tmp_path / "suite.json")
     (tmp_path / "suite.json").unlink()
     (path,) = tmp_path.rglob("*_before.json")
     saved = json.loads(path.read_text())
@@ -815,7 +815,7 @@ def test_suite_knows_its_roofs_and_its_time(tmp_path, monkeypatch):
             *options,
         ]
         assert pytest.main([f"{ROOT}/bench/bench_norm.py", f"--rootdir={ROOT}", f"--json={tmp_path}/suite.json", *fixed]) == 0
-        return json.loads((tmp_path / "suite.json").read_text())
+        return records.load(tmp_path / "suite.json")
 
     half, single = norms()["rows"]
     assert half["roof_ms"] == half["flops"] / 1e3 > half["bytes"] / 1e3

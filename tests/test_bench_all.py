@@ -1,7 +1,6 @@
 """bench.all: which results it makes, that one failure stops nothing, and that a slice leaves what it finished."""
 
 import importlib
-import json
 import os
 import re
 import subprocess
@@ -12,23 +11,22 @@ import pytest
 import torch
 
 from bench import all as everything
+from bench import records
 from bench.all import Entry
-from bench.save import save
 
-ROOT = everything.ROOT
 FAKE = """
-import argparse, json, os, signal
+import argparse, os, signal
+from bench import records
 parser = argparse.ArgumentParser()
 for name in ("--device", "--json", "--commit", "--seconds", "--do"):
     parser.add_argument(name)
 options = parser.parse_args()
 def write(**result):
-    with open(options.json, "w") as file:
-        json.dump({"about": {"commit": options.commit}, "seconds": options.seconds} | result, file)
+    records.save(options.json, {"about": {"commit": options.commit}, "seconds": options.seconds} | result)
 if options.do == "broken":
     print("on the way")
     raise RuntimeError("out of luck")
-write(rows=[1], skipped=[2] if options.do == "late" else [])
+write(rows=[{"M": 1}], skipped=[2] if options.do == "late" else [])
 if options.do == "slow":
     os.write(int(os.environ["WAITS"]), b"w")
     signal.pause()
@@ -75,13 +73,14 @@ def fakes(tmp_path, monkeypatch, limits):
     table = {name: Entry(0, f"fake_bench --do {name}") for name in ("broken", "good", "wrong", "late", "slow")}
     monkeypatch.setattr(everything, "TABLE", table | {"long": Entry(99, "fake_bench --do good")})
     monkeypatch.setattr(everything, "LAST_CASE", 1)
+    monkeypatch.setattr(everything, "TIMED", ("fake_bench",))
     out = tmp_path / "out"
 
     def main(*arguments, names):
         everything.main(["--out", str(out), "--commit", "abc", "--only", names, *arguments])
 
-    main.result = lambda name: json.loads((out / f"{name}.json").read_text())
-    main.files = lambda: sorted(path.stem for path in out.iterdir())
+    main.result = lambda name: records.load(out / "fake_bench.jsonl", f"cpu/{name}")
+    main.files = lambda: sorted(name.removeprefix("cpu/") for name in records.read(out / "fake_bench.jsonl"))
     return main
 
 
@@ -92,7 +91,7 @@ def test_what_fails_is_reported_and_the_rest_goes_on(fakes, capsys):
     assert re.search(r"broken: 1 s, exit status 1, its last lines:\non the way\n(.*\n)*RuntimeError: out of luck\n", out)
     assert "good: 1 s\n" in out and "fdora is wrong" in out and "not run" not in out
     assert fakes.files() == ["good", "wrong"]
-    assert fakes.result("good") == {"about": {"commit": "abc"}, "seconds": None, "rows": [1], "skipped": []}
+    assert fakes.result("good") == {"about": {"commit": "abc"}, "seconds": None, "rows": [{"M": 1}], "skipped": []}
     assert fakes.result("wrong")["problem"] == "exit status 1"
 
 
@@ -104,7 +103,7 @@ def test_a_slice_keeps_what_it_finished_and_the_next_takes_the_rest(fakes, limit
     assert fakes.files() == ["good", "late", "slow"] and "\nslow: 1 s," in out and limits() == [9, 8, 7]
     assert fakes.result("good")["seconds"] == "8"  # of 9, less LAST_CASE
     slow = fakes.result("slow")
-    assert slow["rows"] == [1] and slow["problem"] == "cut off by --seconds"
+    assert slow["rows"] == [{"M": 1}] and slow["problem"] == "cut off by --seconds"
     fakes("--missing", "--list", names="good,late,slow,long")
     rows = re.findall(r"^\| (\w+) \| \d.*\| ([\w -]*) \|$", capsys.readouterr().out, re.M)
     assert dict(rows) == {"late": "some cases were not started", "slow": "cut off by --seconds", "long": "no result"}
@@ -125,8 +124,8 @@ def test_real_commands(tmp_path, capsys):
     with pytest.raises(SystemExit, match="failed: launches"):
         everything.main(["--out", str(tmp_path), "--commit", "abc", "--only", "launches,compose", "--seconds", "1e9"])
     assert "invalid choice: 'cpu'" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["compose.json"]
-    result = json.loads((tmp_path / "compose.json").read_text())
+    assert [path.name for path in tmp_path.iterdir()] == ["compose.jsonl"]
+    result = records.load(tmp_path / "compose.jsonl", "cpu/compose")
     assert result["about"]["commit"] == "abc" and len(result["rows"]) == 2
 
 
@@ -138,14 +137,16 @@ def test_the_demo_gets_what_the_others_have(tmp_path, monkeypatch):
         return 0, ""
 
     monkeypatch.setattr(everything, "watch", watch)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     everything.main(["--device", "cuda", "--out", str(tmp_path), "--commit", "abc", "--only", "demo"])
-    result = json.loads((tmp_path / "demo.json").read_text())
+    result = records.load(tmp_path / "demo.jsonl", "h200/demo")
     assert result.pop("about") == {"gpu": "a chip", "torch": "2", "commit": "abc"} and result["loss"] == 1
 
 
 def test_every_committed_result_has_its_command():
-    committed = {path.stem for path in (ROOT / "bench/results").glob("*/*.json")}
-    assert committed and committed <= set(everything.TABLE) | {"fit"}  # of results that are there: bench.fit measures nothing
+    committed = {path.stem: [name.split("/")[1] for name in records.read(path)] for path in records.RESULTS.glob("*.jsonl")}
+    searches = committed.pop("tune")  # of results that are there, and of tiles
+    assert "fit" in searches and {name for names in committed.values() for name in names} <= set(everything.TABLE)
     with pytest.raises(SystemExit):
         everything.parse(["--only", "norm_form"])
 
@@ -162,10 +163,10 @@ def test_commands_take_their_arguments(tmp_path, monkeypatch):
     for name, entry in everything.TABLE.items():
         parse = getattr(importlib.import_module(entry.command.split()[0]), "parse", None)
         if parse:
-            command = everything.arguments(name, tmp_path / "x.json", options, 500.0)
+            command = everything.arguments(name, everything.Place(tmp_path / "x", "run"), "", options, 500.0)
             asked[name] = parse(command[3:])
             assert asked[name].device == "cuda"
-            assert name == "demo" or (asked[name].commit, asked[name].json) == ("abc", tmp_path / "x.json")
+            assert name == "demo" or (asked[name].commit, asked[name].json) == ("abc", tmp_path / "x:run")
     assert asked["group"].seconds == asked["layer_few"].seconds == asked["converge_s2"].seconds == 500 - everything.LAST_CASE
     assert str(tmp_path) in str(asked["layer_quick"].rival_path) and asked["converge_muon_s2"].seeds == [2]
     assert {each.model for name, each in asked.items() if name.startswith("model_")} == set(model.ARCHITECTURES)
@@ -195,7 +196,8 @@ def test_a_command_that_cannot_run_here_says_why(command, said, monkeypatch, cap
 
 
 def test_a_result_is_whole_or_the_one_before(tmp_path, monkeypatch):
-    save(tmp_path / "a" / "x.json", {"rows": [1]})
+    path = tmp_path / "a" / "x.jsonl"
+    records.save(path, {"rows": [{"M": 1}]})
     whole = Path.write_text
 
     def killed(path, text):
@@ -204,6 +206,6 @@ def test_a_result_is_whole_or_the_one_before(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", killed)
     with pytest.raises(KeyboardInterrupt):
-        save(tmp_path / "a" / "x.json", {"rows": [1, 2]})
-    assert json.loads((tmp_path / "a" / "x.json").read_text()) == {"rows": [1]}
-    save(None, {"rows": []})
+        records.save(path, {"rows": [{"M": 1}, {"M": 2}]})
+    assert records.load(path) == {"rows": [{"M": 1}]}
+    records.save(None, {"rows": []})

@@ -1,14 +1,12 @@
 """bench.embedding runs on a CPU, and what it says."""
 
-import json
-
-from bench import embedding
+from bench import embedding, records
 
 
 def test_it_runs_and_saves_what_it_measured(tmp_path, capsys):
     embedding.main(["--runs", "1", "--tokens", "8,16", "--json", str(tmp_path / "e.json"), "--commit", "abc"])
     out = capsys.readouterr().out
-    result = json.loads((tmp_path / "e.json").read_text())
+    result = records.load(tmp_path / "e.json")
     assert result["about"]["commit"] == "abc" and [row.get("T") for row in result["rows"]] == [8, 16, None, None]
     ops = {
         "embedding": ("gather", "lora", "peft", "eager", "fdora", "fdora_per_row"),

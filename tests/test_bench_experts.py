@@ -1,10 +1,8 @@
 """bench.experts in small, on the CPU: what it writes, and that it sees a wrong result."""
 
-import json
-
 import pytest
 
-from bench import experts, experts_case
+from bench import experts, experts_case, records
 from fdora.functional import dora_experts_mlp
 
 SMALL = "--models tiny --T 24 --r 8 --runs 1 --loop-ms 0 "
@@ -13,7 +11,7 @@ SMALL = "--models tiny --T 24 --r 8 --runs 1 --loop-ms 0 "
 def run(tmp_path, options):
     path = tmp_path / "result.json"
     experts.main([*(SMALL + options).split(), "--json", str(path), "--commit", "abc"])
-    result = json.loads(path.read_text())
+    result = records.load(path)
     assert result["about"]["commit"] == "abc" and result["skipped"] == []
     return result["rows"]
 
@@ -39,5 +37,5 @@ def test_a_wrong_result_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(experts_case, "dora_experts_mlp", wrong)
     with pytest.raises(SystemExit, match=r"fdora is wrong: y by 1"):
         run(tmp_path, "--ways fdora")
-    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    rows = records.load(tmp_path / "result.json")["rows"]
     assert all("fdora" not in row["ms"] for row in rows if row["kind"] == "mlp")  # no time for a wrong result

@@ -1,15 +1,13 @@
 """bench.full in small, on the CPU: what it writes, and that it sees a wrong gradient."""
 
-import json
-
 import pytest
 
-from bench import full
+from bench import full, records
 
 
 def test_full(tmp_path):
     full.main(["--tiny", "--runs", "1", "--json", str(tmp_path / "a.json"), "--commit", "abc"])
-    result = json.loads((tmp_path / "a.json").read_text())
+    result = records.load(tmp_path / "a.json")
     assert result["about"]["commit"] == "abc" and [row["norm"] for row in result["rows"]] == ["inside", "given"]
     for row in result["rows"]:
         assert row["ratio"] == pytest.approx(row["full_ms"] / row["detached_ms"], rel=0.01) and row["error"] < full.MOST_APART

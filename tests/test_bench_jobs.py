@@ -1,12 +1,9 @@
 """bench.jobs in small: it looks at the numbers before it times them, and the pipeline's bubble is told next to the simulator's."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
-from bench import jobs, jobs_bubble
+from bench import jobs, jobs_bubble, records
 from fdora.jobs.schedule.simulate import Action, Task
 
 SMALL = ["--tiny", "--layers", "2", "--r", "4", "--runs", "1", "--batches", "1", "--samples", "4", "--commit", "abc"]
@@ -15,7 +12,7 @@ SMALL = ["--tiny", "--layers", "2", "--r", "4", "--runs", "1", "--batches", "1",
 def test_one_process(tmp_path):
     path = tmp_path / "result.json"
     jobs.main([*SMALL, "--json", str(path)])
-    result = json.loads(path.read_text())
+    result = records.load(path)
     assert result["about"]["commit"] == "abc" and result["failed"] == {}
     assert [row["way"] for row in result["rows"]] == list(jobs.WAYS)
     for row in result["rows"]:
@@ -41,7 +38,7 @@ def test_a_wrong_way_fails_it(monkeypatch):
 def test_two_stages(tmp_path):
     path = tmp_path / "result.json"
     jobs.main([*SMALL, "--world", "2", "--jobs", "1", "--json", str(path)])
-    result = json.loads(path.read_text())
+    result = records.load(path)
     assert [row["way"] for row in result["rows"]] == ["alone", "together"]
     assert len(result["bubbles"]) == result["runs"]
     bubble = result["bubble"]
@@ -56,12 +53,11 @@ def test_two_stages(tmp_path):
 
 def test_the_simulator_accounts_for_what_was_measured(capsys):
     """With messages and the last optimizer steps its bubble is that of two H200 but for what the host takes between actions."""
-    path = Path(__file__).parents[1] / "bench/results/h200/jobs_pipeline.json"
-    found, kept = jobs_bubble.of_file(path), json.loads(path.read_text())["bubble"]
+    found, kept = jobs_bubble.of_run("h200/jobs_pipeline"), records.result("h200/jobs_pipeline")["bubble"]
     for name in ("measured", "simulated_from_times", "simulated_seconds", "simulated_from_tokens"):
         assert found[name] == pytest.approx(kept[name], abs=1e-5), name
     assert found["measured"] - 0.01 < found["simulated_with_messages"] < found["measured"]
-    jobs_bubble.main([str(path)])
+    jobs_bubble.main([])
     assert f"{found['message_seconds']:.4f}" in capsys.readouterr().out
 
 

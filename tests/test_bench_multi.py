@@ -1,11 +1,10 @@
 """bench.multi in small, on the CPU: what it writes, and that it sees a wrong result."""
 
-import json
 import sys
 
 import pytest
 
-from bench import checkouts, multi, multi_ways
+from bench import checkouts, multi, multi_ways, records
 from fdora.functional import dora_linear_multi
 
 SMALL = "--shapes 48x32 --M 24 --decode 6 --runs 1 --loop-ms 0 "
@@ -14,7 +13,7 @@ SMALL = "--shapes 48x32 --M 24 --decode 6 --runs 1 --loop-ms 0 "
 def run(tmp_path, options):
     path = tmp_path / "result.json"
     multi.main([*(SMALL + options).split(), "--json", str(path), "--commit", "abc"])
-    result = json.loads(path.read_text())
+    result = records.load(path)
     assert result["about"]["commit"] == "abc" and result["skipped"] == []
     return result["rows"]
 
@@ -108,5 +107,5 @@ def test_a_wrong_result_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(multi_ways, "dora_linear_multi", lambda *args, s, **given: dora_linear_multi(*args, s=2 * s, **given))
     with pytest.raises(SystemExit, match=r"multi is wrong: .*dA by 1"):
         run(tmp_path, "--G 2 --r 16 --ways one,multi")
-    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    rows = records.load(tmp_path / "result.json")["rows"]
     assert all("multi" not in row["ms"] for row in rows if row["kind"] != "norm")  # no time for a wrong result

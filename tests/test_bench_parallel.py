@@ -1,15 +1,13 @@
 """bench.parallel in small: two processes with gloo; every way is compared with one process before it is timed."""
 
-import json
-
-from bench import parallel
+from bench import parallel, records
 
 
 def test_parallel(tmp_path):
     path = tmp_path / "result.json"
     sizes = "--tiny --runs 1 --M 8 --r 4 --layers 1 --dtype fp32 --commit abc"
     parallel.main([*sizes.split(), "--json", str(path)])
-    result = json.loads(path.read_text())
+    result = records.load(path)
     assert result["about"]["commit"] == "abc"
     assert [(row["cut"], *row["errors"]) for row in result["layers"]] == [
         ("rows", "fdora", "fdora_dtensor"),

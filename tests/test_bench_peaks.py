@@ -5,7 +5,7 @@ import json
 import pytest
 
 pytest.importorskip("peft", reason="both train PEFT's models; `make test` installs it")
-from bench import peaks, profile_gpu
+from bench import peaks, profile_gpu, records
 from fdora.jobs.plan import Profile, card, read_model
 
 
@@ -13,7 +13,7 @@ def test_peaks(tmp_path):
     path = tmp_path / "peaks.json"
     sizes = "--tiny --layers 1 --r 4 --cases fp32:2x16:4 --models qwen2.5-7b --ways fuse --runs 1"
     peaks.main([*sizes.split(), "--json", str(path), "--commit", "abc"])
-    result = json.loads(path.read_text())
+    result = records.load(path)
     assert result["about"]["commit"] == "abc" and result["failed"] == {} and result["skipped"] == []
     assert [row["checkpointing"] for row in result["rows"]] == [False, True]
     for row in result["rows"]:
@@ -28,6 +28,6 @@ def test_profile(tmp_path):
     path = tmp_path / "h200.json"
     path.write_text(json.dumps({"gpu": "h200", "profile": {"gather": 5.0, "flops": 1.0}}))
     profile_gpu.main(["--gpu", "h200", "--small", "32", "--runs", "1", "--json", str(path)])
-    found = json.loads(path.read_text())
+    found = records.load(path)
     assert found["profile"]["gather"] == 5.0 and found["profile"].keys() == set(Profile._fields) - {"send"}
     assert found["profile"]["flops"] != 1.0 and card("h200", path).measured

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
 pytest.importorskip("transformers", reason="the layers are those of transformers; `make test` installs it")
 from bench import all as everything
-from bench import issue_time, join, layers12, norm_forms, steps
+from bench import issue_time, layers12, norm_forms, records, steps
 from bench.attempt import Failures
 
 SMALL = "--layers 1 --loss-tokens 4 "
@@ -19,7 +19,7 @@ CELL = steps.Cell("tiny", 8, 4)
 def run(command, tmp_path, options):
     path = tmp_path / "result.json"
     command.main([*(SMALL + options).split(), "--json", str(path), "--commit", "abc"])
-    result = json.loads(path.read_text())
+    result = records.load(path)
     assert result["about"]["commit"] == "abc" and result["failed"] == {}
     return result
 
@@ -118,7 +118,7 @@ def test_a_wrong_fdora_fails_the_command(command, tmp_path, monkeypatch):
     where = "--cells tiny:8:4 --modes inference" if command is steps else "--model tiny --seq 8 --r 4 --steps 1"
     with pytest.raises(SystemExit, match=r"fdora parts from PEFT's DoRA in \['.* of use_fdora, tiny, S 8, r 4'.*\]"):
         run(command, tmp_path, where + " --ways peft_dora,use_fdora --runs 1")
-    assert json.loads((tmp_path / "result.json").read_text())["agreement"]
+    assert records.load(tmp_path / "result.json")["agreement"]
 
 
 def test_a_fdora_that_does_not_run_fails_the_command(tmp_path, monkeypatch):
@@ -169,8 +169,8 @@ def test_out_of_time(tmp_path, monkeypatch):
     result = run(steps, tmp_path, "--cells tiny:8:4 --seconds 0")
     monkeypatch.setitem(everything.TABLE, "steps", everything.Entry(0, f"bench.steps {SMALL}--cells tiny:8:4"))
     assert result["rows"] == [] and result["skipped"] == [{"model": "tiny", "S": 8, "r": 4}]
-    (tmp_path / "result.json").rename(tmp_path / "steps.json")
-    assert everything.lacking(tmp_path / "steps.json", "abc") == "some cases were not started"
+    lines = records.read(tmp_path / "result.json")["result"]
+    assert everything.lacking("steps", lines, "abc") == "some cases were not started"
 
 
 def test_cells():
@@ -297,7 +297,8 @@ def test_less_than_the_command_asks_for_is_lacking(tmp_path, monkeypatch):
     assert lacking(rows, arguments="") == "of other arguments: none"
     path.write_text(json.dumps({"about": about, "rows": [], "problem": "cut off by --seconds"}))
     assert everything.lacking(path, "abc") == "cut off by --seconds"
-    command = everything.arguments("steps_compiled", path, everything.parse(["--commit", "abc"]), 99.0)
+    place = everything.Place(path, "cpu/steps_compiled")
+    command = everything.arguments("steps_compiled", place, "", everything.parse(["--commit", "abc"]), 99.0)
     assert norm_forms.given(command[3:]) == everything.TABLE["steps_compiled"].command.partition(" ")[2]
     assert norm_forms.given(["--json", "x", "--quick", "--seconds=9"]) == "--quick"
 
@@ -307,39 +308,3 @@ def test_bench_all_has_both():
         module, *given = everything.TABLE[name].command.split()
         assert module == f"bench.{name.partition('_compiled')[0]}"
         assert {"steps": steps, "issue_time": issue_time}[module.removeprefix("bench.")].parse(given)
-
-
-def part(S: int, **about: object) -> dict:
-    rows = [{"model": "8b", "S": S, "r": 16, "mode": "step", "compiled": "", "way": "frozen", "ms": 1.5, "turns": 5}]
-    about = {"commit": "abc", "gpu": "a", "arguments": f"--cells 8b:{S}:16", "bytes_per_ms": float(S)} | about
-    agreement = {f"8b, S {S}, r 16": {"use_fdora": {"apart": {}}}}
-    return {"about": about, "layers": 12, "rows": rows, "agreement": agreement, "failed": {}, "skipped": [], "seconds": 2.0}
-
-
-def test_parts_of_a_result_are_joined(tmp_path):
-    """As a command line, and as bench.all asks what a result lacks."""
-    paths = [tmp_path / name for name in ("a.json", "b.json")]
-    for path, S in zip(paths, (128, 512), strict=True):
-        path.write_text(json.dumps(part(S)))
-    join.main([*map(str, paths), "--json", str(tmp_path / "whole.json")])
-    whole = json.loads((tmp_path / "whole.json").read_text())
-    assert [row["S"] for row in whole["rows"]] == [128, 512] and list(whole["agreement"]) == [
-        "8b, S 128, r 16",
-        "8b, S 512, r 16",
-    ]
-    assert whole["seconds"] == 4.0 and "arguments" not in whole["about"]
-    assert [each["arguments"] for each in whole["about"]["parts"]] == ["--cells 8b:128:16", "--cells 8b:512:16"]
-    assert steps.lacks(whole, ["--cells", "8b:128:16,8b:512:16", "--modes", "step"]) == ""
-
-
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        (part(512, commit="abd"), r"about.commit is 'abc' in one part and 'abd' in another"),
-        (part(512) | {"layers": 8}, "layers is 12 in one part and 8 in another"),
-        (part(128), "1 rows are in several parts"),
-    ],
-)
-def test_parts_that_do_not_belong_together(other, said):
-    with pytest.raises(SystemExit, match=said):
-        join.join([part(128), other])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import profile, vit
+from bench import profile, records, vit
 from bench.kernels import Kernel, by_name, kind, middle_block, picture, shares, short
 from bench.profile import Ran, Step, costed, grouped, markdown, product_cost
 from bench.vit_model import GIANT, TINY, Vit, fold_scale
@@ -19,7 +19,7 @@ SMALL = "--tiny --layers 2 --batch 2 --runs 1 --dtype bf16 --no-compile --modes 
 def run(tmp_path, options=SMALL):
     path = tmp_path / "result.json"
     vit.main([*options.split(), "--json", str(path), "--commit", "abc"])
-    return json.loads(path.read_text())
+    return records.load(path)
 
 
 def test_vit(tmp_path, capsys):
@@ -119,7 +119,7 @@ def test_the_page_keeps_its_word(capsys, monkeypatch):
 @pytest.mark.parametrize("what", ["layer --M 8 --K 32 --N 16", "vit --layers 1"])
 def test_profile(what, tmp_path, capsys):
     profile.main([*what.split(), "--r", "4", "--out", str(tmp_path), "--commit", "abc"])
-    result = json.loads((tmp_path / "kernels.json").read_text())
+    result = records.load(tmp_path / "kernels.json")
     assert result["about"]["commit"] == "abc" and any("mm" in row["kernel"] for row in result["rows"])
     trace = (tmp_path / "trace.json").read_text()
     assert json.loads(trace)["traceEvents"] and ('"block 0"' in trace) == what.startswith("vit")

@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import report
+from bench import records, report
 from tests.snippets import PAGE, SNIPPETS, execute
 
 ROOT = Path(__file__).parent.parent
@@ -338,7 +337,7 @@ def test_the_picture_takes_the_newest_machine_that_has_every_bar(elsewhere):
     slow |= {"ms": 160.0, "peak_mb": 4096}
 
     def write(name, rows, commit=None):
-        (elsewhere / f"{name}.json").write_text(json.dumps({"about": {"commit": commit}, "rows": rows}))
+        records.save(f"{elsewhere}/model.jsonl:{name}", {"about": {"commit": commit}, "rows": rows})
 
     with pytest.raises(SystemExit, match="every way of the picture"):
         report.step()
@@ -363,7 +362,7 @@ def test_the_picture_takes_the_newest_machine_that_has_every_bar(elsewhere):
 
 def test_figures_between_sentences():
     """Which no command writes: sharded models in README, gradients through the norm, products of 8 bits."""
-    result = lambda name: json.loads((ROOT / f"bench/results/h200/{name}.json").read_text())  # noqa: E731
+    result = lambda name: records.result(f"h200/{name}")  # noqa: E731
     flat = lambda page: " ".join(PAGES[page].split())  # noqa: E731
     sharded = {name: result(name) for name in ("sharded_12", "sharded_r384")}
     steps = {(n, x["way"]): x for n, found in sharded.items() for x in found["rows"] if x["mode"] == "step"}
@@ -403,7 +402,7 @@ def test_figures_between_sentences():
 
 def test_each_table_shows_its_own_measurements():
     """One cell of each, by hand: the report and this test agree on what a column is."""
-    rows = lambda name: json.loads((ROOT / f"bench/results/{name}.json").read_text())["rows"]  # noqa: E731
+    rows = lambda name: records.result(name)["rows"]  # noqa: E731
     (x,) = (x for x in rows("cpu/norm_forms") if (x["form"], x["r"], x["dtype"], x["N"]) == ("tiles", 384, "float32", 4096))
     assert (
         f"| 4096 x 4096, 384, float32 | 153.5 / 128 / 2e-07 | {x['ms']:.1f} / {x['peak_mb']:.0f} / {x['error']:.0e} |"
@@ -446,7 +445,7 @@ def test_each_table_shows_its_own_measurements():
         assert len(shares) == 6
         said += f" {(shares[2] + shares[3]) / 2:.2f} ({shares[0]:.2f} to {shares[-1]:.2f}) times {time},"
     assert said.removesuffix(",") in " ".join(README.split())
-    us = [json.loads((ROOT / f"bench/results/{name}/launches.json").read_text())["us"]["torch.mm"] for name in ("h100", "h200")]
+    us = [records.result(f"{name}/launches")["us"]["torch.mm"] for name in ("h100", "h200")]
     assert f"| torch.mm | {us[0]} | {us[1]} |" in BENCHMARKS
     apart = [rows(f"h200/converge_muon_s{seed}")[0]["difference"]["fdora, peft"]["mean"] for seed in range(3)]
     assert f"muon, 3 of 3 seeds: a step's loss through fdora is {sum(apart) / 3:.1e} from PEFT's" in BENCHMARKS
@@ -455,7 +454,7 @@ def test_each_table_shows_its_own_measurements():
 @pytest.mark.parametrize("file, norm", [("layer_few", "given"), ("layer_ranks", "inside")])
 def test_losses_are_counted(file, norm):
     """Against a count that shares no code: one layer against LoRA, forward and backward; the second is lost by 0.1 %."""
-    rows = json.loads((ROOT / f"bench/results/h100/{file}.json").read_text())["rows"]
+    rows = records.result(f"h100/{file}")["rows"]
     times = [x["ms"]["fdora"] / x["ms"]["peft_lora"] for x in rows if (x["mode"], x["norm"]) == ("fwd_bwd", norm)]
     lost = f"{sum(each > 1 for each in times)} of {len(times)} | {max(times):.2f}"
     assert f"| h100/{file} | fwd_bwd, norm {norm} | PEFT LoRA | {lost} |" in report.losses()
@@ -464,7 +463,7 @@ def test_losses_are_counted(file, norm):
 
 def test_errors_and_shared_inputs_are_lost_and_won_too():
     """Against counts that share no code: the convergence target, PEFT's own distance from float32, and q, k, v as LoRA."""
-    load = lambda name: json.loads((ROOT / f"bench/results/{name}.json").read_text())["rows"]  # noqa: E731
+    load = lambda name: records.result(name)["rows"]  # noqa: E731
     (far,) = load("h200/converge_s2")
     mean = {pair: each["mean"] for pair, each in far["difference"].items()}
     assert mean["fdora, peft"] > 7.1e-4 and mean["fdora, float32"] > mean["peft, float32"]
@@ -481,7 +480,7 @@ def test_errors_and_shared_inputs_are_lost_and_won_too():
 
 def test_training_steps_are_lost_and_won_too():
     """Against counts that share no code: wall and GPU time of bench.steps, forwards of bench.issue_time."""
-    load = lambda name: json.loads((ROOT / f"bench/results/h200/{name}.json").read_text())  # noqa: E731
+    load = lambda name: records.result(f"h200/{name}")  # noqa: E731
     losses = report.losses()
     for field, what in (("ms", "wall"), ("gpu_ms", "GPU")):
         times = {}
@@ -508,14 +507,13 @@ def test_training_steps_are_lost_and_won_too():
 
 def test_how_much_of_the_steps_was_measured(elsewhere):
     """Cells against those of the command of bench.all, calls where the rows say how many; what is missing is said, too."""
-    path = elsewhere / "h200/steps.json"
-    result = json.loads(path.read_text())
+    result = records.load(elsewhere / "steps.jsonl", "h200/steps")
     said = f"all 16 cells of `python -m bench.steps --device cuda`, 5 to 9 calls each, commit {result['about']['commit']}"
     assert report.readme_steps() == said and said in " ".join(README.split())
     result["rows"] = [row for row in result["rows"] if row["r"] == 64 and row["model"] == "2048"]
     for i, row in enumerate(result["rows"]):
         row["turns"] = 5 + i % 3
-    path.write_text(json.dumps(result | {"about": {}}))
+    records.save(f"{elsewhere}/steps.jsonl:h200/steps", result | {"about": {}})
     said = "4 of the 16 cells of `python -m bench.steps --device cuda`, 5 to 7 calls each, commit not recorded"
     assert report.readme_steps() == said and "cpu/demo, h200/demo, h200/steps: not recorded" in report.since()
 
@@ -534,7 +532,7 @@ def test_a_mark_at_the_start_of_a_line_stands_alone():
     assert max(map(len, re.sub(r"^\|.*", "", README, flags=re.M).splitlines())) <= 128
 
 
-def made_up(folder, gpu="h100"):
+def made_up(folder, machine, gpu="h100"):
     """A model, a sweep of it and a slice of convergence, beside what else is committed; not a number of it is measured."""
     where = {"layers": 1, "seq": 8, "r": 4, "adapter": "bf16", "compiled": False}
     ways = {"peft_lora": (1.0, 9.0), "peft_dora": (4.0, 9.0), "peft_fdora": (2.5, 7.0)}
@@ -570,13 +568,13 @@ def made_up(folder, gpu="h100"):
     results = {"model_qwen3": model, "model_qwen3_sweep_S": sweep}
     results |= {f"converge_s{row['seed']}": {"about": {}, "settings": settings, "rows": [row]} for row in seeds}
     for name, result in results.items():
-        (folder / f"{name}.json").write_text(json.dumps(result))
+        records.save(f"{folder}/{name.split('_')[0]}.jsonl:{machine}/{name}", result)
 
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     """The committed results without models and convergence, where a test may put its own."""
-    shutil.copytree(report.RESULTS, tmp_path / "results", ignore=shutil.ignore_patterns("model_*", "converge*"))
+    shutil.copytree(report.RESULTS, tmp_path / "results", ignore=shutil.ignore_patterns("model.*", "converge.*"))
     monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
     return tmp_path / "results"
 
@@ -585,7 +583,7 @@ def test_models_and_convergence_enter_the_page(elsewhere):
     """Committed results get their sections, and a model's losses are counted with the others."""
     bare = report.document()
     assert not re.search(r"## (Whole models|Fine-tuning)|benchmarks/(models|sweep_\w+|losses)\.png", bare)
-    made_up(elsewhere / "h100")
+    made_up(elsewhere, "h100")
     page = report.document()
     assert "mode step_8 | 1.0 / 8 / 9 | 4.0 / 8 / 9 | 2.5 / 8 / 7 |" in page
     assert "| gradient, peft_fdora | 8 to 768 | 0.25 | 0.12 | 128 to 768 | 0.50 | 0.12 |" in page
@@ -606,10 +604,12 @@ def test_models_and_convergence_enter_the_page(elsewhere):
 def test_figures_have_a_panel_per_machine(elsewhere, tmp_path):
     from bench import figures
 
-    shutil.rmtree(elsewhere / "h200")
-    shutil.copytree(elsewhere / "h100", elsewhere / "h200")
+    for path in elsewhere.glob("*.jsonl"):
+        runs = {name: lines for name, lines in records.read(path).items() if not name.startswith("h200/")}
+        h100 = {name.removeprefix("h100/"): lines for name, lines in runs.items() if name.startswith("h100/")}
+        records.write(path, runs | {f"h200/{n}": [lines[0] | {"run": f"h200/{n}"}, *lines[1:]] for n, lines in h100.items()})
     for gpu in ("h100", "h200"):
-        made_up(elsewhere / gpu)
+        made_up(elsewhere, gpu)
     panels = {name: each.panels() for name, each in figures.FIGURES.items()}
     counts = {"speedup": 2, "rank": 2, "roofline": 2, "models": 4, "sweep_r": 0, "sweep_S": 4, "sweep_width": 0, "losses": 4}
     assert {name: len(each) for name, each in panels.items()} == counts
@@ -636,7 +636,7 @@ def test_bars_and_lines_are_the_measurements(elsewhere):
 
     from bench import figures
 
-    made_up(elsewhere / "h100")
+    made_up(elsewhere, "h100")
     picture, axes = pyplot.subplots()
     figures.models(axes, ("H100", "step_8"))
     widths = [bar.get_width() for bar in axes.patches]
@@ -650,8 +650,9 @@ def test_bars_and_lines_are_the_measurements(elsewhere):
 
 
 def test_one_seed_in_two_files_is_an_error(elsewhere):
-    made_up(elsewhere / "h100")
-    shutil.copy(elsewhere / "h100/converge_s7.json", elsewhere / "h100/converge_again.json")
+    made_up(elsewhere, "h100")
+    again = records.load(elsewhere / "converge.jsonl", "h100/converge_s7")
+    records.save(f"{elsewhere}/converge.jsonl:h100/converge_again", again)
     with pytest.raises(SystemExit, match="h100/converge_s7 measures a seed that another file"):
         report.document()
 
@@ -666,9 +667,8 @@ def test_the_suite_enters_the_page(tmp_path, monkeypatch):
     shutil.copytree(report.RESULTS, tmp_path / "results", ignore=shutil.ignore_patterns("suite*"))
     monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
     assert "cold cache" not in report.document()
-    (tmp_path / "results/h100/suite.json").write_text(
-        json.dumps({"about": {"commit": "abc"}, "rows": rows, "problem": "cut off"})
-    )
+    result = {"about": {"commit": "abc"}, "rows": rows, "problem": "cut off"}
+    records.save(f"{tmp_path}/results/suite.jsonl:h100/suite", result)
     page = report.document()
     assert "| linear | 16 | 48 | 32 | 4 | given | fwd | 4.250 / 8.500 /  | 1.500 / 3.000 / 0.5 |\n" in page
     assert "7.125" not in page and re.search(r"^\| h100/suite \|.*\| abc, cut off \|$", page, re.M)

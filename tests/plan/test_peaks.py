@@ -1,12 +1,10 @@
 """What the planner says against what a GPU's allocator counted: bench/results/h200, written by bench.peaks and bench.model."""
 
-import json
 import re
-from pathlib import Path
 
 import pytest
 
-from bench import planned
+from bench import planned, records
 from bench.model import ARCHITECTURES
 from bench.planned import setup_of
 from fdora.jobs.plan import Adapter, Setup, card, memory, read_model
@@ -14,8 +12,7 @@ from fdora.jobs.plan.decoder import decoder
 from fdora.jobs.plan.memory import Part, peaks
 from fdora.jobs.plan.tape import walk
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results" / "h200"
-PEAKS = json.loads((RESULTS / "peaks.json").read_text())["rows"]
+PEAKS = records.result("h200/peaks")["rows"]
 TYPES = {"LlamaConfig": "llama", "Gemma3TextConfig": "gemma3_text", "Qwen2Config": "qwen2", "MistralConfig": "mistral"}
 OTHERS = ("llama-3.1-8b", "gemma-3-12b", "qwen2.5-32b", "mistral-small-24b")
 PROMISED = 0.08  # of the whole
@@ -40,7 +37,7 @@ def test_measured_peaks(row):
 
 
 def test_the_comparison(capsys):
-    planned.main([str(RESULTS / "peaks.json")])
+    planned.main([])
     out = capsys.readouterr().out
     low, high = map(float, re.findall(r"^peaks: ([\d.]+) to ([\d.]+) of", out, re.M)[0])
     assert 1 - PROMISED < low <= high < 1 + PROMISED and out.count("| llama-3.1-8b |") == 16
@@ -65,7 +62,7 @@ def test_three_models_were_measured_in_every_way():
 @pytest.mark.parametrize("model", OTHERS)
 def test_models_of_another_command(model):
     """These were there before the planner; the peak is that beyond parameters and states."""
-    result = json.loads((RESULTS / f"model_{model}.json").read_text())
+    result = records.result(f"h200/model_{model}")
     kind, sizes = ARCHITECTURES[model]
     rows = [row for row in result["rows"] if "fdora" in row["way"] and row["mode"] != "inference"]
     assert len(rows) == 6

@@ -1,9 +1,8 @@
 """bench.schedule: a small run, and that its table says what its rows do."""
 
-import json
 import re
 
-from bench import report, schedule
+from bench import records, report, schedule
 from fdora.jobs.schedule import Spec, simulate
 from fdora.jobs.schedule import schedule as found
 
@@ -11,7 +10,7 @@ from fdora.jobs.schedule import schedule as found
 def test_a_small_run(tmp_path, capsys):
     path = tmp_path / "schedule.json"
     schedule.main(f"--samples 3 --batches 2 --depth 2 --total 24 --json {path} --commit abc".split())
-    result, out = json.loads(path.read_text()), capsys.readouterr().out
+    result, out = records.load(path), capsys.readouterr().out
     assert result["about"]["commit"] == "abc" and [row["s"] >= 0 for row in result["times"]] == [True] * 3
     assert [(row["adapters"], row["way"]) for row in result["rows"]] == [
         (n, way) for n in (1, 2, 3, 4) for way in schedule.WAYS

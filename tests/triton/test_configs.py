@@ -1,11 +1,11 @@
 """Configs are a pure function of the shape and the GPU: defined for every one of them, and inside the table where one stands."""
 
 import itertools
-import json
 import math
-from pathlib import Path
 
 import pytest
+
+from bench import records
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
@@ -124,15 +124,13 @@ def test_the_nearest_in_factors_of_two():
     assert nearest(table, (128, 16)) == "small"  # equals: the first
 
 
-FEW = [Path(__file__).parents[2] / f"bench/results/h200/{name}.json" for name in ("few", "few_1", "few_ranks")]
-
 BARS = {"few": 1.1, "few_1": 1.1, "few_ranks": 1.25}  # the last: ranks of 64 and 256, sides of 1024 to 22144
 
 
-@pytest.mark.parametrize("file", FEW, ids=lambda file: file.stem)
-def test_few_tokens_take_what_was_faster(file):
+@pytest.mark.parametrize("run", BARS)
+def test_few_tokens_take_what_was_faster(run):
     """Both ways of both directions, timed: 16 to 64 tokens, and 1 to 32 at an earlier commit; larger ranks."""
-    rows = json.loads(file.read_text())["rows"]
+    rows = records.result(f"h200/{run}")["rows"]
     assert rows
     for row in rows:
         (M, K, N, r), ms = row["shape"], row["ms"]
@@ -142,7 +140,7 @@ def test_few_tokens_take_what_was_faster(file):
         ):
             sizes = (M, N, K) if trans_b else (M, K, N)
             took = small if takes_narrow_tiles(*sizes, r, trans_b, True, 90, 132) else general
-            assert took <= BARS[file.stem] * min(small, general), (row["shape"], trans_b)
+            assert took <= BARS[run] * min(small, general), (row["shape"], trans_b)
 
 
 def test_the_choice_of_few_tokens_is_fitted_to_all_of_them():
@@ -150,7 +148,7 @@ def test_the_choice_of_few_tokens_is_fitted_to_all_of_them():
     pytest.importorskip("scipy", reason="the fit needs scipy; `make test` installs it")
     from bench import fit_few
 
-    found = list(fit_few.pairs([json.loads(file.read_text()) for file in FEW]))
+    found = list(fit_few.pairs([records.result(f"h200/{run}") for run in BARS]))
     names: dict = {}
     exec(fit_few.written(fit_few.fitted(found), found), names)
     assert fitted_few.__doc__ == names["__doc__"]
