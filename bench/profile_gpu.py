@@ -38,7 +38,6 @@ from bench.clock import capture, medians, once, replay_ms, synchronize, wall_tim
 from bench.command import command
 from bench.norm_forms import about
 from bench.processes import run_in_processes
-from bench.save import save
 from fdora.functional import dora_init, dora_linear, dora_norm
 from fdora.jobs.plan.work import attention, linear
 from fdora.jobs.plan.work import rms_norm as rms_norm_work
@@ -190,7 +189,9 @@ def main(argv=None):
     memory = torch.cuda.get_device_properties(0).total_memory if options.device != "cpu" else 0
     facts = about(options.device, options.commit, argv)
     found = {name: float(f"{value:.4g}") for name, value in found.items()}
-    save(options.json, {"about": facts, "gpu": options.gpu, "memory": memory, "profile": found})
+    if options.json:  # data that fdora reads, not a measurement for a page
+        text = json.dumps({"about": facts, "gpu": options.gpu, "memory": memory, "profile": found}, indent=1)
+        options.json.write_text(text + "\n")
     print(json.dumps(found, indent=1))
 
 
