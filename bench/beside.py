@@ -18,10 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.command import command
-from bench.norm_forms import about
-from bench.records import save
-from bench.table import table
+from bench.suite import Suite
 from fdora.functional import dora_linear
 from fdora.triton import gemm
 from fdora.triton.runtime import walk
@@ -91,14 +88,14 @@ def rows_of(N: int, K: int, tokens: int, r: int, device: str, runs: int) -> list
 
 
 @torch.no_grad()
-def main(argv: list[str] | None = None) -> None:
-    options = command(__doc__, runs=15).parse_args(argv)
-    tiny = options.device == "cpu"  # untimed, for the tests
-    rows = []
-    for N, K in TINY if tiny else SHAPES:
-        rows += rows_of(N, K, 16 if tiny else 4096, 4 if tiny else 64, options.device, options.runs)
-        save(options.json, {"about": about(options.device, options.commit, argv), "rows": rows})
-    print(table(list(rows[0]), [list(row.values()) for row in rows]))
+def measure(run):
+    device, runs = run.options.device, run.options.runs
+    tiny = device == "cpu"  # untimed, for the tests
+    for N, K in run.cases(TINY if tiny else SHAPES):
+        run.add(*rows_of(N, K, 16 if tiny else 4096, 4 if tiny else 64, device, runs))
+
+
+main = Suite(__doc__, measure, runs=15)
 
 
 if __name__ == "__main__":

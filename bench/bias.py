@@ -6,23 +6,18 @@ Forward and backward (all gradients) of ``dora_linear`` with the norm given, bes
 before g: time (on a GPU of replayed CUDA graphs, in turns), what is kept for backward beside inputs and y, and the error of the
 gradient of m against float64, relative, over the columns. Biases: none; as large as the product, as vision transformers have
 them; and "k": every tenth column 20 to 400 times as large, as in Qwen2.5's k, whose products are formed again in backward.
-``--beside``: the tokens from which a bias is read off, for this run (BESIDE_BIAS in fdora/triton/scale.py); without it what is
-shipped, where "read" may keep as well.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import torch
 
-from bench import clock
-from bench.command import command
-from bench.norm_forms import about
-from bench.records import save
-from bench.table import table
+from bench.clock import medians_of
+from bench.suite import Suite
 from fdora.functional import dora_linear, dora_norm
-from fdora.triton import linear
 from tests.memory import peak_bytes
 
 # tokens, N, K, r: ViT-g/14 (64 images of 224 x 224) qkv and w3; Qwen2.5-7B q and k
@@ -30,7 +25,6 @@ SHAPES = ((16448, 4608, 1536, 16), (16448, 1536, 4096, 16), (4096, 3584, 3584, 1
 BIASES = ("none", "even", "k")
 TRUTH = 1024  # columns that are compared with float64
 S = 2.0
-COLUMNS = (("ms", ".4f"), ("mb", ".2f"), ("error", ".2e"))
 
 
 def inputs(shape, kind, device):
@@ -69,25 +63,21 @@ def measured(shape, kind, device, runs):
         row[f"{name}_error"] = ((dm - truth).norm() / truth.norm()).item()
         y_bytes = 2 * shape[0] * shape[1]
         row[f"{name}_mb"] = (peak_bytes(partial(forward, keep), device) - y_bytes) / 2**20
-    anchor = None if device == "cpu" else clock.anchor_graph()
-    timers = {name: clock.timer(partial(gradient, name == "kept"), device, anchor) for name in ("read", "kept")}
-    return row | {f"{name}_ms": ms for name, ms in clock.medians(timers, runs).items()}
+    fns = {name: partial(gradient, name == "kept") for name in ("read", "kept")}
+    return row | {f"{name}_ms": ms for name, ms in medians_of(fns, device, runs).items()}
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = command(__doc__, runs=9)
-    parser.add_argument("--beside", type=int, help="read y - bias beyond this many tokens")
+def arguments(parser):
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a smoke test")
-    options = parser.parse_args(argv)
-    if options.beside is not None:  # plans are made when they are first asked for: this reaches all of them
-        linear.BESIDE_BIAS = options.beside
-    shapes = ((96, 64, 48, 8),) if options.tiny else SHAPES
-    rows = [measured(shape, kind, options.device, options.runs) for shape in shapes for kind in BIASES]
-    head = ("M N K r", "bias", "ms: read", "kept", "MiB: read", "kept", "error of dm: read", "kept")
-    columns = [(f"{name}_{what}", form) for what, form in COLUMNS for name in ("read", "kept")]
-    cells = [(" ".join(map(str, r["shape"])), r["bias"], *(f"{r[key]:{form}}" for key, form in columns)) for r in rows]
-    print(table(head, cells))
-    save(options.json, {"about": about(options.device, options.commit, argv), "rows": rows})
+
+
+def measure(run):
+    options = run.options
+    for shape, kind in run.cases(product(((96, 64, 48, 8),) if options.tiny else SHAPES, BIASES)):
+        run.add(measured(shape, kind, options.device, options.runs))
+
+
+main = Suite(__doc__, measure, arguments, runs=9)
 
 
 if __name__ == "__main__":

@@ -111,3 +111,9 @@ def medians(timers: Mapping[str, Timer], runs: int) -> dict[str, float]:
     """Median ms of each, in turns; the first turn warms up."""
     turns = [{name: one() for name, one in timers.items()} for _ in range(runs + 1)]
     return {name: statistics.median(turn[name] for turn in turns[1:]) for name in timers}
+
+
+def medians_of(fns: Mapping[str, Callable[[], object]], device: str, runs: int) -> dict[str, float]:
+    """Median ms of each function, by the clock of this device."""
+    anchor = None if device == "cpu" else anchor_graph()
+    return medians({name: timer(fn, device, anchor) for name, fn in fns.items()}, runs)

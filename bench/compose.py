@@ -8,11 +8,12 @@ that the fewest possible bytes take at measured copy speed.
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 
-from bench.command import command
-from bench.norm_forms import about, medians
-from bench.records import save
+from bench.clock import medians_of
+from bench.suite import Suite
 from fdora.functional import dora_compose, dora_delta, select_backend
 
 SHAPES = ((4096, 4096), (4096, 14336), (16, 4096), (16384, 4096))
@@ -43,23 +44,19 @@ def case(M, N, delta, device, runs, facts):
 
     row = {"op": op.__name__, "M": M, "N": N}
     for mode, fns in (("fwd", ways), ("fwd_bwd", {n: both(w) for n, w in ways.items()})):
-        row |= {f"{mode}_{name}_ms": round(ms, 4) for name, ms in medians(fns, device, runs).items()}
+        row |= {f"{mode}_{name}_ms": round(ms, 4) for name, ms in medians_of(fns, device, runs).items()}
         if "bytes_per_ms" in facts:  # 2 reads, 1 write; then 3 reads, 2 writes
             row[f"{mode}_copy_ms"] = round((3 if mode == "fwd" else 8) * base.nbytes / facts["bytes_per_ms"], 4)
     return row
 
 
-def main():
-    options = command(__doc__, runs=9)
-    options = options.parse_args()
-    facts = about(options.device, options.commit)
-    print(facts, "\n")
-    shapes = SHAPES[2:3] if options.device == "cpu" else SHAPES
-    rows = [case(*shape, delta, options.device, options.runs, facts) for shape in shapes for delta in (False, True)]
-    print("| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|")
-    for row in rows:
-        print("| " + " | ".join(map(str, row.values())) + " |")
-    save(options.json, {"about": facts, "runs": options.runs, "rows": rows})
+def measure(run):
+    device = run.options.device
+    for shape, delta in run.cases(product(SHAPES[2:3] if device == "cpu" else SHAPES, (False, True))):
+        run.add(case(*shape, delta, device, run.options.runs, run.facts))
+
+
+main = Suite(__doc__, measure, runs=9)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from bench.clock import anchor_graph, capture, medians, wall_timer
-from bench.norm_forms import about
 from bench.records import save
+from bench.suite import about
 from fdora.functional import select_backend
 from tests.memory import peak_bytes
 

@@ -28,11 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.command import command
 from bench.decoder import LINEARS
-from bench.norm_forms import about
 from bench.records import save
 from bench.rivals import paths
+from bench.suite import about, command
 from bench.table import line, table
 
 WAYS = ("peft", "fdora", "float32")

@@ -36,13 +36,12 @@ from time import perf_counter
 import torch
 
 from bench.attempt import Failures
-from bench.command import command
 from bench.experts_case import MODELS, Case, S, given_of, kept_by, layer_errors, layer_way, mlp_errors, mlp_way
 from bench.layer import free
 from bench.multi import Timed, timed
 from bench.multi_ways import Way
-from bench.norm_forms import about
 from bench.records import save
+from bench.suite import about, command
 from bench.table import line, table
 from bench.truth import rel_l2
 from bench.ways import ADAPTERS

@@ -1,13 +1,13 @@
-"""Fit the model of fdora/triton/waves.py to what bench.products measured, say how well it predicts, and write it down.
+"""Fit the model of fdora/triton/waves.py to what bench.tune measured, say how well it predicts, and write it down.
 
-    python -m bench.fit FILE... [--unseen FILE] [--write fdora/triton/fitted.py] [--json FILE] [--figure FILE]
+    python -m bench fit RUN... [--unseen RUN] [--write fdora/triton/fitted.py] [--json FILE] [--figure FILE]
 
-Of several files, what a later one has timed again (``bench.products --ways after,first,bare``) counts. A fused tile that took
+Of several runs, what a later one has timed again counts. A fused tile that took
 over NEAR times the fastest way of a shape counts FAR there, since the choice is between others, but in full where it would be
 predicted below that: tiles that lose here and there must not look better than they are. Shapes are held out in
 ``--folds`` parts: each is predicted by a fit that has not seen it. ``regret`` is the measured time of the way that the model
 chooses over that of the fastest way measured. ``--unseen``: other shapes, which no fit sees; where every tile was timed
-(``bench.products --exhaustive``) their regret is what the choice costs beside the best there is.
+(``product_every``) their regret is what the choice costs beside the best there is.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import numpy
 from scipy.optimize import least_squares, nnls
 
 from bench import records
-from bench.command import command
-from bench.norm_forms import about
-from bench.products import TILES
 from bench.records import save
+from bench.suite import about, command
 from bench.table import table
+from bench.tune import TILES
 from fdora.triton.choice import together
 from fdora.triton.configs import GemmConfig
 from fdora.triton.waves import CublasFit, Fit, PassFit, Tile, after_us, cublas_us, fused_us, gpu_of
@@ -43,7 +42,7 @@ def merged(results):
     product in proportion to the bare one of its run, since a cooler GPU speeds up both; a pass as what it took beyond it."""
     rows = {}
     for result in results:
-        for row in (row for row in result["rows"] if "ms" in row):
+        for row in (taken(row) for row in result["rows"] if "ms" in row):
             found = rows.setdefault((*row["shape"], row["forward"]), row)
             if found is not row:
                 before, bare = found["ms"]["bare"], row["ms"]["bare"]
@@ -56,6 +55,12 @@ def merged(results):
     return list(rows.values())
 
 
+def taken(row):
+    """A row of bench.tune with its direction, without what the plans of its day took."""
+    ms = {name: t for name, t in row["ms"].items() if name != "chosen"}
+    return row | {"forward": row.get("forward", row.get("op") != "product_back"), "ms": ms}
+
+
 def size(row):
     """M, N, K, r of the product."""
     M, K, N, r = row["shape"]
@@ -63,7 +68,7 @@ def size(row):
 
 
 def fields(name):
-    """Of a config that bench.products names."""
+    """Of a config that the search names."""
     return tuple(json.loads(word.lower()) for word in name.split()[1:])
 
 
@@ -233,8 +238,8 @@ def figure(judgements, path):
 
 def main(argv=None):
     parser = command(__doc__, device=None)
-    parser.add_argument("runs", nargs="+", help="of bench.products: h200/products_more")
-    parser.add_argument("--unseen", help="a run of bench.products too")
+    parser.add_argument("runs", nargs="+", help="of bench.tune: h200/products_more")
+    parser.add_argument("--unseen", help="a run of bench.tune too")
     parser.add_argument("--folds", type=int, default=4)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--figure", type=Path)

@@ -1,4 +1,4 @@
-"""Fit the model of fdora/triton/few.py to what bench.few measured, say how well it chooses, and write it down.
+"""Fit the model of fdora/triton/few.py to what `python -m bench tune few` measured, say how well it chooses, and write it down.
 
     python -m bench.fit_few RUN... [--write fdora/triton/fitted_few.py]
 
@@ -39,8 +39,13 @@ class Pair(NamedTuple):
 
 
 def pairs(results):
-    for row in (row for result in results for row in result["rows"]):
-        (M, K, N, r), us = row["shape"], {name: 1e3 * ms for name, ms in row["ms"].items()}
+    times: dict[tuple, dict[str, float]] = {}
+    for number, result in enumerate(results):
+        for row in result["rows"]:
+            both = "_both" if row.get("op") == "few_both" else ""
+            mine = times.setdefault((number if "op" not in row else "", *row["shape"]), {})
+            mine |= {name + both: 1e3 * ms for name, ms in row["ms"].items()}
+    for (_, M, K, N, r), us in times.items():
         yield Pair(True, (M, N, K, r), us["small"], us["general"])
         yield Pair(False, (M, K, N, r), us["small_both"] - us["small"], us["general_both"] - us["general"])
 
@@ -82,7 +87,7 @@ def written(fit, found):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("runs", nargs="+", help="of bench.few: h200/few")
+    parser.add_argument("runs", nargs="+", help="of bench.tune: few and few_both, h200/few")
     parser.add_argument("--write", type=Path)
     options = parser.parse_args(argv)
     found = list(pairs([records.result(name) for name in options.runs]))

@@ -25,12 +25,8 @@ import torch.nn.functional as F
 
 from bench.attempt import Failures
 from bench.clock import anchor_graph, medians, timer
-from bench.command import command
 from bench.fp8_error import SCALES
-from bench.layer import free
-from bench.norm_forms import about
-from bench.records import save
-from bench.table import table
+from bench.suite import Run, Suite
 from bench.ways import BF16, Inputs, S
 from fdora.functional import dora_linear, dora_norm
 from fdora.quant import QuantWeight, quantize
@@ -80,26 +76,21 @@ def row_of(M: int, K: int, N: int, r: int, scale: str, options: argparse.Namespa
     return row | {"error": error, "failed": dict(failed)}
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = command(__doc__, runs=5)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", default=SHAPES, help="KxN, comma separated (default: %(default)s)")
     parser.add_argument("--M", default="16,512,4096")
     parser.add_argument("--r", type=int, default=64)
     parser.add_argument("--scales", default="row,128 x 128", help="of W: tensor, row, 128 x 128")
-    options = parser.parse_args(argv)
-    facts, rows = about(options.device, options.commit, argv), []
+
+
+def measure(run: Run) -> None:
+    options = run.options
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
-    for M, (K, N), scale in product(map(int, options.M.split(",")), shapes, options.scales.split(",")):
-        rows.append(row_of(M, K, N, options.r, scale, options))
-        print(rows[-1], flush=True)
-        save(options.json, {"about": facts, "runs": options.runs, "rows": rows})
-        free(options.device)
-    names = list(dict.fromkeys(name for row in rows for name in row["ms"]))
-    cells = []
-    for row in rows:
-        said = {name: f"{ms:.4f} ({row['error'][name]:.0e})" for name, ms in row["ms"].items()}
-        cells.append(["{M}, {K} x {N}, {scales}".format(**row), *(said.get(name, "") for name in names)])
-    print(table(["M, K x N, scales", *(f"{n}, ms (error)" for n in names)], cells))
+    for M, (K, N), scale in run.cases(product(map(int, options.M.split(",")), shapes, options.scales.split(","))):
+        run.add(row_of(M, K, N, options.r, scale, options))
+
+
+main = Suite(__doc__, measure, arguments, runs=5)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,11 @@ have them, a few columns 50 times as large as the others.
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 
-from bench.command import command
-from bench.norm_forms import about
-from bench.records import save
-from bench.table import table
+from bench.suite import Suite
 from fdora.functional import dora_linear, dora_norm
 from fdora.quant import quantize
 
@@ -50,23 +49,23 @@ def errors(scale, kind, M, N, K, r):
     return {how: (each.norm() / truth.norm()).item() for how, each in lost.items()}
 
 
-def main():
-    parser = command(__doc__, device=None)
-    for name, size in (("tokens", 512), ("out", 1024), ("in", 4096), ("rank", 16)):
+SIZES = (("tokens", 512), ("out", 1024), ("in", 4096), ("rank", 16))
+
+
+def arguments(parser):
+    for name, size in SIZES:
         parser.add_argument(f"--{name}", type=int, default=size)
-    sizes = vars(args := parser.parse_args())
+
+
+def measure(run):
+    sizes = {name: getattr(run.options, name) for name, _ in SIZES}
     torch.manual_seed(0)
-    rows = []
-    for kind in INPUTS:
-        for scale in SCALES:
-            found = errors(scale, kind, *(sizes[n] for n in ("tokens", "out", "in", "rank")))
-            rows.append({"x": kind, "scales": scale} | found)
-    head = ("x", "scales of W", "8-bit products", "bf16 products", "8-bit weight")
-    print(table(head, [(r["x"], r["scales"], *(f"{100 * r[k]:.2f} %" for k in ("fp8", "bf16", "weight"))) for r in rows]))
-    save(
-        args.json,
-        about("cpu", args.commit) | {"sizes": {n: sizes[n] for n in ("tokens", "out", "in", "rank")}, "rows": rows},
-    )
+    for kind, scale in run.cases(product(INPUTS, SCALES)):
+        run.add({"x": kind, "scales": scale} | errors(scale, kind, *sizes.values()))
+    run.set(sizes=sizes)
+
+
+main = Suite(__doc__, measure, arguments, device=None)
 
 
 if __name__ == "__main__":

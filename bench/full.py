@@ -12,12 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bench.clock import anchor_graph, medians, timer
-from bench.command import command
+from bench.clock import medians_of
 from bench.kernels import by_name, profiled, shares
-from bench.norm_forms import about
-from bench.records import save
-from bench.table import table
+from bench.suite import Suite
 from bench.ways import Inputs, S
 from fdora.functional import dora_linear
 
@@ -57,33 +54,29 @@ def rows_of(shape: tuple[int, int, int, int], device: str, runs: int, kernels: b
         pairs = zip(step(i, detach, False), truth(i, detach), strict=True)
         apart[detach] = max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
         assert apart[detach] <= MOST_APART, f"{shape}, detach={detach}: {apart[detach]:.1e} from float64"
-    rows, anchor = [], None if device == "cpu" else anchor_graph()
+    rows = []
     for given in (False, True):
-        ways = {str(detach): timer(lambda d=detach: step(i, d, given), device, anchor) for detach in (True, False)}
-        ms = medians(ways, runs)
+        ms = medians_of({str(detach): lambda d=detach: step(i, d, given) for detach in (True, False)}, device, runs)
         row = {"M": M, "K": K, "N": N, "r": r, "norm": "given" if given else "inside", "detached_ms": round(ms["True"], 4)}
         row |= {"full_ms": round(ms["False"], 4), "ratio": round(ms["False"] / ms["True"], 3), "goal": GOAL}
         rows.append(row | {"error": float(f"{apart[False]:.1e}")})
-        print(rows[-1], flush=True)
     if kernels:
         kernels_of(i)
     return rows
 
 
-def parse(argv):
-    parser = command(__doc__, runs=9)
+def arguments(parser):
     parser.add_argument("--kernels", action="store_true", help="print the kernels of a step, named and timed")
     parser.add_argument("--tiny", action="store_true", help="one small shape, for a smoke test")
-    return parser.parse_args(argv)
 
 
-def main(argv=None):
-    options = parse(argv)
-    result: dict = {"about": about(options.device, options.commit, argv), "rows": []}
-    for shape in ((64, 96, 80, 8),) if options.tiny else SHAPES:
-        result["rows"] += rows_of(shape, options.device, options.runs, options.kernels)
-        save(options.json, result)
-    print("\n" + table(list(result["rows"][0]), [row.values() for row in result["rows"]]))
+def measure(run):
+    options = run.options
+    for shape in run.cases(((64, 96, 80, 8),) if options.tiny else SHAPES):
+        run.add(*rows_of(shape, options.device, options.runs, options.kernels))
+
+
+main = Suite(__doc__, measure, arguments, runs=9)
 
 
 if __name__ == "__main__":

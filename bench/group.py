@@ -35,11 +35,10 @@ from torch import Tensor
 from bench.attempt import Failures
 from bench.checkouts import add_rival_path, axolotl_group, unsloth_group
 from bench.clock import Timer, anchor_graph, launches_of, medians, quick_timer, wall_timer
-from bench.command import command
 from bench.layer import free
-from bench.norm_forms import about
 from bench.records import save
 from bench.rivals import peft_layer
+from bench.suite import about, command
 from bench.table import line, table
 from bench.truth import rel_l2
 from bench.ways import ADAPTERS, Inputs, S

@@ -16,10 +16,7 @@ from pathlib import Path
 
 from bench.attempt import Failures
 from bench.clock import medians, wall_timer
-from bench.command import command
-from bench.norm_forms import about
-from bench.records import save
-from bench.table import table
+from bench.suite import Suite
 from bench.ways import ADAPTERS, Inputs, build
 
 ROOT = Path(__file__).parent.parent
@@ -78,27 +75,25 @@ def per_call(options) -> list[dict]:
     return [row | ({"failed": failed[name]} if name in failed else {}) for name, row in rows.items()]
 
 
-def main(argv=None):
-    options = command(__doc__, runs=31)
+def arguments(parser):
     for name, size in (("M", 16), ("K", 512), ("N", 512), ("r", 16)):
-        options.add_argument(f"--{name}", type=int, default=size)
-    options.add_argument("--adapter", choices=("bf16", "fp32"), default="bf16")
-    options.add_argument("--ways", default=",".join(WAYS))
-    options.add_argument("--first-call", action="store_true")
-    options.add_argument("--loop-ms", type=float, default=20.0, help="about the length of one loop")
-    options = options.parse_args(argv)
-    facts = about(options.device, options.commit, argv)
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--adapter", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--first-call", action="store_true")
+    parser.add_argument("--loop-ms", type=float, default=20.0, help="about the length of one loop")
+
+
+def measure(run):
+    options = run.options
     sizes = (options.M, options.K, options.N, options.r)
-    print(facts, "\n\nM, K, N, r =", sizes, options.adapter, flush=True)
-    result = {"about": facts, "sizes": sizes, "adapter": options.adapter, "rows": per_call(options)}
-    head = ["way", "fwd_us", "fwd_bwd_us", "failed"]
-    print(table(head, [[row.get(field, "") for field in head] for row in result["rows"]]), flush=True)
+    run.set(sizes=sizes, adapter=options.adapter)
+    run.add(*per_call(options))
     if options.first_call:
-        result["first_call"] = first_call(sizes, options.device)
-        print("\nFirst call of a process, ms:\n")
-        for row in result["first_call"]:
-            print(row)
-    save(options.json, result)
+        run.add(*first_call(sizes, options.device), part="first_call")
+
+
+main = Suite(__doc__, measure, arguments, runs=31)
 
 
 if __name__ == "__main__":

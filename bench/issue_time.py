@@ -21,9 +21,9 @@ import torch
 
 from bench.attempt import Failures
 from bench.clock import synchronize
-from bench.norm_forms import about
 from bench.records import save
 from bench.steps import SIZES, Cell, Way, add_model, build, check, compared, inputs
+from bench.suite import about
 from bench.table import table
 
 PARTS = ("forward", "backward")

@@ -26,12 +26,11 @@ import torch.distributed as dist
 
 from bench.attempt import Failures
 from bench.clock import synchronize
-from bench.command import command
 from bench.jobs_model import LINEARS, TINY, Sizes, by_modules, data_of, decoder, stage_of
 from bench.layer import free
-from bench.norm_forms import about
 from bench.records import save
 from bench.schedule import KINDS, drawn
+from bench.suite import about, command
 from bench.table import table
 from fdora.functional import DoraParams, dora_init, dora_stack
 from fdora.jobs.loop import Job, Model, init_state, train_step, works_of

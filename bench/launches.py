@@ -13,9 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bench.clock import medians, wall_timer
-from bench.command import command
-from bench.norm_forms import about
-from bench.records import save
+from bench.suite import Suite
 from bench.table import table
 from fdora.triton.gemm import Operand, gemm
 from fdora.triton.kernels.sums import sum_kernel
@@ -106,13 +104,13 @@ def pieces(device="cuda"):
     }
 
 
-def main():
-    options = command(__doc__, device="cuda", runs=15)
-    options = options.parse_args()
+def measure(run):
     timers = {name: wall_timer(fn, "cuda", 20.0) for name, fn in pieces().items()}
-    us = {name: round(1e3 * ms, 1) for name, ms in medians(timers, options.runs).items()}
-    print(table(["piece", "us"], us.items()))
-    save(options.json, {"about": about("cuda", options.commit), "us": us})
+    run.set(us={name: round(1e3 * ms, 1) for name, ms in medians(timers, run.options.runs).items()})
+    print(table(["piece", "us"], run.result["us"].items()))
+
+
+main = Suite(__doc__, measure, device="cuda", runs=15)
 
 
 if __name__ == "__main__":

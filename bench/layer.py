@@ -31,9 +31,8 @@ import torch
 from bench.attempt import Failures
 from bench.checkouts import add_rival_path
 from bench.clock import anchor_graph, medians, timer, wall_timer
-from bench.command import command
-from bench.norm_forms import about
 from bench.records import save
+from bench.suite import about, command
 from bench.table import line, table
 from bench.truth import Truth
 from bench.ways import ADAPTERS, DORA, KEEP_NORM, LORA, RIVALS, WAYS, Inputs, S, Way, build, opponent

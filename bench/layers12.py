@@ -25,11 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.attempt import Failures
 from bench.clock import medians, wall_timer
-from bench.command import command
 from bench.decoder import LINEARS, Sizes, angles, decoder
-from bench.norm_forms import about
 from bench.records import save
 from bench.rivals import inject, paths
+from bench.suite import about, command
 from bench.table import line
 from bench.ways import S
 from fdora.functional import dora_linear, dora_norm

@@ -31,13 +31,12 @@ from torch import Tensor, nn
 
 from bench.attempt import Failures
 from bench.clock import medians, wall_timer
-from bench.command import command
 from bench.layer import free
 from bench.layers12 import DTYPES, MOST_APART, adapters, apart, own_code
-from bench.norm_forms import about
 from bench.progress import Progress
 from bench.records import save
 from bench.rivals import fill_all, paths
+from bench.suite import about, command
 from bench.table import table
 from bench.ways import S
 from tests.memory import peak_bytes

@@ -40,11 +40,10 @@ from torch import Tensor
 from bench.attempt import Failures
 from bench.checkouts import add_rival_path
 from bench.clock import anchor_graph, medians, timer, wall_timer
-from bench.command import command
 from bench.layer import free
 from bench.multi_ways import WAYS, Bank, S, Way, build, errors
-from bench.norm_forms import about
 from bench.records import save
+from bench.suite import about, command
 from bench.table import line, table
 from bench.truth import rel_l2
 from bench.ways import ADAPTERS

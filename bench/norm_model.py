@@ -1,29 +1,24 @@
 """The norms of all adapted linears of a model in one call, and what each of its launches takes.
 
     python -m bench.norm_model --device cuda [--json FILE]
-    python -m bench.norm_model --device cuda --tiles --models llama-3.1-8b --layers 1 --r 16,64,128,384
 
 Layers of Qwen3-8B's and Qwen3-1.7B's shapes, bf16. ``plain``: with no state. ``changed``: with a state that nothing matches;
 ``unchanged``: with one that matches, where the bits of A and B alone are read; ``layers``: the same as a loop of dora_norm with
 a state for each, which the launches for a model replaced. GPU ms by torch's profiler: of each kernel, and their sum.
-``bytes_ms``: what must be read, W, A and B or A and B, over a measured copy. ``--tiles``: ``plain`` in other tiles than
-fdora/triton/configs.py chooses, too, checked against the chosen one.
+``bytes_ms``: what must be read, W, A and B or A and B, over a measured copy. Other tiles: ``python -m bench tune tree``.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from unittest import mock
+from itertools import product
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.command import command
-from bench.norm_forms import about, roofs
-from bench.records import save
-from bench.table import table
-from fdora.functional import _tree, dora_norm, dora_norm_state, dora_norm_tree, dora_norm_tree_state
+from bench.suite import Suite
+from fdora.functional import dora_norm, dora_norm_state, dora_norm_tree, dora_norm_tree_state
 
 S, CALLS = 2.0, 10
 # hidden size, width of the MLP, N of k and v
@@ -33,13 +28,6 @@ MODELS = {
     "llama-3.1-8b": (4096, 14336, 1024),
     "tiny": (64, 96, 32),
 }
-
-
-# rows, columns, slab of the rank (0: as wide as the rank), warps, stages, tiles of W ahead, programs on a multiprocessor
-NARROW = [(n, 64, 0, 4, 3, ahead, programs) for n, programs in ((64, 8), (128, 4)) for ahead in (0, 2, 3, 4)]
-NARROW += [(128, 128, 0, 8, 3, ahead, 2) for ahead in (0, 3)] + [(128, 128, 16, 4, 3, 0, 2), (128, 128, 32, 8, 3, 0, 2)]
-MIDDLE = [(64, 64, 0, 4, 3, 3, 4), (64, 64, 0, 4, 3, 2, 4), (128, 64, 0, 8, 3, 3, 2), (64, 128, 0, 8, 3, 3, 2)]
-WIDE = [(64, 128, 64, 4, 3, 0, 4), (128, 64, 64, 4, 3, 0, 4), (128, 128, 64, 8, 3, 0, 2), (128, 128, 32, 8, 3, 0, 2)]
 
 
 def linears(model: str, layers: int, r: int, device: str) -> tuple[list, list]:
@@ -89,41 +77,19 @@ def case(model: str, layers: int, r: int, device: str, speed: float | None) -> l
     return rows
 
 
-def tiles(model: str, layers: int, r: int, device: str) -> list[dict]:
-    from fdora.triton.configs import TreeConfig, power_of_two  # without Triton there are no tiles
-
-    W, pairs = linears(model, layers, r, device)
-    want = dora_norm_tree(W, pairs, s=S)
-    rows = [{"tile": None, "ms": sum(kernels(lambda: dora_norm_tree(W, pairs, s=S), device).values())}]
-    for n, k, slab, *how in NARROW if r <= 64 else MIDDLE + WIDE if r <= 128 else WIDE:
-        tile = TreeConfig(n, k, slab or power_of_two(r), *how)
-        with (
-            mock.patch("fdora.triton.tree_table.tree_config", lambda *_, tile=tile: tile),
-            mock.patch.object(_tree, "_plans", []),
-        ):
-            for mine, right in zip(dora_norm_tree(W, pairs, s=S), want, strict=True):
-                torch.testing.assert_close(mine, right, rtol=1e-6, atol=0)
-            rows.append({"tile": tile, "ms": sum(kernels(lambda: dora_norm_tree(W, pairs, s=S), device).values())})
-    return [{"model": model, "layers": layers, "r": r, "way": "plain"} | row | {"ms": round(row["ms"], 4)} for row in rows]
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = command(__doc__)
+def arguments(parser):
     parser.add_argument("--models", default="qwen3-8b,qwen3-1.7b", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--r", default="16,384")
-    parser.add_argument("--tiles", action="store_true")
-    options = parser.parse_args(argv)
-    speed = None if options.device == "cpu" else roofs(options.device)["bytes_per_ms"]
-    rows = []
-    for model in options.models.split(","):
-        for r in map(int, options.r.split(",")):
-            given = model, options.layers, r, options.device
-            rows += tiles(*given) if options.tiles else case(*given, speed)
-            save(options.json, {"about": about(options.device, options.commit, argv), "rows": rows})
-    heads = ("model", "layers", "r", "way", "ms", "bytes", "kernels")
-    shown = [[*(row[head] for head in heads[:5]), row.get("bytes_ms", ""), row.get("kernels") or row["tile"]] for row in rows]
-    print(table(heads, shown))
+
+
+def measure(run):
+    options, speed = run.options, run.facts.get("bytes_per_ms")
+    for model, r in run.cases(product(options.models.split(","), map(int, options.r.split(",")))):
+        run.add(*case(model, options.layers, r, options.device, speed))
+
+
+main = Suite(__doc__, measure, arguments)
 
 
 if __name__ == "__main__":

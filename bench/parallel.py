@@ -27,11 +27,10 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from bench.clock import synchronize
-from bench.command import command
 from bench.layers12 import DTYPES, MOST_APART
-from bench.norm_forms import about
 from bench.processes import run_in_processes
 from bench.records import save
+from bench.suite import about, command
 from bench.table import table
 from bench.ways import S
 from fdora.functional import dora_linear, dora_norm, dora_norm_tree

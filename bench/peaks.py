@@ -32,12 +32,11 @@ from torch import Tensor, nn
 
 from bench.attempt import Failures
 from bench.clock import once
-from bench.command import command
 from bench.layer import free
 from bench.layers12 import DTYPES, adapters
 from bench.model import adapted, network
-from bench.norm_forms import about
 from bench.records import save
+from bench.suite import about, command
 from bench.table import line, table
 from tests.memory import held_bytes, peak_bytes
 

@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bench.command import present
 from bench.kernels import short
-from bench.norm_forms import about
 from bench.records import save
+from bench.suite import about, present
 from bench.table import table
 
 

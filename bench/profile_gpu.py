@@ -35,9 +35,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.clock import capture, medians, once, replay_ms, synchronize, wall_timer
-from bench.command import command
-from bench.norm_forms import about
 from bench.processes import run_in_processes
+from bench.suite import about, command
 from fdora.functional import dora_init, dora_linear, dora_norm
 from fdora.jobs.plan.work import attention, linear
 from fdora.jobs.plan.work import rms_norm as rms_norm_work

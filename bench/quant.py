@@ -35,11 +35,10 @@ from torch import Tensor, nn
 from bench.attempt import Failures
 from bench.checkouts import add_rival_path, axolotl_linear, unsloth_linear
 from bench.clock import anchor_graph, medians, timer
-from bench.command import command
 from bench.layer import TOLERANCE, errors, free
-from bench.norm_forms import about, roofs
 from bench.records import save
 from bench.rivals import fill
+from bench.suite import about, command, roofs
 from bench.table import line, table
 from bench.truth import Truth
 from bench.ways import BF16, Inputs, S, Way, trained

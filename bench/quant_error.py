@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from bench.command import present
+from bench.suite import present
 from bench.table import table
 from fdora.functional import dora_init, dora_linear, dora_norm
 from fdora.quant import Affine, QuantWeight, TorchaoNf4, from_awq, from_gptq, from_hqq, opaque, quantize

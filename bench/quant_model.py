@@ -23,12 +23,11 @@ from torch import nn
 from bench import layers12
 from bench.attempt import Failures
 from bench.clock import medians, once
-from bench.command import command
 from bench.layer import free
-from bench.norm_forms import about
 from bench.records import save
 from bench.rivals import paths
 from bench.steps import MICRO, SIZES, Cell, Gpu, Stack, Way, agreement, inputs, names
+from bench.suite import about, command
 from bench.table import table
 from tests.memory import peak_bytes
 

@@ -214,7 +214,7 @@ def demo_duels(result: dict) -> Iterator[tuple]:
 
 
 def quant_duels(result: dict) -> Iterator[tuple]:
-    """Of bench.quant and bench.quant_model; bench.quant_forms compares tiles."""
+    """Of bench.quant and bench.quant_model; searches compare tiles."""
     for row in result["rows"] if "norms" in result else []:
         case = "{M}, {K} x {N}, {r}".format(**row)
         for rival in ("linear4bit", "qlora", "qdora", "unsloth_qlora", "axolotl_qlora", "axolotl_qdora"):

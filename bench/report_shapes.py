@@ -11,7 +11,7 @@ SHAPES = (
 PASSES = (
     "us on the GPU of backward's elementwise pass, in its best tile, beside torch's sum of two tensors, which moves as many "
     "bytes; of the pass with the two products that read what it writes, beside those two products of dy alone; and of both "
-    "factors' gradients, as two products and in one launch (`python -m bench.passes --device cuda`). The shapes are those "
+    "factors' gradients, as two products and in one launch (bench/passes.py, until 1fd0804). The shapes are those "
     "where backward was furthest from its bare products."
 )
 FIT = (
@@ -21,7 +21,7 @@ FIT = (
 
 
 FEW = (
-    "us on the GPU of one layer and few tokens (`python -m bench.few --device cuda`): bare products; one pass over W by narrow "
+    "us on the GPU of one layer and few tokens (bench/few.py, until 1fd0804): bare products; one pass over W by narrow "
     "tiles, and what more tokens take, forward and with backward; forward with the norm apart, and out of the same pass over W "
     "by the fastest of its tiles."
 )

@@ -23,9 +23,7 @@ from collections.abc import Iterator
 from math import log
 from statistics import mean
 
-from bench.command import command
-from bench.norm_forms import about
-from bench.records import save
+from bench.suite import Suite
 from bench.table import table
 from fdora.jobs.schedule import Schedule, Spec, Timeline, insert_noops, schedule, simulate
 from fdora.jobs.schedule.groups import rounds_of
@@ -130,23 +128,26 @@ def markdown(result: dict) -> str:
     return "\n\n".join([*parts, "Time to find a schedule:", table([name.replace("_s", ", s") for name in names], times)])
 
 
-def main(argv: list[str] | None = None) -> None:
-    options = command(__doc__, device=None)
-    options.add_argument("--device", default="cpu", choices=("cpu",))
-    options.add_argument("--capacity", type=int, default=6144)
-    options.add_argument("--depth", type=int, default=4)
-    options.add_argument("--multiple", type=int, default=128)
-    options.add_argument("--samples", type=int, default=16)
-    options.add_argument("--batches", type=int, default=12)
-    options.add_argument("--total", type=int, default=25_600, help="samples of the schedule that is timed; 0: none")
-    a = options.parse_args(argv)
+def arguments(parser):
+    parser.add_argument("--device", default="cpu", choices=("cpu",))
+    parser.add_argument("--capacity", type=int, default=6144)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--multiple", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--batches", type=int, default=12)
+    parser.add_argument("--total", type=int, default=25_600, help="samples of the schedule that is timed; 0: none")
+
+
+def measure(run):
+    a = run.options
     spec = Spec(a.capacity, a.depth, a.multiple, 0.0)
-    sizes = {name: getattr(a, name) for name in ("capacity", "depth", "multiple", "samples", "batches")}
-    result = {"about": about("cpu", a.commit, argv)} | sizes
-    result["rows"] = list(rows(spec, a.batches, a.samples))
-    result["times"] = list(timed(spec, a.total, a.samples)) if a.total else []
-    print(markdown(result))
-    save(a.json, result)
+    run.set(**{name: getattr(a, name) for name in ("capacity", "depth", "multiple", "samples", "batches")})
+    run.add(*rows(spec, a.batches, a.samples))
+    run.add(*(timed(spec, a.total, a.samples) if a.total else ()), part="times")
+    print("\n" + markdown(run.result))
+
+
+main = Suite(__doc__, measure, arguments, device=None)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,9 @@ import torch
 
 from bench.attempt import Failures
 from bench.clock import anchor_graph, launches_of, medians, once, quick_timer
-from bench.command import command
 from bench.layer import TOLERANCE, free
-from bench.norm_forms import about
 from bench.records import save
+from bench.suite import about, command
 from bench.table import table
 from bench.truth import Truth
 from bench.ways import BF16, Inputs, S, build

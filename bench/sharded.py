@@ -28,15 +28,14 @@ import torch.distributed as dist
 
 from bench.attempt import Failures
 from bench.clock import synchronize
-from bench.command import command
 from bench.layer import free
 from bench.layers12 import DTYPES, MOST_APART, adapters, apart
 from bench.model import ARCHITECTURES, WAYS, network
-from bench.norm_forms import about
 from bench.processes import run_in_processes
 from bench.records import save
 from bench.rivals import paths
 from bench.sharded_run import LAYOUTS, Collectives, Sharded, truth
+from bench.suite import about, command
 from bench.table import table
 from tests.memory import peak_bytes
 

@@ -41,13 +41,12 @@ from torch.utils.checkpoint import checkpoint
 from bench import layers12
 from bench.attempt import Failures
 from bench.clock import anchor_graph, capture, medians, once, replay_ms
-from bench.command import present
 from bench.decoder import LINEARS
 from bench.layer import free
 from bench.layers12 import DTYPES, MOST_APART, adapters, own_code
-from bench.norm_forms import about
 from bench.records import save
 from bench.rivals import inject, paths
+from bench.suite import about, present
 from bench.table import table
 from bench.ways import S
 

@@ -29,13 +29,12 @@ from torch import Tensor, nn
 
 from bench.attempt import Failures
 from bench.clock import medians, wall_timer
-from bench.command import command
 from bench.kernels import Kernel, by_name, middle_block, picture, profiled, shares
 from bench.layer import free
 from bench.layers12 import adapters, apart, own_code
-from bench.norm_forms import about
 from bench.records import save
 from bench.rivals import fill_all, paths
+from bench.suite import about, command
 from bench.table import table
 from bench.vit_model import GIANT, LINEARS, TINY, Vit, fold_scale, vit
 from bench.ways import S

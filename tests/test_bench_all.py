@@ -180,8 +180,8 @@ NO_KERNELS = "argument --device: cpu wants TRITON_INTERPRET=1"
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        *((command, NO_GPU) for command in ("few", "products", "passes", "norm_dense --device cuda", "steps --device cuda:0")),
-        *((command, NO_KERNELS) for command in ("norm_dense", "norm_tiles --device cpu")),
+        *((command, NO_GPU) for command in ("tune norm --device cuda", "steps --device cuda:0")),
+        *((command, NO_KERNELS) for command in ("tune norm", "tune few --device cpu")),
     ],
 )
 def test_a_command_that_cannot_run_here_says_why(command, said, monkeypatch, capsys):

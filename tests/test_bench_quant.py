@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
 pytest.importorskip("bitsandbytes", reason="it packs the weights; `make test` installs it")
-from bench import fp8, quant, quant_model, quant_ways
+from bench import fp8, quant, quant_model
 from tests.test_bench import doubled, run
 
 CASE = "--shapes 128x64 --M 4 --r 4 --runs 1 "
@@ -62,9 +62,3 @@ def test_products_of_8_bits(tmp_path):
         error = row["error"]
         assert set(row["ms"]) == set(error) == {"linear", "dense", "decoded", "fp8"} and not row["failed"]
         assert max(error["linear"], error["dense"], error["decoded"]) < 5e-3 < 1e-2 < error["fp8"] < 5e-2
-
-
-def test_ways_behind_decoding(tmp_path, capsys):
-    result = run(quant_ways, tmp_path, "--M 70 --shapes 128x64 --r 8 --runs 1")
-    assert all(result["rows"][0][name] > 0 for name in (*quant_ways.RIVALS, *quant_ways.WAYS))
-    assert "WRONG" not in capsys.readouterr().out

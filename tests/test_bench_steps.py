@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
 pytest.importorskip("transformers", reason="the layers are those of transformers; `make test` installs it")
 from bench import all as everything
-from bench import issue_time, layers12, norm_forms, records, steps
+from bench import issue_time, layers12, records, steps, suite
 from bench.attempt import Failures
 
 SMALL = "--layers 1 --loss-tokens 4 "
@@ -299,8 +299,8 @@ def test_less_than_the_command_asks_for_is_lacking(tmp_path, monkeypatch):
     assert everything.lacking(path, "abc") == "cut off by --seconds"
     place = everything.Place(path, "cpu/steps_compiled")
     command = everything.arguments("steps_compiled", place, "", everything.parse(["--commit", "abc"]), 99.0)
-    assert norm_forms.given(command[3:]) == everything.TABLE["steps_compiled"].command.partition(" ")[2]
-    assert norm_forms.given(["--json", "x", "--quick", "--seconds=9"]) == "--quick"
+    assert suite.given(command[3:]) == everything.TABLE["steps_compiled"].command.partition(" ")[2]
+    assert suite.given(["--json", "x", "--quick", "--seconds=9"]) == "--quick"
 
 
 def test_bench_all_has_both():

@@ -2,7 +2,7 @@
 
 The norm, measured on an H100 in bf16 (`python -m bench.norm_forms --device cuda`; results in bench/results). Of single tiles
 those of 128 x 128 with 4 warps won up to r = 64: two programs share a multiprocessor, and one's squares hide behind the
-other's products. On Hopper strips (`python -m bench.norm_dense`) are faster up to r = 128, where one slab holds the rank.
+other's products. On Hopper strips (`python -m bench tune norm`) are faster up to r = 128, where one slab holds the rank.
 Above, TMA feeds the same tile faster than pointers feed any (8192 x 8192, r = 384: 113 us against 125). Where it cannot be
 used, 128 x 256 with 8 warps: each slab that comes through L2 feeds twice the products (125 us against 134).
 """

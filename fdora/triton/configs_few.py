@@ -40,7 +40,7 @@ def parts_config(M: int, r: int, columns: bool) -> PartsConfig:
 def small_codes_config(rows: int, N: int, K: int, bits: int, columns: bool, capability: int, num_sms: int) -> CodesConfig:
     """``rows``: tokens, padded. ``columns``: the result has the columns of W (backward), and K counts its rows.
 
-    sm_90, NF4, from bench.quant_forms (h200/quant_forms.json): 64 columns by four warps, whose products wgmma takes, and as
+    sm_90, NF4, from the run h200/quant_forms: 64 columns by four warps, whose products wgmma takes, and as
     many splits as give each multiprocessor several programs, which hide the waits of one another; each split costs what it
     writes and what is read again. ms for 16 tokens, 4096 x 4096 / 14336 x 4096: 0.013 / 0.029; by slices inside of one program
     0.028 / 0.089. Backward: 512 columns, since a row of W is read in one piece. Elsewhere by count: these fit, nothing spills.

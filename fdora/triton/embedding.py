@@ -56,7 +56,7 @@ class Config(NamedTuple):
 def config_of(T: int, D: int, R: int, half: bool, num_sms: int) -> Config:
     """As wide a span as leaves enough programs to fill the GPU twice over: some three of them share a multiprocessor.
 
-    Reasoned, not measured: `python -m bench.embedding --device cuda --tiles` times others. float32 is multiplied in registers.
+    Reasoned, not measured. float32 is multiplied in registers.
     """
     if half:
         many = T >= 2048 and R <= WHOLE
@@ -76,7 +76,7 @@ class TileConfig(NamedTuple):
 
 
 def tile_config(half: bool) -> TileConfig:
-    """Of the second of two launches. 8192 tokens, d 4096, r 16, H200 (``bench.embedding --tiles``), us of both: 32 x 128
+    """Of the second of two launches. 8192 tokens, d 4096, r 16, H200 (bench/embedding.py ``--tiles``, until 1fd0804), us of both: 32 x 128
     51, 16 x 256 52, 64 x 128 56."""
     return TileConfig(32, 128, 4) if half else TileConfig(32, 64, 4)
 
@@ -90,7 +90,7 @@ class WalkConfig(NamedTuple):
 
 
 def walk_config(T: int) -> WalkConfig:
-    """Of the one launch. d 4096, r 16, H200 (``bench.embedding --tiles``), us: 8192 tokens 41.8, four programs a multiprocessor
+    """Of the one launch. d 4096, r 16, H200 (bench/embedding.py ``--tiles``, until 1fd0804), us: 8192 tokens 41.8, four programs a multiprocessor
     46 to 47, 256 columns 49 to 54, the gather alone 38.3. Fewer, in one run: 2047 tokens 11.7 (7.4), by 8 warps 15, by 512
     columns 13.1; 1024 6.5 (4.0), by 512 columns 7.3; 512 4.22 (2.74), by 512 columns 4.29; 128 2.59 (1.83), not all asked for
     at once 2.71."""

@@ -1,4 +1,4 @@
-"""Written by `python -m bench.tune --write`: shape -> fastest config, the fields of configs.py in their order."""
+"""Written by `python -m bench tune small --write`: shape -> config, the fields of configs.py in their order."""
 
 # (tokens, N, K) -> SmallConfig, by whether neighbours in memory are columns of W
 SMALL: dict[bool, dict[tuple, tuple]] = {

@@ -1,5 +1,6 @@
 """The commands of bench that write plans themselves: the search for tiles, and the cost of a launch."""
 
+import importlib
 import math
 
 import pytest
@@ -7,69 +8,83 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
-from fdora.triton.configs import GemmConfig, RestConfig, SmallConfig
+from bench import clock, records, tune
+from fdora.triton.configs import GemmConfig
+from fdora.triton.multi_bwd import grad_config
+from fdora.triton.multi_gemm import h_config
+from fdora.triton.multi_norm import strip_config
+from fdora.triton.multi_small import room_config
+from fdora.triton.runtime.device import of_gpu
 from tests import device
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels
 
 pytestmark = needs_kernels
 
 
-@pytest.fixture
-def products(monkeypatch):
-    """bench.products on this device, in float16, with few tiles and no clock."""
-    from bench import products
-
-    def quick_timer(fn, *_):
-        fn()
-        return lambda: 1.0
-
-    tiles = [GemmConfig(False, bm, 64, 32, 8, False, False, 4, 3) for bm in (64, 128)]
-    for name, value in (("DEVICE", device.NAME), ("DTYPE", HALF[0]), ("CACHE", 1), ("TILES", tiles)):
-        monkeypatch.setattr(products, name, value)
-    monkeypatch.setattr(products.clock, "quick_timer", quick_timer)
-    monkeypatch.setattr(products.clock, "anchor_graph", lambda: None)
-    if device.NAME == "cpu":
-        monkeypatch.setattr(products.torch.cuda, "Stream", lambda: None)
-    return products
+TINY = {"norm": (64, 128, 16), "norm_codes": (64, 128, 96), "norm_strips": (64, 128, 16), "tree": (64, 96, 32, 16)}
+TINY |= {"bank_decode": (64, 64, 32)}
+LAYER, BANK = (5, 64, 128, 16), (96, 64, 32)
 
 
-def test_every_way_of_a_product_is_checked_and_timed(products):
-    forward, backward = products.time_products([(130, 64, 128, 16)], math.inf, products.Which())
-    assert set(forward["ms"]) == {*products.ways_of(True)} and len(forward["ms"]) == 4
-    assert set(backward["ms"]) == set(forward["ms"]) | {"first"} and (forward["forward"], backward["forward"]) == (True, False)
+def tiny(name):
+    return TINY.get(name, BANK if name.startswith("bank") else LAYER)
 
 
-def test_some_ways_alone(products, monkeypatch):
-    which = products.Which(kinds=("after", "bare"))
-    forward, backward = products.time_products([(130, 64, 128, 16)], math.inf, which)
-    assert set(forward["ms"]) == set(backward["ms"]) == {"after", "bare"}
-    monkeypatch.setattr(products, "RESTS", [RestConfig(32, 64, 64, 4, 2)])
-    forward, _ = products.time_products([(130, 64, 128, 16)], math.inf, which._replace(rests=True))
-    assert set(forward["ms"]) == {"after", "bare", "rest 32 64 64 4 2"}
+@pytest.mark.parametrize("name", tune.OPS)
+def test_candidates_are_what_plans_take_and_are_checked(name, monkeypatch):
+    """On this device, in float16, two of each: a chooser that nobody asks is none."""
+    monkeypatch.setattr(tune, "DTYPE", HALF[0])
+    monkeypatch.setattr(clock, "launches_of", lambda *_: 1)
+    op, asked = tune.OPS[name], []
+    module, _, chooser = op.chooser.rpartition(".")
+    right = getattr(importlib.import_module(module), chooser)
+    found = op.space(tiny(name))
+    few = dict(list(found.items())[:1])
+    if isinstance(next(iter(few.values())), bool | tuple) and "tma" in str(few):
+        few = {}
+    monkeypatch.setattr(f"{module}.{chooser}", lambda *a, **k: asked.append(a) or right(*a, **k))
+    row = tune.search(op._replace(space=lambda _: few), tiny(name), device.NAME, 1)
+    assert asked, "plans do not ask it"
+    assert {*row["ms"]} | {*row["failed"]} == {"chosen", *few, *(["bare"] if op.bare else [])} and "chosen" in row["ms"]
 
 
-def test_few_tokens_both_ways(products, monkeypatch):
-    from bench import few
-
-    monkeypatch.setattr(few, "CACHE", 1)
-    monkeypatch.setattr(few, "INSIDE", [SmallConfig(16, 64, 4, 2)])
-    row = few.case((5, 64, 128, 16), (None, None), 1)
-    assert {"bare", "small", "general", "small_both", "general_both"} <= {*row["ms"]}
-    assert "inside 16 64 4 2" in row["ms"]
-    plain = few.case((5, 64, 128, 16), (None, None), 1, norms=False)["ms"]
-    assert {*plain} == {name + both for name in ("bare", "small", "general") for both in ("", "_both")}
-    drawn = few.Drawn(5, 64, 128, 16)
-    drawn.want = drawn.want + 1
-    with pytest.raises(AssertionError, match="is wrong"):
-        drawn.timer(drawn.ways()["small"])
+def test_a_wrong_candidate_is_an_error(monkeypatch):
+    monkeypatch.setattr(tune, "DTYPE", HALF[0])
+    op, shape = tune.OPS["norm"], TINY["norm"]
+    call = op.call(shape, device.NAME)
+    with pytest.raises(SystemExit, match="wrong by"):
+        tune.search(op._replace(call=lambda *_: call._replace(want=call.want + 1)), shape, device.NAME, 1)
 
 
-def test_a_wrong_way_is_an_error(products, monkeypatch):
-    monkeypatch.setattr(
-        products, "planned", lambda write, *tensors: lambda *given: (torch.zeros(130, 128, device=device.NAME),)
-    )
-    with pytest.raises(AssertionError, match="is wrong"):
-        list(products.time_products([(130, 64, 128, 16)], math.inf, products.Which()))
+def test_the_fastest_of_those_that_ran_on_every_shape():
+    times = [{"one": 1, "1 2": 2, "3 4": 3, "5 6": 1}, {"one": 1, "1 2": 3, "3 4": 1}]
+    assert tune.fastest(times) == "3 4"
+
+
+def test_plans_take_what_was_fastest_on_an_h200():
+    def fastest(run, kind):
+        return tuple(
+            map(int, tune.fastest(x["ms"] for x in records.result(f"h200/{run}")["rows"] if x["kind"] == kind).split())
+        )
+
+    assert room_config()[:5] == fastest("multi_forms", "decode")
+    assert fastest("multi_norms", "train") == (1,)  # which every GPU does that can: copies_beside
+    of_4, of_32 = (h_config(8192, 4096, R, G, True, False, False, of_gpu(0, 90, 132)) for R, G in ((64, 4), (256, 32)))
+    assert (of_4, of_32) == (fastest("multi_low", "low_4"), fastest("multi_low", "low"))
+
+
+def test_strips_of_a_banks_norms_are_within_a_hundredth_of_the_fastest():
+    rows = [row["ms"] for row in records.result("h200/multi_strips_tiles")["rows"] if row["kind"] == "norm"]
+    took = {form: math.prod(ms[form] for ms in rows) for form in rows[0] if form != "one"}
+    shipped = " ".join(map(str, strip_config(90)[:5]))
+    assert took[shipped] < 1.01**2 * min(took.values())
+
+
+def test_gradients_take_the_tile_whose_kernels_were_fastest():
+    """By their own time: of the whole call it is a tenth."""
+    rows = [row["us"] for row in records.result("h200/multi_tiles")["rows"] if row["kind"] == "grad"]
+    took = {name: sum(sum(us[name][kernel][1] for kernel in us[name]) for us in rows) for name in rows[0]}
+    assert grad_config(256, True) == tuple(map(int, min(took, key=took.get).split()))
 
 
 def test_what_was_timed_again_is_as_in_the_first_run():
@@ -127,23 +142,6 @@ def test_what_was_timed_again_counts():
     assert {*fit.names_of(rows)} == {"bare", "fused", "after"}
 
 
-SMALLS = [SmallConfig(16, 64, 4, 2), SmallConfig(32, 64, 4, 2)]
-
-
-def test_every_candidate_is_checked_and_timed(products, monkeypatch):
-    from bench import tune
-
-    def medians(runs, *_):
-        for fn in runs.values():
-            fn()
-        return {name: float(i) for i, name in enumerate(runs)}
-
-    for name, value in (("DEVICE", device.NAME), ("CACHE", 50_000), ("medians", medians), ("SMALL_CANDIDATES", SMALLS)):
-        monkeypatch.setattr(tune, name, value)
-    found = list(tune.tune_small([(8, 64, 128)], {}))
-    assert [row[0] for row in found] == [False, True] and all(len(results) == 2 for _, _, results, _ in found)
-
-
 def test_every_piece_of_a_launch_runs(monkeypatch):
     from bench import launches
 
@@ -155,46 +153,3 @@ def test_every_piece_of_a_launch_runs(monkeypatch):
     torch.testing.assert_close(launches.custom(partial), partial.sum(0))
     for piece in pieces.values():
         piece()
-
-
-def test_products_from_codes_are_checked_and_timed(monkeypatch, capsys):
-    from bench import quant_forms
-
-    monkeypatch.setattr(quant_forms, "DTYPE", HALF[0])
-    monkeypatch.setattr(quant_forms, "CACHE", 1)
-    monkeypatch.setattr(quant_forms, "vendor", lambda: None)
-    monkeypatch.setattr(quant_forms, "FORMS", {"fp8": quant_forms.FORMS["fp8 block"]})
-    monkeypatch.setattr(quant_forms, "FORWARD", {8: [(16, 128, 2, 2, 2, 1)]})
-    monkeypatch.setattr(quant_forms, "COLUMNS", {8: [(64, 16, 2, 2, 2, 2)]})
-    monkeypatch.setattr(quant_forms, "GEMMS", [(64, 64, 128, 4, 2)])
-    shape, name = [(64, 128)], device.NAME
-    rows = [*quant_forms.few_rows(name, shape, (3,), (8,)), *quant_forms.back_rows(name, shape, (3,), (8,))]
-    rows += quant_forms.many_rows(name, shape, (70,), (8,))
-    assert all(len(row["tiles"]) == 1 for row in rows)
-    assert all(row["right"] == [True, True] for row in quant_forms.format_rows(name, shape, (3,)))
-    assert "WRONG" not in capsys.readouterr().out
-    wrong = quant_forms.searched(quant_forms.Timed("cpu", 1), lambda tile: lambda: torch.ones(2), [(1,)], torch.zeros(2) + 2)
-    assert not wrong and "WRONG" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("store", [False, True])
-def test_tiles_of_a_norm_are_checked_and_timed(store, monkeypatch, capsys):
-    from bench import norm_tiles
-
-    monkeypatch.setattr(norm_tiles, "DTYPE", HALF[0])
-    monkeypatch.setattr(norm_tiles, "vendor", lambda: None)
-    for name in ("TILES", "STORING"):
-        monkeypatch.setattr(norm_tiles, name, getattr(norm_tiles, name)[:1])
-    row = norm_tiles.row_of(128, 256, 96, device.NAME, store)
-    assert len(row["tiles"]) == 1 and row["now"] > 0 and row["dense"] > 0
-    assert "WRONG" not in capsys.readouterr().out
-
-
-def test_tiles_of_a_dense_norm_are_checked_and_timed(capsys):
-    from bench import norm_dense
-
-    row = norm_dense.row_of(
-        128, 512, 72, device.NAME, norm_dense.tiles_of(72)[1:4], {"bytes_per_ms": 4e9, "flops_per_ms": 7e11}
-    )
-    assert len(row["tiles"]) == 3 and row["now"] > 0 and row["guarded"] > 0
-    assert "WRONG" not in capsys.readouterr().out

@@ -1,0 +1,179 @@
+"""What every measurement has in common: its command, what a result says of itself, and the loop over its cases."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from bench import clock, records
+from bench.table import table
+
+Case = TypeVar("Case")
+ELSEWHERE = ("--device", "--json", "--commit", "--seconds", "--rival-path")
+
+
+def command(
+    doc: str, device: str | None = "cpu", runs: int | None = None, seconds: float | None = None, kernels: bool = False
+) -> argparse.ArgumentParser:
+    """A parser of --json, --commit, and those of --device, --runs and --seconds that have a default here. ``device="cuda"``:
+    nothing else is allowed. ``kernels``: on a CPU Triton must interpret them. --help begins with the first paragraph of
+    ``doc``."""
+    parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
+    if device is not None:
+        parser.add_argument(
+            "--device",
+            default=device,
+            type=interpreted if kernels else present,
+            choices=("cuda",) if device == "cuda" else None,
+        )
+    if runs is not None:
+        parser.add_argument("--runs", type=int, default=runs)
+    if seconds is not None:
+        parser.add_argument("--seconds", type=float, default=seconds, help="start nothing after this time")
+    parser.add_argument("--json", type=Path, help="write the result to this file as well, as FILE:RUN under another name")
+    parser.add_argument("--commit", help="what is measured, recorded in the file")
+    return parser
+
+
+def present(device: str) -> str:
+    """Itself, where this machine has it; else the command ends with a sentence, not in the middle of a measurement."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError(f"{device} wants a GPU, and torch {torch.__version__} finds none here")
+    return device
+
+
+def interpreted(device: str) -> str:
+    """The same for a command that starts kernels itself."""
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise argparse.ArgumentTypeError("cpu wants TRITON_INTERPRET=1: only Triton's interpreter runs kernels there")
+    return present(device)
+
+
+def roofs(device: str) -> dict[str, float]:
+    """Measured bytes/ms of an elementwise kernel (read and written) and flops/ms of a bf16 product.
+
+    No ``copy_``: in a CUDA graph it is a node of its own kind, 2.6 TB/s on an H200 where kernels move 4.3.
+    """
+    big = torch.randn(2**28, device=device).bfloat16()
+    other = torch.empty_like(big)
+    a, b = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))
+    ms = clock.medians_of({"copy": lambda: torch.neg(big, out=other), "mm": lambda: a @ b}, device, 9)
+    return {"bytes_per_ms": 2 * big.nbytes / ms["copy"], "flops_per_ms": 2 * 8192**3 / ms["mm"]}
+
+
+def given(argv: Iterable[str]) -> str:
+    """A command's arguments, without those that say where it runs, for how long, and where its result goes."""
+    left, found = iter(argv), []
+    for each in left:
+        name, equals, _ = each.partition("=")
+        if name not in ELSEWHERE:
+            found.append(each)
+        elif not equals:
+            next(left, None)
+    return " ".join(found)
+
+
+def about(device: str, commit: str | None, argv: Iterable[str] | None = None) -> dict[str, Any]:
+    """What every result says of itself; the arguments are those of the process where ``argv`` is None."""
+
+    def output(*command: str) -> str | None:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+
+    facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit}
+    facts["arguments"] = given(sys.argv[1:] if argv is None else argv)
+    if device == "cpu":
+        return facts | {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    import triton
+
+    drivers = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or ""  # a line for each GPU
+    facts |= {"gpu": torch.cuda.get_device_name(), "driver": drivers.split("\n")[0], "triton": triton.__version__}
+    return facts | roofs(device)
+
+
+class Run:
+    """One run of a suite: its options, and its result, which is written after every case."""
+
+    def __init__(self, options: argparse.Namespace, argv: Iterable[str] | None):
+        self.options, self.start = options, time.perf_counter()
+        device = getattr(options, "device", "cpu")
+        self.facts = about(device, options.commit, argv)
+        self.result: dict[str, Any] = {"about": self.facts}
+        if hasattr(options, "runs"):
+            self.result["runs"] = options.runs
+        self.result |= {"rows": [], "skipped": []}
+        print(self.facts, "\n", flush=True)
+
+    def cases(self, cases: Iterable[Case]) -> Iterator[Case]:
+        """Those for which there is time; the others are listed as skipped."""
+        for case in cases:
+            if time.perf_counter() - self.start > getattr(self.options, "seconds", math.inf):
+                self.result["skipped"].append(list(case) if isinstance(case, tuple) else case)
+                continue
+            yield case
+            if getattr(self.options, "device", "cpu") != "cpu":
+                torch.cuda.empty_cache()
+        self.save()
+
+    def add(self, *rows: dict[str, Any], part: str = "rows") -> None:
+        for row in rows:
+            print(row, flush=True)
+        self.result.setdefault(part, []).extend(rows)
+        self.save()
+
+    def set(self, **parts: Any) -> None:
+        self.result |= parts
+        self.save()
+
+    def save(self) -> None:
+        records.save(self.options.json, self.result)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A measurement as a command: ``measure(run)`` adds the rows of its cases; what is wrong it raises at its end."""
+
+    doc: str
+    measure: Callable[[Run], None]
+    arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    runs: int | None = None
+    seconds: float | None = None
+    device: str | None = "cpu"
+    kernels: bool = False
+    check: Callable[[argparse.ArgumentParser, argparse.Namespace], None] = lambda parser, options: None
+
+    def parse(self, argv: list[str] | None = None) -> argparse.Namespace:
+        parser = command(self.doc, self.device, self.runs, self.seconds, self.kernels)
+        self.arguments(parser)
+        options = parser.parse_args(argv)
+        self.check(parser, options)
+        return options
+
+    def __call__(self, argv: list[str] | None = None) -> None:
+        run = Run(self.parse(argv), argv)
+        self.measure(run)
+        if run.result["rows"]:
+            print("\n" + shown(run.result["rows"]))
+        if late := run.result["skipped"]:
+            print(f"\n{len(late)} cases not started in {run.options.seconds:.0f} s: {late}")
+
+
+def shown(rows: list[dict[str, Any]]) -> str:
+    """All of them in one table; a metric that is by way has a column for each."""
+    flat = []
+    for row in rows:
+        plain = {key: value for key, value in row.items() if not isinstance(value, dict)}
+        ways = {f"{way} {key}": v for key, value in row.items() if isinstance(value, dict) for way, v in value.items()}
+        flat.append(plain | {key: value for key, value in ways.items() if not isinstance(value, dict)})
+    head = list(dict.fromkeys(key for row in flat for key in row))
+    return table(head, ([row.get(key, "") for key in head] for row in flat))
