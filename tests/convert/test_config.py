@@ -109,6 +109,14 @@ def assert_same_as_peft(folder, make=base):
     assert change > 0.1
 
 
+def assert_written_again(folder, make=base):
+    """What was read from ``folder / "a"`` and written to "b" has PEFT's own tensors, and PEFT reads it."""
+    write(folder / "b", read(folder / "a"))
+    one, other = (load_file(folder / name / TENSORS) for name in "ab")
+    assert one.keys() == other.keys() and all(torch.equal(t, other[key]) for key, t in one.items())
+    assert_same_as_peft(folder / "b", make)
+
+
 def refused(folder, match):
     with pytest.raises(FdoraError, match=match) as raised:
         read(folder)
@@ -123,8 +131,7 @@ def test_gpt2_stores_its_weights_the_other_way(dora, rslora, tmp_path):
     adapters = read(tmp_path / "a")
     assert len(adapters) == 8 and all(p.fan_in_fan_out for p in adapters.values())
     assert_same_as_peft(tmp_path / "a", gpt2)
-    write(tmp_path / "b", adapters)
-    assert_same_as_peft(tmp_path / "b", gpt2)
+    assert_written_again(tmp_path, gpt2)
     assert all(torch.equal(W, by_peft(tmp_path / "a", gpt2)[path]) for path, W in by_peft(tmp_path / "b", gpt2).items())
 
 
@@ -186,8 +193,7 @@ def test_a_convolution_never_is_the_other_way(tmp_path):
     saved(tmp_path / "a", convs, target_modules=["conv", "proj"], use_dora=True)
     assert {path: p.fan_in_fan_out for path, p in read(tmp_path / "a").items()} == {"conv": False, "proj": True}
     assert_same_as_peft(tmp_path / "a", convs)
-    write(tmp_path / "b", read(tmp_path / "a"))
-    assert_same_as_peft(tmp_path / "b", convs)
+    assert_written_again(tmp_path, convs)
 
 
 @pytest.mark.parametrize("init", INITS, ids=str)
@@ -255,8 +261,7 @@ def test_fields_that_are_served(config, dora, tmp_path):
         state = {key: t for key, t in load_file(tmp_path / "a" / TENSORS).items() if not key.endswith("bias")}
         save_file(state, tmp_path / "a" / TENSORS)
     assert_same_as_peft(tmp_path / "a")
-    write(tmp_path / "b", read(tmp_path / "a"))
-    assert_same_as_peft(tmp_path / "b")
+    assert_written_again(tmp_path)
 
 
 @pytest.mark.parametrize(

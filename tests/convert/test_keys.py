@@ -4,8 +4,6 @@ import json
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
 
 from fdora import FdoraError
 from fdora.convert import (
@@ -17,11 +15,9 @@ from fdora.convert import (
     llama_from_torchtune,
     llama_to_torchtune,
     merge,
-    read,
     to_kohya,
     to_peft,
     to_torchtune,
-    write,
 )
 from tests.convert.make import columns, layer, merged
 
@@ -46,59 +42,6 @@ def shapes():
     _, q = layer(K=36, s=2.0)
     q = q._replace(A=q.A.view(3, 4, 3, 3), B=q.B.view(24, 3, 1, 1))
     return {"to_q": Adapter(p.A.half(), p.B.bfloat16(), p.m, 4 / 3), "conv": q}
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = torch.nn.Conv2d(4, 6, 3)
-        self.wide = torch.nn.Linear(6, 10)
-        self.last = torch.nn.Linear(10, 3, bias=False)
-
-    def forward(self, x):
-        return self.last(self.wide(self.conv(x).mean((2, 3))).relu())
-
-
-@pytest.mark.parametrize("rslora", [False, True])
-def test_pefts_files_mean_what_peft_means(rslora, tmp_path):
-    """Read what PEFT saved, merge; write it again, load it into PEFT: one and the same function."""
-    torch.manual_seed(0)
-    base = Model()
-    W = {name.removesuffix(".weight"): p.detach().clone() for name, p in base.named_parameters() if name.endswith("weight")}
-    start = {n: t.clone() for n, t in base.state_dict().items()}
-    config = LoraConfig(
-        r=3,
-        lora_alpha=5,
-        target_modules=["conv", "wide", "last"],
-        use_dora=True,
-        use_rslora=rslora,
-        rank_pattern={"wide": 2},
-        alpha_pattern={"last": 7},
-    )
-    model = get_peft_model(base, config)
-    for p in model.parameters():
-        if p.requires_grad:
-            p.data += 0.3 * torch.randn_like(p)
-    x = torch.randn(5, 4, 6, 6)
-    want = model(x)
-    model.save_pretrained(tmp_path / "theirs")
-
-    got = read(tmp_path / "theirs")
-    assert got.keys() == {"conv", "wide", "last"} and len(got["wide"].A) == 2
-    plain = Model()
-    plain.load_state_dict(start)
-    for path, p in got.items():
-        plain.get_submodule(path).weight.data = merge(W[path], p)
-    torch.testing.assert_close(plain(x), want, rtol=1e-5, atol=1e-5)
-
-    write(tmp_path / "ours", got)
-    a, b = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("theirs", "ours"))
-    assert a.keys() == b.keys() and all(a[k].shape == b[k].shape and torch.equal(a[k], b[k]) for k in a)
-    fresh = Model()
-    fresh.load_state_dict(start)
-    torch.testing.assert_close(PeftModel.from_pretrained(fresh, tmp_path / "ours")(x), want, rtol=1e-6, atol=1e-6)
-    plain.load_state_dict(start)
-    assert (plain(x) - want).abs().max() > 0.05
 
 
 def test_peft_round_trip():

@@ -221,26 +221,3 @@ def test_sums_fill_a_microbatch():
         assert sum(s.length for s in fullest(samples, Spec(6144))[0]) >= sum(
             s.length for s in first_fit(samples, Spec(6144))[0]
         )
-
-
-MESSAGES = [
-    (
-        [Sample(0, 0, 0, 1), Sample(0, 1, 0, 1)],
-        "fdora.jobs.schedule.pack: `samples` must be of one batch of each adapter, got batches 0 and 1 of adapter 0. An optimizer step lies between.",
-    ),
-    (
-        [Sample(0, 0, 0, 1), Sample(0, 0, 0, 2)],
-        "fdora.jobs.schedule.pack: `samples` must be distinct, got one of them twice. Number them: (adapter, batch, number).",
-    ),
-    (
-        [Sample(0, 0, 0, 99)],
-        "fdora.jobs.schedule.pack: `samples[0].length` must be at most 10 tokens, what one microbatch holds, got 99. Truncate or split the sample, or raise the capacity.",
-    ),
-]
-
-
-@pytest.mark.parametrize(("samples", "text"), MESSAGES)
-def test_message(samples, text):
-    with pytest.raises(ValueError) as caught:
-        pack(samples, Spec(10))
-    assert str(caught.value) == text

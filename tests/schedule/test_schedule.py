@@ -13,12 +13,15 @@ from fdora.jobs.schedule import (
     Spec,
     from_json,
     insert_noops,
+    interleaved,
     merge,
     one_f_one_b,
     optimizer_steps,
+    pack,
     plan_groups,
     schedule,
     segment_ends,
+    simulate,
     to_json,
     verify,
 )
@@ -254,6 +257,7 @@ def test_a_packing_says_whether_it_can_be_beaten():
     assert Packing(((), ()), 2, 0, "greedy", "").optimal and not Packing(((), ()), 1, 0, "greedy", "").optimal
 
 
+ROW = [(Sample(0, 0, 0, 1),)]
 MESSAGES = [
     (
         lambda: schedule([[[9]]], Spec(8)),
@@ -310,6 +314,39 @@ MESSAGES = [
     (
         lambda: segment_ends((), 2, multiple=0),
         "fdora.jobs.schedule.segment_ends: `multiple` must be a positive int, got 0. 1 adds nothing.",
+    ),
+    (
+        lambda: pack([Sample(0, 0, 0, 1), Sample(0, 1, 0, 1)], Spec(10)),
+        "fdora.jobs.schedule.pack: `samples` must be of one batch of each adapter, got batches 0 and 1 of adapter 0. An optimizer step lies between.",
+    ),
+    (
+        lambda: pack([Sample(0, 0, 0, 1), Sample(0, 0, 0, 2)], Spec(10)),
+        "fdora.jobs.schedule.pack: `samples` must be distinct, got one of them twice. Number them: (adapter, batch, number).",
+    ),
+    (
+        lambda: pack([Sample(0, 0, 0, 99)], Spec(10)),
+        "fdora.jobs.schedule.pack: `samples[0].length` must be at most 10 tokens, what one microbatch holds, got 99. Truncate or split the sample, or raise the capacity.",
+    ),
+    (
+        lambda: simulate([], 0),
+        "fdora.jobs.schedule.simulate: `stages` must be a positive int, got 0. One device is a pipeline of one stage.",
+    ),
+    (
+        lambda: interleaved(2, 3, 2),
+        "fdora.jobs.schedule.interleaved: `microbatches` must be a multiple of the 2 devices, got 3. Add no-ops at the end.",
+    ),
+    (
+        lambda: interleaved(2, 4, 0),
+        "fdora.jobs.schedule.interleaved: `chunks` must be a positive int, got 0. 1F1B has one chunk.",
+    ),
+    (
+        lambda: simulate(ROW, 1, backward=lambda each, stage: -1),
+        "fdora.jobs.schedule.simulate: `backward` must be a function that gives 0 or more, got -1. It is a time.",
+    ),
+    (lambda: simulate(ROW, 1, last=-1), "fdora.jobs.schedule.simulate: `last` must be 0 or more, got -1. It is a time."),
+    (
+        lambda: segment_ends((Sample(2, 0, 0, 1),), 2),
+        "fdora.jobs.schedule.segment_ends: `adapters` must be more than 2, got 2. Count all adapters.",
     ),
 ]
 

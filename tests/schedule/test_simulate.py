@@ -94,38 +94,6 @@ def test_segments():
     assert segment_ends((), 2) == (0, 0)
 
 
-MESSAGES = [
-    (
-        lambda: simulate([], 0),
-        "fdora.jobs.schedule.simulate: `stages` must be a positive int, got 0. One device is a pipeline of one stage.",
-    ),
-    (
-        lambda: interleaved(2, 3, 2),
-        "fdora.jobs.schedule.interleaved: `microbatches` must be a multiple of the 2 devices, got 3. Add no-ops at the end.",
-    ),
-    (
-        lambda: interleaved(2, 4, 0),
-        "fdora.jobs.schedule.interleaved: `chunks` must be a positive int, got 0. 1F1B has one chunk.",
-    ),
-    (
-        lambda: simulate(row(1), 1, backward=lambda each, stage: -1),
-        "fdora.jobs.schedule.simulate: `backward` must be a function that gives 0 or more, got -1. It is a time.",
-    ),
-    (lambda: simulate(row(1), 1, last=-1), "fdora.jobs.schedule.simulate: `last` must be 0 or more, got -1. It is a time."),
-    (
-        lambda: segment_ends((Sample(2, 0, 0, 1),), 2),
-        "fdora.jobs.schedule.segment_ends: `adapters` must be more than 2, got 2. Count all adapters.",
-    ),
-]
-
-
-@pytest.mark.parametrize(("call", "text"), MESSAGES)
-def test_message(call, text):
-    with pytest.raises(ValueError) as caught:
-        call()
-    assert str(caught.value) == text
-
-
 def test_the_picture(tmp_path):
     pytest.importorskip("matplotlib", reason="pictures are matplotlib's; `make test` installs it")
     found = simulate([(Sample(0, 0, 0, 6), Sample(2, 0, 0, 3)), (), (Sample(2, 1, 0, 4),)], 2)

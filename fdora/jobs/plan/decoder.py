@@ -31,6 +31,17 @@ class Network(NamedTuple):
     inputs: tuple[str, ...]
 
 
+class Call(NamedTuple):
+    """What layers that run in one call come to."""
+
+    ys: list[str]
+    keeps: list[str]
+    forward: int
+    backward: int
+    gradients: int
+    work: Work
+
+
 class Block:
     """Operations as they are added; names of a layer begin with its number."""
 
@@ -54,27 +65,30 @@ class Block:
         """Over how many columns a norm goes."""
         return width if width == self.model.hidden else self.model.head_dim
 
-    def linear(self, at: str, names: tuple[str, ...], x: str, own: str = "") -> list[str]:
-        """Layers on one x, in one call where there are several."""
+    def call(self, at: str, names: tuple[str, ...]) -> Call:
+        """These layers, whose outputs get names; ``keeps`` has no x."""
         M, setup = self.M, self.setup
-        ys, keeps, forward, backward, gradients, work = [], [x], 0, 0, 0, Work()
+        ys, keeps, forward, backward, gradients, work = [], [], 0, 0, 0, Work()
         for name in names:
             N, K = self.model.linears[name]
             work += self.work(name)
             ys.append(self.piece(f"{at}.{name}", E * M * N))
-            forward = max(forward, setup.decoded(N * K))
-            if name not in setup.targets:
-                backward = max(backward, setup.decoded(N * K))
-                continue
-            before = name in self.model.biases
-            keeps.append(self.piece(f"{at}.{name} before g", E * M * N) if before else ys[-1])
-            keeps.append(self.piece(f"{at}.{name} h", E * M * setup.width))
-            backward = max(backward, self.scratch(N) + setup.decoded(N * K))
-            gradients += setup.adapter_elements(N, K) * setup.adapter_bytes
-        if len(keeps) == 1:
-            keeps = []  # a frozen W keeps nothing
-        work = work._replace(calls=min(1, work.calls))
-        self.ops.append(Op(f"{at}.{own or names[0]}", (x,), tuple(ys), tuple(keeps), forward, backward, gradients, work=work))
+            decoded = setup.decoded(N * K)
+            forward, more = max(forward, decoded), 0
+            if name in setup.targets:
+                before = name in self.model.biases
+                keeps.append(self.piece(f"{at}.{name} before g", E * M * N) if before else ys[-1])
+                keeps.append(self.piece(f"{at}.{name} h", E * M * setup.width))
+                more = self.scratch(N)
+                gradients += setup.adapter_elements(N, K) * setup.adapter_bytes
+            backward = max(backward, more + decoded)
+        return Call(ys, keeps, forward, backward, gradients, work._replace(calls=min(1, work.calls)))
+
+    def linear(self, at: str, names: tuple[str, ...], x: str, own: str = "") -> list[str]:
+        """Layers on one x, in one call where there are several."""
+        ys, keeps, *rest, work = self.call(at, names)
+        keeps = [x, *keeps] if keeps else []  # a frozen W keeps nothing
+        self.ops.append(Op(f"{at}.{own or names[0]}", (x,), tuple(ys), tuple(keeps), *rest, work=work))
         return ys
 
     def work(self, name: str) -> Work:
@@ -116,24 +130,17 @@ class Block:
 
     def mlp(self, at: str, x: str) -> str:
         m, M, setup = self.model, self.M, self.setup
-        inner = E * M * m.inner
+        n, inner = M * m.inner, E * M * m.inner
         if setup.fuse and setup.targets.issuperset((*MLP, "down_proj")):
-            y = self.piece(f"{at}.down_proj", E * M * m.hidden)
-            before = "down_proj" in m.biases  # gate and up before g take the place of their outputs likewise
-            last = self.piece(f"{at}.down_proj before g", E * M * m.hidden) if before else y
-            keeps = [x, last, *(self.piece(f"{at}.{name}", inner) for name in MLP)]
-            keeps += [self.piece(f"{at}.{name} h", E * M * setup.width) for name in (*MLP, "down_proj")]
-            sizes = [m.linears[name] for name in (*MLP, "down_proj")]
-            decoded = max(setup.decoded(N * K) for N, K in sizes)
-            gradients = sum(setup.adapter_elements(N, K) for N, K in sizes) * setup.adapter_bytes
-            backward = 2 * inner + self.scratch(m.inner) + decoded
-            work = sum((self.work(name) for name in (*MLP, "down_proj")), Work())._replace(calls=1)
-            work += Work(passes(M * m.inner, 6), passes(M * m.inner, 6, 10))
-            self.ops.append(Op(f"{at}.mlp", (x,), (y,), tuple(keeps), inner + decoded, backward, gradients, work=work))
+            one = self.call(at, (*MLP, "down_proj"))
+            y = one.ys[-1]
+            backward = 2 * inner + self.scratch(m.inner) + one.forward
+            work = one.work + Work(passes(n, 6), passes(n, 6, 10))
+            keeps = (x, *one.keeps)
+            self.ops.append(Op(f"{at}.mlp", (x,), (y,), keeps, inner + one.forward, backward, one.gradients, work=work))
             return y
         gate, up = (self.linear(at, (name,), x)[0] for name in MLP)
         active, both = self.piece(f"{at}.act", inner), self.piece(f"{at}.act up", inner)
-        n = M * m.inner
         self.ops.append(Op(f"{at}.act", (gate,), (active,), (gate,), work=Work(passes(n, 4), passes(n, 6))))
         self.ops.append(Op(f"{at}.product", (active, up), (both,), (active, up), work=Work(passes(n, 6), passes(n, 6, 6))))
         return self.linear(at, ("down_proj",), both)[0]
@@ -186,12 +193,8 @@ def decoder(model: Model, setup: Setup, tokens: int, part: Part | None = None) -
     inputs = [block.piece("angles", (2 if model.window else 1) * 2 * E * setup.length * model.head_dim)]
     if any(masks(model, setup, layer) for layer in part.held):
         inputs.append(block.piece("mask", tokens * setup.length))
-    if part.first:
-        block.ops.append(Op("embedding", (), (x,)))
-        segments.append(block.take(False))
-    else:
-        block.ops.append(Op("received", (), (x,), gradients=1))
-        segments.append(block.take(False))
+    block.ops.append(Op("embedding", (), (x,)) if part.first else Op("received", (), (x,), gradients=1))
+    segments.append(block.take(False))
     for layer in part.held:
         x = block.layer(layer, x)
         segments.append(block.take(setup.checkpointing))
