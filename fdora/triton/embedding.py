@@ -76,7 +76,7 @@ class TileConfig(NamedTuple):
 
 
 def tile_config(half: bool) -> TileConfig:
-    """Of the second of two launches. 8192 tokens, d 4096, r 16, H200 (measured at 1fd0804), us of both: 32 x 128 51, 16 x 256 52,
+    """Of the second of two launches. 8192 tokens, d 4096, r 16, H200 (1fd0804), us of both: 32 x 128 51, 16 x 256 52,
     64 x 128 56."""
     return TileConfig(32, 128, 4) if half else TileConfig(32, 64, 4)
 
@@ -90,7 +90,7 @@ class WalkConfig(NamedTuple):
 
 
 def walk_config(T: int) -> WalkConfig:
-    """Of the one launch. d 4096, r 16, H200 (measured at 1fd0804), us: 8192 tokens 41.8, four programs a multiprocessor 46 to 47,
+    """Of the one launch. d 4096, r 16, H200 (1fd0804), us: 8192 tokens 41.8, four programs a multiprocessor 46 to 47,
     256 columns 49 to 54, the gather alone 38.3. Fewer, in one run: 2047 tokens 11.7 (7.4), by 8 warps 15, by 512
     columns 13.1; 1024 6.5 (4.0), by 512 columns 7.3; 512 4.22 (2.74), by 512 columns 4.29; 128 2.59 (1.83), not all asked for
     at once 2.71."""
