@@ -92,7 +92,6 @@ TABLE = {
     "shapes_18": Entry(60, "bench.shapes --jobs 8 --seed 18"),
     "shapes_17": Entry(60, "bench.shapes --jobs 8 --seed 17"),
     "shapes_unseen": Entry(60, "bench.shapes --jobs 8 --seed 101"),
-    "bias": Entry(45, "bench.bias --beside 512"),
     "norm_model": Entry(30, "bench.norm_model --r 16,64,384"),
     "norm_dense": Entry(40, "bench.norm_dense"),
     "norm_dense_now": Entry(
@@ -200,7 +199,6 @@ UNTIMED = (
     "bench.norm_forms",
     "bench.norm_model",
     "bench.beside",
-    "bench.bias",
     "bench.compose",
     "bench.embedding",
     "bench.full",
