@@ -71,7 +71,6 @@ TABLE = {
     "shapes_18": Entry(60, "bench.shapes --jobs 8 --seed 18"),
     "shapes_17": Entry(60, "bench.shapes --jobs 8 --seed 17"),
     "shapes_unseen": Entry(60, "bench.shapes --jobs 8 --seed 101"),
-    "bias": Entry(45, "bench.bias"),
     "norm_model": Entry(30, "bench.norm_model --r 16,64,384"),
     "beside": Entry(20, "bench.beside"),
     "group": Entry(110, "bench.group --jobs 8 --quick"),

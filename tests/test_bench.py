@@ -12,7 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
-from bench import bias, checkouts, converge, group, host, layer, layers12, model, norm_model, records, report, ways
+from bench import checkouts, converge, group, host, layer, layers12, model, norm_model, records, report, ways
 from bench.attempt import Failures
 from bench.truth import Truth
 from fdora.functional import dora_linear
@@ -848,7 +848,7 @@ def test_what_was_not_started_is_in_the_result(tmp_path):
     assert late["skipped"] == [[7, "adamw"]] and late["rows"] == []
 
 
-# a bias
+# norms
 
 
 def test_norms_of_a_model(tmp_path):
@@ -870,10 +870,3 @@ def test_beside(tmp_path):
 
     rows = run(beside, tmp_path, "--runs 1")["rows"]
     assert [row["way"] for row in rows] == ["one", "shared", "cublas"]
-
-
-def test_bias(tmp_path):
-    rows = run(bias, tmp_path, "--tiny --runs 1")["rows"]
-    assert [row["bias"] for row in rows] == list(bias.BIASES)
-    for row in rows:
-        assert row["kept_error"] < 4e-3 and row["read_error"] < 4 * row["kept_error"] and row["read_ms"] > 0

@@ -22,7 +22,7 @@ columns form their products again: those that the bias drowns (Qwen's k: hundred
 so that y may be subnormal or 0 where v is not (rows with m = 0 carry nothing; fp16: 0.06, bf16: 1e-36). With |g| above it, what
 y loses as a subnormal number is at most eps^2 of v.
 Plain code looks at these sums where looking is free: on a CPU. Everywhere else (GPU, traced, mapped) v is saved: exact,
-no sync. So it is in half precision, where that bit would show; kernels save v there too (BESIDE_BIAS).
+no sync. So it is in half precision, where that bit would show; kernels save v there too.
 
 A residual is added before the one rounding, y = g v + bias + residual. y then holds v no better than beside a large bias, in
 every column: v is saved. A gamma on the whole (LayerScale), y = gamma (g v + bias) + residual, is this layer with m' = gamma m
@@ -156,7 +156,7 @@ def linear_fwd(
         v = matmul(x, w) + lora if base is None else base + lora
         out = v * g if bias is None else torch.addcmul(bias.to(acc), v, g)
     y = cast(out if residual is None else out + residual.to(acc), t)
-    readable = is_plain(g) and (bias is None or (is_plain(x) and t == acc))  # half precision: as kernels, BESIDE_BIAS
+    readable = is_plain(g) and (bias is None or (is_plain(x) and t == acc))  # half precision: as kernels
     if o.save == "nothing" or (o.save == "output" and not both_dropped and readable):
         return y, h, None
     return y, h, cast(v, t)

@@ -50,7 +50,6 @@ from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.plan import Plan
 from fdora.triton.runtime.walk import plan_for, run
-from fdora.triton.scale import BESIDE_BIAS
 from fdora.triton.small import Out, is_small
 
 # forward
@@ -146,12 +145,12 @@ def same(s: Sequence[float]) -> bool:
 
 
 def saves_pre_scale(dtype: torch.dtype, tokens: int, la: Any, mode: str, save: str) -> bool:
-    """Whether y cannot stand in for the value before g. In half precision also columns with g near 0 or a large bias can:
-    backward redoes them (scale.py).
+    """Whether y cannot stand in for the value before g. In half precision also columns with g near 0 can: backward
+    redoes them (scale.py).
 
     It reads W for that; of codes few tokens need no dense W for anything else, and they cost nothing to keep.
     """
-    exact = (la.seed is None or mode != "peft") and dtype != torch.float32 and (la.bias is None or tokens > BESIDE_BIAS)
+    exact = (la.seed is None or mode != "peft") and dtype != torch.float32 and la.bias is None
     exact = exact and not (is_coded(la.W) and is_small(tokens))
     return la.A is not None and (save == "pre_scale" or (save == "output" and not exact))
 

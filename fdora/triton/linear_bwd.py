@@ -122,7 +122,7 @@ def _backward(plan: Builder, given: Given, dropout: Dropout, dx: Array | None, a
     lost = isinstance(la.W, Packed) and not pre_scale and (grads.m is not None or grads.c is not None)
     dense = la
     if isinstance(la.W, Packed):
-        whole = (dx is not None and not small) or (lost and la.bias is not None)  # drowned columns of y want W too
+        whole = dx is not None and not small
         dense = la._replace(W=weight_in(plan, la.W, t) if whole else None)
     scale.scale_backward(plan, dy, kept, pre_scale, x, dense, h, sums, config)
     if lost and dense.W is None:

@@ -3,13 +3,10 @@
     dz = g dy       dg_n = sum_t dy v       dm = dg / c       dc = -dm g       dbias = sum_t dy       dB = dz^T h
 
 A program walks down ROWS rows of its columns; with more than one strip of rows the sums go through partials that a second
-kernel adds in a fixed order. v = base + s lora is read back as (y - bias) / g where the output was saved. A row of W with g at
-or near 0 left nothing of v in y, and a large bias little: for those columns, and only there, the products are formed again,
-dg_n = sum_t dy_tn (x_t . W_n + h_t . B_n). That is a branch on the device; the host never looks. Which columns, and what the
-others lose: fdora/eager/linear.py. Models have drowned columns in every layer: there each strip asks for itself, by a NaN in
-its partial. One kernel lists these columns, another forms the products of their gathered rows of W.
-At most BESIDE_BIAS tokens are not worth these launches: forward keeps v for them. Today that is any number: on an H200 a layer
-takes 36 to 54 % more by them, forward and backward (h200/bias.json, from 512 tokens on; bench/NOTES.md, With a bias).
+kernel adds in a fixed order. v = base + s lora is read back as y / g where the output was saved. A row of W with g at
+or near 0 left nothing of v in y: for those columns, and only there, the products are formed again,
+dg_n = sum_t dy_tn (x_t . W_n + h_t . B_n). That is a branch on the device; the host never looks. Beside a bias forward keeps v:
+to read (y - bias) / g costs a layer 36 to 54 % more on an H200 (bench/NOTES.md, With a bias).
 
 Bytes: dy and y read, dz written, 3 M N; dB is formed on the tiles that are there anyway (h holds s x A^T), or with dA in a
 launch of their own (factors.py). The roof is those bytes: products that read dy itself, as bare ones do, would need neither y
@@ -22,15 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdora.triton.configs import ScaleConfig, long_strip, power_of_two, scale_config
-from fdora.triton.kernels.scale import again_kernel, finish_kernel, lost_kernel, scale_kernel
+from fdora.triton.configs import ScaleConfig, long_strip, scale_config
+from fdora.triton.kernels.scale import finish_kernel, scale_kernel
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv, grid_of
 from fdora.triton.runtime.plan import Array
 
 FINISH_N, FINISH_T = 32, 32
-BESIDE_BIAS = 2**31 - 1
-AGAIN_M, AGAIN_N, AGAIN_K, MOST_COLUMNS = 128, 32, 64, 32
 
 
 class Sums(NamedTuple):
@@ -82,17 +77,16 @@ def scale_backward(
         config.BLOCK_R if out.dB is not None else 0,
     )
     strips = cdiv(M, config.ROWS)
-    bias, redo = None if pre_scale or not need_m else la.bias, la.W is not None
-    single = strips == 1 and bias is None
-    split = 1 if bias is None else cdiv(config.ROWS, AGAIN_M)
+    assert pre_scale or not need_m or la.bias is None  # linear.py saves pre_scale there
+    redo, single = la.W is not None, strips == 1
 
     def partial(need: bool, *shape: int) -> Array | None:
         return plan.temp(shape, torch.float32) if need and not single else None
 
-    partials = (partial(need_m, strips * split, N), partial(need_bias, strips, N), partial(block_r > 0, strips, N, r))
+    partials = (partial(need_m, strips, N), partial(need_bias, strips, N), partial(block_r > 0, strips, N, r))
     needs = (out.dm is not None, out.dc is not None, need_bias)
     finish = not single and any((*needs, block_r))
-    pdl = finish and bias is None and plan.device.supports_pdl  # the sums are resident when the last strip ends
+    pdl = finish and plan.device.supports_pdl  # the sums are resident when the last strip ends
     tiny = tiny_of(dy.dtype)
     operands = (x, la.W, h, la.B, la.m, la.c)
     strides = tuple(d for t in operands[:4] for d in ((0, 0) if t is None else t.stride))
@@ -104,7 +98,6 @@ def scale_backward(
             dy,
             saved,
             *operands,
-            bias,
             out.dz,
             out.dz_minus_dy,
             *partials,
@@ -126,9 +119,7 @@ def scale_backward(
             block_r,
             pre_scale,
             redo,
-            bias is not None,
             single,
-            split,
             config.BLOCK_M,
             config.BLOCK_N,
             config.STAGES,
@@ -137,25 +128,12 @@ def scale_backward(
         ),
         config.num_warps,
     )
-    if not single and bias is not None:
-        lost, count = plan.temp((strips, N), torch.int32), plan.temp((strips,), torch.int32)
-        plan.launch(lost_kernel, (strips,), (partials[0], lost, count, N), (split, 1024), 4)
-        columns = min(cdiv(N, AGAIN_N), MOST_COLUMNS)
-        grid, flat = grid_of(columns, strips * split)
-        plan.launch(
-            again_kernel,
-            grid,
-            (dy, *operands[:4], partials[0], lost, count, M, N, K, r, columns, dy.stride[0], *strides),
-            (split, AGAIN_M, AGAIN_N, AGAIN_K, min(AGAIN_K, power_of_two(r)), flat),
-            8,
-            3,
-        )
     if finish:
         plan.launch(
             finish_kernel,
             (cdiv(N, FINISH_N),),
-            (dy, *operands, *partials, *sums, M, N, K, r, strips, strips * split, tiny, dy.stride[0], *strides),
-            (*needs, block_r, pre_scale or bias is not None, redo, FINISH_N, FINISH_T, pdl),
+            (dy, *operands, *partials, *sums, M, N, K, r, strips, tiny, dy.stride[0], *strides),
+            (*needs, block_r, pre_scale, redo, FINISH_N, FINISH_T, pdl),
             4,
             pdl=pdl,
         )

@@ -29,7 +29,7 @@ from fdora.triton.linear import plan_backward, plan_forward  # noqa: E402
 from fdora.triton.product import rest  # noqa: E402
 from fdora.triton.runtime.device import Device  # noqa: E402
 from fdora.triton.runtime.plan import Array, Scalar, Tile  # noqa: E402
-from fdora.triton.runtime.private import HAS_PDL  # noqa: E402
+from fdora.triton.runtime.private import HAS_PDL, OPTIONS  # noqa: E402
 from fdora.triton.small import Back, small_backward  # noqa: E402
 from tests.triton.recorder import NAMES  # noqa: E402
 from tests.triton.written import (  # noqa: E402
@@ -99,7 +99,7 @@ OLDER = 0 if Version(triton.__version__) >= Version("3.9") else 120
 
 
 def build(step, target):
-    options = {"num_warps": step.num_warps, "num_stages": step.num_stages}
+    options = OPTIONS | {"num_warps": step.num_warps, "num_stages": step.num_stages}
     return triton.compile(source_of(step), target=gpu_of(target), options=options)
 
 

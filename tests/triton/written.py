@@ -86,7 +86,7 @@ def calls_of_linear(M, N, K, r, dtype, adapter=None):
             yield plan_forward, [x, *la], (p, mode, (save,), True)
             if mode == "lora":
                 yield plan_forward, [x, *la, dy], (p, mode, (save,), True, (), (), True)
-        for pre_scale, need_x, *needs in product((dtype == torch.float32, True), *((False, True),) * 6):
+        for pre_scale, need_x, *needs in product((dtype == torch.float32 or bias, True), *((False, True),) * 6):
             if any((need_x, *needs)) and bias >= needs[4]:
                 kept = dy if needs[2] or needs[3] else None
                 yield plan_backward, [x, h, dy, kept, *la], (p, mode, (pre_scale,), need_x, tuple(needs))

@@ -5,13 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora._records import drowned
 from fdora.triton.kernels.g import EPS, g_tile
-from fdora.triton.kernels.tile import column_at, products_at, row_at
+from fdora.triton.kernels.tile import column_at, row_at
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
-
-DROWNED = tl.constexpr(drowned())
 
 
 @triton.jit
@@ -76,13 +73,12 @@ def _finish(
 
 @triton.jit(launch_metadata=launched)
 def scale_kernel(
-    dy, saved, x, w, h, b, m, c, bias, dz, dz_minus_dy, partial_m, partial_bias, partial_B, dm, dc, dbias, dB,
+    dy, saved, x, w, h, b, m, c, dz, dz_minus_dy, partial_m, partial_bias, partial_B, dm, dc, dbias, dB,
     M, N, K, R, ROWS, tiny,
     stride_dy, stride_saved, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
     NEED_DZ: tl.constexpr, NEED_DZ_MINUS_DY: tl.constexpr, NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr,
-    BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, REDO: tl.constexpr, HAS_BIAS: tl.constexpr, SINGLE: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FLAT: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, REDO: tl.constexpr, SINGLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FLAT: tl.constexpr, PDL: tl.constexpr,
 ):
     """Everything is loaded before anything is stored: no load is moved ahead of a store. Sums stay one to an element of the
     tile until the end: their reduction asks the warps to meet."""
@@ -94,10 +90,7 @@ def scale_kernel(
     if NEED_DZ or NEED_DZ_MINUS_DY or BLOCK_R > 0:
         g = g_tile(m, c, n, N)[None, :]
     all_m = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    all_over = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     all_bias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if HAS_BIAS:
-        added = tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
     if BLOCK_R > 0:
         r = tl.arange(0, BLOCK_R)
         sum_B = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
@@ -118,15 +111,12 @@ def scale_kernel(
         if NEED_DZ_MINUS_DY:
             tl.store(dz_minus_dy + row * N + n[None, :], (d * (g - 1)).to(dz_minus_dy.dtype.element_ty), mask=mask)
         if NEED_M or NEED_C:
-            if HAS_BIAS:  # outside the mask d is 0
-                all_over += tl.abs(d) * (tl.abs(v) - DROWNED * tl.abs(v - added))
-                v -= added
             all_m += d * v
         if NEED_BIAS:
             all_bias += d
         if BLOCK_R > 0:
             sum_B = tl.dot(tl.trans(z), ht, sum_B)
-    sum_m, over, sum_bias = tl.sum(all_m, axis=0), tl.sum(all_over, axis=0), tl.sum(all_bias, axis=0)
+    sum_m, sum_bias = tl.sum(all_m, axis=0), tl.sum(all_bias, axis=0)
     at_n = strip.to(tl.int64) * N + n
     if SINGLE:
         _finish(sum_m, sum_bias, dy, x, w, h, b, m, c, dm, dc, dbias, n, N, M, K, R, tiny, stride_dy, stride_xm, stride_xk,
@@ -134,14 +124,7 @@ def scale_kernel(
                 REDO, BLOCK_N)
     else:
         if NEED_M or NEED_C:
-            if HAS_BIAS:  # a NaN asks for the products of this column in this strip
-                by = g_tile(m, c, n, N)
-                lost = (tl.abs(by) < tiny) | (over > 0)
-                sum_m = tl.where(lost, float("nan"), sum_m / tl.where(lost, 1.0, by))
-            at_piece = partial_m + strip.to(tl.int64) * SPLIT * N + n
-            tl.store(at_piece, sum_m, mask=in_n)
-            for i in tl.static_range(1, SPLIT):
-                tl.store(at_piece + i * N, tl.zeros((BLOCK_N,), tl.float32), mask=in_n)
+            tl.store(partial_m + at_n, sum_m, mask=in_n)
         if NEED_BIAS:
             tl.store(partial_bias + at_n, sum_bias, mask=in_n)
     if BLOCK_R > 0:
@@ -150,46 +133,6 @@ def scale_kernel(
             tl.store(dB + n[:, None] * R + r[None, :], sum_B.to(dB.dtype.element_ty), mask=mask)
         else:
             tl.store(partial_B + at_n[:, None] * R + r[None, :], sum_B, mask=mask)
-
-
-@triton.jit(launch_metadata=launched)
-def lost_kernel(partial_m, lost, count, N, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The columns of a strip where scale_kernel left a NaN, one after the other, and how many they are."""
-    strip = tl.program_id(0).to(tl.int64)
-    found = 0
-    for n0 in range(0, N, BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
-        v = tl.load(partial_m + strip * SPLIT * N + n, mask=n < N, other=0.0)
-        here = (v != v).to(tl.int32)
-        tl.store(lost + strip * N + found + tl.cumsum(here, 0) - 1, n, mask=here > 0)
-        found += tl.sum(here, axis=0)
-    tl.store(count + strip, found)
-
-
-@triton.jit(launch_metadata=launched)
-def again_kernel(
-    dy, x, w, h, b, partial_m, lost, count, M, N, K, R, PROGRAMS,
-    stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
-    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    FLAT: tl.constexpr,
-):
-    """sum_t dy v of those columns, formed again from the products: SPLIT programs share the rows of a strip."""
-    piece = row_at(PROGRAMS, FLAT)
-    strip = (piece // SPLIT).to(tl.int64)
-    t = piece * BLOCK_M + tl.arange(0, BLOCK_M)
-    total = tl.load(count + strip)
-    if piece * BLOCK_M >= M:
-        total = 0
-    for j in range(column_at(PROGRAMS, FLAT) * BLOCK_N, total, PROGRAMS * BLOCK_N):
-        at = j + tl.arange(0, BLOCK_N)
-        n = tl.load(lost + strip * N + at, mask=at < total, other=N)
-        v = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        v = products_at(v, x, w, t, n, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_K)
-        v = products_at(v, h, b, t, n, M, N, R, stride_hm, stride_hr, stride_br, stride_bn, BLOCK_R)
-        mask = (t < M)[:, None] & (n < N)[None, :]
-        d = tl.load(dy + t[:, None].to(tl.int64) * stride_dy + n[None, :], mask=mask, other=0.0)
-        exact = tl.sum(tl.where(mask, d.to(tl.float32) * v, 0.0), axis=0)
-        tl.store(partial_m + piece.to(tl.int64) * N + n, exact, mask=n < N)
 
 
 @triton.jit
@@ -203,7 +146,7 @@ def _column_sums(partial, n, N, strips, t):
 
 @triton.jit(launch_metadata=launched)
 def finish_kernel(
-    dy, x, w, h, b, m, c, partial_m, partial_bias, partial_B, dm, dc, dbias, dB, M, N, K, R, strips, strips_m, tiny,
+    dy, x, w, h, b, m, c, partial_m, partial_bias, partial_B, dm, dc, dbias, dB, M, N, K, R, strips, tiny,
     stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
     NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr, BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr,
     REDO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
@@ -215,7 +158,7 @@ def finish_kernel(
     sum_bias = tl.zeros((BLOCK_N,), tl.float32)
     t = tl.arange(0, BLOCK_T)
     if NEED_M or NEED_C:
-        sum_m = _column_sums(partial_m, n, N, strips_m, t)
+        sum_m = _column_sums(partial_m, n, N, strips, t)
     if NEED_BIAS:
         sum_bias = _column_sums(partial_bias, n, N, strips, t)
     _finish(sum_m, sum_bias, dy, x, w, h, b, m, c, dm, dc, dbias, n, N, M, K, R, tiny, stride_dy, stride_xm, stride_xk,

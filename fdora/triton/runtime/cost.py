@@ -62,15 +62,6 @@ def _scale(
     return what
 
 
-def _again(*, lost, count, **_: Any) -> Cost:
-    """What it asks; the products that it may form are of few columns."""
-    return moved(lost, count)
-
-
-def _lost(*, partial_m, lost, count, **_: Any) -> Cost:
-    return moved(partial_m, lost, count)
-
-
 def _finish(*, partial_m, partial_bias, partial_B, dB, **_: Any) -> Cost:
     return moved(partial_m, partial_bias, partial_B, dB)
 
@@ -213,7 +204,6 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "bank_kernel": _rows,
     "by_g_kernel": _by_g,
     "add_parts_kernel": _add_parts,
-    "again_kernel": _again,
     "choose_kernel": _choose,
     "codes_parts_kernel": _codes_parts,
     "compose_bwd_kernel": _compose_bwd,
@@ -239,7 +229,6 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "hash_kernel": _hash,
     "lost4_kernel": _lost_rows,
     "lost8_kernel": _lost_rows,
-    "lost_kernel": _lost,
     "merge_kernel": _merge,
     "multi_drop_kernel": _rows,
     "multi_sum_kernel": _sum,

@@ -26,6 +26,8 @@ except ImportError:
     HAS_PDL, gdc_launch_dependents, gdc_wait = False, None, None
 
 _knobs = triton.knobs.runtime
+# Options of every kernel: a multiplication and an addition are one instruction. Triton 3.10 changes the default.
+OPTIONS = {"enable_fp_fusion": True}
 # dtype -> CUtensorMapDataType, cudaDataType_t
 TENSOR_MAP_TYPE = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 CUDA_TYPE = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}

@@ -20,7 +20,15 @@ from fdora._torch import PLAIN
 from fdora.triton.runtime import native
 from fdora.triton.runtime.device import device_of
 from fdora.triton.runtime.plan import Array, Launch, Like, Plan, Product, Scalar, Tile
-from fdora.triton.runtime.private import current_device, exchange_device, has_launch_hooks, raw_stream, usual_math, walker
+from fdora.triton.runtime.private import (
+    OPTIONS,
+    current_device,
+    exchange_device,
+    has_launch_hooks,
+    raw_stream,
+    usual_math,
+    walker,
+)
 
 MAX_PLANS = 8192  # sequences of any length make new plans: the oldest go
 
@@ -123,10 +131,10 @@ def _walk(plan: Plan, tensors: Sequence[Tensor | None], scalars: tuple[float, ..
 
     for step in plan.steps:
         if isinstance(step, Launch):
-            extra = {"launch_pdl": True} if step.pdl else {}
+            options = OPTIONS | ({"launch_pdl": True} if step.pdl else {})
             args = [argument(a) for a in step.args]
             built = step.kernel[step.grid](
-                *args, *step.constexprs, num_warps=step.num_warps, num_stages=step.num_stages, **extra
+                *args, *step.constexprs, num_warps=step.num_warps, num_stages=step.num_stages, **options
             )
             if not any(map(native.is_more_aligned, step.args, args)):  # else compiled for more than its key says
                 native.remember(plan.device, step, built)
