@@ -12,11 +12,19 @@ FRAMEWORKS ?=
 # VENV as the name of a target, where make takes a space for the end of a name.
 VENV_TARGET = $(subst $() ,\ ,$(VENV))
 
-.PHONY: test lint demo demo-multi bench docs acceptance frameworks clean
+.PHONY: test test-all lint demo demo-multi bench docs acceptance frameworks clean
 
+RUN_TESTS = "$(VENV)/bin/python" -m pytest -n $(JOBS) --dist loadgroup
+
+# Before every commit: functions, kernels in the interpreter, deliberate faults. What is long is the table in tests/conftest.py.
 test: $(VENV_TARGET)/.dev
-	OMP_NUM_THREADS=1 "$(VENV)/bin/python" -m pytest -n $(JOBS) --dist loadgroup $(TESTS)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 "$(VENV)/bin/python" -m pytest -n $(JOBS) --dist loadgroup tests/triton
+	OMP_NUM_THREADS=1 $(RUN_TESTS) -m "not long" $(TESTS)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(RUN_TESTS) -m "not long" tests/triton
+
+# Everything, as .ci/run asks for it: processes, frameworks, machine code, every test of kernels.
+test-all: $(VENV_TARGET)/.dev
+	OMP_NUM_THREADS=1 $(RUN_TESTS) $(TESTS)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(RUN_TESTS) tests/triton
 
 lint: $(VENV_TARGET)/.dev
 	"$(VENV)/bin/python" -m ruff check .

@@ -275,9 +275,8 @@ def spread(x: Tensor, route: Route, backend: str) -> Tensor:
 def combine(rows: Tensor, gates: Tensor | None, route: Route, backend: str) -> Tensor:
     """The weighted sum of the rows of a token; without gates, (T, k, N): each by itself."""
     if gates is None:
-        T, k = route.place.shape
         back: Tensor = apply(Spread, rows, route.place.reshape(-1), route.order[:, None], backend)
-        return back.reshape(T, k, -1)
+        return back.reshape(*route.place.shape, rows.shape[1])
     out: Tensor = apply(Weighted, rows, gates, route.order, route.place, backend)
     return out
 

@@ -153,9 +153,11 @@ def _loop(x: Tensor, bank: Operands, s: float, ends: list[int]) -> Tensor:
         for part, count, *operands, b, c in zip(xs, counts, *lists, biases, norms, strict=True)
         if count
     ]
-    like = parts[0] if parts else dora_linear(rest[:0], *(t[0] for t in lists), s=s, norm=_ones(m, W), backend="eager")
-    if rest.shape[0] or not parts:
-        parts.append(like.new_zeros(rest.shape[0], m.shape[1]))
+    if not parts:  # no rows, but a part of the graph: the gradients are zeros
+        c = _ones(m, W) if norm is None else norms[0]
+        parts = [dora_linear(rest[:0], *(t[0] for t in lists), s=s, bias=biases[0], norm=c, backend="eager")]
+    if rest.shape[0]:
+        parts.append(parts[0].new_zeros(rest.shape[0], m.shape[1]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -255,7 +257,7 @@ def route_of(fn: str, ids: Tensor, experts: int, name: str) -> Route:
     offsets, order, place = route(ids.reshape(-1), experts, name)
     if place is None:
         place = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
-    return Route(offsets, order, place.reshape(ids.shape[0], -1))
+    return Route(offsets, order, place.view(ids.shape if ids.dim() == 2 else (-1, 1)))
 
 
 def ends_on(fn: str, offsets: Any, x: Tensor, experts: int) -> Tensor:

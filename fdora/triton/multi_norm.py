@@ -70,6 +70,8 @@ def bank_norm(
     W: Tensor, A: Tensor, B: Tensor, s: Tensor, ranks: tuple[int, ...] | None, max_bytes: int | None = None
 ) -> Tensor:
     """(N, K), (G, r, K), (G, N, r), (G,) -> c (G, N) float32. ``max_bytes`` bounds the partials. W (G, N, K): of experts."""
+    if A.dtype != B.dtype:  # a kernel multiplies operands of one dtype
+        A, B = A.float(), B.float()
     run_it: Any = row_norms if needs_dispatcher(W) else _row_norms
     return run_it(W, A, B, s, list(ranks or ()), max_bytes)
 

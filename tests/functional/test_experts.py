@@ -28,8 +28,8 @@ FAULTS = [
     ("each, A.unbind()", "each, A.unbind()[::-1]"),
     ("bias=b, norm=c", "bias=None, norm=c"),
     ("bias=b, norm=c", "bias=b, norm=None if c is None else c.detach()"),
-    ("if rest.shape[0] or not parts", "if not parts"),
-    ("like.new_zeros", "like.new_ones"),
+    ("if rest.shape[0]:", "if not parts:"),
+    ("parts[0].new_zeros", "parts[0].new_ones"),
     (
         "combine(sorted_rows(fn, spread(x, to, name), bank, s, to.offsets, name), pairs(gates)",
         "combine(sorted_rows(fn, spread(x, to, name), bank, s, to.offsets, name), 2 * gates",
@@ -51,6 +51,16 @@ FAULTS = [(experts, *each) for each in FAULTS] + [
 def test_fault_is_caught(monkeypatch, module, old, new):
     swap(monkeypatch, module, old, new)
     assert caught_by(CHECKS if module is experts else CHECKS[::-1]), "no check noticed"
+
+
+def test_no_tokens_and_tokens_of_nobody_have_gradients():
+    """Zeros, of everything that is trained: a batch that a layer of experts does not see breaks no backward."""
+    t = mixture()
+    for ids in (IDS[:0], IDS[:0, 0], torch.full_like(IDS, -1)):
+        leaves = {n: t[n].detach().requires_grad_() for n in NAMES}
+        y = ours(t | leaves | {"x": leaves["x"][: len(ids)]}, None, ids=ids)
+        assert y.shape == (*ids.shape, 6)
+        assert not any(d.any() for d in grads(y.sum(), None, **leaves).values())
 
 
 def loss(trained, t, ends=ENDS):

@@ -4,17 +4,14 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-import tests.test_properties  # noqa: F401 (its profile of hypothesis)
 from fdora import FdoraError
 from fdora.autograd import quant
 from fdora.eager import multi
 from fdora.functional import dora_linear_multi, dora_norm, dora_stack, dora_unstack
 from fdora.quant import quantize
 from tests import device
-from tests.checks.multi import BITS, CHECKS, MASKED, bits_of_own_calls, case, dy_of, together, truth, with_gradients
+from tests.checks.multi import BITS, CHECKS, MASKED, case, dy_of, together, truth, with_gradients
 from tests.close import assert_exact
 
 
@@ -33,40 +30,6 @@ def test_without_a_look_at_the_offsets(check):
 @pytest.mark.parametrize("check", BITS, ids=lambda f: f.__name__)
 def test_bits(check):
     check()
-
-
-segments = st.lists(st.integers(0, 6), min_size=1, max_size=5)
-
-
-@st.composite
-def cases(draw):
-    lengths = draw(segments)
-    G = len(lengths)
-    ranks = draw(st.lists(st.integers(1, 9), min_size=G, max_size=G))
-    s = draw(st.lists(st.sampled_from((0.5, -1.25, 2.0, 0.0)), min_size=G, max_size=G))
-    tail, N, K = draw(st.integers(0, 4)), draw(st.integers(1, 20)), draw(st.integers(1, 20))
-    route, kind = draw(st.sampled_from(("offsets", "ids"))), draw(st.sampled_from(("plain", "zero_m", "negative_m")))
-    return case(lengths, tail, N, K, ranks, s, torch.float32, kind=kind, route=route, bias=draw(st.booleans()))
-
-
-@given(cases())
-def test_any_segments_and_ranks_have_the_bits_of_their_own_calls(t):
-    if device.NAME != "cpu":
-        pytest.skip("by segments on a CPU only; runs with --device cpu")
-    got, padded = bits_of_own_calls(t), with_gradients(lambda t: together(t, ranks=False), t, dy_of(t))
-    for n, v in got.items():
-        torch.testing.assert_close(padded[n], v, rtol=1e-4, atol=1e-5)
-
-
-@given(cases())
-def test_any_segments_and_ranks_without_a_look_at_them(t):
-    t = t.double()
-    want = with_gradients(truth, t, dy_of(t))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multi, "_readable", lambda bank: False)
-        got = with_gradients(together, t, dy_of(t))
-    for n, v in want.items():
-        assert_exact(got[n], v, n)
 
 
 @pytest.mark.skipif("device.NAME != 'cpu'", reason="elsewhere there is one way; runs with --device cpu")

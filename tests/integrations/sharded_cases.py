@@ -6,6 +6,7 @@ seen. With more processes and steps, as a table: sharded_table.py.
 
 import copy
 import faulthandler
+import functools
 import json
 import os
 import sys
@@ -52,11 +53,18 @@ HEADS = {"tie_word_embeddings": False, "num_key_value_heads": max(2, PROCESSES)}
 
 
 def built(sizes=None, **config):
-    """The same on every rank and in every call, with adapters that have moved."""
-    base = llama(**(sizes or {}))
+    """The same on every rank and in every call, with adapters that have moved: a copy of what was built once."""
+    model = copy.deepcopy(_built(*(tuple((given or {}).items()) for given in (sizes, config))))
     torch.manual_seed(1)
-    model = get_peft_model(base, LoraConfig(**({"use_dora": True} | LORA | config))).eval()
-    return moved(model).to(device)
+    return model.to(device)
+
+
+@functools.cache
+def _built(sizes, config):
+    base = llama(**dict(sizes))
+    torch.manual_seed(1)
+    model = get_peft_model(base, LoraConfig(**({"use_dora": True} | LORA | dict(config)))).eval()
+    return moved(model)
 
 
 @torch.no_grad()

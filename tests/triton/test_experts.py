@@ -66,13 +66,6 @@ def assert_as_the_truth(t, ends, bias, what=""):
         )
 
 
-@pytest.mark.parametrize("shape", ["few", "many", "odd"])
-def test_as_the_truth(shape):
-    for i, dtype in enumerate((*HALF, torch.float32)):
-        t, ends = drawn(shape, dtype, torch.float32 if i % 2 else None, turned=bool(i % 2))
-        assert_as_the_truth(t, ends, bool(i % 2), f"{shape} {dtype}")
-
-
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("shape", ["many", "full", "odd"])
 def test_by_tma(shape, turned, as_hopper):

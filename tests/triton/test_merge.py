@@ -13,7 +13,6 @@ from tests.make import large, tensors
 from tests.triton.marks import DTYPES, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
 
 pytestmark = needs_kernels
-SHAPES = ((1, 1, 1), (5, 3, 2), (130, 257, 24), (128, 256, 16), (64, 260, 48), (140, 129, 70), (140, 136, 72))
 
 
 def truth(t):
@@ -27,21 +26,6 @@ def triton_merge(t, **extra):
 
 def triton_unmerge(W, t, c):
     return dora_unmerge(W, t["A"], t["B"], t["m"], s=t["s"], norm=c, backend="triton")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_matches_the_truth(shape, dtype):
-    kinds = ("plain", "zero_rows", "zero_m", "negative_m")
-    cases = [*((kind, 0.7) for kind in kinds), ("plain", 0.0), ("plain", -2.0)]
-    for adapter, (kind, s) in itertools.product({dtype, torch.float32}, cases):
-        t = tensors(*shape, dtype=dtype, adapter=adapter, kind=kind, s=s)
-        got, want = triton_merge(t), truth(t)
-        assert got.dtype == dtype and got.is_contiguous()
-        # One rounding of each element, and 1e-6 of its row for the sums behind it.
-        limit = torch.finfo(dtype).eps / 2 * want.abs() + 1e-6 * want.norm(dim=1, keepdim=True) + torch.finfo(dtype).tiny * 1e-3
-        over = ((got.double() - want).abs() / limit).max().item()
-        assert over <= 1, f"{adapter} {kind} {s}: {over:.2g} of the limit"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

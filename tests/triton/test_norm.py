@@ -49,15 +49,6 @@ def test_mixed_adapters_nan_rows_and_strides():
     assert triton_norm(t).isnan().nonzero().flatten().tolist() == [7, 9]
 
 
-def test_columns():
-    """norm_axis=0: the same kernel on transposed views."""
-    for dtype in DTYPES:
-        t = tensors(130, 70, 20, dtype=dtype, adapter=torch.float32)
-        got, truth = triton_norm(t, norm_axis=0), reference.norm(t["W"].T, t["B"].T, t["A"].T, t["s"])
-        assert got.dtype == torch.float32
-        torch.testing.assert_close(got.double(), truth, rtol=1e-6, atol=0)
-
-
 def test_every_partial_is_written_and_bits_repeat():
     t = tensors(300, 500, 40, dtype=torch.float16)
     first = triton_norm(t)

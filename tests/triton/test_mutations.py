@@ -1,0 +1,81 @@
+"""The cases see red on kernels: each small deliberate fault in a kernel's source must break a case of tests/cases.py."""
+
+import importlib
+import importlib.util
+import random
+from pathlib import Path
+
+import pytest
+
+import fdora.triton.kernels
+from tests import device
+from tests.cases import Draw, rounds, usual
+from tests.triton.marks import INTERPRETED  # noqa: F401 (read by the mark)
+
+pytestmark = pytest.mark.skipif(
+    "device.NAME != 'cpu' or not INTERPRETED", reason="its faults are read by the interpreter; runs with TRITON_INTERPRET=1"
+)
+KERNELS = Path(fdora.triton.kernels.__file__).parent
+
+# the function whose cases must notice, what stands in one place of one file of kernels, the fault
+FAULTS = [
+    ("linear", "tl.where(keep, acc * keep_scale, 0.0)", "acc * keep_scale"),  # a product's share of dropped tokens
+    ("linear", "out = dg / tl.where(cn < EPS, EPS, cn)", "out = dg"),
+    ("linear", "tl.load(m + n, mask=n < N, other=0.0).to(tl.float32), tl.where(cn < EPS, EPS, cn)", "tl.load(m + n, mask=n < N, other=0.0).to(tl.float32), cn"),
+    ("linear", "tl.where(keep, v * scale, 0.0)", "tl.where(keep, v, 0.0)"),
+    ("linear", "_mix((t + 1).to(tl.uint32) ^ key)", "_mix(t.to(tl.uint32) ^ key)"),
+    ("mlp", "share + f * (1 - share)\n", "share\n"),
+    ("mlp", "(z * share_of(z, ACT) * u)", "(u * share_of(u, ACT) * z)"),
+    ("norm", "partial + tile_k.to(tl.int64) * N + n, squares, mask=n < N", "partial + tile_k.to(tl.int64) * N + n, squares, mask=n < N - 1"),
+    ("norm", "after = tl.where(same, before, tl.sqrt_rn(acc))", "after = before"),  # a norm of before is believed
+    ("compose", "gn * (u + v)\n    if HAS_BIAS:\n        out += tl.load(bias + n, mask=n < N)", "(u + v)\n    if HAS_BIAS:\n        out += tl.load(bias + n, mask=n < N)"),
+    ("compose", "sum_g += tl.sum(d * (u + s * v), axis=0)", "sum_g += tl.sum(d * u, axis=0)"),
+    ("conv", "sum_bias += tl.sum(d, axis=1)", "sum_bias = tl.sum(d, axis=1)"),
+    ("merge", "else g * (w + s * acc)", "else w + s * acc"),
+    ("unmerge", "v = w - s * acc if UNDO", "v = w + s * acc if UNDO"),
+    ("embedding", "return w.to(tl.float32) + acc\n", "return w.to(tl.float32) + 2 * acc\n"),
+    ("embedding", "cv = tl.sqrt_rn(squares)", "cv = squares"),
+    ("multi", "acc = acc * tl.load(at)", "acc = acc * tl.load(g + n)[None, :]"),  # everybody has the g of the first
+    ("experts", "own = bias + tl.cast(first, tl.int64) * BIAS_SPAN if EXPERTS else bias", "own = bias"),
+]
+
+
+def swap(monkeypatch, folder, old, new):
+    """Run the kernels of the file that holds ``old`` as they read after one replacement, wherever they are referred to."""
+    (file,) = [file for file in KERNELS.glob("*.py") if file.read_text().count(old)]
+    source = file.read_text()
+    assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {file.name}"
+    (folder / file.name).write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(f"mutant_{file.stem}", folder / file.name)
+    mutant = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    kernels = importlib.import_module(f"fdora.triton.kernels.{file.stem}")
+    for name, kernel in vars(mutant).items():
+        if hasattr(kernel, "rewriter") and kernel.fn.__module__ == mutant.__name__:
+            for part in ("fn", "rewriter"):
+                monkeypatch.setattr(getattr(kernels, name), part, getattr(kernel, part))
+
+
+def caught_by(name, most=30):
+    """The first case of this function that is red, and how."""
+    drawn = usual(device.NAME, "triton")._replace(largest=40)
+    for k in range(most):
+        try:
+            list(rounds(name, lambda part: Draw(random.Random(f"fault {k} {part}"), drawn)))
+        except Exception as error:  # a wrong result, or a kernel that no longer runs
+            return f"case {k}: {error}"
+    return None
+
+
+@pytest.mark.parametrize(("name", "old", "new"), FAULTS, ids=[f"{name}:{new[:40]}" for name, _, new in FAULTS])
+def test_fault_is_caught(monkeypatch, tmp_path, name, old, new):
+    swap(monkeypatch, tmp_path, old, new)
+    assert caught_by(name), "no case noticed"
+
+
+def test_the_sound_kernels_pass(monkeypatch, tmp_path):
+    """Written anew without a fault, too: what is red above is red for its fault."""
+    for name in dict.fromkeys(name for name, *_ in FAULTS):
+        assert caught_by(name, 2) is None
+    swap(monkeypatch, tmp_path, FAULTS[0][1], FAULTS[0][1])
+    assert caught_by("linear", 2) is None
