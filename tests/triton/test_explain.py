@@ -9,10 +9,10 @@ import torch
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 import fdora.functional as F
-import fdora.triton.explain as explaining
 from fdora import FdoraError
 from fdora.functional import explain
 from fdora.quant import opaque, quantize
+from fdora.triton import describe as explaining
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.plan import Plan
 from tests import device
