@@ -24,6 +24,11 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by torch.func
 is_batched = torch._C._functorch.is_batchedtensor  # by torch.func.vmap
 
 
+def storage_of(t: Tensor) -> int:
+    """Where the memory of a tensor is noted: the same for all that share it, with data or without."""
+    return int(t.untyped_storage()._cdata)
+
+
 def register_pytree(cls: type, flatten: Any, unflatten: Any, name: str) -> None:
     """For torch's own trees: torch.func, torch.export, compiled code. ``flatten`` gives (children, context)."""
     torch.utils._pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=name)

@@ -33,11 +33,11 @@ MAY = {
         "quant",
     },  # _facts: what a layer settles once, it keys as checks do
     "convert": {"_check", "functional"},
-    "functional": {"_check", "_dispatch", "_records", "_torch", "autograd", "predict", "quant"},
-    "autograd": {"eager", "triton", "_records", "_torch", "quant"},
+    "functional": {"_check", "_dispatch", "_recording", "_records", "_torch", "autograd", "predict", "quant"},
+    "autograd": {"eager", "triton", "_recording", "_records", "_torch", "quant"},
     "eager": {"_records", "_torch", "quant"},
-    "triton": {"_records", "_torch", "_facts", "_plain", "quant", "rates"},
-    "quant": {"_check", "_torch"},  # a value that all of them carry; it knows no vendor's package
+    "triton": {"_recording", "_records", "_torch", "_facts", "_plain", "quant", "rates"},
+    "quant": {"_check", "_recording", "_torch"},  # a value that all of them carry; it knows no vendor's package
     "jobs": set(),
     "jobs.schedule": {"_check"},  # lengths in, microbatches out: it knows no tensor
     "jobs.plan": {"_check", "explain_model", "predict", "jobs.schedule"},  # shapes in, bytes and seconds out: nor does it
@@ -52,6 +52,7 @@ MAY = {
     "_dispatch": {"_check"},
     "_facts": {"_torch"},
     "_plain": set(),
+    "_recording": {"_torch"},  # of a call on tensors without data: whoever makes a plan or decodes asks
     "_records": set(),
     "_torch": set(),
 }

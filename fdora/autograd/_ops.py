@@ -180,9 +180,6 @@ def kernels(triton: Any) -> Backend:
 
 def _import_triton() -> tuple[Any, str]:
     """fdora.triton, or why there are no kernels. Whatever Triton raises at import is a reason, not a crash."""
-    # A torch without CUDA or HIP has no use for kernels, except to interpret them in tests.
-    if not (torch.version.cuda or torch.version.hip or os.environ.get("TRITON_INTERPRET") == "1"):
-        return None, "this torch was built without CUDA and HIP"
     try:
         if find_spec("triton") is None:
             return None, "Triton is not installed"
@@ -193,20 +190,19 @@ def _import_triton() -> tuple[Any, str]:
     return triton, ""
 
 
-def import_explain() -> tuple[Any, str]:
-    """fdora.triton.explain, or why not: it needs Triton, but no GPU."""
-    try:
-        if find_spec("triton") is None:
-            return None, "Triton is not installed"
-        from fdora.triton import explain
-    except Exception as error:
-        return None, f"Triton cannot be used ({type(error).__name__}: {error})"
-    return explain, ""
-
-
-_triton, NO_KERNELS = _import_triton()
+# A torch without CUDA or HIP has no use for kernels, except to interpret them in tests.
+USELESS = not (torch.version.cuda or torch.version.hip or os.environ.get("TRITON_INTERPRET") == "1")
+_triton, NO_KERNELS = (None, "this torch was built without CUDA and HIP") if USELESS else _import_triton()
 if _triton is not None:
     OPS["triton"] = kernels(_triton)
+
+
+def load_kernels() -> tuple[Any, str]:
+    """fdora.triton, whose plans need no GPU, or why not; from then on OPS has it."""
+    triton, missing = _import_triton() if _triton is None else (_triton, "")
+    if triton is not None:
+        OPS.setdefault("triton", kernels(triton))
+    return triton, missing
 
 
 def obstacle(device: torch.device) -> str:

@@ -34,13 +34,11 @@ def halves(x: Tensor, W: Tensor, A: Tensor, B: Tensor, how: Conv) -> tuple[Tenso
     x, how = padded(x, W, how)
     base = _convolve(x, W.to(x.dtype), how, how.groups)
     A, B = A.to(x.dtype), B.to(x.dtype)
-    one = CONV[len(how.stride) - 1]
-    if how.groups == 1:
-        return base, one(_convolve(x, A, how, 1), B)
-    if sees_all(W, A, how):
-        return base, one(_convolve(x, A, how, 1), B, groups=how.groups)
-    A = repeat(A, "c r ... -> (G c) r ..." if how.transposed else "r c ... -> (G r) c ...", G=how.groups)
-    return base, one(_convolve(x, A, how, how.groups), B, groups=how.groups)
+    apart = how.groups > 1 and not sees_all(W, A, how)
+    if apart:
+        A = repeat(A, "c r ... -> (G c) r ..." if how.transposed else "r c ... -> (G r) c ...", G=how.groups)
+    h = _convolve(x, A, how, how.groups if apart else 1)
+    return base, laid(CONV[len(how.stride) - 1](h, B, groups=how.groups), h, B)
 
 
 def rows(W: Tensor, A: Tensor, B: Tensor, how: Conv) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,8 +81,19 @@ def padded(x: Tensor, W: Tensor, how: Conv) -> tuple[Tensor, Conv]:
 def _convolve(x: Tensor, W: Tensor, how: Conv, groups: int) -> Tensor:
     n = len(how.stride) - 1
     if how.transposed:
-        return TRANSPOSED[n](x, W, None, how.stride, how.padding, how.output_padding, groups, how.dilation)
-    return CONV[n](x, W, None, how.stride, how.padding, how.dilation, groups)
+        y = TRANSPOSED[n](x, W, None, how.stride, how.padding, how.output_padding, groups, how.dilation)
+    else:
+        y = CONV[n](x, W, None, how.stride, how.padding, how.dilation, groups)
+    return laid(y, x, W)
+
+
+def laid(y: Tensor, x: Tensor, W: Tensor) -> Tensor:
+    """y where it has data; without, in the memory format of torch's convolutions, of which torch says nothing on meta."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(y.dim())
+    if not y.is_meta or last is None:
+        return y
+    asked = any([not t.is_contiguous() and t.is_contiguous(memory_format=last) for t in (x, W)])
+    return y.contiguous(memory_format=last) if asked else y
 
 
 def planes(t: Tensor) -> Tensor:

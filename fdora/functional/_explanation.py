@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,19 +23,6 @@ class Kept(NamedTuple):
     dtype: torch.dtype
     nbytes: int
     whose: str
-
-
-class Parts(NamedTuple):
-    """The plans of a call, those of backward apart, and what it keeps."""
-
-    forward: Sequence[Any]
-    backward: Sequence[Any] = ()
-    kept: Sequence[Kept] = ()
-    notes: tuple[str, ...] = ()
-
-
-Planner = Callable[[Any, Any], Parts]  # (fdora.triton.explain, device)
-Call = tuple[torch.device, torch.dtype, Planner]  # what decides the backend, and how the plans are made
 
 
 @dataclass(frozen=True)
@@ -114,11 +100,6 @@ def stand_in(t: Any) -> Any:
     extent = offset + 1 + sum((n - 1) * d for n, d in zip(t.shape, t.stride(), strict=True) if n)
     bare = torch.empty(extent, dtype=t.dtype, device="meta").as_strided(t.shape, t.stride(), offset)
     return bare.requires_grad_() if t.requires_grad else bare
-
-
-def kept_of(name: str, t: Tensor, whose: str = "") -> Kept:
-    own = {"x": "argument", "y": "output"}.get(name.rstrip("0123456789"), "new")
-    return Kept(name, tuple(t.shape), t.dtype, t.nbytes, whose or own)
 
 
 def decoding(fn: str, W: Any) -> str:

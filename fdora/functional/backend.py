@@ -10,10 +10,19 @@ from torch import Tensor
 
 from fdora._check import FdoraError, Weight
 from fdora._dispatch import Backend, BackendChoice, choose, forced
-from fdora.autograd._ops import OPS, obstacle
+from fdora.autograd._ops import NO_KERNELS, obstacle
 
 QUIET = ("cpu", "meta")  # devices where eager is the normal backend
 _warned: set[str] = set()
+# What explain passes for backend=: to stop a call once its arguments are checked, and to have it recorded.
+CHECKED, RECORDED = "checked by explain", "recorded by explain"
+
+
+class Checked(Exception):
+    """The arguments of a call are right; its products have this dtype."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
 
 
 def select_backend(
@@ -66,4 +75,9 @@ def _remembered(device: torch.device, dtype: torch.dtype, requested: str, forced
 
 
 def _choose(device: torch.device, dtype: torch.dtype, requested: str, forced: str) -> BackendChoice:
-    return choose(device.type, dtype, requested, forced, tuple(OPS), obstacle(device) if device.type == "cuda" else "")
+    if requested == CHECKED:
+        raise Checked(dtype)
+    if requested == RECORDED:
+        return BackendChoice("triton", "it is recorded")
+    available = ("eager",) if NO_KERNELS else ("eager", "triton")
+    return choose(device.type, dtype, requested, forced, available, obstacle(device) if device.type == "cuda" else "")

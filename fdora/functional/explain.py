@@ -1,41 +1,47 @@
-"""What a call would do: its backend, its plans, their cost. Nothing runs, and no value of a tensor is read."""
+"""What a call would do: its backend, its plans, their cost. It is recorded: the call itself runs, on tensors without data.
+
+So the plans are those of a real call (fdora/_recording.py), and what stays until backward is what autograd then keeps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from inspect import signature
-from math import prod
-from types import SimpleNamespace
+from collections.abc import Callable
+from inspect import BoundArguments, signature
 from typing import Any
 
 import optree
 import torch
+from torch import Tensor
 
-from fdora._check import fail, is_sharded, name
+from fdora._check import FdoraError, fail, is_sharded, name
 from fdora._dispatch import BackendChoice, choose, forced
-from fdora._records import Dropout
-from fdora.autograd._ops import import_explain
-from fdora.autograd.quant import norm_parts
-from fdora.functional._ends import check_ends, check_gamma, folded, loses_inner
-from fdora.functional._explain_layers import conv, embedding, experts, experts_mlp
-from fdora.functional._explain_many import multi, norm_of_bank, norm_tree
-from fdora.functional._explanation import Call, Parts, decoding, kept_of, stand_in, stored
+from fdora._recording import Recording, recording
+from fdora._torch import autocast_on, storage_of
+from fdora.autograd._ops import load_kernels
+from fdora.autograd.multi import COUNTED
 from fdora.functional._explanation import Explanation as Explanation
-from fdora.functional.backend import select_backend
-from fdora.functional.compose import as_matrix, check_compose, dora_compose, dora_delta
+from fdora.functional._explanation import Kept, decoding, stand_in, stored
+from fdora.functional._tree import parts_of
+from fdora.functional.backend import CHECKED, RECORDED, Checked, select_backend
+from fdora.functional.compose import dora_compose, dora_delta
 from fdora.functional.conv import dora_conv1d, dora_conv2d, dora_conv3d
 from fdora.functional.embedding import dora_embedding
 from fdora.functional.experts import dora_experts
 from fdora.functional.experts_mlp import dora_experts_mlp
-from fdora.functional.group import DoraLayer, check_group, dora_linear_group, prepared
-from fdora.functional.linear import check_compute, check_detach, check_dropout, check_layer, dora_linear, dtype_of_products
-from fdora.functional.merge import check_merge, dora_merge, dora_unmerge
-from fdora.functional.mlp import check_mlp, dora_mlp
+from fdora.functional.group import dora_linear_group
+from fdora.functional.linear import check_compute, dora_linear
+from fdora.functional.merge import dora_merge, dora_unmerge
+from fdora.functional.mlp import dora_mlp
 from fdora.functional.multi import dora_linear_multi
-from fdora.functional.norm import NormHow, check_norm, dora_norm
-from fdora.functional.tree import dora_norm_tree
+from fdora.functional.norm import dora_norm
+from fdora.functional.tree import check_tree_state, dora_norm_tree
 from fdora.predict import GPUS, Gpu, gpu_of
 from fdora.quant import QuantWeight
+
+CONV = (dora_conv1d, dora_conv2d, dora_conv3d)
+EXPERTS = (dora_experts, dora_experts_mlp)
+LAYERS = (dora_linear, dora_linear_group, dora_mlp, dora_embedding, *CONV, *EXPERTS, dora_linear_multi)
+CALLS = (*LAYERS, dora_norm, dora_norm_tree, dora_compose, dora_delta, dora_merge, dora_unmerge)
 
 
 def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool = True, **kwargs: Any) -> Explanation:
@@ -69,35 +75,87 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
     if fn not in CALLS:
         names = ", ".join(known.__name__ for known in CALLS)
         raise fail("explain", "fn", f"one of {names}", getattr(fn, "__name__", repr(fn)), "Ask about one of these.")
-    bound = signature(fn).bind(*args, **kwargs)
-    bound.apply_defaults()
-    a = SimpleNamespace(fn=fn.__name__, **bound.arguments)
-    given: Any = list(bound.arguments.values())
-    if is_sharded(*optree.tree_leaves(given)):
+    call = signature(fn).bind(*args, **kwargs)
+    call.apply_defaults()
+    if is_sharded(*optree.tree_leaves(dict(call.arguments))):
         raise fail("explain", "args", "plain tensors", "a DTensor", "Ask for one process: pass .to_local() of each.")
-    device, dtype, planner = CALLS[fn](a)
-    triton, missing = import_explain()
-    choice, rates, where = _target(device, dtype, gpu, a.backend, missing)
-    weights = tuple([f"{label}: {W.kind}, {stored(W)}" for label, W in _coded(a).items()])
+    asked = call.arguments["backend"]
+    coded = _coded(call.arguments)
+    if fn in EXPERTS and coded:
+        remedy = "Pass W.dequantize() in its shape: the plans are the same, behind a pass that decodes in each direction."
+        have = f"codes of kind {next(iter(coded.values())).kind}"
+        raise fail("explain", "W", f"experts of {fn.__name__} that are a tensor", have, remedy)
+    triton, missing = load_kernels()
+    device, autocast = _without_data(call)
+    dtype = _check(fn, call, device, autocast)
+    choice, rates, where = _target(device, dtype, gpu, asked, missing)
+    weights = tuple([f"{label}: {W.kind}, {stored(W)}" for label, W in coded.items()])
     if choice.name == "eager":
-        note = "Plain torch runs: it has no plan." + (f" {decoding(a.fn, getattr(a, 'W', None))}" if weights else "")
-        return Explanation(a.fn, *choice, rates, (), (), (note, *weights))
-    on = triton.device(where) if where is not None else triton.device(None, rates.capability, rates.num_sms)  # type: ignore
-    parts = planner(triton, on)
-    plans = (*parts.forward, *(parts.backward if backward else ()))
-    described = tuple(triton.describe(plan, rates) for plan in plans)
-    return Explanation(a.fn, *choice, rates, described, tuple(parts.kept), (*parts.notes, *weights))
+        how = f" {decoding(fn.__name__, call.arguments.get('W'))}" if coded else ""
+        notes = (f"Plain torch runs: it has no plan.{how}", *weights)
+        return Explanation(fn.__name__, *choice, rates, (), (), notes)
+    if where is not None:
+        on = triton.device.device_of(where)
+    else:
+        assert rates is not None
+        on = triton.device.of_gpu(0, rates.capability, rates.num_sms)
+    noted, first, saved, out = _record(fn, call, on, autocast)
+    if call.arguments.get("compute") is not None and on.gpu >= 0 and on.capability < 89:
+        raise fail(fn.__name__, "compute", "None on this GPU", "'fp8'", "Products of e4m3 want sm_89 or later of NVIDIA.")
+    notes = _notes(fn, call.arguments, noted.plans[:first], noted.plans[first:], bool(saved))
+    plans = tuple(triton.describe.describe(plan, rates) for plan in noted.plans[: None if backward else first])
+    kept = _kept(fn, call.arguments, noted, saved, out)
+    return Explanation(fn.__name__, *choice, rates, plans, kept, (*notes, *weights))
 
 
-PLAIN_BACKWARD = "Backward through the norm is plain torch: it has no plan."
-
-
-def _coded(a: Any) -> dict[str, QuantWeight]:
-    """The quantised weights of a call, by name."""
-    layers = {"W": a} | {f"layers[{i}].W": la for i, la in enumerate(getattr(a, "layers", ()))}
-    layers |= {f"{part}.W": getattr(a, part) for part in ("gate", "up", "down") if hasattr(a, part)}
-    found = {label: getattr(each, "W", None) for label, each in layers.items()}
+def _coded(arguments: dict[str, Any]) -> dict[str, QuantWeight]:
+    """The quantised weights of a call, by name; not those of a tree."""
+    layers = {f"layers[{i}].W": layer for i, layer in enumerate(arguments.get("layers", ()))}
+    layers |= {f"{arg}.W": arguments[arg] for arg in ("gate", "up", "gate_up", "down") if arg in arguments}
+    found = {"W": arguments.get("W")} | {label: getattr(layer, "W", None) for label, layer in layers.items()}
     return {label: W for label, W in found.items() if isinstance(W, QuantWeight)}
+
+
+def _without_data(call: BoundArguments) -> tuple[torch.device, bool]:
+    """Puts tensors without data in the place of those on the first one's device; that device, and whether x is cast."""
+    tensors = [t for t in _leaves(dict(call.arguments)) if isinstance(t, (Tensor, QuantWeight))]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    x = call.arguments.get("x")
+    autocast = isinstance(x, Tensor) and x.dtype != torch.float64 and autocast_on(x)
+
+    def bare(t: Any) -> Any:
+        return stand_in(t) if isinstance(t, (Tensor, QuantWeight)) and t.device == device else t
+
+    call.arguments = optree.tree_map(bare, dict(call.arguments), is_leaf=_is_weight)  # type: ignore[assignment]
+    if autocast:
+        call.arguments["x"] = call.arguments["x"].to(torch.get_autocast_dtype(device.type))
+    return device, autocast
+
+
+def _is_weight(t: Any) -> bool:
+    return isinstance(t, QuantWeight)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return optree.tree_leaves(tree, is_leaf=_is_weight)
+
+
+def _check(fn: Callable, call: BoundArguments, device: torch.device, autocast: bool) -> torch.dtype:
+    """The dtype of the products, where the function takes such arguments; else its error."""
+    a = call.arguments
+    a["backend"] = CHECKED
+    try:
+        with recording(None, autocast):
+            fn(*call.args, **call.kwargs)
+    except Checked as found:
+        if fn is dora_norm_tree and a["state"] is not None:
+            check_tree_state(fn.__name__, parts_of(_leaves(a["weights"])), a["state"])
+        if a.get("compute") is not None:
+            check_compute(fn.__name__, a["compute"], a["x"], a["W"], a["dropout_mode"] if a["dropout_p"] else "lora", "eager")
+        return found.dtype
+    except FdoraError as error:
+        raise FdoraError(str(error).replace("meta", str(device))) from None
+    raise fail(fn.__name__, "weights", "a nesting with a weight in it", "none", "There is nothing to compute.")
 
 
 def _target(
@@ -124,173 +182,93 @@ def _target(
     return select_backend(where, dtype, backend=backend), rates, where
 
 
-# each checks the arguments as the function does
+def _record(fn: Callable, call: BoundArguments, on: Any, autocast: bool) -> tuple[Recording, int, list[Tensor], Any]:
+    """What the call did, how much of it in forward, what autograd saved, and its result."""
+    saved: dict[int, Tensor] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if t.dim() and t.shape != (0,):
+            saved.setdefault(storage_of(t), t)
+        return t
+
+    call.arguments["backend"] = RECORDED
+    with recording(on, autocast) as noted:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = fn(*call.args, **call.kwargs)
+        first = len(noted.plans)
+        ys = [y for y in optree.tree_leaves(out) if y.requires_grad]
+        if ys:
+            trained = [t for t in optree.tree_leaves(dict(call.arguments)) if isinstance(t, Tensor) and t.requires_grad]
+            torch.autograd.grad(ys, trained, list(map(torch.empty_like, ys)), allow_unused=True)
+    return noted, first, list(saved.values()), out
 
 
-def _linear(a: Any) -> Call:
-    check_layer(a.fn, a.x, a.W, a.A, a.B, a.m, a.s, a.bias, a.norm)
-    x = stand_in(a.x).to(dtype_of_products(a.fn, a.x, a.W))
-    mode = a.dropout_mode if a.dropout_p else "lora"
-    if a.compute is not None:
-        check_compute(a.fn, a.compute, x, a.W, mode, "eager")
-    if a.gamma is not None or a.residual is not None:
-        check_ends(a.fn, x, a.W, a.gamma, a.residual, mode, a.compute)
-    a.keep_inner = a.keep_inner or loses_inner(x.dtype, a.gamma, a.residual)
-    m, bias = folded(x.dtype, *map(stand_in, (a.gamma, a.m, a.bias)))
-    return _layers(a, [DoraLayer(a.W, a.A, a.B, m, a.s, bias, a.norm)])
+def _kept(fn: Callable, a: dict[str, Any], noted: Recording, saved: list[Tensor], out: Any) -> tuple[Kept, ...]:
+    given = {storage_of(t): arg for arg, of in a.items() for t in optree.tree_leaves(of) if isinstance(t, Tensor)}
+    outputs = {storage_of(y) for y in optree.tree_leaves(out)}
+    shown = set(a) if fn in (dora_norm, dora_compose, dora_delta) else {next(iter(a))}  # others are parameters
+    kept = [t for t in saved if given.get(storage_of(t), next(iter(shown))) in shown]
+    labels = [given.get(at) or noted.names.get(at) or _of_torch(a, t) for t in kept for at in (storage_of(t),)]
+    whose = ["argument" if at in given else "output" if at in outputs else "new" for at in map(storage_of, kept)]
+    return tuple(
+        Kept(label, tuple(t.shape), t.dtype, t.nbytes, each)
+        for label, t, each in zip(_distinct(fn, a, labels), kept, whose, strict=True)
+    )
 
 
-def _group(a: Any) -> Call:
-    check_group(a.fn, a.x, a.layers)
-    return _layers(a, a.layers)
+def _of_torch(a: dict[str, Any], t: Tensor) -> str:
+    """A name for what neither a caller nor a plan made: by its form."""
+    if not t.is_floating_point():
+        return "offsets" if t.dtype == torch.int32 else "place" if t.dim() == 2 else "seed" if a.get("dropout_p") else "order"
+    for arg in ("A", "B") if "groups" in a else ():
+        if t.shape[1:] == a[arg].shape[1:]:
+            return f"{arg} in the dtype of x" if t.shape == a[arg].shape else f"{arg} of each group"
+    if "groups" in a:
+        return "c" if t.dim() == 1 else "h"
+    if "offsets" in a:
+        return "s" if t.dim() == 1 else "c"
+    return "c" if a.get("gamma") is None else "of gamma"
 
 
-def _mlp(a: Any) -> Call:
-    layers = {"gate": a.gate, "up": a.up, "down": a.down}
-    check_mlp(a.fn, a.x, layers, a.act)
-    return _layers(a, list(layers.values()))
+def _distinct(fn: Callable, a: dict[str, Any], labels: list[str]) -> list[str]:
+    """Of what comes more than once each its own name, in the order in which autograd saves; of one layer without a number."""
+    more: dict[str, list[str]] = {}
+    if fn in CONV:
+        more = {"c": ["c", "g"], "h": ["h", "base", "lora"]}
+    elif fn is dora_experts_mlp:
+        parts, wide = {part: a[part] for part in ("gate_up", "down")}, a["x"].dtype == torch.float32
+        more = {label: [f"{label} of {part}" for part in parts] for label in ("h", "s")} | {"y": ["z", "y"]}
+        more["c"] = [f"c of {part}" for part, la in parts.items() if la.norm is None]
+        more["pre_scale"] = [f"pre_scale of {part}" for part, la in parts.items() if wide or la.bias is not None]
+    elif fn in (dora_linear_group, dora_mlp):
+        layers = a["layers"] if fn is dora_linear_group else (a["gate"], a["up"], a["down"])
+        formed = [f"c{i}" for i, la in enumerate(layers) if la.A is not None and la.norm is None]
+        more["c"] = [label for label in formed if label not in labels]
+    else:
+        labels = [label.rstrip("0") for label in labels]
+    return [rest.pop(0) if (rest := more.get(label)) else label for label in labels]
 
 
-def _layers(a: Any, layers: Sequence[DoraLayer]) -> Call:
-    check_dropout(a.fn, a.dropout_p, a.dropout_mode)
-    x = stand_in(a.x).to(dtype_of_products(a.fn, a.x, layers[0].W))
-    mlp, fp8 = a.fn == "dora_mlp", getattr(a, "compute", None) is not None
-    drop = Dropout(a.dropout_p, a.dropout_mode if a.dropout_p else "lora")
-
-    def plans(triton: Any, on: Any) -> Parts:
-        if fp8 and on.gpu >= 0 and on.capability < 89:
-            raise fail(a.fn, "compute", "None on this GPU", "'fp8'", "Products of e4m3 want sm_89 or later of NVIDIA.")
-        norms, decoded, ready, new = [], [], [], {}
-        notes: tuple[str, ...] = ()
-        after: list[Any] = []  # the gradients through the norms, that of the last one first
-        for i, layer in enumerate(layers):
-            la = DoraLayer._make(map(stand_in, layer))
-            read = isinstance(la.W, QuantWeight) and triton.is_decoded(la.W.spec)
-            inside = la.A is not None and la.norm is None and not fp8
-            inside = inside and (read or (a.detach and _rides(triton, on, x, la)))
-            if la.A is not None and la.norm is None:
-                c = torch.empty(la.W.shape[0], dtype=torch.float32, device="meta")
-                if not inside:
-                    norms += _norms(triton, on, la.W, la.A, la.B, None, False)
-                    new[f"c{i}"] = c
-                la = la._replace(norm=c)
-            if isinstance(la.W, QuantWeight) and not read:
-                decoded.append(triton.Decoding(la.W.kind, la.W.nbytes, *la.W.shape, x.dtype))
-                la = la._replace(W=torch.empty(la.W.shape, dtype=x.dtype, device="meta"))
-            if la.norm is not None and not a.detach:
-                check_detach(a.fn, layer.W)
-                trained = any(t is not None and t.requires_grad for t in (layer.A, layer.B))
-                c = la.norm.detach().requires_grad_(trained)
-                la = la._replace(norm=c)
-                if layer.norm is None:
-                    new[f"c{i}"] = c
-                if torch.is_grad_enabled() and trained:
-                    joined = a.fn == "dora_linear" and a.residual is None
-                    through = triton.norm_backward(on, la.W, la.A, la.B, joined)
-                    after, notes = [*through, *after], notes if through else (PLAIN_BACKWARD,)
-            seed = torch.empty(() if a.mask_origin is None else (3,), dtype=torch.int64, device="meta") if a.dropout_p else None
-            operand, option = prepared(a.fn, x, la, seed, a.keep_inner and (not mlp or i == 2), True, "triton")
-            ready.append((operand._replace(c=None) if inside else operand, option))
-        operands, options = [la for la, _ in ready], [o for _, o in ready]
-        if mlp:
-            (forward, *backward), kept = triton.mlp(on, x, operands, options, drop, a.act)
-        else:
-            (forward, *backward), kept = triton.linear(
-                on, x, operands, options, drop, fp8, stand_in(getattr(a, "residual", None))
-            )
-        kept = kept | new if backward else {}
-        norms += decoded
-        backward = [*decoded, *backward, *after] if backward else []
-        single = len(layers) == 1
-        return Parts([*norms, forward], backward, [kept_of(n.rstrip("0") if single else n, t) for n, t in kept.items()], notes)
-
-    return a.x.device, x.dtype, plans
-
-
-def _rides(triton: Any, on: Any, x: Any, la: DoraLayer) -> bool:
-    """Whether the pass over a dense W forms its norm."""
-    dense = not isinstance(la.W, QuantWeight)
-    return dense and triton.fits(on, prod(x.shape[:-1]), x.dtype, la.W, la.A, la.B)
-
-
-def _norms(triton: Any, on: Any, W: Any, A: Any, B: Any, max_bytes: int | None, squared: bool) -> list[Any]:
-    """One plan; of codes that no kernel reads, or in little memory, one for each run of rows that plain torch decodes."""
-    if not isinstance(W, QuantWeight) or (max_bytes is None and triton.is_decoded(W.spec)):
-        return [triton.norm(on, W, A, B, max_bytes, squared)]
-    plans: list[Any] = [triton.Decoding(W.kind, W.nbytes, *W.shape, torch.float32)]
-    for i, j, budget in norm_parts(W, max_bytes):
-        rows = torch.empty((j - i, W.shape[1]), dtype=torch.float32, device="meta")
-        plans.append(triton.norm(on, rows, A, B[i:j], budget, squared))
-    return plans
-
-
-def _norm(a: Any) -> Call:
-    if isinstance(a.A, torch.Tensor) and a.A.dim() == 3:
-        return norm_of_bank(a)
-    how = NormHow(a.norm_axis, a.base_sqnorm, a.detach, a.max_bytes, a.state, a.squared, a.group)
-    W, A, B, *_ = check_norm(a.fn, a.W, a.A, a.B, a.s, how)
-
-    def plans(triton: Any, on: Any) -> Parts:
-        w, down, up = stand_in(W), stand_in(A), stand_in(B)
-        coded = isinstance(w, QuantWeight)
-        if a.state is not None and not (coded and (a.max_bytes is not None or not triton.is_decoded(w.spec))):
-            return Parts([triton.guarded_norm(on, w, down, up, a.max_bytes, *map(stand_in, a.state))])
-        forward = _norms(triton, on, w, down, up, a.max_bytes, a.squared)
-        if a.state is not None:
-            return Parts(forward, notes=("The fingerprint and the choice by it are plain torch; no plan saves any work.",))
-        if a.detach or not torch.is_grad_enabled() or not (A.requires_grad or B.requires_grad):
-            return Parts(forward)
-        c = torch.empty(w.shape[0], dtype=torch.float32, device="meta")
-        kept = {"W": w, "A": down, "B": up}
-        known = [*(kept_of(n, t, "argument") for n, t in kept.items()), kept_of("c", c, "output")]
-        backward = triton.norm_backward(on, w, down, up)
-        return Parts(forward, backward, known, () if backward else (PLAIN_BACKWARD,))
-
-    return W.device, W.dtype, plans
-
-
-def _compose(a: Any) -> Call:
-    delta, bias = a.fn == "dora_delta", getattr(a, "bias", None)
-    check_compose(a.fn, a.base, a.lora, a.g, a.s, bias)
-
-    def plans(triton: Any, on: Any) -> Parts:
-        base, lora = as_matrix(stand_in(a.base)), as_matrix(stand_in(a.lora))
-        (forward, *backward), kept = triton.compose(on, base, lora, stand_in(a.g), stand_in(bias), delta)
-        return Parts([forward], backward, [kept_of(n, t, "argument") for n, t in kept.items()])
-
-    return a.base.device, a.base.dtype, plans
-
-
-@torch.no_grad()
-def _merge(a: Any) -> Call:
-    check_merge(a.fn, a.W, a.A, a.B, a.m, a.s, a.norm)
-    check_gamma(a.fn, a.W, getattr(a, "gamma", None))
-
-    def plans(triton: Any, on: Any) -> Parts:
-        W, A, B, m, c = map(stand_in, (a.W, a.A, a.B, a.m, a.norm))
-        norms = [] if c is not None else _norms(triton, on, W, A, B, None, False)
-        if isinstance(W, QuantWeight):
-            norms.append(triton.Decoding(W.kind, W.nbytes, *W.shape, W.dtype))
-            W = torch.empty(W.shape, dtype=W.dtype, device="meta")
-        c = torch.empty(W.shape[0], dtype=torch.float32, device="meta") if c is None else c
-        return Parts([*norms, triton.merge(on, W, A, B, m, c, a.fn == "dora_unmerge")])
-
-    return a.W.device, a.W.dtype, plans
-
-
-CALLS: dict[Callable, Callable[[Any], Call]] = {
-    dora_linear: _linear,
-    dora_linear_group: _group,
-    dora_mlp: _mlp,
-    dora_embedding: embedding,
-    **dict.fromkeys((dora_conv1d, dora_conv2d, dora_conv3d), conv),
-    dora_experts: experts,
-    dora_experts_mlp: experts_mlp,
-    dora_linear_multi: multi,
-    dora_norm: _norm,
-    dora_norm_tree: norm_tree,
-    dora_compose: _compose,
-    dora_delta: _compose,
-    dora_merge: _merge,
-    dora_unmerge: _merge,
-}
+def _notes(fn: Callable, a: dict[str, Any], forward: list[Any], backward: list[Any], trained: bool) -> tuple[str, ...]:
+    """What has no plan."""
+    notes = []
+    if fn in CONV:
+        notes.append("torch convolves, forward and backward, and forms g: that has no plan.")
+    if a.get("ids") is not None and fn is not dora_embedding:
+        if a["ids"].numel() > COUNTED:
+            notes.append(f"Above {COUNTED} tokens torch sorts them by adapter: that has no plan.")
+        if fn in EXPERTS:
+            notes.append("torch inverts the order of the tokens: that has no plan.")
+    if fn is dora_norm and a["state"] is not None and not any("changed" in getattr(plan, "name", "") for plan in forward):
+        notes.append("The fingerprint and the choice by it are plain torch; no plan saves any work.")
+    if fn is dora_norm_tree and a["state"] is not None:
+        notes.append("With a state the kernels find out which norms changed: of those figures as much is done at most.")
+    if fn is dora_embedding and a["max_norm"] is not None:
+        notes.append("With max_norm forward is plain torch, too.")
+    factors = [a[arg] for arg in "AB" if arg in a] or [t for arg in ("gate", "up", "down") if arg in a for t in a[arg][1:3]]
+    through = any(t is not None and t.requires_grad for t in factors) and not a.get("detach", True)
+    if trained and through and not any(getattr(plan, "name", "") == "gradient through the norm" for plan in backward):
+        notes.append("Backward through the norm is plain torch: it has no plan.")
+    if trained and fn is dora_embedding and not backward:
+        notes.append("Backward is plain torch: it has no plan.")
+    return tuple(notes)

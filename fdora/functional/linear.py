@@ -23,6 +23,7 @@ from fdora._check import (
     remember,
 )
 from fdora._dispatch import Backend
+from fdora._recording import active
 from fdora._records import Dropout, DropoutMode, NormOf, Operands, Options, SaveForDm
 from fdora._torch import functorch_active
 from fdora.autograd.node import Call, layers
@@ -190,7 +191,7 @@ def cast_x(fn: str, x: Tensor, W: Any) -> Tensor:
 def dtype_of_products(fn: str, x: Tensor, W: Any) -> torch.dtype:
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
-        if x.dtype != W.dtype:
+        if x.dtype != W.dtype and not ((noted := active()) and noted.autocast):
             check_dtype(fn, "x", x, (W.dtype,), f"Cast it with x.to({W.dtype}), or run under torch.autocast.")
         return x.dtype
     return x.dtype if x.dtype == torch.float64 else torch.get_autocast_dtype(device)

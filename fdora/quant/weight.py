@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fdora._check import FLOATS, Weight, check_dtype, check_whole, fail
+from fdora._recording import active
 from fdora._torch import register_pytree
 from fdora.quant.kinds import kind_of
 
@@ -139,6 +140,8 @@ class QuantWeight(Weight):
             return self._decode(first, last, dtype, out)
 
     def _decode(self, first: int, last: int, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+        if self.device.type == "meta" and (noted := active()) is not None:
+            return noted.decode(self, first, last, dtype) if out is None else out
         kind, K = kind_of(self.kind), self.shape[1]
         if first == last or K == 0:  # which no kind has to think of
             return torch.empty((last - first, K), dtype=dtype, device=self.device) if out is None else out

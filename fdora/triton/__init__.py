@@ -21,3 +21,5 @@ from fdora.triton import norm_kept as norm_kept
 from fdora.triton import quant as quant
 from fdora.triton import small_norm as small_norm
 from fdora.triton import tree as tree
+from fdora.triton.runtime import describe as describe
+from fdora.triton.runtime import device as device

@@ -9,10 +9,10 @@ import torch
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 import fdora.functional as F
-import fdora.triton.explain as explaining
 from fdora import FdoraError
 from fdora.functional import explain
 from fdora.quant import opaque, quantize
+from fdora.triton import describe as explaining
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.plan import Plan
 from tests import device
@@ -276,16 +276,31 @@ def backward_of(out):
 
 @needs_kernels
 @pytest.mark.parametrize("what", CALLS)
-def test_the_plans_are_those_of_the_real_call(what, monkeypatch):
+def test_it_says_what_the_real_call_does(what, monkeypatch):
+    """The plans that run, and the tensors that autograd keeps: other arguments than the first are parameters."""
     fn, args, kwargs = CALLS[what]()
     monkeypatch.setattr(walk, "_plans", {})
     with monkeypatch.context() as patch:
         patch.setattr(explaining, "describe", lambda plan, rates: plan)
-        said = explain(fn, *args, backend="triton", **kwargs).plans
-    assert not walk._plans and said
-    backward_of(fn(*args, backend="triton", **kwargs))
-    said = [plan for plan in said if isinstance(plan, Plan)]  # no decoding by plain torch
-    assert distinct(said) == distinct(walk._plans.values())  # the first call's key is Python's, later ones the C walk's
+        said = explain(fn, *args, backend="triton", **kwargs)
+    assert not walk._plans and said.plans
+    saved = {}
+
+    def pack(t):
+        if t.shape not in ((), (0,)):
+            saved.setdefault(t.untyped_storage().data_ptr(), t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = fn(*args, backend="triton", **kwargs)
+    backward_of(y)
+    plans = [plan for plan in said.plans if isinstance(plan, Plan)]  # no decoding by plain torch
+    assert distinct(plans) == distinct(walk._plans.values())  # the first call's key is Python's, later ones the C walk's
+    parameters = () if fn in (F.dora_compose, F.dora_delta) else (args[1:], kwargs)
+    own = {t.untyped_storage().data_ptr() for t in optree.tree_leaves(parameters) if isinstance(t, torch.Tensor)}
+    found = sorted((tuple(t.shape), str(t.dtype)) for at, t in saved.items() if at not in own)
+    assert sorted((t.shape, str(t.dtype)) for t in said.kept) == found
+    assert all(t.nbytes == torch.Size(t.shape).numel() * t.dtype.itemsize for t in said.kept)
 
 
 @needs_kernels
@@ -298,27 +313,6 @@ def test_under_autocast(monkeypatch):
         y = fn(*args, backend="triton", **kwargs)
     backward_of(y)
     assert y.dtype == H and [facts(plan) for plan in said.plans] == [facts(plan) for plan in walk._plans.values()]
-
-
-@needs_kernels
-@pytest.mark.parametrize("what", [w for w in CALLS if ("norm" not in w or "given" in w) and "ids" not in w])
-def test_kept_is_what_autograd_keeps(what):
-    fn, args, kwargs = CALLS[what]()
-    said = explain(fn, *args, backend="triton", **kwargs)
-    packed = {}
-
-    def pack(t):
-        packed[t.data_ptr(), tuple(t.shape)] = t
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        fn(*args, backend="triton", **kwargs)
-    flat = [t for t in optree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    x = args[0]
-    own = {t.data_ptr() for t in flat if t is not x} if fn not in (F.dora_compose, F.dora_delta) else set()
-    found = sorted((shape, str(t.dtype)) for (at, shape), t in packed.items() if at not in own and shape not in ((), (0,)))
-    assert sorted((t.shape, str(t.dtype)) for t in said.kept) == found
-    assert all(t.nbytes == torch.Size(t.shape).numel() * t.dtype.itemsize for t in said.kept)
 
 
 def meta(N=4096, K=4096, r=16, M=4096, dtype=torch.bfloat16):

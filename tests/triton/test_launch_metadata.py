@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from triton import knobs
 from triton.compiler.compiler import ASTSource, CompiledKernel
 
-import fdora.triton.explain as explaining
 from fdora.functional import explain
+from fdora.triton import describe as explaining
 from fdora.triton import kernels
 from fdora.triton.runtime.cost import COSTS, launched
 from fdora.triton.runtime.plan import Array, Launch, Plan, Tile

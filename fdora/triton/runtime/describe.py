@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fdora._recording import Decoding
 from fdora.triton.runtime.plan import Array, Fill, Launch, Plan, Product, Step, Tile
 
 
@@ -49,11 +50,21 @@ class Described(NamedTuple):
         return "\n".join(lines)
 
 
-def describe(plan: Plan, rates: Any = None) -> Described:
+def describe(plan: Plan | Decoding, rates: Any = None) -> Described:
     """``rates``: with a method ``seconds(flops16, flops32, bytes, full_fp32)``."""
+    if isinstance(plan, Decoding):
+        return _decoding(plan, rates)
     copied = [(i, like.nbytes) for i in plan.copies if (like := plan.inputs[i]) is not None]
     rows = [_row(f"copy of argument {i}", "made contiguous by torch first", (0, 0, 2 * n, 0), rates) for i, n in copied]
     return Described(plan.name, plan.path, (*rows, *(_step(step, rates) for step in plan.steps)), plan.workspace)
+
+
+def _decoding(of: Decoding, rates: Any) -> Described:
+    dense = of.N * of.K * of.dtype.itemsize
+    how = "reads what is stored, writes W; what torch moves between is not counted"
+    row = _row("plain torch", how, (0.0, 0.0, float(of.stored + dense), 0.0), rates)
+    path = f"{of.kind} ({of.N}, {of.K}) to {str(of.dtype).removeprefix('torch.')}; no kernel reads it here"
+    return Described("decoding of W", path, (row,), dense)
 
 
 def _step(step: Step, rates: Any) -> Row:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from fdora._recording import active
 from fdora.triton.runtime.private import HAS_PDL
 
 T = TypeVar("T")
@@ -25,8 +25,21 @@ class Device(NamedTuple):
     supports_pdl: bool  # a kernel may start before the one ahead of it ends, and wait inside (programmatic dependent launch)
 
 
-@lru_cache
-def device_of(device: torch.device) -> Device:
+class _Devices(dict[torch.device, Device]):
+    """Each device that was asked for; of tensors without data the one that is recorded, which is not kept."""
+
+    def __missing__(self, device: torch.device) -> Device:
+        if device.type == "meta" and (noted := active()) is not None:
+            recorded: Device = noted.device
+            return recorded
+        self[device] = found = _facts_of(device)
+        return found
+
+
+device_of = _Devices().__getitem__
+
+
+def _facts_of(device: torch.device) -> Device:
     if device.type != "cuda" or not torch.cuda.is_available():  # the second: fake tensors
         return Device(-1, 0, 2, False)  # a few programs share the tiles where kernels are interpreted
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fdora import _facts, _plain
+from fdora._recording import active
 from fdora._torch import PLAIN
 from fdora.triton.runtime import native
 from fdora.triton.runtime.device import device_of
@@ -59,6 +60,8 @@ def plan_for(maker: Maker, tensors: tuple[Tensor | None, ...], *options: Any) ->
     key = (maker, _facts.facts(tensors), options)
     plan = _plans.get(key)
     if plan is None:
+        if (noted := active()) is not None:
+            return maker(tuple(map(like, tensors)), noted.device, *options)
         if ready():
             return plan_for(maker, tensors, *options)
         first = next(t for t in tensors if t is not None)
@@ -76,6 +79,8 @@ def run(plan: Plan, tensors: tuple[Tensor | None, ...], scalars: tuple[float, ..
     gpu, program = plan.device.gpu, plan.native
     if program and not plan.copies and current_device() == gpu and walks_in_c(plan):
         return program.run(tensors, scalars, raw_stream(gpu))
+    if (noted := active()) is not None:
+        return noted.run(plan)
     if plan.copies:
         # clone: contiguous() gives back one row at any address, where the plan counts on an aligned one
         whole = torch.contiguous_format
