@@ -2,12 +2,15 @@
 
 import importlib
 import inspect
+import random
 import types
+from itertools import product
 
 import pytest
 import torch
 
 from tests import device  # noqa: F401 (read by the condition below)
+from tests.cases import Draw, rounds, usual
 from tests.checks import compose, conv, embedding, group, linear, merge, mlp, multi, norm
 from tests.eager import test_dropout
 
@@ -17,6 +20,8 @@ DROPOUT = [
     test_dropout.test_a_part_has_the_mask_of_the_whole,
     test_dropout.test_drop_keeps_the_mean_and_dtype,
 ]
+
+CASES = {compose: ("compose", "delta"), merge: ("merge", "unmerge")}  # else the function of that name
 
 pytestmark = pytest.mark.skipif(
     "device.NAME != 'cpu'", reason="the eager code runs in full on a CPU only; runs with --device cpu"
@@ -199,6 +204,19 @@ def swap(monkeypatch, module, old, new):
             monkeypatch.setattr(getattr(module, name), "__code__", f.__code__)
 
 
+def checks_of(module):
+    """Its checks, and a slice of tests/cases.py for the same function."""
+    if isinstance(module, list):
+        return module
+
+    def slice_of_cases():
+        drawn = usual()._replace(largest=40)
+        for name, k in product(CASES.get(module, (module.__name__.rpartition(".")[2],)), range(24)):
+            list(rounds(name, lambda part: Draw(random.Random(f"{k} {part}"), drawn)))
+
+    return [*module.CHECKS, slice_of_cases]
+
+
 def caught_by(checks):
     for check in checks:
         torch.manual_seed(0)
@@ -212,11 +230,11 @@ def caught_by(checks):
 @pytest.mark.parametrize(("name", "old", "new", "checks"), FAULTS, ids=[f"{m}:{new[:40]}" for m, _, new, _ in FAULTS])
 def test_fault_is_caught(monkeypatch, name, old, new, checks):
     swap(monkeypatch, importlib.import_module(f"fdora.eager.{name}"), old, new)
-    assert caught_by(getattr(checks, "CHECKS", checks)), "no check noticed"
+    assert caught_by(checks_of(checks)), "no check noticed"
 
 
 @pytest.mark.parametrize(
     "checks", [norm, compose, linear, merge, group, mlp, multi, embedding, conv], ids=lambda m: m.__name__.rpartition(".")[2]
 )
 def test_the_sound_code_passes(checks):
-    assert caught_by(checks.CHECKS) is None
+    assert caught_by(checks_of(checks)) is None

@@ -7,7 +7,7 @@ import torch
 from fdora.eager.dropout import drop
 from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_norm
 from tests import device, reference
-from tests.close import assert_exact, assert_within, rel_l2
+from tests.close import assert_exact, rel_l2
 from tests.make import KINDS, grads, tensors, tracked
 
 P = 0.4
@@ -78,18 +78,6 @@ def matches_the_truth_and_layers_by_themselves():
                 assert_exact(d[n], ref[n], f"{kind} {mode} d{n}")
 
 
-def any_shape():
-    for lead, K in itertools.product(((), (0,), (1,), (2, 0, 3), (3, 1, 2)), (7, 0)):
-        layers, leaves = named(many(K, lead), ("A", "B", "m"))
-        got = dora_linear_group(leaves["x"], [packed(t, False) for t in layers])
-        want = [truth(t, False) for t in layers]
-        for y, ref in zip(got, want, strict=True):
-            assert_exact(y, ref, f"{lead} K={K}")
-        ones = torch.ones_like(joined(got))
-        for d, ref in zip(*(grads(joined(v), ones, **leaves).values() for v in (got, want)), strict=True):
-            assert_exact(d, ref, f"{lead} K={K}")
-
-
 def only_what_is_asked_for():
     """Any frozen part, x too, and outputs nobody uses: the rest is the same bit for bit."""
     layers, leaves = named(many(), ("A", "B", "m", "bias"))
@@ -116,26 +104,6 @@ def only_what_is_asked_for():
                 assert_exact(d, ref, f"{used}")
 
 
-def mixed_dtypes_are_within_budget():
-    """Each output and gradient as close to the truth as dora_linear must come; dx is one rounding a layer."""
-    half = (torch.bfloat16, torch.float16)
-    for dtype, adapter in [(d, a) for d in half for a in (d, torch.float32)] + [(torch.float32,) * 2]:
-        for biased in (False, True):
-            names = ("A", "B", "m", "bias") if biased else ("A", "B", "m")
-            sizes = ((40, 8, 0.7), (24, 4, 0.7), (56, 16, 2.0))
-            layers, leaves = named(many(64, (33,), dtype, adapter, sizes=sizes, spread=0.0015), names)
-            got = dora_linear_group(leaves["x"], [packed(t, biased) for t in layers])
-            naive = [reference.naive(*(t[n] for n in "xWABms"), t["bias"] if biased else None) for t in layers]
-            want = [truth(t, biased) for t in layers]
-            dys = [torch.randn(y.shape, device=device.NAME).to(dtype) for y in got]
-            for i, parts in enumerate(zip(got, naive, want, strict=True)):
-                assert_within(*parts, f"{dtype} {adapter} y{i}")
-            d, eager, ref = (grads(joined(ys), joined(dys).to(ys[0].dtype), **leaves) for ys in (got, naive, want))
-            for n, leaf in leaves.items():
-                assert d[n].dtype == leaf.dtype
-                assert_within(d[n], eager[n].to(leaf.dtype), ref[n].double(), f"{dtype} {adapter} bias={biased} d{n}")
-
-
 def dm_survives_the_two_traps():
     """Rows with m = 0 and a bias of hundreds, in different layers of one group."""
     sizes = ((48, 8, 0.7), (32, 8, 0.7))
@@ -160,17 +128,6 @@ def a_given_norm_is_used_and_gets_its_gradient():
         assert_exact(d, ref)
 
 
-def masks_are_drawn_for_each_layer():
-    (t,) = many(lead=(60,), sizes=SIZES[:1])
-    a, b, c = dora_linear_group(t["x"], [packed(t)] * 3, seed=[1, 2, 1], **MODES["lora"])
-    assert torch.equal(a, c) and not torch.equal(a, b)
-    torch.manual_seed(0)
-    a, b = dora_linear_group(t["x"], [packed(t)] * 2, **MODES["lora"])
-    torch.manual_seed(0)
-    c, _ = dora_linear_group(t["x"], [packed(t)] * 2, **MODES["lora"])
-    assert torch.equal(a, c) and not torch.equal(a, b)
-
-
 def graphs_can_be_kept():
     """A second backward through the same graph: nothing kept was overwritten."""
     layers, leaves = named(many(), ("A", "B", "m", "bias"))
@@ -192,11 +149,8 @@ def gradients_go_through_each_norm_on_request():
 CHECKS = [
     gradients_go_through_each_norm_on_request,
     matches_the_truth_and_layers_by_themselves,
-    any_shape,
     only_what_is_asked_for,
-    mixed_dtypes_are_within_budget,
     dm_survives_the_two_traps,
     a_given_norm_is_used_and_gets_its_gradient,
-    masks_are_drawn_for_each_layer,
     graphs_can_be_kept,
 ]

@@ -46,18 +46,6 @@ def matches_the_truth():
             assert_exact(got[n], ref[n], f"{kind} {mode} bias={with_bias} d{n}")
 
 
-def any_shape():
-    sizes = ((1, 1, 1), (17, 33, 24), (8, 5, 384), (6, 0, 2), (0, 5, 2))
-    for (N, K, r), lead in itertools.product(sizes, ((), (0,), (1,), (2, 0, 3), (3, 1, 2))):
-        t = tracked(tensors(N, K, r, lead), "x", "A", "B", "m")
-        y, want = call(t), truth(t, "none", None)
-        assert_exact(y, want, f"{N, K, r, lead}")
-        for got, ref in zip(
-            *(grads(v, torch.ones_like(v), **{n: t[n] for n in "xABm"}).values() for v in (y, want)), strict=True
-        ):
-            assert_exact(got, ref)
-
-
 def gradients_are_right():
     """gradcheck over bias x dropout x frozen inputs x kinds of rows, with c as a given norm."""
     frozen_sets = ((), ("x",), ("A",), ("B",), ("m",), ("x", "A", "B"), ("A", "B", "m"))
@@ -169,30 +157,6 @@ def is_at_the_rounding_floor():
         assert got <= 1.7e-3, got
 
 
-def mixed_dtypes_are_within_budget():
-    """Adapters in x's dtype or float32, magnitude in either; gradients arrive in each parameter's own dtype."""
-    half = (torch.bfloat16, torch.float16)
-    mixes = [(d, a, m) for d in half for a in (d, torch.float32) for m in (d, torch.float32)]
-    mixes += [(torch.float32,) * 3, (torch.float64, torch.float32, torch.float32)]
-    for (dtype, adapter, mag), with_bias in itertools.product(mixes, (False, True)):
-        t = tensors(40, 64, 8, (33,), dtype, adapter, spread=0.0015)
-        t["m"] = t["m"].to(mag)
-        names = ("x", "A", "B", "m", "bias") if with_bias else ("x", "A", "B", "m")
-        t = tracked(t, *names)
-        leaves = {n: t[n] for n in names}
-        bias = t["bias"] if with_bias else None
-        y, want = call(t, bias=bias), truth(t, "none", bias)
-        naive = reference.naive(*(t[n] for n in ("x", "W", "A", "B", "m", "s")), bias)
-        assert y.dtype == dtype
-        what = f"{dtype} {adapter} {mag} bias={with_bias}"
-        assert_within(y, naive, want, f"{what} y")
-        dy = torch.randn(33, 40, device=device.NAME).to(dtype)
-        got, eager, ref = grads(y, dy, **leaves), grads(naive, dy, **leaves), grads(want, dy.double(), **leaves)
-        for n, leaf in leaves.items():
-            assert got[n].dtype == leaf.dtype
-            assert_within(got[n], eager[n].to(leaf.dtype), ref[n].double(), f"{what} d{n}")
-
-
 def float32_adapters_keep_float32_gradients():
     """dA, dB, dm of float32 parameters on bf16 activations do not pass through bf16: they are no bf16 numbers."""
     t = tracked(tensors(40, 64, 8, (33,), torch.bfloat16, torch.float32), "A", "B", "m")
@@ -279,42 +243,18 @@ def zero_and_nan_rows_stay_in_their_row():
     assert y.isnan().any(0).nonzero().flatten().tolist() == [5]
 
 
-def takes_any_strides():
-    t = tracked(tensors(12, 10, 4, (6,)), "x")
-    want = call(t)
-    turned = {n: t[n].T.contiguous().T for n in ("x", "W", "A", "B")}
-    odd = {n: torch.stack([t[n], t[n]], -1)[..., 1] for n in ("x", "W", "A", "B", "m")}
-    for other in (turned, odd):
-        assert_exact(call(t | other), want)
-    row = t["x"][:1].detach().expand(6, 10).requires_grad_()
-    y = call(t | {"x": row})
-    dy = torch.ones((), dtype=y.dtype, device=y.device).expand_as(y)
-    ref = torch.autograd.grad(truth(t | {"x": row}, "none", None), row, dy)[0]
-    assert_exact(torch.autograd.grad(y, row, dy)[0], ref)
-
-
-def same_bits_every_time():
-    t = tracked(tensors(64, 96, 8, (50,), torch.bfloat16, torch.float32), "x", "A", "B", "m")
-    runs = [(y := call(t, "lora"), *grads(y, torch.ones_like(y), **{n: t[n] for n in "xABm"}).values()) for _ in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
 CHECKS = [
     matches_the_truth,
-    any_shape,
     gradients_are_right,
     a_given_norm_gets_its_gradient,
     gradients_go_through_the_norm_on_request,
     gamma_and_residual_are_inside,
     ends_round_once,
     is_at_the_rounding_floor,
-    mixed_dtypes_are_within_budget,
     float32_adapters_keep_float32_gradients,
     dm_survives_the_two_traps,
     dm_read_beside_a_bias_loses_its_bound,
     an_infinite_bias_keeps_dm,
     fp16_magnitudes_that_underflow_keep_dm,
     zero_and_nan_rows_stay_in_their_row,
-    takes_any_strides,
-    same_bits_every_time,
 ]
