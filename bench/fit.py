@@ -1,6 +1,6 @@
 """Fit the model of fdora/triton/waves.py to what bench.tune measured, say how well it predicts, and write it down.
 
-    python -m bench fit RUN... [--unseen RUN] [--write fdora/triton/fitted.py] [--json FILE] [--figure FILE]
+    python -m bench fit RUN... [--unseen RUN] [--write fdora/triton/tiles/products.json] [--json FILE] [--figure FILE]
 
 Of several runs, what a later one has timed again counts. A fused tile that took
 over NEAR times the fastest way of a shape counts FAR there, since the choice is between others, but in full where it would be
@@ -22,6 +22,7 @@ from scipy.optimize import least_squares, nnls
 
 from bench import records
 from bench.records import save
+from bench.save import save as save_json
 from bench.suite import about, command
 from bench.table import table
 from bench.tune import TILES
@@ -201,22 +202,19 @@ def held_out(rows, folds):
     return out
 
 
-HEAD = '''"""The model of waves.py fitted to {gpu}, {shapes} shapes: written by `python -m bench.fit --write`."""
-
-# Fit of each config, CublasFit, PassFit (waves.py), by whether the columns of W are contiguous (forward)
-'''
-
-
 def written(models, rows, gpu):
-    text = HEAD.format(gpu=gpu, shapes=len(rows) // 2) + "FUSED: dict[bool, dict[tuple, tuple]] = {\n"
-    for side, model in models.items():
-        lines = "".join(f"        {config}: {tuple(fit)},\n" for config, fit in model["fused"].items())
-        text += f"    {side}: {{\n{lines}    }},\n"
-    text += "}\n"
-    for name, of in (("CUBLAS", "cublas"), ("AFTER", "after"), ("FIRST", "first")):
-        lines = "".join(f"    {side}: {tuple(model[of])},\n" for side, model in models.items() if of in model)
-        text += f"{name}: dict[bool, tuple] = {{\n{lines}}}\n"
-    return text
+    about = f"the model of waves.py fitted to {gpu}, {len(rows) // 2} shapes: python -m bench fit --write"
+    sides = {True: "forward", False: "backward"}
+    return {"about": about} | {sides[side]: as_data(model) for side, model in models.items()}
+
+
+def as_data(model):
+    """Fields by name, as fdora/triton/choice.py reads them."""
+    fused = [
+        {"tile": dict(zip(GemmConfig._fields[1:], config, strict=True)), "fit": fit._asdict()}
+        for config, fit in model["fused"].items()
+    ]
+    return {"fused": fused} | {of: fit._asdict() for of, fit in model.items() if of != "fused"}
 
 
 def figure(judgements, path):
@@ -274,7 +272,7 @@ def main(argv=None):
     if options.figure:
         figure(judgements, options.figure)
     if options.write:
-        options.write.write_text(written(models, rows, results[0]["about"]["gpu"]))
+        save_json(options.write, written(models, rows, results[0]["about"]["gpu"]))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Fit the model of fdora/triton/few.py to what `python -m bench tune few` measured, say how well it chooses, and write it down.
 
-    python -m bench.fit_few RUN... [--write fdora/triton/fitted_few.py]
+    python -m bench.fit_few RUN... [--write fdora/triton/tiles/few.json]
 
 Of all files, both ways of both directions; backward is what both take less forward. ``regret`` is the measured time of the way
 that the model chooses over that of the faster one. Of each pair the predictions must differ as the times do, up to MARGIN: a
-fit of the times alone leaves some of them in a tie. The other way's product is that of the model in fitted.py: fit that first.
+fit of the times alone leaves some of them in a tie. The other way's product is that of tiles/products.json: fit that first.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy
 from scipy.optimize import least_squares
 
 from bench import records
+from bench.save import save as save_json
 from bench.table import table
 from fdora.triton.choice import product_way
 from fdora.triton.few import BesideFit, NarrowFit, beside_us, narrow_us
@@ -78,11 +79,11 @@ def regret(fit, pair):
 
 
 def written(fit, found):
-    return (
-        f'"""The model of few.py fitted to {len(found)} pairs of times: written by `python -m bench.fit_few --write`."""\n\n'
-        f"NARROW = {fit[:SIZE]}  # NarrowFit\n"
-        f"BESIDE = {fit[SIZE:]}  # BesideFit\n"
-    )
+    return {
+        "about": f"the model of few.py fitted to {len(found)} pairs of times: python -m bench.fit_few --write",
+        "narrow": NarrowFit(*fit[:SIZE])._asdict(),
+        "beside": BesideFit(*fit[SIZE:])._asdict(),
+    }
 
 
 def main(argv=None):
@@ -101,7 +102,7 @@ def main(argv=None):
     heads = ["direction", "pairs", "median error", "worst error", "mean regret", "worst regret"]
     print(table(heads, [[*line[:2], *(f"{v:.3f}" for v in line[2:])] for line in lines]))
     if options.write:
-        options.write.write_text(written(fit, found))
+        save_json(options.write, written(fit, found))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m bench tune norm --device cuda --jobs 8 --json FILE
     python -m bench tune product --device cuda --draw 120 --seconds 500 --json bench/results/tune.jsonl:h200/product
     python -m bench tune few --device cuda --shape 64,4096,14336,16 --json FILE
-    python -m bench tune small --device cuda --write fdora/triton/table.py
+    python -m bench tune small --device cuda --write fdora/triton/tiles/small.json
 
 Plans ask a pure function for each configuration. The search answers in its place, one candidate after the other, and times the
 call that asked: GPU time of replayed CUDA graphs, all candidates of a shape in turns, medians; weights in turn from a set
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import pprint
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -35,6 +34,7 @@ from bench import clock
 from bench.attempt import Failures
 from bench.multi_ways import Bank, build
 from bench.records import save
+from bench.save import save as save_json
 from bench.shapes import CACHE, draw
 from bench.suite import about, command
 from bench.truth import rel_l2
@@ -54,6 +54,7 @@ from fdora.triton.product import scaled_product, summed_product
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import device_of
+from fdora.triton.tiles import measured
 
 S, DTYPE = 2.0, torch.bfloat16
 Shape = tuple[int, ...]
@@ -477,21 +478,15 @@ def compile_all(name: str, shapes: Sequence[Shape], jobs: int) -> None:
             done.exception()  # which the search meets again, and records
 
 
-HEAD = '''"""Written by `python -m bench tune small --write`: shape -> config, the fields of configs.py in their order."""
-
-# (tokens, N, K) -> SmallConfig, by whether neighbours in memory are columns of W
-SMALL: dict[bool, dict[tuple, tuple]] = '''
-
-
-def written(rows: Sequence[dict], columns: bool) -> str:
+def written(rows: Sequence[dict], columns: bool) -> dict[str, Any]:
     """The table of tiles for few tokens, with this side of it new."""
-    from fdora.triton.table import SMALL
-
-    side = {}
+    side = []
     for row in rows:
         M, K, N, _ = row["shape"]
-        side[(M, K, N) if columns else (M, N, K)] = tuple(map(int, fastest([row["ms"]]).split()))
-    return HEAD + pprint.pformat(SMALL | {columns: side}, width=120, sort_dicts=False) + "\n"
+        tile = SmallConfig(*map(int, fastest([row["ms"]]).split()))
+        N, K = (K, N) if columns else (N, K)
+        side.append({"tokens": M, "N": N, "K": K, "tile": tile._asdict()})
+    return measured("small") | {"columns" if columns else "rows": side}
 
 
 def shape_of(text: str) -> Shape:
@@ -523,7 +518,7 @@ def main(argv: list[str] | None = None) -> None:
         save(options.json, {"about": facts, "runs": options.runs, "rows": rows})
     print(f"{options.op}, fastest over all shapes: {fastest(row['ms'] for row in rows)}")
     if options.write:
-        options.write.write_text(written(rows, options.op == "small_both"))
+        save_json(options.write, written(rows, options.op == "small_both"))
 
 
 if __name__ == "__main__":

@@ -49,9 +49,9 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
 
     The backend and why; for each plan (norm, forward, backward) the way that was chosen and why, its kernels in order with
     their grids and constants, its cuBLAS products, flops, bytes, workspace; what stays until backward. The least time of a
-    step is ``max(flops / rate, bytes / bandwidth)`` at the GPU's published rates. Made by the code that makes the plans of a
-    real call from the same facts: shapes, strides, dtypes, alignment, and which arguments require grad. An incoming gradient
-    is taken to lie like the output.
+    step is ``max(flops / rate, bytes / bandwidth)`` at the GPU's published rates. It is a recording: the call and its
+    backward run on tensors without data, of the same shapes, strides, dtypes, alignment and requires_grad. An incoming
+    gradient is taken to lie like the output.
 
     Args:
       fn: dora_linear, dora_linear_group, dora_linear_multi, dora_mlp, dora_embedding, dora_conv1d, dora_conv2d, dora_conv3d,

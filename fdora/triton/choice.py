@@ -1,8 +1,8 @@
 """Which way a product with a low-rank term takes, and by which tile: the least time by the model of waves.py.
 
-The tiles and their numbers on Hopper are in fitted.py. Data-centre Blackwell takes the same by its own rate and number of
-multiprocessors, without those that would spill there. Where there is no TMA, pointers bring the tiles, by numbers that are
-not measured but those of tiles as large.
+The tiles and their numbers on Hopper are in tiles/products.json. Data-centre Blackwell takes the same by its own rate and
+number of multiprocessors, without those that would spill there. Where there is no TMA, pointers bring the tiles, by numbers
+that are not measured but those of tiles as large.
 """
 
 from __future__ import annotations
@@ -11,9 +11,18 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fdora.triton.configs import GemmConfig
-from fdora.triton.fitted import AFTER, CUBLAS, FIRST, FUSED
+from fdora.triton.tiles import measured
 from fdora.triton.waves import CublasFit, Fit, Gpu, PassFit, Tile, after_us, fused_us, gpu_of
 
+SIDES = {trans_b: measured("products")[side] for trans_b, side in ((True, "forward"), (False, "backward"))}
+FUSED = {
+    trans_b: {GemmConfig(True, **each["tile"]): Fit(**each["fit"]) for each in side["fused"]} for trans_b, side in SIDES.items()
+}
+CUBLAS = {trans_b: CublasFit(**side["cublas"]) for trans_b, side in SIDES.items()}
+# a pass for the rest follows cuBLAS, or cuBLAS adds to the low-rank term
+PASSES = {
+    trans_b: {kind: PassFit(**side[kind]) for kind in ("after", "first") if kind in side} for trans_b, side in SIDES.items()
+}
 # By pointers: they fit and do not spill on any GPU. In the end, products out of registers reach less than those out of shared
 # memory, and small tiles less than large ones.
 POINTERS = {
@@ -42,11 +51,9 @@ def product_way(M: int, N: int, K: int, r: int, trans_b: bool, extra: bool, tma:
     all operands lie as TMA wants them."""
     gpu = gpu_of(capability, num_sms)
     tile, us = _fused(M, N, K, r, trans_b, extra, tma, gpu, capability)
-    alone = CublasFit(*CUBLAS[trans_b])
     ways = [Way("fused", tile, us)]
-    for kind, fits in (("after", AFTER), ("first", FIRST)):
-        if trans_b in fits:
-            ways.append(Way(kind, None, after_us(M, N, K, r, alone, PassFit(*fits[trans_b]), gpu)))
+    for kind, fit in PASSES[trans_b].items():
+        ways.append(Way(kind, None, after_us(M, N, K, r, CUBLAS[trans_b], fit, gpu)))
     return min(ways, key=lambda way: way.us)
 
 
@@ -112,7 +119,7 @@ def tiles(trans_b: bool, extra: bool, tma: bool, capability: int) -> dict[GemmCo
     """All that may be chosen."""
     if not tma:
         return {GemmConfig(False, *config): Fit(*fit) for config, fit in POINTERS.items()}
-    found = {GemmConfig(True, *config): Fit(*fit) for config, fit in FUSED[trans_b].items()}
+    found = FUSED[trans_b]
     if extra and capability >= 100:
         large = [config for config in found if config.BLOCK_M * config.BLOCK_N > 8192]
         replaced = max((found[config] for config in large if config.BLOCK_M == config.BLOCK_N), default=found[large[0]])

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from fdora.triton.table import SMALL
+from fdora.triton.tiles import measured
 
+T = TypeVar("T")
 MAX_N, MIN_K = 128, 64  # the tallest and the narrowest tile of any norm
 
 
@@ -200,6 +201,13 @@ class SmallConfig(NamedTuple):
     num_stages: int
 
 
+# by whether neighbours in memory are columns of W, and by (tokens, N, K)
+SMALL = {
+    columns: {(each["tokens"], each["N"], each["K"]): SmallConfig(**each["tile"]) for each in measured("small")[side]}
+    for columns, side in ((True, "columns"), (False, "rows"))
+}
+
+
 @lru_cache(4096)
 def small_config(rows: int, N: int, K: int, columns: bool, capability: int, num_sms: int) -> SmallConfig:
     """``rows``: tokens, padded. ``columns``: neighbours in memory are columns of W (backward). Of the measured tiles those
@@ -208,8 +216,8 @@ def small_config(rows: int, N: int, K: int, columns: bool, capability: int, num_
         return SmallConfig(32, 64, 4, 2)
     if not 90 <= capability < 100:  # less shared memory, or fewer registers left, than where the table was measured
         return SmallConfig(32, 64, 4, 3)
-    table = {shape: tile for shape, tile in SMALL[columns].items() if not 1 < -(-N // tile[0]) / max(1, num_sms) < 1.5}
-    return SmallConfig(*nearest(table or SMALL[columns], (rows, N, K)))
+    table = {shape: tile for shape, tile in SMALL[columns].items() if not 1 < -(-N // tile.BLOCK_N) / max(1, num_sms) < 1.5}
+    return nearest(table or SMALL[columns], (rows, N, K))
 
 
 def small_norm_config(N: int, capability: int, num_sms: int) -> SmallConfig:
@@ -224,10 +232,10 @@ def small_norm_config(N: int, capability: int, num_sms: int) -> SmallConfig:
     return SmallConfig(128, 64, 8, 4) if 128 * num_sms >= N else SmallConfig(64, 64, 4, 4)
 
 
-def nearest(table: dict[tuple, tuple], shape: tuple[int, ...]) -> tuple:
+def nearest(table: dict[tuple, T], shape: tuple[int, ...]) -> T:
     """The entry whose shape is closest, in factors of two summed over the axes; the first of equals."""
 
-    def distance(entry: tuple[tuple, tuple]) -> float:
+    def distance(entry: tuple[tuple, T]) -> float:
         return sum(abs(math.log2(a / max(1, b))) for a, b in zip(entry[0], shape, strict=True))
 
     return min(table.items(), key=distance)[1]

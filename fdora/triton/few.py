@@ -9,7 +9,7 @@ Time in us, of all steps of the programs that follow one another, and of the byt
 
 The other way is that of choice.py and what is launched around it: h, whose product is longer with K; in backward the pass, dh
 and the factors' gradients, all longer with the layer's sides and the last two with the rank. ``start`` counts backward's pass
-on this side. The numbers are fitted (fitted_few.py, by ``bench.fit_few``).
+on this side. The numbers are fitted (tiles/few.json, by ``bench.fit_few``).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from fdora.triton.choice import product_way
 from fdora.triton.configs import power_of_two, small_config
-from fdora.triton.fitted_few import BESIDE, NARROW
 from fdora.triton.runtime.device import cdiv
+from fdora.triton.tiles import measured
 from fdora.triton.waves import Gpu, gpu_of
 
 LIMIT = 64  # tokens; above, no narrow tile was written
@@ -50,14 +50,17 @@ class BesideFit(NamedTuple):
     of_rank: float
 
 
+NARROW, BESIDE = NarrowFit(**measured("few")["narrow"]), BesideFit(**measured("few")["beside"])
+
+
 @lru_cache(4096)
 def takes_narrow_tiles(M: int, N: int, K: int, r: int, trans_b: bool, tma: bool, capability: int, num_sms: int) -> bool:
     """(M, K) times (K, N). ``trans_b``: the columns of W are contiguous (forward)."""
     if M > LIMIT or not N * K or not 90 <= capability < 100:  # other GPUs have other narrow tiles, which nobody has timed
         return M <= LIMIT
     way = product_way(M, N, K, r, trans_b, False, tma, capability, num_sms)
-    narrow = narrow_us(M, N, K, r, trans_b, NarrowFit(*NARROW), gpu_of(capability, num_sms), capability)
-    return narrow <= way.us + beside_us(N, K, r, trans_b, BesideFit(*BESIDE))
+    narrow = narrow_us(M, N, K, r, trans_b, NARROW, gpu_of(capability, num_sms), capability)
+    return narrow <= way.us + beside_us(N, K, r, trans_b, BESIDE)
 
 
 def narrow_us(M: int, N: int, K: int, r: int, trans_b: bool, fit: NarrowFit, gpu: Gpu, capability: int) -> float:

@@ -15,8 +15,8 @@ cuBLAS is the same model with many tiles, each also split along K, and the best 
 result adds to it is linear in the result's size and in the rank. Which kernel cuBLAS takes is its own choice: of 65 to 512
 tokens it took up to 1.66 of what the model says, and never under 0.87. So its ways count DOUBT times that there.
 
-The numbers are fitted to measurements on one GPU (fitted.py, written by ``bench.fit``). On any other the shares of rate and
-bandwidth stay, and the times in us, which are mostly latencies.
+The numbers are fitted to measurements on one GPU (tiles/products.json, written by ``bench.fit``). On any other the shares of
+rate and bandwidth stay, and the times in us, which are mostly latencies.
 """
 
 from __future__ import annotations

@@ -9,19 +9,19 @@ from bench import records
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
-from fdora.triton import fitted, fitted_few, waves
-from fdora.triton.choice import POINTERS, fused_config, product_way, tiles
-from fdora.triton.configs import long_strip, nearest, rest_config, scale_config, small_config
+from fdora.triton import waves
+from fdora.triton.choice import CUBLAS, FUSED, PASSES, POINTERS, fused_config, product_way, tiles
+from fdora.triton.configs import SMALL, long_strip, nearest, rest_config, scale_config, small_config
 from fdora.triton.few import takes_narrow_tiles
-from fdora.triton.table import SMALL
-from fdora.triton.waves import CublasFit, Fit, PassFit, Tile, cublas_us, fused_us, gpu_of, pass_us
+from fdora.triton.tiles import measured
+from fdora.triton.waves import Tile, cublas_us, fused_us, gpu_of, pass_us
 
 H200 = gpu_of(90, 132)
-LARGE = next(config for config in fitted.FUSED[True] if config[:2] == (128, 256))
+LARGE = next(config for config in FUSED[True] if config[1:3] == (128, 256))
 
 
 def fused(M, N, K, r=16, config=LARGE, gpu=H200, trans_b=True):
-    return fused_us(M, N, K, r, Tile(*config[:3], 1), Fit(*fitted.FUSED[trans_b][config]), gpu)
+    return fused_us(M, N, K, r, Tile(*config[1:4], 1), FUSED[trans_b][config], gpu)
 
 
 def test_measured_shapes_get_what_was_measured():
@@ -79,13 +79,15 @@ def test_a_wave_more_takes_its_time():
 
 
 def test_few_tiles_are_split_by_cublas_alone():
-    fit = CublasFit(*fitted.CUBLAS[True])
+    fit = CUBLAS[True]
     assert cublas_us(256, 1024, 16384, fit, H200) < 0.6 * fused(256, 1024, 16384)
-    assert cublas_us(4096, 4096, 4096, fit, H200) > 0.85 * fused(4096, 4096, 4096, config=(256, 128, *LARGE[2:]))
+    assert cublas_us(4096, 4096, 4096, fit, H200) > 0.85 * fused(
+        4096, 4096, 4096, config=LARGE._replace(BLOCK_M=256, BLOCK_N=128)
+    )
 
 
 def test_more_of_anything_takes_longer():
-    sizes, fit, rest = (128, 1000, 3000, 8192), CublasFit(*fitted.CUBLAS[False]), PassFit(*fitted.AFTER[False])
+    sizes, fit, rest = (128, 1000, 3000, 8192), CUBLAS[False], PASSES[False]["after"]
     for M, N, K in itertools.product(sizes, repeat=3):
         for more in ((M + 700, N, K), (M, N + 700, K), (M, N, K + 700)):
             assert fused(*more) >= fused(M, N, K) and pass_us(*more[:2], 16, rest, H200) >= pass_us(M, N, 16, rest, H200)
@@ -105,7 +107,7 @@ def test_shapes_of_the_issue():
 
 def test_rows_that_end_inside_a_tile_cost_what_adds_to_another_dx():
     """There the last tile cannot be moved up: cuBLAS takes 140 rows, the fused product 128."""
-    fit, tile = Fit(*fitted.FUSED[False][128, 128, 64, 8, False, True, 4, 6]), Tile(128, 128, 64, 1)
+    fit, tile = FUSED[False][True, 128, 128, 64, 8, False, True, 4, 6], Tile(128, 128, 64, 1)
     odd, whole = (fused_us(M, 8192, 3072, 384, tile, fit, H200, moved=False) for M in (140, 256))
     assert odd > 1.2 * whole > fused_us(140, 8192, 3072, 384, tile, fit, H200)
     ways = [product_way(M, 8192, 3072, 384, False, adds, True, 90, 132).kind for M, adds in ((140, True), (128, True))]
@@ -115,7 +117,7 @@ def test_rows_that_end_inside_a_tile_cost_what_adds_to_another_dx():
 def test_an_unknown_gpu_counts_as_the_one_before_it():
     assert waves.gpu_of(150, 100)._replace(num_sms=170) == waves.gpu_of(120, 170)
     assert waves.gpu_of(87, 10).flops == waves.gpu_of(86, 10).flops and waves.gpu_of(0, 304).flops == 1307e6 / 304
-    assert all(0 < fit[0] < 1 for side in (*fitted.FUSED.values(), POINTERS) for fit in side.values())
+    assert all(0 < fit[0] < 1 for side in (*FUSED.values(), POINTERS) for fit in side.values())
 
 
 def test_the_nearest_in_factors_of_two():
@@ -149,11 +151,10 @@ def test_the_choice_of_few_tokens_is_fitted_to_all_of_them():
     from bench import fit_few
 
     found = list(fit_few.pairs([records.result(f"h200/{run}") for run in BARS]))
-    names: dict = {}
-    exec(fit_few.written(fit_few.fitted(found), found), names)
-    assert fitted_few.__doc__ == names["__doc__"]
-    for name in ("NARROW", "BESIDE"):
-        assert getattr(fitted_few, name) == pytest.approx(names[name], rel=0.02), name
+    written = fit_few.written(fit_few.fitted(found), found)
+    assert measured("few").pop("about") == written.pop("about")
+    for name, fit in written.items():
+        assert measured("few")[name] == pytest.approx(fit, rel=0.02), name
 
 
 def test_narrow_tiles_end_at_64_tokens_and_where_columns_are_few():

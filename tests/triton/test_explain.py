@@ -10,10 +10,12 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 import fdora.functional as F
 from fdora import FdoraError
+from fdora._recording import active
 from fdora.functional import explain
 from fdora.quant import opaque, quantize
 from fdora.triton import describe as explaining
 from fdora.triton.runtime import walk
+from fdora.triton.runtime.device import device_of
 from fdora.triton.runtime.plan import Plan
 from tests import device
 from tests.make import tensors
@@ -422,6 +424,16 @@ def test_a_gpu_that_is_not_there():
         "us",
     ):
         assert words in text, words
+
+
+def test_nothing_of_a_gpu_that_is_not_there_stays():
+    """Few tokens, whose norm asks for the device as well; and a call that fails."""
+    x, *rest = meta(M=4)
+    assert explain(F.dora_linear, x, *rest, s=2.0, gpu="h200").plans[0].name == "dora_linear forward"
+    with pytest.raises(FdoraError):
+        explain(F.dora_linear, x[:, :8], *rest, s=2.0, gpu="h200")
+    assert device_of(torch.device("meta")).capability == 0 and active() is None
+    assert not any(plan.device.capability == 90 for plan in walk._plans.values())
 
 
 def test_gpus_differ():

@@ -123,10 +123,10 @@ def test_the_fit_finds_what_made_the_times():
     assert model["after"] == pytest.approx((3.0, 0.5, 1.0, 0.2), rel=0.05)
     said = fit.summary(fit.judged(model, rows, {name, "after"}))
     assert said["median error"] < 0.01 and said["mean regret"] < 1.01, said
-    text = fit.written({True: model}, rows, "a GPU")
-    written: dict = {}
-    exec(text, written)
-    assert written["FUSED"] == {True: {config: tuple(model["fused"][config])}} and set(written["AFTER"]) == {True}
+    forward = fit.written({True: model}, rows, "a GPU")["forward"]
+    (best,) = forward["fused"]
+    assert GemmConfig(True, **best["tile"]) == (True, *config) and Fit(**best["fit"]) == model["fused"][config]
+    assert PassFit(**forward["after"]) == model["after"] and CublasFit(**forward["cublas"]) == model["cublas"]
 
 
 def test_what_was_timed_again_counts():
