@@ -7,15 +7,13 @@ python -m fdora explain --model ADAPTER_FOLDER [--gpu a100]
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
-
-from fdora import FdoraError
+from fdora._command import mistakes, parser_of
 from fdora.explain_model import GPUS, explain
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for a problem that doctor found, 2 for a mistake in the command line or its files."""
-    parser = ArgumentParser("python -m fdora", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = parser_of("fdora", __doc__)
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("doctor", help="what is installed, what runs and why, and a check against float64")
     explaining = commands.add_parser("explain", help="predicted time and memory of a model's layers")
@@ -24,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     explaining.add_argument("--r", type=int, help="rank, for a config.json (default: 16); an adapter has its own")
     explaining.add_argument("--gpu", choices=GPUS, default="h200", help="whose published rates to use (default: %(default)s)")
     a = parser.parse_args(argv)
-    try:
+    with mistakes(parser):
         if a.command == "doctor":
             from fdora.doctor import main as doctor  # here, because it needs the functions and the help does not
 
@@ -32,8 +30,6 @@ def main(argv: list[str] | None = None) -> int:
         if a.command == "explain":
             print(explain(a.model, tokens=a.tokens, r=a.r, gpu=a.gpu))
             return 0
-    except FdoraError as error:
-        parser.exit(2, f"{error}\n")
     parser.print_help()
     return 0
 

@@ -14,7 +14,8 @@ PACKAGE = ROOT / "fdora"
 
 # layer -> layers of fdora that it may import, beside itself. Data flows down this list, nothing points up.
 MAY = {
-    "__main__": {"root", "doctor", "explain_model"},
+    "__main__": {"_command", "doctor", "explain_model"},
+    "_command": {"_check"},
     "doctor": {"root", "functional", "selfcheck"},
     "selfcheck": {"functional"},
     "explain_model": {"_check", "predict", "functional"},
@@ -32,15 +33,21 @@ MAY = {
         "functional",
         "quant",
     },  # _facts: what a layer settles once, it keys as checks do
-    "convert": {"_check", "functional"},
+    "convert": {"_check", "_command", "functional"},
     "functional": {"_check", "_dispatch", "_recording", "_records", "_torch", "autograd", "predict", "quant"},
     "autograd": {"eager", "triton", "_recording", "_records", "_torch", "quant"},
     "eager": {"_records", "_torch", "quant"},
     "triton": {"_recording", "_records", "_torch", "_facts", "_plain", "quant", "rates"},
     "quant": {"_check", "_recording", "_torch"},  # a value that all of them carry; it knows no vendor's package
     "jobs": set(),
-    "jobs.schedule": {"_check"},  # lengths in, microbatches out: it knows no tensor
-    "jobs.plan": {"_check", "explain_model", "predict", "jobs.schedule"},  # shapes in, bytes and seconds out: nor does it
+    "jobs.schedule": {"_check", "_command"},  # lengths in, microbatches out: it knows no tensor
+    "jobs.plan": {
+        "_check",
+        "_command",
+        "explain_model",
+        "predict",
+        "jobs.schedule",
+    },  # shapes in, bytes and seconds out: nor does it
     "jobs.loop": {
         "_check",
         "_torch",

@@ -13,11 +13,12 @@ name; without one its weight is 1. A bad argument or file gives a sentence on st
 from __future__ import annotations
 
 import math
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
 from fdora._check import FdoraError, fail
+from fdora._command import mistakes, parser_of
 from fdora.convert.adapter import Adapter
 from fdora.convert.files import Weights, read, write, write_scales
 from fdora.convert.keys import kohya_names
@@ -49,7 +50,7 @@ COMMANDS = {
 
 
 def parser() -> ArgumentParser:
-    top = ArgumentParser("python -m fdora.convert", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    top = parser_of("fdora.convert", __doc__)
     commands = top.add_subparsers(dest="command", required=True)
     for name, options in COMMANDS.items():
         command = commands.add_parser(name)
@@ -107,9 +108,8 @@ def convert(a: Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     top = parser()
     try:
-        convert(top.parse_args(argv))
-    except FdoraError as error:
-        top.exit(2, f"{error}\n")
+        with mistakes(top):
+            convert(top.parse_args(argv))
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "safetensors":
             raise

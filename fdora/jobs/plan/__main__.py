@@ -11,10 +11,9 @@ fits is the fastest. A bad argument or file gives a sentence on stderr and exit 
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
-from fdora._check import FdoraError, fail
+from fdora._command import mistakes, parser_of, writing
 from fdora.explain_model import align
 from fdora.jobs.plan import Plan, Setup, card, plan, read_model
 from fdora.jobs.plan.adapters import read_adapters
@@ -67,17 +66,8 @@ def components(way: Layout) -> list[str]:
     return [f"  {name:{width}}  {text}" for name, _, text in rows]
 
 
-def write(path: Path, found: Plan) -> None:
-    try:
-        path.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
-    except OSError as error:
-        raise fail(
-            "jobs.plan", "json", "a file that can be written", f"{type(error).__name__}: {error}", "Check the path."
-        ) from None
-
-
 def main(argv: list[str] | None = None) -> int:
-    parser = ArgumentParser("python -m fdora.jobs.plan", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = parser_of("fdora.jobs.plan", __doc__)
     parser.add_argument("--model", required=True, help="config.json of transformers, or a folder with one")
     parser.add_argument("--adapters", nargs="+", default=["16"], help="ranks or folders (default: one of rank 16)")
     parser.add_argument("--gpu", default="h200", help="a key of fdora.predict.GPUS (default: %(default)s)")
@@ -95,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--profile", help="a file of bench.profile_gpu, for rates of your own")
     parser.add_argument("--json", type=Path, help="everything, in bytes and seconds")
     a = parser.parse_args(argv)
-    try:
+    with mistakes(parser):
         adapters, own = read_adapters(a.adapters)
         targets = frozenset(a.targets or own or LINEARS)
         size = 4 if a.adapter_dtype == "float32" else 2
@@ -111,9 +101,9 @@ def main(argv: list[str] | None = None) -> int:
         )
         found = plan(read_model(a.model), setup, gpu=card(a.gpu, a.profile), gpus=a.gpus, tokens=a.tokens)
         if a.json:
-            write(a.json, found)
-    except FdoraError as error:
-        parser.exit(2, f"{error}\n")
+            text = json.dumps(found.to_dict(), indent=1) + "\n"
+            with writing("jobs.plan", "json"):
+                a.json.write_text(text)
     print(table(found))
     return 0
 

@@ -10,12 +10,11 @@ place of the names. Printed are microbatches with the bound that none can beat, 
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
-from fdora._check import FdoraError, fail
+from fdora._check import fail
+from fdora._command import mistakes, parser_of, writing
 from fdora.jobs.schedule.picture import draw
 from fdora.jobs.schedule.records import Schedule, Spec, to_json
 from fdora.jobs.schedule.simulate import simulate
@@ -51,18 +50,8 @@ def summary(found: Schedule, names: list[str], stages: int) -> list[str]:
     ]
 
 
-def write(arg: str, save: Callable[[], object]) -> None:
-    try:
-        save()
-    except FdoraError:
-        raise
-    except (OSError, ValueError) as error:  # matplotlib's of a suffix that it does not know is a ValueError
-        want = "a file that can be written"
-        raise fail("jobs.schedule", arg, want, f"{type(error).__name__}: {error}", "Check the path and its suffix.") from None
-
-
 def main(argv: list[str] | None = None) -> int:
-    parser = ArgumentParser("python -m fdora.jobs.schedule", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = parser_of("fdora.jobs.schedule", __doc__)
     parser.add_argument("lengths", help="JSON file")
     parser.add_argument("--capacity", type=int, required=True, help="tokens of a microbatch")
     parser.add_argument("--stages", type=int, default=1, help="of the pipeline: its depth, and what is simulated (%(default)s)")
@@ -72,17 +61,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", help="the schedule as JSON")
     parser.add_argument("--picture", help="stages by time; needs matplotlib")
     a = parser.parse_args(argv)
-    try:
+    remedy = "Check the path and its suffix."
+    with mistakes(parser):
         names, lengths = read(a.lengths)
         found = schedule(lengths, Spec(a.capacity, a.stages, a.multiple, a.seconds, a.workers))
         lines = summary(found, names, a.stages)
         if a.out:
-            write("out", lambda: Path(a.out).write_text(to_json(found)))
+            with writing("jobs.schedule", "out", remedy):
+                Path(a.out).write_text(to_json(found))
         if a.picture:
-            title = "; ".join(lines[1:3])
-            write("picture", lambda: draw(simulate(found, a.stages), a.picture, names=names, title=title))
-    except FdoraError as error:
-        parser.exit(2, f"{error}\n")
+            with writing("jobs.schedule", "picture", remedy):
+                draw(simulate(found, a.stages), a.picture, names=names, title="; ".join(lines[1:3]))
     print("\n".join(lines))
     return 0
 
