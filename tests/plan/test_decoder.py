@@ -5,10 +5,8 @@ import warnings
 import pytest
 import torch
 
-from fdora.jobs.plan import Adapter, Setup, read_model
+from fdora.jobs.plan import Adapter, Setup, memory, read_model
 from fdora.jobs.plan.decoder import decoder
-from fdora.jobs.plan.memory import Part, elements
-from fdora.jobs.plan.tape import walk
 from tests.memory import held_bytes
 
 peft = pytest.importorskip("peft", reason="compares with PEFT's models; `make test` installs it")
@@ -73,11 +71,10 @@ def test_forward_keeps_what_is_said(case, fuse):
     frozen = sum(p.numel() for p in base.parameters())
     model = adapted(base, fuse)
     setup = Setup(LENGTH, (Adapter("", R),), fuse=fuse, adapter_bytes=2)
-    linears, rest, adapters = elements(found, setup, Part(2))
-    assert linears + rest == frozen and adapters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    held, trained = memory(found, setup, LENGTH), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert (held.linears + held.embeddings, held.adapters) == (2 * frozen, 2 * trained)
     for last in (LENGTH, 4):
-        net = decoder(found, setup._replace(loss_tokens=last), SEQUENCES * LENGTH)
-        said = walk(net.segments, net.sizes, net.inputs).kept
+        said = memory(found, setup._replace(loss_tokens=last), SEQUENCES * LENGTH).activations
         assert said == pytest.approx(kept(model, base, last), rel=0.02)
 
 
@@ -85,8 +82,7 @@ def test_layers_that_are_not_targets_keep_nothing_of_their_own():
     base, found = model_of("llama")
     model = adapted(base, False, ["q_proj", "v_proj", "down_proj"])
     setup = Setup(LENGTH, (Adapter("", R),), adapter_bytes=2, targets=frozenset({"q_proj", "v_proj", "down_proj"}))
-    net = decoder(found, setup, SEQUENCES * LENGTH)
-    said = walk(net.segments, net.sizes, net.inputs).kept
+    said = memory(found, setup, SEQUENCES * LENGTH).activations
     assert said == pytest.approx(kept(model, base, LENGTH), rel=0.02)
 
 

@@ -5,13 +5,12 @@ import json
 import pytest
 
 from fdora import FdoraError
-from fdora.jobs.plan import Adapter, Card, Setup, capacity, memory, plan, read_model, times
+from fdora.jobs.plan import Adapter, Card, Part, Setup, capacity, card, memory, plan, read_model, times
 from fdora.jobs.plan.__main__ import main
 from fdora.jobs.plan.adapters import read_adapters
 from fdora.jobs.plan.layout import stages_of
-from fdora.jobs.plan.memory import SPARE, Part, elements
-from fdora.jobs.plan.setup import LINEARS, OPTIMIZERS
-from fdora.jobs.plan.time import card
+from fdora.jobs.plan.memory import SPARE
+from fdora.jobs.plan.setup import LINEARS, OPTIMIZERS, WEIGHTS
 from fdora.jobs.plan.work import Kernel, Profile, attention, linear
 
 CONFIG = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 4096}
@@ -36,7 +35,6 @@ def test_stored_bytes_of_a_kind_are_those_of_the_format(kind):
     """Two linears of a layer, quantised by fdora.quant; scales of rows are left out (0.1 %)."""
     import torch
 
-    from fdora.jobs.plan.setup import WEIGHTS
     from fdora.quant import quantize
 
     W = torch.randn(512, 1024)
@@ -65,7 +63,7 @@ def test_components_by_hand():
     assert several.adapters == 2 * one.adapters and several.activations == one.activations  # a bank is as wide as its widest
     tied = memory(read_model(CONFIG | {"tie_word_embeddings": True}), SETUP, 1024)
     assert one.embeddings - tied.embeddings == 2 * 4096 * 1024
-    assert elements(MODEL, SETUP, Part(2, True, False))[1] == 4096 * 1024 + 2 * 2 * 1024
+    assert memory(MODEL, SETUP, 1024, Part(2, True, False)).embeddings == 2 * (4096 * 1024 + 2 * 2 * 1024)
 
 
 def test_optimizers_and_checkpointing_and_fuse_save_what_they_should():
