@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from fdora._check import fail
 from fdora.jobs.schedule.order import Batch, places
-from fdora.jobs.schedule.records import Microbatch
+from fdora.jobs.schedule.records import Microbatch, tokens_of
 
 
 def optimizer_steps(microbatches: Sequence[Microbatch]) -> tuple[tuple[Batch, ...], ...]:
@@ -32,13 +33,9 @@ def segment_ends(microbatch: Microbatch, adapters: int, *, multiple: int = 1) ->
     """
     if type(multiple) is not int or multiple < 1:
         raise fail("jobs.schedule.segment_ends", "multiple", "a positive int", repr(multiple), "1 adds nothing.")
-    tokens = [0] * adapters
-    for sample in microbatch:
-        if not 0 <= sample.adapter < adapters:
-            raise fail("jobs.schedule.segment_ends", "adapters", f"more than {sample.adapter}", adapters, "Count all adapters.")
-        tokens[sample.adapter] += sample.length
-    ends, end = [], 0
-    for n in tokens:
-        end += n + -n % multiple
-        ends.append(end)
-    return tuple(ends)
+    tokens = tokens_of(microbatch)
+    for adapter in tokens:
+        if not 0 <= adapter < adapters:
+            raise fail("jobs.schedule.segment_ends", "adapters", f"more than {adapter}", adapters, "Count all adapters.")
+    each = (tokens.get(adapter, 0) for adapter in range(adapters))
+    return tuple(accumulate(n + -n % multiple for n in each))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fdora._check import FdoraError
+from fdora.jobs.schedule.records import tokens_of
 from fdora.jobs.schedule.simulate import Timeline
 
 Bar = tuple[float, float, float, float]  # left, bottom, width, height
@@ -17,9 +18,7 @@ def bars(timeline: Timeline) -> dict[tuple[int, bool], list[Bar]]:
     """Of each (adapter, backward): its rectangles, devices from above. A microbatch's adapters share its height by tokens."""
     found: dict[tuple[int, bool], list[Bar]] = {}
     for device, action, start, end in timeline.tasks:
-        tokens: dict[int, int] = {}
-        for sample in timeline.microbatches[action.microbatch]:
-            tokens[sample.adapter] = tokens.get(sample.adapter, 0) + sample.length
+        tokens = tokens_of(timeline.microbatches[action.microbatch])
         bottom = -device - 0.45
         for adapter in sorted(tokens):
             height = 0.9 * tokens[adapter] / sum(tokens.values())

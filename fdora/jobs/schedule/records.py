@@ -101,12 +101,17 @@ class Schedule(NamedTuple):
         return max([-(-self.tokens // (U * m)), *chains.values()])
 
 
-def load(samples: Iterable[Sample], spec: Spec) -> int:
-    """Multiples that a microbatch of these samples takes: sum over adapters of ceil(tokens / multiple)."""
+def tokens_of(samples: Iterable[Sample]) -> dict[int, int]:
+    """Of each adapter that has any."""
     tokens: dict[int, int] = {}
     for sample in samples:
         tokens[sample.adapter] = tokens.get(sample.adapter, 0) + sample.length
-    return sum(-(-n // spec.multiple) for n in tokens.values())
+    return tokens
+
+
+def load(samples: Iterable[Sample], spec: Spec) -> int:
+    """Multiples that a microbatch of these samples takes: sum over adapters of ceil(tokens / multiple)."""
+    return sum(-(-n // spec.multiple) for n in tokens_of(samples).values())
 
 
 def check_spec(fn: str, spec: Spec) -> None:
