@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fdora._check import fail
+from fdora._check import FdoraError, fail
 from fdora.explain_model import CONFIG, load
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -93,10 +93,9 @@ def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -
     """
     config = source if isinstance(source, dict) else load(_file(Path(source)), "jobs.plan")
     kind = config.get("model_type")
-    if isinstance(kind, str) and kind in REFUSED:
-        raise fail("jobs.plan", "model", f"of a model type among {', '.join(FAMILIES)}", repr(kind), REFUSED[kind])
     if not isinstance(kind, str) or kind not in FAMILIES:
         hint = f"Pass the text part of the {kind!r} model." if "text_config" in config else "Others keep other tensors."
+        hint = REFUSED.get(str(kind), hint)
         raise fail("jobs.plan", "model", f"of a model type among {', '.join(FAMILIES)}", repr(kind), hint)
     family = FAMILIES[kind]
     size = partial(positive, config)
@@ -109,11 +108,10 @@ def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -
     tied = config.get("tie_word_embeddings")
     own, kv_heads = size("num_hidden_layers"), size("num_key_value_heads", heads)
     if heads % kv_heads:
-        want = f"a config whose 'num_key_value_heads' divides its {heads} 'num_attention_heads'"
-        raise fail("jobs.plan", "model", want, repr(kv_heads), "Look into the file.")
+        raise wrong(f"whose 'num_key_value_heads' divides its {heads} 'num_attention_heads'", kv_heads)
     head_dim = size("head_dim", family.head_dim or hidden // heads)
     if head_dim % 2:  # RoPE turns pairs
-        raise fail("jobs.plan", "model", "a config with an even 'head_dim'", repr(head_dim), "Look into the file.")
+        raise wrong("with an even 'head_dim'", head_dim)
     if layers is not None and (type(layers) is not int or layers < 1):
         raise fail("jobs.plan", "layers", "a positive int", repr(layers), "It stands for the config's own number.")
     count = own if layers is None else layers
@@ -136,11 +134,15 @@ def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -
     )
 
 
+def wrong(what: str, have: object) -> FdoraError:
+    return fail("jobs.plan", "model", f"a config {what}", repr(have), "Look into the file.")
+
+
 def positive(config: dict[str, Any], field: str, default: int | None = None) -> int:
     value = config.get(field)
     value = default if value is None else value
     if type(value) is not int or value < 1:
-        raise fail("jobs.plan", "model", f"a config with a positive integer {field!r}", repr(value), "Look into the file.")
+        raise wrong(f"with a positive integer {field!r}", value)
     return value
 
 
@@ -168,8 +170,7 @@ def layer_types(config: dict[str, Any], own: int, layers: int, given: bool) -> l
     names = config.get("layer_types")
     if names is not None:
         if not isinstance(names, list) or len(names) != own or any(name not in (FULL, SLIDING) for name in names):
-            want = f"a config whose 'layer_types' has {FULL!r} or {SLIDING!r} for each of its {own} layers"
-            raise fail("jobs.plan", "model", want, repr(names), "Look into the file.")
+            raise wrong(f"whose 'layer_types' has {FULL!r} or {SLIDING!r} for each of its {own} layers", names)
         if layers > own:
             raise fail("jobs.plan", "layers", f"at most the {own} of 'layer_types'", repr(layers), "Name more there, or none.")
         return names[:layers]
@@ -178,7 +179,7 @@ def layer_types(config: dict[str, Any], own: int, layers: int, given: bool) -> l
         return [SLIDING if (n + 1) % every else FULL for n in range(layers)]
     first = config.get("max_window_layers", FIRST)
     if type(first) is not int:
-        raise fail("jobs.plan", "model", "a config with an integer 'max_window_layers'", repr(first), "Look into the file.")
+        raise wrong("with an integer 'max_window_layers'", first)
     return [SLIDING if given and n >= first else FULL for n in range(layers)]
 
 

@@ -60,19 +60,12 @@ def minimise(
     k = x.size + np.arange(G * B).reshape(G, B)
     extra = 0 if remainder else B - bound  # of which each is used or not
     z = x.size + k.size + np.arange(extra)
-    rows: list[int] = []
-    columns: list[int] = []
-    values: list[float] = []
-    low: list[float] = []
-    high: list[float] = []
+    entries: list[tuple[float, int, Any]] = []  # value, row, column
+    limits: list[tuple[float, float]] = []
 
     def constrain(terms: list[tuple[Any, float]], least: float, most: float) -> None:
-        for column, value in terms:
-            rows.append(len(low))
-            columns.append(column)
-            values.append(value)
-        low.append(least)
-        high.append(most)
+        entries.extend((value, len(limits), column) for column, value in terms)
+        limits.append((least, most))
 
     for s in range(S):
         constrain([(x[s, b], 1) for b in range(B)], 1, 1)
@@ -92,21 +85,21 @@ def minimise(
     integral = np.ones(len(upper))
     if spec.multiple == 1:
         integral[k] = 0  # they are sums of integers there
-    matrix = coo_array((values, (rows, columns)), shape=(len(low), len(upper))).tocsr()
+    values, rows, columns = zip(*entries, strict=True)
+    matrix = coo_array((values, (rows, columns)), shape=(len(limits), len(upper))).tocsr()
+    low, high = np.array(limits, float).T
     answer = milp(
         cost,
         integrality=integral,
         bounds=Bounds(np.zeros(len(upper)), upper),
-        constraints=LinearConstraint(matrix, np.array(low, float), np.array(high, float)),
+        constraints=LinearConstraint(matrix, low, high),
         options={"time_limit": spec.seconds / 2},
     )
     proven = answer.status in (0, 2)  # optimal, infeasible
     if answer.x is None:
         return None, proven
-    found: list[list[Sample]] = [[] for _ in range(B)]
-    for s, b in zip(*np.nonzero(answer.x[x] > 0.5), strict=True):
-        found[b].append(samples[s])
-    found = [each for each in found if each]
+    taken = (answer.x[x] > 0.5).T
+    found = [[samples[s] for s in np.flatnonzero(each)] for each in taken if each.any()]
     # what comes from floating point is checked in integers
     whole = sorted(sample for each in found for sample in each) == sorted(samples)
     return (found, proven) if whole and all(load(each, spec) <= U for each in found) else (None, False)
