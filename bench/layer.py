@@ -202,7 +202,8 @@ def measure(run):
     summary = summarize(run.result["rows"])
     run.set(summary=summary | {"skipped": run.result["skipped"]})
     for kind, found in summary.items():
-        print(f"\n{kind}: {found}")
+        for each in found if kind == "wrong" else [found]:
+            print(f"\n{kind}: {each}")
     run.end("fdora")
 
 

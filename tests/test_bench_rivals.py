@@ -188,7 +188,7 @@ def test_layer_times_and_lists_a_wrong_rival(tmp_path, rivals, capsys):
     (reason,) = result["summary"]["failed"]
     assert reason == "lorafusion: ValueError: LoRAFusion's kernels take ranks that are powers of two from 16 on, got 4"
     assert "unsloth_lora: dA by 1.0e+00" in result["summary"]["wrong"] and "unsloth_lora" in result["rows"][0]["ms"]
-    assert "wrong: ['unsloth_lora: dA by 1.0e+00" in capsys.readouterr().out
+    assert "\nwrong: unsloth_lora: dA by 1.0e+00" in capsys.readouterr().out
 
 
 def test_lorafusion_on_other_hopper_chips_and_ranks(rivals):
