@@ -13,7 +13,9 @@ def commands() -> dict[str, str]:
     found = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
         module = ast.parse(path.read_text())
-        if path.stem != "__main__" and any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in module.body):
+        names = {node.name for node in module.body if isinstance(node, ast.FunctionDef)}
+        names |= {ast.unparse(node.targets[0]) for node in module.body if isinstance(node, ast.Assign)}
+        if path.stem != "__main__" and "main" in names:
             found[path.stem] = (ast.get_docstring(module) or "").split("\n")[0]
     return found
 

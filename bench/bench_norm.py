@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.suite import SHAPES, S
+from bench.norm_forms import SHAPES, S
 from fdora.functional import dora_norm
 
 

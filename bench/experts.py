@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from time import perf_counter
 
 import torch
 
@@ -40,9 +39,7 @@ from bench.experts_case import MODELS, Case, S, given_of, kept_by, layer_errors,
 from bench.layer import free
 from bench.multi import Timed, timed
 from bench.multi_ways import Way
-from bench.records import save
-from bench.suite import about, command
-from bench.table import line, table
+from bench.suite import Suite, numbers, words
 from bench.truth import rel_l2
 from bench.ways import ADAPTERS
 from fdora.functional import dora_norm, dora_norm_tree
@@ -111,54 +108,30 @@ def cases(options) -> list[tuple[str, Callable[[], list[dict]]]]:
     return found
 
 
-def parse(argv=None):
-    parser = command(__doc__, runs=9, seconds=math.inf)
-    parser.add_argument("--models", default="mixtral,qwen3-30b,gpt-oss-20b")
-    parser.add_argument("--T", default="64,4096", help="tokens, each of k experts")
-    parser.add_argument("--r", default="16,64")
+def arguments(parser):
+    parser.add_argument("--models", type=words(MODELS, "models"), default=["mixtral", "qwen3-30b", "gpt-oss-20b"])
+    parser.add_argument("--T", type=numbers, default=[64, 4096], help="tokens, each of k experts")
+    parser.add_argument("--r", type=numbers, default=[16, 64])
     parser.add_argument("--adapter", default="bf16", choices=list(ADAPTERS))
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--ways", type=words(WAYS, "ways"), default=list(WAYS))
     parser.add_argument("--quick", action="store_true", help="4096 tokens, r = 16, three runs")
     parser.add_argument("--loop-ms", type=float, default=20.0, help="of wall time, at least, in one measurement")
-    options = parser.parse_args(argv)
+
+
+def check(parser, options):
     if options.quick:
-        options.T, options.r, options.runs = "4096", "16", 3
-    for name in ("models", "T", "r", "ways"):
-        setattr(options, name, getattr(options, name).split(","))
-    options.T, options.r = (list(map(int, part)) for part in (options.T, options.r))
-    for what, known in (("ways", WAYS), ("models", MODELS)):
-        if unknown := set(getattr(options, what)) - set(known):
-            parser.error(f"unknown {what}: {', '.join(sorted(unknown))}")
-    return options
+        options.T, options.r, options.runs = [4096], [16], 3
 
 
-def main(argv=None):
-    options = parse(argv)
-    start = perf_counter()
-    facts = about(options.device, options.commit, argv)
-    print(facts, "\n")
-    rows: list[dict] = []
-    skipped: list[str] = []
-    failed = Failures()
-    print(table(["case", *(f"{n} ms" for n in options.ways), "fdora's wall", "kept MiB", "worst error"], []))
-    for name, case in cases(options):
-        if perf_counter() - start > options.seconds:
-            skipped.append(name)
-        else:
-            for row in failed.attempt([name], lambda _, case=case: case()).get(name, []):
-                worst = max(row["error"].get("fdora", {}).values(), default=float("nan"))
-                cells = [row["ms"].get(n, "") for n in options.ways]
-                beside = [row["wall"].get("fdora", ""), row["kept"].get("fdora", ""), f"{worst:.1e}"]
-                print(line([f"{name}, {row['mode']}", *cells, *beside]), flush=True)
-                rows.append(row)
-        save(options.json, {"about": facts, "runs": options.runs, "rows": rows, "skipped": skipped, "failed": failed})
-        free(options.device)
-    if skipped:
-        print(f"\n{len(skipped)} cases not started in {options.seconds:.0f} s: {skipped}")
-    reasons = sorted({f"{n}: {reason}" for each in (failed, *(row["failed"] for row in rows)) for n, reason in each.items()})
-    print("".join(f"\nfailed: {reason}" for reason in reasons))
-    if mine := [r for r in reasons if r.startswith((*OURS, "layer", "mlp", "norm"))]:
-        raise SystemExit("\n".join(["fdora failed:", *mine]))
+def measure(suite):
+    suite.set(failed=suite.failed)
+    found = dict(cases(suite.options))
+    for name in suite.cases(found):
+        suite.add(*suite.failed.attempt([name], lambda name: found[name]()).get(name, []))
+    suite.end(*OURS, "layer", "mlp", "norm")
+
+
+main = Suite(__doc__, measure, arguments, runs=9, seconds=math.inf, check=check)
 
 
 if __name__ == "__main__":

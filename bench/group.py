@@ -19,13 +19,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -36,10 +33,8 @@ from bench.attempt import Failures
 from bench.checkouts import add_rival_path, axolotl_group, unsloth_group
 from bench.clock import Timer, anchor_graph, launches_of, medians, quick_timer, wall_timer
 from bench.layer import free
-from bench.records import save
 from bench.rivals import peft_layer
-from bench.suite import about, command
-from bench.table import line, table
+from bench.suite import Suite, compile_ahead, numbers, words
 from bench.truth import rel_l2
 from bench.ways import ADAPTERS, Inputs, S
 from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp
@@ -207,7 +202,6 @@ def kept_bytes(way: Way) -> int | None:
 
 
 def compile_case(ways: Sequence[str], rival_path: Sequence[Path], *shape) -> None:
-    """In a process of its own: Triton keeps what it compiles on disk. Who cannot run is told of later."""
     case = Case.random(*shape, "cuda")
     for name in ways:
         try:
@@ -218,12 +212,6 @@ def compile_case(ways: Sequence[str], rival_path: Sequence[Path], *shape) -> Non
     torch.cuda.synchronize()
 
 
-def compile_all(cases: Sequence[tuple], options) -> None:
-    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        for done in [pool.submit(compile_case, options.ways, options.rival_path, *case) for case in cases]:
-            done.result()
-
-
 def timed(case: Case, mode: str, fn: Callable[[], object], where: tuple) -> Timer:
     """``where``: what a graph is captured into; empty on a CPU."""
     if not where:
@@ -232,7 +220,7 @@ def timed(case: Case, mode: str, fn: Callable[[], object], where: tuple) -> Time
     return quick_timer(fn, launches_of((1 if mode == "fwd" else 3) * (0.05 + flops / 6e11)), *where)
 
 
-def run(model: str, part: str, M: int, r: int, adapter: str, options, where: tuple) -> list[dict]:
+def rows_of(model: str, part: str, M: int, r: int, adapter: str, options, where: tuple) -> list[dict]:
     """Two rows: forward, and both directions."""
     device = options.device
     case = Case.random(model, part, M, r, adapter, device)
@@ -265,71 +253,38 @@ def run(model: str, part: str, M: int, r: int, adapter: str, options, where: tup
     return rows
 
 
-def parse(argv=None):
-    parser = command(__doc__, runs=9, seconds=math.inf)
-    parser.add_argument("--models", default="llama8b,qwen8b", help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--M", default="4096")
-    parser.add_argument("--r", default="16,384")
-    parser.add_argument("--adapter", default="bf16", help="bf16,fp32")
-    parser.add_argument("--ways", default=",".join(WAYS))
+def arguments(parser):
+    parser.add_argument("--models", type=words(MODELS, "models"), default=["llama8b", "qwen8b"])
+    parser.add_argument("--parts", type=words(PARTS, "parts"), default=list(PARTS))
+    parser.add_argument("--M", type=numbers, default=[4096])
+    parser.add_argument("--r", type=numbers, default=[16, 384])
+    parser.add_argument("--adapter", type=words(ADAPTERS, "adapter"), default=["bf16"], help="bf16,fp32")
+    parser.add_argument("--ways", type=words(WAYS, "ways"), default=list(WAYS))
     add_rival_path(parser)
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
     parser.add_argument("--quick", action="store_true", help="q/k/v and the MLP of llama8b, r 16 and 64, 4096 and 512 tokens")
-    options = parser.parse_args(argv)
+
+
+def check(parser, options):
     if options.quick:
-        options.models, options.parts, options.M, options.r, options.runs = "llama8b", "qkv,mlp", "4096,512", "16,64", 5
-    for name, known in (("models", MODELS), ("parts", PARTS), ("ways", WAYS), ("adapter", ADAPTERS)):
-        setattr(options, name, getattr(options, name).split(","))
-        if unknown := set(getattr(options, name)) - set(known):
-            parser.error(f"unknown {name}: {', '.join(sorted(unknown))}")
-    return options
+        options.models, options.parts, options.runs = ["llama8b"], ["qkv", "mlp"], 5
+        options.M, options.r = [4096, 512], [16, 64]
 
 
-def write(facts: dict, rows: list[dict], skipped: list[tuple], options) -> None:
-    result = {"about": facts, "runs": options.runs, "rows": rows, "skipped": skipped}
-    save(options.json, result)
-
-
-def main(argv=None):
-    options = parse(argv)
+def measure(run):
+    options = run.options
     stream = None if options.device == "cpu" else torch.cuda.Stream()
+    cases = list(product(options.models, options.parts, options.M, options.r, options.adapter))
     with nullcontext() if stream is None else torch.cuda.stream(stream):
-        measure(options, argv, () if stream is None else (anchor_graph(), stream))
+        where = () if stream is None else (anchor_graph(), stream)
+        if options.jobs and where:
+            compile_ahead(options.jobs, compile_case, [(options.ways, options.rival_path, *case) for case in cases])
+        for case in run.cases(cases):
+            run.add(*rows_of(*case, options, where))
+    run.end("fdora", "separate")
 
 
-def measure(options, argv, where: tuple) -> None:
-    start = perf_counter()
-    facts = about(options.device, options.commit, argv)
-    print(facts, "\n")
-    rows: list[dict] = []
-    skipped: list[tuple] = []
-    heads = [f"{name} {what}" for what in ("ms", "peak MB", "kept MB") for name in options.ways]
-    print(table(["model, part, M, r, adapter, mode", *heads, "fdora's worst error"], []))
-    sizes = (list(map(int, text.split(","))) for text in (options.M, options.r))
-    cases = list(product(options.models, options.parts, *sizes, options.adapter))
-    if options.jobs and where:
-        compile_all(cases, options)
-        print(f"compiled after {perf_counter() - start:.0f} s", flush=True)
-    for model, part, M, r, adapter in cases:
-        if perf_counter() - start > options.seconds:
-            skipped.append((model, part, M, r, adapter))
-            continue
-        for row in run(model, part, M, r, adapter, options, where):
-            worst = max(row["error"].get("fdora", {"": float("nan")}).values())
-            cells = [row[what].get(n, "") for what in ("ms", "peak_mb", "kept_mb") for n in options.ways]
-            label = "{model}, {part}, {M}, {r}, {adapter}, {mode}".format(**row)
-            print(line([label, *cells, f"{worst:.1e}"]), flush=True)
-            rows.append(row)
-        write(facts, rows, skipped, options)
-        free(options.device)
-    if skipped:
-        write(facts, rows, skipped, options)
-        print(f"\n{len(skipped)} cases not started in {options.seconds:.0f} s: {skipped}")
-    failed = sorted({f"{name}: {reason}" for row in rows for name, reason in row["failed"].items()})
-    print("".join(f"\nfailed: {reason}" for reason in failed))
-    if mine := [reason for reason in failed if reason.startswith(("fdora", "separate"))]:
-        raise SystemExit("\n".join(["fdora failed:", *mine]))
+main = Suite(__doc__, measure, arguments, runs=9, seconds=math.inf, check=check)
 
 
 if __name__ == "__main__":

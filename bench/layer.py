@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 from itertools import product
 
 import torch
@@ -31,9 +30,7 @@ import torch
 from bench.attempt import Failures
 from bench.checkouts import add_rival_path
 from bench.clock import anchor_graph, medians, timer, wall_timer
-from bench.records import save
-from bench.suite import about, command
-from bench.table import line, table
+from bench.suite import Suite
 from bench.truth import Truth
 from bench.ways import ADAPTERS, DORA, KEEP_NORM, LORA, RIVALS, WAYS, Inputs, S, Way, build, opponent
 from tests.memory import peak_bytes
@@ -167,17 +164,6 @@ def wrong(rows: list[dict]) -> list[str]:
     return [f"{name}: {key} by {max(each):.1e}" for (name, key), each in worst.items()]
 
 
-def report(summary: dict) -> str:
-    parts = [f"\nGeometric means over {summary['cases']} cases:\n"]
-    pairs = list(dict.fromkeys(pair for values in summary["geometric_means"].values() for pair in values))
-    means = [[mode, *(values.get(p, "") for p in pairs)] for mode, values in summary["geometric_means"].items()]
-    parts.append(table(["mode", *pairs], means))
-    parts.append("\nWhere a rival is not beaten:\n")
-    lost = summary["not_beaten"]
-    parts.append(table(list(lost[0]), [list(row.values()) for row in lost]) if lost else "nowhere")
-    return "\n".join([*parts, *(f"\n{kind}: {each}" for kind in ("failed", "wrong") for each in summary[kind])])
-
-
 def cases(options) -> list[tuple]:
     if options.quick:
         picked = QUICK
@@ -188,8 +174,7 @@ def cases(options) -> list[tuple]:
     return [(M, *map(int, shape.split("x")), r, a) for shape, M, r in picked for a in options.adapter.split(",")]
 
 
-def parse(argv=None):
-    parser = command(__doc__, runs=9, seconds=math.inf)
+def arguments(parser):
     parser.add_argument("--shapes", default="llama8b", help=f"of {', '.join(MODELS)}, all, or KxN")
     parser.add_argument("--M", default="4096")
     parser.add_argument("--r", default="16,64,384")
@@ -199,47 +184,30 @@ def parse(argv=None):
     add_rival_path(parser)
     parser.add_argument("--peft-autocast", action="store_true", help="PEFT's layers under bf16 autocast, as trainers run them")
     parser.add_argument("--wall", action="store_true")
-    options = parser.parse_args(argv)
+
+
+def check(parser, options):
     named = options.ways.split(",")
     dropped = {name[1:] for name in named if name.startswith("-")}
     options.ways = [w for w in (WAYS if dropped else named) if w not in dropped]
     if unknown := (set(options.ways) | dropped) - set(WAYS):
         parser.error(f"unknown ways: {', '.join(sorted(unknown))}")
-    return options
 
 
-def write(facts: dict, rows: list[dict], skipped: list[list], options) -> None:
-    result = {"about": facts, "runs": options.runs, "rows": rows, "summary": summarize(rows) | {"skipped": skipped}}
-    save(options.json, result)
+def measure(run):
+    for each in run.cases(cases(run.options)):
+        run.add(*case(*each, run.options))
+        run.set(summary=summarize(run.result["rows"]) | {"skipped": []})
+        free(run.options.device)
+    summary = summarize(run.result["rows"])
+    run.set(summary=summary | {"skipped": run.result["skipped"]})
+    for kind, found in summary.items():
+        for each in found if kind == "wrong" else [found]:
+            print(f"\n{kind}: {each}")
+    run.end("fdora")
 
 
-def main(argv=None):
-    options = parse(argv)
-    start = time.perf_counter()
-    facts = about(options.device, options.commit, argv)
-    print(facts, "\n")
-    rows: list[dict] = []
-    names = [w for w in options.ways if "_inside" not in w]
-    print(table(["M, K x N, r, adapter, mode, norm", *(f"{name} ms" for name in names), "fdora's worst error"], []))
-    skipped = []
-    for M, K, N, r, adapter in cases(options):
-        if time.perf_counter() - start > options.seconds:
-            skipped.append([M, K, N, r, adapter])
-            continue
-        new = case(M, K, N, r, adapter, options)
-        for row in new:
-            worst = max(row["error"].get("fdora", {"": math.nan}).values())
-            label = "{M}, {K} x {N}, {r}, {adapter}, {mode}, {norm}".format(**row)
-            print(line([label, *(row["ms"].get(n, "") for n in names), f"{worst:.1e}"]), flush=True)
-        rows += new
-        write(facts, rows, skipped, options)
-        free(options.device)
-    print(report(summarize(rows)))
-    if skipped:
-        write(facts, rows, skipped, options)
-        print(f"\n{len(skipped)} cases not started in {options.seconds:.0f} s: {skipped}")
-    if mine := [reason for reason in summarize(rows)["failed"] if reason.startswith("fdora")]:
-        raise SystemExit("\n".join(["fdora failed:", *mine]))
+main = Suite(__doc__, measure, arguments, runs=9, seconds=math.inf, check=check)
 
 
 if __name__ == "__main__":

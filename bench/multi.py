@@ -29,9 +29,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -42,9 +39,7 @@ from bench.checkouts import add_rival_path
 from bench.clock import anchor_graph, medians, timer, wall_timer
 from bench.layer import free
 from bench.multi_ways import WAYS, Bank, S, Way, build, errors
-from bench.records import save
-from bench.suite import about, command
-from bench.table import line, table
+from bench.suite import Suite, compile_ahead, numbers, shapes, words
 from bench.truth import rel_l2
 from bench.ways import ADAPTERS
 from fdora.functional import dora_norm
@@ -171,9 +166,8 @@ class Case(NamedTuple):
 
 def cases(options) -> list[Case]:
     """Of each shape what is short first: a limit of time leaves out the last."""
-    shapes = [tuple(map(int, text.split("x"))) for text in options.shapes]
     found = []
-    for K, N in shapes:
+    for K, N in options.shapes:
         found += [Case("decode", options.decode, K, N, [16] * options.decode, "16"), Case("norm", 8, K, N, [16] * 4, "16")]
         for label in options.r:
             for G in options.G:
@@ -194,21 +188,14 @@ def compile_case(case: Case, adapter: str, device: str) -> None:
             way.both()
 
 
-def compile_all(found: list[Case], options) -> None:
-    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        for done in [pool.submit(compile_case, case, options.adapter, options.device) for case in found]:
-            done.result()
-
-
-def parse(argv=None):
-    parser = command(__doc__, runs=9, seconds=math.inf)
-    parser.add_argument("--shapes", default="4096x4096,4096x14336", help="K x N")
+def arguments(parser):
+    parser.add_argument("--shapes", type=shapes, default=[(4096, 4096), (4096, 14336)], help="K x N")
     parser.add_argument("--M", type=int, default=8192)
     parser.add_argument("--decode", type=int, default=64, help="tokens, each of its own adapter")
-    parser.add_argument("--G", default="1,2,4,8,32")
-    parser.add_argument("--r", default="16,mixed")
+    parser.add_argument("--G", type=numbers, default=[1, 2, 4, 8, 32])
+    parser.add_argument("--r", type=lambda text: text.split(","), default=["16", "mixed"])
     parser.add_argument("--adapter", default="bf16", choices=list(ADAPTERS))
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--ways", type=words(WAYS, "ways"), default=list(WAYS))
     add_rival_path(parser)
     parser.add_argument("--quick", action="store_true", help="4 and 32 adapters, three runs")
     parser.add_argument("--loop-ms", type=float, default=20.0, help="of wall time, at least, in one measurement")
@@ -216,51 +203,25 @@ def parse(argv=None):
         "--kernels", action="store_true", help="of one and multi: GPU time by kernel, as torch's profiler sees it"
     )
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
-    options = parser.parse_args(argv)
+
+
+def check(parser, options):
     if options.quick:
-        options.G, options.runs = "4,32", 3
-    for name in ("shapes", "G", "r", "ways"):
-        setattr(options, name, getattr(options, name).split(","))
-    options.G = list(map(int, options.G))
-    if unknown := set(options.ways) - set(WAYS):
-        parser.error(f"unknown ways: {', '.join(sorted(unknown))}")
-    return options
+        options.G, options.runs = [4, 32], 3
 
 
-def main(argv=None):
-    options = parse(argv)
-    start = perf_counter()
-    facts = about(options.device, options.commit, argv)
-    print(facts, "\n")
-    rows: list[dict] = []
-    skipped: list[str] = []
-    failed = Failures()
-    print(table(["case", *(f"{n} ms" for n in options.ways), "multi/one", "target", "multi's wall", "worst error"], []))
+def measure(run):
+    options = run.options
     found = cases(options)
     if options.jobs:
-        compile_all(found, options)
-        print(f"compiled after {perf_counter() - start:.0f} s", flush=True)
-    for case in found:
-        name = case.name
-        if perf_counter() - start > options.seconds:
-            skipped.append(name)
-            continue
-        for row in failed.attempt([name], lambda _, case=case: case.run(options)).get(name, []):
-            worst = max(row["error"].get("multi", {}).values(), default=float("nan"))
-            cells = [row["ms"].get(n, "") for n in options.ways] + [row["ratio"].get("multi/one", ""), row["target"]]
-            print(line([f"{name}, {row['mode']}", *cells, row["wall"].get("multi", ""), f"{worst:.1e}"]), flush=True)
-            for n, seen in row.get("kernels", {}).items():
-                print("\n".join([f"  {n}", *(f"    {us:9.2f} us  {kernel}" for kernel, us in seen.items())]), flush=True)
-            rows.append(row)
-        save(options.json, {"about": facts, "runs": options.runs, "rows": rows, "skipped": skipped, "failed": failed})
-        free(options.device)
-    if skipped:
-        save(options.json, {"about": facts, "runs": options.runs, "rows": rows, "skipped": skipped, "failed": failed})
-        print(f"\n{len(skipped)} cases not started in {options.seconds:.0f} s: {skipped}")
-    reasons = sorted({f"{n}: {reason}" for each in (failed, *(row["failed"] for row in rows)) for n, reason in each.items()})
-    print("".join(f"\nfailed: {reason}" for reason in reasons))
-    if mine := [r for r in reasons if r.startswith(("one", "loop", "multi", "train", "decode", "norm"))]:
-        raise SystemExit("\n".join(["fdora failed:", *mine]))
+        compile_ahead(options.jobs, compile_case, [(case, options.adapter, options.device) for case in found])
+    run.set(failed=run.failed)
+    for case in run.cases(found):
+        run.add(*run.failed.attempt([case.name], lambda _, case=case: case.run(options)).get(case.name, []))
+    run.end("one", "loop", "multi", "train", "decode", "norm")
+
+
+main = Suite(__doc__, measure, arguments, runs=9, seconds=math.inf, check=check)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -36,17 +34,16 @@ from bench.attempt import Failures
 from bench.checkouts import add_rival_path, axolotl_linear, unsloth_linear
 from bench.clock import anchor_graph, medians, timer
 from bench.layer import TOLERANCE, errors, free
-from bench.records import save
 from bench.rivals import fill
-from bench.suite import about, command, roofs
-from bench.table import line, table
+from bench.suite import Run, Suite, compile_ahead, numbers, shapes, words
+from bench.table import table
 from bench.truth import Truth
 from bench.ways import BF16, Inputs, S, Way, trained
 from fdora.functional import dora_linear, dora_norm
 from fdora.quant import QuantWeight, from_bnb
 from tests.memory import peak_bytes
 
-SHAPES = "4096x4096,4096x14336,14336x4096,8192x8192,8192x28672,28672x8192"  # K x N
+SHAPES = shapes("4096x4096,4096x14336,14336x4096,8192x8192,8192x28672,28672x8192")  # K x N
 WAYS = (
     *("linear", "linear4bit", "qlora", "qdora", "unsloth_qlora", "axolotl_qlora", "axolotl_qdora", "fdora"),
     "fdora_inside",
@@ -189,26 +186,15 @@ def decoding(qw: QuantWeight, adapter: tuple[Tensor, Tensor] | None) -> Callable
     return lambda: run(done, tensors, (S,))
 
 
-def compile_case(case: tuple[int, int, int, int]) -> str:
-    """In a process of its own: what later launches find in Triton's cache. Returns why not."""
-    try:
-        made = Quantised(*case, "cuda")
-        for name in FDORA:
-            way = made.way(name, [])
-            way.forward()
-            assert way.both is not None
-            way.both()
-        dora_norm(made.i.W, made.i.A.detach(), made.i.B.detach(), s=S)
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"{case}: {type(error).__name__}"
-    return ""
-
-
-def compile_all(cases: Sequence[tuple[int, int, int, int]], jobs: int) -> None:
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        for problem in filter(None, pool.imap_unordered(compile_case, cases)):
-            print(f"not compiled ahead: {problem}", flush=True)
+def compile_case(*case: int) -> None:
+    made = Quantised(*case, "cuda")
+    for name in FDORA:
+        way = made.way(name, [])
+        way.forward()
+        assert way.both is not None
+        way.both()
+    dora_norm(made.i.W, made.i.A.detach(), made.i.B.detach(), s=S)
+    torch.cuda.synchronize()
 
 
 PAIRS = (
@@ -274,64 +260,36 @@ def markdown(result: dict) -> str:
     return "\n\n".join([*parts, table(head, norms)] if norms else parts)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = command(__doc__, runs=7, seconds=math.inf)
-    parser.add_argument("--shapes", default=SHAPES, help="KxN, comma separated (default: %(default)s)")
-    parser.add_argument("--M", default="1,16,512,4096,16384")
-    parser.add_argument("--r", default="16,64,384")
-    parser.add_argument("--ways", default=",".join(WAYS), help="comma separated")
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shapes", type=shapes, default=SHAPES, help="KxN, comma separated")
+    parser.add_argument("--M", type=numbers, default=[1, 16, 512, 4096, 16384])
+    parser.add_argument("--r", type=numbers, default=[16, 64, 384])
+    parser.add_argument("--ways", type=words(WAYS, "ways"), default=list(WAYS), help="comma separated")
     parser.add_argument("--no-norms", action="store_true", help="layers alone")
     parser.add_argument("--jobs", type=int, default=0, help="compile so many cases at once before the first is timed (GPU)")
     add_rival_path(parser)
-    options = parser.parse_args(argv)
-    options.ways = options.ways.split(",")
-    if unknown := set(options.ways) - set(WAYS):
-        parser.error(f"unknown ways: {', '.join(sorted(unknown))}")
-    return options
 
 
-def main(argv: list[str] | None = None) -> None:
-    options = parse(argv)
-    start = time.perf_counter()
-    facts = about(options.device, options.commit, argv)
-    print(facts, "\n")
-    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
-    ranks, rows, norms, skipped = list(map(int, options.r.split(","))), [], [], []
-
-    def keep() -> None:
-        result = {"about": facts, "runs": options.runs, "rows": rows, "norms": norms, "skipped": skipped}
-        save(options.json, result | {"summary": summarize(rows, norms)})
-
-    cases = [(M, K, N, r) for M, (K, N), r in product(map(int, options.M.split(",")), shapes, ranks)]
+def measure(run: Run) -> None:
+    options = run.options
+    cases = [(M, K, N, r) for M, (K, N), r in product(options.M, options.shapes, options.r)]
     if options.jobs:
-        compile_all(cases, options.jobs)
-        print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+        compile_ahead(options.jobs, compile_case, cases)
+    run.set(norms=[], summary={})
     if not options.no_norms:
-        roof = {} if options.device == "cpu" else roofs(options.device)
-        for (K, N), r in product(shapes, ranks):
-            norms.append(norm_row(K, N, r, roof, options))
-            print(norms[-1], flush=True)
-            keep()
-    print(table(["M, K x N, r, mode", *(f"{name} ms" for name in options.ways), "peak MB of fdora, qlora"], []))
-    for M, K, N, r in cases:
-        if time.perf_counter() - start > options.seconds:
-            skipped.append([M, K, N, r])
-            keep()
-            continue
-        for row in layer_rows(M, K, N, r, options):
-            rows.append(row)
-            peaks = " ".join(str(row["peak_mb"].get(name, "")) for name in ("fdora", "qlora"))
-            label = "{M}, {K} x {N}, {r}, {mode}".format(**row)
-            print(line([label, *(row["ms"].get(n, "") for n in options.ways), peaks]), flush=True)
-        keep()
+        for (K, N), r in product(options.shapes, options.r):
+            run.add(norm_row(K, N, r, {} if options.device == "cpu" else run.facts, options), part="norms")
+    for case in run.cases(cases):
+        run.add(*layer_rows(*case, options))
         free(options.device)
-    summary = summarize(rows, norms)
-    for name, value in summary.items():
-        print(f"\n{name}: {value}")
-    if skipped:
-        print(f"\n{len(skipped)} cases not started in {options.seconds:.0f} s: {skipped}")
-    if mine := [reason for reason in summary["failed"] if reason.startswith("fdora")]:
-        raise SystemExit("\n".join(["fdora failed:", *mine]))
+    run.set(summary=summarize(run.result["rows"], run.result["norms"]))
+    print("\n" + markdown(run.result))
+    for row in run.result["norms"]:
+        run.failed |= row["failed"]
+    run.end("fdora")
+
+
+main = Suite(__doc__, measure, arguments, runs=7, seconds=math.inf)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,8 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from functools import partial
-from multiprocessing import get_context
 from random import Random
 
 import torch
@@ -26,8 +23,7 @@ import torch
 from bench.attempt import Failures
 from bench.clock import anchor_graph, launches_of, medians, once, quick_timer
 from bench.layer import TOLERANCE, free
-from bench.records import save
-from bench.suite import about, command
+from bench.suite import Suite, compile_ahead, numbers
 from bench.table import table
 from bench.truth import Truth
 from bench.ways import BF16, Inputs, S, build
@@ -102,7 +98,6 @@ def draw(seed: int, count: int) -> list[tuple[int, int, int, int]]:
 
 
 def compile_case(shape: tuple[int, int, int, int], ways: list[str]) -> None:
-    """In a process of its own: Triton keeps what it compiles on disk."""
     i = Inputs.random(*shape, BF16, "cuda")
     for name in ways:
         way = build(name, i)
@@ -110,13 +105,6 @@ def compile_case(shape: tuple[int, int, int, int], ways: list[str]) -> None:
         assert way.both is not None
         way.both()
     torch.cuda.synchronize()
-
-
-def compile_all(shapes: list[tuple[int, int, int, int]], options) -> None:
-    ways = [name for name in options.ways if name.startswith("fdora")]
-    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        for done in [pool.submit(compile_case, shape, ways) for shape in shapes]:
-            done.result()
 
 
 def copied(i: Inputs) -> Inputs:
@@ -180,41 +168,34 @@ def summarize(rows: list[dict]) -> dict:
     return summary
 
 
-def parse(argv=None):
-    parser = command(__doc__, runs=5, seconds=math.inf)
+def arguments(parser):
     parser.add_argument("--seed", type=int, default=16)
     parser.add_argument("--shapes", type=int, default=64)
-    parser.add_argument("--shape", action="append", help="M,K,N,r in the place of those drawn")
+    parser.add_argument("--shape", type=numbers, action="append", help="M,K,N,r in the place of those drawn")
     parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help="comma separated")
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
-    return parser.parse_args(argv)
 
 
-def main(argv=None):
-    options = parse(argv)
-    start, rows = time.perf_counter(), []
-    facts = about(options.device, options.commit, argv)
-    shapes = [tuple(map(int, shape.split(","))) for shape in options.shape or ()] or draw(options.seed, options.shapes)
-    where: tuple = ()
+def measure(run):
+    options, where = run.options, ()
+    shapes = [tuple(shape) for shape in options.shape or ()] or draw(options.seed, options.shapes)
     if options.device != "cpu":
         if options.jobs:
-            compile_all(shapes, options)
-            print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
+            mine = [name for name in options.ways if name.startswith("fdora")]
+            compile_ahead(options.jobs, compile_case, [(shape, mine) for shape in shapes])
         where = (anchor_graph(), torch.cuda.Stream())
-    for shape in shapes:
-        if time.perf_counter() - start > options.seconds:
-            print(f"{len(shapes) - len(rows) // 2} cases not started in {options.seconds:.0f} s")
-            break
-        rows += case(shape, where, options)
-        for row in rows[-2:]:
-            print(row["shape"], row["mode"], row["ms"], flush=True)
-        save(options.json, {"about": facts, "rows": rows, "summary": summarize(rows)})
-        if len(rows) == 2:  # what is imported stays: nothing to search for garbage
+    for number, shape in enumerate(run.cases(shapes)):
+        run.add(*case(shape, where, options))
+        run.set(summary=summarize(run.result["rows"]))
+        if not number:  # what is imported stays: nothing to search for garbage
             gc.freeze()
         free(options.device)
     gc.unfreeze()
-    lines = [[name, *found.values()] for name, found in summarize(rows).items()]
+    lines = [[name, *found.values()] for name, found in summarize(run.result["rows"]).items()]
     print(table(["ratio", "mean", "worst", "at", "cases"], lines))
+
+
+main = Suite(__doc__, measure, arguments, runs=5, seconds=math.inf)
 
 
 if __name__ == "__main__":

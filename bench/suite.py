@@ -10,13 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from bench import clock, records
+from bench.attempt import Failures
 from bench.table import table
 
 Case = TypeVar("Case")
@@ -44,6 +47,37 @@ def command(
     parser.add_argument("--json", type=Path, help="write the result to this file as well, as FILE:RUN under another name")
     parser.add_argument("--commit", help="what is measured, recorded in the file")
     return parser
+
+
+def words(known: Iterable[str], what: str) -> Callable[[str], list[str]]:
+    """The type of an argument: some of these, comma separated."""
+
+    def parse(text: str) -> list[str]:
+        if unknown := set(text.split(",")) - set(known):
+            raise argparse.ArgumentTypeError(f"unknown {what}: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        return text.split(",")
+
+    return parse
+
+
+def numbers(text: str) -> list[int]:
+    """The type of an argument: whole numbers, comma separated."""
+    return [int(each) for each in text.split(",")]
+
+
+def shapes(text: str) -> list[tuple[int, ...]]:
+    """The type of an argument: 4096x14336,... ."""
+    return [tuple(map(int, shape.split("x"))) for shape in text.split(",")]
+
+
+def compile_ahead(jobs: int, one: Callable[..., None], tasks: Iterable[tuple]) -> None:
+    """``one(*task)`` of each, in processes: Triton keeps what it compiles on disk. Who cannot is told of here and later."""
+    start, pool = time.perf_counter(), ProcessPoolExecutor(jobs, get_context("spawn"))
+    with pool:
+        for task, done in [(task, pool.submit(one, *task)) for task in tasks]:
+            if error := done.exception():
+                print(f"not compiled ahead: {task}, {type(error).__name__}: {str(error)[:200]}", flush=True)
+    print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
 
 
 def present(device: str) -> str:
@@ -105,7 +139,7 @@ class Run:
     """One run of a suite: its options, and its result, which is written after every case."""
 
     def __init__(self, options: argparse.Namespace, argv: Iterable[str] | None):
-        self.options, self.start = options, time.perf_counter()
+        self.options, self.start, self.failed = options, time.perf_counter(), Failures()
         device = getattr(options, "device", "cpu")
         self.facts = about(device, options.commit, argv)
         self.result: dict[str, Any] = {"about": self.facts}
@@ -134,6 +168,14 @@ class Run:
     def set(self, **parts: Any) -> None:
         self.result |= parts
         self.save()
+
+    def end(self, *mine: str) -> None:
+        """Says what failed, of rows and of cases; what begins with one of ``mine`` is fdora's, and makes the command fail."""
+        each = [self.failed, *(row.get("failed", {}) for row in self.result["rows"])]
+        reasons = sorted({f"{name}: {reason}" for failed in each for name, reason in failed.items()})
+        print("".join(f"\nfailed: {reason}" for reason in reasons))
+        if found := [reason for reason in reasons if reason.startswith(mine)]:
+            raise SystemExit("\n".join(["fdora failed:", *found]))
 
     def save(self) -> None:
         records.save(self.options.json, self.result)

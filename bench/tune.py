@@ -30,6 +30,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+import fdora
 from bench import clock
 from bench.attempt import Failures
 from bench.multi_ways import Bank, build
@@ -419,6 +420,7 @@ def answering(op: Op, value: Any) -> Iterator[None]:
     """Plans that are written meanwhile get this value from the chooser; None: what it says itself."""
     answers = dict(op.fixed) | ({} if value is None else {op.chooser: value})
     with ExitStack() as stack:
+        stack.enter_context(fdora.backend("triton"))
         for place, answer in answers.items():
             stack.enter_context(mock.patch(place, lambda *_, answer=answer, **__: answer))
         stack.enter_context(mock.patch.dict(walk._plans, clear=True))

@@ -22,19 +22,6 @@ def run(tmp_path, options=SMALL):
     return records.load(path)
 
 
-def test_vit(tmp_path, capsys):
-    result = run(tmp_path)
-    assert result["about"]["commit"] == "abc" and result["failed"] == {} and result["skipped"] == []
-    assert [(row["way"], row["compiled"], row["batch"]) for row in result["rows"]] == [
-        ("plain", False, 2),
-        ("plain_folded", False, 2),
-        ("peft_fdora_fused", False, 2),
-    ]
-    assert result["agreement"]["peft_fdora_fused"]["gradients"] < 0.05
-    assert set(result["paths"]["peft_fdora_fused"]) == {"fused"}
-    assert "| inference of 2, peft_fdora_fused, eager |" in capsys.readouterr().out
-
-
 def test_vit_sees_a_wrong_fold(tmp_path, monkeypatch):
     stock = ends.Tail.take
 

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
-from bench import clock, records, tune
+from bench import clock, multi_ways, records, tune
 from fdora.triton.configs import GemmConfig
 from fdora.triton.multi_bwd import grad_config
 from fdora.triton.multi_gemm import h_config
@@ -21,37 +21,38 @@ from tests.triton.marks import HALF, INTERPRETED, needs_kernels
 pytestmark = needs_kernels
 
 
-TINY = {"norm": (64, 128, 16), "norm_codes": (64, 128, 96), "norm_strips": (64, 128, 16), "tree": (64, 96, 32, 16)}
-TINY |= {"bank_decode": (64, 64, 32)}
-LAYER, BANK = (5, 64, 128, 16), (96, 64, 32)
-
-
-def tiny(name):
-    return TINY.get(name, BANK if name.startswith("bank") else LAYER)
+TINY = {"norm": (64, 128, 16), "norm_strips": (64, 128, 16), "bank_norm": (96, 64, 32)}
+TINY |= dict.fromkeys(("few", "small", "product", "product_back"), (5, 64, 128, 16))
 
 
 @pytest.mark.parametrize("name", tune.OPS)
-def test_candidates_are_what_plans_take_and_are_checked(name, monkeypatch):
-    """On this device, in float16, two of each: a chooser that nobody asks is none."""
+def test_every_chooser_is_where_plans_look_it_up(name):
+    op = tune.OPS[name]
+    module, _, chooser = op.chooser.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), chooser)) and op.space(TINY.get(name, (8, 64, 64, 16)))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_plans_take_a_candidate_which_is_checked(name, monkeypatch):
+    """On this device, in float16, one beside what plans choose: a chooser that nobody asks is none."""
     monkeypatch.setattr(tune, "DTYPE", HALF[0])
+    monkeypatch.setattr(multi_ways, "BF16", HALF[0])
     monkeypatch.setattr(clock, "launches_of", lambda *_: 1)
     op, asked = tune.OPS[name], []
     module, _, chooser = op.chooser.rpartition(".")
     right = getattr(importlib.import_module(module), chooser)
-    found = op.space(tiny(name))
-    few = dict(list(found.items())[:1])
-    if isinstance(next(iter(few.values())), bool | tuple) and "tma" in str(few):
-        few = {}
+    few = dict(list(op.space(TINY[name]).items())[:1])
     monkeypatch.setattr(f"{module}.{chooser}", lambda *a, **k: asked.append(a) or right(*a, **k))
-    row = tune.search(op._replace(space=lambda _: few), tiny(name), device.NAME, 1)
-    assert asked, "plans do not ask it"
-    assert {*row["ms"]} | {*row["failed"]} == {"chosen", *few, *(["bare"] if op.bare else [])} and "chosen" in row["ms"]
+    row = tune.search(op._replace(space=lambda _: few), TINY[name], device.NAME, 1)
+    assert len(asked) == 1, "plans ask it for what is chosen, and no more"
+    assert {*row["ms"]} == {"chosen", *few, *(["bare"] if op.bare else [])} and row["failed"] == {}
 
 
 def test_a_wrong_candidate_is_an_error(monkeypatch):
     monkeypatch.setattr(tune, "DTYPE", HALF[0])
     op, shape = tune.OPS["norm"], TINY["norm"]
     call = op.call(shape, device.NAME)
+    monkeypatch.setattr(clock, "launches_of", lambda *_: 1)
     with pytest.raises(SystemExit, match="wrong by"):
         tune.search(op._replace(call=lambda *_: call._replace(want=call.want + 1)), shape, device.NAME, 1)
 
