@@ -47,7 +47,7 @@ class Recording:
     def decode(self, W: Any, first: int, last: int, dtype: torch.dtype) -> Tensor:
         """Rows of a quantised W that torch decodes; those of one pass are one decoding."""
         if first == 0:
-            self.plans.append(Decoding(W.kind, W.nbytes, *W.shape, dtype))
+            self.plans.append(Decoding(W.kind, W.nbytes, W.shape[0], W.shape[1], dtype))
         return torch.empty(last - first, W.shape[1], dtype=dtype, device="meta")
 
 

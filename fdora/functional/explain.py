@@ -77,7 +77,7 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
         raise fail("explain", "fn", f"one of {names}", getattr(fn, "__name__", repr(fn)), "Ask about one of these.")
     call = signature(fn).bind(*args, **kwargs)
     call.apply_defaults()
-    if is_sharded(*optree.tree_leaves(dict(call.arguments))):
+    if is_sharded(*optree.tree_leaves(_tree(call))):
         raise fail("explain", "args", "plain tensors", "a DTensor", "Ask for one process: pass .to_local() of each.")
     asked = call.arguments["backend"]
     coded = _coded(call.arguments)
@@ -126,10 +126,16 @@ def _without_data(call: BoundArguments) -> tuple[torch.device, bool]:
     def bare(t: Any) -> Any:
         return stand_in(t) if isinstance(t, (Tensor, QuantWeight)) and t.device == device else t
 
-    call.arguments = optree.tree_map(bare, dict(call.arguments), is_leaf=_is_weight)  # type: ignore[assignment]
+    arguments: Any = optree.tree_map(bare, _tree(call), is_leaf=_is_weight)
+    call.arguments = arguments
     if autocast:
         call.arguments["x"] = call.arguments["x"].to(torch.get_autocast_dtype(device.type))
     return device, autocast
+
+
+def _tree(call: BoundArguments) -> Any:
+    """The arguments, which may be trees, as one."""
+    return dict(call.arguments)
 
 
 def _is_weight(t: Any) -> bool:
@@ -198,7 +204,7 @@ def _record(fn: Callable, call: BoundArguments, on: Any, autocast: bool) -> tupl
         first = len(noted.plans)
         ys = [y for y in optree.tree_leaves(out) if y.requires_grad]
         if ys:
-            trained = [t for t in optree.tree_leaves(dict(call.arguments)) if isinstance(t, Tensor) and t.requires_grad]
+            trained = [t for t in optree.tree_leaves(_tree(call)) if isinstance(t, Tensor) and t.requires_grad]
             torch.autograd.grad(ys, trained, list(map(torch.empty_like, ys)), allow_unused=True)
     return noted, first, list(saved.values()), out
 

@@ -86,9 +86,9 @@ class Block:
 
     def linear(self, at: str, names: tuple[str, ...], x: str, own: str = "") -> list[str]:
         """Layers on one x, in one call where there are several."""
-        ys, keeps, *rest, work = self.call(at, names)
+        ys, keeps, forward, backward, gradients, work = self.call(at, names)
         keeps = [x, *keeps] if keeps else []  # a frozen W keeps nothing
-        self.ops.append(Op(f"{at}.{own or names[0]}", (x,), tuple(ys), tuple(keeps), *rest, work=work))
+        self.ops.append(Op(f"{at}.{own or names[0]}", (x,), tuple(ys), tuple(keeps), forward, backward, gradients, work=work))
         return ys
 
     def work(self, name: str) -> Work:
