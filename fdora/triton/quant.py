@@ -35,8 +35,7 @@ from fdora.triton.codes import (
 from fdora.triton.configs_quant import quant_config, run_of
 from fdora.triton.copy import in_dtype
 from fdora.triton.hash import WORDS, fingerprint
-from fdora.triton.kernels.quant import quant4_kernel
-from fdora.triton.kernels.quant8 import quant8_kernel
+from fdora.triton.kernels.quant import quant4_kernel, quant8_kernel
 from fdora.triton.norm import GROUP_N, Guard, chosen
 from fdora.triton.op import op
 from fdora.triton.quant_strips import squares_along_strips, strips_of

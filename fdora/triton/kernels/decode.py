@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,6 +20,50 @@ FP4_LANE = tl.constexpr(LANE_VALUE["fp4"])
 E2M1_LANE = tl.constexpr(LANE_VALUE["e2m1"])
 SHUFFLE = tl.constexpr(SHUFFLED)
 AND_VALUES = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r")  # those of four bytes, all the same
+
+
+class Codes4(NamedTuple):
+    """A W of 4-bit codes: two to a byte, the scales of its groups, what those are made of, and how many a row has."""
+
+    codes: Any
+    scales: Any
+    code256: Any
+    scales2: Any
+    offset: Any
+    groups: Any
+
+
+class How4(NamedTuple):
+    """Its constants: lut_facts of fdora/triton/codes.py."""
+
+    TABLE: Any
+    HIGH_FIRST: Any
+    GROUP: Any
+    SCALES: Any
+    FLAT: Any
+    PAIRS: Any
+    PTX: Any
+
+
+class Codes8(NamedTuple):
+    """A W of 8-bit codes, their strides and scales; ``groups``: scales of a row."""
+
+    codes: Any
+    row: Any
+    col: Any
+    scales: Any
+    groups: Any
+
+
+class How8(NamedTuple):
+    """Its constants: byte_facts of fdora/triton/codes.py."""
+
+    CODE: Any
+    BY_BITS: Any
+    MODE: Any
+    BN: Any
+    BK: Any
+    PTX: Any
 
 
 @triton.jit
@@ -125,9 +171,9 @@ def scale_of(x, code256, scales2, offset, at, mask, SCALES: tl.constexpr):
 
 
 @triton.jit
-def group_scale(scales, code256, scales2, offset, at, mask, SCALES: tl.constexpr):
+def group_scale(W, at, mask, SCALES: tl.constexpr):
     """The float32 scale of each group: ``at`` is its number. 0 outside of the mask."""
-    return scale_of(tl.load(scales + at, mask=mask, other=0), code256, scales2, offset, at, mask, SCALES)
+    return scale_of(tl.load(W.scales + at, mask=mask, other=0), W.code256, W.scales2, W.offset, at, mask, SCALES)
 
 
 @triton.jit
@@ -139,36 +185,23 @@ def pair_codes(codes, row, first_k, in_n, K, BLOCK_K: tl.constexpr, VECTOR: tl.c
 
 
 @triton.jit
-def pair_groups(row, first_k, in_n, groups, GROUP: tl.constexpr, IN_TILE: tl.constexpr):
-    """(BLOCK_N, IN_TILE): numbers of the groups of a tile, and which there are."""
-    g = first_k // GROUP + tl.arange(0, IN_TILE)
-    return row[:, None] * groups + g[None, :], in_n[:, None] & (g < groups)[None, :]
+def pair_groups(W, row, first_k, in_n, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(BLOCK_N, groups of a tile): their numbers, and which there are."""
+    g = first_k // GROUP + tl.arange(0, BLOCK_K // GROUP if BLOCK_K > GROUP else 1)
+    return row[:, None] * W.groups + g[None, :], in_n[:, None] & (g < W.groups)[None, :]
 
 
 @triton.jit
-def pair_scales(
-    scales, code256, scales2, offset, row, first_k, in_n, groups,
-    GROUP: tl.constexpr, SCALES: tl.constexpr, IN_TILE: tl.constexpr,
-):
-    """(BLOCK_N, IN_TILE): of the groups of a tile."""
-    at, mask = pair_groups(row, first_k, in_n, groups, GROUP, IN_TILE)
-    return group_scale(scales, code256, scales2, offset, at, mask, SCALES)
-
-
-@triton.jit
-def single_weights(
-    codes, scales, code256, scales2, offset, row, k, in_n, K, groups,
-    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
-):
+def single_weights(W, row, k, in_n, K, HOW: tl.constexpr):
     """W at a tile wherever its codes and groups lie: an address for each. For shapes that no model has."""
     inside = in_n[:, None] & (k < K)[None, :]
     e = row[:, None] * K + k[None, :]
-    x = tl.load(codes + (e >> 1), mask=inside, other=0).to(tl.int32)
+    x = tl.load(W.codes + (e >> 1), mask=inside, other=0).to(tl.int32)
     shift = (e & 1).to(tl.int32) * 4
-    shift = 4 - shift if HIGH_FIRST else shift
-    g = e // GROUP if FLAT else row[:, None] * groups + (k // GROUP)[None, :]
-    scale = group_scale(scales, code256, scales2, offset, g, inside, SCALES)
-    return tl.where(inside, nibble((x >> shift) & 15, TABLE) * scale, 0.0)
+    shift = 4 - shift if HOW.HIGH_FIRST else shift
+    g = e // HOW.GROUP if HOW.FLAT else row[:, None] * W.groups + (k // HOW.GROUP)[None, :]
+    scale = group_scale(W, g, inside, HOW.SCALES)
+    return tl.where(inside, nibble((x >> shift) & 15, HOW.TABLE) * scale, 0.0)
 
 
 @triton.jit
@@ -185,19 +218,16 @@ def byte_weights(x, scale, CODE: tl.constexpr, BY_BITS: tl.constexpr):
 
 
 @triton.jit
-def byte_scales(
-    scales, row, k, first_k, in_n, inside, groups,
-    MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK_K: tl.constexpr,
-):
+def byte_scales(W, row, k, first_k, in_n, inside, HOW: tl.constexpr, BLOCK_K: tl.constexpr):
     """(BLOCK_N, 1), or one for each element where blocks are narrower than tiles."""
-    if MODE == "tensor":
-        return tl.where(in_n, tl.load(scales), 0.0)[:, None]
-    elif MODE == "row":
-        return tl.load(scales + row, mask=in_n, other=0.0)[:, None]
-    elif BK % BLOCK_K == 0:  # a tile lies in one column of blocks
-        return tl.load(scales + (row // BN) * groups + first_k // BK, mask=in_n, other=0.0)[:, None]
+    if HOW.MODE == "tensor":
+        return tl.where(in_n, tl.load(W.scales), 0.0)[:, None]
+    elif HOW.MODE == "row":
+        return tl.load(W.scales + row, mask=in_n, other=0.0)[:, None]
+    elif HOW.BK % BLOCK_K == 0:  # a tile lies in one column of blocks
+        return tl.load(W.scales + (row // HOW.BN) * W.groups + first_k // HOW.BK, mask=in_n, other=0.0)[:, None]
     else:
-        return tl.load(scales + (row // BN)[:, None] * groups + (k // BK)[None, :], mask=inside, other=0.0)
+        return tl.load(W.scales + (row // HOW.BN)[:, None] * W.groups + (k // HOW.BK)[None, :], mask=inside, other=0.0)
 
 
 @triton.jit

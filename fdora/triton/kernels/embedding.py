@@ -5,81 +5,69 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.g import EPS, g_tile
+from fdora.triton.kernels.g import floored, g_tile
+from fdora.triton.kernels.tile import Matrix, loaded
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _columns_of_A(A, v, known, r, R, stride_ar, stride_av):
-    """A^T at rows v, a slab of the rank."""
-    at = A + v[:, None] * stride_av + r[None, :].to(tl.int64) * stride_ar
-    return tl.load(at, mask=known[:, None] & (r < R)[None, :], other=0.0)
+def rows_of(t, v, known, j, J):
+    """Rows v of a Matrix of which so many are ``known``, at columns j of J."""
+    at = t.p + v[:, None] * t.row + j[None, :].to(tl.int64) * t.col
+    return tl.load(at, mask=known[:, None] & (j < J)[None, :], other=0.0)
 
 
 @triton.jit
-def _tile(
-    W, A, B, a, v, known, d, s, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
-    BLOCK_R: tl.constexpr, SINGLE: tl.constexpr, KEPT: tl.constexpr,
-):
+def _tile(W, A, B, a, v, known, d, s, D, R, BLOCK_R: tl.constexpr, SINGLE: tl.constexpr, KEPT: tl.constexpr):
     """W + s A^T B^T at rows v and columns d, in float32. SINGLE: one slab of the rank is all of it; KEPT: a is that."""
-    in_d = d < D
-    at_w = W + v[:, None] * stride_wv + d[None, :].to(tl.int64) * stride_wd
-    w = tl.load(at_w, mask=known[:, None] & in_d[None, :], other=0.0)
+    w = rows_of(W, v, known, d, D)
     acc = tl.zeros((v.shape[0], d.shape[0]), tl.float32)
     for r0 in range(0, BLOCK_R if SINGLE else R, BLOCK_R):
         r = r0 + tl.arange(0, BLOCK_R)
-        at_b = B + r[:, None].to(tl.int64) * stride_br + d[None, :].to(tl.int64) * stride_bd
-        b = s * tl.load(at_b, mask=(r < R)[:, None] & in_d[None, :], other=0.0).to(tl.float32)
-        slab = a if KEPT else _columns_of_A(A, v, known, r, R, stride_ar, stride_av)
+        b = s * loaded(B, r, d, R, D, False).to(tl.float32)
+        slab = a if KEPT else rows_of(A, v, known, r, R)
         acc = tl.dot(slab.to(w.dtype), b.to(w.dtype), acc, input_precision="ieee")
     return w.to(tl.float32) + acc
 
 
 @triton.jit(launch_metadata=launched)
 def embedding_kernel(
-    ids, W, A, B, m, c, y, s, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
+    ids,  # (T,)
+    W, A, B,  # (V, D), (R, V), (D, R)
+    m, c,  # (D,), or (V,) of PER_ROW; c None of OWN_NORM
+    y,  # (T, D)
+    s, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
     PER_ROW: tl.constexpr, OWN_NORM: tl.constexpr, SINGLE: tl.constexpr, KEPT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SPAN: tl.constexpr,
 ):
     """y of BLOCK_T tokens and SPAN columns. A number that is no row of W gives NaN, and reads nothing."""
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    v = tl.load(ids + t, mask=t < T, other=0).to(tl.int64)
+    W, A, B = Matrix(W, stride_wv, stride_wd), Matrix(A, stride_av, stride_ar), Matrix(B, stride_br, stride_bd)
+    t, v = _numbers(ids, tl.program_id(0), T, BLOCK_T)
     known = (t < T) & (v >= 0) & (v < V)
-    r = tl.arange(0, BLOCK_R)
     a = 0.0
     if SINGLE and KEPT:
-        a = _columns_of_A(A, v, known, r, R, stride_ar, stride_av)
+        a = rows_of(A, v, known, tl.arange(0, BLOCK_R), R)
     g = tl.full((BLOCK_T, 1), 1.0, tl.float32)
     if PER_ROW:
         if OWN_NORM:
             squares = tl.zeros((BLOCK_T,), tl.float32)
             for d0 in range(0, D, BLOCK_D):
                 d = d0 + tl.arange(0, BLOCK_D)
-                u = _tile(
-                    W, A, B, a, v, known, d, s, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
-                    BLOCK_R, SINGLE, SINGLE and KEPT,
-                )
+                u = _tile(W, A, B, a, v, known, d, s, D, R, BLOCK_R, SINGLE, SINGLE and KEPT)
                 squares += tl.sum(u * u, axis=1)
             cv = tl.sqrt_rn(squares)
         else:
-            cv = tl.load(c + v, mask=known, other=1.0).to(tl.float32)
+            cv = tl.load(c + v, mask=known, other=1.0)
         mv = tl.load(m + v, mask=known, other=0.0).to(tl.float32)
-        g = tl.div_rn(mv, tl.where(cv < EPS, EPS, cv))[:, None]
+        g = tl.div_rn(mv, floored(cv))[:, None]
     first = tl.program_id(1) * SPAN
     for d0 in range(first, min(first + SPAN, D), BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
         if not PER_ROW:  # asked for before the product, which waits
             cd, md = tl.load(c + d, mask=d < D, other=1.0), tl.load(m + d, mask=d < D, other=0.0)
-        u = _tile(
-            W, A, B, a, v, known, d, s, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
-            BLOCK_R, SINGLE, SINGLE and KEPT,
-        )
-        if PER_ROW:
-            out = g * u
-        else:
-            cd = cd.to(tl.float32)
-            out = tl.div_rn(md.to(tl.float32), tl.where(cd < EPS, EPS, cd))[None, :] * u
+        u = _tile(W, A, B, a, v, known, d, s, D, R, BLOCK_R, SINGLE, SINGLE and KEPT)
+        out = g * u if PER_ROW else tl.div_rn(md.to(tl.float32), floored(cd))[None, :] * u
         out = tl.where(known[:, None], out, float("nan"))
         at = y + t[:, None].to(tl.int64) * D + d[None, :]
         tl.store(at, out.to(y.dtype.element_ty), mask=(t < T)[:, None] & (d < D)[None, :])
@@ -87,27 +75,12 @@ def embedding_kernel(
 
 @triton.jit(launch_metadata=launched)
 def embedding_ready_kernel(
-    ids,
-    A,
-    B,
-    m,
-    c,
-    h,
-    b,
-    g,
-    s,
-    T,
-    V,
-    D,
-    R,
-    stride_ar,
-    stride_av,
-    stride_bd,
-    stride_br,
-    WITH_G: tl.constexpr,
-    PDL: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    ids,  # (T,)
+    A, B,  # (R, V), (D, R)
+    m, c,  # (D,)
+    h, b, g,  # (T, R), (D, R), (D,)
+    s, T, V, D, R, stride_ar, stride_av, stride_bd, stride_br,
+    WITH_G: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """h = A^T[ids], b = s B, or s g B of WITH_G, in the dtype of products, and g: what the tiles read over and over.
 
@@ -118,36 +91,24 @@ def embedding_ready_kernel(
     at, r = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     in_r = (r < R)[None, :]
     v = tl.load(ids + at, mask=at < T, other=0).to(tl.int64)
-    a = _columns_of_A(A, v, (at < T) & (v >= 0) & (v < V), r, R, stride_ar, stride_av)
-    tl.store(h + at[:, None].to(tl.int64) * R + r[None, :], a.to(h.dtype.element_ty), mask=(at < T)[:, None] & in_r)
-    in_d = (at < D)[:, None] & in_r
+    a = rows_of(Matrix(A, stride_av, stride_ar), v, (at < T) & (v >= 0) & (v < V), r, R)
+    out = at[:, None].to(tl.int64) * R + r[None, :]
+    tl.store(h + out, a.to(h.dtype.element_ty), mask=(at < T)[:, None] & in_r)
     gd = g_tile(m, c, at, D)
-    part = s * tl.load(B + at[:, None].to(tl.int64) * stride_bd + r[None, :].to(tl.int64) * stride_br, mask=in_d, other=0.0).to(
-        tl.float32
-    )
+    part = s * loaded(Matrix(B, stride_bd, stride_br), at, r, D, R, False).to(tl.float32)
     part = part * gd[:, None] if WITH_G else part
-    tl.store(b + at[:, None].to(tl.int64) * R + r[None, :], part.to(b.dtype.element_ty), mask=in_d)
+    tl.store(b + out, part.to(b.dtype.element_ty), mask=(at < D)[:, None] & in_r)
     tl.store(g + at, gd, mask=at < D)  # every slab of the rank writes the same
 
 
 @triton.jit(launch_metadata=launched)
 def embedding_tile_kernel(
-    ids,
-    W,
-    h,
-    b,
-    g,
-    y,
-    T,
-    V,
-    D,
-    R,
-    stride_wv,
-    stride_wd,
-    PDL: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    ids,  # (T,)
+    W,  # (V, D)
+    h, b, g,  # (T, R), (D, R), (D,)
+    y,  # (T, D)
+    T, V, D, R, stride_wv, stride_wd,
+    PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """One tile of y = g (W[ids] + h b^T). The rows of W are on their way before anything else is."""
     strips = tl.cdiv(D, BLOCK_D)  # those of the same rows run together
@@ -182,14 +143,14 @@ def _numbers(ids, i, T, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def _asked(W, A, t, v, d, r, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, EVEN: tl.constexpr):
+def _asked(W, A, t, v, d, r, T, V, D, R, EVEN: tl.constexpr):
     """Rows of W and columns of A of the tokens t, whose numbers are v, at columns d. EVEN: all of d and of r are there."""
     known = (t < T) & (v >= 0) & (v < V)
     mask_w, mask_a = known[:, None], known[:, None]
     if not EVEN:
         mask_w, mask_a = mask_w & (d < D)[None, :], mask_a & (r < R)[None, :]
-    w = tl.load(W + v[:, None] * stride_wv + d[None, :].to(tl.int64) * stride_wd, mask=mask_w, other=float("nan"))
-    return w, tl.load(A + v[:, None] * stride_av + r[None, :].to(tl.int64) * stride_ar, mask=mask_a, other=0.0)
+    w = tl.load(W.p + v[:, None] * W.row + d[None, :].to(tl.int64) * W.col, mask=mask_w, other=float("nan"))
+    return w, tl.load(A.p + v[:, None] * A.row + r[None, :].to(tl.int64) * A.col, mask=mask_a, other=0.0)
 
 
 @triton.jit
@@ -205,33 +166,37 @@ def _answered(w, a, bt, gd, y, s, t, d, T, D, EVEN: tl.constexpr):
 
 @triton.jit(launch_metadata=launched)
 def embedding_walk_kernel(
-    ids, W, A, B, m, c, y, s, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
+    ids,  # (T,)
+    W, A, B,  # (V, D), (R, V), (D, R)
+    m, c,  # (D,)
+    y,  # (T, D)
+    s, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, stride_bd, stride_br,
     STAGES: tl.constexpr, EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """y = g (W[ids] + s A^T[ids] B^T) of one strip of columns and every so many blocks of tokens. B and g of the strip stay;
     rows of W and columns of A are asked for STAGES / 2 blocks ahead. Of one stage numbers alone are, and before B is. Of no
     stage there is one block: it asks for all there is before it uses any."""
+    W, A = Matrix(W, stride_wv, stride_wd), Matrix(A, stride_av, stride_ar)
     d, r = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
     first, blocks, step = tl.program_id(1), tl.cdiv(T, BLOCK_T), tl.num_programs(1)
     if STAGES <= 1:
         t, v = _numbers(ids, first, T, BLOCK_T)
-    at_b = B + d[None, :].to(tl.int64) * stride_bd + r[:, None].to(tl.int64) * stride_br
-    b = tl.load(at_b) if EVEN else tl.load(at_b, mask=(r < R)[:, None] & (d < D)[None, :], other=0.0)
+    b = loaded(Matrix(B, stride_br, stride_bd), r, d, R, D, EVEN)
     if STAGES == 0:
         column = d[:, None]
         cd = tl.load(c + column, mask=column < D, other=1.0).to(tl.float32)
         md = tl.load(m + column, mask=column < D, other=0.0).to(tl.float32)
-        w, a = _asked(W, A, t, v, d, r, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, EVEN)
+        w, a = _asked(W, A, t, v, d, r, T, V, D, R, EVEN)
         # a sum over one, which the compiler does not repeat in each thread that needs its columns: 16 divisions, not 2
-        gd = tl.sum(tl.div_rn(md, tl.where(cd < EPS, EPS, cd)), axis=1)
-        _answered(w, a, b.to(W.dtype.element_ty), gd, y, s, t, d, T, D, EVEN)
+        gd = tl.sum(tl.div_rn(md, floored(cd)), axis=1)
+        _answered(w, a, b.to(W.p.dtype.element_ty), gd, y, s, t, d, T, D, EVEN)
     else:
-        bt = b.to(W.dtype.element_ty)
+        bt = b.to(W.p.dtype.element_ty)
         gd = g_tile(m, c, d, D)
         for i in tl.range(first, blocks, step, num_stages=STAGES):
             if STAGES > 1:
                 t, v = _numbers(ids, i, T, BLOCK_T)
-            w, a = _asked(W, A, t, v, d, r, T, V, D, R, stride_wv, stride_wd, stride_ar, stride_av, EVEN)
+            w, a = _asked(W, A, t, v, d, r, T, V, D, R, EVEN)
             _answered(w, a, bt, gd, y, s, t, d, T, D, EVEN)
             if STAGES == 1:
                 t, v = _numbers(ids, i + step, T, BLOCK_T)

@@ -5,64 +5,45 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.g import EPS
+from fdora.triton.kernels.embedding import rows_of
+from fdora.triton.kernels.g import EPS, floored, g_of
+from fdora.triton.kernels.tile import Matrix, loaded
 from fdora.triton.runtime.cost import launched
 
 
 @triton.jit(launch_metadata=launched)
 def embedding_bwd_kernel(
-    dy,
-    ids,
-    W,
-    h,
-    b,
-    partial_A,
-    partial_Y,
-    partial_m,
-    T,
-    V,
-    D,
-    R,
-    padding,
-    stride_dy,
-    stride_wv,
-    stride_wd,
-    NEED_A: tl.constexpr,
-    NEED_Y: tl.constexpr,
-    NEED_M: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    dy,  # (T, D)
+    ids,  # (T,)
+    W, h, b,  # (V, D), (T, R), (D, R)
+    partial_A, partial_Y, partial_m,  # (strips, T, R), (parts, D, R), (parts, D)
+    T, V, D, R, padding, stride_dy, stride_wv, stride_wd,
+    NEED_A: tl.constexpr, NEED_Y: tl.constexpr, NEED_M: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """Of one strip of columns and ROWS tokens: dy b for each token, and the sums of dy^T h and of dy w over them."""
     d, r = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
     in_d, in_r = d < D, r < R
     part = tl.program_id(1)
     if NEED_A:
-        at_b = b + d[:, None].to(tl.int64) * R + r[None, :]
-        bt = tl.load(at_b, mask=in_d[:, None] & in_r[None, :], other=0.0)
+        bt = loaded(Matrix(b, R, 1), d, r, D, R, False)
     if NEED_Y:
         sum_Y = tl.zeros((BLOCK_D, BLOCK_R), tl.float32)
     if NEED_M:
         sum_m = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for i in range(0, ROWS, BLOCK_T):
         t = part * ROWS + i + tl.arange(0, BLOCK_T)
-        in_t = t < T
-        v = tl.load(ids + t, mask=in_t, other=0).to(tl.int64)
-        known = in_t & (v >= 0) & (v < V) & (v != padding)
-        mask = known[:, None] & in_d[None, :]
-        row = t[:, None].to(tl.int64)
+        v = tl.load(ids + t, mask=t < T, other=0).to(tl.int64)
+        known = (t < T) & (v >= 0) & (v < V) & (v != padding)
         if NEED_M:
-            at_w = W + v[:, None] * stride_wv + d[None, :].to(tl.int64) * stride_wd
-            w = tl.load(at_w, mask=mask, other=0.0)
-        dt = tl.load(dy + row * stride_dy + d[None, :], mask=mask, other=0.0)
+            w = rows_of(Matrix(W, stride_wv, stride_wd), v, known, d, D)
+        dt = rows_of(Matrix(dy, stride_dy, 1), t.to(tl.int64), known, d, D)
         if NEED_Y:
-            ht = tl.load(h + row * R + r[None, :], mask=known[:, None] & in_r[None, :], other=0.0)
+            ht = rows_of(Matrix(h, R, 1), t.to(tl.int64), known, r, R)
             sum_Y = tl.dot(tl.trans(dt), ht, sum_Y, input_precision="ieee")
         if NEED_A:
-            at_p = partial_A + (tl.program_id(0).to(tl.int64) * T + row) * R + r[None, :]
-            tl.store(at_p, tl.dot(dt, bt, input_precision="ieee"), mask=in_t[:, None] & in_r[None, :])
+            at_p = partial_A + (tl.program_id(0).to(tl.int64) * T + t[:, None].to(tl.int64)) * R + r[None, :]
+            tl.store(at_p, tl.dot(dt, bt, input_precision="ieee"), mask=(t < T)[:, None] & in_r[None, :])
         if NEED_M:
             sum_m += dt.to(tl.float32) * w.to(tl.float32)
     at = part.to(tl.int64) * D + d
@@ -74,25 +55,12 @@ def embedding_bwd_kernel(
 
 @triton.jit(launch_metadata=launched)
 def embedding_finish_kernel(
-    partial_Y,
-    partial_m,
-    B,
-    m,
-    c,
-    dB,
-    dm,
-    dc,
-    s,
-    D,
-    R,
-    parts,
-    stride_bd,
-    stride_br,
-    NEED_B: tl.constexpr,
-    NEED_M: tl.constexpr,
-    NEED_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    partial_Y, partial_m,  # (parts, D, R), (parts, D)
+    B,  # (D, R)
+    m, c,  # (D,)
+    dB, dm, dc,  # (D, R), (D,), (D,)
+    s, D, R, parts, stride_bd, stride_br,
+    NEED_B: tl.constexpr, NEED_M: tl.constexpr, NEED_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """dB = s g Y, dm = (sum dy w + s sum_r B Y) / c and dc = -dm g, from the parts of Y = dy^T h in their order."""
     d, r = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
@@ -105,19 +73,18 @@ def embedding_finish_kernel(
         Y += tl.load(partial_Y + tl.cast(i, tl.int64) * D * R + at, mask=mask, other=0.0)
         if NEED_M or NEED_C:
             base += tl.load(partial_m + tl.cast(i, tl.int64) * D + d, mask=in_d, other=0.0)
-    cd = tl.load(c + d, mask=in_d, other=1.0).to(tl.float32)
-    floored = tl.where(cd < EPS, EPS, cd)
-    g = tl.div_rn(tl.load(m + d, mask=in_d, other=0.0).to(tl.float32), floored)
+    cd = tl.load(c + d, mask=in_d, other=1.0)
+    g = g_of(m, cd, d, D)
     if NEED_B:
         tl.store(dB + at, (s * g[:, None] * Y).to(dB.dtype.element_ty), mask=mask)
     if NEED_M or NEED_C:
-        at_b = B + d[:, None].to(tl.int64) * stride_bd + r[None, :].to(tl.int64) * stride_br
-        low = s * tl.sum(Y * tl.load(at_b, mask=mask, other=0.0).to(tl.float32), axis=1)
-        total = tl.div_rn(base + low, floored)
+        b = loaded(Matrix(B, stride_bd, stride_br), d, r, D, R, False)
+        low = s * tl.sum(Y * b.to(tl.float32), axis=1)
+        total = tl.div_rn(base + low, floored(cd))
         if NEED_M:
             tl.store(dm + d, total.to(dm.dtype.element_ty), mask=in_d)
         if NEED_C:
-            tl.store(dc + d, tl.where(cd > EPS, -total * g, 0.0), mask=in_d)
+            tl.store(dc + d, tl.where(cd.to(tl.float32) > EPS, -total * g, 0.0), mask=in_d)
 
 
 @triton.jit
@@ -127,7 +94,12 @@ def _joined(first_a, sum_a, first_b, sum_b):
 
 
 @triton.jit(launch_metadata=launched)
-def segment_scan_kernel(partial_A, key, order, sums, T, R, parts, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr):
+def segment_scan_kernel(
+    partial_A,  # (parts, T, R)
+    key, order,  # (T,)
+    sums,  # (T, R)
+    T, R, parts, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+):
     """Values of tokens, each the sum of its parts, in the order of their numbers: sums[i] is that of its number, in this block
     and up to i."""
     i, r = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
@@ -148,19 +120,10 @@ def segment_scan_kernel(partial_A, key, order, sums, T, R, parts, BLOCK_T: tl.co
 
 @triton.jit(launch_metadata=launched)
 def segment_total_kernel(
-    sums,
-    key,
-    out,
-    T,
-    V,
-    R,
-    padding,
-    stride_ov,
-    stride_or,
-    COMPACT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    sums, key,  # (T, R), (T,)
+    out,  # (R, V), or (T, R) of COMPACT
+    T, V, R, padding, stride_ov, stride_or,
+    COMPACT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
     """The sum of each number to its column of ``out``, or of COMPACT to the row of its last token.
 

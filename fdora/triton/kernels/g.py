@@ -11,12 +11,19 @@ EPS = tl.constexpr(eps())
 
 
 @triton.jit
+def floored(c):
+    """Norms that g divides by, in float32. A NaN stays one."""
+    c = c.to(tl.float32)
+    return tl.where(c < EPS, EPS, c)
+
+
+@triton.jit
 def g_tile(m, c, n, N):
-    """g of the columns n, in float32. A NaN in c stays one."""
-    return g_of(m, tl.load(c + n, mask=n < N, other=1.0).to(tl.float32), n, N)
+    """g of the columns n, in float32."""
+    return g_of(m, tl.load(c + n, mask=n < N, other=1.0), n, N)
 
 
 @triton.jit
 def g_of(m, cn, n, N):
     """The same, of the norms cn of these columns."""
-    return tl.div_rn(tl.load(m + n, mask=n < N, other=0.0).to(tl.float32), tl.where(cn < EPS, EPS, cn))
+    return tl.div_rn(tl.load(m + n, mask=n < N, other=0.0).to(tl.float32), floored(cn))

@@ -6,26 +6,28 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.multi import rank_of
-from fdora.triton.kernels.tile import tile_at, tile_of
+from fdora.triton.kernels.sums import column_sums
+from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, loaded, tile_at, tile_of
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit(launch_metadata=launched)
 def multi_norm_kernel(
-    W, A, B, s, ranks, partial, N, K, R, G, slabs, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak,
-    stride_ba, stride_bn, stride_br,
+    W, A, B,  # (N, K), (G, R, K), (G, N, R)
+    s, ranks,  # (G,)
+    partial,  # (tiles along K, G, N)
+    N, K, R, G, slabs, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak, stride_ba, stride_bn, stride_br,
     HAS_RANKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Sums of squares of a tile's rows, (tiles along K, G, N). One loop over the slabs of all adapters: the copies of the next
+    """Sums of squares of a tile's rows. One loop over the slabs of all adapters: the copies of the next
     adapter's start under the squares of this one."""
     tile_n, tile_k = tile_at(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, GROUP)
     n, k, r = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_R)
-    at_w = W + n[:, None].to(tl.int64) * stride_wn + k[None, :].to(tl.int64) * stride_wk
     at_b = B + n[:, None].to(tl.int64) * stride_bn + r[None, :].to(tl.int64) * stride_br
     at_a = A + r[:, None].to(tl.int64) * stride_ar + k[None, :].to(tl.int64) * stride_ak
-    w = tl.load(at_w) if EVEN else tl.load(at_w, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+    w = loaded(Matrix(W, stride_wn, stride_wk), n, k, N, K, EVEN)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for i in range(0, G * slabs):
         g, r0 = tl.cast(i // slabs, tl.int64), i % slabs * BLOCK_R
@@ -64,14 +66,16 @@ def _gram(at_a, in_r, by, a, r, part, grams, K, G, span, stride_ak, BLOCK_K: tl.
 
 @triton.jit(launch_metadata=launched)
 def strip_norm_kernel(
-    W, A, B, s, ranks, partial, grams, N, K, R, G, span, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak,
-    stride_ba, stride_bn, stride_br,
+    W, A, B,  # (N, K), (G, R, K), (G, N, R)
+    s, ranks,  # (G,)
+    partial, grams,  # (spans, G + 1, N), (spans, G, BLOCK_R, BLOCK_R)
+    N, K, R, G, span, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak, stride_ba, stride_bn, stride_br,
     HAS_RANKS: tl.constexpr, ADAPTERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):
     """The terms of ||W_n||^2 + <b_n, 2 s A W_n> + <b_n, s^2 A A^T b_n> over ``span`` columns, for adapters whose ranks lie
-    beside each other in one product with W. Of BLOCK_N rows the second and, after those of all adapters, the first, (spans,
-    G + 1, N); of the program ahead of the first rows s^2 A A^T, (spans, G, BLOCK_R, BLOCK_R)."""
+    beside each other in one product with W. Of BLOCK_N rows the second and, after those of all adapters, the first; of the
+    program ahead of the first rows s^2 A A^T."""
     if PDL:
         gdc_launch_dependents()
     first, part = tl.program_id(0) * ADAPTERS, tl.program_id(2)
@@ -106,36 +110,33 @@ def strip_norm_kernel(
 
 
 @triton.jit
-def _direct(
-    W, A, b, by, n, r, in_r, N, K, stride_wn, stride_wk, stride_ar, stride_ak,
-    BLOCK_K: tl.constexpr,
-):
+def _direct(W, A, b, by, n, rank, N, K, BLOCK_K: tl.constexpr):
     """The sums of squares of rows n of W + s b A."""
-    squares = tl.zeros((n.shape[0],), tl.float32)
+    r, squares = tl.arange(0, b.shape[1]), tl.zeros((n.shape[0],), tl.float32)
     for k0 in tl.range(0, K, BLOCK_K):
-        k = (k0 + tl.arange(0, BLOCK_K))[None, :]
-        at = W + n[:, None].to(tl.int64) * stride_wn + k.to(tl.int64) * stride_wk
-        w = tl.load(at, mask=(n < N)[:, None] & (k < K), other=0.0).to(tl.float32)
-        at = A + r[:, None].to(tl.int64) * stride_ar + k.to(tl.int64) * stride_ak
-        v = w + by * tl.dot(b, tl.load(at, mask=in_r[:, None] & (k < K), other=0.0))
+        k = k0 + tl.arange(0, BLOCK_K)
+        w = loaded(W, n, k, N, K, False).to(tl.float32)
+        v = w + by * tl.dot(b, loaded(A, r, k, rank, K, False))
         squares += tl.sum(v * v, axis=1)
     return squares
 
 
 @triton.jit(launch_metadata=launched)
 def strip_root_kernel(
-    W, A, B, s, ranks, partial, grams, c, N, K, R, G, spans, first, width, stride_wn, stride_wk,
-    stride_aa, stride_ar, stride_ak, stride_ba, stride_bn, stride_br,
+    W, A, B,  # (N, K), (G, R, K), (G, N, R)
+    s, ranks,  # (G,)
+    partial, grams,  # (spans, G + 1, N), (spans, G, BLOCK_R, BLOCK_R)
+    c,  # (G, width)
+    N, K, R, G, spans, first, width, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak, stride_ba, stride_bn, stride_br,
     HAS_RANKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
     CANCELLED: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The roots of an adapter's sums of terms, into N columns of c from ``first`` on; c is ``width`` wide. A row whose terms
+    """The roots of an adapter's sums of terms, into N columns of c from ``first`` on. A row whose terms
     cancel is summed again directly, by the program that has it."""
     g, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     r, i = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_R)
-    in_r = r < rank_of(ranks, g, G, R, HAS_RANKS)
-    at_b = B + g * stride_ba + n[:, None].to(tl.int64) * stride_bn + r[None, :].to(tl.int64) * stride_br
-    b = tl.load(at_b, mask=(n < N)[:, None] & in_r[None, :], other=0.0)
+    rank = rank_of(ranks, g, G, R, HAS_RANKS)
+    b = loaded(Matrix(B + g * stride_ba, stride_bn, stride_br), n, r, N, rank, False)
     cross, size = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
     gram = tl.zeros((BLOCK_R, BLOCK_R), tl.float32)
     if PDL:
@@ -150,74 +151,39 @@ def strip_root_kernel(
     sq = size + cross
     lost = sq < CANCELLED * size  # not where it is NaN
     if tl.max(lost.to(tl.int32), axis=0) > 0:
-        again = _direct(
-            W, A + g * stride_aa, b, tl.load(s + g), n, r, in_r, N, K, stride_wn, stride_wk, stride_ar, stride_ak, BLOCK_K
-        )
+        own = Matrix(A + g * stride_aa, stride_ar, stride_ak)
+        again = _direct(Matrix(W, stride_wn, stride_wk), own, b, tl.load(s + g), n, rank, N, K, BLOCK_K)
         sq = tl.where(lost, again, sq)
     tl.store(c + g * width + first + n, tl.sqrt_rn(sq), mask=n < N)
 
 
 @triton.jit(launch_metadata=launched)
 def experts_norm_kernel(
-    W,
-    A,
-    B,
-    s,
-    partial,
-    N,
-    K,
-    R,
-    G,
-    stride_we,
-    stride_wn,
-    stride_wk,
-    stride_aa,
-    stride_ar,
-    stride_ak,
-    stride_ba,
-    stride_bn,
-    stride_br,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
+    W, A, B,  # (G, N, K), (G, R, K), (G, N, R)
+    s,  # (G,)
+    partial,  # (tiles along K, G, N)
+    N, K, R, G, stride_we, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak, stride_ba, stride_bn, stride_br,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The same where each adapter has a W of its own, and a tile one product."""
     g = tl.program_id(1).to(tl.int64)
-    _, tile_k, n, _, w, acc = tile_of(
-        tl.program_id(0),
-        W + g * stride_we,
-        A + g * stride_aa,
-        B + g * stride_ba,
-        N,
-        K,
-        R,
-        stride_wn,
-        stride_wk,
-        stride_ar,
-        stride_ak,
-        stride_bn,
-        stride_br,
-        BLOCK_N,
-        BLOCK_K,
-        BLOCK_R,
-        GROUP,
-        EVEN,
-        PRECISION,
-        False,
-    )
+    W, A, B = W + g * stride_we, A + g * stride_aa, B + g * stride_ba
+    low = LowRank(Matrix(A, stride_ar, stride_ak), Matrix(B, stride_bn, stride_br), R, None, None)
+    T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, False)
+    _, first_k, n, _, w, acc = tile_of(tl.program_id(0), Matrix(W, stride_wn, stride_wk), low, N, K, T)
     v = w + tl.load(s + g) * acc
-    tl.store(partial + (tile_k.to(tl.int64) * G + g) * N + n, tl.sum(v * v, axis=1), mask=n < N)
+    tl.store(partial + ((first_k // BLOCK_K).to(tl.int64) * G + g) * N + n, tl.sum(v * v, axis=1), mask=n < N)
 
 
 @triton.jit(launch_metadata=launched)
-def multi_root_kernel(partial, c, N, G, strips, first, width, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
-    """The roots of the sums of an adapter's partials, into N columns of c from ``first`` on; c is ``width`` wide."""
-    n, t, a = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T), tl.program_id(1)
-    acc = tl.zeros((BLOCK_N,), tl.float32)
-    for t0 in range(0, strips, BLOCK_T):
-        at = ((t0 + t).to(tl.int64) * G + a)[:, None] * N + n[None, :]
-        acc += tl.sum(tl.load(partial + at, mask=(t0 + t < strips)[:, None] & (n < N)[None, :], other=0.0), axis=0)
-    tl.store(c + tl.cast(a, tl.int64) * width + first + n, tl.sqrt_rn(acc), mask=n < N)
+def multi_root_kernel(
+    partial,  # (strips, G, N)
+    c,  # (G, width)
+    N, G, strips, first, width,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):
+    """The roots of the sums of an adapter's partials, into N columns of c from ``first`` on."""
+    n, a = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1).to(tl.int64)
+    acc = column_sums(partial + a * N, n, N, tl.cast(G, tl.int64) * N, strips, BLOCK_T)
+    tl.store(c + a * width + first + n, tl.sqrt_rn(acc), mask=n < N)

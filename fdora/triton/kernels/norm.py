@@ -1,109 +1,190 @@
-"""The row norm of W + s B A, tile by tile; see fdora/triton/norm.py."""
+"""The row norm of W + s B A, tile by tile, of a W that is dense or codes; see fdora/triton/norm.py and quant.py.
+
+One body sums the squares of a run of tiles. It is told how W is read (READ) and what becomes of a tile beside its B A (TILE):
+jit functions, whose constants travel in a tuple of their own (HOW).
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from fdora.triton.kernels.hash import unchanged
-from fdora.triton.kernels.tile import slab_of_A, slab_of_B, tile_of, unscaled
+from fdora.triton.kernels.sums import column_sums
+from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, loaded, low_rank, low_rank_tma, tile_at, unscaled
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
+class Rows(NamedTuple):
+    """Of a tile: where it begins, its rows as B and the partials have them, as W has them, and which there are."""
+
+    first: Any
+    n: Any
+    of_W: Any
+    inside: Any
+
+
+class Sums(NamedTuple):
+    """Where results go: the partial sums (runs, N), and W (N, K) itself in rows of this pitch, where it is wanted."""
+
+    partial: Any
+    dense: Any
+    pitch: Any
+
+
+class Run(NamedTuple):
+    """Constants of a run of tiles. ``SINGLE``: it is one tile. ``ONE_SLAB``: B is read once. ``AHEAD``: W is read a tile
+    ahead. ``STAGES``: of the loop, where W is to be copied ahead though it enters no product. ``UNIT``: columns that it counts
+    as one; a tile of codes, whose divisions by what lies in a byte or a group fold then. ``CUT``: the last run may be
+    shorter."""
+
+    SINGLE: Any
+    ONE_SLAB: Any
+    AHEAD: Any
+    STAGES: Any
+    UNIT: Any
+    CUT: Any
+
+
 @triton.jit
-def _norm_tile(
-    i, W, A, B, scale_n, scale_k, partial, s, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr,
+def walk(
+    EACH: tl.constexpr, of, HOW: tl.constexpr, count, old_hash, new_hash,
+    WORDS: tl.constexpr, FLATTEN: tl.constexpr, PDL: tl.constexpr,
 ):
-    _, tile_k, n, k, w, acc = tile_of(
-        i, W, A, B, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
-        BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA,
-    )
-    if SCALED and TMA:  # a half of the columns at a time: the scales of 256 would spill
-        low, high = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N, 2, BLOCK_K // 2)), (0, 2, 1)))
-        w_low, w_high = tl.split(tl.permute(tl.reshape(w, (BLOCK_N, 2, BLOCK_K // 2)), (0, 2, 1)))
-        k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K // 2)
-        v = w_low + s * unscaled(low, scale_n, scale_k, n, k, N, K)
+    """``EACH`` of ``count`` things: a program each, or few programs that share them. Where fingerprints have WORDS there is
+    nothing to do if both are the same."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if WORDS or FLATTEN:
+        if WORDS:
+            count = tl.where(unchanged(old_hash, new_hash, WORDS), 0, count)
+        # Flattened, the copies of the next tile start under the last products and the squares of this one.
+        for i in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=FLATTEN):
+            EACH(i, *of, *HOW)
+    else:
+        EACH(tl.program_id(0), *of, *HOW)
+
+
+@triton.jit
+def product_of(low, b, rows, first_k, N, K, T: tl.constexpr):
+    """B A of a tile. ``b``: the only slab of B, if it is one."""
+    k = first_k + tl.arange(0, T.K)
+    if T.TMA:
+        acc = low_rank_tma(low, rows.first, first_k, T)
+    elif b is not None:
+        a = loaded(low.A, tl.arange(0, T.R), k, low.R, K, T.EVEN == 2)
+        acc = unscaled(tl.dot(b, a, input_precision=T.PRECISION), low, rows.n, k, N, K)
+    else:
+        acc = unscaled(low_rank(low, rows.n, k, N, K, T), low, rows.n, k, N, K)
+    return acc
+
+
+@triton.jit
+def squares_of_run(
+    i, W, low, s, to, first, N, K, span,
+    READ: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr, T: tl.constexpr, RUN: tl.constexpr,
+):
+    """The i-th run of tiles of the same rows: the sums of squares of ``span`` columns of N rows of W, from ``first`` on."""
+    tile_n, run = tile_at(i, N, K, T.N, span, T.GROUP)
+    n = tile_n * T.N + tl.arange(0, T.N)
+    rows = Rows(tile_n * T.N, n, (first + n).to(tl.int64), n < N)
+    b = None
+    if RUN.ONE_SLAB and not T.TMA:
+        b = loaded(low.B, n, tl.arange(0, T.R), N, low.R, T.EVEN == 2)
+    if RUN.SINGLE:
+        k0 = run * T.K
+        w = READ(W, None, rows, k0, k0, K, HOW, T)
+        squares = TILE(W, w, low, b, s, to, rows, k0, N, K, HOW, T)
+    else:
+        squares = tl.zeros((T.N,), tl.float32)
+        begin = run * (span // RUN.UNIT)
+        end = begin + span // RUN.UNIT
+        if RUN.CUT:
+            end = min(end, tl.cdiv(K, RUN.UNIT))
+        if RUN.AHEAD:
+            w = READ(W, None, rows, begin * T.K, min(begin + 1, end - 1) * T.K, K, HOW, T)
+        for i in tl.range(begin, end, T.K // RUN.UNIT, num_stages=RUN.STAGES):
+            k0 = i * RUN.UNIT
+            if RUN.AHEAD:
+                w_next = READ(W, w, rows, min(i + 1, end - 1) * T.K, min(i + 2, end - 1) * T.K, K, HOW, T)
+            else:
+                w = READ(W, None, rows, k0, k0, K, HOW, T)
+            squares += TILE(W, w, low, b, s, to, rows, k0, N, K, HOW, T)
+            if RUN.AHEAD:
+                w = w_next
+    tl.store(to.partial + run.to(tl.int64) * N + n, squares, mask=rows.inside)
+
+
+@triton.jit
+def read_dense(W, before, rows, first_k, then, K, HOW: tl.constexpr, T: tl.constexpr):
+    if T.TMA:
+        w = 0.0  # TILE reads it, behind the products
+    else:
+        k = first_k + tl.arange(0, T.K)
+        at = W.p + rows.of_W[:, None] * W.row + k[None, :].to(tl.int64) * W.col
+        w = tl.load(at) if T.EVEN else tl.load(at, mask=rows.inside[:, None] & (k < K)[None, :], other=0.0)
+    return w
+
+
+@triton.jit
+def halves(t, N: tl.constexpr, WIDTH: tl.constexpr):
+    """The first and the second half of the columns."""
+    return tl.split(tl.permute(tl.reshape(t, (N, 2, WIDTH // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def dense_tile(W, w, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T: tl.constexpr):
+    acc = product_of(low, b, rows, first_k, N, K, T)
+    if T.TMA:
+        w = W.p.load([rows.first, first_k])
+    w = w.to(tl.float32)
+    if T.TMA and low.scale_n is not None:  # a half of the columns at a time: the scales of 256 would spill
+        low_acc, high_acc = halves(acc, T.N, T.K)
+        w_low, w_high = halves(w, T.N, T.K)
+        k = first_k + tl.arange(0, T.K // 2)
+        v = w_low + s * unscaled(low_acc, low, rows.n, k, N, K)
         squares = tl.sum(v * v, axis=1)
-        v = w_high + s * unscaled(high, scale_n, scale_k, n, k + BLOCK_K // 2, N, K)
+        v = w_high + s * unscaled(high_acc, low, rows.n, k + T.K // 2, N, K)
         squares += tl.sum(v * v, axis=1)
     else:
-        v = w + s * (unscaled(acc, scale_n, scale_k, n, k, N, K) if SCALED else acc)
+        v = w + s * acc
         squares = tl.sum(v * v, axis=1)
-    tl.store(partial + tile_k.to(tl.int64) * N + n, squares, mask=n < N)
-
-
-@triton.jit
-def _norm_strip(
-    i, W, A, B, scale_n, scale_k, partial, s, N, K, R, span, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """BLOCK_N rows and ``span`` columns, B read once. With AHEAD given, W is copied ahead too, though it enters no product."""
-    strips = tl.cdiv(K, span)
-    strip = i % strips
-    n, kk = i // strips * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    b = slab_of_B(B, n, N, R, stride_bn, stride_br, BLOCK_R, EVEN == 2)
-    at_w = W + n[:, None].to(tl.int64) * stride_wn
-    squares = tl.zeros((BLOCK_N,), tl.float32)
-    for k0 in tl.range(strip * span, min(K, strip * span + span), BLOCK_K, num_stages=AHEAD):
-        k = k0 + kk
-        at = at_w + k[None, :].to(tl.int64) * stride_wk
-        w = tl.load(at) if EVEN else tl.load(at, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
-        acc = tl.dot(b, slab_of_A(A, k, K, R, stride_ar, stride_ak, BLOCK_R, EVEN == 2))
-        v = w.to(tl.float32) + s * (unscaled(acc, scale_n, scale_k, n, k, N, K) if SCALED else acc)
-        squares += tl.sum(v * v, axis=1)
-    tl.store(partial + strip.to(tl.int64) * N + n, squares, mask=n < N)
+    return squares
 
 
 @triton.jit(launch_metadata=launched)
 def norm_kernel(
-    W, A, B, scale_n, scale_k, partial, old_hash, new_hash, s, N, K, R, span,
+    W, A, B,  # (N, K), (R, K), (N, R), or their descriptors
+    scale_n, scale_k,  # (N,), (K,)
+    partial,  # (tiles or strips along K, N)
+    old_hash, new_hash,  # (WORDS,)
+    s, N, K, R, span,  # columns of a strip, or None: single tiles
     stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr, WORDS: tl.constexpr,
     PDL: tl.constexpr, AHEAD: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    if GUARDED or TMA:
-        tiles = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, BLOCK_K if span is None else span)
-        if GUARDED:
-            tiles = tl.where(unchanged(old_hash, new_hash, WORDS), 0, tiles)
-        # Flattened, the copies of the next tile start under the last products and the squares of this one.
-        for i in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=TMA):
-            if span is not None:
-                _norm_strip(
-                    i, W, A, B, scale_n, scale_k, partial, s, N, K, R, span,
-                    stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
-                    BLOCK_N, BLOCK_K, BLOCK_R, EVEN, SCALED, AHEAD,
-                )
-            else:
-                _norm_tile(
-                    i, W, A, B, scale_n, scale_k, partial, s, N, K, R,
-                    stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
-                    BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA, SCALED,
-                )
-    elif span is not None:
-        _norm_strip(
-            tl.program_id(0), W, A, B, scale_n, scale_k, partial, s, N, K, R, span,
-            stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
-            BLOCK_N, BLOCK_K, BLOCK_R, EVEN, SCALED, AHEAD,
-        )
-    else:
-        _norm_tile(
-            tl.program_id(0), W, A, B, scale_n, scale_k, partial, s, N, K, R,
-            stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
-            BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA, SCALED,
-        )
+    SINGLE: tl.constexpr = span is None
+    columns = BLOCK_K if SINGLE else span
+    low = LowRank(Matrix(A, stride_ar, stride_ak), Matrix(B, stride_bn, stride_br), R, scale_k, scale_n)
+    T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, BLOCK_R, GROUP if SINGLE else 0, EVEN, PRECISION, TMA)
+    of = (Matrix(W, stride_wn, stride_wk), low, s, Sums(partial, None, None), 0, N, K, columns)
+    HOW: tl.constexpr = (read_dense, dense_tile, None, T, Run(SINGLE, not SINGLE, False, AHEAD, 1, True))
+    count = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, columns)
+    walk(squares_of_run, of, HOW, count, old_hash, new_hash, WORDS if GUARDED else 0, TMA, PDL)
 
 
 @triton.jit(launch_metadata=launched)
 def choose_kernel(
-    partial, c, old_hash, new_hash, out, N, strips,
+    partial,  # (strips, N)
+    c,  # (N,): the norm of before
+    old_hash, new_hash,  # (WORDS,)
+    out,  # (N,)
+    N, strips,
     KEEP: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):
     """The root of the column sums, added as in sum_kernel; or c as it was. KEEP writes it over c, too."""
@@ -111,11 +192,7 @@ def choose_kernel(
         gdc_wait()
     same = unchanged(old_hash, new_hash, WORDS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    t = tl.arange(0, BLOCK_T)
-    acc = tl.zeros((BLOCK_N,), tl.float32)
-    for t0 in range(0, 0 if same else strips, BLOCK_T):
-        mask = (t0 + t < strips)[:, None] & (n < N)[None, :]
-        acc += tl.sum(tl.load(partial + (t0 + t)[:, None].to(tl.int64) * N + n[None, :], mask=mask, other=0.0), axis=0)
+    acc = column_sums(partial, n, N, N, 0 if same else strips, BLOCK_T)
     before = tl.load(c + n, mask=n < N, other=0.0)
     after = tl.where(same, before, tl.sqrt_rn(acc))
     tl.store(out + n, after, mask=n < N)

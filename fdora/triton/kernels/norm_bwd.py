@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.gemm import store_halves, sum_by_tma
+from fdora.triton.kernels.tile import Matrix, loaded
 from fdora.triton.runtime.cost import launched
 
 
@@ -17,28 +18,29 @@ def slopes(dc, c, n, N):
     return tl.where(cn > 0, tl.div_rn(d, tl.where(cn > 0, cn, 1.0)), 0.0)
 
 
+@triton.jit
+def stored_onto(total, onto, out, i, j, P, Q):
+    """Into a Matrix (P, Q) at rows i and columns j; to what is in ``onto``, which lies as it does."""
+    at = i[:, None].to(tl.int64) * out.row + j[None, :].to(tl.int64) * out.col
+    mask = (i < P)[:, None] & (j < Q)[None, :]
+    if onto is not None:
+        total += tl.load(onto + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out.p + at, total.to(out.p.dtype.element_ty), mask=mask)
+
+
 @triton.jit(launch_metadata=launched)
 def norm_terms_kernel(
-    dc,
-    c,
-    B,
-    out,
-    wide,
-    N,
-    R,
-    stride_bn,
-    stride_br,
-    WITH_Q: tl.constexpr,
-    TERMS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    dc, c,  # (N,)
+    B,  # (N, R)
+    out, wide,  # (N, TERMS R), (N, R) float32
+    N, R, stride_bn, stride_br,
+    WITH_Q: tl.constexpr, TERMS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
-    """B, or q B with q = dc / c, in the dtype of products, (N, TERMS r): a sum of terms, the second what the first has lost. Of
-    two also in float32, into ``wide``."""
+    """B, or q B with q = dc / c, in the dtype of products: a sum of terms, the second what the first has lost. Of two also in
+    float32, into ``wide``."""
     n, r = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = (n < N)[:, None] & (r < R)[None, :]
-    at_b = B + n[:, None].to(tl.int64) * stride_bn + r[None, :].to(tl.int64) * stride_br
-    v = tl.load(at_b, mask=mask, other=0.0).to(tl.float32)
+    v = loaded(Matrix(B, stride_bn, stride_br), n, r, N, R, False).to(tl.float32)
     if WITH_Q:
         v = slopes(dc, c, n, N)[:, None] * v
     at = out + n[:, None].to(tl.int64) * (TERMS * R) + r[None, :]
@@ -52,63 +54,64 @@ def norm_terms_kernel(
 
 @triton.jit(launch_metadata=launched)
 def norm_tokens_kernel(
-    dc, c, B, dz, out, s, N, R, stride_bn, stride_br, stride_dz,
+    dc, c,  # (N,)
+    B,  # (N, R)
+    dz, out,  # (R, N), (N,)
+    s, N, R, stride_bn, stride_br, stride_dz,
     NEED_A: tl.constexpr, NEED_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
-    """s (q B)^T into dz (r, N), and s q into ``out``."""
+    """s (q B)^T into dz, and s q into ``out``."""
     n, r = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     q = s * slopes(dc, c, n, N)
     if NEED_B:
         tl.store(out + n, q, mask=n < N)  # every slab of the rank writes the same
     if NEED_A:
-        mask = (n < N)[:, None] & (r < R)[None, :]
-        b = tl.load(B + n[:, None].to(tl.int64) * stride_bn + r[None, :].to(tl.int64) * stride_br, mask=mask, other=0.0)
+        b = loaded(Matrix(B, stride_bn, stride_br), n, r, N, R, False)
         at = dz + r[None, :].to(tl.int64) * stride_dz + n[:, None]
+        mask = (n < N)[:, None] & (r < R)[None, :]
         tl.store(at, (q[:, None] * b.to(tl.float32)).to(dz.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _gram_part(
-    left, right, out, part, parts, length, R, stride_lr, stride_ln, stride_rn, stride_rr,
-    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    """One tile of left (r, n) times right (n, r), of one part of n, into the (parts, r, r). What is above the diagonal is what
-    is below it."""
+def _gram_part(left, right, out, part, parts, length, R, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One tile of left (R, length) times right (length, R), of one part of the length, into the (parts, R, R). What is above
+    the diagonal is what is below it."""
     tiles = tl.cdiv(R, BLOCK)
-    i = tl.program_id(0) // tiles * BLOCK + tl.arange(0, BLOCK)
-    j = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
+    row, col = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    i, j = row * BLOCK + tl.arange(0, BLOCK), col * BLOCK + tl.arange(0, BLOCK)
     span = tl.cdiv(tl.cdiv(length, parts), BLOCK_N) * BLOCK_N
     end = min(part * span + span, length)
-    in_i, in_j = (i < R)[:, None], (j < R)[None, :]
     acc = tl.zeros((BLOCK, BLOCK), tl.float32)
     begin = part * span
-    if tl.program_id(0) // tiles < tl.program_id(0) % tiles:
+    if row < col:
         begin = end
     for n0 in tl.range(begin, end, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
-        at = left + i[:, None].to(tl.int64) * stride_lr + n[None, :].to(tl.int64) * stride_ln
-        u = tl.load(at, mask=in_i & (n < end)[None, :], other=0.0)
-        at = right + n[:, None].to(tl.int64) * stride_rn + j[None, :].to(tl.int64) * stride_rr
-        v = tl.load(at, mask=(n < end)[:, None] & in_j, other=0.0)
-        acc = tl.dot(u, v, acc)
+        acc = tl.dot(loaded(left, i, n, R, end, False), loaded(right, n, j, end, R, False), acc)
     out += part.to(tl.int64) * R * R
-    if tl.program_id(0) // tiles >= tl.program_id(0) % tiles:
+    in_i, in_j = (i < R)[:, None], (j < R)[None, :]
+    if row >= col:
         tl.store(out + i[:, None] * R + j[None, :], acc, mask=in_i & in_j)
-    if tl.program_id(0) // tiles > tl.program_id(0) % tiles:
+    if row > col:
         tl.store(out + j[None, :] * R + i[:, None], acc, mask=in_i & in_j)
 
 
 @triton.jit(launch_metadata=launched)
 def norm_grams_kernel(
-    dz, A, B, parts_A, parts_B, N, K, R, stride_dz, stride_ar, stride_ak, stride_bn, stride_br,
+    dz, A, B,  # (R, N), (R, K), (N, R)
+    parts_A, parts_B,  # (PARTS, R, R)
+    N, K, R, stride_dz, stride_ar, stride_ak, stride_bn, stride_br,
     NEED_A: tl.constexpr, NEED_B: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """dz B and A A^T, each in PARTS of its sums."""
     part = tl.program_id(1)
     if NEED_A and part < PARTS:
-        _gram_part(dz, B, parts_A, part, PARTS, N, R, stride_dz, 1, stride_bn, stride_br, BLOCK, BLOCK_N)
+        _gram_part(
+            Matrix(dz, stride_dz, 1), Matrix(B, stride_bn, stride_br), parts_A, part, PARTS, N, R, BLOCK, BLOCK_N
+        )
     elif NEED_B:
-        _gram_part(A, A, parts_B, part % PARTS, PARTS, K, R, stride_ar, stride_ak, stride_ak, stride_ar, BLOCK, BLOCK_N)
+        left, right = Matrix(A, stride_ar, stride_ak), Matrix(A, stride_ak, stride_ar)
+        _gram_part(left, right, parts_B, part % PARTS, PARTS, K, R, BLOCK, BLOCK_N)
 
 
 @triton.jit
@@ -122,7 +125,9 @@ def _parts_added(parts, out, s, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(launch_metadata=launched)
 def norm_grams_add_kernel(
-    parts_A, parts_B, gram_A, gram_B, s, size,
+    parts_A, parts_B,  # (PARTS, size)
+    gram_A, gram_B,  # (size,)
+    s, size,
     NEED_A: tl.constexpr, NEED_B: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """s times the sum of the parts of each, in their order."""
@@ -134,7 +139,10 @@ def norm_grams_add_kernel(
 
 @triton.jit(launch_metadata=launched)
 def norm_products_kernel(
-    dz, w_right, gram_A, a_right, onto_A, dA, w_left, a, B, gram_B, onto_B, dB, slopes, N, K, R,
+    dz, w_right, gram_A, a_right, onto_A, dA,  # descriptors of (R, N), (N, K), (R, R), (R, K), (R, K), (R, K)
+    w_left, a, B, gram_B, onto_B, dB,  # descriptors of (N, K), (R, K), (N, R), (R, R), (N, R), (N, R)
+    slopes,  # (N,)
+    N, K, R,
     TALL: tl.constexpr, WIDE: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """dA = onto + dz W + G A and dB = onto + s q (W A^T + B G) by descriptors, each program a tile of one of them: neither
@@ -155,133 +163,39 @@ def norm_products_kernel(
 
 @triton.jit
 def _finished(
-    parts,
-    G,
-    F,
-    onto,
-    out,
-    by_row,
-    scale,
-    first_i,
-    first_j,
-    P,
-    Q,
-    R,
-    stride_pi,
-    stride_pj,
-    term,
-    stride_fr,
-    stride_fj,
-    stride_oi,
-    stride_oj,
-    TERMS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    parts, term, G, F, onto, out, by_row, scale, i, j, P, Q, R,
+    TERMS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
-    """onto + scale by_row (parts + scale G F) of P x Q: G (P, R) float32 by rows, F (R, Q)."""
-    i, j = first_i + tl.arange(0, BLOCK_I), first_j + tl.arange(0, BLOCK_J)
-    mask = (i < P)[:, None] & (j < Q)[None, :]
-    acc = tl.zeros((BLOCK_I, BLOCK_J), tl.float32)
+    """onto + scale by_row (parts + scale G F) of P x Q at rows i and columns j: G (P, R) float32 by rows, F (R, Q). A second
+    term of the parts lies ``term`` further."""
+    acc = tl.zeros((i.shape[0], j.shape[0]), tl.float32)
     for r0 in range(0, R, BLOCK_R):
         r = r0 + tl.arange(0, BLOCK_R)
-        g = tl.load(G + i[:, None].to(tl.int64) * R + r[None, :], mask=(i < P)[:, None] & (r < R)[None, :], other=0.0)
-        at_f = F + r[:, None].to(tl.int64) * stride_fr + j[None, :].to(tl.int64) * stride_fj
-        f = tl.load(at_f, mask=(r < R)[:, None] & (j < Q)[None, :], other=0.0)
-        acc = tl.dot(g.to(f.dtype), f, acc, input_precision=PRECISION)
-    at = parts + i[:, None].to(tl.int64) * stride_pi + j[None, :].to(tl.int64) * stride_pj
-    total = tl.load(at, mask=mask, other=0.0) + scale * acc
+        f = loaded(F, r, j, R, Q, False)
+        acc = tl.dot(loaded(Matrix(G, R, 1), i, r, P, R, False).to(f.dtype), f, acc, input_precision=PRECISION)
+    total = loaded(parts, i, j, P, Q, False) + scale * acc
     if TERMS == 2:
-        total += tl.load(at + term, mask=mask, other=0.0)
-    at_out = i[:, None].to(tl.int64) * stride_oi + j[None, :].to(tl.int64) * stride_oj
-    total = scale * by_row * total
-    if onto is not None:
-        total += tl.load(onto + at_out, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at_out, total.to(out.dtype.element_ty), mask=mask)
+        total += loaded(Matrix(parts.p + term, parts.row, parts.col), i, j, P, Q, False)
+    stored_onto(scale * by_row * total, onto, out, i, j, P, Q)
 
 
 @triton.jit(launch_metadata=launched)
 def norm_bwd_finish_kernel(
-    parts,
-    G,
-    A,
-    B,
-    dc,
-    c,
-    onto,
-    out,
-    s,
-    N,
-    K,
-    R,
-    stride_ar,
-    stride_ak,
-    stride_bn,
-    stride_br,
-    OF_A: tl.constexpr,
-    TERMS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    parts, G,  # (TERMS R, K) or (N, TERMS R), and (R, R)
+    A, B,  # (R, K), (N, R)
+    dc, c,  # (N,)
+    onto, out,  # (R, K) or (N, R)
+    s, N, K, R, stride_ar, stride_ak, stride_bn, stride_br,
+    OF_A: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """dA = s (parts + s G A) from (r, K) parts and G = (q B)^T B; or dB = s q (parts + s B G), (N, r) and G = A A^T. Beside
     what is in ``onto``."""
-    first_i, first_j = tl.program_id(0) * BLOCK_I, tl.program_id(1) * BLOCK_J
+    i, j = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I), tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
     if OF_A:
-        _finished(
-            parts,
-            G,
-            A,
-            onto,
-            out,
-            1.0,
-            s,
-            first_i,
-            first_j,
-            R,
-            K,
-            R,
-            K,
-            1,
-            tl.cast(R, tl.int64) * K,
-            stride_ar,
-            stride_ak,
-            K,
-            1,
-            TERMS,
-            PRECISION,
-            BLOCK_I,
-            BLOCK_J,
-            BLOCK_R,
-        )
+        parts, term, F, out = Matrix(parts, K, 1), tl.cast(R, tl.int64) * K, Matrix(A, stride_ar, stride_ak), Matrix(out, K, 1)
+        _finished(parts, term, G, F, onto, out, 1.0, s, i, j, R, K, R, TERMS, PRECISION, BLOCK_R)
     else:  # G is symmetric: the transpose of B G is G B^T
-        n = first_j + tl.arange(0, BLOCK_J)
-        q = slopes(dc, c, n, N)[None, :]
-        _finished(
-            parts,
-            G,
-            B,
-            onto,
-            out,
-            q,
-            s,
-            first_i,
-            first_j,
-            R,
-            N,
-            R,
-            1,
-            TERMS * R,
-            R,
-            stride_br,
-            stride_bn,
-            1,
-            R,
-            TERMS,
-            PRECISION,
-            BLOCK_I,
-            BLOCK_J,
-            BLOCK_R,
-        )
+        q = slopes(dc, c, j, N)[None, :]
+        parts, F, out = Matrix(parts, 1, TERMS * R), Matrix(B, stride_br, stride_bn), Matrix(out, 1, R)
+        _finished(parts, R, G, F, onto, out, q, s, i, j, R, N, R, TERMS, PRECISION, BLOCK_R)

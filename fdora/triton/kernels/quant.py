@@ -30,7 +30,13 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.decode import (
+    Codes4,
+    Codes8,
+    How4,
+    How8,
     beside,
+    byte_scales,
+    byte_weights,
     nibbles,
     pair_codes,
     pair_groups,
@@ -38,187 +44,129 @@ from fdora.triton.kernels.decode import (
     scale_terms,
     single_weights,
 )
-from fdora.triton.kernels.hash import unchanged
-from fdora.triton.kernels.tile import low_rank, low_rank_tma, slab_of_A, slab_of_B, tile_at, unscaled
+from fdora.triton.kernels.norm import Run, Sums, halves, product_of, squares_of_run, walk
+from fdora.triton.kernels.tile import Blocks, LowRank, Matrix
 from fdora.triton.runtime.cost import launched
-from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def store_w(dense, w, row, k, inside, pitch, EVEN: tl.constexpr):
-    at = dense + row[:, None] * pitch + k[None, :]
-    w = w.to(dense.dtype.element_ty)
-    if EVEN:
+def _store(w, rows, first_k, K, to, T: tl.constexpr):
+    """w to the dense W."""
+    k = first_k + tl.arange(0, T.K)
+    at = to.dense + rows.of_W[:, None] * to.pitch + k[None, :]
+    w = w.to(to.dense.dtype.element_ty)
+    if T.EVEN:
         tl.store(at, w)
     else:
-        tl.store(at, w, mask=inside)
+        tl.store(at, w, mask=rows.inside[:, None] & (k < K)[None, :])
 
 
 @triton.jit
-def runs_of(
-    old_hash, new_hash, N, K,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, GUARDED: tl.constexpr, WORDS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """How many there are to do."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    runs = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, BLOCK_K * RUN)
-    if GUARDED:
-        runs = tl.where(unchanged(old_hash, new_hash, WORDS), 0, runs)
-    return runs
+def read_codes8(W, before, rows, first_k, then, K, HOW: tl.constexpr, T: tl.constexpr):
+    """Codes of a tile and their scales."""
+    k = first_k + tl.arange(0, T.K)
+    inside = rows.inside[:, None] & (k < K)[None, :]
+    at = W.codes + rows.of_W[:, None] * W.row + k[None, :].to(tl.int64) * W.col
+    x = tl.load(at) if T.EVEN else tl.load(at, mask=inside, other=0)
+    return x, byte_scales(W, rows.of_W, k, first_k, rows.inside, inside, HOW, T.K)
 
 
 @triton.jit
-def run_at(i, first, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr):
-    """Number i: its column among the partials, its tiles of K, its rows from ``first`` on and as W has them."""
-    tile_n, run = tile_at(i, N, K, BLOCK_N, BLOCK_K * RUN, GROUP)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    begin = run * RUN
-    end = begin + 1 if RUN == 1 else min(begin + RUN, tl.cdiv(K, BLOCK_K))
-    return run, begin, end, tile_n * BLOCK_N, n, (first + n).to(tl.int64), n < N
+def codes8_tile(W, read, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T: tl.constexpr):
+    acc = product_of(low, b, rows, first_k, N, K, T)
+    w = byte_weights(beside(read[0], acc, HOW.PTX), read[1], HOW.CODE, HOW.BY_BITS)
+    if not T.EVEN:
+        k = first_k + tl.arange(0, T.K)
+        w = tl.where(rows.inside[:, None] & (k < K)[None, :], w, 0.0)
+    if to.dense is not None:
+        _store(w, rows, first_k, K, to, T)
+    v = w + s * acc
+    return tl.sum(v * v, axis=1)
 
 
 @triton.jit
-def product_of(
-    A, B, b, n, k, first_n, first_k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, scale_n, scale_k,
-    BLOCK_R: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr,
-    SCALED: tl.constexpr,
-):
-    """B A. ``b``: the only slab of B, if it is one."""
-    if TMA:
-        acc = low_rank_tma(A, B, first_n, first_k, R, n.shape[0], k.shape[0], BLOCK_R)
-    elif ONE_SLAB:
-        a = slab_of_A(A, k, K, R, stride_ar, stride_ak, BLOCK_R, EVEN)
-        acc = tl.dot(b, a, input_precision=PRECISION)
+def _read_scales(W, rows, first_k, HOW: tl.constexpr, T: tl.constexpr):
+    at, there = pair_groups(W, rows.of_W, first_k, rows.inside, HOW.GROUP, T.K)
+    return tl.load(W.scales + at, mask=there, other=0), at, there
+
+
+@triton.jit
+def read_pairs(W, before, rows, first_k, then, K, HOW: tl.constexpr, T: tl.constexpr):
+    """Codes come a tile ahead, scales two: a nested one takes two loads, one after the other. The last tile's, again."""
+    x = pair_codes(W.codes, rows.of_W, first_k, rows.inside, K, T.K, 16, T.EVEN)
+    if before is None:
+        stored, at, there = _read_scales(W, rows, first_k, HOW, T)
     else:
-        acc = low_rank(A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION)
-    if SCALED:
-        acc = unscaled(acc, scale_n, scale_k, n, k, N, K)
-    return acc
+        _, _, _, stored, at, there = before
+    value, second = scale_terms(stored, W.code256, W.scales2, at, there, HOW.SCALES)
+    stored, at, there = _read_scales(W, rows, then, HOW, T)
+    return x, value, second, stored, at, there
 
 
 @triton.jit
-def _halves(t, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
-    """The first and the second half of the columns."""
-    return tl.split(tl.permute(tl.reshape(t, (BLOCK_N, 2, WIDTH // 2)), (0, 2, 1)))
+def _even_and_odd(x, scale, acc, HOW: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, PART: tl.constexpr):
+    """The weights and the sums of even columns, then those of odd ones, (N, GROUPS, PART) each."""
+    acc_even, acc_odd = tl.split(tl.reshape(acc, (N, GROUPS, PART, 2)))
+    low, high = nibbles(beside(tl.reshape(x, (N, GROUPS, PART)), acc_even, HOW.PTX), HOW.TABLE, HOW.PTX)
+    even, odd = (high if HOW.HIGH_FIRST else low) * scale[:, :, None], (low if HOW.HIGH_FIRST else high) * scale[:, :, None]
+    return even, acc_even, odd, acc_odd
 
 
 @triton.jit
-def _squares_of_pairs(
-    acc, x, scale, s, TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr,
-    IN_TILE: tl.constexpr, PART: tl.constexpr,
-):
-    acc_even, acc_odd = tl.split(tl.reshape(acc, (BLOCK_N, IN_TILE, PART, 2)))
-    low, high = nibbles(beside(tl.reshape(x, (BLOCK_N, IN_TILE, PART)), acc_even, PTX), TABLE, PTX)
-    v = (high if HIGH_FIRST else low) * scale[:, :, None] + s * acc_even
-    u = (low if HIGH_FIRST else high) * scale[:, :, None] + s * acc_odd
+def _squares(even, acc_even, odd, acc_odd, s):
+    v, u = even + s * acc_even, odd + s * acc_odd
     return tl.sum(tl.sum(v * v + u * u, axis=2), axis=1)
 
 
 @triton.jit
-def _squares4(
-    tile_k, x, scale, b, first_n, n, row, in_n,
-    codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, dense, pitch, s, N, K, R, groups,
-    stride_ar, stride_ak, stride_bn, stride_br,
-    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
-    PAIRS: tl.constexpr, PTX: tl.constexpr, STORE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
-):
-    """Of a tile, along K. ``x`` and ``scale``: its codes and their scales, in PAIRS."""
-    IN_TILE: tl.constexpr = BLOCK_K // GROUP_SIZE if BLOCK_K > GROUP_SIZE else 1
-    PART: tl.constexpr = BLOCK_K // 2 // IN_TILE
-    k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    if not PAIRS:
-        w = single_weights(
-            codes, scales, code256, scales2, offset, row, k, in_n, K, groups, TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT
-        )
-    acc = product_of(
-        A, B, b, n, k, first_n, tile_k * BLOCK_K, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, scale_n, scale_k,
-        BLOCK_R, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
-    )
-    inside = in_n[:, None] & (k < K)[None, :]
-    if PAIRS and TMA and EVEN and IN_TILE > 1:
-        left, right = _halves(acc, BLOCK_N, BLOCK_K)
-        x_left, x_right = _halves(x, BLOCK_N, BLOCK_K // 2)
-        scale_left, scale_right = _halves(scale, BLOCK_N, IN_TILE)
-        squares = _squares_of_pairs(left, x_left, scale_left, s, TABLE, HIGH_FIRST, PTX, BLOCK_N, IN_TILE // 2, PART)
-        squares += _squares_of_pairs(right, x_right, scale_right, s, TABLE, HIGH_FIRST, PTX, BLOCK_N, IN_TILE // 2, PART)
-    elif PAIRS:
-        acc_even, acc_odd = tl.split(tl.reshape(acc, (BLOCK_N, IN_TILE, PART, 2)))
-        low, high = nibbles(beside(tl.reshape(x, (BLOCK_N, IN_TILE, PART)), acc_even, PTX), TABLE, PTX)
-        even, odd = (high if HIGH_FIRST else low) * scale[:, :, None], (low if HIGH_FIRST else high) * scale[:, :, None]
-        if not EVEN:
-            pairs = tile_k * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
-            whole = tl.reshape(in_n[:, None] & (pairs < K // 2)[None, :], (BLOCK_N, IN_TILE, PART))
-            even, odd = tl.where(whole, even, 0.0), tl.where(whole, odd, 0.0)
-        v, u = even + s * acc_even, odd + s * acc_odd
-        squares = tl.sum(tl.sum(v * v + u * u, axis=2), axis=1)
-        if STORE:
-            store_w(dense, tl.reshape(tl.join(even, odd), (BLOCK_N, BLOCK_K)), row, k, inside, pitch, EVEN)
+def pairs_tile(W, read, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T: tl.constexpr):
+    GROUPS: tl.constexpr = T.K // HOW.GROUP if T.K > HOW.GROUP else 1
+    PART: tl.constexpr = T.K // 2 // GROUPS
+    _, here = pair_groups(W, rows.of_W, first_k, rows.inside, HOW.GROUP, T.K)
+    x, scale = read[0], scale_from(read[1], read[2], W.code256, W.offset, here, HOW.SCALES)
+    acc = product_of(low, b, rows, first_k, N, K, T)
+    if T.TMA and T.EVEN and GROUPS > 1:
+        left, right = halves(acc, T.N, T.K)
+        x_left, x_right = halves(x, T.N, T.K // 2)
+        scale_left, scale_right = halves(scale, T.N, GROUPS)
+        even, acc_even, odd, acc_odd = _even_and_odd(x_left, scale_left, left, HOW, T.N, GROUPS // 2, PART)
+        squares = _squares(even, acc_even, odd, acc_odd, s)
+        even, acc_even, odd, acc_odd = _even_and_odd(x_right, scale_right, right, HOW, T.N, GROUPS // 2, PART)
+        squares += _squares(even, acc_even, odd, acc_odd, s)
     else:
-        v = w + s * acc
-        squares = tl.sum(v * v, axis=1)
-        if STORE:
-            store_w(dense, w, row, k, inside, pitch, EVEN)
+        even, acc_even, odd, acc_odd = _even_and_odd(x, scale, acc, HOW, T.N, GROUPS, PART)
+        if not T.EVEN:
+            pairs = first_k // 2 + tl.arange(0, T.K // 2)
+            whole = tl.reshape(rows.inside[:, None] & (pairs < K // 2)[None, :], (T.N, GROUPS, PART))
+            even, odd = tl.where(whole, even, 0.0), tl.where(whole, odd, 0.0)
+        if to.dense is not None:
+            _store(tl.reshape(tl.join(even, odd), (T.N, T.K)), rows, first_k, K, to, T)
+        squares = _squares(even, acc_even, odd, acc_odd, s)
     return squares
 
 
 @triton.jit
-def _quant4_run(
-    i, codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, s, first, N, K, R, groups,
-    stride_ar, stride_ak, stride_bn, stride_br,
-    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
-    PAIRS: tl.constexpr, PTX: tl.constexpr, STORE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
-):
-    run, begin, end, first_n, n, row, in_n = run_at(i, first, N, K, BLOCK_N, BLOCK_K, RUN, GROUP)
-    IN_TILE: tl.constexpr = BLOCK_K // GROUP_SIZE if BLOCK_K > GROUP_SIZE else 1
-    b = slab_of_B(B, n, N, R, stride_bn, stride_br, BLOCK_R, EVEN) if ONE_SLAB and not TMA else None
-    if PAIRS:
-        # Codes come a tile ahead, scales two: a nested one takes two loads, one after the other. The last tile's, again.
-        x = pair_codes(codes, row, begin * BLOCK_K, in_n, K, BLOCK_K, 16, EVEN)
-        at, here = pair_groups(row, begin * BLOCK_K, in_n, groups, GROUP_SIZE, IN_TILE)
-        stored = tl.load(scales + at, mask=here, other=0)
-        value, second = scale_terms(stored, code256, scales2, at, here, SCALES)
-    else:
-        x, value, second, here = None, None, None, None
-    if RUN == 1:
-        scale = scale_from(value, second, code256, offset, here, SCALES) if PAIRS else None
-        squares = _squares4(
-            begin, x, scale, b, first_n, n, row, in_n,
-            codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, dense, pitch, s, N, K, R, groups,
-            stride_ar, stride_ak, stride_bn, stride_br, TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
-            BLOCK_N, BLOCK_K, BLOCK_R, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
-        )
-    else:
-        squares = tl.zeros((BLOCK_N,), tl.float32)
-        at, there = pair_groups(row, min(begin + 1, end - 1) * BLOCK_K, in_n, groups, GROUP_SIZE, IN_TILE)
-        stored = tl.load(scales + at, mask=there, other=0)
-        for tile_k in range(begin, end):
-            _, here = pair_groups(row, tile_k * BLOCK_K, in_n, groups, GROUP_SIZE, IN_TILE)
-            scale = scale_from(value, second, code256, offset, here, SCALES)
-            x_next = pair_codes(codes, row, min(tile_k + 1, end - 1) * BLOCK_K, in_n, K, BLOCK_K, 16, EVEN)
-            value, second = scale_terms(stored, code256, scales2, at, there, SCALES)
-            at, there = pair_groups(row, min(tile_k + 2, end - 1) * BLOCK_K, in_n, groups, GROUP_SIZE, IN_TILE)
-            stored = tl.load(scales + at, mask=there, other=0)
-            squares += _squares4(
-                tile_k, x, scale, b, first_n, n, row, in_n,
-                codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, dense, pitch, s, N, K, R, groups,
-                stride_ar, stride_ak, stride_bn, stride_br, TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
-                BLOCK_N, BLOCK_K, BLOCK_R, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
-            )
-            x = x_next
-    tl.store(partial + run.to(tl.int64) * N + n, squares, mask=in_n)
+def read_singles(W, before, rows, first_k, then, K, HOW: tl.constexpr, T: tl.constexpr):
+    return single_weights(W, rows.of_W, first_k + tl.arange(0, T.K), rows.inside, K, HOW)
+
+
+@triton.jit
+def singles_tile(W, w, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T: tl.constexpr):
+    v = w + s * product_of(low, b, rows, first_k, N, K, T)
+    if to.dense is not None:
+        _store(w, rows, first_k, K, to, T)
+    return tl.sum(v * v, axis=1)
 
 
 @triton.jit(launch_metadata=launched)
 def quant4_kernel(
-    codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, old_hash, new_hash, s, first,
-    N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
+    codes, scales, code256, scales2, offset,  # see Codes4
+    A, B,  # (R, K), (N, R), or their descriptors
+    scale_n, scale_k,  # (N,), (K,)
+    partial,  # (runs along K, N)
+    dense, pitch,  # W itself, in rows of this pitch
+    old_hash, new_hash,  # (WORDS,)
+    s, first, N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
     PAIRS: tl.constexpr, PTX: tl.constexpr, STORE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
@@ -226,19 +174,44 @@ def quant4_kernel(
     GUARDED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):
     """N rows from ``first`` on: B, scale_n and partial begin there, W and what is stored of it do not."""
-    if GUARDED or TMA:  # flattened, the copies of the next tile start under the last products of this one
-        runs = runs_of(old_hash, new_hash, N, K, BLOCK_N, BLOCK_K, RUN, GUARDED, WORDS, PDL)
-        for i in tl.range(tl.program_id(0), runs, tl.num_programs(0), flatten=TMA):
-            _quant4_run(
-                i, codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, s, first,
-                N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
-                TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
-                BLOCK_N, BLOCK_K, BLOCK_R, RUN, GROUP, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
-            )
+    low = LowRank(Matrix(A, stride_ar, stride_ak), Matrix(B, stride_bn, stride_br), R, scale_k, scale_n)
+    T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN * 2, PRECISION, TMA)
+    HOW: tl.constexpr = How4(TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
+    WALK: tl.constexpr = Run(RUN == 1, ONE_SLAB, True, None, BLOCK_K, True)
+    W, span = Codes4(codes, scales, code256, scales2, offset, groups), BLOCK_K * RUN
+    of = (W, low, s, Sums(partial, dense, pitch), first, N, K, span)
+    HASHED: tl.constexpr = WORDS if GUARDED else 0
+    count = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, span)
+    if PAIRS:
+        walk(squares_of_run, of, (read_pairs, pairs_tile, HOW, T, WALK), count, old_hash, new_hash, HASHED, TMA, PDL)
     else:
-        _quant4_run(
-            tl.program_id(0), codes, scales, code256, scales2, offset, A, B, scale_n, scale_k, partial, dense, pitch, s, first,
-            N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
-            TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX, STORE,
-            BLOCK_N, BLOCK_K, BLOCK_R, RUN, GROUP, EVEN, PRECISION, TMA, ONE_SLAB, SCALED,
-        )
+        walk(squares_of_run, of, (read_singles, singles_tile, HOW, T, WALK), count, old_hash, new_hash, HASHED, TMA, PDL)
+
+
+@triton.jit(launch_metadata=launched)
+def quant8_kernel(
+    codes, scales,  # see Codes8
+    A, B,  # (R, K), (N, R), or their descriptors
+    scale_n, scale_k,  # (N,), (K,)
+    partial,  # (runs along K, N)
+    dense, pitch,  # W itself, in rows of this pitch
+    old_hash, new_hash,  # (WORDS,)
+    s, first, N, K, R, groups, stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br,
+    CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PTX: tl.constexpr, STORE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
+    GUARDED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+):
+    """N rows from ``first`` on, as above."""
+    low = LowRank(Matrix(A, stride_ar, stride_ak), Matrix(B, stride_bn, stride_br), R, scale_k, scale_n)
+    T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN * 2, PRECISION, TMA)
+    HOW: tl.constexpr = How8(CODE, BY_BITS, MODE, BN, BK, PTX)
+    WALK: tl.constexpr = Run(
+        False, ONE_SLAB, RUN > 1 and (MODE != "block" or BK % BLOCK_K == 0), None, BLOCK_K, RUN > 1
+    )
+    W, span = Codes8(codes, stride_cn, stride_ck, scales, groups), BLOCK_K * RUN
+    of = (W, low, s, Sums(partial, dense, pitch), first, N, K, span)
+    HASHED: tl.constexpr = WORDS if GUARDED else 0
+    count = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, span)
+    walk(squares_of_run, of, (read_codes8, codes8_tile, HOW, T, WALK), count, old_hash, new_hash, HASHED, TMA, PDL)

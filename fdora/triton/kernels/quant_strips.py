@@ -18,7 +18,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.decode import E2M1_LANE, FP4_LANE, NF4_LANE, e4m3, nibble, scale_of
 from fdora.triton.kernels.hash import unchanged
-from fdora.triton.kernels.tile import slab_of_B
+from fdora.triton.kernels.tile import Matrix, loaded
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.lookup import OF_WORDS
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
@@ -60,7 +60,7 @@ def _strip4(
     row, in_n = (first + n).to(tl.int64), (n < N)[:, None]
     size = tl.abs(s)
     unit = tl.where(size < TINY, TINY, tl.where(size > HUGE, HUGE, s))
-    b = slab_of_B(B, n, N, R, stride_bn, stride_br, BLOCK_R, False)
+    b = loaded(Matrix(B, stride_bn, stride_br), n, tl.arange(0, BLOCK_R), N, R, False)
     if (size < TINY) | (size > HUGE):
         b = (b.to(tl.float32) * (s / unit)).to(b.dtype)
     by = 1.0 / unit

@@ -8,12 +8,25 @@ import triton.language as tl
 from fdora.triton.runtime.cost import launched
 
 
-@triton.jit(launch_metadata=launched)
-def sum_kernel(partial, out, N, strips, SQRT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+@triton.jit
+def column_sums(partial, n, N, row, strips, BLOCK_T: tl.constexpr):
+    """The sums of the columns n of (strips, N), whose rows lie ``row`` apart."""
     t = tl.arange(0, BLOCK_T)
-    acc = tl.zeros((BLOCK_N,), tl.float32)
+    acc = tl.zeros(n.shape, tl.float32)
     for t0 in range(0, strips, BLOCK_T):
         mask = (t0 + t < strips)[:, None] & (n < N)[None, :]
-        acc += tl.sum(tl.load(partial + (t0 + t)[:, None].to(tl.int64) * N + n[None, :], mask=mask, other=0.0), axis=0)
+        at = partial + (t0 + t)[:, None].to(tl.int64) * row + n[None, :]
+        acc += tl.sum(tl.load(at, mask=mask, other=0.0), axis=0)
+    return acc
+
+
+@triton.jit(launch_metadata=launched)
+def sum_kernel(
+    partial,  # (strips, N)
+    out,  # (N,)
+    N, strips,
+    SQRT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = column_sums(partial, n, N, N, strips, BLOCK_T)
     tl.store(out + n, tl.sqrt_rn(acc) if SQRT else acc, mask=n < N)

@@ -1,9 +1,45 @@
-"""What kernels begin a tile with: W beside B A for the norm and the merge, a product for layers."""
+"""What kernels begin a tile with: W beside B A for the norm and the merge, a product for layers.
+
+Entry kernels have flat lists of parameters. Inside, operands and constants are the named tuples below.
+"""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Matrix(NamedTuple):
+    """A pointer, and the strides of rows and columns; or a tensor descriptor, and None."""
+
+    p: Any
+    row: Any
+    col: Any
+
+
+class LowRank(NamedTuple):
+    """B A with A (R, K) and B (N, R). Where split_kernel scaled them: by how much, (K,) and (N,)."""
+
+    A: Any
+    B: Any
+    R: Any
+    scale_k: Any
+    scale_n: Any
+
+
+class Blocks(NamedTuple):
+    """Constants of a tile (N, K) of W and a slab R of the rank. ``GROUP``: see tile_at. ``EVEN``: 1, every tile is whole; 2,
+    every slab too. Masks would keep the loads from being pipelined at full width. ``TMA``: operands are descriptors."""
+
+    N: Any
+    K: Any
+    R: Any
+    GROUP: Any
+    EVEN: Any
+    PRECISION: Any
+    TMA: Any
 
 
 @triton.jit
@@ -23,104 +59,75 @@ def row_at(columns, FLAT: tl.constexpr):
 
 @triton.jit
 def tile_at(i, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """Row and column of the i-th tile."""
+    """Row and column of the i-th tile: row by row, or of GROUP rows of tiles column by column."""
     tiles_n, tiles_k = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
-    group = i // (GROUP * tiles_k)
-    height = min(tiles_n - group * GROUP, GROUP)
-    return group * GROUP + (i % (GROUP * tiles_k)) % height, (i % (GROUP * tiles_k)) // height
+    if GROUP:
+        group = i // (GROUP * tiles_k)
+        height = min(tiles_n - group * GROUP, GROUP)
+        return group * GROUP + (i % (GROUP * tiles_k)) % height, (i % (GROUP * tiles_k)) // height
+    else:
+        return i // tiles_k, i % tiles_k
 
 
 @triton.jit
-def low_rank(
-    A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br,
-    BLOCK_R: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-):
+def loaded(t, i, j, I, J, EVEN: tl.constexpr):
+    """The elements of a Matrix (I, J) at rows i and columns j; zeros outside."""
+    at = t.p + i[:, None].to(tl.int64) * t.row + j[None, :].to(tl.int64) * t.col
+    return tl.load(at) if EVEN else tl.load(at, mask=(i < I)[:, None] & (j < J)[None, :], other=0.0)
+
+
+@triton.jit
+def low_rank(low, n, k, N, K, T: tl.constexpr):
     """B A at rows n and columns k in float32; zeros outside."""
-    r = tl.arange(0, BLOCK_R)
+    A, B, R, _, _ = low
+    r = tl.arange(0, T.R)
     in_n, in_k = n < N, k < K
-    at_b = B + n[:, None].to(tl.int64) * stride_bn + r[None, :].to(tl.int64) * stride_br
-    at_a = A + r[:, None].to(tl.int64) * stride_ar + k[None, :].to(tl.int64) * stride_ak
+    at_b = B.p + n[:, None].to(tl.int64) * B.row + r[None, :].to(tl.int64) * B.col
+    at_a = A.p + r[:, None].to(tl.int64) * A.row + k[None, :].to(tl.int64) * A.col
     acc = tl.zeros((n.shape[0], k.shape[0]), tl.float32)
-    for r0 in range(0, R, BLOCK_R):
-        if EVEN:
+    for r0 in range(0, R, T.R):
+        if T.EVEN == 2:
             b, a = tl.load(at_b), tl.load(at_a)
         else:
             b = tl.load(at_b, mask=in_n[:, None] & (r[None, :] < R - r0), other=0.0)
             a = tl.load(at_a, mask=in_k[None, :] & (r[:, None] < R - r0), other=0.0)
-        acc = tl.dot(b, a, acc, input_precision=PRECISION)
-        at_b += BLOCK_R * stride_br
-        at_a += BLOCK_R * stride_ar
+        acc = tl.dot(b, a, acc, input_precision=T.PRECISION)
+        at_b += T.R * B.col
+        at_a += T.R * A.row
     return acc
 
 
 @triton.jit
-def low_rank_tma(A, B, first_n, first_k, R, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The same from tensor descriptors."""
-    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for r0 in range(0, R, BLOCK_R):
-        acc = tl.dot(B.load([first_n, r0]), A.load([r0, first_k]), acc)
-    return acc
-
-
-@triton.jit
-def slab_of_B(B, n, N, R, stride_bn, stride_br, BLOCK_R: tl.constexpr, EVEN: tl.constexpr):
-    """Rows n of a B no wider than a slab."""
-    r = tl.arange(0, BLOCK_R)
-    at = B + n[:, None].to(tl.int64) * stride_bn + r[None, :].to(tl.int64) * stride_br
-    return tl.load(at) if EVEN else tl.load(at, mask=(n < N)[:, None] & (r < R)[None, :], other=0.0)
-
-
-@triton.jit
-def slab_of_A(A, k, K, R, stride_ar, stride_ak, BLOCK_R: tl.constexpr, EVEN: tl.constexpr):
-    """Columns k of an A no higher than a slab."""
-    r = tl.arange(0, BLOCK_R)
-    at = A + r[:, None].to(tl.int64) * stride_ar + k[None, :].to(tl.int64) * stride_ak
-    return tl.load(at) if EVEN else tl.load(at, mask=(r < R)[:, None] & (k < K)[None, :], other=0.0)
-
-
-@triton.jit
-def _weight_and_product(
-    W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
-    BLOCK_R: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-):
-    """W and B A at rows n and columns k in float32; zeros outside."""
-    at_w = W + n[:, None].to(tl.int64) * stride_wn + k[None, :].to(tl.int64) * stride_wk
-    # EVEN: 1, every tile is whole; 2, every slab too. Masks would keep the loads from being pipelined at full width.
-    w = tl.load(at_w) if EVEN else tl.load(at_w, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
-    acc = low_rank(A, B, n, k, N, K, R, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN == 2, PRECISION)
-    return w.to(tl.float32), acc
-
-
-@triton.jit
-def _weight_and_product_tma(W, A, B, first_n, first_k, R, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr):
+def low_rank_tma(low, first_n, first_k, T: tl.constexpr):
     """The same from tensor descriptors: the copy engine fetches the tiles and fills with zeros outside."""
-    acc = low_rank_tma(A, B, first_n, first_k, R, BLOCK_N, BLOCK_K, BLOCK_R)
-    return W.load([first_n, first_k]).to(tl.float32), acc
+    acc = tl.zeros((T.N, T.K), tl.float32)
+    for r0 in range(0, low.R, T.R):
+        acc = tl.dot(low.B.p.load([first_n, r0]), low.A.p.load([r0, first_k]), acc)
+    return acc
 
 
 @triton.jit
-def tile_of(
-    i, W, A, B, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
-):
-    """Row and column of the i-th tile, the rows n and columns k in it, and W and B A there in float32."""
-    tile_n, tile_k = tile_at(i, N, K, BLOCK_N, BLOCK_K, GROUP)
-    n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    if TMA:
-        w, acc = _weight_and_product_tma(W, A, B, tile_n * BLOCK_N, tile_k * BLOCK_K, R, BLOCK_N, BLOCK_K, BLOCK_R)
+def tile_of(i, W, low, N, K, T: tl.constexpr):
+    """Where the i-th tile begins, the rows n and columns k in it, and W and B A there in float32."""
+    tile_n, tile_k = tile_at(i, N, K, T.N, T.K, T.GROUP)
+    first_n, first_k = tile_n * T.N, tile_k * T.K
+    n, k = first_n + tl.arange(0, T.N), first_k + tl.arange(0, T.K)
+    if T.TMA:
+        acc = low_rank_tma(low, first_n, first_k, T)
+        w = W.p.load([first_n, first_k])
     else:
-        w, acc = _weight_and_product(
-            W, A, B, n, k, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br, BLOCK_R, EVEN, PRECISION
-        )
-    return tile_n, tile_k, n, k, w, acc
+        w = loaded(W, n, k, N, K, T.EVEN)
+        acc = low_rank(low, n, k, N, K, T)
+    return first_n, first_k, n, k, w.to(tl.float32), acc
 
 
 @triton.jit
-def unscaled(acc, scale_n, scale_k, n, k, N, K):
-    """The product of factors that split_kernel scaled."""
-    by_k = tl.load(scale_k + k, mask=k < K, other=0.0)
-    return acc * by_k[None, :] * tl.load(scale_n + n, mask=n < N, other=0.0)[:, None]
+def unscaled(acc, low, n, k, N, K):
+    """The product of factors, whether split_kernel scaled them or not."""
+    if low.scale_n is not None:
+        by_k = tl.load(low.scale_k + k, mask=k < K, other=0.0)
+        acc = acc * by_k[None, :] * tl.load(low.scale_n + n, mask=n < N, other=0.0)[:, None]
+    return acc
 
 
 @triton.jit
