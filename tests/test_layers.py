@@ -328,7 +328,7 @@ MANY_PARAMETERS = {
 }
 SHORT_FILES = {  # autograd/conv.py: a word has a file in every layer
     *("autograd/conv.py", "eager/tree.py", "triton/act.py"),
-    *("triton/kernels/epilogue.py", "triton/kernels/rest.py", "triton/kernels/sums.py"),
+    "triton/kernels/sums.py",
 }
 # The one circle of imports: each public function opens the door for DTensors itself, and the door calls it back.
 CIRCLE = {

@@ -12,7 +12,7 @@ from fdora.triton.copy import copied, in_dtype, operand, stacked
 from fdora.triton.dequantize import weight_in, weight_of
 from fdora.triton.dropout import drop
 from fdora.triton.gemm import Epilogue, Operand, gemm
-from fdora.triton.kernels.epilogue import epilogue_kernel
+from fdora.triton.kernels.product import epilogue_kernel
 from fdora.triton.product import scaled_product
 from fdora.triton.quant import norm
 from fdora.triton.runtime.builder import Builder

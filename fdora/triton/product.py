@@ -15,7 +15,7 @@ from fdora.triton.choice import Way, product_way
 from fdora.triton.configs import rest_config
 from fdora.triton.copy import operand
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Operand, by_tma, gemm
-from fdora.triton.kernels.rest import rest_kernel
+from fdora.triton.kernels.product import rest_kernel
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array

@@ -36,7 +36,7 @@ FAULTS = [
     ("embedding", "return w.to(tl.float32) + acc\n", "return w.to(tl.float32) + 2 * acc\n"),
     ("embedding", "cv = tl.sqrt_rn(squares)", "cv = squares"),
     ("multi", "acc = acc * tl.load(at)", "acc = acc * tl.load(g + n)[None, :]"),  # everybody has the g of the first
-    ("experts", "own = bias + tl.cast(first, tl.int64) * BIAS_SPAN if EXPERTS else bias", "own = bias"),
+    ("experts", "bias += tl.cast(first, tl.int64) * BIAS_SPAN", "bias += 0"),
 ]
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.g import g_tile
-from fdora.triton.kernels.gemm import tile_of_product
-from fdora.triton.kernels.tile import products
+from fdora.triton.kernels.product import finish, products, tile_of_product
 from fdora.triton.runtime.cost import launched
 
 
@@ -89,12 +87,5 @@ def fp8_gemm_kernel(
         by_t = tl.load(x_scale + t, mask=t < M, other=0.0)
         by_n = tl.load(w_scale + (n if MODE == "row" else n * 0), mask=n < N, other=0.0)
         acc = acc * (by_t[:, None] * by_n[None, :])
-    acc = products(acc, h, b, row, col, M, N, R, stride_hm, stride_hr, stride_br, stride_bn, BLOCK_M, BLOCK_N, BLOCK_R)
-    at = t[:, None].to(tl.int64) * N + n[None, :]
-    mask = (t < M)[:, None] & (n < N)[None, :]
-    if STORE_PRE_SCALE:
-        tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
-    acc = acc * g_tile(m, c, n, N)[None, :]
-    if HAS_BIAS:
-        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+    acc = products(acc, (h, stride_hm, stride_hr), (b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
+    finish(acc, (out, pre_scale, None, m, c, bias), row, col, M, N)

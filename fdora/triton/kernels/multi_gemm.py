@@ -7,63 +7,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.gemm import tile_of_product
+from fdora.triton.kernels.gemm import finish_tma
 from fdora.triton.kernels.multi import ROUTE, bounds_of, rank_of
 from fdora.triton.kernels.multi_rows import keep_of_segments
-from fdora.triton.kernels.tile import products
+from fdora.triton.kernels.product import finish, products, tile_of_product
 from fdora.triton.runtime.cost import launched
-
-LOAD = tl.constexpr("ld.global.f32 $0, [$1];")
-
-
-@triton.jit
-def _scaled(
-    acc, g, bias, ids, first, last, row, n, M, N, BIAS_SPAN, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
-    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
-):
-    """g of each row's segment, and bias."""
-    if HAS_G:
-        if EXPERTS or first == last:
-            acc = acc * tl.load(g + tl.cast(first, tl.int64) * N + n, mask=n < N, other=0.0)[None, :]
-        else:
-            t = row + tl.arange(0, BLOCK_M)
-            a = tl.load(ids + t, mask=t < M, other=0).to(tl.int64)
-            at = g + a[:, None] * N + tl.minimum(n, N - 1)[None, :]
-            if PTX:  # as a load it would want the product in a layout of its own, through shared memory that is full
-                acc = acc * tl.inline_asm_elementwise(LOAD, "=f,l", [at.to(tl.int64)], tl.float32, True, 1)
-            else:
-                acc = acc * tl.load(at)
-    if HAS_BIAS:
-        own = bias + tl.cast(first, tl.int64) * BIAS_SPAN if EXPERTS else bias
-        acc += tl.load(own + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    return acc
-
-
-@triton.jit
-def _store_rows(acc, out, row, stop, col, N, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
-    """The rows of a tile that are before ``stop``: what is behind belongs to the next segment."""
-    t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, WIDTH)
-    at = out + t[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(at, acc, mask=(t < stop)[:, None] & (n < N)[None, :])
-
-
-@triton.jit
-def _store_tma(
-    acc, out, pre_scale, out_at, pre_scale_at, g, bias, ids, first, last, row, stop, col, M, N, BIAS_SPAN,
-    HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, PTX: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
-):
-    n = col + tl.arange(0, WIDTH)
-    if STORE_PRE_SCALE:
-        if EXPERTS and row + BLOCK_M > stop:
-            _store_rows(acc.to(pre_scale.dtype), pre_scale_at, row, stop, col, N, BLOCK_M, WIDTH)
-        else:
-            pre_scale.store([row, col], acc.to(pre_scale.dtype))
-    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, BIAS_SPAN, HAS_G, HAS_BIAS, PTX, EXPERTS, BLOCK_M)
-    if EXPERTS and row + BLOCK_M > stop:
-        _store_rows(acc.to(out.dtype), out_at, row, stop, col, N, BLOCK_M, WIDTH)
-    else:
-        out.store([row, col], acc.to(out.dtype))
 
 
 @triton.jit
@@ -122,32 +70,30 @@ def multi_gemm_tma_kernel(
         acc = tl.dot(left.load([top, at]), wt, acc)
         if i == end - 1:
             first, last = tl.load(route + ROUTE * at_row), tl.load(route + ROUTE * at_row + 1)
-            stop = last if EXPERTS else M
-            if EPILOGUE_SUBTILE:  # half the tile at a time through shared memory leaves room for one more stage
-                WIDTH: tl.constexpr = BLOCK_N // 2
-                one, two = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
-                _store_tma(
-                    one, out, pre_scale, out_at, pre_scale_at, g, bias, ids, first, last, row, stop, col, M, N, BIAS_SPAN,
-                    HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, EXPERTS, BLOCK_M, WIDTH,
-                )
-                _store_tma(
-                    two, out, pre_scale, out_at, pre_scale_at, g, bias, ids, first, last, row, stop, col + WIDTH, M, N,
-                    BIAS_SPAN, HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, EXPERTS, BLOCK_M, WIDTH,
+            if EXPERTS:
+                finish_tma(
+                    acc,
+                    (
+                        (out, out_at), pre_scale if pre_scale is None else (pre_scale, pre_scale_at), None, g,
+                        (ids, first, last, PTX), bias if bias is None else bias + tl.cast(first, tl.int64) * BIAS_SPAN,
+                    ),
+                    row, col, last, N, "segments", EPILOGUE_SUBTILE, "rows",
                 )
             else:
-                _store_tma(
-                    acc, out, pre_scale, out_at, pre_scale_at, g, bias, ids, first, last, row, stop, col, M, N, BIAS_SPAN,
-                    HAS_G, HAS_BIAS, STORE_PRE_SCALE, PTX, EXPERTS, BLOCK_M, BLOCK_N,
-                )
+                ends = (out, pre_scale, None, g, (ids, first, last, PTX), bias)
+                finish_tma(acc, ends, row, col, M, N, "segments", EPILOGUE_SUBTILE)
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
 
 
 @triton.jit
 def low_rank_terms(
-    acc, h, b, offsets, ranks, first, last, row, col, M, N, G, R, stride_hm, stride_ba, stride_br, stride_bn,
+    h, b, offsets, ranks, first, last, row, col, M, N, G, R,
     HAS_RANKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
-    """acc + h_a b_a in the rows of each adapter of the tile; what is not finite in one reaches no row of another."""
+    """h_a b_a in the rows of each adapter of the tile; what is not finite in one reaches no row of another."""
+    h, stride_hm = h
+    b, stride_ba, stride_br, stride_bn = b
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     t, n, r = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     for a in range(first, tl.minimum(last + 1, G)):
         lo, hi = bounds_of(offsets, a, G, M)
@@ -183,21 +129,15 @@ def multi_gemm_pointer_kernel(
     if EXPERTS:
         row, stop, last = tl.load(record + 3), last, first
         w += tl.cast(first, tl.int64) * stride_we
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if HAS_BIAS:
+            bias += tl.cast(first, tl.int64) * BIAS_SPAN
     acc = low_rank_terms(
-        acc, h, b, offsets, ranks, first, last, row, col, M, N, G, R, stride_hm, stride_ba, stride_br, stride_bn, HAS_RANKS,
-        "ieee", BLOCK_M, BLOCK_N, BLOCK_R,
+        (h, stride_hm), (b, stride_ba, stride_br, stride_bn), offsets, ranks, first, last, row, col, M, N, G, R,
+        HAS_RANKS, "ieee", BLOCK_M, BLOCK_N, BLOCK_R,
     )
-    acc = products(
-        acc, x, w, row, col, stop, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
-    )
-    t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
-    at = t[:, None].to(tl.int64) * N + n[None, :]
-    mask = (t < stop)[:, None] & (n < N)[None, :]
-    if STORE_PRE_SCALE:
-        tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
-    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, BIAS_SPAN, HAS_G, HAS_BIAS, False, EXPERTS, BLOCK_M)
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+    acc = products(acc, (x, stride_xm, stride_xk), (w, stride_wk, stride_wn), row, col, stop, N, K, BLOCK_K, PRECISION)
+    ends = (out, pre_scale, None, g, (ids, first, last, False), bias)
+    finish(acc, ends, row, col, stop, N, "segments")
 
 
 @triton.jit(launch_metadata=launched)
@@ -213,15 +153,11 @@ def multi_epilogue_kernel(
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     at = t[:, None].to(tl.int64) * N + n[None, :]
     mask = (t < M)[:, None] & (n < N)[None, :]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = low_rank_terms(
-        acc, h, b, offsets, ranks, first, last, row, col, M, N, G, R, stride_hm, stride_ba, stride_br, stride_bn, HAS_RANKS,
-        PRECISION, BLOCK_M, BLOCK_N, BLOCK_R,
+        (h, stride_hm), (b, stride_ba, stride_br, stride_bn), offsets, ranks, first, last, row, col, M, N, G, R,
+        HAS_RANKS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_R,
     )
     if DROP:
         acc = tl.where(keep_of_segments(seed, threshold, ids, t, n, offsets, M, G), acc * keep_scale, 0.0)
     acc += tl.load(v + at, mask=mask, other=0.0)
-    if STORE_PRE_SCALE:
-        tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
-    acc = _scaled(acc, g, bias, ids, first, last, row, n, M, N, 0, HAS_G, HAS_BIAS, False, False, BLOCK_M)
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+    finish(acc, (out, pre_scale, None, g, (ids, first, last, False), bias), row, col, M, N, "segments")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.gemm import store_halves, sum_by_tma
+from fdora.triton.kernels.gemm import finish_tma, sum_by_tma
 from fdora.triton.kernels.tile import Matrix, loaded
 from fdora.triton.runtime.cost import launched
 
@@ -153,12 +153,11 @@ def norm_products_kernel(
     if p < of_A:
         row, col = p % tl.cdiv(R, TALL) * TALL, p // tl.cdiv(R, TALL) * WIDE
         u = sum_by_tma(dz, w_right, gram_A, a_right, row, col, steps_n, steps_r, False, TALL, WIDE, BLOCK_K)
-        kind: tl.constexpr = "none" if onto_A is None else "accumulate"
-        store_halves(u, dA, None, onto_A, None, None, None, row, col, R, K, kind, False, False, TALL, WIDE)
+        finish_tma(u, (dA, None, onto_A, None, None, None), row, col, R, K, "accumulate", True)
     else:
         row, col = (p - of_A) // tl.cdiv(R, TALL) * WIDE, (p - of_A) % tl.cdiv(R, TALL) * TALL
         v = sum_by_tma(w_left, a, B, gram_B, row, col, steps_k, steps_r, True, WIDE, TALL, BLOCK_K)
-        store_halves(v, dB, None, onto_B, slopes, None, None, row, col, N, R, "rows", False, False, WIDE, TALL)
+        finish_tma(v, (dB, None, onto_B, slopes, None, None), row, col, N, R, "rows", True)
 
 
 @triton.jit

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.g import g_tile
+from fdora.triton.kernels.product import finish
+from fdora.triton.kernels.small import low_rank_term
 from fdora.triton.kernels.small_quant import bytes8, columns4, rows4
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
@@ -36,29 +37,6 @@ def _product(
         )
 
 
-@triton.jit
-def _low_rank(
-    part, h, b, s, col, M, N, R, stride_br, stride_bn, stride_hm, dtype: tl.constexpr, PARTS: tl.constexpr,
-    STORE_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-):
-    """h b for these columns, (BLOCK_N, BLOCK_M), h of its PARTS."""
-    t, n, r = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for r0 in tl.range(0, R, BLOCK_R, num_stages=2):
-        mask = (r < R - r0)[:, None] & (t < M)[None, :]
-        sums = tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
-        for i in tl.static_range(PARTS):  # always in the same order
-            sums += tl.load(part + i * M * R + t[None, :] * R + (r0 + r)[:, None], mask=mask, other=0.0)
-        ht = (s * sums).to(dtype)
-        if STORE_H:  # noqa: SIM102  h is None where this is False, and must not be looked at
-            if tl.program_id(0) == 0:
-                tl.store(h + t[None, :] * stride_hm + (r0 + r)[:, None], ht, mask=mask)
-        at = b + (r0 + r)[None, :].to(tl.int64) * stride_br + n[:, None].to(tl.int64) * stride_bn
-        bt = tl.load(at, mask=(r < R - r0)[None, :] & (n < N)[:, None], other=0.0)
-        acc = tl.dot(bt.to(dtype), ht, acc)
-    return acc
-
-
 @triton.jit(launch_metadata=launched)
 def codes_parts_kernel(
     x, codes, scales, code256, scales2, offset, out, part, h, b, s, M, N, K, R, words, groups,
@@ -81,9 +59,9 @@ def codes_parts_kernel(
     if PARTS and tl.program_id(1) == 1:
         if PDL:
             gdc_wait()
-        acc = _low_rank(
-            part, h, b, s, col, M, N, R, stride_br, stride_bn, stride_hm, x.dtype.element_ty,
-            PARTS, STORE_H, BLOCK_M, BLOCK_N, BLOCK_R,
+        acc = low_rank_term(
+            tl.zeros((BLOCK_N, BLOCK_M), tl.float32), None, part, (h, stride_hm), (b, stride_br, stride_bn), None, None, s,
+            col, M, N, R, x.dtype.element_ty, PARTS, BLOCK_R, 2, 1,
         )
     else:
         acc = _product(
@@ -116,34 +94,8 @@ def small_codes_kernel(
     )
     if PDL:
         gdc_wait()
-    t, n, r = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
-    in_m, in_n = (t < M)[None, :], (n < N)[:, None]
-    for r0 in tl.range(0, R, BLOCK_R, num_stages=1 if PARTS > 2 else 2):
-        in_r = r < R - r0
-        mask_h = in_r[:, None] & in_m
-        at_h = t[None, :] * R + (r0 + r)[:, None]
-        sums = tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
-        for i in tl.static_range(PARTS):  # always in the same order
-            sums += tl.load(part + i * M * R + at_h, mask=mask_h, other=0.0)
-        ht = (s * sums).to(x.dtype.element_ty)
-        if STORE_H:  # noqa: SIM102  h is None where this is False, and must not be looked at
-            if tl.program_id(0) == 0:
-                tl.store(h + t[None, :] * stride_hm + (r0 + r)[:, None], ht, mask=mask_h)
-        if NEED_A:  # the columns of u = x that belong to this program
-            at = u + t[:, None].to(tl.int64) * stride_um + n[None, :].to(tl.int64) * stride_un
-            ut = tl.load(at, mask=(t < M)[:, None] & (n < N)[None, :], other=0.0)
-            at = dA + (r0 + r)[:, None].to(tl.int64) * N + n[None, :]
-            tl.store(at, tl.dot(ht, ut).to(dA.dtype.element_ty), mask=in_r[:, None] & (n < N)[None, :])
-        at = b + (r0 + r)[None, :].to(tl.int64) * stride_br + n[:, None].to(tl.int64) * stride_bn
-        acc = tl.dot(tl.load(at, mask=in_r[None, :] & in_n, other=0.0).to(ht.dtype), ht, acc)
-    mask = in_n & in_m
-    at = t[None, :].to(tl.int64) * N + n[:, None]
-    if STORE_PRE_SCALE:
-        tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
-    if SCALE:
-        acc = acc * g_tile(m, c, n, N)[:, None]
-    if HAS_BIAS:
-        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    if ACCUMULATE:  # no other program touches this tile
-        acc += tl.load(out + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+    acc = low_rank_term(
+        acc, None, part, (h, stride_hm), (b, stride_br, stride_bn), (u, stride_um, stride_un), dA, s, col, M, N, R,
+        x.dtype.element_ty, PARTS, BLOCK_R, 1 if PARTS > 2 else 2, 1,
+    )
+    finish(acc, (out, pre_scale, out if ACCUMULATE else None, m, c, bias), 0, col, M, N, ACROSS=1)

@@ -5,54 +5,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.small import finish
+from fdora.triton.kernels.product import finish
+from fdora.triton.kernels.small import low_rank_term, slab
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_wait
 
 
 @triton.jit(launch_metadata=launched)
 def small_norm_kernel(
-    x,
-    w,
-    a,
-    part,
-    h,
-    b,
-    out,
-    pre_scale,
-    m,
-    c,
-    bias,
-    s,
-    M,
-    N,
-    K,
-    R,
-    stride_xm,
-    stride_xk,
-    stride_wk,
-    stride_wn,
-    stride_ar,
-    stride_ak,
-    stride_br,
-    stride_bn,
-    stride_hm,
-    PARTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    STORE_PRE_SCALE: tl.constexpr,
-    STORE_H: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    x, w, a, part, h, b, out, pre_scale, m, c, bias, s, M, N, K, R,
+    stride_xm, stride_xk, stride_wk, stride_wn, stride_ar, stride_ak, stride_br, stride_bn, stride_hm,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, STORE_H: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """One slab holds all of the rank."""
     col = tl.program_id(0) * BLOCK_N
     t, n, r, k = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
-    at_b = b + r[:, None].to(tl.int64) * stride_br + n[None, :].to(tl.int64) * stride_bn
-    bt = tl.load(at_b, mask=(r < R)[:, None] & (n < N)[None, :], other=0.0)
+    B = (b, stride_br, stride_bn)
+    bt = slab(B, n, r, N, R)
     at_x = x + t[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk
     at_w = w + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
     at_a = a + r[:, None].to(tl.int64) * stride_ar + k[None, :].to(tl.int64) * stride_ak
@@ -70,8 +41,9 @@ def small_norm_kernel(
         at_a += BLOCK_K * stride_ak
     if PDL:
         gdc_wait()
-    finish(
-        acc, tl.sum(squares, axis=0), col, None, part, h, b, out, pre_scale, m, c, bias, None, None, s, M, N, R,
-        stride_br, stride_bn, stride_hm, 1, 1, x.dtype.element_ty, PARTS, True, HAS_BIAS, STORE_PRE_SCALE, STORE_H, False,
-        ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, False,
+    squares = tl.sum(squares, axis=0)
+    acc = low_rank_term(
+        acc, None, part, (h, stride_hm), B, None, None, s, col, M, N, R, x.dtype.element_ty, PARTS, BLOCK_R,
+        1 if PARTS > 2 else 2,
     )
+    finish(acc, (out, pre_scale, out if ACCUMULATE else None, m, (c, squares), bias), 0, col, M, N, "normed")

@@ -1,4 +1,4 @@
-"""What kernels begin a tile with: W beside B A for the norm and the merge, a product for layers.
+"""What kernels begin a tile with: W beside B A for the norm and the merge.
 
 Entry kernels have flat lists of parameters. Inside, operands and constants are the named tuples below.
 """
@@ -127,30 +127,4 @@ def unscaled(acc, low, n, k, N, K):
     if low.scale_n is not None:
         by_k = tl.load(low.scale_k + k, mask=k < K, other=0.0)
         acc = acc * by_k[None, :] * tl.load(low.scale_n + n, mask=n < N, other=0.0)[:, None]
-    return acc
-
-
-@triton.jit
-def products(
-    acc, x, w, row, col, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr = None,
-):
-    """acc + x w in the tile that begins at (row, col)."""
-    t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
-    return products_at(acc, x, w, t, n, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_K, PRECISION)
-
-
-@triton.jit
-def products_at(acc, x, w, t, n, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, BLOCK_K: tl.constexpr,
-                PRECISION: tl.constexpr = None):
-    """acc + x w at the rows t and the columns n."""
-    k = tl.arange(0, BLOCK_K)
-    at_x = x + t[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk
-    at_w = w + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
-    for k0 in range(0, K, BLOCK_K):
-        xt = tl.load(at_x, mask=(t < M)[:, None] & (k < K - k0)[None, :], other=0.0)
-        wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0)
-        acc = tl.dot(xt, wt.to(xt.dtype), acc, input_precision=PRECISION)
-        at_x += BLOCK_K * stride_xk
-        at_w += BLOCK_K * stride_wk
     return acc

@@ -1,0 +1,153 @@
+"""What every kernel that writes an (M, N) result is made of: its tiles, sums of products, and one end.
+
+Inside of kernels a matrix is a tuple, (pointer, stride of its first axis, of its second), or a tensor descriptor, and what a
+product ends with is ``ends`` = (out, pre_scale, residual, m, c, bias), each None where it is not there."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdora.triton.kernels.g import g_of, g_tile
+from fdora.triton.runtime.cost import launched
+
+LOAD = tl.constexpr("ld.global.f32 $0, [$1];")
+
+
+@triton.jit
+def tile_of_product(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """First row and column of a tile; GROUP_M rows of tiles run together, so that their slabs of W meet in L2."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    group = pid // (GROUP_M * tiles_n)
+    height = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    within = pid % (GROUP_M * tiles_n)
+    return (group * GROUP_M + within % height) * BLOCK_M, (within // height) * BLOCK_N
+
+
+@triton.jit
+def products(acc, x, w, row, col, M, N, K, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr = None):
+    """acc + x w in the tile that begins at (row, col); x (M, K), w (K, N)."""
+    x, stride_xm, stride_xk = x
+    w, stride_wk, stride_wn = w
+    t, n, k = row + tl.arange(0, acc.shape[0]), col + tl.arange(0, acc.shape[1]), tl.arange(0, BLOCK_K)
+    at_x = x + t[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk
+    at_w = w + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
+    for k0 in range(0, K, BLOCK_K):
+        xt = tl.load(at_x, mask=(t < M)[:, None] & (k < K - k0)[None, :], other=0.0)
+        wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0)
+        acc = tl.dot(xt, wt.to(xt.dtype), acc, input_precision=PRECISION)
+        at_x += BLOCK_K * stride_xk
+        at_w += BLOCK_K * stride_wk
+    return acc
+
+
+@triton.jit
+def _by_segments(acc, g, segments, t, n, M, N):
+    """(G, N) g of each row's segment. ``segments`` = (ids of the rows, first and last of the tile, PTX)."""
+    ids, first, last, PTX = segments
+    if ids is None or first == last:
+        acc = acc * tl.load(g + tl.cast(first, tl.int64) * N + n, mask=n < N, other=0.0)[None, :]
+    else:
+        a = tl.load(ids + t, mask=t < M, other=0).to(tl.int64)
+        at = g + a[:, None] * N + tl.minimum(n, N - 1)[None, :]
+        if PTX:  # as a load it would want the product in a layout of its own, through shared memory that is full
+            acc = acc * tl.inline_asm_elementwise(LOAD, "=f,l", [at.to(tl.int64)], tl.float32, True, 1)
+        else:
+            acc = acc * tl.load(at)
+    return acc
+
+
+@triton.jit
+def _read(src, row, col, at, mask, STORE: tl.constexpr):
+    return tl.load(src + at, mask=mask, other=0.0) if STORE == "pointer" else src.load([row, col])
+
+
+@triton.jit
+def _write(to, v, row, col, at, mask, M, STORE: tl.constexpr):
+    if STORE == "pointer":
+        tl.store(to + at, v.to(to.dtype.element_ty), mask=mask)
+    elif STORE == "tma":
+        to.store([row, col], v.to(to.dtype))
+    elif row + v.shape[0] > M:
+        tl.store(to[1] + at, v.to(to[0].dtype), mask=mask)
+    else:
+        to[0].store([row, col], v.to(to[0].dtype))
+
+
+@triton.jit
+def finish(
+    acc, ends, row, col, M, N, EPILOGUE: tl.constexpr = "scale", STORE: tl.constexpr = "pointer", ACROSS: tl.constexpr = 0
+):
+    """The tile of a result that begins at (row, col): to ``pre_scale`` as it is, and to ``out`` with g, bias and residual.
+
+    EPILOGUE   "scale" by g = m / c, where m is there; "normed": c is a pair, where the norms go and their squares;
+               "residual": (g - 1) residual is added; "rows": m has one for each row; "segments": m is g, c as in _by_segments
+    STORE      "pointer" | "tma": out, pre_scale and residual are tensor descriptors | "rows": out and pre_scale are pairs of a
+               descriptor and a pointer, by which a tile is written that ends behind row M, where others begin
+    ACROSS     1: acc is (columns, rows)
+    """
+    out, pre_scale, residual, m, c, bias = ends
+    t, n = row + tl.arange(0, acc.shape[ACROSS]), col + tl.arange(0, acc.shape[1 - ACROSS])
+    at = tl.expand_dims(t, 1 - ACROSS).to(tl.int64) * N + tl.expand_dims(n, ACROSS)
+    mask = tl.expand_dims(t < M, 1 - ACROSS) & tl.expand_dims(n < N, ACROSS)
+    if pre_scale is not None:
+        _write(pre_scale, acc, row, col, at, mask, M, STORE)
+    if m is not None:
+        if EPILOGUE == "segments":
+            acc = _by_segments(acc, m, c, t, n, M, N)
+        elif EPILOGUE == "rows":
+            acc = acc * tl.load(m + t, mask=t < M, other=0.0)[:, None]
+        else:
+            if EPILOGUE == "normed":
+                norm = tl.sqrt_rn(c[1])
+                tl.store(c[0] + n, norm, mask=n < N)
+                g = g_of(m, norm, n, N)
+            else:
+                g = g_tile(m, c, n, N)
+            if EPILOGUE == "residual":
+                acc = acc + tl.expand_dims(g - 1, ACROSS) * _read(residual, row, col, at, mask, STORE).to(tl.float32)
+            else:
+                acc = acc * tl.expand_dims(g, ACROSS)
+    if bias is not None:
+        acc += tl.expand_dims(tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32), ACROSS)
+    if residual is not None and EPILOGUE != "residual":  # may be ``out``: no other program touches this tile
+        acc += _read(residual, row, col, at, mask, STORE).to(tl.float32)
+    _write(out, acc, row, col, at, mask, M, STORE)
+
+
+@triton.jit(launch_metadata=launched)
+def rest_kernel(
+    base, h, b, out, pre_scale, m, c, bias, M, N, R, stride_hm, stride_hr, stride_br, stride_bn,
+    SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
+):
+    """(M, N) base, (M, R) h, (R, N) b -> g (base + h b) + bias. ``out`` or ``pre_scale`` may be ``base``."""
+    row, col = tile_of_product(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    at, mask = t[:, None].to(tl.int64) * N + n[None, :], (t < M)[:, None] & (n < N)[None, :]
+    there = tl.load(base + at, mask=mask, other=0.0)  # on its way while the product runs
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = products(acc, (h, stride_hm, stride_hr), (b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
+    finish(acc + there.to(tl.float32), (out, pre_scale, None, m, c, bias), row, col, M, N)
+
+
+@triton.jit(launch_metadata=launched)
+def epilogue_kernel(
+    v, residual, out, m, c, bias, M, N,
+    EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """g and bias on a float32 product; here the residual is added before the bias."""
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask = (t < M)[:, None] & (n < N)[None, :]
+    at = t[:, None].to(tl.int64) * N + n[None, :]
+    y = tl.load(v + at, mask=mask)
+    if EPILOGUE == "scale":
+        y = g_tile(m, c, n, N)[None, :] * y
+        if residual is not None:
+            y += tl.load(residual + at, mask=mask)
+    if EPILOGUE == "residual":
+        y = y + (g_tile(m, c, n, N) - 1)[None, :] * tl.load(residual + at, mask=mask)
+    if HAS_BIAS:
+        y += tl.load(bias + n, mask=n < N).to(tl.float32)[None, :]
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
