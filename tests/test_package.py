@@ -65,7 +65,7 @@ def test_holds_the_package_and_nothing_else(wheel):
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fdora").rglob("*.py")}
     # C: compiled where a GPU is first used
     sources |= {"fdora/py.typed", "fdora/triton/runtime/plain.c", "fdora/triton/runtime/walk.c"}
-    sources |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "fdora/jobs/plan/profiles").glob("*.json")}
+    sources |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "fdora").rglob("*.json")}
     assert packed == sources
     assert wheel.name == f"fdora-{__version__}-py3-none-any.whl"
 
