@@ -159,13 +159,16 @@ JIT = ["triton.jit"], ["triton.jit(launch_metadata=launched)"]
 
 
 def no_kernels(source):
-    """What a file of kernels holds beside its docstring, imports, constants of the compiler and ``@triton.jit`` functions."""
+    """What a file of kernels holds beside its docstring, imports, constants of the compiler, tuples of operands and
+    ``@triton.jit`` functions."""
     for i, node in enumerate(ast.parse(source).body):
         if isinstance(node, (ast.Import, ast.ImportFrom)) or (i == 0 and isinstance(node, ast.Expr)):
             continue
         if isinstance(node, ast.FunctionDef) and [ast.unparse(d) for d in node.decorator_list] in JIT:
             continue
         if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(("tl.constexpr(", "map(tl.constexpr, ")):
+            continue
+        if isinstance(node, ast.ClassDef) and [ast.unparse(b) for b in node.bases] == ["NamedTuple"]:
             continue
         yield ast.unparse(node).splitlines()[0]
 

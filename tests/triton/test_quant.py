@@ -89,7 +89,7 @@ def test_a_state_is_decided_on_by_the_kernels(name, dtype, launched, monkeypatch
         if INTERPRETED:  # no tile is looked at
             from fdora.triton.kernels import quant as kernels
 
-            patch.setattr(kernels, "low_rank", None)
+            patch.setattr(kernels, "product_of", None)
         assert not moved(W, A.clone(), B.clone(), state, "triton")[1]
     for change in (lambda: B[-1, -1].add_(1), lambda: A[0, 5].neg_()):
         change()
