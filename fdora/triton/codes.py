@@ -18,7 +18,7 @@ from fdora.quant.codes8 import decode as decode8
 from fdora.quant.kinds import kind_of
 from fdora.quant.lut4 import NESTED
 from fdora.quant.lut4 import decode as decode4
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import INTERPRETED, cdiv
 from fdora.triton.runtime.plan import Array, Like
 
@@ -179,20 +179,17 @@ def has_ptx(capability: int) -> bool:
     return capability > 0 and not INTERPRETED
 
 
-def lut_facts(W: Packed, capability: int, by: int = PERMUTES) -> tuple:
-    """TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX of a kernel for 4-bit codes, looked up ``by`` what."""
-    form = W.form
-    assert isinstance(form, Lut4)
-    flat, pairs = form.layout == "flat", in_pairs(form, W.shape[1])
-    return form.table, form.hi_first, form.group, form.scales, flat, pairs, by if has_ptx(capability) else 0
-
-
-def byte_facts(W: Packed, capability: int) -> tuple:
-    """CODE, BY_BITS, MODE, BN, BK, PTX of a kernel for 8-bit codes."""
-    form = W.form
-    assert isinstance(form, Codes8)
+def decoding(W: Packed, capability: int, by: int = PERMUTES) -> dict[str, Any]:
+    """What kernels that read W are launched with: its tensors, and how they lie. ``by``: what looks 4-bit codes up."""
+    form, ptx = W.form, has_ptx(capability)
+    if isinstance(form, Lut4):
+        names = "codes scales code256 scales2 offset TABLE HIGH_FIRST GROUP_SIZE SCALES FLAT PAIRS"
+        lies = (form.layout == "flat", in_pairs(form, W.shape[1]))
+        values = (W.codes, *W.rest, form.table, form.hi_first, form.group, form.scales, *lies)
+        return named(names, values) | {"groups": groups_of(W), "PTX": by if ptx else 0}
     by_bits = form.code == "e4m3" and capability < 89  # Triton has no float8 below sm_89
-    return code_of(form), by_bits, form.scale, *block_of(form), has_ptx(capability)
+    values = (W.codes, *W.rest, *W.codes.stride, code_of(form), by_bits, form.scale, *block_of(form), ptx)
+    return named("codes scales stride_cn stride_ck CODE BY_BITS MODE BN BK PTX", values) | {"groups": groups_of(W)}
 
 
 def groups_of(W: Packed) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fdora._torch import needs_dispatcher
 from fdora.triton.kernels.compose import compose_bwd_kernel, compose_fwd_kernel, planes_bwd_kernel, planes_fwd_kernel
 from fdora.triton.op import op
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv, grid_of
 from fdora.triton.runtime.plan import Array, Like, Plan
 from fdora.triton.runtime.walk import plan_for, run
@@ -63,8 +63,20 @@ def plan_compose(likes: Sequence[Like | None], device: Device, delta: bool) -> P
     plan.launch(
         compose_fwd_kernel,
         (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)),
-        (base, lora, g, bias, y, s, M, N, base.stride[0], lora.stride[0], N),
-        (delta, bias is not None, BLOCK_M, BLOCK_N),
+        {
+            "base": base,
+            "lora": lora,
+            "g": g,
+            "bias": bias,
+            "y": y,
+            "s": s,
+            "M": M,
+            "N": N,
+            "DELTA": delta,
+            "HAS_BIAS": bias is not None,
+            "BLOCK_M": BLOCK_M,
+            "BLOCK_N": BLOCK_N,
+        },
         4,
     )
     return plan.plan()
@@ -94,8 +106,23 @@ def plan_compose_backward(likes: Sequence[Like | None], device: Device, delta: b
     plan.launch(
         compose_bwd_kernel,
         grid,
-        (dy, base, lora, g, *out[:2], *partials, s, M, N, dy.stride[0], base.stride[0], lora.stride[0]),
-        (delta, *needs, BWD_M, BWD_N, ROWS, flat),
+        {
+            "dy": dy,
+            "base": base,
+            "lora": lora,
+            "g": g,
+            **named("dbase dlora", out[:2]),
+            **named("partial_g partial_bias", partials),
+            "s": s,
+            "M": M,
+            "N": N,
+            "DELTA": delta,
+            **named("NEED_BASE NEED_LORA NEED_G NEED_BIAS", needs),
+            "BLOCK_M": BWD_M,
+            "BLOCK_N": BWD_N,
+            "ROWS": ROWS,
+            "FLAT": flat,
+        },
         4,
     )
     return _summed(plan, out, partials)
@@ -129,8 +156,22 @@ def _planes(plan: Builder, likes: Sequence[Any], delta: bool) -> Plan:
     plan.launch(
         planes_fwd_kernel,
         grid,
-        (base, lora, g, bias, y, s, L * N, N, P),
-        (delta, bias is not None, rows, points, flat),
+        {
+            "base": base,
+            "lora": lora,
+            "g": g,
+            "bias": bias,
+            "y": y,
+            "s": s,
+            "rows": L * N,
+            "N": N,
+            "P": P,
+            "DELTA": delta,
+            "HAS_BIAS": bias is not None,
+            "BLOCK_M": rows,
+            "BLOCK_P": points,
+            "FLAT": flat,
+        },
         4,
     )
     return plan.plan()
@@ -148,8 +189,24 @@ def _planes_backward(plan: Builder, likes: Sequence[Any], delta: bool, needs: tu
     plan.launch(
         planes_bwd_kernel,
         grid,
-        (dy, base, lora, g, *out[:2], *partials, s, L * N, N, P),
-        (delta, *needs, rows, points, strip, flat),
+        {
+            "dy": dy,
+            "base": base,
+            "lora": lora,
+            "g": g,
+            **named("dbase dlora", out[:2]),
+            **named("partial_g partial_bias", partials),
+            "s": s,
+            "rows": L * N,
+            "N": N,
+            "P": P,
+            "DELTA": delta,
+            **named("NEED_BASE NEED_LORA NEED_G NEED_BIAS", needs),
+            "BLOCK_M": rows,
+            "BLOCK_P": points,
+            "STRIP": strip,
+            "FLAT": flat,
+        },
         4,
     )
     return _summed(plan, out, partials)

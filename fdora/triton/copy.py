@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fdora.triton.kernels.copy import by_g_kernel, copy_kernel
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import MOST_ROWS, cdiv
 from fdora.triton.runtime.layout import is_operand
 from fdora.triton.runtime.plan import Array
@@ -70,8 +70,16 @@ def _copy(plan: Builder, parts: Sequence[Array], out: Array) -> None:
         plan.launch(
             copy_kernel,
             (cdiv(columns, BLOCK_N), blocks),
-            (*padded, part, *(0 if t is None else t.shape[0] for t in padded), columns, out.stride[0], *strides),
-            (len(some), BLOCK_M, BLOCK_N),
+            {
+                **named("src0 src1 src2 src3", padded),
+                "out": part,
+                **named("rows0 rows1 rows2 rows3", (0 if t is None else t.shape[0] for t in padded)),
+                "columns": columns,
+                **named("stride_m0 stride_n0 stride_m1 stride_n1 stride_m2 stride_n2 stride_m3 stride_n3", strides),
+                "COUNT": len(some),
+                "BLOCK_M": BLOCK_M,
+                "BLOCK_N": BLOCK_N,
+            },
             4,
         )
 
@@ -96,5 +104,18 @@ def by_g(plan: Builder, t: Array, m: Array, c: Array, out: Array) -> None:
     (N, K), block_k = t.shape, min(256, max(16, 1 << (t.shape[1] - 1).bit_length()))
     block_n = 4096 // block_k
     plan.launch(
-        by_g_kernel, (cdiv(N, block_n), cdiv(K, block_k)), (t, out, m, c, N, K, *t.stride, out.stride[0]), (block_n, block_k), 4
+        by_g_kernel,
+        (cdiv(N, block_n), cdiv(K, block_k)),
+        {
+            "t": t,
+            "out": out,
+            "m": m,
+            "c": c,
+            "N": N,
+            "K": K,
+            **named("stride_n stride_k", t.stride),
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+        },
+        4,
     )

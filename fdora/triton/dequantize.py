@@ -20,12 +20,10 @@ from fdora.quant import Lut4, QuantSpec
 from fdora.triton.codes import (
     Coded,
     Packed,
-    byte_facts,
     coded_of,
-    groups_of,
+    decoding,
     in_pairs,
     is_decoded,
-    lut_facts,
     packed,
     tensors_of,
     weights_of,
@@ -37,7 +35,7 @@ from fdora.triton.kernels.dequantize import dequantize4_kernel, dequantize8_kern
 from fdora.triton.norm import norm as norm_of_dense
 from fdora.triton.op import op
 from fdora.triton.quant import norm
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
 from fdora.triton.runtime.walk import plan_for, run
@@ -106,15 +104,15 @@ def decode(plan: Builder, W: Packed, out: Array, g: G | None = None, first: int 
     """Columns of W from ``first`` on, as many as ``out`` has. ``g``: each row times its g in float32, then rounded."""
     (N, K), capability, last = W.shape, plan.device.capability, first + out.shape[1]
     block_n, block_k, vector, num_warps = dequantize_config(in_pairs(W.form, K), out.itemsize, isinstance(W.form, Lut4))
-    tile = (block_n, block_k, vector, N % block_n == 0 and (last - first) % block_k == 0)
-    common = (*(g or (None, None)), out, N, K, groups_of(W), first, last, out.stride[0])
-    kernel: Any
-    if isinstance(W.form, Lut4):
-        kernel, args, how = dequantize4_kernel, (W.codes, *W.rest, *common), lut_facts(W, capability)
-    else:
-        kernel, args, how = dequantize8_kernel, (W.codes, *W.rest, *common, *W.codes.stride), byte_facts(W, capability)
-    programs = cdiv(N, block_n) * cdiv(last - first, block_k)
-    plan.launch(kernel, (programs,), args, (*how, g is not None, *tile), num_warps)
+    given = {
+        **decoding(W, capability),
+        **named("m c", g or (None, None)),
+        **{"out": out, "N": N, "K": K, "first": first, "last": last, "pitch": out.stride[0]},
+        **{"BY_G": g is not None, "BLOCK_N": block_n, "BLOCK_K": block_k, "VECTOR": vector},
+        "EVEN": N % block_n == 0 and (last - first) % block_k == 0,
+    }
+    kernel = dequantize4_kernel if isinstance(W.form, Lut4) else dequantize8_kernel
+    plan.launch(kernel, (cdiv(N, block_n) * cdiv(last - first, block_k),), given, num_warps)
 
 
 def redo_lost(
@@ -123,15 +121,13 @@ def redo_lost(
     """dm and dc, where asked for, again of rows whose g is (nearly) 0: from their products, since y holds nothing of them."""
     (N, K), (M, r), capability = W.shape, h.shape, plan.device.capability
     block_n, block_k, vector, num_warps = dequantize_config(in_pairs(W.form, K), x.itemsize, isinstance(W.form, Lut4))
-    tile = (block_n, block_k, vector, N % block_n == 0 and K % block_k == 0)
-    common = (dy, x, h, B, *g, dm, dc, M, N, K, r, groups_of(W), tiny_of(dy.dtype))
-    strides = (dy.stride[0], *x.stride, *h.stride, *B.stride)
-    kernel: Any
-    if isinstance(W.form, Lut4):
-        kernel, args, how = lost4_kernel, (W.codes, *W.rest, *common, *strides), lut_facts(W, capability)
-    else:
-        kernel, args, how = lost8_kernel, (W.codes, *W.rest, *common, *strides, *W.codes.stride), byte_facts(W, capability)
-    plan.launch(kernel, (cdiv(N, block_n),), args, (dm is not None, dc is not None, *how, *tile), num_warps)
+    given = {
+        **decoding(W, capability),
+        **{"dy": dy, "x": x, "h": h, "b": B, "m": g.m, "c": g.c, "dm": dm, "dc": dc},
+        **{"M": M, "N": N, "K": K, "R": r, "tiny": tiny_of(dy.dtype), "NEED_M": dm is not None, "NEED_C": dc is not None},
+        **{"BLOCK_N": block_n, "BLOCK_K": block_k, "VECTOR": vector, "EVEN": N % block_n == 0 and K % block_k == 0},
+    }
+    plan.launch(lost4_kernel if isinstance(W.form, Lut4) else lost8_kernel, (cdiv(N, block_n),), given, num_warps)
 
 
 def dequantized_with_norm(plan: Builder, W: Packed, A: Array, B: Array, s: Scalar, c: Array, dtype: torch.dtype) -> Array:

@@ -33,8 +33,19 @@ def drop(plan: Builder, x: Array, seed: Array | None, p: float, accumulate_into:
     plan.launch(
         drop_kernel,
         (cdiv(M, BLOCK_M), cdiv(K, BLOCK_K)),
-        (x, out, seed, threshold(p), 1 / (1 - p), M, K, *x.stride),
-        (accumulate_into is not None, has_origin(seed), BLOCK_M, BLOCK_K),
+        {
+            "x": x,
+            "out": out,
+            "seed": seed,
+            "threshold": threshold(p),
+            "scale": 1 / (1 - p),
+            "M": M,
+            "K": K,
+            "ACCUMULATE": accumulate_into is not None,
+            "ORIGIN": has_origin(seed),
+            "BLOCK_M": BLOCK_M,
+            "BLOCK_K": BLOCK_K,
+        },
         4,
     )
     return out

@@ -30,9 +30,9 @@ from fdora.triton.kernels.embedding_bwd import (
     segment_total_kernel,
 )
 from fdora.triton.op import op
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv
-from fdora.triton.runtime.plan import Like, Plan
+from fdora.triton.runtime.plan import Array, Like, Plan
 from fdora.triton.runtime.walk import plan_for, run
 
 WHOLE = 64  # the largest rank: sums of (columns, r) stay in registers
@@ -130,8 +130,12 @@ def plan_backward(likes: Sequence[Like | None], device: Device, padding: int, sp
     plan.launch(
         embedding_bwd_kernel,
         (strips, parts),
-        (dy, ids, W, h, b, partial_A, partial_Y, partial_m, T, V, D, R, padding, dy.stride[0], *W.stride),
-        (need_a, for_y, for_m, rows, BLOCK_T, BLOCK_D, block_r),
+        {
+            **{"dy": dy, "ids": ids, "W": W, "h": h, "b": b, "partial_A": partial_A},
+            **{"partial_Y": partial_Y, "partial_m": partial_m, "T": T, "V": V, "D": D, "R": R},
+            **{"padding": padding, "NEED_A": need_a, "NEED_Y": for_y, "NEED_M": for_m},
+            **{"ROWS": rows, "BLOCK_T": BLOCK_T, "BLOCK_D": BLOCK_D, "BLOCK_R": block_r},
+        },
         4,
         2,
     )
@@ -139,26 +143,46 @@ def plan_backward(likes: Sequence[Like | None], device: Device, padding: int, sp
         plan.launch(
             embedding_finish_kernel,
             (cdiv(D, FINISH_D),),
-            (partial_Y, partial_m, B, m, c, dB, dm, dc, s, D, R, parts, *B.stride),
-            (need_b, need_m, need_c, FINISH_D, block_r),
+            {
+                **{"partial_Y": partial_Y, "partial_m": partial_m, "B": B, "m": m, "c": c},
+                **{"dB": dB, "dm": dm, "dc": dc, "s": s, "D": D, "R": R, "parts": parts},
+                **{"NEED_B": need_b, "NEED_M": need_m, "NEED_C": need_c, "BLOCK_D": FINISH_D},
+                "BLOCK_R": block_r,
+            },
             4,
         )
     if dA is not None:
-        sums = plan.temp((T, R), f32)
-        plan.launch(
-            segment_scan_kernel, (cdiv(T, SEGMENT),), (partial_A, key, order, sums, T, R, strips), (SEGMENT, block_r), 4
-        )
-        plan.zero(dA)
-        stride = (R, 1) if compact else (1, V)
-        plan.launch(
-            segment_total_kernel,
-            (cdiv(T, SEGMENT),),
-            (sums, key, dA, T, V, R, padding, *stride),
-            (compact, SEGMENT, block_r, CARRIES),
-            4,
-        )
+        _by_number(plan, partial_A, key, order, dA, (V, padding, compact))
     plan.path = "one pass over dy and the rows of W; sums of each number in the order of its tokens"
     return plan.plan()
+
+
+def _by_number(plan: Builder, partial_A: Any, key: Any, order: Any, dA: Array, into: tuple[int, int, bool]) -> None:
+    """The sums over the tokens of each number, in their order."""
+    (strips, T, R), (V, padding, compact) = partial_A.shape, into
+    block_r, sums = power_of_two(R), plan.temp((T, R), torch.float32)
+    plan.launch(
+        segment_scan_kernel,
+        (cdiv(T, SEGMENT),),
+        {
+            **{"partial_A": partial_A, "key": key, "order": order, "sums": sums, "T": T},
+            **{"R": R, "parts": strips, "BLOCK_T": SEGMENT, "BLOCK_R": block_r},
+        },
+        4,
+    )
+    plan.zero(dA)
+    stride = (R, 1) if compact else (1, V)
+    plan.launch(
+        segment_total_kernel,
+        (cdiv(T, SEGMENT),),
+        {
+            **{"sums": sums, "key": key, "out": dA, "T": T, "V": V, "R": R},
+            "padding": padding,
+            **named("stride_ov stride_or", stride),
+            **{"COMPACT": compact, "BLOCK_T": SEGMENT, "BLOCK_R": block_r, "BLOCK_C": CARRIES},
+        },
+        4,
+    )
 
 
 def _fake(dy, ids, W, A, B, m, c, key, order, s, padding, sparse, needs):

@@ -61,8 +61,18 @@ def plan_spread(likes: Sequence[Like | None], device: Device, k: int) -> Plan:
     plan.launch(
         spread_kernel,
         (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)),
-        (x, order, gates, out, M, N, k, x.stride[0]),
-        (gates is not None, BLOCK_M, BLOCK_N),
+        {
+            "x": x,
+            "order": order,
+            "gates": gates,
+            "out": out,
+            "M": M,
+            "N": N,
+            "k": k,
+            "HAS_GATES": gates is not None,
+            "BLOCK_M": BLOCK_M,
+            "BLOCK_N": BLOCK_N,
+        },
         4,
     )
     plan.path = "one pass"
@@ -77,8 +87,18 @@ def plan_combine(likes: Sequence[Like | None], device: Device, k: int) -> Plan:
     plan.launch(
         combine_kernel,
         (cdiv(T, BLOCK_M), cdiv(N, BLOCK_N)),
-        (rows, place, gates, out, T, N, k, rows.stride[0]),
-        (gates is not None, BLOCK_M, BLOCK_N),
+        {
+            "rows": rows,
+            "place": place,
+            "gates": gates,
+            "out": out,
+            "T": T,
+            "N": N,
+            "k": k,
+            "HAS_GATES": gates is not None,
+            "BLOCK_M": BLOCK_M,
+            "BLOCK_N": BLOCK_N,
+        },
         4,
     )
     plan.path = "one pass"
@@ -91,7 +111,10 @@ def plan_gates(likes: Sequence[Like | None], device: Device, k: int, dtype: torc
     (M,), N = place.shape, dy.shape[1]
     out = plan.result("dgates", (M // max(1, k), k), dtype)
     plan.launch(
-        gates_kernel, (cdiv(M, BLOCK_M),), (dy, rows, place, out, M, N, k, dy.stride[0], rows.stride[0]), (BLOCK_M, BLOCK_N), 4
+        gates_kernel,
+        (cdiv(M, BLOCK_M),),
+        {"dy": dy, "rows": rows, "place": place, "out": out, "M": M, "N": N, "k": k, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N},
+        4,
     )
     plan.path = "one pass"
     return plan.plan()
@@ -103,7 +126,12 @@ def plan_gated(likes: Sequence[Like | None], device: Device, act: str) -> Plan:
     assert likes[0] is not None
     M, F = likes[0].shape[0], likes[0].shape[1] // 2
     a = plan.result("a", (M, F), z.dtype)
-    plan.launch(gated_fwd_kernel, (cdiv(M, TILE_M), cdiv(F, TILE_N)), (z, a, M, F), (act, TILE_M, TILE_N), 4)
+    plan.launch(
+        gated_fwd_kernel,
+        (cdiv(M, TILE_M), cdiv(F, TILE_N)),
+        {"z": z, "a": a, "M": M, "F": F, "ACT": act, "BLOCK_M": TILE_M, "BLOCK_N": TILE_N},
+        4,
+    )
     plan.path = "one pass"
     return plan.plan()
 
@@ -114,7 +142,12 @@ def plan_gated_bwd(likes: Sequence[Like | None], device: Device, act: str) -> Pl
     assert likes[1] is not None
     M, F = likes[1].shape[0], likes[1].shape[1] // 2
     dz = plan.result("dz", (M, 2 * F), z.dtype)
-    plan.launch(gated_bwd_kernel, (cdiv(M, TILE_M), cdiv(F, TILE_N)), (da, z, dz, M, F), (act, TILE_M, TILE_N), 4)
+    plan.launch(
+        gated_bwd_kernel,
+        (cdiv(M, TILE_M), cdiv(F, TILE_N)),
+        {"da": da, "z": z, "dz": dz, "M": M, "F": F, "ACT": act, "BLOCK_M": TILE_M, "BLOCK_N": TILE_N},
+        4,
+    )
     plan.path = "one pass"
     return plan.plan()
 

@@ -12,7 +12,7 @@ import torch
 
 from fdora.triton.configs import power_of_two
 from fdora.triton.kernels.factors import factors_kernel
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 
@@ -63,8 +63,23 @@ def factor_gradients(
     plan.launch(
         factors_kernel,
         (cdiv(K, block_c) + cdiv(N, block_c), cdiv(r, block_r)),
-        (x, dh, dA, dz, h, dB, *g, M, K, N, r, x.stride[0], dh.stride[0], dz.stride[0], h.stride[0]),
-        (g[0] is not None, block_c, block_r, block_m),
+        {
+            "x": x,
+            "dh": dh,
+            "dA": dA,
+            "dz": dz,
+            "h": h,
+            "dB": dB,
+            **named("m c", g),
+            "M": M,
+            "K": K,
+            "N": N,
+            "R": r,
+            "BY_G": g[0] is not None,
+            "BLOCK_C": block_c,
+            "BLOCK_R": block_r,
+            "BLOCK_M": block_m,
+        },
         warps,
         stages,
     )

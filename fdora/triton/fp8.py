@@ -26,7 +26,7 @@ from fdora.triton.dropout import drop
 from fdora.triton.kernels.fp8 import fp8_blocks_kernel, fp8_gemm_kernel, fp8_rows_kernel
 from fdora.triton.linear import rows_of, saves_pre_scale
 from fdora.triton.op import op
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.plan import Array, Like, Plan
 from fdora.triton.runtime.walk import plan_for, run
@@ -82,28 +82,35 @@ def plan_fp8_linear(
     plan.launch(
         fp8_gemm_kernel,
         (cdiv(M, bm) * cdiv(N, bn),),
-        (
-            x8,
-            x_scale,
-            codes,
-            scales,
-            h,
-            B,
-            y,
-            pre,
-            m,
-            c,
-            bias,
-            M,
-            N,
-            K,
-            r,
-            cdiv(K, columns),
-            *codes.stride,
-            *h.stride,
-            *B.T.stride,
-        ),
-        (mode, rows, columns, bias is not None, pre is not None, bm, bn, bk, max(16, min(64, power_of_two(r))), 8),
+        {
+            "x": x8,
+            "x_scale": x_scale,
+            "w": codes,
+            "w_scale": scales,
+            "h": h,
+            "b": B,
+            "out": y,
+            "pre_scale": pre,
+            "m": m,
+            "c": c,
+            "bias": bias,
+            "M": M,
+            "N": N,
+            "K": K,
+            "R": r,
+            "groups": cdiv(K, columns),
+            **named("stride_br stride_bn", B.T.stride),
+            "MODE": mode,
+            "BN": rows,
+            "BK": columns,
+            "HAS_BIAS": bias is not None,
+            "STORE_PRE_SCALE": pre is not None,
+            "BLOCK_M": bm,
+            "BLOCK_N": bn,
+            "BLOCK_K": bk,
+            "BLOCK_R": max(16, min(64, power_of_two(r))),
+            "GROUP_M": 8,
+        },
         num_warps,
         num_stages,
     )
@@ -115,11 +122,11 @@ def _quantised(plan: Builder, x: Array, blocks: bool) -> tuple[Array, Array]:
     M, K = x.shape
     out = plan.temp((M, K), E4M3)
     scale = plan.temp((cdiv(K, BLOCK) if blocks else 1, M), torch.float32)
-    args = (x, out.words((M, K), (K, 1), torch.uint8), scale, M, K, x.stride[0])
+    args = {"x": x, "out": out.words((M, K), (K, 1), torch.uint8), "scale": scale, "M": M, "K": K}
     if blocks:
-        plan.launch(fp8_blocks_kernel, (cdiv(M, TOKENS), cdiv(K, BLOCK)), args, (TOKENS, BLOCK), 4)
+        plan.launch(fp8_blocks_kernel, (cdiv(M, TOKENS), cdiv(K, BLOCK)), {**args, "BLOCK_M": TOKENS, "BLOCK": BLOCK}, 4)
     else:
-        plan.launch(fp8_rows_kernel, (M,), args, (min(4096, max(128, power_of_two(K))),), 4)
+        plan.launch(fp8_rows_kernel, (M,), {**args, "BLOCK_K": min(4096, max(128, power_of_two(K)))}, 4)
     return out, scale
 
 

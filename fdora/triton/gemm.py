@@ -86,8 +86,25 @@ def gemm(
     one_more_tile = pre_scale is not None or epilogue.residual is not None
     one_more_tile |= masked.seed is not None and plan.device.capability >= 100  # the positions of a mask are as large
     x_masked = masked.x
-    vectors = (epilogue.m, epilogue.c, epilogue.bias, masked.seed, threshold(masked.p), 1 / (1 - masked.p), M, N, K, r)
-    flags = (epilogue.kind, epilogue.bias is not None, pre_scale is not None, masked.seed is not None, x_masked is not None)
+    vectors = {
+        "m": epilogue.m,
+        "c": epilogue.c,
+        "bias": epilogue.bias,
+        "seed": masked.seed,
+        "threshold": threshold(masked.p),
+        "keep_scale": 1 / (1 - masked.p),
+        "M": M,
+        "N": N,
+        "K": K,
+        "R": r,
+    }
+    flags = {
+        "EPILOGUE": epilogue.kind,
+        "HAS_BIAS": epilogue.bias is not None,
+        "STORE_PRE_SCALE": pre_scale is not None,
+        "DROP": masked.seed is not None,
+        "HAS_X_MASKED": x_masked is not None,
+    }
     origin = has_origin(masked.seed)
     trans_b, tma = by_tma(x, right, out, x_masked, pre_scale, epilogue.residual)
     config = config or fused_config(M, N, K, r, trans_b, one_more_tile, tma, plan.device.capability, plan.device.num_sms)
@@ -101,29 +118,27 @@ def gemm(
         plan.launch(
             gemm_tma_kernel,
             (programs,),
-            (
-                Tile(x, (bm, bk)),
-                _tile(x_masked, (bm, bk)),
-                Tile(w.T if trans_b else w, block),
-                Tile(hb[0], (bm, bk)),
-                Tile(hb[1], block),
-                Tile(out, (bm, width)),
-                _tile(pre_scale, (bm, width)),
-                _tile(epilogue.residual, (bm, width)),
-                *vectors,
-                programs,
-            ),
-            (
-                trans_b,
-                *flags,
-                origin,
-                bm,
-                bn,
-                bk,
-                config.EPILOGUE_SUBTILE,
-                config.persistent and masked.seed is None,
-                config.GROUP_M,
-            ),
+            {
+                "x": Tile(x, (bm, bk)),
+                "x_masked": _tile(x_masked, (bm, bk)),
+                "w": Tile(w.T if trans_b else w, block),
+                "h": Tile(hb[0], (bm, bk)),
+                "b": Tile(hb[1], block),
+                "out": Tile(out, (bm, width)),
+                "pre_scale": _tile(pre_scale, (bm, width)),
+                "residual": _tile(epilogue.residual, (bm, width)),
+                **vectors,
+                "PROGRAMS": programs,
+                "TRANS_B": trans_b,
+                **flags,
+                "ORIGIN": origin,
+                "BLOCK_M": bm,
+                "BLOCK_N": bn,
+                "BLOCK_K": bk,
+                "EPILOGUE_SUBTILE": config.EPILOGUE_SUBTILE,
+                "FLATTEN": config.persistent and masked.seed is None,
+                "GROUP_M": config.GROUP_M,
+            },
             config.num_warps,
             config.num_stages,
         )
@@ -133,8 +148,24 @@ def gemm(
     plan.launch(
         gemm_pointer_kernel,
         (cdiv(M, config.BLOCK_M) * cdiv(N, config.BLOCK_N),),
-        (x, x_masked, w, h, b, out, pre_scale, epilogue.residual, *vectors, *x.stride, *w.stride, *h.stride, *b.stride),
-        (*flags, origin, config.BLOCK_M, config.BLOCK_N, config.BLOCK_K, min(config.BLOCK_K, power_of_two(r)), config.GROUP_M),
+        {
+            "x": x,
+            "x_masked": x_masked,
+            "w": w,
+            "h": h,
+            "b": b,
+            "out": out,
+            "pre_scale": pre_scale,
+            "residual": epilogue.residual,
+            **vectors,
+            **flags,
+            "ORIGIN": origin,
+            "BLOCK_M": config.BLOCK_M,
+            "BLOCK_N": config.BLOCK_N,
+            "BLOCK_K": config.BLOCK_K,
+            "BLOCK_R": min(config.BLOCK_K, power_of_two(r)),
+            "GROUP_M": config.GROUP_M,
+        },
         config.num_warps,
         config.num_stages,
     )

@@ -24,13 +24,29 @@ def fingerprint(plan: Builder, A: Array, B: Array, s: Scalar, out: Array) -> Non
     (a, packed_a), (b, packed_b) = _words(A), _words(B)
     kind = KIND + 16 * A.itemsize + 256 * B.itemsize
     programs = min(WORDS - 1, cdiv(max(a.numel, b.numel, 1), BLOCK))
-    cols_a, row_a, col_a = (1, 1, 1) if packed_a else (a.shape[1], *a.stride)  # where packed nobody reads them
-    cols_b, row_b, col_b = (1, 1, 1) if packed_b else (b.shape[1], *b.stride)
+    cols_a, row_a = (1, 1) if packed_a else (a.shape[1], a.stride[0])  # where packed nobody reads them
+    cols_b, row_b = (1, 1) if packed_b else (b.shape[1], b.stride[0])
     plan.launch(
         hash_kernel,
         (programs,),
-        (a, b, out, s, a.numel, b.numel, cols_a, cols_b, row_a, col_a, row_b, col_b),
-        (packed_a, packed_b, BLOCK, kind, WORDS, plan.device.supports_pdl),
+        {
+            "A": a,
+            "B": b,
+            "out": out,
+            "s": s,
+            "count_a": a.numel,
+            "count_b": b.numel,
+            "cols_a": cols_a,
+            "cols_b": cols_b,
+            "stride_ar": row_a,
+            "stride_bn": row_b,
+            "PACKED_A": packed_a,
+            "PACKED_B": packed_b,
+            "BLOCK": BLOCK,
+            "KIND": kind,
+            "WORDS": WORDS,
+            "PDL": plan.device.supports_pdl,
+        },
         16,
     )
 

@@ -139,8 +139,20 @@ def epilogue_of(plan: Builder, v: Array, y: Array, epilogue: Epilogue) -> None:
     plan.launch(
         epilogue_kernel,
         (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)),
-        (v, residual, y, m, c, bias, M, N),
-        (kind, bias is not None, BLOCK_M, BLOCK_N),
+        {
+            "v": v,
+            "residual": residual,
+            "out": y,
+            "m": m,
+            "c": c,
+            "bias": bias,
+            "M": M,
+            "N": N,
+            "EPILOGUE": kind,
+            "HAS_BIAS": bias is not None,
+            "BLOCK_M": BLOCK_M,
+            "BLOCK_N": BLOCK_N,
+        },
         4,
     )
 

@@ -18,7 +18,7 @@ from fdora.triton.copy import in_dtype
 from fdora.triton.kernels.merge import merge_kernel
 from fdora.triton.norm import GROUP_N, tiled
 from fdora.triton.op import op
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.runtime.walk import plan_for, run
@@ -80,15 +80,34 @@ def _merge_rows(
     config = merge_config(R, A.itemsize == 2, plan.device.capability, aligned, half, by_n is None and not undo)
     block_n, block_k, block_r, precision, num_warps, num_stages, tma, *_ = config
     programs = cdiv(N, block_n) * cdiv(K, block_k)
-    tensors, strides, even = tiled(config, W, A, B)
+    tensors, even = tiled(config, W, A, B)
     result: Any = out
     if tma:
         programs, result = min(programs, plan.device.num_sms), Tile(out, (block_n, block_k))
     plan.launch(
         merge_kernel,
         (programs,),
-        (*tensors, by_n, by_k, m, c, result, s, N, K, R, *strides),
-        (undo, block_n, block_k, block_r, GROUP_N, even, precision, tma, by_n is not None),
+        {
+            **named("W A B", tensors),
+            "scale_n": by_n,
+            "scale_k": by_k,
+            "m": m,
+            "c": c,
+            "out": result,
+            "s": s,
+            "N": N,
+            "K": K,
+            "R": R,
+            "UNDO": undo,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+            "BLOCK_R": block_r,
+            "GROUP": GROUP_N,
+            "EVEN": even,
+            "PRECISION": precision,
+            "TMA": tma,
+            "SCALED": by_n is not None,
+        },
         num_warps,
         num_stages,
     )

@@ -124,81 +124,85 @@ def _scale(plan: Builder, given: Given, found: Routes, dz: Array | None, out: Ou
         plan.launch(
             multi_scale_kernel,
             grid,
-            (
-                dy,
-                kept,
-                h if block_r else None,
-                found.g,
-                bank.offsets,
-                dz,
-                partial_m,
-                partial_bias,
-                partial_B,
-                M,
-                G,
-                N,
-                R,
-                dy.stride[0],
-                0 if kept is None else kept.stride[0],
-                0 if h is None else h.stride[0],
-            ),
-            (
-                has_g,
-                dz is not None,
-                need_m,
-                need_bias,
-                block_r,
-                config.BLOCK_M,
-                config.BLOCK_N,
-                rows,
-                config.STAGES,
-                block_of(G),
-                flat,
-            ),
+            {
+                "dy": dy,
+                "saved": kept,
+                "h": h if block_r else None,
+                "g": found.g,
+                "offsets": bank.offsets,
+                "dz": dz,
+                "partial_m": partial_m,
+                "partial_bias": partial_bias,
+                "partial_B": partial_B,
+                "M": M,
+                "G": G,
+                "N": N,
+                "R": R,
+                "stride_hm": 0 if h is None else h.stride[0],
+                "HAS_G": has_g,
+                "NEED_DZ": dz is not None,
+                "NEED_M": need_m,
+                "NEED_BIAS": need_bias,
+                "BLOCK_R": block_r,
+                "BLOCK_M": config.BLOCK_M,
+                "BLOCK_N": config.BLOCK_N,
+                "ROWS": rows,
+                "STAGES": config.STAGES,
+                "BLOCK_G": block_of(G),
+                "FLAT": flat,
+            },
             config.num_warps,
         )
     if out.dB is not None and partial_B is not None:
-        plan.launch(multi_sum_kernel, (cdiv(N * R, SUM), G), (partial_B, bank.offsets, out.dB, M, G, N * R), (rows, SUM), 4)
+        plan.launch(
+            multi_sum_kernel,
+            (cdiv(N * R, SUM), G),
+            {
+                "partial": partial_B,
+                "offsets": bank.offsets,
+                "out": out.dB,
+                "M": M,
+                "G": G,
+                "size": N * R,
+                "ROWS": rows,
+                "BLOCK": SUM,
+            },
+            4,
+        )
     if out.dbias is not None:
         assert partial_bias is not None
         if len(out.dbias.shape) == 2:
-            plan.launch(multi_sum_kernel, (cdiv(N, SUM), G), (partial_bias, bank.offsets, out.dbias, M, G, N), (rows, SUM), 4)
+            plan.launch(
+                multi_sum_kernel,
+                (cdiv(N, SUM), G),
+                {
+                    "partial": partial_bias,
+                    "offsets": bank.offsets,
+                    "out": out.dbias,
+                    "M": M,
+                    "G": G,
+                    "size": N,
+                    "ROWS": rows,
+                    "BLOCK": SUM,
+                },
+                4,
+            )
         else:
             column_sums(plan, partial_bias, out.dbias)
     if need_m:
         assert h is not None
         info = torch.finfo(dy.dtype)
         tiny = info.tiny / info.eps  # below it y = g v is subnormal where v is not small
-        by_b, (finish_n, finish_t) = bank.B.stride, FINISH[pairs < 8 * G]
+        finish_n, finish_t = FINISH[pairs < 8 * G]
         plan.launch(
             multi_finish_kernel,
             (cdiv(N, finish_n), G),
-            (
-                dy,
-                x,
-                bank.W,
-                h,
-                bank.B,
-                found.g,
-                bank.c,
-                bank.offsets,
-                partial_m,
-                out.dm,
-                out.dc,
-                M,
-                G,
-                N,
-                K,
-                R,
-                tiny,
-                dy.stride[0],
-                x.stride[0],
-                *((0,) if len(bank.W.shape) == 2 else ()),
-                *bank.W.stride,
-                h.stride[0],
-                *by_b,
-            ),
-            (out.dm is not None, out.dc is not None, pre_scale, rows, finish_n, finish_t),
+            {
+                **{"dy": dy, "x": x, "w": bank.W, "h": h, "b": bank.B, "g": found.g, "c": bank.c, "offsets": bank.offsets},
+                **{"partial_m": partial_m, "dm": out.dm, "dc": out.dc, "M": M, "G": G, "N": N, "K": K, "R": R, "tiny": tiny},
+                **{"NEED_M": out.dm is not None, "NEED_C": out.dc is not None, "SAVED_PRE_SCALE": pre_scale},
+                **{"ROWS": rows, "BLOCK_N": finish_n, "BLOCK_T": finish_t},
+            },
             4,
         )
     return partial_B is not None
@@ -230,10 +234,34 @@ def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, ranks: A
     plan.launch(
         multi_grad_kernel,
         (cdiv(P, block_p), cdiv(Q, block_q), places),
-        (u, v, bank.offsets, ranks, target, M, G, P, Q, R, u.stride[0], v.stride[0]),
-        (ranks is not None, rank_first, single, "ieee", rows, block_p, block_q, block_t, block_of(G)),
+        {
+            "u": u,
+            "v": v,
+            "offsets": bank.offsets,
+            "ranks": ranks,
+            "out": target,
+            "M": M,
+            "G": G,
+            "P": P,
+            "Q": Q,
+            "R": R,
+            "HAS_RANKS": ranks is not None,
+            "RANK_FIRST": rank_first,
+            "SINGLE": single,
+            "PRECISION": "ieee",
+            "ROWS": rows,
+            "BLOCK_P": block_p,
+            "BLOCK_Q": block_q,
+            "BLOCK_T": block_t,
+            "BLOCK_G": block_of(G),
+        },
         warps,
         stages,
     )
     if not single:
-        plan.launch(multi_sum_kernel, (cdiv(P * Q, SUM), G), (target, bank.offsets, out, M, G, P * Q), (rows, SUM), 4)
+        plan.launch(
+            multi_sum_kernel,
+            (cdiv(P * Q, SUM), G),
+            {"partial": target, "offsets": bank.offsets, "out": out, "M": M, "G": G, "size": P * Q, "ROWS": rows, "BLOCK": SUM},
+            4,
+        )

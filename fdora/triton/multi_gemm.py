@@ -24,7 +24,7 @@ from fdora.triton.dropout import threshold
 from fdora.triton.kernels.multi import multi_h_kernel, multi_routes_kernel
 from fdora.triton.kernels.multi_gemm import multi_epilogue_kernel, multi_gemm_pointer_kernel, multi_gemm_tma_kernel
 from fdora.triton.multi_rows import Laid, Seen, as_matrix
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import INTERPRETED, Device, cdiv, grid_of, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Tile
 
@@ -155,11 +155,37 @@ def routes(
     blocks = (G + 1) * cdiv(N, BLOCK_GN) if with_g else 0
     width = 0 if out is None else out.shape[1]
     grid = (tiles + blocks + (cdiv(M, TAIL_M) if width else 0),)
-    tensors = (bank.offsets, ranks, flags, bank.m, bank.c, ids, route, steps, g, out, pre_scale)
-    sizes = (M, G, N, R, span, tiles, blocks, width)
-    has = (ranks is not None, bank.m is not None, with_g, 0 if flags is None else flags.shape[1])
-    how = (*has, experts, pre_scale is not None, tails, shape.BLOCK_M, shape.BLOCK_R, block_of(G), BLOCK_GN)
-    plan.launch(multi_routes_kernel, grid, (*tensors, *sizes), how, 4)
+    tensors = {
+        "offsets": bank.offsets,
+        "ranks": ranks,
+        "flags": flags,
+        "m": bank.m,
+        "c": bank.c,
+        "ids": ids,
+        "route": route,
+        "steps": steps,
+        "g": g,
+        "out": out,
+        "pre_scale": pre_scale,
+    }
+    sizes = {"M": M, "G": G, "N": N, "R": R, "span": span, "tiles": tiles, "blocks": blocks, "width": width}
+    has = {
+        "HAS_RANKS": ranks is not None,
+        "HAS_M": bank.m is not None,
+        "HAS_G": with_g,
+        "FLAGS": 0 if flags is None else flags.shape[1],
+    }
+    how = {
+        **has,
+        "EXPERTS": experts,
+        "STORE_PRE_SCALE": pre_scale is not None,
+        "TAILS": tails,
+        "BLOCK_M": shape.BLOCK_M,
+        "BLOCK_R": shape.BLOCK_R,
+        "BLOCK_G": block_of(G),
+        "BLOCK_N": BLOCK_GN,
+    }
+    plan.launch(multi_routes_kernel, grid, {**tensors, **sizes, **how}, 4)
     return Routes(ids, route, steps, g, ranks)
 
 
@@ -169,7 +195,7 @@ def low_rank_input(
     """h = s_a x f_a^T; f (G, R, K), or (G, K, R) where ``trans``. Returns it by pairs, where the product wants that, and of
     experts as TMA reads it. ``beside``: the next kernel runs beside this one."""
     (M, K), R, G = x.shape, h.shape[1], f.shape[0]
-    by_bank, by_r, by_k = f.stride if not trans else (f.stride[0], f.stride[2], f.stride[1])
+    by_r, by_k = f.stride[:0:-1] if trans else f.stride[1:]
     padded = shape.config is not None and shape.config.tma
     tile, half = shape.BLOCK_M, x.dtype != torch.float32
     pairs = cdiv(M, tile) + G
@@ -182,10 +208,22 @@ def low_rank_input(
     block_m, block_r, block_k, warps, stages = h_config(M, K, R, G, half, beside, experts, plan.device)
     block_m = min(tile, block_m)
     grid, flat = grid_of(cdiv(R, block_r), pairs * (tile // block_m))
-    tensors = (x, f, bank.s, bank.offsets, ranks, h, pad if padded else None)
-    numbers = (M, G, K, R, *x.stride, by_bank, by_k, by_r, h.stride[0], width)
-    how = (ranks is not None, padded, experts, "ieee", tile, block_m, block_r, block_k, block_of(G), flat, beside)
-    plan.launch(multi_h_kernel, grid, (*tensors, *numbers), how, warps, stages)
+    tensors = {"x": x, "f": f, "s": bank.s, "offsets": bank.offsets, "ranks": ranks, "h": h, "pad": pad if padded else None}
+    numbers = {"M": M, "G": G, "K": K, "R": R, "stride_fk": by_k, "stride_fr": by_r, "stride_pm": width}
+    how = {
+        "HAS_RANKS": ranks is not None,
+        "PADDED": padded,
+        "EXPERTS": experts,
+        "PRECISION": "ieee",
+        "TILE": tile,
+        "BLOCK_M": block_m,
+        "BLOCK_R": block_r,
+        "BLOCK_K": block_k,
+        "BLOCK_G": block_of(G),
+        "FLAT": flat,
+        "PDL": beside,
+    }
+    plan.launch(multi_h_kernel, grid, {**tensors, **numbers, **how}, warps, stages)
     return pad
 
 
@@ -225,19 +263,39 @@ def multi_gemm(
     if out.numel == 0:
         return
     w, b = right.w, right.b
-    flags = (found.g is not None, bias is not None, pre_scale is not None)
-    by_bank, by_r, by_n = (b.stride[0], b.stride[2], b.stride[1]) if right.trans else b.stride
+    flags = {"HAS_G": found.g is not None, "HAS_BIAS": bias is not None, "STORE_PRE_SCALE": pre_scale is not None}
+    by_r, by_n = b.stride[:0:-1] if right.trans else b.stride[1:]
     config, experts = shape.config, shape.experts > 0
     span = N if experts else 0  # of bias
     if config is None:
         wide = plan.temp(out.shape, torch.float32)
         plan.product(wide, x, w)
         grid = (cdiv(M, EPILOGUE_M), cdiv(N, EPILOGUE_N))
-        matrices = (wide, h, b, out, pre_scale, found.g, bias, found.ids, bank.offsets, found.ranks, found.route)
-        mask = (bank.seed if masked else None, threshold(p), 1 / (1 - p))
-        numbers = (M, N, R, G, h.stride[0], by_bank, by_r, by_n)
-        how = (found.ranks is not None, *flags, masked, "ieee", EPILOGUE_M, EPILOGUE_N, min(32, shape.BLOCK_R))
-        plan.launch(multi_epilogue_kernel, grid, (*matrices, *mask, *numbers), how, 4, 2)
+        matrices = {
+            "v": wide,
+            "h": h,
+            "b": b,
+            "out": out,
+            "pre_scale": pre_scale,
+            "g": found.g,
+            "bias": bias,
+            "ids": found.ids,
+            "offsets": bank.offsets,
+            "ranks": found.ranks,
+            "route": found.route,
+        }
+        mask = {"seed": bank.seed if masked else None, "threshold": threshold(p), "keep_scale": 1 / (1 - p)}
+        numbers = {"M": M, "N": N, "R": R, "G": G, "stride_br": by_r, "stride_bn": by_n}
+        how = {
+            "HAS_RANKS": found.ranks is not None,
+            **flags,
+            "DROP": masked,
+            "PRECISION": "ieee",
+            "BLOCK_M": EPILOGUE_M,
+            "BLOCK_N": EPILOGUE_N,
+            "BLOCK_R": min(32, shape.BLOCK_R),
+        }
+        plan.launch(multi_epilogue_kernel, grid, {**matrices, **mask, **numbers, **how}, 4, 2)
         return
     if config.tma:
         bm, bn, bk = config.BLOCK_M, config.BLOCK_N, config.BLOCK_K
@@ -249,24 +307,93 @@ def multi_gemm(
         assert pad is not None and laid is not None and matrix is not None
         tails = None if laid.tails is None else Tile(laid.tails, block)
         before = None if pre_scale is None else Tile(pre_scale, (bm, width))
-        read = (Tile(x, (bm, bk)), Tile(matrix, block), Tile(pad, (bm, bk)), Tile(laid.matrix, block), tails)
+        read = {
+            "x": Tile(x, (bm, bk)),
+            "w": Tile(matrix, block),
+            "h": Tile(pad, (bm, bk)),
+            "b": Tile(laid.matrix, block),
+            "tails": tails,
+        }
         rows = (out, pre_scale) if experts else (None, None)
-        tensors = (*read, Tile(out, (bm, width)), before, *rows, found.g, bias, found.ids, found.route, found.steps)
+        tensors = {
+            **read,
+            "out": Tile(out, (bm, width)),
+            "pre_scale": before,
+            **named("out_at pre_scale_at", rows),
+            "g": found.g,
+            "bias": bias,
+            "ids": found.ids,
+            "route": found.route,
+            "steps": found.steps,
+        }
         height = (N if trans_b else K) if experts else 0
-        sizes = (M, N, K, R, laid.height, height, span, most_tiles(M, shape), programs)
-        tiled = (trans_b, *flags, experts, bm, bn, bk, config.EPILOGUE_SUBTILE, config.GROUP_M, not INTERPRETED)
-        plan.launch(multi_gemm_tma_kernel, (programs,), (*tensors, *sizes), tiled, config.num_warps, config.num_stages)
+        sizes = {
+            "M": M,
+            "N": N,
+            "K": K,
+            "R": R,
+            "SPAN": laid.height,
+            "W_SPAN": height,
+            "BIAS_SPAN": span,
+            "MOST": most_tiles(M, shape),
+            "PROGRAMS": programs,
+        }
+        tiled = {
+            "TRANS_B": trans_b,
+            **flags,
+            "EXPERTS": experts,
+            "BLOCK_M": bm,
+            "BLOCK_N": bn,
+            "BLOCK_K": bk,
+            "EPILOGUE_SUBTILE": config.EPILOGUE_SUBTILE,
+            "GROUP_M": config.GROUP_M,
+            "PTX": not INTERPRETED,
+        }
+        plan.launch(multi_gemm_tma_kernel, (programs,), {**tensors, **sizes, **tiled}, config.num_warps, config.num_stages)
         return
     count = most_tiles(M, shape) * cdiv(N, config.BLOCK_N)
-    arrays = (x, w, h, b, out, pre_scale, found.g, bias, found.ids, bank.offsets, found.ranks, found.route)
-    strides = (*x.stride, w.stride[0] if experts else 0, *w.stride[-2:], h.stride[0], by_bank, by_r, by_n)
+    arrays = {
+        "x": x,
+        "w": w,
+        "h": h,
+        "b": b,
+        "out": out,
+        "pre_scale": pre_scale,
+        "g": found.g,
+        "bias": bias,
+        "ids": found.ids,
+        "offsets": bank.offsets,
+        "ranks": found.ranks,
+        "route": found.route,
+    }
+    strides = {"stride_br": by_r, "stride_bn": by_n}
     precision = "ieee" if x.dtype == torch.float32 else None
-    blocks = (config.BLOCK_M, config.BLOCK_N, config.BLOCK_K, shape.BLOCK_R, config.GROUP_M)
+    blocks = {
+        "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        "BLOCK_K": config.BLOCK_K,
+        "BLOCK_R": shape.BLOCK_R,
+        "GROUP_M": config.GROUP_M,
+    }
     plan.launch(
         multi_gemm_pointer_kernel,
         (count,),
-        (*arrays, M, N, K, R, G, span, most_tiles(M, shape), *strides),
-        (found.ranks is not None, *flags, experts, precision, *blocks),
+        {
+            **arrays,
+            "M": M,
+            "N": N,
+            "K": K,
+            "R": R,
+            "G": G,
+            "BIAS_SPAN": span,
+            "MOST": most_tiles(M, shape),
+            **strides,
+            "HAS_RANKS": found.ranks is not None,
+            **flags,
+            "EXPERTS": experts,
+            "PRECISION": precision,
+            **blocks,
+        },
         config.num_warps,
         config.num_stages,
     )

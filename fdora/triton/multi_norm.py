@@ -112,26 +112,25 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
     for i in range(0, N, max(1, rows)):
         w, b, own = _rows(W, B, i, rows)
         partial = plan.temp((tiles, G * own), torch.float32)
-        blocks, sizes = cdiv(own, block_n) * tiles, (own, K, R, G)
+        blocks = cdiv(own, block_n) * tiles
+        given = {
+            **{"W": w, "A": A, "B": b, "s": s, "partial": partial, "N": own, "K": K, "R": R, "G": G},
+            **{"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP_N, "PRECISION": precision},
+        }
         if own_W:
-            plan.launch(
-                experts_norm_kernel,
-                (blocks, G),
-                (w, A, b, s, partial, *sizes, *W.stride, *A.stride, *B.stride),
-                (block_n, block_k, block_r, GROUP_N, 2 * even, precision),
-                num_warps,
-                num_stages,
-            )
+            plan.launch(experts_norm_kernel, (blocks, G), given | {"EVEN": 2 * even}, num_warps, num_stages)
         else:  # a tile of W stays in registers while the adapters pass: by 8 warps, whose 160 leave room for one program
-            plan.launch(
-                multi_norm_kernel,
-                (blocks,),
-                (w, A, b, s, table, partial, *sizes, cdiv(R, block_r), *W.stride, *A.stride, *B.stride),
-                (table is not None, block_n, block_k, block_r, GROUP_N, even, precision),
-                8,
-                num_stages,
-            )
-        plan.launch(multi_root_kernel, (cdiv(own, SUM_N), G), (partial, c, own, G, tiles, i, N), (SUM_N, SUM_T), 4)
+            given |= {"ranks": table, "slabs": cdiv(R, block_r), "HAS_RANKS": table is not None, "EVEN": even}
+            plan.launch(multi_norm_kernel, (blocks,), given, 8, num_stages)
+        plan.launch(
+            multi_root_kernel,
+            (cdiv(own, SUM_N), G),
+            {
+                **{"partial": partial, "c": c, "N": own, "G": G, "strips": tiles, "first": i},
+                **{"width": N, "BLOCK_N": SUM_N, "BLOCK_T": SUM_T},
+            },
+            4,
+        )
     return plan.plan()
 
 
@@ -177,25 +176,34 @@ def _by_strips(
     even = (
         N % strip.BLOCK_N == 0 and rows % strip.BLOCK_N == 0 and K % strip.BLOCK_K == 0 and block_r == R and G % adapters == 0
     )
-    strides, exact = (*W.stride, *A.stride, *B.stride), "tf32x3" if plan.device.capability else "ieee"
+    exact = "tf32x3" if plan.device.capability else "ieee"
     pdl = plan.device.supports_pdl
     for i in range(0, N, max(1, rows)):
         w, b, own = _rows(W, B, i, rows)
         partial = plan.temp((spans * (G + 1), own), torch.float32)
         grams = plan.temp((spans * G, block_r * block_r), torch.float32)
-        given = (w, A, b, s, table, partial, grams)
+        given = {"W": w, "A": A, "B": b, "s": s, "ranks": table, "partial": partial, "grams": grams}
         plan.launch(
             strip_norm_kernel,
             (cdiv(G, adapters), cdiv(own, strip.BLOCK_N) + 1, spans),
-            (*given, own, K, R, G, span, *strides),
-            (table is not None, adapters, strip.BLOCK_N, strip.BLOCK_K, block_r, strip.STAGES, even, pdl),
+            {
+                **given,
+                **{"N": own, "K": K, "R": R, "G": G, "span": span, "HAS_RANKS": table is not None},
+                **{"ADAPTERS": adapters, "BLOCK_N": strip.BLOCK_N, "BLOCK_K": strip.BLOCK_K},
+                **{"BLOCK_R": block_r, "STAGES": strip.STAGES, "EVEN": even, "PDL": pdl},
+            },
             strip.num_warps,
         )
         plan.launch(
             strip_root_kernel,
             (cdiv(own, ROOT_N), G),
-            (*given, c, own, K, R, G, spans, i, N, *strides),
-            (table is not None, ROOT_N, ROOT_K, block_r, exact, CANCELLED, pdl),
+            {
+                **given,
+                **{"c": c, "N": own, "K": K, "R": R, "G": G, "spans": spans, "first": i},
+                **{"width": N, "HAS_RANKS": table is not None, "BLOCK_N": ROOT_N},
+                **{"BLOCK_K": ROOT_K, "BLOCK_R": block_r, "PRECISION": exact},
+                **{"CANCELLED": CANCELLED, "PDL": pdl},
+            },
             4,
             pdl=pdl,
         )

@@ -46,7 +46,20 @@ def plan_route(likes: Sequence[Like | None], device: Device, G: int) -> Plan:
     order, place = plan.result("order", (M,), torch.int64), plan.result("place", (M,), torch.int64)
     parts = cdiv(M, BLOCK_T)
     plan.launch(
-        multi_route_kernel, (parts + cdiv(G, BLOCK_T),), (ids, offsets, order, place, M, G, parts), (BLOCK_T, BLOCK_S), 4
+        multi_route_kernel,
+        (parts + cdiv(G, BLOCK_T),),
+        {
+            "ids": ids,
+            "offsets": offsets,
+            "order": order,
+            "place": place,
+            "M": M,
+            "G": G,
+            "parts": parts,
+            "BLOCK_T": BLOCK_T,
+            "BLOCK_S": BLOCK_S,
+        },
+        4,
     )
     plan.path = "the place of a token is counted"
     return plan.plan()

@@ -12,7 +12,7 @@ from fdora.triton.configs import power_of_two
 from fdora.triton.dropout import threshold
 from fdora.triton.kernels.multi import multi_ranks_kernel
 from fdora.triton.kernels.multi_rows import bank_kernel, multi_drop_kernel, rows_kernel
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 
@@ -58,7 +58,12 @@ def unsort(plan: Builder, t: Array, order: Array, out: Array) -> None:
 def _rows(plan: Builder, x: Array, order: Array, out: Array, scatter: bool) -> None:
     M, N = x.shape
     grid = (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N))
-    plan.launch(rows_kernel, grid, (x, order, out, M, N, x.stride[0]), (scatter, BLOCK_M, BLOCK_N), 4)
+    plan.launch(
+        rows_kernel,
+        grid,
+        {"x": x, "order": order, "out": out, "M": M, "N": N, "SCATTER": scatter, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N},
+        4,
+    )
 
 
 def drop(plan: Builder, x: Array, bank: Any, ids: Array | None, p: float) -> Array:
@@ -70,8 +75,20 @@ def drop(plan: Builder, x: Array, bank: Any, ids: Array | None, p: float) -> Arr
     plan.launch(
         multi_drop_kernel,
         (cdiv(M, BLOCK_M), cdiv(K, BLOCK_N)),
-        (x, out, bank.seed, bank.offsets, ids, threshold(p), 1 / (1 - p), M, bank.A.shape[0], K, *x.stride),
-        (BLOCK_M, BLOCK_N),
+        {
+            "x": x,
+            "out": out,
+            "seed": bank.seed,
+            "offsets": bank.offsets,
+            "ids": ids,
+            "threshold": threshold(p),
+            "scale": 1 / (1 - p),
+            "M": M,
+            "G": bank.A.shape[0],
+            "K": K,
+            "BLOCK_M": BLOCK_M,
+            "BLOCK_K": BLOCK_N,
+        },
         4,
     )
     return out
@@ -127,37 +144,33 @@ def as_matrix(
     plan.launch(
         bank_kernel,
         (G, look.CHUNKS),
-        (
-            bank,
-            ranks,
-            out if copy else tails,
-            flags,
-            h,
-            offsets,
-            P,
-            Q,
-            height,
-            pitch if tails is None else tails.stride[0],
-            M,
-            G,
-            R,
-            *bank.stride,
-            0 if h is None else h.stride[0],
-        ),
-        (
-            NAMES[dtype],
-            copy,
-            apart,
-            ranks is not None,
-            by_row,
-            step,
-            look.CHUNKS,
-            look.AREA // block_q,
-            block_q,
-            power_of_two(max(1, R)),
-            look.STAGES,
-            beside,
-        ),
+        {
+            "x": bank,
+            "ranks": ranks,
+            "out": out if copy else tails,
+            "flags": flags,
+            "h": h,
+            "offsets": offsets,
+            "P": P,
+            "Q": Q,
+            "height": height,
+            "pitch": pitch if tails is None else tails.stride[0],
+            "M": M,
+            "G": G,
+            "R": R,
+            "dtype": NAMES[dtype],
+            "COPY": copy,
+            "APART": apart,
+            "HAS_RANKS": ranks is not None,
+            "BY_ROW": by_row,
+            "STEP": step,
+            "CHUNKS": look.CHUNKS,
+            "BLOCK_P": look.AREA // block_q,
+            "BLOCK_Q": block_q,
+            "BLOCK_H": power_of_two(max(1, R)),
+            "STAGES": look.STAGES,
+            "PDL": beside,
+        },
         4,
         pdl=beside,
     )
@@ -173,5 +186,7 @@ def rank_table(plan: Builder, ranks: tuple[int, ...] | None) -> Array | None:
         some = [*ranks[at : at + RANKS], *[0] * RANKS][:RANKS]
         # The highest bit says nothing: with it all of them are 64 bits wide, and one kernel serves.
         words = [sum(r << 15 * j for j, r in enumerate(some[i : i + 4])) | 1 << 62 for i in range(0, RANKS, 4)]
-        plan.launch(multi_ranks_kernel, (1,), (out, len(ranks), at, *words), (), 1)
+        plan.launch(
+            multi_ranks_kernel, (1,), {"ranks": out, "G": len(ranks), "first": at, **named("w0 w1 w2 w3 w4 w5 w6 w7", words)}, 1
+        )
     return out

@@ -18,7 +18,7 @@ import torch
 from fdora.triton.configs import power_of_two, small_config
 from fdora.triton.kernels.multi_small import multi_expand_kernel, multi_low_kernel, multi_shrink_kernel, multi_small_kernel
 from fdora.triton.multi_gemm import block_of
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 
@@ -66,12 +66,33 @@ def multi_small(plan: Builder, x: Array, bank: Any, ranks: Array | None, y: Arra
     w = bank.W.T
     block_n, block_k, warps, stages = small_config(rows, N, K, w.stride[1] == 1, plan.device.capability, plan.device.num_sms)
     warps = max(warps, room.WARPS) if rows * block_n > WIDE else warps
-    flags = (bank.m is not None, bank.bias is not None, pre_scale is not None, bank.order is not None)
+    flags = {
+        "HAS_M": bank.m is not None,
+        "HAS_BIAS": bank.bias is not None,
+        "STORE_PRE_SCALE": pre_scale is not None,
+        "HAS_ORDER": bank.order is not None,
+    }
     plan.launch(
         multi_small_kernel,
         (cdiv(N, block_n),),
-        (x, w, low.lora, low.g, bank.bias, bank.order, y, pre_scale, M, N, K, *x.stride, *w.stride),
-        (*flags, pdl, rows, block_n, block_k),
+        {
+            "x": x,
+            "w": w,
+            "lora": low.lora,
+            "g": low.g,
+            "bias": bank.bias,
+            "order": bank.order,
+            "out": y,
+            "pre_scale": pre_scale,
+            "M": M,
+            "N": N,
+            "K": K,
+            **flags,
+            "PDL": pdl,
+            "BLOCK_M": rows,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+        },
         warps,
         stages,
         pdl,
@@ -84,12 +105,30 @@ def _low(plan: Builder, x: Array, bank: Any, ranks: Array | None, low: Low, room
     r = power_of_two(R)
     block_k, block_n = (min(max(16, room.AREA // r), power_of_two(size)) for size in (K, N))
     columns = min(cdiv(N, block_n), max(1, room.PROGRAMS * max(1, plan.device.num_sms) // M))
-    (a_g, a_r, a_k), (b_g, b_n, b_r) = bank.A.stride, bank.B.stride
-    tensors = (x, bank.A, bank.s, bank.B, bank.m, bank.c, bank.offsets, ranks, bank.order, *low)
-    numbers = (M, G, K, N, R, *x.stride, a_g, a_k, a_r, b_g, b_r, b_n)
-    how = (ranks is not None, bank.order is not None, plan.device.supports_pdl)
-    blocks = (r, block_k, block_n, room.STAGES, block_of(G), room.STAYS)
-    plan.launch(multi_low_kernel, (columns, M), (*tensors, *numbers), (*how, *blocks), room.LOW_WARPS, room.STAGES)
+    (_, a_r, a_k), (_, b_n, b_r) = bank.A.stride, bank.B.stride
+    tensors = {
+        "x": x,
+        "f": bank.A,
+        "s": bank.s,
+        "b": bank.B,
+        "m": bank.m,
+        "c": bank.c,
+        "offsets": bank.offsets,
+        "ranks": ranks,
+        "order": bank.order,
+        **named("h lora g", low),
+    }
+    numbers = {"M": M, "G": G, "K": K, "N": N, "R": R, "stride_fk": a_k, "stride_fr": a_r, "stride_br": b_r, "stride_bn": b_n}
+    how = {"HAS_RANKS": ranks is not None, "HAS_ORDER": bank.order is not None, "PDL": plan.device.supports_pdl}
+    blocks = {
+        "BLOCK_R": r,
+        "BLOCK_K": block_k,
+        "BLOCK_N": block_n,
+        "STAGES": room.STAGES,
+        "BLOCK_G": block_of(G),
+        "STAYS": room.STAYS,
+    }
+    plan.launch(multi_low_kernel, (columns, M), {**tensors, **numbers, **how, **blocks}, room.LOW_WARPS, room.STAGES)
 
 
 def _by_segments(plan: Builder, x: Array, bank: Any, ranks: Array | None, low: Low, room: RoomConfig) -> None:
@@ -108,16 +147,26 @@ def _by_segments(plan: Builder, x: Array, bank: Any, ranks: Array | None, low: L
     plan.launch(
         multi_shrink_kernel,
         (M, cdiv(R, 16), parts),
-        (x, bank.A, bank.offsets, ranks, bank.order, part, M, G, K, R, span, *x.stride, by_a[0], by_a[2], by_a[1]),
-        (ranked, bank.order is not None, pdl, BLOCK_T, 16, step, block_g),
+        {
+            **{"x": x, "f": bank.A, "offsets": bank.offsets, "ranks": ranks, "order": bank.order},
+            **{"part": part, "M": M, "G": G, "K": K, "R": R, "span": span, "stride_fk": by_a[2]},
+            **{"stride_fr": by_a[1], "HAS_RANKS": ranked, "HAS_ORDER": bank.order is not None},
+            **{"PDL": pdl, "BLOCK_T": BLOCK_T, "BLOCK_R": 16, "BLOCK_K": step, "BLOCK_G": block_g},
+        },
         4,
         4,
     )
     plan.launch(
         multi_expand_kernel,
         (cdiv(N, EXPAND_N), M),
-        (part, bank.s, bank.B, bank.m, bank.c, bank.offsets, ranks, *low, M, G, N, R, by_b[0], by_b[2], by_b[1]),
-        (parts, ranked, pdl, BLOCK_T, EXPAND_N, min(32, power_of_two(R)), block_g),
+        {
+            **{"part": part, "s": bank.s, "b": bank.B, "m": bank.m, "c": bank.c},
+            **{"offsets": bank.offsets, "ranks": ranks},
+            **named("h lora g", low),
+            **{"M": M, "G": G, "N": N, "R": R, "stride_br": by_b[2], "stride_bn": by_b[1]},
+            **{"PARTS": parts, "HAS_RANKS": ranked, "PDL": pdl, "BLOCK_T": BLOCK_T},
+            **{"BLOCK_N": EXPAND_N, "BLOCK_R": min(32, power_of_two(R)), "BLOCK_G": block_g},
+        },
         4,
         2,
         pdl,

@@ -28,7 +28,7 @@ from fdora.triton.copy import in_dtype
 from fdora.triton.hash import WORDS, fingerprint
 from fdora.triton.kernels.norm import choose_kernel, norm_kernel
 from fdora.triton.op import op
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.runtime.walk import plan_for, run
@@ -169,12 +169,18 @@ def _norm_of_rows(
     pdl = guard is not None and plan.device.supports_pdl
     if guard is not None or tma:
         programs = min(programs, beside * plan.device.num_sms)
-    tensors, strides, even = tiled(config, W, A, B)
+    tensors, even = tiled(config, W, A, B)
     plan.launch(
         norm_kernel,
         (programs,),
-        (*tensors, by_n, by_k, partial, old_hash, new_hash, s, N, K, R, span or None, *strides),
-        (block_n, block_k, block_r, GROUP_N, even, precision, tma, by_n is not None, guard is not None, WORDS, pdl, ahead),
+        {
+            **named("W A B", tensors),
+            **{"scale_n": by_n, "scale_k": by_k, "partial": partial, "old_hash": old_hash},
+            **{"new_hash": new_hash, "s": s, "N": N, "K": K, "R": R, "span": span or None},
+            **{"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP_N},
+            **{"EVEN": even, "PRECISION": precision, "TMA": tma, "SCALED": by_n is not None},
+            **{"GUARDED": guard is not None, "WORDS": WORDS, "PDL": pdl, "AHEAD": ahead},
+        },
         num_warps,
         num_stages,
         pdl,
@@ -192,22 +198,34 @@ def chosen(plan: Builder, partial: Array, c: Array, guard: Guard) -> None:
     plan.launch(
         choose_kernel,
         (cdiv(N, SUM_N),),
-        (partial, before, old_hash, new_hash, c, N, tiles),
-        (in_place, WORDS, SUM_N, SUM_T, pdl),
+        {
+            "partial": partial,
+            "c": before,
+            "old_hash": old_hash,
+            "new_hash": new_hash,
+            "out": c,
+            "N": N,
+            "strips": tiles,
+            "KEEP": in_place,
+            "WORDS": WORDS,
+            "BLOCK_N": SUM_N,
+            "BLOCK_T": SUM_T,
+            "PDL": pdl,
+        },
         4,
         3,
         pdl,
     )
 
 
-def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> tuple[tuple, tuple, int]:
-    """W, A and B as a kernel takes them, their strides, and what of its tiles is whole: EVEN of kernels/tile.py."""
+def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> tuple[tuple, int]:
+    """W, A and B as a kernel takes them, and what of its tiles is whole: EVEN of kernels/tile.py."""
     n, k, r = config[:3]
     (N, K), R = W.shape, A.shape[0]
     even = 0 if N % n or K % k else 1 if R % r else 2
     if config.TMA:
-        return (Tile(W, (n, k)), Tile(A, (r, k)), Tile(B, (n, r))), (None,) * 6, even
-    return (W, A, B), (*W.stride, *A.stride, *B.stride), even
+        return (Tile(W, (n, k)), Tile(A, (r, k)), Tile(B, (n, r))), even
+    return (W, A, B), even
 
 
 def _fake_row_norm(W, A, B, s, max_bytes, squared):

@@ -38,7 +38,7 @@ from fdora.triton.kernels.norm_bwd import (
 )
 from fdora.triton.kernels.norm_pass import norm_add_kernel, norm_pass_kernel
 from fdora.triton.op import op
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.runtime.walk import plan_for, run
@@ -136,8 +136,11 @@ def _as_tokens(plan: Builder, of: Given) -> None:
     plan.launch(
         norm_tokens_kernel,
         (cdiv(N, BLOCK_N), cdiv(R, 64)),
-        (dc, c, B, dz, slopes, s, N, R, *B.stride, 0 if dz is None else dz.stride[0]),
-        (*needs, BLOCK_N, 64),
+        {
+            **{"dc": dc, "c": c, "B": B, "dz": dz, "out": slopes, "s": s, "N": N, "R": R},
+            **named("NEED_A NEED_B", needs),
+            **{"BLOCK_N": BLOCK_N, "BLOCK_R": 64},
+        },
         4,
     )
     parts = [plan.temp((GRAM_PARTS, R, R), f32) if need else None for need in needs]
@@ -145,13 +148,27 @@ def _as_tokens(plan: Builder, of: Given) -> None:
     plan.launch(
         norm_grams_kernel,
         (cdiv(R, GRAM) ** 2, GRAM_PARTS * sum(needs)),
-        (dz, A, B, *parts, N, K, R, 0 if dz is None else dz.stride[0], *A.stride, *B.stride),
-        (*needs, GRAM_PARTS, GRAM, GRAM),
+        {
+            **{"dz": dz, "A": A, "B": B},
+            **named("parts_A parts_B", parts),
+            **{"N": N, "K": K, "R": R},
+            **named("NEED_A NEED_B", needs),
+            **{"PARTS": GRAM_PARTS, "BLOCK": GRAM, "BLOCK_N": GRAM},
+        },
         4,
         3,
     )
     plan.launch(
-        norm_grams_add_kernel, (cdiv(R * R, 1024), sum(needs)), (*parts, *grams, s, R * R), (*needs, GRAM_PARTS, 1024), 4
+        norm_grams_add_kernel,
+        (cdiv(R * R, 1024), sum(needs)),
+        {
+            **named("parts_A parts_B", parts),
+            **named("gram_A gram_B", grams),
+            **{"s": s, "size": R * R},
+            **named("NEED_A NEED_B", needs),
+            **{"PARTS": GRAM_PARTS, "BLOCK": 1024},
+        },
+        4,
     )
     if _both_at_once(plan, of, dz, grams, slopes):
         return
@@ -179,25 +196,27 @@ def _both_at_once(plan: Builder, of: Given, dz: Any, grams: Sequence[Any], slope
     plan.launch(
         norm_products_kernel,
         (programs,),
-        (
-            Tile(dz, left),
-            Tile(W, right),
-            Tile(grams[0], left),
-            Tile(A, right),
-            None if onto_A is None else Tile(onto_A, (TALL, half)),
-            Tile(dA, (TALL, half)),
-            Tile(W, (WIDE, DEEP)),
-            Tile(A, (TALL, DEEP)),
-            Tile(B, (WIDE, DEEP)),
-            Tile(grams[1], (TALL, DEEP)),
-            None if onto_B is None else Tile(onto_B, (WIDE, TALL // 2)),
-            Tile(dB, (WIDE, TALL // 2)),
-            slopes,
-            N,
-            K,
-            R,
-        ),
-        (TALL, WIDE, DEEP),
+        {
+            "dz": Tile(dz, left),
+            "w_right": Tile(W, right),
+            "gram_A": Tile(grams[0], left),
+            "a_right": Tile(A, right),
+            "onto_A": None if onto_A is None else Tile(onto_A, (TALL, half)),
+            "dA": Tile(dA, (TALL, half)),
+            "w_left": Tile(W, (WIDE, DEEP)),
+            "a": Tile(A, (TALL, DEEP)),
+            "B": Tile(B, (WIDE, DEEP)),
+            "gram_B": Tile(grams[1], (TALL, DEEP)),
+            "onto_B": None if onto_B is None else Tile(onto_B, (WIDE, TALL // 2)),
+            "dB": Tile(dB, (WIDE, TALL // 2)),
+            "slopes": slopes,
+            "N": N,
+            "K": K,
+            "R": R,
+            "TALL": TALL,
+            "WIDE": WIDE,
+            "BLOCK_K": DEEP,
+        },
         8,
         4,
     )
@@ -226,8 +245,18 @@ def _pass(plan: Builder, of: Given) -> None:
     plan.launch(
         norm_pass_kernel,
         (programs,),
-        (dc, c, W, A, B, *sums, *grams, N, K, R, *W.stride, *A.stride, *B.stride, rows, columns),
-        (*needs, GRAMS, *terms, *precision, gram_block, block_n, block_k, block_r),
+        {
+            **{"dc": dc, "c": c, "W": W, "A": A, "B": B},
+            **named("parts_A parts_B", sums),
+            **named("gram_A gram_B", grams),
+            **{"N": N, "K": K, "R": R, "rows_of_part": rows, "columns_of_part": columns},
+            **named("NEED_A NEED_B", needs),
+            "GRAMS": GRAMS,
+            **named("TERMS_A TERMS_B", terms),
+            **named("PRECISION_A PRECISION_B", precision),
+            **{"GRAM_BLOCK": gram_block, "BLOCK_N": block_n, "BLOCK_K": block_k},
+            "BLOCK_R": block_r,
+        },
         4,
         3,
     )
@@ -236,8 +265,17 @@ def _pass(plan: Builder, of: Given) -> None:
     plan.launch(
         norm_add_kernel,
         (tiles, cdiv(R, block_i)),
-        (*sums, *grams, A, B, dc, c, onto_A, onto_B, dA, dB, s, N, K, R, *A.stride, *B.stride),
-        (*needs, *parts.values(), GRAMS, *precision, block_j, block_i, block_r),
+        {
+            **named("parts_A parts_B", sums),
+            **named("gram_A gram_B", grams),
+            **{"A": A, "B": B, "dc": dc, "c": c, "onto_A": onto_A, "onto_B": onto_B, "dA": dA},
+            **{"dB": dB, "s": s, "N": N, "K": K, "R": R},
+            **named("NEED_A NEED_B", needs),
+            **named("PARTS_A PARTS_B", parts.values()),
+            "GRAMS": GRAMS,
+            **named("PRECISION_A PRECISION_B", precision),
+            **{"BLOCK_J": block_j, "BLOCK_I": block_i, "BLOCK_R": block_r},
+        },
         4,
         2,
     )
@@ -255,8 +293,11 @@ def _terms(
     (N, R), with_q = B.shape, dc is not None
     out, block_r = plan.temp((N, terms * R), t), block_of(R)
     wide = plan.temp((N, R), torch.float32) if with_q and terms == 2 else None
-    grid, facts = (cdiv(N, BLOCK_N), cdiv(R, block_r)), (with_q, terms, BLOCK_N, block_r)
-    plan.launch(norm_terms_kernel, grid, (dc, c, B, out, wide, N, R, *B.stride), facts, 4)
+    grid, facts = (
+        (cdiv(N, BLOCK_N), cdiv(R, block_r)),
+        {"WITH_Q": with_q, "TERMS": terms, "BLOCK_N": BLOCK_N, "BLOCK_R": block_r},
+    )
+    plan.launch(norm_terms_kernel, grid, {"dc": dc, "c": c, "B": B, "out": out, "wide": wide, "N": N, "R": R, **facts}, 4)
     return out, wide
 
 
@@ -276,9 +317,16 @@ def _finish(
     # float32 digits: three tf32 products, and registers to split the operands
     block, block_j = (block_of(R), BLOCK_J) if half else (min(32, block_of(R)), BLOCK_J // 2)
     precision = None if half else "tf32x3" if plan.device.capability else "ieee"
-    grid, facts = (cdiv(R, block), cdiv(K if of_A else N, block_j)), (of_A, terms, precision, block, block_j, block)
+    grid, facts = (
+        (cdiv(R, block), cdiv(K if of_A else N, block_j)),
+        {"OF_A": of_A, "TERMS": terms, "PRECISION": precision, "BLOCK_I": block, "BLOCK_J": block_j, "BLOCK_R": block},
+    )
     plan.launch(
-        norm_bwd_finish_kernel, grid, (parts, gram, *arrays, s, *sizes, *A.stride, *B.stride), facts, 4, 3 if half else 2
+        norm_bwd_finish_kernel,
+        grid,
+        {"parts": parts, "G": gram, **named("A B dc c onto out", arrays), "s": s, **named("N K R", sizes), **facts},
+        4,
+        3 if half else 2,
     )
 
 

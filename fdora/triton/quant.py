@@ -21,12 +21,10 @@ from fdora.triton.codes import (
     LOOKUP,
     Coded,
     Packed,
-    byte_facts,
     coded_of,
-    groups_of,
+    decoding,
     in_pairs,
     is_decoded,
-    lut_facts,
     packed,
     tensors_of,
     weights_of,
@@ -39,7 +37,7 @@ from fdora.triton.kernels.quant import quant4_kernel, quant8_kernel
 from fdora.triton.norm import GROUP_N, Guard, chosen
 from fdora.triton.op import op
 from fdora.triton.quant_strips import squares_along_strips, strips_of
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.runtime.walk import plan_for, run
@@ -223,24 +221,23 @@ def _squares_of_tiles(
     runs = cdiv(K, block_k * run)
     partial = plan.temp((runs, N), torch.float32)
     even = N % block_n == 0 and K % block_k == 0 and R % block_r == 0
-    tile = (block_n, block_k, block_r, run, GROUP_N, even, precision, tma, block_r >= R, by_n is not None)
-    pitch = 0 if dense is None else dense.stride[0]
-    hashes = (None, None) if guard is None else guard.hashes
-    factors: tuple = (Tile(A, (block_r, block_k)), Tile(B, (block_n, block_r))) if tma else (A, B)
-    common = (*factors, by_n, by_k, partial, dense, pitch, *hashes, s, first, N, K, R)
-    strides: tuple = (None,) * 4 if tma else (*A.stride, *B.stride)
-    kernel: Any
-    if isinstance(W.form, Lut4):
-        kernel, args = quant4_kernel, (W.codes, *W.rest, *common, groups_of(W), *strides)
-        how = (*lut_facts(W, capability, LOOKUP), dense is not None)
-    else:
-        kernel, args = quant8_kernel, (W.codes, *W.rest, *common, groups_of(W), *W.codes.stride, *strides)
-        how = (*byte_facts(W, capability), dense is not None)
-    programs = cdiv(N, block_n) * runs
+    programs, hashes = cdiv(N, block_n) * runs, (None, None) if guard is None else guard.hashes
     pdl = guard is not None and plan.device.supports_pdl
     if guard is not None or tma:  # three programs of 64 x 128 fit on a multiprocessor, one that TMA feeds
         programs = min(programs, (1 if tma else 3) * plan.device.num_sms)
-    plan.launch(kernel, (programs,), args, (*how, *tile, guard is not None, WORDS, pdl), num_warps, num_stages, pdl)
+    factors = (Tile(A, (block_r, block_k)), Tile(B, (block_n, block_r))) if tma else (A, B)
+    given = {
+        **decoding(W, capability, LOOKUP),
+        **named("A B", factors),
+        **{"scale_n": by_n, "scale_k": by_k, "partial": partial, "s": s, "first": first, "N": N, "K": K, "R": R},
+        **{"dense": dense, "pitch": 0 if dense is None else dense.stride[0], "STORE": dense is not None},
+        **named("old_hash new_hash", hashes),
+        **{"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "RUN": run, "GROUP": GROUP_N, "EVEN": even},
+        **{"PRECISION": precision, "TMA": tma, "ONE_SLAB": block_r >= R, "SCALED": by_n is not None},
+        **{"GUARDED": guard is not None, "WORDS": WORDS, "PDL": pdl},
+    }
+    kernel = quant4_kernel if isinstance(W.form, Lut4) else quant8_kernel
+    plan.launch(kernel, (programs,), given, num_warps, num_stages, pdl)
     return partial
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 
 from fdora.quant import Lut4
-from fdora.triton.codes import LOOKUP, Packed, groups_of, in_pairs, lut_facts
+from fdora.triton.codes import LOOKUP, Packed, decoding, groups_of, in_pairs
 from fdora.triton.configs_quant import StripConfig, strip_config
 from fdora.triton.hash import WORDS
 from fdora.triton.kernels.quant_strips import quant4_strips_kernel
 from fdora.triton.norm import Guard
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Scalar, Tile
 
@@ -48,16 +48,31 @@ def squares_along_strips(
     codes = W.codes.words((W.codes.numel // 4,), (1,), torch.int32)
     together = config.SPAN // form.group  # groups of a strip's row
     one_second = 0 < together <= SECOND and groups_of(W) % together == 0
-    table, high_first, group, kind, _, _, ptx = lut_facts(W, plan.device.capability, LOOKUP)
+    by_pairs = decoding(W, plan.device.capability, LOOKUP)  # which is what all of them are here
+    of_codes = {name: v for name, v in by_pairs.items() if name not in ("FLAT", "PAIRS")} | {"codes": codes}
     even = N % config.BLOCK_N == 0
     hashes = (None, None) if guard is None else guard.hashes
     tile = Tile(A, (config.BLOCK_R, config.BLOCK_K))
-    sizes = (first, N, K, R, groups_of(W), config.SPAN, *B.stride)
+    sizes = {"first": first, "N": N, "K": K, "R": R, "span": config.SPAN}
     plan.launch(
         quant4_strips_kernel,
         (programs,),
-        (codes, *W.rest, tile, B, partial, *hashes, s, *sizes),
-        (table, high_first, group, kind, ptx, *config[:3], even, config.AHEAD, one_second, guard is not None, WORDS, pdl),
+        {
+            **of_codes,
+            "A": tile,
+            "B": B,
+            "partial": partial,
+            **named("old_hash new_hash", hashes),
+            "s": s,
+            **sizes,
+            **named("BLOCK_N BLOCK_K BLOCK_R", config[:3]),
+            "EVEN": even,
+            "AHEAD": config.AHEAD,
+            "ONE_SECOND": one_second,
+            "GUARDED": guard is not None,
+            "WORDS": WORDS,
+            "PDL": pdl,
+        },
         config.num_warps,
         config.AHEAD,
         pdl,

@@ -70,7 +70,7 @@ def scale_backward(
     Without W the gradients of lost columns, if there are any, are left to others (scaled_weight.py)."""
     M, N = dy.shape
     K, r = (1 if la.W is None else la.W.shape[1]), (1 if h is None else h.shape[1])
-    sums = (out.dm, out.dc, out.dbias, out.dB)
+    sums = {"dm": out.dm, "dc": out.dc, "dbias": out.dbias, "dB": out.dB}
     need_m, need_bias, block_r = (
         out.dm is not None or out.dc is not None,
         out.dbias is not None,
@@ -83,57 +83,72 @@ def scale_backward(
     def partial(need: bool, *shape: int) -> Array | None:
         return plan.temp(shape, torch.float32) if need and not single else None
 
-    partials = (partial(need_m, strips, N), partial(need_bias, strips, N), partial(block_r > 0, strips, N, r))
-    needs = (out.dm is not None, out.dc is not None, need_bias)
-    finish = not single and any((*needs, block_r))
+    partials = {
+        "partial_m": partial(need_m, strips, N),
+        "partial_bias": partial(need_bias, strips, N),
+        "partial_B": partial(block_r > 0, strips, N, r),
+    }
+    needs = {"NEED_M": out.dm is not None, "NEED_C": out.dc is not None, "NEED_BIAS": need_bias}
+    finish = not single and any((*needs.values(), block_r))
     pdl = finish and plan.device.supports_pdl  # the sums are resident when the last strip ends
     tiny = tiny_of(dy.dtype)
-    operands = (x, la.W, h, la.B, la.m, la.c)
-    strides = tuple(d for t in operands[:4] for d in ((0, 0) if t is None else t.stride))
+    operands = {"x": x, "w": la.W, "h": h, "b": la.B, "m": la.m, "c": la.c}
     grid, flat = grid_of(cdiv(N, config.BLOCK_N), strips)
     plan.launch(
         scale_kernel,
         grid,
-        (
-            dy,
-            saved,
-            *operands,
-            out.dz,
-            out.dz_minus_dy,
-            *partials,
-            *sums,
-            M,
-            N,
-            K,
-            r,
-            config.ROWS,
-            tiny,
-            dy.stride[0],
-            0 if saved is None else saved.stride[0],
-            *strides,
-        ),
-        (
-            out.dz is not None,
-            out.dz_minus_dy is not None,
-            *needs,
-            block_r,
-            pre_scale,
-            redo,
-            single,
-            config.BLOCK_M,
-            config.BLOCK_N,
-            config.STAGES,
-            flat,
-            pdl,
-        ),
+        {
+            "dy": dy,
+            "saved": saved,
+            **operands,
+            "dz": out.dz,
+            "dz_minus_dy": out.dz_minus_dy,
+            **partials,
+            **sums,
+            "M": M,
+            "N": N,
+            "K": K,
+            "R": r,
+            "ROWS": config.ROWS,
+            "tiny": tiny,
+            "NEED_DZ": out.dz is not None,
+            "NEED_DZ_MINUS_DY": out.dz_minus_dy is not None,
+            **needs,
+            "BLOCK_R": block_r,
+            "SAVED_PRE_SCALE": pre_scale,
+            "REDO": redo,
+            "SINGLE": single,
+            "BLOCK_M": config.BLOCK_M,
+            "BLOCK_N": config.BLOCK_N,
+            "STAGES": config.STAGES,
+            "FLAT": flat,
+            "PDL": pdl,
+        },
         config.num_warps,
     )
     if finish:
         plan.launch(
             finish_kernel,
             (cdiv(N, FINISH_N),),
-            (dy, *operands, *partials, *sums, M, N, K, r, strips, tiny, dy.stride[0], *strides),
-            (*needs, block_r, pre_scale, redo, FINISH_N, FINISH_T, pdl),
+            {
+                "dy": dy,
+                **operands,
+                **partials,
+                **sums,
+                "M": M,
+                "N": N,
+                "K": K,
+                "R": r,
+                "strips": strips,
+                "tiny": tiny,
+                **needs,
+                "BLOCK_R": block_r,
+                "SAVED_PRE_SCALE": pre_scale,
+                "REDO": redo,
+                "BLOCK_N": FINISH_N,
+                "BLOCK_T": FINISH_T,
+                "PDL": pdl,
+            },
             4,
             pdl=pdl,
         )

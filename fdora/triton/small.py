@@ -16,7 +16,7 @@ import torch
 from fdora.triton.configs import SmallConfig, power_of_two, small_config
 from fdora.triton.few import LIMIT, takes_narrow_tiles
 from fdora.triton.kernels.small import shrink_kernel, small_kernel
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Scalar
 
@@ -120,8 +120,21 @@ def shrunk(plan: Builder, x: Array, a: Array) -> tuple[Array, bool]:
     plan.launch(
         shrink_kernel,
         (cdiv(r, 16), parts),
-        (x, a, part, M, K, r, span, *x.stride, stride_ar, stride_ak),
-        (pdl, rows, 16, block_k),
+        {
+            "x": x,
+            "a": a,
+            "part": part,
+            "M": M,
+            "K": K,
+            "R": r,
+            "span": span,
+            "stride_ar": stride_ar,
+            "stride_ak": stride_ak,
+            "PDL": pdl,
+            "BLOCK_M": rows,
+            "BLOCK_R": 16,
+            "BLOCK_K": block_k,
+        },
         4,
         3,
     )
@@ -140,8 +153,25 @@ def _small(plan: Builder, x: Array, w: Array, a: Array, ends: Ends, config: Smal
     plan.launch(
         small_kernel,
         (cdiv(N, block_n),),
-        (x, w, part, *ends, M, N, K, r, *x.stride, *w.stride, *ends.strides),
-        (part.shape[0], *ends.given, accumulate, pdl, rows, block_n, block_k, min(64, power_of_two(r))),
+        {
+            "x": x,
+            "w": w,
+            "part": part,
+            **named("h b out pre_scale m c bias u dA s", ends),
+            "M": M,
+            "N": N,
+            "K": K,
+            "R": r,
+            **named("stride_br stride_bn stride_hm stride_um stride_un", ends.strides),
+            "PARTS": part.shape[0],
+            **named("SCALE HAS_BIAS STORE_PRE_SCALE STORE_H NEED_A", ends.given),
+            "ACCUMULATE": accumulate,
+            "PDL": pdl,
+            "BLOCK_M": rows,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+            "BLOCK_R": min(64, power_of_two(r)),
+        },
         warps,
         stages,
         pdl,

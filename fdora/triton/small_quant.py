@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from fdora.quant import Lut4
-from fdora.triton.codes import Packed, byte_facts, groups_of, has_ptx
+from fdora.triton.codes import Packed, decoding, groups_of, has_ptx
 from fdora.triton.configs import power_of_two
 from fdora.triton.configs_few import CodesConfig, parts_config, small_codes_config
 from fdora.triton.kernels.small import add_parts_kernel
 from fdora.triton.kernels.small_codes import codes_parts_kernel, small_codes_kernel
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.small import Back, Ends, Out, backward_ends, forward_ends, shrunk
@@ -78,22 +78,44 @@ def _small(
     else:
         (scales,), code256, scales2, offset = W.rest, None, None, None
         strides = strides if columns else strides[::-1]
-        code, by_bits, mode, block_rows, block_columns, ptx = byte_facts(W, capability)
-        how = (8, code, by_bits, block_rows, mode, block_columns, ptx)
+        facts = decoding(W, capability)
+        how = (8, *(facts[name] for name in ("CODE", "BY_BITS", "BN", "MODE", "BK", "PTX")))
     config = config or small_codes_config(rows, N, K, how[0], columns, capability, plan.device.num_sms)
     block_n, block_k, slices, warps, stages, splits = config
     step = block_k * slices
     even, splits = N % block_n == 0 and K % step == 0, min(splits, cdiv(K, step))
     rows = rows if splits > 1 or ends.dA is None else max(16, rows)  # dA sums over tokens, 16 at least
-    tile = (even, rows, block_n, block_k)
-    weight, sizes = (x, codes, scales, code256, scales2, offset), (W.shape[1] // 8, groups_of(W))
+    tile = {"EVEN": even, "BLOCK_M": rows, "BLOCK_N": block_n, "BLOCK_K": block_k}
+    weight, sizes = (
+        {"x": x, "codes": codes, "scales": scales, "code256": code256, "scales2": scales2, "offset": offset},
+        {"words": W.shape[1] // 8, "groups": groups_of(W)},
+    )
     end_strides, block_r = ends.strides, min(64, power_of_two(r))
     if splits == 1:
         plan.launch(
             small_codes_kernel,
             (cdiv(N, block_n),),
-            (*weight, part, *ends, M, N, K, r, *sizes, *x.stride, *strides, *end_strides),
-            (*how, columns, part.shape[0], *ends.given, accumulate, pdl, *tile, block_r, slices),
+            {
+                **weight,
+                "part": part,
+                **named("h b out pre_scale m c bias u dA s", ends),
+                "M": M,
+                "N": N,
+                "K": K,
+                "R": r,
+                **sizes,
+                **named("stride_wk stride_wn", strides),
+                **named("stride_br stride_bn stride_hm stride_um stride_un", end_strides),
+                **named("BITS KIND HIGH_FIRST GROUP SCALES BLOCK_COLUMNS PTX", how),
+                "COLUMNS": columns,
+                "PARTS": part.shape[0],
+                **named("SCALE HAS_BIAS STORE_PRE_SCALE STORE_H NEED_A", ends.given),
+                "ACCUMULATE": accumulate,
+                "PDL": pdl,
+                **tile,
+                "BLOCK_R": block_r,
+                "SLICES": slices,
+            },
             warps,
             stages,
             pdl,
@@ -101,12 +123,29 @@ def _small(
         return
     beside = not columns and r > BESIDE
     sums = plan.temp((splits + beside, M, N), torch.float32)
-    low, b_strides = ((part, ends.h, ends.b, ends.s), end_strides[:3]) if beside else ((None,) * 4, (0, 0, 0))
+    low = (part, ends.h, ends.b, ends.s) if beside else (None,) * 4
     plan.launch(
         codes_parts_kernel,
         (cdiv(N, block_n), splits + beside),
-        (*weight, sums, *low, M, N, K, r, *sizes, *x.stride, *strides, *b_strides),
-        (*how, columns, part.shape[0] if beside else 0, beside and ends.h is not None, pdl, *tile, block_r, slices),
+        {
+            **weight,
+            "out": sums,
+            **named("part h b s", low),
+            "M": M,
+            "N": N,
+            "K": K,
+            "R": r,
+            **sizes,
+            **named("stride_wk stride_wn", strides),
+            **named("BITS KIND HIGH_FIRST GROUP SCALES BLOCK_COLUMNS PTX", how),
+            "COLUMNS": columns,
+            "PARTS": part.shape[0] if beside else 0,
+            "STORE_H": beside and ends.h is not None,
+            "PDL": pdl,
+            **tile,
+            "BLOCK_R": block_r,
+            "SLICES": slices,
+        },
         warps,
         stages,
         pdl,
@@ -117,8 +156,25 @@ def _small(
     plan.launch(
         add_parts_kernel,
         (cdiv(N, wide),),
-        (sums, x, part, *ends, M, N, r, *end_strides),
-        (splits + beside, part.shape[0], *ends.given, accumulate, pdl, rows, wide, block_r, ahead),
+        {
+            "sums": sums,
+            "x": x,
+            "part": part,
+            **named("h b out pre_scale m c bias u dA s", ends),
+            "M": M,
+            "N": N,
+            "R": r,
+            **named("stride_br stride_bn stride_hm stride_um stride_un", end_strides),
+            "SPLITS": splits + beside,
+            "PARTS": part.shape[0],
+            **named("SCALE HAS_BIAS STORE_PRE_SCALE STORE_H NEED_A", ends.given),
+            "ACCUMULATE": accumulate,
+            "PDL": pdl,
+            "BLOCK_M": rows,
+            "BLOCK_N": wide,
+            "BLOCK_R": block_r,
+            "AHEAD": ahead,
+        },
         warps,
         2,
         pdl,

@@ -11,7 +11,7 @@ import torch
 
 from fdora.triton.hash import WORDS
 from fdora.triton.kernels.split import split_kernel
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 
@@ -53,8 +53,21 @@ def _split(plan: Builder, x: Array, out: Array, lo_first: bool, hashes: Hashes) 
     plan.launch(
         split_kernel,
         (cdiv(P, BLOCK_P),),
-        (x, out, scale, *(hashes or (None, None)), P, R, out.shape[1], *x.stride, *out.stride),
-        (lo_first, hashes is not None, WORDS, BLOCK_P, BLOCK_R),
+        {
+            "x": x,
+            "out": out,
+            "scale": scale,
+            **named("old_hash new_hash", hashes or (None, None)),
+            "P": P,
+            "R": R,
+            "R3": out.shape[1],
+            **named("stride_op stride_or", out.stride),
+            "LO_FIRST": lo_first,
+            "GUARDED": hashes is not None,
+            "WORDS": WORDS,
+            "BLOCK_P": BLOCK_P,
+            "BLOCK_R": BLOCK_R,
+        },
         4,
     )
     return scale

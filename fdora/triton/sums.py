@@ -13,4 +13,9 @@ SUM_N, SUM_T = 32, 32
 def column_sums(plan: Builder, partial: Array, out: Array, sqrt: bool = False) -> None:
     """(strips, N) float32 -> (N,); optionally the root."""
     strips, N = partial.shape
-    plan.launch(sum_kernel, (cdiv(N, SUM_N),), (partial, out, N, strips), (sqrt, SUM_N, SUM_T), 4)
+    plan.launch(
+        sum_kernel,
+        (cdiv(N, SUM_N),),
+        {"partial": partial, "out": out, "N": N, "strips": strips, "SQRT": sqrt, "BLOCK_N": SUM_N, "BLOCK_T": SUM_T},
+        4,
+    )

@@ -22,7 +22,7 @@ from fdora._records import Norms
 from fdora._torch import capturing
 from fdora.triton.kernels.tree import fingerprints_kernel, norms_kernel, roots_kernel
 from fdora.triton.op import op
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.cost import Cost
 from fdora.triton.runtime.device import by_another_thread, device_of
 from fdora.triton.runtime.plan import Like, Plan
@@ -106,16 +106,27 @@ def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: 
     partial = plan.temp((partials,), torch.float32)
     pdl = guarded and device.supports_pdl
     if guarded:
-        args = (table, old_words, new_words, differs, layers)
-        plan.launch(fingerprints_kernel, (layers * WORDS,), args, (WORDS, HASH, device.supports_pdl), 8, cost=Cost())
+        args = {"table": table, "old": old_words, "new": new_words, "differs": differs, "L": layers}
+        plan.launch(
+            fingerprints_kernel,
+            (layers * WORDS,),
+            {**args, "WORDS": WORDS, "BLOCK": HASH, "PDL": device.supports_pdl},
+            8,
+            cost=Cost(),
+        )
     share = 1 / max(1, len(launches))
     work = Cost(flops16=share * work.flops16, bytes=share * work.bytes)  # guarded, kernels see how much of it there is to do
     for first, count, items, consts, (num_warps, num_stages, programs) in launches:
         plan.launch(
             norms_kernel,
             (min(items, programs * device.num_sms),),
-            (table, differs, partial, layers, first, count),
-            (guarded, *consts, WORDS, pdl),
+            {
+                **{"table": table, "differs": differs, "partial": partial, "L": layers},
+                **{"first": first, "count": count, "GUARDED": guarded},
+                **named("DTYPE_W DTYPE_A DTYPE_B UNIT_W UNIT_A UNIT_B EVEN EVEN_R ONE_SLAB SPLIT", consts[:10]),
+                **named("BLOCK_N BLOCK_K BLOCK_R CHUNK BLOCK_L AHEAD", consts[10:]),
+                **{"WORDS": WORDS, "PDL": pdl},
+            },
             num_warps,
             num_stages,
             pdl,
@@ -124,8 +135,11 @@ def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: 
     plan.launch(
         roots_kernel,
         (layers, 4),
-        (table, differs, partial, old, new, layers),
-        (guarded, WORDS, CHUNK, ROOTS, pdl),
+        {
+            **{"table": table, "differs": differs, "partial": partial, "old": old, "new": new},
+            **{"L": layers, "GUARDED": guarded, "WORDS": WORDS, "CHUNK": CHUNK, "BLOCK_N": ROOTS},
+            "PDL": pdl,
+        },
         4,
         3,
         pdl,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fdora._torch import capturing, foreach_clone
 from fdora.triton.kernels.kept import ALIGN, COUNTERS, kept_kernel
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.cost import Cost
 from fdora.triton.runtime.device import cdiv, device_of
 from fdora.triton.runtime.plan import Like, Plan
@@ -137,8 +137,15 @@ def plan_kept(
         plan.launch(
             kept_kernel,
             (count * words,),
-            (table, fingerprint, counters, partial, c, *out, layers, first, words),
-            (*consts, chunk, ahead, HASH, ROOTS, device.supports_pdl),
+            {
+                **{"table": table, "words": fingerprint, "counters": counters, "partial": partial, "c": c},
+                **named("out0 out1 out2 out3", out),
+                **{"L": layers, "first": first, "parts": words},
+                **named(
+                    "DTYPE_W DTYPE_A DTYPE_B UNIT_W UNIT_A UNIT_B EVEN EVEN_R ONE_SLAB SPLIT BLOCK_N BLOCK_K BLOCK_R", consts
+                ),
+                **{"CHUNK": chunk, "AHEAD": ahead, "HASH": HASH, "ROOTS": ROOTS, "PDL": device.supports_pdl},
+            },
             num_warps,
             num_stages,
             device.supports_pdl,

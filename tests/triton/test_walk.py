@@ -4,6 +4,7 @@ import gc
 import inspect
 import itertools
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -152,8 +153,8 @@ def test_every_pointer_scalar_and_integer_is_what_the_plan_says():
     assert count > 300 and len(kinds) == OF_LAYERS, kinds
 
 
-OF_LAYERS = 37  # of these, what the calls above launch
-KERNELS = 84  # all of fdora/triton/kernels but those of whole models and calls, which test_tree.py and test_kept_call.py have
+OF_LAYERS = 34  # of these, what the calls above launch
+KERNELS = 82  # all of fdora/triton/kernels but those of whole models and calls, which test_tree.py and test_kept_call.py have
 
 
 def test_every_kernel_is_counted():
@@ -860,13 +861,15 @@ def test_the_current_stream_and_graphs():
 def scaled_by(plan, a):
     """A launch with a scalar, of a kernel that notes what it is started with."""
     out = plan.result("out", a.shape, a.dtype)
-    plan.launch(Noted(), (1,), (plan.matrix(a), out, plan.scalar("s")), (), 4, cost=Cost())
+    plan.launch(Noted(), (1,), {"a": plan.matrix(a), "out": out, "s": plan.scalar("s")}, 4, cost=Cost())
 
 
 class Noted:
     """Stands for a kernel: the public way to start it."""
 
-    __name__, seen = "noted", []
+    __name__, seen, arg_names = "noted", [], ["a", "out", "s"]
+
+    def fn(a, out, s): ...
 
     def __getitem__(self, grid):
         return lambda *args, **options: self.seen.append(args[2])
@@ -978,7 +981,8 @@ def test_a_kernel_compiled_for_more_alignment_than_its_key_says_is_not_kept(monk
 
     def write(plan, a):
         part = plan.matrix(a).rows(1, 8)  # 12 bytes further
-        plan.launch(Noted(), (1,), (part, plan.result("out", part.shape, part.dtype), plan.scalar("s")), (), 4, cost=Cost())
+        out = plan.result("out", part.shape, part.dtype)
+        plan.launch(Noted(), (1,), {"a": part, "out": out, "s": plan.scalar("s")}, 4, cost=Cost())
 
     plan, store = plan_of(write, alike(8, 3, dtype=FP32, aligned=False)), torch.zeros(40)
     assert store.data_ptr() % 16 == 0
@@ -994,3 +998,21 @@ def test_the_address_for_tensor_maps_comes_from_no_graphs_pool(monkeypatch):
     monkeypatch.setattr(native, "by_another_thread", lambda make, device: asked.append(device) or torch.empty(256))
     assert native._dummy(0) == native._dummy(0)
     assert asked == [torch.device("cuda", 0)]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"s": None}, "lacks ['s'] and has [] too many"),
+        ({"t": 1}, "lacks [] and has ['t'] too many"),
+    ],
+    ids=["missing", "unknown"],
+)
+def test_a_launch_names_every_parameter_of_its_kernel(change, says):
+    def write(plan, a):
+        out = plan.result("out", a.shape, a.dtype)
+        given = {"a": plan.matrix(a), "out": out, "s": plan.scalar("s")} | change
+        plan.launch(Noted(), (1,), {name: v for name, v in given.items() if v is not None}, 4, cost=Cost())
+
+    with pytest.raises(TypeError, match=re.escape(f"a launch of noted {says}")):
+        plan_of(write, alike(4, 4, dtype=FP32))

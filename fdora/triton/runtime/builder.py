@@ -7,8 +7,10 @@ nothing, and reads nothing of the kernel ahead, before it waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -101,19 +103,28 @@ class Builder:
         self,
         kernel: Any,
         grid: Sequence[int],
-        args: Sequence[Any],
-        constexprs: Sequence[Any],
+        given: Mapping[str, Any],
         num_warps: int,
         num_stages: int = 3,
         pdl: bool = False,
         cost: Cost | None = None,
     ) -> None:
-        """``cost`` only where the arguments do not tell it."""
+        """``given``: the kernel's parameters by name; strides that it lacks are those of their tensors. ``cost`` only where
+        these do not tell it."""
         if prod(grid) == 0:
             return
-        self._use(a.array if isinstance(a, Tile) else a for a in args)
-        cost = cost or COSTS[kernel.__name__](**dict(zip(kernel.arg_names, (*args, *constexprs), strict=True)))
-        self.steps.append(Launch(kernel, tuple(grid), tuple(args), tuple(constexprs), num_warps, num_stages, pdl, cost))
+        names, count, strides = _parameters(kernel)
+        values = dict(given)
+        for name, (of, *axis) in strides.items():
+            if name not in given and not isinstance(given.get(of, 0), int):
+                values[name] = _stride(given[of], *axis)
+        if values.keys() != names.keys():
+            missing, unknown = names.keys() - values.keys(), values.keys() - names.keys()
+            raise TypeError(f"a launch of {kernel.__name__} lacks {sorted(missing)} and has {sorted(unknown)} too many")
+        ordered = tuple([values[name] for name in names])
+        self._use(a.array if isinstance(a, Tile) else a for a in ordered)
+        cost = cost or COSTS[kernel.__name__](**values)
+        self.steps.append(Launch(kernel, tuple(grid), ordered[:count], ordered[count:], num_warps, num_stages, pdl, cost))
 
     def product(self, out: Array, a: Array, b: Array, alpha: Scalar | float = 1.0, accumulate: bool = False) -> None:
         """(M, K) (K, N) -> (M, N), in the dtype of both or in float32: cuBLAS has no others."""
@@ -155,6 +166,38 @@ class Builder:
             workspace,
             tuple(slots.of_step(s) for s in self.steps),
         )
+
+
+def named(names: str, values: Iterable[Any]) -> dict[str, Any]:
+    """What has an order of its own, as parameters of a kernel."""
+    return dict(zip(names.split(), values, strict=True))
+
+
+@cache
+def _parameters(kernel: Any) -> tuple[dict[str, None], int, dict[str, tuple[str, int, int]]]:
+    """Names in order, how many are no constants, and of each stride its tensor, its axis and how many axes have one.
+
+    ``stride_wn, stride_wk`` are those of the first axes of ``w`` or ``W``, in order: the longest name that one begins with.
+    """
+    names = dict.fromkeys(kernel.arg_names)
+    others = [name for name in names if name not in kernel.fn.__annotations__]
+    strides, axes = {}, Counter[str]()
+    for name in others:
+        rest = name.removeprefix("stride_").lower()
+        tensors = [each for each in others if rest.startswith(each.lower())] if rest != name.lower() else []
+        if tensors:
+            of = max(tensors, key=len)
+            strides[name] = (of, axes[of])
+            axes[of] += 1
+    return names, len(others), {name: (of, i, axes[of]) for name, (of, i) in strides.items()}
+
+
+def _stride(t: Any, axis: int, axes: int) -> int | None:
+    """Of the first ``axes``; 0 along one that a tensor lacks. A descriptor has its own."""
+    if t is None or isinstance(t, Tile):
+        return None if t else 0
+    stride: tuple[int, ...] = (0,) * (axes - len(t.stride)) + t.stride
+    return stride[axis]
 
 
 _RESULT, _WORKSPACE = 1 << 16, 1 << 17  # slots before it is known how many arguments and results there are
