@@ -124,7 +124,7 @@ def scale_kernel(
                 REDO, BLOCK_N)
     else:
         if NEED_M or NEED_C:
-            tl.store(partial_m + at_n, sum_m, mask=in_n)
+            tl.store(partial_m + strip.to(tl.int64) * N + n, sum_m, mask=in_n)  # not at_n: other machine code
         if NEED_BIAS:
             tl.store(partial_bias + at_n, sum_bias, mask=in_n)
     if BLOCK_R > 0:
