@@ -177,7 +177,7 @@ def worker(device: str) -> None:
             try:
                 run, graphs, answer = prepare(device, *known[said["make"]]())
             except Exception as error:
-                answer = {"error": f"{type(error).__name__}: {error}"[:300]}
+                answer = {"error": f"{type(error).__name__}: {error}"[-200:]}
         else:
             answer = timed(device, run, graphs, said["count"])
         print("@" + json.dumps(answer), flush=True)
@@ -310,6 +310,8 @@ def main(argv: list[str] | None = None) -> None:
             print(f"not started: {names[i:]}")
             break
         rows.append(compared(here, there, name, given.runs))
+        if "error" in rows[-1]:  # a capture that failed leaves the generator of random numbers waiting for its end
+            here, there = (Checkout(root, given.device) for root in roots)
         print(json.dumps(rows[-1]), flush=True)
         if given.json:
             given.json.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.dropout import keep_tile
-from fdora.triton.kernels.product import finish, products, tile_of_product
+from fdora.triton.kernels.product import TMA, finish, products, tile_of_product
 from fdora.triton.runtime.cost import launched
 
 
@@ -17,7 +17,7 @@ def _masked(acc, row, col, seed, threshold, keep_scale, ORIGIN: tl.constexpr, BL
 
 
 @triton.jit
-def finish_tma(acc, ends, row, col, M, N, EPILOGUE: tl.constexpr, HALVES: tl.constexpr, STORE: tl.constexpr = "tma"):
+def finish_tma(acc, ends, row, col, M, N, EPILOGUE: tl.constexpr, HALVES: tl.constexpr, STORE: tl.constexpr = TMA):
     """HALVES: half the tile at a time through shared memory leaves room for one more stage."""
     if HALVES:
         BLOCK_M: tl.constexpr = acc.shape[0]

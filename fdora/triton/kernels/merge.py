@@ -12,7 +12,9 @@ from fdora.triton.runtime.cost import launched
 
 
 @triton.jit
-def _merge_tile(i, W, low, m, c, out, s, N, K, UNDO: tl.constexpr, T: tl.constexpr):
+def _merge_tile(i, W, low, m, c, out, s, N, K, HOW: tl.constexpr):
+    UNDO: tl.constexpr = HOW[0]
+    T: tl.constexpr = HOW[1]
     first_n, first_k, n, k, w, acc = tile_of(i, W, low, N, K, T)
     acc = unscaled(acc, low, n, k, N, K)
     g = g_tile(m, c, n, N)[:, None]

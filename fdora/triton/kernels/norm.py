@@ -64,9 +64,9 @@ def walk(
             count = tl.where(unchanged(old_hash, new_hash, WORDS), 0, count)
         # Flattened, the copies of the next tile start under the last products and the squares of this one.
         for i in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=FLATTEN):
-            EACH(i, *of, *HOW)
+            EACH(i, *of, HOW)
     else:
-        EACH(tl.program_id(0), *of, *HOW)
+        EACH(tl.program_id(0), *of, HOW)
 
 
 @triton.jit
@@ -85,10 +85,15 @@ def product_of(low, b, rows, first_k, N, K, T: tl.constexpr):
 
 @triton.jit
 def squares_of_run(
-    i, W, low, s, to, first, N, K, span,
-    READ: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr, T: tl.constexpr, RUN: tl.constexpr,
+    i, W, low, s, to, first, N, K, span, OF: tl.constexpr
 ):
-    """The i-th run of tiles of the same rows: the sums of squares of ``span`` columns of N rows of W, from ``first`` on."""
+    """The i-th run of tiles of the same rows: the sums of squares of ``span`` columns of N rows of W, from ``first`` on.
+    OF: the reader of W, what becomes of a tile, HOW codes lie, Blocks and Run."""
+    READ: tl.constexpr = OF[0]  # Triton before 3.9 takes no constants apart by a star
+    TILE: tl.constexpr = OF[1]
+    HOW: tl.constexpr = OF[2]
+    T: tl.constexpr = OF[3]
+    RUN: tl.constexpr = OF[4]
     tile_n, run = tile_at(i, N, K, T.N, span, T.GROUP)
     n = tile_n * T.N + tl.arange(0, T.N)
     rows = Rows(tile_n * T.N, n, (first + n).to(tl.int64), n < N)

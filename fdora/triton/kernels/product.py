@@ -12,6 +12,8 @@ from fdora.triton.kernels.g import g_of, g_tile
 from fdora.triton.runtime.cost import launched
 
 LOAD = tl.constexpr("ld.global.f32 $0, [$1];")
+# Defaults: Triton 3.6 makes no constexpr of a plain string.
+SCALE, POINTER, TMA = tl.constexpr("scale"), tl.constexpr("pointer"), tl.constexpr("tma")
 
 
 @triton.jit
@@ -76,7 +78,7 @@ def _write(to, v, row, col, at, mask, M, STORE: tl.constexpr):
 
 @triton.jit
 def finish(
-    acc, ends, row, col, M, N, EPILOGUE: tl.constexpr = "scale", STORE: tl.constexpr = "pointer", ACROSS: tl.constexpr = 0
+    acc, ends, row, col, M, N, EPILOGUE: tl.constexpr = SCALE, STORE: tl.constexpr = POINTER, ACROSS: tl.constexpr = 0
 ):
     """The tile of a result that begins at (row, col): to ``pre_scale`` as it is, and to ``out`` with g, bias and residual.
 
