@@ -175,7 +175,7 @@ def worker(device: str) -> None:
         elif "make" in said:
             torch.manual_seed(0)
             try:
-                run, graphs, answer = prepare(device, *known[said["make"]]())
+                run, graphs, answer = prepare(device, known[said["make"]])
             except Exception as error:
                 answer = {"error": f"{type(error).__name__}: {error}"[-200:]}
         else:
@@ -183,34 +183,37 @@ def worker(device: str) -> None:
         print("@" + json.dumps(answer), flush=True)
 
 
-def prepare(device: str, forward: Callable[[], Any], leaves: list[torch.Tensor]) -> tuple[Any, list, dict]:
-    def run() -> list[torch.Tensor]:
-        y = forward()
-        ys = list(y) if isinstance(y, (tuple, list)) else [y]
-        if not leaves:
-            return ys
-        return [*ys, *torch.autograd.grad(ys, leaves, dys)]
+def prepare(device: str, make: Callable[[], Any]) -> tuple[Any, list, dict]:
+    """All of it on the stream that is captured: a leaf's node remembers the stream of its first use."""
+    if device == "cpu":
+        return first_run(make)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run, graphs, said = first_run(make)
+        for _ in range(3):
+            run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+    return run, [*graphs, graph], said
 
+
+def first_run(make: Callable[[], Any]) -> tuple[Any, list, dict]:
+    forward, leaves = make()
     torch.manual_seed(1)
     y = forward()
     dys = [torch.randn_like(t) for t in (y if isinstance(y, (tuple, list)) else [y])]
+
+    def run() -> list[torch.Tensor]:
+        y = forward()
+        ys = list(y) if isinstance(y, (tuple, list)) else [y]
+        return [*ys, *torch.autograd.grad(ys, leaves, dys)] if leaves else ys
+
     torch.manual_seed(2)
     results = run()
     hashes = [hashlib.sha256(t.detach().float().cpu().numpy().tobytes()).hexdigest()[:12] for t in results]
-    norms = [float(t.detach().double().norm()) for t in results]
-    graphs: list[Any] = []
-    if device != "cpu":
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        graphs.append(graph)
-    return run, graphs, {"hashes": hashes, "norms": norms}
+    return run, [], {"hashes": hashes, "norms": [float(t.detach().double().norm()) for t in results]}
 
 
 def timed(device: str, run: Any, graphs: list, count: int) -> float:

@@ -1,7 +1,6 @@
 """bench.steps and bench.issue_time in small, on the CPU: what they write, what they compare, and how GPU time is taken."""
 
 import argparse
-import json
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
 pytest.importorskip("transformers", reason="the layers are those of transformers; `make test` installs it")
 from bench import all as everything
-from bench import issue_time, layers12, records, steps, suite
+from bench import issue_time, layers12, records, steps
 from bench.attempt import Failures
 
 SMALL = "--layers 1 --loss-tokens 4 "
@@ -278,29 +277,6 @@ def test_issue_time_issues_before_it_waits(monkeypatch):
         monkeypatch.setattr(way, name, lambda stock=stock, name=name: (seen.append(name), stock())[1])
     assert min(issue_time.issue(way, "cpu")) > 0
     assert seen == ["optimize", "wait", "loss", "wait"]
-
-
-def test_less_than_the_command_asks_for_is_lacking(tmp_path, monkeypatch):
-    """By the arguments that a result records; where it is older than that, by its cells, modes and layers."""
-    monkeypatch.setitem(everything.TABLE, "steps", everything.Entry(0, "bench.steps --cells tiny:8:4,tiny:9:4 --layers 2"))
-    about, path = {"commit": "abc"}, tmp_path / "steps.json"
-    rows = [{"model": "tiny", "S": S, "r": 4, "mode": mode, "compiled": ""} for S in (8, 9) for mode in steps.MODES]
-
-    def lacking(rows, layers=2, **more):
-        path.write_text(json.dumps({"about": about | more, "layers": layers, "rows": rows}))
-        return everything.lacking(path, "abc")
-
-    assert lacking(rows) == lacking(rows, arguments="--cells tiny:8:4,tiny:9:4 --layers 2") == ""
-    assert lacking(rows[: len(steps.MODES)], 1) == "1 of 2 cells, 1 of 2 layers"
-    assert lacking([row for row in rows if row["mode"] == "step"]) == "1 of 4 modes"
-    assert lacking(rows, arguments="--layers 2") == "of other arguments: --layers 2"
-    assert lacking(rows, arguments="") == "of other arguments: none"
-    path.write_text(json.dumps({"about": about, "rows": [], "problem": "cut off by --seconds"}))
-    assert everything.lacking(path, "abc") == "cut off by --seconds"
-    place = everything.Place(path, "cpu/steps_compiled")
-    command = everything.arguments("steps_compiled", place, "", everything.parse(["--commit", "abc"]), 99.0)
-    assert suite.given(command[3:]) == everything.TABLE["steps_compiled"].command.partition(" ")[2]
-    assert suite.given(["--json", "x", "--quick", "--seconds=9"]) == "--quick"
 
 
 def test_bench_all_has_both():

@@ -140,7 +140,7 @@ class QuantWeight(Weight):
             return self._decode(first, last, dtype, out)
 
     def _decode(self, first: int, last: int, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-        if self.device.type == "meta" and (noted := active()) is not None:
+        if (noted := active()) is not None and self.device.type == "meta":
             return noted.decode(self, first, last, dtype) if out is None else out
         kind, K = kind_of(self.kind), self.shape[1]
         if first == last or K == 0:  # which no kind has to think of

@@ -179,7 +179,6 @@ KERNELS = (
     "fp8_rows",
     "act_bwd",
     "act_fwd",
-    "again",
     "choose",
     "compose_bwd",
     "compose_fwd",
@@ -226,7 +225,6 @@ KERNELS = (
     "spread",
     "rows",
     "hash",
-    "lost",
     "lost4",
     "lost8",
     "merge",
@@ -278,7 +276,7 @@ def test_the_front_end_sees_red(asked):
 RANKS = (8, 64, 384)
 WORDS = 8  # bytes of stack: an address
 # Bytes of stack of norm_kernel: the most that Triton 3.9 gives it on sm_80, 90, 100 and 120. Registers that a tile needs go
-UNALIGNED = 464  # to loads of single elements, where no row begins at 16 bytes,
+UNALIGNED = 536  # to loads of single elements, where no row begins at 16 bytes,
 FILLED_UP = 64  # to masks, where a rank is no multiple of 16,
 NOT_SPLIT = 152  # to float32 factors beside a guard, where there is no memory for terms of them in half precision.
 # W, the adapter, rank, whether a norm of before guards it, whether descriptors may be used, and the most bytes
@@ -519,15 +517,10 @@ def test_rest(target, tmp_path):
 def test_scale(target, tokens, r, dtype, adapter, tmp_path):
     x = alike(tokens, 4096, dtype=dtype)
     la = layer(4096, 4096, r, dtype, adapter, bias=True)
-    pre_scale = dtype == FP32 or tokens <= 512
-    likes, options = (x, alike(tokens, r, dtype=dtype), x, x, *la), (0.0, "lora", (pre_scale,), True, (True,) * 5)
+    likes, options = (x, alike(tokens, r, dtype=dtype), x, x, *la), (0.0, "lora", (True,), True, (True,) * 5)
     plan = plan_backward(likes, device(target), *options)
     assert len(launches(plan, "finish")) == (tokens == 4096)
-    assert len(launches(plan, "again")) == len(launches(plan, "lost")) == (tokens == 4096 and dtype != FP32)
     assert_builds([plan], target, tmp_path, "scale", {"scale_kernel": 2 * WORDS})
-    if dtype != FP32 and tokens == 4096:
-        for name in ("again", "lost"):
-            assert_builds([plan], target, tmp_path, name)
     if tokens == 4096:
         assert_builds([plan], target, tmp_path, "finish", {"finish_kernel": WORDS})
 

@@ -13,7 +13,9 @@ from fdora.triton.runtime.cost import launched
 
 LOAD = tl.constexpr("ld.global.f32 $0, [$1];")
 # Defaults: Triton 3.6 makes no constexpr of a plain string.
-SCALE, POINTER, TMA = tl.constexpr("scale"), tl.constexpr("pointer"), tl.constexpr("tma")
+SCALE = tl.constexpr("scale")
+POINTER = tl.constexpr("pointer")
+TMA = tl.constexpr("tma")
 
 
 @triton.jit
