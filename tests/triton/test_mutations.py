@@ -21,12 +21,12 @@ KERNELS = Path(fdora.triton.kernels.__file__).parent
 FAULTS = [
     ("linear", "tl.where(keep, acc * keep_scale, 0.0)", "acc * keep_scale"),  # a product's share of dropped tokens
     ("linear", "out = dg / tl.where(cn < EPS, EPS, cn)", "out = dg"),
-    ("linear", "tl.load(m + n, mask=n < N, other=0.0).to(tl.float32), tl.where(cn < EPS, EPS, cn)", "tl.load(m + n, mask=n < N, other=0.0).to(tl.float32), cn"),
+    ("linear", "tl.load(m + n, mask=n < N, other=0.0).to(tl.float32), floored(cn)", "tl.load(m + n, mask=n < N, other=0.0).to(tl.float32), cn"),
     ("linear", "tl.where(keep, v * scale, 0.0)", "tl.where(keep, v, 0.0)"),
     ("linear", "_mix((t + 1).to(tl.uint32) ^ key)", "_mix(t.to(tl.uint32) ^ key)"),
     ("mlp", "share + f * (1 - share)\n", "share\n"),
     ("mlp", "(z * share_of(z, ACT) * u)", "(u * share_of(u, ACT) * z)"),
-    ("norm", "partial + tile_k.to(tl.int64) * N + n, squares, mask=n < N", "partial + tile_k.to(tl.int64) * N + n, squares, mask=n < N - 1"),
+    ("norm", "+ n, squares, mask=rows.inside)", "+ n, squares, mask=rows.inside & (n < N - 1))"),
     ("norm", "after = tl.where(same, before, tl.sqrt_rn(acc))", "after = before"),  # a norm of before is believed
     ("compose", "gn * (u + v)\n    if HAS_BIAS:\n        out += tl.load(bias + n, mask=n < N)", "(u + v)\n    if HAS_BIAS:\n        out += tl.load(bias + n, mask=n < N)"),
     ("compose", "sum_g += tl.sum(d * (u + s * v), axis=0)", "sum_g += tl.sum(d * u, axis=0)"),
