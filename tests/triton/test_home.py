@@ -450,10 +450,10 @@ def samples():
             *((x, asking, [S], ["output"], 0.0, "lora", [], [], None, [kept[1]], keep) for keep in (True, False)),
         ],
         "linear_backward": [
-            (x, h, [dy], [dy], plain, [S], [False], 0.0, "lora", True, [*some[:4], True], [], []),
+            (x, h, [dy], [dy], plain, [S], [True], 0.0, "lora", True, [*some[:4], True], [], []),
             (x, h, [dy], [dy], dropped, [S], [True], 0.3, "lora", True, [True] * 5, [], []),
             (x, h, [dy], [dy], dropped, [S], [True], 0.3, "peft", True, [True] * 5, [], []),
-            (x, h, [dy], [dy], plain, [S], [False], 0.0, "lora", False, [True, False, True, False, False], [], []),
+            (x, h, [dy], [dy], plain, [S], [True], 0.0, "lora", False, [True, False, True, False, False], [], []),
             (
                 x,
                 two,
@@ -461,7 +461,7 @@ def samples():
                 [dy, None, dy],
                 [*plain, W, *frozen, *plain],
                 [S, S, S],
-                [False] * 3,
+                [True, False, True],
                 0.0,
                 "lora",
                 True,
