@@ -276,7 +276,7 @@ def test_the_front_end_sees_red(asked):
 RANKS = (8, 64, 384)
 WORDS = 8  # bytes of stack: an address
 # Bytes of stack of norm_kernel: the most that Triton 3.9 gives it on sm_80, 90, 100 and 120. Registers that a tile needs go
-UNALIGNED = 536  # to loads of single elements, where no row begins at 16 bytes,
+UNALIGNED = 464  # to loads of single elements, where no row begins at 16 bytes,
 FILLED_UP = 64  # to masks, where a rank is no multiple of 16,
 NOT_SPLIT = 152  # to float32 factors beside a guard, where there is no memory for terms of them in half precision.
 # W, the adapter, rank, whether a norm of before guards it, whether descriptors may be used, and the most bytes

@@ -143,6 +143,8 @@ def halves(t, N: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def dense_tile(W, w, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T: tl.constexpr):
+    if b is None and not T.TMA:
+        w = w.to(tl.float32)  # behind the product, rows of no 16 bytes would spill more
     acc = product_of(low, b, rows, first_k, N, K, T)
     if T.TMA:
         w = W.p.load([rows.first, first_k])

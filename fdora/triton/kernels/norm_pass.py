@@ -46,14 +46,14 @@ def _of_W(
     for j0 in tl.range(part * span, min(part * span + span, Q), BLOCK_Q):
         j = j0 + tl.arange(0, BLOCK_Q)
         if COLUMNS:
-            w, v = tl.trans(loaded(W, j, i, Q, P, False)), loaded(F, j, r, Q, R, False)
+            w, v = loaded(W, j, i, Q, P, False), loaded(F, j, r, Q, R, False)
             v = slopes(dc, c, j, Q)[:, None] * v.to(tl.float32)
         else:
             w, v = loaded(W, i, j, P, Q, False), loaded(F, j, r, Q, R, False)
         first = v.to(w.dtype)
-        acc = tl.dot(w, first, acc)
+        acc = tl.dot(tl.trans(w) if COLUMNS else w, first, acc)
         if TERMS == 2:
-            acc = tl.dot(w, (v.to(tl.float32) - first.to(tl.float32)).to(w.dtype), acc)
+            acc = tl.dot(tl.trans(w) if COLUMNS else w, (v.to(tl.float32) - first.to(tl.float32)).to(w.dtype), acc)
     at = (part * R + r)[None, :].to(tl.int64) * P + i[:, None]
     tl.store(parts + at, acc, mask=(i < P)[:, None] & (r < R)[None, :])
 

@@ -67,13 +67,15 @@ def _read(src, row, col, at, mask, STORE: tl.constexpr):
 
 
 @triton.jit
-def _write(to, v, row, col, at, mask, M, STORE: tl.constexpr):
+def _write(to, v, row, col, at, mask, M, N, STORE: tl.constexpr):
     if STORE == "pointer":
         tl.store(to + at, v.to(to.dtype.element_ty), mask=mask)
     elif STORE == "tma":
         to.store([row, col], v.to(to.dtype))
-    elif row + v.shape[0] > M:
-        tl.store(to[1] + at, v.to(to[0].dtype), mask=mask)
+    elif row + v.shape[0] > M:  # few tiles: addresses of these alone, which no other has to hold
+        t, n = row + tl.arange(0, v.shape[0]), col + tl.arange(0, v.shape[1])
+        at = t[:, None].to(tl.int64) * N + n[None, :]
+        tl.store(to[1] + at, v.to(to[0].dtype), mask=(t < M)[:, None] & (n < N)[None, :])
     else:
         to[0].store([row, col], v.to(to[0].dtype))
 
@@ -95,7 +97,7 @@ def finish(
     at = tl.expand_dims(t, 1 - ACROSS).to(tl.int64) * N + tl.expand_dims(n, ACROSS)
     mask = tl.expand_dims(t < M, 1 - ACROSS) & tl.expand_dims(n < N, ACROSS)
     if pre_scale is not None:
-        _write(pre_scale, acc, row, col, at, mask, M, STORE)
+        _write(pre_scale, acc, row, col, at, mask, M, N, STORE)
     if m is not None:
         if EPILOGUE == "segments":
             acc = _by_segments(acc, m, c, t, n, M, N)
@@ -116,7 +118,7 @@ def finish(
         acc += tl.expand_dims(tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32), ACROSS)
     if residual is not None and EPILOGUE != "residual":  # may be ``out``: no other program touches this tile
         acc += _read(residual, row, col, at, mask, STORE).to(tl.float32)
-    _write(out, acc, row, col, at, mask, M, STORE)
+    _write(out, acc, row, col, at, mask, M, N, STORE)
 
 
 @triton.jit(launch_metadata=launched)
