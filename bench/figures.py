@@ -10,14 +10,16 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from bench.converge import EVERY, PAIRS, TARGET, WAYS
-from bench.report import NAMES, SIZES, converged, how, load, names, over_fdora
-from bench.ways import RIVALS
+from bench.duels import how
+from bench.records import names, result
+from bench.ways import NAMES, RIVALS
 
 COLOURS = {"frozen": "0.7", "bare": "0.45", "peft_lora": "tab:orange", "peft_dora": "tab:red", "dense": "tab:red"}
 COLOURS |= {"fdora": "tab:blue", "inside": "tab:cyan", "triton": "tab:blue", "tiles": "tab:cyan"}
 COLOURS |= {"peft_fdora": "tab:blue", "peft_fdora_fused": "tab:cyan", "peft": "tab:red", "float32": "0.8"}
 COLOURS |= {"fdora - peft": "black", "peft - float32": "tab:red", "fdora - float32": "tab:blue"}
 WINDOW = 5
+SWEPT = ("r", "S", "width")
 
 
 class Figure(NamedTuple):
@@ -27,14 +29,37 @@ class Figure(NamedTuple):
     paint: Callable[[Any, Any], None]
 
 
+def over_fdora(pairs: dict[str, float], way: str) -> float | None:
+    """The way's time over fdora's, where it was compared."""
+    floor = pairs.get(f"fdora/{way}")
+    return 1 / floor if floor else pairs.get(f"{way}/fdora")
+
+
+def described(where: dict) -> str:
+    return ", ".join(f"{key} {value}" for key, value in where.items())
+
+
+def converged() -> dict[tuple[str, str], list[dict]]:
+    """The rows of all ``converge*`` files by machine and settings: seeds and optimizers may come in slices."""
+    found: dict[tuple[str, str], list[dict]] = {}
+    for name in names("converge"):
+        run = result(name)
+        rows = found.setdefault((name.split("/")[0], described(run["settings"])), [])
+        rows += run["rows"]
+        if len({(row["seed"], row["optimizer"]) for row in rows}) < len(rows):
+            raise SystemExit(f"{name} measures a seed that another file of this machine and these settings has, too")
+        rows.sort(key=lambda row: (row["optimizer"], row["seed"]))
+    return found
+
+
 def on(file: str) -> list[str]:
     """This file of each machine that has a GPU."""
-    return [name for name in names(file) if name.endswith(f"/{file}") and "gpu" in load(name)["about"]]
+    return [name for name in names(file) if name.endswith(f"/{file}") and "gpu" in result(name)["about"]]
 
 
 def speedup(axes, name: str) -> None:
     """Geometric means of layer_quick: one group per rival, one bar per mode."""
-    modes = load(name)["summary"]["geometric_means"]
+    modes = result(name)["summary"]["geometric_means"]
     rivals = [rival for rival in RIVALS if any(over_fdora(pairs, rival) for pairs in modes.values())]
     for i, (mode, pairs) in enumerate(modes.items()):
         values = {k + 0.2 * (i - 1.5): value for k, rival in enumerate(rivals) if (value := over_fdora(pairs, rival))}
@@ -54,7 +79,7 @@ def machine(name: str) -> str:
 
 def rank(axes, name: str) -> None:
     """4096 x 4096, 4096 tokens, forward and backward; one run."""
-    rows = [x for x in load(name)["rows"] if (x["K"], x["N"], x["mode"]) == (4096, 4096, "fwd_bwd")]
+    rows = [x for x in result(name)["rows"] if (x["K"], x["N"], x["mode"]) == (4096, 4096, "fwd_bwd")]
     for way in ("frozen", "bare", "peft_lora", "fdora", "inside"):
         norm, key = ("inside", "fdora") if way == "inside" else ("given", way)
         points = sorted((x["r"], x["ms"][key]) for x in rows if x["norm"] == norm)
@@ -69,12 +94,12 @@ def rank(axes, name: str) -> None:
 
 def roofline(axes, name: str) -> None:
     """The product's flops over W's bytes is r in bf16; roofs are the copy and the cuBLAS product of the same run."""
-    result = load(name)
-    per_byte, most = result["about"]["bytes_per_ms"] / 1e9, result["about"]["flops_per_ms"] / 1e9
+    found = result(name)
+    per_byte, most = found["about"]["bytes_per_ms"] / 1e9, found["about"]["flops_per_ms"] / 1e9
     ranks = [8, most / per_byte, 1024]
     axes.plot(ranks, [min(per_byte * r, most) for r in ranks], color="black", label="copy, cuBLAS")
     for form in ("dense", "tiles", "triton"):
-        rows = [x for x in result["rows"] if x["form"] == form and x["dtype"] == "bfloat16"]
+        rows = [x for x in found["rows"] if x["form"] == form and x["dtype"] == "bfloat16"]
         speeds = [2e-9 * x["N"] * x["K"] * x["r"] / x["ms"] for x in rows]
         axes.scatter([x["r"] for x in rows], speeds, s=16, color=COLOURS[form], label=form)
     axes.set_xscale("log", base=2)
@@ -86,7 +111,7 @@ def roofline(axes, name: str) -> None:
 
 def measured(sweep: str | None) -> list[str]:
     """Files of bench.model that vary this size, or none."""
-    return [name for name in names("model_") if load(name).get("sweep", {}).get("over") == sweep]
+    return [name for name in names("model_") if result(name).get("sweep", {}).get("over") == sweep]
 
 
 def model_panels() -> list[tuple[str, str]]:
@@ -99,10 +124,10 @@ def models(axes, panel: tuple[str, str]) -> None:
     where, mode = panel
     cases: dict[str, dict[str, float]] = {}
     for name in measured(None):
-        result = load(name)
-        for row in result["rows"]:
+        found = result(name)
+        for row in found["rows"]:
             if (machine(name), row["mode"]) == panel:
-                label = f"{result['model']}, {row['layers']} layers\n{how(row)}, {row['adapter']} adapters"
+                label = f"{found['model']}, {row['layers']} layers\n{how(row)}, {row['adapter']} adapters"
                 cases.setdefault(label, {})[row["way"]] = row["ms"]
     pairs = [(rival, mine) for rival in ("peft_lora", "peft_dora") for mine in ("peft_fdora", "peft_fdora_fused")]
     for i, (rival, mine) in enumerate(pairs):
@@ -125,16 +150,16 @@ def sweep_panels(size: str) -> list[tuple[str, str]]:
 def sweep(axes, panel: tuple[str, str]) -> None:
     """Gradient as lines, inference dashed; fewer points where a way did not fit."""
     name, field = panel
-    result = load(name)
-    size = result["sweep"]["over"]
-    for mode, way in dict.fromkeys((row["mode"], row["way"]) for row in result["rows"]):
-        rows = [row for row in result["rows"] if (row["mode"], row["way"]) == (mode, way)]
+    found = result(name)
+    size = found["sweep"]["over"]
+    for mode, way in dict.fromkeys((row["mode"], row["way"]) for row in found["rows"]):
+        rows = [row for row in found["rows"] if (row["mode"], row["way"]) == (mode, way)]
         points = sorted((row["seq" if size == "S" else size], row[field]) for row in rows)
         style = {"linestyle": "--" if mode == "inference" else "-", "label": None if mode == "inference" else NAMES[way]}
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=COLOURS[way], **style)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xlabel(f"{size}; {result['model']}, {result['rows'][0]['layers']} layers, {machine(name)}")
+    axes.set_xlabel(f"{size}; {found['model']}, {found['rows'][0]['layers']} layers, {machine(name)}")
     axes.set_ylabel({"ms": "ms", "peak_mb": "peak memory, MB"}[field])
     axes.legend(fontsize=6, title="gradient; inference dashed", title_fontsize=6)
 
@@ -177,7 +202,7 @@ FIGURES = {
     "rank": Figure(partial(on, "layer_ranks"), rank),
     "roofline": Figure(partial(on, "norm_forms"), roofline),
     "models": Figure(model_panels, models),
-    **{f"sweep_{size}": Figure(partial(sweep_panels, size), sweep) for size in SIZES},
+    **{f"sweep_{size}": Figure(partial(sweep_panels, size), sweep) for size in SWEPT},
     "losses": Figure(loss_panels, losses),
 }
 

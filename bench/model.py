@@ -37,7 +37,7 @@ from bench.progress import Progress
 from bench.records import save
 from bench.rivals import fill_all, paths
 from bench.suite import about, command
-from bench.table import table
+from bench.table import pivot, side_by_side
 from bench.ways import S
 from tests.memory import peak_bytes
 
@@ -431,16 +431,13 @@ def slope(x: list[float], y: list[float]) -> float:
 
 def markdown(result: dict) -> str:
     """One line per case; of each way ms, tokens/s and MB."""
-    rows = result["rows"]
-    cases: dict = {}
-    for row in rows:
-        own = ("way", "ms", "peak_mb", "tokens_per_s")
-        label = ", ".join(f"{k} {v}" for k, v in row.items() if k not in own)
-        cases.setdefault(label, {})[row["way"]] = f"{row['ms']:.1f} / {row['tokens_per_s']} / {row['peak_mb']:.0f}"
-    ways = list(dict.fromkeys(row["way"] for row in rows))
-    return table(
-        ["", *(f"{way}: ms / tokens/s / MB" for way in ways)], [[c, *(v.get(w, "") for w in ways)] for c, v in cases.items()]
+    own = ("way", "ms", "peak_mb", "tokens_per_s")
+    found = pivot(
+        result["rows"],
+        lambda row: (", ".join(f"{k} {v}" for k, v in row.items() if k not in own),),
+        lambda row: f"{row['ms']:.1f} / {row['tokens_per_s']} / {row['peak_mb']:.0f}",
     )
+    return side_by_side([""], found, "{}: ms / tokens/s / MB")
 
 
 def parse(argv):

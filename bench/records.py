@@ -157,11 +157,16 @@ def _known(files: tuple[tuple[Path, int], ...]) -> dict[str, list[dict]]:
     return {name: lines for path, _ in files for name, lines in read(path).items()}
 
 
-def runs(folder: Path = RESULTS) -> dict[str, list[dict]]:
+def runs() -> dict[str, list[dict]]:
     """The lines of every committed run, by machine and name: ``h100/layer_all``, ..."""
-    found = _known(tuple((path, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.jsonl"))))
+    found = _known(tuple((path, path.stat().st_mtime_ns) for path in sorted(RESULTS.glob("*.jsonl"))))
     return dict(sorted(found.items()))
 
 
-def result(name: str, folder: Path = RESULTS) -> dict[str, Any]:
-    return result_of(runs(folder)[name])
+def names(prefix: str = "") -> list[str]:
+    """Committed runs by machine and name, those whose name begins so."""
+    return [name for name in runs() if name.split("/")[1].startswith(prefix)]
+
+
+def result(name: str) -> dict[str, Any]:
+    return result_of(runs()[name])

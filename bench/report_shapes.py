@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from bench.table import table
 
 SHAPES = (
@@ -27,37 +30,39 @@ FEW = (
 )
 
 
+FEW_COLUMNS = {"bare": "bare", "one pass": "small", "general": "general", "bare, both": "bare_both"}
+FEW_COLUMNS |= {"one pass, both": "small_both", "general, both": "general_both"}
+FEW_COLUMNS |= {"norm, one pass": "norm_small", "norm inside": "inside*"}
+PASSES_COLUMNS = {"sum of two": "add", "pass": "pass *", "dy B, dy^T h": "bare", "pass, dz B, dz^T h": "chain *"}
+PASSES_COLUMNS |= {"dh^T x, dz^T h": "factors", "in one launch": "factors *"}
+
+
+def in_us(said: str, columns: dict[str, str], result: dict) -> str:
+    """A column for each time; one that ends in a star is the fastest of those that begin so."""
+
+    def cell(ms: dict[str, float], key: str) -> str:
+        start, star, _ = key.partition("*")
+        mine = [each for name, each in ms.items() if name == key or (star and name.startswith(start))]
+        return f"{1e3 * min(mine):.1f}" if mine else ""
+
+    rows = result["rows"]
+    lines = [[", ".join(map(str, row["shape"])), *(cell(row["ms"], key) for key in columns.values())] for row in rows]
+    return f"{said}\n\n{table(['M, K, N, r', *columns], lines)}"
+
+
 def shapes(result: dict) -> str:
     lines = [[name, found["mean"], found["worst"], found["at"], found["cases"]] for name, found in result["summary"].items()]
-    return "\n\n".join([SHAPES, table(["ratio", "mean", "worst", "at M, K, N, r", "shapes"], lines)])
-
-
-def few(result: dict) -> str:
-    lines = []
-    for row in result["rows"]:
-        us = {name: 1e3 * ms for name, ms in row["ms"].items()}
-        inside = min((t for name, t in us.items() if name.startswith("inside")), default=None)
-        names = ("bare", "small", "general", "bare_both", "small_both", "general_both", "norm_small")
-        times = [f"{us[name]:.1f}" if name in us else "" for name in names] + ["" if inside is None else f"{inside:.1f}"]
-        lines.append([", ".join(map(str, row["shape"])), *times])
-    heads = ["M, K, N, r", "bare", "one pass", "general", *(f"{name}, both" for name in ("bare", "one pass", "general"))]
-    return "\n\n".join([FEW, table([*heads, "norm, one pass", "norm inside"], lines)])
-
-
-def passes(result: dict) -> str:
-    lines = []
-    for row in result["rows"]:
-        us = {name: 1e3 * ms for name, ms in row["ms"].items()}
-
-        def best(kind: str, us: dict[str, float] = us) -> float:
-            return min(t for name, t in us.items() if name.startswith(kind + " "))
-
-        times = (us["add"], best("pass"), us["bare"], best("chain"), us["factors"], best("factors"))
-        lines.append([", ".join(map(str, row["shape"])), *(f"{t:.1f}" for t in times)])
-    heads = ["M, K, N, r", "sum of two", "pass", "dy B, dy^T h", "pass, dz B, dz^T h", "dh^T x, dz^T h", "in one launch"]
-    return "\n\n".join([PASSES, table(heads, lines)])
+    return f"{SHAPES}\n\n{table(['ratio', 'mean', 'worst', 'at M, K, N, r', 'shapes'], lines)}"
 
 
 def fit(result: dict) -> str:
     found = result["summary"]
-    return "\n\n".join([FIT, table([*found[0]], [[*each.values()] for each in found])])
+    return f"{FIT}\n\n{table([*found[0]], [[*each.values()] for each in found])}"
+
+
+KINDS: dict[str, Callable[[dict], str]] = {
+    "shapes": shapes,
+    "few": partial(in_us, FEW, FEW_COLUMNS),
+    "passes": partial(in_us, PASSES, PASSES_COLUMNS),
+    "fit": fit,
+}

@@ -47,7 +47,7 @@ from bench.layers12 import DTYPES, MOST_APART, adapters, own_code
 from bench.records import save
 from bench.rivals import inject, paths
 from bench.suite import about, present
-from bench.table import table
+from bench.table import pivot, table
 from bench.ways import S
 
 WAYS = ("frozen", "peft_lora", "peft_dora", "use_fdora", "use_fdora_fused")
@@ -296,10 +296,10 @@ def measure(cell: Cell, ways: dict[str, Way], mode: str, gpu: Gpu | None, option
 
 def markdown(rows: list[dict]) -> str:
     """LoRA in ms, wall / GPU; the others as shares of it."""
-    cases: dict = {}
-    for row in rows:
-        label = f"{row['model']}, S {row['S']}, r {row['r']}", " ".join(filter(None, (row["compiled"], row["mode"])))
-        cases.setdefault(label, {})[row["way"]] = row
+    cases = pivot(
+        rows,
+        lambda row: (f"{row['model']}, S {row['S']}, r {row['r']}", " ".join(filter(None, (row["compiled"], row["mode"])))),
+    )
     ways, lora = list(dict.fromkeys(row["way"] for row in rows)), "peft_lora"
 
     def show(way: str, found: dict) -> str:

@@ -33,6 +33,32 @@ WAYS = ("frozen", "bare", *RIVALS, "axolotl_dora_inside", *FDORA)
 # These keep the norm from call to call, and NAME_inside computes it in each: a time without a norm is compared with no other.
 KEEP_NORM = ("fdora", "fdora_compiled", "peft_dora_cached", "axolotl_dora")
 
+NAMES = {
+    "frozen": "frozen",
+    "bare": "products",
+    "peft_lora": "PEFT LoRA",
+    "peft_lora_compiled": "PEFT LoRA, compiled",
+    "addmm_lora": "addmm LoRA",
+    "axolotl_lora": "Axolotl LoRA",
+    "unsloth_lora": "Unsloth LoRA",
+    "lorafusion": "LoRAFusion",
+    "peft_dora": "PEFT DoRA",
+    "peft_dora_compiled": "PEFT DoRA, compiled",
+    "peft_dora_cached": "PEFT DoRA, cached",
+    "dense_compiled": "dense, compiled",
+    "factored": "factored",
+    "dorafactors": "paper",
+    "axolotl_dora": "Axolotl DoRA",
+    "separate": "fdora, separate calls",
+    "fdora": "fdora",
+    "fdora_inside": "fdora, norm inside",
+    "fdora_compiled": "fdora, compiled",
+    "peft_fdora": "PEFT with use_fdora",
+    "peft_fdora_fused": "PEFT with use_fdora(fuse=True)",
+    "use_fdora": "use_fdora",
+    "use_fdora_fused": "use_fdora(fuse=True)",
+}
+
 
 def opponent(rival: str) -> str:
     """The fdora that meets it: compiled against compiled."""

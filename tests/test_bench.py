@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
 from bench import __main__ as entry
-from bench import records, report, ways
+from bench import records, ways
 from bench import suite as suites
 from bench.attempt import Failures
 from bench.truth import Truth
@@ -156,8 +156,6 @@ def test_a_rival_that_fails_is_listed(tmp_path, monkeypatch):
     result = run(layer, tmp_path, LAYER + "--ways factored,fdora --wall")
     assert result["summary"]["failed"] == ["factored: RuntimeError: out of luck"]
     assert all(row["wall_ms"].get("fdora", 1) > 0 and "factored" not in row["ms"] for row in result["rows"])
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    records.save(tmp_path / "layer.jsonl", result)
 
 
 @pytest.mark.parametrize("kind", ["dora", "lora", "frozen"])

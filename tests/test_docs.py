@@ -520,7 +520,7 @@ def test_how_much_of_the_steps_was_measured(elsewhere):
 
 def test_every_source_has_a_machine_and_a_torch():
     lines = [line.split(" | ") for line in report.sources().splitlines()[2:]]
-    assert len(lines) == len(report.names()) and all(
+    assert len(lines) == len(records.names()) and all(
         line[1].strip() and line[3].strip() and line[5].strip(" |") for line in lines
     )
 
@@ -574,8 +574,8 @@ def made_up(folder, machine, gpu="h100"):
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     """The committed results without models and convergence, where a test may put its own."""
-    shutil.copytree(report.RESULTS, tmp_path / "results", ignore=shutil.ignore_patterns("model.*", "converge.*"))
-    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    shutil.copytree(records.RESULTS, tmp_path / "results", ignore=shutil.ignore_patterns("model.*", "converge.*"))
+    monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
     return tmp_path / "results"
 
 
@@ -664,8 +664,8 @@ def test_the_suite_enters_the_page(tmp_path, monkeypatch):
         sizes | {"adapter": adapter, "backend": backend, "ms": ms, "wall_ms": 2 * ms} | ({} if ms > 4 else {"of_roof": 0.5})
         for adapter, backend, ms in (("bfloat16", "triton", 1.5), ("bfloat16", "eager", 4.25), ("float32", "triton", 7.125))
     ]
-    shutil.copytree(report.RESULTS, tmp_path / "results", ignore=shutil.ignore_patterns("suite*"))
-    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    shutil.copytree(records.RESULTS, tmp_path / "results", ignore=shutil.ignore_patterns("suite*"))
+    monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
     assert "cold cache" not in report.document()
     result = {"about": {"commit": "abc"}, "rows": rows, "problem": "cut off"}
     records.save(f"{tmp_path}/results/suite.jsonl:h100/suite", result)
