@@ -65,6 +65,7 @@ FAULTS = [
     ("linear", "matmul(x, w) + lora", "(x @ w) + lora.to(t)", linear),
     ("linear", "v = matmul(x, w) + lora", "v = matmul(xd, w) + lora", linear),
     ("linear", "out + bias.to(acc)", "out + g * bias.to(acc)", linear),
+    ("linear", "out if residual is None else out + residual.to(acc)", "out", linear),
     ("linear", "torch.addcmul(bias.to(acc), v, g)", "g * (v + bias.to(acc))", linear),
     ("linear", "cast(s * B.to(acc_dtype(dtype)), dtype)", "B.to(dtype)", linear),
     ("linear", "h = xd @ A.to(t).T", "h = x @ A.to(t).T", linear),

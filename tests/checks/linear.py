@@ -7,9 +7,9 @@ from torch.autograd import gradcheck
 
 from fdora.eager.dropout import drop
 from fdora.functional import dora_linear, dora_norm
-from tests import device, reference
-from tests.close import assert_exact, assert_within, rel_l2, rms
-from tests.make import KINDS, grads, tensors, tracked
+from tests import reference
+from tests.close import assert_exact, rel_l2, rms
+from tests.make import grads, tensors, tracked
 
 P, SEED = 0.4, 11
 DROPOUT = {
@@ -32,53 +32,6 @@ def call(t, mode="none", **extra):
     return dora_linear(t["x"], t["W"], t["A"], t["B"], t["m"], s=t["s"], **DROPOUT[mode], **extra)
 
 
-def matches_the_truth():
-    """Outputs and gradients, all kinds of rows, both dropouts, with and without bias."""
-    for kind, mode, with_bias in itertools.product(KINDS, DROPOUT, (False, True)):
-        names = ("x", "A", "B", "m", "bias") if with_bias else ("x", "A", "B", "m")
-        t = tracked(tensors(9, 7, 3, (2, 4), kind=kind), *names)
-        bias = t["bias"] if with_bias else None
-        y, want = call(t, mode, bias=bias), truth(t, mode, bias)
-        assert_exact(y, want, f"{kind} {mode} y")
-        dy = torch.randn_like(y)
-        got, ref = grads(y, dy, **{n: t[n] for n in names}), grads(want, dy, **{n: t[n] for n in names})
-        for n in names:
-            assert_exact(got[n], ref[n], f"{kind} {mode} bias={with_bias} d{n}")
-
-
-def gradients_are_right():
-    """gradcheck over bias x dropout x frozen inputs x kinds of rows, with c as a given norm."""
-    frozen_sets = ((), ("x",), ("A",), ("B",), ("m",), ("x", "A", "B"), ("A", "B", "m"))
-    for kind, mode, with_bias, frozen in itertools.product(KINDS, DROPOUT, (False, True), frozen_sets):
-        t = tensors(4, 3, 2, (3,), kind=kind)
-        c = dora_norm(t["W"], t["A"], t["B"], s=t["s"])
-        names = ["x", "A", "B", "m"] + (["bias"] if with_bias else [])
-        args = [t[n].requires_grad_(n not in frozen) for n in names]
-
-        def f(x, A, B, m, bias=None):
-            return dora_linear(x, t["W"], A, B, m, s=t["s"], bias=bias, norm=c, **DROPOUT[mode])
-
-        assert gradcheck(f, args, fast_mode=bool(frozen), rtol=1e-4, atol=1e-5), (kind, mode, with_bias, frozen)
-
-
-def a_given_norm_gets_its_gradient():
-    for mode in DROPOUT:
-        t = tensors(4, 3, 2, (3,))
-        c = dora_norm(t["W"], t["A"], t["B"], s=t["s"]).requires_grad_()
-        gradcheck(lambda c: call(t, mode, norm=c), (c,))
-        A, B = t["A"].requires_grad_(), t["B"].requires_grad_()
-
-        def whole(A, B):
-            c = dora_norm(t["W"], A, B, s=t["s"], detach=False)
-            return dora_linear(t["x"], t["W"], A, B, t["m"], s=t["s"], norm=c, **DROPOUT[mode])
-
-        gradcheck(whole, (A, B))
-    t = tensors(6, 5, 2, kind="zero_rows")
-    c = dora_norm(t["W"], t["A"], t["B"], s=t["s"]).requires_grad_()
-    (dc,) = torch.autograd.grad(call(t, norm=c).sum(), c)
-    assert (dc[::2] == 0).all() and (dc[1::2] != 0).all()
-
-
 def gradients_go_through_the_norm_on_request():
     """detach=False, of a norm that is computed and of one that is given; against float64 autograd through the dense norm."""
     for kind, mode, given in itertools.product(("plain", "cancelling", "negative_m"), DROPOUT, (False, True)):
@@ -95,56 +48,6 @@ def gradients_go_through_the_norm_on_request():
     t = tensors(4, 3, 2, (3,))
     args = [t[n].requires_grad_() for n in "xABm"]
     assert gradcheck(lambda x, A, B, m: dora_linear(x, t["W"], A, B, m, s=t["s"], detach=False), args)
-
-
-def gamma_and_residual_are_inside():
-    """y = gamma (layer) + residual with all gradients, every kind of row; a gamma of 0 and a negative one in it."""
-    for kind, mode, with_bias, ends in itertools.product(
-        KINDS, ("none", "lora"), (False, True), (("gamma",), ("residual",), ("gamma", "residual"))
-    ):
-        t = tensors(9, 7, 3, (2, 4), kind=kind)
-        t["gamma"], t["residual"] = torch.randn(9).to(t["x"]), torch.randn(2, 4, 9).to(t["x"])
-        t["gamma"][4] = 0
-        names = ("x", "A", "B", "m", *(["bias"] if with_bias else []), *ends)
-        t = tracked(t, *names)
-        bias, given = (t["bias"] if with_bias else None), {n: t[n] for n in ends}
-        y = call(t, mode, bias=bias, **given)
-        want = given.get("gamma", 1) * truth(t, mode, bias) + given.get("residual", 0)
-        assert_exact(y, want, f"{kind} {mode} {ends} y")
-        dy = torch.randn_like(y)
-        got, ref = (grads(v, dy, **{n: t[n] for n in names}) for v in (y, want))
-        for n in names:
-            assert_exact(got[n], ref[n], f"{kind} {mode} {ends} bias={with_bias} d{n}")
-    t = tensors(4, 3, 2, (3,))
-    args = [*(t[n] for n in "xABm"), t["bias"], torch.randn(4).to(t["x"]), torch.randn(3, 4).to(t["x"])]
-
-    c = dora_norm(*(t[n] for n in "WAB"), s=t["s"])
-
-    def f(x, A, B, m, bias, gamma, residual):
-        return dora_linear(x, t["W"], A, B, m, s=t["s"], norm=c, bias=bias, gamma=gamma, residual=residual)
-
-    assert gradcheck(f, [v.requires_grad_() for v in args])
-
-
-def ends_round_once(backend="auto", dtypes=(torch.bfloat16, torch.float16, torch.float32), tokens=(7, 33, 140)):
-    """No worse than the same steps one by one, each of which rounds; a LayerScale of 1e-3, residuals 30 times as large."""
-    for dtype, M, adapter in itertools.product(dtypes, tokens, (None, torch.float32)):
-        t = tensors(200, 64, 8, (M,), dtype, adapter, spread=0.05)
-        t["gamma"] = (1e-3 * torch.randn(200).double()).to(t["x"])
-        t["residual"] = torch.randn(M, 200).to(t["x"]) * 0.03
-        names = ("x", "A", "B", "m", "bias", "gamma", "residual")
-        t = tracked(t, *names)
-        leaves = {n: t[n] for n in names}
-        y = call(t, bias=t["bias"], gamma=t["gamma"], residual=t["residual"], backend=backend)
-        rough = reference.naive(*(t[n] for n in ("x", "W", "A", "B", "m", "s", "bias"))) * t["gamma"] + t["residual"]
-        want = truth(t, "none", t["bias"]) * t["gamma"].double() + t["residual"].double()
-        assert y.dtype == dtype
-        assert_within(y, rough, want, f"{dtype} {M} y")
-        dy = torch.randn(M, 200, device=device.NAME).to(dtype)
-        got, eager, ref = grads(y, dy, **leaves), grads(rough, dy, **leaves), grads(want, dy.double(), **leaves)
-        for n, leaf in leaves.items():
-            assert got[n].dtype == leaf.dtype
-            assert_within(got[n], eager[n].to(leaf.dtype), ref[n].double(), f"{dtype} {adapter} {M} d{n}")
 
 
 def is_at_the_rounding_floor():
@@ -244,12 +147,7 @@ def zero_and_nan_rows_stay_in_their_row():
 
 
 CHECKS = [
-    matches_the_truth,
-    gradients_are_right,
-    a_given_norm_gets_its_gradient,
     gradients_go_through_the_norm_on_request,
-    gamma_and_residual_are_inside,
-    ends_round_once,
     is_at_the_rounding_floor,
     float32_adapters_keep_float32_gradients,
     dm_survives_the_two_traps,

@@ -5,43 +5,12 @@ import itertools
 import torch
 from torch.autograd import gradcheck
 
-from fdora.functional import dora_base_sqnorm, dora_norm, dora_norm_state, dora_scale
+from fdora.functional import dora_base_sqnorm, dora_norm, dora_scale
 from tests import device, reference
-from tests.close import assert_exact, rel_l2
-from tests.make import KINDS, grads, tensors, tracked
+from tests.close import rel_l2
+from tests.make import grads, tensors, tracked
 
 SHAPES = ((6, 5, 2), (1, 1, 1), (33, 17, 24), (7, 130, 8), (130, 7, 1))
-
-
-def matches_the_truth():
-    for (N, K, r), kind, s in itertools.product(SHAPES, KINDS, (0.7, 0.0, -1.3)):
-        t = tensors(N, K, r, kind=kind, s=s)
-        truth = reference.norm(t["W"], t["A"], t["B"], s)
-        base = dora_base_sqnorm(t["W"])
-        assert_exact(base, t["W"].square().sum(1), "base")
-        for extra in ({}, {"base_sqnorm": base}):
-            got = dora_norm(t["W"], t["A"], t["B"], s=s, **extra)
-            assert got.dtype == torch.float64 and not got.requires_grad
-            torch.testing.assert_close(got, truth, rtol=1e-9, atol=1e-12, msg=lambda m: f"{N, K, r, kind, s, *extra}: {m}")
-
-
-def is_float32_accurate():
-    """1e-6 relative for half and float32 weights and adapters, in both forms, near-cancelling rows included.
-
-    On a GPU float32 adapters run as float16 terms, 2^-22 of each product: 4e-8 of ||W||, a hundred times that of c where the
-    rows cancel to 1 %.
-    """
-    for dtype, adapter, kind in itertools.product(
-        (torch.float32, torch.bfloat16, torch.float16), (torch.float32, None), ("plain", "cancelling")
-    ):
-        t = tensors(64, 768, 24, dtype=dtype, adapter=adapter, kind=kind)
-        truth = reference.norm(t["W"], t["A"], t["B"], t["s"])
-        for extra in ({}, {"base_sqnorm": dora_base_sqnorm(t["W"])}):
-            c = dora_norm(t["W"], t["A"], t["B"], s=t["s"], **extra)
-            assert c.dtype == torch.float32
-            worst = ((c.double() - truth) / truth).abs().max().item()
-            terms = device.NAME != "cpu" and kind == "cancelling" and t["A"].dtype == torch.float32
-            assert worst <= (4e-6 if terms else 1e-6), f"{dtype} {adapter} {kind} {list(extra)}: {worst:.2g}"
 
 
 def holds_its_budget_in_any_tile():
@@ -54,29 +23,6 @@ def holds_its_budget_in_any_tile():
     for dtype in (torch.float32, torch.bfloat16):
         W = t["W"].to(dtype)
         torch.testing.assert_close(dora_base_sqnorm(W, max_bytes=5000), W.float().square().sum(1), rtol=1e-6, atol=0)
-
-
-def columns_on_request():
-    """norm_axis=0, against the truth: W, A and B transposed, in every form, with gradients."""
-    for dtype, (N, K, r) in itertools.product((torch.float64, torch.bfloat16), ((33, 130, 8), (40, 40, 3))):
-        t = tensors(N, K, r, dtype=dtype)
-        W, A, B, s = (t[n] for n in ("W", "A", "B", "s"))
-        truth = reference.norm(W.T, B.T, A.T, s)
-        limit = 1e-9 if dtype == torch.float64 else 1e-6
-        for extra in ({}, {"base_sqnorm": dora_base_sqnorm(W.T)}):
-            got = dora_norm(W, A, B, s=s, norm_axis=0, **extra)
-            assert got.shape == (K,)
-            torch.testing.assert_close(got.double(), truth, rtol=limit, atol=0)
-        sq = sum(dora_norm(W[h], A, B[h], s=s, norm_axis=0, squared=True) for h in (slice(0, 20), slice(20, N)))
-        torch.testing.assert_close(sq.sqrt().double(), truth, rtol=limit, atol=0)
-        rows = dora_norm(W, A, B, s=s, norm_axis=1)
-        assert torch.equal(rows, dora_norm(W, A, B, s=s)) and not torch.equal(rows[:K], got[:N])
-        state = dora_norm(W, A, B, s=s, norm_axis=0, state=dora_norm_state(W.T))
-        again = dora_norm(W, A, B, s=s, norm_axis=0, state=state)
-        torch.testing.assert_close(state.c.double(), truth, rtol=limit, atol=0)
-        assert torch.equal(again.c, state.c) and torch.equal(again.fingerprint, state.fingerprint)
-    t = tracked(tensors(), "A", "B")
-    gradcheck(lambda A, B: dora_norm(t["W"], A, B, s=0.7, norm_axis=0, detach=False), (t["A"], t["B"]))
 
 
 def keeps_nan_in_its_row():
@@ -103,16 +49,6 @@ def squares_of_shards_add_up():
             assert sq.dtype == torch.promote_types(dtype, torch.float32) and not sq.requires_grad
             limit = 1e-9 if dtype == torch.float64 else 1e-6
             torch.testing.assert_close(sq.sqrt().double(), truth, rtol=limit, atol=0)
-
-
-def gradients_are_right():
-    for kind, with_base, (need_A, need_B) in itertools.product(
-        ("plain", "cancelling"), (False, True), ((True, True), (True, False), (False, True))
-    ):
-        t = tensors(kind=kind)
-        base = dora_base_sqnorm(t["W"]) if with_base else None
-        A, B = t["A"].requires_grad_(need_A), t["B"].requires_grad_(need_B)
-        gradcheck(lambda A, B: dora_norm(t["W"], A, B, s=0.7, base_sqnorm=base, detach=False), (A, B))
 
 
 def zero_rows_have_no_gradient():
@@ -149,15 +85,31 @@ def gradients_on_half_weights_are_those_of_float32():
                 assert rel_l2(got, ref) <= limit, (dtype, adapter, size, rel_l2(got, ref))
 
 
+def is_float32_accurate():
+    """1e-6 relative for half and float32 weights and adapters, in both forms, near-cancelling rows included.
+
+    On a GPU float32 adapters run as float16 terms, 2^-22 of each product: 4e-8 of ||W||, a hundred times that of c where the
+    rows cancel to 1 %.
+    """
+    for dtype, adapter, kind in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float16), (torch.float32, None), ("plain", "cancelling")
+    ):
+        t = tensors(64, 768, 24, dtype=dtype, adapter=adapter, kind=kind)
+        truth = reference.norm(t["W"], t["A"], t["B"], t["s"])
+        for extra in ({}, {"base_sqnorm": dora_base_sqnorm(t["W"])}):
+            c = dora_norm(t["W"], t["A"], t["B"], s=t["s"], **extra)
+            assert c.dtype == torch.float32
+            worst = ((c.double() - truth) / truth).abs().max().item()
+            terms = device.NAME != "cpu" and kind == "cancelling" and t["A"].dtype == torch.float32
+            assert worst <= (4e-6 if terms else 1e-6), f"{dtype} {adapter} {kind} {list(extra)}: {worst:.2g}"
+
+
 CHECKS = [
-    gradients_on_half_weights_are_those_of_float32,
-    matches_the_truth,
     is_float32_accurate,
+    gradients_on_half_weights_are_those_of_float32,
     holds_its_budget_in_any_tile,
-    columns_on_request,
     keeps_nan_in_its_row,
     squares_of_shards_add_up,
-    gradients_are_right,
     zero_rows_have_no_gradient,
     scale_divides_once_in_float32,
 ]

@@ -9,10 +9,11 @@ from fdora import FdoraError
 from fdora.eager import experts as eager
 from fdora.eager import multi
 from fdora.functional import dora_norm, experts, experts_mlp
+from tests.checks import experts as checks
 from tests.checks.experts import CHECKS, IDS, layers_of_mlps, mixture, mlp, ours
 from tests.close import assert_exact
 from tests.make import grads
-from tests.test_mutations import caught_by, swap
+from tests.test_mutations import caught_by, checks_of, swap
 
 ENDS = [2, 2, 6]
 NAMES = ("x", "A", "B", "m", "bias")
@@ -50,7 +51,7 @@ FAULTS = [(experts, *each) for each in FAULTS] + [
 @pytest.mark.parametrize(("module", "old", "new"), FAULTS, ids=[new for *_, new in FAULTS])
 def test_fault_is_caught(monkeypatch, module, old, new):
     swap(monkeypatch, module, old, new)
-    assert caught_by(CHECKS if module is experts else CHECKS[::-1]), "no check noticed"
+    assert caught_by(checks_of(checks)), "no check noticed"
 
 
 def test_no_tokens_and_tokens_of_nobody_have_gradients():

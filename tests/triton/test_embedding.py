@@ -134,9 +134,7 @@ def test_rows_of_zeros():
     assert (y[0] == 0).all() and y[1].isfinite().all()
 
 
-def test_a_bank_of_adapters_and_opcheck():
-    from fdora.triton.embedding import embedding
-
+def test_a_bank_of_adapters():
     many = [table(20, 40, 8, dtype=torch.float32, seed=i) for i in range(3)]
     W, ids, c = many[0][0], numbers(20, (5,)), torch.rand(40, device=device.NAME)
     A, B, m = (torch.stack([t[i] for t in many]) for i in (1, 2, 3))
@@ -146,7 +144,6 @@ def test_a_bank_of_adapters_and_opcheck():
 
     got = torch.func.vmap(one)(A, B, m)
     assert all(torch.equal(got[i], one(A[i], B[i], m[i])) for i in range(3))
-    torch.library.opcheck(embedding, (ids, W, A[0], B[0], m[0], c, S, False))
 
 
 @pytest.mark.skipif(

@@ -102,20 +102,6 @@ def test_the_mask_is_the_eager_mask():
             assert torch.equal(results_of(write, x, seed)[0], eager(x, seed, p))
 
 
-def test_opcheck():
-    from fdora.triton.linear import linear, linear_backward
-
-    t = tensors(40, 72, 16, (9,), HALF[0])
-    c = dora_norm(t["W"], t["A"], t["B"], s=t["s"])
-    operands = [*(t[n] for n in "WABm"), c, None, None]
-    args = (t["x"], operands, [0.7], ["output"], 0.0, "lora", [], [], None, [], True)
-    torch.library.opcheck(linear, args)
-    y, h = linear(*args)
-    asked = (True, [True] * 4 + [False], [], [])
-    backward = (t["x"], h, [torch.randn_like(y)], [y], operands, [0.7], [False], 0.0, "lora", *asked)
-    torch.library.opcheck(linear_backward, backward)
-
-
 @pytest.mark.skipif("device.NAME != 'cpu'", reason="a GPU chooses TMA by itself; runs on a CPU with TRITON_INTERPRET=1")
 @pytest.mark.parametrize("mode", DROPOUT)
 @pytest.mark.parametrize("tokens", [70, 1030])

@@ -154,13 +154,6 @@ def test_gradients_reach_through_it():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_opcheck():
-    from fdora.triton.norm import row_norm
-
-    t = tensors(40, 70, 20, dtype=torch.float16)
-    torch.library.opcheck(row_norm, (t["W"], t["A"], t["B"], 0.7, None, False))
-
-
 @needs_gpu
 def test_start_is_an_exact_no_op_on_the_gpu():
     for dtype in DTYPES:

@@ -33,10 +33,3 @@ def test_more_tiles_than_programs_and_wide_words():
         t[-1, -1] += 1
         state, seen = moved(W, A, B, state, "triton")
         assert seen
-
-
-def test_opcheck():
-    from fdora.triton.norm import row_norm_guarded
-
-    W, A, B = inputs(torch.float16)
-    torch.library.opcheck(row_norm_guarded, (W, A, B, S, None, *dora_norm_state(W)))

@@ -16,7 +16,7 @@ from fdora.quant.bnb import UNIT
 from fdora.triton import quant
 from fdora.triton.codes import Coded, weights_of, written
 from fdora.triton.configs_quant import run_of, strip_config
-from fdora.triton.quant import plan_quant_norm, quant_norm, quant_row_norm
+from fdora.triton.quant import plan_quant_norm, quant_norm
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.describe import describe
 from fdora.triton.runtime.lookup import LANE_VALUE, OF_WORDS, PTX, SHUFFLED
@@ -378,23 +378,6 @@ def test_nothing_of_something():
     case = four("nf4", "nested", 40, 64)
     A, B = torch.zeros(0, 64, dtype=HALF, device=device.NAME), torch.zeros(40, 0, dtype=HALF, device=device.NAME)
     assert_norm(run(case, A, B), case.W, A, B, 0.7)
-
-
-def arguments(case, r=8, dtype=HALF, squared=False):
-    """What the op takes."""
-    return (list(case.tensors), *adapter(case, r, dtype), 0.7, *written([case.coded]), squared)
-
-
-@needs_kernels
-def test_opcheck():
-    rest = (
-        "test_autograd_registration",
-        "test_faketensor",
-        "test_aot_dispatch_dynamic",
-    )  # a schema check multiplies its tensors
-    for case in (four("nf4", "nested", 20, 64), eight("int8", "row", 20, 64)):
-        torch.library.opcheck(quant_row_norm, arguments(case))
-    torch.library.opcheck(quant_row_norm, arguments(eight("e4m3", "block", 20, 64)), test_utils=rest)
 
 
 @needs_kernels
