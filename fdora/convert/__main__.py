@@ -20,7 +20,7 @@ from typing import Any
 from fdora._check import FdoraError, fail
 from fdora._command import mistakes, parser_of
 from fdora.convert.adapter import Adapter
-from fdora.convert.files import Weights, read, write, write_scales
+from fdora.convert.files import Weights, check_folder, read, write, write_scales
 from fdora.convert.keys import kohya_names
 from fdora.convert.lowrank import combine, to_lora
 
@@ -40,12 +40,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--of": {"default": "peft", "choices": FORMATS, "help": "format of the adapters"},
     "--to": {"default": "peft", "choices": FORMATS, "help": "format of the result"},
     "--prefix": {"default": "lora_unet", "help": "of kohya's names"},
+    "--overwrite": {"action": "store_true", "help": "replace the adapter in a folder that is there"},
 }
 COMMANDS = {
-    "combine": ("--r", "--max-error", "--of", "--to", "--prefix"),
-    "lora": ("--r", "--max-error", "--of", "--to", "--prefix"),
+    "combine": ("--r", "--max-error", "--of", "--to", "--prefix", "--overwrite"),
+    "lora": ("--r", "--max-error", "--of", "--to", "--prefix", "--overwrite"),
     "scales": ("--of", "--prefix"),
-    "keys": ("--of", "--to", "--prefix"),
+    "keys": ("--of", "--to", "--prefix", "--overwrite"),
 }
 
 
@@ -81,6 +82,8 @@ def weighted(given: str) -> tuple[str, float]:
 
 def convert(a: Namespace) -> None:
     sources = [weighted(given) for given in a.adapters] if a.command == "combine" else [(a.adapters[0], 1.0)]
+    if getattr(a, "to", None) == "peft":
+        check_folder(a.out, a.overwrite)  # before the work
     weights = Weights(a.model)
     names = kohya_names(weights, a.prefix) if "kohya" in (a.of, getattr(a, "to", None)) else None
     loaded = [(read(path, a.of, names=names), weight) for path, weight in sources]
@@ -88,7 +91,7 @@ def convert(a: Namespace) -> None:
     if a.command == "scales":
         return write_scales(a.out, weights, first)
     if a.command == "keys":
-        return write(a.out, first, a.to, names=names)
+        return write(a.out, first, a.to, names=names, overwrite=a.overwrite)
     out: dict[str, Adapter] = {}
     errors: dict[str, float] = {}
     for layer in dict.fromkeys(layer for adapters, _ in loaded for layer in adapters):
@@ -100,7 +103,7 @@ def convert(a: Namespace) -> None:
                 out[layer], errors[layer] = to_lora(weights[layer], here[0], r=a.r, max_error=a.max_error)
         except FdoraError as error:
             raise FdoraError(f"{layer}: {error}") from error
-    write(a.out, out, a.to, names=names)
+    write(a.out, out, a.to, names=names, overwrite=a.overwrite)
     worst = max(errors, key=errors.__getitem__)
     print(f"{len(out)} layers; largest error of a weight's change: {errors[worst]:.3g}, {worst}")
 

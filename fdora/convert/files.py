@@ -1,14 +1,16 @@
 """Adapters and weights in safetensors files (``pip install safetensors``). Weights are read one layer at a time.
 
-What is written takes its place only when all of it is on the disk: a failure leaves the files that were there.
+What is written takes its place by one rename when all of it is on the disk: a failure, or a kill at any moment, leaves what was
+there or what is new.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -21,6 +23,8 @@ from fdora.convert.keys import PEFT, from_kohya, from_peft, from_torchtune, to_k
 
 Dialect = Literal["peft", "torchtune", "kohya"]
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+OLD = ".fdora-old"
+OVERWRITE = "Pass overwrite=True, or --overwrite to the command: other files in it stay."
 
 
 class Weights(Mapping[str, Tensor]):
@@ -67,25 +71,69 @@ def read(path: str | Path, dialect: Dialect = "peft", *, names: Mapping[str, str
     if dialect == "kohya":
         return from_kohya(_tensors(Path(path)), _given(names))
     parse = from_peft if _known(dialect) == "peft" else from_torchtune
-    return parse(_tensors(Path(path) / TENSORS), _config(Path(path) / CONFIG))
+    folder = Path(path)
+    if not folder.exists() and _old(folder).exists():  # `write` was killed between its two renames
+        folder = _old(folder)
+    return parse(_tensors(folder / TENSORS), _config(folder / CONFIG))
 
 
 def write(
-    path: str | Path, adapters: Mapping[str, Adapter], dialect: Dialect = "peft", *, names: Mapping[str, str] | None = None
+    path: str | Path,
+    adapters: Mapping[str, Adapter],
+    dialect: Dialect = "peft",
+    *,
+    names: Mapping[str, str] | None = None,
+    overwrite: bool = False,
 ) -> None:
-    """The way back from :func:`read`. A failure leaves the files that were there: never new tensors beside an old config.
+    """The way back from :func:`read`: a folder (peft, torchtune) or one file (kohya), which replaces one that is there.
+
+    A folder that holds anything is refused unless ``overwrite`` is given. Then a new folder takes its place, with these tensors
+    and config and all other files of the old one, which is moved to ``<path>.fdora-old`` and removed last. A kill leaves the old
+    folder or the new one: if it came between the two moves, :func:`read` reads ``<path>.fdora-old``, and the next ``write``
+    moves it back first.
 
     Raises:
-      FdoraError: the dialect cannot hold the adapters, or the place cannot be written.
+      FdoraError: the dialect cannot hold the adapters, the folder is not empty, or the place cannot be written.
     """
     if dialect == "kohya":
         write_file(Path(path), to_kohya(adapters, _given(names)))
         return
     state, config = (to_peft if _known(dialect) == "peft" else to_torchtune)(adapters)
     text = json.dumps(config, indent=2) + "\n"
-    with writable(Path(path)):
-        Path(path).mkdir(parents=True, exist_ok=True)
-    _replace(Path(path), {CONFIG: lambda file: file.write_text(text), TENSORS: lambda file: _save(file, state)})
+    folder = Path(path).resolve()  # where a link leads: the link stays
+    old = _old(folder)
+    with writable(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if old.exists():  # of a process that was killed
+            shutil.rmtree(old) if _holds(folder) else os.rename(old, folder)
+    holds = check_folder(folder, overwrite)
+    own = (TENSORS, CONFIG)
+    with _aside(folder) as aside:
+        new = aside / "new"
+        new.mkdir()
+        if holds:
+            shutil.copytree(folder, new, True, lambda at, _: own if Path(at) == folder else (), _linked, dirs_exist_ok=True)
+        _save(new / TENSORS, state)
+        (new / CONFIG).write_text(text)
+        for each in (new / TENSORS, new / CONFIG, new):
+            _sync(each)
+        if holds:
+            os.rename(folder, old)
+        try:
+            os.rename(new, folder)
+        except BaseException:
+            if holds:
+                os.rename(old, folder)
+            raise
+        _sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)  # the next run removes what stays
+
+
+def check_folder(path: str | Path, overwrite: bool) -> bool:
+    """Whether the folder holds anything, which only ``overwrite`` allows."""
+    if _holds(Path(path)) and not overwrite:
+        raise fail("convert.write", "path", f"a new or empty folder ({path})", "one that holds files", OVERWRITE)
+    return _holds(Path(path))
 
 
 def write_scales(path: str | Path, weights: Mapping[str, Tensor], adapters: Mapping[str, Adapter]) -> None:
@@ -112,44 +160,57 @@ def _config(file: Path) -> dict[str, Any]:
     return config
 
 
-def _save(file: Path, state: dict[str, Tensor]) -> None:
+def _save(file: Path, state: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
     from safetensors.torch import save_file
 
-    own = {key: t.detach().contiguous().clone() for key, t in state.items()}  # safetensors takes no views
-    save_file(own, file, metadata={"format": "pt"})
+    own = {key: t.detach().to("cpu", copy=True).contiguous() for key, t in state.items()}  # safetensors takes no views
+    save_file(own, file, metadata={"format": "pt", **(about or {})})
 
 
-def write_file(path: Path, state: dict[str, Tensor]) -> None:
-    _replace(path.parent, {path.name: lambda file: _save(file, state)})
+def write_file(path: Path, state: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
+    """One file, with ``about`` in its metadata, in the place of the one that is there."""
+    with _aside(path) as aside:
+        _save(aside / path.name, state, about)
+        _sync(aside / path.name)
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder")
+        os.replace(aside / path.name, path)
+        _sync(path.parent)
 
 
-def _replace(folder: Path, files: Mapping[str, Callable[[Path], object]]) -> None:
-    """Write all files aside, then move them into place. A failure puts the old ones back.
+@contextmanager
+def _aside(target: Path) -> Iterator[Path]:
+    """An empty folder beside ``target`` for what will take its place. What a killed process left of it is removed."""
+    prefix = f".{target.name}.fdora-"
+    with writable(target):
+        for left in target.parent.iterdir():
+            if left.name.startswith(prefix):
+                shutil.rmtree(left)
+        with TemporaryDirectory(dir=target.parent, prefix=prefix) as aside:
+            yield Path(aside)
 
-    One move is atomic, two are not: of several files the old ones are moved away first, and the first of ``files``, a config,
-    comes back last. Between the moves it is missing, so no reader takes new tensors with an old config.
-    """
-    with writable(folder), TemporaryDirectory(dir=folder, prefix=".fdora-") as aside:
-        new, old = Path(aside, "new"), Path(aside, "old")
-        new.mkdir()
-        old.mkdir()
-        for name, save in files.items():
-            save(new / name)
-            if (folder / name).is_dir():
-                raise IsADirectoryError(f"{folder / name} is a folder")
-        try:
-            for name in files:
-                if len(files) > 1 and (folder / name).exists():
-                    os.replace(folder / name, old / name)
-            for name in reversed(list(files)):
-                os.replace(new / name, folder / name)
-        except BaseException:
-            for name in files:
-                if (old / name).exists():
-                    os.replace(old / name, folder / name)
-                elif not (new / name).exists():
-                    (folder / name).unlink()
-            raise
+
+def _holds(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _old(folder: Path) -> Path:
+    return folder.resolve().with_name(folder.resolve().name + OLD)
+
+
+def _sync(path: Path) -> None:
+    """The file, or the names in a folder, on the disk."""
+    at = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(at)
+    finally:
+        os.close(at)
+
+
+def _linked(source: str, target: str) -> None:
+    with suppress(OSError):
+        return os.link(source, target)
+    shutil.copy2(source, target)  # a file system without links
 
 
 @contextmanager

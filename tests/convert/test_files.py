@@ -85,7 +85,9 @@ def test_the_command_line(model, capsys):
         parts = [first[path], second[path]] if path == both else [first[path]]
         assert missed(W[path], merge(W[path], got[path]), target(W[path], parts, [0.5, -2.0][: len(parts)])) < 1e-5
 
-    main(["lora", *args, f"{folder}/first", "--r", "20"])
+    said = refused(capsys, "lora", *args, folder / "first", "--r", "20")
+    assert "must be a new or empty folder" in said and "--overwrite" in said
+    main(["lora", *args, f"{folder}/first", "--r", "20", "--overwrite"])
     got = read(folder / "out")
     assert all(
         p.m is None and missed(W[path], merge(W[path], p), merged(W[path], first[path])) < 1e-4 for path, p in got.items()
@@ -135,7 +137,7 @@ def test_a_weight_follows_the_last_equals_sign(model, capsys):
         ("2", 1.0, 1.0),
         ("2=2", 1.0, 2.0),
     ):
-        main(["combine", str(folder / "model"), str(folder / "out"), f"{folder}/{given}"])
+        main(["combine", str(folder / "model"), str(folder / "out"), f"{folder}/{given}", "--overwrite"])
         want = target(W[path], [second[path]._replace(s=s)], [weight])
         assert missed(W[path], merge(W[path], read(folder / "out")[path]), want) < 1e-5, given
     for missing in ("first=", "first=x", "first=0.5x"):
@@ -164,7 +166,7 @@ def test_an_adapter_that_is_not_finite_is_refused(part, model, capsys):
     folder, _, first, _ = model
     path = next(iter(first))
     getattr(first[path], part)[1] = float("nan")
-    write(folder / "first", first)
+    write(folder / "first", first, overwrite=True)
     for command in (["combine", "--r", "2"], ["combine"], ["lora", "--r", "2"]):
         said = refused(capsys, command[0], folder / "model", folder / "no", folder / "first", *command[1:])
         assert said.startswith(path) and "must be finite" in said
@@ -175,13 +177,13 @@ def bytes_of(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-@pytest.mark.parametrize("fault", ["tensors", "config", "first move", "second move", "third move", "fourth move"])
-def test_a_failed_write_leaves_the_old_pair(fault, model, monkeypatch):
-    """Each step of writing fails once, on a full disk; over an old pair, and where there was none."""
+@pytest.mark.parametrize("fault", ["tensors", "config", "first move", "second move"])
+def test_a_failed_write_leaves_the_old_folder(fault, model, monkeypatch):
+    """Each step of writing fails once, on a full disk; over an old adapter, and where there was none."""
     folder, _, first, second = model
-    old = bytes_of(folder / "second")
+    old, there = bytes_of(folder / "second"), {path.name for path in folder.iterdir()}
     assert set(old) == {"adapter_config.json", "adapter_model.safetensors"}
-    full, replace = OSError(28, "No space left on device"), os.replace
+    full, rename = OSError(28, "No space left on device"), os.rename
     moves = []
 
     def failing(*_, **__):
@@ -189,44 +191,52 @@ def test_a_failed_write_leaves_the_old_pair(fault, model, monkeypatch):
 
     def failing_move(*paths):
         moves.append(paths)
-        if len(moves) == 1 + ["first", "second", "third", "fourth"].index(fault.split()[0]):
+        if len(moves) == 1 + ["first", "second"].index(fault.split()[0]):
             raise full
-        replace(*paths)
+        rename(*paths)
 
     if fault == "tensors":
         monkeypatch.setattr("safetensors.torch.save_file", failing)
     elif fault == "config":
         monkeypatch.setattr("pathlib.Path.write_text", failing)
     else:
-        monkeypatch.setattr("os.replace", failing_move)
+        monkeypatch.setattr("os.rename", failing_move)
     with pytest.raises(FdoraError, match=r"`path` must be a place that can be written.*No space left on device"):
-        write(folder / "second", first)
+        write(folder / "second", first, overwrite=True)
     assert bytes_of(folder / "second") == old
     same(read(folder / "second"), second)
-    if fault not in ("third move", "fourth move"):  # nothing is to be moved away
+    if fault != "second move":  # nothing is to be moved away
         moves.clear()
         with pytest.raises(FdoraError, match="No space left"):
             write(folder / "new", first)
-        assert not list((folder / "new").iterdir())
+    assert {path.name for path in folder.iterdir()} == there
     monkeypatch.undo()
-    write(folder / "second", first)
+    write(folder / "second", first, overwrite=True)
     assert set(bytes_of(folder / "second")) == set(old)
     same(read(folder / "second"), first)
 
 
 def test_other_files_stay(model):
-    folder, W, first, _ = model
+    """Links, and adapters of folders inside, as PEFT saves a second one, among them."""
+    folder, W, first, second = model
     (folder / "second" / "README.md").write_text("mine")
-    write(folder / "second", first)
+    write(folder / "second" / "inner", first)
+    (folder / "second" / "link").symlink_to("README.md")
+    with pytest.raises(FdoraError, match=r"`path` must be a new or empty folder .*, got one that holds files. Pass overwrite=True, or --overwrite"):
+        write(folder / "second", first)
+    same(read(folder / "second"), second)
+    write(folder / "second", first, overwrite=True)
     write_scales(folder / "second" / "g.safetensors", W, first)
-    write(folder / "second", first)
+    write(folder / "second", first, overwrite=True)
+    same(read(folder / "second" / "inner"), first)
     assert (folder / "second" / "README.md").read_text() == "mine" and (folder / "second" / "g.safetensors").exists()
+    assert os.readlink(folder / "second" / "link") == "README.md"
     for place in (folder / "second", folder / "nowhere" / "g", folder / "second" / "README.md" / "g"):
         with pytest.raises(FdoraError, match="`path` must be a place that can be written"):
             write_scales(place, W, first)
         with pytest.raises(FdoraError, match="`path` must be a place that can be written"):
             write(place, first, "kohya", names=kohya_names(first))
-    assert (folder / "second" / "README.md").read_text() == "mine" and len(bytes_of(folder / "second")) == 4
+    assert (folder / "second" / "README.md").read_text() == "mine" and len(list((folder / "second").iterdir())) == 6
 
 
 def test_bad_files_are_told_in_a_sentence(model, capsys):

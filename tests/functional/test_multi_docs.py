@@ -21,7 +21,8 @@ def test_the_programs(tmp_path, monkeypatch):
     assert len(PROGRAMS) == 7 and space["adapters"][0].m.grad.abs().sum() > 0
     assert space["y"].shape == (3, 10, 48)
     (bank,) = space["banks"].values()
-    files = {"adapter_config.json", "adapter_model.safetensors", "training.safetensors"}
+    files = {"adapter_config.json", "adapter_model.safetensors"}
+    assert (tmp_path / "adapters/training.safetensors").exists()
     for name in ("law", "med"):
         assert {path.name for path in (tmp_path / "adapters" / name).iterdir()} >= files
     read = space["load"]("adapters", space["start"], space["jobs"], space["keep"])

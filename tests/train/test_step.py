@@ -93,7 +93,7 @@ def test_resumed_in_the_middle_to_the_bit(tmp_path, stop):
     half, some = together(works[:stop], start(base), model)
     assert any(t.any() for t in optree.tree_leaves(half.grads))
     save(tmp_path, half, make.JOBS)
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(job.name for job in make.JOBS)
+    assert [p.name for p in tmp_path.iterdir()] == ["training.safetensors"]
     read = load(tmp_path, start(base), make.JOBS, model.keep)
     make.same(read, half)
     again, rest = together(works, read, model)
@@ -101,28 +101,79 @@ def test_resumed_in_the_middle_to_the_bit(tmp_path, stop):
     assert all(torch.equal(losses[n], (some | rest)[n]) for n in losses)
 
 
-def test_a_folder_of_two_moments_is_refused(tmp_path):
+def as_it_was(folder, state, jobs):
+    """What save wrote before there was one file: a folder for each adapter."""
+    from safetensors.torch import save_file
+
+    from fdora.jobs.loop.files import TREES, flat
+
+    for a, job in enumerate(jobs):
+        (folder / job.name).mkdir(parents=True, exist_ok=True)
+        tensors = {f"{part}/{key}": t[a].clone() for part in TREES for key, t in flat(getattr(state, part)).items()}
+        tensors["counters"] = torch.tensor([state.steps[a], state.position])
+        save_file(tensors, folder / job.name / "training.safetensors")
+
+
+def test_folders_of_before(tmp_path):
+    """A file for each adapter still loads; files of two moments do not, and a name leads nowhere outside."""
     pytest.importorskip("safetensors", reason="it writes the files; `make test` installs it")
     base = make.frozen()
     works, state = works_of(schedule(make.LENGTHS, Spec(16, seconds=0))), start(base)
-    save(tmp_path, state, make.JOBS)
     later, _ = together(works[:2], state, make.whole(base))
-    save(tmp_path / "later", later, make.JOBS)
+    as_it_was(tmp_path, state, make.JOBS)
+    as_it_was(tmp_path / "later", later, make.JOBS)
+    make.same(load(tmp_path / "later", state, make.JOBS, make.whole(base).keep), later)
+    outside = [job._replace(name=f"../later/{job.name}") for job in make.JOBS]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FdoraError, match="no such file"):
+        load(tmp_path / "empty", state, outside)
     (tmp_path / "later/law/training.safetensors").rename(tmp_path / "law/training.safetensors")
     with pytest.raises(FdoraError, match=r"fdora.jobs.loop.load: `folder` must be of one moment, got positions \[2, 0, 0\]"):
         load(tmp_path, state, make.JOBS)
     with pytest.raises(FdoraError, match="no such file"):
         load(tmp_path / "later", state, make.JOBS)
+    save(tmp_path, later, make.JOBS)
+    make.same(load(tmp_path, state, make.JOBS, make.whole(base).keep), later)
+
+
+@pytest.mark.parametrize("names", [("../evil", "/evil", "a\\b"), ("a", "./a", "a/"), ("A", "Law \u2615\n", "x" * 200)])
+def test_any_text_is_a_name(names, tmp_path):
+    """Names are in the file: none is a path, none meets another."""
+    pytest.importorskip("safetensors", reason="it writes the files; `make test` installs it")
+    base, jobs = make.frozen(), [job._replace(name=name) for job, name in zip(make.JOBS, names, strict=True)]
+    state, _ = together(works_of(schedule(make.LENGTHS, Spec(16, seconds=0)))[:2], start(base), make.whole(base))
+    save(tmp_path / "in", state, jobs)
+    assert [path.name for path in tmp_path.rglob("*")] == ["in", "training.safetensors"]
+    make.same(load(tmp_path / "in", start(base), jobs, make.whole(base).keep), state)
+    turned = load(tmp_path / "in", start(base), jobs[::-1], make.whole(base).keep)
+    for row, back in zip(optree.tree_leaves(state.params), optree.tree_leaves(turned.params), strict=True):
+        assert torch.equal(row.flip(0), back)
+
+
+def test_files_that_are_refused(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch", reason="it writes the files; `make test` installs it")
+    base = make.frozen()
+    state = start(base)
+    save(tmp_path, state, make.JOBS)
+    for bad in ("", "x" * 201, "\u2615" * 67, "a\0b", "\ud800"):
+        jobs = [make.JOBS[0]._replace(name=bad), *make.JOBS[1:]]
+        for call in (lambda jobs=jobs: init_state(state.params, jobs), lambda jobs=jobs: save(tmp_path, state, jobs)):
+            with pytest.raises(FdoraError, match=r"`jobs` must be named by text of 1 to 200 bytes in UTF-8 without NUL, got"):
+                call()
+    with pytest.raises(FdoraError, match=r"fdora.jobs.loop.load: `jobs` must be 3, one for each adapter of the state given, got 2"):
+        load(tmp_path, state, make.JOBS[:2])
+    with pytest.raises(FdoraError, match=r"with an adapter for each job .*, got none for \['new'\] among \['"):
+        load(tmp_path, state, [*make.JOBS[:2], make.JOBS[2]._replace(name="new")])
     with pytest.raises(FdoraError, match=r"fdora.jobs.loop.save: `jobs` must be 3, one for each adapter of the state, got 2"):
         save(tmp_path, state, make.JOBS[:2])
     (tmp_path / "file").write_text("")
     with pytest.raises(FdoraError, match="a place that can be written"):
         save(tmp_path / "file", state, make.JOBS)
-    safetensors = pytest.importorskip("safetensors.torch", reason="it writes the files; `make test` installs it")
-    (tmp_path / "other/law").mkdir(parents=True)
-    safetensors.save_file({"weight": torch.zeros(2)}, tmp_path / "other/law/training.safetensors")
-    with pytest.raises(FdoraError, match=r"fdora.jobs.loop.load: `folder` must be what save wrote, got no counters in"):
-        load(tmp_path / "other", state, make.JOBS)
+    for name in ("other/law", "another"):
+        (tmp_path / name).mkdir(parents=True)
+        safetensors.save_file({"weight": torch.zeros(2)}, tmp_path / name / "training.safetensors")
+        with pytest.raises(FdoraError, match=r"fdora.jobs.loop.load: `folder` must be what save wrote, got no counters in"):
+            load(tmp_path / name.partition("/")[0], state, make.JOBS)
     fewer = start(base)
     del fewer.params["head"]
     with pytest.raises(FdoraError, match="another set of tensors"):

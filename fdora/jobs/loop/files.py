@@ -1,7 +1,7 @@
-"""A state as files: one folder for each adapter, ``<folder>/<name>/training.safetensors``.
+"""A state as one file, ``<folder>/training.safetensors``: all that the training of all adapters goes on from, to the bit.
 
-Where PEFT saves an adapter of that name, too: its files hold what serves, this one all that training goes on from. A state that
-was loaded trains on to the bit. It is the whole state, of whatever number of stages it was gathered from.
+It is the whole state, of whatever number of stages it was gathered from. The names of the jobs are inside of it, so a name is any
+text. Before 0.1.0 there was a file for each adapter, ``<folder>/<name>/training.safetensors``: these are still read.
 """
 
 from __future__ import annotations
@@ -14,30 +14,31 @@ from typing import Any
 import optree
 import torch
 
-from fdora._check import fail
+from fdora._check import FdoraError, fail
 from fdora.convert.files import readable, writable, write_file
-from fdora.jobs.loop.records import TREES, Job, Params, State, kept_of
+from fdora.jobs.loop.records import TREES, Job, Params, State, check_names, kept_of
 
-FILE = "training.safetensors"
+FILE, ABOUT = "training.safetensors", "fdora"
 
 
 def save(folder: str | Path, state: State, jobs: Sequence[Job]) -> None:
     """Write each adapter's parameters, moments, gradients so far and counters. Needs safetensors.
 
+    A kill at any moment leaves the state that was there, or this one.
+
     Raises:
-      FdoraError: the folder cannot be written, or there is not one job for each adapter. Each file is replaced whole or not
-        at all.
+      FdoraError: the folder cannot be written, or there is not one job for each adapter. What was there is unchanged.
     """
+    fn, names = "jobs.loop.save", [job.name for job in jobs]
     if len(jobs) != len(state.steps):
         want = f"{len(state.steps)}, one for each adapter of the state"
-        raise fail("jobs.loop.save", "jobs", want, len(jobs), "Pass those of init_state: an adapter left out would be lost.")
-    for a, job in enumerate(jobs):
-        where = Path(folder) / job.name
-        with writable(where):
-            where.mkdir(parents=True, exist_ok=True)
-        tensors = {f"{part}/{key}": t[a] for part in TREES for key, t in flat(getattr(state, part)).items()}
-        tensors["counters"] = torch.tensor([state.steps[a], state.position])
-        write_file(where / FILE, tensors)
+        raise fail(fn, "jobs", want, len(jobs), "Pass those of init_state: an adapter left out would be lost.")
+    check_names(fn, names)
+    with writable(Path(folder)):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    tensors = {f"{part}/{key}": t for part in TREES for key, t in flat(getattr(state, part)).items()}
+    about = {"jobs": names, "steps": state.steps, "position": state.position}
+    write_file(Path(folder) / FILE, tensors, {ABOUT: json.dumps(about)})
 
 
 def load(folder: str | Path, like: State, jobs: Sequence[Job], keep: Callable[[Params], Any] | None = None) -> State:
@@ -46,39 +47,82 @@ def load(folder: str | Path, like: State, jobs: Sequence[Job], keep: Callable[[P
     Args:
       folder: that of ``save``.
       like: a state of the same parameters, from :func:`init_state`: says names, shapes, dtypes and devices.
-      jobs: in the order of the rows; their names are those of the files.
+      jobs: one for each adapter of ``like``, in the order of its rows. Their names say which rows of the file these are; the
+        file may have more.
       keep: as for ``init_state``.
 
     Raises:
-      FdoraError: a file is missing or of other parameters, or the files are not of one moment.
+      FdoraError: the file is missing, damaged, or of other parameters or jobs; or there is not one job for each adapter.
     """
     fn = "jobs.loop.load"
+    if len(jobs) != len(like.steps):
+        want = f"{len(like.steps)}, one for each adapter of the state given"
+        raise fail(fn, "jobs", want, len(jobs), "Make the state with init_state and the jobs to load.")
+    path = Path(folder) / FILE
+    tensors, about = _read(path) if path.exists() or not _of_each(folder, jobs[0]).exists() else _read_each(folder, jobs)
+    lacking = [job.name for job in jobs if job.name not in about["jobs"]]
+    if lacking:
+        have = f"none for {lacking} among {sorted(about['jobs'])}"
+        raise fail(fn, "folder", f"with an adapter for each job ({path})", have, "Pass jobs with the names of save's.")
+    trees = {part: flat(getattr(like, part)) for part in TREES}
+    wanted = {f"{part}/{key}": (t.shape[1:], t.dtype) for part, tree in trees.items() for key, t in tree.items()}
+    if wanted != {key: (t.shape[1:], t.dtype) for key, t in tensors.items()}:
+        wrong = sorted(key for key in wanted.keys() | tensors.keys() if key not in wanted or key not in tensors)
+        have = f"another set of tensors ({', '.join(wrong[:3])})" if wrong else "other shapes or dtypes"
+        raise fail(fn, "folder", f"of states like the one given ({path})", have, "Make the state with the same params.")
+    rows = [about["jobs"].index(job.name) for job in jobs]
+    parts = {}
+    for part, tree in trees.items():
+        leaves = [tensors[f"{part}/{key}"][rows].to(t.device) for key, t in tree.items()]
+        parts[part] = optree.tree_unflatten(optree.tree_structure(getattr(like, part)), leaves)
+    steps = tuple(about["steps"][row] for row in rows)
+    return State(**parts, kept=kept_of(keep, parts["params"]), steps=steps, position=about["position"])
+
+
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    from safetensors import safe_open
+
+    with readable("jobs.loop.load", path), safe_open(path, "pt") as file:
+        text = (file.metadata() or {}).get(ABOUT)
+        if text is None:
+            raise _foreign(path)
+        return {key: file.get_tensor(key) for key in file.keys()}, json.loads(text)  # noqa: SIM118
+
+
+def _read_each(folder: str | Path, jobs: Sequence[Job]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The same of a file for each adapter, with its row of each tensor and (steps, position) as ``counters``."""
     from safetensors.torch import load_file
 
-    trees = {part: flat(getattr(like, part)) for part in TREES}
-    found, counters = [], []
+    fn, found, counters = "jobs.loop.load", [], []
     for job in jobs:
-        path = Path(folder) / job.name / FILE
+        path = _of_each(folder, job)
         with readable(fn, path):
             tensors = load_file(path)
         own = tensors.pop("counters", None)
         if own is None or own.shape != (2,):
-            raise fail(fn, "folder", "what save wrote", f"no counters in {path}", "PEFT's files hold what serves, not these.")
+            raise _foreign(path)
         counters.append(own.tolist())
-        wanted = {f"{part}/{key}": (t.shape[1:], t.dtype) for part, tree in trees.items() for key, t in tree.items()}
-        if wanted != {key: (t.shape, t.dtype) for key, t in tensors.items()}:
-            wrong = sorted(key for key in wanted.keys() | tensors.keys() if key not in wanted or key not in tensors)
-            have = f"another set of tensors ({', '.join(wrong[:3])})" if wrong else "other shapes or dtypes"
-            raise fail(fn, "folder", f"of states like the one given ({path})", have, "Make the state with the same params.")
         found.append(tensors)
+        like = {key: (t.shape, t.dtype) for key, t in found[0].items()}
+        if like != {key: (t.shape, t.dtype) for key, t in tensors.items()}:
+            raise fail(fn, "folder", "of states of one kind", f"other tensors in {path}", "Save all adapters together.")
     if len({position for _, position in counters}) > 1:
         raise fail(fn, "folder", "of one moment", f"positions {[p for _, p in counters]}", "Save all adapters together.")
-    parts = {}
-    for part, tree in trees.items():
-        rows = [torch.stack([each[f"{part}/{key}"] for each in found]).to(t.device) for key, t in tree.items()]
-        parts[part] = optree.tree_unflatten(optree.tree_structure(getattr(like, part)), rows)
-    steps = tuple(n for n, _ in counters)
-    return State(**parts, kept=kept_of(keep, parts["params"]), steps=steps, position=counters[0][1])
+    steps, names = [n for n, _ in counters], [job.name for job in jobs]
+    stacked = {key: torch.stack([each[key] for each in found]) for key in found[0]}
+    return stacked, {"jobs": names, "steps": steps, "position": counters[0][1]}
+
+
+def _of_each(folder: str | Path, job: Job) -> Path:
+    """Where an adapter's own file was: nowhere outside of the folder."""
+    inside = Path(folder) / job.name / FILE
+    return inside if inside.resolve().is_relative_to(Path(folder).resolve()) else Path(folder) / FILE
+
+
+def _foreign(path: Path) -> FdoraError:
+    return fail(
+        "jobs.loop.load", "folder", "what save wrote", f"no counters in {path}", "PEFT's files hold what serves, not these."
+    )
 
 
 def flat(tree: Params) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -81,9 +82,7 @@ def init_state(params: Params, jobs: Sequence[Job], keep: Callable[[Params], Any
       FdoraError: a tensor has not one row for each job, or is not floating, or two jobs share a name.
     """
     fn = "jobs.loop.init_state"
-    names = [job.name for job in jobs]
-    if not jobs or len(set(names)) < len(names):
-        raise fail(fn, "jobs", "at least one Job, each with a name of its own", names, "Checkpoints bear the names.")
+    check_names(fn, [job.name for job in jobs])
     for path, t in zip(*optree.tree_flatten_with_path(params)[:2], strict=True):
         if not isinstance(t, Tensor) or not t.is_floating_point() or t.dim() < 1 or t.shape[0] != len(jobs):
             have = f"{tuple(t.shape)} {t.dtype}" if isinstance(t, Tensor) else type(t).__name__
@@ -92,6 +91,16 @@ def init_state(params: Params, jobs: Sequence[Job], keep: Callable[[Params], Any
     params = optree.tree_map(lambda t: t.detach(), params)
     grads, mean, square = (optree.tree_map(torch.zeros_like, params) for _ in range(3))
     return State(params, kept_of(keep, params), grads, mean, square, (0,) * len(jobs), 0)
+
+
+def check_names(fn: str, names: Sequence[str]) -> None:
+    """Any text is a name that has 1 to 200 bytes in UTF-8 and no NUL: checkpoints bear it."""
+    if not names or len(set(names)) < len(names):
+        raise fail(fn, "jobs", "at least one Job, each with a name of its own", list(names), "Checkpoints bear the names.")
+    for name in names:
+        size = len(name.encode(errors="surrogatepass")) if isinstance(name, str) else 0
+        if not 1 <= size <= 200 or "\0" in name or re.search("[\ud800-\udfff]", name):
+            raise fail(fn, "jobs", "named by text of 1 to 200 bytes in UTF-8 without NUL", repr(name), "Give the Job another name.")
 
 
 def select_state(state: State, names: Iterable[str]) -> State:
