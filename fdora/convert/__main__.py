@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,9 @@ def weighted(given: str) -> tuple[str, float]:
         weight = float(tail)
     except ValueError:
         return given, 1.0
-    if not path or Path(given).exists():
-        return given, 1.0
+    with suppress(OSError, ValueError):  # such a name is none: to read it says so
+        if not path or Path(given).exists():
+            return given, 1.0
     if not math.isfinite(weight):
         raise fail("convert", given, "an adapter with a finite weight", tail, "Give it a number, as in folder=0.5.")
     return path, weight

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._check import fail
+from fdora._check import FLOATS, check_dtype, fail
 from fdora.functional import dora_merge, dora_norm, dora_scale
 
 
@@ -79,6 +79,10 @@ def merge(W: Tensor, p: Adapter) -> Tensor:
 
 def to_rows(W: Tensor, p: Adapter) -> tuple[Tensor, Tensor, Tensor]:
     """W, A and B as matrices whose rows are what m is about (norm_axis=0: transposed); A and B at least float32."""
+    for arg, t in (("W", W), ("A", p.A), ("B", p.B)):
+        if t.dim() < 2:
+            raise fail("convert", arg, "a matrix, or a kernel of a convolution", tuple(t.shape), "Pass one layer's tensors.")
+        check_dtype("convert", arg, t, FLOATS, "Dequantise or cast it first.")
     wide = torch.promote_types(W.dtype, torch.float32)
     V, A, B = W.detach().flatten(1), p.A.detach().flatten(1).to(wide), p.B.detach().flatten(1).to(wide)
     V = V.T if p.fan_in_fan_out else V
@@ -93,9 +97,6 @@ def from_rows(A: Tensor, B: Tensor, like: Adapter) -> tuple[Tensor, Tensor]:
 
 
 def _norm(W: Tensor, p: Adapter) -> Tensor:
-    for arg, t in (("W", W), ("A", p.A), ("B", p.B)):
-        if t.dim() < 2:
-            raise fail("convert", arg, "a matrix, or a kernel of a convolution", tuple(t.shape), "Pass one layer's tensors.")
     if p.norm_axis == 0 and W.dim() > 2:
         raise fail("convert", "norm_axis", "1 for a convolution", 0, "Its input columns are no rows of a matrix product.")
     stored = (p.A.shape[1], len(p.B)) if p.fan_in_fan_out else (len(p.B), p.A.shape[1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,14 +90,19 @@ def scaling(fn: str, config: Config, path: str, r: int) -> float:
     """``alpha / r``, or ``alpha / sqrt(r)`` for rsLoRA, with the alpha of the first pattern that fits the path."""
     check_rank(fn, r)
     patterns = config.get("alpha_pattern") or {}
-    fits = (pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", path))  # PEFT's own rule
-    pattern = next(fits, None)
+    if not isinstance(patterns, dict):
+        have = f"a {type(patterns).__name__}"
+        raise fail(fn, "alpha_pattern", "an object: module pattern -> alpha", have, "Save the adapter again.")
+    try:
+        pattern = next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", path)), None)  # PEFT's own rule
+    except re.error as error:
+        raise fail(fn, "alpha_pattern", "of regular expressions", error, "Save the adapter again.") from None
     alpha = number(fn, config, "lora_alpha") if pattern is None else number(fn, patterns, pattern)
     return alpha / (math.sqrt(r) if config.get("use_rslora") else r)
 
 
 def number(fn: str, config: Config, field: str) -> float:
     value = config.get(field)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise fail(fn, field, "a finite number", repr(value), "Write into the config what the adapter was trained with.")
     return value

@@ -31,17 +31,33 @@ class Weights(Mapping[str, Tensor]):
     """``{module path: W}`` over the safetensors files of a model: each weight is read when it is asked for, and not kept."""
 
     def __init__(self, path: str | Path):
-        """path: one file, or a folder of them."""
+        """path: one file, or a folder of them, of which an index (``*.safetensors.index.json``) says what is where."""
         from safetensors import safe_open
 
-        path = Path(path)
+        fn, path = "convert.Weights", Path(path)
         self._open = safe_open
         self._file: dict[str, Path] = {}
-        for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
-            with readable("convert.Weights", file), safe_open(str(file), "pt") as f:
-                self._file |= {key.removesuffix(".weight"): file for key in f.keys() if key.endswith(".weight")}  # noqa: SIM118
+        with readable(fn, path):
+            shards, indices = _files(path)
+        for index in indices:
+            with readable(fn, index):
+                found = json.loads(index.read_text())
+            places = found.get("weight_map") if isinstance(found, dict) else None
+            if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+                raise fail(fn, "path", f"a folder whose index {index} has a weight_map", "none", "Save the model again.")
+            self._add({key: path / name for key, name in places.items()})
+        for file in [] if indices else shards:
+            with readable(fn, file), safe_open(str(file), "pt") as f:
+                self._add(dict.fromkeys(f.keys(), file))
         if not self._file:
-            raise fail("convert.Weights", "path", "a safetensors file, or a folder of them", str(path), "Save the model so.")
+            raise fail(fn, "path", "a safetensors file, or a folder of them", str(path), "Save the model so.")
+
+    def _add(self, places: Mapping[str, Path]) -> None:
+        found = {key.removesuffix(".weight"): file for key, file in places.items() if key.endswith(".weight")}
+        for key in found.keys() & self._file.keys():
+            have = f"{key!r} in {self._file[key].name} and in {found[key].name}"
+            raise fail("convert.Weights", "path", "a folder with each weight once", have, "Pass the one file, or an index.")
+        self._file |= found
 
     def __getitem__(self, path: str) -> Tensor:
         if path not in self._file:
@@ -72,8 +88,9 @@ def read(path: str | Path, dialect: Dialect = "peft", *, names: Mapping[str, str
         return from_kohya(_tensors(Path(path)), _given(names))
     parse = from_peft if _known(dialect) == "peft" else from_torchtune
     folder = Path(path)
-    if not folder.exists() and _old(folder).exists():  # `write` was killed between its two renames
-        folder = _old(folder)
+    with readable("convert.read", folder):
+        if not folder.exists() and _old(folder).exists():  # `write` was killed between its two renames
+            folder = _old(folder)
     return parse(_tensors(folder / TENSORS), _config(folder / CONFIG))
 
 
@@ -88,9 +105,9 @@ def write(
     """The way back from :func:`read`: a folder (peft, torchtune) or one file (kohya), which replaces one that is there.
 
     A folder that holds anything is refused unless ``overwrite`` is given. Then a new folder takes its place, with these tensors
-    and config and all other files of the old one, which is moved to ``<path>.fdora-old`` and removed last. A kill leaves the old
-    folder or the new one: if it came between the two moves, :func:`read` reads ``<path>.fdora-old``, and the next ``write``
-    moves it back first.
+    and config and all other files of the old one, which is moved to ``<path>.fdora-old`` and removed last. A kill leaves the
+    old folder or the new one: if it came between the two moves, :func:`read` reads ``<path>.fdora-old``, and the next
+    ``write`` moves it back first.
 
     Raises:
       FdoraError: the dialect cannot hold the adapters, the folder is not empty, or the place cannot be written.
@@ -100,9 +117,9 @@ def write(
         return
     state, config = (to_peft if _known(dialect) == "peft" else to_torchtune)(adapters)
     text = json.dumps(config, indent=2) + "\n"
-    folder = Path(path).resolve()  # where a link leads: the link stays
-    old = _old(folder)
-    with writable(folder):
+    with writable(Path(path)):
+        folder = Path(path).resolve()  # where a link leads: the link stays
+        old = _old(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         if old.exists():  # of a process that was killed
             shutil.rmtree(old) if _holds(folder) else os.rename(old, folder)
@@ -129,11 +146,20 @@ def write(
         shutil.rmtree(old, ignore_errors=True)  # the next run removes what stays
 
 
+def _files(path: Path) -> tuple[list[Path], list[Path]]:
+    """The safetensors files of a model, and their indices."""
+    if not path.is_dir():
+        return [path], []
+    return sorted(path.glob("*.safetensors")), sorted(path.glob("*.safetensors.index.json"))
+
+
 def check_folder(path: str | Path, overwrite: bool) -> bool:
     """Whether the folder holds anything, which only ``overwrite`` allows."""
-    if _holds(Path(path)) and not overwrite:
+    with writable(Path(path)):
+        holds = _holds(Path(path))
+    if holds and not overwrite:
         raise fail("convert.write", "path", f"a new or empty folder ({path})", "one that holds files", OVERWRITE)
-    return _holds(Path(path))
+    return holds
 
 
 def write_scales(path: str | Path, weights: Mapping[str, Tensor], adapters: Mapping[str, Adapter]) -> None:
@@ -220,7 +246,9 @@ def readable(fn: str, file: Path) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except FdoraError:
+        raise
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:  # JSON's and UTF-8's are ValueErrors, NUL's too
         have = "no such file" if isinstance(error, FileNotFoundError) else str(error)
         remedy = "Check the path; save a damaged file again."
         raise fail(fn, "path", f"such that {file} can be read", have, remedy) from error
@@ -232,7 +260,9 @@ def writable(path: Path) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except FdoraError:
+        raise
+    except (OSError, SafetensorError, ValueError) as error:  # of a NUL in the path
         remedy = "The files that were there are unchanged."
         raise fail("convert.write", "path", f"a place that can be written ({path})", error, remedy) from error
 

@@ -114,6 +114,11 @@ def from_gptq(
     qzeros = stored(fn, "qzeros", qzeros, WORD, (groups, -(-N * bits // 32)))
     if g_idx is not None:
         g_idx = stored(fn, "g_idx", g_idx, (torch.int32, torch.int64), (K,))
+        if K and g_idx.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere a look would wait for the device
+            low, high = map(int, g_idx.aminmax())
+            if low < 0 or high >= groups:
+                want, have = f"groups from 0 to {groups - 1}, the rows of scales", f"values from {low} to {high}"
+                raise fail(fn, "g_idx", want, have, "Pass the tensors of one layer, as the checkpoint holds them.")
     elif K % max(1, groups):
         raise fail(fn, "g_idx", f"given where {groups} groups do not divide K={K}", None, "Pass that of the checkpoint.")
     return finish(fn, "gptq", (qweight, qzeros, scales, g_idx), (N, K), Gptq(bits, -(-K // max(1, groups)), 2 - version), dtype)

@@ -1,5 +1,6 @@
 """Files, the command line, and g for a server."""
 
+import json
 import os
 import subprocess
 import sys
@@ -57,6 +58,27 @@ def test_weights_are_read_when_asked_for(model):
         weights["layers.0.q_proj"]
     with pytest.raises(FdoraError, match="a safetensors file, or a folder of them"):
         Weights(folder / "first" / "..")
+
+
+def test_a_weight_in_two_files(model):
+    """It is refused, unless an index says which is meant."""
+    folder, W, *_ = model
+    other = {f"{path}.weight": torch.zeros_like(t) for path, t in W.items()}
+    save_file(other, folder / "model" / "z.safetensors")
+    with pytest.raises(
+        FdoraError, match=r"fdora.convert.Weights: `path` must be a folder with each weight once, got .* and in z"
+    ):
+        Weights(folder / "model")
+    index = folder / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(other, "z.safetensors")}))
+    assert all(torch.equal(t, torch.zeros_like(t)) for t in Weights(folder / "model").values())
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(other, "gone.safetensors")}))
+    with pytest.raises(FdoraError, match=r"gone\.safetensors can be read, got no such file"):
+        Weights(folder / "model")[next(iter(W))]
+    for text in ("[]", "{", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'):
+        index.write_text(text)
+        with pytest.raises(FdoraError, match=r"fdora.convert.Weights: `path` must be"):
+            Weights(folder / "model")
 
 
 def test_a_server_needs_no_norm(model):
@@ -222,7 +244,10 @@ def test_other_files_stay(model):
     (folder / "second" / "README.md").write_text("mine")
     write(folder / "second" / "inner", first)
     (folder / "second" / "link").symlink_to("README.md")
-    with pytest.raises(FdoraError, match=r"`path` must be a new or empty folder .*, got one that holds files. Pass overwrite=True, or --overwrite"):
+    with pytest.raises(
+        FdoraError,
+        match=r"`path` must be a new or empty folder .*, got one that holds files. Pass overwrite=True, or --overwrite",
+    ):
         write(folder / "second", first)
     same(read(folder / "second"), second)
     write(folder / "second", first, overwrite=True)
@@ -259,6 +284,33 @@ def test_bad_files_are_told_in_a_sentence(model, capsys):
     assert refused(capsys, "combine", model, folder / "first" / "adapter_config.json", folder / "first").startswith(
         "fdora.convert.write: `path`"
     )
+    assert not (folder / "no").exists()
+
+
+def test_inputs_that_ended_in_tracebacks(model, capsys):
+    folder, _, first, _ = model
+    model = folder / "model"
+    config = json.loads((folder / "first" / "adapter_config.json").read_text())
+    texts = {
+        "nested": "[" * 100_000,
+        "large": json.dumps(config | {"lora_alpha": 10**400}),
+        "list": json.dumps(config | {"alpha_pattern": [1]}),
+        "regex": json.dumps(config | {"alpha_pattern": {"(": 3}}),
+    }
+    for name, text in texts.items():
+        write(folder / name, first)
+        (folder / name / "adapter_config.json").write_text(text)
+        said = refused(capsys, "combine", model, folder / "no", folder / name)
+        assert said.startswith(("fdora.convert.read: `path`", "fdora.convert.from_peft: `")), said
+    for name, W_there in {"float8": torch.ones(24, 20).to(torch.float8_e4m3fn), "vector": torch.ones(24)}.items():
+        (folder / name).mkdir()
+        save_file({f"{path}.weight": W_there.clone() for path in first}, folder / name / "model.safetensors")
+        for command in (["combine", "--r", "1"], ["lora", "--r", "1"], ["scales"]):
+            said = refused(capsys, command[0], folder / name, folder / "no", folder / "first", *command[1:])
+            assert "fdora.convert: `W` must be " in said, said
+    for odd in ("a" * 5000, "a\0b"):
+        for place in ([odd, folder / "no", folder / "first"], [model, odd, folder / "first"], [model, folder / "no", odd]):
+            assert refused(capsys, "combine", *place).startswith("fdora.convert."), place
     assert not (folder / "no").exists()
 
 

@@ -73,6 +73,8 @@ def test_groups_of_unequal_length_are_not_guessed():
         (lambda: from_gptq(Q, Z, S[:, :-1].contiguous()), r"`scales` must be of shape \(2, 24\)"),
         (lambda: from_gptq(Q, Z[:, :-1].contiguous(), S), r"`qzeros` must be of shape \(2, 3\)"),
         (lambda: from_gptq(Q, Z, S, G[:-1]), r"`g_idx` must be of shape \(32,\)"),
+        (lambda: from_gptq(Q, Z, S, G + len(S)), r"`g_idx` must be groups from 0 to .*, the rows of scales, got values from"),
+        (lambda: from_gptq(Q, Z, S, G - 1), r"`g_idx` must be groups from 0 to .*, the rows of scales, got values from -1 to"),
         (lambda: from_gptq(Q, Z, S, G.float()), "`g_idx` must be int32 or int64"),
         (lambda: from_gptq(Q, Z, S, dtype=torch.int32), "`dtype`"),
         (lambda: from_gptq(Q[0], Z, S), r"\(N, K\)"),

@@ -137,7 +137,9 @@ def test_the_command(tmp_path, capsys):
     ("text", "words"),
     [
         ("{", "`lengths` must be a JSON file, got JSONDecodeError"),
+        ("[" * 100_000, "`lengths` must be a JSON file, got RecursionError"),
         ('{"a": [3]}', "must be lists of batches"),
+        ('{"a": [[3]], "a": [[4]]}', "must be of adapters with a name each, got 2 named 'a'"),
         ("[[[9]]]", "at most 8 tokens"),
     ],
 )

@@ -160,7 +160,9 @@ def test_files_that_are_refused(tmp_path):
         for call in (lambda jobs=jobs: init_state(state.params, jobs), lambda jobs=jobs: save(tmp_path, state, jobs)):
             with pytest.raises(FdoraError, match=r"`jobs` must be named by text of 1 to 200 bytes in UTF-8 without NUL, got"):
                 call()
-    with pytest.raises(FdoraError, match=r"fdora.jobs.loop.load: `jobs` must be 3, one for each adapter of the state given, got 2"):
+    with pytest.raises(
+        FdoraError, match=r"fdora.jobs.loop.load: `jobs` must be 3, one for each adapter of the state given, got 2"
+    ):
         load(tmp_path, state, make.JOBS[:2])
     with pytest.raises(FdoraError, match=r"with an adapter for each job .*, got none for \['new'\] among \['"):
         load(tmp_path, state, [*make.JOBS[:2], make.JOBS[2]._replace(name="new")])

@@ -1,7 +1,7 @@
 """A state as one file, ``<folder>/training.safetensors``: all that the training of all adapters goes on from, to the bit.
 
-It is the whole state, of whatever number of stages it was gathered from. The names of the jobs are inside of it, so a name is any
-text. Before 0.1.0 there was a file for each adapter, ``<folder>/<name>/training.safetensors``: these are still read.
+It is the whole state, of whatever number of stages it was gathered from. The names of the jobs are inside of it, so a name is
+any text. Before 0.1.0 there was a file for each adapter, ``<folder>/<name>/training.safetensors``: these are still read.
 """
 
 from __future__ import annotations

@@ -100,7 +100,9 @@ def check_names(fn: str, names: Sequence[str]) -> None:
     for name in names:
         size = len(name.encode(errors="surrogatepass")) if isinstance(name, str) else 0
         if not 1 <= size <= 200 or "\0" in name or re.search("[\ud800-\udfff]", name):
-            raise fail(fn, "jobs", "named by text of 1 to 200 bytes in UTF-8 without NUL", repr(name), "Give the Job another name.")
+            raise fail(
+                fn, "jobs", "named by text of 1 to 200 bytes in UTF-8 without NUL", repr(name), "Give the Job another name."
+            )
 
 
 def select_state(state: State, names: Iterable[str]) -> State:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from fdora._check import fail
 from fdora._command import mistakes, parser_of, writing
@@ -24,8 +25,8 @@ from fdora.jobs.schedule.whole import schedule
 def read(path: str) -> tuple[list[str], list[list[list[int]]]]:
     """Names of adapters, and their lengths."""
     try:
-        found = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+        found = json.loads(Path(path).read_text(), object_pairs_hook=_once)
+    except (OSError, ValueError, RecursionError) as error:
         raise fail("jobs.schedule", "lengths", "a JSON file", f"{type(error).__name__}: {error}", "Check the path.") from None
     if isinstance(found, list):
         found = {f"adapter {a}": batches for a, batches in enumerate(found)}
@@ -36,6 +37,14 @@ def read(path: str) -> tuple[list[str], list[list[list[int]]]]:
         want = "lists of batches, which are lists of tokens, for each adapter"
         raise fail("jobs.schedule", "lengths", want, repr(found)[:60], 'Write {"name": [[512, 300], [401, 77]]}.')
     return [*found], [*found.values()]
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON would keep the last of two adapters with one name."""
+    for name, n in Counter(name for name, _ in pairs).items():
+        if n > 1:
+            raise fail("jobs.schedule", "lengths", "of adapters with a name each", f"{n} named {name!r}", "Rename them.")
+    return dict(pairs)
 
 
 def summary(found: Schedule, names: list[str], stages: int) -> list[str]:

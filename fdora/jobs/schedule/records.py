@@ -119,8 +119,9 @@ def check_spec(fn: str, spec: Spec) -> None:
         raise fail(fn, "spec", "a Spec", f"a {type(spec).__name__}", "Write Spec(capacity=6144, depth=4).")
     for arg in ("capacity", "depth", "multiple", "workers"):
         value = getattr(spec, arg)
-        if type(value) is not int or value < 1:
-            raise fail(fn, f"spec.{arg}", "a positive int", repr(value), "It counts tokens, microbatches or processes.")
+        if type(value) is not int or not 1 <= value < 1 << 63:
+            want = "below 2^63" if type(value) is int and value > 0 else "a positive int"
+            raise fail(fn, f"spec.{arg}", want, repr(value), "It counts tokens, microbatches or processes.")
     if spec.multiple > spec.capacity:
         raise fail(fn, "spec.multiple", f"at most the capacity, {spec.capacity}", spec.multiple, "Nothing would fit.")
     if isinstance(spec.seconds, bool) or not isinstance(spec.seconds, (int, float)) or not 0 <= spec.seconds < float("inf"):
