@@ -66,10 +66,10 @@ def test_names():
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures(name):
-    signature = inspect.signature(getattr(F, name))
+def test_signatures(name, module=F, wanted=SIGNATURES):
+    signature = inspect.signature(getattr(module, name))
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    assert str(inspect.Signature(bare)) == SIGNATURES[name]
+    assert str(inspect.Signature(bare)) == wanted[name]
 
 
 @pytest.mark.parametrize("name", [n for n in SIGNATURES if n.startswith("dora_")])
@@ -152,9 +152,7 @@ def test_names_of_quant():
 def test_signatures_of_quant(name):
     import fdora.quant as quant
 
-    signature = inspect.signature(getattr(quant, name))
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    assert str(inspect.Signature(bare)) == QUANT[name]
+    test_signatures(name, quant, QUANT)
 
 
 @pytest.mark.parametrize("name", [n for n in QUANT if n.islower()])
@@ -251,9 +249,7 @@ def test_trainers():
     public = {n for n, v in vars(train).items() if not n.startswith("_") and not inspect.ismodule(v)}
     assert public == set(train.__all__) == set(TRAIN)
     for name in TRAIN:
-        signature = inspect.signature(getattr(train, name))
-        bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-        assert str(inspect.Signature(bare)) == TRAIN[name]
+        test_signatures(name, train, TRAIN)
 
 
 def test_plans():
@@ -262,10 +258,8 @@ def test_plans():
     public = {n for n, v in vars(plan).items() if not n.startswith("_") and not inspect.ismodule(v)}
     # submodules and functions share the names memory and plan
     assert public == set(plan.__all__) == {"Setup", *PLAN}
-    for name, want in PLAN.items():
-        signature = inspect.signature(getattr(plan, name))
-        bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-        assert str(inspect.Signature(bare)) == want, name
+    for name in PLAN:
+        test_signatures(name, plan, PLAN)
 
 
 @pytest.mark.parametrize(("old", "new"), [("schedule", "schedule"), ("plan", "plan"), ("train", "loop")])

@@ -14,7 +14,7 @@ from fdora.eager.norm import smallest_bytes
 from fdora.functional import DoraParams, dora_linear, dora_linear_multi, dora_norm, dora_stack, dora_unstack
 from fdora.quant import quantize
 from tests import device, reference
-from tests.close import assert_exact, assert_within, rel_l2
+from tests.close import assert_exact, rel_l2
 from tests.make import KINDS, grads, tensors
 
 P, SEEDS = 0.4, [11, 5, 2**40 + 7]
@@ -317,28 +317,6 @@ def strangers_stay_strangers():
             assert_exact(got[n], want[n], f"{bad} in {what}: {n}")
 
 
-def mixed_dtypes_are_within_budget():
-    """Adapters in x's dtype or float32: no worse than twice what naive code loses, gradients in each parameter's own dtype."""
-    half = (torch.bfloat16, torch.float16)
-    mixes = [(d, a) for d in half for a in (d, torch.float32)] + [
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float32),
-    ]
-    for (dtype, adapter), route in itertools.product(mixes, ROUTES):
-        t = case((20, 0, 33), 5, 40, 64, (8, 4, 16), (0.7, 1.0, 2.0), dtype, adapter, route=route, spread=0.0015)
-
-        def naive(t):
-            *own, rest = places(t)
-            ys = [reference.naive(t.x[at], t.W, *p, s, t.bias) for at, p, s in zip(own, t.adapters, t.s, strict=True)]
-            return whole(t, [*ys, torch.nn.functional.linear(t.x[rest], t.W, t.bias)])
-
-        dy = dy_of(t)
-        got, theirs, want = (with_gradients(f, t, dy) for f in (together, naive, truth))
-        for n, v in got.items():
-            assert n == "y" or v.dtype == t.leaves()[n].dtype
-            assert_within(v, theirs[n], want[n].double(), f"{dtype} {adapter} {route} {n}")
-
-
 def is_at_the_rounding_floor():
     for route in ROUTES:
         t = case((100, 56, 90), 10, 512, 768, (16, 8, 16), (2.0, 1.0, 2.0), torch.bfloat16, spread=0.0015, route=route)
@@ -411,25 +389,6 @@ def seeds_decide_the_masks():
     assert torch.equal(drawn, together(t, dropout_p=P))
 
 
-def takes_any_strides():
-    t = case((4, 2, 3), 2, route="ids")
-    want = with_gradients(together, t, dy_of(t))
-
-    def turned(v):
-        return v.transpose(-1, -2).contiguous().transpose(-1, -2)
-
-    A, B, m = dora_stack(t.adapters)
-    odd = torch.stack([t.ids, t.ids], 1)[:, 1]
-    y = dora_linear_multi(turned(t.x), turned(t.W), turned(A), turned(B), turned(m), s=t.s, bias=t.bias, ids=odd)
-    assert_exact(y, want["y"])
-
-
-def same_bits_every_time():
-    t = case((30, 0, 20), 3, 64, 96, (8, 4, 2), dtype=torch.bfloat16, adapter=torch.float32, route="ids")
-    runs = [with_gradients(lambda t: together(t, **DROPOUT["dropout"]), t, dy_of(t)) for _ in range(2)]
-    assert all(torch.equal(runs[0][n], runs[1][n]) for n in runs[0])
-
-
 def each_adapter_has_the_bits_of_its_own_call():
     """Of plain calls on a CPU; tokens of none have those of the base layer."""
     for dtype, adapter, kind, dropout in itertools.product(
@@ -452,14 +411,11 @@ CHECKS = [
     stacks_and_unstacks_bit_for_bit,
     plain_lora_beside_dora,
     strangers_stay_strangers,
-    mixed_dtypes_are_within_budget,
     is_at_the_rounding_floor,
     dm_of_rows_that_hide_it,
     every_subset_of_gradients,
     quantised_weights,
     seeds_decide_the_masks,
-    takes_any_strides,
-    same_bits_every_time,
 ]
 BITS = [each_adapter_has_the_bits_of_its_own_call]
 

@@ -26,6 +26,9 @@ FAULTS = [
     ("linear", "_mix((t + 1).to(tl.uint32) ^ key)", "_mix(t.to(tl.uint32) ^ key)"),
     ("mlp", "share + f * (1 - share)\n", "share\n"),
     ("mlp", "(z * share_of(z, ACT) * u)", "(u * share_of(u, ACT) * z)"),
+    ("linear", "y += tl.load(residual + at, mask=mask)", "y += 0.0"),
+    ("linear", "acc += _read(residual, row, col, at, mask, STORE).to(tl.float32)", "acc += 0.0"),
+    ("norm", "tl.sqrt_rn(acc) if SQRT else acc", "tl.sqrt_rn(acc)"),
     ("norm", "+ n, squares, mask=rows.inside)", "+ n, squares, mask=rows.inside & (n < N - 1))"),
     ("norm", "after = tl.where(same, before, tl.sqrt_rn(acc))", "after = before"),  # a norm of before is believed
     ("compose", "gn * (u + v)\n    if HAS_BIAS:\n        out += tl.load(bias + n, mask=n < N)", "(u + v)\n    if HAS_BIAS:\n        out += tl.load(bias + n, mask=n < N)"),

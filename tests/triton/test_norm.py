@@ -24,20 +24,6 @@ def triton_norm(t, **extra):
     return dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="triton", **extra)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_matches_the_truth(shape, dtype):
-    cases = [*((kind, s) for kind in ("plain", "cancelling") for s in (0.7, -2.0)), ("plain", 0.0), ("zero_rows", 0.7)]
-    for adapter, (kind, s) in itertools.product({dtype, torch.float32}, cases):
-        t = tensors(*shape, dtype=dtype, adapter=adapter, kind=kind, s=s)
-        got, truth = triton_norm(t), reference.norm(t["W"], t["A"], t["B"], s)
-        assert got.dtype == torch.float32
-        # What is left of a row that cancels has lost the digits that W and s B A shared.
-        size = truth + (reference.norm(t["W"], t["A"], t["B"], 0.0) if kind == "cancelling" else 0)
-        worst = ((got.double() - truth).abs() / size.clamp_min(1e-30)).max().item()
-        assert worst <= 1e-6, f"{adapter} {kind} {s}: {worst:.2g}"
-
-
 def test_mixed_adapters_nan_rows_and_strides():
     t = tensors(40, 70, 20, dtype=torch.float16)
     want = reference.norm(t["W"], t["A"], t["B"], t["s"])
@@ -143,15 +129,6 @@ def test_a_bank_of_adapters():
     W = many[0]["W"]
     got = torch.func.vmap(lambda A, B: dora_norm(W, A, B, s=0.7, backend="triton"))(A, B)
     assert all(torch.equal(got[i], dora_norm(W, A[i], B[i], s=0.7, backend="triton")) for i in range(3))
-
-
-def test_gradients_reach_through_it():
-    t = tensors(20, 30, 4, dtype=torch.float32)
-    A, B = t["A"].requires_grad_(), t["B"].requires_grad_()
-    got = torch.autograd.grad(dora_norm(t["W"], A, B, s=0.7, detach=False, backend="triton").sum(), (A, B))
-    want = torch.autograd.grad(reference.norm(t["W"], A, B, 0.7).sum(), (A, B))
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 @needs_gpu

@@ -65,26 +65,30 @@ def test_forward(M, N, K, r, kind, pre, bias):
     assert ("fused" in words) == (kind == "fused")
 
 
-@pytest.mark.parametrize(("kind", "accumulate", "trans"), [*product(WAYS, (False, True), (False, True))])
-def test_backward(kind, accumulate, trans):
-    """Onto nothing, and onto the dx of the layer before; W row by row, and column by column."""
+def assert_backward(way, accumulate, r, trans=False):
+    """Onto nothing, and onto the dx of the layer before."""
     torch.manual_seed(0)
-    M, N, K, r = 97, 56, 136, 20
+    M, N, K = 97, 56, 136
     dz, dh, A, onto = random(M, N), random(M, r), random(r, K), random(M, K)
     W = random(K, N).T if trans else random(N, K)
-
     unit = torch.eye(K, dtype=HALF, device=device.NAME)
 
     def write(plan, dz, dh, W, A, onto, unit):
         dx = plan.result("dx", (M, K), HALF)
         if accumulate:  # a plan has no plain copy
             plan.product(dx, onto, unit)
-        return summed_product(plan, dx, dz, dh, W, A, accumulate, way_of(kind, M, K, N, r, trans))
+        return summed_product(plan, dx, dz, dh, W, A, accumulate, way or way_of("fused", M, K, N, r, trans))
 
     _, (got,) = planned(write, dz, dh, W, A, onto, unit)
     start = onto if accumulate else torch.zeros_like(onto)
     truth = dz.double() @ W.double() + dh.double() @ A.double() + start.double()
-    assert_within(got, (dz @ W).add_(dh @ A).add_(start), truth, kind)
+    assert_within(got, (dz @ W).add_(dh @ A).add_(start), truth, way)
+
+
+@pytest.mark.parametrize(("kind", "accumulate", "trans"), [*product(WAYS, (False, True), (False, True))])
+def test_backward(kind, accumulate, trans):
+    """W row by row, and column by column."""
+    assert_backward(None if kind == "fused" else Way(kind, None, 0.0), accumulate, 20, trans)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -93,21 +97,7 @@ def test_odd_rows_in_tiles_by_tma(accumulate):
     on = device_of(torch.device(device.NAME))
     if device.NAME != "cpu" and not 90 <= on.capability < 120:
         pytest.skip("tiles come by pointers here; runs with --device cpu, and on a Hopper or data-centre Blackwell GPU")
-    torch.manual_seed(0)
-    M, N, K, r = 97, 56, 136, 24
-    dz, dh, W, A, onto = random(M, N), random(M, r), random(N, K), random(r, K), random(M, K)
-    unit = torch.eye(K, dtype=HALF, device=device.NAME)
-
-    def write(plan, dz, dh, W, A, onto, unit):
-        dx = plan.result("dx", (M, K), HALF)
-        if accumulate:
-            plan.product(dx, onto, unit)
-        return summed_product(plan, dx, dz, dh, W, A, accumulate, Way("fused", TALL, 0.0))
-
-    _, (got,) = planned(write, dz, dh, W, A, onto, unit)
-    start = onto if accumulate else torch.zeros_like(onto)
-    truth = dz.double() @ W.double() + dh.double() @ A.double() + start.double()
-    assert_within(got, (dz @ W).add_(dh @ A).add_(start), truth, "fused")
+    assert_backward(Way("fused", TALL, 0.0), accumulate, 24)
 
 
 def test_no_tokens():

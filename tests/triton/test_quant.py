@@ -5,20 +5,16 @@ import torch
 
 from fdora import _dispatch
 from fdora.functional import dora_linear, dora_merge_quantized, dora_norm, dora_norm_state
-from fdora.quant import from_nvfp4, opaque, quantize
+from fdora.quant import opaque
 from tests import device, reference
 from tests.checks.norm_state import moved
 from tests.close import rel_l2
 from tests.quant.make import QUANTISED
 from tests.triton.marks import INTERPRETED, needs_kernels
+from tests.triton.test_quant_layers import weight
 
 pytestmark = needs_kernels
 S = 0.7
-
-
-def weight(name, n=48, k=96, dtype=torch.float16):
-    W = torch.randn(n, k, generator=torch.Generator().manual_seed(0)) / 8
-    return quantize(W, name.split()[0], dtype=dtype, **QUANTISED[name]).to(device.NAME)
 
 
 def adapter(W, dtype=torch.float32):
@@ -46,28 +42,6 @@ def test_the_norm_is_that_of_what_is_decoded(name, adapters, launched):
         c = dora_norm(W, A, B, s=S, squared=squared, backend="triton")
         torch.testing.assert_close(c.double(), want**2 if squared else want, rtol=1e-6, atol=0)
     assert launched == ["dora_norm of codes"] * 2
-
-
-@pytest.mark.parametrize("divide", [False, True])
-def test_a_global_scale_that_divides(divide, launched):
-    codes = torch.randint(0, 256, (32, 48), dtype=torch.uint8)
-    scales = (torch.rand(32, 6) + 0.5).to(torch.float8_e4m3fn)
-    W = from_nvfp4(codes, scales, torch.tensor(3.0), divide, dtype=torch.float16).to(device.NAME)
-    A, B = adapter(W)
-    want = reference.norm(W.dequantize(torch.float32).double(), A.double(), B.double(), S)
-    torch.testing.assert_close(dora_norm(W, A, B, s=S, backend="triton").double(), want, rtol=1e-6, atol=0)
-    assert launched
-
-
-def test_the_unit_of_bitsandbytes(launched):
-    from fdora.quant import from_bnb_int8
-
-    codes = torch.randint(-127, 128, (32, 48), dtype=torch.int8)
-    W = from_bnb_int8(codes, torch.rand(32) + 0.5).to(device.NAME)
-    A, B = adapter(W)
-    want = reference.norm(W.dequantize(torch.float32).double(), A.double(), B.double(), S)
-    torch.testing.assert_close(dora_norm(W, A, B, s=S, backend="triton").double(), want, rtol=1e-6, atol=0)
-    assert launched
 
 
 def test_other_kinds_are_decoded_some_rows_at_a_time(launched):

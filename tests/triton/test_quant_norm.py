@@ -1,6 +1,7 @@
 """The norm straight from codes against a float64 decoder of its own; interpreted, or for real with --device cuda."""
 
 import re
+import struct
 from itertools import product
 from typing import NamedTuple
 
@@ -443,12 +444,14 @@ def test_what_does_not_fit_is_refused():
             plan_quant_norm(likes_of_norm(Coded((64, 64), have), 8), HOPPER, Coded(shape, form), False)
 
 
-def executed(ptx, word, held=(), lane=0, more=()):
-    """The outputs of the PTX for one 32-bit word: an interpreter of the few instructions that it is made of. ``held``: what
-    the lanes of the warp have in $9. ``more``: of what holds other words."""
-    at, full = {"$8": word, "$9": None, "%laneid": lane, **dict(more)}, 0xFFFFFFFF
+def executed(ptx, given, held=(), lane=0):
+    """The registers after this PTX: an interpreter of the few instructions that it is made of. ``held``: what the lanes of the
+    warp have in $9."""
+    at, full = {"%laneid": lane, **given}, 0xFFFFFFFF
 
     def value(name):
+        if name.startswith("0f"):
+            return struct.unpack(">f", bytes.fromhex(name[2:]))[0]
         return at[name] if name in at else int(name, 0)
 
     def prmt(a, b, sel):
@@ -466,6 +469,13 @@ def executed(ptx, word, held=(), lane=0, more=()):
         assert members == full and source <= (lane & segment) | (last & ~segment)
         return held[source]
 
+    def pair(dtype):
+        def both(high, low):
+            low, high = (v & 0xFFFF for v in torch.tensor([low, high]).to(dtype).view(torch.int16).tolist())
+            return low | high << 16
+
+        return both
+
     steps = {
         "mov": lambda a: a,
         "and": lambda a, b: a & b,
@@ -476,11 +486,23 @@ def executed(ptx, word, held=(), lane=0, more=()):
         "setp.ne": lambda a, b: a != b,
         "selp": lambda a, b, first: a if first else b,
         "shfl.sync.idx": shfl,
+        "mul.rn.f32": lambda a, b: (torch.tensor(a) * torch.tensor(b)).item(),
+        "cvt.rn.bf16x2.f32": pair(torch.bfloat16),
+        "cvt.rn.f16x2.f32": pair(torch.float16),
     }
     for line in ptx.strip("{}\n").splitlines():
-        if not line.startswith(".reg"):
-            name, out, *rest = re.split(r"[ ,]+", line.rstrip(";"))
-            at[out] = steps[name.removesuffix(".b32").removesuffix(".u32")](*map(value, rest))
+        name, out, *rest = re.split(r"[ ,]+", line.rstrip(";").replace("{", "").replace("}", ""))
+        name = name.removesuffix(".b32").removesuffix(".u32")
+        if name == "mov" and len(rest) == 2:  # the halves of a word
+            at[out], at[rest[0]] = at[rest[1]] & 0xFFFF, at[rest[1]] >> 16
+        elif name != ".reg":
+            at[out] = steps[name](*map(value, rest))
+    return at
+
+
+def outputs(ptx, word, held=(), lane=0, more=()):
+    """Of the PTX for one 32-bit word. ``more``: of what holds other words."""
+    at = executed(ptx, {"$8": word, "$9": None, **dict(more)}, held, lane)
     return [at[f"${i}"] for i in range(8) if f"${i}" in at]
 
 
@@ -490,19 +512,19 @@ def test_permutes_and_shuffles_find_each_nibble(table):
     assert torch.equal(torch.tensor(quantised.TABLES[table]), TABLES[table])
     bits = [b & 0xFFFFFFFF for b in TABLES[table].view(torch.int32).tolist()]
     rand = torch.Generator().manual_seed(0)
-    held = [executed(LANE_VALUE[table], 0, lane=lane)[0] for lane in range(32)]
+    held = [outputs(LANE_VALUE[table], 0, lane=lane)[0] for lane in range(32)]
     assert held == 2 * bits
     for code, place in product(range(16), range(8)):
         codes = torch.randint(16, (8,), generator=rand).tolist()
         codes[place] = code
         word, want = sum(c << 4 * i for i, c in enumerate(codes)), [bits[c] for c in (*codes[::2], *codes[1::2])]
-        assert executed(PTX[table], word) == want
-        assert executed(SHUFFLED, word, held, lane=2 * code + place % 2) == want
+        assert outputs(PTX[table], word) == want
+        assert outputs(SHUFFLED, word, held, lane=2 * code + place % 2) == want
         # of four words one byte each: the first's
         byte, others = place // 2, torch.randint(2**32, (3,), generator=rand).tolist()
         words = {"$9": others[0], "$10": others[1], "$11": others[2], "$12": byte + 16 * (4 + byte), "$16": None}
         want = [bits[w >> 8 * byte + at & 15] for at in (0, 4) for w in (word, *others)]
-        assert executed(OF_WORDS, word, held, 2 * code + place % 2, words) == want
+        assert outputs(OF_WORDS, word, held, 2 * code + place % 2, words) == want
         assert bits[code] in (want[0], want[4])
 
 

@@ -1,7 +1,5 @@
 """Few tokens straight from codes, against float64 products of the weights rounded once; interpreted, or with --device cuda."""
 
-import re
-import struct
 from itertools import product
 
 import pytest
@@ -19,7 +17,7 @@ from fdora.triton.small import Back, Out
 from fdora.triton.small_quant import reads, small_backward_of_codes, small_forward_of_codes
 from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
-from tests.triton.test_quant_norm import HALF, SCALES, eight, four
+from tests.triton.test_quant_norm import HALF, SCALES, eight, executed, four
 from tests.triton.written import HOPPER, alike, launches, likes_of_codes, plan_of, results_of
 
 S = 0.7
@@ -221,52 +219,6 @@ def test_tiles_for_any_shape():
         assert config.BLOCK_N % (64 if columns else 16) == 0 and config.BLOCK_K % (16 if columns else 128) == 0
         assert config.SLICES in (1, config.num_warps)
         assert 1 <= config.SPLITS <= max(1, K // (config.BLOCK_K * config.SLICES))
-
-
-def executed(ptx, given):
-    """The registers after this PTX: an interpreter of the few instructions that it is made of."""
-    at = dict(given)
-
-    def value(name):
-        return (
-            at[name]
-            if name in at
-            else struct.unpack(">f", bytes.fromhex(name[2:]))[0]
-            if name.startswith("0f")
-            else int(name, 0)
-        )
-
-    def prmt(a, b, sel):
-        both, picked = (a | b << 32).to_bytes(8, "little"), [(sel >> 4 * i) & 15 for i in range(4)]
-        assert all(p < 8 for p in picked)
-        return int.from_bytes(bytes(both[p] for p in picked), "little")
-
-    def lop3(a, b, c, table):
-        return sum(((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1))) & 1) << i for i in range(32))
-
-    def pair(dtype):
-        def both(high, low):
-            low, high = (v & 0xFFFF for v in torch.tensor([low, high]).to(dtype).view(torch.int16).tolist())
-            return low | high << 16
-
-        return both
-
-    steps = {
-        "and.b32": lambda a, b: a & b,
-        "shr.b32": lambda a, n: a >> n,
-        "prmt.b32": prmt,
-        "lop3.b32": lop3,
-        "mul.rn.f32": lambda a, b: (torch.tensor(a) * torch.tensor(b)).item(),
-        "cvt.rn.bf16x2.f32": pair(torch.bfloat16),
-        "cvt.rn.f16x2.f32": pair(torch.float16),
-    }
-    for line in ptx.strip("{}\n").splitlines():
-        name, out, *rest = re.split(r"[ ,]+", line.rstrip(";").replace("{", "").replace("}", ""))
-        if name == "mov.b32":
-            at[out], at[rest[0]] = at[rest[1]] & 0xFFFF, at[rest[1]] >> 16
-        elif name != ".reg":
-            at[out] = steps[name](*map(value, rest))
-    return at
 
 
 @pytest.mark.parametrize("half", ["bf16", "f16"])
