@@ -118,7 +118,7 @@ def dequantize8_kernel(
 @triton.jit
 def _lost(
     W, dy, x, h, b, m, c, dm, dc, M, N, K, R, tiny,
-    DECODE: tl.constexpr, HOW: tl.constexpr, T: tl.constexpr, NEED_M: tl.constexpr, NEED_C: tl.constexpr,
+    DECODE: tl.constexpr, HOW: tl.constexpr, T: tl.constexpr,
 ):
     """The gradients of m and c of rows whose g is nothing or nearly so, from the products: dg_n = W_n (dy^T x)_n +
     B_n (dy^T h)_n. A program for each T.N rows, which ends at once where there is no such row."""
@@ -126,11 +126,11 @@ def _lost(
     g = g_tile(m, c, n, N)
     lost = (tl.abs(g) < tiny) & in_n
     if tl.max(lost.to(tl.int32), axis=0) > 0:
-        dg = dot_rows(dy.p, h.p, b.p, n, N, M, R, dy.row, h.row, h.col, b.row, b.col, T.N)
+        dg = dot_rows(dy, h, b, n, N, M, R)
         for first_k in range(0, K, T.K):
             w, k = DECODE(W, n, in_n, first_k, K, K, HOW, T), first_k + tl.arange(0, T.K)
-            dg += tl.sum(over_tokens(dy.p, x.p, n, k, N, M, K, dy.row, x.row, x.col) * w, axis=1)
-        store_gradients(dg, g, c, dm, dc, n, lost, N, NEED_M, NEED_C)
+            dg += tl.sum(over_tokens(dy, x, n, k, N, M, K) * w, axis=1)
+        store_gradients(dg, g, tl.load(c + n, mask=in_n, other=1.0), dm, dc, n, lost)
 
 
 @triton.jit(launch_metadata=launched)
@@ -147,9 +147,9 @@ def lost4_kernel(
     W = Codes4(codes, scales, code256, scales2, offset, groups)
     HOW: tl.constexpr = How4(TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
     _lost(
-        W, Matrix(dy, stride_dy, 1), Matrix(x, stride_xm, stride_xk), Matrix(h, stride_hm, stride_hr),
+        W, Matrix(dy, stride_dy, None), Matrix(x, stride_xm, stride_xk), Matrix(h, stride_hm, stride_hr),
         Matrix(b, stride_bn, stride_br), m, c, dm, dc, M, N, K, R, tiny,
-        decode4, HOW, Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN), NEED_M, NEED_C,
+        decode4, HOW, Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN),
     )
 
 
@@ -167,7 +167,7 @@ def lost8_kernel(
     W = Codes8(codes, stride_cn, stride_ck, scales, groups)
     HOW: tl.constexpr = How8(CODE, BY_BITS, MODE, BN, BK, PTX)
     _lost(
-        W, Matrix(dy, stride_dy, 1), Matrix(x, stride_xm, stride_xk), Matrix(h, stride_hm, stride_hr),
+        W, Matrix(dy, stride_dy, None), Matrix(x, stride_xm, stride_xk), Matrix(h, stride_hm, stride_hr),
         Matrix(b, stride_bn, stride_br), m, c, dm, dc, M, N, K, R, tiny,
-        decode8, HOW, Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN), NEED_M, NEED_C,
+        decode8, HOW, Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN),
     )

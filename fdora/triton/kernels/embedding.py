@@ -25,7 +25,7 @@ def _tile(W, A, B, a, v, known, d, s, D, R, BLOCK_R: tl.constexpr, SINGLE: tl.co
     acc = tl.zeros((v.shape[0], d.shape[0]), tl.float32)
     for r0 in range(0, BLOCK_R if SINGLE else R, BLOCK_R):
         r = r0 + tl.arange(0, BLOCK_R)
-        b = s * loaded(B, r, d, R, D, False).to(tl.float32)
+        b = s * loaded(B, r, d, R, D).to(tl.float32)
         slab = a if KEPT else rows_of(A, v, known, r, R)
         acc = tl.dot(slab.to(w.dtype), b.to(w.dtype), acc, input_precision="ieee")
     return w.to(tl.float32) + acc
@@ -95,7 +95,7 @@ def embedding_ready_kernel(
     out = at[:, None].to(tl.int64) * R + r[None, :]
     tl.store(h + out, a.to(h.dtype.element_ty), mask=(at < T)[:, None] & in_r)
     gd = g_tile(m, c, at, D)
-    part = s * loaded(Matrix(B, stride_bd, stride_br), at, r, D, R, False).to(tl.float32)
+    part = s * loaded(Matrix(B, stride_bd, stride_br), at, r, D, R).to(tl.float32)
     part = part * gd[:, None] if WITH_G else part
     tl.store(b + out, part.to(b.dtype.element_ty), mask=(at < D)[:, None] & in_r)
     tl.store(g + at, gd, mask=at < D)  # every slab of the rank writes the same

@@ -26,7 +26,7 @@ def embedding_bwd_kernel(
     in_d, in_r = d < D, r < R
     part = tl.program_id(1)
     if NEED_A:
-        bt = loaded(Matrix(b, R, 1), d, r, D, R, False)
+        bt = loaded(Matrix(b, R, 1), d, r, D, R)
     if NEED_Y:
         sum_Y = tl.zeros((BLOCK_D, BLOCK_R), tl.float32)
     if NEED_M:
@@ -78,7 +78,7 @@ def embedding_finish_kernel(
     if NEED_B:
         tl.store(dB + at, (s * g[:, None] * Y).to(dB.dtype.element_ty), mask=mask)
     if NEED_M or NEED_C:
-        b = loaded(Matrix(B, stride_bd, stride_br), d, r, D, R, False)
+        b = loaded(Matrix(B, stride_bd, stride_br), d, r, D, R)
         low = s * tl.sum(Y * b.to(tl.float32), axis=1)
         total = tl.div_rn(base + low, floored(cd))
         if NEED_M:

@@ -115,8 +115,8 @@ def _direct(W, A, b, by, n, rank, N, K, BLOCK_K: tl.constexpr):
     r, squares = tl.arange(0, b.shape[1]), tl.zeros((n.shape[0],), tl.float32)
     for k0 in tl.range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
-        w = loaded(W, n, k, N, K, False).to(tl.float32)
-        v = w + by * tl.dot(b, loaded(A, r, k, rank, K, False))
+        w = loaded(W, n, k, N, K).to(tl.float32)
+        v = w + by * tl.dot(b, loaded(A, r, k, rank, K))
         squares += tl.sum(v * v, axis=1)
     return squares
 
@@ -136,7 +136,7 @@ def strip_root_kernel(
     g, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     r, i = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_R)
     rank = rank_of(ranks, g, G, R, HAS_RANKS)
-    b = loaded(Matrix(B + g * stride_ba, stride_bn, stride_br), n, r, N, rank, False)
+    b = loaded(Matrix(B + g * stride_ba, stride_bn, stride_br), n, r, N, rank)
     cross, size = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
     gram = tl.zeros((BLOCK_R, BLOCK_R), tl.float32)
     if PDL:

@@ -40,7 +40,7 @@ def norm_terms_kernel(
     float32, into ``wide``."""
     n, r = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = (n < N)[:, None] & (r < R)[None, :]
-    v = loaded(Matrix(B, stride_bn, stride_br), n, r, N, R, False).to(tl.float32)
+    v = loaded(Matrix(B, stride_bn, stride_br), n, r, N, R).to(tl.float32)
     if WITH_Q:
         v = slopes(dc, c, n, N)[:, None] * v
     at = out + n[:, None].to(tl.int64) * (TERMS * R) + r[None, :]
@@ -66,7 +66,7 @@ def norm_tokens_kernel(
     if NEED_B:
         tl.store(out + n, q, mask=n < N)  # every slab of the rank writes the same
     if NEED_A:
-        b = loaded(Matrix(B, stride_bn, stride_br), n, r, N, R, False)
+        b = loaded(Matrix(B, stride_bn, stride_br), n, r, N, R)
         at = dz + r[None, :].to(tl.int64) * stride_dz + n[:, None]
         mask = (n < N)[:, None] & (r < R)[None, :]
         tl.store(at, (q[:, None] * b.to(tl.float32)).to(dz.dtype.element_ty), mask=mask)
@@ -87,7 +87,7 @@ def _gram_part(left, right, out, part, parts, length, R, BLOCK: tl.constexpr, BL
         begin = end
     for n0 in tl.range(begin, end, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
-        acc = tl.dot(loaded(left, i, n, R, end, False), loaded(right, n, j, end, R, False), acc)
+        acc = tl.dot(loaded(left, i, n, R, end), loaded(right, n, j, end, R), acc)
     out += part.to(tl.int64) * R * R
     in_i, in_j = (i < R)[:, None], (j < R)[None, :]
     if row >= col:
@@ -170,11 +170,11 @@ def _finished(
     acc = tl.zeros((i.shape[0], j.shape[0]), tl.float32)
     for r0 in range(0, R, BLOCK_R):
         r = r0 + tl.arange(0, BLOCK_R)
-        f = loaded(F, r, j, R, Q, False)
-        acc = tl.dot(loaded(Matrix(G, R, 1), i, r, P, R, False).to(f.dtype), f, acc, input_precision=PRECISION)
-    total = loaded(parts, i, j, P, Q, False) + scale * acc
+        f = loaded(F, r, j, R, Q)
+        acc = tl.dot(loaded(Matrix(G, R, 1), i, r, P, R).to(f.dtype), f, acc, input_precision=PRECISION)
+    total = loaded(parts, i, j, P, Q) + scale * acc
     if TERMS == 2:
-        total += loaded(Matrix(parts.p + term, parts.row, parts.col), i, j, P, Q, False)
+        total += loaded(Matrix(parts.p + term, parts.row, parts.col), i, j, P, Q)
     stored_onto(scale * by_row * total, onto, out, i, j, P, Q)
 
 

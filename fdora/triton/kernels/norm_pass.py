@@ -24,7 +24,7 @@ def _gram(
     acc = tl.zeros((BLOCK_R, BLOCK_R), tl.float32)
     for n0 in tl.range(begin, end, BLOCK_N):
         n = n0 + i
-        f = loaded(F, n, r, end, R, False)
+        f = loaded(F, n, r, end, R)
         left = f
         if WITH_Q:
             left = (slopes(dc, c, n, N)[:, None] * f.to(tl.float32)).to(f.dtype)
@@ -46,10 +46,10 @@ def _of_W(
     for j0 in tl.range(part * span, min(part * span + span, Q), BLOCK_Q):
         j = j0 + tl.arange(0, BLOCK_Q)
         if COLUMNS:
-            w, v = loaded(W, j, i, Q, P, False), loaded(F, j, r, Q, R, False)
+            w, v = loaded(W, j, i, Q, P), loaded(F, j, r, Q, R)
             v = slopes(dc, c, j, Q)[:, None] * v.to(tl.float32)
         else:
-            w, v = loaded(W, i, j, P, Q, False), loaded(F, j, r, Q, R, False)
+            w, v = loaded(W, i, j, P, Q), loaded(F, j, r, Q, R)
         first = v.to(w.dtype)
         acc = tl.dot(tl.trans(w) if COLUMNS else w, first, acc)
         if TERMS == 2:
@@ -102,7 +102,7 @@ def _added(
     for p in range(0, GRAMS):
         at_g = gram + (p * R + i)[:, None] * R + r[None, :]
         g += tl.load(at_g, mask=(i < R)[:, None] & (r < R)[None, :], other=0.0)
-    f = loaded(F, r, j, R, Q, False)
+    f = loaded(F, r, j, R, Q)
     total = tl.zeros((i.shape[0], j.shape[0]), tl.float32)
     for p in range(0, PARTS):
         at = parts + (p * R + i)[:, None].to(tl.int64) * Q + j[None, :]

@@ -60,7 +60,7 @@ def _strip4(
     row, in_n = (first + n).to(tl.int64), (n < N)[:, None]
     size = tl.abs(s)
     unit = tl.where(size < TINY, TINY, tl.where(size > HUGE, HUGE, s))
-    b = loaded(Matrix(B, stride_bn, stride_br), n, tl.arange(0, BLOCK_R), N, R, False)
+    b = loaded(Matrix(B, stride_bn, stride_br), n, tl.arange(0, BLOCK_R), N, R)
     if (size < TINY) | (size > HUGE):
         b = (b.to(tl.float32) * (s / unit)).to(b.dtype)
     by = 1.0 / unit

@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 class Matrix(NamedTuple):
-    """A pointer, and the strides of rows and columns; or a tensor descriptor, and None."""
+    """A pointer, and the strides of rows and columns, None where columns are adjacent; or a tensor descriptor, and None."""
 
     p: Any
     row: Any
@@ -43,6 +43,12 @@ class Blocks(NamedTuple):
 
 
 @triton.jit
+def block_on(AXIS: tl.constexpr, BLOCK: tl.constexpr):
+    """The numbers that a program has on an axis of the grid."""
+    return tl.program_id(AXIS) * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
 def column_at(columns, FLAT: tl.constexpr):
     """Where a program is on the first axis of a grid so wide. FLAT: both axes lie on it, row by row, as CUDA starts two."""
     column = tl.program_id(0)
@@ -70,10 +76,27 @@ def tile_at(i, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.con
 
 
 @triton.jit
-def loaded(t, i, j, I, J, EVEN: tl.constexpr):
+def place(t, i, j):
+    """Where the elements of a Matrix at rows i and columns j lie."""
+    return t.p + i[:, None].to(tl.int64) * t.row + (j[None, :] if t.col is None else j[None, :].to(tl.int64) * t.col)
+
+
+@triton.jit
+def within(i, j, I, J):
+    """Which rows i and columns j there are in a matrix (I, J)."""
+    return (i < I)[:, None] & (j < J)[None, :]
+
+
+@triton.jit
+def loaded(t, i, j, I, J, EVEN: tl.constexpr = 0):
     """The elements of a Matrix (I, J) at rows i and columns j; zeros outside."""
-    at = t.p + i[:, None].to(tl.int64) * t.row + j[None, :].to(tl.int64) * t.col
-    return tl.load(at) if EVEN else tl.load(at, mask=(i < I)[:, None] & (j < J)[None, :], other=0.0)
+    return tl.load(place(t, i, j)) if EVEN else tl.load(place(t, i, j), mask=within(i, j, I, J), other=0.0)
+
+
+@triton.jit
+def store(v, t, i, j, I, J):
+    """v into a Matrix (I, J) at rows i and columns j, in its dtype."""
+    tl.store(place(t, i, j), v.to(t.p.dtype.element_ty), mask=within(i, j, I, J))
 
 
 @triton.jit
