@@ -226,11 +226,24 @@ def autocast_off(t: Tensor) -> AbstractContextManager[None]:
     return torch.autocast(t.device.type, enabled=False) if autocast_on(t) else NOTHING
 
 
-def no_second_derivative(op: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"fdora: second derivatives of {op} are not implemented. "
-        "Take them through the plain formula: g * (x @ W.T + s * (x @ A.T) @ B.T) + bias."
-    )
+class Derivative(torch.autograd.Function):
+    """The backward of a function, as an op of its own for transforms and compilers.
+
+    Its first argument names the function in the error that a second derivative gives.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.fn = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(
+            f"fdora: second derivatives of {ctx.fn} are not implemented. "
+            "Take them through the plain formula: g * (x @ W.T + s * (x @ A.T) @ B.T) + bias."
+        )
 
 
 KEEP_INNER = "Pass keep_inner=True (in PEFT: use_fdora(model, keep_inner=True)), or write `y = c * y`."

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fdora._torch import apply
-from fdora.autograd._ops import OPS, drop_none, no_second_derivative, restore_none
+from fdora.autograd._ops import OPS, Derivative, drop_none, restore_none
 
 
 def compose(*args: Any) -> torch.Tensor:
@@ -33,23 +33,13 @@ class Compose(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy):
         needs = tuple(ctx.needs_input_grad[:4])
-        grads = apply(ComposeBwd, dy, *ctx.saved_tensors, ctx.s, ctx.delta, needs, ctx.backend)
+        grads = apply(ComposeBwd, "dora_compose and dora_delta", dy, *ctx.saved_tensors, ctx.s, ctx.delta, needs, ctx.backend)
         dbase, dlora, dg, dbias = restore_none(grads, needs)
         #      base   lora   g   bias                                              s     delta backend
         return dbase, dlora, dg, dbias if dbias is None else dbias.to(ctx.bias_dtype), None, None, None
 
 
-class ComposeBwd(torch.autograd.Function):
-    generate_vmap_rule = True
-
+class ComposeBwd(Derivative):
     @staticmethod
-    def forward(dy, base, lora, g, s, delta, needs, backend):
+    def forward(fn, dy, base, lora, g, s, delta, needs, backend):
         return drop_none(OPS[backend].compose_bwd(dy, base, lora, g, s, delta, needs))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_):
-        raise no_second_derivative("dora_compose and dora_delta")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fdora._records import Lookup, Needs
 from fdora._torch import apply, no_graph
-from fdora.autograd._ops import OPS, autocast_off, drop_none, no_second_derivative, restore_none
+from fdora.autograd._ops import OPS, Derivative, autocast_off, drop_none, restore_none
 
 
 def embedding(ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor | None, how: Lookup, backend: str) -> Tensor:
@@ -37,25 +37,15 @@ class Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy):
         needs = ctx.needs_input_grad[2:6]
-        grads = restore_none(apply(EmbeddingBwd, dy, *ctx.saved_tensors, ctx.how, needs, ctx.backend), needs)
+        grads = restore_none(apply(EmbeddingBwd, "dora_embedding", dy, *ctx.saved_tensors, ctx.how, needs, ctx.backend), needs)
         #      ids   W     A B m c  how   backend
         return None, None, *grads, None, None
 
 
-class EmbeddingBwd(torch.autograd.Function):
-    generate_vmap_rule = True
-
+class EmbeddingBwd(Derivative):
     @staticmethod
-    def forward(dy, ids, W, A, B, m, c, how, needs, backend):
+    def forward(fn, dy, ids, W, A, B, m, c, how, needs, backend):
         with autocast_off(W):
             given = (dy, ids, W, A, B, m, c, how, Needs(*needs, False))
             found = OPS[backend].embedding_bwd(*given)
             return drop_none(OPS["eager"].embedding_bwd(*given) if found is None else found)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_):
-        raise no_second_derivative("dora_embedding")

@@ -7,15 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._records import BankNeeds, Operands
+from fdora._records import WIDTH, BankNeeds, Operands
 from fdora._torch import apply, no_graph
-from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
+from fdora.autograd._ops import OPS, Derivative, autocast_off, autocast_on, drop_none, reread, restore_none
 from fdora.autograd.multi import REMEDY, bank_of
 from fdora.autograd.multi import Call as BankCall
 from fdora.autograd.weight import Specs, flat_of, specs_of
 from fdora.eager.experts import ACTS as ACTS
-
-WIDTH = len(Operands._fields)
 
 
 class Route(NamedTuple):
@@ -27,45 +25,28 @@ class Route(NamedTuple):
 
 
 class Spread(torch.autograd.Function):
-    """x (T, N) -> (T k, N), the row of each pair, sorted by expert."""
+    """x (T, N) -> (T k, N), the row of each pair, sorted by expert; or ``back``: (T k, N) -> (T, N), the sum of a token's rows.
+    Each is the gradient of the other."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, order: Tensor, place: Tensor, backend: str) -> Tensor:
-        return OPS[backend].experts_spread(x, order, None, place.shape[1])
+    def forward(x: Tensor, order: Tensor, place: Tensor, back: bool, backend: str) -> Tensor:
+        ops = OPS[backend]
+        return ops.experts_combine(x, place, None) if back else ops.experts_spread(x, order, None, place.shape[1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs[1:3])
-        ctx.backend = inputs[3]
+        _, *tensors, ctx.back, ctx.backend = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
-        return apply(Combine, d, *ctx.saved_tensors, ctx.backend), None, None, None
-
-
-class Combine(torch.autograd.Function):
-    """The other way: (T k, N) -> (T, N), the sum of a token's rows."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(rows: Tensor, order: Tensor, place: Tensor, backend: str) -> Tensor:
-        return OPS[backend].experts_combine(rows, place, None)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs[1:3])
-        ctx.backend = inputs[3]
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> Any:
-        return apply(Spread, d, *ctx.saved_tensors, ctx.backend), None, None, None
+        return apply(Spread, d, *ctx.saved_tensors, not ctx.back, ctx.backend), None, None, None, None
 
 
 class Weighted(torch.autograd.Function):
-    """The same with a gate (T, k) for each row. Saves the rows, which whoever made them keeps too."""
+    """The way back with a gate (T, k) for each row. Saves the rows, which whoever made them keeps too."""
 
     generate_vmap_rule = True
 
@@ -81,28 +62,18 @@ class Weighted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
         needs = tuple(ctx.needs_input_grad[:2])
-        drows, dgates = restore_none(apply(WeightedBwd, ctx.backend, needs, d, *ctx.saved_tensors), needs)
+        drows, dgates = restore_none(apply(WeightedBwd, "experts", ctx.backend, needs, d, *ctx.saved_tensors), needs)
         return drows, dgates, None, None, None
 
 
-class WeightedBwd(torch.autograd.Function):
-    generate_vmap_rule = True
-
+class WeightedBwd(Derivative):
     @staticmethod
     def forward(
-        backend: str, needs: tuple[bool, bool], d: Tensor, rows: Tensor, gates: Tensor, order: Tensor, place: Tensor
+        fn: str, backend: str, needs: tuple[bool, bool], d: Tensor, rows: Tensor, gates: Tensor, order: Tensor, place: Tensor
     ) -> Any:
         ops = OPS[backend]
         drows = ops.experts_spread(d, order, gates, place.shape[1]) if needs[0] else None
         return drop_none((drows, ops.experts_gates_bwd(d, rows, place, gates.dtype) if needs[1] else None))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise no_second_derivative("experts")
 
 
 class Gated(torch.autograd.Function):
@@ -188,29 +159,19 @@ class Mlp(torch.autograd.Function):
         if no_graph() and not autocast_on(dy):
             found: Any = _backward(ctx.call, ctx.before, needs, dy, *saved)
         else:
-            found = restore_none(apply(MlpBwd, ctx.call, ctx.before, needs, dy, *saved), wanted)
+            found = restore_none(apply(MlpBwd, "dora_experts_mlp", ctx.call, ctx.before, needs, dy, *saved), wanted)
         dx, *grads = tuple(found)
         stored = len(flags) - 7 - 2 * WIDTH
         return dx, *[None] * 6, None, *grads[:5], None, None, *grads[5:], None, *[None] * stored
 
 
-class MlpBwd(torch.autograd.Function):
-    generate_vmap_rule = True
-
+class MlpBwd(Derivative):
     @staticmethod
     def forward(
-        call: Call, before: tuple[bool, bool], needs: tuple[BankNeeds, BankNeeds], dy: Tensor, x: Tensor, *saved: Any
+        fn: str, call: Call, before: tuple[bool, bool], needs: tuple[BankNeeds, BankNeeds], dy: Tensor, x: Tensor, *saved: Any
     ) -> Any:
         with autocast_off(x):
             return drop_none(_backward(call, before, needs, dy, x, *saved))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise no_second_derivative("dora_experts_mlp")
 
 
 def _backward(
@@ -268,14 +229,14 @@ def experts_mlp(
 
 
 def spread(x: Tensor, route: Route, backend: str) -> Tensor:
-    out: Tensor = apply(Spread, x, route.order, route.place, backend)
+    out: Tensor = apply(Spread, x, route.order, route.place, False, backend)
     return out
 
 
 def combine(rows: Tensor, gates: Tensor | None, route: Route, backend: str) -> Tensor:
     """The weighted sum of the rows of a token; without gates, (T, k, N): each by itself."""
     if gates is None:
-        back: Tensor = apply(Spread, rows, route.place.reshape(-1), route.order[:, None], backend)
+        back: Tensor = apply(Spread, rows, route.place.reshape(-1), route.order[:, None], False, backend)
         return back.reshape(*route.place.shape, rows.shape[1])
     out: Tensor = apply(Weighted, rows, gates, route.order, route.place, backend)
     return out

@@ -11,7 +11,7 @@ from torch import Tensor
 from fdora._records import WIDTH, Bank, BankNeeds, Operands
 from fdora._torch import apply, detached, no_graph
 from fdora.autograd import quant
-from fdora.autograd._ops import OPS, autocast_off, autocast_on, drop_none, no_second_derivative, reread, restore_none
+from fdora.autograd._ops import OPS, Derivative, autocast_off, autocast_on, drop_none, reread, restore_none
 from fdora.autograd.weight import Specs, dense_in, flat_of, specs_of
 from fdora.eager._matmul import is_plain
 from fdora.eager.linear import as_matrix
@@ -144,7 +144,7 @@ class Multi(torch.autograd.Function):
         if no_graph() and not autocast_on(dy):
             found = _backward(call, ctx.kept, needs, dy, *saved)
         else:
-            found = restore_none(apply(MultiBwd, call, ctx.kept, needs, dy, *saved), needs)
+            found = restore_none(apply(MultiBwd, call.fn, call, ctx.kept, needs, dy, *saved), needs)
         dx, *grads = found
         #      x   call  s     offsets order W   A B m c bias   seed and packed tensors
         return dx, None, None, None, None, None, *grads, *[None] * (len(flags) - 11)
@@ -166,18 +166,8 @@ def _backward(
     return OPS[call.backend].multi_bwd(dy, x, bank, h, rest[:count], needs)
 
 
-class MultiBwd(torch.autograd.Function):
-    generate_vmap_rule = True
-
+class MultiBwd(Derivative):
     @staticmethod
-    def forward(call: Call, count: int, needs: BankNeeds, dy: Tensor, x: Tensor, *rest: Any) -> Any:
+    def forward(fn: str, call: Call, count: int, needs: BankNeeds, dy: Tensor, x: Tensor, *rest: Any) -> Any:
         with autocast_off(x):
             return drop_none(_backward(call, count, needs, dy, x, *rest))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.fn = inputs[0].fn
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise no_second_derivative(ctx.fn)

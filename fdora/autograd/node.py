@@ -28,10 +28,10 @@ from fdora._records import (
 from fdora._torch import apply, eager_apply, no_graph, values_only
 from fdora.autograd._ops import (
     OPS,
+    Derivative,
     autocast_off,
     autocast_on,
     drop_none,
-    no_second_derivative,
     reread,
     restore_none,
 )
@@ -233,7 +233,7 @@ def backward(ctx: Any, *dys: Tensor | None) -> Any:
         if call.act is None:
             needs = [NO_NEEDS if dy is None else each for dy, each in zip(dys, needs, strict=True)]
         asked = (need_x, *(need for each in needs for need in each))
-        given = apply(LayersBwd, call, ctx.pre_scale, asked, x, *dys, *parts, *kept, *flat)
+        given = apply(LayersBwd, call.name, call, ctx.pre_scale, asked, x, *dys, *parts, *kept, *flat)
         found = restore_none(given, asked)
         dx, grads = found[0], [Grads(*found[i : i + 5]) for i in range(1, len(found), 5)]
     d_residual = () if not call.residual else (dys[0] if flags[-1] else None,)
@@ -241,11 +241,9 @@ def backward(ctx: Any, *dys: Tensor | None) -> Any:
     return None, dx, *to_inputs(grads, len(flat)), *d_residual
 
 
-class LayersBwd(torch.autograd.Function):
-    generate_vmap_rule = True
-
+class LayersBwd(Derivative):
     @staticmethod
-    def forward(call: Call, pre_scale: tuple[bool, ...], flags: tuple[bool, ...], x: Tensor, *rest: Any) -> Any:
+    def forward(fn: str, call: Call, pre_scale: tuple[bool, ...], flags: tuple[bool, ...], x: Tensor, *rest: Any) -> Any:
         n = len(pre_scale)
         count, width = (n, 1) if call.act is None else (1, ALL_MLP)
         dys, parts = rest[:count], rest[count : count + width]
@@ -255,14 +253,6 @@ class LayersBwd(torch.autograd.Function):
         with autocast_off(x):
             dx, grads = gradients(call, dys, x, flat, saved, flags[0], needs)
         return drop_none((dx, *(d for each in grads for d in each)))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.fn = inputs[0].name
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise no_second_derivative(ctx.fn)
 
 
 class BoundLayers(Layers):

@@ -11,7 +11,7 @@ from torch import Tensor
 from fdora._records import NormOf, Onto
 from fdora._torch import apply, detached, has_tangents
 from fdora.autograd import quant
-from fdora.autograd._ops import OPS, autocast_off, drop_none, no_second_derivative, restore_none
+from fdora.autograd._ops import OPS, Derivative, autocast_off, drop_none, restore_none
 from fdora.eager._matmul import is_real as is_real
 from fdora.eager.norm import WORDS as WORDS
 from fdora.eager.norm import scale as scale
@@ -119,23 +119,13 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dc):
         needs = tuple(ctx.needs_input_grad[1:3])
-        dA, dB = restore_none(apply(NormBwd, dc, *ctx.saved_tensors, ctx.s, needs, ctx.backend), needs)
+        dA, dB = restore_none(apply(NormBwd, "dora_norm", dc, *ctx.saved_tensors, ctx.s, needs, ctx.backend), needs)
         #      W     A   B   s     base  bytes c     backend
         return None, dA, dB, None, None, None, None, None
 
 
-class NormBwd(torch.autograd.Function):
-    generate_vmap_rule = True
-
+class NormBwd(Derivative):
     @staticmethod
-    def forward(dc, W, A, B, c, s, needs, backend):
+    def forward(fn, dc, W, A, B, c, s, needs, backend):
         with autocast_off(W):
             return drop_none(through_norm(dc, W, A, B, c, s, needs, (None, None), backend))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_):
-        raise no_second_derivative("dora_norm")

@@ -62,6 +62,6 @@ class ShardedNorm(torch.autograd.Function):
         for group in ctx.groups:
             dc = all_reduce_sum(dc, group)
         needs = tuple(ctx.needs_input_grad[1:3])
-        dA, dB = restore_none(apply(NormBwd, dc, *ctx.saved_tensors, ctx.s, needs, ctx.backend), needs)
+        dA, dB = restore_none(apply(NormBwd, "dora_norm", dc, *ctx.saved_tensors, ctx.s, needs, ctx.backend), needs)
         #      W     A   B   s     base  bytes groups sum  backend
         return None, dA, dB, None, None, None, None, None, None
