@@ -70,8 +70,8 @@ def check_shapes(
         t = tensors[arg]
         if t is None and arg in OPTIONAL:
             continue
-        if not (isinstance(t, Tensor) or (isinstance(t, Weight) and (arg == "W" or arg.endswith(".W")))):
-            raise fail(fn, arg, "a torch.Tensor", f"a {type(t).__name__}", "Wrap it with torch.as_tensor.")
+        if not (isinstance(t, Weight) and (arg == "W" or arg.endswith(".W"))):
+            check_tensor(fn, arg, t)
         if type(t).__name__ == "DTensor":
             raise fail(fn, arg, "a plain tensor", "a DTensor", "Call .full_tensor() on it, or .to_local() on a replica.")
         axes = axes_text.split()
@@ -102,6 +102,11 @@ def _shape_remedy(arg: str, named: list[str], shape: tuple[int, ...], sizes: dic
     return f"Pass the {arg} that belongs to this layer, in {layout} layout."
 
 
+def check_tensor(fn: str, arg: str, t: object) -> None:
+    if not isinstance(t, Tensor):
+        raise fail(fn, arg, "a torch.Tensor", f"a {type(t).__name__}", "Wrap it with torch.as_tensor.")
+
+
 def check_device(fn: str, like: str, tensors: dict[str, Any]) -> None:
     """All tensors live where ``like`` does."""
     ref = tensors[like]
@@ -128,6 +133,11 @@ def check_rank(fn: str, r: int) -> None:
         raise fail(fn, "r", "at least 1", r, "A layer without an adapter is torch.nn.functional.linear.")
 
 
+def check_positive(fn: str, arg: str, value: object, remedy: str) -> None:
+    if type(value) is not int or value < 1:
+        raise fail(fn, arg, "a positive int", repr(value), remedy)
+
+
 def check_s(fn: str, s: float) -> None:
     """``s`` is a finite Python number; tensors would hide a gradient that is never computed."""
     if isinstance(s, Tensor):
@@ -138,17 +148,26 @@ def check_s(fn: str, s: float) -> None:
         raise fail(fn, "s", "a finite Python number", s, "Pass alpha / r, or alpha / sqrt(r) for rsLoRA.")
 
 
-def check_weights(fn: str, tensors: dict[str, Any], s: float) -> None:
-    """What every function that takes W, A, B (and perhaps x and more, each with one axis N) asks of them."""
-    axes = {"W": "N K", "A": "r K", "B": "N r", "x": "... K"}
-    sizes = check_shapes(fn, {arg: axes.get(arg, "N") for arg in tensors}, tensors)
-    check_rank(fn, sizes["r"])
+def check_operands(fn: str, tensors: dict[str, Any], remedy: str = "Keep it as dora_norm returns it.") -> None:
+    """Devices and dtypes of W, A, B and what else there is, by the arguments' names; ``remedy``: of a norm in another dtype."""
     W = tensors["W"]
     check_device(fn, "W", tensors)
     check_dtype(fn, "W", W, FLOATS, "Dequantise or cast it first.")
     for arg in ("A", "B", "m"):
         check_dtype(fn, arg, tensors.get(arg), (torch.float32, W.dtype))
+    check_dtype(fn, "x", tensors.get("x"), FLOATS, "Cast it to the dtype of W.")
+    check_dtype(fn, "bias", tensors.get("bias"), FLOATS)
+    check_dtype(fn, "norm", tensors.get("norm"), WIDE, remedy)
     check_frozen(fn, "W", W)
+
+
+def check_weights(fn: str, tensors: dict[str, Any], s: float, *remedy: str) -> None:
+    """What every function that takes W, A, B (and perhaps x and more, each with one axis N) asks of them. ``remedy``: as of
+    :func:`check_operands`."""
+    axes = {"W": "N K", "A": "r K", "B": "N r", "x": "... K"}
+    sizes = check_shapes(fn, {arg: axes.get(arg, "N") for arg in tensors}, tensors)
+    check_rank(fn, sizes["r"])
+    check_operands(fn, tensors, *remedy)
     check_s(fn, s)
 
 

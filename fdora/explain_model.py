@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,19 +170,29 @@ def from_config(file: Path, r: int) -> Model:
     if r < 1:
         raise fail("explain", "r", "at least 1", r, "A model without an adapter needs no fdora.")
 
-    def size(field: str, default: int | None = None) -> int:
-        value = config.get(field)
-        value = default if value is None else value
-        if type(value) is not int or value < 1:
-            raise fail("explain", "model", f"a config with a positive integer {field!r}", repr(value), f"Look into {file}.")
-        return value
-
+    size = partial(positive, config, fn="explain", where=file)
     H, heads, layers = size("hidden_size"), size("num_attention_heads"), size("num_hidden_layers")
     head = size("head_dim", None if KNOWN[kind] else H // heads)
     q, kv, inner = heads * head, size("num_key_value_heads", heads) * head, size("intermediate_size")
-    shapes = {"q_proj": (q, H), "k_proj": (kv, H), "v_proj": (kv, H), "o_proj": (H, q)}
-    shapes |= {"gate_proj": (inner, H), "up_proj": (inner, H), "down_proj": (H, inner)}
-    return Model(f"{kind}, {layers} layers, all linear layers adapted", [Kind(n, *s, r, layers) for n, s in shapes.items()], [])
+    kinds = [Kind(name, *shape, r, layers) for name, shape in linears_of(H, inner, q, kv).items()]
+    return Model(f"{kind}, {layers} layers, all linear layers adapted", kinds, [])
+
+
+def positive(
+    config: dict[str, Any], field: str, default: int | None = None, *, fn: str = "jobs.plan", where: object = "the file"
+) -> int:
+    """A size of a config.json, which may leave out what has a default."""
+    value = config.get(field)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise fail(fn, "model", f"a config with a positive integer {field!r}", repr(value), f"Look into {where}.")
+    return value
+
+
+def linears_of(hidden: int, inner: int, q: int, kv: int) -> dict[str, tuple[int, int]]:
+    """(N, K) of each linear layer of a block; ``q``, ``kv``: the widths of queries and of keys."""
+    shapes = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+    return shapes | {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
 
 
 def from_adapter(folder: Path) -> Model:

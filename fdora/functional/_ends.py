@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_shapes, fail, name
+from fdora._check import FLOATS, check_device, check_dtype, check_shapes, check_tensor, fail, name
 
 
 def folded(dtype: torch.dtype, gamma: Tensor | None, m: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -43,8 +43,7 @@ def check_ends(
         raise fail(fn, arg, "None where dropout reaches the base product", have, "Scale y and add to it yourself.")
     if residual is None:
         return
-    if not isinstance(residual, Tensor):
-        raise fail(fn, "residual", "a torch.Tensor", f"a {type(residual).__name__}", "Wrap it with torch.as_tensor.")
+    check_tensor(fn, "residual", residual)
     if compute is not None:
         raise fail(fn, "residual", "None with compute", "a Tensor", "Add it to y yourself.")
     want = (*x.shape[:-1], W.shape[0])

@@ -180,6 +180,11 @@ def local(fn: str, lay: Layout, arg: str, t: Any, move: bool = False) -> Any:
     return t.to_local(grad_placements=gradient)
 
 
+def adapter_parts(fn: str, lay: Layout, A: Any, B: Any, m: Any, norm: Any, move: bool = False) -> list[Any]:
+    """This process's part of each, as of :func:`local`."""
+    return [local(fn, lay, arg, t, move) for arg, t in (("A", A), ("B", B), ("m", m), ("norm", norm))]
+
+
 def part(W: Any) -> Any:
     """This process's part of W, or of what else has no gradient."""
     return W.to_local() if isinstance(W, DTensor) else W

@@ -16,6 +16,7 @@ from fdora._check import fail
 from fdora.autograd.sharded import sharded_norm
 from fdora.functional._layout import (
     Layout,
+    adapter_parts,
     begins,
     compose_layout,
     layer_layout,
@@ -119,7 +120,7 @@ def scale(call: Callable, m: Any, c: Any) -> Any:
 def merge(call: Callable, fn: str, W: Any, A: Any, B: Any, m: Any, s: float, norm: Any, backend: Any) -> Any:
     lay = layer_layout(fn, mesh_of(fn, {"W": W, "A": A, "B": B, "m": m, "norm": norm}), W)
     w = part(W)
-    a, b, mag, c = (local(fn, lay, arg, t, True) for arg, t in (("A", A), ("B", B), ("m", m), ("norm", norm)))
+    a, b, mag, c = adapter_parts(fn, lay, A, B, m, norm, True)
     c = _norm(fn, lay, w, a, b, s, c, backend)
     return whole(call(w, a, b, mag, s=s, norm=c, backend=backend), lay.mesh, lay.rows, W.shape)
 
@@ -138,7 +139,7 @@ def _local_layer(fn: str, lay: Layout, layer: DoraLayer, backend: Any) -> tuple[
     """This process's part of a layer, and the bias, where it must wait for the sum."""
     W, A, B, m, s, bias, norm = layer
     w = part(W)
-    a, b, mag, c = (local(fn, lay, arg, t) for arg, t in (("A", A), ("B", B), ("m", m), ("norm", norm)))
+    a, b, mag, c = adapter_parts(fn, lay, A, B, m, norm)
     if A is not None:
         c = _norm(fn, lay, w, a, b, s, c, backend)
     late = "row" in lay.ways

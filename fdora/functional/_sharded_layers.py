@@ -23,6 +23,7 @@ from fdora.functional._layout import (
     TABLE,
     TABLE_OF_ROWS,
     Layout,
+    adapter_parts,
     begins,
     is_cut,
     layout,
@@ -67,7 +68,7 @@ def multi(
         have = "offsets" if ids is None else f"{tuple(ids.shape)}"
         raise fail(fn, "ids", f"{tuple(x.shape[:-1])} where x is cut by tokens", have, "They are cut as x is.")
     w, who, over = part(W), None if ids is None else local(fn, lay, "ids", ids), sums_over(lay)
-    a, b, mag, c = (local(fn, lay, arg, t) for arg, t in (("A", A), ("B", B), ("m", m), ("norm", norm)))
+    a, b, mag, c = adapter_parts(fn, lay, A, B, m, norm)
     if m is not None and c is None and over:
         c = _bank_norm(fn, lay, w, a, b, s, rest["ranks"], rest["backend"])
     late = "row" in lay.ways
@@ -120,7 +121,7 @@ def embedding(
         raise fail(fn, arg, f"{want} where W is cut by columns", have, "Cut W by rows: it is about the length of a row.")
     rest = {"norm_axis": norm_axis, "max_norm": max_norm, "backend": backend}
     w, who = part(W), local(fn, lay, "ids", ids)
-    a, b, mag, c = (local(fn, lay, arg, t) for arg, t in (("A", A), ("B", B), ("m", m), ("norm", norm)))
+    a, b, mag, c = adapter_parts(fn, lay, A, B, m, norm)
     spread = tuple([(mesh, i) for i, way in enumerate(lay.ways) if way == "vocabulary"])
     if spread and c is None and norm_axis == 0:
         c = root_of_sum(dora_norm(w.T, a.detach(), b.detach(), s=s, squared=True, backend=backend), spread)
@@ -153,7 +154,7 @@ def conv(call: Callable, fn: str, n: int, given: Any, asked: tuple[Any, ...], ba
         arg, want, have = ("groups", 1, groups) if groups != 1 else ("transposed", False, True)
         raise fail(fn, arg, f"{want} where W is cut", have, f"Replicate W {where(mesh, cut)}, and cut x by images.")
     w, over = part(W), sums_over(lay)
-    a, b, mag, c = (local(fn, lay, arg, t) for arg, t in (("A", A), ("B", B), ("m", m), ("norm", norm)))
+    a, b, mag, c = adapter_parts(fn, lay, A, B, m, norm)
     if c is None and over:
         rows = (w.flatten(1), a.detach().flatten(1), b.detach().flatten(1))
         c = root_of_sum(dora_norm(*rows, s=s, squared=True, backend=backend), over)

@@ -72,22 +72,21 @@ class RowsPlan:
     def gather(self, A: list[Tensor], run: Run) -> list[Tensor]:
         """Each (r, K)."""
         sizes, shapes = self.sizes[run.first : run.last], self.shapes[run.first : run.last]
-        total = sum(sizes)
-        gathered = all_gathered(torch.cat([t.reshape(-1) for t in A]), self.count, self.group)
-        flat = torch.empty_like(gathered)
-        whole = flat.split_with_sizes([self.count * n for n in sizes])
-        out = [t.view(self.count, -1) for t in whole]
-        torch.split_with_sizes_copy(gathered.view(self.count, total), sizes, 1, out=out)
+        whole = self.of_all(torch.cat([t.reshape(-1) for t in A]), sizes)
         return [t.view(shape) for t, shape in zip(whole, shapes, strict=True)]
 
     def spread(self, c: Tensor) -> Sequence[Tensor]:
         """The whole norms of all weights, from those of each process's rows."""
-        lengths = self.part.lengths
-        gathered = all_gathered(c, self.count, self.group)
-        whole = torch.empty_like(gathered).split_with_sizes([self.count * n for n in lengths])
-        out = [t.view(self.count, -1) for t in whole]
-        torch.split_with_sizes_copy(gathered.view(self.count, -1), lengths, 1, out=out)
+        whole = self.of_all(c, self.part.lengths)
         return whole if self.part.full else [whole[i] for i in self.part.kept]
+
+    def of_all(self, mine: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+        """Parts of these sizes, which lie one behind the other, each with those of all processes."""
+        gathered = all_gathered(mine, self.count, self.group)
+        whole = torch.empty_like(gathered).split_with_sizes([self.count * n for n in sizes])
+        out = [t.view(self.count, -1) for t in whole]
+        torch.split_with_sizes_copy(gathered.view(self.count, -1), sizes, 1, out=out)
+        return whole
 
 
 class Run:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from fdora._check import (
-    FLOATS,
     Weight,
     check_device,
     check_dtype,
-    check_frozen,
+    check_operands,
     check_rank,
     check_s,
     check_shapes,
@@ -47,12 +46,7 @@ def check_bank(fn: str, tensors: dict[str, Any]) -> int:
     if sizes["G"] < 1:
         have = tuple(tensors["A"].shape)
         raise fail(fn, "A", "a bank of at least one adapter", have, "A layer without is torch.nn.functional.linear.")
-    check_device(fn, "W", tensors)
-    W = tensors["W"]
-    check_dtype(fn, "W", W, FLOATS, "Dequantise or cast it first.")
-    for arg in ("A", "B", "m"):
-        check_dtype(fn, arg, tensors.get(arg), (torch.float32, W.dtype))
-    check_frozen(fn, "W", W)
+    check_operands(fn, tensors)
     return sizes["G"]
 
 
@@ -133,11 +127,7 @@ def norm_of_experts(
     else:
         sizes = check_shapes(fn, {"W": "E N K", "A": "E r K", "B": "E N r"}, tensors)
     check_rank(fn, sizes["r"])
-    check_device(fn, "W", tensors)
-    check_dtype(fn, "W", W, FLOATS, "Dequantise or cast it first.")
-    for arg in ("A", "B"):
-        check_dtype(fn, arg, tensors[arg], (torch.float32, W.dtype))
-    check_frozen(fn, "W", W)
+    check_operands(fn, tensors)
     check_s(fn, s)
     like = A if isinstance(W, QuantWeight) else W
     name = select_backend(like, backend=backend).name

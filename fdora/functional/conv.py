@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fdora._check import (
-    FLOATS,
-    WIDE,
-    check_device,
-    check_dtype,
-    check_frozen,
+    check_operands,
     check_rank,
     check_s,
     check_shapes,
+    check_tensor,
     fail,
     is_sharded,
 )
@@ -280,21 +276,12 @@ def check_conv(fn: str, n: int, given: Given, how: Conv) -> None:
         t = tensors[arg]
         if t is None and arg in ("bias", "norm"):
             continue
-        if not isinstance(t, Tensor):
-            raise fail(fn, arg, "a torch.Tensor", f"a {type(t).__name__}", "Wrap it with torch.as_tensor.")
+        check_tensor(fn, arg, t)
         if tuple(t.shape) != shape:
             raise fail(fn, arg, f"{shape}", f"{tuple(t.shape)}", f"Pass the {arg} that belongs to this layer.")
-    if not isinstance(x, Tensor):
-        raise fail(fn, "x", "a torch.Tensor", f"a {type(x).__name__}", "Wrap it with torch.as_tensor.")
+    check_tensor(fn, "x", x)
     if x.dim() not in (n + 1, n + 2) or x.shape[-n - 1] != C:
         want = f"({C}, ...) or (L, {C}, ...) with {n} axes of space"
         raise fail(fn, "x", want, f"{tuple(x.shape)}", "Pass the x that belongs to this layer, channels first.")
-    check_device(fn, "W", tensors)
-    check_dtype(fn, "W", W, FLOATS, "Dequantise or cast it first.")
-    for arg in ("A", "B", "m"):
-        check_dtype(fn, arg, tensors[arg], (torch.float32, W.dtype))
-    check_dtype(fn, "x", x, FLOATS, "Cast it to the dtype of W.")
-    check_dtype(fn, "bias", bias, FLOATS)
-    check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
-    check_frozen(fn, "W", W)
+    check_operands(fn, tensors)
     check_s(fn, s)

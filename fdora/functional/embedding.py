@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from fdora._check import (
-    FLOATS,
-    WIDE,
-    check_device,
     check_dtype,
     check_frozen,
+    check_operands,
     check_rank,
     check_s,
     check_shapes,
@@ -147,13 +145,8 @@ def check_embedding(
         tensors = {"ids": ids, "W": W, "A": A, "B": B, "m": m, "norm": norm}
         sizes = check_shapes(fn, spec, tensors, "nn.Embedding", maker)
         check_rank(fn, sizes["r"])
-        check_device(fn, "W", tensors)
+        check_operands(fn, tensors)
         check_dtype(fn, "ids", ids, (torch.int64, torch.int32), "Pass row numbers, for example ids.long().")
-        check_dtype(fn, "W", W, FLOATS, "Dequantise or cast it first.")
-        for arg in ("A", "B", "m"):
-            check_dtype(fn, arg, tensors[arg], (torch.float32, W.dtype))
-        check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
-        check_frozen(fn, "W", W)
         check_s(fn, s)
         remember(key)
     if padding_idx is not None:

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from fdora._check import (
     FLOATS,
-    WIDE,
     check_device,
     check_dtype,
     check_frozen,
+    check_operands,
     check_rank,
     check_s,
     check_shapes,
+    check_tensor,
     check_whole,
     fail,
     is_sharded,
@@ -203,14 +204,7 @@ def check_experts(fn: str, x: Tensor, W: Any, A: Any, B: Any, m: Any, s: Any, bi
     check_rank(fn, sizes["r"])
     if sizes["E"] < 1:
         raise fail(fn, "W", "of at least one expert", f"{tuple(W.shape)}", "Stack the weights of the experts.")
-    check_device(fn, "W", tensors)
-    check_dtype(fn, "W", W, FLOATS, "Dequantise or cast it first.")
-    for arg in ("A", "B", "m"):
-        check_dtype(fn, arg, tensors[arg], (torch.float32, W.dtype))
-    check_dtype(fn, "x", x, FLOATS, "Cast it to the dtype of W.")
-    check_dtype(fn, "bias", bias, FLOATS)
-    check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
-    check_frozen(fn, "W", W)
+    check_operands(fn, tensors)
     check_s(fn, s)
     remember(key)
 
@@ -225,8 +219,8 @@ def check_route(fn: str, x: Tensor, experts: int, offsets: Any, ids: Tensor | No
             raise fail(fn, "gates", "None without ids", "a Tensor", "Multiply y, or pass the ids that they belong to.")
         return
     for arg, t in (("ids", ids), ("gates", gates)):
-        if t is not None and not isinstance(t, Tensor):
-            raise fail(fn, arg, "a torch.Tensor", f"a {type(t).__name__}", "Wrap it with torch.as_tensor.")
+        if t is not None:
+            check_tensor(fn, arg, t)
     check_dtype(fn, "ids", ids, (torch.int64, torch.int32))
     check_device(fn, "x", {"x": x, "ids": ids, "gates": gates})
     if ids.dim() not in (1, 2) or ids.shape[0] != x.shape[0]:

@@ -14,6 +14,7 @@ from fdora._check import (
     check_frozen,
     check_left_out,
     check_shapes,
+    check_tensor,
     fail,
     is_sharded,
     key_of,
@@ -140,8 +141,7 @@ def check_members(fn: str, x: Tensor, layers: dict[str, DoraLayer], other_x: Cal
 
     Returns whether there are DTensors among them, whose parts are checked in their turn.
     """
-    if not isinstance(x, Tensor):
-        raise fail(fn, "x", "a torch.Tensor", f"a {type(x).__name__}", "Wrap it with torch.as_tensor.")
+    check_tensor(fn, "x", x)
     for label, layer in layers.items():
         if not isinstance(layer, DoraLayer):
             have = f"a {type(layer).__name__}"

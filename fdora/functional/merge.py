@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._check import WIDE, FdoraError, check_dtype, check_left_out, check_weights, fail, is_sharded
+from fdora._check import FdoraError, check_left_out, check_weights, fail, is_sharded
 from fdora._dispatch import Backend
 from fdora._records import NormOf
 from fdora._torch import detached
@@ -172,6 +172,6 @@ def check_merge(fn: str, W: Any, A: Tensor, B: Tensor, m: Tensor, s: float, norm
         raise fail(fn, "W", "a tensor", "a QuantWeight", "Quantising the merged weight was for good: keep the one before.")
     if fn == "dora_unmerge" and norm is None:
         raise fail(fn, "norm", "that of the weight before the merge", "None", "Keep dora_norm(W, A, B, s=s) when you merge.")
-    check_weights(fn, {"W": W, "A": A, "B": B, "m": m, "norm": norm}, s)
     when = " before the merge" if fn == "dora_unmerge" else ""
-    check_dtype(fn, "norm", norm, WIDE, f"Keep it as dora_norm(W, A, B, s=s) returned it{when}.")
+    remedy = f"Keep it as dora_norm(W, A, B, s=s) returned it{when}."
+    check_weights(fn, {"W": W, "A": A, "B": B, "m": m, "norm": norm}, s, remedy)

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from fdora._check import (
-    FLOATS,
-    WIDE,
     check_device,
     check_dtype,
     check_frozen,
     check_shapes,
+    check_tensor,
     fail,
     is_sharded,
     key_of,
@@ -153,15 +152,10 @@ def check_multi(
         if norm is not None:
             raise fail(fn, "norm", "None without m", "a Tensor", "Plain LoRA has no norm: g is 1.")
     check_ranks(fn, ranks, check_bank(fn, tensors), A.shape[1])
-    check_dtype(fn, "x", x, FLOATS, "Cast it to the dtype of W.")
-    check_dtype(fn, "bias", bias, FLOATS)
-    check_dtype(fn, "norm", norm, WIDE, "Keep it as dora_norm returns it.")
     if (offsets is None) == (ids is None):
         have = "neither" if ids is None else "both"
         raise fail(fn, "offsets", "given, or ids, not both", have, "One of them says which adapter each token has.")
-    arg, tokens = ("ids", ids) if offsets is None else ("offsets", offsets)
-    if not isinstance(tokens, Tensor):
-        raise fail(fn, arg, "a torch.Tensor", f"a {type(tokens).__name__}", "Wrap it with torch.as_tensor.")
+    check_tensor(fn, *(("ids", ids) if offsets is None else ("offsets", offsets)))
     check_device(fn, "W", {"W": W, "offsets": offsets, "ids": ids})
     if offsets is not None:
         check_shapes(fn, {"A": "G r K", "offsets": "G"}, {"A": A, "offsets": offsets})

@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fdora._check import FdoraError, fail
-from fdora.explain_model import CONFIG, load
+from fdora._check import FdoraError, check_positive, fail
+from fdora.explain_model import CONFIG, linears_of, load, positive
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 EVERY = 6  # gemma3: each sixth layer sees all tokens
@@ -63,10 +63,7 @@ class Model(NamedTuple):
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        shapes = {"q_proj": (q, self.hidden), "k_proj": (kv, self.hidden), "v_proj": (kv, self.hidden)}
-        shapes |= {"o_proj": (self.hidden, q), "gate_proj": (self.inner, self.hidden), "up_proj": (self.inner, self.hidden)}
-        return shapes | {"down_proj": (self.hidden, self.inner)}
+        return linears_of(self.hidden, self.inner, self.heads * self.head_dim, self.kv_heads * self.head_dim)
 
 
 class Part(NamedTuple):
@@ -112,9 +109,8 @@ def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -
     head_dim = size("head_dim", family.head_dim or hidden // heads)
     if head_dim % 2:  # RoPE turns pairs
         raise wrong("with an even 'head_dim'", head_dim)
-    if layers is not None and (type(layers) is not int or layers < 1):
-        raise fail("jobs.plan", "layers", "a positive int", repr(layers), "It stands for the config's own number.")
     count = own if layers is None else layers
+    check_positive("jobs.plan", "layers", count, "It stands for the config's own number.")
     window, sliding = windows(config, own, count)
     return Model(
         kind,
@@ -136,14 +132,6 @@ def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -
 
 def wrong(what: str, have: object) -> FdoraError:
     return fail("jobs.plan", "model", f"a config {what}", repr(have), "Look into the file.")
-
-
-def positive(config: dict[str, Any], field: str, default: int | None = None) -> int:
-    value = config.get(field)
-    value = default if value is None else value
-    if type(value) is not int or value < 1:
-        raise wrong(f"with a positive integer {field!r}", value)
-    return value
 
 
 def windows(config: dict[str, Any], own: int, layers: int) -> tuple[int, tuple[int, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from fdora._check import fail
+from fdora._check import check_positive, fail
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # bytes of a weight, and whether it is decoded for a product of many tokens: codes, and scales for each group
@@ -68,8 +68,7 @@ def check_setup(setup: Setup) -> Setup:
     if setup.loss_tokens is not None:
         positive["loss_tokens"] = setup.loss_tokens
     for arg, value in positive.items():
-        if type(value) is not int or value < 1:
-            raise fail("jobs.plan", arg, "a positive int", repr(value), "It is a number of tokens, microbatches or a rank.")
+        check_positive("jobs.plan", arg, value, "It is a number of tokens, microbatches or a rank.")
     if not setup.adapters:
         raise fail("jobs.plan", "adapters", "at least one", "none", "Without an adapter nothing is trained.")
     known: dict[str, Collection] = {"weights": WEIGHTS, "optimizer": OPTIMIZERS, "adapter_bytes": (2, 4)}

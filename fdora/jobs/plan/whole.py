@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fdora._check import fail
+from fdora._check import check_positive, fail
 from fdora.jobs.plan.layout import Layout, Request, ways
 from fdora.jobs.plan.memory import Memory
 from fdora.jobs.plan.model import Model
@@ -69,7 +69,6 @@ def plan(model: Model, setup: Setup, *, gpu: str | Card = "h200", gpus: int = 1,
     count = setup.length if tokens is None else tokens
     if type(count) is not int or count < 1 or count % setup.length:
         raise fail("jobs.plan", "tokens", f"a multiple of the length {setup.length}", repr(count), "Sequences are whole.")
-    if type(gpus) is not int or gpus < 1:
-        raise fail("jobs.plan", "gpus", "a positive int", repr(gpus), "It is how many there are.")
+    check_positive("jobs.plan", "gpus", gpus, "It is how many there are.")
     found = gpu if isinstance(gpu, Card) else card(gpu)
     return Plan(model, setup, found, gpus, count, tuple(ways(Request(model, setup, found, gpus, count))))

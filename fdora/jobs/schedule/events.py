@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from fdora._check import fail
+from fdora._check import check_positive, fail
 from fdora.jobs.schedule.order import Batch, places
 from fdora.jobs.schedule.records import Microbatch, tokens_of
 
@@ -31,8 +31,7 @@ def segment_ends(microbatch: Microbatch, adapters: int, *, multiple: int = 1) ->
     Raises:
       FdoraError: a sample is of an adapter that is not among the first ``adapters``, or ``multiple`` is less than 1.
     """
-    if type(multiple) is not int or multiple < 1:
-        raise fail("jobs.schedule.segment_ends", "multiple", "a positive int", repr(multiple), "1 adds nothing.")
+    check_positive("jobs.schedule.segment_ends", "multiple", multiple, "1 adds nothing.")
     tokens = tokens_of(microbatch)
     for adapter in tokens:
         if not 0 <= adapter < adapters:

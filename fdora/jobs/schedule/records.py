@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fdora._check import fail
+from fdora._check import check_positive, fail
 
 Lengths = Sequence[Sequence[Sequence[int]]]  # [adapter][batch][sample]: tokens
 
@@ -129,8 +129,7 @@ def check_spec(fn: str, spec: Spec) -> None:
 
 
 def check_sample(fn: str, arg: str, length: Any, spec: Spec) -> None:
-    if type(length) is not int or length < 1:
-        raise fail(fn, arg, "a positive int", repr(length), "It is the number of tokens of one sample.")
+    check_positive(fn, arg, length, "It is the number of tokens of one sample.")
     if -(-length // spec.multiple) > spec.units:
         want = f"at most {spec.units * spec.multiple} tokens, what one microbatch holds"
         raise fail(fn, arg, want, length, "Truncate or split the sample, or raise the capacity.")

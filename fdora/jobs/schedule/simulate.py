@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fdora._check import fail
+from fdora._check import check_positive, fail
 from fdora.jobs.schedule.records import Microbatch, Schedule
 
 Time = Callable[[Microbatch, int], float]  # of a microbatch on a stage
@@ -78,8 +78,7 @@ def interleaved(devices: int, microbatches: int, chunks: int) -> Orders:
       FdoraError: a number is less than 1, or there are several chunks and the microbatches are no multiple of the devices.
     """
     for arg, value in {"devices": devices, "chunks": chunks}.items():
-        if type(value) is not int or value < 1:
-            raise fail("jobs.schedule.interleaved", arg, "a positive int", repr(value), "1F1B has one chunk.")
+        check_positive("jobs.schedule.interleaved", arg, value, "1F1B has one chunk.")
     if chunks > 1 and microbatches % devices:
         want = f"a multiple of the {devices} devices"
         raise fail("jobs.schedule.interleaved", "microbatches", want, microbatches, "Add no-ops at the end.")
@@ -149,8 +148,7 @@ def simulate(
       FdoraError: stages or chunks are less than 1, or a time is negative.
     """
     found = tuple(schedule.microbatches if isinstance(schedule, Schedule) else schedule)
-    if type(stages) is not int or stages < 1:
-        raise fail("jobs.schedule.simulate", "stages", "a positive int", repr(stages), "One device is a pipeline of one stage.")
+    check_positive("jobs.schedule.simulate", "stages", stages, "One device is a pipeline of one stage.")
     if chunks != 1:
         found += ((),) * (-len(found) % stages)
     orders = interleaved(stages, len(found), chunks)
