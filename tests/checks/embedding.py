@@ -5,7 +5,7 @@ import itertools
 import torch
 from torch.autograd import gradcheck
 
-from fdora.functional import dora_embedding, dora_linear, dora_merge, dora_norm
+from fdora.functional import dora_embedding, dora_norm
 from tests import device, reference
 from tests.close import assert_exact, assert_within, rel_l2
 from tests.make import grads, tensors
@@ -103,30 +103,6 @@ def max_norm_leaves_w_alone():
     assert_exact(got, layer(numbers()))
 
 
-def a_head_that_shares_the_table():
-    """Each with its adapter; or, with a norm of each row, both with one."""
-    W, A, B, m = table(axis=1)
-    leaves = {"A": A.requires_grad_(), "B": B.requires_grad_(), "m": m.requires_grad_()}
-    ids = numbers()
-    x = dora_embedding(ids, W, A, B, m, s=S, norm_axis=1)
-    logits = dora_linear(x, W, B.T, A.T, m, s=S)
-    merged = dora_merge(W, B.T.detach(), A.T.detach(), m.detach(), s=S)
-    assert_exact(x, merged[ids])
-    assert_exact(logits, merged[ids] @ merged.T)
-    want = reference.dora(reference.embedding(ids, W, A, B, m, S, 1), W, B.T, A.T, m, S)
-    dy = torch.randn_like(logits)
-    for a, b in zip(grads(logits, dy, **leaves).values(), grads(want, dy, **leaves).values(), strict=True):
-        assert_exact(a, b)
-    W, A, B, m = table()
-    head = tensors(11, 6, 3, seed=1)
-    own = {n: head[n].requires_grad_() for n in "ABm"} | {"A_e": A.requires_grad_(), "B_e": B.requires_grad_()}
-    logits = dora_linear(dora_embedding(ids, W, A, B, m, s=S), W, *(head[n] for n in "ABm"), s=2.0)
-    want = reference.dora(reference.embedding(ids, W, A, B, m, S), W, *(head[n] for n in "ABm"), 2.0)
-    assert_exact(logits, want)
-    for a, b in zip(grads(logits, dy, **own).values(), grads(want, dy, **own).values(), strict=True):
-        assert_exact(a, b)
-
-
 def sparse_gradients_are_the_dense_ones():
     """Bit for bit, of the rows that were read and no others, and an optimizer for such gradients takes them."""
     for axis, extra in itertools.product((0, 1), ({}, {"padding_idx": 0}, {"max_norm": 0.9})):
@@ -187,6 +163,5 @@ CHECKS = [
     gradients_reach_a_given_norm,
     only_rows_that_were_read,
     max_norm_leaves_w_alone,
-    a_head_that_shares_the_table,
     sparse_gradients_are_the_dense_ones,
 ]

@@ -163,23 +163,3 @@ def test_a_merge_in_the_format_of_its_weight(name):
     # a value at the middle of two codes may go to the other one
     same = torch.isclose(merged.dequantize(torch.float32), want.dequantize(torch.float32), rtol=1e-4, atol=1e-6)
     assert same.float().mean() > 0.99
-
-
-@pytest.mark.parametrize("name", ["nf4 nested", "fp8"])
-def test_compiled_whole_with_the_norm_inside(name, monkeypatch):
-    monkeypatch.setattr(_dispatch, "_forced", "triton")
-    W = weight(name)
-    A, B = (t.requires_grad_() for t in adapter(W))
-    m = (1.1 * dora_norm(W, A, B, s=S)).requires_grad_()
-    x = torch.randn(5, 96, device=device.NAME, dtype=torch.float16, requires_grad=True)
-
-    def f(x, W, A, B, m):
-        return dora_linear(x, W, A, B, m, s=S)
-
-    torch._dynamo.reset()
-    results = []
-    for call in (torch.compile(f, backend="aot_eager", fullgraph=True), f):
-        y = call(x, W, A, B, m)
-        results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, A, B, m])])
-    for got, want in zip(*results, strict=True):
-        assert rel_l2(got, want) < 1e-3

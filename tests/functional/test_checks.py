@@ -1,0 +1,11 @@
+"""Every promise of the checks that need nothing beside them."""
+
+import pytest
+
+from tests.checks import compose, merge, mlp, norm
+
+
+@pytest.mark.parametrize("module", [compose, merge, mlp, norm], ids=lambda module: module.__name__.rpartition(".")[2])
+def test_promises(module):
+    for check in module.CHECKS:
+        check()
