@@ -6,6 +6,7 @@ warm cache, the same for every way. Graphs share the memory of one anchor graph:
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -22,6 +23,13 @@ Timer = Callable[[], float]  # ms of one call
 def synchronize(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
+
+
+def free(device: str) -> None:
+    """What nothing refers to any more."""
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
 
 
 def once(fn: Callable[[], object], device: str) -> float:

@@ -19,9 +19,9 @@ from __future__ import annotations
 import copy
 import math
 import sysconfig
-import time
 import warnings
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -29,9 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.decoder import LINEARS
-from bench.records import save
 from bench.rivals import paths
-from bench.suite import about, command
+from bench.suite import Run, Suite, numbers, words
 from bench.table import line, table
 
 WAYS = ("peft", "fdora", "float32")
@@ -184,66 +183,59 @@ def worse(row: dict) -> bool:
     return not mine <= 2 * theirs + SLACK
 
 
-def parse(argv):
-    parser = command(__doc__, seconds=math.inf)
-    parser.add_argument("--seeds", type=lambda s: [int(v) for v in s.split(",")], default=[0, 1, 2])
-    parser.add_argument("--optimizers", type=lambda s: s.split(","), default=["adamw", "muon"])
+def arguments(parser):
+    parser.add_argument("--seeds", type=numbers, default=[0, 1, 2])
+    parser.add_argument("--optimizers", type=words(("adamw", "muon"), "optimizers"), default=["adamw", "muon"])
     parser.add_argument("--adapter", choices=DTYPES, default="fp32")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--pretrain", type=int, default=2000, help="steps")
-    parser.add_argument("--eval", type=int, default=16, help="held-out batches")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--r", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--seq", type=int, default=256)
+    for name, count, what in COUNTS:
+        parser.add_argument(f"--{name}", type=int, default=count, help=what)
     parser.add_argument("--quick", action="store_true", help="one seed, 200 steps")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
     parser.add_argument("--full", action="store_true", help="also full DoRA: gradients through the norm")
-    parser.add_argument("--ways", type=lambda s: s.split(","), help=f"some of {', '.join((*WAYS, FULL))}")
-    options = parser.parse_args(argv)
+    parser.add_argument("--ways", type=words((*WAYS, FULL), "ways"), help=f"some of {', '.join((*WAYS, FULL))}")
+
+
+COUNTS = (
+    *(("steps", 2000, None), ("pretrain", 2000, "steps"), ("eval", 16, "held-out batches"), ("layers", 2, None)),
+    *(("r", 16, None), ("batch", 16, None), ("seq", 256, None)),
+)
+
+
+def check(parser, options):
     options.ways = options.ways or [*WAYS, *([FULL] if options.full else [])]
-    if unknown := set(options.ways) - {*WAYS, FULL}:
-        parser.error(f"unknown ways: {', '.join(sorted(unknown))}")
     if options.quick:
         options.seeds, options.steps, options.pretrain = [0], 200, 200
-    return options
 
 
-def main(argv=None):
-    options = parse(argv)
-    start = time.perf_counter()
-    facts = about(options.device, options.commit, argv)
-    print(facts, "\n", flush=True)
+def measure(run: Run) -> None:
+    options = run.options
     source, reference, rest = corpora()
     base, losses = pretrained(source, options)
     sizes = {key: getattr(options, key) for key in ("adapter", "steps", "pretrain", "layers", "r", "batch", "seq")}
-    result: dict = {
-        "about": facts,
-        "settings": sizes | (TINY if options.tiny else SIZES) | {"lr": LR},
-        "rows": [],
-        "skipped": [],
-    }
-    result["bytes"] = {"source": len(source), "reference": len(reference), "held_out": len(rest)}
-    result["pretraining_loss"] = [round(each, 4) for each in losses[:: max(1, len(losses) // 20)].tolist()]
-    print(line(["pretraining, loss", *result["pretraining_loss"]]), flush=True)
+    run.set(settings=sizes | (TINY if options.tiny else SIZES) | {"lr": LR})
+    run.set(bytes={"source": len(source), "reference": len(reference), "held_out": len(rest)})
+    run.set(pretraining_loss=[round(each, 4) for each in losses[:: max(1, len(losses) // 20)].tolist()])
+    print(line(["pretraining, loss", *run.result["pretraining_loss"]]), flush=True)
     if "muon" in options.optimizers and not hasattr(torch.optim, "Muon"):
         print(f"muon is skipped: torch {torch.__version__} has no torch.optim.Muon, torch 2.9 has")
         options.optimizers.remove("muon")
-        result["skipped"] += [[seed, "muon"] for seed in options.seeds]
-    for seed in options.seeds:
-        for kind in options.optimizers:
-            if time.perf_counter() - start > options.seconds:
-                result["skipped"].append([seed, kind])
-                continue
-            result["rows"].append(case(base, seed, kind, (reference, rest), options))
-            print(markdown(result["rows"][-1:]), flush=True)
-            save(options.json, result)
-    save(options.json, result)
-    print("\n" + markdown(result["rows"]))
-    if far := [(row["seed"], row["optimizer"], row["held_out"]) for row in result["rows"] if worse(row)]:
+        run.result["skipped"] += [[seed, "muon"] for seed in options.seeds]
+    for seed, kind in run.cases(product(options.seeds, options.optimizers)):
+        run.add(case(base, seed, kind, (reference, rest), options))
+
+
+def judged(run: Run) -> None:
+    rows = run.result["rows"]
+    if far := [(row["seed"], row["optimizer"], row["held_out"]) for row in rows if worse(row)]:
         raise SystemExit(f"fdora ends farther from float32 than PEFT: {far}")
-    if other := [row["paths"] for row in result["rows"] if "paths" in row and set(row["paths"]) != {"fused"}]:
+    if other := [row["paths"] for row in rows if "paths" in row and set(row["paths"]) != {"fused"}]:
         raise SystemExit(f"fdora did not run every layer: {other}")
+
+
+main = Suite(
+    __doc__, measure, arguments, seconds=math.inf, check=check, show=lambda found: markdown(found["rows"]), judge=judged
+)
+parse = main.parse
 
 
 if __name__ == "__main__":

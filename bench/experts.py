@@ -35,8 +35,8 @@ from collections.abc import Callable
 import torch
 
 from bench.attempt import Failures
+from bench.clock import free
 from bench.experts_case import MODELS, Case, S, given_of, kept_by, layer_errors, layer_way, mlp_errors, mlp_way
-from bench.layer import free
 from bench.multi import Timed, timed
 from bench.multi_ways import Way
 from bench.suite import Suite, numbers, words

@@ -31,8 +31,7 @@ from torch import Tensor
 
 from bench.attempt import Failures
 from bench.checkouts import add_rival_path, axolotl_group, unsloth_group
-from bench.clock import Timer, anchor_graph, launches_of, medians, quick_timer, wall_timer
-from bench.layer import free
+from bench.clock import Timer, anchor_graph, free, launches_of, medians, quick_timer, wall_timer
 from bench.rivals import peft_layer
 from bench.suite import Suite, compile_ahead, numbers, words
 from bench.truth import rel_l2

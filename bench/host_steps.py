@@ -29,7 +29,8 @@ from triton.runtime.build import compile_module_from_src  # noqa: E402
 from bench.attempt import Failures  # noqa: E402
 from bench.decoder import LINEARS  # noqa: E402
 from bench.issue_time import PARTS  # noqa: E402
-from bench.steps import Cell, Way, add_model, build, inputs  # noqa: E402
+from bench.steps import WAYS, Cell, Way, build, inputs  # noqa: E402
+from bench.suite import add_stack, present  # noqa: E402
 from bench.table import table  # noqa: E402
 from fdora import _facts, _plain  # noqa: E402
 from fdora.triton import tree  # noqa: E402
@@ -147,7 +148,8 @@ def calls(way: Way) -> tuple[int, int, int]:
 
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_model(parser, 8)
+    parser.add_argument("--device", default="cpu", type=present)
+    add_stack(parser, 8, WAYS, seq=None)
     parser.add_argument("--steps", type=int, default=60, help="of each way")
     parser.add_argument("--alone", action="store_true", help="only parts of one layer in loops")
     parser.add_argument("--profile", type=int, default=0, help="show that many lines of a profile of each way")

@@ -19,11 +19,9 @@ import time
 
 import torch
 
-from bench.attempt import Failures
 from bench.clock import synchronize
-from bench.records import save
-from bench.steps import SIZES, Cell, Way, add_model, build, check, compared, inputs
-from bench.suite import about
+from bench.steps import SIZES, WAYS, Cell, Way, agreed, build, inputs, judged
+from bench.suite import Run, Suite, add_stack
 from bench.table import table
 
 PARTS = ("forward", "backward")
@@ -84,40 +82,29 @@ def profiled(way: Way, device: str, steps: int = 10) -> pstats.Stats:
     return pstats.Stats(profile).sort_stats("tottime")
 
 
-def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_model(parser, 8)
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add_stack(parser, 8, WAYS, seq=512, r=16)
     parser.add_argument("--model", choices=SIZES, default="2048")
-    parser.add_argument("--seq", type=int, default=512)
-    parser.add_argument("--r", type=int, default=16)
     parser.add_argument("--steps", type=int, default=15, help="of each way in a run")
-    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--profile", type=int, default=0, help="show that many lines of a profile of each way's forward")
-    return parser.parse_args(argv)
 
 
-def main(argv=None):
-    options, failures = parse(argv), Failures()
+def measure(run: Run) -> None:
+    options = run.options
     cell = Cell(options.model, options.seq, options.r)
-    result = {"about": about(options.device, options.commit, argv), **cell._asdict(), "layers": options.layers}
-    result |= {"steps": options.steps, "runs": []}
-    print(result["about"], flush=True)
-    ways = build(cell, options, failures)
+    ways = build(cell, options, run.failed)
     inputs(cell, ways, options)
-    key = f"{cell.model}, S {cell.S}, r {cell.r}"
-    result |= {"agreement": {key: failures.attempt([key], lambda _: compared(ways)).get(key, {})}, "failed": failures}
-    print("against PEFT's DoRA:", result["agreement"][key], flush=True)
+    run.set(**cell._asdict(), layers=options.layers, steps=options.steps, runs=[], agreement={}, failed=run.failed)
+    agreed(run, cell, ways)
     order = list(ways)
     for i in range(options.runs):
         turned = order[i % len(order) :] + order[: i % len(order)]
         ms = one_run({name: ways[name] for name in turned}, options)
-        result["runs"].append({"python_ms": round(host_speed(), 1), "ms": ms, "excess": excess(ms)})
-        save(options.json, result)
-    print(markdown(result["runs"], order), f"\n\nfailed: {dict(failures)}")
+        run.add({"python_ms": round(host_speed(), 1), "ms": ms, "excess": excess(ms)}, part="runs")
+    print(markdown(run.result["runs"], order), f"\n\nfailed: {dict(run.failed)}")
     for name in order if options.profile else ():
         print(name)
         profiled(ways[name], options.device).print_stats(options.profile)
-    check(result, failures, options.dtype)
 
 
 def markdown(runs: list[dict], order: list[str]) -> str:
@@ -133,6 +120,10 @@ def markdown(runs: list[dict], order: list[str]) -> str:
             beyond = run["excess"].get(way, {})
             lines.append([i, way, pair(run["ms"][way]), pair(beyond), pair(beyond, "_ratio"), run["python_ms"]])
     return table(head, lines)
+
+
+main = Suite(__doc__, measure, arguments, runs=3, judge=judged)
+parse = main.parse
 
 
 if __name__ == "__main__":

@@ -25,9 +25,8 @@ import torch
 import torch.distributed as dist
 
 from bench.attempt import Failures
-from bench.clock import synchronize
+from bench.clock import free, synchronize
 from bench.jobs_model import LINEARS, TINY, Sizes, by_modules, data_of, decoder, stage_of
-from bench.layer import free
 from bench.records import save
 from bench.schedule import KINDS, drawn
 from bench.suite import about, command

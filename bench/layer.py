@@ -21,7 +21,6 @@ installed package. float32 adapters are cast to bf16 in every call there, which 
 
 from __future__ import annotations
 
-import gc
 import math
 from itertools import product
 
@@ -29,7 +28,7 @@ import torch
 
 from bench.attempt import Failures
 from bench.checkouts import add_rival_path
-from bench.clock import anchor_graph, medians, timer, wall_timer
+from bench.clock import anchor_graph, free, medians, timer, wall_timer
 from bench.suite import Suite
 from bench.truth import Truth
 from bench.ways import ADAPTERS, DORA, KEEP_NORM, LORA, RIVALS, WAYS, Inputs, S, Way, build, opponent
@@ -104,12 +103,6 @@ def case(M: int, K: int, N: int, r: int, adapter: str, options) -> list[dict]:
                 row["wall_ms"] = select(wall, norm)
             rows.append(row)
     return rows
-
-
-def free(device: str) -> None:
-    gc.collect()
-    if device != "cpu":
-        torch.cuda.empty_cache()
 
 
 def select(by_way: dict, norm: str) -> dict:

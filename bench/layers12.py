@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -24,12 +23,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.attempt import Failures
-from bench.clock import medians, wall_timer
+from bench.clock import free, medians, wall_timer
 from bench.decoder import LINEARS, Sizes, angles, decoder
-from bench.records import save
-from bench.rivals import inject, paths
-from bench.suite import about, command
-from bench.table import line
+from bench.rivals import adapted, paths
+from bench.suite import Run, Suite, add_compiled, add_stack, compilations, words
 from bench.ways import S
 from fdora.functional import dora_linear, dora_norm
 from tests.memory import peak_bytes
@@ -76,16 +73,11 @@ def adapters(model: nn.Module, r: int, dtype: torch.dtype) -> dict[str, tuple[Te
 
 def adapt(way: str, base: nn.ModuleList, values: dict) -> tuple[nn.ModuleList, dict[str, Tensor]]:
     """A model of this way around the same weights, and its leaves."""
+    if way.startswith("peft"):
+        return adapted(way, base, values, LINEARS, S)
     model = copy.deepcopy(base, {id(p): p for p in base.parameters()})
     if way == "frozen":
         return model, {}
-    if way.startswith("peft"):
-        leaves = inject(model, values, LINEARS, S, way != "peft_lora")
-        if way == "peft_fdora":
-            from fdora.integrations.peft import use_fdora
-
-            use_fdora(model, fuse=False)
-        return model, leaves
     for name, value in values.items():
         parent, _, child = name.rpartition(".")
         W = model.get_submodule(name).weight
@@ -163,85 +155,84 @@ def apart(a: Tensor, b: Tensor) -> dict[str, float]:
     return found | {"max_difference": (a - b).abs().max().item(), "max": b.abs().max().item()}
 
 
-def measure(steps: dict[str, Step], compiled: bool, options, failures: Failures) -> list[dict]:
+def wall_and_peak(fns: Mapping[str, Callable[[], object]], options, failures: Failures) -> dict[str, dict[str, float]]:
+    """Wall ms in turns, and peak MB, of those that run."""
+    peaks = failures.attempt(fns, lambda key: peak_bytes(fns[key], options.device) / 2**20)
+    free(options.device)  # what a way that ran out of memory has left
+    ms = medians(failures.attempt(peaks, lambda key: wall_timer(fns[key], options.device, 0)), options.runs)
+    return {key: {"ms": round(ms[key], 3), "peak_mb": round(peaks[key], 2)} for key in ms}
+
+
+def judge(
+    apart: Mapping[str, Mapping[str, float]], most: float, failed: Mapping[str, str], paths: Mapping[str, Mapping[str, int]]
+) -> None:
+    """End with a failure where fdora is wrong, failed, or left calls to PEFT."""
+    wrong = [f"{part} of {where}" for where, parts in apart.items() for part, v in parts.items() if not v <= most]
+    stock = {where: ran for where, ran in paths.items() if set(ran) - {"composed"} != {"fused"}}
+    if wrong or stock or any("fdora" in name or "agreement" in name for name in failed):
+        raise SystemExit(f"fdora parts from PEFT's DoRA in {wrong}, or did not run: {dict(failed)}, calls {stock}")
+
+
+def rows_of(steps: dict[str, Step], compiled: bool, run: Run) -> list[dict]:
     if compiled:
         steps = {name: step.compile() for name, step in steps.items()}
-    rows = {name: {"way": name, "compiled": compiled, "r": options.r} for name in steps}
-    for mode in options.modes.split(","):
-        if time.perf_counter() > options.until:
-            failures[f"{mode}, {'compiled' if compiled else 'eager'}"] = f"not started within {options.seconds:.0f} s"
+    rows = {name: {"way": name, "compiled": compiled, "r": run.options.r} for name in steps}
+    for mode in run.options.modes:
+        if run.late(f"{mode}, {'compiled' if compiled else 'eager'}"):
             continue
-        tag = {name: f"{name}, {'compiled ' if compiled else ''}{mode}" for name in steps}
-        fns = {tag[name]: getattr(step, mode) for name, step in steps.items()}
-        peaks = failures.attempt(fns, lambda key: peak_bytes(fns[key], options.device) / 2**20)
-        timers = failures.attempt(peaks, lambda key: wall_timer(fns[key], options.device, 0))
-        ms = medians(timers, options.runs)
-        for name, row in rows.items():
-            if tag[name] in ms:
-                row |= {f"{mode}_ms": round(ms[tag[name]], 3), f"{mode}_peak_mb": round(peaks[tag[name]], 2)}
-    for row in rows.values():
-        cells = [f"{row.get(f'{mode}_ms', '')} / {row.get(f'{mode}_peak_mb', '')}" for mode in MODES]
-        print(line([row["way"], "compiled" if compiled else "eager", *cells]), flush=True)
+        tag = {f"{name}, {'compiled ' if compiled else ''}{mode}": name for name in steps}
+        fns = {key: getattr(steps[name], mode) for key, name in tag.items()}
+        for key, found in wall_and_peak(fns, run.options, run.failed).items():
+            rows[tag[key]] |= {f"{mode}_{unit}": value for unit, value in found.items()}
     return list(rows.values())
 
 
-def parse(argv):
-    parser = command(__doc__, runs=7, seconds=math.inf)
-    parser.add_argument("--r", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--loss-tokens", type=int, default=1024)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations")
-    parser.add_argument("--adapter", choices=DTYPES, default="bf16", help="of A, B and m")
-    parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--no-eager", action="store_true")
+def arguments(parser) -> None:
+    add_stack(parser, 12, WAYS, r=384)
+    parser.add_argument("--modes", type=words(MODES, "modes"), default=list(MODES))
+    add_compiled(parser)
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
     parser.add_argument("--quick", action="store_true", help="four layers, three turns")
-    options = parser.parse_args(argv)
+
+
+def check(parser, options) -> None:
     if options.quick:
         options.layers, options.runs = 4, 3
-    options.until = time.perf_counter() + options.seconds
-    return options
 
 
-def main(argv=None):
-    options = parse(argv)
-    device, dtype = options.device, DTYPES[options.dtype]
-    facts, failures = about(device, options.commit, argv), Failures()
+def measure(run: Run) -> None:
+    options, device, dtype = run.options, run.options.device, DTYPES[run.options.dtype]
     sizes = TINY if options.tiny else Sizes()
-    print(facts, "\n", flush=True)
     torch._dynamo.config.recompile_limit = 64
     torch.manual_seed(0)
     base = decoder(options.layers, sizes, dtype, device)
     values = adapters(base, options.r, DTYPES[options.adapter])
     x = torch.randn(1, options.seq, sizes.hidden, device=device, dtype=dtype).requires_grad_()
     target = torch.randn(1, min(options.loss_tokens, options.seq), sizes.hidden, device=device)
-    steps = failures.attempt(options.ways.split(","), lambda way: Step(way, base, values, x, target, sizes.head))
-    result = {"about": facts, "layers": options.layers, "seq": options.seq, "sizes": vars(sizes), "dtype": options.dtype}
-    result |= {"adapter": options.adapter, "r": options.r, "runs": options.runs, "rows": [], "failed": failures}
-    compared = {}
+    steps = run.failed.attempt(options.ways, lambda way: Step(way, base, values, x, target, sizes.head))
+    facts = {name: getattr(options, name) for name in ("layers", "seq", "dtype", "adapter", "r")}
+    run.set(**facts, sizes=vars(sizes), failed=run.failed)
     for way in ("fdora", "peft_fdora") if "peft_dora" in steps else ():
         if way in steps:
-            compared[way] = result[f"{way}_against_peft_dora"] = agreement(steps[way], steps["peft_dora"])
-            for name, comparison in compared[way].items():
-                print(way, name, {key: float(f"{value:.6g}") for key, value in comparison.items()}, flush=True)
+            run.set(**{f"{way}_against_peft_dora": agreement(steps[way], steps["peft_dora"])})
     if "peft_fdora" in steps:
-        result["peft_fdora_ran"] = paths(steps["peft_fdora"].model)
-        print("calls through PEFT:", result["peft_fdora_ran"], flush=True)
+        run.set(peft_fdora_ran=paths(steps["peft_fdora"].model))
     if "fdora" in steps:
-        result["norms_ms"] = round(medians({"norms": wall_timer(steps["fdora"].refresh, device, 0)}, options.runs)["norms"], 3)
-        print("all norms, once:", result["norms_ms"], "ms\n")
-    print(line(["way", "", *(f"{mode}: ms / MB" for mode in MODES)]) + "\n|" + "---|" * (2 + len(MODES)), flush=True)
-    for compiled in (*([] if options.no_eager else [False]), *([] if options.no_compile else [True])):
-        result["rows"] += measure(steps, compiled, options, failures)
-        save(options.json, result)
-    most = MOST_APART[options.dtype]
-    wrong = [f"{n} of {way}" for way, parts in compared.items() for n, v in parts.items() if not v["relative"] <= most]
-    ran = result.get("peft_fdora_ran", {})
-    if wrong or any("fdora" in name for name in failures) or ("peft_fdora" in compared and set(ran) != {"fused"}):
-        raise SystemExit(f"fdora parts from PEFT's DoRA in {wrong}, or did not run: {dict(failures)}, calls through PEFT {ran}")
+        ms = medians({"norms": wall_timer(steps["fdora"].refresh, device, 0)}, options.runs)["norms"]
+        run.set(norms_ms=round(ms, 3))
+    print({key: value for key, value in run.result.items() if "peft" in key or "norms" in key}, "\n", flush=True)
+    for compiled in compilations(options):
+        run.add(*rows_of(steps, compiled, run))
+
+
+def judged(run: Run) -> None:
+    found = {way: run.result.get(f"{way}_against_peft_dora", {}) for way in ("fdora", "peft_fdora")}
+    apart = {way: {name: each["relative"] for name, each in parts.items()} for way, parts in found.items()}
+    ran = {"peft_fdora": run.result["peft_fdora_ran"]} if found["peft_fdora"] else {}
+    judge(apart, MOST_APART[run.options.dtype], run.failed, ran)
+
+
+main = Suite(__doc__, measure, arguments, runs=7, seconds=math.inf, check=check, judge=judged)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import time
-import warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -29,17 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.attempt import Failures
-from bench.clock import medians, wall_timer
-from bench.layer import free
-from bench.layers12 import DTYPES, MOST_APART, adapters, apart, own_code
+from bench.clock import free
+from bench.layers12 import DTYPES, MOST_APART, adapters, apart, judge, own_code, wall_and_peak
 from bench.progress import Progress
-from bench.records import save
-from bench.rivals import fill_all, paths
-from bench.suite import about, command
+from bench.rivals import adapted, paths
+from bench.suite import Run, Suite, add_compiled, add_stack, compilations, numbers, words
 from bench.table import pivot, side_by_side
 from bench.ways import S
-from tests.memory import peak_bytes
 
 # From the published config.json of each model.
 ROPE_LLAMA = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -157,34 +151,16 @@ def inputs_for(base: nn.Module, seq: int) -> dict[str, Tensor]:
     }
 
 
-def adapted(way: str, base: nn.Module, values: dict) -> tuple[nn.Module, dict[str, Tensor]]:
-    """PEFT's model of this way around the same weights, and its leaves."""
-    from peft import LoraConfig, get_peft_model
-
-    from fdora.integrations.peft import use_fdora
-
-    model = copy.deepcopy(base, {id(p): p for p in base.parameters()})
-    r, dora = next(iter(values.values()))[0].shape[0], way != "peft_lora"
-    config = LoraConfig(r=r, lora_alpha=S * r, use_dora=dora, target_modules="all-linear", task_type="CAUSAL_LM")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = get_peft_model(model, config, autocast_adapter_dtype=False)
-    leaves = fill_all(model, values, dora, "base_model.model.")
-    if way.startswith("peft_fdora"):
-        use_fdora(model, fuse=way == "peft_fdora_fused")
-    return model.train(), leaves
-
-
 def call(layer, *args, **kwargs):
     return type(layer).forward(layer, *args, **kwargs)
 
 
-class Run:
+class Trained:
     """One way's model; ``of(mode)`` is what is timed."""
 
     def __init__(self, way: str, base: nn.Module, values: dict, inputs: dict[str, Tensor], loss_tokens: int, autocast: bool):
         self.way, self.inputs, self.tokens = way, inputs, inputs["input_ids"].numel()
-        self.model, self.leaves = adapted(way, base, values)
+        self.model, self.leaves = adapted(way, base, values, "all-linear", S, "CAUSAL_LM")
         self.target = inputs["input_ids"].roll(-1, 1)[:, -loss_tokens:]
         self.optimizer = torch.optim.AdamW(self.leaves.values(), lr=1e-5, fused=True)
         self.context = partial(torch.autocast, self.target.device.type, torch.bfloat16) if autocast else nullcontext
@@ -225,14 +201,14 @@ def micro_batches(mode: str) -> int:
     return 8 if mode.startswith("step_8") else 1
 
 
-def results(run: Run) -> dict[str, Tensor]:
+def results(run: Trained) -> dict[str, Tensor]:
     """Logits, and the gradients of all A, all B, all m."""
     gradients = dict(zip(run.leaves, run.of("gradient")(), strict=True))
     parts = {f"d{part}": torch.cat([t.flatten() for name, t in gradients.items() if name[0] == part]) for part in "ABm"}
     return {"logits": run.of("inference")(), **parts}
 
 
-def compare(run: Run, truth: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+def compare(run: Trained, truth: dict[str, Tensor]) -> dict[str, dict[str, float]]:
     return {name: apart(t, truth[name]) for name, t in results(run).items()}
 
 
@@ -255,10 +231,10 @@ def norms_counted():
         return c
 
     def running(self, *args):
-        before = {key: words.clone() for key, (_, words) in self.norms.items()}
+        before = {key: kept.clone() for key, (_, kept) in self.norms.items()}
         made = run(self, *args)
-        for key, (_, words) in self.norms.items():
-            counts["computed"] += len(words) if key not in before else int((words != before[key]).any(1).sum())
+        for key, (_, kept) in self.norms.items():
+            counts["computed"] += len(kept) if key not in before else int((kept != before[key]).any(1).sum())
         return made
 
     KeptNorm.given, KeptNorm.own, Table.run = asking, counting, running
@@ -268,7 +244,7 @@ def norms_counted():
         KeptNorm.given, KeptNorm.own, Table.run = given, own, run
 
 
-def norms_of_a_step(run: Run) -> dict[str, int]:
+def norms_of_a_step(run: Trained) -> dict[str, int]:
     """Of 8 micro-batches, after a step that changed every adapter."""
     run.of("step")()
     with norms_counted() as counts:
@@ -282,9 +258,9 @@ def one_layer(options, adapter: str, seq: int) -> dict[str, dict]:
     values = adapters(base, options.r, DTYPES[adapter])
     exact = {name: tuple(t.float() for t in parts) for name, parts in values.items()}
     inputs, last = inputs_for(base, seq), options.loss_tokens
-    truth = results(Run("peft_dora", copy.deepcopy(base).float(), exact, inputs, last, False))
+    truth = results(Trained("peft_dora", copy.deepcopy(base).float(), exact, inputs, last, False))
     ways = [way for way in options.ways if "dora" in way]
-    return {way: compare(Run(way, base, values, inputs, last, autocast(options, adapter)), truth) for way in ways}
+    return {way: compare(Trained(way, base, values, inputs, last, autocast(options, adapter)), truth) for way in ways}
 
 
 def autocast(options, adapter: str) -> bool:
@@ -292,56 +268,43 @@ def autocast(options, adapter: str) -> bool:
 
 
 class Bench:
-    """Rows of one command; the JSON is rewritten after every case."""
+    """Rows of one command."""
 
-    def __init__(self, options, argv=None):
-        self.options, self.start = options, time.perf_counter()
-        self.failures = Failures()
-        self.result = {"about": about(options.device, options.commit, argv), "model": options.model, "tiny": options.tiny}
-        self.result |= {"dtype": options.dtype, "loss_tokens": options.loss_tokens, "runs": options.runs, "rows": []}
-        self.result |= {"agreement": {}, "norms": {}, "paths": {}, "failed": self.failures, "skipped": []}
-        repeats = len(options.values) if options.sweep else len(options.adapter) * len(options.compiled)
+    def __init__(self, run: Run):
+        self.run, self.options = run, run.options
+        options = run.options
+        facts = {name: getattr(options, name) for name in ("model", "tiny", "dtype", "loss_tokens")}
+        run.set(**facts, agreement={}, norms={}, paths={}, failed=run.failed)
+        repeats = len(options.values) if options.sweep else len(options.adapter) * len(compilations(options))
         self.progress = Progress(repeats * len(options.modes))
-
-    def write(self) -> None:
-        save(self.options.json, self.result)
-
-    def late(self) -> bool:
-        return time.perf_counter() - self.start > self.options.seconds
 
     def attempt(self, ways, where: dict, step) -> dict:
         """``step(way)`` for each, without those that raise: their reason is kept with where it was."""
         label = ", ".join(f"{key} {value}" for key, value in where.items())
         tags = {f"{way}, {label}": way for way in ways}
-        return {tags[tag]: each for tag, each in self.failures.attempt(tags, lambda tag: step(tags[tag])).items()}
+        return {tags[tag]: each for tag, each in self.run.failed.attempt(tags, lambda tag: step(tags[tag])).items()}
 
-    def prepare(self, adapter: str, r: int, seq: int, layers: int, width: int | None = None) -> dict[str, Run]:
+    def prepare(self, adapter: str, r: int, seq: int, layers: int, width: int | None = None) -> dict[str, Trained]:
         options, where = self.options, {"r": r, "seq": seq, "width": width, "adapter": adapter}
         torch.manual_seed(0)
         base = network(options, layers, width)
         values = adapters(base, r, DTYPES[adapter])
         arguments = base, values, inputs_for(base, seq), min(options.loss_tokens, seq), autocast(options, adapter)
-        return self.attempt(options.ways, where, lambda way: Run(way, *arguments))
+        return self.attempt(options.ways, where, lambda way: Trained(way, *arguments))
 
-    def measure(self, runs: dict[str, Run], mode: str, where: dict) -> None:
+    def measure(self, runs: dict[str, Trained], mode: str, where: dict) -> None:
         """One row per way. What comes before the time limit is measured, what comes after is listed as skipped."""
-        options, where = self.options, where | {"mode": mode}
-        if self.late():
-            self.result["skipped"].append(where)
+        where = where | {"mode": mode}
+        if self.run.late(where):
             return
-        fns = {way: run.of(mode) for way, run in runs.items()}
-        peaks = self.attempt(fns, where, lambda way: peak_bytes(fns[way], options.device) / 2**20)
-        free(options.device)  # what a way that ran out of memory has left
-        ms = medians(self.attempt(peaks, where, lambda way: wall_timer(fns[way], options.device, 0)), options.runs)
-        for way in ms:
-            row = where | {"way": way, "ms": round(ms[way], 3), "peak_mb": round(peaks[way], 3)}
-            row["tokens_per_s"] = round(1e3 * runs[way].tokens * micro_batches(mode) / ms[way])
-            self.result["rows"].append(row)
-            print(row, flush=True)
-        self.write()
+        tags = {f"{way}, {', '.join(f'{key} {value}' for key, value in where.items())}": way for way in runs}
+        found = wall_and_peak({tag: runs[way].of(mode) for tag, way in tags.items()}, self.options, self.run.failed)
+        for tag, each in found.items():
+            speed = round(1e3 * runs[tags[tag]].tokens * micro_batches(mode) / each["ms"])
+            self.run.add(where | {"way": tags[tag]} | each | {"tokens_per_s": speed})
         self.progress.done()
 
-    def agree(self, runs: dict[str, Run], adapter: str) -> None:
+    def agree(self, runs: dict[str, Trained], adapter: str) -> None:
         """Before any optimizer step: the adapters are equal."""
         if {"peft_dora", "peft_fdora"} <= set(runs):
             truth, fused = results(runs["peft_dora"]), runs.get("peft_fdora_fused")
@@ -349,30 +312,28 @@ class Bench:
             if fused:
                 found["fused_against_peft_dora"] = compare(fused, truth)
             found["one_layer_against_float32"] = one_layer(self.options, adapter, runs["peft_dora"].tokens)
-            self.result["agreement"][adapter] = found
-            self.result["paths"][adapter] = paths(runs["peft_fdora"].model)
-            self.result["norms"][adapter] = norms_of_a_step(runs["peft_fdora"])
-            print(json.dumps(found), self.result["paths"], self.result["norms"], flush=True)
-            self.write()
+            made = {"agreement": found, "paths": paths(runs["peft_fdora"].model), "norms": norms_of_a_step(runs["peft_fdora"])}
+            for part, each in made.items():
+                self.run.result[part][adapter] = each
+            print(json.dumps(made), flush=True)
         free(self.options.device)
 
-    def compile(self, runs: dict[str, Run], adapter: str) -> None:
+    def compile(self, runs: dict[str, Trained], adapter: str) -> None:
         """From here on, for good. Steps have moved each way's adapters by now: fdora is compared with itself, eager."""
-        where, ways = {"adapter": adapter, "compiled": True}, [way for way in runs if "fdora" in way and not self.late()]
+        where, ways = {"adapter": adapter, "compiled": True}, [way for way in runs if "fdora" in way]
         eager = self.attempt(ways, where | {"compiled": False}, lambda way: results(runs[way]))
         torch._dynamo.reset()
         for run in runs.values():
             run.compile()
         found = self.attempt(eager, where, lambda way: compare(runs[way], eager[way]))
-        self.result["agreement"].setdefault(adapter, {})["compiled_against_eager"] = found
-        self.write()
+        self.run.result["agreement"].setdefault(adapter, {})["compiled_against_eager"] = found
 
     def all_modes(self) -> None:
         options = self.options
         for adapter in options.adapter:
             runs = self.prepare(adapter, options.r, options.seq, options.layers)
             self.attempt(["agreement"], {"adapter": adapter}, lambda _, r=runs, a=adapter: self.agree(r, a))
-            for compiled in options.compiled:
+            for compiled in compilations(options):
                 if compiled:
                     self.compile(runs, adapter)
                 where = {"layers": options.layers, "seq": options.seq, "r": options.r, "adapter": adapter}
@@ -384,16 +345,15 @@ class Bench:
     def sweep(self) -> None:
         options = self.options
         over, adapter = {"S": "seq"}.get(options.sweep, options.sweep), options.adapter[0]
-        for value in options.values:
+        for value in self.run.cases(options.values):
             sizes = {"layers": options.layers, "seq": options.seq, "r": options.r} | {over: value}
             label = f"{options.sweep} {value}"
-            built = {} if self.late() else self.failures.attempt([label], lambda _, s=sizes: self.prepare(adapter, **s))
+            built = self.run.failed.attempt([label], lambda _, s=sizes: self.prepare(adapter, **s))
             for mode in options.modes:
                 self.measure(built.get(label, {}), mode, sizes | {"adapter": adapter, "compiled": False})
             del built
             free(options.device)
-            self.result["sweep"] = {"over": options.sweep, "exponents": exponents(self.result["rows"], over)}
-            self.write()
+            self.run.set(sweep={"over": options.sweep, "exponents": exponents(self.run.result["rows"], over)})
 
 
 def fdoras(agreement: dict) -> dict[str, dict]:
@@ -440,59 +400,52 @@ def markdown(result: dict) -> str:
     return side_by_side([""], found, "{}: ms / tokens/s / MB")
 
 
-def parse(argv):
-    parser = command(__doc__, runs=7, seconds=math.inf)
+def arguments(parser):
+    add_stack(parser, 4, WAYS, many=True)
     parser.add_argument("--model", choices=ARCHITECTURES, default="qwen3-8b")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--r", type=int, default=64)
-    parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--loss-tokens", type=int, default=1024)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations")
-    parser.add_argument("--adapter", type=lambda s: s.split(","), help="of A, B and m: bf16,fp32; a sweep takes the first")
-    parser.add_argument("--ways", type=lambda s: s.split(","), default=list(WAYS))
-    parser.add_argument("--modes", type=lambda s: s.split(","))
+    parser.add_argument("--modes", type=words(MODES, "modes"))
     parser.add_argument("--sweep", choices=SWEEPS)
-    parser.add_argument("--values", type=lambda s: [int(v) for v in s.split(",")], help="of the sweep")
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--no-eager", action="store_true")
+    parser.add_argument("--values", type=numbers, help="of the sweep")
+    add_compiled(parser)
     parser.add_argument("--quick", action="store_true", help="bf16 adapters, four modes, three turns")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
-    options = parser.parse_args(argv)
+
+
+def check(parser, options):
     if options.quick:
         options.runs = 3
     options.adapter = options.adapter or (["bf16"] if options.quick else ["bf16", "fp32"])
-    options.compiled = [compiled for compiled in (False, True) if not (options.no_compile if compiled else options.no_eager)]
     usual = ("inference", "gradient") if options.sweep else QUICK if options.quick else MODES
     options.modes = options.modes or list(usual)
     options.values = options.values or SWEEPS.get(options.sweep)
-    if unknown := (set(options.modes) - set(MODES)) | (set(options.ways) - set(WAYS)):
-        parser.error(f"unknown modes or ways: {', '.join(sorted(unknown))}")
-    return options
 
 
-def main(argv=None):
-    options = parse(argv)
+def measure(run: Run) -> None:
     torch._dynamo.config.recompile_limit = 64
-    bench = Bench(options, argv)
-    print(bench.result["about"], "\n", flush=True)
-    bench.sweep() if options.sweep else bench.all_modes()
-    result = bench.result
-    print("\n" + markdown(result))
+    bench = Bench(run)
+    bench.sweep() if run.options.sweep else bench.all_modes()
+
+
+def shown(result: dict) -> str:
+    lines = [markdown(result)]
     for name, p in result.get("sweep", {}).get("exponents", {}).items():
         for part in (p, p["upper"]):
-            print(f"{name}, {part['from']} to {part['to']}: time ~ {options.sweep}^{part['ms']}, memory ^{part['peak_mb']}")
-    bench.write()
-    most = MOST_APART[options.dtype]
-    wrong = [
-        f"{n} ({adapter} adapters)"
-        for adapter, found in result["agreement"].items()
-        for parts in fdoras(found).values()
-        for n, v in parts.items()
-        if not v["relative"] <= most
-    ]
-    stock = {a: p for a, p in result["paths"].items() if set(p) - {"composed"} != {"fused"}}
-    if wrong or stock or any("fdora" in name or "agreement" in name for name in bench.failures):
-        raise SystemExit(f"fdora parts from PEFT's DoRA in {wrong}, or did not run: {dict(bench.failures)}, calls {stock}")
+            of = f"time ~ size^{part['ms']}, memory ^{part['peak_mb']}"
+            lines.append(f"{name}, {part['from']} to {part['to']}: {of}")
+    return "\n".join(lines)
+
+
+def judged(run: Run) -> None:
+    apart = {
+        f"{against}, {adapter} adapters": {name: each["relative"] for name, each in parts.items()}
+        for adapter, found in run.result["agreement"].items()
+        for against, parts in fdoras(found).items()
+    }
+    judge(apart, MOST_APART[run.options.dtype], run.failed, run.result["paths"])
+
+
+main = Suite(__doc__, measure, arguments, runs=7, seconds=math.inf, check=check, show=shown, judge=judged)
+parse = main.parse
 
 
 if __name__ == "__main__":

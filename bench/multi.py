@@ -36,8 +36,7 @@ from torch import Tensor
 
 from bench.attempt import Failures
 from bench.checkouts import add_rival_path
-from bench.clock import anchor_graph, medians, timer, wall_timer
-from bench.layer import free
+from bench.clock import anchor_graph, free, medians, timer, wall_timer
 from bench.multi_ways import WAYS, Bank, S, Way, build, errors
 from bench.suite import Suite, compile_ahead, numbers, shapes, words
 from bench.truth import rel_l2

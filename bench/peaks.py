@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 import warnings
 from collections import Counter
 from functools import partial
@@ -31,13 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.attempt import Failures
-from bench.clock import once
-from bench.layer import free
+from bench.clock import free, once
 from bench.layers12 import DTYPES, adapters
-from bench.model import adapted, network
-from bench.records import save
-from bench.suite import about, command
+from bench.model import ARCHITECTURES, network
+from bench.rivals import adapted
+from bench.suite import Run, Suite, words
 from bench.table import line, table
+from bench.ways import S
 from tests.memory import held_bytes, peak_bytes
 
 MODELS = ("llama-3.1-8b", "qwen3-8b", "qwen2.5-7b")
@@ -78,7 +77,7 @@ class Step:
     """A model and one of its training steps."""
 
     def __init__(self, way: str, base: nn.Module, r: int, case: Case, checkpointing: bool, ids: Tensor):
-        self.model, leaves = adapted(WAYS[way], base, adapters(base, r, DTYPES[case.adapter]))
+        self.model, leaves = adapted(WAYS[way], base, adapters(base, r, DTYPES[case.adapter]), "all-linear", S, "CAUSAL_LM")
         self.leaves = list(leaves.values())
         if checkpointing:
             with warnings.catch_warnings():
@@ -214,40 +213,34 @@ def rows_of(model: str, options, failures: Failures) -> list[dict]:
     return rows
 
 
-def parse(argv=None):
-    parser = command(__doc__, runs=3, seconds=math.inf)
-    parser.add_argument("--models", type=lambda s: s.split(","), default=list(MODELS))
+def arguments(parser):
+    parser.add_argument("--models", type=words(ARCHITECTURES, "models"), default=list(MODELS))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--r", type=int, default=64)
     parser.add_argument("--cases", default=CASES, help="adapter's dtype : sequences x length : tokens of each loss, 0 for all")
-    parser.add_argument("--ways", type=lambda s: s.split(","), default=list(WAYS))
+    parser.add_argument("--ways", type=words(WAYS, "ways"), default=list(WAYS))
     parser.add_argument("--alive", type=int, default=0, metavar="LINES", help="list what is alive at the peak")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
-    options = parser.parse_args(argv)
+
+
+def check(parser, options):
     options.cases = [Case.read(text) for text in options.cases.split(",")]
-    return options
 
 
-def main(argv=None):
+def measure_all(run: Run) -> None:
     import transformers
 
-    options = parse(argv)
-    start, failures = time.perf_counter(), Failures()
-    facts = about(options.device, options.commit, argv) | {"transformers": transformers.__version__}
-    print(facts, "\n")
+    run.facts["transformers"] = transformers.__version__
+    run.set(failed=run.failed)
     print(table(["model", "way", "checkpointing", "r", *Case._fields, "kept MiB", "peak MiB", "ms"], []))
-    rows: list[dict] = []
-    skipped: list[str] = []
-    for model in options.models:
-        if time.perf_counter() - start > options.seconds:
-            skipped.append(model)
-            continue
-        rows += rows_of(model, options, failures)
-        save(options.json, {"about": facts, "runs": options.runs, "rows": rows, "skipped": skipped, "failed": failures})
-        free(options.device)
-    save(options.json, {"about": facts, "runs": options.runs, "rows": rows, "skipped": skipped, "failed": failures})
-    if failures:
-        raise SystemExit("\n".join(f"{name}: {reason}" for name, reason in failures.items()))
+    for model in run.cases(run.options.models):
+        for row in rows_of(model, run.options, run.failed):
+            run.add(row)
+        free(run.options.device)
+
+
+main = Suite(__doc__, measure_all, arguments, runs=3, seconds=math.inf, check=check, judge=lambda run: run.end(""))
+parse = main.parse
 
 
 if __name__ == "__main__":

@@ -231,7 +231,7 @@ def vit_model(options) -> tuple[Any, dict[str, nn.Module], int]:
     o = vit.parse([f"--device={options.device}", f"--layers={options.layers}", f"--r={options.r}", *given])
     base = vit.vit(o.sizes, o.layers, o.device, o.dtype)
     values = {f"blocks.{name}": parts for name, parts in vit.adapters(base.blocks, o.r, o.dtype).items()}
-    run = vit.Run(options.way or "peft_fdora_fused", base, values)
+    run = vit.Compared(options.way or "peft_fdora_fused", base, values)
     batch = options.batch or (2 if options.device == "cpu" else vit.MODES[options.mode])
     blocks = {f"block {i}": block for i, block in enumerate(run.vit.blocks)}
     return run.of(options.mode, vit.pixels(batch, o)), blocks, 2
@@ -244,7 +244,7 @@ def language_model(options) -> tuple[Any, dict[str, nn.Module], int]:
     o = model.parse([f"--device={options.device}", f"--layers={options.layers}", f"--r={options.r}", *given])
     base = model.network(o, o.layers)
     values, inputs = model.adapters(base, o.r, model.DTYPES[o.dtype]), model.inputs_for(base, o.seq)
-    run = model.Run(options.way or "peft_fdora", base, values, inputs, o.loss_tokens, False)
+    run = model.Trained(options.way or "peft_fdora", base, values, inputs, o.loss_tokens, False)
     blocks = {f"layer {i}": each for i, each in enumerate(run.model.get_base_model().get_decoder().layers)}
     return run.of(options.mode), blocks, 2
 

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from bench.attempt import Failures
 from bench.checkouts import add_rival_path, axolotl_linear, unsloth_linear
-from bench.clock import anchor_graph, medians, timer
-from bench.layer import TOLERANCE, errors, free
+from bench.clock import anchor_graph, free, medians, timer
+from bench.layer import TOLERANCE, errors
 from bench.rivals import fill
 from bench.suite import Run, Suite, compile_ahead, numbers, shapes, words
 from bench.table import table

@@ -16,18 +16,16 @@ from __future__ import annotations
 
 import argparse
 import math
+from functools import partial
 
 import torch
 from torch import nn
 
 from bench import layers12
-from bench.attempt import Failures
-from bench.clock import medians, once
-from bench.layer import free
-from bench.records import save
+from bench.clock import free, medians, once
 from bench.rivals import paths
-from bench.steps import MICRO, SIZES, Cell, Gpu, Stack, Way, agreement, inputs, names
-from bench.suite import about, command
+from bench.steps import MICRO, SIZES, Cell, Gpu, Stack, Way, agreement, inputs
+from bench.suite import Run, Suite, words
 from bench.table import table
 from tests.memory import peak_bytes
 
@@ -75,14 +73,12 @@ def whole(options: argparse.Namespace, packed: int, adapters: int, peak: int) ->
     return {name: round(size / 1e9, 2) for name, size in {**parts, "sum": sum(parts.values())}.items()}
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = command(__doc__, runs=7)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=list(MODELS), default="70b")
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--S", type=int, default=4096)
     parser.add_argument("--r", type=int, default=64)
-    parser.add_argument("--ways", type=names(WAYS), default=list(WAYS))
-    return parser.parse_args(argv)
+    parser.add_argument("--ways", type=words(WAYS, "ways"), default=list(WAYS))
 
 
 def markdown(result: dict) -> str:
@@ -93,46 +89,40 @@ def markdown(result: dict) -> str:
     return f"{rows}\n\n{sums}"
 
 
-def main(argv: list[str] | None = None) -> None:
-    options, failures = parse(argv), Failures()
-    facts = about(options.device, options.commit, argv)
-    print(facts, "\n", flush=True)
+def measure(run: Run) -> None:
+    options = run.options
     torch.manual_seed(0)
     base = Stack(options.model, options.layers, torch.bfloat16, options.device)
     values = layers12.adapters(base, options.r, torch.bfloat16)
     quantise(base)
     free(options.device)
     cell = Cell(options.model, options.S, options.r)
-    ways = failures.attempt(options.ways, lambda name: Way(WAYS[name], base, values))
+    ways = run.failed.attempt(options.ways, lambda name: Way(WAYS[name], base, values))
     options.dtype, options.loss_tokens = "bf16", 1024
     inputs(cell, ways, options)
-    found: dict = {"packed_bytes": stored_bytes(base), "rows": []}
-    found["adapters"] = sum(t.numel() for t in next(iter(ways.values())).leaves.values())
+    count = sum(t.numel() for t in next(iter(ways.values())).leaves.values())
+    run.set(layers=options.layers, cell=cell._asdict(), packed_bytes=stored_bytes(base), adapters=count, failed=run.failed)
     if "qdora" in ways:
         mine = {name: way for name, way in ways.items() if "fdora" in name}
-        found["agreement"] = {n: {"apart": agreement(way, ways["qdora"]), "paths": paths(way.model)} for n, way in mine.items()}
-        print(found["agreement"], flush=True)
+        run.set(agreement={n: {"apart": agreement(w, ways["qdora"]), "paths": paths(w.model)} for n, w in mine.items()})
+        print(run.result["agreement"], flush=True)
     gpu = None if options.device == "cpu" else Gpu(True)
     for mode in ("inference", "step", "micro"):
         share = MICRO if mode == "micro" else 1
         fns = {name: getattr(way, mode) for name, way in ways.items()}
         peaks = {name: peak_bytes(fn, options.device) for name, fn in fns.items()} if mode == "step" else {}
-        wall = medians({name: lambda fn=fn: once(fn, options.device) for name, fn in fns.items()}, options.runs)
-        times, by = gpu.times(fns, wall, options.runs, failures) if gpu else ({}, "")
+        wall = medians({name: partial(once, fn, options.device) for name, fn in fns.items()}, options.runs)
+        times, by = gpu.times(fns, wall, options.runs, run.failed) if gpu else ({}, "")
         for name in fns:
             row = {"mode": mode, "way": name, "ms": round(wall[name] / share, 3)}
             row |= {"gpu_ms": round(times[name] / share, 3), "gpu_by": by} if name in times else {}
             row |= {"peak_mb": round(peaks[name] / 2**20, 1)} if peaks else {}
-            found["rows"].append(row)
-    for name in ways:
-        row = next(row for row in found["rows"] if row["way"] == name and row["mode"] == "step")
-        found.setdefault("whole", {})[name] = whole(
-            options, found["packed_bytes"], found["adapters"], math.ceil(row["peak_mb"] * 2**20)
-        )
-    print(markdown(found), f"\n\nfailed: {dict(failures)}")
-    save(options.json, {"about": facts, "layers": options.layers, "cell": cell._asdict(), **found, "failed": dict(failures)})
-    if any("fdora" in name for name in failures):
-        raise SystemExit(f"fdora failed: {dict(failures)}")
+            run.add(row)
+    steps = {row["way"]: math.ceil(row["peak_mb"] * 2**20) for row in run.result["rows"] if row["mode"] == "step"}
+    run.set(whole={name: whole(options, run.result["packed_bytes"], count, peak) for name, peak in steps.items()})
+
+
+main = Suite(__doc__, measure, arguments, runs=7, show=markdown, judge=lambda run: run.end("use_fdora"))
 
 
 if __name__ == "__main__":

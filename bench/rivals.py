@@ -8,6 +8,7 @@ chunked along K under 256 MB, rounded to the weight's dtype; g in the activation
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import sys
@@ -59,16 +60,32 @@ def fill_all(model: nn.Module, values: Mapping[str, tuple], dora: bool, prefix: 
     return leaves
 
 
-def inject(model: nn.Module, values: Mapping[str, tuple], targets: Sequence[str], s: float, dora: bool) -> dict[str, Tensor]:
-    """Put PEFT's adapters with these values into the linears of these names; their leaves."""
-    from peft import LoraConfig, inject_adapter_in_model
+def adapted(
+    way: str, base: nn.Module, values: Mapping[str, tuple], targets: Sequence[str] | str, s: float, task: str | None = None
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A copy of this model around the same weights with PEFT's adapters of these values, and its leaves. ``way`` says whether
+    they are LoRA's, and whether use_fdora follows. A PEFT model for this ``task`` ("": for
+    none), or layers changed in place."""
+    from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 
-    r = next(iter(values.values()))[0].shape[0]
-    config = LoraConfig(r=r, lora_alpha=s * r, lora_dropout=0.0, use_dora=dora, target_modules=list(targets))
+    from fdora.integrations.peft import use_fdora
+
+    states = (getattr(module, "quant_state", None) for module in base.modules())
+    shared = [*base.parameters(), *(state for state in states if state is not None)]
+    model = copy.deepcopy(base, {id(each): each for each in shared})
+    r, dora = next(iter(values.values()))[0].shape[0], way != "peft_lora"
+    targets = targets if isinstance(targets, str) else list(targets)
+    config = LoraConfig(r=r, lora_alpha=s * r, lora_dropout=0.0, use_dora=dora, target_modules=targets, task_type=task or None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        inject_adapter_in_model(config, model)
-    return fill_all(model, values, dora)
+        if task is None:
+            inject_adapter_in_model(config, model)
+        else:
+            model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    leaves = fill_all(model, values, dora, "" if task is None else "base_model.model.")
+    if "fdora" in way:
+        use_fdora(model, fuse="fused" in way)
+    return model.train(), leaves
 
 
 def paths(model: nn.Module) -> dict[str, int]:

@@ -21,8 +21,8 @@ from random import Random
 import torch
 
 from bench.attempt import Failures
-from bench.clock import anchor_graph, launches_of, medians, once, quick_timer
-from bench.layer import TOLERANCE, free
+from bench.clock import anchor_graph, free, launches_of, medians, once, quick_timer
+from bench.layer import TOLERANCE
 from bench.suite import Suite, compile_ahead, numbers
 from bench.table import table
 from bench.truth import Truth

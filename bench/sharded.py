@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 
 from bench.attempt import Failures
-from bench.clock import synchronize
-from bench.layer import free
+from bench.clock import free, synchronize
 from bench.layers12 import DTYPES, MOST_APART, adapters, apart
 from bench.model import ARCHITECTURES, WAYS, network
 from bench.processes import run_in_processes

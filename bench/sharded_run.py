@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.clock import synchronize
-from bench.model import Run
+from bench.model import Trained
 from fdora.integrations.peft import use_fdora
 
 LAYOUTS = ("fsdp", "tp", "rows", "columns")
@@ -44,7 +44,7 @@ def parallelize(blocks, mesh, layout: str) -> None:
         parallelize_module(block, mesh, plan)
 
 
-class Sharded(Run):
+class Sharded(Trained):
     """Its leaves are those of the layout: shards under FSDP2, parts and whole ones under tensor parallelism."""
 
     def __init__(self, way, base, values, inputs, options, mesh):
@@ -88,7 +88,7 @@ class Sharded(Run):
 
 def truth(base, values, inputs, options) -> dict[str, torch.Tensor]:
     """PEFT's DoRA on whole weights, where it cannot be cut as the others are."""
-    run = Run("peft_dora", copy.deepcopy(base), values, inputs, min(options.loss_tokens, options.seq), False)
+    run = Trained("peft_dora", copy.deepcopy(base), values, inputs, min(options.loss_tokens, options.seq), False)
     return results(run, run.leaves, run.loss())
 
 

@@ -31,22 +31,19 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bench import layers12
+from bench import layers12, rivals
 from bench.attempt import Failures
-from bench.clock import anchor_graph, capture, medians, once, replay_ms
+from bench.clock import anchor_graph, capture, free, medians, once, replay_ms
 from bench.decoder import LINEARS
-from bench.layer import free
-from bench.layers12 import DTYPES, MOST_APART, adapters, own_code
-from bench.records import save
-from bench.rivals import inject, paths
-from bench.suite import about, present
+from bench.layers12 import DTYPES, MOST_APART, adapters, judge, own_code
+from bench.rivals import paths
+from bench.suite import Run, Suite, add_stack, words
 from bench.table import pivot, table
 from bench.ways import S
 
@@ -99,16 +96,9 @@ class Stack(nn.Module):
 
 def adapted(way: str, base: Stack, values: dict) -> tuple[Stack, dict[str, Tensor]]:
     """A model of this way around the same weights, and its leaves."""
-    from fdora.integrations.peft import use_fdora
-
-    shared = [*base.parameters(), *(state for m in base.modules() if (state := getattr(m, "quant_state", None)) is not None)]
-    model = copy.deepcopy(base, {id(each): each for each in shared})
     if way == "frozen":
-        return model, {}
-    leaves = inject(model, values, LINEARS, S, way != "peft_lora")
-    if way in FDORA:
-        use_fdora(model, fuse=way == "use_fdora_fused")
-    return model.train(), leaves
+        return copy.deepcopy(base, {id(each): each for each in base.parameters()}), {}
+    return rivals.adapted(way, base, values, LINEARS, S)
 
 
 class Way:
@@ -330,40 +320,16 @@ def cells(text: str) -> list[Cell]:
     return list(dict.fromkeys(found))
 
 
-def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        found = text.split(",")
-        if unknown := set(found) - set(known):
-            raise argparse.ArgumentTypeError(f"unknown {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-        return found
-
-    return parse
-
-
-def add_model(parser: argparse.ArgumentParser, layers: int) -> None:
-    """What bench.issue_time shares."""
-    parser.add_argument("--device", default="cpu", type=present)
-    parser.add_argument("--layers", type=int, default=layers)
-    parser.add_argument("--loss-tokens", type=int, default=1024)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations")
-    parser.add_argument("--adapter", choices=DTYPES, default="bf16", help="of A, B and m")
-    parser.add_argument("--ways", type=names(WAYS), default=list(WAYS))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
-
-
-def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_model(parser, 12)
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add_stack(parser, 12, WAYS, seq=None)
     parser.add_argument("--cells", type=cells, default=cells(""), help="MODEL:S:r, comma separated; empty parts are any")
-    parser.add_argument("--modes", type=names(MODES), default=list(MODES))
-    parser.add_argument("--compiled", type=names(COMPILED), default=[], help="also compiled, per layer; not checkpointed")
+    parser.add_argument("--modes", type=words(MODES, "modes"), default=list(MODES))
+    parser.add_argument(
+        "--compiled", type=words(COMPILED, "modes"), default=[], help="also compiled, per layer; not checkpointed"
+    )
     parser.add_argument("--no-eager", action="store_true")
     parser.add_argument("--no-graphs", action="store_true", help="GPU time by events")
-    parser.add_argument("--runs", type=int, default=9, help=f"most turns; {LEAST} of them whatever they take")
     parser.add_argument("--cell-seconds", type=float, default=6.0, help="fewer turns where a cell would take longer")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no cell after this time")
-    return parser.parse_args(argv)
 
 
 def compared(ways: dict[str, Way]) -> dict[str, dict]:
@@ -374,73 +340,59 @@ def compared(ways: dict[str, Way]) -> dict[str, dict]:
     return {n: {"apart": agreement(way, ways["peft_dora"]), "paths": paths(way.model)} for n, way in mine.items()}
 
 
-def main(argv=None):
-    options, start = parse(argv), time.perf_counter()
+def agreed(run: Run, cell: Cell, ways: dict[str, Way]) -> None:
+    key = f"{cell.model}, S {cell.S}, r {cell.r}"
+    found = run.failed.attempt([f"agreement, {key}"], lambda _: compared(ways))
+    run.result.setdefault("agreement", {})[key] = next(iter(found.values()), {})
+    print(key, "against PEFT's DoRA:", run.result["agreement"][key], flush=True)
+
+
+def measured(run: Run, cell: Cell, ways: dict[str, Way], gpu: Gpu | None) -> None:
+    options = run.options
+    for mode in [] if options.no_eager else options.modes:
+        run.add(*measure(cell, ways, mode, gpu, options, run.failed))
+    for compiled in options.compiled:
+        torch._dynamo.reset()
+        for way in ways.values():
+            way.compile(compiled)
+        events = gpu and Gpu(graphs=compiled == "default" and not options.no_graphs)
+        for mode in [mode for mode in options.modes if mode != "checkpointing"]:
+            run.add(*measure(cell, ways, f"{compiled}:{mode}", events, options, run.failed))
+        for way in ways.values():
+            way.compile("")
+
+
+def measure_all(run: Run) -> None:
+    options = run.options
     torch._dynamo.config.recompile_limit = 64
-    failures = Failures()
-    result = {"about": about(options.device, options.commit, argv), "layers": options.layers, "dtype": options.dtype}
-    result |= {
-        "adapter": options.adapter,
-        "micro_batches": MICRO,
-        "runs": options.runs,
-        "cell_seconds": options.cell_seconds,
-        "rows": [],
-        "agreement": {},
-        "failed": failures,
-        "skipped": [],
-    }
-    print(result["about"], "\n", flush=True)
+    facts = {name: getattr(options, name) for name in ("layers", "dtype", "adapter", "cell_seconds")}
+    run.set(**facts, micro_batches=MICRO, agreement={}, failed=run.failed)
     gpu = None if options.device == "cpu" else Gpu(not options.no_graphs)
     ways: dict[str, Way] = {}
     built: tuple | None = None
-    for cell in sorted(options.cells, key=lambda cell: (cell.model, cell.r, cell.S)):
-        if time.perf_counter() - start > options.seconds:
-            result["skipped"].append(cell._asdict())
-            continue
+    for cell in run.cases(sorted(options.cells, key=lambda cell: (cell.model, cell.r, cell.S))):
         new = built != (cell.model, cell.r)
         if new:
             ways.clear()
             free(options.device)
-            ways, built = build(cell, options, failures), (cell.model, cell.r)
-        begin = time.perf_counter()
+            ways, built = build(cell, options, run.failed), (cell.model, cell.r)
         inputs(cell, ways, options)
         if new:
-            key = f"{cell.model}, S {cell.S}, r {cell.r}"
-            result["agreement"][key] = failures.attempt([key], lambda _, w=ways: compared(w)).get(key, {})
-            print(key, "against PEFT's DoRA:", result["agreement"][key], flush=True)
-        modes = [] if options.no_eager else list(options.modes)
-        for mode in modes:
-            result["rows"] += measure(cell, ways, mode, gpu, options, failures)
-        for compiled in options.compiled:
-            torch._dynamo.reset()
-            for way in ways.values():
-                way.compile(compiled)
-            events = gpu and Gpu(graphs=compiled == "default" and not options.no_graphs)
-            for mode in [mode for mode in options.modes if mode != "checkpointing"]:
-                result["rows"] += measure(cell, ways, f"{compiled}:{mode}", events, options, failures)
-            for way in ways.values():
-                way.compile("")
-        print(f"{cell}: {time.perf_counter() - begin:.1f} s", flush=True)
-        free(options.device)
-        save(options.json, result)
-    result["seconds"] = round(time.perf_counter() - start, 1)
-    save(options.json, result)
-    print(f"\n{markdown(result['rows'])}\n\n{result['seconds']} s; failed: {dict(failures)}, skipped: {len(result['skipped'])}")
-    check(result, failures, options.dtype)
+            agreed(run, cell, ways)
+        measured(run, cell, ways, gpu)
+    run.set(seconds=round(time.perf_counter() - run.start, 1))
 
 
-def check(result: dict, failures: Failures, dtype: str) -> None:
-    """End with a failure where fdora is wrong or did not run."""
-    found = [(where, name, each) for where, ways in result["agreement"].items() for name, each in ways.items()]
-    wrong = [
-        f"{part} of {name}, {where}"
-        for where, name, each in found
-        for part, v in each["apart"].items()
-        if not v <= MOST_APART[dtype]
-    ]
-    stock = {f"{name}, {where}": each["paths"] for where, name, each in found if set(each["paths"]) - {"composed"} != {"fused"}}
-    if wrong or stock or any("fdora" in name or name in result["agreement"] for name in failures):
-        raise SystemExit(f"fdora parts from PEFT's DoRA in {wrong}, or did not run: {dict(failures)}, calls {stock}")
+def judged(run: Run) -> None:
+    found = {f"{name}, {at}": each for at, ways in run.result["agreement"].items() for name, each in ways.items()}
+    apart, ran = ({name: each[key] for name, each in found.items()} for key in ("apart", "paths"))
+    judge(apart, MOST_APART[run.options.dtype], run.failed, ran)
+
+
+main = Suite(
+    __doc__, measure_all, arguments, runs=9, seconds=math.inf, show=lambda found: markdown(found["rows"]), judge=judged
+)
+parse = main.parse
 
 
 if __name__ == "__main__":

@@ -80,6 +80,33 @@ def compile_ahead(jobs: int, one: Callable[..., None], tasks: Iterable[tuple]) -
     print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
 
 
+def add_stack(
+    parser: argparse.ArgumentParser, layers: int, ways: Iterable[str], seq: int | None = 4096, r: int = 64, many: bool = False
+) -> None:
+    """What commands of decoder layers share. ``seq=None``: their cases say how many tokens and which rank. ``many``: adapters
+    of several dtypes."""
+    dtypes = ("bf16", "fp32")
+    how: dict[str, Any] = {"type": words(dtypes, "dtypes")} if many else {"choices": dtypes, "default": "bf16"}
+    parser.add_argument("--layers", type=int, default=layers)
+    if seq is not None:
+        parser.add_argument("--seq", type=int, default=seq)
+        parser.add_argument("--r", type=int, default=r)
+    parser.add_argument("--loss-tokens", type=int, default=1024)
+    parser.add_argument("--dtype", choices=dtypes, default="bf16", help="of weights and activations")
+    parser.add_argument("--adapter", **how, help="of A, B and m")
+    parser.add_argument("--ways", type=words(ways, "ways"), default=list(ways))
+
+
+def add_compiled(parser: argparse.ArgumentParser) -> None:
+    """Eager and compiled, or one of them: :func:`compilations`."""
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--no-eager", action="store_true")
+
+
+def compilations(options: argparse.Namespace) -> list[bool]:
+    return [compiled for compiled in (False, True) if not (options.no_compile if compiled else options.no_eager)]
+
+
 def present(device: str) -> str:
     """Itself, where this machine has it; else the command ends with a sentence, not in the middle of a measurement."""
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -151,13 +178,19 @@ class Run:
     def cases(self, cases: Iterable[Case]) -> Iterator[Case]:
         """Those for which there is time; the others are listed as skipped."""
         for case in cases:
-            if time.perf_counter() - self.start > getattr(self.options, "seconds", math.inf):
-                self.result["skipped"].append(list(case) if isinstance(case, tuple) else case)
+            if self.late(case._asdict() if hasattr(case, "_asdict") else list(case) if isinstance(case, tuple) else case):
                 continue
             yield case
             if getattr(self.options, "device", "cpu") != "cpu":
                 torch.cuda.empty_cache()
         self.save()
+
+    def late(self, case: object) -> bool:
+        """Whether there is no time to start it; then it is listed as skipped."""
+        late = time.perf_counter() - self.start > getattr(self.options, "seconds", math.inf)
+        if late:
+            self.result["skipped"].append(case)
+        return late
 
     def add(self, *rows: dict[str, Any], part: str = "rows") -> None:
         for row in rows:
@@ -183,7 +216,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Suite:
-    """A measurement as a command: ``measure(run)`` adds the rows of its cases; what is wrong it raises at its end."""
+    """A measurement as a command: ``measure(run)`` adds the rows of its cases, ``show`` says them, ``judge`` raises what is
+    wrong."""
 
     doc: str
     measure: Callable[[Run], None]
@@ -193,6 +227,8 @@ class Suite:
     device: str | None = "cpu"
     kernels: bool = False
     check: Callable[[argparse.ArgumentParser, argparse.Namespace], None] = lambda parser, options: None
+    show: Callable[[dict[str, Any]], str] = lambda result: shown(result["rows"])
+    judge: Callable[[Run], None] = lambda run: None
 
     def parse(self, argv: list[str] | None = None) -> argparse.Namespace:
         parser = command(self.doc, self.device, self.runs, self.seconds, self.kernels)
@@ -204,10 +240,12 @@ class Suite:
     def __call__(self, argv: list[str] | None = None) -> None:
         run = Run(self.parse(argv), argv)
         self.measure(run)
+        run.save()
         if run.result["rows"]:
-            print("\n" + shown(run.result["rows"]))
+            print("\n" + self.show(run.result))
         if late := run.result["skipped"]:
             print(f"\n{len(late)} cases not started in {run.options.seconds:.0f} s: {late}")
+        self.judge(run)
 
 
 def shown(rows: list[dict[str, Any]]) -> str:

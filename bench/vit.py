@@ -18,23 +18,19 @@ from __future__ import annotations
 
 import copy
 import math
-import time
-import warnings
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench.attempt import Failures
-from bench.clock import medians, wall_timer
+from bench.clock import free, medians, wall_timer
 from bench.kernels import Kernel, by_name, middle_block, picture, profiled, shares
-from bench.layer import free
-from bench.layers12 import adapters, apart, own_code
-from bench.records import save
-from bench.rivals import fill_all, paths
-from bench.suite import about, command
+from bench.layers12 import adapters, apart, judge, own_code
+from bench.rivals import adapted, paths
+from bench.suite import Run, Suite, add_compiled, compilations, words
 from bench.table import table
 from bench.vit_model import GIANT, LINEARS, TINY, Vit, fold_scale, vit
 from bench.ways import S
@@ -47,36 +43,23 @@ GOAL = 1.12  # compiled DoRA over the compiled plain model
 MOST_APART = 0.05  # relative L2 against float32
 
 
-def adapted(way: str, base: Vit, values: dict) -> tuple[nn.Module, dict[str, Tensor]]:
+def made(way: str, base: Vit, values: dict) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model of this way around the same weights, and its leaves."""
     if way.startswith("plain"):
         return (fold_scale(base) if way == "plain_folded" else base), {}
-    from peft import LoraConfig, get_peft_model
-
-    from fdora.integrations.peft import use_fdora
-
-    model = copy.deepcopy(base, {id(p): p for p in base.parameters()})
-    r, dora = next(iter(values.values()))[0].shape[0], way != "peft_lora"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = LoraConfig(r=r, lora_alpha=S * r, use_dora=dora, target_modules=list(LINEARS))
-        model = get_peft_model(model, config, autocast_adapter_dtype=False)
-    leaves = fill_all(model, values, dora, "base_model.model.")
-    if "fdora" in way:
-        use_fdora(model, fuse=way == "peft_fdora_fused")
-    return model, leaves
+    return adapted(way, base, values, LINEARS, S, "")
 
 
 def call(block, x):
     return type(block).forward(block, x)
 
 
-class Run:
+class Compared:
     """One way's model."""
 
     def __init__(self, way: str, base: Vit, values: dict):
         self.way = way
-        self.model, self.leaves = adapted(way, base, values)
+        self.model, self.leaves = made(way, base, values)
 
     @property
     def vit(self) -> Vit:
@@ -117,7 +100,7 @@ def agreement(options) -> dict[str, dict[str, float]]:
     values = {f"blocks.{name}": parts for name, parts in values.items()}
 
     def results(way: str, base: Vit, values: dict, images: Tensor) -> Tensor:
-        run = Run(way, base, values)
+        run = Compared(way, base, values)
         y, out = run.of("inference", images)(), run.of("gradient", images)()
         return [t.float() for t in (y, *out)]
 
@@ -132,53 +115,34 @@ def agreement(options) -> dict[str, dict[str, float]]:
     return found
 
 
-class Bench:
-    """Rows of one command; the JSON is rewritten after every case."""
+def rows_of(run: Run, models: dict[str, Compared], mode: str, compiled: bool, kernels: dict[str, list[Kernel]]) -> None:
+    """The ways of one mode, timed in turns."""
+    options, batch = run.options, run.options.batch or MODES[mode]
+    images, label = pixels(batch, options), f"{mode}, {{}}{', compiled' if compiled else ''}"
 
-    def __init__(self, options, argv):
-        self.options, self.start, self.failures = options, time.perf_counter(), Failures()
-        self.kernels: dict[str, list[Kernel]] = {}
-        self.result: dict = {"about": about(options.device, options.commit, argv), "tiny": options.tiny}
-        self.result |= {"layers": options.layers, "r": options.r, "dtype": str(options.dtype)}
-        self.result |= {"agreement": {}, "rows": [], "kernels": {}, "paths": {}, "failed": self.failures, "skipped": []}
+    def prepared(tag: str) -> tuple[Any, dict]:
+        model = models[tags[tag]]
+        model.compile() if compiled else model.eager()
+        fn = model.of(mode, images)
+        row = {"peak_mb": round(peak_bytes(fn, options.device) / 2**20, 1)}
+        if options.device != "cpu":
+            every = profiled(fn)
+            row |= {"kernels_per_layer": round(len(every) / options.layers, 1)}
+            row |= {"gpu_ms": round(sum(kernel.us for kernel in every) / 1e3, 2)}
+            kernels[tag] = (middle_block if mode == "inference" else by_name)(every, options.layers)
+            run.result["kernels"][tag] = [kernel._asdict() for kernel in kernels[tag]]
+        return fn, row
 
-    def late(self) -> bool:
-        return time.perf_counter() - self.start > self.options.seconds
-
-    def cases(self, runs: dict[str, Run], mode: str, compiled: bool) -> None:
-        """The ways of one mode, timed in turns."""
-        options, batch = self.options, self.options.batch or MODES[mode]
-        images, label = pixels(batch, options), f"{mode}, {{}}{', compiled' if compiled else ''}"
-
-        def prepared(tag: str) -> tuple[Any, dict]:
-            run = runs[tags[tag]]
-            run.compile() if compiled else run.eager()
-            fn = run.of(mode, images)
-            row = {"peak_mb": round(peak_bytes(fn, options.device) / 2**20, 1)}
-            if options.device != "cpu":
-                every = profiled(fn)
-                row |= {"kernels_per_layer": round(len(every) / options.layers, 1)}
-                row |= {"gpu_ms": round(sum(kernel.us for kernel in every) / 1e3, 2)}
-                self.kernels[tag] = (middle_block if mode == "inference" else by_name)(every, options.layers)
-                self.result["kernels"][tag] = [kernel._asdict() for kernel in self.kernels[tag]]
-            return fn, row
-
-        tags = {label.format(way): way for way in runs}
-        ready = {}
-        for tag in tags:
-            if self.late():
-                self.result["skipped"].append(tag)
-                continue
-            ready |= self.failures.attempt([tag], prepared)
-            free(options.device)
-        ms = medians({tag: wall_timer(fn, options.device, 0) for tag, (fn, _) in ready.items()}, options.runs)
-        for tag, (_, row) in ready.items():
-            way, t = tags[tag], ms[tag]
-            known = {"way": way, "compiled": compiled, "mode": mode, "batch": batch, "ms": round(t, 2)}
-            self.result["rows"].append(known | {"images_per_s": round(1e3 * batch / t, 1)} | row)
-            print(self.result["rows"][-1], flush=True)
-        self.result["paths"] = {way: paths(run.model) for way, run in runs.items() if "fdora" in way}
-        save(options.json, self.result)
+    tags = {label.format(way): way for way in models}
+    ready = {}
+    for tag in run.cases(tags):
+        ready |= run.failed.attempt([tag], prepared)
+        free(options.device)
+    ms = medians({tag: wall_timer(fn, options.device, 0) for tag, (fn, _) in ready.items()}, options.runs)
+    for tag, (_, row) in ready.items():
+        known = {"way": tags[tag], "compiled": compiled, "mode": mode, "batch": batch, "ms": round(ms[tag], 2)}
+        run.add(known | {"images_per_s": round(1e3 * batch / ms[tag], 1)} | row)
+    run.set(paths={way: paths(each.model) for way, each in models.items() if "fdora" in way})
 
 
 def summary(rows: list[dict]) -> list[str]:
@@ -205,51 +169,52 @@ def markdown(result: dict) -> str:
     return table(head, cells)
 
 
-def parse(argv):
-    parser = command(__doc__, runs=3, seconds=math.inf)
+def arguments(parser):
     parser.add_argument("--layers", type=int, default=8, help="the model has 40, all alike")
     parser.add_argument("--batch", type=int, help="256 for inference and 64 for the gradient, if not given")
     parser.add_argument("--r", type=int, default=16)
     parser.add_argument("--dtype", choices=DTYPES, default="fp16")
-    parser.add_argument("--ways", type=lambda s: s.split(","), default=list(WAYS))
-    parser.add_argument("--modes", type=lambda s: s.split(","), default=list(MODES))
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--no-eager", action="store_true")
+    parser.add_argument("--ways", type=words(WAYS, "ways"), default=list(WAYS))
+    parser.add_argument("--modes", type=words(MODES, "modes"), default=list(MODES))
+    add_compiled(parser)
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
     parser.add_argument("--picture", type=Path)
-    options = parser.parse_args(argv)
+
+
+def check(parser, options):
     options.dtype, options.sizes = DTYPES[options.dtype], TINY if options.tiny else GIANT
-    options.compiled = [compiled for compiled in (False, True) if not (options.no_compile if compiled else options.no_eager)]
-    if unknown := (set(options.modes) - set(MODES)) | (set(options.ways) - set(WAYS)):
-        parser.error(f"unknown modes or ways: {', '.join(sorted(unknown))}")
-    return options
 
 
-def main(argv=None):
-    options = parse(argv)
+def measure(run: Run) -> None:
+    options = run.options
     torch._dynamo.config.recompile_limit = 64
-    bench = Bench(options, argv)
-    print(bench.result["about"], "\n", flush=True)
-    bench.result["agreement"] = agreement(options)
-    print(bench.result["agreement"], flush=True)
+    facts = {"tiny": options.tiny, "layers": options.layers, "r": options.r, "dtype": str(options.dtype)}
+    run.set(**facts, agreement=agreement(options), kernels={}, paths={}, failed=run.failed)
+    print(run.result["agreement"], flush=True)
     torch.manual_seed(0)
     base = vit(options.sizes, options.layers, options.device, options.dtype)
     values = {f"blocks.{name}": parts for name, parts in adapters(base.blocks, options.r, options.dtype).items()}
-    runs = {way: Run(way, base, values) for way in options.ways}
-    for mode in options.modes:
-        for compiled in options.compiled:
-            bench.cases(runs, mode, compiled)
-            free(options.device)
-    result = bench.result
-    print("\n" + markdown(result), *summary(result["rows"]), sep="\n")
-    for label, kernels in bench.kernels.items():
-        print(f"\n{label}, one block\n{shares(kernels)}")
-    if options.picture and bench.kernels:
-        picture({label: each for label, each in bench.kernels.items() if label.startswith("inference")}, options.picture)
-    save(options.json, result)
-    wrong = [f"{way}: {found}" for way, found in result["agreement"].items() if max(found.values()) > MOST_APART]
-    if wrong or any("fdora" in name for name in bench.failures):
-        raise SystemExit(f"fdora parts from PEFT's DoRA: {wrong}, or did not run: {dict(bench.failures)}")
+    models = {way: Compared(way, base, values) for way in options.ways}
+    kernels: dict[str, list[Kernel]] = {}
+    for mode, compiled in product(options.modes, compilations(options)):
+        rows_of(run, models, mode, compiled, kernels)
+        free(options.device)
+    for label, each in kernels.items():
+        print(f"\n{label}, one block\n{shares(each)}")
+    if options.picture and kernels:
+        picture({label: each for label, each in kernels.items() if label.startswith("inference")}, options.picture)
+
+
+def shown(result: dict) -> str:
+    return "\n".join([markdown(result), *summary(result["rows"])])
+
+
+def judged(run: Run) -> None:
+    judge(run.result["agreement"], MOST_APART, run.failed, {})
+
+
+main = Suite(__doc__, measure, arguments, runs=3, seconds=math.inf, check=check, show=shown, judge=judged)
+parse = main.parse
 
 
 if __name__ == "__main__":
