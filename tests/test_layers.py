@@ -313,9 +313,8 @@ def test_a_room_left_is_seen(room, line):
 # The rules of size and of arrows. Who breaks one today is named, and leaves the list when it is mended; nobody joins it.
 LINES, PARAMETERS, SHORT = 60, 12, 40
 LONG_FUNCTIONS = {  # by the name of its file, wherever that stands
-    *("pipeline.py:run_pipeline", "gemm.py:gemm", "norm_bwd.py:norm_bwd_finish_kernel"),
-    *("quant_strips.py:_strip4", "small_norm.py:small_norm_kernel", "multi_bwd.py:_scale"),
-    *("multi_gemm.py:multi_gemm", "multi_rows.py:as_matrix", "scale.py:scale_backward", "small_quant.py:_small"),
+    *("pipeline.py:run_pipeline", "norm_bwd.py:norm_bwd_finish_kernel"),
+    *("quant_strips.py:_strip4", "small_norm.py:small_norm_kernel"),
 }
 MANY_PARAMETERS = {
     *(
@@ -325,7 +324,6 @@ MANY_PARAMETERS = {
         "linear.py:dora_linear",
         "multi.py:dora_linear_multi",
     ),
-    *("embedding_bwd.py:_planned", "embedding_bwd.py:_fake", "linear.py:_planned_backward", "linear.py:_fake_linear_backward"),
     *(f"cost.py:{name}" for name in ("_small", "_small_norm", "_small_codes", "_add_parts", "_scale", "_embedding_bwd")),
     *("cost_norm_bwd.py:_norm_products", "cost_norm_bwd.py:_norm_add"),
 }

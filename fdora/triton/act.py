@@ -16,10 +16,7 @@ BLOCK = 2048
 def forward(plan: Builder, gate: Array, up: Array, a: Array, act: str) -> None:
     """All contiguous, of one shape."""
     plan.launch(
-        act_fwd_kernel,
-        (cdiv(a.numel, BLOCK),),
-        {"gate": gate, "up": up, "a": a, "count": a.numel, "ACT": act, "BLOCK": BLOCK},
-        4,
+        act_fwd_kernel, (cdiv(a.numel, BLOCK),), {"gate": gate, "up": up, "a": a, "count": a.numel, "ACT": act, "BLOCK": BLOCK}
     )
 
 
@@ -29,5 +26,4 @@ def backward(plan: Builder, da: Array, gate: Array, up: Array, dgate: Array, dup
         act_bwd_kernel,
         (cdiv(da.numel, BLOCK),),
         {"da": da, "gate": gate, "up": up, "dgate": dgate, "dup": dup, "count": da.numel, "ACT": act, "BLOCK": BLOCK},
-        4,
     )

@@ -80,7 +80,6 @@ def _copy(plan: Builder, parts: Sequence[Array], out: Array) -> None:
                 "BLOCK_M": BLOCK_M,
                 "BLOCK_N": BLOCK_N,
             },
-            4,
         )
 
 
@@ -117,5 +116,4 @@ def by_g(plan: Builder, t: Array, m: Array, c: Array, out: Array) -> None:
             "BLOCK_N": block_n,
             "BLOCK_K": block_k,
         },
-        4,
     )

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._torch import needs_dispatcher
 from fdora.quant import Lut4, QuantSpec
 from fdora.triton.codes import (
     Coded,
@@ -24,21 +23,20 @@ from fdora.triton.codes import (
     decoding,
     in_pairs,
     is_decoded,
+    of_weight,
     packed,
     tensors_of,
-    weights_of,
     written,
 )
 from fdora.triton.configs_quant import dequantize_config
 from fdora.triton.copy import in_dtype
 from fdora.triton.kernels.dequantize import dequantize4_kernel, dequantize8_kernel, lost4_kernel, lost8_kernel
 from fdora.triton.norm import norm as norm_of_dense
-from fdora.triton.op import op
+from fdora.triton.op import planned
 from fdora.triton.quant import norm
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
-from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.scale import tiny_of
 
 TOGETHER = 64  # ranks up to this have their norm out of the pass that decodes
@@ -72,18 +70,8 @@ def dense_of(spec: QuantSpec, tensors: Sequence[Tensor | None], dtype: torch.dty
         return None
     text, numbers = written([coded_of(spec)])
     stored = tensors_of(tensors)
-    out: Tensor = (dequantize if needs_dispatcher(stored[0]) else _dequantize)(stored, text, numbers, dtype)
+    out: Tensor = _dequantize(stored, text, numbers, dtype)
     return out
-
-
-def _dequantize(tensors: Sequence[Tensor], text: Sequence[str], numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return run(*_planned(tensors, text, numbers, dtype))[0]
-
-
-def _planned(
-    tensors: Sequence[Tensor], text: Sequence[str], numbers: Sequence[int], dtype: torch.dtype
-) -> tuple[Plan, tuple, tuple]:
-    return plan_for(plan_dequantize, tuple(tensors), *weights_of(text, numbers), dtype), tuple(tensors), ()
 
 
 def plan_dequantize(likes: Sequence[Like | None], device: Device, coded: Coded, dtype: torch.dtype) -> Plan:
@@ -103,16 +91,15 @@ def dequantized(plan: Builder, W: Packed, dtype: torch.dtype) -> Array:
 def decode(plan: Builder, W: Packed, out: Array, g: G | None = None, first: int = 0) -> None:
     """Columns of W from ``first`` on, as many as ``out`` has. ``g``: each row times its g in float32, then rounded."""
     (N, K), capability, last = W.shape, plan.device.capability, first + out.shape[1]
-    block_n, block_k, vector, num_warps = dequantize_config(in_pairs(W.form, K), out.itemsize, isinstance(W.form, Lut4))
+    config = dequantize_config(in_pairs(W.form, K), out.itemsize, isinstance(W.form, Lut4))
     given = {
         **decoding(W, capability),
         **named("m c", g or (None, None)),
         **{"out": out, "N": N, "K": K, "first": first, "last": last, "pitch": out.stride[0]},
-        **{"BY_G": g is not None, "BLOCK_N": block_n, "BLOCK_K": block_k, "VECTOR": vector},
-        "EVEN": N % block_n == 0 and (last - first) % block_k == 0,
+        "EVEN": N % config.BLOCK_N == 0 and (last - first) % config.BLOCK_K == 0,
     }
     kernel = dequantize4_kernel if isinstance(W.form, Lut4) else dequantize8_kernel
-    plan.launch(kernel, (cdiv(N, block_n) * cdiv(last - first, block_k),), given, num_warps)
+    plan.launch(kernel, (cdiv(N, config.BLOCK_N) * cdiv(last - first, config.BLOCK_K),), given, config)
 
 
 def redo_lost(
@@ -120,14 +107,14 @@ def redo_lost(
 ) -> None:
     """dm and dc, where asked for, again of rows whose g is (nearly) 0: from their products, since y holds nothing of them."""
     (N, K), (M, r), capability = W.shape, h.shape, plan.device.capability
-    block_n, block_k, vector, num_warps = dequantize_config(in_pairs(W.form, K), x.itemsize, isinstance(W.form, Lut4))
+    config = dequantize_config(in_pairs(W.form, K), x.itemsize, isinstance(W.form, Lut4))
     given = {
         **decoding(W, capability),
-        **{"dy": dy, "x": x, "h": h, "b": B, "m": g.m, "c": g.c, "dm": dm, "dc": dc},
-        **{"M": M, "N": N, "K": K, "R": r, "tiny": tiny_of(dy.dtype), "NEED_M": dm is not None, "NEED_C": dc is not None},
-        **{"BLOCK_N": block_n, "BLOCK_K": block_k, "VECTOR": vector, "EVEN": N % block_n == 0 and K % block_k == 0},
+        **{"dy": dy, "x": x, "h": h, "b": B, "dm": dm, "dc": dc, "M": M, "N": N, "K": K, "R": r, "tiny": tiny_of(dy.dtype)},
+        "EVEN": N % config.BLOCK_N == 0 and K % config.BLOCK_K == 0,
     }
-    plan.launch(lost4_kernel if isinstance(W.form, Lut4) else lost8_kernel, (cdiv(N, block_n),), given, num_warps)
+    kernel = lost4_kernel if isinstance(W.form, Lut4) else lost8_kernel
+    plan.launch(kernel, (cdiv(N, config.BLOCK_N),), given, g, config)
 
 
 def dequantized_with_norm(plan: Builder, W: Packed, A: Array, B: Array, s: Scalar, c: Array, dtype: torch.dtype) -> Array:
@@ -151,14 +138,9 @@ def room(plan: Builder, shape: tuple[int, int], dtype: torch.dtype) -> Array:
     return plan.temp((N, K), dtype, (cdiv(K, unit) * unit, 1))
 
 
-def _fake(tensors: Any, text: Any, numbers: Any, dtype: Any) -> Any:
-    return torch.empty((numbers[0], numbers[1]), device=tensors[0].device, dtype=dtype)
-
-
-dequantize = op(
+dequantize, _dequantize = planned(
     "dequantize",
-    _dequantize,
-    _fake,
-    _planned,
     "(Tensor[] tensors, str[] text, SymInt[] numbers, ScalarType dtype) -> Tensor",
+    of_weight(plan_dequantize),
+    lambda tensors, text, numbers, dtype: ((numbers[0], numbers[1]), dtype),
 )

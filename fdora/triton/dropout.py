@@ -46,6 +46,5 @@ def drop(plan: Builder, x: Array, seed: Array | None, p: float, accumulate_into:
             "BLOCK_M": BLOCK_M,
             "BLOCK_K": BLOCK_K,
         },
-        4,
     )
     return out

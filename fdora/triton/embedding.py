@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from fdora._records import Lookup
-from fdora._torch import needs_dispatcher
 from fdora.triton.configs import power_of_two
 from fdora.triton.kernels.embedding import (
     embedding_kernel,
@@ -31,11 +30,10 @@ from fdora.triton.kernels.embedding import (
     embedding_tile_kernel,
     embedding_walk_kernel,
 )
-from fdora.triton.op import op
+from fdora.triton.op import planned
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
-from fdora.triton.runtime.walk import plan_for, run
 
 WHOLE = 64  # up to this rank a program keeps its columns of A
 WALKS = 16  # up to this rank programs keep B, of a half-precision W
@@ -106,168 +104,97 @@ def is_many(T: int, per_row: bool) -> bool:
 def embedding_fwd(ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor | None, how: Lookup) -> Tensor:
     """ids (...) -> y (..., d) in the dtype of W. c of None: of each row that is read. No max_norm."""
     assert how.max_norm is None
-    return (embedding if needs_dispatcher(W) else _embedding)(ids, W, A, B, m, c, how.s, how.per_row)
+    y: Tensor = _embedding(ids, W, A, B, m, c, how.s, how.per_row)
+    return y
 
 
-def _embedding(ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor | None, s: float, per_row: bool) -> Tensor:
-    return run(*_planned(ids, W, A, B, m, c, s, per_row))[0]
+class Call(NamedTuple):
+    """What kernels read, by their names of it."""
+
+    ids: Array
+    W: Array
+    A: Array
+    B: Array
+    m: Array
+    c: Array
+    s: Scalar
+    T: int
+    V: int
+    D: int
+    R: int
 
 
-def _planned(
-    ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor | None, s: float, per_row: bool
-) -> tuple[Plan, tuple, tuple]:
-    tensors = (ids, W, A, B, m, c)
-    return plan_for(plan_embedding, tensors, per_row), tensors, (s,)
+def call_of(plan: Builder, ids: Array, likes: Sequence[Like | None]) -> Call:
+    """``likes``: W, A, B, m and c. T tokens, V rows of the table, each of D numbers."""
+    (W, A, B), (m, c) = map(plan.matrix, likes[:3]), map(plan.vector, likes[3:5])
+    return Call._make((ids, W, A, B, m, c, plan.scalar("s"), *ids.shape, *W.shape, A.shape[0]))
 
 
-def plan_embedding(likes: Sequence[Like | None], device: Device, per_row: bool) -> Plan:
+def plan_embedding(likes: Sequence[Any], device: Device, per_row: bool) -> Plan:
     plan = Builder("dora_embedding", device)
-    shape = likes[0].shape  # type: ignore[union-attr]
-    ids, (W, A, B) = plan.flat(likes[0]), map(plan.matrix, likes[1:4])
-    m, c, s = plan.vector(likes[4]), plan.vector(likes[5]), plan.scalar("s")
-    (T,), (V, D), R = ids.shape, W.shape, A.shape[0]
-    y = plan.result("y", (*shape, D), W.dtype)
-    walks = W.itemsize == 2 and R <= WALKS and not per_row
+    call = call_of(plan, plan.flat(likes[0]), likes[1:])
+    T, D, R, half = call.T, call.D, call.R, call.W.itemsize == 2
+    y = plan.result("y", (*likes[0].shape, D), call.W.dtype)
+    walks = half and R <= WALKS and not per_row
     if walks or is_many(T, per_row):
-        (in_one if walks else in_two)(plan, ids, W, A, B, m, c, y, s)
+        (in_one if walks else in_two)(plan, call, y)
         return plan.plan()
-    own_norm = per_row and c is None
-    block_t, block_d, block_r, span, num_warps, num_stages = config_of(T, D, R, W.itemsize == 2, device.num_sms)
-    span = max(D, 1) if own_norm else span
+    own_norm = per_row and call.c is None
+    config = config_of(T, D, R, half, device.num_sms)
+    span = max(D, 1) if own_norm else config.SPAN
     plan.path = "gather, low-rank product and g in one pass" + (", after one for the norms of the rows" if own_norm else "")
     plan.launch(
         embedding_kernel,
-        (cdiv(T, block_t), cdiv(D, span)),
+        (cdiv(T, config.BLOCK_T), cdiv(D, span)),
         {
-            "ids": ids,
-            "W": W,
-            "A": A,
-            "B": B,
-            "m": m,
-            "c": c,
             "y": y,
-            "s": s,
-            "T": T,
-            "V": V,
-            "D": D,
-            "R": R,
             "PER_ROW": per_row,
             "OWN_NORM": own_norm,
-            "SINGLE": block_r >= R,
-            "KEPT": own_norm or span > block_d,
-            "BLOCK_T": block_t,
-            "BLOCK_D": block_d,
-            "BLOCK_R": block_r,
+            "SINGLE": config.BLOCK_R >= R,
+            "KEPT": own_norm or span > config.BLOCK_D,
             "SPAN": span,
         },
-        num_warps,
-        num_stages,
+        call,
+        config,
     )
     return plan.plan()
 
 
-def in_one(plan: Builder, ids: Array, W: Array, A: Array, B: Array, m: Array, c: Array, y: Array, s: Scalar) -> None:
+def in_one(plan: Builder, call: Call, y: Array) -> None:
     plan.path = "gather, low-rank product and g in one pass, of programs that keep B and g"
-    (T,), (V, D), R = ids.shape, W.shape, A.shape[0]
-    block_t, block_d, num_warps, stages, per_sm = walk_config(T)
-    strips = cdiv(D, block_d)
-    blocks = cdiv(T, block_t)
-    parts = min(blocks, max(1, per_sm * plan.device.num_sms // strips))
+    config, block_r = walk_config(call.T), power_of_two(call.R)
+    strips, blocks, stages = cdiv(call.D, config.BLOCK_D), cdiv(call.T, config.BLOCK_T), config.STAGES
+    parts = min(blocks, max(1, config.per_sm * plan.device.num_sms // strips))
     if stages == 0 and parts < blocks:
         stages = 1
-    plan.launch(
-        embedding_walk_kernel,
-        (strips, parts),
-        {
-            "ids": ids,
-            "W": W,
-            "A": A,
-            "B": B,
-            "m": m,
-            "c": c,
-            "y": y,
-            "s": s,
-            "T": T,
-            "V": V,
-            "D": D,
-            "R": R,
-            "STAGES": stages,
-            "EVEN": D % block_d == 0 and power_of_two(R) == R,
-            "BLOCK_T": block_t,
-            "BLOCK_D": block_d,
-            "BLOCK_R": power_of_two(R),
-        },
-        num_warps,
-    )
+    even = call.D % config.BLOCK_D == 0 and block_r == call.R
+    given = {"y": y, "STAGES": stages, "EVEN": even, "BLOCK_R": block_r}
+    plan.launch(embedding_walk_kernel, (strips, parts), given, call, config)
 
 
-def in_two(plan: Builder, ids: Array, W: Array, A: Array, B: Array, m: Array, c: Array, y: Array, s: Scalar) -> None:
+def in_two(plan: Builder, call: Call, y: Array) -> None:
     plan.path = "columns of A, s B and g made ready; then gather, low-rank product and g in one pass"
-    (T,), (V, D), R = ids.shape, W.shape, A.shape[0]
-    h, b, g = ready(plan, ids, A, B, m, c, s, W.dtype, False)
-    block_t, block_d, num_warps = tile_config(W.itemsize == 2)
-    pdl = plan.device.supports_pdl
-    plan.launch(
-        embedding_tile_kernel,
-        (cdiv(D, block_d) * cdiv(T, block_t),),
-        {
-            "ids": ids,
-            "W": W,
-            "h": h,
-            "b": b,
-            "g": g,
-            "y": y,
-            "T": T,
-            "V": V,
-            "D": D,
-            "R": R,
-            "PDL": pdl,
-            "BLOCK_T": block_t,
-            "BLOCK_D": block_d,
-            "BLOCK_R": min(64, power_of_two(R)),
-        },
-        num_warps,
-        2,
-        pdl,
-    )
+    h, b, g = ready(plan, call, False)
+    config = tile_config(call.W.itemsize == 2)
+    grid = (cdiv(call.D, config.BLOCK_D) * cdiv(call.T, config.BLOCK_T),)
+    given = {"h": h, "b": b, "g": g, "y": y, "BLOCK_R": min(64, power_of_two(call.R))}
+    plan.launch(embedding_tile_kernel, grid, given, call, config, num_stages=2, pdl=plan.device.supports_pdl)
 
 
-def ready(
-    plan: Builder, ids: Array, A: Array, B: Array, m: Array, c: Array, s: Scalar, dtype: torch.dtype, with_g: bool
-) -> tuple[Array, Array, Array]:
+def ready(plan: Builder, call: Call, with_g: bool) -> tuple[Array, Array, Array]:
     """h = A^T[ids] (T, r), s B or s g B (d, r), and g (d,)."""
-    (T,), (R, V), D = ids.shape, A.shape, B.shape[0]
+    (T, _, D, R), dtype = call[-4:], call.W.dtype
     h, b, g = plan.temp((T, R), dtype), plan.temp((D, R), dtype), plan.temp((D,), torch.float32)
-    block_r = min(64, power_of_two(R))
-    plan.launch(
-        embedding_ready_kernel,
-        (cdiv(max(T, D), READY_T), cdiv(R, block_r)),
-        {
-            "ids": ids,
-            "A": A,
-            "B": B,
-            "m": m,
-            "c": c,
-            "h": h,
-            "b": b,
-            "g": g,
-            "s": s,
-            "T": T,
-            "V": V,
-            "D": D,
-            "R": R,
-            "WITH_G": with_g,
-            "PDL": plan.device.supports_pdl and not with_g,
-            "BLOCK_T": READY_T,
-            "BLOCK_R": block_r,
-        },
-        4,
-    )
+    block_r, early = min(64, power_of_two(R)), plan.device.supports_pdl and not with_g
+    given = {"h": h, "b": b, "g": g, "WITH_G": with_g, "PDL": early, "BLOCK_T": READY_T, "BLOCK_R": block_r}
+    plan.launch(embedding_ready_kernel, (cdiv(max(T, D), READY_T), cdiv(R, block_r)), given, call)
     return h, b, g
 
 
-def _fake(ids: Any, W: Any, A: Any, B: Any, m: Any, c: Any, s: float, per_row: bool) -> Any:
-    return torch.empty((*ids.shape, W.shape[1]), device=W.device, dtype=W.dtype)
-
-
-embedding = op("embedding", _embedding, _fake, _planned)
+embedding, _embedding = planned(
+    "embedding",
+    "(Tensor ids, Tensor W, Tensor A, Tensor B, Tensor m, Tensor? c, float s, bool per_row) -> Tensor",
+    plan_embedding,
+    lambda ids, W, *_: ((*ids.shape, W.shape[1]), W.dtype),
+    asks=(1,),
+)

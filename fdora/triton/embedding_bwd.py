@@ -20,20 +20,18 @@ import torch
 from torch import Tensor
 
 from fdora._records import Lookup, Needs
-from fdora._torch import needs_dispatcher
 from fdora.triton.configs import power_of_two
-from fdora.triton.embedding import ready
+from fdora.triton.embedding import call_of, ready
 from fdora.triton.kernels.embedding_bwd import (
     embedding_bwd_kernel,
     embedding_finish_kernel,
     segment_scan_kernel,
     segment_total_kernel,
 )
-from fdora.triton.op import op
+from fdora.triton.op import planned
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.plan import Array, Like, Plan
-from fdora.triton.runtime.walk import plan_for, run
 
 WHOLE = 64  # the largest rank: sums of (columns, r) stay in registers
 BLOCK_T, BLOCK_D = 32, 128
@@ -51,9 +49,8 @@ def embedding_bwd(
     flat = ids.reshape(-1)
     key, order = torch.sort(flat, stable=True) if needs.A else (None, None)
     padding = padding_of(how.padding_idx, W.shape[0])
-    run_it: Any = embedding_backward if needs_dispatcher(W) or needs_dispatcher(dy) else _backward
     asked = [needs.A, needs.B, needs.m, needs.c]
-    found = iter(run_it(dy.reshape(-1, W.shape[1]), flat, W, A, B, m, c, key, order, how.s, padding, how.sparse, asked))
+    found = iter(_backward(dy.reshape(-1, W.shape[1]), flat, W, A, B, m, c, key, order, how.s, padding, how.sparse, asked))
     dA, dB, dm, dc = (next(found) if need else None for need in asked)
     if how.sparse and dA is not None:
         assert key is not None
@@ -80,45 +77,19 @@ def _sparse(sums: Tensor, key: Tensor, A: Tensor, padding: int) -> Tensor:
     return torch.sparse_coo_tensor(at, values, (r, V), is_coalesced=True, check_invariants=False)
 
 
-def _planned(
-    dy: Tensor,
-    ids: Tensor,
-    W: Tensor,
-    A: Tensor,
-    B: Tensor,
-    m: Tensor,
-    c: Tensor,
-    key: Tensor | None,
-    order: Tensor | None,
-    s: float,
-    padding: int,
-    sparse: bool,
-    needs: Sequence[bool],
-) -> tuple[Plan, tuple, tuple]:
-    tensors = (dy, ids, W, A, B, m, c, key, order)
-    return plan_for(plan_backward, tensors, padding, sparse, tuple(needs)), tensors, (s,)
-
-
-def _backward(*args: Any) -> tuple[Tensor, ...]:
-    return run(*_planned(*args))
-
-
 def plan_backward(likes: Sequence[Like | None], device: Device, padding: int, sparse: bool, needs: tuple[bool, ...]) -> Plan:
     plan = Builder("dora_embedding backward", device)
-    dy, ids, (W, A, B) = plan.tokens(likes[0]), plan.vector(likes[1]), map(plan.matrix, likes[2:5])
-    m, c, key, order = map(plan.vector, likes[5:9])
-    s = plan.scalar("s")
-    (T,), (V, D), R, f32 = ids.shape, W.shape, A.shape[0], torch.float32
-    need_a, need_b, need_m, need_c = needs
+    dy = plan.tokens(likes[0])
+    call = call_of(plan, plan.vector(likes[1]), likes[2:7])
+    key, order = map(plan.vector, likes[7:9])
+    (T, V, D, R), f32, (need_a, need_b, need_m, need_c) = call[-4:], torch.float32, needs
     compact = need_a and sparse
-    dA = plan.result("dA", (T, R) if compact else (R, V), f32 if compact else A.dtype) if need_a else None
-    dB = plan.result("dB", (D, R), B.dtype) if need_b else None
-    dm = plan.result("dm", (D,), m.dtype) if need_m else None
-    dc = plan.result("dc", (D,), f32) if need_c else None
+    forms = zip(("dA", "dB", "dm", "dc"), _forms(T, call.A, call.B, call.m, sparse, needs), strict=True)
+    dA, dB, dm, dc = (form and plan.result(name, *form) for name, form in forms)
     for_m, for_y = need_m or need_c, need_b or need_m or need_c
     if not (need_a or for_y):
         return plan.plan()
-    h, b, _ = ready(plan, ids, A, B, m, c, s, W.dtype, True)
+    h, b, _ = ready(plan, call, True)
     block_r, strips = power_of_two(R), cdiv(D, BLOCK_D)
     rows = BLOCK_T
     while cdiv(T, 2 * rows) * strips >= 3 * device.num_sms and rows < 4096:
@@ -127,30 +98,14 @@ def plan_backward(likes: Sequence[Like | None], device: Device, padding: int, sp
     partial_A = plan.temp((strips, T, R), f32) if need_a else None
     partial_Y = plan.temp((parts, D, R), f32) if for_y else None
     partial_m = plan.temp((parts, D), f32) if for_m else None
-    plan.launch(
-        embedding_bwd_kernel,
-        (strips, parts),
-        {
-            **{"dy": dy, "ids": ids, "W": W, "h": h, "b": b, "partial_A": partial_A},
-            **{"partial_Y": partial_Y, "partial_m": partial_m, "T": T, "V": V, "D": D, "R": R},
-            **{"padding": padding, "NEED_A": need_a, "NEED_Y": for_y, "NEED_M": for_m},
-            **{"ROWS": rows, "BLOCK_T": BLOCK_T, "BLOCK_D": BLOCK_D, "BLOCK_R": block_r},
-        },
-        4,
-        2,
-    )
+    given = {"dy": dy, "h": h, "b": b, "padding": padding, "NEED_Y": for_y, "ROWS": rows}
+    given |= {"partial_A": partial_A, "partial_Y": partial_Y, "partial_m": partial_m}
+    tile = {"BLOCK_T": BLOCK_T, "BLOCK_D": BLOCK_D, "BLOCK_R": block_r}
+    plan.launch(embedding_bwd_kernel, (strips, parts), {**given, **tile}, call, num_stages=2)
     if for_y:
-        plan.launch(
-            embedding_finish_kernel,
-            (cdiv(D, FINISH_D),),
-            {
-                **{"partial_Y": partial_Y, "partial_m": partial_m, "B": B, "m": m, "c": c},
-                **{"dB": dB, "dm": dm, "dc": dc, "s": s, "D": D, "R": R, "parts": parts},
-                **{"NEED_B": need_b, "NEED_M": need_m, "NEED_C": need_c, "BLOCK_D": FINISH_D},
-                "BLOCK_R": block_r,
-            },
-            4,
-        )
+        given = {"partial_Y": partial_Y, "partial_m": partial_m, "dB": dB, "dm": dm, "dc": dc, "parts": parts}
+        tile = {"BLOCK_D": FINISH_D, "BLOCK_R": block_r}
+        plan.launch(embedding_finish_kernel, (cdiv(D, FINISH_D),), {**given, **tile}, call)
     if dA is not None:
         _by_number(plan, partial_A, key, order, dA, (V, padding, compact))
     plan.path = "one pass over dy and the rows of W; sums of each number in the order of its tokens"
@@ -161,42 +116,26 @@ def _by_number(plan: Builder, partial_A: Any, key: Any, order: Any, dA: Array, i
     """The sums over the tokens of each number, in their order."""
     (strips, T, R), (V, padding, compact) = partial_A.shape, into
     block_r, sums = power_of_two(R), plan.temp((T, R), torch.float32)
-    plan.launch(
-        segment_scan_kernel,
-        (cdiv(T, SEGMENT),),
-        {
-            **{"partial_A": partial_A, "key": key, "order": order, "sums": sums, "T": T},
-            **{"R": R, "parts": strips, "BLOCK_T": SEGMENT, "BLOCK_R": block_r},
-        },
-        4,
-    )
+    of = {"key": key, "sums": sums, "T": T, "R": R, "BLOCK_T": SEGMENT, "BLOCK_R": block_r}
+    plan.launch(segment_scan_kernel, (cdiv(T, SEGMENT),), {**of, "partial_A": partial_A, "order": order, "parts": strips})
     plan.zero(dA)
     stride = (R, 1) if compact else (1, V)
-    plan.launch(
-        segment_total_kernel,
-        (cdiv(T, SEGMENT),),
-        {
-            **{"sums": sums, "key": key, "out": dA, "T": T, "V": V, "R": R},
-            "padding": padding,
-            **named("stride_ov stride_or", stride),
-            **{"COMPACT": compact, "BLOCK_T": SEGMENT, "BLOCK_R": block_r, "BLOCK_C": CARRIES},
-        },
-        4,
-    )
+    given = {"out": dA, "V": V, "padding": padding, **named("stride_ov stride_or", stride), "COMPACT": compact}
+    plan.launch(segment_total_kernel, (cdiv(T, SEGMENT),), {**of, **given, "BLOCK_C": CARRIES})
 
 
-def _fake(dy, ids, W, A, B, m, c, key, order, s, padding, sparse, needs):
-    T, R = ids.shape[0], A.shape[0]
-    first = A.new_empty((T, R), dtype=torch.float32) if sparse else A.new_empty(A.shape)
-    made = (first, B.new_empty(B.shape), m.new_empty(m.shape), m.new_empty(m.shape, dtype=torch.float32))
-    return [t for t, need in zip(made, needs, strict=True) if need]
+def _forms(T: Any, A: Any, B: Any, m: Any, sparse: bool, needs: Sequence[bool]) -> list[Any]:
+    """Of each gradient that is asked for."""
+    f32 = torch.float32
+    forms = (((T, A.shape[0]), f32) if sparse else (A.shape, A.dtype), (B.shape, B.dtype), (m.shape, m.dtype), (m.shape, f32))
+    return [form if need else None for form, need in zip(forms, needs, strict=True)]
 
 
-embedding_backward = op(
+embedding_backward, _backward = planned(
     "embedding_backward",
-    _backward,
-    _fake,
-    _planned,
     "(Tensor dy, Tensor ids, Tensor W, Tensor A, Tensor B, Tensor m, Tensor c, Tensor? key, Tensor? order, float s, "
     "SymInt padding, bool sparse, bool[] needs) -> Tensor[]",
+    plan_backward,
+    lambda dy, ids, W, A, B, m, c, key, order, s, padding, sparse, needs: _forms(ids.shape[0], A, B, m, sparse, needs),
+    asks=(2, 0),
 )

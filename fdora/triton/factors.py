@@ -59,27 +59,6 @@ def factor_gradients(
     ``g``: m and c where dz is dy: dB = g dy^T h."""
     (M, K), N, r = x.shape, dz.shape[1], dh.shape[1]
     config = config or factors_config(r)
-    block_c, block_r, block_m, warps, stages = config
-    plan.launch(
-        factors_kernel,
-        (cdiv(K, block_c) + cdiv(N, block_c), cdiv(r, block_r)),
-        {
-            "x": x,
-            "dh": dh,
-            "dA": dA,
-            "dz": dz,
-            "h": h,
-            "dB": dB,
-            **named("m c", g),
-            "M": M,
-            "K": K,
-            "N": N,
-            "R": r,
-            "BY_G": g[0] is not None,
-            "BLOCK_C": block_c,
-            "BLOCK_R": block_r,
-            "BLOCK_M": block_m,
-        },
-        warps,
-        stages,
-    )
+    grid = (cdiv(K, config.BLOCK_C) + cdiv(N, config.BLOCK_C), cdiv(r, config.BLOCK_R))
+    given = {"x": x, "dh": dh, "dA": dA, "dz": dz, "h": h, "dB": dB, **named("m c", g), "M": M, "K": K, "N": N, "R": r}
+    plan.launch(factors_kernel, grid, given, config)

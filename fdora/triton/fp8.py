@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fdora._records import Dropout, Operands, Options, Saved
-from fdora._torch import needs_dispatcher
 from fdora.quant import Codes8
 from fdora.triton.codes import Coded
 from fdora.triton.configs import fp8_config, power_of_two
@@ -25,11 +24,10 @@ from fdora.triton.copy import in_dtype
 from fdora.triton.dropout import drop
 from fdora.triton.kernels.fp8 import fp8_blocks_kernel, fp8_gemm_kernel, fp8_rows_kernel
 from fdora.triton.linear import rows_of, saves_pre_scale
-from fdora.triton.op import op
+from fdora.triton.op import planned
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.plan import Array, Like, Plan
-from fdora.triton.runtime.walk import plan_for, run
 
 BLOCK, TOKENS = 128, 16
 E4M3 = torch.float8_e4m3fn
@@ -41,22 +39,9 @@ def fp8_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], d
     facts, operands = la.W.facts, [*la.W.tensors, *la[1:]]
     if la.bias is not None and o.save == "output":  # columns that it drowns would be formed again by another product than this
         o = o._replace(save="pre_scale")
-    run_it: Any = fp8_linear if needs_dispatcher(x) else _fp8_linear
-    y, h, *before = run_it(x, operands, o.s, o.save, dropout.p, facts.scale, list(facts.block))
+    y, h, *before = _fp8_linear(x, operands, o.s, o.save, dropout.p, facts.scale, list(facts.block))
     kept = before[0] if before else None if o.save == "nothing" else y
     return [y], Saved(h, (kept,), (len(before) > 0,))
-
-
-def _fp8_linear(*args: Any) -> tuple[Tensor, ...]:
-    """y, h, and the value before g where it is saved."""
-    return run(*_planned(*args))
-
-
-def _planned(
-    x: Tensor, operands: Sequence[Tensor | None], s: float, save: str, p: float, mode: str, block: Sequence[int]
-) -> tuple[Plan, tuple, tuple]:
-    tensors = (x, *operands)
-    return plan_for(plan_fp8_linear, tensors, save, p, mode, tuple(block)), tensors, (s,)
 
 
 def plan_fp8_linear(
@@ -77,43 +62,12 @@ def plan_fp8_linear(
     plan.product(h, drop(plan, x, seed, p), in_dtype(plan, A, t).T, s)
     x8, x_scale = _quantised(plan, x, mode == "block")
     B = in_dtype(plan, B, t)
-    bm, bn, bk, num_warps, num_stages = fp8_config(M, N, K, device.capability)
+    config = fp8_config(M, N, K, device.capability)
     rows, columns = block if mode == "block" else (1, 1)
-    plan.launch(
-        fp8_gemm_kernel,
-        (cdiv(M, bm) * cdiv(N, bn),),
-        {
-            "x": x8,
-            "x_scale": x_scale,
-            "w": codes,
-            "w_scale": scales,
-            "h": h,
-            "b": B,
-            "out": y,
-            "pre_scale": pre,
-            "m": m,
-            "c": c,
-            "bias": bias,
-            "M": M,
-            "N": N,
-            "K": K,
-            "R": r,
-            "groups": cdiv(K, columns),
-            **named("stride_br stride_bn", B.T.stride),
-            "MODE": mode,
-            "BN": rows,
-            "BK": columns,
-            "HAS_BIAS": bias is not None,
-            "STORE_PRE_SCALE": pre is not None,
-            "BLOCK_M": bm,
-            "BLOCK_N": bn,
-            "BLOCK_K": bk,
-            "BLOCK_R": max(16, min(64, power_of_two(r))),
-            "GROUP_M": 8,
-        },
-        num_warps,
-        num_stages,
-    )
+    given = {"x": x8, "x_scale": x_scale, "w": codes, "w_scale": scales, "h": h, "b": B, "out": y, "pre_scale": pre}
+    given |= {"M": M, "N": N, "K": K, "R": r, "groups": cdiv(K, columns), **named("stride_br stride_bn", B.T.stride)}
+    given |= {"MODE": mode, "BN": rows, "BK": columns, "BLOCK_R": max(16, min(64, power_of_two(r))), "GROUP_M": 8}
+    plan.launch(fp8_gemm_kernel, (cdiv(M, config.BLOCK_M) * cdiv(N, config.BLOCK_N),), given, la, config)
     return plan.plan()
 
 
@@ -124,23 +78,23 @@ def _quantised(plan: Builder, x: Array, blocks: bool) -> tuple[Array, Array]:
     scale = plan.temp((cdiv(K, BLOCK) if blocks else 1, M), torch.float32)
     args = {"x": x, "out": out.words((M, K), (K, 1), torch.uint8), "scale": scale, "M": M, "K": K}
     if blocks:
-        plan.launch(fp8_blocks_kernel, (cdiv(M, TOKENS), cdiv(K, BLOCK)), {**args, "BLOCK_M": TOKENS, "BLOCK": BLOCK}, 4)
+        plan.launch(fp8_blocks_kernel, (cdiv(M, TOKENS), cdiv(K, BLOCK)), {**args, "BLOCK_M": TOKENS, "BLOCK": BLOCK})
     else:
-        plan.launch(fp8_rows_kernel, (M,), {**args, "BLOCK_K": min(4096, max(128, power_of_two(K)))}, 4)
+        plan.launch(fp8_rows_kernel, (M,), {**args, "BLOCK_K": min(4096, max(128, power_of_two(K)))})
     return out, scale
 
 
-def _fake_fp8_linear(x, operands, s, save, p, mode, block):
-    (N, K), M = operands[0].shape, rows_of(x)
+def _forms(x: Any, operands: Sequence[Any], s: float, save: str, p: float, mode: str, block: Any) -> list[Any]:
+    (N, K), M, t = operands[0].shape, rows_of(x), x.dtype
     la = Operands(Coded((N, K), Codes8("e4m3", mode, (0, 0), 1.0)), *operands[2:])
-    y, h = x.new_empty((*x.shape[:-1], N)), x.new_empty((M, la.A.shape[0]))
-    return [y, h, x.new_empty((M, N))] if saves_pre_scale(x.dtype, M, la, "lora", save) else [y, h]
+    pre = ((M, N), t) if saves_pre_scale(t, M, la, "lora", save) else None
+    return [((*x.shape[:-1], N), t), ((M, la.A.shape[0]), t), pre]  # type: ignore[union-attr]
 
 
-fp8_linear = op(
+# y, h, and the value before g where it is saved
+fp8_linear, _fp8_linear = planned(
     "fp8_linear",
-    _fp8_linear,
-    _fake_fp8_linear,
-    _planned,
     "(Tensor x, Tensor?[] operands, float s, str save, float p, str mode, int[] block) -> Tensor[]",
+    plan_fp8_linear,
+    _forms,
 )

@@ -21,7 +21,7 @@ twice.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fdora.triton.choice import fused_config
 from fdora.triton.configs import GemmConfig, power_of_two
@@ -86,26 +86,8 @@ def gemm(
     one_more_tile = pre_scale is not None or epilogue.residual is not None
     one_more_tile |= masked.seed is not None and plan.device.capability >= 100  # the positions of a mask are as large
     x_masked = masked.x
-    vectors = {
-        "m": epilogue.m,
-        "c": epilogue.c,
-        "bias": epilogue.bias,
-        "seed": masked.seed,
-        "threshold": threshold(masked.p),
-        "keep_scale": 1 / (1 - masked.p),
-        "M": M,
-        "N": N,
-        "K": K,
-        "R": r,
-    }
-    flags = {
-        "EPILOGUE": epilogue.kind,
-        "HAS_BIAS": epilogue.bias is not None,
-        "STORE_PRE_SCALE": pre_scale is not None,
-        "DROP": masked.seed is not None,
-        "HAS_X_MASKED": x_masked is not None,
-    }
-    origin = has_origin(masked.seed)
+    given: dict[str, Any] = {"M": M, "N": N, "K": K, "R": r, "threshold": threshold(masked.p), "keep_scale": 1 / (1 - masked.p)}
+    given |= {"EPILOGUE": epilogue.kind, "ORIGIN": has_origin(masked.seed)}
     trans_b, tma = by_tma(x, right, out, x_masked, pre_scale, epilogue.residual)
     config = config or fused_config(M, N, K, r, trans_b, one_more_tile, tma, plan.device.capability, plan.device.num_sms)
     if config.tma:
@@ -115,60 +97,25 @@ def gemm(
         count = cdiv(M, bm) * cdiv(N, bn)
         programs = programs_of(count, bm * bn * K, plan.device.num_sms) if config.persistent else count
         hb = (_fit(plan, h), _fit(plan, b.T if trans_b else b))
-        plan.launch(
-            gemm_tma_kernel,
-            (programs,),
-            {
-                "x": Tile(x, (bm, bk)),
-                "x_masked": _tile(x_masked, (bm, bk)),
-                "w": Tile(w.T if trans_b else w, block),
-                "h": Tile(hb[0], (bm, bk)),
-                "b": Tile(hb[1], block),
-                "out": Tile(out, (bm, width)),
-                "pre_scale": _tile(pre_scale, (bm, width)),
-                "residual": _tile(epilogue.residual, (bm, width)),
-                **vectors,
-                "PROGRAMS": programs,
-                "TRANS_B": trans_b,
-                **flags,
-                "ORIGIN": origin,
-                "BLOCK_M": bm,
-                "BLOCK_N": bn,
-                "BLOCK_K": bk,
-                "EPILOGUE_SUBTILE": config.EPILOGUE_SUBTILE,
-                "FLATTEN": config.persistent and masked.seed is None,
-                "GROUP_M": config.GROUP_M,
-            },
-            config.num_warps,
-            config.num_stages,
-        )
+        tiles = {
+            "x": Tile(x, (bm, bk)),
+            "x_masked": _tile(x_masked, (bm, bk)),
+            "w": Tile(w.T if trans_b else w, block),
+            "h": Tile(hb[0], (bm, bk)),
+            "b": Tile(hb[1], block),
+            "out": Tile(out, (bm, width)),
+            "pre_scale": _tile(pre_scale, (bm, width)),
+            "residual": _tile(epilogue.residual, (bm, width)),
+        }
+        given |= {"PROGRAMS": programs, "TRANS_B": trans_b, "FLATTEN": config.persistent and masked.seed is None}
+        plan.launch(gemm_tma_kernel, (programs,), {**given, **tiles}, epilogue, masked, config)
         return
     if x_masked is not None and x_masked.stride != x.stride:
         x, x_masked = stacked(plan, [x], x.dtype), stacked(plan, [x_masked], x.dtype)
-    plan.launch(
-        gemm_pointer_kernel,
-        (cdiv(M, config.BLOCK_M) * cdiv(N, config.BLOCK_N),),
-        {
-            "x": x,
-            "x_masked": x_masked,
-            "w": w,
-            "h": h,
-            "b": b,
-            "out": out,
-            "pre_scale": pre_scale,
-            "residual": epilogue.residual,
-            **vectors,
-            **flags,
-            "ORIGIN": origin,
-            "BLOCK_M": config.BLOCK_M,
-            "BLOCK_N": config.BLOCK_N,
-            "BLOCK_K": config.BLOCK_K,
-            "BLOCK_R": min(config.BLOCK_K, power_of_two(r)),
-            "GROUP_M": config.GROUP_M,
-        },
-        config.num_warps,
-        config.num_stages,
-    )
+    grid = (cdiv(M, config.BLOCK_M) * cdiv(N, config.BLOCK_N),)
+    given |= {"x": x, "x_masked": x_masked, "w": w, "h": h, "b": b, "out": out, "pre_scale": pre_scale}
+    given |= {"BLOCK_R": min(config.BLOCK_K, power_of_two(r))}
+    plan.launch(gemm_pointer_kernel, grid, given, epilogue, masked, config)
 
 
 def programs_of(tiles: int, each: int, num_sms: int) -> int:

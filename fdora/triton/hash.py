@@ -47,7 +47,7 @@ def fingerprint(plan: Builder, A: Array, B: Array, s: Scalar, out: Array) -> Non
             "WORDS": WORDS,
             "PDL": plan.device.supports_pdl,
         },
-        16,
+        num_warps=16,
     )
 
 

@@ -30,10 +30,10 @@ from fdora._torch import PLAIN, needs_dispatcher
 from fdora.quant import QuantWeight
 from fdora.triton.codes import is_coded
 from fdora.triton.copy import dense
-from fdora.triton.linear_bwd import backward, fake_grads, result_grads
+from fdora.triton.linear_bwd import backward, forms_of_grads, result_grads
 from fdora.triton.linear_fwd import columns_of_h, forward, result_h
 from fdora.triton.norm_kept import run_asking
-from fdora.triton.op import op
+from fdora.triton.op import op, planned
 from fdora.triton.operands import (
     Likes,
     any_norms,
@@ -200,25 +200,15 @@ def layers_bwd(
     """dx, and the gradients of each layer; those of bias in float32. A dy of None: nobody asked for this y."""
     wanted = [NO_NEEDS if dy is None else need for dy, need in zip(dys, needs, strict=True)]
     flags = [need for each in wanted for need in each]
-    seen = needs_dispatcher(x) or any([type(dy) not in PLAIN for dy in dys if dy is not None])
+    seen = any([type(dy) not in PLAIN for dy in dys if dy is not None])
     run_it: Any = linear_backward if seen else _linear_backward
     scalars = [o.s for o in options]
     operands = flat(layers)
     results = iter(
-        run_it(x, saved.h, dys, saved.kept, operands, scalars, saved.pre_scale, *drop, need_x, flags, *facts(layers))
+        run_it(x, saved.h, dys, saved.kept, operands, scalars, *drop, saved.pre_scale, need_x, flags, *facts(layers))
     )
     dx = next(results) if need_x else None
     return dx, [Grads._make([next(results) if need else None for need in each]) for each in wanted]
-
-
-def _linear_backward(*args: Any) -> tuple[Tensor, ...]:
-    """dx if it is needed, then what is needed of each layer's dA, dB, dm, dc, dbias."""
-    return run(*_planned_backward(*args))
-
-
-def _planned_backward(x, h, dys, kept, operands, s, pre_scale, p, mode, need_x, needs, text, numbers):
-    tensors, options = (x, h, *dys, *kept, *operands), (p, mode, tuple(pre_scale), need_x, tuple(needs))
-    return plan_for(plan_backward, tensors, *options, tuple(text), tuple(numbers)), tensors, tuple(s)
 
 
 def plan_backward(
@@ -241,7 +231,7 @@ def plan_backward(
     layers = read_layers(plan, x.dtype, likes[2 + 2 * n :], n, text, numbers)
     scalars = [plan.scalar(f"s{i}") for i in range(n)]
     dx = plan.result("dx", likes[0].shape, x.dtype).flat() if need_x else None
-    grads = [result_grads(plan, i, la, needs[5 * i : 5 * i + 5]) for i, la in enumerate(layers)]
+    grads = result_grads(plan, layers, needs)
     dropout = Dropout(p, mode)
     backward(plan, dys, x, layers, scalars, columns_of_h(h, layers).parts, kept, pre_scale, dropout, dx, grads)
     return plan.plan()
@@ -264,23 +254,19 @@ def rows_of(x: Tensor) -> int:
     return prod(x.shape[:-1])
 
 
-def _fake_linear_backward(x, h, dys, kept, operands, s, pre_scale, p, mode, need_x, needs, text, numbers):
-    return fake_grads(x, operands, need_x, needs)
-
-
 linear = op(
     "linear",
+    "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str[] text, SymInt[] numbers, "
+    "Tensor? residual, Tensor[] seen, bool keep) -> Tensor[]",
     _linear,
     _fake_linear,
     _planned,
-    "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str[] text, SymInt[] numbers, "
-    "Tensor? residual, Tensor[] seen, bool keep) -> Tensor[]",
 )
-linear_backward = op(
+# dx if it is needed, then what is needed of each layer's dA, dB, dm, dc, dbias
+linear_backward, _linear_backward = planned(
     "linear_backward",
-    _linear_backward,
-    _fake_linear_backward,
-    _planned_backward,
-    "(Tensor x, Tensor? h, Tensor?[] dys, Tensor?[] kept, Tensor?[] operands, float[] s, bool[] pre_scale, float p, str mode, "
+    "(Tensor x, Tensor? h, Tensor?[] dys, Tensor?[] kept, Tensor?[] operands, float[] s, float p, str mode, bool[] pre_scale, "
     "bool need_x, bool[] needs, str[] text, SymInt[] numbers) -> Tensor[]",
+    plan_backward,
+    lambda x, h, dys, kept, operands, s, p, mode, pre_scale, need_x, needs, *_: forms_of_grads(x, operands, need_x, needs),
 )

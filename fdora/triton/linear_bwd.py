@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fdora._records import Dropout, Grads, Operands
+from fdora._records import WIDTH, Dropout, Grads, Needs, Operands
 from fdora.triton import scale
 from fdora.triton.codes import Packed
 from fdora.triton.copy import gradient, in_dtype, operand
@@ -32,23 +31,32 @@ def _is_few(plan: Builder, dy: Array, la: Any) -> bool:
     return narrow(plan, dy, la.W, la.A.shape[0])
 
 
-def _forms(la: Any, needs: Sequence[bool]) -> list[tuple[Any, torch.dtype] | None]:
+def needs_in(flat: Sequence[bool]) -> list[Needs]:
+    """Needs one behind the other, as those of each layer again."""
+    return [Needs(*flat[i : i + len(Needs._fields)]) for i in range(0, len(flat), len(Needs._fields))]
+
+
+def _forms(la: Any, needs: Needs) -> list[Any]:
     """Shape and dtype of each gradient of a layer that is asked for."""
     like = ((la.A, None), (la.B, None), (la.m, None), (la.m, torch.float32), (la.bias, torch.float32))
     return [(t.shape, dtype or t.dtype) if need else None for (t, dtype), need in zip(like, needs, strict=True)]
 
 
-def result_grads(plan: Builder, i: int, la: Any, needs: Sequence[bool]) -> Any:
-    forms = zip(Grads._fields, _forms(la, needs), strict=True)
-    return Grads._make(None if form is None else plan.result(f"d{name}{i}", *form) for name, form in forms)
+def result_grads(plan: Builder, layers: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+    """The results of each layer that are asked for, as Grads."""
+    found = []
+    for i, (la, need) in enumerate(zip(layers, needs_in(needs), strict=True)):
+        forms = zip(Grads._fields, _forms(la, need), strict=True)
+        found.append(Grads._make(form and plan.result(f"d{name}{i}", *form) for name, form in forms))
+    return found
 
 
-def fake_grads(x: Tensor, operands: Sequence[Any], need_x: bool, needs: Sequence[bool]) -> list[Tensor]:
-    """What a backward returns, as a compiler wants it: dx and the gradients of each layer that are asked for."""
+def forms_of_grads(x: Any, operands: Sequence[Any], need_x: bool, needs: Sequence[bool]) -> list[Any]:
+    """Of what a backward returns: dx and the gradients of each layer that are asked for."""
     forms: list[Any] = [(x.shape, x.dtype) if need_x else None]
-    for i in range(len(needs) // 5):
-        forms += _forms(Operands(*operands[7 * i : 7 * i + 7]), needs[5 * i : 5 * i + 5])
-    return [torch.empty(form[0], device=x.device, dtype=form[1]) for form in forms if form is not None]
+    for i, need in enumerate(needs_in(needs)):
+        forms += _forms(Operands(*operands[WIDTH * i : WIDTH * (i + 1)]), need)
+    return forms
 
 
 def backward(

@@ -134,27 +134,9 @@ def _frozen_forward(plan: Builder, x: Array, la: Any, y: Array) -> None:
 
 def epilogue_of(plan: Builder, v: Array, y: Array, epilogue: Epilogue) -> None:
     """g and bias on what is float32."""
-    kind, m, c, bias, residual = epilogue
     M, N = y.shape
-    plan.launch(
-        epilogue_kernel,
-        (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)),
-        {
-            "v": v,
-            "residual": residual,
-            "out": y,
-            "m": m,
-            "c": c,
-            "bias": bias,
-            "M": M,
-            "N": N,
-            "EPILOGUE": kind,
-            "HAS_BIAS": bias is not None,
-            "BLOCK_M": BLOCK_M,
-            "BLOCK_N": BLOCK_N,
-        },
-        4,
-    )
+    given = {"v": v, "out": y, "M": M, "N": N, "EPILOGUE": epilogue.kind, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N}
+    plan.launch(epilogue_kernel, (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)), given, epilogue)
 
 
 class Shrunk(NamedTuple):

@@ -12,36 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._torch import needs_dispatcher
 from fdora.triton.configs import merge_config
 from fdora.triton.copy import in_dtype
 from fdora.triton.kernels.merge import merge_kernel
 from fdora.triton.norm import GROUP_N, tiled
-from fdora.triton.op import op
+from fdora.triton.op import planned
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
-from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.split import rows_at_a_time, split_A, split_B
 
 
 def merge_fwd(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float) -> Tensor:
     """(N, K) -> (N, K) in the dtype of W, contiguous."""
-    return (merge if needs_dispatcher(W) else _merge)(W, A, B, m, c, s, False)
+    merged: Tensor = _merge(W, A, B, m, c, s, False)
+    return merged
 
 
 def unmerge_fwd(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float) -> Tensor:
     """(N, K) merged -> (N, K). A row with c = 0 was -s B A itself; one with g = 0 and c > 0 comes back as NaN."""
-    return (merge if needs_dispatcher(W) else _merge)(W, A, B, m, c, s, True)
-
-
-def _merge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float, undo: bool) -> Tensor:
-    return run(*_planned(W, A, B, m, c, s, undo))[0]
-
-
-def _planned(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float, undo: bool) -> tuple[Plan, tuple, tuple]:
-    tensors = (W, A, B, m, c)
-    return plan_for(plan_merge, tensors, undo), tensors, (s,)
+    base: Tensor = _merge(W, A, B, m, c, s, True)
+    return base
 
 
 def plan_merge(likes: Sequence[Like | None], device: Device, undo: bool) -> Plan:
@@ -78,43 +69,19 @@ def _merge_rows(
     (N, K), R, half = W.shape, A.shape[0], W.itemsize == 2
     aligned = half and all(is_tma_compatible(t) for t in (W, A, B, out))
     config = merge_config(R, A.itemsize == 2, plan.device.capability, aligned, half, by_n is None and not undo)
-    block_n, block_k, block_r, precision, num_warps, num_stages, tma, *_ = config
-    programs = cdiv(N, block_n) * cdiv(K, block_k)
+    programs = cdiv(N, config.BLOCK_N) * cdiv(K, config.BLOCK_K)
     tensors, even = tiled(config, W, A, B)
     result: Any = out
-    if tma:
-        programs, result = min(programs, plan.device.num_sms), Tile(out, (block_n, block_k))
-    plan.launch(
-        merge_kernel,
-        (programs,),
-        {
-            **named("W A B", tensors),
-            "scale_n": by_n,
-            "scale_k": by_k,
-            "m": m,
-            "c": c,
-            "out": result,
-            "s": s,
-            "N": N,
-            "K": K,
-            "R": R,
-            "UNDO": undo,
-            "BLOCK_N": block_n,
-            "BLOCK_K": block_k,
-            "BLOCK_R": block_r,
-            "GROUP": GROUP_N,
-            "EVEN": even,
-            "PRECISION": precision,
-            "TMA": tma,
-            "SCALED": by_n is not None,
-        },
-        num_warps,
-        num_stages,
-    )
+    if config.TMA:
+        programs, result = min(programs, plan.device.num_sms), Tile(out, config[:2])
+    given = {"scale_n": by_n, "scale_k": by_k, "m": m, "c": c, "out": result, "s": s, "N": N, "K": K, "R": R}
+    given |= {**named("W A B", tensors), "UNDO": undo, "GROUP": GROUP_N, "EVEN": even}
+    plan.launch(merge_kernel, (programs,), given, config)
 
 
-def _fake_merge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float, undo: bool) -> Any:
-    return torch.empty(W.shape, device=W.device, dtype=W.dtype)
-
-
-merge = op("merge", _merge, _fake_merge, _planned)
+merge, _merge = planned(
+    "merge",
+    "(Tensor W, Tensor A, Tensor B, Tensor m, Tensor c, float s, bool undo) -> Tensor",
+    plan_merge,
+    lambda W, *_: (W.shape, W.dtype),
+)

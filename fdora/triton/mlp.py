@@ -13,10 +13,10 @@ from fdora.triton import act as activation
 from fdora.triton.copy import dense
 from fdora.triton.gemm import Epilogue
 from fdora.triton.linear import rows_of, saves_pre_scale
-from fdora.triton.linear_bwd import backward, fake_grads, result_grads
+from fdora.triton.linear_bwd import backward, forms_of_grads, needs_in, result_grads
 from fdora.triton.linear_fwd import columns_of_h, epilogue_of, forward, result_h
 from fdora.triton.norm_kept import run_asking
-from fdora.triton.op import op
+from fdora.triton.op import op, planned
 from fdora.triton.operands import Likes, any_norms, facts, fake_layers, fake_norms, flat, norms_of, read_layers, with_norms
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
@@ -142,20 +142,10 @@ def mlp_bwd(
 ) -> tuple[Tensor | None, list[Grads]]:
     """dx, and the gradients of gate, up and down; those of bias in float32."""
     flags = [need for each in needs for need in each]
-    run_it: Any = mlp_backward if needs_dispatcher(x) or needs_dispatcher(dy) else _mlp_backward
     s = [o.s for o in options]
-    results = iter(run_it(dy, x, [*saved], flat(layers), s, *drop, act, need_x, flags, *facts(layers)))
+    results = iter(_mlp_backward(dy, x, [*saved], flat(layers), s, *drop, act, need_x, flags, *facts(layers)))
     dx = next(results) if need_x else None
     return dx, [Grads(*(next(results) if need else None for need in each)) for each in needs]
-
-
-def _mlp_backward(*args: Any) -> tuple[Tensor, ...]:
-    return run(*_planned_backward(*args))
-
-
-def _planned_backward(dy, x, saved, operands, s, p, mode, act, need_x, needs, text, numbers):
-    tensors, options = (dy, x, *saved, *operands), (p, mode, act, need_x, tuple(needs))
-    return plan_for(plan_backward, tensors, *options, tuple(text), tuple(numbers)), tensors, tuple(s)
 
 
 def plan_backward(
@@ -177,14 +167,14 @@ def plan_backward(
     layers = read_layers(plan, t, likes[10:], 3, text, numbers)
     scalars = [plan.scalar(f"s{i}") for i in range(3)]
     dx = plan.result("dx", likes[1].shape, t).flat() if need_x else None
-    grads = [result_grads(plan, i, la, needs[5 * i : 5 * i + 5]) for i, la in enumerate(layers)]
+    grads = result_grads(plan, layers, needs)
     gate, up = (
         _output(plan, la, y, pre)
         for la, y, pre in zip(layers[:2], (saved.gate, saved.up), (saved.pre_gate, saved.pre_up), strict=True)
     )
     a = plan.temp(gate.shape, t)
     activation.forward(plan, gate, up, a, act)
-    da = plan.temp(gate.shape, t) if need_x or any(needs[:10]) else None
+    da = plan.temp(gate.shape, t) if need_x or any(map(any, needs_in(needs)[:2])) else None
     kept, has_pre = (saved.y if saved.pre_down is None else saved.pre_down), saved.pre_down is not None
     of_down = columns_of_h(saved.h_down, layers[2:]).parts
     backward(plan, [dy], a, layers[2:], scalars[2:], of_down, [kept], [has_pre], dropout, da, grads[2:])
@@ -221,23 +211,19 @@ def _fake_mlp(x, operands, s, saves, p, mode, act, text, numbers, seen, keep):
     return [x.new_empty(shape) for shape in made] + (fake_norms(x, (gate, up, down)) if keep else [])
 
 
-def _fake_mlp_backward(dy, x, saved, operands, s, p, mode, act, need_x, needs, text, numbers):
-    return fake_grads(x, operands, need_x, needs)
-
-
 mlp = op(
     "mlp",
+    "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str act, str[] text, SymInt[] numbers, "
+    "Tensor[] seen, bool keep) -> Tensor[]",
     _mlp,
     _fake_mlp,
     _planned,
-    "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str act, str[] text, SymInt[] numbers, "
-    "Tensor[] seen, bool keep) -> Tensor[]",
 )
-mlp_backward = op(
+mlp_backward, _mlp_backward = planned(
     "mlp_backward",
-    _mlp_backward,
-    _fake_mlp_backward,
-    _planned_backward,
     "(Tensor dy, Tensor x, Tensor?[] saved, Tensor?[] operands, float[] s, float p, str mode, str act, bool need_x, "
     "bool[] needs, str[] text, SymInt[] numbers) -> Tensor[]",
+    plan_backward,
+    lambda dy, x, saved, operands, s, p, mode, act, need_x, needs, *_: forms_of_grads(x, operands, need_x, needs),
+    asks=(1, 0),
 )

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from fdora._records import Bank, BankNeeds
-from fdora._torch import needs_dispatcher
 from fdora.triton.copy import in_dtype, operand
 from fdora.triton.multi_bwd import Given, Out, backward
 from fdora.triton.multi_gemm import (
@@ -38,11 +37,10 @@ from fdora.triton.multi_norm import bank_norm as bank_norm
 from fdora.triton.multi_route import route as route
 from fdora.triton.multi_rows import drop, rank_table, sort, unsort
 from fdora.triton.multi_small import multi_small
-from fdora.triton.op import op
+from fdora.triton.op import planned
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.plan import Like, Plan
-from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.small import LIMIT, is_small
 
 TENSORS = 10  # of a bank; behind them ranks and p
@@ -51,47 +49,16 @@ BankGrads = tuple[Tensor | None, ...]
 
 def multi_fwd(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """x (M, K) -> y (M, N), h = s_a x A_a^T (M, r) in sorted order, and what dm reads beside h: nothing where y will do."""
-    run_it: Any = multi if needs_dispatcher(x) else _multi
-    y, h, *before = run_it(x, list(bank[:TENSORS]), list(bank.ranks or ()), bank.p, save_for_dm)
+    y, h, *before = _multi(x, list(bank[:TENSORS]), list(bank.ranks or ()), bank.p, save_for_dm)
     return y, h, (before[0], x.new_empty(0)) if before else ()
 
 
 def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, ...], needs: BankNeeds) -> BankGrads:
     """dx, dA, dB, dm, dc, dbias in float32; None where it is not needed. ``kept`` as multi_fwd returned it, or (y,)."""
-    run_it: Any = multi_backward if needs_dispatcher(x) or needs_dispatcher(dy) else _multi_backward
     before = kept[0] if kept else None
-    results = iter(run_it(dy, x, h, before, len(kept) == 2, list(bank[:TENSORS]), list(bank.ranks or ()), bank.p, list(needs)))
+    tensors, pre_scale = list(bank[:TENSORS]), len(kept) == 2
+    results = iter(_multi_backward(dy, x, h, before, pre_scale, tensors, list(bank.ranks or ()), bank.p, list(needs)))
     return tuple(next(results) if need else None for need in needs)
-
-
-def _multi(*args: Any) -> tuple[Tensor, ...]:
-    return run(*_planned(*args))
-
-
-def _planned(
-    x: Tensor, bank: Sequence[Tensor | None], ranks: Sequence[int], p: float, save_for_dm: bool
-) -> tuple[Plan, tuple, tuple]:
-    tensors = (x, *bank)
-    return plan_for(plan_forward, tensors, tuple(ranks), p, save_for_dm), tensors, ()
-
-
-def _multi_backward(*args: Any) -> tuple[Tensor, ...]:
-    return run(*_planned_backward(*args))
-
-
-def _planned_backward(
-    dy: Tensor,
-    x: Tensor,
-    h: Tensor,
-    kept: Tensor | None,
-    pre_scale: bool,
-    bank: Sequence[Tensor | None],
-    ranks: Sequence[int],
-    p: float,
-    needs: Sequence[bool],
-) -> tuple[Plan, tuple, tuple]:
-    tensors = (dy, x, h, kept, *bank)
-    return plan_for(plan_backward, tensors, pre_scale, tuple(ranks), p, tuple(needs)), tensors, ()
 
 
 def saves_pre_scale(dtype: torch.dtype, bank: Any) -> bool:
@@ -121,8 +88,8 @@ def plan_forward(likes: Sequence[Like | None], device: Device, ranks: tuple[int,
     x = plan.tokens(likes[0])
     bank = _read_bank(plan, likes[1:])
     (M, _), (_, R, _), N, t = x.shape, bank.A.shape, bank.B.shape[1], x.dtype
-    y, h = plan.result("y", (M, N), t), plan.result("h", (M, R), t)
-    pre_scale = plan.result("pre_scale", (M, N), t) if save_for_dm and saves_pre_scale(t, bank) else None
+    forms = zip(("y", "h", "pre_scale"), _outputs(x, bank, save_for_dm), strict=True)
+    y, h, pre_scale = (form and plan.result(name, *form) for name, form in forms)
     if M == 0:
         plan.path = "no tokens"
         return plan.plan()
@@ -163,17 +130,11 @@ def plan_backward(
     dy, x = plan.tokens(likes[0]), plan.tokens(likes[1])
     h, kept = plan.tokens(likes[2]), plan.tokens(likes[3])
     bank = _read_bank(plan, likes[4:])
-    need = BankNeeds(*needs)
-    (G, _, _), N, f32 = bank.A.shape, bank.B.shape[1], torch.float32
-    dx = plan.result("dx", x.shape, x.dtype) if need.x else None
-    dA = plan.result("dA", bank.A.shape, bank.A.dtype) if need.A else None
-    dB = plan.result("dB", bank.B.shape, bank.B.dtype) if need.B else None
-    dm = plan.result("dm", (G, N), bank.m.dtype) if need.m else None
-    dc = plan.result("dc", (G, N), f32) if need.c else None
+    forms = zip(BankNeeds._fields, _gradients(x, bank, needs), strict=True)
+    dx, *grads = (form and plan.result(f"d{name}", *form) for name, form in forms)
     experts = len(bank.W.shape) == 3
-    dbias = plan.result("dbias", (G, N) if experts else (N,), f32) if need.bias else None
     order = bank.order
-    out = Out(dx if order is None or dx is None else plan.temp(x.shape, x.dtype), dA, dB, dm, dc, dbias)
+    out = Out(dx if order is None or dx is None else plan.temp(x.shape, x.dtype), *grads)
     if not experts:
         bank = bank._replace(W=operand(plan, in_dtype(plan, bank.W, x.dtype)))
     x, dy = sort(plan, x, order), sort(plan, dy, order)
@@ -186,39 +147,31 @@ def plan_backward(
     return plan.plan()
 
 
-# the same as ops that torch sees
+def _outputs(x: Any, bank: Bank, save_for_dm: bool) -> list[Any]:
+    """y, h and what dm reads beside it."""
+    (M, N), t = (x.shape[0], bank.W.shape[-2]), x.dtype
+    return [((M, N), t), ((M, bank.A.shape[1]), t), ((M, N), t) if save_for_dm and saves_pre_scale(t, bank) else None]
 
 
-def _fake_multi(x, bank, ranks, p, save_for_dm):
-    W, A, bias = bank[0], bank[1], bank[5]
-    M, N = x.shape[0], W.shape[-2]
-    out = [x.new_empty((M, N)), x.new_empty((M, A.shape[1]))]
-    return out + [x.new_empty((M, N))] * (save_for_dm and (bias is not None or x.dtype == torch.float32))
+def _gradients(x: Any, bank: Bank, needs: Sequence[bool]) -> list[Any]:
+    """The form of each gradient that is asked for."""
+    W, A, B, m, f32 = bank.W, bank.A, bank.B, (bank.A.shape[0], bank.B.shape[1]), torch.float32
+    of_m = None if bank.m is None else (m, bank.m.dtype)
+    forms = ((x.shape, x.dtype), (A.shape, A.dtype), (B.shape, B.dtype), of_m, (m, f32), (W.shape[:-1], f32))
+    return [form if need else None for form, need in zip(forms, needs, strict=True)]
 
 
-def _fake_multi_backward(dy, x, h, kept, pre_scale, bank, ranks, p, needs):
-    W, A, B, m = bank[:4]
-    full = (x, A, B, m, m, W)
-    made = []
-    for like, need, name in zip(full, needs, BankNeeds._fields, strict=True):
-        if need:
-            shape = W.shape[:-1] if name == "bias" else like.shape
-            made.append(x.new_empty(shape, dtype=torch.float32 if name in ("c", "bias") else like.dtype))
-    return made
-
-
-multi = op(
+multi, _multi = planned(
     "multi",
-    _multi,
-    _fake_multi,
-    _planned,
     "(Tensor x, Tensor?[] bank, SymInt[] ranks, float p, bool save_for_dm) -> Tensor[]",
+    plan_forward,
+    lambda x, bank, ranks, p, save_for_dm: _outputs(x, Bank._make((*bank, None, 0.0)), save_for_dm),
 )
-multi_backward = op(
+multi_backward, _multi_backward = planned(
     "multi_backward",
-    _multi_backward,
-    _fake_multi_backward,
-    _planned_backward,
     "(Tensor dy, Tensor x, Tensor h, Tensor? kept, bool pre_scale, Tensor?[] bank, SymInt[] ranks, float p, bool[] needs) "
     "-> Tensor[]",
+    plan_backward,
+    lambda dy, x, h, kept, pre_scale, bank, ranks, p, needs: _gradients(x, Bank._make((*bank, None, 0.0)), needs),
+    asks=(1, 0),
 )

@@ -29,6 +29,7 @@ from fdora.triton.multi_rows import Seen, drop, rank_table
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import MOST_ROWS, cdiv, grid_of
 from fdora.triton.runtime.plan import Array
+from fdora.triton.scale import tiny_of
 from fdora.triton.sums import column_sums
 
 FINISH = ((32, 32), (256, 4))  # columns and strips: where an adapter has many strips, and where adapters are many
@@ -74,8 +75,8 @@ class Given(NamedTuple):
     pre_scale: bool
 
 
-def backward(plan: Builder, given: Given, numbers: tuple[int, ...] | None, p: float, out: Out) -> None:
-    dy, x, bank, h, _, _ = given
+def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, p: float, out: Out) -> None:
+    dy, x, bank, h, _, _ = of
     M, t = x.shape[0], x.dtype
     if M == 0:
         for each in out:
@@ -87,10 +88,10 @@ def backward(plan: Builder, given: Given, numbers: tuple[int, ...] | None, p: fl
     shape = shape_of(plan, dz or dy, out.dx or x, bank.W, R, bank.A.shape[0], False, bank.seed is not None)
     ranks = rank_table(plan, numbers)
     right = Right(bank.W, bank.A, False)
-    seen = None if given.h is None else Seen(given.h, bank.offsets)
+    seen = None if h is None else Seen(h, bank.offsets)
     laid = None if out.dx is None else lay(plan, right, shape, t, numbers, ranks, seen=seen)
     found = routes(plan, bank, M, ranks, shape, laid, out.dx)
-    fused = _scale(plan, given, found, dz, out)
+    fused = _scale(plan, of, found, dz, out)
     if dz is None:
         return
     if out.dx is not None or out.dA is not None:
@@ -106,9 +107,9 @@ def backward(plan: Builder, given: Given, numbers: tuple[int, ...] | None, p: fl
         _gradient(plan, out.dB, dz, h, bank, ranks, False)
 
 
-def _scale(plan: Builder, given: Given, found: Routes, dz: Array | None, out: Out) -> bool:
+def _scale(plan: Builder, of: Given, found: Routes, dz: Array | None, out: Out) -> bool:
     """dz, dm, dc and dbias; and dB, where its parts are few beside dz: whether that is so."""
-    dy, x, bank, h, kept, pre_scale = given
+    dy, x, bank, h, kept, pre_scale = of
     (M, N), K, (G, R, _) = dy.shape, x.shape[1], bank.A.shape
     config = scale_config(M, N, R, dy.dtype != torch.float32, plan.device.capability)
     rows = config.ROWS * longer(M, N, G, config.ROWS, plan.device.num_sms)
@@ -116,96 +117,37 @@ def _scale(plan: Builder, given: Given, found: Routes, dz: Array | None, out: Ou
     need_m, need_bias = out.dm is not None or out.dc is not None, out.dbias is not None
     partial_m = plan.temp((pairs, N), torch.float32) if need_m else None
     partial_bias = plan.temp((pairs, N), torch.float32) if need_bias else None
-    has_g = found.g is not None
     block_r = config.BLOCK_R if out.dB is not None and 4 * pairs * R < M else 0
     partial_B = plan.temp((pairs, N, R), torch.float32) if block_r else None
     if dz is not None or need_m or need_bias:
         grid, flat = grid_of(cdiv(N, config.BLOCK_N), pairs)
-        plan.launch(
-            multi_scale_kernel,
-            grid,
-            {
-                "dy": dy,
-                "saved": kept,
-                "h": h if block_r else None,
-                "g": found.g,
-                "offsets": bank.offsets,
-                "dz": dz,
-                "partial_m": partial_m,
-                "partial_bias": partial_bias,
-                "partial_B": partial_B,
-                "M": M,
-                "G": G,
-                "N": N,
-                "R": R,
-                "stride_hm": 0 if h is None else h.stride[0],
-                "HAS_G": has_g,
-                "NEED_DZ": dz is not None,
-                "NEED_M": need_m,
-                "NEED_BIAS": need_bias,
-                "BLOCK_R": block_r,
-                "BLOCK_M": config.BLOCK_M,
-                "BLOCK_N": config.BLOCK_N,
-                "ROWS": rows,
-                "STAGES": config.STAGES,
-                "BLOCK_G": block_of(G),
-                "FLAT": flat,
-            },
-            config.num_warps,
-        )
+        given = {"dy": dy, "saved": kept, "h": h if block_r else None, "g": found.g, "offsets": bank.offsets, "dz": dz}
+        given |= {"partial_m": partial_m, "partial_bias": partial_bias, "partial_B": partial_B, "M": M, "G": G, "N": N, "R": R}
+        given |= {"stride_hm": 0 if h is None else h.stride[0], "BLOCK_R": block_r, "ROWS": rows, "BLOCK_G": block_of(G)}
+        plan.launch(multi_scale_kernel, grid, {**given, "FLAT": flat}, config)
     if out.dB is not None and partial_B is not None:
-        plan.launch(
-            multi_sum_kernel,
-            (cdiv(N * R, SUM), G),
-            {
-                "partial": partial_B,
-                "offsets": bank.offsets,
-                "out": out.dB,
-                "M": M,
-                "G": G,
-                "size": N * R,
-                "ROWS": rows,
-                "BLOCK": SUM,
-            },
-            4,
-        )
+        _sum(plan, partial_B, bank, out.dB, M, rows)
     if out.dbias is not None:
         assert partial_bias is not None
         if len(out.dbias.shape) == 2:
-            plan.launch(
-                multi_sum_kernel,
-                (cdiv(N, SUM), G),
-                {
-                    "partial": partial_bias,
-                    "offsets": bank.offsets,
-                    "out": out.dbias,
-                    "M": M,
-                    "G": G,
-                    "size": N,
-                    "ROWS": rows,
-                    "BLOCK": SUM,
-                },
-                4,
-            )
+            _sum(plan, partial_bias, bank, out.dbias, M, rows)
         else:
             column_sums(plan, partial_bias, out.dbias)
     if need_m:
         assert h is not None
-        info = torch.finfo(dy.dtype)
-        tiny = info.tiny / info.eps  # below it y = g v is subnormal where v is not small
         finish_n, finish_t = FINISH[pairs < 8 * G]
-        plan.launch(
-            multi_finish_kernel,
-            (cdiv(N, finish_n), G),
-            {
-                **{"dy": dy, "x": x, "w": bank.W, "h": h, "b": bank.B, "g": found.g, "c": bank.c, "offsets": bank.offsets},
-                **{"partial_m": partial_m, "dm": out.dm, "dc": out.dc, "M": M, "G": G, "N": N, "K": K, "R": R, "tiny": tiny},
-                **{"NEED_M": out.dm is not None, "NEED_C": out.dc is not None, "SAVED_PRE_SCALE": pre_scale},
-                **{"ROWS": rows, "BLOCK_N": finish_n, "BLOCK_T": finish_t},
-            },
-            4,
-        )
+        given = {"dy": dy, "x": x, "w": bank.W, "h": h, "b": bank.B, "partial_m": partial_m, "tiny": tiny_of(dy.dtype)}
+        given |= {"M": M, "G": G, "N": N, "K": K, "R": R, "SAVED_PRE_SCALE": pre_scale}
+        given |= {"ROWS": rows, "BLOCK_N": finish_n, "BLOCK_T": finish_t}
+        plan.launch(multi_finish_kernel, (cdiv(N, finish_n), G), given, out, found, bank)
     return partial_B is not None
+
+
+def _sum(plan: Builder, partial: Array, bank: Any, out: Array, M: int, rows: int) -> None:
+    """The parts of each adapter's sum, of so many ``rows`` each, added in their order into ``out`` (G, ...)."""
+    G, size = out.shape[0], out[0].numel
+    given = {"partial": partial, "offsets": bank.offsets, "out": out, "M": M, "G": G, "size": size, "ROWS": rows, "BLOCK": SUM}
+    plan.launch(multi_sum_kernel, (cdiv(size, SUM), G), given)
 
 
 def longer(M: int, N: int, G: int, rows: int, num_sms: int) -> int:
@@ -220,48 +162,20 @@ def longer(M: int, N: int, G: int, rows: int, num_sms: int) -> int:
 def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, ranks: Array | None, rank_first: bool) -> None:
     """u_a^T v_a over the tokens of each adapter: (M, P), (M, Q) -> (G, P, Q)."""
     (M, P), Q, (G, R, _) = u.shape, v.shape[1], bank.A.shape
-    narrow, wide, block_t, warps, stages = grad_config(R, u.dtype != torch.float32)
-    block_p, block_q = (narrow, wide) if rank_first else (wide, narrow)
+    config = grad_config(R, u.dtype != torch.float32)
+    block_p, block_q = (config.BLOCK_R, config.BLOCK_N) if rank_first else (config.BLOCK_N, config.BLOCK_R)
     blocks = cdiv(P, block_p) * cdiv(Q, block_q)
     # Were all tokens one adapter's, so many parts would still keep the GPU busy; but they must be few beside u and v.
-    strips = max(1, min(cdiv(3 * plan.device.num_sms, blocks), cdiv(M, 4 * block_t), 16))
+    strips = max(1, min(cdiv(3 * plan.device.num_sms, blocks), cdiv(M, 4 * config.BLOCK_T), 16))
     if 8 * (strips + G) * P * Q > M * (P + Q) or strips + G > MOST_ROWS:
         strips = 1
     rows = 1 << (cdiv(M, strips) - 1).bit_length() if strips > 1 else 0
     single = rows == 0
     places = G if single else cdiv(M, rows) + G
     target = out if single else plan.temp((places, P, Q), torch.float32)
-    plan.launch(
-        multi_grad_kernel,
-        (cdiv(P, block_p), cdiv(Q, block_q), places),
-        {
-            "u": u,
-            "v": v,
-            "offsets": bank.offsets,
-            "ranks": ranks,
-            "out": target,
-            "M": M,
-            "G": G,
-            "P": P,
-            "Q": Q,
-            "R": R,
-            "HAS_RANKS": ranks is not None,
-            "RANK_FIRST": rank_first,
-            "SINGLE": single,
-            "PRECISION": "ieee",
-            "ROWS": rows,
-            "BLOCK_P": block_p,
-            "BLOCK_Q": block_q,
-            "BLOCK_T": block_t,
-            "BLOCK_G": block_of(G),
-        },
-        warps,
-        stages,
-    )
+    given = {"u": u, "v": v, "offsets": bank.offsets, "ranks": ranks, "out": target, "M": M, "G": G, "P": P, "Q": Q, "R": R}
+    given |= {"RANK_FIRST": rank_first, "SINGLE": single, "PRECISION": "ieee", "ROWS": rows}
+    given |= {"BLOCK_P": block_p, "BLOCK_Q": block_q, "BLOCK_G": block_of(G)}
+    plan.launch(multi_grad_kernel, (cdiv(P, block_p), cdiv(Q, block_q), places), given, config)
     if not single:
-        plan.launch(
-            multi_sum_kernel,
-            (cdiv(P * Q, SUM), G),
-            {"partial": target, "offsets": bank.offsets, "out": out, "M": M, "G": G, "size": P * Q, "ROWS": rows, "BLOCK": SUM},
-            4,
-        )
+        _sum(plan, target, bank, out, M, rows)

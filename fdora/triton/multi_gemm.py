@@ -155,38 +155,12 @@ def routes(
     blocks = (G + 1) * cdiv(N, BLOCK_GN) if with_g else 0
     width = 0 if out is None else out.shape[1]
     grid = (tiles + blocks + (cdiv(M, TAIL_M) if width else 0),)
-    tensors = {
-        "offsets": bank.offsets,
-        "ranks": ranks,
-        "flags": flags,
-        "m": bank.m,
-        "c": bank.c,
-        "ids": ids,
-        "route": route,
-        "steps": steps,
-        "g": g,
-        "out": out,
-        "pre_scale": pre_scale,
-    }
-    sizes = {"M": M, "G": G, "N": N, "R": R, "span": span, "tiles": tiles, "blocks": blocks, "width": width}
-    has = {
-        "HAS_RANKS": ranks is not None,
-        "HAS_M": bank.m is not None,
-        "HAS_G": with_g,
-        "FLAGS": 0 if flags is None else flags.shape[1],
-    }
-    how = {
-        **has,
-        "EXPERTS": experts,
-        "STORE_PRE_SCALE": pre_scale is not None,
-        "TAILS": tails,
-        "BLOCK_M": shape.BLOCK_M,
-        "BLOCK_R": shape.BLOCK_R,
-        "BLOCK_G": block_of(G),
-        "BLOCK_N": BLOCK_GN,
-    }
-    plan.launch(multi_routes_kernel, grid, {**tensors, **sizes, **how}, 4)
-    return Routes(ids, route, steps, g, ranks)
+    made = Routes(ids, route, steps, g, ranks)
+    given = {"flags": flags, "out": out, "pre_scale": pre_scale, "M": M, "G": G, "N": N, "R": R, "span": span, "tiles": tiles}
+    given |= {"blocks": blocks, "width": width, "FLAGS": 0 if flags is None else flags.shape[1], "EXPERTS": experts}
+    given |= {"TAILS": tails, "BLOCK_M": shape.BLOCK_M, "BLOCK_R": shape.BLOCK_R, "BLOCK_G": block_of(G), "BLOCK_N": BLOCK_GN}
+    plan.launch(multi_routes_kernel, grid, given, made, bank)
+    return made
 
 
 def low_rank_input(
@@ -205,25 +179,22 @@ def low_rank_input(
         padded = False
     else:
         pad = plan.temp((M if experts else pairs * tile, R), x.dtype, (width, 1)) if padded else None
-    block_m, block_r, block_k, warps, stages = h_config(M, K, R, G, half, beside, experts, plan.device)
-    block_m = min(tile, block_m)
-    grid, flat = grid_of(cdiv(R, block_r), pairs * (tile // block_m))
-    tensors = {"x": x, "f": f, "s": bank.s, "offsets": bank.offsets, "ranks": ranks, "h": h, "pad": pad if padded else None}
-    numbers = {"M": M, "G": G, "K": K, "R": R, "stride_fk": by_k, "stride_fr": by_r, "stride_pm": width}
-    how = {
-        "HAS_RANKS": ranks is not None,
-        "PADDED": padded,
-        "EXPERTS": experts,
-        "PRECISION": "ieee",
-        "TILE": tile,
-        "BLOCK_M": block_m,
-        "BLOCK_R": block_r,
-        "BLOCK_K": block_k,
-        "BLOCK_G": block_of(G),
-        "FLAT": flat,
-        "PDL": beside,
+    config = h_config(M, K, R, G, half, beside, experts, plan.device)
+    config = config._replace(BLOCK_M=min(tile, config.BLOCK_M))
+    grid, flat = grid_of(cdiv(R, config.BLOCK_R), pairs * (tile // config.BLOCK_M))
+    given: dict[str, Any] = {
+        "x": x,
+        "f": f,
+        "ranks": ranks,
+        "h": h,
+        "pad": pad if padded else None,
+        "M": M,
+        "G": G,
+        "K": K,
+        "R": R,
     }
-    plan.launch(multi_h_kernel, grid, {**tensors, **numbers, **how}, warps, stages)
+    given |= {"stride_fk": by_k, "stride_fr": by_r, "stride_pm": width, "EXPERTS": experts, "PRECISION": "ieee", "TILE": tile}
+    plan.launch(multi_h_kernel, grid, {**given, "BLOCK_G": block_of(G), "FLAT": flat, "PDL": beside}, bank, config)
     return pad
 
 
@@ -258,145 +229,42 @@ def multi_gemm(
     masked: bool = False,
 ) -> None:
     """``masked``: the mask of dropout is on the term of low rank."""
-    out, pre_scale, bias = wanted
+    out, pre_scale, _ = wanted
     (M, K), N, R, G = x.shape, out.shape[1], h.shape[1], bank.A.shape[0]
     if out.numel == 0:
         return
     w, b = right.w, right.b
-    flags = {"HAS_G": found.g is not None, "HAS_BIAS": bias is not None, "STORE_PRE_SCALE": pre_scale is not None}
     by_r, by_n = b.stride[:0:-1] if right.trans else b.stride[1:]
-    config, experts = shape.config, shape.experts > 0
-    span = N if experts else 0  # of bias
+    config, experts, most = shape.config, shape.experts > 0, most_tiles(M, shape)
+    given: dict[str, Any] = {"M": M, "N": N, "R": R}
+    by_pointers = {"h": h, "b": b, "offsets": bank.offsets, "G": G, "stride_br": by_r, "stride_bn": by_n}
     if config is None:
         wide = plan.temp(out.shape, torch.float32)
         plan.product(wide, x, w)
+        given |= {"v": wide, "seed": bank.seed if masked else None, "threshold": threshold(p), "keep_scale": 1 / (1 - p)}
+        given |= {"PRECISION": "ieee", "BLOCK_M": EPILOGUE_M, "BLOCK_N": EPILOGUE_N, "BLOCK_R": min(32, shape.BLOCK_R)}
         grid = (cdiv(M, EPILOGUE_M), cdiv(N, EPILOGUE_N))
-        matrices = {
-            "v": wide,
-            "h": h,
-            "b": b,
-            "out": out,
-            "pre_scale": pre_scale,
-            "g": found.g,
-            "bias": bias,
-            "ids": found.ids,
-            "offsets": bank.offsets,
-            "ranks": found.ranks,
-            "route": found.route,
-        }
-        mask = {"seed": bank.seed if masked else None, "threshold": threshold(p), "keep_scale": 1 / (1 - p)}
-        numbers = {"M": M, "N": N, "R": R, "G": G, "stride_br": by_r, "stride_bn": by_n}
-        how = {
-            "HAS_RANKS": found.ranks is not None,
-            **flags,
-            "DROP": masked,
-            "PRECISION": "ieee",
-            "BLOCK_M": EPILOGUE_M,
-            "BLOCK_N": EPILOGUE_N,
-            "BLOCK_R": min(32, shape.BLOCK_R),
-        }
-        plan.launch(multi_epilogue_kernel, grid, {**matrices, **mask, **numbers, **how}, 4, 2)
+        plan.launch(multi_epilogue_kernel, grid, given | by_pointers, found, wanted, num_stages=2)
         return
+    count = most * cdiv(N, config.BLOCK_N)
+    given |= {"K": K, "BIAS_SPAN": N if experts else 0, "MOST": most, "EXPERTS": experts}
     if config.tma:
         bm, bn, bk = config.BLOCK_M, config.BLOCK_N, config.BLOCK_K
         trans_b, matrix = has_columns(w), joined(w)
         width = bn // 2 if config.EPILOGUE_SUBTILE else bn
         block = (bn, bk) if trans_b else (bk, bn)
-        count = most_tiles(M, shape) * cdiv(N, bn)
         programs = min(count, plan.device.num_sms) if config.persistent else count
         assert pad is not None and laid is not None and matrix is not None
-        tails = None if laid.tails is None else Tile(laid.tails, block)
-        before = None if pre_scale is None else Tile(pre_scale, (bm, width))
-        read = {
-            "x": Tile(x, (bm, bk)),
-            "w": Tile(matrix, block),
-            "h": Tile(pad, (bm, bk)),
-            "b": Tile(laid.matrix, block),
-            "tails": tails,
-        }
-        rows = (out, pre_scale) if experts else (None, None)
-        tensors = {
-            **read,
-            "out": Tile(out, (bm, width)),
-            "pre_scale": before,
-            **named("out_at pre_scale_at", rows),
-            "g": found.g,
-            "bias": bias,
-            "ids": found.ids,
-            "route": found.route,
-            "steps": found.steps,
-        }
-        height = (N if trans_b else K) if experts else 0
-        sizes = {
-            "M": M,
-            "N": N,
-            "K": K,
-            "R": R,
-            "SPAN": laid.height,
-            "W_SPAN": height,
-            "BIAS_SPAN": span,
-            "MOST": most_tiles(M, shape),
-            "PROGRAMS": programs,
-        }
-        tiled = {
-            "TRANS_B": trans_b,
-            **flags,
-            "EXPERTS": experts,
-            "BLOCK_M": bm,
-            "BLOCK_N": bn,
-            "BLOCK_K": bk,
-            "EPILOGUE_SUBTILE": config.EPILOGUE_SUBTILE,
-            "GROUP_M": config.GROUP_M,
-            "PTX": not INTERPRETED,
-        }
-        plan.launch(multi_gemm_tma_kernel, (programs,), {**tensors, **sizes, **tiled}, config.num_warps, config.num_stages)
+        given |= {"x": Tile(x, (bm, bk)), "w": Tile(matrix, block), "h": Tile(pad, (bm, bk)), "b": Tile(laid.matrix, block)}
+        given |= {"tails": None if laid.tails is None else Tile(laid.tails, block), "out": Tile(out, (bm, width))}
+        given |= {"pre_scale": None if pre_scale is None else Tile(pre_scale, (bm, width))}
+        given |= named("out_at pre_scale_at", (out, pre_scale) if experts else (None, None))
+        given |= {"SPAN": laid.height, "W_SPAN": (N if trans_b else K) if experts else 0}
+        given |= {"PROGRAMS": programs, "TRANS_B": trans_b, "PTX": not INTERPRETED}
+        plan.launch(multi_gemm_tma_kernel, (programs,), given, found, wanted, config)
         return
-    count = most_tiles(M, shape) * cdiv(N, config.BLOCK_N)
-    arrays = {
-        "x": x,
-        "w": w,
-        "h": h,
-        "b": b,
-        "out": out,
-        "pre_scale": pre_scale,
-        "g": found.g,
-        "bias": bias,
-        "ids": found.ids,
-        "offsets": bank.offsets,
-        "ranks": found.ranks,
-        "route": found.route,
-    }
-    strides = {"stride_br": by_r, "stride_bn": by_n}
-    precision = "ieee" if x.dtype == torch.float32 else None
-    blocks = {
-        "BLOCK_M": config.BLOCK_M,
-        "BLOCK_N": config.BLOCK_N,
-        "BLOCK_K": config.BLOCK_K,
-        "BLOCK_R": shape.BLOCK_R,
-        "GROUP_M": config.GROUP_M,
-    }
-    plan.launch(
-        multi_gemm_pointer_kernel,
-        (count,),
-        {
-            **arrays,
-            "M": M,
-            "N": N,
-            "K": K,
-            "R": R,
-            "G": G,
-            "BIAS_SPAN": span,
-            "MOST": most_tiles(M, shape),
-            **strides,
-            "HAS_RANKS": found.ranks is not None,
-            **flags,
-            "EXPERTS": experts,
-            "PRECISION": precision,
-            **blocks,
-        },
-        config.num_warps,
-        config.num_stages,
-    )
+    given |= {"x": x, "w": w, "BLOCK_R": shape.BLOCK_R, "PRECISION": "ieee" if x.dtype == torch.float32 else None}
+    plan.launch(multi_gemm_pointer_kernel, (count,), given | by_pointers, found, wanted, config)
 
 
 def lay(

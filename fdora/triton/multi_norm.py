@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._torch import needs_dispatcher
 from fdora.triton.configs import norm_config, power_of_two
 from fdora.triton.kernels.multi_norm import (
     experts_norm_kernel,
@@ -36,11 +35,10 @@ from fdora.triton.kernels.multi_norm import (
 )
 from fdora.triton.multi_rows import rank_table
 from fdora.triton.norm import GROUP_N
-from fdora.triton.op import op
+from fdora.triton.op import planned
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.plan import Array, Like, Plan
-from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.sums import SUM_N, SUM_T
 
 SMALL_R = 32
@@ -72,19 +70,8 @@ def bank_norm(
     """(N, K), (G, r, K), (G, N, r), (G,) -> c (G, N) float32. ``max_bytes`` bounds the partials. W (G, N, K): of experts."""
     if A.dtype != B.dtype:  # a kernel multiplies operands of one dtype
         A, B = A.float(), B.float()
-    run_it: Any = row_norms if needs_dispatcher(W) else _row_norms
-    return run_it(W, A, B, s, list(ranks or ()), max_bytes)
-
-
-def _row_norms(W: Tensor, A: Tensor, B: Tensor, s: Tensor, ranks: Sequence[int], max_bytes: int | None) -> Tensor:
-    return run(*_planned(W, A, B, s, ranks, max_bytes))[0]
-
-
-def _planned(
-    W: Tensor, A: Tensor, B: Tensor, s: Tensor, ranks: Sequence[int], max_bytes: int | None
-) -> tuple[Plan, tuple, tuple]:
-    tensors = (W, A, B, s)
-    return plan_for(plan_bank_norm, tensors, tuple(ranks), max_bytes), tensors, ()
+    c: Tensor = _row_norms(W, A, B, s, list(ranks or ()), max_bytes)
+    return c
 
 
 def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[int, ...], max_bytes: int | None) -> Plan:
@@ -105,7 +92,7 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
         _by_strips(plan, W, A, B, s, table, c, strip, span, max_bytes)
         return plan.plan()
     config = norm_config(min(R, 64), half, plan.device.capability, False, half_weight)
-    block_n, block_k, block_r, precision, num_warps, num_stages, *_ = config
+    block_n, block_k, block_r = config[:3]
     tiles = cdiv(K, block_k)
     rows = N if max_bytes is None else max(block_n, max_bytes // (4 * tiles * G) // block_n * block_n)
     even = N % block_n == 0 and rows % block_n == 0 and K % block_k == 0 and R % block_r == 0
@@ -113,24 +100,14 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
         w, b, own = _rows(W, B, i, rows)
         partial = plan.temp((tiles, G * own), torch.float32)
         blocks = cdiv(own, block_n) * tiles
-        given = {
-            **{"W": w, "A": A, "B": b, "s": s, "partial": partial, "N": own, "K": K, "R": R, "G": G},
-            **{"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP_N, "PRECISION": precision},
-        }
+        given = {"W": w, "A": A, "B": b, "s": s, "partial": partial, "N": own, "K": K, "R": R, "G": G, "GROUP": GROUP_N}
         if own_W:
-            plan.launch(experts_norm_kernel, (blocks, G), given | {"EVEN": 2 * even}, num_warps, num_stages)
+            plan.launch(experts_norm_kernel, (blocks, G), given | {"EVEN": 2 * even}, config)
         else:  # a tile of W stays in registers while the adapters pass: by 8 warps, whose 160 leave room for one program
-            given |= {"ranks": table, "slabs": cdiv(R, block_r), "HAS_RANKS": table is not None, "EVEN": even}
-            plan.launch(multi_norm_kernel, (blocks,), given, 8, num_stages)
-        plan.launch(
-            multi_root_kernel,
-            (cdiv(own, SUM_N), G),
-            {
-                **{"partial": partial, "c": c, "N": own, "G": G, "strips": tiles, "first": i},
-                **{"width": N, "BLOCK_N": SUM_N, "BLOCK_T": SUM_T},
-            },
-            4,
-        )
+            given |= {"ranks": table, "slabs": cdiv(R, block_r), "EVEN": even}
+            plan.launch(multi_norm_kernel, (blocks,), given, config._replace(num_warps=8))
+        given = {"partial": partial, "c": c, "N": own, "G": G, "strips": tiles, "first": i, "width": N}
+        plan.launch(multi_root_kernel, (cdiv(own, SUM_N), G), {**given, "BLOCK_N": SUM_N, "BLOCK_T": SUM_T})
     return plan.plan()
 
 
@@ -182,41 +159,18 @@ def _by_strips(
         w, b, own = _rows(W, B, i, rows)
         partial = plan.temp((spans * (G + 1), own), torch.float32)
         grams = plan.temp((spans * G, block_r * block_r), torch.float32)
-        given = {"W": w, "A": A, "B": b, "s": s, "ranks": table, "partial": partial, "grams": grams}
-        plan.launch(
-            strip_norm_kernel,
-            (cdiv(G, adapters), cdiv(own, strip.BLOCK_N) + 1, spans),
-            {
-                **given,
-                **{"N": own, "K": K, "R": R, "G": G, "span": span, "HAS_RANKS": table is not None},
-                **{"ADAPTERS": adapters, "BLOCK_N": strip.BLOCK_N, "BLOCK_K": strip.BLOCK_K},
-                **{"BLOCK_R": block_r, "STAGES": strip.STAGES, "EVEN": even, "PDL": pdl},
-            },
-            strip.num_warps,
-        )
-        plan.launch(
-            strip_root_kernel,
-            (cdiv(own, ROOT_N), G),
-            {
-                **given,
-                **{"c": c, "N": own, "K": K, "R": R, "G": G, "spans": spans, "first": i},
-                **{"width": N, "HAS_RANKS": table is not None, "BLOCK_N": ROOT_N},
-                **{"BLOCK_K": ROOT_K, "BLOCK_R": block_r, "PRECISION": exact},
-                **{"CANCELLED": CANCELLED, "PDL": pdl},
-            },
-            4,
-            pdl=pdl,
-        )
+        given: dict[str, Any] = {"W": w, "A": A, "B": b, "s": s, "ranks": table, "partial": partial, "grams": grams}
+        given |= {"N": own, "K": K, "R": R, "G": G, "BLOCK_R": block_r, "PDL": pdl}
+        grid = (cdiv(G, adapters), cdiv(own, strip.BLOCK_N) + 1, spans)
+        plan.launch(strip_norm_kernel, grid, {**given, "span": span, "ADAPTERS": adapters, "EVEN": even}, strip)
+        given |= {"c": c, "spans": spans, "first": i, "width": N, "BLOCK_N": ROOT_N, "BLOCK_K": ROOT_K}
+        given |= {"PRECISION": exact, "CANCELLED": CANCELLED}
+        plan.launch(strip_root_kernel, (cdiv(own, ROOT_N), G), given, pdl=pdl)
 
 
-def _fake_row_norms(W, A, B, s, ranks, max_bytes):
-    return W.new_empty((A.shape[0], W.shape[-2]), dtype=torch.float32)
-
-
-row_norms = op(
+row_norms, _row_norms = planned(
     "row_norms",
-    _row_norms,
-    _fake_row_norms,
-    _planned,
     "(Tensor W, Tensor A, Tensor B, Tensor s, SymInt[] ranks, int? max_bytes) -> Tensor",
+    plan_bank_norm,
+    lambda W, A, *_: ((A.shape[0], W.shape[-2]), torch.float32),
 )

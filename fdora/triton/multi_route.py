@@ -7,35 +7,16 @@ some thousand tokens at most.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from fdora._torch import needs_dispatcher
 from fdora.triton.kernels.multi_route import multi_route_kernel
-from fdora.triton.op import op
+from fdora.triton.op import planned
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.plan import Like, Plan
-from fdora.triton.runtime.walk import plan_for, run
 
 BLOCK_T, BLOCK_S = 32, 128
-
-
-def route(ids: Tensor, adapters: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(M,) -> offsets (G,) int32, order (M,) int64 and its inverse. Tokens of no adapter come last."""
-    run_it: Any = multi_route if needs_dispatcher(ids) else _route
-    offsets, order, place = run_it(ids, adapters)
-    return offsets, order, place
-
-
-def _route(ids: Tensor, adapters: int) -> tuple[Tensor, ...]:
-    return run(*_planned(ids, adapters))
-
-
-def _planned(ids: Tensor, adapters: int) -> tuple[Plan, tuple, tuple]:
-    return plan_for(plan_route, (ids,), adapters), (ids,), ()
 
 
 def plan_route(likes: Sequence[Like | None], device: Device, G: int) -> Plan:
@@ -59,15 +40,15 @@ def plan_route(likes: Sequence[Like | None], device: Device, G: int) -> Plan:
             "BLOCK_T": BLOCK_T,
             "BLOCK_S": BLOCK_S,
         },
-        4,
     )
     plan.path = "the place of a token is counted"
     return plan.plan()
 
 
-def _fake_route(ids, adapters):
-    order = ids.new_empty(ids.shape[0], dtype=torch.int64)
-    return [ids.new_empty(adapters, dtype=torch.int32), order, torch.empty_like(order)]
-
-
-multi_route = op("multi_route", _route, _fake_route, _planned, "(Tensor ids, SymInt adapters) -> Tensor[]")
+# ids (M,) -> offsets (G,) int32, order (M,) int64 and its inverse; tokens of no adapter come last
+multi_route, route = planned(
+    "multi_route",
+    "(Tensor ids, SymInt adapters) -> Tensor[]",
+    plan_route,
+    lambda ids, adapters: [((adapters,), torch.int32), *[(ids.shape, torch.int64)] * 2],
+)

@@ -57,13 +57,8 @@ def unsort(plan: Builder, t: Array, order: Array, out: Array) -> None:
 
 def _rows(plan: Builder, x: Array, order: Array, out: Array, scatter: bool) -> None:
     M, N = x.shape
-    grid = (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N))
-    plan.launch(
-        rows_kernel,
-        grid,
-        {"x": x, "order": order, "out": out, "M": M, "N": N, "SCATTER": scatter, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N},
-        4,
-    )
+    given = {"x": x, "order": order, "out": out, "M": M, "N": N, "SCATTER": scatter, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N}
+    plan.launch(rows_kernel, (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)), given)
 
 
 def drop(plan: Builder, x: Array, bank: Any, ids: Array | None, p: float) -> Array:
@@ -72,25 +67,9 @@ def drop(plan: Builder, x: Array, bank: Any, ids: Array | None, p: float) -> Arr
         return x
     M, K = x.shape
     out = plan.temp(x.shape, x.dtype)
-    plan.launch(
-        multi_drop_kernel,
-        (cdiv(M, BLOCK_M), cdiv(K, BLOCK_N)),
-        {
-            "x": x,
-            "out": out,
-            "seed": bank.seed,
-            "offsets": bank.offsets,
-            "ids": ids,
-            "threshold": threshold(p),
-            "scale": 1 / (1 - p),
-            "M": M,
-            "G": bank.A.shape[0],
-            "K": K,
-            "BLOCK_M": BLOCK_M,
-            "BLOCK_K": BLOCK_N,
-        },
-        4,
-    )
+    given = {"x": x, "out": out, "ids": ids, "threshold": threshold(p), "scale": 1 / (1 - p), "M": M, "G": bank.A.shape[0]}
+    grid = (cdiv(M, BLOCK_M), cdiv(K, BLOCK_N))
+    plan.launch(multi_drop_kernel, grid, {**given, "K": K, "BLOCK_M": BLOCK_M, "BLOCK_K": BLOCK_N}, bank)
     return out
 
 
@@ -135,45 +114,24 @@ def as_matrix(
     tails = plan.temp((G * step, Q) if by_row else (G * P, step), dtype, (pitch if by_row else step, 1)) if apart else None
     look = look_config()
     flags = plan.temp((G, look.CHUNKS), torch.int32)
-    if seen is not None and copy:
-        seen = None
-    h, offsets = seen or (None, None)
+    h, offsets = (None, None) if seen is None or copy else seen
     M, R = (0, 0) if h is None else h.shape
     # A tile as wide as a step: as wide as a row it had a quarter of its loads under way where a rank is small.
     block_q = min(BLOCK_Q if by_row or numbers is None else step, power_of_two(Q))
-    plan.launch(
-        bank_kernel,
-        (G, look.CHUNKS),
-        {
-            "x": bank,
-            "ranks": ranks,
-            "out": out if copy else tails,
-            "flags": flags,
-            "h": h,
-            "offsets": offsets,
-            "P": P,
-            "Q": Q,
-            "height": height,
-            "pitch": pitch if tails is None else tails.stride[0],
-            "M": M,
-            "G": G,
-            "R": R,
-            "dtype": NAMES[dtype],
-            "COPY": copy,
-            "APART": apart,
-            "HAS_RANKS": ranks is not None,
-            "BY_ROW": by_row,
-            "STEP": step,
-            "CHUNKS": look.CHUNKS,
-            "BLOCK_P": look.AREA // block_q,
-            "BLOCK_Q": block_q,
-            "BLOCK_H": power_of_two(max(1, R)),
-            "STAGES": look.STAGES,
-            "PDL": beside,
-        },
-        4,
-        pdl=beside,
-    )
+    given = {
+        "x": bank,
+        "ranks": ranks,
+        "out": out if copy else tails,
+        "flags": flags,
+        "h": h,
+        "offsets": offsets,
+        "P": P,
+        "Q": Q,
+    }
+    given |= {"height": height, "pitch": pitch if tails is None else tails.stride[0], "M": M, "G": G, "R": R}
+    given |= {"dtype": NAMES[dtype], "COPY": copy, "APART": apart, "BY_ROW": by_row, "STEP": step}
+    given |= {"BLOCK_P": look.AREA // block_q, "BLOCK_Q": block_q, "BLOCK_H": power_of_two(max(1, R))}
+    plan.launch(bank_kernel, (G, look.CHUNKS), given, look, pdl=beside)
     return Laid(out, height, tails, None if experts else flags)
 
 
@@ -187,6 +145,9 @@ def rank_table(plan: Builder, ranks: tuple[int, ...] | None) -> Array | None:
         # The highest bit says nothing: with it all of them are 64 bits wide, and one kernel serves.
         words = [sum(r << 15 * j for j, r in enumerate(some[i : i + 4])) | 1 << 62 for i in range(0, RANKS, 4)]
         plan.launch(
-            multi_ranks_kernel, (1,), {"ranks": out, "G": len(ranks), "first": at, **named("w0 w1 w2 w3 w4 w5 w6 w7", words)}, 1
+            multi_ranks_kernel,
+            (1,),
+            {"ranks": out, "G": len(ranks), "first": at, **named("w0 w1 w2 w3 w4 w5 w6 w7", words)},
+            num_warps=1,
         )
     return out

@@ -61,42 +61,15 @@ def multi_small(plan: Builder, x: Array, bank: Any, ranks: Array | None, y: Arra
         return
     room = room_config()
     low = Low(h, plan.temp((M, N), torch.float32), None if bank.m is None else plan.temp((M, N), torch.float32))
-    pdl, rows = plan.device.supports_pdl, power_of_two(M)
+    rows = power_of_two(M)
     (_low if R <= LOW_R else _by_segments)(plan, x, bank, ranks, low, room)
     w = bank.W.T
-    block_n, block_k, warps, stages = small_config(rows, N, K, w.stride[1] == 1, plan.device.capability, plan.device.num_sms)
-    warps = max(warps, room.WARPS) if rows * block_n > WIDE else warps
-    flags = {
-        "HAS_M": bank.m is not None,
-        "HAS_BIAS": bank.bias is not None,
-        "STORE_PRE_SCALE": pre_scale is not None,
-        "HAS_ORDER": bank.order is not None,
-    }
-    plan.launch(
-        multi_small_kernel,
-        (cdiv(N, block_n),),
-        {
-            "x": x,
-            "w": w,
-            "lora": low.lora,
-            "g": low.g,
-            "bias": bank.bias,
-            "order": bank.order,
-            "out": y,
-            "pre_scale": pre_scale,
-            "M": M,
-            "N": N,
-            "K": K,
-            **flags,
-            "PDL": pdl,
-            "BLOCK_M": rows,
-            "BLOCK_N": block_n,
-            "BLOCK_K": block_k,
-        },
-        warps,
-        stages,
-        pdl,
-    )
+    config = small_config(rows, N, K, w.stride[1] == 1, plan.device.capability, plan.device.num_sms)
+    if rows * config.BLOCK_N > WIDE:
+        config = config._replace(num_warps=max(config.num_warps, room.WARPS))
+    given = {"x": x, "w": w, "out": y, "pre_scale": pre_scale, "M": M, "N": N, "K": K}
+    given |= {"HAS_M": bank.m is not None, "BLOCK_M": rows}
+    plan.launch(multi_small_kernel, (cdiv(N, config.BLOCK_N),), given, low, bank, config, pdl=plan.device.supports_pdl)
 
 
 def _low(plan: Builder, x: Array, bank: Any, ranks: Array | None, low: Low, room: RoomConfig) -> None:
@@ -105,69 +78,28 @@ def _low(plan: Builder, x: Array, bank: Any, ranks: Array | None, low: Low, room
     r = power_of_two(R)
     block_k, block_n = (min(max(16, room.AREA // r), power_of_two(size)) for size in (K, N))
     columns = min(cdiv(N, block_n), max(1, room.PROGRAMS * max(1, plan.device.num_sms) // M))
-    (_, a_r, a_k), (_, b_n, b_r) = bank.A.stride, bank.B.stride
-    tensors = {
-        "x": x,
-        "f": bank.A,
-        "s": bank.s,
-        "b": bank.B,
-        "m": bank.m,
-        "c": bank.c,
-        "offsets": bank.offsets,
-        "ranks": ranks,
-        "order": bank.order,
-        **named("h lora g", low),
-    }
-    numbers = {"M": M, "G": G, "K": K, "N": N, "R": R, "stride_fk": a_k, "stride_fr": a_r, "stride_br": b_r, "stride_bn": b_n}
-    how = {"HAS_RANKS": ranks is not None, "HAS_ORDER": bank.order is not None, "PDL": plan.device.supports_pdl}
-    blocks = {
-        "BLOCK_R": r,
-        "BLOCK_K": block_k,
-        "BLOCK_N": block_n,
-        "STAGES": room.STAGES,
-        "BLOCK_G": block_of(G),
-        "STAYS": room.STAYS,
-    }
-    plan.launch(multi_low_kernel, (columns, M), {**tensors, **numbers, **how, **blocks}, room.LOW_WARPS, room.STAGES)
+    given = {"x": x, "f": bank.A, "b": bank.B, "ranks": ranks, "M": M, "G": G, "K": K, "N": N, "R": R, **strides_of(bank)}
+    given |= {"BLOCK_R": r, "BLOCK_K": block_k, "BLOCK_N": block_n, "BLOCK_G": block_of(G), "PDL": plan.device.supports_pdl}
+    plan.launch(multi_low_kernel, (columns, M), given, low, bank, room, num_warps=room.LOW_WARPS, num_stages=room.STAGES)
+
+
+def strides_of(bank: Any) -> dict[str, int]:
+    """Of A and B, their axes in the order in which products have them."""
+    return named("stride_fr stride_fk stride_bn stride_br", (*bank.A.stride[1:], *bank.B.stride[1:]))
 
 
 def _by_segments(plan: Builder, x: Array, bank: Any, ranks: Array | None, low: Low, room: RoomConfig) -> None:
     """Products of an adapter with all of its tokens: parts of x A_a^T, then their sum and h B_a^T."""
     (M, K), (G, R, _), N = x.shape, bank.A.shape, low.lora.shape[1]
     parts = max(1, min(8 if R <= 64 else 4 if R <= 128 else 2, K // 256))
-    part, ranked, pdl, block_g = (
-        plan.temp((parts, M, R), torch.float32),
-        ranks is not None,
-        plan.device.supports_pdl,
-        block_of(G),
-    )
+    part, by, pdl = plan.temp((parts, M, R), torch.float32), strides_of(bank), plan.device.supports_pdl
     step = min(128, power_of_two(cdiv(K, parts)))
     span = cdiv(cdiv(K, parts), step) * step
-    by_a, by_b = bank.A.stride, bank.B.stride
-    plan.launch(
-        multi_shrink_kernel,
-        (M, cdiv(R, 16), parts),
-        {
-            **{"x": x, "f": bank.A, "offsets": bank.offsets, "ranks": ranks, "order": bank.order},
-            **{"part": part, "M": M, "G": G, "K": K, "R": R, "span": span, "stride_fk": by_a[2]},
-            **{"stride_fr": by_a[1], "HAS_RANKS": ranked, "HAS_ORDER": bank.order is not None},
-            **{"PDL": pdl, "BLOCK_T": BLOCK_T, "BLOCK_R": 16, "BLOCK_K": step, "BLOCK_G": block_g},
-        },
-        4,
-        4,
-    )
-    plan.launch(
-        multi_expand_kernel,
-        (cdiv(N, EXPAND_N), M),
-        {
-            **{"part": part, "s": bank.s, "b": bank.B, "m": bank.m, "c": bank.c},
-            **{"offsets": bank.offsets, "ranks": ranks},
-            **named("h lora g", low),
-            **{"M": M, "G": G, "N": N, "R": R, "stride_br": by_b[2], "stride_bn": by_b[1]},
-            **{"PARTS": parts, "HAS_RANKS": ranked, "PDL": pdl, "BLOCK_T": BLOCK_T},
-            **{"BLOCK_N": EXPAND_N, "BLOCK_R": min(32, power_of_two(R)), "BLOCK_G": block_g},
-        },
-        4,
-        2,
-        pdl,
-    )
+    of = {"part": part, "ranks": ranks, "M": M, "G": G, "R": R, "PDL": pdl, "BLOCK_T": BLOCK_T, "BLOCK_G": block_of(G)}
+    given = {"x": x, "f": bank.A, "K": K, "span": span, "stride_fk": by["stride_fk"], "stride_fr": by["stride_fr"]}
+    tile = {"BLOCK_R": 16, "BLOCK_K": step}
+    plan.launch(multi_shrink_kernel, (M, cdiv(R, 16), parts), {**of, **given, **tile}, bank, num_stages=4)
+    given = {"b": bank.B, "N": N, "PARTS": parts, "stride_br": by["stride_br"], "stride_bn": by["stride_bn"]}
+    tile = {"BLOCK_N": EXPAND_N, "BLOCK_R": min(32, power_of_two(R))}
+    grid = (cdiv(N, EXPAND_N), M)
+    plan.launch(multi_expand_kernel, grid, {**of, **given, **tile}, low, bank, num_stages=2, pdl=pdl)

@@ -22,16 +22,14 @@ import torch
 from torch import Tensor
 
 from fdora._records import NormOf
-from fdora._torch import needs_dispatcher
 from fdora.triton.configs import MAX_N, MIN_K, NormConfig, norm_config
 from fdora.triton.copy import in_dtype
 from fdora.triton.hash import WORDS, fingerprint
 from fdora.triton.kernels.norm import choose_kernel, norm_kernel
-from fdora.triton.op import op
+from fdora.triton.op import planned
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
-from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.split import rows_at_a_time, split_A, split_B
 from fdora.triton.sums import SUM_N, SUM_T, column_sums
 
@@ -41,41 +39,20 @@ GROUP_N = 8  # rows of tiles that run together, so that their slabs of A and B m
 def norm_fwd(of: NormOf) -> Tensor:
     """c (N,) float32. W is read once whether its squared norm is known or not."""
     # by name: Dynamo of torch 2.8 cannot slice a NamedTuple
-    return (row_norm if needs_dispatcher(of.W) else computed)(of.W, of.A, of.B, of.s, of.max_bytes, False)
+    c: Tensor = _row_norm(of.W, of.A, of.B, of.s, of.max_bytes, False)
+    return c
 
 
 def sqnorm_fwd(of: NormOf) -> Tensor:
     """c^2 (N,), to be added to that of other columns."""
-    return (row_norm if needs_dispatcher(of.W) else computed)(of.W, of.A, of.B, of.s, of.max_bytes, True)
+    squares: Tensor = _row_norm(of.W, of.A, of.B, of.s, of.max_bytes, True)
+    return squares
 
 
 def norm_guarded(of: NormOf, c: Tensor, old_hash: Tensor) -> tuple[Tensor, Tensor]:
     """c and the fingerprint of A, B, s. The c given is returned where the fingerprint given is theirs."""
-    guarded = row_norm_guarded if needs_dispatcher(of.W) else _row_norm_guarded
-    c, new_hash = guarded(of.W, of.A, of.B, of.s, of.max_bytes, c, old_hash)
+    c, new_hash = _row_norm_guarded(of.W, of.A, of.B, of.s, of.max_bytes, c, old_hash)
     return c, new_hash
-
-
-def computed(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squared: bool) -> Tensor:
-    return run(*_planned(W, A, B, s, max_bytes, squared))[0]
-
-
-def _planned(W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, squared: bool) -> tuple[Plan, tuple, tuple]:
-    tensors = (W, A, B)
-    return plan_for(plan_norm, tensors, max_bytes, squared), tensors, (s,)
-
-
-def _row_norm_guarded(
-    W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, c: Tensor, old_hash: Tensor
-) -> list[Tensor]:
-    return list(run(*guarded(W, A, B, s, max_bytes, c, old_hash)))
-
-
-def guarded(
-    W: Tensor, A: Tensor, B: Tensor, s: float, max_bytes: int | None, c: Tensor, old_hash: Tensor, in_place: bool = False
-) -> tuple[Plan, tuple, tuple]:
-    tensors = (W, A, B, c, old_hash)
-    return plan_for(plan_guarded_norm, tensors, max_bytes, in_place), tensors, (s,)
 
 
 class Guard(NamedTuple):
@@ -86,9 +63,10 @@ class Guard(NamedTuple):
     new_hash: Array
     in_place: bool  # the norm of now takes the place of c
 
-    @property
-    def hashes(self) -> tuple[Array, Array]:
-        return self.old_hash, self.new_hash
+
+def hashes_of(guard: Guard | None) -> tuple[Array | None, Array | None]:
+    """The fingerprint of before and that of now."""
+    return (None, None) if guard is None else (guard.old_hash, guard.new_hash)
 
 
 def plan_norm(likes: Sequence[Like | None], device: Device, max_bytes: int | None, squared: bool) -> Plan:
@@ -99,7 +77,7 @@ def plan_norm(likes: Sequence[Like | None], device: Device, max_bytes: int | Non
     return plan.plan()
 
 
-def plan_guarded_norm(likes: Sequence[Like | None], device: Device, max_bytes: int | None, in_place: bool) -> Plan:
+def plan_guarded_norm(likes: Sequence[Like | None], device: Device, max_bytes: int | None, in_place: bool = False) -> Plan:
     plan = Builder("dora_norm where A, B or s changed", device)
     W, A, B = map(plan.matrix, likes[:3])
     before, old_hash = plan.vector(likes[3]), plan.vector(likes[4])
@@ -135,7 +113,7 @@ def norm(
         plan.path += "; float32 factors as float16 ones of three times the rank"
     if guard is not None:
         plan.path += "; the kernels return at once where A, B and s are what they were"
-    hashes = None if guard is None else guard.hashes
+    hashes = hashes_of(guard)
     a, by_k = split_A(plan, A, hashes) if split else (A, None)
     for i in range(0, N, max(1, rows)):
         part = None if guard is None else guard._replace(c=guard.c.rows(i, i + rows))
@@ -160,31 +138,18 @@ def _norm_of_rows(
     # Pointers that Triton knows to be of 16 bytes: by what it sees of a number, whether 16 divides it. Of B one slab is read.
     whole = half and all(is_tma_compatible(t) and t.stride[0] % 16 == 0 for t in (W, A)) and K % 16 == 0
     config = norm_config(R, A.itemsize == 2, plan.device.capability, aligned, half, K if whole else 0)
-    block_n, block_k, block_r, precision, num_warps, num_stages, tma, ahead, span, beside = config
-    tiles = cdiv(K, span or block_k)
+    tiles = cdiv(K, config.SPAN or config.BLOCK_K)
     partial = plan.temp((tiles, N), torch.float32)
-    programs = cdiv(N, block_n) * tiles
-    old_hash, new_hash = (None, None) if guard is None else guard.hashes
+    programs = cdiv(N, config.BLOCK_N) * tiles
     # Each of the three kernels of a guarded call is resident before the one ahead of it ends: 2 us less where nothing changed.
     pdl = guard is not None and plan.device.supports_pdl
-    if guard is not None or tma:
-        programs = min(programs, beside * plan.device.num_sms)
+    if guard is not None or config.TMA:
+        programs = min(programs, config.PROGRAMS * plan.device.num_sms)
     tensors, even = tiled(config, W, A, B)
-    plan.launch(
-        norm_kernel,
-        (programs,),
-        {
-            **named("W A B", tensors),
-            **{"scale_n": by_n, "scale_k": by_k, "partial": partial, "old_hash": old_hash},
-            **{"new_hash": new_hash, "s": s, "N": N, "K": K, "R": R, "span": span or None},
-            **{"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "GROUP": GROUP_N},
-            **{"EVEN": even, "PRECISION": precision, "TMA": tma, "SCALED": by_n is not None},
-            **{"GUARDED": guard is not None, "WORDS": WORDS, "PDL": pdl, "AHEAD": ahead},
-        },
-        num_warps,
-        num_stages,
-        pdl,
-    )
+    given = {"scale_n": by_n, "scale_k": by_k, "partial": partial, "s": s, "N": N, "K": K, "R": R, "span": config.SPAN or None}
+    given |= named("W A B", tensors) | named("old_hash new_hash", hashes_of(guard))
+    given |= {"GROUP": GROUP_N, "EVEN": even, "WORDS": WORDS}
+    plan.launch(norm_kernel, (programs,), given, config, pdl=pdl)
     if guard is None:
         column_sums(plan, partial, c, sqrt=not squared)
     else:
@@ -194,28 +159,9 @@ def _norm_of_rows(
 def chosen(plan: Builder, partial: Array, c: Array, guard: Guard) -> None:
     """The root of the sums of partials, or the norm of before, into c."""
     (tiles, N), pdl = partial.shape, plan.device.supports_pdl
-    before, old_hash, new_hash, in_place = guard
-    plan.launch(
-        choose_kernel,
-        (cdiv(N, SUM_N),),
-        {
-            "partial": partial,
-            "c": before,
-            "old_hash": old_hash,
-            "new_hash": new_hash,
-            "out": c,
-            "N": N,
-            "strips": tiles,
-            "KEEP": in_place,
-            "WORDS": WORDS,
-            "BLOCK_N": SUM_N,
-            "BLOCK_T": SUM_T,
-            "PDL": pdl,
-        },
-        4,
-        3,
-        pdl,
-    )
+    given = {"partial": partial, "out": c, "N": N, "strips": tiles, "KEEP": guard.in_place}
+    given |= {"WORDS": WORDS, "BLOCK_N": SUM_N, "BLOCK_T": SUM_T}
+    plan.launch(choose_kernel, (cdiv(N, SUM_N),), given, guard, pdl=pdl)
 
 
 def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> tuple[tuple, int]:
@@ -228,13 +174,15 @@ def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> tuple[tuple, int]
     return (W, A, B), even
 
 
-def _fake_row_norm(W, A, B, s, max_bytes, squared):
-    return W.new_empty(W.shape[0], dtype=torch.float32)
-
-
-def _fake_row_norm_guarded(W, A, B, s, max_bytes, c, old_hash):
-    return [W.new_empty(W.shape[0], dtype=torch.float32), W.new_empty(WORDS, dtype=torch.int64)]
-
-
-row_norm = op("row_norm", computed, _fake_row_norm, _planned)
-row_norm_guarded = op("row_norm_guarded", _row_norm_guarded, _fake_row_norm_guarded, guarded)
+row_norm, _row_norm = planned(
+    "row_norm",
+    "(Tensor W, Tensor A, Tensor B, float s, SymInt? max_bytes, bool squared) -> Tensor",
+    plan_norm,
+    lambda W, *_: (W.shape[:1], torch.float32),
+)
+row_norm_guarded, _row_norm_guarded = planned(
+    "row_norm_guarded",
+    "(Tensor W, Tensor A, Tensor B, float s, SymInt? max_bytes, Tensor c, Tensor old_hash) -> Tensor[]",
+    plan_guarded_norm,
+    lambda W, *_: [(W.shape[:1], torch.float32), ((WORDS,), torch.int64)],
+)

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from fdora._records import Onto
-from fdora._torch import needs_dispatcher
 from fdora.triton.configs import power_of_two
 from fdora.triton.copy import dense
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Operand, gemm
@@ -37,11 +36,10 @@ from fdora.triton.kernels.norm_bwd import (
     norm_tokens_kernel,
 )
 from fdora.triton.kernels.norm_pass import norm_add_kernel, norm_pass_kernel
-from fdora.triton.op import op
+from fdora.triton.op import planned
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
-from fdora.triton.runtime.walk import plan_for, run
 
 BLOCK_N, BLOCK_J = 64, 128
 WHOLE = 64  # up to this rank one launch forms all sums
@@ -73,8 +71,7 @@ def norm_bwd(
     """dA, dB, each only when needed and added to its part of ``onto``. None for what plain torch must do."""
     if not serves(W):
         return None
-    run_it: Any = norm_backward if needs_dispatcher(W) or needs_dispatcher(dc) else _norm_bwd
-    found = iter(run_it(dc, W, A, B, c, s, list(needs), *onto))
+    found = iter(_norm_backward(dc, W, A, B, c, s, list(needs), *onto))
     return next(found) if needs[0] else None, next(found) if needs[1] else None
 
 
@@ -82,21 +79,11 @@ def serves(W: Tensor) -> bool:
     return W.dtype in SERVED and W.numel() > 0
 
 
-def _norm_bwd(*args: Any) -> tuple[Tensor, ...]:
-    return run(*_planned(*args))
-
-
-def _planned(dc, W, A, B, c, s, needs, onto_A=None, onto_B=None):
-    tensors = (dc, W, A, B, c, onto_A, onto_B)
-    return plan_for(plan_norm_bwd, tensors, tuple(needs)), tensors, (s,)
-
-
 def plan_norm_bwd(likes: Sequence[Like | None], device: Device, needs: tuple[bool, bool]) -> Plan:
     plan = Builder("gradient through the norm", device)
     dc, W, A, B, c = plan.vector(likes[0]), *map(plan.operand, likes[1:4]), plan.vector(likes[4])
     s, (N, K), R = plan.scalar("s"), W.shape, A.shape[0]
-    dA = plan.result("dA", (R, K), A.dtype) if needs[0] else None
-    dB = plan.result("dB", (N, R), B.dtype) if needs[1] else None
+    dA, dB = (form and plan.result(name, *form) for name, form in zip(("dA", "dB"), _forms(A, B, needs), strict=True))
     onto_A, onto_B = (None if t is None else dense(plan, t) for t in [*map(plan.operand, likes[5:])])
     t, f32, half = W.dtype, torch.float32, A.dtype == B.dtype == W.dtype
     of = Given(dc, W, A, B, c, s, dA, dB, onto_A, onto_B)
@@ -114,62 +101,34 @@ def plan_norm_bwd(likes: Sequence[Like | None], device: Device, needs: tuple[boo
         parts, gram = plan.temp((terms * R, K), f32), plan.temp((R, R), f32)
         plan.product(parts, slopes.T, W)
         plan.product(gram, (slopes if wide is None else wide).T, B)
-        _finish(plan, parts, gram, (A, B, dc, c, onto_A, dA), s, (N, K, R), True, terms)
+        _finish(plan, parts, gram, of, True, terms)
     if dB is not None:
         terms = 1 if A.dtype == t else 2
         a = A if terms == 1 else _terms(plan, A.T, t, terms)[0].T
         parts, gram = plan.temp((N, terms * R), f32), plan.temp((R, R), f32)
         plan.product(parts, W, a.T)
         plan.product(gram, A, A.T)
-        _finish(plan, parts, gram, (A, B, dc, c, onto_B, dB), s, (N, K, R), False, terms)
+        _finish(plan, parts, gram, of, False, terms)
     return plan.plan()
 
 
 def _as_tokens(plan: Builder, of: Given) -> None:
     """By the layer's own product (gemm.py): dA is dx of r tokens whose dz is s (q B)^T; dB has the rows of W for tokens, and A
     for a weight."""
-    dc, W, A, B, c, s, dA, dB, onto_A, onto_B = of
+    _, W, A, B, _, _, dA, dB, onto_A, onto_B = of
     (N, K), R, t, f32 = W.shape, A.shape[0], W.dtype, torch.float32
     needs = (dA is not None, dB is not None)
     dz = plan.temp((R, N), t, (cdiv(N, 8) * 8, 1)) if needs[0] else None  # rows that begin at 16 bytes, for TMA
     slopes = plan.temp((N,), f32) if needs[1] else None
-    plan.launch(
-        norm_tokens_kernel,
-        (cdiv(N, BLOCK_N), cdiv(R, 64)),
-        {
-            **{"dc": dc, "c": c, "B": B, "dz": dz, "out": slopes, "s": s, "N": N, "R": R},
-            **named("NEED_A NEED_B", needs),
-            **{"BLOCK_N": BLOCK_N, "BLOCK_R": 64},
-        },
-        4,
-    )
+    given = {"dz": dz, "out": slopes, "N": N, "R": R, **named("NEED_A NEED_B", needs), "BLOCK_N": BLOCK_N, "BLOCK_R": 64}
+    plan.launch(norm_tokens_kernel, (cdiv(N, BLOCK_N), cdiv(R, 64)), given, of)
     parts = [plan.temp((GRAM_PARTS, R, R), f32) if need else None for need in needs]
     grams = [plan.temp((R, R), t) if need else None for need in needs]
-    plan.launch(
-        norm_grams_kernel,
-        (cdiv(R, GRAM) ** 2, GRAM_PARTS * sum(needs)),
-        {
-            **{"dz": dz, "A": A, "B": B},
-            **named("parts_A parts_B", parts),
-            **{"N": N, "K": K, "R": R},
-            **named("NEED_A NEED_B", needs),
-            **{"PARTS": GRAM_PARTS, "BLOCK": GRAM, "BLOCK_N": GRAM},
-        },
-        4,
-        3,
-    )
-    plan.launch(
-        norm_grams_add_kernel,
-        (cdiv(R * R, 1024), sum(needs)),
-        {
-            **named("parts_A parts_B", parts),
-            **named("gram_A gram_B", grams),
-            **{"s": s, "size": R * R},
-            **named("NEED_A NEED_B", needs),
-            **{"PARTS": GRAM_PARTS, "BLOCK": 1024},
-        },
-        4,
-    )
+    given = {**named("parts_A parts_B", parts), "PARTS": GRAM_PARTS}
+    sizes = {"dz": dz, "N": N, "K": K, "R": R, "BLOCK": GRAM, "BLOCK_N": GRAM}
+    plan.launch(norm_grams_kernel, (cdiv(R, GRAM) ** 2, GRAM_PARTS * sum(needs)), {**given, **sizes}, of)
+    given |= {**named("gram_A gram_B", grams), "size": R * R, "BLOCK": 1024}
+    plan.launch(norm_grams_add_kernel, (cdiv(R * R, 1024), sum(needs)), given, of)
     if _both_at_once(plan, of, dz, grams, slopes):
         return
     if dA is not None:
@@ -192,40 +151,29 @@ def _both_at_once(plan: Builder, of: Given, dz: Any, grams: Sequence[Any], slope
     fits = all(t is None or is_tma_compatible(t) for t in arrays)
     if not (on.capability == 90 and fits and programs <= on.num_sms < 2 * programs):
         return False
-    left, right, half = (TALL, DEEP), (DEEP, WIDE), WIDE // 2
-    plan.launch(
-        norm_products_kernel,
-        (programs,),
-        {
-            "dz": Tile(dz, left),
-            "w_right": Tile(W, right),
-            "gram_A": Tile(grams[0], left),
-            "a_right": Tile(A, right),
-            "onto_A": None if onto_A is None else Tile(onto_A, (TALL, half)),
-            "dA": Tile(dA, (TALL, half)),
-            "w_left": Tile(W, (WIDE, DEEP)),
-            "a": Tile(A, (TALL, DEEP)),
-            "B": Tile(B, (WIDE, DEEP)),
-            "gram_B": Tile(grams[1], (TALL, DEEP)),
-            "onto_B": None if onto_B is None else Tile(onto_B, (WIDE, TALL // 2)),
-            "dB": Tile(dB, (WIDE, TALL // 2)),
-            "slopes": slopes,
-            "N": N,
-            "K": K,
-            "R": R,
-            "TALL": TALL,
-            "WIDE": WIDE,
-            "BLOCK_K": DEEP,
-        },
-        8,
-        4,
-    )
+    left, right, tall, wide = (TALL, DEEP), (DEEP, WIDE), (TALL, WIDE // 2), (WIDE, TALL // 2)
+    tiles = {
+        "dz": Tile(dz, left),
+        "w_right": Tile(W, right),
+        "gram_A": Tile(grams[0], left),
+        "a_right": Tile(A, right),
+        "onto_A": None if onto_A is None else Tile(onto_A, tall),
+        "dA": Tile(dA, tall),
+        "w_left": Tile(W, (WIDE, DEEP)),
+        "a": Tile(A, left),
+        "B": Tile(B, (WIDE, DEEP)),
+        "gram_B": Tile(grams[1], left),
+        "onto_B": None if onto_B is None else Tile(onto_B, wide),
+        "dB": Tile(dB, wide),
+    }
+    given = {"slopes": slopes, "N": N, "K": K, "R": R, "TALL": TALL, "WIDE": WIDE, "BLOCK_K": DEEP}
+    plan.launch(norm_products_kernel, (programs,), {**tiles, **given}, num_warps=8, num_stages=4)
     return True
 
 
 def _pass(plan: Builder, of: Given) -> None:
     """Two launches: all sums, in parts, and what adds them up."""
-    dc, W, A, B, c, s, dA, dB, onto_A, onto_B = of
+    _, W, A, B, _, _, dA, dB, *_ = of
     (N, K), R, f32 = W.shape, A.shape[0], torch.float32
     block_r, ms = power_of_two(R), plan.device.num_sms
     wgmma = 90 <= plan.device.capability < 120  # elsewhere operands live in registers, and large tiles spill
@@ -242,43 +190,14 @@ def _pass(plan: Builder, of: Given) -> None:
     terms = [2 if wide[1] or block_r <= WHOLE // 2 else 1, 1 + wide[0]]  # of q B and of A; sm_80 spills with more at r = 64
     gram_block = 32 if any(wide) else min(256, 4096 // block_r)
     precision = [("tf32x3" if plan.device.capability else "ieee") if w else None for w in wide]
-    plan.launch(
-        norm_pass_kernel,
-        (programs,),
-        {
-            **{"dc": dc, "c": c, "W": W, "A": A, "B": B},
-            **named("parts_A parts_B", sums),
-            **named("gram_A gram_B", grams),
-            **{"N": N, "K": K, "R": R, "rows_of_part": rows, "columns_of_part": columns},
-            **named("NEED_A NEED_B", needs),
-            "GRAMS": GRAMS,
-            **named("TERMS_A TERMS_B", terms),
-            **named("PRECISION_A PRECISION_B", precision),
-            **{"GRAM_BLOCK": gram_block, "BLOCK_N": block_n, "BLOCK_K": block_k},
-            "BLOCK_R": block_r,
-        },
-        4,
-        3,
-    )
+    given = {**named("parts_A parts_B", sums), **named("gram_A gram_B", grams), "N": N, "K": K, "R": R, "GRAMS": GRAMS}
+    given |= {**named("PRECISION_A PRECISION_B", precision), "BLOCK_R": block_r}
+    tile = {"rows_of_part": rows, "columns_of_part": columns, "GRAM_BLOCK": gram_block, "BLOCK_N": block_n, "BLOCK_K": block_k}
+    plan.launch(norm_pass_kernel, (programs,), {**given, **named("TERMS_A TERMS_B", terms), **tile}, of)
     block_i, block_j = min(32, block_r), 64
     tiles = needs[0] * cdiv(K, block_j) + needs[1] * cdiv(N, block_j)
-    plan.launch(
-        norm_add_kernel,
-        (tiles, cdiv(R, block_i)),
-        {
-            **named("parts_A parts_B", sums),
-            **named("gram_A gram_B", grams),
-            **{"A": A, "B": B, "dc": dc, "c": c, "onto_A": onto_A, "onto_B": onto_B, "dA": dA},
-            **{"dB": dB, "s": s, "N": N, "K": K, "R": R},
-            **named("NEED_A NEED_B", needs),
-            **named("PARTS_A PARTS_B", parts.values()),
-            "GRAMS": GRAMS,
-            **named("PRECISION_A PRECISION_B", precision),
-            **{"BLOCK_J": block_j, "BLOCK_I": block_i, "BLOCK_R": block_r},
-        },
-        4,
-        2,
-    )
+    given |= {**named("PARTS_A PARTS_B", parts.values()), "BLOCK_J": block_j, "BLOCK_I": block_i}
+    plan.launch(norm_add_kernel, (tiles, cdiv(R, block_i)), given, of, num_stages=2)
 
 
 def _span(length: int, block: int, parts: int) -> int:
@@ -293,56 +212,37 @@ def _terms(
     (N, R), with_q = B.shape, dc is not None
     out, block_r = plan.temp((N, terms * R), t), block_of(R)
     wide = plan.temp((N, R), torch.float32) if with_q and terms == 2 else None
-    grid, facts = (
-        (cdiv(N, BLOCK_N), cdiv(R, block_r)),
-        {"WITH_Q": with_q, "TERMS": terms, "BLOCK_N": BLOCK_N, "BLOCK_R": block_r},
-    )
-    plan.launch(norm_terms_kernel, grid, {"dc": dc, "c": c, "B": B, "out": out, "wide": wide, "N": N, "R": R, **facts}, 4)
+    given = {"dc": dc, "c": c, "B": B, "out": out, "wide": wide, "N": N, "R": R, "WITH_Q": with_q, "TERMS": terms}
+    grid = (cdiv(N, BLOCK_N), cdiv(R, block_r))
+    plan.launch(norm_terms_kernel, grid, {**given, "BLOCK_N": BLOCK_N, "BLOCK_R": block_r})
     return out, wide
 
 
-def _finish(
-    plan: Builder,
-    parts: Array,
-    gram: Array,
-    arrays: tuple[Array | None, ...],
-    s: Any,
-    sizes: tuple[int, int, int],
-    of_A: bool,
-    terms: int,
-) -> None:
-    A, B, (N, K, R) = *arrays[:2], sizes
-    assert A is not None and B is not None
-    half = (A if of_A else B).itemsize == 2
+def _finish(plan: Builder, parts: Array, gram: Array, of: Given, of_A: bool, terms: int) -> None:
+    (N, K), R, half = of.W.shape, of.A.shape[0], (of.A if of_A else of.B).itemsize == 2
     # float32 digits: three tf32 products, and registers to split the operands
     block, block_j = (block_of(R), BLOCK_J) if half else (min(32, block_of(R)), BLOCK_J // 2)
-    precision = None if half else "tf32x3" if plan.device.capability else "ieee"
-    grid, facts = (
-        (cdiv(R, block), cdiv(K if of_A else N, block_j)),
-        {"OF_A": of_A, "TERMS": terms, "PRECISION": precision, "BLOCK_I": block, "BLOCK_J": block_j, "BLOCK_R": block},
-    )
-    plan.launch(
-        norm_bwd_finish_kernel,
-        grid,
-        {"parts": parts, "G": gram, **named("A B dc c onto out", arrays), "s": s, **named("N K R", sizes), **facts},
-        4,
-        3 if half else 2,
-    )
+    given = {"parts": parts, "G": gram, **named("onto out", (of.onto_A, of.dA) if of_A else (of.onto_B, of.dB))}
+    given |= {"N": N, "K": K, "R": R, "OF_A": of_A, "TERMS": terms, "BLOCK_I": block, "BLOCK_J": block_j, "BLOCK_R": block}
+    given |= {"PRECISION": None if half else "tf32x3" if plan.device.capability else "ieee"}
+    grid = (cdiv(R, block), cdiv(K if of_A else N, block_j))
+    plan.launch(norm_bwd_finish_kernel, grid, given, of, num_stages=3 if half else 2)
 
 
 def block_of(R: int) -> int:
     return max(16, min(64, power_of_two(R)))
 
 
-def _fake(dc: Any, W: Any, A: Any, B: Any, c: Any, s: Any, needs: Any, onto_A: Any = None, onto_B: Any = None) -> list[Any]:
-    return [like.new_empty(like.shape) for like, need in zip((A, B), needs, strict=True) if need]
+def _forms(A: Any, B: Any, needs: Sequence[bool]) -> list[Any]:
+    """Of each gradient that is asked for."""
+    return [(like.shape, like.dtype) if need else None for like, need in zip((A, B), needs, strict=True)]
 
 
-norm_backward = op(
+norm_backward, _norm_backward = planned(
     "norm_backward",
-    _norm_bwd,
-    _fake,
-    _planned,
     "(Tensor dc, Tensor W, Tensor A, Tensor B, Tensor c, float s, bool[] needs, Tensor? onto_A=None, Tensor? onto_B=None) "
     "-> Tensor[]",
+    plan_norm_bwd,
+    lambda dc, W, A, B, c, s, needs, *_: _forms(A, B, needs),
+    asks=(1, 0),
 )

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from fdora._records import WIDTH
 from fdora._torch import capturing, foreach_clone, needs_dispatcher
-from fdora.triton.norm import computed, guarded
+from fdora.triton.norm import plan_guarded_norm, plan_norm
 from fdora.triton.op import op
 from fdora.triton.operands import with_norms
-from fdora.triton.runtime.plan import Plan
-from fdora.triton.runtime.walk import run
+from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.tree import parts_of, room, seen_for_graphs, unplanned
 from fdora.triton.tree_kept import keep_for_graphs, norms_of_call
 
@@ -27,10 +26,6 @@ def norms_of_kept(layers: Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, 
     W, *rest = (list(each) for each in zip(*layers, strict=True))
     whole = (row_norms_kept if needs_dispatcher(W[0]) else _row_norms_kept)(W, *rest)
     return parts_of(whole, W)
-
-
-def _kept(W: Tensor, A: Tensor, B: Tensor, s: float, c: Tensor, seen: Tensor) -> tuple[Plan, tuple, tuple]:
-    return guarded(W, A, B, s, None, c, seen, True)
 
 
 givers: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -128,7 +123,7 @@ def _rest_of(
             c = c.clone() if fresh else c
         elif giver is not None and giver.room is not None:
             c = _row_norm_kept(giver, *each, giver.room[1], old_hash[i])
-        found.append(computed(*each, None, False) if c is None else c)
+        found.append(run(plan_for(plan_norm, each[:3], None, False), each[:3], (s[i],))[0] if c is None else c)
     return found
 
 
@@ -145,7 +140,8 @@ def _row_norm_kept(giver: Any, W: Tensor, A: Tensor, B: Tensor, s: float, c: Ten
     if _made_from.setdefault(old_hash.data_ptr(), made_from) != made_from:  # what is new matches nothing as it is
         old_hash.zero_()
         _made_from[old_hash.data_ptr()] = made_from
-    out, new_hash = run(*_kept(W, A, B, s, c, old_hash))
+    tensors = (W, A, B, c, old_hash)
+    out, new_hash = run(plan_for(plan_guarded_norm, tensors, None, True), tensors, (s,))
     old_hash.copy_(new_hash)
     return out
 
@@ -156,9 +152,9 @@ def _fake_row_norms_kept(W, A, B, s, c, old_hash):
 
 row_norms_kept = op(
     "row_norms_kept",
+    "(Tensor[] W, Tensor[] A, Tensor[] B, float[] s, Tensor[] c, Tensor[] old_hash) -> Tensor",
     _row_norms_kept,
     _fake_row_norms_kept,
     unplanned,
-    "(Tensor[] W, Tensor[] A, Tensor[] B, float[] s, Tensor[] c, Tensor[] old_hash) -> Tensor",
     mapped=False,
 )

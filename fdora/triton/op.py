@@ -15,20 +15,64 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from fdora._torch import call_directly, library_of
+from fdora.triton.runtime.plan import Plan
+from fdora.triton.runtime.walk import Maker, caller, plan_for
 
 # As custom_op has it: a compiler hands over the strides that the fake was given. (torch 2.8 knows only of their order.)
 STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
 
 
-def op(name: str, launcher: Callable, fake: Callable, planned: Callable, schema: str = "", mapped: bool = True) -> Any:
-    """``torch.ops.fdora.name`` of this launcher; ``mapped`` teaches it torch.func.vmap. Without a schema it is inferred.
+def planned(
+    name: str, schema: str, maker: Maker, results: Callable, asks: tuple[int, ...] = (0,)
+) -> tuple[Any, Callable[..., Any]]:
+    """An op whose launcher makes a plan and runs it: ``torch.ops.fdora.name``, and what a facade calls, which passes the op by
+    where torch need not see it.
+
+    The plan's maker is given all tensors of the call in the order of ``schema``, and then, in that order, whatever is neither a
+    tensor nor s, the scalars of the plan. ``results`` takes what the op takes and says of each result its shape and dtype, or
+    None of what is not asked for; of one that is no list it says just that. ``asks``: arguments whose type may be a subclass.
+    """
+    divide = _divided(schema)
+    many = schema.endswith("Tensor[]")
+
+    def plan(*args: Any, **kwargs: Any) -> tuple[Plan, tuple, tuple]:
+        tensors, options, scalars = divide(*args, **kwargs)
+        return plan_for(maker, tensors, *options), tensors, scalars
+
+    def fake(*args: Any) -> Any:
+        like = args[0] if isinstance(args[0], Tensor) else args[0][0]
+        forms = results(*args)
+        made = [like.new_empty(form[0], dtype=form[1]) for form in (forms if many else [forms]) if form is not None]
+        return made if many else made[0]
+
+    found = op(name, schema, caller(maker, divide, many), fake, plan)
+    return found, caller(maker, divide, many, asks, found)
+
+
+def _divided(schema: str) -> Callable[..., tuple[tuple, tuple, tuple]]:
+    """Tensors, options and scalars among the arguments of an op: a function written from its schema."""
+    names, tensors, options, scalars = [], "", "", ""
+    for argument in schema[1 : schema.index(")")].split(", "):
+        kind, with_default = argument.split(" ")
+        names.append(with_default)
+        name, many = with_default.partition("=")[0], kind.endswith("[]")
+        if kind.startswith("Tensor"):
+            tensors += f"*{name}, " if many else f"{name}, "
+        elif name == "s":
+            scalars = "*s, " if many else "s, "
+        else:
+            options += f"tuple({name}), " if many else f"{name}, "
+    divide: Callable = eval(f"lambda {', '.join(names)}: (({tensors}), ({options}), ({scalars}))")  # as a namedtuple is
+    return divide
+
+
+def op(name: str, schema: str, launcher: Callable, fake: Callable, planned: Callable, mapped: bool = True) -> Any:
+    """``torch.ops.fdora.name`` of this launcher; ``mapped`` teaches it torch.func.vmap.
 
     ``planned(*args)`` begins with the plan that the launcher runs: FlopCounterMode counts its flops.
     """
     full, library = f"fdora::{name}", library_of(name)
-    library.define(
-        name + (schema or torch.library.infer_schema(launcher, mutates_args=())), tags=(torch.Tag.pt2_compliant_tag, STRIDES)
-    )
+    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, STRIDES))
     many = schema.endswith("Tensor[]")  # torch wants a list
     run: Callable = (lambda *args: list(launcher(*args))) if many else launcher
     library.impl(name, run, "CompositeExplicitAutograd")

@@ -83,30 +83,11 @@ def rest(
     (M, N), r = base.shape, h.shape[1]
     if base.numel == 0:
         return
-    config, m = rest_config(r), epilogue.m
+    config = rest_config(r)
     plan.launch(
         rest_kernel,
         (cdiv(M, config.BLOCK_M) * cdiv(N, config.BLOCK_N),),
-        {
-            "base": base,
-            "h": h,
-            "b": b,
-            "out": out,
-            "pre_scale": pre_scale,
-            "m": m,
-            "c": epilogue.c,
-            "bias": epilogue.bias,
-            "M": M,
-            "N": N,
-            "R": r,
-            "SCALE": m is not None,
-            "HAS_BIAS": epilogue.bias is not None,
-            "STORE_PRE_SCALE": pre_scale is not None,
-            "BLOCK_M": config.BLOCK_M,
-            "BLOCK_N": config.BLOCK_N,
-            "BLOCK_R": config.BLOCK_R,
-            "GROUP_M": 8,
-        },
-        config.num_warps,
-        config.num_stages,
+        {"base": base, "h": h, "b": b, "out": out, "pre_scale": pre_scale, "M": M, "N": N, "R": r, "GROUP_M": 8},
+        config,
+        epilogue,
     )

@@ -10,12 +10,11 @@ The number is that of the float32 weights w = value(code) * scale, rounded once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fdora._torch import needs_dispatcher
 from fdora.quant import Lut4, QuantSpec
 from fdora.triton.codes import (
     LOOKUP,
@@ -25,22 +24,21 @@ from fdora.triton.codes import (
     decoding,
     in_pairs,
     is_decoded,
+    of_weight,
     packed,
     tensors_of,
-    weights_of,
     written,
 )
 from fdora.triton.configs_quant import quant_config, run_of
 from fdora.triton.copy import in_dtype
 from fdora.triton.hash import WORDS, fingerprint
 from fdora.triton.kernels.quant import quant4_kernel, quant8_kernel
-from fdora.triton.norm import GROUP_N, Guard, chosen
-from fdora.triton.op import op
+from fdora.triton.norm import GROUP_N, Guard, chosen, hashes_of
+from fdora.triton.op import planned
 from fdora.triton.quant_strips import squares_along_strips, strips_of
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
-from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.split import rows_at_a_time, split_A, split_B
 from fdora.triton.sums import column_sums
 
@@ -48,8 +46,8 @@ from fdora.triton.sums import column_sums
 def quant_norm(W: Coded, tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, squared: bool = False) -> Tensor:
     """c (N,) float32 of W + s B A, or its square."""
     text, numbers = written([W])
-    call = quant_row_norm if needs_dispatcher(tensors[0]) else _quant_row_norm
-    return call(list(tensors), A, B, s, text, numbers, squared)
+    c: Tensor = _row_norm(A, B, list(tensors), s, text, numbers, squared)
+    return c
 
 
 def norm_of_codes(
@@ -68,8 +66,7 @@ def norm_of_codes_guarded(
     if not is_decoded(spec):
         return None
     text, numbers = written([coded_of(spec)])
-    call = quant_row_norm_guarded if needs_dispatcher(A) else _quant_row_norm_guarded
-    c, new_hash = call(tensors_of(tensors), A, B, s, text, numbers, c, old_hash)
+    c, new_hash = _row_norm_guarded(A, B, c, old_hash, tensors_of(tensors), s, text, numbers)
     return c, new_hash
 
 
@@ -78,20 +75,8 @@ def stack_norms_of_codes(spec: QuantSpec, tensors: Sequence[Tensor | None], A: T
     if not is_decoded(spec):
         return None
     text, numbers = written([coded_of(spec)])
-    stored = tensors_of(tensors)
-    c: Tensor = (quant_stack_norms if needs_dispatcher(stored[0]) else _quant_stack_norms)(stored, A, B, s, text, numbers)
+    c: Tensor = _stack_norms(A, B, tensors_of(tensors), s, text, numbers)
     return c
-
-
-def _quant_stack_norms(*args: Any) -> Tensor:
-    return run(*_planned_stack(*args))[0]
-
-
-def _planned_stack(
-    tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, text: Sequence[str], numbers: Sequence[int]
-) -> tuple[Plan, tuple, tuple]:
-    every = (A, B, *tensors)
-    return plan_for(plan_stack_norms, every, *weights_of(text, numbers)), every, (s,)
 
 
 def plan_stack_norms(likes: Sequence[Like | None], device: Device, coded: Coded) -> Plan:
@@ -105,35 +90,6 @@ def plan_stack_norms(likes: Sequence[Like | None], device: Device, coded: Coded)
     for e in range(E):
         norm(plan, W, A[e], B[e], s, c[e], first=e * N)
     return plan.plan()
-
-
-def _quant_row_norm(*args: Any) -> Tensor:
-    return run(*_planned(*args))[0]
-
-
-def _planned(
-    tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, text: Sequence[str], numbers: Sequence[int], squared: bool
-) -> tuple[Plan, tuple, tuple]:
-    every = (A, B, *tensors)
-    return plan_for(plan_quant_norm, every, *weights_of(text, numbers), squared), every, (s,)
-
-
-def _quant_row_norm_guarded(*args: Any) -> list[Tensor]:
-    return list(run(*_guarded(*args)))
-
-
-def _guarded(
-    tensors: Sequence[Tensor],
-    A: Tensor,
-    B: Tensor,
-    s: float,
-    text: Sequence[str],
-    numbers: Sequence[int],
-    c: Tensor,
-    old_hash: Tensor,
-) -> tuple[Plan, tuple, tuple]:
-    every = (A, B, c, old_hash, *tensors)
-    return plan_for(plan_guarded_quant_norm, every, *weights_of(text, numbers)), every, (s,)
 
 
 def plan_quant_norm(likes: Sequence[Like | None], device: Device, coded: Coded, squared: bool) -> Plan:
@@ -181,7 +137,7 @@ def norm(
     split = rows > 0
     if split:
         plan.path += "; float32 factors as float16 ones of three times the rank"
-    hashes = None if guard is None else guard.hashes
+    hashes = hashes_of(guard)
     a, by_k = split_A(plan, A, hashes) if split else (A, None)
     for i in range(0, N, rows or max(1, N)):
         j = min(N, i + (rows or N))
@@ -216,28 +172,26 @@ def _squares_of_tiles(
     aligned = is_tma_compatible(A) and is_tma_compatible(B)
     wide = isinstance(W.form, Lut4) and W.form.group >= 32 and by_n is None
     config = quant_config(R, A.itemsize == 2, capability, in_pairs(W.form, K), wide, aligned, dense is not None)
-    block_n, block_k, block_r, precision, num_warps, num_stages, run, tma = config
+    block_n, block_k, block_r, tma = *config[:3], config.TMA
+    run = config.RUN
     run = run or (run_of(cdiv(N, block_n), cdiv(K, block_k), plan.device.num_sms) if comes_ahead(W, block_k) else 1)
     runs = cdiv(K, block_k * run)
     partial = plan.temp((runs, N), torch.float32)
-    even = N % block_n == 0 and K % block_k == 0 and R % block_r == 0
-    programs, hashes = cdiv(N, block_n) * runs, (None, None) if guard is None else guard.hashes
-    pdl = guard is not None and plan.device.supports_pdl
+    programs, pdl = cdiv(N, block_n) * runs, guard is not None and plan.device.supports_pdl
     if guard is not None or tma:  # three programs of 64 x 128 fit on a multiprocessor, one that TMA feeds
         programs = min(programs, (1 if tma else 3) * plan.device.num_sms)
     factors = (Tile(A, (block_r, block_k)), Tile(B, (block_n, block_r))) if tma else (A, B)
     given = {
         **decoding(W, capability, LOOKUP),
         **named("A B", factors),
+        **named("old_hash new_hash", hashes_of(guard)),
         **{"scale_n": by_n, "scale_k": by_k, "partial": partial, "s": s, "first": first, "N": N, "K": K, "R": R},
         **{"dense": dense, "pitch": 0 if dense is None else dense.stride[0], "STORE": dense is not None},
-        **named("old_hash new_hash", hashes),
-        **{"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": block_r, "RUN": run, "GROUP": GROUP_N, "EVEN": even},
-        **{"PRECISION": precision, "TMA": tma, "ONE_SLAB": block_r >= R, "SCALED": by_n is not None},
-        **{"GUARDED": guard is not None, "WORDS": WORDS, "PDL": pdl},
+        **{"RUN": run, "GROUP": GROUP_N, "ONE_SLAB": block_r >= R, "WORDS": WORDS},
+        "EVEN": N % block_n == 0 and K % block_k == 0 and R % block_r == 0,
     }
     kernel = quant4_kernel if isinstance(W.form, Lut4) else quant8_kernel
-    plan.launch(kernel, (programs,), given, num_warps, num_stages, pdl)
+    plan.launch(kernel, (programs,), given, config, pdl=pdl)
     return partial
 
 
@@ -248,36 +202,21 @@ def comes_ahead(W: Packed, block_k: int) -> bool:
     return W.form.scale != "block" or W.form.block[1] % block_k == 0
 
 
-def _fake_quant_row_norm(tensors, A, B, s, text, numbers, squared):
-    return A.new_empty(numbers[0], dtype=torch.float32)
-
-
-def _fake_quant_row_norm_guarded(tensors, A, B, s, text, numbers, c, old_hash):
-    return [A.new_empty(numbers[0], dtype=torch.float32), A.new_empty(WORDS, dtype=torch.int64)]
-
-
-def _fake_quant_stack_norms(tensors, A, B, s, text, numbers):
-    return A.new_empty(B.shape[:2], dtype=torch.float32)
-
-
-quant_stack_norms = op(
+quant_stack_norms, _stack_norms = planned(
     "quant_stack_norms",
-    _quant_stack_norms,
-    _fake_quant_stack_norms,
-    _planned_stack,
-    "(Tensor[] tensors, Tensor A, Tensor B, float s, str[] text, SymInt[] numbers) -> Tensor",
+    "(Tensor A, Tensor B, Tensor[] tensors, float s, str[] text, SymInt[] numbers) -> Tensor",
+    of_weight(plan_stack_norms),
+    lambda A, B, *_: (B.shape[:2], torch.float32),
 )
-quant_row_norm_guarded = op(
+quant_row_norm_guarded, _row_norm_guarded = planned(
     "quant_row_norm_guarded",
-    _quant_row_norm_guarded,
-    _fake_quant_row_norm_guarded,
-    _guarded,
-    "(Tensor[] tensors, Tensor A, Tensor B, float s, str[] text, SymInt[] numbers, Tensor c, Tensor old_hash) -> Tensor[]",
+    "(Tensor A, Tensor B, Tensor c, Tensor old_hash, Tensor[] tensors, float s, str[] text, SymInt[] numbers) -> Tensor[]",
+    of_weight(plan_guarded_quant_norm),
+    lambda A, B, c, *_: [(B.shape[:1], torch.float32), ((WORDS,), torch.int64)],
 )
-quant_row_norm = op(
+quant_row_norm, _row_norm = planned(
     "quant_row_norm",
-    _quant_row_norm,
-    _fake_quant_row_norm,
-    _planned,
-    "(Tensor[] tensors, Tensor A, Tensor B, float s, str[] text, SymInt[] numbers, bool squared) -> Tensor",
+    "(Tensor A, Tensor B, Tensor[] tensors, float s, str[] text, SymInt[] numbers, bool squared) -> Tensor",
+    of_weight(plan_quant_norm),
+    lambda A, B, *_: (B.shape[:1], torch.float32),
 )

@@ -15,7 +15,7 @@ from fdora.triton.codes import LOOKUP, Packed, decoding, groups_of, in_pairs
 from fdora.triton.configs_quant import StripConfig, strip_config
 from fdora.triton.hash import WORDS
 from fdora.triton.kernels.quant_strips import quant4_strips_kernel
-from fdora.triton.norm import Guard
+from fdora.triton.norm import Guard, hashes_of
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Scalar, Tile
@@ -50,31 +50,8 @@ def squares_along_strips(
     one_second = 0 < together <= SECOND and groups_of(W) % together == 0
     by_pairs = decoding(W, plan.device.capability, LOOKUP)  # which is what all of them are here
     of_codes = {name: v for name, v in by_pairs.items() if name not in ("FLAT", "PAIRS")} | {"codes": codes}
-    even = N % config.BLOCK_N == 0
-    hashes = (None, None) if guard is None else guard.hashes
-    tile = Tile(A, (config.BLOCK_R, config.BLOCK_K))
-    sizes = {"first": first, "N": N, "K": K, "R": R, "span": config.SPAN}
-    plan.launch(
-        quant4_strips_kernel,
-        (programs,),
-        {
-            **of_codes,
-            "A": tile,
-            "B": B,
-            "partial": partial,
-            **named("old_hash new_hash", hashes),
-            "s": s,
-            **sizes,
-            **named("BLOCK_N BLOCK_K BLOCK_R", config[:3]),
-            "EVEN": even,
-            "AHEAD": config.AHEAD,
-            "ONE_SECOND": one_second,
-            "GUARDED": guard is not None,
-            "WORDS": WORDS,
-            "PDL": pdl,
-        },
-        config.num_warps,
-        config.AHEAD,
-        pdl,
-    )
+    given = {"A": Tile(A, (config.BLOCK_R, config.BLOCK_K)), "B": B, "partial": partial, "s": s, **of_codes}
+    given |= {"first": first, "N": N, "K": K, "R": R, "span": config.SPAN, "WORDS": WORDS}
+    given |= {**named("old_hash new_hash", hashes_of(guard)), "EVEN": N % config.BLOCK_N == 0, "ONE_SECOND": one_second}
+    plan.launch(quant4_strips_kernel, (programs,), given, config, num_stages=config.AHEAD, pdl=pdl)
     return partial

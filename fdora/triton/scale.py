@@ -70,85 +70,25 @@ def scale_backward(
     Without W the gradients of lost columns, if there are any, are left to others (scaled_weight.py)."""
     M, N = dy.shape
     K, r = (1 if la.W is None else la.W.shape[1]), (1 if h is None else h.shape[1])
-    sums = {"dm": out.dm, "dc": out.dc, "dbias": out.dbias, "dB": out.dB}
-    need_m, need_bias, block_r = (
-        out.dm is not None or out.dc is not None,
-        out.dbias is not None,
-        config.BLOCK_R if out.dB is not None else 0,
-    )
+    need_m, block_r = out.dm is not None or out.dc is not None, 0 if out.dB is None else config.BLOCK_R
     strips = cdiv(M, config.ROWS)
     assert pre_scale or not need_m or la.bias is None  # linear.py saves pre_scale there
-    redo, single = la.W is not None, strips == 1
+    single = strips == 1
 
     def partial(need: bool, *shape: int) -> Array | None:
         return plan.temp(shape, torch.float32) if need and not single else None
 
-    partials = {
+    given = {"dy": dy, "x": x, "w": la.W, "h": h, "b": la.B, "M": M, "N": N, "K": K, "R": r, "tiny": tiny_of(dy.dtype)}
+    given |= {
         "partial_m": partial(need_m, strips, N),
-        "partial_bias": partial(need_bias, strips, N),
+        "partial_bias": partial(out.dbias is not None, strips, N),
         "partial_B": partial(block_r > 0, strips, N, r),
     }
-    needs = {"NEED_M": out.dm is not None, "NEED_C": out.dc is not None, "NEED_BIAS": need_bias}
-    finish = not single and any((*needs.values(), block_r))
-    pdl = finish and plan.device.supports_pdl  # the sums are resident when the last strip ends
-    tiny = tiny_of(dy.dtype)
-    operands = {"x": x, "w": la.W, "h": h, "b": la.B, "m": la.m, "c": la.c}
+    finish = not single and (need_m or out.dbias is not None or block_r > 0)
+    given |= {"BLOCK_R": block_r, "SAVED_PRE_SCALE": pre_scale, "REDO": la.W is not None}
+    given |= {"PDL": finish and plan.device.supports_pdl}  # the sums are resident when the last strip ends
     grid, flat = grid_of(cdiv(N, config.BLOCK_N), strips)
-    plan.launch(
-        scale_kernel,
-        grid,
-        {
-            "dy": dy,
-            "saved": saved,
-            **operands,
-            "dz": out.dz,
-            "dz_minus_dy": out.dz_minus_dy,
-            **partials,
-            **sums,
-            "M": M,
-            "N": N,
-            "K": K,
-            "R": r,
-            "ROWS": config.ROWS,
-            "tiny": tiny,
-            "NEED_DZ": out.dz is not None,
-            "NEED_DZ_MINUS_DY": out.dz_minus_dy is not None,
-            **needs,
-            "BLOCK_R": block_r,
-            "SAVED_PRE_SCALE": pre_scale,
-            "REDO": redo,
-            "SINGLE": single,
-            "BLOCK_M": config.BLOCK_M,
-            "BLOCK_N": config.BLOCK_N,
-            "STAGES": config.STAGES,
-            "FLAT": flat,
-            "PDL": pdl,
-        },
-        config.num_warps,
-    )
+    plan.launch(scale_kernel, grid, {**given, "saved": saved, "SINGLE": single, "FLAT": flat}, out, la, config)
     if finish:
-        plan.launch(
-            finish_kernel,
-            (cdiv(N, FINISH_N),),
-            {
-                "dy": dy,
-                **operands,
-                **partials,
-                **sums,
-                "M": M,
-                "N": N,
-                "K": K,
-                "R": r,
-                "strips": strips,
-                "tiny": tiny,
-                **needs,
-                "BLOCK_R": block_r,
-                "SAVED_PRE_SCALE": pre_scale,
-                "REDO": redo,
-                "BLOCK_N": FINISH_N,
-                "BLOCK_T": FINISH_T,
-                "PDL": pdl,
-            },
-            4,
-            pdl=pdl,
-        )
+        blocks = {"strips": strips, "BLOCK_N": FINISH_N, "BLOCK_T": FINISH_T}
+        plan.launch(finish_kernel, (cdiv(N, FINISH_N),), {**given, **blocks}, out, la, pdl=plan.device.supports_pdl)

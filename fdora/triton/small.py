@@ -64,12 +64,9 @@ class Ends(NamedTuple):
     s: Scalar
 
     @property
-    def strides(self) -> tuple[int, ...]:
-        return (*self.b.stride, 0 if self.h is None else self.h.stride[0], *((1, 1) if self.u is None else self.u.stride))
-
-    @property
-    def given(self) -> tuple[bool, ...]:
-        return tuple(t is not None for t in (self.m, self.bias, self.pre_scale, self.h, self.u))
+    def strides(self) -> dict[str, int]:
+        """Of u; of what is not there 1, which is compiled in."""
+        return named("stride_um stride_un", (1, 1) if self.u is None else self.u.stride)
 
     def are_empty(self, plan: Builder) -> bool:
         """Whether there is no token or no column; sums over them are 0 then."""
@@ -135,8 +132,6 @@ def shrunk(plan: Builder, x: Array, a: Array) -> tuple[Array, bool]:
             "BLOCK_R": 16,
             "BLOCK_K": block_k,
         },
-        4,
-        3,
     )
     return part, pdl
 
@@ -149,30 +144,7 @@ def _small(plan: Builder, x: Array, w: Array, a: Array, ends: Ends, config: Smal
     rows = power_of_two(M)
     part, pdl = shrunk(plan, x, a)
     on = plan.device
-    block_n, block_k, warps, stages = config or small_config(rows, N, K, w.stride[1] == 1, on.capability, on.num_sms)
-    plan.launch(
-        small_kernel,
-        (cdiv(N, block_n),),
-        {
-            "x": x,
-            "w": w,
-            "part": part,
-            **named("h b out pre_scale m c bias u dA s", ends),
-            "M": M,
-            "N": N,
-            "K": K,
-            "R": r,
-            **named("stride_br stride_bn stride_hm stride_um stride_un", ends.strides),
-            "PARTS": part.shape[0],
-            **named("SCALE HAS_BIAS STORE_PRE_SCALE STORE_H NEED_A", ends.given),
-            "ACCUMULATE": accumulate,
-            "PDL": pdl,
-            "BLOCK_M": rows,
-            "BLOCK_N": block_n,
-            "BLOCK_K": block_k,
-            "BLOCK_R": min(64, power_of_two(r)),
-        },
-        warps,
-        stages,
-        pdl,
-    )
+    config = config or small_config(rows, N, K, w.stride[1] == 1, on.capability, on.num_sms)
+    given = {"x": x, "w": w, "part": part, "M": M, "N": N, "K": K, "R": r, **ends.strides, "PARTS": part.shape[0]}
+    given |= {"ACCUMULATE": accumulate, "BLOCK_M": rows, "BLOCK_R": min(64, power_of_two(r))}
+    plan.launch(small_kernel, (cdiv(N, config.BLOCK_N),), given, ends, config, pdl=pdl)

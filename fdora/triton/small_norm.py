@@ -53,45 +53,11 @@ def small_norm_forward(
     accumulate: bool = False,
 ) -> None:
     """:func:`fdora.triton.small.small_forward` of a layer without c, which goes to ``out``."""
-    y, h, pre_scale, c = out
-    assert c is not None
+    assert out.c is not None
     (M, K), (N, r), on = x.shape, la.B.shape, plan.device
     rows = MOST_TOKENS if on.capability else power_of_two(M)  # wgmma takes 64; with fewer, W would not be copied ahead
     part, pdl = shrunk(plan, x, la.A.T)
-    w, b = la.W.T, la.B.T
-    block_n, block_k, warps, stages = config or small_norm_config(N, on.capability, on.num_sms)
-    plan.launch(
-        small_norm_kernel,
-        (cdiv(N, block_n),),
-        {
-            "x": x,
-            "w": w,
-            "a": la.A,
-            "part": part,
-            "h": h,
-            "b": b,
-            "out": y,
-            "pre_scale": pre_scale,
-            "m": la.m,
-            "c": c,
-            "bias": la.bias,
-            "s": s,
-            "M": M,
-            "N": N,
-            "K": K,
-            "R": r,
-            "PARTS": part.shape[0],
-            "HAS_BIAS": la.bias is not None,
-            "STORE_PRE_SCALE": pre_scale is not None,
-            "STORE_H": h is not None,
-            "ACCUMULATE": accumulate,
-            "PDL": pdl,
-            "BLOCK_M": rows,
-            "BLOCK_N": block_n,
-            "BLOCK_K": block_k,
-            "BLOCK_R": power_of_two(r),
-        },
-        warps,
-        stages,
-        pdl,
-    )
+    config = config or small_norm_config(N, on.capability, on.num_sms)
+    given = {"x": x, "w": la.W.T, "a": la.A, "part": part, "b": la.B.T, "out": out.y, "s": s, "M": M, "N": N, "K": K, "R": r}
+    given |= {"PARTS": part.shape[0], "ACCUMULATE": accumulate, "BLOCK_M": rows, "BLOCK_R": power_of_two(r)}
+    plan.launch(small_norm_kernel, (cdiv(N, config.BLOCK_N),), given, out, la, config, pdl=pdl)

@@ -81,101 +81,24 @@ def _small(
         facts = decoding(W, capability)
         how = (8, *(facts[name] for name in ("CODE", "BY_BITS", "BN", "MODE", "BK", "PTX")))
     config = config or small_codes_config(rows, N, K, how[0], columns, capability, plan.device.num_sms)
-    block_n, block_k, slices, warps, stages, splits = config
-    step = block_k * slices
-    even, splits = N % block_n == 0 and K % step == 0, min(splits, cdiv(K, step))
+    step = config.BLOCK_K * config.SLICES
+    even, splits = N % config.BLOCK_N == 0 and K % step == 0, min(config.SPLITS, cdiv(K, step))
+    beside = splits > 1 and not columns and r > BESIDE
     rows = rows if splits > 1 or ends.dA is None else max(16, rows)  # dA sums over tokens, 16 at least
-    tile = {"EVEN": even, "BLOCK_M": rows, "BLOCK_N": block_n, "BLOCK_K": block_k}
-    weight, sizes = (
-        {"x": x, "codes": codes, "scales": scales, "code256": code256, "scales2": scales2, "offset": offset},
-        {"words": W.shape[1] // 8, "groups": groups_of(W)},
-    )
-    end_strides, block_r = ends.strides, min(64, power_of_two(r))
+    sizes = {"M": M, "N": N, "K": K, "R": r, "words": W.shape[1] // 8, "groups": groups_of(W)}
+    weight = {"x": x, "codes": codes, "scales": scales, "code256": code256, "scales2": scales2, "offset": offset}
+    weight |= named("stride_wk stride_wn", strides) | named("BITS KIND HIGH_FIRST GROUP SCALES BLOCK_COLUMNS PTX", how)
+    given = weight | sizes | {"COLUMNS": columns, "EVEN": even, "BLOCK_M": rows, "BLOCK_R": min(64, power_of_two(r))}
+    ending = {"part": part, **ends.strides, "PARTS": part.shape[0], "ACCUMULATE": accumulate}
     if splits == 1:
-        plan.launch(
-            small_codes_kernel,
-            (cdiv(N, block_n),),
-            {
-                **weight,
-                "part": part,
-                **named("h b out pre_scale m c bias u dA s", ends),
-                "M": M,
-                "N": N,
-                "K": K,
-                "R": r,
-                **sizes,
-                **named("stride_wk stride_wn", strides),
-                **named("stride_br stride_bn stride_hm stride_um stride_un", end_strides),
-                **named("BITS KIND HIGH_FIRST GROUP SCALES BLOCK_COLUMNS PTX", how),
-                "COLUMNS": columns,
-                "PARTS": part.shape[0],
-                **named("SCALE HAS_BIAS STORE_PRE_SCALE STORE_H NEED_A", ends.given),
-                "ACCUMULATE": accumulate,
-                "PDL": pdl,
-                **tile,
-                "BLOCK_R": block_r,
-                "SLICES": slices,
-            },
-            warps,
-            stages,
-            pdl,
-        )
+        plan.launch(small_codes_kernel, (cdiv(N, config.BLOCK_N),), {**given, **ending}, ends, config, pdl=pdl)
         return
-    beside = not columns and r > BESIDE
     sums = plan.temp((splits + beside, M, N), torch.float32)
-    low = (part, ends.h, ends.b, ends.s) if beside else (None,) * 4
-    plan.launch(
-        codes_parts_kernel,
-        (cdiv(N, block_n), splits + beside),
-        {
-            **weight,
-            "out": sums,
-            **named("part h b s", low),
-            "M": M,
-            "N": N,
-            "K": K,
-            "R": r,
-            **sizes,
-            **named("stride_wk stride_wn", strides),
-            **named("BITS KIND HIGH_FIRST GROUP SCALES BLOCK_COLUMNS PTX", how),
-            "COLUMNS": columns,
-            "PARTS": part.shape[0] if beside else 0,
-            "STORE_H": beside and ends.h is not None,
-            "PDL": pdl,
-            **tile,
-            "BLOCK_R": block_r,
-            "SLICES": slices,
-        },
-        warps,
-        stages,
-        pdl,
-    )
+    low = (part, ends.h, ends.b, ends.s, part.shape[0]) if beside else (None, None, None, None, 0)
+    given |= {"out": sums, **named("part h b s PARTS", low)}
+    plan.launch(codes_parts_kernel, (cdiv(N, config.BLOCK_N), splits + beside), given, config, pdl=pdl)
     if beside:  # nothing is left of it to add
         r, ends = 0, ends._replace(h=None)
-    rows, (wide, block_r, ahead, warps) = power_of_two(M), parts_config(M, r, columns)
-    plan.launch(
-        add_parts_kernel,
-        (cdiv(N, wide),),
-        {
-            "sums": sums,
-            "x": x,
-            "part": part,
-            **named("h b out pre_scale m c bias u dA s", ends),
-            "M": M,
-            "N": N,
-            "R": r,
-            **named("stride_br stride_bn stride_hm stride_um stride_un", end_strides),
-            "SPLITS": splits + beside,
-            "PARTS": part.shape[0],
-            **named("SCALE HAS_BIAS STORE_PRE_SCALE STORE_H NEED_A", ends.given),
-            "ACCUMULATE": accumulate,
-            "PDL": pdl,
-            "BLOCK_M": rows,
-            "BLOCK_N": wide,
-            "BLOCK_R": block_r,
-            "AHEAD": ahead,
-        },
-        warps,
-        2,
-        pdl,
-    )
+    tile = parts_config(M, r, columns)
+    given = {"sums": sums, "x": x, "M": M, "N": N, "R": r, "SPLITS": splits + beside, "BLOCK_M": power_of_two(M)}
+    plan.launch(add_parts_kernel, (cdiv(N, tile.BLOCK_N),), {**given, **ending}, ends, tile, num_stages=2, pdl=pdl)

@@ -17,7 +17,7 @@ from fdora.triton.runtime.plan import Array
 
 BLOCK_P, BLOCK_R = 32, 64
 BUDGET = 64 << 20  # most bytes of split factors where the caller sets no limit
-Hashes = tuple[Array, Array] | None  # the fingerprint of before and that of now: nothing is split where they agree
+Hashes = tuple[Array | None, Array | None]  # the fingerprint of before and that of now: nothing is split where they agree
 
 
 def split_rank(R: int) -> int:
@@ -33,14 +33,14 @@ def rows_at_a_time(N: int, K: int, R: int, max_bytes: int | None, row_bytes: int
     return min(N, rows) if rows >= N else max(0, rows // 128 * 128)
 
 
-def split_A(plan: Builder, A: Array, hashes: Hashes = None) -> tuple[Array, Array]:
+def split_A(plan: Builder, A: Array, hashes: Hashes = (None, None)) -> tuple[Array, Array]:
     """(r, K) -> (split_rank(r), K) float16 and the scale of each column."""
     R, K = A.shape
     out = plan.temp((split_rank(R), K), torch.float16, (_padded(K), 1))
     return out, _split(plan, A.T, out.T, True, hashes)
 
 
-def split_B(plan: Builder, B: Array, hashes: Hashes = None) -> tuple[Array, Array]:
+def split_B(plan: Builder, B: Array, hashes: Hashes = (None, None)) -> tuple[Array, Array]:
     """(N, r) -> (N, split_rank(r)) float16 and the scale of each row."""
     N, R = B.shape
     out = plan.temp((N, split_rank(R)), torch.float16)
@@ -50,26 +50,9 @@ def split_B(plan: Builder, B: Array, hashes: Hashes = None) -> tuple[Array, Arra
 def _split(plan: Builder, x: Array, out: Array, lo_first: bool, hashes: Hashes) -> Array:
     P, R = x.shape
     scale = plan.temp((P,), torch.float32)
-    plan.launch(
-        split_kernel,
-        (cdiv(P, BLOCK_P),),
-        {
-            "x": x,
-            "out": out,
-            "scale": scale,
-            **named("old_hash new_hash", hashes or (None, None)),
-            "P": P,
-            "R": R,
-            "R3": out.shape[1],
-            **named("stride_op stride_or", out.stride),
-            "LO_FIRST": lo_first,
-            "GUARDED": hashes is not None,
-            "WORDS": WORDS,
-            "BLOCK_P": BLOCK_P,
-            "BLOCK_R": BLOCK_R,
-        },
-        4,
-    )
+    given = {"x": x, "out": out, "scale": scale, "P": P, "R": R, "R3": out.shape[1], "LO_FIRST": lo_first, "WORDS": WORDS}
+    given |= named("old_hash new_hash", hashes) | named("stride_op stride_or", out.stride)
+    plan.launch(split_kernel, (cdiv(P, BLOCK_P),), {**given, "BLOCK_P": BLOCK_P, "BLOCK_R": BLOCK_R})
     return scale
 
 

@@ -17,5 +17,4 @@ def column_sums(plan: Builder, partial: Array, out: Array, sqrt: bool = False) -
         sum_kernel,
         (cdiv(N, SUM_N),),
         {"partial": partial, "out": out, "N": N, "strips": strips, "SQRT": sqrt, "BLOCK_N": SUM_N, "BLOCK_T": SUM_T},
-        4,
     )

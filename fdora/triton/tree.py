@@ -111,40 +111,21 @@ def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: 
             fingerprints_kernel,
             (layers * WORDS,),
             {**args, "WORDS": WORDS, "BLOCK": HASH, "PDL": device.supports_pdl},
-            8,
+            num_warps=8,
             cost=Cost(),
         )
     share = 1 / max(1, len(launches))
     work = Cost(flops16=share * work.flops16, bytes=share * work.bytes)  # guarded, kernels see how much of it there is to do
     for first, count, items, consts, (num_warps, num_stages, programs) in launches:
-        plan.launch(
-            norms_kernel,
-            (min(items, programs * device.num_sms),),
-            {
-                **{"table": table, "differs": differs, "partial": partial, "L": layers},
-                **{"first": first, "count": count, "GUARDED": guarded},
-                **named("DTYPE_W DTYPE_A DTYPE_B UNIT_W UNIT_A UNIT_B EVEN EVEN_R ONE_SLAB SPLIT", consts[:10]),
-                **named("BLOCK_N BLOCK_K BLOCK_R CHUNK BLOCK_L AHEAD", consts[10:]),
-                **{"WORDS": WORDS, "PDL": pdl},
-            },
-            num_warps,
-            num_stages,
-            pdl,
-            work,
-        )
-    plan.launch(
-        roots_kernel,
-        (layers, 4),
-        {
-            **{"table": table, "differs": differs, "partial": partial, "old": old, "new": new},
-            **{"L": layers, "GUARDED": guarded, "WORDS": WORDS, "CHUNK": CHUNK, "BLOCK_N": ROOTS},
-            "PDL": pdl,
-        },
-        4,
-        3,
-        pdl,
-        Cost(),
-    )
+        given = {"table": table, "differs": differs, "partial": partial, "L": layers, "first": first, "count": count}
+        given |= named("DTYPE_W DTYPE_A DTYPE_B UNIT_W UNIT_A UNIT_B EVEN EVEN_R ONE_SLAB SPLIT", consts[:10])
+        given |= named("BLOCK_N BLOCK_K BLOCK_R CHUNK BLOCK_L AHEAD", consts[10:])
+        given |= {"GUARDED": guarded, "WORDS": WORDS}
+        grid = (min(items, programs * device.num_sms),)
+        plan.launch(norms_kernel, grid, given, num_warps=num_warps, num_stages=num_stages, pdl=pdl, cost=work)
+    given = {"table": table, "differs": differs, "partial": partial, "old": old, "new": new, "L": layers}
+    given |= {"GUARDED": guarded, "WORDS": WORDS, "CHUNK": CHUNK, "BLOCK_N": ROOTS}
+    plan.launch(roots_kernel, (layers, 4), given, pdl=pdl, cost=Cost())
     return plan.plan()
 
 
@@ -272,9 +253,9 @@ def unplanned(W: Sequence[Tensor], *_: Any) -> tuple[Plan]:
 
 model_norms = op(
     "model_norms",
+    "(Tensor[] W, Tensor[] A, Tensor[] B, float[] s) -> Tensor",
     norms_of_model,
     _fake_model_norms,
     unplanned,
-    "(Tensor[] W, Tensor[] A, Tensor[] B, float[] s) -> Tensor",
     mapped=False,
 )

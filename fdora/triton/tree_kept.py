@@ -144,11 +144,16 @@ def plan_kept(
                 **named(
                     "DTYPE_W DTYPE_A DTYPE_B UNIT_W UNIT_A UNIT_B EVEN EVEN_R ONE_SLAB SPLIT BLOCK_N BLOCK_K BLOCK_R", consts
                 ),
-                **{"CHUNK": chunk, "AHEAD": ahead, "HASH": HASH, "ROOTS": ROOTS, "PDL": device.supports_pdl},
+                **{
+                    "CHUNK": chunk,
+                    "AHEAD": ahead,
+                    "HASH": HASH,
+                    "ROOTS": ROOTS,
+                },
             },
-            num_warps,
-            num_stages,
-            device.supports_pdl,
-            Cost(flops16=share * work.flops16, bytes=share * work.bytes),
+            num_warps=num_warps,
+            num_stages=num_stages,
+            pdl=device.supports_pdl,
+            cost=Cost(flops16=share * work.flops16, bytes=share * work.bytes),
         )
     return plan.plan()

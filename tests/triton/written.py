@@ -413,8 +413,8 @@ def calls_around_experts(M, N, dtype):
     x, rows = alike(M // 2, N, dtype=dtype), alike(M, N, dtype=dtype)
     for gates in (None, alike(M // 2, 2, dtype=dtype), alike(M // 2, 2, dtype=FP32)):
         yield experts.plan_spread, [x, order, gates], (2,)
-        yield experts.plan_combine, [rows, place, gates], (2,)
-    yield experts.plan_gates, [x, rows, place], (2, dtype)
+        yield experts.plan_combine, [rows, place, gates], ()
+    yield experts.plan_gates, [x, rows, place], (dtype,)
     for act in ("silu", "gelu", "gelu_tanh", "gpt_oss"):
         yield experts.plan_gated, [alike(M, 2 * N, dtype=dtype)], (act,)
         yield experts.plan_gated_bwd, [rows, alike(M, 2 * N, dtype=dtype)], (act,)

@@ -104,27 +104,37 @@ class Builder:
         kernel: Any,
         grid: Sequence[int],
         given: Mapping[str, Any],
-        num_warps: int,
+        *records: Any,
+        num_warps: int = 4,
         num_stages: int = 3,
         pdl: bool = False,
         cost: Cost | None = None,
     ) -> None:
-        """``given``: the kernel's parameters by name; strides that it lacks are those of their tensors. ``cost`` only where
-        these do not tell it."""
+        """``given``: the kernel's parameters by name. What it lacks comes from the fields of ``records``, the first that has
+        it; strides are those of their tensors, and flags say which of them are there. A record of a tile brings its warps
+        and stages. ``cost`` only where the parameters do not tell it."""
         if prod(grid) == 0:
             return
-        names, count, strides = _parameters(kernel)
-        values = dict(given)
+        names, others, strides, flags = _parameters(kernel)
+        values: dict[str, Any] = {}
+        for record in reversed(records):
+            values |= record._asdict()
+        num_warps, num_stages = values.get("num_warps", num_warps), values.get("num_stages", num_stages)
+        values = {name: value for name, value in values.items() if name in names} | {**given}
         for name, (of, *axis) in strides.items():
-            if name not in given and not isinstance(given.get(of, 0), int):
-                values[name] = _stride(given[of], *axis)
+            if name not in given and not isinstance(values.get(of, 0), int):
+                values[name] = _stride(values[of], *axis)
+        for flag, of in flags.items():
+            values.setdefault(flag, values.get(of) is not None)
+        if "PDL" in names:
+            values.setdefault("PDL", pdl)
         if values.keys() != names.keys():
             missing, unknown = names.keys() - values.keys(), values.keys() - names.keys()
             raise TypeError(f"a launch of {kernel.__name__} lacks {sorted(missing)} and has {sorted(unknown)} too many")
         ordered = tuple([values[name] for name in names])
         self._use(a.array if isinstance(a, Tile) else a for a in ordered)
         cost = cost or COSTS[kernel.__name__](**values)
-        self.steps.append(Launch(kernel, tuple(grid), ordered[:count], ordered[count:], num_warps, num_stages, pdl, cost))
+        self.steps.append(Launch(kernel, tuple(grid), ordered[:others], ordered[others:], num_warps, num_stages, pdl, cost))
 
     def product(self, out: Array, a: Array, b: Array, alpha: Scalar | float = 1.0, accumulate: bool = False) -> None:
         """(M, K) (K, N) -> (M, N), in the dtype of both or in float32: cuBLAS has no others."""
@@ -173,12 +183,20 @@ def named(names: str, values: Iterable[Any]) -> dict[str, Any]:
     return dict(zip(names.split(), values, strict=True))
 
 
-@cache
-def _parameters(kernel: Any) -> tuple[dict[str, None], int, dict[str, tuple[str, int, int]]]:
-    """Names in order, how many are no constants, and of each stride its tensor, its axis and how many axes have one.
+class _Parameters(NamedTuple):
+    """Of a kernel: its names in order, how many are no constants, of each stride its tensor, its axis and how many axes have
+    one, and of each flag the parameter that it is about."""
 
-    ``stride_wn, stride_wk`` are those of the first axes of ``w`` or ``W``, in order: the longest name that one begins with.
-    """
+    names: dict[str, None]
+    others: int
+    strides: dict[str, tuple[str, int, int]]
+    flags: dict[str, str]
+
+
+@cache
+def _parameters(kernel: Any) -> _Parameters:
+    """``stride_wn, stride_wk`` are those of the first axes of ``w`` or ``W``, in order: the longest name that one begins
+    with."""
     names = dict.fromkeys(kernel.arg_names)
     others = [name for name in names if name not in kernel.fn.__annotations__]
     strides, axes = {}, Counter[str]()
@@ -189,7 +207,22 @@ def _parameters(kernel: Any) -> tuple[dict[str, None], int, dict[str, tuple[str,
             of = max(tensors, key=len)
             strides[name] = (of, axes[of])
             axes[of] += 1
-    return names, len(others), {name: (of, i, axes[of]) for name, (of, i) in strides.items()}
+    lower = {name.lower(): name for name in sorted(others)}  # of M and m the latter
+    flags = {name: lower[of] for name in names for of in _subjects(name) if of in lower}
+    return _Parameters(names, len(others), {name: (of, i, axes[of]) for name, (of, i) in strides.items()}, flags)
+
+
+def _subjects(flag: str) -> tuple[str, ...]:
+    """What a flag may be about, the last that the kernel has: whether it is not None."""
+    verb, _, of = flag.lower().partition("_")
+    if flag in _FLAGS:
+        return (_FLAGS[flag],)
+    if not flag.isupper() or verb not in ("has", "store", "need"):
+        return ()
+    return (f"parts_{of}", f"partial_{of}", f"d{of}") if verb == "need" and not of.startswith("d") else (of,)
+
+
+_FLAGS = {"GUARDED": "old_hash", "SCALED": "scale_n", "SCALE": "m", "BY_G": "m", "DROP": "seed", "PADDED": "pad"}
 
 
 def _stride(t: Any, axis: int, axes: int) -> int | None:

@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fdora import _facts, _plain
 from fdora._recording import active
-from fdora._torch import PLAIN
+from fdora._torch import PLAIN, needs_dispatcher
 from fdora.triton.runtime import native
 from fdora.triton.runtime.device import device_of
 from fdora.triton.runtime.plan import Array, Launch, Like, Plan, Product, Scalar, Tile
@@ -97,6 +97,22 @@ def run(plan: Plan, tensors: tuple[Tensor | None, ...], scalars: tuple[float, ..
         return _run(plan, tensors, scalars)
     finally:
         exchange_device(before)
+
+
+def caller(maker: Maker, divide: Callable, many: bool, asks: tuple[int, ...] = (), op: Any = None) -> Callable[..., Any]:
+    """Return what makes the plan of a call and runs it. ``divide`` finds tensors, options and scalars among the arguments.
+    ``many``: all results, not the first. Where torch must see the call, which the type of an argument in ``asks`` may say,
+    ``op`` takes it."""
+
+    def call(*args: Any) -> Any:
+        for i in asks:
+            if needs_dispatcher(args[i]):
+                return op(*args)
+        tensors, options, scalars = divide(*args)
+        results = run(plan_for(maker, tensors, *options), tensors, scalars)
+        return results if many else results[0]
+
+    return call
 
 
 def _run(plan: Plan, tensors: tuple[Tensor | None, ...], scalars: tuple[float, ...]) -> tuple[Tensor, ...]:
