@@ -78,7 +78,7 @@ def scaled(
     for i in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
         t = first + i + tl.arange(0, BLOCK_M)
         d = loaded(dy, t, n, M, N).to(tl.float32)
-        if saved is not None:
+        if saved.p is not None:
             v = loaded(saved, t, n, M, N).to(tl.float32)
         if BLOCK_R > 0:
             ht = loaded(h, t, r, M, R)
@@ -88,7 +88,7 @@ def scaled(
             store(z, Matrix(dz, N, None), t, n, M, N)
         if dz_minus_dy is not None:
             store(d * (g - 1), Matrix(dz_minus_dy, N, None), t, n, M, N)
-        if saved is not None:
+        if saved.p is not None:
             all_m += d * v
         if WITH_BIAS:
             all_bias += d
@@ -134,7 +134,7 @@ def scale_kernel(
     g = None
     if dz is not None or dz_minus_dy is not None or BLOCK_R > 0:
         g = g_tile(m, c, n, N)[None, :]
-    kept = None if dm is None and dc is None else Matrix(saved, stride_saved, None)
+    kept = Matrix(None if dm is None and dc is None else saved, stride_saved, None)
     sums = scaled(
         dy, kept, h, dz, dz_minus_dy, g, n, strip * ROWS, 0, tl.minimum(ROWS, M - strip * ROWS), M, N, R,
         dbias is not None, BLOCK_R, BLOCK_M, STAGES,
