@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fdora.integrations import peft
 from fdora.integrations._framework import need, put_back, set_aside
-from fdora.integrations._peft.dora import Dora
+from fdora.integrations._peft.layer import Dora
 from fdora.integrations.peft import report
 
 need("axolotl", "axolotl", "0.18.0")

@@ -18,7 +18,8 @@ from transformers import LlamaForCausalLM
 from fdora import FdoraError
 from fdora.functional import dora_mlp, opaque
 from fdora.integrations import _norm
-from fdora.integrations._peft import linear, quant, variants
+from fdora.integrations._peft import layer as peft_layer
+from fdora.integrations._peft import quantised
 from fdora.integrations.peft import init_magnitude, report, restore, use_fdora
 from fdora.quant import from_bnb
 from tests import device, reference
@@ -131,7 +132,7 @@ def test_the_dtype_that_a_layer_computes_in_is_settled_by_its_first_input():
 
 
 def test_dropout_with_torchs_mask(monkeypatch):
-    monkeypatch.setattr(linear, "draws", lambda *_: False)
+    monkeypatch.setattr(peft_layer, "draws", lambda *_: False)
     for make in (four_bits, eight_bits):
         model, x = make(dropout=0.3), inputs()
         want = step(make(dropout=0.3), x)
@@ -142,7 +143,7 @@ def test_dropout_with_torchs_mask(monkeypatch):
 
 def test_dropout_that_kernels_draw(monkeypatch):
     """One call, with a mask of its own: its mean over many is the layer without dropout."""
-    monkeypatch.setattr(linear, "draws", lambda *_: True)
+    monkeypatch.setattr(peft_layer, "draws", lambda *_: True)
     model, x = use_fdora(four_bits(dropout=0.3)), inputs()
     first = layers(model)[0]
     with torch.no_grad():
@@ -321,9 +322,9 @@ def test_nf4_merges_as_in_peft():
 def test_no_eval_forward_packs_a_weight_anew():
     """On a CPU with AVX512-BF16, Linear4bit does that; what it left is read wrongly by its own dequantisation."""
     model, x = four_bits(), inputs().detach()
-    before = [layer.base_layer.__dict__[quant.PACKS] for layer in layers(model)]
+    before = [layer.base_layer.__dict__[quantised.PACKS] for layer in layers(model)]
     for layer in layers(model):
-        layer.base_layer.__dict__[quant.PACKS] = 1
+        layer.base_layer.__dict__[quantised.PACKS] = 1
     use_fdora(use_fdora(model)).eval()
     with torch.no_grad():
         want = model(x)
@@ -332,9 +333,9 @@ def test_no_eval_forward_packs_a_weight_anew():
         assert torch.equal(model(x), want)
         assert rel_l2(want, truth(model, x)[0]) < 1e-6
     restore(model)
-    assert all(layer.base_layer.__dict__[quant.PACKS] == 1 for layer in layers(model))
+    assert all(layer.base_layer.__dict__[quantised.PACKS] == 1 for layer in layers(model))
     for layer, old in zip(layers(model), before, strict=True):
-        layer.base_layer.__dict__[quant.PACKS] = old
+        layer.base_layer.__dict__[quantised.PACKS] = old
     layers(model)[0].base_layer.weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(FdoraError, match="packed for the CPU"):
         use_fdora(model)(x)
@@ -346,8 +347,8 @@ def test_a_weight_that_bitsandbytes_misreads(monkeypatch):
     model, x = four_bits(sizes=sizes), inputs(K=96)
     first, second = layers(model)
     W = from_bnb(first.base_layer.weight)
-    monkeypatch.setattr(quant, "dequantize_module_weight", lambda base: 1.3 * W.dequantize())
-    monkeypatch.setattr(quant.QuantWeight, "device", torch.device("cpu"))
+    monkeypatch.setattr(quantised, "dequantize_module_weight", lambda base: 1.3 * W.dequantize())
+    monkeypatch.setattr(quantised.QuantWeight, "device", torch.device("cpu"))
     with pytest.warns(UserWarning, match=r"reads 1 weights wrongly.*base_model\.model\.0.*init_magnitude"):
         use_fdora(model)
     monkeypatch.undo()
@@ -357,8 +358,8 @@ def test_a_weight_that_bitsandbytes_misreads(monkeypatch):
     c = reference.norm(W.dequantize(torch.float64), first.lora_A["default"].weight, first.lora_B["default"].weight, S)
     torch.testing.assert_close(first.lora_magnitude_vector["default"].weight.double(), c, rtol=1e-6, atol=0)
     junk = torch.zeros(40, 96, device=device.NAME)
-    monkeypatch.setattr(quant, "misread", lambda base, W: W.shape[1] == 96)
-    monkeypatch.setattr(variants, "misread", quant.misread)
+    monkeypatch.setattr(quantised, "misread", lambda base, W: W.shape[1] == 96)
+    monkeypatch.setattr(peft_layer, "misread", quantised.misread)
     assert torch.equal(first.lora_variant["default"].read(first, junk), W.dequantize())
     assert second.lora_variant["default"].read(second, junk) is junk
 
@@ -367,7 +368,7 @@ def test_eight_bits_keep_their_product_and_nothing_is_dense(monkeypatch):
     x = inputs()
     want = step(eight_bits(), x)  # PEFT's second step would fail on a CPU: its dequantisation loses the row maxima
     model = use_fdora(eight_bits())
-    monkeypatch.setattr(variants, "dequantize_module_weight", None)
+    monkeypatch.setattr(peft_layer, "dequantize_module_weight", None)
     for _ in range(3):
         for a, b in zip(step(model, x), want, strict=True):
             assert rel_l2(a, b) < (1e-5 if device.NAME == "cpu" else 1e-2)
@@ -393,7 +394,7 @@ def test_eight_bits_for_life():
         model.unmerge_adapter()
         assert rel_l2(model(x), before) < 0.05
     assert [type(layer).__name__ for layer in layers(restore(model))] == ["Linear8bitLt"] * 2
-    assert not any(isinstance(layer, linear.Layer) for layer in layers(model))
+    assert not any(isinstance(layer, peft_layer.Layer) for layer in layers(model))
 
 
 def test_no_norm_is_stale_under_8_bit_adamw(monkeypatch):

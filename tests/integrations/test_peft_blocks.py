@@ -15,9 +15,8 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fdora import FdoraError
-from fdora.integrations._peft import linear
-from fdora.integrations._peft.blocks import Mlp, block
-from fdora.integrations._peft.known import MLP, act_of, is_gated_mlp, shares_x
+from fdora.integrations._peft import layer as layers
+from fdora.integrations._peft.patterns import MLP, Mlp, act_of, gated_of, shares_x
 from fdora.integrations.peft import report, restore, use_fdora
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", *MLP]
@@ -169,7 +168,7 @@ def test_dropout_draws_one_mask_for_each_layer_from_torchs_generator():
 
 def test_dropout_that_kernels_draw_is_pefts(monkeypatch):
     """With B = 0 and g away from 1 only PEFT's meaning is random. Layers with another p run alone."""
-    monkeypatch.setattr(linear, "draws", lambda *_: True)
+    monkeypatch.setattr(layers, "draws", lambda *_: True)
     model = made(dropout=0.5).train()
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -267,10 +266,10 @@ def test_a_forward_is_known_by_all_of_it():
     def defaulted(self, x, scale=1):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
-    assert is_gated_mlp(FORWARD) and is_gated_mlp(documented)
-    assert not is_gated_mlp(defaulted)
-    assert not any(is_gated_mlp(f) for f in vars(OtherMlp).values())
-    assert not any(map(is_gated_mlp, (None, len, functools.partial(FORWARD), LlamaMLP)))
+    assert gated_of(FORWARD) and gated_of(documented)
+    assert not gated_of(defaulted)
+    assert not any(gated_of(f) for f in vars(OtherMlp).values())
+    assert not any(map(gated_of, (None, len, functools.partial(FORWARD), LlamaMLP)))
 
 
 def test_an_mlp_takes_its_input_as_the_model_gives_it():
@@ -504,7 +503,7 @@ def test_a_pickle_meets_another_forward(monkeypatch):
     model = use_fdora(made(), fuse=True)
     data, mlp = pickle.dumps(model), LlamaMLP
     monkeypatch.setattr(mlp, "forward", vars(OtherMlp)["scaled"])
-    block.cache_clear()
+    layers.subclass.cache_clear()
     again = pickle.loads(data)
     assert not mlps(again)
     close([again(input_ids=IDS).logits], [restore(model)(input_ids=IDS).logits])

@@ -36,8 +36,8 @@ def total(text):
 
 def test_each_kind_once_and_their_sum():
     pytest.importorskip("triton", reason="plans need Triton; `make test` installs it")
-    found = report(use_fdora(model()))
-    adapter = found[0].layout.A
+    adapted = use_fdora(model())
+    found, adapter = report(adapted), adapted.base_model.model[0].lora_A["default"].weight.dtype
     text = found.explain(tokens=512, gpu="h200")
     assert re.findall(r"^(\d+) x (\d+x\d+), r = 8: (\S+)", text, re.M) == [
         ("2", "64x64", "base_model.model.0"),

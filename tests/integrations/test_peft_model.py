@@ -19,7 +19,8 @@ import fdora.eager.norm
 from fdora import FdoraError
 from fdora.autograd._ops import OPS
 from fdora.integrations import _norm
-from fdora.integrations._peft import dora
+from fdora.integrations._peft import fast_path
+from fdora.integrations._peft.layer import Dora
 from fdora.integrations.peft import disable, enable, enabled, init_magnitude, report, restore, use_fdora
 from tests.close import assert_exact
 from tests.integrations import models
@@ -185,7 +186,7 @@ def test_registry():
         enable()
         assert not any(names()[n] is STOCK[n] for n in STOCK)
         for kind in KINDS:
-            assert isinstance(layer(build(kind)).lora_variant["default"], dora.Dora)
+            assert isinstance(layer(build(kind)).lora_variant["default"], Dora)
     assert names() == STOCK
     enable()
     enable()
@@ -429,9 +430,9 @@ def test_what_is_not_served_runs_stock_and_is_counted(kind, how):
 def test_emptied_storage_is_seen():
     """FSDP frees what it has gathered; the shape stays."""
     W, A = torch.randn(6, 4), torch.randn(2, 4)
-    assert dora.obstacle(W, A) == ""
+    assert fast_path.obstacle(W, A) == ""
     W.untyped_storage().resize_(0)
-    why = dora.obstacle(A, W)
+    why = fast_path.obstacle(A, W)
     del W  # no message may print it
     assert "storage" in why
 
@@ -439,9 +440,9 @@ def test_emptied_storage_is_seen():
 def test_pieces_are_seen():
     """With use_orig_params=True FSDP leaves a rank's flat piece in the place of a parameter."""
     W, A, B, m = torch.randn(6, 4), torch.randn(2, 4), torch.randn(6, 2), torch.randn(6)
-    assert isinstance(dora.served(W, W, A, B, m), dora.Weights)
+    assert isinstance(fast_path.served(W, W, A, B, m), fast_path.Weights)
     for pieces in ((W.flatten(), A, B, m), (W, A[0], B, m), (W, A, B[:3], m), (W, A, B, m[:3]), (W, A[:, :2], B, m)):
-        assert "sharded" in dora.served(W, *pieces)
+        assert "sharded" in fast_path.served(W, *pieces)
 
 
 def test_dora_caching_stays_pefts():

@@ -106,7 +106,7 @@ def test_jit_trace(kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["linear", "no_bias", "embedding", "conv2d"])
 def test_torch_onnx_exports_pefts_operators(kind, monkeypatch):
     """Its newer exporter goes through torch.export; the older one is torch.jit.trace."""
-    from fdora.integrations._peft.dora import Dora
+    from fdora.integrations._peft.layer import Dora
 
     model, x = use_fdora(build(kind)).eval(), inputs(kind).detach()
     want, seen, fall_back = model(x), [], Dora.fall_back
@@ -149,7 +149,7 @@ def test_tensor_scalings_run_stock(kind):
 
 def test_a_verdict_is_of_one_backend():
     """float32 with a bias is left to PEFT's own sum in eager code alone."""
-    from fdora.integrations._peft import verdict
+    from fdora.integrations._peft import fast_path
 
     model, x = use_fdora(build("linear")), inputs("linear")
     refused = []
@@ -159,8 +159,8 @@ def test_a_verdict_is_of_one_backend():
         return ""
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verdict, "_refusal", refusal)
-        patch.setattr(verdict, "_verdicts", {})
+        patch.setattr(fast_path, "_refusal", refusal)
+        patch.setattr(fast_path, "_known", {})
         for name in ("eager", "auto", "eager", "auto"):
             with fdora.backend(name):
                 model(x)

@@ -96,7 +96,7 @@ def test_without_a_magnitude_and_one_after_the_other(no_quantisation):
 
 def use_fdora_if_any(made):
     """A layer without a magnitude, whose class is ours all the same."""
-    from fdora.integrations._peft.linear import fuse_layer
+    from fdora.integrations._peft.layer import fuse_layer
 
     fuse_layer(made.base_model.model[0])
     return made

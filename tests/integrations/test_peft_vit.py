@@ -13,11 +13,18 @@ from transformers import Dinov2Config, Dinov2Model, ViTConfig, ViTModel
 
 from bench.vit_model import LINEARS, TINY, GluMlp, LayerScale, vit
 from fdora.functional import opaque
-from fdora.integrations._peft.blocks import Mlp
-from fdora.integrations._peft.ends import Ends, Tail, VitBlock, last_layers, where
-from fdora.integrations._peft.gated import gated_of
-from fdora.integrations._peft.known import chain
-from fdora.integrations._peft.vit import block_of, scale_of
+from fdora.integrations._peft.patterns import (
+    Ends,
+    Mlp,
+    Tail,
+    VitBlock,
+    block_of,
+    chain,
+    gated_of,
+    last_layers,
+    scale_of,
+    where,
+)
 from fdora.integrations.peft import report, restore, use_fdora
 from tests.process import run_cases
 

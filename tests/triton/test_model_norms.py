@@ -88,7 +88,7 @@ def inputs():
 
 
 def layers(model):
-    from fdora.integrations._peft.linear import Linear
+    from fdora.integrations._peft.layer import Linear
 
     return [m for m in model.modules() if isinstance(m, Linear)]
 

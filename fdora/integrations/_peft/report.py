@@ -1,20 +1,34 @@
-"""What ran where, as rows and as a table."""
+"""What ran where, as rows and as a table; what a step costs in the adapted layers of a model, by the plans of its calls."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from fdora import FdoraError
-from fdora.functional import select_backend
-from fdora.integrations._peft.dora import COMPOSED, FUSED, Dora
-from fdora.integrations._peft.explain import Layout, explain_rows, layout
-from fdora.integrations._peft.quant import Held, family
-from fdora.integrations._peft.variants import OURS
+from fdora._torch import PLAIN
+from fdora.functional import Explanation, dora_linear, select_backend
+from fdora.functional import explain as explain_call
+from fdora.integrations._peft.fast_path import FUSED
+from fdora.integrations._peft.fast_path import dtypes as unserved
+from fdora.integrations._peft.layer import COMPOSED, OURS, Dora
+from fdora.integrations._peft.quantised import Held, family
 from fdora.quant import QuantWeight
+
+
+class Layout(NamedTuple):
+    """What a plan may know of a linear layer: layers of one layout are explained once."""
+
+    operands: tuple[Any, ...]
+    """Of W, A, B, m and bias the shape, the dtype and whether it is trained; None for no bias."""
+    s: float
+    p: float
+    """Dropout."""
+    device: str
 
 
 class Row(NamedTuple):
@@ -108,14 +122,14 @@ def row(name: str, layer: Any, adapter: str, variant: Any) -> Row:
     r = layer.r[adapter]
     if not isinstance(variant, Dora):
         why = "use_fdora was not called, or not since"
-        return Row(name, adapter, shape, r, "stock", why, 0, 0, "", {}, 0, layout(layer, adapter), stored(layer, Held()))
+        return Row(name, adapter, shape, r, "stock", why, 0, 0, "", {}, 0, layout(layer, adapter, shape), stored(layer, Held()))
     backend, why = select_backend(m)
     eye = K * K if linear and (A.dim() == 2 or type(base) is nn.Linear) else 0
     weight = stored(layer, variant.held)
     fallbacks = {path.removeprefix("stock: "): n for path, n in variant.calls.items() if path not in (FUSED, COMPOSED)}
     counts = variant.calls[FUSED], variant.calls[COMPOSED], variant.why_not_fused, fallbacks
     saved = ((4 if weight else 3) * N * K + eye) * A.element_size()
-    return Row(name, adapter, shape, r, backend, why, *counts, saved, layout(layer, adapter), weight)
+    return Row(name, adapter, shape, r, backend, why, *counts, saved, layout(layer, adapter, shape), weight)
 
 
 def stored(layer: Any, held: Held) -> str:
@@ -126,3 +140,76 @@ def stored(layer: Any, held: Held) -> str:
     except FdoraError:  # nobody can decode it any more
         return kind
     return W.kind if isinstance(W, QuantWeight) else kind
+
+
+def layout(layer: Any, adapter: str, shape: tuple[int, int]) -> Layout | None:
+    """None for what is not one call: an embedding, a convolution, a quantised base weight, dtypes that PEFT's code runs."""
+    if adapter not in layer.lora_A or layer.lora_A[adapter].weight.dim() != 2:
+        return None
+    base, dropout = layer.get_base_layer(), layer.lora_dropout[adapter]
+    W, bias = getattr(base, "weight", None), getattr(base, "bias", None)
+    A, B, m = (part[adapter].weight for part in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector))
+    if W is None or type(W) not in PLAIN or unserved(W, A, B, m):
+        return None
+    p = float(dropout.p) if type(dropout) is nn.Dropout and layer.training else 0.0
+    (N, K), r = shape, layer.r[adapter]
+    shapes = ((N, K), (r, K), (N, r), (N,), (N,))
+    operands: list[Any] = []
+    for t, of in zip((W, A, B, m, bias), shapes, strict=True):
+        operands.append(None if t is None else (of, t.dtype, t is not bias and t.requires_grad))
+    return Layout(tuple(operands), float(layer.scaling[adapter]), p, str(W.device))
+
+
+def explain_rows(rows: Sequence[Row], tokens: int, gpu: str | None) -> str:
+    if type(tokens) is not int or tokens < 1:
+        raise FdoraError(
+            f"fdora.Report.explain: `tokens` must be at least 1, got {tokens}. It is sequences times their length."
+        )
+    kinds: dict[Layout, list[Row]] = {}
+    for row in rows:
+        if row.layout is not None:
+            kinds.setdefault(row.layout, []).append(row)
+    text = [f"Each layer by itself, {tokens} tokens. Its norm runs once for each change of A or B, not in every call."]
+    planned: list[tuple[int, Explanation]] = []
+    for how, members in kinds.items():
+        row = members[0]
+        names = row.module if len(members) == 1 else f"{row.module} and {len(members) - 1} more"
+        text += ["", f"{len(members)} x {row.shape[0]}x{row.shape[1]}, r = {row.r}: {names}"]
+        where = gpu or (how.device if how.device.startswith("cuda") else None)
+        if where is None:
+            text.append(f"backend {row.backend} ({row.why}): plain torch has no plan. Pass gpu='h200' to ask for a GPU's.")
+            continue
+        said = explain_layer(how, tokens, where)
+        text.append(str(said))
+        if said.plans:
+            planned.append((len(members), said))
+    left = len(rows) - sum(map(len, kinds.values()))
+    if left:
+        text += ["", f"Left out: {left} embeddings, convolutions, layers with a quantised weight and those that PEFT runs."]
+    return "\n".join([*text, "", summed(planned)] if planned else text)
+
+
+def explain_layer(how: Layout, tokens: int, gpu: str) -> Explanation:
+    made: list[Any] = [bare(*each) if each else None for each in how.operands]
+    W, A, B, m, bias = made
+    x = bare((tokens, W.shape[1]), W.dtype, any(t.requires_grad for t in (A, B, m)))
+    return explain_call(dora_linear, x, W, A, B, m, s=how.s, bias=bias, dropout_p=how.p, dropout_mode="peft", gpu=gpu)
+
+
+def bare(shape: Sequence[int], dtype: torch.dtype, trained: bool) -> Any:
+    return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=trained)
+
+
+def summed(planned: list[tuple[int, Explanation]]) -> str:
+    """Of all layers, each explanation as often as there are layers of it."""
+
+    def total(*values: float) -> float:
+        return sum(count * value for (count, _), value in zip(planned, values, strict=True))
+
+    seconds = [said.seconds for _, said in planned]
+    time = "" if None in seconds else f", at least {1e3 * total(*seconds):.3f} ms"  # type: ignore[arg-type]
+    flops, moved, new = (total(*[getattr(said, what) for _, said in planned]) for what in ("flops", "bytes", "new_bytes"))
+    outputs = total(*[sum(t.nbytes for t in said.kept if t.whose == "output") for _, said in planned])
+    kept = f"keeps {new / 2**20:.2f} MiB for backward, and {outputs / 2**20:.2f} MiB of outputs"
+    layers = sum(count for count, _ in planned)
+    return f"all {layers} layers: {flops / 1e9:.3f} GFLOP, {moved / 2**20:.2f} MiB moved{time}; {kept}"

@@ -3,6 +3,9 @@
 One call of dora_linear takes the place of a base layer whose own product is that of the dequantised weight. Where it is not
 (LLM.int8 and torchao's dynamic quantisation round x as well), the base layer keeps its product and its numbers, and only the
 norm is read from the codes. No vendor's package is imported here.
+
+PEFT's own merge into a torchao weight adds s B A and leaves the magnitude out: it dequantises W, adds ``get_delta_weight`` and
+quantises again; to unmerge it subtracts. So for the time of either that delta is ``g (W + s B A) - W``, and what takes it back.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ import warnings
 from typing import Any
 
 import torch
+from peft.tuners.lora.torchao import TorchaoLoraLinear
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
 from fdora import FdoraError
 from fdora._torch import PLAIN, is_traced
+from fdora.functional import dora_merge, dora_norm, dora_unmerge
 from fdora.integrations._framework import set_aside
 from fdora.quant import QuantWeight, from_bnb, from_bnb_int8, from_hqq, from_torchao
 
@@ -178,3 +183,38 @@ def warn_of(count: int, example: str) -> None:
         "init_magnitude(model). Both read it right with a blocksize that divides in_features.",
         stacklevel=3,
     )
+
+
+class Merging(TorchaoLoraLinear):
+    """PEFT's layer, which merges W' of the magnitude as well."""
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        self._during(True, super().merge, *args, **kwargs)
+
+    def unmerge(self) -> None:
+        self._during(False, super().unmerge)
+
+    def _during(self, merging: bool, run: Any, *args: Any, **kwargs: Any) -> None:
+        self.__dict__["get_delta_weight"] = lambda adapter: delta_of(self, adapter, merging)
+        try:
+            run(*args, **kwargs)
+        finally:
+            del self.__dict__["get_delta_weight"]
+
+
+def delta_of(module: Any, adapter: str, merging: bool) -> Tensor:
+    """What PEFT adds to W to merge an adapter, or subtracts to unmerge it."""
+    weights = getattr(module.lora_variant.get(adapter), "weights", None)
+    if weights is None:  # no variant of ours: an adapter without a magnitude
+        return TorchaoLoraLinear.get_delta_weight(module, adapter)
+    w = weights(module, adapter)
+    why = w if isinstance(w, str) else "another adapter is merged already" if module.merged_adapters else ""
+    if why:
+        raise NotImplementedError(f"fdora: a DoRA adapter cannot be merged into this torchao weight: {why}. Merge it alone.")
+    W = w.W.dequantize(torch.float32) if isinstance(w.W, QuantWeight) else w.W.detach().float()
+    A, B, m = [t.detach().float() for t in (w.A, w.B, w.m)]
+    s, dtype, key = float(module.scaling[adapter]), module.get_base_layer().weight.dtype, f"{adapter}-weight_norm"
+    if merging:
+        module._cache_store(key, dora_norm(W, A, B, s=s))
+        return (dora_merge(W, A, B, m, s=s, norm=module._caches[key]) - W).to(dtype)
+    return (W - dora_unmerge(W, A, B, m, s=s, norm=module._cache_pop(key))).to(dtype)

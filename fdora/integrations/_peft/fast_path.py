@@ -1,0 +1,295 @@
+"""What one call of a layer is, whether dora_linear can take it, and the short way of calls that are like one before.
+
+What a layer is called with is found out once (layer.py's ``call_of``, :func:`verdict`). Where nothing about it was out of the
+ordinary it keeps a route (fdora/_plain.py): which modules were looked at, and how they were. As long as they are so, the next
+call only follows it, and asks what tensors with these facts are called by. Else it is found out again. The short way is never
+taken in a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.lora import dora
+from peft.tuners.lora.dora import DoraLinearLayer
+from torch import Tensor, nn
+
+from fdora import _facts, _plain
+from fdora._check import FLOATS
+from fdora._dispatch import forced
+from fdora._plain import Entry, Route
+from fdora._records import WIDTH
+from fdora._torch import PLAIN, any_autocast, autocast_on, dispatch_modes, is_traced, jit_tracing
+from fdora.functional import prepared, select_backend
+from fdora.functional.prepared import check_detach, is_opaque
+from fdora.integrations._peft.sharded import HOOKS
+from fdora.quant import QuantWeight
+
+FUSED = "fused"  # how a layer that ran in one call is counted
+
+QUIET = (*HOOKS, "forward", "_dora_cache")  # the last one: what DoraCaching left is for call_of to clear
+
+
+class Call(NamedTuple):
+    """What one call of dora_linear takes."""
+
+    variant: Any
+    W: Tensor | QuantWeight
+    A: Tensor
+    B: Tensor
+    m: Tensor
+    bias: Tensor | None
+    s: float
+    p: float = 0.0
+    dtype: torch.dtype | None = None
+    """To which x is cast, and y back: of a Linear4bit, that in which it computes."""
+
+    def ends(self, layer: Any, x: Tensor) -> Any:
+        """What the block of a vision transformer wants done beside the layer; None where it is to do that itself."""
+        if self.p or self.dtype not in (None, x.dtype):
+            return None
+        return self.variant.tail.take(layer, x, self.W.shape[0])
+
+    def value(self) -> Tensor:
+        """The norm, for a layer that takes its gradient on itself."""
+        check_detach("use_fdora", self.W)
+        return self.variant.kept.of(owner(self.W), self.W, self.A, self.B, self.s)
+
+    def norm(self) -> Tensor:
+        variant, W, A, B, s = self.variant, self.W, self.A, self.B, self.s
+        return variant.with_gradient(variant.kept.of(owner(W), W, A, B, s), W, A, B, s)
+
+
+def given_norms(calls: Sequence[Call]) -> list[Any]:
+    """Of layers that run in one call. In a trace of Dynamo what the norm of each is known by: the call asks when it runs."""
+    if is_opaque(calls[0].W) and all([call.variant.detach for call in calls]):
+        unasked = [call.variant.kept.unasked(call.W, call.A, call.B, call.s) for call in calls]
+        if all([seen is not None for seen in unasked]):
+            return unasked
+    return [call.norm() for call in calls]
+
+
+_known: dict[tuple, Any] = {}  # verdicts, and what prepared.call takes: each by all that it depends on
+MOST = 8192
+
+
+def remember(key: tuple, value: Any) -> Any:
+    if len(_known) >= MOST:
+        _known.clear()
+    _known[key] = value
+    return value
+
+
+def ready(layers: tuple[Any, ...], x: Tensor, alone: bool = True, act: str = "") -> tuple[tuple[Any, ...], Any] | None:
+    """What prepared.call takes: a call of which nothing is left to check, with norms, counted.
+    Where neither Dynamo nor torch.func looks on. ``alone``: the layer itself was called."""
+    found = _plain.follow(layers, QUIET, alone)
+    if found is None or any_autocast() or dispatch_modes() or jit_tracing() or getattr(dora, "ENABLE_DORA_CACHING", False):
+        return None
+    norms = found[0][0].kept.norms
+    tensors = None if norms is None else norms.with_norms(x, found)
+    if tensors is None and (tensors := with_own_norms(x, found, act)) is None:
+        return None
+    saved: tuple[bool, ...] = ()
+    scalars: tuple[float, ...] = ()
+    keep_inner, grad, at = False, torch.is_grad_enabled(), 1
+    full = len(found) == 1 and not act and not found[0][0].detach  # one node takes the gradient through the norm on
+    for variant, s, W, A, B, m, _ in found:
+        if W.requires_grad or m is None:
+            return None
+        asked = m.requires_grad
+        if full:
+            check_detach("use_fdora", W)
+            asked = asked or A.requires_grad or B.requires_grad
+        elif not variant.detach:
+            c = variant.with_gradient(tensors[at + 4], W, A, B, s)
+            tensors, asked = (*tensors[: at + 4], c, *tensors[at + 5 :]), asked or c.requires_grad
+        at += WIDTH
+        saved, scalars, keep_inner = (*saved, grad and asked), (*scalars, s), keep_inner or variant.keep_inner
+    key = _facts.facts(tensors), scalars, saved, keep_inner, act, full, forced()
+    call = _known.get(key)
+    if call is None:
+        backend = "" if key[0] is None else backend_of(x, found, act)  # a norm may be what the others are not
+        if not backend:
+            return None
+        call = remember(key, prepared.bind(tensors, *key[1:4], backend, full, act or None))
+    for each in found:
+        each[0].calls[FUSED] += 1
+    return tensors, call
+
+
+def with_own_norms(x: Tensor, found: list[Any], act: str) -> tuple[Any, ...] | None:
+    """Where the model's hook gives none."""
+    missing = [t is None for each in found for t in each[2:6]]
+    if any(missing) or any([each[2].requires_grad for each in found]) or not backend_of(x, found, act):
+        return None
+    tensors: list[Any] = [x]
+    for variant, s, W, A, B, m, bias in found:
+        tensors += W, A, B, m, variant.kept.eager(W, W, A, B, s), bias, None
+    return tuple(tensors)
+
+
+def keep_route(layer: Any, call: Call) -> None:
+    """For the calls that follow this one, which had nothing left to check."""
+    variant, name = call.variant, layer._active_adapter
+    name, variant.route = name[0] if type(name) is list else name, None
+    if variant.tail is not None or type(call.s) is not float:  # who has a tail may be told more
+        return
+    if not {int, float}.issuperset(map(type, layer.scaling.values())):  # compared by ==, which tensors do not answer
+        return
+    looked_at = ("_disable_adapters", "merged_adapters", "fan_in_fan_out", "training")
+    own = {at: getattr(layer, at) for at in looked_at} | {"merged_adapters": [], "scaling": dict(layer.scaling)}
+    entries = [
+        Entry((), type(layer), (), tuple(own.items())),
+        Entry(("base_layer",), nn.Linear, ("weight",)),
+        Entry(("lora_A", name), nn.Linear, ("weight",)),
+        Entry(("lora_B", name), nn.Linear, ("weight",)),
+        Entry(("lora_magnitude_vector", name), DoraLinearLayer, ("weight",)),
+        Entry(("base_layer",), nn.Linear, ("bias",)),
+    ]
+    if layer.training:  # else its dropout drops nothing
+        entries.append(Entry(("lora_dropout", name), nn.Identity, ()))
+    variant.route = Route(name, call.s, tuple(entries), sum(len(entry.parameters) for entry in entries))
+    found = _plain.follow((layer,), (), False)
+    if found is None or any([t is not wanted for t, wanted in zip(found[0][2:], call[1:6], strict=True)]):
+        variant.route = None  # its tensors come another way
+
+
+def owner(W: Any) -> Any:
+    """The tensor whose storage says whether W is another one."""
+    return W.tensors[0] if isinstance(W, QuantWeight) else W
+
+
+def backend_of(x: Tensor, found: Sequence[Any], act: str) -> str:
+    """The backend of one call of dense layers without dropout, if nothing is left to check; else empty."""
+    return verdict(x, [Call(variant, *operands, s) for variant, s, *operands in found], bool(act))[1]  # type: ignore[call-arg]
+
+
+def verdict(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> tuple[str, str]:
+    """Why dora_linear cannot take these tensors, empty where it can; and the backend that runs if nothing is left to check.
+
+    Remembered by all that it looks at. All calls have the same p.
+    """
+    W = calls[0].W
+    key = None
+    if not is_traced() and W.device.type != "meta":
+        tensors: list[Tensor | None] = [x]
+        specs: list[Any] = []
+        for call in calls:
+            if isinstance(call.W, QuantWeight):
+                specs += (call.W.spec, call.dtype)
+                tensors += (*call.W.tensors, *call[2:6])
+            else:
+                tensors += call[1:6]  # type: ignore[arg-type]
+        found = _facts.facts(tuple(tensors))
+        if found is not None:
+            frozen = not (W.requires_grad if len(calls) == 1 else any([call.W.requires_grad for call in calls]))
+            key = (found, tuple(specs), frozen, calls[0].p == 0, mlp, autocast_on(x), forced())
+            known = _known.get(key)
+            if known is not None:
+                return known
+    made = "", ""
+    for call in calls:  # no next(.., "") and no slice of a NamedTuple: Dynamo of torch 2.8 has neither
+        why = _refusal(x, call.W, call.A, call.B, call.m, call.bias, call.dtype)
+        if why:
+            made = why, ""
+            break
+    if key is None:
+        return made
+    if not made[0] and calls[0].p == 0 and fits(x, calls, mlp):
+        made = "", select_backend(x).name
+    return remember(key, made)
+
+
+def fits(x: Tensor, calls: Sequence[Call], mlp: bool) -> bool:
+    """Whether dora_linear, or dora_mlp, would find nothing wrong, and cast nothing."""
+    if x.dim() == 0 or autocast_on(x):
+        return False
+    for i, (_, W, A, _, _, bias, *_) in enumerate(calls):
+        K = calls[0].W.shape[0] if mlp and i == 2 else x.shape[-1]
+        if isinstance(W, QuantWeight) or W.dtype != x.dtype or W.shape[1] != K or A.shape[0] == 0:
+            return False
+        if bias is not None and (bias.shape != W.shape[:1] or bias.device != x.device or bias.dtype not in FLOATS):
+            return False
+    return not mlp or calls[0].W.shape == calls[1].W.shape
+
+
+def _refusal(x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> str:
+    why = unfit(x, W, A, B, m, dtype)
+    if why or isinstance(W, QuantWeight) or torch.is_autocast_enabled(W.device.type):
+        return why
+    if bias is not None and x.dtype == torch.float32 and select_backend(x).name == "eager":
+        return "float32 with a bias, eager: the base layer's own sum keeps a fresh adapter an exact no-op"
+    return ""
+
+
+def unfit(x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor | None, dtype: torch.dtype | None) -> str:
+    """Why no call takes these tensors; m is None of plain LoRA."""
+    m = B.new_empty(W.shape[0]) if m is None else m
+    if type(x) not in PLAIN:
+        return f"the input is a {type(x).__name__}"
+    device, quant = W.device, isinstance(W, QuantWeight)
+    for t in (A, B, m) if quant else (W, A, B, m):
+        if type(t) not in PLAIN or t.device != device:
+            return "sharded parameters, or on several devices"
+    if x.device != device or device.type == "meta":
+        return "the input is on another device, or meta tensors"
+    w = served(W, W, A, B, m)
+    if isinstance(w, str):
+        return w
+    if dtype is None and x.dtype != W.dtype and not torch.is_autocast_enabled(device.type):
+        return f"a {x.dtype} input for a {W.dtype} base weight"
+    return ""
+
+
+class Weights:
+    """Views in nn.Linear's layout: W (N, K), A (r, K), B (N, r), m (N,). owner is the tensor that W was made from."""
+
+    __slots__ = ("A", "B", "W", "m", "owner")
+
+    def __init__(self, owner: Any, W: Tensor | QuantWeight, A: Tensor, B: Tensor, m: Tensor):
+        self.owner, self.W, self.A, self.B, self.m = owner, W, A, B, m
+
+
+def obstacle(*tensors: Any) -> str:
+    """Why fdora's functions cannot take these parameters; empty where they can."""
+    opaque = is_traced()  # no storage to ask for
+    device = tensors[0].device
+    if isinstance(tensors[0], QuantWeight):
+        tensors = (*[t for t in tensors[0].tensors if t is not None], *tensors[1:])
+    for t in tensors:
+        if type(t) not in PLAIN:
+            return f"a {type(t).__name__} among the parameters"
+        if t.device != device:
+            return "parameters on several devices"
+        if not opaque and device.type != "meta" and t.untyped_storage().size() == 0:
+            return "parameters without storage (sharded)"
+    return "meta tensors" if device.type == "meta" else ""
+
+
+def served(owner: Any, W: Tensor | QuantWeight, A: Tensor, B: Tensor, m: Tensor) -> Weights | str:
+    """The weights, if they are what dora_linear wants. Sharded ones come as pieces, of any shape."""
+    why = dtypes(W, A, B, m)
+    if why:
+        return why
+    if not (len(W.shape) == A.dim() == B.dim() == 2) or (m.shape, A.shape, B.shape) != (
+        (W.shape[0],),
+        (B.shape[1], W.shape[1]),
+        (W.shape[0], A.shape[0]),
+    ):
+        return "parameters of other shapes (sharded)"
+    return Weights(owner, W, A, B, m)
+
+
+def dtypes(W: Tensor | QuantWeight, A: Tensor, B: Tensor, m: Tensor) -> str:
+    """Why dora_linear does not take weights of these dtypes; empty where it does."""
+    if W.requires_grad:
+        return "the base weight requires grad"
+    if not isinstance(W, QuantWeight) and (not W.is_floating_point() or W.element_size() == 1):
+        return f"a {W.dtype} base weight"
+    for t in (A, B, m):
+        if t.dtype not in (torch.float32, W.dtype):
+            return f"a {t.dtype} adapter on a {W.dtype} base weight"
+    return ""
