@@ -158,6 +158,34 @@ def test_a_rival_that_fails_is_listed(tmp_path, monkeypatch):
     assert all(row["wall_ms"].get("fdora", 1) > 0 and "factored" not in row["ms"] for row in result["rows"])
 
 
+# A way of fdora's that is wrong: where its commands look it up, and what is put there. No command may end well.
+WRONG = {
+    "layer": "bench.ways.dora_linear",
+    "group": "bench.group.dora_linear_group",
+    "multi": "bench.multi_ways.dora_linear_multi",
+    "experts": "bench.experts_case.dora_experts",
+    "quant": "bench.quant.dora_linear",
+    "embedding": "bench.embedding.dora_embedding",
+    "compose": "bench.compose.dora_compose",
+    "shapes": "bench.ways.dora_linear",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_way_fails_its_command(name, tmp_path, monkeypatch):
+    """Twice what is right, forward: no suite gives it a time and ends as if it had."""
+    module, function = WRONG[name].rsplit(".", 1)
+    right = getattr(importlib.import_module(module), function)
+
+    def doubled(*args, **options):
+        y = right(*args, **options)
+        return 2 * y if isinstance(y, torch.Tensor) else type(y)(2 * each for each in y)
+
+    monkeypatch.setattr(importlib.import_module(module), function, doubled)
+    with pytest.raises((SystemExit, AssertionError), match=r"wrong|failed"):
+        run(importlib.import_module(f"bench.{name}"), tmp_path, SMALL[name])
+
+
 @pytest.mark.parametrize("kind", ["dora", "lora", "frozen"])
 def test_truth(kind):
     M, K, N, r, s = 40, 48, 33, 5, 0.0 if kind == "frozen" else 1.5
