@@ -32,8 +32,8 @@ FAULTS = [
     ("norm", "+ n, squares, mask=rows.inside)", "+ n, squares, mask=rows.inside & (n < N - 1))"),
     ("norm", "after = tl.where(same, before, tl.sqrt_rn(acc))", "after = before"),  # a norm of before is believed
     ("compose", "gn * (u + v)\n    if HAS_BIAS:\n        out += tl.load(bias + n, mask=n < N)", "(u + v)\n    if HAS_BIAS:\n        out += tl.load(bias + n, mask=n < N)"),
-    ("compose", "sum_g += tl.sum(d * (u + s * v), axis=0)", "sum_g += tl.sum(d * u, axis=0)"),
-    ("conv", "sum_bias += tl.sum(d, axis=1)", "sum_bias = tl.sum(d, axis=1)"),
+    ("compose", "sum_g += tl.sum(d * (u + s * v)", "sum_g += tl.sum(d * u"),
+    ("conv", "sum_bias += tl.sum(d, ", "sum_bias = tl.sum(d, "),
     ("merge", "else g * (w + s * acc)", "else w + s * acc"),
     ("unmerge", "v = w - s * acc if UNDO", "v = w + s * acc if UNDO"),
     ("embedding", "return w.to(tl.float32) + acc\n", "return w.to(tl.float32) + 2 * acc\n"),

@@ -1,12 +1,50 @@
-"""``y = h base + g s lora + bias``, h = g or g - 1; formulas in fdora/eager/compose.py."""
+"""``y = h base + g s lora + bias``, h = g or g - 1; formulas in fdora/eager/compose.py.
+
+Channels lie along axis 1 of rows of tokens, and along axis 0 of planes, where row l N + n, of P points, is channel n.
+Forward has a kernel for each: one body for both took more registers for planes on sm_80.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.tile import column_at, row_at
+from fdora.triton.kernels.tile import Matrix, column_at, loaded, row_at, store
 from fdora.triton.runtime.cost import launched
+
+
+@triton.jit
+def _backward(
+    dy, base, lora, dbase, dlora, gn, own, strip, I, J, s,
+    DELTA: tl.constexpr, NEED_G: tl.constexpr, NEED_BIAS: tl.constexpr, STRIP: tl.constexpr, STEP: tl.constexpr,
+    AXIS: tl.constexpr,
+):
+    """Gradients of the channels ``own`` along a strip of the other axis, and their sums of dy (base + s lora) and of dy."""
+    sum_g = tl.zeros(own.shape, tl.float32)
+    sum_bias = tl.zeros(own.shape, tl.float32)
+    gn = tl.expand_dims(gn, 1 - AXIS)
+    for at in range(0, STRIP, STEP):
+        along = strip * STRIP + at + tl.arange(0, STEP)
+        i, j = (along, own) if AXIS == 1 else (own, along)
+        d = loaded(dy, i, j, I, J).to(tl.float32)
+        if dbase.p is not None:
+            store(d * (gn - 1 if DELTA else gn), dbase, i, j, I, J)
+        if dlora.p is not None:
+            store(d * (s * gn), dlora, i, j, I, J)
+        if NEED_G:
+            u, v = loaded(base, i, j, I, J).to(tl.float32), loaded(lora, i, j, I, J).to(tl.float32)
+            sum_g += tl.sum(d * (u + s * v), axis=1 - AXIS)
+        if NEED_BIAS:
+            sum_bias += tl.sum(d, axis=1 - AXIS)
+    return sum_g, sum_bias
+
+
+@triton.jit
+def _store_sums(sums, partial_g, partial_bias, at, mask):
+    if partial_g is not None:
+        tl.store(partial_g + at, sums[0], mask=mask)
+    if partial_bias is not None:
+        tl.store(partial_bias + at, sums[1], mask=mask)
 
 
 @triton.jit(launch_metadata=launched)
@@ -29,35 +67,23 @@ def compose_fwd_kernel(
 
 @triton.jit(launch_metadata=launched)
 def compose_bwd_kernel(
-    dy, base, lora, g, dbase, dlora, partial_g, partial_bias, s, M, N, stride_dy, stride_base, stride_lora,
+    dy, base, lora,  # (M, N)
+    g,  # (N,)
+    dbase, dlora,  # (M, N)
+    partial_g, partial_bias,  # (strips, N)
+    s, M, N, stride_dy, stride_base, stride_lora,
     DELTA: tl.constexpr, NEED_BASE: tl.constexpr, NEED_LORA: tl.constexpr, NEED_G: tl.constexpr, NEED_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, FLAT: tl.constexpr,
 ):
     n = column_at(tl.cdiv(N, BLOCK_N), FLAT) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = n < N
-    gn = tl.load(g + n, mask=in_n, other=0.0)[None, :]
-    sum_g = tl.zeros((BLOCK_N,), tl.float32)
-    sum_bias = tl.zeros((BLOCK_N,), tl.float32)
-    for i in range(0, ROWS, BLOCK_M):
-        m = row_at(tl.cdiv(N, BLOCK_N), FLAT) * ROWS + i + tl.arange(0, BLOCK_M)
-        mask = (m < M)[:, None] & in_n[None, :]
-        row = m[:, None].to(tl.int64)
-        d = tl.load(dy + row * stride_dy + n[None, :], mask=mask, other=0.0).to(tl.float32)
-        if NEED_BASE:
-            tl.store(dbase + row * N + n[None, :], (d * (gn - 1 if DELTA else gn)).to(dbase.dtype.element_ty), mask=mask)
-        if NEED_LORA:
-            tl.store(dlora + row * N + n[None, :], (d * (s * gn)).to(dlora.dtype.element_ty), mask=mask)
-        if NEED_G:
-            u = tl.load(base + row * stride_base + n[None, :], mask=mask, other=0.0).to(tl.float32)
-            v = tl.load(lora + row * stride_lora + n[None, :], mask=mask, other=0.0).to(tl.float32)
-            sum_g += tl.sum(d * (u + s * v), axis=0)
-        if NEED_BIAS:
-            sum_bias += tl.sum(d, axis=0)
-    at = row_at(tl.cdiv(N, BLOCK_N), FLAT).to(tl.int64) * N + n
-    if NEED_G:
-        tl.store(partial_g + at, sum_g, mask=in_n)
-    if NEED_BIAS:
-        tl.store(partial_bias + at, sum_bias, mask=in_n)
+    strip = row_at(tl.cdiv(N, BLOCK_N), FLAT)
+    gn = tl.load(g + n, mask=n < N, other=0.0)
+    dy, base, lora = Matrix(dy, stride_dy, None), Matrix(base, stride_base, None), Matrix(lora, stride_lora, None)
+    sums = _backward(
+        dy, base, lora, Matrix(dbase, N, None), Matrix(dlora, N, None), gn, n, strip, M, N, s,
+        DELTA, NEED_G, NEED_BIAS, ROWS, BLOCK_M, 1,
+    )
+    _store_sums(sums, partial_g, partial_bias, strip.to(tl.int64) * N + n, n < N)
 
 
 @triton.jit(launch_metadata=launched)
@@ -81,33 +107,20 @@ def planes_fwd_kernel(
 
 @triton.jit(launch_metadata=launched)
 def planes_bwd_kernel(
-    dy, base, lora, g, dbase, dlora, partial_g, partial_bias, s, rows, N, P,
+    dy, base, lora,  # (rows, P)
+    g,  # (N,)
+    dbase, dlora,  # (rows, P)
+    partial_g, partial_bias,  # (rows / N strips, N)
+    s, rows, N, P,
     DELTA: tl.constexpr, NEED_BASE: tl.constexpr, NEED_LORA: tl.constexpr, NEED_G: tl.constexpr, NEED_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, STRIP: tl.constexpr, FLAT: tl.constexpr,
 ):
     m = column_at(tl.cdiv(rows, BLOCK_M), FLAT) * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_m = m < rows
-    gn = tl.load(g + m % N)[:, None]
-    sum_g = tl.zeros((BLOCK_M,), tl.float32)
-    sum_bias = tl.zeros((BLOCK_M,), tl.float32)
-    for i in range(0, STRIP, BLOCK_P):
-        p = row_at(tl.cdiv(rows, BLOCK_M), FLAT) * STRIP + i + tl.arange(0, BLOCK_P)
-        mask = in_m[:, None] & (p < P)[None, :]
-        at = m[:, None].to(tl.int64) * P + p[None, :]
-        d = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
-        if NEED_BASE:
-            tl.store(dbase + at, (d * (gn - 1 if DELTA else gn)).to(dbase.dtype.element_ty), mask=mask)
-        if NEED_LORA:
-            tl.store(dlora + at, (d * (s * gn)).to(dlora.dtype.element_ty), mask=mask)
-        if NEED_G:
-            u = tl.load(base + at, mask=mask, other=0.0).to(tl.float32)
-            v = tl.load(lora + at, mask=mask, other=0.0).to(tl.float32)
-            sum_g += tl.sum(d * (u + s * v), axis=1)
-        if NEED_BIAS:
-            sum_bias += tl.sum(d, axis=1)
+    strip, gn = row_at(tl.cdiv(rows, BLOCK_M), FLAT), tl.load(g + m % N)
+    sums = _backward(
+        Matrix(dy, P, None), Matrix(base, P, None), Matrix(lora, P, None), Matrix(dbase, P, None), Matrix(dlora, P, None),
+        gn, m, strip, rows, P, s, DELTA, NEED_G, NEED_BIAS, STRIP, BLOCK_P, 0,
+    )
     strips = tl.cdiv(P, STRIP) if FLAT else tl.num_programs(1)
-    to = ((m // N).to(tl.int64) * strips + row_at(tl.cdiv(rows, BLOCK_M), FLAT)) * N + m % N
-    if NEED_G:
-        tl.store(partial_g + to, sum_g, mask=in_m)
-    if NEED_BIAS:
-        tl.store(partial_bias + to, sum_bias, mask=in_m)
+    at = ((m // N).to(tl.int64) * strips + strip) * N + m % N
+    _store_sums(sums, partial_g, partial_bias, at, m < rows)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import g_tile
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, store, within
 from fdora.triton.runtime.cost import launched
 
 
@@ -49,8 +50,6 @@ def by_g_kernel(
     t, out, m, c, N, K, stride_n, stride_k, stride_out, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """g t, row by row; ``out`` may be t."""
-    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = (n < N)[:, None] & (k < K)[None, :]
-    v = tl.load(t + n[:, None].to(tl.int64) * stride_n + k[None, :].to(tl.int64) * stride_k, mask=mask).to(tl.float32)
-    v *= g_tile(m, c, n, N)[:, None]
-    tl.store(out + n[:, None].to(tl.int64) * stride_out + k[None, :], v.to(out.dtype.element_ty), mask=mask)
+    n, k = block_on(0, BLOCK_N), block_on(1, BLOCK_K)
+    v = tl.load(addresses(Matrix(t, stride_n, stride_k), n, k), mask=within(n, k, N, K)).to(tl.float32)
+    store(v * g_tile(m, c, n, N)[:, None], Matrix(out, stride_out, None), n, k, N, K)

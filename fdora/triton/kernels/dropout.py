@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, store, within
 from fdora.triton.runtime.cost import launched
 
 
@@ -48,13 +49,11 @@ def drop_kernel(
     x, out, seed, threshold, scale, M, K, stride_xm, stride_xk,
     ACCUMULATE: tl.constexpr, ORIGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = (t < M)[:, None] & (k < K)[None, :]
-    row = t[:, None].to(tl.int64)
+    t, k = block_on(0, BLOCK_M), block_on(1, BLOCK_K)
+    mask, out = within(t, k, M, K), Matrix(out, K, None)
     keep = keep_tile(seed, threshold, t, k, ORIGIN)
-    v = tl.load(x + row * stride_xm + k[None, :].to(tl.int64) * stride_xk, mask=mask).to(tl.float32)
+    v = tl.load(addresses(Matrix(x, stride_xm, stride_xk), t, k), mask=mask).to(tl.float32)
     v = tl.where(keep, v * scale, 0.0)
     if ACCUMULATE:
-        v += tl.load(out + row * K + k[None, :], mask=mask).to(tl.float32)
-    tl.store(out + row * K + k[None, :], v.to(out.dtype.element_ty), mask=mask)
+        v += tl.load(addresses(out, t, k), mask=mask).to(tl.float32)
+    store(v, out, t, k, M, K)

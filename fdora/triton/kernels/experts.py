@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.act import share_of, slope_of
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, within
 from fdora.triton.runtime.cost import launched
 
 SHARPNESS, LIMIT = map(tl.constexpr, (1.702, 7.0))  # as fdora/eager/experts.py
@@ -16,13 +17,12 @@ def spread_kernel(
     x, order, gates, out, M, N, k, stride_x, HAS_GATES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """out[i] = gates[order[i]] x[order[i] // k]."""
-    i, n = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (i < M)[:, None] & (n < N)[None, :]
+    i, n = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
     pair = tl.load(order + i, mask=i < M, other=0)
-    v = tl.load(x + (pair // k)[:, None] * stride_x + n[None, :], mask=mask, other=0.0)
+    v = tl.load(addresses(Matrix(x, stride_x, None), pair // k, n), mask=within(i, n, M, N), other=0.0)
     if HAS_GATES:
         v = v.to(tl.float32) * tl.load(gates + pair, mask=i < M, other=0.0).to(tl.float32)[:, None]
-    tl.store(out + i[:, None].to(tl.int64) * N + n[None, :], v.to(out.dtype.element_ty), mask=mask)
+    store(v, Matrix(out, N, None), i, n, M, N)
 
 
 @triton.jit(launch_metadata=launched)
@@ -30,16 +30,15 @@ def combine_kernel(
     rows, place, gates, out, T, N, k, stride_rows, HAS_GATES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """out[t] = sum over j, in their order, of gates[t, j] rows[place[t, j]]."""
-    t, n = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (t < T)[:, None] & (n < N)[None, :]
+    t, n = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for j in range(0, k):
         at = tl.load(place + t * k + j, mask=t < T, other=0)
-        v = tl.load(rows + at[:, None] * stride_rows + n[None, :], mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(addresses(Matrix(rows, stride_rows, None), at, n), mask=within(t, n, T, N), other=0.0).to(tl.float32)
         if HAS_GATES:
             v = v * tl.load(gates + t * k + j, mask=t < T, other=0.0).to(tl.float32)[:, None]
         acc += v
-    tl.store(out + t[:, None].to(tl.int64) * N + n[None, :], acc.to(out.dtype.element_ty), mask=mask)
+    store(acc, Matrix(out, N, None), t, n, T, N)
 
 
 @triton.jit(launch_metadata=launched)
@@ -47,15 +46,15 @@ def gates_kernel(
     dy, rows, place, out, M, N, k, stride_dy, stride_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """out[t, j] = dy[t] . rows[place[t, j]]; M pairs (t, j)."""
-    i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    at = tl.load(place + i, mask=i < M, other=0)[:, None] * stride_rows
-    here = (i // k)[:, None].to(tl.int64) * stride_dy
+    i = block_on(0, BLOCK_M)
+    at = tl.load(place + i, mask=i < M, other=0)
     acc = tl.zeros((BLOCK_M,), tl.float32)
     for n0 in range(0, N, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
-        mask = (i < M)[:, None] & (n < N)[None, :]
-        d = tl.load(dy + here + n[None, :], mask=mask, other=0.0).to(tl.float32)
-        acc += tl.sum(d * tl.load(rows + at + n[None, :], mask=mask, other=0.0).to(tl.float32), axis=1)
+        mask = within(i, n, M, N)
+        d = tl.load(addresses(Matrix(dy, stride_dy, None), i // k, n), mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(addresses(Matrix(rows, stride_rows, None), at, n), mask=mask, other=0.0).to(tl.float32)
+        acc += tl.sum(d * v, axis=1)
     tl.store(out + i, acc.to(out.dtype.element_ty), mask=i < M)
 
 
@@ -67,7 +66,7 @@ def _pair(z, t, f, M, F, ACT: tl.constexpr):
         gate_at, up_at = row + 2 * f[None, :], row + 2 * f[None, :] + 1
     else:
         gate_at, up_at = row + f[None, :], row + F + f[None, :]
-    mask = (t < M)[:, None] & (f < F)[None, :]
+    mask = within(t, f, M, F)
     gate = tl.load(z + gate_at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(z + up_at, mask=mask, other=0.0).to(tl.float32)
     return gate_at, up_at, gate, up, mask
@@ -75,22 +74,22 @@ def _pair(z, t, f, M, F, ACT: tl.constexpr):
 
 @triton.jit(launch_metadata=launched)
 def gated_fwd_kernel(z, a, M, F, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    t, f = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    _, _, gate, up, mask = _pair(z, t, f, M, F, ACT)
+    t, f = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
+    _, _, gate, up, _ = _pair(z, t, f, M, F, ACT)
     if ACT == "gpt_oss":  # tl.minimum alone would make a number of a NaN
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
         out = gate * tl.sigmoid(gate * SHARPNESS) * up
     else:
         out = gate * share_of(gate, ACT) * up
-    tl.store(a + t[:, None].to(tl.int64) * F + f[None, :], out.to(a.dtype.element_ty), mask=mask)
+    store(out, Matrix(a, F, None), t, f, M, F)
 
 
 @triton.jit(launch_metadata=launched)
 def gated_bwd_kernel(da, z, dz, M, F, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    t, f = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t, f = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
     gate_at, up_at, gate, up, mask = _pair(z, t, f, M, F, ACT)
-    d = tl.load(da + t[:, None].to(tl.int64) * F + f[None, :], mask=mask, other=0.0).to(tl.float32)
+    d = loaded(Matrix(da, F, None), t, f, M, F).to(tl.float32)
     if ACT == "gpt_oss":
         moves_gate, moves_up = ~(gate > LIMIT), ~((up > LIMIT) | (up < -LIMIT))
         gate = tl.where(moves_gate, gate, LIMIT)

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.dropout import keep_rows
 from fdora.triton.kernels.multi import bounds_of
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, store, within
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_wait
 
@@ -14,14 +15,11 @@ from fdora.triton.runtime.private import gdc_wait
 @triton.jit(launch_metadata=launched)
 def rows_kernel(x, order, out, M, N, stride_x, SCATTER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """out[t] = x[order[t]]; SCATTER: out[order[t]] = x[t]."""
-    t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (t < M)[:, None] & (n < N)[None, :]
-    there, here = tl.load(order + t, mask=t < M, other=0)[:, None], t[:, None].to(tl.int64)
-    if SCATTER:
-        tl.store(out + there * N + n[None, :], tl.load(x + here * stride_x + n[None, :], mask=mask), mask=mask)
-    else:
-        tl.store(out + here * N + n[None, :], tl.load(x + there * stride_x + n[None, :], mask=mask), mask=mask)
+    t, n = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
+    mask, there = within(t, n, M, N), tl.load(order + t, mask=t < M, other=0)
+    of_x, of_out = (t, there) if SCATTER else (there, t)
+    v = tl.load(addresses(Matrix(x, stride_x, None), of_x, n), mask=mask)
+    tl.store(addresses(Matrix(out, N, None), of_out, n), v, mask=mask)
 
 
 @triton.jit
@@ -108,10 +106,7 @@ def keep_of_segments(seed, threshold, ids, t, k, offsets, M, G):
 def multi_drop_kernel(
     x, out, seed, offsets, ids, threshold, scale, M, G, K, stride_xm, stride_xk, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = (t < M)[:, None] & (k < K)[None, :]
-    row = t[:, None].to(tl.int64)
-    v = tl.load(x + row * stride_xm + k[None, :].to(tl.int64) * stride_xk, mask=mask).to(tl.float32)
+    t, k = block_on(0, BLOCK_M), block_on(1, BLOCK_K)
+    v = tl.load(addresses(Matrix(x, stride_xm, stride_xk), t, k), mask=within(t, k, M, K)).to(tl.float32)
     v = tl.where(keep_of_segments(seed, threshold, ids, t, k, offsets, M, G), v * scale, 0.0)
-    tl.store(out + row * K + k[None, :], v.to(out.dtype.element_ty), mask=mask)
+    store(v, Matrix(out, K, None), t, k, M, K)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.g import EPS, g_tile
 from fdora.triton.kernels.sums import column_sums
-from fdora.triton.kernels.tile import Matrix, block_on, column_at, loaded, place, row_at, store, within
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, column_at, loaded, row_at, store, within
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
@@ -180,7 +180,7 @@ def finish_kernel(
     if BLOCK_R > 0:
         r = tl.arange(0, BLOCK_R)
         sum_B = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
-        at_strip = place(Matrix(partial_B, R, None), n, r)
+        at_strip = addresses(Matrix(partial_B, R, None), n, r)
         for _ in range(strips):
             sum_B += tl.load(at_strip, mask=within(n, r, N, R), other=0.0)
             at_strip += N * R

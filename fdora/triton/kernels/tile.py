@@ -76,7 +76,7 @@ def tile_at(i, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.con
 
 
 @triton.jit
-def place(t, i, j):
+def addresses(t, i, j):
     """Where the elements of a Matrix at rows i and columns j lie."""
     return t.p + i[:, None].to(tl.int64) * t.row + (j[None, :] if t.col is None else j[None, :].to(tl.int64) * t.col)
 
@@ -90,13 +90,13 @@ def within(i, j, I, J):
 @triton.jit
 def loaded(t, i, j, I, J, EVEN: tl.constexpr = 0):
     """The elements of a Matrix (I, J) at rows i and columns j; zeros outside."""
-    return tl.load(place(t, i, j)) if EVEN else tl.load(place(t, i, j), mask=within(i, j, I, J), other=0.0)
+    return tl.load(addresses(t, i, j)) if EVEN else tl.load(addresses(t, i, j), mask=within(i, j, I, J), other=0.0)
 
 
 @triton.jit
 def store(v, t, i, j, I, J):
     """v into a Matrix (I, J) at rows i and columns j, in its dtype."""
-    tl.store(place(t, i, j), v.to(t.p.dtype.element_ty), mask=within(i, j, I, J))
+    tl.store(addresses(t, i, j), v.to(t.p.dtype.element_ty), mask=within(i, j, I, J))
 
 
 @triton.jit
