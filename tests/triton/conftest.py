@@ -58,7 +58,7 @@ def own(monkeypatch):
     from fdora.triton import norm_kept, tree
 
     counts = Counter()
-    for module, name in ((norm_kept, "_kept"), (_table.Table, "run"), (tree.Kept, "now")):
+    for module, name in ((norm_kept, "_row_norm_kept"), (_table.Table, "run"), (tree.Kept, "now")):
 
         def counted(*args, name=name, before=getattr(module, name)):  # noqa: B008
             counts[name] += 1
