@@ -30,7 +30,7 @@ def launched(monkeypatch):
 
     found, run = [], walk.run
     monkeypatch.setattr(
-        walk, "run", lambda plan, *args: "of codes" in plan.name and found.append(plan.name) or run(plan, *args)
+        walk, "run", lambda plan, *args: ("of codes" in plan.name and found.append(plan.name)) or run(plan, *args)
     )
     return found
 

@@ -861,7 +861,7 @@ def test_the_current_stream_and_graphs():
 def scaled_by(plan, a):
     """A launch with a scalar, of a kernel that notes what it is started with."""
     out = plan.result("out", a.shape, a.dtype)
-    plan.launch(Noted(), (1,), {"a": plan.matrix(a), "out": out, "s": plan.scalar("s")}, 4, cost=Cost())
+    plan.launch(Noted(), (1,), {"a": plan.matrix(a), "out": out, "s": plan.scalar("s")}, cost=Cost())
 
 
 class Noted:
@@ -982,7 +982,7 @@ def test_a_kernel_compiled_for_more_alignment_than_its_key_says_is_not_kept(monk
     def write(plan, a):
         part = plan.matrix(a).rows(1, 8)  # 12 bytes further
         out = plan.result("out", part.shape, part.dtype)
-        plan.launch(Noted(), (1,), {"a": part, "out": out, "s": plan.scalar("s")}, 4, cost=Cost())
+        plan.launch(Noted(), (1,), {"a": part, "out": out, "s": plan.scalar("s")}, cost=Cost())
 
     plan, store = plan_of(write, alike(8, 3, dtype=FP32, aligned=False)), torch.zeros(40)
     assert store.data_ptr() % 16 == 0
@@ -1012,7 +1012,7 @@ def test_a_launch_names_every_parameter_of_its_kernel(change, says):
     def write(plan, a):
         out = plan.result("out", a.shape, a.dtype)
         given = {"a": plan.matrix(a), "out": out, "s": plan.scalar("s")} | change
-        plan.launch(Noted(), (1,), {name: v for name, v in given.items() if v is not None}, 4, cost=Cost())
+        plan.launch(Noted(), (1,), {name: v for name, v in given.items() if v is not None}, cost=Cost())
 
     with pytest.raises(TypeError, match=re.escape(f"a launch of noted {says}")):
         plan_of(write, alike(4, 4, dtype=FP32))
