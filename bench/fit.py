@@ -1,4 +1,4 @@
-"""Fit the model of fdora/triton/waves.py to what bench.tune measured, say how well it predicts, and write it down.
+"""Fit the model of fdora/triton/tiles/waves.py to what bench.tune measured, say how well it predicts, and write it down.
 
     python -m bench fit RUN... [--unseen RUN] [--write fdora/triton/tiles/products.json] [--json FILE] [--figure FILE]
 
@@ -26,9 +26,9 @@ from bench.save import save as save_json
 from bench.suite import about, command
 from bench.table import table
 from bench.tune import TILES
-from fdora.triton.choice import together
-from fdora.triton.configs import GemmConfig
-from fdora.triton.waves import CublasFit, Fit, PassFit, Tile, after_us, cublas_us, fused_us, gpu_of
+from fdora.triton.tiles.configs import GemmConfig
+from fdora.triton.tiles.product import together
+from fdora.triton.tiles.waves import CublasFit, Fit, PassFit, Tile, after_us, cublas_us, fused_us, gpu_of
 
 GPU = gpu_of(90, 132)
 LEAST, MOST = (0.2, 0.02, 0.1, 0.3, 0.2), (0.97, 1.0, 10.0, 5.0, 1.1)
@@ -209,7 +209,7 @@ def written(models, rows, gpu):
 
 
 def as_data(model):
-    """Fields by name, as fdora/triton/choice.py reads them."""
+    """Fields by name, as fdora/triton/tiles/product.py reads them."""
     fused = [
         {"tile": dict(zip(GemmConfig._fields[1:], config, strict=True)), "fit": fit._asdict()}
         for config, fit in model["fused"].items()

@@ -1,4 +1,4 @@
-"""Fit the model of fdora/triton/few.py to what `python -m bench tune few` measured, say how well it chooses, and write it down.
+"""Fit the model of tiles/few.py to what `python -m bench tune few` measured, say how well it chooses, and write it down.
 
     python -m bench.fit_few RUN... [--write fdora/triton/tiles/few.json]
 
@@ -20,9 +20,9 @@ from scipy.optimize import least_squares
 from bench import records
 from bench.save import save as save_json
 from bench.table import table
-from fdora.triton.choice import product_way
-from fdora.triton.few import BesideFit, NarrowFit, beside_us, narrow_us
-from fdora.triton.waves import gpu_of
+from fdora.triton.tiles.few import BesideFit, NarrowFit, beside_us, narrow_us
+from fdora.triton.tiles.product import product_way
+from fdora.triton.tiles.waves import gpu_of
 
 GPU = gpu_of(90, 132)
 START = (0.8, 70_000.0, 20_000.0, 3.0, 1.0, 4.0, 1.0, 4.0, 0.6, 8.0, 0.5, 0.1)  # NarrowFit, BesideFit

@@ -41,10 +41,6 @@ from bench.suite import about, command
 from bench.truth import rel_l2
 from fdora.functional import dora_linear, dora_norm, dora_norm_tree
 from fdora.quant import quantize
-from fdora.triton.choice import SHARED, Way
-from fdora.triton.configs import GemmConfig, NormConfig, ScaleConfig, SmallConfig, TreeConfig, power_of_two
-from fdora.triton.configs_few import CodesConfig
-from fdora.triton.configs_quant import QuantConfig, StripConfig
 from fdora.triton.gemm import Epilogue
 from fdora.triton.multi_bwd import GradConfig
 from fdora.triton.multi_gemm import HConfig
@@ -56,6 +52,10 @@ from fdora.triton.runtime import walk
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import device_of
 from fdora.triton.tiles import measured
+from fdora.triton.tiles.codes import CodesConfig
+from fdora.triton.tiles.configs import GemmConfig, NormConfig, ScaleConfig, SmallConfig, TreeConfig, power_of_two
+from fdora.triton.tiles.product import SHARED, Way
+from fdora.triton.tiles.quant import QuantConfig, StripConfig
 
 S, DTYPE = 2.0, torch.bfloat16
 Shape = tuple[int, ...]

@@ -64,7 +64,11 @@ MAY = {
     "_torch": set(),
 }
 # rooms of fdora/triton -> what of fdora.triton they may import; the facades, which have no room, may import all of it
-ROOMS = {"tiles": (), "kernels": ("kernels.", "runtime.private.", "runtime.cost.", "runtime.lookup."), "runtime": ("runtime.",)}
+ROOMS = {
+    "tiles": ("tiles.", "runtime.device."),
+    "kernels": ("kernels.", "runtime.private.", "runtime.cost.", "runtime.lookup."),
+    "runtime": ("runtime.",),
+}
 # A private name of torch or of Triton, and everything of Triton that is not a public interface, stands in one file each.
 PRIVATE = {
     "torch": {

@@ -28,7 +28,6 @@ from fdora.triton.codes import (
     tensors_of,
     written,
 )
-from fdora.triton.configs_quant import dequantize_config
 from fdora.triton.copy import in_dtype
 from fdora.triton.kernels.dequantize import dequantize4_kernel, dequantize8_kernel, lost4_kernel, lost8_kernel
 from fdora.triton.norm import norm as norm_of_dense
@@ -38,6 +37,7 @@ from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
 from fdora.triton.scale import tiny_of
+from fdora.triton.tiles.quant import dequantize_config
 
 TOGETHER = 64  # ranks up to this have their norm out of the pass that decodes
 

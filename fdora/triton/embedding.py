@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from fdora._records import Lookup
-from fdora.triton.configs import power_of_two
 from fdora.triton.kernels.embedding import (
     embedding_kernel,
     embedding_ready_kernel,
@@ -34,6 +33,7 @@ from fdora.triton.op import planned
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
+from fdora.triton.tiles.configs import power_of_two
 
 WHOLE = 64  # up to this rank a program keeps its columns of A
 WALKS = 16  # up to this rank programs keep B, of a half-precision W

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from fdora._records import Lookup, Needs
-from fdora.triton.configs import power_of_two
 from fdora.triton.embedding import call_of, ready
 from fdora.triton.kernels.embedding_bwd import (
     embedding_bwd_kernel,
@@ -32,6 +31,7 @@ from fdora.triton.op import planned
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.plan import Array, Like, Plan
+from fdora.triton.tiles.configs import power_of_two
 
 WHOLE = 64  # the largest rank: sums of (columns, r) stay in registers
 BLOCK_T, BLOCK_D = 32, 128

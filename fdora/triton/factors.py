@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from fdora.triton.configs import power_of_two
 from fdora.triton.kernels.factors import factors_kernel
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
+from fdora.triton.tiles.configs import power_of_two
 
 
 class FactorsConfig(NamedTuple):

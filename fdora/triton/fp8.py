@@ -19,7 +19,6 @@ from torch import Tensor
 from fdora._records import Dropout, Operands, Options, Saved
 from fdora.quant import Codes8
 from fdora.triton.codes import Coded
-from fdora.triton.configs import fp8_config, power_of_two
 from fdora.triton.copy import in_dtype
 from fdora.triton.dropout import drop
 from fdora.triton.kernels.fp8 import fp8_blocks_kernel, fp8_gemm_kernel, fp8_rows_kernel
@@ -28,6 +27,7 @@ from fdora.triton.op import planned
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.plan import Array, Like, Plan
+from fdora.triton.tiles.configs import fp8_config, power_of_two
 
 BLOCK, TOKENS = 128, 16
 E4M3 = torch.float8_e4m3fn

@@ -23,14 +23,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fdora.triton.choice import fused_config
-from fdora.triton.configs import GemmConfig, power_of_two
 from fdora.triton.copy import stacked
 from fdora.triton.dropout import has_origin, threshold
 from fdora.triton.kernels.gemm import gemm_pointer_kernel, gemm_tma_kernel
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import beside_others, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Tile
+from fdora.triton.tiles.configs import GemmConfig, power_of_two
+from fdora.triton.tiles.product import fused_config
 
 
 class Epilogue(NamedTuple):

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora.triton.configs import merge_config
 from fdora.triton.copy import in_dtype
 from fdora.triton.kernels.merge import merge_kernel
 from fdora.triton.norm import GROUP_N, tiled
@@ -21,6 +20,7 @@ from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.split import rows_at_a_time, split_A, split_B
+from fdora.triton.tiles.configs import merge_config
 
 
 def merge_fwd(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float) -> Tensor:

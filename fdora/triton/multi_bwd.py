@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdora.triton.configs import power_of_two, scale_config
 from fdora.triton.kernels.multi_bwd import multi_finish_kernel, multi_grad_kernel, multi_scale_kernel, multi_sum_kernel
 from fdora.triton.multi_gemm import (
     Right,
@@ -31,6 +30,7 @@ from fdora.triton.runtime.device import MOST_ROWS, cdiv, grid_of
 from fdora.triton.runtime.plan import Array
 from fdora.triton.scale import tiny_of
 from fdora.triton.sums import column_sums
+from fdora.triton.tiles.configs import power_of_two, scale_config
 
 FINISH = ((32, 32), (256, 4))  # columns and strips: where an adapter has many strips, and where adapters are many
 SUM = 1024

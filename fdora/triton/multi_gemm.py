@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdora.triton.choice import bank_config, grouped_config
-from fdora.triton.configs import GemmConfig, power_of_two
 from fdora.triton.dropout import threshold
 from fdora.triton.kernels.multi import multi_h_kernel, multi_routes_kernel
 from fdora.triton.kernels.multi_gemm import multi_epilogue_kernel, multi_gemm_pointer_kernel, multi_gemm_tma_kernel
@@ -27,6 +25,8 @@ from fdora.triton.multi_rows import Laid, Seen, as_matrix
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import INTERPRETED, Device, cdiv, grid_of, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Tile
+from fdora.triton.tiles.configs import GemmConfig, power_of_two
+from fdora.triton.tiles.product import bank_config, grouped_config
 
 BLOCK_GN = 1024  # columns of g that a program writes
 EPILOGUE_M, EPILOGUE_N = 64, 64

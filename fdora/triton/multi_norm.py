@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora.triton.configs import norm_config, power_of_two
 from fdora.triton.kernels.multi_norm import (
     experts_norm_kernel,
     multi_norm_kernel,
@@ -40,6 +39,7 @@ from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.plan import Array, Like, Plan
 from fdora.triton.sums import SUM_N, SUM_T
+from fdora.triton.tiles.configs import norm_config, power_of_two
 
 SMALL_R = 32
 ROOT_N, ROOT_K = 64, 64

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from fdora.triton.configs import power_of_two
 from fdora.triton.dropout import threshold
 from fdora.triton.kernels.multi import multi_ranks_kernel
 from fdora.triton.kernels.multi_rows import bank_kernel, multi_drop_kernel, rows_kernel
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
+from fdora.triton.tiles.configs import power_of_two
 
 BLOCK_M, BLOCK_N = 8, 512
 BLOCK_Q = 256

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from fdora._records import NormOf
-from fdora.triton.configs import MAX_N, MIN_K, NormConfig, norm_config
 from fdora.triton.copy import in_dtype
 from fdora.triton.hash import WORDS, fingerprint
 from fdora.triton.kernels.norm import choose_kernel, norm_kernel
@@ -32,6 +31,7 @@ from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.split import rows_at_a_time, split_A, split_B
 from fdora.triton.sums import SUM_N, SUM_T, column_sums
+from fdora.triton.tiles.configs import MAX_N, MIN_K, NormConfig, norm_config
 
 GROUP_N = 8  # rows of tiles that run together, so that their slabs of A and B meet in L2
 

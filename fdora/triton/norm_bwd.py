@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from fdora._records import Onto
-from fdora.triton.configs import power_of_two
 from fdora.triton.copy import dense
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Operand, gemm
 from fdora.triton.kernels.norm_bwd import (
@@ -40,6 +39,7 @@ from fdora.triton.op import planned
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
+from fdora.triton.tiles.configs import power_of_two
 
 BLOCK_N, BLOCK_J = 64, 128
 WHOLE = 64  # up to this rank one launch forms all sums

@@ -1,4 +1,4 @@
-"""The product of a layer with its low-rank term, in one of two ways; which one is a function of the shape (choice.py).
+"""The product of a layer with its low-rank term, in one of two ways; which one is a function of the shape (tiles/product.py).
 
     forward   y = g (x W^T + h B^T) + bias
     backward  dx = dz W + dh A
@@ -11,14 +11,14 @@ of x to the dtype of x before the rest is added in float32, "first" dh A.
 
 from __future__ import annotations
 
-from fdora.triton.choice import Way, product_way
-from fdora.triton.configs import rest_config
 from fdora.triton.copy import operand
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Operand, by_tma, gemm
 from fdora.triton.kernels.product import rest_kernel
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
+from fdora.triton.tiles.configs import rest_config
+from fdora.triton.tiles.product import Way, product_way
 
 
 def scaled_product(

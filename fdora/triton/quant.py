@@ -29,7 +29,6 @@ from fdora.triton.codes import (
     tensors_of,
     written,
 )
-from fdora.triton.configs_quant import quant_config, run_of
 from fdora.triton.copy import in_dtype
 from fdora.triton.hash import WORDS, fingerprint
 from fdora.triton.kernels.quant import quant4_kernel, quant8_kernel
@@ -41,6 +40,7 @@ from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
 from fdora.triton.split import rows_at_a_time, split_A, split_B
 from fdora.triton.sums import column_sums
+from fdora.triton.tiles.quant import quant_config, run_of
 
 
 def quant_norm(W: Coded, tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, squared: bool = False) -> Tensor:

@@ -12,13 +12,13 @@ import torch
 
 from fdora.quant import Lut4
 from fdora.triton.codes import LOOKUP, Packed, decoding, groups_of, in_pairs
-from fdora.triton.configs_quant import StripConfig, strip_config
 from fdora.triton.hash import WORDS
 from fdora.triton.kernels.quant_strips import quant4_strips_kernel
 from fdora.triton.norm import Guard, hashes_of
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Scalar, Tile
+from fdora.triton.tiles.quant import StripConfig, strip_config
 
 SECOND = 256  # groups to a second scale
 

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdora.triton.configs import ScaleConfig, long_strip, scale_config
 from fdora.triton.kernels.scale import finish_kernel, scale_kernel
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv, grid_of
 from fdora.triton.runtime.plan import Array
+from fdora.triton.tiles.configs import ScaleConfig, long_strip, scale_config
 
 FINISH_N, FINISH_T = 32, 32
 

@@ -33,7 +33,7 @@ from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.small import is_small
-from fdora.triton.waves import gpu_of
+from fdora.triton.tiles.waves import gpu_of
 
 COLUMNS, AT_ONCE = 512, 2**28  # parts of W are multiples of so many columns, and no more bytes than that where they can
 LAUNCHES = 8.0  # us: what scales W, B and dB, by kernels of their own

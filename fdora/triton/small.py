@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdora.triton.configs import SmallConfig, power_of_two, small_config
-from fdora.triton.few import LIMIT, takes_narrow_tiles
 from fdora.triton.kernels.small import shrink_kernel, small_kernel
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.tiles.configs import SmallConfig, power_of_two, small_config
+from fdora.triton.tiles.few import LIMIT, takes_narrow_tiles
 
 
 def is_small(tokens: int) -> bool:

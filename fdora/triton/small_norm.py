@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from fdora._torch import PLAIN, needs_dispatcher
-from fdora.triton.configs import SmallConfig, power_of_two, small_norm_config
 from fdora.triton.kernels.small_norm import small_norm_kernel
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv, device_of
 from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.small import Out, shrunk
+from fdora.triton.tiles.configs import SmallConfig, power_of_two, small_norm_config
 
 MOST_RANK = 64  # of one slab: B of a program's columns stays where it is for all of K
 MOST_TOKENS = 64

@@ -23,14 +23,14 @@ import torch
 
 from fdora.quant import Lut4
 from fdora.triton.codes import Packed, decoding, groups_of, has_ptx
-from fdora.triton.configs import power_of_two
-from fdora.triton.configs_few import CodesConfig, parts_config, small_codes_config
 from fdora.triton.kernels.small import add_parts_kernel
 from fdora.triton.kernels.small_codes import codes_parts_kernel, small_codes_kernel
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.small import Back, Ends, Out, backward_ends, forward_ends, shrunk
+from fdora.triton.tiles.codes import CodesConfig, parts_config, small_codes_config
+from fdora.triton.tiles.configs import power_of_two
 
 BESIDE = 64  # above this rank h B is a part beside those of x W
 

@@ -10,9 +10,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fdora.triton.configs import power_of_two, tree_config
 from fdora.triton.kernels.tree import WORDS16, WORDS32, WORDS64
 from fdora.triton.runtime.device import cdiv
+from fdora.triton.tiles.configs import power_of_two, tree_config
 
 FIELDS = (  # the rows of the table, in the order of F_ in kernels/tree.py
     "W",

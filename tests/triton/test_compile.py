@@ -20,8 +20,6 @@ from triton.compiler import ASTSource, make_backend  # noqa: E402
 
 from fdora._records import Dropout, Operands  # noqa: E402
 from fdora.triton import act  # noqa: E402
-from fdora.triton.choice import tiles  # noqa: E402
-from fdora.triton.configs import GemmConfig  # noqa: E402
 from fdora.triton.factors import factor_gradients  # noqa: E402
 from fdora.triton.fp8 import plan_fp8_linear  # noqa: E402
 from fdora.triton.gemm import Epilogue, Masked, Operand, gemm  # noqa: E402
@@ -31,6 +29,8 @@ from fdora.triton.runtime.device import Device  # noqa: E402
 from fdora.triton.runtime.plan import Array, Scalar, Tile  # noqa: E402
 from fdora.triton.runtime.private import HAS_PDL, OPTIONS  # noqa: E402
 from fdora.triton.small import Back, small_backward  # noqa: E402
+from fdora.triton.tiles.configs import GemmConfig  # noqa: E402
+from fdora.triton.tiles.product import tiles  # noqa: E402
 from tests.triton.recorder import NAMES  # noqa: E402
 from tests.triton.written import (  # noqa: E402
     BF16,

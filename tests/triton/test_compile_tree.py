@@ -7,8 +7,8 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora.triton import tree, tree_kept  # noqa: E402
-from fdora.triton.configs import tree_config  # noqa: E402
 from fdora.triton.runtime.cost import Cost  # noqa: E402
+from fdora.triton.tiles.configs import tree_config  # noqa: E402
 from fdora.triton.tree_table import launches_of, rows_of  # noqa: E402
 from tests.triton.test_compile import TARGETS, assert_fits, build, device, pytestmark  # noqa: E402, F401
 

@@ -9,12 +9,11 @@ from bench import records
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
-from fdora.triton import waves
-from fdora.triton.choice import CUBLAS, FUSED, PASSES, POINTERS, fused_config, product_way, tiles
-from fdora.triton.configs import SMALL, long_strip, nearest, rest_config, scale_config, small_config
-from fdora.triton.few import takes_narrow_tiles
-from fdora.triton.tiles import measured
-from fdora.triton.waves import Tile, cublas_us, fused_us, gpu_of, pass_us
+from fdora.triton.tiles import measured, waves
+from fdora.triton.tiles.configs import SMALL, long_strip, nearest, rest_config, scale_config, small_config
+from fdora.triton.tiles.few import takes_narrow_tiles
+from fdora.triton.tiles.product import CUBLAS, FUSED, PASSES, POINTERS, fused_config, product_way, tiles
+from fdora.triton.tiles.waves import Tile, cublas_us, fused_us, gpu_of, pass_us
 
 H200 = gpu_of(90, 132)
 LARGE = next(config for config in FUSED[True] if config[1:3] == (128, 256))

@@ -86,7 +86,7 @@ def test_the_mask_is_the_eager_mask():
 def test_tiles_by_tma(tokens, mode, as_hopper, monkeypatch):
     """The kernel of Hopper, interpreted, where all is fused: ragged in every axis, several tiles a program."""
     from fdora.triton import product
-    from fdora.triton.choice import Way, fused_config
+    from fdora.triton.tiles.product import Way, fused_config
 
     monkeypatch.setattr(product, "product_way", lambda *shape: Way("fused", fused_config(*shape), 0.0))
     t = tensors(136, 80, 24, (tokens,), HALF[0])

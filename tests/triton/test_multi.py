@@ -9,8 +9,8 @@ import fdora
 from fdora.eager import multi as eager
 from fdora.functional import dora_linear_multi, dora_norm, dora_stack
 from fdora.triton import multi
-from fdora.triton.configs import ScaleConfig
 from fdora.triton.runtime import walk
+from fdora.triton.tiles.configs import ScaleConfig
 from tests import device, reference
 from tests.checks.multi import case, dy_of, places, ranks_of, routed, together, truth, whole, with_gradients
 from tests.close import assert_within, rel_l2

@@ -7,13 +7,13 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
-from fdora.triton.choice import Way, fused_config
-from fdora.triton.configs import GemmConfig
 from fdora.triton.gemm import Epilogue
 from fdora.triton.product import scaled_product, summed_product
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import device_of
 from fdora.triton.runtime.walk import like, run
+from fdora.triton.tiles.configs import GemmConfig
+from fdora.triton.tiles.product import Way, fused_config
 from tests import device
 from tests.close import assert_within
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401 (read by the mark)

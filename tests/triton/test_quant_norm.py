@@ -16,11 +16,11 @@ from fdora.quant import Codes8, Lut4
 from fdora.quant.bnb import UNIT
 from fdora.triton import quant
 from fdora.triton.codes import Coded, weights_of, written
-from fdora.triton.configs_quant import run_of, strip_config
 from fdora.triton.quant import plan_quant_norm, quant_norm
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.describe import describe
 from fdora.triton.runtime.lookup import LANE_VALUE, OF_WORDS, PTX, SHUFFLED
+from fdora.triton.tiles.quant import run_of, strip_config
 from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels
 from tests.triton.written import HOPPER, forms_of_codes, launches, likes_of_norm, plan_dense, plan_dense_norm

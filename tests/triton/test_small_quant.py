@@ -11,10 +11,10 @@ from fdora._records import Operands
 from fdora.quant import TABLES, Lut4
 from fdora.quant.bnb import UNIT
 from fdora.triton.codes import Coded, packed
-from fdora.triton.configs_few import CodesConfig, parts_config, small_codes_config
 from fdora.triton.runtime.lookup import PICKED, SCALED
 from fdora.triton.small import Back, Out
 from fdora.triton.small_quant import reads, small_backward_of_codes, small_forward_of_codes
+from fdora.triton.tiles.codes import CodesConfig, parts_config, small_codes_config
 from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.test_quant_norm import HALF, SCALES, eight, executed, four

@@ -9,12 +9,12 @@ import torch
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from bench import clock, multi_ways, records, tune
-from fdora.triton.configs import GemmConfig
 from fdora.triton.multi_bwd import grad_config
 from fdora.triton.multi_gemm import h_config
 from fdora.triton.multi_norm import strip_config
 from fdora.triton.multi_small import room_config
 from fdora.triton.runtime.device import of_gpu
+from fdora.triton.tiles.configs import GemmConfig
 from tests import device
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels
 
@@ -108,8 +108,8 @@ def test_the_fit_finds_what_made_the_times():
     pytest.importorskip("scipy", reason="the fit needs scipy; `make test` installs it")
     from bench import fit
     from bench.shapes import draw
-    from fdora.triton.choice import together
-    from fdora.triton.waves import CublasFit, Fit, PassFit, Tile, cublas_us, fused_us, pass_us
+    from fdora.triton.tiles.product import together
+    from fdora.triton.tiles.waves import CublasFit, Fit, PassFit, Tile, cublas_us, fused_us, pass_us
 
     config, made = (128, 128, 64, 8, False, True, 4, 6), Fit(0.7, 0.2, 2.0, 1.5, 0.8)
     name, cublas = "fused 128 128 64 8 False True 4 6", CublasFit(0.8, 9.0, 2.0, 2.0, 0.85, 0.1, 2.0, 0.5)

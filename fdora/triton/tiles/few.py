@@ -17,11 +17,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from fdora.triton.choice import product_way
-from fdora.triton.configs import power_of_two, small_config
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.tiles import measured
-from fdora.triton.waves import Gpu, gpu_of
+from fdora.triton.tiles.configs import power_of_two, small_config
+from fdora.triton.tiles.product import product_way
+from fdora.triton.tiles.waves import Gpu, gpu_of
 
 LIMIT = 64  # tokens; above, no narrow tile was written
 SHARED = 227_000  # bytes of a multiprocessor

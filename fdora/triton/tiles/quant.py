@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fdora.triton.configs import power_of_two, span_of
+from fdora.triton.tiles.configs import power_of_two, span_of
 
 
 class QuantConfig(NamedTuple):

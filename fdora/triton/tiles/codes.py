@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from fdora.triton.configs import power_of_two
+from fdora.triton.tiles.configs import power_of_two
 
 
 class CodesConfig(NamedTuple):

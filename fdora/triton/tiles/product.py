@@ -8,28 +8,25 @@ that are not measured but those of tiles as large.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fdora.triton.configs import GemmConfig
 from fdora.triton.tiles import measured
-from fdora.triton.waves import CublasFit, Fit, Gpu, PassFit, Tile, after_us, fused_us, gpu_of
+from fdora.triton.tiles.configs import GemmConfig
+from fdora.triton.tiles.waves import CublasFit, Fit, Gpu, PassFit, Tile, after_us, fused_us, gpu_of
 
 SIDES = {trans_b: measured("products")[side] for trans_b, side in ((True, "forward"), (False, "backward"))}
-FUSED = {
-    trans_b: {GemmConfig(True, **each["tile"]): Fit(**each["fit"]) for each in side["fused"]} for trans_b, side in SIDES.items()
-}
+
+
+def _tiles(measured_ones: list[dict[str, Any]], tma: bool) -> dict[GemmConfig, Fit]:
+    return {GemmConfig(tma, **each["tile"]): Fit(**each["fit"]) for each in measured_ones}
+
+
+FUSED = {trans_b: _tiles(side["fused"], True) for trans_b, side in SIDES.items()}
+POINTERS = _tiles(measured("pointers")["fused"], False)
 CUBLAS = {trans_b: CublasFit(**side["cublas"]) for trans_b, side in SIDES.items()}
 # a pass for the rest follows cuBLAS, or cuBLAS adds to the low-rank term
 PASSES = {
     trans_b: {kind: PassFit(**side[kind]) for kind in ("after", "first") if kind in side} for trans_b, side in SIDES.items()
-}
-# By pointers: they fit and do not spill on any GPU. In the end, products out of registers reach less than those out of shared
-# memory, and small tiles less than large ones.
-POINTERS = {
-    (128, 128, 32, 8, False, False, 8, 3): (0.6, 0.5, 2.0, 2.0, 0.8),
-    (64, 128, 32, 8, False, False, 4, 3): (0.5, 0.5, 1.5, 2.0, 0.8),
-    (128, 64, 32, 8, False, False, 4, 3): (0.5, 0.5, 1.5, 2.0, 0.8),
-    (64, 64, 64, 8, False, False, 4, 3): (0.35, 0.5, 1.0, 2.0, 0.8),
 }
 SHORT = 512  # tokens of an adapter, in the mean: a tile of 256 rows then has the terms of several
 SHARED = 232_448  # bytes of a multiprocessor of sm_90 and sm_100
@@ -118,7 +115,7 @@ def _fused(
 def tiles(trans_b: bool, extra: bool, tma: bool, capability: int) -> dict[GemmConfig, Fit]:
     """All that may be chosen."""
     if not tma:
-        return {GemmConfig(False, *config): Fit(*fit) for config, fit in POINTERS.items()}
+        return POINTERS
     found = FUSED[trans_b]
     if extra and capability >= 100:
         large = [config for config in found if config.BLOCK_M * config.BLOCK_N > 8192]
