@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from bench.attempt import Failures
+
 REPLAY_MS = 2.0
 MOST_LAUNCHES = 50
 LOOP_MS = 20.0
@@ -121,7 +123,12 @@ def medians(timers: Mapping[str, Timer], runs: int) -> dict[str, float]:
     return {name: statistics.median(turn[name] for turn in turns[1:]) for name in timers}
 
 
-def medians_of(fns: Mapping[str, Callable[[], object]], device: str, runs: int) -> dict[str, float]:
-    """Median ms of each function, by the clock of this device."""
+def medians_of(
+    fns: Mapping[str, Callable[[], object]], device: str, runs: int, failed: Failures | None = None
+) -> dict[str, float]:
+    """Median ms of each function, by the clock of this device. One that raises is an error, or listed as ``failed``."""
     anchor = None if device == "cpu" else anchor_graph()
-    return medians({name: timer(fn, device, anchor) for name, fn in fns.items()}, runs)
+    if failed is None:
+        return medians({name: timer(fn, device, anchor) for name, fn in fns.items()}, runs)
+    ms = medians(failed.attempt(fns, lambda name: timer(fns[name], device, anchor)), runs)
+    return {name: round(value, 5) for name, value in ms.items()}

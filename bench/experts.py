@@ -36,12 +36,11 @@ import torch
 
 from bench.attempt import Failures
 from bench.clock import free
-from bench.experts_case import MODELS, Case, S, given_of, kept_by, layer_errors, layer_way, mlp_errors, mlp_way
+from bench.experts_case import MODELS, Case, S, given_of, layer_errors, layer_way, mlp_errors, mlp_way
 from bench.multi import Timed, timed
-from bench.multi_ways import Way
 from bench.suite import Suite, numbers, words
 from bench.truth import rel_l2
-from bench.ways import ADAPTERS
+from bench.ways import ADAPTERS, Way, by_mode, checked, kept_bytes
 from fdora.functional import dora_norm, dora_norm_tree
 
 WAYS = ("frozen_loop", "lora_loop", "loop", "frozen_grouped", "lora_grouped", "fdora", "fdora_inside")
@@ -51,25 +50,25 @@ TOLERANCE = 1e-2
 
 def run(kind: str, model: str, T: int, r: int, options) -> list[dict]:
     case = Case.random(model, T, r, ADAPTERS[options.adapter], options.device)
-    failed, error, kept = Failures(), {}, {}
     build, errors = (layer_way, layer_errors) if kind == "layer" else (mlp_way, mlp_errors)
+    kept: dict[str, float] = {}
 
-    def prepare(name: str) -> Way:
-        way = build(name, case)
-        if name in OURS:
-            error[name] = errors(way, case)
-            wrong = ", ".join(f"{key} by {e:.1e}" for key, e in error[name].items() if not e <= TOLERANCE)
-            assert not wrong, f"{name} is wrong: {wrong}"
-        else:
-            way.both()
-        kept[name] = kept_by(way, given_of(case))
+    def measured(name: str, way: Way) -> None:
+        way.both()
+        kept[name] = round(kept_bytes(way, given_of(case)) / 2**20, 3)
         free(options.device)
-        return way
 
-    ways = failed.attempt(options.ways, prepare)
+    ways, error, failed = checked(
+        options.ways,
+        lambda name: build(name, case),
+        lambda name, way: errors(way, case) if name in OURS else {},
+        TOLERANCE,
+        OURS,
+        measured,
+    )
+    error = {name: each for name, each in error.items() if each}
     rows = []
-    for mode in ("fwd", "fwd_bwd"):
-        fns: dict[str, Callable[[], object]] = {n: way.forward if mode == "fwd" else way.both for n, way in ways.items()}
+    for mode, fns in by_mode(ways):
         times = timed(fns, failed, options)
         facts = {"kind": kind, "model": model, "T": T, "r": r, "adapter": options.adapter, "mode": mode}
         rows.append(row_of(facts, times) | {"error": error, "kept": kept, "failed": dict(failed)})

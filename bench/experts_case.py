@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.multi_ways import Way
-from bench.truth import rel_l2, some
-from bench.ways import BF16
+from bench.truth import Truth, rel_l2, some
+from bench.ways import BF16, Way, differentiated
 from fdora.functional import DoraLayer, dora_experts, dora_experts_mlp, dora_linear, dora_norm
 
 S = 2.0
@@ -86,22 +85,6 @@ class Case(NamedTuple):
         return self._replace(x=x, gates=gates, up=self.up.fresh(), down=self.down.fresh())
 
 
-def kept_by(way: Way, given: set[int]) -> float:
-    """MiB that stay between forward and backward, beside the leaves and what was ``given``."""
-    seen: dict[int, int] = {}
-
-    def note(t: Tensor) -> Tensor:
-        seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t.detach()  # an output that its own node holds would keep both alive, and every later capture would fail
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        y = way.call()
-    given = given | {t.untyped_storage().data_ptr() for t in way.leaves.values()}
-    kept = sum(size for at, size in seen.items() if at not in given) / 2**20
-    del y
-    return round(kept, 3)
-
-
 def linear_of(name: str) -> Callable[[Tensor, Stack, Case], Tensor]:
     """Sorted rows through one layer."""
     if name in ("fdora", "fdora_inside"):
@@ -142,7 +125,7 @@ def layer_way(name: str, i: Case) -> Way:
     i = i.fresh()
     rows = i.x.detach()[i.order // i.ids.shape[1]].requires_grad_()
     linear, dy = linear_of(name), torch.randn(len(rows), i.up.W.shape[1], device=rows.device).to(BF16)
-    return Way(lambda: linear(rows, i.up, i), {"x": rows, **leaves_of(name, up=i.up)}, dy)
+    return differentiated(lambda: linear(rows, i.up, i), {"x": rows, **leaves_of(name, up=i.up)}, dy)
 
 
 def mlp_way(name: str, i: Case) -> Way:
@@ -152,7 +135,7 @@ def mlp_way(name: str, i: Case) -> Way:
     if name in ("fdora", "fdora_inside"):
         given = name == "fdora"
         layers = (i.up.layer(given), i.down.layer(given))
-        return Way(lambda: dora_experts_mlp(i.x, *layers, ids=i.ids, gates=i.gates), leaves, dy)
+        return differentiated(lambda: dora_experts_mlp(i.x, *layers, ids=i.ids, gates=i.gates), leaves, dy)
     linear, at = linear_of(name), i.order // i.ids.shape[1]
 
     def call() -> Tensor:
@@ -160,15 +143,14 @@ def mlp_way(name: str, i: Case) -> Way:
         y = linear(F.silu(gate) * up, i.down, i) * i.gates.reshape(-1)[i.order, None]
         return torch.zeros_like(i.x).index_add(0, at, y.to(i.x.dtype))
 
-    return Way(call, leaves, dy)
+    return differentiated(call, leaves, dy)
 
 
-def whole(p: Stack, e: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one expert in float64: g (W + s B A), g, and c."""
+def whole(p: Stack, e: int) -> Tensor:
+    """Of one expert in float64: g (W + s B A)."""
     W, A, B, m = (t.detach().double() for t in p.one(e))
     V = W + S * B @ A
-    c = V.norm(dim=1)
-    return (m / c)[:, None] * V, m / c, c
+    return (m / V.norm(dim=1))[:, None] * V
 
 
 def layer_errors(way: Way, i: Case) -> dict[str, float]:
@@ -177,13 +159,9 @@ def layer_errors(way: Way, i: Case) -> dict[str, float]:
     e = min((e for e, n in enumerate(i.lengths) if n), key=i.lengths.__getitem__)
     begin = sum(i.lengths[:e])
     own = slice(begin, begin + i.lengths[e])
-    x, dy = way.leaves["x"].detach()[own].double(), way.dy[own].double()
-    V, g, c = whole(i.up, e)
-    A, B = i.up.A[e].detach().double(), i.up.B[e].detach().double()
-    dz = g * dy
-    want = {"y": x @ V.mT, "dx": dy @ V, "dA_up": S * (dz @ B).mT @ x, "dB_up": S * dz.mT @ (x @ A.mT)}
-    want["dm_up"] = (dy * (x @ (V / g[:, None]).mT)).sum(0) / c
-    return {n: float(f"{rel_l2(t[own] if n in ('y', 'dx') else t[e], want[n]):.2e}") for n, t in found.items()}
+    W, A, B, m = (t.detach() for t in i.up.one(e))
+    truth = Truth(way.leaves["x"].detach()[own], W, A, B, m, S, way.dy[own])
+    return truth.errors({n.removesuffix("_up"): t[own] if n in ("y", "dx") else t[e] for n, t in found.items()})
 
 
 def mlp_errors(way: Way, i: Case) -> dict[str, float]:
@@ -195,15 +173,14 @@ def mlp_errors(way: Way, i: Case) -> dict[str, float]:
     for t, token in enumerate(at.tolist()):
         y = torch.zeros_like(x[t])
         for j, e in enumerate(i.ids[token].tolist()):
-            gate, up = (whole(i.up, e)[0] @ x[t]).chunk(2)
-            y = y + gates[t, j] * (whole(i.down, e)[0] @ (F.silu(gate) * up))
+            gate, up = (whole(i.up, e) @ x[t]).chunk(2)
+            y = y + gates[t, j] * (whole(i.down, e) @ (F.silu(gate) * up))
         ys.append(y)
     want = torch.stack(ys)
     dx, dgates = torch.autograd.grad(want, (x, gates), way.dy[at].double())
     truth = {"y": want.detach(), "dx": dx, "dgates": dgates}
-    return {n: float(f"{rel_l2(found[n][at], v):.2e}") for n, v in truth.items()}
+    return {n: rel_l2(found[n][at], v) for n, v in truth.items()}
 
 
-def given_of(i: Case) -> set[int]:
-    tensors = [i.x, i.ids, i.gates, i.order, i.offsets, *i.up, *i.down]
-    return {t.untyped_storage().data_ptr() for t in tensors}
+def given_of(i: Case) -> list[Tensor]:
+    return [i.x, i.ids, i.gates, i.order, i.offsets, *i.up, *i.down]

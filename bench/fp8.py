@@ -24,15 +24,15 @@ import torch
 import torch.nn.functional as F
 
 from bench.attempt import Failures
-from bench.clock import anchor_graph, medians, timer
+from bench.clock import medians_of
 from bench.fp8_error import SCALES
+from bench.layer import truths
 from bench.suite import Run, Suite
 from bench.ways import BF16, Inputs, S
 from fdora.functional import dora_linear, dora_norm
 from fdora.quant import QuantWeight, quantize
 
 SHAPES = "4096x4096,4096x14336,14336x4096,8192x8192"  # K x N
-SOME = 64  # tokens whose outputs are compared
 E4M3 = torch.float8_e4m3fn
 
 
@@ -61,18 +61,14 @@ def row_of(M: int, K: int, N: int, r: int, scale: str, options: argparse.Namespa
     }
     failed, error = Failures(), {}
     if scale == "row" and options.device != "cpu":
-        found = failed.attempt(["scaled_mm"], lambda _: scaled_mm(x, W))
-        fns |= found
-    exact, wide = x[:SOME].double(), W.dequantize(torch.float64)
-    base = exact @ wide.T
-    dora = (m.double() / c.double()) * (base + S * (exact @ A.double().T) @ B.double().T)
+        fns |= failed.attempt(["scaled_mm"], lambda _: scaled_mm(x, W))
+    exact = truths(i, W.dequantize(torch.float64))
     with torch.no_grad():
-        for name, y in failed.attempt(fns, lambda name: fns[name]()[:SOME].double()).items():
-            want = base if name in ("linear", "scaled_mm") else dora
-            error[name] = float(f"{((y - want).norm() / want.norm()).item():.2e}")
-        anchor = None if options.device == "cpu" else anchor_graph()
-        ms = medians(failed.attempt(error, lambda name: timer(fns[name], options.device, anchor)), options.runs)
-    row = {"M": M, "K": K, "N": N, "r": r, "scales": scale, "ms": {name: round(t, 5) for name, t in ms.items()}}
+        for name, y in failed.attempt(fns, lambda name: fns[name]()).items():
+            want = exact["frozen" if name in ("linear", "scaled_mm") else "dora"]
+            error[name] = float(f"{want.errors({'y': y})['y']:.2e}")
+        ms = medians_of({name: fns[name] for name in error}, options.device, options.runs, failed)
+    row = {"M": M, "K": K, "N": N, "r": r, "scales": scale, "ms": ms}
     return row | {"error": error, "failed": dict(failed)}
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from bench.clock import medians_of
 from bench.kernels import by_name, profiled, shares
 from bench.suite import Suite
+from bench.truth import gradients, rel_l2
 from bench.ways import Inputs, S
 from fdora.functional import dora_linear
 
@@ -30,12 +31,13 @@ def step(i: Inputs, detach: bool, given: bool) -> tuple[Tensor, ...]:
     return y.detach(), *torch.autograd.grad(y, [getattr(i, name) for name in LEAVES], i.dy)
 
 
-def truth(i: Inputs, detach: bool) -> tuple[Tensor, ...]:
-    x, A, B, m = leaves = [getattr(i, name).detach().double().requires_grad_() for name in LEAVES]
-    whole = i.W.double() + S * B @ A
-    c = torch.linalg.vector_norm(whole, dim=1)
-    y = x @ (whole * (m / (c.detach() if detach else c))[:, None]).T
-    return y.detach(), *torch.autograd.grad(y, leaves, i.dy.double())
+def truth(i: Inputs, detach: bool) -> dict[str, Tensor]:
+    def call(t: dict[str, Tensor]) -> list[Tensor]:
+        whole = i.W.double() + S * t["B"] @ t["A"]
+        c = torch.linalg.vector_norm(whole, dim=1)
+        return [t["x"] @ (whole * (t["m"] / (c.detach() if detach else c))[:, None]).T]
+
+    return gradients(call, {name: getattr(i, name) for name in LEAVES}, [i.dy])
 
 
 def kernels_of(i: Inputs) -> None:
@@ -51,8 +53,7 @@ def rows_of(shape: tuple[int, int, int, int], device: str, runs: int, kernels: b
     i = Inputs.random(M, K, N, r, torch.bfloat16, device)
     apart: dict[bool, float] = {}
     for detach in (True, False):
-        pairs = zip(step(i, detach, False), truth(i, detach), strict=True)
-        apart[detach] = max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
+        apart[detach] = max(map(rel_l2, step(i, detach, False), truth(i, detach).values()))
         assert apart[detach] <= MOST_APART, f"{shape}, detach={detach}: {apart[detach]:.1e} from float64"
     rows = []
     for given in (False, True):

@@ -29,13 +29,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.attempt import Failures
 from bench.checkouts import add_rival_path, axolotl_group, unsloth_group
 from bench.clock import Timer, anchor_graph, free, launches_of, medians, quick_timer, wall_timer
 from bench.rivals import peft_layer
 from bench.suite import Suite, compile_ahead, numbers, words
-from bench.truth import rel_l2
-from bench.ways import ADAPTERS, Inputs, S
+from bench.truth import gradients, rel_l2
+from bench.ways import ADAPTERS, Inputs, S, Way, by_mode, checked, differentiated, kept_bytes
 from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp
 from tests.memory import peak_bytes
 
@@ -81,27 +80,8 @@ class Case(NamedTuple):
         return {"x": self.x, **named}
 
 
-class Way(NamedTuple):
-    forward: Callable[[], object]
-    both: Callable[[], dict[str, Tensor]]
-    call: Callable[[], list[Tensor]] | None = None
-    truth: str | None = None
-    given: tuple[Tensor, ...] = ()  # x and the parameters
-
-
 def trained(case: Case, call: Callable[[], list[Tensor]], leaves: dict[str, Tensor], truth: str) -> Way:
-    def forward():
-        with torch.no_grad():
-            return call()
-
-    def both():
-        ys = call()
-        grads = torch.autograd.grad(ys, list(leaves.values()), case.dys)
-        ys = {f"y{i}": y for i, y in enumerate(ys)}
-        return {**ys, **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
-
-    frozen = (t for i in case.layers for t in (i.W, i.norm))
-    return Way(forward, both, call, truth, (*leaves.values(), *frozen))
+    return differentiated(call, leaves, case.dys, truth)
 
 
 def by_layers(case: Case, layers: list[Callable[[Tensor], Tensor]]) -> list[Tensor]:
@@ -158,17 +138,16 @@ def build(name: str, case: Case, rival_path: Sequence[Path] = ()) -> Way:
 
 def truth(case: Case, kind: str) -> dict[str, Tensor]:
     """Outputs and gradients in float64 by autograd, from the formula with the dense B A."""
-    leaves = {n: t.detach().double().requires_grad_() for n, t in case.leaves().items() if kind == "dora" or n[0] != "m"}
 
-    def one(k: int) -> Callable[[Tensor], Tensor]:
-        whole = case.layers[k].W.double() + S * leaves[f"B{k}"] @ leaves[f"A{k}"]
-        g = leaves[f"m{k}"] / whole.detach().norm(dim=1) if kind == "dora" else 1
-        return lambda x: g * (x @ whole.mT)
+    def call(leaves: dict[str, Tensor]) -> list[Tensor]:
+        def one(k: int) -> Callable[[Tensor], Tensor]:
+            whole = case.layers[k].W.double() + S * leaves[f"B{k}"] @ leaves[f"A{k}"]
+            g = leaves[f"m{k}"] / whole.detach().norm(dim=1) if kind == "dora" else 1
+            return lambda x: g * (x @ whole.mT)
 
-    ys = by_layers(case._replace(x=leaves["x"]), [one(k) for k in range(len(case.layers))])
-    grads = torch.autograd.grad(ys, list(leaves.values()), [dy.double() for dy in case.dys])
-    found = {f"y{i}": y.detach() for i, y in enumerate(ys)} | {f"d{n}": d for n, d in zip(leaves, grads, strict=True)}
-    return found
+        return by_layers(case._replace(x=leaves["x"]), [one(k) for k in range(len(case.layers))])
+
+    return gradients(call, {n: t for n, t in case.leaves().items() if kind == "dora" or n[0] != "m"}, case.dys)
 
 
 def errors(way: Way, truths: dict[str, dict[str, Tensor]]) -> dict[str, float]:
@@ -179,25 +158,7 @@ def errors(way: Way, truths: dict[str, dict[str, Tensor]]) -> dict[str, float]:
     want = truths[way.truth]
     assert set(want) == set(results)
     found = {n: rel_l2(t.detach(), want[n]) for n, t in results.items()}
-    found |= {f"y{i}_no_grad": rel_l2(y, want[f"y{i}"]) for i, y in enumerate(forward)}
-    return {n: float(f"{error:.2e}") for n, error in found.items()}
-
-
-def kept_bytes(way: Way) -> int | None:
-    """What autograd keeps for backward: each piece of memory once, without x and the parameters."""
-    if way.call is None:
-        return None
-    kept: dict[int, int] = {}
-
-    def keep(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t.detach()  # a node that held its own output would never go
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        ys = way.call()  # held, so that no address comes twice
-    known = {t.untyped_storage().data_ptr() for t in way.given}
-    del ys
-    return sum(size for at, size in kept.items() if at not in known)
+    return found | {f"y{i}_no_grad": rel_l2(y, want[f"y{i}"]) for i, y in enumerate(forward)}
 
 
 def compile_case(ways: Sequence[str], rival_path: Sequence[Path], *shape) -> None:
@@ -225,25 +186,24 @@ def rows_of(model: str, part: str, M: int, r: int, adapter: str, options, where:
     case = Case.random(model, part, M, r, adapter, device)
     truths = {kind: truth(case, kind) for kind in ("dora", "lora")}
     free(device)
-    failed, error, peak, kept = Failures(), {}, {}, {}
+    frozen, peak, kept = [t for i in case.layers for t in (i.W, i.norm)], {}, {}
 
-    def prepare(name: str) -> Way:
-        way = build(name, case, options.rival_path)
-        error[name] = errors(way, truths)
-        if name in ("separate", "fdora"):
-            wrong = ", ".join(f"{key} by {e:.1e}" for key, e in error[name].items() if not e <= TOLERANCE[part])
-            assert not wrong, f"{name} is wrong: {wrong}"
+    def measured(name: str, way: Way) -> None:
         peak[name] = round(peak_bytes(way.both, device) / 2**20, 2)
-        size = kept_bytes(way)
-        if size is not None:
-            kept[name] = round(size / 2**20, 2)
+        if way.call is not None:
+            kept[name] = round(kept_bytes(way, frozen) / 2**20, 2)
         free(device)
-        return way
 
-    ways = failed.attempt(options.ways, prepare)
+    ways, error, failed = checked(
+        options.ways,
+        lambda name: build(name, case, options.rival_path),
+        lambda name, way: errors(way, truths),
+        TOLERANCE[part],
+        ("separate", "fdora"),
+        measured,
+    )
     rows = []
-    for mode in ("fwd", "fwd_bwd"):
-        fns = {name: way.forward if mode == "fwd" else way.both for name, way in ways.items()}
+    for mode, fns in by_mode(ways):
         timers = failed.attempt(fns, lambda name, mode=mode, fns=fns: timed(case, mode, fns[name], where))
         ms = {name: round(value, 5) for name, value in medians(timers, options.runs).items()}
         row = {"model": model, "part": part, "M": M, "r": r, "adapter": adapter, "mode": mode, "ms": ms}

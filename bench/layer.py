@@ -25,13 +25,13 @@ import math
 from itertools import product
 
 import torch
+from torch import Tensor
 
-from bench.attempt import Failures
 from bench.checkouts import add_rival_path
-from bench.clock import anchor_graph, free, medians, timer, wall_timer
+from bench.clock import free, medians, medians_of, wall_timer
 from bench.suite import Suite
 from bench.truth import Truth
-from bench.ways import ADAPTERS, DORA, KEEP_NORM, LORA, RIVALS, WAYS, Inputs, S, Way, build, opponent
+from bench.ways import ADAPTERS, DORA, KEEP_NORM, LORA, RIVALS, WAYS, Inputs, S, Way, build, by_mode, checked, opponent
 from tests.memory import peak_bytes
 
 MODELS = {  # K x N of q/o, k/v, gate/up, down
@@ -49,10 +49,11 @@ TOLERANCE = 5e-3  # relative L2; one rounding to bf16 is 1.7e-3, and at most thr
 MODES = tuple(product(("fwd", "fwd_bwd"), ("given", "inside")))
 
 
-def truths(i: Inputs) -> dict[str, Truth]:
+def truths(i: Inputs, W: Tensor) -> dict[str, Truth]:
+    """For each formula; of a quantised layer W is what its codes say."""
     x, A, B, m = (t.detach() for t in (i.x, i.A, i.B, i.m))
-    kinds = {"dora": (m, S), "lora": (None, S), "frozen": (None, 0.0)}
-    return {kind: Truth(x, i.W, A, B, magnitude, s, i.dy) for kind, (magnitude, s) in kinds.items()}
+    kinds: dict[str, tuple[Tensor | None, float]] = {"dora": (m, S), "lora": (None, S), "frozen": (None, 0.0)}
+    return {kind: Truth(x, W, A, B, magnitude, s, i.dy) for kind, (magnitude, s) in kinds.items()}
 
 
 def errors(way: Way, truth: dict[str, Truth]) -> dict[str, float]:
@@ -62,7 +63,7 @@ def errors(way: Way, truth: dict[str, Truth]) -> dict[str, float]:
         return {}
     found = truth[way.truth].errors(results)
     found["y_no_grad"] = truth[way.truth].errors({"y": forward})["y"]
-    return {key: float(f"{error:.2e}") for key, error in found.items()}
+    return found
 
 
 def case(M: int, K: int, N: int, r: int, adapter: str, options) -> list[dict]:
@@ -70,30 +71,27 @@ def case(M: int, K: int, N: int, r: int, adapter: str, options) -> list[dict]:
     device = options.device
     torch._dynamo.reset()
     i = Inputs.random(M, K, N, r, ADAPTERS[adapter], device)
-    truth = truths(i)
-    failed, error, peak = Failures(), {}, {}
+    truth = truths(i, i.W)
+    peak: dict[str, float] = {}
 
-    def prepare(name):
-        way = build(name, i, options.rival_path, options.peft_autocast)
-        error[name] = errors(way, truth)
-        if name.startswith("fdora"):
-            wrong = ", ".join(f"{key} by {e:.1e}" for key, e in error[name].items() if not e <= TOLERANCE)
-            assert not wrong, f"{name} is wrong: {wrong}"
+    def measured(name: str, way: Way) -> None:
         if way.both:
             peak[name] = round(peak_bytes(way.both, device) / 2**20, 2)
-        return way
 
-    ways = failed.attempt(options.ways, prepare)
+    ways, error, failed = checked(
+        options.ways,
+        lambda name: build(name, i, options.rival_path, options.peft_autocast),
+        lambda name, way: errors(way, truth),
+        TOLERANCE,
+        after=measured,
+    )
     rows = []
     free(device)
-    anchor = None if device == "cpu" else anchor_graph()
-    for direction in ("fwd", "fwd_bwd"):
-        fns = {name: fn for name, way in ways.items() if (fn := way.forward if direction == "fwd" else way.both)}
-        timers = failed.attempt(fns, lambda name: timer(fns[name], device, anchor))
-        ms = medians(timers, options.runs)
+    for direction, fns in by_mode(ways):
+        ms = medians_of(fns, device, options.runs, failed)
         wall = {}
         if options.wall:
-            timers = failed.attempt(ms, lambda name: wall_timer(fns[name], device))
+            timers = failed.attempt(ms, lambda name, fns=fns: wall_timer(fns[name], device))
             wall = medians(timers, min(options.runs, 5))
         for norm in ("given", "inside"):
             row = {"M": M, "K": K, "N": N, "r": r, "adapter": adapter, "mode": direction, "norm": norm}

@@ -36,11 +36,11 @@ from torch import Tensor
 
 from bench.attempt import Failures
 from bench.checkouts import add_rival_path
-from bench.clock import anchor_graph, free, medians, timer, wall_timer
-from bench.multi_ways import WAYS, Bank, S, Way, build, errors
+from bench.clock import free, medians, medians_of, wall_timer
+from bench.multi_ways import WAYS, Bank, S, build, errors
 from bench.suite import Suite, compile_ahead, numbers, shapes, words
 from bench.truth import rel_l2
-from bench.ways import ADAPTERS
+from bench.ways import ADAPTERS, checked
 from fdora.functional import dora_norm
 
 MIXED = (8, 16, 32, 64, 128, 256)
@@ -73,10 +73,9 @@ class Timed(NamedTuple):
 
 def timed(fns: dict[str, Callable[[], object]], failed: Failures, options, calls: int = 1) -> Timed:
     """``calls``: how many each of them makes."""
-    anchor = None if options.device == "cpu" else anchor_graph()
-    timers = failed.attempt(fns, lambda name: timer(fns[name], options.device, anchor))
+    ms = medians_of(fns, options.device, options.runs, failed)
     walls = failed.attempt(fns, lambda name: wall_timer(fns[name], options.device, options.loop_ms))
-    return Timed(*({n: round(v / calls, 5) for n, v in medians(t, options.runs).items()} for t in (timers, walls)))
+    return Timed(*({n: round(v / calls, 5) for n, v in each.items()} for each in (ms, medians(walls, options.runs))))
 
 
 def row_of(kind: str, times: Timed, target: float, **facts) -> dict:
@@ -89,18 +88,14 @@ def row_of(kind: str, times: Timed, target: float, **facts) -> dict:
 def train(M: int, K: int, N: int, ranks: list[int], label: str, kind: str, options) -> list[dict]:
     """``decode`` has no backward, but weights out of memory."""
     bank = Bank.random(M, K, N, ranks, ADAPTERS[options.adapter], options.device)
-    failed, error = Failures(), {}
-
-    def prepare(name: str) -> Way:
-        way = build(name, bank, options.rival_path)
-        error[name] = errors(name, way, bank)
-        if name in ("multi", "multi_ids", "loop"):
-            wrong = ", ".join(f"{key} by {e:.1e}" for key, e in error[name].items() if not e <= TOLERANCE)
-            assert not wrong, f"{name} is wrong: {wrong}"
-        free(options.device)
-        return way
-
-    ways = failed.attempt(options.ways, prepare)
+    ways, error, failed = checked(
+        options.ways,
+        lambda name: build(name, bank, options.rival_path),
+        lambda name, way: errors(name, way, bank),
+        TOLERANCE,
+        ("multi", "multi_ids", "loop"),
+        lambda name, way: free(options.device),
+    )
     rows = []
     for mode in ("fwd", "fwd_cold") if kind == "decode" else ("fwd", "fwd_bwd"):
         fns, calls = {n: way.both if mode == "fwd_bwd" else way.forward for n, way in ways.items()}, 1

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.checkouts import lorafusion_multi, padded, unpadded
-from bench.truth import rel_l2, some
-from bench.ways import BF16
+from bench.truth import Truth, rel_l2
+from bench.ways import BF16, Way, differentiated
 from fdora.functional import dora_linear, dora_linear_multi, dora_norm
 
 S = 2.0
@@ -70,44 +70,31 @@ def lengths_of(M: int, G: int) -> list[int]:
     return [b - a for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-class Way(NamedTuple):
-    call: Callable[[], Tensor]
-    leaves: dict[str, Tensor]
-    dy: Tensor
-    as_banks: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda found: found
-    """What came of it, in the shapes of a bank."""
-
-    def forward(self) -> Tensor:
-        with torch.no_grad():
-            return self.call()
-
-    def both(self) -> dict[str, Tensor]:
-        y = self.call()
-        grads = torch.autograd.grad(y, list(self.leaves.values()), self.dy)
-        return {"y": y, **{f"d{n}": d for n, d in zip(self.leaves, grads, strict=True)}}
-
-
 def build(name: str, bank: Bank, rival_path: Sequence[Path] = ()) -> Way:
     i = bank.fresh()
     leaves = {"x": i.x, "A": i.A, "B": i.B, **({} if name in LORA else {"m": i.m})}
     if name == "frozen":
-        return Way(lambda: F.linear(i.x, i.W), {"x": i.x}, i.dy)
+        return differentiated(lambda: F.linear(i.x, i.W), {"x": i.x}, i.dy)
     if name == "one":
         own = {n: t.detach().contiguous().requires_grad_() for n, t in zip("ABm", of_mean_rank(i), strict=True)}
-        return Way(lambda: dora_linear(i.x, i.W, *own.values(), s=S, norm=i.norm[0]), {"x": i.x, **own}, i.dy)
+        return differentiated(lambda: dora_linear(i.x, i.W, *own.values(), s=S, norm=i.norm[0]), {"x": i.x, **own}, i.dy)
     if name in ("multi", "multi_ids"):
         ids = torch.repeat_interleave(torch.arange(len(i.ranks)), torch.tensor(i.lengths)).to(i.x.device)
         route = {"offsets": i.offsets} if name == "multi" else {"ids": ids}
         ranks = None if len(set(i.ranks)) == 1 else i.ranks
-        return Way(lambda: dora_linear_multi(i.x, i.W, i.A, i.B, i.m, s=i.s, norm=i.norm, ranks=ranks, **route), leaves, i.dy)
+        return differentiated(
+            lambda: dora_linear_multi(i.x, i.W, i.A, i.B, i.m, s=i.s, norm=i.norm, ranks=ranks, **route), leaves, i.dy
+        )
     if name == "loop":
-        return Way(lambda: loop(i, lambda x, g: dora_linear(x, i.W, *i.adapter(g), s=S, norm=i.norm[g])), leaves, i.dy)
+        return differentiated(
+            lambda: loop(i, lambda x, g: dora_linear(x, i.W, *i.adapter(g), s=S, norm=i.norm[g])), leaves, i.dy
+        )
     if name == "peft_loop":
-        return Way(lambda: peft_loop(i), leaves, i.dy)
+        return differentiated(lambda: peft_loop(i), leaves, i.dy)
     if name == "lorafusion":
         return lorafusion(i, rival_path)
     assert name == "grouped_lora"
-    return Way(lambda: grouped_lora(i), leaves, i.dy)
+    return differentiated(lambda: grouped_lora(i), leaves, i.dy)
 
 
 def of_mean_rank(i: Bank) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,45 +133,29 @@ def lorafusion(i: Bank, rival_path: Sequence[Path]) -> Way:
     x = padded(i.x.detach(), i.lengths).requires_grad_()
     leaves = {"x": x, **{f"{n}{g}": t for n, of in (("A", A), ("B", B)) for g, t in enumerate(of)}}
 
-    def as_banks(found: dict[str, Tensor]) -> dict[str, Tensor]:
-        whole = {n: unpadded(found[n], i.lengths) for n in ("y", "dx")}
-        return whole | {f"d{n}": torch.stack([found[f"d{n}{g}"] for g in range(len(A))]) for n in "AB"}
+    return differentiated(lambda: layer(x), leaves, padded(i.dy, i.lengths))
 
-    return Way(lambda: layer(x), leaves, padded(i.dy, i.lengths), as_banks)
+
+def as_banks(found: dict[str, Tensor], i: Bank) -> dict[str, Tensor]:
+    """LoRAFusion's results in the shapes of a bank."""
+    whole = {n: unpadded(found[n], i.lengths) for n in ("y", "dx")}
+    return whole | {f"d{n}": torch.stack([found[f"d{n}{g}"] for g in range(len(i.ranks))]) for n in "AB"}
 
 
 def errors(name: str, way: Way, bank: Bank) -> dict[str, float]:
-    """Relative L2 of some rows of y and dx, and of the gradients of one adapter, against float64."""
+    """Relative L2 of some rows of y and dx of every adapter, and of the gradients of that with the fewest tokens."""
     if name in ("frozen", "one"):
         return {}
-    found = way.as_banks({n: t.detach() for n, t in way.both().items()})
-    want = truth(bank, name in LORA)
-    at, g = want.pop("at"), int(want.pop("g"))
-    pick = {"y": lambda t: t[at], "dx": lambda t: t[at], "dB": lambda t: t[g, :, : bank.ranks[g]]}
-    pick |= {"dA": lambda t: t[g, : bank.ranks[g]], "dm": lambda t: t[g]}
-    return {n: float(f"{rel_l2(pick[n](t), want[n]):.2e}") for n, t in found.items()}
-
-
-def truth(i: Bank, lora: bool) -> dict[str, Tensor]:
-    """In float64: samples of rows of each adapter, all of the shortest adapter's gradients."""
-    at = some(len(i.x), 64, i.x.device)
-    ids = (i.offsets[None] <= at[:, None]).sum(1).tolist()
-    g = min((g for g, n in enumerate(i.lengths) if n), key=i.lengths.__getitem__)
-    ys, dxs, W = [], [], i.W.double()
-
-    def whole(a: int) -> tuple[Tensor, Tensor]:
-        A, B, m = (t.detach().double() for t in i.adapter(a))
-        V = W + S * B @ A
-        return V, torch.ones_like(m) if lora else m / V.norm(dim=1)
-
-    for t, a in zip(at.tolist(), ids, strict=True):
-        V, scale = whole(a)
-        ys.append(scale * (V @ i.x[t].detach().double()))
-        dxs.append((scale * i.dy[t].double()) @ V)
-    begin = sum(i.lengths[:g])
-    x, dy = (t.detach()[begin : begin + i.lengths[g]].double() for t in (i.x, i.dy))
-    A, B, _ = (t.detach().double() for t in i.adapter(g))
-    V, scale = whole(g)
-    dz = scale * dy
-    found = {"y": torch.stack(ys), "dx": torch.stack(dxs), "dA": S * (dz @ B).mT @ x, "dB": S * dz.mT @ (x @ A.mT)}
-    return found | {"dm": (dy * (x @ V.mT)).sum(0) / V.norm(dim=1), "at": at, "g": torch.tensor(g)}
+    found = {n: t.detach() for n, t in way.both().items()}
+    found = as_banks(found, bank) if name == "lorafusion" else found
+    own = [slice(end - n, end) for n, end in zip(bank.lengths, bank.offsets.tolist(), strict=True)]
+    x, dy = bank.x.detach(), bank.dy
+    truths = {}
+    for g in (g for g, n in enumerate(bank.lengths) if n):
+        A, B, m = (t.detach() for t in bank.adapter(g))
+        truths[g] = Truth(x[own[g]], bank.W, A, B, None if name in LORA else m, S, dy[own[g]], tokens=8)
+    rows = {n: [truth.pick(n, found[n][own[g]]) for g, truth in truths.items()] for n in ("y", "dx")}
+    error = {n: rel_l2(torch.cat(got), torch.cat([each.samples[n] for each in truths.values()])) for n, got in rows.items()}
+    g = min(truths, key=bank.lengths.__getitem__)
+    parts = {"dA": lambda t: t[g, : bank.ranks[g]], "dB": lambda t: t[g, :, : bank.ranks[g]], "dm": lambda t: t[g]}
+    return error | truths[g].errors({n: part(found[n]) for n, part in parts.items() if n in found})

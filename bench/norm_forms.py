@@ -15,6 +15,7 @@ import torch
 
 from bench.clock import medians_of
 from bench.suite import Suite
+from bench.truth import norm_of
 from fdora.functional import dora_base_sqnorm, dora_norm, select_backend
 from tests.memory import peak_bytes
 
@@ -30,8 +31,7 @@ def rows_of(N, K, r, dtype, device, runs, facts):
     torch.manual_seed(0)
     W, A = (torch.randn(*shape, device=device).mul_(K**-0.5).to(dtype) for shape in ((N, K), (r, K)))
     B = torch.randn(N, r, device=device).mul_(0.05 * r**-0.5).to(dtype)
-    blocks = zip(W.split(512), B.split(512), strict=True)
-    truth = torch.cat([(w.double() + S * b.double() @ A.double()).norm(dim=1) for w, b in blocks])
+    truth = norm_of(W, A, B, S)
     base = dora_base_sqnorm(W)
     fns = {
         "dense": lambda: dense(W, A, B),

@@ -32,13 +32,13 @@ from torch import Tensor, nn
 
 from bench.attempt import Failures
 from bench.checkouts import add_rival_path, axolotl_linear, unsloth_linear
-from bench.clock import anchor_graph, free, medians, timer
-from bench.layer import TOLERANCE, errors
-from bench.rivals import fill
+from bench.clock import free, medians_of
+from bench.layer import TOLERANCE, errors, truths
+from bench.rivals import peft_layer
 from bench.suite import Run, Suite, compile_ahead, numbers, shapes, words
 from bench.table import table
-from bench.truth import Truth
-from bench.ways import BF16, Inputs, S, Way, trained
+from bench.truth import norm_of
+from bench.ways import BF16, Inputs, S, Way, by_mode, checked, trained
 from fdora.functional import dora_linear, dora_norm
 from fdora.quant import QuantWeight, from_bnb
 from tests.memory import peak_bytes
@@ -48,7 +48,6 @@ WAYS = (
     *("linear", "linear4bit", "qlora", "qdora", "unsloth_qlora", "axolotl_qlora", "axolotl_qdora", "fdora"),
     "fdora_inside",
 )
-FDORA = ("fdora", "fdora_inside")
 
 
 class Quantised:
@@ -73,21 +72,6 @@ class Quantised:
         made.weight, made.quant_state = self.weight, self.weight.quant_state
         return made
 
-    def peft(self, dora: bool) -> tuple[nn.Module, dict[str, Tensor]]:
-        from peft import LoraConfig, get_peft_model
-
-        r = self.i.A.shape[0]
-        config = LoraConfig(r=r, lora_alpha=S * r, lora_dropout=0.0, use_dora=dora, target_modules=["0"])
-        layer = get_peft_model(nn.Sequential(self.layer()), config, autocast_adapter_dtype=False).base_model.model[0]
-        return layer, fill(layer, self.i.A, self.i.B, self.i.m if dora else None)
-
-    def truths(self) -> dict[str, Truth]:
-        i = self.i
-        x, A, B, m = (t.detach() for t in (i.x, i.A, i.B, i.m))
-        W = self.qw.dequantize(torch.float32)
-        kinds: dict[str, tuple[Tensor | None, float]] = {"dora": (m, S), "lora": (None, S), "frozen": (None, 0.0)}
-        return {kind: Truth(x, W, A, B, magnitude, s, i.dy) for kind, (magnitude, s) in kinds.items()}
-
     def way(self, name: str, rival_path: list[Path]) -> Way:
         i, lora = self.i, {"A": self.i.A, "B": self.i.B}
         state = self.weight.quant_state
@@ -96,7 +80,7 @@ class Quantised:
         if name == "linear4bit":
             return trained(self.layer(), i, {}, "frozen")
         if name in ("qlora", "qdora"):
-            layer, leaves = self.peft(name == "qdora")
+            layer, leaves = peft_layer(self.layer(), i.A, i.B, i.m if name == "qdora" else None, S)
             return trained(layer, i, leaves, name[1:])
         if name == "unsloth_qlora":
             return trained(unsloth_linear(rival_path, self.weight.data, i.A, i.B, S, state), i, lora, "lora")
@@ -113,25 +97,23 @@ class Quantised:
 
 def layer_rows(M: int, K: int, N: int, r: int, options: argparse.Namespace) -> list[dict]:
     case = Quantised(M, K, N, r, options.device)
-    truth, failed, error, peak = case.truths(), Failures(), {}, {}
+    truth, peak = truths(case.i, case.qw.dequantize(torch.float32)), {}
 
-    def prepare(name: str) -> Way:
-        way = case.way(name, options.rival_path)
-        error[name] = errors(way, truth)
-        wrong = ", ".join(f"{key} by {e:.1e}" for key, e in error[name].items() if not e <= TOLERANCE)
-        assert not (wrong and name in FDORA), f"{name} is wrong: {wrong}"
+    def measured(name: str, way: Way) -> None:
         if way.both is not None and not (M * N > 2**28 and name in ("qdora",)):
             peak[name] = round(peak_bytes(way.both, options.device) / 2**20, 2)
-        return way
 
-    ways = failed.attempt(options.ways, prepare)
+    ways, error, failed = checked(
+        options.ways,
+        lambda name: case.way(name, options.rival_path),
+        lambda name, way: errors(way, truth),
+        TOLERANCE,
+        after=measured,
+    )
     free(options.device)
-    anchor = None if options.device == "cpu" else anchor_graph()
     rows = []
-    for mode in ("fwd", "both"):
-        fns = {name: fn for name, way in ways.items() if (fn := way.forward if mode == "fwd" else way.both)}
-        ms = medians(failed.attempt(fns, lambda name: timer(fns[name], options.device, anchor)), options.runs)
-        row = {"M": M, "K": K, "N": N, "r": r, "mode": mode, "ms": {name: round(t, 5) for name, t in ms.items()}}
+    for mode, fns in by_mode(ways, "both"):
+        row = {"M": M, "K": K, "N": N, "r": r, "mode": mode, "ms": medians_of(fns, options.device, options.runs, failed)}
         rows.append(row | {"peak_mb": dict(peak), "error": dict(error), "failed": dict(failed)})
     return rows
 
@@ -149,11 +131,11 @@ def norm_row(K: int, N: int, r: int, roof: dict[str, float], options: argparse.N
     }
     if device != "cpu":
         fns |= {"dequantize": decoding(qw, None), "dequantize_norm": decoding(qw, (A, B))}
-    truth = (qw.dequantize(torch.float64) + S * B.double() @ A.double()).norm(dim=1)
+    truth = norm_of(qw.dequantize(torch.float64), A, B, S)
     wrong = ((dora_norm(qw, A, B, s=S).double() - truth).abs() / truth).max().item()
-    failed, anchor = Failures(), None if device == "cpu" else anchor_graph()
-    ms = medians(failed.attempt(fns, lambda name: timer(fns[name], device, anchor)), options.runs)
-    row = {"K": K, "N": N, "r": r, "ms": {name: round(t, 5) for name, t in ms.items()}, "error": float(f"{wrong:.2e}")}
+    failed = Failures()
+    ms = medians_of(fns, device, options.runs, failed)
+    row = {"K": K, "N": N, "r": r, "ms": ms, "error": float(f"{wrong:.2e}")}
     row["peak_mb"] = round(peak_bytes(fns["codes"], device) / 2**20, 3)
     if roof:
         stored = sum(t.nbytes for t in qw.tensors if t is not None)
@@ -188,7 +170,7 @@ def decoding(qw: QuantWeight, adapter: tuple[Tensor, Tensor] | None) -> Callable
 
 def compile_case(*case: int) -> None:
     made = Quantised(*case, "cuda")
-    for name in FDORA:
+    for name in ("fdora", "fdora_inside"):
         way = made.way(name, [])
         way.forward()
         assert way.both is not None

@@ -27,12 +27,14 @@ from fdora.functional import dora_delta
 CHUNK_BYTES = 2**28
 
 
-def peft_layer(W: Tensor, A: Tensor, B: Tensor, m: Tensor | None, s: float) -> tuple[nn.Module, dict[str, Tensor]]:
-    """PEFT's layer around W with copies of these adapters (DoRA if m is given), and its leaves by our names."""
+def peft_layer(W: Tensor | nn.Module, A: Tensor, B: Tensor, m: Tensor | None, s: float) -> tuple[nn.Module, dict[str, Tensor]]:
+    """PEFT's layer around W, or a layer that holds it, with copies of these adapters (DoRA if m is given); its leaves by our
+    names."""
     from peft import LoraConfig, get_peft_model
 
-    linear = nn.Linear(W.shape[1], W.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(W, requires_grad=False)
+    linear = W if isinstance(W, nn.Module) else nn.Linear(W.shape[1], W.shape[0], bias=False, device="meta")
+    if isinstance(W, Tensor):
+        linear.weight = nn.Parameter(W, requires_grad=False)
     r = A.shape[0]
     config = LoraConfig(r=r, lora_alpha=s * r, lora_dropout=0.0, use_dora=m is not None, target_modules=["0"])
     with warnings.catch_warnings():

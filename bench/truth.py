@@ -6,6 +6,8 @@ Written from the formulas in chunks, so that the largest layers cost millisecond
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,9 +22,11 @@ def some(size: int, count: int, device) -> Tensor:
 class Truth:
     """``names`` says what is sampled; ``errors`` takes full tensors of those names and gives relative L2 errors."""
 
-    def __init__(self, x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor | None, s: float, dy: Tensor):
+    def __init__(
+        self, x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor | None, s: float, dy: Tensor, tokens: int = TOKENS
+    ):
         (M, K), N, r = x.shape, W.shape[0], A.shape[0]
-        self.t, self.k, self.n = (some(*pair, x.device) for pair in ((M, TOKENS), (r, RANKS), (N, ROWS)))
+        self.t, self.k, self.n = (some(*pair, x.device) for pair in ((M, tokens), (r, RANKS), (N, ROWS)))
         A64, B64 = A.double(), B.double()
         xt, dyt = x[self.t].double(), dy[self.t].double()
         ht = xt @ A64.mT
@@ -46,15 +50,28 @@ class Truth:
             dm += (dys[:, self.n].double() * (xs @ Wn.mT + s * (xs @ A64.mT) @ Bn.mT)).sum(0) / cn
         self.samples = {"y": torch.cat(y, 1), "dx": dx, "dA": dA, "dB": dB, "dm": dm}
 
+    def pick(self, name: str, t: Tensor) -> Tensor:
+        """What the samples hold of it."""
+        at = {"y": self.t, "dx": self.t, "dA": self.k, "dB": (slice(None), self.k), "dm": self.n}
+        return t.detach()[at[name]]
+
     def errors(self, results: dict[str, Tensor]) -> dict[str, float]:
-        pick = {
-            "y": lambda t: t[self.t],
-            "dx": lambda t: t[self.t],
-            "dA": lambda t: t[self.k],
-            "dB": lambda t: t[:, self.k],
-            "dm": lambda t: t[self.n],
-        }
-        return {name: rel_l2(pick[name](t.detach()), self.samples[name]) for name, t in results.items()}
+        return {name: rel_l2(self.pick(name, t), self.samples[name]) for name, t in results.items()}
+
+
+def norm_of(W: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
+    blocks = zip(W.split(512), B.split(512), strict=True)
+    return torch.cat([(w.double() + s * b.double() @ A.double()).norm(dim=1) for w, b in blocks])
+
+
+def gradients(
+    call: Callable[[dict[str, Tensor]], list[Tensor]], leaves: dict[str, Tensor], dys: list[Tensor]
+) -> dict[str, Tensor]:
+    """Of this formula in float64, by autograd: outputs and gradients by name."""
+    exact = {name: t.detach().double().requires_grad_() for name, t in leaves.items()}
+    ys = call(exact)
+    grads = torch.autograd.grad(ys, list(exact.values()), [dy.double() for dy in dys])
+    return {f"y{i}": y.detach() for i, y in enumerate(ys)} | {f"d{n}": d for n, d in zip(exact, grads, strict=True)}
 
 
 def rel_l2(got: Tensor, truth: Tensor) -> float:

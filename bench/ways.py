@@ -7,17 +7,19 @@ already in x's dtype; ``addmm_lora`` is LoRA as torch has it, ``dense`` DoRA by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.attempt import Failures
 from bench.checkouts import axolotl_linear, lorafusion_linear, unsloth_linear
 from bench.rivals import factored, paper_layer, peft_layer
 from fdora.functional import dora_linear, dora_norm
@@ -93,25 +95,81 @@ class Inputs:
 
 @dataclass
 class Way:
-    forward: Callable[[], object]
-    both: Callable[[], object] | None
-    truth: str | None = "dora"  # which formula it must agree with
+    forward: Callable[[], Any]
+    both: Callable[[], Any] | None
+    truth: str | None = None
+    """Which formula it must agree with."""
+    call: Callable[[], Any] | None = None
+    """What autograd differentiates."""
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    dy: Any = None
 
 
-def trained(layer: Callable[[Tensor], Tensor], i: Inputs, leaves: dict[str, Tensor], truth: str, context=nullcontext) -> Way:
-    leaves = {"x": i.x, **leaves}
+def differentiated(
+    call: Callable[[], Any], leaves: dict[str, Tensor], dy: Tensor | list[Tensor], truth: str = "dora", context=nullcontext
+) -> Way:
+    """A way that gives y, or several outputs, and the gradients of its leaves for this dy, or these."""
 
     def forward():
         with torch.no_grad(), context():
-            return layer(i.x)
+            return call()
 
     def both():
         with context():
-            y = layer(i.x)
-        grads = torch.autograd.grad(y, list(leaves.values()), i.dy)
-        return {"y": y, **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
+            y = call()
+        grads = torch.autograd.grad(y, list(leaves.values()), dy)
+        ys = {"y": y} if isinstance(y, Tensor) else {f"y{i}": each for i, each in enumerate(y)}
+        return {**ys, **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
 
-    return Way(forward, both, truth)
+    return Way(forward, both, truth, call, leaves, dy)
+
+
+def trained(layer: Callable[[Tensor], Tensor], i: Inputs, leaves: dict[str, Tensor], truth: str, context=nullcontext) -> Way:
+    return differentiated(lambda: layer(i.x), {"x": i.x, **leaves}, i.dy, truth, context)
+
+
+def kept_bytes(way: Way, given: Iterable[Tensor]) -> int:
+    """What autograd keeps for backward: each piece of memory once, without the leaves and what was ``given``."""
+    kept: dict[int, int] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t.detach()  # a node that held its own output would never go, and every later capture would fail
+
+    assert way.call is not None
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        y = way.call()  # held, so that no address comes twice
+    known = {t.untyped_storage().data_ptr() for t in (*way.leaves.values(), *given)}
+    del y
+    return sum(size for at, size in kept.items() if at not in known)
+
+
+def checked(
+    names: Iterable[str],
+    build: Callable[[str], Way],
+    errors: Callable[[str, Way], dict[str, float]],
+    most: float,
+    mine: Iterable[str] = FDORA,
+    after: Callable[[str, Way], None] = lambda name, way: None,
+) -> tuple[dict[str, Way], dict[str, dict[str, float]], Failures]:
+    """Those of these ways that run, the errors of each, and why the others do not: one of ``mine`` that is wrong does not."""
+    failed, error = Failures(), {}
+
+    def prepare(name: str) -> Way:
+        way = build(name)
+        error[name] = {key: float(f"{e:.2e}") for key, e in errors(name, way).items()}
+        wrong = ", ".join(f"{key} by {e:.1e}" for key, e in error[name].items() if not e <= most)
+        assert not (wrong and name in mine), f"{name} is wrong: {wrong}"
+        after(name, way)
+        return way
+
+    return failed.attempt(names, prepare), error, failed
+
+
+def by_mode(ways: dict[str, Way], both: str = "fwd_bwd") -> Iterator[tuple[str, dict[str, Callable[[], Any]]]]:
+    """What is timed, forward and in both directions, of the ways that have it."""
+    for mode in ("fwd", both):
+        yield mode, {name: fn for name, way in ways.items() if (fn := way.forward if mode == "fwd" else way.both)}
 
 
 def bare(i: Inputs) -> Way:
@@ -126,7 +184,7 @@ def bare(i: Inputs) -> Way:
         dh = i.dy @ B
         return base, lora, i.dy @ i.W, dh @ A, dh.mT @ x, i.dy.mT @ h
 
-    return Way(forward, both, None)
+    return Way(forward, both)
 
 
 def fdora(i: Inputs, norm: Tensor | None, compiled: bool) -> Way:
