@@ -270,10 +270,11 @@ def test_some_columns_at_a_time(case, monkeypatch):
 @pytest.fixture
 def ran(monkeypatch):
     """The plans that run, of any facade."""
-    from fdora.triton import linear, mlp, norm, norm_kept, quant
+    from fdora.triton import linear, mlp, norm_kept
+    from fdora.triton.runtime import walk
 
     found = []
-    for module in (linear, mlp, norm, norm_kept, quant):
+    for module in (linear, mlp, norm_kept, walk):
         run = module.run
         monkeypatch.setattr(module, "run", lambda plan, *args, run=run: found.append(plan) or run(plan, *args))
     return found
