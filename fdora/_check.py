@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from fdora import _facts
 from fdora._torch import functorch_active
@@ -104,7 +105,8 @@ def _shape_remedy(arg: str, named: list[str], shape: tuple[int, ...], sizes: dic
 
 def check_tensor(fn: str, arg: str, t: object) -> None:
     if not isinstance(t, Tensor):
-        raise fail(fn, arg, "a torch.Tensor", f"a {type(t).__name__}", "Wrap it with torch.as_tensor.")
+        remedy = f"Pass a tensor of it, as {arg}.weight." if isinstance(t, Module) else "Wrap it with torch.as_tensor."
+        raise fail(fn, arg, "a torch.Tensor", f"a {type(t).__name__}", remedy)
 
 
 def check_device(fn: str, like: str, tensors: dict[str, Any]) -> None:

@@ -149,6 +149,10 @@ MESSAGES = [
     (lambda: conv(W=torch.randn(6, 2, 3, 3), A=torch.randn(3, 4, 3, 3), groups=2), "fdora.dora_conv2d: `A` must be of a rank that 2 groups divide, where it reads all channels, got 3. Give it those of a group."),
     # types and dtypes
     (lambda: linear(W=[[1.0]]), "fdora.dora_linear: `W` must be a torch.Tensor, got a list. Wrap it with torch.as_tensor."),
+    (lambda: linear(W=torch.nn.Linear(K, N)), "fdora.dora_linear: `W` must be a torch.Tensor, got a Linear. Pass a tensor of it, as W.weight."),
+    (lambda: norm(W=torch.nn.Linear(K, N)), "fdora.dora_norm: `W` must be a torch.Tensor, got a Linear. Pass a tensor of it, as W.weight."),
+    (lambda: norm(A=torch.nn.Linear(K, r)), "fdora.dora_norm: `A` must be a torch.Tensor, got a Linear. Pass a tensor of it, as A.weight."),
+    (lambda: group(F.DoraLayer(torch.nn.Linear(K, N))), "fdora.dora_linear_group: layers[0]: `W` must be a torch.Tensor, got a Linear. Pass a tensor of it, as W.weight."),
     (lambda: linear(W=torch.ones(N, K, dtype=torch.int8)), "fdora.dora_linear: `W` must be float16 or bfloat16 or float32 or float64, got int8. Dequantise or cast it first."),
     (lambda: linear(x=torch.ones(3, K, dtype=torch.int64)), "fdora.dora_linear: `x` must be float16 or bfloat16 or float32 or float64, got int64. Cast it to the dtype of W."),
     (lambda: linear(x=torch.randn(3, K).bfloat16()), "fdora.dora_linear: `x` must be float32, got bfloat16. Cast it with x.to(torch.float32), or run under torch.autocast."),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from packaging.version import Version
 from torch import nn
 
 from fdora import FdoraError
@@ -18,11 +17,14 @@ def need(integration: str, package: str, least: str) -> None:
     try:
         have = version(package)
     except PackageNotFoundError:
-        have = ""
-    if not have or Version(have) < Version(least):
-        got = have or "none, it is not installed"
+        have, older = "none, it is not installed", True
+    else:
+        from packaging.version import Version  # here: torch alone does not bring it
+
+        older = Version(have) < Version(least)
+    if older:
         raise FdoraError(
-            f"fdora.integrations.{integration}: `{package}` must be {least} or newer, got {got}. "
+            f"fdora.integrations.{integration}: `{package}` must be {least} or newer, got {have}. "
             f"pip install '{package}>={least}'."
         )
 

@@ -14,21 +14,21 @@ its kernels: a mask for each layer, none left out. What Axolotl patched in class
 
 from __future__ import annotations
 
+from fdora.integrations._framework import need, put_back, set_aside
+
+need("axolotl", "axolotl", "0.18.0")
+
 import types
 from typing import Any, TypeVar
 
+from axolotl.integrations.base import BasePlugin
 from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
 from fdora.integrations import peft
-from fdora.integrations._framework import need, put_back, set_aside
 from fdora.integrations._peft.layer import Dora
 from fdora.integrations.peft import report
-
-need("axolotl", "axolotl", "0.18.0")
-
-from axolotl.integrations.base import BasePlugin  # noqa: E402
 
 __all__ = ["FdoraPlugin", "report", "restore", "use_fdora"]
 

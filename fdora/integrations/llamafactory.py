@@ -12,6 +12,10 @@ Its second version (``USE_V1=1``) has plugins: under ``peft_config`` write ``nam
 
 from __future__ import annotations
 
+from fdora.integrations._framework import need
+
+need("llamafactory", "llamafactory", "0.9.5")
+
 import os
 import sys
 from typing import Any
@@ -19,12 +23,9 @@ from typing import Any
 from torch import nn
 
 from fdora import FdoraError
-from fdora.integrations._framework import need
 from fdora.integrations.peft import disable, enable, report, restore, use_fdora
 
 __all__ = ["disable", "enable", "main", "register", "report", "restore", "unregister", "use_fdora"]
-
-need("llamafactory", "llamafactory", "0.9.5")
 
 
 def register() -> None:

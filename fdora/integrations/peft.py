@@ -13,6 +13,10 @@ gives: the same formula with another mask than stock. Elsewhere PEFT's own modul
 
 from __future__ import annotations
 
+from fdora.integrations._framework import need, put_back
+
+need("peft", "peft", "0.18.0")
+
 import weakref
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +30,6 @@ from torch import Tensor, nn
 
 from fdora import FdoraError
 from fdora.functional import dora_norm, select_backend
-from fdora.integrations._framework import put_back
 from fdora.integrations._hook import hook, hooked, unhook
 from fdora.integrations._peft.layer import (
     OURS,

@@ -13,6 +13,10 @@ is one of them), and then :func:`use_fdora`. To merge or serve a checkpoint, or 
 
 from __future__ import annotations
 
+from fdora.integrations._framework import need, put_back, set_aside
+
+need("swift", "ms-swift", "4.6.0")
+
 import copy
 from typing import Any, TypeVar
 
@@ -21,17 +25,15 @@ from torch import nn
 
 from fdora import FdoraError
 from fdora.integrations import peft
-from fdora.integrations._framework import need, put_back, set_aside
 from fdora.integrations.peft import report
 
-need("swift", "ms-swift", "4.6.0")
 if __name__.startswith("_swift_external"):  # SWIFT then puts this folder, which has a file called peft.py, first on the path
     raise FdoraError(
         "fdora.integrations.swift: `--external_plugins` must be a file of your own, got this one. "
         "Put `from fdora.integrations.swift import register; register()` into a file in another folder and pass that."
     )
 
-from swift.tuner_plugin import PeftTuner, tuners_map  # noqa: E402
+from swift.tuner_plugin import PeftTuner, tuners_map
 
 __all__ = ["FdoraTuner", "register", "report", "restore", "unregister", "use_fdora"]
 

@@ -9,6 +9,11 @@ keys, ``disabled`` and ``adapter_params`` stay torchtune's. The layer's class is
 
 from __future__ import annotations
 
+from fdora.integrations._framework import need
+
+need("torchtune", "torchtune", "0.6.1")
+need("torchtune", "torchao", "0.9")  # which torchtune leaves out of its requirements
+
 import weakref
 from collections import Counter
 from collections.abc import Iterable

@@ -11,12 +11,15 @@ adapter without its magnitude, and nothing that is set on a model can change tha
 
 from __future__ import annotations
 
+from fdora.integrations._framework import need
+
+need("unsloth", "unsloth", "2026.10.9")
+
 from typing import TypeVar
 
 from torch import nn
 
 from fdora.integrations import peft
-from fdora.integrations._framework import need
 from fdora.integrations.peft import report, restore
 
 __all__ = ["report", "restore", "use_fdora"]

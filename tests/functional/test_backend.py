@@ -76,6 +76,25 @@ def test_environment():
     assert run.stdout.strip() == "asked for by fdora.backend or FDORA_BACKEND"
 
 
+@pytest.mark.parametrize("name", ["dora_linear", "dora_compose"])
+def test_the_interpreter_is_refused_bfloat16(name):
+    """It would multiply wrongly."""
+    pytest.importorskip("triton")
+    code = (
+        "import sys, torch; from fdora import FdoraError; import fdora.functional as F\n"
+        "t = {k: torch.ones(*s).bfloat16() for k, s in dict(x=(2, 16), W=(16, 16), A=(4, 16), B=(16, 4), m=(16,)).items()}\n"
+        "try:\n"
+        "    F.dora_compose(t['W'], t['W'], t['m'].float(), s=1.0, backend='triton') if sys.argv[1] == 'dora_compose' else "
+        "F.dora_linear(**t, s=1.0, backend='triton')\n"
+        "except FdoraError as error:\n"
+        "    print(error)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, name], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert "must be eager for torch.bfloat16 tensors" in run.stdout, run.stderr
+
+
 @pytest.mark.parametrize("name", ["", "auto"])
 def test_an_empty_environment_variable_is_no_wish(name):
     code = "import fdora._dispatch as d; print(d.forced())"

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import subprocess
 import sys
 import types
 from importlib import metadata
@@ -13,15 +14,14 @@ from fdora import FdoraError
 from fdora.integrations import _framework
 from fdora.integrations._framework import need, put_back, set_aside
 
-PACKAGES = {"axolotl": "axolotl", "swift": "ms-swift", "llamafactory": "llamafactory", "unsloth": "unsloth"}
-
-
-def touch(name):
-    """Import the file; Unsloth's wants Unsloth only when it is used."""
-    sys.modules.pop(f"fdora.integrations.{name}", None)
-    module = importlib.import_module(f"fdora.integrations.{name}")
-    if name == "unsloth":
-        module.use_fdora(nn.Linear(2, 2))
+PACKAGES = {
+    "axolotl": "axolotl",
+    "swift": "ms-swift",
+    "llamafactory": "llamafactory",
+    "unsloth": "unsloth",
+    "peft": "peft",
+    "torchtune": "torchtune",
+}
 
 
 @pytest.mark.parametrize("have", [None, "0.0.1"])
@@ -34,18 +34,40 @@ def test_absent_or_too_old(name, have, monkeypatch):
         return have
 
     monkeypatch.setattr(_framework, "version", version)
-    before = sys.modules.get(f"fdora.integrations.{name}")
+    before = sys.modules.pop(f"fdora.integrations.{name}", None)
     loaded = set(sys.modules)
     with pytest.raises(FdoraError) as caught:
-        touch(name)
+        importlib.import_module(f"fdora.integrations.{name}")
     said = str(caught.value)
     assert said.startswith(f"fdora.integrations.{name}: `{PACKAGES[name]}` must be ") and said.count("\n") == 0
     assert (f"got {have}. " in said) if have else ("got none, it is not installed. " in said)
     assert f"pip install '{PACKAGES[name]}>=" in said
-    assert name not in set(sys.modules) - loaded
-    sys.modules.pop(f"fdora.integrations.{name}", None)
+    assert name not in set(sys.modules) - loaded and f"fdora.integrations.{name}" not in sys.modules
     if before is not None:
         sys.modules[f"fdora.integrations.{name}"] = before
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_in_an_environment_with_torch_alone(name):
+    """Neither the framework nor PEFT nor what they bring."""
+    code = (
+        "import importlib.metadata, sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('peft', 'packaging', 'transformers', 'torchao', 'torchtune'):\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}')\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "def version(name):\n"
+        "    raise importlib.metadata.PackageNotFoundError(name)\n"
+        "importlib.metadata.version = version\n"
+        "import fdora\n"
+        "try:\n"
+        f"    import fdora.integrations.{name}\n"
+        "except fdora.FdoraError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert f"`{PACKAGES[name]}` must be " in done.stdout and "not installed" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
