@@ -5,33 +5,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-LABELS, WIDTH, GAP, ROW = 190, 215, 75, 22  # pixels: left column, longest bar, beside it for its number, height of a row
-COLOURS = {"LoRA": "#f2994a", "PEFT DoRA": "#d64541"}  # by how a label begins; the rest is fdora
+from bench.ways import COLOURS
+
+LABELS, WIDTH, ROW, MARGIN = 190, 215, 24, 60  # pixels: left column, longest bar, height of a row, right of the longest bar
 
 
-def bars(title: str, panels: Sequence[str], groups: dict[str, dict[str, Sequence[float]]]) -> str:
-    """``groups[group][label]`` has one value for each panel; every panel has a scale of its own that starts at 0."""
-    rows = [values for group in groups.values() for values in group.values()]
-    most = [max(values[k] for values in rows) for k in range(len(panels))]
-    lefts = [LABELS + k * (WIDTH + GAP) for k in range(len(panels))]
-    parts = [text(10, 22, title, 'font-weight="bold"')]
-    parts += [text(left, 46, panel) for left, panel in zip(lefts, panels, strict=True)]
-    y = 46
-    for name, group in groups.items():
-        y += ROW + 4
-        parts.append(text(10, y, name, 'fill="#666"'))
-        for label, values in group.items():
+def bars(panels: Sequence[str], groups: dict[str, dict[str, Sequence[float]]]) -> str:
+    """Shares of LoRA's, ``groups[group][label]`` with one for each panel. A line marks 1; every panel has that scale."""
+    scale = WIDTH / max(value for group in groups.values() for values in group.values() for value in values)
+    parts, y = [], 4
+    for k, panel in enumerate(panels):
+        y += ROW
+        parts.append(text(10, y, f"{panel}, LoRA = 1, lower is better", 'font-weight="bold"'))
+        top = y + 10
+        for name, group in groups.items():
             y += ROW
-            parts.append(text(LABELS - 8, y, label, 'text-anchor="end"'))
-            colour = next((colour for start, colour in COLOURS.items() if label.startswith(start)), "#2f6fbb")
-            for left, value, top in zip(lefts, values, most, strict=True):
-                wide = WIDTH * value / top
-                parts.append(f'<rect x="{left}" y="{y - 13}" width="{wide:.1f}" height="17" fill="{colour}"/>')
-                parts.append(text(left + wide + 5, y, f"{value:#.3g}".rstrip(".")))
-    width, height = lefts[-1] + WIDTH + GAP, y + 16
+            parts.append(text(10, y, name, 'fill="#666"'))
+            for label, values in group.items():
+                y += ROW
+                wide = scale * values[k]
+                parts.append(text(LABELS - 8, y, label, 'text-anchor="end"'))
+                parts.append(f'<rect x="{LABELS}" y="{y - 14}" width="{wide:.1f}" height="18" fill="{colour(label)}"/>')
+                parts.append(text(LABELS + max(wide, scale) + 6, y, f"{values[k]:.2f}"))
+        parts.append(f'<path d="M{LABELS + scale:.1f} {top}V{y + 8}" stroke="black"/>')
+        y += 12
+    width, height = LABELS + WIDTH + MARGIN, y + 4
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-    head += 'font-family="system-ui, sans-serif" font-size="13">'
+    head += 'font-family="system-ui, sans-serif" font-size="15">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
+
+
+def colour(label: str) -> str:
+    """That of the way whose name a label begins with."""
+    ways = {"LoRA": "peft_lora", "PEFT's DoRA": "peft_dora", "fuse=False": "peft_fdora", "fdora": "peft_fdora_fused"}
+    return next(COLOURS[way] for start, way in ways.items() if label.startswith(start))
 
 
 def text(x: float, y: float, words: str, more: str = "") -> str:

@@ -9,15 +9,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+from bench import ways
 from bench.converge import EVERY, PAIRS, TARGET, WAYS
 from bench.duels import how
 from bench.records import names, result
 from bench.ways import NAMES, RIVALS
 
-COLOURS = {"frozen": "0.7", "bare": "0.45", "peft_lora": "tab:orange", "peft_dora": "tab:red", "dense": "tab:red"}
-COLOURS |= {"fdora": "tab:blue", "inside": "tab:cyan", "triton": "tab:blue", "tiles": "tab:cyan"}
-COLOURS |= {"peft_fdora": "tab:blue", "peft_fdora_fused": "tab:cyan", "peft": "tab:red", "float32": "0.8"}
-COLOURS |= {"fdora - peft": "black", "peft - float32": "tab:red", "fdora - float32": "tab:blue"}
+COLOURS = ways.COLOURS | {"frozen": "0.7", "bare": "0.45", "float32": "0.8"}
+COLOURS |= {"fdora - peft": "black", "peft - float32": COLOURS["peft"], "fdora - float32": COLOURS["fdora"]}
 WINDOW = 5
 SWEPT = ("r", "S", "width")
 
@@ -120,7 +119,7 @@ def model_panels() -> list[tuple[str, str]]:
 
 
 def models(axes, panel: tuple[str, str]) -> None:
-    """One group per model, adapter and compilation, whichever files they come from; one bar per rival and way of ours."""
+    """One group per model, adapter and compilation, whichever files they come from; shares of LoRA's time."""
     where, mode = panel
     cases: dict[str, dict[str, float]] = {}
     for name in measured(None):
@@ -129,17 +128,17 @@ def models(axes, panel: tuple[str, str]) -> None:
             if (machine(name), row["mode"]) == panel:
                 label = f"{found['model']}, {row['layers']} layers\n{how(row)}, {row['adapter']} adapters"
                 cases.setdefault(label, {})[row["way"]] = row["ms"]
-    pairs = [(rival, mine) for rival in ("peft_lora", "peft_dora") for mine in ("peft_fdora", "peft_fdora_fused")]
-    for i, (rival, mine) in enumerate(pairs):
-        values = [case.get(rival, math.nan) / case.get(mine, math.nan) for case in cases.values()]
-        label = f"{NAMES[rival]} over {NAMES[mine].removeprefix('PEFT with ')}"
-        bars = axes.barh([k + 0.2 * (i - 1.5) for k in range(len(cases))], values, 0.2, label=label)
-        axes.bar_label(bars, fmt="%.2f", fontsize=6)
-    axes.set_yticks(range(len(cases)), list(cases), fontsize=7)
+    for i, (way, label) in enumerate(
+        {"peft_dora": "PEFT's DoRA", "peft_fdora_fused": "fdora", "peft_fdora": "fuse=False"}.items()
+    ):
+        values = [case.get(way, math.nan) / case.get("peft_lora", math.nan) for case in cases.values()]
+        bars = axes.barh([k + 0.27 * (i - 1) for k in range(len(cases))], values, 0.27, label=label, color=COLOURS[way])
+        axes.bar_label(bars, fmt="%.2f", fontsize=7)
+    axes.set_yticks(range(len(cases)), list(cases), fontsize=8)
     axes.set_ylim(len(cases) - 0.5, -0.5)
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xlabel(f"time over fdora's; {mode}, {where}")
-    axes.legend(fontsize=6, ncols=2, loc="lower center", bbox_to_anchor=(0.4, 1))
+    axes.set_xlabel(f"time, LoRA = 1, lower is better; {mode}, {where}")
+    axes.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.4, 1))
     axes.figure.set_figheight(max(axes.figure.get_figheight(), 1 + 0.6 * len(cases)))
 
 

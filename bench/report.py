@@ -43,12 +43,12 @@ def pick(rows: list[dict], **wanted) -> dict:
 # group, label, way and whether it is compiled; what is not compiled is compared with what is not
 STEP = (
     ("eager", "LoRA", "peft_lora", False),
-    ("eager", "PEFT DoRA", "peft_dora", False),
-    ("eager", "use_fdora", "peft_fdora", False),
-    ("eager", "use_fdora(fuse=True)", "peft_fdora_fused", False),
+    ("eager", "PEFT's DoRA", "peft_dora", False),
+    ("eager", "fdora", "peft_fdora_fused", False),
+    ("eager", "fuse=False", "peft_fdora", False),
     ("torch.compile", "LoRA, compiled", "peft_lora", True),
-    ("torch.compile", "PEFT DoRA, compiled", "peft_dora", True),
-    ("torch.compile", "use_fdora, compiled", "peft_fdora", True),
+    ("torch.compile", "PEFT's DoRA, compiled", "peft_dora", True),
+    ("torch.compile", "fdora, compiled", "peft_fdora_fused", True),
 )
 STEP_8 = {"mode": "step_8", "adapter": "bf16"}
 STEP_FILES = [(machine, model) for machine in ("h200", "h100") for model in ("qwen3-8b", "llama-3.1-8b")]
@@ -60,7 +60,6 @@ class Step(NamedTuple):
     values: dict[str, tuple[float, float]]
     about: str
     gpu: str
-    commit: str
 
 
 def step() -> Step:
@@ -72,11 +71,9 @@ def step() -> Step:
         if all((way, compiled) in rows for _, _, way, compiled in STEP):
             found = {label: rows[way, compiled] for _, label, way, compiled in STEP}
             x = found["LoRA"]
-            gpu, commit = machine.upper(), commits(results)
-            about = "{layers} layers of {name}, {seq} tokens, r = {r}, bf16, one {gpu}, commit {commit}".format(
-                **x, name=MODELS[base], gpu=gpu, commit=commit
-            )
-            return Step({label: (x["ms"] / 8, x["peak_mb"] / 1024) for label, x in found.items()}, about, gpu, commit)
+            gpu = machine.upper()
+            about = "{layers} layers of {name}, {seq} tokens, r = {r}, bf16, one {gpu}".format(**x, name=MODELS[base], gpu=gpu)
+            return Step({label: (x["ms"] / 8, x["peak_mb"] / 1024) for label, x in found.items()}, about, gpu)
     raise SystemExit(f"no model of {STEP_FILES} was measured in every way of the picture")
 
 
@@ -87,16 +84,12 @@ def commit_of(found: dict) -> str:
     return found.get("about", {}).get("commit") or UNRECORDED
 
 
-def commits(results: list[dict]) -> str:
-    return " and ".join(dict.fromkeys(map(commit_of, results)))
-
-
 def picture() -> str:
-    values, about, *_ = step()
     groups: dict[str, dict] = {}
     for group, label, *_ in STEP:
-        groups.setdefault(group, {})[label] = values[label]
-    return bars(f"Training step: {about}", ("time of a micro-batch, ms", "peak memory above the weights, GiB"), groups)
+        if not label.startswith("LoRA"):
+            groups.setdefault(group, {})[label] = [over_lora(label, field) for field in (0, 1)]
+    return bars(("time of a training step", "memory of a training step"), groups)
 
 
 def over_lora(label: str, field: int = 0) -> float:
@@ -106,17 +99,26 @@ def over_lora(label: str, field: int = 0) -> float:
 
 
 def readme_headline() -> str:
+    values = step().values
+    (slow, more), (ms, memory) = values["PEFT's DoRA"], values["fdora"]
     return (
-        f"with fdora a training step of a PEFT model takes {over_lora('use_fdora'):.2f} times LoRA's time on an {step().gpu}, "
-        f"with PEFT's own DoRA {over_lora('PEFT DoRA'):.2f} times (commit {step().commit})"
+        f"On an {step().gpu} a training step is {slow / ms:.1f} times as fast as with PEFT's own DoRA, takes "
+        f"{1 - memory / more:.0%} less memory beyond the weights, and computes the same function."
     )
 
 
 def readme_picture() -> str:
-    ways = ("PEFT DoRA", "use_fdora", "use_fdora(fuse=True)", "PEFT DoRA, compiled", "use_fdora, compiled")
-    parts = [f"{way} {over_lora(way):.2f} times LoRA's time and {over_lora(way, 1):.2f} times its memory" for way in ways]
-    alt = f"Time and memory of a training step, {step().about}: {'; '.join(parts)}."
+    parts = [
+        f"{label} {over_lora(label):.2f} of LoRA's time and {over_lora(label, 1):.2f} of its memory"
+        for _, label, *_ in STEP
+        if not label.startswith("LoRA")
+    ]
+    alt = f"Time and memory of a training step as shares of LoRA's, lower is better: {'; '.join(parts)}."
     return f"![{alt}]({PICTURE.relative_to(ROOT)})"
+
+
+def readme_setting() -> str:
+    return step().about
 
 
 MODELS = {
@@ -142,54 +144,42 @@ def eight_steps() -> dict[str, dict[str, dict]]:
 
 
 def readme_models() -> str:
-    lines: dict[tuple, dict[str, str]] = {}
-    by_commit: dict[str, list[str]] = {}
+    lines = []
     for name, rows in eight_steps().items():
-        lines[f"{MODELS[name]}, {rows['peft_lora']['layers']} layers",] = {
-            NAMES[way]: f"{x['ms'] / 8:.1f} / {x['peak_mb'] / 1024:.2f}" for way, x in rows.items()
-        }
-        by_commit.setdefault(commit_of(result(f"h200/model_{name}")), []).append(MODELS[name])
-    parts = [f"commit {each} ({', '.join(found)})" for each, found in by_commit.items()]
-    measured = parts if len(parts) > 1 else [f"commit {each}" for each in by_commit]
-    said = textwrap.fill(f"Measured at {' and '.join(measured)}.", WIDTH, break_on_hyphens=False)
-    return f"{side_by_side([''], lines)}\n\n{said}"
+        lora, dora, fdora = (rows[way] for way in ("peft_lora", "peft_dora", "peft_fdora_fused"))
+        saved = (dora["peak_mb"] - fdora["peak_mb"]) / 1024
+        shares = f"{dora['ms'] / fdora['ms']:.2f} x", f"{fdora['ms'] / lora['ms']:.2f}", f"{saved:.1f} GiB"
+        lines.append([f"{MODELS[name]}, {lora['layers']} layers", *shares])
+    return table(["one GPU", "faster than PEFT's DoRA", "share of LoRA's time", "memory saved over PEFT's DoRA"], lines)
+
+
+SHARES = {"use_fdora_fused": "fdora", "use_fdora": "`fuse=False`", "peft_dora": "PEFT's DoRA"}
 
 
 def steps_rows() -> list[dict]:
     return [row for row in result("h200/steps")["rows"] if not row["compiled"]]
 
 
-def readme_steps() -> str:
-    """Of how many cells, of which commits and of how many calls the shares below are."""
-    _, *given = TABLE["steps"].command.split()
-    cells, rows = steps.parse(given).cells, steps_rows()
-    measured = {(row["model"], row["S"], row["r"]) for row in rows} & set(cells)
-    turns = sorted({row["turns"] for row in rows})
-    some = f"{len(measured)} of the" if len(measured) < len(cells) else "all"
-    return (
-        f"{some} {len(cells)} cells of `python -m bench.steps --device cuda`, "
-        f"{' to '.join(map(str, dict.fromkeys((turns[0], turns[-1]))))} calls each, "
-        f"commit {commit_of(result('h200/steps'))}"
-    )
+def compiled_rows(S: int, way: str) -> list[dict]:
+    """In torch's default mode. Few tokens were measured again, in a file that lacks PEFT's DoRA."""
+    again = S == 512 and way != "peft_dora"
+    rows = result(f"h200/steps_compiled{'_512' if again else ''}")["rows"]
+    return [row for row in rows if row["S"] == S and row["compiled"] == "default"]
 
 
-def readme_many() -> str:
-    return shares(lambda S: S >= 2048, "2048 and 4096 tokens")
+def readme_tokens() -> str:
+    """Medians over all cells and modes of bench.steps."""
+    lines = []
+    for tokens in ((128, 512), (2048, 4096)):
+        rows = [row for row in steps_rows() if row["S"] in tokens]
+        lines.append([f"{tokens[0]} and {tokens[1]} tokens", *(middle(rows, way) for way in SHARES)])
+    for S in (512, 4096):
+        lines.append([f"{S} tokens, compiled", *(middle(compiled_rows(S, way), way) for way in SHARES)])
+    return table(["share of LoRA's time", *SHARES.values()], lines)
 
 
-def readme_few() -> str:
-    return shares(lambda S: S <= 512, "128 and 512 tokens")
-
-
-SHARES = {"use_fdora": "`use_fdora`", "use_fdora_fused": "with `fuse=True`", "peft_dora": "PEFT's DoRA"}
-
-
-def shares(wanted: Callable[[int], bool], tokens: str) -> str:
-    """Wall and GPU time as shares of LoRA's, over all cells and modes of bench.steps with such a number of tokens."""
-    rows = [row for row in steps_rows() if wanted(row["S"])]
-    wall = [f"{name} {span(over(rows, way, 'ms'))}" for way, name in SHARES.items()]
-    gpu = [span(over(rows, way, "gpu_ms")) for way in SHARES]
-    return f"{tokens}: {', '.join(wall)}; GPU time, in this order, {', '.join(gpu)}"
+def middle(rows: list[dict], way: str) -> str:
+    return f"{statistics.median(over(rows, way, 'ms')):.2f}"
 
 
 def over(rows: list[dict], way: str, field: str) -> list[float]:
@@ -198,35 +188,41 @@ def over(rows: list[dict], way: str, field: str) -> list[float]:
     return [row[field] / lora[where(row)] for row in rows if row["way"] == way]
 
 
-def span(values: list[float]) -> str:
-    """Median and range."""
-    middle = f"{statistics.median(values):.2f}"
-    return f"{middle} ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else middle
+def readme_sharded() -> str:
+    """Time and memory of a step under FSDP2 on two GPUs."""
+    lines = []
+    for name in ("sharded_12", "sharded_r384"):
+        found = result(f"h200/{name}")
+        ways = {x["way"]: x for x in found["rows"] if x["mode"] == "step"}
+        lora, cells = ways["peft_lora"], []
+        for way in ("peft_fdora_fused", "peft_fdora", "peft_dora"):
+            of = [f"{ways[way][field] / lora[field]:.2f}" for field in ("ms", "peak_mb")] if way in ways else ["not measured"]
+            cells.append(" of the time, ".join(of) + (" of the memory" if way in ways else ""))
+        lines.append([f"{MODELS[found['model']]}, {found['layers']} layers, r = {found['r']}", *cells])
+    return table(["two GPUs, FSDP2", *SHARES.values()], lines)
 
 
-def readme_compiled() -> str:
-    """Layers that are compiled one by one, in torch's default mode."""
-    results = [result(f"h200/steps_compiled{part}") for part in ("_512", "")]  # few tokens were measured again, and stand first
-    again = {row["S"] for row in results[0]["rows"]}
-    rows = [*results[0]["rows"], *(row for row in results[1]["rows"] if row["S"] not in again)]
-    rows = [row for row in rows if row["compiled"] == "default"]
-    cells = dict.fromkeys(
-        f"width {steps.SIZES[row['model']]['hidden_size']}, {row['S']} tokens, r = {row['r']}" for row in rows
+def readme_losses() -> str:
+    """What is lost to LoRA, with the figures that are measured."""
+    empty, warm = ({x["cache"]: x for x in result("h200/host")["first_call"]}[cache] for cache in ("empty", "warm"))
+    first = [f"{x['first_call_ms'] / 1000:.1f} s" for x in (empty, warm)]
+    replayed = [row for row in result("h200/steps_compiled_replay")["rows"] if row["mode"] == "step"]
+    graphs = f"{over(replayed, 'use_fdora_fused', 'ms')[0]:.2f}"
+    sweep = [x for x in result("h200/model_qwen3-8b_sweep_S")["rows"] if x["mode"] == "gradient"]
+    short = [f"{over([x for x in sweep if x['seq'] == S], 'peft_fdora_fused', 'ms')[0]:.2f}" for S in (512, 1024)]
+    points = (
+        "**Dropout.** `lora_dropout` above 0 costs a second product with the base weight, in fdora as in PEFT's DoRA. Plain "
+        "LoRA does not pay it. All figures here are without dropout.",
+        f"**The first call.** Forward and backward of one small layer took {first[0]} in a new process with an empty Triton "
+        f"cache, and {first[1]} with a warm one. Time to the first step of a whole model is not measured.",
+        f'**CUDA graphs of short sequences.** With `torch.compile(mode="reduce-overhead")` and 512 tokens a training step '
+        f"takes {graphs} of LoRA's time.",
+        f"**Short sequences, once.** An older sweep over sequence lengths has 512 tokens at {short[0]} and 1024 tokens at "
+        f"{short[1]} of LoRA's time. It has not been repeated; the newer table above does not show it.",
+        "**Memory of a single layer.** Kernels that overwrite their inputs (LoRAFusion, and the LoRA kernels of Axolotl and "
+        "Unsloth) need less of it. And a layer that computes its norm in every call is slow with few tokens: keep the norm.",
     )
-    parts = [
-        f"{SHARES[way]} {span(over(rows, way, 'ms'))} times compiled LoRA's wall time, {span(over(rows, way, 'gpu_ms'))} times "
-        "its GPU time"
-        for way in ("use_fdora", "use_fdora_fused")
-    ]
-    return f"{'; '.join(cells)}, {results[0]['layers']} layers: {'; '.join(parts)} (commit {commits(results)})"
-
-
-def readme_memory() -> str:
-    spans = []
-    for way in ("peft_fdora", "peft_fdora_fused", "peft_dora"):
-        times = [rows[way]["peak_mb"] / rows["peft_lora"]["peak_mb"] for rows in eight_steps().values()]
-        spans.append(f"{min(times):.2f} to {max(times):.2f}")
-    return f"{spans[0]} times LoRA's peak in the models below, {spans[1]} with `fuse=True`; PEFT's DoRA {spans[2]}"
+    return "\n".join(textwrap.fill(f"- {each}", WIDTH, subsequent_indent="  ", break_on_hyphens=False) for each in points)
 
 
 def readme(text: str) -> str:

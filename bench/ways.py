@@ -35,6 +35,13 @@ WAYS = ("frozen", "bare", *RIVALS, "axolotl_dora_inside", *FDORA)
 # These keep the norm from call to call, and NAME_inside computes it in each: a time without a norm is compared with no other.
 KEEP_NORM = ("fdora", "fdora_compiled", "peft_dora_cached", "axolotl_dora")
 
+# One colour for a way in every picture.
+ORANGE, RED, BLUE, LIGHT = "#f2994a", "#d64541", "#2f6fbb", "#8fbce6"
+COLOURS = {"peft_lora": ORANGE, "peft_dora": RED, "peft": RED, "dense": RED}
+COLOURS |= dict.fromkeys(("fdora", "triton", "peft_fdora_fused"), BLUE) | dict.fromkeys(
+    ("inside", "tiles", "peft_fdora"), LIGHT
+)
+
 NAMES = {
     "frozen": "frozen",
     "bare": "products",

@@ -22,7 +22,7 @@ PAGES = {
     for path in sorted(ROOT.glob(f"{folder}**/*.md" if folder else "*.md"))
 }
 README, BENCHMARKS = PAGES["README.md"], PAGES["docs/benchmarks.md"]
-USE_PEFT, *PROGRAMS = re.findall(r"```python\n(.*?)```", README + PAGES["docs/programs.md"], re.S)
+USE_TRL, *PROGRAMS = re.findall(r"```python\n(.*?)```", README + PAGES["docs/programs.md"], re.S)
 
 
 def run(number):
@@ -36,16 +36,18 @@ def test_there_are_four():
     assert [p.split(".")[0] for p in PROGRAMS] == ["# 1", "# 2", "# 3", "# 4"] and PROGRAMS[0] in README
 
 
-def test_readmes_two_lines_for_peft(capsys):
-    from fdora.integrations.peft import report
+def test_readmes_signatures():
+    """Every function takes what README names, and what must be given is named."""
+    import fdora.functional
+    from fdora.integrations.peft import use_fdora
 
-    space = run(3)
-    before = {row.backend for row in report(space["model"])}
-    exec(USE_PEFT, space)
-    y = space["model"](torch.randn(5, 64))
-    rows = report(space["model"])
-    assert before == {"stock"} and [row.fused + row.composed for row in rows] == [1, 1] and y.shape == (5, 8)
-    assert len([line for line in USE_PEFT.splitlines() if line]) == 2
+    (block,) = re.findall(r"```text\n(dora_init.*?)```", README, re.S)
+    lines = re.findall(r"^(\w+)\((.*?)\) +-> ", block, re.M)
+    assert len(lines) == len(block.splitlines()) == 8
+    for name, said in lines:
+        found = inspect.signature(getattr(fdora.functional, name, use_fdora)).parameters
+        names = [each.rstrip("=") for each in said.split(", ")]
+        assert {n for n, p in found.items() if p.default is p.empty} <= set(names) <= set(found), name
 
 
 def test_program_1_changes_nothing_at_the_start():
@@ -306,15 +308,15 @@ def test_the_figures_are_the_committed_results():
     assert report.document() == BENCHMARKS, "run: python -m bench.report"
     marked = "".join(body for _, body in re.findall(r"<!-- (\w+) -->(.*?)<!-- /\1 -->", README, re.S))
     outside = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", README, flags=re.S)
-    assert len(re.findall(r"^\| .*\d+\.\d+", marked, re.M)) == len(report.eight_steps()) >= 5
+    assert len(re.findall(r"^\| .* x \| \d\.\d+ \| .* GiB \|$", marked, re.M)) == len(report.eight_steps()) >= 5
     measured = r"^\| .*\d\.\d+ [|/]|\d+ [um]s\b|\d\.\d+ (times|GiB)|(?<!\d)\d\.\d{3}(?!\d)"
     assert re.search(measured, marked, re.M) and not re.search(measured, outside, re.M)  # no measured number stands outside
 
 
 def test_the_headline_is_true():
-    """README begins with "about LoRA's time": within a tenth, eager and compiled, and both are in the picture."""
-    assert README.split("\n")[2].startswith("**DoRA fine-tuning in about LoRA's time:**")
-    assert all(abs(report.over_lora(way) - 1) < 0.1 for way in ("use_fdora", "use_fdora, compiled"))
+    """README begins with "the speed of LoRA": within a tenth, eager and compiled, and both are in the picture."""
+    assert README.split("\n")[2].startswith("**DoRA fine-tuning at the speed of LoRA.** <!-- headline -->")
+    assert all(abs(report.over_lora(way) - 1) < 0.1 for way in ("fdora", "fdora, compiled"))
 
 
 def test_the_picture_takes_the_newest_machine_that_has_every_bar(elsewhere):
@@ -333,7 +335,7 @@ def test_the_picture_takes_the_newest_machine_that_has_every_bar(elsewhere):
         }
         for _, _, way, compiled in report.STEP
     ]
-    (slow,) = (x for x in rows if x["way"] == "peft_fdora" and not x["compiled"])
+    (slow,) = (x for x in rows if x["way"] == "peft_fdora_fused" and not x["compiled"])
     slow |= {"ms": 160.0, "peak_mb": 4096}
 
     def write(name, rows, commit=None):
@@ -342,40 +344,28 @@ def test_the_picture_takes_the_newest_machine_that_has_every_bar(elsewhere):
     with pytest.raises(SystemExit, match="every way of the picture"):
         report.step()
     write("h100/model_qwen3-8b", rows)
-    assert report.step().about.endswith("r = 4, bf16, one H100, commit not recorded")
+    assert report.step().about.endswith("r = 4, bf16, one H100")
     write("h200/model_qwen3-8b", rows[:-1], "abc")
-    assert report.step().about.endswith("one H100, commit not recorded")
-    write("h200/model_llama-3.1-8b", [x for x in rows if not x["compiled"]], "abc")
-    assert report.readme_models().endswith("\n\nMeasured at commit abc.")
+    assert report.step().about.endswith("one H100")
     write("h200/model_llama-3.1-8b", [x for x in rows if not x["compiled"]], "def")
     write("h200/model_llama-3.1-8b_compiled", [x for x in rows if x["compiled"]], "fed")
-    assert report.step().about == "2 layers of Llama-3.1-8B, 8 tokens, r = 4, bf16, one H200, commit def and fed"
+    assert report.step().about == "2 layers of Llama-3.1-8B, 8 tokens, r = 4, bf16, one H200"
     write("h200/model_gemma-3-12b", rows[1:])  # without LoRA's
     assert list(report.eight_steps()) == ["qwen3-8b", "llama-3.1-8b"]
-    assert report.readme_models().endswith("\n\nMeasured at commit abc (Qwen3-8B) and commit def (Llama-3.1-8B).")
-    headline = "takes 2.00 times LoRA's time on an H200, with PEFT's own DoRA 1.00 times (commit def and fed)"
-    assert report.readme_headline().endswith(headline)
-    assert "; use_fdora 2.00 times LoRA's time and 4.00 times its memory; " in report.readme_picture()
-    bars = dict(re.findall(r'end">([^<]*)</text>\n<rect [^>]*width="([\d.]+)"', report.picture()))
-    assert float(bars["use_fdora"]) == 2 * float(bars["LoRA"]) == 2 * float(bars["LoRA, compiled"])
+    assert "| Llama-3.1-8B, 2 layers | 0.50 x | 2.00 | -3.0 GiB |" in report.readme_models()
+    headline = "On an H200 a training step is 0.5 times as fast as with PEFT's own DoRA, takes -300% less memory"
+    assert report.readme_headline().startswith(headline)
+    assert "; fdora 2.00 of LoRA's time and 4.00 of its memory; " in report.readme_picture()
+    bars = re.findall(r'end">([^<]*)</text>\n<rect [^>]*width="([\d.]+)"', report.picture())
+    times, memory = (dict(bars[k : k + len(bars) // 2]) for k in (0, len(bars) // 2))
+    assert float(times["fdora"]) == pytest.approx(2 * float(times["fuse=False"]), abs=0.1)
+    assert float(memory["fdora"]) == pytest.approx(2 * float(times["fdora"]), abs=0.1)
 
 
 def test_figures_between_sentences():
-    """Which no command writes: sharded models in README, gradients through the norm, products of 8 bits."""
+    """Which no command writes: gradients through the norm, products of 8 bits."""
     result = lambda name: records.result(f"h200/{name}")  # noqa: E731
     flat = lambda page: " ".join(PAGES[page].split())  # noqa: E731
-    sharded = {name: result(name) for name in ("sharded_12", "sharded_r384")}
-    steps = {(n, x["way"]): x for n, found in sharded.items() for x in found["rows"] if x["mode"] == "step"}
-    of = lambda *key: f"{steps[key]['of_lora']:.2f}"  # noqa: E731
-    less = steps["sharded_12", "peft_fdora_fused"]["peak_mb"] / steps["sharded_12", "peft_lora"]["peak_mb"]
-    assert of("sharded_r384", "peft_fdora") == of("sharded_r384", "peft_fdora_fused")
-    assert {found["about"]["commit"] for found in sharded.values()} == {"e32cb98"}
-    assert (
-        f"takes {of('sharded_12', 'peft_fdora')} of LoRA's, with `fuse=True` {of('sharded_12', 'peft_fdora_fused')} and "
-        f"{less:.2f} of its memory; of 6 layers with r = 384 it takes {of('sharded_r384', 'peft_fdora')} in both, through "
-        f"PEFT's DoRA {of('sharded_r384', 'peft_dora')} (`python -m bench.sharded`, commit e32cb98)"
-    ) in flat("README.md")
-
     full = result("full")
     ratios = {}
     for x in full["rows"]:
@@ -421,30 +411,28 @@ def test_each_table_shows_its_own_measurements():
     assert f"{x['fwd_triton_ms']:.3f} forward, {x['fwd_bwd_triton_ms']:.3f} with backward" in BENCHMARKS
     (x,) = (x for x in rows("h100/host") if x["way"] == "peft_dora")
     assert f"DoRA's {x['fwd_bwd_us']:.0f}; H200: " in BENCHMARKS
-    (x,) = (x for x in rows("h200/model_gemma-3-12b") if (x["mode"], x["way"]) == ("step_8", "peft_fdora"))
-    assert re.search(
-        rf"^\| Gemma-3-12B, 6 layers \|.*\| {x['ms'] / 8:.1f} / {x['peak_mb'] / 1024:.2f} \|[^|]*\|$", README, re.M
-    )
+    gemma = {x["way"]: x for x in rows("h200/model_gemma-3-12b") if x["mode"] == "step_8"}
+    ms, mb = ({way: x[field] for way, x in gemma.items()} for field in ("ms", "peak_mb"))
+    cells = f"{ms['peft_dora'] / ms['peft_fdora_fused']:.2f} x | {ms['peft_fdora_fused'] / ms['peft_lora']:.2f} | "
+    cells += f"{(mb['peft_dora'] - mb['peft_fdora_fused']) / 1024:.1f} GiB |"
+    assert f"| Gemma-3-12B, 6 layers | {cells}" in README
     steps = [x for x in rows("h200/steps") if not x["compiled"]]
-    few, many = ([x for x in steps if (x["S"] <= 512) == short] for short in (True, False))
-    for found, tokens in ((few, "128 and 512"), (many, "2048 and 4096")):
-        for field, before in (("ms", f"{tokens} tokens: `use_fdora`"), ("gpu_ms", "GPU time, in this order,")):
-            ways = [
-                {(x["model"], x["S"], x["r"], x["mode"]): x[field] for x in found if x["way"] == w}
-                for w in ("use_fdora", "peft_lora")
-            ]
-            shares = sorted(ms / ways[1][cell] for cell, ms in ways[0].items())
-            middle = (shares[(len(shares) - 1) // 2] + shares[len(shares) // 2]) / 2
-            assert f"{before} {middle:.2f} ({shares[0]:.2f} to {shares[-1]:.2f})" in " ".join(README.split())
-    compiled = [*rows("h200/steps_compiled_512"), *(x for x in rows("h200/steps_compiled") if x["S"] == 4096)]
-    compiled = [x for x in compiled if x["compiled"] == "default"]
-    slow, lora = ([x for x in compiled if x["way"] == way] for way in ("use_fdora", "peft_lora"))
-    said = "`use_fdora`"
-    for field, time in (("ms", "compiled LoRA's wall time"), ("gpu_ms", "its GPU time")):
-        shares = sorted(a[field] / b[field] for a, b in zip(slow, lora, strict=True))
-        assert len(shares) == 6
-        said += f" {(shares[2] + shares[3]) / 2:.2f} ({shares[0]:.2f} to {shares[-1]:.2f}) times {time},"
-    assert said.removesuffix(",") in " ".join(README.split())
+    tables = {"128 and 512 tokens": steps, "2048 and 4096 tokens": steps}
+    tables |= {"512 tokens, compiled": rows("h200/steps_compiled_512"), "4096 tokens, compiled": rows("h200/steps_compiled")}
+    for said, found in tables.items():
+        cells = []
+        for way in ("use_fdora_fused", "use_fdora"):
+            times = {way: {}, "peft_lora": {}}
+            for x in found:
+                if x["way"] in times and str(x["S"]) in said.split() and x["compiled"] != "reduce-overhead":
+                    times[x["way"]][x["model"], x["S"], x["r"], x["mode"]] = x["ms"]
+            shares = sorted(ms / times["peft_lora"][cell] for cell, ms in times[way].items())
+            cells.append(f"{(shares[(len(shares) - 1) // 2] + shares[len(shares) // 2]) / 2:.2f}")
+        assert f"| {said} | {' | '.join(cells)} | " in README
+    wide = {x["way"]: x for x in rows("h200/sharded_12") if x["mode"] == "step"}
+    fdora = wide["peft_fdora_fused"]
+    said = f"{fdora['of_lora']:.2f} of the time, {fdora['peak_mb'] / wide['peft_lora']['peak_mb']:.2f} of the memory"
+    assert f"| Llama-3.1-8B, 12 layers, r = 64 | {said} | " in README
     us = [records.result(f"{name}/launches")["us"]["torch.mm"] for name in ("h100", "h200")]
     assert f"| torch.mm | {us[0]} | {us[1]} |" in BENCHMARKS
     apart = [rows(f"h200/converge_muon_s{seed}")[0]["difference"]["fdora, peft"]["mean"] for seed in range(3)]
@@ -503,19 +491,6 @@ def test_training_steps_are_lost_and_won_too():
     assert page.count("\n| 2048, S ") + page.count("\n| 8b, S ") == 64 + 12 + 6 + 3 and page.count(
         " | use_fdora | "
     ) == 4 + len(shares)
-
-
-def test_how_much_of_the_steps_was_measured(elsewhere):
-    """Cells against those of the command of bench.all, calls where the rows say how many; what is missing is said, too."""
-    result = records.load(elsewhere / "steps.jsonl", "h200/steps")
-    said = f"all 16 cells of `python -m bench.steps --device cuda`, 5 to 9 calls each, commit {result['about']['commit']}"
-    assert report.readme_steps() == said and said in " ".join(README.split())
-    result["rows"] = [row for row in result["rows"] if row["r"] == 64 and row["model"] == "2048"]
-    for i, row in enumerate(result["rows"]):
-        row["turns"] = 5 + i % 3
-    records.save(f"{elsewhere}/steps.jsonl:h200/steps", result | {"about": {}})
-    said = "4 of the 16 cells of `python -m bench.steps --device cuda`, 5 to 7 calls each, commit not recorded"
-    assert report.readme_steps() == said and "cpu/demo, h200/demo, h200/steps: not recorded" in report.since()
 
 
 def test_every_source_has_a_machine_and_a_torch():
@@ -639,8 +614,8 @@ def test_bars_and_lines_are_the_measurements(elsewhere):
     made_up(elsewhere, "h100")
     picture, axes = pyplot.subplots()
     figures.models(axes, ("H100", "step_8"))
-    widths = [bar.get_width() for bar in axes.patches]
-    assert (widths[0], widths[2]) == (0.4, 1.6) and all(width != width for width in (widths[1], widths[3]))  # nothing is fused
+    stock, fused, ours = (bar.get_width() for bar in axes.patches)
+    assert (stock, ours) == (4, 2.5) and fused != fused  # nothing is fused
     axes.clear()
     figures.sweep(axes, ("h100/model_qwen3_sweep_S", "ms"))
     lines = {(line.get_linestyle(), line.get_color(), *map(tuple, line.get_data())) for line in axes.lines}
@@ -676,7 +651,7 @@ def test_the_suite_enters_the_page(tmp_path, monkeypatch):
 
 def test_a_mark_that_is_missing_is_an_error():
     with pytest.raises(SystemExit, match="README marks"):
-        report.readme(README.replace("<!-- /few -->", ""))
+        report.readme(README.replace("<!-- /tokens -->", ""))
 
 
 def test_what_is_between_marks_is_wrapped_where_it_stands():

@@ -1,5 +1,7 @@
 """TRL needs no file of its own: its trainers take a PEFT model. Here its SFTTrainer trains one, stock and through fdora."""
 
+import re
+
 import pytest
 import torch
 
@@ -116,3 +118,23 @@ def test_the_snippet(tmp_path):
     space = execute("TRL", model=tiny.llama(), args=args, data=data, tokenizer=tiny.tokenizer())
     rows = report(space["trainer"].model)
     assert rows and all(row.fused for row in rows)
+
+
+def test_readmes_program(tmp_path, monkeypatch):
+    """As it stands, on a small model and text of its own: with fdora it trains, and it saves PEFT's adapter."""
+    import datasets
+    import trl
+
+    (program,) = re.findall(r"```python\n(from datasets.*?)```", tiny.TEXT, re.S)
+    given = {"processing_class": tiny.tokenizer()}
+    small = {"max_steps": 2, "max_length": 64, "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no"}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: Dataset.from_dict({"text": tiny.lines(8)}))
+    monkeypatch.setattr(trl, "SFTConfig", lambda **said: SFTConfig(**(said | small)))
+    monkeypatch.setattr(trl, "SFTTrainer", lambda **said: SFTTrainer(**(said | given | {"model": tiny.llama()})))
+    monkeypatch.chdir(tmp_path)
+    space, said = {"__name__": "readme"}, []
+    exec(compile(program.replace("print(", "said.append("), "README.md", "exec"), space | {"said": said}, space)
+    (rows,) = said
+    assert rows and all(row.fused for row in rows)
+    assert all(row.backend == "stock" for row in report(space["trainer"].model))
+    assert (tmp_path / "adapter/adapter_model.safetensors").exists() and len(program.splitlines()) <= 20
