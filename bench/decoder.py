@@ -1,70 +1,93 @@
-"""Decoder layers in the shape of Qwen3-8B, random and frozen: RMSNorm, grouped heads with q and k norm, rotary, SwiGLU."""
+"""What suites of models share: adapters away from their start, compiled layers, how two models are compared and judged."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import types
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.attempt import Failures
+from bench.clock import free, medians, wall_timer
+from bench.ways import S
+from fdora.functional import dora_norm
+from tests.memory import peak_bytes
+
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+MOST_APART = {"bf16": 0.1, "fp32": 1e-3}  # relative L2 of fdora against PEFT: all layers round, and PEFT rounds more
 
 
-@dataclass
-class Sizes:
-    hidden: int = 4096
-    heads: int = 32
-    kv_heads: int = 8
-    head: int = 128
-    intermediate: int = 12288
+def adapters(model: nn.Module, r: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """A, B and m of each linear but a language model's head."""
+    values = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            W = layer.weight
+            A = torch.randn(r, W.shape[1], device=W.device).mul_(W.shape[1] ** -0.5).to(dtype)
+            B = torch.randn(W.shape[0], r, device=W.device).mul_(0.05 * r**-0.5).to(dtype)
+            norm = dora_norm(W, A, B, s=S, backend="eager")
+            values[name] = (A, B, (norm * (1 + 0.0015 * torch.randn_like(norm))).to(dtype))
+    return values
 
 
-class Layer(nn.Module):
-    def __init__(self, z: Sizes):
-        super().__init__()
-        self.z = z
-        self.norm_1, self.norm_2 = (nn.RMSNorm(z.hidden, 1e-6) for _ in range(2))
-        self.q_norm, self.k_norm = (nn.RMSNorm(z.head, 1e-6) for _ in range(2))
-        self.q_proj = nn.Linear(z.hidden, z.heads * z.head, bias=False)
-        self.k_proj = nn.Linear(z.hidden, z.kv_heads * z.head, bias=False)
-        self.v_proj = nn.Linear(z.hidden, z.kv_heads * z.head, bias=False)
-        self.o_proj = nn.Linear(z.heads * z.head, z.hidden, bias=False)
-        self.gate_proj = nn.Linear(z.hidden, z.intermediate, bias=False)
-        self.up_proj = nn.Linear(z.hidden, z.intermediate, bias=False)
-        self.down_proj = nn.Linear(z.intermediate, z.hidden, bias=False)
-
-    def attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        def heads(t: Tensor) -> Tensor:
-            return t.unflatten(-1, (-1, self.z.head))
-
-        q = rotate(self.q_norm(heads(self.q_proj(x))).transpose(1, 2), cos, sin)
-        k = rotate(self.k_norm(heads(self.k_proj(x))).transpose(1, 2), cos, sin)
-        v = heads(self.v_proj(x)).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).flatten(-2))
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_1(x), cos, sin)
-        h = self.norm_2(x)
-        return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+def forward_of(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(layer).forward(layer, *args, **kwargs)
 
 
-def rotate(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = t.chunk(2, -1)
-    return t * cos + torch.cat((-b, a), -1) * sin
+def compiled_forward(way: str, mode: str | None = None) -> Callable:
+    """The forward of a way's layers, compiled: a function with a code object of its own.
+
+    Dynamo keeps there what it compiled, so no way walks past the guards of others.
+    """
+    own = types.FunctionType(forward_of.__code__.replace(co_name=f"forward_{way}"), forward_of.__globals__)
+    return torch.compile(own, mode=mode, dynamic=False)
 
 
-def angles(length: int, head: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    frequencies = 1e6 ** (-torch.arange(0, head, 2, device=device) / head)
-    turns = torch.outer(torch.arange(length, device=device), frequencies).repeat(1, 2)
-    return turns.cos().to(dtype), turns.sin().to(dtype)
+def compile_each(way: str, layers: Iterable[nn.Module]) -> None:
+    """One by one: one graph serves all of them."""
+    compiled = compiled_forward(way)
+    for layer in layers:
+        layer.forward = partial(compiled, layer)
 
 
-def decoder(layers: int, sizes: Sizes, dtype: torch.dtype, device: str) -> nn.ModuleList:
-    with torch.device("meta"):
-        model = nn.ModuleList(Layer(sizes) for _ in range(layers)).to(dtype)
-    model.to_empty(device=device).requires_grad_(False)
-    for p in model.parameters():
-        torch.nn.init.ones_(p) if p.ndim == 1 else torch.nn.init.normal_(p, std=p.shape[1] ** -0.5)
-    return model
+def agreement(mine, theirs) -> dict[str, dict[str, float]]:
+    """Relative L2 difference, cosine and largest difference of outputs and of the gradients of all A, all B, all m, and x."""
+    names = ["x", *theirs.leaves]
+    gradients = [dict(zip(names, way.gradient(), strict=True)) for way in (mine, theirs)]
+    pairs = {"y": (mine.inference(), theirs.inference())}
+    for part in "xABm":
+        pairs[f"d{part}"] = tuple(of_part(part, each) for each in gradients)
+    return {name: apart(a, b) for name, (a, b) in pairs.items()}
+
+
+def of_part(part: str, gradients: Mapping[str, Tensor]) -> Tensor:
+    """Of all leaves whose names begin so, one behind the other."""
+    return torch.cat([t.flatten() for name, t in gradients.items() if name[0] == part])
+
+
+def apart(a: Tensor, b: Tensor) -> dict[str, float]:
+    a, b = a.double().flatten(), b.double().flatten()
+    found = {"relative": ((a - b).norm() / b.norm()).item(), "cosine": (a @ b / (a.norm() * b.norm())).item()}
+    return found | {"max_difference": (a - b).abs().max().item(), "max": b.abs().max().item()}
+
+
+def wall_and_peak(fns: Mapping[str, Callable[[], object]], options, failures: Failures) -> dict[str, dict[str, float]]:
+    """Wall ms in turns, and peak MB, of those that run."""
+    peaks = failures.attempt(fns, lambda key: peak_bytes(fns[key], options.device) / 2**20)
+    free(options.device)  # what a way that ran out of memory has left
+    ms = medians(failures.attempt(peaks, lambda key: wall_timer(fns[key], options.device, 0)), options.runs)
+    return {key: {"ms": round(ms[key], 3), "peak_mb": round(peaks[key], 2)} for key in ms}
+
+
+def judge(
+    apart: Mapping[str, Mapping[str, float]], most: float, failed: Mapping[str, str], paths: Mapping[str, Mapping[str, int]]
+) -> None:
+    """End with a failure where fdora is wrong, failed, or left calls to PEFT."""
+    wrong = [f"{part} of {where}" for where, parts in apart.items() for part, v in parts.items() if not v <= most]
+    stock = {where: ran for where, ran in paths.items() if set(ran) - {"composed"} != {"fused"}}
+    if wrong or stock or any("fdora" in name or "agreement" in name for name in failed):
+        raise SystemExit(f"fdora parts from PEFT's DoRA in {wrong}, or did not run: {dict(failed)}, calls {stock}")

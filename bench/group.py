@@ -32,7 +32,7 @@ from torch import Tensor
 from bench.checkouts import add_rival_path, axolotl_group, unsloth_group
 from bench.clock import Timer, anchor_graph, free, launches_of, medians, quick_timer, wall_timer
 from bench.rivals import peft_layer
-from bench.suite import Suite, compile_ahead, numbers, words
+from bench.suite import Suite, numbers, words
 from bench.truth import gradients, rel_l2
 from bench.ways import ADAPTERS, Inputs, S, Way, by_mode, checked, differentiated, kept_bytes
 from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp
@@ -220,7 +220,6 @@ def arguments(parser):
     parser.add_argument("--adapter", type=words(ADAPTERS, "adapter"), default=["bf16"], help="bf16,fp32")
     parser.add_argument("--ways", type=words(WAYS, "ways"), default=list(WAYS))
     add_rival_path(parser)
-    parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
     parser.add_argument("--quick", action="store_true", help="q/k/v and the MLP of llama8b, r 16 and 64, 4096 and 512 tokens")
 
 
@@ -230,20 +229,25 @@ def check(parser, options):
         options.M, options.r = [4096, 512], [16, 64]
 
 
+def cases(options):
+    return product(options.models, options.parts, options.M, options.r, options.adapter)
+
+
+def ahead(options):
+    return compile_case, [(options.ways, options.rival_path, *case) for case in cases(options)]
+
+
 def measure(run):
     options = run.options
     stream = None if options.device == "cpu" else torch.cuda.Stream()
-    cases = list(product(options.models, options.parts, options.M, options.r, options.adapter))
     with nullcontext() if stream is None else torch.cuda.stream(stream):
         where = () if stream is None else (anchor_graph(), stream)
-        if options.jobs and where:
-            compile_ahead(options.jobs, compile_case, [(options.ways, options.rival_path, *case) for case in cases])
-        for case in run.cases(cases):
+        for case in run.cases(cases(options)):
             run.add(*rows_of(*case, options, where))
     run.end("fdora", "separate")
 
 
-main = Suite(__doc__, measure, arguments, runs=9, seconds=math.inf, check=check)
+main = Suite(__doc__, measure, arguments, runs=9, seconds=math.inf, check=check, ahead=ahead)
 
 
 if __name__ == "__main__":

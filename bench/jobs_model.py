@@ -10,15 +10,17 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.decoder import rotate
-from fdora.functional import dora_linear_multi, dora_norm
-from fdora.jobs.loop import Stage, Work
-from fdora.jobs.schedule import segment_ends
+from bench.decoder import LINEARS
+from bench.schedule import KINDS, drawn
+from fdora.functional import DoraParams, dora_init, dora_linear_multi, dora_norm, dora_stack
+from fdora.jobs.loop import Job, Stage, Work, init_state, works_of
+from fdora.jobs.schedule import Sample, Schedule, Spec, schedule, segment_ends
 
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CLIP, LR = 1.0, 1e-4
 Project = Callable[[str, Tensor], Tensor]
 
 
@@ -91,6 +93,11 @@ def decoder(layers: int, sizes: Sizes, dtype: torch.dtype, device: str) -> Decod
     return model
 
 
+def rotate(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = t.chunk(2, -1)
+    return t * cos + torch.cat((-b, a), -1) * sin
+
+
 def attention(project: Project, x: Tensor, data: Data, sizes: Sizes) -> Tensor:
     def heads(name: str) -> Tensor:
         return project(name, x).unflatten(-1, (-1, sizes.head)).transpose(0, 1)  # (heads, M, head)
@@ -144,3 +151,65 @@ def stage_of(model: Decoder, inside: range, s: tuple[float, ...], ranks: tuple[i
         return losses_of(x, data) if last else x
 
     return Stage(forward, names, keep)
+
+
+class Jobs:
+    """What every way is given."""
+
+    def __init__(self, options):
+        self.device = options.device if options.world == 1 or options.device == "cpu" else f"cuda:{dist.get_rank()}"
+        self.dtype = torch.float32 if options.tiny else torch.bfloat16
+        self.sizes = TINY if options.tiny else Sizes()
+        self.capacity = capacity_of(options)
+        self.lengths = lengths_of(options)
+        self.plan = plan_of(self.lengths, options)
+        self.works = works_of(self.plan)
+        alone = [plan_of([each], options).microbatches for each in self.lengths]
+        self.alone = [works_of(renamed(each, a)) for a, each in enumerate(alone)]
+        self.r, self.layers = options.r, options.layers
+        self.count = len(self.lengths)
+        self.jobs = [Job(kind, LR, clip=CLIP) for kind in KINDS]
+        self.tokens = sum(n for batches in self.lengths for batch in batches for n in batch)
+        self.model = decoder(options.layers, self.sizes, self.dtype, self.device)
+        draw = torch.Generator(self.device).manual_seed(1)
+        self.starts: dict[str, list[DoraParams]] = {}
+        for n in range(options.layers):
+            for name in LINEARS:
+                W = self.model.layers[n][name].weight
+                own = [dora_init(W, self.r, dtype=self.dtype, generator=draw) for _ in range(self.count)]
+                for p in own:
+                    p.B.normal_(std=0.05 * self.r**-0.5, generator=draw)
+                self.starts[f"layers.{n}.{name}"] = [p._replace(m=p.m.to(self.dtype)) for p in own]
+        self.cache = {}
+
+    def data(self, work):
+        """Made once: the input is no part of what is timed."""
+        if work.samples not in self.cache:
+            self.cache[work.samples] = data_of(work, self.sizes, self.count, self.dtype, self.device)
+        return self.cache[work.samples]
+
+    def stage(self, inside, first=True, last=True):
+        return stage_of(self.model, inside, (2.0,) * self.count, (self.r,) * self.count, first, last)
+
+    def state(self, stage):
+        return init_state({name: dora_stack(self.starts[name]) for name in stage.names}, self.jobs, stage.keep)
+
+
+def capacity_of(options) -> int:
+    return 64 if options.tiny else options.capacity
+
+
+def lengths_of(options) -> list[list[list[int]]]:
+    """Of each job, batch and sample."""
+    found = drawn(list(KINDS), options.batches, options.samples, capacity_of(options), 0)
+    return [[[min(n, 24) if options.tiny else n for n in b] for b in batches] for batches in found]
+
+
+def plan_of(lengths: list[list[list[int]]], options) -> Schedule:
+    return schedule(
+        lengths, Spec(capacity_of(options), depth=options.world, seconds=0)
+    )  # see bench.schedule: the solver finds nothing
+
+
+def renamed(microbatches, adapter):
+    return [tuple(Sample(adapter, *sample[1:]) for sample in each) for each in microbatches]

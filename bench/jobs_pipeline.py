@@ -2,51 +2,97 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import statistics
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 
 import optree
 import torch
 import torch.distributed as dist
 
 from bench.clock import synchronize
-from bench.jobs import Jobs, head, lengths_of, plan_of, report, rows_of, wall
-from bench.jobs_bubble import bubbles
-from bench.jobs_model import LINEARS, TINY, Sizes
-from bench.processes import run_in_processes
-from bench.records import save
+from bench.jobs_model import LINEARS, TINY, Jobs, Sizes, lengths_of, plan_of
 from bench.schedule import KINDS
+from bench.suite import Run
 from fdora.functional import DoraParams, dora_init, dora_linear_multi, dora_norm, dora_stack
 from fdora.jobs.loop import Wire, connect, run_pipeline, select_state, works_of
+from fdora.jobs.schedule import Schedule, simulate
 from fdora.jobs.schedule.simulate import Task
 
 
-def start(options) -> None:
-    begin = time.perf_counter()
-    if options.jobs:
-        compile_all(options)
-        told(f"compiled in {options.jobs} processes", begin)
-    run_in_processes(options.world, options.device, worker, options, begin)
+def wall(step, device) -> tuple[float, float]:
+    """Seconds until it is done, and until the host had issued it: as many, where the GPU waits for the host."""
+    synchronize(device)
+    start = time.perf_counter()
+    step()
+    issued = time.perf_counter() - start
+    synchronize(device)
+    return time.perf_counter() - start, issued
 
 
-def told(what: str, begin: float) -> None:
-    print(f"{time.perf_counter() - begin:6.1f} s: {what}", flush=True)
+def rows_of(turns, tokens: int) -> list[dict]:
+    """A row for each way that had a turn."""
+    rows = []
+    for way, found in turns.items():
+        if found:
+            seconds, issued = zip(*found, strict=True)
+            middle = statistics.median(seconds)
+            row = {"way": way, "seconds": middle, "least": min(seconds), "issued": statistics.median(issued)}
+            rows.append(row | {"tokens_per_s": tokens / middle})
+    return rows
 
 
-def compile_all(options) -> None:
+def message_of(tasks: Sequence[Task]) -> float:
+    """From the end of an action to the start of what waited for it, on a device that had nothing else to do."""
+    ends = {task.action: task.end for task in tasks}
+    waits = []
+    free: dict[int, float] = {}
+    for device, action, start, end in sorted(tasks, key=lambda task: task.start):
+        sender = ends.get(action._replace(stage=action.stage + (1 if action.backward else -1)))
+        if sender is not None and sender > free.get(device, 0.0):
+            waits.append(start - sender)
+        free[device] = end
+    return statistics.median(waits) if waits else 0.0
+
+
+def bubbles(plan: Schedule, tasks: Sequence[Task], took: float, world: int) -> dict[str, float]:
+    """``tasks``: of all devices, in seconds since the run began, which took ``took``."""
+    spent = {(plan.microbatches[task.action.microbatch], *task.action[::2]): task.end - task.start for task in tasks}
+    busy, last = sum(spent.values()), max(0.0, took - max(task.end for task in tasks))
+    message = max(0.0, message_of(tasks))
+
+    def told(transfer: float, last: float):
+        return simulate(
+            plan,
+            world,
+            forward=lambda samples, stage: spent.get((samples, stage, False), 0.0),
+            backward=lambda samples, stage: spent.get((samples, stage, True), 0.0),
+            transfer=transfer,
+            last=last,
+        )
+
+    alone, whole = told(0.0, 0.0), told(message, last)
+    return {
+        "measured": 1 - busy / (world * took),
+        "measured_seconds": took,
+        "simulated_from_times": alone.bubble,
+        "simulated_seconds": alone.time,
+        "simulated_with_last": told(0.0, last).bubble,
+        "simulated_with_messages": whole.bubble,
+        "simulated_with_messages_seconds": whole.time,
+        "message_seconds": message,
+        "last_seconds": last,
+        "simulated_from_tokens": simulate(plan, world).bubble,
+    }
+
+
+def ahead(options):
     """The kernels of fdora, in Triton's cache before a turn begins: compiled in it they took 44 s of one."""
     works = works_of(plan_of(lengths_of(options), options))
     tokens = {sum(s.length for s in work.samples) for work in works if work.samples}
     some = {n % 16 == 0: n for n in sorted(tokens)}  # Triton compiles apart what 16 divides
-    sizes = TINY if options.tiny else Sizes()
-    shapes = {sizes.shape(name) for name in LINEARS}
-    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
-        tasks = [
-            pool.submit(compile_one, M, *shape, options, dx) for M in some.values() for shape in shapes for dx in (True, False)
-        ]
-        for task in tasks:
-            task.result()
+    shapes = {(TINY if options.tiny else Sizes()).shape(name) for name in LINEARS}
+    return compile_one, [(M, *shape, options, dx) for M in some.values() for shape in shapes for dx in (True, False)]
 
 
 def compile_one(M: int, K: int, N: int, options, need_x: bool) -> None:
@@ -63,8 +109,8 @@ def compile_one(M: int, K: int, N: int, options, need_x: bool) -> None:
     y.backward(torch.zeros_like(y))
 
 
-def worker(rank: int, options, begin: float) -> None:
-    jobs, links = Jobs(options), connect()
+def measure(bench: Run, jobs: Jobs) -> None:
+    options, rank, links = bench.options, bench.rank, connect()
     cuts = [options.layers * n // options.world for n in range(options.world + 1)]
     stage = jobs.stage(range(cuts[rank], cuts[rank + 1]), rank == 0, rank == options.world - 1)
     begun = select_state(jobs.state(stage), stage.names)
@@ -93,8 +139,7 @@ def worker(rank: int, options, begin: float) -> None:
     def turn(way: str, n: int) -> tuple[float, float]:
         dist.barrier()
         seconds = wall(lambda: (ways[way](), synchronize(jobs.device), dist.barrier()), jobs.device)
-        if rank == 0:
-            told(f"{'warm-up' if n == 0 else f'turn {n}'}, {way}: {seconds[0]:.3f} s", begin)
+        bench.say(f"{'warm-up' if n == 0 else f'turn {n}'}, {way}: {seconds[0]:.3f} s")
         return seconds
 
     def timed() -> dict | None:
@@ -114,7 +159,6 @@ def worker(rank: int, options, begin: float) -> None:
 
     ways = {"alone": lambda: [run(works) for works in jobs.alone], "together": lambda: run(jobs.works)}
     turns = {way: [] for way in ways}
-    result = (head(options, jobs) if rank == 0 else {}) | {"rows": [], "bubble": None, "bubbles": []}
     found_by_turn = []
     # What the limit of time must not lose comes first: together and its bubble, then the jobs one after the other.
     for way in ("together", "alone"):
@@ -123,15 +167,12 @@ def worker(rank: int, options, begin: float) -> None:
             turns[way].append(turn(way, n))
             found = timed() if way == "together" else None
             if found is not None:
-                told(f"bubble {found['measured']:.3f}, simulated from the times {found['simulated_from_times']:.3f}", begin)
-                found_by_turn.append(found)
-                result["bubbles"] = [found["measured"] for found in found_by_turn]
-                result["bubble"] = sorted(found_by_turn, key=lambda found: found["measured"])[len(found_by_turn) // 2]
-            if rank == 0:
-                save(options.json, result | {"rows": rows_of(turns, result["tokens"])})
-    if rank == 0:
-        print({name: value for name, value in result["bubble"].items() if name != "actions"}, flush=True)
-        report(result, turns, options)
+                bench.say(f"bubble {found['measured']:.3f}, simulated from the times {found['simulated_from_times']:.3f}")
+                found_by_turn = sorted([*found_by_turn, found], key=lambda found: found["measured"])
+                before = bench.result.get("bubbles", [])
+                bench.set(bubble=found_by_turn[len(found_by_turn) // 2], bubbles=[*before, found["measured"]])
+            bench.set(rows=rows_of(turns, jobs.tokens))
+    bench.say({name: value for name, value in bench.result.get("bubble", {}).items() if name != "actions"})
 
 
 def copied(tree):

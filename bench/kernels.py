@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from bench.clock import synchronize
 from bench.table import table
 
 COLOURS = {"product": "tab:blue", "attention": "tab:purple", "fdora": "tab:cyan", "fused": "tab:orange"}
@@ -20,15 +21,23 @@ class Kernel(NamedTuple):
     us: float
 
 
-def profiled(fn: Callable[[], object]) -> list[Kernel]:
-    """What one call of it runs on the GPU, in order. It has run before."""
+def profiled(fn: Callable[[], object], device: str = "cuda", calls: int = 1) -> list[Kernel]:
+    """What so many calls of it run on the GPU, in order; on a CPU torch's operations with their own time. It has run before."""
     from torch.profiler import ProfilerActivity, profile
 
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        fn()
-        torch.cuda.synchronize()
-    on_gpu = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    synchronize(device)
+    with profile(activities=[ProfilerActivity.CPU if device == "cpu" else ProfilerActivity.CUDA]) as seen:
+        for _ in range(calls):
+            fn()
+        synchronize(device)
+    return kernels_of(seen.events(), device)
+
+
+def kernels_of(events: Iterable[Any], device: str) -> list[Kernel]:
+    """Those of a profile: of the GPU, or of the CPU."""
+    if device == "cpu":
+        return [Kernel(e.name, e.self_cpu_time_total) for e in events if e.name.startswith(("aten::", "fdora::"))]
+    on_gpu = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation]
     return [Kernel(e.name, e.time_range.elapsed_us()) for e in sorted(on_gpu, key=lambda e: e.time_range.start)]
 
 
@@ -42,7 +51,7 @@ def middle_block(kernels: Sequence[Kernel], layers: int) -> list[Kernel]:
     return by_name(kernels, layers)
 
 
-def by_name(kernels: Sequence[Kernel], layers: int) -> list[Kernel]:
+def by_name(kernels: Sequence[Kernel], layers: float) -> list[Kernel]:
     """The time that one layer spends in the kernels of each name, the longest first."""
     total: dict[str, float] = {}
     for kernel in kernels:

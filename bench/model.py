@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.clock import free
-from bench.layers12 import DTYPES, MOST_APART, adapters, apart, judge, own_code, wall_and_peak
+from bench.decoder import DTYPES, MOST_APART, adapters, apart, compile_each, judge, of_part, wall_and_peak
 from bench.progress import Progress
 from bench.rivals import adapted, paths
 from bench.suite import Run, Suite, add_compiled, add_stack, compilations, numbers, words
@@ -151,10 +151,6 @@ def inputs_for(base: nn.Module, seq: int) -> dict[str, Tensor]:
     }
 
 
-def call(layer, *args, **kwargs):
-    return type(layer).forward(layer, *args, **kwargs)
-
-
 class Trained:
     """One way's model; ``of(mode)`` is what is timed."""
 
@@ -166,9 +162,7 @@ class Trained:
         self.context = partial(torch.autocast, self.target.device.type, torch.bfloat16) if autocast else nullcontext
 
     def compile(self) -> None:
-        compiled = torch.compile(own_code(call, f"call_{self.way}"), dynamic=False)
-        for layer in self.model.get_base_model().get_decoder().layers:
-            layer.forward = partial(compiled, layer)
+        compile_each(self.way, self.model.get_base_model().get_decoder().layers)
 
     def logits(self) -> Tensor:
         with self.context():
@@ -204,8 +198,7 @@ def micro_batches(mode: str) -> int:
 def results(run: Trained) -> dict[str, Tensor]:
     """Logits, and the gradients of all A, all B, all m."""
     gradients = dict(zip(run.leaves, run.of("gradient")(), strict=True))
-    parts = {f"d{part}": torch.cat([t.flatten() for name, t in gradients.items() if name[0] == part]) for part in "ABm"}
-    return {"logits": run.of("inference")(), **parts}
+    return {"logits": run.of("inference")(), **{f"d{part}": of_part(part, gradients) for part in "ABm"}}
 
 
 def compare(run: Trained, truth: dict[str, Tensor]) -> dict[str, dict[str, float]]:

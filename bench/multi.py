@@ -28,6 +28,7 @@ the command at its end. The JSON is rewritten after every case.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -37,8 +38,9 @@ from torch import Tensor
 from bench.attempt import Failures
 from bench.checkouts import add_rival_path
 from bench.clock import free, medians, medians_of, wall_timer
+from bench.kernels import by_name, profiled
 from bench.multi_ways import WAYS, Bank, S, build, errors
-from bench.suite import Suite, compile_ahead, numbers, shapes, words
+from bench.suite import Suite, numbers, shapes, words
 from bench.truth import rel_l2
 from bench.ways import ADAPTERS, checked
 from fdora.functional import dora_norm
@@ -49,19 +51,13 @@ CACHE = 150_000_000  # bytes of weights that no cache holds
 TARGETS = {"train": 1.08, "decode": 1.3, "norm": 1.5}  # multi over one; lorafusion over multi: at least 1.2
 
 
-def kernels(fn: Callable[[], object]) -> dict[str, float]:
+def kernels(fn: Callable[[], object], device: str) -> dict[str, float]:
     """us of GPU time in one call, by kernel."""
-    from torch.profiler import ProfilerActivity, profile
-
     for _ in range(3):
         fn()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(10):
-            fn()
-        torch.cuda.synchronize()
-    events = sorted(seen.key_averages(), key=lambda e: -e.device_time_total)
-    return {f"{e.count // 10} x {e.key[:60]}": round(e.device_time_total / 10, 2) for e in events}
+    found = profiled(fn, device, 10)
+    count = Counter(each.name for each in found)
+    return {f"{count[name] // 10} x {name[:60]}": round(us, 2) for name, us in by_name(found, 10)}
 
 
 class Timed(NamedTuple):
@@ -110,7 +106,7 @@ def train(M: int, K: int, N: int, ranks: list[int], label: str, kind: str, optio
             "failed": dict(failed),
         }
         if options.kernels and mode != "fwd_cold":
-            row["kernels"] = {n: kernels(fns[n]) for n in ("one", "multi") if n in fns}
+            row["kernels"] = {n: kernels(fns[n], options.device) for n in ("one", "multi") if n in fns}
         rows.append(row)
     return rows
 
@@ -196,7 +192,6 @@ def arguments(parser):
     parser.add_argument(
         "--kernels", action="store_true", help="of one and multi: GPU time by kernel, as torch's profiler sees it"
     )
-    parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
 
 
 def check(parser, options):
@@ -204,18 +199,19 @@ def check(parser, options):
         options.G, options.runs = [4, 32], 3
 
 
+def ahead(options):
+    return compile_case, [(case, options.adapter, options.device) for case in cases(options)]
+
+
 def measure(run):
     options = run.options
-    found = cases(options)
-    if options.jobs:
-        compile_ahead(options.jobs, compile_case, [(case, options.adapter, options.device) for case in found])
     run.set(failed=run.failed)
-    for case in run.cases(found):
+    for case in run.cases(cases(options)):
         run.add(*run.failed.attempt([case.name], lambda _, case=case: case.run(options)).get(case.name, []))
     run.end("one", "loop", "multi", "train", "decode", "norm")
 
 
-main = Suite(__doc__, measure, arguments, runs=9, seconds=math.inf, check=check)
+main = Suite(__doc__, measure, arguments, runs=9, seconds=math.inf, check=check, ahead=ahead)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,11 @@ a state for each, which the launches for a model replaced. GPU ms by torch's pro
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
 from itertools import product
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from bench.kernels import by_name, profiled
 from bench.suite import Suite
 from fdora.functional import dora_norm, dora_norm_state, dora_norm_tree, dora_norm_tree_state
 
@@ -38,22 +36,6 @@ def linears(model: str, layers: int, r: int, device: str) -> tuple[list, list]:
     return W, pairs
 
 
-def kernels(call: Callable[[], object], device: str) -> dict[str, float]:
-    """GPU ms of each kernel of a call; of the whole call on a CPU."""
-    call()
-    activity = ProfilerActivity.CPU if device == "cpu" else ProfilerActivity.CUDA
-    with profile(activities=[activity]) as found:
-        for _ in range(CALLS):
-            call()
-        if device != "cpu":
-            torch.cuda.synchronize()
-    times: dict[str, float] = defaultdict(float)
-    for event in found.key_averages():
-        us = event.self_cpu_time_total if device == "cpu" else event.self_device_time_total
-        times["cpu" if device == "cpu" else event.key] += us / 1e3 / CALLS
-    return dict(times)
-
-
 def case(model: str, layers: int, r: int, device: str, speed: float | None) -> list[dict]:
     W, pairs = linears(model, layers, r, device)
     new = dora_norm_tree_state(W)
@@ -67,9 +49,10 @@ def case(model: str, layers: int, r: int, device: str, speed: float | None) -> l
     }
     rows, factors = [], sum(t.nbytes for pair in pairs for t in pair)
     for name, call in ways.items():
-        each = kernels(call, device)
-        row = {"model": model, "layers": layers, "r": r, "way": name, "ms": round(sum(each.values()), 4)}
-        row["kernels"] = {kernel: round(ms, 5) for kernel, ms in each.items()}
+        call()
+        each = by_name(profiled(call, device, CALLS), 1e3 * CALLS)
+        row = {"model": model, "layers": layers, "r": r, "way": name, "ms": round(sum(ms for _, ms in each), 4)}
+        row["kernels"] = {kernel: round(ms, 5) for kernel, ms in each}
         if speed:
             read = factors + (sum(w.nbytes for w in W) if name in ("plain", "changed") else 0)
             row["bytes_ms"] = round(read / speed, 4)

@@ -15,10 +15,9 @@ gathered (``world``), with its two collectives.
 
 from __future__ import annotations
 
-import json
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -26,12 +25,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from bench.clock import synchronize
-from bench.layers12 import DTYPES, MOST_APART
-from bench.processes import run_in_processes
-from bench.records import save
-from bench.suite import about, command
-from bench.table import table
+from bench.clock import medians
+from bench.decoder import DTYPES, MOST_APART
+from bench.processes import timed
+from bench.suite import Run, Suite, numbers
 from bench.ways import S
 from fdora.functional import dora_linear, dora_norm, dora_norm_tree
 
@@ -166,105 +163,73 @@ def gathered(part: torch.Tensor, want: torch.Tensor, cut: str, name: str) -> tor
     return part
 
 
-def timed(step: Callable[[], object], device: str) -> float:
-    dist.barrier()
-    synchronize(device)
-    start = time.perf_counter()
-    step()
-    synchronize(device)
-    dist.barrier()
-    return 1e3 * (time.perf_counter() - start)
+def times(steps: dict[str, Callable], run: Run, device: str) -> dict[str, float]:
+    ms = medians({name: partial(timed, step, device) for name, step in steps.items()}, run.options.runs)
+    return {name: round(each, 4) for name, each in ms.items()}
 
 
-def medians(steps: dict[str, Callable], device: str, runs: int) -> dict[str, float]:
-    turns = [{name: timed(step, device) for name, step in steps.items()} for _ in range(runs + 2)]
-    return {name: round(statistics.median(turn[name] for turn in turns[2:]), 4) for name in steps}
+def layers(bench: Run, mesh: Any, device: str) -> None:
+    options = bench.options
+    for (model, (hidden, inner, _)), r, cut in product(options.widths.items(), options.r, CUTS):
+        N, K = (inner, hidden) if cut == "rows" else (hidden, inner)
+        t = made(N, K, options.M, r, DTYPES[options.dtype], device)
+        draw = torch.Generator(device).manual_seed(1)
+        dy = torch.randn(options.M, N, generator=draw, device=device, dtype=t["W"].dtype)
+        row = {"model": model, "cut": cut, "N": N, "K": K, "r": r, "errors": errors(cut, t, dy, mesh)}
+        mine = dy.chunk(options.world, 1)[bench.rank].contiguous() if cut == "rows" else dy
+        each = ways(cut, t, mesh)
+        for kind, backward in (("forward", False), ("both", True)):
+            row[kind] = times({way: partial(run, *pair, mine, backward) for way, pair in each.items()}, bench, device)
+        bench.add(row, part="layers")
 
 
-def layers(rank: int, options, mesh: Any, device: str) -> list[dict]:
-    rows = []
-    for model, (hidden, inner, _) in options.widths.items():
-        for r in options.r:
-            for cut, (N, K) in {"rows": (inner, hidden), "columns": (hidden, inner)}.items():
-                t = made(N, K, options.M, r, DTYPES[options.dtype], device)
-                draw = torch.Generator(device).manual_seed(1)
-                dy = torch.randn(options.M, N, generator=draw, device=device, dtype=t["W"].dtype)
-                row = {"model": model, "cut": cut, "N": N, "K": K, "r": r, "errors": errors(cut, t, dy, mesh)}
-                mine = dy.chunk(options.world, 1)[rank].contiguous() if cut == "rows" else dy
-                each = ways(cut, t, mesh)
-                for kind, backward in (("forward", False), ("both", True)):
-                    steps = {way: (lambda fn=fn, args=args: run(fn, args, mine, backward)) for way, (fn, args) in each.items()}
-                    row[kind] = medians(steps, device, options.runs)
-                rows.append(row)
-    return rows
-
-
-def norms(options, mesh: Any, device: str) -> list[dict]:
-    rows = []
-    for model, (hidden, inner, kv) in options.widths.items():
+def norms(bench: Run, mesh: Any, device: str) -> None:
+    options = bench.options
+    for (model, (hidden, inner, kv)), r in product(options.widths.items(), options.r):
         shapes = [(hidden, hidden)] * 2 + [(kv, hidden)] * 2 + [(inner, hidden)] * 2 + [(hidden, inner)]
-        for r in options.r:
-            weights, params, shards, parts = [], [], [], []
-            for N, K in shapes * options.layers:
-                t = made(N, K, 1, r, DTYPES[options.dtype], device)
-                weights.append(t["W"])
-                params.append((t["A"], t["B"]))
-                shards.append(distribute_tensor(t["W"], mesh, [Shard(0)]))
-                parts.append(tuple(distribute_tensor(t[name], mesh, [Shard(0)]) for name in "AB"))
-            steps = {
-                "1": lambda w=weights, p=params: dora_norm_tree(w, p, s=S),
-                "world": lambda w=shards, p=parts: dora_norm_tree(w, p, s=S, gather=True),
-            }
-            error = max([((a - b) / b).abs().max().item() for a, b in zip(steps["world"](), steps["1"](), strict=True)])
-            row = {"model": model, "r": r, "layers": options.layers, "error": error}
-            rows.append(row | medians(steps, device, options.runs))
-    return rows
+        tensors = [made(N, K, 1, r, DTYPES[options.dtype], device) for N, K in shapes * options.layers]
+        whole = [[t[name] for t in tensors] for name in "WAB"]
+        cut = [[distribute_tensor(t, mesh, [Shard(0)]) for t in each] for each in whole]
+        steps = {
+            "1": partial(dora_norm_tree, whole[0], list(zip(*whole[1:], strict=True)), s=S),
+            "world": partial(dora_norm_tree, cut[0], list(zip(*cut[1:], strict=True)), s=S, gather=True),
+        }
+        error = max([((a - b) / b).abs().max().item() for a, b in zip(steps["world"](), steps["1"](), strict=True)])
+        row = {"model": model, "r": r, "layers": options.layers, "error": error}
+        bench.add(row | times(steps, bench, device), part="norms")
 
 
-def worker(rank: int, options) -> None:
-    device = f"cuda:{rank}" if options.device == "cuda" else "cpu"
+def measure(run: Run) -> None:
+    options = run.options
+    device = f"cuda:{run.rank}" if options.device == "cuda" else "cpu"
     mesh = dist.init_device_mesh(options.device, (options.world,))
-    result = {"about": about(options.device, options.commit, None), "world": options.world, "M": options.M}
-    result |= {"dtype": options.dtype, "runs": options.runs, "layers": layers(rank, options, mesh, device)}
-    result["norms"] = norms(options, mesh, device)
-    if rank:
-        return
-    print(json.dumps(result["about"]))
-    head = ["model", "cut", "r", "time", "lora", "fdora", "fdora_dtensor", "fdora of lora", "fdora_dtensor of lora", "error"]
-    cells = []
-    for row in result["layers"]:
-        for kind in ("forward", "both"):
-            ms = list(row[kind].values())
-            ratios = [round(each / ms[0], 3) for each in ms[1:]]
-            cells.append([row["model"], row["cut"], row["r"], kind, *ms, *ratios, f"{max(row['errors'].values()):.1e}"])
-    print(table(head, cells))
-    lines = [[row["model"], row["r"], row["layers"], row["1"], row["world"], f"{row['error']:.1e}"] for row in result["norms"]]
-    print(table(["norms of", "r", "layers", "1 process, ms", f"{options.world} processes, ms", "error"], lines))
-    save(options.json, result)
-    wrong = [row for row in result["layers"] if not max(row["errors"].values()) <= MOST_APART[options.dtype]]
-    wrong += [row for row in result["norms"] if not row["error"] <= 1e-6]
+    run.set(world=options.world, M=options.M, dtype=options.dtype)
+    layers(run, mesh, device)
+    norms(run, mesh, device)
+
+
+def judge(run: Run) -> None:
+    wrong = [row for row in run.result["layers"] if not max(row["errors"].values()) <= MOST_APART[run.options.dtype]]
+    wrong += [row for row in run.result["norms"] if not row["error"] <= 1e-6]
     if wrong:
         raise SystemExit(f"apart from one process: {wrong}")
 
 
-def parse(argv=None):
-    parser = command(__doc__, runs=9)
-    parser.add_argument("--world", type=int, default=2, help="processes")
+def arguments(parser) -> None:
     parser.add_argument("--M", type=int, default=4096, help="tokens")
-    parser.add_argument("--r", type=lambda s: [int(r) for r in s.split(",")], default=[64, 384])
+    parser.add_argument("--r", type=numbers, default=[64, 384])
     parser.add_argument("--layers", type=int, default=4, help="decoder layers whose norms are computed")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
-    options = parser.parse_args(argv)
+
+
+def check(parser, options) -> None:
     options.widths = {"tiny": (64, 96, 32)} if options.tiny else WIDTHS
     if options.runs < 1:
         parser.error("--runs must be at least 1")
-    return options
 
 
-def main(argv=None):
-    options = parse(argv)
-    run_in_processes(options.world, options.device, worker, options)
+main = Suite(__doc__, measure, arguments, runs=9, world=2, check=check, judge=judge)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from bench.attempt import Failures
 from bench.clock import free, once
-from bench.layers12 import DTYPES, adapters
+from bench.decoder import DTYPES, adapters
 from bench.model import ARCHITECTURES, network
 from bench.rivals import adapted
 from bench.suite import Run, Suite, words

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from bench.clock import once, synchronize
+
 LIMIT = timedelta(seconds=120)  # a collective that somebody does not join fails after these
 
 
@@ -34,6 +36,12 @@ def member(rank: int, world: int, device: str, address: str, fn: Callable[..., N
     fn(rank, *arguments)
     dist.destroy_process_group()
     leave()
+
+
+def timed(step: Callable[[], object], device: str) -> float:
+    """Wall ms of a member's call from one barrier until every member is done."""
+    dist.barrier()
+    return once(lambda: (step(), synchronize(device), dist.barrier()), device)
 
 
 def leave() -> None:

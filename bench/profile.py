@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bench.kernels import short
+from bench.kernels import kernels_of, short
 from bench.records import save
 from bench.suite import about, present
 from bench.table import table
@@ -135,23 +135,15 @@ def product_cost(shapes: Sequence[Sequence[int]], itemsize: int) -> tuple[float,
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear", "aten::matmul")
 
 
-def kernels_of(seen: Any, itemsize: int, on_gpu: bool) -> list[Ran]:
+def all_of(seen: Any, itemsize: int, device: str) -> list[Ran]:
     """In order; a product of torch's with the cost of its shapes. Without a GPU operations, with their own time."""
-    events = seen.events()
-    if not on_gpu:
-        return [Ran(e.name, e.self_cpu_time_total) for e in events if e.name.startswith(("aten::", "fdora::"))]
+    events, kernels = seen.events(), kernels_of(seen.events(), device)
     costs: dict[tuple[str, float], deque] = defaultdict(deque)
-    for event in events:
+    for event in events if device != "cpu" else ():
         if event.name in PRODUCTS and len(event.kernels) == 1:  # several: a split sum, of which no part is the whole
             kernel = event.kernels[0]
             costs[kernel.name, kernel.duration].append(product_cost(event.input_shapes, itemsize))
-    ran = []
-    gpu = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation]
-    for event in sorted(gpu, key=lambda e: e.time_range.start):
-        us = event.time_range.elapsed_us()
-        cost = costs[event.name, us].popleft() if costs.get((event.name, us)) else (0.0, 0.0)
-        ran.append(Ran(event.name, us, "", *cost))
-    return ran
+    return [Ran(*each, "", *(costs[each].popleft() if costs.get(each) else ())) for each in kernels]
 
 
 def grouped(kernels: Sequence[Ran], rates: dict[str, float]) -> list[dict[str, Any]]:
@@ -198,7 +190,7 @@ def profile(fn: Any, device: str, out: Path, blocks: dict[str, nn.Module], items
             torch.cuda.synchronize()
     out.mkdir(parents=True, exist_ok=True)
     seen.export_chrome_trace(str(out / "trace.json"))
-    return grouped(costed(kernels_of(seen, itemsize, on_gpu), steps), rates)
+    return grouped(costed(all_of(seen, itemsize, device), steps), rates)
 
 
 def layer(options) -> tuple[Any, dict[str, nn.Module], int]:

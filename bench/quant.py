@@ -35,7 +35,7 @@ from bench.checkouts import add_rival_path, axolotl_linear, unsloth_linear
 from bench.clock import free, medians_of
 from bench.layer import TOLERANCE, errors, truths
 from bench.rivals import peft_layer
-from bench.suite import Run, Suite, compile_ahead, numbers, shapes, words
+from bench.suite import Run, Suite, numbers, shapes, words
 from bench.table import table
 from bench.truth import norm_of
 from bench.ways import BF16, Inputs, S, Way, by_mode, checked, trained
@@ -248,20 +248,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--r", type=numbers, default=[16, 64, 384])
     parser.add_argument("--ways", type=words(WAYS, "ways"), default=list(WAYS), help="comma separated")
     parser.add_argument("--no-norms", action="store_true", help="layers alone")
-    parser.add_argument("--jobs", type=int, default=0, help="compile so many cases at once before the first is timed (GPU)")
     add_rival_path(parser)
+
+
+def cases(options: argparse.Namespace) -> list[tuple[int, ...]]:
+    return [(M, K, N, r) for M, (K, N), r in product(options.M, options.shapes, options.r)]
 
 
 def measure(run: Run) -> None:
     options = run.options
-    cases = [(M, K, N, r) for M, (K, N), r in product(options.M, options.shapes, options.r)]
-    if options.jobs:
-        compile_ahead(options.jobs, compile_case, cases)
     run.set(norms=[], summary={})
     if not options.no_norms:
         for (K, N), r in product(options.shapes, options.r):
             run.add(norm_row(K, N, r, {} if options.device == "cpu" else run.facts, options), part="norms")
-    for case in run.cases(cases):
+    for case in run.cases(cases(options)):
         run.add(*layer_rows(*case, options))
         free(options.device)
     run.set(summary=summarize(run.result["rows"], run.result["norms"]))
@@ -271,7 +271,7 @@ def measure(run: Run) -> None:
     run.end("fdora")
 
 
-main = Suite(__doc__, measure, arguments, runs=7, seconds=math.inf)
+main = Suite(__doc__, measure, arguments, runs=7, seconds=math.inf, ahead=lambda options: (compile_case, cases(options)))
 
 
 if __name__ == "__main__":

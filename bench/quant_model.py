@@ -21,8 +21,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from bench import layers12
 from bench.clock import free, medians, once
+from bench.decoder import adapters
 from bench.rivals import paths
 from bench.steps import MICRO, SIZES, Cell, Gpu, Stack, Way, agreement, inputs
 from bench.suite import Run, Suite, words
@@ -59,14 +59,14 @@ def stored_bytes(model: nn.Module) -> int:
     return found
 
 
-def whole(options: argparse.Namespace, packed: int, adapters: int, peak: int) -> dict[str, float]:
+def whole(options: argparse.Namespace, packed: int, adapted: int, peak: int) -> dict[str, float]:
     """GB of a model of such layers."""
     layers, words = MODELS[options.model]
     width = SIZES[options.model]["hidden_size"]
     parts = {
         "packed weights": packed / options.layers * layers,
         "embedding and head": 2 * 2 * words * width,
-        "adapters, gradients, moments": 16 * adapters / options.layers * layers,
+        "adapters, gradients, moments": 16 * adapted / options.layers * layers,
         "inputs of layers": 2 * options.S * width * layers,
         "peak of one layer": peak / options.layers,
     }
@@ -93,7 +93,7 @@ def measure(run: Run) -> None:
     options = run.options
     torch.manual_seed(0)
     base = Stack(options.model, options.layers, torch.bfloat16, options.device)
-    values = layers12.adapters(base, options.r, torch.bfloat16)
+    values = adapters(base, options.r, torch.bfloat16)
     quantise(base)
     free(options.device)
     cell = Cell(options.model, options.S, options.r)

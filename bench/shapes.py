@@ -23,7 +23,7 @@ import torch
 from bench.attempt import Failures
 from bench.clock import anchor_graph, free, launches_of, medians, once, quick_timer
 from bench.layer import TOLERANCE
-from bench.suite import Suite, compile_ahead, numbers
+from bench.suite import Suite, numbers
 from bench.table import table
 from bench.truth import Truth
 from bench.ways import BF16, Inputs, S, build
@@ -173,18 +173,21 @@ def arguments(parser):
     parser.add_argument("--shapes", type=int, default=64)
     parser.add_argument("--shape", type=numbers, action="append", help="M,K,N,r in the place of those drawn")
     parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help="comma separated")
-    parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
+
+
+def shapes(options):
+    return [tuple(shape) for shape in options.shape or ()] or draw(options.seed, options.shapes)
+
+
+def ahead(options):
+    mine = [name for name in options.ways if name.startswith("fdora")]
+    return compile_case, [(shape, mine) for shape in shapes(options)]
 
 
 def measure(run):
-    options, where = run.options, ()
-    shapes = [tuple(shape) for shape in options.shape or ()] or draw(options.seed, options.shapes)
-    if options.device != "cpu":
-        if options.jobs:
-            mine = [name for name in options.ways if name.startswith("fdora")]
-            compile_ahead(options.jobs, compile_case, [(shape, mine) for shape in shapes])
-        where = (anchor_graph(), torch.cuda.Stream())
-    for number, shape in enumerate(run.cases(shapes)):
+    options = run.options
+    where = () if options.device == "cpu" else (anchor_graph(), torch.cuda.Stream())
+    for number, shape in enumerate(run.cases(shapes(options))):
         run.add(*case(shape, where, options))
         run.set(summary=summarize(run.result["rows"]))
         if not number:  # what is imported stays: nothing to search for garbage
@@ -195,7 +198,7 @@ def measure(run):
     print(table(["ratio", "mean", "worst", "at", "cases"], lines))
 
 
-main = Suite(__doc__, measure, arguments, runs=5, seconds=math.inf)
+main = Suite(__doc__, measure, arguments, runs=5, seconds=math.inf, ahead=ahead)
 
 
 if __name__ == "__main__":

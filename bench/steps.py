@@ -31,17 +31,16 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bench import layers12, rivals
+from bench import decoder, rivals
 from bench.attempt import Failures
 from bench.clock import anchor_graph, capture, free, medians, once, replay_ms
-from bench.decoder import LINEARS
-from bench.layers12 import DTYPES, MOST_APART, adapters, judge, own_code
+from bench.decoder import DTYPES, LINEARS, MOST_APART, adapters, compiled_forward, judge
 from bench.rivals import paths
 from bench.suite import Run, Suite, add_stack, words
 from bench.table import pivot, table
@@ -60,6 +59,8 @@ SIZES = {  # of Qwen3-8B, Qwen3-1.7B and Llama-3.1-70B
     "70b": dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8, head_dim=128),
     "tiny": dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16),
 }
+
+T = TypeVar("T")
 
 
 class Cell(NamedTuple):
@@ -104,9 +105,9 @@ def adapted(way: str, base: Stack, values: dict) -> tuple[Stack, dict[str, Tenso
 class Way:
     """One model, and its modes on the input of :meth:`feed`."""
 
-    def __init__(self, name: str, base: Stack, values: dict):
+    def __init__(self, name: str, base: Stack, values: dict, adapt: Callable | None = None):
         self.name = name
-        self.model, self.leaves = adapted(name, base, values)
+        self.model, self.leaves = (adapt or adapted)(name, base, values)
         self.As = [p for leaf, p in self.leaves.items() if leaf.startswith("A")]
         self.compiled = ""
 
@@ -116,10 +117,7 @@ class Way:
     def compile(self, mode: str) -> None:
         """In one of the modes of torch.compile; "" undoes it."""
         self.compiled = mode
-        if not mode:
-            self.model.run = nn.Module.__call__
-            return
-        self.model.run = torch.compile(own_code(forward_of, f"forward_{self.name}"), mode=mode, dynamic=False)
+        self.model.run = compiled_forward(self.name, mode) if mode else nn.Module.__call__
 
     def output(self) -> Tensor:
         if self.compiled:  # its graphs want to know that what they gave before is not read any more
@@ -159,16 +157,18 @@ class Way:
             torch._foreach_add_(total, self.gradient())
         self.optimize()
 
-    def checkpointing(self) -> None:
+    def checkpointed(self, fn: Callable[[], T]) -> T:
         self.model.checkpointing = True
         try:
-            self.step()
+            return fn()
         finally:
             self.model.checkpointing = False
 
+    def checkpointing(self) -> None:
+        self.checkpointed(self.step)
 
-def forward_of(layer: nn.Module, x: Tensor, *, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-    return type(layer).forward(layer, x, position_embeddings=position_embeddings)
+    def gradient_checkpointing(self) -> list[Tensor]:
+        return self.checkpointed(self.gradient)
 
 
 def build(cell: Cell, options, failures: Failures) -> dict[str, Way]:
@@ -189,7 +189,7 @@ def inputs(cell: Cell, ways: Mapping[str, Way], options) -> None:
 
 def agreement(mine: Way, theirs: Way) -> dict[str, float]:
     """Relative L2 difference of outputs and of the gradients of x and of all A, all B, all m."""
-    return {name: float(f"{each['relative']:.3g}") for name, each in layers12.agreement(mine, theirs).items()}
+    return {name: float(f"{each['relative']:.3g}") for name, each in decoder.agreement(mine, theirs).items()}
 
 
 # clocks

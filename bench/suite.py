@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import os
 import platform
@@ -20,6 +21,7 @@ import torch
 
 from bench import clock, records
 from bench.attempt import Failures
+from bench.processes import run_in_processes
 from bench.table import table
 
 Case = TypeVar("Case")
@@ -165,15 +167,20 @@ def about(device: str, commit: str | None, argv: Iterable[str] | None = None) ->
 class Run:
     """One run of a suite: its options, and its result, which is written after every case."""
 
-    def __init__(self, options: argparse.Namespace, argv: Iterable[str] | None):
-        self.options, self.start, self.failed = options, time.perf_counter(), Failures()
+    def __init__(self, options: argparse.Namespace, argv: Iterable[str] | None, rank: int = 0):
+        """``rank``: of this process among several; the first alone speaks and writes."""
+        self.options, self.rank, self.start, self.failed = options, rank, time.perf_counter(), Failures()
         device = getattr(options, "device", "cpu")
         self.facts = about(device, options.commit, argv)
         self.result: dict[str, Any] = {"about": self.facts}
         if hasattr(options, "runs"):
             self.result["runs"] = options.runs
         self.result |= {"rows": [], "skipped": []}
-        print(self.facts, "\n", flush=True)
+        self.say(self.facts, "\n")
+
+    def say(self, *what: object) -> None:
+        if self.rank == 0:
+            print(*what, flush=True)
 
     def cases(self, cases: Iterable[Case]) -> Iterator[Case]:
         """Those for which there is time; the others are listed as skipped."""
@@ -194,7 +201,7 @@ class Run:
 
     def add(self, *rows: dict[str, Any], part: str = "rows") -> None:
         for row in rows:
-            print(row, flush=True)
+            self.say(row)
         self.result.setdefault(part, []).extend(rows)
         self.save()
 
@@ -211,13 +218,15 @@ class Run:
             raise SystemExit("\n".join(["fdora failed:", *found]))
 
     def save(self) -> None:
-        records.save(self.options.json, self.result)
+        if self.rank == 0:
+            records.save(self.options.json, self.result)
 
 
 @dataclass(frozen=True)
 class Suite:
     """A measurement as a command: ``measure(run)`` adds the rows of its cases, ``show`` says them, ``judge`` raises what is
-    wrong."""
+    wrong. ``world``: how many processes, one group, run it if nobody says otherwise; a 1 is this one. ``ahead``: what compiles
+    its kernels, and the tasks that it is called with, in as many processes as --jobs says."""
 
     doc: str
     measure: Callable[[Run], None]
@@ -226,26 +235,52 @@ class Suite:
     seconds: float | None = None
     device: str | None = "cpu"
     kernels: bool = False
+    world: int = 0
+    ahead: Callable[[argparse.Namespace], tuple[Callable[..., None], Iterable[tuple]]] | None = None
     check: Callable[[argparse.ArgumentParser, argparse.Namespace], None] = lambda parser, options: None
-    show: Callable[[dict[str, Any]], str] = lambda result: shown(result["rows"])
+    show: Callable[[dict[str, Any]], str] = lambda result: "\n\n".join(shown(each) for each in parts(result))
     judge: Callable[[Run], None] = lambda run: None
 
     def parse(self, argv: list[str] | None = None) -> argparse.Namespace:
         parser = command(self.doc, self.device, self.runs, self.seconds, self.kernels)
+        if self.world:
+            parser.add_argument("--world", type=int, default=self.world, help="processes")
+        if self.ahead:
+            parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
         self.arguments(parser)
         options = parser.parse_args(argv)
         self.check(parser, options)
         return options
 
     def __call__(self, argv: list[str] | None = None) -> None:
-        run = Run(self.parse(argv), argv)
+        options = self.parse(argv)
+        if self.ahead and options.jobs:
+            compile_ahead(options.jobs, *self.ahead(options))
+        if self.world and (self.world, options.world) != (1, 1):
+            run_in_processes(options.world, options.device, member, self.measure.__module__, options, argv)
+        else:
+            self.run(options, argv)
+
+    def run(self, options: argparse.Namespace, argv: list[str] | None, rank: int = 0) -> None:
+        run = Run(options, argv, rank)
         self.measure(run)
+        if rank:
+            return
         run.save()
-        if run.result["rows"]:
+        if parts(run.result):
             print("\n" + self.show(run.result))
         if late := run.result["skipped"]:
-            print(f"\n{len(late)} cases not started in {run.options.seconds:.0f} s: {late}")
+            print(f"\n{len(late)} cases not started in {options.seconds:.0f} s: {late}")
         self.judge(run)
+
+
+def member(rank: int, module: str, *arguments: Any) -> None:
+    """One of several processes that run the suite of this module."""
+    importlib.import_module(module).main.run(*arguments, rank)
+
+
+def parts(result: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    return [each for each in result.values() if records.is_rows(each)]
 
 
 def shown(rows: list[dict[str, Any]]) -> str:

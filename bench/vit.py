@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import math
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from bench.clock import free, medians, wall_timer
+from bench.decoder import adapters, apart, compile_each, judge
 from bench.kernels import Kernel, by_name, middle_block, picture, profiled, shares
-from bench.layers12 import adapters, apart, judge, own_code
 from bench.rivals import adapted, paths
 from bench.suite import Run, Suite, add_compiled, compilations, words
 from bench.table import table
@@ -50,10 +49,6 @@ def made(way: str, base: Vit, values: dict) -> tuple[nn.Module, dict[str, Tensor
     return adapted(way, base, values, LINEARS, S, "")
 
 
-def call(block, x):
-    return type(block).forward(block, x)
-
-
 class Compared:
     """One way's model."""
 
@@ -70,9 +65,7 @@ class Compared:
             block.__dict__.pop("forward", None)
 
     def compile(self) -> None:
-        compiled = torch.compile(own_code(call, f"call_{self.way}"), dynamic=False)
-        for block in self.vit.blocks:
-            block.forward = partial(compiled, block)
+        compile_each(self.way, self.vit.blocks)
 
     def of(self, mode: str, images: Tensor):
         if mode == "inference":

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
 pytest.importorskip("transformers", reason="the layers are those of transformers; `make test` installs it")
 from bench import all as everything
-from bench import issue_time, layers12, records, steps
+from bench import decoder, issue_time, records, steps
 from bench.attempt import Failures
 
 SMALL = "--layers 1 --loss-tokens 4 "
@@ -153,7 +153,7 @@ def test_a_layer_can_be_compiled(monkeypatch):
     monkeypatch.setattr(steps.torch, "compile", lambda f, mode, dynamic: stock(f, backend=counting, dynamic=dynamic))
     way.compile("reduce-overhead")
     for a, b in zip(way.gradient(), want, strict=True):
-        assert layers12.apart(a, b)["relative"] < 0.05
+        assert decoder.apart(a, b)["relative"] < 0.05
     assert graphs
     seen, count = [], len(graphs)
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: seen.append(1))
