@@ -12,12 +12,12 @@ from itertools import product
 
 import torch
 
-from bench.clock import medians_of
 from bench.suite import Suite
+from bench.truth import rel_l2
+from bench.ways import S, differentiated, mode_ms
 from fdora.functional import dora_compose, dora_delta, select_backend
 
 SHAPES = ((4096, 4096), (4096, 14336), (16, 4096), (16384, 4096))
-S = 2.0
 
 
 def plain(base, lora, g, delta):
@@ -36,17 +36,15 @@ def case(M, N, delta, device, runs, facts):
         ways["triton"] = lambda: op(*leaves, s=S)
     truth = ((g.double() - int(delta)) * base.double() + g.double() * S * lora.double()).detach()
     for name, way in ways.items():
-        error = ((way().detach().double() - truth).norm() / truth.norm()).item()
+        error = rel_l2(way().detach(), truth)
         assert name == "plain" or error <= 1.7e-3, f"{name} is wrong by {error:.1e}"
-
-    def both(way):
-        return lambda: torch.autograd.grad(way(), leaves, dy)
-
+    named = dict(zip(("base", "lora", "g"), leaves, strict=True))
     row = {"op": op.__name__, "M": M, "N": N}
-    for mode, fns in (("fwd", ways), ("fwd_bwd", {n: both(w) for n, w in ways.items()})):
-        row |= {f"{mode}_{name}_ms": round(ms, 4) for name, ms in medians_of(fns, device, runs).items()}
-        if "bytes_per_ms" in facts:  # 2 reads, 1 write; then 3 reads, 2 writes
-            row[f"{mode}_copy_ms"] = round((3 if mode == "fwd" else 8) * base.nbytes / facts["bytes_per_ms"], 4)
+    row |= mode_ms({name: differentiated(way, named, dy) for name, way in ways.items()}, device, runs)
+    if "bytes_per_ms" in facts:  # 2 reads, 1 write; then 3 reads, 2 writes
+        row |= {
+            f"{mode}_copy_ms": round(n * base.nbytes / facts["bytes_per_ms"], 4) for mode, n in (("fwd", 3), ("fwd_bwd", 8))
+        }
     return row
 
 

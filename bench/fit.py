@@ -21,10 +21,8 @@ import numpy
 from scipy.optimize import least_squares, nnls
 
 from bench import records
-from bench.records import save
 from bench.save import save as save_json
-from bench.suite import about, command
-from bench.table import table
+from bench.suite import Suite, shown
 from bench.tune import TILES
 from fdora.triton.tiles.configs import GemmConfig
 from fdora.triton.tiles.product import together
@@ -165,19 +163,20 @@ def judged(model, rows, names):
     out = []
     for row in rows:
         times = {name: us for name, us in predicted(model, row).items() if name in names}
-        way = min(times, key=times.get)
-        regret = row["ms"][way] / fastest(row)
-        out.append(
-            {
-                "shape": row["shape"],
-                "forward": row["forward"],
-                "way": way,
-                "predicted_us": round(times[way], 2),
-                "us": round(1e3 * row["ms"][way], 2),
-                "regret": round(regret, 4),
-            }
-        )
+        us = {name: 1e3 * row["ms"][name] for name in times}
+        out.append({"shape": row["shape"], "forward": row["forward"]} | chosen(times, us, 1e3 * fastest(row)))
     return out
+
+
+def chosen(predicted, us, fastest):
+    """The way that a model takes by its predictions."""
+    way = min(predicted, key=predicted.get)
+    return {
+        "way": way,
+        "predicted_us": round(predicted[way], 2),
+        "us": round(us[way], 2),
+        "regret": round(us[way] / fastest, 4),
+    }
 
 
 def summary(judgements):
@@ -187,7 +186,7 @@ def summary(judgements):
         "shapes": len(judgements),
         "median error": round(statistics.median(errors), 3),
         "worst error": round(max(errors), 3),
-        "mean regret": round(math.exp(statistics.mean(map(math.log, regrets))), 4),
+        "mean regret": round(statistics.geometric_mean(regrets), 4),
         "worst regret": round(max(regrets), 3),
     }
 
@@ -204,8 +203,11 @@ def held_out(rows, folds):
 
 def written(models, rows, gpu):
     about = f"the model of waves.py fitted to {gpu}, {len(rows) // 2} shapes: python -m bench fit --write"
-    sides = {True: "forward", False: "backward"}
-    return {"about": about} | {sides[side]: as_data(model) for side, model in models.items()}
+    return {"about": about} | {side_of(forward): as_data(model) for forward, model in models.items()}
+
+
+def side_of(forward):
+    return "forward" if forward else "backward"
 
 
 def as_data(model):
@@ -234,18 +236,13 @@ def figure(judgements, path):
     pyplot.savefig(path, bbox_inches="tight", metadata={"Date": None})
 
 
-def main(argv=None):
-    parser = command(__doc__, device=None)
-    parser.add_argument("runs", nargs="+", help="of bench.tune: h200/products_more")
-    parser.add_argument("--unseen", help="a run of bench.tune too")
-    parser.add_argument("--folds", type=int, default=4)
-    parser.add_argument("--write", type=Path)
-    parser.add_argument("--figure", type=Path)
-    options = parser.parse_args(argv)
+def measure(run):
+    options = run.options
     results = [records.result(name) for name in options.runs]
     rows = merged(results)
     unseen = merged([records.result(options.unseen)]) if options.unseen else []
-    models, judgements, lines = {}, [], []
+    run.set(measured=[result["about"] for result in results], summary=[])
+    models = {}
     for forward in (True, False):
         side = [row for row in rows if row["forward"] == forward]
         models[forward], held = fitted(side), held_out(side, options.folds)
@@ -253,26 +250,25 @@ def main(argv=None):
         whole = [row for row in side if names <= set(row["ms"])]  # else there is little to choose from
         held = [each for each in held if any(each["shape"] == row["shape"] for row in whole)]
         inside, new = judged(models[forward], whole, names), [row for row in unseen if row["forward"] == forward]
-        judgements += held
-        for name, found in (("all seen", inside), ("held out", held), ("unseen", judged(models[forward], new, names))):
-            if not found:
-                continue
-            lines.append(["forward" if forward else "backward", name, *summary(found).values()])
-    heads = ["direction", "which", *summary(judgements)]
-    print(table(heads, lines))
-    save(
-        options.json,
-        {
-            "about": about("cpu", options.commit, argv),
-            "measured": [r["about"] for r in results],
-            "summary": [dict(zip(heads, line, strict=True)) for line in lines],
-            "rows": judgements,
-        },
-    )
+        run.result["rows"] += held
+        for which, found in (("all seen", inside), ("held out", held), ("unseen", judged(models[forward], new, names))):
+            if found:
+                run.result["summary"].append({"direction": side_of(forward), "which": which} | summary(found))
     if options.figure:
-        figure(judgements, options.figure)
+        figure(run.result["rows"], options.figure)
     if options.write:
         save_json(options.write, written(models, rows, results[0]["about"]["gpu"]))
+
+
+def arguments(parser):
+    parser.add_argument("runs", nargs="+", help="of bench.tune: h200/products_more")
+    parser.add_argument("--unseen", help="a run of bench.tune too")
+    parser.add_argument("--folds", type=int, default=4)
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--figure", type=Path)
+
+
+main = Suite(__doc__, measure, arguments, device=None, show=lambda found: shown(found["summary"]))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ fit of the times alone leaves some of them in a tie. The other way's product is 
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -18,13 +17,12 @@ import numpy
 from scipy.optimize import least_squares
 
 from bench import records
+from bench.fit import GPU, chosen, side_of, summary
 from bench.save import save as save_json
-from bench.table import table
+from bench.suite import Suite, shown
 from fdora.triton.tiles.few import BesideFit, NarrowFit, beside_us, narrow_us
 from fdora.triton.tiles.product import product_way
-from fdora.triton.tiles.waves import gpu_of
 
-GPU = gpu_of(90, 132)
 START = (0.8, 70_000.0, 20_000.0, 3.0, 1.0, 4.0, 1.0, 4.0, 0.6, 8.0, 0.5, 0.1)  # NarrowFit, BesideFit
 SIZE = len(NarrowFit._fields)
 MARGIN, WEIGHT = 0.05, 3.0
@@ -73,11 +71,6 @@ def fitted(found):
     return tuple(float(f"{v:.4g}") for v in numpy.exp(fit.x))
 
 
-def regret(fit, pair):
-    narrow, general = predicted(fit, pair)
-    return (pair.narrow if narrow <= general else pair.general) / min(pair.narrow, pair.general)
-
-
 def written(fit, found):
     return {
         "about": f"the model of few.py fitted to {len(found)} pairs of times: python -m bench.fit_few --write",
@@ -86,23 +79,28 @@ def written(fit, found):
     }
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("runs", nargs="+", help="of bench.tune: few and few_both, h200/few")
-    parser.add_argument("--write", type=Path)
-    options = parser.parse_args(argv)
+def measure(run):
+    options = run.options
     found = list(pairs([records.result(name) for name in options.runs]))
-    fit, lines = fitted(found), []
-    for forward in (True, False):
-        side = [pair for pair in found if pair.forward == forward]
-        off = [max(map(abs, errors(fit, pair)[:2])) for pair in side]
-        regrets = [regret(fit, pair) for pair in side]
-        mean = math.exp(numpy.mean(numpy.log(regrets)))
-        lines.append(["forward" if forward else "backward", len(side), numpy.median(off), max(off), mean, max(regrets)])
-    heads = ["direction", "pairs", "median error", "worst error", "mean regret", "worst regret"]
-    print(table(heads, [[*line[:2], *(f"{v:.3f}" for v in line[2:])] for line in lines]))
+    fit = fitted(found)
+    for pair in found:
+        us, guess = (
+            {"narrow": pair.narrow, "general": pair.general},
+            dict(zip(("narrow", "general"), predicted(fit, pair), strict=True)),
+        )
+        run.result["rows"].append({"shape": pair.shape, "forward": pair.forward} | chosen(guess, us, min(us.values())))
+    sides = {side_of(forward): [row for row in run.result["rows"] if row["forward"] == forward] for forward in (True, False)}
+    run.set(summary=[{"direction": side} | summary(rows) for side, rows in sides.items()])
     if options.write:
         save_json(options.write, written(fit, found))
+
+
+def arguments(parser):
+    parser.add_argument("runs", nargs="+", help="of bench.tune: few and few_both, h200/few")
+    parser.add_argument("--write", type=Path)
+
+
+main = Suite(__doc__, measure, arguments, device=None, show=lambda found: shown(found["summary"]))
 
 
 if __name__ == "__main__":

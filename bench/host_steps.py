@@ -6,17 +6,14 @@
 
 The models of bench.issue_time, tiny, on the CPU: torch's own operators compute, which costs little at this size; fdora's plans
 run through walk.c for an H200 and launch nothing, so no value means anything. us for each adapted linear and beyond the frozen
-model's; calls of Python and of C functions for each adapted linear, and how many of fdora's files they are in, counted
-in one forward. ``--alone``: us of q, k and v, of o and of the MLP of one layer, each in a loop, the least of many, in time of
-this process: what others do on the machine moves it least.
+model's, also as a share of LoRA's; calls of Python and of C functions for each adapted linear, and how many of fdora's files
+they are in, counted in one forward. ``--alone``: us of q, k and v, of o and of the MLP of one layer, each in a loop, the least
+of many, in time of this process: what others do on the machine moves it least.
 """
 
 from __future__ import annotations
 
-import argparse
-import cProfile
 import os
-import pstats
 import statistics
 import sys
 import time
@@ -26,13 +23,11 @@ os.environ["TRITON_INTERPRET"], os.environ["FDORA_BACKEND"] = "1", "triton"  # b
 import torch  # noqa: E402
 from triton.runtime.build import compile_module_from_src  # noqa: E402
 
-from bench.attempt import Failures  # noqa: E402
 from bench.decoder import LINEARS  # noqa: E402
-from bench.issue_time import PARTS  # noqa: E402
+from bench.issue_time import PARTS, excess, issue, profiled  # noqa: E402
 from bench.steps import WAYS, Cell, Way, build, inputs  # noqa: E402
-from bench.suite import add_stack, present  # noqa: E402
-from bench.table import table  # noqa: E402
-from fdora import _facts, _plain  # noqa: E402
+from bench.suite import Run, Suite, add_stack  # noqa: E402
+from fdora import _dispatch, _facts, _plain  # noqa: E402
 from fdora.triton import tree  # noqa: E402
 from fdora.triton.runtime import native, private, walk  # noqa: E402
 from fdora.triton.runtime.device import Device  # noqa: E402
@@ -56,6 +51,7 @@ def pretend() -> None:
     """From now on plans are for an H200, count as compiled, and launch nothing."""
     from torch._C._dynamo.guards import _empty_strided_cpu
 
+    _dispatch.TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # the interpreter, which has none, runs nothing
     module = private.walker()
     if module is None:
         raise SystemExit(f"there is no C walk here: {private.why_no_walker}")
@@ -93,16 +89,6 @@ def compiled(step: Launch) -> Compiled:
     ]
     maps = tuple({} for a in step.args if isinstance(a, Tile))
     return Compiled(1, 32 * step.num_warps, 0, tuple(types), maps, 0, None)
-
-
-def forward(way: Way) -> tuple[float, float]:
-    """us to issue forward, and backward."""
-    way.optimize()
-    start = time.perf_counter()
-    loss = way.loss()
-    middle = time.perf_counter()
-    torch.autograd.grad(loss, [way.x, *way.leaves.values()])
-    return 1e6 * (middle - start), 1e6 * (time.perf_counter() - middle)
 
 
 def alone(way: Way) -> dict[str, float]:
@@ -146,65 +132,39 @@ def calls(way: Way) -> tuple[int, int, int]:
     return counts["call"], counts["c_call"], sum(file.startswith(PACKAGE) for file in files)
 
 
-def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", type=present)
+def measure(run: Run) -> None:
+    options = run.options
+    torch.set_num_threads(1)
+    pretend()
+    cell, count = Cell("tiny", 128, 16), options.layers * len(LINEARS)
+    ways = build(cell, options, run.failed)
+    inputs(cell, ways, options)
+    if options.alone:
+        run.add(*({"way": name, "us": (way.loss(), alone(way))[1]} for name, way in ways.items()))
+        return
+    turns = [{name: issue(way, "cpu") for name, way in ways.items()} for _ in range(options.steps + 5)][5:]
+    us = {
+        kind: {n: {p: of([1e3 * turn[n][i] for turn in turns]) / count for i, p in enumerate(PARTS)} for n in ways}
+        for kind, of in (("us", statistics.median), ("fastest us", min))
+    }
+    beyond = excess(us["us"])
+    for name, way in ways.items():
+        python, c, files = calls(way)
+        row = {"way": name, "python_calls": python / count, "c_calls": c / count, "files": files}
+        run.add(row | {kind: found[name] for kind, found in us.items()} | {"us beyond frozen": beyond.get(name, {})})
+    for name, way in ways.items() if options.profile else ():
+        print(name)
+        profiled(way, "cpu", 20).print_stats(options.profile)
+
+
+def arguments(parser) -> None:
     add_stack(parser, 8, WAYS, seq=None)
     parser.add_argument("--steps", type=int, default=60, help="of each way")
     parser.add_argument("--alone", action="store_true", help="only parts of one layer in loops")
     parser.add_argument("--profile", type=int, default=0, help="show that many lines of a profile of each way")
-    return parser.parse_args(argv)
 
 
-def main(argv=None):
-    options = parse(argv)
-    torch.set_num_threads(1)
-    pretend()
-    cell = Cell("tiny", 128, 16)
-    ways = build(cell, options, Failures())
-    inputs(cell, ways, options)
-    if options.alone:
-        found = {name: (way.loss(), alone(way))[1] for name, way in ways.items()}
-        print(
-            table(
-                ["way", *next(iter(found.values()))],
-                [[n, *(f"{us:.1f}" for us in parts.values())] for n, parts in found.items()],
-            )
-        )
-        return
-    count = options.layers * len(LINEARS)
-    turns = [{name: forward(way) for name, way in ways.items()} for _ in range(options.steps + 5)][5:]
-    us = {name: [statistics.median(turn[name][i] for turn in turns) / count for i in range(2)] for name in ways}
-    best = {name: [min(turn[name][i] for turn in turns) / count for i in range(2)] for name in ways}
-    lines = []
-    for name, way in ways.items():
-        python, c, files = calls(way)
-        line = [name, f"{python / count:.1f}", f"{c / count:.1f}", files]
-        for found in (us, best):
-            for i in range(2):
-                beyond = found[name][i] - found["frozen"][i] if "frozen" in found else 0
-                lora = found["peft_lora"][i] - found["frozen"][i] if {"frozen", "peft_lora"} <= set(found) else 0
-                line.append(f"{found[name][i]:.1f} ({beyond:+.1f}, {beyond / lora if lora else 0:.2f})")
-        lines.append(line)
-    head = [
-        "way",
-        "Python calls",
-        "C calls",
-        "files",
-        *(f"{part}, us (beyond frozen, of LoRA's)" for part in PARTS),
-        *(f"fastest {part}" for part in PARTS),
-    ]
-    print(table(head, lines))
-    for name, way in ways.items() if options.profile else ():
-        profile = cProfile.Profile()
-        for _ in range(20):
-            way.optimize()
-            profile.enable()
-            loss = way.loss()
-            profile.disable()
-            del loss
-        print(name)
-        pstats.Stats(profile).sort_stats("tottime").print_stats(options.profile)
+main = Suite(__doc__, measure, arguments)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from statistics import geometric_mean
 
 import torch
 from torch import Tensor
@@ -129,9 +130,7 @@ def summarize(rows: list[dict]) -> dict:
             if (row["mode"], row["norm"]) == (mode, norm):
                 for pair, ratio in row["ratio"].items():
                     values.setdefault(pair, []).append(ratio)
-        means[f"{mode}, norm {norm}"] = {
-            pair: round(math.exp(sum(map(math.log, each)) / len(each)), 3) for pair, each in values.items()
-        }
+        means[f"{mode}, norm {norm}"] = {pair: round(geometric_mean(each), 3) for pair, each in values.items()}
     where = ("M", "K", "N", "r", "adapter", "mode", "norm")
     lost = [
         {key: row[key] for key in where} | {"rival": rival, "rival/fdora": round(row["ms"][rival] / row["ms"][mine], 3)}

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from bench.clock import free
 from bench.decoder import DTYPES, MOST_APART, adapters, apart, compile_each, judge, of_part, wall_and_peak
-from bench.progress import Progress
 from bench.rivals import adapted, paths
 from bench.suite import Run, Suite, add_compiled, add_stack, compilations, numbers, words
 from bench.table import pivot, side_by_side
@@ -177,6 +176,9 @@ class Trained:
     def step(self, micro_batches: int) -> None:
         for _ in range(micro_batches):
             (self.loss() / micro_batches).backward()
+        self.update()
+
+    def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -268,8 +270,6 @@ class Bench:
         options = run.options
         facts = {name: getattr(options, name) for name in ("model", "tiny", "dtype", "loss_tokens")}
         run.set(**facts, agreement={}, norms={}, paths={}, failed=run.failed)
-        repeats = len(options.values) if options.sweep else len(options.adapter) * len(compilations(options))
-        self.progress = Progress(repeats * len(options.modes))
 
     def attempt(self, ways, where: dict, step) -> dict:
         """``step(way)`` for each, without those that raise: their reason is kept with where it was."""
@@ -295,7 +295,6 @@ class Bench:
         for tag, each in found.items():
             speed = round(1e3 * runs[tags[tag]].tokens * micro_batches(mode) / each["ms"])
             self.run.add(where | {"way": tags[tag]} | each | {"tokens_per_s": speed})
-        self.progress.done()
 
     def agree(self, runs: dict[str, Trained], adapter: str) -> None:
         """Before any optimizer step: the adapters are equal."""

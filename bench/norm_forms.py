@@ -16,11 +16,11 @@ import torch
 from bench.clock import medians_of
 from bench.suite import Suite
 from bench.truth import norm_of
+from bench.ways import S
 from fdora.functional import dora_base_sqnorm, dora_norm, select_backend
 from tests.memory import peak_bytes
 
 SHAPES = ((4096, 4096, 16), (4096, 4096, 384), (1024, 4096, 64), (14336, 4096, 64), (8192, 8192, 384))
-S = 2.0
 
 
 def dense(W, A, B):

@@ -28,8 +28,9 @@ MODELS = {
 }
 
 
-def linears(model: str, layers: int, r: int, device: str) -> tuple[list, list]:
-    width, mlp, kv = MODELS[model]
+def linears(sizes: tuple[int, ...], layers: int, r: int, device: str) -> tuple[list, list]:
+    """W, and A with B, of all linears: of this hidden size, width of the MLP, N of k and v."""
+    width, mlp, kv = sizes
     shapes = [(width, width), (kv, width), (kv, width), (width, width), (mlp, width), (mlp, width), (width, mlp)] * layers
     W = [torch.randn(n, k, device=device).mul_(k**-0.5).bfloat16() for n, k in shapes]
     pairs = [(torch.randn(r, k, device=device).bfloat16(), torch.randn(n, r, device=device).bfloat16()) for n, k in shapes]
@@ -37,7 +38,7 @@ def linears(model: str, layers: int, r: int, device: str) -> tuple[list, list]:
 
 
 def case(model: str, layers: int, r: int, device: str, speed: float | None) -> list[dict]:
-    W, pairs = linears(model, layers, r, device)
+    W, pairs = linears(MODELS[model], layers, r, device)
     new = dora_norm_tree_state(W)
     kept = dora_norm_tree(W, pairs, s=S, state=new)
     states = [dora_norm(w, *p, s=S, state=dora_norm_state(w)) for w, p in zip(W, pairs, strict=True)]

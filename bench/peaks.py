@@ -1,7 +1,6 @@
 """Memory of a training step of a PEFT model through fdora, part by part: what ``fdora.jobs.plan`` must predict.
 
     python -m bench.peaks --device cuda --json bench/results/h200/peaks.json --commit HASH
-    python -m bench.peaks --device cuda --alive 12
 
 Models in the shape of Llama-3.1-8B, Qwen3-8B and Qwen2.5-7B with a few layers and random weights, all linears but the head
 adapted, bfloat16; adapters in bfloat16, and in float32 under autocast. Ways: ``use_fdora`` (plain), ``use_fdora(fuse=True)``,
@@ -9,8 +8,8 @@ each also with gradient checkpointing of every layer. Loss of all tokens, as tra
 sequence. The first step brings the optimizer's state (fused AdamW), kept norms, and the work spaces of libraries; in the
 second the allocator's counters are read: ``before`` it, after forward (``kept``, beyond before), and the most in forward,
 backward and the optimizer's step (beyond before); ``reserved`` is what its pool has grown to, ``used`` what the driver says is
-taken of ``total``, by whomever. Then wall time, median of ``--runs`` steps. ``--alive`` lists what is alive
-at the peak, by the line that asked for it. On a CPU a profiler sees what forward keeps and the peak of a whole step.
+taken of ``total``, by whomever. Then wall time, median of ``--runs`` steps. On a CPU a profiler sees what forward keeps and the
+peak of a whole step.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
-from collections import Counter
-from functools import partial
+from collections.abc import Iterable
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -32,11 +29,8 @@ from torch import Tensor, nn
 from bench.attempt import Failures
 from bench.clock import free, once
 from bench.decoder import DTYPES, adapters
-from bench.model import ARCHITECTURES, network
-from bench.rivals import adapted
+from bench.model import ARCHITECTURES, Trained, network
 from bench.suite import Run, Suite, words
-from bench.table import line, table
-from bench.ways import S
 from tests.memory import held_bytes, peak_bytes
 
 MODELS = ("llama-3.1-8b", "qwen3-8b", "qwen2.5-7b")
@@ -73,43 +67,35 @@ class Case(NamedTuple):
         return cls(adapter, sequences, length, min(int(last) or length, length))
 
 
-class Step:
+class Step(Trained):
     """A model and one of its training steps."""
 
     def __init__(self, way: str, base: nn.Module, r: int, case: Case, checkpointing: bool, ids: Tensor):
-        self.model, leaves = adapted(WAYS[way], base, adapters(base, r, DTYPES[case.adapter]), "all-linear", S, "CAUSAL_LM")
-        self.leaves = list(leaves.values())
-        if checkpointing:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # another name for it comes with transformers 6
-                self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.optimizer = torch.optim.AdamW(self.leaves, lr=1e-5, fused=True)
-        self.ids, self.loss_tokens = ids, case.loss_tokens
-        self.autocast = partial(torch.autocast, ids.device.type, torch.bfloat16, enabled=case.adapter == "fp32")
+        values, mixed = adapters(base, r, DTYPES[case.adapter]), case.adapter == "fp32"
+        super().__init__(WAYS[way], base, values, {"input_ids": ids}, case.loss_tokens, mixed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # another name for it comes with transformers 6
+            self.of("step_checkpointing" if checkpointing else "step")
 
     def loss(self) -> Tensor:
-        with self.autocast():
-            if self.loss_tokens == self.ids.shape[1]:
-                return self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
-            logits = self.model(input_ids=self.ids, logits_to_keep=self.loss_tokens, use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), self.ids[:, -self.loss_tokens :].flatten())
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        """As trainers have it, where it is of all tokens."""
+        ids = self.inputs["input_ids"]
+        if self.target.shape != ids.shape:
+            return super().loss()
+        with self.context():
+            return self.model(input_ids=ids, labels=ids, use_cache=False).loss
 
     def __call__(self) -> None:
-        self.loss().backward()
-        self.update()
+        self.step(1)
 
     def resident(self) -> dict[str, int]:
         """Bytes by what they are for."""
         frozen = [p for p in self.model.parameters() if not p.requires_grad]
         states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.dim()]
-        return {"weights": size(frozen), "adapters": size(self.leaves), "optimizer": size(states)}
+        return {"weights": size(frozen), "adapters": size(self.leaves.values()), "optimizer": size(states)}
 
 
-def size(tensors: list[Any]) -> int:
+def size(tensors: Iterable[Any]) -> int:
     """Each piece of memory once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
@@ -145,37 +131,6 @@ def by_profiler(step: Step) -> dict[str, int]:
     return {"kept": held_bytes(step.loss), "peak": peak_bytes(step)}
 
 
-def alive(step: Step, most: int) -> list[tuple[float, int, str]]:
-    """MiB, pieces and line of what is alive at the peak of a step beyond what was before, the largest first."""
-    torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python")
-    step()
-    torch.cuda.synchronize()
-    trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-    torch.cuda.memory._record_memory_history(enabled=None)
-    now: dict[int, tuple[int, str]] = {}
-    total = peak = 0
-    at_peak: list[tuple[int, str]] = []
-    for each in trace:
-        if each["action"] == "alloc":
-            now[each["addr"]] = each["size"], where(each["frames"])
-            total += each["size"]
-            if total > peak:
-                peak, at_peak = total, list(now.values())
-        elif each["action"] == "free_completed" and each["addr"] in now:
-            total -= now.pop(each["addr"])[0]
-    bytes, pieces = Counter[str](), Counter[str]()
-    for amount, text in at_peak:
-        bytes[text] += amount
-        pieces[text] += 1
-    return [(amount / 2**20, pieces[text], text) for text, amount in bytes.most_common(most)]
-
-
-def where(frames: list[dict]) -> str:
-    """The three innermost lines of a model's or of our code."""
-    own = [f for f in frames if any(part in f["filename"] for part in ("transformers", "fdora", "bench", "peft"))]
-    return " < ".join(f"{Path(f['filename']).name}:{f['line']} {f['name']}" for f in own[:3]) or "autograd"
-
-
 def attention_of(device: str, dtype: torch.dtype, config: Any) -> str:
     """Which of torch's attentions runs here."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -201,14 +156,9 @@ def rows_of(model: str, options, failures: Failures) -> list[dict]:
             step()
             found = by_profiler(step) if options.device == "cpu" else by_counters(step)
             ms = statistics.median([once(step, options.device) for _ in range(options.runs)] or [float("nan")])
-            for amount, pieces, text in alive(step, options.alive) if options.alive and options.device != "cpu" else ():
-                print(f"    {amount:9.1f} MiB in {pieces:4} {text}", flush=True)
             return step.resident() | {"bytes": found, "ms": round(ms, 3)}
 
-        for got in failures.attempt([f"{model} {facts}"], measure).values():
-            rows.append(first | facts | got)
-            mib = [f"{got['bytes'][name] / 2**20:.1f}" for name in ("kept", "peak")]
-            print(line([model, *facts.values(), *mib, f"{got['ms']:.1f}"]), flush=True)
+        rows += [first | facts | got for got in failures.attempt([f"{model} {facts}"], measure).values()]
         free(options.device)
     return rows
 
@@ -219,7 +169,6 @@ def arguments(parser):
     parser.add_argument("--r", type=int, default=64)
     parser.add_argument("--cases", default=CASES, help="adapter's dtype : sequences x length : tokens of each loss, 0 for all")
     parser.add_argument("--ways", type=words(WAYS, "ways"), default=list(WAYS))
-    parser.add_argument("--alive", type=int, default=0, metavar="LINES", help="list what is alive at the peak")
     parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
 
 
@@ -232,10 +181,8 @@ def measure_all(run: Run) -> None:
 
     run.facts["transformers"] = transformers.__version__
     run.set(failed=run.failed)
-    print(table(["model", "way", "checkpointing", "r", *Case._fields, "kept MiB", "peak MiB", "ms"], []))
     for model in run.cases(run.options.models):
-        for row in rows_of(model, run.options, run.failed):
-            run.add(row)
+        run.add(*rows_of(model, run.options, run.failed))
         free(run.options.device)
 
 

@@ -7,10 +7,8 @@ Peaks are of the whole GPU, with parameters and work spaces. Times are of one st
 
 from __future__ import annotations
 
-import argparse
-
 from bench import records
-from bench.table import table
+from bench.suite import Suite, shown
 from fdora.jobs.plan import Adapter, Card, Setup, card, memory, read_model, times
 
 
@@ -28,23 +26,28 @@ def compared(row: dict, gpu: Card) -> dict[str, float]:
     return {"peak": peak, "said peak": said, "of it": said / peak, "ms": row["ms"], "said ms": ms, "of them": ms / row["ms"]}
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def measure(run):
+    gpu = card(run.options.gpu)
+    for row in records.result(run.options.run)["rows"]:
+        case = {name: row[name] for name in ("model", "way", "checkpointing", "adapter", "sequences", "length", "loss_tokens")}
+        run.add(case | {name: round(value, 3) for name, value in compared(row, gpu).items()})
+
+
+def show(result):
+    lines = [shown(result["rows"])]
+    for name in ("of it", "of them"):
+        ratios = [row[name] for row in result["rows"]]
+        what = "peaks" if name == "of it" else "times, floors by published rates"
+        lines.append(f"{what}: {min(ratios):.3f} to {max(ratios):.3f} of what was measured")
+    return "\n\n".join(lines)
+
+
+def arguments(parser):
     parser.add_argument("run", nargs="?", default="h200/peaks", help="of bench.peaks; the default is %(default)s")
     parser.add_argument("--gpu", default="h200", help="whose rates; the default is %(default)s")
-    options = parser.parse_args(argv)
-    gpu, lines, ratios = card(options.gpu), [], []
-    for row in records.result(options.run)["rows"]:
-        found = compared(row, gpu)
-        ratios.append((found["of it"], found["of them"]))
-        way = f"{row['way']}{', checkpointing' if row['checkpointing'] else ''}, {row['adapter']}"
-        shape = f"{row['sequences']}x{row['length']}, loss {row['loss_tokens']}"
-        mib = [f"{found[name] / 2**20:.0f}" for name in ("peak", "said peak")]
-        ms = [f"{found[name]:.1f}" for name in ("ms", "said ms")]
-        lines.append([row["model"], way, shape, *mib, f"{found['of it']:.3f}", *ms, f"{found['of them']:.2f}"])
-    print(table(["model", "way", "tokens", "MiB", "said", "ratio", "ms", "said", "ratio"], lines))
-    for name, all_ in zip(("peaks", "times" if gpu.measured else "floors"), zip(*ratios, strict=True), strict=True):
-        print(f"\n{name}: {min(all_):.3f} to {max(all_):.3f} of what was measured")
+
+
+main = Suite(__doc__, measure, arguments, device=None, show=show)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ and as NVTX: ``nsys profile -t cuda,nvtx python -m bench.profile ...`` shows the
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from bench import ways
 from bench.kernels import kernels_of, short
-from bench.records import save
-from bench.suite import about, present
+from bench.suite import Run, Suite
 from bench.table import table
 
 
@@ -195,25 +194,9 @@ def profile(fn: Any, device: str, out: Path, blocks: dict[str, nn.Module], items
 
 def layer(options) -> tuple[Any, dict[str, nn.Module], int]:
     """dora_linear with its norm given, or computed inside (``--way inside``)."""
-    from fdora.functional import dora_linear, dora_norm
-
-    torch.manual_seed(0)
-    M, K, N, r, device = options.M, options.K, options.N, options.r, options.device
-    x, W = (torch.randn(*shape, device=device).bfloat16() for shape in ((M, K), (N, K)))
-    A, B = (0.05 * torch.randn(*shape, device=device).bfloat16() for shape in ((r, K), (N, r)))
-    c = dora_norm(W, A, B, s=2.0)
-    leaves = [x, A, B, (c * 1.001).bfloat16()]
-    dy = torch.randn(M, N, device=device).bfloat16()
-
-    def forward() -> torch.Tensor:
-        x, A, B, m = leaves
-        return dora_linear(x, W, A, B, m, s=2.0, norm=None if options.way == "inside" else c)
-
-    if options.mode == "inference":
-        return torch.no_grad()(forward), {}, 2
-    for leaf in leaves:
-        leaf.requires_grad_()
-    return lambda: torch.autograd.grad(forward(), leaves, dy), {}, 2
+    i = ways.Inputs.random(options.M, options.K, options.N, options.r, ways.BF16, options.device)
+    way = ways.build("fdora_inside" if options.way == "inside" else "fdora", i)
+    return way.forward if options.mode == "inference" else way.both, {}, 2
 
 
 def vit_model(options) -> tuple[Any, dict[str, nn.Module], int]:
@@ -244,30 +227,28 @@ def language_model(options) -> tuple[Any, dict[str, nn.Module], int]:
 WHAT = {"layer": layer, "vit": vit_model, "model": language_model}
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser) -> None:
     parser.add_argument("what", choices=WHAT)
-    parser.add_argument("--device", default="cpu", type=present)
     parser.add_argument("--mode", choices=["inference", "gradient"], default="gradient")
     parser.add_argument("--way", help='of a model: one of bench.vit, of bench.model; of a layer "inside" computes its norm too')
     for name, size in (("M", 4096), ("K", 4096), ("N", 4096), ("r", 64), ("layers", 2), ("batch", 0)):
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--out", type=Path, required=True, help="a folder")
-    parser.add_argument("--commit", help="recorded in the JSON")
-    return parser.parse_args(argv)
 
 
-def main(argv=None):
-    options = parse(argv)
-    facts = about(options.device, options.commit, argv)
+def measure(run: Run) -> None:
+    options = run.options
+    options.json = options.json or options.out / "kernels.json"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fn, blocks, itemsize = WHAT[options.what](options)
-        rows = profile(fn, options.device, options.out, blocks, itemsize, facts if options.device != "cpu" else {})
-    text = markdown(rows)
-    (options.out / "kernels.md").write_text(text + "\n")
-    save(options.out / "kernels.json", {"about": facts, "rows": rows})
-    print(f"{facts}\n\n{text}\n\n{options.out}: trace.json, kernels.json, kernels.md")
+        rates = run.facts if options.device != "cpu" else {}
+        run.set(rows=profile(fn, options.device, options.out, blocks, itemsize, rates))
+    (options.out / "kernels.md").write_text(markdown(run.result["rows"]) + "\n")
+
+
+main = Suite(__doc__, measure, arguments, show=lambda result: markdown(result["rows"]))
+parse = main.parse
 
 
 if __name__ == "__main__":

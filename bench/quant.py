@@ -25,6 +25,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import geometric_mean
 
 import torch
 import torch.nn.functional as F
@@ -193,7 +194,7 @@ def summarize(rows: list[dict], norms: list[dict]) -> dict:
         for a, b in PAIRS:
             values = [ms[a] / ms[b] for ms in mine if a in ms and b in ms]
             if values:
-                mean = math.exp(sum(map(math.log, values)) / len(values))
+                mean = geometric_mean(values)
                 name = f"{mode}, {'fewer than' if few else 'at least'} 512 tokens"
                 found.setdefault(name, {})[f"{a}/{b}"] = [round(mean, 3), round(max(values), 3)]
     keys = ("M", "K", "N", "r", "mode")

@@ -9,14 +9,12 @@ figures into the table of that page.
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 
 import torch
 
-from bench.suite import present
-from bench.table import table
+from bench.suite import Suite
 from fdora.functional import dora_init, dora_linear, dora_norm
 from fdora.quant import Affine, QuantWeight, TorchaoNf4, from_awq, from_gptq, from_hqq, opaque, quantize
 from tests import reference
@@ -118,16 +116,20 @@ def written(page, found):
     return re.sub(r"^\| `.*\|$", filled, page, flags=re.M)
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--device", default="cpu", type=present)
+def measure(run):
+    found = figures(run.options.device)
+    head = ("bytes per weight", "norm", "layer, float32", "layer, bfloat16", "dense, bfloat16")
+    for kind, values in found.items():
+        run.add({"kind": kind} | {name: float(f"{value:.3g}") for name, value in zip(head, values, strict=True)})
+    if page := run.options.write:
+        page.write_text(written(page.read_text(), found))
+
+
+def arguments(parser):
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the figures into the table of this page")
-    options = parser.parse_args(argv)
-    found = figures(options.device)
-    head = ("kind", "bytes per weight", "norm", "layer, float32", "layer, bfloat16", "dense, bfloat16")
-    print(table(head, [(kind, f"{size:.4f}", *(f"{e:.1e}" for e in errors)) for kind, (size, *errors) in found.items()]))
-    if options.write:
-        options.write.write_text(written(options.write.read_text(), found))
+
+
+main = Suite(__doc__, measure, arguments)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import math
 from dataclasses import fields
 from functools import partial
 from random import Random
+from statistics import geometric_mean
 
 import torch
 
@@ -162,7 +163,7 @@ def summarize(rows: list[dict]) -> dict:
     for mode, (a, b) in itertools.product(("fwd", "fwd_bwd"), PAIRS):
         ratios = [(row["ms"][a] / row["ms"][b], row["shape"]) for row in rows if row["mode"] == mode and {a, b} <= {*row["ms"]}]
         if ratios:
-            mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
+            mean = geometric_mean(ratio for ratio, _ in ratios)
             worst, where = max(ratios)
             summary[f"{mode}: {a}/{b}"] = {"mean": round(mean, 3), "worst": round(worst, 3), "at": where, "cases": len(ratios)}
     return summary

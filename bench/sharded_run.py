@@ -75,8 +75,7 @@ class Sharded(Trained):
         times.append(time.perf_counter())
         loss.backward()
         times.append(time.perf_counter())
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.update()
         times.append(time.perf_counter())
         synchronize(device)
         return [1e3 * (b - a) for a, b in pairwise(times)]

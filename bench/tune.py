@@ -17,12 +17,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -31,14 +28,15 @@ import torch
 from torch import Tensor
 
 import fdora
-from bench import clock
+from bench import clock, ways
 from bench.attempt import Failures
 from bench.multi_ways import Bank, build
-from bench.records import save
+from bench.norm_model import linears
 from bench.save import save as save_json
-from bench.shapes import CACHE, draw
-from bench.suite import about, command
-from bench.truth import rel_l2
+from bench.shapes import CACHE, copied, draw
+from bench.suite import Run, Suite, numbers
+from bench.truth import norm_of, rel_l2
+from bench.ways import Inputs, S
 from fdora.functional import dora_linear, dora_norm, dora_norm_tree
 from fdora.quant import quantize
 from fdora.triton.gemm import Epilogue
@@ -57,7 +55,7 @@ from fdora.triton.tiles.configs import GemmConfig, NormConfig, ScaleConfig, Smal
 from fdora.triton.tiles.product import SHARED, Way
 from fdora.triton.tiles.quant import QuantConfig, StripConfig
 
-S, DTYPE = 2.0, torch.bfloat16
+DTYPE = torch.bfloat16
 Shape = tuple[int, ...]
 Candidates = dict[str, Any]
 # BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EPILOGUE_SUBTILE, persistent, num_warps, num_stages: those that the model knows
@@ -110,60 +108,23 @@ def named(config: type, *tiles: tuple) -> Candidates:
 # Layers
 
 
-class Layer(NamedTuple):
-    x: Tensor
-    W: Tensor
-    A: Tensor
-    B: Tensor
-    m: Tensor
-    dy: Tensor
+def linear(shape: Shape, device: str, both: bool = False, codes: bool = False, bare: bool = False) -> Call:
+    """One layer of any number of tokens, its norm given: forward, or forward and backward (its dx is compared). ``bare``: its
+    matrix products."""
+    i = Inputs.random(*shape[:4], DTYPE, device)
+    layers = [i, *(copied(i) for _ in sets_of(i.W.numel(), device)[1:])]
 
-    @classmethod
-    def of(cls, M: int, K: int, N: int, r: int, device: str) -> Layer:
-        x, W, dy = randn(device, M, K), randn(device, N, K, std=K**-0.5), randn(device, M, N)
-        A, B = randn(device, r, K, std=K**-0.5), randn(device, N, r, std=0.1 * r**-0.5)
-        return cls(x, W, A, B, torch.rand(N, device=device) + 1, dy)
+    def one(each: Inputs) -> Callable[[], Any]:
+        W = quantize(each.W, "nf4", nested=True) if codes else each.W
+        leaves = {"A": each.A, "B": each.B, "m": each.m}
+        way = ways.trained(lambda x: dora_linear(x, W, each.A, each.B, each.m, s=S, norm=each.norm), each, leaves, "dora")
+        way = ways.bare(each) if bare else way
+        return (way.both if bare else lambda: way.both()["dx"]) if both else way.forward
 
-
-def linear(shape: Shape, device: str, both: bool = False, codes: bool = False) -> Call:
-    """One layer of any number of tokens, its norm given: forward, or forward and backward (its dx is compared)."""
-    M, K, N, r = shape[:4]
-    layers = [Layer.of(M, K, N, r, device) for _ in sets_of(K * N, device)]
-    first = layers[0]
-    Ws = [quantize(each.W, "nf4", nested=True) if codes else each.W for each in layers]
-    W = (Ws[0].dequantize(torch.float32) if codes else first.W.float()) + S * first.B.float() @ first.A.float()
-    c = W.norm(dim=1)
-    scaled = (first.m / c)[:, None] * W
-
-    def one(each: Layer, W: Any) -> Tensor:
-        y = dora_linear(each.x, W, each.A, each.B, each.m, s=S, norm=c)
-        return torch.autograd.grad(y, leaves(each), each.dy)[0] if both else y
-
-    for each in layers if both else ():
-        for leaf in leaves(each):
-            leaf.requires_grad_()
-    want = first.dy.float() @ scaled if both else first.x.detach().float() @ scaled.T
-    return Call(lambda: [partial(one, *pair) for pair in zip(layers, Ws, strict=True)], want)
-
-
-def leaves(layer: Layer) -> list[Tensor]:
-    return [layer.x, layer.A, layer.B, layer.m]
-
-
-def bare_linear(shape: Shape, device: str, both: bool = False) -> Call:
-    """The matrix products of the same."""
-    M, K, N, r = shape[:4]
-
-    def one(i: Layer) -> tuple[Tensor, ...]:
-        h = i.x @ i.A.T
-        y = i.x @ i.W.T, h, h @ i.B.T
-        if not both:
-            return y
-        dh = i.dy @ i.B
-        return *y, i.dy @ i.W, dh @ i.A, dh.T @ i.x, i.dy.T @ h
-
-    layers = [Layer.of(M, K, N, r, device) for _ in sets_of(K * N, device)]
-    return Call(lambda: [partial(one, each) for each in layers], None)
+    x, A, B, m, dy = (t.detach().float() for t in (i.x, i.A, i.B, i.m, i.dy))
+    W = quantize(i.W, "nf4", nested=True).dequantize(torch.float32) if codes else i.W.float()
+    scaled = (m / i.norm)[:, None] * (W + S * B @ A)
+    return Call(lambda: [one(each) for each in layers], None if bare else dy @ scaled if both else x @ scaled.T)
 
 
 def product(shape: Shape, device: str, forward: bool, way: str = "") -> Call:
@@ -226,12 +187,12 @@ def every_tile(shape: Shape) -> Candidates:
 
 def norm(shape: Shape, device: str, codes: bool = False) -> Call:
     N, K, r = shape
-    A, B = randn(device, r, K, std=K**-0.5), randn(device, N, r, std=0.1)
-    Ws: list[Any] = [randn(device, N, K, std=K**-0.5) for _ in sets_of(N * K, device)]
+    i = Inputs.random(1, K, N, r, DTYPE, device)
+    A, B = i.A.detach(), i.B.detach()
+    Ws: list[Any] = [i.W.clone() for _ in sets_of(N * K, device)]
     if codes:
         Ws = [quantize(W, "nf4", nested=True) for W in Ws]
-    dense = Ws[0].dequantize(torch.float32) if codes else Ws[0].float()
-    want = (dense.double() + S * B.double() @ A.double()).norm(dim=1)
+    want = norm_of(Ws[0].dequantize(torch.float32) if codes else i.W, A, B, S)
     return Call(lambda: [lambda W=W: dora_norm(W, A, B, s=S) for W in Ws], want, 1e-6)
 
 
@@ -264,12 +225,9 @@ def strips_of_codes(shape: Shape) -> Candidates:
 
 def tree(shape: Shape, device: str) -> Call:
     """The norms of one decoder layer: width, width of the MLP, width of k and v, rank."""
-    wide, mlp, kv, r = shape
-    shapes = [(wide, wide), (kv, wide), (kv, wide), (wide, wide), (mlp, wide), (mlp, wide), (wide, mlp)]
-    Ws = [randn(device, n, k, std=k**-0.5) for n, k in shapes]
-    pairs = [(randn(device, r, k, std=k**-0.5), randn(device, n, r, std=0.1)) for n, k in shapes]
-    c = [(W.double() + S * B.double() @ A.double()).norm(dim=1) for W, (A, B) in zip(Ws, pairs, strict=True)]
-    return Call(lambda: [lambda: torch.cat(list(dora_norm_tree(Ws, pairs, s=S)))], torch.cat(c), 1e-6)
+    Ws, pairs = linears(shape[:3], 1, shape[3], device)
+    c = torch.cat([norm_of(W, *pair, S) for W, pair in zip(Ws, pairs, strict=True)])
+    return Call(lambda: [lambda: torch.cat(list(dora_norm_tree(Ws, pairs, s=S)))], c, 1e-6)
 
 
 def tiles_of_tree(shape: Shape) -> Candidates:
@@ -361,16 +319,20 @@ OPS: dict[str, Op] = {
     ),
     "tree": Op(f"{FACADES}.tree_table.tree_config", [(4096, 14336, 1024, r) for r in (16, 64, 128, 384)], tiles_of_tree, tree),
     "few": Op(
-        f"{FACADES}.small.takes_narrow_tiles", LAYERS, lambda _: {"small": True, "general": False}, linear, bare=bare_linear
+        f"{FACADES}.small.takes_narrow_tiles",
+        LAYERS,
+        lambda _: {"small": True, "general": False},
+        linear,
+        bare=partial(linear, bare=True),
     ),
-    "small": Op(f"{FACADES}.small.small_config", SMALLS, tiles_of_small, linear, ALL_NARROW, bare_linear),
+    "small": Op(f"{FACADES}.small.small_config", SMALLS, tiles_of_small, linear, ALL_NARROW, partial(linear, bare=True)),
     "codes": Op(f"{FACADES}.small_quant.small_codes_config", LAYERS, tiles_of_few_codes, partial(linear, codes=True)),
     "pass": Op(
         f"{FACADES}.scale.scale_config",
         PASSES,
         tiles_of_pass,
         partial(linear, both=True),
-        bare=partial(bare_linear, both=True),
+        bare=partial(linear, both=True, bare=True),
     ),
     "bank_norm": Op(f"{FACADES}.multi_norm.strip_config", BANKS, space(BankStripConfig, *STRIPS), bank_norm),
     "bank_decode": Op(
@@ -473,13 +435,6 @@ def compiled(name: str, shape: Shape, candidate: str) -> None:
     torch.cuda.synchronize()
 
 
-def compile_all(name: str, shapes: Sequence[Shape], jobs: int) -> None:
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        tasks = [(name, shape, candidate) for shape in shapes for candidate in OPS[name].space(shape)]
-        for done in [pool.submit(compiled, *task) for task in tasks]:
-            done.exception()  # which the search meets again, and records
-
-
 def written(rows: Sequence[dict], columns: bool) -> dict[str, Any]:
     """The table of tiles for few tokens, with this side of it new."""
     side = []
@@ -491,36 +446,35 @@ def written(rows: Sequence[dict], columns: bool) -> dict[str, Any]:
     return measured("small") | {"columns" if columns else "rows": side}
 
 
-def shape_of(text: str) -> Shape:
-    return tuple(map(int, text.split(",")))
+def measure(run: Run) -> None:
+    options = run.options
+    for shape in run.cases(options.shapes):
+        run.add({"op": options.op} | search(OPS[options.op], shape, options.device, options.runs))
+    print(f"{options.op}, fastest over all shapes: {fastest(row['ms'] for row in run.result['rows'])}")
+    if options.write:
+        save_json(options.write, written(run.result["rows"], options.op == "small_both"))
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = command(__doc__, device="cpu", runs=5, seconds=math.inf, kernels=True)
+def arguments(parser) -> None:
     parser.add_argument("op", choices=OPS)
-    parser.add_argument("--shape", type=shape_of, action="append", help="in the place of the op's own: M,K,N,r of a layer")
+    parser.add_argument("--shape", type=numbers, action="append", help="in the place of the op's own: M,K,N,r of a layer")
     parser.add_argument("--draw", type=int, default=0, help="so many shapes drawn at random")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=0, help="processes that compile all candidates first")
     parser.add_argument("--write", type=Path, help="of small and small_both: the table of tiles")
-    options = parser.parse_args(argv)
-    start, op, rows = time.perf_counter(), OPS[options.op], []
-    shapes = options.shape or (draw(options.seed, options.draw) if options.draw else op.shapes)
-    if not shapes:
+
+
+def check(parser, options) -> None:
+    drawn = draw(options.seed, options.draw) if options.draw else OPS[options.op].shapes
+    options.shapes = [tuple(shape) for shape in options.shape or drawn]
+    if not options.shapes:
         parser.error(f"{options.op} wants --shape or --draw")
-    facts = about(options.device, options.commit, argv)
-    if options.jobs:
-        compile_all(options.op, shapes, options.jobs)
-    for shape in shapes:
-        if time.perf_counter() - start > options.seconds:
-            break
-        rows.append({"op": options.op} | search(op, shape, options.device, options.runs))
-        best = sorted(rows[-1]["ms"].items(), key=lambda pair: pair[1])
-        print(*shape, *(f"{name}: {ms:.5f}" for name, ms in best[:6]), sep="  ", flush=True)
-        save(options.json, {"about": facts, "runs": options.runs, "rows": rows})
-    print(f"{options.op}, fastest over all shapes: {fastest(row['ms'] for row in rows)}")
-    if options.write:
-        save_json(options.write, written(rows, options.op == "small_both"))
+
+
+def ahead(options):
+    return compiled, [(options.op, shape, name) for shape in options.shapes for name in OPS[options.op].space(shape)]
+
+
+main = Suite(__doc__, measure, arguments, runs=5, seconds=math.inf, kernels=True, check=check, ahead=ahead)
 
 
 if __name__ == "__main__":

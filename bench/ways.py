@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bench.attempt import Failures
 from bench.checkouts import axolotl_linear, lorafusion_linear, unsloth_linear
+from bench.clock import medians_of
 from bench.rivals import factored, paper_layer, peft_layer
 from fdora.functional import dora_linear, dora_norm
 
@@ -177,6 +178,12 @@ def by_mode(ways: dict[str, Way], both: str = "fwd_bwd") -> Iterator[tuple[str, 
     """What is timed, forward and in both directions, of the ways that have it."""
     for mode in ("fwd", both):
         yield mode, {name: fn for name, way in ways.items() if (fn := way.forward if mode == "fwd" else way.both)}
+
+
+def mode_ms(ways: dict[str, Way], device: str, runs: int) -> dict[str, float]:
+    """Median ms of each way forward and in both directions, by ``fwd_NAME_ms`` and ``fwd_bwd_NAME_ms``."""
+    timed = ((mode, medians_of(fns, device, runs)) for mode, fns in by_mode(ways))
+    return {f"{mode}_{name}_ms": round(t, 4) for mode, ms in timed for name, t in ms.items()}
 
 
 def bare(i: Inputs) -> Way:

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
-from bench import clock, multi_ways, records, tune
+from bench import clock, multi_ways, records, tune, ways
 from fdora.triton.multi_bwd import grad_config
 from fdora.triton.multi_gemm import h_config
 from fdora.triton.multi_norm import strip_config
@@ -37,6 +37,7 @@ def test_plans_take_a_candidate_which_is_checked(name, monkeypatch):
     """On this device, in float16, one beside what plans choose: a chooser that nobody asks is none."""
     monkeypatch.setattr(tune, "DTYPE", HALF[0])
     monkeypatch.setattr(multi_ways, "BF16", HALF[0])
+    monkeypatch.setattr(ways, "BF16", HALF[0])
     monkeypatch.setattr(clock, "launches_of", lambda *_: 1)
     op, asked = tune.OPS[name], []
     module, _, chooser = op.chooser.rpartition(".")
@@ -50,6 +51,7 @@ def test_plans_take_a_candidate_which_is_checked(name, monkeypatch):
 
 def test_a_wrong_candidate_is_an_error(monkeypatch):
     monkeypatch.setattr(tune, "DTYPE", HALF[0])
+    monkeypatch.setattr(ways, "BF16", HALF[0])
     op, shape = tune.OPS["norm"], TINY["norm"]
     call = op.call(shape, device.NAME)
     monkeypatch.setattr(clock, "launches_of", lambda *_: 1)
