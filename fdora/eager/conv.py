@@ -38,7 +38,7 @@ def halves(x: Tensor, W: Tensor, A: Tensor, B: Tensor, how: Conv) -> tuple[Tenso
     if apart:
         A = repeat(A, "c r ... -> (G c) r ..." if how.transposed else "r c ... -> (G r) c ...", G=how.groups)
     h = _convolve(x, A, how, how.groups if apart else 1)
-    return base, laid(CONV[len(how.stride) - 1](h, B, groups=how.groups), h, B)
+    return base, laid(_of_any(CONV[len(how.stride) - 1], h, B, 0, groups=how.groups), h, B)
 
 
 def rows(W: Tensor, A: Tensor, B: Tensor, how: Conv) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,10 +81,21 @@ def padded(x: Tensor, W: Tensor, how: Conv) -> tuple[Tensor, Conv]:
 def _convolve(x: Tensor, W: Tensor, how: Conv, groups: int) -> Tensor:
     n = len(how.stride) - 1
     if how.transposed:
-        y = TRANSPOSED[n](x, W, None, how.stride, how.padding, how.output_padding, groups, how.dilation)
+        y = _of_any(TRANSPOSED[n], x, W, 1, None, how.stride, how.padding, how.output_padding, groups, how.dilation)
     else:
-        y = CONV[n](x, W, None, how.stride, how.padding, how.dilation, groups)
+        y = _of_any(CONV[n], x, W, 0, None, how.stride, how.padding, how.dilation, groups)
     return laid(y, x, W)
+
+
+def _of_any(conv: Any, x: Tensor, W: Tensor, out: int, *how: Any, **groups: int) -> Tensor:
+    """A convolution whose W, with output channels in dimension ``out``, may have no channels, as a shard of it: torch refuses
+    these, so a channel of zeros is in their place."""
+    if 0 not in W.shape[:2]:
+        return conv(x, W, *how, **groups)
+    space = [0, 0] * (W.dim() - 2)
+    wide = F.pad(W, [*space, 0, int(W.shape[1] == 0), 0, int(W.shape[0] == 0)])
+    y = conv(F.pad(x, [*space, 0, int(W.shape[1 - out] == 0)]), wide, *how, **groups)
+    return y.narrow(1 - W.dim(), 0, W.shape[out])
 
 
 def laid(y: Tensor, x: Tensor, W: Tensor) -> Tensor:

@@ -162,6 +162,8 @@ def longer(M: int, N: int, G: int, rows: int, num_sms: int) -> int:
 def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, ranks: Array | None, rank_first: bool) -> None:
     """u_a^T v_a over the tokens of each adapter: (M, P), (M, Q) -> (G, P, Q)."""
     (M, P), Q, (G, R, _) = u.shape, v.shape[1], bank.A.shape
+    if not out.numel:
+        return
     config = grad_config(R, u.dtype != torch.float32)
     block_p, block_q = (config.BLOCK_R, config.BLOCK_N) if rank_first else (config.BLOCK_N, config.BLOCK_R)
     blocks = cdiv(P, block_p) * cdiv(Q, block_q)
