@@ -104,7 +104,8 @@ def eight(W: Tensor, facts: Codes8, whole: Tensor | None) -> tuple[Tensor, Tenso
     """``whole``: the scale of the tensor, where it has one."""
     N, K = W.shape
     bn, bk = facts.block if facts.scale == "block" else (1, max(1, K))
-    padded = pad(W, (0, -K % bk, 0, -N % bn)) if N else W.new_zeros(0, K + -K % bk)  # torch 2.8 pads no tensor without rows
+    more = -K % bk if facts.scale == "block" else bk - K  # a row without columns has its scale, too
+    padded = pad(W, (0, more, 0, -N % bn)) if N else W.new_zeros(0, K + more)  # torch 2.8 pads no tensor without rows
     tiles = padded.unflatten(1, (-1, bk)).unflatten(0, (-1, bn))
     scales = above_zero(tiles.abs().amax((1, 3)) / largest_of(facts)) if whole is None else whole.reshape(1, 1)
     x = (tiles / scales[:, None, :, None]).flatten(2).flatten(0, 1)[:N, :K].contiguous()

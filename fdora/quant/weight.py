@@ -158,9 +158,11 @@ class QuantWeight(Weight):
         return out
 
     def __getstate__(self) -> dict[str, Any]:
-        # pickle cannot read a float8 tensor again (torch 2.13; torch.load can): its bytes and its dtype
+        # pickle cannot read a float8 tensor again (torch 2.13; torch.load can): its bytes and its dtype. Views, as cut() makes
+        # them, are copied: torch.save would write the whole storage.
         dtypes = tuple(t.dtype if t is not None and t.dtype in FLOAT8 else None for t in self.tensors)
-        tensors = [t if d is None or t is None else t.view(torch.uint8) for t, d in zip(self.tensors, dtypes, strict=True)]
+        own = [t if t is None or t.untyped_storage().nbytes() <= t.nbytes else t.clone() for t in self.tensors]
+        tensors = [t if d is None or t is None else t.view(torch.uint8) for t, d in zip(own, dtypes, strict=True)]
         return vars(self) | {"tensors": tuple(tensors), "float8": dtypes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -50,7 +50,9 @@ def embedding_bwd(
     key, order = torch.sort(flat, stable=True) if needs.A else (None, None)
     padding = padding_of(how.padding_idx, W.shape[0])
     asked = [needs.A, needs.B, needs.m, needs.c]
-    found = iter(_backward(dy.reshape(flat.shape[0], W.shape[1]), flat, W, A, B, m, c, key, order, how.s, padding, how.sparse, asked))
+    found = iter(
+        _backward(dy.reshape(flat.shape[0], W.shape[1]), flat, W, A, B, m, c, key, order, how.s, padding, how.sparse, asked)
+    )
     dA, dB, dm, dc = (next(found) if need else None for need in asked)
     if how.sparse and dA is not None:
         assert key is not None

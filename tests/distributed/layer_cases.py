@@ -124,6 +124,11 @@ def case_convolutions():
             t = {"x": random(3, 5, *(6, 4)[:n]), "W": random(7, 5, *(3, 3)[:n], seed=1), "A": random(2, 5, *(3, 3)[:n], seed=2)}
             t |= {"B": random(7, 2, *(1, 1)[:n], seed=3), "m": 1 + random(7, seed=4), "bias": random(7, seed=5)}
             check(fn, t, lies, ("x", "A", "B", "m", "bias"), out, gradients, forward, s=0.7, padding=1)
+    for kind, (C, O) in {"rows": (2, 1), "columns": (1, 2), "data": (2, 2)}.items():  # shards of size 0
+        t = {"x": random(1, C, 5), "W": random(O, C, 3, seed=1), "A": random(2, C, 3, seed=2), "B": random(O, 2, 1, seed=3)}
+        lies, out, gradients, forward = CONV[kind]
+        t |= {"m": 1 + random(O, seed=4), "bias": random(O, seed=5)}
+        check(dora_conv1d, t, lies, ("x", "A", "B", "m", "bias"), out, gradients, forward, s=0.7)
     t = {"x": random(3, 4, 5), "W": random(6, 2, 3, seed=1), "A": random(2, 2, 3, seed=2), "B": random(6, 2, 1, seed=3)}
     lies, out, gradients, _ = CONV["data"]
     check(dora_conv1d, t | {"m": random(6, seed=4)}, lies, ("x", "A", "B", "m"), out, gradients, 0, s=0.7, groups=2)

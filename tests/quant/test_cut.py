@@ -1,5 +1,8 @@
 """Rows and columns of quantised weights: bit for bit those of the whole, or refused."""
 
+import io
+import pickle
+
 import pytest
 import torch
 
@@ -46,6 +49,17 @@ def test_values_are_those_of_the_whole(name):
     assert both.spec.weight(both.tensors).nbytes < W.nbytes
     empty = cut(W, rows=slice(row, row), columns=slice(column, None))  # a process that is left without rows
     assert empty.dequantize().shape == (0, columns - column)
+
+
+@pytest.mark.parametrize("save", [torch.save, lambda part, file: pickle.dump(part, file)], ids=["torch", "pickle"])
+@pytest.mark.parametrize("name", ["nf4", "int8", "mxfp4"])
+def test_a_file_has_the_part_alone(name, save):
+    """Rows are views, of which torch.save writes the whole storage."""
+    W, sizes = quantize(torch.randn(512, 256), name), []
+    for each in (cut(W, rows=slice(0, 64)), W):
+        save(each, file := io.BytesIO())
+        sizes.append(len(file.getvalue()))
+    assert sizes[0] < sizes[1] / 4
 
 
 def test_nested_scales_stay_where_their_groups_do():
