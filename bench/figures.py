@@ -1,4 +1,4 @@
-"""The figures of docs/benchmarks.md, from committed results. A figure has a panel per machine that measured it, or several."""
+"""The figures of bench/RESULTS.md, from committed results. A figure has a panel per machine that measured it, or several."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tables and figures from the committed results, and from nothing else.
 
-    python -m bench.report            # docs/benchmarks.md and docs/benchmarks/*.png
+    python -m bench.report            # bench/RESULTS.md and docs/benchmarks/*.png
     python -m bench.report --readme   # the same, what is marked in README.md, and its picture, docs/step.svg
 
 Every number in them is read from ``bench/results/*.jsonl``. In README a number stands between ``<!-- name -->`` and
@@ -28,7 +28,8 @@ from bench.table import pivot, side_by_side, table
 from bench.ways import NAMES, RIVALS
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs/benchmarks.md"
+PAGE = ROOT / "bench/RESULTS.md"
+FIGURE_FOLDER = ROOT / "docs/benchmarks"
 PICTURE = ROOT / "docs/step.svg"
 WIDTH = 128
 
@@ -258,7 +259,7 @@ def indent(line: str) -> str:
     return " " * len(re.match(r" *(- )?", line)[0])
 
 
-# docs/benchmarks.md
+# bench/RESULTS.md
 
 
 def norm_table(run: str, forms: Iterable[str], cases: Iterable[tuple], head: list[str], digits: int) -> str:
@@ -467,7 +468,7 @@ def sources() -> str:
 
 def figure(name: str, title: str) -> str:
     """Empty where there is nothing to draw."""
-    return f"![{title}](benchmarks/{name}.png)" if FIGURES[name].panels() else ""
+    return f"![{title}](../docs/benchmarks/{name}.png)" if FIGURES[name].panels() else ""
 
 
 def since() -> str:
@@ -475,12 +476,12 @@ def since() -> str:
     but = f" ({', '.join(unknown)}: {UNRECORDED})" if unknown else ""
     return (
         f"Each figure is of the commit that stands beside its file under Sources{but}. `fdora/triton` may have changed since: "
-        "[bench/NOTES.md](../bench/NOTES.md#changes-since-the-measurements) says what did, and was not measured again."
+        "[bench/NOTES.md](NOTES.md#changes-since-the-measurements) says what did, and was not measured again."
     )
 
 
 INTRO = (
-    "Written by `python -m bench.report` from `bench/results`. [bench/NOTES.md](../bench/NOTES.md) says what was counted, "
+    "Written by `python -m bench.report` from `bench/results`. [bench/NOTES.md](NOTES.md) says what was counted, "
     "expected and tried."
 )
 NORM = (
@@ -588,7 +589,7 @@ def unseen() -> list[str]:
         for name in names(kind):
             parts += [f"### {name}", write(result(name))]
             if kind == "fit":
-                parts.append("![Predicted against measured times](waves.png)")
+                parts.append("![Predicted against measured times](../docs/waves.png)")
     return parts
 
 
@@ -627,7 +628,7 @@ SECTIONS: dict[str, tuple[tuple[str, ...], Callable[[], list[str]]]] = {
 
 
 def document() -> str:
-    parts = ["# Benchmarks", INTRO]
+    parts = ["# All results", INTRO]
     for title, (prefixes, write) in SECTIONS.items():
         if any(map(names, prefixes)):
             parts += [f"## {title}", *filter(None, write())]
@@ -638,9 +639,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--readme", action="store_true", help="also README.md, where it is marked, and its picture")
     options = parser.parse_args(argv)
-    PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(document())
-    draw(PAGE.with_suffix(""))
+    draw(FIGURE_FOLDER)
     if options.readme:
         path = ROOT / "README.md"
         path.write_text(readme(path.read_text()))

@@ -238,7 +238,7 @@ class Layer:
             g = m / (self.c**p if c is None else c).clamp_min(1e-12**p)
             xd = x * self.mask(x) ** p
             lora = abs(self.s) ** p * (xd @ A.mT) @ B.mT
-            # In "peft" kernels add (g - 1) times what they have rounded, the low-rank term in it: docs/contract.md, rounding.
+            # In "peft" kernels add (g - 1) times what they have rounded, the low-rank term in it: docs/semantics.md, rounding.
             base = base + (g + 1) * (xd @ W.mT + lora) if self.mode == "peft" else g * (base + lora)
         return base if bias is None else base + bias
 

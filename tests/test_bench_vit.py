@@ -11,6 +11,7 @@ from bench import profile, records, vit
 from bench.kernels import Kernel, by_name, kind, middle_block, picture, shares, short
 from bench.profile import Ran, Step, costed, grouped, markdown, product_cost
 from bench.vit_model import GIANT, TINY, Vit, fold_scale
+from fdora.functional import dora_linear, explain
 from fdora.integrations._peft import patterns
 
 SMALL = "--tiny --layers 2 --batch 2 --runs 1 --dtype bf16 --no-compile --modes inference --ways plain,plain_folded,peft_fdora_fused"
@@ -84,17 +85,17 @@ def test_a_kernel_has_the_cost_of_its_step():
 
 def test_the_page_keeps_its_word(capsys, monkeypatch):
     """Its figures are those of the plan it prints, and its commands are ones that the parser takes where there is a GPU."""
-    page = (Path(__file__).parents[1] / "docs" / "profiling.md").read_text()
-    (program,) = re.findall(r"```python\n(.*?)```", page, re.S)
-    space = {}
-    exec(compile(program, "docs/profiling.md", "exec"), space)
+    page = (Path(__file__).parents[1] / "docs" / "predict.md").read_text()
+    x = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    W, A, B, m = (torch.empty(shape, dtype=x.dtype, device="meta") for shape in ((4096, 4096), (64, 4096), (4096, 64), (4096,)))
+    said = explain(dora_linear, x, W, *(t.requires_grad_() for t in (A, B, m)), s=2.0, gpu="h200")
     commands = re.findall(r"python -m bench.profile (.*?--out \S+?)[`\n]", page)
     assert len(commands) >= 5
     with monkeypatch.context() as there:
         there.setattr(torch.cuda, "is_available", lambda: True)
         for command in commands:
             profile.parse(command.split())
-    forward, backward = space["said"].plans[-2:]
+    forward, backward = said.plans[-2:]
     products = [step for plan in (forward, backward) for step in plan.steps if step.what == "gemm_tma_kernel"]
     assert [f"{step.flops / 1e9:.1f}" for step in products] == ["139.6"] * 2 and "139.6 GFLOP" in page
     (scale,) = (step for step in backward.steps if step.what == "scale_kernel")

@@ -21,8 +21,8 @@ PAGES = {
     for folder in ("", "docs/", "bench/", "demo/", "tests/", "fdora/", ".github/")
     for path in sorted(ROOT.glob(f"{folder}**/*.md" if folder else "*.md"))
 }
-README, BENCHMARKS = PAGES["README.md"], PAGES["docs/benchmarks.md"]
-USE_TRL, *PROGRAMS = re.findall(r"```python\n(.*?)```", README + PAGES["docs/programs.md"], re.S)
+README, RESULTS = PAGES["README.md"], PAGES["bench/RESULTS.md"]
+USE_TRL, *PROGRAMS = re.findall(r"```python\n(.*?)```", README + PAGES["docs/start.md"] + PAGES["docs/migrate.md"], re.S)
 
 
 def run(number):
@@ -32,7 +32,7 @@ def run(number):
 
 
 def test_there_are_four():
-    """And README has the first."""
+    """README has the first."""
     assert [p.split(".")[0] for p in PROGRAMS] == ["# 1", "# 2", "# 3", "# 4"] and PROGRAMS[0] in README
 
 
@@ -55,30 +55,27 @@ def test_program_1_changes_nothing_at_the_start():
     assert torch.equal(out["y"], out["x"] @ out["W"].T)
 
 
-def test_program_2_gives_a_gradient_per_token_and_a_loss_per_adapter():
+def test_program_2_learns_and_keeps_its_norm(monkeypatch):
+    import fdora.functional
+
+    states = []
+    norm = fdora.functional.dora_norm
+    monkeypatch.setattr(fdora.functional, "dora_norm", lambda *args, **how: states.append(norm(*args, **how)) or states[-1])
     out = run(2)
+    assert out["losses"][-1] < 0.9 * out["losses"][0]
+    first = [state.c for state in states[::2][:8]]  # of the first layer: two steps of four micro-batches
+    assert all(torch.equal(c, first[0]) for c in first[:4]) and not torch.equal(first[4], first[0])
+    layer, x = out["first"], torch.randn(3, 64)
+    torch.testing.assert_close(layer(x), x @ out["merged"].T + layer.base.bias)
+
+
+def test_program_3_gives_a_gradient_per_token_and_a_loss_per_adapter():
+    out = run(3)
     whole = torch.func.grad(out["loss"])(out["params"], out["x"], out["t"])
     for k, p in whole.items():
         for d, ds in zip(p, out["per_sample"][k], strict=True):
             torch.testing.assert_close(ds.mean(0), d)
     assert out["losses"].shape == (2,) and out["losses"][0] == out["losses"][1]
-
-
-def test_program_3_is_pefts_model(capsys):
-    from fdora.integrations.peft import report, use_fdora
-
-    space = run(3)
-    model = space["model"]
-    table = capsys.readouterr().out
-    assert "base_model.model.0" in table and "48x64" in table and "eager" in table
-    assert all(row.backend == "stock" for row in report(model))
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(p, std=0.1)
-    x, keys = torch.randn(5, 64), set(model.state_dict())
-    stock = model(x)
-    torch.testing.assert_close(use_fdora(model)(x), stock)
-    assert set(model.state_dict()) == keys and sum(row.fused + row.composed for row in report(model)) == 2
 
 
 PROGRAM_4 = """
@@ -115,7 +112,7 @@ def test_program_4_is_torchtunes_layer():
     assert done.returncode == 0 and done.stdout.strip().endswith("same"), done.stderr
 
 
-# (section of docs/integrations.md, language) -> the test that runs it
+# (section of docs/trainers.md, or docs/peft.md, language) -> the test that runs it
 RUN_BY = {
     ("PEFT", "python"): "test_docs.py",
     ("TRL", "python"): "integrations/test_trl.py",
@@ -129,19 +126,17 @@ RUN_BY = {
 }
 
 
-# page -> how many programs a test runs of it: those of README and docs/programs.md above, of docs/conversion.md in
-# tests/convert/test_docs.py, of docs/integrations.md as RUN_BY says
-RUN = {"README.md": 2, "docs/programs.md": 3, "docs/conversion.md": PAGES["docs/conversion.md"].count("```python")}
-RUN["docs/explain.md"] = 1  # tests/test_explain_docs.py
-RUN["docs/profiling.md"] = 1  # tests/test_bench_vit.py
-RUN["docs/adapters.md"] = 7  # tests/functional/test_multi_docs.py
+# page -> how many programs a test runs of it: those of README, docs/start.md and docs/migrate.md above, of docs/conversion.md
+# in tests/convert/test_docs.py, of docs/trainers.md and docs/peft.md as RUN_BY says
+RUN = {"README.md": 2, "docs/start.md": 2, "docs/migrate.md": 1, "docs/peft.md": 1}
+RUN["docs/conversion.md"] = PAGES["docs/conversion.md"].count("```python")
+RUN["docs/predict.md"] = 3  # tests/test_explain_docs.py, tests/plan/test_docs.py
+RUN["docs/serving.md"] = 3  # tests/functional/test_multi_docs.py
+RUN["docs/training-many.md"] = 5  # that and tests/schedule/test_docs.py
 RUN["docs/layers.md"] = 3  # tests/functional/test_layers_docs.py
-RUN["docs/schedule.md"] = 4  # tests/schedule/test_docs.py
-RUN["docs/plan.md"] = 2  # tests/plan/test_docs.py
 RUN["docs/quantised.md"] = 2  # tests/quant/test_docs.py
-RUN["docs/distributed.md"] = 4  # tests/distributed/test_docs.py
 RUN["docs/walk.md"] = 1  # tests/test_walk_docs.py
-RUN["docs/integrations.md"] = sum(language == "python" for _, language in RUN_BY)
+RUN["docs/trainers.md"] = sum(language == "python" for section, language in RUN_BY if section != "PEFT")
 
 
 def test_every_program_is_on_a_page_whose_programs_are_run():
@@ -150,7 +145,7 @@ def test_every_program_is_on_a_page_whose_programs_are_run():
 
 
 def test_every_snippet_is_run_by_a_test():
-    assert SNIPPETS.keys() == RUN_BY.keys() and len(SNIPPETS) == PAGE.count("```") // 2
+    assert SNIPPETS.keys() == RUN_BY.keys() and len(SNIPPETS) == PAGE.count("```") // 2 + 1
     for (section, language), file in RUN_BY.items():
         code = (ROOT / "tests" / file).read_text()
         call = f'execute("{section}"' if language == "python" else f'snippet("{section}", "{language}")'
@@ -158,13 +153,25 @@ def test_every_snippet_is_run_by_a_test():
 
 
 def test_the_peft_snippet(capsys):
+    """It leaves PEFT's model; with adapters that have learnt something, fdora is PEFT."""
+    from peft.tuners.lora.variants import DoraLinearVariant
+
+    from fdora.integrations.peft import report, use_fdora
+
     space = execute("PEFT")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and all(re.search(r"8  eager +1 +0 +0 ", line) for line in lines[1:3])
-    from peft.tuners.lora.variants import DoraLinearVariant
-
-    variants = [v for m in space["model"].modules() for v in getattr(m, "lora_variant", {}).values()]
+    model = space["model"]
+    variants = [v for m in model.modules() for v in getattr(m, "lora_variant", {}).values()]
     assert [type(v) for v in variants] == 2 * [DoraLinearVariant]
+    assert all(row.backend == "stock" for row in report(model))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    x, keys = torch.randn(5, 64), set(model.state_dict())
+    stock = model(x)
+    torch.testing.assert_close(use_fdora(model)(x), stock)
+    assert set(model.state_dict()) == keys and sum(row.fused + row.composed for row in report(model)) == 2
 
 
 TORCHTUNE = """
@@ -220,7 +227,7 @@ def test_every_public_name_is_in_the_reference():
     import fdora.jobs.schedule
     import fdora.quant
 
-    text = PAGES["docs/reference.md"]
+    text = PAGES["docs/api.md"]
     modules = (fdora, fdora.functional, fdora.convert, fdora.quant, fdora.jobs.schedule, fdora.jobs.plan, fdora.jobs.loop)
     for module in (*modules, fdora.integrations.peft):
         (section,) = re.findall(rf"^## {module.__name__}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
@@ -240,7 +247,7 @@ def test_what_public_functions_return_and_commands_take_is_in_the_reference():
     from fdora.functional import select_backend
     from fdora.integrations._peft.report import Report
 
-    text = PAGES["docs/reference.md"]
+    text = PAGES["docs/api.md"]
     choice = select_backend(torch.ones(1))
     assert f"`{type(choice).__name__}({', '.join(choice._fields)})`" in text
     methods = [name for name in vars(Report) if not name.startswith("_")]
@@ -302,10 +309,10 @@ def test_every_page_is_linked():
 
 
 def test_the_figures_are_the_committed_results():
-    """README's marks and picture, and docs/benchmarks.md, are what bench.report writes from bench/results."""
+    """README's marks and picture, and bench/RESULTS.md, are what bench.report writes from bench/results."""
     assert report.readme(README) == README, "run: python -m bench.report --readme"
     assert report.picture() == report.PICTURE.read_text(), "run: python -m bench.report --readme"
-    assert report.document() == BENCHMARKS, "run: python -m bench.report"
+    assert report.document() == RESULTS, "run: python -m bench.report"
     marked = "".join(body for _, body in re.findall(r"<!-- (\w+) -->(.*?)<!-- /\1 -->", README, re.S))
     outside = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", README, flags=re.S)
     assert len(re.findall(r"^\| .* x \| \d\.\d+ \| .* GiB \|$", marked, re.M)) == len(report.eight_steps()) >= 5
@@ -374,10 +381,10 @@ def test_figures_between_sentences():
     low, high = sorted(ratios[4096, 64])
     few = sorted(ratios[512, 16])
     assert f"{low} to {high} of the detached one with 4096 tokens up to r = 64, and {ratios[4096, 384][0]} at r = 384" in flat(
-        "docs/integrations.md"
+        "docs/peft.md"
     )
     said = f"{few[0]} to {few[-1]} at r = 16 and {ratios[512, 384][0]} at r = 384"
-    assert said in flat("docs/integrations.md") and f"commit {full['about']['commit']})" in flat("docs/integrations.md")
+    assert said in flat("docs/peft.md") and f"commit {full['about']['commit']})" in flat("docs/peft.md")
 
     shares = {}
     for x in result("fp8")["rows"]:
@@ -396,21 +403,21 @@ def test_each_table_shows_its_own_measurements():
     (x,) = (x for x in rows("cpu/norm_forms") if (x["form"], x["r"], x["dtype"], x["N"]) == ("tiles", 384, "float32", 4096))
     assert (
         f"| 4096 x 4096, 384, float32 | 153.5 / 128 / 2e-07 | {x['ms']:.1f} / {x['peak_mb']:.0f} / {x['error']:.0e} |"
-        in BENCHMARKS
+        in RESULTS
     )
     (x,) = (x for x in rows("h100/norm_forms") if (x["form"], x["r"], x["dtype"], x["N"]) == ("triton", 64, "bfloat16", 14336))
-    assert f"| {x['ms']:.3f} / {x['peak_mb']:.0f} / {x['error']:.0e} | {x['roof_ms']} |" in BENCHMARKS
+    assert f"| {x['ms']:.3f} / {x['peak_mb']:.0f} / {x['error']:.0e} | {x['roof_ms']} |" in RESULTS
     sizes = {"M": 4096, "K": 4096, "N": 14336, "r": 64, "mode": "fwd_bwd"}
     ms = {x["norm"]: x["ms"] for x in rows("h100/layer_quick") if sizes.items() <= x.items()}
     compiled, paper, inside = (ms["inside"][way] for way in ("peft_dora_compiled", "dorafactors", "fdora"))
-    assert f"| {compiled:.3f} | {paper:.3f} | {inside:.3f} | {ms['given']['fdora']:.3f} |" in BENCHMARKS
+    assert f"| {compiled:.3f} | {paper:.3f} | {inside:.3f} | {ms['given']['fdora']:.3f} |" in RESULTS
     (x,) = (x for x in rows("h100/layers12_r384_compiled") if x["way"] == "fdora")
     cell = f"{x['inference_ms']:.1f} / {x['gradient_ms']:.1f} / {x['gradient_checkpointing_ms']:.1f}"
-    assert re.search(rf"^\| H100, 384, compiled \| .* \| {cell} \|$", BENCHMARKS, re.M)
+    assert re.search(rf"^\| H100, 384, compiled \| .* \| {cell} \|$", RESULTS, re.M)
     (x,) = (x for x in rows("h100/compose") if (x["op"], x["M"], x["N"]) == ("dora_compose", 4096, 14336))
-    assert f"{x['fwd_triton_ms']:.3f} forward, {x['fwd_bwd_triton_ms']:.3f} with backward" in BENCHMARKS
+    assert f"{x['fwd_triton_ms']:.3f} forward, {x['fwd_bwd_triton_ms']:.3f} with backward" in RESULTS
     (x,) = (x for x in rows("h100/host") if x["way"] == "peft_dora")
-    assert f"DoRA's {x['fwd_bwd_us']:.0f}; H200: " in BENCHMARKS
+    assert f"DoRA's {x['fwd_bwd_us']:.0f}; H200: " in RESULTS
     gemma = {x["way"]: x for x in rows("h200/model_gemma-3-12b") if x["mode"] == "step_8"}
     ms, mb = ({way: x[field] for way, x in gemma.items()} for field in ("ms", "peak_mb"))
     cells = f"{ms['peft_dora'] / ms['peft_fdora_fused']:.2f} x | {ms['peft_fdora_fused'] / ms['peft_lora']:.2f} | "
@@ -434,9 +441,9 @@ def test_each_table_shows_its_own_measurements():
     said = f"{fdora['of_lora']:.2f} of the time, {fdora['peak_mb'] / wide['peft_lora']['peak_mb']:.2f} of the memory"
     assert f"| Llama-3.1-8B, 12 layers, r = 64 | {said} | " in README
     us = [records.result(f"{name}/launches")["us"]["torch.mm"] for name in ("h100", "h200")]
-    assert f"| torch.mm | {us[0]} | {us[1]} |" in BENCHMARKS
+    assert f"| torch.mm | {us[0]} | {us[1]} |" in RESULTS
     apart = [rows(f"h200/converge_muon_s{seed}")[0]["difference"]["fdora, peft"]["mean"] for seed in range(3)]
-    assert f"muon, 3 of 3 seeds: a step's loss through fdora is {sum(apart) / 3:.1e} from PEFT's" in BENCHMARKS
+    assert f"muon, 3 of 3 seeds: a step's loss through fdora is {sum(apart) / 3:.1e} from PEFT's" in RESULTS
 
 
 @pytest.mark.parametrize("file, norm", [("layer_few", "given"), ("layer_ranks", "inside")])
@@ -487,7 +494,7 @@ def test_training_steps_are_lost_and_won_too():
     row = "| h200/issue_time | time to issue a forward: use_fdora | PEFT LoRA |"
     lost = sum(share > 1 for share in shares)
     assert (f"{row} {lost} of {len(shares)} | {max(shares):.2f} | run " in losses) if lost else (row not in losses)
-    page = BENCHMARKS.partition("## Training steps, few tokens and many")[2].partition("\n## ")[0]
+    page = RESULTS.partition("## Training steps, few tokens and many")[2].partition("\n## ")[0]
     assert page.count("\n| 2048, S ") + page.count("\n| 8b, S ") == 64 + 12 + 6 + 3 and page.count(
         " | use_fdora | "
     ) == 4 + len(shares)
@@ -600,7 +607,7 @@ def test_figures_have_a_panel_per_machine(elsewhere, tmp_path):
     (tmp_path / "drawn").mkdir()
     (tmp_path / "drawn/sweep_r.png").write_text("of an earlier run")
     figures.draw(tmp_path / "drawn")
-    shown = re.findall(r"\]\(benchmarks/(\w+)\.png\)", report.document())
+    shown = re.findall(r"docs/benchmarks/(\w+)\.png\)", report.document())
     assert (
         sorted(shown) == sorted(path.stem for path in (tmp_path / "drawn").iterdir()) == sorted(n for n in counts if counts[n])
     )
@@ -671,8 +678,8 @@ def test_figures_are_drawn(tmp_path):
     from bench import figures
 
     figures.draw(tmp_path / "benchmarks")
-    committed = report.PAGE.with_suffix("")
-    shown = re.findall(r"\]\(benchmarks/(\w+\.png)\)", report.PAGE.read_text())
+    committed = report.FIGURE_FOLDER
+    shown = re.findall(r"docs/benchmarks/(\w+\.png)\)", report.PAGE.read_text())
     assert (
         sorted(shown)
         == sorted(p.name for p in committed.iterdir())

@@ -1,4 +1,4 @@
-"""docs/explain.md keeps its word."""
+"""docs/predict.md keeps its word about `explain`."""
 
 import re
 from pathlib import Path
@@ -7,14 +7,14 @@ import pytest
 
 import fdora.functional as functional
 
-PAGE = (Path(__file__).parents[1] / "docs" / "explain.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "predict.md").read_text()
 
 
 def test_the_program(capsys):
     pytest.importorskip("triton", reason="its plans need Triton; `make test` installs it")
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    program, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     space = {"__name__": "docs"}
-    exec(compile(program, "docs/explain.md", "exec"), space)
+    exec(compile(program, "docs/predict.md", "exec"), space)
     said, out = space["said"], capsys.readouterr().out
     assert [plan.name for plan in said.plans] == ["dora_norm", "dora_linear forward", "dora_linear backward"]
     assert str(said) in out and {t.whose for t in said.kept} == {"new", "argument", "output"} and said.seconds > 0

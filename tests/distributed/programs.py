@@ -1,4 +1,4 @@
-"""The programs of docs/distributed.md, and what they print in one process."""
+"""The programs of examples/distributed, and what they print in one process."""
 
 import re
 import sys
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tests.distributed.lay import DEVICE
 
-PAGE = (Path(__file__).parents[2] / "docs/distributed.md").read_text()
-PROGRAMS = {re.match(r"# (\w+)", p)[1]: p for p in re.findall(r"```python\n(.*?)```", PAGE, re.S)}
+FOLDER = Path(__file__).parents[2] / "examples/distributed"
+PROGRAMS = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.py"))}
 ONE = f"""
 import torch
 from decoder import Decoder, loss_of

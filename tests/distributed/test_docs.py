@@ -1,4 +1,4 @@
-"""A program of docs/distributed.md as torchrun starts it: the losses of one process. The other two run among the cases."""
+"""A program of examples/distributed as torchrun starts it: the losses of one process. The other two run among the cases."""
 
 import os
 import subprocess

@@ -1,32 +1,54 @@
-"""docs/adapters.md keeps its word: its programs, one after the other."""
+"""docs/serving.md and docs/training-many.md keep their word, and examples/many_adapters.py runs."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from tests.test_layers import ROOT
 
-PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/adapters.md").read_text(), re.S)
+
+def run(page):
+    space = {"__name__": "docs"}
+    for program in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S):
+        exec(compile(program, page, "exec"), space)
+    return space
 
 
-def test_the_programs(tmp_path, monkeypatch):
-    pytest.importorskip("peft", reason="the last is PEFT's; `make test` installs it")
+def test_serving():
+    pytest.importorskip("peft", reason="the last program is PEFT's; `make test` installs it")
+    space = run("docs/serving.md")
+    assert space["y"].shape == (3, 10, 48)
+
+
+def test_training(tmp_path, monkeypatch):
+    pytest.importorskip("peft", reason="its adapters are PEFT's; `make test` installs it")
     monkeypatch.chdir(tmp_path)
     from safetensors.torch import load_file
 
-    space = {}
-    for program in PROGRAMS:
-        exec(compile(program, "docs/adapters.md", "exec"), space)
-    assert len(PROGRAMS) == 7 and space["adapters"][0].m.grad.abs().sum() > 0
-    assert space["y"].shape == (3, 10, 48)
-    (bank,) = space["banks"].values()
+    first = run("docs/training-many.md")
+    assert first["adapters"][0].m.grad.abs().sum() > 0
+    (bank,) = first["banks"].values()
     files = {"adapter_config.json", "adapter_model.safetensors"}
     assert (tmp_path / "adapters/training.safetensors").exists()
     for name in ("law", "med"):
         assert {path.name for path in (tmp_path / "adapters" / name).iterdir()} >= files
-    read = space["load"]("adapters", space["start"], space["jobs"], space["keep"])
-    assert read.steps == (2, 1) and torch.equal(read.params[space["path"]].A, space["state"].params[space["path"]].A)
+    read = first["load"]("adapters", first["start"], first["jobs"], first["keep"])
+    assert read.steps == (2, 1) and torch.equal(read.params[first["path"]].A, first["state"].params[first["path"]].A)
     stored = load_file("adapters/med/adapter_model.safetensors")
-    assert torch.equal(stored["base_model.model.0.lora_A.weight"], read.params[space["path"]].A[1, :4])
+    assert torch.equal(stored["base_model.model.0.lora_A.weight"], read.params[first["path"]].A[1, :4])
     assert bank.adapters == ("law", "med") and bank.ranks == (8, 4) and bank.params.m.shape == (2, 48)
+
+
+def test_the_example(tmp_path):
+    """Replicas and the pipeline, as torchrun starts them: it compares with one process itself."""
+    pytest.importorskip("peft", reason="its adapters are PEFT's; `make test` installs it")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "examples/many_adapters.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "adapters/training.safetensors").exists() and (tmp_path / "adapters/law").is_dir()

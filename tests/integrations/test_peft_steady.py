@@ -59,7 +59,7 @@ CHANGES = {
 }
 
 
-# PEFT's norm is of an identity matrix sent through A and its hooks, ours of the weights (docs/integrations.md).
+# PEFT's norm is of an identity matrix sent through A and its hooks, ours of the weights (docs/peft.md).
 OF_A = ("a hook on A", "an A of its own forward")
 
 
@@ -83,7 +83,7 @@ def test_what_changes_between_two_calls_is_seen(change):
     for model in (stock, fresh, steady):
         CHANGES[change](model)
     wanted, got = run(fresh, x), run(steady, x)
-    # On a GPU dropout's mask is drawn inside of the kernels, another one than torch's (docs/contract.md).
+    # On a GPU dropout's mask is drawn inside of the kernels, another one than torch's (docs/semantics.md).
     if change not in OF_A and (change != "dropout" or device.NAME == "cpu"):
         for a, b in zip(run(stock, x) or (), got or (), strict=True):  # what both of ours might get wrong together
             assert rel_l2(b, a) < 2e-5

@@ -1,4 +1,4 @@
-"""docs/plan.md keeps its word: its programs one after the other, then its command."""
+"""docs/predict.md keeps its word about plans: programs one after the other, then the command."""
 
 import json
 import re
@@ -7,13 +7,13 @@ from fdora.jobs.plan.__main__ import main
 from fdora.jobs.plan.model import FAMILIES
 from tests.test_layers import ROOT
 
-TEXT = (ROOT / "docs/plan.md").read_text()
+TEXT = (ROOT / "docs/predict.md").read_text()
 
 
 def test_the_programs_and_the_command(tmp_path, monkeypatch, capsys):
     space = {}
-    for program in re.findall(r"```python\n(.*?)```", TEXT, re.S):
-        exec(compile(program, "docs/plan.md", "exec"), space)
+    for program in re.findall(r"```python\n(.*?)```", TEXT, re.S)[1:]:  # the first is `explain`'s
+        exec(compile(program, "docs/predict.md", "exec"), space)
     out, found = capsys.readouterr().out, space["found"]
     said = re.findall(r": ([\d.]+) GiB, of which .*; (\d+) tokens in 76 GiB", out)
     peaks, tokens = [float(peak) for peak, _ in said], [int(most) for _, most in said]

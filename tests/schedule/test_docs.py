@@ -1,4 +1,4 @@
-"""docs/schedule.md keeps its word: its programs one after the other, then its command."""
+"""docs/training-many.md keeps its word about schedules: programs one after the other, then the command."""
 
 import json
 import re
@@ -9,13 +9,14 @@ from fdora.jobs.schedule import from_json
 from fdora.jobs.schedule.__main__ import main
 from tests.test_layers import ROOT
 
-TEXT = (ROOT / "docs/schedule.md").read_text()
+TEXT = (ROOT / "docs/training-many.md").read_text()
+PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, re.S)[1:-1]  # between one call and the loop
 
 
 def test_the_programs(capsys):
     space = {}
-    for program in re.findall(r"```python\n(.*?)```", TEXT, re.S):
-        exec(compile(program, "docs/schedule.md", "exec"), space)
+    for program in PROGRAMS:
+        exec(compile(program, "docs/training-many.md", "exec"), space)
     found, out = space["found"], capsys.readouterr().out
     assert f"{len(found.microbatches)} {found.bound} {found.noops} {found.fill:.0%}" in out
     assert sum(space["times"]) > space["together"].time and found.noops == 0

@@ -1,7 +1,7 @@
 """Many adapters trained together on one base: a schedule's microbatches through one process, replicas, or a pipeline.
 
 Functions of values: a state goes in, a state comes out. The engine knows nothing of DoRA, nor of PEFT: parameters are pytrees
-of tensors with a row for each adapter, such as the banks of :func:`fdora.functional.dora_stack`. docs/adapters.md shows it.
+of tensors with a row for each adapter, such as the banks of :func:`fdora.functional.dora_stack`: see docs/training-many.md.
 """
 
 from fdora.jobs.loop.files import load, save

@@ -2,7 +2,7 @@
 
     python -m fdora.jobs.plan --model config.json --adapters 64 --gpu h200 --gpus 2
 
-Pure functions of shapes, from records to records; docs/plan.md explains them. Memory is that of transformers' decoders with
+Pure functions of shapes, from records to records; docs/predict.md explains them. Memory is that of transformers' decoders with
 ``use_fdora``, in bfloat16.
 """
 

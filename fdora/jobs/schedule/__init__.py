@@ -1,6 +1,6 @@
 """Microbatches for many adapters that are trained on one base: packed, merged and ordered so that a pipeline need not wait.
 
-Pure functions of lengths: no tensors, no globals, nothing of a framework. docs/schedule.md explains them.
+Pure functions of lengths: no tensors, no globals, nothing of a framework. docs/training-many.md explains them.
 """
 
 from fdora.jobs.schedule.events import optimizer_steps, segment_ends
