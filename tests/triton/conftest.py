@@ -50,22 +50,11 @@ def kernels_everywhere(monkeypatch):
 
 
 @pytest.fixture
-def own(monkeypatch):
-    """How many norms compiled layers compared or computed by themselves, and how many calls there were for all layers."""
-    from collections import Counter
+def norms(monkeypatch):
+    """Which norms are compared and computed, by whatever keeps them."""
+    from tests.norms import Recorder
 
-    from fdora.integrations import _table
-    from fdora.triton import norm_kept, tree
-
-    counts = Counter()
-    for module, name in ((norm_kept, "_row_norm_kept"), (_table.Table, "run"), (tree.Kept, "now")):
-
-        def counted(*args, name=name, before=getattr(module, name)):  # noqa: B008
-            counts[name] += 1
-            return before(*args)
-
-        monkeypatch.setattr(module, name, counted)
-    return counts
+    return Recorder(monkeypatch)
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ class Graphs:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_model_in_one_graph(family, own):
+def test_a_model_in_one_graph(family, norms):
     """Three nodes for each block, one op for all norms; what changes in place is seen without a new graph."""
     model, graphs = made(family), Graphs()
     compiled = torch.compile(model, backend=graphs.backend, fullgraph=True)
@@ -92,7 +92,7 @@ def test_a_model_in_one_graph(family, own):
         {"model_norms": 1, "linear": 2 * LAYERS, "mlp": LAYERS},
         {"linear_backward": 2 * LAYERS, "mlp_backward": LAYERS},
     ]
-    assert own == {"now": 2, "run": 2}
+    assert norms.counts() == {"model in place": 2, "model": 2}
     assert all(layer.lora_variant["default"].shared.waiting is None for layer in attentions(model))
 
 
@@ -147,7 +147,7 @@ def test_two_forwards_before_their_backwards():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_with_checkpointing(reentrant, own):
+def test_with_checkpointing(reentrant, norms):
     """Of the whole model, and of its blocks; the latter's recomputation runs the same graphs as their forward."""
     model = made()
     model.train()
@@ -156,9 +156,9 @@ def test_with_checkpointing(reentrant, own):
     want = step(model, model)
     assert_close(step(torch.compile(model, backend="aot_eager"), model), want)
     compile_blocks(model)
-    own.clear()
+    norms.launches.clear()
     assert_close(step(model, model), want)
-    assert own["_row_norm_kept"] == 0
+    assert "layer in place" not in norms.counts()
 
 
 def compile_blocks(model, backend="aot_eager", **how):
@@ -166,7 +166,7 @@ def compile_blocks(model, backend="aot_eager", **how):
         each.compile(backend=backend, fullgraph=True, **how)
 
 
-def test_checkpoint_around_compiled_blocks(own):
+def test_checkpoint_around_compiled_blocks(norms):
     """torch's own checkpoint around each: recomputation finds the tensors that forward kept, of the same shapes."""
     from torch.utils.checkpoint import checkpoint
 
@@ -176,19 +176,19 @@ def test_checkpoint_around_compiled_blocks(own):
     for each in blocks(model):
         inside = each._compiled_call_impl
         each._compiled_call_impl = lambda *a, inside=inside, **k: checkpoint(inside, *a, use_reentrant=False, **k)
-    own.clear()
+    norms.launches.clear()
     assert_close(step(model, model), want)
-    assert own == {"run": 2}
+    assert norms.counts() == {"model": 2}
 
 
-def test_blocks_that_are_compiled_alone(own):
+def test_blocks_that_are_compiled_alone(norms):
     """They ask what the model's hook computed; two graphs serve all: the first block's input needs no gradient."""
     model, graphs = made(layers=4), Graphs()
     compile_blocks(model, graphs.backend)
     for _ in range(2):
-        own.clear()
+        norms.launches.clear()
         got = step(model, model)
-        assert own == {"run": 1}
+        assert norms.counts() == {"model": 1}
         assert_close(got, want_of(model))
         change(model)
     assert len(graphs.ops) == 4
@@ -205,7 +205,7 @@ def want_of(model):
     return want
 
 
-def test_a_compiled_block_outside_of_a_forward_looks_after_itself(own):
+def test_a_compiled_block_outside_of_a_forward_looks_after_itself(norms):
     model = made()
     compile_blocks(model)
     step(model, model)
@@ -213,9 +213,9 @@ def test_a_compiled_block_outside_of_a_forward_looks_after_itself(own):
     rope = model.base_model.model.model.rotary_emb(x, torch.arange(4, device=device.NAME)[None])
     for _ in range(2):
         change(model)
-        own.clear()
+        norms.launches.clear()
         got = block(x, position_embeddings=rope)
-        assert own == {"_row_norm_kept": 7}
+        assert norms.counts() == {"layer in place": 7}
         compiled, block._compiled_call_impl = block._compiled_call_impl, None
         torch.testing.assert_close(got, block(x, position_embeddings=rope), rtol=1e-2, atol=1e-2)
         block._compiled_call_impl = compiled
@@ -314,7 +314,7 @@ def assert_trains_as_eager(mode, whole):
 
 
 @needs_gpu
-def test_a_whole_step_in_one_cuda_graph(own):
+def test_a_whole_step_in_one_cuda_graph(norms):
     """Compiled blocks take their norms from the hook that is captured with them, in each replay those of now."""
     model = made()
     compile_blocks(model)
@@ -329,11 +329,11 @@ def test_a_whole_step_in_one_cuda_graph(own):
         for _ in range(3):
             grads()
     torch.cuda.current_stream().wait_stream(side)
-    own.clear()
+    norms.launches.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = grads()
-    assert own == {"run": 1}
+    assert norms.counts() == {"model": 1}
     for _ in range(3):
         change(model)
         graph.replay()

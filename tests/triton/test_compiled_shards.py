@@ -58,11 +58,11 @@ def change(model, what):
             (p.to_local() if hasattr(p, "to_local") else p).mul_(1.25)
 
 
-def agree(model, eager, own, kept):
+def agree(model, eager, norms, kept):
     for what in ("lora_A", "base_layer.weight", "lora_B"):
-        own.clear()
+        norms.launches.clear()
         assert_close(step(model), step(eager))
-        assert own["_row_norm_kept"] == kept
+        assert len(norms.of("layer in place")) == kept
         for each in (model, eager):
             change(each, what)
     assert_close(step(model), step(eager))
@@ -74,7 +74,7 @@ def layers(model):
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("blocks", [(2,), (1, 1)])
-def test_norms_are_kept(own, mesh, blocks, first):
+def test_norms_are_kept(norms, mesh, blocks, first):
     """Of a unit by one call, of a layer alone in its unit by itself. ``first``: use_fdora before the shards, or of shards."""
     from fdora.integrations.peft import use_fdora
 
@@ -86,18 +86,14 @@ def test_norms_are_kept(own, mesh, blocks, first):
     if not first:
         use_fdora(model)
     step(model)  # in the first forward layers ask before the hooks know of them
-    agree(model, eager, own, 0 if len(blocks) == 1 else 2)
-    for layer in layers(model):  # what is reused
-        kept = layer.lora_variant["default"].kept
-        if len(blocks) == 1:
-            ((c, _),) = kept.norms.units[id(kept)].norms.values()
-            c.mul_(1.5)
-        else:
-            kept.room[1].data.mul_(2)
+    agree(model, eager, norms, 0 if len(blocks) == 1 else 2)
+    norms.launches.clear()
+    step(model)
+    norms.poison(2, "model" if len(blocks) == 1 else "layer in place")  # what is reused
     assert not torch.allclose(step(model)[0], step(eager)[0], rtol=0.1)
 
 
-def test_norms_of_the_shards(own, mesh, monkeypatch):
+def test_norms_of_the_shards(norms, mesh, monkeypatch):
     from fdora.integrations._shard_norms import ShardNorms
     from fdora.integrations.peft import use_fdora
 
@@ -111,5 +107,5 @@ def test_norms_of_the_shards(own, mesh, monkeypatch):
     monkeypatch.setattr(ShardNorms, "c_of", counted)
     model = made(2)
     eager = use_fdora(copy.deepcopy(model))
-    agree(sharded(use_fdora(model, norms_on_shards=True), mesh), eager, own, 0)
+    agree(sharded(use_fdora(model, norms_on_shards=True), mesh), eager, norms, 0)
     assert served == [True, True] * 4

@@ -1,5 +1,8 @@
 """The norm that compiled code keeps: by itself, and through PEFT with and without checkpointing."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fdora import _dispatch
 from fdora.functional import dora_norm, dora_norm_state
+from fdora.functional.norm import give_norm, kept_norms
 from tests import device
 from tests.checks.norm_state import S, inputs
+from tests.norms import capture
 from tests.triton.changes import merged, new_weight, same_memory
 from tests.triton.marks import DTYPES, HALF, INTERPRETED, needs_kernels  # noqa: F401
 
@@ -17,8 +22,6 @@ pytestmark = needs_kernels
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_norm_is_kept_until_something_changes(dtype):
-    from fdora.triton.norm_kept import norms_of_kept
-
     W, A, B = inputs(dtype)
     c, seen = dora_norm_state(W)
     versions = c._version, seen._version
@@ -27,27 +30,25 @@ def test_a_norm_is_kept_until_something_changes(dtype):
     for change in changes:
         change()
         with torch.no_grad():
-            first = norms_of_kept([(W, A, B, s, c, seen)])[0]
+            first = kept_norms([(W, A, B, s, c, seen)])[0]
         assert torch.equal(first, dora_norm(W, A, B, s=s, backend="triton")) and torch.equal(first, c)
         assert first.data_ptr() != c.data_ptr()
         c.data.fill_(-7)
-        assert (norms_of_kept([(W, A, B, s, c, seen)])[0] == -7).all()  # nothing was computed
+        assert (kept_norms([(W, A, B, s, c, seen)])[0] == -7).all()  # nothing was computed
         c.data.copy_(first)
-    assert torch.equal(norms_of_kept([(W, A, B, -s, c, seen)])[0], dora_norm(W, A, B, s=-s, backend="triton"))
+    assert torch.equal(kept_norms([(W, A, B, -s, c, seen)])[0], dora_norm(W, A, B, s=-s, backend="triton"))
     other = W + 1
-    assert torch.equal(norms_of_kept([(other, A, B, -s, c, seen)])[0], dora_norm(other, A, B, s=-s, backend="triton"))
+    assert torch.equal(kept_norms([(other, A, B, -s, c, seen)])[0], dora_norm(other, A, B, s=-s, backend="triton"))
     assert (c._version, seen._version) == versions  # else autograd would refuse a backward that reads them
 
 
 def test_what_is_new_is_not_cleared():
     """A CUDA graph whose capture is the first to ask would clear it again with every replay, and compute every time."""
-    from fdora.triton import norm_kept
-
     W, A, B = inputs(HALF[0])
     c, seen = dora_norm(W, A, B, s=S, state=dora_norm_state(W), backend="triton")
-    norm_kept._made_from.pop(seen.data_ptr(), None)
+    give_norm(seen, Moved(W))  # nothing is known of what lay there before
     c.fill_(-7)
-    assert (norm_kept.norms_of_kept([(W, A, B, S, c, seen)])[0] == -7).all()
+    assert (kept_norms([(W, A, B, S, c, seen)])[0] == -7).all()
 
 
 class Moved:
@@ -66,25 +67,21 @@ class Moved:
 
 
 def test_memory_that_another_norm_left_is_not_its_own():
-    from fdora.triton.norm_kept import give_norm, norms_of_kept
-
     W, A, B = inputs(HALF[0])
     c, seen = dora_norm_state(W)
     before = Moved(W)
     give_norm(seen, before)
     for _ in range(2):
-        assert torch.equal(norms_of_kept([(W, A, B, S, c, seen)])[0], dora_norm(W, A, B, s=S, backend="triton"))
+        assert torch.equal(kept_norms([(W, A, B, S, c, seen)])[0], dora_norm(W, A, B, s=S, backend="triton"))
         W.mul_(2)
 
 
 def test_several_norms_come_together():
     """Each begins where a tensor of its own could."""
-    from fdora.triton.norm_kept import norms_of_kept
-
     layers = [inputs(HALF[0], N=N) for N in (48, 64, 7)]
     states = [dora_norm_state(W) for W, *_ in layers]
     for s in (S, S, -S):
-        got = norms_of_kept([(*layer, s, *state) for layer, state in zip(layers, states, strict=True)])
+        got = kept_norms([(*layer, s, *state) for layer, state in zip(layers, states, strict=True)])
         for each, layer in zip(got, layers, strict=True):
             assert (
                 torch.equal(each, dora_norm(*layer, s=s, backend="triton")) and each.data_ptr() % 128 == got[0].data_ptr() % 128
@@ -93,13 +90,11 @@ def test_several_norms_come_together():
 
 def test_many_chunks_of_rows(monkeypatch, chosen_anew):
     """float32 adapters are split some rows at a time: all are compared before any fingerprint is replaced."""
-    from fdora.triton import norm_kept
-
     monkeypatch.setattr("fdora.triton.norm.rows_at_a_time", lambda *_: 128)
     W, A, B = inputs(HALF[0], N=300, adapter=torch.float32)
     c, seen = dora_norm_state(W)
     for _ in range(2):
-        assert torch.equal(norm_kept.norms_of_kept([(W, A, B, S, c, seen)])[0], dora_norm(W, A, B, s=S, backend="triton"))
+        assert torch.equal(kept_norms([(W, A, B, S, c, seen)])[0], dora_norm(W, A, B, s=S, backend="triton"))
         B[-1, 0] += 1
 
 
@@ -125,22 +120,10 @@ def model(monkeypatch):
     return made
 
 
-def variants_of(model):
-    return [layer.lora_variant["default"] for layer in model.base_model.model]
-
-
-def poison(model, factor, alone=False):
-    """What the graph of the whole model keeps for all layers; what each keeps where it is ``alone``, as in a checkpoint's body."""
-    from fdora.triton import tree
-
-    whole = [c for each in tree._kept.values() for c, _ in each.norms.values()]
-    assert bool(whole) != alone
-    for c in [variant.kept.room[1].data for variant in variants_of(model)] if alone else whole:
-        c.mul_(factor)
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_through_peft(model, checkpointing):
+def test_through_peft(model, norms, checkpointing):
+    kind = "layer in place" if checkpointing else "model in place"  # each layer keeps its own in a checkpoint's body
+
     def run(x):
         return checkpoint(model, x, use_reentrant=False) if checkpointing else model(x)
 
@@ -158,9 +141,10 @@ def test_through_peft(model, checkpointing):
 
     agrees()
     agrees()  # the first run of a plan may bring another way to name tensors: what was kept by the old name is not found
-    poison(model, 2, alone=checkpointing)  # g is halved in each layer, where the bias is not scaled
+    norms.poison(2, kind)  # g is halved in each layer, where the bias is not scaled
     assert not torch.allclose(compiled(x), model(x), rtol=0.1)
-    poison(model, 0.5, alone=checkpointing)
+    norms.poison(0.5, kind)
+    assert len({launch.kind for launch in norms.launches} & {"layer in place", "model in place"}) == 1
     agrees()
     with torch.no_grad():
         for p in leaves[1:]:
@@ -202,17 +186,31 @@ def test_two_forwards_before_their_backwards(model, checkpointing):
                 p.data.mul_(1.5)
 
 
-def test_room_for_it(model):
+def test_room_for_it(model, norms):
     """Where kernels can run: made anew when the model moves; a copy gets it from its own use_fdora."""
     import copy
 
-    assert all(variant.kept.room for variant in variants_of(model))
-    for variant in variants_of(model):
-        variant.kept.room[2].fill_(5)
-        variant.kept.forget()
-        assert not variant.kept.room[2].any()
-    assert not any(variant.kept.room for variant in variants_of(model.to("meta")))
-    assert not any(variant.kept.room for variant in variants_of(copy.deepcopy(model)))
+    from fdora.integrations.peft import use_fdora
+
+    x = torch.randn(5, 48, device=device.NAME, dtype=HALF[0], requires_grad=True)
+
+    def kinds(model):
+        torch._dynamo.reset()
+        torch.compile(lambda x: checkpoint(model, x, use_reentrant=False), backend="aot_eager", fullgraph=True)(x)
+        return norms.counts()
+
+    assert kinds(model) == {"layer in place": 2}
+    torch.compile(lambda x: checkpoint(model, x, use_reentrant=False), backend="aot_eager", fullgraph=True)(x)
+    first, second = (launch.words for launch in norms.of("layer in place"))
+    model.load_state_dict(model.state_dict())
+    assert not first.any() and not second.any()
+    other = copy.deepcopy(model)
+    norms.counts()
+    assert "layer in place" not in kinds(other)
+    assert kinds(use_fdora(other)) == {"layer in place": 2}
+    model.to("meta")
+    model.to_empty(device=device.NAME)
+    assert kinds(model) == {"layer in place": 2} and norms.launches == []
 
 
 def test_exported_code_sees_a_change(model):
@@ -229,37 +227,42 @@ def test_exported_code_sees_a_change(model):
 
 
 @pytest.fixture
-def models(monkeypatch):
+def models():
     """Nothing kept from before, nothing left behind. Yields the module and a function that draws the tensors of two layers."""
     from fdora.triton import tree
-
-    monkeypatch.setattr(tree, "_kept", {})
-    monkeypatch.setattr(tree, "_captured", {})
 
     def draw():
         return [list(pair) for pair in zip(inputs(HALF[0]), inputs(HALF[0], N=24), strict=True)]
 
-    return tree, draw
+    tree.forget_norms()
+    yield tree, draw
+    tree.forget_norms()
 
 
-def test_captures_of_one_model_keep_it_once(models, monkeypatch):
-    """Every step of a training loop may capture: what stays for the sake of graphs does not grow with their number."""
+def test_captures_of_one_model_keep_it_once(models, norms, monkeypatch):
+    """Every step of a training loop may capture: what stays for the sake of graphs does not grow with their number, nor go
+    while a graph can read it; and each replay after a change of W computes."""
     tree, draw = models
     W, A, B = draw()
     tree.model_norms(W, A, B, [S, S])
-    (kept,) = tree._kept.values()
-    for _ in range(3):
-        kept.now(W, A, B, True)
-    tree._kept.clear()
-    assert len(tree._captured) == 1
-    cleared = []
-    monkeypatch.setattr(tree.Kept, "forget", lambda kept: cleared.append(kept))
-    tree._kept["again"] = kept
-    tree.forget_norms()
-    assert cleared == [kept]
+    with monkeypatch.context() as patch:
+        capture(patch)
+        for _ in range(3):
+            tree.model_norms(W, A, B, [S, S])
+    eager, *captured = norms.of("model in place")
+    assert len(captured) == 3 and [launch.computed for launch in captured] == [2, 0, 0]
+    assert len({launch.c.data_ptr() for launch in captured} - {eager.c.data_ptr()}) == 1
+    words = weakref.ref(captured[0].words)
+    del eager, captured
+    norms.launches.clear()
+    for _ in range(2):  # the second time nobody but the graph knows of it
+        words().fill_(5)
+        tree.forget_norms()
+        gc.collect()
+        assert words() is not None and not words().any()
 
 
-def test_the_first_norms_of_a_process_are_found_by_the_second_call(models, monkeypatch):
+def test_the_first_norms_of_a_process_are_found_by_the_second_call(models, norms, monkeypatch):
     """A capture that comes second finds what the warm-up made."""
     from fdora import _facts
 
@@ -268,7 +271,7 @@ def test_the_first_norms_of_a_process_are_found_by_the_second_call(models, monke
     W, A, B = draw()
     first = tree.model_norms(W, A, B, [S, S])
     second = tree.model_norms(W, A, B, [S, S])
-    assert torch.equal(first, second) and len(tree._kept) == 1
+    assert torch.equal(first, second) and [launch.computed for launch in norms.launches] == [2, 0]
 
 
 def test_the_oldest_model_may_be_gone_already(models, monkeypatch):

@@ -2,7 +2,6 @@
 
 import copy
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from fdora import _dispatch
 from tests import device
 from tests.close import rel_l2
+from tests.norms import capture
 from tests.triton.changes import merged, new_weight
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
 
@@ -34,35 +34,17 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def counted(monkeypatch):
+def counted(monkeypatch, norms):
     """Calls for all layers, and layers that looked after themselves."""
     pytest.importorskip("peft", reason="needs PEFT; `make test` installs it")
-    from fdora.integrations import _norm, _table
+    from fdora.integrations import _norm
 
     monkeypatch.setattr(_norm, "SMALL", 0)
     monkeypatch.setattr(_dispatch, "_forced", "triton")
-    counts = {"runs": 0, "alone": 0}
-    run, guarded, norm = _table.Table.run, _norm.guarded_norm, _norm.dora_norm
-
-    def running(*args):
-        counts["runs"] += 1
-        return run(*args)
-
-    def alone(f):
-        def call(*args, **kwargs):
-            counts["alone"] += 1
-            return f(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(_table.Table, "run", running)
-    monkeypatch.setattr(_norm, "guarded_norm", alone(guarded))
-    monkeypatch.setattr(_norm, "dora_norm", alone(norm))
 
     def took():
-        found = counts["runs"], counts["alone"]
-        counts.update(runs=0, alone=0)
-        return found
+        found = norms.counts()
+        return found.pop("model", 0), sum(found.values())
 
     return took
 
@@ -111,18 +93,16 @@ def assert_as_if_alone(model, x):
         assert rel_l2(got, want) < 1e-2
 
 
-def test_a_wrong_norm_is_noticed_here(counted):
+def test_a_wrong_norm_is_noticed_here(counted, norms):
+    from fdora.integrations.peft import use_fdora
+
     model, x = make(), inputs()
     model(x)
     for layer in range(4):
-        table = layers(model)[0].lora_variant["default"].kept.norms.table
-        part, (pair, _) = table.parts[0], next(iter(table.norms.values()))
-        part.views(pair)[layer].mul_(1.2)
+        norms.of("model")[-1].each[layer].mul_(1.2)
         with pytest.raises(AssertionError):
             assert_as_if_alone(model, x)
-        for each in layers(model):
-            each.lora_variant["default"].kept.forget()
-        assert_as_if_alone(model, x)
+        assert_as_if_alone(use_fdora(model), x)
 
 
 def test_every_change_reaches_every_layer(counted):
@@ -176,32 +156,32 @@ def test_a_step_asks_once_and_recomputation_once_more(counted, reentrant):
     assert_as_if_alone(model, x)
 
 
+def test_each_backward_asks_anew(counted):
+    """Its recomputation has nothing of that of another one, between which anything may have changed."""
+    model, x = make(False), inputs()
+    losses = [model(x).float().square().mean() for _ in range(2)]
+    counted()
+    for loss in losses:
+        loss.backward()
+        assert counted() == (1, 0)
+
+
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_bits_decide_what_is_computed(counted, reentrant, monkeypatch):
+def test_bits_decide_what_is_computed(counted, reentrant, norms):
     """All norms once per optimizer step: 4 0 0, with recomputation or without."""
-    from fdora.triton import tree
-
-    changed, run = [], tree.run
-
-    def running(plan, tensors):
-        _, old, new, *_ = tensors
-        before = old.clone()
-        run(plan, tensors)
-        changed.append(int((before != new).any(1).sum()))
-
-    monkeypatch.setattr(tree, "run", running)
     model, x = make(reentrant), inputs()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(2):
-        changed.clear()
+        norms.launches.clear()
         for _ in range(3):
             model(x).float().square().mean().backward()
+        changed = [launch.computed for launch in norms.launches]
         assert changed[0] == 4 and not any(changed[1:])
         optimizer.step()
         optimizer.zero_grad()
 
 
-def test_slices_of_a_forward_are_never_written_again(counted):
+def test_slices_of_a_forward_are_never_written_again(counted, norms):
     """Two forwards, with a write behind autograd's back between them, then both backwards: as each on its own."""
     model, x = make(), inputs()
     leaves = [p for n, p in model.named_parameters() if "magnitude" in n]
@@ -225,6 +205,7 @@ def test_slices_of_a_forward_are_never_written_again(counted):
     for got, expected in zip(gradients(write_and_take_back), want, strict=True):
         assert torch.equal(got, expected)
     assert torch.equal(W, old)
+    assert len({launch.c.data_ptr() for launch in norms.launches}) == len(norms.of("model")) == len(norms.launches)
 
 
 def test_outside_of_a_forward_layers_look_after_themselves(counted):
@@ -416,34 +397,31 @@ def test_weights_are_not_kept_alive(counted):
     assert old() is None
 
 
-def test_what_a_graph_captures_is_its_own(counted, monkeypatch):
+def test_what_a_graph_captures_is_its_own(counted, norms, monkeypatch):
     """Norms and fingerprints in place, in memory from before the capture. CUDA is not needed to see that a second call of
     the captured code (a replay) is right, whatever eager forwards did meanwhile."""
-    from fdora.integrations import _table, _tree
-
     model, x = make(), inputs()
     model(x)
-    taken = []
-    run = _table.Table.run
-    monkeypatch.setattr(_table.Table, "run", lambda *args: taken.append(run(*args)) or taken[-1])
 
     def replay():
         with monkeypatch.context() as patch:
-            for module in (_table, _tree):
-                patch.setattr(module, "capturing", lambda device: True)
+            capture(patch)
             return model(x)
+
+    def reload():
+        model.load_state_dict({name: 2 * p for name, p in model.state_dict().items()})
+        assert not norms.of("model in place")[0].words.any()  # before the next replay, which asks nobody
 
     B = layers(model)[0].lora_B["default"].weight
     steps = [replay, replay, lambda: B.data.mul_(2), replay, lambda: B.data.mul_(2), lambda: model(x), replay]
-    steps += [lambda: layers(model)[1].lora_variant["default"].kept.forget(), replay]
+    steps += [reload, replay]
     for step in steps:
         y = step()
         if step is replay:
             assert rel_l2(y, model(x)) < 1e-2
-            captured, eager = taken[-2].c, taken[-1].c
-            assert all(map(torch.equal, captured, eager))
-            assert [c.data_ptr() for c in captured] == [c.data_ptr() for c in taken[0].c]
-            assert not {c.data_ptr() for c in captured} & {c.data_ptr() for c in eager}
+            (first, *_, captured), eager = 2 * norms.of("model in place"), norms.of("model")[-1]
+            assert all(map(torch.equal, captured.each, eager.each))
+            assert captured.c.data_ptr() == first.c.data_ptr() != eager.c.data_ptr()
 
 
 def test_selective_checkpointing(counted):
@@ -480,24 +458,15 @@ def test_a_checkpoint_around_the_model(counted):
     assert rel_l2(got, want) < 1e-2
 
 
-def test_a_launch_that_fails_leaves_no_fingerprint_behind(counted, monkeypatch):
+def test_a_launch_that_fails_leaves_no_fingerprint_behind(counted, norms):
     """As where memory is out, or on a Ctrl-C: the fingerprints are those of now, the norms are not."""
-    from fdora.triton import tree
-
     model, x = make(), inputs()
     model(x)
     layers(model)[0].lora_B["default"].weight.data.mul_(3)
-    run = tree.run
-
-    def failing(plan, tensors):
-        assert plan.steps[0].kernel is tree.fingerprints_kernel and len(plan.steps) > 1
-        run(replace(plan, steps=plan.steps[:1], native=None), tensors)
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tree, "run", failing)
-        with pytest.raises(MemoryError):
-            model(x)
+    norms.fail_after = 1  # kernel, which writes the fingerprints
+    with pytest.raises(MemoryError):
+        model(x)
+    norms.fail_after = None
     assert_as_if_alone(model, x)
 
 
@@ -525,7 +494,7 @@ def test_a_rank_that_changed_at_the_same_address(counted):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_another_adapter_on_one_layer(counted, dora):
+def test_another_adapter_on_one_layer(counted, norms, dora):
     """Both active: that layer looks after itself, and the norms of the others are kept from forward to forward."""
     from peft import LoraConfig
 
@@ -542,15 +511,13 @@ def test_another_adapter_on_one_layer(counted, dora):
     elsewhere.data = elsewhere.data.clone()  # so that the layers are collected again
     for _ in range(3):
         model(x)
-    norms = layers(model)[1].lora_variant["default"].kept.norms
-    table, kept = norms.table, dict(norms.table.norms)
-    assert kept
+    words = norms.of("model")[-1].words
     for _ in range(12):
         counted()
         model(x)
-        assert counted() == (1, 2 if dora else 0)
-        assert norms.table is table and kept.keys() == table.norms.keys()
-        assert all(now[1] is kept[key][1] for key, now in table.norms.items())  # the words of before, never begun anew
+        (launch,) = norms.of("model")
+        assert launch.words is words and not launch.computed  # those of before, never begun anew
+        assert norms.counts() == {"model": 1, **({"layer": 2} if dora else {"plain": 1})}  # beside others it keeps no norm
     assert_as_if_alone(model, x)
 
 

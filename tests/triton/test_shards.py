@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from fdora.integrations import _tree, _units
-from fdora.integrations._norm import KeptNorm
 from fdora.integrations.peft import use_fdora
 from tests import device
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
@@ -41,32 +40,6 @@ def model():
     return made
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """How many layers each call computed the norms of, and which layers were served by one."""
-    seen = {"computed": [], "served": [], "own": []}
-    compute, c_of, own = _units.Unit.compute, _units.Unit.c_of, KeptNorm.own
-
-    def computed(self, moment):
-        run = compute(self, moment)
-        seen["computed"].append(len(run.c))
-        return run
-
-    def served(self, *args):
-        c = c_of(self, *args)
-        seen["served"].append(c is not None)
-        return c
-
-    def alone(self, *args):
-        seen["own"].append(1)
-        return own(self, *args)
-
-    monkeypatch.setattr(_units.Unit, "compute", computed)
-    monkeypatch.setattr(_units.Unit, "c_of", served)
-    monkeypatch.setattr(KeptNorm, "own", alone)
-    return seen
-
-
 def fsdp(model, mesh, checkpointed=False):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
     from torch.distributed.fsdp import fully_shard
@@ -80,7 +53,7 @@ def fsdp(model, mesh, checkpointed=False):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("first", [True, False])
-def test_one_call_for_a_unit(model, mesh, calls, first, checkpointed):
+def test_one_call_for_a_unit(model, mesh, norms, first, checkpointed):
     alone = use_fdora(copy.deepcopy(model))
     if first:
         use_fdora(model)
@@ -89,24 +62,21 @@ def test_one_call_for_a_unit(model, mesh, calls, first, checkpointed):
         use_fdora(model)
     step(model)  # in the first forward layers ask before the hooks know of them
     for what in ("lora_A", "base_layer.weight", "lora_B", "nothing"):
-        for seen in calls.values():
-            seen.clear()
+        norms.launches.clear()
         got = step(model)
-        assert calls["computed"] == [3, 3] * (1 + checkpointed) and not calls["own"]
-        assert calls["served"] == [True] * 6 * (1 + checkpointed)
+        assert [len(launch.changed) for launch in norms.of("model")] == [3, 3] * (1 + checkpointed)
+        assert len(norms.of("model")) == len(norms.launches)  # and no layer asked by itself
         assert_close(got, step(alone))
         for each in (model, alone):
             change(each, what)
 
 
-def test_norms_of_a_unit_are_reused(model, mesh, calls):
+def test_norms_of_a_unit_are_reused(model, mesh, norms):
     """Where nothing changed the kernels copy what they have: poisoned norms come back."""
     fsdp(use_fdora(model), mesh)
     step(model)
     right = step(model)
-    unit = next(iter(model.base_model.model[0][0].lora_variant["default"].kept.norms.units.values()))
-    (key,) = unit.norms
-    unit.norms[key][0].mul_(2)
+    norms.of("model")[-1].c.mul_(2)
     assert not torch.allclose(step(model)[0], right[0], rtol=0.1)
     use_fdora(model)
     step(model)
