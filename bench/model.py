@@ -210,10 +210,10 @@ def compare(run: Trained, truth: dict[str, Tensor]) -> dict[str, dict[str, float
 @contextmanager
 def norms_counted():
     """How often eager layers ask for their norm inside, and compute it: no fingerprint is kept, or another."""
+    from fdora._norm_cache import NormCache
     from fdora.integrations._norm import KeptNorm
-    from fdora.integrations._tree import Table
 
-    counts, given, own, run = {"asked": 0, "computed": 0}, KeptNorm.given, KeptNorm.own, Table.run
+    counts, given, own, current = {"asked": 0, "computed": 0}, KeptNorm.given, KeptNorm.own, NormCache.current
 
     def asking(self, *args):
         counts["asked"] += 1
@@ -225,18 +225,19 @@ def norms_counted():
         counts["computed"] += before is None or not torch.equal(before[2].fingerprint, self.memo[2].fingerprint)
         return c
 
-    def running(self, *args):
-        before = {key: kept.clone() for key, (_, kept) in self.norms.items()}
-        made = run(self, *args)
-        for key, (_, kept) in self.norms.items():
-            counts["computed"] += len(kept) if key not in before else int((kept != before[key]).any(1).sum())
-        return made
+    def of_many(self, W, made_from, update, *how):
+        def counted(old, new):
+            before = old.words.clone()
+            update(old, new)
+            counts["computed"] += int((new.words != before).any(1).sum())
 
-    KeptNorm.given, KeptNorm.own, Table.run = asking, counting, running
+        return current(self, W, made_from, counted, *how)
+
+    KeptNorm.given, KeptNorm.own, NormCache.current = asking, counting, of_many
     try:
         yield counts
     finally:
-        KeptNorm.given, KeptNorm.own, Table.run = given, own, run
+        KeptNorm.given, KeptNorm.own, NormCache.current = given, own, current
 
 
 def norms_of_a_step(run: Trained) -> dict[str, int]:

@@ -27,6 +27,7 @@ MAY = {
         "_check",
         "_dispatch",
         "_facts",
+        "_norm_cache",
         "_plain",
         "_records",
         "_torch",
@@ -37,7 +38,7 @@ MAY = {
     "functional": {"_check", "_dispatch", "_recording", "_records", "_torch", "autograd", "predict", "quant"},
     "autograd": {"eager", "triton", "_recording", "_records", "_torch", "quant"},
     "eager": {"_records", "_torch", "quant"},
-    "triton": {"_recording", "_records", "_torch", "_facts", "_plain", "quant", "rates"},
+    "triton": {"_norm_cache", "_recording", "_records", "_torch", "_facts", "_plain", "quant", "rates"},
     "quant": {"_check", "_recording", "_torch"},  # a value that all of them carry; it knows no vendor's package
     "jobs": set(),
     "jobs.schedule": {"_check", "_command"},  # lengths in, microbatches out: it knows no tensor
@@ -58,6 +59,7 @@ MAY = {
     "_check": {"_facts", "_torch"},
     "_dispatch": {"_check"},
     "_facts": {"_torch"},
+    "_norm_cache": {"_torch"},
     "_plain": set(),
     "_recording": {"_torch"},  # of a call on tensors without data: whoever makes a plan or decodes asks
     "_records": set(),
@@ -351,7 +353,6 @@ INNER = {
         "_ends.folded",
         "_ends.loses_inner",
         "_tree.Part",
-        "_tree.forget_norms",
         "_tree.kept_norms",
         "_tree.no_norms",
         "_tree.tables",

@@ -96,7 +96,6 @@ class Backend:
     norms_of_kept: Callable[[Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor]]], Sequence[Tensor]] | None = None
     give_norm: Callable[[Tensor, Any], None] | None = None
     norms_kept: Callable[..., Any] | None = None  # of all layers of a model, in compiled code
-    forget_norms: Callable[[], None] | None = None
 
 
 # Filled at import: a lazy import inside a forward breaks torch.compile(fullgraph=True).
@@ -174,7 +173,6 @@ def kernels(triton: Any) -> Backend:
         norms_of_kept=triton.norm_kept.norms_of_kept,
         give_norm=triton.norm_kept.give_norm,
         norms_kept=triton.tree.norms_kept,
-        forget_norms=triton.tree.forget_norms,
     )
 
 

@@ -117,13 +117,6 @@ def kept_norms(W: Sequence[Any], A: Sequence[Any], B: Sequence[Any], scales: Seq
     return views
 
 
-def forget_norms() -> None:
-    """Of what compiled code keeps, because some W is another."""
-    for backend in OPS.values():
-        if backend.forget_norms is not None:
-            backend.forget_norms()
-
-
 def no_words(part: Part) -> Tensor:
     """Which match nothing."""
     return torch.zeros((len(part.places), part.words), device=part.device, dtype=torch.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +12,10 @@ from torch import Tensor
 
 from fdora import _facts, _plain
 from fdora._dispatch import forced
-from fdora._records import Norms
-from fdora._torch import capturing
-from fdora.functional._tree import Part, kept_norms, no_norms, tables
+from fdora._norm_cache import NormCache
+from fdora.functional._tree import kept_norms, no_norms, tables
 
 Found = list[tuple[Any, Tensor, Tensor, Tensor, float]]  # KeptNorm, W, A, B, s
-_captured: dict[int, tuple[Norms, Part]] = {}  # norms and tables of CUDA graphs, for good
 
 
 class Run(NamedTuple):
@@ -30,7 +29,7 @@ class Run(NamedTuple):
 
 
 class Table:
-    """The layers of a model, their tensors, and their norms of before, by part and stream."""
+    """The layers of a model, their tensors, and their norms of before, by part."""
 
     def __init__(self, found: Found):
         kepts, W, A, B, s = map(list, zip(*found, strict=True))
@@ -41,13 +40,10 @@ class Table:
         self.pointers = list(map(Tensor.data_ptr, tensors))
         self.strides = list(map(Tensor.stride, tensors))
         self.forced = forced()  # fdora.backend may ask for another one by the next forward
-        self.made_from: Any = None
         self.parts = tables(W, A, B, s)
         now = _facts.places(self.tensors)  # after the kernels have brought their way to ask for them
         self.key = None if now is None else now[1]
-        self.norms: dict[tuple[int, int], Norms] = {}
-        with torch.inference_mode(False):  # else nobody outside of it could clear them
-            self.graph = [no_norms(part) for part in self.parts]
+        self.caches = [NormCache(part.device, partial(no_norms, part)) for part in self.parts]
 
     def alive(self) -> tuple[tuple[Tensor, ...], tuple[int, ...]] | None:
         """Its tensors and their versions, if they lie where and as they lay, and the same backend computes."""
@@ -85,34 +81,20 @@ class Table:
         return [None if kept is None or kept.shard is None else kept.shard.state() for kept in kepts]
 
     def forget(self) -> None:
-        """Some W is another: all norms are computed again, also by graphs."""
-        self.norms.clear()
-        forget_captured()
+        for cache in self.caches:
+            cache.forget()
 
     @torch.no_grad()
     def run(self, tensors: tuple[Tensor, ...], versions: tuple[int, ...], task: int) -> Run:
         n = self.count
         made_from = versions[:n], self.shards()
-        if made_from != self.made_from:
-            if self.made_from is not None:
-                self.forget()
-            self.made_from = made_from
         W, A, B = (tensors[i : i + n] for i in range(0, 3 * n, n))
-        wholes = []
-        for i, part in enumerate(self.parts):
+        wholes, captured = [], False
+        for part, cache in zip(self.parts, self.caches, strict=True):
             w, a, b = (part.of(each) for each in (W, A, B))
-            if capturing(part.device):
-                new = self.graph[i]
-                part.layers.guarded(w, a, b, new, new)
-                _captured[id(new.words)] = new, part
-            else:
-                key = (i, torch.cuda.current_stream(part.device).cuda_stream if part.device.type == "cuda" else 0)
-                old = self.norms.pop(key, None) or no_norms(part)  # gone where a launch fails
-                new = Norms(torch.empty_like(old.c), old.words)
-                part.layers.guarded(w, a, b, old, new)
-                self.norms[key] = new
-            wholes.append(new.c)
-        captured = any([capturing(part.device) for part in self.parts])
+            norms = cache.current(w, made_from, partial(part.layers.guarded, w, a, b))
+            wholes.append(norms.c)
+            captured = captured or norms is cache.graph
         return Run(task, self, self.views(wholes), versions, captured)
 
     def views(self, wholes: Sequence[Tensor]) -> list[Any]:
@@ -122,9 +104,3 @@ class Table:
             for place, view in zip(part.places, part.views(whole), strict=True):
                 c[place] = view
         return c
-
-
-def forget_captured() -> None:
-    """Graphs, of whatever model, compute all norms in their next replay."""
-    for norms, _ in _captured.values():
-        norms.words.zero_()

@@ -47,11 +47,11 @@ import torch
 from torch import Tensor
 
 from fdora import _plain
+from fdora._norm_cache import forget_norms
 from fdora._torch import backward_task, capturing, dispatch_modes, trace, untraced, while_tracing
-from fdora.functional._tree import forget_norms
 from fdora.integrations._shard import gathered_together
 from fdora.integrations._shard_norms import ShardNorms
-from fdora.integrations._table import Found, Run, Table, forget_captured
+from fdora.integrations._table import Found, Run, Table
 from fdora.integrations._units import Unit, units_of
 
 UNASKED, ALONE = -1, -2  # instead of a layer's place among the norms of a model
@@ -162,10 +162,9 @@ class ModelNorms:
             for unit in self.units.values():
                 unit.forget()
             if self.table is not None:
-                self.table.norms.clear()
+                self.table.forget()
             if self.on_shards is not None:
                 self.on_shards.norms = None
-            forget_captured()
             self.local = Local()  # nor do slices of this forward hold
 
     def restart(self) -> None:
@@ -176,7 +175,6 @@ class ModelNorms:
             if self.on_shards is not None:
                 self.on_shards.forget()
             self.local = Local()  # a Run refers weakly to the weights, which torch.utils.swap_tensors refuses
-            forget_captured()
 
     def trace(self) -> None:
         if collect(self.name) and self.table is not None:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from fdora._dispatch import forced
-from fdora._records import Norms
+from fdora._norm_cache import NormCache
 from fdora.functional._tree import Part, no_norms, tables
+from fdora.integrations._table import Found
 
 PLACES = 8
-Found = list[tuple[Any, Tensor, Tensor, Tensor, float]]  # KeptNorm, W, A, B, s
 
 
 class Run(NamedTuple):
@@ -44,13 +44,11 @@ class Unit:
         self.local = Local()
         self.lock = threading.Lock()
         self.places: dict[tuple, Part] = {}
-        self.made_from: Any = None
-        self.norms: dict[int, Norms] = {}  # by stream
+        self.cache: NormCache | None = None
 
     def forget(self) -> None:
         """Some W is another."""
-        self.made_from = None
-        self.norms = {}
+        self.cache = None
         self.local = Local()
 
     def c_of(self, kept: Any, W: Tensor, A: Tensor, B: Tensor, s: float, moment: int) -> Tensor | None:
@@ -69,17 +67,13 @@ class Unit:
             kepts, W, A, B, s = map(list, zip(*found, strict=True))
             tensors: list[Tensor] = [*W, *A, *B]
             made_from = [(id(kept), kept.made_from(w), w.dtype, w.shape) for kept, w in zip(kepts, W, strict=True)]
-            if made_from != self.made_from:
-                self.forget()
-                self.made_from = made_from
             part = self.part_of(W, A, B, s, tensors)
             if part is None:
                 return nothing
-            key = torch.cuda.current_stream(part.device).cuda_stream if part.device.type == "cuda" else 0
-            old = self.norms.pop(key, None) or no_norms(part)  # gone where a launch fails
-            new = Norms(torch.empty_like(old.c), old.words)
-            part.layers.guarded(W, A, B, old, new)
-            self.norms[key] = new
+            if self.cache is None or made_from != self.cache.made_from:
+                self.forget()
+                self.cache = NormCache(part.device, partial(no_norms, part))
+            new = self.cache.current(W, made_from, partial(part.layers.guarded, W, A, B))
             each = {id(kept): facts(w, a, b, scale) for kept, w, a, b, scale in found}
             return Run(moment, each, dict(zip(each, part.views(new.c), strict=True)))
 

@@ -9,13 +9,14 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
+from fdora._norm_cache import seen_for_graphs
 from fdora._records import WIDTH
 from fdora._torch import capturing, foreach_clone, needs_dispatcher
 from fdora.triton.norm import plan_guarded_norm, plan_norm
 from fdora.triton.op import op
 from fdora.triton.operands import with_norms
 from fdora.triton.runtime.walk import plan_for, run
-from fdora.triton.tree import parts_of, room, seen_for_graphs, unplanned
+from fdora.triton.tree import parts_of, room, unplanned
 from fdora.triton.tree_kept import keep_for_graphs, norms_of_call
 
 Tensors = Sequence[Tensor]

@@ -9,15 +9,16 @@ A norm depends on its layer alone: the same bits in another tree, with and witho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
-from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fdora import _facts
+from fdora._norm_cache import NormCache, hold, of_call
 from fdora._records import Norms
 from fdora._torch import capturing
 from fdora.triton.kernels.tree import fingerprints_kernel, norms_kernel, roots_kernel
@@ -33,8 +34,6 @@ from fdora.triton.tree_table import CHUNK, FIELDS, flops_of, launches_of, rows_o
 WORDS = 16  # as in fdora/eager/tree.py
 HASH, ROOTS = 2048, 256  # words and rows at a time
 ALIGN = 32  # numbers: each c begins at 128 bytes, as in fdora/functional/_tree.py
-MOST = 8192  # models, or layers of one call, whose norms compiled code keeps
-_captured: dict[int, Any] = {}  # by id: tables and norms that CUDA graphs read, for as long as the process lives
 
 
 class Layers:
@@ -55,13 +54,13 @@ class Layers:
         self.plans: dict[tuple[bool, int], Plan] = {}
         self.moved = sum(t.nbytes for t in (*W, *A, *B))
 
-    def table(self) -> Tensor:
+    def table(self, W: Sequence[Tensor] = ()) -> Tensor:
         if self.device.type != "cuda":
             return self.host
         if capturing(self.device):  # a copy would be of the graph, and filled by its replays alone
             found = next(iter(self.tables.values()), None)
             found = self.host.to(self.device, non_blocking=True) if found is None else found
-            _captured[id(found)] = self, found
+            hold((self, found), W)
             return found
         stream = raw_stream(self.device.index)
         if stream not in self.tables:
@@ -70,11 +69,11 @@ class Layers:
 
     def norms(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], c: Tensor) -> None:
         """Writes all norms into c. The pointers of W, A and B are those of before."""
-        run(self._plan(False, c), (self.table(), None, None, c, c))
+        run(self._plan(False, c), (self.table(W), None, None, c, c))
 
     def guarded(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], old: Norms, new: Norms) -> None:
         """Writes new, which may be old: norms of before where the bits of A, B and s are."""
-        run(self._plan(True, new.c), (self.table(), old.words, new.words, old.c, new.c))
+        run(self._plan(True, new.c), (self.table(W), old.words, new.words, old.c, new.c))
 
     def _plan(self, guarded: bool, c: Tensor) -> Plan:
         found = self.plans.get((guarded, c.shape[0]))
@@ -129,48 +128,23 @@ def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: 
     return plan.plan()
 
 
-class Kept:
-    """The norms that compiled code keeps of the layers of one model, by stream. Nobody else holds these tensors."""
+class Kept(NormCache):
+    """The norms that compiled code keeps of the layers of one model. Nobody else holds these tensors."""
 
     def __init__(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]):
         *at, self.size = accumulate(map(room, W), initial=0)
         self.layers = Layers(W, A, B, s, at)
-        self.made_from = made_from(W)  # now: a capture would clear the graph's words in every replay
-        self.norms: dict[int, Any] = {}
-        self.graph = by_another_thread(self.nothing, self.layers.device)  # for CUDA graphs, made before a capture
+        super().__init__(self.layers.device, partial(by_another_thread, self.nothing, self.layers.device))
 
     def nothing(self) -> Any:
-        device = self.layers.device
         self.layers.table()  # on this stream
-        with torch.inference_mode(False):  # else nobody outside of it could write there
-            words = torch.zeros((self.layers.count, WORDS), device=device, dtype=torch.int64)
-            return Norms(torch.zeros(self.size, device=device, dtype=torch.float32), words)
+        words = torch.zeros((self.layers.count, WORDS), device=self.device, dtype=torch.int64)
+        return Norms(torch.zeros(self.size, device=self.device, dtype=torch.float32), words)
 
-    def forget(self) -> None:
-        self.norms.clear()
-        self.graph.words.zero_()
-
-    def now(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], capturing: bool) -> Tensor:
+    def now(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor]) -> Tensor:
         """Of which nobody may write."""
-        pair: Norms = self.brought(W, capturing, lambda pair: self.layers.guarded(W, A, B, pair, pair))
-        return pair.c
-
-    def brought(self, W: Sequence[Tensor], capturing: bool, up_to_date: Callable[[Any], None]) -> Any:
-        """What is kept for this stream or for graphs, after this function; gone where it fails."""
-        if made_from(W) != self.made_from:
-            self.forget()
-            self.made_from = made_from(W)
-        cuda = self.layers.device.type == "cuda"
-        stream = raw_stream(self.layers.device.index) if cuda else 0
-        pair = self.graph if capturing else self.norms.pop(stream, None)
-        if pair is None:
-            pair = by_another_thread(self.nothing, self.layers.device)
-        up_to_date(pair)
-        if capturing:
-            _captured[id(self)] = self
-        else:
-            self.norms[stream] = pair
-        return pair
+        norms: Norms = self.current(W, made_from(W), partial(self.layers.guarded, W, A, B), True)
+        return norms.c
 
 
 def made_from(W: Sequence[Tensor]) -> list[int]:
@@ -179,11 +153,6 @@ def made_from(W: Sequence[Tensor]) -> list[int]:
 
 def room(W: Tensor) -> int:
     return W.shape[0] + -W.shape[0] % ALIGN
-
-
-_kept: dict[tuple, Kept] = {}
-seen_for_graphs: set[int] = set()  # by keep_for_graphs of tree_kept.py
-_lock = Lock()  # a dict that grows while another thread looks for its oldest raises
 
 
 def norms_kept(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Sequence[Tensor]:
@@ -196,16 +165,6 @@ def parts_of(c: Tensor, W: Sequence[Tensor]) -> Sequence[Tensor]:
     return c.split_with_sizes([n for w in W for n in (w.shape[0], room(w) - w.shape[0])])[::2]
 
 
-def forget_norms() -> None:
-    """Some W is another: what compiled code and its CUDA graphs keep is computed again."""
-    for kept in {id(each): each for each in (*_kept.values(), *_captured.values())}.values():
-        if isinstance(kept, Kept):
-            kept.forget()
-    with _lock:
-        _kept.clear()
-        seen_for_graphs.clear()
-
-
 def norms_of_model(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Tensor:
     """A copy: whoever asked may write there, as Inductor does where it has use for the memory."""
     return norms_of_now(W, A, B, s).clone()
@@ -216,8 +175,8 @@ def norms_of_now(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], 
 
     What stands there now counts, not what stood there when the graph began: a recomputation in backward asks again.
     """
-    kept, now = kept_of(Kept, W, A, B, s), capturing(W[0].device)
-    return all_anew(W, A, B, s) if kept is None else kept.now(W, A, B, now)
+    kept = kept_of(Kept, W, A, B, s)
+    return all_anew(W, A, B, s) if kept is None else kept.now(W, A, B)
 
 
 def all_anew(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Tensor:
@@ -228,18 +187,10 @@ def all_anew(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: S
 
 
 def kept_of(kind: Any, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Any:
-    """What is kept of these layers, made where there is nothing; None in a capture: what is made then would be of the graph."""
     ready()
     tensors = (*W, *A, *B)
     key = (kind, tuple(map(Tensor.data_ptr, tensors)), _facts.facts(tensors), tuple(s))
-    kept = _kept.get(key)
-    if kept is None and not capturing(W[0].device):
-        kept = kind(W, A, B, s)
-        with _lock:
-            if len(_kept) >= MOST:
-                _kept.pop(next(iter(_kept)), None)
-            _kept[key] = kept
-    return kept
+    return of_call(key, W[0].device, lambda: kind(W, A, B, s))
 
 
 def _fake_model_norms(W, A, B, s):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fdora._norm_cache import seen_for_graphs
 from fdora._torch import capturing, foreach_clone
 from fdora.triton.kernels.kept import ALIGN, COUNTERS, kept_kernel
 from fdora.triton.runtime.builder import Builder, named
@@ -15,7 +16,7 @@ from fdora.triton.runtime.cost import Cost
 from fdora.triton.runtime.device import cdiv, device_of
 from fdora.triton.runtime.plan import Like, Plan
 from fdora.triton.runtime.walk import run
-from fdora.triton.tree import Kept, all_anew, kept_of, norms_of_now, parts_of, seen_for_graphs
+from fdora.triton.tree import Kept, all_anew, kept_of, made_from, norms_of_now, parts_of
 from fdora.triton.tree_table import FIELDS
 
 FEW = 4  # layers: as many copies as the kernel has arguments for
@@ -44,22 +45,21 @@ class KeptOfCall(Kept):
     def nothing(self) -> State:
         device, layers = self.layers.device, self.layers.count
         self.layers.table()  # on this stream
-        with torch.inference_mode(False):  # else nobody outside of it could write there
-            return State(
-                torch.zeros(self.size, device=device, dtype=torch.float32),
-                torch.zeros((layers, self.words), device=device, dtype=torch.int64),
-                torch.zeros(counters_of(layers, self.size), device=device, dtype=torch.int32),
-            )
+        return State(
+            torch.zeros(self.size, device=device, dtype=torch.float32),
+            torch.zeros((layers, self.words), device=device, dtype=torch.int64),
+            torch.zeros(counters_of(layers, self.size), device=device, dtype=torch.int32),
+        )
 
-    def of_call(self, W: Sequence[Tensor], capturing: bool, fresh: bool) -> Sequence[Tensor]:
+    def of_call(self, W: Sequence[Tensor], fresh: bool) -> Sequence[Tensor]:
         """c of each layer; ``fresh``: a copy, in which the caller may write."""
         copies: Sequence[Tensor] = ()
 
-        def up_to_date(state: State) -> None:
+        def update(state: State, _: State) -> None:
             nonlocal copies
-            copies = run(self.plan(fresh), (self.layers.table(), state.words, state.counters, state.c))
+            copies = run(self.plan(fresh), (self.layers.table(W), state.words, state.counters, state.c))
 
-        state = self.brought(W, capturing, up_to_date)
+        state = self.current(W, made_from(W), update, True)
         return copies if fresh else parts_of(state.c, W)
 
     def plan(self, fresh: bool) -> Plan:
@@ -86,7 +86,7 @@ def norms_of_call(
     if in_one_launch(W, A, B):
         kept = kept_of(KeptOfCall, W, A, B, s)
         if kept is not None:
-            found: Sequence[Tensor] = kept.of_call(W, capturing(W[0].device), fresh)
+            found: Sequence[Tensor] = kept.of_call(W, fresh)
             return found
         views = parts_of(all_anew(W, A, B, s), W)
     else:

@@ -25,7 +25,6 @@ OF_KERNELS = {
     "norms_of_kept",
     "give_norm",
     "norms_kept",
-    "forget_norms",
     "norm_of_codes",
     "norm_of_codes_guarded",
     "is_decoded",

@@ -229,19 +229,22 @@ def test_exported_code_sees_a_change(model):
 @pytest.fixture
 def models():
     """Nothing kept from before, nothing left behind. Yields the module and a function that draws the tensors of two layers."""
+    from fdora._norm_cache import forget_norms
     from fdora.triton import tree
 
     def draw():
         return [list(pair) for pair in zip(inputs(HALF[0]), inputs(HALF[0], N=24), strict=True)]
 
-    tree.forget_norms()
+    forget_norms()
     yield tree, draw
-    tree.forget_norms()
+    forget_norms()
 
 
 def test_captures_of_one_model_keep_it_once(models, norms, monkeypatch):
     """Every step of a training loop may capture: what stays for the sake of graphs does not grow with their number, nor go
     while a graph can read it; and each replay after a change of W computes."""
+    from fdora._norm_cache import forget_norms
+
     tree, draw = models
     W, A, B = draw()
     tree.model_norms(W, A, B, [S, S])
@@ -257,7 +260,7 @@ def test_captures_of_one_model_keep_it_once(models, norms, monkeypatch):
     norms.launches.clear()
     for _ in range(2):  # the second time nobody but the graph knows of it
         words().fill_(5)
-        tree.forget_norms()
+        forget_norms()
         gc.collect()
         assert words() is not None and not words().any()
 
@@ -276,6 +279,8 @@ def test_the_first_norms_of_a_process_are_found_by_the_second_call(models, norms
 
 def test_the_oldest_model_may_be_gone_already(models, monkeypatch):
     """Another thread forgets all norms between the look and the deed."""
+    from fdora import _norm_cache
+
     tree, draw = models
 
     class Racing(dict):
@@ -284,12 +289,12 @@ def test_the_oldest_model_may_be_gone_already(models, monkeypatch):
             self.clear()
             yield oldest
 
-    monkeypatch.setattr(tree, "MOST", 1)
-    monkeypatch.setattr(tree, "_kept", Racing())
+    monkeypatch.setattr(_norm_cache, "MOST", 1)
+    monkeypatch.setattr(_norm_cache, "_of_calls", Racing())
     for _ in range(3):
         W, A, B = draw()
         assert tree.model_norms(W, A, B, [S, S]).shape == (sum(map(tree.room, W)),)
-    assert len(tree._kept) == 1
+    assert len(_norm_cache._of_calls) == 1
 
 
 def test_norms_that_nobody_takes_are_not_used(monkeypatch):

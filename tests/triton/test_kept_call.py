@@ -14,10 +14,11 @@ pytestmark = needs_kernels
 @pytest.fixture(autouse=True)
 def nothing_from_before(monkeypatch):
     """Whatever the registers of a GPU say of a tile, one launch takes as many layers as it has arguments for."""
-    from fdora.triton import tree, tree_kept
+    from fdora import _norm_cache
+    from fdora.triton import tree_kept
 
     monkeypatch.setattr(tree_kept, "in_one_launch", lambda W, *_: len(W) <= tree_kept.FEW)
-    tree.forget_norms()
+    _norm_cache.forget_norms()
 
 
 def want_of(layers, s=S):
@@ -122,7 +123,7 @@ def test_layers_of_several_kinds(norms):
 
 
 def test_another_scaling_and_what_is_forgotten(norms):
-    from fdora.triton.tree import forget_norms
+    from fdora._norm_cache import forget_norms
 
     layers = layers_of(HALF[0], 2)
     for s in (0.0, -S):
