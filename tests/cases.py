@@ -41,6 +41,7 @@ from fdora.functional import (
     dora_delta,
     dora_embedding,
     dora_experts,
+    dora_experts_mlp,
     dora_init,
     dora_linear,
     dora_linear_group,
@@ -52,8 +53,10 @@ from fdora.functional import (
     dora_scale,
     dora_unmerge,
 )
+from fdora.quant import QuantWeight, quantize
 from tests import reference
 from tests.close import rms
+from tests.quant.make import QUANTISED
 
 Tensors = dict[str, Tensor]
 Formula = Callable[[Tensors], Sequence[Tensor]]
@@ -95,6 +98,7 @@ class Options(NamedTuple):
     dtypes: Sequence[str]
     largest: int
     bytes: int
+    whole: bool = False  # sizes are multiples of 8, and tensors lie as descriptors of TMA want them
 
 
 def usual(device: str = "cpu", backend: str = "auto") -> Options:
@@ -120,6 +124,8 @@ class Draw:
 
     def size(self, zero: float = 0.0, most: int = 0) -> int:
         most, u = most or self.options.largest, self.random.random()
+        if self.options.whole:
+            return 8 * self.random.randint(1, most // 8)
         if u < zero:
             return 0
         if u < zero + 0.08:
@@ -138,6 +144,8 @@ class Draw:
         return found
 
     def rank(self) -> int:
+        if self.options.whole:
+            return self.of(8, 16, 24, 64)
         return self.of(1, 2, 3, 4, 8, 8, 16, 16, 17, 24, 32, 64, self.size(most=min(384, self.options.largest)))
 
     def dtype(self) -> torch.dtype:
@@ -147,8 +155,8 @@ class Draw:
         """Of an adapter: float32 or that of W."""
         return self.of(torch.float32, dtype)
 
-    def layout(self) -> str:
-        return self.of(*LAYOUTS)
+    def layout(self, expanded: bool = True) -> str:
+        return "plain" if self.options.whole else self.of(*LAYOUTS[: len(LAYOUTS) - (not expanded)])
 
     def lead(self, M: int) -> tuple[int, ...]:
         if M == 1 and self.chance(0.4):
@@ -169,7 +177,7 @@ class Draw:
         """These values (the first of them, where they are expanded), with NaN around and between them."""
         if layout == "expanded" and values.ndim and values.shape[0]:
             return self.lay(values[:1], dtype, "plain").expand(values.shape)
-        if self.chance(0.15):  # the shapes of the round before, and other strides
+        if not self.options.whole and self.chance(0.15):  # the shapes of the round before, and other strides
             layout = self.of("plain", "transposed", "sliced", "padded")
         order = list(range(values.ndim))
         if layout == "transposed" and values.ndim > 1:
@@ -179,7 +187,7 @@ class Draw:
             strides[i], step = step, step * max(1, values.shape[i])
             if layout == "padded" and i == order[-1]:
                 step += self.of(1, 3, 8)
-        offset = self.of(0, 0, 1, 2, 3, 4, 8)
+        offset = self.of(0, 0, 1, 2, 3, 4, 8) * (not self.options.whole)
         memory = torch.full((offset + step + 8,), math.nan, dtype=dtype, device=self.device)
         return memory.as_strided(values.shape, strides, offset).copy_(values)
 
@@ -197,6 +205,8 @@ class Layer:
     mode: str = "none"
     p: float = 0.0
     seed: int = 0
+    codes: QuantWeight | None = None  # what the call has for W
+    detach: bool = True
 
     def mask(self, x: Tensor) -> Tensor:
         """(..., K) of 0 and 1 / (1 - p)."""
@@ -210,6 +220,7 @@ class Layer:
 
     def member(self, t: Tensors) -> DoraLayer:
         W, A, B, m, bias, c = self.parts(t)
+        W = W if self.codes is None else self.codes
         return DoraLayer(W, A, B, m, self.s, bias, c) if self.adapted else DoraLayer(W, bias=bias)
 
     def truth(self, t: Tensors, x: Tensor) -> Tensor:
@@ -217,14 +228,17 @@ class Layer:
         if not self.adapted:
             return x @ W.mT if bias is None else x @ W.mT + bias
         dropped = None if self.mode == "none" else lambda x: x * self.mask(x)
+        c = c if self.detach else reference.norm(W, A, B, self.s)
         return reference.dora(x, W, A, B, m, self.s, bias, c, dropped, self.mode)
 
     def naive(self, t: Tensors, x: Tensor) -> Tensor:
         W, A, B, m, bias, c = self.parts(t)
+        W = W.to(x.dtype)
         base = x @ W.mT
         if self.adapted:
             A, B = A.to(x.dtype), B.to(x.dtype)
-            c = torch.linalg.vector_norm((W + self.s * (B @ A)).detach(), dim=1) if c is None else c
+            norm = torch.linalg.vector_norm(W + self.s * (B @ A), dim=1)
+            c = norm if not self.detach else norm.detach() if c is None else c
             g = (m.to(c.dtype) / c.clamp_min(1e-12 if c.dtype != torch.float16 else 1e-7)).to(x.dtype)
             xd = x * self.mask(x).to(x.dtype)
             lora = self.s * (xd @ A.mT) @ B.mT
@@ -235,7 +249,12 @@ class Layer:
         W, A, B, m, bias, c = self.parts(t)
         base = x @ W.mT
         if self.adapted:
-            g = m / (self.c**p if c is None else c).clamp_min(1e-12**p)
+            c = (self.c**p if c is None else c).clamp_min(1e-12**p)
+            g = m / c
+            if not self.detach:  # the gradient of a norm is V / c
+                whole = W + abs(self.s) ** p * B @ A
+                n = (whole * whole.detach()).sum(1) / c
+                g = g * (1 + (n - n.detach()) / c)
             xd = x * self.mask(x) ** p
             lora = abs(self.s) ** p * (xd @ A.mT) @ B.mT
             # In "peft" kernels add (g - 1) times what they have rounded, the low-rank term in it: docs/semantics.md, rounding.
@@ -255,11 +274,25 @@ def norm_eps(dtype: torch.dtype) -> float:
     return CLOSE * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 
 
-def adapted(e: Draw, N: int, K: int, r: int, s: float, kind: str, dtypes: dict, layouts: dict) -> tuple[Tensors, Tensor]:
-    """W, A, B and m as they are laid out, and the true c. m is tiny where c is 0, or g would be infinite; an expanded m is one
-    value for all rows, and g of a row with a small c would take dz = g dy past what float16 holds."""
+def coded(d: Draw, N: int, K: int) -> dict | None:
+    """What :func:`fdora.quant.quantize` is told, for some weights."""
+    if not N * K or d.chance(0.5):
+        return None
+    kind = d.of(*QUANTISED)
+    return None if kind in ("mxfp4", "nvfp4") and K % 2 else {"kind": kind.split()[0], **QUANTISED[kind]}
+
+
+def adapted(
+    e: Draw, N: int, K: int, r: int, s: float, kind: str, dtypes: dict, layouts: dict, code: dict | None = None
+) -> tuple[Tensors, Tensor, QuantWeight | None]:
+    """W, A, B and m as they are laid out, the true c, and codes of which W is exactly what they stand for. m is tiny where c is 0,
+    or g would be infinite; an expanded m is one value for all rows, and g of a row with a small c would take dz = g dy past what
+    float16 holds."""
     *values, m = weights(e, N, K, r, s, kind)
     t = {n: e.lay(v, dtypes[n], layouts[n]) for n, v in zip("WAB", values, strict=True)}
+    codes = None if code is None else quantize(t["W"], **code, dtype=dtypes["W"])
+    if codes is not None:
+        t["W"] = codes.dequantize(torch.float32)
     c = reference.norm(t["W"], t["A"], t["B"], s)
     zero = c == 0
     m = m.where(~zero, 1e-12)
@@ -267,7 +300,7 @@ def adapted(e: Draw, N: int, K: int, r: int, s: float, kind: str, dtypes: dict, 
     if zero.any() or (layout == "expanded" and N and m.abs().max() > 1e3 * c.min()):
         layout = "plain"
     t["m"] = e.lay(m, dtypes["m"], layout)
-    return t, c
+    return t, c, codes
 
 
 def weights(d: Draw, N: int, K: int, r: int, s: float, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -290,7 +323,7 @@ def weights(d: Draw, N: int, K: int, r: int, s: float, kind: str) -> tuple[Tenso
     return W, A, B, m
 
 
-KINDS = ("plain", "plain", "start", "zero_rows", "zero_m", "negative_m", "large_m", "cancelling")
+KINDS = ("plain", "plain", "start", "zero_rows", "zero_rows", "zero_m", "negative_m", "large_m", "cancelling")
 
 
 def layers(
@@ -298,37 +331,42 @@ def layers(
 ) -> Callable:
     """Choices for these (N, K): a function of a round's Draw that gives its tensors and layers."""
     p, mode = d.of((0.0, "none"), (0.0, "none"), (0.3, "lora"), (0.5, "peft"))
-    fixed = []
+    fixed, detach = [], d.chance(0.7)
     for N, K in shapes:
         has_adapter = all_adapted or d.chance(0.8)
         dtypes = {"W": dtype, **{n: d.beside(dtype) for n in "ABm"}}
         if d.chance(0.4):
             dtypes["b"] = d.dtype()
-        if has_adapter and d.chance(0.5):
+        kind = d.of("plain", "negative_m", "large_m") if not detach else d.of(*KINDS)
+        if dtype == torch.float16 and len(biases) == 1:  # 30 times as much in each layer of an MLP is more than it holds
+            kind = kind.replace("large_m", "plain")
+        if has_adapter and d.chance(0.8 if kind == "zero_rows" else 0.5):  # rows of 0 are where a gradient of c is 0
             dtypes["c"] = torch.promote_types(dtype, torch.float32)
-        layouts = {n: d.layout() for n in "WABmb"} | {"c": d.of(*(n for n in LAYOUTS if n != "expanded"))}
-        fixed.append((N, K, d.rank(), d.scaling(), d.of(*KINDS), has_adapter, dtypes, layouts))
+        layouts = {n: d.layout() for n in "WABmb"} | {"c": d.layout(expanded=False)}
+        code = coded(d, N, K) if detach else None
+        fixed.append((N, K, d.rank(), d.scaling(), kind, has_adapter, dtypes, layouts, code))
 
     def fresh(e: Draw) -> tuple[Tensors, list[Layer], float]:
         tensors, found, slack = {}, [], 0.0
-        for i, (N, K, r, s, kind, has_adapter, dtypes, layouts) in enumerate(fixed):
-            own, c = adapted(e, N, K, r, s, kind, dtypes, layouts)
+        for i, (N, K, r, s, kind, has_adapter, dtypes, layouts, code) in enumerate(fixed):
+            own, c, codes = adapted(e, N, K, r, s, kind, dtypes, layouts, code)
             if "c" in dtypes:
                 own["c"] = e.lay(c, dtypes["c"], layouts["c"])
             if "b" in dtypes:
                 own["b"] = e.lay(e.normal(N, std=e.of(*biases)), dtypes["b"], layouts["b"])
             tensors |= {f"{n}{i}": own[n] for n in own if has_adapter or n in "Wb"}
-            found.append(Layer(i, s, has_adapter, mode, p, e.random.getrandbits(62)))
+            found.append(Layer(i, s, has_adapter, mode, p, e.random.getrandbits(62), codes, detach))
             slack += found[-1].look(tensors)
         return tensors, found, slack
 
-    fresh.dropout = {"dropout_p": p, "dropout_mode": mode} if p else {}
+    fresh.options = {"dropout_p": p, "dropout_mode": mode} if p else {}
+    fresh.options |= {} if detach else {"detach": False}
     return fresh
 
 
 def seeds(e: Draw, found: list[Layer], fresh: Callable) -> dict:
     """The seed of each layer, as a number or a tensor; nothing without dropout."""
-    if not fresh.dropout:
+    if "dropout_p" not in fresh.options:
         return {}
     return {"seed": [torch.tensor(z.seed, device=e.device) if e.chance(0.5) else z.seed for z in found]}
 
@@ -340,8 +378,8 @@ def linear(d: Draw) -> Callable[[Draw], Problem]:
     M, N, K = d.sizes(3, zero=0.05)
     dtype, lead, layout = d.dtype(), d.lead(M), d.layout()
     fresh = layers(d, [(N, K)], dtype, True)
-    extra = fresh.dropout | {"backend": d.backend, "keep_inner": d.chance(0.2)}
-    ends = [] if "peft" in fresh.dropout.values() else [n for n in ("gamma", "residual") if d.chance(0.2)]
+    extra = fresh.options | {"backend": d.backend, "keep_inner": d.chance(0.2)}
+    ends = [] if "peft" in fresh.options.values() else [n for n in ("gamma", "residual") if d.chance(0.2)]
 
     def one(e: Draw) -> Problem:
         t, (z,), slack = fresh(e)
@@ -351,19 +389,18 @@ def linear(d: Draw) -> Callable[[Draw], Problem]:
         seed = {n: v[0] for n, v in seeds(e, [z], fresh).items()}
 
         def call(t: Tensors) -> list[Tensor]:
-            W, A, B, m, bias, c = z.parts(t)
             more = extra | seed | {n: t[n] for n in ends}
-            return [dora_linear(t["x"], W, A, B, m, s=z.s, bias=bias, norm=c, **more)]
+            return [dora_linear(t["x"], **z.member(t)._asdict(), **more)]
 
         def compose(f: Callable, t: Tensors) -> list[Tensor]:
             return [f(z, t, t["x"]) * t.get("gamma", 1) + t.get("residual", 0)]
 
-        return of_layers(t, call, [z], compose, dtype, slack)
+        return of_layers(t, call, compose, dtype, slack)
 
     return one
 
 
-def of_layers(t: Tensors, call: Formula, found: list[Layer], compose: Callable, dtype: torch.dtype, slack: float) -> Problem:
+def of_layers(t: Tensors, call: Formula, compose: Callable, dtype: torch.dtype, slack: float) -> Problem:
     """``compose(f, t)`` builds the outputs of layers ``f(layer, tensors, input)``."""
     return Problem(
         t,
@@ -381,7 +418,7 @@ def group(d: Draw) -> Callable[[Draw], Problem]:
     M, K, *Ns = d.sizes(d.of(3, 4, 5, 6), zero=0.05)
     dtype, lead, layout = d.dtype(), d.lead(M), d.layout()
     fresh = layers(d, [(N, K) for N in Ns], dtype, False)
-    extra = fresh.dropout | {"backend": d.backend, "keep_inner": d.chance(0.2)}
+    extra = fresh.options | {"backend": d.backend, "keep_inner": d.chance(0.2)}
 
     def one(e: Draw) -> Problem:
         t, found, slack = fresh(e)
@@ -391,7 +428,7 @@ def group(d: Draw) -> Callable[[Draw], Problem]:
         def call(t: Tensors) -> list[Tensor]:
             return list(dora_linear_group(t["x"], [z.member(t) for z in found], **more))
 
-        return of_layers(t, call, found, lambda f, t: [f(z, t, t["x"]) for z in found], dtype, slack)
+        return of_layers(t, call, lambda f, t: [f(z, t, t["x"]) for z in found], dtype, slack)
 
     return one
 
@@ -400,7 +437,7 @@ def mlp(d: Draw) -> Callable[[Draw], Problem]:
     M, K, inner, N = d.sizes(4, zero=0.05)
     dtype, lead, layout, act = d.dtype(), d.lead(M), d.layout(), d.of(*ACTS)
     fresh = layers(d, [(inner, K), (inner, K), (N, inner)], dtype, False, (1.0,))
-    extra = fresh.dropout | {"backend": d.backend, "keep_inner": d.chance(0.2), "act": act}
+    extra = fresh.options | {"backend": d.backend, "keep_inner": d.chance(0.2), "act": act}
 
     def one(e: Draw) -> Problem:
         t, found, slack = fresh(e)
@@ -414,7 +451,7 @@ def mlp(d: Draw) -> Callable[[Draw], Problem]:
             gate, up = (f(z, t, t["x"]) for z in found[:2])
             return [f(found[2], t, gated(gate, up))]
 
-        problem = of_layers(t, call, found, compose, dtype, slack)
+        problem = of_layers(t, call, compose, dtype, slack)
         problem.size = lambda t, p: compose(lambda z, t, x: z.size(t, x, p), t, lambda gate, up: bound(gate, p) * up)
         return problem
 
@@ -434,23 +471,28 @@ def norm(d: Draw) -> Callable[[Draw], Problem]:
         kind, N, K = "plain", max(N, 1), max(K, 1)
     dtypes, layouts = dict(W=dtype, A=d.beside(dtype), B=d.beside(dtype)), {n: d.layout() for n in "WAB"}
     with_base, budget = d.chance(0.4), d.of(None, None, 2**20 + 64 * (N + K) * (r + 8))
+    code = coded(d, N, K) if axis and how != "gradient" else None
 
     def one(e: Draw) -> Problem:
         values = dict(zip("WAB", weights(e, N, K, r, s, kind), strict=False))
         t = {n: e.lay(v, dtypes[n], layouts[n]) for n, v in values.items()}
+        codes = None if code is None else quantize(t["W"], **code, dtype=dtype)
+        if codes is not None:
+            t["W"] = codes.dequantize(torch.float32)
         # An expanded A flipped has the same bits, which a state reuses, but other strides, and so perhaps another last bit.
         t["A2"] = t["A"].flip(0) if r > 1 and layouts["A"] != "expanded" else 2 * t["A"]
 
         def call(t: Tensors) -> list[Tensor]:
-            W, extra = t["W"] if axis else t["W"].mT, {"s": s, "norm_axis": axis, "max_bytes": budget, "backend": d.backend}
+            own = t["W"] if codes is None else codes
+            W, extra = own if axis else t["W"].mT, {"s": s, "norm_axis": axis, "max_bytes": budget, "backend": d.backend}
             if with_base:
                 extra["base_sqnorm"] = dora_base_sqnorm(W, backend=d.backend)
             if how != "state":
-                return [dora_norm(t["W"], t["A"], t["B"], squared=how == "squared", detach=how != "gradient", **extra)]
+                return [dora_norm(own, t["A"], t["B"], squared=how == "squared", detach=how != "gradient", **extra)]
             states = [dora_norm_state(W)]
             for A in ("A", "A", "A2"):
-                states.append(dora_norm(t["W"], t[A], t["B"], state=states[-1], **extra))
-            fresh = [dora_norm(t["W"], t[A], t["B"], **extra) for A in ("A", "A2")]
+                states.append(dora_norm(own, t[A], t["B"], state=states[-1], **extra))
+            fresh = [dora_norm(own, t[A], t["B"], **extra) for A in ("A", "A2")]
             return [*(state.c for state in states[1:]), *fresh]
 
         def through(f: Callable, t: Tensors, names: Sequence[str] = ("A", "A", "A2", "A", "A2")) -> list[Tensor]:
@@ -609,10 +651,10 @@ def merge(d: Draw, back: bool = False) -> Callable[[Draw], Problem]:
     r, s, dtype, layouts = d.rank(), d.scaling(), d.dtype(), {n: d.layout() for n in "WABm"}
     dtypes = {"W": dtype, **{n: d.beside(dtype) for n in "ABm"}}
     kind = d.of(*(k for k in KINDS if not (back and k == "zero_m")))
-    given = back or d.chance(0.5)
+    given, code = back or d.chance(0.5), None if back else coded(d, N, K)
 
     def one(e: Draw) -> Problem:
-        t, c = adapted(e, N, K, r, s, kind, dtypes, layouts)
+        t, c, codes = adapted(e, N, K, r, s, kind, dtypes, layouts, code)
         if back:  # a row that was wiped out does not come back
             t["m"] = torch.where(t["m"] == 0, 1, t["m"])
         slack = 0.0
@@ -623,7 +665,7 @@ def merge(d: Draw, back: bool = False) -> Callable[[Draw], Problem]:
 
         def call(t: Tensors) -> list[Tensor]:
             f = dora_unmerge if back else dora_merge
-            return [f(t["W"], t["A"], t["B"], t["m"], s=s, norm=t.get("c"), backend=d.backend)]
+            return [f(t["W"] if codes is None else codes, t["A"], t["B"], t["m"], s=s, norm=t.get("c"), backend=d.backend)]
 
         def formula(t: Tensors, s: float, c: Tensor) -> list[Tensor]:
             W, A, B, m = (t[n] for n in "WABm")
@@ -646,24 +688,54 @@ def unmerge(d: Draw) -> Callable[[Draw], Problem]:
     return merge(d, back=True)
 
 
-def many(d: Draw, own: bool) -> Callable[[Draw], Problem]:
-    """Adapters of one W, or experts with a W each: tokens in segments or by number, with gates or not, some of nobody."""
+def gated(z: Tensor, act: str) -> Tensor:
+    """f(gate) up of (..., 2 F); gpt-oss has gate and up in turn, cut off at 7."""
+    if act == "gpt_oss":
+        gate, up = z[..., ::2].clamp(max=7), z[..., 1::2].clamp(-7, 7)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    gate, up = z.chunk(2, -1)
+    return ACTS[act](gate) * up
+
+
+def gated_size(z: Tensor, act: str, p: int) -> Tensor:
+    gate, up = (z[..., ::2], z[..., 1::2] + 1) if act == "gpt_oss" else z.chunk(2, -1)
+    return bound(gate, p) * up
+
+
+def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem]:
+    """Adapters of one W, or experts with a W each, of one layer or of an MLP: tokens in segments or by number, with gates or not,
+    some of nobody."""
     (M, N, K), G, r = d.sizes(3, zero=0.05), d.of(1, 2, 3, 5), d.rank()
-    M, dtype, kind, by = min(M, 150), d.dtype(), d.of("plain", "zero_m", "negative_m"), d.of("offsets", "ids")
-    slots = d.of(1, 2) if own and by == "ids" else 0  # how many experts a token has; 0: one, and no axis of them
+    M, dtype, kind, by = (
+        min(M, 150),
+        d.dtype(),
+        d.of("plain", "zero_m", "negative_m", "zero_rows"),
+        d.of("offsets", "ids", "ids"),
+    )
+    slots = d.of(1, 2, 2) if own and by == "ids" else 0  # how many experts a token has; 0: one, and no axis of them
     s = [d.scaling() for _ in range(1 if own else G)] * (G if own else 1)
     p = 0.0 if own else d.of(0.0, 0.3)
     lead, ranks = (G,) * own, [r if own else d.of(r, max(1, r // 2)) for _ in range(G)]
-    dtypes = {"W": dtype, **{n: d.beside(dtype) for n in "ABm"}} | ({"b": dtype} if d.chance(0.5) else {})
-    layouts = {n: d.of(*(v for v in LAYOUTS if v != "expanded")) for n in "xWABmb"}
-    with_c = d.chance(0.5)
+    dtypes = {"W": dtype, **{n: d.beside(dtype) for n in "ABm"}} | ({"b": dtype} if act == "gpt_oss" or d.chance(0.5) else {})
+    layouts = {n: d.layout(expanded=False) for n in "xWABmb"}
+    with_c, inner = d.chance(0.5), d.size(most=40) if act else 0
+    shapes = [(2 * inner, K), (N, inner)] if act else [(N, K)]
+    codes = [coded(d, *shape) if not own or shape[0] % 16 == 0 else None for shape in shapes]
 
-    def one(e: Draw) -> Problem:
+    def bank(e: Draw, i: int) -> tuple[Tensors, QuantWeight | None]:
+        """Layer i."""
+        N, K = shapes[i]
         values = {"W": e.normal(*lead, N, K, std=max(K, 1) ** -0.5), "A": e.normal(G, r, K, std=max(K, 1) ** -0.5)}
-        values |= {"B": e.normal(G, N, r, std=0.1 * r**-0.5), "b": e.normal(*lead, N)}
+        far = act == "gpt_oss" and dtype.itemsize > 2  # some gates are cut off; where z is rounded to half, others would be
+        values |= {"B": e.normal(G, N, r, std=0.1 * r**-0.5), "b": e.normal(*lead, N, std=8 if far else 1)}
         for g, rank in enumerate(ranks):
             values["A"][g, rank:] = values["B"][g, :, rank:] = 0
-        t = {n: e.lay(values[n], dtypes[n], layouts[n]) for n in dtypes if n != "m"}
+        if kind == "zero_rows":
+            values["W"][..., ::2, :] = values["B"][:, ::2] = 0
+        t, code = {n: e.lay(values[n], dtypes[n], layouts[n]) for n in dtypes if n != "m"}, codes[i]
+        q = None if code is None else quantize(t["W"].reshape(-1, K), **code, dtype=dtype)
+        if q is not None:
+            t["W"] = q.dequantize(torch.float32).view(*lead, N, K)
         c = torch.stack([reference.norm(t["W"][g] if own else t["W"], t["A"][g], t["B"][g], s[g]) for g in range(G)])
         m = c * (1 + 0.05 * e.normal(G, N)) * (-1 if kind == "negative_m" else 1)
         if kind == "zero_m":
@@ -671,6 +743,11 @@ def many(d: Draw, own: bool) -> Callable[[Draw], Problem]:
         t["m"] = e.lay(m.where(c > 0, 1e-12), dtypes["m"], layouts["m"])
         if with_c:
             t["c"] = e.lay(c, torch.promote_types(dtype, torch.float32), "plain")
+        return {f"{n}{i}": v for n, v in t.items()}, q
+
+    def one(e: Draw) -> Problem:
+        banks = [bank(e, i) for i in range(len(shapes))]
+        t = {n: v for each, _ in banks for n, v in each.items()}
         ids = torch.tensor([[e.random.randrange(-1, G) for _ in range(slots or 1)] for _ in range(M)], dtype=torch.int64)
         ids = ids.view(M, slots or 1).to(e.device)
         if by == "offsets":
@@ -680,38 +757,49 @@ def many(d: Draw, own: bool) -> Callable[[Draw], Problem]:
         if slots:
             t["gates"] = e.lay(e.normal(M, slots).abs(), dtype, "plain")
         drawn = [e.random.getrandbits(62) for _ in range(G)]
-        found = [Layer(g, s[g], mode="lora" if p else "none", p=p, seed=drawn[g]) for g in range(G)]
+        found = [[Layer(g, s[g], mode="lora" if p else "none", p=p, seed=drawn[g]) for g in range(G)] for _ in shapes]
 
-        def of_one(t: Tensors, g: int) -> Tensors:
-            """The tensors of one adapter or expert."""
-            return {n: t[n][g] if own or n in "ABmc" else t[n] for n in "WABmbc" if n in t}
+        def of_one(t: Tensors, i: int, g: int) -> Tensors:
+            """The tensors of layer i of one adapter or expert."""
+            return {n: t[f"{n}{i}"][g] if own or n in "ABmc" else t[f"{n}{i}"] for n in "WABmbc" if f"{n}{i}" in t}
 
-        slack = max(z.look(of_one(t, z.i)) for z in found)
+        slack = sum(max(z.look(of_one(t, i, z.i)) for z in each) for i, each in enumerate(found))
 
         def call(t: Tensors) -> list[Tensor]:
-            where = {"ids": ids if slots else ids[:, 0]}
+            where = {"ids": ids if slots else ids[:, 0], "backend": d.backend}
             if by == "offsets":
-                where = {"offsets": torch.tensor(ends, dtype=torch.int32, device=e.device).cumsum(0).to(torch.int32)}
-            more = {"bias": t.get("b"), "norm": t.get("c"), "backend": d.backend} | where
-            tensors = [t[n] for n in "xWABm"]
+                ends_of = torch.tensor(ends, dtype=torch.int32, device=e.device).cumsum(0).to(torch.int32)
+                where = {"offsets": ends_of, "backend": d.backend}
+            parts = [{n: t.get(f"{n}{i}") for n in "WABmbc"} for i in range(len(shapes))]
+            parts = [part if q is None else part | {"W": q} for part, (_, q) in zip(parts, banks, strict=True)]
+            if act:
+                both = (DoraLayer(*(part[n] for n in "WABm"), s[0], part["b"], part["c"]) for part in parts)
+                return [dora_experts_mlp(t["x"], *both, act=act, gates=t.get("gates"), **where)]
+            (part,), more = parts, {"bias": parts[0]["b"], "norm": parts[0]["c"]} | where
+            tensors = [t["x"], *(part[n] for n in "WABm")]
             if own:
                 return [dora_experts(*tensors, s=s[0], gates=t.get("gates"), **more)]
             more |= {"dropout_p": p, "seed": drawn} if p else {}
             return [dora_linear_multi(*tensors, s=s, ranks=ranks, **more)]
 
-        def compose(f: Callable, t: Tensors) -> list[Tensor]:
+        def compose(f: Callable, t: Tensors, glu: Callable = gated) -> list[Tensor]:
             frozen, y = Layer(G, adapted=False), 0
             for j in range(ids.shape[1]):
                 parts, places = [], []
-                for g, z in enumerate([*found, frozen]):
+                for g in range(G + 1):
                     places.append((ids[:, j] == (g if g < G else -1)).nonzero().squeeze(1))
-                    x, its = t["x"][places[-1]], of_one(t, min(g, G - 1))
-                    parts.append(f(z, its, x) if g < G or not own else x @ its["W"].mT * 0)
+                    x = t["x"][places[-1]]
+                    if g < G:
+                        x = f(found[0][g], of_one(t, 0, g), x)
+                        parts.append(f(found[1][g], of_one(t, 1, g), glu(x, act)) if act else x)
+                    else:
+                        parts.append(x.new_zeros(len(x), N) if own else f(frozen, of_one(t, 0, 0), x))
                 whole = torch.cat(parts)[torch.cat(places).argsort()]
                 y = y + (whole * t["gates"][:, j, None] if slots else whole)
             return [y]
 
-        problem = of_layers(t, call, found, compose, dtype, slack)
+        problem = of_layers(t, call, compose, dtype, slack)
+        problem.size = lambda t, p: compose(lambda z, t, x: z.size(t, x, p), t, lambda z, act: gated_size(z, act, p))
         problem.naive = None
         return problem
 
@@ -726,29 +814,37 @@ def experts(d: Draw) -> Callable[[Draw], Problem]:
     return many(d, True)
 
 
+def experts_mlp(d: Draw) -> Callable[[Draw], Problem]:
+    return many(d, True, d.of(*ACTS, "gpt_oss"))
+
+
 def embedding(d: Draw) -> Callable[[Draw], Problem]:
     """A table whose norms are those of its columns or of its rows; some numbers come often, some never."""
     (V, width), axis, r, s, dtype = d.sizes(2), d.of(0, 1), d.rank(), d.scaling(), d.dtype()
     lead, padded, with_c = d.lead(d.size(zero=0.05, most=150)), d.chance(0.4), d.chance(0.5)
+    more = {"norm_axis": axis, "sparse": d.chance(0.3)} | ({"max_norm": 0.9} if d.backend != "triton" and d.chance(0.3) else {})
     dtypes, layouts = {"W": dtype, **{n: d.beside(dtype) for n in "ABm"}}, {n: d.layout() for n in "WAB"}
 
     def one(e: Draw) -> Problem:
         W, A = e.normal(V, width, std=(V, width)[axis] ** -0.5), e.normal(r, V, std=V**-0.5)
         t = {n: e.lay(v, dtypes[n], layouts[n]) for n, v in {"W": W, "A": A, "B": e.normal(width, r, std=0.1)}.items()}
         z = Layer(0, s)
-        rows = {"W0": t["W"], "A0": t["B"].mT, "B0": t["A"].mT} if axis else {"W0": t["W"].mT, "A0": t["A"], "B0": t["B"]}
+        clip = (more.get("max_norm", math.inf) / (t["W"].double().norm(dim=1, keepdim=True) + 1e-7)).clamp_max(1)
+        rows = (
+            {"W0": t["W"] * clip, "A0": t["B"].mT, "B0": t["A"].mT} if axis else {"W0": t["W"].mT, "A0": t["A"], "B0": t["B"]}
+        )
         slack = z.look(rows)
         t["m"] = e.lay((z.c * (1 + 0.05 * e.normal(len(z.c)))).where(z.c > 0, 1e-12), dtypes["m"], "plain")
         ids = (torch.rand(lead, generator=e.generator, device=e.device) ** 2 * V).to(e.of(torch.int64, torch.int32))
         padding = e.random.randrange(V) if padded else None
+        behind = None if padding is None else e.of(padding, padding - V)
         c = z.c.to(torch.promote_types(dtype, torch.float32)) if with_c else None
 
         def call(t: Tensors) -> list[Tensor]:
-            tensors, more = [t[n] for n in "WABm"], {"norm": c, "norm_axis": axis, "padding_idx": padding}
-            return [dora_embedding(ids, *tensors, s=s, backend=d.backend, **more)]
+            return [dora_embedding(ids, *(t[n] for n in "WABm"), s=s, norm=c, padding_idx=behind, backend=d.backend, **more)]
 
         def formula(t: Tensors, p: int = 1, sign: float = s) -> list[Tensor]:
-            return [reference.embedding(ids, *(t[n] for n in "WABm"), sign, axis, z.c**p, padding)]
+            return [reference.embedding(ids, t["W"] * clip**p, *(t[n] for n in "ABm"), sign, axis, z.c**p, padding)]
 
         return Problem(
             t,
@@ -812,13 +908,22 @@ def conv(d: Draw) -> Callable[[Draw], Problem]:
 
 
 FUNCTIONS = {f.__name__: f for f in (linear, group, mlp, norm, base_sqnorm, scale, compose, delta, init, merge, unmerge)}
-FUNCTIONS |= {f.__name__: f for f in (multi, experts, embedding, conv)}
+FUNCTIONS |= {f.__name__: f for f in (multi, experts, experts_mlp, embedding, conv)}
 # the public functions that these call
 CALLS = ("dora_linear", "dora_linear_group", "dora_mlp", "dora_norm", "dora_norm_state", "dora_base_sqnorm", "dora_scale")
-CALLS += ("dora_compose", "dora_delta", "dora_init", "dora_merge", "dora_unmerge", "dora_linear_multi", "dora_experts")
+CALLS += (
+    "dora_compose",
+    "dora_delta",
+    "dora_init",
+    "dora_merge",
+    "dora_unmerge",
+    "dora_linear_multi",
+    "dora_experts",
+    "dora_experts_mlp",
+)
 CALLS += ("dora_embedding", "dora_conv1d", "dora_conv2d", "dora_conv3d")
 ORDER = ("linear", "group", "mlp", "norm", "linear", "merge", "compose", "group", "mlp", "norm", "linear", "unmerge", "delta")
-ORDER += ("base_sqnorm", "linear", "scale", "init", "multi", "embedding", "experts", "conv", "multi", "experts")
+ORDER += ("base_sqnorm", "linear", "scale", "init", "multi", "embedding", "experts", "conv", "multi", "experts_mlp")
 
 
 # running and judging
@@ -836,7 +941,7 @@ def run(
     if leaves and used:
         outputs, weights = map(list, zip(*used, strict=True))
         grads = torch.autograd.grad(outputs, list(leaves.values()), weights, allow_unused=True)
-        found |= {f"d{n}": d for n, d in zip(leaves, grads, strict=True)}
+        found |= {f"d{n}": d.to_dense() if d is not None and d.is_sparse else d for n, d in zip(leaves, grads, strict=True)}
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests import device  # noqa: F401 (read by the condition below)
 from tests.cases import Draw, rounds, usual
-from tests.checks import compose, conv, embedding, group, linear, merge, mlp, multi, norm
+from tests.checks import compose, conv, embedding, experts, group, linear, merge, mlp, multi, norm
 from tests.eager import test_dropout
 
 DROPOUT = [
@@ -21,7 +21,7 @@ DROPOUT = [
     test_dropout.test_drop_keeps_the_mean_and_dtype,
 ]
 
-CASES = {compose: ("compose", "delta"), merge: ("merge", "unmerge")}  # else the function of that name
+CASES = {experts: ("experts", "experts_mlp"), compose: ("compose", "delta"), merge: ("merge", "unmerge")}  # else the function of that name
 
 pytestmark = pytest.mark.skipif(
     "device.NAME != 'cpu'", reason="the eager code runs in full on a CPU only; runs with --device cpu"
@@ -152,6 +152,12 @@ FAULTS = [
     ("merge", "-s * B[i:j]", "s * B[i:j]", merge),
     ("merge", "torch.where(zero[i:j], 0, W[i:j].to(acc) / g[i:j])", "W[i:j].to(acc) / g[i:j]", merge),
     ("merge", "W[i:j].to(acc) / g[i:j]", "W[i:j].to(acc) * g[i:j]", merge),
+    ("experts", "cast(rows.to(acc) * gates.reshape(-1)[order, None].to(acc), x.dtype)", "rows", experts),
+    ("experts", "part * gates[:, j, None].to(acc)", "part * gates[:, :1].to(acc)", experts),
+    ("experts", "dy.to(acc) * rows[place[:, j]].to(acc)", "dy.to(acc) * rows[place[:, 0]].to(acc)", experts),
+    ("experts", "(up + 1) * gate", "up * gate", experts),
+    ("experts", "torch.where(gate > LIMIT, 0, d", "torch.where(gate > 1e9, 0, d", experts),
+    ("experts", "torch.cat(act_bwd(da, gate, up, act), 1)", "torch.cat(act_bwd(da, gate, up, act)[::-1], 1)", experts),
     ("embedding", "cast(u * _scale(flat, u, m, c, how)[0], W.dtype)", "cast(u, W.dtype) * _scale(flat, u, m, c, how)[0].to(W.dtype)", embedding),
     ("embedding", "if how.padding_idx is not None", "if how.padding_idx", embedding),
     ("embedding", "torch.where((flat == how.padding_idx)[:, None], 0, wide)", "wide * (flat != how.padding_idx)[:, None]", embedding),
@@ -235,7 +241,7 @@ def test_fault_is_caught(monkeypatch, name, old, new, checks):
 
 
 @pytest.mark.parametrize(
-    "checks", [norm, compose, linear, merge, group, mlp, multi, embedding, conv], ids=lambda m: m.__name__.rpartition(".")[2]
+    "checks", [norm, compose, linear, merge, group, mlp, multi, experts, embedding, conv], ids=lambda m: m.__name__.rpartition(".")[2]
 )
 def test_the_sound_code_passes(checks):
     assert caught_by(checks_of(checks)) is None

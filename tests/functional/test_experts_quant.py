@@ -9,21 +9,10 @@ from fdora import FdoraError
 from fdora.autograd import quant as of_quant
 from fdora.functional import DoraLayer, dora_experts, dora_experts_mlp, dora_norm
 from fdora.quant import from_bnb, from_fp8, from_mxfp4, opaque, quantize
-from tests.checks import experts_quant as checks
 from tests.checks.experts import S, mixture
-from tests.checks.experts_quant import KINDS, E, K, N
 from tests.close import rel_l2
 
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layer(kind):
-    for dtype in (torch.float32, torch.bfloat16):
-        checks.a_layer(kind, dtype, "eager", 0.0)
-
-
-def test_an_mlp():
-    checks.an_mlp(("mxfp4", "nf4"), torch.float32, "eager", 5e-3)  # gate_up is rounded between: the norms are of float32
-    checks.an_mlp((None, "fp8"), torch.float32, "eager", 5e-3)
+E, N, K = 3, 32, 64
 
 
 def test_one_expert_and_no_tokens():

@@ -17,7 +17,6 @@ from fdora.functional import (
     dora_linear_group,
     dora_merge,
     dora_merge_quantized,
-    dora_mlp,
     dora_norm,
     dora_norm_state,
     dora_norm_tree,
@@ -68,24 +67,6 @@ def assert_equal(results):
     got, want = results
     assert len(got) == len(want) and all(map(torch.equal, got, want))
     assert all(t.abs().sum() > 0 for t in got)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_norm_is_that_of_what_is_decoded(kind, dtype):
-    W = weight(kind, n=45, dtype=dtype)
-    A, B, _ = adapter(W)
-    exact = W.dequantize(torch.float32)
-    want = reference.norm(exact, A.detach(), B.detach(), S)
-    c = dora_norm(W, A, B, s=S)
-    torch.testing.assert_close(c.double(), want, rtol=1e-6, atol=0)
-    assert c.dtype == torch.float32 and not c.requires_grad
-    torch.testing.assert_close(dora_norm(W, A, B, s=S, squared=True), c.square(), rtol=1e-6, atol=0)
-    few = dora_norm(W, A, B, s=S, max_bytes=8000)
-    torch.testing.assert_close(few.double(), want, rtol=1e-6, atol=0)
-    base = dora_base_sqnorm(W)
-    torch.testing.assert_close(base.double(), exact.double().square().sum(1), rtol=1e-6, atol=0)
-    torch.testing.assert_close(dora_norm(W, A, B, s=S, base_sqnorm=base).double(), want, rtol=1e-6, atol=0)
 
 
 def test_rows_at_a_time(monkeypatch):
@@ -146,20 +127,6 @@ def test_a_layer(kind, bias):
         assert torch.equal(dora_linear(x, W, A, B, m, s=S, bias=b), y)
 
 
-@pytest.mark.parametrize("mode", ["lora", "peft"])
-def test_dropout_and_half_precision(mode):
-    W, x = weight("nf4 nested", dtype=torch.bfloat16), x_of(dtype=torch.bfloat16)
-    A, B, m = adapter(W)
-    c = dora_norm(W, A, B, s=S)
-    assert_equal(
-        both(
-            lambda w: dora_linear(x, w, A, B, m, s=S, norm=c, dropout_p=0.3, dropout_mode=mode, seed=7),
-            W,
-            [x, A, B, m],
-        )
-    )
-
-
 def test_autocast_decodes_to_the_dtype_of_the_products():
     W, x = weight(dtype=torch.float32), x_of()
     A, B, m = adapter(W)
@@ -168,32 +135,6 @@ def test_autocast_decodes_to_the_dtype_of_the_products():
         results = both(lambda w: dora_linear(x, w, A, B, m, s=S, norm=c), W, [x, A, B, m])
     assert_equal(results)
     assert results[0][0].dtype == torch.bfloat16
-
-
-def test_a_group_of_every_kind():
-    dense, frozen = torch.randn(24, K) / 8, weight("int8", n=16)
-    W = weight()
-    (A, B, m), (A2, B2, m2) = adapter(W), adapter(dense, 3)
-    x, c = x_of(), dora_norm(W, A, B, s=S)
-
-    def call(w):
-        other = frozen if w is W else frozen.dequantize()
-        return dora_linear_group(x, [DoraLayer(dense, A2, B2, m2, S), DoraLayer(w, A, B, m, S, norm=c), DoraLayer(other)])
-
-    assert_equal(both(call, W, [x, A, B, m, A2, B2, m2]))
-
-
-def test_an_mlp():
-    gate, up, down = weight("nf4", 64, K), weight("fp8", 64, K, seed=5), weight("mxfp4", K, 64, seed=6)
-    params = [adapter(w, i) for i, w in enumerate((gate, up, down))]
-    norms = [dora_norm(w, p[0], p[1], s=S) for w, p in zip((gate, up, down), params, strict=True)]
-    x = x_of()
-
-    def call(w):
-        weights = (gate, up, down) if w is gate else [each.dequantize() for each in (gate, up, down)]
-        return dora_mlp(x, *(DoraLayer(v, *p, S, norm=c) for v, p, c in zip(weights, params, norms, strict=True)))
-
-    assert_equal(both(call, gate, [x, *(t for p in params for t in p)]))
 
 
 def test_nothing_dense_is_saved():

@@ -5,13 +5,13 @@ import torch
 
 from fdora.functional import DoraLayer, dora_linear_group, dora_mlp, dora_norm
 from tests import device
-from tests.checks.group import joined, named
+from tests.checks.group import joined
 from tests.checks.mlp import ACTS
 from tests.close import rel_l2
-from tests.make import grads, tensors
+from tests.make import tensors
 from tests.memory import peak_bytes
 from tests.triton.marks import DTYPES, HALF, INTERPRETED, needs_gpu, needs_kernels
-from tests.triton.written import by_tma, copied, launches, results_of
+from tests.triton.written import copied, results_of
 
 pytestmark = needs_kernels
 DROPOUT = {"none": {}, "lora": dict(dropout_p=0.3, dropout_mode="lora"), "peft": dict(dropout_p=0.3, dropout_mode="peft")}
@@ -33,25 +33,6 @@ def inputs(M, dtype, adapter, shapes, s=(0.7, 0.7, 0.7), kind="plain"):
 
 def packed(t, biased):
     return DoraLayer(t["W"], t["A"], t["B"], t["m"], t["s"], t["bias"] if biased else None, t["c"])
-
-
-def run(f, layers, backend, dy=None, biased=(False, True, False), frozen=()):
-    """y and all gradients of ``f(x, members, backend)``."""
-    layers, leaves = named(layers, ("A", "B", "m", "bias"))
-    for i, yes in enumerate(biased):
-        if not yes:
-            del leaves[f"bias{i}"]
-    for i in frozen:
-        for n in "ABm":
-            del leaves[f"{n}{i}"]
-    members = [
-        DoraLayer(t["W"], bias=t["bias"] if yes else None) if i in frozen else packed(t, yes)
-        for i, (t, yes) in enumerate(zip(layers, biased, strict=True))
-    ]
-    y = f(leaves["x"], members, backend)
-    torch.manual_seed(1)
-    dy = torch.randn(y.shape, device=y.device).to(y.dtype) if dy is None else dy
-    return {"y": y.detach()} | grads(y, dy.to(y.dtype), **leaves)
 
 
 def grouped(**options):
@@ -188,20 +169,3 @@ def test_the_memory_of_an_mlp():
     y = dora_mlp(leaves[0], *members)
     kept = torch.cuda.memory_allocated() - before
     assert y.requires_grad and kept <= 2 * wide + narrow + 2 * M * 3 * r + (1 << 20), kept
-
-
-@pytest.mark.skipif("device.NAME != 'cpu'", reason="a GPU chooses TMA by itself; runs on a CPU with TRITON_INTERPRET=1")
-def test_adding_onto_tiles_by_tma(as_hopper, monkeypatch):
-    """The kernel of Hopper, interpreted: dx of the second layer on that of the first, ragged, several tiles a program."""
-    layers = inputs(70, HALF[0], HALF[0], ((72, 80, 24), (40, 80, 8), (64, 80, 8)))
-    for mode in ("none", "peft"):
-        f = grouped(**DROPOUT[mode], **({} if mode == "none" else {"seed": [1, 2, 3]}))
-        want = run(f, layers, "triton")
-        plans = as_hopper()
-        got = run(f, layers, "triton")
-        added = [step for plan in plans.values() for step in launches(plan, "gemm") if "accumulate" in step.constexprs]
-        assert len(added) == 2 and all(map(by_tma, added))
-        monkeypatch.undo()
-        plans.clear()
-        for n, v in got.items():
-            torch.testing.assert_close(v, want[n], rtol=4e-3, atol=4e-3)
