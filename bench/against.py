@@ -268,13 +268,14 @@ def measure(run: Run) -> None:
             here, there = (Checkout(root, options.device) for root in roots)
 
 
-def arguments(parser) -> None:
-    parser.add_argument("--other", type=Path, required=True, help="the other checkout")
-    parser.add_argument("--only", action="append", default=[], help="cases whose names begin so")
-    parser.add_argument("--jobs", type=int, default=0, help="processes of each checkout that compile ahead")
+OPTIONS = {
+    "--other": dict(type=Path, required=True, help="the other checkout"),
+    "--only": dict(action="append", default=[], help="cases whose names begin so"),
+    "--jobs": (0, "processes of each checkout that compile ahead"),
+}
 
 
-main = Suite(__doc__, measure, arguments, runs=9, seconds=math.inf)
+main = Suite(__doc__, measure, OPTIONS, runs=9, seconds=math.inf)
 
 
 if __name__ == "__main__":

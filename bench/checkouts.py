@@ -49,9 +49,14 @@ def folders(text: str) -> list[Path]:
     return found
 
 
-def add_rival_path(parser: argparse.ArgumentParser) -> None:
-    what = "folders with the paper's dora.py and dora_fused.py, or with files of bench.checkouts; comma separated or repeated"
-    parser.add_argument("--rival-path", type=folders, action="extend", default=[], help=what)
+RIVAL_PATH = {
+    "--rival-path": {
+        "type": folders,
+        "action": "extend",
+        "default": [],
+        "help": "folders with the paper's dora.py and dora_fused.py, or with files of bench.checkouts; may be several",
+    }
+}
 
 
 def module(name: str, **attributes) -> ModuleType:

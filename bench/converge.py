@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from bench.decoder import LINEARS
 from bench.rivals import paths
-from bench.suite import Run, Suite, numbers, words
+from bench.suite import One, Run, Some, Suite
 from bench.table import line, table
 
 WAYS = ("peft", "fdora", "float32")
@@ -183,22 +183,22 @@ def worse(row: dict) -> bool:
     return not mine <= 2 * theirs + SLACK
 
 
-def arguments(parser):
-    parser.add_argument("--seeds", type=numbers, default=[0, 1, 2])
-    parser.add_argument("--optimizers", type=words(("adamw", "muon"), "optimizers"), default=["adamw", "muon"])
-    parser.add_argument("--adapter", choices=DTYPES, default="fp32")
-    for name, count, what in COUNTS:
-        parser.add_argument(f"--{name}", type=int, default=count, help=what)
-    parser.add_argument("--quick", action="store_true", help="one seed, 200 steps")
-    parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
-    parser.add_argument("--full", action="store_true", help="also full DoRA: gradients through the norm")
-    parser.add_argument("--ways", type=words((*WAYS, FULL), "ways"), help=f"some of {', '.join((*WAYS, FULL))}")
-
-
-COUNTS = (
-    *(("steps", 2000, None), ("pretrain", 2000, "steps"), ("eval", 16, "held-out batches"), ("layers", 2, None)),
-    *(("r", 16, None), ("batch", 16, None), ("seq", 256, None)),
-)
+OPTIONS = {
+    "--steps": 2000,
+    "--pretrain": (2000, "steps"),
+    "--eval": (16, "held-out batches"),
+    "--layers": 2,
+    "--r": 16,
+    "--batch": 16,
+    "--seq": 256,
+    "--seeds": [0, 1, 2],
+    "--optimizers": Some(("adamw", "muon"), ["adamw", "muon"]),
+    "--adapter": One(DTYPES, "fp32"),
+    "--quick": (False, "one seed, 200 steps"),
+    "--tiny": False,
+    "--full": (False, "also full DoRA: gradients through the norm"),
+    "--ways": (Some((*WAYS, FULL), ()), f"some of {', '.join((*WAYS, FULL))}"),
+}
 
 
 def check(parser, options):
@@ -232,9 +232,7 @@ def judged(run: Run) -> None:
         raise SystemExit(f"fdora did not run every layer: {other}")
 
 
-main = Suite(
-    __doc__, measure, arguments, seconds=math.inf, check=check, show=lambda found: markdown(found["rows"]), judge=judged
-)
+main = Suite(__doc__, measure, OPTIONS, seconds=math.inf, check=check, show=lambda found: markdown(found["rows"]), judge=judged)
 parse = main.parse
 
 

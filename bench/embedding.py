@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from bench import clock
 from bench.clock import medians_of, wall_timer
-from bench.suite import Suite, numbers
+from bench.suite import One, Suite, numbers
 from bench.truth import rel_l2
 from bench.ways import S, Way, differentiated, mode_ms
 from fdora.functional import dora_conv2d, dora_embedding, dora_norm
@@ -112,9 +112,10 @@ def conv_rows(L, C, O, space, kernel, r, device, runs):
         yield row | mode_ms(ways, device, runs)
 
 
-def arguments(parser):
-    parser.add_argument("--tokens", type=numbers)
-    parser.add_argument("--only", choices=("embedding", "conv"))
+OPTIONS = {
+    "--tokens": numbers,
+    "--only": One(("embedding", "conv")),
+}
 
 
 def measure(run):
@@ -127,7 +128,7 @@ def measure(run):
             run.add(*conv_rows(*shape, options.device, options.runs))
 
 
-main = Suite(__doc__, measure, arguments, runs=9)
+main = Suite(__doc__, measure, OPTIONS, runs=9)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from bench.attempt import Failures
 from bench.clock import free
 from bench.experts_case import MODELS, Case, S, given_of, layer_errors, layer_way, mlp_errors, mlp_way
 from bench.multi import Timed, timed
-from bench.suite import Suite, numbers, words
+from bench.suite import One, Some, Suite
 from bench.truth import rel_l2
 from bench.ways import ADAPTERS, Way, by_mode, checked, kept_bytes
 from fdora.functional import dora_norm, dora_norm_tree
@@ -107,14 +107,15 @@ def cases(options) -> list[tuple[str, Callable[[], list[dict]]]]:
     return found
 
 
-def arguments(parser):
-    parser.add_argument("--models", type=words(MODELS, "models"), default=["mixtral", "qwen3-30b", "gpt-oss-20b"])
-    parser.add_argument("--T", type=numbers, default=[64, 4096], help="tokens, each of k experts")
-    parser.add_argument("--r", type=numbers, default=[16, 64])
-    parser.add_argument("--adapter", default="bf16", choices=list(ADAPTERS))
-    parser.add_argument("--ways", type=words(WAYS, "ways"), default=list(WAYS))
-    parser.add_argument("--quick", action="store_true", help="4096 tokens, r = 16, three runs")
-    parser.add_argument("--loop-ms", type=float, default=20.0, help="of wall time, at least, in one measurement")
+OPTIONS = {
+    "--models": Some(MODELS, ["mixtral", "qwen3-30b", "gpt-oss-20b"]),
+    "--T": ([64, 4096], "tokens, each of k experts"),
+    "--r": [16, 64],
+    "--adapter": One(ADAPTERS, "bf16"),
+    "--ways": Some(WAYS),
+    "--quick": (False, "4096 tokens, r = 16, three runs"),
+    "--loop-ms": (20.0, "of wall time, at least, in one measurement"),
+}
 
 
 def check(parser, options):
@@ -130,7 +131,7 @@ def measure(suite):
     suite.end(*OURS, "layer", "mlp", "norm")
 
 
-main = Suite(__doc__, measure, arguments, runs=9, seconds=math.inf, check=check)
+main = Suite(__doc__, measure, OPTIONS, runs=9, seconds=math.inf, check=check)
 
 
 if __name__ == "__main__":

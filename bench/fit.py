@@ -260,15 +260,16 @@ def measure(run):
         save_json(options.write, written(models, rows, results[0]["about"]["gpu"]))
 
 
-def arguments(parser):
-    parser.add_argument("runs", nargs="+", help="of bench.tune: h200/products_more")
-    parser.add_argument("--unseen", help="a run of bench.tune too")
-    parser.add_argument("--folds", type=int, default=4)
-    parser.add_argument("--write", type=Path)
-    parser.add_argument("--figure", type=Path)
+OPTIONS = {
+    "runs": dict(nargs="+", help="of bench.tune: h200/products_more"),
+    "--unseen": dict(help="a run of bench.tune too"),
+    "--folds": 4,
+    "--write": Path,
+    "--figure": Path,
+}
 
 
-main = Suite(__doc__, measure, arguments, device=None, show=lambda found: shown(found["summary"]))
+main = Suite(__doc__, measure, OPTIONS, device=None, show=lambda found: shown(found["summary"]))
 
 
 if __name__ == "__main__":

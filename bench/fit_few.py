@@ -95,12 +95,13 @@ def measure(run):
         save_json(options.write, written(fit, found))
 
 
-def arguments(parser):
-    parser.add_argument("runs", nargs="+", help="of bench.tune: few and few_both, h200/few")
-    parser.add_argument("--write", type=Path)
+OPTIONS = {
+    "runs": dict(nargs="+", help="of bench.tune: few and few_both, h200/few"),
+    "--write": Path,
+}
 
 
-main = Suite(__doc__, measure, arguments, device=None, show=lambda found: shown(found["summary"]))
+main = Suite(__doc__, measure, OPTIONS, device=None, show=lambda found: shown(found["summary"]))
 
 
 if __name__ == "__main__":

@@ -27,12 +27,11 @@ from bench.attempt import Failures
 from bench.clock import medians_of
 from bench.fp8_error import SCALES
 from bench.layer import truths
-from bench.suite import Run, Suite
+from bench.suite import Run, Some, Suite, shapes
 from bench.ways import BF16, Inputs, S
 from fdora.functional import dora_linear, dora_norm
 from fdora.quant import QuantWeight, quantize
 
-SHAPES = "4096x4096,4096x14336,14336x4096,8192x8192"  # K x N
 E4M3 = torch.float8_e4m3fn
 
 
@@ -72,21 +71,21 @@ def row_of(M: int, K: int, N: int, r: int, scale: str, options: argparse.Namespa
     return row | {"error": error, "failed": dict(failed)}
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", default=SHAPES, help="KxN, comma separated (default: %(default)s)")
-    parser.add_argument("--M", default="16,512,4096")
-    parser.add_argument("--r", type=int, default=64)
-    parser.add_argument("--scales", default="row,128 x 128", help="of W: tensor, row, 128 x 128")
+OPTIONS = {
+    "--shapes": (shapes("4096x4096,4096x14336,14336x4096,8192x8192"), "K x N"),
+    "--M": [16, 512, 4096],
+    "--r": 64,
+    "--scales": (Some(SCALES, ["row", "128 x 128"]), "of W"),
+}
 
 
 def measure(run: Run) -> None:
     options = run.options
-    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
-    for M, (K, N), scale in run.cases(product(map(int, options.M.split(",")), shapes, options.scales.split(","))):
+    for M, (K, N), scale in run.cases(product(options.M, options.shapes, options.scales)):
         run.add(row_of(M, K, N, options.r, scale, options))
 
 
-main = Suite(__doc__, measure, arguments, runs=5)
+main = Suite(__doc__, measure, OPTIONS, runs=5)
 
 
 if __name__ == "__main__":

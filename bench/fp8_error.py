@@ -52,9 +52,9 @@ def errors(scale, kind, M, N, K, r):
 SIZES = (("tokens", 512), ("out", 1024), ("in", 4096), ("rank", 16))
 
 
-def arguments(parser):
-    for name, size in SIZES:
-        parser.add_argument(f"--{name}", type=int, default=size)
+OPTIONS = {
+    **{f"--{name}": size for name, size in SIZES},
+}
 
 
 def measure(run):
@@ -65,7 +65,7 @@ def measure(run):
     run.set(sizes=sizes)
 
 
-main = Suite(__doc__, measure, arguments, device=None)
+main = Suite(__doc__, measure, OPTIONS, device=None)
 
 
 if __name__ == "__main__":

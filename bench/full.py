@@ -66,9 +66,10 @@ def rows_of(shape: tuple[int, int, int, int], device: str, runs: int, kernels: b
     return rows
 
 
-def arguments(parser):
-    parser.add_argument("--kernels", action="store_true", help="print the kernels of a step, named and timed")
-    parser.add_argument("--tiny", action="store_true", help="one small shape, for a smoke test")
+OPTIONS = {
+    "--kernels": (False, "print the kernels of a step, named and timed"),
+    "--tiny": (False, "one small shape, for a smoke test"),
+}
 
 
 def measure(run):
@@ -77,7 +78,7 @@ def measure(run):
         run.add(*rows_of(shape, options.device, options.runs, options.kernels))
 
 
-main = Suite(__doc__, measure, arguments, runs=9)
+main = Suite(__doc__, measure, OPTIONS, runs=9)
 
 
 if __name__ == "__main__":

@@ -29,10 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.checkouts import add_rival_path, axolotl_group, unsloth_group
+from bench.checkouts import RIVAL_PATH, axolotl_group, unsloth_group
 from bench.clock import Timer, anchor_graph, free, launches_of, medians, quick_timer, wall_timer
 from bench.rivals import peft_layer
-from bench.suite import Suite, numbers, words
+from bench.suite import Some, Suite
 from bench.truth import gradients, rel_l2
 from bench.ways import ADAPTERS, Inputs, S, Way, by_mode, checked, differentiated, kept_bytes
 from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp
@@ -212,15 +212,16 @@ def rows_of(model: str, part: str, M: int, r: int, adapter: str, options, where:
     return rows
 
 
-def arguments(parser):
-    parser.add_argument("--models", type=words(MODELS, "models"), default=["llama8b", "qwen8b"])
-    parser.add_argument("--parts", type=words(PARTS, "parts"), default=list(PARTS))
-    parser.add_argument("--M", type=numbers, default=[4096])
-    parser.add_argument("--r", type=numbers, default=[16, 384])
-    parser.add_argument("--adapter", type=words(ADAPTERS, "adapter"), default=["bf16"], help="bf16,fp32")
-    parser.add_argument("--ways", type=words(WAYS, "ways"), default=list(WAYS))
-    add_rival_path(parser)
-    parser.add_argument("--quick", action="store_true", help="q/k/v and the MLP of llama8b, r 16 and 64, 4096 and 512 tokens")
+OPTIONS = {
+    "--models": Some(MODELS, ["llama8b", "qwen8b"]),
+    "--parts": Some(PARTS),
+    "--M": [4096],
+    "--r": [16, 384],
+    "--adapter": (Some(ADAPTERS, ["bf16"]), "bf16,fp32"),
+    "--ways": Some(WAYS),
+    **RIVAL_PATH,
+    "--quick": (False, "q/k/v and the MLP of llama8b, r 16 and 64, 4096 and 512 tokens"),
+}
 
 
 def check(parser, options):
@@ -247,7 +248,7 @@ def measure(run):
     run.end("fdora", "separate")
 
 
-main = Suite(__doc__, measure, arguments, runs=9, seconds=math.inf, check=check, ahead=ahead)
+main = Suite(__doc__, measure, OPTIONS, runs=9, seconds=math.inf, check=check, ahead=ahead)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from bench.attempt import Failures
 from bench.clock import medians, wall_timer
-from bench.suite import Suite
+from bench.suite import One, Some, Suite
 from bench.ways import ADAPTERS, Inputs, build
+from bench.ways import WAYS as EVERY
 
 ROOT = Path(__file__).parent.parent
 WAYS = ("frozen", "peft_lora", "peft_dora", "fdora", "fdora_inside")
@@ -65,8 +66,8 @@ def per_call(options) -> list[dict]:
     """us per call of each way, forward without a graph and forward with backward."""
     inputs = Inputs.random(options.M, options.K, options.N, options.r, ADAPTERS[options.adapter], options.device)
     failed = Failures()
-    ways = failed.attempt(options.ways.split(","), lambda name: build(name, inputs))
-    rows = {name: {"way": name} for name in options.ways.split(",")}
+    ways = failed.attempt(options.ways, lambda name: build(name, inputs))
+    rows = {name: {"way": name} for name in options.ways}
     for mode in ("fwd", "fwd_bwd"):
         fns = {name: fn for name, way in ways.items() if (fn := way.forward if mode == "fwd" else way.both)}
         timers = failed.attempt(fns, lambda name: wall_timer(fns[name], options.device, options.loop_ms))
@@ -75,13 +76,13 @@ def per_call(options) -> list[dict]:
     return [row | ({"failed": failed[name]} if name in failed else {}) for name, row in rows.items()]
 
 
-def arguments(parser):
-    for name, size in (("M", 16), ("K", 512), ("N", 512), ("r", 16)):
-        parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--adapter", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--first-call", action="store_true")
-    parser.add_argument("--loop-ms", type=float, default=20.0, help="about the length of one loop")
+OPTIONS = {
+    **{f"--{name}": size for name, size in dict(M=16, K=512, N=512, r=16).items()},
+    "--adapter": One(ADAPTERS, "bf16"),
+    "--ways": Some(EVERY, WAYS),
+    "--first-call": False,
+    "--loop-ms": (20.0, "about the length of one loop"),
+}
 
 
 def measure(run):
@@ -93,7 +94,7 @@ def measure(run):
         run.add(*first_call(sizes, options.device), part="first_call")
 
 
-main = Suite(__doc__, measure, arguments, runs=31)
+main = Suite(__doc__, measure, OPTIONS, runs=31)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from triton.runtime.build import compile_module_from_src  # noqa: E402
 from bench.decoder import LINEARS  # noqa: E402
 from bench.issue_time import PARTS, excess, issue, profiled  # noqa: E402
 from bench.steps import WAYS, Cell, Way, build, inputs  # noqa: E402
-from bench.suite import Run, Suite, add_stack  # noqa: E402
+from bench.suite import Run, Suite, stack  # noqa: E402
 from fdora import _dispatch, _facts, _plain  # noqa: E402
 from fdora.triton import tree  # noqa: E402
 from fdora.triton.runtime import native, private, walk  # noqa: E402
@@ -157,14 +157,15 @@ def measure(run: Run) -> None:
         profiled(way, "cpu", 20).print_stats(options.profile)
 
 
-def arguments(parser) -> None:
-    add_stack(parser, 8, WAYS, seq=None)
-    parser.add_argument("--steps", type=int, default=60, help="of each way")
-    parser.add_argument("--alone", action="store_true", help="only parts of one layer in loops")
-    parser.add_argument("--profile", type=int, default=0, help="show that many lines of a profile of each way")
+OPTIONS = {
+    **stack(8, WAYS, seq=None),
+    "--steps": (60, "of each way"),
+    "--alone": (False, "only parts of one layer in loops"),
+    "--profile": (0, "show that many lines of a profile of each way"),
+}
 
 
-main = Suite(__doc__, measure, arguments)
+main = Suite(__doc__, measure, OPTIONS)
 
 
 if __name__ == "__main__":

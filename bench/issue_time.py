@@ -11,7 +11,6 @@ PEFT's LoRA takes beyond it.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import pstats
 import statistics
@@ -21,7 +20,7 @@ import torch
 
 from bench.clock import synchronize
 from bench.steps import SIZES, WAYS, Cell, Way, agreed, build, inputs, judged
-from bench.suite import Run, Suite, add_stack
+from bench.suite import One, Run, Suite, stack
 from bench.table import table
 
 PARTS = ("forward", "backward")
@@ -82,11 +81,12 @@ def profiled(way: Way, device: str, steps: int = 10) -> pstats.Stats:
     return pstats.Stats(profile).sort_stats("tottime")
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    add_stack(parser, 8, WAYS, seq=512, r=16)
-    parser.add_argument("--model", choices=SIZES, default="2048")
-    parser.add_argument("--steps", type=int, default=15, help="of each way in a run")
-    parser.add_argument("--profile", type=int, default=0, help="show that many lines of a profile of each way's forward")
+OPTIONS = {
+    **stack(8, WAYS, seq=512, r=16),
+    "--model": One(SIZES, "2048"),
+    "--steps": (15, "of each way in a run"),
+    "--profile": (0, "show that many lines of a profile of each way's forward"),
+}
 
 
 def measure(run: Run) -> None:
@@ -122,7 +122,7 @@ def markdown(runs: list[dict], order: list[str]) -> str:
     return table(head, lines)
 
 
-main = Suite(__doc__, measure, arguments, runs=3, judge=judged)
+main = Suite(__doc__, measure, OPTIONS, runs=3, judge=judged)
 parse = main.parse
 
 

@@ -27,7 +27,7 @@ from bench import jobs_pipeline
 from bench.clock import free
 from bench.jobs_model import CLIP, LINEARS, LR, Jobs, by_modules
 from bench.jobs_pipeline import rows_of, wall
-from bench.suite import Run, Suite, words
+from bench.suite import Run, Some, Suite
 from fdora.integrations.peft import use_fdora
 from fdora.jobs.loop import Model, train_step
 from fdora.jobs.loop.step import leaves_of, on
@@ -155,17 +155,18 @@ def measure(run: Run) -> None:
     (one_process if options.world == 1 else jobs_pipeline.measure)(run, jobs)
 
 
-def arguments(parser) -> None:
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--r", type=int, default=16)
-    parser.add_argument("--capacity", type=int, default=6144, help="tokens of a microbatch")
-    parser.add_argument("--samples", type=int, default=8, help="of a batch")
-    parser.add_argument("--batches", type=int, default=3, help="of each job")
-    parser.add_argument("--ways", type=words(WAYS, "ways"), default=list(WAYS))
-    parser.add_argument("--tiny", action="store_true", help="small widths and samples in float32, for a smoke test")
+OPTIONS = {
+    "--layers": 4,
+    "--r": 16,
+    "--capacity": (6144, "tokens of a microbatch"),
+    "--samples": (8, "of a batch"),
+    "--batches": (3, "of each job"),
+    "--ways": Some(WAYS),
+    "--tiny": (False, "small widths and samples in float32, for a smoke test"),
+}
 
 
-main = Suite(__doc__, measure, arguments, runs=5, world=1, ahead=jobs_pipeline.ahead)
+main = Suite(__doc__, measure, OPTIONS, runs=5, world=1, ahead=jobs_pipeline.ahead)
 parse = main.parse
 
 

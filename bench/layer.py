@@ -28,9 +28,9 @@ from statistics import geometric_mean
 import torch
 from torch import Tensor
 
-from bench.checkouts import add_rival_path
+from bench.checkouts import RIVAL_PATH
 from bench.clock import free, medians, medians_of, wall_timer
-from bench.suite import Suite
+from bench.suite import Some, Suite
 from bench.truth import Truth
 from bench.ways import ADAPTERS, DORA, KEEP_NORM, LORA, RIVALS, WAYS, Inputs, S, Way, build, by_mode, checked, opponent
 from tests.memory import peak_bytes
@@ -158,30 +158,29 @@ def cases(options) -> list[tuple]:
     if options.quick:
         picked = QUICK
     else:
-        names = MODELS if options.shapes == "all" else options.shapes.split(",")
+        names = MODELS if options.shapes == ["all"] else options.shapes
         shapes = dict.fromkeys(shape for name in names for shape in MODELS.get(name, (name,)))
-        picked = product(shapes, map(int, options.M.split(",")), map(int, options.r.split(",")))
-    return [(M, *map(int, shape.split("x")), r, a) for shape, M, r in picked for a in options.adapter.split(",")]
+        picked = product(shapes, options.M, options.r)
+    return [(M, *map(int, shape.split("x")), r, a) for shape, M, r in picked for a in options.adapter]
 
 
-def arguments(parser):
-    parser.add_argument("--shapes", default="llama8b", help=f"of {', '.join(MODELS)}, all, or KxN")
-    parser.add_argument("--M", default="4096")
-    parser.add_argument("--r", default="16,64,384")
-    parser.add_argument("--adapter", default="bf16", help="bf16,fp32")
-    parser.add_argument("--quick", action="store_true", help="12 cases instead of --shapes, --M and --r")
-    parser.add_argument("--ways", default=",".join(WAYS), help="comma separated; -NAME leaves one out")
-    add_rival_path(parser)
-    parser.add_argument("--peft-autocast", action="store_true", help="PEFT's layers under bf16 autocast, as trainers run them")
-    parser.add_argument("--wall", action="store_true")
+LEFT_OUT = tuple(f"-{name}" for name in WAYS)
+OPTIONS = {
+    "--shapes": (["llama8b"], f"of {', '.join(MODELS)}, all, or KxN"),
+    "--M": [4096],
+    "--r": [16, 64, 384],
+    "--adapter": Some(ADAPTERS, ["bf16"]),
+    "--quick": (False, "12 cases instead of --shapes, --M and --r"),
+    "--ways": (Some((*WAYS, *LEFT_OUT), WAYS), "comma separated; -NAME leaves one out"),
+    **RIVAL_PATH,
+    "--peft-autocast": (False, "PEFT's layers under bf16 autocast, as trainers run them"),
+    "--wall": False,
+}
 
 
 def check(parser, options):
-    named = options.ways.split(",")
-    dropped = {name[1:] for name in named if name.startswith("-")}
-    options.ways = [w for w in (WAYS if dropped else named) if w not in dropped]
-    if unknown := (set(options.ways) | dropped) - set(WAYS):
-        parser.error(f"unknown ways: {', '.join(sorted(unknown))}")
+    dropped = {name[1:] for name in options.ways if name.startswith("-")}
+    options.ways = [w for w in (WAYS if dropped else options.ways) if w not in dropped]
 
 
 def measure(run):
@@ -197,7 +196,7 @@ def measure(run):
     run.end("fdora")
 
 
-main = Suite(__doc__, measure, arguments, runs=9, seconds=math.inf, check=check)
+main = Suite(__doc__, measure, OPTIONS, runs=9, seconds=math.inf, check=check)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from bench.clock import medians, wall_timer
 from bench.decoder import DTYPES, MOST_APART, adapters, agreement, judge, wall_and_peak
 from bench.rivals import paths
 from bench.steps import SIZES, Cell, Stack, Way
-from bench.suite import Run, Suite, add_compiled, add_stack, compilations, words
+from bench.suite import COMPILED, Run, Some, Suite, compilations, stack
 from bench.ways import S
 from fdora.functional import dora_linear, dora_norm
 
@@ -75,12 +75,13 @@ def rows_of(ways: dict[str, Way], compiled: bool, run: Run) -> list[dict]:
     return list(rows.values())
 
 
-def arguments(parser) -> None:
-    add_stack(parser, 12, WAYS, r=384)
-    parser.add_argument("--modes", type=words(MODES, "modes"), default=list(MODES))
-    add_compiled(parser)
-    parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
-    parser.add_argument("--quick", action="store_true", help="four layers, three turns")
+OPTIONS = {
+    **stack(12, WAYS, r=384),
+    "--modes": Some(MODES),
+    **COMPILED,
+    "--tiny": False,
+    "--quick": (False, "four layers, three turns"),
+}
 
 
 def check(parser, options) -> None:
@@ -120,7 +121,7 @@ def judged(run: Run) -> None:
     judge(apart, MOST_APART[run.options.dtype], run.failed, ran)
 
 
-main = Suite(__doc__, measure, arguments, runs=7, seconds=math.inf, check=check, judge=judged)
+main = Suite(__doc__, measure, OPTIONS, runs=7, seconds=math.inf, check=check, judge=judged)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from bench.clock import free
 from bench.decoder import DTYPES, MOST_APART, adapters, apart, compile_each, judge, of_part, wall_and_peak
 from bench.rivals import adapted, paths
-from bench.suite import Run, Suite, add_compiled, add_stack, compilations, numbers, words
+from bench.suite import COMPILED, One, Run, Some, Suite, compilations, numbers, stack
 from bench.table import pivot, side_by_side
 from bench.ways import S
 
@@ -393,15 +393,16 @@ def markdown(result: dict) -> str:
     return side_by_side([""], found, "{}: ms / tokens/s / MB")
 
 
-def arguments(parser):
-    add_stack(parser, 4, WAYS, many=True)
-    parser.add_argument("--model", choices=ARCHITECTURES, default="qwen3-8b")
-    parser.add_argument("--modes", type=words(MODES, "modes"))
-    parser.add_argument("--sweep", choices=SWEEPS)
-    parser.add_argument("--values", type=numbers, help="of the sweep")
-    add_compiled(parser)
-    parser.add_argument("--quick", action="store_true", help="bf16 adapters, four modes, three turns")
-    parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
+OPTIONS = {
+    **stack(4, WAYS, many=True),
+    "--model": One(ARCHITECTURES, "qwen3-8b"),
+    "--modes": Some(MODES, ()),
+    "--sweep": One(SWEEPS),
+    "--values": (numbers, "of the sweep"),
+    **COMPILED,
+    "--quick": (False, "bf16 adapters, four modes, three turns"),
+    "--tiny": False,
+}
 
 
 def check(parser, options):
@@ -437,7 +438,7 @@ def judged(run: Run) -> None:
     judge(apart, MOST_APART[run.options.dtype], run.failed, run.result["paths"])
 
 
-main = Suite(__doc__, measure, arguments, runs=7, seconds=math.inf, check=check, show=shown, judge=judged)
+main = Suite(__doc__, measure, OPTIONS, runs=7, seconds=math.inf, check=check, show=shown, judge=judged)
 parse = main.parse
 
 

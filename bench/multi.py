@@ -36,11 +36,11 @@ import torch
 from torch import Tensor
 
 from bench.attempt import Failures
-from bench.checkouts import add_rival_path
+from bench.checkouts import RIVAL_PATH
 from bench.clock import free, medians, medians_of, wall_timer
 from bench.kernels import by_name, profiled
 from bench.multi_ways import WAYS, Bank, S, build, errors
-from bench.suite import Suite, numbers, shapes, words
+from bench.suite import One, Some, Suite, shapes
 from bench.truth import rel_l2
 from bench.ways import ADAPTERS, checked
 from fdora.functional import dora_norm
@@ -178,20 +178,19 @@ def compile_case(case: Case, adapter: str, device: str) -> None:
             way.both()
 
 
-def arguments(parser):
-    parser.add_argument("--shapes", type=shapes, default=[(4096, 4096), (4096, 14336)], help="K x N")
-    parser.add_argument("--M", type=int, default=8192)
-    parser.add_argument("--decode", type=int, default=64, help="tokens, each of its own adapter")
-    parser.add_argument("--G", type=numbers, default=[1, 2, 4, 8, 32])
-    parser.add_argument("--r", type=lambda text: text.split(","), default=["16", "mixed"])
-    parser.add_argument("--adapter", default="bf16", choices=list(ADAPTERS))
-    parser.add_argument("--ways", type=words(WAYS, "ways"), default=list(WAYS))
-    add_rival_path(parser)
-    parser.add_argument("--quick", action="store_true", help="4 and 32 adapters, three runs")
-    parser.add_argument("--loop-ms", type=float, default=20.0, help="of wall time, at least, in one measurement")
-    parser.add_argument(
-        "--kernels", action="store_true", help="of one and multi: GPU time by kernel, as torch's profiler sees it"
-    )
+OPTIONS = {
+    "--shapes": dict(type=shapes, default=[(4096, 4096), (4096, 14336)], help="K x N"),
+    "--M": 8192,
+    "--decode": (64, "tokens, each of its own adapter"),
+    "--G": [1, 2, 4, 8, 32],
+    "--r": ["16", "mixed"],
+    "--adapter": One(ADAPTERS, "bf16"),
+    "--ways": Some(WAYS),
+    **RIVAL_PATH,
+    "--quick": (False, "4 and 32 adapters, three runs"),
+    "--loop-ms": (20.0, "of wall time, at least, in one measurement"),
+    "--kernels": (False, "of one and multi: GPU time by kernel, as torch's profiler sees it"),
+}
 
 
 def check(parser, options):
@@ -211,7 +210,7 @@ def measure(run):
     run.end("one", "loop", "multi", "train", "decode", "norm")
 
 
-main = Suite(__doc__, measure, arguments, runs=9, seconds=math.inf, check=check, ahead=ahead)
+main = Suite(__doc__, measure, OPTIONS, runs=9, seconds=math.inf, check=check, ahead=ahead)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from itertools import product
 import torch
 
 from bench.kernels import by_name, profiled
-from bench.suite import Suite
+from bench.suite import Some, Suite
 from fdora.functional import dora_norm, dora_norm_state, dora_norm_tree, dora_norm_tree_state
 
 S, CALLS = 2.0, 10
@@ -61,19 +61,20 @@ def case(model: str, layers: int, r: int, device: str, speed: float | None) -> l
     return rows
 
 
-def arguments(parser):
-    parser.add_argument("--models", default="qwen3-8b,qwen3-1.7b", help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--r", default="16,384")
+OPTIONS = {
+    "--models": Some(MODELS, ["qwen3-8b", "qwen3-1.7b"]),
+    "--layers": 12,
+    "--r": [16, 384],
+}
 
 
 def measure(run):
     options, speed = run.options, run.facts.get("bytes_per_ms")
-    for model, r in run.cases(product(options.models.split(","), map(int, options.r.split(",")))):
+    for model, r in run.cases(product(options.models, options.r)):
         run.add(*case(model, options.layers, r, options.device, speed))
 
 
-main = Suite(__doc__, measure, arguments)
+main = Suite(__doc__, measure, OPTIONS)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from bench.clock import medians
 from bench.decoder import DTYPES, MOST_APART
 from bench.processes import timed
-from bench.suite import Run, Suite, numbers
+from bench.suite import One, Run, Suite
 from bench.ways import S
 from fdora.functional import dora_linear, dora_norm, dora_norm_tree
 
@@ -215,12 +215,13 @@ def judge(run: Run) -> None:
         raise SystemExit(f"apart from one process: {wrong}")
 
 
-def arguments(parser) -> None:
-    parser.add_argument("--M", type=int, default=4096, help="tokens")
-    parser.add_argument("--r", type=numbers, default=[64, 384])
-    parser.add_argument("--layers", type=int, default=4, help="decoder layers whose norms are computed")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
+OPTIONS = {
+    "--M": (4096, "tokens"),
+    "--r": [64, 384],
+    "--layers": (4, "decoder layers whose norms are computed"),
+    "--dtype": One(DTYPES, "bf16"),
+    "--tiny": False,
+}
 
 
 def check(parser, options) -> None:
@@ -229,7 +230,7 @@ def check(parser, options) -> None:
         parser.error("--runs must be at least 1")
 
 
-main = Suite(__doc__, measure, arguments, runs=9, world=2, check=check, judge=judge)
+main = Suite(__doc__, measure, OPTIONS, runs=9, world=2, check=check, judge=judge)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from bench.attempt import Failures
 from bench.clock import free, once
 from bench.decoder import DTYPES, adapters
 from bench.model import ARCHITECTURES, Trained, network
-from bench.suite import Run, Suite, words
+from bench.suite import Run, Some, Suite
 from tests.memory import held_bytes, peak_bytes
 
 MODELS = ("llama-3.1-8b", "qwen3-8b", "qwen2.5-7b")
@@ -163,13 +163,14 @@ def rows_of(model: str, options, failures: Failures) -> list[dict]:
     return rows
 
 
-def arguments(parser):
-    parser.add_argument("--models", type=words(ARCHITECTURES, "models"), default=list(MODELS))
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--r", type=int, default=64)
-    parser.add_argument("--cases", default=CASES, help="adapter's dtype : sequences x length : tokens of each loss, 0 for all")
-    parser.add_argument("--ways", type=words(WAYS, "ways"), default=list(WAYS))
-    parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
+OPTIONS = {
+    "--models": Some(ARCHITECTURES, list(MODELS)),
+    "--layers": 4,
+    "--r": 64,
+    "--cases": (CASES, "adapter's dtype : sequences x length : tokens of each loss, 0 for all"),
+    "--ways": Some(WAYS),
+    "--tiny": False,
+}
 
 
 def check(parser, options):
@@ -186,7 +187,7 @@ def measure_all(run: Run) -> None:
         free(run.options.device)
 
 
-main = Suite(__doc__, measure_all, arguments, runs=3, seconds=math.inf, check=check, judge=lambda run: run.end(""))
+main = Suite(__doc__, measure_all, OPTIONS, runs=3, seconds=math.inf, check=check, judge=lambda run: run.end(""))
 parse = main.parse
 
 

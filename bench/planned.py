@@ -42,12 +42,13 @@ def show(result):
     return "\n\n".join(lines)
 
 
-def arguments(parser):
-    parser.add_argument("run", nargs="?", default="h200/peaks", help="of bench.peaks; the default is %(default)s")
-    parser.add_argument("--gpu", default="h200", help="whose rates; the default is %(default)s")
+OPTIONS = {
+    "run": dict(nargs="?", default="h200/peaks", help="of bench.peaks; the default is %(default)s"),
+    "--gpu": ("h200", "whose rates; the default is %(default)s"),
+}
 
 
-main = Suite(__doc__, measure, arguments, device=None, show=show)
+main = Suite(__doc__, measure, OPTIONS, device=None, show=show)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from torch import nn
 
 from bench import ways
 from bench.kernels import kernels_of, short
-from bench.suite import Run, Suite
+from bench.suite import One, Run, Suite
 from bench.table import table
 
 
@@ -227,13 +227,13 @@ def language_model(options) -> tuple[Any, dict[str, nn.Module], int]:
 WHAT = {"layer": layer, "vit": vit_model, "model": language_model}
 
 
-def arguments(parser) -> None:
-    parser.add_argument("what", choices=WHAT)
-    parser.add_argument("--mode", choices=["inference", "gradient"], default="gradient")
-    parser.add_argument("--way", help='of a model: one of bench.vit, of bench.model; of a layer "inside" computes its norm too')
-    for name, size in (("M", 4096), ("K", 4096), ("N", 4096), ("r", 64), ("layers", 2), ("batch", 0)):
-        parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--out", type=Path, required=True, help="a folder")
+OPTIONS = {
+    "what": dict(choices=WHAT),
+    **{f"--{name}": size for name, size in dict(M=4096, K=4096, N=4096, r=64, layers=2, batch=0).items()},
+    "--mode": One(["inference", "gradient"], "gradient"),
+    "--way": dict(help='of a model: one of bench.vit, of bench.model; of a layer "inside" computes its norm too'),
+    "--out": dict(type=Path, required=True, help="a folder"),
+}
 
 
 def measure(run: Run) -> None:
@@ -247,7 +247,7 @@ def measure(run: Run) -> None:
     (options.out / "kernels.md").write_text(markdown(run.result["rows"]) + "\n")
 
 
-main = Suite(__doc__, measure, arguments, show=lambda result: markdown(result["rows"]))
+main = Suite(__doc__, measure, OPTIONS, show=lambda result: markdown(result["rows"]))
 parse = main.parse
 
 

@@ -32,11 +32,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.attempt import Failures
-from bench.checkouts import add_rival_path, axolotl_linear, unsloth_linear
+from bench.checkouts import RIVAL_PATH, axolotl_linear, unsloth_linear
 from bench.clock import free, medians_of
 from bench.layer import TOLERANCE, errors, truths
 from bench.rivals import peft_layer
-from bench.suite import Run, Suite, numbers, shapes, words
+from bench.suite import Run, Some, Suite, shapes
 from bench.table import table
 from bench.truth import norm_of
 from bench.ways import BF16, Inputs, S, Way, by_mode, checked, trained
@@ -243,13 +243,14 @@ def markdown(result: dict) -> str:
     return "\n\n".join([*parts, table(head, norms)] if norms else parts)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", type=shapes, default=SHAPES, help="KxN, comma separated")
-    parser.add_argument("--M", type=numbers, default=[1, 16, 512, 4096, 16384])
-    parser.add_argument("--r", type=numbers, default=[16, 64, 384])
-    parser.add_argument("--ways", type=words(WAYS, "ways"), default=list(WAYS), help="comma separated")
-    parser.add_argument("--no-norms", action="store_true", help="layers alone")
-    add_rival_path(parser)
+OPTIONS = {
+    "--shapes": dict(type=shapes, default=SHAPES, help="KxN, comma separated"),
+    "--M": [1, 16, 512, 4096, 16384],
+    "--r": [16, 64, 384],
+    "--ways": (Some(WAYS), "comma separated"),
+    "--no-norms": (False, "layers alone"),
+    **RIVAL_PATH,
+}
 
 
 def cases(options: argparse.Namespace) -> list[tuple[int, ...]]:
@@ -272,7 +273,7 @@ def measure(run: Run) -> None:
     run.end("fdora")
 
 
-main = Suite(__doc__, measure, arguments, runs=7, seconds=math.inf, ahead=lambda options: (compile_case, cases(options)))
+main = Suite(__doc__, measure, OPTIONS, runs=7, seconds=math.inf, ahead=lambda options: (compile_case, cases(options)))
 
 
 if __name__ == "__main__":

@@ -125,11 +125,12 @@ def measure(run):
         page.write_text(written(page.read_text(), found))
 
 
-def arguments(parser):
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the figures into the table of this page")
+OPTIONS = {
+    "--write": dict(type=Path, metavar="PAGE", help="put the figures into the table of this page"),
+}
 
 
-main = Suite(__doc__, measure, arguments)
+main = Suite(__doc__, measure, OPTIONS)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from bench.clock import free, medians, once
 from bench.decoder import adapters
 from bench.rivals import paths
 from bench.steps import MICRO, SIZES, Cell, Gpu, Stack, Way, agreement, inputs
-from bench.suite import Run, Suite, words
+from bench.suite import One, Run, Some, Suite
 from bench.table import table
 from tests.memory import peak_bytes
 
@@ -73,12 +73,13 @@ def whole(options: argparse.Namespace, packed: int, adapted: int, peak: int) -> 
     return {name: round(size / 1e9, 2) for name, size in {**parts, "sum": sum(parts.values())}.items()}
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=list(MODELS), default="70b")
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--S", type=int, default=4096)
-    parser.add_argument("--r", type=int, default=64)
-    parser.add_argument("--ways", type=words(WAYS, "ways"), default=list(WAYS))
+OPTIONS = {
+    "--model": One(MODELS, "70b"),
+    "--layers": 1,
+    "--S": 4096,
+    "--r": 64,
+    "--ways": Some(WAYS),
+}
 
 
 def markdown(result: dict) -> str:
@@ -122,7 +123,7 @@ def measure(run: Run) -> None:
     run.set(whole={name: whole(options, run.result["packed_bytes"], count, peak) for name, peak in steps.items()})
 
 
-main = Suite(__doc__, measure, arguments, runs=7, show=markdown, judge=lambda run: run.end("use_fdora"))
+main = Suite(__doc__, measure, OPTIONS, runs=7, show=markdown, judge=lambda run: run.end("use_fdora"))
 
 
 if __name__ == "__main__":

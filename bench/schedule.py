@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from math import log
 from statistics import mean
 
-from bench.suite import Suite
+from bench.suite import One, Suite
 from bench.table import table
 from fdora.jobs.schedule import Schedule, Spec, Timeline, insert_noops, schedule, simulate
 from fdora.jobs.schedule.groups import rounds_of
@@ -128,14 +128,15 @@ def markdown(result: dict) -> str:
     return "\n\n".join([*parts, "Time to find a schedule:", table([name.replace("_s", ", s") for name in names], times)])
 
 
-def arguments(parser):
-    parser.add_argument("--device", default="cpu", choices=("cpu",))
-    parser.add_argument("--capacity", type=int, default=6144)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--multiple", type=int, default=128)
-    parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--batches", type=int, default=12)
-    parser.add_argument("--total", type=int, default=25_600, help="samples of the schedule that is timed; 0: none")
+OPTIONS = {
+    "--device": One(("cpu",), "cpu"),
+    "--capacity": 6144,
+    "--depth": 4,
+    "--multiple": 128,
+    "--samples": 16,
+    "--batches": 12,
+    "--total": (25600, "samples of the schedule that is timed; 0: none"),
+}
 
 
 def measure(run):
@@ -147,7 +148,7 @@ def measure(run):
     print("\n" + markdown(run.result))
 
 
-main = Suite(__doc__, measure, arguments, device=None)
+main = Suite(__doc__, measure, OPTIONS, device=None)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 from bench.attempt import Failures
 from bench.clock import anchor_graph, free, launches_of, medians, once, quick_timer
 from bench.layer import TOLERANCE
-from bench.suite import Suite, numbers
+from bench.suite import Some, Suite, numbers
 from bench.table import table
 from bench.truth import Truth
 from bench.ways import BF16, Inputs, S, build
@@ -169,11 +169,12 @@ def summarize(rows: list[dict]) -> dict:
     return summary
 
 
-def arguments(parser):
-    parser.add_argument("--seed", type=int, default=16)
-    parser.add_argument("--shapes", type=int, default=64)
-    parser.add_argument("--shape", type=numbers, action="append", help="M,K,N,r in the place of those drawn")
-    parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help="comma separated")
+OPTIONS = {
+    "--seed": 16,
+    "--shapes": 64,
+    "--shape": dict(type=numbers, action="append", help="M,K,N,r in the place of those drawn"),
+    "--ways": Some((*WAYS, "fdora_dz"), WAYS),
+}
 
 
 def shapes(options):
@@ -199,7 +200,7 @@ def measure(run):
     print(table(["ratio", "mean", "worst", "at", "cases"], lines))
 
 
-main = Suite(__doc__, measure, arguments, runs=5, seconds=math.inf, ahead=ahead)
+main = Suite(__doc__, measure, OPTIONS, runs=5, seconds=math.inf, ahead=ahead)
 
 
 if __name__ == "__main__":

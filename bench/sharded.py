@@ -32,7 +32,7 @@ from bench.model import ARCHITECTURES, WAYS, network
 from bench.processes import timed
 from bench.rivals import paths
 from bench.sharded_run import LAYOUTS, Collectives, Sharded, truth
-from bench.suite import Run, Suite, add_stack, words
+from bench.suite import One, Run, Some, Suite, stack
 from tests.memory import peak_bytes
 
 EVERY = (*WAYS, "peft_fdora_shards", "peft_fdora_fused_shards")
@@ -123,14 +123,15 @@ def judge(run: Run) -> None:
         raise SystemExit(f"apart from PEFT's DoRA: {wrong}; not all fused: {stock}; failed: {dict(failures)}")
 
 
-def arguments(parser) -> None:
-    add_stack(parser, 6, EVERY)
-    parser.add_argument("--layout", choices=LAYOUTS, default="fsdp", help="tensor parallel: tp, or rows or columns alone")
-    parser.add_argument("--model", choices=[m for m in ARCHITECTURES if "vl" not in m], default="llama-3.1-8b")
-    parser.add_argument("--modes", type=words(MODES, "modes"), default=list(MODES))
-    parser.add_argument("--compiled", action="store_true", help="torch.compile of each decoder layer")
-    parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
-    parser.add_argument("--no-profile", action="store_true")
+OPTIONS = {
+    **stack(6, EVERY),
+    "--layout": (One(LAYOUTS, "fsdp"), "tensor parallel: tp, or rows or columns alone"),
+    "--model": One([m for m in ARCHITECTURES if "vl" not in m], "llama-3.1-8b"),
+    "--modes": Some(MODES),
+    "--compiled": (False, "torch.compile of each decoder layer"),
+    "--tiny": False,
+    "--no-profile": False,
+}
 
 
 def check(parser, options) -> None:
@@ -141,7 +142,7 @@ def check(parser, options) -> None:
         parser.error("--runs and --seq must be at least 1 and 2")
 
 
-main = Suite(__doc__, measure, arguments, runs=9, world=2, check=check, judge=judge)
+main = Suite(__doc__, measure, OPTIONS, runs=9, world=2, check=check, judge=judge)
 parse = main.parse
 
 

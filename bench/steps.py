@@ -42,7 +42,7 @@ from bench.attempt import Failures
 from bench.clock import anchor_graph, capture, free, medians, once, replay_ms
 from bench.decoder import DTYPES, LINEARS, MOST_APART, adapters, compiled_forward, judge
 from bench.rivals import paths
-from bench.suite import Run, Suite, add_stack, words
+from bench.suite import Run, Some, Suite, stack
 from bench.table import pivot, table
 from bench.ways import S
 
@@ -320,16 +320,15 @@ def cells(text: str) -> list[Cell]:
     return list(dict.fromkeys(found))
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    add_stack(parser, 12, WAYS, seq=None)
-    parser.add_argument("--cells", type=cells, default=cells(""), help="MODEL:S:r, comma separated; empty parts are any")
-    parser.add_argument("--modes", type=words(MODES, "modes"), default=list(MODES))
-    parser.add_argument(
-        "--compiled", type=words(COMPILED, "modes"), default=[], help="also compiled, per layer; not checkpointed"
-    )
-    parser.add_argument("--no-eager", action="store_true")
-    parser.add_argument("--no-graphs", action="store_true", help="GPU time by events")
-    parser.add_argument("--cell-seconds", type=float, default=6.0, help="fewer turns where a cell would take longer")
+OPTIONS = {
+    **stack(12, WAYS, seq=None),
+    "--cells": dict(type=cells, default=cells(""), help="MODEL:S:r, comma separated; empty parts are any"),
+    "--modes": Some(MODES),
+    "--compiled": (Some(COMPILED, []), "also compiled, per layer; not checkpointed"),
+    "--no-eager": False,
+    "--no-graphs": (False, "GPU time by events"),
+    "--cell-seconds": (6.0, "fewer turns where a cell would take longer"),
+}
 
 
 def compared(ways: dict[str, Way]) -> dict[str, dict]:
@@ -389,9 +388,7 @@ def judged(run: Run) -> None:
     judge(apart, MOST_APART[run.options.dtype], run.failed, ran)
 
 
-main = Suite(
-    __doc__, measure_all, arguments, runs=9, seconds=math.inf, show=lambda found: markdown(found["rows"]), judge=judged
-)
+main = Suite(__doc__, measure_all, OPTIONS, runs=9, seconds=math.inf, show=lambda found: markdown(found["rows"]), judge=judged)
 parse = main.parse
 
 

@@ -10,12 +10,12 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -82,27 +82,54 @@ def compile_ahead(jobs: int, one: Callable[..., None], tasks: Iterable[tuple]) -
     print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
 
 
-def add_stack(
-    parser: argparse.ArgumentParser, layers: int, ways: Iterable[str], seq: int | None = 4096, r: int = 64, many: bool = False
-) -> None:
+class Some(NamedTuple):
+    """Of an option: some of these, comma separated, all of them where nothing is said."""
+
+    known: Iterable[str]
+    default: Iterable[str] | None = None
+
+
+class One(NamedTuple):
+    """Of an option: one of these."""
+
+    known: Iterable[str]
+    default: str | None = None
+
+
+OF_LISTS = {int: numbers, tuple: shapes, str: lambda text: text.split(",")}
+SAID = {"--tiny": "small widths, for a smoke test"}
+COMPILED = {"--no-compile": False, "--no-eager": False}  # eager and compiled, or one of them: `compilations`
+
+
+def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Any]) -> None:
+    """Arguments by name: a default, `Some` or `One`, a type, or what argparse takes; with a sentence where it is a pair."""
+    for name, given in options.items():
+        value, said = given if type(given) is tuple else (given, SAID.get(name))
+        how: dict[str, Any] = {"default": value, "help": said}
+        if value is False:
+            how = {"action": "store_true", "help": said}
+        elif isinstance(value, Some):
+            default = value.known if value.default is None else value.default
+            how |= {"type": words(value.known, name.strip("-")), "default": list(default)}
+        elif isinstance(value, One):
+            how |= {"choices": list(value.known), "default": value.default}
+        elif isinstance(value, dict):
+            how = value
+        elif callable(value):
+            how |= {"type": value, "default": None}
+        else:
+            how["type"] = OF_LISTS[type(value[0])] if isinstance(value, list) else type(value)
+        parser.add_argument(name, **how)
+
+
+def stack(layers: int, ways: Iterable[str], seq: int | None = 4096, r: int = 64, many: bool = False) -> dict[str, Any]:
     """What commands of decoder layers share. ``seq=None``: their cases say how many tokens and which rank. ``many``: adapters
     of several dtypes."""
     dtypes = ("bf16", "fp32")
-    how: dict[str, Any] = {"type": words(dtypes, "dtypes")} if many else {"choices": dtypes, "default": "bf16"}
-    parser.add_argument("--layers", type=int, default=layers)
-    if seq is not None:
-        parser.add_argument("--seq", type=int, default=seq)
-        parser.add_argument("--r", type=int, default=r)
-    parser.add_argument("--loss-tokens", type=int, default=1024)
-    parser.add_argument("--dtype", choices=dtypes, default="bf16", help="of weights and activations")
-    parser.add_argument("--adapter", **how, help="of A, B and m")
-    parser.add_argument("--ways", type=words(ways, "ways"), default=list(ways))
-
-
-def add_compiled(parser: argparse.ArgumentParser) -> None:
-    """Eager and compiled, or one of them: :func:`compilations`."""
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--no-eager", action="store_true")
+    sizes = {} if seq is None else {"--seq": seq, "--r": r}
+    dtype = {"--dtype": (One(dtypes, "bf16"), "of weights and activations")}
+    adapter = {"--adapter": (Some(dtypes, ()) if many else One(dtypes, "bf16"), "of A, B and m")}
+    return {"--layers": layers, **sizes, "--loss-tokens": 1024, **dtype, **adapter, "--ways": Some(ways)}
 
 
 def compilations(options: argparse.Namespace) -> list[bool]:
@@ -225,12 +252,13 @@ class Run:
 @dataclass(frozen=True)
 class Suite:
     """A measurement as a command: ``measure(run)`` adds the rows of its cases, ``show`` says them, ``judge`` raises what is
-    wrong. ``world``: how many processes, one group, run it if nobody says otherwise; a 1 is this one. ``ahead``: what compiles
-    its kernels, and the tasks that it is called with, in as many processes as --jobs says."""
+    wrong. ``options``: its own arguments, as `add_options` has them. ``world``: how many processes, one group, run it if nobody
+    says otherwise; a 1 is this one. ``ahead``: what compiles its kernels, and the tasks that it is called with, in as many
+    processes as --jobs says."""
 
     doc: str
     measure: Callable[[Run], None]
-    arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    options: Mapping[str, Any] = field(default_factory=dict)
     runs: int | None = None
     seconds: float | None = None
     device: str | None = "cpu"
@@ -247,7 +275,7 @@ class Suite:
             parser.add_argument("--world", type=int, default=self.world, help="processes")
         if self.ahead:
             parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
-        self.arguments(parser)
+        add_options(parser, self.options)
         options = parser.parse_args(argv)
         self.check(parser, options)
         return options

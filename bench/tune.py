@@ -455,12 +455,13 @@ def measure(run: Run) -> None:
         save_json(options.write, written(run.result["rows"], options.op == "small_both"))
 
 
-def arguments(parser) -> None:
-    parser.add_argument("op", choices=OPS)
-    parser.add_argument("--shape", type=numbers, action="append", help="in the place of the op's own: M,K,N,r of a layer")
-    parser.add_argument("--draw", type=int, default=0, help="so many shapes drawn at random")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--write", type=Path, help="of small and small_both: the table of tiles")
+OPTIONS = {
+    "op": dict(choices=OPS),
+    "--shape": dict(type=numbers, action="append", help="in the place of the op's own: M,K,N,r of a layer"),
+    "--draw": (0, "so many shapes drawn at random"),
+    "--seed": 1,
+    "--write": (Path, "of small and small_both: the table of tiles"),
+}
 
 
 def check(parser, options) -> None:
@@ -474,7 +475,7 @@ def ahead(options):
     return compiled, [(options.op, shape, name) for shape in options.shapes for name in OPS[options.op].space(shape)]
 
 
-main = Suite(__doc__, measure, arguments, runs=5, seconds=math.inf, kernels=True, check=check, ahead=ahead)
+main = Suite(__doc__, measure, OPTIONS, runs=5, seconds=math.inf, kernels=True, check=check, ahead=ahead)
 
 
 if __name__ == "__main__":

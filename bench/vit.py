@@ -29,7 +29,7 @@ from bench.clock import free, medians, wall_timer
 from bench.decoder import adapters, apart, compile_each, judge
 from bench.kernels import Kernel, by_name, middle_block, picture, profiled, shares
 from bench.rivals import adapted, paths
-from bench.suite import Run, Suite, add_compiled, compilations, words
+from bench.suite import COMPILED, One, Run, Some, Suite, compilations
 from bench.table import table
 from bench.vit_model import GIANT, LINEARS, TINY, Vit, fold_scale, vit
 from bench.ways import S
@@ -162,16 +162,17 @@ def markdown(result: dict) -> str:
     return table(head, cells)
 
 
-def arguments(parser):
-    parser.add_argument("--layers", type=int, default=8, help="the model has 40, all alike")
-    parser.add_argument("--batch", type=int, help="256 for inference and 64 for the gradient, if not given")
-    parser.add_argument("--r", type=int, default=16)
-    parser.add_argument("--dtype", choices=DTYPES, default="fp16")
-    parser.add_argument("--ways", type=words(WAYS, "ways"), default=list(WAYS))
-    parser.add_argument("--modes", type=words(MODES, "modes"), default=list(MODES))
-    add_compiled(parser)
-    parser.add_argument("--tiny", action="store_true", help="small widths, for a smoke test")
-    parser.add_argument("--picture", type=Path)
+OPTIONS = {
+    "--layers": (8, "the model has 40, all alike"),
+    "--batch": (int, "256 for inference and 64 for the gradient, if not given"),
+    "--r": 16,
+    "--dtype": One(DTYPES, "fp16"),
+    "--ways": Some(WAYS),
+    "--modes": Some(MODES),
+    **COMPILED,
+    "--tiny": False,
+    "--picture": Path,
+}
 
 
 def check(parser, options):
@@ -206,7 +207,7 @@ def judged(run: Run) -> None:
     judge(run.result["agreement"], MOST_APART, run.failed, {})
 
 
-main = Suite(__doc__, measure, arguments, runs=3, seconds=math.inf, check=check, show=shown, judge=judged)
+main = Suite(__doc__, measure, OPTIONS, runs=3, seconds=math.inf, check=check, show=shown, judge=judged)
 parse = main.parse
 
 
