@@ -27,7 +27,7 @@ MENU = {
     "Tasks": ["docs/serving", "docs/training-many", "docs/conversion", "docs/predict"],
     "Reference": ["docs/api", "docs/semantics", "docs/layers", "docs/quantised", "docs/distributed"],
     "Measured": ["docs/benchmarks", "bench/RESULTS", "bench/NOTES"],
-    "Project": ["CONTRIBUTING", "docs/walk", "docs/release", "CHANGELOG"],
+    "Project": ["CONTRIBUTING", "CHANGELOG"],
 }
 
 

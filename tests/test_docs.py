@@ -1,6 +1,5 @@
 """README and docs/ keep their word: programs run and do what they say, commands and links exist, figures are the results."""
 
-import ast
 import inspect
 import os
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fdora.functional
 from bench import records, report
 from tests.snippets import PAGE, SNIPPETS, execute
 
@@ -38,7 +38,6 @@ def test_there_are_four():
 
 def test_readmes_signatures():
     """Every function takes what README names, and what must be given is named."""
-    import fdora.functional
     from fdora.integrations.peft import use_fdora
 
     (block,) = re.findall(r"```text\n(dora_init.*?)```", README, re.S)
@@ -56,8 +55,6 @@ def test_program_1_changes_nothing_at_the_start():
 
 
 def test_program_2_learns_and_keeps_its_norm(monkeypatch):
-    import fdora.functional
-
     states = []
     norm = fdora.functional.dora_norm
     monkeypatch.setattr(fdora.functional, "dora_norm", lambda *args, **how: states.append(norm(*args, **how)) or states[-1])
@@ -132,10 +129,10 @@ RUN = {"README.md": 2, "docs/start.md": 2, "docs/migrate.md": 1, "docs/peft.md":
 RUN["docs/conversion.md"] = PAGES["docs/conversion.md"].count("```python")
 RUN["docs/predict.md"] = 3  # tests/test_explain_docs.py, tests/plan/test_docs.py
 RUN["docs/serving.md"] = 3  # tests/functional/test_multi_docs.py
-RUN["docs/training-many.md"] = 5  # that and tests/schedule/test_docs.py
+RUN["docs/training-many.md"] = 3  # that and tests/schedule/test_docs.py
 RUN["docs/layers.md"] = 3  # tests/functional/test_layers_docs.py
 RUN["docs/quantised.md"] = 2  # tests/quant/test_docs.py
-RUN["docs/walk.md"] = 1  # tests/test_walk_docs.py
+RUN["CONTRIBUTING.md"] = 1  # tests/test_walk_docs.py
 RUN["docs/trainers.md"] = sum(language == "python" for section, language in RUN_BY if section != "PEFT")
 
 
@@ -218,31 +215,18 @@ def test_commands_exist():
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
 
 
-def test_every_public_name_is_in_the_reference():
-    import fdora.convert
-    import fdora.functional
-    import fdora.integrations.peft
-    import fdora.jobs.loop
-    import fdora.jobs.plan
-    import fdora.jobs.schedule
-    import fdora.quant
+def test_the_api_is_generated():
+    """Every public name, with its signature."""
+    from docs import signatures
 
-    text = PAGES["docs/api.md"]
-    modules = (fdora, fdora.functional, fdora.convert, fdora.quant, fdora.jobs.schedule, fdora.jobs.plan, fdora.jobs.loop)
-    for module in (*modules, fdora.integrations.peft):
-        (section,) = re.findall(rf"^## {module.__name__}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
-        names = set(module.__all__) - {"__version__"}
-        assert names == set(re.findall(r"`(\w+)`", section)), module.__name__
-    frameworks = {path.stem for path in (ROOT / "fdora/integrations").glob("[!_]*.py")} - {"peft"}
-    assert frameworks == set(re.findall(r"^### fdora\.integrations\.(\w+)$", text, re.M)) and len(frameworks) == 5
-    for name in frameworks:  # read, not imported: each wants its framework
-        code = ast.parse((ROOT / f"fdora/integrations/{name}.py").read_text())
-        (public,) = (each.value for each in code.body if isinstance(each, ast.Assign) and each.targets[0].id == "__all__")
-        (section,) = re.findall(rf"^### fdora\.integrations\.{name}\n(.*?)(?=^##|\Z)", text, re.M | re.S)
-        assert set(ast.literal_eval(public)) == set(re.findall(r"`(\w+)`", section)), name
+    assert signatures.written(PAGES["docs/api.md"]) == PAGES["docs/api.md"], "run: python docs/signatures.py"
+    files = {path.stem for path in (ROOT / "fdora/integrations").glob("[!_]*.py")} - {"peft"}
+    assert files == set(signatures.FRAMEWORKS)
+    shown = re.findall(r"^- `dora_\w+\(.*\)`: ", PAGES["docs/api.md"], re.M)
+    assert len(shown) == sum(name.startswith("dora_") for name in fdora.functional.__all__) > 20
 
 
-def test_what_public_functions_return_and_commands_take_is_in_the_reference():
+def test_what_public_functions_return_and_commands_take_is_in_the_api():
     from fdora import __main__ as command
     from fdora.functional import select_backend
     from fdora.integrations._peft.report import Report
@@ -255,6 +239,35 @@ def test_what_public_functions_return_and_commands_take_is_in_the_reference():
     options = set(re.findall(r'add_argument\("(--\w+)"', Path(command.__file__).read_text()))
     (line,) = re.findall(r"^- `python -m fdora explain`.*?(?=^- )", text, re.M | re.S)
     assert options and options == set(re.findall(r"`(--\w+)`", line))
+
+
+# The site's pages, in the order of its menu.
+FIFTEEN = (
+    *("start", "peft", "trainers", "faq", "migrate", "serving", "training-many", "conversion", "predict"),
+    *("api", "semantics", "layers", "quantised", "distributed", "benchmarks"),
+)
+
+
+def by_hand(text):
+    """A page without what a command wrote."""
+    return re.sub(r"<!-- generated.*?<!-- end -->", "", text, flags=re.S)
+
+
+def blocks(text):
+    """Paragraphs and whole lists, as empty lines part them, and rows of tables; no code."""
+    for block in re.split(r"\n\s*\n", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)):
+        yield from block.splitlines() if block.startswith("|") else [block]
+
+
+def test_the_pages_are_fifteen_and_short():
+    """Words as `wc -w` counts them, code and tables among them; README, CONTRIBUTING and bench/ are apart."""
+    pages = {page: by_hand(PAGES[f"docs/{page}.md"]) for page in FIFTEEN}
+    assert {page for page in PAGES if page.startswith("docs/")} == {f"docs/{page}.md" for page in FIFTEEN}
+    assert sum(len(text.split()) for text in pages.values()) <= 13_000
+    long = [(page, block) for page, text in pages.items() for block in blocks(text) if len(block.split()) > 120]
+    assert not long
+    (menu,) = re.findall(r"^MENU = \{.*?^\}", (ROOT / "docs/conf.py").read_text(), re.S | re.M)
+    assert set(re.findall(r'"docs/([\w-]+)"', menu)) == set(FIFTEEN)
 
 
 def signature(function, without):
