@@ -861,21 +861,25 @@ def embedding(d: Draw) -> Callable[[Draw], Problem]:
 
 def conv(d: Draw) -> Callable[[Draw], Problem]:
     """One, two or three axes of space; groups, strides, padding of every kind, transposed ones."""
-    n, G, transposed, s, dtype = d.of(1, 2, 2, 3), d.of(1, 1, 2, 3), d.chance(0.3), d.scaling(), d.dtype()
+    n, G, transposed, s, dtype = d.of(1, 2, 2, 3), d.of(1, 2, 2, 3), d.chance(0.4), d.scaling(), d.dtype()
     L, c, out, r = d.of(0, 1, 1, 1, 2, 2, 2), d.of(1, 2, 5), d.of(1, 2, 7), d.of(1, 2, 3)
     kernel, space = [d.of(1, 2, 3) for _ in range(n)], [d.of(5, 6, 9) for _ in range(n)]
     how = {"stride": d.of(1, 1, 2), "padding": d.of(0, 1), "dilation": d.of(1, 1, 2), "groups": G, "transposed": transposed}
     if not transposed:
         how["padding_mode"] = d.of("zeros", "zeros", "circular", "reflect", "replicate")
+        uneven = tuple(d.of(0, 1, 2) for _ in range(n))
+        how["padding"] = d.of(1, uneven, uneven, "valid", *(("same",) * 2 if how["stride"] == 1 else ()))
     else:
         how["output_padding"] = d.of(0, 1) if how["stride"] == 2 else 0
+    sees_all, alone = G > 1 and not transposed and d.chance(0.4), L == 1 and d.chance(0.3)  # as PEFT's A does; without a batch
     dtypes = {"W": dtype, "x": dtype, **{name: d.beside(dtype) for name in "ABm"}} | ({"b": dtype} if d.chance(0.5) else {})
     layouts = {name: d.layout() for name in dtypes}
 
     def one(e: Draw) -> Problem:
         shapes = {"x": (L, c * G, *space), "B": (out * G, r, *[1] * n), "b": (out * G,)}
         shapes |= {"W": (c * G, out, *kernel) if transposed else (out * G, c, *kernel)}
-        shapes |= {"A": (c, r, *kernel) if transposed else (r, c, *kernel)}
+        wide = G if sees_all else 1
+        shapes |= {"A": (c, r, *kernel) if transposed else (r * wide, c * wide, *kernel)}
         t = {name: e.lay(e.normal(*shapes[name]), dtypes[name], layouts[name]) for name in dtypes if name != "m"}
 
         def norms(W: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
@@ -889,7 +893,9 @@ def conv(d: Draw) -> Callable[[Draw], Problem]:
 
         def call(t: Tensors) -> list[Tensor]:
             f = (dora_conv1d, dora_conv2d, dora_conv3d)[n - 1]
-            return [f(*(t[name] for name in "xWABm"), s=s, bias=t.get("b"), backend=d.backend, **how)]
+            x = t["x"][0] if alone else t["x"]
+            y = f(x, *(t[name] for name in "WABm"), s=s, bias=t.get("b"), backend=d.backend, **how)
+            return [y[None] if alone else y]
 
         def formula(t: Tensors, p: int = 1, sign: float = s) -> list[Tensor]:
             return [reference.conv(*(t[name] for name in "xWABm"), sign, t.get("b"), true**p, **how)]

@@ -77,10 +77,11 @@ def conv(x, W, A, B, m, s, bias=None, c=None, groups=1, transposed=False, paddin
     if c is None:
         per_output = V.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1) if transposed else V
         c = per_output.flatten(1).norm(dim=1).detach()
-    x = x.double()
+    x, padding = x.double(), 0 if padding == "valid" else padding
     if padding_mode != "zeros":
         if padding == "same":  # what is odd goes behind, as nn.Conv has it
-            sides = [side for k in reversed(W.shape[2:]) for side in ((k - 1) // 2, k - 1 - (k - 1) // 2)]
+            whole = [geometry.get("dilation", 1) * (k - 1) for k in reversed(W.shape[2:])]
+            sides = [side for w in whole for side in (w // 2, w - w // 2)]
         else:
             sides = (
                 [side for side in reversed(padding) for _ in range(2)] if isinstance(padding, tuple) else [padding] * (2 * n)

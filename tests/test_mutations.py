@@ -177,7 +177,7 @@ FAULTS = [
     ("embedding", "base + matmul(_columns(flat, A).to(t), scaled(B, how.s, t).T)", "(base.to(t) + _columns(flat, A).to(t) @ scaled(B, how.s, t).T).to(base)", embedding),
     ("embedding", "size = torch.linalg.vector_norm(u, dim=1, keepdim=True)\n    else", "size = torch.linalg.vector_norm(u, dim=1, keepdim=True).detach() + 1e-3\n    else", embedding),
     ("conv", "h = _convolve(x, A, how, how", "h = _convolve(x, A, how._replace(dilation=(1,) * len(how.stride)), how", conv),
-    ("conv", "(h, B, groups=how.groups)", "(h, B.roll(1, 0) if how.groups > 1 else B, groups=how.groups)", conv),
+    ("conv", "h, B, 0, groups=how.groups)", "h, B.roll(1, 0) if how.groups > 1 else B, 0, groups=how.groups)", conv),
     ("conv", '"c r ... -> (G c) r ..."', '"c r ... -> (c G) r ..."', conv),
     ("conv", '"r c ... -> (G r) c ..."', '"r c ... -> (r G) c ..."', conv),
     ("conv", '"(G c) o ... -> (G o) (c ...)"', '"(G c) o ... -> (o G) (c ...)"', conv),
@@ -218,7 +218,7 @@ def checks_of(module):
 
     def slice_of_cases():
         drawn = usual()._replace(largest=40)
-        for name, k in product(CASES.get(module, (module.__name__.rpartition(".")[2],)), range(24)):
+        for name, k in product(CASES.get(module, (module.__name__.rpartition(".")[2],)), range(48)):
             list(rounds(name, lambda part: Draw(random.Random(f"{k} {part}"), drawn)))
 
     return [*module.CHECKS, slice_of_cases]

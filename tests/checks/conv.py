@@ -1,7 +1,6 @@
 """What dora_conv1d, 2d and 3d promise."""
 
 import functools
-import itertools
 
 import torch
 import torch.nn.functional as F
@@ -11,28 +10,10 @@ import fdora.functional
 from fdora.functional import dora_conv1d, dora_norm
 from tests import device, reference
 from tests.close import assert_exact
-from tests.make import grads
 
 S = 0.7
 C, OUT, R = 4, 6, 2
 KERNEL, SPACE = (3, 2, 2), (7, 6, 5)
-GEOMETRIES = (
-    {},
-    {"stride": 2, "padding": 1},
-    {"dilation": 2, "padding": 2},
-    {"groups": 2, "padding": 1},
-    {"groups": 2, "seen": "all", "stride": 2},
-    {"padding": "same"},
-    {"padding": "valid", "dilation": 2},
-    {"padding": 1, "padding_mode": "circular"},
-    {"padding": "same", "padding_mode": "circular"},
-    {"padding": (2, 1, 0), "padding_mode": "replicate"},
-    {"padding": 2, "padding_mode": "reflect", "groups": 2, "seen": "all"},
-    {"padding": 1, "padding_mode": "replicate", "stride": 2},
-    {"transposed": True},
-    {"transposed": True, "stride": 2, "padding": 1, "output_padding": 1},
-    {"transposed": True, "groups": 2, "dilation": 2},
-)
 
 
 def call(n):
@@ -64,9 +45,6 @@ def layer(n=2, dtype=torch.float64, adapter=None, seed=0, spread=0.05, size=None
 
 
 def truth(t, geometry, bias=True, s=S, c=None):
-    geometry = dict(geometry)
-    if geometry.get("padding") == "valid":
-        geometry["padding"] = 0
     args = [t[n] for n in ("x", "W", "A", "B", "m")]
     return reference.conv(*args, s, t["bias"] if bias else None, c, **geometry)
 
@@ -74,19 +52,6 @@ def truth(t, geometry, bias=True, s=S, c=None):
 def ours(t, geometry, bias=True, s=S, **extra):
     f = call(t["W"].dim() - 2)
     return f(*(t[n] for n in ("x", "W", "A", "B", "m")), s=s, bias=t["bias"] if bias else None, **geometry, **extra)
-
-
-def matches_the_truth():
-    for n, geometry, bias in itertools.product((1, 2, 3), GEOMETRIES, (True, False)):
-        t, how = layer(n, **geometry)
-        leaves = {name: t[name].requires_grad_() for name in ("x", "A", "B", "m", *(("bias",) if bias else ()))}
-        y, want = ours(t, how, bias), truth(t, how, bias)
-        assert_exact(y, want, f"{n} {geometry}")
-        dy = torch.randn_like(y)
-        for (name, a), b in zip(grads(y, dy, **leaves).items(), grads(want, dy, **leaves).values(), strict=True):
-            assert_exact(a, b, f"d{name} {n} {geometry}")
-        one = t | {"x": t["x"][1].detach()}
-        assert_exact(ours(one, how, bias), want[1].detach(), "without a batch")
 
 
 def gradients_are_right():
@@ -132,7 +97,6 @@ def keeps_the_memory_format():
 
 
 CHECKS = [
-    matches_the_truth,
     gradients_are_right,
     keeps_the_memory_format,
 ]
