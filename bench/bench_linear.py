@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from bench.layer import QUICK, TOLERANCE
-from bench.truth import Truth
-from bench.ways import Inputs, S
-from fdora.functional import dora_linear
+from bench.layer import QUICK, TOLERANCE, errors, truths
+from bench.ways import Inputs, build
 
 
 @pytest.mark.parametrize("mode", ["fwd", "fwd_bwd"])
@@ -17,19 +15,8 @@ def test_linear(measure, device, backend, case, adapter, norm, mode):
     shape, M, r = QUICK[case] if device != "cpu" else ("48x32", 8 * (case + 1), 4)
     K, N = map(int, shape.split("x"))
     i = Inputs.random(M, K, N, r, adapter, device)
-    leaves = {"dx": i.x, "dA": i.A, "dB": i.B, "dm": i.m}
-
-    def forward():
-        return dora_linear(i.x, i.W, i.A, i.B, i.m, s=S, norm=i.norm if norm == "given" else None, backend=backend)
-
-    def both():
-        return torch.autograd.grad(forward(), list(leaves.values()), i.dy)
-
-    truth = Truth(*(t.detach() for t in (i.x, i.W, i.A, i.B, i.m)), S, i.dy)
-    no_grad = torch.no_grad()(forward)
-    for y in (no_grad(), forward().detach()):
-        assert truth.errors({"y": y})["y"] <= TOLERANCE
-    assert max(truth.errors(dict(zip(leaves, both(), strict=True))).values()) <= TOLERANCE
+    way = build("fdora" if norm == "given" else "fdora_inside", i)
+    assert max(errors(way, truths(i, i.W)).values()) <= TOLERANCE
 
     products, adapters = 2 * M * (N * K + r * K + r * N), i.A.nbytes + i.B.nbytes
     size = i.x.nbytes + i.W.nbytes + i.dy.nbytes + adapters
@@ -39,5 +26,5 @@ def test_linear(measure, device, backend, case, adapter, norm, mode):
     if norm == "inside":
         products += 2 * N * K * r
     what = {"M": M, "K": K, "N": N, "r": r, "adapter": str(adapter).removeprefix("torch."), "norm": norm, "mode": mode}
-    fn = no_grad if mode == "fwd" else both
+    fn = way.forward if mode == "fwd" else way.both
     measure(fn, bytes=size, flops=products, op="linear", dtype=i.x.dtype, backend=backend, **what)

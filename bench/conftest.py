@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import fdora
 from bench.clock import anchor_graph, capture, medians, wall_timer
 from bench.records import save
 from bench.suite import about
@@ -151,8 +152,9 @@ def measure(benchmark, device, facts, result, request):
 
 
 @pytest.fixture(params=["eager", "triton"])
-def backend(request, device, in_time) -> str:
+def backend(request, device, in_time) -> Iterator[str]:
     choice = select_backend(torch.empty(0, device=device))
     if request.param == "triton" and choice.name != "triton":
         pytest.skip(f"{choice.reason}; runs with --device cuda")
-    return request.param
+    with fdora.backend(request.param):
+        yield request.param

@@ -194,7 +194,6 @@ OPTIONS = {
     "--seeds": [0, 1, 2],
     "--optimizers": Some(("adamw", "muon"), ["adamw", "muon"]),
     "--adapter": One(DTYPES, "fp32"),
-    "--quick": (False, "one seed, 200 steps"),
     "--tiny": False,
     "--full": (False, "also full DoRA: gradients through the norm"),
     "--ways": (Some((*WAYS, FULL), ()), f"some of {', '.join((*WAYS, FULL))}"),
@@ -203,8 +202,6 @@ OPTIONS = {
 
 def check(parser, options):
     options.ways = options.ways or [*WAYS, *([FULL] if options.full else [])]
-    if options.quick:
-        options.seeds, options.steps, options.pretrain = [0], 200, 200
 
 
 def measure(run: Run) -> None:
@@ -232,7 +229,16 @@ def judged(run: Run) -> None:
         raise SystemExit(f"fdora did not run every layer: {other}")
 
 
-main = Suite(__doc__, measure, OPTIONS, seconds=math.inf, check=check, show=lambda found: markdown(found["rows"]), judge=judged)
+main = Suite(
+    __doc__,
+    measure,
+    OPTIONS,
+    seconds=math.inf,
+    check=check,
+    quick={"seeds": [0], "steps": 200, "pretrain": 200},
+    show=lambda found: markdown(found["rows"]),
+    judge=judged,
+)
 parse = main.parse
 
 

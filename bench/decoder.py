@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from bench.attempt import Failures
 from bench.clock import free, medians, wall_timer
-from bench.ways import S
-from fdora.functional import dora_norm
+from bench.ways import away
 from tests.memory import peak_bytes
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -23,15 +22,8 @@ MOST_APART = {"bf16": 0.1, "fp32": 1e-3}  # relative L2 of fdora against PEFT: a
 
 def adapters(model: nn.Module, r: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """A, B and m of each linear but a language model's head."""
-    values = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and name != "lm_head":
-            W = layer.weight
-            A = torch.randn(r, W.shape[1], device=W.device).mul_(W.shape[1] ** -0.5).to(dtype)
-            B = torch.randn(W.shape[0], r, device=W.device).mul_(0.05 * r**-0.5).to(dtype)
-            norm = dora_norm(W, A, B, s=S, backend="eager")
-            values[name] = (A, B, (norm * (1 + 0.0015 * torch.randn_like(norm))).to(dtype))
-    return values
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name != "lm_head"}
+    return {name: away(layer.weight, r, dtype)[:3] for name, layer in layers.items()}
 
 
 def forward_of(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

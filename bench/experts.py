@@ -113,14 +113,8 @@ OPTIONS = {
     "--r": [16, 64],
     "--adapter": One(ADAPTERS, "bf16"),
     "--ways": Some(WAYS),
-    "--quick": (False, "4096 tokens, r = 16, three runs"),
     "--loop-ms": (20.0, "of wall time, at least, in one measurement"),
 }
-
-
-def check(parser, options):
-    if options.quick:
-        options.T, options.r, options.runs = [4096], [16], 3
 
 
 def measure(suite):
@@ -131,7 +125,7 @@ def measure(suite):
     suite.end(*OURS, "layer", "mlp", "norm")
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=9, seconds=math.inf, check=check)
+main = Suite(__doc__, measure, OPTIONS, runs=9, seconds=math.inf, quick={"T": [4096], "r": [16], "runs": 3})
 
 
 if __name__ == "__main__":

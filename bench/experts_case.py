@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.truth import Truth, rel_l2, some
-from bench.ways import BF16, Way, differentiated
-from fdora.functional import DoraLayer, dora_experts, dora_experts_mlp, dora_linear, dora_norm
+from bench.ways import BF16, S, Way, away, differentiated
+from fdora.functional import DoraLayer, dora_experts, dora_experts_mlp, dora_linear
 
-S = 2.0
 MODELS = {  # experts, experts of a token, hidden size, F
     "mixtral": (8, 2, 4096, 14336),
     "qwen3-30b": (128, 8, 2048, 768),
@@ -33,14 +32,8 @@ class Stack(NamedTuple):
 
     @classmethod
     def random(cls, E: int, N: int, K: int, r: int, adapter: torch.dtype, generator: torch.Generator) -> Stack:
-        def normal(*shape: int, std: float, dtype: torch.dtype) -> Tensor:
-            return torch.randn(*shape, generator=generator, device=generator.device, dtype=dtype).mul_(std)
-
-        W = normal(E, N, K, std=K**-0.5, dtype=BF16)
-        A, B = normal(E, r, K, std=K**-0.5, dtype=adapter), normal(E, N, r, std=0.05 * r**-0.5, dtype=adapter)
-        norm = torch.stack([dora_norm(w, a, b, s=S, backend="eager") for w, a, b in zip(W, A, B, strict=True)])
-        m = (norm * (1 + normal(E, N, std=0.0015, dtype=torch.float32))).to(adapter)
-        return cls(W, A, B, m, norm)
+        W = torch.randn(E, N, K, generator=generator, device=generator.device, dtype=BF16).mul_(K**-0.5)
+        return cls(W, *away(W, r, adapter, generator))
 
     def fresh(self) -> Stack:
         """The same memory under leaves of their own."""

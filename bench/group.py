@@ -34,7 +34,7 @@ from bench.clock import Timer, anchor_graph, free, launches_of, medians, quick_t
 from bench.rivals import peft_layer
 from bench.suite import Some, Suite
 from bench.truth import gradients, rel_l2
-from bench.ways import ADAPTERS, Inputs, S, Way, by_mode, checked, differentiated, kept_bytes
+from bench.ways import ADAPTERS, Inputs, S, Way, by_mode, checked, differentiated, kept_bytes, warm
 from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp
 from tests.memory import peak_bytes
 
@@ -161,15 +161,8 @@ def errors(way: Way, truths: dict[str, dict[str, Tensor]]) -> dict[str, float]:
     return found | {f"y{i}_no_grad": rel_l2(y, want[f"y{i}"]) for i, y in enumerate(forward)}
 
 
-def compile_case(ways: Sequence[str], rival_path: Sequence[Path], *shape) -> None:
-    case = Case.random(*shape, "cuda")
-    for name in ways:
-        try:
-            way = build(name, case, rival_path)
-            way.forward(), way.both()
-        except Exception as problem:
-            print(f"{shape} {name}: {type(problem).__name__}", flush=True)
-    torch.cuda.synchronize()
+def compile_case(name: str, rival_path: Sequence[Path], *shape) -> None:
+    warm(build(name, Case.random(*shape, "cuda"), rival_path))
 
 
 def timed(case: Case, mode: str, fn: Callable[[], object], where: tuple) -> Timer:
@@ -220,14 +213,7 @@ OPTIONS = {
     "--adapter": (Some(ADAPTERS, ["bf16"]), "bf16,fp32"),
     "--ways": Some(WAYS),
     **RIVAL_PATH,
-    "--quick": (False, "q/k/v and the MLP of llama8b, r 16 and 64, 4096 and 512 tokens"),
 }
-
-
-def check(parser, options):
-    if options.quick:
-        options.models, options.parts, options.runs = ["llama8b"], ["qkv", "mlp"], 5
-        options.M, options.r = [4096, 512], [16, 64]
 
 
 def cases(options):
@@ -235,7 +221,7 @@ def cases(options):
 
 
 def ahead(options):
-    return compile_case, [(options.ways, options.rival_path, *case) for case in cases(options)]
+    return compile_case, [(name, options.rival_path, *case) for case in cases(options) for name in options.ways]
 
 
 def measure(run):
@@ -248,7 +234,15 @@ def measure(run):
     run.end("fdora", "separate")
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=9, seconds=math.inf, check=check, ahead=ahead)
+main = Suite(
+    __doc__,
+    measure,
+    OPTIONS,
+    runs=9,
+    seconds=math.inf,
+    quick={"models": ["llama8b"], "parts": ["qkv", "mlp"], "M": [4096, 512], "r": [16, 64], "runs": 5},
+    ahead=ahead,
+)
 
 
 if __name__ == "__main__":

@@ -80,13 +80,7 @@ OPTIONS = {
     "--modes": Some(MODES),
     **COMPILED,
     "--tiny": False,
-    "--quick": (False, "four layers, three turns"),
 }
-
-
-def check(parser, options) -> None:
-    if options.quick:
-        options.layers, options.runs = 4, 3
 
 
 def measure(run: Run) -> None:
@@ -121,7 +115,7 @@ def judged(run: Run) -> None:
     judge(apart, MOST_APART[run.options.dtype], run.failed, ran)
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=7, seconds=math.inf, check=check, judge=judged)
+main = Suite(__doc__, measure, OPTIONS, runs=7, seconds=math.inf, quick={"layers": 4, "runs": 3}, judge=judged)
 
 
 if __name__ == "__main__":

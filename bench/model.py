@@ -400,14 +400,11 @@ OPTIONS = {
     "--sweep": One(SWEEPS),
     "--values": (numbers, "of the sweep"),
     **COMPILED,
-    "--quick": (False, "bf16 adapters, four modes, three turns"),
     "--tiny": False,
 }
 
 
 def check(parser, options):
-    if options.quick:
-        options.runs = 3
     options.adapter = options.adapter or (["bf16"] if options.quick else ["bf16", "fp32"])
     usual = ("inference", "gradient") if options.sweep else QUICK if options.quick else MODES
     options.modes = options.modes or list(usual)
@@ -438,7 +435,7 @@ def judged(run: Run) -> None:
     judge(apart, MOST_APART[run.options.dtype], run.failed, run.result["paths"])
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=7, seconds=math.inf, check=check, show=shown, judge=judged)
+main = Suite(__doc__, measure, OPTIONS, runs=7, seconds=math.inf, check=check, quick={"runs": 3}, show=shown, judge=judged)
 parse = main.parse
 
 

@@ -187,15 +187,9 @@ OPTIONS = {
     "--adapter": One(ADAPTERS, "bf16"),
     "--ways": Some(WAYS),
     **RIVAL_PATH,
-    "--quick": (False, "4 and 32 adapters, three runs"),
     "--loop-ms": (20.0, "of wall time, at least, in one measurement"),
     "--kernels": (False, "of one and multi: GPU time by kernel, as torch's profiler sees it"),
 }
-
-
-def check(parser, options):
-    if options.quick:
-        options.G, options.runs = [4, 32], 3
 
 
 def ahead(options):
@@ -210,7 +204,7 @@ def measure(run):
     run.end("one", "loop", "multi", "train", "decode", "norm")
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=9, seconds=math.inf, check=check, ahead=ahead)
+main = Suite(__doc__, measure, OPTIONS, runs=9, seconds=math.inf, quick={"G": [4, 32], "runs": 3}, ahead=ahead)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from bench.checkouts import lorafusion_multi, padded, unpadded
 from bench.truth import Truth, rel_l2
-from bench.ways import BF16, Way, differentiated
-from fdora.functional import dora_linear, dora_linear_multi, dora_norm
+from bench.ways import BF16, S, Way, away, differentiated
+from fdora.functional import dora_linear, dora_linear_multi
 
-S = 2.0
 WAYS = ("frozen", "one", "loop", "grouped_lora", "lorafusion", "peft_loop", "multi", "multi_ids")
 LORA = ("grouped_lora", "lorafusion")
 
@@ -39,16 +38,11 @@ class Bank(NamedTuple):
     def random(cls, M: int, K: int, N: int, ranks: list[int], adapter: torch.dtype, device: str) -> Bank:
         generator = torch.Generator(device).manual_seed(0)
 
-        def normal(*shape: int, std: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
-            return torch.randn(*shape, generator=generator, device=device, dtype=dtype).mul_(std)
+        def normal(*shape: int, std: float = 1.0) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=device, dtype=BF16).mul_(std)
 
-        G, r = len(ranks), max(ranks)
-        x, W, dy = normal(M, K), normal(N, K, std=K**-0.5), normal(M, N)
-        A, B = normal(G, r, K, std=K**-0.5, dtype=adapter), normal(G, N, r, std=0.05 * r**-0.5, dtype=adapter)
-        for g, own in enumerate(ranks):
-            A[g, own:], B[g, :, own:] = 0, 0
-        norm = torch.stack([dora_norm(W, a, b, s=S, backend="eager") for a, b in zip(A, B, strict=True)])
-        m = (norm * (1 + normal(G, N, std=0.0015, dtype=torch.float32))).to(adapter)
+        G, x, W, dy = len(ranks), normal(M, K), normal(N, K, std=K**-0.5), normal(M, N)
+        A, B, m, norm = away(W.expand(G, N, K), max(ranks), adapter, generator, ranks)
         lengths = lengths_of(M, G)
         ends = torch.tensor(lengths).cumsum(0).to(torch.int32).to(device)
         leaves = (t.requires_grad_() for t in (A, B, m))

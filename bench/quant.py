@@ -22,25 +22,24 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.attempt import Failures
-from bench.checkouts import RIVAL_PATH, axolotl_linear, unsloth_linear
+from bench.checkouts import RIVAL_PATH
 from bench.clock import free, medians_of
 from bench.layer import TOLERANCE, errors, truths
-from bench.rivals import peft_layer
 from bench.suite import Run, Some, Suite, shapes
 from bench.table import table
 from bench.truth import norm_of
-from bench.ways import BF16, Inputs, S, Way, by_mode, checked, trained
-from fdora.functional import dora_linear, dora_norm
+from bench.ways import BF16, Inputs, S, Way, build, by_mode, checked, trained, warm
+from fdora.functional import dora_norm
 from fdora.quant import QuantWeight, from_bnb
 from tests.memory import peak_bytes
 
@@ -49,6 +48,9 @@ WAYS = (
     *("linear", "linear4bit", "qlora", "qdora", "unsloth_qlora", "axolotl_qlora", "axolotl_qdora", "fdora"),
     "fdora_inside",
 )
+# Each way by its name beside a dense weight.
+DENSE = {"linear": "frozen", "qlora": "peft_lora", "qdora": "peft_dora", "unsloth_qlora": "unsloth_lora"}
+DENSE |= {"axolotl_qlora": "axolotl_lora", "axolotl_qdora": "axolotl_dora"}
 
 
 class Quantised:
@@ -74,26 +76,14 @@ class Quantised:
         return made
 
     def way(self, name: str, rival_path: list[Path]) -> Way:
-        i, lora = self.i, {"A": self.i.A, "B": self.i.B}
-        state = self.weight.quant_state
-        if name == "linear":
-            return trained(lambda x: F.linear(x, i.W), i, {}, "frozen")
         if name == "linear4bit":
-            return trained(self.layer(), i, {}, "frozen")
-        if name in ("qlora", "qdora"):
-            layer, leaves = peft_layer(self.layer(), i.A, i.B, i.m if name == "qdora" else None, S)
-            return trained(layer, i, leaves, name[1:])
-        if name == "unsloth_qlora":
-            return trained(unsloth_linear(rival_path, self.weight.data, i.A, i.B, S, state), i, lora, "lora")
-        if name == "axolotl_qdora" and i.A.shape[0] > 128:
+            return trained(self.layer(), self.i, {}, "frozen")
+        if name == "axolotl_qdora" and self.i.A.shape[0] > 128:
             # It holds A's rows, padded to 512, by 2048 columns in registers: at r = 384 Triton had not ended after 4 minutes.
             raise NotImplementedError("its kernel of the norm does not compile in minutes above r = 128")
-        if name.startswith("axolotl"):
-            m = i.m.detach().clone().requires_grad_() if name.endswith("dora") else None
-            layer = axolotl_linear(rival_path, self.weight.data, i.A, i.B, m, S, state=state)
-            return trained(layer, i, lora if m is None else {**lora, "m": m}, "lora" if m is None else "dora")
-        norm = i.norm if name == "fdora" else None
-        return trained(lambda x: dora_linear(x, self.qw, i.A, i.B, i.m, s=S, norm=norm), i, {**lora, "m": i.m}, "dora")
+        weights = {"linear": self.i.W, "qlora": self.layer(), "qdora": self.layer(), "fdora": self.qw, "fdora_inside": self.qw}
+        i = replace(self.i, W=weights.get(name, self.weight.data))
+        return build(DENSE.get(name, name), i, rival_path, state=self.weight.quant_state)
 
 
 def layer_rows(M: int, K: int, N: int, r: int, options: argparse.Namespace) -> list[dict]:
@@ -172,12 +162,8 @@ def decoding(qw: QuantWeight, adapter: tuple[Tensor, Tensor] | None) -> Callable
 def compile_case(*case: int) -> None:
     made = Quantised(*case, "cuda")
     for name in ("fdora", "fdora_inside"):
-        way = made.way(name, [])
-        way.forward()
-        assert way.both is not None
-        way.both()
+        warm(made.way(name, []))
     dora_norm(made.i.W, made.i.A.detach(), made.i.B.detach(), s=S)
-    torch.cuda.synchronize()
 
 
 PAIRS = (

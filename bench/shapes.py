@@ -27,7 +27,7 @@ from bench.layer import TOLERANCE
 from bench.suite import Some, Suite, numbers
 from bench.table import table
 from bench.truth import Truth
-from bench.ways import BF16, Inputs, S, build
+from bench.ways import BF16, Inputs, S, build, warm
 
 WAYS = ("bare", "peft_lora", "fdora", "fdora_inside")
 MICRO_BATCHES = 8
@@ -98,14 +98,8 @@ def draw(seed: int, count: int) -> list[tuple[int, int, int, int]]:
     return shapes
 
 
-def compile_case(shape: tuple[int, int, int, int], ways: list[str]) -> None:
-    i = Inputs.random(*shape, BF16, "cuda")
-    for name in ways:
-        way = build(name, i)
-        way.forward()
-        assert way.both is not None
-        way.both()
-    torch.cuda.synchronize()
+def compile_case(name: str, *shape: int) -> None:
+    warm(build(name, Inputs.random(*shape, BF16, "cuda")))
 
 
 def copied(i: Inputs) -> Inputs:
@@ -183,7 +177,7 @@ def shapes(options):
 
 def ahead(options):
     mine = [name for name in options.ways if name.startswith("fdora")]
-    return compile_case, [(shape, mine) for shape in shapes(options)]
+    return compile_case, [(name, *shape) for shape in shapes(options) for name in mine]
 
 
 def measure(run):

@@ -254,7 +254,7 @@ class Suite:
     """A measurement as a command: ``measure(run)`` adds the rows of its cases, ``show`` says them, ``judge`` raises what is
     wrong. ``options``: its own arguments, as `add_options` has them. ``world``: how many processes, one group, run it if nobody
     says otherwise; a 1 is this one. ``ahead``: what compiles its kernels, and the tasks that it is called with, in as many
-    processes as --jobs says."""
+    processes as --jobs says. ``quick``: what --quick makes of the options."""
 
     doc: str
     measure: Callable[[Run], None]
@@ -264,6 +264,7 @@ class Suite:
     device: str | None = "cpu"
     kernels: bool = False
     world: int = 0
+    quick: Mapping[str, Any] = field(default_factory=dict)
     ahead: Callable[[argparse.Namespace], tuple[Callable[..., None], Iterable[tuple]]] | None = None
     check: Callable[[argparse.ArgumentParser, argparse.Namespace], None] = lambda parser, options: None
     show: Callable[[dict[str, Any]], str] = lambda result: "\n\n".join(shown(each) for each in parts(result))
@@ -276,7 +277,11 @@ class Suite:
         if self.ahead:
             parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
         add_options(parser, self.options)
+        if self.quick:
+            parser.add_argument("--quick", action="store_true", help=", ".join(f"{k} {v}" for k, v in self.quick.items()))
         options = parser.parse_args(argv)
+        if self.quick and options.quick:
+            vars(options).update(self.quick)
         self.check(parser, options)
         return options
 

@@ -75,9 +75,28 @@ def opponent(rival: str) -> str:
     return "fdora_compiled" if rival.endswith("compiled") else "fdora"
 
 
+def away(
+    W: Tensor, r: int, dtype: torch.dtype, generator: torch.Generator | None = None, ranks: Sequence[int] = ()
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A, B, m and the norm of an adapter away from its start: B is not 0, g is spread by 0.0015. For several W one each, of
+    these ``ranks``."""
+    *many, N, K = W.shape
+
+    def normal(*shape: int, std: float, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*many, *shape, generator=generator, device=W.device, dtype=dtype).mul_(std)
+
+    A, B = normal(r, K, std=K**-0.5), normal(N, r, std=0.05 * r**-0.5)
+    for g, own in enumerate(ranks):
+        A[g, own:], B[g, :, own:] = 0, 0
+    each = zip(W, A, B, strict=True) if many else [(W, A, B)]
+    norms = [dora_norm(*parts, s=S, backend="eager") for parts in each]
+    norm = torch.stack(norms) if many else norms[0]
+    return A, B, (norm * (1 + normal(N, std=0.0015, dtype=torch.float32))).to(dtype), norm
+
+
 @dataclass
 class Inputs:
-    """bf16 x, W and dy; A, B and m in the adapters' dtype, away from their start: B is not 0, g is spread by 0.0015."""
+    """bf16 x, W and dy; A, B and m in the adapters' dtype, away from their start."""
 
     x: Tensor
     W: Tensor
@@ -91,13 +110,11 @@ class Inputs:
     def random(cls, M: int, K: int, N: int, r: int, adapter: torch.dtype, device: str) -> Inputs:
         generator = torch.Generator(device).manual_seed(0)
 
-        def normal(*shape: int, std: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
-            return torch.randn(*shape, generator=generator, device=device, dtype=dtype).mul_(std)
+        def normal(*shape: int, std: float = 1.0) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=device, dtype=BF16).mul_(std)
 
         x, W, dy = normal(M, K), normal(N, K, std=K**-0.5), normal(M, N)
-        A, B = normal(r, K, std=K**-0.5, dtype=adapter), normal(N, r, std=0.05 * r**-0.5, dtype=adapter)
-        norm = dora_norm(W, A, B, s=S, backend="eager")
-        m = (norm * (1 + normal(N, std=0.0015, dtype=torch.float32))).to(adapter)
+        A, B, m, norm = away(W, r, adapter, generator)
         return cls(x.requires_grad_(), W, A.requires_grad_(), B.requires_grad_(), m.requires_grad_(), norm, dy)
 
 
@@ -134,6 +151,13 @@ def differentiated(
 
 def trained(layer: Callable[[Tensor], Tensor], i: Inputs, leaves: dict[str, Tensor], truth: str, context=nullcontext) -> Way:
     return differentiated(lambda: layer(i.x), {"x": i.x, **leaves}, i.dy, truth, context)
+
+
+def warm(way: Way) -> None:
+    """Its kernels are compiled afterwards."""
+    way.forward()
+    if way.both:
+        way.both()
 
 
 def kept_bytes(way: Way, given: Iterable[Tensor]) -> int:
@@ -247,8 +271,9 @@ def peft_dora_cached(i: Inputs, context=nullcontext) -> Way:
     return Way(forward, None)
 
 
-def build(name: str, i: Inputs, rival_path: Sequence[Path] = (), autocast: bool = False) -> Way:
-    """The way of this name; raises where it cannot run here. ``autocast`` puts PEFT's layers under bf16 autocast."""
+def build(name: str, i: Inputs, rival_path: Sequence[Path] = (), autocast: bool = False, state: Any = None) -> Way:
+    """The way of this name; raises where it cannot run here. ``autocast`` puts PEFT's layers under bf16 autocast. ``state``:
+    how bitsandbytes decodes W, for rivals that take one that is packed."""
     context = partial(torch.autocast, i.x.device.type, BF16) if autocast else nullcontext
     adapters = (i.A, i.B, i.m)
     lora = {"A": i.A, "B": i.B}
@@ -269,12 +294,12 @@ def build(name: str, i: Inputs, rival_path: Sequence[Path] = (), autocast: bool 
         return trained(lambda x: addmm_lora(x, i.W, i.A, i.B), i, lora, "lora")
     if name.startswith("axolotl_dora"):
         m = i.m.detach().clone().requires_grad_()  # it keeps the norm, each way its own
-        layer = axolotl_linear(rival_path, i.W, i.A, i.B, m, S, keep="inside" not in name)
+        layer = axolotl_linear(rival_path, i.W, i.A, i.B, m, S, keep="inside" not in name, state=state)
         return trained(layer, i, {**lora, "m": m}, "dora")
     if name == "axolotl_lora":
-        return trained(axolotl_linear(rival_path, i.W, i.A, i.B, None, S), i, lora, "lora")
+        return trained(axolotl_linear(rival_path, i.W, i.A, i.B, None, S, state=state), i, lora, "lora")
     if name == "unsloth_lora":
-        return trained(unsloth_linear(rival_path, i.W, i.A, i.B, S), i, lora, "lora")
+        return trained(unsloth_linear(rival_path, i.W, i.A, i.B, S, state), i, lora, "lora")
     if name == "lorafusion":
         return trained(lorafusion_linear(rival_path, i.W, i.A, i.B, S), i, lora, "lora")
     if name == "peft_dora_cached":

@@ -164,7 +164,7 @@ WRONG = {
     "group": "bench.group.dora_linear_group",
     "multi": "bench.multi_ways.dora_linear_multi",
     "experts": "bench.experts_case.dora_experts",
-    "quant": "bench.quant.dora_linear",
+    "quant": "bench.ways.dora_linear",
     "embedding": "bench.embedding.dora_embedding",
     "compose": "bench.compose.dora_compose",
     "shapes": "bench.ways.dora_linear",
