@@ -213,31 +213,26 @@ def norms_counted():
     from fdora._norm_cache import NormCache
     from fdora.integrations._norm import KeptNorm
 
-    counts, given, own, current = {"asked": 0, "computed": 0}, KeptNorm.given, KeptNorm.own, NormCache.current
+    counts, given, current = {"asked": 0, "computed": 0}, KeptNorm.given, NormCache.current
 
     def asking(self, *args):
         counts["asked"] += 1
         return given(self, *args)
 
-    def counting(self, *args):
-        before = self.memo
-        c = own(self, *args)
-        counts["computed"] += before is None or not torch.equal(before[2].fingerprint, self.memo[2].fingerprint)
-        return c
-
-    def of_many(self, W, made_from, update, *how):
+    def counting(self, W, made_from, update, *how):
         def counted(old, new):
-            before = old.words.clone()
-            update(old, new)
-            counts["computed"] += int((new.words != before).any(1).sum())
+            before = old[1].clone()
+            made = update(old, new)
+            counts["computed"] += int(((made or new)[1] != before).view(len(W), -1).any(1).sum())
+            return made
 
         return current(self, W, made_from, counted, *how)
 
-    KeptNorm.given, KeptNorm.own, NormCache.current = asking, counting, of_many
+    KeptNorm.given, NormCache.current = asking, counting
     try:
         yield counts
     finally:
-        KeptNorm.given, KeptNorm.own, NormCache.current = given, own, current
+        KeptNorm.given, NormCache.current = given, current
 
 
 def norms_of_a_step(run: Trained) -> dict[str, int]:

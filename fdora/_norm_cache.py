@@ -1,8 +1,8 @@
 """The norms of some layers from call to call, for whoever keeps norms: the hook of a model, a unit of FSDP2, compiled code.
 
-A slot is a record of norms c and of words, the fingerprints of the A, B and s that they belong to, which kernels compare on the
-device. There is one slot for each stream, and one for CUDA graphs, which read and write it in place. Of W only what it was made
-from is compared, and here: where that is another, no slot holds.
+A slot is a record: first the norms c, second words, the fingerprints of the A, B and s that they belong to, which kernels
+compare on the device. There is one for each stream, and one for CUDA graphs, which read and write it in place. Of W only what
+it was made from is compared, and here: where that is another, no slot holds.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fdora._torch import capturing
 
+givers: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""Address of words -> who may have c already, given(W, A, B, s), or None; knows which W that is, made_from(W), where c is
+kept beside the words, room[1], and whether forget_norms is told of changes of W: then ``norms`` is not None."""
 MOST = 8192  # calls of compiled code
 _of_calls: dict[Any, Any] = {}
 seen_for_graphs: set[int] = set()  # by keep_for_graphs of triton/tree_kept.py
@@ -25,17 +29,17 @@ _lock = Lock()  # a dict that grows while another thread looks for its oldest ra
 
 
 class NormCache:
-    """``empty`` makes a slot whose words are 0, and so match nothing."""
+    """``graph`` is the slot of graphs, which a capture has to find. Its words are 0, and so match nothing."""
 
-    def __init__(self, device: torch.device, empty: Callable[[], Any]):
-        self.device, self.empty = device, empty
+    def __init__(self, graph: Any):
+        self.graph = graph
+        self.device: torch.device = graph.c.device
         self.made_from: Any = None
         self.slots: dict[int, Any] = {}  # by stream
-        self.graph = self.new()  # a capture has to find it
 
+    @torch.inference_mode(False)  # else nobody outside of it could write there
     def new(self) -> Any:
-        with torch.inference_mode(False):  # else nobody outside of it could write there
-            return self.empty()
+        return type(self.graph)(*map(torch.zeros_like, self.graph))
 
     def forget(self) -> None:
         """Some W is another: all norms are computed again, also by the next replays of graphs."""
@@ -43,22 +47,24 @@ class NormCache:
         forget_captured()
 
     def current(self, W: Sequence[Any], made_from: Any, update: Callable[[Any, Any], Any], in_place: bool = False) -> Any:
-        """The slot after ``update(old, new)``; gone where that fails. c is new memory, which nobody writes again, if not
-        ``in_place``."""
+        """The slot after ``update(old, new)``, or what that returns; gone where it fails. ``in_place``: new is old; else c is
+        new memory, which nobody writes again."""
         if made_from != self.made_from:
             if self.made_from is not None:  # what is new is clear: a capture would clear it again in every replay
                 self.forget()
             self.made_from = made_from
         if capturing(self.device):
             hold(self, W)
-            update(self.graph, self.graph)
-            return self.graph
+            found = update(self.graph, self.graph) or self.graph
+            for t, now in zip(self.graph, found, strict=True):
+                if t is not now:
+                    t.copy_(now)
+            return found
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         old = self.slots.pop(stream, None) or self.new()
         new = old if in_place else old._replace(c=torch.empty_like(old.c))
-        update(old, new)
-        self.slots[stream] = new
-        return new
+        self.slots[stream] = found = update(old, new) or new
+        return found
 
 
 def hold(owner: Any, W: Sequence[Tensor]) -> None:
@@ -70,6 +76,12 @@ def hold(owner: Any, W: Sequence[Tensor]) -> None:
             if weights and all([weight.expired() for weight in weights]):
                 del _captured[key]
         _captured[id(owner)] = owner, [StorageWeakRef(w.untyped_storage()) for w in W] if parameters else []
+
+
+def give_norm(words: Tensor, giver: Any) -> None:
+    """Compiled code with these words asks this one first. Holds nothing."""
+    givers[words.data_ptr()] = giver
+    words.giver = ref(giver)  # type: ignore[attr-defined]  # found in a third of the time, where compiled code passes it on
 
 
 def of_call(key: Any, device: torch.device, make: Callable[[], Any]) -> Any:
@@ -91,7 +103,7 @@ def forget_captured() -> None:
         owners = [owner for owner, _ in _captured.values()]
     for owner in owners:
         if isinstance(owner, NormCache):
-            owner.graph.words.zero_()
+            owner.graph[1].zero_()
 
 
 def forget_norms() -> None:

@@ -344,7 +344,7 @@ CIRCLE = {
 # Arrows that no import shows, by what stands in the source of those who may not know of it.
 HIDDEN = {
     "frameworks below integrations": (r"lora_variant|_active_adapter", {"_plain.py", "triton/runtime/plain.c"}),
-    "callbacks into integrations": (r"\bgivers?\.", {"triton/norm_kept.py", "autograd/norm.py"}),
+    "callbacks into integrations": (r"\bgivers?\.", {"triton/norm_kept.py"}),
     "globals of another module, exchanged": (r"\b_(facts|plain)\.use\(", {"triton/runtime/walk.py"}),
 }
 # What integrations use of fdora.functional beside its public names.
@@ -358,7 +358,7 @@ INNER = {
         "_tree.tables",
     ),
     *("conv.kernel_rows", "linear.attached", "linear.bound_linears", "linear.check_detach", "linear.checked_linears"),
-    *("mlp.bound_mlp", "mlp.checked_mlp", "norm.give_norm", "norm.guarded_norm", "norm.kept_norms", "opaque.is_opaque"),
+    *("mlp.bound_mlp", "mlp.checked_mlp", "norm.guarded_norm", "norm.kept_norms", "opaque.is_opaque"),
     "opaque.linears",
 }
 

@@ -94,7 +94,6 @@ class Backend:
     dense_of: Callable[[Any, Sequence[Tensor | None], torch.dtype], Tensor | None] | None = None
     """A W of this QuantSpec; None where only plain torch decodes it."""
     norms_of_kept: Callable[[Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor]]], Sequence[Tensor]] | None = None
-    give_norm: Callable[[Tensor, Any], None] | None = None
     norms_kept: Callable[..., Any] | None = None  # of all layers of a model, in compiled code
 
 
@@ -171,7 +170,6 @@ def kernels(triton: Any) -> Backend:
         stack_norms_of_codes=triton.quant.stack_norms_of_codes,
         dense_of=triton.dequantize.dense_of,
         norms_of_kept=triton.norm_kept.norms_of_kept,
-        give_norm=triton.norm_kept.give_norm,
         norms_kept=triton.tree.norms_kept,
     )
 

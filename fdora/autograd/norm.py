@@ -79,13 +79,6 @@ def kept_norms(layers: Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, Ten
         return kernels(layers)
 
 
-def give_norm(seen: Tensor, giver: Any) -> None:
-    """:func:`kept_norms` with this ``seen`` asks ``giver.given(W, A, B, s)`` first. Holds nothing."""
-    give = OPS["triton"].give_norm
-    assert give is not None
-    give(seen, giver)
-
-
 def base_sqnorm(W: AnyWeight, max_bytes: int | None, backend: str) -> Tensor:
     (W,) = detached(W)
     with torch.no_grad():

@@ -122,6 +122,7 @@ def no_words(part: Part) -> Tensor:
     return torch.zeros((len(part.places), part.words), device=part.device, dtype=torch.int64)
 
 
+@torch.inference_mode(False)  # else nobody outside of it could write there
 def no_norms(part: Part) -> Norms:
     """With such words."""
     return Norms(torch.zeros(part.size, device=part.device, dtype=part.dtype), no_words(part))

@@ -26,7 +26,6 @@ from fdora._dispatch import Backend
 from fdora._records import NormOf
 from fdora._torch import PLAIN
 from fdora.autograd.norm import base_sqnorm as _base_sqnorm
-from fdora.autograd.norm import give_norm as give_norm
 from fdora.autograd.norm import guarded_norm, row_norm, row_sqnorm, scale, smallest_bytes_of
 from fdora.autograd.norm import kept_norms as kept_norms
 from fdora.autograd.sharded import sharded_guarded_norm, sharded_norm

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fdora._norm_cache import NormCache, give_norm
 from fdora._records import NormOf
 from fdora._torch import PLAIN, capturing, functorch_active, is_traced, piece_of, stays
 from fdora.functional import NormState, dora_norm, dora_norm_state, select_backend
-from fdora.functional.norm import give_norm, guarded_norm, kept_norms
+from fdora.functional.norm import guarded_norm, kept_norms
 from fdora.integrations._shard import Shard, lies_in_rows, watched
 from fdora.integrations._tree import ALONE, UNASKED, kepts_beside
 from fdora.quant import QuantWeight
@@ -24,7 +25,7 @@ class KeptNorm:
     """A copy or a pickle of the layer starts without one."""
 
     def __init__(self) -> None:
-        self.memo: tuple[Any, Any, NormState] | None = None
+        self.memo: tuple[NormCache, Any] | None = None  # and what W lies in
         self.room: tuple[Any, Tensor, Tensor] | None = None  # whose it is (None: what FSDP gathers comes and goes), c, words
         self.norms: Any = None  # those of all layers of a model, see _tree.py
         self.place = UNASKED
@@ -32,14 +33,13 @@ class KeptNorm:
         self.base: weakref.ref[Any] | None = None  # the module whose weight it is the norm of
         self.layer: weakref.ref[Any] | None = None  # with the adapter
         self.shard: Shard | None = None
-        self.spread: tuple[Any, Any] | None = None  # of a DTensor: its id and versions, and its state
 
     def __reduce__(self) -> tuple[type[KeptNorm], tuple[()]]:
         return KeptNorm, ()
 
     def drop(self) -> None:
         """What was computed here does not hold: the next norm is computed."""
-        self.memo = self.spread = None
+        self.memo = None
         if self.room is not None:
             self.room[2].zero_()
 
@@ -60,7 +60,7 @@ class KeptNorm:
         """Forget; and where compiled code can keep the norm of W, make room: it fills tensors, but makes none that stay."""
         if self.norms is not None:
             self.norms.restart()
-        self.memo, self.room, self.place, self.shard, self.spread = None, None, UNASKED, None, None
+        self.memo, self.room, self.place, self.shard = None, None, UNASKED, None
         if type(W) in PLAIN:
             self.room_of(W, W.shape, weakref.ref(W))
 
@@ -69,8 +69,7 @@ class KeptNorm:
         if not W.is_floating_point() or W.element_size() == 1 or W.is_meta or shape.numel() < SMALL:
             return
         if select_backend(W).name == "triton":
-            with torch.inference_mode(False):  # else nobody outside of it could write there
-                c, words = map(stays, dora_norm_state(W.detach().new_empty(1).expand(shape)))
+            c, words = map(stays, empty_state(W.detach().new_empty(1).expand(shape)))
             self.room = (who, c, words)
             give_norm(words, self)
 
@@ -140,11 +139,18 @@ class KeptNorm:
             c: Tensor = dora_norm(W, A, B, s=s)
             return c
         shard = () if self.shard is None else self.shard.state()  # what FSDP has gathered along another dimension of the mesh
-        seen = id(W), *(shard or Shard(W).state())
-        memo = self.spread
-        state = dora_norm(W, A, B, s=s, state=memo[1] if memo is not None and memo[0] == seen else dora_norm_state(W))
-        self.spread = seen, state
-        return state.c
+        key = id(W), *(shard or Shard(W).state())
+        c = self.cache(key, W)[0].current((W,), key, lambda old, _: dora_norm(W, A, B, s=s, state=old), True).c
+        return c
+
+    def cache(self, key: Any, W: Any, storage: Any = None) -> tuple[NormCache, bool]:
+        """Of the W that this is the key of, and whether it is from before."""
+        memo = self.memo  # read and written as a whole: the replicas of DataParallel share it
+        if memo is not None and memo[0].made_from == key:
+            return memo[0], True
+        # Not weakref.ref(owner): torch.utils.swap_tensors, and so model.to, refuses such a tensor.
+        self.memo = NormCache(empty_state(W)), None if storage is None else StorageWeakRef(storage)
+        return self.memo[0], False
 
     def eager(self, owner: Any, W: Any, A: Tensor, B: Tensor, s: float) -> Tensor:
         """The same where nothing traces."""
@@ -162,21 +168,17 @@ class KeptNorm:
         who = id(owner) if type(owner) is torch.nn.Parameter else 0
         stored = W.tensors if isinstance(W, QuantWeight) else (owner,)
         versions = tuple([version(t) for t in stored if t is not None])
-        key = (W.dtype, W.device, W.shape, torch.is_inference_mode_enabled(), who, versions, owner.storage_offset(), shard)
-        memo = self.memo  # read and written as a whole: the replicas of DataParallel share it
-        if memo is None or memo[0] != key or (where and memo[1].cdata != where):
-            # Not weakref.ref(owner): torch.utils.swap_tensors, and so model.to, refuses such a tensor.
-            memo = (key, StorageWeakRef(storage), dora_norm_state(W))
-            after = dora_norm(W, A, B, s=s, state=memo[2])
-        else:  # of the same W: what dora_norm would check has been checked
-            after = NormState(*guarded_norm(NormOf(W, A, B, s), *memo[2], select_backend(W).name))
-        if capturing(W.device):
-            for old, new in zip(memo[2], after, strict=True):  # a replay reads and writes the memory from before the capture
-                old.copy_(new)
-            self.memo = memo
-        else:
-            self.memo = (*memo[:2], after)
-        return after.c
+        of = W.dtype, W.device, W.shape, torch.is_inference_mode_enabled()
+        key = (*of, who, where, owner.storage_offset(), versions, shard)
+        memo, known = self.cache(key, W, storage)
+
+        def update(old: Any, _: Any) -> NormState:
+            if known:  # of the same W: what dora_norm would check has been checked
+                return NormState(*guarded_norm(NormOf(W, A, B, s), old[0], old[1], select_backend(W).name))
+            return dora_norm(W, A, B, s=s, state=old)
+
+        c: Tensor = memo.current((owner,), key, update, True).c
+        return c
 
     def given(self, W: Any, A: Tensor, B: Tensor, s: float, compiled: bool = True) -> Tensor | None:
         """c that the model's hook computed, if it holds for this call: for compiled code, too, when it runs."""
@@ -192,6 +194,11 @@ class KeptNorm:
             self.norms.restart()
             self.place = ALONE
         return self.norms.of_unit(self, W, A, B, s) if c is None else c
+
+
+@torch.inference_mode(False)  # else nobody outside of it could write there
+def empty_state(W: Any) -> Any:
+    return dora_norm_state(W)
 
 
 def compiled_kernels(W: Any) -> bool:

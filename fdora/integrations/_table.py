@@ -43,7 +43,7 @@ class Table:
         self.parts = tables(W, A, B, s)
         now = _facts.places(self.tensors)  # after the kernels have brought their way to ask for them
         self.key = None if now is None else now[1]
-        self.caches = [NormCache(part.device, partial(no_norms, part)) for part in self.parts]
+        self.caches = [NormCache(no_norms(part)) for part in self.parts]
 
     def alive(self) -> tuple[tuple[Tensor, ...], tuple[int, ...]] | None:
         """Its tensors and their versions, if they lie where and as they lay, and the same backend computes."""

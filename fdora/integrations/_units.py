@@ -72,7 +72,7 @@ class Unit:
                 return nothing
             if self.cache is None or made_from != self.cache.made_from:
                 self.forget()
-                self.cache = NormCache(part.device, partial(no_norms, part))
+                self.cache = NormCache(no_norms(part))
             new = self.cache.current(W, made_from, partial(part.layers.guarded, W, A, B))
             each = {id(kept): facts(w, a, b, scale) for kept, w, a, b, scale in found}
             return Run(moment, each, dict(zip(each, part.views(new.c), strict=True)))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 
-from fdora._norm_cache import seen_for_graphs
+from fdora._norm_cache import givers, seen_for_graphs
 from fdora._records import WIDTH
 from fdora._torch import capturing, foreach_clone, needs_dispatcher
 from fdora.triton.norm import plan_guarded_norm, plan_norm
@@ -27,19 +26,6 @@ def norms_of_kept(layers: Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, 
     W, *rest = (list(each) for each in zip(*layers, strict=True))
     whole = (row_norms_kept if needs_dispatcher(W[0]) else _row_norms_kept)(W, *rest)
     return parts_of(whole, W)
-
-
-givers: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""Address of old_hash -> who may have c already, given(W, A, B, s), or None; knows which W that is, made_from(W), where c is
-kept beside old_hash, room[1], and whether forget_norms is told of changes of W: then ``norms`` is not None."""
-
-_made_from: dict[int, tuple[int, ...]] = {}  # address of old_hash -> the W that c is of
-
-
-def give_norm(old_hash: Tensor, giver: Any) -> None:
-    givers[old_hash.data_ptr()] = giver
-    old_hash.giver = ref(giver)  # type: ignore[attr-defined]  # found in a third of the time, where compiled code passes it on
-    _made_from.pop(old_hash.data_ptr(), None)  # of what lay there before
 
 
 def _giver_of(old_hash: Tensor) -> Any:
@@ -135,12 +121,13 @@ def _row_norm_kept(giver: Any, W: Tensor, A: Tensor, B: Tensor, s: float, c: Ten
     that would make autograd refuse the backward. The write needs no order: whatever pair c and old_hash hold, also after a call
     was repeated or left out, the result is the norm of these W, A, B and s.
     """
+    known = vars(old_hash if giver is None else giver.room[2])  # compiled code may hand over another view
     c, old_hash = c.data, old_hash.data
     default = (W.data_ptr(), 0 if W.is_inference() else W._version)
     made_from = default if giver is None else giver.made_from(W)
-    if _made_from.setdefault(old_hash.data_ptr(), made_from) != made_from:  # what is new matches nothing as it is
+    if known.setdefault("made_from", made_from) != made_from:  # what is new matches nothing as it is
         old_hash.zero_()
-        _made_from[old_hash.data_ptr()] = made_from
+        known["made_from"] = made_from
     tensors = (W, A, B, c, old_hash)
     out, new_hash = run(plan_for(plan_guarded_norm, tensors, None, True), tensors, (s,))
     old_hash.copy_(new_hash)

@@ -134,12 +134,17 @@ class Kept(NormCache):
     def __init__(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]):
         *at, self.size = accumulate(map(room, W), initial=0)
         self.layers = Layers(W, A, B, s, at)
-        super().__init__(self.layers.device, partial(by_another_thread, self.nothing, self.layers.device))
+        super().__init__(self.new())
 
+    def new(self) -> Any:
+        return by_another_thread(self.nothing, self.layers.device)
+
+    @torch.inference_mode(False)
     def nothing(self) -> Any:
+        device = self.layers.device
         self.layers.table()  # on this stream
-        words = torch.zeros((self.layers.count, WORDS), device=self.device, dtype=torch.int64)
-        return Norms(torch.zeros(self.size, device=self.device, dtype=torch.float32), words)
+        words = torch.zeros((self.layers.count, WORDS), device=device, dtype=torch.int64)
+        return Norms(torch.zeros(self.size, device=device, dtype=torch.float32), words)
 
     def now(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor]) -> Tensor:
         """Of which nobody may write."""

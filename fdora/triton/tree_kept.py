@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._norm_cache import seen_for_graphs
+from fdora._norm_cache import MOST, seen_for_graphs
 from fdora._torch import capturing, foreach_clone
 from fdora.triton.kernels.kept import ALIGN, COUNTERS, kept_kernel
 from fdora.triton.runtime.builder import Builder, named
@@ -42,6 +42,7 @@ class KeptOfCall(Kept):
         self.words = parts_for(len(W), max(cdiv(w.numel(), ITEM) for w in W))
         super().__init__(W, A, B, s)
 
+    @torch.inference_mode(False)
     def nothing(self) -> State:
         device, layers = self.layers.device, self.layers.count
         self.layers.table()  # on this stream
@@ -100,6 +101,8 @@ def keep_for_graphs(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor
         return
     if W[0].device.type == "cuda":
         kept_of(KeptOfCall if in_one_launch(W, A, B) else Kept, W, A, B, s)
+    if len(seen_for_graphs) >= MOST:
+        seen_for_graphs.clear()  # what is not known is looked for again
     seen_for_graphs.add(name)
 
 

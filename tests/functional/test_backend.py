@@ -23,7 +23,6 @@ BOTH = ("eager", "triton")
 # What compiled code keeps between its calls, and norms of codes: eager code decodes some rows at a time.
 OF_KERNELS = {
     "norms_of_kept",
-    "give_norm",
     "norms_kept",
     "norm_of_codes",
     "norm_of_codes_guarded",

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fdora.eager.norm
-from fdora import FdoraError
+from fdora import FdoraError, _norm_cache
 from fdora.autograd._ops import OPS
 from fdora.integrations import _norm
 from fdora.integrations._peft import fast_path
@@ -348,11 +348,12 @@ def test_a_captured_graph_reads_and_writes_the_memory_from_before(reuse, monkeyp
     variant, module = layer(model).lora_variant["default"], layer(model)
     with torch.no_grad():
         model(x)
-        kept, now = variant.kept.memo[2], [t.clone() for t in variant.kept.memo[2]]
-        monkeypatch.setattr(_norm, "capturing", lambda t: True)
+        memo = variant.kept.memo[0]
+        kept, now = memo.graph, [t.clone() for t in memo.graph]
+        monkeypatch.setattr(_norm_cache, "capturing", lambda t: True)
         module.lora_B["default"].weight.mul_(2)
         assert_exact(model(x), restore(copy.deepcopy(model))(x))
-    assert all(a is b for a, b in zip(variant.kept.memo[2], kept, strict=True))
+    assert all(a is b for a, b in zip(memo.graph, kept, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
     assert len(reuse) == 2
     model(x)

@@ -9,8 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fdora import _dispatch
+from fdora._norm_cache import give_norm
 from fdora.functional import dora_norm, dora_norm_state
-from fdora.functional.norm import give_norm, kept_norms
+from fdora.functional.norm import kept_norms
 from tests import device
 from tests.checks.norm_state import S, inputs
 from tests.norms import capture
