@@ -1,37 +1,42 @@
-"""fdora on the command line.
+"""fdora on the command line; `python -m fdora` is the same. `fdora COMMAND --help` says what a command takes.
 
-python -m fdora doctor                                        what runs here and why; put it into a bug report
-python -m fdora explain --model config.json [--r 16]          what each kind of layer would cost, from its shapes alone
-python -m fdora explain --model ADAPTER_FOLDER [--gpu a100]
+    fdora doctor      what runs here and why; put it into a bug report
+    fdora explain     what each kind of layer of a model would cost, from its shapes alone
+    fdora plan        memory, time and layout of a training
+    fdora schedule    microbatches of many adapters, from lengths alone
+    fdora convert     adapters combined, as LoRA, and in other formats
+
+Exit status: 0; 1 where the answer is no (doctor found a problem, no plan fits); 2 for a mistake in arguments or files.
 """
 
 from __future__ import annotations
 
-from fdora._command import mistakes, parser_of
-from fdora.explain_model import GPUS, explain
+import sys
+from importlib import import_module
+
+from fdora import __version__
+from fdora._command import parser_of
+
+COMMANDS = {
+    "doctor": "fdora.doctor",
+    "explain": "fdora.explain_model",
+    "plan": "fdora.jobs.plan.__main__",
+    "schedule": "fdora.jobs.schedule.__main__",
+    "convert": "fdora.convert.__main__",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for a problem that doctor found, 2 for a mistake in the command line or its files."""
-    parser = parser_of("fdora", __doc__)
-    commands = parser.add_subparsers(dest="command")
-    commands.add_parser("doctor", help="what is installed, what runs and why, and a check against float64")
-    explaining = commands.add_parser("explain", help="predicted time and memory of a model's layers")
-    explaining.add_argument("--model", required=True, help="config.json of transformers, or the folder of a PEFT adapter")
-    explaining.add_argument("--tokens", type=int, default=4096, help="of all sequences of a batch (default: %(default)s)")
-    explaining.add_argument("--r", type=int, help="rank, for a config.json (default: 16); an adapter has its own")
-    explaining.add_argument("--gpu", choices=GPUS, default="h200", help="whose published rates to use (default: %(default)s)")
-    a = parser.parse_args(argv)
-    with mistakes(parser):
-        if a.command == "doctor":
-            from fdora.doctor import main as doctor  # here, because it needs the functions and the help does not
-
-            return doctor()
-        if a.command == "explain":
-            print(explain(a.model, tokens=a.tokens, r=a.r, gpu=a.gpu))
-            return 0
-    parser.print_help()
-    return 0
+    """Returns the exit status of the command, which is imported when it is asked for."""
+    first, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    parser = parser_of("", __doc__)
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("command", choices=COMMANDS)
+    if not first:
+        parser.print_help()
+        return 0
+    status: int = import_module(COMMANDS[parser.parse_args([first]).command]).main(rest)
+    return status
 
 
 if __name__ == "__main__":

@@ -1,25 +1,40 @@
-"""What the commands share: the module's docstring as help; a mistake is one sentence on stderr and exit status 2."""
+"""What the commands share. Each is a module whose ``main(argv)`` returns the exit status, with its docstring as help:
+
+0    done, and the answer is yes
+1    done, and the answer is no: doctor found a problem, no plan fits
+2    a mistake in the command line or its files, which is one sentence on stderr
+141  the reader of a pipe has left, as ``| head`` does
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from fdora._check import FdoraError, fail
 
+T = TypeVar("T")
 
-def parser_of(module: str, doc: str | None) -> ArgumentParser:
-    return ArgumentParser(f"python -m {module}", description=doc, formatter_class=RawDescriptionHelpFormatter)
+
+def parser_of(name: str, doc: str | None) -> ArgumentParser:
+    return ArgumentParser(f"fdora {name}".strip(), description=doc, formatter_class=RawDescriptionHelpFormatter)
 
 
 @contextmanager
 def mistakes(parser: ArgumentParser) -> Iterator[None]:
-    """End the program over what somebody asked wrongly. A defect stays a traceback."""
+    """End the program over what somebody asked wrongly, or does not read. A defect stays a traceback."""
     try:
         yield
+        sys.stdout.flush()
     except FdoraError as error:
         parser.exit(2, f"{error}\n")
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python would still write at its end
+        parser.exit(141)
 
 
 @contextmanager
@@ -31,3 +46,10 @@ def writing(fn: str, arg: str, remedy: str = "Check the path.") -> Iterator[None
         raise
     except (OSError, ValueError) as error:
         raise fail(fn, arg, "a file that can be written", f"{type(error).__name__}: {error}", remedy) from None
+
+
+def progress(items: Iterable[T], name: str) -> Iterable[T]:
+    """A bar with the time left on stderr, where that is a terminal."""
+    from tqdm import tqdm
+
+    return tqdm(items, name, disable=None, leave=False)

@@ -1,4 +1,4 @@
-"""``python -m fdora doctor``: what is installed here, what runs and why, and whether it computes the right thing."""
+"""What is installed here, what runs and why, and whether it computes the right thing. Put it into a bug report."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fdora import FdoraError, __version__
+from fdora._command import mistakes, parser_of
 from fdora.functional import select_backend
 from fdora.selfcheck import check
 
@@ -43,7 +44,14 @@ class Line(NamedTuple):
     fault: str = ""
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    parser = parser_of("doctor", __doc__)
+    parser.parse_args(argv)
+    with mistakes(parser):
+        return diagnose()
+
+
+def diagnose() -> int:
     """Print what was found, section by section, then one line that starts with OK or with PROBLEM.
 
     Returns:

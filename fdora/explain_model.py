@@ -1,14 +1,21 @@
-"""``python -m fdora explain``: what each kind of layer of a model would cost, from shapes alone. No weight is read."""
+"""What each kind of layer of a model would cost, from shapes alone. No weight is read.
+
+fdora explain --model config.json [--r 16]
+fdora explain --model ADAPTER_FOLDER [--gpu a100]
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fdora._check import fail
+from fdora._command import mistakes, parser_of
 from fdora.predict import GPUS, Method, Prediction, predict
 
 CONFIG, ADAPTER, TENSORS = "config.json", "adapter_config.json", "adapter_model.safetensors"
@@ -29,6 +36,7 @@ KNOWN = {
     "smollm3": False,
 }
 SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read one x, which is kept once
+MOST = 1 << 31  # sizes of a model, ranks and tokens are below it
 METHODS: dict[Method, str] = {"fdora": "fdora", "lora": "LoRA", "peft_dora": "PEFT DoRA"}
 
 
@@ -62,11 +70,13 @@ def explain(model: str | Path, *, tokens: int = 4096, r: int | None = None, gpu:
     Raises:
       FdoraError: the file is not there or not such a file, or an argument is out of range.
     """
-    if tokens < 1:
-        raise fail("explain", "tokens", "at least 1", tokens, "It is sequences times their length.")
+    if not 1 <= tokens < MOST:
+        raise fail("explain", "tokens", _range(tokens), tokens, "It is sequences times their length.")
     if gpu not in GPUS:
         raise fail("explain", "gpu", f"one of {', '.join(GPUS)}", repr(gpu), "Take the nearest; the ratios say most.")
     title, kinds, notes = read(Path(model), r)
+    if find_spec("triton") is None:
+        notes = [*notes, "Without Triton fdora's numbers are of formulas: some percent below those of its plans."]
     rows = [("layer", "(N, K)", "count", "r", "what runs", *METHODS.values(), *METHODS.values())]
     times, kept, output = dict.fromkeys(METHODS, 0.0), dict.fromkeys(METHODS, 0), dict.fromkeys(METHODS, 0)
     for kind in kinds:
@@ -93,6 +103,22 @@ def explain(model: str | Path, *, tokens: int = 4096, r: int | None = None, gpu:
         "layer's output, which costs nothing where the next operation keeps it anyway.",
     ]
     return "\n".join([*head, *notes, "", *align(rows)])
+
+
+def _range(value: int) -> str:
+    return "at least 1" if value < 1 else "below 2^31"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = parser_of("explain", __doc__)
+    parser.add_argument("--model", required=True, help="config.json of transformers, or the folder of a PEFT adapter")
+    parser.add_argument("--tokens", type=int, default=4096, help="of all sequences of a batch (default: %(default)s)")
+    parser.add_argument("--r", type=int, help="rank, for a config.json (default: 16); an adapter has its own")
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose published rates to use (default: %(default)s)")
+    a = parser.parse_args(argv)
+    with mistakes(parser):
+        print(explain(a.model, tokens=a.tokens, r=a.r, gpu=a.gpu))
+    return 0
 
 
 def cost(tokens: int, kind: Kind, gpu: str, method: Method) -> Prediction:
@@ -146,14 +172,20 @@ def read_again(kinds: list[Kind]) -> list[tuple[int, int]]:
     return found
 
 
+def is_file(path: Path) -> bool:
+    with suppress(OSError, ValueError):  # a name that none can have
+        return path.is_file()
+    return False
+
+
 def read(path: Path, r: int | None) -> Model:
     """The layers of a config.json, or of an adapter's folder."""
-    if path.is_dir() and (path / ADAPTER).exists():
+    if is_file(path / ADAPTER):
         if r is not None:
             raise fail("explain", "r", "left out for an adapter", r, "The adapter has its own ranks.")
         return from_adapter(path)
-    file = path / CONFIG if path.is_dir() else path
-    if not file.is_file():
+    file = next(filter(is_file, (path / CONFIG, path)), None)
+    if file is None:
         want = f"a {CONFIG}, a folder with one, or the folder of a PEFT adapter"
         raise fail("explain", "model", want, repr(str(path)), "Check the path; nothing is downloaded.")
     return from_config(file, 16 if r is None else r)
@@ -162,13 +194,13 @@ def read(path: Path, r: int | None) -> Model:
 def from_config(file: Path, r: int) -> Model:
     config = load(file)
     kind = config.get("model_type")
-    if kind not in KNOWN:
+    if not isinstance(kind, str) or kind not in KNOWN:
         hint = f"Pass the {kind!r} model's text part as a file of its own." if "text_config" in config else ""
         raise fail(
             "explain", "model", f"of a model type among {', '.join(KNOWN)}", repr(kind), hint or "Pass an adapter's folder."
         )
-    if r < 1:
-        raise fail("explain", "r", "at least 1", r, "A model without an adapter needs no fdora.")
+    if not 1 <= r < MOST:
+        raise fail("explain", "r", _range(r), r, "A model without an adapter needs no fdora.")
 
     size = partial(positive, config, fn="explain", where=file)
     H, heads, layers = size("hidden_size"), size("num_attention_heads"), size("num_hidden_layers")
@@ -184,8 +216,9 @@ def positive(
     """A size of a config.json, which may leave out what has a default."""
     value = config.get(field)
     value = default if value is None else value
-    if type(value) is not int or value < 1:
-        raise fail(fn, "model", f"a config with a positive integer {field!r}", repr(value), f"Look into {where}.")
+    if type(value) is not int or not 1 <= value < MOST:
+        small = " below 2^31 as" if type(value) is int and value > 0 else ""
+        raise fail(fn, "model", f"a config with a positive integer{small} {field!r}", repr(value), f"Look into {where}.")
     return value
 
 
@@ -233,7 +266,7 @@ def from_adapter(folder: Path) -> Model:
 def load(file: Path, fn: str = "explain", arg: str = "model") -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise fail(fn, arg, "a JSON file", f"{type(error).__name__} for {file}", "Check the file.") from error
     if not isinstance(found, dict):
         raise fail(fn, arg, "a JSON object", f"a {type(found).__name__} in {file}", "Check the file.")
@@ -248,8 +281,11 @@ def header(file: Path) -> dict[str, tuple[int, ...]]:
             if length > file.stat().st_size - 8:
                 raise ValueError
             found = json.loads(f.read(length))
-        return {key: tuple(entry["shape"]) for key, entry in found.items() if key != "__metadata__"}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        shapes = {key: tuple(entry["shape"]) for key, entry in found.items() if key != "__metadata__"}
+        if not all(type(n) is int and 0 <= n < MOST for shape in shapes.values() for n in shape):
+            raise ValueError
+        return shapes
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         have = f"{type(error).__name__} for {file}"
         raise fail(
             "explain", "model", f"a folder with a whole {TENSORS}", have, "Save the adapter with save_pretrained."

@@ -1,1 +1,1 @@
-raise ImportError("fdora.plan is now fdora.jobs.plan: import that, or run python -m fdora.jobs.plan.")
+raise ImportError("fdora.plan is now fdora.jobs.plan: import that, or run fdora plan.")

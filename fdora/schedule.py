@@ -1,1 +1,1 @@
-raise ImportError("fdora.schedule is now fdora.jobs.schedule: import that, or run python -m fdora.jobs.schedule.")
+raise ImportError("fdora.schedule is now fdora.jobs.schedule: import that, or run fdora schedule.")

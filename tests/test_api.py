@@ -63,6 +63,9 @@ def test_names():
     public = {n for n, v in vars(F).items() if not n.startswith("_") and not inspect.ismodule(v)}
     assert public == set(F.__all__)
     assert sorted(fdora.__all__) == ["FdoraError", "__version__", "backend"]
+    assert all(getattr(fdora, name) is getattr(F, name) for name in F.__all__)
+    with pytest.raises(AttributeError, match="module 'fdora' has no attribute 'dora_all'"):
+        fdora.dora_all
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

@@ -227,7 +227,7 @@ def test_the_api_is_generated():
 
 
 def test_what_public_functions_return_and_commands_take_is_in_the_api():
-    from fdora import __main__ as command
+    from fdora import explain_model as command
     from fdora.functional import select_backend
     from fdora.integrations._peft.report import Report
 
@@ -237,7 +237,7 @@ def test_what_public_functions_return_and_commands_take_is_in_the_api():
     methods = [name for name in vars(Report) if not name.startswith("_")]
     assert methods and all(f"`report(model).{name}{signature(getattr(Report, name), 'self')}`" in text for name in methods)
     options = set(re.findall(r'add_argument\("(--\w+)"', Path(command.__file__).read_text()))
-    (line,) = re.findall(r"^- `python -m fdora explain`.*?(?=^- )", text, re.M | re.S)
+    (line,) = re.findall(r"^- `fdora explain`.*?(?=^- )", text, re.M | re.S)
     assert options and options == set(re.findall(r"`(--\w+)`", line))
 
 

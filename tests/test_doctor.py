@@ -1,4 +1,4 @@
-"""python -m fdora doctor: what it finds, what it calls a problem, and that its check can fail."""
+"""fdora doctor: what it finds, what it calls a problem, and that its check can fail."""
 
 import os
 import re
@@ -222,7 +222,7 @@ def test_the_check_leaves_the_random_state_and_the_precision(monkeypatch):
 
 def test_help_and_mistakes(capsys, tmp_path):
     assert main([]) == 0
-    assert "python -m fdora doctor" in capsys.readouterr().out
+    assert "fdora doctor" in capsys.readouterr().out
     for line, words in (
         (["physician"], "invalid choice"),
         (["explain"], "--model"),
@@ -235,4 +235,4 @@ def test_help_and_mistakes(capsys, tmp_path):
 
 
 def test_the_bug_report_asks_for_it():
-    assert "python -m fdora doctor" in (ROOT / ".github/ISSUE_TEMPLATE/bug_report.md").read_text()
+    assert "fdora doctor" in (ROOT / ".github/ISSUE_TEMPLATE/bug_report.md").read_text()

@@ -1,4 +1,4 @@
-"""python -m fdora explain: its formulas against what torch counts, its shapes against transformers' and PEFT's own."""
+"""fdora explain: its formulas against what torch counts, its shapes against transformers' and PEFT's own."""
 
 import json
 import math

@@ -100,8 +100,8 @@ def test_works_in_a_clean_environment(wheel, tmp_path):
         cwd=tmp_path,
     ).split()
     assert Path(where).is_relative_to(site) and version == __version__
-    assert "python -m fdora doctor" in run(python, "-m", "fdora", cwd=tmp_path)
-    report = run(python, "-m", "fdora", "doctor", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert "fdora doctor" in run(python, "-m", "fdora", cwd=tmp_path)
+    report = run(python.parent / "fdora", "doctor", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert report.splitlines()[-1].startswith("OK: ")
 
 
@@ -133,7 +133,7 @@ def test_requirements(metadata):
         name, bounds = re.fullmatch(r"([\w-]+)(.*)", requirement).groups()
         extra = re.search(r'extra == "(\w+)"', marker)
         (extras.setdefault(extra.group(1), {}) if extra else always)[name] = bounds, marker
-    assert {n: b for n, (b, _) in always.items()} == {"einops": ">=0.8", "optree": ">=0.14", "torch": ">=2.8"}
+    assert {n: b for n, (b, _) in always.items()} == {"einops": ">=0.8", "optree": ">=0.14", "torch": ">=2.8", "tqdm": ">=4.66"}
     bounds, marker = extras["triton"]["triton"]
     assert bounds == ">=3.4" and 'platform_system == "Linux"' in marker
     assert set(extras["peft"]) == {"peft"} and set(extras["convert"]) == {"safetensors"}

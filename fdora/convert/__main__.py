@@ -1,10 +1,10 @@
 """Conversions from the command line. MODEL is a safetensors file or a folder of them; an adapter is a folder (PEFT) or one file
 (kohya). torchtune's names and rows depend on the model: see ``fdora.convert.llama``.
 
-    python -m fdora.convert combine MODEL OUT one=0.7 other=0.3 [--r 16] [--max-error 0.1]
-    python -m fdora.convert lora    MODEL OUT ADAPTER --r 64 [--max-error 0.1]
-    python -m fdora.convert scales  MODEL OUT.safetensors ADAPTER
-    python -m fdora.convert keys    MODEL OUT ADAPTER --of peft --to kohya [--prefix lora_unet]
+    fdora convert combine MODEL OUT one=0.7 other=0.3 [--r 16] [--max-error 0.1]
+    fdora convert lora    MODEL OUT ADAPTER --r 64 [--max-error 0.1]
+    fdora convert scales  MODEL OUT.safetensors ADAPTER
+    fdora convert keys    MODEL OUT ADAPTER --of peft --to kohya [--prefix lora_unet]
 
 An adapter of combine is split into path and weight at its last "=", if a number follows and no file or folder has the whole
 name; without one its weight is 1. A bad argument or file gives a sentence on stderr and exit status 2, and nothing is written.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fdora._check import FdoraError, fail
-from fdora._command import mistakes, parser_of
+from fdora._command import mistakes, parser_of, progress
 from fdora.convert.adapter import Adapter
 from fdora.convert.files import Weights, check_folder, read, write, write_scales
 from fdora.convert.keys import kohya_names
@@ -52,7 +52,7 @@ COMMANDS = {
 
 
 def parser() -> ArgumentParser:
-    top = parser_of("fdora.convert", __doc__)
+    top = parser_of("convert", __doc__)
     commands = top.add_subparsers(dest="command", required=True)
     for name, options in COMMANDS.items():
         command = commands.add_parser(name)
@@ -96,7 +96,7 @@ def convert(a: Namespace) -> None:
         return write(a.out, first, a.to, names=names, overwrite=a.overwrite)
     out: dict[str, Adapter] = {}
     errors: dict[str, float] = {}
-    for layer in dict.fromkeys(layer for adapters, _ in loaded for layer in adapters):
+    for layer in progress(list(dict.fromkeys(layer for adapters, _ in loaded for layer in adapters)), "layers"):
         here, numbers = zip(*((adapters[layer], weight) for adapters, weight in loaded if layer in adapters), strict=True)
         try:
             if a.command == "combine":
@@ -110,11 +110,12 @@ def convert(a: Namespace) -> None:
     print(f"{len(out)} layers; largest error of a weight's change: {errors[worst]:.3g}, {worst}")
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     top = parser()
     try:
         with mistakes(top):
             convert(top.parse_args(argv))
+        return 0
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "safetensors":
             raise
@@ -122,4 +123,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -38,7 +38,7 @@ def test_programs_and_commands(folder, capsys):
     assert all(torch.equal(a.m, b.m) for a, b in zip(read("again").values(), space["one"].values(), strict=True))
     assert torch.equal(load_file("one/g.safetensors")[f"base_model.model.{space['path']}.g"], space["g"])
 
-    commands = re.findall(r"^python -m fdora.convert (.*)$", TEXT, re.M)
+    commands = re.findall(r"^fdora convert (.*)$", TEXT, re.M)
     assert len(commands) == 4
     for command in commands:
         main(command.split())

@@ -22,7 +22,7 @@ def test_the_programs_and_the_command(tmp_path, monkeypatch, capsys):
     assert found.best == found.layouts[0] and out.count("True") + out.count("False") >= 2 * len(found.layouts)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(space["config"]))
-    (command,) = re.findall(r"^python -m fdora.jobs.plan (.*)$", TEXT, re.M)
+    (command,) = re.findall(r"^fdora plan (.*)$", TEXT, re.M)
     assert main(command.split()) == 0 and "Best: " in capsys.readouterr().out
     assert [each["name"] for each in json.loads((tmp_path / "plan.json").read_text())["setup"]["adapters"]] == ["law", "med"]
 

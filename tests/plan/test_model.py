@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import torch
 
 from fdora import FdoraError
-from fdora.jobs.plan import Adapter, Part, Setup, memory, plan, read_model, times
+from fdora.jobs.plan import Adapter, Part, Setup, capacity, memory, plan, read_model, times
+from fdora.jobs.plan.model import FAMILIES
 from tests.plan.test_layout import CONFIG, PROFILE, SETUP, SMALL
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -107,6 +109,35 @@ def test_what_transformers_makes_of_a_config():
         want = tuple(n for n, kind in enumerate(config.layer_types) if kind == SLIDING)
         given = CONFIG | more | {"model_type": config.model_type}
         assert read_model(given).sliding == read_model(config.to_dict()).sliding == want
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_biases_are_those_of_transformers(kind):
+    """A config may name biases that the code of its model does not have."""
+    transformers = pytest.importorskip("transformers", reason="compares with its models; `make test` installs it")
+    asked = CONFIG | {"head_dim": 128, "num_hidden_layers": 1, "attention_bias": True, "mlp_bias": True}
+    sizes = {key: value for key, value in asked.items() if key != "model_type"}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes))
+    biases = {name.split(".")[-2] for name, _ in model.named_parameters() if name.endswith("proj.bias")}
+    assert read_model(asked | {"model_type": kind}).biases == biases
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda m: memory(m, SETUP, 0), "`tokens` must be a positive int, got 0"),
+        (lambda m: memory(m, SETUP, 1024, in_flight=-1), "`in_flight` must be a positive int, got -1"),
+        (lambda m: memory(m, SETUP._replace(weights="int3"), 1024), "`weights` must be one of"),
+        (lambda m: memory(m, SETUP._replace(adapters=()), 1024), "`adapters` must be at least one"),
+        (lambda m: capacity(m, SETUP, 0), "`budget` must be a positive int, got 0"),
+        (lambda m: capacity(m, SETUP, 2.5e9), "`budget` must be a positive int, got 2500000000.0"),
+        (lambda m: capacity(m, SETUP._replace(targets=frozenset(["lm_head"])), 2**30), "`targets` must be some of"),
+    ],
+)
+def test_arguments_of_memory_and_capacity(call, said):
+    with pytest.raises(FdoraError, match=said):
+        call(read_model(CONFIG))
 
 
 def test_a_stage_has_the_layers_that_it_holds():

@@ -29,7 +29,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (lengths,) = re.findall(r"`(\{.*\})`", TEXT)
     (tmp_path / "lengths.json").write_text(lengths)
-    (command,) = re.findall(r"^python -m fdora.jobs.schedule (.*)$", TEXT, re.M)
+    (command,) = re.findall(r"^fdora schedule (.*)$", TEXT, re.M)
     assert main(command.split()) == 0 and "law" in capsys.readouterr().out
     tokens = sum(n for batches in json.loads(lengths).values() for batch in batches for n in batch)
     assert from_json((tmp_path / "schedule.json").read_text()).tokens == tokens and (tmp_path / "schedule.png").exists()

@@ -284,8 +284,8 @@ MESSAGES = [
         "fdora.jobs.schedule: `spec.depth` must be a positive int, got 0. It counts tokens, microbatches or processes.",
     ),
     (
-        lambda: schedule([[[1]]], Spec(1 << 63)),
-        f"fdora.jobs.schedule: `spec.capacity` must be below 2^63, got {1 << 63}. It counts tokens, microbatches or processes.",
+        lambda: schedule([[[1]]], Spec(1 << 31)),
+        f"fdora.jobs.schedule: `spec.capacity` must be below 2^31, got {1 << 31}. It counts tokens, microbatches or processes.",
     ),
     (
         lambda: schedule([[[1]]], Spec(8, 1, 9)),

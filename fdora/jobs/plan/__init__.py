@@ -1,6 +1,6 @@
 """What training adapters takes, before it runs: memory by component, tokens of a microbatch, time, a layout on GPUs.
 
-    python -m fdora.jobs.plan --model config.json --adapters 64 --gpu h200 --gpus 2
+    fdora plan --model config.json --adapters 64 --gpu h200 --gpus 2
 
 Pure functions of shapes, from records to records; docs/predict.md explains them. Memory is that of transformers' decoders with
 ``use_fdora``, in bfloat16.

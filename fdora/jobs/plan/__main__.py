@@ -1,11 +1,11 @@
 """A plan from the command line.
 
-    python -m fdora.jobs.plan --model config.json --adapters 4x16 --gpu h200 --gpus 2 --length 2048 --microbatches 8
-    python -m fdora.jobs.plan --model config.json --adapters law=64 med=16 --weights nf4 --json plan.json
+    fdora plan --model config.json --adapters 4x16 --gpu h200 --gpus 2 --length 2048 --microbatches 8
+    fdora plan --model config.json --adapters law=64 med=16 --weights nf4 --json plan.json
 
 Adapters: a rank, so many of one (4x16), name=rank, or folders of PEFT adapters. For every layout: GiB of the GPU that holds
 most, the tokens that a microbatch may have there, time of an optimizer step, tokens per second of all GPUs. The first that
-fits is the fastest. A bad argument or file gives a sentence on stderr and exit status 2.
+fits is the fastest. Exit status: 1 where none fits; 2 for a bad argument or file, which gives a sentence on stderr.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def components(way: Layout) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = parser_of("fdora.jobs.plan", __doc__)
+    parser = parser_of("plan", __doc__)
     parser.add_argument("--model", required=True, help="config.json of transformers, or a folder with one")
     parser.add_argument("--adapters", nargs="+", default=["16"], help="ranks or folders (default: one of rank 16)")
     parser.add_argument("--gpu", default="h200", help="a key of fdora.predict.GPUS (default: %(default)s)")
@@ -104,8 +104,8 @@ def main(argv: list[str] | None = None) -> int:
             text = json.dumps(found.to_dict(), indent=1) + "\n"
             with writing("jobs.plan", "json"):
                 a.json.write_text(text)
-    print(table(found))
-    return 0
+        print(table(found))
+    return int(found.best is None)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fdora._check import fail
-from fdora.explain_model import ADAPTER, load
+from fdora.explain_model import ADAPTER, is_file, load
 from fdora.jobs.plan.setup import Adapter
 
 # of PEFT's config: what trains more, less or something else than A, B and m of one rank on all layers of a name
@@ -44,7 +44,7 @@ def read_adapters(texts: list[str]) -> tuple[tuple[Adapter, ...], frozenset[str]
     found: list[Adapter] = []
     targets: set[frozenset[str]] = set()
     for text in texts:
-        if (Path(text) / ADAPTER).exists():
+        if is_file(Path(text) / ADAPTER):
             config = load(Path(text) / ADAPTER, "jobs.plan", "adapters")
             check_folder(config)
             names = config["target_modules"]
@@ -53,7 +53,7 @@ def read_adapters(texts: list[str]) -> tuple[tuple[Adapter, ...], frozenset[str]
             continue
         name, _, r = text.rpartition("=")
         count, _, r = r.rpartition("x")
-        if not r.isdecimal() or not (count or "1").isdecimal():
+        if not all(n.isdecimal() and len(n) < 7 for n in (r, count or "1")):
             raise fail(
                 "jobs.plan", "adapters", "ranks (64, 4x64, name=64) or folders of PEFT adapters", repr(text), "Check the path."
             )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from fdora._check import check_positive
 from fdora.jobs.plan.decoder import E, decoder
 from fdora.jobs.plan.model import Model, Part
-from fdora.jobs.plan.setup import OPTIMIZERS, WEIGHTS, Setup
+from fdora.jobs.plan.setup import OPTIMIZERS, WEIGHTS, Setup, check_setup
 from fdora.jobs.plan.tape import Peaks, walk
 
 # Work spaces that cuBLAS allocates through torch on Hopper, 32 MiB each: of the thread of forward, of that of backward, and
@@ -64,6 +65,9 @@ def peaks(model: Model, setup: Setup, tokens: int, part: Part) -> Peaks:
 
 def memory(model: Model, setup: Setup, tokens: int, part: Part | None = None, in_flight: int = 1) -> Memory:
     """Of a step of so many tokens in a microbatch; ``in_flight`` of them are kept at once in a stage of a pipeline."""
+    check_setup(setup)
+    for arg, value in {"tokens": tokens, "in_flight": in_flight}.items():
+        check_positive("jobs.plan", arg, value, "It is how many there are at once.")
     part = Part(model.layers) if part is None else part
     frozen, rest, adapters = elements(model, setup, part)
     found = peaks(model, setup, tokens, part)
@@ -86,6 +90,7 @@ def memory(model: Model, setup: Setup, tokens: int, part: Part | None = None, in
 
 def capacity(model: Model, setup: Setup, budget: int, part: Part | None = None, in_flight: int = 1) -> int:
     """Tokens that a microbatch may hold, in multiples of 256; 0 where nothing fits."""
+    check_positive("jobs.plan", "budget", budget, "It is in bytes.")
 
     def fits(n: int) -> bool:
         return memory(model, setup, n * GRAIN, part, in_flight).peak <= budget

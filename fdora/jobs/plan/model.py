@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fdora._check import FdoraError, check_positive, fail
-from fdora.explain_model import CONFIG, linears_of, load, positive
+from fdora.explain_model import CONFIG, is_file, linears_of, load, positive
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 EVERY = 6  # gemma3: each sixth layer sees all tokens
@@ -21,15 +21,16 @@ class Family(NamedTuple):
 
     head_dim: int | None = None  # where the config leaves it out; None: hidden_size / heads
     biases: frozenset[str] = frozenset()  # always there
+    asked: tuple[str, ...] = ("attention_bias",)  # fields of the config that its code reads: biases of these parts
     head_norms: bool = False  # of q and k
     sandwich: bool = False  # a norm behind attention and MLP, too
     tied: bool = False  # the default of tie_word_embeddings
 
 
 FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(biases=frozenset(ATTENTION)),
+    "llama": Family(asked=("attention_bias", "mlp_bias")),
+    "mistral": Family(asked=()),
+    "qwen2": Family(biases=frozenset(ATTENTION), asked=()),
     "qwen3": Family(head_dim=128, head_norms=True),
     "gemma": Family(head_dim=256, tied=True),
     "gemma3_text": Family(head_dim=256, head_norms=True, sandwich=True, tied=True),
@@ -97,11 +98,8 @@ def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -
     family = FAMILIES[kind]
     size = partial(positive, config)
     hidden, heads = size("hidden_size"), size("num_attention_heads")
-    biases = set(family.biases)
-    if config.get("attention_bias"):
-        biases |= {*ATTENTION, "o_proj"}
-    if config.get("mlp_bias"):
-        biases |= {*MLP, "down_proj"}
+    parts = {"attention_bias": (*ATTENTION, "o_proj"), "mlp_bias": (*MLP, "down_proj")}
+    biases = family.biases.union(*(parts[field] for field in family.asked if config.get(field)))
     tied = config.get("tie_word_embeddings")
     own, kv_heads = size("num_hidden_layers"), size("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -126,7 +124,7 @@ def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -
         family.sandwich,
         window,
         sliding,
-        frozenset(biases),
+        biases,
     )
 
 
@@ -172,7 +170,7 @@ def layer_types(config: dict[str, Any], own: int, layers: int, given: bool) -> l
 
 
 def _file(path: Path) -> Path:
-    file = path / CONFIG if path.is_dir() else path
-    if not file.is_file():
+    file = next(filter(is_file, (path / CONFIG, path)), None)
+    if file is None:
         raise fail("jobs.plan", "model", f"a {CONFIG}, or a folder with one", repr(str(path)), "Nothing is downloaded.")
     return file

@@ -1,6 +1,6 @@
 """A schedule from the command line.
 
-    python -m fdora.jobs.schedule lengths.json --capacity 6144 --stages 4 --out schedule.json --picture schedule.png
+    fdora schedule lengths.json --capacity 6144 --stages 4 --out schedule.json --picture schedule.png
 
 lengths.json has the tokens of every sample: {"adapter": [[of the first batch...], [of the second...], ...], ...}, or a list in
 place of the names. Printed are microbatches with the bound that none can beat, no-ops, fill, the bubble of
@@ -16,7 +16,7 @@ from typing import Any
 
 from fdora._check import fail
 from fdora._command import mistakes, parser_of, writing
-from fdora.jobs.schedule.picture import draw
+from fdora.jobs.schedule.picture import draw, parts
 from fdora.jobs.schedule.records import Schedule, Spec, to_json
 from fdora.jobs.schedule.simulate import simulate
 from fdora.jobs.schedule.whole import schedule
@@ -60,7 +60,7 @@ def summary(found: Schedule, names: list[str], stages: int) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = parser_of("fdora.jobs.schedule", __doc__)
+    parser = parser_of("schedule", __doc__)
     parser.add_argument("lengths", help="JSON file")
     parser.add_argument("--capacity", type=int, required=True, help="tokens of a microbatch")
     parser.add_argument("--stages", type=int, default=1, help="of the pipeline: its depth, and what is simulated (%(default)s)")
@@ -72,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     a = parser.parse_args(argv)
     remedy = "Check the path and its suffix."
     with mistakes(parser):
+        if a.picture:
+            parts()  # that matplotlib is missing is said before the work
         names, lengths = read(a.lengths)
         found = schedule(lengths, Spec(a.capacity, a.stages, a.multiple, a.seconds, a.workers))
         lines = summary(found, names, a.stages)
@@ -81,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         if a.picture:
             with writing("jobs.schedule", "picture", remedy):
                 draw(simulate(found, a.stages), a.picture, names=names, title="; ".join(lines[1:3]))
-    print("\n".join(lines))
+        print("\n".join(lines))
     return 0
 
 

@@ -80,7 +80,7 @@ def best_set(others: list[Sample], first: Sample, spec: Spec) -> list[Sample]:
     for sample in others:
         classes.setdefault(key(sample), []).append(sample)
     last = [*classes][-1]
-    mask = (1 << (U * m + 1)) - 1
+    mask = (1 << (min(U * m, sum(each.length for each in [first, *others])) + 1)) - 1
     sums: dict[int, list[int]] = {}  # of each class: what the first 0, 1, 2... of its samples can add up to
     for c, members in classes.items():
         sums[c] = [1 << (first.length if c == key(first) else 0)]
@@ -124,7 +124,7 @@ def grown(best: list[tuple[int, int, tuple[int, ...]]], reach: int, spec: Spec) 
 
 def most(reach: int, tokens: int) -> int:
     """The largest sum up to ``tokens``, -1 where there is none."""
-    return (reach & ((1 << (tokens + 1)) - 1)).bit_length() - 1
+    return (reach & ((1 << (min(tokens, reach.bit_length()) + 1)) - 1)).bit_length() - 1
 
 
 def in_order(bins: Sequence[Sequence[Sample]], spec: Spec) -> list[Microbatch]:

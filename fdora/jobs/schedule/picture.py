@@ -27,6 +27,17 @@ def bars(timeline: Timeline) -> dict[tuple[int, bool], list[Bar]]:
     return found
 
 
+def parts() -> tuple[Any, Any, Any]:
+    """Of matplotlib, or the error that it is missing."""
+    try:
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError:
+        raise FdoraError('fdora.jobs.schedule.draw needs matplotlib. Install it with pip install "fdora[schedule]".') from None
+    return colormaps, Figure, Patch
+
+
 def draw(timeline: Timeline, path: str | Path | IO[bytes], *, names: Sequence[str] = (), title: str = "") -> Any:
     """Stages by time, coloured by adapter, backward fainter than forward; returns matplotlib's figure, too.
 
@@ -37,12 +48,7 @@ def draw(timeline: Timeline, path: str | Path | IO[bytes], *, names: Sequence[st
     Raises:
       FdoraError: matplotlib is not installed.
     """
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise FdoraError('fdora.jobs.schedule.draw needs matplotlib. Install it with pip install "fdora[schedule]".') from None
+    colormaps, Figure, Patch = parts()
     colours = colormaps["tab10"]
     figure = Figure(figsize=(12, 0.9 + 0.5 * timeline.devices), layout="constrained")
     axes = figure.subplots()

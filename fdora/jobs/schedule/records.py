@@ -119,8 +119,8 @@ def check_spec(fn: str, spec: Spec) -> None:
         raise fail(fn, "spec", "a Spec", f"a {type(spec).__name__}", "Write Spec(capacity=6144, depth=4).")
     for arg in ("capacity", "depth", "multiple", "workers"):
         value = getattr(spec, arg)
-        if type(value) is not int or not 1 <= value < 1 << 63:
-            want = "below 2^63" if type(value) is int and value > 0 else "a positive int"
+        if type(value) is not int or not 1 <= value < 1 << 31:
+            want = "below 2^31" if type(value) is int and value > 0 else "a positive int"
             raise fail(fn, f"spec.{arg}", want, repr(value), "It counts tokens, microbatches or processes.")
     if spec.multiple > spec.capacity:
         raise fail(fn, "spec.multiple", f"at most the capacity, {spec.capacity}", spec.multiple, "Nothing would fit.")
