@@ -40,7 +40,7 @@ from bench.experts_case import MODELS, Case, S, given_of, layer_errors, layer_wa
 from bench.multi import Timed, timed
 from bench.suite import One, Some, Suite
 from bench.truth import rel_l2
-from bench.ways import ADAPTERS, Way, by_mode, checked, kept_bytes
+from bench.ways import ADAPTERS, Way, by_mode, checked, kept_bytes, ratios
 from fdora.functional import dora_norm, dora_norm_tree
 
 WAYS = ("frozen_loop", "lora_loop", "loop", "frozen_grouped", "lora_grouped", "fdora", "fdora_inside")
@@ -76,9 +76,7 @@ def run(kind: str, model: str, T: int, r: int, options) -> list[dict]:
 
 
 def row_of(facts: dict, times: Timed) -> dict:
-    ms, wall = times
-    ratio = {f"fdora/{n}": round(ms["fdora"] / v, 3) for n, v in ms.items() if n != "fdora" and "fdora" in ms}
-    return {**facts, "ms": ms, "wall": wall, "ratio": ratio}
+    return {**facts, **times._asdict(), "ratio": ratios(times.ms, (("fdora", n) for n in times.ms))}
 
 
 def norms(model: str, r: int, options) -> list[dict]:

@@ -34,7 +34,7 @@ from bench.clock import Timer, anchor_graph, free, launches_of, medians, quick_t
 from bench.rivals import peft_layer
 from bench.suite import Some, Suite
 from bench.truth import gradients, rel_l2
-from bench.ways import ADAPTERS, Inputs, S, Way, by_mode, checked, differentiated, kept_bytes, warm
+from bench.ways import ADAPTERS, Inputs, S, Way, by_mode, checked, differentiated, kept_bytes, ratios, warm
 from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp
 from tests.memory import peak_bytes
 
@@ -200,7 +200,7 @@ def rows_of(model: str, part: str, M: int, r: int, adapter: str, options, where:
         timers = failed.attempt(fns, lambda name, mode=mode, fns=fns: timed(case, mode, fns[name], where))
         ms = {name: round(value, 5) for name, value in medians(timers, options.runs).items()}
         row = {"model": model, "part": part, "M": M, "r": r, "adapter": adapter, "mode": mode, "ms": ms}
-        row |= {"ratio": {f"fdora/{n}": round(ms["fdora"] / v, 3) for n, v in ms.items() if n != "fdora" and "fdora" in ms}}
+        row["ratio"] = ratios(ms, (("fdora", n) for n in ms))
         rows.append(row | {"peak_mb": peak, "kept_mb": kept, "error": error, "failed": dict(failed)})
     return rows
 

@@ -32,7 +32,7 @@ from bench.checkouts import RIVAL_PATH
 from bench.clock import free, medians, medians_of, wall_timer
 from bench.suite import Some, Suite
 from bench.truth import Truth
-from bench.ways import ADAPTERS, DORA, KEEP_NORM, LORA, RIVALS, WAYS, Inputs, S, Way, build, by_mode, checked, opponent
+from bench.ways import ADAPTERS, DORA, KEEP_NORM, LORA, RIVALS, WAYS, Inputs, S, Way, build, by_mode, checked, opponent, ratios
 from tests.memory import peak_bytes
 
 MODELS = {  # K x N of q/o, k/v, gate/up, down
@@ -97,7 +97,7 @@ def case(M: int, K: int, N: int, r: int, adapter: str, options) -> list[dict]:
         for norm in ("given", "inside"):
             row = {"M": M, "K": K, "N": N, "r": r, "adapter": adapter, "mode": direction, "norm": norm}
             row |= {"ms": select(ms, norm), "peak_mb": select(peak, norm), "error": select(error, norm)}
-            row |= {"ratio": ratios(row["ms"]), "failed": select(failed, norm)}
+            row |= {"ratio": ratios(row["ms"], pairs()), "failed": select(failed, norm)}
             if wall:
                 row["wall_ms"] = select(wall, norm)
             rows.append(row)
@@ -114,12 +114,12 @@ def select(by_way: dict, norm: str) -> dict:
     return mine
 
 
-def ratios(ms: dict[str, float]) -> dict[str, float]:
+def pairs() -> list[tuple[str, str]]:
     """fdora over the floors (small is good), rivals over fdora (large is good)."""
-    pairs = [("fdora", floor) for floor in ("frozen", "bare", *LORA)]
-    pairs += [(rival, "fdora") for rival in (*DORA, "fdora_compiled")] + [("fdora_compiled", "peft_lora_compiled")]
-    pairs += [(rival, opponent(rival)) for rival in DORA if opponent(rival) != "fdora"]
-    return {f"{a}/{b}": round(ms[a] / ms[b], 3) for a, b in pairs if a in ms and b in ms}
+    found = [("fdora", floor) for floor in ("frozen", "bare", *LORA)]
+    found += [(rival, "fdora") for rival in (*DORA, "fdora_compiled")] + [("fdora_compiled", "peft_lora_compiled")]
+    found += [(rival, opponent(rival)) for rival in DORA if opponent(rival) != "fdora"]
+    return found
 
 
 def summarize(rows: list[dict]) -> dict:

@@ -42,7 +42,7 @@ from bench.kernels import by_name, profiled
 from bench.multi_ways import WAYS, Bank, S, build, errors
 from bench.suite import One, Some, Suite, shapes
 from bench.truth import rel_l2
-from bench.ways import ADAPTERS, checked
+from bench.ways import ADAPTERS, checked, ratios
 from fdora.functional import dora_norm
 
 MIXED = (8, 16, 32, 64, 128, 256)
@@ -75,10 +75,8 @@ def timed(fns: dict[str, Callable[[], object]], failed: Failures, options, calls
 
 
 def row_of(kind: str, times: Timed, target: float, **facts) -> dict:
-    ms, wall = times
-    ratio = {f"{n}/one": round(v / ms["one"], 3) for n, v in ms.items() if n != "one" and "one" in ms}
-    ratio |= {f"{n}/multi": round(v / ms["multi"], 3) for n, v in ms.items() if n not in ("one", "multi") and "multi" in ms}
-    return {"kind": kind, **facts, "target": target, "ms": ms, "wall": wall, "ratio": ratio}
+    pairs = [(n, one) for one in ("one", "multi") for n in times.ms if (n, one) != ("one", "multi")]
+    return {"kind": kind, **facts, "target": target, **times._asdict(), "ratio": ratios(times.ms, pairs)}
 
 
 def train(M: int, K: int, N: int, ranks: list[int], label: str, kind: str, options) -> list[dict]:

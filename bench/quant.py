@@ -38,7 +38,7 @@ from bench.layer import TOLERANCE, errors, truths
 from bench.suite import Run, Some, Suite, shapes
 from bench.table import table
 from bench.truth import norm_of
-from bench.ways import BF16, Inputs, S, Way, build, by_mode, checked, trained, warm
+from bench.ways import BF16, Inputs, S, Way, build, by_mode, checked, ratios, trained, warm
 from fdora.functional import dora_norm
 from fdora.quant import QuantWeight, from_bnb
 from tests.memory import peak_bytes
@@ -185,18 +185,14 @@ def summarize(rows: list[dict], norms: list[dict]) -> dict:
                 found.setdefault(name, {})[f"{a}/{b}"] = [round(mean, 3), round(max(values), 3)]
     keys = ("M", "K", "N", "r", "mode")
     dearer = [
-        {key: row[key] for key in keys} | {"fdora/qlora": round(row["ms"]["fdora"] / row["ms"]["qlora"], 3)}
+        {key: row[key] for key in keys} | over
         for row in rows
-        if {"fdora", "qlora"} <= row["ms"].keys() and row["ms"]["fdora"] > row["ms"]["qlora"]
+        if (over := ratios(row["ms"], [("fdora", "qlora")])) and row["ms"]["fdora"] > row["ms"]["qlora"]
     ]
     pairs = (("codes", "dense"), ("dequantize", "decode"), ("dequantize_norm", "decode"))
-    ratios = [
-        {"K": row["K"], "N": row["N"], "r": row["r"]}
-        | {f"{a}/{b}": round(row["ms"][a] / row["ms"][b], 3) for a, b in pairs if a in row["ms"] and b in row["ms"]}
-        for row in norms
-    ]
+    of_norms = [{key: row[key] for key in "KNr"} | ratios(row["ms"], pairs) for row in norms]
     failed = sorted({f"{name}: {why}" for row in [*rows, *norms] for name, why in row["failed"].items()})
-    return {"mean_and_worst": found, "dearer_than_qlora": dearer, "norms": ratios, "failed": failed}
+    return {"mean_and_worst": found, "dearer_than_qlora": dearer, "norms": of_norms, "failed": failed}
 
 
 def markdown(result: dict) -> str:

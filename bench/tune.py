@@ -309,6 +309,7 @@ PASSES = [
     (3779, 4096, 12288, 128),
     (576, 4096, 2560, 16),
 ]
+mixed = partial(bank, ranks=MIXED * 8, both=True)
 OPS: dict[str, Op] = {
     "norm": Op(f"{FACADES}.norm.norm_config", NORMS, tiles_of_norm, norm),
     "norm_codes": Op(
@@ -341,16 +342,10 @@ OPS: dict[str, Op] = {
         space(RoomConfig, *DECODE),
         partial(bank, ranks=[16] * 64, both=False),
     ),
-    "bank_low": Op(f"{FACADES}.multi_gemm.h_config", BANKS, space(HConfig, *LOW), partial(bank, ranks=MIXED * 8, both=True)),
-    "bank_look": Op(
-        f"{FACADES}.multi_rows.look_config", BANKS, space(LookConfig, *LOOK), partial(bank, ranks=MIXED * 8, both=True)
-    ),
-    "bank_grad": Op(
-        f"{FACADES}.multi_bwd.grad_config", BANKS, space(GradConfig, *GRAD), partial(bank, ranks=MIXED * 8, both=True)
-    ),
-    "bank_scale": Op(
-        f"{FACADES}.multi_bwd.scale_config", BANKS, space(ScaleConfig, *SCALES), partial(bank, ranks=MIXED * 8, both=True)
-    ),
+    "bank_low": Op(f"{FACADES}.multi_gemm.h_config", BANKS, space(HConfig, *LOW), mixed),
+    "bank_look": Op(f"{FACADES}.multi_rows.look_config", BANKS, space(LookConfig, *LOOK), mixed),
+    "bank_grad": Op(f"{FACADES}.multi_bwd.grad_config", BANKS, space(GradConfig, *GRAD), mixed),
+    "bank_scale": Op(f"{FACADES}.multi_bwd.scale_config", BANKS, space(ScaleConfig, *SCALES), mixed),
     "bank_tile": Op(
         f"{FACADES}.multi_gemm.bank_config",
         BANKS,

@@ -7,7 +7,7 @@ already in x's dtype; ``addmm_lora`` is LoRA as torch has it, ``dense`` DoRA by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -202,6 +202,10 @@ def by_mode(ways: dict[str, Way], both: str = "fwd_bwd") -> Iterator[tuple[str, 
     """What is timed, forward and in both directions, of the ways that have it."""
     for mode in ("fwd", both):
         yield mode, {name: fn for name, way in ways.items() if (fn := way.forward if mode == "fwd" else way.both)}
+
+
+def ratios(ms: Mapping[str, float], pairs: Iterable[tuple[str, str]]) -> dict[str, float]:
+    return {f"{a}/{b}": round(ms[a] / ms[b], 3) for a, b in pairs if a != b and a in ms and b in ms}
 
 
 def mode_ms(ways: dict[str, Way], device: str, runs: int) -> dict[str, float]:
