@@ -40,8 +40,9 @@ def wheel(tmp_path_factory):
             pytest.skip(f"building the wheel needs {package}>={least} in this environment; `make test` installs it")
     folder = tmp_path_factory.mktemp("package")
     shutil.copytree(ROOT / "fdora", folder / "sources" / "fdora", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "sources/tests").mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md", "tests/test_package.py"):
+    for name in ("tests", "docs"):
+        shutil.copytree(ROOT / name, folder / "sources" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md"):
         shutil.copy(ROOT / name, folder / "sources" / name)
     run(
         sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", cwd=folder / "sources"
@@ -71,11 +72,13 @@ def test_holds_the_package_and_nothing_else(wheel):
 
 
 def test_the_source_archive_holds_what_the_wheel_is_built_of(wheel):
-    """And no half of the tests, which setuptools would put there."""
+    """And docs and tests, of which setuptools would put some there."""
     with tarfile.open(next(wheel.parent.glob("*.tar.gz"))) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "fdora/triton/runtime/walk.c"} <= packed
-    assert not [name for name in packed if name.startswith("tests")]
+    for folder in ("docs", "tests"):
+        files = {each.relative_to(ROOT).as_posix() for each in (ROOT / folder).rglob("*.*") if "__pycache__" not in each.parts}
+        assert {name for name in files if (ROOT / name).is_file()} <= packed
 
 
 def test_works_in_a_clean_environment(wheel, tmp_path):
@@ -115,7 +118,13 @@ def outer_site_packages():
 def test_metadata(metadata):
     assert metadata["Name"] == "fdora" and metadata["Version"] == __version__
     assert metadata["License-Expression"] == "Apache-2.0" and metadata["Requires-Python"] == ">=3.10"
-    assert metadata["Description-Content-Type"] == "text/markdown" and metadata.get_payload().startswith("# fdora")
+    text = metadata.get_payload()
+    assert metadata["Description-Content-Type"] == "text/markdown" and text.startswith("# fdora")
+    links = re.findall(r"\]\(([^)]+)\)", text)  # an index has no files beside the page
+    assert len(links) > 20 and all(link.startswith(("https://", "#")) for link in links)
+    source = metadata.get_all("Project-URL")[2].split(", ")[1]
+    own = {re.sub(r".*/main/|[?#].*", "", link) for link in links if re.match(rf"{source}/(blob|raw)/", link)}
+    assert own and all((ROOT / name).exists() for name in own)
     urls = dict(each.split(", ") for each in metadata.get_all("Project-URL"))
     assert set(urls) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
     assert all(url.startswith("https://") for url in urls.values())
