@@ -266,6 +266,36 @@ def test_captures_of_one_model_keep_it_once(models, norms, monkeypatch):
         assert words() is not None and not words().any()
 
 
+def test_what_a_graph_reads_goes_with_its_weights(models, norms, monkeypatch):
+    """The next capture sees that they are gone. One of them is enough to stay for."""
+    from fdora._norm_cache import forget_norms
+
+    tree, draw = models
+
+    def captured():
+        W, A, B = draw()
+        W = [nn.Parameter(w, requires_grad=False) for w in W]
+        tree.model_norms(W, A, B, [S, S])
+        with monkeypatch.context() as patch:
+            capture(patch)
+            tree.model_norms(W, A, B, [S, S])
+        words = weakref.ref(norms.launches[-1].words)
+        norms.launches.clear()
+        forget_norms()  # nobody but the graph knows of it
+        gc.collect()
+        return W, words
+
+    W, words = captured()
+    others = captured()
+    assert words() is not None
+    del W[0]
+    captured()
+    assert words() is not None  # one of its weights lives
+    W.clear()
+    captured()
+    assert words() is None and others[1]() is not None
+
+
 def test_the_first_norms_of_a_process_are_found_by_the_second_call(models, norms, monkeypatch):
     """A capture that comes second finds what the warm-up made."""
     from fdora import _facts
