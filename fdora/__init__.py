@@ -1,9 +1,12 @@
 """fdora: DoRA as stateless functions, those of :mod:`fdora.functional`: ``from fdora import dora_linear`` imports them."""
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
-from fdora._check import FdoraError as FdoraError
-from fdora._dispatch import backend as backend
+with warnings.catch_warnings():  # torch's own, where NumPy is not installed: it would stand above what each command says
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    from fdora._check import FdoraError as FdoraError
+    from fdora._dispatch import backend as backend
 
 if TYPE_CHECKING:
     from fdora.functional import *  # noqa: F403

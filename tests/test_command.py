@@ -27,6 +27,13 @@ def test_importing_fdora_imports_neither_triton_nor_peft():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+def test_no_warning_of_torchs_about_numpy():
+    """torch needs none, and warns at its import: nothing but its answer is what a command says."""
+    code = "import sys; sys.modules['numpy'] = None; from fdora.__main__ import main; main(['--version'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help(command, capsys):
     assert ended([command, "--help"]) == 0
