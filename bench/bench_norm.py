@@ -5,7 +5,7 @@ import torch
 
 from bench.norm_forms import SHAPES
 from bench.truth import norm_of
-from bench.ways import S
+from bench.ways import S, away
 from fdora.functional import dora_norm
 
 
@@ -13,8 +13,8 @@ from fdora.functional import dora_norm
 @pytest.mark.parametrize("case", range(len(SHAPES)))
 def test_norm(measure, device, backend, case, dtype):
     N, K, r = SHAPES[case] if device != "cpu" else (64 * (case + 1), 128, 8)
-    W, A = (torch.randn(*shape, device=device).mul_(K**-0.5).to(dtype) for shape in ((N, K), (r, K)))
-    B = torch.randn(N, r, device=device).mul_(0.05 * r**-0.5).to(dtype)
+    W = torch.randn(N, K, device=device).mul_(K**-0.5).to(dtype)
+    A, B, *_ = away(W, r, dtype)
 
     def fn():
         return dora_norm(W, A, B, s=S)

@@ -16,7 +16,7 @@ import torch
 from bench.clock import medians_of
 from bench.suite import Suite
 from bench.truth import norm_of
-from bench.ways import S
+from bench.ways import S, away
 from fdora.functional import dora_base_sqnorm, dora_norm, select_backend
 from tests.memory import peak_bytes
 
@@ -29,8 +29,8 @@ def dense(W, A, B):
 
 def rows_of(N, K, r, dtype, device, runs, facts):
     torch.manual_seed(0)
-    W, A = (torch.randn(*shape, device=device).mul_(K**-0.5).to(dtype) for shape in ((N, K), (r, K)))
-    B = torch.randn(N, r, device=device).mul_(0.05 * r**-0.5).to(dtype)
+    W = torch.randn(N, K, device=device).mul_(K**-0.5).to(dtype)
+    A, B, *_ = away(W, r, dtype)
     truth = norm_of(W, A, B, S)
     base = dora_base_sqnorm(W)
     fns = {

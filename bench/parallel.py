@@ -29,8 +29,8 @@ from bench.clock import medians
 from bench.decoder import DTYPES, MOST_APART
 from bench.processes import timed
 from bench.suite import One, Run, Suite
-from bench.ways import S
-from fdora.functional import dora_linear, dora_norm, dora_norm_tree
+from bench.ways import S, away
+from fdora.functional import dora_linear, dora_norm_tree
 
 # hidden and intermediate size of the models, and what k and v have
 WIDTHS = {"llama-3.1-8b": (4096, 14336, 1024), "qwen2.5-32b": (5120, 27648, 1024)}
@@ -72,12 +72,9 @@ class Shared(torch.autograd.Function):
 def made(N: int, K: int, M: int, r: int, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
     """The same on every rank."""
     draw = torch.Generator(device).manual_seed(0)
-    shapes = {"x": (M, K), "W": (N, K), "A": (r, K), "B": (N, r), "spread": (N,)}
-    t = {name: torch.randn(shape, generator=draw, device=device, dtype=dtype) for name, shape in shapes.items()}
-    scales = {"x": 1, "W": K**-0.5, "A": K**-0.5, "B": 0.02}
-    t = {name: scales[name] * v for name, v in t.items() if name in scales} | {"spread": t["spread"]}
-    norm = dora_norm(t["W"], t["A"], t["B"], s=S)
-    return t | {"m": (norm * (1 + 0.1 * t.pop("spread"))).to(dtype), "norm": norm}
+    x, W = (torch.randn(shape, generator=draw, device=device, dtype=dtype) for shape in ((M, K), (N, K)))
+    A, B, m, norm = away(W.mul_(K**-0.5), r, dtype, draw)
+    return {"x": x, "W": W, "A": A, "B": B, "m": m, "norm": norm}
 
 
 def laid(t: dict[str, torch.Tensor], cut: str, mesh: Any) -> dict[str, DTensor]:
