@@ -35,7 +35,7 @@ def llama_from_torchtune(
 def llama_to_torchtune(
     adapters: Mapping[str, Adapter], *, heads: int | None = None, kv_heads: int | None = None
 ) -> dict[str, Adapter]:
-    """The way back."""
+    """Undo :func:`llama_from_torchtune`."""
     return _renamed(adapters, {theirs: ours for ours, theirs in HF.items()}, heads, kv_heads, False)
 
 

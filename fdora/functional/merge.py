@@ -76,7 +76,7 @@ def dora_merge(
 
 
 class MergedWeight(NamedTuple):
-    """What :func:`dora_merge_quantized` returns."""
+    """A merged weight in its quantised format, and the relative error of that: what :func:`dora_merge_quantized` returns."""
 
     W: QuantWeight
     error: Tensor

@@ -16,7 +16,7 @@ Decode = Callable[["QuantWeight", int, int], Tensor]
 
 
 class Kind(NamedTuple):
-    """What :func:`register_kind` was told."""
+    """A registered format: its name, its decoder, and the names of its tensors."""
 
     name: str
     dequantize: Decode

@@ -35,7 +35,7 @@ Sum = Callable[[], Tensor]
 
 
 class Stage(NamedTuple):
-    """A part of the model, as functions."""
+    """One stage of a pipeline, as functions, with the names of its parameters."""
 
     forward: Callable[[Params, Any, Any, Any], Tensor]
     """``forward(params, kept, x, data)``: x: the stage before gave, None for the first; the last gives (samples,) losses."""
@@ -54,7 +54,7 @@ class Flight(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What :func:`run_pipeline` returns."""
+    """The state, losses and timed tasks that :func:`run_pipeline` returns."""
 
     state: State
     losses: dict[int, Tensor]

@@ -37,7 +37,7 @@ class Job(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A microbatch as the engine takes it."""
+    """A microbatch for the training loop: its samples, their weights, and the optimizer steps that follow."""
 
     samples: Microbatch
     weights: tuple[float, ...]

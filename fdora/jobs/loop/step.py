@@ -24,7 +24,7 @@ from fdora.jobs.loop.records import TREES, Job, Params, State, Work, kept_of
 
 
 class Model(NamedTuple):
-    """What is trained, as functions."""
+    """The model that is trained, as two functions: the losses of samples, and what to keep between optimizer steps."""
 
     forward: Callable[[Params, Any, Any], Tensor]
     """``forward(params, kept, data)``: (samples,) losses, in the order of the microbatch's samples."""

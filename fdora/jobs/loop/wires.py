@@ -32,7 +32,7 @@ from fdora.jobs.schedule import Action, simulate
 
 
 class Wire(NamedTuple):
-    """What a stage hands to the next."""
+    """The shape, dtype and device of the activations that a stage sends to the next."""
 
     shape: Callable[[Work], Sequence[int]]
     """From the microbatch: it need not be the same for all."""
@@ -50,7 +50,7 @@ class Wire(NamedTuple):
 
 
 class Links(NamedTuple):
-    """Groups of one pipeline."""
+    """The process groups of one pipeline, from :func:`connect`."""
 
     ranks: tuple[int, ...]
     """Global rank of each process, in the order of the stages."""

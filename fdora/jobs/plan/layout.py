@@ -24,7 +24,7 @@ GATHERED = 2  # blocks
 
 
 class Layout(NamedTuple):
-    """One way. ``seconds``: of an optimizer step; a pipeline has as many microbatches as all GPUs of the others together."""
+    """One layout. ``seconds``: of an optimizer step; a pipeline has as many microbatches as all GPUs of the others together."""
 
     kind: str
     gpus: int

@@ -45,7 +45,7 @@ REFUSED = {
 
 
 class Model(NamedTuple):
-    """A decoder. ``linears``: (N, K) and whether it has a bias, by the name that PEFT targets."""
+    """The sizes of a decoder. ``linears``: (N, K) and whether it has a bias, by the name that PEFT targets."""
 
     kind: str
     layers: int

@@ -24,7 +24,7 @@ OPTIMIZERS = {"adamw": 2, "sgd": 0, "momentum": 1}  # states of the size and dty
 
 
 class Adapter(NamedTuple):
-    """One of those that are trained together."""
+    """The name and rank of an adapter to be trained."""
 
     name: str
     r: int

@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parent / "profiles"
 
 
 class Card(NamedTuple):
-    """A GPU as a planner sees it."""
+    """A GPU with its memory and rates, as the planner uses it."""
 
     name: str
     bytes: int  # of memory
@@ -35,7 +35,7 @@ class Card(NamedTuple):
 
 
 class Time(NamedTuple):
-    """Seconds: of a microbatch, and of what comes once for a step."""
+    """The predicted seconds of a microbatch, and of the update that comes once in a step."""
 
     forward: float
     backward: float
@@ -47,7 +47,7 @@ class Time(NamedTuple):
 
 
 def card(gpu: str, file: str | Path | None = None) -> Card:
-    """A key of ``fdora.predict.GPUS``; ``file``: a profile of one's own.
+    """A GPU by its key in ``fdora.predict.GPUS``, or with a measured profile of one's own in ``file``.
 
     Raises:
       FdoraError: no such GPU, or no such file.
@@ -84,6 +84,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def times(model: Model, setup: Setup, tokens: int, profile: Profile, part: Part | None = None) -> Time:
+    """The predicted time of a microbatch of so many tokens, and of an update."""
     part = Part(model.layers) if part is None else part
     forward = backward = host = 0.0
     for segment in decoder(model, setup, tokens, part).segments:

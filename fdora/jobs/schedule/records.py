@@ -54,7 +54,7 @@ class Packing(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What a schedule remembers of a packing."""
+    """How one packing of a schedule was found, without its microbatches."""
 
     adapters: tuple[int, ...]
     microbatches: int

@@ -21,7 +21,7 @@ Time = Callable[[Microbatch, int], float]  # of a microbatch on a stage
 
 
 class Action(NamedTuple):
-    """What a device does next."""
+    """One forward or backward of one stage, which a device runs next."""
 
     stage: int
     microbatch: int
@@ -32,7 +32,7 @@ Orders = tuple[tuple[Action, ...], ...]  # of each device
 
 
 class Task(NamedTuple):
-    """When it did that."""
+    """An :class:`Action` with its device, start and end."""
 
     device: int
     action: Action
@@ -41,7 +41,7 @@ class Task(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """Everything that was done."""
+    """What a simulated pipeline did, task by task."""
 
     devices: int
     microbatches: tuple[Microbatch, ...]
