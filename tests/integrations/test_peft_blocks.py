@@ -13,6 +13,7 @@ from torch import nn
 from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.utils.deprecation import deprecate_kwarg
 
 from fdora import FdoraError
 from fdora.integrations._peft import layer as layers
@@ -370,6 +371,10 @@ def test_an_attention_is_known_by_its_structure():
         return Attentions.safe(self, x + 1)
 
     assert not shares_x(wrapped)
+    # transformers' own decorator changes no x; what it calls is what is looked at, not what it says that it wraps
+    renames = deprecate_kwarg("old", version="1000.0.0", new_name="new")
+    assert shares_x(renames(Attentions.safe)) and shares_x(renames(renames(Attentions.safe)))
+    assert not shares_x(renames(wrapped))
     assert not any(map(shares_x, (None, len, functools.partial(Attentions.safe))))
 
 

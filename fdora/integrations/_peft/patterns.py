@@ -2,9 +2,10 @@
 
 A block is known by all of the code that would run, not by a name or a piece of source: its forward is written down here as it
 is written there, and the bytecode is compared. A function is looked at as it is: what ``functools.wraps`` says about it is not
-followed. What is not known, or what somebody patched, is left alone. Two things are of an open class, of which no list can be
-written: an attention that gives q, k and v the same x (:func:`shares_x`), and what follows the last layer of an attention or an
-MLP (:func:`chain`). These are read from the syntax tree of the code that runs.
+followed. Only transformers' own decorator that renames an argument is looked through (:func:`undecorated`). What is not known,
+or what somebody patched, is left alone. Two things are of an open class, of which no list can be written: an attention that
+gives q, k and v the same x (:func:`shares_x`), and what follows the last layer of an attention or an MLP (:func:`chain`). These
+are read from the syntax tree of the code that runs.
 
 Gated MLPs of transformers and timm run in one call of dora_mlp. It keeps x, gate and up, and forms what lies between again:
 half of what its three layers keep on their own. The class is exchanged like that of a layer. q, k and v stay modules that the
@@ -31,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import activations, modeling_layers
+from transformers.utils import deprecation
 
 from fdora._torch import PLAIN, autocast_on, in_subgraph, is_traced, trace
 from fdora.functional import DoraLayer, prepared
@@ -152,9 +154,25 @@ MAYBE = (
 )
 
 
+def renaming() -> CodeType | None:
+    """The code of every function that transformers' ``deprecate_kwarg`` returns."""
+    decorate = getattr(deprecation, "deprecate_kwarg", None)
+    return None if decorate is None else code_of(decorate("old", version="1000.0.0", new_name="new")(renaming))
+
+
+RENAMING = renaming()
+
+
+def undecorated(function: Any) -> Any:
+    """The function that runs behind ``deprecate_kwarg``: that of the wrapper's closure, which ``__wrapped__`` need not be."""
+    while RENAMING is not None and code_of(function) is RENAMING:
+        function = inspect.getclosurevars(function).nonlocals.get("func")
+    return function
+
+
 def tree_of(function: Any) -> ast.FunctionDef | None:
     """The syntax tree, if the source that is found compiles to the very code that runs."""
-    code = code_of(function)
+    code = code_of(undecorated(function))
     if code is None:
         return None
     try:
