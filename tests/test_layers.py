@@ -331,8 +331,6 @@ MANY_PARAMETERS = {
         "linear.py:dora_linear",
         "multi.py:dora_linear_multi",
     ),
-    *(f"cost.py:{name}" for name in ("_small", "_small_norm", "_small_codes", "_add_parts", "_scale", "_embedding_bwd")),
-    *("cost_norm_bwd.py:_norm_products", "cost_norm_bwd.py:_norm_add"),
 }
 SHORT_FILES = {  # autograd/conv.py: a word has a file in every layer
     *("autograd/conv.py", "eager/tree.py", "triton/act.py"),

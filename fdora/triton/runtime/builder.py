@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdora.triton.runtime.cost import COSTS, Cost, moved, product
+from fdora.triton.runtime.cost import Cost, cost_of, moved, product
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.layout import collapses, contiguous, is_operand, packed
 from fdora.triton.runtime.plan import Allocation, Array, Fill, Launch, Like, Plan, Product, Scalar, Tile
@@ -133,7 +133,7 @@ class Builder:
             raise TypeError(f"a launch of {kernel.__name__} lacks {sorted(missing)} and has {sorted(unknown)} too many")
         ordered = tuple([values[name] for name in names])
         self._use(a.array if isinstance(a, Tile) else a for a in ordered)
-        cost = cost or COSTS[kernel.__name__](**values)
+        cost = cost or cost_of(kernel.__name__, values)
         self.steps.append(Launch(kernel, tuple(grid), ordered[:others], ordered[others:], num_warps, num_stages, pdl, cost))
 
     def product(self, out: Array, a: Array, b: Array, alpha: Scalar | float = 1.0, accumulate: bool = False) -> None:
