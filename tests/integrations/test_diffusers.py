@@ -1,0 +1,104 @@
+"""``use_fdora`` on models of diffusers, tiny and with random weights, against PEFT's own DoRA on them."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers", reason="its models; `make test` installs it")
+
+from fdora.integrations.peft import report, restore, use_fdora
+from tests.close import assert_within
+from tests.integrations.diffusion import MODELS, inputs, made, step
+
+
+def close(got, want):
+    assert got.keys() == want.keys()
+    for name, truth in want.items():
+        size = truth.abs().max().item()
+        torch.testing.assert_close(got[name], truth, rtol=1e-9, atol=1e-9 * size, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def state_of(model):
+    return {name: t.clone() for name, t in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_stays_the_same(name):
+    model = made(name)
+    stock, classes, before = step(model), [type(m) for m in model.modules()], state_of(model)
+    assert len(stock) > 24 and use_fdora(model) is model
+    close(step(model), stock)
+    assert all((row.fused, row.composed, row.fallbacks) == (1, 0, {}) for row in report(model))
+    close(step(copy.deepcopy(model)), stock)
+    after = model.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[key], t) for key, t in before.items())
+    restore(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert all(torch.equal(t, stock[key]) for key, t in step(model).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", ["sdxl", "flux2"])
+def test_half_precision(name, dtype):
+    """Against float64, no worse than twice what PEFT loses."""
+    exact, model = made(name), made(name, dtype)
+    with torch.no_grad():
+        for a, b in zip(exact.parameters(), model.parameters(), strict=True):
+            a.copy_(b)
+    x = inputs(model)
+    wide = {key: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for key, t in x.items()}
+    if "added_cond_kwargs" in x:
+        wide["added_cond_kwargs"] = {key: t.double() for key, t in x["added_cond_kwargs"].items()}
+    truth, naive, got = parts(step(exact, wide)), parts(step(model, x)), parts(step(use_fdora(model), x))
+    for part, t in got.items():
+        assert_within(t, naive[part], truth[part], part)
+
+
+def parts(found):
+    """The output, and the gradients of all A, all B and all m, each as one."""
+    kinds = {"A": "lora_A", "B": "lora_B", "m": "magnitude"}
+    return {"y": found["y"]} | {
+        part: torch.cat([t.flatten() for name, t in found.items() if in_name in name]) for part, in_name in kinds.items()
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_with_checkpointing(name):
+    model = made(name)
+    stock = step(model)
+    use_fdora(model).enable_gradient_checkpointing()
+    close(step(model.train()), stock)
+
+
+def forward(model, **more):
+    with torch.no_grad():
+        return {"y": model(**inputs(model), **more).sample}
+
+
+def test_what_diffusers_does_with_an_adapter(tmp_path):
+    """Its scale, weights, switches, merge, and files, with fdora as without."""
+    model, other = made("flux2"), use_fdora(made("flux2"))
+
+    def both(do=lambda model: None, run=step, **more):
+        want, got = ((do(m), run(m, **more))[1] for m in (model, other))
+        close(got, want)
+        return want["y"]
+
+    whole = both()
+    halved = both(joint_attention_kwargs={"scale": 0.5})
+    assert torch.equal(both(lambda m: m.set_adapters("default", 0.5)), halved)
+    both(lambda m: m.set_adapters("default", 1.0))
+    without = both(lambda m: m.disable_adapters(), forward)
+    both(lambda m: m.enable_adapters())
+    merged = both(lambda m: m.fuse_lora(), forward)
+    torch.testing.assert_close(merged, whole)
+    assert min((y - whole).norm() for y in (halved, without)) > 0.001 * whole.norm()
+    both(lambda m: m.unfuse_lora())
+    other.save_lora_adapter(tmp_path)
+    for m in (model, other):
+        m.delete_adapters("default")
+    torch.testing.assert_close(both(lambda m: m.load_lora_adapter(tmp_path, prefix=None, use_safetensors=True), forward), whole)
+    use_fdora(other)
+    both(run=forward)
+    assert all((row.fused, row.fallbacks) == (1, {}) for row in report(other))
