@@ -11,7 +11,7 @@ from tests import device
 # of kernels in the interpreter all but the cases of tests/cases.py, their faults, and weights of codes.
 LONG = (
     *("tests/acceptance/", "tests/distributed/", "tests/integrations/", "tests/plan/", "tests/train/"),
-    *("tests/test_bench", "tests/test_demo", "tests/test_package.py", "tests/triton/test_compiled"),
+    *("tests/test_bench", "tests/test_demo", "tests/test_examples.py", "tests/test_package.py", "tests/triton/test_compiled"),
 )
 INTERPRETED = ("tests/triton/test_cases.py", "tests/triton/test_mutations.py", "tests/triton/test_quant.py")
 
