@@ -35,7 +35,7 @@ class Recorder:
         for module in [m for name, m in sys.modules.items() if name.startswith("fdora.triton")]:
             if vars(module).get("run") is self.run:
                 monkeypatch.setattr(module, "run", self.running)
-        guarded = eager.tree.Layers.guarded
+        guarded = eager.tree.TreeLayers.guarded
 
         def in_torch(layers, W, A, B, old, new):
             before = old.words.clone()
@@ -43,7 +43,7 @@ class Recorder:
             each = [new.c[i : i + w.shape[0]] for i, w in zip(layers.at, W, strict=True)]
             self.note("model", old.c is new.c, before, new.words, new.c, each=each)
 
-        monkeypatch.setattr(eager.tree.Layers, "guarded", in_torch)
+        monkeypatch.setattr(eager.tree.TreeLayers, "guarded", in_torch)
 
     def note(self, kind, in_place, before, words, c, **more):
         quiet = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()  # nobody may read a value there

@@ -38,7 +38,7 @@ OLDEST = (8, 0)  # the first NVIDIA GPU whose tensor cores multiply bfloat16
 
 @dataclass(frozen=True)
 class Backend:
-    """What a backend implements. Every op is named where a backend is listed, so one that is missing fails at import."""
+    """What a backend implements. Every op is listed below, so one that is missing fails at import."""
 
     norm_fwd: Callable[[NormOf], Tensor]
     sqnorm_fwd: Callable[[NormOf], Tensor]
@@ -72,18 +72,18 @@ class Backend:
     multi_bwd: Callable[[Tensor, Tensor, Bank, Tensor, tuple[Tensor, ...], BankNeeds], tuple[Tensor | None, ...]]
     bank_norm: Callable[[Tensor, Tensor, Tensor, Tensor, tuple[int, ...] | None, int | None], Tensor]
     route: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor | None]]
-    experts_spread: Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
-    experts_combine: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    experts_gates_bwd: Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor]
-    experts_gated_fwd: Callable[[Tensor, str], Tensor]
-    experts_gated_bwd: Callable[[Tensor, Tensor, str], Tensor]
+    spread: Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
+    combine: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    gates_bwd: Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor]
+    gated_fwd: Callable[[Tensor, str], Tensor]
+    gated_bwd: Callable[[Tensor, Tensor, str], Tensor]
     embedding_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup], Tensor]
     embedding_bwd: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup, Needs], tuple[Tensor | None, ...] | None
     ]
     merge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     unmerge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
-    tree_layers: Callable[..., Any]  # what norms of many layers are made with
+    TreeLayers: Callable[..., Any]  # what norms of many layers are made with
     is_decoded: Callable[[Any], bool] | None = None
     """Whether a W of this QuantSpec may come as it is to layers_fwd, layers_bwd, mlp_fwd and mlp_bwd."""
     norm_inside: Callable[[Tensor, Any, Tensor, Tensor], bool] | None = None
@@ -97,81 +97,45 @@ class Backend:
     norms_kept: Callable[..., Any] | None = None  # of all layers of a model, in compiled code
 
 
-# Filled at import: a lazy import inside a forward breaks torch.compile(fullgraph=True).
-OPS: dict[str, Backend] = {
-    "eager": Backend(
-        norm_fwd=eager.norm.norm_fwd,
-        sqnorm_fwd=eager.norm.sqnorm_fwd,
-        norm_guarded=eager.norm.norm_guarded,
-        norm_bwd=eager.norm.norm_bwd,
-        base_sqnorm=eager.norm.base_sqnorm,
-        compose_fwd=eager.compose.compose_fwd,
-        compose_bwd=eager.compose.compose_bwd,
-        layers_fwd=eager.linear.layers_fwd,
-        layers_bwd=eager.linear.layers_bwd,
-        layers_bound=eager.linear.layers_bound,
-        mlp_fwd=eager.mlp.mlp_fwd,
-        mlp_bound=eager.mlp.mlp_bound,
-        mlp_bwd=eager.mlp.mlp_bwd,
-        fp8_fwd=eager.fp8.fp8_fwd,
-        multi_fwd=eager.multi.multi_fwd,
-        multi_bwd=eager.multi.multi_bwd,
-        bank_norm=eager.multi.bank_norm,
-        route=eager.multi.route,
-        experts_spread=eager.experts.spread,
-        experts_combine=eager.experts.combine,
-        experts_gates_bwd=eager.experts.gates_bwd,
-        experts_gated_fwd=eager.experts.gated_fwd,
-        experts_gated_bwd=eager.experts.gated_bwd,
-        embedding_fwd=eager.embedding.embedding_fwd,
-        embedding_bwd=eager.embedding.embedding_bwd,
-        merge_fwd=eager.merge.merge_fwd,
-        unmerge_fwd=eager.merge.unmerge_fwd,
-        tree_layers=eager.tree.Layers,
-    )
+# file of a backend -> the ops that it has, by their names there
+BOTH = {
+    "norm": "norm_fwd sqnorm_fwd norm_guarded",
+    "compose": "compose_fwd compose_bwd",
+    "linear": "layers_fwd layers_bwd layers_bound",
+    "mlp": "mlp_fwd mlp_bwd mlp_bound",
+    "fp8": "fp8_fwd",
+    "multi": "multi_fwd multi_bwd bank_norm route",
+    "experts": "spread combine gates_bwd gated_fwd gated_bwd",
+    "embedding": "embedding_fwd",
+    "merge": "merge_fwd unmerge_fwd",
+    "tree": "TreeLayers",
+}
+OF_EAGER = {"norm": "norm_bwd base_sqnorm", "embedding": "embedding_bwd"}
+OF_TRITON = {
+    "norm_bwd": "norm_bwd",
+    "embedding_bwd": "embedding_bwd",
+    "codes": "is_decoded",
+    "small_norm": "norm_inside",
+    "quant": "norm_of_codes norm_of_codes_guarded stack_norms_of_codes",
+    "dequantize": "dense_of",
+    "norm_kept": "norms_of_kept",
+    "tree": "norms_kept",
 }
 
 
+def ops_of(package: Any, own: dict[str, str]) -> dict[str, Any]:
+    """What a backend implements. One that is missing fails here, so at import."""
+    every = [(file, op) for files in (BOTH, own) for file, ops in files.items() for op in ops.split()]
+    return {op: getattr(getattr(package, file), op) for file, op in every}
+
+
+# Filled at import: a lazy import inside a forward breaks torch.compile(fullgraph=True).
+OPS: dict[str, Backend] = {"eager": Backend(**ops_of(eager, OF_EAGER))}
+
+
 def kernels(triton: Any) -> Backend:
-    """The Triton backend. What it has no kernel for, plain torch computes on the GPU: these lines say which."""
-    return Backend(
-        norm_fwd=triton.norm.norm_fwd,
-        sqnorm_fwd=triton.norm.sqnorm_fwd,
-        norm_guarded=triton.norm.norm_guarded,
-        norm_bwd=triton.norm_bwd.norm_bwd,
-        base_sqnorm=eager.norm.base_sqnorm,
-        compose_fwd=triton.compose.compose_fwd,
-        compose_bwd=triton.compose.compose_bwd,
-        layers_fwd=triton.linear.layers_fwd,
-        layers_bwd=triton.linear.layers_bwd,
-        layers_bound=triton.linear.layers_bound,
-        mlp_fwd=triton.mlp.mlp_fwd,
-        mlp_bound=triton.mlp.mlp_bound,
-        mlp_bwd=triton.mlp.mlp_bwd,
-        fp8_fwd=triton.fp8.fp8_fwd,
-        multi_fwd=triton.multi.multi_fwd,
-        multi_bwd=triton.multi.multi_bwd,
-        bank_norm=triton.multi.bank_norm,
-        route=triton.multi.route,
-        experts_spread=triton.experts.spread,
-        experts_combine=triton.experts.combine,
-        experts_gates_bwd=triton.experts.gates_bwd,
-        experts_gated_fwd=triton.experts.gated_fwd,
-        experts_gated_bwd=triton.experts.gated_bwd,
-        embedding_fwd=triton.embedding.embedding_fwd,
-        embedding_bwd=triton.embedding_bwd.embedding_bwd,
-        merge_fwd=triton.merge.merge_fwd,
-        unmerge_fwd=triton.merge.unmerge_fwd,
-        tree_layers=triton.tree.Layers,
-        is_decoded=triton.codes.is_decoded,
-        norm_inside=triton.small_norm.norm_inside,
-        norm_of_codes=triton.quant.norm_of_codes,
-        norm_of_codes_guarded=triton.quant.norm_of_codes_guarded,
-        stack_norms_of_codes=triton.quant.stack_norms_of_codes,
-        dense_of=triton.dequantize.dense_of,
-        norms_of_kept=triton.norm_kept.norms_of_kept,
-        norms_kept=triton.tree.norms_kept,
-    )
+    """The Triton backend. What it has no kernel for, plain torch computes on the GPU."""
+    return Backend(base_sqnorm=eager.norm.base_sqnorm, **ops_of(triton, OF_TRITON))
 
 
 def _import_triton() -> tuple[Any, str]:

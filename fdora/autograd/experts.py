@@ -33,7 +33,7 @@ class Spread(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, order: Tensor, place: Tensor, back: bool, backend: str) -> Tensor:
         ops = OPS[backend]
-        return ops.experts_combine(x, place, None) if back else ops.experts_spread(x, order, None, place.shape[1])
+        return ops.combine(x, place, None) if back else ops.spread(x, order, None, place.shape[1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -52,7 +52,7 @@ class Weighted(torch.autograd.Function):
 
     @staticmethod
     def forward(rows: Tensor, gates: Tensor, order: Tensor, place: Tensor, backend: str) -> Tensor:
-        return OPS[backend].experts_combine(rows, place, gates)
+        return OPS[backend].combine(rows, place, gates)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -72,8 +72,8 @@ class WeightedBwd(Derivative):
         fn: str, backend: str, needs: tuple[bool, bool], d: Tensor, rows: Tensor, gates: Tensor, order: Tensor, place: Tensor
     ) -> Any:
         ops = OPS[backend]
-        drows = ops.experts_spread(d, order, gates, place.shape[1]) if needs[0] else None
-        return drop_none((drows, ops.experts_gates_bwd(d, rows, place, gates.dtype) if needs[1] else None))
+        drows = ops.spread(d, order, gates, place.shape[1]) if needs[0] else None
+        return drop_none((drows, ops.gates_bwd(d, rows, place, gates.dtype) if needs[1] else None))
 
 
 class Gated(torch.autograd.Function):
@@ -83,7 +83,7 @@ class Gated(torch.autograd.Function):
 
     @staticmethod
     def forward(z: Tensor, act: str) -> Tensor:
-        return OPS["eager"].experts_gated_fwd(z, act)
+        return OPS["eager"].gated_fwd(z, act)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -93,7 +93,7 @@ class Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, da: Tensor) -> Any:
         (z,) = ctx.saved_tensors
-        return OPS["eager"].experts_gated_bwd(da, z, ctx.act), None
+        return OPS["eager"].gated_bwd(da, z, ctx.act), None
 
 
 class Call(NamedTuple):
@@ -129,7 +129,7 @@ class Mlp(torch.autograd.Function):
         with autocast_off(x):
             rows = _rows(ops, x, order, place)
             z, h1, kept1 = ops.multi_fwd(rows, _bank(call, 0, s1, offsets, flat, x.dtype), call.saves[0])
-            a = ops.experts_gated_fwd(z, call.act)
+            a = ops.gated_fwd(z, call.act)
             y, h2, kept2 = ops.multi_fwd(a, _bank(call, 1, s2, offsets, flat, x.dtype), call.saves[1])
         return y, z, h1, h2, *(kept1[:1] if kept1 else ()), *(kept2[:1] if kept2 else ())
 
@@ -181,17 +181,17 @@ def _backward(
     z, h1, h2, kept1, kept2, s1, s2, offsets, order, place, *flat = saved
     ops = OPS[call.backend]
     down = _bank(call, 1, s2, offsets, flat, x.dtype)
-    a = ops.experts_gated_fwd(z, call.act)
+    a = ops.gated_fwd(z, call.act)
     da, *second = ops.multi_bwd(dy, a, down, h2, _kept(kept2, kept2, before[1]), needs[1])
     dx: Tensor | None = None
     first: Any = (None,) * 5
     if da is not None:
-        dz = ops.experts_gated_bwd(da, z, call.act)
+        dz = ops.gated_bwd(da, z, call.act)
         bank = _bank(call, 0, s1, offsets, flat, x.dtype)
         seen = z if call.saves[0] else None
         dx, *first = ops.multi_bwd(dz, _rows(ops, x, order, place), bank, h1, _kept(kept1, seen, before[0]), needs[0])
         if dx is not None and place is not None:
-            dx = ops.experts_combine(dx, place, None)
+            dx = ops.combine(dx, place, None)
     return dx, *first, *second
 
 
@@ -204,7 +204,7 @@ def _kept(value: Tensor | None, output: Tensor | None, before: bool) -> tuple[Te
 
 
 def _rows(ops: Any, x: Tensor, order: Tensor | None, place: Tensor | None) -> Tensor:
-    rows: Tensor = x if order is None or place is None else ops.experts_spread(x, order, None, place.shape[1])
+    rows: Tensor = x if order is None or place is None else ops.spread(x, order, None, place.shape[1])
     return rows
 
 

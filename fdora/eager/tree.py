@@ -14,7 +14,7 @@ from fdora.eager.norm import default_bytes, norm_fwd
 WORDS = 16  # of the 256 that one norm has the last are all zero
 
 
-class Layers:
+class TreeLayers:
     """Some layers, all on one device. ``at`` is where the c of each begins."""
 
     def __init__(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float], at: Sequence[int]):

@@ -99,7 +99,7 @@ class Run:
     def layers_of(self, W: list[Tensor], A: list[Tensor], B: list[Tensor], plan: RowsPlan) -> Any:
         if self.layers is None or self.at != A[0].data_ptr():
             s, at = plan.scales[self.first : self.last], plan.part.at[self.first : self.last]
-            self.layers, self.at = OPS[plan.backend].tree_layers(W, A, B, s, at), A[0].data_ptr()
+            self.layers, self.at = OPS[plan.backend].TreeLayers(W, A, B, s, at), A[0].data_ptr()
         return self.layers
 
 

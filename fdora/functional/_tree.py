@@ -68,7 +68,7 @@ def tables(W: list, A: list, B: list, scales: list, backend: Backend = "auto") -
         if part.coded:
             part.layers = quant.Layers(layers, part.at, choice.name)
         else:
-            part.layers = OPS[choice.name].tree_layers(*(part.of(leaves) for leaves in (W, A, B)), layers, part.at)
+            part.layers = OPS[choice.name].TreeLayers(*(part.of(leaves) for leaves in (W, A, B)), layers, part.at)
     return parts
 
 

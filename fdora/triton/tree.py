@@ -36,7 +36,7 @@ HASH, ROOTS = 2048, 256  # words and rows at a time
 ALIGN = 32  # numbers: each c begins at 128 bytes, as in fdora/functional/_tree.py
 
 
-class Layers:
+class TreeLayers:
     """What the kernels must know of some layers, all on one device; holds none of their tensors.
 
     W, A and B are as public functions check them. ``at`` is where the c of each layer begins in ``size`` numbers.
@@ -133,7 +133,7 @@ class Kept(NormCache):
 
     def __init__(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]):
         *at, self.size = accumulate(map(room, W), initial=0)
-        self.layers = Layers(W, A, B, s, at)
+        self.layers = TreeLayers(W, A, B, s, at)
         super().__init__(self.new())
 
     def new(self) -> Any:
@@ -187,7 +187,7 @@ def norms_of_now(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], 
 def all_anew(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Tensor:
     *at, size = accumulate(map(room, W), initial=0)
     c = torch.zeros(size, device=W[0].device, dtype=torch.float32)
-    Layers(W, A, B, s, at).norms(W, A, B, c)
+    TreeLayers(W, A, B, s, at).norms(W, A, B, c)
     return c
 
 
