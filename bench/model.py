@@ -175,8 +175,11 @@ class Trained:
 
     def step(self, micro_batches: int) -> None:
         for _ in range(micro_batches):
-            (self.loss() / micro_batches).backward()
+            self.backward(self.loss() / micro_batches)
         self.update()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
 
     def update(self) -> None:
         self.optimizer.step()

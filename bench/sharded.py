@@ -7,7 +7,7 @@
 Starts one process per GPU (NCCL; gloo without GPUs). Architecture, adapters and ways are bench.model's. FSDP2: each decoder
 layer is a unit, every rank has a sequence of its own. ``--layout tp``: torch's parallelize_module cuts q, k, v, gate and up by
 rows, o and down by columns, and of each adapter what plain LoRA's has cut (``rows``, ``columns``: these alone); every rank has
-the same sequence; PEFT's DoRA raises there. A step: forward, backward, fused AdamW; also with gradient checkpointing, and of 4
+the same sequence; PEFT's DoRA raises there. ``--layout zero2`` and ``zero3``: DeepSpeed's engine. A step: forward, backward, fused AdamW; also with gradient checkpointing, and of 4
 micro-batches, which share their norms. Wall time from one barrier until every rank's GPU is done, median of turns; what the
 host takes to issue forward, backward and the optimizer's step, nothing waited for in between; peak memory above what is there
 between steps. On a GPU a profile of one step sums the kernels of all norms, the collectives, and the busiest of the rest.
@@ -31,7 +31,7 @@ from bench.kernels import by_name, profiled
 from bench.model import ARCHITECTURES, WAYS, network
 from bench.processes import timed
 from bench.rivals import paths
-from bench.sharded_run import LAYOUTS, Collectives, Sharded, truth
+from bench.sharded_run import LAYOUTS, ZERO, Collectives, Sharded, truth
 from bench.suite import One, Run, Some, Suite, stack
 from tests.memory import peak_bytes
 
@@ -125,7 +125,7 @@ def judge(run: Run) -> None:
 
 OPTIONS = {
     **stack(6, EVERY),
-    "--layout": (One(LAYOUTS, "fsdp"), "tensor parallel: tp, or rows or columns alone"),
+    "--layout": (One(LAYOUTS, "fsdp"), "tensor parallel: tp, or rows or columns alone; zero2, zero3: DeepSpeed"),
     "--model": One([m for m in ARCHITECTURES if "vl" not in m], "llama-3.1-8b"),
     "--modes": Some(MODES),
     "--compiled": (False, "torch.compile of each decoder layer"),
@@ -138,6 +138,8 @@ def check(parser, options) -> None:
     options.sweep = None
     if options.layout != "fsdp" and options.ways == list(EVERY):
         options.ways = ["peft_lora", "peft_fdora"]
+    if options.layout in ZERO and (options.compiled or "step_4" in options.modes):
+        parser.error("ZeRO's engine takes steps of one micro-batch, and is not compiled: --modes step,step_checkpointing")
     if options.runs < 1 or options.seq < 2:
         parser.error("--runs and --seq must be at least 1 and 2")
 

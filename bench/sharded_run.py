@@ -1,8 +1,9 @@
-"""One way's model, laid out over the processes of bench.sharded: FSDP2 around blocks, or tensor parallel inside of them."""
+"""One way's model, laid out over the processes of bench.sharded: FSDP2 around blocks, tensor parallel inside of them, or ZeRO."""
 
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections import Counter
 from itertools import pairwise
@@ -18,7 +19,8 @@ from bench.clock import synchronize
 from bench.model import Trained
 from fdora.integrations.peft import use_fdora
 
-LAYOUTS = ("fsdp", "tp", "rows", "columns")
+ZERO = {"zero2": 2, "zero3": 3}
+LAYOUTS = ("fsdp", "tp", "rows", "columns", *ZERO)
 ROWS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 COLUMNS = ("self_attn.o_proj", "mlp.down_proj")
 
@@ -44,6 +46,17 @@ def parallelize(blocks, mesh, layout: str) -> None:
         parallelize_module(block, mesh, plan)
 
 
+def engine(model, optimizer, stage: int, rank: int, world: int):
+    """DeepSpeed's, which averages gradients, shards them (and in stage 3 all weights) and keeps adapters in float32."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {}  # or it compiles its own sums in shared memory on a CPU: minutes
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": next(model.parameters()).dtype == torch.bfloat16}}
+    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0}
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config | {"zero_optimization": {"stage": stage}})[0]
+
+
 class Sharded(Trained):
     """Its leaves are those of the layout: shards under FSDP2, parts and whole ones under tensor parallelism."""
 
@@ -54,7 +67,8 @@ class Sharded(Trained):
         names = {id(p): name for name, p in self.leaves.items()}
         places = {name: names[id(p)] for name, p in self.model.named_parameters() if id(p) in names}
         blocks = self.model.get_base_model().get_decoder().layers
-        if options.layout != "fsdp":
+        self.stage = ZERO.get(options.layout)
+        if options.layout != "fsdp" and not self.stage:
             parallelize(blocks, mesh, options.layout)
         if options.compiled:
             self.compile()
@@ -65,6 +79,21 @@ class Sharded(Trained):
         groups = [[p for p, cut in zip(self.leaves.values(), spread, strict=True) if cut is kind] for kind in (False, True)]
         groups = [{"params": group} for group in groups if group]  # one fused update takes DTensors, or none
         self.optimizer = torch.optim.AdamW(groups, lr=1e-5, fused=options.device == "cuda")
+        if self.stage:
+            self.model = engine(self.model, self.optimizer, self.stage, mesh.get_local_rank(), mesh.size())
+
+    def backward(self, loss) -> None:
+        self.model.backward(loss) if self.stage else loss.backward()
+
+    def update(self) -> None:
+        self.model.step() if self.stage else super().update()
+
+    def gradient(self, p) -> torch.Tensor:
+        if self.stage:
+            from deepspeed.utils import safe_get_full_grad
+
+            return safe_get_full_grad(p)
+        return p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
 
     def issue(self, device: str) -> list[float]:
         """ms in which the host issues each part of a step, from an empty queue."""
@@ -73,7 +102,7 @@ class Sharded(Trained):
         times = [time.perf_counter()]
         loss = self.loss()
         times.append(time.perf_counter())
-        loss.backward()
+        self.backward(loss)
         times.append(time.perf_counter())
         self.update()
         times.append(time.perf_counter())
@@ -82,23 +111,29 @@ class Sharded(Trained):
 
     def gradients_of_all(self) -> dict[str, torch.Tensor]:
         """The average over the ranks, of all A, all B, all m; and the loss."""
-        return results(self, self.leaves, self.loss())
+        loss = self.loss()
+        self.backward(loss)
+        found = results(self.leaves, loss, self.gradient)
+        if self.stage:
+            self.update()  # the engine forgets its gradients in no other way
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
+        return found
 
 
 def truth(base, values, inputs, options) -> dict[str, torch.Tensor]:
     """PEFT's DoRA on whole weights, where it cannot be cut as the others are."""
     run = Trained("peft_dora", copy.deepcopy(base), values, inputs, min(options.loss_tokens, options.seq), False)
-    return results(run, run.leaves, run.loss())
-
-
-def results(run, leaves, loss) -> dict[str, torch.Tensor]:
+    loss = run.loss()
     loss.backward()
+    return results(run.leaves, loss, lambda p: p.grad)
+
+
+def results(leaves, loss, gradient) -> dict[str, torch.Tensor]:
     found = {"loss": loss.detach().clone()}
     dist.all_reduce(found["loss"])
     for part in "ABm":
-        grads = [p.grad for name, p in leaves.items() if name[0] == part]
-        found[f"d{part}"] = torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in grads])
-    run.optimizer.zero_grad(set_to_none=True)
+        found[f"d{part}"] = torch.cat([gradient(p).flatten() for name, p in leaves.items() if name[0] == part])
     return found
 
 
