@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.clock import synchronize
+from bench.decoder import context, nothing_dropped
 from bench.model import Trained
-from fdora.integrations.peft import use_fdora
 
 LAYOUTS = ("fsdp", "tp", "rows", "columns")
 ROWS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -48,9 +48,8 @@ class Sharded(Trained):
     """Its leaves are those of the layout: shards under FSDP2, parts and whole ones under tensor parallelism."""
 
     def __init__(self, way, base, values, inputs, options, mesh):
-        super().__init__(way.removesuffix("_shards"), base, values, inputs, min(options.loss_tokens, options.seq), False)
-        if way.endswith("_shards"):
-            use_fdora(self.model, fuse="fused" in way, norms_on_shards=True)
+        how = {"dropout": options.dropout, "context": context(options, options.adapter)}
+        super().__init__(way, base, values, inputs, min(options.loss_tokens, options.seq), **how)
         names = {id(p): name for name, p in self.leaves.items()}
         places = {name: names[id(p)] for name, p in self.model.named_parameters() if id(p) in names}
         blocks = self.model.get_base_model().get_decoder().layers
@@ -82,17 +81,20 @@ class Sharded(Trained):
 
     def gradients_of_all(self) -> dict[str, torch.Tensor]:
         """The average over the ranks, of all A, all B, all m; and the loss."""
-        return results(self, self.leaves, self.loss())
+        return results(self, self.leaves)
 
 
 def truth(base, values, inputs, options) -> dict[str, torch.Tensor]:
     """PEFT's DoRA on whole weights, where it cannot be cut as the others are."""
-    run = Trained("peft_dora", copy.deepcopy(base), values, inputs, min(options.loss_tokens, options.seq), False)
-    return results(run, run.leaves, run.loss())
+    last, under = min(options.loss_tokens, options.seq), context(options, options.adapter)
+    run = Trained("peft_dora", copy.deepcopy(base), values, inputs, last, context=under)
+    return results(run, run.leaves)
 
 
-def results(run, leaves, loss) -> dict[str, torch.Tensor]:
-    loss.backward()
+def results(run, leaves) -> dict[str, torch.Tensor]:
+    with nothing_dropped(run.model):
+        loss = run.loss()
+        loss.backward()
     found = {"loss": loss.detach().clone()}
     dist.all_reduce(found["loss"])
     for part in "ABm":
