@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,38 @@ def adapters(model: nn.Module, r: int, dtype: torch.dtype) -> dict[str, tuple[Te
     """A, B and m of each linear but a language model's head."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name != "lm_head"}
     return {name: away(layer.weight, r, dtype)[:3] for name, layer in layers.items()}
+
+
+def context(options, adapter: str) -> Callable[[], AbstractContextManager]:
+    """Of a forward: float32 adapters of a bf16 model run under bf16 autocast, as trainers run them."""
+    mixed = options.dtype == "bf16" and adapter == "fp32"
+    return partial(torch.autocast, torch.device(options.device).type, torch.bfloat16) if mixed else nullcontext
+
+
+@contextmanager
+def nothing_dropped(*models: nn.Module) -> Iterator[None]:
+    """Inside, these drop nothing: each way draws masks of its own, so with dropout no result is another's."""
+    dropping = [module for model in models for module in model.modules() if isinstance(module, nn.Dropout) and module.training]
+    for module in dropping:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in dropping:
+            module.train()
+
+
+@contextmanager
+def timed_as(mode: str, dropout: float, models: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, models are in the state of this mode: what drops in training is evaluated for inference."""
+    evaluated = [model for model in models if dropout and mode.endswith("inference")]
+    for model in evaluated:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model in evaluated:
+            model.train()
 
 
 def forward_of(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -49,8 +82,9 @@ def compile_each(way: str, layers: Iterable[nn.Module]) -> None:
 def agreement(mine, theirs) -> dict[str, dict[str, float]]:
     """Relative L2 difference, cosine and largest difference of outputs and of the gradients of all A, all B, all m, and x."""
     names = ["x", *theirs.leaves]
-    gradients = [dict(zip(names, way.gradient(), strict=True)) for way in (mine, theirs)]
-    pairs = {"y": (mine.inference(), theirs.inference())}
+    with nothing_dropped(mine.model, theirs.model):
+        gradients = [dict(zip(names, way.gradient(), strict=True)) for way in (mine, theirs)]
+        pairs = {"y": (mine.inference(), theirs.inference())}
     for part in "xABm":
         pairs[f"d{part}"] = tuple(of_part(part, each) for each in gradients)
     return {name: apart(a, b) for name, (a, b) in pairs.items()}
@@ -75,11 +109,19 @@ def wall_and_peak(fns: Mapping[str, Callable[[], object]], options, failures: Fa
     return {key: {"ms": round(ms[key], 3), "peak_mb": round(peaks[key], 2)} for key in ms}
 
 
+def left(
+    paths: Mapping[str, Mapping[str, int]], options, mine: Iterable[str] = ("fused", "composed")
+) -> dict[str, Mapping[str, int]]:
+    """Ways that left calls to PEFT. On a CPU, where no kernel draws a mask, layers that drop are meant to."""
+    if options.device == "cpu" and options.dropout:
+        return {}
+    return {where: ran for where, ran in paths.items() if "fused" not in ran or not set(ran) <= set(mine)}
+
+
 def judge(
-    apart: Mapping[str, Mapping[str, float]], most: float, failed: Mapping[str, str], paths: Mapping[str, Mapping[str, int]]
+    apart: Mapping[str, Mapping[str, float]], most: float, failed: Mapping[str, str], stock: Mapping[str, Mapping[str, int]]
 ) -> None:
     """End with a failure where fdora is wrong, failed, or left calls to PEFT."""
     wrong = [f"{part} of {where}" for where, parts in apart.items() for part, v in parts.items() if not v <= most]
-    stock = {where: ran for where, ran in paths.items() if set(ran) - {"composed"} != {"fused"}}
     if wrong or stock or any("fdora" in name or "agreement" in name for name in failed):
         raise SystemExit(f"fdora parts from PEFT's DoRA in {wrong}, or did not run: {dict(failed)}, calls {stock}")

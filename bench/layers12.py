@@ -7,7 +7,8 @@ alone), also with activation checkpointing per layer, eager and with torch.compi
 have equal adapters, away from their start. ``fdora`` is given its norms, computed once per optimizer step (``norms_ms``, for
 all layers, is in no other time); ``fdora_inside`` computes them in every call. ``peft_fdora`` is PEFT's DoRA after
 ``use_fdora``, which asks in every call whether its norm still holds. Wall time until the GPU is done, median of turns; peak
-memory above weights and adapters. Outputs and gradients of ``fdora`` and ``peft_fdora`` are compared with those of PEFT's DoRA.
+memory above weights and adapters. Outputs and gradients of ``fdora`` and ``peft_fdora`` are compared with those of PEFT's DoRA,
+while nothing is dropped. float32 adapters run under bf16 autocast.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from bench import steps
 from bench.clock import medians, wall_timer
-from bench.decoder import DTYPES, MOST_APART, adapters, agreement, judge, wall_and_peak
+from bench.decoder import DTYPES, MOST_APART, adapters, agreement, context, judge, left, timed_as, wall_and_peak
 from bench.rivals import paths
 from bench.steps import SIZES, Cell, Stack, Way
 from bench.suite import COMPILED, Run, Some, Suite, compilations, stack
@@ -33,8 +34,9 @@ MODES = ("inference", "gradient", "gradient_checkpointing")
 class Adapted(nn.Module):
     """A linear that calls dora_linear; ``c`` is its norm, None to have it computed in the call."""
 
-    def __init__(self, W: Tensor, A: Tensor, B: Tensor, m: Tensor, inside: bool):
+    def __init__(self, W: Tensor, A: Tensor, B: Tensor, m: Tensor, inside: bool, dropout: float, mode: str):
         super().__init__()
+        self.dropout, self.mode = nn.Dropout(dropout), mode
         self.W, self.A, self.B, self.m = W, *(nn.Parameter(t.clone()) for t in (A, B, m))
         self.c = None
         if not inside:
@@ -44,17 +46,19 @@ class Adapted(nn.Module):
         self.c = dora_norm(self.W, self.A, self.B, s=S)
 
     def forward(self, x: Tensor) -> Tensor:
-        return dora_linear(x, self.W, self.A, self.B, self.m, s=S, norm=self.c)
+        p = self.dropout.p if self.dropout.training else 0.0
+        return dora_linear(x, self.W, self.A, self.B, self.m, s=S, norm=self.c, dropout_p=p, dropout_mode=self.mode)
 
 
-def adapted(way: str, base: Stack, values: dict) -> tuple[Stack, dict[str, Tensor]]:
+def adapted(way: str, base: Stack, values: dict, dropout: float) -> tuple[Stack, dict[str, Tensor]]:
     """A model of this way around the same weights, and its leaves."""
     if not way.startswith("fdora"):
-        return steps.adapted(way, base, values)
+        return steps.adapted(way, base, values, dropout)
     (model, _), leaves = steps.adapted("frozen", base, values), {}
+    how = {"inside": "inside" in way, "dropout": dropout, "mode": "lora" if way.endswith("lora_dropout") else "peft"}
     for name, value in values.items():
         parent, _, child = name.rpartition(".")
-        own = Adapted(model.get_submodule(name).weight, *value, inside=way == "fdora_inside")
+        own = Adapted(model.get_submodule(name).weight, *value, **how)
         setattr(model.get_submodule(parent), child, own)
         leaves |= {f"{part} of {name}": getattr(own, part) for part in "ABm"}
     return model, leaves
@@ -64,13 +68,15 @@ def rows_of(ways: dict[str, Way], compiled: bool, run: Run) -> list[dict]:
     if compiled:
         for way in ways.values():
             way.compile("default")
-    rows = {name: {"way": name, "compiled": compiled, "r": run.options.r} for name in ways}
+    rows = {name: {"way": name, "compiled": compiled, "r": run.options.r, "dropout": run.options.dropout} for name in ways}
     for mode in run.options.modes:
         if run.late(f"{mode}, {'compiled' if compiled else 'eager'}"):
             continue
         tag = {f"{name}, {'compiled ' if compiled else ''}{mode}": name for name in ways}
         fns = {key: getattr(ways[name], mode) for key, name in tag.items()}
-        for key, found in wall_and_peak(fns, run.options, run.failed).items():
+        with timed_as(mode, run.options.dropout, [way.model for way in ways.values()]):
+            measured = wall_and_peak(fns, run.options, run.failed)
+        for key, found in measured.items():
             rows[tag[key]] |= {f"{mode}_{unit}": value for unit, value in found.items()}
     return list(rows.values())
 
@@ -90,7 +96,8 @@ def measure(run: Run) -> None:
     torch.manual_seed(0)
     base = Stack(cell.model, options.layers, DTYPES[options.dtype], device)
     values = adapters(base, options.r, DTYPES[options.adapter])
-    ways = run.failed.attempt(options.ways, lambda way: Way(way, base, values, adapted))
+    how = {"dropout": options.dropout, "context": context(options, options.adapter)}
+    ways = run.failed.attempt(options.ways, lambda way: Way(way, base, values, adapted, **how))
     steps.inputs(cell, ways, options)
     facts = {name: getattr(options, name) for name in ("layers", "seq", "dtype", "adapter", "r")}
     run.set(**facts, sizes=SIZES[cell.model], failed=run.failed)
@@ -112,7 +119,7 @@ def judged(run: Run) -> None:
     found = {way: run.result.get(f"{way}_against_peft_dora", {}) for way in ("fdora", "peft_fdora")}
     apart = {way: {name: each["relative"] for name, each in parts.items()} for way, parts in found.items()}
     ran = {"peft_fdora": run.result["peft_fdora_ran"]} if found["peft_fdora"] else {}
-    judge(apart, MOST_APART[run.options.dtype], run.failed, ran)
+    judge(apart, MOST_APART[run.options.dtype], run.failed, left(ran, run.options))
 
 
 main = Suite(__doc__, measure, OPTIONS, runs=7, seconds=math.inf, quick={"layers": 4, "runs": 3}, judge=judged)

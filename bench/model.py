@@ -10,9 +10,10 @@ inference; gradient of all adapters; an optimizer step (fused AdamW) after 1 or 
 also with gradient checkpointing. Eager, then torch.compile per decoder layer (a vision tower stays eager: its attention reads
 the image's size on the host). float32 adapters run under bf16 autocast, as trainers run them. Wall time until the GPU is done,
 median of turns; peak memory above weights, adapters and optimizer. Before it is timed, fdora's logits and gradients are
-compared with those of PEFT's DoRA, for one layer all with a float32 run, and compiled with eager; the norms that the 8
-micro-batches of one step compute are counted. ``--sweep`` varies one size, eager, and fits the exponent of its growth. There
-the vocabulary is small: the head, which has no adapter, would be most of a narrow or a short model.
+compared with those of PEFT's DoRA, for one layer all with a float32 run, and compiled with eager (with ``--dropout`` while
+nothing is dropped: every way draws masks of its own); the norms that the 8 micro-batches of one step compute are counted.
+``--sweep`` varies one size, eager, and fits the exponent of its growth. There the vocabulary is small: the head, which has no
+adapter, would be most of a narrow or a short model.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ import copy
 import json
 import math
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench import decoder
 from bench.clock import free
-from bench.decoder import DTYPES, MOST_APART, adapters, apart, compile_each, judge, of_part, wall_and_peak
+from bench.decoder import DTYPES, MOST_APART, adapters, apart, compile_each, judge, nothing_dropped, of_part, wall_and_peak
 from bench.rivals import adapted, paths
 from bench.suite import COMPILED, One, Run, Some, Suite, compilations, numbers, stack
 from bench.table import pivot, side_by_side
@@ -153,12 +154,20 @@ def inputs_for(base: nn.Module, seq: int) -> dict[str, Tensor]:
 class Trained:
     """One way's model; ``of(mode)`` is what is timed."""
 
-    def __init__(self, way: str, base: nn.Module, values: dict, inputs: dict[str, Tensor], loss_tokens: int, autocast: bool):
-        self.way, self.inputs, self.tokens = way, inputs, inputs["input_ids"].numel()
-        self.model, self.leaves = adapted(way, base, values, "all-linear", S, "CAUSAL_LM")
+    def __init__(
+        self,
+        way: str,
+        base: nn.Module,
+        values: dict,
+        inputs: dict[str, Tensor],
+        loss_tokens: int,
+        dropout: float = 0.0,
+        context=nullcontext,
+    ):
+        self.way, self.inputs, self.tokens, self.context = way, inputs, inputs["input_ids"].numel(), context
+        self.model, self.leaves = adapted(way, base, values, "all-linear", S, "CAUSAL_LM", dropout)
         self.target = inputs["input_ids"].roll(-1, 1)[:, -loss_tokens:]
         self.optimizer = torch.optim.AdamW(self.leaves.values(), lr=1e-5, fused=True)
-        self.context = partial(torch.autocast, self.target.device.type, torch.bfloat16) if autocast else nullcontext
 
     def compile(self) -> None:
         compile_each(self.way, self.model.get_base_model().get_decoder().layers)
@@ -202,8 +211,9 @@ def micro_batches(mode: str) -> int:
 
 def results(run: Trained) -> dict[str, Tensor]:
     """Logits, and the gradients of all A, all B, all m."""
-    gradients = dict(zip(run.leaves, run.of("gradient")(), strict=True))
-    return {"logits": run.of("inference")(), **{f"d{part}": of_part(part, gradients) for part in "ABm"}}
+    with nothing_dropped(run.model):
+        gradients = dict(zip(run.leaves, run.of("gradient")(), strict=True))
+        return {"logits": run.of("inference")(), **{f"d{part}": of_part(part, gradients) for part in "ABm"}}
 
 
 def compare(run: Trained, truth: dict[str, Tensor]) -> dict[str, dict[str, float]]:
@@ -252,13 +262,9 @@ def one_layer(options, adapter: str, seq: int) -> dict[str, dict]:
     values = adapters(base, options.r, DTYPES[adapter])
     exact = {name: tuple(t.float() for t in parts) for name, parts in values.items()}
     inputs, last = inputs_for(base, seq), options.loss_tokens
-    truth = results(Trained("peft_dora", copy.deepcopy(base).float(), exact, inputs, last, False))
-    ways = [way for way in options.ways if "dora" in way]
-    return {way: compare(Trained(way, base, values, inputs, last, autocast(options, adapter)), truth) for way in ways}
-
-
-def autocast(options, adapter: str) -> bool:
-    return options.dtype == "bf16" and adapter == "fp32"
+    truth = results(Trained("peft_dora", copy.deepcopy(base).float(), exact, inputs, last))
+    arguments = base, values, inputs, last, options.dropout, decoder.context(options, adapter)
+    return {way: compare(Trained(way, *arguments), truth) for way in options.ways if "dora" in way}
 
 
 class Bench:
@@ -281,29 +287,31 @@ class Bench:
         torch.manual_seed(0)
         base = network(options, layers, width)
         values = adapters(base, r, DTYPES[adapter])
-        arguments = base, values, inputs_for(base, seq), min(options.loss_tokens, seq), autocast(options, adapter)
+        last = min(options.loss_tokens, seq)
+        arguments = base, values, inputs_for(base, seq), last, options.dropout, decoder.context(options, adapter)
         return self.attempt(options.ways, where, lambda way: Trained(way, *arguments))
 
     def measure(self, runs: dict[str, Trained], mode: str, where: dict) -> None:
         """One row per way. What comes before the time limit is measured, what comes after is listed as skipped."""
-        where = where | {"mode": mode}
+        where = where | {"dropout": self.options.dropout, "mode": mode}
         if self.run.late(where):
             return
         tags = {f"{way}, {', '.join(f'{key} {value}' for key, value in where.items())}": way for way in runs}
-        found = wall_and_peak({tag: runs[way].of(mode) for tag, way in tags.items()}, self.options, self.run.failed)
+        fns = {tag: runs[way].of(mode) for tag, way in tags.items()}
+        with decoder.timed_as(mode, self.options.dropout, [run.model for run in runs.values()]):
+            found = wall_and_peak(fns, self.options, self.run.failed)
         for tag, each in found.items():
             speed = round(1e3 * runs[tags[tag]].tokens * micro_batches(mode) / each["ms"])
             self.run.add(where | {"way": tags[tag]} | each | {"tokens_per_s": speed})
 
     def agree(self, runs: dict[str, Trained], adapter: str) -> None:
         """Before any optimizer step: the adapters are equal."""
-        if {"peft_dora", "peft_fdora"} <= set(runs):
-            truth, fused = results(runs["peft_dora"]), runs.get("peft_fdora_fused")
-            found = {"against_peft_dora": compare(runs["peft_fdora"], truth)}
-            if fused:
-                found["fused_against_peft_dora"] = compare(fused, truth)
-            found["one_layer_against_float32"] = one_layer(self.options, adapter, runs["peft_dora"].tokens)
-            made = {"agreement": found, "paths": paths(runs["peft_fdora"].model), "norms": norms_of_a_step(runs["peft_fdora"])}
+        mine = [way for way in runs if "fdora" in way]
+        if "peft_dora" in runs and mine:
+            truth, first = results(runs["peft_dora"]), runs[mine[0]]
+            found = {against(way): compare(runs[way], truth) for way in mine}
+            found["one_layer_against_float32"] = one_layer(self.options, adapter, first.tokens)
+            made = {"agreement": found, "paths": paths(first.model), "norms": norms_of_a_step(first)}
             for part, each in made.items():
                 self.run.result[part][adapter] = each
             print(json.dumps(made), flush=True)
@@ -347,10 +355,16 @@ class Bench:
             self.run.set(sweep={"over": options.sweep, "exponents": exponents(self.run.result["rows"], over)})
 
 
+def against(way: str) -> str:
+    """Where the agreement of a way with PEFT's DoRA is kept."""
+    return "_".join(filter(None, (way.removeprefix("peft_fdora").strip("_"), "against_peft_dora")))
+
+
 def fdoras(agreement: dict) -> dict[str, dict]:
     """What fdora is compared with in one dtype, beside the float32 run: the comparisons by name."""
-    names = {"against_peft_dora": "PEFT's DoRA", "fused_against_peft_dora": "PEFT's DoRA, fuse=True"}
-    found = {names[key]: parts for key, parts in agreement.items() if key in names}
+    said = {"": "PEFT's DoRA", "fused": "PEFT's DoRA, fuse=True"}
+    kinds = {key: key.removesuffix("against_peft_dora").strip("_") for key in agreement if key.endswith("against_peft_dora")}
+    found = {said.get(kind, f"PEFT's DoRA, {kind}"): agreement[key] for key, kind in kinds.items()}
     return found | {f"eager, compiled {way}": parts for way, parts in agreement.get("compiled_against_eager", {}).items()}
 
 
@@ -430,7 +444,7 @@ def judged(run: Run) -> None:
         for adapter, found in run.result["agreement"].items()
         for against, parts in fdoras(found).items()
     }
-    judge(apart, MOST_APART[run.options.dtype], run.failed, run.result["paths"])
+    judge(apart, MOST_APART[run.options.dtype], run.failed, decoder.left(run.result["paths"], run.options))
 
 
 main = Suite(__doc__, measure, OPTIONS, runs=7, seconds=math.inf, check=check, quick={"runs": 3}, show=shown, judge=judged)

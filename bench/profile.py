@@ -219,7 +219,7 @@ def language_model(options) -> tuple[Any, dict[str, nn.Module], int]:
     o = model.parse([f"--device={options.device}", f"--layers={options.layers}", f"--r={options.r}", *given])
     base = model.network(o, o.layers)
     values, inputs = model.adapters(base, o.r, model.DTYPES[o.dtype]), model.inputs_for(base, o.seq)
-    run = model.Trained(options.way or "peft_fdora", base, values, inputs, o.loss_tokens, False)
+    run = model.Trained(options.way or "peft_fdora", base, values, inputs, o.loss_tokens)
     blocks = {f"layer {i}": each for i, each in enumerate(run.model.get_base_model().get_decoder().layers)}
     return run.of(options.mode), blocks, 2
 

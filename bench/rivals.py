@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,11 +64,18 @@ def fill_all(model: nn.Module, values: Mapping[str, tuple], dora: bool, prefix: 
 
 
 def adapted(
-    way: str, base: nn.Module, values: Mapping[str, tuple], targets: Sequence[str] | str, s: float, task: str | None = None
+    way: str,
+    base: nn.Module,
+    values: Mapping[str, tuple],
+    targets: Sequence[str] | str,
+    s: float,
+    task: str | None = None,
+    dropout: float = 0.0,
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """A copy of this model around the same weights with PEFT's adapters of these values, and its leaves. ``way`` says whether
-    they are LoRA's, and whether use_fdora follows. A PEFT model for this ``task`` ("": for
-    none), or layers changed in place."""
+    they are LoRA's, and whether use_fdora follows: ``fused``, with norms on ``shards``, with ``lora_dropout``, which drops the
+    adapter's input alone, in the place of PEFT's meaning. A PEFT model for this ``task`` ("": for none), or layers changed in
+    place."""
     from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 
     from fdora.integrations.peft import use_fdora
@@ -77,7 +85,9 @@ def adapted(
     model = copy.deepcopy(base, {id(each): each for each in shared})
     r, dora = next(iter(values.values()))[0].shape[0], way != "peft_lora"
     targets = targets if isinstance(targets, str) else list(targets)
-    config = LoraConfig(r=r, lora_alpha=s * r, lora_dropout=0.0, use_dora=dora, target_modules=targets, task_type=task or None)
+    config = LoraConfig(
+        r=r, lora_alpha=s * r, lora_dropout=dropout, use_dora=dora, target_modules=targets, task_type=task or None
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if task is None:
@@ -86,7 +96,8 @@ def adapted(
             model = get_peft_model(model, config, autocast_adapter_dtype=False)
     leaves = fill_all(model, values, dora, "" if task is None else "base_model.model.")
     if "fdora" in way:
-        use_fdora(model, fuse="fused" in way)
+        mode: dict[str, Any] = {"dropout_mode": "lora"} if "lora_dropout" in way else {}
+        use_fdora(model, fuse="fused" in way, norms_on_shards="shards" in way, **mode)
     return model.train(), leaves
 
 

@@ -7,13 +7,15 @@
 Starts one process per GPU (NCCL; gloo without GPUs). Architecture, adapters and ways are bench.model's. FSDP2: each decoder
 layer is a unit, every rank has a sequence of its own. ``--layout tp``: torch's parallelize_module cuts q, k, v, gate and up by
 rows, o and down by columns, and of each adapter what plain LoRA's has cut (``rows``, ``columns``: these alone); every rank has
-the same sequence; PEFT's DoRA raises there. ``--layout zero2`` and ``zero3``: DeepSpeed's engine. A step: forward, backward, fused AdamW; also with gradient checkpointing, and of 4
-micro-batches, which share their norms. Wall time from one barrier until every rank's GPU is done, median of turns; what the
-host takes to issue forward, backward and the optimizer's step, nothing waited for in between; peak memory above what is there
-between steps. On a GPU a profile of one step sums the kernels of all norms, the collectives, and the busiest of the rest.
+the same sequence; PEFT's DoRA raises there. ``--layout zero2`` and ``zero3``: DeepSpeed's engine, on the same sequence as well.
+A step: forward, backward, fused AdamW; also with gradient checkpointing, and of 4 micro-batches, which share their norms. Wall
+time from one barrier until every rank's GPU is done, median of turns; what the host takes to issue forward, backward and the
+optimizer's step, nothing waited for in between; peak memory above what is there between steps. On a GPU a profile of one step
+sums the kernels of all norms, the collectives, and the busiest of the rest.
 Before anything is timed, loss and averaged gradients are compared with those of PEFT's DoRA (of whole weights, for tensor
-parallelism); the collectives of a step are counted. Ways that end in ``_shards`` compute norms on the shards
-(``norms_on_shards=True``); their collectives are not among those counted.
+parallelism), while nothing is dropped: every way draws masks of its own; the collectives of a step are counted. Ways with
+``_shards`` compute norms on the shards (``norms_on_shards=True``); their collectives are not among those counted.
+float32 adapters run under bf16 autocast.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from bench.clock import free
-from bench.decoder import DTYPES, MOST_APART, adapters, apart
+from bench.decoder import DTYPES, MOST_APART, adapters, apart, left
 from bench.kernels import by_name, profiled
 from bench.model import ARCHITECTURES, WAYS, network
 from bench.processes import timed
@@ -74,8 +76,9 @@ def measure(run: Run) -> None:
     ways = failures.attempt(options.ways, lambda way: Sharded(way, copy.deepcopy(base), values, inputs, options, mesh))
     base = None
     free(options.device)
-    facts = {name: getattr(options, name) for name in ("world", "model", "layers", "seq", "layout", "r", "adapter", "compiled")}
-    run.set(**facts, agreement={}, collectives={}, paths={}, profiles={}, failed=failures)
+    names = ("world", "model", "layers", "seq", "layout", "r", "adapter", "dropout", "compiled")
+    run.set(**{name: getattr(options, name) for name in names}, failed=failures)
+    run.set(agreement={}, collectives={}, paths={}, profiles={})
     if exact is None and "peft_dora" in ways:
         exact = ways["peft_dora"].gradients_of_all()
     for way in [way for way in ways if exact and "fdora" in way]:
@@ -110,7 +113,8 @@ def rows_of(ways: dict[str, Sharded], mode: str, options, failures) -> list[dict
     for way in peaks:
         ms = statistics.median(turns[way])
         issue = {part: round(statistics.median(each[i] for each in issues[way]), 3) for i, part in enumerate(PARTS)}
-        row = {"way": way, "mode": mode, "ms": round(ms, 3), "peak_mb": round(peaks[way], 1), "issue_ms": issue}
+        row = {"way": way, "mode": mode, "dropout": options.dropout, "ms": round(ms, 3), "peak_mb": round(peaks[way], 1)}
+        row["issue_ms"] = issue
         rows.append(row | {"least_ms": round(min(turns[way]), 3)} | ({"of_lora": round(ms / lora, 4)} if lora else {}))
     return rows
 
@@ -118,7 +122,7 @@ def rows_of(ways: dict[str, Sharded], mode: str, options, failures) -> list[dict
 def judge(run: Run) -> None:
     result, options, failures = run.result, run.options, run.failed
     wrong = [way for way, found in result["agreement"].items() if not max(found.values()) <= MOST_APART[options.dtype]]
-    stock = [way for way, found in result["paths"].items() if not options.compiled and set(found) != {"fused"}]
+    stock = [] if options.compiled else list(left(result["paths"], options, {"fused"}))
     if wrong or stock or failures:
         raise SystemExit(f"apart from PEFT's DoRA: {wrong}; not all fused: {stock}; failed: {dict(failures)}")
 

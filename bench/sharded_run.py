@@ -1,4 +1,4 @@
-"""One way's model, laid out over the processes of bench.sharded: FSDP2 around blocks, tensor parallel inside of them, or ZeRO."""
+"""One way's model, laid out over the processes of bench.sharded: FSDP2, tensor parallelism, or DeepSpeed's ZeRO."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.clock import synchronize
+from bench.decoder import context, nothing_dropped
 from bench.model import Trained
-from fdora.integrations.peft import use_fdora
 
 ZERO = {"zero2": 2, "zero3": 3}
 LAYOUTS = ("fsdp", "tp", "rows", "columns", *ZERO)
@@ -61,9 +61,8 @@ class Sharded(Trained):
     """Its leaves are those of the layout: shards under FSDP2, parts and whole ones under tensor parallelism."""
 
     def __init__(self, way, base, values, inputs, options, mesh):
-        super().__init__(way.removesuffix("_shards"), base, values, inputs, min(options.loss_tokens, options.seq), False)
-        if way.endswith("_shards"):
-            use_fdora(self.model, fuse="fused" in way, norms_on_shards=True)
+        how = {"dropout": options.dropout, "context": context(options, options.adapter)}
+        super().__init__(way, base, values, inputs, min(options.loss_tokens, options.seq), **how)
         names = {id(p): name for name, p in self.leaves.items()}
         places = {name: names[id(p)] for name, p in self.model.named_parameters() if id(p) in names}
         blocks = self.model.get_base_model().get_decoder().layers
@@ -111,8 +110,9 @@ class Sharded(Trained):
 
     def gradients_of_all(self) -> dict[str, torch.Tensor]:
         """The average over the ranks, of all A, all B, all m; and the loss."""
-        loss = self.loss()
-        self.backward(loss)
+        with nothing_dropped(self.model):
+            loss = self.loss()
+            self.backward(loss)
         found = results(self.leaves, loss, self.gradient)
         if self.stage:
             self.update()  # the engine forgets its gradients in no other way
@@ -123,9 +123,11 @@ class Sharded(Trained):
 
 def truth(base, values, inputs, options) -> dict[str, torch.Tensor]:
     """PEFT's DoRA on whole weights, where it cannot be cut as the others are."""
-    run = Trained("peft_dora", copy.deepcopy(base), values, inputs, min(options.loss_tokens, options.seq), False)
-    loss = run.loss()
-    loss.backward()
+    last, under = min(options.loss_tokens, options.seq), context(options, options.adapter)
+    run = Trained("peft_dora", copy.deepcopy(base), values, inputs, last, context=under)
+    with nothing_dropped(run.model):
+        loss = run.loss()
+        loss.backward()
     return results(run.leaves, loss, lambda p: p.grad)
 
 

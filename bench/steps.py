@@ -10,15 +10,15 @@ frozen model, PEFT's LoRA, its DoRA, that after ``use_fdora``, and after ``use_f
     inference       no_grad
     step            gradient of x and all adapters, then an optimizer step
     micro           8 micro-batches and an optimizer step, for each micro-batch
-    checkpointing   step, every layer checkpointed (non-reentrant; nothing draws, so no generator's state is kept)
+    checkpointing   step, every layer checkpointed (non-reentrant; a generator's state is kept with --dropout alone)
 
 The optimizer step is one call that changes the sign of every A: norms are new, values stay in range, and it costs the same for
 every way. Wall time until the GPU is done, each step by itself; GPU time of a replayed CUDA graph ("graph"), of ``micro`` as
 (an optimizer step and a gradient + 7 gradients, which find no new adapters) / 8. Where the graph of one way cannot be captured,
 for all ways events around a step that is issued behind a kernel that waits ("events": too long where a step is more launches
 than the queue holds, about 1000). Medians of at least five turns, each of which begins with another way; a row has their
-number. Before it is timed each model is compared with
-PEFT's DoRA. The JSON is written after every cell.
+number. Before it is timed each model is compared with PEFT's DoRA, while nothing is dropped: every way draws masks of its own.
+float32 adapters run under bf16 autocast. The JSON is written after every cell.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import NamedTuple, TypeVar
@@ -40,7 +41,7 @@ from torch.utils.checkpoint import checkpoint
 from bench import decoder, rivals
 from bench.attempt import Failures
 from bench.clock import anchor_graph, capture, free, medians, once, replay_ms
-from bench.decoder import DTYPES, LINEARS, MOST_APART, adapters, compiled_forward, judge
+from bench.decoder import DTYPES, LINEARS, MOST_APART, adapters, compiled_forward, context, judge, left, timed_as
 from bench.rivals import paths
 from bench.suite import Run, Some, Suite, stack
 from bench.table import pivot, table
@@ -81,33 +82,37 @@ class Stack(nn.Module):
         with torch.device(device):
             whole = Qwen3Model._from_config(config, dtype=dtype)
         self.layers, self.rotary, self.width = whole.layers, whole.rotary_emb, config.hidden_size
-        self.checkpointing, self.run = False, nn.Module.__call__
+        self.checkpointing, self.run, self.dropout = False, nn.Module.__call__, 0.0
         self.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         angles = self.rotary(x, torch.arange(x.shape[1], device=x.device)[None])
+        again = {"use_reentrant": False, "preserve_rng_state": self.dropout > 0}
         for layer in self.layers:
             one = partial(self.run, layer)
             if self.checkpointing:
-                x = checkpoint(one, x, position_embeddings=angles, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(one, x, position_embeddings=angles, **again)
             else:
                 x = one(x, position_embeddings=angles)
         return x
 
 
-def adapted(way: str, base: Stack, values: dict) -> tuple[Stack, dict[str, Tensor]]:
+def adapted(way: str, base: Stack, values: dict, dropout: float = 0.0) -> tuple[Stack, dict[str, Tensor]]:
     """A model of this way around the same weights, and its leaves."""
     if way == "frozen":
         return copy.deepcopy(base, {id(each): each for each in base.parameters()}), {}
-    return rivals.adapted(way, base, values, LINEARS, S)
+    return rivals.adapted(way, base, values, LINEARS, S, dropout=dropout)
 
 
 class Way:
     """One model, and its modes on the input of :meth:`feed`."""
 
-    def __init__(self, name: str, base: Stack, values: dict, adapt: Callable | None = None):
-        self.name = name
-        self.model, self.leaves = (adapt or adapted)(name, base, values)
+    def __init__(
+        self, name: str, base: Stack, values: dict, adapt: Callable | None = None, dropout: float = 0.0, context=nullcontext
+    ):
+        self.name, self.context = name, context
+        self.model, self.leaves = (adapt or adapted)(name, base, values, dropout)
+        self.model.dropout = dropout
         self.As = [p for leaf, p in self.leaves.items() if leaf.startswith("A")]
         self.compiled = ""
 
@@ -122,7 +127,8 @@ class Way:
     def output(self) -> Tensor:
         if self.compiled:  # its graphs want to know that what they gave before is not read any more
             torch.compiler.cudagraph_mark_step_begin()
-        return self.model(self.x)
+        with self.context():
+            return self.model(self.x)
 
     def loss(self) -> Tensor:
         last = self.output()[:, -self.target.shape[1] :]
@@ -175,7 +181,8 @@ def build(cell: Cell, options, failures: Failures) -> dict[str, Way]:
     torch.manual_seed(0)
     base = Stack(cell.model, options.layers, DTYPES[options.dtype], options.device)
     values = adapters(base, cell.r, DTYPES[options.adapter])
-    return failures.attempt(options.ways, lambda name: Way(name, base, values))
+    how = {"dropout": options.dropout, "context": context(options, options.adapter)}
+    return failures.attempt(options.ways, lambda name: Way(name, base, values, **how))
 
 
 def inputs(cell: Cell, ways: Mapping[str, Way], options) -> None:
@@ -276,8 +283,8 @@ def measure(cell: Cell, ways: dict[str, Way], mode: str, gpu: Gpu | None, option
             gpu_ms, gpu_by = gpu.times(able, ms, runs, failures)
     rows = []
     for tag in able:
-        row = {**cell._asdict(), "mode": plain, "compiled": compiled, "way": tags[tag].name, "ms": round(ms[tag] / share, 3)}
-        row["turns"] = turns
+        row = {**cell._asdict(), "dropout": options.dropout, "mode": plain, "compiled": compiled, "way": tags[tag].name}
+        row |= {"ms": round(ms[tag] / share, 3), "turns": turns}
         if tag in gpu_ms:
             row |= {"gpu_ms": round(gpu_ms[tag], 3), "gpu_by": gpu_by}
         rows.append(row)
@@ -335,7 +342,7 @@ def compared(ways: dict[str, Way]) -> dict[str, dict]:
     """fdora against PEFT's DoRA, and which path its calls took."""
     if "peft_dora" not in ways:
         return {}
-    mine = {name: way for name, way in ways.items() if name in FDORA}
+    mine = {name: way for name, way in ways.items() if "fdora" in name}
     return {n: {"apart": agreement(way, ways["peft_dora"]), "paths": paths(way.model)} for n, way in mine.items()}
 
 
@@ -349,14 +356,17 @@ def agreed(run: Run, cell: Cell, ways: dict[str, Way]) -> None:
 def measured(run: Run, cell: Cell, ways: dict[str, Way], gpu: Gpu | None) -> None:
     options = run.options
     for mode in [] if options.no_eager else options.modes:
-        run.add(*measure(cell, ways, mode, gpu, options, run.failed))
+        drawn_again = mode == "checkpointing" and options.dropout  # of a generator's state, which no graph can read
+        with timed_as(mode, options.dropout, [way.model for way in ways.values()]):
+            run.add(*measure(cell, ways, mode, Gpu(False) if gpu and drawn_again else gpu, options, run.failed))
     for compiled in options.compiled:
         torch._dynamo.reset()
         for way in ways.values():
             way.compile(compiled)
         events = gpu and Gpu(graphs=compiled == "default" and not options.no_graphs)
         for mode in [mode for mode in options.modes if mode != "checkpointing"]:
-            run.add(*measure(cell, ways, f"{compiled}:{mode}", events, options, run.failed))
+            with timed_as(mode, options.dropout, [way.model for way in ways.values()]):
+                run.add(*measure(cell, ways, f"{compiled}:{mode}", events, options, run.failed))
         for way in ways.values():
             way.compile("")
 
@@ -385,7 +395,7 @@ def measure_all(run: Run) -> None:
 def judged(run: Run) -> None:
     found = {f"{name}, {at}": each for at, ways in run.result["agreement"].items() for name, each in ways.items()}
     apart, ran = ({name: each[key] for name, each in found.items()} for key in ("apart", "paths"))
-    judge(apart, MOST_APART[run.options.dtype], run.failed, ran)
+    judge(apart, MOST_APART[run.options.dtype], run.failed, left(ran, run.options))
 
 
 main = Suite(__doc__, measure_all, OPTIONS, runs=9, seconds=math.inf, show=lambda found: markdown(found["rows"]), judge=judged)

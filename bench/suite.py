@@ -124,12 +124,14 @@ def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Any]) -> 
 
 def stack(layers: int, ways: Iterable[str], seq: int | None = 4096, r: int = 64, many: bool = False) -> dict[str, Any]:
     """What commands of decoder layers share. ``seq=None``: their cases say how many tokens and which rank. ``many``: adapters
-    of several dtypes."""
-    dtypes = ("bf16", "fp32")
+    of several dtypes. Each way of fdora has a way NAME_lora_dropout, which nobody gets who does not ask for it."""
+    ways, dtypes = list(ways), ("bf16", "fp32")
     sizes = {} if seq is None else {"--seq": seq, "--r": r}
     dtype = {"--dtype": (One(dtypes, "bf16"), "of weights and activations")}
     adapter = {"--adapter": (Some(dtypes, ()) if many else One(dtypes, "bf16"), "of A, B and m")}
-    return {"--layers": layers, **sizes, "--loss-tokens": 1024, **dtype, **adapter, "--ways": Some(ways)}
+    dropout = {"--dropout": (0.0, "lora_dropout of every way; nothing is dropped where results are compared")}
+    every = [*ways, *(f"{way}_lora_dropout" for way in ways if "fdora" in way)]
+    return {"--layers": layers, **sizes, "--loss-tokens": 1024, **dtype, **adapter, **dropout, "--ways": Some(every, ways)}
 
 
 def compilations(options: argparse.Namespace) -> list[bool]:

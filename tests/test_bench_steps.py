@@ -28,7 +28,10 @@ def test_steps(tmp_path, capsys):
     rows = result["rows"]
     assert [row["way"] for row in rows] == 2 * len(steps.MODES) * list(steps.WAYS)
     assert [row["mode"] for row in rows[:: len(steps.WAYS)]] == 2 * list(steps.MODES)
-    assert all(row["ms"] > 0 and row["compiled"] == "" and "gpu_ms" not in row and row["turns"] == 1 for row in rows)
+    assert all(
+        row["ms"] > 0 and row["compiled"] == "" and row["dropout"] == 0 and "gpu_ms" not in row and row["turns"] == 1
+        for row in rows
+    )
     assert (result["runs"], result["cell_seconds"]) == (1, 0)
     assert result["about"]["arguments"] == f"{SMALL}--cells tiny:8:4,tiny:16:4 --runs 1 --cell-seconds 0"
     assert {(row["model"], row["S"], row["r"]) for row in rows} == {("tiny", 8, 4), ("tiny", 16, 4)}
@@ -59,13 +62,28 @@ def test_a_new_optimizer_step_changes_every_norm(monkeypatch):
     assert not way.model.checkpointing
 
 
-def small_ways(*names, fill=True):
-    options = steps.parse([*SMALL.split(), "--ways", ",".join(names)])
+def small_ways(*names, given=""):
+    options = steps.parse([*(SMALL + given).split(), "--ways", ",".join(names)])
     failures = Failures()
     ways = steps.build(CELL, options, failures)
     steps.inputs(CELL, ways, options)
     assert not failures and list(ways) == list(names)
     return ways
+
+
+def test_with_dropout_results_are_compared_while_nothing_is_dropped():
+    """Else no way would agree with another: each draws masks of its own, the same again in a layer that is checkpointed."""
+    ways = small_ways("peft_dora", "use_fdora", given="--dropout 0.5")
+    assert max(steps.agreement(ways["use_fdora"], ways["peft_dora"]).values()) < 0.1
+    for way in ways.values():
+        drawn = []
+        for seed, gradient in ((0, way.gradient), (1, way.gradient), (0, way.gradient_checkpointing)):
+            torch.manual_seed(seed)
+            drawn.append(torch.cat([t.flatten() for t in gradient()]))
+        assert decoder.apart(drawn[1], drawn[0])["relative"] > 0.1 > decoder.apart(drawn[2], drawn[0])["relative"]
+        with decoder.timed_as("inference", 0.5, [way.model]):
+            assert not way.model.training and torch.equal(way.inference(), way.inference())
+        assert way.model.training
 
 
 @pytest.mark.parametrize(("mode", "left_out"), [("step", 1), ("default:step", 4), ("reduce-overhead:micro", 4)])
