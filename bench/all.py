@@ -92,6 +92,11 @@ TABLE = {
     "model_qwen3-8b_fp32": Entry(450, "bench.model --model qwen3-8b --adapter fp32"),
     **{f"model_{m.split()[0]}": Entry(90, f"bench.model --model {m} --quick --no-compile") for m in MODELS},
     **{f"model_{m.split()[0]}_compiled": Entry(300, f"bench.model --model {m} --quick --no-eager") for m in MODELS},
+    "model_qwen3-8b_dropout": Entry(
+        110,
+        "bench.model --layers 4 --dropout 0.05 --adapter fp32 --no-compile --runs 5 --modes inference,step_8,step_checkpointing "
+        "--ways peft_lora,peft_dora,peft_fdora_fused,peft_fdora_fused_lora_dropout",
+    ),
     "model_qwen3-8b_sweep_r": Entry(150, "bench.model --sweep r --quick"),
     "model_qwen3-8b_sweep_S": Entry(200, "bench.model --sweep S --quick"),
     "model_qwen3-8b_sweep_width": Entry(200, "bench.model --sweep width --layers 1 --quick"),
@@ -109,7 +114,8 @@ TABLE = {
     "vit": Entry(110, "bench.vit"),
     "vit_40": Entry(300, "bench.vit --layers 40"),
     "diffusion_klein": Entry(100, "bench.diffusion --models klein --batch 2"),
-    "diffusion_sdxl": Entry(130, "bench.diffusion --models sdxl,sdxl_conv --dtype fp16 --r 16 --checkpointing no"),
+    "diffusion_sdxl": Entry(100, "bench.diffusion --models sdxl --dtype fp16 --r 16 --checkpointing no"),
+    "diffusion_sdxl_conv": Entry(105, "bench.diffusion --models sdxl_conv --dtype fp16 --r 16 --checkpointing no"),
     "diffusion_sdxl_4": Entry(90, "bench.diffusion --models sdxl --batch 4 --checkpointing yes"),
     "diffusion_klein_r16": Entry(80, "bench.diffusion --models klein --batch 2 --r 16 --adapter half --checkpointing yes"),
     "full": Entry(20, "bench.full"),
@@ -117,6 +123,11 @@ TABLE = {
     "full_dora_adamw_s2": Entry(100, "bench.converge --ways fdora,full --seeds 2 --optimizers adamw"),
     "full_dora_muon_s2": Entry(100, "bench.converge --ways fdora,full --seeds 2 --optimizers muon"),
     "sharded_r64": Entry(60, "bench.sharded --world 2 --layers 6 --r 64 --runs 7"),  # two GPUs
+    "sharded_dropout": Entry(
+        90,
+        "bench.sharded --world 2 --layers 6 --r 64 --runs 7 --dropout 0.05 --modes step,step_checkpointing --no-profile "
+        "--ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused,peft_fdora_fused_lora_dropout",
+    ),
     "sharded_r384": Entry(
         90,
         "bench.sharded --world 2 --layers 6 --r 384 --modes step,step_checkpointing --runs 9 --no-profile "
@@ -145,6 +156,14 @@ TABLE = {
         "bench.sharded --world 2 --layers 4 --ways peft_lora,peft_fdora,peft_fdora_fused --modes step --runs 11 --compiled "
         "--no-profile",
     ),
+    **{
+        f"sharded_zero{stage}": Entry(
+            60,
+            f"bench.sharded --world 2 --layout zero{stage} --layers 6 --modes step --runs 7 --no-profile "
+            "--ways peft_lora,peft_fdora,peft_fdora_fused",
+        )
+        for stage in (2, 3)  # want DeepSpeed
+    },
     "parallel": Entry(60, "bench.parallel --world 2 --runs 5"),
     "demo": Entry(60, "demo.run"),
 }
