@@ -94,8 +94,8 @@ TABLE = {
     **{f"model_{m.split()[0]}_compiled": Entry(300, f"bench.model --model {m} --quick --no-eager") for m in MODELS},
     "model_qwen3-8b_dropout": Entry(
         110,
-        "bench.model --layers 4 --dropout 0.05 --adapter fp32 --no-compile --runs 5 --modes inference,step_8,step_checkpointing "
-        "--ways peft_lora,peft_dora,peft_fdora_fused,peft_fdora_fused_lora_dropout",
+        "bench.model --layers 4 --dropout 0.05 --adapter fp32 --no-compile --runs 5 "
+        "--modes inference,step_8,step_checkpointing --ways peft_lora,peft_dora,peft_fdora_fused,peft_fdora_fused_lora_dropout",
     ),
     "model_qwen3-8b_sweep_r": Entry(150, "bench.model --sweep r --quick"),
     "model_qwen3-8b_sweep_S": Entry(200, "bench.model --sweep S --quick"),
