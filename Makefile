@@ -69,13 +69,15 @@ $(VENV_TARGET)/.demo: $(VENV_TARGET)/.torch pyproject.toml
 
 # torchtune (no longer maintained) needs a torchao that PEFT refuses to share an environment with: a folder of its own. So have
 # hqq, which PEFT would import wherever it is, and a newer torchao, whose tensors are other ones; and DeepSpeed, which is
-# imported by whatever finds it, and compiles an operation then; and timm, whose torchvision wants one torch of its own.
+# imported by whatever finds it, and compiles an operation then; and timm, whose torchvision wants one torch of its own;
+# and LyCORIS, which tests alone want.
 $(VENV_TARGET)/.dev: $(VENV_TARGET)/.demo
 	"$(VENV)/bin/python" -m pip install --quiet --editable ".[dev]"
 	"$(VENV)/bin/python" -m pip install --quiet --no-deps --upgrade --target "$(VENV)/torchtune" torchtune==0.6.1 torchao==0.14.1 torchdata==0.11.0
 	"$(VENV)/bin/python" -m pip install --quiet --no-deps --upgrade --target "$(VENV)/hqq" hqq==0.2.8.post1 termcolor
 	"$(VENV)/bin/python" -m pip install --quiet --no-deps --upgrade --target "$(VENV)/torchao" torchao==0.18.0
 	"$(VENV)/bin/python" -m pip install --quiet --no-deps --upgrade --target "$(VENV)/timm" timm==1.0.31
+	"$(VENV)/bin/python" -m pip install --quiet --no-deps --upgrade --target "$(VENV)/lycoris" lycoris-lora==4.1.3 toml==0.10.2
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "$(VENV)/bin/python" -m pip install --quiet --no-deps --no-build-isolation --upgrade --target "$(VENV)/deepspeed" deepspeed==0.19.8 hjson==3.1.0 msgpack==1.2.4 py-cpuinfo==9.0.0 einops==0.8.2 ninja==1.13.2
 	touch "$@"
 

@@ -108,6 +108,9 @@ TABLE = {
     "fp8": Entry(20, "bench.fp8"),
     "vit": Entry(110, "bench.vit"),
     "vit_40": Entry(300, "bench.vit --layers 40"),
+    "diffusion_klein": Entry(100, "bench.diffusion --models klein --batch 2"),
+    "diffusion_sdxl": Entry(130, "bench.diffusion --models sdxl --dtype fp16"),
+    "diffusion_sdxl_conv": Entry(130, "bench.diffusion --models sdxl_conv --dtype fp16 --r 16 --checkpointing no"),
     "full": Entry(20, "bench.full"),
     "full_dora": Entry(600, "bench.converge --ways fdora,full"),
     "full_dora_adamw_s2": Entry(100, "bench.converge --ways fdora,full --seeds 2 --optimizers adamw"),
@@ -147,7 +150,8 @@ TABLE = {
 # Commands whose runs are in the file of another; a file has the name of its command otherwise.
 FILES = {"launches": "host", "issue_time": "host", "norm_forms": "norm", "norm_model": "norm", "pytest": "suite", "run": "demo"}
 WITH_RIVALS = ("layer", "group", "multi", "quant")
-TIMED = (*WITH_RIVALS, "experts", "pytest", "steps", "model", "converge", "shapes", "peaks", "layers12", "vit")  # --seconds
+# Commands that take --seconds.
+TIMED = (*WITH_RIVALS, "experts", "pytest", "steps", "model", "converge", "shapes", "peaks", "layers12", "vit", "diffusion")
 
 
 def command_of(name: str) -> tuple[str, list[str]]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import converge, issue_time, model, quant, quant_model, report_shapes, schedule, steps, vit
+from bench import converge, diffusion, issue_time, model, quant, quant_model, report_shapes, schedule, steps, vit
 from bench.all import TABLE
 from bench.bars import bars
 from bench.duels import MODES12, how, losses, where
@@ -526,6 +526,10 @@ VISION = (
     "DINOv2's ViT-g/14, 224 x 224, half precision, random weights, every linear of its blocks adapted (`python -m bench.vit`, "
     "which says what the ways are)."
 )
+DIFFUSION = (
+    "A training step of diffusers' models at their published sizes, random weights (`python -m bench.diffusion`, which says "
+    "what the models and ways are)."
+)
 
 
 def training_steps() -> list[str]:
@@ -557,6 +561,14 @@ def vision() -> list[str]:
         found = result(name)
         head = f"### {name}: {found['layers']} layers, r {found['r']}"
         parts += [head, vit.markdown(found), "; ".join(vit.summary(found["rows"])) + "."]
+    return parts
+
+
+def diffusion_models() -> list[str]:
+    parts = [DIFFUSION]
+    for name in names("diffusion"):
+        found = result(name)
+        parts += [f"### {name}", diffusion.markdown(found["rows"]), *not_run(found.get("failed", {}))]
     return parts
 
 
@@ -617,6 +629,7 @@ SECTIONS: dict[str, tuple[tuple[str, ...], Callable[[], list[str]]]] = {
     "Fine-tuning, step by step": (("converge",), convergence),
     "Quantised base weights": (("quant",), quantised),
     "A vision transformer": (("vit",), vision),
+    "Diffusion models": (("diffusion",), diffusion_models),
     "Gradients through the norm": (("full",), full),
     "Many adapters in a pipeline": (
         ("schedule",),

@@ -42,6 +42,7 @@ SMALL = {
     "steps": "--layers 1 --loss-tokens 4 --cells tiny:8:4 --runs 1 --cell-seconds 0",
     "issue_time": "--layers 1 --loss-tokens 4 --model tiny --seq 8 --r 4 --steps 1 --runs 2",
     "vit": "--tiny --layers 2 --batch 2 --runs 1 --dtype bf16 --no-compile --modes inference --ways plain,peft_fdora_fused",
+    "diffusion": "--tiny --models klein,sdxl_conv --dtype fp16 --adapter fp32,half --r 4 --batch 2 --runs 1",
     "converge": "--tiny --layers 1 --eval 2 --batch 4 --seq 32 --r 4 --steps 2 --pretrain 2 --seeds 0 --optimizers adamw",
     "parallel": "--tiny --runs 1 --M 8 --r 4 --layers 1 --dtype fp32",
     "sharded": STACK.replace("--seq", "--modes step --dtype fp32 --adapter fp32 --seq"),
@@ -59,6 +60,8 @@ def run(command, tmp_path, options):
 @pytest.mark.parametrize("name", SMALL)
 def test_a_command_writes_records(name, tmp_path):
     """Every way of each case has a value, nothing fails but what is not installed, and the lines are read as they were written."""
+    if name == "diffusion":
+        pytest.importorskip("diffusers", reason="its models; `make test` installs it")
     result = run(importlib.import_module(f"bench.{name}"), tmp_path, SMALL[name])
     lines = records.read(tmp_path / "result.json")["result"]
     assert lines[0]["run"] == "result" and all({"values"} <= line.keys() for line in lines[1:])

@@ -44,7 +44,7 @@ def make(venv, tmp_path):
 def test_any_folder_can_hold_the_environment(make, venv):
     first = make("lint")
     assert first[0] == f"-m venv {venv}" and first[-1] == "-m mypy"
-    assert sum("pip install" in line for line in first) == 9
+    assert sum("pip install" in line for line in first) == 10
     assert make("lint") == ["-m ruff check .", "-m ruff format --check .", "-m mypy"]  # nothing is made twice
     assert make("demo") == ["-m demo.run"] and make("demo-multi") == ["-m demo.multi"]
     first, second = make("test")

@@ -7,9 +7,19 @@ An adapter of a layer is ``Adapter(A, B, m, s)``; what it does to the weight is,
 The first term has full rank, so neither adding up factors nor dropping m gives the same layer.
 """
 
-from fdora.convert.adapter import Adapter, adapter_scale, merge
+from fdora.convert.adapter import Adapter, adapter_scale, for_comfyui, merge
 from fdora.convert.files import Weights, read, write, write_scales
-from fdora.convert.keys import from_kohya, from_peft, from_torchtune, kohya_names, to_kohya, to_peft, to_torchtune
+from fdora.convert.keys import (
+    from_diffusers,
+    from_kohya,
+    from_peft,
+    from_torchtune,
+    kohya_names,
+    to_diffusers,
+    to_kohya,
+    to_peft,
+    to_torchtune,
+)
 from fdora.convert.llama import llama_from_torchtune, llama_to_torchtune
 from fdora.convert.lowrank import combine, to_lora
 
@@ -18,6 +28,8 @@ __all__ = [
     "Weights",
     "adapter_scale",
     "combine",
+    "for_comfyui",
+    "from_diffusers",
     "from_kohya",
     "from_peft",
     "from_torchtune",
@@ -26,6 +38,7 @@ __all__ = [
     "llama_to_torchtune",
     "merge",
     "read",
+    "to_diffusers",
     "to_kohya",
     "to_lora",
     "to_peft",

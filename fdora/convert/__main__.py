@@ -1,10 +1,11 @@
 """Conversions from the command line. MODEL is a safetensors file or a folder of them; an adapter is a folder (PEFT) or one file
-(kohya). torchtune's names and rows depend on the model: see ``fdora.convert.llama``.
+(kohya, ComfyUI, diffusers). torchtune's names and rows depend on the model: see ``fdora.convert.llama``.
 
     fdora convert combine MODEL OUT one=0.7 other=0.3 [--r 16] [--max-error 0.1]
     fdora convert lora    MODEL OUT ADAPTER --r 64 [--max-error 0.1]
     fdora convert scales  MODEL OUT.safetensors ADAPTER
     fdora convert keys    MODEL OUT ADAPTER --of peft --to kohya [--prefix lora_unet]
+    fdora convert keys    MODEL OUT ADAPTER --of diffusers --to comfyui
 
 An adapter of combine is split into path and weight at its last "=", if a number follows and no file or folder has the whole
 name; without one its weight is 1. A bad argument or file gives a sentence on stderr and exit status 2, and nothing is written.
@@ -20,12 +21,12 @@ from typing import Any
 
 from fdora._check import FdoraError, fail
 from fdora._command import mistakes, parser_of, progress
-from fdora.convert.adapter import Adapter
+from fdora.convert.adapter import Adapter, for_comfyui
 from fdora.convert.files import Weights, check_folder, read, write, write_scales
 from fdora.convert.keys import kohya_names
 from fdora.convert.lowrank import combine, to_lora
 
-FORMATS = ("peft", "kohya")
+FORMATS = ("peft", "kohya", "diffusers")
 
 
 def finite(text: str) -> float:
@@ -39,15 +40,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--r": {"type": int, "help": "rank of the result"},
     "--max-error": {"type": finite, "help": "largest relative error of a weight's change to accept"},
     "--of": {"default": "peft", "choices": FORMATS, "help": "format of the adapters"},
-    "--to": {"default": "peft", "choices": FORMATS, "help": "format of the result"},
+    "--to": {"default": "peft", "choices": (*FORMATS, "comfyui"), "help": "format of the result"},
     "--prefix": {"default": "lora_unet", "help": "of kohya's names"},
+    "--component": {"default": "unet", "help": "of diffusers' names in the result: unet, transformer"},
     "--overwrite": {"action": "store_true", "help": "replace the adapter in a folder that is there"},
 }
 COMMANDS = {
-    "combine": ("--r", "--max-error", "--of", "--to", "--prefix", "--overwrite"),
-    "lora": ("--r", "--max-error", "--of", "--to", "--prefix", "--overwrite"),
+    "combine": ("--r", "--max-error", "--of", "--to", "--prefix", "--component", "--overwrite"),
+    "lora": ("--r", "--max-error", "--of", "--to", "--prefix", "--component", "--overwrite"),
     "scales": ("--of", "--prefix"),
-    "keys": ("--of", "--to", "--prefix", "--overwrite"),
+    "keys": ("--of", "--to", "--prefix", "--component", "--overwrite"),
 }
 
 
@@ -82,18 +84,24 @@ def weighted(given: str) -> tuple[str, float]:
     return path, weight
 
 
+def save(a: Namespace, weights: Weights, adapters: dict[str, Adapter], names: dict[str, str] | None) -> None:
+    if a.to == "comfyui":
+        a.to, adapters = "kohya", {layer: for_comfyui(weights[layer], p) for layer, p in adapters.items()}
+    write(a.out, adapters, a.to, names=names, prefix=a.component, overwrite=a.overwrite)
+
+
 def convert(a: Namespace) -> None:
     sources = [weighted(given) for given in a.adapters] if a.command == "combine" else [(a.adapters[0], 1.0)]
     if getattr(a, "to", None) == "peft":
         check_folder(a.out, a.overwrite)  # before the work
     weights = Weights(a.model)
-    names = kohya_names(weights, a.prefix) if "kohya" in (a.of, getattr(a, "to", None)) else None
+    names = kohya_names(weights, a.prefix) if {"kohya", "comfyui"} & {a.of, getattr(a, "to", None)} else None
     loaded = [(read(path, a.of, names=names), weight) for path, weight in sources]
     first = loaded[0][0]
     if a.command == "scales":
         return write_scales(a.out, weights, first)
     if a.command == "keys":
-        return write(a.out, first, a.to, names=names, overwrite=a.overwrite)
+        return save(a, weights, first, names)
     out: dict[str, Adapter] = {}
     errors: dict[str, float] = {}
     for layer in progress(list(dict.fromkeys(layer for adapters, _ in loaded for layer in adapters)), "layers"):
@@ -105,7 +113,7 @@ def convert(a: Namespace) -> None:
                 out[layer], errors[layer] = to_lora(weights[layer], here[0], r=a.r, max_error=a.max_error)
         except FdoraError as error:
             raise FdoraError(f"{layer}: {error}") from error
-    write(a.out, out, a.to, names=names, overwrite=a.overwrite)
+    save(a, weights, out, names)
     worst = max(errors, key=errors.__getitem__)
     print(f"{len(out)} layers; largest error of a weight's change: {errors[worst]:.3g}, {worst}")
 

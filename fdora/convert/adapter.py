@@ -23,7 +23,7 @@ class Adapter(NamedTuple):
     s: float
     """LoRA scaling: alpha / r, or alpha / sqrt(r) for rsLoRA."""
     norm_axis: int = 1
-    """1: m is over the norm of each output row, DoRA. 0: of each input column, LyCORIS's default."""
+    """1: m is over the norm of each output row, DoRA. 0: of each input column, LyCORIS with ``wd_on_output=False``."""
     fan_in_fan_out: bool = False
     """True: W is stored (K, N), as in the Conv1D of GPT-2. A, B and m are as for (N, K)."""
 
@@ -75,6 +75,31 @@ def merge(W: Tensor, p: Adapter) -> Tensor:
     merged = dora_merge(V, A, B, m, s=p.s, norm=c)
     turned = p.fan_in_fan_out == (p.norm_axis == 1)  # V is W.T
     return (merged.T if turned else merged).reshape(W.shape).contiguous()
+
+
+@torch.no_grad()
+def for_comfyui(W: Tensor, p: Adapter) -> Adapter:
+    """The adapter that a kohya file must hold for ComfyUI to apply this one.
+
+    ComfyUI divides each output row by the norm of W, not of W + s B A as PEFT and LyCORIS do: ``m`` becomes
+    ``g * ||W||``. Plain LoRA, and DoRA over input columns, stay as they are.
+
+    Args:
+      W: (N, K) weight, or (N, K, kh, kw); float16, bfloat16, float32 or float64.
+      p: the adapter.
+
+    Returns:
+      p with another m, float32 (float64 for a float64 W). Nothing but ComfyUI reads it right.
+
+    Raises:
+      FdoraError: shapes or devices disagree.
+
+    Memory: one block of rows, see :func:`fdora.functional.dora_norm`.
+    References: ComfyUI, ``comfy/weight_adapter/base.py``, ``weight_decompose``.
+    """
+    if p.m is None or p.norm_axis == 0:
+        return p
+    return p._replace(m=adapter_scale(W, p) * _norm(W, p._replace(s=0.0)))
 
 
 def to_rows(W: Tensor, p: Adapter) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,10 +19,21 @@ from torch import Tensor
 
 from fdora._check import FdoraError, fail
 from fdora.convert.adapter import Adapter, adapter_scale
-from fdora.convert.keys import PEFT, from_kohya, from_peft, from_torchtune, to_kohya, to_peft, to_torchtune
+from fdora.convert.keys import (
+    PEFT,
+    from_diffusers,
+    from_kohya,
+    from_peft,
+    from_torchtune,
+    to_diffusers,
+    to_kohya,
+    to_peft,
+    to_torchtune,
+)
 
-Dialect = Literal["peft", "torchtune", "kohya"]
+Dialect = Literal["peft", "torchtune", "kohya", "diffusers"]
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+DIFFUSERS, METADATA = "pytorch_lora_weights.safetensors", "lora_adapter_metadata"
 OLD = ".fdora-old"
 OVERWRITE = "Pass overwrite=True, or --overwrite to the command: other files in it stay."
 
@@ -77,15 +88,21 @@ class Weights(Mapping[str, Tensor]):
         return len(self._file)
 
 
-def read(path: str | Path, dialect: Dialect = "peft", *, names: Mapping[str, str] | None = None) -> dict[str, Adapter]:
+def read(
+    path: str | Path, dialect: Dialect = "peft", *, names: Mapping[str, str] | None = None, prefix: str | None = None
+) -> dict[str, Adapter]:
     """``{module path: Adapter}`` of a folder with a config beside the tensors (peft, torchtune) or of one file (kohya, with
-    ``names`` from :func:`kohya_names`).
+    ``names`` from :func:`kohya_names`; diffusers, or the folder it is in, with ``prefix`` for another component than the UNet
+    or the transformer, see :func:`from_diffusers`).
 
     Raises:
       FdoraError: a file is missing or damaged, or the adapter is refused: see :func:`from_peft` and its like.
     """
     if dialect == "kohya":
         return from_kohya(_tensors(Path(path)), _given(names))
+    if dialect == "diffusers":
+        file = Path(path) / DIFFUSERS if Path(path).is_dir() else Path(path)
+        return from_diffusers(_tensors(file), _metadata(file), prefix=prefix)
     parse = from_peft if _known(dialect) == "peft" else from_torchtune
     folder = Path(path)
     with readable("convert.read", folder):
@@ -100,9 +117,11 @@ def write(
     dialect: Dialect = "peft",
     *,
     names: Mapping[str, str] | None = None,
+    prefix: str = "unet",
     overwrite: bool = False,
 ) -> None:
-    """The way back from :func:`read`: a folder (peft, torchtune) or one file (kohya), which replaces one that is there.
+    """The way back from :func:`read`: a folder (peft, torchtune) or one file (kohya; diffusers, with the component as
+    ``prefix``), which replaces one that is there.
 
     A folder that holds anything is refused unless ``overwrite`` is given. Then a new folder takes its place, with these tensors
     and config and all other files of the old one, which is moved to ``<path>.fdora-old`` and removed last. A kill leaves the
@@ -114,6 +133,10 @@ def write(
     """
     if dialect == "kohya":
         write_file(Path(path), to_kohya(adapters, _given(names)))
+        return
+    if dialect == "diffusers":
+        state, config = to_diffusers(adapters, prefix=prefix)
+        write_file(Path(path), state, {METADATA: json.dumps(config, indent=2)})
         return
     state, config = (to_peft if _known(dialect) == "peft" else to_torchtune)(adapters)
     text = json.dumps(config, indent=2) + "\n"
@@ -176,6 +199,15 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
     with readable("convert.read", file):
         return load_file(file)
+
+
+def _metadata(file: Path) -> dict[str, Any] | None:
+    """What diffusers keeps of PEFT's config in its file."""
+    from safetensors import safe_open
+
+    with readable("convert.read", file), safe_open(str(file), "pt") as f:
+        text = (f.metadata() or {}).get(METADATA)
+        return json.loads(text) if text else None
 
 
 def _config(file: Path) -> dict[str, Any]:
@@ -275,5 +307,11 @@ def _given(names: Mapping[str, str] | None) -> Mapping[str, str]:
 
 def _known(dialect: str) -> str:
     if dialect not in ("peft", "torchtune"):
-        raise fail("convert", "dialect", "'peft', 'torchtune' or 'kohya'", repr(dialect), "Others can be read as one of these.")
+        raise fail(
+            "convert",
+            "dialect",
+            "'peft', 'torchtune', 'kohya' or 'diffusers'",
+            repr(dialect),
+            "Others can be read as one of these.",
+        )
     return dialect

@@ -8,6 +8,9 @@
     shape of m  (N,); convolution (1, N, 1, 1)         (N,)                      (N, 1) rows or (1, K) columns, 1s of a kernel
     scaling     adapter_config.json                    the recipe's config       NAME.alpha; s = alpha / r
 
+diffusers writes PEFT's names behind that of the component, ``unet.PATH.lora_A.weight``, and PEFT's config as metadata of the
+file, each field behind the same name; some of its scripts say ``lora.down`` and ``lora.up``.
+
 Tensors pass through bit for bit; only m changes its axes, and alpha becomes s. A key that fits no pattern is an error, so
 nothing is ever lost in silence.
 """
@@ -30,6 +33,7 @@ from fdora.convert.config import check_config, number, scaling
 State = Mapping[str, Tensor]
 PEFT, PEFT_PARTS = "base_model.model.", {"A": ".lora_A.weight", "B": ".lora_B.weight", "m": ".lora_magnitude_vector"}
 TUNE_PARTS = {"A": ".lora_a.weight", "B": ".lora_b.weight", "m": ".magnitude"}
+COMPONENTS = ("unet", "transformer")
 KOHYA_PARTS = {"A": ".lora_down.weight", "B": ".lora_up.weight", "m": ".dora_scale", "alpha": ".alpha"}
 
 
@@ -43,10 +47,14 @@ def from_peft(state: State, config: Mapping[str, Any]) -> dict[str, Adapter]:
       FdoraError: a tensor of anything but a linear layer or a convolution (an embedding, a bias, a module saved whole),
         magnitudes without use_dora or the reverse, or a config that means more than these tensors can say.
     """
-    fn, out = "convert.from_peft", {}
+    return _from_peft("from_peft", state, config, PEFT)
+
+
+def _from_peft(name: str, state: State, config: Mapping[str, Any], prefix: str) -> dict[str, Adapter]:
+    fn, out = f"convert.{name}", {}
     check_config(fn, config)
     dora = bool(config.get("use_dora"))
-    for path, t in _grouped("from_peft", state, PEFT, PEFT_PARTS).items():
+    for path, t in _grouped(name, state, prefix, PEFT_PARTS).items():
         m = t.get("m")
         if (m is not None) != dora:
             want = f"{'with' if dora else 'without'} lora_magnitude_vector, as use_dora={dora} says"
@@ -91,6 +99,43 @@ def to_peft(adapters: Mapping[str, Adapter]) -> tuple[dict[str, Tensor], dict[st
         "alpha_pattern": {_exactly(path): _alpha(p) for path, p in adapters.items() if _alpha(p) != _alpha(first)},
     }
     return state, config
+
+
+def from_diffusers(state: State, config: Mapping[str, Any] | None = None, *, prefix: str | None = None) -> dict[str, Adapter]:
+    """A LoRA file of diffusers, and the ``lora_adapter_metadata`` in it. Without any, alpha is the rank: so diffusers reads it.
+
+    Args:
+      state: of a pipeline's ``save_lora_weights``, or of a model's ``save_lora_adapter``.
+      config: the metadata, or None.
+      prefix: the component to read, ``"text_encoder"`` say; "" where keys begin with a module's path. None: the UNet or the
+        transformer, and then nothing else may be there.
+
+    Raises:
+      FdoraError: as :func:`from_peft` does.
+    """
+    head = f"{prefix}." if prefix else ""
+    if prefix is None:
+        head = next((f"{name}." for name in COMPONENTS if any(key.startswith(f"{name}.") for key in state)), "")
+    else:
+        state = {key: t for key, t in state.items() if key.startswith(head)}
+    state = {key.replace(".lora.down.", ".lora_A.").replace(".lora.up.", ".lora_B."): t for key, t in state.items()}
+    if config is not None:
+        own = {key.removeprefix(head): value for key, value in config.items() if key.startswith(head)}
+        return _from_peft("from_diffusers", state, own, head)
+    bare = {"peft_type": "LORA", "lora_alpha": 1, "use_dora": any(key.endswith(PEFT_PARTS["m"]) for key in state)}
+    return {path: p._replace(s=1.0) for path, p in _from_peft("from_diffusers", state, bare, head).items()}
+
+
+def to_diffusers(adapters: Mapping[str, Adapter], *, prefix: str = "unet") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """``(state, config)`` of a diffusers file: ``load_lora_weights`` wants the component in front, ``load_lora_adapter`` takes
+    its name as ``prefix``; config is its ``lora_adapter_metadata``.
+
+    Raises:
+      FdoraError: as :func:`to_peft` does.
+    """
+    state, config = to_peft(adapters)
+    head = prefix and f"{prefix}."
+    return {head + key.removeprefix(PEFT): t for key, t in state.items()}, {head + key: v for key, v in config.items()}
 
 
 def from_torchtune(state: State, config: Mapping[str, Any]) -> dict[str, Adapter]:

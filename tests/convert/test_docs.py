@@ -39,7 +39,7 @@ def test_programs_and_commands(folder, capsys):
     assert torch.equal(load_file("one/g.safetensors")[f"base_model.model.{space['path']}.g"], space["g"])
 
     commands = re.findall(r"^fdora convert (.*)$", TEXT, re.M)
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         main(command.split())
     assert read("out").keys() == read("lora").keys() == space["one"].keys()
