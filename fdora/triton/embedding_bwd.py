@@ -100,7 +100,7 @@ def plan_backward(likes: Sequence[Like | None], device: Device, padding: int, sp
     partial_A = plan.temp((strips, T, R), f32) if need_a else None
     partial_Y = plan.temp((parts, D, R), f32) if for_y else None
     partial_m = plan.temp((parts, D), f32) if for_m else None
-    given = {"dy": dy, "h": h, "b": b, "padding": padding, "NEED_Y": for_y, "ROWS": rows}
+    given = {"dy": dy, "h": h, "b": b, "padding": padding, "ROWS": rows}
     given |= {"partial_A": partial_A, "partial_Y": partial_Y, "partial_m": partial_m}
     tile = {"BLOCK_T": BLOCK_T, "BLOCK_D": BLOCK_D, "BLOCK_R": block_r}
     plan.launch(embedding_bwd_kernel, (strips, parts), {**given, **tile}, call, num_stages=2)

@@ -176,7 +176,7 @@ def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, ranks: A
     places = G if single else cdiv(M, rows) + G
     target = out if single else plan.temp((places, P, Q), torch.float32)
     given = {"u": u, "v": v, "offsets": bank.offsets, "ranks": ranks, "out": target, "M": M, "G": G, "P": P, "Q": Q, "R": R}
-    given |= {"RANK_FIRST": rank_first, "SINGLE": single, "PRECISION": "ieee", "ROWS": rows}
+    given |= {"RANK_FIRST": rank_first, "SINGLE": single, "ROWS": rows}
     given |= {"BLOCK_P": block_p, "BLOCK_Q": block_q, "BLOCK_G": block_of(G)}
     plan.launch(multi_grad_kernel, (cdiv(P, block_p), cdiv(Q, block_q), places), given, config)
     if not single:

@@ -193,7 +193,7 @@ def low_rank_input(
         "K": K,
         "R": R,
     }
-    given |= {"stride_fk": by_k, "stride_fr": by_r, "stride_pm": width, "EXPERTS": experts, "PRECISION": "ieee", "TILE": tile}
+    given |= {"stride_fk": by_k, "stride_fr": by_r, "stride_pm": width, "EXPERTS": experts, "TILE": tile}
     plan.launch(multi_h_kernel, grid, {**given, "BLOCK_G": block_of(G), "FLAT": flat, "PDL": beside}, bank, config)
     return pad
 
@@ -242,7 +242,7 @@ def multi_gemm(
         wide = plan.temp(out.shape, torch.float32)
         plan.product(wide, x, w)
         given |= {"v": wide, "seed": bank.seed if masked else None, "threshold": threshold(p), "keep_scale": 1 / (1 - p)}
-        given |= {"PRECISION": "ieee", "BLOCK_M": EPILOGUE_M, "BLOCK_N": EPILOGUE_N, "BLOCK_R": min(32, shape.BLOCK_R)}
+        given |= {"BLOCK_M": EPILOGUE_M, "BLOCK_N": EPILOGUE_N, "BLOCK_R": min(32, shape.BLOCK_R)}
         grid = (cdiv(M, EPILOGUE_M), cdiv(N, EPILOGUE_N))
         plan.launch(multi_epilogue_kernel, grid, given | by_pointers, found, wanted, num_stages=2)
         return
@@ -263,7 +263,7 @@ def multi_gemm(
         given |= {"PROGRAMS": programs, "TRANS_B": trans_b, "PTX": not INTERPRETED}
         plan.launch(multi_gemm_tma_kernel, (programs,), given, found, wanted, config)
         return
-    given |= {"x": x, "w": w, "BLOCK_R": shape.BLOCK_R, "PRECISION": "ieee" if x.dtype == torch.float32 else None}
+    given |= {"x": x, "w": w, "BLOCK_R": shape.BLOCK_R}
     plan.launch(multi_gemm_pointer_kernel, (count,), given | by_pointers, found, wanted, config)
 
 

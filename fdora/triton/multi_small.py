@@ -36,13 +36,11 @@ class RoomConfig(NamedTuple):
     STAGES: int
     LOW_WARPS: int
     WARPS: int  # of the pass over W at least, where its tile is wide: g of each element would spill
-    STAYS: bool  # whether what the pass over W is handed stays in the cache until then
 
 
 def room_config() -> RoomConfig:
-    """From h200/multi_forms.json: reads in one stage take 1.4 and 1.2 of the time, since nothing else is under way. ``STAYS``
-    from multi_cache.json: h B^T and g of 64 tokens and 14336 columns, 7.3 MB, were written to memory while W came."""
-    return RoomConfig(1, 16384, 3, 8, 8, True)
+    """From h200/multi_forms.json: reads in one stage take 1.4 and 1.2 of the time, since nothing else is under way."""
+    return RoomConfig(1, 16384, 3, 8, 8)
 
 
 class Low(NamedTuple):
@@ -67,8 +65,7 @@ def multi_small(plan: Builder, x: Array, bank: Any, ranks: Array | None, y: Arra
     config = small_config(rows, N, K, w.stride[1] == 1, plan.device.capability, plan.device.num_sms)
     if rows * config.BLOCK_N > WIDE:
         config = config._replace(num_warps=max(config.num_warps, room.WARPS))
-    given = {"x": x, "w": w, "out": y, "pre_scale": pre_scale, "M": M, "N": N, "K": K}
-    given |= {"HAS_M": bank.m is not None, "BLOCK_M": rows}
+    given = {"x": x, "w": w, "out": y, "pre_scale": pre_scale, "M": M, "N": N, "K": K, "BLOCK_M": rows}
     plan.launch(multi_small_kernel, (cdiv(N, config.BLOCK_N),), given, low, bank, config, pdl=plan.device.supports_pdl)
 
 

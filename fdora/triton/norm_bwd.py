@@ -120,7 +120,7 @@ def _as_tokens(plan: Builder, of: Given) -> None:
     needs = (dA is not None, dB is not None)
     dz = plan.temp((R, N), t, (cdiv(N, 8) * 8, 1)) if needs[0] else None  # rows that begin at 16 bytes, for TMA
     slopes = plan.temp((N,), f32) if needs[1] else None
-    given = {"dz": dz, "out": slopes, "N": N, "R": R, **named("NEED_A NEED_B", needs), "BLOCK_N": BLOCK_N, "BLOCK_R": 64}
+    given = {"dz": dz, "out": slopes, "N": N, "R": R, "BLOCK_N": BLOCK_N, "BLOCK_R": 64}
     plan.launch(norm_tokens_kernel, (cdiv(N, BLOCK_N), cdiv(R, 64)), given, of)
     parts = [plan.temp((GRAM_PARTS, R, R), f32) if need else None for need in needs]
     grams = [plan.temp((R, R), t) if need else None for need in needs]

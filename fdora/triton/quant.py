@@ -186,7 +186,7 @@ def _squares_of_tiles(
         **named("A B", factors),
         **named("old_hash new_hash", hashes_of(guard)),
         **{"scale_n": by_n, "scale_k": by_k, "partial": partial, "s": s, "first": first, "N": N, "K": K, "R": R},
-        **{"dense": dense, "pitch": 0 if dense is None else dense.stride[0], "STORE": dense is not None},
+        **{"dense": dense, "pitch": 0 if dense is None else dense.stride[0]},
         **{"RUN": run, "GROUP": GROUP_N, "ONE_SLAB": block_r >= R, "WORDS": WORDS},
         "EVEN": N % block_n == 0 and K % block_k == 0 and R % block_r == 0,
     }

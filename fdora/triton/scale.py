@@ -85,7 +85,7 @@ def scale_backward(
         "partial_B": partial(block_r > 0, strips, N, r),
     }
     finish = not single and (need_m or out.dbias is not None or block_r > 0)
-    given |= {"BLOCK_R": block_r, "SAVED_PRE_SCALE": pre_scale, "REDO": la.W is not None}
+    given |= {"BLOCK_R": block_r, "SAVED_PRE_SCALE": pre_scale}
     given |= {"PDL": finish and plan.device.supports_pdl}  # the sums are resident when the last strip ends
     grid, flat = grid_of(cdiv(N, config.BLOCK_N), strips)
     plan.launch(scale_kernel, grid, {**given, "saved": saved, "SINGLE": single, "FLAT": flat}, out, la, config)

@@ -119,11 +119,11 @@ def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: 
         given = {"table": table, "differs": differs, "partial": partial, "L": layers, "first": first, "count": count}
         given |= named("DTYPE_W DTYPE_A DTYPE_B UNIT_W UNIT_A UNIT_B EVEN EVEN_R ONE_SLAB SPLIT", consts[:10])
         given |= named("BLOCK_N BLOCK_K BLOCK_R CHUNK BLOCK_L AHEAD", consts[10:])
-        given |= {"GUARDED": guarded, "WORDS": WORDS}
+        given |= {"WORDS": WORDS}
         grid = (min(items, programs * device.num_sms),)
         plan.launch(norms_kernel, grid, given, num_warps=num_warps, num_stages=num_stages, pdl=pdl, cost=work)
     given = {"table": table, "differs": differs, "partial": partial, "old": old, "new": new, "L": layers}
-    given |= {"GUARDED": guarded, "WORDS": WORDS, "CHUNK": CHUNK, "BLOCK_N": ROOTS}
+    given |= {"WORDS": WORDS, "CHUNK": CHUNK, "BLOCK_N": ROOTS}
     plan.launch(roots_kernel, (layers, 4), given, pdl=pdl, cost=Cost())
     return plan.plan()
 

@@ -19,14 +19,15 @@ from fdora.triton.kernels.decode import (
     byte_scales,
     byte_weights,
     group_scale,
-    nibbles,
     pair_codes,
     pair_groups,
+    pair_weights,
     single_weights,
 )
 from fdora.triton.kernels.g import g_tile
-from fdora.triton.kernels.scale import dot_rows, over_tokens, store_gradients
-from fdora.triton.kernels.tile import Matrix
+from fdora.triton.kernels.product import over_tokens
+from fdora.triton.kernels.scale import dot_rows, store_gradients
+from fdora.triton.kernels.tile import Matrix, addresses
 from fdora.triton.runtime.cost import launched
 
 
@@ -54,8 +55,7 @@ def decode4(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
         x = pair_codes(W.codes, n, first_k, in_n, K, T.K, T.VECTOR, T.EVEN)
         at, there = pair_groups(W, n, first_k, in_n, HOW.GROUP, T.K)
         scale = group_scale(W, at, there, HOW.SCALES)
-        low, high = nibbles(tl.reshape(x, (T.N, GROUPS, PART)), HOW.TABLE, HOW.PTX)
-        even, odd = (high if HOW.HIGH_FIRST else low) * scale[:, :, None], (low if HOW.HIGH_FIRST else high) * scale[:, :, None]
+        even, odd = pair_weights(tl.reshape(x, (T.N, GROUPS, PART)), scale, HOW)
         return tl.reshape(tl.join(even, odd), (T.N, T.K))
     else:
         return single_weights(W, n, first_k + tl.arange(0, T.K), in_n, K, HOW)
@@ -65,7 +65,7 @@ def decode4(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
 def decode8(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
     k = first_k + tl.arange(0, T.K)
     inside = in_n[:, None] & (k < last)[None, :]
-    at = tl.max_contiguous(W.codes + n[:, None] * W.row + k[None, :].to(tl.int64) * W.col, (1, T.VECTOR))
+    at = tl.max_contiguous(addresses(Matrix(W.codes, W.row, W.col), n, k), (1, T.VECTOR))
     x = tl.load(at) if T.EVEN else tl.load(at, mask=inside, other=0)
     return byte_weights(x, byte_scales(W, n, k, first_k, in_n, inside, HOW, T.K), HOW.CODE, HOW.BY_BITS)
 
@@ -94,7 +94,7 @@ def dequantize4_kernel(
     N, K, groups, first, last, pitch,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
     PAIRS: tl.constexpr, PTX: tl.constexpr,
-    BY_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
 ):
     W = Codes4(codes, scales, code256, scales2, offset, groups)
     HOW: tl.constexpr = How4(TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
@@ -108,7 +108,7 @@ def dequantize8_kernel(
     out,  # (N, last - first), in rows of ``pitch``
     N, K, groups, first, last, pitch, stride_cn, stride_ck,
     CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
-    BY_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
 ):
     W = Codes8(codes, stride_cn, stride_ck, scales, groups)
     HOW: tl.constexpr = How8(CODE, BY_BITS, MODE, BN, BK, PTX)
@@ -129,7 +129,7 @@ def _lost(
         dg = dot_rows(dy, h, b, n, N, M, R)
         for first_k in range(0, K, T.K):
             w, k = DECODE(W, n, in_n, first_k, K, K, HOW, T), first_k + tl.arange(0, T.K)
-            dg += tl.sum(over_tokens(dy, x, n, k, N, M, K) * w, axis=1)
+            dg += tl.sum(over_tokens(dy, x, n, k, 0, M, N, K, 32) * w, axis=1)
         store_gradients(dg, g, tl.load(c + n, mask=in_n, other=1.0), dm, dc, n, lost)
 
 
@@ -139,7 +139,7 @@ def lost4_kernel(
     dy, x, h, b,  # (M, N), (M, K), (M, R), (N, R)
     m, c, dm, dc,  # (N,)
     M, N, K, R, groups, tiny,
-    stride_dy, stride_xm, stride_xk, stride_hm, stride_hr, stride_bn, stride_br, NEED_M: tl.constexpr, NEED_C: tl.constexpr,
+    stride_dy, stride_xm, stride_xk, stride_hm, stride_hr, stride_bn, stride_br,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
     PAIRS: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
@@ -160,7 +160,6 @@ def lost8_kernel(
     m, c, dm, dc,  # (N,)
     M, N, K, R, groups, tiny,
     stride_dy, stride_xm, stride_xk, stride_hm, stride_hr, stride_bn, stride_br, stride_cn, stride_ck,
-    NEED_M: tl.constexpr, NEED_C: tl.constexpr,
     CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
 ):

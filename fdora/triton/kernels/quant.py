@@ -37,15 +37,15 @@ from fdora.triton.kernels.decode import (
     beside,
     byte_scales,
     byte_weights,
-    nibbles,
     pair_codes,
     pair_groups,
+    pair_weights,
     scale_from,
     scale_terms,
     single_weights,
 )
 from fdora.triton.kernels.norm import Run, Sums, halves, product_of, squares_of_run, walk
-from fdora.triton.kernels.tile import Blocks, LowRank, Matrix
+from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, addresses
 from fdora.triton.runtime.cost import launched
 
 
@@ -53,7 +53,7 @@ from fdora.triton.runtime.cost import launched
 def _store(w, rows, first_k, K, to, T: tl.constexpr):
     """w to the dense W."""
     k = first_k + tl.arange(0, T.K)
-    at = to.dense + rows.of_W[:, None] * to.pitch + k[None, :]
+    at = addresses(Matrix(to.dense, to.pitch, None), rows.of_W, k)
     w = w.to(to.dense.dtype.element_ty)
     if T.EVEN:
         tl.store(at, w)
@@ -66,7 +66,7 @@ def read_codes8(W, before, rows, first_k, then, K, HOW: tl.constexpr, T: tl.cons
     """Codes of a tile and their scales."""
     k = first_k + tl.arange(0, T.K)
     inside = rows.inside[:, None] & (k < K)[None, :]
-    at = W.codes + rows.of_W[:, None] * W.row + k[None, :].to(tl.int64) * W.col
+    at = addresses(Matrix(W.codes, W.row, W.col), rows.of_W, k)
     x = tl.load(at) if T.EVEN else tl.load(at, mask=inside, other=0)
     return x, byte_scales(W, rows.of_W, k, first_k, rows.inside, inside, HOW, T.K)
 
@@ -107,8 +107,7 @@ def read_pairs(W, before, rows, first_k, then, K, HOW: tl.constexpr, T: tl.const
 def _even_and_odd(x, scale, acc, HOW: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, PART: tl.constexpr):
     """The weights and the sums of even columns, then those of odd ones, (N, GROUPS, PART) each."""
     acc_even, acc_odd = tl.split(tl.reshape(acc, (N, GROUPS, PART, 2)))
-    low, high = nibbles(beside(tl.reshape(x, (N, GROUPS, PART)), acc_even, HOW.PTX), HOW.TABLE, HOW.PTX)
-    even, odd = (high if HOW.HIGH_FIRST else low) * scale[:, :, None], (low if HOW.HIGH_FIRST else high) * scale[:, :, None]
+    even, odd = pair_weights(beside(tl.reshape(x, (N, GROUPS, PART)), acc_even, HOW.PTX), scale, HOW)
     return even, acc_even, odd, acc_odd
 
 
@@ -168,10 +167,9 @@ def quant4_kernel(
     old_hash, new_hash,  # (WORDS,)
     s, first, N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
     TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
-    PAIRS: tl.constexpr, PTX: tl.constexpr, STORE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
-    GUARDED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    PAIRS: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    RUN: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    ONE_SLAB: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):
     """N rows from ``first`` on: B, scale_n and partial begin there, W and what is stored of it do not."""
     low = LowRank(Matrix(A, stride_ar, stride_ak), Matrix(B, stride_bn, stride_br), R, scale_k, scale_n)
@@ -180,12 +178,9 @@ def quant4_kernel(
     WALK: tl.constexpr = Run(RUN == 1, ONE_SLAB, True, None, BLOCK_K, True)
     W, span = Codes4(codes, scales, code256, scales2, offset, groups), BLOCK_K * RUN
     of = (W, low, s, Sums(partial, dense, pitch), first, N, K, span)
-    HASHED: tl.constexpr = WORDS if GUARDED else 0
     count = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, span)
-    if PAIRS:
-        walk(squares_of_run, of, (read_pairs, pairs_tile, HOW, T, WALK), count, old_hash, new_hash, HASHED, TMA, PDL)
-    else:
-        walk(squares_of_run, of, (read_singles, singles_tile, HOW, T, WALK), count, old_hash, new_hash, HASHED, TMA, PDL)
+    OF: tl.constexpr = (read_pairs if PAIRS else read_singles, pairs_tile if PAIRS else singles_tile, HOW, T, WALK)
+    walk(squares_of_run, of, OF, count, old_hash, new_hash, WORDS, TMA, PDL)
 
 
 @triton.jit(launch_metadata=launched)
@@ -197,11 +192,10 @@ def quant8_kernel(
     dense, pitch,  # W itself, in rows of this pitch
     old_hash, new_hash,  # (WORDS,)
     s, first, N, K, R, groups, stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br,
-    CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PTX: tl.constexpr, STORE: tl.constexpr,
+    CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
-    GUARDED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr, WORDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """N rows from ``first`` on, as above."""
     low = LowRank(Matrix(A, stride_ar, stride_ak), Matrix(B, stride_bn, stride_br), R, scale_k, scale_n)
@@ -212,6 +206,5 @@ def quant8_kernel(
     )
     W, span = Codes8(codes, stride_cn, stride_ck, scales, groups), BLOCK_K * RUN
     of = (W, low, s, Sums(partial, dense, pitch), first, N, K, span)
-    HASHED: tl.constexpr = WORDS if GUARDED else 0
     count = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, span)
-    walk(squares_of_run, of, (read_codes8, codes8_tile, HOW, T, WALK), count, old_hash, new_hash, HASHED, TMA, PDL)
+    walk(squares_of_run, of, (read_codes8, codes8_tile, HOW, T, WALK), count, old_hash, new_hash, WORDS, TMA, PDL)

@@ -6,20 +6,11 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import EPS, g_tile
+from fdora.triton.kernels.product import over_tokens
 from fdora.triton.kernels.sums import column_sums
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, column_at, loaded, row_at, store, within
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
-
-
-@triton.jit
-def over_tokens(dy, x, n, k, N, M, K):
-    """dy^T x at the columns n of dy and k of x."""
-    v = tl.zeros((n.shape[0], k.shape[0]), tl.float32)
-    for t0 in range(0, M, 32):
-        t = t0 + tl.arange(0, 32)
-        v = tl.dot(tl.trans(loaded(dy, t, n, M, N)), loaded(x, t, k, M, K), v)
-    return v
 
 
 @triton.jit
@@ -28,7 +19,7 @@ def dot_rows(dy, x, w, n, N, M, K):
     total = tl.zeros(n.shape, tl.float32)
     for k0 in range(0, K, 32):
         k = k0 + tl.arange(0, 32)
-        v = over_tokens(dy, x, n, k, N, M, K)
+        v = over_tokens(dy, x, n, k, 0, M, N, K, 32)
         total += tl.sum(v * loaded(w, n, k, N, K).to(tl.float32), axis=1)
     return total
 
@@ -121,8 +112,7 @@ def scale_kernel(
     dm, dc, dbias, dB,  # (N,) three times, (N, R)
     M, N, K, R, ROWS, tiny,
     stride_dy, stride_saved, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
-    NEED_DZ: tl.constexpr, NEED_DZ_MINUS_DY: tl.constexpr, NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr,
-    BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, REDO: tl.constexpr, SINGLE: tl.constexpr,
+    BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, SINGLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FLAT: tl.constexpr, PDL: tl.constexpr,
 ):
     """dz, and the sums of each strip of ROWS tokens; of a SINGLE one what comes of them."""
@@ -159,8 +149,7 @@ def finish_kernel(
     dm, dc, dbias, dB,  # (N,) three times, (N, R)
     M, N, K, R, strips, tiny,
     stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
-    NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr, BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr,
-    REDO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):
     """The gradients from the sums of the strips, in their order."""
     if PDL:

@@ -105,8 +105,7 @@ def low_rank(low, n, k, N, K, T: tl.constexpr):
     A, B, R, _, _ = low
     r = tl.arange(0, T.R)
     in_n, in_k = n < N, k < K
-    at_b = B.p + n[:, None].to(tl.int64) * B.row + r[None, :].to(tl.int64) * B.col
-    at_a = A.p + r[:, None].to(tl.int64) * A.row + k[None, :].to(tl.int64) * A.col
+    at_b, at_a = addresses(B, n, r), addresses(A, r, k)
     acc = tl.zeros((n.shape[0], k.shape[0]), tl.float32)
     for r0 in range(0, R, T.R):
         if T.EVEN == 2:
