@@ -102,8 +102,8 @@ def plan_norm_bwd(
     dA, dB = plan.wanted(("dA", "dB"), _forms(A, B, needs))
     onto_A, onto_B = (None if t is None else dense(plan, t) for t in (onto_A, onto_B))
     t, half = W.dtype, A.dtype == B.dtype == W.dtype
-    of = Given(dc, W, A, B, c, s, dA, dB, onto_A, onto_B, *W.shape, A.shape[0])
-    N, K, R = of[-3:]
+    (N, K), R = W.shape, A.shape[0]
+    of = Given(dc, W, A, B, c, s, dA, dB, onto_A, onto_B, N, K, R)
     if (WHOLE if half else WHOLE // 2) >= R:  # of three tf32 products sm_80 spills above
         plan.path = "all products with W in one pass, nothing of its size written"
         return _pass(plan, of)
