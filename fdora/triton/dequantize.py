@@ -29,7 +29,7 @@ from fdora.triton.codes import (
     written,
 )
 from fdora.triton.copy import in_dtype
-from fdora.triton.kernels.dequantize import dequantize4_kernel, dequantize8_kernel, lost4_kernel, lost8_kernel
+from fdora.triton.kernels.dequantize import dequantize_kernel, lost_kernel
 from fdora.triton.norm import norm as norm_of_dense
 from fdora.triton.op import planned
 from fdora.triton.quant import norm
@@ -98,8 +98,7 @@ def decode(plan: Builder, W: Packed, out: Array, g: G | None = None, first: int 
         **{"out": out, "N": N, "K": K, "first": first, "last": last, "pitch": out.stride[0]},
         "EVEN": N % config.BLOCK_N == 0 and (last - first) % config.BLOCK_K == 0,
     }
-    kernel = dequantize4_kernel if isinstance(W.form, Lut4) else dequantize8_kernel
-    plan.launch(kernel, (cdiv(N, config.BLOCK_N) * cdiv(last - first, config.BLOCK_K),), given, config)
+    plan.launch(dequantize_kernel, (cdiv(N, config.BLOCK_N) * cdiv(last - first, config.BLOCK_K),), given, config)
 
 
 def redo_lost(
@@ -113,8 +112,7 @@ def redo_lost(
         **{"dy": dy, "x": x, "h": h, "b": B, "dm": dm, "dc": dc, "M": M, "N": N, "K": K, "R": r, "tiny": tiny_of(dy.dtype)},
         "EVEN": N % config.BLOCK_N == 0 and K % config.BLOCK_K == 0,
     }
-    kernel = lost4_kernel if isinstance(W.form, Lut4) else lost8_kernel
-    plan.launch(kernel, (cdiv(N, config.BLOCK_N),), given, g, config)
+    plan.launch(lost_kernel, (cdiv(N, config.BLOCK_N),), given, g, config)
 
 
 def dequantized_with_norm(plan: Builder, W: Packed, A: Array, B: Array, s: Scalar, c: Array, dtype: torch.dtype) -> Array:

@@ -31,7 +31,7 @@ from fdora.triton.codes import (
 )
 from fdora.triton.copy import in_dtype
 from fdora.triton.hash import WORDS, fingerprint
-from fdora.triton.kernels.quant import quant4_kernel, quant8_kernel
+from fdora.triton.kernels.quant import quant_kernel
 from fdora.triton.norm import GROUP_N, Guard, chosen, hashes_of
 from fdora.triton.op import planned
 from fdora.triton.quant_strips import squares_along_strips, strips_of
@@ -190,8 +190,7 @@ def _squares_of_tiles(
         **{"RUN": run, "GROUP": GROUP_N, "ONE_SLAB": block_r >= R, "WORDS": WORDS},
         "EVEN": N % block_n == 0 and K % block_k == 0 and R % block_r == 0,
     }
-    kernel = quant4_kernel if isinstance(W.form, Lut4) else quant8_kernel
-    plan.launch(kernel, (programs,), given, config, pdl=pdl)
+    plan.launch(quant_kernel, (programs,), given, config, pdl=pdl)
     return partial
 
 

@@ -48,8 +48,9 @@ def squares_along_strips(
     codes = W.codes.words((W.codes.numel // 4,), (1,), torch.int32)
     together = config.SPAN // form.group  # groups of a strip's row
     one_second = 0 < together <= SECOND and groups_of(W) % together == 0
-    by_pairs = decoding(W, plan.device.capability, LOOKUP)  # which is what all of them are here
-    of_codes = {name: v for name, v in by_pairs.items() if name not in ("FLAT", "PAIRS")} | {"codes": codes}
+    facts = decoding(W, plan.device.capability, LOOKUP) | {"codes": codes}
+    asked = "codes scales code256 scales2 offset groups CODE HIGH_FIRST GROUP_SIZE SCALES PTX"  # all of them are in pairs here
+    of_codes = {name: facts[name] for name in asked.split()}
     given = {"A": Tile(A, (config.BLOCK_R, config.BLOCK_K)), "B": B, "partial": partial, "s": s, **of_codes}
     given |= {"first": first, "N": N, "K": K, "R": R, "span": config.SPAN, "WORDS": WORDS}
     given |= {**named("old_hash new_hash", hashes_of(guard)), "EVEN": N % config.BLOCK_N == 0, "ONE_SECOND": one_second}

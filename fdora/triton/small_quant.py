@@ -79,7 +79,7 @@ def _small(
         (scales,), code256, scales2, offset = W.rest, None, None, None
         strides = strides if columns else strides[::-1]
         facts = decoding(W, capability)
-        how = (8, *(facts[name] for name in ("CODE", "BY_BITS", "BN", "MODE", "BK", "PTX")))
+        how = (8, *(facts[name] for name in ("CODE", "BY_BITS", "BN", "SCALES", "BK", "PTX")))
     config = config or small_codes_config(rows, N, K, how[0], columns, capability, plan.device.num_sms)
     step = config.BLOCK_K * config.SLICES
     even, splits = N % config.BLOCK_N == 0 and K % step == 0, min(config.SPLITS, cdiv(K, step))
