@@ -111,11 +111,11 @@ class Builder:
         cost: Cost | None = None,
     ) -> None:
         """``given``: the kernel's parameters by name. What it lacks comes from the fields of ``records``, the first that has
-        it; strides are those of their tensors, and flags say which of them are there. A record of a tile brings its warps
+        it; strides are those of their tensors. A record of a tile brings its warps
         and stages. ``cost`` only where the parameters do not tell it."""
         if prod(grid) == 0:
             return
-        names, others, strides, flags = _parameters(kernel)
+        names, others, strides = _parameters(kernel)
         values: dict[str, Any] = {}
         for record in reversed(records):
             values |= record._asdict()
@@ -124,8 +124,6 @@ class Builder:
         for name, (of, *axis) in strides.items():
             if name not in given and not isinstance(values.get(of, 0), int):
                 values[name] = _stride(values[of], *axis)
-        for flag, of in flags.items():
-            values.setdefault(flag, values.get(of) is not None)
         if "PDL" in names:
             values.setdefault("PDL", pdl)
         if values.keys() != names.keys():
@@ -184,13 +182,12 @@ def named(names: str, values: Iterable[Any]) -> dict[str, Any]:
 
 
 class _Parameters(NamedTuple):
-    """Of a kernel: its names in order, how many are no constants, of each stride its tensor, its axis and how many axes have
-    one, and of each flag the parameter that it is about."""
+    """Of a kernel: its names in order, how many are no constants, and of each stride its tensor, its axis and how many axes
+    have one."""
 
     names: dict[str, None]
     others: int
     strides: dict[str, tuple[str, int, int]]
-    flags: dict[str, str]
 
 
 @cache
@@ -207,22 +204,7 @@ def _parameters(kernel: Any) -> _Parameters:
             of = max(tensors, key=len)
             strides[name] = (of, axes[of])
             axes[of] += 1
-    lower = {name.lower(): name for name in sorted(others)}  # of M and m the latter
-    flags = {name: lower[of] for name in names for of in _subjects(name) if of in lower}
-    return _Parameters(names, len(others), {name: (of, i, axes[of]) for name, (of, i) in strides.items()}, flags)
-
-
-def _subjects(flag: str) -> tuple[str, ...]:
-    """What a flag may be about, the last that the kernel has: whether it is not None."""
-    verb, _, of = flag.lower().partition("_")
-    if flag in _FLAGS:
-        return (_FLAGS[flag],)
-    if not flag.isupper() or verb not in ("has", "store", "need"):
-        return ()
-    return (f"parts_{of}", f"partial_{of}", f"d{of}") if verb == "need" and not of.startswith("d") else (of,)
-
-
-_FLAGS = {"GUARDED": "old_hash", "SCALED": "scale_n", "SCALE": "m", "BY_G": "m", "DROP": "seed", "PADDED": "pad"}
+    return _Parameters(names, len(others), {name: (of, i, axes[of]) for name, (of, i) in strides.items()})
 
 
 def _stride(t: Any, axis: int, axes: int) -> int | None:
