@@ -18,7 +18,7 @@ from torch import Tensor
 from fdora.quant import Lut4, QuantSpec
 from fdora.triton.codes import Coded, Packed, decoding, facts_of, in_pairs, of_weight, packed, tensors_of
 from fdora.triton.copy import in_dtype
-from fdora.triton.kernels.dequantize import dequantize4_kernel, dequantize8_kernel, lost4_kernel, lost8_kernel
+from fdora.triton.kernels.dequantize import dequantize_kernel, lost_kernel
 from fdora.triton.norm import norm
 from fdora.triton.op import Likes, maker, planned
 from fdora.triton.runtime.builder import Builder, named
@@ -76,8 +76,7 @@ def decode(plan: Builder, W: Packed, out: Array, g: G | None = None, first: int 
     (N, columns), last = out.shape, first + out.shape[1]
     given, config = _tile_of(plan, W, columns, out.itemsize)
     given |= {"out": out, "first": first, "last": last, "pitch": out.stride[0], **named("m c", g or (None, None))}
-    kernel = dequantize4_kernel if isinstance(W.form, Lut4) else dequantize8_kernel
-    plan.launch(kernel, (cdiv(N, config.BLOCK_N) * cdiv(columns, config.BLOCK_K),), given, config)
+    plan.launch(dequantize_kernel, (cdiv(N, config.BLOCK_N) * cdiv(columns, config.BLOCK_K),), given, config)
 
 
 def _tile_of(plan: Builder, W: Packed, columns: int, itemsize: int) -> tuple[dict[str, Any], DequantizeConfig]:
@@ -94,7 +93,7 @@ def redo_lost(
     """dm and dc, where asked for, again of rows whose g is (nearly) 0: from their products, since y holds nothing of them."""
     given, config = _tile_of(plan, W, W.shape[1], x.itemsize)
     given |= {"dy": dy, "x": x, "h": h, "b": B, "dm": dm, "dc": dc, "tiny": tiny_of(dy.dtype), **named("M R", h.shape)}
-    plan.launch(lost4_kernel if isinstance(W.form, Lut4) else lost8_kernel, "N", given, g, config)
+    plan.launch(lost_kernel, "N", given, g, config)
 
 
 def dequantized_with_norm(plan: Builder, W: Packed, A: Array, B: Array, s: Scalar, c: Array, dtype: torch.dtype) -> Array:

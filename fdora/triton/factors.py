@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fdora.triton.kernels.factors import factors_kernel
+from fdora.triton.kernels.scale import factors_kernel
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.plan import Array

@@ -14,7 +14,7 @@ import torch
 from fdora.quant import Lut4
 from fdora.triton.codes import LOOKUP, Packed, decoding, groups_of, in_pairs
 from fdora.triton.hash import UNGUARDED, Guard
-from fdora.triton.kernels.quant import quant4_kernel, quant8_kernel
+from fdora.triton.kernels.quant import quant_kernel
 from fdora.triton.kernels.quant_strips import quant4_strips_kernel
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv, is_tma_compatible
@@ -48,9 +48,8 @@ def squares_of_codes(plan: Builder, W: Packed, of: Factors, s: Scalar, guard: Gu
     given |= {"EVEN": N % block_n == 0 and K % block_k == 0 and R % block_r == 0}
     if config.TMA:
         given |= {"A": Tile(of.A, (block_r, block_k)), "B": Tile(of.B, (block_n, block_r))}
-    kernel = quant4_kernel if isinstance(W.form, Lut4) else quant8_kernel
     codes = decoding(W, on.capability, LOOKUP)
-    plan.launch(kernel, (programs,), given, codes, of, guard, config, pdl=guarded and plan.pdl)
+    plan.launch(quant_kernel, (programs,), given, codes, of, guard, config, pdl=guarded and plan.pdl)
     return partial
 
 

@@ -202,7 +202,7 @@ def _codes(W: Packed, columns: bool, capability: int) -> dict[str, Any]:
         how = (4, form.table, form.hi_first, form.group, form.scales, 1, ptx)
     else:
         strides, facts = strides if columns else strides[::-1], decoding(W, capability)
-        how = (8, *(facts[name] for name in ("CODE", "BY_BITS", "BN", "MODE", "BK", "PTX")))
+        how = (8, *(facts[name] for name in ("CODE", "BY_BITS", "BN", "SCALES", "BK", "PTX")))
     rest = (*W.rest, None, None, None)[:4]
     given = named("codes scales code256 scales2 offset stride_wk stride_wn", (codes, *rest, *strides))
     given |= named("BITS KIND HIGH_FIRST GROUP SCALES BLOCK_COLUMNS PTX", how)

@@ -23,7 +23,7 @@ from fdora.triton.runtime.lookup import LANE_VALUE, OF_WORDS, PTX, SHUFFLED
 from fdora.triton.tiles.quant import run_of, strip_config
 from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels
-from tests.triton.written import HOPPER, forms_of_codes, launches, likes_of_norm, plan_dense, plan_dense_norm
+from tests.triton.written import HOPPER, arguments, forms_of_codes, launches, likes_of_norm, plan_dense, plan_dense_norm
 
 HALF = torch.float16  # the interpreter of Triton 3.6 multiplies bf16 wrongly
 FP32 = torch.float32
@@ -229,8 +229,8 @@ def test_float8_as_the_hardware_has_it(as_hopper):
         assert torch.equal(W, case.W) and torch.equal(dense_of(case, FP32), W)
         assert_norm(c, case.W, A, B, 0.7)
     if device.NAME == "cpu":
-        found = [step for plan in plans.values() for name in ("quant8", "dequantize8") for step in launches(plan, name)]
-        assert len(found) == 4 and not any(step.constexprs[1] for step in found)
+        found = [step for plan in plans.values() for name in ("quant", "dequantize") for step in launches(plan, name)]
+        assert len(found) == 4 and not any(arguments(step)["BY_BITS"] for step in found)
 
 
 @needs_kernels

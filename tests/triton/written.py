@@ -42,6 +42,11 @@ def kernels(plan):
     return Counter("product" if isinstance(s, Product) else s.kernel.fn.__name__ for s in plan.steps if hasattr(s, "cost"))
 
 
+def arguments(step):
+    """What a launch passes, by name."""
+    return dict(zip(step.kernel.arg_names, (*step.args, *step.constexprs), strict=True))
+
+
 def by_tma(step):
     return any(isinstance(a, Tile) for a in step.args)
 

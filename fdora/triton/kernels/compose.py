@@ -1,6 +1,7 @@
 """``y = h base + g s lora + bias``, h = g or g - 1; formulas in fdora/eager/compose.py.
 
 Channels lie along axis 1 of rows of tokens, and along axis 0 of planes, where row l N + n, of P points, is channel n.
+Forward has a kernel for each: one body for both took more registers for planes on sm_80.
 """
 
 from __future__ import annotations
@@ -8,21 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, column_at, loaded, row_at, store, within
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, strip_at, within
 from fdora.triton.runtime.cost import launched
-
-
-@triton.jit
-def _forward(base, lora, g, bias, y, channel, there, i, j, I, J, s, DELTA: tl.constexpr, AXIS: tl.constexpr):
-    """Rows i and columns j. ``channel``: the numbers of those along AXIS, and which ``there`` are."""
-    mask = within(i, j, I, J)
-    u = tl.load(addresses(base, i, j), mask=mask).to(tl.float32)
-    v = s * tl.load(addresses(lora, i, j), mask=mask).to(tl.float32)
-    gn = tl.expand_dims(tl.load(g + channel, mask=there), 1 - AXIS)
-    out = (gn - 1) * u + gn * v if DELTA else gn * (u + v)
-    if bias is not None:
-        out += tl.expand_dims(tl.load(bias + channel, mask=there).to(tl.float32), 1 - AXIS)
-    store(out, y, i, j, I, J)
 
 
 @triton.jit
@@ -64,8 +52,14 @@ def compose_fwd_kernel(
     DELTA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     m, n = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
-    base, lora, y = Matrix(base, stride_base, None), Matrix(lora, stride_lora, None), Matrix(y, stride_y, None)
-    _forward(base, lora, g, bias, y, n, n < N, m, n, M, N, s, DELTA, 1)
+    mask = within(m, n, M, N)
+    u = tl.load(addresses(Matrix(base, stride_base, None), m, n), mask=mask).to(tl.float32)
+    v = s * tl.load(addresses(Matrix(lora, stride_lora, None), m, n), mask=mask).to(tl.float32)
+    gn = tl.load(g + n, mask=n < N)[None, :]
+    out = (gn - 1) * u + gn * v if DELTA else gn * (u + v)
+    if bias is not None:
+        out += tl.load(bias + n, mask=n < N).to(tl.float32)[None, :]
+    store(out, Matrix(y, stride_y, None), m, n, M, N)
 
 
 @triton.jit(launch_metadata=launched)
@@ -77,8 +71,7 @@ def compose_bwd_kernel(
     s, M, N, stride_dy, stride_base, stride_lora,
     DELTA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, FLAT: tl.constexpr,
 ):
-    n = column_at(tl.cdiv(N, BLOCK_N), FLAT) * BLOCK_N + tl.arange(0, BLOCK_N)
-    strip = row_at(tl.cdiv(N, BLOCK_N), FLAT)
+    n, strip = strip_at(N, BLOCK_N, FLAT)
     gn = tl.load(g + n, mask=n < N, other=0.0)
     dy, base, lora = Matrix(dy, stride_dy, None), Matrix(base, stride_base, None), Matrix(lora, stride_lora, None)
     sums = _backward(
@@ -94,10 +87,16 @@ def planes_fwd_kernel(
     DELTA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, FLAT: tl.constexpr,
 ):
     """The same where row l N + n, of P points, is channel n."""
-    m = column_at(tl.cdiv(rows, BLOCK_M), FLAT) * BLOCK_M + tl.arange(0, BLOCK_M)
-    p = row_at(tl.cdiv(rows, BLOCK_M), FLAT) * BLOCK_P + tl.arange(0, BLOCK_P)
-    base, lora, y = Matrix(base, P, None), Matrix(lora, P, None), Matrix(y, P, None)
-    _forward(base, lora, g, bias, y, m % N, None, m, p, rows, P, s, DELTA, 0)
+    m, block = strip_at(rows, BLOCK_M, FLAT)
+    p = block * BLOCK_P + tl.arange(0, BLOCK_P)
+    at, mask = m[:, None].to(tl.int64) * P + p[None, :], within(m, p, rows, P)
+    u = tl.load(base + at, mask=mask).to(tl.float32)
+    v = s * tl.load(lora + at, mask=mask).to(tl.float32)
+    gn = tl.load(g + m % N)[:, None]
+    out = (gn - 1) * u + gn * v if DELTA else gn * (u + v)
+    if bias is not None:
+        out += tl.load(bias + m % N).to(tl.float32)[:, None]
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(launch_metadata=launched)
@@ -109,8 +108,8 @@ def planes_bwd_kernel(
     s, rows, N, P,
     DELTA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, STRIP: tl.constexpr, FLAT: tl.constexpr,
 ):
-    m = column_at(tl.cdiv(rows, BLOCK_M), FLAT) * BLOCK_M + tl.arange(0, BLOCK_M)
-    strip, gn = row_at(tl.cdiv(rows, BLOCK_M), FLAT), tl.load(g + m % N)
+    m, strip = strip_at(rows, BLOCK_M, FLAT)
+    gn = tl.load(g + m % N)
     sums = _backward(
         Matrix(dy, P, None), Matrix(base, P, None), Matrix(lora, P, None), Matrix(dbase, P, None), Matrix(dlora, P, None),
         partial_g, partial_bias, gn, m, strip, rows, P, s, DELTA, STRIP, BLOCK_P, 0,

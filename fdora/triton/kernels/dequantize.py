@@ -87,32 +87,21 @@ def _dequantize(W, m, c, out, N, K, first, last, pitch, DECODE: tl.constexpr, HO
 
 
 @triton.jit(launch_metadata=launched)
-def dequantize4_kernel(
-    codes, scales, code256, scales2, offset,  # see Codes4
-    m, c,  # (N,), or None
-    out,  # (N, last - first), in rows of ``pitch``
-    N, K, groups, first, last, pitch,
-    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
-    PAIRS: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
-):
-    W = Codes4(codes, scales, code256, scales2, offset, groups)
-    HOW: tl.constexpr = How4(TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
-    _dequantize(W, m, c, out, N, K, first, last, pitch, decode4, HOW, Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN))
-
-
-@triton.jit(launch_metadata=launched)
-def dequantize8_kernel(
-    codes, scales,  # see Codes8
+def dequantize_kernel(
+    codes, scales, code256, scales2, offset,  # see Codes4 and Codes8
     m, c,  # (N,), or None
     out,  # (N, last - first), in rows of ``pitch``
     N, K, groups, first, last, pitch, stride_cn, stride_ck,
-    CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
+    BITS: tl.constexpr, CODE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr,
+    FLAT: tl.constexpr, PAIRS: tl.constexpr, BY_BITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
 ):
-    W = Codes8(codes, stride_cn, stride_ck, scales, groups)
-    HOW: tl.constexpr = How8(CODE, BY_BITS, MODE, BN, BK, PTX)
-    _dequantize(W, m, c, out, N, K, first, last, pitch, decode8, HOW, Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN))
+    T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN)
+    HOW4: tl.constexpr = How4(CODE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
+    HOW: tl.constexpr = HOW4 if BITS == 4 else How8(CODE, BY_BITS, SCALES, BN, BK, PTX)
+    W8 = Codes8(codes, stride_cn, stride_ck, scales, groups)
+    W = Codes4(codes, scales, code256, scales2, offset, groups) if BITS == 4 else W8
+    _dequantize(W, m, c, out, N, K, first, last, pitch, decode4 if BITS == 4 else decode8, HOW, T)
 
 
 @triton.jit
@@ -134,39 +123,21 @@ def _lost(
 
 
 @triton.jit(launch_metadata=launched)
-def lost4_kernel(
-    codes, scales, code256, scales2, offset,  # see Codes4
-    dy, x, h, b,  # (M, N), (M, K), (M, R), (N, R)
-    m, c, dm, dc,  # (N,)
-    M, N, K, R, groups, tiny,
-    stride_dy, stride_xm, stride_xk, stride_hm, stride_hr, stride_bn, stride_br,
-    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
-    PAIRS: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
-):
-    W = Codes4(codes, scales, code256, scales2, offset, groups)
-    HOW: tl.constexpr = How4(TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
-    _lost(
-        W, Matrix(dy, stride_dy, None), Matrix(x, stride_xm, stride_xk), Matrix(h, stride_hm, stride_hr),
-        Matrix(b, stride_bn, stride_br), m, c, dm, dc, M, N, K, R, tiny,
-        decode4, HOW, Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN),
-    )
-
-
-@triton.jit(launch_metadata=launched)
-def lost8_kernel(
-    codes, scales,  # see Codes8
+def lost_kernel(
+    codes, scales, code256, scales2, offset,  # see Codes4 and Codes8
     dy, x, h, b,  # (M, N), (M, K), (M, R), (N, R)
     m, c, dm, dc,  # (N,)
     M, N, K, R, groups, tiny,
     stride_dy, stride_xm, stride_xk, stride_hm, stride_hr, stride_bn, stride_br, stride_cn, stride_ck,
-    CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
+    BITS: tl.constexpr, CODE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr,
+    FLAT: tl.constexpr, PAIRS: tl.constexpr, BY_BITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
 ):
-    W = Codes8(codes, stride_cn, stride_ck, scales, groups)
-    HOW: tl.constexpr = How8(CODE, BY_BITS, MODE, BN, BK, PTX)
-    _lost(
-        W, Matrix(dy, stride_dy, None), Matrix(x, stride_xm, stride_xk), Matrix(h, stride_hm, stride_hr),
-        Matrix(b, stride_bn, stride_br), m, c, dm, dc, M, N, K, R, tiny,
-        decode8, HOW, Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN),
-    )
+    T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN)
+    dy, x = Matrix(dy, stride_dy, None), Matrix(x, stride_xm, stride_xk)
+    h, b = Matrix(h, stride_hm, stride_hr), Matrix(b, stride_bn, stride_br)
+    HOW4: tl.constexpr = How4(CODE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
+    HOW: tl.constexpr = HOW4 if BITS == 4 else How8(CODE, BY_BITS, SCALES, BN, BK, PTX)
+    W8 = Codes8(codes, stride_cn, stride_ck, scales, groups)
+    W = Codes4(codes, scales, code256, scales2, offset, groups) if BITS == 4 else W8
+    _lost(W, dy, x, h, b, m, c, dm, dc, M, N, K, R, tiny, decode4 if BITS == 4 else decode8, HOW, T)

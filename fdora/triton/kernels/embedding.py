@@ -88,11 +88,12 @@ def embedding_ready_kernel(
     at, r = block_on(0, BLOCK_T), block_on(1, BLOCK_R)
     v = tl.load(ids + at, mask=at < T, other=0).to(tl.int64)
     a = rows_of(Matrix(A, stride_av, stride_ar), v, (at < T) & (v >= 0) & (v < V), r, R)
-    store(a, Matrix(h, R, None), at, r, T, R)
+    out = at[:, None].to(tl.int64) * R + r[None, :]
+    tl.store(h + out, a.to(h.dtype.element_ty), mask=within(at, r, T, R))
     gd = g_tile(m, c, at, D)
     part = s * loaded(Matrix(B, stride_bd, stride_br), at, r, D, R).to(tl.float32)
     part = part * gd[:, None] if WITH_G else part
-    store(part, Matrix(b, R, None), at, r, D, R)
+    tl.store(b + out, part.to(b.dtype.element_ty), mask=within(at, r, D, R))
     tl.store(g + at, gd, mask=at < D)  # every slab of the rank writes the same
 
 

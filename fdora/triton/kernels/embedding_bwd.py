@@ -143,5 +143,5 @@ def segment_total_kernel(
     total = loaded(Matrix(sums, R, None), i, r, T, R)
     total = tl.where((number == own)[:, None], carry[None, :] + total, total)
     last = in_t & ((number != after) | (i + 1 == T)) & (number >= 0) & (number < V) & (number != padding)
-    at = addresses(Matrix(out, stride_ov, stride_or), i.to(tl.int64) if COMPACT else number, r)
-    tl.store(at, total.to(out.dtype.element_ty), mask=last[:, None] & in_r[None, :])
+    at = (i.to(tl.int64) if COMPACT else number)[:, None] * stride_ov + r[None, :].to(tl.int64) * stride_or
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=last[:, None] & in_r[None, :])

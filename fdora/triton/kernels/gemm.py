@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.dropout import keep_tile
 from fdora.triton.kernels.product import TMA, finish, products, tile_of_product
-from fdora.triton.kernels.tile import Matrix
+from fdora.triton.kernels.tile import Matrix, halves
 from fdora.triton.runtime.cost import launched
 
 
@@ -21,11 +21,9 @@ def _masked(acc, row, col, seed, threshold, keep_scale, ORIGIN: tl.constexpr, BL
 def finish_tma(acc, ends, row, col, M, N, EPILOGUE: tl.constexpr, HALVES: tl.constexpr, STORE: tl.constexpr = TMA):
     """HALVES: half the tile at a time through shared memory leaves room for one more stage."""
     if HALVES:
-        BLOCK_M: tl.constexpr = acc.shape[0]
-        WIDTH: tl.constexpr = acc.shape[1] // 2
-        one, two = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
+        one, two = halves(acc)
         finish(one, ends, row, col, M, N, EPILOGUE, STORE)
-        finish(two, ends, row, col + WIDTH, M, N, EPILOGUE, STORE)
+        finish(two, ends, row, col + one.shape[1], M, N, EPILOGUE, STORE)
     else:
         finish(acc, ends, row, col, M, N, EPILOGUE, STORE)
 

@@ -8,7 +8,8 @@ import triton.language as tl
 from fdora.triton.kernels.multi import bounds_of, pair_of, rank_of
 from fdora.triton.kernels.product import over_tokens
 from fdora.triton.kernels.scale import dot_rows, scaled, store_gradients, store_sums
-from fdora.triton.kernels.tile import Matrix, block_on, column_at, row_at, store
+from fdora.triton.kernels.sums import column_sums
+from fdora.triton.kernels.tile import Matrix, block_on, store, strip_at
 from fdora.triton.runtime.cost import launched
 
 
@@ -19,8 +20,7 @@ def multi_scale_kernel(
     BLOCK_G: tl.constexpr, FLAT: tl.constexpr,
 ):
     """dz = g dy, and of each pair of a strip of ROWS rows and a segment the sums of dy v, dy and dz^T h."""
-    n = column_at(tl.cdiv(N, BLOCK_N), FLAT) * BLOCK_N + tl.arange(0, BLOCK_N)
-    pair = row_at(tl.cdiv(N, BLOCK_N), FLAT)
+    n, pair = strip_at(N, BLOCK_N, FLAT)
     _, a, lo, hi = pair_of(pair, offsets, G, M, ROWS, BLOCK_G)
     ga = None
     if g is not None:
@@ -47,12 +47,8 @@ def multi_finish_kernel(
     at = tl.cast(a, tl.int64) * N + n  # before the bounds are there: a trip to memory is what a program takes
     ga, ca = tl.load(g + at, mask=in_n, other=1.0), tl.load(c + at, mask=in_n, other=1.0)
     lo, hi = bounds_of(offsets, a, G, M)
-    dg = tl.zeros((BLOCK_N,), tl.float32)
     first, end = lo // ROWS, tl.where(lo < hi, (hi + ROWS - 1) // ROWS, lo // ROWS)
-    for strip in range(first, end, BLOCK_T):
-        t = strip + tl.arange(0, BLOCK_T)
-        of = partial_m + (t + a)[:, None].to(tl.int64) * N + n[None, :]
-        dg += tl.sum(tl.load(of, mask=(t < end)[:, None] & in_n[None, :], other=0.0), axis=0)
+    dg = column_sums(partial_m + (first + a).to(tl.int64) * N, n, N, N, end - first, BLOCK_T)
     if SAVED_PRE_SCALE:
         store_gradients(dg, ga, ca, dm, dc, at, in_n)
     else:

@@ -89,11 +89,10 @@ def multi_expand_kernel(
                 bt = tl.load(at_b + n[None, :].to(tl.int64) * stride_bn, mask=near[:, None] & (n < N)[None, :], other=0.0)
                 bt = tl.where((r0 + r < rank)[:, None], bt, 0.0)
                 acc = tl.dot(ht, bt.to(ht.dtype), acc)
-            mine = within(t, n, hi, N)
-            tl.store(addresses(Matrix(lora, N, None), t, n), acc, mask=mine)
+            at, mine = t[:, None].to(tl.int64) * N + n[None, :], within(t, n, hi, N)
+            tl.store(lora + at, acc, mask=mine)
             if m is not None:
-                ga_of_t = tl.broadcast_to(ga[None, :], (BLOCK_T, BLOCK_N))
-                tl.store(addresses(Matrix(g, N, None), t, n), ga_of_t, mask=mine)
+                tl.store(g + at, tl.broadcast_to(ga[None, :], (BLOCK_T, BLOCK_N)), mask=mine)
 
 
 @triton.jit(launch_metadata=launched)

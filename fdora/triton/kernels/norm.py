@@ -19,6 +19,7 @@ from fdora.triton.kernels.tile import (
     Matrix,
     addresses,
     block_on,
+    halves,
     loaded,
     low_rank,
     low_rank_tma,
@@ -147,12 +148,6 @@ def read_dense(W, before, rows, first_k, then, K, HOW: tl.constexpr, T: tl.const
 
 
 @triton.jit
-def halves(t, N: tl.constexpr, WIDTH: tl.constexpr):
-    """The first and the second half of the columns."""
-    return tl.split(tl.permute(tl.reshape(t, (N, 2, WIDTH // 2)), (0, 2, 1)))
-
-
-@triton.jit
 def dense_tile(W, w, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T: tl.constexpr):
     if b is None and not T.TMA:
         w = w.to(tl.float32)  # behind the product, rows of no 16 bytes would spill more
@@ -161,8 +156,8 @@ def dense_tile(W, w, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T: t
         w = W.p.load([rows.first, first_k])
     w = w.to(tl.float32)
     if T.TMA and low.scale_n is not None:  # a half of the columns at a time: the scales of 256 would spill
-        low_acc, high_acc = halves(acc, T.N, T.K)
-        w_low, w_high = halves(w, T.N, T.K)
+        low_acc, high_acc = halves(acc)
+        w_low, w_high = halves(w)
         k = first_k + tl.arange(0, T.K // 2)
         v = w_low + s * unscaled(low_acc, low, rows.n, k, N, K)
         squares = tl.sum(v * v, axis=1)

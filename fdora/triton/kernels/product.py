@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import g_of, g_tile
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, within
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, within
 from fdora.triton.runtime.cost import launched
 
 LOAD = tl.constexpr("ld.global.f32 $0, [$1];")
@@ -43,9 +43,7 @@ def products(acc, x, w, row, col, M, N, K, BLOCK_K: tl.constexpr, PRECISION: tl.
 
 
 @triton.jit
-def over_tokens(
-    u, v, p, q, begin, end, P, Q, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr = None
-):
+def over_tokens(u, v, p, q, begin, end, P, Q, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr = None):
     """u^T v at the columns p of u and q of v, over tokens from ``begin`` to ``end``; u (M, P), v (M, Q)."""
     acc = tl.zeros((p.shape[0], q.shape[0]), tl.float32)
     for t0 in range(begin, end, BLOCK_T):
@@ -139,7 +137,8 @@ def rest_kernel(
     """(M, N) base, (M, R) h, (R, N) b -> g (base + h b) + bias. ``out`` or ``pre_scale`` may be ``base``."""
     row, col = tile_of_product(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
-    there = loaded(Matrix(base, N, None), t, n, M, N)  # on its way while the product runs
+    at = t[:, None].to(tl.int64) * N + n[None, :]
+    there = tl.load(base + at, mask=within(t, n, M, N), other=0.0)  # on its way while the product runs
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = products(acc, Matrix(h, stride_hm, stride_hr), Matrix(b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
     finish(acc + there.to(tl.float32), (out, pre_scale, None, m, c, bias), row, col, M, N)
@@ -152,14 +151,14 @@ def epilogue_kernel(
 ):
     """g and bias on a float32 product; here the residual is added before the bias."""
     t, n = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
-    mask = within(t, n, M, N)
-    y = tl.load(addresses(Matrix(v, N, None), t, n), mask=mask)
+    at, mask = t[:, None].to(tl.int64) * N + n[None, :], within(t, n, M, N)
+    y = tl.load(v + at, mask=mask)
     if EPILOGUE == "scale":
         y = g_tile(m, c, n, N)[None, :] * y
         if residual is not None:
-            y += tl.load(addresses(Matrix(residual, N, None), t, n), mask=mask)
+            y += tl.load(residual + at, mask=mask)
     if EPILOGUE == "residual":
-        y = y + (g_tile(m, c, n, N) - 1)[None, :] * tl.load(addresses(Matrix(residual, N, None), t, n), mask=mask)
+        y = y + (g_tile(m, c, n, N) - 1)[None, :] * tl.load(residual + at, mask=mask)
     if bias is not None:
         y += tl.load(bias + n, mask=n < N).to(tl.float32)[None, :]
-    store(y, Matrix(out, N, None), t, n, M, N)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)

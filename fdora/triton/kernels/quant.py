@@ -44,8 +44,8 @@ from fdora.triton.kernels.decode import (
     scale_terms,
     single_weights,
 )
-from fdora.triton.kernels.norm import Run, Sums, halves, product_of, squares_of_run, walk
-from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, addresses
+from fdora.triton.kernels.norm import Run, Sums, product_of, squares_of_run, walk
+from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, addresses, halves
 from fdora.triton.runtime.cost import launched
 
 
@@ -125,9 +125,9 @@ def pairs_tile(W, read, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T
     x, scale = read[0], scale_from(read[1], read[2], W.code256, W.offset, here, HOW.SCALES)
     acc = product_of(low, b, rows, first_k, N, K, T)
     if T.TMA and T.EVEN and GROUPS > 1:
-        left, right = halves(acc, T.N, T.K)
-        x_left, x_right = halves(x, T.N, T.K // 2)
-        scale_left, scale_right = halves(scale, T.N, GROUPS)
+        left, right = halves(acc)
+        x_left, x_right = halves(x)
+        scale_left, scale_right = halves(scale)
         even, acc_even, odd, acc_odd = _even_and_odd(x_left, scale_left, left, HOW, T.N, GROUPS // 2, PART)
         squares = _squares(even, acc_even, odd, acc_odd, s)
         even, acc_even, odd, acc_odd = _even_and_odd(x_right, scale_right, right, HOW, T.N, GROUPS // 2, PART)
@@ -158,53 +158,32 @@ def singles_tile(W, w, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T:
 
 
 @triton.jit(launch_metadata=launched)
-def quant4_kernel(
-    codes, scales, code256, scales2, offset,  # see Codes4
-    A, B,  # (R, K), (N, R), or their descriptors
-    scale_n, scale_k,  # (N,), (K,)
-    partial,  # (runs along K, N)
-    dense, pitch,  # W itself, in rows of this pitch
-    old_hash, new_hash,  # (WORDS,)
-    s, first, N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
-    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
-    PAIRS: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    RUN: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    ONE_SLAB: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
-):
-    """N rows from ``first`` on: B, scale_n and partial begin there, W and what is stored of it do not."""
-    low = LowRank(Matrix(A, stride_ar, stride_ak), Matrix(B, stride_bn, stride_br), R, scale_k, scale_n)
-    T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN * 2, PRECISION, TMA)
-    HOW: tl.constexpr = How4(TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
-    WALK: tl.constexpr = Run(RUN == 1, ONE_SLAB, True, None, BLOCK_K, True)
-    W, span = Codes4(codes, scales, code256, scales2, offset, groups), BLOCK_K * RUN
-    of = (W, low, s, Sums(partial, dense, pitch), first, N, K, span)
-    count = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, span)
-    OF: tl.constexpr = (read_pairs if PAIRS else read_singles, pairs_tile if PAIRS else singles_tile, HOW, T, WALK)
-    walk(squares_of_run, of, OF, count, old_hash, new_hash, WORDS, TMA, PDL)
-
-
-@triton.jit(launch_metadata=launched)
-def quant8_kernel(
-    codes, scales,  # see Codes8
+def quant_kernel(
+    codes, scales, code256, scales2, offset,  # see Codes4 and Codes8
     A, B,  # (R, K), (N, R), or their descriptors
     scale_n, scale_k,  # (N,), (K,)
     partial,  # (runs along K, N)
     dense, pitch,  # W itself, in rows of this pitch
     old_hash, new_hash,  # (WORDS,)
     s, first, N, K, R, groups, stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br,
-    CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
+    BITS: tl.constexpr, CODE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr,
+    FLAT: tl.constexpr, PAIRS: tl.constexpr, BY_BITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr, WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """N rows from ``first`` on, as above."""
+    """N rows from ``first`` on: B, scale_n and partial begin there, W and what is stored of it do not."""
     low = LowRank(Matrix(A, stride_ar, stride_ak), Matrix(B, stride_bn, stride_br), R, scale_k, scale_n)
     T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN * 2, PRECISION, TMA)
-    HOW: tl.constexpr = How8(CODE, BY_BITS, MODE, BN, BK, PTX)
-    WALK: tl.constexpr = Run(
-        False, ONE_SLAB, RUN > 1 and (MODE != "block" or BK % BLOCK_K == 0), None, BLOCK_K, RUN > 1
-    )
-    W, span = Codes8(codes, stride_cn, stride_ck, scales, groups), BLOCK_K * RUN
-    of = (W, low, s, Sums(partial, dense, pitch), first, N, K, span)
-    count = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, span)
-    walk(squares_of_run, of, (read_codes8, codes8_tile, HOW, T, WALK), count, old_hash, new_hash, WORDS, TMA, PDL)
+    to, span = Sums(partial, dense, pitch), BLOCK_K * RUN
+    HOW4: tl.constexpr = How4(CODE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
+    HOW: tl.constexpr = HOW4 if BITS == 4 else How8(CODE, BY_BITS, SCALES, BN, BK, PTX)
+    W8 = Codes8(codes, stride_cn, stride_ck, scales, groups)
+    W = Codes4(codes, scales, code256, scales2, offset, groups) if BITS == 4 else W8
+    READ: tl.constexpr = read_codes8 if BITS == 8 else read_pairs if PAIRS else read_singles
+    TILE: tl.constexpr = codes8_tile if BITS == 8 else pairs_tile if PAIRS else singles_tile
+    AHEAD: tl.constexpr = BITS == 4 or (RUN > 1 and (SCALES != "block" or BK % BLOCK_K == 0))
+    WALK: tl.constexpr = Run(BITS == 4 and RUN == 1, ONE_SLAB, AHEAD, None, BLOCK_K, BITS == 4 or RUN > 1)
+    OF: tl.constexpr = (READ, TILE, HOW, T, WALK)
+    of, count = (W, low, s, to, first, N, K, span), tl.cdiv(N, BLOCK_N) * tl.cdiv(K, span)
+    walk(squares_of_run, of, OF, count, old_hash, new_hash, WORDS, TMA, PDL)

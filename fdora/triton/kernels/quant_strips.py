@@ -124,14 +124,14 @@ def _strip4(i, W, A, B, partial, s, first, N, K, R, span, OF: tl.constexpr):
 def quant4_strips_kernel(
     codes, scales, code256, scales2, offset, A, B, partial, old_hash, new_hash, s, first, N, K, R, groups, span,
     stride_bn, stride_br,
-    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
+    CODE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
     ONE_SECOND: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):
     """N rows from ``first`` on: B and partial begin there, W does not."""
     W = Codes4(codes, scales, code256, scales2, offset, groups)
     of = (W, A, Matrix(B, stride_bn, stride_br), partial, s, first, N, K, R, span)
-    HOW: tl.constexpr = How4(TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, False, True, PTX)
+    HOW: tl.constexpr = How4(CODE, HIGH_FIRST, GROUP_SIZE, SCALES, False, True, PTX)
     T: tl.constexpr = Strip(BLOCK_N, BLOCK_K, BLOCK_R, EVEN, AHEAD, ONE_SECOND)
     count = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, span)
     walk(_strip4, of, (HOW, T), count, old_hash, new_hash, WORDS, False, PDL)

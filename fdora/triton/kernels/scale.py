@@ -1,4 +1,4 @@
-"""Backward's elementwise pass and the sums over tokens; see fdora/triton/scale.py."""
+"""Backward's elementwise pass and the sums over tokens; see fdora/triton/scale.py and factors.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from fdora.triton.kernels.g import EPS, g_tile
 from fdora.triton.kernels.product import over_tokens
 from fdora.triton.kernels.sums import column_sums
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, column_at, loaded, row_at, store, within
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, strip_at, within
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
@@ -118,8 +118,7 @@ def scale_kernel(
     """dz, and the sums of each strip of ROWS tokens; of a SINGLE one what comes of them."""
     if PDL:
         gdc_launch_dependents()
-    n = column_at(tl.cdiv(N, BLOCK_N), FLAT) * BLOCK_N + tl.arange(0, BLOCK_N)
-    strip = row_at(tl.cdiv(N, BLOCK_N), FLAT)
+    n, strip = strip_at(N, BLOCK_N, FLAT)
     dy, h = Matrix(dy, stride_dy, None), Matrix(h, stride_hm, stride_hr)
     g = None
     if dz is not None or dz_minus_dy is not None or BLOCK_R > 0:
@@ -174,3 +173,30 @@ def finish_kernel(
             sum_B += tl.load(at_strip, mask=within(n, r, N, R), other=0.0)
             at_strip += N * R
         store(sum_B, Matrix(dB, R, None), n, r, N, R)
+
+
+@triton.jit
+def _factor(
+    wide, narrow, out, m, norm, first, M, C, R, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """sum_t wide_tc narrow_tr for the columns c that begin at ``first``; times their g, where m is there."""
+    c, r = first + tl.arange(0, BLOCK_C), block_on(1, BLOCK_R)
+    acc = over_tokens(wide, narrow, c, r, 0, M, C, R, BLOCK_M)
+    if m is not None:
+        acc *= g_tile(m, norm, c, C)[:, None]
+    store(acc, out, c, r, C, R)
+
+
+@triton.jit(launch_metadata=launched)
+def factors_kernel(
+    x, dh, dA, dz, h, dB, m, c, M, K, N, R, stride_x, stride_dh, stride_dz, stride_h,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
+):
+    """Where m is there, dz is dy, and dB takes g."""
+    tile, tiles_x = tl.program_id(0), tl.cdiv(K, BLOCK_C)
+    x, dh = Matrix(x, stride_x, None), Matrix(dh, stride_dh, None)
+    dz, h = Matrix(dz, stride_dz, None), Matrix(h, stride_h, None)
+    if tile < tiles_x:
+        _factor(x, dh, Matrix(dA, 1, K), None, None, tile * BLOCK_C, M, K, R, BLOCK_C, BLOCK_R, BLOCK_M)
+    else:
+        _factor(dz, h, Matrix(dB, R, 1), m, c, (tile - tiles_x) * BLOCK_C, M, N, R, BLOCK_C, BLOCK_R, BLOCK_M)

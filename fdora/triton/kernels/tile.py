@@ -64,6 +64,13 @@ def row_at(columns, FLAT: tl.constexpr):
 
 
 @triton.jit
+def strip_at(N, BLOCK_N: tl.constexpr, FLAT: tl.constexpr):
+    """Of such a grid the columns that a program has, and its row."""
+    columns = tl.cdiv(N, BLOCK_N)
+    return column_at(columns, FLAT) * BLOCK_N + tl.arange(0, BLOCK_N), row_at(columns, FLAT)
+
+
+@triton.jit
 def tile_at(i, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
     """Row and column of the i-th tile: row by row, or of GROUP rows of tiles column by column."""
     tiles_n, tiles_k = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
@@ -97,6 +104,12 @@ def loaded(t, i, j, I, J, EVEN: tl.constexpr = 0):
 def store(v, t, i, j, I, J):
     """v into a Matrix (I, J) at rows i and columns j, in its dtype."""
     tl.store(addresses(t, i, j), v.to(t.p.dtype.element_ty), mask=within(i, j, I, J))
+
+
+@triton.jit
+def halves(t):
+    """The first and the second half of the columns."""
+    return tl.split(tl.permute(tl.reshape(t, (t.shape[0], 2, t.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit

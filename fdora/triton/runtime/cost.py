@@ -57,7 +57,7 @@ def rows_of(t: Any, count: int, columns: int) -> Cost:
 
 def decoded(a: Any) -> Cost:
     """Of the columns that are decoded the codes with their scales."""
-    stored = moved(a.codes, a.scales, getattr(a, "scales2", None)).bytes
+    stored = moved(a.codes, a.scales, a.scales2).bytes
     return Cost(bytes=stored * (a.last - a.first) / max(1, a.K))
 
 
@@ -102,7 +102,7 @@ MULTI_GEMM = Work("x w h b out pre_scale g", lambda a: product(a.M, a.N, a.K + a
 QUANT = Work("codes scales scales2 A B partial dense", low_rank)
 BANK_NORM = Work("W A B partial", lambda a: product(a.N, a.K, a.R * a.G, a.A))
 COMPOSE_FWD, COMPOSE_BWD = Work("base lora y"), Work("dy base?partial_g lora?partial_g dbase dlora partial_g partial_bias")
-DECODE, LOST, FP8_ROWS = Work("out", decoded), Work("m c"), Work("x out scale")  # of lost rows there are few, if any
+FP8_ROWS = Work("x out scale")
 COSTS = {
     "act_bwd_kernel": Work("da gate up dgate dup"),
     "act_fwd_kernel": Work("gate up a"),
@@ -119,8 +119,7 @@ COSTS = {
     "compose_bwd_kernel": COMPOSE_BWD,
     "compose_fwd_kernel": COMPOSE_FWD,
     "copy_kernel": Work("src0 src1 src2 src3 out"),
-    "dequantize4_kernel": DECODE,
-    "dequantize8_kernel": DECODE,
+    "dequantize_kernel": Work("out", decoded),
     "drop_kernel": Work("x out"),
     "embedding_bwd_kernel": Work("dy ids h b partial_A partial_Y partial_m", embedding_bwd),
     "embedding_finish_kernel": Work("partial_Y partial_m B dB"),
@@ -143,8 +142,7 @@ COSTS = {
     "gemm_pointer_kernel": GEMM,
     "gemm_tma_kernel": GEMM,
     "hash_kernel": Work("A B out"),
-    "lost4_kernel": LOST,
-    "lost8_kernel": LOST,
+    "lost_kernel": Work("m c"),  # of lost rows there are few, if any
     "merge_kernel": Work("W A B out", low_rank),
     "multi_drop_kernel": Work("x out"),
     "multi_epilogue_kernel": Work("v h b out pre_scale g", lambda a: product(a.M, a.N, a.R, a.h)),
@@ -186,9 +184,8 @@ COSTS = {
     "norm_tokens_kernel": Work("B?dz dz out"),
     "planes_bwd_kernel": COMPOSE_BWD,
     "planes_fwd_kernel": COMPOSE_FWD,
-    "quant4_kernel": QUANT,
     "quant4_strips_kernel": QUANT,
-    "quant8_kernel": QUANT,
+    "quant_kernel": QUANT,
     "rest_kernel": Work("base h b out pre_scale", lambda a: product(a.M, a.N, a.R, a.base)),
     "rows_kernel": Work("x out"),
     "scale_kernel": Work(
