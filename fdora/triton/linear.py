@@ -30,7 +30,7 @@ from fdora._torch import PLAIN, needs_dispatcher
 from fdora.quant import QuantWeight
 from fdora.triton.codes import is_coded
 from fdora.triton.copy import dense
-from fdora.triton.linear_bwd import backward, forms_of_grads, grads_in, result_grads
+from fdora.triton.linear_bwd import backward, forms_of_grads, result_grads
 from fdora.triton.linear_fwd import columns_of_h, forward
 from fdora.triton.norm_kept import asking
 from fdora.triton.op import Likes, maker, planned
@@ -200,8 +200,10 @@ def layers_bwd(
     seen = any([type(dy) not in PLAIN for dy in dys if dy is not None])
     run_it: Any = linear_backward if seen else _linear_backward
     scalars, coded = [o.s for o in options], facts(layers)
-    results = run_it(x, saved.h, dys, saved.kept, flat(layers), scalars, *drop, saved.pre_scale, need_x, flags, *coded)
-    return grads_in(results, need_x, wanted)
+    of = (x, saved.h, dys, saved.kept, flat(layers), scalars, *drop, saved.pre_scale, need_x, flags, *coded)
+    results = iter(run_it(*of))
+    dx = next(results) if need_x else None
+    return dx, [Grads._make([next(results) if need else None for need in each]) for each in wanted]
 
 
 @maker("dora_linear backward", "tokens operand rest")

@@ -42,13 +42,6 @@ def result_grads(plan: Builder, layers: Sequence[Any], needs: Sequence[bool]) ->
     return [Grads._make(plan.wanted([f"d{name}{i}" for name in Grads._fields], _forms(la, need))) for i, (la, need) in each]
 
 
-def grads_in(results: Sequence[Any], need_x: bool, needs: Sequence[Needs]) -> tuple[Any, list[Grads]]:
-    """What a backward returns, as dx and the gradients of each layer."""
-    found = iter(results)
-    dx = next(found) if need_x else None
-    return dx, [Grads._make([next(found) if need else None for need in each]) for each in needs]
-
-
 def forms_of_grads(x: Any, operands: Sequence[Any], need_x: bool, needs: Sequence[bool]) -> list[Any]:
     """Of what a backward returns: dx and the gradients of each layer that are asked for."""
     forms: list[Any] = [(x.shape, x.dtype) if need_x else None]

@@ -13,7 +13,7 @@ from fdora.triton.copy import dense
 from fdora.triton.gemm import Epilogue
 from fdora.triton.kernels.act import act_bwd_kernel, act_fwd_kernel
 from fdora.triton.linear import rows_of, saves_pre_scale
-from fdora.triton.linear_bwd import backward, forms_of_grads, grads_in, needs_in, result_grads
+from fdora.triton.linear_bwd import backward, forms_of_grads, needs_in, result_grads
 from fdora.triton.linear_fwd import columns_of_h, epilogue_of, forward
 from fdora.triton.norm_kept import asking
 from fdora.triton.op import Likes, maker, planned
@@ -145,8 +145,9 @@ def mlp_bwd(
     """dx, and the gradients of gate, up and down; those of bias in float32."""
     flags = [need for each in needs for need in each]
     s = [o.s for o in options]
-    results = _mlp_backward(dy, x, [*saved], flat(layers), s, *drop, act, need_x, flags, *facts(layers))
-    return grads_in(results, need_x, needs)
+    results = iter(_mlp_backward(dy, x, [*saved], flat(layers), s, *drop, act, need_x, flags, *facts(layers)))
+    dx = next(results) if need_x else None
+    return dx, [Grads._make([next(results) if need else None for need in each]) for each in needs]
 
 
 @maker("dora_mlp backward", "tokens tokens rest")
