@@ -113,7 +113,7 @@ def left(
     paths: Mapping[str, Mapping[str, int]], options, mine: Iterable[str] = ("fused", "composed")
 ) -> dict[str, Mapping[str, int]]:
     """Ways that left calls to PEFT. On a CPU, where no kernel draws a mask, layers that drop are meant to."""
-    if options.device == "cpu" and options.dropout:
+    if options.device == "cpu" and getattr(options, "dropout", 0.0):
         return {}
     return {where: ran for where, ran in paths.items() if "fused" not in ran or not set(ran) <= set(mine)}
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.clock import free
-from bench.decoder import apart, judge, of_part, wall_and_peak
+from bench.decoder import apart, judge, left, of_part, wall_and_peak
 from bench.rivals import adapted, paths
 from bench.steps import Gpu
 from bench.suite import Run, Some, Suite
@@ -273,7 +273,7 @@ def judged(run: Run) -> None:
     for where, ways in run.result["errors"].items():
         theirs = ways.get("peft_dora", {})
         shares |= {where: {part: e / theirs[part] for part, e in ways.get("peft_fdora", {}).items()}} if theirs else {}
-    judge(shares, MOST, run.failed, run.result["paths"])
+    judge(shares, MOST, run.failed, left(run.result["paths"], run.options))
 
 
 main = Suite(__doc__, measure, OPTIONS, runs=5, seconds=math.inf, show=lambda found: markdown(found["rows"]), judge=judged)
