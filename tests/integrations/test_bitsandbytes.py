@@ -152,21 +152,6 @@ def test_dropout_that_kernels_draw(monkeypatch):
         assert rel_l2(mean, first.eval()(x)) < 0.1
 
 
-@pytest.mark.parametrize("draws", [True, False], ids=["kernels' mask", "torch's mask"])
-def test_dropout_of_the_adapters_input_alone(draws, monkeypatch):
-    """Without B nothing is random then, and no mask is seen."""
-    monkeypatch.setattr(peft_layer, "draws", lambda *_: draws)
-    for make in (four_bits, eight_bits):
-        model, x = use_fdora(make(dropout=0.3), dropout_mode="lora"), inputs()
-        with torch.no_grad():
-            for layer in layers(model):
-                layer.lora_B["default"].weight.zero_()
-            want = layers(model)[0].eval()(x)
-            assert rel_l2(layers(model)[0].train()(x), want) < 1e-5
-            assert rel_l2(layers(use_fdora(model))[0](x), want) > 1e-3
-        assert sum(paths(model)[0][:2]) == 3 and paths(model)[0][2] == 0
-
-
 def test_several_adapters_and_none():
     """Two at once, one with a magnitude and one without, run PEFT's loop; the answers are PEFT's."""
     x, pair = inputs(), (four_bits(), use_fdora(four_bits()))
