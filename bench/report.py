@@ -213,7 +213,7 @@ def readme_losses() -> str:
     short = [f"{over([x for x in sweep if x['seq'] == S], 'peft_fdora_fused', 'ms')[0]:.2f}" for S in (512, 1024)]
     points = (
         "**Dropout.** `lora_dropout` above 0 costs a second product with the base weight, in fdora as in PEFT's DoRA. Plain "
-        "LoRA does not pay it. All figures here are without dropout.",
+        'LoRA does not pay it; `dropout_mode="lora"` does not either. All figures here are without dropout.',
         f"**The first call.** Forward and backward of one small layer took {first[0]} in a new process with an empty Triton "
         f"cache, and {first[1]} with a warm one. Time to the first step of a whole model is not measured.",
         f'**CUDA graphs of short sequences.** With `torch.compile(mode="reduce-overhead")` and 512 tokens a training step '

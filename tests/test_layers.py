@@ -92,8 +92,11 @@ FOREIGN = {
     "jobs.loop": {"torch", "optree", "safetensors"},
     # of the extra of that name, each imported inside the one function that wants it; no torch
     "jobs.schedule": {"numpy", "scipy", "matplotlib"},
-    # transformers: a dependency of PEFT; by its activations a gated MLP is known
-    "integrations": {"torch", "packaging", "peft", "transformers", "torchao", "torchtune", "axolotl", "llamafactory", "swift"},
+    # transformers: a dependency of PEFT; by its activations a gated MLP is known. pydantic: of Axolotl, whose plugins declare their
+    # options so
+    "integrations": {
+        *("torch", "packaging", "peft", "transformers", "torchao", "torchtune", "axolotl", "pydantic", "llamafactory", "swift"),
+    },
 }  # the rest may import torch and the standard library
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._records import Dropout, Operands, Options
+from fdora._records import Dropout, DropoutMode, Operands, Options
 from fdora._torch import exporting, functorch_active, library_of, while_tracing
 from fdora.autograd import node
 from fdora.functional.backend import select_backend
@@ -48,19 +48,21 @@ def is_opaque(W: Any) -> bool:
     return hidden and not isinstance(W, QuantWeight)
 
 
-def linears(x: Tensor, layers: Sequence[DoraLayer], p: float, keep_inner: bool, act: str = "") -> Sequence[Tensor]:
-    """With "peft" dropout. In such an op the norm of each layer may be what its giver is known by (give_norm), an int64 tensor:
-    it is asked for when the op runs."""
+def linears(
+    x: Tensor, layers: Sequence[DoraLayer], p: float, mode: DropoutMode, keep_inner: bool, act: str = ""
+) -> Sequence[Tensor]:
+    """p and mode are those of dropout. In such an op the norm of each layer may be what its giver is known by (give_norm), an
+    int64 tensor: it is asked for when the op runs."""
     if is_opaque(layers[0].W):
         operands = [t for la in layers for t in (la.W, la.A, la.B, la.m, la.norm, la.bias)]
         name = select_backend(x).name
         s = [la.s for la in layers]
-        ys: list[Tensor] = torch.ops.fdora.linears(x, operands, s, p, keep_inner, act, name, digest())
+        ys: list[Tensor] = torch.ops.fdora.linears(x, operands, s, p, mode, keep_inner, act, name, digest())
         return ys
     if act:
         gate, up, down = layers
-        return [dora_mlp(x, gate, up, down, act=act, dropout_p=p, dropout_mode="peft", keep_inner=keep_inner)]  # type: ignore[arg-type]
-    return dora_linear_group(x, layers, dropout_p=p, dropout_mode="peft", keep_inner=keep_inner)
+        return [dora_mlp(x, gate, up, down, act=act, dropout_p=p, dropout_mode=mode, keep_inner=keep_inner)]  # type: ignore[arg-type]
+    return dora_linear_group(x, layers, dropout_p=p, dropout_mode=mode, keep_inner=keep_inner)
 
 
 def _linears(
@@ -68,6 +70,7 @@ def _linears(
     operands: list[Any],
     s: list[float],
     p: float,
+    mode: DropoutMode,
     keep_inner: bool,
     act: str,
     backend: str,
@@ -87,13 +90,14 @@ def _linears(
         c = None if seen else norm_for(x, W, A, B, k, c, backend)
         layers.append(Operands(W, A, B, m, c, bias, seeds[i]))
         options.append(Options(k, save_for_dm(m, c, keep_inner and (not act or i == 2))))
-    drop, asks = Dropout(p, "peft" if p else "lora"), {"seen": seen, "keep": torch.is_grad_enabled()}
+    drop, asks = Dropout(p, mode if p else "lora"), {"seen": seen, "keep": torch.is_grad_enabled()}
     return list(node.layers(x, layers, node.Call(tuple(options), drop, backend, act or None, **asks)))  # type: ignore[arg-type]
 
 
 _library = library_of("linears")
 _library.define(
-    "linears(Tensor x, Tensor?[] operands, float[] s, float p, bool keep_inner, str act, str backend, str code) -> Tensor[]",
+    "linears(Tensor x, Tensor?[] operands, float[] s, float p, str mode, bool keep_inner, str act, str backend, str code)"
+    " -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("linears", _linears, "CompositeImplicitAutograd")

@@ -4,6 +4,7 @@
     peft_use_dora: true
     plugins:
       - fdora.integrations.axolotl.FdoraPlugin
+    fdora_dropout_mode: lora       # optional: lora_dropout of the adapter's input alone, see use_fdora
 
 Once the model and its adapter are loaded the plugin calls :func:`use_fdora`, and after training it prints what ran. Axolotl's
 ``lora_{qkv,o,mlp,embedding}_kernel`` may be on. They bind a method to each attention, MLP and embedding that computes DoRA
@@ -19,20 +20,27 @@ from fdora.integrations._framework import need, put_back, set_aside
 need("axolotl", "axolotl", "0.18.0")
 
 import types
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from axolotl.integrations.base import BasePlugin
 from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer
+from pydantic import BaseModel
 from torch import Tensor, nn
 
 from fdora.integrations import peft
 from fdora.integrations._peft.layer import Dora
 from fdora.integrations.peft import report
 
-__all__ = ["FdoraPlugin", "report", "restore", "use_fdora"]
+__all__ = ["FdoraArgs", "FdoraPlugin", "report", "restore", "use_fdora"]
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+class FdoraArgs(BaseModel):
+    """What the plugin reads of the configuration."""
+
+    fdora_dropout_mode: Literal["peft", "lora"] | None = None
 
 
 class FdoraPlugin(BasePlugin):
@@ -40,10 +48,13 @@ class FdoraPlugin(BasePlugin):
 
     to_tell = False
 
+    def get_input_args(self) -> str:
+        return "fdora.integrations.axolotl.FdoraArgs"
+
     def post_model_load(self, cfg: Any, model: nn.Module) -> None:
         if cfg.adapter and not isinstance(model, PeftModel):
             return  # the reference model of preference training has no adapter
-        use_fdora(model)
+        use_fdora(model, dropout_mode=cfg.fdora_dropout_mode or "peft")
         self.to_tell = True
 
     def post_train(self, cfg: Any, model: nn.Module) -> None:
@@ -52,13 +63,13 @@ class FdoraPlugin(BasePlugin):
         self.to_tell = False
 
 
-def use_fdora(model: Model) -> Model:
+def use_fdora(model: Model, *, dropout_mode: Literal["peft", "lora"] = "peft") -> Model:
     """:func:`fdora.integrations.peft.use_fdora`, and Axolotl's kernels set aside where a layer has a DoRA adapter. Idempotent.
 
     Raises:
       FdoraError: there is no DoRA adapter in the model.
     """
-    peft.use_fdora(model)
+    peft.use_fdora(model, dropout_mode=dropout_mode)
     for module in model.modules():
         for name, instead in _INSTEAD.items():
             method: Any = module.__dict__.get(name)

@@ -6,6 +6,8 @@
 with ``use_dora: true`` in the file. Every DoRA layer that this process makes runs through fdora, then LLaMA-Factory's own
 ``main`` takes over: same options, same checkpoints. Nothing of it is patched; the original command runs the original code.
 
+``--dropout-mode lora`` before ``train`` makes ``lora_dropout`` that of the adapter's input alone, see :func:`use_fdora`.
+
 Its second version (``USE_V1=1``) has plugins: under ``peft_config`` write ``name: fdora`` instead of ``name: lora`` and
 ``use_dora: true``. This command registers the name; in a script of your own call :func:`register`.
 """
@@ -18,7 +20,7 @@ need("llamafactory", "llamafactory", "0.9.5")
 
 import os
 import sys
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -28,7 +30,7 @@ from fdora.integrations.peft import disable, enable, report, restore, use_fdora
 __all__ = ["disable", "enable", "main", "register", "report", "restore", "unregister", "use_fdora"]
 
 
-def register() -> None:
+def register(*, dropout_mode: Literal["peft", "lora"] = "peft") -> None:
     """``PeftPlugin("fdora")`` of the second version: its "lora" with ``use_dora``, and then :func:`use_fdora`."""
     from llamafactory.v1.plugins.model_plugins.peft import PeftPlugin, get_lora_model
 
@@ -39,7 +41,7 @@ def register() -> None:
             )
         adapted = get_lora_model(model, {**config, "use_dora": True}, is_train)
         merged = bool(config.get("adapter_name_or_path")) and not is_train
-        return adapted if merged else use_fdora(adapted)
+        return adapted if merged else use_fdora(adapted, dropout_mode=dropout_mode)
 
     PeftPlugin("fdora").register()(fdora)
 
@@ -54,11 +56,17 @@ def unregister() -> None:
 def main() -> None:
     """LLaMA-Factory's command line in this process, with fdora in it.
 
+    Before the command ``--dropout-mode lora`` may stand, which is the ``dropout_mode`` of :func:`use_fdora`.
+
     Raises:
-      FdoraError: the command would train in processes that LLaMA-Factory starts by itself, without fdora.
+      FdoraError: the command would train in processes that LLaMA-Factory starts by itself, without fdora; the mode is another.
     """
     from llamafactory.extras.misc import get_device_count, is_env_enabled
 
+    mode: Any = "peft"
+    if sys.argv[1:2] == ["--dropout-mode"]:
+        mode = sys.argv[2] if len(sys.argv) > 2 else None
+        del sys.argv[1:3]
     command = sys.argv[1] if len(sys.argv) > 1 else "help"
     train, v1, worker = command in ("train", "sft", "dpo", "rm"), is_env_enabled("USE_V1"), "LOCAL_RANK" in os.environ
     elsewhere = "webui" if command == "webui" else "USE_RAY" if train and is_env_enabled("USE_RAY") else ""
@@ -73,9 +81,9 @@ def main() -> None:
             "fdora.integrations.llamafactory: training on several devices must be started by torchrun, got one process. "
             "torchrun --nproc-per-node N -m fdora.integrations.llamafactory train config.yaml, or show it one device."
         )
-    enable()
+    enable(mode)
     if v1:
-        register()
+        register(dropout_mode=mode)
     if train and worker:  # what their command's own workers call
         if v1:
             from llamafactory.v1.launcher import main as run

@@ -7,8 +7,9 @@
 or, before the model is made, ``enable()`` for every DoRA layer to come. Parameters, checkpoint keys and merges stay PEFT's;
 nothing of PEFT is patched but, by ``enable``, five names in its registry. ``print(report(model))`` says what ran.
 
-lora_dropout means what it means in PEFT. Where kernels run they draw the mask themselves, from a seed that torch's generator
-gives: the same formula with another mask than stock. Elsewhere PEFT's own module draws it, bit for bit the stock one.
+lora_dropout means what it means in PEFT, unless you ask for ``dropout_mode="lora"``. Where kernels run they draw the mask
+themselves, from a seed that torch's generator gives: the same formula with another mask than stock. Elsewhere PEFT's own
+module draws it, bit for bit the stock one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ need("peft", "peft", "0.18.0")
 import weakref
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from peft import PeftModel
@@ -70,7 +71,13 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def use_fdora(
-    model: Model, *, fuse: bool | None = None, keep_inner: bool = False, detach: bool = True, norms_on_shards: bool = False
+    model: Model,
+    *,
+    fuse: bool | None = None,
+    dropout_mode: Literal["peft", "lora"] = "peft",
+    keep_inner: bool = False,
+    detach: bool = True,
+    norms_on_shards: bool = False,
 ) -> Model:
     """Run the DoRA layers of this model through fdora. In place; nothing enters its state dict. Idempotent.
 
@@ -85,6 +92,11 @@ def use_fdora(
         the residual go into the layer before them: fewer passes and roundings. None does so wherever such a block is, True
         raises where there is none, False runs layer by layer. A copy or a pickle of the model forgets it for q, k, v and for
         blocks of vision transformers.
+      dropout_mode: what ``lora_dropout`` above 0 means. "peft" is PEFT's function,
+        ``x W^T + (g - 1) D(x) W^T + g s D(x) A^T B^T + bias``: a second product with W. "lora" drops the adapter's input alone,
+        ``g (x W^T + s D(x) A^T B^T) + bias``: one product, the same mean and a smaller variance. Its y differs in training by
+        about ``sqrt(p / (1 - p)) |g - 1|``, relative; in evaluation it is the same function. A layer that PEFT's own code runs
+        has PEFT's meaning, and :func:`report` says so.
       keep_inner: keep one more activation per layer. Needed where the model changes the layer's output in
         place before backward, as ``nn.ReLU(inplace=True)`` or Gemma 3n with ``"all-linear"`` does (the error says so).
       detach: True treats the norm as a constant, as PEFT does. False lets gradients reach A and B through it too: full DoRA, on
@@ -97,10 +109,11 @@ def use_fdora(
       The model.
 
     Raises:
-      FdoraError: there is no DoRA adapter in it, or ``fuse=True`` finds no block all of whose layers have one. With
-        ``detach=False`` a quantised layer raises when it runs.
+      FdoraError: there is no DoRA adapter in it, ``dropout_mode`` is neither, or ``fuse=True`` finds no block all of whose
+        layers have one. With ``detach=False`` a quantised layer raises when it runs.
     """
     found, layers, wrong = False, _layers("use_fdora", model), []
+    _check_mode("use_fdora", dropout_mode)
     unfuse_blocks(model)
     unhook(model)
     for path, layer in layers:
@@ -109,7 +122,7 @@ def use_fdora(
                 variant = layer.lora_variant[name] = OURS[type(variant)](variant)
             if isinstance(variant, Dora):
                 found = True
-                variant.keep_inner, variant.detach = keep_inner, detach
+                variant.keep_inner, variant.detach, variant.dropout_mode = keep_inner, detach, dropout_mode
                 variant.keep(layer)
                 fuse_layer(layer)
                 if isinstance(variant, LinearVariant) and variant.misread(layer) is not None:
@@ -148,30 +161,34 @@ def restore(model: Model) -> Model:
     return model
 
 
-def enable() -> None:
+def enable(dropout_mode: Literal["peft", "lora"] = "peft") -> None:
     """Every DoRA layer that PEFT makes from now on, in this process, runs through fdora. Idempotent.
 
     Five names of ``peft.tuners.lora.variants``, which PEFT looks up when it makes a layer, stand for ours until
-    :func:`disable`. Models that exist already do not change, here or there.
+    :func:`disable`. Models that exist already do not change, here or there. ``dropout_mode`` is that of :func:`use_fdora`.
     """
+    _check_mode("enable", dropout_mode)
+    Dora.MADE_WITH = dropout_mode
     for stock, ours in OURS.items():
         setattr(variants, stock.__name__, ours)
 
 
 def disable() -> None:
     """Undo :func:`enable`. Models made meanwhile keep running through fdora: :func:`restore` them one by one."""
+    Dora.MADE_WITH = "peft"
     for stock in OURS:
         setattr(variants, stock.__name__, stock)
 
 
 @contextmanager
-def enabled() -> Iterator[None]:
+def enabled(dropout_mode: Literal["peft", "lora"] = "peft") -> Iterator[None]:
     """:func:`enable` for a block: ``with enabled(): model = PeftModel.from_pretrained(base, path)``."""
-    before = {stock.__name__: getattr(variants, stock.__name__) for stock in OURS}
-    enable()
+    before, mode = {stock.__name__: getattr(variants, stock.__name__) for stock in OURS}, Dora.MADE_WITH
+    enable(dropout_mode)
     try:
         yield
     finally:
+        Dora.MADE_WITH = mode
         for name, variant in before.items():
             setattr(variants, name, variant)
 
@@ -316,6 +333,12 @@ def shards_of(layers: Iterable[Any], known: Container[int]) -> list[tuple[Any, A
 
 def _no_magnitude(name: str, why: str) -> FdoraError:
     return FdoraError(f"fdora.init_magnitude: `model` must have DoRA layers that fdora runs, got `{name}`: {why}.")
+
+
+def _check_mode(fn: str, mode: Any) -> None:
+    if mode not in ("peft", "lora"):
+        remedy = "'peft' is PEFT's lora_dropout; 'lora' drops the adapter's input alone."
+        raise FdoraError(f"fdora.{fn}: `dropout_mode` must be 'peft' or 'lora', got {mode!r}. {remedy}")
 
 
 def _layers(fn: str, model: nn.Module) -> list[tuple[str, Any]]:

@@ -18,7 +18,7 @@ from fdora.integrations._framework import need, put_back, set_aside
 need("swift", "ms-swift", "4.6.0")
 
 import copy
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
@@ -43,6 +43,8 @@ Model = TypeVar("Model", bound=nn.Module)
 class FdoraTuner(PeftTuner):
     """SWIFT's own DoRA, run by fdora."""
 
+    dropout_mode: Literal["peft", "lora"] = "peft"
+
     @staticmethod
     def prepare_model(args: Any, model: nn.Module) -> nn.Module:
         if args.tuner_backend != "peft":
@@ -54,11 +56,11 @@ class FdoraTuner(PeftTuner):
 
         args = copy.copy(args)
         args.tuner_type, args.use_dora = "lora", True
-        return use_fdora(prepare_adapter(args, model))
+        return use_fdora(prepare_adapter(args, model), dropout_mode=FdoraTuner.dropout_mode)
 
     @staticmethod
     def from_pretrained(model: nn.Module, model_id: str, **kwargs: Any) -> nn.Module:
-        return use_fdora(PeftTuner.from_pretrained(model, model_id, **kwargs))
+        return use_fdora(PeftTuner.from_pretrained(model, model_id, **kwargs), dropout_mode=FdoraTuner.dropout_mode)
 
     @staticmethod
     def save_pretrained(
@@ -73,8 +75,9 @@ class FdoraTuner(PeftTuner):
         model.save_pretrained(save_directory, safe_serialization=safe_serialization, state_dict=state_dict, **kwargs)  # type: ignore[operator]
 
 
-def register() -> None:
-    """``--tuner_type fdora`` exists from now on, in this process."""
+def register(*, dropout_mode: Literal["peft", "lora"] = "peft") -> None:
+    """``--tuner_type fdora`` exists from now on, in this process; ``lora_dropout`` means what ``dropout_mode`` says."""
+    FdoraTuner.dropout_mode = dropout_mode
     tuners_map["fdora"] = FdoraTuner
 
 
@@ -83,7 +86,7 @@ def unregister() -> None:
     tuners_map.pop("fdora", None)
 
 
-def use_fdora(model: Model) -> Model:
+def use_fdora(model: Model, *, dropout_mode: Literal["peft", "lora"] = "peft") -> Model:
     """:func:`fdora.integrations.peft.use_fdora`, for a model with SWIFT's adapters. Idempotent.
 
     SWIFT binds a ``forward`` to every A and B that first moves its input to its weight's device. Where the layer is on one
@@ -92,7 +95,7 @@ def use_fdora(model: Model) -> Model:
     Raises:
       FdoraError: there is no DoRA adapter in the model.
     """
-    peft.use_fdora(model)
+    peft.use_fdora(model, dropout_mode=dropout_mode)
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
             parts = [*layer.lora_A.values(), *layer.lora_B.values()]

@@ -15,7 +15,7 @@ from fdora.integrations._framework import need
 
 need("unsloth", "unsloth", "2026.10.9")
 
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torch import nn
 
@@ -27,11 +27,11 @@ __all__ = ["report", "restore", "use_fdora"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def use_fdora(model: Model) -> Model:
+def use_fdora(model: Model, *, dropout_mode: Literal["peft", "lora"] = "peft") -> Model:
     """:func:`fdora.integrations.peft.use_fdora`, for a model of an Unsloth that heeds the magnitude everywhere. Idempotent.
 
     Raises:
       FdoraError: Unsloth is not installed or older than 2026.10.9; there is no DoRA adapter in the model.
     """
     need("unsloth", "unsloth", "2026.10.9")
-    return peft.use_fdora(model)
+    return peft.use_fdora(model, dropout_mode=dropout_mode)

@@ -513,6 +513,23 @@ def full_dora(how, truth, mesh):
     return {"gradients off": off({n: full(p.grad) for n, p in trained(run)}, wanted), **paths(run)}
 
 
+def adapters_input_dropped(how, truth, mesh):
+    """Without B a step with dropout of the adapter's input alone is the one without dropout, and with B a random one."""
+    model = use_fdora(built(HEADS, lora_dropout=0.4), fuse=False, dropout_mode="lora")
+    empty = use_fdora(built(HEADS, lora_dropout=0.4), fuse=False, dropout_mode="lora")
+    with torch.no_grad():
+        for name, p in empty.named_parameters():
+            if "lora_B" in name:
+                p.zero_()
+    whole = copy.deepcopy(empty).eval()
+    run, other = (TENSOR_PARALLEL[how](each, mesh).train() for each in (empty, model))
+    ids = batches()[0, 0, 0]
+    first, second = (loss_of(other, ids) for _ in range(2))
+    first.backward()
+    found = {"loss off": (loss_of(run, ids) - loss_of(whole, ids)).abs().item(), "drawn apart": (first - second).abs().item()}
+    return found | {"finite": all(bool(full(p.grad).isfinite().all()) for _, p in trained(other)), **paths(other)}
+
+
 def few_rows(truth, mesh):
     """Layers with fewer rows and columns than processes, or with some left over: what is whole must not pass for a part."""
     found = {}
@@ -671,6 +688,7 @@ CASES |= {f"dropout, {name}": partial(dropped, LAYOUTS[name]) for name in DROPPE
 CASES["bf16 policy"] = policy
 CASES["loaded by transformers under fsdp"] = fsdp_loaded
 CASES |= {f"full DoRA, {how}": partial(full_dora, how) for how in TENSOR_PARALLEL}
+CASES |= {f"lora dropout, {how}": partial(adapters_input_dropped, how) for how in TENSOR_PARALLEL}
 CASES["few rows"] = few_rows
 CASES |= {f"tp {how}": partial(tensor_parallel, how) for how in ("transformers", "parallelize_module", "fsdp over it")}
 ZERO = {f"zero {stage}": partial(zero, stage) for stage in (2, 3)}  # want DeepSpeed

@@ -105,7 +105,7 @@ def apart(got, want):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_its_command_trains_pefts_adapter(dropout, files, tmp_path, monkeypatch, capsys):
     models, use_fdora = [], shim.use_fdora
-    monkeypatch.setattr(shim, "use_fdora", lambda model: models.append(model) or use_fdora(model))
+    monkeypatch.setattr(shim, "use_fdora", lambda model, **how: models.append(model) or use_fdora(model, **how))
     start = {"lora_model_dir": str(files / f"adapter-{dropout}")}
     want = trained(files, tmp_path / "stock", **start)
     plain = trained(files, tmp_path / "plain", **PLUGIN, **start)
@@ -115,6 +115,19 @@ def test_its_command_trains_pefts_adapter(dropout, files, tmp_path, monkeypatch,
     for model in models:
         path = "composed" if dropout else "fused"
         assert [getattr(row, path) for row in report(model)] == tiny.LAYERS * [STEPS], str(report(model))
+
+
+def test_dropout_of_the_adapters_input_alone(files, tmp_path, monkeypatch):
+    """A key of the configuration, which Axolotl checks."""
+    models, use_fdora = [], shim.use_fdora
+    monkeypatch.setattr(shim, "use_fdora", lambda model, **how: models.append(model) or use_fdora(model, **how))
+    start = {"lora_model_dir": str(files / "adapter-0.1")}
+    theirs = trained(files, tmp_path / "peft", **PLUGIN, **start)
+    ours = trained(files, tmp_path / "lora", **PLUGIN, **start, fdora_dropout_mode="lora")
+    assert [{row.dropout_mode for row in report(model)} for model in models] == [{"peft"}, {"lora"}]
+    assert apart(ours, theirs) > 1e-4
+    with pytest.raises(ValueError, match="fdora_dropout_mode"):
+        trained(files, tmp_path / "both", **PLUGIN, **start, fdora_dropout_mode="both")
 
 
 @pytest.mark.parametrize(("optimizer", "stale"), [("adamw_torch", False), ("adamw_torch_fused", True)])

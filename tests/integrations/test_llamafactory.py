@@ -137,6 +137,28 @@ def test_the_second_version(dropout, files, command, tmp_path, monkeypatch):
     close(got, want)
 
 
+@pytest.mark.parametrize("version", ["first", "second"])
+def test_dropout_of_the_adapters_input_alone(version, files, command, tmp_path, monkeypatch):
+    """``--dropout-mode lora`` before the command."""
+    modes, stock = set(), Dora.count
+    monkeypatch.setattr(Dora, "count", lambda self, path: modes.add(self.dropout_mode) or stock(self, path))
+
+    def asked():
+        sys.argv[1:1] = ["--dropout-mode", "lora"]
+        shim.main()
+
+    if version == "second":
+        monkeypatch.setenv("USE_V1", "1")
+        config = v1(files, tmp_path / "out", "fdora", lora_dropout=0.05)
+    else:
+        config = v0(files, tmp_path / "out", lora_dropout=0.05)
+    _, calls = command(asked, config)
+    assert modes == {"lora"} and calls == {"composed": STEPS * tiny.LAYERS}
+    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", "--dropout-mode", "both", "version"])
+    with pytest.raises(FdoraError, match="`dropout_mode` must be 'peft' or 'lora', got 'both'"):
+        shim.main()
+
+
 def test_an_adapter_that_is_merged_for_inference(files, monkeypatch):
     shim.register()
     config = {"name": "fdora", "adapter_name_or_path": str(files / "adapter")}

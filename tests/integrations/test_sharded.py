@@ -167,6 +167,13 @@ def test_dropout(found, name):
         assert mine["loss same"] and mine["gradients off"] < 1e-6
 
 
+@pytest.mark.parametrize("how", TENSOR_PARALLEL)
+def test_dropout_of_the_adapters_input_alone(found, how):
+    for mine in each_rank(found, f"lora dropout, {how}"):
+        assert mine["fused"] and (mine["composed"], mine["fallbacks"]) == (0, {})
+        assert mine["loss off"] < 1e-6 and mine["drawn apart"] > 1e-6 and mine["finite"]  # PEFT's meaning is 1e-3 off
+
+
 def test_a_bf16_policy(found):
     for mine in each_rank(found, "bf16 policy"):
         assert (mine["composed"], mine["fallbacks"], mine["norms"]) == (0, {}, 0)
@@ -200,6 +207,7 @@ def holds(found, name):
     """The test of one case, for sharded_table.py."""
     kind, _, rest = name.partition(", ")
     kinds = {"fuse": test_fuse, "compiled": test_compiled, "on shards": test_norms_on_shards, "dropout": test_dropout}
+    kinds["lora dropout"] = test_dropout_of_the_adapters_input_alone
     kinds["full DoRA"] = test_gradients_through_norms_under_tensor_parallelism
     alone = {"bf16 policy": test_a_bf16_policy, "loaded by transformers under fsdp": test_a_model_that_was_loaded_sharded}
     alone["few rows"] = test_few_rows_under_tensor_parallelism

@@ -18,7 +18,7 @@ from swift.utils.utils import import_external_file
 
 from fdora import FdoraError
 from fdora.integrations import swift as shim
-from fdora.integrations.peft import report
+from fdora.integrations.peft import report, restore
 from tests.integrations import tiny
 from tests.integrations.models import perturb
 from tests.integrations.test_peft_model import snapshot
@@ -122,7 +122,7 @@ def documented(files):
 def made(monkeypatch):
     """The models that went through the shim."""
     seen, use_fdora = [], shim.use_fdora
-    monkeypatch.setattr(shim, "use_fdora", lambda model: seen.append(model) or use_fdora(model))
+    monkeypatch.setattr(shim, "use_fdora", lambda model, **how: seen.append(model) or use_fdora(model, **how))
     return seen
 
 
@@ -171,6 +171,11 @@ def test_a_fresh_adapter_is_swifts(files, made, tmp_path):
     assert ours.peft_config["default"].to_dict() == stock.peft_config["default"].to_dict()
     assert ours.peft_config["default"].lora_dropout == 0.05 and ours.peft_config["default"].use_dora
     assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), stock.parameters(), strict=True))
+    assert {row.dropout_mode for row in report(ours)} == {"peft"}
+    shim.register(dropout_mode="lora")
+    again = tuners_map["fdora"].prepare_model(args, restore(ours).unload())
+    assert {row.dropout_mode for row in report(again)} == {"lora"}
+    shim.register()
     args.tuner_backend = "unsloth"
     with pytest.raises(FdoraError, match="must be peft, got unsloth"):
         tuners_map["fdora"].prepare_model(args, base)

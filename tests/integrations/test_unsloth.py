@@ -85,6 +85,11 @@ def test_its_trainer_trains_the_same_adapter(dropout, folder, tmp_path):
     assert all((row.composed if dropout else row.fused) >= STEPS and not row.fallbacks for row in rows), str(rows)
 
 
+def test_dropout_of_the_adapters_input_alone(folder):
+    model, _ = made(folder, 0.1)
+    assert {row.dropout_mode for row in report(use_fdora(model, dropout_mode="lora"))} == {"lora"}
+
+
 def test_generate_and_restore(folder):
     model, _ = made(folder)
     unsloth.FastLanguageModel.for_inference(model)

@@ -20,7 +20,7 @@ from fdora import _facts, _plain
 from fdora._check import FLOATS
 from fdora._dispatch import forced
 from fdora._plain import Entry, Route
-from fdora._records import WIDTH
+from fdora._records import WIDTH, DropoutMode
 from fdora._torch import PLAIN, any_autocast, autocast_on, dispatch_modes, is_traced, jit_tracing
 from fdora.functional import prepared, select_backend
 from fdora.functional.prepared import check_detach, is_opaque
@@ -43,12 +43,14 @@ class Call(NamedTuple):
     bias: Tensor | None
     s: float
     p: float = 0.0
+    mode: DropoutMode = "lora"
+    """What dropout drops; with p = 0 always this one."""
     dtype: torch.dtype | None = None
     """To which x is cast, and y back: of a Linear4bit, that in which it computes."""
 
     def ends(self, layer: Any, x: Tensor) -> Any:
         """What the block of a vision transformer wants done beside the layer; None where it is to do that itself."""
-        if self.p or self.dtype not in (None, x.dtype):
+        if (self.p and self.mode == "peft") or self.dtype not in (None, x.dtype):
             return None
         return self.variant.tail.take(layer, x, self.W.shape[0])
 

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from fdora import FdoraError
 from fdora._plain import Route
+from fdora._records import DropoutMode
 from fdora._torch import PLAIN, functorch_active, in_subgraph, is_traced, jit_tracing
 from fdora.functional import (
     DoraLayer,
@@ -85,6 +86,7 @@ from fdora.integrations._peft.sharded import LISTENED, gather, init_on_mesh, lea
 from fdora.quant import QuantWeight
 
 EPS = 1e-12  # dora_scale's floor of c
+NO_DROPOUT: DropoutMode = "lora"
 COMPOSED = "composed"  # how a call of the base layer, and then of its correction, is counted
 
 
@@ -95,11 +97,13 @@ class Dora:
     """
 
     STOCK: type
+    MADE_WITH: DropoutMode = "peft"  # what dropout means in those that PEFT makes, see enable
 
     def __init__(self, stock: Any = None):
         self.stock = self.STOCK() if stock is None else stock
         self.keep_inner = False
         self.detach = True
+        self.dropout_mode: DropoutMode = Dora.MADE_WITH
         self.shared: Any = None  # with the layers that read the same x, see patterns.py
         self.place = 0  # among these
         self.tail: Any = None  # what may follow the layer in its call, see patterns.py
@@ -111,12 +115,12 @@ class Dora:
         self.base = "", ""  # what quantised.py said of the base layer when use_fdora looked
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"stock": self.stock, "keep_inner": self.keep_inner, "detach": self.detach, "base": self.base}
+        return {name: getattr(self, name) for name in ("stock", "keep_inner", "detach", "base", "dropout_mode")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["stock"])  # type: ignore[misc]
         self.keep_inner, self.base = state["keep_inner"], state["base"]
-        self.detach = state.get("detach", True)  # a pickle of before
+        self.detach, self.dropout_mode = state.get("detach", True), state.get("dropout_mode", "peft")  # a pickle of before
 
     def look(self, base: Any) -> tuple[str, str]:
         """Whose quantised layer it is, and why its product is its own. No compiler needs to follow how that is found out."""
@@ -144,6 +148,10 @@ class Dora:
         """c, whose gradient reaches A and B where use_fdora was asked for that."""
         return c if self.detach else attached("use_fdora", c, W, A, B, s, select_backend(W).name)
 
+    def drops(self, module: Any, adapter: str) -> bool:
+        """Whether dropout changes what the layer computes now."""
+        return bool(module.training) and not isinstance(module.lora_dropout[adapter], nn.Identity)
+
     def compose(self, module: Any, active_adapter: str, w: Weights, x: Tensor, result: Tensor) -> Tensor:
         """The layer's output, from that of its base layer."""
         raise NotImplementedError
@@ -156,7 +164,8 @@ class Dora:
         return self.compose(module, active_adapter, w, x, result)
 
     def fall_back(self, why: str, module: Any, adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
-        self.count(f"stock: {why}")
+        others = self.dropout_mode == "lora" and self.drops(module, adapter)
+        self.count(f"stock: {why}{', and so with dropout as PEFT means it' if others else ''}")
         return self.stock.forward(module, active_adapter=adapter, x=x, result=result, **kwargs).to(result.dtype)
 
     def init(self, module: Any, adapter_name: str, **kwargs: Any) -> None:
@@ -286,16 +295,16 @@ class Layer(nn.Module):
         if backend and ends is None:
             keep_route(self, call)
         variant.count(FUSED)
-        _, W, A, B, m, bias, s, p, dtype = call
+        _, W, A, B, m, bias, s, p, mode, dtype = call
         x, given = (x if dtype is None else x.to(dtype)), x.dtype
         if ends is not None:
             variant.tail.taken()
-            end = {"gamma": ends.gamma, "residual": ends.residual}
+            end = {"gamma": ends.gamma, "residual": ends.residual, "dropout_p": p, "dropout_mode": mode}
             return dora_linear(x, W, A, B, m, s=s, bias=bias, norm=call.norm(), keep_inner=keep_inner, **end)
         if variant.detach:
-            y = linears(x, (DoraLayer(W, A, B, m, s, bias, given_norms((call,))[0]),), p, keep_inner)[0]
+            y = linears(x, (DoraLayer(W, A, B, m, s, bias, given_norms((call,))[0]),), p, mode, keep_inner)[0]
         else:  # one node, which takes the gradient on through the norm
-            how: Any = {"dropout_p": p, "dropout_mode": "peft", "keep_inner": keep_inner, "detach": False}
+            how: Any = {"dropout_p": p, "dropout_mode": mode, "keep_inner": keep_inner, "detach": False}
             y = dora_linear(x, W, A, B, m, s=s, bias=bias, norm=call.value(), **how)
         return y if dtype is None else y.to(given)
 
@@ -425,11 +434,12 @@ def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | str:
         magnitude = leaves[2].inner
     elif type(magnitude) is not DoraLinearLayer:
         return LISTENED
-    p = 0.0
+    p, mode = 0.0, NO_DROPOUT
     if type(dropout) is not nn.Identity and module.training:
         if not draws(dropout, x):
             return "dropout with torch's mask"
-        p = dropout.p if dropout.training else 0.0
+        if dropout.training and dropout.p:
+            p, mode = dropout.p, variant.dropout_mode
     if module.fan_in_fan_out:
         return "a transposed base weight"
     s = module.scaling[name]
@@ -448,14 +458,14 @@ def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | str:
             W, bias = base.weight, base.bias
         if W.requires_grad and not W.is_leaf:
             W = variant.kept.frozen(W)
-        return Call(variant, W, A, B, m, bias, s, p)
+        return Call(variant, W, A, B, m, bias, s, p, mode)
     dtype = compute_dtype(base, kind, x)
     quant = variant.held.of(base, kind, dtype)
     if isinstance(quant, str):
         return quant
     if m.dtype not in (torch.float32, quant.dtype):  # PEFT takes it from a weight of the state's dtype
         m = m.float()
-    return Call(variant, quant, A, B, m, base.bias, s, p, dtype)
+    return Call(variant, quant, A, B, m, base.bias, s, p, mode, dtype)
 
 
 def draws(dropout: nn.Module, x: Tensor) -> bool:
@@ -621,7 +631,7 @@ def mixed(module: Any, x: Tensor, names: Any) -> Tensor | str:
     calls = [each.call for each in members if each.call is not None]
     if not calls:
         return next((each for each in found.values() if isinstance(each, str)), "no DoRA adapter in the batch")
-    _, W, *_, bias, _, _, dtype = calls[0]
+    W, bias, dtype = calls[0].W, calls[0].bias, calls[0].dtype
     for each in found.values():
         why = each if isinstance(each, str) else unfit(x, W, *each.params, dtype)
         if why:
@@ -766,10 +776,12 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
         s, base = module.scaling[active_adapter], module.get_base_layer()
         lora_A, lora_B, dropout = (part[active_adapter] for part in (module.lora_A, module.lora_B, module.lora_dropout))
         g, bias = scale_and_bias(self, module, w, s, result, base.bias)
-        if isinstance(dropout, nn.Identity) or not module.training:
-            return dora_compose(result, lora_B(lora_A(x)), g, s=s, bias=bias)
-        x = dropout(x)
-        lora, x = lora_B(lora_A(x)), x.to(result.dtype)
+        dropped = self.drops(module, active_adapter)
+        x = dropout(x) if dropped else x
+        lora = lora_B(lora_A(x))
+        if not dropped or self.dropout_mode == "lora":
+            return dora_compose(result, lora, g, s=s, bias=bias)
+        x = x.to(result.dtype)
         if isinstance(w.W, QuantWeight) or quantised(base):  # F.linear would keep the dequantised weight until backward
             delta = dora_delta(base(x), lora, g, s=s)
             return result + (delta if bias is None else delta + bias.to(delta.dtype))
@@ -811,6 +823,10 @@ class EmbeddingVariant(Dora, variants.DoraEmbeddingVariant):
     """nn.Embedding: W is (V, d) and the norm runs along V, so this is the linear layer of the transposed weight."""
 
     STOCK = variants.DoraEmbeddingVariant
+
+    def drops(self, module: Any, adapter: str) -> bool:
+        """It has dropout and does not use it."""
+        return False
 
     def init(self, module: Any, adapter_name: str, **kwargs: Any) -> None:
         super().init(module, adapter_name, **kwargs)
@@ -878,11 +894,13 @@ class ConvVariant(Dora):
         g, bias = scale_and_bias(self, module, w, s, result, base.bias)
         along = (1, -1, *[1] * (result.dim() - 2))
         g = g.view(along)
-        if isinstance(dropout, nn.Identity) or not module.training:
-            y = g * result + (s * g) * lora_B(lora_A(x))
+        dropped = self.drops(module, active_adapter)
+        x = dropout(x) if dropped else x
+        lora = lora_B(lora_A(x))
+        if not dropped or self.dropout_mode == "lora":
+            y = g * result + (s * g) * lora
             return (y if bias is None else y + bias.view(along)).to(result.dtype)
-        x = dropout(x)
-        lora, x = lora_B(lora_A(x)), x.to(result.dtype)
+        x = x.to(result.dtype)
         conv = getattr(F, f"conv{result.dim() - 2}d")
         base_result = conv(x, base.weight, None, base.stride, base.padding, base.dilation, base.groups)
         return (result + (g - 1) * base_result + (s * g) * lora).to(result.dtype)

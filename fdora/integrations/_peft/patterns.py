@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from transformers import activations, modeling_layers
 from transformers.utils import deprecation
 
+from fdora._records import DropoutMode
 from fdora._torch import PLAIN, autocast_on, in_subgraph, is_traced, trace
 from fdora.functional import DoraLayer, prepared
 from fdora.functional.prepared import folded, linears, loses_inner
@@ -737,9 +738,9 @@ class Together(NamedTuple):
     def layers(self) -> list[DoraLayer]:
         return [of(call, c) for call, c in zip(self.calls, given_norms(self.calls), strict=True)]
 
-    def options(self) -> tuple[float, bool]:
-        """Dropout's p, and whether to keep the value before g."""
-        return self.calls[0].p, any([call.variant.keep_inner for call in self.calls])
+    def options(self) -> tuple[float, DropoutMode, bool]:
+        """Dropout's p and mode, and whether to keep the value before g."""
+        return self.calls[0].p, self.calls[0].mode, any([call.variant.keep_inner for call in self.calls])
 
     def mlp(self, x: Tensor, act: Any, gate_last: bool | None, ends: Any) -> Tensor:
         """Of gate, up and down; or of both in one layer and down, where ``gate_last`` is not None: which half is the gate."""
@@ -748,12 +749,12 @@ class Together(NamedTuple):
         else:
             both, down = [of(call, call.norm()) for call in self.calls]
             gate, up = halves(both, gate_last)
-        p, keep_inner = self.options()
+        p, mode, keep_inner = self.options()
         if ends is None:
-            return linears(x, (gate, up, down), p, keep_inner, act)[0]
+            return linears(x, (gate, up, down), p, mode, keep_inner, act)[0]
         m, bias = folded(x.dtype, ends.gamma, down.m, down.bias)  # type: ignore[arg-type]
         keep_inner = keep_inner or loses_inner(x.dtype, ends.gamma, None)
-        y = linears(x, (gate, up, down._replace(m=m, bias=bias)), p, keep_inner, act)[0]
+        y = linears(x, (gate, up, down._replace(m=m, bias=bias)), p, mode, keep_inner, act)[0]
         return y if ends.residual is None else y + ends.residual
 
 
@@ -763,7 +764,7 @@ def together(layers: Sequence[Any], x: Tensor, mlp: bool = False, packed: bool =
     for layer in layers:
         adapter = active(layer) if isinstance(layer, Layer) and not hooked(layer) else None
         call = "" if adapter is None else call_of(layer, x, *adapter)
-        if isinstance(call, str) or (found and (call.p, call.dtype) != (found[0].p, found[0].dtype)):
+        if isinstance(call, str) or (found and how_called(call) != how_called(found[0])):
             return None
         if mlp and call.dtype not in (None, x.dtype):  # layer by layer, what lies between has the dtype of x
             return None
@@ -777,6 +778,11 @@ def together(layers: Sequence[Any], x: Tensor, mlp: bool = False, packed: bool =
     return None if why else Together(found)
 
 
+def how_called(call: Call) -> tuple[Any, ...]:
+    """What all layers of one call must have in common."""
+    return call.p, call.mode, call.dtype
+
+
 def halves(both: DoraLayer, gate_last: bool) -> tuple[DoraLayer, DoraLayer]:
     """gate and up of a layer that computes the two beside each other: rows of W, B, m, bias and c; A is that of both."""
     W, A, B, m, s, bias, c = both
@@ -787,7 +793,7 @@ def halves(both: DoraLayer, gate_last: bool) -> tuple[DoraLayer, DoraLayer]:
 
 
 def of(call: Call, c: Tensor) -> DoraLayer:
-    variant, W, A, B, m, bias, s, _, _ = call
+    variant, W, A, B, m, bias, s, *_ = call
     variant.count(FUSED)
     return DoraLayer(W, A, B, m, s, bias, c)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fdora import FdoraError
+from fdora._records import DropoutMode
 from fdora._torch import PLAIN
 from fdora.functional import Explanation, dora_linear, select_backend
 from fdora.functional import explain as explain_call
@@ -27,7 +28,8 @@ class Layout(NamedTuple):
     """Of W, A, B, m and bias the shape, the dtype and whether it is trained; None for no bias."""
     s: float
     p: float
-    """Dropout."""
+    mode: DropoutMode
+    """Of dropout."""
     device: str
 
 
@@ -56,6 +58,10 @@ class Row(NamedTuple):
     """What ``Report.explain`` reads: dtypes, what is trained; None for what is no linear layer."""
     weight: str = ""
     """How the base weight is stored, as a ``QuantWeight`` names it ("nf4"), or as its class does; empty where it is dense."""
+    p: float = 0.0
+    """``lora_dropout``; 0 where the layer has none or does not use it."""
+    dropout_mode: str = "peft"
+    """What that means; see :func:`use_fdora`."""
 
 
 class Report(list[Row]):
@@ -72,7 +78,7 @@ class Report(list[Row]):
         widths = [max(len(line[i]) for line in table) for i in range(len(head))]
         reasons = dict.fromkeys(f"{row.backend}: {row.why}" for row in self)
         lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table]
-        return "\n".join([*lines, *reasons, *advice(*self.gathers)])
+        return "\n".join([*lines, *reasons, *on_dropout(self), *advice(*self.gathers)])
 
     def explain(self, tokens: int = 4096, gpu: str | None = None) -> str:
         """The plans of each kind of layer and their sum over the model: kernels, flops, bytes, times, what backward keeps.
@@ -90,6 +96,19 @@ def advice(gathers: int, alone: int) -> list[str]:
     if not alone:
         return [line]
     return [f"{line}, {alone} of them for A, B and m as units of their own. Wrap whole blocks alone: {gathers - alone}."]
+
+
+def on_dropout(rows: Sequence[Row]) -> list[str]:
+    """What dropout costs, and what it could cost."""
+    asked: dict[tuple[float, str], int] = {}
+    for row in rows:
+        if row.p and row.backend != "stock":
+            asked[row.p, row.dropout_mode] = asked.get((row.p, row.dropout_mode), 0) + 1
+    what = {
+        "peft": "as PEFT means it: a second product with W. dropout_mode='lora' has one, and is another function in training",
+        "lora": "of the adapter's input alone (dropout_mode='lora'): one product with W; in training not PEFT's function",
+    }
+    return [f"dropout {p} in {count} of {len(rows)} layers, {what[mode]}." for (p, mode), count in asked.items()]
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -122,14 +141,21 @@ def row(name: str, layer: Any, adapter: str, variant: Any) -> Row:
     r = layer.r[adapter]
     if not isinstance(variant, Dora):
         why = "use_fdora was not called, or not since"
-        return Row(name, adapter, shape, r, "stock", why, 0, 0, "", {}, 0, layout(layer, adapter, shape), stored(layer, Held()))
+        weight, p = stored(layer, Held()), p_of(layer, adapter)
+        return Row(name, adapter, shape, r, "stock", why, 0, 0, "", {}, 0, layout(layer, adapter, shape), weight, p)
     backend, why = select_backend(m)
     eye = K * K if linear and (A.dim() == 2 or type(base) is nn.Linear) else 0
     weight = stored(layer, variant.held)
     fallbacks = {path.removeprefix("stock: "): n for path, n in variant.calls.items() if path not in (FUSED, COMPOSED)}
     counts = variant.calls[FUSED], variant.calls[COMPOSED], variant.why_not_fused, fallbacks
     saved = ((4 if weight else 3) * N * K + eye) * A.element_size()
-    return Row(name, adapter, shape, r, backend, why, *counts, saved, layout(layer, adapter, shape), weight)
+    how = layout(layer, adapter, shape), weight, p_of(layer, adapter), variant.dropout_mode
+    return Row(name, adapter, shape, r, backend, why, *counts, saved, *how)
+
+
+def p_of(layer: Any, adapter: str) -> float:
+    dropout = layer.lora_dropout[adapter]
+    return 0.0 if adapter in layer.lora_embedding_A or type(dropout) is nn.Identity else float(getattr(dropout, "p", 0.0))
 
 
 def stored(layer: Any, held: Held) -> str:
@@ -152,12 +178,13 @@ def layout(layer: Any, adapter: str, shape: tuple[int, int]) -> Layout | None:
     if W is None or type(W) not in PLAIN or unserved(W, A, B, m):
         return None
     p = float(dropout.p) if type(dropout) is nn.Dropout and layer.training else 0.0
+    mode: Any = getattr(layer.lora_variant[adapter], "dropout_mode", "peft")
     (N, K), r = shape, layer.r[adapter]
     shapes = ((N, K), (r, K), (N, r), (N,), (N,))
     operands: list[Any] = []
     for t, of in zip((W, A, B, m, bias), shapes, strict=True):
         operands.append(None if t is None else (of, t.dtype, t is not bias and t.requires_grad))
-    return Layout(tuple(operands), float(layer.scaling[adapter]), p, str(W.device))
+    return Layout(tuple(operands), float(layer.scaling[adapter]), p, mode, str(W.device))
 
 
 def explain_rows(rows: Sequence[Row], tokens: int, gpu: str | None) -> str:
@@ -170,6 +197,7 @@ def explain_rows(rows: Sequence[Row], tokens: int, gpu: str | None) -> str:
         if row.layout is not None:
             kinds.setdefault(row.layout, []).append(row)
     text = [f"Each layer by itself, {tokens} tokens. Its norm runs once for each change of A or B, not in every call."]
+    text += on_dropout(rows)
     planned: list[tuple[int, Explanation]] = []
     for how, members in kinds.items():
         row = members[0]
@@ -193,7 +221,7 @@ def explain_layer(how: Layout, tokens: int, gpu: str) -> Explanation:
     made: list[Any] = [bare(*each) if each else None for each in how.operands]
     W, A, B, m, bias = made
     x = bare((tokens, W.shape[1]), W.dtype, any(t.requires_grad for t in (A, B, m)))
-    return explain_call(dora_linear, x, W, A, B, m, s=how.s, bias=bias, dropout_p=how.p, dropout_mode="peft", gpu=gpu)
+    return explain_call(dora_linear, x, W, A, B, m, s=how.s, bias=bias, dropout_p=how.p, dropout_mode=how.mode, gpu=gpu)
 
 
 def bare(shape: Sequence[int], dtype: torch.dtype, trained: bool) -> Any:

@@ -166,9 +166,8 @@ def on_mesh(module: Any, name: str, variant: Any, x: Tensor) -> Tensor | str:
         A, B, m = factors(W, *plain)
         seed = agreed(W) if p else None
         c = variant.kept.on_mesh(W, A, B, s) if variant.detach else dora_norm(W, A, B, s=s, detach=False)
-        return dora_linear(
-            x, W, A, B, m, s=s, bias=bias, norm=c, dropout_p=p, dropout_mode="peft", seed=seed, keep_inner=variant.keep_inner
-        )
+        drop = {"dropout_p": p, "dropout_mode": variant.dropout_mode, "seed": seed}
+        return dora_linear(x, W, A, B, m, s=s, bias=bias, norm=c, keep_inner=variant.keep_inner, **drop)
 
     return by_style(base, x, run) if "forward" in base.__dict__ else by_hooks(base, x, run)
 
