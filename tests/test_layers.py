@@ -345,7 +345,7 @@ CIRCLE = {
 }
 # Arrows that no import shows, by what stands in the source of those who may not know of it.
 HIDDEN = {
-    "frameworks below integrations": (r"lora_variant|_active_adapter", {"_plain.py", "triton/runtime/plain.c"}),
+    "frameworks below integrations": (r"lora_variant|_active_adapter", set()),
     "callbacks into integrations": (r"\bgivers?\.", {"triton/norm_kept.py"}),
     "globals of another module, exchanged": (r"\b_(facts|plain)\.use\(", {"triton/runtime/walk.py"}),
 }
