@@ -55,14 +55,13 @@ class Call(NamedTuple):
             return None
         return self.variant.tail.take(layer, x, self.W.shape[0])
 
-    def value(self) -> Tensor:
-        """The norm, for a layer that takes its gradient on itself."""
-        check_detach("use_fdora", self.W)
-        return self.variant.kept.of(owner(self.W), self.W, self.A, self.B, self.s)
-
-    def norm(self) -> Tensor:
+    def norm(self, full: bool = False) -> Tensor:
+        """With its gradient where use_fdora was asked for that; ``full``: the value, of which the layer takes it on itself."""
         variant, W, A, B, s = self.variant, self.W, self.A, self.B, self.s
-        return variant.with_gradient(variant.kept.of(owner(W), W, A, B, s), W, A, B, s)
+        c: Tensor = variant.kept.of(owner(W), W, A, B, s)
+        if full:
+            check_detach("use_fdora", W)
+        return c if full else variant.with_gradient(c, W, A, B, s)
 
 
 def given_norms(calls: Sequence[Call]) -> list[Any]:
