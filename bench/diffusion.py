@@ -112,9 +112,9 @@ def checkpointed(module: nn.Module, *args: Any) -> Any:
 class Trained:
     """One way's model, on the inputs of :meth:`feed`."""
 
-    def __init__(self, way: str, base: nn.Module, values: Mapping[str, tuple], autocast: torch.dtype | None):
+    def __init__(self, way: str, base: nn.Module, values: Mapping[str, tuple], kind: Kind, autocast: torch.dtype | None):
         self.way = way
-        self.model, self.leaves = adapted(way, base, values, list(values), S)
+        self.model, self.leaves = adapted(way, base, values, kind.targets, S)
         device = next(iter(self.leaves.values())).device.type
         self.context = partial(torch.autocast, device, autocast) if autocast else nullcontext
         self.optimizer = torch.optim.AdamW(self.leaves.values(), lr=1e-5, fused=True, capturable=device != "cpu")
@@ -177,7 +177,7 @@ class Bench:
         self.values = adapters(self.base, kind.targets, case.r, torch.float32 if case.adapter == "fp32" else dtype)
         autocast = dtype if kind.autocast and case.adapter == "fp32" else None
         tags = {f"{way}, {label(case)}": way for way in options.ways}
-        made = self.run.failed.attempt(tags, lambda tag: Trained(tags[tag], self.base, self.values, autocast))
+        made = self.run.failed.attempt(tags, lambda tag: Trained(tags[tag], self.base, self.values, kind, autocast))
         self.ways = {tags[tag]: way for tag, way in made.items()}
 
     def inputs(self, case: Case) -> tuple[dict[str, Any], Tensor]:
@@ -192,7 +192,7 @@ class Bench:
     def agree(self, case: Case, x: dict[str, Any], target: Tensor) -> None:
         """The relative L2 error of each way of DoRA, against PEFT's in float32."""
         exact = {name: tuple(t.float() for t in parts) for name, parts in self.values.items()}
-        truth = Trained("peft_dora", copy.deepcopy(self.base).float(), exact, None)
+        truth = Trained("peft_dora", copy.deepcopy(self.base).float(), exact, MODELS[case.model], None)
         truth.feed(wide(x), target, True)
         want = truth.parts()
         del truth

@@ -23,7 +23,7 @@ def trained(tmp_path, monkeypatch):
     """Runs a script with --tiny for ten steps; what it defines, and where it wrote."""
 
     def run(name):
-        for needed in ("datasets", "peft", "trl", "bitsandbytes"):
+        for needed in ("datasets", "peft", "trl", "bitsandbytes", "diffusers"):
             pytest.importorskip(needed, reason=f"{needed} is not installed; `make test` installs it")
         monkeypatch.syspath_prepend(str(FOLDER))
         monkeypatch.delitem(sys.modules, "tiny", raising=False)
@@ -64,6 +64,32 @@ def test_a_layer_of_ones_own_learns_and_merges(trained, capsys):
         dense = base[f"{path}.weight"].double() + 2.0 * B @ A
         dense *= (m / dense.norm(dim=1))[:, None]
         torch.testing.assert_close(merged[f"{path}.weight"], dense.float())
+
+
+def test_dreambooth_learns_and_saves_a_file_of_diffusers(trained, capsys):
+    from diffusers import StableDiffusionXLPipeline
+
+    from fdora.convert import read
+
+    space, out = trained("dreambooth.py")
+    printed = capsys.readouterr().out.splitlines()
+    losses = [float(line.split()[-1]) for line in printed if line.startswith("step")]
+    there = read(out, "diffusers")
+    rows = [line.split() for line in printed if line.partition(" ")[0] in there]
+    assert len(losses) == 10 and len(there) == len(rows) == 32
+    for path, *_, fused, composed, stock in (row[:8] for row in rows):  # on a CPU a bias is added after the call
+        assert stock == "0" and int(composed if path.endswith("to_out.0") else fused) > 0, path
+    latents = space["latents"]
+    text, pooled, sizes = (space[name].expand(4, *space[name].shape[1:]) for name in ("text", "pooled", "sizes"))
+    noise, time = torch.randn_like(latents), torch.tensor([100, 300, 500, 700])
+    x = space["scheduler"].add_noise(latents, noise, time), time, text
+    more = {"added_cond_kwargs": {"text_embeds": pooled, "time_ids": sizes}}
+    again = StableDiffusionXLPipeline.from_pretrained(out / "base")
+    with torch.no_grad():
+        want, before = space["unet"](*x, **more).sample, again.unet(*x, **more).sample
+        again.load_lora_weights(out)
+        torch.testing.assert_close(again.unet(*x, **more).sample, want)
+    assert (want - noise).square().mean() < 0.97 * (before - noise).square().mean()
 
 
 def ran(cells):
