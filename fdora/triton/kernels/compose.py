@@ -89,7 +89,8 @@ def planes_fwd_kernel(
     """The same where row l N + n, of P points, is channel n."""
     m, block = strip_at(rows, BLOCK_M, FLAT)
     p = block * BLOCK_P + tl.arange(0, BLOCK_P)
-    at, mask = m[:, None].to(tl.int64) * P + p[None, :], within(m, p, rows, P)
+    mask = within(m, p, rows, P)
+    at = m[:, None].to(tl.int64) * P + p[None, :]
     u = tl.load(base + at, mask=mask).to(tl.float32)
     v = s * tl.load(lora + at, mask=mask).to(tl.float32)
     gn = tl.load(g + m % N)[:, None]

@@ -25,8 +25,7 @@ from fdora.triton.kernels.decode import (
     single_weights,
 )
 from fdora.triton.kernels.g import g_tile
-from fdora.triton.kernels.product import over_tokens
-from fdora.triton.kernels.scale import dot_rows, store_gradients
+from fdora.triton.kernels.scale import dot_rows, over_few, store_gradients
 from fdora.triton.kernels.tile import Matrix, addresses
 from fdora.triton.runtime.cost import launched
 
@@ -118,7 +117,7 @@ def _lost(
         dg = dot_rows(dy, h, b, n, N, M, R)
         for first_k in range(0, K, T.K):
             w, k = DECODE(W, n, in_n, first_k, K, K, HOW, T), first_k + tl.arange(0, T.K)
-            dg += tl.sum(over_tokens(dy, x, n, k, 0, M, N, K, 32) * w, axis=1)
+            dg += tl.sum(over_few(dy, x, n, k, N, M, K) * w, axis=1)
         store_gradients(dg, g, tl.load(c + n, mask=in_n, other=1.0), dm, dc, n, lost)
 
 

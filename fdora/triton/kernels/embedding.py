@@ -14,7 +14,8 @@ from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 @triton.jit
 def rows_of(t, v, known, j, J):
     """Rows v of a Matrix of which so many are ``known``, at columns j of J."""
-    return tl.load(addresses(t, v, j), mask=known[:, None] & (j < J)[None, :], other=0.0)
+    at = t.p + v[:, None] * t.row + j[None, :].to(tl.int64) * t.col
+    return tl.load(at, mask=known[:, None] & (j < J)[None, :], other=0.0)
 
 
 @triton.jit
@@ -67,7 +68,9 @@ def embedding_kernel(
             cd, md = tl.load(c + d, mask=d < D, other=1.0), tl.load(m + d, mask=d < D, other=0.0)
         u = _tile(W, A, B, a, v, known, d, s, D, R, BLOCK_R, SINGLE, SINGLE and KEPT)
         out = g * u if PER_ROW else tl.div_rn(md.to(tl.float32), floored(cd))[None, :] * u
-        store(tl.where(known[:, None], out, float("nan")), Matrix(y, D, None), t, d, T, D)
+        out = tl.where(known[:, None], out, float("nan"))
+        at = y + t[:, None].to(tl.int64) * D + d[None, :]
+        tl.store(at, out.to(y.dtype.element_ty), mask=(t < T)[:, None] & (d < D)[None, :])
 
 
 @triton.jit(launch_metadata=launched)

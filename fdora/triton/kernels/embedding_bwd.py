@@ -138,9 +138,10 @@ def segment_total_kernel(
     for c0 in range(0, tl.program_id(0), BLOCK_C):
         end = (c0 + tl.arange(0, BLOCK_C) + 1) * BLOCK_T - 1
         same = (end < first) & (tl.load(key + end, mask=end < first, other=0).to(tl.int64) == own)
-        at = addresses(Matrix(sums, R, None), end, r)
-        carry += tl.sum(tl.load(at, mask=same[:, None] & in_r[None, :], other=0.0), axis=0)
-    total = loaded(Matrix(sums, R, None), i, r, T, R)
+        carry += tl.sum(
+            tl.load(sums + end[:, None].to(tl.int64) * R + r[None, :], mask=same[:, None] & in_r[None, :], other=0.0), axis=0
+        )
+    total = tl.load(sums + i[:, None].to(tl.int64) * R + r[None, :], mask=in_t[:, None] & in_r[None, :], other=0.0)
     total = tl.where((number == own)[:, None], carry[None, :] + total, total)
     last = in_t & ((number != after) | (i + 1 == T)) & (number >= 0) & (number < V) & (number != padding)
     at = (i.to(tl.int64) if COMPACT else number)[:, None] * stride_ov + r[None, :].to(tl.int64) * stride_or

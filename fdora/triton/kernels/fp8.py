@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.product import finish, products, tile_of_product
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, within
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, within
 from fdora.triton.runtime.cost import launched
 
 
@@ -48,10 +48,11 @@ def fp8_rows_kernel(x, out, scale, M, K, stride_xm, BLOCK_K: tl.constexpr):
 def fp8_blocks_kernel(x, out, scale, M, K, stride_xm, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
     """Some tokens and BLOCK columns for each program; the scales of a column of blocks lie side by side."""
     t, k = block_on(0, BLOCK_M), block_on(1, BLOCK)
-    v = loaded(Matrix(x, stride_xm, None), t, k, M, K).to(tl.float32)
+    mask = (t < M)[:, None] & (k < K)[None, :]
+    v = tl.load(x + t[:, None].to(tl.int64) * stride_xm + k[None, :], mask=mask, other=0.0).to(tl.float32)
     s = _scale_of(tl.max(tl.abs(v), axis=1))
     tl.store(scale + tl.program_id(1).to(tl.int64) * M + t, s, mask=t < M)
-    store(_code(tl.div_rn(v, s[:, None] + tl.zeros_like(v))), Matrix(out, K, None), t, k, M, K)
+    tl.store(out + t[:, None].to(tl.int64) * K + k[None, :], _code(tl.div_rn(v, s[:, None] + tl.zeros_like(v))), mask=mask)
 
 
 @triton.jit(launch_metadata=launched)

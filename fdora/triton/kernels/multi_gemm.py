@@ -11,7 +11,7 @@ from fdora.triton.kernels.gemm import finish_tma
 from fdora.triton.kernels.multi import ROUTE, bounds_of, rank_of
 from fdora.triton.kernels.multi_rows import keep_of_segments
 from fdora.triton.kernels.product import finish, products, tile_of_product
-from fdora.triton.kernels.tile import Matrix, loaded
+from fdora.triton.kernels.tile import Matrix, addresses, loaded
 from fdora.triton.runtime.cost import launched
 
 
@@ -94,13 +94,20 @@ def low_rank_terms(
     """h_a b_a in the rows of each adapter of the tile; what is not finite in one reaches no row of another."""
     b, stride_ba, stride_br, stride_bn = b
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    t = row + tl.arange(0, BLOCK_M)
+    t, n, r = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     for a in range(first, tl.minimum(last + 1, G)):
         lo, hi = bounds_of(offsets, a, G, M)
-        rank = tl.where(lo < hi, rank_of(ranks, a, G, R), 0)
-        own = Matrix(b + tl.cast(a, tl.int64) * stride_ba, stride_br, stride_bn)
-        part = products(tl.zeros_like(acc), h, own, row, col, hi, N, rank, BLOCK_R, "ieee")
         mine = (t >= lo) & (t < hi)
+        rank = tl.where(lo < hi, rank_of(ranks, a, G, R), 0)
+        part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        at_h = addresses(h, t, r)
+        at_b = addresses(Matrix(b + tl.cast(a, tl.int64) * stride_ba, stride_br, stride_bn), r, n)
+        for r0 in range(0, rank, BLOCK_R):  # not products(): its mask of rows, one comparison, made float32 spill more
+            ht = tl.load(at_h, mask=mine[:, None] & (r < rank - r0)[None, :], other=0.0)
+            bt = tl.load(at_b, mask=(r < rank - r0)[:, None] & (n < N)[None, :], other=0.0)
+            part = tl.dot(ht, bt.to(ht.dtype), part, input_precision="ieee")
+            at_h += BLOCK_R
+            at_b += BLOCK_R * stride_br
         acc += tl.where(mine[:, None], part, 0.0)
     return acc
 
@@ -124,7 +131,7 @@ def multi_gemm_pointer_kernel(
         if bias is not None:
             bias += tl.cast(first, tl.int64) * BIAS_SPAN
     acc = low_rank_terms(
-        Matrix(h, stride_hm, 1), (b, stride_ba, stride_br, stride_bn), offsets, ranks, first, last, row, col, M, N, G, R,
+        Matrix(h, stride_hm, None), (b, stride_ba, stride_br, stride_bn), offsets, ranks, first, last, row, col, M, N, G, R,
         BLOCK_M, BLOCK_N, BLOCK_R,
     )
     x, w = Matrix(x, stride_xm, stride_xk), Matrix(w, stride_wk, stride_wn)
@@ -144,7 +151,7 @@ def multi_epilogue_kernel(
     first, last = tl.load(route + ROUTE * tl.program_id(0)), tl.load(route + ROUTE * tl.program_id(0) + 1)
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     acc = low_rank_terms(
-        Matrix(h, stride_hm, 1), (b, stride_ba, stride_br, stride_bn), offsets, ranks, first, last, row, col, M, N, G, R,
+        Matrix(h, stride_hm, None), (b, stride_ba, stride_br, stride_bn), offsets, ranks, first, last, row, col, M, N, G, R,
         BLOCK_M, BLOCK_N, BLOCK_R,
     )
     if seed is not None:
