@@ -8,7 +8,7 @@ import torch
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, device_of
 from fdora.triton.runtime.layout import contiguous
-from fdora.triton.runtime.plan import Array, Launch, Like, Product, Tile
+from fdora.triton.runtime.plan import Array, Fill, Launch, Like, Product, Tile
 from fdora.triton.runtime.walk import like, run
 
 HOPPER = Device(-1, 90, 2, False)  # its plans, interpreted
@@ -39,7 +39,11 @@ def launches(plan, name=""):
 
 def kernels(plan):
     """How often it launches each kernel, by name; products as "product"."""
-    return Counter("product" if isinstance(s, Product) else s.kernel.fn.__name__ for s in plan.steps if hasattr(s, "cost"))
+    return Counter(
+        "product" if isinstance(s, Product) else s.kernel.fn.__name__
+        for s in plan.steps
+        if hasattr(s, "cost") and not isinstance(s, Fill)
+    )
 
 
 def arguments(step):
