@@ -3,11 +3,12 @@
 import ast
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.process import python
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fdora"
@@ -472,7 +473,7 @@ def test_the_formatter_breaks_every_line():
 
 
 def run(code, **env):
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
+    done = python("-c", code, **env)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
