@@ -333,7 +333,7 @@ MANY_PARAMETERS = {
     ),
 }
 SHORT_FILES = {  # autograd/conv.py: a word has a file in every layer
-    *("autograd/conv.py", "eager/tree.py", "triton/act.py"),
+    *("autograd/conv.py", "eager/tree.py"),
     "triton/kernels/sums.py",
 }
 # The one circle of imports: each public function opens the door for DTensors itself, and the door calls it back.

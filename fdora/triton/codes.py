@@ -119,6 +119,11 @@ def weights_of(text: Sequence[str], numbers: Sequence[int]) -> tuple[Coded | Non
     return tuple(found)
 
 
+def facts_of(spec: QuantSpec) -> tuple[list[str], list[int]] | None:
+    """The facts of this one; None where no kernel reads its format."""
+    return written([coded_of(spec)]) if is_decoded(spec) else None
+
+
 # in a plan
 
 

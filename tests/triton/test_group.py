@@ -54,18 +54,18 @@ def mlp(**options):
 def test_the_activation(act, dtype):
     """One rounding of float64's result, forward and backward, in any strides; the last also in the place of da."""
     from fdora.eager import act as eager
-    from fdora.triton import act as kernels
+    from fdora.triton import mlp as kernels
     from fdora.triton.copy import dense
 
     def write(plan, gate, up, da=None):
         made = [plan.result(name, gate.shape, dtype) for name in (["a"] if da is None else ["dgate", "dup"])]
         of = [dense(plan, plan.matrix(t)) for t in (gate, up, da) if t is not None]
-        kernels.forward(plan, *of, made[0], act) if da is None else kernels.backward(plan, of[2], *of[:2], *made, act)
+        kernels.act_forward(plan, *of, made[0], act) if da is None else kernels.act_backward(plan, of[2], *of[:2], *made, act)
 
     def in_place(plan, gate, up, da):
         of = [plan.matrix(t) for t in (gate, up, da)]
         dgate, dup = plan.result("dgate", gate.shape, dtype), copied(plan, "dup", of[2])
-        kernels.backward(plan, dup, *of[:2], dgate, dup, act)
+        kernels.act_backward(plan, dup, *of[:2], dgate, dup, act)
 
     gate, up, da = (3 * torch.randn(37, 131, device=device.NAME).to(dtype) for _ in range(3))
     gate[0, :4] = torch.tensor([0.0, -300, 300, -1e-7])

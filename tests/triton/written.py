@@ -253,13 +253,13 @@ def forms_of_codes():
 def plan_dense_norm(likes, device, coded, dense):
     """The norm, and W, as a plan of a layer has them among its temporaries."""
     from fdora.triton.codes import packed
-    from fdora.triton.quant import norm
+    from fdora.triton.norm import norm
 
     plan = Builder("norm and dense W", device)
     A, B = map(plan.matrix, likes[:2])
     W, s = packed(plan, likes[2:], coded), plan.scalar("s")
     c, out = plan.result("c", coded.shape[:1], FP32), plan.result("W", coded.shape, dense)
-    norm(plan, W, A, B, s, c, out)
+    norm(plan, W, A, B, s, c, dense=out)
     return plan.plan()
 
 
@@ -363,7 +363,7 @@ def calls_of_multi(M, N, K, r, G, dtype, adapter=None):
     """Many adapters: sorted and not, with what there may be beside them, and each set of gradients that makes other kernels."""
     from fdora.triton import multi
     from fdora.triton.multi_norm import plan_bank_norm
-    from fdora.triton.multi_route import plan_route
+    from fdora.triton.multi_rows import plan_route
 
     adapter = adapter or dtype
     x, dy, h = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype), alike(M, r, dtype=dtype)

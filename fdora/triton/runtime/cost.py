@@ -25,7 +25,7 @@ class Cost(NamedTuple):
         return self.flops8 + self.flops16 + self.flops32
 
     def __add__(self, other: Any) -> Cost:
-        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+        return Cost(*[a + b for a, b in zip(self, other, strict=True)])
 
 
 def product(M: int, N: int, K: int, operand: Any) -> Cost:
@@ -37,7 +37,7 @@ def product(M: int, N: int, K: int, operand: Any) -> Cost:
 
 
 def moved(*arrays: Any) -> Cost:
-    return Cost(bytes=float(sum(matrix(a).nbytes for a in arrays if a is not None)))
+    return Cost(bytes=float(sum([matrix(a).nbytes for a in arrays if a is not None])))
 
 
 def matrix(a: Any) -> Any:
