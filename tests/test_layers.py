@@ -336,10 +336,6 @@ SHORT_FILES = {  # autograd/conv.py: a word has a file in every layer
     *("autograd/conv.py", "eager/tree.py", "triton/act.py"),
     "triton/kernels/sums.py",
 }
-# The one circle of imports: each public function opens the door for DTensors itself, and the door calls it back.
-CIRCLE = {
-    *("_sharded", "_sharded_layers", "_sharded_norm", "bank", "group", "linear", "norm", "norm_state"),
-}
 # Arrows that no import shows, by what stands in the source of those who may not know of it.
 HIDDEN = {
     "frameworks below integrations": (r"lora_variant|_active_adapter", {"_plain.py", "triton/runtime/plain.c"}),
@@ -441,7 +437,7 @@ def test_files_are_no_crumbs_and_imports_no_circle():
         if file.name != "__init__.py" and users[module] == 1 and len(file.read_text().splitlines()) < SHORT
     }
     assert not short - SHORT_FILES
-    assert not {module.removeprefix("fdora.functional.") for module in circles(arrows)} - CIRCLE
+    assert not circles(arrows)
 
 
 def test_no_arrow_is_hidden():

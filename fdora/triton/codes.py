@@ -15,9 +15,9 @@ from torch import Tensor
 from fdora.quant import Codes8, Lut4, QuantSpec, QuantWeight
 from fdora.quant.bnb import UNIT
 from fdora.quant.codes8 import decode as decode8
-from fdora.quant.kinds import kind_of
 from fdora.quant.lut4 import NESTED
 from fdora.quant.lut4 import decode as decode4
+from fdora.quant.weight import kind_of
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import INTERPRETED, Device, cdiv
 from fdora.triton.runtime.plan import Array, Like, Plan

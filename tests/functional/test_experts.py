@@ -29,11 +29,11 @@ FAULTS = [
     ("each, A.unbind()", "each, A.unbind()[::-1]"),
     ("bias=b, norm=c", "bias=None, norm=c"),
     ("bias=b, norm=c", "bias=b, norm=None if c is None else c.detach()"),
-    ("if rest.shape[0]:", "if not parts:"),
-    ("parts[0].new_zeros", "parts[0].new_ones"),
+    ("if rest.shape[0]:", "if not ys:"),
+    ("ys[0].new_zeros", "ys[0].new_ones"),
     (
-        "combine(sorted_rows(fn, spread(x, to, name), bank, s, to.offsets, name), pairs(gates)",
-        "combine(sorted_rows(fn, spread(x, to, name), bank, s, to.offsets, name), 2 * gates",
+        "combine(sorted_rows(fn, spread(x, to, name), layer, to.offsets, name), pairs(gates)",
+        "combine(sorted_rows(fn, spread(x, to, name), layer, to.offsets, name), 2 * gates",
     ),
 ]
 FAULTS = [(experts, *each) for each in FAULTS] + [
@@ -43,7 +43,7 @@ FAULTS = [(experts, *each) for each in FAULTS] + [
     (eager, "torch.where(gate > LIMIT, 0,", "torch.where(gate > 2 * LIMIT, 0,"),
     (eager, "(up > LIMIT) | (up < -LIMIT), 0,", "(up > LIMIT), 0,"),
     (eager, "share + SHARPNESS * v * share", "share + v * share"),
-    (experts_mlp, "second, down.s, of_each", "second, 2 * down.s, of_each"),
+    (experts_mlp, "act), down, of_each", "act), down._replace(s=2 * down.s), of_each"),
     (multi, "own, None, max_bytes)", "2 * own, None, max_bytes)"),
 ]
 

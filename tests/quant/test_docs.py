@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench import quant_error
-from fdora.quant import kinds, part, quantize
+from fdora.quant import part, quantize, weight
 from tests import reference
 
 PAGE = (Path(__file__).parents[2] / "docs" / "quantised.md").read_text()
@@ -22,7 +22,7 @@ def run(program):
 
 
 def test_the_programs(monkeypatch):
-    monkeypatch.setattr(kinds, "KINDS", dict(kinds.KINDS))
+    monkeypatch.setattr(weight, "KINDS", dict(weight.KINDS))
     first, second = (run(program) for program in PROGRAMS)
     W, A, B, m, x = (first[name] for name in ("W", "A", "B", "m", "x"))
     assert torch.equal(first["y"], x @ W.dequantize().T)  # B = 0
@@ -50,7 +50,7 @@ def test_errors_of_8_bit_products():
 
 def formats():
     """Rows of another weight are a kind, and no format."""
-    return kinds.KINDS.keys() - {part.KIND}
+    return weight.KINDS.keys() - {part.KIND}
 
 
 def test_every_kind_has_a_row():

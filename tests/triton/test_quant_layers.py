@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora import _dispatch
 from fdora.autograd.weight import forms_norm
 from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp, dora_norm
-from fdora.quant import Codes8, Lut4, QuantWeight, kinds, lut4, opaque, quantize
+from fdora.quant import Codes8, Lut4, QuantWeight, lut4, opaque, quantize
+from fdora.quant import weight as formats
 from fdora.triton.codes import Coded, coded_of, is_decoded, packed, tensors_of, written
 from fdora.triton.dequantize import dequantized
 from fdora.triton.linear import plan_backward, plan_forward
@@ -356,9 +357,9 @@ def test_compiled_whole(undecoded):
 @needs_kernels
 def test_what_kernels_may_read(monkeypatch):
     """Not a kind of somebody's own that borrows the facts, nor a norm in float64."""
-    monkeypatch.setattr(kinds, "KINDS", dict(kinds.KINDS))
+    monkeypatch.setattr(formats, "KINDS", dict(formats.KINDS))
     W = weight("nf4")
-    kinds.register_kind("mine", dequantize=lambda W, i, j: 2 * lut4.decode(W, i, j))
+    formats.register_kind("mine", dequantize=lambda W, i, j: 2 * lut4.decode(W, i, j))
     assert is_decoded(W.spec) and not is_decoded(replace(W, kind="mine").spec)
     assert not is_decoded(replace(weight("int8"), facts=Codes8("int8", "row", (0, 0), 0.5)).spec)
     assert forms_norm(W, "triton") and not forms_norm(W, "eager") and not forms_norm(W.to(torch.float64), "triton")
