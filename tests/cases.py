@@ -496,8 +496,8 @@ def norm(d: Draw) -> Callable[[Draw], Problem]:
     N, K = d.sizes(2, zero=0.05)
     r, s, dtype, axis = d.rank(), d.scaling(), d.dtype(), d.of(1, 1, 1, 0)
     kind, how = d.of("plain", "start", "zero_rows", "cancelling", "nan_row"), d.of("plain", "state", "squared", "gradient")
-    if how == "gradient":
-        kind, N, K = kind if kind == "zero_rows" else "plain", max(N, 1), max(K, 1)
+    if how == "gradient":  # where c is 0 the true one is none
+        kind, N, K = "plain", max(N, 1), max(K, 1)
     dtypes, layouts = dict(W=dtype, A=d.beside(dtype), B=d.beside(dtype)), {n: d.layout() for n in "WAB"}
     with_base, budget = d.chance(0.4), d.of(None, None, 1, 3, 100)  # times as many bytes as it needs
     code = coded(d, N, K) if axis and how != "gradient" and kind != "nan_row" else None
