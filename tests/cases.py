@@ -761,7 +761,8 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
     p = 0.0 if own or not d.options.dropout else d.of(0.0, 0.3)
     lead, ranks = (G,) * own, [r if own else d.of(r, max(1, r // 2)) for _ in range(G)]
     tokens = (M,) if own else d.lead(M) or (1,)
-    M, beyond = math.prod(tokens), d.of(0.0, math.nan)  # what the bank holds beyond a rank
+    # what the bank holds beyond a rank; kernels read it where m is 0, and dm is NaN there
+    M, beyond = math.prod(tokens), 0.0 if kind == "zero_m" else d.of(0.0, math.nan)
     plain = not own and d.chance(0.2)  # LoRA
     dtypes = {"W": dtype, **{n: d.beside(dtype) for n in "ABm"}} | ({"b": dtype} if act == "gpt_oss" or d.chance(0.5) else {})
     layouts = {n: d.layout(expanded=False) for n in "xWABmb"}
