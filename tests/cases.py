@@ -496,8 +496,8 @@ def norm(d: Draw) -> Callable[[Draw], Problem]:
     N, K = d.sizes(2, zero=0.05)
     r, s, dtype, axis = d.rank(), d.scaling(), d.dtype(), d.of(1, 1, 1, 0)
     kind, how = d.of("plain", "start", "zero_rows", "cancelling", "nan_row"), d.of("plain", "state", "squared", "gradient")
-    if how == "gradient":
-        kind, N, K = kind if kind == "zero_rows" else "plain", max(N, 1), max(K, 1)
+    if how == "gradient":  # where c is 0 the true one is none
+        kind, N, K = "plain", max(N, 1), max(K, 1)
     dtypes, layouts = dict(W=dtype, A=d.beside(dtype), B=d.beside(dtype)), {n: d.layout() for n in "WAB"}
     with_base, budget = d.chance(0.4), d.of(None, None, 1, 3, 100)  # times as many bytes as it needs
     code = coded(d, N, K) if axis and how != "gradient" and kind != "nan_row" else None
@@ -761,7 +761,8 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
     p = 0.0 if own or not d.options.dropout else d.of(0.0, 0.3)
     lead, ranks = (G,) * own, [r if own else d.of(r, max(1, r // 2)) for _ in range(G)]
     tokens = (M,) if own else d.lead(M) or (1,)
-    M, beyond = math.prod(tokens), d.of(0.0, math.nan)  # what the bank holds beyond a rank
+    # what the bank holds beyond a rank; kernels read it where m is 0, and dm is NaN there
+    M, beyond = math.prod(tokens), 0.0 if kind == "zero_m" else d.of(0.0, math.nan)
     plain = not own and d.chance(0.2)  # LoRA
     dtypes = {"W": dtype, **{n: d.beside(dtype) for n in "ABm"}} | ({"b": dtype} if act == "gpt_oss" or d.chance(0.5) else {})
     layouts = {n: d.layout(expanded=False) for n in "xWABmb"}

@@ -202,7 +202,7 @@ def largest_error(path, k):
     return next(rounds(names[k % len(names)], lambda part: Draw(random.Random(f"path {k} {part}"), drawn)))
 
 
-CASES = 6
+CASES = 16
 
 
 @pytest.mark.parametrize("path", PATHS, indirect=True)
