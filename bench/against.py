@@ -203,7 +203,7 @@ def first_run(make: Make) -> tuple[Callable[[], Any], dict]:
 class Checkout:
     def __init__(self, root: Path, device: str):
         """Its fdora, and this file."""
-        env = os.environ | {"PYTHONPATH": str(root)}
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))}
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", device]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, cwd=root, env=env, **pipes)  # type: ignore[call-overload]

@@ -361,6 +361,8 @@ def case_trees_in_even_rows():
     """What FSDP2 keeps of most models, by a plan: the bits of one process, two collectives, whatever lies where; and errors."""
     where = mesh(2)
     for dtype in (torch.float64, torch.float32):
+        # A GPU's float64 products come from cuBLAS, whose order of sums depends on how many rows there are.
+        same = torch.equal if DEVICE == "cpu" or dtype == torch.float32 else partial(torch.allclose, rtol=1e-13, atol=0)
         ts = {f"{i}": made(N=n, K=8 + i, r=r, seed=i) for i, (n, r) in enumerate(((6, 4), (64, 2), (2, 6), (34, 2)))}
         ts = {i: {n: t[n].to(dtype) for n in "WAB"} for i, t in ts.items()}
         s = {i: 0.7 if dtype == torch.float64 else 0.5 + int(i) for i in ts}
@@ -378,14 +380,14 @@ def case_trees_in_even_rows():
                 runs = len(_sharded_rows._plans[0][1].runs)
                 assert len(_sharded_rows._plans) == 1 and runs == (1 if most > 200 else 3 + (dtype == torch.float64))
                 assert sum(seen.count.values()) == 2 * (runs + 1), seen.count
-                assert all(torch.equal(c[i], v) and torch.equal(state.c[i], v) for i, v in want.items())
+                assert all(same(c[i], v) and torch.equal(state.c[i], c[i]) for i, v in want.items())
                 kept = torch.cat([torch.ones(1 << 16, device=DEVICE) for _ in range(2)])  # what is gathered next lies elsewhere
             poisoned = state._replace(buffers=tuple(b * 0 + 5 for b in state.buffers))
             with torch.no_grad():
                 cut["1"]["B"].to_local().mul_(2)
             c = dora_norm_tree(weights, params, s=s, state=poisoned, gather=True).c
             want = dora_norm(ts["1"]["W"], ts["1"]["A"], 2 * ts["1"]["B"], s=s["1"])
-            assert torch.equal(c["1"], want) and all((c[i] == 5).all() for i in "023")
+            assert same(c["1"], want) and all((c[i] == 5).all() for i in "023")
             with torch.no_grad():
                 cut["1"]["B"].to_local().div_(2)
             _sharded_rows.MOST = before

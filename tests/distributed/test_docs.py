@@ -20,7 +20,11 @@ def test_fsdp_by_torchrun(tmp_path):
     for name, code in PROGRAMS.items():
         (tmp_path / f"{name}.py").write_text(code)
     hidden = {} if device.NAME == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | hidden
+    env = (
+        os.environ
+        | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), "OMP_NUM_THREADS": "1"}
+        | hidden
+    )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "fsdp.py"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -14,7 +14,6 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora import quant as quantised
 from fdora.quant import Codes8, Lut4
 from fdora.quant.bnb import UNIT
-from fdora.triton import quant
 from fdora.triton.codes import Coded, weights_of, written
 from fdora.triton.quant import plan_quant_norm, quant_norm
 from fdora.triton.runtime import walk
@@ -535,7 +534,7 @@ def test_runs_of_tiles(chosen_anew, monkeypatch):
     e4m3 = eight("e4m3", "block", 70, 650)
     for case, r, dtype, tiles in ((nf4, 8, HALF, 2), (nf4, 24, FP32, 8), (mxfp4, 80, HALF, 2), (e4m3, 8, HALF, 4)):
         chosen_anew.clear()
-        monkeypatch.setattr(quant, "run_of", lambda *_, tiles=tiles: tiles)
+        monkeypatch.setattr("fdora.triton.norm_codes.run_of", lambda *_, tiles=tiles: tiles)
         A, B = adapter(case, r, dtype)
         c, W = run(case, A, B, dense=FP32)
         assert torch.equal(W, case.W)
