@@ -119,7 +119,8 @@ TABLE = {
     "vit": Entry(110, "bench.vit"),
     "vit_40": Entry(300, "bench.vit --layers 40"),
     "diffusion_klein": Entry(100, "bench.diffusion --models klein --batch 2"),
-    "diffusion_sdxl": Entry(130, "bench.diffusion --models sdxl,sdxl_conv --dtype fp16 --r 16 --checkpointing no"),
+    "diffusion_sdxl": Entry(100, "bench.diffusion --models sdxl --dtype fp16 --r 16 --checkpointing no"),
+    "diffusion_sdxl_conv": Entry(105, "bench.diffusion --models sdxl_conv --dtype fp16 --r 16 --checkpointing no"),
     "diffusion_sdxl_4": Entry(90, "bench.diffusion --models sdxl --batch 4 --checkpointing yes"),
     "diffusion_klein_r16": Entry(80, "bench.diffusion --models klein --batch 2 --r 16 --adapter half --checkpointing yes"),
     "full": Entry(20, "bench.full"),
@@ -160,6 +161,14 @@ TABLE = {
         "bench.sharded --world 2 --layers 4 --ways peft_lora,peft_fdora,peft_fdora_fused --modes step --runs 11 --compiled "
         "--no-profile",
     ),
+    **{
+        f"sharded_zero{stage}": Entry(
+            60,
+            f"bench.sharded --world 2 --layout zero{stage} --layers 6 --modes step --runs 7 --no-profile "
+            "--ways peft_lora,peft_fdora,peft_fdora_fused",
+        )
+        for stage in (2, 3)  # want DeepSpeed
+    },
     "parallel": Entry(60, "bench.parallel --world 2 --runs 5"),
     "demo": Entry(60, "demo.run"),
 }
