@@ -68,6 +68,7 @@ NAMES = {
     "use_fdora": "use_fdora",
     "use_fdora_fused": "use_fdora(fuse=True)",
 }
+NAMES |= {f"{way}_lora_dropout": f"{said}, LoRA's dropout" for way, said in NAMES.items() if "fdora" in way}
 
 
 def opponent(rival: str) -> str:
