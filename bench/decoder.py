@@ -21,10 +21,19 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MOST_APART = {"bf16": 0.1, "fp32": 1e-3}  # relative L2 of fdora against PEFT: all layers round, and PEFT rounds more
 
 
-def adapters(model: nn.Module, r: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """A, B and m of each linear but a language model's head."""
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name != "lm_head"}
-    return {name: away(layer.weight, r, dtype)[:3] for name, layer in layers.items()}
+def adapters(
+    model: nn.Module, r: int, dtype: torch.dtype, targets: Iterable[str] = ()
+) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """A, B and m, in PEFT's shapes, of each linear but a language model's head; with ``targets`` of each linear and convolution
+    whose path ends in one."""
+    kinds, ends, values = (nn.Linear, nn.Conv2d) if targets else nn.Linear, tuple(f".{each}" for each in targets), {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, kinds) and (name.endswith(ends) if targets else name != "lm_head"):
+            A, B, m, _ = away(layer.weight.flatten(1), r, dtype)
+            kernel = layer.weight.shape[2:]
+            ones = [1] * len(kernel)
+            values[name] = (A.view(r, -1, *kernel), B.view(-1, r, *ones), m.view(1, -1, *ones) if kernel else m)
+    return values
 
 
 def context(options, adapter: str) -> Callable[[], AbstractContextManager]:

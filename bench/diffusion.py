@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.clock import free
-from bench.decoder import apart, judge, left, of_part, wall_and_peak
+from bench.decoder import adapters, apart, judge, left, of_part, wall_and_peak
 from bench.rivals import adapted, paths
 from bench.steps import Gpu
 from bench.suite import Run, Some, Suite
 from bench.table import pivot, table
-from bench.ways import S, away
+from bench.ways import S
 
 WAYS = ("peft_lora", "peft_dora", "peft_fdora")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -90,18 +90,6 @@ def network(model: str, tiny: bool) -> nn.Module:
     kind = MODELS[model]
     name, config, _ = small.MODELS[kind.small]
     return getattr(diffusers, name)(**(config if tiny else kind.config)).requires_grad_(False)
-
-
-def adapters(base: nn.Module, targets: tuple[str, ...], r: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]]:
-    """A, B and m of each layer whose path ends in a target, in the shapes of PEFT."""
-    values = {}
-    for name, layer in base.named_modules():
-        if isinstance(layer, (nn.Linear, nn.Conv2d)) and name.endswith(tuple(f".{target}" for target in targets)):
-            A, B, m, _ = away(layer.weight.flatten(1), r, dtype)
-            kernel = layer.weight.shape[2:]
-            ones = [1] * len(kernel)
-            values[name] = (A.view(r, -1, *kernel), B.view(-1, r, *ones), m.view(1, -1, *ones) if kernel else m)
-    return values
 
 
 def checkpointed(module: nn.Module, *args: Any) -> Any:
@@ -174,7 +162,7 @@ class Bench:
                 self.base = network(case.model, options.tiny).to(DTYPES[case.dtype])
         free(options.device)
         self.built, dtype = built, DTYPES[case.dtype]
-        self.values = adapters(self.base, kind.targets, case.r, torch.float32 if case.adapter == "fp32" else dtype)
+        self.values = adapters(self.base, case.r, torch.float32 if case.adapter == "fp32" else dtype, kind.targets)
         autocast = dtype if kind.autocast and case.adapter == "fp32" else None
         tags = {f"{way}, {label(case)}": way for way in options.ways}
         made = self.run.failed.attempt(tags, lambda tag: Trained(tags[tag], self.base, self.values, kind, autocast))

@@ -86,8 +86,8 @@ def weighted(given: str) -> tuple[str, float]:
 
 def save(a: Namespace, weights: Weights, adapters: dict[str, Adapter], names: dict[str, str] | None) -> None:
     if a.to == "comfyui":
-        a.to, adapters = "kohya", {layer: for_comfyui(weights[layer], p) for layer, p in adapters.items()}
-    write(a.out, adapters, a.to, names=names, prefix=a.component, overwrite=a.overwrite)
+        adapters = {layer: for_comfyui(weights[layer], p) for layer, p in adapters.items()}
+    write(a.out, adapters, "kohya" if a.to == "comfyui" else a.to, names=names, prefix=a.component, overwrite=a.overwrite)
 
 
 def convert(a: Namespace) -> None:

@@ -207,14 +207,19 @@ def _metadata(file: Path) -> dict[str, Any] | None:
 
     with readable("convert.read", file), safe_open(str(file), "pt") as f:
         text = (f.metadata() or {}).get(METADATA)
-        return json.loads(text) if text else None
+        config = json.loads(text) if text else None
+    return None if config is None else _object(METADATA, config)
 
 
 def _config(file: Path) -> dict[str, Any]:
     with readable("convert.read", file):
         config = json.loads(file.read_text())
+    return _object(CONFIG, config)
+
+
+def _object(name: str, config: Any) -> dict[str, Any]:
     if not isinstance(config, dict):
-        raise fail("convert.read", CONFIG, "an object of JSON", f"a {type(config).__name__}", "Save the adapter again.")
+        raise fail("convert.read", name, "an object of JSON", f"a {type(config).__name__}", "Save the adapter again.")
     return config
 
 

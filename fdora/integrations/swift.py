@@ -83,6 +83,7 @@ def register(*, dropout_mode: Literal["peft", "lora"] = "peft") -> None:
 
 def unregister() -> None:
     """Undo :func:`register`. Models made meanwhile keep running through fdora: :func:`restore` them one by one."""
+    FdoraTuner.dropout_mode = "peft"
     tuners_map.pop("fdora", None)
 
 

@@ -163,3 +163,10 @@ def test_lora_beside_dora_is_refused(tmp_path):
     with pytest.raises(FdoraError, match="all DoRA or all LoRA"):
         to_diffusers({"a": p, "b": p._replace(m=None)})
     assert LoraConfig(**to_diffusers({"a": p}, prefix="")[1]).use_dora
+
+
+@pytest.mark.parametrize(("text", "said"), [("[1]", "must be an object of JSON, got a list"), ("{", "convert.read")])
+def test_metadata_that_is_no_config(tmp_path, text, said):
+    save_file({"unet.to_q.lora_A.weight": torch.ones(1, 2)}, tmp_path / FILE, {"lora_adapter_metadata": text})
+    with pytest.raises(FdoraError, match=said):
+        read(tmp_path, "diffusers")
