@@ -36,10 +36,10 @@ def adapters(
     return values
 
 
-def context(options, adapter: str) -> Callable[[], AbstractContextManager]:
+def context(device: str, dtype: str, adapter: str) -> Callable[[], AbstractContextManager]:
     """Of a forward: float32 adapters of a bf16 model run under bf16 autocast, as trainers run them."""
-    mixed = options.dtype == "bf16" and adapter == "fp32"
-    return partial(torch.autocast, torch.device(options.device).type, torch.bfloat16) if mixed else nullcontext
+    mixed = dtype == "bf16" and adapter == "fp32"
+    return partial(torch.autocast, torch.device(device).type, torch.bfloat16) if mixed else nullcontext
 
 
 @contextmanager

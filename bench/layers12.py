@@ -96,7 +96,7 @@ def measure(run: Run) -> None:
     torch.manual_seed(0)
     base = Stack(cell.model, options.layers, DTYPES[options.dtype], device)
     values = adapters(base, options.r, DTYPES[options.adapter])
-    how = {"dropout": options.dropout, "context": context(options, options.adapter)}
+    how = {"dropout": options.dropout, "context": context(options.device, options.dtype, options.adapter)}
     ways = run.failed.attempt(options.ways, lambda way: Way(way, base, values, adapted, **how))
     steps.inputs(cell, ways, options)
     facts = {name: getattr(options, name) for name in ("layers", "seq", "dtype", "adapter", "r")}

@@ -263,7 +263,7 @@ def one_layer(options, adapter: str, seq: int) -> dict[str, dict]:
     exact = {name: tuple(t.float() for t in parts) for name, parts in values.items()}
     inputs, last = inputs_for(base, seq), options.loss_tokens
     truth = results(Trained("peft_dora", copy.deepcopy(base).float(), exact, inputs, last))
-    arguments = base, values, inputs, last, options.dropout, decoder.context(options, adapter)
+    arguments = base, values, inputs, last, options.dropout, decoder.context(options.device, options.dtype, adapter)
     return {way: compare(Trained(way, *arguments), truth) for way in options.ways if "dora" in way}
 
 
@@ -288,7 +288,14 @@ class Bench:
         base = network(options, layers, width)
         values = adapters(base, r, DTYPES[adapter])
         last = min(options.loss_tokens, seq)
-        arguments = base, values, inputs_for(base, seq), last, options.dropout, decoder.context(options, adapter)
+        arguments = (
+            base,
+            values,
+            inputs_for(base, seq),
+            last,
+            options.dropout,
+            decoder.context(options.device, options.dtype, adapter),
+        )
         return self.attempt(options.ways, where, lambda way: Trained(way, *arguments))
 
     def measure(self, runs: dict[str, Trained], mode: str, where: dict) -> None:

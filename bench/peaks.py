@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from bench.attempt import Failures
 from bench.clock import free, once
-from bench.decoder import DTYPES, adapters
+from bench.decoder import DTYPES, adapters, context
 from bench.model import ARCHITECTURES, Trained, network
 from bench.suite import Run, Some, Suite
 from tests.memory import held_bytes, peak_bytes
@@ -71,8 +71,8 @@ class Step(Trained):
     """A model and one of its training steps."""
 
     def __init__(self, way: str, base: nn.Module, r: int, case: Case, checkpointing: bool, ids: Tensor):
-        values, mixed = adapters(base, r, DTYPES[case.adapter]), case.adapter == "fp32"
-        super().__init__(WAYS[way], base, values, {"input_ids": ids}, case.loss_tokens, mixed)
+        values, where = adapters(base, r, DTYPES[case.adapter]), context(ids.device.type, "bf16", case.adapter)
+        super().__init__(WAYS[way], base, values, {"input_ids": ids}, case.loss_tokens, context=where)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # another name for it comes with transformers 6
             self.of("step_checkpointing" if checkpointing else "step")

@@ -61,7 +61,7 @@ class Sharded(Trained):
     """Its leaves are those of the layout: shards under FSDP2, parts and whole ones under tensor parallelism."""
 
     def __init__(self, way, base, values, inputs, options, mesh):
-        how = {"dropout": options.dropout, "context": context(options, options.adapter)}
+        how = {"dropout": options.dropout, "context": context(options.device, options.dtype, options.adapter)}
         super().__init__(way, base, values, inputs, min(options.loss_tokens, options.seq), **how)
         names = {id(p): name for name, p in self.leaves.items()}
         places = {name: names[id(p)] for name, p in self.model.named_parameters() if id(p) in names}
@@ -123,7 +123,7 @@ class Sharded(Trained):
 
 def truth(base, values, inputs, options) -> dict[str, torch.Tensor]:
     """PEFT's DoRA on whole weights, where it cannot be cut as the others are."""
-    last, under = min(options.loss_tokens, options.seq), context(options, options.adapter)
+    last, under = min(options.loss_tokens, options.seq), context(options.device, options.dtype, options.adapter)
     run = Trained("peft_dora", copy.deepcopy(base), values, inputs, last, context=under)
     with nothing_dropped(run.model):
         loss = run.loss()

@@ -181,7 +181,7 @@ def build(cell: Cell, options, failures: Failures) -> dict[str, Way]:
     torch.manual_seed(0)
     base = Stack(cell.model, options.layers, DTYPES[options.dtype], options.device)
     values = adapters(base, cell.r, DTYPES[options.adapter])
-    how = {"dropout": options.dropout, "context": context(options, options.adapter)}
+    how = {"dropout": options.dropout, "context": context(options.device, options.dtype, options.adapter)}
     return failures.attempt(options.ways, lambda name: Way(name, base, values, **how))
 
 

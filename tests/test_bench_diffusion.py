@@ -15,7 +15,8 @@ def test_the_published_models():
     counts = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     assert counts == {"klein": 3_875_544_576, "sdxl": 2_567_463_684}
     with torch.device("meta"):
-        found = diffusion.adapters(models["klein"], diffusion.MODELS["klein"].targets, 64, torch.float32)
+        kind = diffusion.MODELS["klein"]
+        found = diffusion.adapters(models["klein"], 64, torch.float32, kind.targets)
     lora = sum(A.numel() + B.numel() for A, B, _ in found.values())
     assert lora == 76_677_120 and lora + sum(m.numel() for *_, m in found.values()) == 77_568_000
 

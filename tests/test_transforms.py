@@ -543,4 +543,7 @@ def test_compiled_autocast():
         with torch.autocast(device.NAME, torch.bfloat16):
             return F.dora_linear(x, t["W"], t["A"], t["B"], t["m"], s=S)
 
-    torch.testing.assert_close(torch.compile(f, fullgraph=True)(t["x"]), f(t["x"]))
+    # Inductor's bfloat16 product adds in an order of its own where the CPU has one: judged as every sum of another order is.
+    exact = reference.dora(*(t[n] for n in ("x", "W", "A", "B", "m")), S)
+    compiled, eager = (rel_l2(g(t["x"]), exact) for g in (torch.compile(f, fullgraph=True), f))
+    assert compiled <= 1.1 * eager  # the same product in another order: 1.000 here
